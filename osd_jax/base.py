@@ -1,0 +1,185 @@
+"""Types that cross modules, and the one axis legend of the package.
+
+Axis legend, used in every shape comment and docstring:
+
+  B  rows: requests in flight              H  attention heads
+  S  source (prompt) length                D  size of one head
+  T  target (output) length                E  width of the model
+  K  drafted tokens per round              L  layers
+  V  vocabulary                            N  rows of the replay buffer
+  k  entries kept of a target distribution R  rows of a training batch
+
+Token ids follow T5: 0 pads and starts every decoder, 1 ends a sequence.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+
+PAD_ID = 0
+EOS_ID = 1
+
+Params = Any  # a nested dict of arrays, with t5x's names for T5
+
+
+class StopReason(enum.IntEnum):
+  """Why a row emits no more tokens. Data, carried per row, never a log line."""
+
+  RUNNING = 0
+  EOS = 1
+  LENGTH = 2
+  EMPTY = 3  # no request occupies this row
+
+  @property
+  def message(self) -> str:
+    return {
+        StopReason.RUNNING: "still decoding",
+        StopReason.EOS: "the target emitted its end-of-sequence token",
+        StopReason.LENGTH: "the request reached its own length limit",
+        StopReason.EMPTY: "no request is in this row",
+    }[self]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A language model as the pure functions that decoding and distillation call.
+
+  `decoding/` and `distillation/` know models only through this type, so a
+  lookup table with known distributions (`testing.py`) runs through the very
+  loop that T5 runs through. Frozen and hashed by identity: a static argument.
+
+  Attributes:
+    name: what error texts and provenance call it.
+    vocab_size: V.
+    init: `(key) -> params`.
+    prefill: `(served, source [B, S], mask [B, S], cache_length) -> cache`;
+      `cache_length` is static, the cache has length 0 in every row.
+    decode: `(served, tokens [B, n], cache) -> (logits [B, n, V] float32,
+      cache)` with `cache.length` advanced by n in every row.
+    score: `(params, source [B, S], mask [B, S], target [B, T]) -> logits
+      [B, T, V] float32`; teacher-forced, row t is the distribution of
+      `target[:, t]` given `target[:, :t]`.
+    prepare: `(params) -> served`; the copy that prefill and decode read
+      (fused, transposed: whatever the backend likes). Made once at load and at
+      each swap, never inside a step.
+    logical_axes: `() -> tree` of logical axis names, shaped like params.
+  """
+
+  name: str
+  vocab_size: int
+  init: Callable[[jax.Array], Params]
+  prefill: Callable[[Params, jax.Array, jax.Array, int], Any]
+  decode: Callable[[Params, jax.Array, Any], tuple[jax.Array, Any]]
+  score: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
+  prepare: Callable[[Params], Params]
+  logical_axes: Callable[[], Any]
+
+  __hash__ = object.__hash__
+
+  def __eq__(self, other: object) -> bool:
+    return self is other
+
+
+@flax.struct.dataclass
+class SamplingSettings:
+  """Per-request sampling, as arrays: changing one compiles nothing.
+
+  Attributes:
+    temperature: [B] float32; 0 is greedy.
+    top_k: [B] int32; keep the k most probable tokens, 0 keeps all.
+    top_p: [B] float32; nucleus mass, 1 keeps all.
+    seed: [B] uint32; random draws are a function of (seed, position, purpose).
+    max_length: [B] int32; at most this many tokens are emitted.
+  """
+
+  temperature: jax.Array
+  top_k: jax.Array
+  top_p: jax.Array
+  seed: jax.Array
+  max_length: jax.Array
+
+
+@flax.struct.dataclass
+class Proposal:
+  """What the draft wrote in one round.
+
+  Attributes:
+    tokens: [B, K] int32.
+    logits: [B, K, V] float32, raw; row i is what `tokens[:, i]` was drawn from.
+  """
+
+  tokens: jax.Array
+  logits: jax.Array
+
+
+@flax.struct.dataclass
+class Verification:
+  """The target's judgement of one round: row i judges the i-th emitted token.
+
+  Attributes:
+    logits: [B, K + 1, V] float32, raw.
+  """
+
+  logits: jax.Array
+
+
+@flax.struct.dataclass
+class Acceptance:
+  """The tokens that one round emits, before end-of-sequence and limits cut it.
+
+  Attributes:
+    tokens: [B, K + 1] int32; the accepted tokens, then the recovered or the
+      bonus token at index `accepted`; what follows is undefined.
+    accepted: [B] int32 in 0..K; length of the accepted prefix.
+  """
+
+  tokens: jax.Array
+  accepted: jax.Array
+
+
+@flax.struct.dataclass
+class Records:
+  """The target's distributions at emitted positions, as verification saw them.
+
+  Raw log-softmax (temperature 1, before top-k and top-p), truncated to the k
+  most probable tokens with the remaining mass as one bucket. `log_probs`
+  is sorted, most probable first. Position t judged the t-th emitted token.
+
+  Attributes:
+    log_probs: [..., T, k] float32.
+    ids: [..., T, k] uint16 or int32.
+    tail: [..., T] float32; probability mass outside `ids`, 0 if k = V.
+    error: [..., T] bool; a drafted token was rejected here.
+    draft_version: [..., T] int32; version of the draft that proposed here.
+  """
+
+  log_probs: jax.Array
+  ids: jax.Array
+  tail: jax.Array
+  error: jax.Array
+  draft_version: jax.Array
+
+
+@flax.struct.dataclass
+class DistillationBatch:
+  """Rows for the distillation loss: finished requests with their records.
+
+  Attributes:
+    source: [R, S] int32, padded with 0.
+    target: [R, T] int32, emitted tokens padded with 0.
+    mask: [R, T] bool; emitted positions, up to and including end-of-sequence.
+    records: `Records` with leading axis R.
+    source_id: [R] int32; which stream or topic the request came from.
+    weight: [R] float32; 0 for rows that only fill the batch.
+  """
+
+  source: jax.Array
+  target: jax.Array
+  mask: jax.Array
+  records: Records
+  source_id: jax.Array
+  weight: jax.Array

@@ -1,0 +1,1 @@
+"""Data: vocabularies, preprocessors, tasks, query streams, generated topics."""

@@ -1,0 +1,308 @@
+"""Checkpoints: all that a run needs to continue, in one atomic step.
+
+A step holds two things that are written together or not at all: a pytree of
+arrays (draft, optimiser, buffer, rows in flight) and a JSON object for the host
+(stream position, schedule, length of metrics.jsonl). Orbax writes into a
+temporary folder and renames it, so a killed process leaves either the whole
+step or none of it. Beside the arrays stands a table of their shapes, dtypes
+and checksums: a step that was damaged later is noticed and skipped.
+"""
+
+import dataclasses
+import json
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ARRAYS, _HOST = "arrays", "host"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """Where checkpoints lie, how many are kept, how often one is taken.
+
+  Attributes:
+    directory: folder of the steps, made if absent.
+    keep: the newest `keep` steps stay on disk; 2 or more survive a damaged one.
+    every_requests: a checkpoint is due after this many finished requests.
+  """
+
+  directory: str
+  keep: int = 2
+  every_requests: int = 50
+
+  def __post_init__(self):
+    if not self.directory:
+      raise ValueError(
+          "CheckpointConfig.directory: received an empty path, expected a folder;"
+          " give the folder that shall hold the checkpoints."
+      )
+    for name in ("keep", "every_requests"):
+      value = getattr(self, name)
+      if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(
+            f"CheckpointConfig.{name}: received {value!r}, expected a whole number"
+            " of at least 1."
+        )
+
+
+class Checkpointer:
+  """Saves and restores steps of one directory; one writer at a time."""
+
+  def __init__(self, config: CheckpointConfig):
+    import orbax.checkpoint as ocp  # imported late: it costs .3 s
+
+    self.config = config
+    self._directory = Path(config.directory).absolute()
+    self._ocp = ocp
+    self._manager = ocp.CheckpointManager(
+        self._directory,
+        item_names=(_ARRAYS, _HOST),
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep, create=True, enable_async_checkpointing=False
+        ),
+    )
+
+  def __enter__(self) -> "Checkpointer":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Releases orbax's threads. Saving is synchronous: nothing is pending."""
+    self._manager.close()
+
+  def steps(self) -> list[int]:
+    """The complete steps on disk, oldest first."""
+    return sorted(self._manager.all_steps())
+
+  def latest_step(self) -> int | None:
+    """The newest complete step, None if there is none."""
+    return max(self.steps(), default=None)
+
+  def due(self, finished: int) -> bool:
+    """Whether a checkpoint is due after `finished` requests.
+
+    Counts from the newest step on disk, so a run that finishes several requests
+    in one call never steps over a checkpoint.
+    """
+    return finished - (self.latest_step() or 0) >= self.config.every_requests
+
+  def save(self, step: int, arrays: Any, host: Mapping[str, Any]) -> None:
+    """Writes one step; when it returns, the step is complete on disk.
+
+    Args:
+      step: number of the step, greater than every step on disk (the number of
+        finished requests does well).
+      arrays: pytree whose leaves are jax or numpy arrays.
+      host: JSON object; tuples come back as lists and keys as text.
+
+    Raises:
+      ValueError: a leaf is no array, `host` is no JSON, or `step` is not new.
+    """
+    latest = self.latest_step()
+    if step < 0 or (latest is not None and step <= latest):
+      raise ValueError(
+          f"checkpoint save: received step {step}, expected one greater than the"
+          f" latest, {latest}, in {self._directory}; continue from the latest step"
+          " or remove the newer ones."
+      )
+    leaves = _named_leaves(arrays)
+    table = {name: _describe(name, leaf) for name, leaf in leaves.items()}
+    payload = _checked_json({"host": host, "arrays": table})
+    stored = {name: leaf for name, leaf in leaves.items() if leaf.size}
+    args = self._ocp.args
+    self._manager.save(
+        step,
+        args=args.Composite(
+            arrays=args.StandardSave(stored), host=args.JsonSave(payload)
+        ),
+        force=True,
+    )
+
+  def restore(self, step: int | None, target: Any) -> tuple[Any, dict[str, Any]]:
+    """Reads one step into the structure of `target`.
+
+    With `step=None` the newest readable step is taken. A newer one that cannot
+    be read is reported by a warning and moved aside to `damaged_<step>`, so that
+    the run can write that step anew.
+
+    Args:
+      step: the step to read, None for the newest readable one.
+      target: pytree of arrays or `jax.ShapeDtypeStruct`; its shapes and dtypes
+        must be those saved. The sharding of a leaf that has one is honoured;
+        where it has none, or is an uncommitted array, so is the array returned.
+
+    Returns:
+      The arrays, as jax arrays in the structure of `target`, and the host object.
+
+    Raises:
+      ValueError: no such step, none is readable, or `target` does not fit.
+    """
+    steps = self.steps()
+    if not steps or (step is not None and step not in steps):
+      raise ValueError(
+          f"checkpoint restore: received step {step}, expected one of {steps} in"
+          f" {self._directory}; start the run anew if there is none."
+      )
+    damaged: dict[int, str] = {}
+    for candidate in [step] if step is not None else reversed(steps):
+      try:
+        payload = self._read_host(candidate)
+      except Exception as error:  # whatever the readers raise: it is unreadable
+        damaged[candidate] = _first_line(error)
+        continue
+      _check_target(candidate, payload["arrays"], target)
+      try:
+        arrays = self._read_arrays(candidate, payload["arrays"], target)
+      except Exception as error:
+        damaged[candidate] = _first_line(error)
+        continue
+      self._set_aside(damaged, candidate)
+      return arrays, payload["host"]
+    raise ValueError(
+        f"checkpoint restore: no readable step in {self._directory}, tried"
+        f" {damaged}; remove the folder to start anew."
+    )
+
+  def _read_host(self, step: int) -> dict[str, Any]:
+    args = self._ocp.args
+    payload = self._manager.restore(
+        step, args=args.Composite(host=args.JsonRestore())
+    ).host
+    if not isinstance(payload, dict) or payload.keys() != {"host", "arrays"}:
+      raise ValueError("the host object is not one that save() wrote")
+    return payload
+
+  def _read_arrays(self, step: int, table: Mapping[str, Any], target: Any) -> Any:
+    wanted = {name: _abstract(leaf) for name, leaf in _named_leaves(target).items()}
+    args = self._ocp.args
+    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    stored = {
+        name: leaf.update(sharding=leaf.sharding or one_device)
+        for name, leaf in wanted.items()
+        if leaf.size
+    }
+    restored = self._manager.restore(
+        step, args=args.Composite(arrays=args.StandardRestore(stored))
+    ).arrays
+    leaves = []
+    for name, leaf in wanted.items():
+      array = restored[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype)
+      checksum = table[name]["crc32"]
+      if checksum is not None and _checksum(array) != checksum:
+        raise ValueError(f"checksum of {name} differs from the one saved")
+      leaves.append(_place(array, leaf.sharding))
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+  def _set_aside(self, damaged: Mapping[int, str], used: int) -> None:
+    for step, reason in damaged.items():
+      aside = self._directory / f"damaged_{step}"
+      warnings.warn(
+          f"checkpoint restore: step {step} in {self._directory} cannot be read"
+          f" ({reason}); moved to {aside.name}, continuing from step {used}.",
+          RuntimeWarning,
+          stacklevel=3,
+      )
+      if not aside.exists():
+        (self._directory / str(step)).rename(aside)
+    if damaged:
+      self._manager.reload()
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+  """Leaves by dotted path, in the order of `jax.tree.leaves`."""
+  paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+  named = {
+      jax.tree_util.keystr(path, simple=True, separator="."): leaf
+      for path, leaf in paths
+  }
+  if len(named) != len(paths) or not named:
+    raise ValueError(
+        f"checkpoint: received a tree of {len(paths)} leaves with {len(named)}"
+        " distinct paths, expected at least one leaf and no '.' that makes two"
+        " paths alike; rename the keys."
+    )
+  return named
+
+
+def _describe(name: str, leaf: Any) -> dict[str, Any]:
+  """What is known of a leaf beside its bytes; refuses what is no plain array."""
+  plain = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+  if plain and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
+      whole = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+      return {
+          "shape": list(leaf.shape),
+          "dtype": leaf.dtype.name,
+          "crc32": _checksum(leaf) if whole else None,
+      }
+  found = f"{leaf.dtype.name} array" if hasattr(leaf, "dtype") else type(leaf).__name__
+  raise ValueError(
+      f"checkpoint save: received {found} at {name}, expected an array of a dtype"
+      " that jax keeps (32 bits or fewer, no typed random key); put Python values"
+      " into `host`."
+  )
+
+
+def _checksum(array: Any) -> int:
+  data = np.ascontiguousarray(np.asarray(array))
+  return zlib.crc32(data.reshape(-1).view(np.uint8)) if data.size else 0
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+  sharding = getattr(leaf, "sharding", None)
+  if isinstance(leaf, jax.Array) and not leaf.committed:
+    sharding = None
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _place(array: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+  if sharding is None:
+    return jnp.array(np.asarray(array))  # uncommitted: may meet any mesh in jit
+  return jax.device_put(array, sharding)
+
+
+def _check_target(step: int, table: Mapping[str, Any], target: Any) -> None:
+  """Raises unless names, shapes and dtypes of `target` are those saved."""
+  wanted = {
+      name: f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+      for name, leaf in _named_leaves(target).items()
+  }
+  saved = {name: f"{row['dtype']}{row['shape']}" for name, row in table.items()}
+  faults = [
+      f"{name}: expected {wanted.get(name, 'nothing')}, found"
+      f" {saved.get(name, 'nothing')}"
+      for name in sorted(wanted.keys() | saved.keys())
+      if wanted.get(name) != saved.get(name)
+  ]
+  if faults:
+    more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+    raise ValueError(
+        f"checkpoint restore: step {step} does not fit this run: "
+        + "; ".join(faults[:5])
+        + f"{more}. Start with the config that wrote it, or in a new directory."
+    )
+
+
+def _checked_json(value: Mapping[str, Any]) -> dict[str, Any]:
+  try:
+    json.dumps(value)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+        f"checkpoint save: received a host object that is no JSON ({error}),"
+        " expected text, numbers, booleans, None, lists and dicts; convert it."
+    ) from error
+  return dict(value)
+
+
+def _first_line(error: Exception) -> str:
+  text = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {text[0][:200] if text else ''}"

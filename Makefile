@@ -1,0 +1,73 @@
+# `make help` lists the targets. Everything lives in .venv; nothing is installed
+# outside it. Choose another interpreter with `make PYTHON=python3.12 ...`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+STAMP_HF := .venv/.installed-hf
+EXTRAS := data,plots,log,test,dev
+# A name on PATH may be a shim of a version manager that does not run.
+UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
+
+.PHONY: help install demo test test-hf lint format bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+# tensorflow and seqio import in 9 s instead of 3 without bytecode, so both
+# installers compile it, also where PYTHONDONTWRITEBYTECODE is set.
+$(STAMP): pyproject.toml constraints.txt
+	@$(BIN)/python --version >/dev/null 2>&1 \
+	  || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "$(PYTHON) is no Python 3.11 to 3.13; name one: make PYTHON=python3.12" >&2; exit 1; }
+ifneq ($(UV),)
+	@$(BIN)/python --version >/dev/null 2>&1 || uv venv --seed --python "$$(command -v $(PYTHON))" .venv
+	uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[$(EXTRAS)]'
+else
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --compile -c constraints.txt -e '.[$(EXTRAS)]'
+endif
+	@touch $@
+
+# torch comes from pip: other installers take a build with gigabytes of CUDA.
+$(STAMP_HF): $(STAMP)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --compile -c constraints.txt torch transformers
+	@touch $@
+
+install: $(STAMP) ## make .venv with the pinned dependencies
+
+demo: $(STAMP) ## serve 800 requests while the draft learns; writes a report
+	$(BIN)/osd online --gin_file=gin_configs/runs/demo.gin
+
+test: lint ## lint, then every test that needs no torch
+	$(BIN)/python -m pytest --durations=10
+
+test-hf: $(STAMP) ## live comparison with torch and transformers (Python 3.11)
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
+	  $(MAKE) --no-print-directory $(STAMP_HF); \
+	  $(BIN)/python -m pytest -m hf || { code=$$?; test $$code -eq 5 && echo "no test is marked hf"; }; \
+	else \
+	  echo "test-hf skipped: torch==2.13.0 is pinned for Python 3.11, .venv has $$($(BIN)/python --version)"; \
+	fi
+
+lint: $(STAMP) ## ruff, import contracts, types
+	$(BIN)/ruff check
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: $(STAMP) ## sort imports and repair what ruff can repair
+	$(BIN)/ruff check --fix
+
+bench: $(STAMP) ## run the benchmarks one after another
+	@for file in benchmarks/bench_*.py; do \
+	  test -e "$$file" || { echo "benchmarks/ has no bench_*.py"; break; }; \
+	  echo "== $$file"; $(BIN)/python "$$file"; \
+	done
+
+clean: ## remove caches and build outputs; .venv and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis .jax_cache
+	find osd_jax tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,36 @@
+"""Settings for all tests: four fake CPU devices, strict JAX, a compile cache."""
+
+import os
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# Read when jax or tensorflow is imported, so set before; subprocesses inherit.
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=4".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache" / "tests"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def repository() -> pathlib.Path:
+  """The root of the checkout."""
+  return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> pathlib.Path:
+  """The real data sets, which are not part of the repository."""
+  folder = ROOT.parent / "shared" / "data"
+  if not folder.is_dir():
+    pytest.skip("real data absent: no folder ../shared/data beside the repository")
+  return folder

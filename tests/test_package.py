@@ -1,0 +1,185 @@
+"""The package as such: what it imports, what it pins, what it must not mention."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import osd_jax
+
+OPTIONAL = (
+    "gin",
+    "matplotlib",
+    "seqio",
+    "tensorboardX",
+    "tensorflow",
+    "tensorflow_datasets",
+    "tensorflow_text",
+    "torch",
+    "transformers",
+)
+
+# Stands in front of the real finders: as if the packages were not installed.
+BLOCK = f"""
+import sys
+
+class Absent:
+  def find_spec(self, name, path=None, target=None):
+    if name.partition(".")[0] in {OPTIONAL!r}:
+      raise ImportError(name + " is blocked by this test")
+
+sys.meta_path.insert(0, Absent())
+"""
+
+IMPORT_CORE = (
+    BLOCK
+    + """
+import importlib, json, pkgutil
+import osd_jax
+
+NOT_CORE = ("osd_jax.main", "osd_jax.data.tasks")
+names = [m.name for m in pkgutil.walk_packages(osd_jax.__path__, "osd_jax.")]
+core = [n for n in names if n not in NOT_CORE]
+for name in core:
+  importlib.import_module(name)
+print(json.dumps(core))
+"""
+)
+
+SPECIFIC = re.compile(
+    "|".join([
+        "py" + r"pi\.org",
+        "python" + r"hosted\.org",
+        "index" + "-url",
+        "find" + "-links",
+        "trusted" + "-host",
+        r"[a-z]+://[^\s/@]+:[^\s/@]+@",  # a password in an address
+        r"(?<![\w.~-])/(?:root|work|tmp/pip)[-/]",  # a path of one machine
+    ])
+)
+
+
+def run_python(code: str, *, env: dict[str, str] | None = None) -> str:
+  done = subprocess.run(
+      [sys.executable, "-c", code],
+      capture_output=True,
+      text=True,
+      env={**os.environ, **(env or {})},
+      timeout=300,
+      check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+@pytest.fixture(scope="module")
+def project(repository: pathlib.Path) -> dict:
+  return tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def pins(repository: pathlib.Path) -> dict[str, str]:
+  pins = {}
+  for line in (repository / "constraints.txt").read_text().splitlines():
+    if line and not line.startswith("#"):
+      requirement = Requirement(line)
+      (specifier,) = requirement.specifier
+      assert specifier.operator == "==", line
+      pins[canonicalize_name(requirement.name)] = specifier.version
+  return pins
+
+
+@pytest.fixture(scope="module")
+def tracked_texts(repository: pathlib.Path) -> dict[str, str]:
+  listed = subprocess.run(
+      ["git", "ls-files", "-z"], cwd=repository, capture_output=True, check=False
+  )
+  if listed.returncode:
+    pytest.skip("not a git checkout, so no list of the files that are published")
+  texts = {}
+  for name in filter(None, listed.stdout.decode().split("\0")):
+    file = repository / name
+    content = file.read_bytes() if file.is_file() else b""
+    if b"\0" not in content[:8192]:
+      texts[name] = content.decode(errors="replace")
+  return texts
+
+
+def test_core_modules_import_without_the_optional_packages():
+  core = json.loads(run_python(IMPORT_CORE))
+  assert "osd_jax.base" in core
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_the_block_blocks(name: str):
+  """Negative control of the test above: the finder does refuse each name."""
+  with pytest.raises(AssertionError, match="is blocked by this test"):
+    run_python(f"{BLOCK}\nimport {name}")
+
+
+def test_importing_the_package_imports_nothing_heavy():
+  heavy = ("jax", "flax", "numpy", *OPTIONAL)
+  code = f"import osd_jax, sys; print([n for n in {heavy!r} if n in sys.modules])"
+  assert run_python(code).strip() == "[]"
+
+
+def test_import_takes_no_longer_than_jax_and_flax():
+  def seconds(statement: str) -> float:
+    code = "import time; start = time.perf_counter()"
+    return float(run_python(f"{code}\n{statement}\nprint(time.perf_counter() - start)"))
+
+  rounds = [(seconds("import jax, flax"), seconds("import osd_jax")) for _ in range(3)]
+  libraries, package = map(min, zip(*rounds, strict=True))
+  assert package <= libraries + 0.3
+
+
+def test_public_modules_load_on_first_use():
+  assert osd_jax.base.PAD_ID == 0
+  assert {"base", "__version__"} <= set(dir(osd_jax))
+  with pytest.raises(AttributeError, match="nonsense"):
+    _ = osd_jax.nonsense
+
+
+def test_version_is_that_of_the_project(project: dict):
+  assert osd_jax.__version__ == project["version"]
+
+
+def test_every_dependency_is_pinned_within_its_range(project: dict, pins: dict):
+  extras = project["optional-dependencies"]
+  accelerators = {"gpu", "tpu"}  # their pins depend on the machine
+  listed = project["dependencies"] + [
+      line for name in extras.keys() - accelerators for line in extras[name]
+  ]
+  for requirement in map(Requirement, listed):
+    name = canonicalize_name(requirement.name)
+    assert name in pins, f"constraints.txt has no pin for {name}"
+    assert pins[name] in requirement.specifier, f"{name}: {pins[name]}"
+
+
+def test_published_files_name_no_index_and_no_machine(tracked_texts: dict[str, str]):
+  found = {
+      name: match.group()
+      for name, text in tracked_texts.items()
+      if (match := SPECIFIC.search(text))
+  }
+  assert not found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://" + "py" + "pi.org/simple",
+        "--extra-" + "index" + "-url=x",
+        "https://user:" + "word@host/simple",
+        "see /" + "work/main/x",
+    ],
+)
+def test_the_search_for_such_names_finds_them(text: str):
+  assert SPECIFIC.search(text)

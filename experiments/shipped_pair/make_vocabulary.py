@@ -50,22 +50,22 @@ def train(rows: int, seed: int) -> bytes:
   """
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=training_texts(rows, seed),
-      model_writer=model,
-      model_type="bpe",
-      vocab_size=VOCAB_SIZE,
-      byte_fallback=True,
-      character_coverage=1.0,
-      normalization_rule_name="identity",
-      remove_extra_whitespaces=False,
-      add_dummy_prefix=True,
-      user_defined_symbols=["\n", _SPACE * 4, *NUMBER_PIECES],
-      pad_id=0,
-      eos_id=1,
-      unk_id=2,
-      bos_id=-1,
-      num_threads=1,
-      minloglevel=2,
+    sentence_iterator=training_texts(rows, seed),
+    model_writer=model,
+    model_type="bpe",
+    vocab_size=VOCAB_SIZE,
+    byte_fallback=True,
+    character_coverage=1.0,
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    add_dummy_prefix=True,
+    user_defined_symbols=["\n", _SPACE * 4, *NUMBER_PIECES],
+    pad_id=0,
+    eos_id=1,
+    unk_id=2,
+    bos_id=-1,
+    num_threads=1,
+    minloglevel=2,
   )
   return model.getvalue()
 

@@ -7,7 +7,7 @@ NOUNS: dict[str, str] = {
     "prices": "price", "scores": "score", "ages": "age", "weights": "weight",
     "points": "point", "values": "value", "marks": "mark", "costs": "cost",
     "sizes": "size", "rates": "rate", "levels": "level", "heights": "height",
-    "steps": "step", "hours": "hour", "counts": "count", "grades": "grade",
+    "steps": "step", "hours": "hour", "orders": "order", "grades": "grade",
     "totals": "total", "speeds": "speed", "lengths": "length", "depths": "depth",
 }  # fmt: skip
 _OWNERS = (

@@ -1,0 +1,378 @@
+"""Generated tasks: right answers, disjoint splits, a lossless vocabulary."""
+
+import ast
+import hashlib
+import importlib.util
+import operator
+import pathlib
+import random
+import re
+import sqlite3
+
+import pytest
+import sentencepiece
+
+from osd_jax.data import generated
+from osd_jax.data.generated import finance, python, sql
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_SAMPLES = 2000
+_MAX_PROMPT, _MAX_REFERENCE = 64, 96  # tokens, end-of-sequence included
+_SIGNS = {"above": ">", "below": "<", "at least": ">=", "at most": "<="}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> sentencepiece.SentencePieceProcessor:
+  path = _ROOT / "osd_jax" / "assets" / "demo_vocabulary.model"
+  return sentencepiece.SentencePieceProcessor(model_file=str(path))
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, list[generated.Example]]:
+  return {
+    topic: generated.examples(topic, "eval", _SAMPLES, seed=7)
+    for topic in generated.TOPICS
+  }
+
+
+def _wrong_equations(text: str) -> list[str]:
+  wrong = []
+  for left, sign, right, result in re.findall(r"(\d+) ([+*-]) (\d+) = (\d+)", text):
+    a, b = int(left), int(right)
+    if {"+": a + b, "-": a - b, "*": a * b}[sign] != int(result):
+      wrong.append(f"{left} {sign} {right} = {result}")
+  return wrong
+
+
+def test_maths_equations_hold_and_end_in_the_answer(samples):
+  for example in samples["maths"]:
+    assert _wrong_equations(example.reference) == [], example
+    results = re.findall(r"= (\d+)", example.reference)
+    assert example.reference.endswith(f"The answer is {results[-1]}."), example
+    assert 1 <= len(results) <= 2
+
+
+def test_maths_uses_every_number_of_the_question(samples):
+  for example in samples["maths"]:
+    operands = re.findall(r"(\d+) [+*-] (\d+) = (\d+)", example.reference)
+    given = [operands[0][0], operands[0][1]]
+    if len(operands) == 2:
+      assert operands[1][0] == operands[0][2], example
+      given.append(operands[1][1])
+    assert re.findall(r"\d+", example.prompt) == given, example
+
+
+def test_wrong_equations_are_noticed():
+  assert _wrong_equations("3 + 4 = 8, so 2 * 5 = 10") == ["3 + 4 = 8"]
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, list[dict]]:
+  """Forty rows a table; numbers are distinct in a column, so sorts have no ties."""
+  rng = random.Random(0)
+  tables = {}
+  for table, (text, numbers) in sql.SCHEMA.items():
+    columns = {
+      name: [rng.choice(sql.VALUES.get(name, (f"{name} a",))) for _ in range(40)]
+      for name in text
+    }
+    columns |= {name: rng.sample(range(1, 100), 40) for name in numbers}
+    tables[table] = [{name: columns[name][i] for name in columns} for i in range(40)]
+  return tables
+
+
+@pytest.fixture(scope="module")
+def database(records):
+  connection = sqlite3.connect(":memory:")
+  for table, rows in records.items():
+    connection.execute(f"CREATE TABLE {table} ({', '.join(rows[0])})")
+    marks = ", ".join("?" * len(rows[0]))
+    values = [tuple(row.values()) for row in rows]
+    connection.executemany(f"INSERT INTO {table} VALUES ({marks})", values)
+  yield connection
+  connection.close()
+
+
+def test_every_query_runs(samples, database):
+  for example in samples["sql"]:
+    database.execute(example.reference)
+  with pytest.raises(sqlite3.OperationalError):
+    database.execute("SELECT salary FROM clients;")
+
+
+def test_queries_say_what_was_asked(samples):
+  for example in samples["sql"]:
+    words, number = re.search(
+      r"(above|below|at least|at most) (\d+)", example.prompt
+    ).groups()
+    assert f" {_SIGNS[words]} {number} " in example.reference, example
+    quoted = re.findall(r"'\w+'", example.prompt)
+    assert quoted == re.findall(r"'\w+'", example.reference), example
+    limit = re.findall(r"first (\d+) only", example.prompt)
+    assert limit == re.findall(r"LIMIT (\d+)", example.reference), example
+
+
+_COMPARE = {
+  "above": operator.gt,
+  "below": operator.lt,
+  "at least": operator.ge,
+  "at most": operator.le,
+}
+_AGGREGATE = {
+  "average": lambda column: sum(column) / len(column),
+  "highest": max,
+  "lowest": min,
+  "total": sum,
+}
+_FILTER = r"with (\w+) (above|below|at least|at most) (\d+) and (\w+) '(\w+)'"
+
+
+def _selected(prompt: str, rows: list[dict]) -> list[dict]:
+  column, words, number, key, value = re.search(_FILTER, prompt).groups()
+  return [
+    row
+    for row in rows
+    if _COMPARE[words](row[column], int(number)) and row[key] == value
+  ]
+
+
+def test_row_queries_select_and_sort_what_was_asked(samples, records, database):
+  pattern = r"\w+ the ([\w, ]+) of (?:all )?(\w+) with .* sorted by (\w+) (\w+)"
+  found = 0
+  for example in samples["sql"]:
+    match = re.match(pattern, example.prompt)
+    if match:
+      columns, table, key, order = match.groups()
+      rows = _selected(example.prompt, records[table])
+      rows.sort(key=operator.itemgetter(key), reverse=order == "descending")
+      limit = re.search(r"first (\d+) only", example.prompt)
+      rows = rows[: int(limit.group(1))] if limit else rows
+      names = re.split(", | and ", columns)
+      expected = [tuple(row[name] for name in names) for row in rows]
+      assert database.execute(example.reference).fetchall() == expected, example
+      found += len(rows)
+  assert found > 500
+
+
+def test_aggregate_queries_compute_what_was_asked(samples, records, database):
+  found = 0
+  for example in samples["sql"]:
+    count = re.match(r"How many (\w+) are", example.prompt)
+    table = re.search(r"of (\w+) with", example.prompt)
+    if not count and not example.prompt.startswith("What is"):
+      continue
+    rows = _selected(example.prompt, records[(count or table).group(1)])
+    if not rows:
+      continue
+    asked = re.findall(
+      r"(?:the|their) (average|highest|lowest|total) (\w+)", example.prompt
+    )
+    expected = [_AGGREGATE[word]([row[name] for row in rows]) for word, name in asked]
+    expected = [len(rows), *expected] if count else expected
+    (answer,) = database.execute(example.reference).fetchall()
+    assert answer == pytest.approx(tuple(expected)), example
+    found += 1
+  assert found > 200
+
+
+def test_group_queries_compute_what_was_asked(samples, records, database):
+  pattern = (
+    r"For each (\w+) of (\w+) with (\w+) (above|below|at least|at most) (\d+), "
+    r"give the (\w+) (\w+) and the count"
+  )
+  found = 0
+  for example in samples["sql"]:
+    match = re.match(pattern, example.prompt)
+    if match:
+      key, table, column, words, number, word, name = match.groups()
+      groups = {}
+      for row in records[table]:
+        if _COMPARE[words](row[column], int(number)):
+          groups.setdefault(row[key], []).append(row[name])
+      answers = database.execute(example.reference).fetchall()
+      assert [answer[0] for answer in answers] == sorted(groups), example
+      for answer in answers:
+        group = groups[answer[0]]
+        assert answer[1:] == pytest.approx((_AGGREGATE[word](group), len(group)))
+        found += 1
+  assert found > 200
+
+
+_DATA, _OTHER = [5, 40, 12, 97, 61, 40, 3], [1, 2, 3]
+
+
+def _expected(request: str):
+  """The request's meaning, written apart from the grammar; None if not covered."""
+  numbers = [int(word) for word in re.findall(r"\d+", request)]
+  n, m = numbers[0], numbers[-1]
+  meanings = {
+    "that adds \\d+ to every": [x + n for x in _DATA],
+    "multiplies every": [n * x for x in _DATA],
+    "keeps every": list(filter(lambda x: x > n, _DATA)),
+    "drops every": list(filter(lambda x: not x > n, _DATA)),
+    "counts every": len([x for x in _DATA if x < n]),
+    "sums every": sum(x for x in _DATA if x > n),
+    "finds the first": next((x for x in _DATA if x > n), m),
+    "if any": n in _DATA,
+    "if every": min(_DATA) >= n,
+    "\\d+ largest": sorted(_DATA)[::-1][:n],
+    "\\d+ smallest": sorted(_DATA)[:n],
+    "caps every": [x if x < n else n for x in _DATA],
+    "the mean": sum(_DATA) / len(_DATA),
+    "largest of": sorted(_DATA)[-1],
+    "that joins": (_DATA + _OTHER)[:n],
+    "in pairs": [_DATA[i] + _OTHER[i] + n for i in range(3)],
+    "replaces every": [m if x == n else x for x in _DATA],
+    "labels each": ["high" if x > n else "low" for x in _DATA],
+  }
+  (meaning,) = [key for key in meanings if re.search(key, request)]
+  return meaning, meanings[meaning]
+
+
+def test_every_function_does_what_was_asked(samples):
+  seen = set()
+  for example in samples["python"]:
+    name, arguments = re.search(r"(\w+_\w+)\(([\w, ]+)\)", example.prompt).groups()
+    function = ast.parse(example.reference).body[0]
+    assert (function.name, [arg.arg for arg in function.args.args]) == (
+      name,
+      arguments.split(", "),
+    )
+    scope = {}
+    exec(example.reference, scope)
+    given = [list(_DATA), list(_OTHER)][: len(function.args.args)]
+    meaning, expected = _expected(example.prompt)
+    assert scope[name](*given) == expected, example
+    seen.add(meaning)
+  assert len(seen) == len(python._PATTERNS) >= 15
+
+
+def test_functions_handle_an_empty_list(samples):
+  for example in samples["python"]:
+    match = re.search(r"or (\d+) if there are none", example.prompt)
+    if match:
+      scope = {}
+      exec(example.reference, scope)
+      name = example.reference.split()[1].split("(")[0]
+      assert scope[name]([]) == int(match.group(1))
+
+
+def test_finance_figures_add_up(samples):
+  kinds = set()
+  for example in samples["finance"]:
+    given = [int(number) for number in re.findall(r"\d+", example.prompt)]
+    said = [int(number) for number in re.findall(r"\d+", example.reference)]
+    if "from" in example.prompt or "forecast" in example.prompt:
+      kinds.add("difference")
+      assert said == [abs(given[0] - given[1]), *given], example
+      rising = given[1] > given[0] if "from" in example.prompt else given[0] > given[1]
+      assert rising == bool(re.search(" rose | beat ", example.prompt)), example
+    elif "total" in example.reference:
+      kinds.add("total")
+      assert said == [*given, sum(given)], example
+    else:
+      kinds.add("copy")
+      assert said == given, example
+  assert kinds == {"difference", "total", "copy"}
+
+
+def test_finance_advice_is_that_of_the_sector(samples):
+  for example in samples["finance"]:
+    (sector,) = [
+      value
+      for value in finance.SECTORS.values()
+      if re.search(rf" {value[0]}\b", example.prompt)
+    ]
+    assert example.reference.endswith(sector[1:]), example
+    bad_news = re.search("bad news|shrinking|weak", example.reference) is not None
+    assert example.reference.endswith(sector[2]) == bad_news, example
+
+
+def test_splits_are_disjoint_and_near_80_10_10():
+  for topic in generated.TOPICS:
+    prompts = {
+      split: {e.prompt for e in generated.examples(topic, split, 3000, seed)}
+      for split, seed in zip(generated.SPLITS, (0, 1, 2), strict=True)
+    }
+    assert not prompts["train"] & prompts["eval"]
+    assert not prompts["train"] & prompts["stream"]
+    assert not prompts["eval"] & prompts["stream"]
+  drawn = [generated.split_of(f"prompt {i}") for i in range(5000)]
+  assert abs(drawn.count("train") / 5000 - 0.8) < 0.03
+  assert abs(drawn.count("eval") / 5000 - 0.1) < 0.03
+
+
+def test_prompt_space_is_large():
+  # n draws from a space of s prompts repeat about n^2 / 2s times: s > 1e6 means
+  # fewer than 200 repeats in 20,000 draws.
+  for topic, generate in generated._GENERATORS.items():
+    rng = random.Random(0)
+    repeats = 20_000 - len({generate(rng)[0] for _ in range(20_000)})
+    assert repeats < 200, (topic, repeats)
+
+
+@pytest.mark.parametrize("topic", generated.TOPICS)
+def test_examples_are_distinct_seeded_and_prefix_stable(topic):
+  long = generated.examples(topic, "stream", 300, seed=5)
+  assert long[:100] == generated.examples(topic, "stream", 100, seed=5)
+  assert long != generated.examples(topic, "stream", 300, seed=6)
+  assert len({example.prompt for example in long}) == 300
+  assert {example.topic for example in long} == {topic}
+  assert generated.examples(topic, "stream", 0) == []
+
+
+def test_examples_are_the_same_on_every_machine_and_version():
+  text = "".join(
+    example.prompt + example.reference
+    for topic in generated.TOPICS
+    for example in generated.examples(topic, "train", 50, seed=0)
+  )
+  assert hashlib.sha256(text.encode()).hexdigest()[:16] == "90f6df474535bd41"
+
+
+def test_unknown_names_are_refused():
+  with pytest.raises(ValueError, match="topic: received 'law', expected one of maths"):
+    generated.examples("law", "train", 1)
+  with pytest.raises(ValueError, match="split: received 'test', expected one of train"):
+    generated.examples("sql", "test", 1)
+  with pytest.raises(ValueError, match="count: received -1"):
+    generated.examples("sql", "train", -1)
+
+
+def test_vocabulary_layout(vocabulary):
+  assert vocabulary.vocab_size() == 1536
+  assert (vocabulary.pad_id(), vocabulary.eos_id(), vocabulary.unk_id()) == (0, 1, 2)
+  assert vocabulary.bos_id() == -1
+  assert vocabulary.id_to_piece(1) == "</s>"
+  for number in range(100):
+    assert len(vocabulary.encode(str(number))) == 1
+    assert len(vocabulary.encode(f"is {number}.")) == len(vocabulary.encode("is ."))
+  assert len(vocabulary.encode("is 100.")) > len(vocabulary.encode("is 10."))
+
+
+def test_vocabulary_is_lossless_on_generated_and_foreign_text(samples, vocabulary):
+  texts = [e.prompt for topic in samples.values() for e in topic]
+  texts += [e.reference for topic in samples.values() for e in topic]
+  texts += ["a  b\n\n        c 1234\tß 漢字 🙂", "    indented\n"]
+  for text in texts:
+    ids = vocabulary.encode(text)
+    assert vocabulary.decode(ids) == text
+    assert vocabulary.unk_id() not in ids
+
+
+def test_token_counts_stay_in_their_bounds(samples, vocabulary):
+  for topic in samples.values():
+    prompts = [len(vocabulary.encode(e.prompt)) + 1 for e in topic]
+    references = [len(vocabulary.encode(e.reference)) + 1 for e in topic]
+    assert 12 <= min(prompts) and max(prompts) <= _MAX_PROMPT
+    assert 16 <= min(references) and max(references) <= _MAX_REFERENCE
+
+
+def test_vocabulary_script_reads_train_examples_only():
+  path = _ROOT / "experiments" / "shipped_pair" / "make_vocabulary.py"
+  spec = importlib.util.spec_from_file_location("make_vocabulary", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  prompts = list(module.training_texts(rows=100, seed=0))[::2]
+  assert len(prompts) == 400
+  assert {generated.split_of(prompt) for prompt in prompts} == {"train"}

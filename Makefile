@@ -12,6 +12,9 @@ EXTRAS := data,plots,log,test,dev
 # A name on PATH may be a shim of a version manager that does not run.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 
+# TensorFlow reports on its build and on missing GPUs otherwise.
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
 .PHONY: help install demo test test-hf lint format bench clean
 
 help: ## show this list
@@ -56,7 +59,7 @@ test-hf: $(STAMP) ## live comparison with torch and transformers (Python 3.11)
 
 lint: $(STAMP) ## ruff, import contracts, types
 	$(BIN)/ruff check
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright
 
 format: $(STAMP) ## sort imports and repair what ruff can repair

@@ -1,0 +1,65 @@
+"""Rows of a made-up run: four topics, an online draft that learns each of them."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+TOPICS = ("maths", "sql", "python", "finance")
+NUM_DRAFT_TOKENS = 7
+
+
+def rows(requests: int = 800, seed: int = 0) -> list[dict[str, Any]]:
+  """Rows of one run, as metrics.jsonl holds them."""
+  rng = np.random.default_rng(seed)
+  per_topic = requests // len(TOPICS)
+  made: list[dict[str, Any]] = []
+  for index in range(requests):
+    topic = min(index // per_topic, len(TOPICS) - 1)
+    floor = (0.78, 0.55, 0.75, 0.5)[topic]
+    seen = index - topic * per_topic
+    online = floor + (0.92 - floor) * (1 - math.exp(-seen / 30))
+    made.append(_request(rng, index, TOPICS[topic], floor, online))
+    if index % 8 == 7:
+      made.append(_update(rng, index + 1, 1.8 * math.exp(-seen / 40)))
+  made.append({"kind": "summary", "requests": requests, "wall_seconds": 212.0})
+  return made
+
+
+def _request(
+    rng: np.random.Generator, index: int, source: str, floor: float, online: float
+) -> dict[str, Any]:
+  noise = rng.normal(0, 0.13) + rng.normal(0, 0.04, 2)  # shared, and each one's own
+  noisy = np.clip(np.array([floor, online]) + noise, 0, 1)
+  calls = int(rng.integers(6, 14))
+  accepted = [
+      int(rng.binomial(calls, noisy[1] ** (i + 1))) for i in range(NUM_DRAFT_TOKENS)]
+  tokens = calls + sum(accepted)
+  row = {
+      "kind": "request", "index": index, "source": source,
+      "overlap": float(noisy[1]), "floor_overlap": float(noisy[0]),
+      "draft_acceptance_rate": sum(accepted) / (calls * NUM_DRAFT_TOKENS),
+      "acceptance_rate": float(noisy[1]), "floor_acceptance_rate": float(noisy[0]),
+      "tokens_per_target_call": tokens / calls, "accepted_per_position": accepted,
+      "output_tokens": tokens, "decode_ms": calls * 11.0, "metering_ms": 14.0,
+  }
+  if index % 4 == 0:
+    frozen = 1 / (1 - noisy[0]) if noisy[0] < 0.85 else 6.0
+    row |= {
+        "plain_ms_per_token": 5.0 + rng.gamma(2, 0.2),
+        "floor_ms_per_token": 11.0 / frozen + rng.gamma(2, 0.2),
+        "online_ms_per_token": 11.0 * calls / tokens + rng.gamma(2, 0.2),
+    }
+  if index == 0:
+    row["online_ms_per_token"] = 90.0  # as if something had been compiled
+  return row
+
+
+def _update(rng: np.random.Generator, finished: int, loss: float) -> dict[str, Any]:
+  skipped = finished == 416
+  return {
+      "kind": "update", "finished": finished, "version": finished // 8,
+      "loss": None if skipped else 0.3 + loss * rng.gamma(20, 0.05),
+      "grad_norm": 1.0, "steps": 2, "update_ms": 180.0 + rng.gamma(2, 10),
+      "wait_ms": rng.gamma(1, 4), "skipped": int(skipped),
+  }

@@ -1,0 +1,100 @@
+"""report.html stands alone, shows what it is given, and escapes all of it."""
+
+import html.parser
+
+import pytest
+
+from osd_jax.writers import MetricsLog, RunDirectory, write_report
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"\x00" * 40
+EVIL = "<script>alert('x')</script> & \"q\""
+
+
+class _Page(html.parser.HTMLParser):
+  """Collects tags, attributes and the text of table cells."""
+
+  _VOID = ("meta", "img", "!doctype")
+
+  def __init__(self, text: str):
+    super().__init__()
+    self.tags, self.attributes, self.cells, self.open = [], [], [], []
+    self.text = ""
+    self.feed(text)
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append(tag)
+    self.attributes += attrs
+    if tag not in self._VOID:
+      self.open.append(tag)
+    if tag in ("td", "th"):
+      self.cells.append("")
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag  # well nested
+
+  def handle_data(self, data):
+    self.text += data
+    if self.open and self.open[-1] in ("td", "th"):
+      self.cells[-1] += data
+
+
+@pytest.fixture
+def run(tmp_path):
+  made = RunDirectory.create(
+      tmp_path / "run", config=f"# {EVIL}", seed=7, argv=["osd", EVIL])
+  with MetricsLog(made.metrics_path) as log:
+    log.write("request", {"index": 0, "decode_ms": 1500.0})
+    log.write("summary", {"wall_seconds": 2.0})
+  return made
+
+
+def _report(run, **kwargs):
+  plot = run.path / "distribution_overlap.png"
+  plot.write_bytes(PNG)
+  tables = {
+      f"Topics {EVIL}": [
+          {"topic": EVIL, "overlap": 0.51234, "requests": 1200},
+          {"topic": "sql", "overlap": None, "speed": "2.10x"}],
+      "None": []}
+  path = write_report(run, [f"Faster {EVIL}"], tables, [plot], **kwargs)
+  assert path == run.report_path
+  return path.read_text(encoding="utf-8")
+
+
+def test_everything_given_is_shown(run):
+  page = _Page(_report(run, title="A title", note="A note"))
+  assert page.open == []
+  shown = ("A title", "A note", f"Faster {EVIL}", "seed 7", "git_sha", f"# {EVIL}")
+  assert [words for words in shown if words not in page.text] == []
+  assert page.cells == [
+      "topic", "overlap", "requests", "speed", EVIL, "0.512", "1,200", "–",
+      "sql", "–", "–", "2.10x",
+      "part", "seconds", "share", "decode", "1.500", "75.0%", "other", "0.500",
+      "25.0%"]
+
+
+def test_nothing_is_loaded_or_run(run):
+  page = _Page(_report(run))
+  assert not {"script", "link", "iframe", "object", "a"} & set(page.tags)
+  sources = [value for name, value in page.attributes if name in ("src", "href")]
+  assert len(sources) == 1 and sources[0].startswith("data:image/png;base64,")
+  assert not [name for name, _ in page.attributes if name.startswith("on")]
+  assert "url(" not in _report(run) and "@import" not in _report(run)
+
+
+def test_a_report_needs_neither_plots_nor_metrics(run):
+  run.metrics_path.unlink()
+  text = write_report(run, [], {}, [], note="Plots were left out: no matplotlib"
+                      ).read_text()
+  page = _Page(text)
+  assert "Plots were left out" in page.text and "img" not in page.tags
+  assert "Cost ledger" not in page.text
+
+
+@pytest.mark.parametrize("content", [None, b"GIF89a"])
+def test_a_plot_that_is_no_png_is_named(run, content):
+  plot = run.path / "odd.png"
+  if content is not None:
+    plot.write_bytes(content)
+  with pytest.raises(ValueError, match=r"odd\.png as a plot, expected a PNG"):
+    write_report(run, [], {}, [plot])

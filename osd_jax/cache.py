@@ -1,0 +1,85 @@
+"""Key/value caches as plain pytrees: written at per-row offsets, rewound by length.
+
+    self keys of one row, T = 6, K = 3, after a round that kept one draft token
+
+        position   0    1    2    3    4    5   6  7  8  9      T + K + 1 slots
+        content   BOS  t0   t1   d1   d2   d3   .  .  .  .
+        valid     <----- length = 4 ----->                      d2, d3 are stale
+
+Stale entries are never read (attention masks positions >= length) and are
+overwritten by the next round. The buffer is K + 1 longer than the output limit
+because `dynamic_update_slice` clamps: a write that ran past the end would
+silently land on earlier positions.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class KVCache:
+  """What an encoder-decoder target or draft remembers of its rows.
+
+  Attributes:
+    self_keys: per layer [B, H, T + K + 1, D]; tokens fed so far.
+    self_values: like self_keys.
+    cross_keys: per layer [B, H, S, D]; fixed after prefill.
+    cross_values: like cross_keys.
+    cross_mask: [B, S] bool; real source tokens.
+    length: [B] int32; valid entries of self_keys in each row.
+  """
+
+  self_keys: tuple[jax.Array, ...]
+  self_values: tuple[jax.Array, ...]
+  cross_keys: tuple[jax.Array, ...]
+  cross_values: tuple[jax.Array, ...]
+  cross_mask: jax.Array
+  length: jax.Array
+
+
+def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
+  """Writes n new positions of every row at the row's own offset.
+
+  Args:
+    stored: [B, H, T, D].
+    new: [B, H, n, D].
+    length: [B] int32; position of the first new entry. The caller guarantees
+      length + n <= T.
+
+  Returns:
+    [B, H, T, D]
+  """
+  new = new.astype(stored.dtype)
+  if stored.shape[0] == 1:  # one row needs no scatter
+    return jax.lax.dynamic_update_slice(stored, new, (0, 0, length[0], 0))
+  return jax.vmap(
+      lambda row, block, start: jax.lax.dynamic_update_slice(row, block, (0, start, 0))
+  )(stored, new, length)
+
+
+def insert_row(batch, row, slot: jax.Array):
+  """Replaces row `slot` of every leaf of a pytree by the only row of another.
+
+  Args:
+    batch: pytree whose leaves are [B, ...].
+    row: the same pytree with leaves [1, ...].
+    slot: int32 scalar.
+
+  Returns:
+    The pytree with the row replaced; its other rows are untouched.
+  """
+  return jax.tree.map(
+      lambda many, one: jax.lax.dynamic_update_slice_in_dim(
+          many, one.astype(many.dtype), slot, axis=0
+      ),
+      batch,
+      row,
+  )
+
+
+def empty_self_entries(
+    num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype
+) -> tuple[jax.Array, ...]:
+  """Zeroed self keys or values: `num_layers` arrays of `shape` [B, H, T, D]."""
+  return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))

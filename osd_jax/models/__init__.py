@@ -1,0 +1,1 @@
+"""Models: what stands behind the functions of `base.Model`."""

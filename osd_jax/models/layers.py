@@ -1,0 +1,292 @@
+"""Layers of T5 with t5x's parameter names and logical axes.
+
+Parameters are t5x's: kernels `[in, out]`. The served copy (`base.Model.prepare`)
+holds kernels `[out, in]`; modules built with `served=True` read those.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "linear": lambda x: x,
+}
+
+_MASKED = -1e9  # added to attention logits that must get no weight
+
+
+def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """x times a kernel `[in, out]`: the layout of training.
+
+  Float32 operands are multiplied in full float32 on every backend; GPUs and
+  TPUs would otherwise silently use fewer bits.
+  """
+  return jnp.matmul(x, kernel, precision=_precision(x.dtype))
+
+
+def served_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """x times a kernel `[out, in]`: the layout of decoding.
+
+  A step multiplies few columns (B * n) by large kernels. XLA CPU is at the
+  memory bound if the kernel is the left operand and the columns come in fours;
+  the barrier keeps it from folding the transpose back into the product.
+
+  Args:
+    x: [..., in].
+    kernel: [out, in].
+
+  Returns:
+    [..., out]
+  """
+  columns = x.reshape(-1, x.shape[-1])
+  count = columns.shape[0]
+  if count > 1:
+    columns = jnp.pad(columns, ((0, -count % 4), (0, 0)))
+  product = jax.lax.dot_general(
+      kernel, columns, (((1,), (1,)), ((), ())), precision=_precision(x.dtype)
+  )
+  product = jax.lax.optimization_barrier(product).T[:count]
+  return product.reshape(*x.shape[:-1], kernel.shape[0])
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
+  if dtype == jnp.float32:
+    return jax.lax.Precision.HIGHEST
+  return jax.lax.Precision.DEFAULT
+
+
+class Projection(nn.Module):
+  """A bias-free linear map.
+
+  Attributes:
+    shape: (in, out).
+    axes: logical names of both axes.
+    dtype: compute type.
+    served: kernel is stored `[out, in]`.
+    scale: standard deviation of the initial kernel times sqrt(in).
+  """
+
+  shape: tuple[int, int]
+  axes: tuple[str, str]
+  dtype: jnp.dtype
+  served: bool = False
+  scale: float = 1.0
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    shape, axes = self.shape, self.axes
+    if self.served:
+      shape, axes = shape[::-1], axes[::-1]
+    init = nn.initializers.normal(self.scale / np.sqrt(self.shape[0]))
+    kernel = self.param("kernel", nn.with_logical_partitioning(init, axes), shape)
+    product = served_matmul if self.served else matmul
+    return product(x.astype(self.dtype), kernel.astype(self.dtype))
+
+
+class RMSNorm(nn.Module):
+  """T5's layer norm: no mean, no bias; computed in float32.
+
+  Attributes:
+    dtype: type of the result.
+  """
+
+  dtype: jnp.dtype
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    init = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
+    scale = self.param("scale", init, (x.shape[-1],))
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return (x * jax.lax.rsqrt(mean_square + 1e-6)).astype(self.dtype) * scale.astype(
+        self.dtype
+    )
+
+
+class Attention(nn.Module):
+  """Multi-head attention without scaling of the logits (T5 folds it into init).
+
+  Attributes:
+    width: E.
+    num_heads: H.
+    head_dim: D.
+    dtype: compute type.
+    served: kernels are stored `[out, in]`.
+  """
+
+  width: int
+  num_heads: int
+  head_dim: int
+  dtype: jnp.dtype
+  served: bool = False
+
+  def setup(self):
+    joined = self.num_heads * self.head_dim
+    inward = functools.partial(
+        Projection,
+        (self.width, joined),
+        ("embed", "joined_kv"),
+        self.dtype,
+        self.served,
+    )
+    self.query = inward(scale=self.head_dim**-0.5)
+    self.key = inward()
+    self.value = inward()
+    self.out = Projection(
+        (joined, self.width), ("joined_kv", "embed"), self.dtype, self.served
+    )
+
+  def keys_values(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B, H, n, D] of x [B, n, E]."""
+    return self._split(self.key(x)), self._split(self.value(x))
+
+  def __call__(
+      self, x: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+  ) -> jax.Array:
+    """Attends from x to keys and values.
+
+    Args:
+      x: [B, n, E].
+      keys: [B, H, T, D].
+      values: [B, H, T, D].
+      bias: [B or 1, H or 1, n or 1, T] float32; position bias plus mask.
+
+    Returns:
+      [B, n, E]
+    """
+    precision = _precision(self.dtype)
+    query = self._split(self.query(x))
+    logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
+    weights = jax.nn.softmax(logits.astype(jnp.float32) + bias, axis=-1)
+    context = jnp.einsum(
+        "bhnt,bhtd->bnhd", weights.astype(self.dtype), values, precision=precision
+    )
+    return self.out(context.reshape(*x.shape[:2], -1))
+
+  def _split(self, x: jax.Array) -> jax.Array:
+    rows, count, _ = x.shape
+    heads = x.reshape(rows, count, self.num_heads, self.head_dim)
+    return jnp.transpose(heads, (0, 2, 1, 3))
+
+
+class Mlp(nn.Module):
+  """Feed-forward block: `wi` -> activation -> `wo`, gated if two activations.
+
+  Attributes:
+    width: E.
+    hidden: inner width.
+    activations: ("relu",) for T5 1.0, ("gelu", "linear") for T5 1.1 and Flan.
+    dtype: compute type.
+    served: kernels are stored `[out, in]`.
+  """
+
+  width: int
+  hidden: int
+  activations: Sequence[str]
+  dtype: jnp.dtype
+  served: bool = False
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    gated = len(self.activations) > 1
+    branches = []
+    for index, activation in enumerate(self.activations):
+      name = f"wi_{index}" if gated else "wi"
+      inward = Projection(
+          (self.width, self.hidden),
+          ("embed", "mlp"),
+          self.dtype,
+          self.served,
+          name=name,
+      )
+      branches.append(ACTIVATIONS[activation](inward(x)))
+    hidden = functools.reduce(jnp.multiply, branches)
+    return Projection(
+        (self.hidden, self.width), ("mlp", "embed"), self.dtype, self.served, name="wo"
+    )(hidden)
+
+
+class RelativePositionBias(nn.Module):
+  """T5's bucketed relative position bias, shared by the layers of one stack.
+
+  Attributes:
+    num_heads: H.
+    num_buckets: entries a head learns.
+    max_distance: distances from here on share the last bucket.
+    bidirectional: encoder (keys may follow the query) or decoder.
+  """
+
+  num_heads: int
+  num_buckets: int
+  max_distance: int
+  bidirectional: bool
+
+  @nn.compact
+  def __call__(self, query: jax.Array, key: jax.Array) -> jax.Array:
+    """Bias of every query position towards every key position.
+
+    Args:
+      query: [B or 1, n] int32 absolute positions.
+      key: [T] int32 absolute positions.
+
+    Returns:
+      [B or 1, H, n, T] float32
+    """
+    init = nn.with_logical_partitioning(
+        nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+        ("heads", "relpos_buckets"),
+    )
+    table = self.param("rel_embedding", init, (self.num_heads, self.num_buckets))
+    buckets = relative_position_bucket(
+        key[None, None, :] - query[:, :, None],
+        self.bidirectional,
+        self.num_buckets,
+        self.max_distance,
+    )
+    return jnp.transpose(table.T[buckets], (0, 3, 1, 2)).astype(jnp.float32)
+
+
+def relative_position_bucket(
+    relative: jax.Array, bidirectional: bool, num_buckets: int, max_distance: int
+) -> jax.Array:
+  """Bucket of a relative position (key minus query), as in T5.
+
+  Half of the buckets hold one exact distance each; the others grow
+  logarithmically up to `max_distance` (Raffel et al., 2020, section 2.1).
+
+  Args:
+    relative: [...] int32.
+    bidirectional: keys after the query get their own half of the buckets.
+    num_buckets: number of buckets.
+    max_distance: distances from here on share the last bucket.
+
+  Returns:
+    [...] int32 in 0..num_buckets - 1
+  """
+  offset = 0
+  distance = -relative
+  if bidirectional:
+    num_buckets //= 2
+    offset = jnp.where(distance < 0, num_buckets, 0)
+    distance = jnp.abs(distance)
+  else:
+    distance = jnp.maximum(distance, 0)
+  exact = num_buckets // 2
+  # The guard keeps log finite where the exact buckets are used anyway.
+  ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact + 1e-6)
+  log_bucket = exact + (
+      ratio / np.log(max_distance / exact) * (num_buckets - exact)
+  ).astype(jnp.int32)
+  log_bucket = jnp.minimum(log_bucket, num_buckets - 1)
+  return offset + jnp.where(distance < exact, distance, log_bucket)
+
+
+def mask_bias(mask: jax.Array) -> jax.Array:
+  """Additive float32 bias: 0 where `mask` allows, very negative elsewhere."""
+  return jnp.where(mask, 0.0, _MASKED).astype(jnp.float32)

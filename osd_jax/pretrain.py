@@ -1,0 +1,320 @@
+"""Supervised training of a T5 on (prompt, reference): small targets and first drafts.
+
+The paper starts from published checkpoints; this makes a pair where none exists.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich.console
+import rich.progress
+
+from osd_jax import base, checkpoints, writers
+from osd_jax.data import batches as data_batches
+from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.distillation import update
+from osd_jax.models import t5, weights
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+  """One supervised training run.
+
+  Attributes:
+    model: shape of the T5.
+    vocabulary: path of the SentencePiece model.
+    extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
+    data: training batches.
+    evaluation: held-out batches; one pass over `evaluation_batches` of them.
+    output: weights file written at the end.
+    optimizer: optimiser and schedule; its `total_steps` is usually `steps`.
+    steps: optimiser steps.
+    pool: batches drawn together, whose rows are regrouped by target length, so
+      that short rows are not padded to the longest of all. 1 keeps the order.
+    initial: weights file to start from, "" draws them from `seed`.
+    seed: of the initial weights.
+    log_every: steps between log rows.
+    evaluate_every: steps between evaluations; the last step is always evaluated.
+    evaluation_batches: batches of one evaluation.
+    checkpoint_every: steps between checkpoints.
+    storage: "float32", or "bfloat16" for an output of half the size.
+    run_directory: where metrics and checkpoints go; a run killed there continues.
+  """
+
+  model: t5.T5Config
+  vocabulary: str
+  data: data_batches.BatchConfig
+  evaluation: data_batches.BatchConfig
+  output: str
+  extra_ids: int = 0
+  optimizer: update.OptimizerConfig = update.OptimizerConfig()
+  steps: int = 1000
+  pool: int = 8
+  initial: str = ""
+  seed: int = 0
+  log_every: int = 20
+  evaluate_every: int = 500
+  evaluation_batches: int = 8
+  checkpoint_every: int = 250
+  storage: str = "float32"
+  run_directory: str = "runs/pretrain"
+
+  def __post_init__(self):
+    for name in ("steps", "pool", "log_every", "evaluate_every", "checkpoint_every"):
+      if getattr(self, name) < 1:
+        raise ValueError(
+            f"PretrainConfig.{name}: received {getattr(self, name)!r}, expected an"
+            " integer >= 1."
+        )
+    if self.storage not in ("float32", "bfloat16"):
+      raise ValueError(
+          f"PretrainConfig.storage: received {self.storage!r}, expected 'float32' or"
+          " 'bfloat16'."
+      )
+
+
+@flax.struct.dataclass
+class TrainState:
+  """What training carries.
+
+  Attributes:
+    params: the model's parameters.
+    opt_state: optax state.
+    step: [] int32.
+  """
+
+  params: base.Params
+  opt_state: optax.OptState
+  step: jax.Array
+
+
+def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
+  """Trains, evaluates, writes `config.output`; continues an interrupted run.
+
+  Args:
+    config: the run.
+    operative_config: text stored beside the results.
+
+  Returns:
+    The trained weights.
+  """
+  console = rich.console.Console(stderr=True)
+  directory = writers.RunDirectory.start(
+      config.run_directory, config=operative_config, seed=config.seed
+  )
+  vocabulary = Vocabulary.load(config.vocabulary, config.extra_ids)
+  if vocabulary.size > config.model.vocab_size:
+    raise ValueError(
+        f"pretrain: T5Config.vocab_size: received {config.model.vocab_size}, expected"
+        f" at least the {vocabulary.size} ids of {config.vocabulary}."
+    )
+  model = t5.build(config.model)
+  state = initial_state(config, model)
+  with checkpoints.Checkpointer(
+      checkpoints.CheckpointConfig(str(directory.checkpoints_path))
+  ) as saved:
+    log = writers.MetricsLog(directory.metrics_path)
+    if saved.latest_step() is None:
+      log.truncate(0)
+    else:
+      state, host = saved.restore(None, state)
+      log.truncate(host["metrics_bytes"])
+    state = _loop(config, model, vocabulary, state, log, saved, console)
+  trained = weights.Weights(
+      config.model,
+      state.params,
+      vocabulary.fingerprint,
+      f"osd pretrain, {int(state.step)} steps of {config.data.batch_size} rows",
+  )
+  weights.save(config.output, trained, config.storage)
+  directory.finish()
+  console.print(f"weights: {config.output}\nrun directory: {directory.path}")
+  return trained
+
+
+def initial_state(config: PretrainConfig, model: base.Model) -> TrainState:
+  """Parameters drawn from the seed or read from `config.initial`, fresh optimiser."""
+  if config.initial:
+    start = weights.load(config.initial)
+    weights.check_shapes(config.model, start.params, config.initial)
+    params = start.params
+  else:
+    params = jax.jit(model.init)(jax.random.key(config.seed))
+  opt_state = update.make_optimizer(config.optimizer).init(params)
+  return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def train_step(
+    model: base.Model,
+    optimizer: update.OptimizerConfig,
+    state: TrainState,
+    source: jax.Array,
+    target: jax.Array,
+) -> tuple[TrainState, jax.Array]:
+  """One step on source [R, S] and target [R, T]; returns the loss before it."""
+  loss, gradient = jax.value_and_grad(_cross_entropy, argnums=1)(
+      model, state.params, source, target
+  )
+  updates, opt_state = update.make_optimizer(optimizer).update(
+      gradient, state.opt_state, state.params
+  )
+  params = optax.apply_updates(state.params, updates)
+  return TrainState(params, opt_state, state.step + 1), loss
+
+
+def _cross_entropy(model, params, source, target):
+  logits = model.score(params, source, source != base.PAD_ID, target)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+  mask = target != base.PAD_ID
+  return jnp.sum(losses * mask) / jnp.sum(mask)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def judge(
+    model: base.Model, params: base.Params, source: jax.Array, target: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Whether greedy decoding would write the reference.
+
+  A greedy output equals the reference if and only if the arg max is right at every
+  position when the reference itself is fed, so no decoding is needed.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    source: [R, S].
+    target: [R, T].
+
+  Returns:
+    [R] share of right tokens, and [R] bool exact match.
+  """
+  logits = model.score(params, source, source != base.PAD_ID, target)
+  mask = target != base.PAD_ID
+  right = (jnp.argmax(logits, -1) == target) & mask
+  share = jnp.sum(right, 1) / jnp.maximum(jnp.sum(mask, 1), 1)
+  return share, jnp.all(right | ~mask, axis=1)
+
+
+def regrouped(
+    stream: data_batches.BatchStream, pool: int, index: int, multiple: int = 8
+) -> list[data_batches.Batch]:
+  """Regroups rows of `pool` batches by target length and cuts their padding.
+
+  Short rows are then not padded to the longest of all. Every row comes out exactly
+  once, and the order of the new batches is shuffled, seeded by the pool's index.
+
+  Args:
+    stream: batches of one fixed shape.
+    pool: batches per pool.
+    index: which pool; the stream's batches index * pool onwards are taken.
+    multiple: lengths are rounded up to a multiple of this, which bounds the number
+      of shapes that get compiled.
+
+  Returns:
+    `pool` batches of as many rows, with S and T cut to what their rows need.
+  """
+  drawn = [stream[index * pool + offset] for offset in range(pool)]
+  source, target, task_id = (
+      np.concatenate([getattr(batch, name) for batch in drawn])
+      for name in ("source", "target", "task_id")
+  )
+  order = np.argsort((target != base.PAD_ID).sum(1), kind="stable")
+  groups = np.split(order, pool)
+  return [
+      data_batches.Batch(
+          source=_cut(source[groups[place]], multiple),
+          target=_cut(target[groups[place]], multiple),
+          task_id=task_id[groups[place]],
+      )
+      for place in np.random.default_rng(index).permutation(pool)
+  ]
+
+
+def _cut(tokens: np.ndarray, multiple: int) -> np.ndarray:
+  longest = int((tokens != base.PAD_ID).sum(1).max())
+  return tokens[:, : max(multiple, -(-longest // multiple) * multiple)]
+
+
+def _loop(config, model, vocabulary, state, log, saved, console) -> TrainState:
+  stream = data_batches.batches(config.data, vocabulary)
+  held_out = data_batches.batches(config.evaluation, vocabulary)
+  start = int(state.step)
+  pool: list[data_batches.Batch] = []
+  losses: list[jax.Array] = []
+  with _progress(console) as bar:
+    task = bar.add_task("pretrain", total=config.steps, completed=start, figures="")
+    for step in range(start + 1, config.steps + 1):
+      index, place = divmod(step - 1, config.pool)
+      if place == 0 or not pool:
+        pool = regrouped(stream, config.pool, index)
+      batch = pool[place]
+      state, loss = train_step(
+          model, config.optimizer, state, batch.source, batch.target
+      )
+      losses.append(loss)
+      if step % config.log_every == 0:
+        mean = float(np.mean(jax.device_get(losses)))
+        losses.clear()
+        if not np.isfinite(mean):
+          raise ValueError(
+              f"pretrain: the loss of step {step} is {mean}; lower"
+              " OptimizerConfig.learning_rate (the last checkpoint is kept)."
+          )
+        log.write("step", {"step": step, "loss": mean})
+        bar.update(task, completed=step, figures=f"loss {mean:.4f}")
+      if step % config.evaluate_every == 0 or step == config.steps:
+        rows = evaluate(config, model, held_out, state.params)
+        log.write("evaluation", {"step": step, "tasks": rows})
+        bar.console.print(_sentence(step, rows))
+      if step % config.checkpoint_every == 0 or step == config.steps:
+        saved.save(step, state, {"metrics_bytes": log.length})
+  return state
+
+
+def evaluate(
+    config: PretrainConfig,
+    model: base.Model,
+    held_out: data_batches.BatchStream,
+    params: base.Params,
+) -> dict[str, dict[str, float]]:
+  """Token accuracy and greedy exact match on the held-out rows, per task."""
+  found: dict[str, list[Any]] = {}
+  for index in range(config.evaluation_batches):
+    batch = held_out[index]
+    share, exact = jax.device_get(judge(model, params, batch.source, batch.target))
+    for row, task_id in enumerate(batch.task_id):
+      label = config.evaluation.tasks[int(task_id)].label
+      found.setdefault(label, []).append((share[row], exact[row]))
+  return {
+      label: {
+          "rows": len(rows),
+          "token_accuracy": float(np.mean([share for share, _ in rows])),
+          "exact_match": float(np.mean([exact for _, exact in rows])),
+      }
+      for label, rows in sorted(found.items())
+  }
+
+
+def _sentence(step: int, rows: dict[str, dict[str, float]]) -> str:
+  figures = ", ".join(
+      f"{label} {row['exact_match']:.3f} ({row['token_accuracy']:.3f})"
+      for label, row in rows.items()
+  )
+  return f"step {step}: held-out exact match (token accuracy): {figures}"
+
+
+def _progress(console: rich.console.Console) -> rich.progress.Progress:
+  return rich.progress.Progress(
+      rich.progress.TextColumn("{task.description}"),
+      rich.progress.BarColumn(),
+      rich.progress.MofNCompleteColumn(),
+      rich.progress.TimeRemainingColumn(),
+      rich.progress.TextColumn("{task.fields[figures]}"),
+      console=console,
+  )

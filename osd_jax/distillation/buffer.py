@@ -1,0 +1,278 @@
+"""The rolling buffer: finished requests with the target's records, in a fixed ring.
+
+Everything is a pure function of arrays and runs inside jit. Nothing is emptied by an
+update: a row leaves only when a newer one takes its slot.
+"""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base
+
+_LARGEST_UINT16_VOCABULARY = 65536
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferConfig:
+  """Size of the buffer and how replayed rows are drawn.
+
+  Attributes:
+    capacity: N, rows kept.
+    recency_half_life: age in rows at which a row is drawn half as often; None draws
+      all rows alike.
+  """
+
+  capacity: int = 1024
+  recency_half_life: float | None = None
+
+  def __post_init__(self):
+    if not isinstance(self.capacity, int) or self.capacity < 1:
+      raise ValueError(
+        f"BufferConfig.capacity: received {self.capacity!r}, expected an integer >= 1."
+      )
+    if self.recency_half_life is not None and not self.recency_half_life > 0:
+      raise ValueError(
+        f"BufferConfig.recency_half_life: received {self.recency_half_life!r}, "
+        "expected a number of rows > 0, or None for uniform."
+      )
+
+
+@flax.struct.dataclass
+class ReplayBuffer:
+  """A ring of N rows.
+
+  Attributes:
+    data: `DistillationBatch` with leading axis N in place of R; the i-th row ever
+      added lies in slot i mod N.
+    added: [] int32; rows ever added.
+  """
+
+  data: base.DistillationBatch
+  added: jax.Array
+
+  @property
+  def capacity(self) -> int:
+    """N."""
+    return self.data.weight.shape[0]
+
+  @property
+  def filled(self) -> jax.Array:
+    """[] int32; slots that hold a row."""
+    return jnp.minimum(self.added, self.capacity)
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+  """The smallest integer type that records keep token ids in."""
+  small = vocab_size <= _LARGEST_UINT16_VOCABULARY
+  return np.dtype(np.uint16 if small else np.int32)
+
+
+def record_bytes_per_token(record_top_k: int, vocab_size: int) -> int:
+  """Bytes that the target's record of one position takes.
+
+  Args:
+    record_top_k: k asked for; never more than V are kept.
+    vocab_size: V.
+
+  Returns:
+    Bytes of log-probabilities, ids, tail, error flag and draft version.
+  """
+  one = _empty_records((1,), record_top_k, vocab_size, np.empty)
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(one))
+
+
+def init(
+  config: BufferConfig,
+  source_length: int,
+  target_length: int,
+  record_top_k: int,
+  vocab_size: int,
+) -> ReplayBuffer:
+  """An empty buffer.
+
+  Args:
+    config: says how many rows, N.
+    source_length: S.
+    target_length: T.
+    record_top_k: k; cut to V.
+    vocab_size: V; ids are uint16 up to 65,536, else int32.
+
+  Returns:
+    A buffer with `added` = 0.
+
+  Raises:
+    ValueError: if a length is below 1.
+  """
+  lengths = {
+    "source_length": source_length,
+    "target_length": target_length,
+    "record_top_k": record_top_k,
+    "vocab_size": vocab_size,
+  }
+  for name, value in lengths.items():
+    if value < 1:
+      raise ValueError(f"buffer.init: {name} is {value!r}, expected an integer >= 1.")
+  rows, positions = (config.capacity,), (config.capacity, target_length)
+  data = base.DistillationBatch(
+    source=jnp.zeros((*rows, source_length), jnp.int32),
+    target=jnp.zeros(positions, jnp.int32),
+    mask=jnp.zeros(positions, bool),
+    records=_empty_records(positions, record_top_k, vocab_size, jnp.zeros),
+    source_id=jnp.zeros(rows, jnp.int32),
+    weight=jnp.zeros(rows, jnp.float32),
+  )
+  return ReplayBuffer(data=data, added=jnp.zeros((), jnp.int32))
+
+
+def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
+  """Adds the rows of a batch, oldest first; rows of weight 0 are not added.
+
+  Donate `buffer` when jitting (`jax.jit(append, donate_argnums=0)`): the rows are
+  then written in place, at a cost that does not depend on N.
+
+  Args:
+    buffer: N rows.
+    batch: R <= N rows with the buffer's S, T and k.
+
+  Returns:
+    The buffer with the new rows in place of the oldest.
+
+  Raises:
+    ValueError: if the batch has more rows than the buffer or other lengths.
+  """
+  _check_batch(buffer, batch)
+  size, rows = buffer.capacity, batch.weight.shape[0]
+  valid = batch.weight > 0
+  rank = jnp.cumsum(valid, dtype=jnp.int32)
+  # Rows to leave out get distinct slots past the end, which `drop` ignores.
+  outside = size + jnp.arange(rows, dtype=jnp.int32)
+  slots = jnp.where(valid, (buffer.added + rank - 1) % size, outside)
+
+  def write(ring, new):
+    new = new.astype(ring.dtype)
+    return ring.at[slots].set(new, mode="drop", unique_indices=True)
+
+  data = jax.tree.map(write, buffer.data, batch)
+  return ReplayBuffer(data=data, added=buffer.added + rank[-1])
+
+
+def sample(
+  buffer: ReplayBuffer,
+  key: jax.Array,
+  num_new: int,
+  num_replay: int,
+  config: BufferConfig,
+  since: jax.Array | int,
+) -> base.DistillationBatch:
+  """Draws rows for one step: some of the new ones, some of all.
+
+  Within each part no row comes twice; a new row may be replayed as well. Where a part
+  has fewer rows to draw from than asked, the missing ones have weight 0.
+
+  Args:
+    buffer: N rows.
+    key: random key.
+    num_new: rows drawn uniformly from those added as `since`-th or later (static).
+    num_replay: rows drawn from all, as `config` weighs them by age (static).
+    config: recency.
+    since: [] int32; `buffer.added` at the last update.
+
+  Returns:
+    A batch of num_new + num_replay rows, new ones first.
+
+  Raises:
+    ValueError: if a number is negative, their sum 0, or one exceeds N.
+  """
+  _check_counts(buffer, num_new, num_replay)
+  key_new, key_replay = jax.random.split(key)
+  age = _ages(buffer)
+  written = jnp.arange(buffer.capacity) < buffer.filled
+  is_new = written & (age < buffer.added - since)
+  weights = _recency_log_weights(config, age)
+  new = _draw(key_new, jnp.zeros_like(weights), is_new, num_new)
+  replay = _draw(key_replay, weights, written, num_replay)
+  slots = jnp.concatenate([new[0], replay[0]])
+  present = jnp.concatenate([new[1], replay[1]])
+  rows = jax.tree.map(lambda ring: ring[slots], buffer.data)
+  return rows.replace(weight=jnp.where(present, rows.weight, 0.0))
+
+
+def _ages(buffer: ReplayBuffer) -> jax.Array:
+  """[N] int32: rows added after the one in each slot (unwritten slots: undefined)."""
+  slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
+  return (buffer.added - 1 - slots) % buffer.capacity
+
+
+def _recency_log_weights(config: BufferConfig, age: jax.Array) -> jax.Array:
+  """[N] float32: log of 2^(-age / half-life), or 0."""
+  if config.recency_half_life is None:
+    return jnp.zeros(age.shape, jnp.float32)
+  return age.astype(jnp.float32) * (-np.log(2.0) / config.recency_half_life)
+
+
+def _draw(
+  key: jax.Array, log_weights: jax.Array, allowed: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array]:
+  """Draws slots without replacement: the largest of log-weight plus Gumbel noise.
+
+  Args:
+    key: random key.
+    log_weights: [N] float32.
+    allowed: [N] bool.
+    count: slots to draw (static).
+
+  Returns:
+    (slots [count] int32, present [count] bool: false where too few were allowed).
+  """
+  noise = jax.random.gumbel(key, log_weights.shape, jnp.float32)
+  scores, slots = jax.lax.top_k(
+    jnp.where(allowed, log_weights + noise, -jnp.inf), count
+  )
+  return slots, scores > -jnp.inf
+
+
+def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Records:
+  """Records of the buffer's types, filled by `make(shape, dtype)`."""
+  kept = (*leading, min(record_top_k, vocab_size))
+  return base.Records(
+    log_probs=make(kept, np.float32),
+    ids=make(kept, id_dtype(vocab_size)),
+    tail=make(leading, np.float32),
+    error=make(leading, np.bool_),
+    draft_version=make(leading, np.int32),
+  )
+
+
+def _check_batch(buffer: ReplayBuffer, batch: base.DistillationBatch) -> None:
+  """Refuses a batch that does not fit the ring."""
+  rows = batch.weight.shape[0]
+  if rows > buffer.capacity:
+    raise ValueError(
+      f"buffer.append: the batch has {rows} rows, expected at most the capacity "
+      f"{buffer.capacity}; append it in parts or raise BufferConfig.capacity."
+    )
+  rings, _ = jax.tree_util.tree_flatten_with_path(buffer.data)
+  for (path, ring), leaf in zip(rings, jax.tree.leaves(batch), strict=True):
+    if leaf.shape != (rows, *ring.shape[1:]):
+      raise ValueError(
+        f"buffer.append: batch{jax.tree_util.keystr(path)} has shape {leaf.shape}, "
+        f"expected {(rows, *ring.shape[1:])}; pad to the lengths given to buffer.init."
+      )
+
+
+def _check_counts(buffer: ReplayBuffer, num_new: int, num_replay: int) -> None:
+  """Refuses numbers of rows that the ring cannot give."""
+  for name, count in (("num_new", num_new), ("num_replay", num_replay)):
+    if not 0 <= count <= buffer.capacity:
+      raise ValueError(
+        f"buffer.sample: {name} is {count}, expected 0 to the capacity "
+        f"{buffer.capacity}; lower UpdateConfig.{name} or raise BufferConfig.capacity."
+      )
+  if num_new + num_replay == 0:
+    raise ValueError(
+      "buffer.sample: num_new and num_replay are both 0, expected at least one row."
+    )

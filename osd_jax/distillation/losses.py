@@ -1,0 +1,255 @@
+"""Divergences between the target's recorded rows and the draft's rows.
+
+A recorded row holds the target's k most probable tokens and the mass of all others.
+The loss sees k + 1 buckets: one for each kept token and a last one for the tail. With
+k = V the tail is empty and the rows are the full distributions: one code path. By the
+data-processing inequality the bucketed divergence never exceeds the full one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base
+
+# log of the smallest mass float32 holds: what a recorded mass of 0 is taken for.
+TARGET_FLOOR = float(np.log(np.finfo(np.float32).tiny))
+# The draft's log-probabilities stay exact (their gradient matters most where they are
+# lowest); only the empty tail bucket of a full row is this low.
+DRAFT_FLOOR = -1e9
+_MASKED = -1e30
+
+Divergence = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def target_buckets(records: base.Records) -> jax.Array:
+  """The target's log-masses over the k kept tokens and the tail.
+
+  Args:
+    records: leading axes [...], k entries a row.
+
+  Returns:
+    [..., k + 1] float32, natural log, the tail last, nothing below `TARGET_FLOOR`.
+  """
+  kept = records.log_probs.astype(jnp.float32)
+  tail = jnp.maximum(records.tail.astype(jnp.float32), np.finfo(np.float32).tiny)
+  buckets = jnp.concatenate([kept, jnp.log(tail)[..., None]], axis=-1)
+  return jnp.maximum(buckets, TARGET_FLOOR)
+
+
+def draft_log_probs_on(records: base.Records, logits: jax.Array) -> jax.Array:
+  """The draft's log-masses in the buckets of the target's records.
+
+  The tail is a logsumexp over the logits of all other tokens, never one minus a sum,
+  so that it and its gradient are right however small it is.
+
+  Args:
+    records: leading axes [...], k entries a row.
+    logits: [..., V], raw, any float type.
+
+  Returns:
+    [..., k + 1] float32, natural log, the tail last, nothing below `DRAFT_FLOOR`.
+  """
+  logits = logits.astype(jnp.float32)
+  ids = records.ids.astype(jnp.int32)
+  others = jnp.put_along_axis(logits, ids, _MASKED, axis=-1, inplace=False)
+  tail = jax.nn.logsumexp(others, axis=-1, keepdims=True)
+  kept = jnp.take_along_axis(logits, ids, axis=-1)
+  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  return jnp.maximum(jnp.concatenate([kept, tail], axis=-1) - total, DRAFT_FLOOR)
+
+
+def forward_kl(target: jax.Array, draft: jax.Array) -> jax.Array:
+  """KL(target || draft) = sum target * log(target / draft).
+
+  Args:
+    target: [..., k + 1] log-masses.
+    draft: [..., k + 1] log-masses in the same buckets.
+
+  Returns:
+    [...] in nats.
+  """
+  return jnp.sum(jnp.exp(target) * (target - draft), axis=-1)
+
+
+def reverse_kl(target: jax.Array, draft: jax.Array) -> jax.Array:
+  """KL(draft || target) = sum draft * log(draft / target).
+
+  Args:
+    target: [..., k + 1] log-masses.
+    draft: [..., k + 1] log-masses in the same buckets.
+
+  Returns:
+    [...] in nats.
+  """
+  return forward_kl(draft, target)
+
+
+def jsd(target: jax.Array, draft: jax.Array, beta: float = 0.5) -> jax.Array:
+  """Jensen-Shannon divergence through the true mixture.
+
+  With M = beta * target + (1 - beta) * draft,
+  JSD = beta * KL(target || M) + (1 - beta) * KL(draft || M).
+
+  Args:
+    target: [..., k + 1] log-masses.
+    draft: [..., k + 1] log-masses in the same buckets.
+    beta: weight of the target, strictly between 0 and 1.
+
+  Returns:
+    [...] in nats, at most the entropy of (beta, 1 - beta).
+  """
+  mixture = jnp.logaddexp(np.log(beta) + target, np.log1p(-beta) + draft)
+  return beta * forward_kl(target, mixture) + (1 - beta) * forward_kl(draft, mixture)
+
+
+def total_variation(target: jax.Array, draft: jax.Array) -> jax.Array:
+  """Half the sum of |target - draft|: one minus the overlap of the two.
+
+  Args:
+    target: [..., k + 1] log-masses.
+    draft: [..., k + 1] log-masses in the same buckets.
+
+  Returns:
+    [...] in 0..1.
+  """
+  return 0.5 * jnp.sum(jnp.abs(jnp.exp(target) - jnp.exp(draft)), axis=-1)
+
+
+DIVERGENCES: dict[str, Divergence] = {
+  "forward_kl": forward_kl,
+  "reverse_kl": reverse_kl,
+  "jsd": jsd,
+  "total_variation": total_variation,
+}
+POSITIONS = ("all", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """Which divergence, over which positions.
+
+  Attributes:
+    divergence: a key of `DIVERGENCES`.
+    jsd_beta: weight of the target in the mixture of "jsd", in (0, 1).
+    positions: "all" emitted positions, or those where the draft "error"ed.
+  """
+
+  divergence: str = "forward_kl"
+  jsd_beta: float = 0.5
+  positions: str = "all"
+
+  def __post_init__(self):
+    if self.divergence not in DIVERGENCES:
+      raise ValueError(
+        f"LossConfig.divergence: received {self.divergence!r}, expected one of "
+        f"{sorted(DIVERGENCES)}."
+      )
+    if not 0.0 < self.jsd_beta < 1.0:
+      raise ValueError(
+        f"LossConfig.jsd_beta: received {self.jsd_beta!r}, expected a number "
+        "strictly between 0 and 1; for the limits use forward_kl or reverse_kl."
+      )
+    if self.positions not in POSITIONS:
+      raise ValueError(
+        f"LossConfig.positions: received {self.positions!r}, expected one of "
+        f"{list(POSITIONS)}."
+      )
+
+
+def divergence(config: LossConfig) -> Divergence:
+  """The divergence that the config names, as a function of two bucketed rows."""
+  if config.divergence == "jsd":
+    return functools.partial(jsd, beta=config.jsd_beta)
+  return DIVERGENCES[config.divergence]
+
+
+def chosen_positions(config: LossConfig, batch: base.DistillationBatch) -> jax.Array:
+  """Which positions the loss reads.
+
+  Args:
+    config: says "all" or "error".
+    batch: R rows of T positions.
+
+  Returns:
+    [R, T] bool; false outside the mask and in rows of weight 0.
+  """
+  chosen = batch.mask & (batch.weight > 0)[:, None]
+  if config.positions == "error":
+    chosen = chosen & batch.records.error
+  return chosen
+
+
+def position_divergences(
+  config: LossConfig, draft_logits: jax.Array, batch: base.DistillationBatch
+) -> jax.Array:
+  """The divergence at every position that the loss reads, 0 elsewhere.
+
+  What lies at other positions, even nan, reaches neither value nor gradient.
+
+  Args:
+    config: divergence and positions.
+    draft_logits: [R, T, V], raw, any float type.
+    batch: R rows of T positions.
+
+  Returns:
+    [R, T] float32 in nats (total variation: 0..1).
+
+  Raises:
+    ValueError: if logits and batch differ in shape.
+  """
+  _check_shapes(draft_logits, batch)
+  chosen = chosen_positions(config, batch)
+  keep = chosen[..., None]
+  records = batch.records.replace(
+    log_probs=jnp.where(keep, batch.records.log_probs, 0.0),
+    tail=jnp.where(chosen, batch.records.tail, 0.0),
+  )
+  draft = draft_log_probs_on(records, jnp.where(keep, draft_logits, 0.0))
+  values = divergence(config)(target_buckets(records), draft)
+  return jnp.where(chosen, values, 0.0)
+
+
+def distillation_loss(
+  config: LossConfig, draft_logits: jax.Array, batch: base.DistillationBatch
+) -> jax.Array:
+  """Mean of D(target || draft) over the chosen positions, weighted by row.
+
+  Args:
+    config: divergence and positions.
+    draft_logits: [R, T, V], raw, any float type; row t judges `batch.target[:, t]`.
+    batch: R rows with the target's records.
+
+  Returns:
+    Scalar float32; 0 where no position is chosen.
+
+  Raises:
+    ValueError: if logits and batch differ in shape.
+  """
+  values = position_divergences(config, draft_logits, batch)
+  weights = jnp.where(chosen_positions(config, batch), batch.weight[:, None], 0.0)
+  total = jnp.sum(weights)
+  mean = jnp.sum(weights * values) / jnp.where(total > 0, total, 1.0)
+  return jnp.where(total > 0, mean, 0.0)
+
+
+def _check_shapes(logits: jax.Array, batch: base.DistillationBatch) -> None:
+  """Refuses logits that cannot belong to the batch."""
+  rows_and_length = batch.mask.shape
+  kept = batch.records.ids.shape[-1]
+  if logits.shape[:-1] != rows_and_length or logits.shape[-1] < kept:
+    raise ValueError(
+      f"distillation_loss: draft_logits has shape {logits.shape}, expected [R, T] = "
+      f"{rows_and_length} and V >= k = {kept}; score the draft on `batch.target`, "
+      "with the vocabulary that the records were taken with."
+    )
+  if batch.records.log_probs.shape[:-1] != rows_and_length:
+    raise ValueError(
+      f"distillation_loss: records.log_probs has shape "
+      f"{batch.records.log_probs.shape}, expected [R, T] = {rows_and_length} first; "
+      "cut records and mask to one target length."
+    )

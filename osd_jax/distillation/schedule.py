@@ -1,0 +1,196 @@
+"""When an update is due: every I finished requests, paused while overlap is flat.
+
+Host logic in plain Python. It reads nothing but the overlaps it is shown, in finish
+order, and never a clock, so a run repeats exactly. Overlap of one request is noisy
+(standard deviation about .15), hence means over windows and bands around them:
+
+  active -> paused   for `pause_after_flat` requests in a row, the trailing window is
+                     neither better than the window before by `flat_tolerance` nor
+                     worse by `drift_drop`
+  paused -> active   the mean of the last `resume_window` requests lies `resume_drop`
+                     below the level at pausing (a shift), or the mean of the last
+                     `drift_window` lies `drift_drop` below it (a slow drift)
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+  """The rhythm of updates. All windows are counted in finished requests.
+
+  The defaults fit noise of .15 a request: fewer than one false toggle in 1,000
+  requests, a drop of .3 seen within 8 requests. Calmer overlaps allow less.
+
+  Attributes:
+    update_interval: I, requests from one update to the next.
+    pause: whether updates ever pause.
+    window: length of the two windows whose means are compared.
+    flat_tolerance: improvement between the windows that still counts as flat.
+    pause_after_flat: requests in a row that must look flat before a pause.
+    resume_window: length of the short mean that sees a sharp drop.
+    resume_drop: how far the short mean falls below the level at pausing.
+    drift_window: length of the long mean that sees a slow drop.
+    drift_drop: how far the long mean falls below the level at pausing.
+  """
+
+  update_interval: int = 8
+  pause: bool = True
+  window: int = 25
+  flat_tolerance: float = 0.02
+  pause_after_flat: int = 25
+  resume_window: int = 8
+  resume_drop: float = 0.2
+  drift_window: int = 100
+  drift_drop: float = 0.075
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if isinstance(field.default, float):
+        _check_field(field.name, value, 0.0 <= value <= 1.0, "a number in 0..1")
+      elif not isinstance(field.default, bool):
+        whole = isinstance(value, int) and value >= 1
+        _check_field(field.name, value, whole, "an integer >= 1")
+    for name in ("resume_drop", "drift_drop"):
+      value = getattr(self, name)
+      _check_field(name, value, value > 0, "a number > 0")
+
+  @property
+  def history(self) -> int:
+    """How many overlaps the state keeps."""
+    return max(2 * self.window, self.resume_window, self.drift_window)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleState:
+  """What the schedule carries; `ScheduleState(**json)` restores `asdict(state)`.
+
+  Attributes:
+    finished: requests seen.
+    last_update: `finished` at the last update.
+    updates: updates made.
+    recent: overlaps of the last requests, oldest first, at most `history` of them.
+    flat: requests in a row that looked flat.
+    paused: whether updates are paused.
+    level: mean overlap of the two windows at the last pause; None before any.
+    changed: `finished` at the last pause or resumption.
+    pauses: pauses so far.
+  """
+
+  finished: int = 0
+  last_update: int = 0
+  updates: int = 0
+  recent: tuple[float, ...] = ()
+  flat: int = 0
+  paused: bool = False
+  level: float | None = None
+  changed: int = 0
+  pauses: int = 0
+
+  def __post_init__(self):
+    object.__setattr__(self, "recent", tuple(self.recent))  # JSON knows lists only
+
+
+def observe(
+  config: ScheduleConfig, state: ScheduleState, overlap: float
+) -> ScheduleState:
+  """Takes in one finished request.
+
+  Args:
+    config: the rhythm.
+    state: state before.
+    overlap: the request's mean distribution overlap, 0..1, measured before the draft
+      trained on it.
+
+  Returns:
+    The state, paused or resumed where that is due.
+
+  Raises:
+    ValueError: if the overlap is not a number in 0..1.
+  """
+  overlap = float(overlap)
+  if not 0.0 <= overlap <= 1.0 + 1e-3:
+    raise ValueError(
+      f"schedule.observe: overlap of request {state.finished} is {overlap!r}, expected "
+      "a number in 0..1; pass the mean over its emitted positions."
+    )
+  recent = (*state.recent, overlap)[-config.history :]
+  state = dataclasses.replace(state, finished=state.finished + 1, recent=recent)
+  if not config.pause:
+    return state
+  return _maybe_resume(config, state) if state.paused else _maybe_pause(config, state)
+
+
+def update_due(config: ScheduleConfig, state: ScheduleState) -> bool:
+  """Whether an update should start now.
+
+  Args:
+    config: the rhythm.
+    state: after `observe` of the newest finished request.
+
+  Returns:
+    True if updates are not paused and I requests have finished since the last one.
+  """
+  waited = state.finished - state.last_update
+  return not state.paused and waited >= config.update_interval
+
+
+def updated(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
+  """Notes that an update was started.
+
+  Args:
+    config: the rhythm.
+    state: state before.
+
+  Returns:
+    The state; the next update is due I requests from now.
+  """
+  del config  # the three verbs are called alike
+  return dataclasses.replace(
+    state, last_update=state.finished, updates=state.updates + 1
+  )
+
+
+def _maybe_pause(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
+  """Counts a flat request, or starts to count anew; pauses at the limit."""
+  size = config.window
+  if len(state.recent) < 2 * size:
+    return state
+  newer, older = state.recent[-size:], state.recent[-2 * size : -size]
+  gain = _mean(newer) - _mean(older)
+  flat = state.flat + 1 if -config.drift_drop < gain < config.flat_tolerance else 0
+  if flat < config.pause_after_flat:
+    return dataclasses.replace(state, flat=flat)
+  return dataclasses.replace(
+    state,
+    flat=0,
+    paused=True,
+    # Both windows: their mean says nothing of their difference, by which we chose.
+    level=_mean(older + newer),
+    changed=state.finished,
+    pauses=state.pauses + 1,
+  )
+
+
+def _maybe_resume(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
+  """Resumes where overlap has dropped, sharply or slowly."""
+  assumed = state.level if state.level is not None else 0.0
+  since_pause = state.finished - state.changed
+  short = _mean(state.recent[-config.resume_window :])
+  sharp = short < assumed - config.resume_drop
+  long = _mean(state.recent[-config.drift_window :])
+  slow = since_pause >= config.drift_window and long < assumed - config.drift_drop
+  if not (sharp or slow):
+    return state
+  return dataclasses.replace(state, paused=False, flat=0, changed=state.finished)
+
+
+def _mean(values: Sequence[float]) -> float:
+  return sum(values) / len(values)
+
+
+def _check_field(name: str, value: object, holds: bool, expected: str) -> None:
+  if not holds:
+    raise ValueError(f"ScheduleConfig.{name}: received {value!r}, expected {expected}.")

@@ -1,0 +1,235 @@
+"""The replay buffer against a Python list, and the laws of its sampling."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from osd_jax import base
+from osd_jax.distillation import buffer as replay
+
+SOURCE, LENGTH, TOP_K, VOCAB = 2, 3, 2, 9
+
+append = jax.jit(replay.append)
+sample = jax.jit(replay.sample, static_argnames=("num_new", "num_replay", "config"))
+
+
+def empty(capacity):
+  return replay.init(replay.BufferConfig(capacity), SOURCE, LENGTH, TOP_K, VOCAB)
+
+
+def batch_of(values, weights=None):
+  """Rows told apart by a number that every one of their fields is made from."""
+  values = np.asarray(values)
+  rows = len(values)
+  positions = np.broadcast_to(values[:, None], (rows, LENGTH))
+  kept = np.broadcast_to(values[:, None, None], (rows, LENGTH, TOP_K))
+  return base.DistillationBatch(
+    source=jnp.asarray(np.broadcast_to(values[:, None], (rows, SOURCE)), jnp.int32),
+    target=jnp.asarray(positions, jnp.int32),
+    mask=jnp.asarray(positions % 2 == 0),
+    records=base.Records(
+      log_probs=jnp.asarray(-kept, jnp.float32),
+      ids=jnp.asarray(kept % 50_000, jnp.uint16),
+      tail=jnp.asarray(positions / 1e6, jnp.float32),
+      error=jnp.asarray(positions % 3 == 0),
+      draft_version=jnp.asarray(positions, jnp.int32),
+    ),
+    source_id=jnp.asarray(values % 4, jnp.int32),
+    weight=jnp.ones(rows) if weights is None else jnp.asarray(weights, jnp.float32),
+  )
+
+
+def filled_with(capacity, count):
+  buffer = empty(capacity)
+  for value in range(1, count + 1):
+    buffer = append(buffer, batch_of([value]))
+  return buffer
+
+
+def same(a, b):
+  return all(
+    np.array_equal(x, y) and x.dtype == y.dtype
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  )
+
+
+appends = st.lists(
+  st.lists(st.sampled_from([0.0, 0.0, 1.0, 0.5]), min_size=3, max_size=3), max_size=8
+)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+  capacity=st.sampled_from([3, 4, 7]),
+  weights=appends,
+  since=st.integers(0, 26),
+  seed=st.integers(0, 2**31),
+)
+def test_ring_and_samples_agree_with_a_list(capacity, weights, since, seed):
+  buffer, oracle = empty(capacity), oracles.ListBuffer(capacity)
+  for index, row_weights in enumerate(weights):
+    values = [10 * index + offset + 1 for offset in range(3)]
+    buffer = append(buffer, batch_of(values, row_weights))
+    oracle.append(values, row_weights)
+  assert int(buffer.added) == oracle.added
+  assert int(buffer.filled) == len(oracle.rows)
+  for serial, value, weight in oracle.rows:
+    slot = jax.tree.map(lambda ring, slot=serial % capacity: ring[slot], buffer.data)
+    assert same(slot, jax.tree.map(lambda leaf: leaf[0], batch_of([value], [weight])))
+
+  config = replay.BufferConfig(capacity, recency_half_life=2.0)
+  rows = sample(buffer, jax.random.key(seed), 2, 3, config, since)
+  drawn = np.where(rows.weight > 0, rows.source[:, 0], -1)
+  for part, allowed in (
+    (drawn[:2], oracle.since(since)),
+    (drawn[2:], oracle.since(0)),
+  ):
+    present = [value for value in part if value >= 0]
+    assert len(present) == len(set(present)) == min(len(part), len(allowed))
+    assert set(present) <= {value for _, value, _ in allowed}
+  by_value = {value: weight for _, value, weight in oracle.rows}
+  for value, weight in zip(drawn, np.asarray(rows.weight), strict=True):
+    assert weight == by_value.get(value, 0.0)
+
+
+def test_every_field_of_a_sampled_row_comes_from_one_row():
+  buffer = filled_with(8, 11)
+  rows = sample(buffer, jax.random.key(0), 2, 4, replay.BufferConfig(8), 9)
+  values = np.asarray(rows.source[:, 0])
+  assert same(rows, batch_of(values))
+  assert set(values[:2]) == {10, 11} and set(values[2:]) <= set(range(4, 12))
+
+
+def test_nothing_is_drawn_from_an_empty_buffer_and_padding_fills_no_slot():
+  buffer = append(empty(4), batch_of([5, 6], [0.0, 0.0]))
+  assert int(buffer.added) == 0 and same(buffer, empty(4))
+  rows = sample(buffer, jax.random.key(0), 2, 2, replay.BufferConfig(4), 0)
+  assert not np.asarray(rows.weight).any()
+
+
+def test_sampling_leaves_the_buffer_and_repeats_with_its_key():
+  buffer = filled_with(6, 6)
+  config = replay.BufferConfig(6)
+  draw = lambda seed: sample(buffer, jax.random.key(seed), 1, 3, config, 4)
+  before = jax.tree.map(np.array, buffer)
+  assert same(draw(1), draw(1))
+  assert any(not same(draw(1), draw(seed)) for seed in range(2, 8))
+  assert same(before, buffer)
+
+
+def replayed_counts(half_life, draws=4000, capacity=6):
+  buffer = filled_with(capacity, 9)  # holds 4..9
+  config = replay.BufferConfig(capacity, half_life)
+  one = lambda key: replay.sample(buffer, key, 0, 1, config, 0).source[0, 0]
+  values = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(3), draws))
+  return np.bincount(np.asarray(values), minlength=10)[4:]
+
+
+def chi_square(counts, probs):
+  expected = counts.sum() * probs
+  return ((counts - expected) ** 2 / expected).sum()
+
+
+def test_replay_follows_the_recency_law_and_not_the_other_one():
+  ages = np.arange(5, -1, -1)
+  recent = 2.0 ** (-ages / 1.5)
+  recent, uniform = recent / recent.sum(), np.full(6, 1 / 6)
+  limit = 30.9  # chi-square with 5 degrees of freedom, p = 1e-5
+  assert chi_square(replayed_counts(1.5), recent) < limit
+  assert chi_square(replayed_counts(None), uniform) < limit
+  assert chi_square(replayed_counts(1.5), uniform) > limit  # the control
+  assert chi_square(replayed_counts(None), recent) > limit
+
+
+def test_new_rows_are_drawn_uniformly_whatever_the_half_life():
+  buffer = filled_with(6, 9)
+  config = replay.BufferConfig(6, 0.5)
+  one = lambda key: replay.sample(buffer, key, 1, 0, config, 6).source[0, 0]
+  values = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(4), 3000))
+  counts = np.bincount(np.asarray(values), minlength=10)
+  assert counts[:7].sum() == 0
+  assert chi_square(counts[7:], np.full(3, 1 / 3)) < 23.1  # 2 degrees, p = 1e-5
+
+
+def test_a_donated_append_writes_in_place_whatever_the_capacity():
+  def temporaries(capacity, **jit):
+    shapes = jax.eval_shape(functools.partial(empty, capacity))
+    rows = jax.eval_shape(lambda: batch_of([1, 2]))
+    compiled = jax.jit(replay.append, **jit).lower(shapes, rows).compile()
+    memory = compiled.memory_analysis()
+    fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.temp_size_in_bytes + fresh
+
+  small, large = (temporaries(n, donate_argnums=0) for n in (64, 65_536))
+  assert large <= small + 1024
+  assert temporaries(65_536) > 100 * small  # not donated: a copy of the ring
+
+
+def test_a_second_append_and_sample_compile_nothing():
+  buffer = filled_with(5, 3)
+  config = replay.BufferConfig(5)
+  sample(buffer, jax.random.key(0), 1, 1, config, 1)
+  sizes = append._cache_size(), sample._cache_size()
+  for value in range(7):
+    buffer = append(buffer, batch_of([value]))
+    sample(buffer, jax.random.key(value), 1, 1, config, value)
+  assert (append._cache_size(), sample._cache_size()) == sizes
+
+
+def test_jit_and_no_jit_give_the_same_bits():
+  buffer = filled_with(5, 4)
+  batch = batch_of([7, 8, 9], [1.0, 0.0, 1.0])
+  assert same(append(buffer, batch), replay.append(buffer, batch))
+  arguments = (buffer, jax.random.key(2), 1, 3, replay.BufferConfig(5, 3.0), 2)
+  assert same(sample(*arguments), replay.sample(*arguments))
+
+
+def test_a_record_takes_at_most_400_bytes_and_what_the_buffer_really_holds():
+  assert replay.record_bytes_per_token(64, 32_128) <= 400
+  assert replay.record_bytes_per_token(64, 100_000) > 400  # ids need four bytes
+  buffer = replay.init(replay.BufferConfig(4), 2, 5, 64, 32_128)
+  held = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.data.records))
+  assert held == 4 * 5 * replay.record_bytes_per_token(64, 32_128)
+
+
+def test_id_type_and_width_follow_the_vocabulary():
+  narrow = replay.init(replay.BufferConfig(2), 2, 2, 64, 16).data.records
+  assert narrow.ids.shape == (2, 2, 16) and narrow.ids.dtype == jnp.uint16
+  assert replay.id_dtype(65_536) == np.uint16 and replay.id_dtype(65_537) == np.int32
+
+
+@pytest.mark.parametrize(
+  ("call", "named"),
+  [
+    (lambda: replay.BufferConfig(0), "BufferConfig.capacity: received 0"),
+    (
+      lambda: replay.BufferConfig(2, 0.0),
+      "BufferConfig.recency_half_life: received 0.0",
+    ),
+    (lambda: replay.init(replay.BufferConfig(2), 0, 2, 2, 9), "source_length is 0"),
+    (lambda: append(empty(2), batch_of([1, 2, 3])), "3 rows, expected at most"),
+    (
+      lambda: append(
+        replay.init(replay.BufferConfig(2), SOURCE, 5, TOP_K, VOCAB), batch_of([1])
+      ),
+      r"batch\.target has shape \(1, 3\), expected \(1, 5\)",
+    ),
+    (
+      lambda: sample(empty(2), jax.random.key(0), 3, 1, replay.BufferConfig(2), 0),
+      "num_new is 3, expected 0 to the capacity 2",
+    ),
+    (
+      lambda: sample(empty(2), jax.random.key(0), 0, 0, replay.BufferConfig(2), 0),
+      "num_new and num_replay are both 0",
+    ),
+  ],
+)
+def test_bad_input_is_refused_by_name(call, named):
+  with pytest.raises(ValueError, match=named):
+    call()

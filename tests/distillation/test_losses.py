@@ -1,0 +1,300 @@
+"""Losses: closed forms, a float64 oracle, the data-processing bound, gradients."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import oracles
+import pytest
+
+from osd_jax import base
+from osd_jax.distillation import losses
+
+NAMES = sorted(losses.DIVERGENCES)
+ROWS, LENGTH, VOCAB = 2, 3, 11
+
+
+def records_of(target_logits, k, dtype=np.uint16):
+  log_probs, ids, tail = oracles.truncate(target_logits, k)
+  return base.Records(
+    log_probs=jnp.asarray(log_probs, jnp.float32),
+    ids=jnp.asarray(ids.astype(dtype)),
+    tail=jnp.asarray(tail, jnp.float32),
+    error=jnp.zeros(tail.shape, bool),
+    draft_version=jnp.zeros(tail.shape, jnp.int32),
+  )
+
+
+def batch_of(records, mask=None, weight=None):
+  rows, length = records.tail.shape
+  return base.DistillationBatch(
+    source=jnp.ones((rows, 2), jnp.int32),
+    target=jnp.ones((rows, length), jnp.int32),
+    mask=jnp.ones((rows, length), bool) if mask is None else jnp.asarray(mask),
+    records=records,
+    source_id=jnp.zeros(rows, jnp.int32),
+    weight=jnp.ones(rows) if weight is None else jnp.asarray(weight, jnp.float32),
+  )
+
+
+def random_logits(seed, shape=(ROWS, LENGTH, VOCAB), scale=2.0):
+  return np.random.default_rng(seed).normal(0, scale, shape).astype(np.float32)
+
+
+def config_of(name, **fields):
+  return losses.LossConfig(divergence=name, jsd_beta=0.3, **fields)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_grad(config, logits, batch):
+  return jax.value_and_grad(losses.distillation_loss, argnums=1)(config, logits, batch)
+
+
+def test_closed_forms_of_a_coin():
+  target, draft = np.log([0.75, 0.25]), np.log([0.5, 0.5])
+  kl = lambda a, b: sum(x * np.log(x / y) for x, y in zip(a, b, strict=True))
+  mixture = [0.2 * 0.75 + 0.8 * 0.5, 0.2 * 0.25 + 0.8 * 0.5]
+  expected = {
+    "forward_kl": 0.75 * np.log(1.5) + 0.25 * np.log(0.5),
+    "reverse_kl": 0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25),
+    "jsd": 0.2 * kl([0.75, 0.25], mixture) + 0.8 * kl([0.5, 0.5], mixture),
+    "total_variation": 0.25,
+  }
+  for name, value in expected.items():
+    config = losses.LossConfig(divergence=name, jsd_beta=0.2)
+    got = losses.divergence(config)(jnp.asarray(target), jnp.asarray(draft))
+    np.testing.assert_allclose(got, value, rtol=1e-5)
+
+
+def test_jsd_of_disjoint_rows_is_the_entropy_of_beta_not_a_weighted_sum_of_kls():
+  beta = 0.3
+  got = losses.jsd(jnp.array([0.0, -80.0]), jnp.array([-80.0, 0.0]), beta)
+  entropy = -beta * np.log(beta) - (1 - beta) * np.log(1 - beta)
+  np.testing.assert_allclose(got, entropy, rtol=1e-5)  # the weighted sum gives 80
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+  ("k", "dtype"),
+  [(1, jnp.float32), (4, jnp.float32), (4, jnp.bfloat16), (VOCAB, jnp.float32)],
+)
+def test_matches_the_float64_oracle(name, k, dtype):
+  target_logits = random_logits(0)
+  draft_logits = jnp.asarray(random_logits(1), dtype)
+  records = records_of(target_logits, k)
+  config = config_of(name)
+  loss, _ = value_and_grad(config, draft_logits, batch_of(records))
+  ids = np.asarray(records.ids)
+  expected = oracles.divergence(
+    name,
+    oracles.bucket(oracles.softmax(target_logits), ids),
+    oracles.bucket(oracles.softmax(np.asarray(draft_logits, np.float64)), ids),
+    beta=0.3,
+  ).mean()
+  assert loss.dtype == jnp.float32
+  np.testing.assert_allclose(loss, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("k", [4, VOCAB])
+def test_is_zero_where_the_draft_is_the_target_and_positive_elsewhere(name, k):
+  logits = random_logits(2)
+  batch = batch_of(records_of(logits, k))
+  same, _ = value_and_grad(config_of(name), jnp.asarray(logits), batch)
+  other, _ = value_and_grad(config_of(name), jnp.asarray(logits[::-1]), batch)
+  np.testing.assert_allclose(same, 0.0, atol=2e-6)
+  assert other > 1e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(seed=st.integers(0, 2**31), scale=st.sampled_from([0.1, 2.0, 15.0]))
+def test_fewer_buckets_never_show_more(name, seed, scale):
+  target = random_logits(seed, scale=scale)
+  draft = jnp.asarray(random_logits(seed + 1, scale=scale))
+  config, values = config_of(name), []
+  for k in (1, 2, 5, VOCAB):
+    loss, _ = value_and_grad(config, draft, batch_of(records_of(target, k)))
+    values.append(float(loss))
+  slack = 1e-5 * (1 + abs(values[-1]))
+  assert all(a <= b + slack for a, b in zip(values, values[1:], strict=False)), values
+
+
+def test_the_bound_is_not_an_equality():
+  target, draft = random_logits(3), jnp.asarray(random_logits(4))
+  for name in NAMES:
+    config = config_of(name)
+    coarse, _ = value_and_grad(config, draft, batch_of(records_of(target, 2)))
+    full, _ = value_and_grad(config, draft, batch_of(records_of(target, VOCAB)))
+    assert coarse < 0.98 * full
+
+
+def test_full_rows_may_be_in_any_order():
+  target, draft = random_logits(5), jnp.asarray(random_logits(6))
+  ordered = records_of(target, VOCAB)
+  arange = jnp.broadcast_to(jnp.arange(VOCAB, dtype=jnp.int32), target.shape)
+  plain = ordered.replace(ids=arange, log_probs=jax.nn.log_softmax(target))
+  for name in NAMES:
+    a, _ = value_and_grad(config_of(name), draft, batch_of(ordered))
+    b, _ = value_and_grad(config_of(name), draft, batch_of(plain))
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("k", [4, VOCAB])
+def test_gradient_agrees_with_finite_differences(name, k):
+  batch = batch_of(records_of(random_logits(7, scale=1.0), k))
+  loss = functools.partial(losses.distillation_loss, config_of(name), batch=batch)
+  draft = jnp.asarray(random_logits(8, scale=1.0))
+  jax.test_util.check_grads(
+    loss, (draft,), order=1, modes=["rev"], atol=2e-3, rtol=2e-2
+  )
+
+
+def test_gradient_of_forward_kl_on_full_rows_is_draft_minus_target():
+  target, draft = random_logits(9), random_logits(10)
+  batch = batch_of(records_of(target, VOCAB))
+  _, gradient = value_and_grad(losses.LossConfig(), jnp.asarray(draft), batch)
+  expected = (oracles.softmax(draft) - oracles.softmax(target)) / (ROWS * LENGTH)
+  np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def degenerate_cases():
+  sure = np.full((ROWS, LENGTH, VOCAB), -200.0, np.float32)
+  sure[..., 3] = 200.0
+  base_records = records_of(random_logits(11), 4)
+  minus_infinity = base_records.log_probs.at[..., 2:].set(-jnp.inf)
+  return {
+    "tail of exactly 0 with k < V": (base_records.replace(tail=base_records.tail * 0)),
+    "tiny tail": base_records.replace(tail=jnp.full_like(base_records.tail, 1e-37)),
+    "k = V": records_of(random_logits(11), VOCAB),
+    "one-hot target": records_of(sure, 4),
+    "one-hot target, k = V": records_of(sure, VOCAB),
+    "target entries of -inf": base_records.replace(log_probs=minus_infinity),
+  }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", sorted(degenerate_cases()))
+def test_value_and_gradient_are_finite_at_the_edges(name, case):
+  batch = batch_of(degenerate_cases()[case])
+  extreme = np.full((ROWS, LENGTH, VOCAB), -300.0, np.float32)
+  extreme[..., 0] = 300.0
+  blocked = random_logits(12)
+  blocked[..., -1] = -np.inf
+  for draft in (random_logits(12), extreme, np.zeros_like(extreme), blocked):
+    loss, gradient = value_and_grad(config_of(name), jnp.asarray(draft), batch)
+    assert np.isfinite(loss), (name, case)
+    assert np.isfinite(gradient).all(), (name, case)
+
+
+def test_tail_is_right_where_one_minus_the_sum_would_be_zero():
+  logits = np.array([[0.0, -1.0, -40.0, -41.0]], np.float32)
+  records = records_of(logits, 2)
+  got = losses.draft_log_probs_on(records, jnp.asarray(logits))[0, -1]
+  expected = np.log(oracles.softmax(logits)[0, 2:].sum())
+  np.testing.assert_allclose(got, expected, rtol=1e-5)
+  kept = np.exp(np.asarray(losses.draft_log_probs_on(records, logits))[0, :2])
+  assert np.float32(1.0) - kept.sum(dtype=np.float32) <= 1e-7  # the naive tail
+
+
+def test_ids_beyond_the_signed_range_of_sixteen_bits_find_their_logits():
+  logits = np.zeros((1, 1, 40_000), np.float32)
+  logits[..., 39_999] = 12.0
+  records = records_of(logits, 1)
+  assert records.ids.dtype == jnp.uint16 and int(records.ids[0, 0, 0]) == 39_999
+  got = losses.draft_log_probs_on(records, jnp.asarray(logits))[0, 0, 0]
+  np.testing.assert_allclose(np.exp(got), oracles.softmax(logits)[0, 0, 39_999], 1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_error_positions_receive_all_of_the_gradient_and_no_other_row_any(name):
+  records = records_of(random_logits(13), 4)
+  records = records.replace(error=records.error.at[1, 2].set(True))
+  draft = jnp.asarray(random_logits(14))
+  _, at_error = value_and_grad(
+    config_of(name, positions="error"), draft, batch_of(records)
+  )
+  touched = np.abs(np.asarray(at_error)).sum(-1) > 0
+  assert touched.tolist() == [[False, False, False], [False, False, True]]
+  _, everywhere = value_and_grad(config_of(name), draft, batch_of(records))
+  assert (np.abs(np.asarray(everywhere)).sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_lies_outside_mask_and_weight_reaches_nothing(name):
+  mask = np.array([[True, True, False], [True, False, False]])
+  weight = [1.0, 0.0]
+  records, draft = records_of(random_logits(15), 4), random_logits(16)
+  inside = mask & (np.array(weight) > 0)[:, None]
+  spoilt = records.replace(
+    log_probs=jnp.where(inside[..., None], records.log_probs, jnp.nan),
+    tail=jnp.where(inside, records.tail, jnp.nan),
+    error=jnp.ones_like(records.error),
+  )
+  config = config_of(name)
+  clean = value_and_grad(config, jnp.asarray(draft), batch_of(records, mask, weight))
+  dirty = value_and_grad(
+    config,
+    jnp.where(inside[..., None], draft, jnp.nan),
+    batch_of(spoilt, mask, weight),
+  )
+  assert np.array_equal(clean[0], dirty[0]) and np.array_equal(clean[1], dirty[1])
+  assert not np.asarray(clean[1])[~inside].any()
+
+
+def test_an_error_flag_outside_the_mask_is_no_position():
+  records = records_of(random_logits(15), 4)
+  records = records.replace(error=records.error.at[0, 2].set(True))
+  mask = np.array([[True, True, False], [True, True, True]])
+  config = losses.LossConfig(positions="error")
+  loss, gradient = value_and_grad(
+    config, jnp.asarray(random_logits(16)), batch_of(records, mask)
+  )
+  assert loss == 0.0 and not np.asarray(gradient).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_position_gives_zero_and_a_zero_gradient(name):
+  records, draft = records_of(random_logits(17), 4), jnp.asarray(random_logits(18))
+  nothing = batch_of(records, weight=[0.0, 0.0])
+  for config, batch in (
+    (config_of(name), nothing),
+    (config_of(name, positions="error"), batch_of(records)),
+  ):
+    loss, gradient = value_and_grad(config, draft, batch)
+    assert loss == 0.0 and not np.asarray(gradient).any()
+
+
+def test_mean_is_over_positions_weighted_by_row():
+  records, draft = records_of(random_logits(19), 4), jnp.asarray(random_logits(20))
+  config = losses.LossConfig()
+  mask = np.array([[True, False, False], [True, True, True]])
+  batch = batch_of(records, mask, [3.0, 1.0])
+  loss, _ = value_and_grad(config, draft, batch)
+  values = np.asarray(losses.position_divergences(config, draft, batch))
+  np.testing.assert_allclose(loss, (3 * values[0, 0] + values[1].sum()) / 6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("fields", "named"),
+  [
+    ({"divergence": "kl"}, "LossConfig.divergence: received 'kl'"),
+    ({"jsd_beta": 1.0}, "LossConfig.jsd_beta: received 1.0"),
+    ({"positions": "errors"}, "LossConfig.positions: received 'errors'"),
+  ],
+)
+def test_bad_config_is_refused_by_name(fields, named):
+  with pytest.raises(ValueError, match=named):
+    losses.LossConfig(**fields)
+
+
+def test_logits_of_another_shape_or_vocabulary_are_refused():
+  batch = batch_of(records_of(random_logits(21), 4))
+  for shape in ((ROWS, LENGTH + 1, VOCAB), (ROWS, LENGTH, 3)):
+    with pytest.raises(ValueError, match="distillation_loss: draft_logits has shape"):
+      losses.distillation_loss(losses.LossConfig(), jnp.zeros(shape), batch)

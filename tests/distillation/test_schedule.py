@@ -1,0 +1,176 @@
+"""The schedule on synthetic overlap curves, noisy as requests are."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from osd_jax.distillation import schedule
+
+NOISE = 0.15
+SEEDS = range(12)
+DEFAULT = schedule.ScheduleConfig()
+
+
+def run(config, overlaps):
+  """Serves the curve; returns states after each request and requests of updates."""
+  state, states, updates = schedule.ScheduleState(), [], []
+  for overlap in overlaps:
+    state = schedule.observe(config, state, overlap)
+    if schedule.update_due(config, state):
+      state = schedule.updated(config, state)
+      updates.append(state.finished)
+    states.append(state)
+  return states, updates
+
+
+def noisy(mean, seed):
+  noise = np.random.default_rng(seed).normal(0.0, NOISE, len(mean))
+  return np.clip(np.asarray(mean) + noise, 0.0, 1.0)
+
+
+def toggles(states):
+  paused = np.array([state.paused for state in states])
+  return int((paused[1:] != paused[:-1]).sum())
+
+
+def paused_at_level(level):
+  """A paused state that has long been flat at `level`."""
+  states, _ = run(DEFAULT, [level] * 300)
+  assert states[-1].paused
+  return states[-1]
+
+
+def requests_to_resume(state, overlaps):
+  for count, overlap in enumerate(overlaps, start=1):
+    state = schedule.observe(DEFAULT, state, overlap)
+    if not state.paused:
+      return count
+  return None
+
+
+def test_updates_come_every_i_requests_when_pausing_is_off():
+  config = schedule.ScheduleConfig(update_interval=3, pause=False)
+  states, updates = run(config, [0.5] * 200)
+  assert updates == list(range(3, 201, 3))
+  assert states[-1].updates == len(updates) and not any(s.paused for s in states)
+
+
+def test_a_rising_curve_never_pauses():
+  states, updates = run(DEFAULT, np.linspace(0.1, 0.95, 500))
+  assert not any(state.paused for state in states)
+  assert len(updates) == 500 // DEFAULT.update_interval
+
+
+def test_a_noisy_rise_is_learnt_through_most_of_its_height():
+  time = np.arange(300)
+  mean = 0.85 - 0.5 * np.exp(-time / 60)
+  first = []
+  for seed in SEEDS:
+    states, _ = run(DEFAULT, noisy(mean, seed))
+    paused = [state.finished for state in states if state.paused]
+    first.append(paused[0] if paused else 300)
+  assert np.median([mean[at - 1] for at in first]) > 0.8
+
+
+def test_a_flat_curve_pauses_and_then_updates_stop():
+  states, updates = run(DEFAULT, [0.7] * 300)
+  start = 2 * DEFAULT.window + DEFAULT.pause_after_flat - 1
+  assert [s.finished for s in states if s.paused] == list(range(start, 301))
+  assert updates and max(updates) <= start
+
+
+@pytest.mark.parametrize("drop", [0.25, 0.3, 0.5])
+def test_a_sharp_drop_resumes_within_eight_requests_and_updates_at_once(drop):
+  state = paused_at_level(0.75)
+  assert requests_to_resume(state, [0.75 - drop] * 50) <= 8
+  states, updates = run(DEFAULT, [0.75] * 300 + [0.75 - drop] * 8)
+  assert not states[-1].paused and updates[-1] > 300
+
+
+def test_a_noisy_sharp_drop_resumes_within_eight_requests():
+  state = paused_at_level(0.75)
+  counts = [
+    requests_to_resume(state, noisy(np.full(200, 0.45), seed)) for seed in range(50)
+  ]
+  assert np.mean([count <= 8 for count in counts]) >= 0.9
+  assert max(counts) <= 20
+
+
+def test_a_drop_while_active_does_not_look_flat():
+  time = np.arange(60)
+  curve = np.concatenate([np.full(60, 0.75), 0.4 + 0.004 * time])
+  states, _ = run(DEFAULT, curve)
+  assert not any(state.paused for state in states)
+
+
+def test_a_slow_drop_resumes_though_no_short_mean_sees_it():
+  state = paused_at_level(0.75)
+  slow = 0.75 - 0.0003 * np.arange(1000)
+  count = requests_to_resume(state, slow)
+  assert count is not None and slow[count - 1] > 0.75 - DEFAULT.resume_drop
+  blind = dataclasses.replace(DEFAULT, drift_drop=1.0)  # the control: sharp rule only
+  later = dataclasses.replace(state)
+  for overlap in slow[:count]:
+    later = schedule.observe(blind, later, overlap)
+  assert later.paused
+
+
+def test_noise_around_a_flat_mean_does_not_make_it_flap():
+  flat = np.full(2000, 0.7)
+  counts = [toggles(run(DEFAULT, noisy(flat, seed))[0]) for seed in SEEDS]
+  assert np.mean(counts) <= 2.5 and max(counts) <= 5, counts
+  shares = [
+    np.mean([state.paused for state in run(DEFAULT, noisy(flat, seed))[0]])
+    for seed in SEEDS
+  ]
+  assert np.mean(shares) > 0.75, shares
+  nervous = schedule.ScheduleConfig(
+    window=4, pause_after_flat=1, flat_tolerance=0.5, resume_window=2, resume_drop=0.03
+  )
+  assert toggles(run(nervous, noisy(flat, 0))[0]) > 100  # the control flaps
+
+
+def test_pauses_again_at_the_new_level_when_learning_cannot_help():
+  states, _ = run(DEFAULT, [0.8] * 200 + [0.4] * 300)
+  assert states[-1].paused and states[-1].pauses == 2
+  assert states[-1].level == pytest.approx(0.4, abs=0.05)
+
+
+def test_state_survives_json_and_goes_on_alike():
+  overlaps = noisy(np.full(200, 0.7), 5)
+  states, _ = run(DEFAULT, overlaps)
+  text = json.dumps(dataclasses.asdict(states[119]))
+  restored = schedule.ScheduleState(**json.loads(text))
+  assert restored == states[119]
+  for overlap in overlaps[120:]:
+    restored = schedule.observe(DEFAULT, restored, overlap)
+    if schedule.update_due(DEFAULT, restored):
+      restored = schedule.updated(DEFAULT, restored)
+  assert restored == states[-1]
+
+
+def test_history_is_bounded():
+  states, _ = run(DEFAULT, [0.6] * 400)
+  assert max(len(state.recent) for state in states) == DEFAULT.history
+
+
+@pytest.mark.parametrize(
+  ("fields", "named"),
+  [
+    ({"update_interval": 0}, "ScheduleConfig.update_interval: received 0"),
+    ({"window": 2.5}, "ScheduleConfig.window: received 2.5"),
+    ({"flat_tolerance": -0.1}, "ScheduleConfig.flat_tolerance: received -0.1"),
+    ({"resume_drop": 0.0}, "ScheduleConfig.resume_drop: received 0.0"),
+  ],
+)
+def test_bad_config_is_refused_by_name(fields, named):
+  with pytest.raises(ValueError, match=named):
+    schedule.ScheduleConfig(**fields)
+
+
+@pytest.mark.parametrize("overlap", [float("nan"), -0.1, 1.5])
+def test_an_overlap_that_is_none_is_refused(overlap):
+  with pytest.raises(ValueError, match="schedule.observe: overlap of request 0"):
+    schedule.observe(DEFAULT, schedule.ScheduleState(), overlap)

@@ -1,0 +1,379 @@
+"""Updates: they learn, are guarded, versioned, sliced alike, and donate nothing."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+
+from osd_jax import base
+from osd_jax.distillation import buffer as replay
+from osd_jax.distillation import losses, update
+
+SOURCE, LENGTH, TOP_K, VOCAB, WIDTH = 3, 4, 3, 12, 8
+BUFFER_CONFIG = replay.BufferConfig(capacity=8, recency_half_life=4.0)
+
+
+def _init(key):
+  first, second = jax.random.split(key)
+  return {
+    "embedder": {"embedding": 0.3 * jax.random.normal(first, (VOCAB, WIDTH))},
+    "head": {"kernel": 0.3 * jax.random.normal(second, (WIDTH, VOCAB))},
+  }
+
+
+def _score(params, source, mask, target):
+  """A bag of the source's words plus the token before; no other context."""
+  table = params["embedder"]["embedding"]
+  bag = jnp.sum(jnp.where(mask[..., None], table[source], 0.0), axis=1)
+  before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
+  return (bag[:, None, :] + table[before]) @ params["head"]["kernel"]
+
+
+def _unused(*_):
+  raise AssertionError("distillation calls nothing but score")
+
+
+def model_with(score):
+  return base.Model(
+    "bag of words", VOCAB, _init, _unused, _unused, score, _unused, _unused
+  )
+
+
+MODEL = model_with(_score)
+
+
+def batch_of(seed, rows=4, error=True):
+  rng = np.random.default_rng(seed)
+  log_probs, ids, tail = oracles.truncate(
+    rng.normal(0, 2, (rows, LENGTH, VOCAB)), TOP_K
+  )
+  return base.DistillationBatch(
+    source=jnp.asarray(rng.integers(0, VOCAB, (rows, SOURCE)), jnp.int32),
+    target=jnp.asarray(rng.integers(2, VOCAB, (rows, LENGTH)), jnp.int32),
+    mask=jnp.ones((rows, LENGTH), bool),
+    records=base.Records(
+      log_probs=jnp.asarray(log_probs, jnp.float32),
+      ids=jnp.asarray(ids, jnp.uint16),
+      tail=jnp.asarray(tail, jnp.float32),
+      error=jnp.full((rows, LENGTH), error),
+      draft_version=jnp.zeros((rows, LENGTH), jnp.int32),
+    ),
+    source_id=jnp.zeros(rows, jnp.int32),
+    weight=jnp.ones(rows),
+  )
+
+
+def spoil(batch):
+  """One nan among the records: the loss of the batch is nan."""
+  records = batch.records
+  return batch.replace(
+    records=records.replace(log_probs=records.log_probs.at[0, 0, 0].set(jnp.nan))
+  )
+
+
+def filled_buffer(batch=None):
+  buffer = replay.init(BUFFER_CONFIG, SOURCE, LENGTH, TOP_K, VOCAB)
+  return replay.append(buffer, batch_of(0) if batch is None else batch)
+
+
+ANY_LOSS = losses.LossConfig()
+
+
+def config_of(loss=ANY_LOSS, steps_per_update=2, **optimizer):
+  return update.UpdateConfig(
+    update.OptimizerConfig(**optimizer), loss, steps_per_update, num_new=2, num_replay=2
+  )
+
+
+def learner_of(config, seed=0):
+  return update.init_learner(config, _init(jax.random.key(seed)))
+
+
+step = jax.jit(update.slice_step, static_argnames=("model", "config"))
+
+
+def same(a, b):
+  return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
+
+
+@pytest.mark.parametrize("name", sorted(update.OPTIMIZERS))
+def test_every_optimizer_learns_the_rows_it_is_shown(name):
+  rate = {"adamw": 3e-2, "adafactor": 1e-1, "lion": 1e-2, "sgd": 1.0}[name]
+  config = config_of(name=name, learning_rate=rate)
+  learner, batch = learner_of(config), batch_of(1)
+  first = None
+  for _ in range(60):
+    learner, metrics = step(MODEL, config, learner, batch)
+    first = metrics.loss if first is None else first
+  assert metrics.loss < 0.7 * first
+  assert int(learner.step) == 60 and int(learner.skipped) == 0
+
+
+@pytest.mark.parametrize("divergence", sorted(losses.DIVERGENCES))
+def test_updates_from_the_buffer_lower_every_divergence(divergence):
+  config = config_of(losses.LossConfig(divergence), learning_rate=3e-2)
+  learner, buffer = learner_of(config), filled_buffer()
+  loss = lambda learner: update.loss_and_grad(
+    MODEL, config, learner.params, batch_of(0)
+  )[0]
+  before = loss(learner)
+  for number in range(20):
+    learner, metrics = update.update(
+      MODEL, config, BUFFER_CONFIG, learner, buffer, jax.random.key(number), 0
+    )
+  assert loss(learner) < 0.7 * before
+  assert int(learner.version) == 20 and metrics.loss.shape == (2,)
+
+
+def test_step_uses_the_gradient_of_the_loss():
+  config = config_of(name="sgd", learning_rate=0.5, clip_norm=None)
+  learner, batch = learner_of(config), batch_of(2)
+  loss, gradients = update.loss_and_grad(MODEL, config, learner.params, batch)
+  after, metrics = step(MODEL, config, learner, batch)
+  expected = jax.tree.map(lambda p, g: p - 0.5 * g, learner.params, gradients)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after.params, expected
+  )
+  np.testing.assert_allclose(metrics.loss, loss, rtol=1e-6)
+  np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradients), rtol=1e-5)
+
+
+def test_padding_of_the_source_is_masked():
+  batch = batch_of(2)
+  seen = []
+
+  def score(params, source, mask, target):
+    seen.append((np.asarray(source), np.asarray(mask)))
+    return jnp.zeros((*target.shape, VOCAB))
+
+  params = _init(jax.random.key(0))
+  update.loss_and_grad(model_with(score), config_of(), params, batch)
+  source, mask = seen[0]
+  assert (mask == (source != 0)).all() and not mask.all()
+
+
+@pytest.mark.parametrize("name", sorted(update.OPTIMIZERS))
+def test_a_nan_loss_changes_nothing_but_the_count(name):
+  config = config_of(name=name)
+  learner, _ = step(MODEL, config, learner_of(config), batch_of(3))
+  after, metrics = step(MODEL, config, learner, spoil(batch_of(4)))
+  assert not bool(metrics.finite) and not np.isfinite(metrics.loss)
+  assert int(after.skipped) == 1 and int(after.step) == int(learner.step) == 1
+  assert same(after.params, learner.params)
+  assert same(after.opt_state, learner.opt_state)
+  onwards, _ = step(MODEL, config, after, batch_of(5))
+  direct, _ = step(MODEL, config, learner, batch_of(5))
+  assert same(onwards.params, direct.params)
+
+
+def test_a_gradient_that_is_not_finite_under_a_finite_loss_is_skipped_too():
+  def score(params, source, mask, target):
+    zero = params["head"]["kernel"][0, 0] * 0.0
+    return _score(params, source, mask, target) + jnp.sqrt(zero)
+
+  config = config_of()
+  learner = learner_of(config)
+  after, metrics = step(model_with(score), config, learner, batch_of(6))
+  assert np.isfinite(metrics.loss) and not bool(metrics.finite)
+  assert same(after.params, learner.params) and int(after.skipped) == 1
+
+
+def test_version_rises_by_one_an_update_and_not_when_all_was_skipped():
+  config = config_of()
+  run = functools.partial(update.update, MODEL, config, BUFFER_CONFIG)
+  learner, _ = run(learner_of(config), filled_buffer(), jax.random.key(0), 0)
+  assert int(learner.version) == 1 and int(learner.step) == 2
+  spoilt = jax.tree.map(
+    lambda leaf: leaf * jnp.nan if leaf.dtype == jnp.float32 else leaf,
+    batch_of(7).records,
+  )
+  bad = filled_buffer(batch_of(7).replace(records=spoilt))
+  after, metrics = run(learner, bad, jax.random.key(1), 0)
+  assert int(after.version) == 1 and int(after.skipped) == 2
+  assert not np.asarray(metrics.finite).any() and same(after.params, learner.params)
+
+
+def test_slices_run_one_by_one_are_the_update_bit_by_bit():
+  config, buffer = config_of(steps_per_update=3), filled_buffer()
+  learner, key = learner_of(config), jax.random.key(5)
+  whole, metrics = update.update(MODEL, config, BUFFER_CONFIG, learner, buffer, key, 2)
+  state = learner
+  for index in range(3):
+    batch = replay.sample(buffer, update.slice_key(key, index), 2, 2, BUFFER_CONFIG, 2)
+    state, report = update.update_slice(
+      MODEL, config, BUFFER_CONFIG, state, buffer, update.slice_key(key, index), 2
+    )
+    assert batch.weight.shape == (4,) and report.loss == metrics.loss[index]
+  assert int(state.version) == 0
+  assert same(update.finish_update(learner, state), whole)
+  other, _ = update.update(
+    MODEL, config, BUFFER_CONFIG, learner, buffer, jax.random.key(6), 2
+  )
+  assert not same(other.params, whole.params)
+
+
+def test_jit_and_no_jit_agree():
+  config, batch = config_of(), batch_of(8)
+  learner = learner_of(config)
+  fast, _ = step(MODEL, config, learner, batch)
+  slow, _ = update.slice_step(MODEL, config, learner, batch)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), fast.params, slow.params
+  )
+
+
+def test_serving_can_still_read_what_it_was_given():
+  config, buffer = config_of(), filled_buffer()
+  learner = learner_of(config)
+  before = jax.tree.map(np.array, (learner, buffer))
+  update.update(MODEL, config, BUFFER_CONFIG, learner, buffer, jax.random.key(0), 0)
+  assert same((learner, buffer), before)
+
+
+def test_a_second_update_compiles_nothing():
+  config, buffer = config_of(), filled_buffer()
+  run = lambda learner, number: update.update(
+    MODEL,
+    config,
+    BUFFER_CONFIG,
+    learner,
+    buffer,
+    jax.random.key(number),
+    jnp.int32(number),
+  )[0]
+  learner = run(learner_of(config), 0)
+  learner = run(learner, 1)
+  size = update.update_slice._cache_size()
+  for number in range(2, 5):
+    learner = run(learner, number)
+  assert update.update_slice._cache_size() == size
+
+
+def test_rows_of_weight_zero_and_missing_error_positions_teach_nothing():
+  config = config_of(name="sgd", learning_rate=1.0)
+  learner = learner_of(config)
+  idle, metrics = step(MODEL, config, learner, batch_of(9).replace(weight=jnp.zeros(4)))
+  assert same(idle.params, learner.params) and metrics.loss == 0
+  at_errors = dataclasses.replace(config, loss=losses.LossConfig(positions="error"))
+  idle, _ = step(MODEL, at_errors, learner, batch_of(9, error=False))
+  assert same(idle.params, learner.params)
+  busy, _ = step(MODEL, at_errors, learner, batch_of(9))
+  assert not same(busy.params, learner.params)
+
+
+def test_clipping_bounds_the_step_and_leaves_small_gradients_alone():
+  def moved(clip_norm):
+    config = config_of(name="sgd", learning_rate=1.0, clip_norm=clip_norm)
+    learner = learner_of(config)
+    after, metrics = step(MODEL, config, learner, batch_of(10))
+    change = jax.tree.map(jnp.subtract, after.params, learner.params)
+    return float(optax.tree.norm(change)), float(metrics.grad_norm)
+
+  free, norm = moved(None)
+  np.testing.assert_allclose(free, norm, rtol=1e-4)
+  np.testing.assert_allclose(moved(0.01 * norm), (0.01 * norm, norm), rtol=1e-3)
+  np.testing.assert_allclose(moved(100 * norm)[0], norm, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_embedding_multiplier_scales_embeddings_only(name):
+  params = {
+    "token_embedder": {"embedding": jnp.ones((2, 3))},
+    "relpos_bias": {"rel_embedding": jnp.ones((2, 2))},
+    "mlp": {"wi": {"kernel": jnp.ones((3, 3))}},
+  }
+  gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
+
+  def changes(multiplier):
+    optimizer = update.make_optimizer(
+      update.OptimizerConfig(name, embedding_multiplier=multiplier)
+    )
+    return optimizer.update(gradients, optimizer.init(params), params)[0]
+
+  plain, scaled = changes(1.0), changes(5.0)
+  factors = jax.tree.map(lambda a, b: float((a / b).mean()), scaled, plain)
+  assert factors["token_embedder"]["embedding"] == pytest.approx(5.0)
+  assert factors["relpos_bias"]["rel_embedding"] == pytest.approx(5.0)
+  assert factors["mlp"]["wi"]["kernel"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+  ("schedule", "at_half", "at_three_quarters"),
+  [
+    ("constant", 1.0, 1.0),
+    ("cosine", 0.5, 0.5 - np.sqrt(0.125)),
+    ("linear", 0.5, 0.25),
+    ("trapezoid", 1.0, 0.5),
+  ],
+)
+def test_schedules_warm_up_and_fall_as_named(schedule, at_half, at_three_quarters):
+  config = update.OptimizerConfig(
+    learning_rate=2.0, warmup_steps=10, schedule=schedule, total_steps=110
+  )
+  rate = lambda step: update.learning_rate(config, step)
+  rates = np.asarray(jax.vmap(rate)(jnp.arange(120)))
+  np.testing.assert_allclose(rates[:10], 0.2 * np.arange(1, 11), rtol=1e-5)
+  np.testing.assert_allclose(rates[60], 2 * at_half, rtol=1e-5)
+  np.testing.assert_allclose(rates[85], 2 * at_three_quarters, rtol=1e-5)
+  assert (np.diff(rates[10:]) <= 1e-6).all() and (rates >= 0).all()
+  if schedule != "constant":
+    np.testing.assert_allclose(rates[110:], 0.0, atol=1e-6)
+
+
+def test_the_optimizer_follows_its_schedule():
+  config = update.OptimizerConfig(
+    "sgd", 1.0, clip_norm=None, schedule="linear", total_steps=4
+  )
+  optimizer, params = update.make_optimizer(config), {"w": jnp.ones(1)}
+  state, seen = optimizer.init(params), []
+  for _ in range(5):
+    changes, state = optimizer.update({"w": jnp.ones(1)}, state, params)
+    seen.append(-float(changes["w"][0]))
+  np.testing.assert_allclose(seen, [1.0, 0.75, 0.5, 0.25, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("call", "named"),
+  [
+    (
+      lambda: update.OptimizerConfig(name="adam"),
+      "OptimizerConfig.name: received 'adam'",
+    ),
+    (
+      lambda: update.OptimizerConfig(learning_rate=0.0),
+      "OptimizerConfig.learning_rate: received 0.0",
+    ),
+    (
+      lambda: update.OptimizerConfig(clip_norm=0.0),
+      "OptimizerConfig.clip_norm: received 0.0",
+    ),
+    (
+      lambda: update.OptimizerConfig(schedule="cosine"),
+      "OptimizerConfig.total_steps: received None",
+    ),
+    (
+      lambda: update.OptimizerConfig(schedule="step"),
+      "OptimizerConfig.schedule: received 'step'",
+    ),
+    (
+      lambda: update.OptimizerConfig(warmup_steps=9, total_steps=9),
+      "OptimizerConfig.total_steps: received 9",
+    ),
+    (
+      lambda: update.UpdateConfig(steps_per_update=0),
+      "UpdateConfig.steps_per_update: received 0",
+    ),
+    (
+      lambda: update.UpdateConfig(num_new=0, num_replay=0),
+      "UpdateConfig.num_replay: received 0",
+    ),
+  ],
+)
+def test_bad_config_is_refused_by_name(call, named):
+  with pytest.raises(ValueError, match=named):
+    call()

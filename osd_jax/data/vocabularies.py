@@ -1,0 +1,221 @@
+"""SentencePiece vocabularies: one object shared by the target and its drafts.
+
+Needs `sentencepiece` only. `as_seqio` gives the same vocabulary to seqio, which
+must write the same ids (tested), whichever of the two reads a stream.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import sentencepiece
+
+from osd_jax.base import EOS_ID, PAD_ID
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+  """A SentencePiece model with T5's special ids. Made by `load`.
+
+  Two vocabularies are equal when they write the same ids, wherever they lie.
+
+  Attributes:
+    fingerprint: sha256 of the model's bytes and of `extra_ids`.
+    size: number of ids, sentinels included; a model's V may be padded beyond.
+    path: where the model was read.
+    extra_ids: number of T5's sentinels (`<extra_id_0>`...) after the last piece.
+    processor: the SentencePiece processor.
+  """
+
+  fingerprint: str
+  size: int
+  path: str = dataclasses.field(compare=False)
+  extra_ids: int = dataclasses.field(compare=False)
+  processor: sentencepiece.SentencePieceProcessor = dataclasses.field(
+      compare=False, repr=False
+  )
+
+  @classmethod
+  def load(cls, path: str | os.PathLike[str], extra_ids: int = 0) -> "Vocabulary":
+    """Reads a SentencePiece model.
+
+    Args:
+      path: the `.model` file.
+      extra_ids: sentinels to add behind the pieces; 100 for T5's checkpoints
+        where text may hold sentinels, 0 otherwise.
+
+    Returns:
+      The vocabulary; the same object for the same unchanged file.
+
+    Raises:
+      ValueError: no such file, not a SentencePiece model, negative `extra_ids`,
+        or special ids other than pad 0 and end-of-sequence 1.
+    """
+    if not isinstance(extra_ids, int) or extra_ids < 0:
+      raise ValueError(
+          f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
+      )
+    path = os.fspath(path)
+    return _build(path, _read(path), extra_ids)
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of `text`, without end-of-sequence."""
+    return self.processor.EncodeAsIds(text)
+
+  def encode_with_eos(self, text: str) -> np.ndarray:
+    """Returns the ids of `text` and end-of-sequence, [n + 1] int32."""
+    return np.asarray([*self.encode(text), EOS_ID], np.int32)
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Returns the text of `ids` up to the first end-of-sequence.
+
+    Args:
+      ids: token ids; padding is dropped, ids beyond `size` (a model's padded
+        rows) read as unknown.
+
+    Returns:
+      The text.
+    """
+    kept: list[int] = []
+    for token in ids:
+      token = int(token)
+      if token == EOS_ID:
+        break
+      if token != PAD_ID:
+        kept.append(token if 0 <= token < self.size else self.processor.unk_id())
+    return self.processor.DecodeIds(kept)
+
+  @property
+  def pieces(self) -> list[str]:
+    """The piece of every id, in id order."""
+    return [self.processor.IdToPiece(i) for i in range(self.size)]
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> "Vocabulary":
+    return self
+
+
+def check_same(target: Vocabulary, draft: Vocabulary) -> None:
+  """Checks that the target and the draft write the same ids.
+
+  Args:
+    target: the target's vocabulary.
+    draft: the draft's vocabulary.
+
+  Raises:
+    ValueError: they differ.
+  """
+  if target == draft:
+    return
+  raise ValueError(
+      "vocabularies: the draft's tokens are judged by the target, so both must use"
+      f" one vocabulary; the target's has {target.size} ids"
+      f" ({target.path}, fingerprint {target.fingerprint[:12]}), the draft's has"
+      f" {draft.size} ids ({draft.path}, fingerprint {draft.fingerprint[:12]})."
+      " Load the draft with the target's vocabulary, or choose a draft of the same"
+      " family."
+  )
+
+
+def as_seqio(vocabulary: Vocabulary) -> Any:
+  """Returns the same vocabulary as a `seqio.SentencePieceVocabulary`.
+
+  Its `encode_tf` calls the same SentencePiece library as `encode`: the copy
+  inside tensorflow-text breaks ties between segmentations of one score otherwise
+  ("-------" is one such text), so that training and serving would differ.
+
+  Args:
+    vocabulary: what to hand over; its file must still be there.
+
+  Returns:
+    The seqio vocabulary.
+
+  Raises:
+    ImportError: seqio is not installed.
+    ValueError: the file changed since it was loaded.
+  """
+  if Vocabulary.load(vocabulary.path, vocabulary.extra_ids) != vocabulary:
+    raise ValueError(
+        f"Vocabulary.path: {vocabulary.path} was loaded with fingerprint"
+        f" {vocabulary.fingerprint[:12]} and has changed since; load it again."
+    )
+  return _seqio_class()(vocabulary.path, vocabulary.extra_ids)
+
+
+@functools.cache
+def _seqio_class() -> Any:
+  import seqio
+  import tensorflow as tf
+
+  class SentencePieceVocabulary(seqio.SentencePieceVocabulary):
+    """seqio's, with one SentencePiece library for both of its ways."""
+
+    def _encode_tf(self, s: Any) -> Any:
+      def encode(text: bytes | np.ndarray) -> np.ndarray:
+        plain = text if isinstance(text, bytes) else text.item()
+        return np.asarray(self._encode(plain.decode("utf-8")), np.int32)
+
+      ids = tf.numpy_function(encode, [s], tf.int32)
+      ids.set_shape([None])
+      return ids
+
+  return SentencePieceVocabulary
+
+
+def _read(path: str) -> bytes:
+  """Returns the file's bytes, or a ValueError that says what is wrong."""
+  try:
+    return pathlib.Path(path).read_bytes()
+  except OSError as error:
+    raise ValueError(
+        f"Vocabulary.path: received {path!r}, expected a readable SentencePiece"
+        f" model ({error.strerror}); give the path of a .model file."
+    ) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _build(path: str, model: bytes, extra_ids: int) -> Vocabulary:
+  """Makes the vocabulary; cached, for a processor holds a few megabytes."""
+  processor = sentencepiece.SentencePieceProcessor()
+  try:
+    if not model:
+      raise RuntimeError("the file is empty")
+    processor.LoadFromSerializedProto(_with_sentinels(model, extra_ids))
+  except Exception as error:  # sentencepiece and protobuf raise many kinds
+    raise ValueError(
+        f"Vocabulary.path: {path!r} is not a SentencePiece model ({error});"
+        " expected a file made by sentencepiece's trainer."
+    ) from error
+  _check_special_ids(path, processor)
+  digest = hashlib.sha256(model + f"|extra_ids={extra_ids}".encode()).hexdigest()
+  return Vocabulary(digest, processor.GetPieceSize(), path, extra_ids, processor)
+
+
+def _with_sentinels(model: bytes, extra_ids: int) -> bytes:
+  """Adds T5's sentinels behind the pieces, last first as T5 and seqio do."""
+  if not extra_ids:
+    return model
+  from sentencepiece import sentencepiece_model_pb2  # needs protobuf
+
+  proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+  kind = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
+  for index in reversed(range(extra_ids)):
+    proto.pieces.add(piece=f"▁<extra_id_{index}>", score=0.0, type=kind)
+  return proto.SerializeToString()
+
+
+def _check_special_ids(
+    path: str, processor: sentencepiece.SentencePieceProcessor
+) -> None:
+  """Every decoder here starts with pad 0 and stops at end-of-sequence 1."""
+  found = (processor.pad_id(), processor.eos_id())
+  if found != (PAD_ID, EOS_ID):
+    raise ValueError(
+        f"Vocabulary.path: {path!r} has pad id {found[0]} and end-of-sequence id"
+        f" {found[1]}, expected {PAD_ID} and {EOS_ID} as in T5; train it with"
+        f" --pad_id={PAD_ID} --eos_id={EOS_ID} --unk_id=2 --bos_id=-1."
+    )

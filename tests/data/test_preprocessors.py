@@ -1,0 +1,88 @@
+"""Each preprocessor asks what the paper asked, and refuses what is no text."""
+
+import pytest
+
+from osd_jax.data.jsonl import UnusableRow
+from osd_jax.data.preprocessors import PREPROCESSORS
+
+EXAMPLE = {"prompt": "a question", "reference": "an answer", "context": "a passage"}
+
+PROMPTS = {
+    "identity": "a question",
+    "spider": "a question",
+    "spider_instruction": (
+        "Could you translate the following question into SQL. Please only generate"
+        " SQL, don't include explanation in the answer. a question"
+    ),
+    "python": "a question",
+    "python_instruction": (
+        "Please generate code based on the following doc:\na question"
+    ),
+    "mbpp": "a question",
+    "mbpp_instruction": (
+        "a question Please only include Python code in your answer, don't include any"
+        " explanation."
+    ),
+    "gsm8k": "a question",
+    "finance": "a question",
+    "finance_10k": "question: a question context: a passage",
+    "cnn_dailymail": "summarize: a question",
+    "xsum": "summarize: a question",
+}
+
+
+def test_every_preprocessor_is_specified_here():
+  assert set(PROMPTS) == set(PREPROCESSORS)
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTS))
+def test_prompt_and_reference(name):
+  assert PREPROCESSORS[name](EXAMPLE) == (PROMPTS[name], "an answer")
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTS))
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"prompt": " \n"}, "empty"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": 7}, "malformed"),
+        ({"prompt": None}, "malformed"),
+        ({"prompt": ["a"]}, "malformed"),
+        ({"reference": {"a": 1}}, "malformed"),
+    ],
+)
+def test_unusable_rows_say_which_kind(name, change, kind):
+  with pytest.raises(UnusableRow) as caught:
+    PREPROCESSORS[name]({**EXAMPLE, **change})
+  assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTS))
+def test_a_row_without_prompt_is_malformed_never_a_bare_instruction(name):
+  with pytest.raises(UnusableRow, match="no field 'prompt'"):
+    PREPROCESSORS[name]({"reference": "an answer", "context": "a passage"})
+
+
+@pytest.mark.parametrize("missing", [{}, {"reference": None}, {"reference": "  "}])
+def test_a_missing_reference_is_empty_text(missing):
+  assert PREPROCESSORS["gsm8k"]({"prompt": "q", **missing}) == ("q", "")
+
+
+def test_finance_10k_needs_its_context():
+  with pytest.raises(UnusableRow, match="no field 'context'"):
+    PREPROCESSORS["finance_10k"]({"prompt": "q", "reference": "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("gsm8k", {"question": "q", "answer": "a"}),
+        ("spider", {"question": "q", "query": "a"}),
+        ("mbpp", {"text": "q", "code": "a"}),
+        ("finance", {"instruction": "q", "output": "a"}),
+        ("python", {"func_documentation_string": "q", "func_code_string": "a"}),
+    ],
+)
+def test_the_original_field_names_are_known(name, raw):
+  assert PREPROCESSORS[name](raw) == ("q", "a")

@@ -1,0 +1,235 @@
+"""Tasks are registered with seqio once, and both readers give the same rows."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from osd_jax.data import generated, rows, tasks
+from osd_jax.data.sources import TaskConfig
+from osd_jax.data.vocabularies import Vocabulary
+
+LINES = [
+    json.dumps({"prompt": "How many?", "reference": "SELECT 1", "id": "own-1"}),
+    json.dumps({"prompt": "naïve 東京\u0000", "reference": "a\u0000"}),
+    "",
+    "not json",
+    json.dumps({"prompt": "no reference"}),
+    json.dumps({"prompt": b"\\ud800".decode("unicode_escape")}),
+    json.dumps({"prompt": "x " * 400, "reference": "y " * 400, "id": 7}),
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(repository) -> Vocabulary:
+  return Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
+
+
+@pytest.fixture
+def jsonl_task(tmp_path) -> TaskConfig:
+  (tmp_path / "q.train.jsonl").write_text("\n".join(LINES) + "\n")
+  return TaskConfig("q", data_dir=str(tmp_path), pattern="q.{split}.jsonl")
+
+
+@pytest.fixture(scope="module")
+def tfds_task(tmp_path_factory) -> TaskConfig:
+  """A TFDS set built on the spot, with fields that are no text."""
+  tasks.import_seqio()
+  import tensorflow_datasets as tfds
+
+  folder = str(tmp_path_factory.mktemp("tfds"))
+  examples = [
+      {"question": f"What is {i}?", "answer": f"It is {i}.", "level": i}
+      for i in range(20)
+  ]
+  examples[3]["question"] = "   "
+  tfds.dataset_builders.store_as_tfds_dataset(
+      name="tiny_qa",
+      version="1.0.0",
+      features=tfds.features.FeaturesDict(
+          {"question": tfds.features.Text(), "answer": tfds.features.Text(),
+           "level": np.int64}
+      ),
+      split_datasets={"train": list(enumerate(examples))},
+      data_dir=folder,
+  )
+  return TaskConfig(
+      "tiny", kind="tfds", tfds_name="tiny_qa:1.0.0", data_dir=folder,
+      preprocessor="gsm8k",
+  )
+
+
+def _as_values(found: rows.TaskRows) -> list:
+  return [
+      (r.row_id, r.prompt, r.reference, r.source.tolist(), r.target.tolist())
+      for r in found.rows
+  ]
+
+
+def _generated(**changes) -> TaskConfig:
+  fields = {"kind": "generated", "topic": "sql", "split": "eval", "limit": 30}
+  return TaskConfig("generated", **{**fields, **changes})
+
+
+def _assert_readers_agree(task: TaskConfig, vocabulary: Vocabulary) -> rows.TaskRows:
+  plain = rows.read(task, vocabulary, "plain")
+  seqio = rows.read(task, vocabulary, "seqio")
+  assert _as_values(plain) == _as_values(seqio)
+  assert plain.skipped_at == seqio.skipped_at
+  assert plain.fingerprint == seqio.fingerprint
+  for row in plain.rows:
+    assert row.source.dtype == row.target.dtype == np.int32
+    assert row.source.tolist() == [*vocabulary.encode(row.prompt), 1]
+  return plain
+
+
+@pytest.mark.parametrize("limit", [None, 2, 3])
+def test_readers_agree_on_jsonl(jsonl_task, vocabulary, limit):
+  task = dataclasses.replace(jsonl_task, limit=limit)
+  found = _assert_readers_agree(task, vocabulary)
+  assert len(found.rows) == (limit or 4)
+  if limit is None:
+    assert [row.row_id for row in found.rows] == [
+        "own-1", "q.train.jsonl:2", "q.train.jsonl:5", "7"
+    ]
+    assert (found.skipped_empty, found.skipped_malformed) == (1, 2)
+    assert "q.train.jsonl:4: malformed: not JSON" in found.skipped_at[1]
+    assert "q.train.jsonl:6: malformed: a lone surrogate" in found.skipped_at[2]
+
+
+def test_readers_agree_on_generated_topics(vocabulary):
+  found = _assert_readers_agree(_generated(), vocabulary)
+  expected = generated.examples("sql", "eval", 30, 0)
+  assert [row.prompt for row in found.rows] == [e.prompt for e in expected]
+  assert [row.reference for row in found.rows] == [e.reference for e in expected]
+  other = rows.read(_generated(seed=1), vocabulary, "plain")
+  assert other.fingerprint != found.fingerprint
+
+
+def test_readers_agree_on_tfds(tfds_task, vocabulary):
+  found = _assert_readers_agree(tfds_task, vocabulary)
+  expected = {(f"What is {i}?", f"It is {i}.") for i in range(20) if i != 3}
+  assert {(row.prompt, row.reference) for row in found.rows} == expected
+  assert (found.skipped_empty, found.skipped_malformed) == (1, 0)
+
+
+def test_readers_agree_on_real_data(shared_data, repository):
+  t5 = Vocabulary.load(shared_data / "tokenizers/t5/spiece.model")
+  for name in ("python", "finance_10k"):
+    task = TaskConfig(
+        f"real_{name}", data_dir=str(shared_data), pattern=f"{name}.{{split}}.jsonl",
+        split="eval", preprocessor=name,
+    )
+    assert len(_assert_readers_agree(task, t5).rows) > 900
+
+
+def test_the_registered_task_is_an_ordinary_seqio_task(jsonl_task, vocabulary):
+  import seqio
+
+  task = dataclasses.replace(jsonl_task, name="ordinary")
+  assert tasks.register(task, vocabulary) == "ordinary"
+  dataset = seqio.get_mixture_or_task("ordinary").get_dataset(
+      sequence_length={"inputs": 16, "targets": 16}, split="train", shuffle=False
+  )
+  examples = list(dataset.as_numpy_iterator())
+  assert len(examples) == 4
+  whole = vocabulary.encode("x " * 400)
+  long = examples[-1]
+  assert long["inputs"].tolist() == [*whole[:15], 1], "a cut prompt keeps its end"
+  assert len(long["targets"]) == 16 and 1 not in long["targets"]
+  assert examples[0]["targets"].tolist() == [*vocabulary.encode("SELECT 1"), 1]
+  assert examples[0]["inputs_pretokenized"] == b"How many?"
+  assert examples[0]["row_id"] == b"own-1"
+
+
+def test_registering_again_is_fine_and_another_definition_is_not(
+    jsonl_task, vocabulary
+):
+  task = dataclasses.replace(jsonl_task, name="again")
+  tasks.register(task, vocabulary)
+  tasks.register(task, vocabulary)
+  with pytest.raises(ValueError, match="'again' already stands for another"):
+    tasks.register(dataclasses.replace(task, limit=1), vocabulary)
+  other = Vocabulary.load(vocabulary.path, extra_ids=2)
+  with pytest.raises(ValueError, match="'again' already stands for another"):
+    tasks.register(task, other)
+  assert len(rows.read(dataclasses.replace(task, limit=1), vocabulary).rows) == 1
+
+
+def test_a_mixture_draws_from_all_its_tasks_by_rate(vocabulary):
+  import seqio
+
+  parts = [
+      _generated(topic=topic, split="train", limit=200) for topic in ("sql", "maths")
+  ]
+  parts = [dataclasses.replace(p, name=f"mix_{p.topic}") for p in parts]
+  name = tasks.register_mixture("mix", parts, vocabulary, rates=(3.0, 1.0))
+  assert tasks.register_mixture("mix", parts, vocabulary, rates=(3.0, 1.0)) == name
+  with pytest.raises(ValueError, match="'mix' already stands for another"):
+    tasks.register_mixture("mix", parts, vocabulary, rates=(1.0, 1.0))
+  dataset = seqio.get_mixture_or_task("mix").get_dataset(
+      {"inputs": 64, "targets": 96}, split="train", shuffle=False, seed=0
+  )
+  sql = {tuple(r.source) for r in rows.read(parts[0], vocabulary, "plain").rows}
+  examples = dataset.take(200).as_numpy_iterator()
+  drawn = [tuple(example["inputs"]) in sql for example in examples]
+  assert 0.6 < np.mean(drawn) < 0.9
+
+
+@pytest.mark.parametrize("rates", [(1.0,), (1.0, 0.0), (1.0, 1.0, 1.0)])
+def test_bad_rates_are_refused(vocabulary, rates):
+  parts = [_generated(), dataclasses.replace(_generated(), name="b")]
+  with pytest.raises(ValueError, match="rates"):
+    tasks.register_mixture("bad_rates", parts, vocabulary, rates)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": ""}, "TaskConfig.name"),
+        ({"name": "a b"}, "TaskConfig.name"),
+        ({"kind": "csv"}, "TaskConfig.kind"),
+        ({"preprocessor": "nope"}, "TaskConfig.preprocessor.*gsm8k"),
+        ({"pattern": ""}, "TaskConfig.pattern.*kind is 'jsonl'"),
+        ({"kind": "tfds"}, "TaskConfig.tfds_name"),
+        ({"kind": "generated"}, "TaskConfig.topic"),
+        ({"kind": "generated", "topic": "sql"}, "TaskConfig.limit"),
+        ({"kind": "generated", "topic": "poems", "limit": 1}, "TaskConfig.topic"),
+        ({"kind": "generated", "topic": "sql", "limit": 1, "split": "x"},
+         "TaskConfig.split"),
+        ({"limit": 0}, "TaskConfig.limit"),
+    ],
+)
+def test_bad_configs_are_refused_by_field(fields, message):
+  with pytest.raises(ValueError, match=message):
+    TaskConfig(**{"name": "a", "pattern": "a.jsonl", **fields})
+
+
+@pytest.mark.parametrize("reader", rows.READERS)
+def test_missing_files_are_named(tmp_path, vocabulary, reader):
+  (tmp_path / "b.jsonl").write_text("{}")
+  task = TaskConfig("absent", data_dir=str(tmp_path), pattern="a.*")
+  with pytest.raises(ValueError, match=r"'absent'.*'a\.\*'.*b\.jsonl"):
+    rows.read(task, vocabulary, reader)
+  task = dataclasses.replace(task, data_dir=str(tmp_path / "nowhere"))
+  with pytest.raises(ValueError, match="data_dir.*nowhere"):
+    rows.read(task, vocabulary, reader)
+
+
+def test_several_files_are_read_in_sorted_order(tmp_path, vocabulary):
+  for part in "ba":
+    (tmp_path / f"{part}.jsonl").write_text(json.dumps({"prompt": f"file {part}"}))
+  task = TaskConfig("files", data_dir=str(tmp_path), pattern="*.jsonl")
+  found = _assert_readers_agree(task, vocabulary)
+  assert [row.prompt for row in found.rows] == ["file a", "file b"]
+
+
+def test_without_seqio_the_error_names_the_extra_and_the_other_reader(
+    monkeypatch, vocabulary
+):
+  monkeypatch.setitem(sys.modules, "seqio", None)
+  with pytest.raises(ImportError, match=r"osd-jax\[data\].*reader='plain'"):
+    rows.read(_generated(), vocabulary, "seqio")
+  assert len(rows.read(_generated(), vocabulary, "plain").rows) == 30

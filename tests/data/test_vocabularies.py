@@ -1,0 +1,139 @@
+"""One vocabulary writes one set of ids, and bad ones are refused by name."""
+
+import io
+import pathlib
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from osd_jax.data.vocabularies import Vocabulary, as_seqio, check_same
+
+TEXTS = (
+    "How many singers are there?",
+    "def f(a):\n    return a + 1\n",
+    "12 + 30 = 42",
+    "a ------- b",  # ties between segmentations of one score
+    "naïve café, 東京",
+    "",
+    "  spaces  ",
+)
+
+
+@pytest.fixture(scope="module")
+def demo(repository) -> Vocabulary:
+  return Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
+
+
+def _train(path: pathlib.Path, **settings) -> pathlib.Path:
+  """A small model trained on the spot, with T5's special ids unless told."""
+  ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, **settings}
+  model = io.BytesIO()
+  sentences = [f"{a} {b} number {n}" for a in "xyz" for b in "uvw" for n in range(50)]
+  sentencepiece.SentencePieceTrainer.Train(
+      sentence_iterator=iter(sentences),
+      model_writer=model,
+      vocab_size=28,
+      minloglevel=2,
+      **ids,
+  )
+  path.write_bytes(model.getvalue())
+  return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Vocabulary:
+  return Vocabulary.load(_train(tmp_path_factory.mktemp("small") / "small.model"))
+
+
+def _assert_as_seqio(vocabulary: Vocabulary) -> None:
+  import tensorflow as tf
+
+  theirs = as_seqio(vocabulary)
+  for text in TEXTS:
+    in_graph = theirs.encode_tf(tf.constant(text))
+    assert vocabulary.encode(text) == theirs.encode(text), text
+    assert vocabulary.encode(text) == np.asarray(in_graph).tolist(), text
+    ids = [*vocabulary.encode(text), 1, 5]
+    assert vocabulary.decode(ids) == theirs.decode(ids).replace("</s>", "")
+
+
+def test_ids_equal_seqio(demo):
+  _assert_as_seqio(demo)
+
+
+def test_ids_equal_seqio_with_t5(shared_data):
+  path = shared_data / "tokenizers/t5/spiece.model"
+  _assert_as_seqio(Vocabulary.load(path))
+  t5 = Vocabulary.load(path, extra_ids=100)
+  _assert_as_seqio(t5)
+  assert t5.size == 32_100
+  assert t5.encode("Hello world") == [8774, 296]
+  assert t5.encode("see <extra_id_0>") == [217, 32_099]
+
+
+def test_decode_inverts_encode_and_stops_at_the_first_eos(demo):
+  text = "def f(a):\n    return a + 1"
+  ids = demo.encode_with_eos(text)
+  assert ids.dtype == np.int32 and ids[-1] == 1 and 1 not in ids[:-1]
+  assert demo.decode(ids) == text
+  assert demo.decode([0, 0, *ids, *demo.encode("more"), 0]) == text
+  assert demo.decode(np.asarray(demo.encode(text))) == text
+
+
+def test_ids_beyond_the_vocabulary_read_as_unknown(demo):
+  unknown = demo.decode([demo.processor.unk_id()])
+  assert demo.decode([demo.size + 7]) == unknown != ""
+
+
+def test_pieces_are_in_id_order(demo):
+  assert len(demo.pieces) == demo.size
+  assert demo.pieces[1] == "</s>"
+  ids = demo.encode("revenue rose")
+  spelled = "".join(demo.pieces[i] for i in ids)
+  assert spelled.replace("▁", " ").strip() == "revenue rose"
+
+
+def test_equality_is_of_content_not_of_place(demo, small, tmp_path):
+  copy = tmp_path / "copy.model"
+  copy.write_bytes(pathlib.Path(demo.path).read_bytes())
+  assert Vocabulary.load(copy) == demo
+  assert hash(Vocabulary.load(copy)) == hash(demo)
+  assert small != demo
+  assert Vocabulary.load(demo.path, extra_ids=1) != demo
+
+
+def test_check_same_names_both_sizes(demo, small):
+  check_same(demo, demo)
+  with pytest.raises(ValueError, match=rf"{demo.size} ids.*{small.size} ids"):
+    check_same(demo, small)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a model", b"\x0a" * 100])
+def test_no_model_is_refused(tmp_path, content):
+  path = tmp_path / "bad.model"
+  if content is not None:
+    path.write_bytes(content)
+  with pytest.raises(ValueError, match=r"Vocabulary\.path.*bad\.model"):
+    Vocabulary.load(path)
+
+
+def test_other_special_ids_are_refused(tmp_path):
+  path = _train(tmp_path / "llama.model", pad_id=-1, eos_id=2, unk_id=0, bos_id=1)
+  with pytest.raises(ValueError, match="end-of-sequence id 2, expected 0 and 1"):
+    Vocabulary.load(path)
+
+
+@pytest.mark.parametrize("extra_ids", [-1, 1.5, "3"])
+def test_bad_extra_ids_are_refused(demo, extra_ids):
+  with pytest.raises(ValueError, match="extra_ids"):
+    Vocabulary.load(demo.path, extra_ids=extra_ids)
+
+
+def test_a_changed_file_is_noticed(tmp_path, small):
+  path = tmp_path / "v.model"
+  path.write_bytes(pathlib.Path(small.path).read_bytes())
+  loaded = Vocabulary.load(path)
+  _train(path, pad_id=0, model_type="bpe")
+  with pytest.raises(ValueError, match="has changed since"):
+    as_seqio(loaded)

@@ -138,6 +138,11 @@ def test_pauses_again_at_the_new_level_when_learning_cannot_help():
   assert states[-1].level == pytest.approx(0.4, abs=0.05)
 
 
+def test_low_overlaps_from_before_a_pause_are_no_drift():
+  states, _ = run(DEFAULT, [0.2] * 60 + [0.8] * 300)
+  assert states[-1].paused and toggles(states) == 1
+
+
 def test_state_survives_json_and_goes_on_alike():
   overlaps = noisy(np.full(200, 0.7), 5)
   states, _ = run(DEFAULT, overlaps)

@@ -19,9 +19,16 @@ from typing import Any
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 PAD_ID = 0
 EOS_ID = 1
+
+
+def id_dtype(vocab_size: int) -> jnp.dtype:
+  """The smallest type that stores every token id of a vocabulary in records."""
+  return jnp.dtype(jnp.uint16 if vocab_size <= 2**16 else jnp.int32)
+
 
 Params = Any  # a nested dict of arrays, with t5x's names for T5
 

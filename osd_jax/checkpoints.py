@@ -139,6 +139,8 @@ class Checkpointer:
       target: pytree of arrays or `jax.ShapeDtypeStruct`; its shapes and dtypes
         must be those saved. The sharding of a leaf that has one is honoured;
         where it has none, or is an uncommitted array, so is the array returned.
+        Or a function that makes that pytree from the host object, for states whose
+        structure depends on what was under way.
 
     Returns:
       The arrays, as jax arrays in the structure of `target`, and the host object.
@@ -159,9 +161,10 @@ class Checkpointer:
       except Exception as error:  # whatever the readers raise: it is unreadable
         damaged[candidate] = _first_line(error)
         continue
-      _check_target(candidate, payload["arrays"], target)
+      wanted = target(payload["host"]) if callable(target) else target
+      _check_target(candidate, payload["arrays"], wanted)
       try:
-        arrays = self._read_arrays(candidate, payload["arrays"], target)
+        arrays = self._read_arrays(candidate, payload["arrays"], wanted)
       except Exception as error:
         damaged[candidate] = _first_line(error)
         continue

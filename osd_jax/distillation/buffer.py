@@ -13,8 +13,6 @@ import numpy as np
 
 from osd_jax import base
 
-_LARGEST_UINT16_VOCABULARY = 65536
-
 
 @dataclasses.dataclass(frozen=True)
 class BufferConfig:
@@ -63,12 +61,6 @@ class ReplayBuffer:
   def filled(self) -> jax.Array:
     """[] int32; slots that hold a row."""
     return jnp.minimum(self.added, self.capacity)
-
-
-def id_dtype(vocab_size: int) -> np.dtype:
-  """The smallest integer type that records keep token ids in."""
-  small = vocab_size <= _LARGEST_UINT16_VOCABULARY
-  return np.dtype(np.uint16 if small else np.int32)
 
 
 def record_bytes_per_token(record_top_k: int, vocab_size: int) -> int:
@@ -240,7 +232,7 @@ def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Re
   kept = (*leading, min(record_top_k, vocab_size))
   return base.Records(
     log_probs=make(kept, np.float32),
-    ids=make(kept, id_dtype(vocab_size)),
+    ids=make(kept, base.id_dtype(vocab_size)),
     tail=make(leading, np.float32),
     error=make(leading, np.bool_),
     draft_version=make(leading, np.int32),

@@ -7,7 +7,7 @@ counted. No argument is ever donated: serving may still read the old parameters.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -292,34 +292,47 @@ def slice_step(
   return apply_gradients(config.optimizer, learner, loss, gradients)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "config", "buffer_config"))
-def update_slice(
-  model: base.Model,
+take_slice = jax.jit(slice_step, static_argnames=("model", "config"))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "buffer_config"))
+def draw_slice(
   config: UpdateConfig,
   buffer_config: replay.BufferConfig,
-  learner: LearnerState,
   buffer: replay.ReplayBuffer,
   key: jax.Array,
   since: jax.Array | int,
-) -> tuple[LearnerState, UpdateMetrics]:
-  """Samples a micro-batch and takes one step on it, in one compiled call.
+) -> base.DistillationBatch:
+  """Samples the micro-batch of one slice, in one compiled call.
 
   Args:
-    model: the draft (static).
-    config: sizes, loss, optimiser (static).
+    config: numbers of rows (static).
     buffer_config: how replayed rows are weighed (static).
-    learner: state before the step; its version stays.
-    buffer: rows to draw from.
+    buffer: rows to draw from; not changed, and not read again by the slice, so that
+      appending may go on while the slice runs.
     key: random key of this slice; see `slice_key`.
     since: [] int32; `buffer.added` at the last update.
 
   Returns:
-    (state, metrics of scalars).
+    A batch of num_new + num_replay rows.
   """
-  batch = replay.sample(
+  return replay.sample(
     buffer, key, config.num_new, config.num_replay, buffer_config, since
   )
-  return slice_step(model, config, learner, batch)
+
+
+def draw_update(
+  config: UpdateConfig,
+  buffer_config: replay.BufferConfig,
+  buffer: replay.ReplayBuffer,
+  key: jax.Array,
+  since: jax.Array | int,
+) -> tuple[base.DistillationBatch, ...]:
+  """Samples all micro-batches of an update; see `draw_slice`."""
+  return tuple(
+    draw_slice(config, buffer_config, buffer, slice_key(key, index), since)
+    for index in range(config.steps_per_update)
+  )
 
 
 def slice_key(key: jax.Array, index: int) -> jax.Array:
@@ -343,34 +356,26 @@ def finish_update(before: LearnerState, after: LearnerState) -> LearnerState:
 def update(
   model: base.Model,
   config: UpdateConfig,
-  buffer_config: replay.BufferConfig,
   learner: LearnerState,
-  buffer: replay.ReplayBuffer,
-  key: jax.Array,
-  since: jax.Array | int,
+  batches: Sequence[base.DistillationBatch],
 ) -> tuple[LearnerState, UpdateMetrics]:
-  """A whole update: `steps_per_update` slices, then a new version.
+  """A whole update: a slice per micro-batch, then a new version.
 
-  A caller that spreads an update over time runs the same three lines itself and gets
-  the same bits.
+  A caller that spreads an update over time runs the same lines itself and gets the
+  same bits.
 
   Args:
     model: the draft.
-    config: sizes, loss, optimiser.
-    buffer_config: how replayed rows are weighed.
+    config: loss and optimiser.
     learner: state before the update.
-    buffer: rows to draw from; not changed.
-    key: random key of this update.
-    since: [] int32; `buffer.added` at the last update.
+    batches: from `draw_update`.
 
   Returns:
     (state, metrics [steps_per_update]).
   """
   state, metrics = learner, []
-  for index in range(config.steps_per_update):
-    state, report = update_slice(
-      model, config, buffer_config, state, buffer, slice_key(key, index), since
-    )
+  for batch in batches:
+    state, report = take_slice(model, config, state, batch)
     metrics.append(report)
   stacked = jax.tree.map(lambda *values: jnp.stack(values), *metrics)
   return finish_update(learner, state), stacked

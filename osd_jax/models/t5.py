@@ -55,10 +55,30 @@ class T5Config:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.type == "int" or field.type is int:
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
           raise ValueError(
               f"T5Config.{field.name}: received {value!r}, expected an integer >= 1."
           )
+    if type(self.tied_head) is not bool:
+      raise ValueError(
+          f"T5Config.tied_head: received {self.tied_head!r}, expected True or False."
+      )
+    if self.relative_buckets < 4 or self.relative_buckets % 2:
+      raise ValueError(
+          f"T5Config.relative_buckets: received {self.relative_buckets}, expected an"
+          " even number >= 4 (the encoder halves it for both directions)."
+      )
+    if self.relative_max_distance <= self.relative_buckets // 2:
+      raise ValueError(
+          f"T5Config.relative_max_distance: received {self.relative_max_distance},"
+          f" expected more than {self.relative_buckets // 2}, half of"
+          " relative_buckets: those hold one distance each."
+      )
+    if not 0 < self.embedding_std < float("inf"):
+      raise ValueError(
+          f"T5Config.embedding_std: received {self.embedding_std!r}, expected a"
+          " finite number > 0."
+      )
     unknown = [a for a in self.mlp_activations if a not in layers.ACTIVATIONS]
     if unknown or not self.mlp_activations:
       raise ValueError(
@@ -284,7 +304,9 @@ class Embedding(nn.Module):
     return layers.served_matmul(x, self.embedding.astype(x.dtype))
 
 
-def _attention(config, served, name=None) -> layers.Attention:
+def _attention(
+    config: T5Config, served: bool, name: str | None = None
+) -> layers.Attention:
   return layers.Attention(
       config.width,
       config.num_heads,
@@ -295,7 +317,7 @@ def _attention(config, served, name=None) -> layers.Attention:
   )
 
 
-def _mlp(config, served, name="mlp") -> layers.Mlp:
+def _mlp(config: T5Config, served: bool, name: str | None = "mlp") -> layers.Mlp:
   return layers.Mlp(
       config.width,
       config.mlp_dim,
@@ -306,7 +328,9 @@ def _mlp(config, served, name="mlp") -> layers.Mlp:
   )
 
 
-def _relative_bias(config, bidirectional, name="relpos_bias"):
+def _relative_bias(
+    config: T5Config, bidirectional: bool, name: str | None = "relpos_bias"
+) -> layers.RelativePositionBias:
   return layers.RelativePositionBias(
       config.num_heads,
       config.relative_buckets,
@@ -316,7 +340,7 @@ def _relative_bias(config, bidirectional, name="relpos_bias"):
   )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def build(config: T5Config, name: str = "t5") -> base.Model:
   """The functions of `base.Model` for one configuration.
 

@@ -13,7 +13,6 @@ from typing import Any
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import numpy as np
 import safetensors
 import safetensors.flax
 
@@ -53,11 +52,19 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
 
   Returns:
     The path.
+
+  Raises:
+    ValueError: unknown storage.
   """
+  if storage not in ("float32", "bfloat16"):
+    raise ValueError(
+        f"weights: save: storage: received {storage!r}, expected 'float32' or"
+        " 'bfloat16'."
+    )
   path = Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
-  tensors = {name: np.asarray(jnp.asarray(x, storage)) for name, x in flat.items()}
+  tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
   metadata = {
       "format": "osd_jax.t5",
       "config": json.dumps(dataclasses.asdict(weights.config)),
@@ -65,8 +72,11 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
       "notes": weights.notes,
   }
   partial = path.with_name(path.name + ".partial")
-  safetensors.flax.save_file(tensors, partial, metadata=metadata)
-  os.replace(partial, path)
+  try:
+    safetensors.flax.save_file(tensors, partial, metadata=metadata)
+    os.replace(partial, path)
+  finally:
+    partial.unlink(missing_ok=True)
   return path
 
 
@@ -90,12 +100,12 @@ def load(path: str | Path) -> Weights:
         f"weights: {path} says format {metadata.get('format')!r}, expected"
         " 'osd_jax.t5'; write it with `osd pretrain` or `osd offline`."
     )
-  config = t5.T5Config(**json.loads(metadata["config"]))
+  config = _config(metadata.get("config", ""), path)
   params = flax.traverse_util.unflatten_dict(
       {name: jnp.asarray(x, jnp.float32) for name, x in tensors.items()}, sep="/"
   )
   check_shapes(config, params, str(path))
-  return Weights(config, params, metadata["vocabulary"], metadata["notes"])
+  return Weights(config, params, metadata.get("vocabulary", ""), metadata.get("notes", ""))
 
 
 def check_shapes(config: t5.T5Config, params: base.Params, origin: str) -> None:
@@ -115,6 +125,17 @@ def check_shapes(config: t5.T5Config, params: base.Params, origin: str) -> None:
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
   flat = flax.traverse_util.flatten_dict(params, sep="/")
   return {name: tuple(x.shape) for name, x in flat.items()}
+
+
+def _config(text: str, path: Path) -> t5.T5Config:
+  try:
+    return t5.T5Config(**json.loads(text))
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+        f"weights: {path}: config in the header: received {text!r}, expected the"
+        f" fields of a T5Config ({error}); the file may be of another version of"
+        " this package."
+    ) from error
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, jax.Array]]:

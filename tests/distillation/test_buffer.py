@@ -201,7 +201,7 @@ def test_a_record_takes_at_most_400_bytes_and_what_the_buffer_really_holds():
 def test_id_type_and_width_follow_the_vocabulary():
   narrow = replay.init(replay.BufferConfig(2), 2, 2, 64, 16).data.records
   assert narrow.ids.shape == (2, 2, 16) and narrow.ids.dtype == jnp.uint16
-  assert replay.id_dtype(65_536) == np.uint16 and replay.id_dtype(65_537) == np.int32
+  assert base.id_dtype(65_536) == np.uint16 and base.id_dtype(65_537) == np.int32
 
 
 @pytest.mark.parametrize(

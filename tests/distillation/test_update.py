@@ -34,6 +34,11 @@ def _score(params, source, mask, target):
   return (bag[:, None, :] + table[before]) @ params["head"]["kernel"]
 
 
+def run_update(config, learner, buffer, key, since):
+  batches = update.draw_update(config, BUFFER_CONFIG, buffer, key, since)
+  return update.update(MODEL, config, learner, batches)
+
+
 def _unused(*_):
   raise AssertionError("distillation calls nothing but score")
 
@@ -123,9 +128,7 @@ def test_updates_from_the_buffer_lower_every_divergence(divergence):
   )[0]
   before = loss(learner)
   for number in range(20):
-    learner, metrics = update.update(
-      MODEL, config, BUFFER_CONFIG, learner, buffer, jax.random.key(number), 0
-    )
+    learner, metrics = run_update(config, learner, buffer, jax.random.key(number), 0)
   assert loss(learner) < 0.7 * before
   assert int(learner.version) == 20 and metrics.loss.shape == (2,)
 
@@ -185,7 +188,7 @@ def test_a_gradient_that_is_not_finite_under_a_finite_loss_is_skipped_too():
 
 def test_version_rises_by_one_an_update_and_not_when_all_was_skipped():
   config = config_of()
-  run = functools.partial(update.update, MODEL, config, BUFFER_CONFIG)
+  run = functools.partial(run_update, config)
   learner, _ = run(learner_of(config), filled_buffer(), jax.random.key(0), 0)
   assert int(learner.version) == 1 and int(learner.step) == 2
   spoilt = jax.tree.map(
@@ -201,19 +204,15 @@ def test_version_rises_by_one_an_update_and_not_when_all_was_skipped():
 def test_slices_run_one_by_one_are_the_update_bit_by_bit():
   config, buffer = config_of(steps_per_update=3), filled_buffer()
   learner, key = learner_of(config), jax.random.key(5)
-  whole, metrics = update.update(MODEL, config, BUFFER_CONFIG, learner, buffer, key, 2)
+  whole, metrics = run_update(config, learner, buffer, key, 2)
   state = learner
   for index in range(3):
     batch = replay.sample(buffer, update.slice_key(key, index), 2, 2, BUFFER_CONFIG, 2)
-    state, report = update.update_slice(
-      MODEL, config, BUFFER_CONFIG, state, buffer, update.slice_key(key, index), 2
-    )
+    state, report = update.take_slice(MODEL, config, state, batch)
     assert batch.weight.shape == (4,) and report.loss == metrics.loss[index]
   assert int(state.version) == 0
   assert same(update.finish_update(learner, state), whole)
-  other, _ = update.update(
-    MODEL, config, BUFFER_CONFIG, learner, buffer, jax.random.key(6), 2
-  )
+  other, _ = run_update(config, learner, buffer, jax.random.key(6), 2)
   assert not same(other.params, whole.params)
 
 
@@ -231,27 +230,21 @@ def test_serving_can_still_read_what_it_was_given():
   config, buffer = config_of(), filled_buffer()
   learner = learner_of(config)
   before = jax.tree.map(np.array, (learner, buffer))
-  update.update(MODEL, config, BUFFER_CONFIG, learner, buffer, jax.random.key(0), 0)
+  run_update(config, learner, buffer, jax.random.key(0), 0)
   assert same((learner, buffer), before)
 
 
 def test_a_second_update_compiles_nothing():
   config, buffer = config_of(), filled_buffer()
-  run = lambda learner, number: update.update(
-    MODEL,
-    config,
-    BUFFER_CONFIG,
-    learner,
-    buffer,
-    jax.random.key(number),
-    jnp.int32(number),
+  run = lambda learner, number: run_update(
+    config, learner, buffer, jax.random.key(number), jnp.int32(number)
   )[0]
   learner = run(learner_of(config), 0)
   learner = run(learner, 1)
-  size = update.update_slice._cache_size()
+  size = update.take_slice._cache_size(), update.draw_slice._cache_size()
   for number in range(2, 5):
     learner = run(learner, number)
-  assert update.update_slice._cache_size() == size
+  assert (update.take_slice._cache_size(), update.draw_slice._cache_size()) == size
 
 
 def test_rows_of_weight_zero_and_missing_error_positions_teach_nothing():

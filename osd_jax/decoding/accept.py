@@ -1,0 +1,101 @@
+"""Accept: which drafted tokens stand, and the token that the target adds.
+
+The rule is Leviathan et al.'s and the paper's (algorithm 1, lines 7-14): accept a
+drafted token with probability min(1, target / draft); at the first rejection draw
+from norm(max(target - draft, 0)); if all stand, draw a bonus token from row K + 1.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from osd_jax import base
+from osd_jax.decoding import sampling
+
+
+def accept(
+    proposal: base.Proposal,
+    verification: base.Verification,
+    settings: base.SamplingSettings,
+    position: jax.Array,
+) -> base.Acceptance:
+  """Applies the rejection rule; the emitted tokens follow the target's law exactly.
+
+  Args:
+    proposal: K drafted tokens and the logits that they were drawn from; K may be 0,
+      which is plain decoding.
+    verification: K + 1 rows of target logits.
+    settings: per-row sampling. Greedy rows accept what equals the arg max.
+    position: [B] int32; output index of the first drafted token.
+
+  Returns:
+    The accepted prefix and the recovered or bonus token behind it.
+  """
+  return jax.lax.cond(
+      jnp.any(settings.temperature > 0),
+      lambda: accept_by_rejection(proposal, verification, settings, position),
+      lambda: accept_greedy(proposal, verification),
+  )
+
+
+def accept_greedy(
+    proposal: base.Proposal, verification: base.Verification
+) -> base.Acceptance:
+  """The rule where all rows are greedy: compare with the target's arg max."""
+  choice = jnp.argmax(verification.logits, axis=-1).astype(jnp.int32)
+  agrees = proposal.tokens == choice[:, :-1]
+  return base.Acceptance(tokens=choice, accepted=_prefix_length(agrees))
+
+
+def accept_by_rejection(
+    proposal: base.Proposal,
+    verification: base.Verification,
+    settings: base.SamplingSettings,
+    position: jax.Array,
+) -> base.Acceptance:
+  """The rule in general; greedy rows are one-hot distributions. See `accept`."""
+  rows, num_draft_tokens = proposal.tokens.shape
+  target_probs = sampling.processed_probs(verification.logits, settings)
+  draft_probs = sampling.processed_probs(proposal.logits, settings)
+  # A row of zeros behind the draft's makes the bonus token a recovered one.
+  draft_probs = jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0)))
+
+  index = proposal.tokens[..., None]
+  target_at = jnp.take_along_axis(target_probs[:, :-1], index, axis=-1)[..., 0]
+  draft_at = jnp.take_along_axis(draft_probs[:, :-1], index, axis=-1)[..., 0]
+  offsets = position[:, None] + jnp.arange(num_draft_tokens)[None]
+  u = _uniform(settings.seed, offsets)
+  # Strict, so that u = 0 never accepts a token the target cannot emit; a broken
+  # draft row has no mass and is rejected.
+  accepted = _prefix_length((u * draft_at < target_at) & (draft_at > 0))
+
+  row = accepted[:, None, None]
+  target_row = jnp.take_along_axis(target_probs, row, axis=1)[:, 0]
+  draft_row = jnp.take_along_axis(draft_probs, row, axis=1)[:, 0]
+  residual = jnp.maximum(target_row - draft_row, 0.0)
+  # Rounding can leave no residual although a token was rejected.
+  empty = jnp.sum(residual, -1, keepdims=True) <= 0
+  emitted = sampling.draw(
+      jnp.where(empty, target_row, residual),
+      settings.seed,
+      position + accepted,
+      sampling.Purpose.EMIT,
+  )
+  padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+  index = jnp.arange(num_draft_tokens + 1)[None]
+  tokens = jnp.where(
+      index < accepted[:, None], padded, emitted[:, None]
+  )
+  return base.Acceptance(tokens=tokens, accepted=accepted)
+
+
+def _prefix_length(passes: jax.Array) -> jax.Array:
+  """Length [B] of the leading run of True in [B, K]."""
+  return jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1)
+
+
+def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
+  """Uniform draws in [0, 1) for every entry of position [B, K]."""
+  if position.shape[1] == 0:
+    return jnp.zeros(position.shape, jnp.float32)
+  keys = sampling.row_keys(seed, position, sampling.Purpose.ACCEPT)
+  return jax.vmap(jax.vmap(jax.random.uniform))(keys)

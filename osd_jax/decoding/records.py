@@ -1,0 +1,92 @@
+"""Records: what is kept of the target's distributions at emitted positions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from osd_jax import base
+
+
+def from_logits(logits: jax.Array, kept: int) -> base.Records:
+  """Truncates target rows to what the buffer keeps.
+
+  Args:
+    logits: [B, n, V] raw target logits.
+    kept: k <= V.
+
+  Returns:
+    Records [B, n] with log-softmax at temperature 1, no errors, draft version 0.
+    The tail is a sum over the tokens left out, not 1 minus the others.
+  """
+  logits = logits.astype(jnp.float32)
+  vocab_size = logits.shape[-1]
+  top, ids = jax.lax.top_k(logits, kept)
+  normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  tail = jnp.zeros(logits.shape[:-1], jnp.float32)
+  if kept < vocab_size:
+    threshold = top[..., -1:]
+    probs = jnp.exp(logits - normaliser)
+    below = jnp.sum(jnp.where(logits < threshold, probs, 0.0), axis=-1)
+    # Tokens that tie with the k-th but were left out are tail as well.
+    left_out = jnp.sum(logits == threshold, -1) - jnp.sum(top == threshold, -1)
+    tail = below + left_out * jnp.exp(threshold - normaliser)[..., 0]
+  return base.Records(
+      log_probs=top - normaliser,
+      ids=ids.astype(base.id_dtype(vocab_size)),
+      tail=tail,
+      error=jnp.zeros(tail.shape, bool),
+      draft_version=jnp.zeros(tail.shape, jnp.int32),
+  )
+
+
+def empty(
+    rows: int, positions: int, record_top_k: int, vocab_size: int
+) -> base.Records | None:
+  """Zeroed records [rows, positions], None where k is 0."""
+  if record_top_k == 0:
+    return None
+  shape = (rows, positions)
+  kept = (*shape, min(record_top_k, vocab_size))
+  return base.Records(
+      log_probs=jnp.zeros(kept, jnp.float32),
+      ids=jnp.zeros(kept, base.id_dtype(vocab_size)),
+      tail=jnp.zeros(shape, jnp.float32),
+      error=jnp.zeros(shape, bool),
+      draft_version=jnp.zeros(shape, jnp.int32),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def teacher_forced(
+    target: base.Model,
+    params: base.Params,
+    source: jax.Array,
+    tokens: jax.Array,
+    record_top_k: int,
+) -> base.DistillationBatch:
+  """Rows for the loss from given texts, by one forward pass of the target.
+
+  For texts that verification did not judge: references of a warm start, or text that
+  the draft wrote (`student` sampling).
+
+  Args:
+    target: the target model (static).
+    params: its parameters.
+    source: [R, S] int32.
+    tokens: [R, T] int32, padded with 0.
+    record_top_k: k (static).
+
+  Returns:
+    A batch of R rows; rows without tokens have weight 0.
+  """
+  logits = target.score(params, source, source != base.PAD_ID, tokens)
+  mask = tokens != base.PAD_ID
+  return base.DistillationBatch(
+      source=source,
+      target=tokens,
+      mask=mask,
+      records=from_logits(logits, min(record_top_k, target.vocab_size)),
+      source_id=jnp.zeros(source.shape[0], jnp.int32),
+      weight=jnp.any(mask, axis=1).astype(jnp.float32),
+  )

@@ -1,0 +1,171 @@
+"""Processed distributions and the random draws made from them.
+
+The distribution that is sampled is the distribution that is divided by: temperature,
+then top-k, then top-p, then softmax, in float32. Every draw is a function of (request
+seed, absolute position, purpose), so a row never depends on its batch mates.
+"""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base
+
+
+class Purpose(enum.IntEnum):
+  """What a random draw is for; two purposes never share noise."""
+
+  DRAFT = 0
+  ACCEPT = 1
+  EMIT = 2
+
+
+def make_settings(
+    rows: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    max_length: int,
+) -> base.SamplingSettings:
+  """The same settings for every row, with checks; see `base.SamplingSettings`.
+
+  Raises:
+    ValueError: a value outside its range.
+  """
+  checks = {
+      "temperature": (temperature, 0 <= temperature < np.inf, ">= 0, finite"),
+      "top_k": (top_k, top_k >= 0, ">= 0 (0 keeps all)"),
+      "top_p": (top_p, 0 < top_p <= 1, "in (0, 1]"),
+      "seed": (seed, 0 <= seed < 2**32, "in 0..2**32 - 1"),
+      "max_length": (max_length, max_length >= 1, ">= 1"),
+  }
+  for name, (value, valid, expected) in checks.items():
+    if not valid:
+      raise ValueError(
+          f"SamplingSettings.{name}: received {value!r}, expected a number {expected}."
+      )
+
+  def full(value, dtype):
+    return jnp.full((rows,), value, dtype)
+
+  return base.SamplingSettings(
+      temperature=full(temperature, jnp.float32),
+      top_k=full(top_k, jnp.int32),
+      top_p=full(top_p, jnp.float32),
+      seed=full(seed, jnp.uint32),
+      max_length=full(max_length, jnp.int32),
+  )
+
+
+def processed_probs(logits: jax.Array, settings: base.SamplingSettings) -> jax.Array:
+  """The distributions that decide sampling and acceptance.
+
+  Args:
+    logits: [B, n, V] raw.
+    settings: per-row settings. A greedy row becomes one-hot at its arg max.
+
+  Returns:
+    [B, n, V] float32; each row sums to 1, or to 0 where a logit is NaN or +inf, or
+    all are -inf.
+  """
+  logits = logits.astype(jnp.float32)
+  temperature = settings.temperature[:, None, None]
+  greedy = temperature == 0
+  largest = jnp.max(logits, -1, keepdims=True)
+  # The largest becomes 0 first: no temperature, however small, makes it overflow.
+  scaled = (logits - largest) / jnp.where(greedy, 1.0, temperature)
+  filters = jnp.any((settings.top_k > 0) | (settings.top_p < 1))
+  # Sorting V entries is only paid for when some row asks for a filter.
+  scaled = jax.lax.cond(filters, _filter, lambda x, _: x, scaled, settings)
+  one_hot = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
+  probs = jnp.where(greedy, one_hot, jax.nn.softmax(scaled, axis=-1))
+  return jnp.where(jnp.isfinite(largest), probs, 0.0)
+
+
+def _filter(logits: jax.Array, settings: base.SamplingSettings) -> jax.Array:
+  """Sets logits outside top-k, then outside top-p of what is left, to -inf."""
+  size = logits.shape[-1]
+  ranked = jnp.sort(logits, axis=-1)[..., ::-1]
+  rank = jnp.arange(size)[None, None]
+  kept = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, size), size)
+  in_top_k = rank < kept[:, None, None]
+  probs = jax.nn.softmax(jnp.where(in_top_k, ranked, -jnp.inf), axis=-1)
+  mass_before = jnp.cumsum(probs, axis=-1) - probs
+  top_p = settings.top_p[:, None, None]
+  # A rounded sum may reach 1 early; a row without top-p loses nothing to that, so
+  # it does not notice whether a batch mate asked for a filter.
+  in_top_p = (mass_before < top_p) | (top_p >= 1)
+  # The most probable token has no mass before it: at least one survives.
+  count = jnp.sum(in_top_k & in_top_p, axis=-1, keepdims=True)
+  threshold = jnp.take_along_axis(ranked, count - 1, axis=-1)
+  return jnp.where(logits >= threshold, logits, -jnp.inf)
+
+
+def row_keys(seed: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Array:
+  """Random keys of draws at absolute positions.
+
+  Args:
+    seed: [B] uint32.
+    position: [B, n] int32; index of the token in the row's output.
+    purpose: what is drawn.
+
+  Returns:
+    [B, n] keys.
+  """
+
+  def one(seed, position):
+    key = jax.random.fold_in(jax.random.key(seed), position)
+    return jax.random.fold_in(key, int(purpose))
+
+  return jax.vmap(lambda s, row: jax.vmap(lambda p: one(s, p))(row))(seed, position)
+
+
+def draw(
+    probs: jax.Array, seed: jax.Array, position: jax.Array, purpose: Purpose
+) -> jax.Array:
+  """Draws one token a row with Gumbel noise.
+
+  Args:
+    probs: [B, V], not necessarily normalised; an entry of 0 is never drawn.
+    seed: [B] uint32.
+    position: [B] int32.
+    purpose: of the draw.
+
+  Returns:
+    [B] int32
+  """
+  keys = row_keys(seed, position[:, None], purpose)[:, 0]
+  noise = jax.vmap(lambda key: jax.random.gumbel(key, probs.shape[-1:]))(keys)
+  return jnp.argmax(jnp.log(probs) + noise, axis=-1).astype(jnp.int32)
+
+
+def sample(
+    logits: jax.Array,
+    settings: base.SamplingSettings,
+    position: jax.Array,
+    purpose: Purpose,
+) -> jax.Array:
+  """Draws from the processed distribution, by arg max alone if all rows are greedy.
+
+  Args:
+    logits: [B, V] raw.
+    settings: per-row settings.
+    position: [B] int32.
+    purpose: of the draw.
+
+  Returns:
+    [B] int32
+  """
+
+  def sampled(logits):
+    probs = processed_probs(logits[:, None], settings)[:, 0]
+    return draw(probs, settings.seed, position, purpose)
+
+  def greedy(logits):
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+  return jax.lax.cond(jnp.any(settings.temperature > 0), sampled, greedy, logits)

@@ -1,0 +1,210 @@
+"""What the decode loop carries, and how a round's tokens are appended to it."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from osd_jax import base
+from osd_jax.decoding import records
+
+MAX_DRAFT_TOKENS = 8  # every buffer leaves room for one round of the largest K
+
+
+@flax.struct.dataclass
+class Counters:
+  """What the rounds of a row added up to.
+
+  Attributes:
+    rounds: [B] int32; target calls.
+    drafted: [B] int32; drafted tokens that were judged and could be emitted.
+    accepted: [B] int32; of those, accepted and emitted.
+    accepted_per_position: [B, MAX_DRAFT_TOKENS] int32; rounds that accepted the
+      i-th drafted token.
+  """
+
+  rounds: jax.Array
+  drafted: jax.Array
+  accepted: jax.Array
+  accepted_per_position: jax.Array
+
+
+@flax.struct.dataclass
+class DecodeState:
+  """Rows in flight. Every leaf has the row axis first.
+
+  Attributes:
+    tokens: [B, T + MAX_DRAFT_TOKENS + 1] int32; emitted tokens, valid to `length`.
+    length: [B] int32.
+    last_token: [B] int32; emitted (or the start token) but not yet fed.
+    stop_reason: [B] int32, a `base.StopReason`.
+    settings: per-row sampling.
+    target_cache: the target's cache.
+    draft_cache: the draft's cache, None in plain decoding.
+    records: target distributions at emitted positions, valid to `length`, or None.
+    counters: what the rounds added up to.
+  """
+
+  tokens: jax.Array
+  length: jax.Array
+  last_token: jax.Array
+  stop_reason: jax.Array
+  settings: base.SamplingSettings
+  target_cache: Any
+  draft_cache: Any
+  records: base.Records | None
+  counters: Counters
+
+
+def buffer_length(target_length: int) -> int:
+  """Slots of every per-token buffer for outputs of up to `target_length` tokens.
+
+  A round may write K + 1 entries at the last position, and a clamped write would
+  land on earlier ones.
+  """
+  return target_length + MAX_DRAFT_TOKENS + 1
+
+
+def initial_state(
+    settings: base.SamplingSettings,
+    target_cache: Any,
+    draft_cache: Any,
+    target_length: int,
+    record_top_k: int,
+    vocab_size: int,
+) -> DecodeState:
+  """Rows that have been prefilled and have emitted nothing.
+
+  Args:
+    settings: [B] per-row sampling; max_length is cut to `target_length`.
+    target_cache: from the target's prefill.
+    draft_cache: from the draft's prefill, or None.
+    target_length: T.
+    record_top_k: k; 0 records nothing.
+    vocab_size: V.
+  """
+  rows = settings.seed.shape[0]
+  zeros = jnp.zeros((rows,), jnp.int32)
+  return DecodeState(
+      tokens=jnp.zeros((rows, buffer_length(target_length)), jnp.int32),
+      length=zeros,
+      last_token=jnp.full((rows,), base.PAD_ID, jnp.int32),
+      stop_reason=jnp.full((rows,), base.StopReason.RUNNING, jnp.int32),
+      settings=settings.replace(
+          max_length=jnp.minimum(settings.max_length, target_length)
+      ),
+      target_cache=target_cache,
+      draft_cache=draft_cache,
+      records=records.empty(
+          rows, buffer_length(target_length), record_top_k, vocab_size
+      ),
+      counters=Counters(
+          zeros, zeros, zeros, jnp.zeros((rows, MAX_DRAFT_TOKENS), jnp.int32)
+      ),
+  )
+
+
+def append(
+    state: DecodeState,
+    acceptance: base.Acceptance,
+    verification: base.Verification,
+    draft_version: jax.Array,
+    num_draft_tokens: int,
+) -> DecodeState:
+  """Adds a round's tokens and records; cuts at end-of-sequence and at the limit.
+
+  Args:
+    state: rows before the round; their caches may already be those after it.
+    acceptance: tokens of the round.
+    verification: target logits; row i judged the i-th token.
+    draft_version: [] int32.
+    num_draft_tokens: K.
+
+  Returns:
+    The rows after the round, with caches rewound to what was really emitted. Rows
+    that had stopped are unchanged.
+  """
+  tokens = acceptance.tokens
+  offset = jnp.arange(tokens.shape[1])[None]
+  running = state.stop_reason == base.StopReason.RUNNING
+  count, stop_reason = _cut(state, acceptance)
+  length = state.length + count
+  last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+  error = (offset == acceptance.accepted[:, None]) & (offset < num_draft_tokens)
+  counted = offset[:, :-1] < count[:, None]
+  passed = counted & (offset[:, :-1] < acceptance.accepted[:, None])
+  spare = MAX_DRAFT_TOKENS - num_draft_tokens
+  counters = Counters(
+      rounds=state.counters.rounds + running,
+      drafted=state.counters.drafted + jnp.sum(counted, axis=1),
+      accepted=state.counters.accepted + jnp.sum(passed, axis=1),
+      accepted_per_position=state.counters.accepted_per_position
+      + jnp.pad(passed, ((0, 0), (0, spare))),
+  )
+  return state.replace(
+      tokens=_write_block(state.tokens, tokens, state.length, running),
+      length=length,
+      last_token=jnp.where(running, last, state.last_token),
+      stop_reason=stop_reason,
+      # Length before the round = tokens emitted: the start token is fed, the last
+      # emitted one is not.
+      target_cache=state.target_cache.replace(length=length),
+      draft_cache=_rewound(state.draft_cache, length),
+      records=_record(state, verification, error, draft_version, running),
+      counters=counters,
+  )
+
+
+def _rewound(cache: Any, length: jax.Array) -> Any:
+  return None if cache is None else cache.replace(length=length)
+
+
+def _cut(
+    state: DecodeState, acceptance: base.Acceptance
+) -> tuple[jax.Array, jax.Array]:
+  """How many of a round's tokens are emitted [B], and the new stop reasons [B]."""
+  running = state.stop_reason == base.StopReason.RUNNING
+  offset = jnp.arange(acceptance.tokens.shape[1])[None]
+  count = jnp.where(running, acceptance.accepted + 1, 0)
+  room = state.settings.max_length - state.length
+  count = jnp.minimum(count, room)
+  is_eos = (acceptance.tokens == base.EOS_ID) & (offset < count[:, None])
+  ends = jnp.any(is_eos, axis=1)
+  count = jnp.where(ends, jnp.argmax(is_eos, axis=1) + 1, count)
+  full = running & (state.length + count >= state.settings.max_length)
+  reason = jnp.where(full, base.StopReason.LENGTH, state.stop_reason)
+  reason = jnp.where(ends, base.StopReason.EOS, reason)
+  return count, reason.astype(jnp.int32)
+
+
+def _record(state, verification, error, draft_version, running):
+  if state.records is None:
+    return None
+  kept = state.records.ids.shape[-1]
+  block = records.from_logits(verification.logits, kept)
+  block = block.replace(
+      error=error,
+      draft_version=jnp.full(error.shape, draft_version, jnp.int32),
+  )
+  return jax.tree.map(
+      lambda stored, new: _write_block(stored, new, state.length, running),
+      state.records,
+      block,
+  )
+
+
+def _write_block(
+    stored: jax.Array, block: jax.Array, start: jax.Array, running: jax.Array
+) -> jax.Array:
+  """Writes [B, n, ...] at per-row offsets of [B, T, ...]; stopped rows keep theirs."""
+
+  def one(row, new, at, write):
+    zeros = (0,) * (row.ndim - 1)
+    old = jax.lax.dynamic_slice(row, (at, *zeros), new.shape)
+    new = jnp.where(write, new.astype(row.dtype), old)
+    return jax.lax.dynamic_update_slice(row, new, (at, *zeros))
+
+  if stored.shape[0] == 1:  # one row needs no scatter
+    return one(stored[0], block[0], start[0], running[0])[None]
+  return jax.vmap(one)(stored, block, start, running)

@@ -1,0 +1,121 @@
+"""Updates that run beside serving, on the thread that memory-bound decoding leaves.
+
+The inputs of an update are drawn before it starts, and it donates nothing, so serving
+and appending go on meanwhile. When its result is taken is a function of the number of
+finished requests alone (reproducible), or of when it is ready (free).
+"""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from osd_jax import base
+from osd_jax.distillation import update
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """A finished update.
+
+  Attributes:
+    learner: state after it.
+    launched: finished requests when it was launched.
+    losses: per slice, before its step.
+    grad_norms: per slice.
+    skipped: slices left out because they were not finite.
+    update_ms: time it ran.
+    wait_ms: time serving waited for it.
+  """
+
+  learner: update.LearnerState
+  launched: int
+  losses: list[float]
+  grad_norms: list[float]
+  skipped: int
+  update_ms: float
+  wait_ms: float
+
+
+class BackgroundLearner:
+  """Runs one update at a time on a thread of its own."""
+
+  def __init__(
+      self,
+      model: base.Model,
+      config: update.UpdateConfig,
+      learner: update.LearnerState,
+      interval: int,
+      free: bool = False,
+  ):
+    """Holds the learner's state.
+
+    Args:
+      model: the draft.
+      config: of updates.
+      learner: state to begin with.
+      interval: an update launched after request n is taken at request n + interval.
+      free: take it when it is ready instead; runs are then not bit-reproducible.
+    """
+    self.learner = learner
+    self._model, self._config = model, config
+    self._interval, self._free = interval, free
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, "learner")
+    self._future: concurrent.futures.Future | None = None
+    self._launched = 0
+    self._batches: tuple[base.DistillationBatch, ...] = ()
+
+  @property
+  def busy(self) -> bool:
+    """Whether an update was launched and not taken yet."""
+    return self._future is not None
+
+  def pending(self) -> tuple[int, tuple[base.DistillationBatch, ...]] | None:
+    """Launch number and inputs of the update under way, for a checkpoint."""
+    return (self._launched, self._batches) if self.busy else None
+
+  def launch(self, batches: Sequence[base.DistillationBatch], finished: int) -> None:
+    """Starts an update on these micro-batches after `finished` requests."""
+    if self.busy:
+      raise RuntimeError("distillation: an update is under way; take it first")
+    self._batches, self._launched = tuple(batches), finished
+    self._future = self._thread.submit(self._work, self._batches)
+
+  def due(self, finished: int) -> bool:
+    """Whether `take` should be called after `finished` requests."""
+    if self._future is None:
+      return False
+    if self._free:
+      return self._future.done()
+    return finished >= self._launched + self._interval
+
+  def take(self) -> Outcome:
+    """Waits for the update under way; its state becomes `learner`."""
+    assert self._future is not None
+    started = time.perf_counter()
+    learner, metrics, spent = self._future.result()
+    waited = time.perf_counter() - started
+    self._future, self._batches, self.learner = None, (), learner
+    return Outcome(
+        learner=learner,
+        launched=self._launched,
+        losses=[float(x) for x in metrics.loss],
+        grad_norms=[float(x) for x in metrics.grad_norm],
+        skipped=int(np.sum(~metrics.finite)),
+        update_ms=spent * 1e3,
+        wait_ms=waited * 1e3,
+    )
+
+  def close(self) -> None:
+    """Ends the thread; an update under way is finished and dropped."""
+    self._thread.shutdown()
+
+  def _work(self, batches):
+    started = time.perf_counter()
+    learner, metrics = update.update(self._model, self._config, self.learner, batches)
+    metrics = jax.device_get(metrics)  # waits for the slices
+    jax.block_until_ready(learner)
+    return learner, metrics, time.perf_counter() - started

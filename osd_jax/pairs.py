@@ -1,0 +1,101 @@
+"""A target and its draft with the vocabulary they share: loaded, checked, placed."""
+
+import dataclasses
+
+from osd_jax import assets, base, partitioning
+from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.models import t5, weights
+
+
+@dataclasses.dataclass(frozen=True)
+class PairConfig:
+  """Which files make the pair. "shipped:NAME" is a file of the package.
+
+  Attributes:
+    target: weights of the target.
+    draft: weights of the draft.
+    vocabulary: SentencePiece model of both.
+    extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
+    dtype: "float32" or "bfloat16"; what both models compute in.
+  """
+
+  target: str = "shipped:demo_target.safetensors"
+  draft: str = "shipped:demo_draft.safetensors"
+  vocabulary: str = "shipped:demo_vocabulary.model"
+  extra_ids: int = 0
+  dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+  """A loaded pair, placed on the mesh.
+
+  Attributes:
+    target: functions of the target.
+    target_params: its parameters.
+    draft: functions of the draft.
+    draft_params: its parameters.
+    draft_config: shape of the draft, to write it back.
+    vocabulary: shared by both.
+  """
+
+  target: base.Model
+  target_params: base.Params
+  draft: base.Model
+  draft_params: base.Params
+  draft_config: t5.T5Config
+  vocabulary: Vocabulary
+
+  def draft_weights(self, params: base.Params, notes: str) -> weights.Weights:
+    """Adapted parameters of the draft, ready for `weights.save`."""
+    return weights.Weights(
+        self.draft_config, params, self.vocabulary.fingerprint, notes
+    )
+
+
+def load(config: PairConfig, partitioner: partitioning.Partitioner) -> Pair:
+  """Reads the three files.
+
+  Raises:
+    ValueError: a file is missing or no weights file, or target, draft and vocabulary
+      do not belong together.
+  """
+  vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
+  target = _read(config, "target", vocabulary)
+  draft = _read(config, "draft", vocabulary)
+  if target.config.vocab_size != draft.config.vocab_size:
+    raise ValueError(
+        f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"
+        f" draft {config.draft} has {draft.config.vocab_size}; expected the same"
+        " number. Choose a draft trained with the target's vocabulary."
+    )
+  target_model = t5.build(target.config, "target")
+  draft_model = t5.build(draft.config, "draft")
+  return Pair(
+      target=target_model,
+      target_params=partitioner.place_params(target_model, target.params),
+      draft=draft_model,
+      draft_params=partitioner.place_params(draft_model, draft.params),
+      draft_config=draft.config,
+      vocabulary=vocabulary,
+  )
+
+
+def _read(config: PairConfig, field: str, vocabulary: Vocabulary) -> weights.Weights:
+  path = getattr(config, field)
+  found = weights.load(assets.resolve(path))
+  if found.vocabulary and found.vocabulary != vocabulary.fingerprint:
+    raise ValueError(
+        f"PairConfig.{field}: {path} was trained with the vocabulary"
+        f" {found.vocabulary[:12]}..., but PairConfig.vocabulary {config.vocabulary} is"
+        f" {vocabulary.fingerprint[:12]}... ({vocabulary.size} ids); expected the same"
+        " file. Name the vocabulary that the weights were trained with."
+    )
+  if found.config.vocab_size < vocabulary.size:
+    raise ValueError(
+        f"PairConfig.{field}: {path} has {found.config.vocab_size} token ids, expected"
+        f" at least the {vocabulary.size} of {config.vocabulary}."
+    )
+  return dataclasses.replace(
+      found, config=dataclasses.replace(found.config, dtype=config.dtype)
+  )

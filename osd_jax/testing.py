@@ -1,0 +1,129 @@
+"""Models with known distributions, and tiny ones: what tests and notebooks run on.
+
+Part of the product: whoever writes a model or an acceptance rule can check it with
+the tools that the package itself is checked with.
+"""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base
+from osd_jax.models import t5
+
+TINY_T5 = t5.T5Config(
+    vocab_size=64,
+    width=32,
+    num_heads=2,
+    head_dim=16,
+    mlp_dim=48,
+    num_encoder_layers=1,
+    num_decoder_layers=2,
+    mlp_activations=("gelu", "linear"),
+    tied_head=False,
+)
+
+TINY_DRAFT = t5.T5Config(
+    vocab_size=64,
+    width=16,
+    num_heads=2,
+    head_dim=8,
+    mlp_dim=24,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    mlp_activations=("gelu", "linear"),
+    tied_head=False,
+)
+
+
+@flax.struct.dataclass
+class TabularCache:
+  """The tokens that a tabular model has been fed.
+
+  Attributes:
+    tokens: [B, T] int32.
+    length: [B] int32.
+  """
+
+  tokens: jax.Array
+  length: jax.Array
+
+
+@functools.cache
+def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
+  """A model that looks its logits up by the last two tokens it was fed.
+
+  Its parameters are the table [V, V, V] float32: `table[before_last, last]` are the
+  logits of the next token. The source is ignored. Two tokens of context make a
+  wrong rewind or a cache that is one position off visible in the output law.
+
+  Args:
+    vocab_size: V.
+    name: for error texts.
+  """
+
+  def prefill(table, source, mask, cache_length):
+    del table, mask
+    rows = source.shape[0]
+    return TabularCache(
+        tokens=jnp.zeros((rows, cache_length), jnp.int32),
+        length=jnp.zeros((rows,), jnp.int32),
+    )
+
+  def decode(table, tokens, cache):
+    write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+    stored = write(cache.tokens, tokens, cache.length)
+    position = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
+    before = jnp.take_along_axis(stored, jnp.maximum(position - 1, 0), axis=1)
+    before = jnp.where(position == 0, base.PAD_ID, before)
+    logits = table[before, tokens]
+    return logits, TabularCache(stored, cache.length + tokens.shape[1])
+
+  def score(table, source, mask, target):
+    del source, mask
+    fed = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
+    before = jnp.pad(fed[:, :-1], ((0, 0), (1, 0)))
+    return table[before, fed]
+
+  return base.Model(
+      name=name,
+      vocab_size=vocab_size,
+      init=lambda key: jax.random.normal(key, (vocab_size,) * 3),
+      prefill=prefill,
+      decode=decode,
+      score=score,
+      prepare=lambda table: table,
+      logical_axes=lambda: jax.sharding.PartitionSpec(None, None, "vocab"),
+  )
+
+
+def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.ndarray:
+  """A table of logits [V, V, V] for `tabular_model`; never emits end-of-sequence.
+
+  Args:
+    vocab_size: V.
+    seed: of the logits.
+    sharpness: their standard deviation.
+  """
+  rng = np.random.default_rng(seed)
+  table = sharpness * rng.normal(size=(vocab_size,) * 3)
+  table[:, :, base.EOS_ID] = -np.inf
+  return table.astype(np.float32)
+
+
+def random_sources(
+    rows: int, length: int, vocab_size: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Ragged prompts [rows, length] int32, padded with 0, and their mask.
+
+  Every prompt has at least two tokens and ends in end-of-sequence.
+  """
+  rng = np.random.default_rng(seed)
+  source = rng.integers(3, vocab_size, size=(rows, length)).astype(np.int32)
+  for row, count in enumerate(rng.integers(2, length + 1, size=rows)):
+    source[row, count - 1] = base.EOS_ID
+    source[row, count:] = base.PAD_ID
+  return source, source != base.PAD_ID

@@ -60,3 +60,91 @@ class ListBuffer:
 
   def since(self, serial):
     return [entry for entry in self.rows if entry[0] >= serial]
+
+
+def processed_probs(logits, temperature, top_k=0, top_p=1.0):
+  """Temperature, top-k, top-p, softmax of one row; ties with the last one stay in."""
+  logits = np.asarray(logits, np.float64)
+  if not (logits.max() < np.inf and logits.max() > -np.inf):
+    return np.zeros(len(logits))
+  if temperature == 0:
+    return np.eye(len(logits))[logits.argmax()]
+  logits = logits / temperature
+  ranked = np.sort(logits)[::-1]
+  ranked = ranked[:top_k] if top_k else ranked
+  mass, count = np.cumsum(softmax(ranked)), 1
+  while count < len(ranked) and (top_p == 1 or mass[count - 1] < top_p):
+    count += 1
+  return softmax(np.where(logits >= ranked[count - 1], logits, -np.inf))
+
+
+def joint_law(table, count, **settings):
+  """Exact law [V] * count of the first tokens of a tabular model.
+
+  After end-of-sequence (1) comes padding (0) with certainty.
+  """
+  size = len(table)
+  law = np.zeros((size,) * count)
+
+  def walk(emitted, mass):
+    if len(emitted) == count:
+      law[emitted] = mass
+    elif 1 in emitted:
+      walk((*emitted, 0), mass)
+    else:
+      before, last = (0, 0, *emitted)[-2:]
+      row = processed_probs(table[before, last], **settings)
+      for token in np.flatnonzero(row):
+        walk((*emitted, int(token)), mass * row[token])
+
+  walk((), 1.0)
+  return law
+
+
+def joint_counts(tokens, vocab_size):
+  """How often each sequence occurs among tokens [draws, count]: [V] * count."""
+  counts = np.zeros((vocab_size,) * tokens.shape[1])
+  np.add.at(counts, tuple(np.asarray(tokens).T), 1)
+  return counts
+
+
+def chi_square(counts, law, smallest=5.0):
+  """P-value of counts under a law; cells that expect < `smallest` are one cell.
+
+  0 if something occurred that the law excludes.
+  """
+  from scipy import stats
+
+  counts, law = np.ravel(counts), np.ravel(law)
+  if counts[law == 0].any():
+    return 0.0
+  expected = law * counts.sum()
+  order = np.argsort(expected)
+  pooled = int((expected < smallest).sum())
+  # A pool that is still too small takes in the next cells.
+  while 0 < pooled < len(law) and expected[order[:pooled]].sum() < smallest:
+    pooled += 1
+  cells = [order[:pooled], *order[pooled:, None]] if pooled else order[:, None]
+  seen = np.array([counts[cell].sum() for cell in cells])
+  expects = np.array([expected[cell].sum() for cell in cells])
+  if len(cells) == 1:
+    return 1.0
+  return stats.chi2.sf(((seen - expects) ** 2 / expects).sum(), len(cells) - 1)
+
+
+def accept(drafted, target_probs, draft_probs, uniforms):
+  """One row of the rejection rule: accepted count and weights of the token behind."""
+  for index, (token, u) in enumerate(zip(drafted, uniforms, strict=True)):
+    target, draft = target_probs[index], draft_probs[index]
+    if draft[token] == 0 or u * draft[token] >= target[token]:
+      return index, np.maximum(target - draft, 0)
+  return len(drafted), target_probs[len(drafted)]
+
+
+def write(stored, new, length):
+  """Cache write: stored [B, H, T, D], new [B, H, n, D] at length [B]."""
+  result = np.array(stored)
+  for row, start in enumerate(length):
+    for offset in range(new.shape[2]):
+      result[row, :, start + offset] = new[row, :, offset]
+  return result

@@ -1,0 +1,188 @@
+"""What the decoding tests share: prompts to states, states to outputs, planted faults."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base, testing
+from osd_jax.decoding import autoregressive, speculative
+from osd_jax.decoding import state as state_lib
+from osd_jax.models import t5
+
+MANY = 10_000  # rounds; no test needs more
+
+
+def relaxed(model):
+  """The model, free to broadcast ranks as linen modules do; the loop stays strict."""
+
+  def relax(function):
+    return jax.numpy_rank_promotion("allow")(function)
+
+  names = ("init", "prefill", "decode", "score")
+  return dataclasses.replace(
+      model, **{name: relax(getattr(model, name)) for name in names}
+  )
+
+
+TARGET = relaxed(t5.build(testing.TINY_T5))
+DRAFT = relaxed(t5.build(testing.TINY_DRAFT))
+
+
+def jitted_rounds():
+  """A compiled `run_rounds` with a cache of its own: planted faults need one."""
+  return jax.jit(
+      lambda *args: speculative.run_rounds(*args), static_argnums=(0, 1, 2, 3)
+  )
+
+
+ROUNDS = jitted_rounds()
+STEPS = jax.jit(autoregressive.run_steps, static_argnums=(0, 1))
+_prefill = jax.jit(
+    lambda model, served, source, mask, length: model.prefill(
+        served, source, mask, length
+    ),
+    static_argnums=(0, 4),
+)
+_score = jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
+
+
+def settings_of(rows, *, max_length, temperature=0.0, top_k=0, top_p=1.0, seed=0):
+  """Settings with a value for every row, or one for all; seeds count up."""
+
+  def full(value, dtype):
+    return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (rows,)))
+
+  return base.SamplingSettings(
+      temperature=full(temperature, np.float32),
+      top_k=full(top_k, np.int32),
+      top_p=full(top_p, np.float32),
+      seed=jnp.asarray(seed + np.arange(rows), jnp.uint32)
+      if np.ndim(seed) == 0
+      else jnp.asarray(seed, jnp.uint32),
+      max_length=full(max_length, np.int32),
+  )
+
+
+def take(tree, rows):
+  """The given rows of every leaf."""
+  return jax.tree.map(lambda leaf: leaf[np.asarray(rows)], tree)
+
+
+def start(
+    target, served, source, mask, settings, length, draft=None, draft_served=None,
+    record=0,
+):
+  """Prefilled rows that have emitted nothing; see `state.initial_state`."""
+  size = state_lib.buffer_length(length)
+  cache = _prefill(target, served, source, mask, size)
+  draft_cache = (
+      None if draft is None else _prefill(draft, draft_served, source, mask, size)
+  )
+  return state_lib.initial_state(
+      settings, cache, draft_cache, length, record, target.vocab_size
+  )
+
+
+def rounds(
+    target, draft, k, served, draft_served, state, *, version=0, limit=MANY,
+    until_all=True, run=ROUNDS,
+):
+  """Runs rounds of K = k until all rows have stopped or `limit` rounds passed."""
+  return run(
+      target, draft, k, until_all, served, draft_served, jnp.int32(version),
+      jnp.int32(limit), state,
+  )
+
+
+def speculate(
+    target, draft, k, served, draft_served, source, mask, settings, length, *,
+    record=0, **kwargs,
+):
+  """Prompts to the finished state of the speculative loop."""
+  state = start(
+      target, served, source, mask, settings, length, draft, draft_served, record
+  )
+  return rounds(target, draft, k, served, draft_served, state, **kwargs)
+
+
+def plain(target, served, source, mask, settings, length, record=0, limit=MANY):
+  """Prompts to the finished state of plain decoding."""
+  state = start(target, served, source, mask, settings, length, record=record)
+  return STEPS(target, True, served, jnp.int32(limit), state)
+
+
+def outputs(state) -> list[list[int]]:
+  """The emitted tokens of every row."""
+  tokens, length = np.asarray(state.tokens), np.asarray(state.length)
+  return [row[:n].tolist() for row, n in zip(tokens, length, strict=True)]
+
+
+def scored(target, params, source, mask, state):
+  """Fresh teacher-forced target logits [B, T', V] of what the rows emitted."""
+  valid = np.arange(state.tokens.shape[1]) < np.asarray(state.length)[:, None]
+  tokens = jnp.where(valid, state.tokens, base.PAD_ID)
+  return np.asarray(_score(target, params, source, mask, tokens)), valid
+
+
+def no_sources(rows):
+  """The prompts of tabular models, which read none."""
+  return jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1), bool)
+
+
+def tabular_rounds(k, target_table, draft_table, settings, length, **kwargs):
+  """`speculate` for two tables of logits."""
+  model = testing.tabular_model(target_table.shape[-1])
+  return speculate(
+      model, model, k, jnp.asarray(target_table), jnp.asarray(draft_table),
+      *no_sources(settings.seed.shape[0]), settings, length, **kwargs,
+  )
+
+
+def tabular_steps(table, settings, length, **kwargs):
+  """`plain` for a table of logits."""
+  model = testing.tabular_model(table.shape[-1])
+  return plain(
+      model, jnp.asarray(table), *no_sources(settings.seed.shape[0]), settings, length,
+      **kwargs,
+  )
+
+
+@functools.cache
+def lively_params(model, seed=1):
+  """Random T5 weights whose greedy outputs vary, and at times end.
+
+  Ten times the relative position bias: plain random weights repeat one token.
+  """
+
+  def leaf(path, value):
+    return value * 10 if path[-1].key == "rel_embedding" else value
+
+  params = model.init(jax.random.key(seed))
+  return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def perturbed(params, scale, seed=0):
+  """The parameters with noise: a draft that agrees at times."""
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(seed), len(leaves))
+  return jax.tree.unflatten(
+      tree,
+      [
+          leaf * (1 + scale * jax.random.normal(key, leaf.shape))
+          for leaf, key in zip(leaves, keys, strict=True)
+      ],
+  )
+
+
+class Changed:
+  """A stand-in for a module inside another, some of its names replaced."""
+
+  def __init__(self, module, **changes):
+    self._module = module
+    self.__dict__.update(changes)
+
+  def __getattr__(self, name):
+    return getattr(self._module, name)

@@ -104,9 +104,8 @@ class RMSNorm(nn.Module):
     scale = self.param("scale", init, (x.shape[-1],))
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return (x * jax.lax.rsqrt(mean_square + 1e-6)).astype(self.dtype) * scale.astype(
-        self.dtype
-    )
+    normed = (x * jax.lax.rsqrt(mean_square + 1e-6)).astype(self.dtype)
+    return normed * jnp.broadcast_to(scale.astype(self.dtype), x.shape)
 
 
 class Attention(nn.Module):

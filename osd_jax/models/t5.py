@@ -206,7 +206,7 @@ class Decoder(nn.Module):
       [B, n, E] after the final norm, and per layer the self keys and values.
     """
     start = jnp.zeros((1,), jnp.int32) if length is None else length
-    query = start[:, None] + jnp.arange(x.shape[1])
+    query = start[:, None] + jnp.arange(x.shape[1])[None]
     key = jnp.arange(key_length)
     causal = key[None, None, :] <= query[:, :, None]
     self_bias = self.relpos_bias(query, key) + layers.mask_bias(causal)[:, None]

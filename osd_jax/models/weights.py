@@ -105,7 +105,8 @@ def load(path: str | Path) -> Weights:
       {name: jnp.asarray(x, jnp.float32) for name, x in tensors.items()}, sep="/"
   )
   check_shapes(config, params, str(path))
-  return Weights(config, params, metadata.get("vocabulary", ""), metadata.get("notes", ""))
+  vocabulary, notes = (metadata.get(field, "") for field in ("vocabulary", "notes"))
+  return Weights(config, params, vocabulary, notes)
 
 
 def check_shapes(config: t5.T5Config, params: base.Params, origin: str) -> None:

@@ -1,0 +1,168 @@
+"""A weights file gives back what was saved, or says what is wrong with it."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.flax
+
+from osd_jax.models import t5, weights
+
+CONFIG = t5.T5Config(
+  vocab_size=11,
+  width=6,
+  num_heads=3,
+  head_dim=2,
+  mlp_dim=5,
+  num_encoder_layers=1,
+  num_decoder_layers=2,
+  mlp_activations=("gelu", "linear"),
+  tied_head=False,
+  embedding_std=0.3,
+)
+
+
+def random_params(config, seed):
+  rng = np.random.default_rng(seed)
+  shapes = jax.eval_shape(t5.build(config).init, jax.random.key(0))
+  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def saved():
+  return weights.Weights(CONFIG, random_params(CONFIG, 0), "abc", "made by a test")
+
+
+def assert_same(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_float32_comes_back_bit_for_bit(saved, tmp_path):
+  path = weights.save(tmp_path / "new" / "folder" / "target.safetensors", saved)
+  loaded = weights.load(path)
+  assert_same(loaded.params, saved.params)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(loaded.params))
+  for field in ("config", "vocabulary", "notes"):
+    assert getattr(loaded, field) == getattr(saved, field)
+  assert loaded.model is saved.model  # nothing is compiled twice
+
+
+def test_bfloat16_storage_rounds_to_nearest(saved, tmp_path):
+  full = weights.save(tmp_path / "full.safetensors", saved)
+  half = weights.save(tmp_path / "half.safetensors", saved, storage="bfloat16")
+  loaded = weights.load(half).params
+  rounded = jax.tree.map(
+    lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), saved.params
+  )
+  assert_same(loaded, rounded)
+  assert any(
+    np.any(a != b)
+    for a, b in zip(jax.tree.leaves(rounded), jax.tree.leaves(saved.params))
+  )
+  tensors = sum(x.size for x in jax.tree.leaves(saved.params))
+  assert full.stat().st_size - half.stat().st_size == pytest.approx(2 * tensors, abs=64)
+
+
+def test_unknown_storage_is_refused_before_anything_is_written(saved, tmp_path):
+  with pytest.raises(ValueError, match="storage: received 'float16'"):
+    weights.save(tmp_path / "new" / "x.safetensors", saved, storage="float16")
+  assert not list(tmp_path.iterdir())
+
+
+def test_failed_save_leaves_the_old_file_and_no_partial_one(
+  saved, tmp_path, monkeypatch
+):
+  path = weights.save(tmp_path / "x.safetensors", saved)
+  before = path.read_bytes()
+
+  def disk_full(tensors, filename, metadata):
+    del tensors, metadata
+    filename.write_bytes(b"half of a")
+    raise OSError("no space left on device")
+
+  monkeypatch.setattr(safetensors.flax, "save_file", disk_full)
+  with pytest.raises(OSError, match="no space"):
+    weights.save(path, dataclasses.replace(saved, notes="newer"))
+  assert list(tmp_path.iterdir()) == [path]
+  assert path.read_bytes() == before
+
+
+def test_absent_file_is_named(tmp_path):
+  with pytest.raises(ValueError, match=r"cannot read .*absent\.saf.*osd pretrain"):
+    weights.load(tmp_path / "absent.safetensors")
+
+
+def test_file_that_is_no_safetensors_is_named(tmp_path):
+  path = tmp_path / "text.safetensors"
+  path.write_text("not tensors at all")
+  with pytest.raises(ValueError, match=r"cannot read .*text\.safetensors"):
+    weights.load(path)
+
+
+def rewrite(path, saved, change_metadata=None, change_tensors=None):
+  """A file like `save`'s with its header or tensors changed."""
+  weights.save(path, saved)
+  with safetensors.safe_open(path, framework="flax") as file:
+    metadata = file.metadata()
+    tensors = {name: file.get_tensor(name) for name in file.keys()}
+  (change_metadata or (lambda _: None))(metadata)
+  (change_tensors or (lambda _: None))(tensors)
+  safetensors.flax.save_file(tensors, path, metadata=metadata)
+  return path
+
+
+def test_other_format_is_named(saved, tmp_path):
+  path = rewrite(
+    tmp_path / "x.safetensors", saved, lambda header: header.update(format="pt")
+  )
+  with pytest.raises(ValueError, match="says format 'pt', expected 'osd_jax.t5'"):
+    weights.load(path)
+
+
+@pytest.mark.parametrize(
+  "config,named",
+  [
+    (json.dumps({"colour": 3}), "colour"),
+    (json.dumps({"width": 0}), "T5Config.width"),
+    ("{", "config in the header"),
+  ],
+)
+def test_header_that_is_no_config_is_named(saved, tmp_path, config, named):
+  path = rewrite(
+    tmp_path / "x.safetensors", saved, lambda header: header.update(config=config)
+  )
+  with pytest.raises(ValueError, match=named):
+    weights.load(path)
+
+
+def test_parameter_of_another_shape_is_named_with_both_shapes(saved, tmp_path):
+  name = "decoder/layers_1/mlp/wo/kernel"
+
+  def cut(tensors):
+    tensors[name] = tensors[name][:, :-1]
+
+  path = rewrite(tmp_path / "x.safetensors", saved, change_tensors=cut)
+  with pytest.raises(ValueError, match=rf"{name}: found \(5, 5\), expected \(5, 6\)"):
+    weights.load(path)
+
+
+def test_missing_and_unexpected_parameters_are_named(saved, tmp_path):
+  path = rewrite(
+    tmp_path / "x.safetensors",
+    saved,
+    change_tensors=lambda tensors: tensors.pop("encoder/encoder_norm/scale"),
+  )
+  with pytest.raises(ValueError, match="encoder_norm/scale: found nothing"):
+    weights.load(path)
+  path = rewrite(
+    tmp_path / "x.safetensors",
+    saved,
+    change_tensors=lambda tensors: tensors.update(extra=jnp.zeros(2)),
+  )
+  with pytest.raises(ValueError, match=r"extra: found \(2,\), expected nothing"):
+    weights.load(path)

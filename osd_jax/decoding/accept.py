@@ -81,10 +81,8 @@ def accept_by_rejection(
       sampling.Purpose.EMIT,
   )
   padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-  index = jnp.arange(num_draft_tokens + 1)[None]
-  tokens = jnp.where(
-      index < accepted[:, None], padded, emitted[:, None]
-  )
+  slot = jnp.arange(num_draft_tokens + 1)[None]
+  tokens = jnp.where(slot < accepted[:, None], padded, emitted[:, None])
   return base.Acceptance(tokens=tokens, accepted=accepted)
 
 

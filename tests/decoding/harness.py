@@ -40,7 +40,7 @@ def jitted_rounds():
 
 ROUNDS = jitted_rounds()
 STEPS = jax.jit(autoregressive.run_steps, static_argnums=(0, 1))
-_prefill = jax.jit(
+prefill = jax.jit(
     lambda model, served, source, mask, length: model.prefill(
         served, source, mask, length
     ),
@@ -77,9 +77,9 @@ def start(
 ):
   """Prefilled rows that have emitted nothing; see `state.initial_state`."""
   size = state_lib.buffer_length(length)
-  cache = _prefill(target, served, source, mask, size)
+  cache = prefill(target, served, source, mask, size)
   draft_cache = (
-      None if draft is None else _prefill(draft, draft_served, source, mask, size)
+      None if draft is None else prefill(draft, draft_served, source, mask, size)
   )
   return state_lib.initial_state(
       settings, cache, draft_cache, length, record, target.vocab_size
@@ -160,7 +160,7 @@ def lively_params(model, seed=1):
   def leaf(path, value):
     return value * 10 if path[-1].key == "rel_embedding" else value
 
-  params = model.init(jax.random.key(seed))
+  params = jax.jit(model.init)(jax.random.key(seed))
   return jax.tree_util.tree_map_with_path(leaf, params)
 
 

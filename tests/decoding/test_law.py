@@ -18,6 +18,7 @@ from osd_jax.decoding import accept as accept_lib
 from osd_jax.decoding import sampling, speculative, state, verify
 
 VOCAB, LENGTH, DRAWS = 6, 3, 100_000
+ROWS = 60_000  # of a batch, whatever the grid: one compilation for each K
 COMPARISONS = 200  # more than this file makes
 THRESHOLD = 1e-6 / COMPARISONS
 TARGET = testing.random_table(VOCAB, 1, sharpness=1.5)
@@ -70,39 +71,34 @@ def p_values(tokens, target, settings):
 
 def speculative_p_values(k, target, draft, grid, seed=0, run=harness.ROUNDS):
   """P-values [settings, 2] of the loop; the settings share batches."""
-  rows = DRAWS // 5 * len(grid)
   parts = []
-  for part in range(5):
-    settings = mixed_settings(grid, rows, seed + part * rows)
+  for part in range(-(-DRAWS * len(grid) // ROWS)):
+    settings = mixed_settings(grid, ROWS, seed + part * ROWS)
     final = harness.tabular_rounds(k, target, draft, settings, LENGTH, run=run)
     parts.append(first_tokens(final))
-  tokens = np.stack(parts).reshape(5, -1, len(grid), LENGTH)
+  tokens = np.stack(parts).reshape(len(parts), -1, len(grid), LENGTH)
   return np.array([
       p_values(tokens[:, :, index].reshape(-1, LENGTH), target, entry)
       for index, entry in enumerate(grid)
   ])
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
-@pytest.mark.parametrize("ends", [False, True])
-def test_the_loop_emits_the_law_of_the_target(k, ends):
+@pytest.mark.parametrize(
+    ("k", "ends", "grid"), [(1, True, GRID), (2, False, GRID), (5, True, GRID[2:5])]
+)
+def test_the_loop_emits_the_law_of_the_target(k, ends, grid):
   target, draft = (ending(TARGET), ending(DRAFT)) if ends else (TARGET, DRAFT)
-  found = speculative_p_values(k, target, draft, GRID, seed=7 * k)
+  found = speculative_p_values(k, target, draft, grid, seed=7 * k)
   assert found.min() > THRESHOLD, found
 
 
 def test_plain_decoding_has_the_same_law():
-  settings = mixed_settings(GRID, DRAWS * len(GRID), seed=11)
+  grid = GRID[:1] + GRID[4:]
+  settings = mixed_settings(grid, DRAWS * len(grid), seed=11)
   tokens = first_tokens(harness.tabular_steps(ending(TARGET), settings, LENGTH))
-  for index, entry in enumerate(GRID):
-    found = p_values(tokens[index :: len(GRID)], ending(TARGET), entry)
+  for index, entry in enumerate(grid):
+    found = p_values(tokens[index :: len(grid)], ending(TARGET), entry)
     assert min(found) > THRESHOLD, (entry, found)
-
-
-def test_a_row_with_another_seed_is_another_draw():
-  settings = mixed_settings(GRID[:1], 1000, seed=5)
-  tokens = first_tokens(harness.tabular_rounds(2, TARGET, DRAFT, settings, LENGTH))
-  assert len({tuple(row) for row in tokens}) > 30
 
 
 BROKEN = {
@@ -119,7 +115,7 @@ def test_a_draft_that_broke_costs_speed_only(kind):
   draft = DRAFT.copy()
   draft[0, 0] = BROKEN[kind](draft[0, 0])
   draft[:, 2::2] = BROKEN[kind](draft[:, 2::2])
-  found = speculative_p_values(2, TARGET, draft, GRID)
+  found = speculative_p_values(2, TARGET, draft, GRID[:1])
   assert found.min() > THRESHOLD, found
 
 
@@ -243,7 +239,7 @@ def test_a_token_without_mass_is_never_accepted(u, caught, monkeypatch):
       accept_lib, "_uniform", lambda seed, position: jnp.full(position.shape, u)
   )
   grid = ({"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5})
-  settings = mixed_settings(grid, 2000, seed=31)
+  settings = mixed_settings(grid, ROWS, seed=31)
   final = harness.tabular_rounds(
       2, TARGET, DRAFT, settings, LENGTH, run=harness.jitted_rounds()
   )

@@ -1,0 +1,172 @@
+"""Processed distributions against a slow oracle; draws are functions of their key."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from decoding import harness
+
+from osd_jax.decoding import sampling
+
+processed = jax.jit(sampling.processed_probs)
+ROWS, POSITIONS, VOCAB = 3, 2, 8
+
+
+def probs_of(logits, **settings):
+  logits = jnp.asarray(logits, jnp.float32)
+  return np.asarray(
+      processed(logits, harness.settings_of(len(logits), max_length=1, **settings))
+  )
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(
+    # Few distinct values: ties are the rule.
+    logits=st.lists(
+        st.sampled_from([-np.inf, -3.0, -1.0, 0.0, 0.5, 1.0, 2.5]),
+        min_size=ROWS * POSITIONS * VOCAB,
+        max_size=ROWS * POSITIONS * VOCAB,
+    ),
+    temperature=st.lists(
+        st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=ROWS, max_size=ROWS
+    ),
+    top_k=st.lists(st.integers(0, VOCAB + 2), min_size=ROWS, max_size=ROWS),
+    # No value at which a sum of probabilities could round to either side.
+    top_p=st.lists(
+        st.sampled_from([0.0001, 0.3137, 0.7191, 0.9973, 1.0]),
+        min_size=ROWS,
+        max_size=ROWS,
+    ),
+)
+def test_processed_probs_equals_the_oracle(logits, temperature, top_k, top_p):
+  logits = np.array(logits).reshape(ROWS, POSITIONS, VOCAB)
+  found = probs_of(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+  for row in range(ROWS):
+    for position in range(POSITIONS):
+      expected = oracles.processed_probs(
+          logits[row, position], temperature[row], top_k[row], top_p[row]
+      )
+      np.testing.assert_allclose(found[row, position], expected, atol=2e-6)
+      assert ((found[row, position] > 0) == (expected > 0)).all()
+
+
+def test_ties_with_the_last_kept_token_are_kept():
+  logits = np.array([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
+  found = probs_of(logits, temperature=1.0, top_k=2)[0, 0]
+  assert (found[:4] > 0).all() and found[4] == 0
+
+
+def test_a_greedy_row_is_one_hot_at_its_first_arg_max():
+  logits = np.array([[[0.0, 3.0, 3.0, 1.0]], [[5.0, 3.0, 3.0, 1.0]]])
+  found = probs_of(logits, temperature=[0.0, 0.0], top_k=[0, 3], top_p=[0.5, 1.0])
+  np.testing.assert_array_equal(found[:, 0], np.eye(4)[[1, 0]])
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1.2e-38])
+def test_no_temperature_is_too_small(temperature):
+  logits = np.random.default_rng(0).normal(0, 30, (2, 1, VOCAB))
+  found = probs_of(logits, temperature=temperature)
+  np.testing.assert_array_equal(found, np.eye(VOCAB)[logits.argmax(-1)])
+
+
+@pytest.mark.parametrize(
+    "broken", [[np.nan, 0, 1], [np.inf, 0, 1], [-np.inf] * 3, [np.nan, np.inf, 0]]
+)
+def test_a_broken_row_has_no_mass_and_leaves_its_mates_alone(broken):
+  logits = np.array([[[0.0, 1.0, 2.0]], [broken]])
+  for temperature in (0.0, 1.0):
+    found = probs_of(logits, temperature=temperature)
+    assert (found[1] == 0).all()
+    np.testing.assert_allclose(found[0].sum(), 1, atol=1e-6)
+
+
+def test_a_row_does_not_notice_the_filters_of_its_mates():
+  """Bit for bit, in a vocabulary where sums of probabilities round to 1 early."""
+  logits = np.random.default_rng(1).normal(0, 6, (40, 1, 2000))
+  alone = probs_of(logits, temperature=1.0)
+  with_mates = probs_of(logits, temperature=1.0, top_k=np.arange(40) % 2)
+  np.testing.assert_array_equal(alone[::2], with_mates[::2])
+  assert (alone[1::2] != with_mates[1::2]).any()
+
+
+def test_draws_depend_on_seed_position_and_purpose_alone():
+  """The same key gives the same draw in any row; any other part of it another."""
+  rows = 400
+  probs = jnp.full((rows, 50), 0.02)
+
+  def draws(seed=7, position=3, purpose=sampling.Purpose.DRAFT, step=1):
+    seeds = jnp.asarray(seed + np.arange(rows)[::step], jnp.uint32)
+    return np.asarray(
+        sampling.draw(probs, seeds, jnp.full((rows,), position), purpose)
+    )
+
+  first = draws()
+  np.testing.assert_array_equal(first, draws())
+  np.testing.assert_array_equal(first, draws(step=-1)[::-1])
+  others = [
+      draws(seed=7 + rows),
+      draws(position=4),
+      draws(purpose=sampling.Purpose.ACCEPT),
+      draws(purpose=sampling.Purpose.EMIT),
+  ]
+  for other in others:
+    assert (first == other).mean() < 0.1  # 1 in 50 by chance
+
+
+def test_a_token_without_mass_is_never_drawn():
+  probs = jnp.tile(jnp.asarray([0.0, 1e-30, 0.0, 0.0]), (5000, 1))
+  drawn = sampling.draw(
+      probs,
+      jnp.arange(5000, dtype=jnp.uint32),
+      jnp.zeros((5000,), jnp.int32),
+      sampling.Purpose.EMIT,
+  )
+  assert (np.asarray(drawn) == 1).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_greedy_row_samples_its_arg_max_beside_any_mate(temperature):
+  logits = jnp.asarray(np.random.default_rng(2).normal(size=(6, VOCAB)), jnp.float32)
+  settings = harness.settings_of(
+      6, max_length=1, temperature=np.where(np.arange(6) % 2, temperature, 0.0)
+  )
+  drawn = sampling.sample(
+      logits, settings, jnp.zeros((6,), jnp.int32), sampling.Purpose.DRAFT
+  )
+  expected = np.argmax(logits, -1)
+  np.testing.assert_array_equal(np.asarray(drawn)[::2], expected[::2])
+
+
+def test_make_settings_fills_every_row():
+  settings = sampling.make_settings(
+      3, temperature=0.7, top_k=5, top_p=0.9, seed=2**32 - 1, max_length=4
+  )
+  assert all(leaf.shape == (3,) for leaf in jax.tree.leaves(settings))
+  assert settings.seed.dtype == jnp.uint32 and int(settings.seed[2]) == 2**32 - 1
+  assert settings.top_k.dtype == settings.max_length.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", float("nan")),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("max_length", 0),
+    ],
+)
+def test_a_value_out_of_range_is_named(field, value):
+  arguments = {"max_length": 4, field: value}
+  with pytest.raises(ValueError) as caught:
+    sampling.make_settings(2, **arguments)
+  assert f"SamplingSettings.{field}" in str(caught.value)
+  assert repr(value) in str(caught.value)

@@ -1,0 +1,104 @@
+"""Cache writes and row replacement against slow oracles; rewinding sets a length."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from decoding import harness
+
+from osd_jax import cache as cache_lib
+from osd_jax import testing
+
+HEADS, LENGTH, SIZE = 2, 9, 3
+write = jax.jit(cache_lib.write)
+insert_row = jax.jit(cache_lib.insert_row)
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(data=st.data())
+def test_write_equals_the_oracle(data):
+  rows, count = data.draw(st.sampled_from([(1, 1), (1, 4), (3, 1), (3, 4)]))
+  offset = st.integers(0, LENGTH - count)
+  length = np.array(data.draw(st.lists(offset, min_size=rows, max_size=rows)))
+  rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+  stored = rng.normal(size=(rows, HEADS, LENGTH, SIZE)).astype(np.float32)
+  new = rng.normal(size=(rows, HEADS, count, SIZE)).astype(np.float32)
+  found = write(stored, new, jnp.asarray(length, jnp.int32))
+  np.testing.assert_array_equal(found, oracles.write(stored, new, length))
+
+
+def test_write_keeps_the_type_of_the_cache():
+  stored = jnp.zeros((2, HEADS, LENGTH, SIZE), jnp.bfloat16)
+  new = jnp.ones((2, HEADS, 1, SIZE), jnp.float32)
+  assert cache_lib.write(stored, new, jnp.zeros(2, jnp.int32)).dtype == jnp.bfloat16
+
+
+@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.given(slot=st.integers(0, 3), seed=st.integers(0, 2**31))
+def test_insert_row_replaces_one_row_and_no_other(slot, seed):
+  rng = np.random.default_rng(seed)
+
+  def tree(rows):
+    return {
+        "keys": (rng.normal(size=(rows, 2, 3)).astype(np.float32),),
+        "tokens": rng.integers(0, 9, (rows, 4)).astype(np.int32),
+        "mask": rng.random((rows, 5)) < 0.5,
+        "length": rng.integers(0, 9, rows).astype(np.int32),
+        "nothing": None,
+    }
+
+  batch, row = tree(4), tree(1)
+  found = insert_row(batch, row, jnp.int32(slot))
+
+  def check(found, many, one):
+    expected = np.array(many)
+    expected[slot] = one[0]
+    assert found.dtype == many.dtype
+    np.testing.assert_array_equal(found, expected)
+
+  jax.tree.map(check, found, batch, row)
+
+
+@pytest.fixture(scope="module")
+def models():
+  """Both kinds of model: (model, served, source, mask, tolerance)."""
+  table = jnp.asarray(testing.random_table(8, 0))
+  target = harness.TARGET
+  return {
+      "tabular": (testing.tabular_model(8), table, *harness.no_sources(3), 0.0),
+      "t5": (
+          target,
+          target.prepare(harness.lively_params(target)),
+          *testing.random_sources(3, 6, 64, 0),
+          1e-4,
+      ),
+  }
+
+
+@pytest.mark.parametrize("name", ["tabular", "t5"])
+def test_rewinding_is_setting_the_length(models, name):
+  """After a rewind by another amount in each row nothing of the rest is seen."""
+  model, served, source, mask, tolerance = models[name]
+  decode = jax.jit(model.decode)
+  rng = np.random.default_rng(1)
+  first, rejected, second = (
+      rng.integers(2, 8, (3, 3)).astype(np.int32) for _ in range(3)
+  )
+  empty = harness.prefill(model, served, source, mask, 12)
+  _, cache = decode(served, first, empty)
+  _, ahead = decode(served, rejected, cache)
+  assert (np.asarray(ahead.length) == 6).all()
+  kept = np.array([3, 4, 5])  # row r keeps r of the tokens that were rejected
+  found, _ = decode(served, second, ahead.replace(length=jnp.asarray(kept, jnp.int32)))
+  for row in range(3):
+    fed = np.concatenate([first[row], rejected[row, :row], second[row]])
+    fed = np.pad(fed, (0, 9 - len(fed)))
+    expected, _ = decode(served, np.tile(fed, (3, 1)), empty)
+    np.testing.assert_allclose(
+        found[row], expected[row, kept[row] : kept[row] + 3], atol=tolerance
+    )
+  not_rewound, _ = decode(served, second, ahead)
+  assert not np.allclose(not_rewound[0], found[0], atol=1e-2)

@@ -1,0 +1,295 @@
+"""Hugging Face checkpoints become ours, and anything amiss in them is named.
+
+The two folders under fixtures and the outputs beside them were written by
+`fixtures/make_hugging_face.py` with torch and transformers.
+"""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.flax
+from models import tiny
+
+from osd_jax.base import EOS_ID
+from osd_jax.models import convert, sizes, t5
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+KINDS = ("t5_1_0", "t5_1_1")
+
+
+def folder_of(kind):
+  return FIXTURES / f"hugging_face_{kind}"
+
+
+def read_raw(kind):
+  """Fields of config.json and all tensors, as they are in the folder."""
+  fields = json.loads((folder_of(kind) / "config.json").read_text())
+  tensors = safetensors.flax.load_file(folder_of(kind) / "model.safetensors")
+  return fields, {name: np.asarray(x) for name, x in tensors.items()}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request):
+  """Converted weights, and what torch computed with the original ones."""
+  weights = convert.read_hugging_face(folder_of(request.param))
+  with np.load(folder_of(request.param) / "outputs.npz") as file:
+    return weights, dict(file)
+
+
+def test_logits_are_torchs(pair):
+  weights, torch = pair
+  source = torch["source"]
+  score = jax.jit(weights.model.score)
+  logits = score(weights.params, source, source != 0, torch["target"])
+  np.testing.assert_allclose(logits, torch["logits"], atol=1e-4)
+  assert np.std(torch["logits"]) > 0.1
+
+
+def test_greedy_tokens_are_torchs(pair):
+  weights, torch = pair
+  expected = torch["greedy"]
+  assert len(np.unique(expected)) > 8
+  np.testing.assert_array_equal(
+    tiny.greedy(weights, torch["source"], expected.shape[1]), expected
+  )
+
+
+def test_some_greedy_rows_of_torch_end():
+  with np.load(folder_of("t5_1_1") / "outputs.npz") as file:
+    assert np.any(file["greedy"][:, :-1] == EOS_ID)
+
+
+def test_bfloat16_file_is_read_exactly():
+  _, tensors = read_raw("t5_1_1")
+  assert tensors["shared.weight"].dtype == jnp.bfloat16
+  params = convert.read_hugging_face(folder_of("t5_1_1")).params
+  embedding = params["token_embedder"]["embedding"]
+  assert embedding.dtype == jnp.float32
+  np.testing.assert_array_equal(
+    embedding, tensors["shared.weight"].astype(np.float32)
+  )
+
+
+def _fields(**changes):
+  fields = {
+    "model_type": "t5",
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 1024,
+    "num_layers": 8,
+    "num_decoder_layers": 8,
+    "num_heads": 6,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+    "layer_norm_epsilon": 1e-6,
+    "is_encoder_decoder": True,
+  }
+  return {**fields, **changes}
+
+
+def test_config_of_flan_t5_small_is_its_size():
+  assert convert.config_from_hugging_face(_fields()) == sizes.SIZES["flan-t5-small"]
+
+
+def test_config_of_t5_small_is_its_size_with_the_librarys_defaults():
+  fields = {
+    "model_type": "t5",
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_heads": 8,
+  }
+  assert convert.config_from_hugging_face(fields) == sizes.SIZES["t5-small"]
+
+
+@pytest.mark.parametrize(
+  "changes,tied",
+  [
+    ({"tie_word_embeddings": False}, False),  # transformers 4, T5 1.1
+    ({"tie_word_embeddings": True}, True),  # transformers 4, T5 1.0
+    ({"tie_word_embeddings": True, "scale_decoder_outputs": False}, False),  # 5, 1.1
+    ({"tie_word_embeddings": True, "scale_decoder_outputs": True}, True),  # 5, 1.0
+  ],
+)
+def test_head_is_known_from_files_of_both_major_versions(changes, tied):
+  assert convert.config_from_hugging_face(_fields(**changes)).tied_head is tied
+
+
+@pytest.mark.parametrize(
+  "field,value",
+  [
+    ("model_type", "bart"),
+    ("model_type", None),
+    ("is_encoder_decoder", False),
+    ("feed_forward_proj", "gelu"),  # the exact gelu, which no T5 uses
+    ("feed_forward_proj", "gated-silu"),
+    ("layer_norm_epsilon", 1e-5),
+    ("pad_token_id", 3),
+    ("eos_token_id", 2),
+    ("eos_token_id", [1, 2]),
+    ("decoder_start_token_id", 7),
+  ],
+)
+def test_config_of_another_model_is_refused_by_field(field, value):
+  with pytest.raises(ValueError, match=f"config.json: field {field}: received"):
+    convert.config_from_hugging_face(_fields(**{field: value}))
+
+
+def test_single_end_of_sequence_in_a_list_is_accepted():
+  fields = _fields(eos_token_id=[1])
+  assert convert.config_from_hugging_face(fields) == sizes.SIZES["flan-t5-small"]
+
+
+def test_missing_field_is_named():
+  fields = _fields()
+  del fields["d_kv"]
+  with pytest.raises(ValueError, match="field d_kv: received nothing"):
+    convert.config_from_hugging_face(fields)
+
+
+def converted(kind, change):
+  """Converts the fixture's tensors after `change` was applied to them."""
+  fields, tensors = read_raw(kind)
+  change(tensors)
+  config = convert.config_from_hugging_face(fields)
+  return convert.params_from_hugging_face(tensors, config)
+
+
+def assert_same(found, expected):
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tree_and_shapes_are_those_of_init(kind):
+  weights = convert.read_hugging_face(folder_of(kind))
+  init = jax.eval_shape(t5.build(weights.config).init, jax.random.key(0))
+  assert jax.tree.map(np.shape, weights.params) == jax.tree.map(np.shape, init)
+
+
+def test_missing_tensor_is_named_with_the_expected_shape():
+  name = "decoder.block.2.layer.1.EncDecAttention.k.weight"
+  with pytest.raises(ValueError, match=rf"{name}: found nothing, expected \(12, 16\)"):
+    converted("t5_1_0", lambda tensors: tensors.pop(name))
+
+
+def test_transposed_tensor_is_named_with_both_shapes():
+  name = "encoder.block.1.layer.1.DenseReluDense.wo.weight"
+
+  def turn(tensors):
+    tensors[name] = tensors[name].T
+
+  with pytest.raises(
+    ValueError, match=rf"{name}: found \(24, 16\), expected \(16, 24\)"
+  ):
+    converted("t5_1_1", turn)
+
+
+def test_unexpected_tensor_is_named():
+  def add(tensors):
+    tensors["encoder.adapter.weight"] = np.zeros((2, 3))
+
+  with pytest.raises(
+    ValueError, match=r"encoder.adapter.weight: found \(2, 3\), expected nothing"
+  ):
+    converted("t5_1_0", add)
+
+
+def test_many_faults_are_counted():
+  with pytest.raises(ValueError, match="and 55 more. Check that config.json"):
+    converted("t5_1_0", lambda tensors: tensors.clear())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_of_the_embedding_are_accepted(kind):
+  """Files of older versions name the embedding up to four times."""
+
+  def copy(tensors):
+    names = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    for name in names + ["lm_head.weight"] * (kind == "t5_1_0"):
+      tensors[name] = tensors["shared.weight"].copy()
+
+  assert_same(converted(kind, copy), converted(kind, lambda _: None))
+
+
+def test_embedding_under_another_name_only_is_found():
+  def rename(tensors):
+    tensors["encoder.embed_tokens.weight"] = tensors.pop("shared.weight")
+
+  assert_same(converted("t5_1_0", rename), converted("t5_1_0", lambda _: None))
+
+
+def test_bias_that_nobody_reads_is_dropped():
+  def add(tensors):
+    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    tensors[name] = np.ones((8, 3), np.float32)
+
+  assert_same(converted("t5_1_0", add), converted("t5_1_0", lambda _: None))
+
+
+def test_head_trained_apart_in_a_tied_model_is_refused():
+  def change(tensors):
+    tensors["lm_head.weight"] = tensors["shared.weight"] + 1
+
+  with pytest.raises(ValueError, match="lm_head.weight: differs from shared.weight"):
+    converted("t5_1_0", change)
+
+
+def edited(tmp_path, kind, fields=None, tensors=None):
+  """A copy of a fixture's folder with other fields or tensors in it."""
+  folder = tmp_path / "model"
+  shutil.copytree(folder_of(kind), folder)
+  if fields is not None:
+    (folder / "config.json").write_text(json.dumps(fields))
+  if tensors is not None:
+    arrays = {name: jnp.asarray(x) for name, x in tensors.items()}
+    safetensors.flax.save_file(arrays, folder / "model.safetensors")
+  return folder
+
+
+def test_unscaled_tied_model_of_transformers_5_heads_with_its_embedding(tmp_path):
+  """T5 1.1 built (not loaded) there ties its head and then writes none."""
+  fields, tensors = read_raw("t5_1_1")
+  del tensors["lm_head.weight"]
+  assert fields["tie_word_embeddings"] and not fields["scale_decoder_outputs"]
+  params = convert.read_hugging_face(
+    edited(tmp_path, "t5_1_1", tensors=tensors)
+  ).params
+  np.testing.assert_array_equal(
+    params["decoder"]["logits_dense"]["kernel"],
+    params["token_embedder"]["embedding"].T,
+  )
+
+
+def test_lost_head_of_an_untied_model_is_missed(tmp_path):
+  fields, tensors = read_raw("t5_1_1")
+  del tensors["lm_head.weight"], fields["scale_decoder_outputs"]
+  fields["tie_word_embeddings"] = False
+  folder = edited(tmp_path, "t5_1_1", fields, tensors)
+  with pytest.raises(ValueError, match="lm_head.weight: found nothing"):
+    convert.read_hugging_face(folder)
+
+
+def test_folder_without_its_files_is_named(tmp_path):
+  with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
+    convert.read_hugging_face(tmp_path)
+  folder = edited(tmp_path, "t5_1_0")
+  (folder / "model.safetensors").unlink()
+  with pytest.raises(ValueError, match=r"cannot read .*model\.saf.*max_shard_size"):
+    convert.read_hugging_face(folder)
+  (folder / "model.safetensors").write_bytes(b"no tensors")
+  with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors"):
+    convert.read_hugging_face(folder)
+  (folder / "config.json").write_text("{")
+  with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
+    convert.read_hugging_face(folder)

@@ -1,0 +1,294 @@
+"""T5's two ways of computing logits agree, whatever was cached, padded or rewound."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import tiny
+
+from osd_jax import testing
+from osd_jax.models import t5
+
+ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
+CONFIG = tiny.CONFIG
+TIED = dataclasses.replace(
+  CONFIG, mlp_activations=("relu",), tied_head=True, num_decoder_layers=1
+)
+SAME = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)
+
+
+class Runner:
+  """A tiny model with its parameters, its functions jitted once for all tests."""
+
+  def __init__(self, config):
+    self.model = t5.build(config)
+    self.params = tiny.random_params(config, 0)
+    self.served = self.model.prepare(jax.tree.map(jnp.asarray, self.params))
+    self.prefill = jax.jit(self.model.prefill, static_argnums=3)
+    self.decode = jax.jit(self.model.decode)
+    self.score = jax.jit(self.model.score)
+
+  def start(self, batch):
+    return self.prefill(self.served, batch.source, batch.mask, TARGET + ROOM)
+
+  def feed(self, batch, stride):
+    """Logits [B, T, V] of feeding the target `stride` tokens a call; the cache."""
+    cache, pieces = self.start(batch), []
+    for start in range(0, TARGET, stride):
+      tokens = batch.fed[:, start : start + stride]
+      logits, cache = self.decode(self.served, tokens, cache)
+      pieces.append(logits)
+    return np.concatenate(pieces, axis=1), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  source: np.ndarray
+  mask: np.ndarray
+  target: np.ndarray
+
+  @property
+  def fed(self):
+    """What the decoder is fed to judge `target`: it, one position later."""
+    return np.pad(self.target[:, :-1], ((0, 0), (1, 0)))
+
+
+@pytest.fixture(scope="module")
+def untied():
+  return Runner(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def batch():
+  source, mask = testing.random_sources(ROWS, SOURCE, CONFIG.vocab_size, seed=1)
+  target = np.random.default_rng(2).integers(2, CONFIG.vocab_size, (ROWS, TARGET))
+  return Batch(source, mask, target.astype(np.int32))
+
+
+@pytest.fixture(scope="module")
+def forced(untied, batch):
+  """Teacher-forced logits [B, T, V]."""
+  return np.asarray(
+    untied.score(untied.params, batch.source, batch.mask, batch.target)
+  )
+
+
+@pytest.mark.parametrize("stride", [1, 2, TARGET])
+def test_decoding_agrees_with_teacher_forcing(untied, batch, forced, stride):
+  logits, cache = untied.feed(batch, stride)
+  SAME(logits, forced)
+  np.testing.assert_array_equal(cache.length, [TARGET] * ROWS)
+  assert logits.dtype == forced.dtype == np.float32
+
+
+def test_tied_relu_model_agrees_too(batch):
+  tied = Runner(TIED)
+  forced = tied.score(tied.params, batch.source, batch.mask, batch.target)
+  SAME(tied.feed(batch, 2)[0], forced)
+
+
+def test_tied_head_is_the_scaled_embedding(batch):
+  tied = Runner(TIED)
+  untied_config = dataclasses.replace(TIED, tied_head=False)
+  head = tied.params["token_embedder"]["embedding"].T * TIED.width**-0.5
+  params = {
+    **tied.params,
+    "decoder": {**tied.params["decoder"], "logits_dense": {"kernel": head}},
+  }
+  model = t5.build(untied_config)
+  args = batch.source, batch.mask, batch.target
+  SAME(jax.jit(model.score)(params, *args), tied.score(tied.params, *args))
+
+
+def test_rewound_rows_continue_at_their_own_offsets(untied, batch, forced):
+  _, cache = untied.feed(batch, 1)
+  length = np.array([1, 4, 3], np.int32)
+  rows = np.arange(ROWS)[:, None]
+  at = length[:, None] + np.arange(2)
+  rewound = cache.replace(length=jnp.asarray(length))
+  logits, after = untied.decode(untied.served, batch.fed[rows, at], rewound)
+  SAME(logits, forced[rows, at])
+  np.testing.assert_array_equal(after.length, length + 2)
+  # the same tokens one position later are judged otherwise: positions matter
+  late = cache.replace(length=jnp.asarray(length + 1))
+  other, _ = untied.decode(untied.served, batch.fed[rows, at], late)
+  assert np.all(np.max(np.abs(other - logits), axis=(1, 2)) > 1e-2)
+
+
+def test_entries_beyond_length_are_never_read(untied, batch, forced):
+  _, cache = untied.feed(batch, 1)
+  length = jnp.full((ROWS,), 2, jnp.int32)
+  stale = jnp.arange(TARGET + ROOM)[None, None, :, None] >= 2
+  spoil = lambda entries: tuple(jnp.where(stale, 1e3, x) for x in entries)
+  spoilt = cache.replace(
+    self_keys=spoil(cache.self_keys),
+    self_values=spoil(cache.self_values),
+    length=length,
+  )
+  logits, _ = untied.decode(untied.served, batch.fed[:, 2:4], spoilt)
+  SAME(logits, forced[:, 2:4])
+
+
+def test_padding_of_the_source_changes_nothing(untied, batch, forced):
+  wide = np.pad(batch.source, ((0, 0), (0, 5)))
+  SAME(untied.score(untied.params, wide, wide != 0, batch.target), forced)
+  masked = np.where(batch.mask, batch.source, 9)
+  SAME(untied.score(untied.params, masked, batch.mask, batch.target), forced)
+  # though an unmasked one does
+  every = np.ones_like(batch.mask)
+  read = untied.score(untied.params, batch.source, every, batch.target)
+  assert np.max(np.abs(read - forced)) > 1e-2
+
+
+def test_rows_do_not_see_one_another(untied, batch, forced):
+  order = np.array([2, 0, 1])
+  swapped = untied.score(
+    untied.params, batch.source[order], batch.mask[order], batch.target[order]
+  )
+  SAME(swapped, forced[order])
+
+
+def test_logits_depend_on_no_later_token(untied, batch, forced):
+  target = batch.target.copy()
+  target[:, 3] = 3 + (target[:, 3] + 7) % 50
+  changed = untied.score(untied.params, batch.source, batch.mask, target)
+  SAME(changed[:, :4], forced[:, :4])
+  assert np.all(np.max(np.abs(changed[:, 4] - forced[:, 4]), axis=-1) > 1e-3)
+
+
+def test_decoding_reads_neither_encoder_nor_cross_attention_projections(
+  untied, batch, forced
+):
+  """The encoder runs, and the source is projected, in prefill and nowhere else."""
+  served = {name: x for name, x in untied.served.items() if name != "encoder"}
+  decoder = dict(served["decoder"])
+  for index in range(CONFIG.num_decoder_layers):
+    layer = dict(decoder[f"layers_{index}"])
+    attention = layer["encoder_decoder_attention"]
+    layer["encoder_decoder_attention"] = {
+      name: attention[name] for name in ("query", "out")
+    }
+    decoder[f"layers_{index}"] = layer
+  cache = untied.start(batch)
+  logits, after = untied.decode(
+    {**served, "decoder": decoder}, batch.fed[:, :2], cache
+  )
+  SAME(logits, forced[:, :2])
+  for field in ("cross_keys", "cross_values", "cross_mask"):
+    jax.tree.map(
+      np.testing.assert_array_equal, getattr(after, field), getattr(cache, field)
+    )
+
+
+def test_jit_equals_no_jit(untied, batch):
+  cache = untied.start(batch)
+  jitted, jitted_cache = untied.decode(untied.served, batch.fed[:, :2], cache)
+  plain, plain_cache = untied.model.decode(untied.served, batch.fed[:, :2], cache)
+  SAME(plain, jitted)
+  jax.tree.map(SAME, plain_cache, jitted_cache)
+
+
+def test_bfloat16_runs_and_is_close(untied, batch, forced):
+  half = Runner(dataclasses.replace(CONFIG, dtype="bfloat16"))
+  logits, cache = half.feed(batch, 2)
+  assert logits.dtype == np.float32
+  assert {x.dtype for x in cache.self_keys + cache.cross_values} == {
+    jnp.dtype("bfloat16")
+  }
+  assert {x.dtype for x in jax.tree.leaves(half.served)} == {jnp.dtype("bfloat16")}
+  error = np.abs(logits - forced)
+  assert 1e-4 < np.mean(error) < 0.03 * np.std(forced)
+
+
+def _dots(config, name):
+  """The dot products of a lowered function, one line of text each."""
+  model = t5.build(config)
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  served = jax.eval_shape(model.prepare, params)
+  tokens = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+  mask = jax.ShapeDtypeStruct((2, 3), jnp.bool_)
+  prefill = lambda *args: model.prefill(*args, 8)
+  cache = jax.eval_shape(prefill, served, tokens, mask)
+  args = {
+    "prefill": (prefill, served, tokens, mask),
+    "decode": (model.decode, served, tokens, cache),
+    "score": (model.score, params, tokens, mask, tokens),
+  }[name]
+  # what a GPU or TPU would do if nothing were asked for
+  with jax.default_matmul_precision("default"):
+    text = jax.jit(args[0]).lower(*args[1:]).as_text()
+  return [line for line in text.splitlines() if re.search(r"\bdot_general\b", line)]
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "score"])
+def test_float32_asks_for_full_precision_and_bfloat16_does_not(name):
+  for config in (CONFIG, TIED):
+    full = _dots(config, name)
+    assert len(full) > 8 and all(line.count("HIGHEST") == 2 for line in full)
+  half = _dots(dataclasses.replace(CONFIG, dtype="bfloat16"), name)
+  assert len(half) > 8 and not any("HIGHEST" in line for line in half)
+
+
+def test_prepare_transposes_kernels_and_nothing_else(untied):
+  def check(path, served, param):
+    kernel = path[-1].key == "kernel"
+    np.testing.assert_array_equal(served, param.T if kernel else param)
+
+  jax.tree_util.tree_map_with_path(check, untied.served, untied.params)
+
+
+def test_logical_axes_fit_the_parameters(untied):
+  axes = untied.model.logical_axes()
+  jax.tree.map(
+    lambda param, names: np.testing.assert_equal(len(names), np.ndim(param)),
+    untied.params,
+    axes,
+  )
+
+
+def test_init_makes_the_shapes_that_it_promises():
+  model = t5.build(testing.TINY_DRAFT)
+  params = jax.jit(model.init)(jax.random.key(0))
+  again = jax.jit(model.init)(jax.random.key(1))
+  promised = jax.eval_shape(model.init, jax.random.key(0))
+  assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, promised)
+  embedding = lambda tree: tree["token_embedder"]["embedding"]
+  assert np.std(embedding(params)) == pytest.approx(1.0, rel=0.1)
+  assert not np.array_equal(embedding(params), embedding(again))
+
+
+def test_one_configuration_is_one_model():
+  twin = dataclasses.replace(CONFIG)
+  assert t5.build(CONFIG) is t5.build(twin)
+  assert t5.build(CONFIG) is not t5.build(TIED)
+
+
+def test_activations_from_a_list_are_hashable():
+  config = dataclasses.replace(CONFIG, mlp_activations=["gelu", "linear"])
+  assert config == CONFIG and hash(config) == hash(CONFIG)
+
+
+@pytest.mark.parametrize(
+  "field,value,expected",
+  [
+    ("vocab_size", 0, "an integer >= 1"),
+    ("width", 3.5, "an integer >= 1"),
+    ("num_heads", True, "an integer >= 1"),
+    ("num_decoder_layers", -1, "an integer >= 1"),
+    ("mlp_activations", ("swish",), "names out of"),
+    ("mlp_activations", (), "names out of"),
+    ("tied_head", "no", "True or False"),
+    ("relative_buckets", 7, "an even number >= 4"),
+    ("relative_max_distance", 4, "more than 4"),
+    ("dtype", "float16", "'float32' or 'bfloat16'"),
+    ("embedding_std", 0.0, "a finite number > 0"),
+    ("embedding_std", float("nan"), "a finite number > 0"),
+  ],
+)
+def test_bad_field_is_named_with_what_was_expected(field, value, expected):
+  with pytest.raises(ValueError, match=rf"T5Config\.{field}: .*{expected}"):
+    dataclasses.replace(CONFIG, **{field: value})

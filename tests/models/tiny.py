@@ -1,0 +1,44 @@
+"""Tiny T5s: parameters under which every part matters, and plain greedy decoding."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from osd_jax.base import EOS_ID
+from osd_jax.models import t5
+from osd_jax.testing import TINY_T5
+
+# Few buckets and a short maximal distance, so that short sequences use them all.
+CONFIG = dataclasses.replace(TINY_T5, relative_buckets=8, relative_max_distance=6)
+
+
+def random_params(config, seed):
+  """Parameters of `config` as numpy arrays, made without running the model."""
+  rng = np.random.default_rng(seed)
+  shapes = jax.eval_shape(t5.build(config).init, jax.random.key(0))
+
+  def leaf(path, shape):
+    noise = rng.normal(size=shape.shape).astype(np.float32)
+    name = path[-1].key
+    if name == "scale":
+      return 1 + 0.3 * noise
+    return noise * shape.shape[0] ** -0.5 if name == "kernel" else noise
+
+  return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def greedy(weights, source, count):
+  """Plain greedy decoding, one token a call; [B, count], after the end 0."""
+  model = weights.model
+  served = model.prepare(weights.params)
+  decode = jax.jit(model.decode)
+  cache = jax.jit(model.prefill, static_argnums=3)(served, source, source != 0, count)
+  token, emitted = np.zeros((len(source), 1), np.int32), []
+  for _ in range(count):
+    logits, cache = decode(served, token, cache)
+    token = np.argmax(logits[:, -1:], axis=-1).astype(np.int32)
+    emitted.append(token)
+  tokens = np.concatenate(emitted, axis=1)
+  ended = np.cumsum(tokens == EOS_ID, axis=1) - (tokens == EOS_ID) > 0
+  return np.where(ended, 0, tokens)

@@ -63,7 +63,7 @@ _NOTES = f"""\
 settings:
   --gin_file         may be repeated; what comes later wins, flags come last
   --gin.NAME=VALUE   NAME is a field (OptimizerConfig.learning_rate), a field in a
-                     scope (eval/BatchConfig.seed) or a macro (STEPS); VALUE is a
+                     scope (train/BatchConfig.seed) or a macro (STEPS); VALUE is a
                      Python literal, so text needs its own quotes:
                      --gin.StreamConfig.kind='"gradual"'
   Files are looked for in the current folder, in --gin_search_paths, and in the

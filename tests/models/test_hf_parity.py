@@ -22,7 +22,10 @@ VOCABULARY = ASSETS / "demo_vocabulary.model"
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers():
-  pytest.importorskip("torch", reason="torch absent: `make test-hf` installs it")
+  torch = pytest.importorskip(
+    "torch", reason="torch absent: `make test-hf` installs it"
+  )
+  torch.set_num_threads(1)  # tiny products only wait for one another
   return pytest.importorskip(
     "transformers", reason="transformers absent: `make test-hf` installs it"
   )

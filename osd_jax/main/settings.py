@@ -217,24 +217,37 @@ class _Settings:
     )
 
   def _unused(self) -> Iterator[str]:
-    """Bindings without effect: mistakes, but for those of an included library."""
+    """Bindings without effect: mistakes, but for those of an included library.
+
+    Yields:
+      A line for each flag, and for the first such binding of a file.
+    """
     named = self._macros(self._bound)
+    files: dict[str, list[tuple[str, str, str]]] = {}
     for key, bound in self._bound.items():
-      scope, selector, field = key
       if bound.library or self._is_used(key) or key in named:
         continue
-      if selector != _MACRO:
-        name = self._factories[selector].name
-        call = f"@{scope}/{name}()" if scope else f"@{name}()"
-        holders = [f"{f.name}.{x} = {call}" for f, x in self._holders(selector)]
-        yield (
-            f"{bound.place}: {_key(scope, name, field)} has no effect, since nothing"
-            f" is made by {call}; write {' or '.join(holders)}, or include the file"
-            " if it is a library."
-        )
-      elif bound.place.startswith("--"):
+      if bound.place.startswith("--") and key[1] == _MACRO:
         names = [name for name, _, _ in named]
-        yield f"{bound.place}: no setting uses %{scope}{_close(scope, names)}"
+        yield f"{bound.place}: no setting uses %{key[0]}{_close(key[0], names)}"
+      elif bound.place.startswith("--"):
+        yield f"{bound.place}: {self._without_effect(key)}."
+      elif key[1] != _MACRO:
+        files.setdefault(bound.place.rpartition(":")[0], []).append(key)
+    for keys in files.values():
+      more = f" (and {len(keys) - 1} more in this file)" if keys[1:] else ""
+      place, problem = self._bound[keys[0]].place, self._without_effect(keys[0])
+      yield f"{place}: {problem}; or include the file if it is a library{more}."
+
+  def _without_effect(self, key: tuple[str, str, str]) -> str:
+    scope, selector, field = key
+    name = self._factories[selector].name
+    call = f"@{scope}/{name}()" if scope else f"@{name}()"
+    holders = [f"{f.name}.{x} = {call}" for f, x in self._holders(selector)]
+    return (
+        f"{_key(scope, name, field)} has no effect, since nothing is made by {call};"
+        f" write {' or '.join(holders)}"
+    )
 
   def _holders(self, selector: str) -> Iterator[tuple[factory.Factory, str]]:
     for known in self._factories.values():

@@ -1,0 +1,554 @@
+"""The command line: gin and flags become configs, mistakes become one line each."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import jax
+import pytest
+
+from osd_jax import main as cli
+from osd_jax import pretrain
+from osd_jax.data import generated, sources
+from osd_jax.data.batches import BatchConfig
+from osd_jax.distillation.update import OptimizerConfig
+from osd_jax.main import settings
+from osd_jax.models import sizes, weights
+from osd_jax.models.t5 import T5Config
+
+CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "gin_configs"
+FILES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.gin"))
+
+RUN = """
+STEPS = 7
+PretrainConfig:
+  model = @T5Config()
+  data = @train/BatchConfig()
+  evaluation = @evaluation/BatchConfig()
+  optimizer = @OptimizerConfig()
+  vocabulary = 'v.model'
+  output = 'w.safetensors'
+  steps = %STEPS
+OptimizerConfig.total_steps = %STEPS
+OptimizerConfig.schedule = 'cosine'
+T5Config.mlp_activations = ['gelu', 'linear']
+BatchConfig.reader = 'plain'
+train/BatchConfig.tasks = [@maths/TaskConfig(), @sql/TaskConfig()]
+train/BatchConfig.weights = [1.0, 2.0]
+evaluation/BatchConfig.tasks = (@maths/held_out/TaskConfig(),)
+TaskConfig.kind = 'generated'
+TaskConfig.limit = 10
+maths/TaskConfig:
+  name = 'm'
+  topic = 'maths'
+maths/held_out/TaskConfig.split = 'eval'
+sql/TaskConfig:
+  name = 's'
+  topic = 'sql'
+"""
+
+
+def task(name: str, topic: str, split: str = "train") -> sources.TaskConfig:
+  return sources.TaskConfig(
+      name=name, kind="generated", topic=topic, split=split, limit=10
+  )
+
+
+BY_HAND = pretrain.PretrainConfig(
+    model=T5Config(mlp_activations=("gelu", "linear")),
+    vocabulary="v.model",
+    data=BatchConfig(
+        tasks=(task("m", "maths"), task("s", "sql")),
+        weights=(1.0, 2.0),
+        reader="plain",
+    ),
+    evaluation=BatchConfig(tasks=(task("m", "maths", "eval"),), reader="plain"),
+    output="w.safetensors",
+    optimizer=OptimizerConfig(schedule="cosine", total_steps=7),
+    steps=7,
+)
+
+
+@pytest.fixture
+def written(tmp_path: pathlib.Path) -> Callable[..., str]:
+  """Writes a gin file and returns its path."""
+
+  def write(text: str, name: str = "run.gin") -> str:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(text)
+    return str(path)
+
+  return write
+
+
+def load(files=(), bindings=(), search_paths=()) -> pretrain.PretrainConfig:
+  return settings.load(pretrain.PretrainConfig, files, bindings, search_paths)[0]
+
+
+def complaint(files=(), bindings=(), search_paths=()) -> str:
+  with pytest.raises(settings.ConfigError) as caught:
+    load(files, bindings, search_paths)
+  return str(caught.value)
+
+
+# ---- A config from gin is the config built by hand
+
+
+def test_a_gin_built_config_equals_the_hand_built_one(written):
+  built = load([written(RUN)])
+  assert built == BY_HAND
+  assert hash(built) == hash(BY_HAND)
+  assert type(built) is pretrain.PretrainConfig
+  assert load([written(RUN)], ["STEPS=8"]) != BY_HAND
+
+
+def test_library_classes_know_nothing_of_gin(written):
+  """Bindings reach what gin makes, never a class that Python code calls."""
+  built = load([written(RUN)], ["T5Config.width=24"])
+  assert built.model.width == 24
+  assert T5Config().width == 512
+
+
+def test_flags_win_over_files_and_later_files_over_earlier(written):
+  first = written(RUN)
+  second = written("STEPS = 8\nT5Config.width = 24", "second.gin")
+  assert load([first, second]).steps == 8
+  built = load([first, second], ["STEPS=9", "evaluation/BatchConfig.batch_size=3"])
+  assert (built.steps, built.optimizer.total_steps, built.model.width) == (9, 9, 24)
+  assert (built.data.batch_size, built.evaluation.batch_size) == (32, 3)
+
+
+def test_required_asks_for_a_value_and_takes_none_away(written):
+  template = written(
+      "PretrainConfig.output = %gin.REQUIRED\nSTEPS = %gin.REQUIRED", "template.gin"
+  )
+  run = written(RUN)
+  assert load([run, template]) == load([template, run]) == BY_HAND
+
+
+def test_text_makes_the_config_again(written):
+  library = written(
+      "DATA = %gin.REQUIRED\nother/TaskConfig.data_dir = %DATA\nUNUSED = 3",
+      "library.gin",
+  )
+  run = written(f"include '{library}'\n{RUN}")
+  long = "a" * 100 + " it's \"quoted\" " + "b" * 100
+  flags = ["STEPS=9", "OptimizerConfig.clip_norm=None"]
+  flags.append(f"PretrainConfig.output={long!r}")
+  config, text = settings.load(pretrain.PretrainConfig, [run], flags)
+  again, same = settings.load(pretrain.PretrainConfig, [written(text, "again.gin")])
+  assert again == config
+  assert same == text
+  assert config.output == long
+  assert "UNUSED" not in text and "DATA" not in text
+  assert "#   PretrainConfig.data.tasks[1].seed = 0" in text.splitlines()
+
+
+def test_seqio_in_the_process_changes_nothing(written):
+  """seqio registers with gin too."""
+  pytest.importorskip("seqio", reason="the extra `data` is not installed")
+  assert load([written(RUN)]) == BY_HAND
+
+
+def test_an_imported_module_may_make_values(written, tmp_path, monkeypatch):
+  (tmp_path / "my_tasks_for_osd.py").write_text(
+      "import gin\nfrom osd_jax.data.sources import TaskConfig\n"
+      "@gin.configurable\n"
+      "def my_task(name, limit=10):\n"
+      "  return TaskConfig(name, 'generated', topic='sql', limit=limit)\n"
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  run = written(
+      RUN
+      + "import my_tasks_for_osd\nmy_task.name = 'mine'\nbig/my_task.limit = 99\n"
+      + "train/BatchConfig.tasks = [@big/my_task(), @sql/TaskConfig()]"
+  )
+  config, text = settings.load(pretrain.PretrainConfig, [run])
+  assert [(task.name, task.limit) for task in config.data.tasks] == [
+      ("mine", 99), ("s", 10)
+  ]
+  again = settings.load(pretrain.PretrainConfig, [written(text, "again.gin")])[0]
+  assert again == config
+
+
+# ---- Files
+
+
+def test_files_are_found_in_order(written, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  written(RUN + "PretrainConfig.seed = 1", "one/models/t5_small.gin")
+  written(RUN + "PretrainConfig.seed = 2", "two/models/t5_small.gin")
+  name, one, two = "models/t5_small.gin", str(tmp_path / "one"), "two"
+  assert load([name], search_paths=[one, two]).seed == 1
+  assert load([name], search_paths=[two, one]).seed == 2
+  written(RUN + "PretrainConfig.seed = 3", name)
+  assert load([name], search_paths=[one]).seed == 3
+
+
+@pytest.mark.parametrize("prefix", ["", "gin_configs/"])
+def test_the_checkouts_files_are_found_from_anywhere(
+    written, tmp_path, monkeypatch, prefix
+):
+  monkeypatch.chdir(tmp_path)
+  run = written(f"include '{prefix}models/flan_t5_base.gin'\n{RUN}")
+  assert load([run]).model == sizes.size("flan-t5-base")
+
+
+def test_a_missing_file_lists_where_it_was_looked_for(tmp_path):
+  found = complaint(["nowhere.gin"], search_paths=[str(tmp_path), "here"])
+  for part in ("'nowhere.gin'", str(tmp_path), str(pathlib.Path("here").absolute())):
+    assert part in found
+  assert str(CONFIGS) in found
+
+
+def test_a_file_that_includes_itself_is_named(written, tmp_path):
+  run = written(f"include '{tmp_path}/run.gin'")
+  assert "includes itself" in complaint([run])
+
+
+# ---- Mistakes
+
+
+@pytest.mark.parametrize(
+    ("flag", "parts"),
+    [
+        ("T5Config.widht=3", ["T5Config.widht", "no field 'widht'", "width"]),
+        ("T6Config.width=3", ["'T6Config'", "did you mean T5Config"]),
+        ("PretrainConfig.model=@T6Config()", ["@T6Config", "did you mean T5Config"]),
+        ("PretrainConfig.seed=%STEP", ["%STEP has no value", "did you mean STEPS"]),
+        ("STEP=3", ["no setting uses %STEP", "did you mean STEPS"]),
+        ("tran/BatchConfig.seed=3", ["tran/BatchConfig.seed", "@tran/BatchConfig()"]),
+        ("STEPS=many", ["cannot read many", "needs quotes", "'\"many\"'"]),
+        ("STEPS=[3", ["STEPS=[3"]),
+        ("STEPS=", ["STEPS="]),
+        ("STEPS=3 4", ["STEPS=3 4"]),
+        ("include 'x.gin'=3", ["include"]),
+        (
+            "PretrainConfig.steps='many'",
+            ["PretrainConfig.steps: received 'many', expected int"],
+        ),
+        ("T5Config.width=64.5", ["T5Config.width: received 64.5, expected int"]),
+        ("T5Config.width=True", ["T5Config.width: received True, expected int"]),
+        ("T5Config.num_heads=0", ["T5Config.num_heads: received 0"]),
+        ("PretrainConfig.model=@T5Config", ["PretrainConfig.model", "parentheses"]),
+        ("PretrainConfig.model=@BatchConfig()", ["BatchConfig.tasks needs a value"]),
+        ("PretrainConfig.data=None", ["PretrainConfig.data: received None"]),
+        (
+            "train/BatchConfig.tasks=(@sql/TaskConfig())",
+            ["BatchConfig.tasks", "expected tuple[TaskConfig, ...]", "[x]"],
+        ),
+        (
+            "sql/TaskConfig.topic='sq'",
+            ["TaskConfig.topic", "received 'sq'", "maths, sql"],
+        ),
+        ("STEPS=%STEPS", ["circle"]),
+        ("sql/TaskConfig.name=%gin.REQUIRED", []),
+    ],
+)
+def test_a_mistake_in_a_flag_is_named(written, flag, parts):
+  run = written(RUN)
+  if not parts:  # asks for what is there
+    assert load([run], [flag]) == BY_HAND
+    return
+  found = complaint([run], [flag])
+  assert len(found.splitlines()) == 1
+  for part in parts:
+    assert part in found
+  if "circle" not in parts and "BatchConfig.tasks needs a value" not in parts:
+    assert f"--gin.{flag}" in found
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("T5Config.widht = 3", "no field 'widht'"),
+        ("T6Config.width = 3", "'T6Config'"),
+        ("T5Config.width = @T6Config()", "@T6Config"),
+        ("T5Config.width = %WIDTH", "%WIDTH"),
+        ("T5Config.width = wide", "cannot read wide"),
+        ("T5Config.width 3", "expected"),
+        ("T5Config.width = 'wide'", "received 'wide'"),
+        ("T5Config.num_heads = 0", "received 0"),
+        ("tran/BatchConfig.seed = 0", "no effect"),
+        ("import no_such_module", "no_such_module"),
+        ("from __gin__ import dynamic_registration", "registered already"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_its_line(written, line, part):
+  run = written(f"{RUN}\n# comment\n{line}\nT5Config.head_dim = 8\n")
+  number = 1 + len(f"{RUN}\n# comment".splitlines())
+  found = complaint([run])
+  assert f"{run}:{number}" in found
+  assert part in found
+
+
+def test_a_mistake_behind_a_macro_is_named_where_the_macro_is_set(written):
+  run = written(RUN)
+  assert "[--gin.STEPS='x']" in complaint([run], ["STEPS='x'"])
+
+
+def test_missing_values_are_all_named_at_once(written):
+  assert re.findall(r"^PretrainConfig\.(\w+) needs a value", complaint(), re.M) == [
+      field.name
+      for field in dataclasses.fields(pretrain.PretrainConfig)
+      if field.default is dataclasses.MISSING
+  ]
+  asked = RUN.replace("STEPS = 7", "STEPS = %gin.REQUIRED")
+  asked = asked.replace("  name = 's'\n", "").replace("'w.saf", "%gin.REQUIRED  # '")
+  run = written(asked)
+  found = complaint([run])
+  assert f"--gin.STEPS=VALUE [{run}:2]" in found
+  assert f"--gin.PretrainConfig.output=VALUE [{run}:9]" in found
+  assert "sql/TaskConfig.name needs a value" in found
+  assert len(found.splitlines()) == 3  # STEPS once, though two fields take it
+  assert "--gin.PretrainConfig.data=@BatchConfig()" in complaint()
+
+
+def test_what_an_included_library_states_may_stay_unused(written):
+  library = written("a/TaskConfig.name = 'a'\nb/TaskConfig.name = 'b'", "library.gin")
+  run = written(RUN)
+  found = complaint([run, library])
+  assert "a/TaskConfig.name has no effect" in found
+  assert "1 more in this file" in found
+  assert load([written(f"include '{library}'\n{RUN}")]) == BY_HAND
+
+
+# ---- The command
+
+
+def test_gin_flags_are_taken_out_in_order():
+  words, bindings = cli.split_gin_flags(
+      ["online", "--gin.a/B.c=d=e", "--gin_file=x", "--gin.M= 1", "--dry_run"]
+  )
+  assert words == ["online", "--gin_file=x", "--dry_run"]
+  assert bindings == ["a/B.c=d=e", "M= 1"]
+  with pytest.raises(settings.ConfigError, match="--gin.M: expected --gin.NAME=VALUE"):
+    cli.split_gin_flags(["online", "--gin.M", "1"])
+
+
+def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
+  code = (
+      "import sys\nfrom osd_jax import main\ntry:\n  code = main.main(sys.argv[1:])\n"
+      "except SystemExit as stop:\n  code = stop.code\n"
+      "print('jax' in sys.modules, file=sys.stderr)\nsys.exit(code)"
+  )
+  return subprocess.run(
+      [sys.executable, "-c", code, *words],
+      capture_output=True,
+      text=True,
+      env={**os.environ, **environment},
+      timeout=120,
+      check=False,
+  )
+
+
+@pytest.mark.parametrize("words", [["-h"], *([name, "-h"] for name in cli.COMMANDS)])
+def test_help_is_complete_and_needs_no_jax(words):
+  done = command(*words)
+  assert done.returncode == 0
+  assert done.stderr.strip() == "False"  # jax is not imported
+  for part in ("--gin.NAME=VALUE", "--gin_search_paths", "JAX_COMPILATION_CACHE_DIR"):
+    assert part in done.stdout
+  if words == ["-h"]:
+    for name, about in cli.COMMANDS.items():
+      assert name in done.stdout and about.summary[:30] in done.stdout
+  else:
+    assert cli.COMMANDS[words[0]].example in done.stdout
+  assert max(map(len, done.stdout.splitlines())) <= 90
+
+
+def test_bad_input_ends_with_code_2_and_no_traceback(written):
+  done = command("pretrain", f"--gin_file={written(RUN)}", "--gin.T5Config.widht=3")
+  assert done.returncode == 2
+  assert done.stderr.splitlines()[0].startswith("osd pretrain: --gin.T5Config.widht=3")
+  assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def unprepared(monkeypatch):
+  """Keeps the test process's own JAX settings."""
+  monkeypatch.setattr(cli, "_prepare_jax", lambda multihost: None)
+
+
+def test_dry_run_prints_the_settings_and_runs_nothing(
+    written, unprepared, monkeypatch, capsys
+):
+  monkeypatch.setattr(pretrain, "run", lambda *_: pytest.fail("it ran"))
+  assert cli.main(["pretrain", f"--gin_file={written(RUN)}", "--dry_run"]) == 0
+  printed = capsys.readouterr().out
+  assert load([written(printed, "printed.gin")]) == BY_HAND
+
+
+def test_the_run_gets_config_and_text(written, unprepared, monkeypatch):
+  got = []
+  monkeypatch.setattr(pretrain, "run", lambda *arguments: got.extend(arguments))
+  flag = "--gin.PretrainConfig.seed=5"
+  assert cli.main(["pretrain", f"--gin_file={written(RUN)}", flag]) == 0
+  config, text = got
+  assert config == dataclasses.replace(BY_HAND, seed=5)
+  assert load([written(text, "stored.gin")]) == config
+
+
+def test_an_interrupt_says_how_to_continue(written, unprepared, monkeypatch, capsys):
+  def interrupted(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(pretrain, "run", interrupted)
+  assert cli.main(["pretrain", f"--gin_file={written(RUN)}"]) == 130
+  assert "the same command continues the run" in capsys.readouterr().err
+
+
+def test_errors_made_for_the_user_are_one_line(
+    written, unprepared, monkeypatch, capsys
+):
+  """Those raised by a line of the package; any other keeps its traceback."""
+  monkeypatch.setattr(pretrain, "run", lambda *_: sizes.size("t5-tiny"))
+  assert cli.main(["pretrain", f"--gin_file={written(RUN)}"]) == 2
+  assert capsys.readouterr().err.startswith("osd pretrain: sizes: received name 't5-ti")
+  for fault in (lambda *_: int("x"), lambda *_: sizes._shape("x", 1, 1, 1, 1)):
+    monkeypatch.setattr(pretrain, "run", fault)
+    with pytest.raises((ValueError, TypeError)):
+      cli.main(["pretrain", f"--gin_file={written(RUN)}"])
+
+
+@pytest.fixture
+def jax_updates(monkeypatch) -> list[object]:
+  calls: list[object] = []
+  monkeypatch.setattr(jax.config, "update", lambda *words: calls.append(words))
+  monkeypatch.setattr(
+      jax.distributed, "initialize", lambda: calls.append("initialize")
+  )
+  return calls
+
+
+def test_the_compilation_cache_is_on_disk_by_default(jax_updates, monkeypatch):
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+  cli._prepare_jax(multihost=False)
+  folder = os.path.expanduser("~/.cache/osd_jax/jax")
+  assert jax_updates == [("jax_compilation_cache_dir", folder)]
+
+
+@pytest.mark.parametrize("folder", ["", "elsewhere"])
+def test_the_environment_chooses_another_cache(jax_updates, monkeypatch, folder):
+  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
+  cli._prepare_jax(multihost=False)
+  assert jax_updates == []
+
+
+def test_multihost_comes_first(jax_updates, monkeypatch):
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+  cli._prepare_jax(multihost=True)
+  assert jax_updates[0] == "initialize" and len(jax_updates) == 2
+
+
+# ---- The gin files of the repository
+
+# Values for what the files leave open, by the name of the field.
+FILLED = {
+    "tasks": "[@filled/TaskConfig()]",
+    "data": "@filled/BatchConfig()",
+}
+LIBRARY = (
+    "filled/TaskConfig.name = 'filled'\nfilled/TaskConfig.kind = 'generated'\n"
+    "filled/TaskConfig.topic = 'sql'\nfilled/TaskConfig.limit = 4\n"
+    "filled/BatchConfig.tasks = [@filled/TaskConfig()]\n"
+)
+
+
+def config_class(name: str) -> type | None:
+  """The config class of the command that a file's first line names."""
+  first = (CONFIGS / name).read_text().splitlines()[0]
+  named = re.match(r"# osd (\w+):", first)
+  if not named:
+    return None
+  module = __import__(f"osd_jax.{named[1]}", fromlist=["run"])
+  return getattr(module, cli.COMMANDS[named[1]].config)
+
+
+def filled(root: type, files: list[str]) -> object:
+  """Builds a config, giving a value to whatever is asked for."""
+  flags: dict[str, str] = {}
+  for _ in range(5):
+    try:
+      return settings.load(root, files, [f"{k}={v}" for k, v in flags.items()])[0]
+    except settings.ConfigError as error:
+      asked = re.findall(r"--gin\.(\S+?)=", str(error))
+      if not asked or set(asked) & set(flags):
+        raise
+      for name in asked:
+        flags[name] = FILLED.get(name.rpartition(".")[2], "'filled'")
+  raise AssertionError(f"still something to fill: {flags}")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_gin_file_builds(name, written):
+  root = config_class(name)
+  assert (root is None) <= (name.split("/")[0] not in ("runs", "experiments"))
+  text = (CONFIGS / name).read_text()
+  assert text.startswith("# ") and "# Required:" in text, "the header is missing"
+  library = written(LIBRARY, "library.gin")
+  if root is None:  # a part, to be included
+    whole = f"include '{library}'\ninclude '{name}'\ninclude 'runs/pretrain.gin'"
+    assert filled(pretrain.PretrainConfig, [written(whole)])
+  else:  # named itself, so that a binding without effect is a mistake
+    assert type(filled(root, [written(f"include '{library}'"), name])) is root
+
+
+@pytest.mark.parametrize("name", sizes.SIZES)
+def test_model_files_are_the_sizes_of_the_library(name, written):
+  file = f"models/{name.replace('-', '_')}.gin"
+  assert load([written(RUN.replace("T5Config.mlp_act", "#")), file]).model == (
+      sizes.size(name)
+  )
+
+
+def test_two_models_live_in_one_file_through_scopes(written):
+  pair = written("draft/T5Config.width = 32\ntarget/T5Config.width = 48", "pair.gin")
+  run = written(f"{RUN}\ninclude '{pair}'")
+  for scope, width in (("draft", 32), ("target", 48)):
+    flag = f"PretrainConfig.model=@{scope}/T5Config()"
+    assert load([run], [flag]).model.width == width
+
+
+def test_the_task_files_make_the_tasks_that_they_name(written):
+  run = written(
+      "include 'runs/pretrain.gin'\ninclude 'tasks/generated.gin'\n"
+      "include 'tasks/jsonl.gin'\nDATA_DIR = 'folder'\n"
+      "PretrainConfig.vocabulary = 'v'\nPretrainConfig.output = 'w'\n"
+  )
+  sets = {}
+  for name in ("GENERATED_TRAIN", "GENERATED_EVAL", "GENERATED_STREAM"):
+    sets[name] = ("generated", generated.TOPICS)
+  for name in ("JSONL_TRAIN", "JSONL_EVAL"):
+    sets[name] = ("jsonl", ("gsm8k", "spider", "finance_10k", "python"))
+  for name, (kind, labels) in sets.items():
+    flags = [f"{scope}/BatchConfig.tasks=%{name}" for scope in ("train", "evaluation")]
+    tasks = load([run], flags).data.tasks
+    assert {task.label for task in tasks} == set(labels)
+    assert {task.kind for task in tasks} == {kind}
+    assert {task.split for task in tasks} == {name.partition("_")[2].lower()}
+
+
+def test_a_tiny_pretraining_runs_and_repeats(
+    tmp_path, repository, unprepared, capfd, written
+):
+  paths = {
+      "vocabulary": repository / "osd_jax" / "assets" / "demo_vocabulary.model",
+      "output": tmp_path / "weights.safetensors",
+      "run_directory": tmp_path / "run",
+  }
+  flags = [f"--gin.PretrainConfig.{name}='{path}'" for name, path in paths.items()]
+  words = ["pretrain", "--gin_file=testing/tiny_pretrain.gin", *flags]
+  assert cli.main(words) == 0
+  printed = "".join("".join(capfd.readouterr()).split())
+  assert printed.count(f"rundirectory:{paths['run_directory']}") == 1
+  assert weights.load(str(paths["output"])).config.width == 16
+  stored = paths["run_directory"] / "operative_config.gin"
+  bindings = [flag.removeprefix("--gin.") for flag in flags]
+  assert load([str(stored)]) == load(["testing/tiny_pretrain.gin"], bindings)
+  assert cli.main(["pretrain", f"--gin_file={stored}"]) == 0  # finds it finished

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import re
 import tokenize
+import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -243,17 +244,19 @@ class _Settings:
     scope, selector, field = key
     name = self._factories[selector].name
     call = f"@{scope}/{name}()" if scope else f"@{name}()"
-    holders = [f"{f.name}.{x} = {call}" for f, x in self._holders(selector)]
+    holders = " or ".join(self._holders(selector, call))
     return (
         f"{_key(scope, name, field)} has no effect, since nothing is made by {call};"
-        f" write {' or '.join(holders)}"
+        f" write {holders}"
     )
 
-  def _holders(self, selector: str) -> Iterator[tuple[factory.Factory, str]]:
+  def _holders(self, selector: str, call: str) -> Iterator[str]:
+    """Bindings that would call a config class."""
     for known in self._factories.values():
       for field, hint in known.hints.items():
         if any(factory.of(c).selector == selector for c in factory.classes(hint)):
-          yield known, field
+          several = typing.get_origin(hint) is tuple
+          yield f"{known.name}.{field} = {f'[{call}]' if several else call}"
 
   def _located(self, problem: factory.Problem) -> str:
     """A mistake with the place of the binding that made it."""

@@ -1,0 +1,66 @@
+"""The same request served three ways: plainly, with the floor draft, with the online.
+
+What an online figure is worth shows only beside its rivals, on the same request and
+in the same minute.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from osd_jax import base
+from osd_jax.decoding import slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+  """One request served by the rivals too.
+
+  Attributes:
+    plain_ms: wall time of plain decoding.
+    floor_ms: wall time with the floor draft.
+    floor_draft_acceptance_rate: accepted / drafted with the floor draft.
+    floor_tokens_per_target_call: block efficiency with the floor draft.
+    equal: plain output equals the online output token for token; None for sampled
+      requests, which agree in law only.
+  """
+
+  plain_ms: float
+  floor_ms: float
+  floor_draft_acceptance_rate: float | None
+  floor_tokens_per_target_call: float
+  equal: bool | None
+
+
+class Rivals:
+  """Plain decoding and the floor draft, one row each."""
+
+  def __init__(
+      self,
+      config: slots.DecodingConfig,
+      target: base.Model,
+      target_params: base.Params,
+      draft: base.Model,
+      floor_params: base.Params,
+  ):
+    """Takes the online decoder's config; rows are set to 1."""
+    single = dataclasses.replace(config, rows=1)
+    # Plain decoding has no use for records: it does not pay for them either.
+    plain = dataclasses.replace(single, record_top_k=0, max_rounds=config.target_length)
+    self._plain = slots.Slots(plain, target, target_params)
+    self._floor = slots.Slots(single, target, target_params, draft, floor_params)
+
+  def serve(self, online: slots.Finished) -> Compared:
+    """Serves the request of an online answer again, twice."""
+    plain = self._plain.run([online.request])[0]
+    floor = self._floor.run([online.request])[0]
+    greedy = online.request.sampling.temperature == 0
+    return Compared(
+        plain_ms=plain.milliseconds,
+        floor_ms=floor.milliseconds,
+        floor_draft_acceptance_rate=(
+            floor.accepted / floor.drafted if floor.drafted else None
+        ),
+        floor_tokens_per_target_call=len(floor.tokens) / floor.target_calls,
+        equal=np.array_equal(plain.tokens, online.tokens) if greedy else None,
+    )

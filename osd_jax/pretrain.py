@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +36,8 @@ class PretrainConfig:
     steps: optimiser steps.
     pool: batches drawn together, whose rows are regrouped by target length, so
       that short rows are not padded to the longest of all. 1 keeps the order.
-    initial: weights file to start from, "" draws them from `seed`.
+    initial: weights file to start from, "" draws them from `seed`. A shallower model
+      is deepened by layers that begin as the identity.
     seed: of the initial weights.
     log_every: steps between log rows.
     evaluate_every: steps between evaluations; the last step is always evaluated.
@@ -77,21 +77,6 @@ class PretrainConfig:
           f"PretrainConfig.storage: received {self.storage!r}, expected 'float32' or"
           " 'bfloat16'."
       )
-
-
-@flax.struct.dataclass
-class TrainState:
-  """What training carries.
-
-  Attributes:
-    params: the model's parameters.
-    opt_state: optax state.
-    step: [] int32.
-  """
-
-  params: base.Params
-  opt_state: optax.OptState
-  step: jax.Array
 
 
 def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
@@ -138,35 +123,58 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
   return trained
 
 
-def initial_state(config: PretrainConfig, model: base.Model) -> TrainState:
-  """Parameters drawn from the seed or read from `config.initial`, fresh optimiser."""
+def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:
+  """Parameters drawn from the seed, or read from `config.initial` and deepened."""
+  key = jax.random.key(config.seed)
+  params = jax.jit(model.init)(key)
   if config.initial:
-    start = weights.load(config.initial)
-    weights.check_shapes(config.model, start.params, config.initial)
-    params = start.params
-  else:
-    params = jax.jit(model.init)(jax.random.key(config.seed))
+    params = deepened(weights.load(config.initial).params, params)
+    weights.check_shapes(config.model, params, config.initial)
   opt_state = update.make_optimizer(config.optimizer).init(params)
-  return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+  zero = jnp.zeros((), jnp.int32)
+  return update.LearnerState(params, opt_state, version=zero, step=zero, skipped=zero)
+
+
+def deepened(start: base.Params, fresh: base.Params) -> base.Params:
+  """Parameters of a shallower model with new layers that compute the identity.
+
+  A deep stack learns to copy much later than a shallow one; grown from it, it starts
+  where the shallow one ended (progressive stacking, Gong et al., 2019).
+
+  Args:
+    start: parameters of the shallower model, or of one as deep.
+    fresh: newly drawn parameters of the deeper model, of otherwise the same shape.
+
+  Returns:
+    `start`, with the layers that it lacks taken from `fresh`, their output
+    projections set to zero.
+  """
+  grown = jax.tree.map(lambda leaf: leaf, start)
+  for stack in ("encoder", "decoder"):
+    for name, layer in fresh[stack].items():
+      if name not in start[stack]:
+        grown[stack][name] = jax.tree_util.tree_map_with_path(_silenced, layer)
+  return grown
+
+
+def _silenced(path: Any, leaf: jax.Array) -> jax.Array:
+  silent = path[-2].key in ("out", "wo")
+  return jnp.zeros_like(leaf) if silent else leaf
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def train_step(
     model: base.Model,
     optimizer: update.OptimizerConfig,
-    state: TrainState,
+    state: update.LearnerState,
     source: jax.Array,
     target: jax.Array,
-) -> tuple[TrainState, jax.Array]:
-  """One step on source [R, S] and target [R, T]; returns the loss before it."""
+) -> tuple[update.LearnerState, update.UpdateMetrics]:
+  """One guarded step on source [R, S] and target [R, T]."""
   loss, gradient = jax.value_and_grad(_cross_entropy, argnums=1)(
       model, state.params, source, target
   )
-  updates, opt_state = update.make_optimizer(optimizer).update(
-      gradient, state.opt_state, state.params
-  )
-  params = optax.apply_updates(state.params, updates)
-  return TrainState(params, opt_state, state.step + 1), loss
+  return update.apply_gradients(optimizer, state, loss, gradient)
 
 
 def _cross_entropy(model, params, source, target):
@@ -241,10 +249,10 @@ def _cut(tokens: np.ndarray, multiple: int) -> np.ndarray:
   return tokens[:, : max(multiple, -(-longest // multiple) * multiple)]
 
 
-def _loop(config, model, vocabulary, state, log, saved, console) -> TrainState:
+def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
   stream = data_batches.batches(config.data, vocabulary)
   held_out = data_batches.batches(config.evaluation, vocabulary)
-  start = int(state.step)
+  start = int(state.step + state.skipped)
   pool: list[data_batches.Batch] = []
   losses: list[jax.Array] = []
   with _progress(console) as bar:
@@ -254,10 +262,10 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> TrainState:
       if place == 0 or not pool:
         pool = regrouped(stream, config.pool, index)
       batch = pool[place]
-      state, loss = train_step(
+      state, report = train_step(
           model, config.optimizer, state, batch.source, batch.target
       )
-      losses.append(loss)
+      losses.append(report.loss)
       if step % config.log_every == 0:
         mean = float(np.mean(jax.device_get(losses)))
         losses.clear()
@@ -266,7 +274,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> TrainState:
               f"pretrain: the loss of step {step} is {mean}; lower"
               " OptimizerConfig.learning_rate (the last checkpoint is kept)."
           )
-        log.write("step", {"step": step, "loss": mean})
+        log.write("step", {"step": step, "loss": mean, "skipped": int(state.skipped)})
         bar.update(task, completed=step, figures=f"loss {mean:.4f}")
       if step % config.evaluate_every == 0 or step == config.steps:
         rows = evaluate(config, model, held_out, state.params)

@@ -414,7 +414,7 @@ def _empty(config, target, draft, partitioner, target_served, draft_served, buck
   )
   state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
   state = state.replace(
-      stop_reason=jnp.full((config.rows,), base.StopReason.EMPTY, jnp.int32)
+      stop_reason=jnp.full((config.rows,), int(base.StopReason.EMPTY), jnp.int32)
   )
   return _constrained(partitioner, state)
 

@@ -90,7 +90,8 @@ def initial_state(
       tokens=jnp.zeros((rows, buffer_length(target_length)), jnp.int32),
       length=zeros,
       last_token=jnp.full((rows,), base.PAD_ID, jnp.int32),
-      stop_reason=jnp.full((rows,), base.StopReason.RUNNING, jnp.int32),
+      # A plain int: an enum makes a weak type, and a second compilation with it.
+      stop_reason=jnp.full((rows,), int(base.StopReason.RUNNING), jnp.int32),
       settings=settings.replace(
           max_length=jnp.minimum(settings.max_length, target_length)
       ),

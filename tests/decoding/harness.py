@@ -1,6 +1,5 @@
-"""What the decoding tests share: prompts to states, states to outputs, planted faults."""
+"""What the decoding tests share: prompts to states, states to outputs, faults."""
 
-import dataclasses
 import functools
 
 import jax
@@ -14,21 +13,8 @@ from osd_jax.models import t5
 
 MANY = 10_000  # rounds; no test needs more
 
-
-def relaxed(model):
-  """The model, free to broadcast ranks as linen modules do; the loop stays strict."""
-
-  def relax(function):
-    return jax.numpy_rank_promotion("allow")(function)
-
-  names = ("init", "prefill", "decode", "score")
-  return dataclasses.replace(
-      model, **{name: relax(getattr(model, name)) for name in names}
-  )
-
-
-TARGET = relaxed(t5.build(testing.TINY_T5))
-DRAFT = relaxed(t5.build(testing.TINY_DRAFT))
+TARGET = t5.build(testing.TINY_T5)
+DRAFT = t5.build(testing.TINY_DRAFT)
 
 
 def jitted_rounds():

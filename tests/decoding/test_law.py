@@ -229,7 +229,7 @@ def test_a_draft_cache_off_by_one_changes_no_law(monkeypatch):
   assert found.min() > THRESHOLD, found
 
 
-# --- u = 0, which no chi-square sees ---------------------------------------------------
+# --- u = 0, which no chi-square sees ------------------------------------------------
 
 
 @pytest.mark.parametrize(("u", "caught"), [(0.0, False), (-1e-30, True)])

@@ -1,0 +1,87 @@
+"""Records: truncated log-softmax with an exact tail, against a sort."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from osd_jax import testing
+from osd_jax.decoding import records
+
+VOCAB = 7
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(1000, jnp.uint16), (2**16, jnp.uint16), (2**16 + 1, jnp.int32)],
+)
+def test_ids_are_stored_in_the_smallest_type_that_holds_them(vocab_size, dtype):
+  empty = records.empty(2, 5, 4, vocab_size)
+  assert empty.ids.dtype == dtype and empty.ids.shape == (2, 5, 4)
+  logits = np.zeros((1, 1, vocab_size), np.float32)
+  logits[..., -1] = 1.0
+  found = records.from_logits(jnp.asarray(logits), 4)
+  assert found.ids.dtype == dtype and found.ids[0, 0, 0] == vocab_size - 1
+
+
+def test_nothing_is_kept_where_nothing_is_asked_for():
+  assert records.empty(2, 5, 0, VOCAB) is None
+  assert records.empty(2, 5, 99, VOCAB).ids.shape == (2, 5, VOCAB)
+
+
+def test_a_position_of_400_bytes_at_most():
+  leaves = jax.tree.leaves(records.empty(1, 1, 64, 32_128))
+  assert sum(leaf.nbytes for leaf in leaves) <= 400
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    kept=st.sampled_from([1, 3, VOCAB]),
+    values=st.lists(
+        st.sampled_from([-np.inf, -20.0, -1.0, 0.0, 0.5, 2.0]),
+        min_size=2 * VOCAB,
+        max_size=2 * VOCAB,
+    ),
+)
+def test_a_record_is_the_truncated_log_softmax(kept, values):
+  """Ties at the cut and impossible tokens included: kept and tail add up to 1."""
+  logits = np.array(values).reshape(1, 2, VOCAB)
+  logits[..., 2] = 1.0  # something is possible
+  found = records.from_logits(jnp.asarray(logits, jnp.float32), kept)
+  log_probs, _, tail = oracles.truncate(logits, kept)
+  np.testing.assert_allclose(found.log_probs, log_probs, atol=1e-5)
+  np.testing.assert_allclose(found.tail, tail, atol=1e-6)
+  with np.errstate(divide="ignore"):
+    fresh = np.log(oracles.softmax(logits))
+  at_ids = np.take_along_axis(fresh, np.asarray(found.ids), -1)
+  np.testing.assert_allclose(found.log_probs, at_ids, atol=1e-5)
+  assert all(len(set(ids)) == kept for ids in np.asarray(found.ids)[0].tolist())
+  assert kept < VOCAB or (np.asarray(found.tail) == 0).all()
+
+
+def test_a_tiny_tail_is_kept_and_not_rounded_away():
+  """1 minus the kept mass would be 0 here."""
+  logits = np.array([[[30.0, 0.0, 0.0, 0.0]]])
+  tail = records.from_logits(jnp.asarray(logits, jnp.float32), 1).tail
+  np.testing.assert_allclose(tail, 3 * np.exp(-30.0), rtol=1e-5)
+
+
+def test_teacher_forced_rows_judge_the_token_at_their_own_position():
+  """Row t of the records is the law of token t given the tokens before it."""
+  table = testing.random_table(VOCAB, 4)
+  tokens = np.array([[3, 5, 1, 0], [2, 1, 0, 0], [0, 0, 0, 0]], np.int32)
+  source = np.array([[4, 1], [5, 1], [0, 0]], np.int32)
+  batch = records.teacher_forced(
+      testing.tabular_model(VOCAB), jnp.asarray(table), source, tokens, 3
+  )
+  np.testing.assert_array_equal(batch.mask.sum(-1), [3, 2, 0])
+  np.testing.assert_array_equal(batch.weight, [1, 1, 0])
+  fed = np.pad(tokens, ((0, 0), (2, 0)))
+  logits = table[fed[:, :-2], fed[:, 1:-1]]
+  log_probs, ids, tail = oracles.truncate(logits, 3)
+  np.testing.assert_allclose(batch.records.log_probs, log_probs, atol=1e-5)
+  np.testing.assert_array_equal(batch.records.ids, ids)
+  np.testing.assert_allclose(batch.records.tail, tail, atol=1e-6)

@@ -1,0 +1,453 @@
+"""The whole loop: greedy exactness, independence of rows, records, counters, limits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from decoding import harness
+
+from osd_jax import testing
+from osd_jax.base import EOS_ID, StopReason
+from osd_jax.decoding import propose as propose_lib
+from osd_jax.decoding import speculative
+from osd_jax.decoding import state as state_lib
+
+VOCAB, LENGTH, SOURCE, RECORD = 8, 16, 7, 8
+TARGET, DRAFT = harness.TARGET, harness.DRAFT
+LIMITS = (16, 1, 9, 16, 12)
+
+# Tables run with these shapes wherever nothing else is said: one compilation for
+# each K.
+TABLE_ROWS, TABLE_LENGTH = 6, 60
+
+
+@functools.cache
+def t5_params(kind):
+  """Drafts from the target itself to one that knows nothing of it; all of one shape."""
+  target = harness.lively_params(TARGET)
+  return {
+      "target": lambda: target,
+      "perturbed": lambda: harness.perturbed(target, 0.03),
+      "unrelated": lambda: harness.lively_params(TARGET, 9),
+      "other architecture": lambda: harness.lively_params(DRAFT),
+  }[kind]()
+
+
+def served(kind):
+  model = DRAFT if kind == "other architecture" else TARGET
+  return model.prepare(t5_params(kind))
+
+
+def t5_start(rows, kind="target", seed=0, **settings):
+  """Ragged prompts under per-row limits, prefilled."""
+  settings = {"max_length": np.resize(LIMITS, rows), **settings}
+  return harness.start(
+      TARGET,
+      served("target"),
+      *testing.random_sources(rows, SOURCE, TARGET.vocab_size, seed),
+      harness.settings_of(rows, **settings),
+      LENGTH,
+      DRAFT if kind == "other architecture" else TARGET,
+      served(kind),
+      RECORD,
+  )
+
+
+def t5_rounds(k, state, kind="target", **kwargs):
+  model = DRAFT if kind == "other architecture" else TARGET
+  return harness.rounds(
+      TARGET, model, k, served("target"), served(kind), state, **kwargs
+  )
+
+
+@functools.cache
+def t5_plain(rows, seed=0):
+  settings = harness.settings_of(rows, max_length=np.resize(LIMITS, rows))
+  sources = testing.random_sources(rows, SOURCE, TARGET.vocab_size, seed)
+  return harness.plain(TARGET, served("target"), *sources, settings, LENGTH, RECORD)
+
+
+def draft_acceptance(state):
+  counters = state.counters
+  return np.sum(counters.accepted) / max(np.sum(counters.drafted), 1)
+
+
+def table_settings(**settings):
+  return harness.settings_of(TABLE_ROWS, **{"max_length": TABLE_LENGTH, **settings})
+
+
+def table_rounds(k, target, draft, settings, **kwargs):
+  return harness.tabular_rounds(
+      k, target, draft, settings, TABLE_LENGTH, record=VOCAB, **kwargs
+  )
+
+
+# --- Greedy: token for token --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "rows"), [(1, 2), (2, 5), (3, 5), (5, 1), (8, 5)])
+def test_greedy_t5_equals_plain_whatever_the_draft(k, rows):
+  acceptance = {}
+  for kind in ("target", "perturbed", "unrelated"):
+    found = t5_rounds(k, t5_start(rows, kind), kind)
+    expected = t5_plain(rows)
+    assert harness.outputs(found) == harness.outputs(expected), kind
+    np.testing.assert_array_equal(found.stop_reason, expected.stop_reason)
+    acceptance[kind] = draft_acceptance(found)
+  # Not vacuous: the drafts do differ.
+  assert acceptance["target"] == 1.0
+  assert acceptance["unrelated"] < 0.3
+  assert rows == 1 or acceptance["unrelated"] < acceptance["perturbed"] < 1
+
+
+def test_greedy_t5_equals_plain_with_a_draft_of_another_architecture():
+  kind = "other architecture"
+  found = t5_rounds(3, t5_start(5, kind), kind)
+  assert harness.outputs(found) == harness.outputs(t5_plain(5))
+
+
+@pytest.mark.parametrize("k", [2, 3, 8])
+def test_a_draft_swapped_within_requests_changes_no_greedy_token(k):
+  state = t5_start(5, "perturbed")
+  for version, kind in enumerate(["perturbed", "unrelated", "target"]):
+    limit = 1 if kind != "target" else harness.MANY
+    before = np.asarray(state.length)
+    state = t5_rounds(k, state, kind, version=version, limit=limit)
+    for row in range(5):
+      new = state.records.draft_version[row, before[row] : int(state.length[row])]
+      assert (np.asarray(new) == version).all()
+  assert harness.outputs(state) == harness.outputs(t5_plain(5))
+  assert len(set(np.asarray(state.records.draft_version[0, :LENGTH]).tolist())) > 1
+
+
+def greedy_walk(table, limit):
+  """The oracle: arg max by arg max."""
+  emitted = [0, 0]
+  while len(emitted) - 2 < limit and (emitted[-1] != EOS_ID or len(emitted) == 2):
+    emitted.append(int(table[emitted[-2], emitted[-1]].argmax()))
+  return emitted[2:]
+
+
+@pytest.mark.parametrize(
+    ("k", "rows"), [(1, 6), (2, 6), (3, 6), (5, 6), (8, 6), (3, 1), (8, 2)]
+)
+def test_greedy_tables_equal_the_walk_over_their_arg_max(k, rows):
+  limits = np.resize([60, 1, 7, 60, 33, 59], rows)
+  settings = harness.settings_of(rows, max_length=limits)
+  endings = 0
+  for seed in range(12):
+    rng = np.random.default_rng(seed)
+    # Steep in the last token, so that walks are long; some end by themselves.
+    table = rng.normal(size=(VOCAB,) * 3) - 0.5 * np.eye(VOCAB)[EOS_ID]
+    draft = table + rng.normal(0, 0.5, table.shape)
+    table, draft = table.astype(np.float32), draft.astype(np.float32)
+    found = table_rounds(k, table, draft, settings)
+    expected = [greedy_walk(table, limit) for limit in limits]
+    assert harness.outputs(found) == expected
+    for row, output in enumerate(expected):
+      ended = output[-1] == EOS_ID
+      endings += ended
+      reason = StopReason.EOS if ended else StopReason.LENGTH
+      assert int(found.stop_reason[row]) == reason
+  assert endings  # some did end
+
+
+# --- Acceptance ---------------------------------------------------------------------
+
+
+def self_draft(k, run=harness.ROUNDS):
+  table = testing.random_table(VOCAB, 5)
+  settings = table_settings(
+      temperature=[0.0, 1.0, 0.5, 1.0, 1.0, 2.0],
+      top_k=[0, 0, 0, 3, 0, 4],
+      top_p=[1, 1, 1, 1, 0.8, 0.9],
+  )
+  return table_rounds(k, table, table, settings, run=run)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+def test_a_draft_equal_to_the_target_accepts_everything(k):
+  final = self_draft(k)
+  assert draft_acceptance(final) == 1.0
+  rounds = -(-TABLE_LENGTH // (k + 1))
+  np.testing.assert_array_equal(final.counters.rounds, rounds)
+
+
+def test_a_draft_cache_without_its_last_token_is_caught(monkeypatch):
+  """The fault: K draft steps only, so that a full acceptance leaves a hole."""
+
+  def propose(draft, served, cache, *args):
+    proposal, after = propose_lib.propose(draft, served, cache, *args)
+    hole = jax.vmap(lambda row, at: row.at[at].set(0))
+    return proposal, after.replace(tokens=hole(after.tokens, after.length - 1))
+
+  monkeypatch.setattr(
+      speculative, "propose_lib", harness.Changed(propose_lib, propose=propose)
+  )
+  assert draft_acceptance(self_draft(2, run=harness.jitted_rounds())) < 0.9
+
+
+def test_counters_equal_the_closed_form():
+  """Rows that repeat one distribution: accepted lengths are truncated geometric."""
+  k, rows, rounds = 3, 4000, 6
+  rng = np.random.default_rng(0)
+  target, draft = rng.normal(0, 1.2, (2, VOCAB))
+  target[EOS_ID] = draft[EOS_ID] = -np.inf
+  settings = harness.settings_of(rows, max_length=rounds * (k + 1), temperature=0.8)
+  target_table, draft_table = (
+      np.tile(np.float32(row), (VOCAB, VOCAB, 1)) for row in (target, draft)
+  )
+  final = harness.tabular_rounds(
+      k, target_table, draft_table, settings, rounds * (k + 1), limit=rounds
+  )
+  overlap = np.minimum(
+      oracles.processed_probs(target, 0.8), oracles.processed_probs(draft, 0.8)
+  ).sum()
+  assert 0.3 < overlap < 0.8
+  counters, count = final.counters, rows * rounds
+  assert np.sum(counters.rounds) == count
+
+  def close(found, expected, trials):
+    deviation = np.sqrt(expected * (1 - expected) / trials)
+    assert abs(found - expected) < 5 * deviation
+
+  close(draft_acceptance(final), overlap, np.sum(counters.drafted))
+  passed = np.sum(counters.accepted_per_position, axis=0) / count
+  for index in range(k):
+    close(passed[index], overlap ** (index + 1), count)
+  assert not passed[k:].any()
+  tokens_per_call = np.sum(final.length) / count
+  expected = (1 - overlap ** (k + 1)) / (1 - overlap)
+  assert abs(tokens_per_call - expected) < 5 * k / np.sqrt(count)
+  assert tokens_per_call == 1 + np.sum(counters.accepted) / count
+
+
+# --- Rows do not see one another ----------------------------------------------------
+
+MIXED = {
+    "temperature": np.array([0.0, 1.0, 0.7, 0.0, 1.3]),
+    "top_k": np.array([0, 0, 3, 0, 0]),
+    "top_p": np.array([1, 1, 1, 0.5, 0.8]),
+    "seed": np.array([11, 12, 13, 14, 2**32 - 1]),
+}
+
+
+def mixed_start(order, kind="perturbed"):
+  """The five requests of MIXED in another order."""
+  source, mask = testing.random_sources(5, SOURCE, TARGET.vocab_size, 3)
+  order = np.asarray(order)
+  settings = harness.settings_of(
+      len(order),
+      max_length=np.asarray(LIMITS)[order],
+      **{name: values[order] for name, values in MIXED.items()},
+  )
+  return harness.start(
+      TARGET, served("target"), source[order], mask[order], settings, LENGTH, TARGET,
+      served(kind), RECORD,
+  )
+
+
+@pytest.mark.parametrize(
+    "order", [[4, 3, 2, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 3, 0], [2, 4, 1, 4, 2]]
+)
+def test_batch_mates_and_slot_change_no_output(order):
+  """Order, mates, their sampling, whether all are greedy or none filters."""
+  alone = harness.outputs(t5_rounds(3, mixed_start(range(5)), "perturbed"))
+  assert len(set(map(tuple, alone))) == 5
+  found = harness.outputs(t5_rounds(3, mixed_start(order), "perturbed"))
+  assert found == [alone[row] for row in order]
+
+
+def test_a_row_alone_equals_the_row_in_a_batch():
+  target, draft = testing.random_table(VOCAB, 6), testing.random_table(VOCAB, 7)
+  columns = {name: np.resize(values, TABLE_ROWS) for name, values in MIXED.items()}
+  columns["max_length"] = np.resize(LIMITS, TABLE_ROWS)
+  together = harness.outputs(
+      table_rounds(3, target, draft, table_settings(**columns))
+  )
+  for row in range(5):
+    one = {name: values[row : row + 1] for name, values in columns.items()}
+    alone = table_rounds(3, target, draft, harness.settings_of(1, **one))
+    assert harness.outputs(alone) == [together[row]]
+
+
+def test_rounds_one_by_one_equal_one_call_and_leave_stopped_rows_alone():
+  at_once = t5_rounds(3, mixed_start(range(5)), "perturbed")
+  state = mixed_start(range(5))
+  saw_a_stopped_row = False
+  while (np.asarray(state.stop_reason) == StopReason.RUNNING).any():
+    before = state
+    state = t5_rounds(3, state, "perturbed", limit=1)
+    stopped = np.asarray(before.stop_reason) != StopReason.RUNNING
+    saw_a_stopped_row |= stopped.any()
+    check_same_rows(before, state, np.flatnonzero(stopped))
+    assert (np.asarray(state.length) > np.asarray(before.length))[~stopped].all()
+  assert saw_a_stopped_row
+  check_same_rows(at_once, state, range(5))
+
+
+def check_same_rows(expected, found, rows):
+  """All that is valid: everything but cache entries behind `length`."""
+  for row in rows:
+    one, other = harness.take(expected, [row]), harness.take(found, [row])
+    no_caches = lambda state: state.replace(target_cache=None, draft_cache=None)
+    jax.tree.map(np.testing.assert_array_equal, no_caches(one), no_caches(other))
+    for name in ("target_cache", "draft_cache"):
+      a, b = getattr(one, name), getattr(other, name)
+      np.testing.assert_array_equal(a.length, b.length)
+      end = int(a.length[0])
+      for mine, theirs in zip(
+          (*a.self_keys, *a.self_values), (*b.self_keys, *b.self_values), strict=True
+      ):
+        np.testing.assert_array_equal(mine[:, :, :end], theirs[:, :, :end])
+
+
+def test_a_call_returns_when_any_running_row_stops():
+  table = testing.random_table(VOCAB, 1)
+  settings = harness.settings_of(3, max_length=[20, 6, 20], temperature=1.0)
+  model = testing.tabular_model(VOCAB)
+  sources = harness.no_sources(3)
+  start = harness.start(model, table, *sources, settings, 20, model, table)
+  rounds = functools.partial(
+      harness.rounds, model, model, 2, table, table, until_all=False
+  )
+  first = rounds(start)
+  assert np.asarray(first.stop_reason).tolist() == [0, StopReason.LENGTH, 0]
+  assert np.asarray(first.counters.rounds).tolist() == [2, 2, 2]
+  second = rounds(first)  # the stopped row does not stop it at once
+  assert np.asarray(second.length).tolist() == [20, 6, 20]
+  # Nothing runs any more: nothing happens.
+  jax.tree.map(np.testing.assert_array_equal, second, rounds(second))
+
+
+# --- Records ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["perturbed", "unrelated"])
+def test_records_equal_a_fresh_scoring_pass(kind):
+  state = t5_rounds(3, mixed_start(range(5), kind), kind, version=4)
+  source, mask = testing.random_sources(5, SOURCE, TARGET.vocab_size, 3)
+  logits, valid = harness.scored(TARGET, t5_params("target"), source, mask, state)
+  log_probs, _, tail = oracles.truncate(logits, RECORD)
+  fresh = np.log(oracles.softmax(logits))
+  found = jax.tree.map(np.asarray, state.records)
+  at_ids = np.take_along_axis(fresh, found.ids.astype(int), -1)
+  np.testing.assert_allclose(found.log_probs[valid], log_probs[valid], atol=5e-5)
+  np.testing.assert_allclose(found.log_probs[valid], at_ids[valid], atol=5e-5)
+  np.testing.assert_allclose(found.tail[valid], tail[valid], atol=1e-5)
+  assert (found.draft_version[valid] == 4).all()
+  # A round that accepts less than K and is not cut has one error.
+  errors = np.sum(found.error & valid, axis=1)
+  rejected = np.asarray(state.counters.drafted - state.counters.accepted)
+  np.testing.assert_array_equal(errors, rejected)
+
+
+@pytest.mark.parametrize(
+    ("k", "errors"), [(1, [2, 5]), (2, []), (8, [2, 5]), (5, [2, 5]), (3, [2, 5])]
+)
+def test_the_error_mask_marks_planted_rejections_and_nothing_else(k, errors):
+  """The target repeats 2 3 4; the draft is wrong behind 3. K = 2 never drafts there.
+
+  k = 2 sees every third token as a bonus token, which is no error.
+  """
+  target = np.zeros((VOCAB,) * 3, np.float32)
+  for last, following in ((0, 2), (2, 3), (3, 4), (4, 2)):
+    target[:, last, following] = 5.0
+  draft = target.copy()
+  draft[:, 3, 6] = 9.0
+  state = table_rounds(k, target, draft, table_settings(max_length=8))
+  assert harness.outputs(state) == [[2, 3, 4, 2, 3, 4, 2, 3]] * TABLE_ROWS
+  marked = np.flatnonzero(np.asarray(state.records.error[0, :8])).tolist()
+  assert marked == errors
+
+
+# --- At the limit -------------------------------------------------------------------
+
+
+def run_to_the_limit():
+  """K = 8 beside limits that the last rounds overshoot."""
+  target = testing.random_table(VOCAB, 8)
+  settings = table_settings(max_length=[60, 59, 58, 60, 4, 60])
+  noise = np.random.default_rng(1).normal(0, 0.4, target.shape).astype(np.float32)
+  plain = harness.tabular_steps(target, settings, TABLE_LENGTH, record=VOCAB)
+  return plain, table_rounds(8, target, target + noise, settings)
+
+
+def differences(expected, found):
+  """What differs between two final states, among all that is valid."""
+  wrong = []
+  for row, length in enumerate(np.asarray(expected.length)):
+    fed = [0, *harness.outputs(expected)[row]][:length]
+    checks = {
+        "tokens": harness.outputs(found)[row] == harness.outputs(expected)[row],
+        "target cache": found.target_cache.tokens[row, :length].tolist() == fed,
+        "draft cache": found.draft_cache.tokens[row, :length].tolist() == fed,
+        "records": np.allclose(
+            found.records.log_probs[row, :length],
+            expected.records.log_probs[row, :length],
+            atol=1e-5,
+        ),
+    }
+    wrong += [name for name, same in checks.items() if not same]
+  return sorted(set(wrong))
+
+
+def test_a_round_that_overshoots_the_limit_overwrites_nothing():
+  assert differences(*run_to_the_limit()) == []
+
+
+def test_buffers_without_a_spare_round_are_caught(monkeypatch):
+  """Control: clamped writes land on earlier entries of every buffer."""
+  monkeypatch.setattr(state_lib, "buffer_length", lambda target_length: target_length)
+  found = differences(*run_to_the_limit())
+  assert {"tokens", "target cache", "records"} <= set(found)
+
+
+# --- Compilation --------------------------------------------------------------------
+
+
+def test_jit_equals_no_jit_for_one_round():
+  target, draft = (jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (8, 9))
+  settings = table_settings(temperature=np.linspace(0, 1, TABLE_ROWS))
+  model, sources = testing.tabular_model(VOCAB), harness.no_sources(TABLE_ROWS)
+  start = harness.start(
+      model, target, *sources, settings, TABLE_LENGTH, model, draft, VOCAB
+  )
+  once = jnp.int32(1)
+  arguments = (model, model, 1, True, target, draft, jnp.int32(0), once, start)
+  compiled = harness.ROUNDS(*arguments)
+  with jax.disable_jit():
+    stepped = speculative.run_rounds(*arguments)
+
+  def close(a, b):
+    np.testing.assert_allclose(a, b, atol=1e-6)
+
+  jax.tree.map(close, compiled, stepped)
+  assert (np.asarray(compiled.counters.rounds) == 1).all()
+
+
+def test_nothing_compiles_for_other_settings_requests_or_parameters():
+  run = harness.jitted_rounds()
+  model = testing.tabular_model(VOCAB)
+
+  def call(version, rows=3, **settings):
+    tables = [jnp.asarray(testing.random_table(VOCAB, version + i)) for i in range(2)]
+    settings = harness.settings_of(rows, **settings)
+    sources = harness.no_sources(rows)
+    state = harness.start(model, tables[0], *sources, settings, 9, model, tables[1])
+    return harness.rounds(
+        model, model, 2, *tables, state, version=version, limit=version + 1, run=run
+    )
+
+  state = call(0, max_length=9)
+  assert run._cache_size() == 1
+  for seed in range(1, 5):
+    call(seed, max_length=seed, temperature=seed / 2, top_k=seed, top_p=0.9, seed=seed)
+  tables = [jnp.asarray(testing.random_table(VOCAB, 2))] * 2
+  harness.rounds(model, model, 2, *tables, state, run=run)  # its own result goes in
+  assert run._cache_size() == 1
+  call(0, rows=4, max_length=9)  # the count does count
+  assert run._cache_size() == 2

@@ -90,7 +90,7 @@ def answer(
 
 def with_source(done: slots.Finished, source_id: int) -> slots.Finished:
   """The same answer, its row marked as coming from a source."""
-  batch = done.batch.replace(source_id=jnp.full((1,), source_id, jnp.int32))
+  batch = done.batch.replace(source_id=np.full((1,), source_id, np.int32))
   return dataclasses.replace(done, batch=batch)
 
 
@@ -124,7 +124,7 @@ def reference_rows(
       tokens[row, : len(reference)] = reference
       source_id[row] = prompt.task_id
     batch = records.teacher_forced(target, params, source, tokens, config.record_top_k)
-    yield batch.replace(source_id=jnp.asarray(source_id))
+    yield batch.replace(source_id=source_id)
 
 
 def stack(rows: Sequence[base.DistillationBatch]) -> base.DistillationBatch:

@@ -49,15 +49,13 @@ def make_settings(
           f"SamplingSettings.{name}: received {value!r}, expected a number {expected}."
       )
 
-  def full(value, dtype):
-    return jnp.full((rows,), value, dtype)
-
+  # numpy: made for every request, and each eager jnp call costs a dispatch.
   return base.SamplingSettings(
-      temperature=full(temperature, jnp.float32),
-      top_k=full(top_k, jnp.int32),
-      top_p=full(top_p, jnp.float32),
-      seed=full(seed, jnp.uint32),
-      max_length=full(max_length, jnp.int32),
+      temperature=np.full((rows,), temperature, np.float32),
+      top_k=np.full((rows,), top_k, np.int32),
+      top_p=np.full((rows,), top_p, np.float32),
+      seed=np.full((rows,), seed, np.uint32),
+      max_length=np.full((rows,), max_length, np.int32),
   )
 
 

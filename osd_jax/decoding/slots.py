@@ -350,12 +350,12 @@ class Slots:
     request = self._held[slot]
     assert request is not None and self._state is not None
     self._held[slot] = None
-    row = _row(self.config, self._state, slot)
-    host = jax.device_get((row.length, row.stop_reason, row.tokens, row.counters))
-    length, reason, tokens, counters = jax.tree.map(lambda leaf: leaf[0], host)
     source = np.full((1, self.config.source_lengths[-1]), base.PAD_ID, np.int32)
     source[0, : len(request.tokens)] = request.tokens
-    mask = jnp.arange(self.config.target_length)[None] < row.length[:, None]
+    batch, settings, figures = _row(self.config, self._state, source, slot)
+    tokens, length, reason, counters = jax.tree.map(
+        lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
+    )
     return Finished(
         request=request,
         tokens=tokens[:length],
@@ -363,17 +363,10 @@ class Slots:
         target_calls=int(counters.rounds),
         drafted=int(counters.drafted),
         accepted=int(counters.accepted),
-        accepted_per_position=tuple(int(n) for n in counters.accepted_per_position),
+        accepted_per_position=tuple(counters.accepted_per_position.tolist()),
         milliseconds=self._milliseconds[slot],
-        batch=base.DistillationBatch(
-            source=jnp.asarray(source),
-            target=jnp.where(mask, row.tokens, base.PAD_ID),
-            mask=mask,
-            records=row.records,
-            source_id=jnp.zeros((1,), jnp.int32),
-            weight=jnp.ones((1,), jnp.float32),
-        ),
-        settings=row.settings,
+        batch=batch,
+        settings=settings,
     )
 
 
@@ -470,8 +463,11 @@ def _plain(config, target, partitioner, target_served, max_steps, state):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _row(config, state, slot):
-  """One row [1, ...] without caches, its per-token buffers cut to T."""
+def _row(config, state, source, slot):
+  """One row: what the loss wants of it, its settings, and its figures for the host.
+
+  One compiled call: eager operations would cost the host more than a draft step.
+  """
 
   def take(leaf):
     return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)
@@ -479,10 +475,20 @@ def _row(config, state, slot):
   def cut(leaf):
     return take(leaf)[:, : config.target_length]
 
-  row = jax.tree.map(take, state.replace(target_cache=None, draft_cache=None))
-  return row.replace(
-      tokens=cut(state.tokens), records=jax.tree.map(cut, state.records)
+  length = take(state.length)
+  mask = jnp.arange(config.target_length)[None] < length[:, None]
+  batch = base.DistillationBatch(
+      source=source,
+      target=jnp.where(mask, cut(state.tokens), base.PAD_ID),
+      mask=mask,
+      records=jax.tree.map(cut, state.records),
+      source_id=jnp.zeros((1,), jnp.int32),
+      weight=jnp.ones((1,), jnp.float32),
   )
+  settings, reason, counters = jax.tree.map(
+      take, (state.settings, state.stop_reason, state.counters)
+  )
+  return batch, settings, (length, reason, counters)
 
 
 def _constrained(partitioner, state):

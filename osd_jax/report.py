@@ -71,7 +71,7 @@ def conclude(
   requests = [row for row in rows if row["kind"] == "request"]
   segments = split(requests, shifts)
   table = segment_table(segments)
-  _print_table(table, console)
+  print_table(table, console)
   sentences = headline(requests, segments, rows)
   for sentence in sentences:
     console.print(sentence, highlight=False)
@@ -200,14 +200,16 @@ def _rounded(value: float) -> float | None:
   return None if np.isnan(value) else round(float(value), 3)
 
 
-def _print_table(
+def print_table(
     table: Sequence[Mapping[str, Any]], console: rich.console.Console
 ) -> None:
+  """Prints rows of equal keys; columns of text to the left, of numbers to the right."""
   if not table:
     return
   shown = rich.table.Table()
   for name in table[0]:
-    shown.add_column(name, justify="left" if name == "topic" else "right")
+    words = any(isinstance(row[name], str) for row in table)
+    shown.add_column(name, justify="left" if words else "right")
   for row in table:
     shown.add_row(*("-" if value is None else str(value) for value in row.values()))
   console.print(shown)

@@ -1,0 +1,482 @@
+"""Offline distillation: the draft learns from a fixed corpus before it serves."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+import rich.progress
+
+from osd_jax import base, checkpoints, corpus, pairs, partitioning, report, writers
+from osd_jax.data import batches as data_batches
+from osd_jax.decoding import records, slots
+from osd_jax.distillation import update as updates
+from osd_jax.models import mixture, weights
+
+# Who writes the texts that the draft learns on; the target judges all of them.
+SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
+
+
+@dataclasses.dataclass(frozen=True)
+class OfflineConfig:
+  """One offline run.
+
+  Attributes:
+    corpus: prompts to learn on; `limit_rows` makes a thin corpus. References are
+      not read.
+    evaluation: held-out prompts, answered once by the target.
+    output: weights file of the distilled draft.
+    evaluation_prompts: how many held-out prompts.
+    pair: target, vocabulary, and the draft to start from.
+    decoding: shapes of the answers; many rows suit bulk decoding.
+    sampling: the i-th prompt that a model answers draws with seed + i.
+    sample_source: "teacher": the target writes; "student": the draft writes;
+      "mix_request": one of them, chosen for each prompt; "mix_token": for each token.
+    mix_share: share of prompts or tokens that the draft writes in a mix.
+    resample_every: steps after which the draft as it is by then writes its part
+      anew; 0 keeps the texts of the first draft.
+    update: loss and optimiser; num_new + num_replay rows make a step.
+    steps: optimiser steps.
+    log_every: steps between log rows.
+    evaluate_every: steps between evaluations; first and last are always evaluated.
+    checkpoint_every: steps between checkpoints.
+    seed: of the order of rows and of the coins of a mix.
+    storage: "float32", or "bfloat16" for an output of half the size.
+    run_directory: where everything goes; a run killed there continues. Texts are not
+      part of a checkpoint but written again, the same ones.
+    partition: mesh.
+  """
+
+  corpus: data_batches.BatchConfig
+  evaluation: data_batches.BatchConfig
+  output: str
+  evaluation_prompts: int = 128
+  pair: pairs.PairConfig = pairs.PairConfig()
+  decoding: slots.DecodingConfig = slots.DecodingConfig(rows=8)
+  sampling: slots.SamplingConfig = slots.SamplingConfig()
+  sample_source: str = "teacher"
+  mix_share: float = 0.5
+  resample_every: int = 0
+  update: updates.UpdateConfig = updates.UpdateConfig()
+  steps: int = 1000
+  log_every: int = 20
+  evaluate_every: int = 250
+  checkpoint_every: int = 250
+  seed: int = 0
+  storage: str = "float32"
+  run_directory: str = "runs/offline"
+  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
+
+  def __post_init__(self):
+    counts = ("evaluation_prompts", "steps", "log_every", "evaluate_every")
+    for name in (*counts, "checkpoint_every"):
+      self._check(name, getattr(self, name) >= 1, "an integer >= 1")
+    sources = f"one of {', '.join(SAMPLE_SOURCES)}"
+    self._check("sample_source", self.sample_source in SAMPLE_SOURCES, sources)
+    self._check("mix_share", 0 <= self.mix_share <= 1, "a number in 0..1")
+    self._check("resample_every", self.resample_every >= 0, "an integer >= 0")
+    self._check("seed", self.seed >= 0, "an integer >= 0")
+    stored = self.storage in ("float32", "bfloat16")
+    self._check("storage", stored, "'float32' or 'bfloat16'")
+    self._check("output", bool(self.output), "the path of the weights file to write")
+    kept = self.decoding.record_top_k >= 1
+    self._check("decoding", kept, "record_top_k >= 1: the draft learns from records")
+    longest = self.decoding.source_lengths[-1]
+    for name in ("corpus", "evaluation"):
+      if getattr(self, name).source_length > longest:
+        raise ValueError(
+            f"OfflineConfig.{name}: received source_length="
+            f"{getattr(self, name).source_length}, expected at most the largest of"
+            f" DecodingConfig.source_lengths, {longest}."
+        )
+
+  def _check(self, field: str, holds: bool, expected: str) -> None:
+    if not holds:
+      raise ValueError(
+          f"OfflineConfig.{field}: received {getattr(self, field)!r}, expected"
+          f" {expected}."
+      )
+
+
+def run(config: OfflineConfig, operative_config: str = "") -> Path:
+  """Writes texts, learns on them, saves the draft; continues an interrupted run.
+
+  Args:
+    config: the run.
+    operative_config: text stored beside the results.
+
+  Returns:
+    The run directory.
+  """
+  console = rich.console.Console(stderr=True)
+  directory = writers.RunDirectory.start(
+      config.run_directory, config=operative_config, seed=config.seed
+  )
+  with _progress(console) as bar:
+    task = bar.add_task("distil", total=config.steps, figures="")
+    loop = OfflineLoop(config, directory, bar)
+    bar.update(task, completed=loop.taken)
+    loop.evaluate_if_first()
+    while loop.taken < config.steps:
+      loop.step()
+      bar.update(task, completed=loop.taken, figures=loop.figures)
+  loop.close()
+  _conclude(config, directory, console)
+  directory.finish()
+  console.print(f"weights: {config.output}\nrun directory: {directory.path}")
+  return directory.path
+
+
+class OfflineLoop:
+  """The state of an offline run; `step` is one optimiser step."""
+
+  def __init__(
+      self,
+      config: OfflineConfig,
+      directory: writers.RunDirectory,
+      bar: rich.progress.Progress,
+  ):
+    """Loads the pair and restores a checkpoint if there is one."""
+    self.config = config
+    self._bar = bar
+    self._partitioner = partitioning.make(config.partition)
+    self.pair = pairs.load(config.pair, self._partitioner)
+    self.learner = updates.init_learner(config.update, self.pair.draft_params)
+    self.taken = 0
+    self.loss = self.overlap = float("nan")
+    self._losses: list[Any] = []
+    self._writer = self.pair.draft_params  # what wrote the draft's texts
+    self._log = writers.MetricsLog(directory.metrics_path)
+    self._saved = checkpoints.Checkpointer(
+        checkpoints.CheckpointConfig(str(directory.checkpoints_path))
+    )
+    if self._saved.latest_step() is None:
+      self._log.truncate(0)
+    else:
+      self._restore()
+
+  @functools.cached_property
+  def texts(self) -> "Texts":
+    """The corpus; only read if there is something left to learn."""
+    found = corpus.prompts(self.config.corpus, self.pair.vocabulary)
+    return Texts(self.config, self.pair, self._partitioner, found, self._bar)
+
+  @functools.cached_property
+  def rows(self) -> base.DistillationBatch:
+    """The texts with the target's distributions, on the host."""
+    return self.texts.rows(self._writer)
+
+  @functools.cached_property
+  def held_out(self) -> list[slots.Finished]:
+    """The target's answers to the held-out prompts."""
+    config = self.config
+    found = corpus.prompts(
+        config.evaluation, self.pair.vocabulary, config.evaluation_prompts
+    )
+    decoder = plain_slots(config, self.pair, self._partitioner)
+    with counting(self._bar, "held-out prompts", len(found)) as count:
+      return corpus.answer(decoder, found, config.sampling, count)
+
+  @property
+  def figures(self) -> str:
+    """What the progress line says."""
+    return f"loss {self.loss:.4f}  held-out overlap {self.overlap:.3f}"
+
+  def step(self) -> None:
+    """One optimiser step and whatever is due after it."""
+    config = self.config
+    if self._resamples():
+      self._writer = self.learner.params
+      vars(self).pop("rows", None)  # the new draft writes them
+    batch = self._partitioner.place_rows(self._batch(self.taken))
+    self.learner, found = updates.take_slice(
+        self.pair.draft, config.update, self.learner, batch
+    )
+    self._losses.append(found.loss)
+    self.taken += 1
+    last = self.taken == config.steps
+    if self.taken % config.log_every == 0 or last:
+      self._log_step()
+    if self.taken % config.evaluate_every == 0 or last:
+      self._evaluate()
+    if self.taken % config.checkpoint_every == 0 or last:
+      self._checkpoint()
+
+  def evaluate_if_first(self) -> None:
+    """Evaluates the draft that the run starts from."""
+    if self.taken == 0:
+      self._evaluate()
+
+  def close(self) -> None:
+    """Saves the draft."""
+    notes = (
+        f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
+        f" {self.config.sample_source} texts"
+    )
+    found = self.pair.draft_weights(self.learner.params, notes)
+    weights.save(self.config.output, found, self.config.storage)
+    self._saved.close()
+    self._log.close()
+
+  def _resamples(self) -> bool:
+    every = self.config.resample_every
+    due = every > 0 and self.taken > 0 and self.taken % every == 0
+    return due and self.config.sample_source != "teacher"
+
+  def _batch(self, step: int) -> base.DistillationBatch:
+    """Rows of a step: places of an endless sequence of shuffled epochs."""
+    size, count = _rows_per_step(self.config), len(self.rows.weight)
+    order = shuffled(count, step * size, size, self.config.seed)
+    return jax.tree.map(lambda leaf: leaf[order], self.rows)
+
+  def _log_step(self) -> None:
+    self.loss = float(np.mean(jax.device_get(self._losses)))
+    self._losses.clear()
+    skipped = int(self.learner.skipped)
+    row = {"step": self.taken, "loss": self.loss, "skipped": skipped}
+    self._log.write("step", row)
+
+  def _evaluate(self) -> None:
+    found = corpus.mean_agreement(
+        self.pair.draft, self.learner.params, self.held_out
+    )
+    tasks = {self.config.evaluation.tasks[i].label: row for i, row in found.items()}
+    self._log.write("evaluation", {"step": self.taken, "tasks": tasks})
+    overlaps = [row["distribution_overlap"] for row in tasks.values()]
+    self.overlap = float(np.mean(overlaps))
+
+  def _checkpoint(self) -> None:
+    host = {
+        "taken": self.taken,
+        "loss": self.loss,
+        "overlap": self.overlap,
+        "losses": [float(loss) for loss in self._losses],
+        "metrics_bytes": self._log.length,
+    }
+    self._log.sync()
+    arrays = {"learner": self.learner, "writer": self._writer}
+    self._saved.save(self.taken, arrays, host)
+
+  def _restore(self) -> None:
+    arrays, host = self._saved.restore(
+        None, {"learner": self.learner, "writer": self._writer}
+    )
+    self.learner, self._writer = arrays["learner"], arrays["writer"]
+    self.taken, self.loss = host["taken"], host["loss"]
+    self.overlap = host["overlap"]
+    self._losses = list(host["losses"])
+    self._log.truncate(host["metrics_bytes"])
+
+
+class Texts:
+  """Texts of a corpus, by whoever the config says, judged by the target."""
+
+  def __init__(
+      self,
+      config: OfflineConfig,
+      pair: pairs.Pair,
+      partitioner: partitioning.Partitioner,
+      found: Sequence[corpus.Prompt],
+      bar: rich.progress.Progress,
+  ):
+    """Writes nothing yet."""
+    self.config, self.pair, self.prompts = config, pair, found
+    self._partitioner, self._bar = partitioner, bar
+
+  def rows(self, draft_params: base.Params) -> base.DistillationBatch:
+    """All rows in the order of the prompts.
+
+    Args:
+      draft_params: the draft that writes, where it does.
+
+    Returns:
+      A batch of [N] rows of numpy arrays.
+    """
+    by_draft = self.draft_writes()
+    parts: list[Any] = [None] * len(self.prompts)
+    for index, row in zip(np.flatnonzero(~by_draft), self._by_target, strict=True):
+      parts[index] = row
+    places = np.flatnonzero(by_draft)
+    for index, row in zip(places, self._by_draft(places, draft_params), strict=True):
+      parts[index] = row
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+  def draft_writes(self) -> np.ndarray:
+    """Which prompts the draft (or a mix by token) writes, [N] bool."""
+    share = {"teacher": 0.0, "mix_request": self.config.mix_share}
+    rng = np.random.default_rng([self.config.seed, 1])
+    coins = rng.random(len(self.prompts))
+    return coins < share.get(self.config.sample_source, 1.0)
+
+  @functools.cached_property
+  def _by_target(self) -> list[base.DistillationBatch]:
+    """Rows of the target's own texts: decoding them recorded its distributions."""
+    places = np.flatnonzero(~self.draft_writes())
+    if not len(places):
+      return []
+    decoder = plain_slots(self.config, self.pair, self._partitioner)
+    return [jax.device_get(done.batch) for done in self._answer(decoder, places)]
+
+  def _by_draft(
+      self, places: np.ndarray, params: base.Params
+  ) -> Iterator[base.DistillationBatch]:
+    """Rows of texts by the draft or the mix, through one target pass each."""
+    if not len(places):
+      return
+    model = self.pair.draft
+    if self.config.sample_source == "mix_token":
+      model = mixture.mix(
+          self.pair.target, model, self.config.mix_share, self.config.seed
+      )
+      params = {"target": self.pair.target_params, "draft": params}
+    unrecorded = dataclasses.replace(_plain(self.config.decoding), record_top_k=0)
+    decoder = slots.Slots(unrecorded, model, params, partitioner=self._partitioner)
+    answers = self._answer(decoder, places)
+    size = self.config.decoding.rows
+    for start in range(0, len(answers), size):
+      yield from self._judged([d.batch for d in answers[start : start + size]], size)
+
+  def _judged(
+      self, texts: list[base.DistillationBatch], size: int
+  ) -> Iterator[base.DistillationBatch]:
+    """The same rows with the target's distributions; `size` fixes the shape."""
+    filled = corpus.stack(texts + texts[-1:] * (size - len(texts)))
+    judged = records.teacher_forced(
+        self.pair.target,
+        self.pair.target_params,
+        filled.source,
+        filled.target,
+        self.config.decoding.record_top_k,
+    )
+    host = jax.device_get(filled.replace(records=judged.records))
+    for row in range(len(texts)):
+      yield jax.tree.map(lambda leaf, at=row: leaf[at : at + 1], host)
+
+  def _answer(self, decoder: slots.Slots, places: np.ndarray) -> list[slots.Finished]:
+    found = [self.prompts[place] for place in places]
+    with counting(self._bar, "texts", len(found)) as count:
+      return corpus.answer(decoder, found, self.config.sampling, count)
+
+
+@contextlib.contextmanager
+def counting(
+    bar: rich.progress.Progress, label: str, total: int
+) -> Iterator[Callable[[slots.Finished], None]]:
+  """A line of its own below the bar, for prompts being answered."""
+  task = bar.add_task(label, total=total, figures="")
+  yield lambda done: bar.advance(task)
+  bar.remove_task(task)
+
+
+def plain_slots(
+    config: OfflineConfig, pair: pairs.Pair, partitioner: partitioning.Partitioner
+) -> slots.Slots:
+  """The target alone, with records."""
+  return slots.Slots(
+      _plain(config.decoding),
+      pair.target,
+      pair.target_params,
+      partitioner=partitioner,
+  )
+
+
+def shuffled(count: int, start: int, size: int, seed: int) -> np.ndarray:
+  """A stretch of the endless sequence of shuffled epochs of `count` rows.
+
+  Args:
+    count: rows of an epoch.
+    start: first place.
+    size: places.
+    seed: each epoch's order is a function of the seed and its number.
+
+  Returns:
+    [size] row numbers.
+  """
+  epochs = range(start // count, (start + size - 1) // count + 1)
+  orders = [np.random.default_rng([seed, 2, e]).permutation(count) for e in epochs]
+  first = start % count
+  return np.concatenate(orders)[first : first + size]
+
+
+def _plain(config: slots.DecodingConfig) -> slots.DecodingConfig:
+  """One step a token: a call may take as many as an answer has tokens."""
+  return dataclasses.replace(config, max_rounds=config.target_length)
+
+
+def _rows_per_step(config: OfflineConfig) -> int:
+  return config.update.num_new + config.update.num_replay
+
+
+def _conclude(
+    config: OfflineConfig, directory: writers.RunDirectory, console: rich.console.Console
+) -> None:
+  """Prints and writes the table of before and after."""
+  rows = list(writers.read(directory.metrics_path))
+  evaluations = [row for row in rows if row["kind"] == "evaluation"]
+  table = before_and_after(evaluations[0]["tasks"], evaluations[-1]["tasks"])
+  report.print_table(table, console)
+  learned = [row for row in rows if row["kind"] == "step"]
+  sentences = [
+      f"{config.steps} steps of {_rows_per_step(config)} rows on"
+      f" {config.sample_source} texts: loss {learned[0]['loss']:.4f} in the first"
+      f" {learned[0]['step']} steps, {learned[-1]['loss']:.4f} in the last ones;"
+      f" {learned[-1]['skipped']} steps were skipped because they were not finite.",
+  ]
+  for sentence in sentences:
+    console.print(sentence, highlight=False)
+  page = writers.write_report(
+      directory,
+      sentences,
+      {"Held-out prompts": table, "Over the run": over_the_run(evaluations)},
+      [],
+      title="Offline distillation",
+  )
+  console.print(f"report: {page}")
+
+
+def before_and_after(
+    before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]
+) -> list[dict[str, Any]]:
+  """One row a task."""
+  return [
+      {
+          "task": label,
+          "prompts": after[label]["requests"],
+          "overlap before": round(before[label]["distribution_overlap"], 3),
+          "overlap after": round(after[label]["distribution_overlap"], 3),
+          "at most": round(after[label]["distribution_overlap_upper"], 3),
+          "acceptance before": round(before[label]["acceptance_rate"], 3),
+          "acceptance after": round(after[label]["acceptance_rate"], 3),
+      }
+      for label in after
+  ]
+
+
+def over_the_run(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Overlap on every task at each evaluation."""
+  return [
+      {
+          "step": row["step"],
+          **{
+              label: round(found["distribution_overlap"], 3)
+              for label, found in row["tasks"].items()
+          },
+      }
+      for row in evaluations
+  ]
+
+
+def _progress(console: rich.console.Console) -> rich.progress.Progress:
+  return rich.progress.Progress(
+      rich.progress.TextColumn("{task.description}"),
+      rich.progress.BarColumn(bar_width=20),
+      rich.progress.MofNCompleteColumn(),
+      rich.progress.TimeRemainingColumn(),
+      rich.progress.TextColumn("{task.fields[figures]}"),
+      console=console,
+  )

@@ -189,6 +189,10 @@ class OnlineLoop:
       self._checkpoint()
     return rows
 
+  def settle(self) -> None:
+    """Waits until no update is running, so that what follows is timed alone."""
+    self._learner.settle()
+
   def close(self, wall_seconds: float) -> None:
     """Takes the last update, writes the summary and the adapted draft."""
     if self._learner.busy:

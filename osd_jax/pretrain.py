@@ -14,7 +14,7 @@ import optax
 import rich.console
 import rich.progress
 
-from osd_jax import base, checkpoints, writers
+from osd_jax import assets, base, checkpoints, writers
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation import update
@@ -27,7 +27,7 @@ class PretrainConfig:
 
   Attributes:
     model: shape of the T5.
-    vocabulary: path of the SentencePiece model.
+    vocabulary: path of the SentencePiece model, or "shipped:NAME".
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
     data: training batches.
     evaluation: held-out batches; one pass over `evaluation_batches` of them.
@@ -93,7 +93,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
   directory = writers.RunDirectory.start(
       config.run_directory, config=operative_config, seed=config.seed
   )
-  vocabulary = Vocabulary.load(config.vocabulary, config.extra_ids)
+  vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
   if vocabulary.size > config.model.vocab_size:
     raise ValueError(
         f"pretrain: T5Config.vocab_size: received {config.model.vocab_size}, expected"

@@ -109,6 +109,11 @@ class BackgroundLearner:
         wait_ms=waited * 1e3,
     )
 
+  def settle(self) -> None:
+    """Waits until the thread is idle, without taking the result."""
+    if self._future is not None:
+      concurrent.futures.wait([self._future])
+
   def close(self) -> None:
     """Ends the thread; an update under way is finished and dropped."""
     self._thread.shutdown()

@@ -1,0 +1,138 @@
+"""What learning costs and gains end to end: three complete runs of one stream.
+
+Plain decoding, the frozen draft and the online draft (updates, metering of the online
+draft, logging and checkpoints included) serve the same requests in interleaved blocks.
+Wall time; an update that is still running when its block ends is waited for, on the
+online run's account.
+
+  python benchmarks/bench_whole_run.py [--gin_file runs/demo.gin] [--seeds 3]
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+import time
+
+import numpy as np
+import rich.console
+import rich.table
+
+from osd_jax import online, writers
+from osd_jax.decoding import slots
+from osd_jax.main import settings
+
+
+def serve(decoder: slots.Slots, requests: list[slots.Request]) -> tuple[float, int]:
+  """Seconds and tokens of serving a block."""
+  started = time.perf_counter()
+  tokens = sum(len(done.tokens) for done in decoder.run(requests))
+  return time.perf_counter() - started, tokens
+
+
+def learn(loop: online.OnlineLoop, until: int) -> float:
+  """Seconds of serving a block while learning."""
+  started = time.perf_counter()
+  while loop.finished < until:
+    loop.step()
+  loop.settle()
+  return time.perf_counter() - started
+
+
+def one_run(config: online.OnlineConfig, block: int, folder: str) -> dict[str, float]:
+  directory = writers.RunDirectory.create(folder)
+  loop = online.OnlineLoop(dataclasses.replace(config, run_directory=folder), directory)
+  pair, decoding = loop.pair, config.decoding
+  plain = slots.Slots(
+      dataclasses.replace(decoding, record_top_k=0), pair.target, pair.target_params
+  )
+  frozen = slots.Slots(
+      dataclasses.replace(decoding, record_top_k=0),
+      pair.target,
+      pair.target_params,
+      pair.draft,
+      pair.draft_params,
+  )
+  warm_up(config, loop, plain, frozen)
+  seconds = {"plain": 0.0, "frozen": 0.0, "online": 0.0}
+  tokens = 0
+  for start in range(0, len(loop.stream), block):
+    stop = min(start + block, len(loop.stream))
+    requests = [
+        slots.Request(tokens=loop.stream[i].tokens, sampling=config.sampling)
+        for i in range(start, stop)
+    ]
+    spent, count = serve(plain, requests)
+    seconds["plain"] += spent
+    tokens += count
+    seconds["frozen"] += serve(frozen, requests)[0]
+    seconds["online"] += learn(loop, stop)
+  loop.close(sum(seconds.values()))
+  rows = list(writers.read(directory.metrics_path))
+  overlaps = [row["overlap"] for row in rows if row["kind"] == "request"]
+  return {
+      **{f"{name}_seconds": value for name, value in seconds.items()},
+      "tokens": tokens,
+      "updates": sum(row["kind"] == "update" for row in rows),
+      "update_seconds": total_seconds(rows, "update", "update_ms"),
+      "decode_seconds": total_seconds(rows, "request", "decode_ms"),
+      "overlap": float(np.mean(overlaps)),
+      "over_plain": seconds["plain"] / seconds["online"],
+      "over_frozen": seconds["frozen"] / seconds["online"],
+  }
+
+
+def total_seconds(rows: list, kind: str, field: str) -> float:
+  return sum(row[field] for row in rows if row["kind"] == kind) / 1e3
+
+
+def warm_up(
+    config: online.OnlineConfig,
+    loop: online.OnlineLoop,
+    plain: slots.Slots,
+    frozen: slots.Slots,
+) -> None:
+  """Compiles everything on a short run of its own; compilation is not what we time."""
+  tokens = loop.stream[0].tokens
+  for decoder in (plain, frozen):
+    decoder.run([slots.Request(tokens=tokens)] * (config.decoding.rows + 1))
+  with tempfile.TemporaryDirectory() as folder:
+    directory = writers.RunDirectory.create(folder)
+    config = dataclasses.replace(config, checkpoint_every=8)
+    other = online.OnlineLoop(config, directory)
+    while other.finished < 3 * config.schedule.update_interval + 8:
+      other.step()
+    other.close(0.0)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--gin_file", default="runs/demo.gin")
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--block", type=int, default=25)
+  parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
+  given = parser.parse_args()
+  console = rich.console.Console()
+  table = rich.table.Table("seed", "plain s", "frozen s", "online s", "over plain",
+                           "over frozen", "overlap", "updates")
+  for seed in range(given.seeds):
+    config, _ = settings.load(
+        online.OnlineConfig,
+        [given.gin_file],
+        [f"StreamConfig.seed={seed}", *given.bindings],
+    )
+    config = dataclasses.replace(config, floor_metering=False, compare_every=0)
+    with tempfile.TemporaryDirectory() as folder:
+      row = one_run(config, given.block, folder)
+    console.print(json.dumps({"seed": seed, **row}), soft_wrap=True)
+    table.add_row(
+        str(seed),
+        *(f"{row[f'{name}_seconds']:.1f}" for name in ("plain", "frozen", "online")),
+        *(f"{row[name]:.2f}" for name in ("over_plain", "over_frozen", "overlap")),
+        str(row["updates"]),
+    )
+  console.print(table)
+
+
+if __name__ == "__main__":
+  main()

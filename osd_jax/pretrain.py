@@ -36,6 +36,8 @@ class PretrainConfig:
     steps: optimiser steps.
     pool: batches drawn together, whose rows are regrouped by target length, so
       that short rows are not padded to the longest of all. 1 keeps the order.
+    length_multiple: regrouped batches are as long as their rows need, rounded up to
+      this; every pair of lengths is compiled once, so long rows want a large one.
     initial: weights file to start from, "" draws them from `seed`. A shallower model
       is deepened by layers that begin as the identity.
     seed: of the initial weights.
@@ -56,6 +58,7 @@ class PretrainConfig:
   optimizer: update.OptimizerConfig = update.OptimizerConfig()
   steps: int = 1000
   pool: int = 8
+  length_multiple: int = 8
   initial: str = ""
   seed: int = 0
   log_every: int = 20
@@ -66,7 +69,8 @@ class PretrainConfig:
   run_directory: str = "runs/pretrain"
 
   def __post_init__(self):
-    for name in ("steps", "pool", "log_every", "evaluate_every", "checkpoint_every"):
+    counts = ("steps", "pool", "length_multiple", "log_every", "evaluate_every")
+    for name in (*counts, "checkpoint_every"):
       if getattr(self, name) < 1:
         raise ValueError(
             f"PretrainConfig.{name}: received {getattr(self, name)!r}, expected an"
@@ -210,7 +214,7 @@ def judge(
 
 
 def regrouped(
-    stream: data_batches.BatchStream, pool: int, index: int, multiple: int = 8
+    stream: data_batches.BatchStream, pool: int, index: int, multiple: int
 ) -> list[data_batches.Batch]:
   """Regroups rows of `pool` batches by target length and cuts their padding.
 
@@ -246,7 +250,7 @@ def regrouped(
 
 def _cut(tokens: np.ndarray, multiple: int) -> np.ndarray:
   longest = int((tokens != base.PAD_ID).sum(1).max())
-  return tokens[:, : max(multiple, -(-longest // multiple) * multiple)]
+  return tokens[:, : -(-longest // multiple) * multiple]
 
 
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
@@ -260,7 +264,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
     for step in range(start + 1, config.steps + 1):
       index, place = divmod(step - 1, config.pool)
       if place == 0 or not pool:
-        pool = regrouped(stream, config.pool, index)
+        pool = regrouped(stream, config.pool, index, config.length_multiple)
       batch = pool[place]
       state, report = train_step(
           model, config.optimizer, state, batch.source, batch.target

@@ -1,0 +1,167 @@
+"""Learning on the demo stream: rise, recovery after each shift, forgetting.
+
+Trains the offline-distilled draft if it is not there, serves the stream once a seed,
+and measures the drafts kept at every shift on held-out prompts of all topics.
+
+  python experiments/demo_stream/run.py [--seeds 3] [--out runs/demo_stream]
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import rich.console
+import rich.table
+
+from osd_jax import (
+  corpus,
+  metrics,
+  offline,
+  online,
+  pairs,
+  partitioning,
+  report,
+  writers,
+)
+from osd_jax.data import streams
+from osd_jax.decoding import slots
+from osd_jax.main import settings
+from osd_jax.models import weights
+
+HELD_OUT = 100  # prompts a topic
+
+
+def ceiling(pair, answers, labels) -> dict[str, float]:
+  """Held-out overlap of the offline-distilled draft, per topic."""
+  config, text = settings.load(
+      offline.OfflineConfig, ["experiments/demo_ceiling.gin"], []
+  )
+  if not pathlib.Path(config.output).exists():
+    offline.run(config, text)
+  return overlap(pair, weights.load(config.output).params, answers, labels)
+
+
+def overlap(pair, params, answers, labels) -> dict[str, float]:
+  found = corpus.mean_agreement(pair.draft, params, answers)
+  return {labels[task]: row["distribution_overlap"] for task, row in found.items()}
+
+
+def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
+  """The target's answers to held-out prompts of all topics, with records."""
+  evaluation, _ = settings.load(
+      offline.OfflineConfig,
+      ["experiments/demo_ceiling.gin"],
+      [f"GENERATED_EVAL_ROWS={HELD_OUT}"],
+  )
+  decoder = slots.Slots(
+      dataclasses.replace(config.decoding, rows=8),
+      pair.target,
+      pair.target_params,
+      pair.draft,
+      pair.draft_params,
+  )
+  prompts = corpus.prompts(evaluation.evaluation, pair.vocabulary)
+  labels = [task.label for task in evaluation.evaluation.tasks]
+  return corpus.answer(decoder, prompts, config.sampling), labels
+
+
+def served(seed: int, out: pathlib.Path) -> tuple[online.OnlineConfig, pathlib.Path]:
+  config, text = settings.load(
+      online.OnlineConfig,
+      ["runs/demo.gin"],
+      [
+          f"StreamConfig.seed={seed}",
+          f"OnlineConfig.seed={seed}",
+          "OnlineConfig.keep_drafts=True",
+          "OnlineConfig.compare_every=0",
+          f"OnlineConfig.run_directory='{out / f'seed_{seed}'}'",
+      ],
+  )
+  if not (out / f"seed_{seed}" / "draft.safetensors").exists():
+    online.run(config, text)
+  return config, out / f"seed_{seed}"
+
+
+def curves(path: pathlib.Path, shifts, level: dict[str, float]) -> dict[str, dict]:
+  """Per topic: means, first and last 50, and requests to recover."""
+  requests = [r for r in writers.read(path / "metrics.jsonl") if r["kind"] == "request"]
+  found = {}
+  for label, rows in report.split(requests, shifts):
+    row = metrics.segment_summary(rows, 50)
+    row["recovery"] = metrics.recovery_requests(
+        [r["overlap"] for r in rows], level[label]
+    )
+    found[label] = row
+  return found
+
+
+def forgetting(pair, path: pathlib.Path, shifts, answers, labels) -> dict[str, float]:
+  """Held-out overlap at the end of a topic's segment minus at the end of the stream."""
+  final = weights.load(path / "draft.safetensors").params
+  at_end = overlap(pair, final, answers, labels)
+  kept = sorted((path / "drafts").glob("*.safetensors"))
+  lost = {}
+  for (_, label), file in zip(shifts, kept, strict=False):
+    then = overlap(pair, weights.load(file).params, answers, labels)
+    lost[label] = then[label] - at_end[label]
+  return lost
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--out", type=pathlib.Path, default="runs/demo_stream")
+  given = parser.parse_args()
+  console = rich.console.Console()
+  first, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
+  pair = pairs.load(first.pair, partitioning.make(first.partition))
+  answers, labels = held_out_answers(first, pair)
+  level = ceiling(pair, answers, labels)
+  frozen = overlap(pair, pair.draft_params, answers, labels)
+  console.print(json.dumps({"held_out": {"frozen": frozen, "offline": level}}))
+  results = []
+  for seed in range(given.seeds):
+    config, path = served(seed, given.out)
+    stream_shifts = shifts_of(config, pair)
+    row = {
+        "seed": seed,
+        "topics": curves(path, stream_shifts, level),
+        "forgetting": forgetting(pair, path, stream_shifts, answers, labels),
+    }
+    console.print(json.dumps(row), soft_wrap=True)
+    results.append(row)
+  show(results, console)
+
+
+def shifts_of(config: online.OnlineConfig, pair: pairs.Pair):
+  return streams.QueryStream(config.stream, pair.vocabulary).shifts()
+
+
+def show(results: list[dict], console: rich.console.Console) -> None:
+  """Mean and spread over the seeds."""
+
+  def spread(values) -> str:
+    known = [v for v in values if v is not None]
+    missing = len(list(values)) - len(known)
+    text = f"{np.mean(known):.3f} ({min(known):.3f}-{max(known):.3f})" if known else "-"
+    return text + (f", {missing} never" if missing else "")
+
+  columns = ("overlap_mean", "floor_overlap_mean", "overlap_first", "overlap_last",
+             "draft_acceptance_last", "recovery")
+  table = rich.table.Table("topic", *columns, "forgetting")
+  for label in results[0]["topics"]:
+    cells = [spread([r["topics"][label][name] for r in results]) for name in columns]
+    lost = [r["forgetting"].get(label) for r in results]
+    table.add_row(label, *cells, spread(lost) if lost[0] is not None else "last topic")
+  overall = [
+      spread([np.mean([t[name] for t in r["topics"].values()]) for r in results])
+      for name in columns[:2]
+  ]
+  table.add_row("all", *overall, *[""] * 5)
+  console.print(table)
+
+
+if __name__ == "__main__":
+  main()

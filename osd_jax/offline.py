@@ -1,9 +1,8 @@
 """Offline distillation: the draft learns from a fixed corpus before it serves."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import rich.console
 import rich.progress
 
 from osd_jax import base, checkpoints, corpus, pairs, partitioning, report, writers
+from osd_jax import texts as texts_lib
 from osd_jax.data import batches as data_batches
-from osd_jax.decoding import records, slots
+from osd_jax.decoding import slots
 from osd_jax.distillation import update as updates
-from osd_jax.models import mixture, weights
-
-# Who writes the texts that the draft learns on; the target judges all of them.
-SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
+from osd_jax.models import weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +32,7 @@ class OfflineConfig:
     pair: target, vocabulary, and the draft to start from.
     decoding: shapes of the answers; many rows suit bulk decoding.
     sampling: the i-th prompt that a model answers draws with seed + i.
-    sample_source: "teacher": the target writes; "student": the draft writes;
-      "mix_request": one of them, chosen for each prompt; "mix_token": for each token.
-    mix_share: share of prompts or tokens that the draft writes in a mix.
+    texts: who writes what the draft learns on.
     resample_every: steps after which the draft as it is by then writes its part
       anew; 0 keeps the texts of the first draft.
     update: loss and optimiser; num_new + num_replay rows make a step.
@@ -45,7 +40,7 @@ class OfflineConfig:
     log_every: steps between log rows.
     evaluate_every: steps between evaluations; first and last are always evaluated.
     checkpoint_every: steps between checkpoints.
-    seed: of the order of rows and of the coins of a mix.
+    seed: of the order of rows.
     storage: "float32", or "bfloat16" for an output of half the size.
     run_directory: where everything goes; a run killed there continues. Texts are not
       part of a checkpoint but written again, the same ones.
@@ -59,8 +54,7 @@ class OfflineConfig:
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: slots.DecodingConfig = slots.DecodingConfig(rows=8)
   sampling: slots.SamplingConfig = slots.SamplingConfig()
-  sample_source: str = "teacher"
-  mix_share: float = 0.5
+  texts: texts_lib.TextsConfig = texts_lib.TextsConfig()
   resample_every: int = 0
   update: updates.UpdateConfig = updates.UpdateConfig()
   steps: int = 1000
@@ -76,9 +70,6 @@ class OfflineConfig:
     counts = ("evaluation_prompts", "steps", "log_every", "evaluate_every")
     for name in (*counts, "checkpoint_every"):
       self._check(name, getattr(self, name) >= 1, "an integer >= 1")
-    sources = f"one of {', '.join(SAMPLE_SOURCES)}"
-    self._check("sample_source", self.sample_source in SAMPLE_SOURCES, sources)
-    self._check("mix_share", 0 <= self.mix_share <= 1, "a number in 0..1")
     self._check("resample_every", self.resample_every >= 0, "an integer >= 0")
     self._check("seed", self.seed >= 0, "an integer >= 0")
     stored = self.storage in ("float32", "bfloat16")
@@ -161,10 +152,18 @@ class OfflineLoop:
       self._restore()
 
   @functools.cached_property
-  def texts(self) -> "Texts":
+  def texts(self) -> texts_lib.Texts:
     """The corpus; only read if there is something left to learn."""
-    found = corpus.prompts(self.config.corpus, self.pair.vocabulary)
-    return Texts(self.config, self.pair, self._partitioner, found, self._bar)
+    config = self.config
+    return texts_lib.Texts(
+        config.texts,
+        config.decoding,
+        config.sampling,
+        self.pair,
+        self._partitioner,
+        corpus.prompts(config.corpus, self.pair.vocabulary),
+        self._bar,
+    )
 
   @functools.cached_property
   def rows(self) -> base.DistillationBatch:
@@ -178,8 +177,8 @@ class OfflineLoop:
     found = corpus.prompts(
         config.evaluation, self.pair.vocabulary, config.evaluation_prompts
     )
-    decoder = plain_slots(config, self.pair, self._partitioner)
-    with counting(self._bar, "held-out prompts", len(found)) as count:
+    decoder = texts_lib.plain_slots(config.decoding, self.pair, self._partitioner)
+    with texts_lib.counting(self._bar, "held-out prompts", len(found)) as count:
       return corpus.answer(decoder, found, config.sampling, count)
 
   @property
@@ -216,7 +215,7 @@ class OfflineLoop:
     """Saves the draft."""
     notes = (
         f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
-        f" {self.config.sample_source} texts"
+        f" {self.config.texts.sample_source} texts"
     )
     found = self.pair.draft_weights(self.learner.params, notes)
     weights.save(self.config.output, found, self.config.storage)
@@ -226,7 +225,7 @@ class OfflineLoop:
   def _resamples(self) -> bool:
     every = self.config.resample_every
     due = every > 0 and self.taken > 0 and self.taken % every == 0
-    return due and self.config.sample_source != "teacher"
+    return due and self.config.texts.sample_source != "teacher"
 
   def _batch(self, step: int) -> base.DistillationBatch:
     """Rows of a step: places of an endless sequence of shuffled epochs."""
@@ -273,118 +272,6 @@ class OfflineLoop:
     self._log.truncate(host["metrics_bytes"])
 
 
-class Texts:
-  """Texts of a corpus, by whoever the config says, judged by the target."""
-
-  def __init__(
-      self,
-      config: OfflineConfig,
-      pair: pairs.Pair,
-      partitioner: partitioning.Partitioner,
-      found: Sequence[corpus.Prompt],
-      bar: rich.progress.Progress,
-  ):
-    """Writes nothing yet."""
-    self.config, self.pair, self.prompts = config, pair, found
-    self._partitioner, self._bar = partitioner, bar
-
-  def rows(self, draft_params: base.Params) -> base.DistillationBatch:
-    """All rows in the order of the prompts.
-
-    Args:
-      draft_params: the draft that writes, where it does.
-
-    Returns:
-      A batch of [N] rows of numpy arrays.
-    """
-    by_draft = self.draft_writes()
-    parts: list[Any] = [None] * len(self.prompts)
-    for index, row in zip(np.flatnonzero(~by_draft), self._by_target, strict=True):
-      parts[index] = row
-    places = np.flatnonzero(by_draft)
-    for index, row in zip(places, self._by_draft(places, draft_params), strict=True):
-      parts[index] = row
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-  def draft_writes(self) -> np.ndarray:
-    """Which prompts the draft (or a mix by token) writes, [N] bool."""
-    share = {"teacher": 0.0, "mix_request": self.config.mix_share}
-    rng = np.random.default_rng([self.config.seed, 1])
-    coins = rng.random(len(self.prompts))
-    return coins < share.get(self.config.sample_source, 1.0)
-
-  @functools.cached_property
-  def _by_target(self) -> list[base.DistillationBatch]:
-    """Rows of the target's own texts: decoding them recorded its distributions."""
-    places = np.flatnonzero(~self.draft_writes())
-    if not len(places):
-      return []
-    decoder = plain_slots(self.config, self.pair, self._partitioner)
-    return [jax.device_get(done.batch) for done in self._answer(decoder, places)]
-
-  def _by_draft(
-      self, places: np.ndarray, params: base.Params
-  ) -> Iterator[base.DistillationBatch]:
-    """Rows of texts by the draft or the mix, through one target pass each."""
-    if not len(places):
-      return
-    model = self.pair.draft
-    if self.config.sample_source == "mix_token":
-      model = mixture.mix(
-          self.pair.target, model, self.config.mix_share, self.config.seed
-      )
-      params = {"target": self.pair.target_params, "draft": params}
-    unrecorded = dataclasses.replace(_plain(self.config.decoding), record_top_k=0)
-    decoder = slots.Slots(unrecorded, model, params, partitioner=self._partitioner)
-    answers = self._answer(decoder, places)
-    size = self.config.decoding.rows
-    for start in range(0, len(answers), size):
-      yield from self._judged([d.batch for d in answers[start : start + size]], size)
-
-  def _judged(
-      self, texts: list[base.DistillationBatch], size: int
-  ) -> Iterator[base.DistillationBatch]:
-    """The same rows with the target's distributions; `size` fixes the shape."""
-    filled = corpus.stack(texts + texts[-1:] * (size - len(texts)))
-    judged = records.teacher_forced(
-        self.pair.target,
-        self.pair.target_params,
-        filled.source,
-        filled.target,
-        self.config.decoding.record_top_k,
-    )
-    host = jax.device_get(filled.replace(records=judged.records))
-    for row in range(len(texts)):
-      yield jax.tree.map(lambda leaf, at=row: leaf[at : at + 1], host)
-
-  def _answer(self, decoder: slots.Slots, places: np.ndarray) -> list[slots.Finished]:
-    found = [self.prompts[place] for place in places]
-    with counting(self._bar, "texts", len(found)) as count:
-      return corpus.answer(decoder, found, self.config.sampling, count)
-
-
-@contextlib.contextmanager
-def counting(
-    bar: rich.progress.Progress, label: str, total: int
-) -> Iterator[Callable[[slots.Finished], None]]:
-  """A line of its own below the bar, for prompts being answered."""
-  task = bar.add_task(label, total=total, figures="")
-  yield lambda done: bar.advance(task)
-  bar.remove_task(task)
-
-
-def plain_slots(
-    config: OfflineConfig, pair: pairs.Pair, partitioner: partitioning.Partitioner
-) -> slots.Slots:
-  """The target alone, with records."""
-  return slots.Slots(
-      _plain(config.decoding),
-      pair.target,
-      pair.target_params,
-      partitioner=partitioner,
-  )
-
-
 def shuffled(count: int, start: int, size: int, seed: int) -> np.ndarray:
   """A stretch of the endless sequence of shuffled epochs of `count` rows.
 
@@ -403,17 +290,14 @@ def shuffled(count: int, start: int, size: int, seed: int) -> np.ndarray:
   return np.concatenate(orders)[first : first + size]
 
 
-def _plain(config: slots.DecodingConfig) -> slots.DecodingConfig:
-  """One step a token: a call may take as many as an answer has tokens."""
-  return dataclasses.replace(config, max_rounds=config.target_length)
-
-
 def _rows_per_step(config: OfflineConfig) -> int:
   return config.update.num_new + config.update.num_replay
 
 
 def _conclude(
-    config: OfflineConfig, directory: writers.RunDirectory, console: rich.console.Console
+    config: OfflineConfig,
+    directory: writers.RunDirectory,
+    console: rich.console.Console,
 ) -> None:
   """Prints and writes the table of before and after."""
   rows = list(writers.read(directory.metrics_path))
@@ -423,7 +307,7 @@ def _conclude(
   learned = [row for row in rows if row["kind"] == "step"]
   sentences = [
       f"{config.steps} steps of {_rows_per_step(config)} rows on"
-      f" {config.sample_source} texts: loss {learned[0]['loss']:.4f} in the first"
+      f" {config.texts.sample_source} texts: loss {learned[0]['loss']:.4f} in the first"
       f" {learned[0]['step']} steps, {learned[-1]['loss']:.4f} in the last ones;"
       f" {learned[-1]['skipped']} steps were skipped because they were not finite.",
   ]

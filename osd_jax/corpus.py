@@ -40,20 +40,25 @@ def prompts(
   Args:
     config: tasks and lengths; batch_size does not matter.
     vocabulary: writes the ids.
-    count: how many, None for one epoch.
+    count: how many at most, None for all.
   """
   stream = data_batches.batches(
       dataclasses.replace(config, batch_size=1, require_reference=False), vocabulary
   )
-  count = stream.rows_per_epoch if count is None else count
-  return [
-      Prompt(
-          tokens=batch.source[0][batch.source[0] != base.PAD_ID],
-          task_id=int(batch.task_id[0]),
-          reference=batch.target[0][batch.target[0] != base.PAD_ID],
-      )
-      for batch in (stream[index] for index in range(count))
-  ]
+  count = min(stream.rows_per_epoch, count or stream.rows_per_epoch)
+  return [_prompt(stream[index]) for index in range(count)]
+
+
+def _prompt(batch: data_batches.Batch) -> Prompt:
+  """The only row of a batch."""
+  reference = batch.target[0][batch.target[0] != base.PAD_ID]
+  if reference.tolist() == [base.EOS_ID]:
+    reference = reference[:0]  # the data had none
+  return Prompt(
+      tokens=batch.source[0][batch.source[0] != base.PAD_ID],
+      task_id=int(batch.task_id[0]),
+      reference=reference,
+  )
 
 
 def answer(

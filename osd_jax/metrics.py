@@ -29,8 +29,8 @@ class Agreement:
       to the lower one where k = V.
     acceptance_rate: [R]; the same sum over the distributions that decided
       acceptance. At temperature 0 it is arg-max agreement; at temperature 1 without
-      filters it is distribution_overlap; else both rows are processed over the k
-      kept tokens alone, which is exact where the request's top_k <= k or k = V.
+      filters it is distribution_overlap; else the draft's whole row and the target's
+      kept tokens are processed, which is exact where 0 < top_k <= k or k = V.
   """
 
   distribution_overlap: jax.Array
@@ -77,12 +77,20 @@ def agreement_from_logits(
 
   temperature = settings.temperature[:, None]
   greedy = (jnp.argmax(logits, -1) == ids[..., 0]).astype(jnp.float32)
-  filtered = (settings.top_k[:, None] > 0) | (settings.top_p[:, None] < 1)
-  processed = _overlap(
-      _processed(records.log_probs, settings), _processed(draft_log_probs, settings)
+  plain = (temperature == 1) & ~_filtered(settings)[:, None]
+  ruled = (temperature == 0) | plain
+  # Sorting V entries is only paid for when some request asks for it.
+  processed = jax.lax.cond(
+      jnp.all(ruled),
+      lambda: lower,
+      lambda: _overlap(
+          _processed(records.log_probs, settings),
+          jnp.take_along_axis(_processed(log_probs, settings), ids, axis=-1),
+      ),
   )
-  plain = (temperature == 1) & ~filtered
-  accepted = jnp.where(temperature == 0, greedy, jnp.where(plain, lower, processed))
+  accepted = jnp.where(
+      temperature == 0, greedy, jnp.where(plain, lower, processed)
+  )
 
   def mean(values):
     count = jnp.maximum(jnp.sum(batch.mask, axis=1), 1)
@@ -95,15 +103,21 @@ def _overlap(target: jax.Array, draft: jax.Array) -> jax.Array:
   return jnp.sum(jnp.minimum(target, draft), axis=-1)
 
 
+def _filtered(settings: base.SamplingSettings) -> jax.Array:
+  """[R] bool; whether a request asks for top-k or top-p."""
+  return (settings.top_k > 0) | (settings.top_p < 1)
+
+
 def _processed(log_probs: jax.Array, settings: base.SamplingSettings) -> jax.Array:
-  """Temperature, top-k, top-p over the kept tokens [R, T, k]."""
+  """Temperature, top-k, top-p over the last axis of [R, T, n]."""
   temperature = settings.temperature[:, None, None]
   scaled = log_probs / jnp.where(temperature == 0, 1.0, temperature)
   order = jnp.argsort(-scaled, axis=-1)
   ranked = jnp.take_along_axis(scaled, order, axis=-1)
   size = log_probs.shape[-1]
   kept = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, size), size)
-  ranked = jnp.where(jnp.arange(size) < kept[:, None, None], ranked, -jnp.inf)
+  rank = jnp.arange(size)[None, None]
+  ranked = jnp.where(rank < kept[:, None, None], ranked, -jnp.inf)
   probs = jax.nn.softmax(ranked, axis=-1)
   before = jnp.cumsum(probs, axis=-1) - probs
   probs = jnp.where(before < settings.top_p[:, None, None], probs, 0.0)
@@ -140,6 +154,18 @@ def predicted_speed_up(
     verify_ratio: v, verification / plain target step.
   """
   return tau / (num_draft_tokens * cost_ratio + verify_ratio)
+
+
+def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
+  """Whether a text repeats itself: some `size` tokens in a row occur `times` times.
+
+  Occurrences may overlap, so that one token repeated for ever is a loop as well.
+  """
+  seen: dict[tuple[int, ...], int] = {}
+  for start in range(len(tokens) - size + 1):
+    window = tuple(int(token) for token in tokens[start : start + size])
+    seen[window] = seen.get(window, 0) + 1
+  return max(seen.values(), default=0) >= times
 
 
 def segment_summary(

@@ -1,0 +1,160 @@
+"""What decoding costs: its parts timed alone, and whole requests side by side."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base
+from osd_jax.decoding import slots
+from osd_jax.decoding import state as state_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+  """Milliseconds of one call for all rows together.
+
+  Attributes:
+    draft_step_ms: the draft feeds one token.
+    plain_step_ms: the target feeds one token.
+    verify_ms: the target feeds K + 1 tokens.
+  """
+
+  draft_step_ms: float
+  plain_step_ms: float
+  verify_ms: float
+
+  @property
+  def cost_ratio(self) -> float:
+    """c: draft step / plain step."""
+    return self.draft_step_ms / self.plain_step_ms
+
+  @property
+  def verify_ratio(self) -> float:
+    """v: verification / plain step."""
+    return self.verify_ms / self.plain_step_ms
+
+
+def measure(
+    config: slots.DecodingConfig,
+    target: base.Model,
+    target_params: base.Params,
+    draft: base.Model,
+    draft_params: base.Params,
+    source: np.ndarray,
+    *,
+    calls: int = 32,
+    repeats: int = 7,
+) -> Costs:
+  """Times compiled loops of calls, by turns; the median of the repeats counts.
+
+  Every call reads the whole cache buffer, so that its cost does not depend on how
+  many tokens were fed.
+
+  Args:
+    config: K and T; the rows are those of `source`.
+    target: the target.
+    target_params: its parameters.
+    draft: the draft.
+    draft_params: its parameters.
+    source: [B, S] int32, prompts.
+    calls: in a loop.
+    repeats: of each loop.
+  """
+  length = state_lib.buffer_length(config.target_length)
+  draft_side = (draft, *_prefilled(draft, length, draft_params, source))
+  target_side = (target, *_prefilled(target, length, target_params, source))
+  loops = {
+      "draft_step_ms": (*draft_side, 1),
+      "plain_step_ms": (*target_side, 1),
+      "verify_ms": (*target_side, config.num_draft_tokens + 1),
+  }
+  found: dict[str, list[float]] = {name: [] for name in loops}
+  for repeat in range(repeats + 1):
+    for name, (model, served, cache, width) in loops.items():
+      started = time.perf_counter()
+      jax.block_until_ready(_repeat(model, width, served, cache, np.int32(calls)))
+      if repeat:  # the first one compiles
+        found[name].append((time.perf_counter() - started) * 1e3 / calls)
+  return Costs(**{name: float(np.median(times)) for name, times in found.items()})
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefilled(model, length, params, source) -> tuple[base.Params, Any]:
+  """The served copy and a cache after prefill."""
+  served = model.prepare(params)
+  return served, model.prefill(served, source, source != base.PAD_ID, length)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _repeat(model, width, served, cache, calls):
+  """Feeds `width` tokens `calls` times, each choice depending on the last one."""
+
+  def body(_, carry):
+    token, cache = carry
+    tokens = jnp.broadcast_to(token[:, None], (token.shape[0], width))
+    start = cache.length
+    logits, cache = model.decode(served, tokens, cache)
+    token = jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32)
+    return token, cache.replace(length=start)
+
+  token = jnp.zeros(cache.length.shape, jnp.int32)
+  return jax.lax.fori_loop(0, calls, body, (token, cache))
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """What a decoder took for the timed requests.
+
+  Attributes:
+    ms_per_token: wall time / emitted tokens of all requests.
+    tokens_per_target_call: emitted tokens / target calls of the requests.
+  """
+
+  ms_per_token: float
+  tokens_per_target_call: float
+
+
+def timings(
+    decoders: Sequence[slots.Slots], requests: Sequence[slots.Request], block: int
+) -> list[Timing]:
+  """Serves the same requests with each decoder, by turns in blocks.
+
+  Who begins changes from block to block, so that a machine that slows down favours
+  nobody. What compiles comes before and is not counted.
+
+  Args:
+    decoders: with nothing in flight.
+    requests: what each of them answers.
+    block: requests of a turn.
+
+  Returns:
+    One timing a decoder.
+  """
+  for decoder in decoders:
+    one_a_bucket = {_bucket(decoder, request): request for request in requests}
+    decoder.run(list(one_a_bucket.values()))
+  seconds = np.zeros(len(decoders))
+  tokens, calls = seconds.copy(), seconds.copy()
+  for turn, start in enumerate(range(0, len(requests), block)):
+    for offset in range(len(decoders)):
+      index = (turn + offset) % len(decoders)
+      started = time.perf_counter()
+      found = decoders[index].run(requests[start : start + block])
+      seconds[index] += time.perf_counter() - started
+      tokens[index] += sum(len(done.tokens) for done in found)
+      calls[index] += sum(done.target_calls for done in found)
+  return [
+      Timing(float(s * 1e3 / t), float(t / c))
+      for s, t, c in zip(seconds, tokens, calls, strict=True)
+  ]
+
+
+def _bucket(decoder: slots.Slots, request: slots.Request) -> int:
+  lengths = decoder.config.source_lengths
+  return next(length for length in lengths if length >= len(request.tokens))

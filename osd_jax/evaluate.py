@@ -1,0 +1,398 @@
+"""Measures a target and its drafts on held-out prompts; nothing learns."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich.console
+
+from osd_jax import base, corpus, metrics, pairs, partitioning, report, writers
+from osd_jax.data import batches as data_batches
+from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.decoding import costs, slots
+
+CHECKED = 16  # prompts decoded greedily for the check where requests are sampled
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+  """One evaluation.
+
+  Attributes:
+    prompts: held-out prompts, with references where there are any.
+    count: how many of them.
+    pair: target, draft and vocabulary.
+    drafts: weights files of further drafts, compared with that of the pair; with the
+      drafts from before and after a run, the difference is what it gained or forgot.
+    decoding: shapes of decoding, K among them; its rows answer the prompts.
+    sampling: the i-th prompt draws with seed + i.
+    speed_requests: prompts that are timed: plain and with each draft by turns, one
+      row at a time and `batch_rows` at a time. 0 times nothing.
+    batch_rows: rows of the second timing.
+    run_directory: where everything goes.
+    partition: mesh.
+  """
+
+  prompts: data_batches.BatchConfig
+  count: int = 256
+  pair: pairs.PairConfig = pairs.PairConfig()
+  drafts: tuple[str, ...] = ()
+  decoding: slots.DecodingConfig = slots.DecodingConfig(rows=8)
+  sampling: slots.SamplingConfig = slots.SamplingConfig()
+  speed_requests: int = 32
+  batch_rows: int = 4
+  run_directory: str = "runs/evaluate"
+  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
+
+  def __post_init__(self):
+    for name, least in (("count", 1), ("speed_requests", 0), ("batch_rows", 1)):
+      if getattr(self, name) < least:
+        raise ValueError(
+            f"EvaluateConfig.{name}: received {getattr(self, name)!r}, expected an"
+            f" integer >= {least}."
+        )
+    if self.decoding.record_top_k < 1:
+      raise ValueError(
+          "EvaluateConfig.decoding: received record_top_k=0, expected at least 1:"
+          " overlap is measured against the records."
+      )
+    longest = self.decoding.source_lengths[-1]
+    if self.prompts.source_length > longest:
+      raise ValueError(
+          f"EvaluateConfig.prompts: received source_length="
+          f"{self.prompts.source_length}, expected at most the largest of"
+          f" DecodingConfig.source_lengths, {longest}."
+      )
+
+
+def run(config: EvaluateConfig, operative_config: str = "") -> Path:
+  """Measures everything, from the beginning if it was interrupted.
+
+  Args:
+    config: the run.
+    operative_config: text stored beside the results.
+
+  Returns:
+    The run directory.
+  """
+  console = rich.console.Console(stderr=True)
+  directory = writers.RunDirectory.start(
+      config.run_directory, config=operative_config, seed=config.sampling.seed
+  )
+  bench = Bench(config)
+  with writers.MetricsLog(directory.metrics_path) as log:
+    log.truncate(0)
+    with console.status("the target answers"):
+      answers = bench.answers()
+    tables = {"Target": log_rows(log, "quality", bench.quality(answers))}
+    with console.status("the drafts answer"):
+      agreement, check = bench.drafts(answers)
+    tables["Drafts"] = log_rows(log, "draft", agreement)
+    if config.drafts:
+      changes = log_rows(log, "change", differences(agreement))
+      tables[f"Against {bench.labels[0]}"] = changes
+    tables["Outputs equal to plain greedy decoding"] = log_rows(log, "equal", check)
+    if config.speed_requests:
+      with console.status("timing"):
+        tables["Speed"] = log_rows(log, "speed", bench.speeds())
+  _conclude(directory, tables, console)
+  directory.finish()
+  console.print(f"run directory: {directory.path}")
+  return directory.path
+
+
+class Bench:
+  """A target, its drafts and the prompts."""
+
+  def __init__(self, config: EvaluateConfig):
+    """Loads all of them.
+
+    Raises:
+      ValueError: a draft does not belong to the target.
+    """
+    self.config = config
+    self._partitioner = partitioning.make(config.partition)
+    paths = (config.pair.draft, *config.drafts)
+    self.labels = draft_labels(paths)
+    self.pairs: list[pairs.Pair] = []
+    for path in paths:
+      named = dataclasses.replace(config.pair, draft=path)
+      pair = pairs.load(named, self._partitioner)
+      first = self.pairs[0] if self.pairs else pair  # one copy of the target
+      self.pairs.append(dataclasses.replace(pair, target_params=first.target_params))
+    self.vocabulary = self.pairs[0].vocabulary
+    self.prompts = corpus.prompts(config.prompts, self.vocabulary, config.count)
+
+  def answers(self) -> list[slots.Finished]:
+    """The target's own answers, with records."""
+    decoder = self._plain(self.config.decoding)
+    return corpus.answer(decoder, self.prompts, self.config.sampling)
+
+  def quality(self, answers: Sequence[slots.Finished]) -> list[dict[str, Any]]:
+    """What the target's answers are worth, a row a task."""
+    right = self._token_accuracies()
+    rows = []
+    for task_id, places in self._tasks():
+      part = [(self.prompts[place], answers[place]) for place in places]
+      found = [right[place] for place in places if right[place] is not None]
+      rows.append({
+          "task": self._label(task_id),
+          "prompts": len(places),
+          **quality(part, self.vocabulary),
+          "token_accuracy": float(np.mean(found)) if found else None,
+      })
+    return rows
+
+  def drafts(
+      self, answers: Sequence[slots.Finished]
+  ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Agreement of every draft a task, and the check of its outputs."""
+    rows, checks = [], []
+    for label, pair in zip(self.labels, self.pairs, strict=True):
+      decoder = self._speculative(self.config.decoding, pair)
+      served = corpus.answer(decoder, self.prompts, self.config.sampling)
+      agreement = corpus.mean_agreement(pair.draft, pair.draft_params, answers)
+      for task_id, places in self._tasks():
+        found = dict(agreement[task_id])
+        found.pop("requests")
+        counted = acceptance([served[place] for place in places])
+        rows.append(
+            {"task": self._label(task_id), "draft": label, **found, **counted}
+        )
+      checks.append({"draft": label, **self._check(answers, served, decoder)})
+    return rows, checks
+
+  def speeds(self) -> list[dict[str, Any]]:
+    """Wall time plain and with every draft, one row at a time and several."""
+    rows = []
+    for count in dict.fromkeys((1, self.config.batch_rows)):
+      config = dataclasses.replace(self.config.decoding, rows=count)
+      unrecorded = dataclasses.replace(config, record_top_k=0)
+      decoders = [self._plain(unrecorded)]
+      decoders += [self._speculative(config, pair) for pair in self.pairs]
+      # A block is long enough to keep the rows filled for most of its time.
+      timed = costs.timings(decoders, self._requests(), 4 * count if count > 1 else 1)
+      plain_ms = timed[0].ms_per_token
+      for label, pair, found in zip(self.labels, self.pairs, timed[1:], strict=True):
+        rows.append({
+            "rows": count,
+            "draft": label,
+            "plain_ms_per_token": plain_ms,
+            "ms_per_token": found.ms_per_token,
+            "speed_up": plain_ms / found.ms_per_token,
+            **self._predicted(config, pair, found.tokens_per_target_call),
+        })
+    return rows
+
+  def _predicted(
+      self, config: slots.DecodingConfig, pair: pairs.Pair, tau: float
+  ) -> dict[str, float]:
+    source = np.zeros((config.rows, config.source_lengths[-1]), np.int32)
+    for row in range(config.rows):
+      tokens = self.prompts[row % len(self.prompts)].tokens
+      source[row, : len(tokens)] = tokens
+    found = costs.measure(
+        config,
+        pair.target,
+        pair.target_params,
+        pair.draft,
+        pair.draft_params,
+        source,
+    )
+    c, v, drafted = found.cost_ratio, found.verify_ratio, config.num_draft_tokens
+    return {
+        "predicted": metrics.predicted_speed_up(tau, drafted, c, v),
+        "predicted_paper": metrics.predicted_speed_up(tau, drafted, c),
+        "tokens_per_target_call": tau,
+        "cost_ratio": c,
+        "verify_ratio": v,
+        **dataclasses.asdict(found),
+    }
+
+  def _check(
+      self,
+      answers: Sequence[slots.Finished],
+      served: Sequence[slots.Finished],
+      decoder: slots.Slots,
+  ) -> dict[str, int]:
+    """How many outputs equal plain greedy decoding token for token."""
+    if self.config.sampling.temperature > 0:  # equal in law only: decode some greedily
+      part, greedy = self.prompts[:CHECKED], slots.SamplingConfig()
+      answers = corpus.answer(self._plain(self.config.decoding), part, greedy)
+      served = corpus.answer(decoder, part, greedy)
+    pairs_ = zip(answers, served, strict=True)
+    equal = [np.array_equal(plain.tokens, fast.tokens) for plain, fast in pairs_]
+    return {"checked": len(equal), "equal": sum(equal)}
+
+  def _token_accuracies(self) -> list[float | None]:
+    """Share of reference tokens that are the target's first choice, a prompt."""
+    config = dataclasses.replace(self.config.decoding, record_top_k=1)
+    pair = self.pairs[0]
+    found: list[float | None] = []
+    for batch in corpus.reference_rows(
+        pair.target, pair.target_params, self.prompts, config
+    ):
+      mask = np.asarray(batch.mask)
+      right = (np.asarray(batch.records.ids[..., 0]) == np.asarray(batch.target)) & mask
+      found += [
+          float(hits.sum() / kept.sum()) if kept.any() else None
+          for hits, kept in zip(right, mask, strict=True)
+      ]
+    return found[: len(self.prompts)]
+
+  def _tasks(self) -> list[tuple[int, list[int]]]:
+    """Places of the prompts of every task."""
+    places: dict[int, list[int]] = {}
+    for place, prompt in enumerate(self.prompts):
+      places.setdefault(prompt.task_id, []).append(place)
+    return sorted(places.items())
+
+  def _label(self, task_id: int) -> str:
+    return self.config.prompts.tasks[task_id].label
+
+  def _requests(self) -> list[slots.Request]:
+    sampling = self.config.sampling
+    part = self.prompts[: self.config.speed_requests]
+    return [
+        slots.Request(
+            prompt.tokens, dataclasses.replace(sampling, seed=sampling.seed + index)
+        )
+        for index, prompt in enumerate(part)
+    ]
+
+  def _plain(self, config: slots.DecodingConfig) -> slots.Slots:
+    pair = self.pairs[0]
+    return slots.Slots(
+        dataclasses.replace(config, max_rounds=config.target_length),
+        pair.target,
+        pair.target_params,
+        partitioner=self._partitioner,
+    )
+
+  def _speculative(self, config: slots.DecodingConfig, pair: pairs.Pair) -> slots.Slots:
+    return slots.Slots(
+        config,
+        pair.target,
+        pair.target_params,
+        pair.draft,
+        pair.draft_params,
+        self._partitioner,
+    )
+
+
+def acceptance(served: Sequence[slots.Finished]) -> dict[str, float | None]:
+  """The counters of requests added up, as rates."""
+  accepted, drafted, tokens, calls = (
+      sum(counts)
+      for counts in zip(
+          *((d.accepted, d.drafted, len(d.tokens), d.target_calls) for d in served),
+          strict=True,
+      )
+  )
+  return {
+      "draft_acceptance_rate": metrics.draft_acceptance_rate(accepted, drafted),
+      "tokens_per_target_call": metrics.tokens_per_target_call(tokens, calls),
+  }
+
+
+def quality(
+    part: Sequence[tuple[corpus.Prompt, slots.Finished]], vocabulary: Vocabulary
+) -> dict[str, Any]:
+  """What answers are worth beside the references.
+
+  Args:
+    part: prompts with their answers.
+    vocabulary: reads the ids; exact match compares texts.
+
+  Returns:
+    `references` that are whole (none is missing or cut) and the share of them that
+    was answered to the letter; shares of answers that end in end-of-sequence, that
+    loop, and of different texts among all answers; mean length in tokens.
+  """
+  texts = [vocabulary.decode(done.tokens).strip() for _, done in part]
+  exact = [
+      text == vocabulary.decode(prompt.reference).strip()
+      for text, (prompt, _) in zip(texts, part, strict=True)
+      if len(prompt.reference) > 1 and prompt.reference[-1] == base.EOS_ID
+  ]
+  ended = [done.stop_reason == base.StopReason.EOS for _, done in part]
+  return {
+      "references": len(exact),
+      "exact_match": float(np.mean(exact)) if exact else None,
+      "ended": float(np.mean(ended)),
+      "looping": float(np.mean([metrics.loops(done.tokens) for _, done in part])),
+      "distinct": len(set(texts)) / len(texts),
+      "output_tokens": float(np.mean([len(done.tokens) for _, done in part])),
+  }
+
+
+def differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Every further draft less the first one, a task; negative is forgotten."""
+  first: dict[str, Mapping[str, Any]] = {}
+  changes = []
+  for row in rows:
+    before = first.setdefault(row["task"], row)
+    if row is not before:
+      changes.append({
+          "task": row["task"],
+          "draft": row["draft"],
+          **{
+              name: None if None in (value, before[name]) else value - before[name]
+              for name, value in row.items()
+              if name not in ("task", "draft")
+          },
+      })
+  return changes
+
+
+def draft_labels(paths: Sequence[str]) -> list[str]:
+  """File names without their ending, or whole paths where two are alike."""
+  stems = [Path(path.partition(":")[2] or path).stem for path in paths]
+  return [
+      stem if stems.count(stem) == 1 else path
+      for stem, path in zip(stems, paths, strict=True)
+  ]
+
+
+def log_rows(
+    log: writers.MetricsLog, kind: str, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+  """Logs rows and returns them as a table shows them: rounded, words for names."""
+  for row in rows:
+    log.write(kind, row)
+  return [
+      {
+          name.replace("_", " "): round(value, 3) if isinstance(value, float) else value
+          for name, value in row.items()
+      }
+      for row in rows
+  ]
+
+
+def _conclude(
+    directory: writers.RunDirectory,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    console: rich.console.Console,
+) -> None:
+  """Prints the tables and writes the report."""
+  for name, table in tables.items():
+    console.print(name, highlight=False)
+    report.print_table(table, console)
+  sentences = [
+      f"{row['equal']} of {row['checked']} outputs with {row['draft']} equal plain"
+      " greedy decoding token for token."
+      + ("" if row["equal"] == row["checked"] else " THEY ALL SHOULD: report it.")
+      for row in tables["Outputs equal to plain greedy decoding"]
+  ]
+  sentences += [
+      f"{row['rows']} row(s), {row['draft']}: {row['speed up']:.2f}x plain decoding"
+      f" ({row['predicted']:.2f}x predicted from the measured costs,"
+      f" {row['predicted paper']:.2f}x by the paper's formula)."
+      for row in tables.get("Speed", ())
+  ]
+  for sentence in sentences:
+    console.print(sentence, highlight=False)
+  page = writers.write_report(directory, sentences, tables, [], title="Evaluation")
+  console.print(f"report: {page}")

@@ -1,6 +1,7 @@
 """The command line: gin and flags become configs, mistakes become one line each."""
 
 import dataclasses
+import importlib
 import os
 import pathlib
 import re
@@ -16,7 +17,7 @@ from osd_jax import pretrain
 from osd_jax.data import generated, sources
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation.update import OptimizerConfig
-from osd_jax.main import settings
+from osd_jax.main import factory, settings
 from osd_jax.models import sizes, weights
 from osd_jax.models.t5 import T5Config
 
@@ -460,14 +461,20 @@ LIBRARY = (
 )
 
 
+def whole_text(name: str) -> str:
+  """Text of a gin file and of what it includes."""
+  text = (CONFIGS / name).read_text()
+  included = re.findall(r"""^include ['"](.+)['"]""", text, re.M)
+  return "\n".join([text, *map(whole_text, included)])
+
+
 def config_class(name: str) -> type | None:
-  """The config class of the command that a file's first line names."""
-  first = (CONFIGS / name).read_text().splitlines()[0]
-  named = re.match(r"# osd (\w+):", first)
-  if not named:
-    return None
-  module = __import__(f"osd_jax.{named[1]}", fromlist=["run"])
-  return getattr(module, cli.COMMANDS[named[1]].config)
+  """The config class of a file's command; None for a part of several commands."""
+  text = whole_text(name)
+  for command, about in cli.COMMANDS.items():
+    if re.search(rf"^{about.config}\.", text, re.M):
+      return getattr(importlib.import_module(f"osd_jax.{command}"), about.config)
+  return None
 
 
 def filled(root: type, files: list[str]) -> object:
@@ -488,16 +495,40 @@ def filled(root: type, files: list[str]) -> object:
 @pytest.mark.parametrize("name", FILES)
 def test_every_gin_file_builds(name, written):
   root = config_class(name)
-  if name.startswith(("runs/", "experiments/")):
-    assert root, "the first line names no command: # osd COMMAND: ..."
   text = (CONFIGS / name).read_text()
   assert text.startswith("# ") and "# Required:" in text, "the header is missing"
   library = written(LIBRARY, "library.gin")
   if root is None:  # a part, to be included
-    whole = f"include '{library}'\ninclude '{name}'\ninclude 'runs/pretrain.gin'"
+    parts = (library, "tasks/generated.gin", name, "runs/pretrain.gin")
+    whole = "\n".join(f"include '{part}'" for part in parts)
     assert filled(pretrain.PretrainConfig, [written(whole)])
   else:  # named itself, so that a binding without effect is a mistake
     assert type(filled(root, [written(f"include '{library}'"), name])) is root
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_comments_name_fields_that_there_are(name):
+  known = {}
+  for command, about in cli.COMMANDS.items():
+    module = importlib.import_module(f"osd_jax.{command}")
+    for found in factory.reachable(getattr(module, about.config)):
+      known[found.name] = found.hints
+  comments = "\n".join(re.findall(r"#.*", (CONFIGS / name).read_text()))
+  for config, field in re.findall(r"\b(\w+Config)\.(\w+)", comments):
+    assert field in known[config], f"{config}.{field}"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_run_files_keep_the_defaults(command, written):
+  """They call the nested configs, which must not change what these are."""
+  name = f"runs/{command}.gin"
+  root = config_class(name)
+  assert root.__name__ == cli.COMMANDS[command].config
+  library = written(LIBRARY, "library.gin")
+  built = filled(root, [written(f"include '{library}'"), name])
+  for field in dataclasses.fields(root):
+    if field.default is not dataclasses.MISSING and field.name != "optimizer":
+      assert getattr(built, field.name) == field.default, field.name
 
 
 @pytest.mark.parametrize("name", sizes.SIZES)

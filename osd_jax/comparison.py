@@ -49,6 +49,8 @@ class Rivals:
     plain = dataclasses.replace(single, record_top_k=0, max_rounds=config.target_length)
     self._plain = slots.Slots(plain, target, target_params)
     self._floor = slots.Slots(single, target, target_params, draft, floor_params)
+    self._plain.warm_up()
+    self._floor.warm_up()
 
   def serve(self, online: slots.Finished) -> Compared:
     """Serves the request of an online answer again, twice."""

@@ -139,6 +139,7 @@ class OnlineLoop:
         self.pair.draft_params,
         partitioner,
     )
+    self._decoder.warm_up()
     self._serving = self.pair.draft_params  # what the decoder's copy was made from
     self._learner = background.BackgroundLearner(
         self.pair.draft,
@@ -293,7 +294,6 @@ class OnlineLoop:
           self.pair.draft,
           self.pair.draft_params,
       )
-      self._rivals.serve(done)  # compiles
     found = self._rivals.serve(done)
     return {
         "plain_ms_per_token": found.plain_ms / len(done.tokens),

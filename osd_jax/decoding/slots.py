@@ -230,6 +230,13 @@ class Slots:
     place = {id(request): index for index, request in enumerate(requests)}
     return sorted(found, key=lambda done: place[id(done.request)])
 
+  def warm_up(self) -> None:
+    """Compiles for every bucket, so that no request's time holds a compilation."""
+    for bucket in self.config.source_lengths:
+      prompt = np.full(bucket, base.EOS_ID, np.int32)
+      self.run([Request(prompt, max_length=1)])
+    self._bucket, self._state = 0, None
+
   def arrays(self) -> state_lib.DecodeState | None:
     """The rows in flight, for a checkpoint; `held` goes with them."""
     return self._state
@@ -300,14 +307,14 @@ class Slots:
     )
 
   def _settings(self, request: Request) -> base.SamplingSettings:
-    chosen = request.sampling
+    chosen, limit = request.sampling, request.max_length
     return sampling.make_settings(
         1,
         temperature=chosen.temperature,
         top_k=chosen.top_k,
         top_p=chosen.top_p,
         seed=chosen.seed,
-        max_length=request.max_length or self.config.target_length,
+        max_length=self.config.target_length if limit is None else limit,
     )
 
   def _advance(self, state: Any) -> state_lib.DecodeState:

@@ -1,0 +1,375 @@
+"""Continuous batching: who shares the rows, and when one came, changes no output."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import harness
+
+from osd_jax import base, testing
+from osd_jax.base import EOS_ID, StopReason
+from osd_jax.decoding import slots
+from osd_jax.models import t5
+
+VOCAB, LENGTH, K = 64, 12, 3
+BUCKETS = (6, 10)
+LIMITS = (None, 1, 7, None, 3, 12, None, 5, 2)
+TARGET, DRAFT = harness.TARGET, harness.DRAFT
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@functools.cache
+def target_params():
+  """Of a target some of whose outputs end before the limit."""
+  params = harness.lively_params(TARGET)
+  kernel = params["decoder"]["logits_dense"]["kernel"]
+  raised = kernel.at[:, EOS_ID].multiply(2.5)
+  return {
+      **params, "decoder": {**params["decoder"], "logits_dense": {"kernel": raised}}
+  }
+
+
+@functools.cache
+def draft_params(kind):
+  """Three drafts of the target's shape: close to it, further away, the target."""
+  scale = {"close": 0.1, "far": 0.5, "same": 0.0}[kind]
+  return harness.perturbed(target_params(), scale)
+
+
+def config_of(rows, **changes):
+  config = slots.DecodingConfig(
+      rows=rows,
+      num_draft_tokens=K,
+      source_lengths=BUCKETS,
+      target_length=LENGTH,
+      record_top_k=VOCAB,
+      max_rounds=2,  # the same everywhere: it is part of what is compiled
+  )
+  return dataclasses.replace(config, **changes)
+
+
+@functools.cache
+def decoder(rows, kind="close"):
+  """Slots that are empty again after each use."""
+  return slots.Slots(
+      config_of(rows), TARGET, target_params(), TARGET, draft_params(kind)
+  )
+
+
+def prompts(count=len(LIMITS), seed=0):
+  """Ragged prompts of both buckets."""
+  source, mask = testing.random_sources(count, BUCKETS[-1], VOCAB, seed)
+  return [row[keep] for row, keep in zip(source, mask, strict=True)]
+
+
+def greedy_requests(seed=0):
+  return [
+      slots.Request(tokens, max_length=limit, tag=index)
+      for index, (tokens, limit) in enumerate(
+          zip(prompts(seed=seed), LIMITS, strict=True)
+      )
+  ]
+
+
+_score = jax.jit(TARGET.score)
+
+
+def score(tokens, written):
+  """Fresh teacher-forced logits [T, V] of the target for one prompt."""
+  source = np.zeros((1, BUCKETS[-1]), np.int32)
+  source[0, : len(tokens)] = tokens
+  target = np.zeros((1, LENGTH), np.int32)
+  target[0, : len(written)] = written
+  return np.asarray(_score(target_params(), source, source != 0, target))[0]
+
+
+@functools.cache
+def expected(seed=0):
+  """What plain greedy decoding, one whole forward pass a token, writes."""
+  found = []
+  for request in greedy_requests(seed):
+    written = []
+    while len(written) < (request.max_length or LENGTH) and EOS_ID not in written:
+      written.append(int(score(request.tokens, written)[len(written)].argmax()))
+    found.append(written)
+  return found
+
+
+def texts(finished):
+  return [done.tokens.tolist() for done in finished]
+
+
+def by_tag(finished):
+  return texts(sorted(finished, key=lambda done: done.request.tag))
+
+
+def drained(decoder_):
+  found = []
+  while decoder_.in_flight:
+    found += decoder_.step()
+  return found
+
+
+def test_the_prompts_are_worth_running():
+  lengths = {len(tokens) <= BUCKETS[0] for tokens in prompts()}
+  assert lengths == {True, False}
+  assert len({tuple(tokens) for tokens in expected()}) > len(LIMITS) // 2
+  assert any(text[-1] == EOS_ID for text in expected())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_outputs_equal_single_plain_decoding_in_the_order_asked(rows):
+  requests = greedy_requests()
+  found = decoder(rows).run(requests)
+  assert [done.request for done in found] == requests
+  assert texts(found) == expected()
+  for done, limit in zip(found, LIMITS, strict=True):
+    ended = done.tokens[-1] == EOS_ID
+    assert done.stop_reason == (StopReason.EOS if ended else StopReason.LENGTH)
+    assert ended or len(done.tokens) == (limit or LENGTH)
+
+
+def test_plain_slots_write_the_same():
+  plain = slots.Slots(config_of(3, record_top_k=0), TARGET, target_params())
+  found = plain.run(greedy_requests())
+  assert texts(found) == expected()
+  for done in found:
+    assert (done.drafted, done.target_calls) == (0, len(done.tokens))
+    assert done.batch.records is None
+
+
+def test_requests_may_come_while_others_are_in_flight():
+  busy = decoder(3)
+  finished, waiting = [], greedy_requests()
+  while waiting or busy.in_flight:
+    for request in waiting[:2]:
+      busy.submit(request)
+    waiting = waiting[2:]
+    before = busy.in_flight
+    done = busy.step()
+    assert busy.in_flight == before - len(done)
+    finished += done
+  assert by_tag(finished) == expected()
+
+
+def test_swaps_change_no_greedy_output_and_are_noted():
+  swapped = slots.Slots(
+      config_of(3), TARGET, target_params(), TARGET, draft_params("close")
+  )
+  for request in greedy_requests():
+    swapped.submit(request)
+  finished, kinds = [], ("far", "same", "close")
+  while swapped.in_flight:
+    finished += swapped.step()
+    version = swapped.draft_version + 1
+    swapped.swap(draft_params(kinds[version % 3]), version)
+  assert by_tag(finished) == expected()
+  versions = [
+      np.asarray(done.batch.records.draft_version)[0, : len(done.tokens)]
+      for done in finished
+  ]
+  assert all((np.diff(row) >= 0).all() for row in versions)
+  assert any(len(set(row.tolist())) > 1 for row in versions)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_records_equal_a_fresh_forward_pass(rows):
+  for done in decoder(rows).run(greedy_requests(seed=1)):
+    count = len(done.tokens)
+    source = np.asarray(done.batch.source)[0]
+    assert source[: len(done.request.tokens)].tolist() == done.request.tokens.tolist()
+    assert not source[len(done.request.tokens) :].any()
+    target = np.asarray(done.batch.target)[0]
+    assert target[:count].tolist() == done.tokens.tolist() and not target[count:].any()
+    assert np.asarray(done.batch.mask)[0].tolist() == [t < count for t in range(LENGTH)]
+    logits = score(done.request.tokens, done.tokens)[:count]
+    log_probs = np.asarray(jax.nn.log_softmax(logits))
+    records = jax.tree.map(lambda leaf: np.asarray(leaf)[0, :count], done.batch.records)
+    kept = np.take_along_axis(log_probs, records.ids.astype(int), axis=-1)
+    np.testing.assert_allclose(records.log_probs, kept, atol=2e-4)
+    np.testing.assert_array_equal(
+        np.sort(records.ids), np.broadcast_to(np.arange(VOCAB), records.ids.shape)
+    )
+    np.testing.assert_allclose(records.tail, 0, atol=1e-6)
+
+
+def test_counters_add_up():
+  found = decoder(3).run(greedy_requests())
+  for done in found:
+    count = len(done.tokens)
+    assert done.accepted == sum(done.accepted_per_position) <= done.drafted
+    assert done.drafted <= K * done.target_calls
+    # Every call emits what it accepted and one more, but for a cut in the last.
+    assert 0 <= done.accepted + done.target_calls - count <= 1
+    errors = int(np.asarray(done.batch.records.error)[0, :count].sum())
+    assert done.drafted - done.accepted == errors
+    assert list(done.accepted_per_position[:K]) == sorted(
+        done.accepted_per_position[:K], reverse=True
+    )
+    assert not any(done.accepted_per_position[K:]) and done.milliseconds > 0
+  assert 0 < sum(done.accepted for done in found) < sum(done.drafted for done in found)
+
+
+def test_a_draft_equal_to_the_target_accepts_everything():
+  for done in decoder(1, "same").run(greedy_requests()):
+    assert done.accepted == done.drafted
+    assert done.target_calls == -(-len(done.tokens) // (K + 1))
+
+
+def sampled_requests(count=12):
+  return [
+      slots.Request(
+          np.array([3, EOS_ID], np.int32),
+          slots.SamplingConfig((0.0, 0.7, 1.0)[i % 3], (0, 3)[i % 2], 0.9, seed=i),
+          max_length=LIMITS[i % len(LIMITS)],
+      )
+      for i in range(count)
+  ]
+
+
+def test_sampled_outputs_do_not_depend_on_the_number_of_rows():
+  model = testing.tabular_model(8)
+  tables = [jnp.asarray(testing.random_table(8, seed)) for seed in (0, 1)]
+
+  def run(rows, requests):
+    single = config_of(rows, source_lengths=(4,), record_top_k=8)
+    return texts(slots.Slots(single, model, tables[0], model, tables[1]).run(requests))
+
+  one = run(1, sampled_requests())
+  assert run(3, sampled_requests()) == one
+  reseeded = [
+      dataclasses.replace(
+          request, sampling=dataclasses.replace(request.sampling, seed=99)
+      )
+      for request in sampled_requests()
+  ]
+  changed = run(3, reseeded)
+  assert changed != one  # seeds matter,
+  assert changed[::3] == one[::3]  # but not to greedy requests
+
+
+def test_rows_in_flight_continue_elsewhere():
+  make = functools.partial(
+      slots.Slots, config_of(3), TARGET, target_params(), TARGET, draft_params("close")
+  )
+  first, requests = make(), greedy_requests()
+  for request in requests:
+    first.submit(request)
+  finished = first.step()
+  arrays = jax.tree.map(np.array, first.arrays())
+  held, second = first.held(), make()
+  shapes = second.abstract_state(held["bucket"])
+  jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), arrays, shapes)
+  second.restore(
+      jax.tree.map(jnp.asarray, arrays), held, {r.tag: r for r in requests}
+  )
+  assert second.in_flight == first.in_flight == len(requests) - len(finished)
+  assert by_tag(finished + drained(second)) == expected()
+
+
+class Compilations:
+  """Counts what the backend compiles inside a `with` block."""
+
+  def __enter__(self):
+    self.count = 0
+    jax.monitoring.register_event_duration_secs_listener(self._listen)
+    return self
+
+  def __exit__(self, *_):
+    jax.monitoring.unregister_event_duration_listener(self._listen)
+
+  def _listen(self, event, *_, **__):
+    self.count += event == COMPILED
+
+
+def test_after_warm_up_nothing_compiles():
+  model = testing.tabular_model(8)
+  tables = [jnp.asarray(testing.random_table(8, seed)) for seed in (0, 1, 2)]
+  config = config_of(2, record_top_k=4)
+  ready = slots.Slots(config, model, tables[0], model, tables[1])
+  with Compilations() as warming:
+    ready.warm_up()
+  assert warming.count > 0
+  assert ready.in_flight == 0 and ready.arrays() is None
+  mixed = [
+      dataclasses.replace(request, tokens=tokens % 8)
+      for request, tokens in zip(sampled_requests(), prompts(12), strict=True)
+  ]
+  with Compilations() as serving:
+    for version, request in enumerate(mixed):
+      ready.submit(request)
+      ready.step()
+      ready.swap(tables[1 + version % 2], version)
+    drained(ready)
+  assert serving.count == 0
+  longer = dataclasses.replace(config, target_length=LENGTH + 1)
+  with Compilations() as other:  # negative control: another shape does compile
+    slots.Slots(longer, model, tables[0], model, tables[1]).run(mixed[:1])
+  assert other.count > 0
+
+
+def test_a_prompt_must_fit_the_largest_bucket():
+  waiting = decoder(1)
+  for count in (0, BUCKETS[-1] + 1):
+    with pytest.raises(ValueError, match=rf"prompt has {count} tokens.*1 to 10"):
+      waiting.submit(slots.Request(np.full(count, 3, np.int32)))
+  assert waiting.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("seed", -1),
+    ],
+)
+def test_sampling_values_out_of_range_are_named(field, value):
+  sampling = dataclasses.replace(slots.SamplingConfig(), **{field: value})
+  request = slots.Request(np.array([3, 1], np.int32), sampling)
+  with pytest.raises(ValueError, match=rf"SamplingSettings\.{field}: received"):
+    decoder(1).submit(request)
+  assert decoder(1).in_flight == 0
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+def test_a_length_limit_is_at_least_one(limit):
+  request = slots.Request(np.array([3, 1], np.int32), max_length=limit)
+  with pytest.raises(ValueError, match=r"SamplingSettings\.max_length: received"):
+    decoder(1).submit(request)
+  assert decoder(1).in_flight == 0
+
+
+def test_target_and_draft_share_the_vocabulary():
+  other = t5.build(dataclasses.replace(testing.TINY_DRAFT, vocab_size=48), "small")
+  with pytest.raises(ValueError, match="'small' has 48 token ids.*64"):
+    slots.Slots(config_of(1), TARGET, target_params(), other, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rows", 0),
+        ("num_draft_tokens", 9),
+        ("num_draft_tokens", 0),
+        ("source_lengths", ()),
+        ("source_lengths", (1, 8)),
+        ("target_length", 0),
+        ("record_top_k", -1),
+        ("max_rounds", 0),
+    ],
+)
+def test_shapes_out_of_range_are_named(field, value):
+  with pytest.raises(ValueError, match=rf"DecodingConfig\.{field}: received"):
+    slots.DecodingConfig(**{field: value})
+
+
+def test_an_empty_decoder_does_nothing():
+  assert decoder(3).step() == [] and decoder(3).run([]) == []
+  assert base.StopReason.EMPTY.message

@@ -74,7 +74,8 @@ class OfflineConfig:
     self._check("seed", self.seed >= 0, "an integer >= 0")
     stored = self.storage in ("float32", "bfloat16")
     self._check("storage", stored, "'float32' or 'bfloat16'")
-    self._check("output", bool(self.output), "the path of the weights file to write")
+    writable = self.output not in ("", self.pair.draft, self.pair.target)
+    self._check("output", writable, "a weights file other than those of the pair")
     kept = self.decoding.record_top_k >= 1
     self._check("decoding", kept, "record_top_k >= 1: the draft learns from records")
     longest = self.decoding.source_lengths[-1]

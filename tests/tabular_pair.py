@@ -1,0 +1,36 @@
+"""A pair of tabular models, for whatever needs no weights file and no long compile."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base, corpus, pairs, testing
+
+VOCAB_SIZE = 12
+SOURCE_LENGTH, TARGET_LENGTH = 6, 10
+
+
+def make(sharpness: float = 2.0) -> pairs.Pair:
+  """Target and draft look up different tables; neither ends before the limit."""
+  tables = [
+      jnp.asarray(testing.random_table(VOCAB_SIZE, seed, sharpness=sharpness))
+      for seed in (0, 1)
+  ]
+  for place, table in enumerate(tables):
+    tables[place] = table.at[..., base.PAD_ID].set(-1e9)  # padding is no text
+  return pairs.Pair(
+      target=testing.tabular_model(VOCAB_SIZE, "target"),
+      target_params=tables[0],
+      draft=testing.tabular_model(VOCAB_SIZE, "draft"),
+      draft_params=tables[1],
+      draft_config=None,
+      vocabulary=None,
+  )
+
+
+def prompts(count: int) -> list[corpus.Prompt]:
+  """Different prompts of ragged lengths, of tasks 0 and 1 by turns."""
+  source, mask = testing.random_sources(count, SOURCE_LENGTH, VOCAB_SIZE, seed=3)
+  return [
+      corpus.Prompt(source[row][mask[row]], row % 2, np.asarray([5, 6, 1], np.int32))
+      for row in range(count)
+  ]

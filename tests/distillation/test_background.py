@@ -1,0 +1,154 @@
+"""Updates beside serving: taken when promised, bit for bit what `update` computes."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from osd_jax import testing
+from osd_jax.decoding import records
+from osd_jax.distillation import background, update
+
+VOCAB, LENGTH, INTERVAL = 8, 6, 3
+MODEL = testing.tabular_model(VOCAB)
+CONFIG = update.UpdateConfig(
+    optimizer=update.OptimizerConfig(learning_rate=0.05), steps_per_update=2
+)
+
+
+def params():
+  return jnp.asarray(testing.random_table(VOCAB, 1)).at[:, :, 1].set(-3.0)
+
+
+def batches(seed=0):
+  """Two micro-batches of a target's records."""
+  table = jnp.asarray(testing.random_table(VOCAB, 7)).at[:, :, 1].set(-3.0)
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(2, VOCAB, (2, 4, LENGTH)).astype(np.int32)
+  source = np.full((4, 2), 3, np.int32)
+  return tuple(
+      records.teacher_forced(MODEL, table, source, part, VOCAB) for part in tokens
+  )
+
+
+@pytest.fixture
+def learner():
+  made = []
+
+  def make(free=False):
+    start = update.init_learner(CONFIG, params())
+    made.append(background.BackgroundLearner(MODEL, CONFIG, start, INTERVAL, free))
+    return made[-1]
+
+  yield make
+  for one in made:
+    one.close()
+
+
+def assert_same_bits(found, wanted):
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_an_update_is_taken_an_interval_after_its_launch(learner):
+  one = learner()
+  assert not one.busy and not one.due(100) and one.pending() is None
+  one.launch(batches(), finished=4)
+  one._future.result()  # ready long before it may be taken
+  assert one.busy and [one.due(n) for n in (4, 5, 6, 7, 8)] == [False] * 3 + [True] * 2
+  outcome = one.take()
+  assert outcome.launched == 4 and not one.busy and not one.due(100)
+  assert outcome.learner is one.learner
+
+
+def test_it_equals_the_update_run_directly_bit_by_bit(learner):
+  one, direct = learner(), update.init_learner(CONFIG, params())
+  for seed in range(3):
+    one.launch(batches(seed), finished=seed)
+    outcome = one.take()
+    direct, report = update.update(MODEL, CONFIG, direct, batches(seed))
+    assert_same_bits(outcome.learner, direct)
+    assert outcome.losses == np.asarray(report.loss).tolist()
+    assert outcome.grad_norms == np.asarray(report.grad_norm).tolist()
+    assert outcome.skipped == 0 and int(outcome.learner.version) == seed + 1
+  assert not np.array_equal(direct.params, params())
+  other, _ = update.update(MODEL, CONFIG, direct, batches(9))
+  assert not np.array_equal(other.params, direct.params)  # the batches matter
+
+
+def test_serving_parameters_stay(learner):
+  one = learner()
+  serving = one.learner.params
+  before = np.array(serving)
+  one.launch(batches(), finished=0)
+  assert one.learner.params is serving  # until it is taken
+  one.take()
+  np.testing.assert_array_equal(serving, before)
+  assert one.learner.params is not serving
+
+
+def test_free_mode_takes_it_when_ready(learner, monkeypatch):
+  gate, real = threading.Event(), update.update
+
+  def slow(*arguments):
+    assert gate.wait(30)
+    return real(*arguments)
+
+  monkeypatch.setattr(update, "update", slow)
+  one = learner(free=True)
+  one.launch(batches(), finished=0)
+  assert not one.due(1000)  # however many requests have finished
+  gate.set()
+  one._future.result()
+  assert one.due(0)
+  assert int(one.take().learner.version) == 1
+
+
+def test_waiting_is_counted(learner, monkeypatch):
+  gate, real = threading.Event(), update.update
+  monkeypatch.setattr(
+      update, "update", lambda *args: (gate.wait(30), real(*args))[1]
+  )
+  one = learner()
+  one.launch(batches(), finished=0)
+  threading.Timer(0.2, gate.set).start()
+  outcome = one.take()
+  assert outcome.wait_ms > 100 and outcome.update_ms > 100
+
+
+def test_a_checkpoint_gets_the_inputs(learner):
+  one, again = learner(), learner()
+  one.launch(batches(), finished=5)
+  launched, inputs = one.pending()
+  assert launched == 5
+  again.launch(inputs, launched)
+  assert_same_bits(again.take().learner, one.take().learner)
+
+
+def test_one_update_at_a_time(learner):
+  one = learner()
+  one.launch(batches(), finished=0)
+  with pytest.raises(RuntimeError, match="under way"):
+    one.launch(batches(), finished=1)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(learner):
+  one = learner()
+  bad, good = batches()
+  broken = bad.records.replace(log_probs=bad.records.log_probs * jnp.nan)
+  spoilt = bad.replace(records=broken)
+  one.launch((spoilt, good), finished=0)
+  outcome = one.take()
+  assert outcome.skipped == 1 and int(outcome.learner.version) == 1
+  one.launch((spoilt, spoilt), finished=1)
+  after = one.take()
+  assert after.skipped == 2 and int(after.learner.version) == 1
+  assert_same_bits(after.learner.params, outcome.learner.params)
+
+
+def test_an_error_in_the_thread_reaches_serving(learner):
+  one = learner()
+  one.launch((None,), finished=0)
+  with pytest.raises(Exception, match="NoneType"):
+    one.take()

@@ -1,0 +1,133 @@
+"""One device and four (data 2 x model 2) agree; parameters really are split."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from decoding import harness
+from jax.sharding import PartitionSpec
+
+from osd_jax import partitioning, testing
+from osd_jax.decoding import records, slots
+from osd_jax.distillation import update
+
+TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
+FOUR = partitioning.PartitionConfig(data=2, model=2)
+DECODING = slots.DecodingConfig(
+    rows=2, num_draft_tokens=3, source_lengths=(8,), target_length=10,
+    record_top_k=VOCAB,
+)
+
+pytestmark = pytest.mark.skipif(
+    len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
+)
+
+
+def placed(config):
+  """A partitioner with target and draft parameters on it."""
+  partitioner = partitioning.make(config)
+  return partitioner, *(
+      partitioner.place_params(model, harness.lively_params(model))
+      for model in (TARGET, DRAFT)
+  )
+
+
+@functools.cache
+def served(config):
+  partitioner, target, draft = placed(config)
+  decoder = slots.Slots(DECODING, TARGET, target, DRAFT, draft, partitioner)
+  source, mask = testing.random_sources(5, 8, VOCAB, 0)
+  requests = [
+      slots.Request(row[keep]) for row, keep in zip(source, mask, strict=True)
+  ]
+  return decoder, decoder.run(requests)
+
+
+def test_a_frozen_draft_gives_the_same_tokens_and_logits():
+  _, one = served(partitioning.PartitionConfig())
+  _, four = served(FOUR)
+  for single, split in zip(one, four, strict=True):
+    assert single.tokens.tolist() == split.tokens.tolist()
+    assert single.accepted == split.accepted
+    count = len(single.tokens)
+
+    def by_id(done, count=count):
+      kept = jax.tree.map(lambda leaf: np.asarray(leaf)[0, :count], done.batch.records)
+      order = np.argsort(kept.ids, axis=-1)
+      return np.take_along_axis(kept.log_probs, order, axis=-1)
+
+    np.testing.assert_allclose(by_id(single), by_id(split), atol=1e-5)
+  assert len({tuple(done.tokens) for done in one}) > 1
+
+
+def test_rows_in_flight_are_split_over_data():
+  decoder, _ = served(FOUR)
+  tokens = decoder.arrays().tokens
+  assert {shard.data.shape[0] for shard in tokens.addressable_shards} == {1}
+
+
+def test_the_first_update_agrees():
+  source, _ = testing.random_sources(4, 8, VOCAB, 1)
+  tokens = np.random.default_rng(2).integers(2, VOCAB, (4, 6)).astype(np.int32)
+  batch = records.teacher_forced(
+      TARGET, harness.lively_params(TARGET), source, tokens, VOCAB
+  )
+  batch = jax.tree.map(np.asarray, batch)
+  gradient = jax.jit(update.loss_and_grad, static_argnums=(0, 1))
+  found = []
+  for config in (partitioning.PartitionConfig(), FOUR):
+    partitioner, _, draft = placed(config)
+    rows = partitioner.place_rows(batch)
+    found.append(gradient(DRAFT, update.UpdateConfig(), draft, rows))
+  (one_loss, one_grads), (four_loss, four_grads) = found
+  np.testing.assert_allclose(one_loss, four_loss, atol=1e-5)
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one_grads, four_grads
+  )
+  assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(one_grads)) > 1e-3
+
+
+def test_parameters_are_split_by_the_rules():
+  _, target, _ = placed(FOUR)
+  axes = TARGET.logical_axes()
+  split = 0
+
+  def check(spec, leaf):
+    nonlocal split
+    expected = list(leaf.shape)
+    for axis, name in enumerate(spec):
+      if partitioning.RULES.get(name) == "model":
+        expected[axis] //= 2
+        split += 1
+    shapes = {shard.data.shape for shard in leaf.addressable_shards}
+    assert shapes == {tuple(expected)} and len(leaf.addressable_shards) == 4
+
+  jax.tree.map(
+      check, axes, target, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+  )
+  assert split > 10
+  kernel = target["decoder"]["layers_0"]["self_attention"]["query"]["kernel"]
+  assert kernel.addressable_shards[0].data.shape == (32, 16)
+
+
+def test_what_cannot_be_split_stays_whole():
+  partitioner = partitioning.make(FOUR)
+  odd = partitioner.place_rows(np.zeros((3, 4)))
+  even = partitioner.place_rows(np.zeros((4, 4)))
+  assert odd.addressable_shards[0].data.shape == (3, 4)
+  assert even.addressable_shards[0].data.shape == (2, 4)
+  table = testing.tabular_model(7)  # an odd vocabulary
+  whole = partitioner.place_params(table, np.zeros((7, 7, 7), np.float32))
+  assert whole.addressable_shards[0].data.shape == (7, 7, 7)
+
+
+def test_too_few_devices_are_named():
+  with pytest.raises(ValueError, match=r"data=64, model=2, which needs 128 devices"):
+    partitioning.make(partitioning.PartitionConfig(data=64, model=2))
+
+
+@pytest.mark.parametrize("field", ["data", "model"])
+def test_a_mesh_has_at_least_one_device_each_way(field):
+  with pytest.raises(ValueError, match=rf"PartitionConfig\.{field}: received 0"):
+    partitioning.PartitionConfig(**{field: 0})

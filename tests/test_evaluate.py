@@ -1,0 +1,263 @@
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+import tabular_pair
+import tiny_pair
+
+from osd_jax import base, corpus, evaluate, metrics, writers
+from osd_jax.data.batches import BatchConfig
+from osd_jax.data.sources import TaskConfig
+from osd_jax.decoding import costs, slots
+
+TASKS = tuple(
+    TaskConfig(
+        name=f"generated_{topic}",
+        kind="generated",
+        topic=topic,
+        split="eval",
+        limit=5,
+        source=topic,
+    )
+    for topic in ("maths", "sql")
+)
+PROMPTS = BatchConfig(tasks=TASKS, source_length=48, reader="plain")
+K = 2
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> evaluate.EvaluateConfig:
+  """The further draft is the target itself."""
+  folder = tmp_path_factory.mktemp("evaluate")
+  pair = tiny_pair.save_tiny_pair(folder)
+  return evaluate.EvaluateConfig(
+      prompts=PROMPTS,
+      count=6,
+      pair=pair,
+      drafts=(pair.target,),
+      decoding=slots.DecodingConfig(
+          rows=1,
+          num_draft_tokens=K,
+          source_lengths=(48,),
+          target_length=8,
+          record_top_k=tiny_pair.VOCAB_SIZE,
+      ),
+      speed_requests=3,
+      batch_rows=1,
+      run_directory=str(folder / "run"),
+  )
+
+
+@pytest.fixture(scope="module")
+def rows(config):
+  path = evaluate.run(config)
+  assert (path / "report.html").is_file()
+  return list(writers.read(path / "metrics.jsonl"))
+
+
+def of(rows, kind, **where):
+  return [
+      row
+      for row in rows
+      if row["kind"] == kind and all(row[name] == v for name, v in where.items())
+  ]
+
+
+def test_a_draft_equal_to_the_target_is_accepted_entirely(rows):
+  for topic in ("maths", "sql"):
+    equal = of(rows, "draft", draft="target", task=topic)[0]
+    other = of(rows, "draft", draft="draft", task=topic)[0]
+    for name in ("distribution_overlap", "acceptance_rate", "draft_acceptance_rate"):
+      assert equal[name] == pytest.approx(1, abs=1e-4)
+      assert other[name] < 0.9  # negative control
+    # 8 tokens in rounds of K + 1 = 3: three calls.
+    assert equal["tokens_per_target_call"] == pytest.approx(8 / 3)
+    assert other["tokens_per_target_call"] < 2
+
+
+def test_differences_are_those_between_the_drafts(rows):
+  for change in of(rows, "change"):
+    before = of(rows, "draft", draft="draft", task=change["task"])[0]
+    after = of(rows, "draft", draft=change["draft"], task=change["task"])[0]
+    name = "distribution_overlap"
+    assert change[name] == pytest.approx(after[name] - before[name])
+    assert change[name] > 0.1
+  assert len(of(rows, "change")) == 2
+
+
+def test_every_output_equals_plain_greedy_decoding(config, rows):
+  found = {row["draft"]: (row["checked"], row["equal"]) for row in of(rows, "equal")}
+  assert found == {"draft": (6, 6), "target": (6, 6)}
+
+
+def test_a_wrong_output_is_not_counted_as_equal(config):
+  """Negative control of the count."""
+  tokens = [np.asarray([4, 5, 6]), np.asarray([4, 5, 6]), np.asarray([4, 5])]
+  plain = [types.SimpleNamespace(tokens=t) for t in tokens]
+  others = (tokens[0], tokens[0] + 1, tokens[0])
+  fast = [types.SimpleNamespace(tokens=t) for t in others]
+  bench = types.SimpleNamespace(config=config)
+  assert evaluate.Bench._check(bench, plain, fast, None) == {"checked": 3, "equal": 1}
+
+
+def test_sampled_runs_are_checked_greedily_too(config, tmp_path):
+  sampled = dataclasses.replace(
+      config,
+      sampling=slots.SamplingConfig(temperature=1.0),
+      drafts=(),
+      speed_requests=0,
+      run_directory=str(tmp_path / "r"),
+  )
+  evaluate.run(sampled)
+  found = list(writers.read(tmp_path / "r" / "metrics.jsonl"))
+  assert of(found, "equal")[0]["equal"] == of(found, "equal")[0]["checked"] == 6
+  assert not of(found, "speed")
+
+
+def test_speeds_are_consistent_with_their_parts(rows):
+  speeds = of(rows, "speed")
+  assert [row["draft"] for row in speeds] == ["draft", "target"]
+  for row in speeds:
+    c, v, tau = row["cost_ratio"], row["verify_ratio"], row["tokens_per_target_call"]
+    assert row["predicted"] == pytest.approx(tau / (K * c + v))
+    assert row["predicted_paper"] == pytest.approx(tau / (K * c + 1))
+    assert c == pytest.approx(row["draft_step_ms"] / row["plain_step_ms"])
+    assert v == pytest.approx(row["verify_ms"] / row["plain_step_ms"])
+    assert row["speed_up"] == pytest.approx(
+        row["plain_ms_per_token"] / row["ms_per_token"]
+    )
+    assert row["ms_per_token"] > 0
+
+
+class FakeDecoder:
+  """Notes which requests it served."""
+
+  config = slots.DecodingConfig(source_lengths=(4, 8))
+
+  def __init__(self, name, calls):
+    self._name, self._calls = name, calls
+
+  def run(self, requests):
+    self._calls.append((self._name, [request.tag for request in requests]))
+    done = types.SimpleNamespace(tokens=np.zeros(6), target_calls=2)
+    return [done] * len(requests)
+
+
+def test_decoders_take_turns_and_each_serves_every_request_once():
+  calls = []
+  requests = [
+      slots.Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
+  ]
+  found = costs.timings([FakeDecoder(n, calls) for n in "ab"], requests, block=2)
+  warm, timed = calls[:2], calls[2:]
+  assert all(len(tags) == 2 for _, tags in warm)  # one a bucket
+  assert [name for name, _ in timed] == ["a", "b", "b", "a", "a", "b"]
+  for name in "ab":
+    assert sum((tags for n, tags in timed if n == name), []) == [0, 1, 2, 3, 4]
+  assert [timing.tokens_per_target_call for timing in found] == [3, 3]
+
+
+def test_measured_costs_of_equal_models_are_alike():
+  """The same model as draft costs about as much a step."""
+  pair = tabular_pair.make()
+  source = np.asarray([[4, 5, 1, 0]], np.int32)
+  config = slots.DecodingConfig(num_draft_tokens=8, target_length=8)
+  sides = (pair.target, pair.target_params)
+  found = costs.measure(config, *sides, *sides, source, calls=64)
+  assert 0.1 < found.cost_ratio < 10
+  assert found.verify_ms > 0 and found.verify_ratio == (
+      found.verify_ms / found.plain_step_ms
+  )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([7] * 11, True),  # eight in a row, four times
+        ([7] * 10, False),  # three times
+        (list(range(8)) * 4, True),
+        (list(range(8)) * 3 + list(range(7)), False),
+        (list(range(90)), False),
+        ([], False),
+    ],
+)
+def test_loops_are_windows_that_come_back(tokens, expected):
+  assert metrics.loops(np.asarray(tokens)) is expected
+
+
+def answered(vocabulary, prompt, reference, text, reason):
+  tokens = vocabulary.encode_with_eos(text)
+  found = corpus.Prompt(vocabulary.encode_with_eos(prompt), 0, reference)
+  return found, types.SimpleNamespace(tokens=tokens, stop_reason=reason)
+
+
+def test_quality_counts_what_it_says():
+  bench = evaluate.Vocabulary.load(
+      evaluate.pairs.assets.resolve("shipped:demo_vocabulary.model")
+  )
+  whole = bench.encode_with_eos("the sum is 7")
+  eos, length = base.StopReason.EOS, base.StopReason.LENGTH
+  part = [
+      answered(bench, "one", whole, "the sum is 7", eos),
+      answered(bench, "two", whole, "the sum is 8", eos),
+      answered(bench, "three", whole[:-1], "the sum is 7", length),  # cut: left out
+      answered(bench, "four", whole[:0], "a a", eos),  # none: left out
+  ]
+  found = evaluate.quality(part, bench)
+  assert found["references"] == 2
+  assert found["exact_match"] == 0.5
+  assert found["ended"] == 0.75
+  assert found["distinct"] == 0.75
+  assert found["looping"] == 0
+  assert evaluate.quality(part[3:], bench)["exact_match"] is None
+
+
+def test_acceptance_adds_counters_before_it_divides():
+  done = [
+      types.SimpleNamespace(accepted=a, drafted=d, tokens=np.zeros(n), target_calls=c)
+      for a, d, n, c in ((1, 2, 3, 2), (9, 10, 12, 3))
+  ]
+  found = evaluate.acceptance(done)
+  assert found["draft_acceptance_rate"] == pytest.approx(10 / 12)
+  assert found["tokens_per_target_call"] == 3
+
+
+def test_drafts_of_one_file_name_are_told_apart():
+  labels = evaluate.draft_labels(["shipped:demo_draft.safetensors", "a/x.st", "b/x.st"])
+  assert labels == ["demo_draft", "a/x.st", "b/x.st"]
+
+
+def test_token_accuracy_is_the_targets_first_choice(config):
+  """Where the references are the target's own answers it is 1."""
+  bench = evaluate.Bench(dataclasses.replace(config, drafts=()))
+  answers = bench.answers()
+  before = [found for found in bench._token_accuracies() if found is not None]
+  assert len(before) == 6 and np.mean(before) < 0.5  # negative control
+  bench.prompts = [
+      dataclasses.replace(prompt, reference=done.tokens)
+      for prompt, done in zip(bench.prompts, answers, strict=True)
+  ]
+  assert bench._token_accuracies() == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("count", 0),
+        ("batch_rows", 0),
+        ("speed_requests", -1),
+        ("decoding", slots.DecodingConfig(record_top_k=0)),
+        ("prompts", dataclasses.replace(PROMPTS, source_length=65)),
+    ],
+)
+def test_bad_values_are_named(field, value):
+  with pytest.raises(ValueError, match=f"EvaluateConfig.{field}: received"):
+    evaluate.EvaluateConfig(**{"prompts": PROMPTS, field: value})
+
+
+def test_the_drafts_share_one_copy_of_the_target(config):
+  bench = evaluate.Bench(config)
+  leaves = [jax.tree.leaves(pair.target_params) for pair in bench.pairs]
+  assert all(one is other for one, other in zip(*leaves, strict=True))

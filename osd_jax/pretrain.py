@@ -94,9 +94,6 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
     The trained weights.
   """
   console = rich.console.Console(stderr=True)
-  directory = writers.RunDirectory.start(
-      config.run_directory, config=operative_config, seed=config.seed
-  )
   vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
   if vocabulary.size > config.model.vocab_size:
     raise ValueError(
@@ -105,10 +102,15 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
     )
   model = t5.build(config.model)
   state = initial_state(config, model)
-  with checkpoints.Checkpointer(
-      checkpoints.CheckpointConfig(str(directory.checkpoints_path))
-  ) as saved:
-    log = writers.MetricsLog(directory.metrics_path)
+  directory = writers.RunDirectory.start(
+      config.run_directory, config=operative_config, seed=config.seed
+  )
+  with (
+      checkpoints.Checkpointer(
+          checkpoints.CheckpointConfig(str(directory.checkpoints_path))
+      ) as saved,
+      writers.MetricsLog(directory.metrics_path) as log,
+  ):
     if saved.latest_step() is None:
       log.truncate(0)
     else:
@@ -135,8 +137,9 @@ def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerSt
     params = deepened(weights.load(config.initial).params, params)
     weights.check_shapes(config.model, params, config.initial)
   opt_state = update.make_optimizer(config.optimizer).init(params)
-  zero = jnp.zeros((), jnp.int32)
-  return update.LearnerState(params, opt_state, version=zero, step=zero, skipped=zero)
+  # Donated, so that each counter needs a buffer of its own.
+  version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
+  return update.LearnerState(params, opt_state, version, step, skipped)
 
 
 def deepened(start: base.Params, fresh: base.Params) -> base.Params:

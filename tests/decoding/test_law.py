@@ -15,7 +15,7 @@ from decoding import harness
 
 from osd_jax import base, testing
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import sampling, speculative, state, verify
+from osd_jax.decoding import sampling, speculative
 
 VOCAB, LENGTH, DRAWS = 6, 3, 100_000
 ROWS = 60_000  # of a batch, whatever the grid: one compilation for each K
@@ -24,6 +24,7 @@ THRESHOLD = 1e-6 / COMPARISONS
 TARGET = testing.random_table(VOCAB, 1, sharpness=1.5)
 DRAFT = testing.random_table(VOCAB, 2, sharpness=1.5)
 
+ROUNDS = harness.jitted_rounds(quick=False)
 GRID = (
     {"temperature": 1.0},
     {"temperature": 0.4},
@@ -69,7 +70,7 @@ def p_values(tokens, target, settings):
   ]
 
 
-def speculative_p_values(k, target, draft, grid, seed=0, run=harness.ROUNDS):
+def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS):
   """P-values [settings, 2] of the loop; the settings share batches."""
   parts = []
   for part in range(-(-DRAWS * len(grid) // ROWS)):
@@ -84,7 +85,8 @@ def speculative_p_values(k, target, draft, grid, seed=0, run=harness.ROUNDS):
 
 
 @pytest.mark.parametrize(
-    ("k", "ends", "grid"), [(1, True, GRID), (2, False, GRID), (5, True, GRID[2:5])]
+    ("k", "ends", "grid"),
+    [(1, True, GRID[::2]), (2, False, GRID), (5, True, GRID[3:5])],
 )
 def test_the_loop_emits_the_law_of_the_target(k, ends, grid):
   target, draft = (ending(TARGET), ending(DRAFT)) if ends else (TARGET, DRAFT)
@@ -120,130 +122,153 @@ def test_a_draft_that_broke_costs_speed_only(kind):
 
 
 # --- Planted faults -----------------------------------------------------------------
+#
+# A fault is (module, name in it, attribute of that, the wrong function); the wrong
+# function gets the right one first. All are planted into one program, which a number
+# switches: compiling each by itself would take most of this file's time.
 
 
-def bonus_from_the_row_before(monkeypatch):
-  def wrong(*args):
-    verification, cache = verify.verify(*args)
-    logits = verification.logits
-    return base.Verification(logits.at[:, -1].set(logits[:, -2])), cache
-
-  monkeypatch.setattr(
-      speculative, "verify_lib", harness.Changed(verify, verify=wrong)
-  )
+def bonus_from_the_row_before(right, *args):
+  verification, cache = right(*args)
+  logits = verification.logits
+  return base.Verification(logits.at[:, -1].set(logits[:, -2])), cache
 
 
-def residual_by(maximum):
-  def plant(monkeypatch):
-    monkeypatch.setattr(accept_lib, "jnp", harness.Changed(jnp, maximum=maximum))
+def after_append(name, length):
+  """A cache has another length after each round: `length(now, as written)`."""
 
-  return plant
+  def wrong(right, before, *args):
+    after = right(before, *args)
+    cache = getattr(after, name)
+    shifted = length(cache.length, getattr(before, name).length)
+    return after.replace(**{name: cache.replace(length=shifted)})
 
-
-def rewound_to(wrong_length):
-  """The target's cache has another length after each round."""
-
-  def plant(monkeypatch):
-    def append(before, *args):
-      after = state.append(before, *args)
-      cache = after.target_cache
-      length = wrong_length(cache.length, before.target_cache.length)
-      return after.replace(target_cache=cache.replace(length=length))
-
-    monkeypatch.setattr(
-        speculative, "state_lib", harness.Changed(state, append=append)
-    )
-
-  return plant
+  return (speculative, "state_lib", "append", wrong)
 
 
-def draft_before_top_k(monkeypatch):
-  def wrong(logits, settings):
-    if logits.shape[1] == 2:  # K rows are the draft's, K + 1 the target's
-      settings = settings.replace(top_k=jnp.zeros_like(settings.top_k))
-    return sampling.processed_probs(logits, settings)
-
-  monkeypatch.setattr(
-      accept_lib, "sampling", harness.Changed(sampling, processed_probs=wrong)
-  )
+def draft_before_top_k(right, logits, settings):
+  if logits.shape[1] == K:  # K rows are the draft's, K + 1 the target's
+    settings = settings.replace(top_k=jnp.zeros_like(settings.top_k))
+  return right(logits, settings)
 
 
-def recovered_by_the_noise_of(purpose):
-  def plant(monkeypatch):
-    def draw(probs, seed, position, _):
-      return sampling.draw(probs, seed, position, purpose)
-
-    monkeypatch.setattr(
-        accept_lib, "sampling", harness.Changed(sampling, draw=draw)
-    )
-
-  return plant
+def by_the_noise_of_the_draft(right, probs, seed, position, purpose):
+  return right(probs, seed, position, sampling.Purpose.DRAFT)
 
 
-def accepted_by_the_noise_of_the_draft(monkeypatch):
-  def uniform(seed, position):
-    keys = sampling.row_keys(seed, position, sampling.Purpose.DRAFT)
-    return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (VOCAB,))[2]))(keys)
-
-  monkeypatch.setattr(accept_lib, "_uniform", uniform)
+def uniform_of_the_draft(right, seed, position):
+  keys = sampling.row_keys(seed, position, sampling.Purpose.DRAFT)
+  return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (VOCAB,))[2]))(keys)
 
 
+def always(u):
+  return lambda right, seed, position: jnp.full(position.shape, u)
+
+
+def residual(wrong):
+  return (accept_lib, "jnp", "maximum", lambda right, a, b: wrong(a))
+
+
+K = 2
 FAULTS = {
-    "none": lambda monkeypatch: None,
-    "bonus token from the wrong row": bonus_from_the_row_before,
-    "residual without maximum": residual_by(lambda a, _: a),
-    "absolute residual": residual_by(lambda a, _: abs(a)),
-    "recovered token from the target": residual_by(lambda a, _: 0 * a),
-    "cache one position short": rewound_to(lambda now, _: jnp.maximum(now - 1, 0)),
-    "cache one position long": rewound_to(lambda now, _: now + 1),
-    "rejected tokens left in the cache": rewound_to(lambda _, written: written),
-    "draft distribution before top-k": draft_before_top_k,
-    "recovered by the draft's noise": recovered_by_the_noise_of(sampling.Purpose.DRAFT),
-    "accepted by the draft's noise": accepted_by_the_noise_of_the_draft,
+    "bonus token from the wrong row": (
+        speculative, "verify_lib", "verify", bonus_from_the_row_before
+    ),
+    "residual without maximum": residual(lambda a: a),
+    "absolute residual": residual(abs),
+    "recovered token from the target": residual(lambda a: 0 * a),
+    "cache one position short": after_append(
+        "target_cache", lambda now, written: jnp.maximum(now - 1, 0)
+    ),
+    "cache one position long": after_append(
+        "target_cache", lambda now, written: now + 1
+    ),
+    "rejected tokens left in the cache": after_append(
+        "target_cache", lambda now, written: written
+    ),
+    # After a rejection the draft draws with the noise of the same positions again. If
+    # it remembers what it drew there, its distribution depends on that noise.
+    "rejected tokens left in the draft's cache": after_append(
+        "draft_cache", lambda now, written: written
+    ),
+    "draft distribution before top-k": (
+        accept_lib, "sampling", "processed_probs", draft_before_top_k
+    ),
+    "recovered by the draft's noise": (
+        accept_lib, "sampling", "draw", by_the_noise_of_the_draft
+    ),
+    "accepted by the draft's noise": (
+        accept_lib, "_uniform", None, uniform_of_the_draft
+    ),
 }
+HARMLESS = {
+    "none": (accept_lib, "_uniform", None, lambda right, *args: right(*args)),
+    # What was emitted may reach the draft in any form: that decides its speed only.
+    "draft cache one position long": after_append(
+        "draft_cache", lambda now, written: now + 1
+    ),
+}
+# No chi-square sees these. Below 0 is as if u * draft <= target were accepted.
+ZERO = {
+    "u is 0": (accept_lib, "_uniform", None, always(0.0)),
+    "u is below 0": (accept_lib, "_uniform", None, always(-1e-30)),
+}
+PLANTED = {**FAULTS, **HARMLESS, **ZERO}
+
+
+def switched(chosen, right, wrong):
+  """`right`, or `wrong` where the scalar `chosen` is true when the program runs."""
+  return lambda *args: jax.lax.cond(
+      chosen, lambda: wrong(right, *args), lambda: right(*args)
+  )
+
+
+def rounds_with_faults(number, *args):
+  """`run_rounds` with everything of PLANTED patched in, the number-th one active."""
+  with pytest.MonkeyPatch.context() as patch:
+    for index, (module, name, attribute, wrong) in enumerate(PLANTED.values()):
+      right = getattr(module, name)
+      inner = right if attribute is None else getattr(right, attribute)
+      new = switched(number == index, inner, wrong)
+      if attribute is not None:
+        new = harness.Changed(right, **{attribute: new})
+      patch.setattr(module, name, new)
+    return speculative.run_rounds(*args)
+
+
+FAULTY = jax.jit(rounds_with_faults, static_argnums=(1, 2, 3, 4))
+
+
+def run_with(fault):
+  number = jnp.int32(list(PLANTED).index(fault))
+  return lambda *args: FAULTY(number, *args)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault, monkeypatch):
-  FAULTS[fault](monkeypatch)
-  grid = ({"temperature": 1.0, "top_k": 4},)
-  run = harness.jitted_rounds()
-  found = speculative_p_values(2, TARGET, DRAFT, grid, seed=23, run=run)
-  if fault == "none":
-    assert found.min() > THRESHOLD, found
-  else:
-    assert found.min() < THRESHOLD, found
+def test_a_planted_fault_is_caught(fault):
+  grid = ({"temperature": 1.0, "top_k": 4 if "top-k" in fault else 0},)
+  found = speculative_p_values(K, TARGET, DRAFT, grid, seed=23, run=run_with(fault))
+  assert found.min() < THRESHOLD, found
 
 
-def test_a_draft_cache_off_by_one_changes_no_law(monkeypatch):
-  """What the draft was fed decides speed, never the law; see test_speculative."""
-
-  def append(before, *args):
-    after = state.append(before, *args)
-    cache = after.draft_cache
-    return after.replace(draft_cache=cache.replace(length=cache.length + 1))
-
-  monkeypatch.setattr(speculative, "state_lib", harness.Changed(state, append=append))
-  run = harness.jitted_rounds()
-  found = speculative_p_values(2, TARGET, DRAFT, GRID[:1], seed=29, run=run)
+@pytest.mark.parametrize("fault", HARMLESS)
+def test_what_is_no_fault_is_not_caught(fault):
+  grid = ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 4})
+  found = speculative_p_values(K, TARGET, DRAFT, grid, seed=23, run=run_with(fault))
   assert found.min() > THRESHOLD, found
 
 
-# --- u = 0, which no chi-square sees ------------------------------------------------
-
-
-@pytest.mark.parametrize(("u", "caught"), [(0.0, False), (-1e-30, True)])
-def test_a_token_without_mass_is_never_accepted(u, caught, monkeypatch):
-  """u below 0 has the effect of accepting at u * draft <= target: the control."""
-  monkeypatch.setattr(
-      accept_lib, "_uniform", lambda seed, position: jnp.full(position.shape, u)
-  )
+@pytest.mark.parametrize(
+    ("fault", "caught"), [("u is 0", False), ("u is below 0", True)]
+)
+def test_a_token_without_mass_is_never_accepted(fault, caught):
   grid = ({"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5})
   settings = mixed_settings(grid, ROWS, seed=31)
-  final = harness.tabular_rounds(
-      2, TARGET, DRAFT, settings, LENGTH, run=harness.jitted_rounds()
+  tokens = first_tokens(
+      harness.tabular_rounds(
+          K, TARGET, DRAFT, settings, LENGTH, run=run_with(fault)
+      )
   )
-  tokens = first_tokens(final)
   impossible = sum(
       (oracles.joint_counts(tokens[index::2], VOCAB) > 0)[
           oracles.joint_law(TARGET, LENGTH, **entry) == 0

@@ -1,0 +1,102 @@
+"""A pair is loaded as it was written, and does not load what does not fit."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny_pair
+
+from osd_jax import pairs, partitioning
+from osd_jax.models import t5, weights
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+  return tiny_pair.save_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+def load(config):
+  return pairs.load(config, partitioning.make())
+
+
+def rewritten(pair_config, field, folder, **changes):
+  """The config with one file changed."""
+  found = dataclasses.replace(weights.load(getattr(pair_config, field)), **changes)
+  path = folder / f"{field}.safetensors"
+  weights.save(path, found)
+  return dataclasses.replace(pair_config, **{field: str(path)})
+
+
+def assert_same(found, wanted):
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_a_pair_is_what_its_files_hold(config):
+  pair = load(config)
+  assert_same(pair.target_params, weights.load(config.target).params)
+  assert_same(pair.draft_params, weights.load(config.draft).params)
+  assert pair.target.vocab_size == pair.draft.vocab_size == tiny_pair.VOCAB_SIZE
+  assert (pair.target.name, pair.draft.name) == ("target", "draft")
+
+
+def test_loading_again_gives_the_same_functions(config):
+  one, again = load(config), load(config)  # so that nothing compiles twice
+  assert one.target is again.target and one.draft is again.draft
+
+
+def test_an_adapted_draft_loads_like_the_first(config, tmp_path):
+  pair = load(config)
+  adapted = jax.tree.map(lambda leaf: leaf + 1, pair.draft_params)
+  path = tmp_path / "adapted.safetensors"
+  weights.save(path, pair.draft_weights(adapted, "adapted"))
+  again = load(dataclasses.replace(config, draft=str(path)))
+  assert_same(again.draft_params, adapted)
+  assert again.draft_config == pair.draft_config
+
+
+def test_the_shipped_vocabulary_reads_and_writes(config):
+  vocabulary = load(config).vocabulary
+  ids = vocabulary.encode("SELECT name")
+  assert vocabulary.decode(ids) == "SELECT name"
+
+
+def test_both_models_compute_in_the_wanted_type(config):
+  pair = load(dataclasses.replace(config, dtype="bfloat16"))
+  assert pair.draft_config.dtype == "bfloat16"
+  assert pair.target is not load(config).target
+
+
+@pytest.mark.parametrize("field", ["target", "draft"])
+def test_another_vocabulary_is_refused(config, field, tmp_path):
+  changed = rewritten(config, field, tmp_path, vocabulary="f" * 64)
+  with pytest.raises(ValueError, match=rf"PairConfig\.{field}: .*ffffffffffff\.\.\."):
+    load(changed)
+
+
+def test_sizes_must_agree(config, tmp_path):
+  found = weights.load(config.draft)
+  wider = dataclasses.replace(found.config, vocab_size=tiny_pair.VOCAB_SIZE + 64)
+  params = t5.build(wider).init(jax.random.key(0))
+  changed = rewritten(config, "draft", tmp_path, config=wider, params=params)
+  with pytest.raises(ValueError, match="has 1536 token ids, draft .* has 1600"):
+    load(changed)
+
+
+def test_a_model_must_know_every_id_of_the_vocabulary(config, tmp_path):
+  unnamed = rewritten(config, "target", tmp_path, vocabulary="")
+  with pytest.raises(ValueError, match=r"PairConfig\.target: .*1536 token ids, .*1636"):
+    load(dataclasses.replace(unnamed, extra_ids=100))
+
+
+@pytest.mark.parametrize("field", ["target", "draft", "vocabulary"])
+def test_missing_files_are_named(config, field):
+  with pytest.raises(ValueError, match="nowhere"):
+    load(dataclasses.replace(config, **{field: "nowhere/at_all.safetensors"}))
+
+
+def test_a_file_of_something_else_is_refused(config, tmp_path):
+  path = tmp_path / "text.safetensors"
+  path.write_text("no weights")
+  with pytest.raises(ValueError, match="text.safetensors"):
+    load(dataclasses.replace(config, draft=str(path)))

@@ -1,0 +1,233 @@
+"""Whole online runs of a tiny pair: complete, exact, repeatable, guarded."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny_online
+
+from osd_jax import online, writers
+from osd_jax.decoding import slots
+from osd_jax.distillation import update
+from osd_jax.models import weights
+
+TIMES = ("_ms", "_ms_per_token", "_seconds")
+REQUEST_FIELDS = {
+    "index", "query", "source", "overlap", "overlap_upper", "floor_overlap",
+    "acceptance_rate", "floor_acceptance_rate", "draft_acceptance_rate",
+    "tokens_per_target_call", "accepted_per_position", "target_calls", "drafted",
+    "accepted", "output_tokens", "stop_reason", "draft_version", "decode_ms",
+    "online_ms_per_token", "metering_ms", "paused",
+}
+
+
+@dataclasses.dataclass
+class Ran:
+  """A finished run: its folder, rows by kind, outputs by query, compilations."""
+
+  path: object
+  requests: list
+  updates: list
+  summary: list
+  outputs: dict
+  compiled: list
+
+  def draft(self):
+    return weights.load(self.path / "draft.safetensors").params
+
+
+def run(config):
+  """Runs it, noting every output and the compilations before it was measured."""
+  outputs, compiled, total = {}, [], [0]
+  real = online.OnlineLoop._measure
+
+  def measure(loop, done, query):
+    outputs[query.index] = done.tokens.tolist()
+    compiled.append(total[0])
+    return real(loop, done, query)
+
+  def listen(event, *_, **__):
+    total[0] += event == "/jax/core/compile/backend_compile_duration"
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(online.OnlineLoop, "_measure", measure)
+    path = online.run(config)
+  jax.monitoring.unregister_event_duration_listener(listen)
+  compiled.append(total[0])
+  rows = list(writers.read(path / "metrics.jsonl"))
+  kinds = [
+      [row for row in rows if row["kind"] == kind]
+      for kind in ("request", "update", "summary")
+  ]
+  return Ran(path, *kinds, outputs, compiled)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def make(pair, tmp_path_factory):
+  """Runs a changed config in a folder of its own."""
+
+  def made(rows=2, **changes):
+    folder = tmp_path_factory.mktemp("run")
+    return run(tiny_online.config(pair, folder / "run", rows, **changes))
+
+  return made
+
+
+@pytest.fixture(scope="module")
+def learned(make):
+  return make()
+
+
+def timeless(rows):
+  return [
+      {name: value for name, value in row.items() if not name.endswith(TIMES)}
+      for row in rows
+  ]
+
+
+def same_bits(one, other):
+  leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+  return all(
+      np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in leaves
+  )
+
+
+def test_a_run_leaves_everything_behind(learned):
+  count = tiny_online.REQUESTS
+  assert sorted(row["query"] for row in learned.requests) == list(range(count))
+  assert [row["index"] for row in learned.requests] == list(range(count))
+  for row in learned.requests:
+    assert REQUEST_FIELDS <= row.keys() and "nonfinite" not in row
+    assert 0 <= row["overlap"] <= row["overlap_upper"] <= 1 + 1e-5
+    assert len(learned.outputs[row["query"]]) == row["output_tokens"]
+  assert len(learned.summary) == 1
+  assert len({tuple(text) for text in learned.outputs.values()}) > count // 4
+  assert sum(row["accepted"] for row in learned.requests) > 0
+  for name in ("report.html", "draft.safetensors", "provenance.json"):
+    assert (learned.path / name).stat().st_size > 0
+  provenance = json.loads((learned.path / "provenance.json").read_text())
+  assert provenance
+  kept = sorted(path.name for path in (learned.path / "drafts").iterdir())
+  assert [name[:7] for name in kept] == ["000006_", "000012_", "000018_"]
+
+
+def test_updates_are_swapped_in_when_promised(learned):
+  assert len(learned.updates) >= 3
+  *promised, last = learned.updates
+  interval = tiny_online.INTERVAL
+  assert all(row["finished"] - row["launched"] == interval for row in promised)
+  assert 0 <= last["finished"] - last["launched"] <= interval
+  assert [row["version"] for row in learned.updates] == list(
+      range(1, len(learned.updates) + 1)
+  )
+  assert not any(row["skipped"] for row in learned.updates)
+  taken = {row["finished"]: row["version"] for row in learned.updates}
+  version = 0
+  for row in learned.requests:  # measured before the update of its own number
+    assert row["draft_version"] == version
+    version = taken.get(row["index"] + 1, version)
+
+
+def test_the_floor_is_the_draft_of_version_0(learned):
+  first = [row for row in learned.requests if row["draft_version"] == 0]
+  later = [row for row in learned.requests if row["draft_version"] > 0]
+  assert first and all(row["overlap"] == row["floor_overlap"] for row in first)
+  assert all(row["acceptance_rate"] == row["floor_acceptance_rate"] for row in first)
+  assert later and all(row["overlap"] != row["floor_overlap"] for row in later)
+
+
+def test_compared_outputs_equal_plain_decoding(learned):
+  compared = [row for row in learned.requests if "equal_to_plain" in row]
+  assert [row["index"] for row in compared] == [0, 8, 16]
+  for row in compared:
+    assert row["equal_to_plain"] is True
+    assert row["plain_ms_per_token"] > 0 and row["floor_ms_per_token"] > 0
+    assert row["floor_tokens_per_target_call"] >= 1
+
+
+def test_nothing_compiles_after_the_first_updates(learned):
+  before, after = learned.compiled[12], learned.compiled[-1]
+  assert before > 0 and after == before
+
+
+def test_an_equal_run_gives_equal_bits(learned, make):
+  again = make()
+  assert timeless(again.requests) == timeless(learned.requests)
+  assert timeless(again.updates) == timeless(learned.updates)
+  assert same_bits(again.draft(), learned.draft())
+
+
+def test_another_seed_gives_other_drafts_and_the_same_outputs(learned, make):
+  other = make(seed=1)
+  assert not same_bits(other.draft(), learned.draft())
+  assert other.outputs == learned.outputs
+
+
+def test_a_frozen_draft_gives_the_same_outputs(learned, make, pair):
+  frozen = make(learn=False)
+  assert frozen.outputs == learned.outputs
+  assert not frozen.updates
+  assert all(row["overlap"] == row["floor_overlap"] for row in frozen.requests)
+  assert same_bits(frozen.draft(), weights.load(pair.draft).params)
+  assert not same_bits(learned.draft(), weights.load(pair.draft).params)
+
+
+def test_one_row_gives_the_same_outputs(learned, make):
+  single = make(rows=1)
+  assert single.outputs == learned.outputs
+  assert [row["query"] for row in single.requests] == list(range(tiny_online.REQUESTS))
+  assert len(single.updates) >= 3
+
+
+def test_free_updates_serve_the_same(learned, make):
+  free = make(free_updates=True, floor_metering=False, compare_every=0)
+  assert free.outputs == learned.outputs
+  assert free.updates
+  assert not any("floor_overlap" in row for row in free.requests)
+  assert not any("equal_to_plain" in row for row in free.requests)
+
+
+def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypatch):
+  real, launches = update.draw_update, []
+
+  def draw(*arguments):
+    batches = real(*arguments)
+    launches.append(len(launches))
+    if len(launches) != 2:
+      return batches
+    return tuple(
+        batch.replace(
+            records=batch.records.replace(log_probs=batch.records.log_probs * np.nan)
+        )
+        for batch in batches
+    )
+
+  monkeypatch.setattr(update, "draw_update", draw)
+  broken = make()
+  assert broken.outputs == learned.outputs
+  skipped = [row["skipped"] for row in broken.updates]
+  assert skipped[1] == update.UpdateConfig().steps_per_update
+  assert not any(skipped[:1] + skipped[2:])
+  versions = [row["version"] for row in broken.updates]
+  assert versions[:3] == [1, 1, 2]
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(broken.draft()))
+
+
+def test_the_records_must_be_kept(pair, tmp_path):
+  decoding = slots.DecodingConfig(record_top_k=0)
+  with pytest.raises(ValueError, match=r"OnlineConfig\.decoding: .*record_top_k=0"):
+    tiny_online.config(pair, tmp_path, decoding=decoding)
+
+
+def test_the_stream_must_fit_the_buckets(pair, tmp_path):
+  decoding = slots.DecodingConfig(source_lengths=(16,))
+  with pytest.raises(ValueError, match=r"OnlineConfig\.stream: .*source_length=40.*16"):
+    tiny_online.config(pair, tmp_path, decoding=decoding)

@@ -1,0 +1,99 @@
+"""A run killed by SIGKILL and started again ends as if nothing had happened."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import tiny_online
+
+from osd_jax import writers
+from osd_jax.models import weights
+
+TIMES = ("_ms", "_ms_per_token", "_seconds")
+
+
+def start(pair_folder, run_directory, repository):
+  """The run as a process of its own, numerically set up like the tests."""
+  paths = [str(repository), str(repository / "tests"), os.environ.get("PYTHONPATH", "")]
+  environment = {
+      **os.environ,
+      "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+      "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # restarts compile nothing
+  }
+  script = repository / "tests" / "tiny_online.py"
+  return subprocess.Popen(
+      [sys.executable, str(script), str(pair_folder), str(run_directory)],
+      env=environment,
+      cwd=repository,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+  )
+
+
+def requests_in(path):
+  if not path.exists():
+    return 0
+  return path.read_bytes().count(b'"kind": "request"')
+
+
+def kill_at(process, log, count, delay):
+  """Kills it `delay` seconds after `count` requests were logged."""
+  end = time.monotonic() + 120
+  while requests_in(log) < count:
+    assert process.poll() is None, process.communicate()[1].decode()[-2000:]
+    assert time.monotonic() < end, f"only {requests_in(log)} of {count} requests"
+    time.sleep(0.002)
+  time.sleep(delay)
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  return process.returncode
+
+
+def finish(process):
+  _, errors = process.communicate(timeout=180)
+  assert process.returncode == 0, errors.decode()[-2000:]
+
+
+def timeless(path, kind):
+  return [
+      {name: value for name, value in row.items() if not name.endswith(TIMES)}
+      for row in writers.read(path / "metrics.jsonl")
+      if row["kind"] == kind
+  ]
+
+
+def test_killed_three_times_it_ends_bit_equal(tmp_path, repository):
+  tiny_online.save_lively_pair(tmp_path)
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  finish(start(tmp_path, whole, repository))
+
+  rng = random.Random(0)
+  # Before the first checkpoint, and at random moments between later ones.
+  moments = [rng.randint(1, 4), rng.randint(7, 13), rng.randint(15, 21)]
+  for moment in moments:
+    process = start(tmp_path, killed, repository)
+    code = kill_at(process, killed / "metrics.jsonl", moment, rng.uniform(0, 0.01))
+    assert code == -signal.SIGKILL
+    assert requests_in(killed / "metrics.jsonl") < tiny_online.REQUESTS
+    assert not (killed / "draft.safetensors").exists()
+  steps = [int(path.name) for path in (killed / "checkpoints").glob("[0-9]*")]
+  assert any(step < tiny_online.REQUESTS for step in steps)
+  finish(start(tmp_path, killed, repository))
+
+  assert timeless(killed, "request") == timeless(whole, "request")
+  assert timeless(killed, "update") == timeless(whole, "update")
+  queries = [row["query"] for row in timeless(killed, "request")]
+  assert sorted(queries) == list(range(tiny_online.REQUESTS))
+  found, wanted = (
+      weights.load(path / "draft.safetensors").params for path in (killed, whole)
+  )
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+  first = weights.load(tmp_path / "draft.safetensors").params
+  learnt = zip(jax.tree.leaves(wanted), jax.tree.leaves(first), strict=True)
+  assert any(not np.array_equal(a, b) for a, b in learnt)

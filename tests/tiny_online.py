@@ -1,0 +1,90 @@
+"""A small online run: what the tests of runs and of resuming share.
+
+As a script it is the process that a test kills: PAIR_FOLDER RUN_DIRECTORY.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import tiny_pair
+
+from osd_jax import online, pairs
+from osd_jax.data import batches, generated, sources, streams
+from osd_jax.decoding import slots
+from osd_jax.distillation import buffer, schedule, update
+from osd_jax.models import weights
+
+REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
+
+
+def save_lively_pair(folder: Path) -> pairs.PairConfig:
+  """The tiny pair, its target's relative bias so large that its outputs vary."""
+  pair = tiny_pair.save_tiny_pair(folder)
+  found = weights.load(pair.target)
+
+  def leaf(path, value):
+    return value * 10 if path[-1].key == "rel_embedding" else value
+
+  params = jax.tree_util.tree_map_with_path(leaf, found.params)
+  weights.save(pair.target, dataclasses.replace(found, params=params))
+  return pair
+
+
+def tasks(split: str, limit: int) -> tuple[sources.TaskConfig, ...]:
+  """The four generated topics."""
+  return tuple(
+      sources.TaskConfig(
+          name=f"generated_{topic}", kind="generated", source=topic, topic=topic,
+          split=split, limit=limit,
+      )
+      for topic in generated.TOPICS
+  )
+
+
+def config(
+    pair: pairs.PairConfig, run_directory: Path, rows: int = 2, **changes: Any
+) -> online.OnlineConfig:
+  """24 requests in four topics, an update every 4, a checkpoint every 5."""
+  stream_tasks = tasks("stream", 12)
+  made = online.OnlineConfig(
+      stream=streams.StreamConfig(
+          tasks=stream_tasks,
+          requests_per_task=REQUESTS // len(stream_tasks),
+          source_length=SOURCE,
+          reader="plain",
+      ),
+      pair=pair,
+      decoding=slots.DecodingConfig(
+          rows=rows, num_draft_tokens=3, source_lengths=(SOURCE,), target_length=LENGTH
+      ),
+      buffer=buffer.BufferConfig(capacity=32),
+      update=update.UpdateConfig(
+          optimizer=update.OptimizerConfig(learning_rate=1e-2)
+      ),
+      schedule=schedule.ScheduleConfig(update_interval=INTERVAL),
+      warm_start=batches.BatchConfig(
+          tasks=tasks("train", 3), source_length=SOURCE, target_length=LENGTH,
+          reader="plain",
+      ),
+      compare_every=8,
+      checkpoint_every=CHECKPOINT,
+      keep_drafts=True,
+      run_directory=str(run_directory),
+  )
+  return dataclasses.replace(made, **changes)
+
+
+if __name__ == "__main__":
+  folder = Path(sys.argv[1])
+  online.run(
+      config(
+          pairs.PairConfig(
+              target=str(folder / "target.safetensors"),
+              draft=str(folder / "draft.safetensors"),
+          ),
+          Path(sys.argv[2]),
+      )
+  )

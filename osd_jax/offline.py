@@ -235,7 +235,9 @@ class OfflineLoop:
     return jax.tree.map(lambda leaf: leaf[order], self.rows)
 
   def _log_step(self) -> None:
-    self.loss = float(np.mean(jax.device_get(self._losses)))
+    losses = np.asarray(jax.device_get(self._losses), np.float64)
+    finite = losses[np.isfinite(losses)]  # the other steps were skipped
+    self.loss = float(np.mean(finite)) if len(finite) else float("nan")
     self._losses.clear()
     skipped = int(self.learner.skipped)
     row = {"step": self.taken, "loss": self.loss, "skipped": skipped}
@@ -306,10 +308,11 @@ def _conclude(
   table = before_and_after(evaluations[0]["tasks"], evaluations[-1]["tasks"])
   report.print_table(table, console)
   learned = [row for row in rows if row["kind"] == "step"]
+  first, last = (row["loss"] or float("nan") for row in (learned[0], learned[-1]))
   sentences = [
       f"{config.steps} steps of {_rows_per_step(config)} rows on"
-      f" {config.texts.sample_source} texts: loss {learned[0]['loss']:.4f} in the first"
-      f" {learned[0]['step']} steps, {learned[-1]['loss']:.4f} in the last ones;"
+      f" {config.texts.sample_source} texts: loss {first:.4f} in the first"
+      f" {learned[0]['step']} steps, {last:.4f} in the last ones;"
       f" {learned[-1]['skipped']} steps were skipped because they were not finite.",
   ]
   for sentence in sentences:

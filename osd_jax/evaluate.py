@@ -136,7 +136,7 @@ class Bench:
     rows = []
     for task_id, places in self._tasks():
       part = [(self.prompts[place], answers[place]) for place in places]
-      found = [right[place] for place in places if right[place] is not None]
+      found = [share for place in places if (share := right[place]) is not None]
       rows.append({
           "task": self._label(task_id),
           "prompts": len(places),

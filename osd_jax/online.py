@@ -10,6 +10,7 @@ import numpy as np
 import rich.console
 
 from osd_jax import (
+    base,
     checkpoints,
     comparison,
     corpus,
@@ -139,7 +140,7 @@ class OnlineLoop:
         self.pair.draft_params,
         partitioner,
     )
-    self._decoder.warm_up()
+    warm = self._decoder.warm_up()
     self._serving = self.pair.draft_params  # what the decoder's copy was made from
     self._learner = background.BackgroundLearner(
         self.pair.draft,
@@ -173,6 +174,7 @@ class OnlineLoop:
       self._since = int(self._buffer.added)
     else:
       self._restore()
+    self._warm_up(warm)
 
   def step(self) -> list[dict[str, Any]]:
     """Fills the rows, runs one compiled call, learns from what finished.
@@ -285,7 +287,6 @@ class OnlineLoop:
     return row
 
   def _compare(self, done: slots.Finished) -> dict[str, Any]:
-    started = time.perf_counter()
     if self._rivals is None:
       self._rivals = comparison.Rivals(
           self.config.decoding,
@@ -294,6 +295,7 @@ class OnlineLoop:
           self.pair.draft,
           self.pair.draft_params,
       )
+    started = time.perf_counter()  # what the rivals compiled is no comparing
     found = self._rivals.serve(done)
     return {
         "plain_ms_per_token": found.plain_ms / len(done.tokens),
@@ -309,14 +311,26 @@ class OnlineLoop:
         self.config.schedule, self._schedule
     ):
       return
-    key = jax.random.fold_in(jax.random.key(self.config.seed), self.finished)
-    batches = updates.draw_update(
-        self.config.update, self.config.buffer, self._buffer, key, self._since
-    )
+    batches = self._draw()
     jax.block_until_ready(batches)
     self._learner.launch(batches, self.finished)
     self._since = int(self._buffer.added)
     self._schedule = schedules.updated(self.config.schedule, self._schedule)
+
+  def _draw(self) -> tuple[base.DistillationBatch, ...]:
+    """The micro-batches of an update launched now."""
+    key = jax.random.fold_in(jax.random.key(self.config.seed), self.finished)
+    return updates.draw_update(
+        self.config.update, self.config.buffer, self._buffer, key, self._since
+    )
+
+  def _warm_up(self, answers: list[slots.Finished]) -> None:
+    """Compiles what is timed beside decoding; changes nothing."""
+    if self.config.learn:
+      learner = self._learner.learner
+      updates.update(self.pair.draft, self.config.update, learner, self._draw())
+    for done in answers:
+      metrics.agreement(self.pair.draft, self._serving, done.batch, done.settings)
 
   def _take_update(self) -> None:
     """Takes the update under way and swaps its parameters in."""

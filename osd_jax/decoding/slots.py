@@ -162,6 +162,8 @@ class Slots:
           " vocabulary. Choose a draft trained with the target's vocabulary."
       )
     self.config = config
+    if partitioner is not None and partitioner.mesh.size == 1:
+      partitioner = None  # nothing to place, and one compilation with who has none
     self._target, self._draft, self._partitioner = target, draft, partitioner
     self._target_served = _prepare(target, target_params)
     self._draft_served: base.Params = None
@@ -230,12 +232,18 @@ class Slots:
     place = {id(request): index for index, request in enumerate(requests)}
     return sorted(found, key=lambda done: place[id(done.request)])
 
-  def warm_up(self) -> None:
-    """Compiles for every bucket, so that no request's time holds a compilation."""
+  def warm_up(self) -> list[Finished]:
+    """Compiles for every bucket, so that no request's time holds a compilation.
+
+    Returns:
+      Answers to made-up requests, to warm up what comes behind.
+    """
+    found = []
     for bucket in self.config.source_lengths:
       prompt = np.full(bucket, base.EOS_ID, np.int32)
-      self.run([Request(prompt, max_length=1)])
+      found += self.run([Request(prompt, max_length=1)])
     self._bucket, self._state = 0, None
+    return found
 
   def arrays(self) -> state_lib.DecodeState | None:
     """The rows in flight, for a checkpoint; `held` goes with them."""

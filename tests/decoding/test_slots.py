@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from decoding import harness
 
-from osd_jax import base, testing
+from osd_jax import base, partitioning, testing
 from osd_jax.base import EOS_ID, StopReason
 from osd_jax.decoding import slots
 from osd_jax.models import t5
@@ -59,7 +60,7 @@ def decoder(rows, kind="close"):
   )
 
 
-def prompts(count=len(LIMITS), seed=0):
+def prompts(count=9, seed=0):
   """Ragged prompts of both buckets."""
   source, mask = testing.random_sources(count, BUCKETS[-1], VOCAB, seed)
   return [row[keep] for row, keep in zip(source, mask, strict=True)]
@@ -187,7 +188,8 @@ def test_records_equal_a_fresh_forward_pass(rows):
     assert np.asarray(done.batch.mask)[0].tolist() == [t < count for t in range(LENGTH)]
     logits = score(done.request.tokens, done.tokens)[:count]
     log_probs = np.asarray(jax.nn.log_softmax(logits))
-    records = jax.tree.map(lambda leaf: np.asarray(leaf)[0, :count], done.batch.records)
+    records = jax.tree.map(lambda leaf: np.asarray(leaf)[0], done.batch.records)
+    records = jax.tree.map(operator.itemgetter(slice(count)), records)
     kept = np.take_along_axis(log_probs, records.ids.astype(int), axis=-1)
     np.testing.assert_allclose(records.log_probs, kept, atol=2e-4)
     np.testing.assert_array_equal(
@@ -309,6 +311,15 @@ def test_after_warm_up_nothing_compiles():
   with Compilations() as other:  # negative control: another shape does compile
     slots.Slots(longer, model, tables[0], model, tables[1]).run(mixed[:1])
   assert other.count > 0
+
+
+def test_a_partitioner_of_one_device_compiles_nothing_of_its_own():
+  config = config_of(1)
+  arguments = (config, TARGET, target_params(), TARGET, draft_params("close"))
+  slots.Slots(*arguments).warm_up()
+  with Compilations() as again:
+    slots.Slots(*arguments, partitioning.make()).warm_up()
+  assert again.count == 0
 
 
 def test_a_prompt_must_fit_the_largest_bucket():

@@ -14,6 +14,10 @@ from osd_jax.models import t5
 MANY = 10_000  # rounds; no test needs more
 LIVELY = 3  # the seed of the T5 target
 
+# Tables run with these shapes wherever nothing else is said: one compilation for
+# each K.
+TABLE_ROWS, TABLE_LENGTH = 6, 60
+
 TARGET = t5.build(testing.TINY_T5)
 DRAFT = t5.build(testing.TINY_DRAFT)
 
@@ -146,6 +150,25 @@ def tabular_steps(table, settings, length, **kwargs):
       model, jnp.asarray(table), *no_sources(settings.seed.shape[0]), settings, length,
       **kwargs,
   )
+
+
+def table_settings(**settings):
+  """For `table_rounds`; at most TABLE_LENGTH tokens unless said otherwise."""
+  return settings_of(TABLE_ROWS, **{"max_length": TABLE_LENGTH, **settings})
+
+
+def table_rounds(k, target_table, draft_table, settings, **kwargs):
+  """`tabular_rounds` of the usual length that records full rows."""
+  return tabular_rounds(
+      k, target_table, draft_table, settings, TABLE_LENGTH,
+      record=target_table.shape[-1], **kwargs,
+  )
+
+
+def draft_acceptance(state):
+  """Accepted / drafted tokens of all rows."""
+  counters = state.counters
+  return np.sum(counters.accepted) / max(np.sum(counters.drafted), 1)
 
 
 @functools.cache

@@ -37,7 +37,8 @@ def a_round(seed, *, similar=0.0, masked=0.0, temperature=1.0, top_k=0, top_p=1.
       top_p=top_p,
       seed=int(rng.integers(2**31)),
   )
-  probs = [oracle_probs(draft, settings, row) for row in range(ROWS)]
+  on_host = jax.device_get(settings)
+  probs = [oracle_probs(draft, on_host, row) for row in range(ROWS)]
   drafted = [[rng.choice(VOCAB, p=at) for at in row] for row in probs]
   proposal = base.Proposal(
       tokens=jnp.asarray(drafted, jnp.int32), logits=jnp.asarray(draft, jnp.float32)
@@ -82,20 +83,20 @@ def test_accept_equals_the_oracle(seed, similar, masked, settings):
       seed, similar=similar, masked=masked, **settings
   )
   found = accept(proposal, verification, settings, position)
-  drafted, at = np.asarray(proposal.tokens), np.asarray(position)
-  uniforms = np.asarray(
-      uniform(settings.seed, jnp.asarray(at[:, None] + np.arange(K)))
+  uniforms = uniform(settings.seed, position[:, None] + jnp.arange(K)[None])
+  found, uniforms, proposal, verification, settings = jax.device_get(
+      (found, uniforms, proposal, verification, settings)
   )
   for row in range(ROWS):
     count, weights = oracles.accept(
-        drafted[row],
+        proposal.tokens[row],
         oracle_probs(verification.logits, settings, row),
         oracle_probs(proposal.logits, settings, row),
         uniforms[row],
     )
-    tokens = np.asarray(found.tokens[row])
+    tokens = found.tokens[row]
     assert found.accepted[row] == count
-    np.testing.assert_array_equal(tokens[:count], drafted[row, :count])
+    np.testing.assert_array_equal(tokens[:count], proposal.tokens[row, :count])
     assert weights[tokens[count]] > 0
 
 

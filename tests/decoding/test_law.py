@@ -86,7 +86,7 @@ def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS):
 
 @pytest.mark.parametrize(
     ("k", "ends", "grid"),
-    [(1, True, GRID[::2]), (2, False, GRID), (5, True, GRID[3:5])],
+    [(1, True, GRID[::2]), (2, False, GRID), (4, True, GRID[3:5])],
 )
 def test_the_loop_emits_the_law_of_the_target(k, ends, grid):
   target, draft = (ending(TARGET), ending(DRAFT)) if ends else (TARGET, DRAFT)

@@ -91,6 +91,9 @@ def a_round(data, k):
 def test_append_equals_the_oracle(k, data):
   before, acceptance, verification = a_round(data, k)
   after = append(before, acceptance, verification, jnp.int32(5), k)
+  before, acceptance, verification, after = jax.device_get(
+      (before, acceptance, verification, after)
+  )
   for row in range(ROWS):
     if before.stop_reason[row] != StopReason.RUNNING:
       check_untouched(before, after, row)

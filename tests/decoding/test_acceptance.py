@@ -1,0 +1,81 @@
+"""How much is accepted: everything of an equal draft, else the closed form."""
+
+import jax
+import numpy as np
+import oracles
+import pytest
+from decoding import harness
+
+from osd_jax import testing
+from osd_jax.base import EOS_ID
+from osd_jax.decoding import propose as propose_lib
+from osd_jax.decoding import speculative
+
+VOCAB = 8
+
+
+def self_draft(k, run=harness.ROUNDS):
+  table = testing.random_table(VOCAB, 5)
+  settings = harness.table_settings(
+      temperature=[0.0, 1.0, 0.5, 1.0, 1.0, 2.0],
+      top_k=[0, 0, 0, 3, 0, 4],
+      top_p=[1, 1, 1, 1, 0.8, 0.9],
+  )
+  return harness.table_rounds(k, table, table, settings, run=run)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+def test_a_draft_equal_to_the_target_accepts_everything(k):
+  final = self_draft(k)
+  assert harness.draft_acceptance(final) == 1.0
+  rounds = -(-harness.TABLE_LENGTH // (k + 1))
+  np.testing.assert_array_equal(final.counters.rounds, rounds)
+
+
+def test_a_draft_cache_without_its_last_token_is_caught(monkeypatch):
+  """The fault: K draft steps only, so that a full acceptance leaves a hole."""
+
+  def propose(draft, served, cache, *args):
+    proposal, after = propose_lib.propose(draft, served, cache, *args)
+    hole = jax.vmap(lambda row, at: row.at[at].set(0))
+    return proposal, after.replace(tokens=hole(after.tokens, after.length - 1))
+
+  monkeypatch.setattr(
+      speculative, "propose_lib", harness.Changed(propose_lib, propose=propose)
+  )
+  assert harness.draft_acceptance(self_draft(2, run=harness.jitted_rounds())) < 0.9
+
+
+def test_counters_equal_the_closed_form():
+  """Rows that repeat one distribution: accepted lengths are truncated geometric."""
+  k, rows, rounds = 3, 4000, 6
+  rng = np.random.default_rng(0)
+  target, draft = rng.normal(0, 1.2, (2, VOCAB))
+  target[EOS_ID] = draft[EOS_ID] = -np.inf
+  settings = harness.settings_of(rows, max_length=rounds * (k + 1), temperature=0.8)
+  target_table, draft_table = (
+      np.tile(np.float32(row), (VOCAB, VOCAB, 1)) for row in (target, draft)
+  )
+  final = harness.tabular_rounds(
+      k, target_table, draft_table, settings, rounds * (k + 1), limit=rounds
+  )
+  overlap = np.minimum(
+      oracles.processed_probs(target, 0.8), oracles.processed_probs(draft, 0.8)
+  ).sum()
+  assert 0.3 < overlap < 0.8
+  counters, count = final.counters, rows * rounds
+  assert np.sum(counters.rounds) == count
+
+  def close(found, expected, trials):
+    deviation = np.sqrt(expected * (1 - expected) / trials)
+    assert abs(found - expected) < 5 * deviation
+
+  close(harness.draft_acceptance(final), overlap, np.sum(counters.drafted))
+  passed = np.sum(counters.accepted_per_position, axis=0) / count
+  for index in range(k):
+    close(passed[index], overlap ** (index + 1), count)
+  assert not passed[k:].any()
+  tokens_per_call = np.sum(final.length) / count
+  expected = (1 - overlap ** (k + 1)) / (1 - overlap)
+  assert abs(tokens_per_call - expected) < 5 * k / np.sqrt(count)
+  assert tokens_per_call == 1 + np.sum(counters.accepted) / count

@@ -38,8 +38,7 @@ class PretrainConfig:
       that short rows are not padded to the longest of all. 1 keeps the order.
     length_multiple: regrouped batches are as long as their rows need, rounded up to
       this; every pair of lengths is compiled once, so long rows want a large one.
-    initial: weights file to start from, "" draws them from `seed`. A shallower model
-      is deepened by layers that begin as the identity.
+    initial: weights file to start from, "" draws them from `seed`.
     seed: of the initial weights.
     log_every: steps between log rows.
     evaluate_every: steps between evaluations; the last step is always evaluated.
@@ -130,43 +129,15 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
 
 
 def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:
-  """Parameters drawn from the seed, or read from `config.initial` and deepened."""
-  key = jax.random.key(config.seed)
-  params = jax.jit(model.init)(key)
+  """Parameters drawn from the seed or read from `config.initial`."""
+  params = jax.jit(model.init)(jax.random.key(config.seed))
   if config.initial:
-    params = deepened(weights.load(config.initial).params, params)
+    params = weights.load(config.initial).params
     weights.check_shapes(config.model, params, config.initial)
   opt_state = update.make_optimizer(config.optimizer).init(params)
   # Donated, so that each counter needs a buffer of its own.
   version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
   return update.LearnerState(params, opt_state, version, step, skipped)
-
-
-def deepened(start: base.Params, fresh: base.Params) -> base.Params:
-  """Parameters of a shallower model with new layers that compute the identity.
-
-  A deep stack learns to copy much later than a shallow one; grown from it, it starts
-  where the shallow one ended (progressive stacking, Gong et al., 2019).
-
-  Args:
-    start: parameters of the shallower model, or of one as deep.
-    fresh: newly drawn parameters of the deeper model, of otherwise the same shape.
-
-  Returns:
-    `start`, with the layers that it lacks taken from `fresh`, their output
-    projections set to zero.
-  """
-  grown = jax.tree.map(lambda leaf: leaf, start)
-  for stack in ("encoder", "decoder"):
-    for name, layer in fresh[stack].items():
-      if name not in start[stack]:
-        grown[stack][name] = jax.tree_util.tree_map_with_path(_silenced, layer)
-  return grown
-
-
-def _silenced(path: Any, leaf: jax.Array) -> jax.Array:
-  silent = path[-2].key in ("out", "wo")
-  return jnp.zeros_like(leaf) if silent else leaf
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

@@ -6,6 +6,7 @@ seed, absolute position, purpose), so a row never depends on its batch mates.
 """
 
 import enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +50,16 @@ def make_settings(
           f"SamplingSettings.{name}: received {value!r}, expected a number {expected}."
       )
 
-  # numpy: made for every request, and each eager jnp call costs a dispatch.
+  def full(value: float, dtype: type) -> Any:
+    # numpy: made for every request, and each eager jnp call costs a dispatch.
+    return np.full((rows,), value, dtype)
+
   return base.SamplingSettings(
-      temperature=np.full((rows,), temperature, np.float32),
-      top_k=np.full((rows,), top_k, np.int32),
-      top_p=np.full((rows,), top_p, np.float32),
-      seed=np.full((rows,), seed, np.uint32),
-      max_length=np.full((rows,), max_length, np.int32),
+      temperature=full(temperature, np.float32),
+      top_k=full(top_k, np.int32),
+      top_p=full(top_p, np.float32),
+      seed=full(seed, np.uint32),
+      max_length=full(max_length, np.int32),
   )
 
 

@@ -4,127 +4,25 @@ The host, and only the host, refills rows, takes records and swaps the draft, be
 two compiled calls.
 """
 
-import dataclasses
-import functools
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base, cache
-from osd_jax.decoding import autoregressive, sampling, speculative
+from osd_jax import base
+from osd_jax.decoding import calls, sampling
 from osd_jax.decoding import state as state_lib
+from osd_jax.decoding.requests import (
+    DecodingConfig,
+    Finished,
+    Request,
+    SamplingConfig,
+)
 
-
-@dataclasses.dataclass(frozen=True)
-class DecodingConfig:
-  """Shapes of decoding; all of them are compiled in.
-
-  Attributes:
-    rows: B, requests in flight.
-    num_draft_tokens: K in 1..8.
-    source_lengths: buckets S that prompts are padded to; a batch holds one bucket.
-    target_length: T, upper limit of every request's length limit.
-    record_top_k: k, entries kept of every target distribution; 0 records nothing,
-      V or more keeps full rows.
-    max_rounds: rounds after which a call returns to the host although no row has
-      finished; bounds how long a swap or a new request waits.
-  """
-
-  rows: int = 1
-  num_draft_tokens: int = 5
-  source_lengths: tuple[int, ...] = (64,)
-  target_length: int = 96
-  record_top_k: int = 64
-  max_rounds: int = 256
-
-  def __post_init__(self):
-    lengths = tuple(sorted(self.source_lengths))
-    object.__setattr__(self, "source_lengths", lengths)
-    checks = {
-        "rows": (self.rows >= 1, "an integer >= 1"),
-        "num_draft_tokens": (
-            1 <= self.num_draft_tokens <= state_lib.MAX_DRAFT_TOKENS,
-            f"an integer in 1..{state_lib.MAX_DRAFT_TOKENS}",
-        ),
-        "source_lengths": (lengths and lengths[0] >= 2, "lengths >= 2"),
-        "target_length": (self.target_length >= 1, "an integer >= 1"),
-        "record_top_k": (self.record_top_k >= 0, "an integer >= 0"),
-        "max_rounds": (self.max_rounds >= 1, "an integer >= 1"),
-    }
-    for name, (valid, expected) in checks.items():
-      if not valid:
-        raise ValueError(
-            f"DecodingConfig.{name}: received {getattr(self, name)!r}, expected"
-            f" {expected}."
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-  """Sampling of every request of a run; see `base.SamplingSettings`.
-
-  Attributes:
-    temperature: 0 is greedy.
-    top_k: 0 keeps all.
-    top_p: 1 keeps all.
-    seed: request i draws with seed + i.
-  """
-
-  temperature: float = 0.0
-  top_k: int = 0
-  top_p: float = 1.0
-  seed: int = 0
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Request:
-  """One prompt to answer.
-
-  Attributes:
-    tokens: [n] int32, prompt with end-of-sequence.
-    sampling: how to draw; its seed is the request's own.
-    max_length: at most this many tokens are emitted; None takes T.
-    tag: anything the caller wants back with the answer.
-  """
-
-  tokens: np.ndarray
-  sampling: SamplingConfig = SamplingConfig()
-  max_length: int | None = None
-  tag: Any = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Finished:
-  """One answered request.
-
-  Attributes:
-    request: the request.
-    tokens: [n] int32, emitted, end-of-sequence included.
-    stop_reason: why it ended.
-    target_calls: verifications (plain decoding: steps) it took.
-    drafted: drafted tokens that were judged and could be emitted.
-    accepted: of those, accepted.
-    accepted_per_position: [8] rounds that accepted the i-th drafted token.
-    milliseconds: wall time of its prefill and of its share of the calls.
-    batch: the same as a `DistillationBatch` of one row; records None if off.
-    settings: [1] sampling it was decoded with.
-  """
-
-  request: Request
-  tokens: np.ndarray
-  stop_reason: base.StopReason
-  target_calls: int
-  drafted: int
-  accepted: int
-  accepted_per_position: tuple[int, ...]
-  milliseconds: float
-  batch: base.DistillationBatch
-  settings: base.SamplingSettings
+__all__ = ["DecodingConfig", "Finished", "Request", "SamplingConfig", "Slots"]
 
 
 class Slots:
@@ -164,9 +62,8 @@ class Slots:
     self.config = config
     if partitioner is not None and partitioner.mesh.size == 1:
       partitioner = None  # nothing to place, and one compilation with who has none
-    self._target, self._draft, self._partitioner = target, draft, partitioner
-    self._target_served = _prepare(target, target_params)
-    self._draft_served: base.Params = None
+    self._program = calls.Program(config, target, draft, partitioner)
+    self._served = calls.Served(calls.prepare(target, target_params))
     self.draft_version = 0
     if draft is not None:
       self.swap(draft_params, 0)
@@ -187,8 +84,9 @@ class Slots:
     The draft's cache entries of rows in flight stay those of the old draft: that can
     cost acceptance for the rest of the request, never exactness.
     """
-    assert self._draft is not None
-    self._draft_served = _prepare(self._draft, draft_params)
+    assert self._program.draft is not None
+    draft_served = calls.prepare(self._program.draft, draft_params)
+    self._served = self._served._replace(draft=draft_served)
     self.draft_version = version
 
   def submit(self, request: Request) -> None:
@@ -215,8 +113,11 @@ class Slots:
     if not rows:
       return []
     started = time.perf_counter()
-    self._state = self._advance(self._state)
-    reasons = np.asarray(self._state.stop_reason)  # waits for the call
+    state = calls.advance(
+        self._program, self._served, np.int32(self.draft_version), self._state
+    )
+    self._state = state
+    reasons = np.asarray(state.stop_reason)  # waits for the call
     spent = (time.perf_counter() - started) * 1e3
     for slot in rows:
       self._milliseconds[slot] += spent / len(rows)
@@ -276,7 +177,9 @@ class Slots:
 
   def abstract_state(self, bucket: int) -> Any:
     """Shapes of `arrays()` for a bucket, to restore a checkpoint into."""
-    return None if bucket == 0 else jax.eval_shape(lambda: self._empty(bucket))
+    if bucket == 0:
+      return None
+    return jax.eval_shape(lambda: calls.empty(self._program, self._served, bucket))
 
   def _admit(self) -> None:
     """Fills empty rows in order; a batch holds one bucket of source lengths."""
@@ -289,7 +192,8 @@ class Slots:
       if needed > self._bucket or (idle and needed != self._bucket):
         if not idle:
           return  # its bucket comes when the present rows have finished
-        self._bucket, self._state = needed, self._empty(needed)
+        self._bucket = needed
+        self._state = calls.empty(self._program, self._served, needed)
       self._waiting.popleft()
       slot = self._held.index(None)
       started = time.perf_counter()
@@ -301,17 +205,9 @@ class Slots:
   def _insert(self, request: Request, slot: int) -> state_lib.DecodeState:
     source = np.full((1, self._bucket), base.PAD_ID, np.int32)
     source[0, : len(request.tokens)] = request.tokens
-    return _insert(
-        self.config,
-        self._target,
-        self._draft,
-        self._partitioner,
-        self._target_served,
-        self._draft_served,
-        self._state,
-        source,
-        self._settings(request),
-        slot,
+    settings = self._settings(request)
+    return calls.insert(
+        self._program, self._served, self._state, source, settings, slot
     )
 
   def _settings(self, request: Request) -> base.SamplingSettings:
@@ -325,41 +221,6 @@ class Slots:
         max_length=self.config.target_length if limit is None else limit,
     )
 
-  def _advance(self, state: Any) -> state_lib.DecodeState:
-    if self._draft is None:
-      # One plain step emits what a round emits at most in K + 1.
-      return _plain(
-          self.config,
-          self._target,
-          self._partitioner,
-          self._target_served,
-          np.int32(self.config.max_rounds),
-          state,
-      )
-    return _speculative(
-        self.config,
-        self._target,
-        self._draft,
-        self._partitioner,
-        self._target_served,
-        self._draft_served,
-        np.int32(self.draft_version),
-        np.int32(self.config.max_rounds),
-        state,
-    )
-
-  def _empty(self, bucket: int) -> state_lib.DecodeState:
-    """A state whose rows are all empty."""
-    return _empty(
-        self.config,
-        self._target,
-        self._draft,
-        self._partitioner,
-        self._target_served,
-        self._draft_served,
-        bucket,
-    )
-
   def _take(self, slot: int) -> Finished:
     """Reads a finished row and empties its slot."""
     request = self._held[slot]
@@ -367,7 +228,9 @@ class Slots:
     self._held[slot] = None
     source = np.full((1, self.config.source_lengths[-1]), base.PAD_ID, np.int32)
     source[0, : len(request.tokens)] = request.tokens
-    batch, settings, figures = _row(self.config, self._state, source, slot)
+    batch, settings, figures = calls.read_row(
+        self._program, self._state, source, slot
+    )
     tokens, length, reason, counters = jax.tree.map(
         lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
     )
@@ -383,128 +246,3 @@ class Slots:
         batch=batch,
         settings=settings,
     )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _prepare(model: base.Model, params: base.Params) -> base.Params:
-  return model.prepare(params)
-
-
-def _prefilled(
-    config, target, draft, target_served, draft_served, source, settings
-) -> state_lib.DecodeState:
-  """Rows after prefill: both encoders, empty self caches."""
-  mask = source != base.PAD_ID
-  length = state_lib.buffer_length(config.target_length)
-  draft_cache = None
-  if draft is not None:
-    draft_cache = draft.prefill(draft_served, source, mask, length)
-  return state_lib.initial_state(
-      settings,
-      target.prefill(target_served, source, mask, length),
-      draft_cache,
-      config.target_length,
-      config.record_top_k,
-      target.vocab_size,
-  )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 6))
-def _empty(config, target, draft, partitioner, target_served, draft_served, bucket):
-  source = jnp.zeros((config.rows, bucket), jnp.int32)
-  settings = sampling.make_settings(config.rows, max_length=config.target_length)
-  shapes = jax.eval_shape(
-      functools.partial(_prefilled, config, target, draft),
-      target_served,
-      draft_served,
-      source,
-      settings,
-  )
-  state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-  state = state.replace(
-      stop_reason=jnp.full((config.rows,), int(base.StopReason.EMPTY), jnp.int32)
-  )
-  return _constrained(partitioner, state)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
-def _insert(
-    config,
-    target,
-    draft,
-    partitioner,
-    target_served,
-    draft_served,
-    state,
-    source,
-    settings,
-    slot,
-):
-  row = _prefilled(config, target, draft, target_served, draft_served, source, settings)
-  return _constrained(partitioner, cache.insert_row(state, row, slot))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=8)
-def _speculative(
-    config,
-    target,
-    draft,
-    partitioner,
-    target_served,
-    draft_served,
-    draft_version,
-    max_rounds,
-    state,
-):
-  state = speculative.run_rounds(
-      target,
-      draft,
-      config.num_draft_tokens,
-      False,
-      target_served,
-      draft_served,
-      draft_version,
-      max_rounds,
-      state,
-  )
-  return _constrained(partitioner, state)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
-def _plain(config, target, partitioner, target_served, max_steps, state):
-  del config  # part of the key only: its shapes are the state's
-  state = autoregressive.run_steps(target, False, target_served, max_steps, state)
-  return _constrained(partitioner, state)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _row(config, state, source, slot):
-  """One row: what the loss wants of it, its settings, and its figures for the host.
-
-  One compiled call: eager operations would cost the host more than a draft step.
-  """
-
-  def take(leaf):
-    return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)
-
-  def cut(leaf):
-    return take(leaf)[:, : config.target_length]
-
-  length = take(state.length)
-  mask = jnp.arange(config.target_length)[None] < length[:, None]
-  batch = base.DistillationBatch(
-      source=source,
-      target=jnp.where(mask, cut(state.tokens), base.PAD_ID),
-      mask=mask,
-      records=jax.tree.map(cut, state.records),
-      source_id=jnp.zeros((1,), jnp.int32),
-      weight=jnp.ones((1,), jnp.float32),
-  )
-  settings, reason, counters = jax.tree.map(
-      take, (state.settings, state.stop_reason, state.counters)
-  )
-  return batch, settings, (length, reason, counters)
-
-
-def _constrained(partitioner, state):
-  return state if partitioner is None else partitioner.constrain_rows(state)

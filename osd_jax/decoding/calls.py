@@ -1,0 +1,170 @@
+"""The compiled calls behind the slots: prefill into a row, advance all rows, read one.
+
+Every call takes a `Program` as its only static argument: one compilation per program,
+bucket of source lengths and kind of call; none for requests, settings or versions.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from osd_jax import base, cache
+from osd_jax.decoding import autoregressive, sampling, speculative
+from osd_jax.decoding import state as state_lib
+from osd_jax.decoding.requests import DecodingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """What is compiled in.
+
+  Attributes:
+    config: shapes of decoding.
+    target: the target model.
+    draft: the draft model, None for plain decoding.
+    partitioner: a `partitioning.Partitioner`, None for one device.
+  """
+
+  config: DecodingConfig
+  target: base.Model
+  draft: base.Model | None
+  partitioner: Any
+
+  def placed(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
+    """The rows where the partitioner wants them, inside jit."""
+    if self.partitioner is None:
+      return state
+    return self.partitioner.constrain_rows(state)
+
+
+class Served(NamedTuple):
+  """Prepared parameters.
+
+  Attributes:
+    target: of the target.
+    draft: of the draft, None in plain decoding.
+  """
+
+  target: base.Params
+  draft: base.Params = None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def prepare(model: base.Model, params: base.Params) -> base.Params:
+  """The served copy of a model's parameters."""
+  return model.prepare(params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def empty(program: Program, served: Served, bucket: int) -> state_lib.DecodeState:
+  """Rows for sources of a bucket's length, all of them empty."""
+  config = program.config
+  source = jnp.zeros((config.rows, bucket), jnp.int32)
+  settings = sampling.make_settings(config.rows, max_length=config.target_length)
+  shapes = jax.eval_shape(
+      functools.partial(_prefilled, program), served, source, settings
+  )
+  state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+  reason = jnp.full((config.rows,), int(base.StopReason.EMPTY), jnp.int32)
+  return program.placed(state.replace(stop_reason=reason))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def insert(
+    program: Program,
+    served: Served,
+    state: state_lib.DecodeState,
+    source: jax.Array,
+    settings: base.SamplingSettings,
+    slot: jax.Array,
+) -> state_lib.DecodeState:
+  """Prefills one request (source [1, S]) and puts it into a row."""
+  row = _prefilled(program, served, source, settings)
+  return program.placed(cache.insert_row(state, row, slot))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def advance(
+    program: Program,
+    served: Served,
+    draft_version: jax.Array,
+    state: state_lib.DecodeState,
+) -> state_lib.DecodeState:
+  """Runs rounds (or plain steps) until a row finishes or `max_rounds` have passed."""
+  limit = jnp.int32(program.config.max_rounds)
+  if program.draft is None:
+    state = autoregressive.run_steps(
+        program.target, False, served.target, limit, state
+    )
+  else:
+    state = speculative.run_rounds(
+        program.target,
+        program.draft,
+        program.config.num_draft_tokens,
+        False,
+        served.target,
+        served.draft,
+        draft_version,
+        limit,
+        state,
+    )
+  return program.placed(state)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read_row(
+    program: Program,
+    state: state_lib.DecodeState,
+    source: jax.Array,
+    slot: jax.Array,
+) -> tuple[base.DistillationBatch, base.SamplingSettings, Any]:
+  """One row: what the loss wants of it, its settings, and its figures for the host.
+
+  One compiled call: eager operations would cost the host more than a draft step.
+  """
+
+  def take(leaf):
+    return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)
+
+  def cut(leaf):
+    return take(leaf)[:, : program.config.target_length]
+
+  length = take(state.length)
+  mask = jnp.arange(program.config.target_length)[None] < length[:, None]
+  batch = base.DistillationBatch(
+      source=source,
+      target=jnp.where(mask, cut(state.tokens), base.PAD_ID),
+      mask=mask,
+      records=jax.tree.map(cut, state.records),
+      source_id=jnp.zeros((1,), jnp.int32),
+      weight=jnp.ones((1,), jnp.float32),
+  )
+  settings, reason, counters = jax.tree.map(
+      take, (state.settings, state.stop_reason, state.counters)
+  )
+  return batch, settings, (length, reason, counters)
+
+
+def _prefilled(
+    program: Program,
+    served: Served,
+    source: jax.Array,
+    settings: base.SamplingSettings,
+) -> state_lib.DecodeState:
+  """Rows after prefill: both encoders, empty self caches."""
+  config, mask = program.config, source != base.PAD_ID
+  length = state_lib.buffer_length(config.target_length)
+  draft_cache = None
+  if program.draft is not None:
+    draft_cache = program.draft.prefill(served.draft, source, mask, length)
+  return state_lib.initial_state(
+      settings,
+      program.target.prefill(served.target, source, mask, length),
+      draft_cache,
+      config.target_length,
+      config.record_top_k,
+      program.target.vocab_size,
+  )

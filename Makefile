@@ -8,6 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 STAMP_HF := .venv/.installed-hf
+TEST_JOBS ?= 2
 EXTRAS := data,plots,log,test,dev
 # A name on PATH may be a shim of a version manager that does not run.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
@@ -47,7 +48,7 @@ demo: $(STAMP) ## serve 800 requests while the draft learns; writes a report
 	$(BIN)/osd online --gin_file=gin_configs/runs/demo.gin
 
 test: lint ## lint, then every test that needs no torch
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile
 
 test-hf: $(STAMP) ## live comparison with torch and transformers (Python 3.11)
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \

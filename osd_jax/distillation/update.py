@@ -248,14 +248,16 @@ def apply_gradients(
     gradients: shaped like `learner.params`.
 
   Returns:
-    (state, metrics); where loss or gradient norm is not finite, parameters and
+    (state, metrics); where loss, gradient or step is not finite, parameters and
     optimiser state are those from before and `skipped` is one more.
   """
   grad_norm = optax.tree.norm(gradients).astype(jnp.float32)
-  finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
   changes, opt_state = make_optimizer(config).update(
     gradients, learner.opt_state, learner.params
   )
+  # The step itself is judged too: a rate can be too large for a sound gradient.
+  norms = jnp.stack([loss, grad_norm, optax.tree.norm(changes)])
+  finite = jnp.all(jnp.isfinite(norms))
   params = optax.apply_updates(learner.params, changes)
   params, opt_state = jax.tree.map(
     lambda new, old: jnp.where(finite, new, old),

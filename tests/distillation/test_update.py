@@ -186,6 +186,14 @@ def test_a_gradient_that_is_not_finite_under_a_finite_loss_is_skipped_too():
   assert same(after.params, learner.params) and int(after.skipped) == 1
 
 
+def test_a_step_that_is_not_finite_under_a_finite_gradient_is_skipped_too():
+  config = config_of(learning_rate=1e38)  # its norm overflows float32
+  learner = learner_of(config)
+  after, metrics = step(MODEL, config, learner, batch_of(6))
+  assert np.isfinite(metrics.grad_norm) and not bool(metrics.finite)
+  assert same(after.params, learner.params) and int(after.skipped) == 1
+
+
 def test_version_rises_by_one_an_update_and_not_when_all_was_skipped():
   config = config_of()
   run = functools.partial(run_update, config)

@@ -1,0 +1,149 @@
+"""Supervised training: it learns, regroups without loss, judges as decoding would."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+
+from osd_jax import pretrain, testing, writers
+from osd_jax.data import generated
+from osd_jax.data.batches import Batch, BatchConfig
+from osd_jax.data.sources import TaskConfig
+from osd_jax.decoding import autoregressive, sampling
+from osd_jax.decoding import state as state_lib
+from osd_jax.distillation.update import OptimizerConfig
+from osd_jax.models import t5, weights
+
+MODEL = dataclasses.replace(testing.TINY_DRAFT, vocab_size=1536)
+
+
+class Stream:
+  """Batches of rows whose first token is their number; lengths of all kinds."""
+
+  def __getitem__(self, index: int) -> Batch:
+    rng = np.random.default_rng(index)
+    source = np.zeros((4, 16), np.int32)
+    target = np.zeros((4, 24), np.int32)
+    for row in range(4):
+      source[row, : rng.integers(2, 17)] = 5
+      target[row, : rng.integers(1, 25)] = 6
+      source[row, 0] = 100 + 4 * index + row
+    return Batch(source, target, np.arange(4, dtype=np.int32))
+
+
+def config(folder, **changes) -> pretrain.PretrainConfig:
+  tasks = tuple(
+      TaskConfig(name=topic, kind="generated", topic=topic, limit=8)
+      for topic in generated.TOPICS[:2]
+  )
+  data = BatchConfig(tasks, 4, source_length=32, target_length=32, reader="plain")
+  return pretrain.PretrainConfig(**{
+      "model": MODEL,
+      "vocabulary": "shipped:demo_vocabulary.model",
+      "data": data,
+      "evaluation": data,
+      "output": str(folder / "out.safetensors"),
+      "optimizer": OptimizerConfig(learning_rate=1e-2),
+      "steps": 12,
+      "pool": 2,
+      "length_multiple": 32,
+      "log_every": 4,
+      "evaluation_batches": 1,
+      "checkpoint_every": 6,
+      "run_directory": str(folder / "run"),
+      **changes,
+  })
+
+
+@pytest.mark.parametrize("pool", [1, 3])
+def test_regrouping_keeps_every_row_once_and_shortens_batches(pool):
+  stream = Stream()
+  for index in range(3):
+    found = pretrain.regrouped(stream, pool, index, multiple=8)
+    assert len(found) == pool
+    numbers = np.concatenate([batch.source[:, 0] for batch in found])
+    first = 100 + 4 * pool * index
+    assert sorted(numbers) == list(range(first, first + 4 * pool))
+    for batch in found:
+      longest = (batch.target != 0).sum(1).max()
+      assert longest <= batch.target.shape[1] < longest + 8
+
+
+def test_rows_of_like_length_come_together():
+  mixed = [Stream()[index].target for index in range(8)]
+  spread = lambda targets: np.mean([np.ptp((t != 0).sum(1)) for t in targets])
+  grouped = [b.target for b in pretrain.regrouped(Stream(), 8, 0, multiple=8)]
+  assert spread(grouped) < 0.5 * spread(mixed)
+
+
+def test_judge_says_what_greedy_decoding_would_write():
+  model = t5.build(testing.TINY_DRAFT)
+  params = jax.tree.map(lambda x: 2 * x, model.init(jax.random.key(3)))
+  source, mask = testing.random_sources(4, 6, 64, seed=0)
+  served, length = model.prepare(params), 8
+  cache = model.prefill(served, source, mask, state_lib.buffer_length(length))
+  settings = sampling.make_settings(4, max_length=length)
+  state = state_lib.initial_state(settings, cache, None, length, 0, 64)
+  state = autoregressive.run_steps(model, True, served, jnp.int32(99), state)
+  written = np.asarray(state.tokens[:, :length])
+  written = np.where(np.arange(length) < np.asarray(state.length)[:, None], written, 0)
+  share, exact = pretrain.judge(model, params, source, written)
+  assert np.all(exact) and np.all(share == 1)
+  spoilt = written.copy()
+  spoilt[:, 0] = np.where(spoilt[:, 0] == 7, 8, 7)
+  share, exact = pretrain.judge(model, params, source, spoilt)
+  assert not np.any(exact) and np.all(share < 1)
+
+
+def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path):
+  whole = pretrain.run(config(tmp_path / "whole"))
+  rows = list(writers.read(tmp_path / "whole" / "run" / "metrics.jsonl"))
+  losses = [row["loss"] for row in rows if row["kind"] == "step"]
+  assert len(losses) == 3 and losses[-1] < losses[0]
+
+  class Stopped(Exception):
+    pass
+
+  def stop(*_):
+    raise Stopped
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(pretrain, "evaluate", stop)  # at step 9, after the checkpoint of 6
+    with pytest.raises(Stopped):
+      pretrain.run(config(tmp_path / "cut", evaluate_every=9))
+  again = pretrain.run(config(tmp_path / "cut", evaluate_every=9))
+  for one, other in zip(
+      jax.tree.leaves(whole.params), jax.tree.leaves(again.params), strict=True
+  ):
+    np.testing.assert_array_equal(one, other)
+  steps = [
+      row["step"]
+      for row in writers.read(tmp_path / "cut" / "run" / "metrics.jsonl")
+      if row["kind"] == "step"
+  ]
+  assert steps == [4, 8, 12]
+
+
+def test_training_goes_on_from_given_weights(tmp_path):
+  tiny_pair.save_tiny_pair(tmp_path)
+  path = sorted(tmp_path.glob("*.safetensors"))[0]
+  start = weights.load(path)
+  asked = config(tmp_path, model=start.config, initial=str(path))
+  state = pretrain.initial_state(asked, t5.build(start.config))
+  for one, other in zip(
+      jax.tree.leaves(state.params), jax.tree.leaves(start.params), strict=True
+  ):
+    np.testing.assert_array_equal(one, other)
+  other_shape = dataclasses.replace(start.config, width=2 * start.config.width)
+  with pytest.raises(ValueError, match="expected"):
+    wrong = dataclasses.replace(asked, model=other_shape)
+    pretrain.initial_state(wrong, t5.build(other_shape))
+
+
+def test_a_vocabulary_that_does_not_fit_is_named(tmp_path):
+  small = dataclasses.replace(MODEL, vocab_size=64)
+  with pytest.raises(ValueError, match="T5Config.vocab_size: received 64.*1536"):
+    pretrain.run(config(tmp_path, model=small))

@@ -282,24 +282,25 @@ def test_clipping_bounds_the_step_and_leaves_small_gradients_alone():
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_embedding_multiplier_scales_embeddings_only(name):
+def test_multipliers_scale_their_own_parameters_only(name):
   params = {
     "token_embedder": {"embedding": jnp.ones((2, 3))},
     "relpos_bias": {"rel_embedding": jnp.ones((2, 2))},
+    "attention": {"query": {"kernel": jnp.ones((3, 3))}},
     "mlp": {"wi": {"kernel": jnp.ones((3, 3))}},
   }
   gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
 
-  def changes(multiplier):
-    optimizer = update.make_optimizer(
-      update.OptimizerConfig(name, embedding_multiplier=multiplier)
-    )
+  def changes(**multipliers):
+    optimizer = update.make_optimizer(update.OptimizerConfig(name, **multipliers))
     return optimizer.update(gradients, optimizer.init(params), params)[0]
 
-  plain, scaled = changes(1.0), changes(5.0)
+  plain = changes()
+  scaled = changes(embedding_multiplier=5.0, query_multiplier=0.25)
   factors = jax.tree.map(lambda a, b: float((a / b).mean()), scaled, plain)
   assert factors["token_embedder"]["embedding"] == pytest.approx(5.0)
   assert factors["relpos_bias"]["rel_embedding"] == pytest.approx(5.0)
+  assert factors["attention"]["query"]["kernel"] == pytest.approx(0.25)
   assert factors["mlp"]["wi"]["kernel"] == pytest.approx(1.0)
 
 

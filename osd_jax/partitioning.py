@@ -77,6 +77,14 @@ class Partitioner:
       return jax.device_put(params)
     return jax.device_put(params, self.params(model))
 
+  def place_scalars(self, tree: Any) -> Any:
+    """A tree whose scalars are on every device of the mesh; arrays stay as they are."""
+    if self.mesh.size == 1:
+      return tree
+    return jax.tree.map(
+        lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, self.replicated), tree
+    )
+
   def place_rows(self, tree: Any) -> Any:
     """A tree of [rows, ...] arrays split over "data"; whole where that cannot be."""
     if self.mesh.size == 1:

@@ -14,7 +14,7 @@ import optax
 import rich.console
 import rich.progress
 
-from osd_jax import assets, base, checkpoints, writers
+from osd_jax import assets, base, checkpoints, partitioning, writers
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation import update
@@ -46,6 +46,7 @@ class PretrainConfig:
     checkpoint_every: steps between checkpoints.
     storage: "float32", or "bfloat16" for an output of half the size.
     run_directory: where metrics and checkpoints go; a run killed there continues.
+    partition: mesh; the rows of a batch are split over its data axis.
   """
 
   model: t5.T5Config
@@ -66,6 +67,7 @@ class PretrainConfig:
   checkpoint_every: int = 250
   storage: str = "float32"
   run_directory: str = "runs/pretrain"
+  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
     counts = ("steps", "pool", "length_multiple", "log_every", "evaluate_every")
@@ -129,15 +131,18 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
 
 
 def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:
-  """Parameters drawn from the seed or read from `config.initial`."""
+  """Parameters drawn from the seed or read from `config.initial`, on the mesh."""
+  partitioner = partitioning.make(config.partition)
   params = jax.jit(model.init)(jax.random.key(config.seed))
   if config.initial:
     params = weights.load(config.initial).params
     weights.check_shapes(config.model, params, config.initial)
+  params = partitioner.place_params(model, params)
   opt_state = update.make_optimizer(config.optimizer).init(params)
   # Donated, so that each counter needs a buffer of its own.
   version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
-  return update.LearnerState(params, opt_state, version, step, skipped)
+  state = update.LearnerState(params, opt_state, version, step, skipped)
+  return partitioner.place_scalars(state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -230,6 +235,7 @@ def _cut(tokens: np.ndarray, multiple: int) -> np.ndarray:
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
   stream = data_batches.batches(config.data, vocabulary)
   held_out = data_batches.batches(config.evaluation, vocabulary)
+  partitioner = partitioning.make(config.partition)
   start = int(state.step + state.skipped)
   pool: list[data_batches.Batch] = []
   losses: list[jax.Array] = []
@@ -239,10 +245,8 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
       index, place = divmod(step - 1, config.pool)
       if place == 0 or not pool:
         pool = regrouped(stream, config.pool, index, config.length_multiple)
-      batch = pool[place]
-      state, report = train_step(
-          model, config.optimizer, state, batch.source, batch.target
-      )
+      rows = partitioner.place_rows((pool[place].source, pool[place].target))
+      state, report = train_step(model, config.optimizer, state, *rows)
       losses.append(report.loss)
       if step % config.log_every == 0:
         mean = float(np.mean(jax.device_get(losses)))
@@ -255,9 +259,9 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
         log.write("step", {"step": step, "loss": mean, "skipped": int(state.skipped)})
         bar.update(task, completed=step, figures=f"loss {mean:.4f}")
       if step % config.evaluate_every == 0 or step == config.steps:
-        rows = evaluate(config, model, held_out, state.params)
-        log.write("evaluation", {"step": step, "tasks": rows})
-        bar.console.print(_sentence(step, rows))
+        found = evaluate(config, model, held_out, state.params)
+        log.write("evaluation", {"step": step, "tasks": found})
+        bar.console.print(_sentence(step, found))
       if step % config.checkpoint_every == 0 or step == config.steps:
         saved.save(step, state, {"metrics_bytes": log.length})
   return state
@@ -270,10 +274,12 @@ def evaluate(
     params: base.Params,
 ) -> dict[str, dict[str, float]]:
   """Token accuracy and greedy exact match on the held-out rows, per task."""
+  partitioner = partitioning.make(config.partition)
   found: dict[str, list[Any]] = {}
   for index in range(config.evaluation_batches):
     batch = held_out[index]
-    share, exact = jax.device_get(judge(model, params, batch.source, batch.target))
+    rows = partitioner.place_rows((batch.source, batch.target))
+    share, exact = jax.device_get(judge(model, params, *rows))
     for row, task_id in enumerate(batch.task_id):
       label = config.evaluation.tasks[int(task_id)].label
       found.setdefault(label, []).append((share[row], exact[row]))

@@ -70,8 +70,12 @@ def conclude(
   rows = list(writers.read(directory.metrics_path))
   requests = [row for row in rows if row["kind"] == "request"]
   segments = split(requests, shifts)
-  table = segment_table(segments)
-  print_table(table, console)
+  tables = {
+      "Agreement per topic": agreement_table(segments),
+      "Speed per topic": speed_table(segments),
+  }
+  for table in tables.values():
+    print_table(table, console)
   sentences = headline(requests, segments, rows)
   for sentence in sentences:
     console.print(sentence, highlight=False)
@@ -79,7 +83,7 @@ def conclude(
   page = writers.write_report(
       directory,
       sentences,
-      {"Per topic": table, "What learning cost": [cost_row(rows)]},
+      {**tables, "What learning cost": [cost_row(rows)]},
       plots,
       note=note,
   )
@@ -99,23 +103,36 @@ def split(
   ]
 
 
-def segment_table(
+def agreement_table(
     segments: Sequence[tuple[str, list[Mapping[str, Any]]]],
 ) -> list[dict[str, Any]]:
   """One row per segment: first and last `EDGE` requests, online and frozen."""
   table = []
   for label, rows in segments:
     found = metrics.segment_summary(rows, EDGE)
-    speeds = _speeds(rows)
     table.append({
         "topic": label,
         "requests": len(rows),
         f"overlap first {EDGE}": _rounded(found["overlap_first"]),
         f"overlap last {EDGE}": _rounded(found["overlap_last"]),
         f"frozen last {EDGE}": _rounded(found["floor_overlap_last"]),
-        f"draft acceptance first {EDGE}": _rounded(found["draft_acceptance_first"]),
-        f"draft acceptance last {EDGE}": _rounded(found["draft_acceptance_last"]),
-        "tokens/target call": _rounded(found["tokens_per_target_call_last"]),
+        f"draft accepted first {EDGE}": _rounded(found["draft_acceptance_first"]),
+        f"draft accepted last {EDGE}": _rounded(found["draft_acceptance_last"]),
+    })
+  return table
+
+
+def speed_table(
+    segments: Sequence[tuple[str, list[Mapping[str, Any]]]],
+) -> list[dict[str, Any]]:
+  """One row per segment: the same requests served plainly, frozen and online."""
+  table = []
+  for label, rows in segments:
+    speeds = _speeds(rows)
+    found = metrics.segment_summary(rows, EDGE)
+    table.append({
+        "topic": label,
+        "tokens per target call": _rounded(found["tokens_per_target_call_last"]),
         "plain ms/token": _rounded(speeds["plain"]),
         "frozen ms/token": _rounded(speeds["floor"]),
         "online ms/token": _rounded(speeds["online"]),

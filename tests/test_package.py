@@ -142,7 +142,7 @@ def test_core_modules_import_without_the_optional_packages():
 def test_an_online_run_needs_none_of_the_optional_packages(
     tmp_path: pathlib.Path,
 ):
-  """Serving, learning, metering, checkpoints and the report; only plots are left out."""
+  """Serving, learning, metering, checkpoints, the report; only plots are left out."""
   tests = str(pathlib.Path(__file__).parent)
   output = run_python(RUN_CORE, str(tmp_path), env={"PYTHONPATH": tests})
   names = json.loads(output.splitlines()[-1])

@@ -45,7 +45,7 @@ def test_a_segment_that_was_not_reached_is_left_out():
 
 def test_the_table_holds_first_and_last_means():
   rows = [row for row in requests() if row["kind"] == "request"]
-  table = report.segment_table(report.split(rows, SHIFTS))
+  table = report.agreement_table(report.split(rows, SHIFTS))
   first = (10 * 0.5 + 40 * 0.9) / 50
   assert table[0]["overlap first 50"] == pytest.approx(first, abs=1e-3)
   assert table[0]["overlap last 50"] == pytest.approx(0.9)

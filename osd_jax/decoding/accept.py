@@ -1,9 +1,20 @@
 """Accept: which drafted tokens stand, and the token that the target adds.
 
-The rule is Leviathan et al.'s and the paper's (algorithm 1, lines 7-14): accept a
-drafted token with probability min(1, target / draft); at the first rejection draw
-from norm(max(target - draft, 0)); if all stand, draw a bonus token from row K + 1.
+Two rules, both exact; greedy rows are served alike by both:
+
+  rejection  Leviathan et al.'s and the paper's (algorithm 1, lines 7-14): accept a
+             drafted token with probability min(1, target / draft); at the first
+             rejection draw from norm(max(target - draft, 0)); if all stand, draw a
+             bonus token from row K + 1. The output has the target's law, and more
+             drafted tokens are accepted than by any other rule.
+  coupling   drafter-invariant sampling (Daliri, Musco, Suresh, arXiv 2408.07978): draft
+             and target draw with the same Gumbel noise, and a drafted token stands if
+             the target draws it too. The output is token for token that of plain
+             decoding with the same seed, whatever was drafted.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +28,9 @@ def accept(
     verification: base.Verification,
     settings: base.SamplingSettings,
     position: jax.Array,
+    rule: str = "rejection",
 ) -> base.Acceptance:
-  """Applies the rejection rule; the emitted tokens follow the target's law exactly.
+  """Applies a rule; the emitted tokens follow the target's law exactly.
 
   Args:
     proposal: K drafted tokens and the logits that they were drawn from; K may be 0,
@@ -26,13 +38,14 @@ def accept(
     verification: K + 1 rows of target logits.
     settings: per-row sampling. Greedy rows accept what equals the arg max.
     position: [B] int32; output index of the first drafted token.
+    rule: a key of `RULES` (static).
 
   Returns:
     The accepted prefix and the recovered or bonus token behind it.
   """
   return jax.lax.cond(
       jnp.any(settings.temperature > 0),
-      lambda: accept_by_rejection(proposal, verification, settings, position),
+      lambda: RULES[rule].accept(proposal, verification, settings, position),
       lambda: accept_greedy(proposal, verification),
   )
 
@@ -52,7 +65,7 @@ def accept_by_rejection(
     settings: base.SamplingSettings,
     position: jax.Array,
 ) -> base.Acceptance:
-  """The rule in general; greedy rows are one-hot distributions. See `accept`."""
+  """Rejection sampling; greedy rows are one-hot distributions. See `accept`."""
   rows, num_draft_tokens = proposal.tokens.shape
   target_probs = sampling.processed_probs(verification.logits, settings)
   draft_probs = sampling.processed_probs(proposal.logits, settings)
@@ -84,6 +97,46 @@ def accept_by_rejection(
   slot = jnp.arange(num_draft_tokens + 1)[None]
   tokens = jnp.where(slot < accepted[:, None], padded, emitted[:, None])
   return base.Acceptance(tokens=tokens, accepted=accepted)
+
+
+def accept_by_coupling(
+    proposal: base.Proposal,
+    verification: base.Verification,
+    settings: base.SamplingSettings,
+    position: jax.Array,
+) -> base.Acceptance:
+  """The target draws every row with the noise that the draft drew with.
+
+  A drafted token stands with probability (1 - TV) / (1 + TV) at least; see `accept`.
+  """
+  probs = sampling.processed_probs(verification.logits, settings)
+  offsets = position[:, None] + jnp.arange(probs.shape[1])[None]
+  choice = jax.vmap(
+      lambda row, at: sampling.draw(row, settings.seed, at, sampling.Purpose.EMIT),
+      in_axes=1,
+      out_axes=1,
+  )(probs, offsets)
+  agrees = proposal.tokens == choice[:, :-1]
+  return base.Acceptance(tokens=choice, accepted=_prefix_length(agrees))
+
+
+class Rule(NamedTuple):
+  """An acceptance rule.
+
+  Attributes:
+    accept: (proposal, verification, settings, position) -> acceptance.
+    draft_noise: purpose of the draft's draws. Under rejection they must be independent
+      of the recovered token's; under coupling they are the target's own.
+  """
+
+  accept: Callable[..., base.Acceptance]
+  draft_noise: sampling.Purpose
+
+
+RULES: dict[str, Rule] = {
+    "rejection": Rule(accept_by_rejection, sampling.Purpose.DRAFT),
+    "coupling": Rule(accept_by_coupling, sampling.Purpose.EMIT),
+}
 
 
 def _prefix_length(passes: jax.Array) -> jax.Array:

@@ -100,10 +100,14 @@ def advance(
         program.target, False, served.target, limit, state
     )
   else:
-    state = speculative.run_rounds(
+    speculation = speculative.Speculation(
         program.target,
         program.draft,
         program.config.num_draft_tokens,
+        program.config.acceptance_rule,
+    )
+    state = speculative.run_rounds(
+        speculation,
         False,
         served.target,
         served.draft,

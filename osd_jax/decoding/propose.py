@@ -17,6 +17,7 @@ def propose(
     settings: base.SamplingSettings,
     position: jax.Array,
     num_draft_tokens: int,
+    noise: sampling.Purpose = sampling.Purpose.DRAFT,
 ) -> tuple[base.Proposal, Any]:
   """Drafts K tokens per row (algorithm 1, "run the draft").
 
@@ -28,6 +29,7 @@ def propose(
     settings: per-row sampling.
     position: [B] int32; output index of the first drafted token.
     num_draft_tokens: K, static, at least 1.
+    noise: what the draws are for; the acceptance rule says (`accept.Rule`).
 
   Returns:
     The proposal, and the cache of length c + K + 1: the last drafted token is fed
@@ -38,7 +40,7 @@ def propose(
     token, cache = carry
     logits, cache = draft.decode(served, token[:, None], cache)
     logits = logits[:, 0]
-    token = sampling.sample(logits, settings, position + offset, sampling.Purpose.DRAFT)
+    token = sampling.sample(logits, settings, position + offset, noise)
     return (token, cache), (token, logits)
 
   (last, cache), (tokens, logits) = jax.lax.scan(

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from osd_jax import base
+from osd_jax.decoding import accept
 from osd_jax.decoding import state as state_lib
 
 
@@ -16,6 +17,8 @@ class DecodingConfig:
   Attributes:
     rows: B, requests in flight.
     num_draft_tokens: K in 1..8.
+    acceptance_rule: a key of `accept.RULES`. "rejection" accepts most; by "coupling"
+      sampled outputs too are plain decoding's, whatever the draft.
     source_lengths: buckets S that prompts are padded to; a batch holds one bucket.
     target_length: T, upper limit of every request's length limit.
     record_top_k: k, entries kept of every target distribution; 0 records nothing,
@@ -26,6 +29,7 @@ class DecodingConfig:
 
   rows: int = 1
   num_draft_tokens: int = 5
+  acceptance_rule: str = "rejection"
   source_lengths: tuple[int, ...] = (64,)
   target_length: int = 96
   record_top_k: int = 64
@@ -39,6 +43,10 @@ class DecodingConfig:
         "num_draft_tokens": (
             1 <= self.num_draft_tokens <= state_lib.MAX_DRAFT_TOKENS,
             f"an integer in 1..{state_lib.MAX_DRAFT_TOKENS}",
+        ),
+        "acceptance_rule": (
+            self.acceptance_rule in accept.RULES,
+            f"one of {sorted(accept.RULES)}",
         ),
         "source_lengths": (lengths and lengths[0] >= 2, "lengths >= 2"),
         "target_length": (self.target_length >= 1, "an integer >= 1"),

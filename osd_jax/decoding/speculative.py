@@ -1,5 +1,6 @@
 """The loop: rounds of propose, verify, accept, append, in one compiled call."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,10 +13,25 @@ from osd_jax.decoding import state as state_lib
 from osd_jax.decoding import verify as verify_lib
 
 
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+  """Who drafts for whom, and how; a static argument.
+
+  Attributes:
+    target: the target model.
+    draft: the draft model.
+    num_draft_tokens: K in 1..8.
+    rule: acceptance rule, a key of `accept.RULES`.
+  """
+
+  target: base.Model
+  draft: base.Model
+  num_draft_tokens: int
+  rule: str = "rejection"
+
+
 def run_rounds(
-    target: base.Model,
-    draft: base.Model,
-    num_draft_tokens: int,
+    speculation: Speculation,
     until_all: bool,
     target_served: base.Params,
     draft_served: base.Params,
@@ -25,14 +41,12 @@ def run_rounds(
 ) -> state_lib.DecodeState:
   """Runs rounds until any running row stops, or all have, or `max_rounds` passed.
 
-  Nothing is read back to the host inside. The first four arguments are static:
+  Nothing is read back to the host inside. The first two arguments are static:
   one compilation per pair, K and bucket of lengths, none for new settings, requests
   or draft parameters.
 
   Args:
-    target: the target model.
-    draft: the draft model.
-    num_draft_tokens: K in 1..8.
+    speculation: the pair, K and the rule.
     until_all: go on until all rows have stopped, not only one.
     target_served: prepared parameters of the target.
     draft_served: prepared parameters of the draft.
@@ -46,23 +60,28 @@ def run_rounds(
 
   def round_(state: state_lib.DecodeState) -> state_lib.DecodeState:
     proposal, draft_cache = propose_lib.propose(
-        draft,
+        speculation.draft,
         draft_served,
         state.draft_cache,
         state.last_token,
         state.settings,
         state.length,
-        num_draft_tokens,
+        speculation.num_draft_tokens,
+        accept_lib.RULES[speculation.rule].draft_noise,
     )
     verification, target_cache = verify_lib.verify(
-        target, target_served, state.target_cache, state.last_token, proposal
+        speculation.target,
+        target_served,
+        state.target_cache,
+        state.last_token,
+        proposal,
     )
     acceptance = accept_lib.accept(
-        proposal, verification, state.settings, state.length
+        proposal, verification, state.settings, state.length, speculation.rule
     )
     state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
     return state_lib.append(
-        state, acceptance, verification, draft_version, num_draft_tokens
+        state, acceptance, verification, draft_version, speculation.num_draft_tokens
     )
 
   return loop(round_, state, until_all, max_rounds)

@@ -31,7 +31,7 @@ def jitted_rounds(quick=True):
   """A compiled `run_rounds` with a cache of its own: planted faults need one."""
   return jax.jit(
       lambda *args: speculative.run_rounds(*args),
-      static_argnums=(0, 1, 2, 3),
+      static_argnums=(0, 1),
       compiler_options=QUICK if quick else None,
   )
 
@@ -90,12 +90,12 @@ def start(
 
 def rounds(
     target, draft, k, served, draft_served, state, *, version=0, limit=MANY,
-    until_all=True, run=ROUNDS,
+    until_all=True, run=ROUNDS, rule="rejection",
 ):
   """Runs rounds of K = k until all rows have stopped or `limit` rounds passed."""
   return run(
-      target, draft, k, until_all, served, draft_served, jnp.int32(version),
-      jnp.int32(limit), state,
+      speculative.Speculation(target, draft, k, rule), until_all, served,
+      draft_served, jnp.int32(version), jnp.int32(limit), state,
   )
 
 

@@ -236,7 +236,7 @@ def rounds_with_faults(number, *args):
     return speculative.run_rounds(*args)
 
 
-FAULTY = jax.jit(rounds_with_faults, static_argnums=(1, 2, 3, 4))
+FAULTY = jax.jit(rounds_with_faults, static_argnums=(1, 2))
 
 
 def run_with(fault):

@@ -330,7 +330,8 @@ def test_jit_equals_no_jit_for_one_round():
       model, target, *sources, settings, harness.TABLE_LENGTH, model, draft, VOCAB
   )
   once = jnp.int32(1)
-  arguments = (model, model, 1, True, target, draft, jnp.int32(0), once, start)
+  pair = speculative.Speculation(model, model, 1)
+  arguments = (pair, True, target, draft, jnp.int32(0), once, start)
   compiled = harness.ROUNDS(*arguments)
   with jax.disable_jit():
     stepped = speculative.run_rounds(*arguments)

@@ -1,0 +1,122 @@
+"""Drafter-invariant sampling: sampled outputs are plain decoding's, token for token."""
+
+import functools
+
+import numpy as np
+import oracles
+import pytest
+from decoding import harness
+
+from osd_jax import testing
+from osd_jax.base import EOS_ID
+from osd_jax.decoding import accept as accept_lib
+from osd_jax.decoding import requests, sampling
+
+VOCAB, LENGTH = 8, 16
+TARGET = harness.TARGET
+TABLE = testing.random_table(VOCAB, 8)
+DRAFTS = {
+    "target": TABLE,
+    "unrelated": testing.random_table(VOCAB, 9),
+    "nan": np.full_like(TABLE, np.nan),
+}
+MIXED = {
+    "temperature": (0.3, 0.7, 1.0, 1.5, 0.0, 1.0),
+    "top_k": (0, 0, 0, 3, 0, 4),
+    "top_p": (1.0, 1.0, 0.8, 1.0, 1.0, 0.9),
+}
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_sampled_tables_equal_plain_decoding_whatever_the_draft(k, kind):
+  settings = harness.table_settings(**MIXED)
+  plain = harness.tabular_steps(TABLE, settings, harness.TABLE_LENGTH)
+  found = harness.table_rounds(k, TABLE, DRAFTS[kind], settings, rule="coupling")
+  assert harness.outputs(found) == harness.outputs(plain)
+  if kind == "target":
+    assert harness.draft_acceptance(found) == 1.0
+
+
+def test_rejection_does_emit_other_tokens():
+  """Negative control of the test above: equality is the rule's doing."""
+  settings = harness.table_settings(**MIXED)
+  plain = harness.tabular_steps(TABLE, settings, harness.TABLE_LENGTH)
+  found = harness.table_rounds(3, TABLE, DRAFTS["unrelated"], settings)
+  assert harness.outputs(found) != harness.outputs(plain)
+
+
+def test_a_draft_with_noise_of_its_own_is_accepted_less(monkeypatch):
+  """The fault costs no exactness, and is seen in the acceptance alone."""
+  settings = harness.table_settings(temperature=1.0)
+  run = functools.partial(
+      harness.table_rounds, 2, TABLE, TABLE, settings, rule="coupling"
+  )
+  plain = harness.tabular_steps(TABLE, settings, harness.TABLE_LENGTH)
+  apart = accept_lib.RULES["coupling"]._replace(draft_noise=sampling.Purpose.DRAFT)
+  monkeypatch.setitem(accept_lib.RULES, "coupling", apart)
+  found = run(run=harness.jitted_rounds())
+  assert harness.outputs(found) == harness.outputs(plain)
+  assert harness.draft_acceptance(found) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("perturbed", 5), ("unrelated", 5), ("perturbed", 1)]
+)
+def test_sampled_t5_equals_plain_whatever_the_draft_and_batch(kind, rows):
+  params = harness.lively_params(TARGET)
+  draft = {
+      "perturbed": lambda: harness.perturbed(params, 0.03),
+      "unrelated": lambda: harness.lively_params(TARGET, 9),
+  }[kind]()
+  source, mask = testing.random_sources(5, 7, TARGET.vocab_size, 0)
+  settings = harness.settings_of(
+      5, max_length=LENGTH, temperature=(0.5, 1.0, 0.7, 0.0, 1.0), top_k=(0, 0, 9, 0, 0)
+  )
+  served = TARGET.prepare(params)
+  plain = harness.plain(TARGET, served, source, mask, settings, LENGTH)
+  found = harness.speculate(
+      TARGET, TARGET, 3, served, TARGET.prepare(draft), source[:rows], mask[:rows],
+      harness.take(settings, range(rows)), LENGTH, rule="coupling",
+  )
+  assert harness.outputs(found) == harness.outputs(plain)[:rows]
+  assert 0 < harness.draft_acceptance(found) < 1
+
+
+def test_acceptance_equals_the_closed_form_of_shared_noise():
+  """P(both arg maxes are x) = 1 / sum_y max(p_y / p_x, q_y / q_x)."""
+  k, rows, rounds = 2, 6000, 4
+  rng = np.random.default_rng(0)
+  target, draft = rng.normal(0, 1.2, (2, VOCAB))
+  target[EOS_ID] = draft[EOS_ID] = -np.inf
+  limit = rounds * (k + 1)
+  settings = harness.settings_of(rows, max_length=limit, temperature=0.8)
+  tables = (np.tile(np.float32(row), (VOCAB, VOCAB, 1)) for row in (target, draft))
+  final = harness.tabular_rounds(
+      k, *tables, settings, limit, limit=rounds, rule="coupling"
+  )
+  p, q = (oracles.processed_probs(row, 0.8) for row in (target, draft))
+  kept = p > 0
+  ratios = np.maximum(p[None] / p[kept, None], q[None] / q[kept, None])
+  expected = float(np.sum(1 / ratios.sum(1)))
+  overlap = float(np.minimum(p, q).sum())
+  assert overlap / (2 - overlap) <= expected < overlap - 0.02
+  trials = np.sum(final.counters.drafted)
+  deviation = np.sqrt(expected * (1 - expected) / trials)
+  assert abs(harness.draft_acceptance(final) - expected) < 5 * deviation
+
+
+def test_an_unknown_rule_is_refused_by_name():
+  with pytest.raises(ValueError, match=r"acceptance_rule: received 'greedy', expected"):
+    requests.DecodingConfig(acceptance_rule="greedy")
+
+
+def test_rules_agree_on_greedy_rows_beside_sampled_ones():
+  settings = harness.table_settings(temperature=(0.0, 1.0, 0.0, 0.5, 0.0, 1.0))
+  found = [
+      harness.outputs(
+          harness.table_rounds(3, TABLE, DRAFTS["unrelated"], settings, rule=rule)
+      )[::2]
+      for rule in accept_lib.RULES
+  ]
+  assert found[0] == found[1]

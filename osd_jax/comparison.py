@@ -6,8 +6,6 @@ in the same minute.
 
 import dataclasses
 
-import numpy as np
-
 from osd_jax import base
 from osd_jax.decoding import slots
 
@@ -21,15 +19,14 @@ class Compared:
     floor_ms: wall time with the floor draft.
     floor_draft_acceptance_rate: accepted / drafted with the floor draft.
     floor_tokens_per_target_call: block efficiency with the floor draft.
-    equal: plain output equals the online output token for token; None for sampled
-      requests, which agree in law only.
+    plain: the plain answer.
   """
 
   plain_ms: float
   floor_ms: float
   floor_draft_acceptance_rate: float | None
   floor_tokens_per_target_call: float
-  equal: bool | None
+  plain: slots.Finished
 
 
 class Rivals:
@@ -56,7 +53,6 @@ class Rivals:
     """Serves the request of an online answer again, twice."""
     plain = self._plain.run([online.request])[0]
     floor = self._floor.run([online.request])[0]
-    greedy = online.request.sampling.temperature == 0
     return Compared(
         plain_ms=plain.milliseconds,
         floor_ms=floor.milliseconds,
@@ -64,5 +60,5 @@ class Rivals:
             floor.accepted / floor.drafted if floor.drafted else None
         ),
         floor_tokens_per_target_call=len(floor.tokens) / floor.target_calls,
-        equal=np.array_equal(plain.tokens, online.tokens) if greedy else None,
+        plain=plain,
     )

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from osd_jax import base, corpus, metrics, pairs, partitioning, report, writers
+from osd_jax import (
+    base,
+    certificate,
+    corpus,
+    metrics,
+    pairs,
+    partitioning,
+    report,
+    writers,
+)
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.decoding import costs, slots
@@ -86,20 +95,26 @@ def run(config: EvaluateConfig, operative_config: str = "") -> Path:
     log.truncate(0)
     with console.status("the target answers"):
       answers = bench.answers()
-    tables = {"Target": log_rows(log, "quality", bench.quality(answers))}
+    tables = {"Target": report.log_rows(log, "quality", bench.quality(answers))}
     with console.status("the drafts answer"):
-      agreement, check = bench.drafts(answers)
-    tables["Drafts"] = log_rows(log, "draft", agreement)
+      agreement, checks = bench.drafts(answers)
+    tables["Drafts"] = report.log_rows(log, "draft", agreement)
     if config.drafts:
-      changes = log_rows(log, "change", differences(agreement))
+      changes = report.log_rows(log, "change", differences(agreement))
       tables[f"Against {bench.labels[0]}"] = changes
-    tables["Outputs equal to plain greedy decoding"] = log_rows(log, "equal", check)
+    certified = [
+        {"draft": label, **check.row()}
+        for label, check in zip(bench.labels, checks, strict=True)
+    ]
+    tables["Certificate"] = report.log_rows(log, "certificate", certified)
     if config.speed_requests:
       with console.status("timing"):
-        tables["Speed"] = log_rows(log, "speed", bench.speeds())
-  _conclude(directory, tables, console)
+        tables["Speed"] = report.log_rows(log, "speed", bench.speeds())
+  verdict = sum(checks, certificate.Certificate())
+  _conclude(directory, tables, verdict.sentence(), console)
   directory.finish()
   console.print(f"run directory: {directory.path}")
+  certificate.conclude(verdict, directory)
   return directory.path
 
 
@@ -147,8 +162,8 @@ class Bench:
 
   def drafts(
       self, answers: Sequence[slots.Finished]
-  ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Agreement of every draft a task, and the check of its outputs."""
+  ) -> tuple[list[dict[str, Any]], list[certificate.Certificate]]:
+    """Agreement of every draft a task, and the certificate of its outputs."""
     rows, checks = [], []
     for label, pair in zip(self.labels, self.pairs, strict=True):
       decoder = self._speculative(self.config.decoding, pair)
@@ -161,7 +176,7 @@ class Bench:
         rows.append(
             {"task": self._label(task_id), "draft": label, **found, **counted}
         )
-      checks.append({"draft": label, **self._check(answers, served, decoder)})
+      checks.append(self._check(answers, served, decoder))
     return rows, checks
 
   def speeds(self) -> list[dict[str, Any]]:
@@ -216,15 +231,14 @@ class Bench:
       answers: Sequence[slots.Finished],
       served: Sequence[slots.Finished],
       decoder: slots.Slots,
-  ) -> dict[str, int]:
-    """How many outputs equal plain greedy decoding token for token."""
-    if self.config.sampling.temperature > 0:  # equal in law only: decode some greedily
+  ) -> certificate.Certificate:
+    """The certificate of a draft's outputs, or of some greedy ones beside them."""
+    if not certificate.applies(self.config.sampling, self.config.decoding):
       part, greedy = self.prompts[:CHECKED], slots.SamplingConfig()
       answers = corpus.answer(self._plain(self.config.decoding), part, greedy)
       served = corpus.answer(decoder, part, greedy)
-    pairs_ = zip(answers, served, strict=True)
-    equal = [np.array_equal(plain.tokens, fast.tokens) for plain, fast in pairs_]
-    return {"checked": len(equal), "equal": sum(equal)}
+    certifier = certificate.Certifier(self.pairs[0])
+    return certifier.judge(zip(answers, served, strict=True))
 
   def _token_accuracies(self) -> list[float | None]:
     """Share of reference tokens that are the target's first choice, a prompt."""
@@ -356,36 +370,17 @@ def draft_labels(paths: Sequence[str]) -> list[str]:
   ]
 
 
-def log_rows(
-    log: writers.MetricsLog, kind: str, rows: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-  """Logs rows and returns them as a table shows them: rounded, words for names."""
-  for row in rows:
-    log.write(kind, row)
-  return [
-      {
-          name.replace("_", " "): round(value, 3) if isinstance(value, float) else value
-          for name, value in row.items()
-      }
-      for row in rows
-  ]
-
-
 def _conclude(
     directory: writers.RunDirectory,
     tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    verdict: str,
     console: rich.console.Console,
 ) -> None:
   """Prints the tables and writes the report."""
   for name, table in tables.items():
     console.print(name, highlight=False)
     report.print_table(table, console)
-  sentences = [
-      f"{row['equal']} of {row['checked']} outputs with {row['draft']} equal plain"
-      " greedy decoding token for token."
-      + ("" if row["equal"] == row["checked"] else " THEY ALL SHOULD: report it.")
-      for row in tables["Outputs equal to plain greedy decoding"]
-  ]
+  sentences = [verdict]
   sentences += [
       f"{row['rows']} row(s), {row['draft']}: {row['speed up']:.2f}x plain decoding"
       f" ({row['predicted']:.2f}x predicted from the measured costs,"

@@ -11,6 +11,7 @@ import rich.console
 
 from osd_jax import (
     base,
+    certificate,
     checkpoints,
     comparison,
     corpus,
@@ -112,9 +113,11 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
       for row in loop.step():
         bar.show(row)
   loop.close(time.perf_counter() - started)
-  report.conclude(directory, loop.stream.shifts(), console)
+  verdict = certificate.of_rows(writers.read(directory.metrics_path))
+  report.conclude(directory, loop.stream.shifts(), console, verdict.sentence())
   directory.finish()
   console.print(f"run directory: {directory.path}")
+  certificate.conclude(verdict, directory)
   return directory.path
 
 
@@ -157,6 +160,8 @@ class OnlineLoop:
         self.pair.target.vocab_size,
     )
     self._rivals: comparison.Rivals | None = None
+    self._certifier = certificate.Certifier(self.pair)
+    self._certifier = certificate.Certifier(self.pair)
     self._log = writers.MetricsLog(directory.metrics_path)
     self._saved = checkpoints.Checkpointer(
         checkpoints.CheckpointConfig(
@@ -297,14 +302,17 @@ class OnlineLoop:
       )
     started = time.perf_counter()  # what the rivals compiled is no comparing
     found = self._rivals.serve(done)
-    return {
+    row = {
         "plain_ms_per_token": found.plain_ms / len(done.tokens),
         "floor_ms_per_token": found.floor_ms / len(done.tokens),
         "floor_draft_acceptance_rate": found.floor_draft_acceptance_rate,
         "floor_tokens_per_target_call": found.floor_tokens_per_target_call,
-        "equal_to_plain": found.equal,
         "compare_ms": (time.perf_counter() - started) * 1e3,
     }
+    if certificate.applies(self.config.sampling, self.config.decoding):
+      judged = self._certifier.judge([(found.plain, done)], done.request.tag)
+      row["certificate"] = dataclasses.asdict(judged)
+    return row
 
   def _maybe_launch(self) -> None:
     if self._learner.busy or not schedules.update_due(

@@ -33,6 +33,7 @@ class Pair:
   Attributes:
     target: functions of the target.
     target_params: its parameters.
+    rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
     draft: functions of the draft.
     draft_params: its parameters.
     draft_config: shape of the draft, to write it back.
@@ -41,6 +42,7 @@ class Pair:
 
   target: base.Model
   target_params: base.Params
+  rescoring_target: base.Model
   draft: base.Model
   draft_params: base.Params
   draft_config: t5.T5Config
@@ -74,6 +76,9 @@ def load(config: PairConfig, partitioner: partitioning.Partitioner) -> Pair:
   return Pair(
       target=target_model,
       target_params=partitioner.place_params(target_model, target.params),
+      rescoring_target=t5.build(
+          dataclasses.replace(target.config, dtype="float64"), "rescoring target"
+      ),
       draft=draft_model,
       draft_params=partitioner.place_params(draft_model, draft.params),
       draft_config=draft.config,

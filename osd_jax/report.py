@@ -59,13 +59,15 @@ def conclude(
     directory: writers.RunDirectory,
     shifts: Sequence[tuple[int, str]],
     console: rich.console.Console,
+    verdict: str = "",
 ) -> None:
-  """Prints the table and the last words of a run and writes its report.
+  """Prints the tables and the last words of a run and writes its report.
 
   Args:
     directory: a finished run.
     shifts: (index, label) of each segment of the stream.
     console: where to print.
+    verdict: the certificate's sentence, "" where nothing was checked.
   """
   rows = list(writers.read(directory.metrics_path))
   requests = [row for row in rows if row["kind"] == "request"]
@@ -76,7 +78,7 @@ def conclude(
   }
   for table in tables.values():
     print_table(table, console)
-  sentences = headline(requests, segments, rows)
+  sentences = headline(requests, segments, rows) + ([verdict] if verdict else [])
   for sentence in sentences:
     console.print(sentence, highlight=False)
   plots, note = writers.draw_plots_if_available(rows, directory.plots_path)
@@ -165,14 +167,6 @@ def headline(
         f" {speeds['online']:.2f}: {speeds['plain'] / speeds['online']:.2f}x plain,"
         f" {speeds['floor'] / speeds['online']:.2f}x the frozen draft."
     )
-  checked = [row for row in requests if row.get("equal_to_plain") is not None]
-  if checked:
-    equal = sum(row["equal_to_plain"] for row in checked)
-    sentences.append(
-        f"{equal} of {len(checked)} outputs decoded plainly too are token-for-token"
-        " equal."
-        + ("" if equal == len(checked) else " THEY SHOULD ALL BE: please report this.")
-    )
   cost = cost_row(rows)
   sentences.append(
       f"Learning: {cost['updates']} updates in {cost['update seconds']:.1f} s beside"
@@ -215,6 +209,21 @@ def _speeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _rounded(value: float) -> float | None:
   return None if np.isnan(value) else round(float(value), 3)
+
+
+def log_rows(
+    log: writers.MetricsLog, kind: str, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+  """Logs rows and returns them as a table shows them: rounded, words for names."""
+  for row in rows:
+    log.write(kind, row)
+  return [
+      {
+          name.replace("_", " "): round(value, 3) if isinstance(value, float) else value
+          for name, value in row.items()
+      }
+      for row in rows
+  ]
 
 
 def print_table(

@@ -20,6 +20,7 @@ def make(sharpness: float = 2.0) -> pairs.Pair:
   return pairs.Pair(
       target=testing.tabular_model(VOCAB_SIZE, "target"),
       target_params=tables[0],
+      rescoring_target=testing.tabular_model(VOCAB_SIZE, "target"),
       draft=testing.tabular_model(VOCAB_SIZE, "draft"),
       draft_params=tables[1],
       draft_config=None,

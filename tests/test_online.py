@@ -145,10 +145,10 @@ def test_the_floor_is_the_draft_of_version_0(learned):
 
 
 def test_compared_outputs_equal_plain_decoding(learned):
-  compared = [row for row in learned.requests if "equal_to_plain" in row]
+  compared = [row for row in learned.requests if "certificate" in row]
   assert [row["index"] for row in compared] == [0, 8, 16]
   for row in compared:
-    assert row["equal_to_plain"] is True
+    assert row["certificate"]["equal"] == row["certificate"]["outputs"] == 1
     assert row["plain_ms_per_token"] > 0 and row["floor_ms_per_token"] > 0
     assert row["floor_tokens_per_target_call"] >= 1
 
@@ -192,7 +192,7 @@ def test_free_updates_serve_the_same(learned, make):
   assert free.outputs == learned.outputs
   assert free.updates
   assert not any("floor_overlap" in row for row in free.requests)
-  assert not any("equal_to_plain" in row for row in free.requests)
+  assert not any("certificate" in row for row in free.requests)
 
 
 def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypatch):

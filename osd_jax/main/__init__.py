@@ -56,6 +56,12 @@ COMMANDS = {
         "measure drafts on held-out prompts: acceptance and speed, nothing learns",
         "osd evaluate --gin_file=my_run.gin --gin.DecodingConfig.rows=4",
     ),
+    "certify": Command(
+        "CertifyConfig",
+        "check that speculative outputs are exactly the target's",
+        "osd certify --gin_file=runs/certify.gin\n"
+        "  osd certify --gin_file=my_run.gin --gin.PairConfig.dtype='\"bfloat16\"'",
+    ),
 }
 
 _CACHE = "~/.cache/osd_jax/jax"
@@ -85,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   Returns:
     Exit code: 0, 2 for bad input, 130 if interrupted.
+
+  Raises:
+    SystemExit: with code 1 if outputs are not the target's.
   """
   parser = _parser()
   try:

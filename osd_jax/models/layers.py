@@ -55,6 +55,11 @@ def served_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   return product.reshape(*x.shape[:-1], kernel.shape[0])
 
 
+def _at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
+  """float32 for bfloat16; float64 stays what it is."""
+  return jnp.promote_types(dtype, jnp.float32)
+
+
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
   if dtype == jnp.float32:
     return jax.lax.Precision.HIGHEST
@@ -90,7 +95,7 @@ class Projection(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """T5's layer norm: no mean, no bias; computed in float32.
+  """T5's layer norm: no mean, no bias; computed in float32 at least.
 
   Attributes:
     dtype: type of the result.
@@ -102,7 +107,7 @@ class RMSNorm(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     init = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
     scale = self.param("scale", init, (x.shape[-1],))
-    x = x.astype(jnp.float32)
+    x = x.astype(_at_least_float32(x.dtype))
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     normed = (x * jax.lax.rsqrt(mean_square + 1e-6)).astype(self.dtype)
     return normed * jnp.broadcast_to(scale.astype(self.dtype), x.shape)
@@ -162,7 +167,8 @@ class Attention(nn.Module):
     precision = _precision(self.dtype)
     query = self._split(self.query(x))
     logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
-    weights = jax.nn.softmax(logits.astype(jnp.float32) + bias, axis=-1)
+    logits = logits.astype(_at_least_float32(logits.dtype)) + bias
+    weights = jax.nn.softmax(logits, axis=-1)
     context = jnp.einsum(
         "bhnt,bhtd->bnhd", weights.astype(self.dtype), values, precision=precision
     )

@@ -32,7 +32,8 @@ class T5Config:
     tied_head: the output head is the embedding, scaled by width ** -0.5.
     relative_buckets: entries of the relative position bias.
     relative_max_distance: distances from here on share a bucket.
-    dtype: "float32" or "bfloat16"; compute type and type of the served copy.
+    dtype: "float32" or "bfloat16"; compute type and type of the served copy. "float64"
+      is for rescoring alone and needs `jax.enable_x64`.
     embedding_std: standard deviation of the initial embedding (t5x: 1).
   """
 
@@ -85,7 +86,7 @@ class T5Config:
           f"T5Config.mlp_activations: received {self.mlp_activations!r}, expected"
           f" names out of {sorted(layers.ACTIVATIONS)}."
       )
-    if self.dtype not in ("float32", "bfloat16"):
+    if self.dtype not in ("float32", "bfloat16", "float64"):
       raise ValueError(
           f"T5Config.dtype: received {self.dtype!r}, expected 'float32' or 'bfloat16'."
       )
@@ -282,7 +283,7 @@ class T5(nn.Module):
       logits = self.token_embedder.attend(x * self.config.width**-0.5)
     else:
       logits = self.decoder.logits_dense(x)
-    return logits.astype(jnp.float32)
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 class Embedding(nn.Module):

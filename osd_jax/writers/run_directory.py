@@ -158,6 +158,11 @@ class RunDirectory:
     """Replaces the operative config, for callers that know it in full later."""
     _write_text(self.config_path, config)
 
+  def write_json(self, name: str, content: dict[str, Any]) -> Path:
+    """Writes a file of results beside the run; returns where it is."""
+    _write_text(self.path / name, json.dumps(content, indent=2) + "\n")
+    return self.path / name
+
   def finish(self) -> None:
     """Notes the end of this session and the hours of all of them."""
     provenance = self.provenance()
@@ -195,7 +200,7 @@ class RunDirectory:
     return max(begin, datetime.datetime.fromtimestamp(seconds, datetime.UTC))
 
   def _write_provenance(self, provenance: dict[str, Any]) -> None:
-    _write_text(self.provenance_path, json.dumps(provenance, indent=2) + "\n")
+    self.write_json(self.provenance_path.name, provenance)
 
 
 def _session(argv: Sequence[str] | None) -> dict[str, Any]:

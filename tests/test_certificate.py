@@ -1,0 +1,209 @@
+"""The certificate passes what is exact, near ties, and nothing else."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import tabular_pair
+import tiny_online
+
+from osd_jax import base, certificate, certify, corpus, pairs, partitioning, testing
+from osd_jax.data.batches import BatchConfig
+from osd_jax.decoding import slots
+
+SIZE, LENGTH = tabular_pair.VOCAB_SIZE, tabular_pair.TARGET_LENGTH
+MIXED = slots.SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)
+
+
+def decoding(**values) -> slots.DecodingConfig:
+  return slots.DecodingConfig(
+      rows=4, num_draft_tokens=3, source_lengths=(tabular_pair.SOURCE_LENGTH,),
+      target_length=LENGTH, acceptance_rule="coupling", **values,
+  )
+
+
+def with_table(table) -> pairs.Pair:
+  return dataclasses.replace(tabular_pair.make(), target_params=np.float32(table))
+
+
+def answers(pair, sampling=MIXED, draft=True, count=6):
+  models = (pair.draft, pair.draft_params) if draft else ()
+  decoder = slots.Slots(decoding(), pair.target, pair.target_params, *models)
+  return corpus.answer(decoder, tabular_pair.prompts(count), sampling)
+
+
+def altered(done, position, token):
+  """The answer with another token, and what followed it left as it was."""
+  tokens = done.tokens.copy()
+  tokens[position] = token
+  return dataclasses.replace(done, tokens=tokens)
+
+
+@pytest.mark.parametrize("sampling", [slots.SamplingConfig(), MIXED])
+def test_real_outputs_pass(sampling):
+  pair = tabular_pair.make()
+  judged = zip(answers(pair, sampling, False), answers(pair, sampling), strict=True)
+  found = certificate.Certifier(pair).judge(judged)
+  assert found.passed and found.equal == found.outputs == 6
+  assert found.tokens == 6 * LENGTH and not found.near_ties
+
+
+def test_a_wrong_token_is_named_with_its_place_and_scores():
+  pair = tabular_pair.make()
+  plain = answers(pair, slots.SamplingConfig(), False)
+  right = int(plain[2].tokens[4])
+  wrong = (right + 1) % SIZE or 2
+  judged = [*zip(plain[:2], plain[:2], strict=True)]
+  judged.append((plain[2], altered(plain[2], 4, wrong)))
+  found = certificate.Certifier(pair).judge(judged, first=10)
+  (failure,) = found.failures
+  assert not found.passed and found.equal == 2
+  assert (failure.prompt, failure.position) == (12, 4)
+  assert (failure.expected, failure.emitted) == (right, wrong)
+  logits = np.asarray(pair.target_params)[plain[2].tokens[2], plain[2].tokens[3]]
+  assert failure.expected_score == pytest.approx(logits[right])
+  assert failure.emitted_score == pytest.approx(logits[wrong])
+  assert "prompt 12, position 4" in found.sentence() and "NOT EXACT" in found.sentence()
+
+
+@pytest.mark.parametrize(("distance", "passes"), [(5e-6, True), (5e-5, False)])
+def test_only_near_ties_pass(distance, passes):
+  table = testing.random_table(SIZE, 0)
+  table[..., base.PAD_ID] = table[..., base.EOS_ID] = -1e9
+  best = table.max(-1) + 1
+  table[..., 4], table[..., 5] = best, best * (1 - np.sign(best) * distance)
+  pair = with_table(table)
+  plain = answers(pair, slots.SamplingConfig(), False, 1)[0]
+  assert (plain.tokens == 4).all()
+  found = certificate.Certifier(pair).judge([(plain, altered(plain, 3, 5))])
+  assert found.passed == passes and found.near_ties == passes
+
+
+def test_a_token_outside_the_cut_off_fails_however_lucky_its_noise():
+  pair = tabular_pair.make()
+  sampling = dataclasses.replace(MIXED, top_k=2, top_p=1.0)
+  plain = answers(pair, sampling, False, 1)[0]
+  row = np.asarray(pair.target_params, np.float64)[0, plain.tokens[0]]
+  found = certificate.scores(row, plain.settings, 1)
+  assert np.isfinite(found).sum() == 2
+  outside = int(np.argmin(row))
+  judged = certificate.Certifier(pair).judge([(plain, altered(plain, 1, outside))])
+  assert judged.failures[0].emitted_score == -np.inf
+
+
+def test_a_token_just_below_the_cut_off_counts_as_inside():
+  logits = np.array([3.0, 2.0, 2.0 - 1e-6, 1.0])
+  settings = answers(tabular_pair.make(), MIXED, False, 1)[0].settings
+  settings = settings.replace(top_k=np.int32([2]), top_p=np.float32([1.0]))
+  assert np.isfinite(certificate.scores(logits, settings, 0)).sum() == 3
+
+
+def test_scores_are_what_plain_decoding_draws_from():
+  """Noise, temperature and cut-off: the arg max is the emitted token, everywhere."""
+  pair = tabular_pair.make()
+  table = np.asarray(pair.target_params, np.float64)
+  for done in answers(pair, MIXED, False):
+    before = [0, 0, *done.tokens]
+    for position, token in enumerate(done.tokens):
+      row = table[before[position], before[position + 1]]
+      assert np.argmax(certificate.scores(row, done.settings, position)) == token
+
+
+def test_an_output_that_ends_early_fails():
+  plain = answers(tabular_pair.make(), slots.SamplingConfig(), False, 1)[0]
+  short = dataclasses.replace(plain, tokens=plain.tokens[:4])
+  found = certificate.Certifier(tabular_pair.make()).judge([(plain, short)])
+  assert found.failures[0].position == 4 and found.failures[0].emitted is None
+
+
+@pytest.mark.parametrize(("ties", "passes"), [(0, True), (1, True), (2, False)])
+def test_more_near_ties_than_promised_fail(ties, passes):
+  assert certificate.Certificate(near_ties=ties, outputs=9, tokens=999).passed == passes
+  many = certificate.Certificate(near_ties=5 * ties, outputs=9, tokens=10**6)
+  assert many.passed  # 10 in a million are promised
+
+
+# --- T5 -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair_config(tmp_path_factory):
+  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("certificate"))
+
+
+def certify_config(pair_config, folder, **changes):
+  tasks = tiny_online.tasks("eval", 3)
+  made = certify.CertifyConfig(
+      prompts=BatchConfig(tasks=tasks, source_length=40, reader="plain"),
+      count=6, pair=pair_config, rows=(1, 3), num_draft_tokens=(2,),
+      drafts=("pair", "perturbed"),
+      decoding=slots.DecodingConfig(rows=2, source_lengths=(40,), target_length=10),
+      run_directory=str(folder / "run"),
+  )
+  return dataclasses.replace(made, **changes)
+
+
+def test_float64_rescoring_agrees_with_float32(pair_config):
+  pair = pairs.load(pair_config, partitioning.make())
+  source, mask = testing.random_sources(2, 7, pair.target.vocab_size, 0)
+  target = source[:, :6]
+  single = pair.target.score(pair.target_params, source, mask, target)
+  with jax.enable_x64(True):
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), pair.target_params)
+    double = np.asarray(pair.rescoring_target.score(params, source, mask, target))
+  assert double.dtype == np.float64 and single.dtype == np.float32
+  scale = np.abs(double).max()
+  np.testing.assert_allclose(single, double, atol=1e-5 * scale)
+  assert np.any(single != double)
+
+
+def test_a_pair_is_certified(pair_config, tmp_path):
+  path = certify.run(certify_config(pair_config, tmp_path))
+  verdict = json.loads((path / "certificate.json").read_text())
+  assert verdict["passed"] and verdict["equal"] == verdict["outputs"] == 6
+  assert (path / "report.html").is_file()
+
+
+def test_a_wrong_output_ends_the_command_with_1(pair_config, tmp_path, monkeypatch):
+  """Negative control, and nothing is lost: the files are there."""
+  real = certify.Grid.answers
+
+  def faulty(self, *args):
+    first, *others = real(self, *args)
+    return [altered(first, 1, (first.tokens[1] + 1) % 99), *others]
+
+  monkeypatch.setattr(certify.Grid, "answers", faulty)
+  with pytest.raises(SystemExit, match="1"):
+    certify.run(certify_config(pair_config, tmp_path, rows=(3,), drafts=("pair",)))
+  verdict = json.loads((tmp_path / "run" / "certificate.json").read_text())
+  assert not verdict["passed"] and verdict["first_failures"][0]["position"] == 1
+
+
+def test_bfloat16_is_audited(pair_config, tmp_path):
+  config = dataclasses.replace(pair_config, dtype="bfloat16")
+  path = certify.run(
+      certify_config(config, tmp_path, rows=(3,), drafts=("pair",), swap=False)
+  )
+  verdict = json.loads((path / "certificate.json").read_text())
+  assert verdict["check"] == "near-tie audit" and verdict["passed"]
+  grid = certify.Grid(certify_config(config, tmp_path, swap=False))
+  (done,) = grid.answers(grid.config.decoding, "pair", np.arange(1))
+  worst = np.asarray(done.batch.target)[0]
+  judged = grid._certifier.judge([(done, altered(done, 2, (worst[2] + 7) % 999))])
+  assert not judged.passed
+
+
+def test_sampled_requests_of_the_rejection_rule_are_refused(pair_config, tmp_path):
+  with pytest.raises(ValueError, match="acceptance_rule = 'coupling'"):
+    certify_config(
+        pair_config, tmp_path, sampling=slots.SamplingConfig(temperature=1.0)
+    )
+
+
+def test_perturbed_copies_differ_and_repeat():
+  params = {"a": np.arange(6, dtype=np.float32)}
+  first, again = certify.perturbed(params, 0.1), certify.perturbed(params, 0.1)
+  np.testing.assert_array_equal(first["a"], again["a"])
+  assert 0 < np.abs(first["a"] - params["a"]).max() < 1

@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import itertools
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,17 +63,44 @@ def import_seqio() -> Any:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # else it prints a notice
   try:
-    import seqio
-    import tensorflow as tf
+    with _silent_stderr():
+      import seqio
+      import tensorflow as tf
+
+      with contextlib.suppress(RuntimeError):  # it already chose its devices
+        tf.config.set_visible_devices([], "GPU")
   except ImportError as error:
     raise ImportError(
         f"tasks: seqio cannot be imported ({error}). Install the extra"
         " (pip install 'osd-jax[data]'), or set reader='plain', which reads JSONL"
         " and generated topics without it."
     ) from error
-  with contextlib.suppress(RuntimeError):  # tensorflow already chose its devices
-    tf.config.set_visible_devices([], "GPU")
   return seqio
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+  """Keeps what C++ writes to stderr while it loads, and shows it only on an error.
+
+  tensorflow reports missing GPUs before it reads its log level.
+  """
+  if "tensorflow" in sys.modules:
+    yield
+    return
+  sys.stderr.flush()
+  kept = os.dup(2)
+  try:
+    with tempfile.TemporaryFile() as sink:
+      os.dup2(sink.fileno(), 2)
+      try:
+        yield
+      except BaseException:
+        sink.seek(0)
+        os.write(kept, sink.read())
+        raise
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
 
 
 def registered_name(task: TaskConfig, vocabulary: Vocabulary) -> str:

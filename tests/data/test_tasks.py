@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 
 import numpy as np
@@ -31,6 +32,29 @@ def vocabulary(repository) -> Vocabulary:
 def jsonl_task(tmp_path) -> TaskConfig:
   (tmp_path / "q.train.jsonl").write_text("\n".join(LINES) + "\n")
   return TaskConfig("q", data_dir=str(tmp_path), pattern="q.{split}.jsonl")
+
+
+def run_python(code):
+  return subprocess.run(
+      [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+      check=False,
+  )
+
+
+def test_seqio_is_imported_without_a_word():
+  done = run_python(
+      "import sys; from osd_jax.data import tasks; tasks.import_seqio();"
+      "print('heard', file=sys.stderr)"
+  )
+  assert done.stderr.strip() == "heard"
+
+
+def test_what_a_failing_import_wrote_is_shown():
+  done = run_python(
+      "import os; from osd_jax.data import tasks\n"
+      "with tasks._silent_stderr():\n  os.write(2, b'the cause'); raise OSError"
+  )
+  assert "the cause" in done.stderr and "OSError" in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,31 @@
-"""Checkpoints of other libraries: Hugging Face's T5 1.0, T5 1.1 and Flan-T5.
+"""Hugging Face's T5 1.0, T5 1.1 and Flan-T5, both ways.
 
 A tensor of a torch linear layer is `[out, in]`, a kernel here is `[in, out]`;
 `relative_attention_bias` is `[buckets, H]`, `rel_embedding` is `[H, buckets]`.
 """
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
-import jax
-import jax.numpy as jnp
 import numpy as np
-import safetensors
+import safetensors.numpy
 
 from osd_jax import base
 from osd_jax.models import t5
+from osd_jax.models.convert.tensors import (
+    Shape,
+    Tensors,
+    check,
+    expected_shapes,
+    open_folder,
+    read_json,
+    read_params,
+)
 from osd_jax.models.weights import Weights
 
 _ACTIVATIONS = {
@@ -25,6 +34,14 @@ _ACTIVATIONS = {
     "gated-relu": ("relu", "linear"),
     "gated-gelu": ("gelu", "linear"),
     "gated-gelu_new": ("gelu", "linear"),
+}
+
+# The names that T5 1.0 and T5 1.1 were published with.
+_PROJECTIONS = {
+    ("relu",): "relu",
+    ("gelu",): "gelu_new",
+    ("relu", "linear"): "gated-relu",
+    ("gelu", "linear"): "gated-gelu",
 }
 
 # What this code takes for granted: value, and the library's default where a
@@ -112,6 +129,45 @@ def config_from_hugging_face(config: Mapping[str, Any]) -> t5.T5Config:
   )
 
 
+def config_to_hugging_face(config: t5.T5Config) -> dict[str, Any]:
+  """The `config.json` of a shape, for transformers 4 and 5.
+
+  Args:
+    config: the shape; its compute type and initial values have no place there.
+
+  Returns:
+    The fields.
+
+  Raises:
+    ValueError: transformers has no such feed-forward block.
+  """
+  if config.mlp_activations not in _PROJECTIONS:
+    raise ValueError(
+        f"convert: T5Config.mlp_activations: received {config.mlp_activations!r},"
+        f" expected one of {sorted(_PROJECTIONS)}; transformers has no other T5."
+    )
+  return {
+      "architectures": ["T5ForConditionalGeneration"],
+      **{field: value for field, (value, _) in _FIXED.items()},
+      "vocab_size": config.vocab_size,
+      "d_model": config.width,
+      "d_kv": config.head_dim,
+      "d_ff": config.mlp_dim,
+      "num_heads": config.num_heads,
+      "num_layers": config.num_encoder_layers,
+      "num_decoder_layers": config.num_decoder_layers,
+      "relative_attention_num_buckets": config.relative_buckets,
+      "relative_attention_max_distance": config.relative_max_distance,
+      "feed_forward_proj": _PROJECTIONS[config.mlp_activations],
+      "tie_word_embeddings": config.tied_head,  # read by transformers 4,
+      "scale_decoder_outputs": config.tied_head,  # and by transformers 5
+      "dropout_rate": 0.0,
+      "initializer_factor": 1.0,
+      "use_cache": True,
+      "dtype": "float32",
+  }
+
+
 def params_from_hugging_face(
     tensors: Mapping[str, np.ndarray], config: t5.T5Config
 ) -> base.Params:
@@ -129,26 +185,16 @@ def params_from_hugging_face(
     ValueError: tensors are missing, of another shape, unexpected, or copies of the
       embedding that differ from it.
   """
-  tensors = _without_copies(tensors, config.tied_head)
-  shapes = jax.eval_shape(t5.build(config).init, jax.random.key(0))
-  expected = flax.traverse_util.flatten_dict(shapes, sep="/")
-  names = {path: _hugging_face_name(path) for path in expected}
-  _check_tensors(
-      tensors,
-      {names[path]: _file_shape(path, x.shape) for path, x in expected.items()},
-  )
-  params = {
-      path: jnp.asarray(_turn(path, np.asarray(tensors[name])), jnp.float32)
-      for path, name in names.items()
-  }
-  return flax.traverse_util.unflatten_dict(params, sep="/")
+  return _params(Tensors.of(tensors), config)
 
 
-def read_hugging_face(folder: str | Path) -> Weights:
-  """Reads a model folder that transformers wrote.
+def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weights:
+  """Reads a model folder that transformers wrote, one tensor at a time.
 
   Args:
-    folder: holds `config.json` and one `model.safetensors`.
+    folder: holds `config.json`, and `model.safetensors` whole or in shards.
+    allow_torch_bin: read `pytorch_model.bin`, a pickle, where there is nothing else;
+      needs torch.
 
   Returns:
     Weights with float32 parameters; the vocabulary's fingerprint is unknown.
@@ -156,18 +202,102 @@ def read_hugging_face(folder: str | Path) -> Weights:
   Raises:
     ValueError: a file is missing or cannot be read, or describes a model that is
       not T5 1.0 or T5 1.1.
+    ImportError: torch is needed and not installed.
   """
   folder = Path(folder)
-  fields = _read_config(folder / "config.json")
-  tensors = _read_tensors(folder / "model.safetensors")
+  fields = read_json(folder / "config.json")
   config = config_from_hugging_face(fields)
+  tensors = open_folder(folder, allow_torch_bin)
   # Transformers 5 makes T5 1.1 with the embedding as its unscaled head, and then
   # writes no head.
   shares = not config.tied_head and fields.get("tie_word_embeddings", True)
-  if shares and _HEAD not in tensors and _EMBEDDING in tensors:
-    tensors[_HEAD] = tensors[_EMBEDDING]
+  if shares and _HEAD not in tensors.shapes and _EMBEDDING in tensors.shapes:
+    tensors = _also(tensors, _HEAD, _EMBEDDING)
   notes = f"converted from the Hugging Face folder {folder.name}"
-  return Weights(config, params_from_hugging_face(tensors, config), notes=notes)
+  return Weights(config, _params(tensors, config), notes=notes)
+
+
+def write_hugging_face(
+    folder: str | Path,
+    weights: Weights,
+    vocabulary_path: str | Path | None = None,
+) -> Path:
+  """Writes a folder that transformers loads; it appears complete or not at all.
+
+  Args:
+    folder: the folder, not there yet or empty.
+    weights: what to write, float32. A tied model gets no `lm_head.weight`.
+    vocabulary_path: SentencePiece model to put beside it as `spiece.model`.
+
+  Returns:
+    The folder.
+
+  Raises:
+    ValueError: the folder is in use, the vocabulary cannot be read, or transformers
+      has no such model.
+  """
+  folder = Path(folder)
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise ValueError(
+        f"convert: output {folder} is in use, expected a folder that is not there yet"
+        " or is empty; remove it or choose another."
+    )
+  fields = config_to_hugging_face(weights.config)
+  flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
+  check(_shapes(flat), expected_shapes(weights.config))
+  tensors = {
+      _hugging_face_name(path): np.ascontiguousarray(
+          _turn(path, np.asarray(x, np.float32))
+      )
+      for path, x in flat.items()
+  }
+  partial = folder.with_name(folder.name + ".partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  try:
+    partial.mkdir(parents=True)
+    (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    safetensors.numpy.save_file(
+        tensors, partial / "model.safetensors", metadata={"format": "pt"}
+    )
+    if vocabulary_path is not None:
+      _copy_vocabulary(Path(vocabulary_path), partial / "spiece.model")
+    os.replace(partial, folder)
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)
+  return folder
+
+
+def _copy_vocabulary(source: Path, target: Path) -> None:
+  try:
+    shutil.copyfile(source, target)
+  except OSError as error:
+    raise ValueError(
+        f"convert: cannot read the vocabulary {source}: {error.strerror}; expected a"
+        " SentencePiece model."
+    ) from error
+
+
+def _params(tensors: Tensors, config: t5.T5Config) -> base.Params:
+  tensors = _without_copies(tensors, config.tied_head)
+  expected = expected_shapes(config)
+  names = {path: _hugging_face_name(path) for path in expected}
+  check(
+      tensors.shapes,
+      {names[path]: _file_shape(path, shape) for path, shape in expected.items()},
+  )
+  return read_params(tensors, names, _turn)
+
+
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, Shape]:
+  return {name: tuple(x.shape) for name, x in arrays.items()}
+
+
+def _also(tensors: Tensors, name: str, of: str) -> Tensors:
+  """The tensors, one of them under a second name too."""
+  return Tensors(
+      {**tensors.shapes, name: tensors.shapes[of]},
+      lambda wanted: tensors.read(of if wanted == name else wanted),
+  )
 
 
 def _required(config: Mapping[str, Any], field: str) -> Any:
@@ -214,61 +344,19 @@ def _file_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
   return tuple(shape[::-1] if _turned(path) else shape)
 
 
-def _without_copies(
-    tensors: Mapping[str, np.ndarray], tied_head: bool
-) -> dict[str, np.ndarray]:
+def _without_copies(tensors: Tensors, tied_head: bool) -> Tensors:
   """Keeps the embedding under one name, whichever names the file gives it."""
   aliases = (*_COPIES, _HEAD) if tied_head else _COPIES
-  kept = {name: x for name, x in tensors.items() if name not in (*aliases, *_UNUSED)}
-  for alias in aliases:
-    if alias not in tensors:
-      continue
-    first = kept.setdefault(_EMBEDDING, tensors[alias])
-    if first is not tensors[alias] and not np.array_equal(first, tensors[alias]):
+  found = [name for name in (_EMBEDDING, *aliases) if name in tensors.shapes]
+  for alias in found[1:]:
+    if not np.array_equal(tensors.read(found[0]), tensors.read(alias)):
       raise ValueError(
-          f"convert: tensor {alias}: differs from {_EMBEDDING}, expected a copy of"
+          f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
           " it in this model; if the head was trained apart, set both"
           " tie_word_embeddings and scale_decoder_outputs to false in config.json."
       )
-  return kept
-
-
-def _check_tensors(
-    tensors: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]]
-) -> None:
-  found = {name: tuple(x.shape) for name, x in tensors.items()}
-  wrong = [
-      f"{name}: found {found.get(name, 'nothing')}, expected"
-      f" {expected.get(name, 'nothing')}"
-      for name in sorted(expected.keys() | found.keys())
-      if expected.get(name) != found.get(name)
-  ]
-  if wrong:
-    more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    raise ValueError(
-        f"convert: tensors do not fit the configuration: {'; '.join(wrong[:5])}"
-        f"{more}. Check that config.json and the tensors belong to one model."
-    )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-  try:
-    return json.loads(path.read_text(encoding="utf-8"))
-  except (OSError, ValueError) as error:
-    raise ValueError(
-        f"convert: cannot read {path}: {error}; expected a model folder that"
-        " transformers wrote."
-    ) from error
-
-
-def _read_tensors(path: Path) -> dict[str, np.ndarray]:
-  try:
-    # flax's reader, because numpy's knows no bfloat16
-    with safetensors.safe_open(path, framework="flax") as file:
-      return {name: np.asarray(file.get_tensor(name)) for name in file.keys()}
-  except (OSError, safetensors.SafetensorError) as error:
-    raise ValueError(
-        f"convert: cannot read {path}: {error}; expected all tensors in this one"
-        " file (join a sharded or .bin checkpoint with save_pretrained and a large"
-        " max_shard_size)."
-    ) from error
+  if found:
+    tensors = _also(tensors, _EMBEDDING, found[0])
+  dropped = (*aliases, *_UNUSED)
+  kept = {name: s for name, s in tensors.shapes.items() if name not in dropped}
+  return Tensors(kept, tensors.read)

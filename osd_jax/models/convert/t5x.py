@@ -1,0 +1,196 @@
+"""Checkpoints of t5x, read without t5x: its native format and the one with orbax.
+
+A native checkpoint is a folder with a msgpack file `checkpoint`, whose leaves are
+arrays or descriptions of zarr folders beside it; with orbax, `state/` is a key-value
+store (OCDBT) of such zarr folders. What a file says of drivers and places is checked,
+never followed: zarr folders inside the checkpoint are all that is opened.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import flax.traverse_util
+import numpy as np
+import tensorstore
+
+from osd_jax.models import t5
+from osd_jax.models.convert.tensors import (
+    Tensors,
+    check,
+    expected_shapes,
+    read_params,
+)
+from osd_jax.models.weights import Weights
+
+_TARGET = "target."
+# t5x names this bucket where it means "wherever the checkpoint is".
+_PLACEHOLDER = {"driver": "gcs", "bucket": "t5x-dummy-bucket"}
+_LOCAL = ({"driver": "file"}, {"driver": "gfile"}, _PLACEHOLDER)
+# Where layers that t5x scans over are stacked in one array.
+_SCANNED = ("encoder/encoder/", "decoder/decoder/")
+
+
+def read_t5x(folder: str | Path, config: t5.T5Config) -> Weights:
+  """Reads a checkpoint that t5x wrote, one parameter at a time.
+
+  Args:
+    folder: `checkpoint_STEP`, with a file `checkpoint` or a folder `state`.
+    config: the model's shape, which t5x's checkpoints do not say.
+
+  Returns:
+    Weights with float32 parameters; the vocabulary's fingerprint is unknown.
+
+  Raises:
+    ValueError: the folder holds no such checkpoint, its parameters are not those of
+      `config`, or it asks for anything but zarr folders inside it.
+  """
+  folder = Path(folder)
+  _check_links(folder)
+  if (folder / "checkpoint").is_file():
+    tensors = _open_native(folder)
+  elif (folder / "state").is_dir():
+    tensors = _open_orbax(folder / "state")
+  else:
+    raise ValueError(
+        f"convert: {folder}: found neither a file checkpoint nor a folder state,"
+        " expected what t5x writes; name the folder checkpoint_STEP itself."
+    )
+  _check_unscanned(folder, tensors)
+  expected = expected_shapes(config)
+  check(tensors.shapes, expected)
+  params = read_params(tensors, {path: path for path in expected})
+  return Weights(config, params, notes=f"converted from t5x's {folder.name}")
+
+
+def _check_links(folder: Path) -> None:
+  inside = folder.resolve()
+  for path in folder.rglob("*"):
+    if path.is_symlink() and not path.resolve().is_relative_to(inside):
+      raise ValueError(
+          f"convert: {path} is a link to {path.resolve()}, expected a checkpoint that"
+          " stays in its folder; copy what it links to if you trust it."
+      )
+
+
+def _check_unscanned(folder: Path, tensors: Tensors) -> None:
+  scanned = [name for name in tensors.shapes if name.startswith(_SCANNED)]
+  if scanned:
+    raise ValueError(
+        f"convert: {folder}: parameter {scanned[0]}: found layers stacked in one array"
+        " (t5x's scan_layers), expected one array a layer, as encoder/layers_0/...;"
+        " write the checkpoint with scan_layers = False."
+    )
+
+
+def _open_native(folder: Path) -> Tensors:
+  leaves = _native_leaves(folder / "checkpoint")
+  arrays = {name: x for name, x in leaves.items() if isinstance(x, np.ndarray)}
+  stores = {
+      name: _open_zarr(f"{folder}: parameter {name}", _file(_place(folder, name, leaf)))
+      for name, leaf in leaves.items()
+      if name not in arrays
+  }
+  return _join(arrays, stores)
+
+
+def _native_leaves(path: Path) -> dict[str, Any]:
+  """Path -> array or description of every parameter."""
+  data = path.read_bytes()
+  try:
+    tree = flax.serialization.msgpack_restore(data)
+    target = tree["optimizer"]["target"]
+    return flax.traverse_util.flatten_dict(
+        target, is_leaf=lambda _, x: not isinstance(x, dict) or "driver" in x, sep="/"
+    )
+  except Exception as error:  # msgpack, flax and numpy raise many kinds
+    pickled = data[:1] == b"\x80" or data[:2] == b"PK"
+    raise ValueError(
+        f"convert: cannot read {path}: {'a pickle' if pickled else repr(error)},"
+        " expected flax's msgpack with optimizer/target, as t5x writes it."
+    ) from error
+
+
+def _place(folder: Path, name: str, leaf: Any) -> Path:
+  """The zarr folder that a description means."""
+  store = leaf.get("kvstore") if isinstance(leaf, Mapping) else None
+  store = dict(store) if isinstance(store, Mapping) else {}
+  place = store.pop("path", None)
+  local = isinstance(leaf, Mapping) and leaf.get("driver") == "zarr"
+  if not local or store not in _LOCAL or not isinstance(place, str):
+    raise ValueError(
+        f"convert: {folder}: parameter {name}: received {leaf!r}, expected the driver"
+        " zarr on local files; other stores are not opened."
+    )
+  path = folder / place
+  inside = path.resolve().is_relative_to(folder.resolve())
+  if Path(place).is_absolute() or ".." in Path(place).parts or not inside:
+    raise ValueError(
+        f"convert: {folder}: parameter {name}: received path {place!r}, expected one"
+        " inside the checkpoint's folder; nothing outside it is opened."
+    )
+  return path
+
+
+def _open_orbax(folder: Path) -> Tensors:
+  if (folder / "manifest.ocdbt").is_file():
+    store = {"driver": "ocdbt", "base": _file(folder)}
+    names = list(_ocdbt_names(folder, store))
+  else:
+    store = _file(folder)
+    names = [path.parent.name for path in folder.glob(f"{_TARGET}*/.zarray")]
+  if not names:
+    raise ValueError(
+        f"convert: {folder}: found no parameters called {_TARGET}..., expected zarr"
+        " arrays as t5x writes them with orbax."
+    )
+  stores = {}
+  for name in names:
+    place = {**store, "path": f"{store.get('path', '')}{name}/"}
+    path = name.removeprefix(_TARGET).replace(".", "/")
+    stores[path] = _open_zarr(f"{folder}: parameter {path}", place)
+  return _join({}, stores)
+
+
+def _ocdbt_names(folder: Path, store: Mapping[str, Any]) -> Iterator[str]:
+  try:
+    keys = tensorstore.KvStore.open(dict(store)).result().list().result()
+  except ValueError as error:
+    raise _unreadable(str(folder), error) from error
+  for key in map(bytes.decode, keys):
+    name, _, end = key.partition("/")
+    if name.startswith(_TARGET) and end == ".zarray":
+      yield name
+
+
+def _file(path: Path) -> dict[str, Any]:
+  return {"driver": "file", "path": f"{path.resolve()}/"}
+
+
+def _open_zarr(where: str, store: Mapping[str, Any]) -> Any:
+  try:
+    spec = {"driver": "zarr", "kvstore": dict(store)}
+    return tensorstore.open(spec, open=True, read=True).result()
+  except ValueError as error:
+    raise _unreadable(where, error) from error
+
+
+def _join(arrays: Mapping[str, np.ndarray], stores: Mapping[str, Any]) -> Tensors:
+  def read(name: str) -> np.ndarray:
+    if name in arrays:
+      return arrays[name]
+    try:
+      return stores[name].read().result()
+    except ValueError as error:
+      raise _unreadable(f"parameter {name}", error) from error
+
+  shapes = {name: tuple(x.shape) for name, x in {**arrays, **stores}.items()}
+  return Tensors(shapes, read)
+
+
+def _unreadable(where: str, error: ValueError) -> ValueError:
+  return ValueError(
+      f"convert: {where}: cannot be read: {str(error).splitlines()[0]}; expected zarr"
+      " as t5x writes it; copy the checkpoint again."
+  )

@@ -1,0 +1,52 @@
+"""torch's `pytorch_model.bin`: the only file that imports torch, and only if called."""
+
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+
+def open_bin(
+    path: Path,
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
+  """Opens a state dictionary that torch pickled, with `weights_only`.
+
+  Args:
+    path: the file.
+
+  Returns:
+    Name -> shape of every tensor, and a function that gives the value of one, float32.
+
+  Raises:
+    ValueError: the file cannot be read, or holds more than tensors.
+    ImportError: torch is not installed.
+  """
+  try:
+    import torch
+  except ImportError as error:
+    raise ImportError(
+        f"convert: {path} can only be read with torch, which is not installed; install"
+        " torch, or convert the file to safetensors where it is."
+    ) from error
+  try:
+    state = torch.load(
+        path,
+        map_location="cpu",
+        weights_only=True,
+        mmap=zipfile.is_zipfile(path),  # files of torch 1.5 and before cannot be
+    )
+  except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    raise ValueError(
+        f"convert: cannot read {path}: {str(error).splitlines()[0]}; expected tensors"
+        " alone, as torch.save writes a state dictionary. A file that asks for more is"
+        " not opened."
+    ) from error
+  if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
+    raise ValueError(
+        f"convert: cannot read {path}: it holds no mapping of names to tensors;"
+        " expected a state dictionary."
+    )
+  shapes = {name: tuple(x.shape) for name, x in state.items()}
+  return shapes, lambda name: state[name].float().numpy()

@@ -1,0 +1,291 @@
+"""t5x's checkpoints are read to the bit, and what they may not ask for is refused.
+
+../shared/fixtures/t5x holds one tiny model as t5x itself wrote it, natively and with
+orbax. Other checkpoints are made here, in the same form.
+"""
+
+import os
+import pickle
+import shutil
+
+import flax.serialization
+import flax.traverse_util
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore
+from models import test_t5x_parity as parity
+
+from osd_jax.models import convert, t5
+
+CONFIG = parity.CONFIG
+
+
+@pytest.fixture(scope="module")
+def oracle():
+  with np.load(parity.FIXTURES / "t5x_oracle.npz") as file:
+    return dict(file)
+
+
+@pytest.fixture(scope="module")
+def params(oracle):
+  return {k.removeprefix("p/"): x for k, x in oracle.items() if k.startswith("p/")}
+
+
+@pytest.fixture(scope="module", params=["native", "orbax"])
+def checkpoint(request, repository):
+  folder = repository.parent / "shared" / "fixtures" / "t5x" / request.param
+  if not folder.is_dir():
+    pytest.skip("t5x's own checkpoints absent: no ../shared/fixtures/t5x")
+  return folder / "checkpoint_7"
+
+
+def flat(weights):
+  return flax.traverse_util.flatten_dict(weights.params, sep="/")
+
+
+def assert_same(found, expected):
+  assert found.keys() == expected.keys()
+  for name, array in expected.items():
+    assert found[name].dtype == np.float32
+    np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_parameters_of_t5x_are_read_to_the_bit(checkpoint, params):
+  found = convert.read_t5x(checkpoint, CONFIG)
+  assert_same(flat(found), params)
+  assert (found.config, found.vocabulary) == (CONFIG, "")
+
+
+def test_logits_are_t5xs(checkpoint, oracle):
+  weights = convert.read_t5x(checkpoint, CONFIG)
+  judged = oracle["in/decoder_target_tokens"] != 0
+  logits = parity.run(oracle, weights.params)
+  np.testing.assert_allclose(logits[judged], oracle["logits"][judged], atol=1e-5)
+
+
+# ---- Checkpoints made here
+
+
+def describe(name, **changes):
+  """The description of a zarr folder, as t5x writes it."""
+  spec = {
+    "driver": "zarr",
+    "dtype": "float32",
+    "kvstore": {"driver": "file", "path": f"target.{name.replace('/', '.')}/"},
+    "metadata": {"compressor": {"id": "gzip", "level": 1}},
+  }
+  return {**spec, **changes}
+
+
+def write_zarr(folder, array, **zarr):
+  spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder}/"}}
+  store = tensorstore.open(
+    {**spec, **zarr}, create=True, shape=array.shape, dtype=array.dtype
+  ).result()
+  store.write(array).result()
+
+
+def write_leaves(folder, leaves):
+  target = flax.traverse_util.unflatten_dict(leaves, sep="/")
+  tree = {"version": 3, "optimizer": {"target": target, "state": {"step": 7}}}
+  (folder / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
+
+
+def write_native(folder, params, changes=None):
+  """A native checkpoint: matrices beside the file, vectors inside it.
+
+  Args:
+    folder: where, made here.
+    params: path -> array.
+    changes: path -> leaf that replaces what t5x would write there.
+  """
+  folder.mkdir(parents=True)
+  leaves = {}
+  for name, array in params.items():
+    if array.ndim == 1:
+      leaves[name] = array
+    else:
+      leaves[name] = describe(name)
+      write_zarr(folder / f"target.{name.replace('/', '.')}", array)
+  write_leaves(folder, {**leaves, **(changes or {})})
+  return folder
+
+
+KERNEL = "encoder/layers_1/mlp/wo/kernel"
+
+
+@pytest.fixture
+def made(tmp_path, params):
+  return write_native(tmp_path / "outer" / "checkpoint_1", params)
+
+
+def test_a_checkpoint_made_here_is_read_to_the_bit(made, params):
+  """Positive control of the refusals below."""
+  assert_same(flat(convert.read_t5x(made, CONFIG)), params)
+
+
+def test_bfloat16_is_widened(tmp_path, params):
+  halves = {name: x.astype(ml_dtypes.bfloat16) for name, x in params.items()}
+  found = convert.read_t5x(write_native(tmp_path / "c", halves), CONFIG)
+  assert_same(flat(found), {name: x.astype(np.float32) for name, x in halves.items()})
+
+
+@pytest.mark.parametrize("driver", ["gfile", "gcs"])
+def test_names_that_t5x_gives_to_local_files_are_understood(tmp_path, params, driver):
+  store = {"driver": driver, "path": f"target.{KERNEL.replace('/', '.')}"}
+  if driver == "gcs":
+    store["bucket"] = "t5x-dummy-bucket"
+  changes = {KERNEL: describe(KERNEL, kvstore=store)}
+  folder = write_native(tmp_path / "c", params, changes)
+  assert_same(flat(convert.read_t5x(folder, CONFIG)), params)
+
+
+def refusal(folder, config=CONFIG):
+  with pytest.raises(ValueError) as caught:
+    convert.read_t5x(folder, config)
+  return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["up", "absolute", "roundabout"])
+def test_paths_that_leave_the_folder_are_refused(tmp_path, params, way):
+  outside = tmp_path / "outer" / "elsewhere"
+  write_zarr(outside, params[KERNEL])  # what it asks for is there, and fits
+  path = {
+    "up": "../elsewhere/",
+    "absolute": f"{outside}/",
+    "roundabout": f"target.{KERNEL.replace('/', '.')}/../../elsewhere/",
+  }[way]
+  changes = {KERNEL: describe(KERNEL, kvstore={"driver": "file", "path": path})}
+  folder = write_native(tmp_path / "outer" / "checkpoint_1", params, changes)
+  found = refusal(folder)
+  assert KERNEL in found and "nothing outside it is opened" in found
+
+
+@pytest.mark.parametrize("what", ["folder", "chunk"])
+def test_links_that_leave_the_folder_are_refused(made, tmp_path, params, what):
+  inside = made / f"target.{KERNEL.replace('/', '.')}"
+  linked = inside if what == "folder" else inside / "0.0"
+  shutil.move(linked, tmp_path / "moved")
+  linked.symlink_to(tmp_path / "moved")
+  assert "is a link to" in refusal(made)
+  linked.unlink()  # a link that stays inside is no fault
+  shutil.move(tmp_path / "moved", made / "moved")
+  linked.symlink_to(made / "moved")
+  assert_same(flat(convert.read_t5x(made, CONFIG)), params)
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"kvstore": {"driver": "gcs", "bucket": "someones", "path": "x/"}},
+    {"kvstore": {"driver": "http", "base_url": "http://localhost", "path": "x/"}},
+    {"kvstore": {"driver": "file", "path": "x/", "context": {}}},
+    {"kvstore": "file:///etc/"},
+    {"kvstore": {"driver": "file"}},
+    {"driver": "n5"},
+    {"driver": "json"},
+  ],
+)
+def test_other_drivers_are_refused(tmp_path, params, change):
+  changes = {KERNEL: describe(KERNEL, **change)}
+  found = refusal(write_native(tmp_path / "c", params, changes))
+  assert KERNEL in found and "zarr on local files" in found
+
+
+def test_a_leaf_that_is_neither_array_nor_zarr_is_refused(tmp_path, params):
+  assert "zarr on local files" in refusal(
+    write_native(tmp_path / "c", params, {KERNEL: "PLACEHOLDER://x"})
+  )
+
+
+class Trap:
+  """Makes a file when it is unpickled."""
+
+  def __init__(self, path):
+    self.path = path
+
+  def __reduce__(self):
+    return os.mkdir, (str(self.path),)
+
+
+def test_pickles_are_refused_and_not_run(made, tmp_path):
+  trap = tmp_path / "sprung"
+  for protocol in (2, 5):
+    (made / "checkpoint").write_bytes(pickle.dumps(Trap(trap), protocol))
+    assert "a pickle" in refusal(made)
+  array = np.empty((), object)
+  array[()] = Trap(trap)
+  np.save(made / "checkpoint", array, allow_pickle=True)
+  os.replace(made / "checkpoint.npy", made / "checkpoint")
+  assert "expected flax's msgpack" in refusal(made)
+  assert not trap.exists()
+  pickle.loads(pickle.dumps(Trap(trap)))  # negative control: the trap works
+  assert trap.exists()
+
+
+def test_arrays_of_objects_are_refused(made):
+  zarray = made / f"target.{KERNEL.replace('/', '.')}" / ".zarray"
+  assert '"<f4"' in zarray.read_text()
+  zarray.write_text(zarray.read_text().replace('"<f4"', '"|O"'))
+  found = refusal(made)
+  assert KERNEL in found and "cannot be read" in found
+
+
+def test_whole_numbers_are_refused(tmp_path, params):
+  counts = {**params, KERNEL: np.ones(params[KERNEL].shape, np.int32)}
+  assert "found int32, expected floating-point" in refusal(
+    write_native(tmp_path / "c", counts)
+  )
+
+
+def test_wrong_and_missing_parameters_are_named(tmp_path, params):
+  less = {name: x for name, x in params.items() if name != KERNEL}
+  less["extra/kernel"] = params[KERNEL]
+  less["decoder/decoder_norm/scale"] = np.ones(17, np.float32)
+  found = refusal(write_native(tmp_path / "c", less))
+  assert f"{KERNEL}: found nothing, expected (32, 16)" in found
+  assert "extra/kernel: found (32, 16), expected nothing" in found
+  assert "decoder/decoder_norm/scale: found (17,), expected (16,)" in found
+
+
+def test_a_checkpoint_of_another_shape_is_refused(checkpoint):
+  assert "tensors do not fit the configuration" in refusal(checkpoint, t5.T5Config())
+
+
+def test_scanned_layers_are_refused(tmp_path, params):
+  stacked = {n: x for n, x in params.items() if "layers_" not in n}
+  stacked["encoder/encoder/mlp/wo/kernel"] = np.zeros((32, 2, 16), np.float32)
+  assert "scan_layers = False" in refusal(write_native(tmp_path / "c", stacked))
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+  assert "neither a file checkpoint nor a folder state" in refusal(tmp_path)
+  (tmp_path / "state").mkdir()
+  assert "found no parameters called target." in refusal(tmp_path)
+  (tmp_path / "state" / "manifest.ocdbt").write_bytes(b"no manifest")
+  assert "cannot be read" in refusal(tmp_path)
+
+
+def test_damage_is_named(made):
+  chunk = made / f"target.{KERNEL.replace('/', '.')}" / "0.0"
+  chunk.write_bytes(b"damaged")
+  found = refusal(made)
+  assert KERNEL in found and "copy the checkpoint again" in found
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_state_folders_are_read_in_both_forms(tmp_path, params, ocdbt):
+  """orbax keeps arrays in one store (OCDBT), or each in a folder."""
+  state = tmp_path / "checkpoint_2" / "state"
+  state.mkdir(parents=True)
+  base = {"driver": "file", "path": f"{state}/"}
+  for name, array in params.items():
+    key = f"target.{name.replace('/', '.')}/"
+    place = {"driver": "ocdbt", "base": base, "path": key} if ocdbt else None
+    write_zarr(state / key, array, **({"kvstore": place} if place else {}))
+  assert (state / "manifest.ocdbt").exists() == ocdbt
+  found = convert.read_t5x(state.parent, CONFIG)
+  assert_same(flat(found), {n: np.asarray(x) for n, x in params.items()})
+  assert jax.tree.all(jax.tree.map(np.all, jax.tree.map(np.isfinite, found.params)))

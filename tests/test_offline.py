@@ -211,6 +211,27 @@ def test_learning_raises_held_out_overlap(config, finished):
   assert (finished / "report.html").is_file()
 
 
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+def test_four_devices_distil_as_one(config, finished, tmp_path):
+  four = offline.run(
+      dataclasses.replace(
+          config,
+          partition=partitioning.PartitionConfig(data=2, model=2),
+          output=str(tmp_path / "draft.safetensors"),
+          run_directory=str(tmp_path / "run"),
+      )
+  )
+  one, split = (
+      [row for row in logged(path) if row["kind"] in ("step", "evaluation")]
+      for path in (finished, four)
+  )
+  for name in ("generated_maths", "generated_sql"):
+    first = [rows[0]["tasks"][name]["distribution_overlap"] for rows in (one, split)]
+    assert first[0] == pytest.approx(first[1], abs=1e-5)
+  losses = [[r["loss"] for r in rows if r["kind"] == "step"] for rows in (one, split)]
+  np.testing.assert_allclose(*losses, rtol=1e-3)  # rounding grows with the steps
+
+
 def test_the_saved_draft_is_another_one_of_the_same_shape(config, finished):
   before, after = weights.load(config.pair.draft), weights.load(config.output)
   assert before.config == after.config and before.vocabulary == after.vocabulary

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from osd_jax import pretrain, testing, writers
+from osd_jax import partitioning, pretrain, testing, writers
 from osd_jax.data import generated
 from osd_jax.data.batches import Batch, BatchConfig
 from osd_jax.data.sources import TaskConfig
@@ -125,6 +125,22 @@ def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path)
       if row["kind"] == "step"
   ]
   assert steps == [4, 8, 12]
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+def test_four_devices_train_as_one(tmp_path):
+  """The loss before any step and after the first one: its gradient agrees too."""
+
+  def losses(name, partition):
+    changes = {"steps": 2, "log_every": 1, "partition": partition}
+    pretrain.run(config(tmp_path / name, **changes))
+    rows = writers.read(tmp_path / name / "run" / "metrics.jsonl")
+    return [row["loss"] for row in rows if row["kind"] == "step"]
+
+  one = losses("one", partitioning.PartitionConfig())
+  four = losses("four", partitioning.PartitionConfig(data=2, model=2))
+  assert len(one) == 2 and one[0] != one[1]
+  np.testing.assert_allclose(four, one, rtol=1e-5)
 
 
 def test_training_goes_on_from_given_weights(tmp_path):

@@ -1,0 +1,97 @@
+"""Rejection and coupling on the same sampled requests of the shipped pair.
+
+By rejection a drafted token stands with probability 1 - TV, by coupling with
+(1 - TV) / (1 + TV) at least; what coupling gives for it is counted too: outputs that
+equal plain decoding's with the same seed.
+
+  python experiments/acceptance_rules/run.py [--count 200] [--draft FILE]
+"""
+
+import argparse
+import dataclasses
+import json
+
+import numpy as np
+import rich.console
+import rich.table
+
+from osd_jax import certify, corpus, metrics, pairs, partitioning
+from osd_jax.decoding import accept, slots
+from osd_jax.main import settings
+
+TEMPERATURES = (0.3, 0.7, 1.0)
+
+
+def measure(
+    pair: pairs.Pair,
+    prompts: list[corpus.Prompt],
+    decoding: slots.DecodingConfig,
+    temperature: float,
+) -> dict[str, float]:
+  """Draft acceptance of both rules, the law's bounds, and outputs equal to plain."""
+  sampling = slots.SamplingConfig(temperature=temperature)
+  models = (pair.target, pair.target_params)
+  plain_config = dataclasses.replace(decoding, max_rounds=decoding.target_length)
+  plain = corpus.answer(slots.Slots(plain_config, *models), prompts, sampling)
+  overlap = mean_overlap(pair, plain)
+  row = {"temperature": temperature, "rejection_law": overlap,
+         "coupling_bound": overlap / (2 - overlap)}
+  for rule in accept.RULES:
+    config = dataclasses.replace(decoding, acceptance_rule=rule)
+    decoder = slots.Slots(config, *models, pair.draft, pair.draft_params)
+    found = corpus.answer(decoder, prompts, sampling)
+    row[rule] = sum(d.accepted for d in found) / sum(d.drafted for d in found)
+    row[f"{rule}_tokens_per_call"] = sum(len(d.tokens) for d in found) / sum(
+        d.target_calls for d in found
+    )
+    both = zip(plain, found, strict=True)
+    equal = [np.array_equal(a.tokens, b.tokens) for a, b in both]
+    row[f"{rule}_equal_to_plain"] = float(np.mean(equal))
+  return row
+
+
+def mean_overlap(pair: pairs.Pair, answers: list[slots.Finished]) -> float:
+  """1 - TV of the processed distributions, over all emitted positions."""
+  found = [
+      metrics.agreement(pair.draft, pair.draft_params, done.batch, done.settings)
+      for done in answers
+  ]
+  tokens = np.array([len(done.tokens) for done in answers])
+  rates = np.array([float(row.acceptance_rate[0]) for row in found])
+  return float((tokens * rates).sum() / tokens.sum())
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--count", type=int, default=200)
+  parser.add_argument("--draft", help="weights file; the shipped draft if left out")
+  given = parser.parse_args()
+  config, _ = settings.load(
+      certify.CertifyConfig,
+      ["runs/certify.gin"],
+      [f"BatchConfig.limit_rows={-(-given.count // 4)}"],
+  )
+  named = config.pair
+  if given.draft:
+    named = dataclasses.replace(named, draft=given.draft)
+  pair = pairs.load(named, partitioning.make(config.partition))
+  prompts = corpus.prompts(config.prompts, pair.vocabulary, given.count)
+  # Full rows, so that the overlap is exact.
+  decoding = dataclasses.replace(config.decoding, record_top_k=pair.target.vocab_size)
+  console = rich.console.Console()
+  rows = [measure(pair, prompts, decoding, value) for value in TEMPERATURES]
+  table = rich.table.Table("T", "rejection", "law", "coupling", "bound", "equal")
+  for row in rows:
+    console.print(json.dumps(row), soft_wrap=True)
+    table.add_row(
+        *(
+            f"{row[name]:.3f}"
+            for name in ("temperature", "rejection", "rejection_law", "coupling",
+                         "coupling_bound", "coupling_equal_to_plain")
+        )
+    )
+  console.print(table)
+
+
+if __name__ == "__main__":
+  main()

@@ -96,7 +96,7 @@ class _Settings:
     if path.resolve() in opened:
       raise ConfigError(f"gin file {name!r} includes itself.")
     opened = (*opened, path.resolve())
-    for statement in self._statements(path.read_text(encoding="utf-8"), str(path)):
+    for statement in self._statements(_text(path), str(path)):
       place = f"{path}:{statement.location.line_num}"
       if isinstance(statement, config_parser.BindingStatement):
         self._bind(statement, place, library)
@@ -152,11 +152,15 @@ class _Settings:
       raise ConfigError(f"{place}: {str(error).splitlines()[0]}") from None
     except (SyntaxError, tokenize.TokenError) as error:
       raise ConfigError(_syntax(error, name)) from None
+    except (TypeError, ValueError) as error:  # {[]: 0}, or thousands of digits
+      raise ConfigError(f"{name}: no value: {' '.join(str(error).split())}") from None
 
   def _bind(
       self, statement: config_parser.BindingStatement, place: str, library: bool
   ) -> None:
     scope, selector, field, value, _ = statement
+    if _has_reference_as_key(value):
+      raise ConfigError(f"{place}: a reference is no key of a dict; write its value.")
     if not field:
       key = (f"{scope}/{selector}" if scope else selector, _MACRO, "value")
     else:
@@ -307,8 +311,31 @@ class _Delegate(gin.config.ParserDelegate):
       ) from None
 
 
+def _text(path: Path) -> str:
+  """Text of a file.
+
+  Raises:
+    ConfigError: it is not UTF-8.
+  """
+  try:
+    return path.read_text(encoding="utf-8")
+  except UnicodeDecodeError as error:
+    raise ConfigError(
+        f"gin file {str(path)!r} is no text: not UTF-8 at byte {error.start}; save it"
+        " as UTF-8."
+    ) from None
+
+
 def _is_macro(reference: Any) -> bool:
   return reference.config_key[1] == _MACRO
+
+
+def _has_reference_as_key(value: Any) -> bool:
+  """Whether gin would have to resolve a key of a dict, where it looks for none."""
+  if isinstance(value, dict):
+    keys = gin.config.iterate_references(list(value))
+    return any(True for _ in keys) or any(map(_has_reference_as_key, value.values()))
+  return isinstance(value, list | tuple) and any(map(_has_reference_as_key, value))
 
 
 def _key(scope: str, name: str, field: str) -> str:

@@ -1,0 +1,142 @@
+"""Fuzzed flags and gin files: a valid config, or exit code 2 and the cause named."""
+
+import dataclasses
+import pathlib
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from osd_jax import main as cli
+from osd_jax import online
+from osd_jax.main import factory, settings
+
+CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "gin_configs"
+EXAMPLES = hypothesis.settings(
+    max_examples=120,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+BASE = "testing/tiny_online.gin"
+PAIR = ("PairConfig.target='t'", "PairConfig.draft='d'")
+
+FACTORIES = factory.reachable(online.OnlineConfig)
+FIELDS = [f"{f.name}.{field}" for f in FACTORIES for field in f.hints]
+NAMES = st.sampled_from([
+    *FIELDS, "GENERATED_STREAM_ROWS", "NOWHERE", "maths/TaskConfig.limit",
+    "x/y/z/StreamConfig.seed", "", ".", "/", "gin.macro.value", "OnlineConfig",
+    "OnlineConfig.", ".seed", "OnlineConfig..seed", "a b.c", "osd_jax.online.run.config",
+    "include 'runs/online.gin'\nOnlineConfig.seed", "OnlineConfig.seed\n",
+])
+ATOMS = st.sampled_from([
+    "0", "1", "-1", "3", "1e999", "-1e999", "1e-999", "0.5", "True", "None", "''",
+    "'jsd'", "'coupling'", "'\\x00'", "b'x'", "1j", "...", "many", "()",
+    "[]", "{}", "{'a': 1}", "{1, 2}", "{%GENERATED_STREAM_ROWS: 1}", "(64,)", "[64, 'x']", "[None]", "[[[[[1]]]]]",
+    "@OnlineConfig()", "@StreamConfig", "@x/TaskConfig()", "@NoConfig()", "@", "%", "@()",
+    "%GENERATED_STREAM_ROWS", "%NOWHERE", "%gin.REQUIRED", "[%gin.REQUIRED]", "%a.b.c",
+    "@maths/stream/TaskConfig()", "(", "'", '"""', "\\", "#", "", " ", "1 2", "1;2",
+    "x = 3", "lambda: 0", "__import__('os')", "f'{1}'", "\u00e9", "\x00", "\t1",
+])
+DIGITS = st.builds(lambda: "9" * 5000)  # more than Python reads
+VALUES = st.recursive(
+    ATOMS | DIGITS,
+    lambda inner: st.lists(inner, max_size=3).map(lambda xs: f"[{', '.join(xs)}]")
+    | st.tuples(inner, inner).map(lambda xs: f"{{{xs[0]}: {xs[1]}}}"),
+    max_leaves=4,
+)
+BINDINGS = st.builds("{}={}".format, NAMES, VALUES) | st.text(max_size=20)
+
+
+@pytest.fixture
+def dry(monkeypatch, capsys):
+  """Runs `osd online --dry_run`; returns (exit code, standard error)."""
+  monkeypatch.setattr(cli, "_prepare_jax", lambda multihost: None)
+  monkeypatch.setattr(online, "run", lambda *_: pytest.fail("it ran"))
+
+  def called(*words):
+    try:
+      code = cli.main(["online", "--dry_run", *words])
+    except SystemExit as stop:
+      code = stop.code
+    return code, capsys.readouterr().err
+
+  return called
+
+
+def check(code, errors):
+  """A valid config, or code 2 and a cause."""
+  assert code in (0, 2), errors
+  if code == 2:
+    assert len(errors.strip()) > len("osd online: ")
+    assert "Traceback" not in errors
+
+
+@EXAMPLES
+@hypothesis.given(bindings=st.lists(BINDINGS, min_size=1, max_size=3))
+@hypothesis.example(bindings=["OnlineConfig.stream={[]: 0}"])
+@hypothesis.example(bindings=["OnlineConfig.stream=[{%NOWHERE: 0}]"])
+@hypothesis.example(bindings=[f"OnlineConfig.seed={'9' * 5000}"])
+def test_a_flag_is_taken_or_named(bindings):
+  try:
+    config, text = settings.load(online.OnlineConfig, [BASE], [*PAIR, *bindings])
+  except settings.ConfigError as error:
+    assert str(error).strip()
+    return
+  assert type(config) is online.OnlineConfig and text
+
+
+@hypothesis.settings(EXAMPLES, max_examples=40)
+@hypothesis.given(binding=BINDINGS)
+def test_the_command_ends_with_0_or_2(dry, binding):
+  pair = [f"--gin.{flag}" for flag in PAIR]
+  check(*dry(f"--gin_file={BASE}", *pair, f"--gin.{binding}"))
+
+
+@st.composite
+def damaged(draw):
+  """The text of a gin file with some of its characters exchanged."""
+  text = draw(st.sampled_from(TEXTS))
+  for _ in range(draw(st.integers(1, 4))):
+    place = draw(st.integers(0, len(text)))
+    length = draw(st.integers(0, 5))
+    put = draw(st.text(max_size=3) | st.sampled_from("@%(){}[]'\"\\=/.#\n\t\r\x00"))
+    text = text[:place] + put + text[place + length :]
+  return text
+
+
+TEXTS = [
+    "".join(
+        line for line in (CONFIGS / name).read_text().splitlines(keepends=True)
+        if not line.startswith("#")
+    )
+    for name in ("runs/online.gin", "tasks/generated.gin", BASE)
+]
+
+
+@EXAMPLES
+@hypothesis.given(text=damaged())
+def test_a_damaged_file_is_taken_or_named(dry, tmp_path, text):
+  hypothesis.assume("import" not in text)
+  path = tmp_path / "fuzzed.gin"
+  path.write_bytes(text.encode("utf-8", "surrogatepass"))
+  check(*dry(f"--gin_file={BASE}", f"--gin_file={path}"))
+
+
+@hypothesis.settings(EXAMPLES, max_examples=40)
+@hypothesis.given(data=st.binary(max_size=40))
+@hypothesis.example(data=b"\x80")
+def test_bytes_that_are_no_text_are_named(dry, tmp_path, data):
+  path = tmp_path / "fuzzed.gin"
+  path.write_bytes(data)
+  check(*dry(f"--gin_file={path}"))
+
+
+def test_what_is_valid_stays_valid():
+  """Negative control: not everything is refused, and what is given has its effect."""
+  valid = ["OnlineConfig.seed=5", "DecodingConfig.rows=3"]
+  config, _ = settings.load(online.OnlineConfig, [BASE], [*PAIR, *valid])
+  assert (config.seed, config.decoding.rows) == (5, 3)
+  unchanged = settings.load(online.OnlineConfig, [BASE], PAIR)[0]
+  assert dataclasses.replace(config, seed=0) != unchanged

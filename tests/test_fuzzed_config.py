@@ -27,14 +27,16 @@ FIELDS = [f"{f.name}.{field}" for f in FACTORIES for field in f.hints]
 NAMES = st.sampled_from([
     *FIELDS, "GENERATED_STREAM_ROWS", "NOWHERE", "maths/TaskConfig.limit",
     "x/y/z/StreamConfig.seed", "", ".", "/", "gin.macro.value", "OnlineConfig",
-    "OnlineConfig.", ".seed", "OnlineConfig..seed", "a b.c", "osd_jax.online.run.config",
+    "OnlineConfig.", ".seed", "OnlineConfig..seed", "a b.c",
+    "osd_jax.online.run.config",
     "include 'runs/online.gin'\nOnlineConfig.seed", "OnlineConfig.seed\n",
 ])
 ATOMS = st.sampled_from([
     "0", "1", "-1", "3", "1e999", "-1e999", "1e-999", "0.5", "True", "None", "''",
     "'jsd'", "'coupling'", "'\\x00'", "b'x'", "1j", "...", "many", "()",
-    "[]", "{}", "{'a': 1}", "{1, 2}", "{%GENERATED_STREAM_ROWS: 1}", "(64,)", "[64, 'x']", "[None]", "[[[[[1]]]]]",
-    "@OnlineConfig()", "@StreamConfig", "@x/TaskConfig()", "@NoConfig()", "@", "%", "@()",
+    "[]", "{}", "{'a': 1}", "{1, 2}", "{%GENERATED_STREAM_ROWS: 1}",
+    "(64,)", "[64, 'x']", "[None]", "[[[[[1]]]]]", "@OnlineConfig()", "@StreamConfig",
+    "@x/TaskConfig()", "@NoConfig()", "@", "%", "@()",
     "%GENERATED_STREAM_ROWS", "%NOWHERE", "%gin.REQUIRED", "[%gin.REQUIRED]", "%a.b.c",
     "@maths/stream/TaskConfig()", "(", "'", '"""', "\\", "#", "", " ", "1 2", "1;2",
     "x = 3", "lambda: 0", "__import__('os')", "f'{1}'", "\u00e9", "\x00", "\t1",

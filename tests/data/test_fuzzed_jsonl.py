@@ -24,7 +24,8 @@ FIELDS = ("prompt", "reference", "question", "query", "context", "text", "id")
 TEXTS = st.text(max_size=12)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2),
+    lambda inner: st.lists(inner, max_size=2)
+    | st.dictionaries(TEXTS, inner, max_size=2),
     max_leaves=4,
 )
 OBJECTS = st.dictionaries(st.sampled_from(FIELDS), TEXTS | VALUES, max_size=4)

@@ -17,6 +17,8 @@ import sentencepiece
 
 from osd_jax.base import EOS_ID, PAD_ID
 
+FOLDER_FILE = "spiece.model"
+
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
@@ -45,7 +47,8 @@ class Vocabulary:
     """Reads a SentencePiece model.
 
     Args:
-      path: the `.model` file.
+      path: the `.model` file, or a folder with a `spiece.model`, as published
+        checkpoints have.
       extra_ids: sentinels to add behind the pieces; 100 for T5's checkpoints
         where text may hold sentinels, 0 otherwise.
 
@@ -61,6 +64,8 @@ class Vocabulary:
           f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
       )
     path = os.fspath(path)
+    if os.path.isdir(path):
+      path = os.path.join(path, FOLDER_FILE)
     return _build(path, _read(path), extra_ids)
 
   def encode(self, text: str) -> list[int]:

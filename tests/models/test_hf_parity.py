@@ -3,21 +3,24 @@
 Each model goes through a folder that transformers itself writes, as a user's does.
 """
 
+import dataclasses
+import os
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import tiny
 from models.fixtures import make_hugging_face as maker
 
+from osd_jax import assets
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.models import convert, layers
 
 pytestmark = pytest.mark.hf
 
-ASSETS = pathlib.Path(convert.__file__).parents[1] / "assets"
-VOCABULARY = ASSETS / "demo_vocabulary.model"
+VOCABULARY = assets.resolve("shipped:demo_vocabulary.model")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,6 +93,87 @@ def test_head_tied_by_transformers_5_is_read_as_it_computes(transformers, tmp_pa
   logits = weights.model.score(weights.params, source, source != 0, target)
   expected = maker.outputs(model, source, target)["logits"]
   np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_what_we_write_is_the_model_that_transformers_loads(
+  pair, transformers, tmp_path
+):
+  """An adapted draft goes home: logits, greedy text, and every tensor to the bit."""
+  _, weights, (source, target) = pair
+  params = jax.tree.map(lambda leaf: 0.875 * leaf, weights.params)
+  adapted = dataclasses.replace(weights, params=params)
+  folder = convert.write_hugging_face(tmp_path / "ours", adapted, VOCABULARY)
+  loaded, report = transformers.T5ForConditionalGeneration.from_pretrained(
+    folder, output_loading_info=True
+  )
+  assert not any(report.values()), report  # nothing missing, unexpected or made up
+  head, shared = loaded.lm_head.weight, loaded.shared.weight
+  assert (head is shared) == adapted.config.tied_head
+  expected = maker.outputs(loaded.eval(), source, target)
+  logits = adapted.model.score(params, source, source != 0, target)
+  np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
+  greedy = tiny.greedy(adapted, source, expected["greedy"].shape[1])
+  np.testing.assert_array_equal(greedy, expected["greedy"])
+  loaded.save_pretrained(tmp_path / "theirs")
+  again = convert.read_hugging_face(tmp_path / "theirs")
+  assert again.config == adapted.config
+  jax.tree.map(np.testing.assert_array_equal, again.params, params)
+
+
+def test_the_tokenizer_of_a_written_folder_is_our_vocabulary(
+  pair, transformers, tmp_path, shared_data
+):
+  path = shared_data / "tokenizers/t5/spiece.model"
+  folder = convert.write_hugging_face(tmp_path / "ours", pair[1], path)
+  tokenizer = transformers.T5Tokenizer.from_pretrained(folder)
+  text = "How many singers are there?"
+  expected = Vocabulary.load(folder, extra_ids=100)
+  assert tokenizer(text).input_ids == expected.encode_with_eos(text).tolist()
+  assert len(tokenizer) == expected.size
+
+
+def test_torch_files_are_read_if_allowed(pair, tmp_path):
+  import torch
+
+  model, weights, _ = pair
+  model.save_pretrained(tmp_path)
+  (tmp_path / "model.safetensors").unlink()
+  for legacy in (False, True):
+    torch.save(
+      model.state_dict(),
+      tmp_path / "pytorch_model.bin",
+      _use_new_zipfile_serialization=not legacy,
+    )
+    found = convert.read_hugging_face(tmp_path, allow_torch_bin=True)
+    assert found.config == weights.config
+    jax.tree.map(np.testing.assert_array_equal, found.params, weights.params)
+
+
+class Trap:
+  """Makes a folder when it is unpickled."""
+
+  def __init__(self, path):
+    self.path = path
+
+  def __reduce__(self):
+    return os.mkdir, (str(self.path),)
+
+
+def test_a_torch_file_that_runs_code_is_refused(pair, tmp_path):
+  import torch
+
+  model, _, _ = pair
+  model.save_pretrained(tmp_path)
+  (tmp_path / "model.safetensors").unlink()
+  trap = tmp_path / "sprung"
+  state = {**model.state_dict(), "trap": Trap(trap)}
+  torch.save(state, tmp_path / "pytorch_model.bin")
+  with pytest.raises(ValueError, match="is not opened"):
+    convert.read_hugging_face(tmp_path, allow_torch_bin=True)
+  assert not trap.exists()
+  # negative control: the trap works
+  torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+  assert trap.exists()
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

@@ -246,7 +246,7 @@ def write_hugging_face(
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
   check(_shapes(flat), expected_shapes(weights.config))
   tensors = {
-      _hugging_face_name(path): np.ascontiguousarray(
+      tensor_name(path): np.ascontiguousarray(
           _turn(path, np.asarray(x, np.float32))
       )
       for path, x in flat.items()
@@ -267,6 +267,21 @@ def write_hugging_face(
   return folder
 
 
+def tensor_name(path: str) -> str:
+  """The name that transformers gives to the parameter of a path."""
+  if path in _NAMES:
+    return _NAMES[path]
+  stack, layer, block, *rest = path.split("/")
+  prefix = f"{stack}.block.{layer.removeprefix('layers_')}"
+  inner = [_PROJECTION_NAMES.get(part, part) for part in rest[:-1]]
+  return ".".join([prefix, _LAYER_NAMES[stack, block], *inner, "weight"])
+
+
+def file_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+  """The shape in a file of the parameter of a path."""
+  return tuple(shape[::-1] if _turned(path) else shape)
+
+
 def _copy_vocabulary(source: Path, target: Path) -> None:
   try:
     shutil.copyfile(source, target)
@@ -280,10 +295,10 @@ def _copy_vocabulary(source: Path, target: Path) -> None:
 def _params(tensors: Tensors, config: t5.T5Config) -> base.Params:
   tensors = _without_copies(tensors, config.tied_head)
   expected = expected_shapes(config)
-  names = {path: _hugging_face_name(path) for path in expected}
+  names = {path: tensor_name(path) for path in expected}
   check(
       tensors.shapes,
-      {names[path]: _file_shape(path, shape) for path, shape in expected.items()},
+      {names[path]: file_shape(path, shape) for path, shape in expected.items()},
   )
   return read_params(tensors, names, _turn)
 
@@ -323,25 +338,12 @@ def _scaled(config: Mapping[str, Any]) -> bool:
   return scaled is not False
 
 
-def _hugging_face_name(path: str) -> str:
-  if path in _NAMES:
-    return _NAMES[path]
-  stack, layer, block, *rest = path.split("/")
-  prefix = f"{stack}.block.{layer.removeprefix('layers_')}"
-  inner = [_PROJECTION_NAMES.get(part, part) for part in rest[:-1]]
-  return ".".join([prefix, _LAYER_NAMES[stack, block], *inner, "weight"])
-
-
 def _turned(path: str) -> bool:
   return path.endswith(("/kernel", "/rel_embedding"))
 
 
 def _turn(path: str, tensor: np.ndarray) -> np.ndarray:
   return tensor.T if _turned(path) else tensor
-
-
-def _file_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-  return tuple(shape[::-1] if _turned(path) else shape)
 
 
 def _without_copies(tensors: Tensors, tied_head: bool) -> Tensors:

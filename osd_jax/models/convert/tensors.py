@@ -1,19 +1,21 @@
 """Tensors of a checkpoint: their shapes at once, their values one at a time.
 
-Reading holds the model that is being made and one tensor more: a file stays open, and
-so mapped, for one tensor only.
+Reading holds the model that is being made and one tensor more, whatever the size of
+the file.
 """
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+import mmap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import safetensors
 
@@ -24,6 +26,13 @@ from osd_jax.models.convert import torch_bin
 Shape = tuple[int, ...]
 
 _ADVICE = "Check that the configuration and the tensors belong to one model."
+_DTYPES = {
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "F64": np.float64,
+}
+_ALIGNMENT = 64  # bytes
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 
 
@@ -86,16 +95,12 @@ def read_params(
   Raises:
     ValueError: a tensor holds no floating-point numbers.
   """
-  params = {}
-  for path, name in names.items():
-    tensor = tensors.read(name)
-    if not jnp.issubdtype(tensor.dtype, jnp.floating):
-      raise ValueError(
-          f"convert: tensor {name}: found {tensor.dtype}, expected floating-point"
-          " numbers; quantised checkpoints cannot be converted."
-      )
-    # waits, so that no second tensor is read before this one is let go
-    params[path] = jax.block_until_ready(jnp.asarray(orient(path, tensor), jnp.float32))
+  def read(path: str, name: str) -> jax.Array:
+    # no name that would outlive its use, and no jnp.asarray, which copies
+    found = jax.device_put(_float32(name, orient(path, tensors.read(name))))
+    return jax.block_until_ready(found)
+
+  params = {path: read(path, name) for path, name in names.items()}
   return flax.traverse_util.unflatten_dict(params, sep="/")
 
 
@@ -175,13 +180,32 @@ def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
 
 
 def _of_safetensors(path: Path) -> Tensors:
-  def read(name: str) -> np.ndarray:
-    with _opened(path) as file:
-      return np.asarray(file.get_tensor(name))
+  """Reads by offset: a mapped file would count as memory, page by page."""
+  try:
+    with safetensors.safe_open(path, framework="numpy") as file:
+      names = file.keys()  # and the whole header was checked
+    with path.open("rb") as file:
+      length = int.from_bytes(file.read(8), "little")
+      header = json.loads(file.read(length))
+  except (OSError, safetensors.SafetensorError) as error:
+    raise _incomplete(path, error) from error
 
-  with _opened(path) as file:
-    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-  return Tensors(shapes, read)
+  def read(name: str) -> np.ndarray:
+    found = header[name]
+    if found["dtype"] not in _DTYPES:
+      raise _not_floating(name, found["dtype"])
+    start, stop = found["data_offsets"]
+    # pages of its own, which go back to the system with the tensor
+    buffer = mmap.mmap(-1, max(1, stop - start))
+    with path.open("rb") as file:
+      file.seek(8 + length + start)
+      if file.readinto(memoryview(buffer)[: stop - start]) < stop - start:
+        raise _incomplete(path, f"it ends within {name}")
+    count = math.prod(found["shape"])
+    array = np.frombuffer(buffer, _DTYPES[found["dtype"]], count)
+    return array.reshape(found["shape"])
+
+  return Tensors({name: tuple(header[name]["shape"]) for name in names}, read)
 
 
 def _of_torch(path: Path) -> Tensors:
@@ -189,13 +213,25 @@ def _of_torch(path: Path) -> Tensors:
   return Tensors(shapes, read)
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-  try:
-    # flax's reader, because numpy's knows no bfloat16
-    with safetensors.safe_open(path, framework="flax") as file:
-      yield file
-  except (OSError, safetensors.SafetensorError) as error:
-    raise ValueError(
-        f"convert: cannot read {path}: {error}; expected a safetensors file, complete."
-    ) from error
+def _float32(name: str, tensor: np.ndarray) -> np.ndarray:
+  if not jnp.issubdtype(tensor.dtype, jnp.floating):
+    raise _not_floating(name, str(tensor.dtype))
+  # Aligned as XLA wants it: on a CPU the parameter is this array, and no copy of it.
+  buffer = np.empty(tensor.size + _ALIGNMENT // 4, np.float32)
+  start = -buffer.ctypes.data % _ALIGNMENT // 4
+  array = buffer[start : start + tensor.size].reshape(tensor.shape)
+  array[...] = tensor
+  return array
+
+
+def _incomplete(path: Path, error: object) -> ValueError:
+  return ValueError(
+      f"convert: cannot read {path}: {error}; expected a safetensors file, complete."
+  )
+
+
+def _not_floating(name: str, found: str) -> ValueError:
+  return ValueError(
+      f"convert: tensor {name}: found {found}, expected floating-point numbers of 16,"
+      " 32 or 64 bits; quantised checkpoints cannot be converted."
+  )

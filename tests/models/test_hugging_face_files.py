@@ -1,0 +1,273 @@
+"""Hugging Face folders: shards, pickles, what is written back, and memory."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import sys
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.flax
+import safetensors.numpy
+from models import tiny
+
+from osd_jax import assets
+from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.models import convert, sizes, weights
+from osd_jax.models.convert import hugging_face
+from osd_jax.models.convert import tensors as tensors_lib
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+KINDS = ("t5_1_0", "t5_1_1")
+INDEX = "model.safetensors.index.json"
+
+
+def assert_same(found, expected):
+  assert found.config == expected.config
+  jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+def copied(tmp_path, kind):
+  return shutil.copytree(FIXTURES / f"hugging_face_{kind}", tmp_path / "model")
+
+
+def shard(folder, count=3):
+  """Deals the tensors of a folder out among files; returns tensor -> file."""
+  tensors = safetensors.flax.load_file(folder / "model.safetensors")
+  (folder / "model.safetensors").unlink()
+  files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+  places = {name: files[i % count] for i, name in enumerate(sorted(tensors))}
+  for file in files:
+    held = {name: x for name, x in tensors.items() if places[name] == file}
+    safetensors.flax.save_file(held, folder / file)
+  write_index(folder, places)
+  return places
+
+
+def write_index(folder, places):
+  text = json.dumps({"metadata": {"total_size": 1}, "weight_map": places})
+  (folder / INDEX).write_text(text)
+
+
+# ---- Shards
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_folder_is_the_whole_one(tmp_path, kind):
+  whole = convert.read_hugging_face(FIXTURES / f"hugging_face_{kind}")
+  folder = copied(tmp_path, kind)
+  shard(folder)
+  assert_same(convert.read_hugging_face(folder), whole)
+
+
+def refusal(folder, **options):
+  with pytest.raises(ValueError) as caught:
+    convert.read_hugging_face(folder, **options)
+  return str(caught.value)
+
+
+def test_an_index_does_not_lead_outside(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  places = shard(folder)
+  name, file = sorted(places.items())[0]
+  shutil.copy(folder / file, tmp_path / file)
+  for path in (f"../{file}", str(tmp_path / file), f"./../{file}", 3):
+    write_index(folder, {**places, name: path})
+    found = refusal(folder)
+    assert name in found and "may not lead outside" in found
+
+
+def test_faults_of_shards_are_named(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  places = shard(folder)
+  names = sorted(places)
+  write_index(folder, {**places, names[0]: places[names[1]]})
+  found = refusal(folder)
+  assert names[0] in found and f"found nothing in {places[names[1]]}" in found
+  write_index(folder, {n: f for n, f in places.items() if n != "shared.weight"})
+  assert "shared.weight: found nothing, expected (48, 16)" in refusal(folder)
+  write_index(folder, places)
+  (folder / places[names[0]]).unlink()
+  assert places[names[0]] in refusal(folder)
+  for text in ("[]", "{}", '{"weight_map": []}', "{"):
+    (folder / INDEX).write_text(text)
+    assert INDEX in refusal(folder)
+
+
+def test_an_incomplete_file_is_refused(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  file = folder / "model.safetensors"
+  file.write_bytes(file.read_bytes()[:-40])
+  assert "expected a safetensors file, complete" in refusal(folder)
+
+
+def test_tensors_of_all_floating_types_are_read_to_the_bit(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+  for kind in ("float16", "float64", "bfloat16"):
+    held = {name: np.asarray(x).astype(jnp.dtype(kind)) for name, x in tensors.items()}
+    save = safetensors.flax if kind == "bfloat16" else safetensors.numpy
+    save.save_file(held, folder / "model.safetensors")
+    found = convert.read_hugging_face(folder).params["token_embedder"]["embedding"]
+    np.testing.assert_array_equal(found, held["shared.weight"].astype(np.float32))
+    assert found.dtype == np.float32
+
+
+def test_whole_numbers_are_refused(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+  tensors["shared.weight"] = tensors["shared.weight"].astype(np.int8)
+  safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+  assert "shared.weight: found I8, expected floating-point" in refusal(folder)
+
+
+# ---- Pickles
+
+
+def test_a_pickle_is_read_only_if_allowed(tmp_path):
+  """Reading one needs torch: see test_hf_parity.py."""
+  folder = copied(tmp_path, "t5_1_0")
+  (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+  assert "set allow_torch_bin" in refusal(folder)
+  if "torch" not in sys.modules:
+    with pytest.raises((ImportError, ValueError), match=r"pytorch_model\.bin"):
+      convert.read_hugging_face(folder, allow_torch_bin=True)
+
+
+# ---- Written back
+
+
+def random_weights(tied):
+  config = dataclasses.replace(
+      tiny.CONFIG,
+      vocab_size=44,
+      num_encoder_layers=2,
+      num_decoder_layers=3,
+      tied_head=tied,
+      mlp_activations=("relu",) if tied else ("gelu", "linear"),
+  )
+  params = jax.tree.map(jnp.asarray, tiny.random_params(config, seed=1))
+  return weights.Weights(config, params)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_written_is_read_to_the_bit(tmp_path, tied):
+  given = random_weights(tied)
+  folder = convert.write_hugging_face(tmp_path / "a" / "model", given)
+  assert_same(convert.read_hugging_face(folder), given)
+  names = safetensors.numpy.load_file(folder / "model.safetensors").keys()
+  assert ("lm_head.weight" in names) is not tied
+  assert sorted(p.name for p in folder.iterdir()) == [
+      "config.json", "model.safetensors"
+  ]
+  assert [p.name for p in folder.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_of_transformers_survives_the_round_trip(tmp_path, kind):
+  """Every tensor under its name, to the bit (bfloat16 as float32)."""
+  original = FIXTURES / f"hugging_face_{kind}"
+  folder = convert.write_hugging_face(
+      tmp_path / "model", convert.read_hugging_face(original)
+  )
+  found = safetensors.flax.load_file(folder / "model.safetensors")
+  expected = safetensors.flax.load_file(original / "model.safetensors")
+  assert found.keys() == expected.keys()
+  for name, tensor in expected.items():
+    assert found[name].dtype == np.float32
+    np.testing.assert_array_equal(found[name], tensor.astype(np.float32))
+  theirs = json.loads((original / "config.json").read_text())
+  ours = json.loads((folder / "config.json").read_text())
+  differing = {name for name in ours if name in theirs and ours[name] != theirs[name]}
+  assert differing <= {"dtype", "dropout_rate", "tie_word_embeddings"}
+
+
+@pytest.mark.parametrize("name", sizes.SIZES)
+def test_every_size_has_a_config_that_is_read_back(name):
+  config = sizes.size(name)
+  found = convert.config_from_hugging_face(convert.config_to_hugging_face(config))
+  assert found == dataclasses.replace(config, embedding_std=1.0)
+
+
+def test_a_block_that_transformers_lacks_is_refused(tmp_path):
+  given = random_weights(tied=True)
+  config = dataclasses.replace(given.config, mlp_activations=("gelu", "gelu"))
+  given = dataclasses.replace(given, config=config)
+  with pytest.raises(ValueError, match="mlp_activations: received .'gelu', 'gelu'"):
+    convert.write_hugging_face(tmp_path / "m", given)
+  assert not list(tmp_path.iterdir())
+
+
+def test_the_vocabulary_goes_along(tmp_path):
+  path = assets.resolve("shipped:demo_vocabulary.model")
+  folder = convert.write_hugging_face(tmp_path / "m", random_weights(True), path)
+  assert (folder / "spiece.model").read_bytes() == path.read_bytes()
+  assert Vocabulary.load(folder) == Vocabulary.load(path)
+
+
+@pytest.mark.parametrize("fault", ["vocabulary", "tensors", "disk"])
+def test_nothing_partial_is_left(tmp_path, monkeypatch, fault):
+  given, vocabulary = random_weights(False), None
+  if fault == "vocabulary":
+    vocabulary = tmp_path / "absent.model"
+  elif fault == "tensors":
+    config = dataclasses.replace(given.config, vocab_size=45)
+    given = dataclasses.replace(given, config=config)
+  else:
+
+    def full(tensors, path, metadata):
+      pathlib.Path(path).write_bytes(b"half")
+      raise OSError("No space left on device")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+  with pytest.raises((ValueError, OSError)):
+    convert.write_hugging_face(tmp_path / "out" / "m", given, vocabulary)
+  assert not [path for path in tmp_path.rglob("*") if path.name != "out"]
+
+
+def test_a_folder_in_use_is_not_overwritten(tmp_path):
+  (tmp_path / "empty").mkdir()
+  convert.write_hugging_face(tmp_path / "empty", random_weights(True))
+  before = (tmp_path / "empty" / "config.json").read_bytes()
+  with pytest.raises(ValueError, match="is in use"):
+    convert.write_hugging_face(tmp_path / "empty", random_weights(False))
+  assert (tmp_path / "empty" / "config.json").read_bytes() == before
+
+
+# ---- Memory
+
+
+def most_alive(monkeypatch, eager):
+  """How many tensors of a file are in memory at once while it is read."""
+  alive, most, opened = [], 0, tensors_lib.open_folder
+
+  def watched(*arguments):
+    found = opened(*arguments)
+    if eager:
+      return tensors_lib.Tensors.of({name: read(name) for name in found.shapes})
+    return tensors_lib.Tensors(found.shapes, read)
+
+  def read(name):
+    nonlocal most
+    array = opened(FIXTURES / "hugging_face_t5_1_1").read(name)
+    alive.append(weakref.ref(array))
+    most = max(most, sum(reference() is not None for reference in alive))
+    return array
+
+  monkeypatch.setattr(hugging_face, "open_folder", watched)
+  convert.read_hugging_face(FIXTURES / "hugging_face_t5_1_1")
+  return most
+
+
+def test_no_tensor_is_held_while_the_next_is_read(monkeypatch):
+  """True at any size; benchmarks/bench_reading_memory.py measures it at 1 GB."""
+  assert most_alive(monkeypatch, eager=False) == 1
+
+
+def test_held_tensors_would_be_seen(monkeypatch):
+  """Negative control: a reader that loads the whole file first."""
+  assert most_alive(monkeypatch, eager=True) > 50

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import rich.console
 
 from osd_jax import (
+    alarms,
     base,
     certificate,
     checkpoints,
@@ -106,7 +108,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
   directory = writers.RunDirectory.start(
       config.run_directory, config=operative_config, seed=config.seed
   )
-  loop = OnlineLoop(config, directory)
+  loop = OnlineLoop(config, directory, announce=console.print)
   started = time.perf_counter()
   with report.Progress(console, len(loop.stream), loop.finished) as bar:
     while loop.finished < len(loop.stream):
@@ -124,9 +126,20 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
 class OnlineLoop:
   """The state of an online run; `step` is one turn of algorithm 1."""
 
-  def __init__(self, config: OnlineConfig, directory: writers.RunDirectory):
-    """Loads the pair, seeds the buffer, and restores a checkpoint if there is one."""
-    self.config, self.directory = config, directory
+  def __init__(
+      self,
+      config: OnlineConfig,
+      directory: writers.RunDirectory,
+      announce: Callable[[str], object] = lambda text: None,
+  ):
+    """Loads the pair, seeds the buffer, and restores a checkpoint if there is one.
+
+    Args:
+      config: the run.
+      directory: where its results go.
+      announce: shows the text of an alarm.
+    """
+    self.config, self.directory, self._announce = config, directory, announce
     partitioner = partitioning.make(config.partition)
     self.pair = pairs.load(config.pair, partitioner)
     self.stream = streams.QueryStream(config.stream, self.pair.vocabulary)
@@ -161,7 +174,7 @@ class OnlineLoop:
     )
     self._rivals: comparison.Rivals | None = None
     self._certifier = certificate.Certifier(self.pair)
-    self._certifier = certificate.Certifier(self.pair)
+    self._alarms = alarms.AlarmState()
     self._log = writers.MetricsLog(directory.metrics_path)
     self._saved = checkpoints.Checkpointer(
         checkpoints.CheckpointConfig(
@@ -239,7 +252,7 @@ class OnlineLoop:
       )
       self._maybe_launch()
     row["paused"] = self._schedule.paused
-    self._log.write("request", row)
+    self._write("request", row)
     if self._events is not None:
       self._events.write("request", self.finished, row)
     self._keep_draft_at_shift()
@@ -279,6 +292,7 @@ class OnlineLoop:
         "accepted": done.accepted,
         "output_tokens": tokens,
         "stop_reason": done.stop_reason.name,
+        "loops": metrics.loops(done.tokens),
         "draft_version": self._decoder.draft_version,
         "decode_ms": done.milliseconds,
         "online_ms_per_token": done.milliseconds / tokens,
@@ -347,7 +361,7 @@ class OnlineLoop:
     if version != self._decoder.draft_version:
       self._serving = outcome.learner.params
       self._decoder.swap(self._serving, version)
-    self._log.write(
+    self._write(
         "update",
         {
             "finished": self.finished,
@@ -361,6 +375,15 @@ class OnlineLoop:
             "wait_ms": outcome.wait_ms,
         },
     )
+
+  def _write(self, kind: str, row: dict[str, Any]) -> None:
+    """Logs a row and the alarms that it starts or ends."""
+    self._log.write(kind, row)
+    self._alarms, changed = alarms.observe(self._alarms, kind, row)
+    for alarm in changed:
+      told = {"finished": self.finished, **dataclasses.asdict(alarm)}
+      self._log.write("alarm", told)
+      self._announce(alarm.text)
 
   def _seed_buffer(self) -> None:
     if self.config.warm_start is None or not self.config.learn:
@@ -421,6 +444,7 @@ class OnlineLoop:
     if host["launched"] is not None:
       self._learner.launch(arrays["pending"], host["launched"])
     self._log.truncate(host["metrics_bytes"])
+    self._alarms = alarms.replay(writers.read(self.directory.metrics_path))
 
   def _abstract(self, host: dict[str, Any]) -> dict[str, Any]:
     """The structure of a checkpoint, which depends on what was under way."""

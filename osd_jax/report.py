@@ -9,7 +9,7 @@ import rich.console
 import rich.progress
 import rich.table
 
-from osd_jax import metrics, writers
+from osd_jax import alarms, metrics, writers
 
 WINDOW = 25  # requests of the trailing figures in the progress line
 EDGE = 50  # requests that "first" and "last" mean
@@ -78,7 +78,8 @@ def conclude(
   }
   for table in tables.values():
     print_table(table, console)
-  sentences = headline(requests, segments, rows) + ([verdict] if verdict else [])
+  sentences = [*headline(requests, segments, rows), alarms.sentence(rows)]
+  sentences += [verdict] if verdict else []
   for sentence in sentences:
     console.print(sentence, highlight=False)
   plots, note = writers.draw_plots_if_available(rows, directory.plots_path)

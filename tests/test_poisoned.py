@@ -1,0 +1,236 @@
+"""Poisoned learning costs speed, is noticed, and changes no output.
+
+A draft that learns nonsense is the worst that online learning can do. Greedy outputs,
+and sampled ones under the coupling rule, stay those of a draft that never learns.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_online
+
+from osd_jax import metrics, online, pairs, partitioning, writers
+from osd_jax.decoding import slots
+from osd_jax.distillation import buffer, update
+
+PER_TASK = 14  # requests of each of the four topics: two alarm windows
+RATE = 3e-3  # what a sound run learns with
+SAMPLED = slots.SamplingConfig(temperature=0.8, seed=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+  """Outputs by query, rows by kind, the text of the page."""
+
+  outputs: dict
+  requests: list
+  updates: list
+  alarms: list
+  page: str
+
+  def accepted(self, part=slice(-20, None)):
+    rows = self.requests[part]
+    return sum(row["accepted"] for row in rows) / sum(row["drafted"] for row in rows)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def twins(pair):
+  """A draft equal to its target, as one object: runs share what they compile."""
+  found = pairs.load(pair, partitioning.make(partitioning.PartitionConfig()))
+  return dataclasses.replace(
+      found, draft=found.target, draft_params=found.target_params
+  )
+
+
+@pytest.fixture(scope="module")
+def loaded(twins):
+  """A draft that begins near its target, so that it has something to lose."""
+  keys = iter(jax.random.split(jax.random.key(5), 99))
+
+  def near(leaf):
+    return leaf + 0.1 * jnp.std(leaf) * jax.random.normal(next(keys), leaf.shape)
+
+  return dataclasses.replace(
+      twins, draft_params=jax.tree.map(near, twins.target_params)
+  )
+
+
+def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
+  config = tiny_online.config(
+      pair, folder / "run", compare_every=0, keep_drafts=False, floor_metering=False,
+      checkpoint_every=1000, **changes
+  )
+  optimizer = dataclasses.replace(config.update.optimizer, learning_rate=rate)
+  config = dataclasses.replace(
+      config,
+      stream=dataclasses.replace(config.stream, requests_per_task=PER_TASK),
+      decoding=dataclasses.replace(config.decoding, acceptance_rule=rule),
+      update=dataclasses.replace(config.update, optimizer=optimizer),
+  )
+  outputs = {}
+  measure = online.OnlineLoop._measure
+
+  def note(loop, done, query):
+    outputs[query.index] = done.tokens.tolist()
+    return measure(loop, done, query)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(pairs, "load", lambda *_: loaded)
+    patch.setattr(online.OnlineLoop, "_measure", note)
+    patch.setattr(writers, "draw_plots_if_available", lambda *_: ([], ""))
+    path = online.run(config)
+  rows = list(writers.read(path / "metrics.jsonl"))
+  kinds = (
+      [row for row in rows if row["kind"] == kind]
+      for kind in ("request", "update", "alarm")
+  )
+  return Ran(outputs, *kinds, (path / "report.html").read_text())
+
+
+def shuffled_labels(patch):
+  """Every update learns from the wrong tokens: ids are exchanged, masses kept."""
+  real = update.draw_update
+  order = jnp.asarray(np.random.default_rng(0).permutation(1536))
+
+  def draw(*arguments):
+    return tuple(
+        batch.replace(
+            records=batch.records.replace(
+                ids=order[batch.records.ids].astype(batch.records.ids.dtype)
+            )
+        )
+        for batch in real(*arguments)
+    )
+
+  patch.setattr(update, "draw_update", draw)
+
+
+def nan_in_a_row(patch):
+  """One row of the buffer holds NaN; it is drawn now and then, until it is old."""
+  real = buffer.append
+
+  def append(ring, batch):
+    broken = jnp.where(ring.added == 16, jnp.nan, 0.0)
+    log_probs = batch.records.log_probs + broken
+    records = batch.records.replace(log_probs=log_probs)
+    return real(ring, batch.replace(records=records))
+
+  patch.setattr(buffer, "append", append)
+
+
+def sound(_):
+  """No poison."""
+
+
+POISONS = {
+    "shuffled": (shuffled_labels, RATE),
+    "rate x 1000": (sound, 1000 * RATE),
+    "nan": (nan_in_a_row, RATE),
+}
+
+
+@pytest.fixture(scope="module")
+def make(pair, loaded, tmp_path_factory):
+  def made(poison=sound, **changes):
+    with pytest.MonkeyPatch.context() as patch:
+      poison(patch)
+      return serve(pair, loaded, tmp_path_factory.mktemp("run"), **changes)
+
+  return made
+
+
+@pytest.fixture(scope="module")
+def frozen(make):
+  """What a draft that never learns serves: greedy, and sampled under each rule."""
+  return {
+      "greedy": make(learn=False),
+      "coupling": make(learn=False, rule="coupling", sampling=SAMPLED),
+      "rejection": make(learn=False, sampling=SAMPLED),
+  }
+
+
+@pytest.fixture(scope="module")
+def poisoned(make):
+  return {name: make(poison, rate=rate) for name, (poison, rate) in POISONS.items()}
+
+
+@pytest.fixture(scope="module")
+def healthy(make):
+  return make()
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_no_greedy_output_changes(frozen, poisoned, name):
+  found = poisoned[name]
+  assert found.updates and found.requests[-1]["draft_version"] > 0
+  assert found.outputs == frozen["greedy"].outputs
+  assert len(found.outputs) == 4 * PER_TASK
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_no_coupled_output_changes(frozen, make, name):
+  poison, rate = POISONS[name]
+  found = make(poison, rate=rate, rule="coupling", sampling=SAMPLED)
+  assert found.requests[-1]["draft_version"] > 0
+  assert found.outputs == frozen["coupling"].outputs
+
+
+def test_rejection_keeps_the_law_alone(frozen, make):
+  """Negative control: sampled outputs do depend on the draft where nothing ties them."""
+  poison, rate = POISONS["shuffled"]
+  found = make(poison, rate=rate, sampling=SAMPLED)
+  assert found.outputs != frozen["rejection"].outputs
+  assert frozen["rejection"].outputs != frozen["coupling"].outputs
+
+
+def test_the_poison_costs_what_learning_had_gained(healthy, poisoned):
+  """Negative control: the poisons work."""
+  assert healthy.accepted() > 0.3
+  for name in ("shuffled", "rate x 1000"):
+    assert poisoned[name].accepted() < healthy.accepted() / 2, name
+
+
+def names_of(ran, active=True):
+  return [row["alarm"] for row in ran.alarms if row["active"] is active]
+
+
+def test_nan_is_noticed_at_its_update_and_learning_goes_on(poisoned):
+  found = poisoned["nan"]
+  skipped = [row for row in found.updates if row["skipped"]]
+  assert skipped and len(skipped) < len(found.updates)
+  assert "update_not_finite" in names_of(found)
+  started = next(row for row in found.alarms if row["alarm"] == "update_not_finite")
+  assert started["finished"] == skipped[0]["finished"]
+  assert "Alarms: " in found.page and "update not finite from request" in found.page
+
+
+def test_a_draft_that_nothing_accepts_is_noticed(poisoned):
+  found = poisoned["rate x 1000"]
+  assert "acceptance_pinned_at_0" in names_of(found)
+  assert "acceptance pinned at 0 from request" in found.page
+
+
+def test_a_sound_run_raises_none_of_these_alarms(healthy):
+  assert not {"acceptance_pinned_at_0", "update_not_finite"} & set(names_of(healthy))
+
+
+def test_a_draft_equal_to_the_target_is_noticed(pair, twins, tmp_path):
+  found = serve(pair, twins, tmp_path, learn=False)
+  assert found.accepted(slice(None)) == 1.0
+  at = [row for row in found.alarms if row["alarm"] == "acceptance_pinned_at_1"]
+  assert [row["finished"] for row in at] == [25]
+
+
+def test_loops_are_those_of_the_outputs(frozen):
+  ran = frozen["greedy"]
+  for row in ran.requests:
+    assert row["loops"] == metrics.loops(np.array(ran.outputs[row["query"]]))
+  assert ("output_loops" in names_of(ran)) == any(row["loops"] for row in ran.requests)

@@ -1,10 +1,11 @@
 """A target and its draft with the vocabulary they share: loaded, checked, placed."""
 
 import dataclasses
+from pathlib import Path
 
 from osd_jax import assets, base, partitioning
 from osd_jax.data.vocabularies import Vocabulary
-from osd_jax.models import t5, weights
+from osd_jax.models import convert, t5, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,11 +13,13 @@ class PairConfig:
   """Which files make the pair. "shipped:NAME" is a file of the package.
 
   Attributes:
-    target: weights of the target.
-    draft: weights of the draft.
-    vocabulary: SentencePiece model of both.
+    target: weights of the target: a file of this package, or a folder of transformers
+      (config.json beside safetensors).
+    draft: weights of the draft, likewise.
+    vocabulary: SentencePiece model of both, or a folder that holds spiece.model.
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
     dtype: "float32" or "bfloat16"; what both models compute in.
+    folder: where the paths above begin, unless they are absolute or shipped.
   """
 
   target: str = "shipped:demo_target.safetensors"
@@ -24,6 +27,13 @@ class PairConfig:
   vocabulary: str = "shipped:demo_vocabulary.model"
   extra_ids: int = 0
   dtype: str = "float32"
+  folder: str = ""
+
+  def path(self, field: str) -> Path:
+    """The file or folder that "target", "draft" or "vocabulary" means."""
+    value = getattr(self, field)
+    shipped = value.startswith(assets.PREFIX)
+    return assets.resolve(value) if shipped else Path(self.folder) / value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,13 +66,13 @@ class Pair:
 
 
 def load(config: PairConfig, partitioner: partitioning.Partitioner) -> Pair:
-  """Reads the three files.
+  """Reads the three files or folders.
 
   Raises:
-    ValueError: a file is missing or no weights file, or target, draft and vocabulary
+    ValueError: a file is missing or holds no weights, or target, draft and vocabulary
       do not belong together.
   """
-  vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
+  vocabulary = Vocabulary.load(config.path("vocabulary"), config.extra_ids)
   target = _read(config, "target", vocabulary)
   draft = _read(config, "draft", vocabulary)
   if target.config.vocab_size != draft.config.vocab_size:
@@ -87,8 +97,9 @@ def load(config: PairConfig, partitioner: partitioning.Partitioner) -> Pair:
 
 
 def _read(config: PairConfig, field: str, vocabulary: Vocabulary) -> weights.Weights:
-  path = getattr(config, field)
-  found = weights.load(assets.resolve(path))
+  path = config.path(field)
+  read = convert.read_hugging_face if path.is_dir() else weights.load
+  found = read(path)
   if found.vocabulary and found.vocabulary != vocabulary.fingerprint:
     raise ValueError(
         f"PairConfig.{field}: {path} was trained with the vocabulary"

@@ -8,7 +8,7 @@ import pytest
 import tiny_pair
 
 from osd_jax import pairs, partitioning
-from osd_jax.models import t5, weights
+from osd_jax.models import convert, t5, weights
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +100,46 @@ def test_a_file_of_something_else_is_refused(config, tmp_path):
   path.write_text("no weights")
   with pytest.raises(ValueError, match="text.safetensors"):
     load(dataclasses.replace(config, draft=str(path)))
+
+
+# ---- Folders of transformers
+
+
+def as_folders(config, folder):
+  """The pair as two folders of transformers, the vocabulary in the target's."""
+  for field in ("target", "draft"):
+    found = weights.load(getattr(config, field))
+    vocabulary = config.path("vocabulary") if field == "target" else None
+    convert.write_hugging_face(folder / field, found, vocabulary)
+  return dataclasses.replace(
+      config, target="target", draft="draft", vocabulary="target", folder=str(folder)
+  )
+
+
+def test_folders_of_transformers_are_the_same_pair(config, tmp_path):
+  pair, files = load(as_folders(config, tmp_path)), load(config)
+  assert_same(pair.target_params, files.target_params)
+  assert_same(pair.draft_params, files.draft_params)
+  assert pair.vocabulary == files.vocabulary
+  assert pair.draft_weights(pair.draft_params, "").vocabulary
+
+
+def test_the_folder_leads_to_relative_paths_only(config, tmp_path):
+  there = as_folders(config, tmp_path)
+  shipped = "shipped:demo_vocabulary.model"
+  mixed = dataclasses.replace(there, draft=config.draft, vocabulary=shipped)
+  assert_same(load(mixed).draft_params, load(config).draft_params)
+  with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
+    load(dataclasses.replace(there, target="."))
+
+
+def test_sizes_of_folders_must_agree(config, tmp_path):
+  there = as_folders(config, tmp_path)
+  found = weights.load(config.draft)
+  wider = dataclasses.replace(found.config, vocab_size=tiny_pair.VOCAB_SIZE + 64)
+  params = t5.build(wider).init(jax.random.key(0))
+  convert.write_hugging_face(tmp_path / "wide", weights.Weights(wider, params))
+  with pytest.raises(ValueError, match="has 1536 token ids, draft wide has 1600"):
+    load(dataclasses.replace(there, draft="wide"))
+  with pytest.raises(ValueError, match=r"PairConfig\.target: .*1536 token ids, .*1636"):
+    load(dataclasses.replace(there, extra_ids=100))

@@ -62,6 +62,12 @@ COMMANDS = {
         "osd certify --gin_file=runs/certify.gin\n"
         "  osd certify --gin_file=my_run.gin --gin.PairConfig.dtype='\"bfloat16\"'",
     ),
+    "convert": Command(
+        "ConvertConfig",
+        "convert weights: from Hugging Face and t5x, and back to Hugging Face",
+        "osd convert --gin.ConvertConfig.source='\"t5-small\"' \\\n"
+        "    --gin.ConvertConfig.output='\"t5_small.safetensors\"'",
+    ),
 }
 
 _CACHE = "~/.cache/osd_jax/jax"

@@ -72,6 +72,24 @@ def test_ids_equal_seqio_with_t5(shared_data):
   assert t5.encode("see <extra_id_0>") == [217, 32_099]
 
 
+def test_ids_equal_sentencepieces_with_t5(shared_data):
+  """The folder of a published checkpoint holds the model as spiece.model."""
+  folder = shared_data / "tokenizers/t5"
+  theirs = sentencepiece.SentencePieceProcessor(str(folder / "spiece.model"))
+  for vocabulary in (Vocabulary.load(folder), Vocabulary.load(folder, extra_ids=100)):
+    assert vocabulary.path == str(folder / "spiece.model")
+    for text in TEXTS:
+      assert vocabulary.encode(text) == theirs.EncodeAsIds(text), text
+      assert vocabulary.decode(vocabulary.encode(text)) == theirs.DecodeIds(
+          theirs.EncodeAsIds(text)
+      )
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"Vocabulary\.path.*spiece\.model"):
+    Vocabulary.load(tmp_path)
+
+
 def test_decode_inverts_encode_and_stops_at_the_first_eos(demo):
   text = "def f(a):\n    return a + 1"
   ids = demo.encode_with_eos(text)

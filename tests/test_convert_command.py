@@ -1,0 +1,223 @@
+"""`osd convert`, and the paper's own pair from folders of transformers, end to end."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from osd_jax import assets, convert, pairs, partitioning, testing
+from osd_jax import main as cli
+from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.models import convert as formats
+from osd_jax.models import t5, weights
+
+VOCABULARY = "shipped:demo_vocabulary.model"
+VOCAB_SIZE = 1664  # 1,536 pieces, 100 sentinels, and padding as published models have
+
+
+@pytest.fixture(scope="module")
+def given():
+  config = dataclasses.replace(testing.TINY_T5, vocab_size=VOCAB_SIZE)
+  params = jax.jit(t5.build(config).init)(jax.random.key(0))
+  return weights.Weights(config, params)
+
+
+@pytest.fixture
+def folder(given, tmp_path):
+  return formats.write_hugging_face(tmp_path / "source", given)
+
+
+def assert_same(found, expected):
+  assert found.config == expected.config
+  jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+def test_there_and_back_is_the_same_folder(folder, tmp_path):
+  file = tmp_path / "w.safetensors"
+  ours = convert.run(convert.ConvertConfig(str(folder), str(file)))
+  back = convert.run(
+      convert.ConvertConfig(str(ours), str(tmp_path / "b"), output_kind="hugging_face")
+  )
+  for name in ("config.json", "model.safetensors"):
+    assert (back / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_the_vocabulary_is_noted_or_goes_along(folder, tmp_path, given):
+  fingerprint = Vocabulary.load(assets.resolve(VOCABULARY), 100).fingerprint
+  config = convert.ConvertConfig(
+      str(folder), str(tmp_path / "w.safetensors"), vocabulary=VOCABULARY, extra_ids=100
+  )
+  found = weights.load(convert.run(config))
+  assert_same(found, given)
+  assert found.vocabulary == fingerprint
+  back = dataclasses.replace(
+      config,
+      source=config.output,
+      output=str(tmp_path / "back"),
+      output_kind="hugging_face",
+  )
+  assert Vocabulary.load(convert.run(back), 100).fingerprint == fingerprint
+  other = dataclasses.replace(back, extra_ids=0, output=str(tmp_path / "no"))
+  with pytest.raises(ValueError, match=r"Config\.vocabulary: .*was trained with"):
+    convert.run(other)
+  many = dataclasses.replace(config, extra_ids=200, output=str(tmp_path / "no"))
+  with pytest.raises(ValueError, match="has 1736 ids, expected at most the 1664"):
+    convert.run(many)
+  assert not (tmp_path / "no").exists()
+
+
+def test_t5x_needs_a_shape(tmp_path, repository):
+  from models import test_t5x_parity as parity
+
+  source = repository.parent / "shared/fixtures/t5x/native/checkpoint_7"
+  if not source.is_dir():
+    pytest.skip("t5x's own checkpoints absent: no ../shared/fixtures/t5x")
+  config = convert.ConvertConfig(str(source), str(tmp_path / "w.safetensors"))
+  with pytest.raises(ValueError, match=r"ConvertConfig\.model: received None"):
+    convert.run(config)
+  with pytest.raises(ValueError, match=r"ConvertConfig\.model: received None"):
+    dataclasses.replace(config, kind="t5x")
+  assert not list(tmp_path.iterdir())
+  path = convert.run(dataclasses.replace(config, model=parity.CONFIG))
+  assert_same(weights.load(path), formats.read_t5x(source, parity.CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"kind": "pytorch"}, "ConvertConfig.kind: received 'pytorch'"),
+        ({"output_kind": "t5x"}, "ConvertConfig.output_kind: received 't5x'"),
+        ({"source": ""}, "ConvertConfig.source"),
+        ({"source": "nowhere"}, "which holds nothing"),
+        ({"model": t5.T5Config()}, "leave the model out"),
+    ],
+)
+def test_mistakes_are_named_and_write_nothing(folder, tmp_path, changes, named):
+  fields = {"source": str(folder), "output": str(tmp_path / "w"), **changes}
+  with pytest.raises(ValueError) as caught:
+    convert.run(convert.ConvertConfig(**fields))
+  assert named in str(caught.value)
+  assert not (tmp_path / "w").exists()
+
+
+# ---- From the command line
+
+
+@pytest.fixture
+def unprepared(monkeypatch):
+  """Keeps the test process's own JAX settings."""
+  monkeypatch.setattr(cli, "_prepare_jax", lambda multihost: None)
+
+
+def osd(command, *files, **settings):
+  flags = [f"--gin.{name.replace('__', '.')}={v!r}" for name, v in settings.items()]
+  return cli.main([command, *(f"--gin_file={file}" for file in files), *flags])
+
+
+def test_the_command_names_a_wrong_tensor_with_both_shapes(
+    folder, tmp_path, unprepared, capsys
+):
+  fields = json.loads((folder / "config.json").read_text())
+  fields["d_ff"] += 1
+  (folder / "config.json").write_text(json.dumps(fields))
+  output = tmp_path / "w.safetensors"
+  settings = {"source": str(folder), "output": str(output)}
+  settings = {f"ConvertConfig__{name}": path for name, path in settings.items()}
+  assert osd("convert", "runs/convert.gin", **settings) == 2
+  error = capsys.readouterr().err
+  assert error.startswith("osd convert: convert: tensors do not fit")
+  assert "DenseReluDense.wi_0.weight: found (" in error and ", expected (" in error
+  assert not output.exists()
+
+
+# ---- The paper's pair
+
+
+@pytest.fixture
+def checkpoints(given, tmp_path):
+  """What CHECKPOINTS holds, tiny: flan-t5-xl/ and t5-small/."""
+  folder = tmp_path / "checkpoints"
+  vocabulary = assets.resolve(VOCABULARY)
+  formats.write_hugging_face(folder / "flan-t5-xl", given, vocabulary)
+  config = dataclasses.replace(
+      testing.TINY_DRAFT,
+      vocab_size=VOCAB_SIZE,
+      mlp_activations=("relu",),  # the draft is a T5 1.0, the target a T5 1.1
+      tied_head=True,
+  )
+  params = jax.jit(t5.build(config).init)(jax.random.key(1))
+  formats.write_hugging_face(folder / "t5-small", weights.Weights(config, params))
+  return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+  folder = tmp_path / "data"
+  folder.mkdir()
+  rows = [{"prompt": f"How many is {n}?", "reference": f"{n}"} for n in range(8)]
+  text = "".join(json.dumps(row) + "\n" for row in rows)
+  (folder / "gsm8k.train.jsonl").write_text(text)
+  return folder
+
+
+def test_the_papers_pair_runs_from_a_folder_of_its_layout(
+    checkpoints, data, tmp_path, unprepared
+):
+  """The one gin file, the two folders, an adapted draft, and the way back."""
+  run = tmp_path / "run"
+  settings = {
+      "CHECKPOINTS": str(checkpoints),
+      "DATA_DIR": str(data),
+      "OnlineConfig__run_directory": str(run),
+      # small: what the file says otherwise takes 3 B parameters' time
+      "StreamConfig__requests_per_task": 6,
+      "StreamConfig__source_length": 32,
+      "StreamConfig__reader": "plain",
+      "DecodingConfig__source_lengths": (32,),
+      "DecodingConfig__target_length": 12,
+      "OptimizerConfig__learning_rate": 1e-2,
+  }
+  assert osd("online", "experiments/flan_t5_xl_gsm8k.gin", **settings) == 0
+  first = formats.read_hugging_face(checkpoints / "t5-small")
+  adapted = weights.load(run / "draft.safetensors")
+  assert adapted.config == first.config
+  moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), adapted.params, first.params)
+  assert any(jax.tree.leaves(moved))  # it learnt
+  home = tmp_path / "adapted"
+  settings = {
+      "ConvertConfig__source": str(run / "draft.safetensors"),
+      "ConvertConfig__output": str(home),
+      "ConvertConfig__output_kind": "hugging_face",
+  }
+  assert osd("convert", "runs/convert.gin", **settings) == 0
+  assert_same(formats.read_hugging_face(home), adapted)
+  pair = pairs.PairConfig(
+      "flan-t5-xl", str(home), "flan-t5-xl", 100, folder=str(checkpoints)
+  )
+  loaded = pairs.load(pair, partitioning.make())
+  jax.tree.map(np.testing.assert_array_equal, loaded.draft_params, adapted.params)
+
+
+def test_the_checkpoints_are_all_that_the_file_asks_for(
+    checkpoints, unprepared, capsys
+):
+  assert osd("online", "experiments/flan_t5_xl_gsm8k.gin") == 2
+  error = capsys.readouterr().err
+  assert "--gin.CHECKPOINTS=" in error and len(error.splitlines()) == 1
+  flags = [f"--gin.CHECKPOINTS={str(checkpoints)!r}", "--dry_run"]
+  for name in ("gsm8k", "spider", "finance", "python"):
+    file = f"--gin_file=experiments/flan_t5_xl_{name}.gin"
+    assert cli.main(["online", file, *flags]) == 0
+    shown = capsys.readouterr().out
+    assert f"OnlineConfig.run_directory = 'runs/flan_t5_xl_{name}'" in shown
+
+
+def test_a_missing_checkpoint_is_named(checkpoints, data, tmp_path, unprepared, capsys):
+  shutil.rmtree(checkpoints / "t5-small")
+  settings = {"CHECKPOINTS": str(checkpoints), "DATA_DIR": str(data)}
+  settings["OnlineConfig__run_directory"] = str(tmp_path / "run")
+  assert osd("online", "experiments/flan_t5_xl_gsm8k.gin", **settings) == 2
+  assert str(checkpoints / "t5-small") in capsys.readouterr().err

@@ -105,7 +105,8 @@ class Checkpointer:
       host: JSON object; tuples come back as lists and keys as text.
 
     Raises:
-      ValueError: a leaf is no array, `host` is no JSON, or `step` is not new.
+      ValueError: a leaf is no array, `host` is no JSON, `step` is not new, or the
+        disk does not take it; the steps before it are whole in any case.
     """
     latest = self.latest_step()
     if step < 0 or (latest is not None and step <= latest):
@@ -119,13 +120,20 @@ class Checkpointer:
     payload = _checked_json({"host": host, "arrays": table})
     stored = {name: leaf for name, leaf in leaves.items() if leaf.size}
     args = self._ocp.args
-    self._manager.save(
-        step,
-        args=args.Composite(
-            arrays=args.StandardSave(stored), host=args.JsonSave(payload)
-        ),
-        force=True,
-    )
+    try:
+      self._manager.save(
+          step,
+          args=args.Composite(
+              arrays=args.StandardSave(stored), host=args.JsonSave(payload)
+          ),
+          force=True,
+      )
+    except Exception as error:  # whatever the writers raise: it is not on disk
+      raise ValueError(
+          f"checkpoint save: step {step} cannot be written to {self._directory}"
+          f" ({_first_line(error)}); the last good one is step {latest}. Make room or"
+          " allow writing there, then repeat the command to continue from it."
+      ) from error
 
   def restore(self, step: int | None, target: Any) -> tuple[Any, dict[str, Any]]:
     """Reads one step into the structure of `target`.
@@ -218,6 +226,39 @@ class Checkpointer:
         (self._directory / str(step)).rename(aside)
     if damaged:
       self._manager.reload()
+
+
+def fingerprint(models: Any) -> int:
+  """A number that tells parameters of equal shapes apart, from a row of each leaf.
+
+  Args:
+    models: pytree of arrays; what other processes hold is left out.
+  """
+  found = 0
+  for name, leaf in _named_leaves(models).items():
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+      continue
+    data = np.asarray(leaf[:1] if leaf.ndim > 1 else leaf).tobytes()
+    found = zlib.crc32(data, zlib.crc32(name.encode(), found))
+  return found
+
+
+def check_fingerprint(saved: int | None, own: int) -> None:
+  """Refuses a checkpoint of other models; their rows in flight would go on here.
+
+  Args:
+    saved: `fingerprint` of the models that it was taken with; None was not noted.
+    own: that of the models of this run.
+
+  Raises:
+    ValueError: they differ.
+  """
+  if saved not in (None, own):
+    raise ValueError(
+        f"checkpoint restore: it was taken with other models (fingerprint {saved},"
+        f" expected {own}): the weights of target or first draft have changed since."
+        " Continue with the files that the run began with, or in a new directory."
+    )
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

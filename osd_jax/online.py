@@ -175,6 +175,9 @@ class OnlineLoop:
     self._rivals: comparison.Rivals | None = None
     self._certifier = certificate.Certifier(self.pair)
     self._alarms = alarms.AlarmState()
+    self._models = checkpoints.fingerprint(
+        (self.pair.target_params, self.pair.draft_params)
+    )
     self._log = writers.MetricsLog(directory.metrics_path)
     self._saved = checkpoints.Checkpointer(
         checkpoints.CheckpointConfig(
@@ -423,12 +426,14 @@ class OnlineLoop:
         "draft_version": self._decoder.draft_version,
         "launched": None if pending is None else pending[0],
         "metrics_bytes": self._log.length,
+        "models": self._models,
     }
     self._log.sync()
     self._saved.save(self.finished, arrays, host)
 
   def _restore(self) -> None:
     arrays, host = self._saved.restore(None, self._abstract)
+    checkpoints.check_fingerprint(host.get("models"), self._models)
     self.stream.restore(host["stream"])
     self.finished, self._submitted = host["finished"], host["submitted"]
     self._since = host["since"]

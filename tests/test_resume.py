@@ -92,6 +92,7 @@ def test_killed_three_times_it_ends_bit_equal(tmp_path, repository):
 
   assert timeless(killed, "request") == timeless(whole, "request")
   assert timeless(killed, "update") == timeless(whole, "update")
+  assert timeless(killed, "alarm") == timeless(whole, "alarm")
   queries = [row["query"] for row in timeless(killed, "request")]
   assert sorted(queries) == list(range(tiny_online.REQUESTS))
   found, wanted = (

@@ -1,0 +1,213 @@
+"""SIGKILL at random moments of an online run, restart after restart.
+
+Item 12 of "Faults survived": every restart continues, no state is unreadable, and what
+the killed runs leave behind is, bit for bit, what a run that nobody killed leaves: the
+requests (each once), the updates, the alarms and the adapted draft.
+
+  python experiments/kill_test/run.py [--kills 200] [--seed 0] [--out runs/kill_test]
+
+The run is `osd online` of the tiny pair (tests/tiny_online.py: 24 requests, an update
+every 4, a checkpoint every 5). It is killed, started again and killed again, until it
+gets through; then the next one begins, until there were enough kills. One kill in four
+falls into the start (imports, restoring), one into the instant in which a checkpoint
+is being written, the others anywhere.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import rich.console
+import rich.table
+
+from osd_jax import writers
+from osd_jax.models import weights
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "tests" / "tiny_online.py"
+TIMES = ("_ms", "_ms_per_token", "_seconds")
+PATIENCE = 900  # seconds that a process may take to move on
+MOMENTS = ("start", "checkpoint", "anywhere", "anywhere")
+
+
+@dataclasses.dataclass
+class Tally:
+  """What happened."""
+
+  kills: int = 0
+  runs: int = 0
+  restarts_failed: int = 0
+  unreadable_states: int = 0
+  lost_or_doubled_requests: int = 0
+  differing_histories: int = 0
+  differing_drafts: int = 0
+
+  def faults(self) -> int:
+    return sum(dataclasses.asdict(self).values()) - self.kills - self.runs
+
+
+def start(out: pathlib.Path, run: pathlib.Path) -> subprocess.Popen:
+  """The run as a process; what it says goes to a file beside its directory."""
+  paths = [str(REPOSITORY), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
+  environment = {
+      "JAX_COMPILATION_CACHE_DIR": str(out / "jax_cache"),
+      **os.environ,
+      "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # restarts compile nothing
+  }
+  command = [sys.executable, str(SCRIPT), str(out), str(run)]
+  with open(run.with_suffix(".log"), "ab") as said:
+    return subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+
+
+def requests_in(run: pathlib.Path) -> int:
+  log = run / "metrics.jsonl"
+  return log.read_bytes().count(b'"kind": "request"') if log.exists() else 0
+
+
+def writes_checkpoint(run: pathlib.Path) -> bool:
+  return any((run / "checkpoints").glob("*tmp*"))
+
+
+def wait_until(process: subprocess.Popen, holds) -> None:
+  end = time.monotonic() + PATIENCE
+  while process.poll() is None and not holds():
+    if time.monotonic() > end:
+      raise RuntimeError(f"kill test: nothing moved for {PATIENCE} seconds")
+    time.sleep(0.001)
+
+
+def kill(process: subprocess.Popen, run: pathlib.Path, rng: random.Random) -> str:
+  """Kills at a random moment; returns its kind, "" if the process was faster."""
+  moment, begun = rng.choice(MOMENTS), time.monotonic()
+  try:
+    if moment == "start":
+      seconds = rng.uniform(0, 10)
+      wait_until(process, lambda: time.monotonic() - begun > seconds)
+    elif moment == "checkpoint":
+      wait_until(process, lambda: writes_checkpoint(run))
+      time.sleep(rng.uniform(0, 0.05))
+    else:
+      # A restart cuts the log back first: count from what is there after the cut.
+      size = requests_in(run)
+      wait_until(process, lambda: requests_in(run) != size or size == 0)
+      wanted = requests_in(run) + rng.randint(0, 8)
+      wait_until(process, lambda: requests_in(run) >= wanted)
+      time.sleep(rng.uniform(0, 0.03))
+  finally:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+  return moment if process.returncode == -signal.SIGKILL else ""
+
+
+def timeless(run: pathlib.Path, kind: str) -> list[dict]:
+  return [
+      {name: value for name, value in row.items() if not name.endswith(TIMES)}
+      for row in writers.read(run / "metrics.jsonl")
+      if row["kind"] == kind
+  ]
+
+
+def is_readable(run: pathlib.Path) -> bool:
+  """Whether the log reads and no restart so far had to put a checkpoint aside."""
+  try:
+    timeless(run, "request") if (run / "metrics.jsonl").exists() else []
+  except ValueError:
+    return False
+  return not any((run / "checkpoints").glob("damaged_*"))
+
+
+def same_draft(run: pathlib.Path, whole: pathlib.Path) -> bool:
+  found, wanted = (
+      jax.tree.leaves(weights.load(path / "draft.safetensors").params)
+      for path in (run, whole)
+  )
+  return len(found) == len(wanted) and all(map(np.array_equal, found, wanted))
+
+
+def compare(run: pathlib.Path, whole: pathlib.Path, tally: Tally) -> None:
+  """Counts what a run that was killed leaves other than the one that was not."""
+  queries = sorted(row["query"] for row in timeless(run, "request"))
+  expected = sorted(row["query"] for row in timeless(whole, "request"))
+  tally.lost_or_doubled_requests += queries != expected
+  kinds = ("request", "update", "alarm")
+  tally.differing_histories += any(
+      timeless(run, kind) != timeless(whole, kind) for kind in kinds
+  )
+  tally.differing_drafts += not same_draft(run, whole)
+
+
+def survive(
+    out: pathlib.Path, whole: pathlib.Path, kills: int, rng: random.Random
+) -> tuple[Tally, dict[str, int]]:
+  """Kills and restarts until there were enough kills and the last run is through."""
+  tally, moments = Tally(), dict.fromkeys(MOMENTS, 0)
+  while tally.kills < kills:
+    run = out / f"killed_{tally.runs:03d}"
+    code = None
+    while code is None:
+      process = start(out, run)
+      if tally.kills < kills:
+        moment = kill(process, run, rng)
+      else:
+        moment = ""
+        process.wait(PATIENCE)
+      if moment:
+        tally.kills += 1
+        moments[moment] += 1
+        tally.unreadable_states += not is_readable(run)
+      else:
+        code = process.returncode
+    tally.runs += 1
+    if code:
+      tally.restarts_failed += 1
+      print(run.with_suffix(".log").read_text()[-2000:], file=sys.stderr)
+    else:
+      tally.unreadable_states += not is_readable(run)
+      compare(run, whole, tally)
+  return tally, moments
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--kills", type=int, default=200)
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--out", type=pathlib.Path, default="runs/kill_test")
+  arguments = parser.parse_args()
+  out = arguments.out.absolute()
+  if list(out.glob("killed_*")) or (out / "whole").exists():
+    parser.error(f"--out: {out} holds an earlier test; name a new folder")
+  out.mkdir(parents=True, exist_ok=True)
+  sys.path.insert(0, str(SCRIPT.parent))
+  import tiny_online
+
+  tiny_online.save_lively_pair(out)
+  started, whole = time.monotonic(), out / "whole"
+  if start(out, whole).wait(PATIENCE):
+    print(whole.with_suffix(".log").read_text()[-2000:], file=sys.stderr)
+    return 1
+  tally, moments = survive(
+      out, whole, arguments.kills, random.Random(arguments.seed)
+  )
+  found = {**dataclasses.asdict(tally), "seconds": round(time.monotonic() - started)}
+  found |= {f"kills_at_{moment}": count for moment, count in moments.items()}
+  table = rich.table.Table("count", "value")
+  for name, value in found.items():
+    table.add_row(name.replace("_", " "), str(value))
+  rich.console.Console().print(table)
+  print(json.dumps(found))
+  (out / "result.json").write_text(json.dumps(found) + "\n")
+  return 1 if tally.faults() else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

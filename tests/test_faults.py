@@ -1,0 +1,153 @@
+"""A full disk, a torn checkpoint and another model's: stopped or continued, and said.
+
+What a run does after each is compared with a run to which nothing happened.
+"""
+
+import dataclasses
+import errno
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny_online
+
+from osd_jax import checkpoints, online, pairs, partitioning, writers
+from osd_jax.models import weights
+
+QUICK = {"compare_every": 0, "floor_metering": False, "keep_drafts": False}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def serve(pair):
+  """Runs in a folder; the pair is one object, so that runs share what they compile."""
+  loaded = pairs.load(pair, partitioning.make(partitioning.PartitionConfig()))
+
+  def served(folder, models=loaded):
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(pairs, "load", lambda *_: models)
+      patch.setattr(writers, "draw_plots_if_available", lambda *_: ([], ""))
+      return online.run(tiny_online.config(pair, folder, **QUICK))
+
+  served.loaded = loaded
+  return served
+
+
+@pytest.fixture(scope="module")
+def whole(serve, tmp_path_factory):
+  return serve(tmp_path_factory.mktemp("whole") / "run")
+
+
+def full_after(patch, step):
+  """From checkpoint `step` on, the disk takes the beginning of a step and no more."""
+  orbax = pytest.importorskip("orbax.checkpoint")
+  real = orbax.CheckpointManager.save
+
+  def save(manager, number, **rest):
+    if number < step:
+      return real(manager, number, **rest)
+    torn = manager.directory / f"{number}.orbax-checkpoint-tmp"
+    (torn / "arrays").mkdir(parents=True)
+    (torn / "arrays" / "data").write_bytes(b"beginning")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(torn))
+
+  patch.setattr(orbax.CheckpointManager, "save", save)
+
+
+@pytest.fixture(scope="module")
+def stopped(serve, tmp_path_factory):
+  """A run that ended at its third checkpoint, and how."""
+  folder = tmp_path_factory.mktemp("stopped") / "run"
+  with pytest.MonkeyPatch.context() as patch:
+    full_after(patch, 13)
+    with pytest.raises(ValueError) as caught:
+      serve(folder)
+  return folder, str(caught.value)
+
+
+def steps(folder):
+  return sorted(
+      int(path.name) for path in (folder / "checkpoints").iterdir()
+      if path.name.isdigit()
+  )
+
+
+def assert_equal_to(whole, folder):
+  """The same requests, each once, and the same draft."""
+  queries = [
+      [row["query"] for row in writers.read(path / "metrics.jsonl")
+       if row["kind"] == "request"]
+      for path in (whole, folder)
+  ]
+  assert queries[0] == queries[1]
+  assert sorted(queries[1]) == list(range(tiny_online.REQUESTS))
+  drafts = [weights.load(path / "draft.safetensors").params for path in (whole, folder)]
+  jax.tree.map(np.testing.assert_array_equal, *drafts)
+
+
+@pytest.fixture
+def copied(stopped, tmp_path):
+  """The stopped run in a folder of its own."""
+  shutil.copytree(stopped[0], tmp_path / "run")
+  return tmp_path / "run"
+
+
+def test_a_full_disk_stops_the_run_with_the_reason_and_the_way_on(stopped):
+  folder, said = stopped
+  last = steps(folder)[-1]
+  assert "No space left on device" in said
+  assert f"the last good one is step {last}" in said and "repeat the command" in said
+  assert 0 < last < 13
+  assert not (folder / "draft.safetensors").exists()
+
+
+def test_the_last_good_checkpoint_is_used_once_there_is_room(serve, copied, whole):
+  serve(copied)
+  assert_equal_to(whole, copied)
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(serve, copied, whole):
+  newest = copied / "checkpoints" / str(steps(copied)[-1])
+  largest = max((newest / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
+  os.truncate(largest, largest.stat().st_size // 2)
+  older = steps(copied)[0]
+  words = f"step {newest.name} .*cannot be read.*continuing from step {older}"
+  with pytest.warns(RuntimeWarning, match=words):
+    serve(copied)
+  assert_equal_to(whole, copied)
+
+
+def test_a_checkpoint_of_other_weights_is_refused(serve, copied):
+  """Equal in shape: its rows in flight would go on under another target."""
+  loaded = serve.loaded
+  changed = jax.tree.map(lambda leaf: leaf * 1.5, loaded.target_params)
+  other = dataclasses.replace(loaded, target_params=changed)
+  before = steps(copied)
+  with pytest.raises(ValueError, match="taken with other models .* have changed"):
+    serve(copied, other)
+  assert steps(copied) == before
+
+
+def test_a_checkpoint_of_another_shape_is_refused(serve, copied):
+  loaded = serve.loaded
+  other = dataclasses.replace(
+      loaded, draft=loaded.target, draft_params=loaded.target_params
+  )
+  with pytest.raises(ValueError, match="does not fit this run: .*expected .*found"):
+    serve(copied, other)
+
+
+def test_fingerprints_tell_models_apart():
+  params = {"a": np.ones((3, 4), np.float32), "b": np.zeros(2, np.float32)}
+  own = checkpoints.fingerprint(params)
+  assert own == checkpoints.fingerprint(jax.tree.map(jax.numpy.asarray, params))
+  for change in ({"a": params["a"] * 2}, {"b": params["b"] + 1}):
+    assert checkpoints.fingerprint(params | change) != own
+  checkpoints.check_fingerprint(None, own)  # a checkpoint from before it was noted
+  checkpoints.check_fingerprint(own, own)

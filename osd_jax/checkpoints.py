@@ -9,7 +9,9 @@ and checksums: a step that was damaged later is noticed and skipped.
 """
 
 import dataclasses
+import errno
 import json
+import os
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -131,7 +133,7 @@ class Checkpointer:
     except Exception as error:  # whatever the writers raise: it is not on disk
       raise ValueError(
           f"checkpoint save: step {step} cannot be written to {self._directory}"
-          f" ({_first_line(error)}); the last good one is step {latest}. Make room or"
+          f" ({_cause(error)}); the last good one is step {latest}. Make room or"
           " allow writing there, then repeat the command to continue from it."
       ) from error
 
@@ -345,6 +347,12 @@ def _checked_json(value: Mapping[str, Any]) -> dict[str, Any]:
         " expected text, numbers, booleans, None, lists and dicts; convert it."
     ) from error
   return dict(value)
+
+
+def _cause(error: Exception) -> str:
+  """The system's own words for a full disk, which tensorstore puts far behind."""
+  full = os.strerror(errno.ENOSPC)
+  return full if full in str(error) else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -6,7 +6,7 @@ order, and never a clock, so a run repeats exactly. Overlap of one request is no
 
   active -> paused   for `pause_after_flat` requests in a row, the trailing window is
                      neither better than the window before by `flat_tolerance` nor
-                     worse by `drift_drop`
+                     worse by `drift_drop`; or at once if its mean is `enough`
   paused -> active   the mean of the last `resume_window` requests lies `resume_drop`
                      below the level at pausing (a shift), or the mean of the last
                      `drift_window` lies `drift_drop` below it (a slow drift)
@@ -29,6 +29,7 @@ class ScheduleConfig:
     window: length of the two windows whose means are compared.
     flat_tolerance: improvement between the windows that still counts as flat.
     pause_after_flat: requests in a row that must look flat before a pause.
+    enough: mean overlap of a window that leaves too little to gain; 1 never.
     resume_window: length of the short mean that sees a sharp drop.
     resume_drop: how far the short mean falls below the level at pausing.
     drift_window: length of the long mean that sees a slow drop.
@@ -40,6 +41,7 @@ class ScheduleConfig:
   window: int = 25
   flat_tolerance: float = 0.02
   pause_after_flat: int = 25
+  enough: float = 1.0
   resume_window: int = 8
   resume_drop: float = 0.2
   drift_window: int = 100
@@ -74,7 +76,8 @@ class ScheduleState:
     recent: overlaps of the last requests, oldest first, at most `history` of them.
     flat: requests in a row that looked flat.
     paused: whether updates are paused.
-    level: mean overlap of the two windows at the last pause; None before any.
+    level: mean overlap at the last pause (of both windows, or of the one that had
+      enough); None before any.
     changed: `finished` at the last pause or resumption.
     pauses: pauses so far.
   """
@@ -154,21 +157,28 @@ def updated(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
 
 
 def _maybe_pause(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
-  """Counts a flat request, or starts to count anew; pauses at the limit."""
+  """Pauses where there is enough, or after so many flat requests in a row."""
   size = config.window
-  if len(state.recent) < 2 * size:
-    return state
   newer, older = state.recent[-size:], state.recent[-2 * size : -size]
+  full = len(newer) == size and state.finished - state.changed >= size
+  if full and config.enough < 1 and _mean(newer) >= config.enough:
+    return _paused(state, _mean(newer))
+  if len(older) < size:
+    return state
   gain = _mean(newer) - _mean(older)
   flat = state.flat + 1 if -config.drift_drop < gain < config.flat_tolerance else 0
   if flat < config.pause_after_flat:
     return dataclasses.replace(state, flat=flat)
+  # Both windows: their mean says nothing of their difference, by which we chose.
+  return _paused(state, _mean(older + newer))
+
+
+def _paused(state: ScheduleState, level: float) -> ScheduleState:
   return dataclasses.replace(
     state,
     flat=0,
     paused=True,
-    # Both windows: their mean says nothing of their difference, by which we chose.
-    level=_mean(older + newer),
+    level=level,
     changed=state.finished,
     pauses=state.pauses + 1,
   )

@@ -81,6 +81,19 @@ def test_a_flat_curve_pauses_and_then_updates_stop():
   assert updates and max(updates) <= start
 
 
+def test_enough_pauses_as_soon_as_a_window_has_it():
+  config = dataclasses.replace(DEFAULT, enough=0.95)
+  states, _ = run(config, [0.97] * 60)
+  assert [s.paused for s in states].index(True) == config.window - 1
+  assert states[-1].level == pytest.approx(0.97)
+  below, _ = run(config, np.linspace(0.1, 0.94, 300))
+  assert not any(s.paused for s in below)
+  # After a shift: it learns until a whole window of the new topic has enough.
+  states, _ = run(config, [0.97] * 60 + [0.4] * 30 + [0.97] * 40)
+  paused = [s.paused for s in states]
+  assert paused[59] and not any(paused[70:113]) and paused[115]
+
+
 @pytest.mark.parametrize("drop", [0.25, 0.3, 0.5])
 def test_a_sharp_drop_resumes_within_eight_requests_and_updates_at_once(drop):
   state = paused_at_level(0.75)

@@ -184,7 +184,7 @@ def test_no_coupled_output_changes(frozen, make, name):
 
 
 def test_rejection_keeps_the_law_alone(frozen, make):
-  """Negative control: sampled outputs do depend on the draft where nothing ties them."""
+  """Negative control: nothing ties sampled outputs to the target's own draws here."""
   poison, rate = POISONS["shuffled"]
   found = make(poison, rate=rate, sampling=SAMPLED)
   assert found.outputs != frozen["rejection"].outputs

@@ -1,0 +1,220 @@
+"""Poisoned learning on the demo stream: what it costs, when it is noticed.
+
+Item 13 of "Faults survived". The shipped pair serves the demo stream while its draft
+learns from shuffled labels, at 1000 times the learning rate, or from rows that hold
+NaN. Beside it a frozen draft and one that learns soundly serve the same requests. Every
+output must be the frozen draft's: greedy, and sampled under the coupling rule.
+
+The shipped target is all but certain of its tokens (top-1 probability .9995 on average
+over 40 requests): at temperature 1 and below it sampled there what it decodes greedily,
+and that no output changes would say nothing. So sampled requests are hot, outputs
+unlike the greedy ones are counted, and the rejection rule, which promises the law
+alone, is the control: its outputs should change with the draft.
+
+  python experiments/poisoned_learning/run.py [--requests 200] [--only MODE]...
+      [--temperature 2] [--gin_file runs/demo.gin] [--gin NAME=VALUE]...
+      [--out runs/poisoned_learning]
+
+Prints a table and a JSON line, which result.json holds too. Ends with code 1 if a
+greedy or coupled output changed, or if the sampled ones could not have told.
+A quick look: --requests 4 --only greedy.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+
+from osd_jax import online, pairs, partitioning, writers
+from osd_jax.decoding import slots
+from osd_jax.distillation import buffer, update
+from osd_jax.main import settings
+
+EDGE = 50  # requests that "first" and "last" mean
+NAN_EVERY = 50  # one row in so many holds NaN
+MODES = ("greedy", "coupled", "rejection")
+WAYS = ("frozen", "sound", "shuffled labels", "rate x 1000", "nan rows")
+
+
+def shuffled_labels(vocab_size: int):
+  """Updates learn from the wrong tokens: ids are exchanged, masses kept."""
+  real = update.draw_update
+  order = jnp.asarray(np.random.default_rng(0).permutation(vocab_size))
+
+  def draw(*arguments):
+    return tuple(
+        batch.replace(
+            records=batch.records.replace(
+                ids=order[batch.records.ids].astype(batch.records.ids.dtype)
+            )
+        )
+        for batch in real(*arguments)
+    )
+
+  return mock.patch.object(update, "draw_update", draw)
+
+
+def nan_rows():
+  """One row in `NAN_EVERY` that enters the buffer holds NaN."""
+  real = buffer.append
+
+  def append(ring, batch):
+    broken = jnp.where(ring.added % NAN_EVERY == NAN_EVERY // 2, jnp.nan, 0.0)
+    records = batch.records.replace(log_probs=batch.records.log_probs + broken)
+    return real(ring, batch.replace(records=records))
+
+  return mock.patch.object(buffer, "append", append)
+
+
+def changed(
+    config: online.OnlineConfig,
+    way: str,
+    mode: str,
+    temperature: float,
+    out: pathlib.Path,
+) -> online.OnlineConfig:
+  """The config of one run."""
+  rate = config.update.optimizer.learning_rate * (1000 if way == "rate x 1000" else 1)
+  optimizer = dataclasses.replace(config.update.optimizer, learning_rate=rate)
+  changes = {
+      "learn": way != "frozen",
+      "update": dataclasses.replace(config.update, optimizer=optimizer),
+      "compare_every": 0,
+      "keep_drafts": False,
+      "checkpoint_every": 10**9,
+      "run_directory": str(out / f"{mode}_{way.replace(' ', '_')}"),
+  }
+  rule = "coupling" if mode == "coupled" else "rejection"
+  changes["decoding"] = dataclasses.replace(config.decoding, acceptance_rule=rule)
+  changes["sampling"] = slots.SamplingConfig(
+      temperature=0.0 if mode == "greedy" else temperature
+  )
+  return dataclasses.replace(config, **changes)
+
+
+def serve(config: online.OnlineConfig, way: str):
+  """Runs the stream; returns (outputs by query, rows of metrics.jsonl)."""
+  outputs = {}
+  measure = online.OnlineLoop._measure
+
+  def note(loop, done, query):
+    outputs[query.index] = done.tokens.tolist()
+    return measure(loop, done, query)
+
+  directory = writers.RunDirectory.start(config.run_directory, seed=config.seed)
+  with contextlib.ExitStack() as patches:
+    patches.enter_context(mock.patch.object(online.OnlineLoop, "_measure", note))
+    if way == "nan rows":
+      patches.enter_context(nan_rows())
+    loop = online.OnlineLoop(config, directory)
+    if way == "shuffled labels":
+      patches.enter_context(shuffled_labels(loop.pair.target.vocab_size))
+    while loop.finished < len(loop.stream):
+      loop.step()
+    loop.close(0.0)
+  directory.finish()
+  return outputs, list(writers.read(directory.metrics_path))
+
+
+def figures(rows: list[dict]) -> dict[str, object]:
+  """Overlap and speed at both ends, and the first alarm."""
+  requests = [row for row in rows if row["kind"] == "request"]
+  updates = [row for row in rows if row["kind"] == "update"]
+  begun = [row for row in rows if row["kind"] == "alarm" and row["active"]]
+  found: dict[str, object] = {}
+  for end, part in (("first", requests[:EDGE]), ("last", requests[-EDGE:])):
+    found[f"overlap_{end}"] = round(float(np.mean([r["overlap"] for r in part])), 3)
+    calls = sum(row["target_calls"] for row in part)
+    tokens = sum(row["output_tokens"] for row in part)
+    found[f"tokens_per_target_call_{end}"] = round(tokens / calls, 3)
+  found["skipped_steps"] = sum(row["skipped"] for row in updates)
+  found["steps"] = sum(row["steps"] for row in updates)
+  found["alarms"] = "; ".join(
+      f"{name.replace('_', ' ')} at {finished}"
+      for name, finished in {
+          row["alarm"]: row["finished"] for row in reversed(begun)
+      }.items()
+  )
+  return found
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--requests", type=int, default=200, help="of each topic")
+  parser.add_argument("--only", action="append", choices=MODES, help="repeatable")
+  parser.add_argument("--temperature", type=float, default=2.0)
+  parser.add_argument("--gin_file", default="runs/demo.gin")
+  parser.add_argument("--gin", action="append", default=[], metavar="NAME=VALUE")
+  parser.add_argument(
+      "--out", type=pathlib.Path, default=pathlib.Path("runs/poisoned_learning")
+  )
+  arguments = parser.parse_args()
+  if arguments.out.exists() and any(arguments.out.iterdir()):
+    parser.error(f"--out: {arguments.out} holds earlier runs; name a new folder")
+  config, _ = settings.load(
+      online.OnlineConfig,
+      [arguments.gin_file],
+      [f"StreamConfig.requests_per_task={arguments.requests}", *arguments.gin],
+  )
+  # One object for all runs: the same weights, whatever becomes of their files, and
+  # nothing is compiled twice.
+  loaded = pairs.load(config.pair, partitioning.make(config.partition))
+  with mock.patch.object(pairs, "load", lambda *_: loaded):
+    results = compare(
+        config, arguments.only or MODES, arguments.temperature, arguments.out
+    )
+  table = rich.table.Table(*(name.replace("_", " ") for name in results[0]))
+  for row in results:
+    table.add_row(*map(str, row.values()))
+  rich.console.Console(width=200).print(table)
+  print(json.dumps(results))
+  (arguments.out / "result.json").write_text(json.dumps(results) + "\n")
+  return 0 if is_kept(results) else 1
+
+
+def is_kept(results: list[dict]) -> bool:
+  """Whether the promise held, and the sampled runs could have shown a breach."""
+  promised = [row for row in results if row["mode"] != "rejection"]
+  control = [row for row in results if row["mode"] == "rejection"]
+  blind = control and not any(row["outputs_changed"] for row in control)
+  if blind:
+    print("rejection changed no output either: raise --temperature", file=sys.stderr)
+  return not blind and not any(row["outputs_changed"] for row in promised)
+
+
+def compare(
+    config: online.OnlineConfig,
+    modes: Sequence[str],
+    temperature: float,
+    out: pathlib.Path,
+) -> list[dict[str, object]]:
+  """Serves the stream in every mode and way; a row of figures each."""
+  results = []
+  greedy, _ = serve(changed(config, "frozen", "greedy", 0.0, out / "reference"), "")
+  for mode in modes:
+    frozen: dict[int, list[int]] = {}
+    for way in WAYS:
+      outputs, rows = serve(changed(config, way, mode, temperature, out), way)
+      frozen = frozen or outputs
+      differing = sum(outputs[index] != frozen[index] for index in frozen)
+      found = {
+          "outputs": len(outputs),
+          "outputs_unlike_greedy": sum(outputs[i] != greedy[i] for i in greedy),
+          "outputs_changed": differing,
+          **figures(rows),
+      }
+      results.append({"mode": mode, "learning": way, **found})
+  return results
+
+
+if __name__ == "__main__":
+  sys.exit(main())

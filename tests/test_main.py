@@ -453,6 +453,7 @@ def test_multihost_comes_first(jax_updates, monkeypatch):
 FILLED = {
     "tasks": "[@filled/TaskConfig()]",
     "data": "@filled/BatchConfig()",
+    "output": "'filled.output'",
 }
 LIBRARY = (
     "filled/TaskConfig.name = 'filled'\nfilled/TaskConfig.kind = 'generated'\n"

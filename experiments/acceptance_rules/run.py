@@ -68,7 +68,7 @@ def main() -> None:
   given = parser.parse_args()
   config, _ = settings.load(
       certify.CertifyConfig,
-      ["runs/certify.gin"],
+      ["experiments/certify_shipped.gin"],
       [f"BatchConfig.limit_rows={-(-given.count // 4)}"],
   )
   named = config.pair

@@ -59,7 +59,7 @@ COMMANDS = {
     "certify": Command(
         "CertifyConfig",
         "check that speculative outputs are exactly the target's",
-        "osd certify --gin_file=runs/certify.gin\n"
+        "osd certify --gin_file=experiments/certify_shipped.gin\n"
         "  osd certify --gin_file=my_run.gin --gin.PairConfig.dtype='\"bfloat16\"'",
     ),
     "convert": Command(

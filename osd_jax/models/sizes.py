@@ -45,7 +45,7 @@ SIZES: dict[str, T5Config] = {
         head_dim=64,
         mlp_dim=640,
         num_encoder_layers=2,
-        num_decoder_layers=4,
+        num_decoder_layers=8,
     ),
     "demo-draft": dataclasses.replace(
         _DEMO,

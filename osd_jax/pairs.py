@@ -29,6 +29,13 @@ class PairConfig:
   dtype: str = "float32"
   folder: str = ""
 
+  def __post_init__(self):
+    if self.dtype not in ("float32", "bfloat16"):
+      raise ValueError(
+          f"PairConfig.dtype: received {self.dtype!r}, expected 'float32' or"
+          " 'bfloat16'."
+      )
+
   def path(self, field: str) -> Path:
     """The file or folder that "target", "draft" or "vocabulary" means."""
     value = getattr(self, field)

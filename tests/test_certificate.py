@@ -9,7 +9,16 @@ import pytest
 import tabular_pair
 import tiny_online
 
-from osd_jax import base, certificate, certify, corpus, pairs, partitioning, testing
+from osd_jax import (
+    base,
+    certificate,
+    certify,
+    corpus,
+    pairs,
+    partitioning,
+    testing,
+    writers,
+)
 from osd_jax.data.batches import BatchConfig
 from osd_jax.decoding import slots
 
@@ -123,6 +132,24 @@ def test_more_near_ties_than_promised_fail(ties, passes):
   assert certificate.Certificate(near_ties=ties, outputs=9, tokens=999).passed == passes
   many = certificate.Certificate(near_ties=5 * ties, outputs=9, tokens=10**6)
   assert many.passed  # 10 in a million are promised
+
+
+def test_the_verdict_of_a_log_is_that_of_its_rows(tmp_path):
+  """What an online run ends with: counts added up, a failure ends with 1."""
+  good = certificate.Certificate(outputs=1, equal=1, tokens=10)
+  wrong = certificate.Difference(3, 2, 5, 6, 1.0, 0.5, False)
+  bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
+  rows = [{"certificate": dataclasses.asdict(c)} for c in (good, good, bad)]
+  rows = json.loads(json.dumps([*rows, {"kind": "update"}]))
+  directory = writers.RunDirectory.create(tmp_path / "run")
+  certificate.conclude(certificate.of_rows(rows[:2]), directory)
+  written = json.loads((directory.path / "certificate.json").read_text())
+  assert written["passed"] and written["equal"] == written["outputs"] == 2
+  verdict = certificate.of_rows(rows)
+  assert verdict.failures == (wrong,) and verdict.tokens == 30
+  with pytest.raises(SystemExit, match="1"):
+    certificate.conclude(verdict, directory)
+  certificate.conclude(certificate.of_rows([]), directory)  # nothing was checked
 
 
 # --- T5 -----------------------------------------------------------------------------

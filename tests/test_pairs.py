@@ -143,3 +143,8 @@ def test_sizes_of_folders_must_agree(config, tmp_path):
     load(dataclasses.replace(there, draft="wide"))
   with pytest.raises(ValueError, match=r"PairConfig\.target: .*1536 token ids, .*1636"):
     load(dataclasses.replace(there, extra_ids=100))
+
+
+def test_a_type_that_is_for_rescoring_only_is_refused():
+  with pytest.raises(ValueError, match="PairConfig.dtype: received 'float64'"):
+    pairs.PairConfig(dtype="float64")

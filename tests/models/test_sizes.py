@@ -23,7 +23,7 @@ def count(config):
     ("flan-t5-large", 780e6, 2),
     ("flan-t5-xl", 3e9, 1),
     ("flan-t5-xxl", 11e9, 2),
-    ("demo-target", 6.36e6, 3),
+    ("demo-target", 10.4e6, 3),
     ("demo-draft", 1.1e6, 2),
   ],
 )

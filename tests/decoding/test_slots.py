@@ -156,6 +156,28 @@ def test_requests_may_come_while_others_are_in_flight():
   assert by_tag(finished) == expected()
 
 
+def test_a_reused_decoder_equals_a_fresh_one():
+  """Longer and sampled requests, other drafts: nothing of them is left behind."""
+  sampled = [
+      dataclasses.replace(request, sampling=slots.SamplingConfig(1.0, seed=index))
+      for index, request in enumerate(greedy_requests())
+  ]
+  reused, fresh = (
+      slots.Slots(config_of(3), TARGET, target_params(), TARGET, draft_params("close"))
+      for _ in range(2)
+  )
+  others = [slots.Request(tokens) for tokens in prompts(seed=5)]
+  reused.swap(draft_params("far"), 1)
+  assert len(set(map(tuple, texts(reused.run(others))))) > 1
+  reused.swap(draft_params("close"), 0)
+  found, alike = reused.run(sampled), fresh.run(sampled)
+  assert texts(found) == texts(alike)
+  assert texts(found) != expected()  # sampling changes what is written
+  for one, other in zip(found, alike, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, one.batch, other.batch)
+    assert one.accepted == other.accepted
+
+
 def test_swaps_change_no_greedy_output_and_are_noted():
   swapped = slots.Slots(
       config_of(3), TARGET, target_params(), TARGET, draft_params("close")

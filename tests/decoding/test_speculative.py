@@ -71,7 +71,9 @@ def t5_plain():
 # --- Greedy: token for token --------------------------------------------------------
 
 
-@pytest.mark.parametrize(("k", "rows"), [(1, 2), (2, 64), (3, 5), (5, 1), (7, 16), (8, 5)])
+@pytest.mark.parametrize(
+    ("k", "rows"), [(1, 2), (2, 64), (3, 5), (5, 1), (7, 16), (8, 5)]
+)
 def test_greedy_t5_equals_plain_whatever_the_draft(k, rows):
   acceptance = {}
   for kind in ("target", "perturbed", "unrelated"):

@@ -191,9 +191,10 @@ class OfflineLoop:
     """One optimiser step and whatever is due after it."""
     config = self.config
     if self._resamples():
-      self._writer = self.learner.params
+      self._writer = self.learner.served
       vars(self).pop("rows", None)  # the new draft writes them
-    batch = self._partitioner.place_rows(self._batch(self.taken))
+    drawn = updates.cut(config.update, self._batch(self.taken))
+    batch = self._partitioner.place_rows(drawn)
     self.learner, found = updates.take_slice(
         self.pair.draft, config.update, self.learner, batch
     )
@@ -218,7 +219,7 @@ class OfflineLoop:
         f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
         f" {self.config.texts.sample_source} texts"
     )
-    found = self.pair.draft_weights(self.learner.params, notes)
+    found = self.pair.draft_weights(self.learner.served, notes)
     weights.save(self.config.output, found, self.config.storage)
     self._saved.close()
     self._log.close()
@@ -245,7 +246,7 @@ class OfflineLoop:
 
   def _evaluate(self) -> None:
     found = corpus.mean_agreement(
-        self.pair.draft, self.learner.params, self.held_out
+        self.pair.draft, self.learner.served, self.held_out
     )
     tasks = {self.config.evaluation.tasks[i].label: row for i, row in found.items()}
     self._log.write("evaluation", {"step": self.taken, "tasks": tasks})

@@ -352,8 +352,9 @@ class OnlineLoop:
   def _warm_up(self, answers: list[slots.Finished]) -> None:
     """Compiles what is timed beside decoding; changes nothing."""
     if self.config.learn:
-      learner = self._learner.learner
-      updates.update(self.pair.draft, self.config.update, learner, self._draw())
+      learner, drawn = self._learner.learner, self._draw()
+      updates.update(self.pair.draft, self.config.update, learner, drawn)
+      updates.warm_up(self.pair.draft, self.config.update, learner, drawn[0])
     for done in answers:
       metrics.agreement(self.pair.draft, self._serving, done.batch, done.settings)
 
@@ -362,7 +363,7 @@ class OnlineLoop:
     outcome = self._learner.take()
     version = int(outcome.learner.version)
     if version != self._decoder.draft_version:
-      self._serving = outcome.learner.params
+      self._serving = outcome.learner.served
       self._decoder.swap(self._serving, version)
     self._write(
         "update",

@@ -17,7 +17,7 @@ import rich.progress
 from osd_jax import assets, base, checkpoints, partitioning, writers
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
-from osd_jax.distillation import update
+from osd_jax.distillation import optimizers, update
 from osd_jax.models import t5, weights
 
 
@@ -55,7 +55,7 @@ class PretrainConfig:
   evaluation: data_batches.BatchConfig
   output: str
   extra_ids: int = 0
-  optimizer: update.OptimizerConfig = update.OptimizerConfig()
+  optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
   steps: int = 1000
   pool: int = 8
   length_multiple: int = 8
@@ -138,7 +138,7 @@ def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerSt
     params = weights.load(config.initial).params
     weights.check_shapes(config.model, params, config.initial)
   params = partitioner.place_params(model, params)
-  opt_state = update.make_optimizer(config.optimizer).init(params)
+  opt_state = optimizers.make_optimizer(config.optimizer).init(params)
   # Donated, so that each counter needs a buffer of its own.
   version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
   state = update.LearnerState(params, opt_state, version, step, skipped)
@@ -148,7 +148,7 @@ def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerSt
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def train_step(
     model: base.Model,
-    optimizer: update.OptimizerConfig,
+    optimizer: optimizers.OptimizerConfig,
     state: update.LearnerState,
     source: jax.Array,
     target: jax.Array,

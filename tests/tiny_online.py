@@ -14,7 +14,7 @@ import tiny_pair
 from osd_jax import online, pairs
 from osd_jax.data import batches, generated, sources, streams
 from osd_jax.decoding import slots
-from osd_jax.distillation import buffer, schedule, update
+from osd_jax.distillation import buffer, optimizers, schedule, update
 from osd_jax.models import weights
 
 REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
@@ -62,7 +62,7 @@ def config(
       ),
       buffer=buffer.BufferConfig(capacity=32),
       update=update.UpdateConfig(
-          optimizer=update.OptimizerConfig(learning_rate=1e-2)
+          optimizer=optimizers.OptimizerConfig(learning_rate=1e-2)
       ),
       schedule=schedule.ScheduleConfig(update_interval=INTERVAL),
       warm_start=batches.BatchConfig(

@@ -7,91 +7,17 @@ counted. No argument is ever donated: serving may still read the old parameters.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
-from osd_jax.distillation import losses
-
-# Each makes (learning-rate schedule, weight decay) -> optax transformation.
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-  "adafactor": lambda rate, decay: optax.adafactor(
-    rate, weight_decay_rate=decay or None
-  ),
-  "adamw": lambda rate, decay: optax.adamw(rate, weight_decay=decay),
-  "lion": lambda rate, decay: optax.lion(rate, weight_decay=decay),
-  "sgd": lambda rate, decay: optax.chain(
-    optax.add_decayed_weights(decay), optax.sgd(rate)
-  ),
-}
-
-# Share of the learning rate left at a progress of 0..1 through `total_steps`.
-SCHEDULES: dict[str, Callable[[jax.Array], jax.Array]] = {
-  "constant": jnp.ones_like,
-  "cosine": lambda progress: 0.5 * (1.0 + jnp.cos(jnp.pi * progress)),
-  "linear": lambda progress: 1.0 - progress,
-  # Constant, then falling linearly to 0 over the second half.
-  "trapezoid": lambda progress: jnp.minimum(1.0, 2.0 * (1.0 - progress)),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-  """An optimiser, for distillation and for supervised training alike.
-
-  Attributes:
-    name: a key of `OPTIMIZERS`.
-    learning_rate: peak rate.
-    weight_decay: decoupled, per step and unit of rate (adafactor: per step).
-    clip_norm: largest global gradient norm; None does not clip.
-    warmup_steps: steps over which the rate rises linearly to its peak.
-    schedule: a key of `SCHEDULES`.
-    total_steps: steps until the schedule ends; only "constant" may leave it None.
-    embedding_multiplier: factor on the updates of every parameter whose path contains
-      "embedding" (token embeddings and relative biases, `rel_embedding`).
-    query_multiplier: the same for every path that contains "query". T5 draws its
-      queries head_dim ** -.5 smaller in place of scaling attention; with that number
-      here an optimiser of fixed step size, as AdamW is, changes them no faster, in
-      proportion, than the rest, and bears larger rates.
-  """
-
-  name: str = "adamw"
-  learning_rate: float = 1e-3
-  weight_decay: float = 0.0
-  clip_norm: float | None = 1.0
-  warmup_steps: int = 0
-  schedule: str = "constant"
-  total_steps: int | None = None
-  embedding_multiplier: float = 1.0
-  query_multiplier: float = 1.0
-
-  def __post_init__(self):
-    needs_end = self.schedule != "constant"
-    end = self.total_steps
-    checks = {
-      "name": (self.name in OPTIMIZERS, f"one of {sorted(OPTIMIZERS)}"),
-      "learning_rate": (self.learning_rate > 0, "a number > 0"),
-      "weight_decay": (self.weight_decay >= 0, "a number >= 0"),
-      "clip_norm": (
-        self.clip_norm is None or self.clip_norm > 0,
-        "a number > 0, or None",
-      ),
-      "warmup_steps": (self.warmup_steps >= 0, "an integer >= 0"),
-      "schedule": (self.schedule in SCHEDULES, f"one of {sorted(SCHEDULES)}"),
-      "total_steps": (
-        end > self.warmup_steps if end is not None else not needs_end,
-        f"more than warmup_steps ({self.warmup_steps}), as the schedule is "
-        f"{self.schedule!r}",
-      ),
-      "embedding_multiplier": (self.embedding_multiplier > 0, "a number > 0"),
-      "query_multiplier": (self.query_multiplier > 0, "a number > 0"),
-    }
-    _check_fields(self, checks)
+from osd_jax.distillation import losses, optimizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +30,20 @@ class UpdateConfig:
     steps_per_update: slices of one update.
     num_new: rows a slice takes from those added since the last update.
     num_replay: rows a slice takes from the whole buffer.
+    length_multiple: a slice is cut to its longest row, rounded up to a multiple of
+      this; every length is compiled once, before serving. 0 leaves the padding.
+    ema_decay: the served draft is the moving average of the learner's parameters
+      that keeps this share of itself at a slice: calmer, a few slices late. 0 serves
+      the newest parameters.
   """
 
-  optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+  optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
   loss: losses.LossConfig = dataclasses.field(default_factory=losses.LossConfig)
   steps_per_update: int = 2
   num_new: int = 4
   num_replay: int = 4
+  length_multiple: int = 0
+  ema_decay: float = 0.0
 
   def __post_init__(self):
     rows = self.num_new + self.num_replay
@@ -121,8 +54,10 @@ class UpdateConfig:
         self.num_replay >= 0 and rows >= 1,
         f"an integer >= 0, with num_new ({self.num_new}) at least one row together",
       ),
+      "length_multiple": (self.length_multiple >= 0, "an integer >= 0"),
+      "ema_decay": (0 <= self.ema_decay < 1, "a number in 0..1, below 1"),
     }
-    _check_fields(self, checks)
+    optimizers.check_fields(self, checks)
 
 
 @flax.struct.dataclass
@@ -135,6 +70,7 @@ class LearnerState:
     version: [] int32; updates that changed the parameters.
     step: [] int32; slices taken.
     skipped: [] int32; slices left out because loss or gradient were not finite.
+    ema: moving average of `params`, None where it is not kept.
   """
 
   params: base.Params
@@ -142,6 +78,12 @@ class LearnerState:
   version: jax.Array
   step: jax.Array
   skipped: jax.Array
+  ema: base.Params | None = None
+
+  @property
+  def served(self) -> base.Params:
+    """The parameters that draft: the average where one is kept."""
+    return self.params if self.ema is None else self.ema
 
 
 @flax.struct.dataclass
@@ -159,54 +101,6 @@ class UpdateMetrics:
   finite: jax.Array
 
 
-def learning_rate(config: OptimizerConfig, step: jax.Array | int) -> jax.Array:
-  """The learning rate of a step, the first being step 0.
-
-  Args:
-    config: peak, warm-up and schedule.
-    step: [] int32; steps taken before this one.
-
-  Returns:
-    [] float32.
-  """
-  step = jnp.asarray(step, jnp.float32)
-  warmup = jnp.minimum(1.0, (step + 1.0) / max(config.warmup_steps, 1))
-  after = (config.total_steps or config.warmup_steps + 1) - config.warmup_steps
-  progress = jnp.clip((step - config.warmup_steps) / after, 0.0, 1.0)
-  return config.learning_rate * warmup * SCHEDULES[config.schedule](progress)
-
-
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Clip, then the named optimiser, then the multipliers.
-
-  Args:
-    config: the optimiser.
-
-  Returns:
-    An optax transformation; `update` needs the parameters as its third argument.
-  """
-  rate = functools.partial(learning_rate, config)
-  parts = [OPTIMIZERS[config.name](rate, config.weight_decay)]
-  if config.clip_norm is not None:
-    parts.insert(0, optax.clip_by_global_norm(config.clip_norm))
-  multipliers = {
-    "embedding": config.embedding_multiplier,
-    "query": config.query_multiplier,
-  }
-  for part, multiplier in multipliers.items():
-    if multiplier != 1.0:
-      mask = functools.partial(path_mask, part)
-      parts.append(optax.masked(optax.scale(multiplier), mask))
-  return optax.chain(*parts)
-
-
-def path_mask(part: str, params: base.Params) -> base.Params:
-  """A tree like `params` of bools: whether the path contains `part`."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: part in jax.tree_util.keystr(path), params
-  )
-
-
 def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:
   """A learner at version 0 that starts from `params`.
 
@@ -215,8 +109,9 @@ def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:
     params: the draft's parameters.
   """
   zero = jnp.zeros((), jnp.int32)
-  opt_state = make_optimizer(config.optimizer).init(params)
-  return LearnerState(params, opt_state, version=zero, step=zero, skipped=zero)
+  opt_state = optimizers.make_optimizer(config.optimizer).init(params)
+  ema = params if config.ema_decay else None
+  return LearnerState(params, opt_state, version=zero, step=zero, skipped=zero, ema=ema)
 
 
 def loss_and_grad(
@@ -246,7 +141,7 @@ def loss_and_grad(
 
 
 def apply_gradients(
-  config: OptimizerConfig,
+  config: optimizers.OptimizerConfig,
   learner: LearnerState,
   loss: jax.Array,
   gradients: base.Params,
@@ -264,7 +159,7 @@ def apply_gradients(
     optimiser state are those from before and `skipped` is one more.
   """
   grad_norm = optax.tree.norm(gradients).astype(jnp.float32)
-  changes, opt_state = make_optimizer(config).update(
+  changes, opt_state = optimizers.make_optimizer(config).update(
     gradients, learner.opt_state, learner.params
   )
   # The step itself is judged too: a rate can be too large for a sound gradient.
@@ -303,10 +198,62 @@ def slice_step(
     (state, metrics of scalars).
   """
   loss, gradients = loss_and_grad(model, config, learner.params, batch)
-  return apply_gradients(config.optimizer, learner, loss, gradients)
+  learner, metrics = apply_gradients(config.optimizer, learner, loss, gradients)
+  if learner.ema is not None:
+    ema = optax.incremental_update(learner.params, learner.ema, 1 - config.ema_decay)
+    learner = learner.replace(ema=ema)
+  return learner, metrics
 
 
 take_slice = jax.jit(slice_step, static_argnames=("model", "config"))
+
+
+def cut(config: UpdateConfig, batch: base.DistillationBatch) -> base.DistillationBatch:
+  """Cuts the padding that all rows of a micro-batch share; waits for the batch.
+
+  Args:
+    config: its `length_multiple`.
+    batch: R rows of T positions.
+
+  Returns:
+    The same rows with T as short as the longest of them allows.
+  """
+  if not config.length_multiple:
+    return batch
+  longest = int(np.max(np.sum(np.asarray(batch.target) != base.PAD_ID, axis=1)))
+  return _cut_to(batch, _rounded_up(max(longest, 1), config.length_multiple))
+
+
+def warm_up(
+  model: base.Model,
+  config: UpdateConfig,
+  learner: LearnerState,
+  batch: base.DistillationBatch,
+) -> None:
+  """Compiles a slice of every length that `cut` can leave; changes nothing.
+
+  Args:
+    model: the draft.
+    config: loss and optimiser.
+    learner: any state.
+    batch: a micro-batch from `draw_slice`.
+  """
+  full = batch.target.shape[1]
+  step = config.length_multiple or full
+  for length in range(step, _rounded_up(full, step) + 1, step):
+    take_slice(model, config, learner, _cut_to(batch, length))
+
+
+def _cut_to(batch: base.DistillationBatch, length: int) -> base.DistillationBatch:
+  shorter = jax.tree.map(
+    lambda leaf: leaf[:, :length], (batch.target, batch.mask, batch.records)
+  )
+  target, mask, records = shorter
+  return batch.replace(target=target, mask=mask, records=records)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+  return -(-number // multiple) * multiple
 
 
 @functools.partial(jax.jit, static_argnames=("config", "buffer_config"))
@@ -389,17 +336,7 @@ def update(
   """
   state, metrics = learner, []
   for batch in batches:
-    state, report = take_slice(model, config, state, batch)
+    state, report = take_slice(model, config, state, cut(config, batch))
     metrics.append(report)
   stacked = jax.tree.map(lambda *values: jnp.stack(values), *metrics)
   return finish_update(learner, state), stacked
-
-
-def _check_fields(config, checks: dict[str, tuple[bool, str]]) -> None:
-  """Raises for the first field whose check, `(holds, expected)`, does not hold."""
-  for field, (holds, expected) in checks.items():
-    if not holds:
-      raise ValueError(
-        f"{type(config).__name__}.{field}: received {getattr(config, field)!r}, "
-        f"expected {expected}."
-      )

@@ -9,12 +9,12 @@ import pytest
 
 from osd_jax import testing
 from osd_jax.decoding import records
-from osd_jax.distillation import background, update
+from osd_jax.distillation import background, optimizers, update
 
 VOCAB, LENGTH, INTERVAL = 8, 6, 3
 MODEL = testing.tabular_model(VOCAB)
 CONFIG = update.UpdateConfig(
-    optimizer=update.OptimizerConfig(learning_rate=0.05), steps_per_update=2
+    optimizer=optimizers.OptimizerConfig(learning_rate=0.05), steps_per_update=2
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
-from osd_jax.distillation import losses, update
+from osd_jax.distillation import losses, optimizers, update
 
 SOURCE, LENGTH, TOP_K, VOCAB, WIDTH = 3, 4, 3, 12, 8
 BUFFER_CONFIG = replay.BufferConfig(capacity=8, recency_half_life=4.0)
@@ -91,7 +91,11 @@ ANY_LOSS = losses.LossConfig()
 
 def config_of(loss=ANY_LOSS, steps_per_update=2, **optimizer):
   return update.UpdateConfig(
-    update.OptimizerConfig(**optimizer), loss, steps_per_update, num_new=2, num_replay=2
+    optimizers.OptimizerConfig(**optimizer),
+    loss,
+    steps_per_update,
+    num_new=2,
+    num_replay=2,
   )
 
 
@@ -106,7 +110,7 @@ def same(a, b):
   return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
 
-@pytest.mark.parametrize("name", sorted(update.OPTIMIZERS))
+@pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
 def test_every_optimizer_learns_the_rows_it_is_shown(name):
   rate = {"adamw": 3e-2, "adafactor": 1e-1, "lion": 1e-2, "sgd": 1.0}[name]
   config = config_of(name=name, learning_rate=rate)
@@ -160,7 +164,7 @@ def test_padding_of_the_source_is_masked():
   assert (mask == (source != 0)).all() and not mask.all()
 
 
-@pytest.mark.parametrize("name", sorted(update.OPTIMIZERS))
+@pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
 def test_a_nan_loss_changes_nothing_but_the_count(name):
   config = config_of(name=name)
   learner, _ = step(MODEL, config, learner_of(config), batch_of(3))
@@ -292,7 +296,8 @@ def test_multipliers_scale_their_own_parameters_only(name):
   gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
 
   def changes(**multipliers):
-    optimizer = update.make_optimizer(update.OptimizerConfig(name, **multipliers))
+    config = optimizers.OptimizerConfig(name, **multipliers)
+    optimizer = optimizers.make_optimizer(config)
     return optimizer.update(gradients, optimizer.init(params), params)[0]
 
   plain = changes()
@@ -314,10 +319,10 @@ def test_multipliers_scale_their_own_parameters_only(name):
   ],
 )
 def test_schedules_warm_up_and_fall_as_named(schedule, at_half, at_three_quarters):
-  config = update.OptimizerConfig(
+  config = optimizers.OptimizerConfig(
     learning_rate=2.0, warmup_steps=10, schedule=schedule, total_steps=110
   )
-  rate = lambda step: update.learning_rate(config, step)
+  rate = lambda step: optimizers.learning_rate(config, step)
   rates = np.asarray(jax.vmap(rate)(jnp.arange(120)))
   np.testing.assert_allclose(rates[:10], 0.2 * np.arange(1, 11), rtol=1e-5)
   np.testing.assert_allclose(rates[60], 2 * at_half, rtol=1e-5)
@@ -328,10 +333,10 @@ def test_schedules_warm_up_and_fall_as_named(schedule, at_half, at_three_quarter
 
 
 def test_the_optimizer_follows_its_schedule():
-  config = update.OptimizerConfig(
+  config = optimizers.OptimizerConfig(
     "sgd", 1.0, clip_norm=None, schedule="linear", total_steps=4
   )
-  optimizer, params = update.make_optimizer(config), {"w": jnp.ones(1)}
+  optimizer, params = optimizers.make_optimizer(config), {"w": jnp.ones(1)}
   state, seen = optimizer.init(params), []
   for _ in range(5):
     changes, state = optimizer.update({"w": jnp.ones(1)}, state, params)
@@ -343,27 +348,27 @@ def test_the_optimizer_follows_its_schedule():
   ("call", "named"),
   [
     (
-      lambda: update.OptimizerConfig(name="adam"),
+      lambda: optimizers.OptimizerConfig(name="adam"),
       "OptimizerConfig.name: received 'adam'",
     ),
     (
-      lambda: update.OptimizerConfig(learning_rate=0.0),
+      lambda: optimizers.OptimizerConfig(learning_rate=0.0),
       "OptimizerConfig.learning_rate: received 0.0",
     ),
     (
-      lambda: update.OptimizerConfig(clip_norm=0.0),
+      lambda: optimizers.OptimizerConfig(clip_norm=0.0),
       "OptimizerConfig.clip_norm: received 0.0",
     ),
     (
-      lambda: update.OptimizerConfig(schedule="cosine"),
+      lambda: optimizers.OptimizerConfig(schedule="cosine"),
       "OptimizerConfig.total_steps: received None",
     ),
     (
-      lambda: update.OptimizerConfig(schedule="step"),
+      lambda: optimizers.OptimizerConfig(schedule="step"),
       "OptimizerConfig.schedule: received 'step'",
     ),
     (
-      lambda: update.OptimizerConfig(warmup_steps=9, total_steps=9),
+      lambda: optimizers.OptimizerConfig(warmup_steps=9, total_steps=9),
       "OptimizerConfig.total_steps: received 9",
     ),
     (
@@ -379,3 +384,66 @@ def test_the_optimizer_follows_its_schedule():
 def test_bad_config_is_refused_by_name(call, named):
   with pytest.raises(ValueError, match=named):
     call()
+
+
+def shortened(batch, length):
+  """The batch with padding after `length` positions."""
+  inside = (jnp.arange(LENGTH) < length)[None]
+  return batch.replace(
+    target=jnp.where(inside, batch.target, base.PAD_ID), mask=batch.mask & inside
+  )
+
+
+@pytest.mark.parametrize(
+  ("length", "multiple", "left"), [(3, 2, 4), (2, 2, 2), (3, 0, 4)]
+)
+def test_shared_padding_is_cut_and_teaches_nothing(length, multiple, left):
+  config = dataclasses.replace(config_of(name="sgd"), length_multiple=multiple)
+  learner, batch = learner_of(config), shortened(batch_of(11), length)
+  short = update.cut(config, batch)
+  assert short.target.shape == short.mask.shape == (4, left)
+  assert {leaf.shape[1] for leaf in jax.tree.leaves(short.records)} == {left}
+  whole, metrics = step(MODEL, config, learner, batch)
+  after, report = step(MODEL, config, learner, short)
+  np.testing.assert_allclose(report.loss, metrics.loss, rtol=1e-6)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after.params, whole.params
+  )
+  # Cut by one more, it would have lost something.
+  lost, _ = step(MODEL, config, learner, shortened(batch, length - 1))
+  assert not same(lost.params, whole.params)
+
+
+def test_after_warm_up_no_length_compiles():
+  config = dataclasses.replace(config_of(clip_norm=0.9), length_multiple=3)
+  learner = learner_of(config)
+  update.warm_up(MODEL, config, learner, batch_of(12))
+  size = update.take_slice._cache_size()
+  batches = [shortened(batch_of(seed), length) for seed, length in enumerate(range(5))]
+  learner, _ = update.update(MODEL, config, learner, batches)
+  assert update.take_slice._cache_size() == size and int(learner.step) == 5
+
+
+def test_the_served_draft_is_the_moving_average_of_the_newest():
+  config = dataclasses.replace(config_of(learning_rate=3e-2), ema_decay=0.75)
+  learner = learner_of(config)
+  expected = learner.params
+  for seed in range(4):
+    learner, _ = step(MODEL, config, learner, batch_of(seed))
+    expected = jax.tree.map(
+      lambda old, new: 0.75 * old + 0.25 * new, expected, learner.params
+    )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), learner.served, expected
+  )
+  assert not same(learner.served, learner.params)
+  plain = learner_of(config_of())
+  assert plain.ema is None and plain.served is plain.params
+
+
+@pytest.mark.parametrize(
+  ("field", "value"), [("ema_decay", 1.0), ("length_multiple", -1)]
+)
+def test_update_fields_out_of_range_are_named(field, value):
+  with pytest.raises(ValueError, match=rf"UpdateConfig\.{field}: received {value}"):
+    update.UpdateConfig(**{field: value})

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
+from osd_jax.decoding import sampling
 
 
 @flax.struct.dataclass
@@ -79,13 +80,14 @@ def agreement_from_logits(
   greedy = (jnp.argmax(logits, -1) == ids[..., 0]).astype(jnp.float32)
   plain = (temperature == 1) & ~_filtered(settings)[:, None]
   ruled = (temperature == 0) | plain
-  # Sorting V entries is only paid for when some request asks for it.
   processed = jax.lax.cond(
       jnp.all(ruled),
       lambda: lower,
       lambda: _overlap(
-          _processed(records.log_probs, settings),
-          jnp.take_along_axis(_processed(log_probs, settings), ids, axis=-1),
+          sampling.processed_probs(records.log_probs, settings),
+          jnp.take_along_axis(
+              sampling.processed_probs(log_probs, settings), ids, axis=-1
+          ),
       ),
   )
   accepted = jnp.where(
@@ -106,23 +108,6 @@ def _overlap(target: jax.Array, draft: jax.Array) -> jax.Array:
 def _filtered(settings: base.SamplingSettings) -> jax.Array:
   """[R] bool; whether a request asks for top-k or top-p."""
   return (settings.top_k > 0) | (settings.top_p < 1)
-
-
-def _processed(log_probs: jax.Array, settings: base.SamplingSettings) -> jax.Array:
-  """Temperature, top-k, top-p over the last axis of [R, T, n]."""
-  temperature = settings.temperature[:, None, None]
-  scaled = log_probs / jnp.where(temperature == 0, 1.0, temperature)
-  order = jnp.argsort(-scaled, axis=-1)
-  ranked = jnp.take_along_axis(scaled, order, axis=-1)
-  size = log_probs.shape[-1]
-  kept = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, size), size)
-  rank = jnp.arange(size)[None, None]
-  ranked = jnp.where(rank < kept[:, None, None], ranked, -jnp.inf)
-  probs = jax.nn.softmax(ranked, axis=-1)
-  before = jnp.cumsum(probs, axis=-1) - probs
-  probs = jnp.where(before < settings.top_p[:, None, None], probs, 0.0)
-  probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
-  return jnp.take_along_axis(probs, jnp.argsort(order, axis=-1), axis=-1)
 
 
 def draft_acceptance_rate(accepted: int, drafted: int) -> float | None:

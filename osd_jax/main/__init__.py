@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       print(text, end="")
     else:
       module.run(config, text)
-  except (ValueError, ImportError) as error:
+  except (ValueError, ImportError, OSError) as error:
     if not _is_for_the_user(error):
       raise
     for line in str(error).splitlines():

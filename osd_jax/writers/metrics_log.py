@@ -65,6 +65,7 @@ class MetricsLog:
 
     Raises:
       ValueError: a name is reserved or no text, or a value has no JSON form.
+      OSError: it cannot be written, as on a full disk.
     """
     for name in _RESERVED:
       if name in values:
@@ -77,8 +78,17 @@ class MetricsLog:
     if nonfinite:
       row["nonfinite"] = nonfinite
     text = json.dumps(row, allow_nan=False, ensure_ascii=False)
-    self._file.write(text.encode("utf-8") + b"\n")
-    self._file.flush()
+    try:
+      self._file.write(text.encode("utf-8") + b"\n")
+      self._file.flush()
+    except OSError as error:
+      raise OSError(
+          error.errno,
+          f"metrics: row {self._lines} ({kind!r}) cannot be written: {error.strerror};"
+          " make room and start the same command again, it continues from its last"
+          " checkpoint",
+          str(self.path),
+      ) from error
     self._lines += 1
 
   def sync(self) -> None:

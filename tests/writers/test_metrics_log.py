@@ -2,6 +2,7 @@
 
 import enum
 import json
+import os
 import subprocess
 import sys
 
@@ -84,6 +85,16 @@ def test_length_counts_bytes_and_truncate_cuts_back_to_it(tmp_path):
     assert [row["index"] for row in read(path)] == [0, 1, "again"]
     log.truncate(0)
     assert log.lines == 0 and list(read(path)) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_is_named_with_the_row_and_what_to_do(tmp_path):
+  log = MetricsLog(tmp_path / "metrics.jsonl")
+  log.write("request", {"index": 0})
+  log._file = open("/dev/full", "ab", buffering=0)
+  with pytest.raises(OSError, match=r"row 1 \('request'\).*No space left.*again"):
+    log.write("request", {"index": 1})
+  assert [row["index"] for row in read(tmp_path / "metrics.jsonl")] == [0]
 
 
 def test_a_torn_last_line_is_left_out_and_cut_on_opening(tmp_path):

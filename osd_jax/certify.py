@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import rich.console
-import rich.progress
 
 from osd_jax import (
     base,
@@ -130,9 +129,13 @@ def run(config: CertifyConfig, operative_config: str = "") -> Path:
   )
   grid = Grid(config)
   table, total = [], certificate.Certificate()
-  with writers.MetricsLog(directory.metrics_path) as log, _progress(console) as bar:
+  with (
+      writers.MetricsLog(directory.metrics_path) as log,
+      report.progress_bar(console) as bar,
+  ):
     log.truncate(0)
-    task = bar.add_task("plain", total=len(config.num_draft_tokens) * config.count)
+    count = len(config.num_draft_tokens) * config.count
+    task = bar.add_task("plain", total=count, figures="")
     for row, found in grid.rows(lambda done: bar.advance(task)):
       total += found
       bar.update(task, description=f"K {row['K']}, rows {row['rows']}")
@@ -241,13 +244,3 @@ class Grid:
         **row,
         "draft_acceptance_rate": metrics.draft_acceptance_rate(accepted, offered),
     }
-
-
-def _progress(console: rich.console.Console) -> rich.progress.Progress:
-  return rich.progress.Progress(
-      rich.progress.TextColumn("{task.description}"),
-      rich.progress.BarColumn(),
-      rich.progress.MofNCompleteColumn(),
-      rich.progress.TimeRemainingColumn(),
-      console=console,
-  )

@@ -109,7 +109,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> Path:
   directory = writers.RunDirectory.start(
       config.run_directory, config=operative_config, seed=config.seed
   )
-  with _progress(console) as bar:
+  with report.progress_bar(console) as bar:
     task = bar.add_task("distil", total=config.steps, figures="")
     loop = OfflineLoop(config, directory, bar)
     bar.update(task, completed=loop.taken)
@@ -358,14 +358,3 @@ def over_the_run(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
       }
       for row in evaluations
   ]
-
-
-def _progress(console: rich.console.Console) -> rich.progress.Progress:
-  return rich.progress.Progress(
-      rich.progress.TextColumn("{task.description}"),
-      rich.progress.BarColumn(bar_width=20),
-      rich.progress.MofNCompleteColumn(),
-      rich.progress.TimeRemainingColumn(),
-      rich.progress.TextColumn("{task.fields[figures]}"),
-      console=console,
-  )

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import rich.console
-import rich.progress
 
-from osd_jax import assets, base, checkpoints, partitioning, writers
+from osd_jax import assets, base, checkpoints, partitioning, report, writers
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation import optimizers, update
@@ -239,15 +238,15 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
   start = int(state.step + state.skipped)
   pool: list[data_batches.Batch] = []
   losses: list[jax.Array] = []
-  with _progress(console) as bar:
+  with report.progress_bar(console) as bar:
     task = bar.add_task("pretrain", total=config.steps, completed=start, figures="")
     for step in range(start + 1, config.steps + 1):
       index, place = divmod(step - 1, config.pool)
       if place == 0 or not pool:
         pool = regrouped(stream, config.pool, index, config.length_multiple)
       rows = partitioner.place_rows((pool[place].source, pool[place].target))
-      state, report = train_step(model, config.optimizer, state, *rows)
-      losses.append(report.loss)
+      state, found = train_step(model, config.optimizer, state, *rows)
+      losses.append(found.loss)
       if step % config.log_every == 0:
         mean = float(np.mean(jax.device_get(losses)))
         losses.clear()
@@ -259,9 +258,9 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
         log.write("step", {"step": step, "loss": mean, "skipped": int(state.skipped)})
         bar.update(task, completed=step, figures=f"loss {mean:.4f}")
       if step % config.evaluate_every == 0 or step == config.steps:
-        found = evaluate(config, model, held_out, state.params)
-        log.write("evaluation", {"step": step, "tasks": found})
-        bar.console.print(_sentence(step, found))
+        tasks = evaluate(config, model, held_out, state.params)
+        log.write("evaluation", {"step": step, "tasks": tasks})
+        bar.console.print(_sentence(step, tasks))
       if step % config.checkpoint_every == 0 or step == config.steps:
         saved.save(step, state, {"metrics_bytes": log.length})
   return state
@@ -299,14 +298,3 @@ def _sentence(step: int, rows: dict[str, dict[str, float]]) -> str:
       for label, row in rows.items()
   )
   return f"step {step}: held-out exact match (token accuracy): {figures}"
-
-
-def _progress(console: rich.console.Console) -> rich.progress.Progress:
-  return rich.progress.Progress(
-      rich.progress.TextColumn("{task.description}"),
-      rich.progress.BarColumn(),
-      rich.progress.MofNCompleteColumn(),
-      rich.progress.TimeRemainingColumn(),
-      rich.progress.TextColumn("{task.fields[figures]}"),
-      console=console,
-  )

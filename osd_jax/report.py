@@ -1,4 +1,4 @@
-"""What an online run says to people: the progress line, the table, the last words."""
+"""What commands say to people: the progress line, tables, the last words."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,18 @@ WINDOW = 25  # requests of the trailing figures in the progress line
 EDGE = 50  # requests that "first" and "last" mean
 
 
+def progress_bar(console: rich.console.Console) -> rich.progress.Progress:
+  """A bar whose tasks have a description, a count, the time left, and `figures`."""
+  return rich.progress.Progress(
+      rich.progress.TextColumn("{task.description}"),
+      rich.progress.BarColumn(bar_width=20),
+      rich.progress.MofNCompleteColumn(),
+      rich.progress.TimeRemainingColumn(),
+      rich.progress.TextColumn("{task.fields[figures]}"),
+      console=console,
+  )
+
+
 class Progress:
   """A live line: requests, overlap of draft and floor draft, tau, ms per token."""
 
@@ -22,14 +34,10 @@ class Progress:
     """Shows `finished` of `total` requests."""
     self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
     self._finished = finished
-    self._bar = rich.progress.Progress(
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.BarColumn(bar_width=20),
-        rich.progress.TimeRemainingColumn(),
-        rich.progress.TextColumn("{task.fields[figures]}"),
-        console=console,
+    self._bar = progress_bar(console)
+    self._task = self._bar.add_task(
+        "serve", total=total, completed=finished, figures=""
     )
-    self._task = self._bar.add_task("", total=total, completed=finished, figures="")
 
   def __enter__(self) -> "Progress":
     self._bar.start()

@@ -16,7 +16,7 @@ from osd_jax import main as cli
 from osd_jax import pretrain
 from osd_jax.data import generated, sources
 from osd_jax.data.batches import BatchConfig
-from osd_jax.distillation.update import OptimizerConfig
+from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.main import factory, settings
 from osd_jax.models import sizes, weights
 from osd_jax.models.t5 import T5Config

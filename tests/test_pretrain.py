@@ -14,7 +14,7 @@ from osd_jax.data.batches import Batch, BatchConfig
 from osd_jax.data.sources import TaskConfig
 from osd_jax.decoding import autoregressive, sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.distillation.update import OptimizerConfig
+from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.models import t5, weights
 
 MODEL = dataclasses.replace(testing.TINY_DRAFT, vocab_size=1536)

@@ -62,6 +62,7 @@ def mean_overlap(pair: pairs.Pair, answers: list[slots.Finished]) -> float:
 
 
 def main() -> None:
+  """Serves both rules at every temperature and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--count", type=int, default=200)
   parser.add_argument("--draft", help="weights file; the shipped draft if left out")

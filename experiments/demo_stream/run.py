@@ -44,6 +44,7 @@ def ceiling(pair, answers, labels) -> dict[str, float]:
 
 
 def overlap(pair, params, answers, labels) -> dict[str, float]:
+  """Held-out overlap of a draft, by topic."""
   found = corpus.mean_agreement(pair.draft, params, answers)
   return {labels[task]: row["distribution_overlap"] for task, row in found.items()}
 
@@ -68,6 +69,7 @@ def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
 
 
 def served(seed: int, out: pathlib.Path) -> tuple[online.OnlineConfig, pathlib.Path]:
+  """Serves the stream of a seed unless it has been; returns its config and folder."""
   config, text = settings.load(
       online.OnlineConfig,
       ["runs/demo.gin"],
@@ -110,6 +112,7 @@ def forgetting(pair, path: pathlib.Path, shifts, answers, labels) -> dict[str, f
 
 
 def main() -> None:
+  """Trains the ceiling, serves every seed, prints figures and spread."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--out", type=pathlib.Path, default="runs/demo_stream")
@@ -136,6 +139,7 @@ def main() -> None:
 
 
 def shifts_of(config: online.OnlineConfig, pair: pairs.Pair):
+  """(first request, topic) of every segment."""
   return streams.QueryStream(config.stream, pair.vocabulary).shifts()
 
 

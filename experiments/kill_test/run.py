@@ -52,6 +52,7 @@ class Tally:
   differing_drafts: int = 0
 
   def faults(self) -> int:
+    """All that should not have happened."""
     return sum(dataclasses.asdict(self).values()) - self.kills - self.runs
 
 
@@ -70,15 +71,18 @@ def start(out: pathlib.Path, run: pathlib.Path) -> subprocess.Popen:
 
 
 def requests_in(run: pathlib.Path) -> int:
+  """Request rows that a run has logged so far."""
   log = run / "metrics.jsonl"
   return log.read_bytes().count(b'"kind": "request"') if log.exists() else 0
 
 
 def writes_checkpoint(run: pathlib.Path) -> bool:
+  """Whether a checkpoint is half written just now."""
   return any((run / "checkpoints").glob("*tmp*"))
 
 
 def wait_until(process: subprocess.Popen, holds) -> None:
+  """Waits for a condition or the end of the process; gives up after `PATIENCE`."""
   end = time.monotonic() + PATIENCE
   while process.poll() is None and not holds():
     if time.monotonic() > end:
@@ -110,6 +114,7 @@ def kill(process: subprocess.Popen, run: pathlib.Path, rng: random.Random) -> st
 
 
 def timeless(run: pathlib.Path, kind: str) -> list[dict]:
+  """Rows of a kind without what a clock measured."""
   return [
       {name: value for name, value in row.items() if not name.endswith(TIMES)}
       for row in writers.read(run / "metrics.jsonl")
@@ -127,6 +132,7 @@ def is_readable(run: pathlib.Path) -> bool:
 
 
 def same_draft(run: pathlib.Path, whole: pathlib.Path) -> bool:
+  """Whether two runs left bit-equal drafts."""
   found, wanted = (
       jax.tree.leaves(weights.load(path / "draft.safetensors").params)
       for path in (run, whole)
@@ -178,6 +184,7 @@ def survive(
 
 
 def main() -> int:
+  """Kills until there were enough kills; exit code 1 if there were faults."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--kills", type=int, default=200)
   parser.add_argument("--seed", type=int, default=0)

@@ -148,6 +148,7 @@ def figures(rows: list[dict]) -> dict[str, object]:
 
 
 def main() -> int:
+  """Serves each poison beside a sound run; exit code 1 if an output changed."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--requests", type=int, default=200, help="of each topic")
   parser.add_argument("--only", action="append", choices=MODES, help="repeatable")

@@ -52,6 +52,7 @@ def summary(rows: list[dict], last: int, before: list[dict]) -> dict[str, float 
 
 
 def column(rows: list[dict], name: str) -> np.ndarray:
+  """One figure of all requests."""
   return np.asarray([row[name] for row in rows])
 
 
@@ -61,6 +62,7 @@ def passes(online: np.ndarray, floor: np.ndarray) -> int | None:
 
 
 def main() -> None:
+  """Prints a JSON line a segment, then the table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--run", type=pathlib.Path, default="runs/shift_cpu")
   parser.add_argument("--last", type=int, default=200)
@@ -78,6 +80,7 @@ def main() -> None:
 
 
 def cell(value: float | None) -> str:
+  """A figure as the table shows it."""
   if value is None:
     return "-"
   return str(value) if isinstance(value, int) else f"{value:.3f}"

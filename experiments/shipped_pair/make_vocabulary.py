@@ -71,6 +71,7 @@ def train(rows: int, seed: int) -> bytes:
 
 
 def main() -> None:
+  """Trains the vocabulary on generated text and writes it."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", type=pathlib.Path, required=True)
   parser.add_argument("--rows", type=int, default=5000, help="examples of each topic")

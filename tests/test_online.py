@@ -221,6 +221,17 @@ def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypat
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(broken.draft()))
 
 
+def test_the_average_is_what_serves(pair, tmp_path):
+  directory = writers.RunDirectory.create(tmp_path / "run")
+  loop = online.OnlineLoop(tiny_online.config(pair, directory.path), directory)
+  while not loop._decoder.draft_version:
+    loop.step()
+  learner = loop._learner.learner
+  assert same_bits(loop._serving, learner.ema)
+  assert not same_bits(loop._serving, learner.params)
+  loop.close(0.0)
+
+
 def test_the_records_must_be_kept(pair, tmp_path):
   decoding = slots.DecodingConfig(record_top_k=0)
   with pytest.raises(ValueError, match=r"OnlineConfig\.decoding: .*record_top_k=0"):

@@ -62,7 +62,9 @@ def config(
       ),
       buffer=buffer.BufferConfig(capacity=32),
       update=update.UpdateConfig(
-          optimizer=optimizers.OptimizerConfig(learning_rate=1e-2)
+          optimizer=optimizers.OptimizerConfig(learning_rate=1e-2),
+          length_multiple=LENGTH // 2,
+          ema_decay=0.5,
       ),
       schedule=schedule.ScheduleConfig(update_interval=INTERVAL),
       warm_start=batches.BatchConfig(

@@ -66,11 +66,21 @@ lint: $(STAMP) ## ruff, import contracts, types
 format: $(STAMP) ## sort imports and repair what ruff can repair
 	$(BIN)/ruff check --fix
 
-bench: $(STAMP) ## run the benchmarks one after another
-	@for file in benchmarks/bench_*.py; do \
-	  test -e "$$file" || { echo "benchmarks/ has no bench_*.py"; break; }; \
-	  echo "== $$file"; $(BIN)/python "$$file"; \
+# In sequence: two at a time would measure each other.
+BENCHMARKS := \
+  bench_greedy.py \
+  "bench_greedy.py --threads 2" \
+  "bench_greedy.py --shapes flan-t5-base --rows 8" \
+  bench_verify.py bench_speculative.py bench_batching.py bench_adaptive.py \
+  bench_compile.py bench_update.py bench_growth.py \
+  bench_learning.py bench_whole_run.py bench_reading_memory.py
+
+bench: $(STAMP_HF) ## every benchmark, then benchmarks/README.md (hours; Python 3.11)
+	$(BIN)/python benchmarks/write_readme.py --note
+	@for program in $(BENCHMARKS); do \
+	  echo "== $$program"; $(BIN)/python benchmarks/$$program; \
 	done
+	$(BIN)/python benchmarks/write_readme.py
 
 clean: ## remove caches and build outputs; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis .jax_cache

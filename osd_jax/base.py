@@ -72,8 +72,9 @@ class Model:
       `target[:, t]` given `target[:, :t]`.
     prepare: `(params) -> served`; the copy that prefill and decode read
       (fused, transposed: whatever the backend likes). Made once at load and at
-      each swap, never inside a step.
+      each swap, never inside a step. With a shortlist, `(params, tokens [N])` too.
     logical_axes: `() -> tree` of logical axis names, shaped like params.
+    shortlist: N, tokens that `decode` gives mass to; 0 for all.
   """
 
   name: str
@@ -82,8 +83,9 @@ class Model:
   prefill: Callable[[Params, jax.Array, jax.Array, int], Any]
   decode: Callable[[Params, jax.Array, Any], tuple[jax.Array, Any]]
   score: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
-  prepare: Callable[[Params], Params]
+  prepare: Callable[..., Params]
   logical_axes: Callable[[], Any]
+  shortlist: int = 0
 
   __hash__ = object.__hash__
 

@@ -12,6 +12,8 @@ because `dynamic_update_slice` clamps: a write that ran past the end would
 silently land on earlier positions.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -51,8 +53,12 @@ def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
     [B, H, T, D]
   """
   new = new.astype(stored.dtype)
-  if stored.shape[0] == 1:  # one row needs no scatter
-    return jax.lax.dynamic_update_slice(stored, new, (0, 0, length[0], 0))
+  if stored.shape[0] == 1:
+    # One write a head, which makes a scatter: a single write is fused with what reads
+    # it, and XLA CPU then copies the whole cache several times a step.
+    starts = jnp.full(stored.shape[1], length[0])
+    write_head = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+    return jax.vmap(write_head)(stored[0], new[0], starts)[None]
   return jax.vmap(
       lambda row, block, start: jax.lax.dynamic_update_slice(row, block, (0, start, 0))
   )(stored, new, length)

@@ -6,8 +6,12 @@ arrays (draft, optimiser, buffer, rows in flight) and a JSON object for the host
 temporary folder and renames it, so a killed process leaves either the whole
 step or none of it. Beside the arrays stands a table of their shapes, dtypes
 and checksums: a step that was damaged later is noticed and skipped.
+
+Who saves waits for a copy in host memory alone: one thread beside it computes the
+checksums and writes, one step after the other.
 """
 
+import concurrent.futures
 import dataclasses
 import errno
 import json
@@ -19,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from osd_jax import leaves
 
 _ARRAYS, _HOST = "arrays", "host"
 
@@ -55,7 +60,11 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-  """Saves and restores steps of one directory; one writer at a time."""
+  """Saves and restores steps of one directory; one writer at a time.
+
+  Where a step cannot be written, `due` becomes true, and the next `save`, `wait`,
+  `restore` or `close` raises it.
+  """
 
   def __init__(self, config: CheckpointConfig):
     import orbax.checkpoint as ocp  # imported late: it costs .3 s
@@ -70,6 +79,8 @@ class Checkpointer:
             max_to_keep=config.keep, create=True, enable_async_checkpointing=False
         ),
     )
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
+    self._writing: tuple[int, concurrent.futures.Future] | None = None
 
   def __enter__(self) -> "Checkpointer":
     return self
@@ -78,27 +89,59 @@ class Checkpointer:
     self.close()
 
   def close(self) -> None:
-    """Releases orbax's threads. Saving is synchronous: nothing is pending."""
-    self._manager.close()
+    """Waits for the step being written, then ends all threads.
+
+    Raises:
+      ValueError: that step cannot be written; the steps before it are whole.
+    """
+    try:
+      self.wait()
+    finally:
+      self._thread.shutdown()
+      self._manager.close()
+
+  def wait(self) -> None:
+    """Waits until the step saved last is complete on disk.
+
+    Raises:
+      ValueError: it cannot be written; the steps before it are whole.
+    """
+    if self._writing is None:
+      return
+    _, written = self._writing
+    concurrent.futures.wait([written])
+    self._writing = None  # orbax's manager is this thread's again
+    written.result()
 
   def steps(self) -> list[int]:
-    """The complete steps on disk, oldest first."""
+    """The complete steps on disk, oldest first; waits for the one being written."""
+    self.wait()
     return sorted(self._manager.all_steps())
 
   def latest_step(self) -> int | None:
-    """The newest complete step, None if there is none."""
+    """The newest complete step, None if there is none; waits as `steps` does."""
     return max(self.steps(), default=None)
 
   def due(self, finished: int) -> bool:
-    """Whether a checkpoint is due after `finished` requests.
+    """Whether a checkpoint is due after `finished` requests; waits for nothing.
 
-    Counts from the newest step on disk, so a run that finishes several requests
-    in one call never steps over a checkpoint.
+    Counts from the newest step saved, be it still being written, so a run that
+    finishes several requests in one call never steps over a checkpoint. Due at once
+    where that step could not be written: `save` then says so.
     """
-    return finished - (self.latest_step() or 0) >= self.config.every_requests
+    if self._writing is None:
+      newest = self.latest_step() or 0
+    else:
+      newest, written = self._writing
+      if written.done() and written.exception() is not None:
+        return True
+    return finished - newest >= self.config.every_requests
 
   def save(self, step: int, arrays: Any, host: Mapping[str, Any]) -> None:
-    """Writes one step; when it returns, the step is complete on disk.
+    """Copies one step and has it written; `wait` until it is complete on disk.
+
+    The step is of this moment, whatever becomes of the arrays and of `host`. A step
+    that is still being written is waited for first.
 
     Args:
       step: number of the step, greater than every step on disk (the number of
@@ -108,7 +151,7 @@ class Checkpointer:
 
     Raises:
       ValueError: a leaf is no array, `host` is no JSON, `step` is not new, or the
-        disk does not take it; the steps before it are whole in any case.
+        disk did not take the step before; older ones are whole in any case.
     """
     latest = self.latest_step()
     if step < 0 or (latest is not None and step <= latest):
@@ -117,10 +160,21 @@ class Checkpointer:
           f" latest, {latest}, in {self._directory}; continue from the latest step"
           " or remove the newer ones."
       )
-    leaves = _named_leaves(arrays)
-    table = {name: _describe(name, leaf) for name, leaf in leaves.items()}
-    payload = _checked_json({"host": host, "arrays": table})
-    stored = {name: leaf for name, leaf in leaves.items() if leaf.size}
+    named = leaves.named(arrays)
+    leaves.check_plain(named)
+    copied = leaves.copied(named), _copied_json(host)
+    self._writing = step, self._thread.submit(self._write, step, latest, *copied)
+
+  def _write(
+      self,
+      step: int,
+      latest: int | None,
+      arrays: Mapping[str, Any],
+      host: Mapping[str, Any],
+  ) -> None:
+    """Runs on the thread; orbax's manager is that thread's until `wait`."""
+    payload = {"host": host, "arrays": leaves.described(arrays)}
+    stored = {name: leaf for name, leaf in arrays.items() if leaf.size}
     args = self._ocp.args
     try:
       self._manager.save(
@@ -172,7 +226,7 @@ class Checkpointer:
         damaged[candidate] = _first_line(error)
         continue
       wanted = target(payload["host"]) if callable(target) else target
-      _check_target(candidate, payload["arrays"], wanted)
+      leaves.check_target(candidate, payload["arrays"], wanted)
       try:
         arrays = self._read_arrays(candidate, payload["arrays"], wanted)
       except Exception as error:
@@ -195,7 +249,7 @@ class Checkpointer:
     return payload
 
   def _read_arrays(self, step: int, table: Mapping[str, Any], target: Any) -> Any:
-    wanted = {name: _abstract(leaf) for name, leaf in _named_leaves(target).items()}
+    wanted = leaves.abstract(leaves.named(target))
     args = self._ocp.args
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     stored = {
@@ -206,14 +260,14 @@ class Checkpointer:
     restored = self._manager.restore(
         step, args=args.Composite(arrays=args.StandardRestore(stored))
     ).arrays
-    leaves = []
+    placed = []
     for name, leaf in wanted.items():
       array = restored[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype)
       checksum = table[name]["crc32"]
-      if checksum is not None and _checksum(array) != checksum:
+      if checksum is not None and leaves.checksum(array) != checksum:
         raise ValueError(f"checksum of {name} differs from the one saved")
-      leaves.append(_place(array, leaf.sharding))
-    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+      placed.append(leaves.placed(array, leaf.sharding))
+    return jax.tree.unflatten(jax.tree.structure(target), placed)
 
   def _set_aside(self, damaged: Mapping[int, str], used: int) -> None:
     for step, reason in damaged.items():
@@ -237,8 +291,8 @@ def fingerprint(models: Any) -> int:
     models: pytree of arrays; what other processes hold is left out.
   """
   found = 0
-  for name, leaf in _named_leaves(models).items():
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+  for name, leaf in leaves.named(models).items():
+    if not leaves.is_whole(leaf):
       continue
     data = np.asarray(leaf[:1] if leaf.ndim > 1 else leaf).tobytes()
     found = zlib.crc32(data, zlib.crc32(name.encode(), found))
@@ -263,90 +317,14 @@ def check_fingerprint(saved: int | None, own: int) -> None:
     )
 
 
-def _named_leaves(tree: Any) -> dict[str, Any]:
-  """Leaves by dotted path, in the order of `jax.tree.leaves`."""
-  paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-  named = {
-      jax.tree_util.keystr(path, simple=True, separator="."): leaf
-      for path, leaf in paths
-  }
-  if len(named) != len(paths) or not named:
-    raise ValueError(
-        f"checkpoint: received a tree of {len(paths)} leaves with {len(named)}"
-        " distinct paths, expected at least one leaf and no '.' that makes two"
-        " paths alike; rename the keys."
-    )
-  return named
-
-
-def _describe(name: str, leaf: Any) -> dict[str, Any]:
-  """What is known of a leaf beside its bytes; refuses what is no plain array."""
-  plain = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-  if plain and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-    if jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
-      whole = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-      return {
-          "shape": list(leaf.shape),
-          "dtype": leaf.dtype.name,
-          "crc32": _checksum(leaf) if whole else None,
-      }
-  found = f"{leaf.dtype.name} array" if hasattr(leaf, "dtype") else type(leaf).__name__
-  raise ValueError(
-      f"checkpoint save: received {found} at {name}, expected an array of a dtype"
-      " that jax keeps (32 bits or fewer, no typed random key); put Python values"
-      " into `host`."
-  )
-
-
-def _checksum(array: Any) -> int:
-  data = np.ascontiguousarray(np.asarray(array))
-  return zlib.crc32(data.reshape(-1).view(np.uint8)) if data.size else 0
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-  sharding = getattr(leaf, "sharding", None)
-  if isinstance(leaf, jax.Array) and not leaf.committed:
-    sharding = None
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _place(array: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
-  if sharding is None:
-    return jnp.array(np.asarray(array))  # uncommitted: may meet any mesh in jit
-  return jax.device_put(array, sharding)
-
-
-def _check_target(step: int, table: Mapping[str, Any], target: Any) -> None:
-  """Raises unless names, shapes and dtypes of `target` are those saved."""
-  wanted = {
-      name: f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
-      for name, leaf in _named_leaves(target).items()
-  }
-  saved = {name: f"{row['dtype']}{row['shape']}" for name, row in table.items()}
-  faults = [
-      f"{name}: expected {wanted.get(name, 'nothing')}, found"
-      f" {saved.get(name, 'nothing')}"
-      for name in sorted(wanted.keys() | saved.keys())
-      if wanted.get(name) != saved.get(name)
-  ]
-  if faults:
-    more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-    raise ValueError(
-        f"checkpoint restore: step {step} does not fit this run: "
-        + "; ".join(faults[:5])
-        + f"{more}. Start with the config that wrote it, or in a new directory."
-    )
-
-
-def _checked_json(value: Mapping[str, Any]) -> dict[str, Any]:
+def _copied_json(value: Mapping[str, Any]) -> dict[str, Any]:
   try:
-    json.dumps(value)
+    return json.loads(json.dumps(value))
   except (TypeError, ValueError) as error:
     raise ValueError(
         f"checkpoint save: received a host object that is no JSON ({error}),"
         " expected text, numbers, booleans, None, lists and dicts; convert it."
     ) from error
-  return dict(value)
 
 
 def _cause(error: Exception) -> str:

@@ -203,7 +203,7 @@ class Bench:
 
   def _predicted(
       self, config: slots.DecodingConfig, pair: pairs.Pair, tau: float
-  ) -> dict[str, float]:
+  ) -> dict[str, float | None]:
     source = np.zeros((config.rows, config.source_lengths[-1]), np.int32)
     for row in range(config.rows):
       tokens = self.prompts[row % len(self.prompts)].tokens
@@ -217,9 +217,11 @@ class Bench:
         source,
     )
     c, v, drafted = found.cost_ratio, found.verify_ratio, config.num_draft_tokens
+    predicted = metrics.predicted_speed_up
+    fixed = config.adaptive is None  # both formulas are of one K
     return {
-        "predicted": metrics.predicted_speed_up(tau, drafted, c, v),
-        "predicted_paper": metrics.predicted_speed_up(tau, drafted, c),
+        "predicted": predicted(tau, drafted, c, v) if fixed else None,
+        "predicted_paper": predicted(tau, drafted, c) if fixed else None,
         "tokens_per_target_call": tau,
         "cost_ratio": c,
         "verify_ratio": v,
@@ -370,6 +372,17 @@ def draft_labels(paths: Sequence[str]) -> list[str]:
   ]
 
 
+def _speed_sentence(row: Mapping[str, Any]) -> str:
+  """A row of the speed table in words; an adaptive K has no prediction."""
+  found = f"{row['rows']} row(s), {row['draft']}: {row['speed up']:.2f}x plain decoding"
+  if row["predicted"] is None:
+    return f"{found}, K adaptive."
+  return (
+      f"{found} ({row['predicted']:.2f}x predicted from the measured costs,"
+      f" {row['predicted paper']:.2f}x by the paper's formula)."
+  )
+
+
 def _conclude(
     directory: writers.RunDirectory,
     tables: Mapping[str, Sequence[Mapping[str, Any]]],
@@ -380,13 +393,7 @@ def _conclude(
   for name, table in tables.items():
     console.print(name, highlight=False)
     report.print_table(table, console)
-  sentences = [verdict]
-  sentences += [
-      f"{row['rows']} row(s), {row['draft']}: {row['speed up']:.2f}x plain decoding"
-      f" ({row['predicted']:.2f}x predicted from the measured costs,"
-      f" {row['predicted paper']:.2f}x by the paper's formula)."
-      for row in tables.get("Speed", ())
-  ]
+  sentences = [verdict, *map(_speed_sentence, tables.get("Speed", ()))]
   for sentence in sentences:
     console.print(sentence, highlight=False)
   page = writers.write_report(directory, sentences, tables, [], title="Evaluation")

@@ -114,9 +114,12 @@ def run(config: OfflineConfig, operative_config: str = "") -> Path:
     loop = OfflineLoop(config, directory, bar)
     bar.update(task, completed=loop.taken)
     loop.evaluate_if_first()
-    while loop.taken < config.steps:
-      loop.step()
-      bar.update(task, completed=loop.taken, figures=loop.figures)
+    try:
+      while loop.taken < config.steps:
+        loop.step()
+        bar.update(task, completed=loop.taken, figures=loop.figures)
+    finally:
+      loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
   loop.close()
   _conclude(config, directory, console)
   directory.finish()
@@ -213,15 +216,19 @@ class OfflineLoop:
     if self.taken == 0:
       self._evaluate()
 
+  def settle(self) -> None:
+    """Waits until the last checkpoint is complete on disk."""
+    self._saved.wait()
+
   def close(self) -> None:
     """Saves the draft."""
+    self._saved.close()  # first: without its checkpoints no run is complete
     notes = (
         f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
         f" {self.config.texts.sample_source} texts"
     )
     found = self.pair.draft_weights(self.learner.served, notes)
     weights.save(self.config.output, found, self.config.storage)
-    self._saved.close()
     self._log.close()
 
   def _resamples(self) -> bool:

@@ -11,22 +11,23 @@ import numpy as np
 import rich.console
 
 from osd_jax import (
-    alarms,
-    base,
-    certificate,
-    checkpoints,
-    comparison,
-    corpus,
-    metrics,
-    pairs,
-    partitioning,
-    report,
-    writers,
+  alarms,
+  base,
+  certificate,
+  checkpoints,
+  corpus,
+  metering,
+  metrics,
+  pairs,
+  partitioning,
+  report,
+  snapshot,
+  writers,
 )
 from osd_jax.data import batches as data_batches
 from osd_jax.data import streams
 from osd_jax.decoding import slots
-from osd_jax.distillation import background
+from osd_jax.distillation import background, shortlist
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import schedule as schedules
 from osd_jax.distillation import update as updates
@@ -110,10 +111,13 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
   )
   loop = OnlineLoop(config, directory, announce=console.print)
   started = time.perf_counter()
-  with report.Progress(console, len(loop.stream), loop.finished) as bar:
-    while loop.finished < len(loop.stream):
-      for row in loop.step():
-        bar.show(row)
+  try:
+    with report.Progress(console, len(loop.stream), loop.finished) as bar:
+      while loop.finished < len(loop.stream):
+        for row in loop.step():
+          bar.show(row)
+  finally:
+    loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
   loop.close(time.perf_counter() - started)
   verdict = certificate.of_rows(writers.read(directory.metrics_path))
   report.conclude(directory, loop.stream.shifts(), console, verdict.sentence())
@@ -143,8 +147,7 @@ class OnlineLoop:
     partitioner = partitioning.make(config.partition)
     self.pair = pairs.load(config.pair, partitioner)
     self.stream = streams.QueryStream(config.stream, self.pair.vocabulary)
-    self.finished = 0
-    self._submitted = 0
+    self.finished = self._submitted = self._since = 0
     self._requests: dict[int, slots.Request] = {}
     self._schedule = schedules.ScheduleState()
     self._append = jax.jit(replay.append, donate_argnums=0)
@@ -172,8 +175,13 @@ class OnlineLoop:
         config.decoding.record_top_k,
         self.pair.target.vocab_size,
     )
-    self._rivals: comparison.Rivals | None = None
-    self._certifier = certificate.Certifier(self.pair)
+    self._meter = metering.Meter(
+        self.pair,
+        config.decoding,
+        config.sampling,
+        config.floor_metering,
+        config.compare_every,
+    )
     self._alarms = alarms.AlarmState()
     self._models = checkpoints.fingerprint(
         (self.pair.target_params, self.pair.draft_params)
@@ -190,11 +198,9 @@ class OnlineLoop:
         else None
     )
     if self._saved.latest_step() is None:
-      self._log.truncate(0)
-      self._seed_buffer()
-      self._since = int(self._buffer.added)
+      self._begin()
     else:
-      self._restore()
+      self._continue()
     self._warm_up(warm)
 
   def step(self) -> list[dict[str, Any]]:
@@ -210,21 +216,23 @@ class OnlineLoop:
       self._submitted += 1
     rows = [self._learn_from(done) for done in self._decoder.step()]
     if rows and self._saved.due(self.finished):
-      self._checkpoint()
+      self._log.sync()
+      snapshot.save(self._saved, self._snapshot())
     return rows
 
   def settle(self) -> None:
-    """Waits until no update is running, so that what follows is timed alone."""
+    """Waits until nothing runs beside serving: what follows is timed alone."""
     self._learner.settle()
+    self._saved.wait()
 
   def close(self, wall_seconds: float) -> None:
     """Takes the last update, writes the summary and the adapted draft."""
+    self._saved.close()  # first: without its checkpoints no run is complete
     if self._learner.busy:
       self._take_update()
     self._log.write("summary", {"wall_seconds": wall_seconds})
     self._save_draft(self.directory.path / "draft.safetensors")
     self._learner.close()
-    self._saved.close()
     self._log.close()
 
   def _request(self, index: int) -> slots.Request:
@@ -263,73 +271,9 @@ class OnlineLoop:
 
   def _measure(self, done: slots.Finished, query: streams.Query) -> dict[str, Any]:
     """The row of metrics.jsonl for one request."""
-    started = time.perf_counter()
-    found = metrics.agreement(
-        self.pair.draft, self._serving, done.batch, done.settings
+    return self._meter.row(
+        done, query, self.finished, self._serving, self._decoder.draft_version
     )
-    floor = None
-    if self.config.floor_metering:
-      floor = metrics.agreement(
-          self.pair.draft, self.pair.draft_params, done.batch, done.settings
-      )
-    found, floor = jax.device_get((found, floor))
-    tokens = len(done.tokens)
-    row = {
-        "index": self.finished,
-        "query": query.index,
-        "source": query.task,
-        "overlap": float(found.distribution_overlap[0]),
-        "overlap_upper": float(found.distribution_overlap_upper[0]),
-        "acceptance_rate": float(found.acceptance_rate[0]),
-        "draft_acceptance_rate": metrics.draft_acceptance_rate(
-            done.accepted, done.drafted
-        ),
-        "tokens_per_target_call": metrics.tokens_per_target_call(
-            tokens, done.target_calls
-        ),
-        "accepted_per_position": done.accepted_per_position[
-            : self.config.decoding.num_draft_tokens
-        ],
-        "target_calls": done.target_calls,
-        "drafted": done.drafted,
-        "accepted": done.accepted,
-        "output_tokens": tokens,
-        "stop_reason": done.stop_reason.name,
-        "loops": metrics.loops(done.tokens),
-        "draft_version": self._decoder.draft_version,
-        "decode_ms": done.milliseconds,
-        "online_ms_per_token": done.milliseconds / tokens,
-    }
-    if floor is not None:
-      row["floor_overlap"] = float(floor.distribution_overlap[0])
-      row["floor_acceptance_rate"] = float(floor.acceptance_rate[0])
-    row["metering_ms"] = (time.perf_counter() - started) * 1e3
-    if self.config.compare_every and self.finished % self.config.compare_every == 0:
-      row.update(self._compare(done))
-    return row
-
-  def _compare(self, done: slots.Finished) -> dict[str, Any]:
-    if self._rivals is None:
-      self._rivals = comparison.Rivals(
-          self.config.decoding,
-          self.pair.target,
-          self.pair.target_params,
-          self.pair.draft,
-          self.pair.draft_params,
-      )
-    started = time.perf_counter()  # what the rivals compiled is no comparing
-    found = self._rivals.serve(done)
-    row = {
-        "plain_ms_per_token": found.plain_ms / len(done.tokens),
-        "floor_ms_per_token": found.floor_ms / len(done.tokens),
-        "floor_draft_acceptance_rate": found.floor_draft_acceptance_rate,
-        "floor_tokens_per_target_call": found.floor_tokens_per_target_call,
-        "compare_ms": (time.perf_counter() - started) * 1e3,
-    }
-    if certificate.applies(self.config.sampling, self.config.decoding):
-      judged = self._certifier.judge([(found.plain, done)], done.request.tag)
-      row["certificate"] = dataclasses.asdict(judged)
-    return row
 
   def _maybe_launch(self) -> None:
     if self._learner.busy or not schedules.update_due(
@@ -364,7 +308,7 @@ class OnlineLoop:
     version = int(outcome.learner.version)
     if version != self._decoder.draft_version:
       self._serving = outcome.learner.served
-      self._decoder.swap(self._serving, version)
+      self._decoder.swap(self._serving, version, self._shortlist())
     self._write(
         "update",
         {
@@ -379,6 +323,14 @@ class OnlineLoop:
             "wait_ms": outcome.wait_ms,
         },
     )
+
+  def _shortlist(self) -> np.ndarray | None:
+    """The tokens that the draft's output head covers from now on, if it is short."""
+    size = self.pair.draft.shortlist
+    if not size:
+      return None
+    found = shortlist.likeliest(self._buffer, self.pair.draft.vocab_size, size)
+    return np.asarray(found)
 
   def _write(self, kind: str, row: dict[str, Any]) -> None:
     """Logs a row and the alarms that it starts or ends."""
@@ -408,63 +360,50 @@ class OnlineLoop:
     notes = f"osd online, after {self.finished} requests"
     weights.save(path, self.pair.draft_weights(self._serving, notes))
 
-  def _checkpoint(self) -> None:
-    pending = self._learner.pending()
-    arrays = {
-        "learner": self._learner.learner,
-        "serving": self._serving,
-        "buffer": self._buffer,
-        "slots": self._decoder.arrays(),
-        "pending": None if pending is None else pending[1],
-    }
-    host = {
-        "finished": self.finished,
-        "submitted": self._submitted,
-        "since": self._since,
-        "schedule": dataclasses.asdict(self._schedule),
-        "stream": self.stream.state(),
-        "slots": self._decoder.held(),
-        "draft_version": self._decoder.draft_version,
-        "launched": None if pending is None else pending[0],
-        "metrics_bytes": self._log.length,
-        "models": self._models,
-    }
-    self._log.sync()
-    self._saved.save(self.finished, arrays, host)
+  def _begin(self) -> None:
+    self._log.truncate(0)  # of a run that was killed before its first checkpoint
+    self._seed_buffer()
+    self._since = int(self._buffer.added)
+    self._decoder.swap(self._serving, 0, self._shortlist())
 
-  def _restore(self) -> None:
-    arrays, host = self._saved.restore(None, self._abstract)
-    checkpoints.check_fingerprint(host.get("models"), self._models)
-    self.stream.restore(host["stream"])
-    self.finished, self._submitted = host["finished"], host["submitted"]
-    self._since = host["since"]
-    self._schedule = schedules.ScheduleState(**host["schedule"])
-    self._buffer, self._serving = arrays["buffer"], arrays["serving"]
-    self._learner.learner = arrays["learner"]
-    self._decoder.swap(self._serving, host["draft_version"])
-    held = host["slots"]
-    tags = [tag for tag in held["tags"] + held["waiting"] if tag is not None]
-    self._decoder.restore(
-        arrays["slots"], held, {tag: self._request(tag) for tag in tags}
+  def _snapshot(self) -> snapshot.Snapshot:
+    return snapshot.Snapshot(
+        finished=self.finished,
+        submitted=self._submitted,
+        stream=self.stream.state(),
+        slots=self._decoder.arrays(),
+        held=self._decoder.held(),
+        serving=self._serving,
+        draft_version=self._decoder.draft_version,
+        buffer=self._buffer,
+        since=self._since,
+        schedule=self._schedule,
+        learner=self._learner.learner,
+        update=self._learner.pending(),
+        metrics_bytes=self._log.length,
+        models=self._models,
     )
-    if host["launched"] is not None:
-      self._learner.launch(arrays["pending"], host["launched"])
-    self._log.truncate(host["metrics_bytes"])
+
+  def _continue(self) -> None:
+    """Takes over the newest readable checkpoint."""
+    found = snapshot.restore(
+        self._saved,
+        self._snapshot(),
+        self.config.update,
+        self.config.buffer,
+        self._decoder.abstract_state,
+    )
+    self.stream.restore(found.stream)
+    self.finished, self._submitted = found.finished, found.submitted
+    chosen = found.held.get("shortlist")
+    self._decoder.swap(found.serving, found.draft_version, chosen)
+    requests = {index: self._request(index) for index in found.in_flight}
+    self._decoder.restore(found.slots, found.held, requests)
+    self._serving, self._buffer = found.serving, found.buffer
+    self._since, self._schedule = found.since, found.schedule
+    self._learner.learner = found.learner
+    if found.update is not None:
+      launched, inputs = found.update
+      self._learner.launch(inputs, launched)
+    self._log.truncate(found.metrics_bytes)
     self._alarms = alarms.replay(writers.read(self.directory.metrics_path))
-
-  def _abstract(self, host: dict[str, Any]) -> dict[str, Any]:
-    """The structure of a checkpoint, which depends on what was under way."""
-    slice_ = jax.eval_shape(
-        lambda buffer: updates.draw_slice(
-            self.config.update, self.config.buffer, buffer, jax.random.key(0), 0
-        ),
-        self._buffer,
-    )
-    pending = (slice_,) * self.config.update.steps_per_update
-    return {
-        "learner": self._learner.learner,
-        "serving": self._serving,
-        "buffer": self._buffer,
-        "slots": self._decoder.abstract_state(host["slots"]["bucket"]),
-        "pending": None if host["launched"] is None else pending,
-    }

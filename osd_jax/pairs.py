@@ -19,6 +19,7 @@ class PairConfig:
     vocabulary: SentencePiece model of both, or a folder that holds spiece.model.
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
     dtype: "float32" or "bfloat16"; what both models compute in.
+    draft_serving: what the served draft leaves out; the learner trains all of it.
     folder: where the paths above begin, unless they are absolute or shipped.
   """
 
@@ -27,6 +28,7 @@ class PairConfig:
   vocabulary: str = "shipped:demo_vocabulary.model"
   extra_ids: int = 0
   dtype: str = "float32"
+  draft_serving: t5.DraftServing = t5.DraftServing()
   folder: str = ""
 
   def __post_init__(self):
@@ -89,7 +91,7 @@ def load(config: PairConfig, partitioner: partitioning.Partitioner) -> Pair:
         " number. Choose a draft trained with the target's vocabulary."
     )
   target_model = t5.build(target.config, "target")
-  draft_model = t5.build(draft.config, "draft")
+  draft_model = t5.build(draft.config, "draft", config.draft_serving)
   return Pair(
       target=target_model,
       target_params=partitioner.place_params(target_model, target.params),

@@ -151,6 +151,14 @@ def speed_table(
   return table
 
 
+def _acceptance(found: Mapping[str, float | int]) -> str:
+  """Draft acceptance of a segment in words; nothing where nothing was drafted."""
+  first, last = (found[f"draft_acceptance_{edge}"] for edge in ("first", "last"))
+  if np.isnan(first) and np.isnan(last):
+    return ""
+  return f"; draft acceptance {first:.2f}, then {last:.2f}"
+
+
 def headline(
     requests: Sequence[Mapping[str, Any]],
     segments: Sequence[tuple[str, list[Mapping[str, Any]]]],
@@ -163,9 +171,7 @@ def headline(
     sentences.append(
         f"{label}: overlap {found['overlap_first']:.2f} in the first {EDGE} requests,"
         f" {found['overlap_last']:.2f} in the last {EDGE} (frozen draft"
-        f" {found['floor_overlap_last']:.2f}); draft acceptance"
-        f" {found['draft_acceptance_first']:.2f}, then"
-        f" {found['draft_acceptance_last']:.2f}."
+        f" {found['floor_overlap_last']:.2f}){_acceptance(found)}."
     )
   compared = [row for row in requests if row.get("plain_ms_per_token") is not None]
   if compared:

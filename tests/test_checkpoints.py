@@ -1,9 +1,15 @@
-"""Checkpoints: bit-exact, atomic, checked, and forgiving of a damaged last step."""
+"""Checkpoints: bit-exact, atomic, checked, and forgiving of a damaged last step.
 
+They are written beside the work that goes on: what is stored is of the moment of
+`save`, and what could not be stored is said.
+"""
+
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 
 from osd_jax import checkpoints
@@ -81,13 +88,21 @@ def test_structure_of_dataclasses_and_optimiser_state_comes_back(tmp_path):
 
 def test_the_sharding_of_the_target_is_honoured(tmp_path):
   device = jax.devices()[-1]
+  mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  split = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
   values = jnp.arange(8.0)
-  placed = jax.device_put(values, device)
+  tree = {
+      "free": values,
+      "placed": jax.device_put(values, device),
+      "split": jax.device_put(values, split),
+  }
   with _open(tmp_path) as checkpointer:
-    checkpointer.save(1, {"free": values, "placed": placed}, {})
-    arrays, _ = checkpointer.restore(1, {"free": values, "placed": placed})
+    checkpointer.save(1, tree, {})
+    arrays, _ = checkpointer.restore(1, tree)
   assert arrays["placed"].committed and arrays["placed"].devices() == {device}
+  assert arrays["split"].sharding == split
   assert not arrays["free"].committed
+  assert _same_bits(tree, arrays)
 
 
 def test_newest_steps_are_kept_and_due_counts_from_the_newest(tmp_path):
@@ -100,6 +115,111 @@ def test_newest_steps_are_kept_and_due_counts_from_the_newest(tmp_path):
     assert not checkpointer.due(40) and checkpointer.due(41)
     assert int(checkpointer.restore(23, _learner())[0].version) == 23
     assert int(checkpointer.restore(None, _learner())[0].version) == 31
+
+
+@pytest.fixture
+def gate(monkeypatch):
+  """Nothing is written until this event is set."""
+  opened, save = threading.Event(), orbax.checkpoint.CheckpointManager.save
+
+  def held(manager, *arguments, **named):
+    assert opened.wait(20)
+    return save(manager, *arguments, **named)
+
+  monkeypatch.setattr(orbax.checkpoint.CheckpointManager, "save", held)
+  yield opened
+  opened.set()
+
+
+def test_a_step_being_written_is_not_waited_for(tmp_path, gate):
+  with _open(tmp_path, every_requests=10) as checkpointer:
+    checkpointer.save(10, _learner(), {})
+    assert not checkpointer.due(19) and checkpointer.due(20)
+    assert not (tmp_path / "10").exists()
+    gate.set()
+    checkpointer.wait()
+    assert (tmp_path / "10").exists()
+    assert not checkpointer.due(19) and checkpointer.due(20)
+
+
+def test_the_next_step_waits_for_the_one_being_written(tmp_path, gate):
+  with _open(tmp_path) as checkpointer:
+    checkpointer.save(1, _learner(), {})
+    threading.Timer(0.2, gate.set).start()
+    checkpointer.save(2, _learner(), {})
+    assert (tmp_path / "1").exists()
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_what_is_stored_is_of_the_moment_of_save(tmp_path, gate):
+  passed_on = jax.jit(lambda leaf: leaf + 1, donate_argnums=0)
+  tree = {"host": np.arange(5.0, dtype=np.float32), "device": jnp.arange(1000.0)}
+  kept, host = jax.tree.map(np.array, tree), {"open": [1, 2]}
+  with _open(tmp_path) as checkpointer:
+    checkpointer.save(1, tree, host)
+    tree["host"][:] = -1
+    host["open"].append(3)
+    changed = passed_on(tree["device"])
+    assert tree["device"].is_deleted() and float(changed[0]) == 1
+    gate.set()
+    arrays, found = checkpointer.restore(None, _abstract(kept))
+  assert _same_bits(kept, arrays)
+  assert found == {"open": [1, 2]}
+
+
+def test_closing_waits_for_the_step_being_written(tmp_path, gate):
+  writer = _open(tmp_path)
+  writer.save(1, _learner(3), {"n": 1})
+  threading.Timer(0.2, gate.set).start()
+  writer.close()
+  with _open(tmp_path) as reader:
+    restored, host = reader.restore(None, _learner())
+  assert host == {"n": 1} and _same_bits(_learner(3), restored)
+
+
+FULL = r"step 2 cannot be written .*No space left on device.* good one is step 1\."
+
+
+@pytest.fixture
+def full(tmp_path, monkeypatch):
+  """A checkpointer whose second step the disk did not take, and the patch."""
+
+  def save(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  checkpointer = _open(tmp_path, every_requests=10)
+  checkpointer.save(1, _learner(1), {})
+  checkpointer.wait()
+  with monkeypatch.context() as patch:
+    patch.setattr(orbax.checkpoint.CheckpointManager, "save", save)
+    checkpointer.save(2, _learner(2), {})
+    yield checkpointer, patch
+  checkpointer.close()
+
+
+def test_a_full_disk_is_said_at_the_next_step_which_is_due_at_once(full):
+  checkpointer, patch = full
+  end = time.monotonic() + 60
+  while not checkpointer.due(3):
+    assert time.monotonic() < end
+  with pytest.raises(ValueError, match=FULL):
+    checkpointer.save(3, _learner(3), {})
+  assert checkpointer.steps() == [1] and not checkpointer.due(3)
+  patch.undo()
+  checkpointer.save(2, _learner(2), {})  # there is room again
+  assert checkpointer.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("how", [
+    lambda checkpointer: checkpointer.close(),
+    lambda checkpointer: checkpointer.wait(),
+    lambda checkpointer: checkpointer.restore(None, _learner()),
+])
+def test_a_full_disk_is_said_at_the_end(full, how):
+  checkpointer, _ = full
+  with pytest.raises(ValueError, match=FULL):
+    how(checkpointer)
+  checkpointer.wait()  # it is said once
 
 
 @pytest.mark.parametrize("change, words", [
@@ -162,6 +282,7 @@ def test_nothing_readable_is_an_error_and_moves_nothing(tmp_path):
     with pytest.raises(ValueError, match="expected one of \\[\\]"):
       checkpointer.restore(None, tree)
     checkpointer.save(1, tree, {})
+    checkpointer.wait()
     _lose_host(tmp_path / "1")
     with pytest.raises(ValueError, match="no readable step"):
       checkpointer.restore(None, tree)
@@ -205,6 +326,7 @@ from osd_jax import checkpoints
 with checkpoints.Checkpointer(checkpoints.CheckpointConfig(sys.argv[1])) as writer:
   for step in range(1, 10_000):
     writer.save(step, {"x": np.full((128, 128), step, np.int32)}, {"step": step})
+    writer.wait()
     print(step, flush=True)
 """
 

@@ -10,7 +10,7 @@ import tiny_pair
 from osd_jax import base, corpus, evaluate, metrics, writers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
-from osd_jax.decoding import costs, slots
+from osd_jax.decoding import adaptive, costs, slots
 
 TASKS = tuple(
     TaskConfig(
@@ -122,6 +122,25 @@ def test_speeds_are_consistent_with_their_parts(rows):
         row["plain_ms_per_token"] / row["ms_per_token"]
     )
     assert row["ms_per_token"] > 0
+
+
+def test_an_adaptive_k_is_measured_but_not_predicted(config, tmp_path):
+  """Both formulas are of one K."""
+  table = adaptive.RoundCosts((1.0, 1.2))
+  policy = slots.AdaptiveConfig(candidates=(0, K), costs=(table,))
+  adapting = dataclasses.replace(
+      config,
+      drafts=(),
+      speed_requests=1,
+      decoding=dataclasses.replace(config.decoding, adaptive=policy),
+      run_directory=str(tmp_path / "r"),
+  )
+  path = evaluate.run(adapting)
+  found = list(writers.read(path / "metrics.jsonl"))
+  (verdict,), (speed,) = of(found, "certificate"), of(found, "speed")
+  assert verdict["equal"] == verdict["outputs"] == 6
+  assert speed["predicted"] is None and speed["speed_up"] > 0
+  assert "K adaptive" in (path / "report.html").read_text()
 
 
 class FakeDecoder:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import checkpoints, online, pairs, partitioning, writers
+from osd_jax import checkpoints, online, pairs, partitioning, snapshot, writers
 from osd_jax.models import weights
 
 QUICK = {"compare_every": 0, "floor_metering": False, "keep_drafts": False}
@@ -89,6 +89,22 @@ def assert_equal_to(whole, folder):
   assert sorted(queries[1]) == list(range(tiny_online.REQUESTS))
   drafts = [weights.load(path / "draft.safetensors").params for path in (whole, folder)]
   jax.tree.map(np.testing.assert_array_equal, *drafts)
+
+
+def test_an_interrupted_run_leaves_the_checkpoint_that_it_had_begun(serve, tmp_path):
+  save, begun = snapshot.save, []
+
+  def interrupted(saved, found):
+    save(saved, found)
+    begun.append(found.finished)
+    raise KeyboardInterrupt
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(snapshot, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      serve(tmp_path)
+  assert steps(tmp_path) == begun
+  assert not list((tmp_path / "checkpoints").glob("*tmp*"))
 
 
 @pytest.fixture

@@ -4,17 +4,21 @@ A draft that learns nonsense is the worst that online learning can do. Greedy ou
 and sampled ones under the coupling rule, stay those of a draft that never learns.
 """
 
+import contextlib
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_online
+import tiny_pair
 
+from experiments.poisoned_learning import run as poisons
 from osd_jax import metrics, online, pairs, partitioning, writers
 from osd_jax.decoding import slots
-from osd_jax.distillation import buffer, update
+from osd_jax.distillation import buffer
 
 PER_TASK = 14  # requests of each of the four topics: two alarm windows
 RATE = 3e-3  # what a sound run learns with
@@ -95,25 +99,7 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
   return Ran(outputs, *kinds, (path / "report.html").read_text())
 
 
-def shuffled_labels(patch):
-  """Every update learns from the wrong tokens: ids are exchanged, masses kept."""
-  real = update.draw_update
-  order = jnp.asarray(np.random.default_rng(0).permutation(1536))
-
-  def draw(*arguments):
-    return tuple(
-        batch.replace(
-            records=batch.records.replace(
-                ids=order[batch.records.ids].astype(batch.records.ids.dtype)
-            )
-        )
-        for batch in real(*arguments)
-    )
-
-  patch.setattr(update, "draw_update", draw)
-
-
-def nan_in_a_row(patch):
+def nan_in_a_row():
   """One row of the buffer holds NaN; it is drawn now and then, until it is old."""
   real = buffer.append
 
@@ -123,15 +109,12 @@ def nan_in_a_row(patch):
     records = batch.records.replace(log_probs=log_probs)
     return real(ring, batch.replace(records=records))
 
-  patch.setattr(buffer, "append", append)
+  return mock.patch.object(buffer, "append", append)
 
 
-def sound(_):
-  """No poison."""
-
-
+sound = contextlib.nullcontext
 POISONS = {
-    "shuffled": (shuffled_labels, RATE),
+    "shuffled": (lambda: poisons.shuffled_labels(tiny_pair.VOCAB_SIZE), RATE),
     "rate x 1000": (sound, 1000 * RATE),
     "nan": (nan_in_a_row, RATE),
 }
@@ -140,8 +123,7 @@ POISONS = {
 @pytest.fixture(scope="module")
 def make(pair, loaded, tmp_path_factory):
   def made(poison=sound, **changes):
-    with pytest.MonkeyPatch.context() as patch:
-      poison(patch)
+    with poison():
       return serve(pair, loaded, tmp_path_factory.mktemp("run"), **changes)
 
   return made

@@ -86,7 +86,8 @@ def test_killed_three_times_it_ends_bit_equal(tmp_path, repository):
     kill_at(process, killed / "metrics.jsonl", moment, rng.uniform(0, 0.01))
     assert requests_in(killed / "metrics.jsonl") < tiny_online.REQUESTS
     assert not (killed / "draft.safetensors").exists()
-  steps = [int(path.name) for path in (killed / "checkpoints").glob("[0-9]*")]
+  names = [path.name for path in (killed / "checkpoints").iterdir()]
+  steps = [int(name) for name in names if name.isdigit()]  # others are half written
   assert any(step < tiny_online.REQUESTS for step in steps)
   finish(start(tmp_path, killed, repository))
 

@@ -15,15 +15,19 @@ def run_steps(
     target_served: base.Params,
     max_steps: jax.Array,
     state: state_lib.DecodeState,
+    draft_version: jax.Array | int = 0,
 ) -> state_lib.DecodeState:
   """Decodes one token per target call until any, or all, of the rows have stopped.
+
+  A draft's cache stays as it was, behind the tokens.
 
   Args:
     target: the target model (static).
     until_all: go on until all rows have stopped (static).
     target_served: its prepared parameters.
     max_steps: [] int32.
-    state: rows in flight, without a draft cache.
+    state: rows in flight.
+    draft_version: [] int32, noted in the records; the draft that waits meanwhile.
 
   Returns:
     The rows after the last step.
@@ -40,8 +44,11 @@ def run_steps(
     )
     verification = base.Verification(logits)
     acceptance = accept_lib.accept(nothing, verification, state.settings, state.length)
+    state = state.replace(target_cache=cache)
     return state_lib.append(
-        state.replace(target_cache=cache), acceptance, verification, jnp.int32(0), 0
+        state, acceptance, verification, jnp.asarray(draft_version), 0
     )
 
-  return speculative.loop(step, state, until_all, max_steps)
+  idle = state.draft_cache  # not carried by the loop: it would be copied
+  state = speculative.loop(step, state.replace(draft_cache=None), until_all, max_steps)
+  return state.replace(draft_cache=idle)

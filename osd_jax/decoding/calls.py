@@ -1,7 +1,8 @@
 """The compiled calls behind the slots: prefill into a row, advance all rows, read one.
 
-Every call takes a `Program` as its only static argument: one compilation per program,
-bucket of source lengths and kind of call; none for requests, settings or versions.
+Every call takes a `Program` as its static argument, `advance` K too: one compilation
+per program, bucket of source lengths, kind of call and K; none for requests, settings,
+versions or numbers of rounds.
 """
 
 import dataclasses
@@ -10,9 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from osd_jax import base, cache
 from osd_jax.decoding import autoregressive, sampling, speculative
+from osd_jax.decoding import catch_up as catch_up_lib
 from osd_jax.decoding import state as state_lib
 from osd_jax.decoding.requests import DecodingConfig
 
@@ -22,7 +25,7 @@ class Program:
   """What is compiled in.
 
   Attributes:
-    config: shapes of decoding.
+    config: shapes of decoding, `DecodingConfig.shapes()`.
     target: the target model.
     draft: the draft model, None for plain decoding.
     partitioner: a `partitioning.Partitioner`, None for one device.
@@ -53,9 +56,11 @@ class Served(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def prepare(model: base.Model, params: base.Params) -> base.Params:
-  """The served copy of a model's parameters."""
-  return model.prepare(params)
+def prepare(
+    model: base.Model, params: base.Params, shortlist: np.ndarray | None = None
+) -> base.Params:
+  """The served copy of a model's parameters; see `base.Model.prepare`."""
+  return model.prepare(params, *(() if shortlist is None else (shortlist,)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -86,24 +91,67 @@ def insert(
   return program.placed(cache.insert_row(state, row, slot))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def advance(
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def insert_undrafted(
     program: Program,
     served: Served,
+    state: state_lib.DecodeState,
+    source: jax.Array,
+    settings: base.SamplingSettings,
+    slot: jax.Array,
+) -> state_lib.DecodeState:
+  """`insert` without the draft's prefill, which `prefill_draft` does if needed."""
+  row = _prefilled(
+      dataclasses.replace(program, draft=None), served, source, settings
+  )
+  found = cache.insert_row(state.replace(draft_cache=None), row, slot)
+  return program.placed(found.replace(draft_cache=state.draft_cache))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill_draft(
+    program: Program,
+    served: Served,
+    state: state_lib.DecodeState,
+    source: jax.Array,
+    slot: jax.Array,
+) -> state_lib.DecodeState:
+  """Prefills the draft for a row's source [1, S]; nothing of its tokens is fed."""
+  row = _draft_prefilled(program, served, source)
+  found = cache.insert_row(state.draft_cache, row, slot)
+  return program.placed(state.replace(draft_cache=found))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def catch_up(
+    program: Program, served: Served, state: state_lib.DecodeState
+) -> state_lib.DecodeState:
+  """Feeds the draft what it missed in plain steps."""
+  assert program.draft is not None
+  return program.placed(
+      catch_up_lib.catch_up(program.draft, served.draft, state)
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+def advance(
+    program: Program,
+    num_draft_tokens: int,
+    served: Served,
     draft_version: jax.Array,
+    max_rounds: jax.Array,
     state: state_lib.DecodeState,
 ) -> state_lib.DecodeState:
-  """Runs rounds (or plain steps) until a row finishes or `max_rounds` have passed."""
-  limit = jnp.int32(program.config.max_rounds)
-  if program.draft is None:
+  """Runs rounds (K = 0: plain steps) until a row finishes or `max_rounds` passed."""
+  if program.draft is None or num_draft_tokens == 0:
     state = autoregressive.run_steps(
-        program.target, False, served.target, limit, state
+        program.target, False, served.target, max_rounds, state, draft_version
     )
   else:
     speculation = speculative.Speculation(
         program.target,
         program.draft,
-        program.config.num_draft_tokens,
+        num_draft_tokens,
         program.config.acceptance_rule,
     )
     state = speculative.run_rounds(
@@ -112,7 +160,7 @@ def advance(
         served.target,
         served.draft,
         draft_version,
-        limit,
+        max_rounds,
         state,
     )
   return program.placed(state)
@@ -161,14 +209,18 @@ def _prefilled(
   """Rows after prefill: both encoders, empty self caches."""
   config, mask = program.config, source != base.PAD_ID
   length = state_lib.buffer_length(config.target_length)
-  draft_cache = None
-  if program.draft is not None:
-    draft_cache = program.draft.prefill(served.draft, source, mask, length)
   return state_lib.initial_state(
       settings,
       program.target.prefill(served.target, source, mask, length),
-      draft_cache,
+      None if program.draft is None else _draft_prefilled(program, served, source),
       config.target_length,
       config.record_top_k,
       program.target.vocab_size,
   )
+
+
+def _draft_prefilled(program: Program, served: Served, source: jax.Array) -> Any:
+  """The draft's cache after prefill, of length 0."""
+  assert program.draft is not None
+  length = state_lib.buffer_length(program.config.target_length)
+  return program.draft.prefill(served.draft, source, source != base.PAD_ID, length)

@@ -8,15 +8,16 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import accept
 from osd_jax.decoding import state as state_lib
+from osd_jax.decoding.adaptive import AdaptiveConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig:
-  """Shapes of decoding; all of them are compiled in.
+  """Shapes of decoding, and how much is drafted.
 
   Attributes:
     rows: B, requests in flight.
-    num_draft_tokens: K in 1..8.
+    num_draft_tokens: K in 1..8; with `adaptive` the largest.
     acceptance_rule: a key of `accept.RULES`. "rejection" accepts most; by "coupling"
       sampled outputs too are plain decoding's, whatever the draft.
     source_lengths: buckets S that prompts are padded to; a batch holds one bucket.
@@ -25,6 +26,7 @@ class DecodingConfig:
       V or more keeps full rows.
     max_rounds: rounds after which a call returns to the host although no row has
       finished; bounds how long a swap or a new request waits.
+    adaptive: chooses K between two calls, plain decoding included; None keeps K.
   """
 
   rows: int = 1
@@ -34,6 +36,7 @@ class DecodingConfig:
   target_length: int = 96
   record_top_k: int = 64
   max_rounds: int = 256
+  adaptive: AdaptiveConfig | None = None
 
   def __post_init__(self):
     lengths = tuple(sorted(self.source_lengths))
@@ -52,6 +55,11 @@ class DecodingConfig:
         "target_length": (self.target_length >= 1, "an integer >= 1"),
         "record_top_k": (self.record_top_k >= 0, "an integer >= 0"),
         "max_rounds": (self.max_rounds >= 1, "an integer >= 1"),
+        "adaptive": (
+            self.adaptive is None or self._takes(self.adaptive),
+            f"a candidate in 1..{self.num_draft_tokens} (num_draft_tokens) and as many"
+            f" costs as source_lengths ({len(lengths)}), or none",
+        ),
     }
     for name, (valid, expected) in checks.items():
       if not valid:
@@ -59,6 +67,20 @@ class DecodingConfig:
             f"DecodingConfig.{name}: received {getattr(self, name)!r}, expected"
             f" {expected}."
         )
+
+  def shapes(self) -> "DecodingConfig":
+    """What is compiled into every call: all but K and numbers of rounds."""
+    plain = DecodingConfig()
+    return dataclasses.replace(
+        self,
+        num_draft_tokens=plain.num_draft_tokens,
+        max_rounds=plain.max_rounds,
+        adaptive=None,
+    )
+
+  def _takes(self, adaptive: AdaptiveConfig) -> bool:
+    some = adaptive.candidates[1] <= self.num_draft_tokens
+    return some and len(adaptive.costs) in (0, len(self.source_lengths))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import calls, sampling
+from osd_jax.decoding import calls, drafting, sampling
 from osd_jax.decoding import state as state_lib
+from osd_jax.decoding.adaptive import AdaptiveConfig
 from osd_jax.decoding.requests import (
     DecodingConfig,
     Finished,
@@ -22,7 +23,14 @@ from osd_jax.decoding.requests import (
     SamplingConfig,
 )
 
-__all__ = ["DecodingConfig", "Finished", "Request", "SamplingConfig", "Slots"]
+__all__ = [
+    "AdaptiveConfig",
+    "DecodingConfig",
+    "Finished",
+    "Request",
+    "SamplingConfig",
+    "Slots",
+]
 
 
 class Slots:
@@ -62,11 +70,19 @@ class Slots:
     self.config = config
     if partitioner is not None and partitioner.mesh.size == 1:
       partitioner = None  # nothing to place, and one compilation with who has none
-    self._program = calls.Program(config, target, draft, partitioner)
+    self._program = calls.Program(config.shapes(), target, draft, partitioner)
     self._served = calls.Served(calls.prepare(target, target_params))
     self.draft_version = 0
+    self._shortlist: np.ndarray | None = None
     if draft is not None:
+      if draft.shortlist:
+        self._shortlist = np.arange(draft.shortlist, dtype=np.int32)
       self.swap(draft_params, 0)
+    self._adaptive = None
+    if draft is not None and config.adaptive is not None:
+      self._adaptive = drafting.AdaptiveDrafting(
+          self._program, config, config.adaptive
+      )
     self._state: state_lib.DecodeState | None = None
     self._bucket = 0
     self._waiting: deque[Request] = deque()
@@ -78,14 +94,27 @@ class Slots:
     """Requests held or waiting."""
     return len(self._waiting) + sum(held is not None for held in self._held)
 
-  def swap(self, draft_params: base.Params, version: int) -> None:
+  def swap(
+      self,
+      draft_params: base.Params,
+      version: int,
+      shortlist: np.ndarray | None = None,
+  ) -> None:
     """New draft parameters from the next call on; outputs do not depend on them.
 
     The draft's cache entries of rows in flight stay those of the old draft: that can
     cost acceptance for the rest of the request, never exactness.
+
+    Args:
+      draft_params: of the draft.
+      version: noted in the records.
+      shortlist: [N] int32, the tokens that the draft's output head covers from now on;
+        None keeps those it has. Only for a draft with a shortlist.
     """
     assert self._program.draft is not None
-    draft_served = calls.prepare(self._program.draft, draft_params)
+    if shortlist is not None:
+      self._shortlist = np.asarray(shortlist, np.int32)
+    draft_served = calls.prepare(self._program.draft, draft_params, self._shortlist)
     self._served = self._served._replace(draft=draft_served)
     self.draft_version = version
 
@@ -113,11 +142,7 @@ class Slots:
     if not rows:
       return []
     started = time.perf_counter()
-    state = calls.advance(
-        self._program, self._served, np.int32(self.draft_version), self._state
-    )
-    self._state = state
-    reasons = np.asarray(state.stop_reason)  # waits for the call
+    reasons = self._advance(rows)
     spent = (time.perf_counter() - started) * 1e3
     for slot in rows:
       self._milliseconds[slot] += spent / len(rows)
@@ -144,6 +169,8 @@ class Slots:
       prompt = np.full(bucket, base.EOS_ID, np.int32)
       found += self.run([Request(prompt, max_length=1)])
     self._bucket, self._state = 0, None
+    if self._adaptive is not None:
+      self._adaptive.reset()
     return found
 
   def arrays(self) -> state_lib.DecodeState | None:
@@ -151,12 +178,17 @@ class Slots:
     return self._state
 
   def held(self) -> dict[str, Any]:
-    """What a checkpoint keeps beside `arrays`: bucket, requests' tags, times."""
+    """What a checkpoint keeps beside `arrays`: bucket, tags, times, policy, shortlist.
+
+    The shortlist goes back in by `swap`.
+    """
     return {
+        "shortlist": None if self._shortlist is None else self._shortlist.tolist(),
         "bucket": self._bucket,
         "tags": [None if held is None else held.tag for held in self._held],
         "waiting": [request.tag for request in self._waiting],
         "milliseconds": list(self._milliseconds),
+        "adaptive": None if self._adaptive is None else self._adaptive.held(),
     }
 
   def restore(
@@ -174,6 +206,8 @@ class Slots:
     self._held = [None if tag is None else requests[tag] for tag in held["tags"]]
     self._waiting = deque(requests[tag] for tag in held["waiting"])
     self._milliseconds = list(held["milliseconds"])
+    if self._adaptive is not None and held.get("adaptive") is not None:
+      self._adaptive.restore(held["adaptive"], arrays)
 
   def abstract_state(self, bucket: int) -> Any:
     """Shapes of `arrays()` for a bucket, to restore a checkpoint into."""
@@ -194,6 +228,8 @@ class Slots:
           return  # its bucket comes when the present rows have finished
         self._bucket = needed
         self._state = calls.empty(self._program, self._served, needed)
+        if self._adaptive is not None:
+          self._adaptive.warm_up(self._served, needed)
       self._waiting.popleft()
       slot = self._held.index(None)
       started = time.perf_counter()
@@ -206,9 +242,31 @@ class Slots:
     source = np.full((1, self._bucket), base.PAD_ID, np.int32)
     source[0, : len(request.tokens)] = request.tokens
     settings = self._settings(request)
+    assert self._state is not None
+    if self._adaptive is not None:
+      return self._adaptive.insert(self._served, self._state, source, settings, slot)
     return calls.insert(
         self._program, self._served, self._state, source, settings, slot
     )
+
+  def _advance(self, rows: list[int]) -> np.ndarray:
+    """Runs one compiled call and waits for it; stop reasons [B]."""
+    assert self._state is not None
+    if self._adaptive is not None:
+      self._state, reasons = self._adaptive.advance(
+          self._served, self.draft_version, self._state, self._bucket, rows
+      )
+      return reasons
+    state = calls.advance(
+        self._program,
+        self.config.num_draft_tokens,
+        self._served,
+        np.int32(self.draft_version),
+        np.int32(self.config.max_rounds),
+        self._state,
+    )
+    self._state = state
+    return np.asarray(state.stop_reason)
 
   def _settings(self, request: Request) -> base.SamplingSettings:
     chosen, limit = request.sampling, request.max_length

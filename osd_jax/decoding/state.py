@@ -41,7 +41,8 @@ class DecodeState:
     stop_reason: [B] int32, a `base.StopReason`.
     settings: per-row sampling.
     target_cache: the target's cache.
-    draft_cache: the draft's cache, None in plain decoding.
+    draft_cache: the draft's cache, None without a draft. Plain steps leave it behind:
+      its own length says how far the draft was fed.
     records: target distributions at emitted positions, valid to `length`, or None.
     counters: what the rounds added up to.
   """
@@ -123,8 +124,8 @@ def append(
     num_draft_tokens: K.
 
   Returns:
-    The rows after the round, with caches rewound to what was really emitted. Rows
-    that had stopped are unchanged.
+    The rows after the round, with caches rewound to what was really emitted; the
+    draft's stays as it is if it did not draft. Rows that had stopped are unchanged.
   """
   tokens = acceptance.tokens
   offset = jnp.arange(tokens.shape[1])[None]
@@ -151,14 +152,15 @@ def append(
       # Length before the round = tokens emitted: the start token is fed, the last
       # emitted one is not.
       target_cache=state.target_cache.replace(length=length),
-      draft_cache=_rewound(state.draft_cache, length),
+      draft_cache=_rewound(state.draft_cache, length, num_draft_tokens),
       records=_record(state, verification, error, draft_version, running),
       counters=counters,
   )
 
 
-def _rewound(cache: Any, length: jax.Array) -> Any:
-  return None if cache is None else cache.replace(length=length)
+def _rewound(cache: Any, length: jax.Array, num_draft_tokens: int) -> Any:
+  """The draft's cache after a round that drafted, or as it was."""
+  return cache.replace(length=length) if num_draft_tokens else cache
 
 
 def _cut(

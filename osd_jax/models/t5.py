@@ -92,27 +92,56 @@ class T5Config:
       )
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftServing:
+  """What a served draft may leave out: only the target decides what is emitted.
+
+  Attributes:
+    int8: decoder and output head are quantised to 8 bits; the learner keeps its own.
+    shortlist: N, tokens that the output head covers; others get no mass. 0 covers all.
+  """
+
+  int8: bool = False
+  shortlist: int = 0
+
+  def __post_init__(self):
+    if type(self.int8) is not bool:
+      raise ValueError(
+          f"DraftServing.int8: received {self.int8!r}, expected True or False."
+      )
+    if type(self.shortlist) is not int or self.shortlist < 0:
+      raise ValueError(
+          f"DraftServing.shortlist: received {self.shortlist!r}, expected a number of"
+          " tokens, or 0 for all."
+      )
+
+  @property
+  def layout(self) -> layers.Layout:
+    """Of the decoder's kernels."""
+    return layers.Layout.INT8 if self.int8 else layers.Layout.SERVED
+
+
 class EncoderLayer(nn.Module):
   """Pre-norm self-attention and feed-forward block of the encoder."""
 
   config: T5Config
-  served: bool
+  layout: layers.Layout
 
   @nn.compact
   def __call__(self, x: jax.Array, bias: jax.Array) -> jax.Array:
     config, dtype = self.config, jnp.dtype(self.config.dtype)
-    attention = _attention(config, self.served, "attention")
+    attention = _attention(config, self.layout, self.layout, "attention")
     h = layers.RMSNorm(dtype, name="pre_attention_layer_norm")(x)
     x = x + attention(h, *attention.keys_values(h), bias)
     h = layers.RMSNorm(dtype, name="pre_mlp_layer_norm")(x)
-    return x + _mlp(config, self.served)(h)
+    return x + _mlp(config, self.layout)(h)
 
 
 class Encoder(nn.Module):
   """Encoder stack."""
 
   config: T5Config
-  served: bool
+  layout: layers.Layout
 
   @nn.compact
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -122,24 +151,33 @@ class Encoder(nn.Module):
     bias = _relative_bias(config, bidirectional=True)(positions[None], positions)
     bias = bias + layers.mask_bias(mask)[:, None, None, :]
     for index in range(config.num_encoder_layers):
-      x = EncoderLayer(config, self.served, name=f"layers_{index}")(x, bias)
+      x = EncoderLayer(config, self.layout, name=f"layers_{index}")(x, bias)
     return layers.RMSNorm(jnp.dtype(config.dtype), name="encoder_norm")(x)
 
 
 class DecoderLayer(nn.Module):
-  """Pre-norm self-attention, cross-attention and feed-forward block."""
+  """Pre-norm self-attention, cross-attention and feed-forward block.
+
+  Attributes:
+    config: the shape.
+    layout: of the kernels that a step reads.
+    memory_layout: of the cross-attention's keys and values, which prefill reads.
+  """
 
   config: T5Config
-  served: bool
+  layout: layers.Layout
+  memory_layout: layers.Layout
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     self.pre_self_attention_layer_norm = layers.RMSNorm(dtype)
-    self.self_attention = _attention(config, self.served)
+    self.self_attention = _attention(config, self.layout, self.layout)
     self.pre_cross_attention_layer_norm = layers.RMSNorm(dtype)
-    self.encoder_decoder_attention = _attention(config, self.served)
+    self.encoder_decoder_attention = _attention(
+        config, self.layout, self.memory_layout
+    )
     self.pre_mlp_layer_norm = layers.RMSNorm(dtype)
-    self.mlp = _mlp(config, self.served, name=None)
+    self.mlp = _mlp(config, self.layout, name=None)
 
   def cross_keys_values(self, encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
     return self.encoder_decoder_attention.keys_values(encoded)
@@ -171,21 +209,31 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Decoder stack with its output head (untied models)."""
+  """Decoder stack with its output head (untied models).
+
+  Attributes:
+    config: the shape.
+    layout: of the kernels that a step reads.
+    memory_layout: of the cross-attention's keys and values.
+    own_head: the stack has an output head.
+  """
 
   config: T5Config
-  served: bool
+  layout: layers.Layout
+  memory_layout: layers.Layout
+  own_head: bool
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     self.relpos_bias = _relative_bias(config, bidirectional=False, name=None)
     self.layers = [
-        DecoderLayer(config, self.served) for _ in range(config.num_decoder_layers)
+        DecoderLayer(config, self.layout, self.memory_layout)
+        for _ in range(config.num_decoder_layers)
     ]
     self.decoder_norm = layers.RMSNorm(dtype)
-    if not config.tied_head:
+    if self.own_head:
       self.logits_dense = layers.Projection(
-          (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.served
+          (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
       )
 
   def cross_keys_values(self, encoded: jax.Array):
@@ -221,15 +269,28 @@ class Decoder(nn.Module):
 
 
 class T5(nn.Module):
-  """The whole model; `served` reads the copy that `prepare` made."""
+  """The whole model.
+
+  Attributes:
+    config: the shape.
+    serving: reads the copy that `prepare` made for it; None reads what is trained.
+  """
 
   config: T5Config
-  served: bool = False
+  serving: DraftServing | None = None
 
   def setup(self):
-    self.token_embedder = Embedding(self.config)
-    self.encoder = Encoder(self.config, self.served)
-    self.decoder = Decoder(self.config, self.served)
+    config, serving = self.config, self.serving
+    layout = layers.Layout.TRAINED if serving is None else layers.Layout.SERVED
+    step_layout = layout if serving is None else serving.layout
+    short = serving is not None and _has_draft_head(config, serving)
+    self.token_embedder = Embedding(config)
+    self.encoder = Encoder(config, layout)
+    self.decoder = Decoder(
+        config, step_layout, layout, not (config.tied_head or short)
+    )
+    if short:
+      self.draft_head = DraftHead(config, serving)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`."""
@@ -280,7 +341,11 @@ class T5(nn.Module):
 
   def _logits(self, x):
     if self.config.tied_head:
-      logits = self.token_embedder.attend(x * self.config.width**-0.5)
+      x = x * self.config.width**-0.5
+    if hasattr(self, "draft_head"):
+      logits = self.draft_head(x)
+    elif self.config.tied_head:
+      logits = self.token_embedder.attend(x)
     else:
       logits = self.decoder.logits_dense(x)
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -305,26 +370,65 @@ class Embedding(nn.Module):
     return layers.served_matmul(x, self.embedding.astype(x.dtype))
 
 
+class DraftHead(nn.Module):
+  """The output head of a served draft: quantised, for some tokens only, or both.
+
+  Attributes:
+    config: the shape.
+    serving: at least one of its fields is set.
+  """
+
+  config: T5Config
+  serving: DraftServing
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Logits [B, n, V] of x [B, n, E]; -inf for tokens outside the shortlist."""
+    config, covered = self.config, self.serving.shortlist
+    logits = layers.Projection(
+        (config.width, covered or config.vocab_size),
+        ("embed", "vocab"),
+        jnp.dtype(config.dtype),
+        self.serving.layout,
+        name="projection",
+    )(x)
+    if not covered:
+      return logits
+    ids = self.param("ids", lambda key: jnp.arange(covered))
+    empty = jnp.full((*x.shape[:-1], config.vocab_size), -jnp.inf, logits.dtype)
+    return empty.at[..., ids].set(logits, unique_indices=True)
+
+
+def _has_draft_head(config: T5Config, serving: DraftServing) -> bool:
+  return serving.int8 or 0 < serving.shortlist < config.vocab_size
+
+
 def _attention(
-    config: T5Config, served: bool, name: str | None = None
+    config: T5Config,
+    layout: layers.Layout,
+    memory_layout: layers.Layout,
+    name: str | None = None,
 ) -> layers.Attention:
   return layers.Attention(
       config.width,
       config.num_heads,
       config.head_dim,
       jnp.dtype(config.dtype),
-      served,
+      layout,
+      memory_layout,
       name=name,
   )
 
 
-def _mlp(config: T5Config, served: bool, name: str | None = "mlp") -> layers.Mlp:
+def _mlp(
+    config: T5Config, layout: layers.Layout, name: str | None = "mlp"
+) -> layers.Mlp:
   return layers.Mlp(
       config.width,
       config.mlp_dim,
       config.mlp_activations,
       jnp.dtype(config.dtype),
-      served,
+      layout,
       name=name,
   )
 
@@ -342,13 +446,22 @@ def _relative_bias(
 
 
 @functools.cache
-def build(config: T5Config, name: str = "t5") -> base.Model:
+def build(
+    config: T5Config, name: str = "t5", serving: DraftServing = DraftServing()
+) -> base.Model:
   """The functions of `base.Model` for one configuration.
 
   Cached, so that the same configuration gives the same (static) Model and
   nothing is compiled twice.
+
+  Args:
+    config: the shape.
+    name: what error texts call it.
+    serving: what its served copy leaves out; for drafts only.
   """
-  training, serving = T5(config), T5(config, served=True)
+  if serving.shortlist >= config.vocab_size:
+    serving = dataclasses.replace(serving, shortlist=0)
+  training, served = T5(config), T5(config, serving)
 
   def init(key):
     return nn.unbox(_init_boxed(training, key))
@@ -360,22 +473,68 @@ def build(config: T5Config, name: str = "t5") -> base.Model:
       name=name,
       vocab_size=config.vocab_size,
       init=init,
-      prefill=functools.partial(apply, serving, method=T5.prefill),
-      decode=functools.partial(apply, serving, method=T5.decode),
+      prefill=functools.partial(apply, served, method=T5.prefill),
+      decode=functools.partial(apply, served, method=T5.decode),
       score=functools.partial(apply, training, method=T5.score),
-      prepare=functools.partial(prepare, dtype=config.dtype),
+      prepare=functools.partial(prepare, config, serving),
       logical_axes=functools.partial(_logical_axes, training),
+      shortlist=serving.shortlist,
   )
 
 
-def prepare(params: base.Params, dtype: str = "float32") -> base.Params:
-  """The served copy: compute type, kernels transposed to `[out, in]`."""
+def prepare(
+    config: T5Config,
+    serving: DraftServing,
+    params: base.Params,
+    shortlist: jax.Array | None = None,
+) -> base.Params:
+  """The served copy: compute type, kernels transposed to `[out, in]`.
+
+  Args:
+    config: the shape.
+    serving: what the copy leaves out.
+    params: as trained.
+    shortlist: [N] int32 distinct tokens that the output head covers, end-of-sequence
+      among them; None takes the first N.
+
+  Returns:
+    Parameters of `T5(config, serving)`.
+  """
 
   def leaf(path, value):
-    value = value.astype(dtype)
+    value = value.astype(config.dtype)
     return value.T if path[-1].key == "kernel" else value
 
-  return jax.tree_util.tree_map_with_path(leaf, params)
+  found = jax.tree_util.tree_map_with_path(leaf, params)
+  if _has_draft_head(config, serving):
+    found = _with_draft_head(config, serving, found, shortlist)
+  if serving.int8:
+    found["decoder"] = _quantized(found["decoder"])
+  return found
+
+
+def _with_draft_head(config, serving, served, shortlist):
+  decoder = dict(served["decoder"])
+  dense = decoder.pop("logits_dense", None)
+  kernel = served["token_embedder"]["embedding"] if dense is None else dense["kernel"]
+  head = {}
+  if serving.shortlist:
+    ids = jnp.arange(serving.shortlist) if shortlist is None else shortlist
+    kernel, head["ids"] = kernel[ids], ids
+  head["projection"] = layers.quantized(kernel) if serving.int8 else {"kernel": kernel}
+  return {**served, "decoder": decoder, "draft_head": head}
+
+
+def _quantized(decoder, within: tuple[str, ...] = ()):
+  """A decoder's kernels in 8 bits, but for those that only prefill reads."""
+  if "kernel" in decoder:
+    prefilled = within[-2] == "encoder_decoder_attention"
+    kept = prefilled and within[-1] in ("key", "value")
+    return decoder if kept else layers.quantized(decoder["kernel"])
+  return {
+      name: _quantized(leaf, (*within, name)) if isinstance(leaf, dict) else leaf
+      for name, leaf in decoder.items()
+  }
 
 
 def _init_boxed(module: T5, key: jax.Array):

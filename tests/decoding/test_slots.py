@@ -47,7 +47,7 @@ def config_of(rows, **changes):
       source_lengths=BUCKETS,
       target_length=LENGTH,
       record_top_k=VOCAB,
-      max_rounds=2,  # the same everywhere: it is part of what is compiled
+      max_rounds=2,
   )
   return dataclasses.replace(config, **changes)
 
@@ -201,23 +201,28 @@ def test_swaps_change_no_greedy_output_and_are_noted():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_records_equal_a_fresh_forward_pass(rows):
   for done in decoder(rows).run(greedy_requests(seed=1)):
-    count = len(done.tokens)
-    source = np.asarray(done.batch.source)[0]
-    assert source[: len(done.request.tokens)].tolist() == done.request.tokens.tolist()
-    assert not source[len(done.request.tokens) :].any()
-    target = np.asarray(done.batch.target)[0]
-    assert target[:count].tolist() == done.tokens.tolist() and not target[count:].any()
-    assert np.asarray(done.batch.mask)[0].tolist() == [t < count for t in range(LENGTH)]
-    logits = score(done.request.tokens, done.tokens)[:count]
-    log_probs = np.asarray(jax.nn.log_softmax(logits))
-    records = jax.tree.map(lambda leaf: np.asarray(leaf)[0], done.batch.records)
-    records = jax.tree.map(operator.itemgetter(slice(count)), records)
-    kept = np.take_along_axis(log_probs, records.ids.astype(int), axis=-1)
-    np.testing.assert_allclose(records.log_probs, kept, atol=2e-4)
-    np.testing.assert_array_equal(
-        np.sort(records.ids), np.broadcast_to(np.arange(VOCAB), records.ids.shape)
-    )
-    np.testing.assert_allclose(records.tail, 0, atol=1e-6)
+    check_records(done)
+
+
+def check_records(done):
+  """The row for the loss holds the texts, and fresh distributions of the target."""
+  count = len(done.tokens)
+  source = np.asarray(done.batch.source)[0]
+  assert source[: len(done.request.tokens)].tolist() == done.request.tokens.tolist()
+  assert not source[len(done.request.tokens) :].any()
+  target = np.asarray(done.batch.target)[0]
+  assert target[:count].tolist() == done.tokens.tolist() and not target[count:].any()
+  assert np.asarray(done.batch.mask)[0].tolist() == [t < count for t in range(LENGTH)]
+  logits = score(done.request.tokens, done.tokens)[:count]
+  log_probs = np.asarray(jax.nn.log_softmax(logits))
+  records = jax.tree.map(lambda leaf: np.asarray(leaf)[0], done.batch.records)
+  records = jax.tree.map(operator.itemgetter(slice(count)), records)
+  kept = np.take_along_axis(log_probs, records.ids.astype(int), axis=-1)
+  np.testing.assert_allclose(records.log_probs, kept, atol=2e-4)
+  np.testing.assert_array_equal(
+      np.sort(records.ids), np.broadcast_to(np.arange(VOCAB), records.ids.shape)
+  )
+  np.testing.assert_allclose(records.tail, 0, atol=1e-6)
 
 
 def test_counters_add_up():
@@ -333,6 +338,48 @@ def test_after_warm_up_nothing_compiles():
   with Compilations() as other:  # negative control: another shape does compile
     slots.Slots(longer, model, tables[0], model, tables[1]).run(mixed[:1])
   assert other.count > 0
+
+
+def light_draft(**left_out):
+  """The target as its own draft, served with something left out."""
+  serving = t5.DraftServing(**left_out)
+  model = t5.build(testing.TINY_T5, "light", serving)
+  return slots.Slots(config_of(2), TARGET, target_params(), model, target_params())
+
+
+@pytest.mark.parametrize(
+    "left_out", [{"int8": True}, {"shortlist": 5}, {"int8": True, "shortlist": 20}]
+)
+def test_what_a_served_draft_leaves_out_changes_no_output(left_out):
+  found = light_draft(**left_out).run(greedy_requests())
+  assert by_tag(found) == expected()
+
+
+def test_a_shortlist_accepts_what_it_covers():
+  """All is accepted while the outputs are covered, less where they are not."""
+  covered = np.unique(np.concatenate([*expected(), [EOS_ID]]))
+  size = len(covered)
+  assert size < VOCAB
+  decoder_ = light_draft(shortlist=size)
+  rates = []
+  for chosen in (covered, np.setdiff1d(np.arange(VOCAB), covered)):
+    decoder_.swap(target_params(), 1, np.resize(chosen, size))
+    found = decoder_.run(greedy_requests())
+    assert by_tag(found) == expected()
+    accepted, drafted = (
+        sum(getattr(done, name) for done in found) for name in ("accepted", "drafted")
+    )
+    rates.append(accepted / drafted)
+  assert rates[0] == 1.0 and rates[1] < 0.2
+
+
+def test_new_shortlists_compile_nothing_after_warm_up():
+  decoder_ = light_draft(shortlist=8)
+  decoder_.warm_up()
+  with Compilations() as found:
+    decoder_.swap(target_params(), 1, np.arange(8, 16))
+    decoder_.run(greedy_requests())
+  assert not found.count
 
 
 def test_a_partitioner_of_one_device_compiles_nothing_of_its_own():

@@ -1,0 +1,413 @@
+"""One call on a machine with an accelerator: how fast, and how far from the bound.
+
+Random weights in bfloat16, drafts scripted to be right with probability alpha (they run
+in full), wall time. Measured for each shape: whole greedy requests, plain and
+speculative, beside Hugging Face's `generate` on the same card if torch sees one; the
+same without prefill, beside the time in which the measured bandwidth reads what a step
+has to read; a draft's step and the verification of n tokens over a plain step; kernels
+launched by a step, counted in the compiled program; and a slice of an update. Needs jax
+and osd_jax; torch and transformers are optional. Rows are written as they are found.
+
+  PYTHONPATH=. python benchmarks/accelerator.py [--shapes flan-t5-xl flan-t5-large]
+      [--rows 1 8 32 128] [--drafted 5] [--seconds 540] [--tiny]
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import os
+import pathlib
+import time
+import zlib
+
+import contenders
+import jax
+import jax.numpy as jnp
+import kernels
+import measure
+import numpy as np
+import scripting
+
+from osd_jax import base
+from osd_jax.decoding import calls, costs, records, slots
+from osd_jax.decoding import state as state_lib
+from osd_jax.distillation import update
+from osd_jax.models import t5
+
+NAME, CLOCK = "accelerator", "wall"
+ASKED = {  # at one row
+    ("flan-t5-xl", "plain over the bound"): "<= 2",
+    ("flan-t5-xl", "draft step over plain step (c)"): "<= 0.15",
+    ("flan-t5-xl", "speculative over plain"): ">= 2",
+}
+Pair = tuple[base.Model, base.Params]
+
+
+def random_pair(config: t5.T5Config, seed: int) -> Pair:
+  """A model whose random weights are made in its compute type, a shape at a time.
+
+  A program that makes all of them at once compiles for minutes.
+  """
+  model, key = t5.build(config), jax.random.key(seed)
+
+  def leaf(path, shape):
+    name = path[-1].key
+    if name == "scale":
+      return jnp.ones(shape.shape, config.dtype)
+    std = {"embedding": 1.0, "rel_embedding": 0.1}.get(name, shape.shape[0] ** -0.5)
+    if path[-2].key == "query":
+      std *= config.head_dim**-0.5
+    number = zlib.crc32(jax.tree_util.keystr(path).encode())
+    drawn = _normal(shape.shape, config.dtype, jax.random.fold_in(key, number))
+    return drawn * jnp.asarray(std, config.dtype)
+
+  params = jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(model.init, key))
+  if not config.tied_head:
+    head = params["decoder"]["logits_dense"]
+    head["kernel"] = head["kernel"].at[:, base.EOS_ID].set(0.0)
+  return model, params
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _normal(shape, dtype, key):
+  return jax.random.normal(key, shape, dtype)
+
+
+def in_bfloat16(name: str) -> t5.T5Config:
+  return dataclasses.replace(contenders.shape(name), dtype="bfloat16")
+
+
+def bandwidth(megabytes: int, turns: int = 16, repeats: int = 5) -> float:
+  """Bytes a second that a reduction reads from the device's memory, the best."""
+  data = jnp.ones((megabytes * 2**20 // 4,), jnp.float32)
+
+  @jax.jit
+  def read(data, start):
+    # Each turn depends on the last one, so that none is left out.
+    return jax.lax.fori_loop(0, turns, lambda _, x: jnp.max(data + x * 1e-3), start)
+
+  best = float("inf")
+  for repeat in range(repeats + 1):
+    started = time.perf_counter()
+    read(data, jnp.float32(repeat)).block_until_ready()
+    if repeat:  # the first one compiles
+      best = min(best, time.perf_counter() - started)
+  return turns * data.nbytes / best
+
+
+@dataclasses.dataclass
+class Bench:
+  """What all measurements share.
+
+  Attributes:
+    given: flags.
+    draft: the draft.
+    speed: bytes a second.
+    until: `time.monotonic()` after which no further measurement begins.
+  """
+
+  given: argparse.Namespace
+  draft: Pair
+  speed: float
+  until: float
+
+  def report(self, case: str, figures: dict[str, float], asked: dict | None = None):
+    """Writes rows at once: a run that is cut short keeps what it has found."""
+    device = jax.devices()[0].device_kind
+    measure.report(NAME, [
+        {
+            "case": case,
+            "figure": figure,
+            "value": value,
+            "asked": (asked or {}).get(figure, ""),
+            "clock": CLOCK,
+            "hardware": f"one {device}, jax {jax.__version__}",
+        }
+        for figure, value in figures.items()
+    ])
+
+  def late(self, what: str) -> bool:
+    """Says what is left out where no time is left."""
+    if time.monotonic() < self.until:
+      return False
+    print(f"left out, no time: {what}", flush=True)
+    return True
+
+
+def case_of(name: str, rows: int) -> str:
+  return f"{name}, bfloat16, {rows} row{'s' * (rows > 1)}"
+
+
+def decoders(bench: Bench, target: Pair, rows: int) -> dict:
+  """The contenders for B rows, first tokens alone among them."""
+  given, size = bench.given, target[0].vocab_size
+  sources = contenders.prompts(rows, given.source, size)
+  shape = (rows, given.source, given.target)
+  plain = slots.Slots(contenders.decoding(*shape, 1), *target)
+  tokens = scripting.continuations(plain, sources)
+  found = {
+      "plain": contenders.Ours(plain, sources),
+      "plain, first": scripting.FirstTokens(plain, sources),
+  }
+  for drafted in given.drafted:
+    config = contenders.decoding(*shape, drafted)
+    alphas = [given.alpha] * rows
+    decoder = scripting.speculative(
+        config, target, bench.draft, sources, tokens, alphas
+    )
+    found[f"K {drafted}"] = contenders.Ours(decoder, sources)
+    found[f"K {drafted}, first"] = scripting.FirstTokens(decoder, sources)
+  return found
+
+
+def hugging_face(bench: Bench, name: str, rows: int):
+  """Their `generate` on the same card, or None with a word why not."""
+  try:
+    answer = _generate(bench, name, rows)
+    answer()
+  except Exception as error:  # ours is measured whatever happens to theirs
+    print(f"no Hugging Face beside it: {error!r}", flush=True)
+    return None
+  return answer
+
+
+def _generate(bench: Bench, name: str, rows: int):
+  import rivals
+  import torch
+
+  if not torch.cuda.is_available() and not bench.given.tiny:
+    raise RuntimeError("torch sees no card")
+  place = "cuda" if torch.cuda.is_available() else "cpu"
+  config, given = in_bfloat16(name), bench.given
+  with torch.device(place):
+    model = rivals.random_model(config, config.dtype)
+  sources = contenders.prompts(rows, given.source, config.vocab_size)
+  batch = torch.from_numpy(sources.astype(np.int64)).to(place)
+
+  @torch.inference_mode()
+  def answer():
+    return model.generate(
+        batch,
+        attention_mask=torch.ones_like(batch),
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=given.target,
+        eos_token_id=None,
+    ).cpu()
+
+  return answer
+
+
+def serving(bench: Bench, name: str, target: Pair, rows: int) -> None:
+  """Whole requests by turns, and what of them is not prefill."""
+  people = decoders(bench, target, rows)
+  found = scripting.answers(people)
+  theirs = hugging_face(bench, name, rows)
+  times = measure.by_turns(
+      people | ({"Hugging Face": theirs} if theirs else {}), bench.given.turns
+  )
+  figures = {
+      f"{who}, ms/token": times[who].milliseconds(CLOCK) / rows / bench.given.target
+      for who in times
+      if not who.endswith("first")
+  }
+  if theirs:
+    figures["plain over Hugging Face"] = measure.ratio(
+        times, "plain", "Hugging Face", CLOCK
+    )
+  step = scripting.round_ms(times, found, "plain", "plain, first", rows, CLOCK)
+  figures |= against_bound(bench, name, rows, step)
+  figures |= speculation(bench, times, found, rows, step)
+  bench.report(case_of(name, rows), figures, asked_of(name, rows))
+
+
+def against_bound(bench: Bench, name: str, rows: int, step: float) -> dict[str, float]:
+  """A plain step beside the time in which what it has to read is read."""
+  given = bench.given
+  read = contenders.step_bytes(in_bfloat16(name), rows, given.source, given.target // 2)
+  bound = read / 2 / bench.speed * 1e3  # two bytes a number, not four
+  return {
+      "plain step, ms": step,
+      "memory bound of a step, ms": bound,
+      "plain over the bound": step / bound,
+  }
+
+
+def speculation(bench: Bench, times, found, rows: int, step: float) -> dict[str, float]:
+  """Speculative decoding for every K, and the best of them."""
+  figures = {}
+  for drafted in bench.given.drafted:
+    who = f"K {drafted}"
+    round_ = scripting.round_ms(times, found, who, f"{who}, first", rows, CLOCK)
+    figures |= {
+        f"{who}, round over plain step": round_ / step,
+        f"{who}, drafted tokens accepted": scripting.draft_acceptance(found[who]),
+        f"{who}, over plain": measure.ratio(times, "plain", who, CLOCK),
+    }
+  best = max(figures[f"K {drafted}, over plain"] for drafted in bench.given.drafted)
+  return figures | {"speculative over plain": best}
+
+
+def asked_of(name: str, rows: int) -> dict[str, str]:
+  return {
+      figure: asked
+      for (shape, figure), asked in ASKED.items()
+      if shape == name and rows == 1
+  }
+
+
+def parts(bench: Bench, name: str, target: Pair, rows: int) -> None:
+  """Effective c: a draft's step over a plain step, as compiled loops."""
+  given = bench.given
+  sources = contenders.prompts(rows, given.source, target[0].vocab_size)
+  config = contenders.decoding(rows, given.source, given.target, 1)
+  found = costs.measure(config, *target, *bench.draft, sources)
+  bench.report(
+      case_of(name, rows),
+      {
+          "draft step, ms": found.draft_step_ms,
+          "draft step over plain step (c)": found.cost_ratio,
+      },
+      asked_of(name, rows),
+  )
+
+
+def verification(bench: Bench, name: str, target: Pair, rows: int) -> None:
+  """What feeding n tokens costs over feeding one."""
+  given, (model, params) = bench.given, target
+  sources = contenders.prompts(rows, given.source, model.vocab_size)
+  length = state_lib.buffer_length(given.target)
+  served = calls.prepare(model, params)
+  prefill = jax.jit(model.prefill, static_argnums=3)
+  cache = prefill(served, sources, sources != base.PAD_ID, length)
+  people = {
+      f"{width}": functools.partial(_feed, model, width, served, cache)
+      for width in given.widths
+  }
+  times = measure.by_turns(people, given.turns)
+  figures = {
+      f"feeding {width}, over feeding {given.widths[0]}": measure.ratio(
+          times, f"{width}", f"{given.widths[0]}", CLOCK
+      )
+      for width in given.widths
+  }
+  bench.report(case_of(name, rows), figures)
+
+
+def _feed(model, width, served, cache):
+  return jax.block_until_ready(_fed(model, width, served, cache))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fed(model, width, served, cache):
+  """Feeds `width` tokens 32 times, each choice depending on the last one."""
+
+  def body(_, carry):
+    token, cache = carry
+    tokens = jnp.broadcast_to(token[:, None], (token.shape[0], width))
+    logits, after = model.decode(served, tokens, cache)
+    token = jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32)
+    return token, after.replace(length=cache.length)
+
+  token = jnp.zeros(cache.length.shape, jnp.int32)
+  return jax.lax.fori_loop(0, 32, body, (token, cache))
+
+
+def launches(bench: Bench, name: str, target: Pair, rows: int) -> None:
+  """Kernels of a plain step of the target."""
+  given = bench.given
+  found = kernels.per_step(*target, rows, given.source, given.target)
+  if found is None:
+    print("kernels not counted: the compiled program shows no loop", flush=True)
+    return
+  bench.report(case_of(name, rows), {"kernels per plain step": float(found)})
+
+
+def learning(bench: Bench) -> None:
+  """One slice of an update of the draft, 8 rows (float32 parameters)."""
+  given, rows = bench.given, bench.given.update_rows
+  config = in_bfloat16(given.draft)
+  model, params = contenders.random_model(config)
+  key = jax.random.key(0)
+  tokens = contenders.prompts(rows, given.source, config.vocab_size)
+  target = contenders.prompts(rows, given.target, config.vocab_size, seed=1)
+  logits = jax.random.normal(key, (*target.shape, config.vocab_size))
+  batch = base.DistillationBatch(
+      source=jnp.asarray(tokens),
+      target=jnp.asarray(target),
+      mask=jnp.ones(target.shape, bool),
+      records=records.from_logits(logits, min(64, config.vocab_size)),
+      source_id=jnp.zeros(rows, jnp.int32),
+      weight=jnp.ones(rows, jnp.float32),
+  )
+  settings = update.UpdateConfig()
+  learner = update.init_learner(settings, params)
+
+  def one():
+    return jax.block_until_ready(update.take_slice(model, settings, learner, batch))
+
+  times = measure.by_turns({"slice": one}, max(given.turns, 2))
+  case = f"{given.draft}, bfloat16, {rows} x {given.target}"
+  bench.report(case, {"slice of an update, ms": times["slice"].milliseconds(CLOCK)})
+
+
+def run(bench: Bench) -> None:
+  """Everything, what is asked first."""
+  given = bench.given
+  bench.report("the device", {"bandwidth, GB/s": bench.speed / 1e9})
+  learning(bench)
+  for name in given.shapes:
+    target = random_pair(in_bfloat16(name), seed=0)
+    alone, others = (serving, parts, launches, verification), (serving, parts)
+    todo = [(stage, given.rows[0]) for stage in alone]
+    todo += [(stage, rows) for rows in given.rows[1:] for stage in others]
+    for stage, rows in todo:
+      if bench.late(f"{stage.__name__} of {case_of(name, rows)}"):
+        continue
+      stage(bench, name, target, rows)
+      gc.collect()
+    del target
+    jax.clear_caches()
+
+
+def parse() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--shapes", nargs="+", default=["flan-t5-xl", "flan-t5-large"])
+  parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128])
+  parser.add_argument("--draft", default="t5-small")
+  parser.add_argument("--drafted", nargs="+", type=int, default=[5], help="K")
+  parser.add_argument("--alpha", type=float, default=0.8)
+  parser.add_argument(
+      "--widths", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="K + 1"
+  )
+  parser.add_argument("--source", type=int, default=64)
+  parser.add_argument("--target", type=int, default=64)
+  parser.add_argument("--update_rows", type=int, default=8)
+  parser.add_argument("--megabytes", type=int, default=2048)
+  parser.add_argument("--turns", type=int, default=5)
+  parser.add_argument("--seconds", type=float, default=float("inf"))
+  parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS)
+  parser.add_argument("--tiny", action="store_true", help="check the program itself")
+  given = parser.parse_args()
+  if given.tiny:
+    given.shapes, given.draft, given.rows = ["tiny"], "tiny", [1, 2]
+    given.source = given.target = 8
+    given.drafted, given.widths = [3], [1, 2, 4]
+    given.update_rows, given.megabytes, given.turns = 2, 16, 1
+  return given
+
+
+def main() -> None:
+  # Read when jax starts: torch wants some of the card too.
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  given = parse()
+  until = time.monotonic() + given.seconds
+  measure.RESULTS = given.results
+  print(f"{jax.devices()}, jax {jax.__version__}", flush=True)
+  draft = random_pair(in_bfloat16(given.draft), seed=1)
+  run(Bench(given, draft, bandwidth(given.megabytes), until))
+
+
+if __name__ == "__main__":
+  main()

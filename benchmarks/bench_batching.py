@@ -1,0 +1,129 @@
+"""Rows served together, plain and speculative, and the acceptance that pays for it.
+
+Random weights and a scripted draft that is right with probability alpha (it runs in
+full). Tokens/s are those of whole requests, prefill included, `--waves` of them for
+every row. The break-even alpha solves, for K drafted tokens,
+
+  (1 - alpha^(K + 1)) / (1 - alpha) = round / plain step
+
+with both times measured in the same run without prefill, see `scripting.round_ms`;
+a round takes as long whatever alpha is. 1 means that no draft pays.
+
+  python benchmarks/bench_batching.py [--rows 1 2 4 8 16] [--alphas .5 .7 .9]
+      [--target flan-t5-base] [--draft t5-small] [--drafted 3] [--threads 1]
+"""
+
+import argparse
+
+import contenders
+import jax
+import measure
+import numpy as np
+import scripting
+
+from osd_jax import metrics
+from osd_jax.decoding import slots
+
+PLAIN, PLAIN_FIRST, FIRST = "plain", "plain, first tokens", "first tokens"
+
+
+def break_even(cost: float, drafted: int) -> float:
+  """The alpha at which speculative and plain decoding are equally fast.
+
+  Args:
+    cost: time of a round / time of a plain step.
+    drafted: K.
+  """
+  low, high = 0.0, 1.0
+  for _ in range(50):
+    middle = (low + high) / 2
+    if metrics.expected_tokens_per_target_call(middle, drafted) < cost:
+      low = middle
+    else:
+      high = middle
+  return high
+
+
+def name_of(alpha: float) -> str:
+  return f"alpha {alpha:g}"
+
+
+def people(given: argparse.Namespace, rows: int) -> dict:
+  """The contenders for B rows; every alpha has prompts of its own."""
+  target = contenders.random_model(contenders.shape(given.target))
+  draft = contenders.random_model(contenders.shape(given.draft), seed=1)
+  config = contenders.decoding(rows, given.source_length, given.length, given.drafted)
+  each = given.waves * rows
+  sources = contenders.prompts(
+      each * len(given.alphas), given.source_length, target[0].vocab_size
+  )
+  plain = slots.Slots(config, *target)
+  tokens = scripting.continuations(plain, sources)
+  alphas = np.repeat(given.alphas, each)
+  decoder = scripting.speculative(config, target, draft, sources, tokens, alphas)
+  parts = np.split(sources, len(given.alphas))
+  return {
+      PLAIN: contenders.Ours(plain, parts[0]),
+      PLAIN_FIRST: scripting.FirstTokens(plain, parts[0]),
+      FIRST: scripting.FirstTokens(decoder, parts[0]),
+  } | {
+      name_of(alpha): contenders.Ours(decoder, part)
+      for alpha, part in zip(given.alphas, parts, strict=True)
+  }
+
+
+def rows_of(given: argparse.Namespace, rows: int) -> list[dict]:
+  """Measures one number of rows."""
+  clock = "cpu" if given.threads == 1 else "wall"
+  serving = people(given, rows)
+  found = scripting.answers(serving)
+  times = measure.by_turns(serving, given.turns)
+  names = [name_of(alpha) for alpha in given.alphas]
+  step = scripting.round_ms(times, found, PLAIN, PLAIN_FIRST, rows, clock)
+  round_ = float(np.median([
+      scripting.round_ms(times, found, name, FIRST, rows, clock) for name in names
+  ]))
+  figures = {
+      f"{name}, tokens/s": serving[name].tokens / times[name].milliseconds(clock) * 1e3
+      for name in (PLAIN, *names)
+  }
+  for name in names:
+    figures[f"{name}, over plain"] = measure.ratio(times, PLAIN, name, clock)
+    figures[f"{name}, drafted tokens accepted"] = scripting.draft_acceptance(
+        found[name]
+    )
+  figures |= {
+      "plain step, ms": step,
+      "round, ms": round_,
+      "round over plain step": round_ / step,
+      "break-even alpha": break_even(round_ / step, given.drafted),
+  }
+  common = {
+      "case": f"{given.target} + {given.draft}, K {given.drafted},"
+      f" {rows} row{'s' * (rows > 1)}",
+      "clock": f"{clock}, {given.threads} thread(s)",
+  }
+  return [common | {"figure": name, "value": figures[name]} for name in figures]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--target", default="flan-t5-base")
+  parser.add_argument("--draft", default="t5-small")
+  parser.add_argument("--drafted", type=int, default=3)
+  parser.add_argument("--alphas", nargs="+", type=float, default=[0.5, 0.7, 0.9])
+  parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+  parser.add_argument("--waves", type=int, default=2, help="requests a row")
+  parser.add_argument("--source_length", type=int, default=64)
+  parser.add_argument("--length", type=int, default=64)
+  parser.add_argument("--turns", type=int, default=3)
+  parser.add_argument("--threads", type=int, default=1)
+  given = parser.parse_args()
+  measure.restart(given.threads)
+  for rows in given.rows:
+    measure.report("batching", rows_of(given, rows))
+    jax.clear_caches()
+
+
+if __name__ == "__main__":
+  main()

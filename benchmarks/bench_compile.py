@@ -1,0 +1,225 @@
+"""What starting costs: compiling the speculative loop, cold and from the disk cache.
+
+Pairs of child processes share a compilation cache in a temporary folder: the first
+finds it empty, the second finds what the first wrote. Each child times its imports,
+making its weights (cheap random ones; what a file takes to read is another matter) and
+its first token: served copies, all compiled calls and one request of one token. The
+same once more, with everything compiled, is what running takes of that; the rest is
+compiling. Then it counts what is compiled for requests of mixed lengths, seeds and
+temperatures between swaps of the draft. Records are kept, as in online serving. Wall
+time.
+
+  python benchmarks/bench_compile.py [--target flan-t5-large] [--draft t5-small]
+      [--threads 2] [--turns 3] [--keep_from 1.0]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from unittest import mock
+
+import contenders
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+
+from osd_jax import base
+from osd_jax.decoding import calls, slots
+from osd_jax.models import t5
+
+CALLS = ("prepare", "empty", "insert", "advance", "read_row")
+COMPILED = "/jax/core/compile/backend_compile_duration"  # reading the cache included
+PROCESSES = ("first process", "second process")
+
+# Asked of the pair, the process and the figure.
+LOOP, FIRST = "compiling the loop (advance), s", "weights in memory to first token, s"
+LATER = "compilations after warm-up"
+ASKED = {
+    ("flan-t5-large", "t5-small", PROCESSES[0], LOOP): 15,
+    ("flan-t5-large", "t5-small", PROCESSES[1], FIRST): 3,
+}
+
+
+class Compilations:
+  """Counts and times what the backend compiles inside a `with` block."""
+
+  def __enter__(self):
+    self.count, self.seconds = 0, 0.0
+    jax.monitoring.register_event_duration_secs_listener(self._listen)
+    return self
+
+  def __exit__(self, *_):
+    jax.monitoring.unregister_event_duration_listener(self._listen)
+
+  def _listen(self, event, seconds, **_):
+    self.count += event == COMPILED
+    self.seconds += seconds * (event == COMPILED)
+
+
+class Stopwatch:
+  """Adds up, by name, the seconds of the compiled calls inside a `with` block."""
+
+  def __enter__(self):
+    self.seconds = dict.fromkeys(CALLS, 0.0)
+    timed = {name: self._timed(name, getattr(calls, name)) for name in CALLS}
+    self._patch = mock.patch.multiple(calls, **timed)
+    self._patch.start()
+    return self
+
+  def __exit__(self, *_):
+    self._patch.stop()
+
+  def _timed(self, name, call):
+    def timed(*arguments):
+      started = time.perf_counter()
+      found = jax.block_until_ready(call(*arguments))
+      self.seconds[name] += time.perf_counter() - started
+      return found
+
+    return timed
+
+
+def cheap_model(name: str, seed: int = 0) -> tuple[base.Model, base.Params]:
+  """A model whose weights repeat one block of random numbers, in memory."""
+  model = t5.build(contenders.shape(name))
+  block = 0.05 * np.random.default_rng(seed).standard_normal(2**20 + 1, np.float32)
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+  params = jax.tree.map(
+      lambda leaf: jnp.asarray(np.resize(block, leaf.shape), leaf.dtype), shapes
+  )
+  return model, jax.block_until_ready(params)
+
+
+def first_token(config: slots.DecodingConfig, *pair) -> tuple[float, dict[str, float]]:
+  """Seconds from weights in memory to the first token, and those of the calls."""
+  prompt = contenders.prompts(1, config.source_lengths[-1], pair[0].vocab_size)[0]
+  with Stopwatch() as watch:
+    started = time.perf_counter()
+    decoder = slots.Slots(config, *pair)
+    (done,) = decoder.run([slots.Request(prompt, max_length=1)])
+    seconds = time.perf_counter() - started
+  assert len(done.tokens) == 1
+  return seconds, watch.seconds
+
+
+def compiled_later(config: slots.DecodingConfig, pair, other: base.Params) -> int:
+  """Compilations after warm-up, whatever the requests and the draft."""
+  decoder = slots.Slots(config, *pair)
+  decoder.warm_up()
+  source, target = config.source_lengths[-1], config.target_length
+  prompts = contenders.prompts(8, source, pair[0].vocab_size)
+  with Compilations() as found:
+    for index, prompt in enumerate(prompts):
+      sampling = slots.SamplingConfig(
+          temperature=(0.0, 0.5, 1.0)[index % 3],
+          top_k=(0, 20)[index % 2],
+          top_p=(1.0, 0.9)[index % 2],
+          seed=index,
+      )
+      length = 1 + (5 * index) % min(target, 12)
+      cut = prompt[: max(2, source - 7 * index)]
+      decoder.submit(slots.Request(cut, sampling, max_length=length))
+      decoder.step()
+      decoder.swap((other, pair[3])[index % 2], index)
+    while decoder.in_flight:
+      decoder.step()
+  return found.count
+
+
+def child(given: argparse.Namespace) -> dict[str, float]:
+  """What one process takes, by figure; its imports are done."""
+  found = {"imports, s": time.time() - given.started}
+  started = time.perf_counter()
+  pair = (*cheap_model(given.target), *cheap_model(given.draft))
+  found["making the weights, s"] = time.perf_counter() - started
+  config = slots.DecodingConfig(
+      num_draft_tokens=given.drafted,
+      source_lengths=(given.source,),
+      target_length=given.length,
+      record_top_k=given.kept,
+  )
+  with Compilations() as compilations:
+    found[FIRST], spent = first_token(config, *pair)
+  again, running = first_token(config, *pair)
+  compiling = {name: spent[name] - running[name] for name in CALLS}
+  found[LOOP] = compiling.pop("advance")
+  for name, seconds in compiling.items():
+    found[f"compiling {name}, s"] = seconds
+  found["compiling all calls, s"] = found[LOOP] + sum(compiling.values())
+  found["of that XLA or the cache, s"] = compilations.seconds
+  found["first token once compiled, s"] = again
+  found["of that the served copies, s"] = running["prepare"]
+  found["compilations up to first token"] = compilations.count
+  found[LATER] = compiled_later(config, pair, cheap_model(given.draft, 1)[1])
+  return found
+
+
+def start(folder: str, keep_from: float) -> dict[str, float]:
+  """Runs a child process of the same arguments on a compilation cache."""
+  environment = {
+      **os.environ,
+      "JAX_COMPILATION_CACHE_DIR": folder,
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(keep_from),
+  }
+  command = [sys.executable, *sys.argv, "--started", repr(time.time())]
+  done = subprocess.run(
+      command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+  )
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def rows_of(given: argparse.Namespace) -> list[dict]:
+  """Measures pairs of processes; medians over the turns, but the most compilations."""
+  found = {process: [] for process in PROCESSES}
+  for _ in range(given.turns):
+    with tempfile.TemporaryDirectory() as folder:
+      for process in PROCESSES:
+        found[process].append(start(folder, given.keep_from))
+  rows = []
+  for process in PROCESSES:
+    for figure in found[process][0]:
+      values = [turn[figure] for turn in found[process]]
+      limit = ASKED.get((given.target, given.draft, process, figure))
+      asked = "0" if figure == LATER else f"<= {limit}" if limit else ""
+      rows.append({
+          "case": f"{given.target} + {given.draft}, {process}",
+          "figure": figure,
+          "value": float(max(values) if figure == LATER else np.median(values)),
+          "asked": asked,
+          "clock": f"wall, {given.threads} thread(s)",
+      })
+  return rows
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--target", default="flan-t5-large")
+  parser.add_argument("--draft", default="t5-small")
+  parser.add_argument("--source", type=int, default=64)
+  parser.add_argument("--length", type=int, default=64, help="output tokens")
+  parser.add_argument("--drafted", type=int, default=3, help="K")
+  parser.add_argument("--kept", type=int, default=64, help="entries of a record, k")
+  parser.add_argument("--turns", type=int, default=3)
+  parser.add_argument("--threads", type=int, default=2)
+  parser.add_argument(
+      "--keep_from",
+      type=float,
+      default=1.0,
+      help="seconds from which a compilation is kept on disk; 1 is JAX's default",
+  )
+  parser.add_argument("--started", type=float, help=argparse.SUPPRESS)  # a child
+  given = parser.parse_args()
+  measure.restart(given.threads)
+  if given.started is None:
+    measure.report("compile", rows_of(given))
+  else:
+    print(json.dumps(child(given)))
+
+
+if __name__ == "__main__":
+  main()

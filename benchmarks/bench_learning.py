@@ -1,0 +1,283 @@
+"""What learning costs a client and what it gains, for updates every I requests.
+
+The shipped pair serves a shortened demo stream with a frozen draft and while its draft
+learns (an update every I finished requests, a swap at request n + I exactly), run by
+run, who begins changes from seed to seed. No floor metering, no comparisons, no
+checkpoints: what differs is learning alone.
+
+Time between emitted tokens: every compiled call is one round (max_rounds=1), so tokens
+arrive in groups of one to K + 1. The wall time of each `OnlineLoop.step` is divided by
+the tokens that it emitted, and stands once for each of them; p50 and p99 are taken over
+all tokens of all runs. A step also holds what the loop does before it decodes (prefill
+of a new request) and after it (metering of a finished one, drawing the inputs of an
+update, waiting for one that is due, swapping it in). Served is one row.
+
+Asked: p99 with learning at most p99 without, and one slice (update_ms / steps of the
+rows of metrics.jsonl, the median). Tokens gained: emitted tokens less what the frozen
+draft would have emitted in as many target calls. Break-even: the request from which on
+target calls saved, at the frozen run's median step each, exceed the update_ms spent;
+inf where that is not reached within the run.
+
+  python benchmarks/bench_learning.py [--intervals 1 8 32] [--requests_per_task 50]
+      [--seeds 3] [--free] [--one_thread_each] [--bindings NAME=VALUE ...]
+"""
+
+import argparse
+import dataclasses
+import os
+import tempfile
+import time
+
+import measure
+import numpy as np
+import rich.console
+import rich.table
+
+FROZEN = "frozen draft"
+
+
+@dataclasses.dataclass
+class Run:
+  """One stream served.
+
+  Attributes:
+    seconds: wall time, an update still running at the end waited for.
+    steps: [n] seconds of each call of `OnlineLoop.step`.
+    emitted: [n] tokens of each.
+    requests: rows of metrics.jsonl, one a request.
+    updates: the same, one an update.
+  """
+
+  seconds: float
+  steps: np.ndarray
+  emitted: np.ndarray
+  requests: list[dict]
+  updates: list[dict]
+
+  def gaps(self) -> np.ndarray:
+    """Milliseconds before each token."""
+    return np.repeat(self.steps / self.emitted, self.emitted) * 1e3
+
+  def of(self, kind: str, field: str) -> np.ndarray:
+    """A field of all rows, [requests] or [updates]."""
+    return np.array([row[field] for row in getattr(self, kind)])
+
+  def tokens_per_call(self) -> float:
+    tokens, calls = (
+        self.of("requests", name).sum() for name in ("output_tokens", "target_calls")
+    )
+    return tokens / calls
+
+
+def configs(given: argparse.Namespace, seed: int) -> dict:
+  """An `OnlineConfig` for every contender."""
+  from osd_jax import online
+  from osd_jax.main import settings
+
+  config, _ = settings.load(
+      online.OnlineConfig,
+      [given.gin_file],
+      [
+          f"StreamConfig.seed={seed}",
+          f"StreamConfig.requests_per_task={given.requests_per_task}",
+          *given.bindings,
+      ],
+  )
+  config = dataclasses.replace(
+      config,
+      decoding=dataclasses.replace(config.decoding, rows=1, max_rounds=1),
+      floor_metering=False,
+      compare_every=0,
+      checkpoint_every=10**9,
+      free_updates=given.free,
+  )
+  found = {FROZEN: dataclasses.replace(config, learn=False)}
+  for interval in given.intervals:
+    schedule = dataclasses.replace(config.schedule, update_interval=interval)
+    found[f"I = {interval}"] = dataclasses.replace(config, schedule=schedule)
+  return found
+
+
+def serve(config, requests: int | None = None) -> Run:
+  """Serves the stream, or its first requests, and times every step."""
+  from osd_jax import online, writers
+
+  with tempfile.TemporaryDirectory() as folder:
+    directory = writers.RunDirectory.create(folder)
+    config = dataclasses.replace(config, run_directory=folder)
+    loop = online.OnlineLoop(config, directory)
+    last = min(requests or len(loop.stream), len(loop.stream))
+    steps, emitted, before = [], [], 0
+    began = time.perf_counter()
+    while loop.finished < last:
+      started = time.perf_counter()
+      finished = loop.step()
+      steps.append(time.perf_counter() - started)
+      length = in_flight(loop)
+      emitted.append(length - before)
+      before = 0 if finished else length
+    loop.settle()
+    seconds = time.perf_counter() - began
+    loop.close(seconds)
+    rows = list(writers.read(directory.metrics_path))
+  return Run(
+      seconds,
+      np.array(steps),
+      np.array(emitted),
+      [row for row in rows if row["kind"] == "request"],
+      [row for row in rows if row["kind"] == "update"],
+  )
+
+
+def in_flight(loop) -> int:
+  """Tokens emitted by the only row, of a request that has just finished too."""
+  # The loop has no public word for it.
+  return int(np.asarray(loop._decoder.arrays().length)[0])
+
+
+def break_even(learned: Run, frozen: Run) -> float:
+  """Finished requests from which on learning has saved more than it has cost."""
+  calls = frozen.of("requests", "target_calls") - learned.of("requests", "target_calls")
+  saved = np.cumsum(calls) * np.median(frozen.steps) * 1e3
+  finished = np.arange(1, len(saved) + 1)
+  taken = learned.of("updates", "finished")
+  costs = learned.of("updates", "update_ms")
+  cost = np.array([costs[taken <= n].sum() for n in finished])
+  behind = finished[saved <= cost]
+  first = int(behind[-1]) + 1 if len(behind) else 1
+  return float(first) if first <= len(saved) else float("inf")
+
+
+def cost_of(runs: list[Run], frozen: list[Run]) -> dict[str, float]:
+  """What learning takes and gives: medians over the seeds."""
+  pairs = list(zip(runs, frozen, strict=True))
+
+  def median(figure) -> float:
+    return float(np.median([figure(run, other) for run, other in pairs]))
+
+  def share(run: Run, field: str) -> float:
+    return run.of("updates", field).sum() / run.seconds / 1e3
+
+  def gained(run: Run, other: Run) -> float:
+    tokens, calls = (
+        run.of("requests", name).sum() for name in ("output_tokens", "target_calls")
+    )
+    return tokens - other.tokens_per_call() * calls
+
+  return {
+      "updates": median(lambda run, _: len(run.updates)),
+      "update, ms": median(lambda run, _: np.median(run.of("updates", "update_ms"))),
+      "slice, ms": slice_ms(runs),
+      "updates, share of wall time": median(lambda run, _: share(run, "update_ms")),
+      "waiting for updates, share of wall time": median(
+          lambda run, _: share(run, "wait_ms")
+      ),
+      "tokens gained": median(gained),
+      "tokens gained, share": median(
+          lambda run, other: gained(run, other) / run.emitted.sum()
+      ),
+      "wall time over frozen draft": median(
+          lambda run, other: run.seconds / other.seconds
+      ),
+      "break-even, requests": median(break_even),
+  }
+
+
+def slice_ms(runs: list[Run]) -> float:
+  """Median milliseconds of a slice."""
+  return float(
+      np.median(
+          np.concatenate([
+              run.of("updates", "update_ms") / run.of("updates", "steps")
+              for run in runs
+          ])
+      )
+  )
+
+
+def figures(runs: list[Run], frozen: list[Run]) -> dict[str, tuple[float, str]]:
+  """Value, and what is asked of it, of one contender."""
+  gaps = np.concatenate([run.gaps() for run in runs])
+  tokens = sum(int(run.emitted.sum()) for run in runs)
+  asked, costs = "", {}
+  if any(run.updates for run in runs):
+    costs = cost_of(runs, frozen)
+    without = np.percentile(np.concatenate([run.gaps() for run in frozen]), 99)
+    asked = f"<= {without + costs['slice, ms']:.4g}"
+  found = {
+      "between tokens, p50, ms": (float(np.percentile(gaps, 50)), ""),
+      "between tokens, p99, ms": (float(np.percentile(gaps, 99)), asked),
+      "tokens/s": (tokens / sum(run.seconds for run in runs), ""),
+      "tokens per target call": (
+          float(np.median([run.tokens_per_call() for run in runs])),
+          "",
+      ),
+  }
+  return found | {name: (value, "") for name, value in costs.items()}
+
+
+def show(found: dict[str, dict[str, tuple[float, str]]]) -> None:
+  """The whole cost in one table, a contender a column."""
+  table = rich.table.Table("", *found, title="learning, all in one")
+  longest = max(found.values(), key=len)
+  for figure in longest:
+    cells = [
+        f"{found[name][figure][0]:.4g}" if figure in found[name] else ""
+        for name in found
+    ]
+    table.add_row(figure, *cells)
+  rich.console.Console().print(table)
+
+
+def run_all(given: argparse.Namespace) -> dict[str, list[Run]]:
+  """All contenders on every seed, after a short run that compiles."""
+  found: dict[str, list[Run]] = {}
+  for seed in range(given.seeds):
+    people = configs(given, seed)
+    if not seed:
+      serve(people[FROZEN], 4)
+      serve(people[f"I = {min(given.intervals)}"], 2 * min(given.intervals) + 4)
+    names = list(people)
+    for place in range(len(names)):
+      name = names[(seed + place) % len(names)]
+      found.setdefault(name, []).append(serve(people[name]))
+  return {name: found[name] for name in people}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--gin_file", default="runs/demo.gin")
+  parser.add_argument("--intervals", nargs="+", type=int, default=[1, 8, 32])
+  parser.add_argument("--requests_per_task", type=int, default=50)
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--threads", type=int, default=2)
+  parser.add_argument("--free", action="store_true", help="swap as soon as ready")
+  parser.add_argument(
+      "--one_thread_each",
+      action="store_true",
+      help="serving and learning are compiled for one thread",
+  )
+  parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
+  given = parser.parse_args()
+  measure.restart(given.threads)
+  if given.one_thread_each:  # read when jax starts, which nothing here has done yet
+    os.environ["XLA_FLAGS"] += " --xla_cpu_multi_thread_eigen=false"
+  runs = run_all(given)
+  found = {name: figures(runs[name], runs[FROZEN]) for name in runs}
+  show(found)
+  case = ", free" * given.free + ", one thread each" * given.one_thread_each
+  measure.report("learning", [
+      {
+          "case": f"demo pair, {name}{case}",
+          "figure": figure,
+          "value": value,
+          "asked": asked,
+          "clock": f"wall, {given.threads} thread(s)",
+      }
+      for name, columns in found.items()
+      for figure, (value, asked) in columns.items()
+  ])
+
+
+if __name__ == "__main__":
+  main()

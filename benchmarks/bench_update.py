@@ -1,0 +1,318 @@
+"""What learning costs: the update step, its memory, and taking the target's records.
+
+Step: ours learns from the 64 largest entries of every target row; torch float32 from
+the same rows stored in full, the same forward KL, clipping and AdamW, by turns. One
+thread: CPU time; more: wall time.
+
+Memory: a child process a contender runs only that. The peak of the whole process stands
+beside its growth over what was resident before the weights were made, which holds what
+compiling left behind, and beside what the compiler says that a step needs.
+
+Records: bytes of one token, and the share of a speculative round that taking them
+costs, twice: the same requests decoded with and without records by turns, and the
+compiled truncation of a round's rows alone beside the round.
+
+  python benchmarks/bench_update.py [--shape t5-small] [--served flan-t5-base]
+      [--rows 8] [--threads 1] [--turns 10]
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import contenders
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+
+from osd_jax import base
+from osd_jax.decoding import records, slots
+from osd_jax.distillation import buffer as replay
+from osd_jax.distillation import update as updates
+
+CONFIG = updates.UpdateConfig()  # AdamW, forward KL at all positions
+BETAS, EPS = (0.9, 0.999), 1e-8  # of optax.adamw
+MEMORY_STEPS = 3
+ASKED_STEP, ASKED_GIGABYTES, ASKED_BYTES, ASKED_SHARE = 0.85, 1.7, 400, 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """What is learned from.
+
+  Attributes:
+    source: [R, S] int32.
+    target: [R, T] int32.
+    logits: [R, T, V] float32, the teacher's.
+  """
+
+  source: np.ndarray
+  target: np.ndarray
+  logits: np.ndarray
+
+
+def rows_to_learn(given: argparse.Namespace) -> Rows:
+  """Random texts and a random teacher."""
+  size = contenders.shape(given.shape).vocab_size
+  rng = np.random.default_rng(0)
+  logits = rng.standard_normal((given.rows, given.target, size), np.float32)
+  return Rows(
+      source=contenders.prompts(given.rows, given.source, size),
+      target=contenders.prompts(given.rows, given.target, size, seed=1),
+      logits=3 * logits,
+  )
+
+
+class Ours:
+  """Update steps of this package."""
+
+  def __init__(self, given: argparse.Namespace, rows: Rows):
+    """Keeps the teacher's largest entries; the weights come with `start`."""
+    self._shape = contenders.shape(given.shape)
+    kept = min(given.kept, self._shape.vocab_size)
+    count = len(rows.source)
+    self._batch = base.DistillationBatch(
+        source=jnp.asarray(rows.source),
+        target=jnp.asarray(rows.target),
+        mask=jnp.ones(rows.target.shape, bool),
+        records=jax.jit(records.from_logits, static_argnums=1)(rows.logits, kept),
+        source_id=jnp.zeros((count,), jnp.int32),
+        weight=jnp.ones((count,), jnp.float32),
+    )
+    jax.block_until_ready(self._batch)
+
+  def start(self) -> "Ours":
+    """Makes weights and state of the optimiser."""
+    self._model, params = contenders.random_model(self._shape)
+    self._learner = updates.init_learner(CONFIG, params)
+    return self
+
+  def __call__(self) -> None:
+    self._learner, metrics = updates.take_slice(
+        self._model, CONFIG, self._learner, self._batch
+    )
+    jax.block_until_ready(self._learner)
+    assert bool(metrics.finite), metrics
+
+  def needed(self) -> float:
+    """Gigabytes of a step's arguments, results and temporaries, says the compiler."""
+    step = updates.take_slice.lower(self._model, CONFIG, self._learner, self._batch)
+    found = step.compile().memory_analysis()
+    sizes = (
+        found.argument_size_in_bytes,
+        found.output_size_in_bytes,
+        found.temp_size_in_bytes,
+    )
+    return sum(sizes) / 1e9
+
+
+class Torch:
+  """The same steps in torch float32, on stored logits."""
+
+  def __init__(self, given: argparse.Namespace, rows: Rows):
+    """Keeps the teacher's logits; the weights come with `start`."""
+    import torch
+
+    self._torch, self._shape = torch, contenders.shape(given.shape)
+    start = np.zeros_like(rows.target[:, :1])
+    inputs = np.concatenate([start, rows.target[:, :-1]], axis=1)
+    self._source = torch.from_numpy(rows.source.astype(np.int64))
+    self._inputs = torch.from_numpy(inputs.astype(np.int64))
+    self._logits = torch.from_numpy(rows.logits)
+
+  def start(self) -> "Torch":
+    """Makes weights and state of the optimiser, the fused one being the fastest."""
+    import rivals
+
+    self._model = rivals.random_model(self._shape).train()
+    self._optimizer = self._torch.optim.AdamW(
+        self._model.parameters(),
+        lr=CONFIG.optimizer.learning_rate,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=CONFIG.optimizer.weight_decay,
+        fused=True,
+    )
+    return self
+
+  def __call__(self) -> None:
+    torch = self._torch
+    found = self._model(
+        input_ids=self._source,
+        attention_mask=torch.ones_like(self._source),
+        decoder_input_ids=self._inputs,
+        use_cache=False,
+    )
+    draft = torch.log_softmax(found.logits, -1).flatten(0, 1)
+    target = torch.log_softmax(self._logits, -1).flatten(0, 1)
+    loss = torch.nn.functional.kl_div(
+        draft, target, log_target=True, reduction="batchmean"
+    )
+    self._optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(
+        self._model.parameters(), CONFIG.optimizer.clip_norm
+    )
+    self._optimizer.step()
+    assert np.isfinite(loss.item())
+
+
+CONTENDERS: dict[str, Callable] = {"ours": Ours, "torch float32": Torch}
+
+
+def step_rows(given: argparse.Namespace, common: dict) -> list[dict]:
+  """Times the step by turns."""
+  rows = rows_to_learn(given)
+  people = {name: make(given, rows).start() for name, make in CONTENDERS.items()}
+  times = measure.by_turns(people, given.turns)
+  found = [
+      common
+      | {
+          "figure": f"step, {name}, ms",
+          "value": times[name].milliseconds(given.clock),
+      }
+      for name in people
+  ]
+  over = measure.ratio(times, "ours", "torch float32", given.clock)
+  figure = {"figure": "step, ours over torch float32", "value": over}
+  return [*found, common | figure | {"asked": f"<= {ASKED_STEP}"}]
+
+
+def memory_rows(given: argparse.Namespace, common: dict) -> list[dict]:
+  """Peak memory of each contender, in a process of its own."""
+  found = []
+  for name in CONTENDERS:
+    command = [sys.executable, *sys.argv, "--only", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    asked = {"asked": f"<= {ASKED_GIGABYTES}"} if name == "ours" else {}
+    for figure, value in json.loads(done.stdout.splitlines()[-1]).items():
+      row = {"figure": f"memory, {name}, {figure}", "value": value}
+      found.append(common | row | asked)
+  return found
+
+
+def only(given: argparse.Namespace) -> dict[str, float]:
+  """A few steps of one contender: gigabytes of this process."""
+  contender = CONTENDERS[given.only](given, rows_to_learn(given))
+  before = resident("VmRSS")
+  contender.start()
+  for _ in range(MEMORY_STEPS):
+    contender()
+  peak = resident("VmHWM")
+  found = {"peak, GB": peak, "peak over before the weights, GB": peak - before}
+  if given.only == "ours":
+    found["needed by a step, GB"] = contender.needed()
+  return found
+
+
+def resident(field: str) -> float:
+  """Gigabytes (10**9) resident in this process, now (VmRSS) or at most (VmHWM)."""
+  with open("/proc/self/status") as file:
+    fields = dict(line.split(":", 1) for line in file)
+  return int(fields[field].split()[0]) * 1024 / 1e9
+
+
+def record_rows(given: argparse.Namespace) -> list[dict]:
+  """What records take in bytes, and of a round's time."""
+  people = served(given)
+  rounds = sum(done.target_calls for done in people["without"]())
+  assert rounds == sum(done.target_calls for done in people["with"]())
+  times = measure.by_turns(people, given.turns)
+  without = times["without"].milliseconds(given.clock) / rounds
+  alone, size = truncation(given), contenders.shape(given.served).vocab_size
+  share = measure.ratio(times, "with", "without", given.clock) - 1
+  figures = [
+      ("record, bytes/token", replay.record_bytes_per_token(given.kept, size)),
+      ("round without records, ms", without),
+      ("records, share of a round, by turns", share),
+      ("truncating a round's rows alone, ms", alone),
+      ("truncating alone, share of a round", alone / without),
+  ]
+  common = {
+      "case": f"{given.served} + scripted {given.shape}, K={given.drafted}",
+      "clock": f"{given.clock}, {given.threads} thread(s)",
+  }
+  return [
+      common | {"figure": figure, "value": value, "asked": asked_of_records(figure)}
+      for figure, value in figures
+  ]
+
+
+def asked_of_records(figure: str) -> str:
+  """The bound on a figure of the records."""
+  if "bytes" in figure:
+    return f"<= {ASKED_BYTES}"
+  return f"<= {ASKED_SHARE}" if "share" in figure else ""
+
+
+def served(given: argparse.Namespace) -> dict[str, contenders.Ours]:
+  """The same speculative requests, with records and without."""
+  shape = contenders.shape(given.served)
+  sources = contenders.prompts(1, given.source, shape.vocab_size)
+  model, params = contenders.random_model(shape)
+  lengths = (1, given.source, given.target)
+  plain = slots.Slots(contenders.decoding(*lengths, 1), model, params)
+  (done,) = contenders.Ours(plain, sources)()
+  script = contenders.corrupted(done.tokens[None], given.alpha, shape.vocab_size)
+  draft, draft_params = contenders.random_model(contenders.shape(given.shape), 1)
+  scripts = contenders.Scripts(draft_params, jnp.asarray(sources), jnp.asarray(script))
+  config = contenders.decoding(*lengths, given.drafted)
+  pair = (model, params, contenders.scripted(draft), scripts)
+  return {
+      name: contenders.Ours(
+          slots.Slots(dataclasses.replace(config, record_top_k=kept), *pair), sources
+      )
+      for name, kept in (("without", 0), ("with", given.kept))
+  }
+
+
+def truncation(given: argparse.Namespace, repeats: int = 50) -> float:
+  """Milliseconds of truncating the target rows of one round."""
+  size = contenders.shape(given.served).vocab_size
+  rng = np.random.default_rng(0)
+  shape = (1, given.drafted + 1, size)
+  logits = jnp.asarray(rng.standard_normal(shape, np.float32))
+  truncate = jax.jit(records.from_logits, static_argnums=1)
+
+  def rounds():
+    for _ in range(repeats):
+      jax.block_until_ready(truncate(logits, min(given.kept, size)))
+
+  times = measure.by_turns({"alone": rounds}, given.turns)
+  return times["alone"].milliseconds(given.clock) / repeats
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--shape", default="t5-small", help="the draft that learns")
+  parser.add_argument("--served", default="flan-t5-base", help="target of the rounds")
+  parser.add_argument("--rows", type=int, default=8)
+  parser.add_argument("--source", type=int, default=64)
+  parser.add_argument("--target", type=int, default=64)
+  parser.add_argument("--kept", type=int, default=64, help="entries of a record, k")
+  parser.add_argument("--drafted", type=int, default=3, help="K")
+  parser.add_argument("--alpha", type=float, default=0.7, help="synthetic acceptance")
+  parser.add_argument("--turns", type=int, default=10)
+  parser.add_argument("--threads", type=int, default=1)
+  parser.add_argument("--only", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+  given = parser.parse_args()
+  measure.restart(given.threads)
+  given.clock = "cpu" if given.threads == 1 else "wall"
+  if given.only is not None:
+    print(json.dumps(only(given)))
+    return
+  common = {
+      "case": f"{given.shape}, {given.rows} x {given.target} targets",
+      "clock": f"{given.clock}, {given.threads} thread(s)",
+  }
+  measure.report("update", memory_rows(given, common) + step_rows(given, common))
+  jax.clear_caches()
+  measure.report("update", record_rows(given))
+
+
+if __name__ == "__main__":
+  main()

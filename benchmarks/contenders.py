@@ -1,0 +1,193 @@
+"""Who is measured: models of published shapes with random weights, and prompts."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base
+from osd_jax.decoding import slots
+from osd_jax.models import sizes, t5
+
+TINY = t5.T5Config(
+    vocab_size=256,
+    width=32,
+    num_heads=2,
+    head_dim=16,
+    mlp_dim=64,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    mlp_activations=("gelu", "linear"),
+    tied_head=False,
+)
+
+
+def shape(name: str) -> t5.T5Config:
+  """A published shape, or `tiny`, with which the programs themselves are tested."""
+  return TINY if name == "tiny" else sizes.size(name)
+
+
+def random_model(
+    config: t5.T5Config, seed: int = 0, serving: t5.DraftServing = t5.DraftServing()
+) -> tuple[base.Model, base.Params]:
+  """A model with random weights that never emits end-of-sequence.
+
+  Args:
+    config: the shape.
+    seed: of the weights.
+    serving: what its served copy leaves out, for drafts.
+  """
+  model = t5.build(config, serving=serving)
+  params = jax.jit(model.init)(jax.random.key(seed))
+  if not config.tied_head:
+    # A logit of 0 is never the largest of a vocabulary of random ones.
+    head = params["decoder"]["logits_dense"]
+    head["kernel"] = head["kernel"].at[:, base.EOS_ID].set(0.0)
+  return model, params
+
+
+def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> np.ndarray:
+  """Random prompts [count, length] int32 without special tokens."""
+  rng = np.random.default_rng(seed)
+  return rng.integers(3, vocab_size, (count, length)).astype(np.int32)
+
+
+def step_bytes(config: t5.T5Config, rows: int, source: int, target: int) -> int:
+  """Bytes that one decoding step of float32 has to read.
+
+  Decoder weights, output head and key/value caches; not the embedding, of which a step
+  reads a row, and not the kernels of the cross-attention keys and values.
+
+  Args:
+    config: the shape.
+    rows: B; caches are per row.
+    source: S.
+    target: mean number of self-attention entries.
+  """
+  joined = config.num_heads * config.head_dim
+  attention = 6 * config.width * joined  # self q, k, v, o; cross q, o
+  mlp = (len(config.mlp_activations) + 1) * config.width * config.mlp_dim
+  head = config.width * config.vocab_size
+  caches = rows * 2 * joined * (source + target)
+  layers = config.num_decoder_layers
+  return 4 * (layers * (attention + mlp + caches) + head)
+
+
+@flax.struct.dataclass
+class Scripts:
+  """What a scripted draft serves.
+
+  Attributes:
+    params: of the draft that runs in full.
+    sources: [N, S] int32 prompts, padded.
+    tokens: [N, T] int32 what it drafts for them.
+  """
+
+  params: Any
+  sources: jax.Array
+  tokens: jax.Array
+
+
+@flax.struct.dataclass
+class ScriptedCache:
+  """The draft's cache, and the script of each row.
+
+  Attributes:
+    inner: cache of the draft.
+    script: [B, T] int32.
+    length: [B] int32.
+  """
+
+  inner: Any
+  script: jax.Array
+  length: jax.Array
+
+
+@functools.cache
+def scripted(draft: base.Model) -> base.Model:
+  """The draft with the script's tokens on top of its own logits.
+
+  It runs in full, head included; then the scripted token of the position gets the
+  largest logit. Its params are `Scripts`.
+  """
+
+  def prefill(served, source, mask, cache_length):
+    width = source.shape[1]
+    same = jnp.all(served.sources[None, :, :width] == source[:, None], axis=-1)
+    inner = draft.prefill(served.params, source, mask, cache_length)
+    return ScriptedCache(inner, served.tokens[jnp.argmax(same, -1)], inner.length)
+
+  def decode(served, tokens, cache):
+    logits, inner = draft.decode(
+        served.params, tokens, cache.inner.replace(length=cache.length)
+    )
+    last = cache.script.shape[1] - 1
+    at = jnp.minimum(cache.length[:, None] + jnp.arange(tokens.shape[1])[None], last)
+    token = jnp.take_along_axis(cache.script, at, axis=1)[..., None]
+    top = jnp.max(logits, axis=-1, keepdims=True) + 1.0
+    logits = jnp.put_along_axis(logits, token, top, axis=-1, inplace=False)
+    return logits, ScriptedCache(inner, cache.script, inner.length)
+
+  return dataclasses.replace(
+      draft,
+      name=f"scripted {draft.name}",
+      prefill=prefill,
+      decode=decode,
+      prepare=lambda scripts, *shortlist: scripts.replace(
+          params=draft.prepare(scripts.params, *shortlist)
+      ),
+  )
+
+
+def corrupted(
+    tokens: np.ndarray, alpha: float, vocab_size: int, seed: int = 0
+) -> np.ndarray:
+  """A continuation of which each token is right with probability alpha.
+
+  Args:
+    tokens: [N, T] int32, the target's own greedy continuation.
+    alpha: synthetic acceptance.
+    vocab_size: V.
+    seed: of the choice; the same for every rival.
+  """
+  rng = np.random.default_rng(seed)
+  wrong = rng.random(tokens.shape) >= alpha
+  other = 3 + (tokens - 3 + rng.integers(1, vocab_size - 3, tokens.shape)) % (
+      vocab_size - 3
+  )
+  return np.where(wrong, other, tokens).astype(np.int32)
+
+
+class Ours:
+  """Requests of one shape, answered by this package.
+
+  Attributes:
+    tokens: output tokens of a call.
+  """
+
+  def __init__(self, decoder: slots.Slots, sources: np.ndarray):
+    """Answers all `sources` [N, S] at each call."""
+    self._decoder = decoder
+    self._requests = [slots.Request(tokens=source) for source in sources]
+    self.tokens = len(sources) * decoder.config.target_length
+
+  def __call__(self) -> list[slots.Finished]:
+    found = self._decoder.run(self._requests)
+    assert sum(len(done.tokens) for done in found) == self.tokens
+    return found
+
+
+def decoding(rows: int, source: int, target: int, drafted: int) -> slots.DecodingConfig:
+  """Shapes without records."""
+  return slots.DecodingConfig(
+      rows=rows,
+      num_draft_tokens=drafted,
+      source_lengths=(source,),
+      target_length=target,
+      record_top_k=0,
+      max_rounds=target,
+  )

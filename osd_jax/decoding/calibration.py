@@ -1,0 +1,141 @@
+"""What the calls cost that `adaptive` chooses between: compiled, then timed by turns.
+
+Rounds are those that serve, with acceptance, records and all; they run on made-up
+rows. What a call costs beside its rounds is measured with no rounds and subtracted.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base
+from osd_jax.decoding import adaptive, calls, catch_up, sampling
+from osd_jax.decoding import state as state_lib
+
+ROUNDS = 4  # of a timed call
+LEAST, MOST, SECONDS = 3, 30, 2.0  # turns: at least, at most, and for how long else
+
+
+def warm_up(
+    program: calls.Program,
+    candidates: Sequence[int],
+    served: calls.Served,
+    bucket: int,
+) -> state_lib.DecodeState:
+  """Compiles every call of a bucket; returns rows that hold a made-up prompt each."""
+  source = np.full((1, bucket), base.EOS_ID, np.int32)
+  length = program.config.target_length
+  settings = sampling.make_settings(1, max_length=length)
+  state = calls.empty(program, served, bucket)
+  for slot in range(program.config.rows):
+    state = calls.insert_undrafted(program, served, state, source, settings, slot)
+    state = calls.prefill_draft(program, served, state, source, slot)
+  state = calls.insert(program, served, state, source, settings, 0)
+  for num_draft_tokens in candidates:
+    state = _advance(program, num_draft_tokens, served, 0, state)
+  return calls.catch_up(program, served, state)
+
+
+def measure(
+    program: calls.Program,
+    candidates: Sequence[int],
+    served: calls.Served,
+    bucket: int,
+) -> adaptive.RoundCosts:
+  """Times the calls of a bucket; medians over turns.
+
+  Args:
+    program: with a draft.
+    candidates: the Ks.
+    served: prepared parameters.
+    bucket: source length of the made-up rows.
+  """
+  state = warm_up(program, candidates, served, bucket)
+  source = np.full((1, bucket), base.EOS_ID, np.int32)
+  lag = min(catch_up.CHUNK, program.config.target_length)
+  feed = functools.partial(calls.catch_up, program, served)
+  turns: list[list[float]] = []
+  started = time.perf_counter()
+  while len(turns) < LEAST or (
+      len(turns) < MOST and time.perf_counter() - started < SECONDS
+  ):
+    times = []
+    for k in candidates:
+      state, ms = _round_ms(program, k, served, state)
+      times += ms
+    state, nothing = _timed(feed, _rewound(program, state, 0))
+    state, chunk = _timed(feed, _rewound(program, state, lag))
+    state, prefill = _timed(
+        lambda state: calls.prefill_draft(program, served, state, source, 0), state
+    )
+    turns.append([*times, nothing, chunk, prefill])
+  return _table(np.asarray(turns))
+
+
+def _round_ms(
+    program: calls.Program,
+    num_draft_tokens: int,
+    served: calls.Served,
+    state: state_lib.DecodeState,
+) -> tuple[state_lib.DecodeState, tuple[float, float, float]]:
+  """The rows, the time of a call without rounds, of one with, and the rounds it ran.
+
+  Rows may stop early, so rounds are counted.
+  """
+  state = _rewound(program, state, 0)
+  before = np.asarray(state.counters.rounds)
+  call = functools.partial(_advance, program, num_draft_tokens, served)
+  state, idle = _timed(functools.partial(call, 0), state)
+  state, full = _timed(functools.partial(call, ROUNDS), state)
+  return state, (idle, full, float(np.max(state.counters.rounds - before)))
+
+
+def _table(turns: np.ndarray) -> adaptive.RoundCosts:
+  """Costs from [turns, 3 * candidates + 3]: (idle, full, rounds), ..., feeds, prefill.
+
+  More drafted tokens cost no less: noise that says so is evened out.
+  """
+  idle, full, rounds = np.moveaxis(turns[:, :-3].reshape(len(turns), -1, 3), 2, 0)
+  ms = np.median((full - np.median(idle)) / rounds, axis=0)
+  nothing, chunk, prefill = np.median(turns[:, -3:], axis=0)
+  return adaptive.RoundCosts(
+      round_ms=tuple(np.maximum.accumulate(np.maximum(ms, 1e-3)).tolist()),
+      chunk_ms=max(float(chunk - nothing), 0.0),
+      prefill_ms=float(prefill),
+      call_ms=float(np.median(idle)),
+  )
+
+
+def _advance(program, num_draft_tokens, served, rounds, state):
+  version, limit = np.int32(0), np.int32(rounds)
+  return calls.advance(program, num_draft_tokens, served, version, limit, state)
+
+
+def _timed(
+    call: Callable[[state_lib.DecodeState], state_lib.DecodeState],
+    state: state_lib.DecodeState,
+) -> tuple[state_lib.DecodeState, float]:
+  """The state after a call that consumes it, and the milliseconds of the call."""
+  jax.block_until_ready(state)
+  started = time.perf_counter()
+  state = jax.block_until_ready(call(state))
+  return state, (time.perf_counter() - started) * 1e3
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _rewound(
+    program: calls.Program, state: state_lib.DecodeState, lag: jax.Array
+) -> state_lib.DecodeState:
+  """All rows running with `lag` tokens, none of them fed to the draft."""
+  length = jnp.zeros_like(state.length) + lag
+  state = state.replace(
+      length=length,
+      stop_reason=jnp.zeros_like(state.stop_reason) + int(base.StopReason.RUNNING),
+      target_cache=state.target_cache.replace(length=length),
+      draft_cache=state.draft_cache.replace(length=jnp.zeros_like(length)),
+  )
+  return program.placed(state)

@@ -1,0 +1,225 @@
+"""Drafting with an adaptive K: the policy's choice turned into compiled calls.
+
+The draft idles while decoding is plain. What it misses is done when it drafts again:
+prefills of the requests that came meanwhile, then the tokens, in chunks.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from osd_jax import base
+from osd_jax.decoding import adaptive, calibration, calls, catch_up
+from osd_jax.decoding import state as state_lib
+from osd_jax.decoding.adaptive import AdaptiveConfig
+from osd_jax.decoding.requests import DecodingConfig
+
+
+class Progress(NamedTuple):
+  """How far the rows are, on the host.
+
+  Attributes:
+    stop_reason: [B] int32.
+    length: [B] int32.
+    fed: [B] int32; how far the draft was fed.
+    rounds: [B] int32.
+    drafted: [B] int32; judged tokens of the draft.
+    accepted: [B] int32.
+  """
+
+  stop_reason: np.ndarray
+  length: np.ndarray
+  fed: np.ndarray
+  rounds: np.ndarray
+  drafted: np.ndarray
+  accepted: np.ndarray
+
+
+def progress(state: state_lib.DecodeState) -> Progress:
+  """Reads it back; waits for the call that made the state."""
+  counters = state.counters
+  found = jax.device_get((
+      state.stop_reason,
+      state.length,
+      state.draft_cache.length,
+      counters.rounds,
+      counters.drafted,
+      counters.accepted,
+  ))
+  return Progress(*map(np.array, found))
+
+
+class AdaptiveDrafting:
+  """Chooses K before every call and makes the draft ready for it.
+
+  Attributes:
+    config: the policy, its candidates cut to `DecodingConfig.num_draft_tokens`.
+    costs: the tables by bucket, given or measured.
+    state: of the policy.
+  """
+
+  def __init__(
+      self, program: calls.Program, decoding: DecodingConfig, policy: AdaptiveConfig
+  ):
+    """Measures nothing yet.
+
+    Args:
+      program: with a draft.
+      decoding: the largest K, and how long a call may be.
+      policy: how K is chosen.
+    """
+    self.config = policy.up_to(decoding.num_draft_tokens)
+    given = self.config.costs
+    self.costs = dict(zip(decoding.source_lengths, given, strict=True)) if given else {}
+    self._program = program
+    self._warm: set[int] = set()
+    self._max_rounds = decoding.max_rounds
+    self.reset()
+
+  def reset(self) -> None:
+    """Forgets what was decoded, not what it costs."""
+    rows = self._program.config.rows
+    self.state = adaptive.initial(self.config, rows)
+    self._before = Progress(*(np.zeros(rows, np.int32) for _ in Progress._fields))
+    self._undrafted: dict[int, np.ndarray] = {}  # sources [1, S] by slot
+    self._spent_ms = 0.0
+
+  def warm_up(self, served: calls.Served, bucket: int) -> None:
+    """Compiles all calls of a bucket at its first use; measures them without a table.
+
+    Later requests then wait for no compilation, whatever K they are decoded with.
+    """
+    if bucket in self._warm:
+      return
+    self._warm.add(bucket)
+    arguments = (self._program, self.config.candidates, served, bucket)
+    if bucket in self.costs:
+      calibration.warm_up(*arguments)
+    else:
+      self.costs[bucket] = calibration.measure(*arguments)
+
+  def insert(
+      self,
+      served: calls.Served,
+      state: state_lib.DecodeState,
+      source: np.ndarray,
+      settings: base.SamplingSettings,
+      slot: int,
+  ) -> state_lib.DecodeState:
+    """Prefills a request; for the draft too if it is drafting."""
+    for counts in self._before:
+      counts[slot] = 0
+    self._undrafted.pop(slot, None)
+    if not self.state.num_draft_tokens or self.state.probing:
+      self._undrafted[slot] = source
+      return calls.insert_undrafted(
+          self._program, served, state, source, settings, slot
+      )
+    self._spent_ms += self.costs[source.shape[1]].prefill_ms
+    return calls.insert(self._program, served, state, source, settings, slot)
+
+  def advance(
+      self,
+      served: calls.Served,
+      draft_version: int,
+      state: state_lib.DecodeState,
+      bucket: int,
+      rows: Sequence[int],
+  ) -> tuple[state_lib.DecodeState, np.ndarray]:
+    """One call with the K of the policy.
+
+    Args:
+      served: prepared parameters.
+      draft_version: noted in the records.
+      state: rows in flight.
+      bucket: their source length.
+      rows: the rows that hold requests.
+
+    Returns:
+      The rows after it and their stop reasons [B].
+    """
+    costs = self.costs[bucket]
+    chunks, prefills = self._missing(rows)
+    missing_ms = chunks * costs.chunk_ms + prefills * costs.prefill_ms
+    self.state = adaptive.choose(self.config, costs, self.state, rows, missing_ms)
+    if self.state.num_draft_tokens and (chunks or prefills):
+      state = self._ready(served, state)
+      self._spent_ms += missing_ms
+    rounds = adaptive.rounds(self.config, costs, self.state)
+    state = calls.advance(
+        self._program,
+        self.state.num_draft_tokens,
+        served,
+        np.int32(draft_version),
+        np.int32(min(rounds, self._max_rounds)),
+        state,
+    )
+    self._observe(costs, progress(state), rows)
+    return state, self._before.stop_reason
+
+  def held(self) -> dict[str, Any]:
+    """What a checkpoint keeps: policy, costs, and who lacks a draft's prefill."""
+    return {
+        "state": dataclasses.asdict(self.state),
+        "costs": [[s, dataclasses.asdict(table)] for s, table in self.costs.items()],
+        "undrafted": {str(s): row[0].tolist() for s, row in self._undrafted.items()},
+        "spent_ms": self._spent_ms,
+    }
+
+  def restore(self, held: dict[str, Any], state: state_lib.DecodeState | None) -> None:
+    """Continues from `held()` with the rows in flight."""
+    self.state = adaptive.from_json(held["state"])
+    self.costs = {
+        bucket: adaptive.RoundCosts(**{**table, "round_ms": tuple(table["round_ms"])})
+        for bucket, table in held["costs"]
+    }
+    self._undrafted = {
+        int(slot): np.asarray([source], np.int32)
+        for slot, source in held["undrafted"].items()
+    }
+    self._spent_ms = held["spent_ms"]
+    if state is not None:
+      self._before = progress(state)
+
+  def _missing(self, rows: Sequence[int]) -> tuple[int, int]:
+    """Chunks and prefills that the draft needs before it can draft for all rows."""
+    lacking = [row for row in rows if row in self._undrafted]
+    length, fed = self._before.length, self._before.fed.copy()
+    fed[lacking] = 0
+    lag = max(int(length[row] - fed[row]) for row in rows)
+    return -(-lag // catch_up.CHUNK), len(lacking)
+
+  def _ready(
+      self, served: calls.Served, state: state_lib.DecodeState
+  ) -> state_lib.DecodeState:
+    """Does for the draft what it missed."""
+    for slot, source in self._undrafted.items():
+      state = calls.prefill_draft(self._program, served, state, source, slot)
+    self._undrafted.clear()
+    return calls.catch_up(self._program, served, state)
+
+  def _observe(
+      self, costs: adaptive.RoundCosts, after: Progress, rows: Sequence[int]
+  ) -> None:
+    """Tells the policy what the call did and what it finished."""
+    done = {
+        name: getattr(after, name) - getattr(self._before, name)
+        for name in ("rounds", "length", "drafted", "accepted")
+    }
+    call = adaptive.Call(
+        rounds=int(done["rounds"].max()),
+        emitted=tuple(done["length"].tolist()),
+        judged=tuple(done["drafted"].tolist()),
+        accepted=tuple(done["accepted"].tolist()),
+        catch_up_ms=self._spent_ms,
+    )
+    self._before, self._spent_ms = after, 0.0
+    self.state = adaptive.observe(self.config, costs, self.state, call)
+    for row in rows:
+      if after.stop_reason[row] != base.StopReason.RUNNING:
+        tokens = int(after.length[row])
+        self.state = adaptive.release(self.config, self.state, row, tokens)
+        self._undrafted.pop(row, None)

@@ -1,0 +1,41 @@
+"""Which tokens a served draft's output head covers: the likeliest of the recent stream.
+
+Exactness does not depend on the choice: the draft gives the other tokens no mass, and
+the recovered token comes from the whole vocabulary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from osd_jax import base
+from osd_jax.distillation import buffer as replay
+
+
+@functools.partial(jax.jit, static_argnames=("vocab_size", "size"))
+def likeliest(
+    buffer: replay.ReplayBuffer, vocab_size: int, size: int
+) -> jax.Array:
+  """The tokens to which the target gave most mass in the rows of the buffer.
+
+  End-of-sequence is always among them. Tokens that the target has not thought of fill
+  what is left, lowest ids first: SentencePiece orders them by frequency.
+
+  Args:
+    buffer: N rows.
+    vocab_size: V (static).
+    size: tokens to choose, at most V (static).
+
+  Returns:
+    [size] int32, distinct, in ascending order.
+  """
+  records, rows = buffer.data.records, buffer.data.weight
+  counted = buffer.data.mask & (rows[:, None] > 0)
+  mass = jnp.where(counted[..., None], jnp.exp(records.log_probs), 0.0)
+  expected = jnp.zeros(vocab_size, jnp.float32)
+  expected = expected.at[records.ids.astype(jnp.int32)].add(mass)
+  expected = expected.at[base.EOS_ID].set(jnp.inf)
+  # top_k takes the lower of two equal entries first.
+  _, chosen = jax.lax.top_k(expected, size)
+  return jnp.sort(chosen).astype(jnp.int32)

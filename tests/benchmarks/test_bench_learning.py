@@ -1,0 +1,47 @@
+"""The arithmetic behind the figures on learning."""
+
+import bench_learning
+import numpy as np
+import pytest
+
+
+def run(calls, updates=(), step=0.01):
+  """Requests of 10 tokens each; updates (finished, update_ms)."""
+  requests = [{"target_calls": n, "output_tokens": 10} for n in calls]
+  rows = [{"finished": at, "update_ms": ms, "steps": 2, "wait_ms": 1.0}
+          for at, ms in updates]
+  emitted = np.full(len(calls), 10)
+  steps = np.full(len(calls), step)
+  return bench_learning.Run(float(steps.sum()), steps, emitted, requests, rows)
+
+
+def test_a_token_waits_for_its_share_of_a_step():
+  found = run([5, 5])
+  found.emitted = np.array([1, 4])
+  assert found.gaps().tolist() == pytest.approx([10, 2.5, 2.5, 2.5, 2.5])
+
+
+def test_break_even_is_where_savings_stay_ahead():
+  frozen = run([10] * 6)  # a call takes 10 ms
+  learned = run([10, 8, 8, 8, 8, 8], updates=[(1, 15.0), (3, 40.0)])
+  # Saved 0 20 40 60 80 100 ms, spent 15 15 55 55 55 55: ahead at 2, behind at 3.
+  assert bench_learning.break_even(learned, frozen) == 4
+
+
+def test_break_even_may_lie_beyond_the_run():
+  frozen, learned = run([10] * 3), run([10, 9, 9], updates=[(1, 100.0)])
+  assert bench_learning.break_even(learned, frozen) == float("inf")
+
+
+def test_tokens_gained_are_those_that_the_frozen_draft_would_not_have_emitted():
+  frozen, learned = run([10] * 4), run([5] * 4, updates=[(1, 10.0)])
+  found = bench_learning.cost_of([learned], [frozen])
+  assert found["tokens gained"] == pytest.approx(40 - 20)  # 1 a call, 20 calls
+  assert found["slice, ms"] == 5
+
+
+def test_what_is_asked_is_p99_without_learning_and_a_slice():
+  frozen, learned = run([10] * 4), run([5] * 4, updates=[(1, 10.0)])
+  found = bench_learning.figures([learned], [frozen])
+  assert found["between tokens, p99, ms"] == (pytest.approx(1), "<= 6")
+  assert bench_learning.figures([frozen], [frozen])["between tokens, p99, ms"][1] == ""

@@ -1,0 +1,371 @@
+"""The policy that chooses K, against an oracle that knows acceptance and costs."""
+
+import dataclasses
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from osd_jax import metrics
+from osd_jax.decoding import adaptive, catch_up
+
+CONFIG = adaptive.AdaptiveConfig()
+LENGTH, TOKENS = 64, 4000
+QUICK = hypothesis.settings(
+    max_examples=60, deadline=None, derandomize=True, database=None
+)
+
+
+def costs_of(draft, verify, chunk=0.27, prefill=1.5):
+  """A table in plain steps: a draft step, what each verified token adds to a step."""
+  drafting = [k * draft + 0.6 * draft + 1 + k * verify for k in CONFIG.candidates[1:]]
+  return adaptive.RoundCosts((1.0, *drafting), chunk, prefill)
+
+
+# Draft step / plain step, a verified token / plain step: measured ones lie between.
+TABLES = {
+    "heavy draft": costs_of(0.36, 0.08),
+    "light draft": costs_of(0.1, 0.05),
+    "tiny draft": costs_of(0.05, 0.03),
+}
+BATCHED = {
+    "light draft": costs_of(0.2, 0.15, prefill=0.7),
+    "costly verification": costs_of(0.02, 0.3, prefill=0.7),
+}
+
+
+class Simulation:
+  """Requests of LENGTH tokens, drafted tokens accepted independently.
+
+  Attributes:
+    ms: spent, by the table.
+    tokens: emitted.
+    state: of the policy.
+    calls: (tokens before, K, whether it was a probe) of every call.
+  """
+
+  def __init__(self, costs, rows=1, seed=0, fixed=None, config=CONFIG):
+    """`fixed` is a K for all rounds; None asks the policy."""
+    self.costs, self.config, self._fixed = costs, config, fixed
+    self.ms, self.tokens, self.calls = 0.0, 0, []
+    self.state = adaptive.initial(config, rows)
+    self._rng = np.random.default_rng(seed)
+    self._length, self._fed = np.zeros(rows, int), np.zeros(rows, int)
+    self._undrafted, self._spent = set(), 0.0
+    for row in range(rows):
+      self._insert(row)
+
+  def run(self, acceptance, tokens=TOKENS):
+    """Decodes so many tokens more; returns itself."""
+    end = self.tokens + tokens
+    while self.tokens < end:
+      self._call(acceptance)
+    return self
+
+  @property
+  def ms_per_token(self):
+    return self.ms / self.tokens
+
+  def _insert(self, row):
+    self._length[row] = self._fed[row] = 0
+    drafting = self.state.num_draft_tokens and not self.state.probing
+    if self._fixed if self._fixed is not None else drafting:
+      self._spend(self.costs.prefill_ms)
+    else:
+      self._undrafted.add(row)
+
+  def _spend(self, ms):
+    self.ms += ms
+    self._spent += ms
+
+  def _choose(self):
+    if self._fixed is not None:
+      return self._fixed
+    fed = np.where(np.isin(np.arange(len(self._fed)), [*self._undrafted]), 0, self._fed)
+    chunks = -(-int(np.max(self._length - fed)) // catch_up.CHUNK)
+    missing = chunks * self.costs.chunk_ms
+    missing += len(self._undrafted) * self.costs.prefill_ms
+    rows = range(len(fed))
+    self.state = adaptive.choose(self.config, self.costs, self.state, rows, missing)
+    if self.state.num_draft_tokens:
+      self._spend(missing)
+      self._undrafted.clear()
+    return self.state.num_draft_tokens
+
+  def _call(self, acceptance):
+    k = self._choose()
+    self.calls.append((self.tokens, k, self.state.probing))
+    done = np.zeros((3, len(self._length)), int)  # emitted, judged, accepted
+    rounds, round_ms = 0, self.costs.round_ms[self.config.candidates.index(k)]
+    limit = adaptive.rounds(self.config, self.costs, self.state)
+    while rounds < limit and (self._length < LENGTH).all():
+      rounds += 1
+      for row in range(len(self._length)):
+        passes = self._rng.random(k) < acceptance
+        accepted = k if passes.all() else int(passes.argmin())
+        emitted = min(accepted + 1, LENGTH - self._length[row])
+        self._length[row] += emitted
+        done[:, row] += emitted, min(emitted, k), min(accepted, emitted, k)
+    self.ms += rounds * round_ms
+    self.tokens += int(done[0].sum())
+    if k:
+      self._fed[:] = self._length
+    self._observe(rounds, done)
+
+  def _observe(self, rounds, done):
+    if self._fixed is None:
+      call = adaptive.Call(rounds, *(tuple(row.tolist()) for row in done), self._spent)
+      self.state = adaptive.observe(self.config, self.costs, self.state, call)
+    self._spent = 0.0
+    for row in np.flatnonzero(self._length >= LENGTH):
+      if self._fixed is None:
+        self.state = adaptive.release(self.config, self.state, row, LENGTH)
+        self._undrafted.discard(row)
+      self._insert(row)
+
+
+def best_fixed(costs, acceptance, rows):
+  """Milliseconds a token with the best K, plain decoding among them, and plain."""
+  found = [
+      np.mean([
+          Simulation(costs, rows, seed, fixed=k).run(acceptance).ms_per_token
+          for seed in range(3)
+      ])
+      for k in CONFIG.candidates
+  ]
+  return min(found), found[0]
+
+
+# --- Speed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize(
+    ("rows", "costs"),
+    [(1, table) for table in TABLES.values()]
+    + [(8, table) for table in BATCHED.values()],
+    ids=[*TABLES, *(f"8 rows, {name}" for name in BATCHED)],
+)
+def test_as_fast_as_the_best_fixed_k(rows, costs, alpha):
+  """To .97, with all that probes cost; at .3 as plain decoding."""
+  best, plain = best_fixed(costs, alpha, rows)
+  found = np.mean([
+      Simulation(costs, rows, seed).run(alpha).ms_per_token for seed in range(6)
+  ])
+  assert (plain if alpha == 0.3 else best) / found >= 0.97
+
+
+def test_a_useless_draft_costs_at_most_the_share_of_its_probes():
+  for costs in TABLES.values():
+    found = Simulation(costs).run(0.0, 5 * TOKENS)
+    assert found.ms_per_token <= 1 + CONFIG.probe_share + 0.002
+    assert any(probing for _, _, probing in found.calls)  # it does probe
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_drafts_again_when_acceptance_jumps(name):
+  found = Simulation(TABLES[name]).run(0.1, 2000)
+  if name == "heavy draft":  # the others may pay even so
+    assert np.mean([k == 0 for _, k, _ in found.calls]) > 0.8
+  start = found.tokens
+  found.run(0.9, 2000)
+  settled = [k > 1 for tokens, k, probing in found.calls if tokens > start + 800]
+  assert np.mean(settled) > 0.9
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_stops_drafting_when_acceptance_falls(name):
+  found = Simulation(TABLES[name]).run(0.9, 2000)
+  assert found.calls[-1][1] > 1
+  spent, start = found.ms, found.tokens
+  found.run(0.0, 2000)
+  assert (found.ms - spent) / (found.tokens - start) < 1.12
+  assert np.mean([k == 0 for at, k, _ in found.calls if at > start + 400]) > 0.9
+
+
+def test_without_probes_it_would_never_draft_again():
+  """Control: the recovery above is the probes' doing."""
+  rare = dataclasses.replace(CONFIG, probe_share=1e-9)
+  found = Simulation(TABLES["light draft"], config=rare).run(0.0, 2000)
+  assert {k for tokens, k, _ in found.run(0.9).calls if tokens > 2000} == {0}
+
+
+def test_probes_wait_for_a_moment_when_the_draft_misses_little():
+  """At the start of a request its prefill alone is missing; later tokens too."""
+  found = Simulation(costs_of(0.36, 0.08)).run(0.0, 10 * TOKENS)
+  places = [tokens % LENGTH for tokens, _, probing in found.calls if probing]
+  assert len(places) > 20 and np.mean([place == 0 for place in places]) > 0.9
+
+
+def test_the_margin_keeps_it_from_flapping():
+  """Where plain and drafting cost the same it changes rarely, and never without one."""
+  even = adaptive.RoundCosts((1.0, 1.5, 2.5, 3.5, 4.5))  # alpha .5: K = 1 is even
+
+  def changes(margin):
+    config = dataclasses.replace(CONFIG, margin=margin)
+    found = Simulation(even, config=config).run(0.5, 5 * TOKENS)
+    drafts = np.array([k > 0 and not probing for _, k, probing in found.calls])
+    return int(np.sum(drafts[1:] != drafts[:-1]))
+
+  assert changes(0.05) < changes(0.0)
+
+
+# --- Its parts ----------------------------------------------------------------------
+
+RATES = st.floats(0, 1)
+
+
+@QUICK
+@hypothesis.given(RATES, st.integers(0, 8))
+def test_expected_tokens_are_those_of_the_metric(rate, k):
+  found = adaptive.expected_tokens(rate, k)
+  assert found == pytest.approx(
+      metrics.expected_tokens_per_target_call(rate, k), rel=1e-6
+  )
+
+
+def state_of(rates, **changes):
+  """A state that is sure of the acceptance of its rows."""
+  sure = 1e9
+  return adaptive.AdaptiveState(
+      tuple(sure * rate for rate in rates), (sure,) * len(rates), **changes
+  )
+
+
+TABLE = st.builds(
+    lambda ms: adaptive.RoundCosts(tuple(np.cumsum(ms).tolist())),
+    st.lists(st.floats(0.01, 2), min_size=5, max_size=5),
+)
+
+
+@QUICK
+@hypothesis.given(TABLE, st.lists(RATES, min_size=1, max_size=4))
+def test_the_chosen_k_has_the_fewest_milliseconds_a_token(costs, rates):
+  state = state_of(rates, num_draft_tokens=3)
+  chosen = adaptive.choose(CONFIG, costs, state, range(len(rates)))
+  ms = [
+      cost / np.mean([(sum(rate**i for i in range(k + 1))) for rate in rates])
+      for k, cost in zip(CONFIG.candidates, costs.round_ms, strict=True)
+  ]
+  best = CONFIG.candidates[int(np.argmin(ms))]
+  margin = 1 + CONFIG.margin + 1e-6
+  found = ms[CONFIG.candidates.index(chosen.num_draft_tokens)]
+  assert chosen.num_draft_tokens == best or found <= min(ms) * margin
+
+
+def test_prefills_of_the_draft_count():
+  """A draft that pays by a little does not pay for short answers."""
+  costs = adaptive.RoundCosts((1.0, 1.7, 2.0, 3.0, 4.0), prefill_ms=2.0)
+  for tokens, expected in ((8.0, 0), (1000.0, 3)):
+    state = state_of([0.6], num_draft_tokens=3, requests=1.0, tokens=tokens)
+    chosen = adaptive.choose(CONFIG, costs, state, [0])
+    assert chosen.num_draft_tokens == expected
+
+
+def test_the_draft_waits_until_the_probe_is_paid_for():
+  costs = TABLES["light draft"]
+  state = state_of([0.1], num_draft_tokens=0)
+  for saved, missing, probes in ((5.0, 1.0, True), (5.0, 9.0, False), (0, 0, False)):
+    saving = dataclasses.replace(state, saved_ms=saved)
+    chosen = adaptive.choose(CONFIG, costs, saving, [0], missing)
+    assert chosen.probing == (chosen.num_draft_tokens > 0) == probes
+
+
+def test_calls_are_long_where_rounds_are_short():
+  """So long that they cost half a per cent; probes stay short."""
+  state = state_of([0.5], num_draft_tokens=3)
+  for call_ms, expected in ((0.0, 8), (0.01, 8), (1.0, 100)):
+    costs = adaptive.RoundCosts((1.0, 1.5, 2.0, 3.0, 4.0), call_ms=call_ms)
+    assert adaptive.rounds(CONFIG, costs, state) == expected
+    probe = dataclasses.replace(state, probing=True)
+    assert adaptive.rounds(CONFIG, costs, probe) == CONFIG.rounds_per_call
+
+
+def test_rows_have_acceptance_of_their_own():
+  call = adaptive.Call(8, (20, 10), (30, 30), (27, 3))
+  state = adaptive.observe(
+      CONFIG, TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
+  )
+  state = dataclasses.replace(state, accepted=(27.0, 3.0), judged=(30.0, 30.0))
+  assert adaptive.acceptance(state, 0) > 0.6 > adaptive.acceptance(state, 1)
+  released = adaptive.release(CONFIG, state, 0, 20)
+  pooled = state.pool_accepted / state.pool_judged
+  assert adaptive.acceptance(released, 0) == pytest.approx(pooled)
+  assert adaptive.acceptance(released, 1) == adaptive.acceptance(state, 1)
+  assert released.tokens / released.requests == 20
+
+
+def test_a_state_survives_json_and_goes_on_alike():
+  one = Simulation(TABLES["light draft"]).run(0.6, 700)
+  text = json.dumps(dataclasses.asdict(one.state))
+  assert adaptive.from_json(json.loads(text)) == one.state
+
+
+@QUICK
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60),
+    st.sampled_from([*TABLES]),
+)
+def test_whatever_happens_k_is_a_candidate_and_numbers_stay_finite(calls, name):
+  state, costs = adaptive.initial(CONFIG, 1), TABLES[name]
+  for rounds, accepted in calls:
+    state = adaptive.choose(CONFIG, costs, state, [0])
+    k = state.num_draft_tokens
+    assert k in CONFIG.candidates and (k > 0 or not state.probing)
+    accepted = min(accepted, k)
+    call = adaptive.Call(
+        rounds, (rounds * (accepted + 1),), (rounds * min(accepted + 1, k),),
+        (rounds * accepted,),
+    )
+    state = adaptive.observe(CONFIG, costs, state, call)
+    assert 0 <= adaptive.acceptance(state, 0) <= 1
+    assert np.isfinite(state.saved_ms) and state.pool_judged > 0
+
+
+# --- Settings -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("candidates", ()),
+        ("candidates", (0,)),
+        ("candidates", (1, 3)),
+        ("candidates", (0, 3, 1)),
+        ("candidates", (0, 3, 3)),
+        ("candidates", (0, 9)),
+        ("rounds_per_call", 0),
+        ("memory", 0.5),
+        ("margin", -0.1),
+        ("margin", 1.0),
+        ("probe_share", 0.0),
+        ("probe_share", 1.0),
+        ("costs", (adaptive.RoundCosts((1.0, 2.0)),)),
+    ],
+)
+def test_settings_out_of_range_are_named(field, value):
+  with pytest.raises(ValueError, match=rf"AdaptiveConfig\.{field}: received"):
+    adaptive.AdaptiveConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("round_ms", {"round_ms": ()}),
+        ("round_ms", {"round_ms": (1.0, 0.0)}),
+        ("chunk_ms", {"round_ms": (1.0,), "chunk_ms": -1.0}),
+        ("prefill_ms", {"round_ms": (1.0,), "prefill_ms": -1.0}),
+        ("call_ms", {"round_ms": (1.0,), "call_ms": -1.0}),
+    ],
+)
+def test_costs_out_of_range_are_named(field, values):
+  with pytest.raises(ValueError, match=rf"RoundCosts\.{field}: received"):
+    adaptive.RoundCosts(**values)
+
+
+def test_candidates_above_the_largest_k_are_left_out_with_their_costs():
+  cut = dataclasses.replace(CONFIG, costs=(TABLES["tiny draft"],)).up_to(4)
+  assert cut.candidates == (0, 1, 3)
+  assert cut.costs[0].round_ms == TABLES["tiny draft"].round_ms[:3]

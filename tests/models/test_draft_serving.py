@@ -1,0 +1,115 @@
+"""Served drafts that leave something out: 8 bits, a head for some tokens, both."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import tiny
+
+from osd_jax.models import layers, t5
+
+SHAPES = {
+    "untied": tiny.CONFIG,
+    "tied": dataclasses.replace(
+        tiny.CONFIG, tied_head=True, mlp_activations=("relu",)
+    ),
+}
+SOURCE = np.array([[5, 9, 3, 1], [7, 4, 1, 0]], np.int32)
+TOKENS = np.array([[0, 6, 11], [0, 8, 2]], np.int32)
+
+
+def logits(config, serving, *shortlist):
+  """Logits of three fed tokens and parameters, by a model served that way."""
+  model = t5.build(config, serving=serving)
+  params = jax.tree.map(jnp.asarray, tiny.random_params(config, 3))
+  served = model.prepare(params, *shortlist)
+  cache = model.prefill(served, SOURCE, SOURCE != 0, 8)
+  return np.asarray(model.decode(served, TOKENS, cache)[0])
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 8])
+def test_a_quantised_product_is_within_a_percent(columns):
+  rng = np.random.default_rng(columns)
+  kernel = rng.normal(size=(48, 64)).astype(np.float32)
+  x = rng.normal(size=(columns, 64)).astype(np.float32)
+  stored = layers.quantized(jnp.asarray(kernel))
+  assert stored["kernel"].dtype == jnp.int8
+  got = np.asarray(layers.int8_matmul(x, stored["kernel"], stored["scale"]))
+  want = x @ kernel.T
+  assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
+
+
+def test_columns_are_scaled_one_by_one():
+  """A large column costs its neighbours no precision, and zeros stay zeros."""
+  rng = np.random.default_rng(0)
+  stored = layers.quantized(jnp.asarray(rng.normal(size=(8, 16)), jnp.float32))
+  small = rng.normal(size=(1, 16)).astype(np.float32)
+  mixed = np.concatenate([small, 1e6 * small, 0 * small])
+  alone = layers.int8_matmul(small, stored["kernel"], stored["scale"])
+  got = layers.int8_matmul(mixed, stored["kernel"], stored["scale"])
+  np.testing.assert_array_equal(got[0], alone[0])
+  np.testing.assert_array_equal(got[2], np.zeros(8))
+
+
+def test_a_kernel_of_zeros_is_kept():
+  stored = layers.quantized(jnp.zeros((4, 6)))
+  assert np.all(np.isfinite(stored["scale"])) and not np.any(stored["kernel"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_8_bits_change_the_logits_a_little(shape):
+  exact = logits(SHAPES[shape], t5.DraftServing())
+  got = logits(SHAPES[shape], t5.DraftServing(int8=True))
+  error = np.sqrt(np.mean((got - exact) ** 2) / np.var(exact))
+  assert 0 < error < 0.1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shortlist_gives_its_tokens_their_logits_and_the_others_nothing(shape):
+  config = SHAPES[shape]
+  chosen = np.array([1, 2, 7, config.vocab_size - 1], np.int32)
+  exact = logits(config, t5.DraftServing())
+  got = logits(config, t5.DraftServing(shortlist=4), chosen)
+  np.testing.assert_allclose(got[..., chosen], exact[..., chosen], rtol=1e-5)
+  others = np.setdiff1d(np.arange(config.vocab_size), chosen)
+  assert np.all(np.isneginf(got[..., others]))
+
+
+def test_a_new_shortlist_compiles_nothing():
+  config, serving = tiny.CONFIG, t5.DraftServing(shortlist=3)
+  model = t5.build(config, serving=serving)
+  prepare = jax.jit(model.prepare)
+  params = jax.tree.map(jnp.asarray, tiny.random_params(config, 3))
+  for chosen in ([1, 2, 3], [1, 5, 9]):
+    prepare(params, jnp.asarray(chosen))
+  assert prepare._cache_size() == 1
+
+
+def test_a_shortlist_of_the_whole_vocabulary_is_none():
+  config = tiny.CONFIG
+  model = t5.build(config, serving=t5.DraftServing(shortlist=config.vocab_size))
+  assert model.shortlist == 0
+  np.testing.assert_array_equal(
+      logits(config, t5.DraftServing(shortlist=config.vocab_size)),
+      logits(config, t5.DraftServing()),
+  )
+
+
+def test_training_sees_the_whole_draft():
+  """What is left out when serving is not left out of the loss."""
+  params = jax.tree.map(jnp.asarray, tiny.random_params(tiny.CONFIG, 3))
+  scores = [
+      t5.build(tiny.CONFIG, serving=serving).score(params, SOURCE, SOURCE != 0, TOKENS)
+      for serving in (t5.DraftServing(), t5.DraftServing(int8=True, shortlist=4))
+  ]
+  np.testing.assert_array_equal(*scores)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("int8", 1), ("shortlist", -1), ("shortlist", 2.5)]
+)
+def test_wrong_values_are_named(field, value):
+  with pytest.raises(ValueError, match=f"DraftServing.{field}: received"):
+    t5.DraftServing(**{field: value})

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 
+import measure
 import ml_dtypes
 import numpy as np
 import safetensors.flax
@@ -86,7 +87,7 @@ def write(folder: pathlib.Path, config: t5.T5Config, dtype: str, shards: int) ->
   return 4 * max(int(np.prod(size)) for size in names.values())
 
 
-def measure(folder: pathlib.Path, gigabytes: float, dtype: str, shards: int) -> dict:
+def read(folder: pathlib.Path, gigabytes: float, dtype: str, shards: int) -> dict:
   """Makes both checkpoints, reads them in another process, and compares."""
   config = shape(gigabytes)
   largest = write(folder / "large", config, dtype, shards)
@@ -102,8 +103,6 @@ def measure(folder: pathlib.Path, gigabytes: float, dtype: str, shards: int) -> 
   files = (folder / "large").glob("*.safetensors")
   slack = found["grown"] - found["model"] - largest
   return {
-      "dtype": dtype,
-      "shards": shards,
       "file_bytes": sum(file.stat().st_size for file in files),
       "model_bytes": found["model"],
       "largest_tensor_bytes": largest,
@@ -121,7 +120,18 @@ def main():
   given = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder)
-    print(json.dumps(measure(path, given.gigabytes, given.dtype, given.shards)))
+    found = read(path, given.gigabytes, given.dtype, given.shards)
+  case = f"{given.gigabytes:g} GB of {given.dtype} in {given.shards} file(s)"
+  common = {"case": case, "clock": "peak resident memory of its own process"}
+  measure.report(
+      "reading_memory",
+      [
+          common
+          | {"figure": name.replace("_", " "), "value": value}
+          | ({"asked": "<= 1"} if name == "slack" else {})
+          for name, value in found.items()
+      ],
+  )
 
 
 if __name__ == "__main__":

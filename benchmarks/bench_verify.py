@@ -31,7 +31,7 @@ def loops(name: str, counts: list[int], source: int, target: int) -> dict:
   cache = prefill(served, prompt, prompt != base.PAD_ID, target)
 
   def feed(count: int) -> None:
-    calls = costs.repeat(model, count, served, cache, np.int32(CALLS))
+    calls = costs.feed(model, count, served, cache, np.int32(CALLS))
     jax.block_until_ready(calls)
 
   return {str(count): functools.partial(feed, count) for count in counts}

@@ -10,13 +10,11 @@ online run's account.
 
 import argparse
 import dataclasses
-import json
 import tempfile
 import time
 
+import measure
 import numpy as np
-import rich.console
-import rich.table
 
 from osd_jax import online, writers
 from osd_jax.decoding import slots
@@ -105,6 +103,21 @@ def warm_up(
     other.close(0.0)
 
 
+def rows_of(gin_file: str, seed: int, row: dict[str, float]) -> list[dict]:
+  """What the report keeps of a run."""
+  asked = {"over_plain": ">= 1.5", "over_frozen": ">= 1.15"}
+  return [
+      {
+          "case": f"{gin_file}, seed {seed}",
+          "figure": name.replace("_", " "),
+          "value": value,
+          "asked": asked.get(name, ""),
+          "clock": "wall, 2 thread(s)",
+      }
+      for name, value in row.items()
+  ]
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--gin_file", default="runs/demo.gin")
@@ -112,9 +125,7 @@ def main() -> None:
   parser.add_argument("--block", type=int, default=25)
   parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
   given = parser.parse_args()
-  console = rich.console.Console()
-  table = rich.table.Table("seed", "plain s", "frozen s", "online s", "over plain",
-                           "over frozen", "overlap", "updates")
+  measure.restart(2)
   for seed in range(given.seeds):
     config, _ = settings.load(
         online.OnlineConfig,
@@ -124,14 +135,7 @@ def main() -> None:
     config = dataclasses.replace(config, floor_metering=False, compare_every=0)
     with tempfile.TemporaryDirectory() as folder:
       row = one_run(config, given.block, folder)
-    console.print(json.dumps({"seed": seed, **row}), soft_wrap=True)
-    table.add_row(
-        str(seed),
-        *(f"{row[f'{name}_seconds']:.1f}" for name in ("plain", "frozen", "online")),
-        *(f"{row[name]:.2f}" for name in ("over_plain", "over_frozen", "overlap")),
-        str(row["updates"]),
-    )
-  console.print(table)
+    measure.report("whole_run", rows_of(given.gin_file, seed, row))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from osd_jax import base
 from osd_jax.decoding import slots
 from osd_jax.models import sizes, t5
 
+WHOLE = t5.DraftServing()  # nothing is left out
 TINY = t5.T5Config(
     vocab_size=256,
     width=32,
@@ -32,7 +33,7 @@ def shape(name: str) -> t5.T5Config:
 
 
 def random_model(
-    config: t5.T5Config, seed: int = 0, serving: t5.DraftServing = t5.DraftServing()
+    config: t5.T5Config, seed: int = 0, serving: t5.DraftServing = WHOLE
 ) -> tuple[base.Model, base.Params]:
   """A model with random weights that never emits end-of-sequence.
 

@@ -15,9 +15,10 @@ from osd_jax import online, pairs
 from osd_jax.data import batches, generated, sources, streams
 from osd_jax.decoding import slots
 from osd_jax.distillation import buffer, optimizers, schedule, update
-from osd_jax.models import weights
+from osd_jax.models import t5, weights
 
 REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
+SERVING = t5.DraftServing(int8=True, shortlist=700)  # half of the vocabulary
 
 
 def save_lively_pair(folder: Path) -> pairs.PairConfig:
@@ -56,7 +57,7 @@ def config(
           source_length=SOURCE,
           reader="plain",
       ),
-      pair=pair,
+      pair=dataclasses.replace(pair, draft_serving=SERVING),
       decoding=slots.DecodingConfig(
           rows=rows, num_draft_tokens=3, source_lengths=(SOURCE,), target_length=LENGTH
       ),

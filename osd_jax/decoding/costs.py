@@ -78,7 +78,7 @@ def measure(
   for repeat in range(repeats + 1):
     for name, (model, served, cache, width) in loops.items():
       started = time.perf_counter()
-      jax.block_until_ready(repeat(model, width, served, cache, np.int32(calls)))
+      jax.block_until_ready(feed(model, width, served, cache, np.int32(calls)))
       if repeat:  # the first one compiles
         found[name].append((time.perf_counter() - started) * 1e3 / calls)
   return Costs(**{name: float(np.median(times)) for name, times in found.items()})
@@ -92,7 +92,7 @@ def _prefilled(model, length, params, source) -> tuple[base.Params, Any]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def repeat(model, width, served, cache, calls):
+def feed(model, width, served, cache, calls):
   """Feeds `width` tokens `calls` times, each choice depending on the last one."""
 
   def body(_, carry):

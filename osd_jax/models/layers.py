@@ -142,7 +142,7 @@ class Projection(nn.Module):
     kernel = self.param("kernel", nn.with_logical_partitioning(init, axes), shape)
     if self.layout is Layout.INT8:
       scale = self.param("scale", nn.initializers.ones, shape[:1])
-      return int8_matmul(x, kernel, scale).astype(self.dtype)
+      return int8_matmul(x, jnp.asarray(kernel), scale).astype(self.dtype)
     product = matmul if self.layout is Layout.TRAINED else served_matmul
     return product(x.astype(self.dtype), kernel.astype(self.dtype))
 

@@ -283,14 +283,12 @@ class T5(nn.Module):
     config, serving = self.config, self.serving
     layout = layers.Layout.TRAINED if serving is None else layers.Layout.SERVED
     step_layout = layout if serving is None else serving.layout
-    short = serving is not None and _has_draft_head(config, serving)
     self.token_embedder = Embedding(config)
     self.encoder = Encoder(config, layout)
-    self.decoder = Decoder(
-        config, step_layout, layout, not (config.tied_head or short)
-    )
-    if short:
-      self.draft_head = DraftHead(config, serving)
+    own_head = not config.tied_head
+    if serving is not None and _has_draft_head(config, serving):
+      self.draft_head, own_head = DraftHead(config, serving), False
+    self.decoder = Decoder(config, step_layout, layout, own_head)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`."""

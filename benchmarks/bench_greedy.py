@@ -70,7 +70,8 @@ def rows_of(given: argparse.Namespace, name: str, rows: int) -> list[dict]:
   ]
   for who in people:
     if who != "HF float32" and "HF float32" in people:
-      asked = ASKED.get((name, rows)) if who == "ours" else None
+      one_thread = who == "ours" and given.threads == 1
+      asked = ASKED.get((name, rows)) if one_thread else None
       found.append(
           common
           | {

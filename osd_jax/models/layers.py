@@ -23,11 +23,7 @@ _MASKED = -1e9  # added to attention logits that must get no weight
 
 
 class Layout(enum.Enum):
-  """How kernels are stored.
-
-  The layouts of decoding have the kernel on the left of the product; see
-  `served_matmul` and `int8_matmul`.
-  """
+  """How kernels are stored; see `matmul`, `served_matmul` and `int8_matmul`."""
 
   TRAINED = "[in, out]"
   SERVED = "[out, in]"
@@ -71,8 +67,9 @@ def served_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   """x times a quantised kernel: half the time of a float32 product on a CPU.
 
-  x is quantised too, with one scale a column, so that the product is one of integers.
-  Good enough to draft with; never for the target, whose tokens it would change.
+  x is quantised too, with one scale a column, so that the product is one of integers;
+  for those XLA CPU likes the columns on the left. Good enough to draft with; never for
+  the target, whose tokens it would change.
 
   Args:
     x: [..., in].

@@ -1,5 +1,6 @@
 """Settings for all tests: four fake CPU devices, strict JAX, a compile cache."""
 
+import gc
 import os
 import pathlib
 
@@ -19,6 +20,22 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+MANY_MAPS = 15_000  # of the 65,530 that Linux allows a process
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+  """Forgets what was compiled once it is much: XLA maps memory for every program.
+
+  A process that may map no more crashes, a thousand tests after the first.
+  """
+  yield
+  maps = pathlib.Path("/proc/self/maps")
+  if maps.exists() and maps.read_text().count("\n") > MANY_MAPS:
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -63,10 +63,8 @@ class Served:
     self._choose(pair, records)
 
   def _choose(self, pair, records) -> None:
-    if pair.draft.shortlist:
-      size = pair.draft.shortlist
-      chosen = shortlist.likeliest(records, pair.draft.vocab_size, size)
-      self._decoder.swap(pair.draft_params, 1, chosen)
+    chosen = shortlist.of_stream(pair.draft, records)
+    self._decoder.swap(pair.draft_params, 1, chosen)
 
   @functools.cached_property
   def found(self) -> list:

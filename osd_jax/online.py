@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import rich.console
 
 from osd_jax import (
@@ -308,29 +307,21 @@ class OnlineLoop:
     version = int(outcome.learner.version)
     if version != self._decoder.draft_version:
       self._serving = outcome.learner.served
-      self._decoder.swap(self._serving, version, self._shortlist())
+      self._swap(version)
     self._write(
         "update",
         {
             "finished": self.finished,
             "launched": outcome.launched,
             "version": version,
-            "loss": float(np.mean(outcome.losses)),
-            "grad_norm": float(np.mean(outcome.grad_norms)),
-            "steps": len(outcome.losses),
-            "skipped": outcome.skipped,
-            "update_ms": outcome.update_ms,
-            "wait_ms": outcome.wait_ms,
+            **outcome.figures(),
         },
     )
 
-  def _shortlist(self) -> np.ndarray | None:
-    """The tokens that the draft's output head covers from now on, if it is short."""
-    size = self.pair.draft.shortlist
-    if not size:
-      return None
-    found = shortlist.likeliest(self._buffer, self.pair.draft.vocab_size, size)
-    return np.asarray(found)
+  def _swap(self, version: int) -> None:
+    """Serves `_serving`, its output head cut to what the stream is about."""
+    chosen = shortlist.of_stream(self.pair.draft, self._buffer)
+    self._decoder.swap(self._serving, version, chosen)
 
   def _write(self, kind: str, row: dict[str, Any]) -> None:
     """Logs a row and the alarms that it starts or ends."""
@@ -364,7 +355,7 @@ class OnlineLoop:
     self._log.truncate(0)  # of a run that was killed before its first checkpoint
     self._seed_buffer()
     self._since = int(self._buffer.added)
-    self._decoder.swap(self._serving, 0, self._shortlist())
+    self._swap(0)
 
   def _snapshot(self) -> snapshot.Snapshot:
     return snapshot.Snapshot(

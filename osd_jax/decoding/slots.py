@@ -110,9 +110,18 @@ class Slots:
       version: noted in the records.
       shortlist: [N] int32, the tokens that the draft's output head covers from now on;
         None keeps those it has. Only for a draft with a shortlist.
+
+    Raises:
+      ValueError: the shortlist is of another length than the draft's.
     """
     assert self._program.draft is not None
     if shortlist is not None:
+      size = self._program.draft.shortlist
+      if len(shortlist) != size:
+        raise ValueError(
+            f"decoding: received a shortlist of {len(shortlist)} tokens, expected"
+            f" {size}, DraftServing.shortlist of the draft."
+        )
       self._shortlist = np.asarray(shortlist, np.int32)
     draft_served = calls.prepare(self._program.draft, draft_params, self._shortlist)
     self._served = self._served._replace(draft=draft_served)

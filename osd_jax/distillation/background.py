@@ -39,6 +39,17 @@ class Outcome:
   update_ms: float
   wait_ms: float
 
+  def figures(self) -> dict[str, float]:
+    """What metrics.jsonl keeps of it: means over the slices, counts, times."""
+    return {
+        "loss": float(np.mean(self.losses)),
+        "grad_norm": float(np.mean(self.grad_norms)),
+        "steps": len(self.losses),
+        "skipped": self.skipped,
+        "update_ms": self.update_ms,
+        "wait_ms": self.wait_ms,
+    }
+
 
 class BackgroundLearner:
   """Runs one update at a time on a thread of its own."""

@@ -8,9 +8,25 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
+
+
+def of_stream(model: base.Model, buffer: replay.ReplayBuffer) -> np.ndarray | None:
+  """The shortlist of a draft for the rows of the buffer.
+
+  Args:
+    model: the draft.
+    buffer: N rows.
+
+  Returns:
+    [N] int32; None if the draft covers the whole vocabulary.
+  """
+  if not model.shortlist:
+    return None
+  return np.asarray(likeliest(buffer, model.vocab_size, model.shortlist))
 
 
 @functools.partial(jax.jit, static_argnames=("vocab_size", "size"))

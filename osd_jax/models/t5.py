@@ -13,112 +13,10 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import layers
+from osd_jax.models import layers, served
+from osd_jax.models.shapes import DraftServing, T5Config
 
-
-@dataclasses.dataclass(frozen=True)
-class T5Config:
-  """Shape of a T5. The defaults are t5-small's (T5 1.0).
-
-  Attributes:
-    vocab_size: V, rows of the embedding (checkpoints pad 32,100 to 32,128).
-    width: E.
-    num_heads: H.
-    head_dim: D.
-    mlp_dim: inner width of the feed-forward block.
-    num_encoder_layers: encoder layers.
-    num_decoder_layers: L.
-    mlp_activations: ("relu",) for 1.0, ("gelu", "linear") for 1.1 and Flan.
-    tied_head: the output head is the embedding, scaled by width ** -0.5.
-    relative_buckets: entries of the relative position bias.
-    relative_max_distance: distances from here on share a bucket.
-    dtype: "float32" or "bfloat16"; compute type and type of the served copy. "float64"
-      is for rescoring alone and needs `jax.enable_x64`.
-    embedding_std: standard deviation of the initial embedding (t5x: 1).
-  """
-
-  vocab_size: int = 32128
-  width: int = 512
-  num_heads: int = 8
-  head_dim: int = 64
-  mlp_dim: int = 2048
-  num_encoder_layers: int = 6
-  num_decoder_layers: int = 6
-  mlp_activations: tuple[str, ...] = ("relu",)
-  tied_head: bool = True
-  relative_buckets: int = 32
-  relative_max_distance: int = 128
-  dtype: str = "float32"
-  embedding_std: float = 1.0
-
-  def __post_init__(self):
-    object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.type == "int" or field.type is int:
-        if type(value) is not int or value < 1:
-          raise ValueError(
-              f"T5Config.{field.name}: received {value!r}, expected an integer >= 1."
-          )
-    if type(self.tied_head) is not bool:
-      raise ValueError(
-          f"T5Config.tied_head: received {self.tied_head!r}, expected True or False."
-      )
-    if self.relative_buckets < 4 or self.relative_buckets % 2:
-      raise ValueError(
-          f"T5Config.relative_buckets: received {self.relative_buckets}, expected an"
-          " even number >= 4 (the encoder halves it for both directions)."
-      )
-    if self.relative_max_distance <= self.relative_buckets // 2:
-      raise ValueError(
-          f"T5Config.relative_max_distance: received {self.relative_max_distance},"
-          f" expected more than {self.relative_buckets // 2}, half of"
-          " relative_buckets: those hold one distance each."
-      )
-    if not 0 < self.embedding_std < float("inf"):
-      raise ValueError(
-          f"T5Config.embedding_std: received {self.embedding_std!r}, expected a"
-          " finite number > 0."
-      )
-    unknown = [a for a in self.mlp_activations if a not in layers.ACTIVATIONS]
-    if unknown or not self.mlp_activations:
-      raise ValueError(
-          f"T5Config.mlp_activations: received {self.mlp_activations!r}, expected"
-          f" names out of {sorted(layers.ACTIVATIONS)}."
-      )
-    if self.dtype not in ("float32", "bfloat16", "float64"):
-      raise ValueError(
-          f"T5Config.dtype: received {self.dtype!r}, expected 'float32' or 'bfloat16'."
-      )
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftServing:
-  """What a served draft may leave out: only the target decides what is emitted.
-
-  Attributes:
-    int8: decoder and output head are quantised to 8 bits; the learner keeps its own.
-    shortlist: N, tokens that the output head covers; others get no mass. 0 covers all.
-  """
-
-  int8: bool = False
-  shortlist: int = 0
-
-  def __post_init__(self):
-    if type(self.int8) is not bool:
-      raise ValueError(
-          f"DraftServing.int8: received {self.int8!r}, expected True or False."
-      )
-    if type(self.shortlist) is not int or self.shortlist < 0:
-      raise ValueError(
-          f"DraftServing.shortlist: received {self.shortlist!r}, expected a number of"
-          " tokens, or 0 for all."
-      )
-
-  @property
-  def layout(self) -> layers.Layout:
-    """Of the decoder's kernels."""
-    return layers.Layout.INT8 if self.int8 else layers.Layout.SERVED
+__all__ = ["T5", "DraftServing", "T5Config", "build"]
 
 
 class EncoderLayer(nn.Module):
@@ -286,8 +184,8 @@ class T5(nn.Module):
     self.token_embedder = Embedding(config)
     self.encoder = Encoder(config, layout)
     own_head = not config.tied_head
-    if serving is not None and _has_draft_head(config, serving):
-      self.draft_head, own_head = DraftHead(config, serving), False
+    if serving is not None and served.has_draft_head(config, serving):
+      self.draft_head, own_head = served.DraftHead(config, serving), False
     self.decoder = Decoder(config, step_layout, layout, own_head)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
@@ -368,39 +266,6 @@ class Embedding(nn.Module):
     return layers.served_matmul(x, self.embedding.astype(x.dtype))
 
 
-class DraftHead(nn.Module):
-  """The output head of a served draft: quantised, for some tokens only, or both.
-
-  Attributes:
-    config: the shape.
-    serving: at least one of its fields is set.
-  """
-
-  config: T5Config
-  serving: DraftServing
-
-  @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Logits [B, n, V] of x [B, n, E]; -inf for tokens outside the shortlist."""
-    config, covered = self.config, self.serving.shortlist
-    logits = layers.Projection(
-        (config.width, covered or config.vocab_size),
-        ("embed", "vocab"),
-        jnp.dtype(config.dtype),
-        self.serving.layout,
-        name="projection",
-    )(x)
-    if not covered:
-      return logits
-    ids = self.param("ids", lambda key: jnp.arange(covered))
-    empty = jnp.full((*x.shape[:-1], config.vocab_size), -jnp.inf, logits.dtype)
-    return empty.at[..., ids].set(logits, unique_indices=True)
-
-
-def _has_draft_head(config: T5Config, serving: DraftServing) -> bool:
-  return serving.int8 or 0 < serving.shortlist < config.vocab_size
-
-
 def _attention(
     config: T5Config,
     layout: layers.Layout,
@@ -443,9 +308,12 @@ def _relative_bias(
   )
 
 
+_WHOLE = DraftServing()  # leaves nothing out
+
+
 @functools.cache
 def build(
-    config: T5Config, name: str = "t5", serving: DraftServing = DraftServing()
+    config: T5Config, name: str = "t5", serving: DraftServing = _WHOLE
 ) -> base.Model:
   """The functions of `base.Model` for one configuration.
 
@@ -459,7 +327,7 @@ def build(
   """
   if serving.shortlist >= config.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
-  training, served = T5(config), T5(config, serving)
+  training, decoding = T5(config), T5(config, serving)
 
   def init(key):
     return nn.unbox(_init_boxed(training, key))
@@ -471,68 +339,13 @@ def build(
       name=name,
       vocab_size=config.vocab_size,
       init=init,
-      prefill=functools.partial(apply, served, method=T5.prefill),
-      decode=functools.partial(apply, served, method=T5.decode),
+      prefill=functools.partial(apply, decoding, method=T5.prefill),
+      decode=functools.partial(apply, decoding, method=T5.decode),
       score=functools.partial(apply, training, method=T5.score),
-      prepare=functools.partial(prepare, config, serving),
+      prepare=functools.partial(served.prepare, config, serving),
       logical_axes=functools.partial(_logical_axes, training),
       shortlist=serving.shortlist,
   )
-
-
-def prepare(
-    config: T5Config,
-    serving: DraftServing,
-    params: base.Params,
-    shortlist: jax.Array | None = None,
-) -> base.Params:
-  """The served copy: compute type, kernels transposed to `[out, in]`.
-
-  Args:
-    config: the shape.
-    serving: what the copy leaves out.
-    params: as trained.
-    shortlist: [N] int32 distinct tokens that the output head covers, end-of-sequence
-      among them; None takes the first N.
-
-  Returns:
-    Parameters of `T5(config, serving)`.
-  """
-
-  def leaf(path, value):
-    value = value.astype(config.dtype)
-    return value.T if path[-1].key == "kernel" else value
-
-  found = jax.tree_util.tree_map_with_path(leaf, params)
-  if _has_draft_head(config, serving):
-    found = _with_draft_head(config, serving, found, shortlist)
-  if serving.int8:
-    found["decoder"] = _quantized(found["decoder"])
-  return found
-
-
-def _with_draft_head(config, serving, served, shortlist):
-  decoder = dict(served["decoder"])
-  dense = decoder.pop("logits_dense", None)
-  kernel = served["token_embedder"]["embedding"] if dense is None else dense["kernel"]
-  head = {}
-  if serving.shortlist:
-    ids = jnp.arange(serving.shortlist) if shortlist is None else shortlist
-    kernel, head["ids"] = kernel[ids], ids
-  head["projection"] = layers.quantized(kernel) if serving.int8 else {"kernel": kernel}
-  return {**served, "decoder": decoder, "draft_head": head}
-
-
-def _quantized(decoder, within: tuple[str, ...] = ()):
-  """A decoder's kernels in 8 bits, but for those that only prefill reads."""
-  if "kernel" in decoder:
-    prefilled = within[-2] == "encoder_decoder_attention"
-    kept = prefilled and within[-1] in ("key", "value")
-    return decoder if kept else layers.quantized(decoder["kernel"])
-  return {
-      name: _quantized(leaf, (*within, name)) if isinstance(leaf, dict) else leaf
-      for name, leaf in decoder.items()
-  }
 
 
 def _init_boxed(module: T5, key: jax.Array):

@@ -358,12 +358,12 @@ def test_what_a_served_draft_leaves_out_changes_no_output(left_out):
 def test_a_shortlist_accepts_what_it_covers():
   """All is accepted while the outputs are covered, less where they are not."""
   covered = np.unique(np.concatenate([*expected(), [EOS_ID]]))
-  size = len(covered)
-  assert size < VOCAB
+  size, others = len(covered), np.setdiff1d(np.arange(VOCAB), covered)
+  assert size <= len(others)
   decoder_ = light_draft(shortlist=size)
   rates = []
-  for chosen in (covered, np.setdiff1d(np.arange(VOCAB), covered)):
-    decoder_.swap(target_params(), 1, np.resize(chosen, size))
+  for chosen in (covered, others[:size]):
+    decoder_.swap(target_params(), 1, chosen)
     found = decoder_.run(greedy_requests())
     assert by_tag(found) == expected()
     accepted, drafted = (
@@ -371,6 +371,11 @@ def test_a_shortlist_accepts_what_it_covers():
     )
     rates.append(accepted / drafted)
   assert rates[0] == 1.0 and rates[1] < 0.2
+
+
+def test_a_shortlist_of_another_length_is_refused():
+  with pytest.raises(ValueError, match="shortlist of 3 tokens, expected 8"):
+    light_draft(shortlist=8).swap(target_params(), 1, np.arange(3))
 
 
 def test_new_shortlists_compile_nothing_after_warm_up():

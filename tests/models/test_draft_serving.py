@@ -108,7 +108,8 @@ def test_training_sees_the_whole_draft():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("int8", 1), ("shortlist", -1), ("shortlist", 2.5)]
+    ("field", "value"),
+    [("int8", 1), ("shortlist", -1), ("shortlist", 1), ("shortlist", 2.5)],
 )
 def test_wrong_values_are_named(field, value):
   with pytest.raises(ValueError, match=f"DraftServing.{field}: received"):

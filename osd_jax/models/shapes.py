@@ -1,0 +1,110 @@
+"""What a T5 is made of, and what a served draft leaves out: checked numbers."""
+
+import dataclasses
+
+from osd_jax.models import layers
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+  """Shape of a T5. The defaults are t5-small's (T5 1.0).
+
+  Attributes:
+    vocab_size: V, rows of the embedding (checkpoints pad 32,100 to 32,128).
+    width: E.
+    num_heads: H.
+    head_dim: D.
+    mlp_dim: inner width of the feed-forward block.
+    num_encoder_layers: encoder layers.
+    num_decoder_layers: L.
+    mlp_activations: ("relu",) for 1.0, ("gelu", "linear") for 1.1 and Flan.
+    tied_head: the output head is the embedding, scaled by width ** -0.5.
+    relative_buckets: entries of the relative position bias.
+    relative_max_distance: distances from here on share a bucket.
+    dtype: "float32" or "bfloat16"; compute type and type of the served copy. "float64"
+      is for rescoring alone and needs `jax.enable_x64`.
+    embedding_std: standard deviation of the initial embedding (t5x: 1).
+  """
+
+  vocab_size: int = 32128
+  width: int = 512
+  num_heads: int = 8
+  head_dim: int = 64
+  mlp_dim: int = 2048
+  num_encoder_layers: int = 6
+  num_decoder_layers: int = 6
+  mlp_activations: tuple[str, ...] = ("relu",)
+  tied_head: bool = True
+  relative_buckets: int = 32
+  relative_max_distance: int = 128
+  dtype: str = "float32"
+  embedding_std: float = 1.0
+
+  def __post_init__(self):
+    object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type == "int" or field.type is int:
+        if type(value) is not int or value < 1:
+          raise ValueError(
+              f"T5Config.{field.name}: received {value!r}, expected an integer >= 1."
+          )
+    if type(self.tied_head) is not bool:
+      raise ValueError(
+          f"T5Config.tied_head: received {self.tied_head!r}, expected True or False."
+      )
+    if self.relative_buckets < 4 or self.relative_buckets % 2:
+      raise ValueError(
+          f"T5Config.relative_buckets: received {self.relative_buckets}, expected an"
+          " even number >= 4 (the encoder halves it for both directions)."
+      )
+    if self.relative_max_distance <= self.relative_buckets // 2:
+      raise ValueError(
+          f"T5Config.relative_max_distance: received {self.relative_max_distance},"
+          f" expected more than {self.relative_buckets // 2}, half of"
+          " relative_buckets: those hold one distance each."
+      )
+    if not 0 < self.embedding_std < float("inf"):
+      raise ValueError(
+          f"T5Config.embedding_std: received {self.embedding_std!r}, expected a"
+          " finite number > 0."
+      )
+    unknown = [a for a in self.mlp_activations if a not in layers.ACTIVATIONS]
+    if unknown or not self.mlp_activations:
+      raise ValueError(
+          f"T5Config.mlp_activations: received {self.mlp_activations!r}, expected"
+          f" names out of {sorted(layers.ACTIVATIONS)}."
+      )
+    if self.dtype not in ("float32", "bfloat16", "float64"):
+      raise ValueError(
+          f"T5Config.dtype: received {self.dtype!r}, expected 'float32' or 'bfloat16'."
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftServing:
+  """What a served draft may leave out: only the target decides what is emitted.
+
+  Attributes:
+    int8: decoder and output head are quantised to 8 bits; the learner keeps its own.
+    shortlist: N, tokens that the output head covers; others get no mass. 0 covers all.
+  """
+
+  int8: bool = False
+  shortlist: int = 0
+
+  def __post_init__(self):
+    if type(self.int8) is not bool:
+      raise ValueError(
+          f"DraftServing.int8: received {self.int8!r}, expected True or False."
+      )
+    if type(self.shortlist) is not int or self.shortlist < 0 or self.shortlist == 1:
+      raise ValueError(
+          f"DraftServing.shortlist: received {self.shortlist!r}, expected at least 2"
+          " tokens (end-of-sequence is one), or 0 for all."
+      )
+
+  @property
+  def layout(self) -> layers.Layout:
+    """Of the decoder's kernels."""
+    return layers.Layout.INT8 if self.int8 else layers.Layout.SERVED

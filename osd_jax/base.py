@@ -71,8 +71,9 @@ class Model:
       [B, T, V] float32`; teacher-forced, row t is the distribution of
       `target[:, t]` given `target[:, :t]`.
     prepare: `(params) -> served`; the copy that prefill and decode read
-      (fused, transposed: whatever the backend likes). Made once at load and at
-      each swap, never inside a step. With a shortlist, `(params, tokens [N])` too.
+      (fused, transposed: whatever the backend likes); what needs no change may be
+      shared with params. Made once at load and at each swap, never inside a step.
+      With a shortlist, `(params, tokens [N])` too.
     logical_axes: `() -> tree` of logical axis names, shaped like params.
     shortlist: N, tokens that `decode` gives mass to; 0 for all.
   """

@@ -55,7 +55,6 @@ class Served(NamedTuple):
   draft: base.Params = None
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def prepare(
     model: base.Model, params: base.Params, shortlist: np.ndarray | None = None
 ) -> base.Params:

@@ -94,12 +94,19 @@ def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   return product.reshape(*x.shape[:-1], kernel.shape[0])
 
 
+@jax.jit
+def transposed(kernel: jax.Array) -> dict[str, jax.Array]:
+  """The parameters of a `Layout.SERVED` projection from a kernel [in, out]."""
+  return {"kernel": kernel.T}
+
+
+@jax.jit
 def quantized(kernel: jax.Array) -> dict[str, jax.Array]:
-  """The parameters of a `Layout.INT8` projection from a kernel [out, in]."""
-  scale = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=1) / 127
+  """The parameters of a `Layout.INT8` projection from a kernel [in, out]."""
+  scale = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=0) / 127
   scale = jnp.where(scale == 0, 1.0, scale)
-  rounded = jnp.round(kernel / scale[:, None]).astype(jnp.int8)
-  return {"kernel": rounded, "scale": scale}
+  rounded = jnp.round(kernel / scale[None]).astype(jnp.int8)
+  return {"kernel": rounded.T, "scale": scale}
 
 
 def _at_least_float32(dtype: jnp.dtype) -> jnp.dtype:

@@ -1,5 +1,7 @@
 """The served copy of a T5: kernels as decoding wants them, lighter for drafts."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,10 @@ def prepare(
     params: base.Params,
     shortlist: jax.Array | None = None,
 ) -> base.Params:
-  """The served copy: compute type, kernels transposed to `[out, in]`.
+  """The served copy: compute type, kernels that a step reads transposed.
+
+  What decoding reads as it was trained (the encoder, most of all) is not copied: those
+  leaves are the given ones.
 
   Args:
     config: the shape.
@@ -61,38 +66,44 @@ def prepare(
   Returns:
     Parameters of `T5(config, serving)`.
   """
-
-  def leaf(path, value):
-    value = value.astype(config.dtype)
-    return value.T if path[-1].key == "kernel" else value
-
-  found = jax.tree_util.tree_map_with_path(leaf, params)
+  dtype = jnp.dtype(config.dtype)
+  found = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
   if has_draft_head(config, serving):
     found = _with_draft_head(config, serving, found, shortlist)
-  if serving.int8:
-    found["decoder"] = _quantized(found["decoder"])
-  return found
+  stored = layers.quantized if serving.int8 else layers.transposed
+  return {**found, "decoder": _for_steps(found["decoder"], stored)}
 
 
-def _with_draft_head(config, serving, served, shortlist):
-  decoder = dict(served["decoder"])
+def _with_draft_head(config, serving, found, shortlist):
+  decoder = dict(found["decoder"])
   dense = decoder.pop("logits_dense", None)
-  kernel = served["token_embedder"]["embedding"] if dense is None else dense["kernel"]
+  kernel = found["token_embedder"]["embedding"] if dense is None else dense["kernel"]
   head = {}
   if serving.shortlist:
-    ids = jnp.arange(serving.shortlist) if shortlist is None else shortlist
-    kernel, head["ids"] = kernel[ids], ids
-  head["projection"] = layers.quantized(kernel) if serving.int8 else {"kernel": kernel}
-  return {**served, "decoder": decoder, "draft_head": head}
+    head["ids"] = jnp.arange(serving.shortlist) if shortlist is None else shortlist
+  head["projection"] = _head(kernel, head.get("ids"), dense is None, serving.int8)
+  return {**found, "decoder": decoder, "draft_head": head}
 
 
-def _quantized(decoder, within: tuple[str, ...] = ()):
-  """A decoder's kernels in 8 bits, but for those that only prefill reads."""
+@functools.partial(jax.jit, static_argnames=("tied", "int8"))
+def _head(kernel, ids, tied, int8):
+  """The projection of a `DraftHead` from a kernel [in, V], or [V, in] if tied."""
+  kernel = kernel.T if tied else kernel
+  kernel = kernel if ids is None else kernel[:, ids]
+  return layers.quantized(kernel) if int8 else layers.transposed(kernel)
+
+
+def _for_steps(decoder, stored, within: tuple[str, ...] = ()):
+  """A decoder's kernels as steps read them; but for those that only prefill reads."""
   if "kernel" in decoder:
-    prefilled = within[-2] == "encoder_decoder_attention"
-    kept = prefilled and within[-1] in ("key", "value")
-    return decoder if kept else layers.quantized(decoder["kernel"])
+    prefilled = within[-2:] in (
+        ("encoder_decoder_attention", "key"),
+        ("encoder_decoder_attention", "value"),
+    )
+    return decoder if prefilled else stored(decoder["kernel"])
   return {
-      name: _quantized(leaf, (*within, name)) if isinstance(leaf, dict) else leaf
-      for name, leaf in decoder.items()
+      name: _for_steps(inner, stored, (*within, name))
+      if isinstance(inner, dict)
+      else inner
+      for name, inner in decoder.items()
   }

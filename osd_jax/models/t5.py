@@ -23,23 +23,21 @@ class EncoderLayer(nn.Module):
   """Pre-norm self-attention and feed-forward block of the encoder."""
 
   config: T5Config
-  layout: layers.Layout
 
   @nn.compact
   def __call__(self, x: jax.Array, bias: jax.Array) -> jax.Array:
     config, dtype = self.config, jnp.dtype(self.config.dtype)
-    attention = _attention(config, self.layout, self.layout, "attention")
+    attention = _attention(config, name="attention")
     h = layers.RMSNorm(dtype, name="pre_attention_layer_norm")(x)
     x = x + attention(h, *attention.keys_values(h), bias)
     h = layers.RMSNorm(dtype, name="pre_mlp_layer_norm")(x)
-    return x + _mlp(config, self.layout)(h)
+    return x + _mlp(config, name="mlp")(h)
 
 
 class Encoder(nn.Module):
   """Encoder stack."""
 
   config: T5Config
-  layout: layers.Layout
 
   @nn.compact
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -49,7 +47,8 @@ class Encoder(nn.Module):
     bias = _relative_bias(config, bidirectional=True)(positions[None], positions)
     bias = bias + layers.mask_bias(mask)[:, None, None, :]
     for index in range(config.num_encoder_layers):
-      x = EncoderLayer(config, self.layout, name=f"layers_{index}")(x, bias)
+      layer = EncoderLayer(config, name=f"layers_{index}")
+      x = _traced_once(layer, EncoderLayer.__call__, x, bias)
     return layers.RMSNorm(jnp.dtype(config.dtype), name="encoder_norm")(x)
 
 
@@ -58,24 +57,21 @@ class DecoderLayer(nn.Module):
 
   Attributes:
     config: the shape.
-    layout: of the kernels that a step reads.
-    memory_layout: of the cross-attention's keys and values, which prefill reads.
+    layout: of the kernels that a step reads; those of the cross-attention's keys and
+      values are read by prefill alone and stay as trained.
   """
 
   config: T5Config
   layout: layers.Layout
-  memory_layout: layers.Layout
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     self.pre_self_attention_layer_norm = layers.RMSNorm(dtype)
     self.self_attention = _attention(config, self.layout, self.layout)
     self.pre_cross_attention_layer_norm = layers.RMSNorm(dtype)
-    self.encoder_decoder_attention = _attention(
-        config, self.layout, self.memory_layout
-    )
+    self.encoder_decoder_attention = _attention(config, self.layout)
     self.pre_mlp_layer_norm = layers.RMSNorm(dtype)
-    self.mlp = _mlp(config, self.layout, name=None)
+    self.mlp = _mlp(config, self.layout)
 
   def cross_keys_values(self, encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
     return self.encoder_decoder_attention.keys_values(encoded)
@@ -112,20 +108,18 @@ class Decoder(nn.Module):
   Attributes:
     config: the shape.
     layout: of the kernels that a step reads.
-    memory_layout: of the cross-attention's keys and values.
     own_head: the stack has an output head.
   """
 
   config: T5Config
   layout: layers.Layout
-  memory_layout: layers.Layout
   own_head: bool
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     self.relpos_bias = _relative_bias(config, bidirectional=False, name=None)
     self.layers = [
-        DecoderLayer(config, self.layout, self.memory_layout)
+        DecoderLayer(config, self.layout)
         for _ in range(config.num_decoder_layers)
     ]
     self.decoder_norm = layers.RMSNorm(dtype)
@@ -136,7 +130,10 @@ class Decoder(nn.Module):
 
   def cross_keys_values(self, encoded: jax.Array):
     """Cross-attention keys and values of every layer, [B, H, S, D] each."""
-    return [layer.cross_keys_values(encoded) for layer in self.layers]
+    return [
+        _traced_once(layer, DecoderLayer.cross_keys_values, encoded)
+        for layer in self.layers
+    ]
 
   def __call__(self, x, cross, cross_mask, key_length, pasts=None, length=None):
     """Runs all layers over n new positions.
@@ -161,7 +158,9 @@ class Decoder(nn.Module):
     written = []
     for index, layer in enumerate(self.layers):
       past = None if pasts is None else (*pasts[index], length)
-      x, entries = layer(x, self_bias, cross[index], cross_bias, past)
+      x, entries = _traced_once(
+          layer, DecoderLayer.__call__, x, self_bias, cross[index], cross_bias, past
+      )
       written.append(entries)
     return self.decoder_norm(x), written
 
@@ -179,14 +178,13 @@ class T5(nn.Module):
 
   def setup(self):
     config, serving = self.config, self.serving
-    layout = layers.Layout.TRAINED if serving is None else layers.Layout.SERVED
-    step_layout = layout if serving is None else serving.layout
+    layout = layers.Layout.TRAINED if serving is None else serving.layout
     self.token_embedder = Embedding(config)
-    self.encoder = Encoder(config, layout)
+    self.encoder = Encoder(config)
     own_head = not config.tied_head
     if serving is not None and served.has_draft_head(config, serving):
       self.draft_head, own_head = served.DraftHead(config, serving), False
-    self.decoder = Decoder(config, step_layout, layout, own_head)
+    self.decoder = Decoder(config, layout, own_head)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`."""
@@ -266,10 +264,27 @@ class Embedding(nn.Module):
     return layers.served_matmul(x, self.embedding.astype(x.dtype))
 
 
+def _traced_once(layer: nn.Module, method, *args):
+  """What `method(layer, *args)` gives; equal layers share one trace.
+
+  Layers differ in nothing but their parameters, and tracing all of them is most of
+  what a process waits for whose programs are compiled already.
+  """
+  if layer.is_initializing():
+    return method(layer, *args)
+  alike = layer.clone(parent=None, name=None)
+  return _call(alike, method, layer.variables, *args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _call(layer: nn.Module, method, variables, *args):
+  return layer.apply(variables, *args, method=method)
+
+
 def _attention(
     config: T5Config,
-    layout: layers.Layout,
-    memory_layout: layers.Layout,
+    layout: layers.Layout = layers.Layout.TRAINED,
+    memory_layout: layers.Layout = layers.Layout.TRAINED,
     name: str | None = None,
 ) -> layers.Attention:
   return layers.Attention(
@@ -284,7 +299,9 @@ def _attention(
 
 
 def _mlp(
-    config: T5Config, layout: layers.Layout, name: str | None = "mlp"
+    config: T5Config,
+    layout: layers.Layout = layers.Layout.TRAINED,
+    name: str | None = None,
 ) -> layers.Mlp:
   return layers.Mlp(
       config.width,

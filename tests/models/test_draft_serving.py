@@ -34,7 +34,7 @@ def test_a_quantised_product_is_within_a_percent(columns):
   rng = np.random.default_rng(columns)
   kernel = rng.normal(size=(48, 64)).astype(np.float32)
   x = rng.normal(size=(columns, 64)).astype(np.float32)
-  stored = layers.quantized(jnp.asarray(kernel))
+  stored = layers.quantized(jnp.asarray(kernel.T))
   assert stored["kernel"].dtype == jnp.int8
   got = np.asarray(layers.int8_matmul(x, stored["kernel"], stored["scale"]))
   want = x @ kernel.T
@@ -44,7 +44,7 @@ def test_a_quantised_product_is_within_a_percent(columns):
 def test_columns_are_scaled_one_by_one():
   """A large column costs its neighbours no precision, and zeros stay zeros."""
   rng = np.random.default_rng(0)
-  stored = layers.quantized(jnp.asarray(rng.normal(size=(8, 16)), jnp.float32))
+  stored = layers.quantized(jnp.asarray(rng.normal(size=(16, 8)), jnp.float32))
   small = rng.normal(size=(1, 16)).astype(np.float32)
   mixed = np.concatenate([small, 1e6 * small, 0 * small])
   alone = layers.int8_matmul(small, stored["kernel"], stored["scale"])

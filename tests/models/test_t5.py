@@ -204,8 +204,8 @@ def test_bfloat16_runs_and_is_close(untied, batch, forced):
   assert 1e-4 < np.mean(error) < 0.03 * np.std(forced)
 
 
-def _dots(config, name):
-  """The dot products of a lowered function, one line of text each."""
+def _call(config, name):
+  """A function of a model and the shapes of its arguments."""
   model = t5.build(config)
   params = jax.eval_shape(model.init, jax.random.key(0))
   served = jax.eval_shape(model.prepare, params)
@@ -213,14 +213,19 @@ def _dots(config, name):
   mask = jax.ShapeDtypeStruct((2, 3), jnp.bool_)
   prefill = lambda *args: model.prefill(*args, 8)
   cache = jax.eval_shape(prefill, served, tokens, mask)
-  args = {
+  return {
     "prefill": (prefill, served, tokens, mask),
     "decode": (model.decode, served, tokens, cache),
     "score": (model.score, params, tokens, mask, tokens),
   }[name]
+
+
+def _dots(config, name):
+  """The dot products of a lowered function, one line of text each."""
+  function, *args = _call(config, name)
   # what a GPU or TPU would do if nothing were asked for
   with jax.default_matmul_precision("default"):
-    text = jax.jit(args[0]).lower(*args[1:]).as_text()
+    text = jax.jit(function).lower(*args).as_text()
   return [line for line in text.splitlines() if re.search(r"\bdot_general\b", line)]
 
 
@@ -233,12 +238,39 @@ def test_float32_asks_for_full_precision_and_bfloat16_does_not(name):
   assert len(half) > 8 and not any("HIGHEST" in line for line in half)
 
 
-def test_prepare_transposes_kernels_and_nothing_else(untied):
-  def check(path, served, param):
-    kernel = path[-1].key == "kernel"
-    np.testing.assert_array_equal(served, param.T if kernel else param)
+def test_prepare_transposes_what_a_step_reads_and_copies_nothing_else(untied):
+  params = jax.tree.map(jnp.asarray, untied.params)
+  transposed = []
 
-  jax.tree_util.tree_map_with_path(check, untied.served, untied.params)
+  def check(path, served, param):
+    names = [entry.key for entry in path]
+    prefilled = "encoder_decoder_attention" in names and names[-2] in ("key", "value")
+    if names[0] == "decoder" and names[-1] == "kernel" and not prefilled:
+      transposed.append(names)
+      np.testing.assert_array_equal(served, param.T)
+    else:
+      assert served is param, names
+
+  served = untied.model.prepare(params)
+  jax.tree_util.tree_map_with_path(check, served, params)
+  mlp = len(CONFIG.mlp_activations) + 1
+  assert len(transposed) == CONFIG.num_decoder_layers * (4 + 2 + mlp) + 1
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "score"])
+def test_layers_share_one_trace(name):
+  """A deeper model costs no more to trace: its layers call the same functions."""
+  traced = []
+  for depth in (2, 5):
+    config = dataclasses.replace(
+        CONFIG, num_encoder_layers=depth, num_decoder_layers=depth
+    )
+    function, *args = _call(config, name)
+    jaxpr = jax.make_jaxpr(function)(*args)
+    inner = [e.params["jaxpr"] for e in jaxpr.eqns if e.params.get("name") == "_call"]
+    assert len(inner) >= depth
+    traced.append(len({id(found) for found in inner}))
+  assert traced[0] == traced[1] <= 3
 
 
 def test_logical_axes_fit_the_parameters(untied):

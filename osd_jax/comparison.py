@@ -6,6 +6,8 @@ in the same minute.
 
 import dataclasses
 
+import numpy as np
+
 from osd_jax import base
 from osd_jax.decoding import slots
 
@@ -46,11 +48,22 @@ class Rivals:
     plain = dataclasses.replace(single, record_top_k=0, max_rounds=config.target_length)
     self._plain = slots.Slots(plain, target, target_params)
     self._floor = slots.Slots(single, target, target_params, draft, floor_params)
+    self._floor_params = floor_params
     self._plain.warm_up()
     self._floor.warm_up()
 
-  def serve(self, online: slots.Finished) -> Compared:
-    """Serves the request of an online answer again, twice."""
+  def serve(
+      self, online: slots.Finished, shortlist: np.ndarray | None = None
+  ) -> Compared:
+    """Serves the request of an online answer again, twice.
+
+    Args:
+      online: the answer.
+      shortlist: [N] int32, the tokens that the online draft's output head covers, if it
+        is short: the floor draft gets the same, so that only learning tells them apart.
+    """
+    if shortlist is not None and not np.array_equal(shortlist, self._floor.shortlist):
+      self._floor.swap(self._floor_params, 0, shortlist)
     plain = self._plain.run([online.request])[0]
     floor = self._floor.run([online.request])[0]
     return Compared(

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from osd_jax import base, certificate, comparison, metrics, pairs
 from osd_jax.data import streams
@@ -47,7 +48,7 @@ class Meter:
       query: streams.Query,
       index: int,
       serving: base.Params,
-      version: int,
+      decoder: slots.Slots,
   ) -> dict[str, Any]:
     """The row of one request.
 
@@ -56,7 +57,7 @@ class Meter:
       query: what it answers.
       index: requests finished before it.
       serving: parameters of the draft that serves.
-      version: updates that this draft has seen.
+      decoder: who answered; its draft may have been swapped since.
     """
     started = time.perf_counter()
     draft = self._pair.draft
@@ -90,7 +91,7 @@ class Meter:
         "output_tokens": tokens,
         "stop_reason": done.stop_reason.name,
         "loops": metrics.loops(done.tokens),
-        "draft_version": version,
+        "draft_version": decoder.draft_version,
         "decode_ms": done.milliseconds,
         "online_ms_per_token": done.milliseconds / tokens,
     }
@@ -99,10 +100,12 @@ class Meter:
       row["floor_acceptance_rate"] = float(floor.acceptance_rate[0])
     row["metering_ms"] = (time.perf_counter() - started) * 1e3
     if self._compare_every and index % self._compare_every == 0:
-      row.update(self._compared(done))
+      row.update(self._compared(done, decoder.shortlist))
     return row
 
-  def _compared(self, done: slots.Finished) -> dict[str, Any]:
+  def _compared(
+      self, done: slots.Finished, shortlist: np.ndarray | None
+  ) -> dict[str, Any]:
     """Fields of a request that was served plainly and with the floor draft too."""
     if self._rivals is None:
       self._rivals = comparison.Rivals(
@@ -113,7 +116,7 @@ class Meter:
           self._pair.draft_params,
       )
     started = time.perf_counter()  # what the rivals compiled is no comparing
-    found = self._rivals.serve(done)
+    found = self._rivals.serve(done, shortlist)
     row = {
         "plain_ms_per_token": found.plain_ms / len(done.tokens),
         "floor_ms_per_token": found.floor_ms / len(done.tokens),

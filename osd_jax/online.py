@@ -270,9 +270,7 @@ class OnlineLoop:
 
   def _measure(self, done: slots.Finished, query: streams.Query) -> dict[str, Any]:
     """The row of metrics.jsonl for one request."""
-    return self._meter.row(
-        done, query, self.finished, self._serving, self._decoder.draft_version
-    )
+    return self._meter.row(done, query, self.finished, self._serving, self._decoder)
 
   def _maybe_launch(self) -> None:
     if self._learner.busy or not schedules.update_due(

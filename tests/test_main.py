@@ -431,12 +431,15 @@ def test_the_compilation_cache_is_on_disk_by_default(jax_updates, monkeypatch):
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
   cli._prepare_jax(multihost=False)
   folder = os.path.expanduser("~/.cache/osd_jax/jax")
-  assert jax_updates == [("jax_compilation_cache_dir", folder)]
+  assert jax_updates[0] == ("jax_compilation_cache_dir", folder)
+  (name, seconds) = jax_updates[1]
+  assert name == "jax_persistent_cache_min_compile_time_secs" and 0 < seconds < 1
 
 
 @pytest.mark.parametrize("folder", ["", "elsewhere"])
 def test_the_environment_chooses_another_cache(jax_updates, monkeypatch, folder):
   monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
+  monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
   cli._prepare_jax(multihost=False)
   assert jax_updates == []
 
@@ -444,7 +447,7 @@ def test_the_environment_chooses_another_cache(jax_updates, monkeypatch, folder)
 def test_multihost_comes_first(jax_updates, monkeypatch):
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
   cli._prepare_jax(multihost=True)
-  assert jax_updates[0] == "initialize" and len(jax_updates) == 2
+  assert jax_updates[0] == "initialize" and len(jax_updates) == 3
 
 
 # ---- The gin files of the repository

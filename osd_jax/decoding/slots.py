@@ -94,6 +94,11 @@ class Slots:
     """Requests held or waiting."""
     return len(self._waiting) + sum(held is not None for held in self._held)
 
+  @property
+  def shortlist(self) -> np.ndarray | None:
+    """[N] int32, the tokens that the draft's output head covers; None: all."""
+    return self._shortlist
+
   def swap(
       self,
       draft_params: base.Params,

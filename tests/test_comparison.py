@@ -1,0 +1,49 @@
+"""An online answer's rivals: the same request, plainly and with the floor draft."""
+
+import numpy as np
+import pytest
+from decoding import harness
+
+from osd_jax import comparison, testing
+from osd_jax.base import EOS_ID
+from osd_jax.decoding import slots
+from osd_jax.models import t5
+
+VOCAB = testing.TINY_T5.vocab_size
+
+
+@pytest.fixture(scope="module")
+def params():
+  return harness.lively_params(harness.TARGET)
+
+
+def light_draft(size):
+  return t5.build(testing.TINY_T5, "light draft", t5.DraftServing(shortlist=size))
+
+
+def config():
+  return slots.DecodingConfig(
+      num_draft_tokens=3, source_lengths=(6,), target_length=12, record_top_k=4
+  )
+
+
+def test_the_floor_draft_has_the_shortlist_of_the_online_draft(params):
+  """The target's own weights as floor and online draft: nothing tells them apart."""
+  request = slots.Request(np.array([5, 9, 7, EOS_ID]))
+  plain = slots.Slots(config(), harness.TARGET, params).run([request])[0]
+  covered = np.unique([*plain.tokens, EOS_ID])
+  others = np.setdiff1d(np.arange(VOCAB), covered)
+  chosen = np.concatenate([covered, others])[: len(covered) + 1].astype(np.int32)
+  draft = light_draft(len(chosen))
+  arguments = (config(), harness.TARGET, params, draft, params)
+
+  online = slots.Slots(*arguments)
+  online.swap(params, 1, chosen)
+  done = online.run([request])[0]
+  rivals = comparison.Rivals(*arguments)
+  unlike = rivals.serve(done)
+  alike = rivals.serve(done, online.shortlist)
+
+  assert alike.plain.tokens.tolist() == done.tokens.tolist()
+  assert alike.floor_draft_acceptance_rate == done.accepted / done.drafted == 1.0
+  assert unlike.floor_draft_acceptance_rate < 1.0  # the first N tokens are others

@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -51,3 +52,24 @@ def shared_data() -> pathlib.Path:
   if not folder.is_dir():
     pytest.skip("real data absent: no folder ../shared/data beside the repository")
   return folder
+
+
+@pytest.fixture
+def written(tmp_path: pathlib.Path) -> Callable[..., str]:
+  """Writes a gin file and returns its path."""
+
+  def write(text: str, name: str = "run.gin") -> str:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(text)
+    return str(path)
+
+  return write
+
+
+@pytest.fixture
+def unprepared(monkeypatch):
+  """Keeps the test process's own JAX settings."""
+  from osd_jax import main as cli
+
+  monkeypatch.setattr(cli, "_prepare_jax", lambda multihost: None)

@@ -1,56 +1,24 @@
 """The command line: gin and flags become configs, mistakes become one line each."""
 
 import dataclasses
-import importlib
 import os
 import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 
 import jax
 import pytest
+from gin_run import CONFIGS, RUN, complaint, load
 
 from osd_jax import main as cli
 from osd_jax import pretrain
-from osd_jax.data import generated, sources
+from osd_jax.data import sources
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
-from osd_jax.main import factory, settings
-from osd_jax.models import sizes, weights
+from osd_jax.main import settings
+from osd_jax.models import sizes
 from osd_jax.models.t5 import T5Config
-
-CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "gin_configs"
-FILES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.gin"))
-
-RUN = """
-STEPS = 7
-PretrainConfig:
-  model = @T5Config()
-  data = @train/BatchConfig()
-  evaluation = @evaluation/BatchConfig()
-  optimizer = @OptimizerConfig()
-  vocabulary = 'v.model'
-  output = 'w.safetensors'
-  steps = %STEPS
-OptimizerConfig.total_steps = %STEPS
-OptimizerConfig.schedule = 'cosine'
-T5Config.mlp_activations = ['gelu', 'linear']
-BatchConfig.reader = 'plain'
-train/BatchConfig.tasks = [@maths/TaskConfig(), @sql/TaskConfig()]
-train/BatchConfig.weights = [1.0, 2.0]
-evaluation/BatchConfig.tasks = (@maths/held_out/TaskConfig(),)
-TaskConfig.kind = 'generated'
-TaskConfig.limit = 10
-maths/TaskConfig:
-  name = 'm'
-  topic = 'maths'
-maths/held_out/TaskConfig.split = 'eval'
-sql/TaskConfig:
-  name = 's'
-  topic = 'sql'
-"""
 
 
 def task(name: str, topic: str, split: str = "train") -> sources.TaskConfig:
@@ -72,29 +40,6 @@ BY_HAND = pretrain.PretrainConfig(
     optimizer=OptimizerConfig(schedule="cosine", total_steps=7),
     steps=7,
 )
-
-
-@pytest.fixture
-def written(tmp_path: pathlib.Path) -> Callable[..., str]:
-  """Writes a gin file and returns its path."""
-
-  def write(text: str, name: str = "run.gin") -> str:
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(text)
-    return str(path)
-
-  return write
-
-
-def load(files=(), bindings=(), search_paths=()) -> pretrain.PretrainConfig:
-  return settings.load(pretrain.PretrainConfig, files, bindings, search_paths)[0]
-
-
-def complaint(files=(), bindings=(), search_paths=()) -> str:
-  with pytest.raises(settings.ConfigError) as caught:
-    load(files, bindings, search_paths)
-  return str(caught.value)
 
 
 # ---- A config from gin is the config built by hand
@@ -370,12 +315,6 @@ def test_bad_input_ends_with_code_2_and_no_traceback(written):
   assert "Traceback" not in done.stderr
 
 
-@pytest.fixture
-def unprepared(monkeypatch):
-  """Keeps the test process's own JAX settings."""
-  monkeypatch.setattr(cli, "_prepare_jax", lambda multihost: None)
-
-
 def test_dry_run_prints_the_settings_and_runs_nothing(
     written, unprepared, monkeypatch, capsys
 ):
@@ -419,6 +358,8 @@ def test_errors_made_for_the_user_are_one_line(
 
 @pytest.fixture
 def jax_updates(monkeypatch) -> list[object]:
+  for name in ("COMPILATION_CACHE_DIR", "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+    monkeypatch.delenv(f"JAX_{name}", raising=False)
   calls: list[object] = []
   monkeypatch.setattr(jax.config, "update", lambda *words: calls.append(words))
   monkeypatch.setattr(
@@ -427,8 +368,7 @@ def jax_updates(monkeypatch) -> list[object]:
   return calls
 
 
-def test_the_compilation_cache_is_on_disk_by_default(jax_updates, monkeypatch):
-  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+def test_the_compilation_cache_is_on_disk_by_default(jax_updates):
   cli._prepare_jax(multihost=False)
   folder = os.path.expanduser("~/.cache/osd_jax/jax")
   assert jax_updates[0] == ("jax_compilation_cache_dir", folder)
@@ -444,147 +384,6 @@ def test_the_environment_chooses_another_cache(jax_updates, monkeypatch, folder)
   assert jax_updates == []
 
 
-def test_multihost_comes_first(jax_updates, monkeypatch):
-  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+def test_multihost_comes_first(jax_updates):
   cli._prepare_jax(multihost=True)
   assert jax_updates[0] == "initialize" and len(jax_updates) == 3
-
-
-# ---- The gin files of the repository
-
-# Values for what the files leave open, by the name of the field.
-FILLED = {
-    "tasks": "[@filled/TaskConfig()]",
-    "data": "@filled/BatchConfig()",
-    "output": "'filled.output'",
-}
-LIBRARY = (
-    "filled/TaskConfig.name = 'filled'\nfilled/TaskConfig.kind = 'generated'\n"
-    "filled/TaskConfig.topic = 'sql'\nfilled/TaskConfig.limit = 4\n"
-    "filled/BatchConfig.tasks = [@filled/TaskConfig()]\n"
-)
-
-
-def whole_text(name: str) -> str:
-  """Text of a gin file and of what it includes."""
-  text = (CONFIGS / name).read_text()
-  included = re.findall(r"""^include ['"](.+)['"]""", text, re.M)
-  return "\n".join([text, *map(whole_text, included)])
-
-
-def config_class(name: str) -> type | None:
-  """The config class of a file's command; None for a part of several commands."""
-  text = whole_text(name)
-  for command, about in cli.COMMANDS.items():
-    if re.search(rf"^{about.config}\.", text, re.M):
-      return getattr(importlib.import_module(f"osd_jax.{command}"), about.config)
-  return None
-
-
-def filled(root: type, files: list[str]) -> object:
-  """Builds a config, giving a value to whatever is asked for."""
-  flags: dict[str, str] = {}
-  for _ in range(5):
-    try:
-      return settings.load(root, files, [f"{k}={v}" for k, v in flags.items()])[0]
-    except settings.ConfigError as error:
-      asked = re.findall(r"--gin\.(\S+?)=", str(error))
-      if not asked or set(asked) & set(flags):
-        raise
-      for name in asked:
-        flags[name] = FILLED.get(name.rpartition(".")[2], "'filled'")
-  raise AssertionError(f"still something to fill: {flags}")
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_every_gin_file_builds(name, written):
-  root = config_class(name)
-  text = (CONFIGS / name).read_text()
-  assert text.startswith("# ") and "# Required:" in text, "the header is missing"
-  library = written(LIBRARY, "library.gin")
-  if root is None:  # a part, to be included
-    parts = (library, "tasks/generated.gin", name, "runs/pretrain.gin")
-    whole = "\n".join(f"include '{part}'" for part in parts)
-    assert filled(pretrain.PretrainConfig, [written(whole)])
-  else:  # named itself, so that a binding without effect is a mistake
-    assert type(filled(root, [written(f"include '{library}'"), name])) is root
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_comments_name_fields_that_there_are(name):
-  known = {}
-  for command, about in cli.COMMANDS.items():
-    module = importlib.import_module(f"osd_jax.{command}")
-    for found in factory.reachable(getattr(module, about.config)):
-      known[found.name] = found.hints
-  comments = "\n".join(re.findall(r"#.*", (CONFIGS / name).read_text()))
-  for config, field in re.findall(r"\b(\w+Config)\.(\w+)", comments):
-    assert field in known[config], f"{config}.{field}"
-
-
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_run_files_keep_the_defaults(command, written):
-  """They call the nested configs, which must not change what these are."""
-  name = f"runs/{command}.gin"
-  root = config_class(name)
-  assert root.__name__ == cli.COMMANDS[command].config
-  library = written(LIBRARY, "library.gin")
-  built = filled(root, [written(f"include '{library}'"), name])
-  for field in dataclasses.fields(root):
-    if field.default is not dataclasses.MISSING and field.name != "optimizer":
-      assert getattr(built, field.name) == field.default, field.name
-
-
-@pytest.mark.parametrize("name", sizes.SIZES)
-def test_model_files_are_the_sizes_of_the_library(name, written):
-  file = f"models/{name.replace('-', '_')}.gin"
-  assert load([written(RUN.replace("T5Config.mlp_act", "#")), file]).model == (
-      sizes.size(name)
-  )
-
-
-def test_two_models_live_in_one_file_through_scopes(written):
-  pair = written("draft/T5Config.width = 32\ntarget/T5Config.width = 48", "pair.gin")
-  run = written(f"{RUN}\ninclude '{pair}'")
-  for scope, width in (("draft", 32), ("target", 48)):
-    flag = f"PretrainConfig.model=@{scope}/T5Config()"
-    assert load([run], [flag]).model.width == width
-
-
-def test_the_task_files_make_the_tasks_that_they_name(written):
-  run = written(
-      "include 'runs/pretrain.gin'\ninclude 'tasks/generated.gin'\n"
-      "include 'tasks/jsonl.gin'\nDATA_DIR = 'folder'\n"
-      "PretrainConfig.vocabulary = 'v'\nPretrainConfig.output = 'w'\n"
-  )
-  sets = {}
-  for name in ("GENERATED_TRAIN", "GENERATED_EVAL", "GENERATED_STREAM"):
-    sets[name] = ("generated", generated.TOPICS)
-  for name in ("JSONL_TRAIN", "JSONL_EVAL"):
-    sets[name] = ("jsonl", ("gsm8k", "spider", "finance_10k", "python"))
-  for name, (kind, labels) in sets.items():
-    flags = [f"{scope}/BatchConfig.tasks=%{name}" for scope in ("train", "evaluation")]
-    tasks = load([run], flags).data.tasks
-    assert {task.label for task in tasks} == set(labels)
-    assert {task.kind for task in tasks} == {kind}
-    assert {task.split for task in tasks} == {name.partition("_")[2].lower()}
-
-
-def test_a_tiny_pretraining_runs_and_repeats(
-    tmp_path, repository, unprepared, capfd, written
-):
-  paths = {
-      "vocabulary": repository / "osd_jax" / "assets" / "demo_vocabulary.model",
-      "output": tmp_path / "weights.safetensors",
-      "run_directory": tmp_path / "run",
-  }
-  flags = [f"--gin.PretrainConfig.{name}='{path}'" for name, path in paths.items()]
-  words = ["pretrain", "--gin_file=testing/tiny_pretrain.gin", *flags]
-  assert cli.main(words) == 0
-  printed = "".join("".join(capfd.readouterr()).split())
-  assert printed.count(f"rundirectory:{paths['run_directory']}") == 1
-  assert weights.load(str(paths["output"])).config.width == 16
-  stored = paths["run_directory"] / "operative_config.gin"
-  bindings = [flag.removeprefix("--gin.") for flag in flags]
-  assert load([str(stored)]) == load(["testing/tiny_pretrain.gin"], bindings)
-  assert cli.main(["pretrain", f"--gin_file={stored}"]) == 0  # finds it finished

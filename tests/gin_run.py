@@ -1,0 +1,48 @@
+"""A pretraining in gin, and reading it: what the tests of gin files share."""
+
+import pathlib
+
+import pytest
+
+from osd_jax import pretrain
+from osd_jax.main import settings
+
+CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "gin_configs"
+
+RUN = """
+STEPS = 7
+PretrainConfig:
+  model = @T5Config()
+  data = @train/BatchConfig()
+  evaluation = @evaluation/BatchConfig()
+  optimizer = @OptimizerConfig()
+  vocabulary = 'v.model'
+  output = 'w.safetensors'
+  steps = %STEPS
+OptimizerConfig.total_steps = %STEPS
+OptimizerConfig.schedule = 'cosine'
+T5Config.mlp_activations = ['gelu', 'linear']
+BatchConfig.reader = 'plain'
+train/BatchConfig.tasks = [@maths/TaskConfig(), @sql/TaskConfig()]
+train/BatchConfig.weights = [1.0, 2.0]
+evaluation/BatchConfig.tasks = (@maths/held_out/TaskConfig(),)
+TaskConfig.kind = 'generated'
+TaskConfig.limit = 10
+maths/TaskConfig:
+  name = 'm'
+  topic = 'maths'
+maths/held_out/TaskConfig.split = 'eval'
+sql/TaskConfig:
+  name = 's'
+  topic = 'sql'
+"""
+
+
+def load(files=(), bindings=(), search_paths=()) -> pretrain.PretrainConfig:
+  return settings.load(pretrain.PretrainConfig, files, bindings, search_paths)[0]
+
+
+def complaint(files=(), bindings=(), search_paths=()) -> str:
+  with pytest.raises(settings.ConfigError) as caught:
+    load(files, bindings, search_paths)
+  return str(caught.value)

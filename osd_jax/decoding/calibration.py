@@ -56,7 +56,7 @@ def measure(
   """
   state = warm_up(program, candidates, served, bucket)
   source = np.full((1, bucket), base.EOS_ID, np.int32)
-  lag = min(catch_up.CHUNK, program.config.target_length)
+  lag = min(catch_up.CHUNK + 1, program.config.target_length)
   feed = functools.partial(calls.catch_up, program, served)
   turns: list[list[float]] = []
   started = time.perf_counter()

@@ -1,15 +1,16 @@
 """Catch up: the draft is fed the tokens that were emitted while it did not draft.
 
-    a row that emitted t0 .. t8; its draft was fed five inputs; chunks of 3
+    a row that emitted t0 .. t9; its draft was fed five inputs; chunks of 3
 
         position       0    1    2    3    4    5    6    7    8    9   10
-        input         BOS   t0   t1   t2   t3   t4   t5   t6   t7   t8   .
+        input         BOS   t0   t1   t2   t3   t4   t5   t6   t7   t8   t9
         before        <----- length = 5 ---->
         first chunk                            t4   t5   t6
-        second chunk                                          t7   t8   .
+        second chunk                                          t7   t8   t9
         after         <------------- length = 9 ---------------->
 
-What a chunk writes behind the last emitted token is never read and overwritten.
+The two newest inputs are for `propose`. What a chunk writes behind the length is never
+read and overwritten.
 """
 
 import jax
@@ -33,23 +34,17 @@ def catch_up(
     draft_served: its prepared parameters.
     state: rows in flight.
   """
+  wanted = state_lib.fed_to_draft(state.length)
 
   def lags(cache) -> jax.Array:
     running = state.stop_reason == base.StopReason.RUNNING
-    return jnp.any(running & (cache.length < state.length))
+    return jnp.any(running & (cache.length < wanted))
 
   def feed(cache):
-    tokens = _tokens_at(state, cache.length)
-    end = jnp.minimum(cache.length + CHUNK, state.length)
+    tokens = state_lib.inputs_at(state, cache.length, CHUNK)
+    end = jnp.minimum(cache.length + CHUNK, wanted)
     _, cache = draft.decode(draft_served, tokens, cache)
     return cache.replace(length=end)
 
   cache = jax.lax.while_loop(lags, feed, state.draft_cache)
   return state.replace(draft_cache=cache)
-
-
-def _tokens_at(state: state_lib.DecodeState, start: jax.Array) -> jax.Array:
-  """The chunk [B, CHUNK] that a cache of length `start` [B] is fed next."""
-  position = start[:, None] + jnp.arange(CHUNK)[None]
-  before = jnp.take_along_axis(state.tokens, jnp.maximum(position - 1, 0), axis=1)
-  return jnp.where(position == 0, base.PAD_ID, before)

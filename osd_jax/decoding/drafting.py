@@ -189,8 +189,8 @@ class AdaptiveDrafting:
     lacking = [row for row in rows if row in self._undrafted]
     length, fed = self._before.length, self._before.fed.copy()
     fed[lacking] = 0
-    lag = max(int(length[row] - fed[row]) for row in rows)
-    return -(-lag // catch_up.CHUNK), len(lacking)
+    lag = max(int(length[row]) - 1 - int(fed[row]) for row in rows)
+    return max(-(-lag // catch_up.CHUNK), 0), len(lacking)
 
   def _ready(
       self, served: calls.Served, state: state_lib.DecodeState

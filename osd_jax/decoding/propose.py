@@ -1,4 +1,9 @@
-"""Propose: the draft writes K tokens, one at a time."""
+"""Propose: the draft writes K tokens, one at a time.
+
+Its first step of a round reads the two newest tokens: the last drafted token of the
+round before was never fed, and is in the text if all were accepted. So K steps draft K
+tokens, and a second column costs hardly more than one.
+"""
 
 from typing import Any
 
@@ -13,7 +18,7 @@ def propose(
     draft: base.Model,
     served: base.Params,
     cache: Any,
-    last_token: jax.Array,
+    newest: jax.Array,
     settings: base.SamplingSettings,
     position: jax.Array,
     num_draft_tokens: int,
@@ -25,29 +30,41 @@ def propose(
     draft: the draft model.
     served: its prepared parameters.
     cache: its cache, of length c per row.
-    last_token: [B] int32, emitted but not yet fed.
+    newest: [B, 2] int32, the last two inputs, of which it was fed none or the first;
+      at position 0 the start token and anything.
     settings: per-row sampling.
     position: [B] int32; output index of the first drafted token.
     num_draft_tokens: K, static, at least 1.
     noise: what the draws are for; the acceptance rule says (`accept.Rule`).
 
   Returns:
-    The proposal, and the cache of length c + K + 1: the last drafted token is fed
-    too, so that nothing is missing after a full acceptance.
+    The proposal, and the cache of length c + K + 1 (c + K at position 0): all but the
+    last drafted token is fed.
   """
+
+  def draw(logits, offset):
+    return sampling.sample(logits, settings, position + offset, noise)
 
   def step(carry, offset):
     token, cache = carry
     logits, cache = draft.decode(served, token[:, None], cache)
-    logits = logits[:, 0]
-    token = sampling.sample(logits, settings, position + offset, noise)
-    return (token, cache), (token, logits)
+    token = draw(logits[:, 0], offset)
+    return (token, cache), (token, logits[:, 0])
 
-  (last, cache), (tokens, logits) = jax.lax.scan(
-      step, (last_token, cache), jnp.arange(num_draft_tokens)
+  begun = (position > 0).astype(jnp.int32)
+  length = cache.length + begun + 1
+  both, cache = draft.decode(served, newest, cache)
+  cache = cache.replace(length=length)
+  logits = jnp.take_along_axis(both, begun[:, None, None], axis=1)
+  first = draw(logits[:, 0], 0)
+  if num_draft_tokens == 1:
+    return base.Proposal(first[:, None], logits), cache
+  (_, cache), (tokens, later) = jax.lax.scan(
+      step, (first, cache), jnp.arange(1, num_draft_tokens)
   )
-  _, cache = draft.decode(served, last[:, None], cache)  # for its cache entry only
+  tokens, later = jnp.swapaxes(tokens, 0, 1), jnp.swapaxes(later, 0, 1)
   proposal = base.Proposal(
-      tokens=jnp.swapaxes(tokens, 0, 1), logits=jnp.swapaxes(logits, 0, 1)
+      tokens=jnp.concatenate([first[:, None], tokens], axis=1),
+      logits=jnp.concatenate([logits, later], axis=1),
   )
   return proposal, cache

@@ -63,7 +63,7 @@ def run_rounds(
         speculation.draft,
         draft_served,
         state.draft_cache,
-        state.last_token,
+        state_lib.inputs_at(state, state_lib.fed_to_draft(state.length), 2),
         state.settings,
         state.length,
         speculation.num_draft_tokens,

@@ -41,8 +41,8 @@ class DecodeState:
     stop_reason: [B] int32, a `base.StopReason`.
     settings: per-row sampling.
     target_cache: the target's cache.
-    draft_cache: the draft's cache, None without a draft. Plain steps leave it behind:
-      its own length says how far the draft was fed.
+    draft_cache: the draft's cache, None without a draft. At most `fed_to_draft` of
+      the inputs; plain steps leave it behind, its own length says where.
     records: target distributions at emitted positions, valid to `length`, or None.
     counters: what the rounds added up to.
   """
@@ -65,6 +65,31 @@ def buffer_length(target_length: int) -> int:
   land on earlier ones.
   """
   return target_length + MAX_DRAFT_TOKENS + 1
+
+
+def fed_to_draft(length: jax.Array) -> jax.Array:
+  """Inputs that the draft of a row has been fed between rounds, all but the last two.
+
+  Args:
+    length: [B] emitted tokens.
+  """
+  return jnp.maximum(length - 1, 0)
+
+
+def inputs_at(state: DecodeState, start: jax.Array, count: int) -> jax.Array:
+  """The models' inputs at some positions: the start token, then what was emitted.
+
+  Args:
+    state: rows in flight.
+    start: [B] int32, the first position.
+    count: n.
+
+  Returns:
+    [B, n] int32; behind position `length`, anything.
+  """
+  position = start[:, None] + jnp.arange(count)[None]
+  before = jnp.take_along_axis(state.tokens, jnp.maximum(position - 1, 0), axis=1)
+  return jnp.where(position == 0, base.PAD_ID, before)
 
 
 def initial_state(
@@ -160,7 +185,7 @@ def append(
 
 def _rewound(cache: Any, length: jax.Array, num_draft_tokens: int) -> Any:
   """The draft's cache after a round that drafted, or as it was."""
-  return cache.replace(length=length) if num_draft_tokens else cache
+  return cache.replace(length=fed_to_draft(length)) if num_draft_tokens else cache
 
 
 def _cut(

@@ -146,6 +146,13 @@ def after_append(name, length):
   return (speculative, "state_lib", "append", wrong)
 
 
+def after_a_rejected_token(right, draft, served, cache, newest, *args):
+  """The newest input comes after what the round before left behind the length."""
+  at = (cache.length + 2)[:, None]
+  left = jnp.take_along_axis(cache.tokens, at, axis=1)[:, 0]
+  return right(draft, served, cache, newest.at[:, 0].set(left), *args)
+
+
 def draft_before_top_k(right, logits, settings):
   if logits.shape[1] == K:  # K rows are the draft's, K + 1 the target's
     settings = settings.replace(top_k=jnp.zeros_like(settings.top_k))
@@ -188,8 +195,8 @@ FAULTS = {
     ),
     # After a rejection the draft draws with the noise of the same positions again. If
     # it remembers what it drew there, its distribution depends on that noise.
-    "rejected tokens left in the draft's cache": after_append(
-        "draft_cache", lambda now, written: written
+    "rejected tokens left in the draft's cache": (
+        speculative, "propose_lib", "propose", after_a_rejected_token
     ),
     "draft distribution before top-k": (
         accept_lib, "sampling", "processed_probs", draft_before_top_k
@@ -214,6 +221,8 @@ ZERO = {
     "u is below 0": (accept_lib, "_uniform", None, always(-1e-30)),
 }
 PLANTED = {**FAULTS, **HARMLESS, **ZERO}
+# The last drafted token is never fed, and the first one's noise never used again.
+DRAFTED = {"rejected tokens left in the draft's cache": 3}
 
 
 def switched(chosen, right, wrong):
@@ -247,7 +256,8 @@ def run_with(fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
   grid = ({"temperature": 1.0, "top_k": 4 if "top-k" in fault else 0},)
-  found = speculative_p_values(K, TARGET, DRAFT, grid, seed=23, run=run_with(fault))
+  k, run = DRAFTED.get(fault, K), run_with(fault)
+  found = speculative_p_values(k, TARGET, DRAFT, grid, seed=23, run=run)
   assert found.min() < THRESHOLD, found
 
 

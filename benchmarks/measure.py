@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import threading
 import time
@@ -121,7 +122,7 @@ def report(benchmark: str, rows: Sequence[Mapping[str, Any]]) -> None:
       those of an earlier run.
   """
   console = rich.console.Console()
-  rows = [{"benchmark": benchmark, **row} for row in rows]
+  rows = [{"benchmark": benchmark, "commit": commit(), **row} for row in rows]
   for row in rows:
     console.print(json.dumps(row), soft_wrap=True, highlight=False)
   table = rich.table.Table("case", "figure", "value", "asked", title=benchmark)
@@ -134,6 +135,14 @@ def report(benchmark: str, rows: Sequence[Mapping[str, Any]]) -> None:
   kept = {_key(row): row for row in _read(path)}
   kept |= {_key(row): row for row in rows}
   path.write_text("".join(json.dumps(row) + "\n" for row in kept.values()))
+
+
+def commit() -> str:
+  """What is measured; "-dirty" if files differ from it."""
+  folder = str(RESULTS.parent)
+  command = ["git", "-C", folder, "describe", "--always", "--dirty", "--exclude=*"]
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -17,9 +17,10 @@ import operator
 import os
 import pathlib
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import measure
 
 HERE = pathlib.Path(__file__).resolve().parent
 NOTE = "provenance.json"
@@ -125,7 +126,9 @@ def program(name: str) -> tuple[str, str, str]:
   return " ".join(title.split()).rstrip("."), "\n\n".join(said), command
 
 
-def section(name: str, rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
+def section(
+    name: str, rows: Sequence[Mapping[str, Any]], note: Mapping[str, Any]
+) -> str:
   """One benchmark: what, how, how bounded, on what, and the table."""
   title, said, command = program(name)
   own = {row["hardware"] for row in rows if row.get("hardware")}
@@ -134,7 +137,7 @@ def section(name: str, rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
       f"`{command}`",
       said,
       BOUNDS.get(name, ""),
-      f"Hardware: {'; '.join(sorted(own))}." if own else f"Hardware: {hardware}.",
+      f"Hardware: {'; '.join(sorted(own)) if own else sentence(note, rows)}.",
       table(rows),
   ]
   return "\n\n".join(part for part in parts if part)
@@ -142,11 +145,12 @@ def section(name: str, rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
 
 def page(results: pathlib.Path) -> str:
   """The whole README.md."""
-  hardware = sentence(noted(results))
+  note = noted(results)
+  hardware = sentence(note)
   parts = [INTRO.strip(), f"Hardware, unless a section names its own: {hardware}."]
   for path in sorted(results.glob("*.jsonl")):
     rows = [json.loads(line) for line in path.read_text().splitlines() if line]
-    parts.append(section(path.stem, rows, hardware))
+    parts.append(section(path.stem, rows, note))
   return "\n\n".join(parts) + "\n"
 
 
@@ -156,7 +160,7 @@ def provenance() -> dict[str, Any]:
       "cores": len(os.sched_getaffinity(0)),
       "cpu": cpu_model(),
       "jax": importlib.metadata.version("jax"),
-      "commit": commit(),
+      "commit": measure.commit(),
       "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
   }
 
@@ -169,22 +173,22 @@ def cpu_model() -> str:
   return found.group(1).strip() if found else "an unnamed processor"
 
 
-def commit() -> str:
-  command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*"]
-  done = subprocess.run(command, capture_output=True, text=True, check=False)
-  return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
 def noted(results: pathlib.Path) -> dict[str, Any]:
   """What `--note` wrote before the run, or what is true now."""
   path = results / NOTE
   return json.loads(path.read_text()) if path.exists() else provenance()
 
 
-def sentence(found: Mapping[str, Any]) -> str:
+def sentence(
+    note: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()
+) -> str:
+  """Machine and code; a row keeps the commit that it was measured at."""
+  commits = sorted({row.get("commit", note["commit"]) for row in rows})
+  commits = commits or [note["commit"]]
   return (
-      f"{found['cores']} core{'s' * (found['cores'] > 1)} of {found['cpu']},"
-      f" jax {found['jax']}, commit {found['commit']}, {found['date']}"
+      f"{note['cores']} core{'s' * (note['cores'] > 1)} of {note['cpu']},"
+      f" jax {note['jax']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)},"
+      f" {note['date']}"
   )
 
 

@@ -67,6 +67,16 @@ def test_the_machine_is_the_one_noted_before_the_run(tmp_path):
   assert "2020-02-20" in readme(tmp_path)
 
 
+def test_a_row_keeps_the_commit_that_it_was_measured_at(tmp_path):
+  later = {**ROWS[1], "commit": "abc1234"}
+  note = {"cores": 2, "cpu": "x", "jax": "1", "commit": "0000000", "date": "d"}
+  (tmp_path / write_readme.NOTE).write_text(json.dumps(note))
+  write(tmp_path, "greedy", [ROWS[0], later])
+  assert "commits 0000000, abc1234, d." in readme(tmp_path)
+  write(tmp_path, "greedy", [later])
+  assert "jax 1, commit abc1234, d." in readme(tmp_path)
+
+
 def test_rows_may_name_their_own_hardware(tmp_path):
   write(tmp_path, "accelerator", [{**ROWS[0], "hardware": "one card"}])
   assert "Hardware: one card." in readme(tmp_path)

@@ -62,8 +62,10 @@ class Rivals:
       shortlist: [N] int32, the tokens that the online draft's output head covers, if it
         is short: the floor draft gets the same, so that only learning tells them apart.
     """
-    if shortlist is not None and not np.array_equal(shortlist, self._floor.shortlist):
-      self._floor.swap(self._floor_params, 0, shortlist)
+    covered = self._floor.shortlist
+    if shortlist is not None and covered is not None:
+      if not np.array_equal(shortlist, covered):
+        self._floor.swap(self._floor_params, 0, shortlist)
     plain = self._plain.run([online.request])[0]
     floor = self._floor.run([online.request])[0]
     return Compared(

@@ -71,7 +71,8 @@ BENCHMARKS := \
   bench_greedy.py \
   "bench_greedy.py --threads 2" \
   "bench_greedy.py --shapes flan-t5-base --rows 8" \
-  bench_verify.py bench_speculative.py bench_draft_serving.py bench_batching.py bench_adaptive.py \
+  bench_verify.py bench_round.py bench_speculative.py bench_draft_serving.py \
+  bench_batching.py bench_adaptive.py \
   bench_compile.py bench_update.py bench_growth.py \
   bench_learning.py bench_whole_run.py bench_reading_memory.py
 

@@ -58,6 +58,7 @@ BOUNDS = {  # what limits what is measured
     "speculative": "Bounded by (1 - alpha^(K + 1)) / (1 - alpha) tokens a round over"
     " the time of K + 1 draft steps and one verification.",
     "update": "Bounded by arithmetic: forward and backward over all positions at once.",
+    "round": "Bounded by memory, as `verify` and the draft's steps are.",
     "verify": "Bounded by memory for few tokens, where one more costs little, by"
     " arithmetic for many.",
     "whole_run": "Bounded by cores, as `learning` is.",

@@ -6,11 +6,12 @@ apart from learning. Encoders count on both sides. One thread, CPU time.
 
 The draft is served as `--draft` says: "float32", "int8" (decoder and head in 8 bits),
 "shortlist" (a head of 4,096 tokens), or "both"; all that are named run by turns, which
-makes the ablation. What the last two cost in acceptance is another question
+makes the ablation; with `--xla_products` all of ours once more without the products in
+C++ (osd_jax/native). What the last two cost in acceptance is another question
 (bench_draft_serving.py).
 
   python benchmarks/bench_speculative.py [--target flan-t5-base] [--alphas .7 .8 .9]
-      [--drafted 3 7] [--draft float32 both] [--no_rivals]
+      [--drafted 3 7] [--draft float32 both] [--xla_products] [--no_rivals]
 """
 
 import argparse
@@ -19,6 +20,7 @@ import contenders
 import measure
 import scripting
 
+from osd_jax import native
 from osd_jax.decoding import slots
 from osd_jax.models import t5
 
@@ -33,12 +35,24 @@ ASKED_OVER_ASSISTED = {
     ("flan-t5-large", "bfloat16"): 1.5,
 }
 RIVAL_ALPHA = 0.8
+XLA = "XLA products"
 SERVING = {
     "float32": t5.DraftServing(),
     "int8": t5.DraftServing(int8=True),
     "shortlist": t5.DraftServing(shortlist=4096),
     "both": t5.DraftServing(int8=True, shortlist=4096),
 }
+
+
+class WithoutNative:
+  """Somebody of ours with the products of XLA."""
+
+  def __init__(self, person: contenders.Ours):
+    self._person, self.tokens = person, person.tokens
+
+  def __call__(self):
+    with native.off():
+      return self._person()
 
 
 class Bench:
@@ -94,6 +108,9 @@ def contenders_of(bench: Bench) -> dict:
       for draft in given.draft:
         name = f"alpha {alpha}, K {drafted}, {draft} draft"
         people[name] = bench.ours(alpha, drafted, draft)
+  if given.xla_products:
+    for name, person in list(people.items()):
+      people[f"{name}, {XLA}"] = WithoutNative(person)
   if not given.no_rivals:
     for dtype in ("float32", "bfloat16"):
       people[f"HF assisted {dtype}"] = bench.theirs(dtype, given.rival_drafted)
@@ -125,12 +142,17 @@ def rows_of(bench: Bench) -> list[dict]:
         }
     )
 
+  if given.xla_products:
+    other = f"plain, {XLA}"
+    row(f"plain over {other}", measure.ratio(times, other, "plain", clock))
   for name, person in people.items():
     row(f"{name}, ms/token", times[name].milliseconds(clock) / person.tokens)
   for alpha in given.alphas:
     mine = [name for name in people if name.startswith(f"alpha {alpha},")]
     for name in mine:
-      row(f"{name}, over plain", measure.ratio(times, "plain", name, clock))
+      plain = f"plain, {XLA}" if name.endswith(XLA) else "plain"
+      row(f"{name}, over {plain}", measure.ratio(times, plain, name, clock))
+    mine = [name for name in mine if XLA not in name]
     fastest = best(times, mine, clock)
     row(
         f"alpha {alpha}, best ({fastest}), over plain",
@@ -138,7 +160,11 @@ def rows_of(bench: Bench) -> list[dict]:
         ASKED.get(given.target, {}).get(alpha),
     )
   if not given.no_rivals:
-    mine = [name for name in people if name.startswith(f"alpha {RIVAL_ALPHA},")]
+    mine = [
+        name
+        for name in people
+        if name.startswith(f"alpha {RIVAL_ALPHA},") and XLA not in name
+    ]
     for dtype in ("float32", "bfloat16"):
       row(
           f"tokens/s over HF assisted {dtype}, alpha {RIVAL_ALPHA}",
@@ -163,6 +189,7 @@ def main() -> None:
   parser.add_argument("--length", type=int, default=64)
   parser.add_argument("--turns", type=int, default=5)
   parser.add_argument("--threads", type=int, default=1)
+  parser.add_argument("--xla_products", action="store_true")
   parser.add_argument("--no_rivals", action="store_true")
   given = parser.parse_args()
   measure.restart(given.threads)

@@ -239,7 +239,9 @@ class T5(nn.Module):
     if hasattr(self, "draft_head"):
       logits = self.draft_head(x)
     elif self.config.tied_head:
-      logits = self.token_embedder.attend(x)
+      trained = self.serving is None
+      product = layers.kernel_first_matmul if trained else layers.served_matmul
+      logits = self.token_embedder.attend(x, product)
     else:
       logits = self.decoder.logits_dense(x)
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -260,8 +262,8 @@ class Embedding(nn.Module):
   def __call__(self, tokens: jax.Array) -> jax.Array:
     return self.embedding[tokens].astype(jnp.dtype(self.config.dtype))
 
-  def attend(self, x: jax.Array) -> jax.Array:
-    return layers.served_matmul(x, self.embedding.astype(x.dtype))
+  def attend(self, x: jax.Array, product) -> jax.Array:
+    return product(x, self.embedding.astype(x.dtype))
 
 
 def _traced_once(layer: nn.Module, method, *args):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from models import tiny
 
-from osd_jax import testing
+from osd_jax import native, testing
 from osd_jax.models import t5
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
@@ -224,7 +224,7 @@ def _dots(config, name):
   """The dot products of a lowered function, one line of text each."""
   function, *args = _call(config, name)
   # what a GPU or TPU would do if nothing were asked for
-  with jax.default_matmul_precision("default"):
+  with native.off(), jax.default_matmul_precision("default"):
     text = jax.jit(function).lower(*args).as_text()
   return [line for line in text.splitlines() if re.search(r"\bdot_general\b", line)]
 

@@ -1,0 +1,113 @@
+"""Compiles `products.cc` for this machine, once, and makes JAX know it."""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+
+import jax
+
+FOLDER = "~/.cache/osd_jax/native"
+TARGETS = {
+    "ProductFloat32": "osd_jax_product_float32",
+    "ProductInt8": "osd_jax_product_int8",
+}
+_SOURCE = pathlib.Path(__file__).parent / "products.cc"
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast")
+_LIBRARY = ("-fPIC", "-shared", "-w")
+_PATIENCE = 120  # seconds; it takes four
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+
+
+def load() -> bool:
+  """Whether the products can be called; compiles and loads them at the first call."""
+  with _lock:
+    return _loaded()
+
+
+@functools.cache
+def _loaded() -> bool:
+  compiler = _compiler()
+  if compiler is None:
+    _log.info("No C++ compiler: XLA's products are used, which decode slower on a CPU.")
+    return False
+  try:
+    library = ctypes.CDLL(str(built(compiler, pathlib.Path(FOLDER).expanduser())))
+    for symbol, target in TARGETS.items():
+      capsule = jax.ffi.pycapsule(getattr(library, symbol))
+      jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+  except (OSError, subprocess.SubprocessError) as error:
+    said = getattr(error, "stderr", "") or ""
+    _log.warning(
+        "products.cc could not be built with %s, so XLA's products are used, which"
+        " decode slower on a CPU: %s %s",
+        compiler,
+        error,
+        said[-500:],
+    )
+    return False
+  return True
+
+
+def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
+  """The library for this source, compiler, JAX and processor; compiled if new.
+
+  Args:
+    compiler: a command.
+    folder: where libraries are kept.
+
+  Raises:
+    OSError: the folder cannot be written, or the compiler not run.
+    subprocess.SubprocessError: it failed.
+  """
+  include = f"-I{jax.ffi.include_dir()}"
+  command = (compiler, *_FLAGS, *_LIBRARY, include, str(_SOURCE))
+  path = folder / f"products-{_key(command)}.so"
+  if not path.exists():
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as private:
+      made = os.path.join(private, path.name)
+      subprocess.run(
+          (*command, "-o", made),
+          check=True,
+          capture_output=True,
+          text=True,
+          timeout=_PATIENCE,
+      )
+      os.replace(made, path)  # another process may have been faster: either will do
+  return path
+
+
+def _compiler() -> str | None:
+  named = os.environ.get("CXX")
+  for name in (named,) if named is not None else _COMPILERS:
+    found = shutil.which(name)
+    if found:
+      return found
+  return None
+
+
+def _key(command: tuple[str, ...]) -> str:
+  """Changes with whatever makes another library, and with the processor."""
+  parts = (*command, jax.__version__, platform.machine(), _processor())
+  text = "\0".join(parts).encode() + _SOURCE.read_bytes()
+  return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _processor() -> str:
+  """What the processor can do; its name where Linux does not tell."""
+  try:
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+  except OSError:
+    return platform.processor()
+  told = [line for line in lines if line.startswith(("flags", "Features"))]
+  return told[0] if told else platform.processor()

@@ -1,9 +1,11 @@
 """Where a round's time goes: drafting, verification, and everything outside the models.
 
-Whole requests give the time of a round (without prefill); compiled loops of the models'
-calls alone give what drafting and verification take, all by turns. A round drafts with
-one call that feeds two tokens and K - 1 that feed one. The draft is unrelated to the
-target: a round takes as long whatever is accepted.
+Whole requests give the time of a round (without prefill). A compiled loop of nothing
+but the models' calls, in a round's order, gives what they take: a draft step of two
+tokens, K - 1 of one, a verification of K + 1; a token is no choice there, it only
+depends on the logits before. One of verifications alone gives their part of it, all by
+turns. (Draft steps alone would find their weights in the processor's caches.) The
+draft is unrelated to the target: a round takes as long whatever is accepted.
 
   python benchmarks/bench_round.py [--target flan-t5-base] [--draft t5-small]
       [--served both] [--drafted 3] [--turns 7] [--threads 1]
@@ -14,47 +16,70 @@ import functools
 
 import contenders
 import jax
+import jax.numpy as jnp
 import measure
 import numpy as np
 import scripting
 from bench_speculative import SERVING
 
-from osd_jax.decoding import calls, costs, slots
+from osd_jax.decoding import calls, slots
 from osd_jax.decoding import state as state_lib
 
 CALLS = 16
 ASKED = "<= 0.02"
-WHOLE, FIRST, VERIFY, TWO, ONE = "round", "first tokens", "verify", "feed 2", "feed 1"
+WHOLE, FIRST, MODELS, VERIFY = "round", "first tokens", "both models", "verify"
 
 
-def alone(model, served, prompts: np.ndarray, width: int, length: int):
-  """A compiled loop of a model's calls that feed `width` tokens."""
-  prefill = jax.jit(model.prefill, static_argnums=3)
-  cache = prefill(served, prompts, prompts != 0, state_lib.buffer_length(length))
+@functools.partial(jax.jit, static_argnums=0)
+def feed(steps, served, caches, count):
+  """Runs `steps` of (whose, model, width) `count` times, from the same position."""
+  starts = {who: cache.length for who, cache in caches.items()}
 
-  def feed() -> None:
-    jax.block_until_ready(costs.feed(model, width, served, cache, np.int32(CALLS)))
+  def turn(_, carry):
+    token, caches = carry
+    for who, model, width in steps:
+      tokens = jnp.broadcast_to(token[:, None], (token.shape[0], width))
+      logits, cache = model.decode(served[who], tokens, caches[who])
+      token = (logits[:, -1, -1] > 0).astype(jnp.int32)
+      caches = {**caches, who: cache}
+    rewound = {who: c.replace(length=starts[who]) for who, c in caches.items()}
+    return token, rewound
 
-  return feed
+  token = jnp.zeros(starts["target"].shape, jnp.int32)
+  return jax.lax.fori_loop(0, count, turn, (token, caches))
 
 
 def people_of(given: argparse.Namespace) -> dict:
   """Everybody who is timed, by name."""
-  target = contenders.random_model(contenders.shape(given.target))
-  draft = contenders.random_model(
-      contenders.shape(given.draft), 1, SERVING[given.served]
-  )
-  prompts = contenders.prompts(1, given.source, target[0].vocab_size)
+  pair = {
+      "target": contenders.random_model(contenders.shape(given.target)),
+      "draft": contenders.random_model(
+          contenders.shape(given.draft), 1, SERVING[given.served]
+      ),
+  }
+  prompts = contenders.prompts(1, given.source, pair["target"][0].vocab_size)
   config = contenders.decoding(1, given.source, given.length, given.drafted)
-  decoder = slots.Slots(config, *target, *draft)
-  drafts = calls.prepare(*draft)
-  fed = functools.partial(alone, prompts=prompts, length=given.length)
+  decoder = slots.Slots(config, *pair["target"], *pair["draft"])
+  length = state_lib.buffer_length(given.length)
+  served = {who: calls.prepare(*member) for who, member in pair.items()}
+  caches = {
+      who: jax.jit(model.prefill, static_argnums=3)(
+          served[who], prompts, prompts != 0, length
+      )
+      for who, (model, _) in pair.items()
+  }
+
+  def alone(*steps):
+    named = tuple((who, pair[who][0], width) for who, width in steps)
+    return lambda: jax.block_until_ready(feed(named, served, caches, np.int32(CALLS)))
+
+  verify = ("target", given.drafted + 1)
+  drafting = (("draft", 2), *(("draft", 1),) * (given.drafted - 1))
   return {
       WHOLE: contenders.Ours(decoder, prompts),
       FIRST: scripting.FirstTokens(decoder, prompts),
-      VERIFY: fed(target[0], calls.prepare(*target), width=given.drafted + 1),
-      TWO: fed(draft[0], drafts, width=2),
-      ONE: fed(draft[0], drafts, width=1),
+      MODELS: alone(*drafting, verify),
+      VERIFY: alone(verify),
   }
 
 
@@ -65,17 +90,16 @@ def rows_of(given: argparse.Namespace) -> list[dict]:
   found = scripting.answers({name: people[name] for name in (WHOLE, FIRST)})
   times = measure.by_turns(people, given.turns)
   whole = scripting.round_ms(times, found, WHOLE, FIRST, 1, clock)
-  verify, two, one = (
-      times[name].milliseconds(clock) / CALLS for name in (VERIFY, TWO, ONE)
+  models, verify = (
+      times[name].milliseconds(clock) / CALLS for name in (MODELS, VERIFY)
   )
-  drafting = two + (given.drafted - 1) * one
   case = f"{given.target} + {given.draft} ({given.served}), K {given.drafted}"
   figures = {
       "a round, ms": whole,
+      "both models alone, ms": models,
       "verification alone, ms": verify,
-      "drafting alone, ms": drafting,
-      "of that the first step, ms": two,
-      "outside the two models, share": 1 - (verify + drafting) / whole,
+      "drafting (the difference), ms": models - verify,
+      "outside the two models, share": 1 - models / whole,
   }
   return [
       {

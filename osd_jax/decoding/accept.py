@@ -54,7 +54,7 @@ def accept_greedy(
     proposal: base.Proposal, verification: base.Verification
 ) -> base.Acceptance:
   """The rule where all rows are greedy: compare with the target's arg max."""
-  choice = jnp.argmax(verification.logits, axis=-1).astype(jnp.int32)
+  choice = sampling.arg_max(verification.logits)
   agrees = proposal.tokens == choice[:, :-1]
   return base.Acceptance(tokens=choice, accepted=_prefix_length(agrees))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import slots
+from osd_jax.decoding import sampling, slots
 from osd_jax.decoding import state as state_lib
 
 
@@ -100,7 +100,7 @@ def feed(model, width, served, cache, calls):
     tokens = jnp.broadcast_to(token[:, None], (token.shape[0], width))
     start = cache.length
     logits, cache = model.decode(served, tokens, cache)
-    token = jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32)
+    token = sampling.arg_max(logits[:, -1])
     return token, cache.replace(length=start)
 
   token = jnp.zeros(cache.length.shape, jnp.int32)

@@ -22,6 +22,31 @@ def probs_of(logits, **settings):
   )
 
 
+@pytest.mark.parametrize("size", [100, 128, 32128])
+def test_arg_max_is_the_first_of_the_largest(size):
+  rng = np.random.default_rng(size)
+  values = rng.integers(0, 9, (6, 3, size)).astype(np.float32)  # many are largest
+  values[2, 0] = -np.inf
+  values[2, 1, -1] = np.inf
+  values[3, 0], values[3, 0, size // 2] = -1.0, -0.0
+  got = jax.jit(sampling.arg_max)(values)
+  np.testing.assert_array_equal(got, np.argmax(values, axis=-1))
+  assert got.dtype == jnp.int32
+  values[1] = np.nan
+  assert np.all(np.asarray(sampling.arg_max(values)) < size)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("size", [8, 1000, 1536, 32128])
+def test_a_broken_row_has_no_mass_whatever_the_vocabulary(size, temperature, broken):
+  logits = np.random.default_rng(0).normal(size=(2, 3, size)).astype(np.float32)
+  logits[0, 1, size - 3] = broken
+  got = probs_of(logits, temperature=temperature)
+  assert not np.any(got[0, 1])
+  np.testing.assert_allclose(np.delete(got.sum(-1).ravel(), 1), 1, rtol=1e-5)
+
+
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(
     # Few distinct values: ties are the rule.

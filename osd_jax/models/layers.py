@@ -237,7 +237,10 @@ class Attention(nn.Module):
       [B, n, E]
     """
     precision = _precision(self.dtype)
-    query = self._split(self.query(x))
+    query = self.query(x)
+    if self.layout is not Layout.TRAINED and native.attends(query, keys):
+      return self.out(native.attention(query, keys, values, bias))
+    query = self._split(query)
     logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
     logits = logits.astype(_at_least_float32(logits.dtype)) + bias
     weights = jax.nn.softmax(logits, axis=-1)

@@ -1,8 +1,8 @@
-"""Products of a decoding step on a CPU, in C++: `products.cc` says how and why.
+"""What a decoding step computes on a CPU, in C++: `step.cc` says how and why.
 
-They are compiled where they run, at their first use, and kept; without a compiler, and
-on every other backend, the products of XLA are used instead (`models/layers.py`), which
-sum in another order.
+It is compiled where it runs, at its first use, and kept; without a compiler, and on
+every other backend, XLA computes the same instead (`models/layers.py`), summing in
+another order.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _in_use = jax.make_user_context(True)  # compiled calls know which they were tra
 
 
 def covers(columns: jax.Array, kernel: jax.Array) -> bool:
-  """Whether a product is one of those here, on this machine; builds at the first call.
+  """Whether a product is computed here, on this machine; builds at the first call.
 
   Args:
     columns: [n, in].
@@ -26,35 +26,64 @@ def covers(columns: jax.Array, kernel: jax.Array) -> bool:
   """
   types = (columns.dtype, kernel.dtype)
   return (
-      jax.default_backend() == "cpu"
-      and 1 <= columns.shape[0] <= MOST_COLUMNS
+      columns.shape[0] <= MOST_COLUMNS
       and types in ((jnp.float32, jnp.float32), (jnp.float32, jnp.int8))
+      and columns.size > 0
       and kernel.size > 0
-      and _in_use.value
-      and build.load()
+      and _usable()
   )
 
 
 def product(columns: jax.Array, kernel: jax.Array) -> jax.Array:
   """columns [n, in] times a kernel [out, in], all float32: [n, out]."""
-  return _call("ProductFloat32", columns, kernel)
+  shape = (columns.shape[0], kernel.shape[0])
+  return _call("ProductFloat32", shape, columns, kernel)
 
 
 def int8_product(columns: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   """`layers.int8_matmul` of columns [n, in], a kernel [out, in] and a scale [out]."""
-  return _call("ProductInt8", columns, kernel, scale)
+  shape = (columns.shape[0], kernel.shape[0])
+  return _call("ProductInt8", shape, columns, kernel, scale)
+
+
+def attends(query: jax.Array, keys: jax.Array) -> bool:
+  """Whether attention is computed here, as `covers`; shapes as in `attention`."""
+  return (
+      query.shape[1] <= MOST_COLUMNS
+      and (query.dtype, keys.dtype) == (jnp.float32, jnp.float32)
+      and query.size > 0
+      and _usable()
+  )
+
+
+def attention(
+    query: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+) -> jax.Array:
+  """Unscaled attention of few queries; what is masked behind the rest is not read.
+
+  Args:
+    query: [B, n, H D] float32.
+    keys: [B, H, T, D] float32.
+    values: [B, H, T, D] float32.
+    bias: [B or 1, H or 1, n or 1, T] float32, very negative where masked.
+
+  Returns:
+    [B, n, H D]
+  """
+  return _call("Attention", query.shape, query, keys, values, bias)
 
 
 @contextlib.contextmanager
 def off():
-  """Within, XLA's products are used; for comparisons."""
+  """Within, XLA computes everything; for comparisons."""
   with _in_use(False):
     yield
 
 
-def _call(name, columns, kernel, *scale):
-  shape = (columns.shape[0], kernel.shape[0])
-  call = jax.ffi.ffi_call(
-      build.TARGETS[name], jax.ShapeDtypeStruct(shape, columns.dtype)
-  )
-  return call(columns, kernel, *scale)
+def _usable() -> bool:
+  return jax.default_backend() == "cpu" and _in_use.value and build.load()
+
+
+def _call(name, shape, *arguments):
+  result = jax.ShapeDtypeStruct(shape, jnp.float32)
+  return jax.ffi.ffi_call(build.TARGETS[name], result)(*arguments)

@@ -1,4 +1,4 @@
-"""Compiles `products.cc` for this machine, once, and makes JAX know it."""
+"""Compiles `step.cc` for this machine, once, and makes JAX know it."""
 
 import ctypes
 import functools
@@ -18,8 +18,9 @@ FOLDER = "~/.cache/osd_jax/native"
 TARGETS = {
     "ProductFloat32": "osd_jax_product_float32",
     "ProductInt8": "osd_jax_product_int8",
+    "Attention": "osd_jax_attention",
 }
-_SOURCE = pathlib.Path(__file__).parent / "products.cc"
+_SOURCE = pathlib.Path(__file__).parent / "step.cc"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast")
 _LIBRARY = ("-fPIC", "-shared", "-w")
@@ -29,7 +30,7 @@ _lock = threading.Lock()
 
 
 def load() -> bool:
-  """Whether the products can be called; compiles and loads them at the first call."""
+  """Whether what is there can be called; compiles and loads them at the first call."""
   with _lock:
     return _loaded()
 
@@ -38,7 +39,7 @@ def load() -> bool:
 def _loaded() -> bool:
   compiler = _compiler()
   if compiler is None:
-    _log.info("No C++ compiler: XLA's products are used, which decode slower on a CPU.")
+    _log.info("No C++ compiler: XLA alone computes steps, slower on a CPU.")
     return False
   try:
     library = ctypes.CDLL(str(built(compiler, pathlib.Path(FOLDER).expanduser())))
@@ -48,8 +49,8 @@ def _loaded() -> bool:
   except (OSError, subprocess.SubprocessError) as error:
     said = getattr(error, "stderr", "") or ""
     _log.warning(
-        "products.cc could not be built with %s, so XLA's products are used, which"
-        " decode slower on a CPU: %s %s",
+        "step.cc could not be built with %s: XLA alone computes steps, slower on a CPU."
+        " %s %s",
         compiler,
         error,
         said[-500:],
@@ -69,15 +70,14 @@ def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
     OSError: the folder cannot be written, or the compiler not run.
     subprocess.SubprocessError: it failed.
   """
-  include = f"-I{jax.ffi.include_dir()}"
-  command = (compiler, *_FLAGS, *_LIBRARY, include, str(_SOURCE))
-  path = folder / f"products-{_key(command)}.so"
+  command = (compiler, *_FLAGS, *_LIBRARY)
+  path = folder / f"step-{_key(command)}.so"
   if not path.exists():
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as private:
       made = os.path.join(private, path.name)
       subprocess.run(
-          (*command, "-o", made),
+          (*command, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", made),
           check=True,
           capture_output=True,
           text=True,

@@ -1,20 +1,13 @@
 """The products in C++ against numpy, against XLA's, and against themselves."""
 
-import ctypes
-import logging
-import pathlib
-import platform
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from osd_jax import native
-from osd_jax.models import layers
+from osd_jax.models import layers, t5
 from osd_jax.native import build
-
-pytestmark = pytest.mark.skipif(not build.load(), reason="no C++ compiler here")
 
 # Outputs and inputs, odd ones too: tiles, vectors and what is left of both.
 SHAPES = [(1, 1), (7, 5), (8, 16), (33, 31), (64, 64), (130, 200), (515, 769)]
@@ -27,38 +20,12 @@ def factors(out: int, width: int, columns: int, seed: int = 0):
   return jnp.asarray(x), jnp.asarray(rng.normal(size=(out, width)), jnp.float32)
 
 
-@pytest.fixture(scope="module", params=["this processor", "most processors"])
-def library(request, tmp_path_factory):
-  """Both products: as built for this machine, and without its newest instructions."""
-  if request.param == "this processor":
-    return native.product, native.int8_product
-  if platform.machine() != "x86_64":
-    pytest.skip("names instructions of x86-64")
-  with pytest.MonkeyPatch.context() as patch:
-    flags = [flag.replace("=native", "=x86-64-v3") for flag in build._FLAGS]
-    patch.setattr(build, "_FLAGS", tuple(flags))
-    made = build.built(build._compiler(), tmp_path_factory.mktemp("native"))
-  loaded = ctypes.CDLL(str(made))
-  for symbol in build.TARGETS:
-    capsule = jax.ffi.pycapsule(getattr(loaded, symbol))
-    jax.ffi.register_ffi_target(f"plain_{symbol}", capsule, platform="cpu")
-
-  def call(name, columns, kernel, *scale):
-    shape = jax.ShapeDtypeStruct((columns.shape[0], kernel.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(f"plain_{name}", shape)(columns, kernel, *scale)
-
-  return (
-    lambda *factors: call("ProductFloat32", *factors),
-    lambda *factors: call("ProductInt8", *factors),
-  )
-
-
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float32_is_the_product(library, shape, columns):
   x, kernel = factors(*shape, columns)
   exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
-  got = np.asarray(library[0](x, kernel))
+  got = np.asarray(library.product(x, kernel))
   sizes = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(kernel)).T
   assert got.dtype == np.float32 and got.shape == exact.shape
   assert np.all(np.abs(got - exact) <= 1e-6 * sizes)
@@ -67,10 +34,11 @@ def test_float32_is_the_product(library, shape, columns):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_column_has_the_same_bits_whatever_stands_beside_it(library, shape):
   x, kernel = factors(*shape, native.MOST_COLUMNS)
-  together = np.asarray(library[0](x, kernel))
+  together = np.asarray(library.product(x, kernel))
   for count in COLUMNS:
-    np.testing.assert_array_equal(library[0](x[:count], kernel), together[:count])
-    np.testing.assert_array_equal(library[0](x[-count:], kernel), together[-count:])
+    for some in (slice(count), slice(-count, None)):
+      got = library.product(x[some], kernel)
+      np.testing.assert_array_equal(got, together[some])
 
 
 def test_bits_tell_the_order_of_a_sum():
@@ -84,13 +52,13 @@ def test_bits_tell_the_order_of_a_sum():
 def test_threads_change_no_bit(library, columns):
   """What is large enough to be shared by threads equals its parts, which are not."""
   x, kernel = factors(2049, 256, columns)  # 2 MiB
-  whole = np.asarray(library[0](x, kernel))
+  whole = np.asarray(library.product(x, kernel))
   stored = layers.quantized(kernel.T)
-  whole8 = np.asarray(library[1](x, stored["kernel"], stored["scale"]))
+  whole8 = np.asarray(library.int8_product(x, stored["kernel"], stored["scale"]))
   for begin in range(0, 2049, 100):
     part = slice(begin, begin + 100)
-    np.testing.assert_array_equal(library[0](x, kernel[part]), whole[:, part])
-    got = library[1](x, stored["kernel"][part], stored["scale"][part])
+    np.testing.assert_array_equal(library.product(x, kernel[part]), whole[:, part])
+    got = library.int8_product(x, stored["kernel"][part], stored["scale"][part])
     np.testing.assert_array_equal(got, whole8[:, part])
 
 
@@ -109,7 +77,7 @@ def test_int8_is_the_rounded_product(library, shape, columns):
   x, kernel = factors(*shape, columns)
   stored = layers.quantized(kernel.T)
   x = x.at[0].multiply(1e6).at[-1].multiply(1e-6)
-  got = library[1](x, stored["kernel"], stored["scale"])
+  got = library.int8_product(x, stored["kernel"], stored["scale"])
   np.testing.assert_array_equal(got, rounded_product(x, **stored))
   with native.off():  # which multiplies by both scales in an order of its own
     other = layers.int8_matmul(x, stored["kernel"], stored["scale"])
@@ -125,7 +93,7 @@ def test_int8_of_what_is_hard_to_round(library):
   x[3, 7] = np.nan
   kernel = jnp.asarray(np.random.default_rng(0).integers(-127, 128, (9, 256)), jnp.int8)
   scale = jnp.ones(9, jnp.float32)
-  got = np.asarray(library[1](x, kernel, scale))
+  got = np.asarray(library.int8_product(x, kernel, scale))
   np.testing.assert_array_equal(got[:3], rounded_product(x[:3], kernel, scale))
   assert not np.any(got[2]) and np.all(np.isnan(got[3]))
   with native.off():
@@ -150,8 +118,6 @@ def test_few_float32_columns_are_multiplied_here_and_all_else_by_xla():
 
 def test_training_is_differentiable_with_few_columns():
   """The embedding is a tied model's output head: it is trained, and served."""
-  from osd_jax.models import t5
-
   config = t5.T5Config(
     vocab_size=32, width=8, num_heads=2, head_dim=4, mlp_dim=8,
     num_encoder_layers=1, num_decoder_layers=1,
@@ -162,54 +128,3 @@ def test_training_is_differentiable_with_few_columns():
   loss = lambda params: jnp.mean(model.score(params, token, token == 1, token) ** 2)
   gradient = jax.grad(loss)(params)
   assert np.any(gradient["token_embedder"]["embedding"])
-
-
-@pytest.fixture
-def unbuilt(monkeypatch, tmp_path):
-  """A machine on which nothing was built yet."""
-  monkeypatch.setattr(build, "FOLDER", str(tmp_path / "native"))
-  build._loaded.cache_clear()
-  yield tmp_path / "native"
-  build._loaded.cache_clear()
-
-
-def test_without_a_compiler_xla_is_used(unbuilt, monkeypatch):
-  monkeypatch.setenv("CXX", "no-such-compiler")
-  assert not build.load() and not unbuilt.exists()
-  assert "custom_call" not in jax.jit(lambda *a: layers.served_matmul(*a)).lower(
-    jnp.ones((1, 8)), jnp.ones((16, 8))
-  ).as_text()
-
-
-def test_a_compiler_that_fails_is_named_and_leaves_nothing(
-  unbuilt, monkeypatch, tmp_path, caplog
-):
-  broken = tmp_path / "broken-c++"
-  broken.write_text("#!/bin/sh\necho 'unknown flag' >&2\nexit 1\n")
-  broken.chmod(0o755)
-  monkeypatch.setenv("CXX", str(broken))
-  with caplog.at_level(logging.WARNING):
-    assert not build.load()
-  assert "broken-c++" in caplog.text and "unknown flag" in caplog.text
-  assert not list(unbuilt.iterdir())
-
-
-def test_a_folder_that_cannot_be_made_is_named(unbuilt, monkeypatch, tmp_path, caplog):
-  (tmp_path / "file").write_text("")
-  monkeypatch.setattr(build, "FOLDER", str(tmp_path / "file" / "native"))
-  with caplog.at_level(logging.WARNING):
-    assert not build.load()
-  assert "XLA's products are used" in caplog.text
-
-
-def test_what_was_built_is_kept_until_something_changes(tmp_path, monkeypatch):
-  fake = tmp_path / "c++"
-  fake.write_text(
-    f"#!/bin/sh\necho run >> {tmp_path}/runs\nfor last; do :; done\necho > $last\n"
-  )
-  fake.chmod(0o755)
-  runs = lambda: len(pathlib.Path(tmp_path / "runs").read_text().split())
-  first = build.built(str(fake), tmp_path / "kept")
-  assert build.built(str(fake), tmp_path / "kept") == first and runs() == 1
-  monkeypatch.setattr(build, "_processor", lambda: "another processor")
-  assert build.built(str(fake), tmp_path / "kept") != first and runs() == 2

@@ -1,8 +1,10 @@
-// Products of a decoding step on a CPU: few columns times a large kernel.
+// What a decoding step computes on a CPU: few columns times large kernels, few queries
+// attending to a cache.
 //
 //   ProductFloat32  y[c, o] = sum_i x[c, i] kernel[o, i]
 //   ProductInt8     the same with a kernel of 8 bits and a scale for each of its rows;
 //                   x is rounded to 8 bits too, with one scale for each of its rows
+//   Attention       softmax(query keys^T + bias) values, for each head
 //
 // Reading the kernel is what a step waits for, so it is read once: some rows of it times
 // all columns, while the rows that follow are fetched. How a sum is ordered depends on
@@ -11,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -39,7 +42,7 @@ constexpr int kLanes = 8;
 constexpr int kColumns = 4;
 #endif
 constexpr int kRows = 2;
-constexpr int64_t kAhead = 4096;        // bytes between what is read and what is fetched
+constexpr int64_t kAhead = 8192;        // bytes between what is read and what is fetched
 constexpr int64_t kShare = 128 * 1024;  // bytes of a kernel that are worth a thread
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
@@ -309,6 +312,143 @@ ffi::Error Int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   return ffi::Error::Success();
 }
 
+// e^x, to some 2e-7 of it; 0 where that is below what float32 stores in full.
+Vector Exp(Vector x) {
+  const Vector round = Vector{} + 0x1.8p23f;
+  const Vector power = (x * 0x1.715476p0f + round) - round;  // x / log(2)
+  const Vector rest = (x - power * 0x1.62e4p-1f) - power * 0x1.7f7d1cp-20f;
+  Vector value = Vector{} + 1.0f / 5040;
+  for (const float over : {720.0f, 120.0f, 24.0f, 6.0f, 2.0f, 1.0f, 1.0f}) {
+    value = value * rest + 1 / over;
+  }
+  const IntVector exponent = (__builtin_convertvector(power, IntVector) + 127) << 23;
+  Vector scale;
+  std::memcpy(&scale, &exponent, sizeof(scale));
+  return x < -87.0f ? Vector{} : value * scale;
+}
+
+float Dot(const float* left, const float* right, int64_t size) {
+  Vector sum = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum += Load(left + i) * Load(right + i);
+  if (i < size) sum += LoadSome(left + i, size - i) * LoadSome(right + i, size - i);
+  return Sum(sum);
+}
+
+// What is added to a masked score is below; it leaves no weight.
+constexpr float kMasked = -5e8;
+
+// One head of one row.
+struct Head {
+  const float *query, *keys, *values, *bias;
+  float* context;
+  int64_t query_stride, bias_stride;  // from one query to the next
+  int64_t queries, size;              // n, D
+
+  // How many of the first positions hold all that is not masked; all if none is.
+  int64_t Reach(int64_t positions) const {
+    int64_t reach = 0;
+    for (int64_t n = 0; n < queries; ++n) {
+      const float* row = bias + n * bias_stride;
+      int64_t end = positions;
+      while (end > reach && row[end - 1] < kMasked) --end;
+      reach = std::max(reach, end);
+    }
+    return reach == 0 ? positions : reach;
+  }
+
+  // Scores of one query, turned into weights; returns their sum.
+  float Weigh(int64_t n, int64_t reach, float* weights) const {
+    const float* row = bias + n * bias_stride;
+    float largest = -std::numeric_limits<float>::infinity();
+    for (int64_t t = 0; t < reach; ++t) {
+      weights[t] = Dot(query + n * query_stride, keys + t * size, size) + row[t];
+      largest = std::max(largest, weights[t]);
+    }
+    Vector sum = {};
+    for (int64_t t = 0; t < reach; t += kLanes) {
+      for (int64_t pad = reach; pad < t + kLanes; ++pad) weights[pad] = -1e30f;
+      const Vector weight = Exp(Load(weights + t) - largest);
+      std::memcpy(weights + t, &weight, sizeof(weight));
+      sum += weight;
+    }
+    return Sum(sum);
+  }
+
+  // The weighted sum of `kVectors` vectors of every value.
+  template <int kVectors>
+  void Gather(int64_t n, int64_t reach, const float* weights, float total,
+              int64_t first) const {
+    Vector sums[kVectors] = {};
+    for (int64_t t = 0; t < reach; ++t) {
+      for (int v = 0; v < kVectors; ++v) {
+        sums[v] += weights[t] * Load(values + t * size + first + v * kLanes);
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector mean = sums[v] / total;
+      std::memcpy(context + n * query_stride + first + v * kLanes, &mean, sizeof(mean));
+    }
+  }
+
+  void Attend(int64_t positions, float* weights) const {
+    const int64_t reach = Reach(positions);
+    for (int64_t n = 0; n < queries; ++n) {
+      const float total = Weigh(n, reach, weights);
+      int64_t first = 0;
+      for (; first + 4 * kLanes <= size; first += 4 * kLanes) {
+        Gather<4>(n, reach, weights, total, first);
+      }
+      for (; first + kLanes <= size; first += kLanes) {
+        Gather<1>(n, reach, weights, total, first);
+      }
+      for (; first < size; ++first) {
+        float sum = 0;
+        for (int64_t t = 0; t < reach; ++t) {
+          sum = std::fma(weights[t], values[t * size + first], sum);
+        }
+        context[n * query_stride + first] = sum / total;
+      }
+    }
+  }
+};
+
+// query [B, n, H D], keys and values [B, H, T, D], bias [B or 1, H or 1, n or 1, T].
+ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query,
+                  ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
+                  ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> context) {
+  const int64_t queries = query.dimensions()[1], joined = query.dimensions()[2];
+  const int64_t rows = keys.dimensions()[0], heads = keys.dimensions()[1];
+  const int64_t positions = keys.dimensions()[2], size = keys.dimensions()[3];
+  int64_t strides[3], stride = positions;  // of the bias: row, head, query
+  for (int axis = 2; axis >= 0; --axis) {
+    const int64_t extent = bias.dimensions()[axis];
+    strides[axis] = extent == 1 ? 0 : stride;
+    stride *= extent;
+  }
+  Share(pool, rows * heads, 2 * positions * size * sizeof(float),
+        [&](int64_t begin, int64_t end) {
+          std::vector<float> weights(positions + kLanes);
+          for (int64_t i = begin; i < end; ++i) {
+            const int64_t row = i / heads, head = i % heads;
+            const int64_t at = row * queries * joined + head * size;
+            const Head one = {
+                query.typed_data() + at,
+                keys.typed_data() + i * positions * size,
+                values.typed_data() + i * positions * size,
+                bias.typed_data() + row * strides[0] + head * strides[1],
+                context->typed_data() + at,
+                joined,
+                strides[2],
+                queries,
+                size,
+            };
+            one.Attend(positions, weights.data());
+          }
+        });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ProductFloat32, Float32,
@@ -322,5 +462,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ProductInt8, Int8,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Attention, Attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -1,0 +1,51 @@
+"""What is computed in C++, as built here and as most processors would have it."""
+
+import ctypes
+import platform
+import types
+
+import jax
+import pytest
+
+from osd_jax import native
+from osd_jax.native import build
+
+
+@pytest.fixture(params=["this processor", "most processors"])
+def library(request):
+  """Something with the functions of `native`, with and without new instructions."""
+  if not build.load():
+    pytest.skip("no C++ compiler here")
+  if request.param == "this processor":
+    return native
+  return request.getfixturevalue("plain_library")
+
+
+@pytest.fixture(scope="session")
+def plain_library(tmp_path_factory):
+  """Built for x86-64 of the last ten years."""
+  if platform.machine() != "x86_64":
+    pytest.skip("names instructions of x86-64")
+  with pytest.MonkeyPatch.context() as patch:
+    flags = [flag.replace("=native", "=x86-64-v3") for flag in build._FLAGS]
+    patch.setattr(build, "_FLAGS", tuple(flags))
+    made = build.built(build._compiler(), tmp_path_factory.mktemp("native"))
+  loaded = ctypes.CDLL(str(made))
+  targets = {symbol: f"plain_{target}" for symbol, target in build.TARGETS.items()}
+  for symbol, target in targets.items():
+    capsule = jax.ffi.pycapsule(getattr(loaded, symbol))
+    jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+
+  def plain(function):
+    def call(*arguments):
+      with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "TARGETS", targets)
+        return function(*arguments)
+
+    return call
+
+  return types.SimpleNamespace(
+    product=plain(native.product),
+    int8_product=plain(native.int8_product),
+    attention=plain(native.attention),
+  )

@@ -1,0 +1,167 @@
+"""Attention in C++ against numpy, against XLA's, and against itself."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import tiny
+
+from osd_jax import native
+from osd_jax.models import layers, t5
+
+MASKED = -1e9
+# B, H, n, T, D; odd ones too: vectors and what is left of them.
+SHAPES = [(1, 12, 4, 132, 64), (2, 3, 1, 7, 16), (3, 2, 8, 40, 5), (4, 8, 5, 300, 80)]
+
+
+def arguments(shape, seed=0):
+  """query [B, n, H D], keys and values [B, H, T, D]."""
+  rows, heads, queries, positions, size = shape
+  rng = np.random.default_rng((seed, *shape))
+  draw = lambda *extents: rng.normal(size=extents).astype(np.float32)
+  memory = (rows, heads, positions, size)
+  return draw(rows, queries, heads * size), draw(*memory), draw(*memory)
+
+
+def bias_of(shape, axes, reach, seed=0):
+  """A bias over the axes that it has, masked from `reach` on and at some places."""
+  rows, heads, queries, positions, _ = shape
+  extents = [n if axis in axes else 1 for axis, n in zip("BHn", shape[:3])]
+  rng = np.random.default_rng((seed, *shape))
+  bias = rng.normal(size=(*extents, positions)).astype(np.float32)
+  bias[..., reach:] += np.float32(MASKED)
+  bias[..., 1:reach:5] += np.float32(MASKED)
+  return bias
+
+
+def exact(query, keys, values, bias):
+  """The formula in float64."""
+  rows, queries, _ = query.shape
+  _, heads, _, size = keys.shape
+  split = query.reshape(rows, queries, heads, size).astype(np.float64)
+  scores = np.einsum("bnhd,bhtd->bhnt", split, keys.astype(np.float64)) + bias
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  weights /= weights.sum(-1, keepdims=True)
+  context = np.einsum("bhnt,bhtd->bnhd", weights, values.astype(np.float64))
+  return context.reshape(rows, queries, -1)
+
+
+@pytest.mark.parametrize("axes", ["", "B", "H", "BHn", "Hn"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_softmax_attention(library, shape, axes):
+  given = arguments(shape)
+  for reach in (1, shape[3] // 2 + 1, shape[3]):
+    bias = bias_of(shape, axes, reach)
+    got = np.asarray(library.attention(*given, bias))
+    np.testing.assert_allclose(got, exact(*given, bias), atol=1e-5)
+
+
+def test_weights_that_are_very_small_or_one_are_right(library):
+  """Scores from -300 to 300: exp underflows for nearly all, and is 1 for one."""
+  query, keys, values = arguments((1, 1, 2, 50, 16))
+  bias = np.linspace(-300, 300, 50, dtype=np.float32)[None, None, None]
+  got = library.attention(query, keys, values, bias)
+  np.testing.assert_allclose(got, exact(query, keys, values, bias), atol=1e-5)
+
+
+def test_a_row_with_nothing_to_attend_to_stays_finite(library):
+  shape = (2, 2, 3, 20, 8)
+  query, keys, values = arguments(shape)
+  bias = bias_of(shape, "B", 20)
+  bias[1] = MASKED  # in float32 a score beside it is lost
+  want = exact(query, keys, values, bias)
+  want[1] = values[1].mean(axis=1).reshape(-1)
+  got = library.attention(query, keys, values, bias)
+  np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_what_is_broken_stays_broken_and_what_is_masked_behind_it_does_not_matter(
+  library,
+):
+  shape = (2, 1, 2, 20, 8)
+  query, keys, values = arguments(shape)
+  bias = bias_of(shape, "B", 12)
+  keys[0, 0, 15] = values[0, 0, 16] = np.nan
+  sound = np.asarray(library.attention(query, keys, values, bias))
+  assert np.all(np.isfinite(sound))
+  query[1, 0, 3] = np.nan
+  got = np.asarray(library.attention(query, keys, values, bias))
+  assert np.all(np.isnan(got[1, 0]))
+  np.testing.assert_array_equal(got[0], sound[0])
+  np.testing.assert_array_equal(got[1, 1], sound[1, 1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_query_has_the_same_bits_whatever_is_asked_beside_it(library, shape):
+  """Alone, in another row, and with a longer cache whose end is masked."""
+  query, keys, values = arguments(shape)
+  bias = bias_of(shape, "BHn", shape[3] - 2)
+  together = np.asarray(library.attention(query, keys, values, bias))
+  for row in range(shape[0]):
+    for n in range(shape[2]):
+      at, one = slice(row, row + 1), slice(n, n + 1)
+      longer = [(0, 0)] * 2 + [(0, 37), (0, 0)]
+      alone = library.attention(
+        query[at, one],
+        np.pad(keys[at], longer, constant_values=3.0),
+        np.pad(values[at], longer, constant_values=3.0),
+        np.pad(bias[at, :, one], [(0, 0)] * 3 + [(0, 37)], constant_values=MASKED),
+      )
+      np.testing.assert_array_equal(alone[0, 0], together[row, n])
+
+
+def test_bits_tell_the_order_of_the_positions():
+  """Control of the test above: the same positions in another order show in them."""
+  query, keys, values = arguments(SHAPES[0])
+  bias = bias_of(SHAPES[0], "BHn", 132)
+  got = native.attention(query, keys, values, bias)
+  turned = native.attention(
+    query, keys[:, :, ::-1], values[:, :, ::-1], bias[..., ::-1]
+  )
+  assert np.any(np.asarray(got) != np.asarray(turned))
+  np.testing.assert_allclose(got, turned, atol=1e-5)
+
+
+def lowered(layout, queries, dtype="float32"):
+  attention = layers.Attention(8, 2, 4, jnp.dtype(dtype), layout)
+  x = jnp.zeros((1, queries, 8), dtype)
+  memory = jnp.zeros((1, 2, 6, 4), dtype)
+  given = (x, memory, memory, jnp.zeros((1, 1, 1, 6)))
+  params = jax.eval_shape(attention.init, jax.random.key(0), *given)
+  return jax.jit(attention.apply).lower(params, *given).as_text()
+
+
+def test_only_few_served_float32_queries_attend_here():
+  served, trained = layers.Layout.SERVED, layers.Layout.TRAINED
+  assert "osd_jax_attention" in lowered(served, 1)
+  assert "osd_jax_attention" in lowered(served, native.MOST_COLUMNS)
+  assert "osd_jax_attention" not in lowered(served, native.MOST_COLUMNS + 1)
+  assert "osd_jax_attention" not in lowered(trained, 1)
+  assert "osd_jax_attention" not in lowered(served, 1, "bfloat16")
+  with native.off():
+    assert "osd_jax_attention" not in lowered(served, 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_decodes_what_it_decodes_in_xla(tied):
+  config = dataclasses.replace(tiny.CONFIG, tied_head=tied)
+  model = t5.build(config)
+  params = tiny.random_params(config, 1)
+  rng = np.random.default_rng(2)
+  source = rng.integers(3, config.vocab_size, (2, 9))
+  tokens = rng.integers(3, config.vocab_size, (2, 6))
+  served = model.prepare(params)
+
+  def logits():
+    cache = model.prefill(served, source, source > 0, 12)
+    first, cache = jax.jit(model.decode)(served, tokens[:, :4], cache)
+    second, _ = jax.jit(model.decode)(served, tokens[:, 4:], cache)
+    return np.concatenate([first, second], axis=1)
+
+  got = logits()
+  with native.off():
+    want = logits()
+  assert np.any(got != want)
+  np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())

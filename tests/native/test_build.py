@@ -1,0 +1,62 @@
+"""How the library comes to be, and what happens where it does not."""
+
+import logging
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from osd_jax.models import layers
+from osd_jax.native import build
+
+
+@pytest.fixture
+def unbuilt(monkeypatch, tmp_path):
+  """A machine on which nothing was built yet."""
+  monkeypatch.setattr(build, "FOLDER", str(tmp_path / "native"))
+  build._loaded.cache_clear()
+  yield tmp_path / "native"
+  build._loaded.cache_clear()
+
+
+def test_without_a_compiler_xla_is_used(unbuilt, monkeypatch):
+  monkeypatch.setenv("CXX", "no-such-compiler")
+  assert not build.load() and not unbuilt.exists()
+  assert "custom_call" not in jax.jit(lambda *a: layers.served_matmul(*a)).lower(
+    jnp.ones((1, 8)), jnp.ones((16, 8))
+  ).as_text()
+
+
+def test_a_compiler_that_fails_is_named_and_leaves_nothing(
+  unbuilt, monkeypatch, tmp_path, caplog
+):
+  broken = tmp_path / "broken-c++"
+  broken.write_text("#!/bin/sh\necho 'unknown flag' >&2\nexit 1\n")
+  broken.chmod(0o755)
+  monkeypatch.setenv("CXX", str(broken))
+  with caplog.at_level(logging.WARNING):
+    assert not build.load()
+  assert "broken-c++" in caplog.text and "unknown flag" in caplog.text
+  assert not list(unbuilt.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_named(unbuilt, monkeypatch, tmp_path, caplog):
+  (tmp_path / "file").write_text("")
+  monkeypatch.setattr(build, "FOLDER", str(tmp_path / "file" / "native"))
+  with caplog.at_level(logging.WARNING):
+    assert not build.load()
+  assert "XLA alone computes steps" in caplog.text
+
+
+def test_what_was_built_is_kept_until_something_changes(tmp_path, monkeypatch):
+  fake = tmp_path / "c++"
+  fake.write_text(
+    f"#!/bin/sh\necho run >> {tmp_path}/runs\nfor last; do :; done\necho > $last\n"
+  )
+  fake.chmod(0o755)
+  runs = lambda: len(pathlib.Path(tmp_path / "runs").read_text().split())
+  first = build.built(str(fake), tmp_path / "kept")
+  assert build.built(str(fake), tmp_path / "kept") == first and runs() == 1
+  monkeypatch.setattr(build, "_processor", lambda: "another processor")
+  assert build.built(str(fake), tmp_path / "kept") != first and runs() == 2

@@ -71,7 +71,9 @@ BENCHMARKS := \
   bench_greedy.py \
   "bench_greedy.py --threads 2" \
   "bench_greedy.py --shapes flan-t5-base --rows 8" \
-  bench_verify.py bench_round.py bench_speculative.py bench_draft_serving.py \
+  bench_verify.py bench_round.py bench_speculative.py \
+  "bench_speculative.py --alphas .8 --drafted 3 --draft float32 int8 shortlist both --without_native --no_rivals" \
+  bench_draft_serving.py \
   bench_batching.py bench_adaptive.py \
   bench_compile.py bench_update.py bench_growth.py \
   bench_learning.py bench_whole_run.py bench_reading_memory.py

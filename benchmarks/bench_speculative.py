@@ -6,12 +6,12 @@ apart from learning. Encoders count on both sides. One thread, CPU time.
 
 The draft is served as `--draft` says: "float32", "int8" (decoder and head in 8 bits),
 "shortlist" (a head of 4,096 tokens), or "both"; all that are named run by turns, which
-makes the ablation; with `--xla_products` all of ours once more without the products in
-C++ (osd_jax/native). What the last two cost in acceptance is another question
-(bench_draft_serving.py).
+makes the ablation; with `--without_native` all of ours twice more, without the
+attention in C++ (osd_jax/native) and without anything there. What the last two cost in
+acceptance is another question (bench_draft_serving.py).
 
   python benchmarks/bench_speculative.py [--target flan-t5-base] [--alphas .7 .8 .9]
-      [--drafted 3 7] [--draft float32 both] [--xla_products] [--no_rivals]
+      [--drafted 3 7] [--draft float32 both] [--without_native] [--no_rivals]
 """
 
 import argparse
@@ -35,7 +35,7 @@ ASKED_OVER_ASSISTED = {
     ("flan-t5-large", "bfloat16"): 1.5,
 }
 RIVAL_ALPHA = 0.8
-XLA = "XLA products"
+WITHOUT = {"XLA attention": ("attention",), "XLA alone": native.PARTS}
 SERVING = {
     "float32": t5.DraftServing(),
     "int8": t5.DraftServing(int8=True),
@@ -45,13 +45,13 @@ SERVING = {
 
 
 class WithoutNative:
-  """Somebody of ours with the products of XLA."""
+  """Somebody of ours for whom XLA computes what C++ would."""
 
-  def __init__(self, person: contenders.Ours):
-    self._person, self.tokens = person, person.tokens
+  def __init__(self, person: contenders.Ours, parts: tuple[str, ...]):
+    self._person, self._parts, self.tokens = person, parts, person.tokens
 
   def __call__(self):
-    with native.off():
+    with native.off(*self._parts):
       return self._person()
 
 
@@ -108,13 +108,23 @@ def contenders_of(bench: Bench) -> dict:
       for draft in given.draft:
         name = f"alpha {alpha}, K {drafted}, {draft} draft"
         people[name] = bench.ours(alpha, drafted, draft)
-  if given.xla_products:
+  if given.without_native:
     for name, person in list(people.items()):
-      people[f"{name}, {XLA}"] = WithoutNative(person)
+      for how, parts in WITHOUT.items():
+        people[f"{name}, {how}"] = WithoutNative(person, parts)
   if not given.no_rivals:
     for dtype in ("float32", "bfloat16"):
       people[f"HF assisted {dtype}"] = bench.theirs(dtype, given.rival_drafted)
   return people
+
+
+def native_ones(people: dict, alpha: float) -> list[str]:
+  """Ours at an acceptance, as they are served."""
+  return [
+      name
+      for name, person in people.items()
+      if name.startswith(f"alpha {alpha},") and not isinstance(person, WithoutNative)
+  ]
 
 
 def best(times: dict, names: list[str], clock: str) -> str:
@@ -134,7 +144,7 @@ def rows_of(bench: Bench) -> list[dict]:
     bound = f">= {asked}" if asked else ""
     found.append(
         {
-            "case": given.target,
+            "case": given.target + (", ablation" if given.without_native else ""),
             "clock": f"{clock}, {given.threads} thread(s)",
             "figure": figure,
             "value": value,
@@ -142,17 +152,17 @@ def rows_of(bench: Bench) -> list[dict]:
         }
     )
 
-  if given.xla_products:
-    other = f"plain, {XLA}"
-    row(f"plain over {other}", measure.ratio(times, other, "plain", clock))
+  if given.without_native:
+    for how in WITHOUT:
+      other = f"plain, {how}"
+      row(f"plain over {other}", measure.ratio(times, other, "plain", clock))
   for name, person in people.items():
     row(f"{name}, ms/token", times[name].milliseconds(clock) / person.tokens)
   for alpha in given.alphas:
-    mine = [name for name in people if name.startswith(f"alpha {alpha},")]
-    for name in mine:
-      plain = f"plain, {XLA}" if name.endswith(XLA) else "plain"
-      row(f"{name}, over {plain}", measure.ratio(times, plain, name, clock))
-    mine = [name for name in mine if XLA not in name]
+    for name in people:
+      if name.startswith(f"alpha {alpha},"):
+        row(f"{name}, over plain", measure.ratio(times, "plain", name, clock))
+    mine = native_ones(people, alpha)
     fastest = best(times, mine, clock)
     row(
         f"alpha {alpha}, best ({fastest}), over plain",
@@ -160,11 +170,7 @@ def rows_of(bench: Bench) -> list[dict]:
         ASKED.get(given.target, {}).get(alpha),
     )
   if not given.no_rivals:
-    mine = [
-        name
-        for name in people
-        if name.startswith(f"alpha {RIVAL_ALPHA},") and XLA not in name
-    ]
+    mine = native_ones(people, RIVAL_ALPHA)
     for dtype in ("float32", "bfloat16"):
       row(
           f"tokens/s over HF assisted {dtype}, alpha {RIVAL_ALPHA}",
@@ -189,7 +195,7 @@ def main() -> None:
   parser.add_argument("--length", type=int, default=64)
   parser.add_argument("--turns", type=int, default=5)
   parser.add_argument("--threads", type=int, default=1)
-  parser.add_argument("--xla_products", action="store_true")
+  parser.add_argument("--without_native", action="store_true")
   parser.add_argument("--no_rivals", action="store_true")
   given = parser.parse_args()
   measure.restart(given.threads)

@@ -14,7 +14,9 @@ from osd_jax.native import build
 
 MOST_COLUMNS = 8  # beyond, the blocks of XLA's products are faster than one pass
 
-_in_use = jax.make_user_context(True)  # compiled calls know which they were traced for
+PARTS = ("products", "attention")
+
+_off = jax.make_user_context(())  # compiled calls know what they were traced with
 
 
 def covers(columns: jax.Array, kernel: jax.Array) -> bool:
@@ -30,7 +32,7 @@ def covers(columns: jax.Array, kernel: jax.Array) -> bool:
       and types in ((jnp.float32, jnp.float32), (jnp.float32, jnp.int8))
       and columns.size > 0
       and kernel.size > 0
-      and _usable()
+      and _usable("products")
   )
 
 
@@ -52,7 +54,7 @@ def attends(query: jax.Array, keys: jax.Array) -> bool:
       query.shape[1] <= MOST_COLUMNS
       and (query.dtype, keys.dtype) == (jnp.float32, jnp.float32)
       and query.size > 0
-      and _usable()
+      and _usable("attention")
   )
 
 
@@ -74,14 +76,16 @@ def attention(
 
 
 @contextlib.contextmanager
-def off():
-  """Within, XLA computes everything; for comparisons."""
-  with _in_use(False):
+def off(*parts: str):
+  """Within, XLA computes these `PARTS`, all if none is named; for comparisons."""
+  with _off(parts or PARTS):
     yield
 
 
-def _usable() -> bool:
-  return jax.default_backend() == "cpu" and _in_use.value and build.load()
+def _usable(part: str) -> bool:
+  return (
+      jax.default_backend() == "cpu" and part not in _off.value and build.load()
+  )
 
 
 def _call(name, shape, *arguments):

@@ -46,7 +46,7 @@ def _loaded() -> bool:
     for symbol, target in TARGETS.items():
       capsule = jax.ffi.pycapsule(getattr(library, symbol))
       jax.ffi.register_ffi_target(target, capsule, platform="cpu")
-  except (OSError, subprocess.SubprocessError) as error:
+  except (OSError, RuntimeError, subprocess.SubprocessError) as error:
     said = getattr(error, "stderr", "") or ""
     _log.warning(
         "step.cc could not be built with %s: XLA alone computes steps, slower on a CPU."

@@ -140,8 +140,12 @@ def test_only_few_served_float32_queries_attend_here():
   assert "osd_jax_attention" not in lowered(served, native.MOST_COLUMNS + 1)
   assert "osd_jax_attention" not in lowered(trained, 1)
   assert "osd_jax_attention" not in lowered(served, 1, "bfloat16")
-  with native.off():
-    assert "osd_jax_attention" not in lowered(served, 1)
+  for parts in ((), ("attention",)):
+    with native.off(*parts):
+      assert "osd_jax_attention" not in lowered(served, 1)
+  with native.off("products"):
+    text = lowered(served, 1)
+    assert "osd_jax_attention" in text and "osd_jax_product" not in text
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -202,7 +202,8 @@ def test_committed_outputs_are_what_the_script_makes(kind):
   with np.load(folder / "outputs.npz") as committed:
     np.testing.assert_array_equal(committed["source"], source)
     np.testing.assert_array_equal(committed["greedy"], fresh["greedy"])
-    np.testing.assert_allclose(committed["logits"], fresh["logits"], atol=1e-5)
+    # Torch sums in another order on another processor: 2e-5 between two were seen.
+    np.testing.assert_allclose(committed["logits"], fresh["logits"], atol=1e-4)
   weights = convert.read_hugging_face(folder)
   embedding = weights.params["token_embedder"]["embedding"]
   np.testing.assert_array_equal(embedding, model.shared.weight.detach().numpy())

@@ -20,7 +20,7 @@ TARGETS = {
     "ProductInt8": "osd_jax_product_int8",
     "Attention": "osd_jax_attention",
 }
-_SOURCE = pathlib.Path(__file__).parent / "step.cc"
+_FOLDER = pathlib.Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast")
 _LIBRARY = ("-fPIC", "-shared", "-w")
@@ -74,10 +74,11 @@ def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
   path = folder / f"step-{_key(command)}.so"
   if not path.exists():
     folder.mkdir(parents=True, exist_ok=True)
+    parts = (f"-I{jax.ffi.include_dir()}", str(_FOLDER / "step.cc"))
     with tempfile.TemporaryDirectory(dir=folder) as private:
       made = os.path.join(private, path.name)
       subprocess.run(
-          (*command, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", made),
+          (*command, *parts, "-o", made),
           check=True,
           capture_output=True,
           text=True,
@@ -99,8 +100,10 @@ def _compiler() -> str | None:
 def _key(command: tuple[str, ...]) -> str:
   """Changes with whatever makes another library, and with the processor."""
   parts = (*command, jax.__version__, platform.machine(), _processor())
-  text = "\0".join(parts).encode() + _SOURCE.read_bytes()
-  return hashlib.sha256(text).hexdigest()[:16]
+  sources = sorted((*_FOLDER.glob("*.cc"), *_FOLDER.glob("*.h")))
+  texts = (part.encode() for part in parts)
+  found = b"\0".join((*texts, *(source.read_bytes() for source in sources)))
+  return hashlib.sha256(found).hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -1,0 +1,241 @@
+// Few columns times a large kernel, of float32 or of 8 bits.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define OSD_VNNI 1
+#endif
+
+#include "share.h"
+#include "vectors.h"
+
+namespace osd {
+
+// Of a tile: the sums of kRows x kColumns stay in registers.
+constexpr int kRows = 2;
+#if defined(__AVX512F__)
+constexpr int kColumns = 8;
+#else
+constexpr int kColumns = 4;
+#endif
+constexpr int64_t kAhead = 8192;  // bytes between what is read and what is fetched
+
+// Calls `body` with `count` as a constant of the compiler, 1 <= count <= kMost.
+template <int kMost, typename Body>
+void WithConstant(int64_t count, const Body& body) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return WithConstant<kMost - 1>(count, body);
+  }
+  body(std::integral_constant<int, kMost>());
+}
+
+// Calls `body(first, count)` for tiles of at most kColumns columns.
+template <typename Body>
+void ForColumns(int64_t columns, const Body& body) {
+  for (int64_t first = 0; first < columns; first += kColumns) {
+    WithConstant<kColumns>(std::min<int64_t>(columns - first, kColumns),
+                           [&](auto count) { body(first, count); });
+  }
+}
+
+// Calls `body(row, count)` for tiles of kRows rows, then for single ones.
+template <typename Body>
+void ForRows(int64_t begin, int64_t end, const Body& body) {
+  int64_t row = begin;
+  for (; row + kRows <= end; row += kRows) {
+    body(row, std::integral_constant<int, kRows>());
+  }
+  for (; row < end; ++row) body(row, std::integral_constant<int, 1>());
+}
+
+template <int kTileRows, int kTileColumns>
+void Float32Tile(const float* kernel, const float* x, int64_t in, bool fetch, float* y,
+                 int64_t out) {
+  Vector sums[kTileRows][kTileColumns] = {};
+  const auto add = [&](const auto& load, int64_t i) {
+    Vector weights[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) weights[r] = load(kernel + r * in + i);
+    for (int c = 0; c < kTileColumns; ++c) {
+      const Vector column = load(x + c * in + i);
+      for (int r = 0; r < kTileRows; ++r) sums[r][c] += weights[r] * column;
+    }
+  };
+  const int64_t whole = in - in % kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    if (fetch) {
+      for (int r = 0; r < kTileRows; ++r) {
+        __builtin_prefetch(kernel + r * in + i + kAhead / sizeof(float));
+      }
+    }
+    add(Load, i);
+  }
+  if (whole < in) {
+    add([&](const float* from) { return LoadSome(from, in - whole); }, whole);
+  }
+  for (int r = 0; r < kTileRows; ++r) {
+    for (int c = 0; c < kTileColumns; ++c) y[c * out + r] = Sum(sums[r][c]);
+  }
+}
+
+inline ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                   ffi::Buffer<ffi::F32> kernel, ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t columns = x.dimensions()[0], in = x.dimensions()[1];
+  const int64_t out = kernel.dimensions()[0];
+  const float* inputs = x.typed_data();
+  const float* weights = kernel.typed_data();
+  float* outputs = y->typed_data();
+  Share(pool, out, in * sizeof(float), [=](int64_t begin, int64_t end) {
+    ForRows(begin, end, [&](int64_t row, auto rows) {
+      ForColumns(columns, [&](int64_t column, auto count) {
+        Float32Tile<decltype(rows)::value, decltype(count)::value>(
+            weights + row * in, inputs + column * in, in, column == 0,
+            outputs + column * out + row, out);
+      });
+    });
+  });
+  return ffi::Error::Success();
+}
+
+#ifdef OSD_VNNI
+// The instruction multiplies unsigned by signed bytes: inputs are stored with an offset,
+// whose share in the sum is taken off again.
+using Input = uint8_t;
+constexpr int kOffset = 128;
+
+template <int kTileRows, int kTileColumns>
+void Int8Tile(const int8_t* kernel, const Input* x, int64_t in, bool fetch, int32_t* y) {
+  __m512i sums[kTileRows][kTileColumns], offsets[kTileRows];
+  for (int r = 0; r < kTileRows; ++r) {
+    offsets[r] = _mm512_setzero_si512();
+    for (int c = 0; c < kTileColumns; ++c) sums[r][c] = _mm512_setzero_si512();
+  }
+  const __m512i offset = _mm512_set1_epi8(static_cast<char>(kOffset));
+  const auto add = [&](__mmask64 some, int64_t i) {
+    __m512i weights[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) {
+      weights[r] = _mm512_maskz_loadu_epi8(some, kernel + r * in + i);
+      offsets[r] = _mm512_dpbusd_epi32(offsets[r], offset, weights[r]);
+    }
+    for (int c = 0; c < kTileColumns; ++c) {
+      const __m512i column = _mm512_maskz_loadu_epi8(some, x + c * in + i);
+      for (int r = 0; r < kTileRows; ++r) {
+        sums[r][c] = _mm512_dpbusd_epi32(sums[r][c], column, weights[r]);
+      }
+    }
+  };
+  const int64_t whole = in - in % 64;
+  for (int64_t i = 0; i < whole; i += 64) {
+    if (fetch) {
+      for (int r = 0; r < kTileRows; ++r) {
+        __builtin_prefetch(kernel + r * in + i + kAhead);
+      }
+    }
+    add(~__mmask64{0}, i);
+  }
+  if (whole < in) add((__mmask64{1} << (in - whole)) - 1, whole);
+  for (int r = 0; r < kTileRows; ++r) {
+    for (int c = 0; c < kTileColumns; ++c) {
+      const __m512i sum = _mm512_sub_epi32(sums[r][c], offsets[r]);
+      y[r * kTileColumns + c] = _mm512_reduce_add_epi32(sum);
+    }
+  }
+}
+#else
+using Input = int16_t;  // products of 16 bits that add pairs are what most have
+constexpr int kOffset = 0;
+
+template <int kTileRows, int kTileColumns>
+void Int8Tile(const int8_t* kernel, const Input* x, int64_t in, bool fetch, int32_t* y) {
+  int32_t sums[kTileRows][kTileColumns] = {};  // exact, in any order
+  if (fetch) {
+    for (int64_t i = 0; i < kTileRows * in; i += 64) {
+      __builtin_prefetch(kernel + i + kAhead);
+    }
+  }
+  for (int64_t i = 0; i < in; ++i) {
+    for (int r = 0; r < kTileRows; ++r) {
+      for (int c = 0; c < kTileColumns; ++c) {
+        const int16_t weight = kernel[r * in + i];
+        sums[r][c] += int32_t{weight} * int32_t{x[c * in + i]};
+      }
+    }
+  }
+  std::memcpy(y, sums, sizeof(sums));
+}
+#endif
+
+typedef Input InputVector __attribute__((vector_size(kLanes * sizeof(Input))));
+
+// Rounds x [in] to 8 bits, half to even; returns its scale, NaN if x has one.
+inline float Quantize(const float* x, int64_t in, Input* rounded) {
+  // Adding and taking it off leaves no room for a fraction.
+  const Vector no_fraction = Vector{} + 0x1.8p23f;
+  Vector largest = {};
+  IntVector broken = {};
+  const auto some = [&](int64_t i) {
+    return in - i < kLanes ? LoadSome(x + i, in - i) : Load(x + i);
+  };
+  for (int64_t i = 0; i < in; i += kLanes) {
+    const Vector values = some(i);
+    const Vector size = values < 0 ? -values : values;
+    largest = largest > size ? largest : size;
+    broken |= values != values;
+  }
+  float most = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    most = std::max(most, largest[lane]);
+    if (broken[lane]) return std::numeric_limits<float>::quiet_NaN();
+  }
+  const float scale = most == 0 ? 1.0f : most / 127;
+  for (int64_t i = 0; i < in; i += kLanes) {
+    const Vector whole = (some(i) / scale + no_fraction) - no_fraction;
+    const IntVector offset = __builtin_convertvector(whole, IntVector) + kOffset;
+    const InputVector inputs = __builtin_convertvector(offset, InputVector);
+    std::memcpy(rounded + i, &inputs,
+                std::min<int64_t>(kLanes, in - i) * sizeof(Input));
+  }
+  return scale;
+}
+
+inline ffi::Error Int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                ffi::Buffer<ffi::S8> kernel, ffi::Buffer<ffi::F32> scale,
+                ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t columns = x.dimensions()[0], in = x.dimensions()[1];
+  const int64_t out = kernel.dimensions()[0];
+  std::vector<Input> inputs(columns * in);
+  std::vector<float> input_scales(columns);
+  for (int64_t c = 0; c < columns; ++c) {
+    input_scales[c] = Quantize(x.typed_data() + c * in, in, &inputs[c * in]);
+  }
+  const int8_t* weights = kernel.typed_data();
+  const float* scales = scale.typed_data();
+  float* outputs = y->typed_data();
+  Share(pool, out, in, [&, columns, in, out](int64_t begin, int64_t end) {
+    ForRows(begin, end, [&](int64_t row, auto rows) {
+      ForColumns(columns, [&](int64_t column, auto count) {
+        constexpr int kTileRows = decltype(rows)::value;
+        constexpr int kTileColumns = decltype(count)::value;
+        int32_t sums[kTileRows][kTileColumns];
+        Int8Tile<kTileRows, kTileColumns>(weights + row * in, &inputs[column * in], in,
+                                          column == 0, sums[0]);
+        for (int c = 0; c < kTileColumns; ++c) {
+          for (int r = 0; r < kTileRows; ++r) {
+            outputs[(column + c) * out + row + r] =
+                static_cast<float>(sums[r][c]) * input_scales[column + c] *
+                scales[row + r];
+          }
+        }
+      });
+    });
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace osd

@@ -1,0 +1,65 @@
+// Numbers side by side, as wide as the processor takes them.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace osd {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t IntVector __attribute__((vector_size(kLanes * sizeof(int32_t))));
+
+inline Vector Load(const float* from) {
+  Vector found;
+  std::memcpy(&found, from, sizeof(found));
+  return found;
+}
+
+// The first `count` numbers, and zeros behind them.
+inline Vector LoadSome(const float* from, int64_t count) {
+  Vector found = {};
+  std::memcpy(&found, from, count * sizeof(float));
+  return found;
+}
+
+// Pairwise, in an order that is always the same.
+inline float Sum(Vector vector) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &vector, sizeof(lanes));
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// e^x, to some 2e-7 of it; 0 where that is below what float32 stores in full.
+inline Vector Exp(Vector x) {
+  const Vector round = Vector{} + 0x1.8p23f;
+  const Vector power = (x * 0x1.715476p0f + round) - round;  // x / log(2)
+  const Vector rest = (x - power * 0x1.62e4p-1f) - power * 0x1.7f7d1cp-20f;
+  Vector value = Vector{} + 1.0f / 5040;
+  for (const float over : {720.0f, 120.0f, 24.0f, 6.0f, 2.0f, 1.0f, 1.0f}) {
+    value = value * rest + 1 / over;
+  }
+  const IntVector exponent = (__builtin_convertvector(power, IntVector) + 127) << 23;
+  Vector scale;
+  std::memcpy(&scale, &exponent, sizeof(scale));
+  return x < -87.0f ? Vector{} : value * scale;
+}
+
+inline float Dot(const float* left, const float* right, int64_t size) {
+  Vector sum = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum += Load(left + i) * Load(right + i);
+  if (i < size) sum += LoadSome(left + i, size - i) * LoadSome(right + i, size - i);
+  return Sum(sum);
+}
+
+}  // namespace osd

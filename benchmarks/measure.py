@@ -5,10 +5,13 @@ the same allocator, then hands its contenders to `by_turns` and its rows to `rep
 """
 
 import dataclasses
+import datetime
 import gc
+import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -122,7 +125,7 @@ def report(benchmark: str, rows: Sequence[Mapping[str, Any]]) -> None:
       those of an earlier run.
   """
   console = rich.console.Console()
-  rows = [{"benchmark": benchmark, "commit": commit(), **row} for row in rows]
+  rows = [{"benchmark": benchmark, **provenance(), **row} for row in rows]
   for row in rows:
     console.print(json.dumps(row), soft_wrap=True, highlight=False)
   table = rich.table.Table("case", "figure", "value", "asked", title=benchmark)
@@ -143,6 +146,25 @@ def commit() -> str:
   command = ["git", "-C", folder, "describe", "--always", "--dirty", "--exclude=*"]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def provenance() -> dict[str, Any]:
+  """This machine, as far as figures depend on it, and the code."""
+  return {
+      "cores": os.cpu_count() or 1,
+      "cpu": cpu_model(),
+      "jax": importlib.metadata.version("jax"),
+      "commit": commit(),
+      "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+  }
+
+
+def cpu_model() -> str:
+  """As the kernel calls it."""
+  path = pathlib.Path("/proc/cpuinfo")
+  text = path.read_text() if path.exists() else ""
+  found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+  return found.group(1).strip() if found else "an unnamed processor"
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,12 +9,9 @@ What a benchmark measures and its command are taken from the docstring of its pr
 
 import argparse
 import ast
-import datetime
-import importlib.metadata
 import json
 import math
 import operator
-import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -132,13 +129,12 @@ def section(
 ) -> str:
   """One benchmark: what, how, how bounded, on what, and the table."""
   title, said, command = program(name)
-  own = {row["hardware"] for row in rows if row.get("hardware")}
   parts = [
       f"## {name}: {title[:1].lower() + title[1:]}",
       f"`{command}`",
       said,
       BOUNDS.get(name, ""),
-      f"Hardware: {'; '.join(sorted(own)) if own else sentence(note, rows)}.",
+      f"Hardware: {'; '.join(machines(note, rows))}.",
       table(rows),
   ]
   return "\n\n".join(part for part in parts if part)
@@ -147,50 +143,33 @@ def section(
 def page(results: pathlib.Path) -> str:
   """The whole README.md."""
   note = noted(results)
-  hardware = sentence(note)
-  parts = [INTRO.strip(), f"Hardware, unless a section names its own: {hardware}."]
+  parts = [INTRO.strip()]
   for path in sorted(results.glob("*.jsonl")):
     rows = [json.loads(line) for line in path.read_text().splitlines() if line]
     parts.append(section(path.stem, rows, note))
   return "\n\n".join(parts) + "\n"
 
 
-def provenance() -> dict[str, Any]:
-  """This machine, as far as figures depend on it, and the code."""
-  return {
-      "cores": len(os.sched_getaffinity(0)),
-      "cpu": cpu_model(),
-      "jax": importlib.metadata.version("jax"),
-      "commit": measure.commit(),
-      "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-  }
-
-
-def cpu_model() -> str:
-  """As the kernel calls it."""
-  path = pathlib.Path("/proc/cpuinfo")
-  text = path.read_text() if path.exists() else ""
-  found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-  return found.group(1).strip() if found else "an unnamed processor"
-
-
 def noted(results: pathlib.Path) -> dict[str, Any]:
   """What `--note` wrote before the run, or what is true now."""
   path = results / NOTE
-  return json.loads(path.read_text()) if path.exists() else provenance()
+  return json.loads(path.read_text()) if path.exists() else measure.provenance()
 
 
-def sentence(
-    note: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()
-) -> str:
-  """Machine and code; a row keeps the commit that it was measured at."""
-  commits = sorted({row.get("commit", note["commit"]) for row in rows})
-  commits = commits or [note["commit"]]
-  return (
-      f"{note['cores']} core{'s' * (note['cores'] > 1)} of {note['cpu']},"
-      f" jax {note['jax']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)},"
-      f" {note['date']}"
-  )
+def machines(
+    note: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+  """What rows were measured on and which code; what a row lacks, the note says."""
+  commits: dict[str, set[str]] = {}
+  for row in rows:
+    at = {**note, **row}
+    machine = f"{at['cores']} core{'s' * (at['cores'] > 1)} of {at['cpu']}"
+    where = at.get("hardware") or f"{machine}, jax {at['jax']}, {at['date']}"
+    commits.setdefault(where, set()).add(at["commit"])
+  return [
+      f"{where}, commit{'s' * (len(found) > 1)} {', '.join(sorted(found))}"
+      for where, found in sorted(commits.items())
+  ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -201,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   given = parser.parse_args(arguments)
   if given.note:
     given.results.mkdir(exist_ok=True)
-    text = json.dumps(provenance(), indent=2) + "\n"
+    text = json.dumps(measure.provenance(), indent=2) + "\n"
     (given.results / NOTE).write_text(text)
     return
   given.output.write_text(page(given.results))

@@ -72,14 +72,22 @@ def test_a_row_keeps_the_commit_that_it_was_measured_at(tmp_path):
   note = {"cores": 2, "cpu": "x", "jax": "1", "commit": "0000000", "date": "d"}
   (tmp_path / write_readme.NOTE).write_text(json.dumps(note))
   write(tmp_path, "greedy", [ROWS[0], later])
-  assert "commits 0000000, abc1234, d." in readme(tmp_path)
+  assert "jax 1, d, commits 0000000, abc1234." in readme(tmp_path)
   write(tmp_path, "greedy", [later])
-  assert "jax 1, commit abc1234, d." in readme(tmp_path)
+  assert "jax 1, d, commit abc1234." in readme(tmp_path)
 
 
 def test_rows_may_name_their_own_hardware(tmp_path):
   write(tmp_path, "accelerator", [{**ROWS[0], "hardware": "one card"}])
-  assert "Hardware: one card." in readme(tmp_path)
+  assert "Hardware: one card, commit" in readme(tmp_path)
+
+
+def test_rows_of_two_machines_are_told_apart(tmp_path):
+  note = {"cores": 2, "cpu": "x", "jax": "1", "commit": "0000000", "date": "d"}
+  (tmp_path / write_readme.NOTE).write_text(json.dumps(note))
+  write(tmp_path, "greedy", [ROWS[0], {**ROWS[1], "cpu": "y", "commit": "1111111"}])
+  expected = "2 cores of x, jax 1, d, commit 0000000; 2 cores of y, jax 1, d, commit 1"
+  assert expected in readme(tmp_path)
 
 
 def test_a_benchmark_without_a_program_is_still_shown(tmp_path):

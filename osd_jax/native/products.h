@@ -19,13 +19,15 @@
 namespace osd {
 
 // Of a tile: the sums of kRows x kColumns stay in registers.
-constexpr int kRows = 2;
 #if defined(__AVX512F__)
+constexpr int kRows = 4;
 constexpr int kColumns = 8;
 #else
+constexpr int kRows = 2;
 constexpr int kColumns = 4;
 #endif
-constexpr int64_t kAhead = 8192;  // bytes between what is read and what is fetched
+constexpr int kInt8Columns = 4;
+constexpr int64_t kAhead = 32768;  // bytes between what is read and what is fetched
 
 // Calls `body` with `count` as a constant of the compiler, 1 <= count <= kMost.
 template <int kMost, typename Body>
@@ -36,12 +38,12 @@ void WithConstant(int64_t count, const Body& body) {
   body(std::integral_constant<int, kMost>());
 }
 
-// Calls `body(first, count)` for tiles of at most kColumns columns.
-template <typename Body>
+// Calls `body(first, count)` for tiles of at most kMost columns.
+template <int kMost, typename Body>
 void ForColumns(int64_t columns, const Body& body) {
-  for (int64_t first = 0; first < columns; first += kColumns) {
-    WithConstant<kColumns>(std::min<int64_t>(columns - first, kColumns),
-                           [&](auto count) { body(first, count); });
+  for (int64_t first = 0; first < columns; first += kMost) {
+    WithConstant<kMost>(std::min<int64_t>(columns - first, kMost),
+                        [&](auto count) { body(first, count); });
   }
 }
 
@@ -55,25 +57,47 @@ void ForRows(int64_t begin, int64_t end, const Body& body) {
   for (; row < end; ++row) body(row, std::integral_constant<int, 1>());
 }
 
+// Where what is kAhead behind a tile lies, null if that is no part of the kernel. It is
+// fetched into the second cache (the first is full of inputs) and in the order of
+// memory: rows that are read side by side look like chance to a processor.
+template <typename Weight>
+const char* Ahead(const Weight* tile, const Weight* end) {
+  const char* ahead = reinterpret_cast<const char*>(tile) + kAhead;
+  return ahead < reinterpret_cast<const char*>(end) ? ahead : nullptr;
+}
+
+// Fetches `lines` lines of 64 bytes.
+inline void Fetch(const char* from, int lines) {
+  for (int i = 0; i < lines; ++i) __builtin_prefetch(from + i * 64, 0, 2);
+}
+
+// A tile's columns, a vector of each in turn, zeros behind their end: read in order,
+// however far apart the columns are.
+inline void Interleave(const float* x, int64_t columns, int64_t in, float* packed) {
+  for (int64_t i = 0; i < in; i += kLanes) {
+    for (int64_t c = 0; c < columns; ++c, packed += kLanes) {
+      const float* from = x + c * in + i;
+      const Vector part = in - i < kLanes ? LoadSome(from, in - i) : Load(from);
+      std::memcpy(packed, &part, sizeof(part));
+    }
+  }
+}
+
 template <int kTileRows, int kTileColumns>
-void Float32Tile(const float* kernel, const float* x, int64_t in, bool fetch, float* y,
-                 int64_t out) {
+void Float32Tile(const float* kernel, const float* packed, int64_t in,
+                 const char* ahead, float* y, int64_t out) {
   Vector sums[kTileRows][kTileColumns] = {};
   const auto add = [&](const auto& load, int64_t i) {
     Vector weights[kTileRows];
     for (int r = 0; r < kTileRows; ++r) weights[r] = load(kernel + r * in + i);
     for (int c = 0; c < kTileColumns; ++c) {
-      const Vector column = load(x + c * in + i);
+      const Vector column = InRegister(Load(packed + i * kTileColumns + c * kLanes));
       for (int r = 0; r < kTileRows; ++r) sums[r][c] += weights[r] * column;
     }
   };
   const int64_t whole = in - in % kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
-    if (fetch) {
-      for (int r = 0; r < kTileRows; ++r) {
-        __builtin_prefetch(kernel + r * in + i + kAhead / sizeof(float));
-      }
-    }
+    if (ahead) Fetch(ahead + i * kTileRows * sizeof(float), kTileRows);
     add(Load, i);
   }
   if (whole < in) {
@@ -88,14 +112,27 @@ inline ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                    ffi::Buffer<ffi::F32> kernel, ffi::ResultBuffer<ffi::F32> y) {
   const int64_t columns = x.dimensions()[0], in = x.dimensions()[1];
   const int64_t out = kernel.dimensions()[0];
-  const float* inputs = x.typed_data();
+  const int64_t padded = (in + kLanes - 1) / kLanes * kLanes;
+  std::vector<float> inputs(columns * padded);
+  ForColumns<kColumns>(columns, [&](int64_t column, auto count) {
+    Interleave(x.typed_data() + column * in, count, in, &inputs[column * padded]);
+  });
   const float* weights = kernel.typed_data();
   float* outputs = y->typed_data();
-  Share(pool, out, in * sizeof(float), [=](int64_t begin, int64_t end) {
+  Share(pool, out, in * sizeof(float), [&, columns, in, out](int64_t begin, int64_t end) {
+    if (columns == 1) {  // a kernel in the order of memory needs no help
+      for (int64_t row = begin; row < end; ++row) {
+        Float32Tile<1, 1>(weights + row * in, inputs.data(), in, nullptr, outputs + row,
+                          out);
+      }
+      return;
+    }
     ForRows(begin, end, [&](int64_t row, auto rows) {
-      ForColumns(columns, [&](int64_t column, auto count) {
+      const float* tile = weights + row * in;
+      ForColumns<kColumns>(columns, [&](int64_t column, auto count) {
         Float32Tile<decltype(rows)::value, decltype(count)::value>(
-            weights + row * in, inputs + column * in, in, column == 0,
+            tile, &inputs[column * padded], in,
+            column == 0 ? Ahead(tile, weights + out * in) : nullptr,
             outputs + column * out + row, out);
       });
     });
@@ -110,7 +147,8 @@ using Input = uint8_t;
 constexpr int kOffset = 128;
 
 template <int kTileRows, int kTileColumns>
-void Int8Tile(const int8_t* kernel, const Input* x, int64_t in, bool fetch, int32_t* y) {
+void Int8Tile(const int8_t* kernel, const Input* x, int64_t in, const char* ahead,
+              int32_t* y) {
   __m512i sums[kTileRows][kTileColumns], offsets[kTileRows];
   for (int r = 0; r < kTileRows; ++r) {
     offsets[r] = _mm512_setzero_si512();
@@ -124,7 +162,8 @@ void Int8Tile(const int8_t* kernel, const Input* x, int64_t in, bool fetch, int3
       offsets[r] = _mm512_dpbusd_epi32(offsets[r], offset, weights[r]);
     }
     for (int c = 0; c < kTileColumns; ++c) {
-      const __m512i column = _mm512_maskz_loadu_epi8(some, x + c * in + i);
+      const __m512i column =
+          InRegister(_mm512_maskz_loadu_epi8(some, x + c * in + i));
       for (int r = 0; r < kTileRows; ++r) {
         sums[r][c] = _mm512_dpbusd_epi32(sums[r][c], column, weights[r]);
       }
@@ -132,11 +171,7 @@ void Int8Tile(const int8_t* kernel, const Input* x, int64_t in, bool fetch, int3
   };
   const int64_t whole = in - in % 64;
   for (int64_t i = 0; i < whole; i += 64) {
-    if (fetch) {
-      for (int r = 0; r < kTileRows; ++r) {
-        __builtin_prefetch(kernel + r * in + i + kAhead);
-      }
-    }
+    if (ahead) Fetch(ahead + i * kTileRows, kTileRows);
     add(~__mmask64{0}, i);
   }
   if (whole < in) add((__mmask64{1} << (in - whole)) - 1, whole);
@@ -152,13 +187,10 @@ using Input = int16_t;  // products of 16 bits that add pairs are what most have
 constexpr int kOffset = 0;
 
 template <int kTileRows, int kTileColumns>
-void Int8Tile(const int8_t* kernel, const Input* x, int64_t in, bool fetch, int32_t* y) {
+void Int8Tile(const int8_t* kernel, const Input* x, int64_t in, const char* ahead,
+              int32_t* y) {
   int32_t sums[kTileRows][kTileColumns] = {};  // exact, in any order
-  if (fetch) {
-    for (int64_t i = 0; i < kTileRows * in; i += 64) {
-      __builtin_prefetch(kernel + i + kAhead);
-    }
-  }
+  if (ahead) Fetch(ahead, kTileRows * in / 64);
   for (int64_t i = 0; i < in; ++i) {
     for (int r = 0; r < kTileRows; ++r) {
       for (int c = 0; c < kTileColumns; ++c) {
@@ -219,12 +251,14 @@ inline ffi::Error Int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   float* outputs = y->typed_data();
   Share(pool, out, in, [&, columns, in, out](int64_t begin, int64_t end) {
     ForRows(begin, end, [&](int64_t row, auto rows) {
-      ForColumns(columns, [&](int64_t column, auto count) {
+      const int8_t* tile = weights + row * in;
+      ForColumns<kInt8Columns>(columns, [&](int64_t column, auto count) {
         constexpr int kTileRows = decltype(rows)::value;
         constexpr int kTileColumns = decltype(count)::value;
         int32_t sums[kTileRows][kTileColumns];
-        Int8Tile<kTileRows, kTileColumns>(weights + row * in, &inputs[column * in], in,
-                                          column == 0, sums[0]);
+        Int8Tile<kTileRows, kTileColumns>(
+            tile, &inputs[column * in], in,
+            column == 0 ? Ahead(tile, weights + out * in) : nullptr, sums[0]);
         for (int c = 0; c < kTileColumns; ++c) {
           for (int r = 0; r < kTileRows; ++r) {
             outputs[(column + c) * out + row + r] =

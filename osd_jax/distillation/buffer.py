@@ -181,50 +181,64 @@ def sample(
   """
   _check_counts(buffer, num_new, num_replay)
   key_new, key_replay = jax.random.split(key)
-  age = _ages(buffer)
-  written = jnp.arange(buffer.capacity) < buffer.filled
-  is_new = written & (age < buffer.added - since)
-  weights = _recency_log_weights(config, age)
-  new = _draw(key_new, jnp.zeros_like(weights), is_new, num_new)
-  replay = _draw(key_replay, weights, written, num_replay)
-  slots = jnp.concatenate([new[0], replay[0]])
-  present = jnp.concatenate([new[1], replay[1]])
+  newest = jnp.clip(buffer.added - since, 0, buffer.filled)
+  half_life = config.recency_half_life
+  fading = 0.0 if half_life is None else -np.log(2.0) / half_life
+  ages = (
+    _draw(key_new, newest, 0.0, num_new),
+    _draw(key_replay, buffer.filled, fading, num_replay),
+  )
+  present = jnp.concatenate([ages[0] < newest, ages[1] < buffer.filled])
+  slots = (buffer.added - 1 - jnp.concatenate(ages)) % buffer.capacity
   rows = jax.tree.map(lambda ring: ring[slots], buffer.data)
   return rows.replace(weight=jnp.where(present, rows.weight, 0.0))
 
 
-def _ages(buffer: ReplayBuffer) -> jax.Array:
-  """[N] int32: rows added after the one in each slot (unwritten slots: undefined)."""
-  slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
-  return (buffer.added - 1 - slots) % buffer.capacity
+def _draw(key: jax.Array, size: jax.Array, fading: float, count: int) -> jax.Array:
+  """Draws different ages below `size`, one after another, at a cost that it leaves alone.
 
-
-def _recency_log_weights(config: BufferConfig, age: jax.Array) -> jax.Array:
-  """[N] float32: log of 2^(-age / half-life), or 0."""
-  if config.recency_half_life is None:
-    return jnp.zeros(age.shape, jnp.float32)
-  return age.astype(jnp.float32) * (-np.log(2.0) / config.recency_half_life)
-
-
-def _draw(
-  key: jax.Array, log_weights: jax.Array, allowed: jax.Array, count: int
-) -> tuple[jax.Array, jax.Array]:
-  """Draws slots without replacement: the largest of log-weight plus Gumbel noise.
+  The weight of an age is exp(fading * age), so that all below age a weigh
+  (exp(fading * a) - 1) / (exp(fading) - 1): what is left of that is inverted.
 
   Args:
     key: random key.
-    log_weights: [N] float32.
-    allowed: [N] bool.
-    count: slots to draw (static).
+    size: [] int32.
+    fading: log of an age's weight over that of the age before; at most 0.
+    count: ages to draw (static).
 
   Returns:
-    (slots [count] int32, present [count] bool: false where too few were allowed).
+    [count] int32; `size` or more where too few ages were left.
   """
-  noise = jax.random.gumbel(key, log_weights.shape, jnp.float32)
-  scores, slots = jax.lax.top_k(
-    jnp.where(allowed, log_weights + noise, -jnp.inf), count
-  )
-  return slots, scores > -jnp.inf
+  if not count:
+    return jnp.zeros((0,), jnp.int32)
+  nothing = jnp.iinfo(jnp.int32).max
+
+  def weight_below(age):
+    return jnp.expm1(fading * age) / np.expm1(fading) if fading else age
+
+  def age_at(weight):
+    return jnp.log1p(weight * np.expm1(fading)) / fading if fading else weight
+
+  def draw(taken, uniform):  # taken: [count] ascending, `nothing` at the end
+    is_age = taken < nothing
+    below = weight_below(taken.astype(jnp.float32))
+    weights = jnp.where(is_age, weight_below(taken + 1.0) - below, 0.0)
+    total = weight_below(size.astype(jnp.float32))
+    remaining = total - jnp.sum(weights)
+    point = uniform * remaining
+    passed = is_age & (point >= below - (jnp.cumsum(weights) - weights))
+    age = age_at(point + jnp.sum(jnp.where(passed, weights, 0.0)))
+    age = jnp.clip(age, 0, size - 1).astype(jnp.int32)
+    # Its place among the ages left: rounding does not find what is taken.
+    left = size - jnp.sum(is_age)
+    place = jnp.clip(age - jnp.sum(taken < age), 0, left - 1)
+    place = jnp.where(remaining > 1e-5 * total, place, 0)  # lost in rounding: the newest
+    age = place + jnp.sum(taken - jnp.arange(count) <= place)
+    age = jnp.where(left > 0, age, size)
+    return jnp.sort(taken.at[-1].set(age)), age
+
+  start = jnp.full((count,), nothing, jnp.int32)
+  return jax.lax.scan(draw, start, jax.random.uniform(key, (count,)))[1]
 
 
 def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Records:

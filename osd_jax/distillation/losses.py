@@ -44,9 +44,6 @@ def target_buckets(records: base.Records) -> jax.Array:
 def draft_log_probs_on(records: base.Records, logits: jax.Array) -> jax.Array:
   """The draft's log-masses in the buckets of the target's records.
 
-  The tail is a logsumexp over the logits of all other tokens, never one minus a sum,
-  so that it and its gradient are right however small it is.
-
   Args:
     records: leading axes [...], k entries a row.
     logits: [..., V], raw, any float type.
@@ -54,13 +51,53 @@ def draft_log_probs_on(records: base.Records, logits: jax.Array) -> jax.Array:
   Returns:
     [..., k + 1] float32, natural log, the tail last, nothing below `DRAFT_FLOOR`.
   """
-  logits = logits.astype(jnp.float32)
-  ids = records.ids.astype(jnp.int32)
+  return _normalized(_draft_buckets(records, logits))
+
+
+def _draft_buckets(records: base.Records, logits: jax.Array) -> jax.Array:
+  """`draft_log_probs_on` up to a constant a row: kept logits, and the tail's."""
+  return _kept_and_tail(logits.astype(jnp.float32), records.ids.astype(jnp.int32))
+
+
+def _normalized(buckets: jax.Array) -> jax.Array:
+  total = jax.nn.logsumexp(buckets, axis=-1, keepdims=True)
+  return jnp.maximum(buckets - total, DRAFT_FLOOR)
+
+
+@jax.custom_vjp
+def _kept_and_tail(logits: jax.Array, ids: jax.Array) -> jax.Array:
+  """The logits of k tokens, and the logsumexp over those of all others.
+
+  The tail is never one minus a sum, so that it and its gradient are right however
+  small it is. All of V is read twice and written once, and as often for the gradient:
+  differentiated by JAX it would be three times that.
+
+  Args:
+    logits: [..., V] float32.
+    ids: [..., k] int32.
+
+  Returns:
+    [..., k + 1] float32
+  """
+  return _kept_and_tail_forward(logits, ids)[0]
+
+
+def _kept_and_tail_forward(logits, ids):
+  kept = jnp.take_along_axis(logits, ids, axis=-1)
   others = jnp.put_along_axis(logits, ids, _MASKED, axis=-1, inplace=False)
   tail = jax.nn.logsumexp(others, axis=-1, keepdims=True)
-  kept = jnp.take_along_axis(logits, ids, axis=-1)
-  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  return jnp.maximum(jnp.concatenate([kept, tail], axis=-1) - total, DRAFT_FLOOR)
+  return jnp.concatenate([kept, tail], axis=-1), (others, ids, tail)
+
+
+def _kept_and_tail_backward(saved, gradient):
+  others, ids, tail = saved
+  kept, of_tail = gradient[..., :-1], gradient[..., -1:]
+  # A row that nobody asks for may hold nan.
+  rest = jnp.where(of_tail == 0, 0.0, of_tail * jnp.exp(others - tail))
+  return jnp.put_along_axis(rest, ids, kept, axis=-1, inplace=False), None
+
+
+_kept_and_tail.defvjp(_kept_and_tail_forward, _kept_and_tail_backward)
 
 
 def forward_kl(target: jax.Array, draft: jax.Array) -> jax.Array:
@@ -209,7 +246,7 @@ def position_divergences(
     log_probs=jnp.where(keep, batch.records.log_probs, 0.0),
     tail=jnp.where(chosen, batch.records.tail, 0.0),
   )
-  draft = draft_log_probs_on(records, jnp.where(keep, draft_logits, 0.0))
+  draft = _normalized(jnp.where(keep, _draft_buckets(records, draft_logits), 0.0))
   values = divergence(config)(target_buckets(records), draft)
   return jnp.where(chosen, values, 0.0)
 

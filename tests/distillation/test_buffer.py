@@ -16,6 +16,7 @@ from osd_jax.distillation import buffer as replay
 SOURCE, LENGTH, TOP_K, VOCAB = 2, 3, 2, 9
 
 append = jax.jit(replay.append)
+drawn_ages = jax.jit(replay._draw, static_argnums=(2, 3))
 sample = jax.jit(replay.sample, static_argnames=("num_new", "num_replay", "config"))
 
 
@@ -145,6 +146,41 @@ def test_replay_follows_the_recency_law_and_not_the_other_one():
   assert chi_square(replayed_counts(None), uniform) < limit
   assert chi_square(replayed_counts(1.5), uniform) > limit  # the control
   assert chi_square(replayed_counts(None), recent) > limit
+
+
+def test_two_rows_follow_the_law_of_drawing_without_replacement():
+  buffer, capacity = filled_with(4, 4), 4
+  config = replay.BufferConfig(capacity, 2.0)
+  two = lambda key: replay.sample(buffer, key, 0, 2, config, 0).source[:, 0]
+  values = np.asarray(jax.jit(jax.vmap(two))(jax.random.split(jax.random.key(5), 6000)))
+  first, second = (4 - values).T  # ages
+  counts = np.bincount(first * capacity + second, minlength=capacity**2)
+  weights = 2.0 ** (-np.arange(capacity) / 2)
+  weights /= weights.sum()
+  law = np.outer(weights, weights)  # with replacement: the control
+  control = law[~np.eye(capacity, dtype=bool)]
+  law = law / (1 - weights)[:, None]
+  found, law = (table[~np.eye(capacity, dtype=bool).ravel()] for table in (counts, law.ravel()))
+  assert found.sum() == len(values)
+  limit = 42.0  # chi-square with 11 degrees of freedom, p = 1.6e-5
+  assert chi_square(found, law) < limit
+  assert chi_square(found, control / control.sum()) > limit
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+  size=st.one_of(st.integers(0, 20), st.integers(0, 10**6)),
+  half_life=st.sampled_from([None, 0.02, 0.5, 3.0, 200.0, 1e7]),
+  seed=st.integers(0, 2**31),
+)
+def test_ages_differ_and_none_is_missing_whatever_the_rounding(size, half_life, seed):
+  fading = 0.0 if half_life is None else -np.log(2.0) / half_life
+  ages = np.asarray(drawn_ages(jax.random.key(seed), jnp.int32(size), fading, 16))
+  present = ages[ages < size]
+  assert len(set(present)) == len(present) == min(size, 16)
+  assert (ages >= 0).all()
+  if half_life == 0.02 and size > 16:  # each age weighs 2**50 times the next
+    assert set(ages) == set(range(16))
 
 
 def test_new_rows_are_drawn_uniformly_whatever_the_half_life():

@@ -39,14 +39,27 @@ Any InRegister(Any vector) {
   return vector;
 }
 
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+
+// The first half plus the second.
+template <typename Half, typename Whole>
+Half Folded(const Whole& whole) {
+  Half halves[2];
+  static_assert(sizeof(halves) == sizeof(whole), "two halves make a whole");
+  std::memcpy(halves, &whole, sizeof(halves));
+  return halves[0] + halves[1];
+}
+
 // Pairwise, in an order that is always the same.
 inline float Sum(Vector vector) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &vector, sizeof(lanes));
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
+#if defined(__AVX512F__)
+  const Eight eight = Folded<Eight>(vector);
+#else
+  const Eight eight = vector;
+#endif
+  const Four four = Folded<Four>(eight);
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 // e^x, to some 2e-7 of it; 0 where that is below what float32 stores in full.

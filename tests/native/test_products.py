@@ -11,7 +11,7 @@ from osd_jax.native import build
 
 # Outputs and inputs, odd ones too: tiles, vectors and what is left of both.
 SHAPES = [(1, 1), (7, 5), (8, 16), (33, 31), (64, 64), (130, 200), (515, 769)]
-COLUMNS = range(1, native.MOST_COLUMNS + 1)
+COLUMNS = [*range(1, 10), 12, 17, native.MOST_COLUMNS]  # around the tiles of 4 and 8
 
 
 def factors(out: int, width: int, columns: int, seed: int = 0):

@@ -24,7 +24,7 @@ _FOLDER = pathlib.Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast")
 _LIBRARY = ("-fPIC", "-shared", "-w")
-_PATIENCE = 120  # seconds; it takes four
+_PATIENCE = 120  # seconds; it takes six
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 

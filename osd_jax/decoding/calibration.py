@@ -17,7 +17,7 @@ from osd_jax.decoding import adaptive, calls, catch_up, sampling
 from osd_jax.decoding import state as state_lib
 
 ROUNDS = 4  # of a timed call
-LEAST, MOST, SECONDS = 3, 30, 2.0  # turns: at least, at most, and for how long else
+LEAST, MOST, SECONDS = 6, 30, 3.0  # turns: at least, at most, and for how long else
 
 
 def warm_up(

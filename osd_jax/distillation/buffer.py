@@ -195,7 +195,7 @@ def sample(
 
 
 def _draw(key: jax.Array, size: jax.Array, fading: float, count: int) -> jax.Array:
-  """Draws different ages below `size`, one after another, at a cost that it leaves alone.
+  """Draws different ages below `size`, one after another; many cost what few do.
 
   The weight of an age is exp(fading * age), so that all below age a weigh
   (exp(fading * a) - 1) / (exp(fading) - 1): what is left of that is inverted.
@@ -232,7 +232,8 @@ def _draw(key: jax.Array, size: jax.Array, fading: float, count: int) -> jax.Arr
     # Its place among the ages left: rounding does not find what is taken.
     left = size - jnp.sum(is_age)
     place = jnp.clip(age - jnp.sum(taken < age), 0, left - 1)
-    place = jnp.where(remaining > 1e-5 * total, place, 0)  # lost in rounding: the newest
+    # Where rounding has lost what remains, the newest comes.
+    place = jnp.where(remaining > 1e-5 * total, place, 0)
     age = place + jnp.sum(taken - jnp.arange(count) <= place)
     age = jnp.where(left > 0, age, size)
     return jnp.sort(taken.at[-1].set(age)), age

@@ -157,10 +157,10 @@ def test_two_rows_follow_the_law_of_drawing_without_replacement():
   counts = np.bincount(first * capacity + second, minlength=capacity**2)
   weights = 2.0 ** (-np.arange(capacity) / 2)
   weights /= weights.sum()
-  law = np.outer(weights, weights)  # with replacement: the control
-  control = law[~np.eye(capacity, dtype=bool)]
-  law = law / (1 - weights)[:, None]
-  found, law = (table[~np.eye(capacity, dtype=bool).ravel()] for table in (counts, law.ravel()))
+  differ = ~np.eye(capacity, dtype=bool)
+  found = counts.reshape(capacity, capacity)[differ]
+  control = np.outer(weights, weights)[differ]  # independent draws that differ
+  law = (np.outer(weights, weights) / (1 - weights)[:, None])[differ]
   assert found.sum() == len(values)
   limit = 42.0  # chi-square with 11 degrees of freedom, p = 1.6e-5
   assert chi_square(found, law) < limit

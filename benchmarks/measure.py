@@ -141,11 +141,18 @@ def report(benchmark: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def commit() -> str:
-  """What is measured; "-dirty" if files differ from it."""
-  folder = str(RESULTS.parent)
-  command = ["git", "-C", folder, "describe", "--always", "--dirty", "--exclude=*"]
-  done = subprocess.run(command, capture_output=True, text=True, check=False)
-  return done.stdout.strip() if done.returncode == 0 else "unknown"
+  """What is measured; "-dirty" if files other than results differ from it."""
+
+  def git(*arguments: str) -> subprocess.CompletedProcess:
+    command = ("git", "-C", str(RESULTS.parent), *arguments)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+  named = git("rev-parse", "--short", "HEAD")
+  if named.returncode:
+    return "unknown"
+  code = (":/", ":(exclude)results", ":(exclude)README.md")
+  changed = git("diff", "--quiet", "HEAD", "--", *code).returncode
+  return named.stdout.strip() + "-dirty" * bool(changed)
 
 
 def provenance() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from osd_jax.native import build
 
-MOST_COLUMNS = 24  # beyond, the blocks of XLA's products are faster
+MOST_COLUMNS = 32  # beyond, the blocks of XLA's products are faster
 
 PARTS = ("products", "attention")
 

@@ -213,6 +213,7 @@ class OnlineLoop:
     ):
       self._decoder.submit(self._request(self._submitted))
       self._submitted += 1
+    self._learner.keep_pace(self.finished + self._decoder.in_flight)
     rows = [self._learn_from(done) for done in self._decoder.step()]
     if rows and self._saved.due(self.finished):
       self._log.sync()

@@ -2,11 +2,13 @@
 
 The inputs of an update are drawn before it starts, and it donates nothing, so serving
 and appending go on meanwhile. When its result is taken is a function of the number of
-finished requests alone (reproducible), or of when it is ready (free).
+finished requests alone (reproducible), or of when it is ready (free). An update that
+takes longer than its interval is waited for slice by slice, not all at once.
 """
 
 import concurrent.futures
 import dataclasses
+import threading
 import time
 from collections.abc import Sequence
 
@@ -28,7 +30,7 @@ class Outcome:
     grad_norms: per slice.
     skipped: slices left out because they were not finite.
     update_ms: time it ran.
-    wait_ms: time serving waited for it.
+    wait_ms: time serving waited for it, slice by slice and at the end.
   """
 
   learner: update.LearnerState
@@ -76,8 +78,12 @@ class BackgroundLearner:
     self._interval, self._free = interval, free
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "learner")
     self._future: concurrent.futures.Future | None = None
-    self._launched = 0
+    self._launched, self._launched_at = 0, 0.0
     self._batches: tuple[base.DistillationBatch, ...] = ()
+    self._slices = threading.Semaphore(0)  # finished ones that no step asked for yet
+    self._asked = 0
+    self._waited = 0.0
+    self._behind = False  # the last update took longer than serving its interval
 
   @property
   def busy(self) -> bool:
@@ -93,6 +99,8 @@ class BackgroundLearner:
     if self.busy:
       raise RuntimeError("distillation: an update is under way; take it first")
     self._batches, self._launched = tuple(batches), finished
+    self._launched_at = time.perf_counter()
+    self._slices, self._asked, self._waited = threading.Semaphore(0), 0, 0.0
     self._future = self._thread.submit(self._work, self._batches)
 
   def due(self, finished: int) -> bool:
@@ -103,12 +111,29 @@ class BackgroundLearner:
       return self._future.done()
     return finished >= self._launched + self._interval
 
+  def keep_pace(self, finished: int) -> None:
+    """Waits for one slice where learning is behind: a step of serving asks for one.
+
+    Otherwise the step that finishes an interval would wait for all that is left. Never
+    waits where the last update was ready in time; what is computed stays the same.
+
+    Args:
+      finished: requests that may be finished after the step.
+    """
+    late = self._behind and not self._free and self._asked < len(self._batches)
+    if late and finished >= self._launched + self._interval:
+      started = time.perf_counter()
+      self._slices.acquire()
+      self._asked += 1
+      self._waited += time.perf_counter() - started
+
   def take(self) -> Outcome:
     """Waits for the update under way; its state becomes `learner`."""
     assert self._future is not None
     started = time.perf_counter()
     learner, metrics, spent = self._future.result()
-    waited = time.perf_counter() - started
+    self._behind = started - self._launched_at - self._waited < spent
+    waited = self._waited + time.perf_counter() - started
     self._future, self._batches, self.learner = None, (), learner
     return Outcome(
         learner=learner,
@@ -130,8 +155,18 @@ class BackgroundLearner:
     self._thread.shutdown()
 
   def _work(self, batches):
-    started = time.perf_counter()
-    learner, metrics = update.update(self._model, self._config, self.learner, batches)
-    metrics = jax.device_get(metrics)  # waits for the slices
+    slices, started = self._slices, time.perf_counter()
+
+    def after_slice(learner):
+      jax.block_until_ready(learner)
+      slices.release()
+
+    try:
+      learner, metrics = update.update(
+          self._model, self._config, self.learner, batches, after_slice
+      )
+    finally:
+      slices.release(len(batches))  # who waits hears of an error from `take`
+    metrics = jax.device_get(metrics)
     jax.block_until_ready(learner)
     return learner, metrics, time.perf_counter() - started

@@ -7,7 +7,7 @@ counted. No argument is ever donated: serving may still read the old parameters.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -319,17 +319,16 @@ def update(
   config: UpdateConfig,
   learner: LearnerState,
   batches: Sequence[base.DistillationBatch],
+  after_slice: Callable[[LearnerState], object] = lambda learner: None,
 ) -> tuple[LearnerState, UpdateMetrics]:
   """A whole update: a slice per micro-batch, then a new version.
-
-  A caller that spreads an update over time runs the same lines itself and gets the
-  same bits.
 
   Args:
     model: the draft.
     config: loss and optimiser.
     learner: state before the update.
     batches: from `draw_update`.
+    after_slice: told of the state that a slice leaves, computed or not yet.
 
   Returns:
     (state, metrics [steps_per_update]).
@@ -338,5 +337,6 @@ def update(
   for batch in batches:
     state, report = take_slice(model, config, state, cut(config, batch))
     metrics.append(report)
+    after_slice(state)
   stacked = jax.tree.map(lambda *values: jnp.stack(values), *metrics)
   return finish_update(learner, state), stacked

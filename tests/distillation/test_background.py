@@ -117,6 +117,80 @@ def test_waiting_is_counted(learner, monkeypatch):
   assert outcome.wait_ms > 100 and outcome.update_ms > 100
 
 
+@pytest.fixture
+def gated(monkeypatch):
+  """A slice is computed at each `release` of what is returned."""
+  gate, real = threading.Semaphore(0), update.take_slice
+
+  def slow(*arguments):
+    assert gate.acquire(timeout=30)
+    return real(*arguments)
+
+  def close():
+    monkeypatch.setattr(update, "take_slice", slow)
+    return gate
+
+  return close
+
+
+def fall_behind(one, gate):
+  """An update that takes .1 s, and is taken at once: learning is behind."""
+  one.launch(batches(), finished=0)
+  threading.Timer(0.1, gate.release, [CONFIG.steps_per_update]).start()
+  one.take()
+
+
+def test_where_learning_is_behind_a_step_waits_for_one_slice(learner, gated):
+  one, gate = learner(), gated()
+  fall_behind(one, gate)
+  before = one.learner
+  one.launch(batches(1), finished=0)
+  one.keep_pace(INTERVAL - 1)  # this step finishes no interval: waits for nothing
+  timer = threading.Timer(0.2, gate.release)
+  timer.start()
+  one.keep_pace(INTERVAL)
+  timer.join()
+  assert not one._future.done()  # one of two slices
+  gate.release()
+  one.keep_pace(INTERVAL)
+  one.keep_pace(INTERVAL)  # none is left
+  outcome = one.take()
+  assert outcome.wait_ms > 100
+  gate.release(CONFIG.steps_per_update)
+  wanted, _ = update.update(MODEL, CONFIG, before, batches(1))
+  assert_same_bits(outcome.learner, wanted)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_no_step_waits_where_learning_keeps_up_or_is_free(learner, gated, free):
+  one, gate = learner(free), gated()
+  if free:
+    fall_behind(one, gate)
+  else:
+    gate.release(CONFIG.steps_per_update)
+    one.launch(batches(), finished=0)
+    one.settle()  # serving has taken longer than the update
+    one.take()
+  one.launch(batches(1), finished=0)
+  one.keep_pace(100)
+  assert not one._future.done()
+  gate.release(CONFIG.steps_per_update)
+
+
+def test_an_update_that_fails_keeps_no_step_waiting(learner, gated, monkeypatch):
+  one = learner()
+  fall_behind(one, gated())
+
+  def fails(*arguments):
+    raise RuntimeError("out of memory")
+
+  monkeypatch.setattr(update, "take_slice", fails)
+  one.launch(batches(1), finished=0)
+  one.keep_pace(INTERVAL)
+  with pytest.raises(RuntimeError, match="out of memory"):
+    one.take()
+
+
 def test_a_checkpoint_gets_the_inputs(learner):
   one, again = learner(), learner()
   one.launch(batches(), finished=5)

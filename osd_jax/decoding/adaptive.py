@@ -1,7 +1,7 @@
 """How many tokens to draft next: costs and acceptance in, K out; no clock, no arrays.
 
     drafting   K > 0, chosen by the fewest milliseconds a token
-       | plain decoding is faster by the margin
+       | plain decoding is faster by the margin, however lucky the draft may be yet
        v
     plain      K = 0; the draft falls behind, nothing is learnt of its acceptance
        | enough has been saved for a probe: `probe_share` of plain decoding's time
@@ -23,6 +23,7 @@ from osd_jax.decoding import state as state_lib
 POOLED = 32.0  # judged tokens that the acceptance of all rows counts as in each
 KEPT = 8.0  # judged tokens that evidence of all rows is worth at least, however old
 START = 0.8  # acceptance assumed before any was seen: high, since drafting finds out
+DOUBT = 1.0  # standard errors of acceptance in favour of a draft before it is given up
 CALL_SHARE = 0.005  # of a call's time, for what it takes beside its rounds
 DEBT = 512  # plain steps after which whatever drafting lost is forgiven
 
@@ -181,6 +182,7 @@ def token_ms(
     costs: RoundCosts,
     state: AdaptiveState,
     rows: Sequence[int],
+    doubt: float = 0.0,
 ) -> list[float]:
   """Expected milliseconds in which every row emits one token, for each candidate.
 
@@ -191,8 +193,11 @@ def token_ms(
     costs: of this number of rows and bucket.
     state: running acceptance.
     rows: the rows that hold requests.
+    doubt: standard errors of the acceptance of all rows that are added to each.
   """
-  rates = [acceptance(state, row) for row in rows]
+  pooled = min(state.pool_accepted / state.pool_judged, 1.0)
+  more = doubt * math.sqrt(pooled * (1 - pooled) / state.pool_judged)
+  rates = [min(acceptance(state, row) + more, 1.0) for row in rows]
   prefill = costs.prefill_ms * len(rows) * state.requests / state.tokens
   found = []
   for num_draft_tokens, ms in zip(config.candidates, costs.round_ms, strict=True):
@@ -220,7 +225,9 @@ def choose(
   plain, *drafting = token_ms(config, costs, state, rows)
   best_ms, best = min(zip(drafting, config.candidates[1:], strict=True))
   if state.num_draft_tokens and not state.probing:
-    chosen = 0 if plain * (1 + config.margin) < best_ms else best
+    # The way back is a probe that has to be saved for, so that giving up needs proof.
+    hoped = min(token_ms(config, costs, state, rows, DOUBT)[1:])
+    chosen = 0 if plain * (1 + config.margin) < hoped else best
     return dataclasses.replace(state, num_draft_tokens=chosen)
   if state.probing and best_ms * (1 + config.margin) < plain:
     return dataclasses.replace(state, num_draft_tokens=best, probing=False)

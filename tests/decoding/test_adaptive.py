@@ -226,11 +226,14 @@ def test_expected_tokens_are_those_of_the_metric(rate, k):
   )
 
 
-def state_of(rates, **changes):
-  """A state that is sure of the acceptance of its rows."""
-  sure = 1e9
+def state_of(rates, judged=1e12, **changes):
+  """A state that has seen so many drafted tokens of each row; many leave no doubt."""
   return adaptive.AdaptiveState(
-      tuple(sure * rate for rate in rates), (sure,) * len(rates), **changes
+      tuple(judged * rate for rate in rates),
+      (judged,) * len(rates),
+      pool_accepted=judged * sum(rates),
+      pool_judged=judged * len(rates),
+      **changes,
   )
 
 
@@ -253,6 +256,18 @@ def test_the_chosen_k_has_the_fewest_milliseconds_a_token(costs, rates):
   margin = 1 + CONFIG.margin + 1e-6
   found = ms[CONFIG.candidates.index(chosen.num_draft_tokens)]
   assert chosen.num_draft_tokens == best or found <= min(ms) * margin
+
+
+def test_a_draft_is_given_up_on_proof_only():
+  """The way back is a probe that has to be saved for."""
+  costs = adaptive.RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
+  for judged, expected in ((20, 1), (20_000, 0)):
+    state = state_of([0.45], judged, num_draft_tokens=1)
+    plain, *drafting = adaptive.token_ms(CONFIG, costs, state, [0])
+    assert plain * (1 + CONFIG.margin) < min(drafting)  # as far as is known
+    assert adaptive.choose(CONFIG, costs, state, [0]).num_draft_tokens == expected
+  hopeless = state_of([0.2], 20, num_draft_tokens=1)
+  assert adaptive.choose(CONFIG, costs, hopeless, [0]).num_draft_tokens == 0
 
 
 def test_prefills_of_the_draft_count():
@@ -288,7 +303,13 @@ def test_rows_have_acceptance_of_their_own():
   state = adaptive.observe(
       CONFIG, TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
   )
-  state = dataclasses.replace(state, accepted=(27.0, 3.0), judged=(30.0, 30.0))
+  state = dataclasses.replace(
+      state,
+      accepted=(27.0, 3.0),
+      judged=(30.0, 30.0),
+      pool_accepted=30.0,
+      pool_judged=60.0,
+  )
   assert adaptive.acceptance(state, 0) > 0.6 > adaptive.acceptance(state, 1)
   released = adaptive.release(CONFIG, state, 0, 20)
   pooled = state.pool_accepted / state.pool_judged

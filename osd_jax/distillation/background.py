@@ -3,7 +3,7 @@
 The inputs of an update are drawn before it starts, and it donates nothing, so serving
 and appending go on meanwhile. When its result is taken is a function of the number of
 finished requests alone (reproducible), or of when it is ready (free). An update that
-takes longer than its interval is waited for a little at each step, not all at once.
+takes longer than its interval is waited for slice by slice, not all at once.
 """
 
 import concurrent.futures
@@ -30,7 +30,7 @@ class Outcome:
     grad_norms: per slice.
     skipped: slices left out because they were not finite.
     update_ms: time it ran.
-    wait_ms: time serving waited for it, at each step and at the end.
+    wait_ms: time serving waited for it, slice by slice and at the end.
   """
 
   learner: update.LearnerState
@@ -83,7 +83,7 @@ class BackgroundLearner:
     self._slices = threading.Semaphore(0)  # finished ones that no step asked for yet
     self._asked = 0
     self._waited = 0.0
-    self._patience = 0.0  # seconds that a step waits for a slice
+    self._behind = False  # the last update took longer than serving its interval
 
   @property
   def busy(self) -> bool:
@@ -112,7 +112,7 @@ class BackgroundLearner:
     return finished >= self._launched + self._interval
 
   def keep_pace(self, finished: int) -> None:
-    """Waits for a slice, half of what one takes at most, where learning is behind.
+    """Waits for one slice where learning is behind: a step of serving asks for one.
 
     Otherwise the step that finishes an interval would wait for all that is left. Never
     waits where the last update was ready in time; what is computed stays the same.
@@ -120,10 +120,11 @@ class BackgroundLearner:
     Args:
       finished: requests that may be finished after the step.
     """
-    late = self._patience and not self._free and self._asked < len(self._batches)
+    late = self._behind and not self._free and self._asked < len(self._batches)
     if late and finished >= self._launched + self._interval:
       started = time.perf_counter()
-      self._asked += self._slices.acquire(timeout=self._patience)
+      self._slices.acquire()
+      self._asked += 1
       self._waited += time.perf_counter() - started
 
   def take(self) -> Outcome:
@@ -131,8 +132,7 @@ class BackgroundLearner:
     assert self._future is not None
     started = time.perf_counter()
     learner, metrics, spent = self._future.result()
-    behind = started - self._launched_at - self._waited < spent
-    self._patience = spent / len(self._batches) / 2 if behind else 0.0
+    self._behind = started - self._launched_at - self._waited < spent
     waited = self._waited + time.perf_counter() - started
     self._future, self._batches, self.learner = None, (), learner
     return Outcome(

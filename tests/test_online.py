@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import tiny_online
 
 from osd_jax import online, writers
 from osd_jax.decoding import slots
-from osd_jax.distillation import update
+from osd_jax.distillation import background, update
 from osd_jax.models import weights
 
 TIMES = ("_ms", "_ms_per_token", "_seconds")
@@ -193,6 +194,29 @@ def test_free_updates_serve_the_same(learned, make):
   assert free.updates
   assert not any("floor_overlap" in row for row in free.requests)
   assert not any("certificate" in row for row in free.requests)
+
+
+def test_a_late_update_is_waited_for_at_each_step_and_changes_nothing(
+    learned, make, monkeypatch
+):
+  real_slice, learner = update.take_slice, background.BackgroundLearner
+  real_pace, asked = learner.keep_pace, []
+
+  def slow(*arguments):
+    time.sleep(0.5)  # longer than serving an interval takes
+    return real_slice(*arguments)
+
+  def keep_pace(self, finished):
+    before = self._asked
+    real_pace(self, finished)
+    asked.append(self._asked - before)
+
+  monkeypatch.setattr(update, "take_slice", slow)
+  monkeypatch.setattr(learner, "keep_pace", keep_pace)
+  late = make(floor_metering=False, compare_every=0)
+  assert set(asked) == {0, 1}  # one slice a step, and none where nothing is due
+  assert late.outputs == learned.outputs
+  assert same_bits(late.draft(), learned.draft())
 
 
 def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypatch):

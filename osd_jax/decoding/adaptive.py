@@ -68,11 +68,13 @@ class AdaptiveConfig:
       short that the calls themselves would cost half a per cent.
     memory: drafted tokens over which acceptance is averaged.
     margin: by which share of its time plain decoding has to be faster than drafting
-      to replace it, or the reverse.
+      to replace it (at an acceptance one standard error above the one seen), or the
+      reverse.
     probe_share: share of plain decoding's time that is spent on finding out whether
       drafting would be faster, catching up included.
     costs: tables to decide by, one for each of `DecodingConfig.source_lengths`; none
-      measures them before the first call. Only a given table makes a run repeat.
+      measures them before the first call, in 16 turns of all calls or more. Only a
+      given table makes a run repeat.
   """
 
   candidates: tuple[int, ...] = (0, 1, 3, 5, 7)

@@ -37,9 +37,9 @@ from osd_jax.models import t5
 
 NAME, CLOCK = "accelerator", "wall"
 ASKED = {  # at one row
-    ("flan-t5-xl", "plain over the bound"): "<= 2",
-    ("flan-t5-xl", "draft step over plain step (c)"): "<= 0.15",
-    ("flan-t5-xl", "speculative over plain"): ">= 2",
+  ("flan-t5-xl", "plain over the bound"): "<= 2",
+  ("flan-t5-xl", "draft step over plain step (c)"): "<= 0.15",
+  ("flan-t5-xl", "speculative over plain"): ">= 2",
 }
 Pair = tuple[base.Model, base.Params]
 
@@ -115,17 +115,20 @@ class Bench:
   def report(self, case: str, figures: dict[str, float], asked: dict | None = None):
     """Writes rows at once: a run that is cut short keeps what it has found."""
     device = jax.devices()[0].device_kind
-    measure.report(NAME, [
+    measure.report(
+      NAME,
+      [
         {
-            "case": case,
-            "figure": figure,
-            "value": value,
-            "asked": (asked or {}).get(figure, ""),
-            "clock": CLOCK,
-            "hardware": f"one {device}, jax {jax.__version__}",
+          "case": case,
+          "figure": figure,
+          "value": value,
+          "asked": (asked or {}).get(figure, ""),
+          "clock": CLOCK,
+          "hardware": f"one {device}, jax {jax.__version__}",
         }
         for figure, value in figures.items()
-    ])
+      ],
+    )
 
   def late(self, what: str) -> bool:
     """Says what is left out where no time is left."""
@@ -147,14 +150,14 @@ def decoders(bench: Bench, target: Pair, rows: int) -> dict:
   plain = slots.Slots(contenders.decoding(*shape, 1), *target)
   tokens = scripting.continuations(plain, sources)
   found = {
-      "plain": contenders.Ours(plain, sources),
-      "plain, first": scripting.FirstTokens(plain, sources),
+    "plain": contenders.Ours(plain, sources),
+    "plain, first": scripting.FirstTokens(plain, sources),
   }
   for drafted in given.drafted:
     config = contenders.decoding(*shape, drafted)
     alphas = [given.alpha] * rows
     decoder = scripting.speculative(
-        config, target, bench.draft, sources, tokens, alphas
+      config, target, bench.draft, sources, tokens, alphas
     )
     found[f"K {drafted}"] = contenders.Ours(decoder, sources)
     found[f"K {drafted}, first"] = scripting.FirstTokens(decoder, sources)
@@ -188,12 +191,12 @@ def _generate(bench: Bench, name: str, rows: int):
   @torch.inference_mode()
   def answer():
     return model.generate(
-        batch,
-        attention_mask=torch.ones_like(batch),
-        do_sample=False,
-        num_beams=1,
-        max_new_tokens=given.target,
-        eos_token_id=None,
+      batch,
+      attention_mask=torch.ones_like(batch),
+      do_sample=False,
+      num_beams=1,
+      max_new_tokens=given.target,
+      eos_token_id=None,
     ).cpu()
 
   return answer
@@ -205,16 +208,16 @@ def serving(bench: Bench, name: str, target: Pair, rows: int) -> None:
   found = scripting.answers(people)
   theirs = hugging_face(bench, name, rows)
   times = measure.by_turns(
-      people | ({"Hugging Face": theirs} if theirs else {}), bench.given.turns
+    people | ({"Hugging Face": theirs} if theirs else {}), bench.given.turns
   )
   figures = {
-      f"{who}, ms/token": times[who].milliseconds(CLOCK) / rows / bench.given.target
-      for who in times
-      if not who.endswith("first")
+    f"{who}, ms/token": times[who].milliseconds(CLOCK) / rows / bench.given.target
+    for who in times
+    if not who.endswith("first")
   }
   if theirs:
     figures["plain over Hugging Face"] = measure.ratio(
-        times, "plain", "Hugging Face", CLOCK
+      times, "plain", "Hugging Face", CLOCK
     )
   step = scripting.round_ms(times, found, "plain", "plain, first", rows, CLOCK)
   figures |= against_bound(bench, name, rows, step)
@@ -228,9 +231,9 @@ def against_bound(bench: Bench, name: str, rows: int, step: float) -> dict[str, 
   read = contenders.step_bytes(in_bfloat16(name), rows, given.source, given.target // 2)
   bound = read / 2 / bench.speed * 1e3  # two bytes a number, not four
   return {
-      "plain step, ms": step,
-      "memory bound of a step, ms": bound,
-      "plain over the bound": step / bound,
+    "plain step, ms": step,
+    "memory bound of a step, ms": bound,
+    "plain over the bound": step / bound,
   }
 
 
@@ -241,9 +244,9 @@ def speculation(bench: Bench, times, found, rows: int, step: float) -> dict[str,
     who = f"K {drafted}"
     round_ = scripting.round_ms(times, found, who, f"{who}, first", rows, CLOCK)
     figures |= {
-        f"{who}, round over plain step": round_ / step,
-        f"{who}, drafted tokens accepted": scripting.draft_acceptance(found[who]),
-        f"{who}, over plain": measure.ratio(times, "plain", who, CLOCK),
+      f"{who}, round over plain step": round_ / step,
+      f"{who}, drafted tokens accepted": scripting.draft_acceptance(found[who]),
+      f"{who}, over plain": measure.ratio(times, "plain", who, CLOCK),
     }
   best = max(figures[f"K {drafted}, over plain"] for drafted in bench.given.drafted)
   return figures | {"speculative over plain": best}
@@ -251,9 +254,9 @@ def speculation(bench: Bench, times, found, rows: int, step: float) -> dict[str,
 
 def asked_of(name: str, rows: int) -> dict[str, str]:
   return {
-      figure: asked
-      for (shape, figure), asked in ASKED.items()
-      if shape == name and rows == 1
+    figure: asked
+    for (shape, figure), asked in ASKED.items()
+    if shape == name and rows == 1
   }
 
 
@@ -264,12 +267,12 @@ def parts(bench: Bench, name: str, target: Pair, rows: int) -> None:
   config = contenders.decoding(rows, given.source, given.target, 1)
   found = costs.measure(config, *target, *bench.draft, sources)
   bench.report(
-      case_of(name, rows),
-      {
-          "draft step, ms": found.draft_step_ms,
-          "draft step over plain step (c)": found.cost_ratio,
-      },
-      asked_of(name, rows),
+    case_of(name, rows),
+    {
+      "draft step, ms": found.draft_step_ms,
+      "draft step over plain step (c)": found.cost_ratio,
+    },
+    asked_of(name, rows),
   )
 
 
@@ -282,15 +285,15 @@ def verification(bench: Bench, name: str, target: Pair, rows: int) -> None:
   prefill = jax.jit(model.prefill, static_argnums=3)
   cache = prefill(served, sources, sources != base.PAD_ID, length)
   people = {
-      f"{width}": functools.partial(_feed, model, width, served, cache)
-      for width in given.widths
+    f"{width}": functools.partial(_feed, model, width, served, cache)
+    for width in given.widths
   }
   times = measure.by_turns(people, given.turns)
   figures = {
-      f"feeding {width}, over feeding {given.widths[0]}": measure.ratio(
-          times, f"{width}", f"{given.widths[0]}", CLOCK
-      )
-      for width in given.widths
+    f"feeding {width}, over feeding {given.widths[0]}": measure.ratio(
+      times, f"{width}", f"{given.widths[0]}", CLOCK
+    )
+    for width in given.widths
   }
   bench.report(case_of(name, rows), figures)
 
@@ -334,12 +337,12 @@ def learning(bench: Bench) -> None:
   target = contenders.prompts(rows, given.target, config.vocab_size, seed=1)
   logits = jax.random.normal(key, (*target.shape, config.vocab_size))
   batch = base.DistillationBatch(
-      source=jnp.asarray(tokens),
-      target=jnp.asarray(target),
-      mask=jnp.ones(target.shape, bool),
-      records=records.from_logits(logits, min(64, config.vocab_size)),
-      source_id=jnp.zeros(rows, jnp.int32),
-      weight=jnp.ones(rows, jnp.float32),
+    source=jnp.asarray(tokens),
+    target=jnp.asarray(target),
+    mask=jnp.ones(target.shape, bool),
+    records=records.from_logits(logits, min(64, config.vocab_size)),
+    source_id=jnp.zeros(rows, jnp.int32),
+    weight=jnp.ones(rows, jnp.float32),
   )
   settings = update.UpdateConfig()
   learner = update.init_learner(settings, params)
@@ -379,7 +382,7 @@ def parse() -> argparse.Namespace:
   parser.add_argument("--drafted", nargs="+", type=int, default=[5], help="K")
   parser.add_argument("--alpha", type=float, default=0.8)
   parser.add_argument(
-      "--widths", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="K + 1"
+    "--widths", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="K + 1"
   )
   parser.add_argument("--source", type=int, default=64)
   parser.add_argument("--target", type=int, default=64)

@@ -29,7 +29,7 @@ class FixedK(contenders.Ours):
     """Answers all `sources` [N, S] at each call."""
     super().__init__(decoder, sources)
     self._config = dataclasses.replace(
-        decoder.config, num_draft_tokens=num_draft_tokens
+      decoder.config, num_draft_tokens=num_draft_tokens
     )
 
   def __call__(self) -> list[slots.Finished]:
@@ -50,27 +50,25 @@ class Bench:
     self._target = contenders.random_model(contenders.shape(given.target))
     self._draft = contenders.random_model(contenders.shape(given.draft), seed=1)
     self._config = contenders.decoding(
-        rows, given.source_length, given.length, given.candidates[-1]
+      rows, given.source_length, given.length, given.candidates[-1]
     )
     each = given.requests * rows
     sources = contenders.prompts(
-        each * len(given.alphas), given.source_length, self._target[0].vocab_size
+      each * len(given.alphas), given.source_length, self._target[0].vocab_size
     )
     self._plain = slots.Slots(self._config, *self._target)
     tokens = scripting.continuations(self._plain, sources)
     alphas = np.repeat(given.alphas, each)
     self._fixed = scripting.speculative(
-        self._config, self._target, self._draft, sources, tokens, alphas
+      self._config, self._target, self._draft, sources, tokens, alphas
     )
     scripts = [
-        contenders.corrupted(row[None], alpha, self._draft[0].vocab_size, seed=index)
-        for index, (row, alpha) in enumerate(zip(tokens, alphas, strict=True))
+      contenders.corrupted(row[None], alpha, self._draft[0].vocab_size, seed=index)
+      for index, (row, alpha) in enumerate(zip(tokens, alphas, strict=True))
     ]
-    self._scripts = contenders.Scripts(
-        self._draft[1], sources, np.concatenate(scripts)
-    )
+    self._scripts = contenders.Scripts(self._draft[1], sources, np.concatenate(scripts))
     self._parts = dict(
-        zip(given.alphas, np.split(sources, len(given.alphas)), strict=True)
+      zip(given.alphas, np.split(sources, len(given.alphas)), strict=True)
     )
 
   def rows_of(self, alpha: float) -> list[dict]:
@@ -78,41 +76,43 @@ class Bench:
     given = self._given
     clock = "cpu" if given.threads == 1 else "wall"
     part, adaptive = self._parts[alpha], self._adaptive()
-    people = {PLAIN: contenders.Ours(self._plain, part)} | {
-        name_of(k): FixedK(self._fixed, part, k) for k in given.candidates[1:]
-    } | {ADAPTIVE: contenders.Ours(adaptive, part)}
+    people = (
+      {PLAIN: contenders.Ours(self._plain, part)}
+      | {name_of(k): FixedK(self._fixed, part, k) for k in given.candidates[1:]}
+      | {ADAPTIVE: contenders.Ours(adaptive, part)}
+    )
     times = measure.by_turns(people, given.turns)
     spent = {name: float(np.sum(getattr(times[name], clock))) for name in people}
     tokens = people[PLAIN].tokens * given.turns
     best = min(list(spent)[1:-1], key=spent.__getitem__)
     answers = people[ADAPTIVE]()
     figures = {f"{name}, ms/token": spent[name] * 1e3 / tokens for name in people} | {
-        "best fixed K": float(best.split()[1]),
-        "adaptive, drafted per target call": sum(done.drafted for done in answers)
-        / sum(done.target_calls for done in answers),
-        "adaptive, speed over plain": spent[PLAIN] / spent[ADAPTIVE],
-        "adaptive, speed over the best fixed K": spent[best] / spent[ADAPTIVE],
+      "best fixed K": float(best.split()[1]),
+      "adaptive, drafted per target call": sum(done.drafted for done in answers)
+      / sum(done.target_calls for done in answers),
+      "adaptive, speed over plain": spent[PLAIN] / spent[ADAPTIVE],
+      "adaptive, speed over the best fixed K": spent[best] / spent[ADAPTIVE],
     }
     against = "plain" if alpha == min(given.alphas) else "the best fixed K"
     asked = {f"adaptive, speed over {against}": ASKED}
     common = {
-        "case": f"{given.target} + {given.draft}, {self._rows}"
-        f" row{'s' * (self._rows > 1)}, alpha {alpha:g}",
-        "clock": f"{clock}, {given.threads} thread(s)",
+      "case": f"{given.target} + {given.draft}, {self._rows}"
+      f" row{'s' * (self._rows > 1)}, alpha {alpha:g}",
+      "clock": f"{clock}, {given.threads} thread(s)",
     }
     return [
-        common | {"figure": name, "value": value, "asked": asked.get(name, "")}
-        for name, value in figures.items()
+      common | {"figure": name, "value": value, "asked": asked.get(name, "")}
+      for name, value in figures.items()
     ]
 
   def _adaptive(self) -> slots.Slots:
     """A decoder that has not seen any acceptance; measures its costs."""
     policy = slots.AdaptiveConfig(candidates=tuple(self._given.candidates))
     decoder = slots.Slots(
-        dataclasses.replace(self._config, adaptive=policy),
-        *self._target,
-        contenders.scripted(self._draft[0]),
-        self._scripts,
+      dataclasses.replace(self._config, adaptive=policy),
+      *self._target,
+      contenders.scripted(self._draft[0]),
+      self._scripts,
     )
     decoder.warm_up()
     return decoder
@@ -124,7 +124,7 @@ def main() -> None:
   parser.add_argument("--draft", default="t5-small")
   parser.add_argument("--candidates", nargs="+", type=int, default=[0, 1, 3, 5, 7])
   parser.add_argument(
-      "--alphas", nargs="+", type=float, default=[0.3, 0.5, 0.7, 0.8, 0.9]
+    "--alphas", nargs="+", type=float, default=[0.3, 0.5, 0.7, 0.8, 0.9]
   )
   parser.add_argument("--rows", nargs="+", type=int, default=[1])
   parser.add_argument("--requests", type=int, default=4, help="a row and turn")

@@ -55,7 +55,7 @@ def people(given: argparse.Namespace, rows: int) -> dict:
   config = contenders.decoding(rows, given.source_length, given.length, given.drafted)
   each = given.waves * rows
   sources = contenders.prompts(
-      each * len(given.alphas), given.source_length, target[0].vocab_size
+    each * len(given.alphas), given.source_length, target[0].vocab_size
   )
   plain = slots.Slots(config, *target)
   tokens = scripting.continuations(plain, sources)
@@ -63,12 +63,12 @@ def people(given: argparse.Namespace, rows: int) -> dict:
   decoder = scripting.speculative(config, target, draft, sources, tokens, alphas)
   parts = np.split(sources, len(given.alphas))
   return {
-      PLAIN: contenders.Ours(plain, parts[0]),
-      PLAIN_FIRST: scripting.FirstTokens(plain, parts[0]),
-      FIRST: scripting.FirstTokens(decoder, parts[0]),
+    PLAIN: contenders.Ours(plain, parts[0]),
+    PLAIN_FIRST: scripting.FirstTokens(plain, parts[0]),
+    FIRST: scripting.FirstTokens(decoder, parts[0]),
   } | {
-      name_of(alpha): contenders.Ours(decoder, part)
-      for alpha, part in zip(given.alphas, parts, strict=True)
+    name_of(alpha): contenders.Ours(decoder, part)
+    for alpha, part in zip(given.alphas, parts, strict=True)
   }
 
 
@@ -80,28 +80,30 @@ def rows_of(given: argparse.Namespace, rows: int) -> list[dict]:
   times = measure.by_turns(serving, given.turns)
   names = [name_of(alpha) for alpha in given.alphas]
   step = scripting.round_ms(times, found, PLAIN, PLAIN_FIRST, rows, clock)
-  round_ = float(np.median([
-      scripting.round_ms(times, found, name, FIRST, rows, clock) for name in names
-  ]))
+  round_ = float(
+    np.median(
+      [scripting.round_ms(times, found, name, FIRST, rows, clock) for name in names]
+    )
+  )
   figures = {
-      f"{name}, tokens/s": serving[name].tokens / times[name].milliseconds(clock) * 1e3
-      for name in (PLAIN, *names)
+    f"{name}, tokens/s": serving[name].tokens / times[name].milliseconds(clock) * 1e3
+    for name in (PLAIN, *names)
   }
   for name in names:
     figures[f"{name}, over plain"] = measure.ratio(times, PLAIN, name, clock)
     figures[f"{name}, drafted tokens accepted"] = scripting.draft_acceptance(
-        found[name]
+      found[name]
     )
   figures |= {
-      "plain step, ms": step,
-      "round, ms": round_,
-      "round over plain step": round_ / step,
-      "break-even alpha": break_even(round_ / step, given.drafted),
+    "plain step, ms": step,
+    "round, ms": round_,
+    "round over plain step": round_ / step,
+    "break-even alpha": break_even(round_ / step, given.drafted),
   }
   common = {
-      "case": f"{given.target} + {given.draft}, K {given.drafted},"
-      f" {rows} row{'s' * (rows > 1)}",
-      "clock": f"{clock}, {given.threads} thread(s)",
+    "case": f"{given.target} + {given.draft}, K {given.drafted},"
+    f" {rows} row{'s' * (rows > 1)}",
+    "clock": f"{clock}, {given.threads} thread(s)",
   }
   return [common | {"figure": name, "value": figures[name]} for name in figures]
 

@@ -40,8 +40,8 @@ PROCESSES = ("first process", "second process")
 LOOP, FIRST = "compiling the loop (advance), s", "weights in memory to first token, s"
 LATER = "compilations after warm-up"
 ASKED = {
-    ("flan-t5-large", "t5-small", PROCESSES[0], LOOP): 15,
-    ("flan-t5-large", "t5-small", PROCESSES[1], FIRST): 3,
+  ("flan-t5-large", "t5-small", PROCESSES[0], LOOP): 15,
+  ("flan-t5-large", "t5-small", PROCESSES[1], FIRST): 3,
 }
 
 
@@ -90,7 +90,7 @@ def cheap_model(name: str, seed: int = 0) -> tuple[base.Model, base.Params]:
   block = 0.05 * np.random.default_rng(seed).standard_normal(2**20 + 1, np.float32)
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
   params = jax.tree.map(
-      lambda leaf: jnp.asarray(np.resize(block, leaf.shape), leaf.dtype), shapes
+    lambda leaf: jnp.asarray(np.resize(block, leaf.shape), leaf.dtype), shapes
   )
   return model, jax.block_until_ready(params)
 
@@ -116,10 +116,10 @@ def compiled_later(config: slots.DecodingConfig, pair, other: base.Params) -> in
   with Compilations() as found:
     for index, prompt in enumerate(prompts):
       sampling = slots.SamplingConfig(
-          temperature=(0.0, 0.5, 1.0)[index % 3],
-          top_k=(0, 20)[index % 2],
-          top_p=(1.0, 0.9)[index % 2],
-          seed=index,
+        temperature=(0.0, 0.5, 1.0)[index % 3],
+        top_k=(0, 20)[index % 2],
+        top_p=(1.0, 0.9)[index % 2],
+        seed=index,
       )
       length = 1 + (5 * index) % min(target, 12)
       cut = prompt[: max(2, source - 7 * index)]
@@ -138,10 +138,10 @@ def child(given: argparse.Namespace) -> dict[str, float]:
   pair = (*cheap_model(given.target), *cheap_model(given.draft))
   found["making the weights, s"] = time.perf_counter() - started
   config = slots.DecodingConfig(
-      num_draft_tokens=given.drafted,
-      source_lengths=(given.source,),
-      target_length=given.length,
-      record_top_k=given.kept,
+    num_draft_tokens=given.drafted,
+    source_lengths=(given.source,),
+    target_length=given.length,
+    record_top_k=given.kept,
   )
   with Compilations() as compilations:
     found[FIRST], spent = first_token(config, *pair)
@@ -162,13 +162,13 @@ def child(given: argparse.Namespace) -> dict[str, float]:
 def start(folder: str, keep_from: float) -> dict[str, float]:
   """Runs a child process of the same arguments on a compilation cache."""
   environment = {
-      **os.environ,
-      "JAX_COMPILATION_CACHE_DIR": folder,
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(keep_from),
+    **os.environ,
+    "JAX_COMPILATION_CACHE_DIR": folder,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(keep_from),
   }
   command = [sys.executable, *sys.argv, "--started", repr(time.time())]
   done = subprocess.run(
-      command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    command, env=environment, stdout=subprocess.PIPE, text=True, check=True
   )
   return json.loads(done.stdout.splitlines()[-1])
 
@@ -186,13 +186,15 @@ def rows_of(given: argparse.Namespace) -> list[dict]:
       values = [turn[figure] for turn in found[process]]
       limit = ASKED.get((given.target, given.draft, process, figure))
       asked = "0" if figure == LATER else f"<= {limit}" if limit else ""
-      rows.append({
+      rows.append(
+        {
           "case": f"{given.target} + {given.draft}, {process}",
           "figure": figure,
           "value": float(max(values) if figure == LATER else np.median(values)),
           "asked": asked,
           "clock": f"wall, {given.threads} thread(s)",
-      })
+        }
+      )
   return rows
 
 
@@ -207,10 +209,10 @@ def main() -> None:
   parser.add_argument("--turns", type=int, default=3)
   parser.add_argument("--threads", type=int, default=2)
   parser.add_argument(
-      "--keep_from",
-      type=float,
-      default=0.1,
-      help="seconds from which a compilation is kept on disk, as `osd` keeps them",
+    "--keep_from",
+    type=float,
+    default=0.1,
+    help="seconds from which a compilation is kept on disk, as `osd` keeps them",
   )
   parser.add_argument("--started", type=float, help=argparse.SUPPRESS)  # a child
   given = parser.parse_args()

@@ -38,23 +38,23 @@ class Served:
     stream = streams.QueryStream(config.stream, pair.vocabulary)
     starts = [index for index, _ in stream.shifts()]
     asked = [
-        [slots.Request(stream[start + place].tokens) for start in starts]
-        for place in range(fill + count)
+      [slots.Request(stream[start + place].tokens) for start in starts]
+      for place in range(fill + count)
     ]
     self._requests = [request for turn in asked[fill:] for request in turn]
     self._decoder = slots.Slots(
-        config.decoding,
-        pair.target,
-        pair.target_params,
-        pair.draft,
-        pair.draft_params,
+      config.decoding,
+      pair.target,
+      pair.target_params,
+      pair.draft,
+      pair.draft_params,
     )
     records = replay.init(
-        replay.BufferConfig(fill * len(starts)),
-        config.decoding.source_lengths[-1],
-        config.decoding.target_length,
-        config.decoding.record_top_k,
-        pair.target.vocab_size,
+      replay.BufferConfig(fill * len(starts)),
+      config.decoding.source_lengths[-1],
+      config.decoding.target_length,
+      config.decoding.record_top_k,
+      pair.target.vocab_size,
     )
     append = jax.jit(replay.append, donate_argnums=0)
     first = [request for turn in asked[:fill] for request in turn]
@@ -89,21 +89,21 @@ class Served:
 def rows_of(given: argparse.Namespace, config) -> list[dict]:
   """Measures every way of serving."""
   ways = {
-      "float32": contenders.WHOLE,
-      "int8": t5.DraftServing(int8=True),
-      "shortlist": t5.DraftServing(shortlist=given.shortlist),
-      "both": t5.DraftServing(int8=True, shortlist=given.shortlist),
+    "float32": contenders.WHOLE,
+    "int8": t5.DraftServing(int8=True),
+    "shortlist": t5.DraftServing(shortlist=given.shortlist),
+    "both": t5.DraftServing(int8=True, shortlist=given.shortlist),
   }
   people = {
-      name: Served(config, serving, given.fill, given.requests)
-      for name, serving in ways.items()
+    name: Served(config, serving, given.fill, given.requests)
+    for name, serving in ways.items()
   }
   whole = people["float32"]
   assert all(person.tokens == whole.tokens for person in people.values())
   times = measure.by_turns(people, given.turns)
   common = {
-      "case": f"{given.gin_file}, shortlist {given.shortlist}",
-      "clock": "cpu, 1 thread(s)",
+    "case": f"{given.gin_file}, shortlist {given.shortlist}",
+    "clock": "cpu, 1 thread(s)",
   }
   found = []
   for name, person in people.items():
@@ -111,11 +111,11 @@ def rows_of(given: argparse.Namespace, config) -> list[dict]:
     if name != "float32":
       figures["lost acceptance"] = whole.acceptance - person.acceptance
       figures["time over the float32 draft's"] = measure.ratio(
-          times, name, "float32", "cpu"
+        times, name, "float32", "cpu"
       )
     found += [
-        common | {"figure": f"{name} draft, {figure}", "value": value}
-        for figure, value in figures.items()
+      common | {"figure": f"{name} draft, {figure}", "value": value}
+      for figure, value in figures.items()
     ]
   return found
 

@@ -16,9 +16,9 @@ import measure
 
 # Asked of the ratio to Hugging Face float32, and of that to the memory bound.
 ASKED = {
-    ("flan-t5-base", 1): 0.52,
-    ("flan-t5-large", 1): 0.62,
-    ("flan-t5-base", 8): 0.50,
+  ("flan-t5-base", 1): 0.52,
+  ("flan-t5-large", 1): 0.62,
+  ("flan-t5-base", 8): 0.50,
 }
 ASKED_BOUND = {("flan-t5-base", 1): 1.4, ("flan-t5-large", 1): 1.25}
 
@@ -29,12 +29,8 @@ def ours(name: str, rows: int, source: int, target: int) -> contenders.Ours:
 
   config = contenders.shape(name)
   model, params = contenders.random_model(config)
-  decoder = slots.Slots(
-      contenders.decoding(rows, source, target, 1), model, params
-  )
-  return contenders.Ours(
-      decoder, contenders.prompts(rows, source, config.vocab_size)
-  )
+  decoder = slots.Slots(contenders.decoding(rows, source, target, 1), model, params)
+  return contenders.Ours(decoder, contenders.prompts(rows, source, config.vocab_size))
 
 
 def theirs(name: str, rows: int, source: int, target: int) -> dict:
@@ -44,10 +40,10 @@ def theirs(name: str, rows: int, source: int, target: int) -> dict:
   config = contenders.shape(name)
   sources = contenders.prompts(rows, source, config.vocab_size)
   return {
-      f"HF {dtype}": rivals.HuggingFace(
-          rivals.random_model(config, dtype), sources, target
-      )
-      for dtype in ("float32", "bfloat16")
+    f"HF {dtype}": rivals.HuggingFace(
+      rivals.random_model(config, dtype), sources, target
+    )
+    for dtype in ("float32", "bfloat16")
   }
 
 
@@ -61,24 +57,24 @@ def rows_of(given: argparse.Namespace, name: str, rows: int) -> list[dict]:
   tokens = people["ours"].tokens
   common = {"case": case, "clock": f"{clock}, {given.threads} thread(s)"}
   found = [
-      common
-      | {
-          "figure": f"{who}, ms/token",
-          "value": times[who].milliseconds(clock) / tokens,
-      }
-      for who in people
+    common
+    | {
+      "figure": f"{who}, ms/token",
+      "value": times[who].milliseconds(clock) / tokens,
+    }
+    for who in people
   ]
   for who in people:
     if who != "HF float32" and "HF float32" in people:
       one_thread = who == "ours" and given.threads == 1
       asked = ASKED.get((name, rows)) if one_thread else None
       found.append(
-          common
-          | {
-              "figure": f"{who} over HF float32",
-              "value": measure.ratio(times, who, "HF float32", clock),
-              "asked": f"<= {asked}" if asked else "",
-          }
+        common
+        | {
+          "figure": f"{who} over HF float32",
+          "value": measure.ratio(times, who, "HF float32", clock),
+          "asked": f"<= {asked}" if asked else "",
+        }
       )
   if rows == 1:
     found += bound(given, name, times["ours"].milliseconds(clock) / tokens, common)
@@ -89,18 +85,18 @@ def bound(given: argparse.Namespace, name: str, ms: float, common: dict) -> list
   """The memory bound of a step, measured in the same minute."""
   speed = measure.bandwidth(given.threads)
   read = contenders.step_bytes(
-      contenders.shape(name), 1, given.source, given.target // 2
+    contenders.shape(name), 1, given.source, given.target // 2
   )
   asked = ASKED_BOUND.get((name, 1)) if given.threads == 2 else None
   return [
-      common | {"figure": "bandwidth, GB/s", "value": speed / 1e9},
-      common | {"figure": "memory bound, ms/token", "value": read / speed * 1e3},
-      common
-      | {
-          "figure": "ours over the memory bound",
-          "value": ms / (read / speed * 1e3),
-          "asked": f"<= {asked}" if asked else "",
-      },
+    common | {"figure": "bandwidth, GB/s", "value": speed / 1e9},
+    common | {"figure": "memory bound, ms/token", "value": read / speed * 1e3},
+    common
+    | {
+      "figure": "ours over the memory bound",
+      "value": ms / (read / speed * 1e3),
+      "asked": f"<= {asked}" if asked else "",
+    },
   ]
 
 

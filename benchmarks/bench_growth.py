@@ -77,7 +77,7 @@ class Ring:
     self._config = replay.BufferConfig(capacity=capacity)
     buffer = replay.init(self._config, source, target, KEPT, vocab_size)
     self._row = jax.tree.map(
-        lambda leaf: jnp.ones((1, *leaf.shape[1:]), leaf.dtype), buffer.data
+      lambda leaf: jnp.ones((1, *leaf.shape[1:]), leaf.dtype), buffer.data
     )
     self._buffer = buffer.replace(added=jnp.int32(2 * capacity))
     self._since = np.int32(2 * capacity - UPDATE.num_new)
@@ -90,9 +90,7 @@ class Ring:
   def sample(self) -> None:
     for _ in range(CALLS):
       jax.block_until_ready(
-          updates.draw_slice(
-              UPDATE, self._config, self._buffer, self._key, self._since
-          )
+        updates.draw_slice(UPDATE, self._config, self._buffer, self._key, self._since)
       )
 
 
@@ -100,14 +98,12 @@ def axes(given: argparse.Namespace) -> dict[str, dict[int, Shape]]:
   """The points of every axis of decoding."""
   config = contenders.shape(given.shape)
   return {
-      "output length": {n: Shape(config, given.source, n) for n in given.outputs},
-      "source length": {n: Shape(config, n, given.target) for n in given.sources},
-      "vocabulary": {
-          n: Shape(
-              dataclasses.replace(config, vocab_size=n), given.source, given.target
-          )
-          for n in given.vocabularies
-      },
+    "output length": {n: Shape(config, given.source, n) for n in given.outputs},
+    "source length": {n: Shape(config, n, given.target) for n in given.sources},
+    "vocabulary": {
+      n: Shape(dataclasses.replace(config, vocab_size=n), given.source, given.target)
+      for n in given.vocabularies
+    },
   }
 
 
@@ -118,7 +114,7 @@ def answer(decoder: slots.Slots, prompt: np.ndarray, length: int) -> None:
 
 
 def decoding_curves(
-    given: argparse.Namespace, axis: str, points: Mapping[int, Shape]
+  given: argparse.Namespace, axis: str, points: Mapping[int, Shape]
 ) -> list[Curve]:
   """Measures one axis of decoding."""
   people = {}
@@ -134,16 +130,16 @@ def decoding_curves(
   step, token, bound = {}, {}, {}
   for place, shape in points.items():
     long, short = (
-        getattr(times[f"{place} {kind}"], given.clock) for kind in ("long", "short")
+      getattr(times[f"{place} {kind}"], given.clock) for kind in ("long", "short")
     )
     step[place] = float(np.median(long - short)) / (shape.target - 1) * 1e3
     token[place] = float(np.median(long)) / shape.target * 1e3
     read = contenders.step_bytes(shape.config, 1, shape.source, shape.target // 2)
     bound[place] = read / speed * 1e3
   return [
-      Curve(axis, "step, ms", step),
-      Curve(axis, "token with its share of prefill, ms", token),
-      Curve(axis, "memory bound of a step, ms", bound),
+    Curve(axis, "step, ms", step),
+    Curve(axis, "token with its share of prefill, ms", token),
+    Curve(axis, "memory bound of a step, ms", bound),
   ]
 
 
@@ -157,39 +153,39 @@ def buffer_curves(given: argparse.Namespace) -> list[Curve]:
     people[f"sample {capacity}"] = ring.sample
   times = measure.by_turns(people, given.turns)
   return [
-      Curve(
-          "buffer capacity",
-          f"{verb}, us",
-          {
-              n: times[f"{verb} {n}"].milliseconds(given.clock) / CALLS * 1e3
-              for n in given.capacities
-          },
-      )
-      for verb in ("append", "sample")
+    Curve(
+      "buffer capacity",
+      f"{verb}, us",
+      {
+        n: times[f"{verb} {n}"].milliseconds(given.clock) / CALLS * 1e3
+        for n in given.capacities
+      },
+    )
+    for verb in ("append", "sample")
   ]
 
 
 def rows_of(given: argparse.Namespace, curves: Sequence[Curve]) -> list[dict]:
   """The points of one axis, and how much the last is of the first."""
   common = {
-      "case": f"{given.shape}, {curves[0].axis}",
-      "clock": f"{given.clock}, {given.threads} thread(s)",
+    "case": f"{given.shape}, {curves[0].axis}",
+    "clock": f"{given.clock}, {given.threads} thread(s)",
   }
   rows = []
   for curve in curves:
     places = list(curve.points)
     rows += [
-        common | {"figure": f"{curve.figure}, at {n}", "value": curve.points[n]}
-        for n in places
+      common | {"figure": f"{curve.figure}, at {n}", "value": curve.points[n]}
+      for n in places
     ]
     first, last = places[0], places[-1]
     rows.append(
-        common
-        | {
-            "figure": f"{curve.figure.split(', ')[0]}, {last} over {first}",
-            "value": curve.points[last] / curve.points[first],
-            "asked": "1" if curve.axis == "buffer capacity" else "",
-        }
+      common
+      | {
+        "figure": f"{curve.figure.split(', ')[0]}, {last} over {first}",
+        "value": curve.points[last] / curve.points[first],
+        "asked": "1" if curve.axis == "buffer capacity" else "",
+      }
     )
   return rows
 

@@ -64,7 +64,7 @@ class Run:
 
   def tokens_per_call(self) -> float:
     tokens, calls = (
-        self.of("requests", name).sum() for name in ("output_tokens", "target_calls")
+      self.of("requests", name).sum() for name in ("output_tokens", "target_calls")
     )
     return tokens / calls
 
@@ -75,21 +75,21 @@ def configs(given: argparse.Namespace, seed: int) -> dict:
   from osd_jax.main import settings
 
   config, _ = settings.load(
-      online.OnlineConfig,
-      [given.gin_file],
-      [
-          f"StreamConfig.seed={seed}",
-          f"StreamConfig.requests_per_task={given.requests_per_task}",
-          *given.bindings,
-      ],
+    online.OnlineConfig,
+    [given.gin_file],
+    [
+      f"StreamConfig.seed={seed}",
+      f"StreamConfig.requests_per_task={given.requests_per_task}",
+      *given.bindings,
+    ],
   )
   config = dataclasses.replace(
-      config,
-      decoding=dataclasses.replace(config.decoding, rows=1, max_rounds=1),
-      floor_metering=False,
-      compare_every=0,
-      checkpoint_every=10**9,
-      free_updates=given.free,
+    config,
+    decoding=dataclasses.replace(config.decoding, rows=1, max_rounds=1),
+    floor_metering=False,
+    compare_every=0,
+    checkpoint_every=10**9,
+    free_updates=given.free,
   )
   found = {FROZEN: dataclasses.replace(config, learn=False)}
   for interval in given.intervals:
@@ -121,11 +121,11 @@ def serve(config, requests: int | None = None) -> Run:
     loop.close(seconds)
     rows = list(writers.read(directory.metrics_path))
   return Run(
-      seconds,
-      np.array(steps),
-      np.array(emitted),
-      [row for row in rows if row["kind"] == "request"],
-      [row for row in rows if row["kind"] == "update"],
+    seconds,
+    np.array(steps),
+    np.array(emitted),
+    [row for row in rows if row["kind"] == "request"],
+    [row for row in rows if row["kind"] == "update"],
   )
 
 
@@ -160,38 +160,37 @@ def cost_of(runs: list[Run], frozen: list[Run]) -> dict[str, float]:
 
   def gained(run: Run, other: Run) -> float:
     tokens, calls = (
-        run.of("requests", name).sum() for name in ("output_tokens", "target_calls")
+      run.of("requests", name).sum() for name in ("output_tokens", "target_calls")
     )
     return tokens - other.tokens_per_call() * calls
 
   return {
-      "updates": median(lambda run, _: len(run.updates)),
-      "update, ms": median(lambda run, _: np.median(run.of("updates", "update_ms"))),
-      "slice, ms": slice_ms(runs),
-      "updates, share of wall time": median(lambda run, _: share(run, "update_ms")),
-      "waiting for updates, share of wall time": median(
-          lambda run, _: share(run, "wait_ms")
-      ),
-      "tokens gained": median(gained),
-      "tokens gained, share": median(
-          lambda run, other: gained(run, other) / run.emitted.sum()
-      ),
-      "wall time over frozen draft": median(
-          lambda run, other: run.seconds / other.seconds
-      ),
-      "break-even, requests": median(break_even),
+    "updates": median(lambda run, _: len(run.updates)),
+    "update, ms": median(lambda run, _: np.median(run.of("updates", "update_ms"))),
+    "slice, ms": slice_ms(runs),
+    "updates, share of wall time": median(lambda run, _: share(run, "update_ms")),
+    "waiting for updates, share of wall time": median(
+      lambda run, _: share(run, "wait_ms")
+    ),
+    "tokens gained": median(gained),
+    "tokens gained, share": median(
+      lambda run, other: gained(run, other) / run.emitted.sum()
+    ),
+    "wall time over frozen draft": median(
+      lambda run, other: run.seconds / other.seconds
+    ),
+    "break-even, requests": median(break_even),
   }
 
 
 def slice_ms(runs: list[Run]) -> float:
   """Median milliseconds of a slice."""
   return float(
-      np.median(
-          np.concatenate([
-              run.of("updates", "update_ms") / run.of("updates", "steps")
-              for run in runs
-          ])
+    np.median(
+      np.concatenate(
+        [run.of("updates", "update_ms") / run.of("updates", "steps") for run in runs]
       )
+    )
   )
 
 
@@ -205,13 +204,13 @@ def figures(runs: list[Run], frozen: list[Run]) -> dict[str, tuple[float, str]]:
     without = np.percentile(np.concatenate([run.gaps() for run in frozen]), 99)
     asked = f"<= {without + costs['slice, ms']:.4g}"
   found = {
-      "between tokens, p50, ms": (float(np.percentile(gaps, 50)), ""),
-      "between tokens, p99, ms": (float(np.percentile(gaps, 99)), asked),
-      "tokens/s": (tokens / sum(run.seconds for run in runs), ""),
-      "tokens per target call": (
-          float(np.median([run.tokens_per_call() for run in runs])),
-          "",
-      ),
+    "between tokens, p50, ms": (float(np.percentile(gaps, 50)), ""),
+    "between tokens, p99, ms": (float(np.percentile(gaps, 99)), asked),
+    "tokens/s": (tokens / sum(run.seconds for run in runs), ""),
+    "tokens per target call": (
+      float(np.median([run.tokens_per_call() for run in runs])),
+      "",
+    ),
   }
   return found | {name: (value, "") for name, value in costs.items()}
 
@@ -222,8 +221,7 @@ def show(found: dict[str, dict[str, tuple[float, str]]]) -> None:
   longest = max(found.values(), key=len)
   for figure in longest:
     cells = [
-        f"{found[name][figure][0]:.4g}" if figure in found[name] else ""
-        for name in found
+      f"{found[name][figure][0]:.4g}" if figure in found[name] else "" for name in found
     ]
     table.add_row(figure, *cells)
   rich.console.Console().print(table)
@@ -253,9 +251,9 @@ def main() -> None:
   parser.add_argument("--threads", type=int, default=2)
   parser.add_argument("--free", action="store_true", help="swap as soon as ready")
   parser.add_argument(
-      "--one_thread_each",
-      action="store_true",
-      help="serving and learning are compiled for one thread",
+    "--one_thread_each",
+    action="store_true",
+    help="serving and learning are compiled for one thread",
   )
   parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
   given = parser.parse_args()
@@ -266,17 +264,20 @@ def main() -> None:
   found = {name: figures(runs[name], runs[FROZEN]) for name in runs}
   show(found)
   case = ", free" * given.free + ", one thread each" * given.one_thread_each
-  measure.report("learning", [
+  measure.report(
+    "learning",
+    [
       {
-          "case": f"demo pair, {name}{case}",
-          "figure": figure,
-          "value": value,
-          "asked": asked,
-          "clock": f"wall, {given.threads} thread(s)",
+        "case": f"demo pair, {name}{case}",
+        "figure": figure,
+        "value": value,
+        "asked": asked,
+        "clock": f"wall, {given.threads} thread(s)",
       }
       for name, columns in found.items()
       for figure, (value, asked) in columns.items()
-  ])
+    ],
+  )
 
 
 if __name__ == "__main__":

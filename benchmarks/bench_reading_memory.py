@@ -49,15 +49,15 @@ def shape(gigabytes: float) -> t5.T5Config:
   """A T5 1.1 of about that size in float32, its largest tensor a tenth of it."""
   width = max(16, int((gigabytes * 1e9 / 240) ** 0.5) // 16 * 16)
   return t5.T5Config(
-      vocab_size=6 * width,
-      width=width,
-      num_heads=max(1, width // 64),
-      head_dim=64 if width >= 64 else width,
-      mlp_dim=2 * width,
-      num_encoder_layers=2,
-      num_decoder_layers=2,
-      mlp_activations=("gelu", "linear"),
-      tied_head=False,
+    vocab_size=6 * width,
+    width=width,
+    num_heads=max(1, width // 64),
+    head_dim=64 if width >= 64 else width,
+    mlp_dim=2 * width,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    mlp_activations=("gelu", "linear"),
+    tied_head=False,
   )
 
 
@@ -76,8 +76,8 @@ def write(folder: pathlib.Path, config: t5.T5Config, dtype: str, shards: int) ->
   files = files if shards > 1 else ["model.safetensors"]
   for index, file in enumerate(files):
     drawn = {
-        name: rng.standard_normal(names[name], np.float32).astype(kind)
-        for name in list(names)[index::len(files)]
+      name: rng.standard_normal(names[name], np.float32).astype(kind)
+      for name in list(names)[index :: len(files)]
     }
     safetensors.flax.save_file(drawn, folder / file)
   if shards > 1:
@@ -94,21 +94,21 @@ def read(folder: pathlib.Path, gigabytes: float, dtype: str, shards: int) -> dic
   tiny = dataclasses.replace(config, width=16, vocab_size=64, mlp_dim=32)
   write(folder / "tiny", tiny, dtype, shards)
   done = subprocess.run(
-      [sys.executable, "-c", READ, str(folder / "tiny"), str(folder / "large")],
-      capture_output=True,
-      text=True,
-      check=True,
+    [sys.executable, "-c", READ, str(folder / "tiny"), str(folder / "large")],
+    capture_output=True,
+    text=True,
+    check=True,
   )
   found = json.loads(done.stdout.splitlines()[-1])
   files = (folder / "large").glob("*.safetensors")
   slack = found["grown"] - found["model"] - largest
   return {
-      "file_bytes": sum(file.stat().st_size for file in files),
-      "model_bytes": found["model"],
-      "largest_tensor_bytes": largest,
-      "peak_growth_bytes": found["grown"],
-      "growth_over_model": found["grown"] / found["model"],
-      "slack": slack / largest,
+    "file_bytes": sum(file.stat().st_size for file in files),
+    "model_bytes": found["model"],
+    "largest_tensor_bytes": largest,
+    "peak_growth_bytes": found["grown"],
+    "growth_over_model": found["grown"] / found["model"],
+    "slack": slack / largest,
   }
 
 
@@ -124,13 +124,13 @@ def main():
   case = f"{given.gigabytes:g} GB of {given.dtype} in {given.shards} file(s)"
   common = {"case": case, "clock": "peak resident memory of its own process"}
   measure.report(
-      "reading_memory",
-      [
-          common
-          | {"figure": name.replace("_", " "), "value": value}
-          | ({"asked": "<= 1"} if name == "slack" else {})
-          for name, value in found.items()
-      ],
+    "reading_memory",
+    [
+      common
+      | {"figure": name.replace("_", " "), "value": value}
+      | ({"asked": "<= 1"} if name == "slack" else {})
+      for name, value in found.items()
+    ],
   )
 
 

@@ -52,10 +52,10 @@ def feed(steps, served, caches, count):
 def people_of(given: argparse.Namespace) -> dict:
   """Everybody who is timed, by name."""
   pair = {
-      "target": contenders.random_model(contenders.shape(given.target)),
-      "draft": contenders.random_model(
-          contenders.shape(given.draft), 1, SERVING[given.served]
-      ),
+    "target": contenders.random_model(contenders.shape(given.target)),
+    "draft": contenders.random_model(
+      contenders.shape(given.draft), 1, SERVING[given.served]
+    ),
   }
   prompts = contenders.prompts(1, given.source, pair["target"][0].vocab_size)
   config = contenders.decoding(1, given.source, given.length, given.drafted)
@@ -63,10 +63,10 @@ def people_of(given: argparse.Namespace) -> dict:
   length = state_lib.buffer_length(given.length)
   served = {who: calls.prepare(*member) for who, member in pair.items()}
   caches = {
-      who: jax.jit(model.prefill, static_argnums=3)(
-          served[who], prompts, prompts != 0, length
-      )
-      for who, (model, _) in pair.items()
+    who: jax.jit(model.prefill, static_argnums=3)(
+      served[who], prompts, prompts != 0, length
+    )
+    for who, (model, _) in pair.items()
   }
 
   def alone(*steps):
@@ -76,10 +76,10 @@ def people_of(given: argparse.Namespace) -> dict:
   verify = ("target", given.drafted + 1)
   drafting = (("draft", 2), *(("draft", 1),) * (given.drafted - 1))
   return {
-      WHOLE: contenders.Ours(decoder, prompts),
-      FIRST: scripting.FirstTokens(decoder, prompts),
-      MODELS: alone(*drafting, verify),
-      VERIFY: alone(verify),
+    WHOLE: contenders.Ours(decoder, prompts),
+    FIRST: scripting.FirstTokens(decoder, prompts),
+    MODELS: alone(*drafting, verify),
+    VERIFY: alone(verify),
   }
 
 
@@ -91,25 +91,25 @@ def rows_of(given: argparse.Namespace) -> list[dict]:
   times = measure.by_turns(people, given.turns)
   whole = scripting.round_ms(times, found, WHOLE, FIRST, 1, clock)
   models, verify = (
-      times[name].milliseconds(clock) / CALLS for name in (MODELS, VERIFY)
+    times[name].milliseconds(clock) / CALLS for name in (MODELS, VERIFY)
   )
   case = f"{given.target} + {given.draft} ({given.served}), K {given.drafted}"
   figures = {
-      "a round, ms": whole,
-      "both models alone, ms": models,
-      "verification alone, ms": verify,
-      "drafting (the difference), ms": models - verify,
-      "outside the two models, share": 1 - models / whole,
+    "a round, ms": whole,
+    "both models alone, ms": models,
+    "verification alone, ms": verify,
+    "drafting (the difference), ms": models - verify,
+    "outside the two models, share": 1 - models / whole,
   }
   return [
-      {
-          "case": case,
-          "clock": f"{clock}, {given.threads} thread(s)",
-          "figure": figure,
-          "value": value,
-          "asked": ASKED if "outside" in figure else "",
-      }
-      for figure, value in figures.items()
+    {
+      "case": case,
+      "clock": f"{clock}, {given.threads} thread(s)",
+      "figure": figure,
+      "value": value,
+      "asked": ASKED if "outside" in figure else "",
+    }
+    for figure, value in figures.items()
   ]
 
 

@@ -25,22 +25,22 @@ from osd_jax.decoding import slots
 from osd_jax.models import t5
 
 ASKED = {
-    "flan-t5-base": {0.7: 1.4, 0.8: 1.6, 0.9: 2.0},
-    "flan-t5-large": {0.7: 1.9, 0.8: 2.2, 0.9: 3.0},
+  "flan-t5-base": {0.7: 1.4, 0.8: 1.6, 0.9: 2.0},
+  "flan-t5-large": {0.7: 1.9, 0.8: 2.2, 0.9: 3.0},
 }
 ASKED_OVER_ASSISTED = {
-    ("flan-t5-base", "float32"): 2.8,
-    ("flan-t5-base", "bfloat16"): 1.9,
-    ("flan-t5-large", "float32"): 2.4,
-    ("flan-t5-large", "bfloat16"): 1.5,
+  ("flan-t5-base", "float32"): 2.8,
+  ("flan-t5-base", "bfloat16"): 1.9,
+  ("flan-t5-large", "float32"): 2.4,
+  ("flan-t5-large", "bfloat16"): 1.5,
 }
 RIVAL_ALPHA = 0.8
 WITHOUT = {"XLA attention": ("attention",), "XLA alone": native.PARTS}
 SERVING = {
-    "float32": t5.DraftServing(),
-    "int8": t5.DraftServing(int8=True),
-    "shortlist": t5.DraftServing(shortlist=4096),
-    "both": t5.DraftServing(int8=True, shortlist=4096),
+  "float32": t5.DraftServing(),
+  "int8": t5.DraftServing(int8=True),
+  "shortlist": t5.DraftServing(shortlist=4096),
+  "both": t5.DraftServing(int8=True, shortlist=4096),
 }
 
 
@@ -65,7 +65,7 @@ class Bench:
     self.draft_config = contenders.shape(given.drafts_with)
     self.target = contenders.random_model(self.config)
     self.sources = contenders.prompts(
-        given.prompts, given.source, self.config.vocab_size
+      given.prompts, given.source, self.config.vocab_size
     )
     self._plain = slots.Slots(self._decoding(1), *self.target)
     self.plain = contenders.Ours(self._plain, self.sources)
@@ -75,12 +75,12 @@ class Bench:
     """Speculation with a draft served in one of the ways of `SERVING`."""
     model, params = contenders.random_model(self.draft_config, 1, SERVING[draft])
     decoder = scripting.speculative(
-        self._decoding(drafted),
-        self.target,
-        (model, params),
-        self.sources,
-        self.tokens,
-        [alpha] * len(self.sources),
+      self._decoding(drafted),
+      self.target,
+      (model, params),
+      self.sources,
+      self.tokens,
+      [alpha] * len(self.sources),
     )
     scripting.share_target(decoder, self._plain)
     return contenders.Ours(decoder, self.sources)
@@ -92,7 +92,7 @@ class Bench:
     model = rivals.random_model(self.config, dtype)
     assistant = rivals.random_model(self.draft_config, dtype, seed=1)
     return rivals.Scripted(
-        model, assistant, self.sources, self.given.length, drafted, RIVAL_ALPHA
+      model, assistant, self.sources, self.given.length, drafted, RIVAL_ALPHA
     )
 
   def _decoding(self, drafted: int) -> slots.DecodingConfig:
@@ -121,9 +121,9 @@ def contenders_of(bench: Bench) -> dict:
 def native_ones(people: dict, alpha: float) -> list[str]:
   """Ours at an acceptance, as they are served."""
   return [
-      name
-      for name, person in people.items()
-      if name.startswith(f"alpha {alpha},") and not isinstance(person, WithoutNative)
+    name
+    for name, person in people.items()
+    if name.startswith(f"alpha {alpha},") and not isinstance(person, WithoutNative)
   ]
 
 
@@ -143,13 +143,13 @@ def rows_of(bench: Bench) -> list[dict]:
   def row(figure: str, value: float, asked: float | None = None) -> None:
     bound = f">= {asked}" if asked else ""
     found.append(
-        {
-            "case": given.target + (", ablation" if given.without_native else ""),
-            "clock": f"{clock}, {given.threads} thread(s)",
-            "figure": figure,
-            "value": value,
-            "asked": bound,
-        }
+      {
+        "case": given.target + (", ablation" if given.without_native else ""),
+        "clock": f"{clock}, {given.threads} thread(s)",
+        "figure": figure,
+        "value": value,
+        "asked": bound,
+      }
     )
 
   if given.without_native:
@@ -165,19 +165,17 @@ def rows_of(bench: Bench) -> list[dict]:
     mine = native_ones(people, alpha)
     fastest = best(times, mine, clock)
     row(
-        f"alpha {alpha}, the fastest of these, over plain",
-        measure.ratio(times, "plain", fastest, clock),
-        ASKED.get(given.target, {}).get(alpha),
+      f"alpha {alpha}, the fastest of these, over plain",
+      measure.ratio(times, "plain", fastest, clock),
+      ASKED.get(given.target, {}).get(alpha),
     )
   if not given.no_rivals:
     mine = native_ones(people, RIVAL_ALPHA)
     for dtype in ("float32", "bfloat16"):
       row(
-          f"tokens/s over HF assisted {dtype}, alpha {RIVAL_ALPHA}",
-          measure.ratio(
-              times, f"HF assisted {dtype}", best(times, mine, clock), clock
-          ),
-          ASKED_OVER_ASSISTED.get((given.target, dtype)),
+        f"tokens/s over HF assisted {dtype}, alpha {RIVAL_ALPHA}",
+        measure.ratio(times, f"HF assisted {dtype}", best(times, mine, clock), clock),
+        ASKED_OVER_ASSISTED.get((given.target, dtype)),
       )
   return found
 

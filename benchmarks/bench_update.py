@@ -61,9 +61,9 @@ def rows_to_learn(given: argparse.Namespace) -> Rows:
   rng = np.random.default_rng(0)
   logits = rng.standard_normal((given.rows, given.target, size), np.float32)
   return Rows(
-      source=contenders.prompts(given.rows, given.source, size),
-      target=contenders.prompts(given.rows, given.target, size, seed=1),
-      logits=3 * logits,
+    source=contenders.prompts(given.rows, given.source, size),
+    target=contenders.prompts(given.rows, given.target, size, seed=1),
+    logits=3 * logits,
   )
 
 
@@ -76,12 +76,12 @@ class Ours:
     kept = min(given.kept, self._shape.vocab_size)
     count = len(rows.source)
     self._batch = base.DistillationBatch(
-        source=jnp.asarray(rows.source),
-        target=jnp.asarray(rows.target),
-        mask=jnp.ones(rows.target.shape, bool),
-        records=jax.jit(records.from_logits, static_argnums=1)(rows.logits, kept),
-        source_id=jnp.zeros((count,), jnp.int32),
-        weight=jnp.ones((count,), jnp.float32),
+      source=jnp.asarray(rows.source),
+      target=jnp.asarray(rows.target),
+      mask=jnp.ones(rows.target.shape, bool),
+      records=jax.jit(records.from_logits, static_argnums=1)(rows.logits, kept),
+      source_id=jnp.zeros((count,), jnp.int32),
+      weight=jnp.ones((count,), jnp.float32),
     )
     jax.block_until_ready(self._batch)
 
@@ -93,7 +93,7 @@ class Ours:
 
   def __call__(self) -> None:
     self._learner, metrics = updates.take_slice(
-        self._model, CONFIG, self._learner, self._batch
+      self._model, CONFIG, self._learner, self._batch
     )
     jax.block_until_ready(self._learner)
     assert bool(metrics.finite), metrics
@@ -103,9 +103,9 @@ class Ours:
     step = updates.take_slice.lower(self._model, CONFIG, self._learner, self._batch)
     found = step.compile().memory_analysis()
     sizes = (
-        found.argument_size_in_bytes,
-        found.output_size_in_bytes,
-        found.temp_size_in_bytes,
+      found.argument_size_in_bytes,
+      found.output_size_in_bytes,
+      found.temp_size_in_bytes,
     )
     return sum(sizes) / 1e9
 
@@ -130,33 +130,31 @@ class Torch:
 
     self._model = rivals.random_model(self._shape).train()
     self._optimizer = self._torch.optim.AdamW(
-        self._model.parameters(),
-        lr=CONFIG.optimizer.learning_rate,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=CONFIG.optimizer.weight_decay,
-        fused=True,
+      self._model.parameters(),
+      lr=CONFIG.optimizer.learning_rate,
+      betas=BETAS,
+      eps=EPS,
+      weight_decay=CONFIG.optimizer.weight_decay,
+      fused=True,
     )
     return self
 
   def __call__(self) -> None:
     torch = self._torch
     found = self._model(
-        input_ids=self._source,
-        attention_mask=torch.ones_like(self._source),
-        decoder_input_ids=self._inputs,
-        use_cache=False,
+      input_ids=self._source,
+      attention_mask=torch.ones_like(self._source),
+      decoder_input_ids=self._inputs,
+      use_cache=False,
     )
     draft = torch.log_softmax(found.logits, -1).flatten(0, 1)
     target = torch.log_softmax(self._logits, -1).flatten(0, 1)
     loss = torch.nn.functional.kl_div(
-        draft, target, log_target=True, reduction="batchmean"
+      draft, target, log_target=True, reduction="batchmean"
     )
     self._optimizer.zero_grad()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(
-        self._model.parameters(), CONFIG.optimizer.clip_norm
-    )
+    torch.nn.utils.clip_grad_norm_(self._model.parameters(), CONFIG.optimizer.clip_norm)
     self._optimizer.step()
     assert np.isfinite(loss.item())
 
@@ -170,12 +168,12 @@ def step_rows(given: argparse.Namespace, common: dict) -> list[dict]:
   people = {name: make(given, rows).start() for name, make in CONTENDERS.items()}
   times = measure.by_turns(people, given.turns)
   found = [
-      common
-      | {
-          "figure": f"step, {name}, ms",
-          "value": times[name].milliseconds(given.clock),
-      }
-      for name in people
+    common
+    | {
+      "figure": f"step, {name}, ms",
+      "value": times[name].milliseconds(given.clock),
+    }
+    for name in people
   ]
   over = measure.ratio(times, "ours", "torch float32", given.clock)
   figure = {"figure": "step, ours over torch float32", "value": over}
@@ -226,19 +224,19 @@ def record_rows(given: argparse.Namespace) -> list[dict]:
   alone, size = truncation(given), contenders.shape(given.served).vocab_size
   share = measure.ratio(times, "with", "without", given.clock) - 1
   figures = [
-      ("record, bytes/token", replay.record_bytes_per_token(given.kept, size)),
-      ("round without records, ms", without),
-      ("records, share of a round, by turns", share),
-      ("truncating a round's rows alone, ms", alone),
-      ("truncating alone, share of a round", alone / without),
+    ("record, bytes/token", replay.record_bytes_per_token(given.kept, size)),
+    ("round without records, ms", without),
+    ("records, share of a round, by turns", share),
+    ("truncating a round's rows alone, ms", alone),
+    ("truncating alone, share of a round", alone / without),
   ]
   common = {
-      "case": f"{given.served} + scripted {given.shape}, K={given.drafted}",
-      "clock": f"{given.clock}, {given.threads} thread(s)",
+    "case": f"{given.served} + scripted {given.shape}, K={given.drafted}",
+    "clock": f"{given.clock}, {given.threads} thread(s)",
   }
   return [
-      common | {"figure": figure, "value": value, "asked": asked_of_records(figure)}
-      for figure, value in figures
+    common | {"figure": figure, "value": value, "asked": asked_of_records(figure)}
+    for figure, value in figures
   ]
 
 
@@ -263,10 +261,10 @@ def served(given: argparse.Namespace) -> dict[str, contenders.Ours]:
   config = contenders.decoding(*lengths, given.drafted)
   pair = (model, params, contenders.scripted(draft), scripts)
   return {
-      name: contenders.Ours(
-          slots.Slots(dataclasses.replace(config, record_top_k=kept), *pair), sources
-      )
-      for name, kept in (("without", 0), ("with", given.kept))
+    name: contenders.Ours(
+      slots.Slots(dataclasses.replace(config, record_top_k=kept), *pair), sources
+    )
+    for name, kept in (("without", 0), ("with", given.kept))
   }
 
 
@@ -306,8 +304,8 @@ def main() -> None:
     print(json.dumps(only(given)))
     return
   common = {
-      "case": f"{given.shape}, {given.rows} x {given.target} targets",
-      "clock": f"{given.clock}, {given.threads} thread(s)",
+    "case": f"{given.shape}, {given.rows} x {given.target} targets",
+    "clock": f"{given.clock}, {given.threads} thread(s)",
   }
   measure.report("update", memory_rows(given, common) + step_rows(given, common))
   jax.clear_caches()

@@ -41,12 +41,10 @@ def rows_of(given: argparse.Namespace, name: str) -> list[dict]:
   """Measures one shape."""
   clock = "cpu" if given.threads == 1 else "wall"
   times = measure.by_turns(
-      loops(name, given.counts, given.source, given.target), given.turns
+    loops(name, given.counts, given.source, given.target), given.turns
   )
   speed = measure.bandwidth(given.threads)
-  read = contenders.step_bytes(
-      contenders.shape(name), 1, given.source, given.target
-  )
+  read = contenders.step_bytes(contenders.shape(name), 1, given.source, given.target)
   bound = read / speed * 1e3
   common = {"clock": f"{clock}, {given.threads} thread(s)"}
   found = [common | {"case": name, "figure": "memory bound, ms", "value": bound}]
@@ -55,18 +53,18 @@ def rows_of(given: argparse.Namespace, name: str) -> list[dict]:
     case = common | {"case": f"{name}, {count} tokens"}
     asked = ASKED.get((name, count))
     found += [
-        case | {"figure": "ms a call", "value": ms},
-        case
-        | {
-            "figure": "over the memory bound",
-            "value": ms / bound,
-            "asked": f"<= {asked}" if asked else "",
-        },
-        case
-        | {
-            "figure": "over one token",
-            "value": measure.ratio(times, str(count), str(given.counts[0]), clock),
-        },
+      case | {"figure": "ms a call", "value": ms},
+      case
+      | {
+        "figure": "over the memory bound",
+        "value": ms / bound,
+        "asked": f"<= {asked}" if asked else "",
+      },
+      case
+      | {
+        "figure": "over one token",
+        "value": measure.ratio(times, str(count), str(given.counts[0]), clock),
+      },
     ]
   return found
 

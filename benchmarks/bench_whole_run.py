@@ -42,14 +42,14 @@ def one_run(config: online.OnlineConfig, block: int, folder: str) -> dict[str, f
   loop = online.OnlineLoop(dataclasses.replace(config, run_directory=folder), directory)
   pair, decoding = loop.pair, config.decoding
   plain = slots.Slots(
-      dataclasses.replace(decoding, record_top_k=0), pair.target, pair.target_params
+    dataclasses.replace(decoding, record_top_k=0), pair.target, pair.target_params
   )
   frozen = slots.Slots(
-      dataclasses.replace(decoding, record_top_k=0),
-      pair.target,
-      pair.target_params,
-      pair.draft,
-      pair.draft_params,
+    dataclasses.replace(decoding, record_top_k=0),
+    pair.target,
+    pair.target_params,
+    pair.draft,
+    pair.draft_params,
   )
   warm_up(config, loop, plain, frozen)
   seconds = {"plain": 0.0, "frozen": 0.0, "online": 0.0}
@@ -57,8 +57,8 @@ def one_run(config: online.OnlineConfig, block: int, folder: str) -> dict[str, f
   for start in range(0, len(loop.stream), block):
     stop = min(start + block, len(loop.stream))
     requests = [
-        slots.Request(tokens=loop.stream[i].tokens, sampling=config.sampling)
-        for i in range(start, stop)
+      slots.Request(tokens=loop.stream[i].tokens, sampling=config.sampling)
+      for i in range(start, stop)
     ]
     spent, count = serve(plain, requests)
     seconds["plain"] += spent
@@ -69,14 +69,14 @@ def one_run(config: online.OnlineConfig, block: int, folder: str) -> dict[str, f
   rows = list(writers.read(directory.metrics_path))
   overlaps = [row["overlap"] for row in rows if row["kind"] == "request"]
   return {
-      **{f"{name}_seconds": value for name, value in seconds.items()},
-      "tokens": tokens,
-      "updates": sum(row["kind"] == "update" for row in rows),
-      "update_seconds": total_seconds(rows, "update", "update_ms"),
-      "decode_seconds": total_seconds(rows, "request", "decode_ms"),
-      "overlap": float(np.mean(overlaps)),
-      "over_plain": seconds["plain"] / seconds["online"],
-      "over_frozen": seconds["frozen"] / seconds["online"],
+    **{f"{name}_seconds": value for name, value in seconds.items()},
+    "tokens": tokens,
+    "updates": sum(row["kind"] == "update" for row in rows),
+    "update_seconds": total_seconds(rows, "update", "update_ms"),
+    "decode_seconds": total_seconds(rows, "request", "decode_ms"),
+    "overlap": float(np.mean(overlaps)),
+    "over_plain": seconds["plain"] / seconds["online"],
+    "over_frozen": seconds["frozen"] / seconds["online"],
   }
 
 
@@ -85,10 +85,10 @@ def total_seconds(rows: list, kind: str, field: str) -> float:
 
 
 def warm_up(
-    config: online.OnlineConfig,
-    loop: online.OnlineLoop,
-    plain: slots.Slots,
-    frozen: slots.Slots,
+  config: online.OnlineConfig,
+  loop: online.OnlineLoop,
+  plain: slots.Slots,
+  frozen: slots.Slots,
 ) -> None:
   """Compiles everything on a short run of its own; compilation is not what we time."""
   tokens = loop.stream[0].tokens
@@ -107,14 +107,14 @@ def rows_of(gin_file: str, seed: int, row: dict[str, float]) -> list[dict]:
   """What the report keeps of a run."""
   asked = {"over_plain": ">= 1.5", "over_frozen": ">= 1.15"}
   return [
-      {
-          "case": f"{gin_file}, seed {seed}",
-          "figure": name.replace("_", " "),
-          "value": value,
-          "asked": asked.get(name, ""),
-          "clock": "wall, 2 thread(s)",
-      }
-      for name, value in row.items()
+    {
+      "case": f"{gin_file}, seed {seed}",
+      "figure": name.replace("_", " "),
+      "value": value,
+      "asked": asked.get(name, ""),
+      "clock": "wall, 2 thread(s)",
+    }
+    for name, value in row.items()
   ]
 
 
@@ -128,9 +128,9 @@ def main() -> None:
   measure.restart(2)
   for seed in range(given.seeds):
     config, _ = settings.load(
-        online.OnlineConfig,
-        [given.gin_file],
-        [f"StreamConfig.seed={seed}", *given.bindings],
+      online.OnlineConfig,
+      [given.gin_file],
+      [f"StreamConfig.seed={seed}", *given.bindings],
     )
     config = dataclasses.replace(config, floor_metering=False, compare_every=0)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,15 +15,15 @@ from osd_jax.models import sizes, t5
 
 WHOLE = t5.DraftServing()  # nothing is left out
 TINY = t5.T5Config(
-    vocab_size=256,
-    width=32,
-    num_heads=2,
-    head_dim=16,
-    mlp_dim=64,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
-    mlp_activations=("gelu", "linear"),
-    tied_head=False,
+  vocab_size=256,
+  width=32,
+  num_heads=2,
+  head_dim=16,
+  mlp_dim=64,
+  num_encoder_layers=2,
+  num_decoder_layers=2,
+  mlp_activations=("gelu", "linear"),
+  tied_head=False,
 )
 
 
@@ -33,7 +33,7 @@ def shape(name: str) -> t5.T5Config:
 
 
 def random_model(
-    config: t5.T5Config, seed: int = 0, serving: t5.DraftServing = WHOLE
+  config: t5.T5Config, seed: int = 0, serving: t5.DraftServing = WHOLE
 ) -> tuple[base.Model, base.Params]:
   """A model with random weights that never emits end-of-sequence.
 
@@ -124,7 +124,7 @@ def scripted(draft: base.Model) -> base.Model:
 
   def decode(served, tokens, cache):
     logits, inner = draft.decode(
-        served.params, tokens, cache.inner.replace(length=cache.length)
+      served.params, tokens, cache.inner.replace(length=cache.length)
     )
     last = cache.script.shape[1] - 1
     at = jnp.minimum(cache.length[:, None] + jnp.arange(tokens.shape[1])[None], last)
@@ -134,18 +134,18 @@ def scripted(draft: base.Model) -> base.Model:
     return logits, ScriptedCache(inner, cache.script, inner.length)
 
   return dataclasses.replace(
-      draft,
-      name=f"scripted {draft.name}",
-      prefill=prefill,
-      decode=decode,
-      prepare=lambda scripts, *shortlist: scripts.replace(
-          params=draft.prepare(scripts.params, *shortlist)
-      ),
+    draft,
+    name=f"scripted {draft.name}",
+    prefill=prefill,
+    decode=decode,
+    prepare=lambda scripts, *shortlist: scripts.replace(
+      params=draft.prepare(scripts.params, *shortlist)
+    ),
   )
 
 
 def corrupted(
-    tokens: np.ndarray, alpha: float, vocab_size: int, seed: int = 0
+  tokens: np.ndarray, alpha: float, vocab_size: int, seed: int = 0
 ) -> np.ndarray:
   """A continuation of which each token is right with probability alpha.
 
@@ -158,7 +158,7 @@ def corrupted(
   rng = np.random.default_rng(seed)
   wrong = rng.random(tokens.shape) >= alpha
   other = 3 + (tokens - 3 + rng.integers(1, vocab_size - 3, tokens.shape)) % (
-      vocab_size - 3
+    vocab_size - 3
   )
   return np.where(wrong, other, tokens).astype(np.int32)
 
@@ -185,10 +185,10 @@ class Ours:
 def decoding(rows: int, source: int, target: int, drafted: int) -> slots.DecodingConfig:
   """Shapes without records."""
   return slots.DecodingConfig(
-      rows=rows,
-      num_draft_tokens=drafted,
-      source_lengths=(source,),
-      target_length=target,
-      record_top_k=0,
-      max_rounds=target,
+    rows=rows,
+    num_draft_tokens=drafted,
+    source_lengths=(source,),
+    target_length=target,
+    record_top_k=0,
+    max_rounds=target,
   )

@@ -16,31 +16,31 @@ from osd_jax.decoding import autoregressive, sampling
 from osd_jax.decoding import state as state_lib
 
 FREE = {
-    "add-dependency",
-    "after-all",
-    "async-done",
-    "bitcast",
-    "call",
-    "conditional",
-    "constant",
-    "copy-done",
-    "get-tuple-element",
-    "opt-barrier",
-    "parameter",
-    "tuple",
-    "while",
+  "add-dependency",
+  "after-all",
+  "async-done",
+  "bitcast",
+  "call",
+  "conditional",
+  "constant",
+  "copy-done",
+  "get-tuple-element",
+  "opt-barrier",
+  "parameter",
+  "tuple",
+  "while",
 }
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = .*?[\s)]([a-z][a-z0-9-]*)\(")
 _CALLED = {  # what of other computations runs as launches of its own
-    "while": r"body=%?([\w.-]+)",
-    "call": r"to_apply=%?([\w.-]+)",
-    "conditional": r"(?:branch_computations=\{|true_computation=)([^}]*)",
+  "while": r"body=%?([\w.-]+)",
+  "call": r"to_apply=%?([\w.-]+)",
+  "conditional": r"(?:branch_computations=\{|true_computation=)([^}]*)",
 }
 
 
 def per_step(
-    model: base.Model, params: base.Params, rows: int, source: int, target: int
+  model: base.Model, params: base.Params, rows: int, source: int, target: int
 ) -> int | None:
   """Launches of one plain decoding step; None where the program shows no loop.
 
@@ -73,11 +73,11 @@ def in_loop(text: str) -> int | None:
   """Launches in one turn of the largest loop of a compiled program's text."""
   computations = _parse(text)
   bodies = [
-      name
-      for lines in computations.values()
-      for opcode, called in lines
-      if opcode == "while"
-      for name in called
+    name
+    for lines in computations.values()
+    for opcode, called in lines
+    if opcode == "while"
+    for name in called
   ]
   return max((_launches(computations, name) for name in bodies), default=None)
 

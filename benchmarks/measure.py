@@ -41,12 +41,12 @@ def restart(threads: int) -> None:
   eigen = "false" if threads == 1 else "true"
   flags = os.environ.get("XLA_FLAGS", "")
   environment = {
-      **os.environ,
-      _MARK: str(threads),
-      "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen={eigen}".strip(),
-      "OMP_NUM_THREADS": str(threads),
-      "MKL_NUM_THREADS": str(threads),
-      "GLIBC_TUNABLES": _HUGE_PAGES,
+    **os.environ,
+    _MARK: str(threads),
+    "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen={eigen}".strip(),
+    "OMP_NUM_THREADS": str(threads),
+    "MKL_NUM_THREADS": str(threads),
+    "GLIBC_TUNABLES": _HUGE_PAGES,
   }
   os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 
@@ -69,7 +69,7 @@ class Times:
 
 
 def by_turns(
-    contenders: Mapping[str, Callable[[], object]], turns: int
+  contenders: Mapping[str, Callable[[], object]], turns: int
 ) -> dict[str, Times]:
   """Lets contenders do the same work by turns, each beginning equally often.
 
@@ -94,9 +94,7 @@ def by_turns(
 
 def ratio(times: Mapping[str, Times], over: str, under: str, clock: str) -> float:
   """Median over the turns of one contender's time over another's, turn for turn."""
-  return float(
-      np.median(getattr(times[over], clock) / getattr(times[under], clock))
-  )
+  return float(np.median(getattr(times[over], clock) / getattr(times[under], clock)))
 
 
 def bandwidth(threads: int, megabytes: int = 512, repeats: int = 20) -> float:
@@ -158,11 +156,11 @@ def commit() -> str:
 def provenance() -> dict[str, Any]:
   """This machine, as far as figures depend on it, and the code."""
   return {
-      "cores": os.cpu_count() or 1,
-      "cpu": cpu_model(),
-      "jax": importlib.metadata.version("jax"),
-      "commit": commit(),
-      "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    "cores": os.cpu_count() or 1,
+    "cpu": cpu_model(),
+    "jax": importlib.metadata.version("jax"),
+    "commit": commit(),
+    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
   }
 
 

@@ -27,17 +27,17 @@ def random_model(config: t5.T5Config, dtype: str = "float32", seed: int = 0) -> 
   torch.manual_seed(seed)
   gated = len(config.mlp_activations) > 1
   theirs = transformers.T5Config(
-      vocab_size=config.vocab_size,
-      d_model=config.width,
-      num_heads=config.num_heads,
-      d_kv=config.head_dim,
-      d_ff=config.mlp_dim,
-      num_layers=config.num_encoder_layers,
-      num_decoder_layers=config.num_decoder_layers,
-      feed_forward_proj="gated-gelu" if gated else "relu",
-      tie_word_embeddings=config.tied_head,
-      decoder_start_token_id=0,
-      dropout_rate=0.0,
+    vocab_size=config.vocab_size,
+    d_model=config.width,
+    num_heads=config.num_heads,
+    d_kv=config.head_dim,
+    d_ff=config.mlp_dim,
+    num_layers=config.num_encoder_layers,
+    num_decoder_layers=config.num_decoder_layers,
+    feed_forward_proj="gated-gelu" if gated else "relu",
+    tie_word_embeddings=config.tied_head,
+    decoder_start_token_id=0,
+    dropout_rate=0.0,
   )
   model = transformers.T5ForConditionalGeneration(theirs)
   return model.to(getattr(torch, dtype)).eval()
@@ -51,12 +51,12 @@ class HuggingFace:
   """
 
   def __init__(
-      self,
-      model: Any,
-      sources: np.ndarray,
-      target: int,
-      assistant: Any = None,
-      num_draft_tokens: int = 0,
+    self,
+    model: Any,
+    sources: np.ndarray,
+    target: int,
+    assistant: Any = None,
+    num_draft_tokens: int = 0,
   ):
     """Answers all `sources` [N, S] at each call, `target` tokens each.
 
@@ -81,16 +81,16 @@ class HuggingFace:
   @torch.inference_mode()
   def __call__(self) -> np.ndarray:
     found = [
-        self._model.generate(
-            batch,
-            attention_mask=torch.ones_like(batch),
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=self._target,
-            eos_token_id=None,
-            assistant_model=self._assistant,
-        )
-        for batch in self._batches
+      self._model.generate(
+        batch,
+        attention_mask=torch.ones_like(batch),
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=self._target,
+        eos_token_id=None,
+        assistant_model=self._assistant,
+      )
+      for batch in self._batches
     ]
     tokens = torch.cat(found)[:, 1:].numpy()  # without the start token
     assert tokens.size == self.tokens, tokens.shape
@@ -105,13 +105,13 @@ class Scripted:
   """
 
   def __init__(
-      self,
-      model: Any,
-      assistant: Any,
-      sources: np.ndarray,
-      target: int,
-      num_draft_tokens: int,
-      alpha: float,
+    self,
+    model: Any,
+    assistant: Any,
+    sources: np.ndarray,
+    target: int,
+    num_draft_tokens: int,
+    alpha: float,
   ):
     """Generates the continuations that the scripts are made of.
 
@@ -126,8 +126,8 @@ class Scripted:
     self._alpha, self._size = alpha, model.config.vocab_size
     self._choose = script(assistant)
     self._serve = [
-        HuggingFace(model, row[None], target, assistant, num_draft_tokens)
-        for row in sources
+      HuggingFace(model, row[None], target, assistant, num_draft_tokens)
+      for row in sources
     ]
     self.tokens = len(sources) * target
     plain = [HuggingFace(model, row[None], target)() for row in sources]
@@ -141,8 +141,8 @@ class Scripted:
   def _script(self, emitted: np.ndarray) -> None:
     self._emitted = emitted
     self._wanted = [
-        contenders.corrupted(row[None], self._alpha, self._size, seed=index)[0]
-        for index, row in enumerate(emitted)
+      contenders.corrupted(row[None], self._alpha, self._size, seed=index)[0]
+      for index, row in enumerate(emitted)
     ]
 
   def __call__(self) -> np.ndarray:

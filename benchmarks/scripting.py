@@ -27,12 +27,12 @@ def continuations(decoder: slots.Slots, sources: np.ndarray) -> np.ndarray:
 
 
 def speculative(
-    config: slots.DecodingConfig,
-    target: tuple[base.Model, base.Params],
-    draft: tuple[base.Model, base.Params],
-    sources: np.ndarray,
-    tokens: np.ndarray,
-    alphas: Sequence[float],
+  config: slots.DecodingConfig,
+  target: tuple[base.Model, base.Params],
+  draft: tuple[base.Model, base.Params],
+  sources: np.ndarray,
+  tokens: np.ndarray,
+  alphas: Sequence[float],
 ) -> slots.Slots:
   """A decoder whose draft is right with a probability of one's choice.
 
@@ -48,8 +48,8 @@ def speculative(
 
   def scripts(tokens: np.ndarray) -> contenders.Scripts:
     found = [
-        contenders.corrupted(tokens[index : index + 1], alpha, size, seed=index)
-        for index, alpha in enumerate(alphas)
+      contenders.corrupted(tokens[index : index + 1], alpha, size, seed=index)
+      for index, alpha in enumerate(alphas)
     ]
     return contenders.Scripts(draft[1], sources, np.concatenate(found))
 
@@ -101,12 +101,12 @@ def rounds(found: Sequence[slots.Finished], rows: int) -> int:
 
 
 def round_ms(
-    times: Mapping[str, measure.Times],
-    found: Mapping[str, Sequence[slots.Finished]],
-    whole: str,
-    first: str,
-    rows: int,
-    clock: str,
+  times: Mapping[str, measure.Times],
+  found: Mapping[str, Sequence[slots.Finished]],
+  whole: str,
+  first: str,
+  rows: int,
+  clock: str,
 ) -> float:
   """Milliseconds of a round (of a step, in plain decoding), without prefill.
 

@@ -37,40 +37,40 @@ acceptance synthetic. What was asked and is not met stays in the table.
 """
 
 BOUNDS = {  # what limits what is measured
-    "accelerator": "One row is bounded by kernels launched one after another and by"
-    " the bytes of the weights; many rows by caches and arithmetic.",
-    "adaptive": "Bounded by the best fixed K and by plain decoding: choosing K costs a"
-    " little and gains where acceptance changes.",
-    "batching": "Plain decoding of few rows is bounded by memory, so that verifying"
-    " K + 1 tokens costs little more than one. With more rows arithmetic is the bound,"
-    " and a round has to be accepted nearly whole to pay.",
-    "compile": "Bounded by XLA.",
-    "greedy": "One row is bounded by memory bandwidth: every step reads the decoder's"
-    " weights once. Rows of a batch share that reading until arithmetic is the bound.",
-    "growth": "A step is bounded by weights that do not grow; caches, output head and"
-    " prefill do.",
-    "learning": "Bounded by cores: what an update computes is not computed for serving,"
-    " unless a core was idle.",
-    "reading_memory": "Bounded by the model itself and its largest tensor.",
-    "speculative": "Bounded by (1 - alpha^(K + 1)) / (1 - alpha) tokens a round over"
-    " the time of K + 1 draft steps and one verification.",
-    "update": "Bounded by arithmetic: forward and backward over all positions at once.",
-    "round": "Bounded by memory, as `verify` and the draft's steps are.",
-    "verify": "Bounded by memory for few tokens, where one more costs little, by"
-    " arithmetic for many.",
-    "whole_run": "Bounded by cores, as `learning` is.",
+  "accelerator": "One row is bounded by kernels launched one after another and by"
+  " the bytes of the weights; many rows by caches and arithmetic.",
+  "adaptive": "Bounded by the best fixed K and by plain decoding: choosing K costs a"
+  " little and gains where acceptance changes.",
+  "batching": "Plain decoding of few rows is bounded by memory, so that verifying"
+  " K + 1 tokens costs little more than one. With more rows arithmetic is the bound,"
+  " and a round has to be accepted nearly whole to pay.",
+  "compile": "Bounded by XLA.",
+  "greedy": "One row is bounded by memory bandwidth: every step reads the decoder's"
+  " weights once. Rows of a batch share that reading until arithmetic is the bound.",
+  "growth": "A step is bounded by weights that do not grow; caches, output head and"
+  " prefill do.",
+  "learning": "Bounded by cores: what an update computes is not computed for serving,"
+  " unless a core was idle.",
+  "reading_memory": "Bounded by the model itself and its largest tensor.",
+  "speculative": "Bounded by (1 - alpha^(K + 1)) / (1 - alpha) tokens a round over"
+  " the time of K + 1 draft steps and one verification.",
+  "update": "Bounded by arithmetic: forward and backward over all positions at once.",
+  "round": "Bounded by memory, as `verify` and the draft's steps are.",
+  "verify": "Bounded by memory for few tokens, where one more costs little, by"
+  " arithmetic for many.",
+  "whole_run": "Bounded by cores, as `learning` is.",
 }
 
 _COMPARISONS = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "<": operator.lt,
-    ">": operator.gt,
+  "<=": operator.le,
+  ">=": operator.ge,
+  "<": operator.lt,
+  ">": operator.gt,
 }
 
 
 def met(value: float, asked: str) -> str:
-  """"yes" or "no"; "" where nothing that can be compared was asked."""
+  """ "yes" or "no"; "" where nothing that can be compared was asked."""
   found = re.match(r"\s*(<=|>=|<|>)\s*(-?[\d.]+(?:e[+-]?\d+)?)", asked)
   if not found:
     return ""
@@ -92,18 +92,18 @@ def number(value: float) -> str:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
   """A Markdown table of one benchmark."""
   lines = [
-      "| case | figure | measured | asked | met | clock |",
-      "|---|---|---|---|---|---|",
+    "| case | figure | measured | asked | met | clock |",
+    "|---|---|---|---|---|---|",
   ]
   for row in rows:
     asked = str(row.get("asked") or "")
     cells = [
-        row["case"],
-        row["figure"],
-        number(row["value"]),
-        asked,
-        met(row["value"], asked),
-        row.get("clock", ""),
+      row["case"],
+      row["figure"],
+      number(row["value"]),
+      asked,
+      met(row["value"], asked),
+      row.get("clock", ""),
     ]
     lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
   return "\n".join(lines)
@@ -125,17 +125,17 @@ def program(name: str) -> tuple[str, str, str]:
 
 
 def section(
-    name: str, rows: Sequence[Mapping[str, Any]], note: Mapping[str, Any]
+  name: str, rows: Sequence[Mapping[str, Any]], note: Mapping[str, Any]
 ) -> str:
   """One benchmark: what, how, how bounded, on what, and the table."""
   title, said, command = program(name)
   parts = [
-      f"## {name}: {title[:1].lower() + title[1:]}",
-      f"`{command}`",
-      said,
-      BOUNDS.get(name, ""),
-      f"Hardware: {'; '.join(machines(note, rows))}.",
-      table(rows),
+    f"## {name}: {title[:1].lower() + title[1:]}",
+    f"`{command}`",
+    said,
+    BOUNDS.get(name, ""),
+    f"Hardware: {'; '.join(machines(note, rows))}.",
+    table(rows),
   ]
   return "\n\n".join(part for part in parts if part)
 
@@ -156,9 +156,7 @@ def noted(results: pathlib.Path) -> dict[str, Any]:
   return json.loads(path.read_text()) if path.exists() else measure.provenance()
 
 
-def machines(
-    note: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
-) -> list[str]:
+def machines(note: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
   """What rows were measured on and which code; what a row lacks, the note says."""
   commits: dict[str, set[str]] = {}
   for row in rows:
@@ -167,8 +165,8 @@ def machines(
     where = at.get("hardware") or f"{machine}, jax {at['jax']}, {at['date']}"
     commits.setdefault(where, set()).add(at["commit"])
   return [
-      f"{where}, commit{'s' * (len(found) > 1)} {', '.join(sorted(found))}"
-      for where, found in sorted(commits.items())
+    f"{where}, commit{'s' * (len(found) > 1)} {', '.join(sorted(found))}"
+    for where, found in sorted(commits.items())
   ]
 
 

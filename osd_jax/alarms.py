@@ -14,22 +14,22 @@ WINDOW = 25  # trailing requests that acceptance and loops are judged over
 
 # What each alarm says when it starts.
 MEANINGS = {
-    "acceptance_pinned_at_0": (
-        f"nothing that was drafted in {WINDOW} requests was accepted; the draft costs"
-        " time and saves none. Look at its updates, or start it anew"
-    ),
-    "acceptance_pinned_at_1": (
-        f"all that was drafted in {WINDOW} requests was accepted; right for a draft"
-        " that equals the target, else a sign that nothing is judged"
-    ),
-    "update_not_finite": (
-        "an update had steps with a loss, gradient or step that was not finite, and"
-        " left them out; lower the learning rate if it goes on"
-    ),
-    "output_loops": (
-        "an output repeats itself; the target does so alone too (outputs are its"
-        " own), and loops flatter the acceptance"
-    ),
+  "acceptance_pinned_at_0": (
+    f"nothing that was drafted in {WINDOW} requests was accepted; the draft costs"
+    " time and saves none. Look at its updates, or start it anew"
+  ),
+  "acceptance_pinned_at_1": (
+    f"all that was drafted in {WINDOW} requests was accepted; right for a draft"
+    " that equals the target, else a sign that nothing is judged"
+  ),
+  "update_not_finite": (
+    "an update had steps with a loss, gradient or step that was not finite, and"
+    " left them out; lower the learning rate if it goes on"
+  ),
+  "output_loops": (
+    "an output repeats itself; the target does so alone too (outputs are its"
+    " own), and loops flatter the acceptance"
+  ),
 }
 
 
@@ -62,7 +62,7 @@ class AlarmState:
 
 
 def observe(
-    state: AlarmState, kind: str, row: Mapping[str, Any]
+  state: AlarmState, kind: str, row: Mapping[str, Any]
 ) -> tuple[AlarmState, list[Alarm]]:
   """Takes in one row of metrics.jsonl, in the order of the file.
 
@@ -125,9 +125,9 @@ def _judge_requests(recent: tuple[tuple[int, int, bool], ...]) -> dict[str, bool
   accepted = sum(entry[1] for entry in recent)
   enough = len(recent) == WINDOW and drafted > 0
   return {
-      "acceptance_pinned_at_0": enough and accepted == 0,
-      "acceptance_pinned_at_1": enough and accepted == drafted,
-      "output_loops": any(loops for _, _, loops in recent),
+    "acceptance_pinned_at_0": enough and accepted == 0,
+    "acceptance_pinned_at_1": enough and accepted == drafted,
+    "output_loops": any(loops for _, _, loops in recent),
   }
 
 

@@ -44,10 +44,10 @@ class StopReason(enum.IntEnum):
   @property
   def message(self) -> str:
     return {
-        StopReason.RUNNING: "still decoding",
-        StopReason.EOS: "the target emitted its end-of-sequence token",
-        StopReason.LENGTH: "the request reached its own length limit",
-        StopReason.EMPTY: "no request is in this row",
+      StopReason.RUNNING: "still decoding",
+      StopReason.EOS: "the target emitted its end-of-sequence token",
+      StopReason.LENGTH: "the request reached its own length limit",
+      StopReason.EMPTY: "no request is in this row",
     }[self]
 
 

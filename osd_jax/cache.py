@@ -60,7 +60,7 @@ def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
     write_head = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
     return jax.vmap(write_head)(stored[0], new[0], starts)[None]
   return jax.vmap(
-      lambda row, block, start: jax.lax.dynamic_update_slice(row, block, (0, start, 0))
+    lambda row, block, start: jax.lax.dynamic_update_slice(row, block, (0, start, 0))
   )(stored, new, length)
 
 
@@ -76,16 +76,16 @@ def insert_row(batch, row, slot: jax.Array):
     The pytree with the row replaced; its other rows are untouched.
   """
   return jax.tree.map(
-      lambda many, one: jax.lax.dynamic_update_slice_in_dim(
-          many, one.astype(many.dtype), slot, axis=0
-      ),
-      batch,
-      row,
+    lambda many, one: jax.lax.dynamic_update_slice_in_dim(
+      many, one.astype(many.dtype), slot, axis=0
+    ),
+    batch,
+    row,
   )
 
 
 def empty_self_entries(
-    num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype
+  num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
   """Zeroed self keys or values: `num_layers` arrays of `shape` [B, H, T, D]."""
   return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))

@@ -52,9 +52,9 @@ class Difference:
 
   def __str__(self) -> str:
     return (
-        f"prompt {self.prompt}, position {self.position}: expected token"
-        f" {self.expected} ({self.expected_score:.7g}), emitted {self.emitted}"
-        f" ({self.emitted_score:.7g})"
+      f"prompt {self.prompt}, position {self.position}: expected token"
+      f" {self.expected} ({self.expected_score:.7g}), emitted {self.emitted}"
+      f" ({self.emitted_score:.7g})"
     )
 
 
@@ -88,20 +88,20 @@ class Certificate:
 
   def __add__(self, other: "Certificate") -> "Certificate":
     return Certificate(
-        self.check if self.outputs else other.check,
-        self.outputs + other.outputs,
-        self.equal + other.equal,
-        self.tokens + other.tokens,
-        self.near_ties + other.near_ties,
-        self.failures + other.failures,
+      self.check if self.outputs else other.check,
+      self.outputs + other.outputs,
+      self.equal + other.equal,
+      self.tokens + other.tokens,
+      self.near_ties + other.near_ties,
+      self.failures + other.failures,
     )
 
   def row(self) -> dict[str, Any]:
     """For tables and certificate.json: failures counted."""
     return {
-        **dataclasses.asdict(self),
-        "failures": len(self.failures),
-        "passed": self.passed,
+      **dataclasses.asdict(self),
+      "failures": len(self.failures),
+      "passed": self.passed,
     }
 
   def sentence(self) -> str:
@@ -110,14 +110,14 @@ class Certificate:
       return ""
     if self.check == "token equality":
       text = (
-          f"{self.equal} of {self.outputs} outputs ({self.tokens} tokens) equal plain"
-          f" decoding token for token; {self.near_ties} near ties"
+        f"{self.equal} of {self.outputs} outputs ({self.tokens} tokens) equal plain"
+        f" decoding token for token; {self.near_ties} near ties"
       )
     else:
       text = (
-          f"{self.equal} of {self.outputs} outputs ({self.tokens} tokens) are the"
-          f" target's choice throughout; {self.near_ties} tokens lie within the gap of"
-          f" {BFLOAT16_GAP:g} of the largest logit"
+        f"{self.equal} of {self.outputs} outputs ({self.tokens} tokens) are the"
+        f" target's choice throughout; {self.near_ties} tokens lie within the gap of"
+        f" {BFLOAT16_GAP:g} of the largest logit"
       )
     if self.passed:
       return text + "."
@@ -144,8 +144,8 @@ def conclude(verdict: Certificate, directory: writers.RunDirectory) -> None:
     return
   failures = [dataclasses.asdict(failure) for failure in verdict.failures[:SHOWN]]
   directory.write_json(
-      "certificate.json",
-      {**verdict.row(), "near_tie_tolerance": NEAR_TIE, "first_failures": failures},
+    "certificate.json",
+    {**verdict.row(), "near_tie_tolerance": NEAR_TIE, "first_failures": failures},
   )
   if not verdict.passed:
     raise SystemExit(1)
@@ -167,7 +167,7 @@ class Certifier:
     self.check = "near-tie audit" if rounded else "token equality"
 
   def judge(
-      self, answered: Iterable[tuple[slots.Finished, slots.Finished]], first: int = 0
+    self, answered: Iterable[tuple[slots.Finished, slots.Finished]], first: int = 0
   ) -> Certificate:
     """The certificate of outputs.
 
@@ -183,15 +183,14 @@ class Certifier:
     return total
 
   def _by_equality(
-      self, place: int, plain: slots.Finished, fast: slots.Finished
+    self, place: int, plain: slots.Finished, fast: slots.Finished
   ) -> Certificate:
     found = Certificate(self.check, outputs=1, tokens=len(fast.tokens))
     at = first_difference(plain.tokens, fast.tokens)
     if at is None:
       return dataclasses.replace(found, equal=1)
     expected, emitted = (
-        int(done.tokens[at]) if at < len(done.tokens) else None
-        for done in (plain, fast)
+      int(done.tokens[at]) if at < len(done.tokens) else None for done in (plain, fast)
     )
     longer = plain if expected is not None else fast
     scores = self._rescored(longer, at)
@@ -205,7 +204,7 @@ class Certifier:
     """Scores [V] of the tokens that may stand at a position, in float64."""
     with jax.enable_x64(True):
       params = jax.tree.map(
-          lambda leaf: np.asarray(leaf, np.float64), self._pair.target_params
+        lambda leaf: np.asarray(leaf, np.float64), self._pair.target_params
       )
       source = np.asarray(done.batch.source)
       mask = source != base.PAD_ID
@@ -215,19 +214,19 @@ class Certifier:
     return scores(row, done.settings, at)
 
   def _by_audit(
-      self, place: int, plain: slots.Finished, fast: slots.Finished
+    self, place: int, plain: slots.Finished, fast: slots.Finished
   ) -> Certificate:
     del plain
     batch = fast.batch
     source = np.asarray(batch.source)
     logits = np.asarray(
-        _score(
-            self._pair.target,
-            self._pair.target_params,
-            source,
-            source != base.PAD_ID,
-            np.asarray(batch.target),
-        )
+      _score(
+        self._pair.target,
+        self._pair.target_params,
+        source,
+        source != base.PAD_ID,
+        np.asarray(batch.target),
+      )
     )[0]
     near_ties, failures = 0, []
     for at, token in enumerate(fast.tokens):
@@ -241,15 +240,15 @@ class Certifier:
         near_ties += 1
       else:
         failures.append(
-            Difference(place, at, choice, int(token), expected, emitted, False)
+          Difference(place, at, choice, int(token), expected, emitted, False)
         )
     return Certificate(
-        self.check,
-        outputs=1,
-        equal=int(not near_ties and not failures),
-        tokens=len(fast.tokens),
-        near_ties=near_ties,
-        failures=tuple(failures[:1]),
+      self.check,
+      outputs=1,
+      equal=int(not near_ties and not failures),
+      tokens=len(fast.tokens),
+      near_ties=near_ties,
+      failures=tuple(failures[:1]),
     )
 
 
@@ -270,10 +269,10 @@ def near(a: float, b: float) -> bool:
 
 
 def scores(
-    logits: np.ndarray,
-    settings: base.SamplingSettings,
-    position: int,
-    tolerance: float = NEAR_TIE,
+  logits: np.ndarray,
+  settings: base.SamplingSettings,
+  position: int,
+  tolerance: float = NEAR_TIE,
 ) -> np.ndarray:
   """What the draw at a position takes the arg max of, in float64.
 
@@ -293,16 +292,16 @@ def scores(
   scaled = logits / temperature
   kept = _inside(scaled, int(settings.top_k[0]), float(settings.top_p[0]), tolerance)
   key = sampling.row_keys(
-      jnp.asarray(settings.seed),
-      jnp.full((1, 1), position, jnp.int32),
-      sampling.Purpose.EMIT,
+    jnp.asarray(settings.seed),
+    jnp.full((1, 1), position, jnp.int32),
+    sampling.Purpose.EMIT,
   )[0, 0]
   noise = np.asarray(jax.random.gumbel(key, logits.shape, jnp.float32), np.float64)
   return np.where(kept, scaled + noise, -np.inf)
 
 
 def _inside(
-    scaled: np.ndarray, top_k: int, top_p: float, tolerance: float
+  scaled: np.ndarray, top_k: int, top_p: float, tolerance: float
 ) -> np.ndarray:
   """Which tokens the cut-off keeps, those just below it too."""
   order = np.argsort(-scaled, kind="stable")
@@ -321,8 +320,6 @@ def _divisor(settings: base.SamplingSettings) -> float:
 
 
 _score = jax.jit(
-    lambda model, params, source, mask, target: model.score(
-        params, source, mask, target
-    ),
-    static_argnums=0,
+  lambda model, params, source, mask, target: model.score(params, source, mask, target),
+  static_argnums=0,
 )

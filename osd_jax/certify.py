@@ -10,14 +10,14 @@ import numpy as np
 import rich.console
 
 from osd_jax import (
-    base,
-    certificate,
-    corpus,
-    metrics,
-    pairs,
-    partitioning,
-    report,
-    writers,
+  base,
+  certificate,
+  corpus,
+  metrics,
+  pairs,
+  partitioning,
+  report,
+  writers,
 )
 from osd_jax.data import batches as data_batches
 from osd_jax.decoding import slots
@@ -60,24 +60,24 @@ class CertifyConfig:
 
   def __post_init__(self):
     checks = {
-        "count": (self.count >= len(self.rows), "at least one for each of rows"),
-        "num_draft_tokens": (self.num_draft_tokens, "at least one K"),
-        "rows": (self.rows and min(self.rows) >= 1, "numbers >= 1"),
-        "drafts": (
-            self.drafts and set(self.drafts) <= set(DRAFTS),
-            f"names out of {sorted(DRAFTS)}",
-        ),
-        "sampling": (
-            certificate.applies(self.sampling, self.decoding),
-            "temperature 0, or DecodingConfig.acceptance_rule = 'coupling': sampled"
-            " outputs of the rejection rule equal plain decoding's in law only",
-        ),
+      "count": (self.count >= len(self.rows), "at least one for each of rows"),
+      "num_draft_tokens": (self.num_draft_tokens, "at least one K"),
+      "rows": (self.rows and min(self.rows) >= 1, "numbers >= 1"),
+      "drafts": (
+        self.drafts and set(self.drafts) <= set(DRAFTS),
+        f"names out of {sorted(DRAFTS)}",
+      ),
+      "sampling": (
+        certificate.applies(self.sampling, self.decoding),
+        "temperature 0, or DecodingConfig.acceptance_rule = 'coupling': sampled"
+        " outputs of the rejection rule equal plain decoding's in law only",
+      ),
     }
     for name, (valid, expected) in checks.items():
       if not valid:
         raise ValueError(
-            f"CertifyConfig.{name}: received {getattr(self, name)!r}, expected"
-            f" {expected}."
+          f"CertifyConfig.{name}: received {getattr(self, name)!r}, expected"
+          f" {expected}."
         )
 
 
@@ -90,10 +90,10 @@ def _unrelated(pair: pairs.Pair) -> Draft:
 
 # Who drafts, by name.
 DRAFTS: dict[str, Callable[[pairs.Pair], Draft]] = {
-    "pair": lambda pair: (pair.draft, pair.draft_params),
-    "target": lambda pair: (pair.target, pair.target_params),
-    "perturbed": lambda pair: (pair.target, perturbed(pair.target_params, _NOISE)),
-    "unrelated": _unrelated,
+  "pair": lambda pair: (pair.draft, pair.draft_params),
+  "target": lambda pair: (pair.target, pair.target_params),
+  "perturbed": lambda pair: (pair.target, perturbed(pair.target_params, _NOISE)),
+  "unrelated": _unrelated,
 }
 
 
@@ -102,11 +102,11 @@ def perturbed(params: base.Params, scale: float, seed: int = 0) -> base.Params:
   leaves, tree = jax.tree.flatten(params)
   rng = np.random.default_rng(seed)
   return jax.tree.unflatten(
-      tree,
-      [
-          leaf + scale * np.std(leaf) * rng.normal(size=leaf.shape).astype(leaf.dtype)
-          for leaf in map(np.asarray, leaves)
-      ],
+    tree,
+    [
+      leaf + scale * np.std(leaf) * rng.normal(size=leaf.shape).astype(leaf.dtype)
+      for leaf in map(np.asarray, leaves)
+    ],
   )
 
 
@@ -125,13 +125,13 @@ def run(config: CertifyConfig, operative_config: str = "") -> Path:
   """
   console = rich.console.Console(stderr=True)
   directory = writers.RunDirectory.start(
-      config.run_directory, config=operative_config, seed=config.sampling.seed
+    config.run_directory, config=operative_config, seed=config.sampling.seed
   )
   grid = Grid(config)
   table, total = [], certificate.Certificate()
   with (
-      writers.MetricsLog(directory.metrics_path) as log,
-      report.progress_bar(console) as bar,
+    writers.MetricsLog(directory.metrics_path) as log,
+    report.progress_bar(console) as bar,
   ):
     log.truncate(0)
     count = len(config.num_draft_tokens) * config.count
@@ -143,7 +143,7 @@ def run(config: CertifyConfig, operative_config: str = "") -> Path:
   report.print_table(table, console)
   console.print(total.sentence(), highlight=False)
   page = writers.write_report(
-      directory, [total.sentence()], {"Certificate": table}, [], title="Certificate"
+    directory, [total.sentence()], {"Certificate": table}, [], title="Certificate"
   )
   directory.finish()
   console.print(f"report: {page}\nrun directory: {directory.path}")
@@ -163,7 +163,7 @@ class Grid:
     self._certifier = certificate.Certifier(self.pair)
 
   def rows(
-      self, on_finished: Callable[[slots.Finished], None]
+    self, on_finished: Callable[[slots.Finished], None]
   ) -> Iterator[tuple[dict[str, Any], certificate.Certificate]]:
     """Yields (row of the table, certificate) for every K and number of rows."""
     plain = self._slots(self.config.decoding, None)
@@ -174,21 +174,21 @@ class Grid:
         places = parts[group]
         name = self.config.drafts[(turn + group) % len(self.config.drafts)]
         decoding = dataclasses.replace(
-            self.config.decoding, num_draft_tokens=drafted, rows=count
+          self.config.decoding, num_draft_tokens=drafted, rows=count
         )
         answers = self.answers(decoding, name, places, on_finished)
         found = self._certifier.judge(
-            zip((expected[place] for place in places), answers, strict=True),
-            int(places[0]),
+          zip((expected[place] for place in places), answers, strict=True),
+          int(places[0]),
         )
         yield self._row(drafted, count, name, answers, found), found
 
   def answers(
-      self,
-      decoding: slots.DecodingConfig,
-      name: str,
-      places: np.ndarray,
-      on_finished: Callable[[slots.Finished], None] = lambda done: None,
+    self,
+    decoding: slots.DecodingConfig,
+    name: str,
+    places: np.ndarray,
+    on_finished: Callable[[slots.Finished], None] = lambda done: None,
   ) -> list[slots.Finished]:
     """Speculative answers to some prompts, in their order."""
     model, params = DRAFTS[name](self.pair)
@@ -210,37 +210,37 @@ class Grid:
   def _request(self, place: int) -> slots.Request:
     sampling = self.config.sampling
     return slots.Request(
-        self.prompts[place].tokens,
-        dataclasses.replace(sampling, seed=sampling.seed + int(place)),
+      self.prompts[place].tokens,
+      dataclasses.replace(sampling, seed=sampling.seed + int(place)),
     )
 
   def _slots(self, decoding: slots.DecodingConfig, draft: Draft | None) -> slots.Slots:
     swaps = draft is not None and self.config.swap
     limit = _SWAP_ROUNDS if swaps else decoding.target_length
     return slots.Slots(
-        dataclasses.replace(decoding, record_top_k=0, max_rounds=limit),
-        self.pair.target,
-        self.pair.target_params,
-        *(draft or ()),
-        partitioner=self._partitioner,
+      dataclasses.replace(decoding, record_top_k=0, max_rounds=limit),
+      self.pair.target,
+      self.pair.target_params,
+      *(draft or ()),
+      partitioner=self._partitioner,
     )
 
   def _row(
-      self,
-      drafted: int,
-      count: int,
-      name: str,
-      answers: Sequence[slots.Finished],
-      found: certificate.Certificate,
+    self,
+    drafted: int,
+    count: int,
+    name: str,
+    answers: Sequence[slots.Finished],
+    found: certificate.Certificate,
   ) -> dict[str, Any]:
     accepted = sum(done.accepted for done in answers)
     offered = sum(done.drafted for done in answers)
     row = found.row()
     row.pop("check")
     return {
-        "K": drafted,
-        "rows": count,
-        "draft": name,
-        **row,
-        "draft_acceptance_rate": metrics.draft_acceptance_rate(accepted, offered),
+      "K": drafted,
+      "rows": count,
+      "draft": name,
+      **row,
+      "draft_acceptance_rate": metrics.draft_acceptance_rate(accepted, offered),
     }

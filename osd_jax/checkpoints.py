@@ -47,15 +47,15 @@ class CheckpointConfig:
   def __post_init__(self):
     if not self.directory:
       raise ValueError(
-          "CheckpointConfig.directory: received an empty path, expected a folder;"
-          " give the folder that shall hold the checkpoints."
+        "CheckpointConfig.directory: received an empty path, expected a folder;"
+        " give the folder that shall hold the checkpoints."
       )
     for name in ("keep", "every_requests"):
       value = getattr(self, name)
       if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
-            f"CheckpointConfig.{name}: received {value!r}, expected a whole number"
-            " of at least 1."
+          f"CheckpointConfig.{name}: received {value!r}, expected a whole number"
+          " of at least 1."
         )
 
 
@@ -73,11 +73,11 @@ class Checkpointer:
     self._directory = Path(config.directory).absolute()
     self._ocp = ocp
     self._manager = ocp.CheckpointManager(
-        self._directory,
-        item_names=(_ARRAYS, _HOST),
-        options=ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep, create=True, enable_async_checkpointing=False
-        ),
+      self._directory,
+      item_names=(_ARRAYS, _HOST),
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=config.keep, create=True, enable_async_checkpointing=False
+      ),
     )
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
     self._writing: tuple[int, concurrent.futures.Future] | None = None
@@ -156,9 +156,9 @@ class Checkpointer:
     latest = self.latest_step()
     if step < 0 or (latest is not None and step <= latest):
       raise ValueError(
-          f"checkpoint save: received step {step}, expected one greater than the"
-          f" latest, {latest}, in {self._directory}; continue from the latest step"
-          " or remove the newer ones."
+        f"checkpoint save: received step {step}, expected one greater than the"
+        f" latest, {latest}, in {self._directory}; continue from the latest step"
+        " or remove the newer ones."
       )
     named = leaves.named(arrays)
     leaves.check_plain(named)
@@ -166,11 +166,11 @@ class Checkpointer:
     self._writing = step, self._thread.submit(self._write, step, latest, *copied)
 
   def _write(
-      self,
-      step: int,
-      latest: int | None,
-      arrays: Mapping[str, Any],
-      host: Mapping[str, Any],
+    self,
+    step: int,
+    latest: int | None,
+    arrays: Mapping[str, Any],
+    host: Mapping[str, Any],
   ) -> None:
     """Runs on the thread; orbax's manager is that thread's until `wait`."""
     payload = {"host": host, "arrays": leaves.described(arrays)}
@@ -178,17 +178,17 @@ class Checkpointer:
     args = self._ocp.args
     try:
       self._manager.save(
-          step,
-          args=args.Composite(
-              arrays=args.StandardSave(stored), host=args.JsonSave(payload)
-          ),
-          force=True,
+        step,
+        args=args.Composite(
+          arrays=args.StandardSave(stored), host=args.JsonSave(payload)
+        ),
+        force=True,
       )
     except Exception as error:  # whatever the writers raise: it is not on disk
       raise ValueError(
-          f"checkpoint save: step {step} cannot be written to {self._directory}"
-          f" ({_cause(error)}); the last good one is step {latest}. Make room or"
-          " allow writing there, then repeat the command to continue from it."
+        f"checkpoint save: step {step} cannot be written to {self._directory}"
+        f" ({_cause(error)}); the last good one is step {latest}. Make room or"
+        " allow writing there, then repeat the command to continue from it."
       ) from error
 
   def restore(self, step: int | None, target: Any) -> tuple[Any, dict[str, Any]]:
@@ -215,8 +215,8 @@ class Checkpointer:
     steps = self.steps()
     if not steps or (step is not None and step not in steps):
       raise ValueError(
-          f"checkpoint restore: received step {step}, expected one of {steps} in"
-          f" {self._directory}; start the run anew if there is none."
+        f"checkpoint restore: received step {step}, expected one of {steps} in"
+        f" {self._directory}; start the run anew if there is none."
       )
     damaged: dict[int, str] = {}
     for candidate in [step] if step is not None else reversed(steps):
@@ -235,14 +235,14 @@ class Checkpointer:
       self._set_aside(damaged, candidate)
       return arrays, payload["host"]
     raise ValueError(
-        f"checkpoint restore: no readable step in {self._directory}, tried"
-        f" {damaged}; remove the folder to start anew."
+      f"checkpoint restore: no readable step in {self._directory}, tried"
+      f" {damaged}; remove the folder to start anew."
     )
 
   def _read_host(self, step: int) -> dict[str, Any]:
     args = self._ocp.args
     payload = self._manager.restore(
-        step, args=args.Composite(host=args.JsonRestore())
+      step, args=args.Composite(host=args.JsonRestore())
     ).host
     if not isinstance(payload, dict) or payload.keys() != {"host", "arrays"}:
       raise ValueError("the host object is not one that save() wrote")
@@ -253,12 +253,12 @@ class Checkpointer:
     args = self._ocp.args
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     stored = {
-        name: leaf.update(sharding=leaf.sharding or one_device)
-        for name, leaf in wanted.items()
-        if leaf.size
+      name: leaf.update(sharding=leaf.sharding or one_device)
+      for name, leaf in wanted.items()
+      if leaf.size
     }
     restored = self._manager.restore(
-        step, args=args.Composite(arrays=args.StandardRestore(stored))
+      step, args=args.Composite(arrays=args.StandardRestore(stored))
     ).arrays
     placed = []
     for name, leaf in wanted.items():
@@ -273,10 +273,10 @@ class Checkpointer:
     for step, reason in damaged.items():
       aside = self._directory / f"damaged_{step}"
       warnings.warn(
-          f"checkpoint restore: step {step} in {self._directory} cannot be read"
-          f" ({reason}); moved to {aside.name}, continuing from step {used}.",
-          RuntimeWarning,
-          stacklevel=3,
+        f"checkpoint restore: step {step} in {self._directory} cannot be read"
+        f" ({reason}); moved to {aside.name}, continuing from step {used}.",
+        RuntimeWarning,
+        stacklevel=3,
       )
       if not aside.exists():
         (self._directory / str(step)).rename(aside)
@@ -311,9 +311,9 @@ def check_fingerprint(saved: int | None, own: int) -> None:
   """
   if saved not in (None, own):
     raise ValueError(
-        f"checkpoint restore: it was taken with other models (fingerprint {saved},"
-        f" expected {own}): the weights of target or first draft have changed since."
-        " Continue with the files that the run began with, or in a new directory."
+      f"checkpoint restore: it was taken with other models (fingerprint {saved},"
+      f" expected {own}): the weights of target or first draft have changed since."
+      " Continue with the files that the run began with, or in a new directory."
     )
 
 
@@ -322,8 +322,8 @@ def _copied_json(value: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(value))
   except (TypeError, ValueError) as error:
     raise ValueError(
-        f"checkpoint save: received a host object that is no JSON ({error}),"
-        " expected text, numbers, booleans, None, lists and dicts; convert it."
+      f"checkpoint save: received a host object that is no JSON ({error}),"
+      " expected text, numbers, booleans, None, lists and dicts; convert it."
     ) from error
 
 

@@ -35,12 +35,12 @@ class Rivals:
   """Plain decoding and the floor draft, one row each."""
 
   def __init__(
-      self,
-      config: slots.DecodingConfig,
-      target: base.Model,
-      target_params: base.Params,
-      draft: base.Model,
-      floor_params: base.Params,
+    self,
+    config: slots.DecodingConfig,
+    target: base.Model,
+    target_params: base.Params,
+    draft: base.Model,
+    floor_params: base.Params,
   ):
     """Takes the online decoder's config; rows are set to 1."""
     single = dataclasses.replace(config, rows=1)
@@ -53,7 +53,7 @@ class Rivals:
     self._floor.warm_up()
 
   def serve(
-      self, online: slots.Finished, shortlist: np.ndarray | None = None
+    self, online: slots.Finished, shortlist: np.ndarray | None = None
   ) -> Compared:
     """Serves the request of an online answer again, twice.
 
@@ -69,11 +69,11 @@ class Rivals:
     plain = self._plain.run([online.request])[0]
     floor = self._floor.run([online.request])[0]
     return Compared(
-        plain_ms=plain.milliseconds,
-        floor_ms=floor.milliseconds,
-        floor_draft_acceptance_rate=(
-            floor.accepted / floor.drafted if floor.drafted else None
-        ),
-        floor_tokens_per_target_call=len(floor.tokens) / floor.target_calls,
-        plain=plain,
+      plain_ms=plain.milliseconds,
+      floor_ms=floor.milliseconds,
+      floor_draft_acceptance_rate=(
+        floor.accepted / floor.drafted if floor.drafted else None
+      ),
+      floor_tokens_per_target_call=len(floor.tokens) / floor.target_calls,
+      plain=plain,
     )

@@ -41,14 +41,14 @@ class ConvertConfig:
 
   def __post_init__(self):
     choices = {
-        "kind": ("auto", _HUGGING_FACE, _T5X, _OSD),
-        "output_kind": (_OSD, _HUGGING_FACE),
+      "kind": ("auto", _HUGGING_FACE, _T5X, _OSD),
+      "output_kind": (_OSD, _HUGGING_FACE),
     }
     for name, known in choices.items():
       if getattr(self, name) not in known:
         raise ValueError(
-            f"ConvertConfig.{name}: received {getattr(self, name)!r}, expected one of"
-            f" {', '.join(map(repr, known))}."
+          f"ConvertConfig.{name}: received {getattr(self, name)!r}, expected one of"
+          f" {', '.join(map(repr, known))}."
         )
     for name in ("source", "output"):
       if not getattr(self, name):
@@ -94,11 +94,11 @@ def _read_t5x(config: ConvertConfig, source: Path) -> weights.Weights:
 
 
 _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {
-    _HUGGING_FACE: lambda config, source: convert.read_hugging_face(
-        source, config.allow_torch_bin
-    ),
-    _T5X: _read_t5x,
-    _OSD: lambda config, source: weights.load(source),
+  _HUGGING_FACE: lambda config, source: convert.read_hugging_face(
+    source, config.allow_torch_bin
+  ),
+  _T5X: _read_t5x,
+  _OSD: lambda config, source: weights.load(source),
 }
 
 
@@ -111,27 +111,27 @@ def _kind_of(source: Path) -> str:
     return _T5X
   found = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
   raise ValueError(
-      f"ConvertConfig.source: received {source}, which holds"
-      f" {', '.join(found[:5]) or 'nothing'}; expected a folder with config.json"
-      " (transformers), checkpoint or state (t5x's checkpoint_STEP), or a weights file."
+    f"ConvertConfig.source: received {source}, which holds"
+    f" {', '.join(found[:5]) or 'nothing'}; expected a folder with config.json"
+    " (transformers), checkpoint or state (t5x's checkpoint_STEP), or a weights file."
   )
 
 
 def _no_model(config: ConvertConfig) -> ValueError:
   return ValueError(
-      f"ConvertConfig.model: received None for {config.source}, expected a T5Config:"
-      " t5x's checkpoints do not say their shape; include one of models/ and bind"
-      " ConvertConfig.model = @T5Config()."
+    f"ConvertConfig.model: received None for {config.source}, expected a T5Config:"
+    " t5x's checkpoints do not say their shape; include one of models/ and bind"
+    " ConvertConfig.model = @T5Config()."
   )
 
 
 def _check_model(config: ConvertConfig, found: t5.T5Config) -> None:
   if dataclasses.replace(found, embedding_std=1.0) != dataclasses.replace(
-      config.model or found, embedding_std=1.0
+    config.model or found, embedding_std=1.0
   ):
     raise ValueError(
-        f"ConvertConfig.model: received {config.model}, but {config.source} is of"
-        f" shape {found}; leave the model out."
+      f"ConvertConfig.model: received {config.model}, but {config.source} is of"
+      f" shape {found}; leave the model out."
     )
 
 
@@ -139,22 +139,20 @@ def _path(config: ConvertConfig) -> Path:
   return assets.resolve(config.vocabulary)
 
 
-def _with_vocabulary(
-    config: ConvertConfig, found: weights.Weights
-) -> weights.Weights:
+def _with_vocabulary(config: ConvertConfig, found: weights.Weights) -> weights.Weights:
   """The weights with the vocabulary's fingerprint, if it can be theirs."""
   if not config.vocabulary:
     return found
   vocabulary = Vocabulary.load(_path(config), config.extra_ids)
   if found.vocabulary not in ("", vocabulary.fingerprint):
     raise ValueError(
-        f"ConvertConfig.vocabulary: received {config.vocabulary} with extra_ids"
-        f" {config.extra_ids} (fingerprint {vocabulary.fingerprint[:12]}), but"
-        f" {config.source} was trained with {found.vocabulary[:12]}; name that one."
+      f"ConvertConfig.vocabulary: received {config.vocabulary} with extra_ids"
+      f" {config.extra_ids} (fingerprint {vocabulary.fingerprint[:12]}), but"
+      f" {config.source} was trained with {found.vocabulary[:12]}; name that one."
     )
   if found.config.vocab_size < vocabulary.size:
     raise ValueError(
-        f"ConvertConfig.vocabulary: {config.vocabulary} has {vocabulary.size} ids,"
-        f" expected at most the {found.config.vocab_size} of {config.source}."
+      f"ConvertConfig.vocabulary: {config.vocabulary} has {vocabulary.size} ids,"
+      f" expected at most the {found.config.vocab_size} of {config.source}."
     )
   return dataclasses.replace(found, vocabulary=vocabulary.fingerprint)

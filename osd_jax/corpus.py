@@ -33,7 +33,7 @@ class Prompt:
 
 
 def prompts(
-    config: data_batches.BatchConfig, vocabulary: Vocabulary, count: int | None = None
+  config: data_batches.BatchConfig, vocabulary: Vocabulary, count: int | None = None
 ) -> list[Prompt]:
   """Reads the prompts of a corpus, each once and in the order of its first epoch.
 
@@ -43,7 +43,7 @@ def prompts(
     count: how many at most, None for all.
   """
   stream = data_batches.batches(
-      dataclasses.replace(config, batch_size=1, require_reference=False), vocabulary
+    dataclasses.replace(config, batch_size=1, require_reference=False), vocabulary
   )
   count = min(stream.rows_per_epoch, count or stream.rows_per_epoch)
   return [_prompt(stream[index]) for index in range(count)]
@@ -55,17 +55,17 @@ def _prompt(batch: data_batches.Batch) -> Prompt:
   if reference.tolist() == [base.EOS_ID]:
     reference = reference[:0]  # the data had none
   return Prompt(
-      tokens=batch.source[0][batch.source[0] != base.PAD_ID],
-      task_id=int(batch.task_id[0]),
-      reference=reference,
+    tokens=batch.source[0][batch.source[0] != base.PAD_ID],
+    task_id=int(batch.task_id[0]),
+    reference=reference,
   )
 
 
 def answer(
-    decoder: slots.Slots,
-    found: Sequence[Prompt],
-    sampling: slots.SamplingConfig,
-    on_finished: Callable[[slots.Finished], None] = lambda finished: None,
+  decoder: slots.Slots,
+  found: Sequence[Prompt],
+  sampling: slots.SamplingConfig,
+  on_finished: Callable[[slots.Finished], None] = lambda finished: None,
 ) -> list[slots.Finished]:
   """Decodes all prompts; results in their order, with the task as source_id.
 
@@ -76,12 +76,12 @@ def answer(
     on_finished: called as each one finishes, for progress.
   """
   requests = [
-      slots.Request(
-          tokens=prompt.tokens,
-          sampling=dataclasses.replace(sampling, seed=sampling.seed + index),
-          tag=prompt.task_id,
-      )
-      for index, prompt in enumerate(found)
+    slots.Request(
+      tokens=prompt.tokens,
+      sampling=dataclasses.replace(sampling, seed=sampling.seed + index),
+      tag=prompt.task_id,
+    )
+    for index, prompt in enumerate(found)
   ]
   for request in requests:
     decoder.submit(request)
@@ -100,11 +100,11 @@ def with_source(done: slots.Finished, source_id: int) -> slots.Finished:
 
 
 def reference_rows(
-    target: base.Model,
-    params: base.Params,
-    found: Sequence[Prompt],
-    config: slots.DecodingConfig,
-    rows: int = 8,
+  target: base.Model,
+  params: base.Params,
+  found: Sequence[Prompt],
+  config: slots.DecodingConfig,
+  rows: int = 8,
 ) -> Iterator[base.DistillationBatch]:
   """The target's distributions along the references of prompts, teacher-forced.
 
@@ -138,10 +138,10 @@ def stack(rows: Sequence[base.DistillationBatch]) -> base.DistillationBatch:
 
 
 def mean_agreement(
-    draft: base.Model,
-    params: base.Params,
-    answers: Sequence[slots.Finished],
-    rows: int = 16,
+  draft: base.Model,
+  params: base.Params,
+  answers: Sequence[slots.Finished],
+  rows: int = 16,
 ) -> dict[int, dict[str, float]]:
   """Agreement of a draft with answered prompts, per task and averaged by request.
 
@@ -160,22 +160,22 @@ def mean_agreement(
     filled = part + [part[-1]] * (rows - len(part))  # one shape, compiled once
     batch = stack([done.batch for done in filled])
     settings = jax.tree.map(
-        lambda *leaves: jnp.concatenate(leaves), *[done.settings for done in filled]
+      lambda *leaves: jnp.concatenate(leaves), *[done.settings for done in filled]
     )
     found = jax.device_get(metrics.agreement(draft, params, batch, settings))
     for index, done in enumerate(part):
       row = (
-          float(found.distribution_overlap[index]),
-          float(found.distribution_overlap_upper[index]),
-          float(found.acceptance_rate[index]),
+        float(found.distribution_overlap[index]),
+        float(found.distribution_overlap_upper[index]),
+        float(found.acceptance_rate[index]),
       )
       values.setdefault(int(done.request.tag), []).append(row)
   return {
-      task_id: {
-          "requests": len(rows_),
-          "distribution_overlap": float(np.mean([row[0] for row in rows_])),
-          "distribution_overlap_upper": float(np.mean([row[1] for row in rows_])),
-          "acceptance_rate": float(np.mean([row[2] for row in rows_])),
-      }
-      for task_id, rows_ in sorted(values.items())
+    task_id: {
+      "requests": len(rows_),
+      "distribution_overlap": float(np.mean([row[0] for row in rows_])),
+      "distribution_overlap_upper": float(np.mean([row[1] for row in rows_])),
+      "acceptance_rate": float(np.mean([row[2] for row in rows_])),
+    }
+    for task_id, rows_ in sorted(values.items())
   }

@@ -9,14 +9,14 @@ import numpy as np
 import rich.console
 
 from osd_jax import (
-    base,
-    certificate,
-    corpus,
-    metrics,
-    pairs,
-    partitioning,
-    report,
-    writers,
+  base,
+  certificate,
+  corpus,
+  metrics,
+  pairs,
+  partitioning,
+  report,
+  writers,
 )
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
@@ -59,20 +59,20 @@ class EvaluateConfig:
     for name, least in (("count", 1), ("speed_requests", 0), ("batch_rows", 1)):
       if getattr(self, name) < least:
         raise ValueError(
-            f"EvaluateConfig.{name}: received {getattr(self, name)!r}, expected an"
-            f" integer >= {least}."
+          f"EvaluateConfig.{name}: received {getattr(self, name)!r}, expected an"
+          f" integer >= {least}."
         )
     if self.decoding.record_top_k < 1:
       raise ValueError(
-          "EvaluateConfig.decoding: received record_top_k=0, expected at least 1:"
-          " overlap is measured against the records."
+        "EvaluateConfig.decoding: received record_top_k=0, expected at least 1:"
+        " overlap is measured against the records."
       )
     longest = self.decoding.source_lengths[-1]
     if self.prompts.source_length > longest:
       raise ValueError(
-          f"EvaluateConfig.prompts: received source_length="
-          f"{self.prompts.source_length}, expected at most the largest of"
-          f" DecodingConfig.source_lengths, {longest}."
+        f"EvaluateConfig.prompts: received source_length="
+        f"{self.prompts.source_length}, expected at most the largest of"
+        f" DecodingConfig.source_lengths, {longest}."
       )
 
 
@@ -88,7 +88,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> Path:
   """
   console = rich.console.Console(stderr=True)
   directory = writers.RunDirectory.start(
-      config.run_directory, config=operative_config, seed=config.sampling.seed
+    config.run_directory, config=operative_config, seed=config.sampling.seed
   )
   bench = Bench(config)
   with writers.MetricsLog(directory.metrics_path) as log:
@@ -103,8 +103,8 @@ def run(config: EvaluateConfig, operative_config: str = "") -> Path:
       changes = report.log_rows(log, "change", differences(agreement))
       tables[f"Against {bench.labels[0]}"] = changes
     certified = [
-        {"draft": label, **check.row()}
-        for label, check in zip(bench.labels, checks, strict=True)
+      {"draft": label, **check.row()}
+      for label, check in zip(bench.labels, checks, strict=True)
     ]
     tables["Certificate"] = report.log_rows(log, "certificate", certified)
     if config.speed_requests:
@@ -152,16 +152,18 @@ class Bench:
     for task_id, places in self._tasks():
       part = [(self.prompts[place], answers[place]) for place in places]
       found = [share for place in places if (share := right[place]) is not None]
-      rows.append({
+      rows.append(
+        {
           "task": self._label(task_id),
           "prompts": len(places),
           **quality(part, self.vocabulary),
           "token_accuracy": float(np.mean(found)) if found else None,
-      })
+        }
+      )
     return rows
 
   def drafts(
-      self, answers: Sequence[slots.Finished]
+    self, answers: Sequence[slots.Finished]
   ) -> tuple[list[dict[str, Any]], list[certificate.Certificate]]:
     """Agreement of every draft a task, and the certificate of its outputs."""
     rows, checks = [], []
@@ -173,9 +175,7 @@ class Bench:
         found = dict(agreement[task_id])
         found.pop("requests")
         counted = acceptance([served[place] for place in places])
-        rows.append(
-            {"task": self._label(task_id), "draft": label, **found, **counted}
-        )
+        rows.append({"task": self._label(task_id), "draft": label, **found, **counted})
       checks.append(self._check(answers, served, decoder))
     return rows, checks
 
@@ -191,48 +191,50 @@ class Bench:
       timed = costs.timings(decoders, self._requests(), 4 * count if count > 1 else 1)
       plain_ms = timed[0].ms_per_token
       for label, pair, found in zip(self.labels, self.pairs, timed[1:], strict=True):
-        rows.append({
+        rows.append(
+          {
             "rows": count,
             "draft": label,
             "plain_ms_per_token": plain_ms,
             "ms_per_token": found.ms_per_token,
             "speed_up": plain_ms / found.ms_per_token,
             **self._predicted(config, pair, found.tokens_per_target_call),
-        })
+          }
+        )
     return rows
 
   def _predicted(
-      self, config: slots.DecodingConfig, pair: pairs.Pair, tau: float
+    self, config: slots.DecodingConfig, pair: pairs.Pair, tau: float
   ) -> dict[str, float | None]:
     source = np.zeros((config.rows, config.source_lengths[-1]), np.int32)
     for row in range(config.rows):
       tokens = self.prompts[row % len(self.prompts)].tokens
       source[row, : len(tokens)] = tokens
     found = costs.measure(
-        config,
-        pair.target,
-        pair.target_params,
-        pair.draft,
-        pair.draft_params,
-        source,
+      config,
+      pair.target,
+      pair.target_params,
+      pair.draft,
+      pair.draft_params,
+      source,
     )
     c, v, drafted = found.cost_ratio, found.verify_ratio, config.num_draft_tokens
     predicted = metrics.predicted_speed_up
     fixed = config.adaptive is None  # both formulas are of one K
     return {
-        "predicted": predicted(tau, drafted, c, v) if fixed else None,
-        "predicted_paper": predicted(tau, drafted, c) if fixed else None,
-        "tokens_per_target_call": tau,
-        "cost_ratio": c,
-        "verify_ratio": v,
-        **dataclasses.asdict(found),
+      "predicted": predicted(tau, drafted, c, v) if fixed else None,
+      "predicted_paper": predicted(tau, drafted, c) if fixed else None,
+      "tokens_per_target_call": tau,
+      "cost_ratio": c,
+      "verify_ratio": v,
+      **dataclasses.asdict(found),
     }
 
   def _check(
-      self,
-      answers: Sequence[slots.Finished],
-      served: Sequence[slots.Finished],
-      decoder: slots.Slots,
+    self,
+    answers: Sequence[slots.Finished],
+    served: Sequence[slots.Finished],
+    decoder: slots.Slots,
   ) -> certificate.Certificate:
     """The certificate of a draft's outputs, or of some greedy ones beside them."""
     if not certificate.applies(self.config.sampling, self.config.decoding):
@@ -248,13 +250,13 @@ class Bench:
     pair = self.pairs[0]
     found: list[float | None] = []
     for batch in corpus.reference_rows(
-        pair.target, pair.target_params, self.prompts, config
+      pair.target, pair.target_params, self.prompts, config
     ):
       mask = np.asarray(batch.mask)
       right = (np.asarray(batch.records.ids[..., 0]) == np.asarray(batch.target)) & mask
       found += [
-          float(hits.sum() / kept.sum()) if kept.any() else None
-          for hits, kept in zip(right, mask, strict=True)
+        float(hits.sum() / kept.sum()) if kept.any() else None
+        for hits, kept in zip(right, mask, strict=True)
       ]
     return found[: len(self.prompts)]
 
@@ -272,49 +274,49 @@ class Bench:
     sampling = self.config.sampling
     part = self.prompts[: self.config.speed_requests]
     return [
-        slots.Request(
-            prompt.tokens, dataclasses.replace(sampling, seed=sampling.seed + index)
-        )
-        for index, prompt in enumerate(part)
+      slots.Request(
+        prompt.tokens, dataclasses.replace(sampling, seed=sampling.seed + index)
+      )
+      for index, prompt in enumerate(part)
     ]
 
   def _plain(self, config: slots.DecodingConfig) -> slots.Slots:
     pair = self.pairs[0]
     return slots.Slots(
-        dataclasses.replace(config, max_rounds=config.target_length),
-        pair.target,
-        pair.target_params,
-        partitioner=self._partitioner,
+      dataclasses.replace(config, max_rounds=config.target_length),
+      pair.target,
+      pair.target_params,
+      partitioner=self._partitioner,
     )
 
   def _speculative(self, config: slots.DecodingConfig, pair: pairs.Pair) -> slots.Slots:
     return slots.Slots(
-        config,
-        pair.target,
-        pair.target_params,
-        pair.draft,
-        pair.draft_params,
-        self._partitioner,
+      config,
+      pair.target,
+      pair.target_params,
+      pair.draft,
+      pair.draft_params,
+      self._partitioner,
     )
 
 
 def acceptance(served: Sequence[slots.Finished]) -> dict[str, float | None]:
   """The counters of requests added up, as rates."""
   accepted, drafted, tokens, calls = (
-      sum(counts)
-      for counts in zip(
-          *((d.accepted, d.drafted, len(d.tokens), d.target_calls) for d in served),
-          strict=True,
-      )
+    sum(counts)
+    for counts in zip(
+      *((d.accepted, d.drafted, len(d.tokens), d.target_calls) for d in served),
+      strict=True,
+    )
   )
   return {
-      "draft_acceptance_rate": metrics.draft_acceptance_rate(accepted, drafted),
-      "tokens_per_target_call": metrics.tokens_per_target_call(tokens, calls),
+    "draft_acceptance_rate": metrics.draft_acceptance_rate(accepted, drafted),
+    "tokens_per_target_call": metrics.tokens_per_target_call(tokens, calls),
   }
 
 
 def quality(
-    part: Sequence[tuple[corpus.Prompt, slots.Finished]], vocabulary: Vocabulary
+  part: Sequence[tuple[corpus.Prompt, slots.Finished]], vocabulary: Vocabulary
 ) -> dict[str, Any]:
   """What answers are worth beside the references.
 
@@ -329,18 +331,18 @@ def quality(
   """
   texts = [vocabulary.decode(done.tokens).strip() for _, done in part]
   exact = [
-      text == vocabulary.decode(prompt.reference).strip()
-      for text, (prompt, _) in zip(texts, part, strict=True)
-      if len(prompt.reference) > 1 and prompt.reference[-1] == base.EOS_ID
+    text == vocabulary.decode(prompt.reference).strip()
+    for text, (prompt, _) in zip(texts, part, strict=True)
+    if len(prompt.reference) > 1 and prompt.reference[-1] == base.EOS_ID
   ]
   ended = [done.stop_reason == base.StopReason.EOS for _, done in part]
   return {
-      "references": len(exact),
-      "exact_match": float(np.mean(exact)) if exact else None,
-      "ended": float(np.mean(ended)),
-      "looping": float(np.mean([metrics.loops(done.tokens) for _, done in part])),
-      "distinct": len(set(texts)) / len(texts),
-      "output_tokens": float(np.mean([len(done.tokens) for _, done in part])),
+    "references": len(exact),
+    "exact_match": float(np.mean(exact)) if exact else None,
+    "ended": float(np.mean(ended)),
+    "looping": float(np.mean([metrics.loops(done.tokens) for _, done in part])),
+    "distinct": len(set(texts)) / len(texts),
+    "output_tokens": float(np.mean([len(done.tokens) for _, done in part])),
   }
 
 
@@ -351,15 +353,17 @@ def differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   for row in rows:
     before = first.setdefault(row["task"], row)
     if row is not before:
-      changes.append({
+      changes.append(
+        {
           "task": row["task"],
           "draft": row["draft"],
           **{
-              name: None if None in (value, before[name]) else value - before[name]
-              for name, value in row.items()
-              if name not in ("task", "draft")
+            name: None if None in (value, before[name]) else value - before[name]
+            for name, value in row.items()
+            if name not in ("task", "draft")
           },
-      })
+        }
+      )
   return changes
 
 
@@ -367,8 +371,8 @@ def draft_labels(paths: Sequence[str]) -> list[str]:
   """File names without their ending, or whole paths where two are alike."""
   stems = [Path(path.partition(":")[2] or path).stem for path in paths]
   return [
-      stem if stems.count(stem) == 1 else path
-      for stem, path in zip(stems, paths, strict=True)
+    stem if stems.count(stem) == 1 else path
+    for stem, path in zip(stems, paths, strict=True)
   ]
 
 
@@ -378,16 +382,16 @@ def _speed_sentence(row: Mapping[str, Any]) -> str:
   if row["predicted"] is None:
     return f"{found}, K adaptive."
   return (
-      f"{found} ({row['predicted']:.2f}x predicted from the measured costs,"
-      f" {row['predicted paper']:.2f}x by the paper's formula)."
+    f"{found} ({row['predicted']:.2f}x predicted from the measured costs,"
+    f" {row['predicted paper']:.2f}x by the paper's formula)."
   )
 
 
 def _conclude(
-    directory: writers.RunDirectory,
-    tables: Mapping[str, Sequence[Mapping[str, Any]]],
-    verdict: str,
-    console: rich.console.Console,
+  directory: writers.RunDirectory,
+  tables: Mapping[str, Sequence[Mapping[str, Any]]],
+  verdict: str,
+  console: rich.console.Console,
 ) -> None:
   """Prints the tables and writes the report."""
   for name, table in tables.items():

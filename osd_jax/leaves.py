@@ -17,14 +17,13 @@ def named(tree: Any) -> dict[str, Any]:
   """
   paths = jax.tree_util.tree_flatten_with_path(tree)[0]
   found = {
-      jax.tree_util.keystr(path, simple=True, separator="."): leaf
-      for path, leaf in paths
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths
   }
   if len(found) != len(paths) or not found:
     raise ValueError(
-        f"checkpoint: received a tree of {len(paths)} leaves with {len(found)}"
-        " distinct paths, expected at least one leaf and no '.' that makes two"
-        " paths alike; rename the keys."
+      f"checkpoint: received a tree of {len(paths)} leaves with {len(found)}"
+      " distinct paths, expected at least one leaf and no '.' that makes two"
+      " paths alike; rename the keys."
     )
   return found
 
@@ -39,9 +38,9 @@ def check_plain(leaves: Mapping[str, Any]) -> None:
     typed = hasattr(leaf, "dtype")
     found = f"{leaf.dtype.name} array" if typed else type(leaf).__name__
     raise ValueError(
-        f"checkpoint save: received {found} at {name}, expected an array of a dtype"
-        " that jax keeps (32 bits or fewer, no typed random key); put Python values"
-        " into `host`."
+      f"checkpoint save: received {found} at {name}, expected an array of a dtype"
+      " that jax keeps (32 bits or fewer, no typed random key); put Python values"
+      " into `host`."
     )
 
 
@@ -53,20 +52,20 @@ def copied(leaves: Mapping[str, Any]) -> dict[str, Any]:
   here = {name: leaf for name, leaf in leaves.items() if is_whole(leaf)}
   here = jax.device_get(here)  # on a CPU: views of the very buffers
   return {
-      name: np.array(here[name]) if name in here else leaf.copy()
-      for name, leaf in leaves.items()
+    name: np.array(here[name]) if name in here else leaf.copy()
+    for name, leaf in leaves.items()
   }
 
 
 def described(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """Shape, dtype and checksum of each; None for what other processes hold too."""
   return {
-      name: {
-          "shape": list(leaf.shape),
-          "dtype": leaf.dtype.name,
-          "crc32": checksum(leaf) if is_whole(leaf) else None,
-      }
-      for name, leaf in leaves.items()
+    name: {
+      "shape": list(leaf.shape),
+      "dtype": leaf.dtype.name,
+      "crc32": checksum(leaf) if is_whole(leaf) else None,
+    }
+    for name, leaf in leaves.items()
   }
 
 
@@ -90,22 +89,22 @@ def check_target(step: int, table: Mapping[str, Any], target: Any) -> None:
     target: pytree whose names, shapes and dtypes must be those saved.
   """
   wanted = {
-      name: f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
-      for name, leaf in named(target).items()
+    name: f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+    for name, leaf in named(target).items()
   }
   saved = {name: f"{row['dtype']}{row['shape']}" for name, row in table.items()}
   faults = [
-      f"{name}: expected {wanted.get(name, 'nothing')}, found"
-      f" {saved.get(name, 'nothing')}"
-      for name in sorted(wanted.keys() | saved.keys())
-      if wanted.get(name) != saved.get(name)
+    f"{name}: expected {wanted.get(name, 'nothing')}, found"
+    f" {saved.get(name, 'nothing')}"
+    for name in sorted(wanted.keys() | saved.keys())
+    if wanted.get(name) != saved.get(name)
   ]
   if faults:
     more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
     raise ValueError(
-        f"checkpoint restore: step {step} does not fit this run: "
-        + "; ".join(faults[:5])
-        + f"{more}. Start with the config that wrote it, or in a new directory."
+      f"checkpoint restore: step {step} does not fit this run: "
+      + "; ".join(faults[:5])
+      + f"{more}. Start with the config that wrote it, or in a new directory."
     )
 
 

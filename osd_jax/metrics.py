@@ -41,10 +41,10 @@ class Agreement:
 
 @functools.partial(jax.jit, static_argnums=0)
 def agreement(
-    model: base.Model,
-    params: base.Params,
-    batch: base.DistillationBatch,
-    settings: base.SamplingSettings,
+  model: base.Model,
+  params: base.Params,
+  batch: base.DistillationBatch,
+  settings: base.SamplingSettings,
 ) -> Agreement:
   """Measures a draft on finished requests, by one teacher-forced forward pass.
 
@@ -65,7 +65,7 @@ def agreement(
 
 
 def agreement_from_logits(
-    logits: jax.Array, batch: base.DistillationBatch, settings: base.SamplingSettings
+  logits: jax.Array, batch: base.DistillationBatch, settings: base.SamplingSettings
 ) -> Agreement:
   """`agreement` from draft logits [R, T, V]."""
   records = batch.records
@@ -81,18 +81,14 @@ def agreement_from_logits(
   plain = (temperature == 1) & ~_filtered(settings)[:, None]
   ruled = (temperature == 0) | plain
   processed = jax.lax.cond(
-      jnp.all(ruled),
-      lambda: lower,
-      lambda: _overlap(
-          sampling.processed_probs(records.log_probs, settings),
-          jnp.take_along_axis(
-              sampling.processed_probs(log_probs, settings), ids, axis=-1
-          ),
-      ),
+    jnp.all(ruled),
+    lambda: lower,
+    lambda: _overlap(
+      sampling.processed_probs(records.log_probs, settings),
+      jnp.take_along_axis(sampling.processed_probs(log_probs, settings), ids, axis=-1),
+    ),
   )
-  accepted = jnp.where(
-      temperature == 0, greedy, jnp.where(plain, lower, processed)
-  )
+  accepted = jnp.where(temperature == 0, greedy, jnp.where(plain, lower, processed))
 
   def mean(values):
     count = jnp.maximum(jnp.sum(batch.mask, axis=1), 1)
@@ -128,7 +124,7 @@ def expected_tokens_per_target_call(acceptance: float, num_draft_tokens: int) ->
 
 
 def predicted_speed_up(
-    tau: float, num_draft_tokens: int, cost_ratio: float, verify_ratio: float = 1.0
+  tau: float, num_draft_tokens: int, cost_ratio: float, verify_ratio: float = 1.0
 ) -> float:
   """tau / (K c + v); the paper's figure takes v = 1.
 
@@ -154,7 +150,7 @@ def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
 
 
 def segment_summary(
-    rows: list[Mapping[str, float]], edge: int = 50
+  rows: list[Mapping[str, float]], edge: int = 50
 ) -> dict[str, float | int]:
   """One line per topic: the first and the last requests of a segment.
 
@@ -180,7 +176,7 @@ def segment_summary(
 
 
 def recovery_requests(
-    overlaps: list[float], level: float, window: int = 25, share: float = 0.9
+  overlaps: list[float], level: float, window: int = 25, share: float = 0.9
 ) -> int | None:
   """Requests until the trailing window is at `share` of `level`; None if never.
 

@@ -82,16 +82,16 @@ class OfflineConfig:
     for name in ("corpus", "evaluation"):
       if getattr(self, name).source_length > longest:
         raise ValueError(
-            f"OfflineConfig.{name}: received source_length="
-            f"{getattr(self, name).source_length}, expected at most the largest of"
-            f" DecodingConfig.source_lengths, {longest}."
+          f"OfflineConfig.{name}: received source_length="
+          f"{getattr(self, name).source_length}, expected at most the largest of"
+          f" DecodingConfig.source_lengths, {longest}."
         )
 
   def _check(self, field: str, holds: bool, expected: str) -> None:
     if not holds:
       raise ValueError(
-          f"OfflineConfig.{field}: received {getattr(self, field)!r}, expected"
-          f" {expected}."
+        f"OfflineConfig.{field}: received {getattr(self, field)!r}, expected"
+        f" {expected}."
       )
 
 
@@ -107,7 +107,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> Path:
   """
   console = rich.console.Console(stderr=True)
   directory = writers.RunDirectory.start(
-      config.run_directory, config=operative_config, seed=config.seed
+    config.run_directory, config=operative_config, seed=config.seed
   )
   with report.progress_bar(console) as bar:
     task = bar.add_task("distil", total=config.steps, figures="")
@@ -131,10 +131,10 @@ class OfflineLoop:
   """The state of an offline run; `step` is one optimiser step."""
 
   def __init__(
-      self,
-      config: OfflineConfig,
-      directory: writers.RunDirectory,
-      bar: rich.progress.Progress,
+    self,
+    config: OfflineConfig,
+    directory: writers.RunDirectory,
+    bar: rich.progress.Progress,
   ):
     """Loads the pair and restores a checkpoint if there is one."""
     self.config = config
@@ -148,7 +148,7 @@ class OfflineLoop:
     self._writer = self.pair.draft_params  # what wrote the draft's texts
     self._log = writers.MetricsLog(directory.metrics_path)
     self._saved = checkpoints.Checkpointer(
-        checkpoints.CheckpointConfig(str(directory.checkpoints_path))
+      checkpoints.CheckpointConfig(str(directory.checkpoints_path))
     )
     if self._saved.latest_step() is None:
       self._log.truncate(0)
@@ -160,13 +160,13 @@ class OfflineLoop:
     """The corpus; only read if there is something left to learn."""
     config = self.config
     return texts_lib.Texts(
-        config.texts,
-        config.decoding,
-        config.sampling,
-        self.pair,
-        self._partitioner,
-        corpus.prompts(config.corpus, self.pair.vocabulary),
-        self._bar,
+      config.texts,
+      config.decoding,
+      config.sampling,
+      self.pair,
+      self._partitioner,
+      corpus.prompts(config.corpus, self.pair.vocabulary),
+      self._bar,
     )
 
   @functools.cached_property
@@ -179,7 +179,7 @@ class OfflineLoop:
     """The target's answers to the held-out prompts."""
     config = self.config
     found = corpus.prompts(
-        config.evaluation, self.pair.vocabulary, config.evaluation_prompts
+      config.evaluation, self.pair.vocabulary, config.evaluation_prompts
     )
     decoder = texts_lib.plain_slots(config.decoding, self.pair, self._partitioner)
     with texts_lib.counting(self._bar, "held-out prompts", len(found)) as count:
@@ -199,7 +199,7 @@ class OfflineLoop:
     drawn = updates.cut(config.update, self._batch(self.taken))
     batch = self._partitioner.place_rows(drawn)
     self.learner, found = updates.take_slice(
-        self.pair.draft, config.update, self.learner, batch
+      self.pair.draft, config.update, self.learner, batch
     )
     self._losses.append(found.loss)
     self.taken += 1
@@ -224,8 +224,8 @@ class OfflineLoop:
     """Saves the draft."""
     self._saved.close()  # first: without its checkpoints no run is complete
     notes = (
-        f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
-        f" {self.config.texts.sample_source} texts"
+      f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
+      f" {self.config.texts.sample_source} texts"
     )
     found = self.pair.draft_weights(self.learner.served, notes)
     weights.save(self.config.output, found, self.config.storage)
@@ -252,9 +252,7 @@ class OfflineLoop:
     self._log.write("step", row)
 
   def _evaluate(self) -> None:
-    found = corpus.mean_agreement(
-        self.pair.draft, self.learner.served, self.held_out
-    )
+    found = corpus.mean_agreement(self.pair.draft, self.learner.served, self.held_out)
     tasks = {self.config.evaluation.tasks[i].label: row for i, row in found.items()}
     self._log.write("evaluation", {"step": self.taken, "tasks": tasks})
     overlaps = [row["distribution_overlap"] for row in tasks.values()]
@@ -262,11 +260,11 @@ class OfflineLoop:
 
   def _checkpoint(self) -> None:
     host = {
-        "taken": self.taken,
-        "loss": self.loss,
-        "overlap": self.overlap,
-        "losses": [float(loss) for loss in self._losses],
-        "metrics_bytes": self._log.length,
+      "taken": self.taken,
+      "loss": self.loss,
+      "overlap": self.overlap,
+      "losses": [float(loss) for loss in self._losses],
+      "metrics_bytes": self._log.length,
     }
     self._log.sync()
     arrays = {"learner": self.learner, "writer": self._writer}
@@ -274,7 +272,7 @@ class OfflineLoop:
 
   def _restore(self) -> None:
     arrays, host = self._saved.restore(
-        None, {"learner": self.learner, "writer": self._writer}
+      None, {"learner": self.learner, "writer": self._writer}
     )
     self.learner, self._writer = arrays["learner"], arrays["writer"]
     self.taken, self.loss = host["taken"], host["loss"]
@@ -306,9 +304,9 @@ def _rows_per_step(config: OfflineConfig) -> int:
 
 
 def _conclude(
-    config: OfflineConfig,
-    directory: writers.RunDirectory,
-    console: rich.console.Console,
+  config: OfflineConfig,
+  directory: writers.RunDirectory,
+  console: rich.console.Console,
 ) -> None:
   """Prints and writes the table of before and after."""
   rows = list(writers.read(directory.metrics_path))
@@ -318,50 +316,50 @@ def _conclude(
   learned = [row for row in rows if row["kind"] == "step"]
   first, last = (row["loss"] or float("nan") for row in (learned[0], learned[-1]))
   sentences = [
-      f"{config.steps} steps of {_rows_per_step(config)} rows on"
-      f" {config.texts.sample_source} texts: loss {first:.4f} in the first"
-      f" {learned[0]['step']} steps, {last:.4f} in the last ones;"
-      f" {learned[-1]['skipped']} steps were skipped because they were not finite.",
+    f"{config.steps} steps of {_rows_per_step(config)} rows on"
+    f" {config.texts.sample_source} texts: loss {first:.4f} in the first"
+    f" {learned[0]['step']} steps, {last:.4f} in the last ones;"
+    f" {learned[-1]['skipped']} steps were skipped because they were not finite.",
   ]
   for sentence in sentences:
     console.print(sentence, highlight=False)
   page = writers.write_report(
-      directory,
-      sentences,
-      {"Held-out prompts": table, "Over the run": over_the_run(evaluations)},
-      [],
-      title="Offline distillation",
+    directory,
+    sentences,
+    {"Held-out prompts": table, "Over the run": over_the_run(evaluations)},
+    [],
+    title="Offline distillation",
   )
   console.print(f"report: {page}")
 
 
 def before_and_after(
-    before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]
+  before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]
 ) -> list[dict[str, Any]]:
   """One row a task."""
   return [
-      {
-          "task": label,
-          "prompts": after[label]["requests"],
-          "overlap before": round(before[label]["distribution_overlap"], 3),
-          "overlap after": round(after[label]["distribution_overlap"], 3),
-          "at most": round(after[label]["distribution_overlap_upper"], 3),
-          "acceptance before": round(before[label]["acceptance_rate"], 3),
-          "acceptance after": round(after[label]["acceptance_rate"], 3),
-      }
-      for label in after
+    {
+      "task": label,
+      "prompts": after[label]["requests"],
+      "overlap before": round(before[label]["distribution_overlap"], 3),
+      "overlap after": round(after[label]["distribution_overlap"], 3),
+      "at most": round(after[label]["distribution_overlap_upper"], 3),
+      "acceptance before": round(before[label]["acceptance_rate"], 3),
+      "acceptance after": round(after[label]["acceptance_rate"], 3),
+    }
+    for label in after
   ]
 
 
 def over_the_run(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   """Overlap on every task at each evaluation."""
   return [
-      {
-          "step": row["step"],
-          **{
-              label: round(found["distribution_overlap"], 3)
-              for label, found in row["tasks"].items()
-          },
-      }
-      for row in evaluations
+    {
+      "step": row["step"],
+      **{
+        label: round(found["distribution_overlap"], 3)
+        for label, found in row["tasks"].items()
+      },
+    }
+    for row in evaluations
   ]

@@ -83,14 +83,14 @@ class OnlineConfig:
   def __post_init__(self):
     if self.decoding.record_top_k < 1:
       raise ValueError(
-          "OnlineConfig.decoding: received record_top_k=0, expected at least 1: the"
-          " draft learns from the records."
+        "OnlineConfig.decoding: received record_top_k=0, expected at least 1: the"
+        " draft learns from the records."
       )
     longest = self.decoding.source_lengths[-1]
     if self.stream.source_length > longest:
       raise ValueError(
-          f"OnlineConfig.stream: received source_length={self.stream.source_length},"
-          f" expected at most the largest of DecodingConfig.source_lengths, {longest}."
+        f"OnlineConfig.stream: received source_length={self.stream.source_length},"
+        f" expected at most the largest of DecodingConfig.source_lengths, {longest}."
       )
 
 
@@ -106,7 +106,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
   """
   console = rich.console.Console(stderr=True)
   directory = writers.RunDirectory.start(
-      config.run_directory, config=operative_config, seed=config.seed
+    config.run_directory, config=operative_config, seed=config.seed
   )
   loop = OnlineLoop(config, directory, announce=console.print)
   started = time.perf_counter()
@@ -130,10 +130,10 @@ class OnlineLoop:
   """The state of an online run; `step` is one turn of algorithm 1."""
 
   def __init__(
-      self,
-      config: OnlineConfig,
-      directory: writers.RunDirectory,
-      announce: Callable[[str], object] = lambda text: None,
+    self,
+    config: OnlineConfig,
+    directory: writers.RunDirectory,
+    announce: Callable[[str], object] = lambda text: None,
   ):
     """Loads the pair, seeds the buffer, and restores a checkpoint if there is one.
 
@@ -151,50 +151,48 @@ class OnlineLoop:
     self._schedule = schedules.ScheduleState()
     self._append = jax.jit(replay.append, donate_argnums=0)
     self._decoder = slots.Slots(
-        config.decoding,
-        self.pair.target,
-        self.pair.target_params,
-        self.pair.draft,
-        self.pair.draft_params,
-        partitioner,
+      config.decoding,
+      self.pair.target,
+      self.pair.target_params,
+      self.pair.draft,
+      self.pair.draft_params,
+      partitioner,
     )
     warm = self._decoder.warm_up()
     self._serving = self.pair.draft_params  # what the decoder's copy was made from
     self._learner = background.BackgroundLearner(
-        self.pair.draft,
-        config.update,
-        updates.init_learner(config.update, self.pair.draft_params),
-        config.schedule.update_interval,
-        config.free_updates,
+      self.pair.draft,
+      config.update,
+      updates.init_learner(config.update, self.pair.draft_params),
+      config.schedule.update_interval,
+      config.free_updates,
     )
     self._buffer = replay.init(
-        config.buffer,
-        config.decoding.source_lengths[-1],
-        config.decoding.target_length,
-        config.decoding.record_top_k,
-        self.pair.target.vocab_size,
+      config.buffer,
+      config.decoding.source_lengths[-1],
+      config.decoding.target_length,
+      config.decoding.record_top_k,
+      self.pair.target.vocab_size,
     )
     self._meter = metering.Meter(
-        self.pair,
-        config.decoding,
-        config.sampling,
-        config.floor_metering,
-        config.compare_every,
+      self.pair,
+      config.decoding,
+      config.sampling,
+      config.floor_metering,
+      config.compare_every,
     )
     self._alarms = alarms.AlarmState()
     self._models = checkpoints.fingerprint(
-        (self.pair.target_params, self.pair.draft_params)
+      (self.pair.target_params, self.pair.draft_params)
     )
     self._log = writers.MetricsLog(directory.metrics_path)
     self._saved = checkpoints.Checkpointer(
-        checkpoints.CheckpointConfig(
-            str(directory.checkpoints_path), every_requests=config.checkpoint_every
-        )
+      checkpoints.CheckpointConfig(
+        str(directory.checkpoints_path), every_requests=config.checkpoint_every
+      )
     )
     self._events = (
-        writers.TensorBoardLog(directory.tensorboard_path)
-        if config.tensorboard
-        else None
+      writers.TensorBoardLog(directory.tensorboard_path) if config.tensorboard else None
     )
     if self._saved.latest_step() is None:
       self._begin()
@@ -209,7 +207,7 @@ class OnlineLoop:
       The request rows that were logged.
     """
     while self._submitted < len(self.stream) and (
-        self._decoder.in_flight < self.config.decoding.rows
+      self._decoder.in_flight < self.config.decoding.rows
     ):
       self._decoder.submit(self._request(self._submitted))
       self._submitted += 1
@@ -238,11 +236,11 @@ class OnlineLoop:
   def _request(self, index: int) -> slots.Request:
     query = self.stream[index]
     request = slots.Request(
-        tokens=query.tokens,
-        sampling=dataclasses.replace(
-            self.config.sampling, seed=self.config.sampling.seed + index
-        ),
-        tag=index,
+      tokens=query.tokens,
+      sampling=dataclasses.replace(
+        self.config.sampling, seed=self.config.sampling.seed + index
+      ),
+      tag=index,
     )
     self._requests[index] = request
     return request
@@ -259,7 +257,7 @@ class OnlineLoop:
     if self.config.learn:
       self._buffer = self._append(self._buffer, done.batch)
       self._schedule = schedules.observe(
-          self.config.schedule, self._schedule, row["overlap"]
+        self.config.schedule, self._schedule, row["overlap"]
       )
       self._maybe_launch()
     row["paused"] = self._schedule.paused
@@ -275,7 +273,7 @@ class OnlineLoop:
 
   def _maybe_launch(self) -> None:
     if self._learner.busy or not schedules.update_due(
-        self.config.schedule, self._schedule
+      self.config.schedule, self._schedule
     ):
       return
     batches = self._draw()
@@ -288,7 +286,7 @@ class OnlineLoop:
     """The micro-batches of an update launched now."""
     key = jax.random.fold_in(jax.random.key(self.config.seed), self.finished)
     return updates.draw_update(
-        self.config.update, self.config.buffer, self._buffer, key, self._since
+      self.config.update, self.config.buffer, self._buffer, key, self._since
     )
 
   def _warm_up(self, answers: list[slots.Finished]) -> None:
@@ -308,13 +306,13 @@ class OnlineLoop:
       self._serving = outcome.learner.served
       self._swap(version)
     self._write(
-        "update",
-        {
-            "finished": self.finished,
-            "launched": outcome.launched,
-            "version": version,
-            **outcome.figures(),
-        },
+      "update",
+      {
+        "finished": self.finished,
+        "launched": outcome.launched,
+        "version": version,
+        **outcome.figures(),
+      },
     )
 
   def _swap(self, version: int) -> None:
@@ -336,7 +334,7 @@ class OnlineLoop:
       return
     found = corpus.prompts(self.config.warm_start, self.pair.vocabulary)
     for batch in corpus.reference_rows(
-        self.pair.target, self.pair.target_params, found, self.config.decoding
+      self.pair.target, self.pair.target_params, found, self.config.decoding
     ):
       self._buffer = self._append(self._buffer, batch)
 
@@ -358,30 +356,30 @@ class OnlineLoop:
 
   def _snapshot(self) -> snapshot.Snapshot:
     return snapshot.Snapshot(
-        finished=self.finished,
-        submitted=self._submitted,
-        stream=self.stream.state(),
-        slots=self._decoder.arrays(),
-        held=self._decoder.held(),
-        serving=self._serving,
-        draft_version=self._decoder.draft_version,
-        buffer=self._buffer,
-        since=self._since,
-        schedule=self._schedule,
-        learner=self._learner.learner,
-        update=self._learner.pending(),
-        metrics_bytes=self._log.length,
-        models=self._models,
+      finished=self.finished,
+      submitted=self._submitted,
+      stream=self.stream.state(),
+      slots=self._decoder.arrays(),
+      held=self._decoder.held(),
+      serving=self._serving,
+      draft_version=self._decoder.draft_version,
+      buffer=self._buffer,
+      since=self._since,
+      schedule=self._schedule,
+      learner=self._learner.learner,
+      update=self._learner.pending(),
+      metrics_bytes=self._log.length,
+      models=self._models,
     )
 
   def _continue(self) -> None:
     """Takes over the newest readable checkpoint."""
     found = snapshot.restore(
-        self._saved,
-        self._snapshot(),
-        self.config.update,
-        self.config.buffer,
-        self._decoder.abstract_state,
+      self._saved,
+      self._snapshot(),
+      self.config.update,
+      self.config.buffer,
+      self._decoder.abstract_state,
     )
     self.stream.restore(found.stream)
     self.finished, self._submitted = found.finished, found.submitted

@@ -34,8 +34,7 @@ class PairConfig:
   def __post_init__(self):
     if self.dtype not in ("float32", "bfloat16"):
       raise ValueError(
-          f"PairConfig.dtype: received {self.dtype!r}, expected 'float32' or"
-          " 'bfloat16'."
+        f"PairConfig.dtype: received {self.dtype!r}, expected 'float32' or 'bfloat16'."
       )
 
   def path(self, field: str) -> Path:
@@ -70,7 +69,7 @@ class Pair:
   def draft_weights(self, params: base.Params, notes: str) -> weights.Weights:
     """Adapted parameters of the draft, ready for `weights.save`."""
     return weights.Weights(
-        self.draft_config, params, self.vocabulary.fingerprint, notes
+      self.draft_config, params, self.vocabulary.fingerprint, notes
     )
 
 
@@ -86,22 +85,22 @@ def load(config: PairConfig, partitioner: partitioning.Partitioner) -> Pair:
   draft = _read(config, "draft", vocabulary)
   if target.config.vocab_size != draft.config.vocab_size:
     raise ValueError(
-        f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"
-        f" draft {config.draft} has {draft.config.vocab_size}; expected the same"
-        " number. Choose a draft trained with the target's vocabulary."
+      f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"
+      f" draft {config.draft} has {draft.config.vocab_size}; expected the same"
+      " number. Choose a draft trained with the target's vocabulary."
     )
   target_model = t5.build(target.config, "target")
   draft_model = t5.build(draft.config, "draft", config.draft_serving)
   return Pair(
-      target=target_model,
-      target_params=partitioner.place_params(target_model, target.params),
-      rescoring_target=t5.build(
-          dataclasses.replace(target.config, dtype="float64"), "rescoring target"
-      ),
-      draft=draft_model,
-      draft_params=partitioner.place_params(draft_model, draft.params),
-      draft_config=draft.config,
-      vocabulary=vocabulary,
+    target=target_model,
+    target_params=partitioner.place_params(target_model, target.params),
+    rescoring_target=t5.build(
+      dataclasses.replace(target.config, dtype="float64"), "rescoring target"
+    ),
+    draft=draft_model,
+    draft_params=partitioner.place_params(draft_model, draft.params),
+    draft_config=draft.config,
+    vocabulary=vocabulary,
   )
 
 
@@ -111,16 +110,16 @@ def _read(config: PairConfig, field: str, vocabulary: Vocabulary) -> weights.Wei
   found = read(path)
   if found.vocabulary and found.vocabulary != vocabulary.fingerprint:
     raise ValueError(
-        f"PairConfig.{field}: {path} was trained with the vocabulary"
-        f" {found.vocabulary[:12]}..., but PairConfig.vocabulary {config.vocabulary} is"
-        f" {vocabulary.fingerprint[:12]}... ({vocabulary.size} ids); expected the same"
-        " file. Name the vocabulary that the weights were trained with."
+      f"PairConfig.{field}: {path} was trained with the vocabulary"
+      f" {found.vocabulary[:12]}..., but PairConfig.vocabulary {config.vocabulary} is"
+      f" {vocabulary.fingerprint[:12]}... ({vocabulary.size} ids); expected the same"
+      " file. Name the vocabulary that the weights were trained with."
     )
   if found.config.vocab_size < vocabulary.size:
     raise ValueError(
-        f"PairConfig.{field}: {path} has {found.config.vocab_size} token ids, expected"
-        f" at least the {vocabulary.size} of {config.vocabulary}."
+      f"PairConfig.{field}: {path} has {found.config.vocab_size} token ids, expected"
+      f" at least the {vocabulary.size} of {config.vocabulary}."
     )
   return dataclasses.replace(
-      found, config=dataclasses.replace(found.config, dtype=config.dtype)
+    found, config=dataclasses.replace(found.config, dtype=config.dtype)
   )

@@ -17,12 +17,12 @@ from osd_jax import base
 # t5x's standard rules for (data, model): weights are split by heads, hidden units and
 # vocabulary; activations and rows in flight by row.
 RULES: dict[str, str | None] = {
-    "vocab": "model",
-    "embed": None,
-    "joined_kv": "model",
-    "mlp": "model",
-    "heads": None,
-    "relpos_buckets": None,
+  "vocab": "model",
+  "embed": None,
+  "joined_kv": "model",
+  "mlp": "model",
+  "heads": None,
+  "relpos_buckets": None,
 }
 
 
@@ -42,8 +42,8 @@ class PartitionConfig:
     for name in ("data", "model"):
       if getattr(self, name) < 1:
         raise ValueError(
-            f"PartitionConfig.{name}: received {getattr(self, name)!r}, expected an"
-            " integer >= 1."
+          f"PartitionConfig.{name}: received {getattr(self, name)!r}, expected an"
+          " integer >= 1."
         )
 
 
@@ -65,10 +65,10 @@ class Partitioner:
     """Shardings shaped like the parameters of `model`."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     return jax.tree.map(
-        lambda spec, shape: self._resolved(spec, shape.shape),
-        model.logical_axes(),
-        shapes,
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+      lambda spec, shape: self._resolved(spec, shape.shape),
+      model.logical_axes(),
+      shapes,
+      is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )
 
   def place_params(self, model: base.Model, params: base.Params) -> base.Params:
@@ -82,7 +82,7 @@ class Partitioner:
     if self.mesh.size == 1:
       return tree
     return jax.tree.map(
-        lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, self.replicated), tree
+      lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, self.replicated), tree
     )
 
   def place_rows(self, tree: Any) -> Any:
@@ -121,9 +121,9 @@ def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
   devices = jax.devices()
   if len(devices) < needed:
     raise ValueError(
-        f"partitioning: received data={config.data}, model={config.model}, which needs"
-        f" {needed} devices, but there are {len(devices)} ({devices[0].platform});"
-        " lower PartitionConfig."
+      f"partitioning: received data={config.data}, model={config.model}, which needs"
+      f" {needed} devices, but there are {len(devices)} ({devices[0].platform});"
+      " lower PartitionConfig."
     )
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
   return Partitioner(Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2))

@@ -73,13 +73,13 @@ class PretrainConfig:
     for name in (*counts, "checkpoint_every"):
       if getattr(self, name) < 1:
         raise ValueError(
-            f"PretrainConfig.{name}: received {getattr(self, name)!r}, expected an"
-            " integer >= 1."
+          f"PretrainConfig.{name}: received {getattr(self, name)!r}, expected an"
+          " integer >= 1."
         )
     if self.storage not in ("float32", "bfloat16"):
       raise ValueError(
-          f"PretrainConfig.storage: received {self.storage!r}, expected 'float32' or"
-          " 'bfloat16'."
+        f"PretrainConfig.storage: received {self.storage!r}, expected 'float32' or"
+        " 'bfloat16'."
       )
 
 
@@ -97,19 +97,19 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
   vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
   if vocabulary.size > config.model.vocab_size:
     raise ValueError(
-        f"pretrain: T5Config.vocab_size: received {config.model.vocab_size}, expected"
-        f" at least the {vocabulary.size} ids of {config.vocabulary}."
+      f"pretrain: T5Config.vocab_size: received {config.model.vocab_size}, expected"
+      f" at least the {vocabulary.size} ids of {config.vocabulary}."
     )
   model = t5.build(config.model)
   state = initial_state(config, model)
   directory = writers.RunDirectory.start(
-      config.run_directory, config=operative_config, seed=config.seed
+    config.run_directory, config=operative_config, seed=config.seed
   )
   with (
-      checkpoints.Checkpointer(
-          checkpoints.CheckpointConfig(str(directory.checkpoints_path))
-      ) as saved,
-      writers.MetricsLog(directory.metrics_path) as log,
+    checkpoints.Checkpointer(
+      checkpoints.CheckpointConfig(str(directory.checkpoints_path))
+    ) as saved,
+    writers.MetricsLog(directory.metrics_path) as log,
   ):
     if saved.latest_step() is None:
       log.truncate(0)
@@ -118,10 +118,10 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
       log.truncate(host["metrics_bytes"])
     state = _loop(config, model, vocabulary, state, log, saved, console)
   trained = weights.Weights(
-      config.model,
-      state.params,
-      vocabulary.fingerprint,
-      f"osd pretrain, {int(state.step)} steps of {config.data.batch_size} rows",
+    config.model,
+    state.params,
+    vocabulary.fingerprint,
+    f"osd pretrain, {int(state.step)} steps of {config.data.batch_size} rows",
   )
   weights.save(config.output, trained, config.storage)
   directory.finish()
@@ -146,15 +146,15 @@ def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerSt
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def train_step(
-    model: base.Model,
-    optimizer: optimizers.OptimizerConfig,
-    state: update.LearnerState,
-    source: jax.Array,
-    target: jax.Array,
+  model: base.Model,
+  optimizer: optimizers.OptimizerConfig,
+  state: update.LearnerState,
+  source: jax.Array,
+  target: jax.Array,
 ) -> tuple[update.LearnerState, update.UpdateMetrics]:
   """One guarded step on source [R, S] and target [R, T]."""
   loss, gradient = jax.value_and_grad(_cross_entropy, argnums=1)(
-      model, state.params, source, target
+    model, state.params, source, target
   )
   return update.apply_gradients(optimizer, state, loss, gradient)
 
@@ -168,7 +168,7 @@ def _cross_entropy(model, params, source, target):
 
 @functools.partial(jax.jit, static_argnums=0)
 def judge(
-    model: base.Model, params: base.Params, source: jax.Array, target: jax.Array
+  model: base.Model, params: base.Params, source: jax.Array, target: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Whether greedy decoding would write the reference.
 
@@ -192,7 +192,7 @@ def judge(
 
 
 def regrouped(
-    stream: data_batches.BatchStream, pool: int, index: int, multiple: int
+  stream: data_batches.BatchStream, pool: int, index: int, multiple: int
 ) -> list[data_batches.Batch]:
   """Regroups rows of `pool` batches by target length and cuts their padding.
 
@@ -211,18 +211,18 @@ def regrouped(
   """
   drawn = [stream[index * pool + offset] for offset in range(pool)]
   source, target, task_id = (
-      np.concatenate([getattr(batch, name) for batch in drawn])
-      for name in ("source", "target", "task_id")
+    np.concatenate([getattr(batch, name) for batch in drawn])
+    for name in ("source", "target", "task_id")
   )
   order = np.argsort((target != base.PAD_ID).sum(1), kind="stable")
   groups = np.split(order, pool)
   return [
-      data_batches.Batch(
-          source=_cut(source[groups[place]], multiple),
-          target=_cut(target[groups[place]], multiple),
-          task_id=task_id[groups[place]],
-      )
-      for place in np.random.default_rng(index).permutation(pool)
+    data_batches.Batch(
+      source=_cut(source[groups[place]], multiple),
+      target=_cut(target[groups[place]], multiple),
+      task_id=task_id[groups[place]],
+    )
+    for place in np.random.default_rng(index).permutation(pool)
   ]
 
 
@@ -252,8 +252,8 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
         losses.clear()
         if not np.isfinite(mean):
           raise ValueError(
-              f"pretrain: the loss of step {step} is {mean}; lower"
-              " OptimizerConfig.learning_rate (the last checkpoint is kept)."
+            f"pretrain: the loss of step {step} is {mean}; lower"
+            " OptimizerConfig.learning_rate (the last checkpoint is kept)."
           )
         log.write("step", {"step": step, "loss": mean, "skipped": int(state.skipped)})
         bar.update(task, completed=step, figures=f"loss {mean:.4f}")
@@ -267,10 +267,10 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
 
 
 def evaluate(
-    config: PretrainConfig,
-    model: base.Model,
-    held_out: data_batches.BatchStream,
-    params: base.Params,
+  config: PretrainConfig,
+  model: base.Model,
+  held_out: data_batches.BatchStream,
+  params: base.Params,
 ) -> dict[str, dict[str, float]]:
   """Token accuracy and greedy exact match on the held-out rows, per task."""
   partitioner = partitioning.make(config.partition)
@@ -283,18 +283,18 @@ def evaluate(
       label = config.evaluation.tasks[int(task_id)].label
       found.setdefault(label, []).append((share[row], exact[row]))
   return {
-      label: {
-          "rows": len(rows),
-          "token_accuracy": float(np.mean([share for share, _ in rows])),
-          "exact_match": float(np.mean([exact for _, exact in rows])),
-      }
-      for label, rows in sorted(found.items())
+    label: {
+      "rows": len(rows),
+      "token_accuracy": float(np.mean([share for share, _ in rows])),
+      "exact_match": float(np.mean([exact for _, exact in rows])),
+    }
+    for label, rows in sorted(found.items())
   }
 
 
 def _sentence(step: int, rows: dict[str, dict[str, float]]) -> str:
   figures = ", ".join(
-      f"{label} {row['exact_match']:.3f} ({row['token_accuracy']:.3f})"
-      for label, row in rows.items()
+    f"{label} {row['exact_match']:.3f} ({row['token_accuracy']:.3f})"
+    for label, row in rows.items()
   )
   return f"step {step}: held-out exact match (token accuracy): {figures}"

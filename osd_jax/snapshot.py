@@ -64,33 +64,33 @@ def save(saved: checkpoints.Checkpointer, snapshot: Snapshot) -> None:
   """Saves it as the step of its number of finished requests."""
   launched, inputs = snapshot.update or (None, None)
   arrays = {
-      "learner": snapshot.learner,
-      "serving": snapshot.serving,
-      "buffer": snapshot.buffer,
-      "slots": snapshot.slots,
-      "pending": inputs,
+    "learner": snapshot.learner,
+    "serving": snapshot.serving,
+    "buffer": snapshot.buffer,
+    "slots": snapshot.slots,
+    "pending": inputs,
   }
   host = {
-      "finished": snapshot.finished,
-      "submitted": snapshot.submitted,
-      "since": snapshot.since,
-      "schedule": dataclasses.asdict(snapshot.schedule),
-      "stream": snapshot.stream,
-      "slots": snapshot.held,
-      "draft_version": snapshot.draft_version,
-      "launched": launched,
-      "metrics_bytes": snapshot.metrics_bytes,
-      "models": snapshot.models,
+    "finished": snapshot.finished,
+    "submitted": snapshot.submitted,
+    "since": snapshot.since,
+    "schedule": dataclasses.asdict(snapshot.schedule),
+    "stream": snapshot.stream,
+    "slots": snapshot.held,
+    "draft_version": snapshot.draft_version,
+    "launched": launched,
+    "metrics_bytes": snapshot.metrics_bytes,
+    "models": snapshot.models,
   }
   saved.save(snapshot.finished, arrays, host)
 
 
 def restore(
-    saved: checkpoints.Checkpointer,
-    fresh: Snapshot,
-    config: updates.UpdateConfig,
-    buffer: replay.BufferConfig,
-    slots_of: Callable[[int], Any],
+  saved: checkpoints.Checkpointer,
+  fresh: Snapshot,
+  config: updates.UpdateConfig,
+  buffer: replay.BufferConfig,
+  slots_of: Callable[[int], Any],
 ) -> Snapshot:
   """Reads the newest readable step.
 
@@ -109,40 +109,38 @@ def restore(
   def structure(host):
     under_way = host["launched"] is not None
     return {
-        "learner": fresh.learner,
-        "serving": fresh.serving,
-        "buffer": fresh.buffer,
-        "slots": slots_of(host["slots"]["bucket"]),
-        "pending": _inputs(config, buffer, fresh.buffer) if under_way else None,
+      "learner": fresh.learner,
+      "serving": fresh.serving,
+      "buffer": fresh.buffer,
+      "slots": slots_of(host["slots"]["bucket"]),
+      "pending": _inputs(config, buffer, fresh.buffer) if under_way else None,
     }
 
   arrays, host = saved.restore(None, structure)
   checkpoints.check_fingerprint(host.get("models"), fresh.models)
   launched = host["launched"]
   return Snapshot(
-      finished=host["finished"],
-      submitted=host["submitted"],
-      stream=host["stream"],
-      slots=arrays["slots"],
-      held=host["slots"],
-      serving=arrays["serving"],
-      draft_version=host["draft_version"],
-      buffer=arrays["buffer"],
-      since=host["since"],
-      schedule=schedules.ScheduleState(**host["schedule"]),
-      learner=arrays["learner"],
-      update=None if launched is None else (launched, arrays["pending"]),
-      metrics_bytes=host["metrics_bytes"],
-      models=fresh.models,
+    finished=host["finished"],
+    submitted=host["submitted"],
+    stream=host["stream"],
+    slots=arrays["slots"],
+    held=host["slots"],
+    serving=arrays["serving"],
+    draft_version=host["draft_version"],
+    buffer=arrays["buffer"],
+    since=host["since"],
+    schedule=schedules.ScheduleState(**host["schedule"]),
+    learner=arrays["learner"],
+    update=None if launched is None else (launched, arrays["pending"]),
+    metrics_bytes=host["metrics_bytes"],
+    models=fresh.models,
   )
 
 
 def _inputs(config, buffer_config, buffer):
   """Shapes of the micro-batches of an update."""
   one = jax.eval_shape(
-      lambda rows: updates.draw_slice(
-          config, buffer_config, rows, jax.random.key(0), 0
-      ),
-      buffer,
+    lambda rows: updates.draw_slice(config, buffer_config, rows, jax.random.key(0), 0),
+    buffer,
   )
   return (one,) * config.steps_per_update

@@ -15,27 +15,27 @@ from osd_jax import base
 from osd_jax.models import t5
 
 TINY_T5 = t5.T5Config(
-    vocab_size=64,
-    width=32,
-    num_heads=2,
-    head_dim=16,
-    mlp_dim=48,
-    num_encoder_layers=1,
-    num_decoder_layers=2,
-    mlp_activations=("gelu", "linear"),
-    tied_head=False,
+  vocab_size=64,
+  width=32,
+  num_heads=2,
+  head_dim=16,
+  mlp_dim=48,
+  num_encoder_layers=1,
+  num_decoder_layers=2,
+  mlp_activations=("gelu", "linear"),
+  tied_head=False,
 )
 
 TINY_DRAFT = t5.T5Config(
-    vocab_size=64,
-    width=16,
-    num_heads=2,
-    head_dim=8,
-    mlp_dim=24,
-    num_encoder_layers=1,
-    num_decoder_layers=1,
-    mlp_activations=("gelu", "linear"),
-    tied_head=False,
+  vocab_size=64,
+  width=16,
+  num_heads=2,
+  head_dim=8,
+  mlp_dim=24,
+  num_encoder_layers=1,
+  num_decoder_layers=1,
+  mlp_activations=("gelu", "linear"),
+  tied_head=False,
 )
 
 
@@ -69,8 +69,8 @@ def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
     del table, mask
     rows = source.shape[0]
     return TabularCache(
-        tokens=jnp.zeros((rows, cache_length), jnp.int32),
-        length=jnp.zeros((rows,), jnp.int32),
+      tokens=jnp.zeros((rows, cache_length), jnp.int32),
+      length=jnp.zeros((rows,), jnp.int32),
     )
 
   def decode(table, tokens, cache):
@@ -89,14 +89,14 @@ def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
     return table[before, fed]
 
   return base.Model(
-      name=name,
-      vocab_size=vocab_size,
-      init=lambda key: jax.random.normal(key, (vocab_size,) * 3),
-      prefill=prefill,
-      decode=decode,
-      score=score,
-      prepare=lambda table: table,
-      logical_axes=lambda: jax.sharding.PartitionSpec(None, None, "vocab"),
+    name=name,
+    vocab_size=vocab_size,
+    init=lambda key: jax.random.normal(key, (vocab_size,) * 3),
+    prefill=prefill,
+    decode=decode,
+    score=score,
+    prepare=lambda table: table,
+    logical_axes=lambda: jax.sharding.PartitionSpec(None, None, "vocab"),
   )
 
 
@@ -115,7 +115,7 @@ def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.nd
 
 
 def random_sources(
-    rows: int, length: int, vocab_size: int, seed: int
+  rows: int, length: int, vocab_size: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Ragged prompts [rows, length] int32, padded with 0, and their mask.
 

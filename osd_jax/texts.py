@@ -37,18 +37,17 @@ class TextsConfig:
 
   def __post_init__(self):
     checks = {
-        "sample_source": (
-            self.sample_source in SAMPLE_SOURCES,
-            f"one of {', '.join(SAMPLE_SOURCES)}",
-        ),
-        "mix_share": (0 <= self.mix_share <= 1, "a number in 0..1"),
-        "seed": (self.seed >= 0, "an integer >= 0"),
+      "sample_source": (
+        self.sample_source in SAMPLE_SOURCES,
+        f"one of {', '.join(SAMPLE_SOURCES)}",
+      ),
+      "mix_share": (0 <= self.mix_share <= 1, "a number in 0..1"),
+      "seed": (self.seed >= 0, "an integer >= 0"),
     }
     for name, (valid, expected) in checks.items():
       if not valid:
         raise ValueError(
-            f"TextsConfig.{name}: received {getattr(self, name)!r}, expected"
-            f" {expected}."
+          f"TextsConfig.{name}: received {getattr(self, name)!r}, expected {expected}."
         )
 
 
@@ -56,14 +55,14 @@ class Texts:
   """Texts of a corpus, with the target's distributions."""
 
   def __init__(
-      self,
-      config: TextsConfig,
-      decoding: slots.DecodingConfig,
-      sampling: slots.SamplingConfig,
-      pair: pairs.Pair,
-      partitioner: partitioning.Partitioner,
-      found: Sequence[corpus.Prompt],
-      bar: rich.progress.Progress,
+    self,
+    config: TextsConfig,
+    decoding: slots.DecodingConfig,
+    sampling: slots.SamplingConfig,
+    pair: pairs.Pair,
+    partitioner: partitioning.Partitioner,
+    found: Sequence[corpus.Prompt],
+    bar: rich.progress.Progress,
   ):
     """Writes nothing yet."""
     self.config, self.pair, self.prompts = config, pair, found
@@ -105,7 +104,7 @@ class Texts:
     return [jax.device_get(done.batch) for done in self._answer(decoder, places)]
 
   def _by_draft(
-      self, places: np.ndarray, params: base.Params
+    self, places: np.ndarray, params: base.Params
   ) -> Iterator[base.DistillationBatch]:
     """Rows of texts by the draft or the mix, through one target pass each."""
     if not len(places):
@@ -113,7 +112,7 @@ class Texts:
     model = self.pair.draft
     if self.config.sample_source == "mix_token":
       model = mixture.mix(
-          self.pair.target, model, self.config.mix_share, self.config.seed
+        self.pair.target, model, self.config.mix_share, self.config.seed
       )
       params = {"target": self.pair.target_params, "draft": params}
     unrecorded = dataclasses.replace(_plain(self._decoding), record_top_k=0)
@@ -124,16 +123,16 @@ class Texts:
       yield from self._judged([d.batch for d in answers[start : start + size]], size)
 
   def _judged(
-      self, texts: list[base.DistillationBatch], size: int
+    self, texts: list[base.DistillationBatch], size: int
   ) -> Iterator[base.DistillationBatch]:
     """The same rows with the target's distributions; `size` fixes the shape."""
     filled = corpus.stack(texts + texts[-1:] * (size - len(texts)))
     judged = records.teacher_forced(
-        self.pair.target,
-        self.pair.target_params,
-        filled.source,
-        filled.target,
-        self._decoding.record_top_k,
+      self.pair.target,
+      self.pair.target_params,
+      filled.source,
+      filled.target,
+      self._decoding.record_top_k,
     )
     host = jax.device_get(filled.replace(records=judged.records))
     for row in range(len(texts)):
@@ -147,7 +146,7 @@ class Texts:
 
 @contextlib.contextmanager
 def counting(
-    bar: rich.progress.Progress, label: str, total: int
+  bar: rich.progress.Progress, label: str, total: int
 ) -> Iterator[Callable[[slots.Finished], None]]:
   """A line of its own below the bar, for prompts being answered."""
   task = bar.add_task(label, total=total, figures="")
@@ -156,16 +155,16 @@ def counting(
 
 
 def plain_slots(
-    config: slots.DecodingConfig,
-    pair: pairs.Pair,
-    partitioner: partitioning.Partitioner,
+  config: slots.DecodingConfig,
+  pair: pairs.Pair,
+  partitioner: partitioning.Partitioner,
 ) -> slots.Slots:
   """The target alone, with records."""
   return slots.Slots(
-      _plain(config),
-      pair.target,
-      pair.target_params,
-      partitioner=partitioner,
+    _plain(config),
+    pair.target,
+    pair.target_params,
+    partitioner=partitioner,
   )
 
 

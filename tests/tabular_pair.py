@@ -12,19 +12,19 @@ SOURCE_LENGTH, TARGET_LENGTH = 6, 10
 def make(sharpness: float = 2.0) -> pairs.Pair:
   """Target and draft look up different tables; neither ends before the limit."""
   tables = [
-      jnp.asarray(testing.random_table(VOCAB_SIZE, seed, sharpness=sharpness))
-      for seed in (0, 1)
+    jnp.asarray(testing.random_table(VOCAB_SIZE, seed, sharpness=sharpness))
+    for seed in (0, 1)
   ]
   for place, table in enumerate(tables):
     tables[place] = table.at[..., base.PAD_ID].set(-1e9)  # padding is no text
   return pairs.Pair(
-      target=testing.tabular_model(VOCAB_SIZE, "target"),
-      target_params=tables[0],
-      rescoring_target=testing.tabular_model(VOCAB_SIZE, "target"),
-      draft=testing.tabular_model(VOCAB_SIZE, "draft"),
-      draft_params=tables[1],
-      draft_config=None,
-      vocabulary=None,
+    target=testing.tabular_model(VOCAB_SIZE, "target"),
+    target_params=tables[0],
+    rescoring_target=testing.tabular_model(VOCAB_SIZE, "target"),
+    draft=testing.tabular_model(VOCAB_SIZE, "draft"),
+    draft_params=tables[1],
+    draft_config=None,
+    vocabulary=None,
   )
 
 
@@ -32,6 +32,6 @@ def prompts(count: int) -> list[corpus.Prompt]:
   """Different prompts of ragged lengths, of tasks 0 and 1 by turns."""
   source, mask = testing.random_sources(count, SOURCE_LENGTH, VOCAB_SIZE, seed=3)
   return [
-      corpus.Prompt(source[row][mask[row]], row % 2, np.asarray([5, 6, 1], np.int32))
-      for row in range(count)
+    corpus.Prompt(source[row][mask[row]], row % 2, np.asarray([5, 6, 1], np.int32))
+    for row in range(count)
   ]

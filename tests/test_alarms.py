@@ -9,9 +9,7 @@ from osd_jax import alarms
 
 
 def request(drafted=5, accepted=2, loops=False):
-  return {
-      "kind": "request", "drafted": drafted, "accepted": accepted, "loops": loops
-  }
+  return {"kind": "request", "drafted": drafted, "accepted": accepted, "loops": loops}
 
 
 def update(skipped=0):
@@ -31,8 +29,8 @@ NOTHING, ALL = request(accepted=0), request(accepted=5)
 
 
 @pytest.mark.parametrize(
-    ("row", "name"),
-    [(NOTHING, "acceptance_pinned_at_0"), (ALL, "acceptance_pinned_at_1")],
+  ("row", "name"),
+  [(NOTHING, "acceptance_pinned_at_0"), (ALL, "acceptance_pinned_at_1")],
 )
 def test_pinned_acceptance_is_told_once_per_start_and_end(row, name):
   window = alarms.WINDOW
@@ -45,16 +43,16 @@ def test_pinned_acceptance_is_told_once_per_start_and_end(row, name):
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [
-        [request()] * 60,
-        [NOTHING, ALL] * 30,
-        [request(drafted=0, accepted=0)] * 60,  # nothing was drafted at all
-        [*[NOTHING] * 24, request(accepted=1), *[NOTHING] * 24],
-        [*[ALL] * 24, request(accepted=4), *[ALL] * 24],
-        [update()] * 9,
-        [{"kind": "summary", "wall_seconds": 1.0}, {"kind": "alarm"}],
-    ],
+  "rows",
+  [
+    [request()] * 60,
+    [NOTHING, ALL] * 30,
+    [request(drafted=0, accepted=0)] * 60,  # nothing was drafted at all
+    [*[NOTHING] * 24, request(accepted=1), *[NOTHING] * 24],
+    [*[ALL] * 24, request(accepted=4), *[ALL] * 24],
+    [update()] * 9,
+    [{"kind": "summary", "wall_seconds": 1.0}, {"kind": "alarm"}],
+  ],
 )
 def test_a_sound_run_raises_none(rows):
   assert told(rows) == []
@@ -75,7 +73,8 @@ def test_a_loop_is_told_until_a_window_is_free_of_loops():
   loop, plain = request(loops=True), request()
   rows = [plain, loop, plain, loop, *[plain] * 30]
   assert told(rows) == [
-      (2, "output_loops", True), (4 + alarms.WINDOW, "output_loops", False)
+    (2, "output_loops", True),
+    (4 + alarms.WINDOW, "output_loops", False),
   ]
   older = {"kind": "request", "drafted": 5, "accepted": 2}  # a log without the field
   assert told([older] * 30) == []
@@ -86,7 +85,7 @@ def test_a_replay_knows_what_the_run_knew():
   rows, state = [], alarms.AlarmState()
   for _ in range(300):
     row = rng.choice(
-        [NOTHING] * 40 + [ALL, request(loops=True), update(1), update(), update()]
+      [NOTHING] * 40 + [ALL, request(loops=True), update(1), update(), update()]
     )
     state, new = alarms.observe(state, row["kind"], row)
     rows += [row, *({"kind": "alarm", **dataclasses.asdict(one)} for one in new)]
@@ -107,17 +106,20 @@ def test_every_alarm_says_what_it_means_in_one_line():
 
 def test_the_sentence_names_spans():
   row = lambda name, active, finished: {
-      "kind": "alarm", "alarm": name, "active": active, "finished": finished
+    "kind": "alarm",
+    "alarm": name,
+    "active": active,
+    "finished": finished,
   }
   rows = [
-      request(),
-      row("acceptance_pinned_at_0", True, 30),
-      row("output_loops", True, 31),
-      row("acceptance_pinned_at_0", False, 55),
-      row("acceptance_pinned_at_0", True, 90),
+    request(),
+    row("acceptance_pinned_at_0", True, 30),
+    row("output_loops", True, 31),
+    row("acceptance_pinned_at_0", False, 55),
+    row("acceptance_pinned_at_0", True, 90),
   ]
   assert alarms.sentence(rows) == (
-      "Alarms: acceptance pinned at 0 from request 30 to 55; output loops from request"
-      " 31 to the end; acceptance pinned at 0 from request 90 to the end."
+    "Alarms: acceptance pinned at 0 from request 30 to 55; output loops from request"
+    " 31 to the end; acceptance pinned at 0 from request 90 to the end."
   )
   assert alarms.sentence([request(), update()]) == "Alarms: none."

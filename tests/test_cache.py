@@ -43,11 +43,11 @@ def test_insert_row_replaces_one_row_and_no_other(slot, seed):
 
   def tree(rows):
     return {
-        "keys": (rng.normal(size=(rows, 2, 3)).astype(np.float32),),
-        "tokens": rng.integers(0, 9, (rows, 4)).astype(np.int32),
-        "mask": rng.random((rows, 5)) < 0.5,
-        "length": rng.integers(0, 9, rows).astype(np.int32),
-        "nothing": None,
+      "keys": (rng.normal(size=(rows, 2, 3)).astype(np.float32),),
+      "tokens": rng.integers(0, 9, (rows, 4)).astype(np.int32),
+      "mask": rng.random((rows, 5)) < 0.5,
+      "length": rng.integers(0, 9, rows).astype(np.int32),
+      "nothing": None,
     }
 
   batch, row = tree(4), tree(1)
@@ -68,13 +68,13 @@ def models():
   table = jnp.asarray(testing.random_table(8, 0))
   target = harness.TARGET
   return {
-      "tabular": (testing.tabular_model(8), table, *harness.no_sources(3), 0.0),
-      "t5": (
-          target,
-          target.prepare(harness.lively_params(target)),
-          *testing.random_sources(3, 6, 64, 0),
-          1e-4,
-      ),
+    "tabular": (testing.tabular_model(8), table, *harness.no_sources(3), 0.0),
+    "t5": (
+      target,
+      target.prepare(harness.lively_params(target)),
+      *testing.random_sources(3, 6, 64, 0),
+      1e-4,
+    ),
   }
 
 
@@ -85,7 +85,7 @@ def test_rewinding_is_setting_the_length(models, name):
   decode = jax.jit(model.decode)
   rng = np.random.default_rng(1)
   first, rejected, second = (
-      rng.integers(2, 8, (3, 3)).astype(np.int32) for _ in range(3)
+    rng.integers(2, 8, (3, 3)).astype(np.int32) for _ in range(3)
   )
   empty = harness.prefill(model, served, source, mask, 12)
   _, cache = decode(served, first, empty)
@@ -98,7 +98,7 @@ def test_rewinding_is_setting_the_length(models, name):
     fed = np.pad(fed, (0, 9 - len(fed)))
     expected, _ = decode(served, np.tile(fed, (3, 1)), empty)
     np.testing.assert_allclose(
-        found[row], expected[row, kept[row] : kept[row] + 3], atol=tolerance
+      found[row], expected[row, kept[row] : kept[row] + 3], atol=tolerance
     )
   not_rewound, _ = decode(served, second, ahead)
   assert not np.allclose(not_rewound[0], found[0], atol=1e-2)

@@ -11,16 +11,16 @@ from osd_jax import cache as cache_lib
 
 ROWS, HEADS, LIMIT, BLOCK, SIZE = 3, 2, 10, 4, 2  # BLOCK is K + 1
 EXAMPLES = hypothesis.settings(
-    max_examples=40, deadline=None, derandomize=True, database=None
+  max_examples=40, deadline=None, derandomize=True, database=None
 )
 write = jax.jit(cache_lib.write)
 insert_row = jax.jit(cache_lib.insert_row)
 
 # What each row keeps of the block that it writes, round by round.
 KEPT = st.lists(
-    st.lists(st.integers(0, BLOCK), min_size=ROWS, max_size=ROWS),
-    min_size=1,
-    max_size=8,
+  st.lists(st.integers(0, BLOCK), min_size=ROWS, max_size=ROWS),
+  min_size=1,
+  max_size=8,
 )
 
 
@@ -50,12 +50,12 @@ def play(rounds, length, keep=lambda kept: kept):
 
 def agrees(stored, lengths, entries):
   return all(
-      len(entries[row]) == lengths[row]
-      and all(
-          np.array_equal(stored[row, :, place], entry)
-          for place, entry in enumerate(entries[row])
-      )
-      for row in range(ROWS)
+    len(entries[row]) == lengths[row]
+    and all(
+      np.array_equal(stored[row, :, place], entry)
+      for place, entry in enumerate(entries[row])
+    )
+    for row in range(ROWS)
   )
 
 
@@ -66,18 +66,18 @@ def test_valid_entries_are_those_that_were_kept(rounds):
 
 
 @pytest.mark.parametrize(
-    ("length", "keep"),
-    [
-        (LIMIT, lambda kept: kept),  # no room behind the limit: writes are clamped
-        (LIMIT + BLOCK, lambda kept: max(kept - 1, 0)),  # the length one behind
-    ],
+  ("length", "keep"),
+  [
+    (LIMIT, lambda kept: kept),  # no room behind the limit: writes are clamped
+    (LIMIT + BLOCK, lambda kept: max(kept - 1, 0)),  # the length one behind
+  ],
 )
 def test_a_short_cache_and_a_wrong_length_are_told_apart(length, keep):
   """Negative controls: the rounds above would notice."""
   hypothesis.find(
-      KEPT,
-      lambda rounds: not agrees(*play(rounds, length, keep)),
-      settings=hypothesis.settings(EXAMPLES, max_examples=300),
+    KEPT,
+    lambda rounds: not agrees(*play(rounds, length, keep)),
+    settings=hypothesis.settings(EXAMPLES, max_examples=300),
   )
 
 

@@ -10,14 +10,14 @@ import tabular_pair
 import tiny_online
 
 from osd_jax import (
-    base,
-    certificate,
-    certify,
-    corpus,
-    pairs,
-    partitioning,
-    testing,
-    writers,
+  base,
+  certificate,
+  certify,
+  corpus,
+  pairs,
+  partitioning,
+  testing,
+  writers,
 )
 from osd_jax.data.batches import BatchConfig
 from osd_jax.decoding import slots
@@ -28,8 +28,12 @@ MIXED = slots.SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)
 
 def decoding(**values) -> slots.DecodingConfig:
   return slots.DecodingConfig(
-      rows=4, num_draft_tokens=3, source_lengths=(tabular_pair.SOURCE_LENGTH,),
-      target_length=LENGTH, acceptance_rule="coupling", **values,
+    rows=4,
+    num_draft_tokens=3,
+    source_lengths=(tabular_pair.SOURCE_LENGTH,),
+    target_length=LENGTH,
+    acceptance_rule="coupling",
+    **values,
   )
 
 
@@ -163,11 +167,14 @@ def pair_config(tmp_path_factory):
 def certify_config(pair_config, folder, **changes):
   tasks = tiny_online.tasks("eval", 3)
   made = certify.CertifyConfig(
-      prompts=BatchConfig(tasks=tasks, source_length=40, reader="plain"),
-      count=6, pair=pair_config, rows=(1, 3), num_draft_tokens=(2,),
-      drafts=("pair", "perturbed"),
-      decoding=slots.DecodingConfig(rows=2, source_lengths=(40,), target_length=10),
-      run_directory=str(folder / "run"),
+    prompts=BatchConfig(tasks=tasks, source_length=40, reader="plain"),
+    count=6,
+    pair=pair_config,
+    rows=(1, 3),
+    num_draft_tokens=(2,),
+    drafts=("pair", "perturbed"),
+    decoding=slots.DecodingConfig(rows=2, source_lengths=(40,), target_length=10),
+    run_directory=str(folder / "run"),
   )
   return dataclasses.replace(made, **changes)
 
@@ -211,7 +218,7 @@ def test_a_wrong_output_ends_the_command_with_1(pair_config, tmp_path, monkeypat
 def test_bfloat16_is_audited(pair_config, tmp_path):
   config = dataclasses.replace(pair_config, dtype="bfloat16")
   path = certify.run(
-      certify_config(config, tmp_path, rows=(3,), drafts=("pair",), swap=False)
+    certify_config(config, tmp_path, rows=(3,), drafts=("pair",), swap=False)
   )
   verdict = json.loads((path / "certificate.json").read_text())
   assert verdict["check"] == "near-tie audit" and verdict["passed"]
@@ -225,7 +232,7 @@ def test_bfloat16_is_audited(pair_config, tmp_path):
 def test_sampled_requests_of_the_rejection_rule_are_refused(pair_config, tmp_path):
   with pytest.raises(ValueError, match="acceptance_rule = 'coupling'"):
     certify_config(
-        pair_config, tmp_path, sampling=slots.SamplingConfig(temperature=1.0)
+      pair_config, tmp_path, sampling=slots.SamplingConfig(temperature=1.0)
     )
 
 

@@ -32,15 +32,18 @@ class Learner:
 
 
 def _learner(seed: int = 0) -> Learner:
-  params = {"encoder": {"layers_0": {"kernel": jax.random.normal(
-      jax.random.key(seed), (5, 7))}}, "rel": jnp.full((3,), 2.5, jnp.bfloat16)}
+  params = {
+    "encoder": {
+      "layers_0": {"kernel": jax.random.normal(jax.random.key(seed), (5, 7))}
+    },
+    "rel": jnp.full((3,), 2.5, jnp.bfloat16),
+  }
   state = optax.adamw(1e-3).init(params)
   return Learner(params, state, jnp.int32(seed))
 
 
 def _open(path: Path, **kwargs) -> checkpoints.Checkpointer:
-  return checkpoints.Checkpointer(
-      checkpoints.CheckpointConfig(str(path), **kwargs))
+  return checkpoints.Checkpointer(checkpoints.CheckpointConfig(str(path), **kwargs))
 
 
 def _abstract(tree):
@@ -49,21 +52,27 @@ def _abstract(tree):
 
 def _same_bits(left, right) -> bool:
   same = jax.tree.map(
-      lambda a, b: a.dtype == b.dtype and a.shape == b.shape
-      and np.asarray(a).tobytes() == np.asarray(b).tobytes(), left, right)
+    lambda a, b: (
+      a.dtype == b.dtype
+      and a.shape == b.shape
+      and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    ),
+    left,
+    right,
+  )
   return all(jax.tree.leaves(same))
 
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path):
   bits = np.random.default_rng(0).integers(0, 2**32, 64, dtype=np.uint32)
   tree = {
-      "float32": bits.view(np.float32),  # NaN payloads and denormals included
-      "bfloat16": jnp.asarray(bits.view(np.uint16)).view(jnp.bfloat16),
-      "uint16": jnp.asarray(bits.view(np.uint16)),
-      "int32": bits.view(np.int32),
-      "uint32": jnp.uint32(4_000_000_000),
-      "bool": jnp.asarray(bits % 2 == 0),
-      "empty": jnp.zeros((0, 4)),
+    "float32": bits.view(np.float32),  # NaN payloads and denormals included
+    "bfloat16": jnp.asarray(bits.view(np.uint16)).view(jnp.bfloat16),
+    "uint16": jnp.asarray(bits.view(np.uint16)),
+    "int32": bits.view(np.int32),
+    "uint32": jnp.uint32(4_000_000_000),
+    "bool": jnp.asarray(bits % 2 == 0),
+    "empty": jnp.zeros((0, 4)),
   }
   with _open(tmp_path) as writer:
     writer.save(1, tree, {"position": 3})
@@ -92,9 +101,9 @@ def test_the_sharding_of_the_target_is_honoured(tmp_path):
   split = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
   values = jnp.arange(8.0)
   tree = {
-      "free": values,
-      "placed": jax.device_put(values, device),
-      "split": jax.device_put(values, split),
+    "free": values,
+    "placed": jax.device_put(values, device),
+    "split": jax.device_put(values, split),
   }
   with _open(tmp_path) as checkpointer:
     checkpointer.save(1, tree, {})
@@ -210,11 +219,14 @@ def test_a_full_disk_is_said_at_the_next_step_which_is_due_at_once(full):
   assert checkpointer.steps() == [1, 2]
 
 
-@pytest.mark.parametrize("how", [
+@pytest.mark.parametrize(
+  "how",
+  [
     lambda checkpointer: checkpointer.close(),
     lambda checkpointer: checkpointer.wait(),
     lambda checkpointer: checkpointer.restore(None, _learner()),
-])
+  ],
+)
 def test_a_full_disk_is_said_at_the_end(full, how):
   checkpointer, _ = full
   with pytest.raises(ValueError, match=FULL):
@@ -222,12 +234,15 @@ def test_a_full_disk_is_said_at_the_end(full, how):
   checkpointer.wait()  # it is said once
 
 
-@pytest.mark.parametrize("change, words", [
+@pytest.mark.parametrize(
+  "change, words",
+  [
     (lambda t: t | {"a": jnp.zeros((2, 4))}, r"a: expected float32\[2, 4\], found"),
     (lambda t: t | {"a": jnp.zeros((2, 3), jnp.bfloat16)}, r"a: expected bfloat16"),
     (lambda t: t | {"c": jnp.zeros(1)}, r"c: expected float32\[1\], found nothing"),
     (lambda t: {"a": t["a"]}, r"b: expected nothing, found int32\[\]"),
-])
+  ],
+)
 def test_a_target_that_does_not_fit_is_named(tmp_path, change, words):
   tree = {"a": jnp.zeros((2, 3)), "b": jnp.int32(1)}
   with _open(tmp_path) as checkpointer:
@@ -289,13 +304,16 @@ def test_nothing_readable_is_an_error_and_moves_nothing(tmp_path):
     assert (tmp_path / "1").exists()
 
 
-@pytest.mark.parametrize("arrays, host, words", [
+@pytest.mark.parametrize(
+  "arrays, host, words",
+  [
     ({"n": 3}, {}, "received int at n"),
     ({"n": np.zeros(2)}, {}, "received float64 array at n"),
     ({"n": jax.random.key(0)}, {}, "at n, expected an array"),
     ({}, {}, "expected at least one leaf"),
     ({"n": np.zeros(2, np.int32)}, {"x": {1, 2}}, "no JSON"),
-])
+  ],
+)
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path, arrays, host, words):
   with _open(tmp_path) as checkpointer:
     with pytest.raises(ValueError, match=words):
@@ -311,8 +329,9 @@ def test_a_step_is_never_written_behind_a_newer_one(tmp_path):
         checkpointer.save(step, {"x": jnp.ones(1)}, {})
 
 
-@pytest.mark.parametrize("change", [
-    {"directory": ""}, {"keep": 0}, {"every_requests": 0}, {"keep": 1.5}])
+@pytest.mark.parametrize(
+  "change", [{"directory": ""}, {"keep": 0}, {"every_requests": 0}, {"keep": 1.5}]
+)
 def test_config_refuses_bad_values(change):
   name = next(iter(change))
   with pytest.raises(ValueError, match=f"CheckpointConfig.{name}: received"):
@@ -339,8 +358,11 @@ def test_a_killed_writer_leaves_only_whole_steps(tmp_path):
   for attempt in range(2):
     path = tmp_path / str(attempt)
     with subprocess.Popen(
-        [sys.executable, "-c", _SAVE_FOREVER, str(path)],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+      [sys.executable, "-c", _SAVE_FOREVER, str(path)],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      text=True,
+    ) as process:
       assert process.stdout is not None
       for _ in range(3):
         done = int(process.stdout.readline())

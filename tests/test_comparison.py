@@ -23,7 +23,7 @@ def light_draft(size):
 
 def config():
   return slots.DecodingConfig(
-      num_draft_tokens=3, source_lengths=(6,), target_length=12, record_top_k=4
+    num_draft_tokens=3, source_lengths=(6,), target_length=12, record_top_k=4
   )
 
 

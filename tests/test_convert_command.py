@@ -39,7 +39,7 @@ def test_there_and_back_is_the_same_folder(folder, tmp_path):
   file = tmp_path / "w.safetensors"
   ours = convert.run(convert.ConvertConfig(str(folder), str(file)))
   back = convert.run(
-      convert.ConvertConfig(str(ours), str(tmp_path / "b"), output_kind="hugging_face")
+    convert.ConvertConfig(str(ours), str(tmp_path / "b"), output_kind="hugging_face")
   )
   for name in ("config.json", "model.safetensors"):
     assert (back / name).read_bytes() == (folder / name).read_bytes()
@@ -48,16 +48,16 @@ def test_there_and_back_is_the_same_folder(folder, tmp_path):
 def test_the_vocabulary_is_noted_or_goes_along(folder, tmp_path, given):
   fingerprint = Vocabulary.load(assets.resolve(VOCABULARY), 100).fingerprint
   config = convert.ConvertConfig(
-      str(folder), str(tmp_path / "w.safetensors"), vocabulary=VOCABULARY, extra_ids=100
+    str(folder), str(tmp_path / "w.safetensors"), vocabulary=VOCABULARY, extra_ids=100
   )
   found = weights.load(convert.run(config))
   assert_same(found, given)
   assert found.vocabulary == fingerprint
   back = dataclasses.replace(
-      config,
-      source=config.output,
-      output=str(tmp_path / "back"),
-      output_kind="hugging_face",
+    config,
+    source=config.output,
+    output=str(tmp_path / "back"),
+    output_kind="hugging_face",
   )
   assert Vocabulary.load(convert.run(back), 100).fingerprint == fingerprint
   other = dataclasses.replace(back, extra_ids=0, output=str(tmp_path / "no"))
@@ -86,14 +86,14 @@ def test_t5x_needs_a_shape(tmp_path, repository):
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"kind": "pytorch"}, "ConvertConfig.kind: received 'pytorch'"),
-        ({"output_kind": "t5x"}, "ConvertConfig.output_kind: received 't5x'"),
-        ({"source": ""}, "ConvertConfig.source"),
-        ({"source": "nowhere"}, "which holds nothing"),
-        ({"model": t5.T5Config()}, "leave the model out"),
-    ],
+  ("changes", "named"),
+  [
+    ({"kind": "pytorch"}, "ConvertConfig.kind: received 'pytorch'"),
+    ({"output_kind": "t5x"}, "ConvertConfig.output_kind: received 't5x'"),
+    ({"source": ""}, "ConvertConfig.source"),
+    ({"source": "nowhere"}, "which holds nothing"),
+    ({"model": t5.T5Config()}, "leave the model out"),
+  ],
 )
 def test_mistakes_are_named_and_write_nothing(folder, tmp_path, changes, named):
   fields = {"source": str(folder), "output": str(tmp_path / "w"), **changes}
@@ -118,7 +118,7 @@ def osd(command, *files, **settings):
 
 
 def test_the_command_names_a_wrong_tensor_with_both_shapes(
-    folder, tmp_path, unprepared, capsys
+  folder, tmp_path, unprepared, capsys
 ):
   fields = json.loads((folder / "config.json").read_text())
   fields["d_ff"] += 1
@@ -143,10 +143,10 @@ def checkpoints(given, tmp_path):
   vocabulary = assets.resolve(VOCABULARY)
   formats.write_hugging_face(folder / "flan-t5-xl", given, vocabulary)
   config = dataclasses.replace(
-      testing.TINY_DRAFT,
-      vocab_size=VOCAB_SIZE,
-      mlp_activations=("relu",),  # the draft is a T5 1.0, the target a T5 1.1
-      tied_head=True,
+    testing.TINY_DRAFT,
+    vocab_size=VOCAB_SIZE,
+    mlp_activations=("relu",),  # the draft is a T5 1.0, the target a T5 1.1
+    tied_head=True,
   )
   params = jax.jit(t5.build(config).init)(jax.random.key(1))
   formats.write_hugging_face(folder / "t5-small", weights.Weights(config, params))
@@ -164,21 +164,21 @@ def data(tmp_path):
 
 
 def test_the_papers_pair_runs_from_a_folder_of_its_layout(
-    checkpoints, data, tmp_path, unprepared
+  checkpoints, data, tmp_path, unprepared
 ):
   """The one gin file, the two folders, an adapted draft, and the way back."""
   run = tmp_path / "run"
   settings = {
-      "CHECKPOINTS": str(checkpoints),
-      "DATA_DIR": str(data),
-      "OnlineConfig__run_directory": str(run),
-      # small: what the file says otherwise takes 3 B parameters' time
-      "StreamConfig__requests_per_task": 6,
-      "StreamConfig__source_length": 32,
-      "StreamConfig__reader": "plain",
-      "DecodingConfig__source_lengths": (32,),
-      "DecodingConfig__target_length": 12,
-      "OptimizerConfig__learning_rate": 1e-2,
+    "CHECKPOINTS": str(checkpoints),
+    "DATA_DIR": str(data),
+    "OnlineConfig__run_directory": str(run),
+    # small: what the file says otherwise takes 3 B parameters' time
+    "StreamConfig__requests_per_task": 6,
+    "StreamConfig__source_length": 32,
+    "StreamConfig__reader": "plain",
+    "DecodingConfig__source_lengths": (32,),
+    "DecodingConfig__target_length": 12,
+    "OptimizerConfig__learning_rate": 1e-2,
   }
   assert osd("online", "experiments/flan_t5_xl_gsm8k.gin", **settings) == 0
   first = formats.read_hugging_face(checkpoints / "t5-small")
@@ -188,21 +188,21 @@ def test_the_papers_pair_runs_from_a_folder_of_its_layout(
   assert any(jax.tree.leaves(moved))  # it learnt
   home = tmp_path / "adapted"
   settings = {
-      "ConvertConfig__source": str(run / "draft.safetensors"),
-      "ConvertConfig__output": str(home),
-      "ConvertConfig__output_kind": "hugging_face",
+    "ConvertConfig__source": str(run / "draft.safetensors"),
+    "ConvertConfig__output": str(home),
+    "ConvertConfig__output_kind": "hugging_face",
   }
   assert osd("convert", "runs/convert.gin", **settings) == 0
   assert_same(formats.read_hugging_face(home), adapted)
   pair = pairs.PairConfig(
-      "flan-t5-xl", str(home), "flan-t5-xl", 100, folder=str(checkpoints)
+    "flan-t5-xl", str(home), "flan-t5-xl", 100, folder=str(checkpoints)
   )
   loaded = pairs.load(pair, partitioning.make())
   jax.tree.map(np.testing.assert_array_equal, loaded.draft_params, adapted.params)
 
 
 def test_the_checkpoints_are_all_that_the_file_asks_for(
-    checkpoints, unprepared, capsys
+  checkpoints, unprepared, capsys
 ):
   assert osd("online", "experiments/flan_t5_xl_gsm8k.gin") == 2
   error = capsys.readouterr().err

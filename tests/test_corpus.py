@@ -13,10 +13,10 @@ from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.decoding import slots
 
 DECODING = slots.DecodingConfig(
-    rows=3,
-    source_lengths=(tabular_pair.SOURCE_LENGTH,),
-    target_length=tabular_pair.TARGET_LENGTH,
-    record_top_k=tabular_pair.VOCAB_SIZE,
+  rows=3,
+  source_lengths=(tabular_pair.SOURCE_LENGTH,),
+  target_length=tabular_pair.TARGET_LENGTH,
+  record_top_k=tabular_pair.VOCAB_SIZE,
 )
 
 
@@ -67,10 +67,10 @@ def test_answers_come_in_the_order_of_the_prompts(pair):
   found = tabular_pair.prompts(7)
   sampling = slots.SamplingConfig(temperature=1.0, seed=5)
   together = corpus.answer(
-      slots.Slots(DECODING, pair.target, pair.target_params), found, sampling
+    slots.Slots(DECODING, pair.target, pair.target_params), found, sampling
   )
   single = slots.Slots(
-      dataclasses.replace(DECODING, rows=1), pair.target, pair.target_params
+    dataclasses.replace(DECODING, rows=1), pair.target, pair.target_params
   )
   for index, done in enumerate(together):
     own = dataclasses.replace(sampling, seed=5 + index)
@@ -91,7 +91,7 @@ def test_reference_rows_hold_what_the_target_says_of_the_references(pair):
   found = tabular_pair.prompts(5)
   found[2] = dataclasses.replace(found[2], reference=np.zeros(0, np.int32))
   parts = list(
-      corpus.reference_rows(pair.target, pair.target_params, found, DECODING, rows=4)
+    corpus.reference_rows(pair.target, pair.target_params, found, DECODING, rows=4)
   )
   assert [len(part.weight) for part in parts] == [4, 4]
   whole = corpus.stack(parts)
@@ -101,11 +101,11 @@ def test_reference_rows_hold_what_the_target_says_of_the_references(pair):
   logits = pair.target.score(pair.target_params, whole.source, mask, whole.target)
   expected = jax.nn.log_softmax(logits, axis=-1)
   kept = np.take_along_axis(
-      np.asarray(expected), np.asarray(whole.records.ids, np.int64), axis=-1
+    np.asarray(expected), np.asarray(whole.records.ids, np.int64), axis=-1
   )
   where = np.asarray(whole.mask)
   np.testing.assert_allclose(
-      np.asarray(whole.records.log_probs)[where], kept[where], rtol=1e-5
+    np.asarray(whole.records.log_probs)[where], kept[where], rtol=1e-5
   )
   assert where.sum() == 3 * 4
 
@@ -131,8 +131,8 @@ def test_mean_agreement_is_the_mean_over_requests_of_the_overlap(pair, answers):
   """Against the formula, written out in numpy."""
   overlaps = {0: [], 1: []}
   tables = [
-      np.asarray(jax.nn.softmax(table, axis=-1), np.float64)
-      for table in (pair.target_params, pair.draft_params)
+    np.asarray(jax.nn.softmax(table, axis=-1), np.float64)
+    for table in (pair.target_params, pair.draft_params)
   ]
   for done in answers:
     fed = [0, *done.tokens.tolist()[:-1]]
@@ -142,5 +142,5 @@ def test_mean_agreement_is_the_mean_over_requests_of_the_overlap(pair, answers):
   found = corpus.mean_agreement(pair.draft, pair.draft_params, answers)
   for task, values in overlaps.items():
     assert found[task]["distribution_overlap"] == pytest.approx(
-        np.mean(values), abs=1e-5
+      np.mean(values), abs=1e-5
     )

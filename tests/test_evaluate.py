@@ -13,15 +13,15 @@ from osd_jax.data.sources import TaskConfig
 from osd_jax.decoding import adaptive, costs, slots
 
 TASKS = tuple(
-    TaskConfig(
-        name=f"generated_{topic}",
-        kind="generated",
-        topic=topic,
-        split="eval",
-        limit=5,
-        source=topic,
-    )
-    for topic in ("maths", "sql")
+  TaskConfig(
+    name=f"generated_{topic}",
+    kind="generated",
+    topic=topic,
+    split="eval",
+    limit=5,
+    source=topic,
+  )
+  for topic in ("maths", "sql")
 )
 PROMPTS = BatchConfig(tasks=TASKS, source_length=48, reader="plain")
 K = 2
@@ -33,20 +33,20 @@ def config(tmp_path_factory) -> evaluate.EvaluateConfig:
   folder = tmp_path_factory.mktemp("evaluate")
   pair = tiny_pair.save_tiny_pair(folder)
   return evaluate.EvaluateConfig(
-      prompts=PROMPTS,
-      count=6,
-      pair=pair,
-      drafts=(pair.target,),
-      decoding=slots.DecodingConfig(
-          rows=1,
-          num_draft_tokens=K,
-          source_lengths=(48,),
-          target_length=8,
-          record_top_k=tiny_pair.VOCAB_SIZE,
-      ),
-      speed_requests=3,
-      batch_rows=1,
-      run_directory=str(folder / "run"),
+    prompts=PROMPTS,
+    count=6,
+    pair=pair,
+    drafts=(pair.target,),
+    decoding=slots.DecodingConfig(
+      rows=1,
+      num_draft_tokens=K,
+      source_lengths=(48,),
+      target_length=8,
+      record_top_k=tiny_pair.VOCAB_SIZE,
+    ),
+    speed_requests=3,
+    batch_rows=1,
+    run_directory=str(folder / "run"),
   )
 
 
@@ -59,9 +59,9 @@ def rows(config):
 
 def of(rows, kind, **where):
   return [
-      row
-      for row in rows
-      if row["kind"] == kind and all(row[name] == v for name, v in where.items())
+    row
+    for row in rows
+    if row["kind"] == kind and all(row[name] == v for name, v in where.items())
   ]
 
 
@@ -89,18 +89,18 @@ def test_differences_are_those_between_the_drafts(rows):
 
 def test_every_output_equals_plain_greedy_decoding(config, rows):
   found = {
-      row["draft"]: (row["outputs"], row["equal"]) for row in of(rows, "certificate")
+    row["draft"]: (row["outputs"], row["equal"]) for row in of(rows, "certificate")
   }
   assert found == {"draft": (6, 6), "target": (6, 6)}
 
 
 def test_sampled_runs_are_checked_greedily_too(config, tmp_path):
   sampled = dataclasses.replace(
-      config,
-      sampling=slots.SamplingConfig(temperature=1.0),
-      drafts=(),
-      speed_requests=0,
-      run_directory=str(tmp_path / "r"),
+    config,
+    sampling=slots.SamplingConfig(temperature=1.0),
+    drafts=(),
+    speed_requests=0,
+    run_directory=str(tmp_path / "r"),
   )
   evaluate.run(sampled)
   found = list(writers.read(tmp_path / "r" / "metrics.jsonl"))
@@ -119,7 +119,7 @@ def test_speeds_are_consistent_with_their_parts(rows):
     assert c == pytest.approx(row["draft_step_ms"] / row["plain_step_ms"])
     assert v == pytest.approx(row["verify_ms"] / row["plain_step_ms"])
     assert row["speed_up"] == pytest.approx(
-        row["plain_ms_per_token"] / row["ms_per_token"]
+      row["plain_ms_per_token"] / row["ms_per_token"]
     )
     assert row["ms_per_token"] > 0
 
@@ -129,11 +129,11 @@ def test_an_adaptive_k_is_measured_but_not_predicted(config, tmp_path):
   table = adaptive.RoundCosts((1.0, 1.2))
   policy = slots.AdaptiveConfig(candidates=(0, K), costs=(table,))
   adapting = dataclasses.replace(
-      config,
-      drafts=(),
-      speed_requests=1,
-      decoding=dataclasses.replace(config.decoding, adaptive=policy),
-      run_directory=str(tmp_path / "r"),
+    config,
+    drafts=(),
+    speed_requests=1,
+    decoding=dataclasses.replace(config.decoding, adaptive=policy),
+    run_directory=str(tmp_path / "r"),
   )
   path = evaluate.run(adapting)
   found = list(writers.read(path / "metrics.jsonl"))
@@ -160,7 +160,7 @@ class FakeDecoder:
 def test_decoders_take_turns_and_each_serves_every_request_once():
   calls = []
   requests = [
-      slots.Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
+    slots.Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
   ]
   found = costs.timings([FakeDecoder(n, calls) for n in "ab"], requests, block=2)
   warm, timed = calls[:2], calls[2:]
@@ -180,20 +180,20 @@ def test_measured_costs_of_equal_models_are_alike():
   found = costs.measure(config, *sides, *sides, source, calls=64)
   assert 0.1 < found.cost_ratio < 10
   assert found.verify_ms > 0 and found.verify_ratio == (
-      found.verify_ms / found.plain_step_ms
+    found.verify_ms / found.plain_step_ms
   )
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([7] * 11, True),  # eight in a row, four times
-        ([7] * 10, False),  # three times
-        (list(range(8)) * 4, True),
-        (list(range(8)) * 3 + list(range(7)), False),
-        (list(range(90)), False),
-        ([], False),
-    ],
+  ("tokens", "expected"),
+  [
+    ([7] * 11, True),  # eight in a row, four times
+    ([7] * 10, False),  # three times
+    (list(range(8)) * 4, True),
+    (list(range(8)) * 3 + list(range(7)), False),
+    (list(range(90)), False),
+    ([], False),
+  ],
 )
 def test_loops_are_windows_that_come_back(tokens, expected):
   assert metrics.loops(np.asarray(tokens)) is expected
@@ -207,15 +207,15 @@ def answered(vocabulary, prompt, reference, text, reason):
 
 def test_quality_counts_what_it_says():
   bench = evaluate.Vocabulary.load(
-      evaluate.pairs.assets.resolve("shipped:demo_vocabulary.model")
+    evaluate.pairs.assets.resolve("shipped:demo_vocabulary.model")
   )
   whole = bench.encode_with_eos("the sum is 7")
   eos, length = base.StopReason.EOS, base.StopReason.LENGTH
   part = [
-      answered(bench, "one", whole, "the sum is 7", eos),
-      answered(bench, "two", whole, "the sum is 8", eos),
-      answered(bench, "three", whole[:-1], "the sum is 7", length),  # cut: left out
-      answered(bench, "four", whole[:0], "a a", eos),  # none: left out
+    answered(bench, "one", whole, "the sum is 7", eos),
+    answered(bench, "two", whole, "the sum is 8", eos),
+    answered(bench, "three", whole[:-1], "the sum is 7", length),  # cut: left out
+    answered(bench, "four", whole[:0], "a a", eos),  # none: left out
   ]
   found = evaluate.quality(part, bench)
   assert found["references"] == 2
@@ -228,8 +228,8 @@ def test_quality_counts_what_it_says():
 
 def test_acceptance_adds_counters_before_it_divides():
   done = [
-      types.SimpleNamespace(accepted=a, drafted=d, tokens=np.zeros(n), target_calls=c)
-      for a, d, n, c in ((1, 2, 3, 2), (9, 10, 12, 3))
+    types.SimpleNamespace(accepted=a, drafted=d, tokens=np.zeros(n), target_calls=c)
+    for a, d, n, c in ((1, 2, 3, 2), (9, 10, 12, 3))
   ]
   found = evaluate.acceptance(done)
   assert found["draft_acceptance_rate"] == pytest.approx(10 / 12)
@@ -248,21 +248,21 @@ def test_token_accuracy_is_the_targets_first_choice(config):
   before = [found for found in bench._token_accuracies() if found is not None]
   assert len(before) == 6 and np.mean(before) < 0.5  # negative control
   bench.prompts = [
-      dataclasses.replace(prompt, reference=done.tokens)
-      for prompt, done in zip(bench.prompts, answers, strict=True)
+    dataclasses.replace(prompt, reference=done.tokens)
+    for prompt, done in zip(bench.prompts, answers, strict=True)
   ]
   assert bench._token_accuracies() == [1.0] * 6
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("count", 0),
-        ("batch_rows", 0),
-        ("speed_requests", -1),
-        ("decoding", slots.DecodingConfig(record_top_k=0)),
-        ("prompts", dataclasses.replace(PROMPTS, source_length=65)),
-    ],
+  ("field", "value"),
+  [
+    ("count", 0),
+    ("batch_rows", 0),
+    ("speed_requests", -1),
+    ("decoding", slots.DecodingConfig(record_top_k=0)),
+    ("prompts", dataclasses.replace(PROMPTS, source_length=65)),
+  ],
 )
 def test_bad_values_are_named(field, value):
   with pytest.raises(ValueError, match=f"EvaluateConfig.{field}: received"):

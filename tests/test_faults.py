@@ -73,17 +73,19 @@ def stopped(serve, tmp_path_factory):
 
 def steps(folder):
   return sorted(
-      int(path.name) for path in (folder / "checkpoints").iterdir()
-      if path.name.isdigit()
+    int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()
   )
 
 
 def assert_equal_to(whole, folder):
   """The same requests, each once, and the same draft."""
   queries = [
-      [row["query"] for row in writers.read(path / "metrics.jsonl")
-       if row["kind"] == "request"]
-      for path in (whole, folder)
+    [
+      row["query"]
+      for row in writers.read(path / "metrics.jsonl")
+      if row["kind"] == "request"
+    ]
+    for path in (whole, folder)
   ]
   assert queries[0] == queries[1]
   assert sorted(queries[1]) == list(range(tiny_online.REQUESTS))
@@ -153,7 +155,7 @@ def test_a_checkpoint_of_other_weights_is_refused(serve, copied):
 def test_a_checkpoint_of_another_shape_is_refused(serve, copied):
   loaded = serve.loaded
   other = dataclasses.replace(
-      loaded, draft=loaded.target, draft_params=loaded.target_params
+    loaded, draft=loaded.target, draft_params=loaded.target_params
   )
   with pytest.raises(ValueError, match="does not fit this run: .*expected .*found"):
     serve(copied, other)

@@ -13,40 +13,107 @@ from osd_jax.main import factory, settings
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "gin_configs"
 EXAMPLES = hypothesis.settings(
-    max_examples=120,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+  max_examples=120,
+  deadline=None,
+  derandomize=True,
+  database=None,
+  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 BASE = "testing/tiny_online.gin"
 PAIR = ("PairConfig.target='t'", "PairConfig.draft='d'")
 
 FACTORIES = factory.reachable(online.OnlineConfig)
 FIELDS = [f"{f.name}.{field}" for f in FACTORIES for field in f.hints]
-NAMES = st.sampled_from([
-    *FIELDS, "GENERATED_STREAM_ROWS", "NOWHERE", "maths/TaskConfig.limit",
-    "x/y/z/StreamConfig.seed", "", ".", "/", "gin.macro.value", "OnlineConfig",
-    "OnlineConfig.", ".seed", "OnlineConfig..seed", "a b.c",
+NAMES = st.sampled_from(
+  [
+    *FIELDS,
+    "GENERATED_STREAM_ROWS",
+    "NOWHERE",
+    "maths/TaskConfig.limit",
+    "x/y/z/StreamConfig.seed",
+    "",
+    ".",
+    "/",
+    "gin.macro.value",
+    "OnlineConfig",
+    "OnlineConfig.",
+    ".seed",
+    "OnlineConfig..seed",
+    "a b.c",
     "osd_jax.online.run.config",
-    "include 'runs/online.gin'\nOnlineConfig.seed", "OnlineConfig.seed\n",
-])
-ATOMS = st.sampled_from([
-    "0", "1", "-1", "3", "1e999", "-1e999", "1e-999", "0.5", "True", "None", "''",
-    "'jsd'", "'coupling'", "'\\x00'", "b'x'", "1j", "...", "many", "()",
-    "[]", "{}", "{'a': 1}", "{1, 2}", "{%GENERATED_STREAM_ROWS: 1}",
-    "(64,)", "[64, 'x']", "[None]", "[[[[[1]]]]]", "@OnlineConfig()", "@StreamConfig",
-    "@x/TaskConfig()", "@NoConfig()", "@", "%", "@()",
-    "%GENERATED_STREAM_ROWS", "%NOWHERE", "%gin.REQUIRED", "[%gin.REQUIRED]", "%a.b.c",
-    "@maths/stream/TaskConfig()", "(", "'", '"""', "\\", "#", "", " ", "1 2", "1;2",
-    "x = 3", "lambda: 0", "__import__('os')", "f'{1}'", "\u00e9", "\x00", "\t1",
-])
+    "include 'runs/online.gin'\nOnlineConfig.seed",
+    "OnlineConfig.seed\n",
+  ]
+)
+ATOMS = st.sampled_from(
+  [
+    "0",
+    "1",
+    "-1",
+    "3",
+    "1e999",
+    "-1e999",
+    "1e-999",
+    "0.5",
+    "True",
+    "None",
+    "''",
+    "'jsd'",
+    "'coupling'",
+    "'\\x00'",
+    "b'x'",
+    "1j",
+    "...",
+    "many",
+    "()",
+    "[]",
+    "{}",
+    "{'a': 1}",
+    "{1, 2}",
+    "{%GENERATED_STREAM_ROWS: 1}",
+    "(64,)",
+    "[64, 'x']",
+    "[None]",
+    "[[[[[1]]]]]",
+    "@OnlineConfig()",
+    "@StreamConfig",
+    "@x/TaskConfig()",
+    "@NoConfig()",
+    "@",
+    "%",
+    "@()",
+    "%GENERATED_STREAM_ROWS",
+    "%NOWHERE",
+    "%gin.REQUIRED",
+    "[%gin.REQUIRED]",
+    "%a.b.c",
+    "@maths/stream/TaskConfig()",
+    "(",
+    "'",
+    '"""',
+    "\\",
+    "#",
+    "",
+    " ",
+    "1 2",
+    "1;2",
+    "x = 3",
+    "lambda: 0",
+    "__import__('os')",
+    "f'{1}'",
+    "\u00e9",
+    "\x00",
+    "\t1",
+  ]
+)
 DIGITS = st.builds(lambda: "9" * 5000)  # more than Python reads
 VALUES = st.recursive(
-    ATOMS | DIGITS,
-    lambda inner: st.lists(inner, max_size=3).map(lambda xs: f"[{', '.join(xs)}]")
-    | st.tuples(inner, inner).map(lambda xs: f"{{{xs[0]}: {xs[1]}}}"),
-    max_leaves=4,
+  ATOMS | DIGITS,
+  lambda inner: (
+    st.lists(inner, max_size=3).map(lambda xs: f"[{', '.join(xs)}]")
+    | st.tuples(inner, inner).map(lambda xs: f"{{{xs[0]}: {xs[1]}}}")
+  ),
+  max_leaves=4,
 )
 BINDINGS = st.builds("{}={}".format, NAMES, VALUES) | st.text(max_size=20)
 
@@ -109,11 +176,12 @@ def damaged(draw):
 
 
 TEXTS = [
-    "".join(
-        line for line in (CONFIGS / name).read_text().splitlines(keepends=True)
-        if not line.startswith("#")
-    )
-    for name in ("runs/online.gin", "tasks/generated.gin", BASE)
+  "".join(
+    line
+    for line in (CONFIGS / name).read_text().splitlines(keepends=True)
+    if not line.startswith("#")
+  )
+  for name in ("runs/online.gin", "tasks/generated.gin", BASE)
 ]
 
 

@@ -17,14 +17,14 @@ FILES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.gin")
 
 # Values for what the files leave open, by the name of the field.
 FILLED = {
-    "tasks": "[@filled/TaskConfig()]",
-    "data": "@filled/BatchConfig()",
-    "output": "'filled.output'",
+  "tasks": "[@filled/TaskConfig()]",
+  "data": "@filled/BatchConfig()",
+  "output": "'filled.output'",
 }
 LIBRARY = (
-    "filled/TaskConfig.name = 'filled'\nfilled/TaskConfig.kind = 'generated'\n"
-    "filled/TaskConfig.topic = 'sql'\nfilled/TaskConfig.limit = 4\n"
-    "filled/BatchConfig.tasks = [@filled/TaskConfig()]\n"
+  "filled/TaskConfig.name = 'filled'\nfilled/TaskConfig.kind = 'generated'\n"
+  "filled/TaskConfig.topic = 'sql'\nfilled/TaskConfig.limit = 4\n"
+  "filled/BatchConfig.tasks = [@filled/TaskConfig()]\n"
 )
 
 
@@ -102,7 +102,7 @@ def test_run_files_keep_the_defaults(command, written):
 def test_model_files_are_the_sizes_of_the_library(name, written):
   file = f"models/{name.replace('-', '_')}.gin"
   assert load([written(RUN.replace("T5Config.mlp_act", "#")), file]).model == (
-      sizes.size(name)
+    sizes.size(name)
   )
 
 
@@ -116,9 +116,9 @@ def test_two_models_live_in_one_file_through_scopes(written):
 
 def test_the_task_files_make_the_tasks_that_they_name(written):
   run = written(
-      "include 'runs/pretrain.gin'\ninclude 'tasks/generated.gin'\n"
-      "include 'tasks/jsonl.gin'\nDATA_DIR = 'folder'\n"
-      "PretrainConfig.vocabulary = 'v'\nPretrainConfig.output = 'w'\n"
+    "include 'runs/pretrain.gin'\ninclude 'tasks/generated.gin'\n"
+    "include 'tasks/jsonl.gin'\nDATA_DIR = 'folder'\n"
+    "PretrainConfig.vocabulary = 'v'\nPretrainConfig.output = 'w'\n"
   )
   sets = {}
   for name in ("GENERATED_TRAIN", "GENERATED_EVAL", "GENERATED_STREAM"):
@@ -134,12 +134,12 @@ def test_the_task_files_make_the_tasks_that_they_name(written):
 
 
 def test_a_tiny_pretraining_runs_and_repeats(
-    tmp_path, repository, unprepared, capfd, written
+  tmp_path, repository, unprepared, capfd, written
 ):
   paths = {
-      "vocabulary": repository / "osd_jax" / "assets" / "demo_vocabulary.model",
-      "output": tmp_path / "weights.safetensors",
-      "run_directory": tmp_path / "run",
+    "vocabulary": repository / "osd_jax" / "assets" / "demo_vocabulary.model",
+    "output": tmp_path / "weights.safetensors",
+    "run_directory": tmp_path / "run",
   }
   flags = [f"--gin.PretrainConfig.{name}='{path}'" for name, path in paths.items()]
   words = ["pretrain", "--gin_file=testing/tiny_pretrain.gin", *flags]

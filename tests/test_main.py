@@ -23,22 +23,22 @@ from osd_jax.models.t5 import T5Config
 
 def task(name: str, topic: str, split: str = "train") -> sources.TaskConfig:
   return sources.TaskConfig(
-      name=name, kind="generated", topic=topic, split=split, limit=10
+    name=name, kind="generated", topic=topic, split=split, limit=10
   )
 
 
 BY_HAND = pretrain.PretrainConfig(
-    model=T5Config(mlp_activations=("gelu", "linear")),
-    vocabulary="v.model",
-    data=BatchConfig(
-        tasks=(task("m", "maths"), task("s", "sql")),
-        weights=(1.0, 2.0),
-        reader="plain",
-    ),
-    evaluation=BatchConfig(tasks=(task("m", "maths", "eval"),), reader="plain"),
-    output="w.safetensors",
-    optimizer=OptimizerConfig(schedule="cosine", total_steps=7),
-    steps=7,
+  model=T5Config(mlp_activations=("gelu", "linear")),
+  vocabulary="v.model",
+  data=BatchConfig(
+    tasks=(task("m", "maths"), task("s", "sql")),
+    weights=(1.0, 2.0),
+    reader="plain",
+  ),
+  evaluation=BatchConfig(tasks=(task("m", "maths", "eval"),), reader="plain"),
+  output="w.safetensors",
+  optimizer=OptimizerConfig(schedule="cosine", total_steps=7),
+  steps=7,
 )
 
 
@@ -71,7 +71,7 @@ def test_flags_win_over_files_and_later_files_over_earlier(written):
 
 def test_required_asks_for_a_value_and_takes_none_away(written):
   template = written(
-      "PretrainConfig.output = %gin.REQUIRED\nSTEPS = %gin.REQUIRED", "template.gin"
+    "PretrainConfig.output = %gin.REQUIRED\nSTEPS = %gin.REQUIRED", "template.gin"
   )
   run = written(RUN)
   assert load([run, template]) == load([template, run]) == BY_HAND
@@ -79,11 +79,11 @@ def test_required_asks_for_a_value_and_takes_none_away(written):
 
 def test_text_makes_the_config_again(written):
   library = written(
-      "DATA = %gin.REQUIRED\nother/TaskConfig.data_dir = %DATA\nUNUSED = 3",
-      "library.gin",
+    "DATA = %gin.REQUIRED\nother/TaskConfig.data_dir = %DATA\nUNUSED = 3",
+    "library.gin",
   )
   run = written(f"include '{library}'\n{RUN}")
-  long = "a" * 100 + " it's \"quoted\" " + "b" * 100
+  long = "a" * 100 + ' it\'s "quoted" ' + "b" * 100
   flags = ["STEPS=9", "OptimizerConfig.clip_norm=None"]
   flags.append(f"PretrainConfig.output={long!r}")
   config, text = settings.load(pretrain.PretrainConfig, [run], flags)
@@ -103,20 +103,21 @@ def test_seqio_in_the_process_changes_nothing(written):
 
 def test_an_imported_module_may_make_values(written, tmp_path, monkeypatch):
   (tmp_path / "my_tasks_for_osd.py").write_text(
-      "import gin\nfrom osd_jax.data.sources import TaskConfig\n"
-      "@gin.configurable\n"
-      "def my_task(name, limit=10):\n"
-      "  return TaskConfig(name, 'generated', topic='sql', limit=limit)\n"
+    "import gin\nfrom osd_jax.data.sources import TaskConfig\n"
+    "@gin.configurable\n"
+    "def my_task(name, limit=10):\n"
+    "  return TaskConfig(name, 'generated', topic='sql', limit=limit)\n"
   )
   monkeypatch.syspath_prepend(str(tmp_path))
   run = written(
-      RUN
-      + "import my_tasks_for_osd\nmy_task.name = 'mine'\nbig/my_task.limit = 99\n"
-      + "train/BatchConfig.tasks = [@big/my_task(), @sql/TaskConfig()]"
+    RUN
+    + "import my_tasks_for_osd\nmy_task.name = 'mine'\nbig/my_task.limit = 99\n"
+    + "train/BatchConfig.tasks = [@big/my_task(), @sql/TaskConfig()]"
   )
   config, text = settings.load(pretrain.PretrainConfig, [run])
   assert [(task.name, task.limit) for task in config.data.tasks] == [
-      ("mine", 99), ("s", 10)
+    ("mine", 99),
+    ("s", 10),
   ]
   again = settings.load(pretrain.PretrainConfig, [written(text, "again.gin")])[0]
   assert again == config
@@ -138,7 +139,7 @@ def test_files_are_found_in_order(written, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("prefix", ["", "gin_configs/"])
 def test_the_checkouts_files_are_found_from_anywhere(
-    written, tmp_path, monkeypatch, prefix
+  written, tmp_path, monkeypatch, prefix
 ):
   monkeypatch.chdir(tmp_path)
   run = written(f"include '{prefix}models/flan_t5_base.gin'\n{RUN}")
@@ -161,40 +162,40 @@ def test_a_file_that_includes_itself_is_named(written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "parts"),
-    [
-        ("T5Config.widht=3", ["T5Config.widht", "no field 'widht'", "width"]),
-        ("T6Config.width=3", ["'T6Config'", "did you mean T5Config"]),
-        ("PretrainConfig.model=@T6Config()", ["@T6Config", "did you mean T5Config"]),
-        ("PretrainConfig.seed=%STEP", ["%STEP has no value", "did you mean STEPS"]),
-        ("STEP=3", ["no setting uses %STEP", "did you mean STEPS"]),
-        ("tran/BatchConfig.seed=3", ["tran/BatchConfig.seed", "@tran/BatchConfig()"]),
-        ("STEPS=many", ["cannot read many", "needs quotes", "'\"many\"'"]),
-        ("STEPS=[3", ["STEPS=[3"]),
-        ("STEPS=", ["STEPS="]),
-        ("STEPS=3 4", ["STEPS=3 4"]),
-        ("include 'x.gin'=3", ["include"]),
-        (
-            "PretrainConfig.steps='many'",
-            ["PretrainConfig.steps: received 'many', expected int"],
-        ),
-        ("T5Config.width=64.5", ["T5Config.width: received 64.5, expected int"]),
-        ("T5Config.width=True", ["T5Config.width: received True, expected int"]),
-        ("T5Config.num_heads=0", ["T5Config.num_heads: received 0"]),
-        ("PretrainConfig.model=@T5Config", ["PretrainConfig.model", "parentheses"]),
-        ("PretrainConfig.model=@BatchConfig()", ["BatchConfig.tasks needs a value"]),
-        ("PretrainConfig.data=None", ["PretrainConfig.data: received None"]),
-        (
-            "train/BatchConfig.tasks=(@sql/TaskConfig())",
-            ["BatchConfig.tasks", "expected tuple[TaskConfig, ...]", "[x]"],
-        ),
-        (
-            "sql/TaskConfig.topic='sq'",
-            ["TaskConfig.topic", "received 'sq'", "maths, sql"],
-        ),
-        ("STEPS=%STEPS", ["circle"]),
-        ("sql/TaskConfig.name=%gin.REQUIRED", []),
-    ],
+  ("flag", "parts"),
+  [
+    ("T5Config.widht=3", ["T5Config.widht", "no field 'widht'", "width"]),
+    ("T6Config.width=3", ["'T6Config'", "did you mean T5Config"]),
+    ("PretrainConfig.model=@T6Config()", ["@T6Config", "did you mean T5Config"]),
+    ("PretrainConfig.seed=%STEP", ["%STEP has no value", "did you mean STEPS"]),
+    ("STEP=3", ["no setting uses %STEP", "did you mean STEPS"]),
+    ("tran/BatchConfig.seed=3", ["tran/BatchConfig.seed", "@tran/BatchConfig()"]),
+    ("STEPS=many", ["cannot read many", "needs quotes", "'\"many\"'"]),
+    ("STEPS=[3", ["STEPS=[3"]),
+    ("STEPS=", ["STEPS="]),
+    ("STEPS=3 4", ["STEPS=3 4"]),
+    ("include 'x.gin'=3", ["include"]),
+    (
+      "PretrainConfig.steps='many'",
+      ["PretrainConfig.steps: received 'many', expected int"],
+    ),
+    ("T5Config.width=64.5", ["T5Config.width: received 64.5, expected int"]),
+    ("T5Config.width=True", ["T5Config.width: received True, expected int"]),
+    ("T5Config.num_heads=0", ["T5Config.num_heads: received 0"]),
+    ("PretrainConfig.model=@T5Config", ["PretrainConfig.model", "parentheses"]),
+    ("PretrainConfig.model=@BatchConfig()", ["BatchConfig.tasks needs a value"]),
+    ("PretrainConfig.data=None", ["PretrainConfig.data: received None"]),
+    (
+      "train/BatchConfig.tasks=(@sql/TaskConfig())",
+      ["BatchConfig.tasks", "expected tuple[TaskConfig, ...]", "[x]"],
+    ),
+    (
+      "sql/TaskConfig.topic='sq'",
+      ["TaskConfig.topic", "received 'sq'", "maths, sql"],
+    ),
+    ("STEPS=%STEPS", ["circle"]),
+    ("sql/TaskConfig.name=%gin.REQUIRED", []),
+  ],
 )
 def test_a_mistake_in_a_flag_is_named(written, flag, parts):
   run = written(RUN)
@@ -210,20 +211,20 @@ def test_a_mistake_in_a_flag_is_named(written, flag, parts):
 
 
 @pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ("T5Config.widht = 3", "no field 'widht'"),
-        ("T6Config.width = 3", "'T6Config'"),
-        ("T5Config.width = @T6Config()", "@T6Config"),
-        ("T5Config.width = %WIDTH", "%WIDTH"),
-        ("T5Config.width = wide", "cannot read wide"),
-        ("T5Config.width 3", "expected"),
-        ("T5Config.width = 'wide'", "received 'wide'"),
-        ("T5Config.num_heads = 0", "received 0"),
-        ("tran/BatchConfig.seed = 0", "no effect"),
-        ("import no_such_module", "no_such_module"),
-        ("from __gin__ import dynamic_registration", "registered already"),
-    ],
+  ("line", "part"),
+  [
+    ("T5Config.widht = 3", "no field 'widht'"),
+    ("T6Config.width = 3", "'T6Config'"),
+    ("T5Config.width = @T6Config()", "@T6Config"),
+    ("T5Config.width = %WIDTH", "%WIDTH"),
+    ("T5Config.width = wide", "cannot read wide"),
+    ("T5Config.width 3", "expected"),
+    ("T5Config.width = 'wide'", "received 'wide'"),
+    ("T5Config.num_heads = 0", "received 0"),
+    ("tran/BatchConfig.seed = 0", "no effect"),
+    ("import no_such_module", "no_such_module"),
+    ("from __gin__ import dynamic_registration", "registered already"),
+  ],
 )
 def test_a_mistake_in_a_file_is_named_with_its_line(written, line, part):
   run = written(f"{RUN}\n# comment\n{line}\nT5Config.head_dim = 8\n")
@@ -240,9 +241,9 @@ def test_a_mistake_behind_a_macro_is_named_where_the_macro_is_set(written):
 
 def test_missing_values_are_all_named_at_once(written):
   assert re.findall(r"^PretrainConfig\.(\w+) needs a value", complaint(), re.M) == [
-      field.name
-      for field in dataclasses.fields(pretrain.PretrainConfig)
-      if field.default is dataclasses.MISSING
+    field.name
+    for field in dataclasses.fields(pretrain.PretrainConfig)
+    if field.default is dataclasses.MISSING
   ]
   asked = RUN.replace("STEPS = 7", "STEPS = %gin.REQUIRED")
   asked = asked.replace("  name = 's'\n", "").replace("'w.saf", "%gin.REQUIRED  # '")
@@ -269,7 +270,7 @@ def test_what_an_included_library_states_may_stay_unused(written):
 
 def test_gin_flags_are_taken_out_in_order():
   words, bindings = cli.split_gin_flags(
-      ["online", "--gin.a/B.c=d=e", "--gin_file=x", "--gin.M= 1", "--dry_run"]
+    ["online", "--gin.a/B.c=d=e", "--gin_file=x", "--gin.M= 1", "--dry_run"]
   )
   assert words == ["online", "--gin_file=x", "--dry_run"]
   assert bindings == ["a/B.c=d=e", "M= 1"]
@@ -279,17 +280,17 @@ def test_gin_flags_are_taken_out_in_order():
 
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
   code = (
-      "import sys\nfrom osd_jax import main\ntry:\n  code = main.main(sys.argv[1:])\n"
-      "except SystemExit as stop:\n  code = stop.code\n"
-      "print('jax' in sys.modules, file=sys.stderr)\nsys.exit(code)"
+    "import sys\nfrom osd_jax import main\ntry:\n  code = main.main(sys.argv[1:])\n"
+    "except SystemExit as stop:\n  code = stop.code\n"
+    "print('jax' in sys.modules, file=sys.stderr)\nsys.exit(code)"
   )
   return subprocess.run(
-      [sys.executable, "-c", code, *words],
-      capture_output=True,
-      text=True,
-      env={**os.environ, **environment},
-      timeout=120,
-      check=False,
+    [sys.executable, "-c", code, *words],
+    capture_output=True,
+    text=True,
+    env={**os.environ, **environment},
+    timeout=120,
+    check=False,
   )
 
 
@@ -316,7 +317,7 @@ def test_bad_input_ends_with_code_2_and_no_traceback(written):
 
 
 def test_dry_run_prints_the_settings_and_runs_nothing(
-    written, unprepared, monkeypatch, capsys
+  written, unprepared, monkeypatch, capsys
 ):
   monkeypatch.setattr(pretrain, "run", lambda *_: pytest.fail("it ran"))
   assert cli.main(["pretrain", f"--gin_file={written(RUN)}", "--dry_run"]) == 0
@@ -344,7 +345,7 @@ def test_an_interrupt_says_how_to_continue(written, unprepared, monkeypatch, cap
 
 
 def test_errors_made_for_the_user_are_one_line(
-    written, unprepared, monkeypatch, capsys
+  written, unprepared, monkeypatch, capsys
 ):
   """Those raised by a line of the package; any other keeps its traceback."""
   monkeypatch.setattr(pretrain, "run", lambda *_: sizes.size("t5-tiny"))
@@ -362,9 +363,7 @@ def jax_updates(monkeypatch) -> list[object]:
     monkeypatch.delenv(f"JAX_{name}", raising=False)
   calls: list[object] = []
   monkeypatch.setattr(jax.config, "update", lambda *words: calls.append(words))
-  monkeypatch.setattr(
-      jax.distributed, "initialize", lambda: calls.append("initialize")
-  )
+  monkeypatch.setattr(jax.distributed, "initialize", lambda: calls.append("initialize"))
   return calls
 
 

@@ -11,8 +11,13 @@ from osd_jax.decoding import records
 VOCAB, LENGTH = 9, 7
 # temperature, top_k, top_p
 SETTINGS = (
-    (0.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.8),
-    (0.7, 4, 0.9), (1.6, 2, 0.5),
+  (0.0, 0, 1.0),
+  (0.7, 0, 1.0),
+  (1.0, 0, 1.0),
+  (1.0, 3, 1.0),
+  (1.0, 0, 0.8),
+  (0.7, 4, 0.9),
+  (1.6, 2, 0.5),
 )
 ROWS = len(SETTINGS)
 
@@ -25,11 +30,11 @@ def logits_of(seed, sharpness=2.0):
 def settings_of():
   temperature, top_k, top_p = zip(*SETTINGS, strict=True)
   return base.SamplingSettings(
-      temperature=jnp.asarray(temperature, jnp.float32),
-      top_k=jnp.asarray(top_k, jnp.int32),
-      top_p=jnp.asarray(top_p, jnp.float32),
-      seed=jnp.zeros(ROWS, jnp.uint32),
-      max_length=jnp.full(ROWS, LENGTH, jnp.int32),
+    temperature=jnp.asarray(temperature, jnp.float32),
+    top_k=jnp.asarray(top_k, jnp.int32),
+    top_p=jnp.asarray(top_p, jnp.float32),
+    seed=jnp.zeros(ROWS, jnp.uint32),
+    max_length=jnp.full(ROWS, LENGTH, jnp.int32),
   )
 
 
@@ -37,12 +42,12 @@ def batch_of(target_logits, kept):
   """Rows of 1 to LENGTH emitted tokens."""
   count = 1 + np.arange(ROWS) % LENGTH
   return base.DistillationBatch(
-      source=jnp.ones((ROWS, 2), jnp.int32),
-      target=jnp.ones((ROWS, LENGTH), jnp.int32),
-      mask=jnp.asarray(np.arange(LENGTH) < count[:, None]),
-      records=records.from_logits(jnp.asarray(target_logits), kept),
-      source_id=jnp.zeros(ROWS, jnp.int32),
-      weight=jnp.ones(ROWS, jnp.float32),
+    source=jnp.ones((ROWS, 2), jnp.int32),
+    target=jnp.ones((ROWS, LENGTH), jnp.int32),
+    mask=jnp.asarray(np.arange(LENGTH) < count[:, None]),
+    records=records.from_logits(jnp.asarray(target_logits), kept),
+    source_id=jnp.zeros(ROWS, jnp.int32),
+    weight=jnp.ones(ROWS, jnp.float32),
   )
 
 
@@ -53,11 +58,11 @@ def enumerated(target_logits, draft_logits, batch, processed):
     if not processed:
       temperature, top_k, top_p = 1.0, 0, 1.0
     values = [
-        np.minimum(
-            oracles.processed_probs(target, temperature, top_k, top_p),
-            oracles.processed_probs(draft, temperature, top_k, top_p),
-        ).sum()
-        for target, draft in zip(target_logits[row], draft_logits[row], strict=True)
+      np.minimum(
+        oracles.processed_probs(target, temperature, top_k, top_p),
+        oracles.processed_probs(draft, temperature, top_k, top_p),
+      ).sum()
+      for target, draft in zip(target_logits[row], draft_logits[row], strict=True)
     ]
     found[row] = np.mean(np.asarray(values)[np.asarray(batch.mask)[row]])
   return found
@@ -100,9 +105,9 @@ def test_truncated_rows_are_exact_where_the_request_keeps_no_more():
   accepted = enumerated(target, draft, batch, processed=True)
   exact = [0, 3, 5, 6]  # greedy, or top_k <= 4
   np.testing.assert_allclose(
-      np.asarray(agreement(draft, batch).acceptance_rate)[exact],
-      accepted[exact],
-      atol=1e-5,
+    np.asarray(agreement(draft, batch).acceptance_rate)[exact],
+    accepted[exact],
+    atol=1e-5,
   )
   assert accepted[3] < 0.1
 
@@ -121,8 +126,8 @@ def test_positions_after_the_end_do_not_count():
   batch = batch_of(target, VOCAB)
   spoilt = np.where(np.asarray(batch.mask)[..., None], draft, np.nan)
   np.testing.assert_array_equal(
-      agreement(spoilt, batch).distribution_overlap,
-      agreement(draft, batch).distribution_overlap,
+    agreement(spoilt, batch).distribution_overlap,
+    agreement(draft, batch).distribution_overlap,
   )
 
 
@@ -137,7 +142,7 @@ def test_agreement_reads_the_draft_teacher_forced():
   draft = table[fed[:, :LENGTH], fed[:, 1 : LENGTH + 1]]
   found = metrics.agreement(model, jnp.asarray(table), batch, settings_of())
   np.testing.assert_allclose(
-      found.distribution_overlap, enumerated(target, draft, batch, False), atol=1e-5
+    found.distribution_overlap, enumerated(target, draft, batch, False), atol=1e-5
   )
 
 
@@ -170,11 +175,13 @@ def test_recovery_is_the_first_window_at_the_level():
 
 def test_segments_are_summed_up_at_their_edges():
   rows = [
-      {
-          "overlap": float(i), "floor_overlap": 0.5, "tokens_per_target_call": 2.0,
-          "draft_acceptance_rate": None if i == 0 else 1.0,
-      }
-      for i in range(10)
+    {
+      "overlap": float(i),
+      "floor_overlap": 0.5,
+      "tokens_per_target_call": 2.0,
+      "draft_acceptance_rate": None if i == 0 else 1.0,
+    }
+    for i in range(10)
   ]
   found = metrics.segment_summary(rows, edge=4)
   assert found["requests"] == 10

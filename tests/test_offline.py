@@ -16,10 +16,10 @@ from osd_jax.distillation import update as updates
 from osd_jax.models import mixture, weights
 
 DECODING = slots.DecodingConfig(
-    rows=3,
-    source_lengths=(tabular_pair.SOURCE_LENGTH,),
-    target_length=tabular_pair.TARGET_LENGTH,
-    record_top_k=tabular_pair.VOCAB_SIZE,
+  rows=3,
+  source_lengths=(tabular_pair.SOURCE_LENGTH,),
+  target_length=tabular_pair.TARGET_LENGTH,
+  record_top_k=tabular_pair.VOCAB_SIZE,
 )
 COUNT = 12
 
@@ -46,13 +46,13 @@ def plain(pair):
 
 def written(pair, rows=3, temperature=0.0, **values):
   made = texts.Texts(
-      texts.TextsConfig(**values),
-      dataclasses.replace(DECODING, rows=rows),
-      slots.SamplingConfig(temperature=temperature),
-      pair,
-      partitioning.make(),
-      tabular_pair.prompts(COUNT),
-      rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}")),
+    texts.TextsConfig(**values),
+    dataclasses.replace(DECODING, rows=rows),
+    slots.SamplingConfig(temperature=temperature),
+    pair,
+    partitioning.make(),
+    tabular_pair.prompts(COUNT),
+    rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}")),
   )
   return made.rows(pair.draft_params)
 
@@ -99,11 +99,11 @@ def test_a_mix_of_one_alone_is_that_one(pair, plain, source, share):
 def test_mix_token_takes_every_token_from_one_or_the_other(pair):
   rows = written(pair, sample_source="mix_token", seed=1)
   first = [
-      np.asarray(model.score(params, rows.source, None, rows.target).argmax(-1))
-      for model, params in (
-          (pair.target, pair.target_params),
-          (pair.draft, pair.draft_params),
-      )
+    np.asarray(model.score(params, rows.source, None, rows.target).argmax(-1))
+    for model, params in (
+      (pair.target, pair.target_params),
+      (pair.draft, pair.draft_params),
+    )
   ]
   by_target, by_draft = (rows.target == choice for choice in first)
   assert (by_target | by_draft).all()
@@ -151,16 +151,16 @@ def test_a_stretch_of_the_order_is_the_same_wherever_it_starts():
   whole = offline.shuffled(7, 0, 40, seed=3)
   for start in range(0, 36, 3):
     np.testing.assert_array_equal(
-        offline.shuffled(7, start, 4, seed=3), whole[start : start + 4]
+      offline.shuffled(7, start, 4, seed=3), whole[start : start + 4]
     )
 
 
 def generated(split: str) -> BatchConfig:
   tasks = tuple(
-      TaskConfig(
-          name=f"generated_{topic}", kind="generated", topic=topic, split=split, limit=5
-      )
-      for topic in ("maths", "sql")
+    TaskConfig(
+      name=f"generated_{topic}", kind="generated", topic=topic, split=split, limit=5
+    )
+    for topic in ("maths", "sql")
   )
   return BatchConfig(tasks=tasks, source_length=48, reader="plain")
 
@@ -169,25 +169,25 @@ def generated(split: str) -> BatchConfig:
 def config(tmp_path_factory) -> offline.OfflineConfig:
   folder = tmp_path_factory.mktemp("offline")
   return offline.OfflineConfig(
-      corpus=generated("train"),
-      evaluation=generated("eval"),
-      output=str(folder / "distilled.safetensors"),
-      evaluation_prompts=6,
-      pair=tiny_pair.save_tiny_pair(folder),
-      decoding=slots.DecodingConfig(
-          rows=2,
-          source_lengths=(48,),
-          target_length=8,
-          record_top_k=tiny_pair.VOCAB_SIZE,
-      ),
-      texts=texts.TextsConfig(sample_source="mix_request"),
-      resample_every=5,
-      update=updates.UpdateConfig(num_new=2, num_replay=2),
-      steps=12,
-      log_every=5,
-      evaluate_every=6,
-      checkpoint_every=4,
-      run_directory=str(folder / "run"),
+    corpus=generated("train"),
+    evaluation=generated("eval"),
+    output=str(folder / "distilled.safetensors"),
+    evaluation_prompts=6,
+    pair=tiny_pair.save_tiny_pair(folder),
+    decoding=slots.DecodingConfig(
+      rows=2,
+      source_lengths=(48,),
+      target_length=8,
+      record_top_k=tiny_pair.VOCAB_SIZE,
+    ),
+    texts=texts.TextsConfig(sample_source="mix_request"),
+    resample_every=5,
+    update=updates.UpdateConfig(num_new=2, num_replay=2),
+    steps=12,
+    log_every=5,
+    evaluate_every=6,
+    checkpoint_every=4,
+    run_directory=str(folder / "run"),
   )
 
 
@@ -214,16 +214,16 @@ def test_learning_raises_held_out_overlap(config, finished):
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 def test_four_devices_distil_as_one(config, finished, tmp_path):
   four = offline.run(
-      dataclasses.replace(
-          config,
-          partition=partitioning.PartitionConfig(data=2, model=2),
-          output=str(tmp_path / "draft.safetensors"),
-          run_directory=str(tmp_path / "run"),
-      )
+    dataclasses.replace(
+      config,
+      partition=partitioning.PartitionConfig(data=2, model=2),
+      output=str(tmp_path / "draft.safetensors"),
+      run_directory=str(tmp_path / "run"),
+    )
   )
   one, split = (
-      [row for row in logged(path) if row["kind"] in ("step", "evaluation")]
-      for path in (finished, four)
+    [row for row in logged(path) if row["kind"] in ("step", "evaluation")]
+    for path in (finished, four)
   )
   for name in ("generated_maths", "generated_sql"):
     first = [rows[0]["tasks"][name]["distribution_overlap"] for rows in (one, split)]
@@ -241,10 +241,10 @@ def test_the_saved_draft_is_another_one_of_the_same_shape(config, finished):
 
 
 def test_a_run_killed_between_checkpoints_ends_in_the_same_bits(
-    config, finished, tmp_path, monkeypatch
+  config, finished, tmp_path, monkeypatch
 ):
   again = dataclasses.replace(
-      config, output=str(tmp_path / "d.safetensors"), run_directory=str(tmp_path / "r")
+    config, output=str(tmp_path / "d.safetensors"), run_directory=str(tmp_path / "r")
   )
   step = offline.OfflineLoop.step
 
@@ -265,7 +265,7 @@ def test_a_run_killed_between_checkpoints_ends_in_the_same_bits(
 
 
 def test_a_finished_run_started_again_writes_the_same_and_learns_nothing(
-    config, finished, monkeypatch
+  config, finished, monkeypatch
 ):
   before = logged(finished)
   monkeypatch.setattr(offline.OfflineLoop, "step", None)  # would fail
@@ -276,11 +276,11 @@ def test_a_finished_run_started_again_writes_the_same_and_learns_nothing(
 
 def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch):
   broken = dataclasses.replace(
-      config,
-      output=str(tmp_path / "d.safetensors"),
-      run_directory=str(tmp_path / "r"),
-      texts=texts.TextsConfig(),
-      steps=3,
+    config,
+    output=str(tmp_path / "d.safetensors"),
+    run_directory=str(tmp_path / "r"),
+    texts=texts.TextsConfig(),
+    steps=3,
   )
   batch = offline.OfflineLoop._batch
 
@@ -299,16 +299,16 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("steps", 0),
-        ("storage", "float16"),
-        ("output", ""),
-        ("output", "shipped:demo_draft.safetensors"),  # would overwrite the start
-        ("resample_every", -1),
-        ("decoding", slots.DecodingConfig(record_top_k=0)),
-        ("corpus", dataclasses.replace(generated("train"), source_length=65)),
-    ],
+  ("field", "value"),
+  [
+    ("steps", 0),
+    ("storage", "float16"),
+    ("output", ""),
+    ("output", "shipped:demo_draft.safetensors"),  # would overwrite the start
+    ("resample_every", -1),
+    ("decoding", slots.DecodingConfig(record_top_k=0)),
+    ("corpus", dataclasses.replace(generated("train"), source_length=65)),
+  ],
 )
 def test_bad_values_are_named(field, value):
   values = {"corpus": generated("train"), "evaluation": generated("eval")}
@@ -317,7 +317,7 @@ def test_bad_values_are_named(field, value):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("sample_source", "target"), ("mix_share", 1.5), ("seed", -1)]
+  ("field", "value"), [("sample_source", "target"), ("mix_share", 1.5), ("seed", -1)]
 )
 def test_bad_text_values_are_named(field, value):
   with pytest.raises(ValueError, match=f"TextsConfig.{field}: received"):

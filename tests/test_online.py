@@ -16,11 +16,27 @@ from osd_jax.models import weights
 
 TIMES = ("_ms", "_ms_per_token", "_seconds")
 REQUEST_FIELDS = {
-    "index", "query", "source", "overlap", "overlap_upper", "floor_overlap",
-    "acceptance_rate", "floor_acceptance_rate", "draft_acceptance_rate",
-    "tokens_per_target_call", "accepted_per_position", "target_calls", "drafted",
-    "accepted", "output_tokens", "stop_reason", "draft_version", "decode_ms",
-    "online_ms_per_token", "metering_ms", "paused",
+  "index",
+  "query",
+  "source",
+  "overlap",
+  "overlap_upper",
+  "floor_overlap",
+  "acceptance_rate",
+  "floor_acceptance_rate",
+  "draft_acceptance_rate",
+  "tokens_per_target_call",
+  "accepted_per_position",
+  "target_calls",
+  "drafted",
+  "accepted",
+  "output_tokens",
+  "stop_reason",
+  "draft_version",
+  "decode_ms",
+  "online_ms_per_token",
+  "metering_ms",
+  "paused",
 }
 
 
@@ -60,8 +76,8 @@ def run(config):
   compiled.append(total[0])
   rows = list(writers.read(path / "metrics.jsonl"))
   kinds = [
-      [row for row in rows if row["kind"] == kind]
-      for kind in ("request", "update", "summary")
+    [row for row in rows if row["kind"] == kind]
+    for kind in ("request", "update", "summary")
   ]
   return Ran(path, *kinds, outputs, compiled)
 
@@ -89,16 +105,14 @@ def learned(make):
 
 def timeless(rows):
   return [
-      {name: value for name, value in row.items() if not name.endswith(TIMES)}
-      for row in rows
+    {name: value for name, value in row.items() if not name.endswith(TIMES)}
+    for row in rows
   ]
 
 
 def same_bits(one, other):
   leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-  return all(
-      np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in leaves
-  )
+  return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in leaves)
 
 
 def test_a_run_leaves_everything_behind(learned):
@@ -127,7 +141,7 @@ def test_updates_are_swapped_in_when_promised(learned):
   assert all(row["finished"] - row["launched"] == interval for row in promised)
   assert 0 <= last["finished"] - last["launched"] <= interval
   assert [row["version"] for row in learned.updates] == list(
-      range(1, len(learned.updates) + 1)
+    range(1, len(learned.updates) + 1)
   )
   assert not any(row["skipped"] for row in learned.updates)
   taken = {row["finished"]: row["version"] for row in learned.updates}
@@ -197,7 +211,7 @@ def test_free_updates_serve_the_same(learned, make):
 
 
 def test_a_late_update_is_waited_for_at_each_step_and_changes_nothing(
-    learned, make, monkeypatch
+  learned, make, monkeypatch
 ):
   real_slice, learner = update.take_slice, background.BackgroundLearner
   real_pace, asked = learner.keep_pace, []
@@ -228,10 +242,10 @@ def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypat
     if len(launches) != 3:  # warm-up draws too: this is the second update
       return batches
     return tuple(
-        batch.replace(
-            records=batch.records.replace(log_probs=batch.records.log_probs * np.nan)
-        )
-        for batch in batches
+      batch.replace(
+        records=batch.records.replace(log_probs=batch.records.log_probs * np.nan)
+      )
+      for batch in batches
     )
 
   monkeypatch.setattr(update, "draw_update", draw)

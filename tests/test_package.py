@@ -15,15 +15,15 @@ from packaging.utils import canonicalize_name
 import osd_jax
 
 OPTIONAL = (
-    "gin",
-    "matplotlib",
-    "seqio",
-    "tensorboardX",
-    "tensorflow",
-    "tensorflow_datasets",
-    "tensorflow_text",
-    "torch",
-    "transformers",
+  "gin",
+  "matplotlib",
+  "seqio",
+  "tensorboardX",
+  "tensorflow",
+  "tensorflow_datasets",
+  "tensorflow_text",
+  "torch",
+  "transformers",
 )
 
 # As if the packages were not installed: no finder finds them.
@@ -46,8 +46,8 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 
 IMPORT_CORE = (
-    BLOCK
-    + """
+  BLOCK
+  + """
 import importlib, json, pkgutil
 import osd_jax
 
@@ -60,8 +60,8 @@ print(json.dumps(core))
 """
 )
 RUN_CORE = (
-    BLOCK
-    + """
+  BLOCK
+  + """
 import json, pathlib, sys
 import tiny_online
 from osd_jax import online
@@ -74,28 +74,28 @@ print(json.dumps(sorted(path.name for path in run.iterdir())))
 )
 
 SPECIFIC = re.compile(
-    "|".join([
-        "py" + r"pi\.org",
-        "python" + r"hosted\.org",
-        "index" + "-url",
-        "find" + "-links",
-        "trusted" + "-host",
-        r"[a-z]+://[^\s/@]+:[^\s/@]+@",  # a password in an address
-        r"(?<![\w.~-])/(?:root|work|tmp/pip)[-/]",  # a path of one machine
-    ])
+  "|".join(
+    [
+      "py" + r"pi\.org",
+      "python" + r"hosted\.org",
+      "index" + "-url",
+      "find" + "-links",
+      "trusted" + "-host",
+      r"[a-z]+://[^\s/@]+:[^\s/@]+@",  # a password in an address
+      r"(?<![\w.~-])/(?:root|work|tmp/pip)[-/]",  # a path of one machine
+    ]
+  )
 )
 
 
-def run_python(
-    code: str, *arguments: str, env: dict[str, str] | None = None
-) -> str:
+def run_python(code: str, *arguments: str, env: dict[str, str] | None = None) -> str:
   done = subprocess.run(
-      [sys.executable, "-c", code, *arguments],
-      capture_output=True,
-      text=True,
-      env={**os.environ, **(env or {})},
-      timeout=300,
-      check=False,
+    [sys.executable, "-c", code, *arguments],
+    capture_output=True,
+    text=True,
+    env={**os.environ, **(env or {})},
+    timeout=300,
+    check=False,
   )
   assert done.returncode == 0, done.stderr
   return done.stdout
@@ -121,7 +121,7 @@ def pins(repository: pathlib.Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def tracked_texts(repository: pathlib.Path) -> dict[str, str]:
   listed = subprocess.run(
-      ["git", "ls-files", "-z"], cwd=repository, capture_output=True, check=False
+    ["git", "ls-files", "-z"], cwd=repository, capture_output=True, check=False
   )
   if listed.returncode:
     pytest.skip("not a git checkout, so no list of the files that are published")
@@ -140,7 +140,7 @@ def test_core_modules_import_without_the_optional_packages():
 
 
 def test_an_online_run_needs_none_of_the_optional_packages(
-    tmp_path: pathlib.Path,
+  tmp_path: pathlib.Path,
 ):
   """Serving, learning, metering, checkpoints, the report; only plots are left out."""
   tests = str(pathlib.Path(__file__).parent)
@@ -187,7 +187,7 @@ def test_every_dependency_is_pinned_within_its_range(project: dict, pins: dict):
   extras = project["optional-dependencies"]
   accelerators = {"gpu", "tpu"}  # their pins depend on the machine
   listed = project["dependencies"] + [
-      line for name in extras.keys() - accelerators for line in extras[name]
+    line for name in extras.keys() - accelerators for line in extras[name]
   ]
   for requirement in map(Requirement, listed):
     name = canonicalize_name(requirement.name)
@@ -197,21 +197,21 @@ def test_every_dependency_is_pinned_within_its_range(project: dict, pins: dict):
 
 def test_published_files_name_no_index_and_no_machine(tracked_texts: dict[str, str]):
   found = {
-      name: match.group()
-      for name, text in tracked_texts.items()
-      if (match := SPECIFIC.search(text))
+    name: match.group()
+    for name, text in tracked_texts.items()
+    if (match := SPECIFIC.search(text))
   }
   assert not found
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "https://" + "py" + "pi.org/simple",
-        "--extra-" + "index" + "-url=x",
-        "https://user:" + "word@host/simple",
-        "see /" + "work/main/x",
-    ],
+  "text",
+  [
+    "https://" + "py" + "pi.org/simple",
+    "--extra-" + "index" + "-url=x",
+    "https://user:" + "word@host/simple",
+    "see /" + "work/main/x",
+  ],
 )
 def test_the_search_for_such_names_finds_them(text: str):
   assert SPECIFIC.search(text)

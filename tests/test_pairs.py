@@ -112,7 +112,7 @@ def as_folders(config, folder):
     vocabulary = config.path("vocabulary") if field == "target" else None
     convert.write_hugging_face(folder / field, found, vocabulary)
   return dataclasses.replace(
-      config, target="target", draft="draft", vocabulary="target", folder=str(folder)
+    config, target="target", draft="draft", vocabulary="target", folder=str(folder)
   )
 
 

@@ -15,12 +15,15 @@ from osd_jax.distillation import update
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = partitioning.PartitionConfig(data=2, model=2)
 DECODING = slots.DecodingConfig(
-    rows=2, num_draft_tokens=3, source_lengths=(8,), target_length=10,
-    record_top_k=VOCAB,
+  rows=2,
+  num_draft_tokens=3,
+  source_lengths=(8,),
+  target_length=10,
+  record_top_k=VOCAB,
 )
 
 pytestmark = pytest.mark.skipif(
-    len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
+  len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
 )
 
 
@@ -28,8 +31,8 @@ def placed(config):
   """A partitioner with target and draft parameters on it."""
   partitioner = partitioning.make(config)
   return partitioner, *(
-      partitioner.place_params(model, harness.lively_params(model))
-      for model in (TARGET, DRAFT)
+    partitioner.place_params(model, harness.lively_params(model))
+    for model in (TARGET, DRAFT)
   )
 
 
@@ -38,9 +41,7 @@ def served(config):
   partitioner, target, draft = placed(config)
   decoder = slots.Slots(DECODING, TARGET, target, DRAFT, draft, partitioner)
   source, mask = testing.random_sources(5, 8, VOCAB, 0)
-  requests = [
-      slots.Request(row[keep]) for row, keep in zip(source, mask, strict=True)
-  ]
+  requests = [slots.Request(row[keep]) for row, keep in zip(source, mask, strict=True)]
   return decoder, decoder.run(requests)
 
 
@@ -71,7 +72,7 @@ def test_the_first_update_agrees():
   source, _ = testing.random_sources(4, 8, VOCAB, 1)
   tokens = np.random.default_rng(2).integers(2, VOCAB, (4, 6)).astype(np.int32)
   batch = records.teacher_forced(
-      TARGET, harness.lively_params(TARGET), source, tokens, VOCAB
+    TARGET, harness.lively_params(TARGET), source, tokens, VOCAB
   )
   batch = jax.tree.map(np.asarray, batch)
   gradient = jax.jit(update.loss_and_grad, static_argnums=(0, 1))
@@ -83,7 +84,7 @@ def test_the_first_update_agrees():
   (one_loss, one_grads), (four_loss, four_grads) = found
   np.testing.assert_allclose(one_loss, four_loss, atol=1e-5)
   jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one_grads, four_grads
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one_grads, four_grads
   )
   assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(one_grads)) > 1e-3
 
@@ -104,7 +105,7 @@ def test_parameters_are_split_by_the_rules():
     assert shapes == {tuple(expected)} and len(leaf.addressable_shards) == 4
 
   jax.tree.map(
-      check, axes, target, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    check, axes, target, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
   )
   assert split > 10
   kernel = target["decoder"]["layers_0"]["self_attention"]["query"]["kernel"]

@@ -50,7 +50,7 @@ def twins(pair):
   """A draft equal to its target, as one object: runs share what they compile."""
   found = pairs.load(pair, partitioning.make(partitioning.PartitionConfig()))
   return dataclasses.replace(
-      found, draft=found.target, draft_params=found.target_params
+    found, draft=found.target, draft_params=found.target_params
   )
 
 
@@ -63,21 +63,26 @@ def loaded(twins):
     return leaf + 0.1 * jnp.std(leaf) * jax.random.normal(next(keys), leaf.shape)
 
   return dataclasses.replace(
-      twins, draft_params=jax.tree.map(near, twins.target_params)
+    twins, draft_params=jax.tree.map(near, twins.target_params)
   )
 
 
 def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
   config = tiny_online.config(
-      pair, folder / "run", compare_every=0, keep_drafts=False, floor_metering=False,
-      checkpoint_every=1000, **changes
+    pair,
+    folder / "run",
+    compare_every=0,
+    keep_drafts=False,
+    floor_metering=False,
+    checkpoint_every=1000,
+    **changes,
   )
   optimizer = dataclasses.replace(config.update.optimizer, learning_rate=rate)
   config = dataclasses.replace(
-      config,
-      stream=dataclasses.replace(config.stream, requests_per_task=PER_TASK),
-      decoding=dataclasses.replace(config.decoding, acceptance_rule=rule),
-      update=dataclasses.replace(config.update, optimizer=optimizer),
+    config,
+    stream=dataclasses.replace(config.stream, requests_per_task=PER_TASK),
+    decoding=dataclasses.replace(config.decoding, acceptance_rule=rule),
+    update=dataclasses.replace(config.update, optimizer=optimizer),
   )
   outputs = {}
   measure = online.OnlineLoop._measure
@@ -93,8 +98,8 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
     path = online.run(config)
   rows = list(writers.read(path / "metrics.jsonl"))
   kinds = (
-      [row for row in rows if row["kind"] == kind]
-      for kind in ("request", "update", "alarm")
+    [row for row in rows if row["kind"] == kind]
+    for kind in ("request", "update", "alarm")
   )
   return Ran(outputs, *kinds, (path / "report.html").read_text())
 
@@ -114,9 +119,9 @@ def nan_in_a_row():
 
 sound = contextlib.nullcontext
 POISONS = {
-    "shuffled": (lambda: poisons.shuffled_labels(tiny_pair.VOCAB_SIZE), RATE),
-    "rate x 1000": (sound, 1000 * RATE),
-    "nan": (nan_in_a_row, RATE),
+  "shuffled": (lambda: poisons.shuffled_labels(tiny_pair.VOCAB_SIZE), RATE),
+  "rate x 1000": (sound, 1000 * RATE),
+  "nan": (nan_in_a_row, RATE),
 }
 
 
@@ -133,9 +138,9 @@ def make(pair, loaded, tmp_path_factory):
 def frozen(make):
   """What a draft that never learns serves: greedy, and sampled under each rule."""
   return {
-      "greedy": make(learn=False),
-      "coupling": make(learn=False, rule="coupling", sampling=SAMPLED),
-      "rejection": make(learn=False, sampling=SAMPLED),
+    "greedy": make(learn=False),
+    "coupling": make(learn=False, rule="coupling", sampling=SAMPLED),
+    "rejection": make(learn=False, sampling=SAMPLED),
   }
 
 

@@ -36,11 +36,12 @@ class Stream:
 
 def config(folder, **changes) -> pretrain.PretrainConfig:
   tasks = tuple(
-      TaskConfig(name=topic, kind="generated", topic=topic, limit=8)
-      for topic in generated.TOPICS[:2]
+    TaskConfig(name=topic, kind="generated", topic=topic, limit=8)
+    for topic in generated.TOPICS[:2]
   )
   data = BatchConfig(tasks, 4, source_length=32, target_length=32, reader="plain")
-  return pretrain.PretrainConfig(**{
+  return pretrain.PretrainConfig(
+    **{
       "model": MODEL,
       "vocabulary": "shipped:demo_vocabulary.model",
       "data": data,
@@ -55,7 +56,8 @@ def config(folder, **changes) -> pretrain.PretrainConfig:
       "checkpoint_every": 6,
       "run_directory": str(folder / "run"),
       **changes,
-  })
+    }
+  )
 
 
 @pytest.mark.parametrize("pool", [1, 3])
@@ -116,13 +118,13 @@ def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path)
       pretrain.run(config(tmp_path / "cut", evaluate_every=9))
   again = pretrain.run(config(tmp_path / "cut", evaluate_every=9))
   for one, other in zip(
-      jax.tree.leaves(whole.params), jax.tree.leaves(again.params), strict=True
+    jax.tree.leaves(whole.params), jax.tree.leaves(again.params), strict=True
   ):
     np.testing.assert_array_equal(one, other)
   steps = [
-      row["step"]
-      for row in writers.read(tmp_path / "cut" / "run" / "metrics.jsonl")
-      if row["kind"] == "step"
+    row["step"]
+    for row in writers.read(tmp_path / "cut" / "run" / "metrics.jsonl")
+    if row["kind"] == "step"
   ]
   assert steps == [4, 8, 12]
 
@@ -150,7 +152,7 @@ def test_training_goes_on_from_given_weights(tmp_path):
   asked = config(tmp_path, model=start.config, initial=str(path))
   state = pretrain.initial_state(asked, t5.build(start.config))
   for one, other in zip(
-      jax.tree.leaves(state.params), jax.tree.leaves(start.params), strict=True
+    jax.tree.leaves(state.params), jax.tree.leaves(start.params), strict=True
   ):
     np.testing.assert_array_equal(one, other)
   other_shape = dataclasses.replace(start.config, width=2 * start.config.width)

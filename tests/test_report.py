@@ -15,18 +15,32 @@ def requests() -> list[dict]:
   rows = []
   for index in range(120):
     row = {
-        "kind": "request", "index": index, "query": index,
-        "source": "maths" if index < 60 else "sql",
-        "overlap": 0.5 if index % 60 < 10 else 0.9, "floor_overlap": 0.5,
-        "draft_acceptance_rate": 0.7, "tokens_per_target_call": 4.0,
-        "output_tokens": 10 if index % 8 else 30, "decode_ms": 20.0,
-        "online_ms_per_token": 2.0, "metering_ms": 1.0,
+      "kind": "request",
+      "index": index,
+      "query": index,
+      "source": "maths" if index < 60 else "sql",
+      "overlap": 0.5 if index % 60 < 10 else 0.9,
+      "floor_overlap": 0.5,
+      "draft_acceptance_rate": 0.7,
+      "tokens_per_target_call": 4.0,
+      "output_tokens": 10 if index % 8 else 30,
+      "decode_ms": 20.0,
+      "online_ms_per_token": 2.0,
+      "metering_ms": 1.0,
     }
     if index % 4 == 0:
       row |= {"plain_ms_per_token": 4.0, "floor_ms_per_token": 3.0}
     rows.append(row)
-  update = {"kind": "update", "finished": 8, "version": 1, "loss": 1.0,
-            "update_ms": 500.0, "wait_ms": 100.0, "skipped": 2, "steps": 2}
+  update = {
+    "kind": "update",
+    "finished": 8,
+    "version": 1,
+    "loss": 1.0,
+    "update_ms": 500.0,
+    "wait_ms": 100.0,
+    "skipped": 2,
+    "steps": 2,
+  }
   return [*rows, update, {"kind": "summary", "wall_seconds": 3.0}]
 
 

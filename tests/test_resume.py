@@ -22,18 +22,18 @@ def start(pair_folder, run_directory, repository):
   """The run as a process of its own, numerically set up like the tests."""
   paths = [str(repository), str(repository / "tests"), os.environ.get("PYTHONPATH", "")]
   environment = {
-      **os.environ,
-      "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-      "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # restarts compile nothing
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # restarts compile nothing
   }
   script = repository / "tests" / "tiny_online.py"
   return subprocess.Popen(
-      [sys.executable, str(script), str(pair_folder), str(run_directory)],
-      env=environment,
-      cwd=repository,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.PIPE,
+    [sys.executable, str(script), str(pair_folder), str(run_directory)],
+    env=environment,
+    cwd=repository,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
   )
 
 
@@ -67,9 +67,9 @@ def finish(process):
 
 def timeless(path, kind):
   return [
-      {name: value for name, value in row.items() if not name.endswith(TIMES)}
-      for row in writers.read(path / "metrics.jsonl")
-      if row["kind"] == kind
+    {name: value for name, value in row.items() if not name.endswith(TIMES)}
+    for row in writers.read(path / "metrics.jsonl")
+    if row["kind"] == kind
   ]
 
 
@@ -97,7 +97,7 @@ def test_killed_three_times_it_ends_bit_equal(tmp_path, repository):
   queries = [row["query"] for row in timeless(killed, "request")]
   assert sorted(queries) == list(range(tiny_online.REQUESTS))
   found, wanted = (
-      weights.load(path / "draft.safetensors").params for path in (killed, whole)
+    weights.load(path / "draft.safetensors").params for path in (killed, whole)
   )
   jax.tree.map(np.testing.assert_array_equal, found, wanted)
   first = weights.load(tmp_path / "draft.safetensors").params

@@ -37,45 +37,51 @@ def save_lively_pair(folder: Path) -> pairs.PairConfig:
 def tasks(split: str, limit: int) -> tuple[sources.TaskConfig, ...]:
   """The four generated topics."""
   return tuple(
-      sources.TaskConfig(
-          name=f"generated_{topic}", kind="generated", source=topic, topic=topic,
-          split=split, limit=limit,
-      )
-      for topic in generated.TOPICS
+    sources.TaskConfig(
+      name=f"generated_{topic}",
+      kind="generated",
+      source=topic,
+      topic=topic,
+      split=split,
+      limit=limit,
+    )
+    for topic in generated.TOPICS
   )
 
 
 def config(
-    pair: pairs.PairConfig, run_directory: Path, rows: int = 2, **changes: Any
+  pair: pairs.PairConfig, run_directory: Path, rows: int = 2, **changes: Any
 ) -> online.OnlineConfig:
   """24 requests in four topics, an update every 4, a checkpoint every 5."""
   stream_tasks = tasks("stream", 12)
   made = online.OnlineConfig(
-      stream=streams.StreamConfig(
-          tasks=stream_tasks,
-          requests_per_task=REQUESTS // len(stream_tasks),
-          source_length=SOURCE,
-          reader="plain",
-      ),
-      pair=dataclasses.replace(pair, draft_serving=SERVING),
-      decoding=slots.DecodingConfig(
-          rows=rows, num_draft_tokens=3, source_lengths=(SOURCE,), target_length=LENGTH
-      ),
-      buffer=buffer.BufferConfig(capacity=32),
-      update=update.UpdateConfig(
-          optimizer=optimizers.OptimizerConfig(learning_rate=1e-2),
-          length_multiple=LENGTH // 2,
-          ema_decay=0.5,
-      ),
-      schedule=schedule.ScheduleConfig(update_interval=INTERVAL),
-      warm_start=batches.BatchConfig(
-          tasks=tasks("train", 3), source_length=SOURCE, target_length=LENGTH,
-          reader="plain",
-      ),
-      compare_every=8,
-      checkpoint_every=CHECKPOINT,
-      keep_drafts=True,
-      run_directory=str(run_directory),
+    stream=streams.StreamConfig(
+      tasks=stream_tasks,
+      requests_per_task=REQUESTS // len(stream_tasks),
+      source_length=SOURCE,
+      reader="plain",
+    ),
+    pair=dataclasses.replace(pair, draft_serving=SERVING),
+    decoding=slots.DecodingConfig(
+      rows=rows, num_draft_tokens=3, source_lengths=(SOURCE,), target_length=LENGTH
+    ),
+    buffer=buffer.BufferConfig(capacity=32),
+    update=update.UpdateConfig(
+      optimizer=optimizers.OptimizerConfig(learning_rate=1e-2),
+      length_multiple=LENGTH // 2,
+      ema_decay=0.5,
+    ),
+    schedule=schedule.ScheduleConfig(update_interval=INTERVAL),
+    warm_start=batches.BatchConfig(
+      tasks=tasks("train", 3),
+      source_length=SOURCE,
+      target_length=LENGTH,
+      reader="plain",
+    ),
+    compare_every=8,
+    checkpoint_every=CHECKPOINT,
+    keep_drafts=True,
+    run_directory=str(run_directory),
   )
   return dataclasses.replace(made, **changes)
 
@@ -83,11 +89,11 @@ def config(
 if __name__ == "__main__":
   folder = Path(sys.argv[1])
   online.run(
-      config(
-          pairs.PairConfig(
-              target=str(folder / "target.safetensors"),
-              draft=str(folder / "draft.safetensors"),
-          ),
-          Path(sys.argv[2]),
-      )
+    config(
+      pairs.PairConfig(
+        target=str(folder / "target.safetensors"),
+        draft=str(folder / "draft.safetensors"),
+      ),
+      Path(sys.argv[2]),
+    )
   )

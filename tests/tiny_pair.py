@@ -23,10 +23,10 @@ def save_tiny_pair(folder: Path) -> pairs.PairConfig:
     config = dataclasses.replace(shape, vocab_size=VOCAB_SIZE)
     params = t5.build(config).init(jax.random.key(seed))
     weights.save(
-        folder / f"{name}.safetensors",
-        weights.Weights(config, params, vocabulary.fingerprint, "tiny, untrained"),
+      folder / f"{name}.safetensors",
+      weights.Weights(config, params, vocabulary.fingerprint, "tiny, untrained"),
     )
   return pairs.PairConfig(
-      target=str(folder / "target.safetensors"),
-      draft=str(folder / "draft.safetensors"),
+    target=str(folder / "target.safetensors"),
+    draft=str(folder / "draft.safetensors"),
   )

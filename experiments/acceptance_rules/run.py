@@ -23,10 +23,10 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 
 
 def measure(
-    pair: pairs.Pair,
-    prompts: list[corpus.Prompt],
-    decoding: slots.DecodingConfig,
-    temperature: float,
+  pair: pairs.Pair,
+  prompts: list[corpus.Prompt],
+  decoding: slots.DecodingConfig,
+  temperature: float,
 ) -> dict[str, float]:
   """Draft acceptance of both rules, the law's bounds, and outputs equal to plain."""
   sampling = slots.SamplingConfig(temperature=temperature)
@@ -34,15 +34,18 @@ def measure(
   plain_config = dataclasses.replace(decoding, max_rounds=decoding.target_length)
   plain = corpus.answer(slots.Slots(plain_config, *models), prompts, sampling)
   overlap = mean_overlap(pair, plain)
-  row = {"temperature": temperature, "rejection_law": overlap,
-         "coupling_bound": overlap / (2 - overlap)}
+  row = {
+    "temperature": temperature,
+    "rejection_law": overlap,
+    "coupling_bound": overlap / (2 - overlap),
+  }
   for rule in accept.RULES:
     config = dataclasses.replace(decoding, acceptance_rule=rule)
     decoder = slots.Slots(config, *models, pair.draft, pair.draft_params)
     found = corpus.answer(decoder, prompts, sampling)
     row[rule] = sum(d.accepted for d in found) / sum(d.drafted for d in found)
     row[f"{rule}_tokens_per_call"] = sum(len(d.tokens) for d in found) / sum(
-        d.target_calls for d in found
+      d.target_calls for d in found
     )
     both = zip(plain, found, strict=True)
     equal = [np.array_equal(a.tokens, b.tokens) for a, b in both]
@@ -53,8 +56,8 @@ def measure(
 def mean_overlap(pair: pairs.Pair, answers: list[slots.Finished]) -> float:
   """1 - TV of the processed distributions, over all emitted positions."""
   found = [
-      metrics.agreement(pair.draft, pair.draft_params, done.batch, done.settings)
-      for done in answers
+    metrics.agreement(pair.draft, pair.draft_params, done.batch, done.settings)
+    for done in answers
   ]
   tokens = np.array([len(done.tokens) for done in answers])
   rates = np.array([float(row.acceptance_rate[0]) for row in found])
@@ -68,9 +71,9 @@ def main() -> None:
   parser.add_argument("--draft", help="weights file; the shipped draft if left out")
   given = parser.parse_args()
   config, _ = settings.load(
-      certify.CertifyConfig,
-      ["experiments/certify_shipped.gin"],
-      [f"BatchConfig.limit_rows={-(-given.count // 4)}"],
+    certify.CertifyConfig,
+    ["experiments/certify_shipped.gin"],
+    [f"BatchConfig.limit_rows={-(-given.count // 4)}"],
   )
   named = config.pair
   if given.draft:
@@ -85,11 +88,17 @@ def main() -> None:
   for row in rows:
     console.print(json.dumps(row), soft_wrap=True)
     table.add_row(
-        *(
-            f"{row[name]:.3f}"
-            for name in ("temperature", "rejection", "rejection_law", "coupling",
-                         "coupling_bound", "coupling_equal_to_plain")
+      *(
+        f"{row[name]:.3f}"
+        for name in (
+          "temperature",
+          "rejection",
+          "rejection_law",
+          "coupling",
+          "coupling_bound",
+          "coupling_equal_to_plain",
         )
+      )
     )
   console.print(table)
 

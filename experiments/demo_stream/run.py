@@ -36,7 +36,7 @@ HELD_OUT = 100  # prompts a topic
 def ceiling(pair, answers, labels) -> dict[str, float]:
   """Held-out overlap of the offline-distilled draft, per topic."""
   config, text = settings.load(
-      offline.OfflineConfig, ["experiments/demo_ceiling.gin"], []
+    offline.OfflineConfig, ["experiments/demo_ceiling.gin"], []
   )
   if not pathlib.Path(config.output).exists():
     offline.run(config, text)
@@ -52,16 +52,16 @@ def overlap(pair, params, answers, labels) -> dict[str, float]:
 def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
   """The target's answers to held-out prompts of all topics, with records."""
   evaluation, _ = settings.load(
-      offline.OfflineConfig,
-      ["experiments/demo_ceiling.gin"],
-      [f"GENERATED_EVAL_ROWS={HELD_OUT}"],
+    offline.OfflineConfig,
+    ["experiments/demo_ceiling.gin"],
+    [f"GENERATED_EVAL_ROWS={HELD_OUT}"],
   )
   decoder = slots.Slots(
-      dataclasses.replace(config.decoding, rows=8),
-      pair.target,
-      pair.target_params,
-      pair.draft,
-      pair.draft_params,
+    dataclasses.replace(config.decoding, rows=8),
+    pair.target,
+    pair.target_params,
+    pair.draft,
+    pair.draft_params,
   )
   prompts = corpus.prompts(evaluation.evaluation, pair.vocabulary)
   labels = [task.label for task in evaluation.evaluation.tasks]
@@ -71,15 +71,15 @@ def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
 def served(seed: int, out: pathlib.Path) -> tuple[online.OnlineConfig, pathlib.Path]:
   """Serves the stream of a seed unless it has been; returns its config and folder."""
   config, text = settings.load(
-      online.OnlineConfig,
-      ["runs/demo.gin"],
-      [
-          f"StreamConfig.seed={seed}",
-          f"OnlineConfig.seed={seed}",
-          "OnlineConfig.keep_drafts=True",
-          "OnlineConfig.compare_every=0",
-          f"OnlineConfig.run_directory='{out / f'seed_{seed}'}'",
-      ],
+    online.OnlineConfig,
+    ["runs/demo.gin"],
+    [
+      f"StreamConfig.seed={seed}",
+      f"OnlineConfig.seed={seed}",
+      "OnlineConfig.keep_drafts=True",
+      "OnlineConfig.compare_every=0",
+      f"OnlineConfig.run_directory='{out / f'seed_{seed}'}'",
+    ],
   )
   if not (out / f"seed_{seed}" / "draft.safetensors").exists():
     online.run(config, text)
@@ -93,7 +93,7 @@ def curves(path: pathlib.Path, shifts, level: dict[str, float]) -> dict[str, dic
   for label, rows in report.split(requests, shifts):
     row = metrics.segment_summary(rows, 50)
     row["recovery"] = metrics.recovery_requests(
-        [r["overlap"] for r in rows], level[label]
+      [r["overlap"] for r in rows], level[label]
     )
     found[label] = row
   return found
@@ -129,9 +129,9 @@ def main() -> None:
     config, path = served(seed, given.out)
     stream_shifts = shifts_of(config, pair)
     row = {
-        "seed": seed,
-        "topics": curves(path, stream_shifts, level),
-        "forgetting": forgetting(pair, path, stream_shifts, answers, labels),
+      "seed": seed,
+      "topics": curves(path, stream_shifts, level),
+      "forgetting": forgetting(pair, path, stream_shifts, answers, labels),
     }
     console.print(json.dumps(row), soft_wrap=True)
     results.append(row)
@@ -152,16 +152,22 @@ def show(results: list[dict], console: rich.console.Console) -> None:
     text = f"{np.mean(known):.3f} ({min(known):.3f}-{max(known):.3f})" if known else "-"
     return text + (f", {missing} never" if missing else "")
 
-  columns = ("overlap_mean", "floor_overlap_mean", "overlap_first", "overlap_last",
-             "draft_acceptance_last", "recovery")
+  columns = (
+    "overlap_mean",
+    "floor_overlap_mean",
+    "overlap_first",
+    "overlap_last",
+    "draft_acceptance_last",
+    "recovery",
+  )
   table = rich.table.Table("topic", *columns, "forgetting")
   for label in results[0]["topics"]:
     cells = [spread([r["topics"][label][name] for r in results]) for name in columns]
     lost = [r["forgetting"].get(label) for r in results]
     table.add_row(label, *cells, spread(lost) if lost[0] is not None else "last topic")
   overall = [
-      spread([np.mean([t[name] for t in r["topics"].values()]) for r in results])
-      for name in columns[:2]
+    spread([np.mean([t[name] for t in r["topics"].values()]) for r in results])
+    for name in columns[:2]
   ]
   table.add_row("all", *overall, *[""] * 5)
   console.print(table)

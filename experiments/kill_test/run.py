@@ -60,10 +60,10 @@ def start(out: pathlib.Path, run: pathlib.Path) -> subprocess.Popen:
   """The run as a process; what it says goes to a file beside its directory."""
   paths = [str(REPOSITORY), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
   environment = {
-      "JAX_COMPILATION_CACHE_DIR": str(out / "jax_cache"),
-      **os.environ,
-      "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # restarts compile nothing
+    "JAX_COMPILATION_CACHE_DIR": str(out / "jax_cache"),
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # restarts compile nothing
   }
   command = [sys.executable, str(SCRIPT), str(out), str(run)]
   with open(run.with_suffix(".log"), "ab") as said:
@@ -116,9 +116,9 @@ def kill(process: subprocess.Popen, run: pathlib.Path, rng: random.Random) -> st
 def timeless(run: pathlib.Path, kind: str) -> list[dict]:
   """Rows of a kind without what a clock measured."""
   return [
-      {name: value for name, value in row.items() if not name.endswith(TIMES)}
-      for row in writers.read(run / "metrics.jsonl")
-      if row["kind"] == kind
+    {name: value for name, value in row.items() if not name.endswith(TIMES)}
+    for row in writers.read(run / "metrics.jsonl")
+    if row["kind"] == kind
   ]
 
 
@@ -134,8 +134,8 @@ def is_readable(run: pathlib.Path) -> bool:
 def same_draft(run: pathlib.Path, whole: pathlib.Path) -> bool:
   """Whether two runs left bit-equal drafts."""
   found, wanted = (
-      jax.tree.leaves(weights.load(path / "draft.safetensors").params)
-      for path in (run, whole)
+    jax.tree.leaves(weights.load(path / "draft.safetensors").params)
+    for path in (run, whole)
   )
   return len(found) == len(wanted) and all(map(np.array_equal, found, wanted))
 
@@ -147,13 +147,13 @@ def compare(run: pathlib.Path, whole: pathlib.Path, tally: Tally) -> None:
   tally.lost_or_doubled_requests += queries != expected
   kinds = ("request", "update", "alarm")
   tally.differing_histories += any(
-      timeless(run, kind) != timeless(whole, kind) for kind in kinds
+    timeless(run, kind) != timeless(whole, kind) for kind in kinds
   )
   tally.differing_drafts += not same_draft(run, whole)
 
 
 def survive(
-    out: pathlib.Path, whole: pathlib.Path, kills: int, rng: random.Random
+  out: pathlib.Path, whole: pathlib.Path, kills: int, rng: random.Random
 ) -> tuple[Tally, dict[str, int]]:
   """Kills and restarts until there were enough kills and the last run is through."""
   tally, moments = Tally(), dict.fromkeys(MOMENTS, 0)
@@ -202,9 +202,7 @@ def main() -> int:
   if start(out, whole).wait(PATIENCE):
     print(whole.with_suffix(".log").read_text()[-2000:], file=sys.stderr)
     return 1
-  tally, moments = survive(
-      out, whole, arguments.kills, random.Random(arguments.seed)
-  )
+  tally, moments = survive(out, whole, arguments.kills, random.Random(arguments.seed))
   found = {**dataclasses.asdict(tally), "seconds": round(time.monotonic() - started)}
   found |= {f"kills_at_{moment}": count for moment, count in moments.items()}
   table = rich.table.Table("count", "value")

@@ -52,12 +52,12 @@ def shuffled_labels(vocab_size: int):
 
   def draw(*arguments):
     return tuple(
-        batch.replace(
-            records=batch.records.replace(
-                ids=order[batch.records.ids].astype(batch.records.ids.dtype)
-            )
+      batch.replace(
+        records=batch.records.replace(
+          ids=order[batch.records.ids].astype(batch.records.ids.dtype)
         )
-        for batch in real(*arguments)
+      )
+      for batch in real(*arguments)
     )
 
   return mock.patch.object(update, "draw_update", draw)
@@ -76,27 +76,27 @@ def nan_rows():
 
 
 def changed(
-    config: online.OnlineConfig,
-    way: str,
-    mode: str,
-    temperature: float,
-    out: pathlib.Path,
+  config: online.OnlineConfig,
+  way: str,
+  mode: str,
+  temperature: float,
+  out: pathlib.Path,
 ) -> online.OnlineConfig:
   """The config of one run."""
   rate = config.update.optimizer.learning_rate * (1000 if way == "rate x 1000" else 1)
   optimizer = dataclasses.replace(config.update.optimizer, learning_rate=rate)
   changes = {
-      "learn": way != "frozen",
-      "update": dataclasses.replace(config.update, optimizer=optimizer),
-      "compare_every": 0,
-      "keep_drafts": False,
-      "checkpoint_every": 10**9,
-      "run_directory": str(out / f"{mode}_{way.replace(' ', '_')}"),
+    "learn": way != "frozen",
+    "update": dataclasses.replace(config.update, optimizer=optimizer),
+    "compare_every": 0,
+    "keep_drafts": False,
+    "checkpoint_every": 10**9,
+    "run_directory": str(out / f"{mode}_{way.replace(' ', '_')}"),
   }
   rule = "coupling" if mode == "coupled" else "rejection"
   changes["decoding"] = dataclasses.replace(config.decoding, acceptance_rule=rule)
   changes["sampling"] = slots.SamplingConfig(
-      temperature=0.0 if mode == "greedy" else temperature
+    temperature=0.0 if mode == "greedy" else temperature
   )
   return dataclasses.replace(config, **changes)
 
@@ -139,10 +139,10 @@ def figures(rows: list[dict]) -> dict[str, object]:
   found["skipped_steps"] = sum(row["skipped"] for row in updates)
   found["steps"] = sum(row["steps"] for row in updates)
   found["alarms"] = "; ".join(
-      f"{name.replace('_', ' ')} at {finished}"
-      for name, finished in {
-          row["alarm"]: row["finished"] for row in reversed(begun)
-      }.items()
+    f"{name.replace('_', ' ')} at {finished}"
+    for name, finished in {
+      row["alarm"]: row["finished"] for row in reversed(begun)
+    }.items()
   )
   return found
 
@@ -156,22 +156,22 @@ def main() -> int:
   parser.add_argument("--gin_file", default="runs/demo.gin")
   parser.add_argument("--gin", action="append", default=[], metavar="NAME=VALUE")
   parser.add_argument(
-      "--out", type=pathlib.Path, default=pathlib.Path("runs/poisoned_learning")
+    "--out", type=pathlib.Path, default=pathlib.Path("runs/poisoned_learning")
   )
   arguments = parser.parse_args()
   if arguments.out.exists() and any(arguments.out.iterdir()):
     parser.error(f"--out: {arguments.out} holds earlier runs; name a new folder")
   config, _ = settings.load(
-      online.OnlineConfig,
-      [arguments.gin_file],
-      [f"StreamConfig.requests_per_task={arguments.requests}", *arguments.gin],
+    online.OnlineConfig,
+    [arguments.gin_file],
+    [f"StreamConfig.requests_per_task={arguments.requests}", *arguments.gin],
   )
   # One object for all runs: the same weights, whatever becomes of their files, and
   # nothing is compiled twice.
   loaded = pairs.load(config.pair, partitioning.make(config.partition))
   with mock.patch.object(pairs, "load", lambda *_: loaded):
     results = compare(
-        config, arguments.only or MODES, arguments.temperature, arguments.out
+      config, arguments.only or MODES, arguments.temperature, arguments.out
     )
   table = rich.table.Table(*(name.replace("_", " ") for name in results[0]))
   for row in results:
@@ -193,10 +193,10 @@ def is_kept(results: list[dict]) -> bool:
 
 
 def compare(
-    config: online.OnlineConfig,
-    modes: Sequence[str],
-    temperature: float,
-    out: pathlib.Path,
+  config: online.OnlineConfig,
+  modes: Sequence[str],
+  temperature: float,
+  out: pathlib.Path,
 ) -> list[dict[str, object]]:
   """Serves the stream in every mode and way; a row of figures each."""
   results = []
@@ -208,10 +208,10 @@ def compare(
       frozen = frozen or outputs
       differing = sum(outputs[index] != frozen[index] for index in frozen)
       found = {
-          "outputs": len(outputs),
-          "outputs_unlike_greedy": sum(outputs[i] != greedy[i] for i in greedy),
-          "outputs_changed": differing,
-          **figures(rows),
+        "outputs": len(outputs),
+        "outputs_unlike_greedy": sum(outputs[i] != greedy[i] for i in greedy),
+        "outputs_changed": differing,
+        **figures(rows),
       }
       results.append({"mode": mode, "learning": way, **found})
   return results

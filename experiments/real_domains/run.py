@@ -39,15 +39,15 @@ def summary(rows: list[dict], last: int, before: list[dict]) -> dict[str, float 
   if before:
     dip = float(column(before, "overlap")[-50:].mean() - online[:50].mean())
   return {
-      "requests": len(rows),
-      "static": float(floor[-last:].mean()),
-      "online": level,
-      "gain": float(gain.mean()),
-      "standard_error": float(gain.std(ddof=1) / np.sqrt(len(gain))),
-      "acceptance_gain": float(accepted[-last:].mean()),
-      "dip": dip,
-      "passes_static": passes(online, floor),
-      "recovery": metrics.recovery_requests(list(online), level, WINDOW),
+    "requests": len(rows),
+    "static": float(floor[-last:].mean()),
+    "online": level,
+    "gain": float(gain.mean()),
+    "standard_error": float(gain.std(ddof=1) / np.sqrt(len(gain))),
+    "acceptance_gain": float(accepted[-last:].mean()),
+    "dip": dip,
+    "passes_static": passes(online, floor),
+    "recovery": metrics.recovery_requests(list(online), level, WINDOW),
   }
 
 

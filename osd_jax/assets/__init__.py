@@ -18,8 +18,8 @@ def resolve(path: str) -> Path:
   if not found.is_file():
     names = sorted(p.name for p in folder.iterdir() if p.suffix in _SUFFIXES)
     raise ValueError(
-        f"assets: received {path!r}, expected one of"
-        f" {', '.join(PREFIX + name for name in names)}, or the path of a file."
+      f"assets: received {path!r}, expected one of"
+      f" {', '.join(PREFIX + name for name in names)}, or the path of a file."
     )
   return found
 

@@ -73,8 +73,7 @@ class BatchConfig:
   def _check(self, field: str, holds: bool, expected: str) -> None:
     if not holds:
       raise ValueError(
-          f"BatchConfig.{field}: received {getattr(self, field)!r}, expected"
-          f" {expected}."
+        f"BatchConfig.{field}: received {getattr(self, field)!r}, expected {expected}."
       )
 
 
@@ -101,8 +100,8 @@ class BatchStream:
     self.config = config
     self._held = [rows.read(task, vocabulary, config.reader) for task in config.tasks]
     self._rows = [
-        _kept_rows(held, limit, config)
-        for held, limit in zip(self._held, config.limits(), strict=True)
+      _kept_rows(held, limit, config)
+      for held, limit in zip(self._held, config.limits(), strict=True)
     ]
     sizes = [len(kept) for kept in self._rows]
     self._quotas = _quotas(sizes, config.weights)
@@ -144,14 +143,14 @@ class BatchStream:
     step = state.get("step")
     if state.get("fingerprint") != self._fingerprint:
       raise ValueError(
-          "BatchStream.restore: fingerprint: received"
-          f" {state.get('fingerprint')!r}, expected {self._fingerprint!r}: the"
-          " state is of another config, vocabulary or data. Resume with what the"
-          " run began with."
+        "BatchStream.restore: fingerprint: received"
+        f" {state.get('fingerprint')!r}, expected {self._fingerprint!r}: the"
+        " state is of another config, vocabulary or data. Resume with what the"
+        " run began with."
       )
     if not isinstance(step, int) or step < 0:
       raise ValueError(
-          f"BatchStream.restore: step: received {step!r}, expected an integer >= 0."
+        f"BatchStream.restore: step: received {step!r}, expected an integer >= 0."
       )
     self._step = step
 
@@ -164,25 +163,31 @@ class BatchStream:
       and the same for each task under `tasks`.
     """
     per_task = {
-        held.task.name: self._task_report(held, kept)
-        for held, kept in zip(self._held, self._rows, strict=True)
+      held.task.name: self._task_report(held, kept)
+      for held, kept in zip(self._held, self._rows, strict=True)
     }
-    counts = ("rows", "truncated_source", "truncated_target", "skipped_empty",
-              "skipped_malformed", "skipped_no_reference")
+    counts = (
+      "rows",
+      "truncated_source",
+      "truncated_target",
+      "skipped_empty",
+      "skipped_malformed",
+      "skipped_no_reference",
+    )
     totals = {key: sum(task[key] for task in per_task.values()) for key in counts}
     return {**totals, "rows_per_epoch": self.rows_per_epoch, "tasks": per_task}
 
   def _task_report(
-      self, held: rows.TaskRows, kept: tuple[rows.Row, ...]
+    self, held: rows.TaskRows, kept: tuple[rows.Row, ...]
   ) -> dict[str, Any]:
     config = self.config
     without = sum(not row.reference for row in held.rows)
     return {
-        **rows.skip_report(held),
-        "rows": len(kept),
-        "truncated_source": sum(len(r.source) > config.source_length for r in kept),
-        "truncated_target": sum(len(r.target) > config.target_length for r in kept),
-        "skipped_no_reference": without if config.require_reference else 0,
+      **rows.skip_report(held),
+      "rows": len(kept),
+      "truncated_source": sum(len(r.source) > config.source_length for r in kept),
+      "truncated_target": sum(len(r.target) > config.target_length for r in kept),
+      "skipped_no_reference": without if config.require_reference else 0,
     }
 
   def _row_at(self, place: int) -> tuple[int, rows.Row]:
@@ -225,9 +230,9 @@ class BatchStream:
   def _fingerprint(self) -> str:
     held = [(part.task.name, part.fingerprint) for part in self._held]
     decisive = [
-        (field.name, getattr(self.config, field.name))
-        for field in dataclasses.fields(self.config)
-        if field.name not in ("tasks", "reader")  # the rows speak for these
+      (field.name, getattr(self.config, field.name))
+      for field in dataclasses.fields(self.config)
+      if field.name not in ("tasks", "reader")  # the rows speak for these
     ]
     return rows.fingerprint((held, decisive))
 
@@ -250,15 +255,15 @@ def batches(config: BatchConfig, vocabulary: Vocabulary) -> BatchStream:
 
 
 def _kept_rows(
-    held: rows.TaskRows, limit: int | None, config: BatchConfig
+  held: rows.TaskRows, limit: int | None, config: BatchConfig
 ) -> tuple[rows.Row, ...]:
   """Leaves out rows without a reference, then keeps a seeded choice."""
   usable = [row for row in held.rows if row.reference or not config.require_reference]
   if not usable:
     raise ValueError(
-        f"BatchConfig.tasks: task {held.task.name!r} has {len(held.rows)} rows and"
-        " none with a reference, expected at least one; choose another task, or set"
-        " require_reference=False."
+      f"BatchConfig.tasks: task {held.task.name!r} has {len(held.rows)} rows and"
+      " none with a reference, expected at least one; choose another task, or set"
+      " require_reference=False."
     )
   if limit is None or limit >= len(usable):
     return tuple(usable)

@@ -53,15 +53,15 @@ def find(data_dir: str, pattern: str, who: str) -> list[str]:
   """
   if not os.path.isdir(data_dir or "."):
     raise ValueError(
-        f"{who}: data_dir is {data_dir!r}, expected an existing folder; bind"
-        " data_dir to the folder that holds the JSONL files."
+      f"{who}: data_dir is {data_dir!r}, expected an existing folder; bind"
+      " data_dir to the folder that holds the JSONL files."
     )
   paths = sorted(glob.glob(os.path.join(data_dir, pattern)))
   if not paths:
     there = sorted(name for name in os.listdir(data_dir or ".") if "json" in name)
     raise ValueError(
-        f"{who}: no file matches {pattern!r} in {data_dir!r}; its JSON files are"
-        f" {there[:20]}. Correct the pattern, the split or data_dir."
+      f"{who}: no file matches {pattern!r} in {data_dir!r}; its JSON files are"
+      f" {there[:20]}. Correct the pattern, the split or data_dir."
     )
   return paths
 
@@ -100,6 +100,6 @@ def parse(data: bytes) -> dict[str, Any]:
     raise UnusableRow("malformed", f"not JSON: {error}") from error
   if not isinstance(raw, dict):
     raise UnusableRow(
-        "malformed", f"expected a JSON object, received {type(raw).__name__}"
+      "malformed", f"expected a JSON object, received {type(raw).__name__}"
     )
   return raw

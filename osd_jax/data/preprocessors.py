@@ -14,12 +14,12 @@ from osd_jax.data.jsonl import UnusableRow
 Preprocessor = Callable[[Mapping[str, Any]], tuple[str, str]]
 
 SPIDER_INSTRUCTION = (
-    "Could you translate the following question into SQL. Please only generate SQL,"
-    " don't include explanation in the answer. "
+  "Could you translate the following question into SQL. Please only generate SQL,"
+  " don't include explanation in the answer. "
 )
 PYTHON_INSTRUCTION = "Please generate code based on the following doc:\n"
 MBPP_INSTRUCTION = (
-    " Please only include Python code in your answer, don't include any explanation."
+  " Please only include Python code in your answer, don't include any explanation."
 )
 
 
@@ -41,7 +41,7 @@ def text_field(raw: Mapping[str, Any], *names: str) -> str:
       value = raw[name]
       if not isinstance(value, str):
         raise UnusableRow(
-            "malformed", f"{name!r} is {type(value).__name__}, expected a string"
+          "malformed", f"{name!r} is {type(value).__name__}, expected a string"
         )
       if not value.strip():
         raise UnusableRow("empty", f"{name!r} is blank")
@@ -67,7 +67,7 @@ def identity(raw: Mapping[str, Any]) -> tuple[str, str]:
 def spider(raw: Mapping[str, Any]) -> tuple[str, str]:
   """The question without its schema, as in the paper, and the query."""
   return text_field(raw, "prompt", "question"), reference_field(
-      raw, "reference", "query"
+    raw, "reference", "query"
   )
 
 
@@ -80,7 +80,7 @@ def spider_instruction(raw: Mapping[str, Any]) -> tuple[str, str]:
 def python(raw: Mapping[str, Any]) -> tuple[str, str]:
   """Docstring and function (CodeSearchNet Python)."""
   return text_field(raw, "prompt", "func_documentation_string"), reference_field(
-      raw, "reference", "func_code_string"
+    raw, "reference", "func_code_string"
   )
 
 
@@ -104,14 +104,14 @@ def mbpp_instruction(raw: Mapping[str, Any]) -> tuple[str, str]:
 def gsm8k(raw: Mapping[str, Any]) -> tuple[str, str]:
   """Question and worked answer; the paper adds nothing."""
   return text_field(raw, "prompt", "question"), reference_field(
-      raw, "reference", "answer"
+    raw, "reference", "answer"
   )
 
 
 def finance(raw: Mapping[str, Any]) -> tuple[str, str]:
   """Instruction and answer; the paper adds nothing."""
   return text_field(raw, "prompt", "instruction"), reference_field(
-      raw, "reference", "output"
+    raw, "reference", "output"
   )
 
 
@@ -136,16 +136,16 @@ def xsum(raw: Mapping[str, Any]) -> tuple[str, str]:
 
 
 PREPROCESSORS: dict[str, Preprocessor] = {
-    "identity": identity,
-    "spider": spider,
-    "spider_instruction": spider_instruction,
-    "python": python,
-    "python_instruction": python_instruction,
-    "mbpp": mbpp,
-    "mbpp_instruction": mbpp_instruction,
-    "gsm8k": gsm8k,
-    "finance": finance,
-    "finance_10k": finance_10k,
-    "cnn_dailymail": cnn_dailymail,
-    "xsum": xsum,
+  "identity": identity,
+  "spider": spider,
+  "spider_instruction": spider_instruction,
+  "python": python,
+  "python_instruction": python_instruction,
+  "mbpp": mbpp,
+  "mbpp_instruction": mbpp_instruction,
+  "gsm8k": gsm8k,
+  "finance": finance,
+  "finance_10k": finance_10k,
+  "cnn_dailymail": cnn_dailymail,
+  "xsum": xsum,
 }

@@ -98,17 +98,17 @@ def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "seqio") -> Tas
   skipped_at = tuple(f"{text.location}: {text.problem}" for text in problems)
   if not rows:
     raise ValueError(
-        f"task {task.name!r}: no usable line; {len(problems)} were skipped,"
-        f" the first: {skipped_at[:3]}. Expected JSON objects with a non-blank"
-        f" prompt for preprocessor {task.preprocessor!r}."
+      f"task {task.name!r}: no usable line; {len(problems)} were skipped,"
+      f" the first: {skipped_at[:3]}. Expected JSON objects with a non-blank"
+      f" prompt for preprocessor {task.preprocessor!r}."
     )
   empty = sum(text.problem.startswith("empty") for text in problems)
   return TaskRows(
-      task,
-      tuple(rows),
-      skipped_empty=empty,
-      skipped_malformed=len(problems) - empty,
-      skipped_at=skipped_at[:_NAMED_PLACES],
+    task,
+    tuple(rows),
+    skipped_empty=empty,
+    skipped_malformed=len(problems) - empty,
+    skipped_at=skipped_at[:_NAMED_PLACES],
   )
 
 
@@ -116,7 +116,7 @@ def check_reader(owner: str, reader: str) -> None:
   """Raises ValueError unless `reader` is one of `READERS`."""
   if reader not in READERS:
     raise ValueError(
-        f"{owner}: reader: received {reader!r}, expected one of {', '.join(READERS)}."
+      f"{owner}: reader: received {reader!r}, expected one of {', '.join(READERS)}."
     )
 
 
@@ -147,8 +147,8 @@ def unique(configs: Iterable[TaskConfig]) -> tuple[TaskConfig, ...]:
   doubled = sorted({name for name in names if names.count(name) > 1})
   if doubled:
     raise ValueError(
-        f"TaskConfig.name: {doubled} stands for two different tasks of one run;"
-        " give each its own name (requests may share a `source` label)."
+      f"TaskConfig.name: {doubled} stands for two different tasks of one run;"
+      " give each its own name (requests may share a `source` label)."
     )
   return found
 
@@ -156,11 +156,11 @@ def unique(configs: Iterable[TaskConfig]) -> tuple[TaskConfig, ...]:
 def skip_report(task_rows: TaskRows) -> dict[str, object]:
   """Returns what was read and skipped, json-able."""
   return {
-      "source": task_rows.task.label,
-      "rows": len(task_rows.rows),
-      "skipped_empty": task_rows.skipped_empty,
-      "skipped_malformed": task_rows.skipped_malformed,
-      "skipped_at": list(task_rows.skipped_at),
+    "source": task_rows.task.label,
+    "rows": len(task_rows.rows),
+    "skipped_empty": task_rows.skipped_empty,
+    "skipped_malformed": task_rows.skipped_malformed,
+    "skipped_at": list(task_rows.skipped_at),
   }
 
 
@@ -170,7 +170,7 @@ def fingerprint(parts: Sequence[object]) -> str:
 
 
 def _plain_rows(
-    task: TaskConfig, vocabulary: Vocabulary
+  task: TaskConfig, vocabulary: Vocabulary
 ) -> tuple[list[tuple[str, Row]], list[Text]]:
   found, problems = [], []
   for text in tasks.texts(task):
@@ -185,7 +185,7 @@ def _plain_rows(
 
 
 def _seqio_rows(
-    task: TaskConfig, vocabulary: Vocabulary
+  task: TaskConfig, vocabulary: Vocabulary
 ) -> tuple[list[tuple[str, Row]], list[Text]]:
   """Rows from the registered Task; skips from a scan of the same source."""
   found = list(_task_dataset(task, vocabulary))
@@ -195,25 +195,28 @@ def _seqio_rows(
   problems = [text for text in scanned if text.problem]
   if len(scanned) - len(problems) != len(found):
     raise ValueError(
-        f"task {task.name!r}: seqio gave {len(found)} rows where the source has"
-        f" {len(scanned) - len(problems)}; it changed while it was read. Read again."
+      f"task {task.name!r}: seqio gave {len(found)} rows where the source has"
+      f" {len(scanned) - len(problems)}; it changed while it was read. Read again."
     )
   return found, problems
 
 
 def _task_dataset(
-    task: TaskConfig, vocabulary: Vocabulary
+  task: TaskConfig, vocabulary: Vocabulary
 ) -> Iterator[tuple[str, Row]]:
   seqio = tasks.import_seqio()
   name = tasks.register(task, vocabulary, tasks.registered_name(task, vocabulary))
   dataset = seqio.get_mixture_or_task(name).get_dataset(
-      sequence_length=None, split=task.split, shuffle=False
+    sequence_length=None, split=task.split, shuffle=False
   )
   for example in dataset.as_numpy_iterator():
-    yield example["location"].decode(), Row(
+    yield (
+      example["location"].decode(),
+      Row(
         example["row_id"].decode(),
         example["inputs_pretokenized"].decode(),
         example["targets_pretokenized"].decode(),
         np.asarray(example["inputs"], np.int32),
         np.asarray(example["targets"], np.int32),
+      ),
     )

@@ -14,7 +14,7 @@ from osd_jax.data import generated, jsonl
 from osd_jax.data.preprocessors import PREPROCESSORS
 
 _NAME_CHARACTERS = set(
-    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.:"
+  "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.:"
 )
 KINDS = ("jsonl", "tfds", "generated")
 
@@ -139,8 +139,8 @@ def raw_text(task: TaskConfig, location: str, raw: Mapping[str, Any]) -> Text:
 
 def _wrong(task: TaskConfig, field: str, expected: str) -> ValueError:
   return ValueError(
-      f"TaskConfig.{field} (task {task.name!r}): received {getattr(task, field)!r},"
-      f" expected {expected}."
+    f"TaskConfig.{field} (task {task.name!r}): received {getattr(task, field)!r},"
+    f" expected {expected}."
   )
 
 

@@ -74,8 +74,7 @@ class StreamConfig:
   def _check(self, field: str, holds: bool, expected: str) -> None:
     if not holds:
       raise ValueError(
-          f"StreamConfig.{field}: received {getattr(self, field)!r}, expected"
-          f" {expected}."
+        f"StreamConfig.{field}: received {getattr(self, field)!r}, expected {expected}."
       )
 
 
@@ -155,13 +154,13 @@ class QueryStream:
     held = self._rows[task_id]
     row = held.rows[self._row_number(task_id, int(self._ordinals[index]))]
     return Query(
-        index=index,
-        task=held.task.label,
-        task_id=task_id,
-        prompt=row.prompt,
-        reference=row.reference,
-        tokens=rows.truncate_source(row.source, self.config.source_length),
-        row_id=row.row_id,
+      index=index,
+      task=held.task.label,
+      task_id=task_id,
+      prompt=row.prompt,
+      reference=row.reference,
+      tokens=rows.truncate_source(row.source, self.config.source_length),
+      row_id=row.row_id,
     )
 
   @property
@@ -199,15 +198,15 @@ class QueryStream:
     index = state.get("index")
     if state.get("fingerprint") != self._fingerprint:
       raise ValueError(
-          "QueryStream.restore: fingerprint: received"
-          f" {state.get('fingerprint')!r}, expected {self._fingerprint!r}: the"
-          " state is of another stream config, vocabulary or data. Resume with"
-          " what the run began with."
+        "QueryStream.restore: fingerprint: received"
+        f" {state.get('fingerprint')!r}, expected {self._fingerprint!r}: the"
+        " state is of another stream config, vocabulary or data. Resume with"
+        " what the run began with."
       )
     if not isinstance(index, int) or not 0 <= index <= len(self):
       raise ValueError(
-          f"QueryStream.restore: index: received {index!r}, expected an integer in"
-          f" 0..{len(self)}."
+        f"QueryStream.restore: index: received {index!r}, expected an integer in"
+        f" 0..{len(self)}."
       )
     self._index = index
 
@@ -220,12 +219,12 @@ class QueryStream:
       `tasks` the same for each with `served` and `epochs` (passes begun).
     """
     per_task = {
-        held.task.name: self._task_report(task_id, held)
-        for task_id, held in enumerate(self._rows)
+      held.task.name: self._task_report(task_id, held)
+      for task_id, held in enumerate(self._rows)
     }
     totals = {
-        key: sum(entry[key] for entry in per_task.values())
-        for key in ("truncated", "skipped_empty", "skipped_malformed")
+      key: sum(entry[key] for entry in per_task.values())
+      for key in ("truncated", "skipped_empty", "skipped_malformed")
     }
     return {"requests": self._index, **totals, "tasks": per_task}
 
@@ -234,10 +233,10 @@ class QueryStream:
     too_long = sum(len(row.source) > self.config.source_length for row in held.rows)
     epochs = -(-served // len(held.rows))
     return {
-        **rows.skip_report(held),
-        "truncated": too_long,
-        "served": served,
-        "epochs": epochs,
+      **rows.skip_report(held),
+      "truncated": too_long,
+      "served": served,
+      "epochs": epochs,
     }
 
   def _row_number(self, task_id: int, ordinal: int) -> int:
@@ -254,8 +253,7 @@ class QueryStream:
     held = [(part.task.name, part.fingerprint) for part in self._rows]
     config = self.config
     return rows.fingerprint(
-        (held, self._task_ids.tolist(), config.seed, config.shuffle,
-         config.source_length)
+      (held, self._task_ids.tolist(), config.seed, config.shuffle, config.source_length)
     )
 
 
@@ -312,10 +310,10 @@ def _bursty(config: StreamConfig, rng: np.random.Generator) -> np.ndarray:
 
 Schedule = Callable[[StreamConfig, np.random.Generator], np.ndarray]
 SCHEDULES: dict[str, Schedule] = {
-    "single": _sharp,
-    "sharp": _sharp,
-    "gradual": _gradual,
-    "mixture": _mixture,
-    "cyclic": _cyclic,
-    "bursty": _bursty,
+  "single": _sharp,
+  "sharp": _sharp,
+  "gradual": _gradual,
+  "mixture": _mixture,
+  "cyclic": _cyclic,
+  "bursty": _bursty,
 }

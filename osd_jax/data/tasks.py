@@ -41,8 +41,10 @@ def texts(task: TaskConfig) -> Iterator[Text]:
     ValueError: missing files.
   """
   usable = 0
-  found = _tfds_texts(task) if task.kind == "tfds" else (
-      line_text(task, line.location, line.data) for line in source_lines(task)
+  found = (
+    _tfds_texts(task)
+    if task.kind == "tfds"
+    else (line_text(task, line.location, line.data) for line in source_lines(task))
   )
   for text in found:
     if usable == task.limit:
@@ -71,9 +73,9 @@ def import_seqio() -> Any:
         tf.config.set_visible_devices([], "GPU")
   except ImportError as error:
     raise ImportError(
-        f"tasks: seqio cannot be imported ({error}). Install the extra"
-        " (pip install 'osd-jax[data]'), or set reader='plain', which reads JSONL"
-        " and generated topics without it."
+      f"tasks: seqio cannot be imported ({error}). Install the extra"
+      " (pip install 'osd-jax[data]'), or set reader='plain', which reads JSONL"
+      " and generated topics without it."
     ) from error
   return seqio
 
@@ -138,25 +140,25 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
     paths(task)
   feature = seqio.Feature(as_seqio(vocabulary), add_eos=True)
   seqio.TaskRegistry.add(
-      name,
-      source=_seqio_source(task),
-      preprocessors=[
-          _to_texts(task),
-          _keep_usable(task.limit),
-          seqio.preprocessors.tokenize,
-          _append_eos,
-      ],
-      output_features={"inputs": feature, "targets": feature},
+    name,
+    source=_seqio_source(task),
+    preprocessors=[
+      _to_texts(task),
+      _keep_usable(task.limit),
+      seqio.preprocessors.tokenize,
+      _append_eos,
+    ],
+    output_features={"inputs": feature, "targets": feature},
   )
   _DEFINITIONS[name] = definition
   return name
 
 
 def register_mixture(
-    name: str,
-    tasks: Sequence[TaskConfig],
-    vocabulary: Vocabulary,
-    rates: Sequence[float] | None = None,
+  name: str,
+  tasks: Sequence[TaskConfig],
+  vocabulary: Vocabulary,
+  rates: Sequence[float] | None = None,
 ) -> str:
   """Registers several tasks, and a `seqio.Mixture` of them.
 
@@ -176,8 +178,8 @@ def register_mixture(
   rates = tuple(rates) if rates is not None else (1.0,) * len(tasks)
   if not tasks or len(rates) != len(tasks) or min(rates) <= 0:
     raise ValueError(
-        f"register_mixture: rates: received {rates} for {len(tasks)} tasks, expected"
-        " one positive rate a task and at least one task."
+      f"register_mixture: rates: received {rates} for {len(tasks)} tasks, expected"
+      " one positive rate a task and at least one task."
     )
   seqio = import_seqio()
   definition = (tuple(tasks), vocabulary.fingerprint, rates)
@@ -200,9 +202,9 @@ def _is_registered(registry: Any, name: str, definition: tuple[Any, ...]) -> boo
   if _DEFINITIONS.get(name) == definition:
     return True
   raise ValueError(
-      f"register: name: {name!r} already stands for another definition in seqio"
-      f" ({_DEFINITIONS.get(name, 'made elsewhere')}); received {definition}. Give"
-      " one of the two another name."
+    f"register: name: {name!r} already stands for another definition in seqio"
+    f" ({_DEFINITIONS.get(name, 'made elsewhere')}); received {definition}. Give"
+    " one of the two another name."
   )
 
 
@@ -225,7 +227,7 @@ def _seqio_source(task: TaskConfig) -> Any:
     spec = tf.TensorSpec((None,), tf.string)
     dataset = tf.data.Dataset.from_generator(chunks, output_signature=(spec, spec))
     return dataset.map(
-        lambda location, data: {"location": location, "data": data}
+      lambda location, data: {"location": location, "data": data}
     ).unbatch()
 
   return seqio.FunctionDataSource(dataset_fn, splits=[task.split])
@@ -247,8 +249,8 @@ def _to_texts(task: TaskConfig) -> Callable[[Any], Any]:
 
   def read_lines(locations: np.ndarray, data: np.ndarray) -> list[Text]:
     return [
-        line_text(task, location.decode(), line)
-        for location, line in zip(locations, data, strict=True)
+      line_text(task, location.decode(), line)
+      for location, line in zip(locations, data, strict=True)
     ]
 
   def from_lines(raw: Mapping[str, Any]) -> Any:
@@ -272,7 +274,7 @@ def _to_texts(task: TaskConfig) -> Callable[[Any], Any]:
 
 
 def _in_python(
-    read: Callable[..., list[Text]], arguments: Sequence[Any]
+  read: Callable[..., list[Text]], arguments: Sequence[Any]
 ) -> dict[str, Any]:
   """Calls `read` inside a tf.data map; returns the fields as [n] strings."""
   import tensorflow as tf
@@ -291,8 +293,8 @@ def _in_python(
 def _strings(values: Iterable[str | bytes]) -> np.ndarray:
   """Returns [n] bytes as objects: numpy's own strings would lose trailing NULs."""
   encoded = [
-      value if isinstance(value, bytes) else value.encode("utf-8", "replace")
-      for value in values
+    value if isinstance(value, bytes) else value.encode("utf-8", "replace")
+    for value in values
   ]
   array = np.empty(len(encoded), object)
   array[:] = encoded
@@ -313,16 +315,14 @@ def _keep_usable(limit: int | None) -> Callable[[Any], Any]:
 
   def keep_usable(dataset: Any) -> Any:
     dataset = dataset.filter(lambda example: example["problem"] == b"").map(
-        lambda example: {key: example[key] for key in example if key != "problem"}
+      lambda example: {key: example[key] for key in example if key != "problem"}
     )
     return dataset if limit is None else dataset.take(limit)
 
   return keep_usable
 
 
-def _append_eos(
-    dataset: Any, output_features: Any, sequence_length: Any = None
-) -> Any:
+def _append_eos(dataset: Any, output_features: Any, sequence_length: Any = None) -> Any:
   """The last seqio preprocessor: inputs keep end-of-sequence when cut."""
   import seqio
 

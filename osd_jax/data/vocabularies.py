@@ -39,7 +39,7 @@ class Vocabulary:
   path: str = dataclasses.field(compare=False)
   extra_ids: int = dataclasses.field(compare=False)
   processor: sentencepiece.SentencePieceProcessor = dataclasses.field(
-      compare=False, repr=False
+    compare=False, repr=False
   )
 
   @classmethod
@@ -61,7 +61,7 @@ class Vocabulary:
     """
     if not isinstance(extra_ids, int) or extra_ids < 0:
       raise ValueError(
-          f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
+        f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
       )
     path = os.fspath(path)
     if os.path.isdir(path):
@@ -117,12 +117,12 @@ def check_same(target: Vocabulary, draft: Vocabulary) -> None:
   if target == draft:
     return
   raise ValueError(
-      "vocabularies: the draft's tokens are judged by the target, so both must use"
-      f" one vocabulary; the target's has {target.size} ids"
-      f" ({target.path}, fingerprint {target.fingerprint[:12]}), the draft's has"
-      f" {draft.size} ids ({draft.path}, fingerprint {draft.fingerprint[:12]})."
-      " Load the draft with the target's vocabulary, or choose a draft of the same"
-      " family."
+    "vocabularies: the draft's tokens are judged by the target, so both must use"
+    f" one vocabulary; the target's has {target.size} ids"
+    f" ({target.path}, fingerprint {target.fingerprint[:12]}), the draft's has"
+    f" {draft.size} ids ({draft.path}, fingerprint {draft.fingerprint[:12]})."
+    " Load the draft with the target's vocabulary, or choose a draft of the same"
+    " family."
   )
 
 
@@ -145,8 +145,8 @@ def as_seqio(vocabulary: Vocabulary) -> Any:
   """
   if Vocabulary.load(vocabulary.path, vocabulary.extra_ids) != vocabulary:
     raise ValueError(
-        f"Vocabulary.path: {vocabulary.path} was loaded with fingerprint"
-        f" {vocabulary.fingerprint[:12]} and has changed since; load it again."
+      f"Vocabulary.path: {vocabulary.path} was loaded with fingerprint"
+      f" {vocabulary.fingerprint[:12]} and has changed since; load it again."
     )
   return _seqio_class()(vocabulary.path, vocabulary.extra_ids)
 
@@ -177,8 +177,8 @@ def _read(path: str) -> bytes:
     return pathlib.Path(path).read_bytes()
   except OSError as error:
     raise ValueError(
-        f"Vocabulary.path: received {path!r}, expected a readable SentencePiece"
-        f" model ({error.strerror}); give the path of a .model file."
+      f"Vocabulary.path: received {path!r}, expected a readable SentencePiece"
+      f" model ({error.strerror}); give the path of a .model file."
     ) from error
 
 
@@ -192,8 +192,8 @@ def _build(path: str, model: bytes, extra_ids: int) -> Vocabulary:
     processor.LoadFromSerializedProto(_with_sentinels(model, extra_ids))
   except Exception as error:  # sentencepiece and protobuf raise many kinds
     raise ValueError(
-        f"Vocabulary.path: {path!r} is not a SentencePiece model ({error});"
-        " expected a file made by sentencepiece's trainer."
+      f"Vocabulary.path: {path!r} is not a SentencePiece model ({error});"
+      " expected a file made by sentencepiece's trainer."
     ) from error
   _check_special_ids(path, processor)
   digest = hashlib.sha256(model + f"|extra_ids={extra_ids}".encode()).hexdigest()
@@ -214,13 +214,13 @@ def _with_sentinels(model: bytes, extra_ids: int) -> bytes:
 
 
 def _check_special_ids(
-    path: str, processor: sentencepiece.SentencePieceProcessor
+  path: str, processor: sentencepiece.SentencePieceProcessor
 ) -> None:
   """Every decoder here starts with pad 0 and stops at end-of-sequence 1."""
   found = (processor.pad_id(), processor.eos_id())
   if found != (PAD_ID, EOS_ID):
     raise ValueError(
-        f"Vocabulary.path: {path!r} has pad id {found[0]} and end-of-sequence id"
-        f" {found[1]}, expected {PAD_ID} and {EOS_ID} as in T5; train it with"
-        f" --pad_id={PAD_ID} --eos_id={EOS_ID} --unk_id=2 --bos_id=-1."
+      f"Vocabulary.path: {path!r} has pad id {found[0]} and end-of-sequence id"
+      f" {found[1]}, expected {PAD_ID} and {EOS_ID} as in T5; train it with"
+      f" --pad_id={PAD_ID} --eos_id={EOS_ID} --unk_id=2 --bos_id=-1."
     )

@@ -24,11 +24,11 @@ from osd_jax.decoding import sampling
 
 
 def accept(
-    proposal: base.Proposal,
-    verification: base.Verification,
-    settings: base.SamplingSettings,
-    position: jax.Array,
-    rule: str = "rejection",
+  proposal: base.Proposal,
+  verification: base.Verification,
+  settings: base.SamplingSettings,
+  position: jax.Array,
+  rule: str = "rejection",
 ) -> base.Acceptance:
   """Applies a rule; the emitted tokens follow the target's law exactly.
 
@@ -44,14 +44,14 @@ def accept(
     The accepted prefix and the recovered or bonus token behind it.
   """
   return jax.lax.cond(
-      jnp.any(settings.temperature > 0),
-      lambda: RULES[rule].accept(proposal, verification, settings, position),
-      lambda: accept_greedy(proposal, verification),
+    jnp.any(settings.temperature > 0),
+    lambda: RULES[rule].accept(proposal, verification, settings, position),
+    lambda: accept_greedy(proposal, verification),
   )
 
 
 def accept_greedy(
-    proposal: base.Proposal, verification: base.Verification
+  proposal: base.Proposal, verification: base.Verification
 ) -> base.Acceptance:
   """The rule where all rows are greedy: compare with the target's arg max."""
   choice = sampling.arg_max(verification.logits)
@@ -60,10 +60,10 @@ def accept_greedy(
 
 
 def accept_by_rejection(
-    proposal: base.Proposal,
-    verification: base.Verification,
-    settings: base.SamplingSettings,
-    position: jax.Array,
+  proposal: base.Proposal,
+  verification: base.Verification,
+  settings: base.SamplingSettings,
+  position: jax.Array,
 ) -> base.Acceptance:
   """Rejection sampling; greedy rows are one-hot distributions. See `accept`."""
   rows, num_draft_tokens = proposal.tokens.shape
@@ -88,10 +88,10 @@ def accept_by_rejection(
   # Rounding can leave no residual although a token was rejected.
   empty = jnp.sum(residual, -1, keepdims=True) <= 0
   emitted = sampling.draw(
-      jnp.where(empty, target_row, residual),
-      settings.seed,
-      position + accepted,
-      sampling.Purpose.EMIT,
+    jnp.where(empty, target_row, residual),
+    settings.seed,
+    position + accepted,
+    sampling.Purpose.EMIT,
   )
   padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
   slot = jnp.arange(num_draft_tokens + 1)[None]
@@ -100,10 +100,10 @@ def accept_by_rejection(
 
 
 def accept_by_coupling(
-    proposal: base.Proposal,
-    verification: base.Verification,
-    settings: base.SamplingSettings,
-    position: jax.Array,
+  proposal: base.Proposal,
+  verification: base.Verification,
+  settings: base.SamplingSettings,
+  position: jax.Array,
 ) -> base.Acceptance:
   """The target draws every row with the noise that the draft drew with.
 
@@ -112,9 +112,9 @@ def accept_by_coupling(
   probs = sampling.processed_probs(verification.logits, settings)
   offsets = position[:, None] + jnp.arange(probs.shape[1])[None]
   choice = jax.vmap(
-      lambda row, at: sampling.draw(row, settings.seed, at, sampling.Purpose.EMIT),
-      in_axes=1,
-      out_axes=1,
+    lambda row, at: sampling.draw(row, settings.seed, at, sampling.Purpose.EMIT),
+    in_axes=1,
+    out_axes=1,
   )(probs, offsets)
   agrees = proposal.tokens == choice[:, :-1]
   return base.Acceptance(tokens=choice, accepted=_prefix_length(agrees))
@@ -134,8 +134,8 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {
-    "rejection": Rule(accept_by_rejection, sampling.Purpose.DRAFT),
-    "coupling": Rule(accept_by_coupling, sampling.Purpose.EMIT),
+  "rejection": Rule(accept_by_rejection, sampling.Purpose.DRAFT),
+  "coupling": Rule(accept_by_coupling, sampling.Purpose.EMIT),
 }
 
 

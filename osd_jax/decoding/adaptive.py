@@ -46,13 +46,13 @@ class RoundCosts:
 
   def __post_init__(self):
     checks = {
-        "round_ms": (
-            self.round_ms and min(self.round_ms) > 0,
-            "milliseconds > 0, one for each of AdaptiveConfig.candidates",
-        ),
-        "chunk_ms": (self.chunk_ms >= 0, "milliseconds >= 0"),
-        "prefill_ms": (self.prefill_ms >= 0, "milliseconds >= 0"),
-        "call_ms": (self.call_ms >= 0, "milliseconds >= 0"),
+      "round_ms": (
+        self.round_ms and min(self.round_ms) > 0,
+        "milliseconds > 0, one for each of AdaptiveConfig.candidates",
+      ),
+      "chunk_ms": (self.chunk_ms >= 0, "milliseconds >= 0"),
+      "prefill_ms": (self.prefill_ms >= 0, "milliseconds >= 0"),
+      "call_ms": (self.call_ms >= 0, "milliseconds >= 0"),
     }
     _check(self, checks)
 
@@ -88,18 +88,18 @@ class AdaptiveConfig:
     largest = state_lib.MAX_DRAFT_TOKENS
     known = sorted(set(self.candidates) & set(range(largest + 1)))
     checks = {
-        "candidates": (
-            list(self.candidates) == known and known[:1] == [0] and len(known) > 1,
-            f"0 and other integers up to {largest}, ascending",
-        ),
-        "rounds_per_call": (self.rounds_per_call >= 1, "an integer >= 1"),
-        "memory": (self.memory >= 1, "a number >= 1"),
-        "margin": (0 <= self.margin < 1, "a share in [0, 1)"),
-        "probe_share": (0 < self.probe_share < 1, "a share in (0, 1)"),
-        "costs": (
-            all(len(table.round_ms) == len(known) for table in self.costs),
-            "tables of as many round_ms as there are candidates",
-        ),
+      "candidates": (
+        list(self.candidates) == known and known[:1] == [0] and len(known) > 1,
+        f"0 and other integers up to {largest}, ascending",
+      ),
+      "rounds_per_call": (self.rounds_per_call >= 1, "an integer >= 1"),
+      "memory": (self.memory >= 1, "a number >= 1"),
+      "margin": (0 <= self.margin < 1, "a share in [0, 1)"),
+      "probe_share": (0 < self.probe_share < 1, "a share in (0, 1)"),
+      "costs": (
+        all(len(table.round_ms) == len(known) for table in self.costs),
+        "tables of as many round_ms as there are candidates",
+      ),
     }
     _check(self, checks)
 
@@ -107,12 +107,9 @@ class AdaptiveConfig:
     """Without candidates above K, and their costs."""
     kept = sum(k <= num_draft_tokens for k in self.candidates)
     costs = tuple(
-        dataclasses.replace(table, round_ms=table.round_ms[:kept])
-        for table in self.costs
+      dataclasses.replace(table, round_ms=table.round_ms[:kept]) for table in self.costs
     )
-    return dataclasses.replace(
-        self, candidates=self.candidates[:kept], costs=costs
-    )
+    return dataclasses.replace(self, candidates=self.candidates[:kept], costs=costs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +177,11 @@ def acceptance(state: AdaptiveState, row: int) -> float:
 
 
 def token_ms(
-    config: AdaptiveConfig,
-    costs: RoundCosts,
-    state: AdaptiveState,
-    rows: Sequence[int],
-    doubt: float = 0.0,
+  config: AdaptiveConfig,
+  costs: RoundCosts,
+  state: AdaptiveState,
+  rows: Sequence[int],
+  doubt: float = 0.0,
 ) -> list[float]:
   """Expected milliseconds in which every row emits one token, for each candidate.
 
@@ -209,11 +206,11 @@ def token_ms(
 
 
 def choose(
-    config: AdaptiveConfig,
-    costs: RoundCosts,
-    state: AdaptiveState,
-    rows: Sequence[int],
-    catch_up_ms: float = 0.0,
+  config: AdaptiveConfig,
+  costs: RoundCosts,
+  state: AdaptiveState,
+  rows: Sequence[int],
+  catch_up_ms: float = 0.0,
 ) -> AdaptiveState:
   """The state with K of the next call.
 
@@ -236,7 +233,7 @@ def choose(
   loss = config.rounds_per_call * _probe_loss(costs, state, rows)
   probes = state.saved_ms >= catch_up_ms + costs.call_ms + loss
   return dataclasses.replace(
-      state, num_draft_tokens=config.candidates[1] if probes else 0, probing=probes
+    state, num_draft_tokens=config.candidates[1] if probes else 0, probing=probes
   )
 
 
@@ -250,7 +247,7 @@ def rounds(config: AdaptiveConfig, costs: RoundCosts, state: AdaptiveState) -> i
 
 
 def observe(
-    config: AdaptiveConfig, costs: RoundCosts, state: AdaptiveState, call: Call
+  config: AdaptiveConfig, costs: RoundCosts, state: AdaptiveState, call: Call
 ) -> AdaptiveState:
   """The state after a call with its K."""
   decay = 1 - 1 / config.memory
@@ -262,17 +259,17 @@ def observe(
     kept = [decay**call.rounds] * len(call.judged)
     pool = max(decay**call.rounds, min(1.0, KEPT / state.pool_judged))
   return dataclasses.replace(
-      state,
-      accepted=_decayed(state.accepted, kept, call.accepted),
-      judged=_decayed(state.judged, kept, call.judged),
-      pool_accepted=pool * state.pool_accepted + sum(call.accepted),
-      pool_judged=pool * state.pool_judged + total,
-      saved_ms=_saved(config, costs, state, call),
+    state,
+    accepted=_decayed(state.accepted, kept, call.accepted),
+    judged=_decayed(state.judged, kept, call.judged),
+    pool_accepted=pool * state.pool_accepted + sum(call.accepted),
+    pool_judged=pool * state.pool_judged + total,
+    saved_ms=_saved(config, costs, state, call),
   )
 
 
 def release(
-    config: AdaptiveConfig, state: AdaptiveState, row: int, tokens: int
+  config: AdaptiveConfig, state: AdaptiveState, row: int, tokens: int
 ) -> AdaptiveState:
   """The state after a row's request has finished.
 
@@ -284,11 +281,11 @@ def release(
   """
   decay = 1 - 1 / config.memory
   return dataclasses.replace(
-      state,
-      accepted=_without(state.accepted, row),
-      judged=_without(state.judged, row),
-      requests=decay * state.requests + 1,
-      tokens=(decay * state.tokens if state.requests else 0.0) + tokens,
+    state,
+    accepted=_without(state.accepted, row),
+    judged=_without(state.judged, row),
+    requests=decay * state.requests + 1,
+    tokens=(decay * state.tokens if state.requests else 0.0) + tokens,
   )
 
 
@@ -305,7 +302,7 @@ def _probe_loss(costs: RoundCosts, state: AdaptiveState, rows: Sequence[int]) ->
 
 
 def _saved(
-    config: AdaptiveConfig, costs: RoundCosts, state: AdaptiveState, call: Call
+  config: AdaptiveConfig, costs: RoundCosts, state: AdaptiveState, call: Call
 ) -> float:
   """Savings after a call: gains only repay debt, so that they buy no later loss."""
   running = sum(emitted > 0 for emitted in call.emitted)
@@ -321,7 +318,7 @@ def _saved(
 
 
 def _decayed(
-    counts: Sequence[float], kept: Sequence[float], new: Sequence[int]
+  counts: Sequence[float], kept: Sequence[float], new: Sequence[int]
 ) -> tuple[float, ...]:
   return tuple(c * k + n for c, k, n in zip(counts, kept, new, strict=True))
 
@@ -335,6 +332,6 @@ def _check(config: Any, checks: Mapping[str, tuple[Any, str]]) -> None:
   for name, (valid, expected) in checks.items():
     if not valid:
       raise ValueError(
-          f"{type(config).__name__}.{name}: received {getattr(config, name)!r},"
-          f" expected {expected}."
+        f"{type(config).__name__}.{name}: received {getattr(config, name)!r},"
+        f" expected {expected}."
       )

@@ -10,12 +10,12 @@ from osd_jax.decoding import state as state_lib
 
 
 def run_steps(
-    target: base.Model,
-    until_all: bool,
-    target_served: base.Params,
-    max_steps: jax.Array,
-    state: state_lib.DecodeState,
-    draft_version: jax.Array | int = 0,
+  target: base.Model,
+  until_all: bool,
+  target_served: base.Params,
+  max_steps: jax.Array,
+  state: state_lib.DecodeState,
+  draft_version: jax.Array | int = 0,
 ) -> state_lib.DecodeState:
   """Decodes one token per target call until any, or all, of the rows have stopped.
 
@@ -35,18 +35,18 @@ def run_steps(
 
   def step(state: state_lib.DecodeState) -> state_lib.DecodeState:
     logits, cache = target.decode(
-        target_served, state.last_token[:, None], state.target_cache
+      target_served, state.last_token[:, None], state.target_cache
     )
     rows = state.length.shape[0]
     nothing = base.Proposal(
-        tokens=jnp.zeros((rows, 0), jnp.int32),
-        logits=jnp.zeros((rows, 0, target.vocab_size), jnp.float32),
+      tokens=jnp.zeros((rows, 0), jnp.int32),
+      logits=jnp.zeros((rows, 0, target.vocab_size), jnp.float32),
     )
     verification = base.Verification(logits)
     acceptance = accept_lib.accept(nothing, verification, state.settings, state.length)
     state = state.replace(target_cache=cache)
     return state_lib.append(
-        state, acceptance, verification, jnp.asarray(draft_version), 0
+      state, acceptance, verification, jnp.asarray(draft_version), 0
     )
 
   idle = state.draft_cache  # not carried by the loop: it would be copied

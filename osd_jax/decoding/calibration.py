@@ -21,10 +21,10 @@ LEAST, MOST, SECONDS = 16, 60, 3.0  # turns: at least, at most, and for how long
 
 
 def warm_up(
-    program: calls.Program,
-    candidates: Sequence[int],
-    served: calls.Served,
-    bucket: int,
+  program: calls.Program,
+  candidates: Sequence[int],
+  served: calls.Served,
+  bucket: int,
 ) -> state_lib.DecodeState:
   """Compiles every call of a bucket; returns rows that hold a made-up prompt each."""
   source = np.full((1, bucket), base.EOS_ID, np.int32)
@@ -41,10 +41,10 @@ def warm_up(
 
 
 def measure(
-    program: calls.Program,
-    candidates: Sequence[int],
-    served: calls.Served,
-    bucket: int,
+  program: calls.Program,
+  candidates: Sequence[int],
+  served: calls.Served,
+  bucket: int,
 ) -> adaptive.RoundCosts:
   """Times the calls of a bucket; see `table`.
 
@@ -61,7 +61,7 @@ def measure(
   turns: list[list[float]] = []
   started = time.perf_counter()
   while len(turns) < LEAST or (
-      len(turns) < MOST and time.perf_counter() - started < SECONDS
+    len(turns) < MOST and time.perf_counter() - started < SECONDS
   ):
     times = []
     for k in candidates:
@@ -70,7 +70,7 @@ def measure(
     state, nothing = _timed(feed, _rewound(program, state, 0))
     state, chunk = _timed(feed, _rewound(program, state, lag))
     state, prefill = _timed(
-        lambda state: calls.prefill_draft(program, served, state, source, 0), state
+      lambda state: calls.prefill_draft(program, served, state, source, 0), state
     )
     turns.append([*times, nothing, chunk, prefill])
   return table(np.asarray(turns))
@@ -89,18 +89,18 @@ def table(turns: np.ndarray) -> adaptive.RoundCosts:
   ms = _typical((full - np.median(idle)) / rounds)
   nothing, chunk, prefill = _typical(turns[:, -3:])
   return adaptive.RoundCosts(
-      round_ms=tuple(np.maximum.accumulate(np.maximum(ms, 1e-3)).tolist()),
-      chunk_ms=max(float(chunk - nothing), 0.0),
-      prefill_ms=float(prefill),
-      call_ms=float(np.median(idle)),
+    round_ms=tuple(np.maximum.accumulate(np.maximum(ms, 1e-3)).tolist()),
+    chunk_ms=max(float(chunk - nothing), 0.0),
+    prefill_ms=float(prefill),
+    call_ms=float(np.median(idle)),
   )
 
 
 def _round_ms(
-    program: calls.Program,
-    num_draft_tokens: int,
-    served: calls.Served,
-    state: state_lib.DecodeState,
+  program: calls.Program,
+  num_draft_tokens: int,
+  served: calls.Served,
+  state: state_lib.DecodeState,
 ) -> tuple[state_lib.DecodeState, tuple[float, float, float]]:
   """The rows, the time of a call without rounds, of one with, and the rounds it ran.
 
@@ -129,8 +129,8 @@ def _advance(program, num_draft_tokens, served, rounds, state):
 
 
 def _timed(
-    call: Callable[[state_lib.DecodeState], state_lib.DecodeState],
-    state: state_lib.DecodeState,
+  call: Callable[[state_lib.DecodeState], state_lib.DecodeState],
+  state: state_lib.DecodeState,
 ) -> tuple[state_lib.DecodeState, float]:
   """The state after a call that consumes it, and the milliseconds of the call."""
   jax.block_until_ready(state)
@@ -141,14 +141,14 @@ def _timed(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _rewound(
-    program: calls.Program, state: state_lib.DecodeState, lag: jax.Array
+  program: calls.Program, state: state_lib.DecodeState, lag: jax.Array
 ) -> state_lib.DecodeState:
   """All rows running with `lag` tokens, none of them fed to the draft."""
   length = jnp.zeros_like(state.length) + lag
   state = state.replace(
-      length=length,
-      stop_reason=jnp.zeros_like(state.stop_reason) + int(base.StopReason.RUNNING),
-      target_cache=state.target_cache.replace(length=length),
-      draft_cache=state.draft_cache.replace(length=jnp.zeros_like(length)),
+    length=length,
+    stop_reason=jnp.zeros_like(state.stop_reason) + int(base.StopReason.RUNNING),
+    target_cache=state.target_cache.replace(length=length),
+    draft_cache=state.draft_cache.replace(length=jnp.zeros_like(length)),
   )
   return program.placed(state)

@@ -56,7 +56,7 @@ class Served(NamedTuple):
 
 
 def prepare(
-    model: base.Model, params: base.Params, shortlist: np.ndarray | None = None
+  model: base.Model, params: base.Params, shortlist: np.ndarray | None = None
 ) -> base.Params:
   """The served copy of a model's parameters; see `base.Model.prepare`."""
   return model.prepare(params, *(() if shortlist is None else (shortlist,)))
@@ -69,7 +69,7 @@ def empty(program: Program, served: Served, bucket: int) -> state_lib.DecodeStat
   source = jnp.zeros((config.rows, bucket), jnp.int32)
   settings = sampling.make_settings(config.rows, max_length=config.target_length)
   shapes = jax.eval_shape(
-      functools.partial(_prefilled, program), served, source, settings
+    functools.partial(_prefilled, program), served, source, settings
   )
   state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
   reason = jnp.full((config.rows,), int(base.StopReason.EMPTY), jnp.int32)
@@ -78,12 +78,12 @@ def empty(program: Program, served: Served, bucket: int) -> state_lib.DecodeStat
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def insert(
-    program: Program,
-    served: Served,
-    state: state_lib.DecodeState,
-    source: jax.Array,
-    settings: base.SamplingSettings,
-    slot: jax.Array,
+  program: Program,
+  served: Served,
+  state: state_lib.DecodeState,
+  source: jax.Array,
+  settings: base.SamplingSettings,
+  slot: jax.Array,
 ) -> state_lib.DecodeState:
   """Prefills one request (source [1, S]) and puts it into a row."""
   row = _prefilled(program, served, source, settings)
@@ -92,28 +92,26 @@ def insert(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def insert_undrafted(
-    program: Program,
-    served: Served,
-    state: state_lib.DecodeState,
-    source: jax.Array,
-    settings: base.SamplingSettings,
-    slot: jax.Array,
+  program: Program,
+  served: Served,
+  state: state_lib.DecodeState,
+  source: jax.Array,
+  settings: base.SamplingSettings,
+  slot: jax.Array,
 ) -> state_lib.DecodeState:
   """`insert` without the draft's prefill, which `prefill_draft` does if needed."""
-  row = _prefilled(
-      dataclasses.replace(program, draft=None), served, source, settings
-  )
+  row = _prefilled(dataclasses.replace(program, draft=None), served, source, settings)
   found = cache.insert_row(state.replace(draft_cache=None), row, slot)
   return program.placed(found.replace(draft_cache=state.draft_cache))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def prefill_draft(
-    program: Program,
-    served: Served,
-    state: state_lib.DecodeState,
-    source: jax.Array,
-    slot: jax.Array,
+  program: Program,
+  served: Served,
+  state: state_lib.DecodeState,
+  source: jax.Array,
+  slot: jax.Array,
 ) -> state_lib.DecodeState:
   """Prefills the draft for a row's source [1, S]; nothing of its tokens is fed."""
   row = _draft_prefilled(program, served, source)
@@ -123,54 +121,52 @@ def prefill_draft(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def catch_up(
-    program: Program, served: Served, state: state_lib.DecodeState
+  program: Program, served: Served, state: state_lib.DecodeState
 ) -> state_lib.DecodeState:
   """Feeds the draft what it missed in plain steps."""
   assert program.draft is not None
-  return program.placed(
-      catch_up_lib.catch_up(program.draft, served.draft, state)
-  )
+  return program.placed(catch_up_lib.catch_up(program.draft, served.draft, state))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
 def advance(
-    program: Program,
-    num_draft_tokens: int,
-    served: Served,
-    draft_version: jax.Array,
-    max_rounds: jax.Array,
-    state: state_lib.DecodeState,
+  program: Program,
+  num_draft_tokens: int,
+  served: Served,
+  draft_version: jax.Array,
+  max_rounds: jax.Array,
+  state: state_lib.DecodeState,
 ) -> state_lib.DecodeState:
   """Runs rounds (K = 0: plain steps) until a row finishes or `max_rounds` passed."""
   if program.draft is None or num_draft_tokens == 0:
     state = autoregressive.run_steps(
-        program.target, False, served.target, max_rounds, state, draft_version
+      program.target, False, served.target, max_rounds, state, draft_version
     )
   else:
     speculation = speculative.Speculation(
-        program.target,
-        program.draft,
-        num_draft_tokens,
-        program.config.acceptance_rule,
+      program.target,
+      program.draft,
+      num_draft_tokens,
+      program.config.acceptance_rule,
     )
     state = speculative.run_rounds(
-        speculation,
-        False,
-        served.target,
-        served.draft,
-        draft_version,
-        max_rounds,
-        state,
+      speculation,
+      False,
+      served.target,
+      served.draft,
+      draft_version,
+      max_rounds,
+      state,
     )
   return program.placed(state)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def read_row(
-    program: Program,
-    state: state_lib.DecodeState,
-    source: jax.Array,
-    slot: jax.Array,
+  program: Program,
+  state: state_lib.DecodeState,
+  source: jax.Array,
+  slot: jax.Array,
 ) -> tuple[base.DistillationBatch, base.SamplingSettings, Any]:
   """One row: what the loss wants of it, its settings, and its figures for the host.
 
@@ -186,35 +182,35 @@ def read_row(
   length = take(state.length)
   mask = jnp.arange(program.config.target_length)[None] < length[:, None]
   batch = base.DistillationBatch(
-      source=source,
-      target=jnp.where(mask, cut(state.tokens), base.PAD_ID),
-      mask=mask,
-      records=jax.tree.map(cut, state.records),
-      source_id=jnp.zeros((1,), jnp.int32),
-      weight=jnp.ones((1,), jnp.float32),
+    source=source,
+    target=jnp.where(mask, cut(state.tokens), base.PAD_ID),
+    mask=mask,
+    records=jax.tree.map(cut, state.records),
+    source_id=jnp.zeros((1,), jnp.int32),
+    weight=jnp.ones((1,), jnp.float32),
   )
   settings, reason, counters = jax.tree.map(
-      take, (state.settings, state.stop_reason, state.counters)
+    take, (state.settings, state.stop_reason, state.counters)
   )
   return batch, settings, (length, reason, counters)
 
 
 def _prefilled(
-    program: Program,
-    served: Served,
-    source: jax.Array,
-    settings: base.SamplingSettings,
+  program: Program,
+  served: Served,
+  source: jax.Array,
+  settings: base.SamplingSettings,
 ) -> state_lib.DecodeState:
   """Rows after prefill: both encoders, empty self caches."""
   config, mask = program.config, source != base.PAD_ID
   length = state_lib.buffer_length(config.target_length)
   return state_lib.initial_state(
-      settings,
-      program.target.prefill(served.target, source, mask, length),
-      None if program.draft is None else _draft_prefilled(program, served, source),
-      config.target_length,
-      config.record_top_k,
-      program.target.vocab_size,
+    settings,
+    program.target.prefill(served.target, source, mask, length),
+    None if program.draft is None else _draft_prefilled(program, served, source),
+    config.target_length,
+    config.record_top_k,
+    program.target.vocab_size,
   )
 
 

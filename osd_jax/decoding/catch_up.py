@@ -23,7 +23,7 @@ CHUNK = state_lib.MAX_DRAFT_TOKENS  # a chunk at position T still ends in the bu
 
 
 def catch_up(
-    draft: base.Model, draft_served: base.Params, state: state_lib.DecodeState
+  draft: base.Model, draft_served: base.Params, state: state_lib.DecodeState
 ) -> state_lib.DecodeState:
   """Feeds chunks until no running row's draft cache lags behind its tokens.
 

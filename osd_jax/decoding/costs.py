@@ -41,15 +41,15 @@ class Costs:
 
 
 def measure(
-    config: slots.DecodingConfig,
-    target: base.Model,
-    target_params: base.Params,
-    draft: base.Model,
-    draft_params: base.Params,
-    source: np.ndarray,
-    *,
-    calls: int = 32,
-    repeats: int = 7,
+  config: slots.DecodingConfig,
+  target: base.Model,
+  target_params: base.Params,
+  draft: base.Model,
+  draft_params: base.Params,
+  source: np.ndarray,
+  *,
+  calls: int = 32,
+  repeats: int = 7,
 ) -> Costs:
   """Times compiled loops of calls, by turns; the median of the repeats counts.
 
@@ -70,9 +70,9 @@ def measure(
   draft_side = (draft, *_prefilled(draft, length, draft_params, source))
   target_side = (target, *_prefilled(target, length, target_params, source))
   loops = {
-      "draft_step_ms": (*draft_side, 1),
-      "plain_step_ms": (*target_side, 1),
-      "verify_ms": (*target_side, config.num_draft_tokens + 1),
+    "draft_step_ms": (*draft_side, 1),
+    "plain_step_ms": (*target_side, 1),
+    "verify_ms": (*target_side, config.num_draft_tokens + 1),
   }
   found: dict[str, list[float]] = {name: [] for name in loops}
   for repeat in range(repeats + 1):
@@ -121,7 +121,7 @@ class Timing:
 
 
 def timings(
-    decoders: Sequence[slots.Slots], requests: Sequence[slots.Request], block: int
+  decoders: Sequence[slots.Slots], requests: Sequence[slots.Request], block: int
 ) -> list[Timing]:
   """Serves the same requests with each decoder, by turns in blocks.
 
@@ -150,8 +150,8 @@ def timings(
       tokens[index] += sum(len(done.tokens) for done in found)
       calls[index] += sum(done.target_calls for done in found)
   return [
-      Timing(float(s * 1e3 / t), float(t / c))
-      for s, t, c in zip(seconds, tokens, calls, strict=True)
+    Timing(float(s * 1e3 / t), float(t / c))
+    for s, t, c in zip(seconds, tokens, calls, strict=True)
   ]
 
 

@@ -41,14 +41,16 @@ class Progress(NamedTuple):
 def progress(state: state_lib.DecodeState) -> Progress:
   """Reads it back; waits for the call that made the state."""
   counters = state.counters
-  found = jax.device_get((
+  found = jax.device_get(
+    (
       state.stop_reason,
       state.length,
       state.draft_cache.length,
       counters.rounds,
       counters.drafted,
       counters.accepted,
-  ))
+    )
+  )
   return Progress(*map(np.array, found))
 
 
@@ -62,7 +64,7 @@ class AdaptiveDrafting:
   """
 
   def __init__(
-      self, program: calls.Program, decoding: DecodingConfig, policy: AdaptiveConfig
+    self, program: calls.Program, decoding: DecodingConfig, policy: AdaptiveConfig
   ):
     """Measures nothing yet.
 
@@ -102,12 +104,12 @@ class AdaptiveDrafting:
       self.costs[bucket] = calibration.measure(*arguments)
 
   def insert(
-      self,
-      served: calls.Served,
-      state: state_lib.DecodeState,
-      source: np.ndarray,
-      settings: base.SamplingSettings,
-      slot: int,
+    self,
+    served: calls.Served,
+    state: state_lib.DecodeState,
+    source: np.ndarray,
+    settings: base.SamplingSettings,
+    slot: int,
   ) -> state_lib.DecodeState:
     """Prefills a request; for the draft too if it is drafting."""
     for counts in self._before:
@@ -116,18 +118,18 @@ class AdaptiveDrafting:
     if not self.state.num_draft_tokens or self.state.probing:
       self._undrafted[slot] = source
       return calls.insert_undrafted(
-          self._program, served, state, source, settings, slot
+        self._program, served, state, source, settings, slot
       )
     self._spent_ms += self.costs[source.shape[1]].prefill_ms
     return calls.insert(self._program, served, state, source, settings, slot)
 
   def advance(
-      self,
-      served: calls.Served,
-      draft_version: int,
-      state: state_lib.DecodeState,
-      bucket: int,
-      rows: Sequence[int],
+    self,
+    served: calls.Served,
+    draft_version: int,
+    state: state_lib.DecodeState,
+    bucket: int,
+    rows: Sequence[int],
   ) -> tuple[state_lib.DecodeState, np.ndarray]:
     """One call with the K of the policy.
 
@@ -150,12 +152,12 @@ class AdaptiveDrafting:
       self._spent_ms += missing_ms
     rounds = adaptive.rounds(self.config, costs, self.state)
     state = calls.advance(
-        self._program,
-        self.state.num_draft_tokens,
-        served,
-        np.int32(draft_version),
-        np.int32(min(rounds, self._max_rounds)),
-        state,
+      self._program,
+      self.state.num_draft_tokens,
+      served,
+      np.int32(draft_version),
+      np.int32(min(rounds, self._max_rounds)),
+      state,
     )
     self._observe(costs, progress(state), rows)
     return state, self._before.stop_reason
@@ -163,22 +165,22 @@ class AdaptiveDrafting:
   def held(self) -> dict[str, Any]:
     """What a checkpoint keeps: policy, costs, and who lacks a draft's prefill."""
     return {
-        "state": dataclasses.asdict(self.state),
-        "costs": [[s, dataclasses.asdict(table)] for s, table in self.costs.items()],
-        "undrafted": {str(s): row[0].tolist() for s, row in self._undrafted.items()},
-        "spent_ms": self._spent_ms,
+      "state": dataclasses.asdict(self.state),
+      "costs": [[s, dataclasses.asdict(table)] for s, table in self.costs.items()],
+      "undrafted": {str(s): row[0].tolist() for s, row in self._undrafted.items()},
+      "spent_ms": self._spent_ms,
     }
 
   def restore(self, held: dict[str, Any], state: state_lib.DecodeState | None) -> None:
     """Continues from `held()` with the rows in flight."""
     self.state = adaptive.from_json(held["state"])
     self.costs = {
-        bucket: adaptive.RoundCosts(**{**table, "round_ms": tuple(table["round_ms"])})
-        for bucket, table in held["costs"]
+      bucket: adaptive.RoundCosts(**{**table, "round_ms": tuple(table["round_ms"])})
+      for bucket, table in held["costs"]
     }
     self._undrafted = {
-        int(slot): np.asarray([source], np.int32)
-        for slot, source in held["undrafted"].items()
+      int(slot): np.asarray([source], np.int32)
+      for slot, source in held["undrafted"].items()
     }
     self._spent_ms = held["spent_ms"]
     if state is not None:
@@ -193,7 +195,7 @@ class AdaptiveDrafting:
     return max(-(-lag // catch_up.CHUNK), 0), len(lacking)
 
   def _ready(
-      self, served: calls.Served, state: state_lib.DecodeState
+    self, served: calls.Served, state: state_lib.DecodeState
   ) -> state_lib.DecodeState:
     """Does for the draft what it missed."""
     for slot, source in self._undrafted.items():
@@ -202,19 +204,19 @@ class AdaptiveDrafting:
     return calls.catch_up(self._program, served, state)
 
   def _observe(
-      self, costs: adaptive.RoundCosts, after: Progress, rows: Sequence[int]
+    self, costs: adaptive.RoundCosts, after: Progress, rows: Sequence[int]
   ) -> None:
     """Tells the policy what the call did and what it finished."""
     done = {
-        name: getattr(after, name) - getattr(self._before, name)
-        for name in ("rounds", "length", "drafted", "accepted")
+      name: getattr(after, name) - getattr(self._before, name)
+      for name in ("rounds", "length", "drafted", "accepted")
     }
     call = adaptive.Call(
-        rounds=int(done["rounds"].max()),
-        emitted=tuple(done["length"].tolist()),
-        judged=tuple(done["drafted"].tolist()),
-        accepted=tuple(done["accepted"].tolist()),
-        catch_up_ms=self._spent_ms,
+      rounds=int(done["rounds"].max()),
+      emitted=tuple(done["length"].tolist()),
+      judged=tuple(done["drafted"].tolist()),
+      accepted=tuple(done["accepted"].tolist()),
+      catch_up_ms=self._spent_ms,
     )
     self._before, self._spent_ms = after, 0.0
     self.state = adaptive.observe(self.config, costs, self.state, call)

@@ -15,14 +15,14 @@ from osd_jax.decoding import sampling
 
 
 def propose(
-    draft: base.Model,
-    served: base.Params,
-    cache: Any,
-    newest: jax.Array,
-    settings: base.SamplingSettings,
-    position: jax.Array,
-    num_draft_tokens: int,
-    noise: sampling.Purpose = sampling.Purpose.DRAFT,
+  draft: base.Model,
+  served: base.Params,
+  cache: Any,
+  newest: jax.Array,
+  settings: base.SamplingSettings,
+  position: jax.Array,
+  num_draft_tokens: int,
+  noise: sampling.Purpose = sampling.Purpose.DRAFT,
 ) -> tuple[base.Proposal, Any]:
   """Drafts K tokens per row (algorithm 1, "run the draft").
 
@@ -60,11 +60,11 @@ def propose(
   if num_draft_tokens == 1:
     return base.Proposal(first[:, None], logits), cache
   (_, cache), (tokens, later) = jax.lax.scan(
-      step, (first, cache), jnp.arange(1, num_draft_tokens)
+    step, (first, cache), jnp.arange(1, num_draft_tokens)
   )
   tokens, later = jnp.swapaxes(tokens, 0, 1), jnp.swapaxes(later, 0, 1)
   proposal = base.Proposal(
-      tokens=jnp.concatenate([first[:, None], tokens], axis=1),
-      logits=jnp.concatenate([logits, later], axis=1),
+    tokens=jnp.concatenate([first[:, None], tokens], axis=1),
+    logits=jnp.concatenate([logits, later], axis=1),
   )
   return proposal, cache

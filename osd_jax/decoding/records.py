@@ -29,16 +29,16 @@ def from_logits(logits: jax.Array, kept: int) -> base.Records:
   others = jnp.put_along_axis(masses, ids, 0.0, axis=-1, inplace=False)
   tail = jnp.sum(others, axis=-1) / total
   return base.Records(
-      log_probs=top - largest - jnp.log(total)[..., None],
-      ids=ids.astype(base.id_dtype(logits.shape[-1])),
-      tail=tail,
-      error=jnp.zeros(tail.shape, bool),
-      draft_version=jnp.zeros(tail.shape, jnp.int32),
+    log_probs=top - largest - jnp.log(total)[..., None],
+    ids=ids.astype(base.id_dtype(logits.shape[-1])),
+    tail=tail,
+    error=jnp.zeros(tail.shape, bool),
+    draft_version=jnp.zeros(tail.shape, jnp.int32),
   )
 
 
 def empty(
-    rows: int, positions: int, record_top_k: int, vocab_size: int
+  rows: int, positions: int, record_top_k: int, vocab_size: int
 ) -> base.Records | None:
   """Zeroed records [rows, positions], None where k is 0."""
   if record_top_k == 0:
@@ -46,21 +46,21 @@ def empty(
   shape = (rows, positions)
   kept = (*shape, min(record_top_k, vocab_size))
   return base.Records(
-      log_probs=jnp.zeros(kept, jnp.float32),
-      ids=jnp.zeros(kept, base.id_dtype(vocab_size)),
-      tail=jnp.zeros(shape, jnp.float32),
-      error=jnp.zeros(shape, bool),
-      draft_version=jnp.zeros(shape, jnp.int32),
+    log_probs=jnp.zeros(kept, jnp.float32),
+    ids=jnp.zeros(kept, base.id_dtype(vocab_size)),
+    tail=jnp.zeros(shape, jnp.float32),
+    error=jnp.zeros(shape, bool),
+    draft_version=jnp.zeros(shape, jnp.int32),
   )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def teacher_forced(
-    target: base.Model,
-    params: base.Params,
-    source: jax.Array,
-    tokens: jax.Array,
-    record_top_k: int,
+  target: base.Model,
+  params: base.Params,
+  source: jax.Array,
+  tokens: jax.Array,
+  record_top_k: int,
 ) -> base.DistillationBatch:
   """Rows for the loss from given texts, by one forward pass of the target.
 
@@ -80,10 +80,10 @@ def teacher_forced(
   logits = target.score(params, source, source != base.PAD_ID, tokens)
   mask = tokens != base.PAD_ID
   return base.DistillationBatch(
-      source=source,
-      target=tokens,
-      mask=mask,
-      records=from_logits(logits, min(record_top_k, target.vocab_size)),
-      source_id=jnp.zeros(source.shape[0], jnp.int32),
-      weight=jnp.any(mask, axis=1).astype(jnp.float32),
+    source=source,
+    target=tokens,
+    mask=mask,
+    records=from_logits(logits, min(record_top_k, target.vocab_size)),
+    source_id=jnp.zeros(source.shape[0], jnp.int32),
+    weight=jnp.any(mask, axis=1).astype(jnp.float32),
   )

@@ -42,40 +42,40 @@ class DecodingConfig:
     lengths = tuple(sorted(self.source_lengths))
     object.__setattr__(self, "source_lengths", lengths)
     checks = {
-        "rows": (self.rows >= 1, "an integer >= 1"),
-        "num_draft_tokens": (
-            1 <= self.num_draft_tokens <= state_lib.MAX_DRAFT_TOKENS,
-            f"an integer in 1..{state_lib.MAX_DRAFT_TOKENS}",
-        ),
-        "acceptance_rule": (
-            self.acceptance_rule in accept.RULES,
-            f"one of {sorted(accept.RULES)}",
-        ),
-        "source_lengths": (lengths and lengths[0] >= 2, "lengths >= 2"),
-        "target_length": (self.target_length >= 1, "an integer >= 1"),
-        "record_top_k": (self.record_top_k >= 0, "an integer >= 0"),
-        "max_rounds": (self.max_rounds >= 1, "an integer >= 1"),
-        "adaptive": (
-            self.adaptive is None or self._takes(self.adaptive),
-            f"a candidate in 1..{self.num_draft_tokens} (num_draft_tokens) and as many"
-            f" costs as source_lengths ({len(lengths)}), or none",
-        ),
+      "rows": (self.rows >= 1, "an integer >= 1"),
+      "num_draft_tokens": (
+        1 <= self.num_draft_tokens <= state_lib.MAX_DRAFT_TOKENS,
+        f"an integer in 1..{state_lib.MAX_DRAFT_TOKENS}",
+      ),
+      "acceptance_rule": (
+        self.acceptance_rule in accept.RULES,
+        f"one of {sorted(accept.RULES)}",
+      ),
+      "source_lengths": (lengths and lengths[0] >= 2, "lengths >= 2"),
+      "target_length": (self.target_length >= 1, "an integer >= 1"),
+      "record_top_k": (self.record_top_k >= 0, "an integer >= 0"),
+      "max_rounds": (self.max_rounds >= 1, "an integer >= 1"),
+      "adaptive": (
+        self.adaptive is None or self._takes(self.adaptive),
+        f"a candidate in 1..{self.num_draft_tokens} (num_draft_tokens) and as many"
+        f" costs as source_lengths ({len(lengths)}), or none",
+      ),
     }
     for name, (valid, expected) in checks.items():
       if not valid:
         raise ValueError(
-            f"DecodingConfig.{name}: received {getattr(self, name)!r}, expected"
-            f" {expected}."
+          f"DecodingConfig.{name}: received {getattr(self, name)!r}, expected"
+          f" {expected}."
         )
 
   def shapes(self) -> "DecodingConfig":
     """What is compiled into every call: all but K and numbers of rounds."""
     plain = DecodingConfig()
     return dataclasses.replace(
-        self,
-        num_draft_tokens=plain.num_draft_tokens,
-        max_rounds=plain.max_rounds,
-        adaptive=None,
+      self,
+      num_draft_tokens=plain.num_draft_tokens,
+      max_rounds=plain.max_rounds,
+      adaptive=None,
     )
 
   def _takes(self, adaptive: AdaptiveConfig) -> bool:

@@ -26,13 +26,13 @@ class Purpose(enum.IntEnum):
 
 
 def make_settings(
-    rows: int,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    max_length: int,
+  rows: int,
+  *,
+  temperature: float = 0.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  seed: int = 0,
+  max_length: int,
 ) -> base.SamplingSettings:
   """The same settings for every row, with checks; see `base.SamplingSettings`.
 
@@ -40,16 +40,16 @@ def make_settings(
     ValueError: a value outside its range.
   """
   checks = {
-      "temperature": (temperature, 0 <= temperature < np.inf, ">= 0, finite"),
-      "top_k": (top_k, top_k >= 0, ">= 0 (0 keeps all)"),
-      "top_p": (top_p, 0 < top_p <= 1, "in (0, 1]"),
-      "seed": (seed, 0 <= seed < 2**32, "in 0..2**32 - 1"),
-      "max_length": (max_length, max_length >= 1, ">= 1"),
+    "temperature": (temperature, 0 <= temperature < np.inf, ">= 0, finite"),
+    "top_k": (top_k, top_k >= 0, ">= 0 (0 keeps all)"),
+    "top_p": (top_p, 0 < top_p <= 1, "in (0, 1]"),
+    "seed": (seed, 0 <= seed < 2**32, "in 0..2**32 - 1"),
+    "max_length": (max_length, max_length >= 1, ">= 1"),
   }
   for name, (value, valid, expected) in checks.items():
     if not valid:
       raise ValueError(
-          f"SamplingSettings.{name}: received {value!r}, expected a number {expected}."
+        f"SamplingSettings.{name}: received {value!r}, expected a number {expected}."
       )
 
   def full(value: float, dtype: type) -> Any:
@@ -57,11 +57,11 @@ def make_settings(
     return np.full((rows,), value, dtype)
 
   return base.SamplingSettings(
-      temperature=full(temperature, np.float32),
-      top_k=full(top_k, np.int32),
-      top_p=full(top_p, np.float32),
-      seed=full(seed, np.uint32),
-      max_length=full(max_length, np.int32),
+    temperature=full(temperature, np.float32),
+    top_k=full(top_k, np.int32),
+    top_p=full(top_p, np.float32),
+    seed=full(seed, np.uint32),
+    max_length=full(max_length, np.int32),
   )
 
 
@@ -152,7 +152,7 @@ def row_keys(seed: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Arra
 
 
 def draw(
-    probs: jax.Array, seed: jax.Array, position: jax.Array, purpose: Purpose
+  probs: jax.Array, seed: jax.Array, position: jax.Array, purpose: Purpose
 ) -> jax.Array:
   """Draws one token a row with Gumbel noise.
 
@@ -171,10 +171,10 @@ def draw(
 
 
 def sample(
-    logits: jax.Array,
-    settings: base.SamplingSettings,
-    position: jax.Array,
-    purpose: Purpose,
+  logits: jax.Array,
+  settings: base.SamplingSettings,
+  position: jax.Array,
+  purpose: Purpose,
 ) -> jax.Array:
   """Draws from the processed distribution, by arg max alone if all rows are greedy.
 

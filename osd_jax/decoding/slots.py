@@ -17,19 +17,19 @@ from osd_jax.decoding import calls, drafting, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.decoding.adaptive import AdaptiveConfig
 from osd_jax.decoding.requests import (
-    DecodingConfig,
-    Finished,
-    Request,
-    SamplingConfig,
+  DecodingConfig,
+  Finished,
+  Request,
+  SamplingConfig,
 )
 
 __all__ = [
-    "AdaptiveConfig",
-    "DecodingConfig",
-    "Finished",
-    "Request",
-    "SamplingConfig",
-    "Slots",
+  "AdaptiveConfig",
+  "DecodingConfig",
+  "Finished",
+  "Request",
+  "SamplingConfig",
+  "Slots",
 ]
 
 
@@ -40,13 +40,13 @@ class Slots:
   """
 
   def __init__(
-      self,
-      config: DecodingConfig,
-      target: base.Model,
-      target_params: base.Params,
-      draft: base.Model | None = None,
-      draft_params: base.Params | None = None,
-      partitioner: Any = None,
+    self,
+    config: DecodingConfig,
+    target: base.Model,
+    target_params: base.Params,
+    draft: base.Model | None = None,
+    draft_params: base.Params | None = None,
+    partitioner: Any = None,
   ):
     """Prepares the parameters; nothing is decoded yet.
 
@@ -63,9 +63,9 @@ class Slots:
     """
     if draft is not None and draft.vocab_size != target.vocab_size:
       raise ValueError(
-          f"decoding: the draft {draft.name!r} has {draft.vocab_size} token ids, the"
-          f" target {target.name!r} has {target.vocab_size}; expected the same"
-          " vocabulary. Choose a draft trained with the target's vocabulary."
+        f"decoding: the draft {draft.name!r} has {draft.vocab_size} token ids, the"
+        f" target {target.name!r} has {target.vocab_size}; expected the same"
+        " vocabulary. Choose a draft trained with the target's vocabulary."
       )
     self.config = config
     if partitioner is not None and partitioner.mesh.size == 1:
@@ -80,9 +80,7 @@ class Slots:
       self.swap(draft_params, 0)
     self._adaptive = None
     if draft is not None and config.adaptive is not None:
-      self._adaptive = drafting.AdaptiveDrafting(
-          self._program, config, config.adaptive
-      )
+      self._adaptive = drafting.AdaptiveDrafting(self._program, config, config.adaptive)
     self._state: state_lib.DecodeState | None = None
     self._bucket = 0
     self._waiting: deque[Request] = deque()
@@ -100,10 +98,10 @@ class Slots:
     return self._shortlist
 
   def swap(
-      self,
-      draft_params: base.Params,
-      version: int,
-      shortlist: np.ndarray | None = None,
+    self,
+    draft_params: base.Params,
+    version: int,
+    shortlist: np.ndarray | None = None,
   ) -> None:
     """New draft parameters from the next call on; outputs do not depend on them.
 
@@ -124,8 +122,8 @@ class Slots:
       size = self._program.draft.shortlist
       if len(shortlist) != size:
         raise ValueError(
-            f"decoding: received a shortlist of {len(shortlist)} tokens, expected"
-            f" {size}, DraftServing.shortlist of the draft."
+          f"decoding: received a shortlist of {len(shortlist)} tokens, expected"
+          f" {size}, DraftServing.shortlist of the draft."
         )
       self._shortlist = np.asarray(shortlist, np.int32)
     draft_served = calls.prepare(self._program.draft, draft_params, self._shortlist)
@@ -142,9 +140,9 @@ class Slots:
     count = len(request.tokens)
     if not 1 <= count <= self.config.source_lengths[-1]:
       raise ValueError(
-          f"decoding: the prompt has {count} tokens, expected 1 to"
-          f" {self.config.source_lengths[-1]}; truncate it or add a longer bucket to"
-          " DecodingConfig.source_lengths."
+        f"decoding: the prompt has {count} tokens, expected 1 to"
+        f" {self.config.source_lengths[-1]}; truncate it or add a longer bucket to"
+        " DecodingConfig.source_lengths."
       )
     self._settings(request)  # checked before it is queued
     self._waiting.append(request)
@@ -197,16 +195,16 @@ class Slots:
     The shortlist goes back in by `swap`.
     """
     return {
-        "shortlist": None if self._shortlist is None else self._shortlist.tolist(),
-        "bucket": self._bucket,
-        "tags": [None if held is None else held.tag for held in self._held],
-        "waiting": [request.tag for request in self._waiting],
-        "milliseconds": list(self._milliseconds),
-        "adaptive": None if self._adaptive is None else self._adaptive.held(),
+      "shortlist": None if self._shortlist is None else self._shortlist.tolist(),
+      "bucket": self._bucket,
+      "tags": [None if held is None else held.tag for held in self._held],
+      "waiting": [request.tag for request in self._waiting],
+      "milliseconds": list(self._milliseconds),
+      "adaptive": None if self._adaptive is None else self._adaptive.held(),
     }
 
   def restore(
-      self, arrays: Any, held: dict[str, Any], requests: dict[Any, Request]
+    self, arrays: Any, held: dict[str, Any], requests: dict[Any, Request]
   ) -> None:
     """Continues from `arrays()` and `held()`.
 
@@ -233,9 +231,7 @@ class Slots:
     """Fills empty rows in order; a batch holds one bucket of source lengths."""
     while self._waiting and None in self._held:
       request = self._waiting[0]
-      needed = next(
-          s for s in self.config.source_lengths if s >= len(request.tokens)
-      )
+      needed = next(s for s in self.config.source_lengths if s >= len(request.tokens))
       idle = all(held is None for held in self._held)
       if needed > self._bucket or (idle and needed != self._bucket):
         if not idle:
@@ -260,7 +256,7 @@ class Slots:
     if self._adaptive is not None:
       return self._adaptive.insert(self._served, self._state, source, settings, slot)
     return calls.insert(
-        self._program, self._served, self._state, source, settings, slot
+      self._program, self._served, self._state, source, settings, slot
     )
 
   def _advance(self, rows: list[int]) -> np.ndarray:
@@ -268,16 +264,16 @@ class Slots:
     assert self._state is not None
     if self._adaptive is not None:
       self._state, reasons = self._adaptive.advance(
-          self._served, self.draft_version, self._state, self._bucket, rows
+        self._served, self.draft_version, self._state, self._bucket, rows
       )
       return reasons
     state = calls.advance(
-        self._program,
-        self.config.num_draft_tokens,
-        self._served,
-        np.int32(self.draft_version),
-        np.int32(self.config.max_rounds),
-        self._state,
+      self._program,
+      self.config.num_draft_tokens,
+      self._served,
+      np.int32(self.draft_version),
+      np.int32(self.config.max_rounds),
+      self._state,
     )
     self._state = state
     return np.asarray(state.stop_reason)
@@ -285,12 +281,12 @@ class Slots:
   def _settings(self, request: Request) -> base.SamplingSettings:
     chosen, limit = request.sampling, request.max_length
     return sampling.make_settings(
-        1,
-        temperature=chosen.temperature,
-        top_k=chosen.top_k,
-        top_p=chosen.top_p,
-        seed=chosen.seed,
-        max_length=self.config.target_length if limit is None else limit,
+      1,
+      temperature=chosen.temperature,
+      top_k=chosen.top_k,
+      top_p=chosen.top_p,
+      seed=chosen.seed,
+      max_length=self.config.target_length if limit is None else limit,
     )
 
   def _take(self, slot: int) -> Finished:
@@ -300,21 +296,19 @@ class Slots:
     self._held[slot] = None
     source = np.full((1, self.config.source_lengths[-1]), base.PAD_ID, np.int32)
     source[0, : len(request.tokens)] = request.tokens
-    batch, settings, figures = calls.read_row(
-        self._program, self._state, source, slot
-    )
+    batch, settings, figures = calls.read_row(self._program, self._state, source, slot)
     tokens, length, reason, counters = jax.tree.map(
-        lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
+      lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
     )
     return Finished(
-        request=request,
-        tokens=tokens[:length],
-        stop_reason=base.StopReason(int(reason)),
-        target_calls=int(counters.rounds),
-        drafted=int(counters.drafted),
-        accepted=int(counters.accepted),
-        accepted_per_position=tuple(counters.accepted_per_position.tolist()),
-        milliseconds=self._milliseconds[slot],
-        batch=batch,
-        settings=settings,
+      request=request,
+      tokens=tokens[:length],
+      stop_reason=base.StopReason(int(reason)),
+      target_calls=int(counters.rounds),
+      drafted=int(counters.drafted),
+      accepted=int(counters.accepted),
+      accepted_per_position=tuple(counters.accepted_per_position.tolist()),
+      milliseconds=self._milliseconds[slot],
+      batch=batch,
+      settings=settings,
     )

@@ -31,13 +31,13 @@ class Speculation:
 
 
 def run_rounds(
-    speculation: Speculation,
-    until_all: bool,
-    target_served: base.Params,
-    draft_served: base.Params,
-    draft_version: jax.Array,
-    max_rounds: jax.Array,
-    state: state_lib.DecodeState,
+  speculation: Speculation,
+  until_all: bool,
+  target_served: base.Params,
+  draft_served: base.Params,
+  draft_version: jax.Array,
+  max_rounds: jax.Array,
+  state: state_lib.DecodeState,
 ) -> state_lib.DecodeState:
   """Runs rounds until any running row stops, or all have, or `max_rounds` passed.
 
@@ -60,38 +60,38 @@ def run_rounds(
 
   def round_(state: state_lib.DecodeState) -> state_lib.DecodeState:
     proposal, draft_cache = propose_lib.propose(
-        speculation.draft,
-        draft_served,
-        state.draft_cache,
-        state_lib.inputs_at(state, state_lib.fed_to_draft(state.length), 2),
-        state.settings,
-        state.length,
-        speculation.num_draft_tokens,
-        accept_lib.RULES[speculation.rule].draft_noise,
+      speculation.draft,
+      draft_served,
+      state.draft_cache,
+      state_lib.inputs_at(state, state_lib.fed_to_draft(state.length), 2),
+      state.settings,
+      state.length,
+      speculation.num_draft_tokens,
+      accept_lib.RULES[speculation.rule].draft_noise,
     )
     verification, target_cache = verify_lib.verify(
-        speculation.target,
-        target_served,
-        state.target_cache,
-        state.last_token,
-        proposal,
+      speculation.target,
+      target_served,
+      state.target_cache,
+      state.last_token,
+      proposal,
     )
     acceptance = accept_lib.accept(
-        proposal, verification, state.settings, state.length, speculation.rule
+      proposal, verification, state.settings, state.length, speculation.rule
     )
     state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
     return state_lib.append(
-        state, acceptance, verification, draft_version, speculation.num_draft_tokens
+      state, acceptance, verification, draft_version, speculation.num_draft_tokens
     )
 
   return loop(round_, state, until_all, max_rounds)
 
 
 def loop(
-    round_: Any,
-    state: state_lib.DecodeState,
-    until_all: bool,
-    max_rounds: jax.Array,
+  round_: Any,
+  state: state_lib.DecodeState,
+  until_all: bool,
+  max_rounds: jax.Array,
 ) -> state_lib.DecodeState:
   """Repeats `round_` until any (or all) of the running rows have stopped."""
   running_at_start = state.stop_reason == base.StopReason.RUNNING

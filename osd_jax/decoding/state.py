@@ -93,12 +93,12 @@ def inputs_at(state: DecodeState, start: jax.Array, count: int) -> jax.Array:
 
 
 def initial_state(
-    settings: base.SamplingSettings,
-    target_cache: Any,
-    draft_cache: Any,
-    target_length: int,
-    record_top_k: int,
-    vocab_size: int,
+  settings: base.SamplingSettings,
+  target_cache: Any,
+  draft_cache: Any,
+  target_length: int,
+  record_top_k: int,
+  vocab_size: int,
 ) -> DecodeState:
   """Rows that have been prefilled and have emitted nothing.
 
@@ -113,31 +113,29 @@ def initial_state(
   rows = settings.seed.shape[0]
   zeros = jnp.zeros((rows,), jnp.int32)
   return DecodeState(
-      tokens=jnp.zeros((rows, buffer_length(target_length)), jnp.int32),
-      length=zeros,
-      last_token=jnp.full((rows,), base.PAD_ID, jnp.int32),
-      # A plain int: an enum makes a weak type, and a second compilation with it.
-      stop_reason=jnp.full((rows,), int(base.StopReason.RUNNING), jnp.int32),
-      settings=settings.replace(
-          max_length=jnp.minimum(settings.max_length, target_length)
-      ),
-      target_cache=target_cache,
-      draft_cache=draft_cache,
-      records=records.empty(
-          rows, buffer_length(target_length), record_top_k, vocab_size
-      ),
-      counters=Counters(
-          zeros, zeros, zeros, jnp.zeros((rows, MAX_DRAFT_TOKENS), jnp.int32)
-      ),
+    tokens=jnp.zeros((rows, buffer_length(target_length)), jnp.int32),
+    length=zeros,
+    last_token=jnp.full((rows,), base.PAD_ID, jnp.int32),
+    # A plain int: an enum makes a weak type, and a second compilation with it.
+    stop_reason=jnp.full((rows,), int(base.StopReason.RUNNING), jnp.int32),
+    settings=settings.replace(
+      max_length=jnp.minimum(settings.max_length, target_length)
+    ),
+    target_cache=target_cache,
+    draft_cache=draft_cache,
+    records=records.empty(rows, buffer_length(target_length), record_top_k, vocab_size),
+    counters=Counters(
+      zeros, zeros, zeros, jnp.zeros((rows, MAX_DRAFT_TOKENS), jnp.int32)
+    ),
   )
 
 
 def append(
-    state: DecodeState,
-    acceptance: base.Acceptance,
-    verification: base.Verification,
-    draft_version: jax.Array,
-    num_draft_tokens: int,
+  state: DecodeState,
+  acceptance: base.Acceptance,
+  verification: base.Verification,
+  draft_version: jax.Array,
+  num_draft_tokens: int,
 ) -> DecodeState:
   """Adds a round's tokens and records; cuts at end-of-sequence and at the limit.
 
@@ -163,23 +161,23 @@ def append(
   passed = counted & (offset[:, :-1] < acceptance.accepted[:, None])
   spare = MAX_DRAFT_TOKENS - num_draft_tokens
   counters = Counters(
-      rounds=state.counters.rounds + running,
-      drafted=state.counters.drafted + jnp.sum(counted, axis=1),
-      accepted=state.counters.accepted + jnp.sum(passed, axis=1),
-      accepted_per_position=state.counters.accepted_per_position
-      + jnp.pad(passed, ((0, 0), (0, spare))),
+    rounds=state.counters.rounds + running,
+    drafted=state.counters.drafted + jnp.sum(counted, axis=1),
+    accepted=state.counters.accepted + jnp.sum(passed, axis=1),
+    accepted_per_position=state.counters.accepted_per_position
+    + jnp.pad(passed, ((0, 0), (0, spare))),
   )
   return state.replace(
-      tokens=_write_block(state.tokens, tokens, state.length, running),
-      length=length,
-      last_token=jnp.where(running, last, state.last_token),
-      stop_reason=stop_reason,
-      # Length before the round = tokens emitted: the start token is fed, the last
-      # emitted one is not.
-      target_cache=state.target_cache.replace(length=length),
-      draft_cache=_rewound(state.draft_cache, length, num_draft_tokens),
-      records=_record(state, verification, error, draft_version, running),
-      counters=counters,
+    tokens=_write_block(state.tokens, tokens, state.length, running),
+    length=length,
+    last_token=jnp.where(running, last, state.last_token),
+    stop_reason=stop_reason,
+    # Length before the round = tokens emitted: the start token is fed, the last
+    # emitted one is not.
+    target_cache=state.target_cache.replace(length=length),
+    draft_cache=_rewound(state.draft_cache, length, num_draft_tokens),
+    records=_record(state, verification, error, draft_version, running),
+    counters=counters,
   )
 
 
@@ -189,7 +187,7 @@ def _rewound(cache: Any, length: jax.Array, num_draft_tokens: int) -> Any:
 
 
 def _cut(
-    state: DecodeState, acceptance: base.Acceptance
+  state: DecodeState, acceptance: base.Acceptance
 ) -> tuple[jax.Array, jax.Array]:
   """How many of a round's tokens are emitted [B], and the new stop reasons [B]."""
   running = state.stop_reason == base.StopReason.RUNNING
@@ -212,18 +210,18 @@ def _record(state, verification, error, draft_version, running):
   kept = state.records.ids.shape[-1]
   block = records.from_logits(verification.logits, kept)
   block = block.replace(
-      error=error,
-      draft_version=jnp.full(error.shape, draft_version, jnp.int32),
+    error=error,
+    draft_version=jnp.full(error.shape, draft_version, jnp.int32),
   )
   return jax.tree.map(
-      lambda stored, new: _write_block(stored, new, state.length, running),
-      state.records,
-      block,
+    lambda stored, new: _write_block(stored, new, state.length, running),
+    state.records,
+    block,
   )
 
 
 def _write_block(
-    stored: jax.Array, block: jax.Array, start: jax.Array, running: jax.Array
+  stored: jax.Array, block: jax.Array, start: jax.Array, running: jax.Array
 ) -> jax.Array:
   """Writes [B, n, ...] at per-row offsets of [B, T, ...]; stopped rows keep theirs."""
 

@@ -9,11 +9,11 @@ from osd_jax import base
 
 
 def verify(
-    target: base.Model,
-    served: base.Params,
-    cache: Any,
-    last_token: jax.Array,
-    proposal: base.Proposal,
+  target: base.Model,
+  served: base.Params,
+  cache: Any,
+  last_token: jax.Array,
+  proposal: base.Proposal,
 ) -> tuple[base.Verification, Any]:
   """Scores last_token and the K drafted tokens (algorithm 1, "verify").
 

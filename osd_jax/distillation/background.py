@@ -44,12 +44,12 @@ class Outcome:
   def figures(self) -> dict[str, float]:
     """What metrics.jsonl keeps of it: means over the slices, counts, times."""
     return {
-        "loss": float(np.mean(self.losses)),
-        "grad_norm": float(np.mean(self.grad_norms)),
-        "steps": len(self.losses),
-        "skipped": self.skipped,
-        "update_ms": self.update_ms,
-        "wait_ms": self.wait_ms,
+      "loss": float(np.mean(self.losses)),
+      "grad_norm": float(np.mean(self.grad_norms)),
+      "steps": len(self.losses),
+      "skipped": self.skipped,
+      "update_ms": self.update_ms,
+      "wait_ms": self.wait_ms,
     }
 
 
@@ -57,12 +57,12 @@ class BackgroundLearner:
   """Runs one update at a time on a thread of its own."""
 
   def __init__(
-      self,
-      model: base.Model,
-      config: update.UpdateConfig,
-      learner: update.LearnerState,
-      interval: int,
-      free: bool = False,
+    self,
+    model: base.Model,
+    config: update.UpdateConfig,
+    learner: update.LearnerState,
+    interval: int,
+    free: bool = False,
   ):
     """Holds the learner's state.
 
@@ -136,13 +136,13 @@ class BackgroundLearner:
     waited = self._waited + time.perf_counter() - started
     self._future, self._batches, self.learner = None, (), learner
     return Outcome(
-        learner=learner,
-        launched=self._launched,
-        losses=[float(x) for x in metrics.loss],
-        grad_norms=[float(x) for x in metrics.grad_norm],
-        skipped=int(np.sum(~metrics.finite)),
-        update_ms=spent * 1e3,
-        wait_ms=waited * 1e3,
+      learner=learner,
+      launched=self._launched,
+      losses=[float(x) for x in metrics.loss],
+      grad_norms=[float(x) for x in metrics.grad_norm],
+      skipped=int(np.sum(~metrics.finite)),
+      update_ms=spent * 1e3,
+      wait_ms=waited * 1e3,
     )
 
   def settle(self) -> None:
@@ -163,7 +163,7 @@ class BackgroundLearner:
 
     try:
       learner, metrics = update.update(
-          self._model, self._config, self.learner, batches, after_slice
+        self._model, self._config, self.learner, batches, after_slice
       )
     finally:
       slices.release(len(batches))  # who waits hears of an error from `take`

@@ -30,9 +30,7 @@ def of_stream(model: base.Model, buffer: replay.ReplayBuffer) -> np.ndarray | No
 
 
 @functools.partial(jax.jit, static_argnames=("vocab_size", "size"))
-def likeliest(
-    buffer: replay.ReplayBuffer, vocab_size: int, size: int
-) -> jax.Array:
+def likeliest(buffer: replay.ReplayBuffer, vocab_size: int, size: int) -> jax.Array:
   """The tokens to which the target gave most mass in the rows of the buffer.
 
   End-of-sequence is always among them. Tokens that the target has not thought of fill

@@ -34,40 +34,40 @@ class Command:
 
 
 COMMANDS = {
-    "pretrain": Command(
-        "PretrainConfig",
-        "train a T5 on (prompt, reference): makes targets and first drafts",
-        "osd pretrain --gin_file=models/flan_t5_small.gin --gin_file=my_run.gin\n"
-        "  osd pretrain --gin_file=experiments/shipped_target.gin --gin.STEPS=2000",
-    ),
-    "offline": Command(
-        "OfflineConfig",
-        "distil a draft on a fixed corpus before it serves",
-        "osd offline --gin_file=my_run.gin --gin.LossConfig.divergence='\"jsd\"'",
-    ),
-    "online": Command(
-        "OnlineConfig",
-        "serve a stream of queries while the draft learns from them",
-        "osd online --gin_file=runs/demo.gin\n"
-        "  osd online --gin_file=my_run.gin --gin.DecodingConfig.num_draft_tokens=3",
-    ),
-    "evaluate": Command(
-        "EvaluateConfig",
-        "measure drafts on held-out prompts: acceptance and speed, nothing learns",
-        "osd evaluate --gin_file=my_run.gin --gin.DecodingConfig.rows=4",
-    ),
-    "certify": Command(
-        "CertifyConfig",
-        "check that speculative outputs are exactly the target's",
-        "osd certify --gin_file=experiments/certify_shipped.gin\n"
-        "  osd certify --gin_file=my_run.gin --gin.PairConfig.dtype='\"bfloat16\"'",
-    ),
-    "convert": Command(
-        "ConvertConfig",
-        "convert weights: from Hugging Face and t5x, and back to Hugging Face",
-        "osd convert --gin.ConvertConfig.source='\"t5-small\"' \\\n"
-        "    --gin.ConvertConfig.output='\"t5_small.safetensors\"'",
-    ),
+  "pretrain": Command(
+    "PretrainConfig",
+    "train a T5 on (prompt, reference): makes targets and first drafts",
+    "osd pretrain --gin_file=models/flan_t5_small.gin --gin_file=my_run.gin\n"
+    "  osd pretrain --gin_file=experiments/shipped_target.gin --gin.STEPS=2000",
+  ),
+  "offline": Command(
+    "OfflineConfig",
+    "distil a draft on a fixed corpus before it serves",
+    "osd offline --gin_file=my_run.gin --gin.LossConfig.divergence='\"jsd\"'",
+  ),
+  "online": Command(
+    "OnlineConfig",
+    "serve a stream of queries while the draft learns from them",
+    "osd online --gin_file=runs/demo.gin\n"
+    "  osd online --gin_file=my_run.gin --gin.DecodingConfig.num_draft_tokens=3",
+  ),
+  "evaluate": Command(
+    "EvaluateConfig",
+    "measure drafts on held-out prompts: acceptance and speed, nothing learns",
+    "osd evaluate --gin_file=my_run.gin --gin.DecodingConfig.rows=4",
+  ),
+  "certify": Command(
+    "CertifyConfig",
+    "check that speculative outputs are exactly the target's",
+    "osd certify --gin_file=experiments/certify_shipped.gin\n"
+    "  osd certify --gin_file=my_run.gin --gin.PairConfig.dtype='\"bfloat16\"'",
+  ),
+  "convert": Command(
+    "ConvertConfig",
+    "convert weights: from Hugging Face and t5x, and back to Hugging Face",
+    "osd convert --gin.ConvertConfig.source='\"t5-small\"' \\\n"
+    "    --gin.ConvertConfig.output='\"t5_small.safetensors\"'",
+  ),
 }
 
 _CACHE = "~/.cache/osd_jax/jax"
@@ -112,10 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_jax(arguments.multihost)
     module = importlib.import_module(f"osd_jax.{arguments.command}")
     config, text = settings.load(
-        getattr(module, COMMANDS[arguments.command].config),
-        arguments.gin_file,
-        bindings,
-        arguments.gin_search_paths,
+      getattr(module, COMMANDS[arguments.command].config),
+      arguments.gin_file,
+      bindings,
+      arguments.gin_search_paths,
     )
     text = f"# osd {arguments.command} --gin_file=THIS_FILE\n\n{text}"
     if arguments.dry_run:
@@ -133,9 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
   except KeyboardInterrupt:
     print(
-        f"\nosd {arguments.command}: interrupted; the same command continues the run"
-        " from its last checkpoint.",
-        file=sys.stderr,
+      f"\nosd {arguments.command}: interrupted; the same command continues the run"
+      " from its last checkpoint.",
+      file=sys.stderr,
     )
     return 130
   return 0
@@ -163,12 +163,12 @@ def split_gin_flags(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
   shape = {
-      "formatter_class": argparse.RawDescriptionHelpFormatter,
-      "epilog": _NOTES,
-      "allow_abbrev": False,
+    "formatter_class": argparse.RawDescriptionHelpFormatter,
+    "epilog": _NOTES,
+    "allow_abbrev": False,
   }
   parser = argparse.ArgumentParser(
-      "osd", description="Online speculative decoding: the draft learns.", **shape
+    "osd", description="Online speculative decoding: the draft learns.", **shape
   )
   parser.add_argument("--version", action="version", version=osd_jax.__version__)
   commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -176,25 +176,25 @@ def _parser() -> argparse.ArgumentParser:
     described = f"{command.summary}\n\nexamples:\n  {command.example}"
     usage = f"osd {name} [--gin_file=FILE]... [--gin.NAME=VALUE]... [OPTION]..."
     sub = commands.add_parser(
-        name, help=command.summary, description=described, usage=usage, **shape
+      name, help=command.summary, description=described, usage=usage, **shape
     )
     sub.add_argument(
-        "--gin_file", action="append", default=[], metavar="FILE", help="read settings"
+      "--gin_file", action="append", default=[], metavar="FILE", help="read settings"
     )
     sub.add_argument(
-        "--gin_search_paths",
-        type=lambda text: [part for part in text.split(",") if part],
-        default=[],
-        metavar="A,B",
-        help="more folders with gin files",
+      "--gin_search_paths",
+      type=lambda text: [part for part in text.split(",") if part],
+      default=[],
+      metavar="A,B",
+      help="more folders with gin files",
     )
     sub.add_argument(
-        "--dry_run", action="store_true", help="print the settings and stop"
+      "--dry_run", action="store_true", help="print the settings and stop"
     )
     sub.add_argument(
-        "--multihost",
-        action="store_true",
-        help="one process of several: calls jax.distributed.initialize() first",
+      "--multihost",
+      action="store_true",
+      help="one process of several: calls jax.distributed.initialize() first",
     )
   return parser
 
@@ -206,8 +206,8 @@ def _prepare_jax(multihost: bool) -> None:
   if multihost:
     jax.distributed.initialize()
   for name, value in (
-      ("jax_compilation_cache_dir", os.path.expanduser(_CACHE)),
-      ("jax_persistent_cache_min_compile_time_secs", _CACHE_FROM),
+    ("jax_compilation_cache_dir", os.path.expanduser(_CACHE)),
+    ("jax_persistent_cache_min_compile_time_secs", _CACHE_FROM),
   ):
     if name.upper() not in os.environ:
       jax.config.update(name, value)

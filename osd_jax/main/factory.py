@@ -53,10 +53,10 @@ class Factory:
     self._class = config_class
     keyword = inspect.Parameter.KEYWORD_ONLY
     self.__signature__ = inspect.Signature(
-        [inspect.Parameter(field, keyword) for field in self.hints]
+      [inspect.Parameter(field, keyword) for field in self.hints]
     )
     self.configurable: Callable[[], Any] = gin.external_configurable(
-        self, self.name, config_class.__module__
+      self, self.name, config_class.__module__
     )
 
   def __call__(self, **values: Any) -> Any:
@@ -85,9 +85,12 @@ class Factory:
       elif value is not dataclasses.MISSING:
         hint = self.hints[field.name]
         if not _has_failed(value) and not _fits(value, hint):
-          yield field.name, (
+          yield (
+            field.name,
+            (
               f"{self.name}.{field.name}: received {value!r}, expected"
               f" {_hint_text(hint)}{_advice(value, hint)}."
+            ),
           )
 
 

@@ -21,10 +21,10 @@ class ConfigError(ValueError):
 
 
 def load(
-    config_class: type,
-    files: Sequence[str] = (),
-    bindings: Sequence[str] = (),
-    search_paths: Sequence[str] = (),
+  config_class: type,
+  files: Sequence[str] = (),
+  bindings: Sequence[str] = (),
+  search_paths: Sequence[str] = (),
 ) -> tuple[Any, str]:
   """Makes a config.
 
@@ -51,7 +51,7 @@ def load(
     config = found.build()
   except RecursionError:
     raise ConfigError(
-        "settings refer to each other in a circle; follow the @ and % references."
+      "settings refer to each other in a circle; follow the @ and % references."
     ) from None
   return config, found.text(config)
 
@@ -156,7 +156,7 @@ class _Settings:
       raise ConfigError(f"{name}: no value: {' '.join(str(error).split())}") from None
 
   def _bind(
-      self, statement: config_parser.BindingStatement, place: str, library: bool
+    self, statement: config_parser.BindingStatement, place: str, library: bool
   ) -> None:
     scope, selector, field, value, _ = statement
     if _has_reference_as_key(value):
@@ -178,15 +178,15 @@ class _Settings:
           return known.selector
         problem = f"{known.name} has no field {field!r}"
         raise ConfigError(
-            f"{place}: {selector}.{field}: {problem}{_close(field, known.hints)}"
+          f"{place}: {selector}.{field}: {problem}{_close(field, known.hints)}"
         )
     try:
       return gin.config.ParsedBindingKey.parse(("", selector, field)).complete_selector
     except (ValueError, KeyError):
       names = [known.name for known in self._factories.values()]
       raise ConfigError(
-          f"{place}: {selector}.{field}: no config is called {selector!r}"
-          + _close(selector, names)
+        f"{place}: {selector}.{field}: no config is called {selector!r}"
+        + _close(selector, names)
       ) from None
 
   def _import(self, statement: config_parser.ImportStatement, place: str) -> None:
@@ -217,8 +217,10 @@ class _Settings:
     if selector not in self._factories:
       return selector != _MACRO
     called = self._factories[selector].scopes
-    return not scope and bool(called) or any(
-        f"{name}/".startswith(f"{scope}/") for name in called
+    return (
+      not scope
+      and bool(called)
+      or any(f"{name}/".startswith(f"{scope}/") for name in called)
     )
 
   def _unused(self) -> Iterator[str]:
@@ -250,8 +252,8 @@ class _Settings:
     call = f"@{scope}/{name}()" if scope else f"@{name}()"
     holders = " or ".join(self._holders(selector, call))
     return (
-        f"{_key(scope, name, field)} has no effect, since nothing is made by {call};"
-        f" write {holders}"
+      f"{_key(scope, name, field)} has no effect, since nothing is made by {call};"
+      f" write {holders}"
     )
 
   def _holders(self, selector: str, call: str) -> Iterator[str]:
@@ -307,7 +309,7 @@ class _Delegate(gin.config.ParserDelegate):
     except (ValueError, KeyError):
       name = scoped_selector.rpartition("/")[2]
       raise ConfigError(
-          f"@{scoped_selector}: no config is called {name!r}{_close(name, self._names)}"
+        f"@{scoped_selector}: no config is called {name!r}{_close(name, self._names)}"
       ) from None
 
 
@@ -321,8 +323,8 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
   except UnicodeDecodeError as error:
     raise ConfigError(
-        f"gin file {str(path)!r} is no text: not UTF-8 at byte {error.start}; save it"
-        " as UTF-8."
+      f"gin file {str(path)!r} is no text: not UTF-8 at byte {error.start}; save it"
+      " as UTF-8."
     ) from None
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from osd_jax import native
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=True),
-    "linear": lambda x: x,
+  "relu": jax.nn.relu,
+  "gelu": functools.partial(jax.nn.gelu, approximate=True),
+  "linear": lambda x: x,
 }
 
 _MASKED = -1e9  # added to attention logits that must get no weight
@@ -72,7 +72,7 @@ def kernel_first_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   if count > 1:
     columns = jnp.pad(columns, ((0, -count % 4), (0, 0)))
   product = jax.lax.dot_general(
-      kernel, columns, (((1,), (1,)), ((), ())), precision=_precision(x.dtype)
+    kernel, columns, (((1,), (1,)), ((), ())), precision=_precision(x.dtype)
   )
   product = jax.lax.optimization_barrier(product).T[:count]
   return product.reshape(*x.shape[:-1], kernel.shape[0])
@@ -102,10 +102,10 @@ def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   step = jnp.max(jnp.abs(columns), axis=-1, keepdims=True) / 127
   step = jnp.where(step == 0, 1.0, step)
   product = jax.lax.dot_general(
-      jnp.round(columns / step).astype(jnp.int8),
-      kernel,
-      (((1,), (1,)), ((), ())),
-      preferred_element_type=jnp.int32,
+    jnp.round(columns / step).astype(jnp.int8),
+    kernel,
+    (((1,), (1,)), ((), ())),
+    preferred_element_type=jnp.int32,
   )
   product = (product * step * scale[None])[:count]
   return product.reshape(*x.shape[:-1], kernel.shape[0])
@@ -209,13 +209,13 @@ class Attention(nn.Module):
   def setup(self):
     joined = self.num_heads * self.head_dim
     inward = functools.partial(
-        Projection, (self.width, joined), ("embed", "joined_kv"), self.dtype
+      Projection, (self.width, joined), ("embed", "joined_kv"), self.dtype
     )
     self.query = inward(self.layout, init_scale=self.head_dim**-0.5)
     self.key = inward(self.memory_layout)
     self.value = inward(self.memory_layout)
     self.out = Projection(
-        (joined, self.width), ("joined_kv", "embed"), self.dtype, self.layout
+      (joined, self.width), ("joined_kv", "embed"), self.dtype, self.layout
     )
 
   def keys_values(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -223,7 +223,7 @@ class Attention(nn.Module):
     return self._split(self.key(x)), self._split(self.value(x))
 
   def __call__(
-      self, x: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+    self, x: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
   ) -> jax.Array:
     """Attends from x to keys and values.
 
@@ -245,7 +245,7 @@ class Attention(nn.Module):
     logits = logits.astype(_at_least_float32(logits.dtype)) + bias
     weights = jax.nn.softmax(logits, axis=-1)
     context = jnp.einsum(
-        "bhnt,bhtd->bnhd", weights.astype(self.dtype), values, precision=precision
+      "bhnt,bhtd->bnhd", weights.astype(self.dtype), values, precision=precision
     )
     return self.out(context.reshape(*x.shape[:2], -1))
 
@@ -279,16 +279,16 @@ class Mlp(nn.Module):
     for index, activation in enumerate(self.activations):
       name = f"wi_{index}" if gated else "wi"
       inward = Projection(
-          (self.width, self.hidden),
-          ("embed", "mlp"),
-          self.dtype,
-          self.layout,
-          name=name,
+        (self.width, self.hidden),
+        ("embed", "mlp"),
+        self.dtype,
+        self.layout,
+        name=name,
       )
       branches.append(ACTIVATIONS[activation](inward(x)))
     hidden = functools.reduce(jnp.multiply, branches)
     return Projection(
-        (self.hidden, self.width), ("mlp", "embed"), self.dtype, self.layout, name="wo"
+      (self.hidden, self.width), ("mlp", "embed"), self.dtype, self.layout, name="wo"
     )(hidden)
 
 
@@ -319,21 +319,21 @@ class RelativePositionBias(nn.Module):
       [B or 1, H, n, T] float32
     """
     init = nn.with_logical_partitioning(
-        nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
-        ("heads", "relpos_buckets"),
+      nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+      ("heads", "relpos_buckets"),
     )
     table = self.param("rel_embedding", init, (self.num_heads, self.num_buckets))
     buckets = relative_position_bucket(
-        key[None, None, :] - query[:, :, None],
-        self.bidirectional,
-        self.num_buckets,
-        self.max_distance,
+      key[None, None, :] - query[:, :, None],
+      self.bidirectional,
+      self.num_buckets,
+      self.max_distance,
     )
     return jnp.transpose(table.T[buckets], (0, 3, 1, 2)).astype(jnp.float32)
 
 
 def relative_position_bucket(
-    relative: jax.Array, bidirectional: bool, num_buckets: int, max_distance: int
+  relative: jax.Array, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> jax.Array:
   """Bucket of a relative position (key minus query), as in T5.
 
@@ -361,7 +361,7 @@ def relative_position_bucket(
   # The guard keeps log finite where the exact buckets are used anyway.
   ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact + 1e-6)
   log_bucket = exact + (
-      ratio / np.log(max_distance / exact) * (num_buckets - exact)
+    ratio / np.log(max_distance / exact) * (num_buckets - exact)
   ).astype(jnp.int32)
   log_bucket = jnp.minimum(log_bucket, num_buckets - 1)
   return offset + jnp.where(distance < exact, distance, log_bucket)

@@ -31,7 +31,7 @@ class MixtureCache:
 
 @functools.cache
 def mix(
-    target: base.Model, draft: base.Model, draft_share: float, seed: int
+  target: base.Model, draft: base.Model, draft_share: float, seed: int
 ) -> base.Model:
   """A model whose every next token comes from the target or from the draft.
 
@@ -50,10 +50,10 @@ def mix(
 
   def prefill(served, source, mask, cache_length):
     return MixtureCache(
-        target=target.prefill(served["target"], source, mask, cache_length),
-        draft=draft.prefill(served["draft"], source, mask, cache_length),
-        fingerprint=fingerprint(source),
-        length=jnp.zeros(source.shape[0], jnp.int32),
+      target=target.prefill(served["target"], source, mask, cache_length),
+      draft=draft.prefill(served["draft"], source, mask, cache_length),
+      fingerprint=fingerprint(source),
+      length=jnp.zeros(source.shape[0], jnp.int32),
     )
 
   def decode(served, tokens, cache):
@@ -74,14 +74,14 @@ def mix(
     return jnp.where(coins[..., None], draft_logits, target_logits)
 
   return base.Model(
-      name=f"mixture of {target.name} and {draft.name}",
-      vocab_size=target.vocab_size,
-      init=lambda key: both(lambda model, _: model.init(key)),
-      prefill=prefill,
-      decode=decode,
-      score=score,
-      prepare=lambda params: both(lambda model, name: model.prepare(params[name])),
-      logical_axes=lambda: both(lambda model, _: model.logical_axes()),
+    name=f"mixture of {target.name} and {draft.name}",
+    vocab_size=target.vocab_size,
+    init=lambda key: both(lambda model, _: model.init(key)),
+    prefill=prefill,
+    decode=decode,
+    score=score,
+    prepare=lambda params: both(lambda model, name: model.prepare(params[name])),
+    logical_axes=lambda: both(lambda model, _: model.logical_axes()),
   )
 
 

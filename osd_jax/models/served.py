@@ -27,11 +27,11 @@ class DraftHead(nn.Module):
     """Logits [B, n, V] of x [B, n, E]; -inf for tokens outside the shortlist."""
     config, covered = self.config, self.serving.shortlist
     logits = layers.Projection(
-        (config.width, covered or config.vocab_size),
-        ("embed", "vocab"),
-        jnp.dtype(config.dtype),
-        self.serving.layout,
-        name="projection",
+      (config.width, covered or config.vocab_size),
+      ("embed", "vocab"),
+      jnp.dtype(config.dtype),
+      self.serving.layout,
+      name="projection",
     )(x)
     if not covered:
       return logits
@@ -46,10 +46,10 @@ def has_draft_head(config: T5Config, serving: DraftServing) -> bool:
 
 
 def prepare(
-    config: T5Config,
-    serving: DraftServing,
-    params: base.Params,
-    shortlist: jax.Array | None = None,
+  config: T5Config,
+  serving: DraftServing,
+  params: base.Params,
+  shortlist: jax.Array | None = None,
 ) -> base.Params:
   """The served copy: compute type, kernels that a step reads transposed.
 
@@ -97,13 +97,13 @@ def _for_steps(decoder, stored, within: tuple[str, ...] = ()):
   """A decoder's kernels as steps read them; but for those that only prefill reads."""
   if "kernel" in decoder:
     prefilled = within[-2:] in (
-        ("encoder_decoder_attention", "key"),
-        ("encoder_decoder_attention", "value"),
+      ("encoder_decoder_attention", "key"),
+      ("encoder_decoder_attention", "value"),
     )
     return decoder if prefilled else stored(decoder["kernel"])
   return {
-      name: _for_steps(inner, stored, (*within, name))
-      if isinstance(inner, dict)
-      else inner
-      for name, inner in decoder.items()
+    name: _for_steps(inner, stored, (*within, name))
+    if isinstance(inner, dict)
+    else inner
+    for name, inner in decoder.items()
   }

@@ -119,20 +119,19 @@ class Decoder(nn.Module):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     self.relpos_bias = _relative_bias(config, bidirectional=False, name=None)
     self.layers = [
-        DecoderLayer(config, self.layout)
-        for _ in range(config.num_decoder_layers)
+      DecoderLayer(config, self.layout) for _ in range(config.num_decoder_layers)
     ]
     self.decoder_norm = layers.RMSNorm(dtype)
     if self.own_head:
       self.logits_dense = layers.Projection(
-          (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
+        (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
       )
 
   def cross_keys_values(self, encoded: jax.Array):
     """Cross-attention keys and values of every layer, [B, H, S, D] each."""
     return [
-        _traced_once(layer, DecoderLayer.cross_keys_values, encoded)
-        for layer in self.layers
+      _traced_once(layer, DecoderLayer.cross_keys_values, encoded)
+      for layer in self.layers
     ]
 
   def __call__(self, x, cross, cross_mask, key_length, pasts=None, length=None):
@@ -159,7 +158,7 @@ class Decoder(nn.Module):
     for index, layer in enumerate(self.layers):
       past = None if pasts is None else (*pasts[index], length)
       x, entries = _traced_once(
-          layer, DecoderLayer.__call__, x, self_bias, cross[index], cross_bias, past
+        layer, DecoderLayer.__call__, x, self_bias, cross[index], cross_bias, past
       )
       written.append(entries)
     return self.decoder_norm(x), written
@@ -192,34 +191,34 @@ class T5(nn.Module):
     cross = self.decoder.cross_keys_values(self._encode(source, mask))
     shape = (source.shape[0], config.num_heads, cache_length, config.head_dim)
     empty = functools.partial(
-        cache_lib.empty_self_entries,
-        config.num_decoder_layers,
-        shape,
-        jnp.dtype(config.dtype),
+      cache_lib.empty_self_entries,
+      config.num_decoder_layers,
+      shape,
+      jnp.dtype(config.dtype),
     )
     return cache_lib.KVCache(
-        self_keys=empty(),
-        self_values=empty(),
-        cross_keys=tuple(keys for keys, _ in cross),
-        cross_values=tuple(values for _, values in cross),
-        cross_mask=mask,
-        length=jnp.zeros((source.shape[0],), jnp.int32),
+      self_keys=empty(),
+      self_values=empty(),
+      cross_keys=tuple(keys for keys, _ in cross),
+      cross_values=tuple(values for _, values in cross),
+      cross_mask=mask,
+      length=jnp.zeros((source.shape[0],), jnp.int32),
     )
 
   def decode(self, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
     x, written = self.decoder(
-        self.token_embedder(tokens),
-        list(zip(cache.cross_keys, cache.cross_values, strict=True)),
-        cache.cross_mask,
-        cache.self_keys[0].shape[2],
-        list(zip(cache.self_keys, cache.self_values, strict=True)),
-        cache.length,
+      self.token_embedder(tokens),
+      list(zip(cache.cross_keys, cache.cross_values, strict=True)),
+      cache.cross_mask,
+      cache.self_keys[0].shape[2],
+      list(zip(cache.self_keys, cache.self_values, strict=True)),
+      cache.length,
     )
     cache = cache.replace(
-        self_keys=tuple(keys for keys, _ in written),
-        self_values=tuple(values for _, values in written),
-        length=cache.length + tokens.shape[1],
+      self_keys=tuple(keys for keys, _ in written),
+      self_values=tuple(values for _, values in written),
+      length=cache.length + tokens.shape[1],
     )
     return self._logits(x), cache
 
@@ -255,7 +254,7 @@ class Embedding(nn.Module):
   def setup(self):
     config = self.config
     init = nn.with_logical_partitioning(
-        nn.initializers.normal(config.embedding_std), ("vocab", "embed")
+      nn.initializers.normal(config.embedding_std), ("vocab", "embed")
     )
     self.embedding = self.param("embedding", init, (config.vocab_size, config.width))
 
@@ -284,46 +283,46 @@ def _call(layer: nn.Module, method, variables, *args):
 
 
 def _attention(
-    config: T5Config,
-    layout: layers.Layout = layers.Layout.TRAINED,
-    memory_layout: layers.Layout = layers.Layout.TRAINED,
-    name: str | None = None,
+  config: T5Config,
+  layout: layers.Layout = layers.Layout.TRAINED,
+  memory_layout: layers.Layout = layers.Layout.TRAINED,
+  name: str | None = None,
 ) -> layers.Attention:
   return layers.Attention(
-      config.width,
-      config.num_heads,
-      config.head_dim,
-      jnp.dtype(config.dtype),
-      layout,
-      memory_layout,
-      name=name,
+    config.width,
+    config.num_heads,
+    config.head_dim,
+    jnp.dtype(config.dtype),
+    layout,
+    memory_layout,
+    name=name,
   )
 
 
 def _mlp(
-    config: T5Config,
-    layout: layers.Layout = layers.Layout.TRAINED,
-    name: str | None = None,
+  config: T5Config,
+  layout: layers.Layout = layers.Layout.TRAINED,
+  name: str | None = None,
 ) -> layers.Mlp:
   return layers.Mlp(
-      config.width,
-      config.mlp_dim,
-      config.mlp_activations,
-      jnp.dtype(config.dtype),
-      layout,
-      name=name,
+    config.width,
+    config.mlp_dim,
+    config.mlp_activations,
+    jnp.dtype(config.dtype),
+    layout,
+    name=name,
   )
 
 
 def _relative_bias(
-    config: T5Config, bidirectional: bool, name: str | None = "relpos_bias"
+  config: T5Config, bidirectional: bool, name: str | None = "relpos_bias"
 ) -> layers.RelativePositionBias:
   return layers.RelativePositionBias(
-      config.num_heads,
-      config.relative_buckets,
-      config.relative_max_distance,
-      bidirectional,
-      name=name,
+    config.num_heads,
+    config.relative_buckets,
+    config.relative_max_distance,
+    bidirectional,
+    name=name,
   )
 
 
@@ -332,7 +331,7 @@ _WHOLE = DraftServing()  # leaves nothing out
 
 @functools.cache
 def build(
-    config: T5Config, name: str = "t5", serving: DraftServing = _WHOLE
+  config: T5Config, name: str = "t5", serving: DraftServing = _WHOLE
 ) -> base.Model:
   """The functions of `base.Model` for one configuration.
 
@@ -355,15 +354,15 @@ def build(
     return module.apply({"params": params}, *args, method=method)
 
   return base.Model(
-      name=name,
-      vocab_size=config.vocab_size,
-      init=init,
-      prefill=functools.partial(apply, decoding, method=T5.prefill),
-      decode=functools.partial(apply, decoding, method=T5.decode),
-      score=functools.partial(apply, training, method=T5.score),
-      prepare=functools.partial(served.prepare, config, serving),
-      logical_axes=functools.partial(_logical_axes, training),
-      shortlist=serving.shortlist,
+    name=name,
+    vocab_size=config.vocab_size,
+    init=init,
+    prefill=functools.partial(apply, decoding, method=T5.prefill),
+    decode=functools.partial(apply, decoding, method=T5.decode),
+    score=functools.partial(apply, training, method=T5.score),
+    prepare=functools.partial(served.prepare, config, serving),
+    logical_axes=functools.partial(_logical_axes, training),
+    shortlist=serving.shortlist,
   )
 
 

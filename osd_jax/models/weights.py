@@ -58,18 +58,17 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
   """
   if storage not in ("float32", "bfloat16"):
     raise ValueError(
-        f"weights: save: storage: received {storage!r}, expected 'float32' or"
-        " 'bfloat16'."
+      f"weights: save: storage: received {storage!r}, expected 'float32' or 'bfloat16'."
     )
   path = Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
   tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
   metadata = {
-      "format": "osd_jax.t5",
-      "config": json.dumps(dataclasses.asdict(weights.config)),
-      "vocabulary": weights.vocabulary,
-      "notes": weights.notes,
+    "format": "osd_jax.t5",
+    "config": json.dumps(dataclasses.asdict(weights.config)),
+    "vocabulary": weights.vocabulary,
+    "notes": weights.notes,
   }
   partial = path.with_name(path.name + ".partial")
   try:
@@ -97,12 +96,12 @@ def load(path: str | Path) -> Weights:
   metadata, tensors = _read(path)
   if metadata.get("format") != "osd_jax.t5":
     raise ValueError(
-        f"weights: {path} says format {metadata.get('format')!r}, expected"
-        " 'osd_jax.t5'; write it with `osd pretrain` or `osd offline`."
+      f"weights: {path} says format {metadata.get('format')!r}, expected"
+      " 'osd_jax.t5'; write it with `osd pretrain` or `osd offline`."
     )
   config = _config(metadata.get("config", ""), path)
   params = flax.traverse_util.unflatten_dict(
-      {name: jnp.asarray(x, jnp.float32) for name, x in tensors.items()}, sep="/"
+    {name: jnp.asarray(x, jnp.float32) for name, x in tensors.items()}, sep="/"
   )
   check_shapes(config, params, str(path))
   vocabulary, notes = (metadata.get(field, "") for field in ("vocabulary", "notes"))
@@ -116,10 +115,10 @@ def check_shapes(config: t5.T5Config, params: base.Params, origin: str) -> None:
   for name in sorted(expected.keys() | found.keys()):
     if expected.get(name) != found.get(name):
       raise ValueError(
-          f"weights: {origin}: parameter {name}: found"
-          f" {found.get(name, 'nothing')}, expected"
-          f" {expected.get(name, 'nothing')} for this T5Config; check that"
-          " the file belongs to the configured model."
+        f"weights: {origin}: parameter {name}: found"
+        f" {found.get(name, 'nothing')}, expected"
+        f" {expected.get(name, 'nothing')} for this T5Config; check that"
+        " the file belongs to the configured model."
       )
 
 
@@ -133,9 +132,9 @@ def _config(text: str, path: Path) -> t5.T5Config:
     return t5.T5Config(**json.loads(text))
   except (TypeError, ValueError) as error:
     raise ValueError(
-        f"weights: {path}: config in the header: received {text!r}, expected the"
-        f" fields of a T5Config ({error}); the file may be of another version of"
-        " this package."
+      f"weights: {path}: config in the header: received {text!r}, expected the"
+      f" fields of a T5Config ({error}); the file may be of another version of"
+      " this package."
     ) from error
 
 
@@ -146,6 +145,6 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, jax.Array]]:
       return metadata, {name: file.get_tensor(name) for name in file.keys()}
   except (OSError, safetensors.SafetensorError) as error:
     raise ValueError(
-        f"weights: cannot read {path}: {error}; expected a safetensors file made by"
-        " `osd pretrain` or `osd offline`."
+      f"weights: cannot read {path}: {error}; expected a safetensors file made by"
+      " `osd pretrain` or `osd offline`."
     ) from error

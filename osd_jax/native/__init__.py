@@ -28,11 +28,11 @@ def covers(columns: jax.Array, kernel: jax.Array) -> bool:
   """
   types = (columns.dtype, kernel.dtype)
   return (
-      columns.shape[0] <= MOST_COLUMNS
-      and types in ((jnp.float32, jnp.float32), (jnp.float32, jnp.int8))
-      and columns.size > 0
-      and kernel.size > 0
-      and _usable("products")
+    columns.shape[0] <= MOST_COLUMNS
+    and types in ((jnp.float32, jnp.float32), (jnp.float32, jnp.int8))
+    and columns.size > 0
+    and kernel.size > 0
+    and _usable("products")
   )
 
 
@@ -51,15 +51,15 @@ def int8_product(columns: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax
 def attends(query: jax.Array, keys: jax.Array) -> bool:
   """Whether attention is computed here, as `covers`; shapes as in `attention`."""
   return (
-      query.shape[1] <= MOST_COLUMNS
-      and (query.dtype, keys.dtype) == (jnp.float32, jnp.float32)
-      and query.size > 0
-      and _usable("attention")
+    query.shape[1] <= MOST_COLUMNS
+    and (query.dtype, keys.dtype) == (jnp.float32, jnp.float32)
+    and query.size > 0
+    and _usable("attention")
   )
 
 
 def attention(
-    query: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+  query: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
 ) -> jax.Array:
   """Unscaled attention of few queries; what is masked behind the rest is not read.
 
@@ -83,9 +83,7 @@ def off(*parts: str):
 
 
 def _usable(part: str) -> bool:
-  return (
-      jax.default_backend() == "cpu" and part not in _off.value and build.load()
-  )
+  return jax.default_backend() == "cpu" and part not in _off.value and build.load()
 
 
 def _call(name, shape, *arguments):

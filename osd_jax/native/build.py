@@ -16,9 +16,9 @@ import jax
 
 FOLDER = "~/.cache/osd_jax/native"
 TARGETS = {
-    "ProductFloat32": "osd_jax_product_float32",
-    "ProductInt8": "osd_jax_product_int8",
-    "Attention": "osd_jax_attention",
+  "ProductFloat32": "osd_jax_product_float32",
+  "ProductInt8": "osd_jax_product_int8",
+  "Attention": "osd_jax_attention",
 }
 _FOLDER = pathlib.Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
@@ -49,11 +49,11 @@ def _loaded() -> bool:
   except (OSError, RuntimeError, subprocess.SubprocessError) as error:
     said = getattr(error, "stderr", "") or ""
     _log.warning(
-        "step.cc could not be built with %s: XLA alone computes steps, slower on a CPU."
-        " %s %s",
-        compiler,
-        error,
-        said[-500:],
+      "step.cc could not be built with %s: XLA alone computes steps, slower on a CPU."
+      " %s %s",
+      compiler,
+      error,
+      said[-500:],
     )
     return False
   return True
@@ -78,11 +78,11 @@ def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
     with tempfile.TemporaryDirectory(dir=folder) as private:
       made = os.path.join(private, path.name)
       subprocess.run(
-          (*command, *parts, "-o", made),
-          check=True,
-          capture_output=True,
-          text=True,
-          timeout=_PATIENCE,
+        (*command, *parts, "-o", made),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
       )
       os.replace(made, path)  # another process may have been faster: either will do
   return path

@@ -10,15 +10,15 @@ from osd_jax.writers.run_directory import RunDirectory
 from osd_jax.writers.series import cost_ledger, segments, trailing_mean
 
 __all__ = [
-    "MetricsLog",
-    "RunDirectory",
-    "TensorBoardLog",
-    "cost_ledger",
-    "draw_plots",
-    "draw_plots_if_available",
-    "plots_available",
-    "read",
-    "segments",
-    "trailing_mean",
-    "write_report",
+  "MetricsLog",
+  "RunDirectory",
+  "TensorBoardLog",
+  "cost_ledger",
+  "draw_plots",
+  "draw_plots_if_available",
+  "plots_available",
+  "read",
+  "segments",
+  "trailing_mean",
+  "write_report",
 ]

@@ -70,8 +70,8 @@ class MetricsLog:
     for name in _RESERVED:
       if name in values:
         raise ValueError(
-            f"metrics row {kind!r}: received a field named {name!r}, which the log"
-            " itself writes; rename it."
+          f"metrics row {kind!r}: received a field named {name!r}, which the log"
+          " itself writes; rename it."
         )
     nonfinite: list[str] = []
     row = {"kind": kind, **_plain(dict(values), kind, "", nonfinite)}
@@ -83,11 +83,11 @@ class MetricsLog:
       self._file.flush()
     except OSError as error:
       raise OSError(
-          error.errno,
-          f"metrics: row {self._lines} ({kind!r}) cannot be written: {error.strerror};"
-          " make room and start the same command again, it continues from its last"
-          " checkpoint",
-          str(self.path),
+        error.errno,
+        f"metrics: row {self._lines} ({kind!r}) cannot be written: {error.strerror};"
+        " make room and start the same command again, it continues from its last"
+        " checkpoint",
+        str(self.path),
       ) from error
     self._lines += 1
 
@@ -108,9 +108,9 @@ class MetricsLog:
       head = existing.read(max(n_bytes, 0))
     if n_bytes < 0 or len(head) < n_bytes or head[-1:] not in (b"", b"\n"):
       raise ValueError(
-          f"metrics log: received {n_bytes} bytes to keep, expected the end of a"
-          f" row within the {self.length} bytes of {self.path}; the checkpoint"
-          " belongs to another log."
+        f"metrics log: received {n_bytes} bytes to keep, expected the end of a"
+        f" row within the {self.length} bytes of {self.path}; the checkpoint"
+        " belongs to another log."
       )
     self._file.truncate(n_bytes)
     self._file.seek(0, os.SEEK_END)
@@ -148,8 +148,8 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def _bad_line(path: str | Path, number: int, line: bytes) -> ValueError:
   return ValueError(
-      f"metrics log: {path} line {number}: received {line[:60]!r}, expected a JSON"
-      " object; remove the line."
+    f"metrics log: {path} line {number}: received {line[:60]!r}, expected a JSON"
+    " object; remove the line."
   )
 
 
@@ -174,19 +174,19 @@ def _plain(value: Any, kind: str, name: str, nonfinite: list[str]) -> Any:
   if hasattr(value, "dtype") and hasattr(value, "shape"):
     return _plain(_array_to_python(value, kind, name), kind, name, nonfinite)
   raise ValueError(
-      f"metrics row {kind!r}: received {type(value).__name__} as {name!r}, expected"
-      " numbers, text, booleans, None, arrays, lists or dicts; convert it."
+    f"metrics row {kind!r}: received {type(value).__name__} as {name!r}, expected"
+    " numbers, text, booleans, None, arrays, lists or dicts; convert it."
   )
 
 
 def _plain_dict(
-    value: Mapping[Any, Any], kind: str, name: str, nonfinite: list[str]
+  value: Mapping[Any, Any], kind: str, name: str, nonfinite: list[str]
 ) -> dict[str, Any]:
   for key in value:
     if not isinstance(key, str):
       raise ValueError(
-          f"metrics row {kind!r}: received the key {key!r} in {name or 'the row'!r},"
-          " expected text; convert it."
+        f"metrics row {kind!r}: received the key {key!r} in {name or 'the row'!r},"
+        " expected text; convert it."
       )
   return {k: _plain(v, kind, _join(name, k), nonfinite) for k, v in value.items()}
 
@@ -199,8 +199,8 @@ def _array_to_python(value: Any, kind: str, name: str) -> Any:
     return array.astype(np.float32).tolist()  # bfloat16 and the like
   except (TypeError, ValueError) as error:
     raise ValueError(
-        f"metrics row {kind!r}: received an array of {array.dtype} as {name!r},"
-        " expected numbers; convert it."
+      f"metrics row {kind!r}: received an array of {array.dtype} as {name!r},"
+      " expected numbers; convert it."
     ) from error
 
 
@@ -221,8 +221,8 @@ class TensorBoardLog:
       import tensorboardX
     except ImportError as error:
       raise ImportError(
-          "TensorBoard events need tensorboardX: pip install osd-jax[log], or"
-          " switch them off."
+        "TensorBoard events need tensorboardX: pip install osd-jax[log], or"
+        " switch them off."
       ) from error
     self._writer = tensorboardX.SummaryWriter(str(directory))
 

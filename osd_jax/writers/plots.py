@@ -15,26 +15,30 @@ import numpy as np
 from osd_jax.writers import series
 
 _ONLINE, _FLOOR, _PLAIN, _INK, _FAINT = (
-    "#0072B2", "#D55E00", "#666666", "#222222", "#B8B8B8",
+  "#0072B2",
+  "#D55E00",
+  "#666666",
+  "#222222",
+  "#B8B8B8",
 )
 _SIZE, _DPI = (8.0, 4.0), 160
 
 _STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 11,
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#ECECEC",
-    "xtick.color": _PLAIN,
-    "ytick.color": _PLAIN,
-    "text.color": _INK,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
+  "font.family": "sans-serif",
+  "font.size": 11,
+  "axes.edgecolor": _FAINT,
+  "axes.labelcolor": _INK,
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "axes.grid": True,
+  "axes.grid.axis": "y",
+  "axes.axisbelow": True,
+  "grid.color": "#ECECEC",
+  "xtick.color": _PLAIN,
+  "ytick.color": _PLAIN,
+  "text.color": _INK,
+  "figure.facecolor": "white",
+  "savefig.facecolor": "white",
 }
 
 
@@ -55,7 +59,7 @@ def plots_available() -> bool:
 
 
 def draw_plots_if_available(
-    rows: Iterable[Mapping[str, Any]], directory: str | Path
+  rows: Iterable[Mapping[str, Any]], directory: str | Path
 ) -> tuple[list[Path], str]:
   """Draws the plots, or says why there are none; never fails for want of them.
 
@@ -69,9 +73,7 @@ def draw_plots_if_available(
   return paths, f"{len(paths)} plots in {directory}"
 
 
-def draw_plots(
-    rows: Iterable[Mapping[str, Any]], directory: str | Path
-) -> list[Path]:
+def draw_plots(rows: Iterable[Mapping[str, Any]], directory: str | Path) -> list[Path]:
   """Draws every plot for which the rows hold data.
 
   Args:
@@ -87,9 +89,7 @@ def draw_plots(
   try:
     import matplotlib
   except ImportError as error:
-    raise ImportError(
-        "plots need matplotlib: pip install osd-jax[plots]"
-    ) from error
+    raise ImportError("plots need matplotlib: pip install osd-jax[plots]") from error
   rows = list(rows)
   directory = Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
@@ -107,24 +107,24 @@ def draw_plots(
 def _overlap(rows: Sequence[series.Row]) -> Any:
   requests = series.request_rows(rows)
   lines = [
-      _Line("frozen draft", series.column(requests, "floor_overlap"), _FLOOR, "--"),
-      _Line("online draft", series.column(requests, "overlap"), _ONLINE),
+    _Line("frozen draft", series.column(requests, "floor_overlap"), _FLOOR, "--"),
+    _Line("online draft", series.column(requests, "overlap"), _ONLINE),
   ]
   return _over_requests(
-      requests, lines, "Distribution overlap of draft and target", limits=(0.0, 1.02)
+    requests, lines, "Distribution overlap of draft and target", limits=(0.0, 1.02)
   )
 
 
 def _tokens_per_call(rows: Sequence[series.Row]) -> Any:
   requests = series.request_rows(rows)
   lines = [
-      _Line(
-          "frozen draft",
-          series.column(requests, "floor_tokens_per_target_call"),
-          _FLOOR,
-          "--",
-      ),
-      _Line("online draft", series.column(requests, "tokens_per_target_call"), _ONLINE),
+    _Line(
+      "frozen draft",
+      series.column(requests, "floor_tokens_per_target_call"),
+      _FLOOR,
+      "--",
+    ),
+    _Line("online draft", series.column(requests, "tokens_per_target_call"), _ONLINE),
   ]
   limits = (1.0, _ceiling(lines, quantile=1.0))
   return _over_requests(requests, lines, "Tokens per target call", limits=limits)
@@ -138,11 +138,9 @@ def _milliseconds(rows: Sequence[series.Row]) -> Any:
     tokens[tokens == 0] = np.nan
     online = series.column(requests, "decode_ms") / tokens
   lines = [
-      _Line("plain", series.column(requests, "plain_ms_per_token"), _PLAIN, ":"),
-      _Line(
-          "frozen draft", series.column(requests, "floor_ms_per_token"), _FLOOR, "--"
-      ),
-      _Line("online draft", online, _ONLINE),
+    _Line("plain", series.column(requests, "plain_ms_per_token"), _PLAIN, ":"),
+    _Line("frozen draft", series.column(requests, "floor_ms_per_token"), _FLOOR, "--"),
+    _Line("online draft", online, _ONLINE),
   ]
   limits = (0.0, _ceiling(lines, quantile=0.98))
   return _over_requests(requests, lines, "Milliseconds per token", limits=limits)
@@ -180,8 +178,8 @@ def _per_position(rows: Sequence[series.Row]) -> Any:
   figure, axes = _new_figure("Accepted share of drafted tokens")
   positions = np.arange(1, len(early) + 1)
   for shift, values, color, name in (
-      (-0.2, early, _FAINT, f"first {size}"),
-      (0.2, late, _ONLINE, f"last {size}"),
+    (-0.2, early, _FAINT, f"first {size}"),
+    (0.2, late, _ONLINE, f"last {size}"),
   ):
     bars = axes.bar(positions + shift, values, 0.38, color=color, label=name)
     axes.bar_label(bars, fmt="%.2f", fontsize=9, padding=2, color=_PLAIN)
@@ -214,20 +212,20 @@ def _ledger(rows: Sequence[series.Row]) -> Any:
 
 
 _PLOTS: dict[str, Callable[[Sequence[series.Row]], Any]] = {
-    "distribution_overlap": _overlap,
-    "tokens_per_target_call": _tokens_per_call,
-    "milliseconds_per_token": _milliseconds,
-    "acceptance_per_position": _per_position,
-    "update_loss": _loss,
-    "cost_ledger": _ledger,
+  "distribution_overlap": _overlap,
+  "tokens_per_target_call": _tokens_per_call,
+  "milliseconds_per_token": _milliseconds,
+  "acceptance_per_position": _per_position,
+  "update_loss": _loss,
+  "cost_ledger": _ledger,
 }
 
 
 def _over_requests(
-    requests: Sequence[series.Row],
-    lines: Sequence[_Line],
-    title: str,
-    limits: tuple[float, float],
+  requests: Sequence[series.Row],
+  lines: Sequence[_Line],
+  title: str,
+  limits: tuple[float, float],
 ) -> Any:
   """Dots of single requests and trailing means, with the stream's shifts."""
   lines = [line for line in lines if np.isfinite(line.values).any()]
@@ -240,15 +238,15 @@ def _over_requests(
   for line in lines:
     hidden += int(np.sum(line.values > limits[1]))
     axes.plot(
-        index, line.values, ".", color=line.color, alpha=0.3, markersize=4.5, mew=0
+      index, line.values, ".", color=line.color, alpha=0.3, markersize=4.5, mew=0
     )
     axes.plot(
-        index,
-        series.trailing_mean(line.values),
-        line.style,
-        color=line.color,
-        lw=2.2,
-        label=line.name,
+      index,
+      series.trailing_mean(line.values),
+      line.style,
+      color=line.color,
+      lw=2.2,
+      label=line.name,
     )
   axes.set_ylim(*limits)
   note = f"request; lines: mean of the last {series.WINDOW}, dots: single requests"
@@ -279,14 +277,14 @@ def _mark_shifts(axes: Any, requests: Sequence[series.Row]) -> None:
     room = (right - left) / span * 75  # characters that fit above the segment
     if len(part.source) <= room:
       axes.text(
-          (left + right) / 2,
-          1.015,
-          part.source,
-          transform=axes.get_xaxis_transform(),
-          ha="center",
-          va="bottom",
-          fontsize=10,
-          color=_PLAIN,
+        (left + right) / 2,
+        1.015,
+        part.source,
+        transform=axes.get_xaxis_transform(),
+        ha="center",
+        va="bottom",
+        fontsize=10,
+        color=_PLAIN,
       )
 
 
@@ -295,8 +293,8 @@ def _new_figure(title: str, height: float = 1.0) -> tuple[Any, Any]:
   from matplotlib.layout_engine import ConstrainedLayoutEngine
 
   figure = Figure(
-      figsize=(_SIZE[0], _SIZE[1] * height),
-      layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
+    figsize=(_SIZE[0], _SIZE[1] * height),
+    layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
   )
   axes = figure.subplots()
   axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=24)
@@ -307,12 +305,12 @@ def _new_figure(title: str, height: float = 1.0) -> tuple[Any, Any]:
 def _legend(axes: Any) -> None:
   """Names of the series, right above the plot, on the title's line."""
   axes.legend(
-      loc="lower right",
-      bbox_to_anchor=(1.0, 1.055),
-      ncols=3,
-      frameon=False,
-      borderaxespad=0.0,
-      handlelength=2.2,
-      columnspacing=1.4,
-      fontsize=10,
+    loc="lower right",
+    bbox_to_anchor=(1.0, 1.055),
+    ncols=3,
+    frameon=False,
+    borderaxespad=0.0,
+    handlelength=2.2,
+    columnspacing=1.4,
+    fontsize=10,
   )

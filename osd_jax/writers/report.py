@@ -31,13 +31,13 @@ summary { cursor: pointer; font-weight: 600; }
 
 
 def write_report(
-    run_directory: RunDirectory,
-    headline: Sequence[str],
-    tables: Mapping[str, Sequence[Mapping[str, Any]]],
-    plots: Sequence[Path],
-    *,
-    title: str = "Online speculative decoding",
-    note: str = "",
+  run_directory: RunDirectory,
+  headline: Sequence[str],
+  tables: Mapping[str, Sequence[Mapping[str, Any]]],
+  plots: Sequence[Path],
+  *,
+  title: str = "Online speculative decoding",
+  note: str = "",
 ) -> Path:
   """Writes report.html of a run: headline, tables, plots, ledger, provenance.
 
@@ -56,11 +56,11 @@ def write_report(
     ValueError: a plot is no PNG file.
   """
   parts = [
-      f"<h1>{_text(title)}</h1>",
-      f'<p class="faint">{_text(_subtitle(run_directory))}</p>',
-      '<div class="headline">',
-      *(f"<p>{_text(sentence)}</p>" for sentence in headline),
-      "</div>",
+    f"<h1>{_text(title)}</h1>",
+    f'<p class="faint">{_text(_subtitle(run_directory))}</p>',
+    '<div class="headline">',
+    *(f"<p>{_text(sentence)}</p>" for sentence in headline),
+    "</div>",
   ]
   for name, rows in tables.items():
     parts += [f"<h2>{_text(name)}</h2>", _table(rows)]
@@ -75,25 +75,27 @@ def write_report(
 
 
 def _page(title: str, parts: Sequence[str]) -> str:
-  return "\n".join([
+  return "\n".join(
+    [
       "<!DOCTYPE html>",
       '<html lang="en"><head><meta charset="utf-8">',
       '<meta name="viewport" content="width=device-width, initial-scale=1">',
       f"<title>{_text(title)}</title><style>{_CSS}</style></head><body>",
       *parts,
       "</body></html>\n",
-  ])
+    ]
+  )
 
 
 def _subtitle(run: RunDirectory) -> str:
   provenance = run.provenance()
   sha = provenance.get("git_sha")
   facts = [
-      run.path.name,
-      f"started {provenance['started']}",
-      f"{provenance['device_count']} x {provenance['device_kind']}",
-      f"seed {provenance['seed']}" if provenance["seed"] is not None else "",
-      f"commit {sha[:10]}" if sha else "",
+    run.path.name,
+    f"started {provenance['started']}",
+    f"{provenance['device_count']} x {provenance['device_kind']}",
+    f"seed {provenance['seed']}" if provenance["seed"] is not None else "",
+    f"commit {sha[:10]}" if sha else "",
   ]
   return " · ".join(fact for fact in facts if fact)
 
@@ -106,8 +108,8 @@ def _ledger(run: RunDirectory) -> list[str]:
     return []
   total = sum(ledger.values())
   rows = [
-      {"part": name, "seconds": round(value, 2), "share": f"{value / total:.1%}"}
-      for name, value in ledger.items()
+    {"part": name, "seconds": round(value, 2), "share": f"{value / total:.1%}"}
+    for name, value in ledger.items()
   ]
   return ["<h2>Cost ledger</h2>", _table(rows)]
 
@@ -115,16 +117,15 @@ def _ledger(run: RunDirectory) -> list[str]:
 def _origin(run: RunDirectory) -> list[str]:
   provenance = json.dumps(run.provenance(), indent=2)
   return [
-      "<h2>Origin</h2>",
-      _details("Provenance: code, versions, command, device", provenance),
-      _details("Operative config", run.config() or "(none was given)"),
+    "<h2>Origin</h2>",
+    _details("Provenance: code, versions, command, device", provenance),
+    _details("Operative config", run.config() or "(none was given)"),
   ]
 
 
 def _details(summary: str, text: str) -> str:
   return (
-      f"<details><summary>{_text(summary)}</summary>"
-      f"<pre>{_text(text)}</pre></details>"
+    f"<details><summary>{_text(summary)}</summary><pre>{_text(text)}</pre></details>"
   )
 
 
@@ -149,9 +150,9 @@ def _cell(tag: str, text: str, numeric: bool) -> str:
 def _is_numeric(values: Sequence[Any]) -> bool:
   known = [value for value in values if value is not None]
   return all(
-      (isinstance(v, (int, float)) and not isinstance(v, bool))
-      or (isinstance(v, str) and v[:-1].replace(".", "").isdigit() and v[-1] in "%x")
-      for v in known
+    (isinstance(v, (int, float)) and not isinstance(v, bool))
+    or (isinstance(v, str) and v[:-1].replace(".", "").isdigit() and v[-1] in "%x")
+    for v in known
   )
 
 
@@ -170,7 +171,7 @@ def _image(path: Path) -> str:
   data = path.read_bytes() if path.is_file() else b""
   if not data.startswith(b"\x89PNG"):
     raise ValueError(
-        f"report: received {path} as a plot, expected a PNG file; draw it first."
+      f"report: received {path} as a plot, expected a PNG file; draw it first."
     )
   name = path.stem.replace("_", " ")
   encoded = base64.b64encode(data).decode("ascii")

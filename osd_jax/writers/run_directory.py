@@ -61,12 +61,12 @@ class RunDirectory:
 
   @classmethod
   def create(
-      cls,
-      path: str | Path,
-      *,
-      config: str = "",
-      seed: int | None = None,
-      argv: Sequence[str] | None = None,
+    cls,
+    path: str | Path,
+    *,
+    config: str = "",
+    seed: int | None = None,
+    argv: Sequence[str] | None = None,
   ) -> "RunDirectory":
     """Makes the folder of a new run and writes its config and provenance.
 
@@ -82,23 +82,23 @@ class RunDirectory:
     run = cls(Path(path))
     if run.provenance_path.exists():
       raise ValueError(
-          f"run directory: received {path}, which already holds a run, expected a"
-          " new folder; choose another, or continue that run with open()."
+        f"run directory: received {path}, which already holds a run, expected a"
+        " new folder; choose another, or continue that run with open()."
       )
     run.path.mkdir(parents=True, exist_ok=True)
     _write_text(run.config_path, config)
     run._write_provenance(
-        {"seed": seed, **_session(argv), "resumed": []}  # written last: the mark
+      {"seed": seed, **_session(argv), "resumed": []}  # written last: the mark
     )
     return run
 
   @classmethod
   def open(
-      cls,
-      path: str | Path,
-      *,
-      config: str | None = None,
-      argv: Sequence[str] | None = None,
+    cls,
+    path: str | Path,
+    *,
+    config: str | None = None,
+    argv: Sequence[str] | None = None,
   ) -> "RunDirectory":
     """Opens an existing run to continue it; provenance notes the new session.
 
@@ -122,12 +122,12 @@ class RunDirectory:
 
   @classmethod
   def start(
-      cls,
-      path: str | Path,
-      *,
-      config: str = "",
-      seed: int | None = None,
-      argv: Sequence[str] | None = None,
+    cls,
+    path: str | Path,
+    *,
+    config: str = "",
+    seed: int | None = None,
+    argv: Sequence[str] | None = None,
   ) -> "RunDirectory":
     """Continues the run of this folder if it holds one, else creates it."""
     if cls(Path(path)).provenance_path.exists():
@@ -144,8 +144,8 @@ class RunDirectory:
       return json.loads(self.provenance_path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
       raise ValueError(
-          f"run directory: received {self.path}, expected a folder with a readable"
-          f" provenance.json ({error}); create() makes one."
+        f"run directory: received {self.path}, expected a folder with a readable"
+        f" provenance.json ({error}); create() makes one."
       ) from error
 
   def config(self) -> str:
@@ -175,9 +175,9 @@ class RunDirectory:
     new = [line for line in given if line not in stored]
     if gone or new:
       raise ValueError(
-          f"run directory: received a config for {self.path} that differs from the"
-          f" one it was made with: expected {gone[:3]}, received {new[:3]}; repeat"
-          " the first command, or choose a new directory."
+        f"run directory: received a config for {self.path} that differs from the"
+        f" one it was made with: expected {gone[:3]}, received {new[:3]}; repeat"
+        " the first command, or choose a new directory."
       )
 
   def _close_session(self, provenance: dict[str, Any], interrupted: bool) -> None:
@@ -206,13 +206,13 @@ class RunDirectory:
 def _session(argv: Sequence[str] | None) -> dict[str, Any]:
   """What is known of one process that works on a run, when it starts."""
   return {
-      "argv": list(sys.argv if argv is None else argv),
-      **_git_state(),
-      "versions": _versions(),
-      **_devices(),
-      "started": _now().isoformat(timespec="seconds"),
-      "ended": None,
-      "hours": None,
+    "argv": list(sys.argv if argv is None else argv),
+    **_git_state(),
+    "versions": _versions(),
+    **_devices(),
+    "started": _now().isoformat(timespec="seconds"),
+    "ended": None,
+    "hours": None,
   }
 
 
@@ -223,7 +223,7 @@ def _git_state() -> dict[str, Any]:
   def git(*args: str) -> str:
     command = ["git", "-C", str(package), *args]
     return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=20
+      command, capture_output=True, text=True, check=True, timeout=20
     ).stdout.strip()
 
   try:
@@ -248,20 +248,18 @@ def _devices() -> dict[str, Any]:
   import jax
 
   threads = (
-      len(os.sched_getaffinity(0))
-      if hasattr(os, "sched_getaffinity")
-      else os.cpu_count()
+    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
   )
   return {
-      "device_kind": jax.devices()[0].device_kind,
-      "device_count": jax.device_count(),
-      "process_count": jax.process_count(),
-      "thread_count": threads,
-      "thread_settings": {
-          name: os.environ[name]
-          for name in ("XLA_FLAGS", "OMP_NUM_THREADS")
-          if name in os.environ
-      },
+    "device_kind": jax.devices()[0].device_kind,
+    "device_count": jax.device_count(),
+    "process_count": jax.process_count(),
+    "thread_count": threads,
+    "thread_settings": {
+      name: os.environ[name]
+      for name in ("XLA_FLAGS", "OMP_NUM_THREADS")
+      if name in os.environ
+    },
   }
 
 

@@ -96,9 +96,7 @@ def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
   return [Segment(name, start, stop) for (start, name), stop in zip(starts, stops)]
 
 
-def edges(
-    parts: Sequence[Segment], size: int = EDGE
-) -> tuple[list[int], list[int]]:
+def edges(parts: Sequence[Segment], size: int = EDGE) -> tuple[list[int], list[int]]:
   """Positions of the first and of the last requests of every segment.
 
   Returns:
@@ -161,10 +159,10 @@ def cost_ledger(rows: Sequence[Row]) -> dict[str, float]:
     return {name: float(value) for name, value in given.items() if value}
   requests, updates = request_rows(rows), update_rows(rows)
   ledger = {
-      "decode": _seconds(requests, "decode_ms"),
-      "update": _seconds(updates, "update_ms"),
-      "waiting for updates": _seconds(updates, "wait_ms"),
-      "metering": _seconds(requests, "metering_ms"),
+    "decode": _seconds(requests, "decode_ms"),
+    "update": _seconds(updates, "update_ms"),
+    "waiting for updates": _seconds(updates, "wait_ms"),
+    "metering": _seconds(requests, "metering_ms"),
   }
   wall = summaries[-1].get("wall_seconds") if summaries else None
   if wall:

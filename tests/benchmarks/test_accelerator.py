@@ -26,17 +26,25 @@ def run(repository, folder, *flags):
   # Optimising what runs for milliseconds takes most of the time.
   quick = "--xla_backend_optimization_level=0"
   done = subprocess.run(
-      [sys.executable, "-c", PROGRAM.format(names=FORBIDDEN), str(program),
-       "--tiny", "--results", str(folder), *flags],
-      capture_output=True,
-      text=True,
-      env={
-          **os.environ,
-          "XLA_FLAGS": quick,
-          "PYTHONPATH": os.pathsep.join([str(program.parent), str(repository)]),
-      },
-      timeout=300,
-      check=False,
+    [
+      sys.executable,
+      "-c",
+      PROGRAM.format(names=FORBIDDEN),
+      str(program),
+      "--tiny",
+      "--results",
+      str(folder),
+      *flags,
+    ],
+    capture_output=True,
+    text=True,
+    env={
+      **os.environ,
+      "XLA_FLAGS": quick,
+      "PYTHONPATH": os.pathsep.join([str(program.parent), str(repository)]),
+    },
+    timeout=300,
+    check=False,
   )
   assert done.returncode == 0, done.stderr
   return done.stdout
@@ -48,16 +56,20 @@ def test_everything_is_measured_at_the_tiny_size(repository, tmp_path):
   rows = {(row["case"], row["figure"]): row for row in map(json.loads, lines)}
   alone, both = "tiny, bfloat16, 1 row", "tiny, bfloat16, 2 rows"
   assert {
-      ("the device", "bandwidth, GB/s"),
-      ("tiny, bfloat16, 2 x 8", "slice of an update, ms"),
-      (alone, "kernels per plain step"),
-      (alone, "feeding 4, over feeding 1"),
-      *((case, figure) for case in (alone, both) for figure in (
-          "plain, ms/token",
-          "plain over the bound",
-          "K 3, over plain",
-          "draft step over plain step (c)",
-      )),
+    ("the device", "bandwidth, GB/s"),
+    ("tiny, bfloat16, 2 x 8", "slice of an update, ms"),
+    (alone, "kernels per plain step"),
+    (alone, "feeding 4, over feeding 1"),
+    *(
+      (case, figure)
+      for case in (alone, both)
+      for figure in (
+        "plain, ms/token",
+        "plain over the bound",
+        "K 3, over plain",
+        "draft step over plain step (c)",
+      )
+    ),
   } <= rows.keys()
   assert rows[alone, "kernels per plain step"]["value"] > 20
   assert rows[alone, "feeding 1, over feeding 1"]["value"] == 1

@@ -8,8 +8,9 @@ import pytest
 def run(calls, updates=(), step=0.01):
   """Requests of 10 tokens each; updates (finished, update_ms)."""
   requests = [{"target_calls": n, "output_tokens": 10} for n in calls]
-  rows = [{"finished": at, "update_ms": ms, "steps": 2, "wait_ms": 1.0}
-          for at, ms in updates]
+  rows = [
+    {"finished": at, "update_ms": ms, "steps": 2, "wait_ms": 1.0} for at, ms in updates
+  ]
   emitted = np.full(len(calls), 10)
   steps = np.full(len(calls), step)
   return bench_learning.Run(float(steps.sum()), steps, emitted, requests, rows)

@@ -34,7 +34,7 @@ def served(dtype="float32"):
   sources = contenders.prompts(EACH * len(ALPHAS), SOURCE, target[0].vocab_size)
   plain = scripting.continuations(slots.Slots(config, *target), sources)
   decoder = scripting.speculative(
-      config, target, draft, sources, plain, np.repeat(ALPHAS, EACH)
+    config, target, draft, sources, plain, np.repeat(ALPHAS, EACH)
   )
   found = decoder.run([slots.Request(tokens=source) for source in sources])
   return plain, found
@@ -49,7 +49,7 @@ def of(alpha, dtype="float32"):
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_drafted_tokens_are_accepted_with_probability_alpha(alpha, dtype):
   assert scripting.draft_acceptance(of(alpha, dtype)) == pytest.approx(
-      alpha, abs=TOLERANCE
+    alpha, abs=TOLERANCE
   )
 
 
@@ -95,8 +95,8 @@ def test_rounds_are_those_of_rows_that_take_the_next_request():
 
 def test_a_round_is_what_is_left_without_first_tokens():
   times = {
-      "whole": measure.Times(np.full(3, 1.0), np.full(3, 2.0)),
-      "first": measure.Times(np.full(3, 0.1), np.full(3, 0.2)),
+    "whole": measure.Times(np.full(3, 1.0), np.full(3, 2.0)),
+    "first": measure.Times(np.full(3, 0.1), np.full(3, 0.2)),
   }
   found = {"whole": answered(4, 6, 3), "first": answered(1, 1, 1)}
   milliseconds = scripting.round_ms(times, found, "whole", "first", 2, "cpu")

@@ -6,28 +6,28 @@ import pytest
 import write_readme
 
 ROWS = [
-    {
-        "benchmark": "greedy",
-        "case": "tiny, 1 row",
-        "figure": "ours over HF float32",
-        "value": 0.31,
-        "asked": "<= 0.52",
-        "clock": "cpu, 1 thread(s)",
-    },
-    {
-        "benchmark": "greedy",
-        "case": "tiny, 1 row",
-        "figure": "speed-up",
-        "value": 1.7,
-        "asked": ">= 2",
-        "clock": "cpu, 1 thread(s)",
-    },
-    {
-        "benchmark": "greedy",
-        "case": "tiny, 1 row",
-        "figure": "break-even, requests",
-        "value": float("inf"),
-    },
+  {
+    "benchmark": "greedy",
+    "case": "tiny, 1 row",
+    "figure": "ours over HF float32",
+    "value": 0.31,
+    "asked": "<= 0.52",
+    "clock": "cpu, 1 thread(s)",
+  },
+  {
+    "benchmark": "greedy",
+    "case": "tiny, 1 row",
+    "figure": "speed-up",
+    "value": 1.7,
+    "asked": ">= 2",
+    "clock": "cpu, 1 thread(s)",
+  },
+  {
+    "benchmark": "greedy",
+    "case": "tiny, 1 row",
+    "figure": "break-even, requests",
+    "value": float("inf"),
+  },
 ]
 
 
@@ -47,9 +47,9 @@ def test_the_page_says_what_was_asked_and_whether_it_is_met(tmp_path):
   text = readme(tmp_path)
   lines = text.splitlines()
   for expected in (
-      "ours over HF float32 | 0.31 | <= 0.52 | yes | cpu, 1 thread(s)",
-      "speed-up | 1.7 | >= 2 | **no** | cpu, 1 thread(s)",
-      "break-even, requests | never in this run |  |  | ",
+    "ours over HF float32 | 0.31 | <= 0.52 | yes | cpu, 1 thread(s)",
+    "speed-up | 1.7 | >= 2 | **no** | cpu, 1 thread(s)",
+    "break-even, requests | never in this run |  |  | ",
   ):
     assert f"| tiny, 1 row | {expected} |" in lines
   assert "`python benchmarks/bench_greedy.py [" in text
@@ -96,15 +96,15 @@ def test_a_benchmark_without_a_program_is_still_shown(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "asked", "expected"),
-    [
-        (2.0, "<= 2", "yes"),
-        (2.1, "<= 2, at one row", "**no**"),
-        (3.0, ">= 2.5", "yes"),
-        (float("inf"), "<= 1e3", "**no**"),
-        (3.0, "reported", ""),
-        (3.0, "", ""),
-    ],
+  ("value", "asked", "expected"),
+  [
+    (2.0, "<= 2", "yes"),
+    (2.1, "<= 2, at one row", "**no**"),
+    (3.0, ">= 2.5", "yes"),
+    (float("inf"), "<= 1e3", "**no**"),
+    (3.0, "reported", ""),
+    (3.0, "", ""),
+  ],
 )
 def test_met(value, asked, expected):
   assert write_readme.met(value, asked) == expected

@@ -13,8 +13,8 @@ from osd_jax.data.sources import TaskConfig
 from osd_jax.data.vocabularies import Vocabulary
 
 TASKS = (
-    TaskConfig("sql", kind="generated", topic="sql", limit=60),
-    TaskConfig("maths", kind="generated", topic="maths", limit=20),
+  TaskConfig("sql", kind="generated", topic="sql", limit=60),
+  TaskConfig("maths", kind="generated", topic="maths", limit=20),
 )
 
 
@@ -42,15 +42,15 @@ def _assert_same(first: list, second: list) -> None:
   for one, other in zip(first, second, strict=True):
     for field in dataclasses.fields(one):
       np.testing.assert_array_equal(
-          getattr(one, field.name), getattr(other, field.name)
+        getattr(one, field.name), getattr(other, field.name)
       )
 
 
 def _rows(found: list) -> list[tuple]:
   return [
-      (tuple(s), tuple(t), int(i))
-      for batch in found
-      for s, t, i in zip(batch.source, batch.target, batch.task_id, strict=True)
+    (tuple(s), tuple(t), int(i))
+    for batch in found
+    for s, t, i in zip(batch.source, batch.target, batch.task_id, strict=True)
   ]
 
 
@@ -74,9 +74,9 @@ def test_rows_pair_a_prompt_with_its_own_reference(vocabulary):
   from osd_jax.data import generated
 
   known = {
-      e.prompt: e.reference
-      for topic, count in (("sql", 60), ("maths", 20))
-      for e in generated.examples(topic, "train", count, 0)
+    e.prompt: e.reference
+    for topic, count in (("sql", 60), ("maths", 20))
+    for e in generated.examples(topic, "train", count, 0)
   }
   batch = next(batches(_config(), vocabulary))
   for source, target in zip(batch.source, batch.target, strict=True):
@@ -148,9 +148,9 @@ def test_limit_rows_keeps_a_seeded_choice(vocabulary, limit, sizes):
 def test_cut_targets_lose_their_end_and_cut_prompts_keep_it(tmp_path, vocabulary):
   long, short = "word " * 50, "word"
   task = _write(
-      tmp_path,
-      {"prompt": long, "reference": short},
-      {"prompt": short, "reference": long},
+    tmp_path,
+    {"prompt": long, "reference": short},
+    {"prompt": short, "reference": long},
   )
   config = _config(tasks=(task,), batch_size=2, source_length=10, target_length=12)
   stream = batches(config, vocabulary)
@@ -177,19 +177,19 @@ def test_rows_without_reference_are_left_out_and_counted(tmp_path, vocabulary):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tasks": ()}, "BatchConfig.tasks"),
-        ({"tasks": (TASKS[0], TASKS[0])}, "BatchConfig.tasks.*every task once"),
-        ({"batch_size": 0}, "BatchConfig.batch_size"),
-        ({"source_length": 1}, "BatchConfig.source_length"),
-        ({"target_length": 0}, "BatchConfig.target_length"),
-        ({"seed": -1}, "BatchConfig.seed"),
-        ({"reader": "csv"}, "BatchConfig: reader"),
-        ({"limit_rows": 0}, "BatchConfig.limit_rows"),
-        ({"limit_rows": (1,)}, "BatchConfig.limit_rows"),
-        ({"weights": (1.0, 0.0)}, "BatchConfig.weights"),
-    ],
+  ("fields", "message"),
+  [
+    ({"tasks": ()}, "BatchConfig.tasks"),
+    ({"tasks": (TASKS[0], TASKS[0])}, "BatchConfig.tasks.*every task once"),
+    ({"batch_size": 0}, "BatchConfig.batch_size"),
+    ({"source_length": 1}, "BatchConfig.source_length"),
+    ({"target_length": 0}, "BatchConfig.target_length"),
+    ({"seed": -1}, "BatchConfig.seed"),
+    ({"reader": "csv"}, "BatchConfig: reader"),
+    ({"limit_rows": 0}, "BatchConfig.limit_rows"),
+    ({"limit_rows": (1,)}, "BatchConfig.limit_rows"),
+    ({"weights": (1.0, 0.0)}, "BatchConfig.weights"),
+  ],
 )
 def test_bad_configs_are_refused_by_field(fields, message):
   with pytest.raises(ValueError, match=message):

@@ -13,27 +13,27 @@ from osd_jax.data.sources import TaskConfig
 from osd_jax.data.vocabularies import Vocabulary
 
 EXAMPLES = hypothesis.settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+  max_examples=100,
+  deadline=None,
+  derandomize=True,
+  database=None,
+  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 FIELDS = ("prompt", "reference", "question", "query", "context", "text", "id")
 
 TEXTS = st.text(max_size=12)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
-    lambda inner: st.lists(inner, max_size=2)
-    | st.dictionaries(TEXTS, inner, max_size=2),
-    max_leaves=4,
+  st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+  lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2),
+  max_leaves=4,
 )
 OBJECTS = st.dictionaries(st.sampled_from(FIELDS), TEXTS | VALUES, max_size=4)
 GOOD = st.builds(
-    lambda text: json.dumps({"prompt": f"ask {text}", "reference": "say"}).encode(),
-    TEXTS,
+  lambda text: json.dumps({"prompt": f"ask {text}", "reference": "say"}).encode(),
+  TEXTS,
 )
-BOMBS = st.sampled_from([
+BOMBS = st.sampled_from(
+  [
     b"[" * 100_000,
     b'{"prompt": ' * 5_000,
     b"9" * 5_000,
@@ -48,7 +48,8 @@ BOMBS = st.sampled_from([
     b'{"prompt": "a", "prompt": 1}',
     b"\r",
     b"\x0b \x0c",
-])
+  ]
+)
 
 
 @st.composite
@@ -67,12 +68,12 @@ def one_line(data: bytes) -> bytes:
 
 
 LINES = st.one_of(
-    GOOD,
-    OBJECTS.map(lambda value: json.dumps(value).encode()),
-    VALUES.map(lambda value: json.dumps(value).encode()),
-    damaged(),
-    st.binary(max_size=20),
-    BOMBS,
+  GOOD,
+  OBJECTS.map(lambda value: json.dumps(value).encode()),
+  VALUES.map(lambda value: json.dumps(value).encode()),
+  damaged(),
+  st.binary(max_size=20),
+  BOMBS,
 ).map(one_line)
 
 
@@ -95,18 +96,18 @@ def read(folder, lines, vocabulary, preprocessor="identity"):
   path = folder / "a.jsonl"
   path.write_bytes(b"\n".join(lines))
   task = TaskConfig(
-      "a", data_dir=str(folder), pattern="a.jsonl", preprocessor=preprocessor
+    "a", data_dir=str(folder), pattern="a.jsonl", preprocessor=preprocessor
   )
   return path, rows.read(task, vocabulary, "plain")
 
 
 @EXAMPLES
 @hypothesis.given(
-    lines=st.lists(LINES, min_size=1, max_size=6),
-    preprocessor=st.sampled_from(sorted(PREPROCESSORS)),
+  lines=st.lists(LINES, min_size=1, max_size=6),
+  preprocessor=st.sampled_from(sorted(PREPROCESSORS)),
 )
 def test_every_line_is_a_row_or_skipped_and_named(
-    tmp_path, vocabulary, lines, preprocessor
+  tmp_path, vocabulary, lines, preprocessor
 ):
   lines = [*lines, b"{}"]  # so that the file does not end in a line feed
   try:

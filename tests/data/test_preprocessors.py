@@ -8,26 +8,26 @@ from osd_jax.data.preprocessors import PREPROCESSORS
 EXAMPLE = {"prompt": "a question", "reference": "an answer", "context": "a passage"}
 
 PROMPTS = {
-    "identity": "a question",
-    "spider": "a question",
-    "spider_instruction": (
-        "Could you translate the following question into SQL. Please only generate"
-        " SQL, don't include explanation in the answer. a question"
-    ),
-    "python": "a question",
-    "python_instruction": (
-        "Please generate code based on the following doc:\na question"
-    ),
-    "mbpp": "a question",
-    "mbpp_instruction": (
-        "a question Please only include Python code in your answer, don't include any"
-        " explanation."
-    ),
-    "gsm8k": "a question",
-    "finance": "a question",
-    "finance_10k": "question: a question context: a passage",
-    "cnn_dailymail": "summarize: a question",
-    "xsum": "summarize: a question",
+  "identity": "a question",
+  "spider": "a question",
+  "spider_instruction": (
+    "Could you translate the following question into SQL. Please only generate"
+    " SQL, don't include explanation in the answer. a question"
+  ),
+  "python": "a question",
+  "python_instruction": (
+    "Please generate code based on the following doc:\na question"
+  ),
+  "mbpp": "a question",
+  "mbpp_instruction": (
+    "a question Please only include Python code in your answer, don't include any"
+    " explanation."
+  ),
+  "gsm8k": "a question",
+  "finance": "a question",
+  "finance_10k": "question: a question context: a passage",
+  "cnn_dailymail": "summarize: a question",
+  "xsum": "summarize: a question",
 }
 
 
@@ -42,15 +42,15 @@ def test_prompt_and_reference(name):
 
 @pytest.mark.parametrize("name", sorted(PROMPTS))
 @pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        ({"prompt": " \n"}, "empty"),
-        ({"prompt": ""}, "empty"),
-        ({"prompt": 7}, "malformed"),
-        ({"prompt": None}, "malformed"),
-        ({"prompt": ["a"]}, "malformed"),
-        ({"reference": {"a": 1}}, "malformed"),
-    ],
+  ("change", "kind"),
+  [
+    ({"prompt": " \n"}, "empty"),
+    ({"prompt": ""}, "empty"),
+    ({"prompt": 7}, "malformed"),
+    ({"prompt": None}, "malformed"),
+    ({"prompt": ["a"]}, "malformed"),
+    ({"reference": {"a": 1}}, "malformed"),
+  ],
 )
 def test_unusable_rows_say_which_kind(name, change, kind):
   with pytest.raises(UnusableRow) as caught:
@@ -75,14 +75,14 @@ def test_finance_10k_needs_its_context():
 
 
 @pytest.mark.parametrize(
-    ("name", "raw"),
-    [
-        ("gsm8k", {"question": "q", "answer": "a"}),
-        ("spider", {"question": "q", "query": "a"}),
-        ("mbpp", {"text": "q", "code": "a"}),
-        ("finance", {"instruction": "q", "output": "a"}),
-        ("python", {"func_documentation_string": "q", "func_code_string": "a"}),
-    ],
+  ("name", "raw"),
+  [
+    ("gsm8k", {"question": "q", "answer": "a"}),
+    ("spider", {"question": "q", "query": "a"}),
+    ("mbpp", {"text": "q", "code": "a"}),
+    ("finance", {"instruction": "q", "output": "a"}),
+    ("python", {"func_documentation_string": "q", "func_code_string": "a"}),
+  ],
 )
 def test_the_original_field_names_are_known(name, raw):
   assert PREPROCESSORS[name](raw) == ("q", "a")

@@ -12,7 +12,7 @@ from osd_jax.data.vocabularies import Vocabulary
 
 TOPICS = ("maths", "sql", "python", "finance")
 TASKS = tuple(
-    TaskConfig(t, kind="generated", topic=t, split="stream", limit=30) for t in TOPICS
+  TaskConfig(t, kind="generated", topic=t, split="stream", limit=30) for t in TOPICS
 )
 
 
@@ -31,8 +31,8 @@ def _config(**changes) -> StreamConfig:
 
 def _values(queries) -> list:
   return [
-      (q.index, q.task, q.task_id, q.prompt, q.reference, q.tokens.tolist(), q.row_id)
-      for q in queries
+    (q.index, q.task, q.task_id, q.prompt, q.reference, q.tokens.tolist(), q.row_id)
+    for q in queries
   ]
 
 
@@ -43,8 +43,8 @@ def _write(folder, *lines: bytes) -> TaskConfig:
 
 def test_seqio_and_plain_give_the_same_queries(vocabulary):
   streams = [
-      QueryStream(_config(kind="mixture", reader=reader), vocabulary)
-      for reader in ("plain", "seqio")
+    QueryStream(_config(kind="mixture", reader=reader), vocabulary)
+    for reader in ("plain", "seqio")
   ]
   assert streams[0].state() == streams[1].state()
   assert _values(streams[0]) == _values(streams[1])
@@ -104,7 +104,7 @@ def test_a_task_may_come_back_and_goes_on_with_new_rows(vocabulary):
 
 def test_gradual_rises_linearly_around_the_boundary():
   config = _config(
-      tasks=TASKS[:2], kind="gradual", requests_per_task=20_000, gradual_width=20_000
+    tasks=TASKS[:2], kind="gradual", requests_per_task=20_000, gradual_width=20_000
   )
   entries = schedule(config)
   assert not entries[:10_000].any() and entries[30_000:].all()
@@ -180,21 +180,21 @@ def test_long_prompts_are_cut_and_counted(vocabulary):
 
 
 BAD_LINES = {
-    b"": "empty",
-    b"   \t": "empty",
-    b'{"prompt": " "}': "empty",
-    b"not json": "malformed",
-    b'{"prompt": "cut o': "malformed",
-    b"[1, 2]": "malformed",
-    b"3": "malformed",
-    b"null": "malformed",
-    b'{"reference": "a"}': "malformed",
-    b'{"prompt": 5}': "malformed",
-    b'{"prompt": null}': "malformed",
-    b'{"prompt": "ok", "reference": [1]}': "malformed",
-    b'{"prompt": "\xff\xfe"}': "malformed",
-    b'{"prompt": "\\ud800"}': "malformed",
-    b"[" * 100_000: "malformed",
+  b"": "empty",
+  b"   \t": "empty",
+  b'{"prompt": " "}': "empty",
+  b"not json": "malformed",
+  b'{"prompt": "cut o': "malformed",
+  b"[1, 2]": "malformed",
+  b"3": "malformed",
+  b"null": "malformed",
+  b'{"reference": "a"}': "malformed",
+  b'{"prompt": 5}': "malformed",
+  b'{"prompt": null}': "malformed",
+  b'{"prompt": "ok", "reference": [1]}': "malformed",
+  b'{"prompt": "\xff\xfe"}': "malformed",
+  b'{"prompt": "\\ud800"}': "malformed",
+  b"[" * 100_000: "malformed",
 }
 
 
@@ -216,8 +216,8 @@ def test_all_bad_lines_together_through_both_readers(tmp_path, vocabulary):
   task = _write(tmp_path, *BAD_LINES, b'{"prompt": "last"}')
   config = _config(tasks=(task,), kind="single", requests_per_task=2)
   plain, seqio = (
-      QueryStream(dataclasses.replace(config, reader=reader), vocabulary)
-      for reader in ("plain", "seqio")
+    QueryStream(dataclasses.replace(config, reader=reader), vocabulary)
+    for reader in ("plain", "seqio")
   )
   assert plain.report() == seqio.report()
   assert plain.report()["skipped_empty"] == 3
@@ -235,7 +235,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path, vocabulary):
 @pytest.mark.parametrize("reader", ["plain", "seqio"])
 @pytest.mark.parametrize("lines", [(b"",), (b"nonsense", b'{"prompt": ""}')])
 def test_a_stream_without_a_usable_line_is_an_error(
-    tmp_path, vocabulary, reader, lines
+  tmp_path, vocabulary, reader, lines
 ):
   task = _write(tmp_path, *lines)
   with pytest.raises(ValueError, match="'a': no usable line"):
@@ -271,25 +271,27 @@ def test_the_config_is_hashable_and_compares_by_value():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tasks": ()}, "StreamConfig.tasks"),
-        ({"tasks": list(TASKS)}, "StreamConfig.tasks.*a tuple"),
-        ({"kind": "random"}, "StreamConfig.kind.*bursty"),
-        ({"kind": "single", "tasks": TASKS}, "StreamConfig.tasks.*exactly one"),
-        ({"kind": "cyclic", "tasks": TASKS[:1]}, "StreamConfig.tasks.*two or more"),
-        ({"requests_per_task": 0}, "StreamConfig.requests_per_task"),
-        ({"seed": -1}, "StreamConfig.seed"),
-        ({"reader": "csv"}, "StreamConfig: reader.*plain"),
-        ({"source_length": 1}, "StreamConfig.source_length"),
-        ({"kind": "gradual", "gradual_width": 41}, "StreamConfig.gradual_width"),
-        ({"period": 0}, "StreamConfig.period"),
-        ({"mean_burst": 0.5}, "StreamConfig.mean_burst"),
-        ({"weights": (1.0,)}, "StreamConfig.weights"),
-        ({"weights": (1.0, 1.0, 1.0, -1.0)}, "StreamConfig.weights"),
-        ({"tasks": (TASKS[0], dataclasses.replace(TASKS[0], limit=3))},
-         r"TaskConfig\.name.*two different tasks"),
-    ],
+  ("fields", "message"),
+  [
+    ({"tasks": ()}, "StreamConfig.tasks"),
+    ({"tasks": list(TASKS)}, "StreamConfig.tasks.*a tuple"),
+    ({"kind": "random"}, "StreamConfig.kind.*bursty"),
+    ({"kind": "single", "tasks": TASKS}, "StreamConfig.tasks.*exactly one"),
+    ({"kind": "cyclic", "tasks": TASKS[:1]}, "StreamConfig.tasks.*two or more"),
+    ({"requests_per_task": 0}, "StreamConfig.requests_per_task"),
+    ({"seed": -1}, "StreamConfig.seed"),
+    ({"reader": "csv"}, "StreamConfig: reader.*plain"),
+    ({"source_length": 1}, "StreamConfig.source_length"),
+    ({"kind": "gradual", "gradual_width": 41}, "StreamConfig.gradual_width"),
+    ({"period": 0}, "StreamConfig.period"),
+    ({"mean_burst": 0.5}, "StreamConfig.mean_burst"),
+    ({"weights": (1.0,)}, "StreamConfig.weights"),
+    ({"weights": (1.0, 1.0, 1.0, -1.0)}, "StreamConfig.weights"),
+    (
+      {"tasks": (TASKS[0], dataclasses.replace(TASKS[0], limit=3))},
+      r"TaskConfig\.name.*two different tasks",
+    ),
+  ],
 )
 def test_bad_configs_are_refused_by_field(fields, message):
   with pytest.raises(ValueError, match=message):

@@ -13,13 +13,13 @@ from osd_jax.data.sources import TaskConfig
 from osd_jax.data.vocabularies import Vocabulary
 
 LINES = [
-    json.dumps({"prompt": "How many?", "reference": "SELECT 1", "id": "own-1"}),
-    json.dumps({"prompt": "naïve 東京\u0000", "reference": "a\u0000"}),
-    "",
-    "not json",
-    json.dumps({"prompt": "no reference"}),
-    json.dumps({"prompt": b"\\ud800".decode("unicode_escape")}),
-    json.dumps({"prompt": "x " * 400, "reference": "y " * 400, "id": 7}),
+  json.dumps({"prompt": "How many?", "reference": "SELECT 1", "id": "own-1"}),
+  json.dumps({"prompt": "naïve 東京\u0000", "reference": "a\u0000"}),
+  "",
+  "not json",
+  json.dumps({"prompt": "no reference"}),
+  json.dumps({"prompt": b"\\ud800".decode("unicode_escape")}),
+  json.dumps({"prompt": "x " * 400, "reference": "y " * 400, "id": 7}),
 ]
 
 
@@ -36,23 +36,26 @@ def jsonl_task(tmp_path) -> TaskConfig:
 
 def run_python(code):
   return subprocess.run(
-      [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
-      check=False,
+    [sys.executable, "-c", code],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=False,
   )
 
 
 def test_seqio_is_imported_without_a_word():
   done = run_python(
-      "import sys; from osd_jax.data import tasks; tasks.import_seqio();"
-      "print('heard', file=sys.stderr)"
+    "import sys; from osd_jax.data import tasks; tasks.import_seqio();"
+    "print('heard', file=sys.stderr)"
   )
   assert done.stderr.strip() == "heard"
 
 
 def test_what_a_failing_import_wrote_is_shown():
   done = run_python(
-      "import os; from osd_jax.data import tasks\n"
-      "with tasks._silent_stderr():\n  os.write(2, b'the cause'); raise OSError"
+    "import os; from osd_jax.data import tasks\n"
+    "with tasks._silent_stderr():\n  os.write(2, b'the cause'); raise OSError"
   )
   assert "the cause" in done.stderr and "OSError" in done.stderr
 
@@ -65,30 +68,36 @@ def tfds_task(tmp_path_factory) -> TaskConfig:
 
   folder = str(tmp_path_factory.mktemp("tfds"))
   examples = [
-      {"question": f"What is {i}?", "answer": f"It is {i}.", "level": i}
-      for i in range(20)
+    {"question": f"What is {i}?", "answer": f"It is {i}.", "level": i}
+    for i in range(20)
   ]
   examples[3]["question"] = "   "
   tfds.dataset_builders.store_as_tfds_dataset(
-      name="tiny_qa",
-      version="1.0.0",
-      features=tfds.features.FeaturesDict(
-          {"question": tfds.features.Text(), "answer": tfds.features.Text(),
-           "level": np.int64}
-      ),
-      split_datasets={"train": list(enumerate(examples))},
-      data_dir=folder,
+    name="tiny_qa",
+    version="1.0.0",
+    features=tfds.features.FeaturesDict(
+      {
+        "question": tfds.features.Text(),
+        "answer": tfds.features.Text(),
+        "level": np.int64,
+      }
+    ),
+    split_datasets={"train": list(enumerate(examples))},
+    data_dir=folder,
   )
   return TaskConfig(
-      "tiny", kind="tfds", tfds_name="tiny_qa:1.0.0", data_dir=folder,
-      preprocessor="gsm8k",
+    "tiny",
+    kind="tfds",
+    tfds_name="tiny_qa:1.0.0",
+    data_dir=folder,
+    preprocessor="gsm8k",
   )
 
 
 def _as_values(found: rows.TaskRows) -> list:
   return [
-      (r.row_id, r.prompt, r.reference, r.source.tolist(), r.target.tolist())
-      for r in found.rows
+    (r.row_id, r.prompt, r.reference, r.source.tolist(), r.target.tolist())
+    for r in found.rows
   ]
 
 
@@ -116,7 +125,10 @@ def test_readers_agree_on_jsonl(jsonl_task, vocabulary, limit):
   assert len(found.rows) == (limit or 4)
   if limit is None:
     assert [row.row_id for row in found.rows] == [
-        "own-1", "q.train.jsonl:2", "q.train.jsonl:5", "7"
+      "own-1",
+      "q.train.jsonl:2",
+      "q.train.jsonl:5",
+      "7",
     ]
     assert (found.skipped_empty, found.skipped_malformed) == (1, 2)
     assert "q.train.jsonl:4: malformed: not JSON" in found.skipped_at[1]
@@ -143,8 +155,11 @@ def test_readers_agree_on_real_data(shared_data, repository):
   t5 = Vocabulary.load(shared_data / "tokenizers/t5/spiece.model")
   for name in ("python", "finance_10k"):
     task = TaskConfig(
-        f"real_{name}", data_dir=str(shared_data), pattern=f"{name}.{{split}}.jsonl",
-        split="eval", preprocessor=name,
+      f"real_{name}",
+      data_dir=str(shared_data),
+      pattern=f"{name}.{{split}}.jsonl",
+      split="eval",
+      preprocessor=name,
     )
     assert len(_assert_readers_agree(task, t5).rows) > 900
 
@@ -155,7 +170,7 @@ def test_the_registered_task_is_an_ordinary_seqio_task(jsonl_task, vocabulary):
   task = dataclasses.replace(jsonl_task, name="ordinary")
   assert tasks.register(task, vocabulary) == "ordinary"
   dataset = seqio.get_mixture_or_task("ordinary").get_dataset(
-      sequence_length={"inputs": 16, "targets": 16}, split="train", shuffle=False
+    sequence_length={"inputs": 16, "targets": 16}, split="train", shuffle=False
   )
   examples = list(dataset.as_numpy_iterator())
   assert len(examples) == 4
@@ -169,7 +184,7 @@ def test_the_registered_task_is_an_ordinary_seqio_task(jsonl_task, vocabulary):
 
 
 def test_registering_again_is_fine_and_another_definition_is_not(
-    jsonl_task, vocabulary
+  jsonl_task, vocabulary
 ):
   task = dataclasses.replace(jsonl_task, name="again")
   tasks.register(task, vocabulary)
@@ -186,7 +201,7 @@ def test_a_mixture_draws_from_all_its_tasks_by_rate(vocabulary):
   import seqio
 
   parts = [
-      _generated(topic=topic, split="train", limit=200) for topic in ("sql", "maths")
+    _generated(topic=topic, split="train", limit=200) for topic in ("sql", "maths")
   ]
   parts = [dataclasses.replace(p, name=f"mix_{p.topic}") for p in parts]
   name = tasks.register_mixture("mix", parts, vocabulary, rates=(3.0, 1.0))
@@ -194,7 +209,7 @@ def test_a_mixture_draws_from_all_its_tasks_by_rate(vocabulary):
   with pytest.raises(ValueError, match="'mix' already stands for another"):
     tasks.register_mixture("mix", parts, vocabulary, rates=(1.0, 1.0))
   dataset = seqio.get_mixture_or_task("mix").get_dataset(
-      {"inputs": 64, "targets": 96}, split="train", shuffle=False, seed=0
+    {"inputs": 64, "targets": 96}, split="train", shuffle=False, seed=0
   )
   sql = {tuple(r.source) for r in rows.read(parts[0], vocabulary, "plain").rows}
   examples = dataset.take(200).as_numpy_iterator()
@@ -210,21 +225,23 @@ def test_bad_rates_are_refused(vocabulary, rates):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"name": ""}, "TaskConfig.name"),
-        ({"name": "a b"}, "TaskConfig.name"),
-        ({"kind": "csv"}, "TaskConfig.kind"),
-        ({"preprocessor": "nope"}, "TaskConfig.preprocessor.*gsm8k"),
-        ({"pattern": ""}, "TaskConfig.pattern.*kind is 'jsonl'"),
-        ({"kind": "tfds"}, "TaskConfig.tfds_name"),
-        ({"kind": "generated"}, "TaskConfig.topic"),
-        ({"kind": "generated", "topic": "sql"}, "TaskConfig.limit"),
-        ({"kind": "generated", "topic": "poems", "limit": 1}, "TaskConfig.topic"),
-        ({"kind": "generated", "topic": "sql", "limit": 1, "split": "x"},
-         "TaskConfig.split"),
-        ({"limit": 0}, "TaskConfig.limit"),
-    ],
+  ("fields", "message"),
+  [
+    ({"name": ""}, "TaskConfig.name"),
+    ({"name": "a b"}, "TaskConfig.name"),
+    ({"kind": "csv"}, "TaskConfig.kind"),
+    ({"preprocessor": "nope"}, "TaskConfig.preprocessor.*gsm8k"),
+    ({"pattern": ""}, "TaskConfig.pattern.*kind is 'jsonl'"),
+    ({"kind": "tfds"}, "TaskConfig.tfds_name"),
+    ({"kind": "generated"}, "TaskConfig.topic"),
+    ({"kind": "generated", "topic": "sql"}, "TaskConfig.limit"),
+    ({"kind": "generated", "topic": "poems", "limit": 1}, "TaskConfig.topic"),
+    (
+      {"kind": "generated", "topic": "sql", "limit": 1, "split": "x"},
+      "TaskConfig.split",
+    ),
+    ({"limit": 0}, "TaskConfig.limit"),
+  ],
 )
 def test_bad_configs_are_refused_by_field(fields, message):
   with pytest.raises(ValueError, match=message):
@@ -251,7 +268,7 @@ def test_several_files_are_read_in_sorted_order(tmp_path, vocabulary):
 
 
 def test_without_seqio_the_error_names_the_extra_and_the_other_reader(
-    monkeypatch, vocabulary
+  monkeypatch, vocabulary
 ):
   monkeypatch.setitem(sys.modules, "seqio", None)
   with pytest.raises(ImportError, match=r"osd-jax\[data\].*reader='plain'"):

@@ -10,13 +10,13 @@ import sentencepiece
 from osd_jax.data.vocabularies import Vocabulary, as_seqio, check_same
 
 TEXTS = (
-    "How many singers are there?",
-    "def f(a):\n    return a + 1\n",
-    "12 + 30 = 42",
-    "a ------- b",  # ties between segmentations of one score
-    "naïve café, 東京",
-    "",
-    "  spaces  ",
+  "How many singers are there?",
+  "def f(a):\n    return a + 1\n",
+  "12 + 30 = 42",
+  "a ------- b",  # ties between segmentations of one score
+  "naïve café, 東京",
+  "",
+  "  spaces  ",
 )
 
 
@@ -31,11 +31,11 @@ def _train(path: pathlib.Path, **settings) -> pathlib.Path:
   model = io.BytesIO()
   sentences = [f"{a} {b} number {n}" for a in "xyz" for b in "uvw" for n in range(50)]
   sentencepiece.SentencePieceTrainer.Train(
-      sentence_iterator=iter(sentences),
-      model_writer=model,
-      vocab_size=28,
-      minloglevel=2,
-      **ids,
+    sentence_iterator=iter(sentences),
+    model_writer=model,
+    vocab_size=28,
+    minloglevel=2,
+    **ids,
   )
   path.write_bytes(model.getvalue())
   return path
@@ -81,7 +81,7 @@ def test_ids_equal_sentencepieces_with_t5(shared_data):
     for text in TEXTS:
       assert vocabulary.encode(text) == theirs.EncodeAsIds(text), text
       assert vocabulary.decode(vocabulary.encode(text)) == theirs.DecodeIds(
-          theirs.EncodeAsIds(text)
+        theirs.EncodeAsIds(text)
       )
 
 

@@ -30,23 +30,23 @@ QUICK = {"xla_backend_optimization_level": 0}
 def jitted_rounds(quick=True):
   """A compiled `run_rounds` with a cache of its own: planted faults need one."""
   return jax.jit(
-      lambda *args: speculative.run_rounds(*args),
-      static_argnums=(0, 1),
-      compiler_options=QUICK if quick else None,
+    lambda *args: speculative.run_rounds(*args),
+    static_argnums=(0, 1),
+    compiler_options=QUICK if quick else None,
   )
 
 
 ROUNDS = jitted_rounds()
 STEPS = jax.jit(
-    lambda *args: autoregressive.run_steps(*args),
-    static_argnums=(0, 1),
-    compiler_options=QUICK,
+  lambda *args: autoregressive.run_steps(*args),
+  static_argnums=(0, 1),
+  compiler_options=QUICK,
 )
 prefill = jax.jit(
-    lambda model, served, source, mask, length: model.prefill(
-        served, source, mask, length
-    ),
-    static_argnums=(0, 4),
+  lambda model, served, source, mask, length: model.prefill(
+    served, source, mask, length
+  ),
+  static_argnums=(0, 4),
 )
 _score = jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
 
@@ -58,13 +58,13 @@ def settings_of(rows, *, max_length, temperature=0.0, top_k=0, top_p=1.0, seed=0
     return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (rows,)))
 
   return base.SamplingSettings(
-      temperature=full(temperature, np.float32),
-      top_k=full(top_k, np.int32),
-      top_p=full(top_p, np.float32),
-      seed=jnp.asarray(seed + np.arange(rows), jnp.uint32)
-      if np.ndim(seed) == 0
-      else jnp.asarray(seed, jnp.uint32),
-      max_length=full(max_length, np.int32),
+    temperature=full(temperature, np.float32),
+    top_k=full(top_k, np.int32),
+    top_p=full(top_p, np.float32),
+    seed=jnp.asarray(seed + np.arange(rows), jnp.uint32)
+    if np.ndim(seed) == 0
+    else jnp.asarray(seed, jnp.uint32),
+    max_length=full(max_length, np.int32),
   )
 
 
@@ -74,38 +74,70 @@ def take(tree, rows):
 
 
 def start(
-    target, served, source, mask, settings, length, draft=None, draft_served=None,
-    record=0,
+  target,
+  served,
+  source,
+  mask,
+  settings,
+  length,
+  draft=None,
+  draft_served=None,
+  record=0,
 ):
   """Prefilled rows that have emitted nothing; see `state.initial_state`."""
   size = state_lib.buffer_length(length)
   cache = prefill(target, served, source, mask, size)
   draft_cache = (
-      None if draft is None else prefill(draft, draft_served, source, mask, size)
+    None if draft is None else prefill(draft, draft_served, source, mask, size)
   )
   return state_lib.initial_state(
-      settings, cache, draft_cache, length, record, target.vocab_size
+    settings, cache, draft_cache, length, record, target.vocab_size
   )
 
 
 def rounds(
-    target, draft, k, served, draft_served, state, *, version=0, limit=MANY,
-    until_all=True, run=ROUNDS, rule="rejection",
+  target,
+  draft,
+  k,
+  served,
+  draft_served,
+  state,
+  *,
+  version=0,
+  limit=MANY,
+  until_all=True,
+  run=ROUNDS,
+  rule="rejection",
 ):
   """Runs rounds of K = k until all rows have stopped or `limit` rounds passed."""
   return run(
-      speculative.Speculation(target, draft, k, rule), until_all, served,
-      draft_served, jnp.int32(version), jnp.int32(limit), state,
+    speculative.Speculation(target, draft, k, rule),
+    until_all,
+    served,
+    draft_served,
+    jnp.int32(version),
+    jnp.int32(limit),
+    state,
   )
 
 
 def speculate(
-    target, draft, k, served, draft_served, source, mask, settings, length, *,
-    record=0, **kwargs,
+  target,
+  draft,
+  k,
+  served,
+  draft_served,
+  source,
+  mask,
+  settings,
+  length,
+  *,
+  record=0,
+  **kwargs,
 ):
   """Prompts to the finished state of the speculative loop."""
   state = start(
-      target, served, source, mask, settings, length, draft, draft_served, record
+    target, served, source, mask, settings, length, draft, draft_served, record
   )
   return rounds(target, draft, k, served, draft_served, state, **kwargs)
 
@@ -138,8 +170,15 @@ def tabular_rounds(k, target_table, draft_table, settings, length, **kwargs):
   """`speculate` for two tables of logits."""
   model = testing.tabular_model(target_table.shape[-1])
   return speculate(
-      model, model, k, jnp.asarray(target_table), jnp.asarray(draft_table),
-      *no_sources(settings.seed.shape[0]), settings, length, **kwargs,
+    model,
+    model,
+    k,
+    jnp.asarray(target_table),
+    jnp.asarray(draft_table),
+    *no_sources(settings.seed.shape[0]),
+    settings,
+    length,
+    **kwargs,
   )
 
 
@@ -147,8 +186,12 @@ def tabular_steps(table, settings, length, **kwargs):
   """`plain` for a table of logits."""
   model = testing.tabular_model(table.shape[-1])
   return plain(
-      model, jnp.asarray(table), *no_sources(settings.seed.shape[0]), settings, length,
-      **kwargs,
+    model,
+    jnp.asarray(table),
+    *no_sources(settings.seed.shape[0]),
+    settings,
+    length,
+    **kwargs,
   )
 
 
@@ -160,8 +203,13 @@ def table_settings(**settings):
 def table_rounds(k, target_table, draft_table, settings, **kwargs):
   """`tabular_rounds` of the usual length that records full rows."""
   return tabular_rounds(
-      k, target_table, draft_table, settings, TABLE_LENGTH,
-      record=target_table.shape[-1], **kwargs,
+    k,
+    target_table,
+    draft_table,
+    settings,
+    TABLE_LENGTH,
+    record=target_table.shape[-1],
+    **kwargs,
   )
 
 
@@ -197,11 +245,11 @@ def perturbed(params, scale, seed=0):
   leaves, tree = jax.tree.flatten(params)
   keys = jax.random.split(jax.random.key(seed), len(leaves))
   return jax.tree.unflatten(
-      tree,
-      [
-          leaf * (1 + scale * jax.random.normal(key, leaf.shape))
-          for leaf, key in zip(leaves, keys, strict=True)
-      ],
+    tree,
+    [
+      leaf * (1 + scale * jax.random.normal(key, leaf.shape))
+      for leaf, key in zip(leaves, keys, strict=True)
+    ],
   )
 
 

@@ -23,7 +23,7 @@ LOGITS = st.sampled_from([0.0, 0.0, 1.0, 2.5, -3.0, 40.0, -np.inf])
 BROKEN = LOGITS | st.sampled_from([np.nan, np.inf])
 TEMPERATURES = st.sampled_from([0.0, 0.31, 1.0, 1.7])
 EXAMPLES = hypothesis.settings(
-    max_examples=50, deadline=None, derandomize=True, database=None
+  max_examples=50, deadline=None, derandomize=True, database=None
 )
 
 
@@ -43,33 +43,35 @@ def rounds(draw):
   tokens = draw(hnp.arrays(np.int32, (ROWS, K), elements=st.integers(0, VOCAB - 1)))
   each = lambda values: draw(st.lists(values, min_size=ROWS, max_size=ROWS))
   settings = harness.settings_of(
-      ROWS,
-      max_length=99,
-      temperature=each(TEMPERATURES),
-      top_k=each(st.integers(0, VOCAB + 1)),
-      top_p=each(st.sampled_from([1.0, 0.6137, 0.0171])),
-      seed=each(st.integers(0, 2**32 - 1)),
+    ROWS,
+    max_length=99,
+    temperature=each(TEMPERATURES),
+    top_k=each(st.integers(0, VOCAB + 1)),
+    top_p=each(st.sampled_from([1.0, 0.6137, 0.0171])),
+    seed=each(st.integers(0, 2**32 - 1)),
   )
   position = jnp.asarray(each(st.integers(0, 10_000)), jnp.int32)
   return (
-      base.Proposal(jnp.asarray(tokens), jnp.asarray(draft)),
-      base.Verification(jnp.asarray(target)),
-      settings,
-      position,
+    base.Proposal(jnp.asarray(tokens), jnp.asarray(draft)),
+    base.Verification(jnp.asarray(target)),
+    settings,
+    position,
   )
 
 
 def law(logits, settings, row):
   """The distributions that decide, [n, V], by the oracle."""
-  return np.array([
+  return np.array(
+    [
       oracles.processed_probs(
-          np.asarray(at),
-          float(settings.temperature[row]),
-          int(settings.top_k[row]),
-          float(settings.top_p[row]),
+        np.asarray(at),
+        float(settings.temperature[row]),
+        int(settings.top_k[row]),
+        float(settings.top_p[row]),
       )
       for at in logits[row]
-  ])
+    ]
+  )
 
 
 def rejection_faults(one_round, found, oracle=oracles.accept):
@@ -82,9 +84,7 @@ def rejection_faults(one_round, found, oracle=oracles.accept):
       draft = law(proposal.logits, settings, row)
     if not settings.temperature.any():  # the draft's logits are not read at all
       draft = np.eye(VOCAB)[proposal.tokens[row]]
-    count, weights = oracle(
-        proposal.tokens[row], target, draft, np.asarray(draws[row])
-    )
+    count, weights = oracle(proposal.tokens[row], target, draft, np.asarray(draws[row]))
     tokens = np.asarray(found.tokens[row])
     if int(found.accepted[row]) != count:
       return f"row {row} accepts {found.accepted[row]}, expected {count}"
@@ -133,7 +133,7 @@ def test_batch_mates_change_no_row(rule, one_round, order):
     count = int(found.accepted[old])
     assert int(moved.accepted[new]) == count
     np.testing.assert_array_equal(
-        moved.tokens[new, : count + 1], found.tokens[old, : count + 1]
+      moved.tokens[new, : count + 1], found.tokens[old, : count + 1]
     )
 
 
@@ -165,5 +165,5 @@ def test_a_faulty_rule_is_told_apart(fault):
     return bool(rejection_faults(one_round, found, fault))
 
   hypothesis.find(
-      rounds(), differs, settings=hypothesis.settings(EXAMPLES, max_examples=300)
+    rounds(), differs, settings=hypothesis.settings(EXAMPLES, max_examples=300)
   )

@@ -16,9 +16,9 @@ VOCAB = 8
 def self_draft(k, run=harness.ROUNDS):
   table = testing.random_table(VOCAB, 5)
   settings = harness.table_settings(
-      temperature=[0.0, 1.0, 0.5, 1.0, 1.0, 2.0],
-      top_k=[0, 0, 0, 3, 0, 4],
-      top_p=[1, 1, 1, 1, 0.8, 0.9],
+    temperature=[0.0, 1.0, 0.5, 1.0, 1.0, 2.0],
+    top_k=[0, 0, 0, 3, 0, 4],
+    top_p=[1, 1, 1, 1, 0.8, 0.9],
   )
   return harness.table_rounds(k, table, table, settings, run=run)
 
@@ -38,7 +38,7 @@ def test_a_draft_that_never_sees_its_last_token_is_caught(monkeypatch):
     return propose_lib.propose(draft, served, cache, newest.at[:, 0].set(0), *args)
 
   monkeypatch.setattr(
-      speculative, "propose_lib", harness.Changed(propose_lib, propose=propose)
+    speculative, "propose_lib", harness.Changed(propose_lib, propose=propose)
   )
   assert harness.draft_acceptance(self_draft(2, run=harness.jitted_rounds())) < 0.9
 
@@ -51,13 +51,13 @@ def test_counters_equal_the_closed_form():
   target[EOS_ID] = draft[EOS_ID] = -np.inf
   settings = harness.settings_of(rows, max_length=rounds * (k + 1), temperature=0.8)
   target_table, draft_table = (
-      np.tile(np.float32(row), (VOCAB, VOCAB, 1)) for row in (target, draft)
+    np.tile(np.float32(row), (VOCAB, VOCAB, 1)) for row in (target, draft)
   )
   final = harness.tabular_rounds(
-      k, target_table, draft_table, settings, rounds * (k + 1), limit=rounds
+    k, target_table, draft_table, settings, rounds * (k + 1), limit=rounds
   )
   overlap = np.minimum(
-      oracles.processed_probs(target, 0.8), oracles.processed_probs(draft, 0.8)
+    oracles.processed_probs(target, 0.8), oracles.processed_probs(draft, 0.8)
   ).sum()
   assert 0.3 < overlap < 0.8
   counters, count = final.counters, rows * rounds

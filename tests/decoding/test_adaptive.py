@@ -14,7 +14,7 @@ from osd_jax.decoding import adaptive, catch_up
 CONFIG = adaptive.AdaptiveConfig()
 LENGTH, TOKENS = 64, 4000
 QUICK = hypothesis.settings(
-    max_examples=60, deadline=None, derandomize=True, database=None
+  max_examples=60, deadline=None, derandomize=True, database=None
 )
 
 
@@ -26,13 +26,13 @@ def costs_of(draft, verify, chunk=0.27, prefill=1.5):
 
 # Draft step / plain step, a verified token / plain step: measured ones lie between.
 TABLES = {
-    "heavy draft": costs_of(0.36, 0.08),
-    "light draft": costs_of(0.1, 0.05),
-    "tiny draft": costs_of(0.05, 0.03),
+  "heavy draft": costs_of(0.36, 0.08),
+  "light draft": costs_of(0.1, 0.05),
+  "tiny draft": costs_of(0.05, 0.03),
 }
 BATCHED = {
-    "light draft": costs_of(0.2, 0.15, prefill=0.7),
-    "costly verification": costs_of(0.02, 0.3, prefill=0.7),
+  "light draft": costs_of(0.2, 0.15, prefill=0.7),
+  "costly verification": costs_of(0.02, 0.3, prefill=0.7),
 }
 
 
@@ -129,11 +129,13 @@ class Simulation:
 def best_fixed(costs, acceptance, rows):
   """Milliseconds a token with the best K, plain decoding among them, and plain."""
   found = [
-      np.mean([
-          Simulation(costs, rows, seed, fixed=k).run(acceptance).ms_per_token
-          for seed in range(3)
-      ])
-      for k in CONFIG.candidates
+    np.mean(
+      [
+        Simulation(costs, rows, seed, fixed=k).run(acceptance).ms_per_token
+        for seed in range(3)
+      ]
+    )
+    for k in CONFIG.candidates
   ]
   return min(found), found[0]
 
@@ -143,17 +145,17 @@ def best_fixed(costs, acceptance, rows):
 
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.8, 0.9])
 @pytest.mark.parametrize(
-    ("rows", "costs"),
-    [(1, table) for table in TABLES.values()]
-    + [(8, table) for table in BATCHED.values()],
-    ids=[*TABLES, *(f"8 rows, {name}" for name in BATCHED)],
+  ("rows", "costs"),
+  [(1, table) for table in TABLES.values()]
+  + [(8, table) for table in BATCHED.values()],
+  ids=[*TABLES, *(f"8 rows, {name}" for name in BATCHED)],
 )
 def test_as_fast_as_the_best_fixed_k(rows, costs, alpha):
   """To .97, with all that probes cost; at .3 as plain decoding."""
   best, plain = best_fixed(costs, alpha, rows)
-  found = np.mean([
-      Simulation(costs, rows, seed).run(alpha).ms_per_token for seed in range(6)
-  ])
+  found = np.mean(
+    [Simulation(costs, rows, seed).run(alpha).ms_per_token for seed in range(6)]
+  )
   assert (plain if alpha == 0.3 else best) / found >= 0.97
 
 
@@ -222,24 +224,24 @@ RATES = st.floats(0, 1)
 def test_expected_tokens_are_those_of_the_metric(rate, k):
   found = adaptive.expected_tokens(rate, k)
   assert found == pytest.approx(
-      metrics.expected_tokens_per_target_call(rate, k), rel=1e-6
+    metrics.expected_tokens_per_target_call(rate, k), rel=1e-6
   )
 
 
 def state_of(rates, judged=1e12, **changes):
   """A state that has seen so many drafted tokens of each row; many leave no doubt."""
   return adaptive.AdaptiveState(
-      tuple(judged * rate for rate in rates),
-      (judged,) * len(rates),
-      pool_accepted=judged * sum(rates),
-      pool_judged=judged * len(rates),
-      **changes,
+    tuple(judged * rate for rate in rates),
+    (judged,) * len(rates),
+    pool_accepted=judged * sum(rates),
+    pool_judged=judged * len(rates),
+    **changes,
   )
 
 
 TABLE = st.builds(
-    lambda ms: adaptive.RoundCosts(tuple(np.cumsum(ms).tolist())),
-    st.lists(st.floats(0.01, 2), min_size=5, max_size=5),
+  lambda ms: adaptive.RoundCosts(tuple(np.cumsum(ms).tolist())),
+  st.lists(st.floats(0.01, 2), min_size=5, max_size=5),
 )
 
 
@@ -249,8 +251,8 @@ def test_the_chosen_k_has_the_fewest_milliseconds_a_token(costs, rates):
   state = state_of(rates, num_draft_tokens=3)
   chosen = adaptive.choose(CONFIG, costs, state, range(len(rates)))
   ms = [
-      cost / np.mean([(sum(rate**i for i in range(k + 1))) for rate in rates])
-      for k, cost in zip(CONFIG.candidates, costs.round_ms, strict=True)
+    cost / np.mean([(sum(rate**i for i in range(k + 1))) for rate in rates])
+    for k, cost in zip(CONFIG.candidates, costs.round_ms, strict=True)
   ]
   best = CONFIG.candidates[int(np.argmin(ms))]
   margin = 1 + CONFIG.margin + 1e-6
@@ -301,14 +303,14 @@ def test_calls_are_long_where_rounds_are_short():
 def test_rows_have_acceptance_of_their_own():
   call = adaptive.Call(8, (20, 10), (30, 30), (27, 3))
   state = adaptive.observe(
-      CONFIG, TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
+    CONFIG, TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
   )
   state = dataclasses.replace(
-      state,
-      accepted=(27.0, 3.0),
-      judged=(30.0, 30.0),
-      pool_accepted=30.0,
-      pool_judged=60.0,
+    state,
+    accepted=(27.0, 3.0),
+    judged=(30.0, 30.0),
+    pool_accepted=30.0,
+    pool_judged=60.0,
   )
   assert adaptive.acceptance(state, 0) > 0.6 > adaptive.acceptance(state, 1)
   released = adaptive.release(CONFIG, state, 0, 20)
@@ -326,8 +328,8 @@ def test_a_state_survives_json_and_goes_on_alike():
 
 @QUICK
 @hypothesis.given(
-    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60),
-    st.sampled_from([*TABLES]),
+  st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60),
+  st.sampled_from([*TABLES]),
 )
 def test_whatever_happens_k_is_a_candidate_and_numbers_stay_finite(calls, name):
   state, costs = adaptive.initial(CONFIG, 1), TABLES[name]
@@ -337,8 +339,10 @@ def test_whatever_happens_k_is_a_candidate_and_numbers_stay_finite(calls, name):
     assert k in CONFIG.candidates and (k > 0 or not state.probing)
     accepted = min(accepted, k)
     call = adaptive.Call(
-        rounds, (rounds * (accepted + 1),), (rounds * min(accepted + 1, k),),
-        (rounds * accepted,),
+      rounds,
+      (rounds * (accepted + 1),),
+      (rounds * min(accepted + 1, k),),
+      (rounds * accepted,),
     )
     state = adaptive.observe(CONFIG, costs, state, call)
     assert 0 <= adaptive.acceptance(state, 0) <= 1
@@ -349,22 +353,22 @@ def test_whatever_happens_k_is_a_candidate_and_numbers_stay_finite(calls, name):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("candidates", ()),
-        ("candidates", (0,)),
-        ("candidates", (1, 3)),
-        ("candidates", (0, 3, 1)),
-        ("candidates", (0, 3, 3)),
-        ("candidates", (0, 9)),
-        ("rounds_per_call", 0),
-        ("memory", 0.5),
-        ("margin", -0.1),
-        ("margin", 1.0),
-        ("probe_share", 0.0),
-        ("probe_share", 1.0),
-        ("costs", (adaptive.RoundCosts((1.0, 2.0)),)),
-    ],
+  ("field", "value"),
+  [
+    ("candidates", ()),
+    ("candidates", (0,)),
+    ("candidates", (1, 3)),
+    ("candidates", (0, 3, 1)),
+    ("candidates", (0, 3, 3)),
+    ("candidates", (0, 9)),
+    ("rounds_per_call", 0),
+    ("memory", 0.5),
+    ("margin", -0.1),
+    ("margin", 1.0),
+    ("probe_share", 0.0),
+    ("probe_share", 1.0),
+    ("costs", (adaptive.RoundCosts((1.0, 2.0)),)),
+  ],
 )
 def test_settings_out_of_range_are_named(field, value):
   with pytest.raises(ValueError, match=rf"AdaptiveConfig\.{field}: received"):
@@ -372,14 +376,14 @@ def test_settings_out_of_range_are_named(field, value):
 
 
 @pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("round_ms", {"round_ms": ()}),
-        ("round_ms", {"round_ms": (1.0, 0.0)}),
-        ("chunk_ms", {"round_ms": (1.0,), "chunk_ms": -1.0}),
-        ("prefill_ms", {"round_ms": (1.0,), "prefill_ms": -1.0}),
-        ("call_ms", {"round_ms": (1.0,), "call_ms": -1.0}),
-    ],
+  ("field", "values"),
+  [
+    ("round_ms", {"round_ms": ()}),
+    ("round_ms", {"round_ms": (1.0, 0.0)}),
+    ("chunk_ms", {"round_ms": (1.0,), "chunk_ms": -1.0}),
+    ("prefill_ms", {"round_ms": (1.0,), "prefill_ms": -1.0}),
+    ("call_ms", {"round_ms": (1.0,), "call_ms": -1.0}),
+  ],
 )
 def test_costs_out_of_range_are_named(field, values):
   with pytest.raises(ValueError, match=rf"RoundCosts\.{field}: received"):

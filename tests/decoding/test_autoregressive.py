@@ -23,8 +23,13 @@ def test_greedy_t5_is_the_arg_max_of_whole_sequence_scores():
   source, mask = testing.random_sources(5, 7, target.vocab_size, 0)
   limits = np.array([16, 1, 9, 16, 16])
   state = harness.plain(
-      target, target.prepare(params), source, mask,
-      harness.settings_of(5, max_length=limits), 16, record=8,
+    target,
+    target.prepare(params),
+    source,
+    mask,
+    harness.settings_of(5, max_length=limits),
+    16,
+    record=8,
   )
   logits, valid = harness.scored(target, params, source, mask, state)
   tokens = np.asarray(state.tokens)
@@ -51,14 +56,10 @@ def test_it_stops_when_any_row_stops_or_steps_run_out():
   table = testing.random_table(VOCAB, 1)
   settings = harness.settings_of(3, max_length=[9, 4, 9])
   model = testing.tabular_model(VOCAB)
-  state = harness.start(
-      model, jnp.asarray(table), *harness.no_sources(3), settings, 9
-  )
+  state = harness.start(model, jnp.asarray(table), *harness.no_sources(3), settings, 9)
 
   def lengths(state, until_all, steps):
-    state = harness.STEPS(
-        model, until_all, jnp.asarray(table), jnp.int32(steps), state
-    )
+    state = harness.STEPS(model, until_all, jnp.asarray(table), jnp.int32(steps), state)
     return np.asarray(state.length).tolist(), state
 
   assert lengths(state, False, 3)[0] == [3, 3, 3]
@@ -73,7 +74,7 @@ def test_it_stops_when_any_row_stops_or_steps_run_out():
 def test_records_hold_the_raw_distributions_whatever_the_sampling():
   table = table_that_ends(2)
   settings = harness.settings_of(
-      4, max_length=12, temperature=[0.0, 0.3, 1.0, 2.0], top_k=[0, 2, 0, 3]
+    4, max_length=12, temperature=[0.0, 0.3, 1.0, 2.0], top_k=[0, 2, 0, 3]
   )
   state = harness.tabular_steps(table, settings, 12, record=3)
   for row, output in enumerate(harness.outputs(state)):
@@ -81,9 +82,7 @@ def test_records_hold_the_raw_distributions_whatever_the_sampling():
     logits = np.array([table[fed[i], fed[i + 1]] for i in range(len(output))])
     log_probs, ids, tail = oracles.truncate(logits, 3)
     np.testing.assert_allclose(
-        state.records.log_probs[row, : len(output)], log_probs, atol=1e-5
+      state.records.log_probs[row, : len(output)], log_probs, atol=1e-5
     )
     np.testing.assert_array_equal(state.records.ids[row, : len(output)], ids)
-    np.testing.assert_allclose(
-        state.records.tail[row, : len(output)], tail, atol=1e-6
-    )
+    np.testing.assert_allclose(state.records.tail[row, : len(output)], tail, atol=1e-6)

@@ -16,14 +16,14 @@ VOCAB, LENGTH = 8, 16
 TARGET = harness.TARGET
 TABLE = testing.random_table(VOCAB, 8)
 DRAFTS = {
-    "target": TABLE,
-    "unrelated": testing.random_table(VOCAB, 9),
-    "nan": np.full_like(TABLE, np.nan),
+  "target": TABLE,
+  "unrelated": testing.random_table(VOCAB, 9),
+  "nan": np.full_like(TABLE, np.nan),
 }
 MIXED = {
-    "temperature": (0.3, 0.7, 1.0, 1.5, 0.0, 1.0),
-    "top_k": (0, 0, 0, 3, 0, 4),
-    "top_p": (1.0, 1.0, 0.8, 1.0, 1.0, 0.9),
+  "temperature": (0.3, 0.7, 1.0, 1.5, 0.0, 1.0),
+  "top_k": (0, 0, 0, 3, 0, 4),
+  "top_p": (1.0, 1.0, 0.8, 1.0, 1.0, 0.9),
 }
 
 
@@ -50,7 +50,7 @@ def test_a_draft_with_noise_of_its_own_is_accepted_less(monkeypatch):
   """The fault costs no exactness, and is seen in the acceptance alone."""
   settings = harness.table_settings(temperature=1.0)
   run = functools.partial(
-      harness.table_rounds, 2, TABLE, TABLE, settings, rule="coupling"
+    harness.table_rounds, 2, TABLE, TABLE, settings, rule="coupling"
   )
   plain = harness.tabular_steps(TABLE, settings, harness.TABLE_LENGTH)
   apart = accept_lib.RULES["coupling"]._replace(draft_noise=sampling.Purpose.DRAFT)
@@ -61,23 +61,31 @@ def test_a_draft_with_noise_of_its_own_is_accepted_less(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"), [("perturbed", 5), ("unrelated", 5), ("perturbed", 1)]
+  ("kind", "rows"), [("perturbed", 5), ("unrelated", 5), ("perturbed", 1)]
 )
 def test_sampled_t5_equals_plain_whatever_the_draft_and_batch(kind, rows):
   params = harness.lively_params(TARGET)
   draft = {
-      "perturbed": lambda: harness.perturbed(params, 0.03),
-      "unrelated": lambda: harness.lively_params(TARGET, 9),
+    "perturbed": lambda: harness.perturbed(params, 0.03),
+    "unrelated": lambda: harness.lively_params(TARGET, 9),
   }[kind]()
   source, mask = testing.random_sources(5, 7, TARGET.vocab_size, 0)
   settings = harness.settings_of(
-      5, max_length=LENGTH, temperature=(0.5, 1.0, 0.7, 0.0, 1.0), top_k=(0, 0, 9, 0, 0)
+    5, max_length=LENGTH, temperature=(0.5, 1.0, 0.7, 0.0, 1.0), top_k=(0, 0, 9, 0, 0)
   )
   served = TARGET.prepare(params)
   plain = harness.plain(TARGET, served, source, mask, settings, LENGTH)
   found = harness.speculate(
-      TARGET, TARGET, 3, served, TARGET.prepare(draft), source[:rows], mask[:rows],
-      harness.take(settings, range(rows)), LENGTH, rule="coupling",
+    TARGET,
+    TARGET,
+    3,
+    served,
+    TARGET.prepare(draft),
+    source[:rows],
+    mask[:rows],
+    harness.take(settings, range(rows)),
+    LENGTH,
+    rule="coupling",
   )
   assert harness.outputs(found) == harness.outputs(plain)[:rows]
   assert 0 < harness.draft_acceptance(found) < 1
@@ -93,7 +101,7 @@ def test_acceptance_equals_the_closed_form_of_shared_noise():
   settings = harness.settings_of(rows, max_length=limit, temperature=0.8)
   tables = (np.tile(np.float32(row), (VOCAB, VOCAB, 1)) for row in (target, draft))
   final = harness.tabular_rounds(
-      k, *tables, settings, limit, limit=rounds, rule="coupling"
+    k, *tables, settings, limit, limit=rounds, rule="coupling"
   )
   p, q = (oracles.processed_probs(row, 0.8) for row in (target, draft))
   kept = p > 0
@@ -114,9 +122,9 @@ def test_an_unknown_rule_is_refused_by_name():
 def test_rules_agree_on_greedy_rows_beside_sampled_ones():
   settings = harness.table_settings(temperature=(0.0, 1.0, 0.0, 0.5, 0.0, 1.0))
   found = [
-      harness.outputs(
-          harness.table_rounds(3, TABLE, DRAFTS["unrelated"], settings, rule=rule)
-      )[::2]
-      for rule in accept_lib.RULES
+    harness.outputs(
+      harness.table_rounds(3, TABLE, DRAFTS["unrelated"], settings, rule=rule)
+    )[::2]
+    for rule in accept_lib.RULES
   ]
   assert found[0] == found[1]

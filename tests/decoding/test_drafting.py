@@ -21,7 +21,7 @@ TARGET, BUCKETS = test_slots.TARGET, test_slots.BUCKETS
 KS = (0, 1, 3)
 TABLE = adaptive.RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
 POLICY = adaptive.AdaptiveConfig(
-    candidates=KS, rounds_per_call=2, costs=(TABLE,) * len(BUCKETS)
+  candidates=KS, rounds_per_call=2, costs=(TABLE,) * len(BUCKETS)
 )
 CYCLE = (3, 0, 0, 1, 0, 3, 3, 0, 0, 0)
 VOCAB = 8
@@ -43,7 +43,7 @@ def scheduled(monkeypatch, cycle=CYCLE):
 def make(kind="close", rows=3, policy=POLICY, **changes):
   config = test_slots.config_of(rows, adaptive=policy, **changes)
   return slots.Slots(
-      config, TARGET, test_slots.target_params(), TARGET, test_slots.draft_params(kind)
+    config, TARGET, test_slots.target_params(), TARGET, test_slots.draft_params(kind)
   )
 
 
@@ -82,11 +82,11 @@ def test_coupled_outputs_equal_plain_with_the_same_seed(monkeypatch):
   model = testing.tabular_model(VOCAB)
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1)]
   config = test_slots.config_of(
-      3, source_lengths=(4,), acceptance_rule="coupling", record_top_k=0
+    3, source_lengths=(4,), acceptance_rule="coupling", record_top_k=0
   )
   policy = dataclasses.replace(POLICY, costs=(TABLE,))
   found = tabular(model, tables, dataclasses.replace(config, adaptive=policy)).run(
-      test_slots.sampled_requests()
+    test_slots.sampled_requests()
   )
   plain = slots.Slots(config, model, tables[0]).run(test_slots.sampled_requests())
   assert test_slots.texts(found) == test_slots.texts(plain)
@@ -161,12 +161,10 @@ def behind(lengths, fed, limit):
   source, mask = testing.random_sources(rows, 6, 64, 0)
   served = TARGET.prepare(test_slots.target_params())
   settings_ = harness.settings_of(rows, max_length=limit)
-  state = harness.start(
-      TARGET, served, source, mask, settings_, limit, TARGET, served
-  )
+  state = harness.start(TARGET, served, source, mask, settings_, limit, TARGET, served)
   tokens = np.random.default_rng(0).integers(2, 64, state.tokens.shape)
   state = state.replace(
-      tokens=jnp.asarray(tokens, jnp.int32), length=jnp.asarray(lengths, jnp.int32)
+    tokens=jnp.asarray(tokens, jnp.int32), length=jnp.asarray(lengths, jnp.int32)
   )
   inputs = np.pad(tokens, ((0, 0), (1, 0)))[:, : state.tokens.shape[1]]
   decode = jax.jit(TARGET.decode)
@@ -186,13 +184,13 @@ def differing(found, expected):
   wrong = set()
   for row, length in enumerate(np.asarray(expected.length)):
     pairs = zip(
-        (*found.self_keys, *found.self_values),
-        (*expected.self_keys, *expected.self_values),
-        strict=True,
+      (*found.self_keys, *found.self_values),
+      (*expected.self_keys, *expected.self_values),
+      strict=True,
     )
     same = all(
-        np.allclose(one[row, :, :length], other[row, :, :length], atol=1e-5)
-        for one, other in pairs
+      np.allclose(one[row, :, :length], other[row, :, :length], atol=1e-5)
+      for one, other in pairs
     )
     if not same or int(found.length[row]) != length:
       wrong.add(row)
@@ -207,15 +205,15 @@ def test_a_cache_that_caught_up_equals_a_fresh_one():
   lengths, fed = [20, 20, 3, 0, 17, 9], [0, 18, 2, 0, 1, 7]
   served, state, expected = behind(lengths, fed, limit=20)
   wipe = lambda leaf: jnp.where(
-      jnp.arange(leaf.shape[2])[None, None, :, None]
-      < jnp.asarray(fed)[:, None, None, None],
-      leaf,
-      7.0,
+    jnp.arange(leaf.shape[2])[None, None, :, None]
+    < jnp.asarray(fed)[:, None, None, None],
+    leaf,
+    7.0,
   )
   cache = state.draft_cache
   cache = cache.replace(
-      self_keys=tuple(map(wipe, cache.self_keys)),
-      self_values=tuple(map(wipe, cache.self_values)),
+    self_keys=tuple(map(wipe, cache.self_keys)),
+    self_values=tuple(map(wipe, cache.self_values)),
   )
   found = CAUGHT_UP(TARGET, served, state.replace(draft_cache=cache))
   assert not differing(found.draft_cache, expected)
@@ -241,7 +239,7 @@ def test_a_draft_equal_to_the_target_is_used_in_full_and_a_poor_one_not():
   drafted = {}
   for kind in ("same", "far"):
     policy = dataclasses.replace(
-        POLICY, costs=(adaptive.RoundCosts((1.0, 1.4, 2.2), 0.1, 0.1),) * 2
+      POLICY, costs=(adaptive.RoundCosts((1.0, 1.4, 2.2), 0.1, 0.1),) * 2
     )
     requests = [r for _ in range(3) for r in test_slots.greedy_requests()]
     found = make(kind, policy=policy).run(requests)
@@ -252,8 +250,8 @@ def test_a_draft_equal_to_the_target_is_used_in_full_and_a_poor_one_not():
 
 def test_a_run_with_given_costs_repeats():
   found = [
-      [(done.target_calls, done.drafted) for done in make().run(requests)]
-      for requests in (test_slots.greedy_requests(), test_slots.greedy_requests())
+    [(done.target_calls, done.drafted) for done in make().run(requests)]
+    for requests in (test_slots.greedy_requests(), test_slots.greedy_requests())
   ]
   assert found[0] == found[1]
 
@@ -291,7 +289,7 @@ def measured_policy():
 def test_costs_are_measured_where_none_are_given():
   decoder = make(policy=measured_policy())
   assert test_slots.texts(decoder.run(test_slots.greedy_requests())) == (
-      test_slots.expected()
+    test_slots.expected()
   )
   tables = dict(decoder.held()["adaptive"]["costs"])
   assert set(tables) == set(BUCKETS)
@@ -305,7 +303,7 @@ def test_plain_slots_ignore_the_policy():
   config = test_slots.config_of(3, adaptive=POLICY)
   plain = slots.Slots(config, TARGET, test_slots.target_params())
   assert test_slots.texts(plain.run(test_slots.greedy_requests())) == (
-      test_slots.expected()
+    test_slots.expected()
   )
   assert plain.held()["adaptive"] is None
 
@@ -334,7 +332,7 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch):
   assert serving.count == 0
   assert {k for k, _ in noted} == set(KS) and any(k and ms for k, ms in noted)
   other = dataclasses.replace(
-      config, adaptive=dataclasses.replace(POLICY, candidates=(0, 2, 3))
+    config, adaptive=dataclasses.replace(POLICY, candidates=(0, 2, 3))
   )
   scheduled(monkeypatch, (2,))
   with test_slots.Compilations() as more:  # control: another K does compile
@@ -348,12 +346,10 @@ def test_rows_split_over_devices_write_the_same(monkeypatch):
   model = testing.tabular_model(VOCAB)
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1)]
   policy = dataclasses.replace(POLICY, costs=(TABLE,))
-  config = test_slots.config_of(
-      2, source_lengths=(4,), record_top_k=4, adaptive=policy
-  )
+  config = test_slots.config_of(2, source_lengths=(4,), record_top_k=4, adaptive=policy)
   greedy = [
-      dataclasses.replace(request, sampling=slots.SamplingConfig())
-      for request in test_slots.sampled_requests()
+    dataclasses.replace(request, sampling=slots.SamplingConfig())
+    for request in test_slots.sampled_requests()
   ]
   placed = [partitioner.place_params(model, table) for table in tables]
   split = slots.Slots(config, model, placed[0], model, placed[1], partitioner)
@@ -369,23 +365,23 @@ def test_gin_makes_the_same_policy():
 
 
 BINDINGS = (
-    "PairConfig.target = 't'",
-    "PairConfig.draft = 'd'",
-    "DecodingConfig.adaptive = @AdaptiveConfig()",
-    "DecodingConfig.num_draft_tokens = 7",
-    "AdaptiveConfig.rounds_per_call = 16",
-    "AdaptiveConfig.costs = [@RoundCosts()]",
-    "RoundCosts.round_ms = [1.0, 1.5, 2.0, 2.5, 3.0]",
-    "RoundCosts.chunk_ms = 0.5",
+  "PairConfig.target = 't'",
+  "PairConfig.draft = 'd'",
+  "DecodingConfig.adaptive = @AdaptiveConfig()",
+  "DecodingConfig.num_draft_tokens = 7",
+  "AdaptiveConfig.rounds_per_call = 16",
+  "AdaptiveConfig.costs = [@RoundCosts()]",
+  "RoundCosts.round_ms = [1.0, 1.5, 2.0, 2.5, 3.0]",
+  "RoundCosts.chunk_ms = 0.5",
 )
 
 
 @pytest.mark.parametrize(
-    ("policy", "largest"),
-    [
-        (dataclasses.replace(POLICY, candidates=(0, 4, 5)), 3),
-        (dataclasses.replace(POLICY, costs=(TABLE,) * 3), 3),
-    ],
+  ("policy", "largest"),
+  [
+    (dataclasses.replace(POLICY, candidates=(0, 4, 5)), 3),
+    (dataclasses.replace(POLICY, costs=(TABLE,) * 3), 3),
+  ],
 )
 def test_a_policy_must_fit_the_shapes(policy, largest):
   with pytest.raises(ValueError, match=r"DecodingConfig\.adaptive: received"):

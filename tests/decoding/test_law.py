@@ -26,12 +26,12 @@ DRAFT = testing.random_table(VOCAB, 2, sharpness=1.5)
 
 ROUNDS = harness.jitted_rounds(quick=False)
 GRID = (
-    {"temperature": 1.0},
-    {"temperature": 0.4},
-    {"temperature": 1.7, "top_k": 3},
-    {"temperature": 1.0, "top_p": 0.7},
-    {"temperature": 0.8, "top_k": 4, "top_p": 0.8},
-    {"temperature": 0.0},
+  {"temperature": 1.0},
+  {"temperature": 0.4},
+  {"temperature": 1.7, "top_k": 3},
+  {"temperature": 1.0, "top_p": 0.7},
+  {"temperature": 0.8, "top_k": 4, "top_p": 0.8},
+  {"temperature": 0.0},
 )
 
 
@@ -47,8 +47,7 @@ def mixed_settings(grid, rows, seed):
   """Rows that take turns among the settings of the grid."""
   full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
   columns = {
-      name: np.resize([{**full, **entry}[name] for entry in grid], rows)
-      for name in full
+    name: np.resize([{**full, **entry}[name] for entry in grid], rows) for name in full
   }
   return harness.settings_of(rows, max_length=LENGTH, seed=seed, **columns)
 
@@ -62,11 +61,11 @@ def first_tokens(final):
 def p_values(tokens, target, settings):
   """Of the joint laws of the first two and the first three tokens."""
   return [
-      oracles.chi_square(
-          oracles.joint_counts(tokens[:, :count], VOCAB),
-          oracles.joint_law(target, count, **settings),
-      )
-      for count in (2, 3)
+    oracles.chi_square(
+      oracles.joint_counts(tokens[:, :count], VOCAB),
+      oracles.joint_law(target, count, **settings),
+    )
+    for count in (2, 3)
   ]
 
 
@@ -78,15 +77,17 @@ def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS):
     final = harness.tabular_rounds(k, target, draft, settings, LENGTH, run=run)
     parts.append(first_tokens(final))
   tokens = np.stack(parts).reshape(len(parts), -1, len(grid), LENGTH)
-  return np.array([
+  return np.array(
+    [
       p_values(tokens[:, :, index].reshape(-1, LENGTH), target, entry)
       for index, entry in enumerate(grid)
-  ])
+    ]
+  )
 
 
 @pytest.mark.parametrize(
-    ("k", "ends", "grid"),
-    [(1, True, GRID[::2]), (2, False, GRID), (4, True, GRID[3:5])],
+  ("k", "ends", "grid"),
+  [(1, True, GRID[::2]), (2, False, GRID), (4, True, GRID[3:5])],
 )
 def test_the_loop_emits_the_law_of_the_target(k, ends, grid):
   target, draft = (ending(TARGET), ending(DRAFT)) if ends else (TARGET, DRAFT)
@@ -104,11 +105,11 @@ def test_plain_decoding_has_the_same_law():
 
 
 BROKEN = {
-    "nan": lambda row: np.full_like(row, np.nan),
-    "one nan": lambda row: np.where(np.arange(VOCAB) == 3, np.nan, row),
-    "inf": lambda row: np.where(np.arange(VOCAB) == 3, np.inf, row),
-    "all -inf": lambda row: np.full_like(row, -np.inf),
-    "nearly one-hot": lambda row: np.where(np.arange(VOCAB) == 3, 0, -np.inf),
+  "nan": lambda row: np.full_like(row, np.nan),
+  "one nan": lambda row: np.where(np.arange(VOCAB) == 3, np.nan, row),
+  "inf": lambda row: np.where(np.arange(VOCAB) == 3, np.inf, row),
+  "all -inf": lambda row: np.full_like(row, -np.inf),
+  "nearly one-hot": lambda row: np.where(np.arange(VOCAB) == 3, 0, -np.inf),
 }
 
 
@@ -178,47 +179,55 @@ def residual(wrong):
 
 K = 2
 FAULTS = {
-    "bonus token from the wrong row": (
-        speculative, "verify_lib", "verify", bonus_from_the_row_before
-    ),
-    "residual without maximum": residual(lambda a: a),
-    "absolute residual": residual(abs),
-    "recovered token from the target": residual(lambda a: 0 * a),
-    "cache one position short": after_append(
-        "target_cache", lambda now, written: jnp.maximum(now - 1, 0)
-    ),
-    "cache one position long": after_append(
-        "target_cache", lambda now, written: now + 1
-    ),
-    "rejected tokens left in the cache": after_append(
-        "target_cache", lambda now, written: written
-    ),
-    # After a rejection the draft draws with the noise of the same positions again. If
-    # it remembers what it drew there, its distribution depends on that noise.
-    "rejected tokens left in the draft's cache": (
-        speculative, "propose_lib", "propose", after_a_rejected_token
-    ),
-    "draft distribution before top-k": (
-        accept_lib, "sampling", "processed_probs", draft_before_top_k
-    ),
-    "recovered by the draft's noise": (
-        accept_lib, "sampling", "draw", by_the_noise_of_the_draft
-    ),
-    "accepted by the draft's noise": (
-        accept_lib, "_uniform", None, uniform_of_the_draft
-    ),
+  "bonus token from the wrong row": (
+    speculative,
+    "verify_lib",
+    "verify",
+    bonus_from_the_row_before,
+  ),
+  "residual without maximum": residual(lambda a: a),
+  "absolute residual": residual(abs),
+  "recovered token from the target": residual(lambda a: 0 * a),
+  "cache one position short": after_append(
+    "target_cache", lambda now, written: jnp.maximum(now - 1, 0)
+  ),
+  "cache one position long": after_append("target_cache", lambda now, written: now + 1),
+  "rejected tokens left in the cache": after_append(
+    "target_cache", lambda now, written: written
+  ),
+  # After a rejection the draft draws with the noise of the same positions again. If
+  # it remembers what it drew there, its distribution depends on that noise.
+  "rejected tokens left in the draft's cache": (
+    speculative,
+    "propose_lib",
+    "propose",
+    after_a_rejected_token,
+  ),
+  "draft distribution before top-k": (
+    accept_lib,
+    "sampling",
+    "processed_probs",
+    draft_before_top_k,
+  ),
+  "recovered by the draft's noise": (
+    accept_lib,
+    "sampling",
+    "draw",
+    by_the_noise_of_the_draft,
+  ),
+  "accepted by the draft's noise": (accept_lib, "_uniform", None, uniform_of_the_draft),
 }
 HARMLESS = {
-    "none": (accept_lib, "_uniform", None, lambda right, *args: right(*args)),
-    # What was emitted may reach the draft in any form: that decides its speed only.
-    "draft cache one position long": after_append(
-        "draft_cache", lambda now, written: now + 1
-    ),
+  "none": (accept_lib, "_uniform", None, lambda right, *args: right(*args)),
+  # What was emitted may reach the draft in any form: that decides its speed only.
+  "draft cache one position long": after_append(
+    "draft_cache", lambda now, written: now + 1
+  ),
 }
 # No chi-square sees these. Below 0 is as if u * draft <= target were accepted.
 ZERO = {
-    "u is 0": (accept_lib, "_uniform", None, always(0.0)),
-    "u is below 0": (accept_lib, "_uniform", None, always(-1e-30)),
+  "u is 0": (accept_lib, "_uniform", None, always(0.0)),
+  "u is below 0": (accept_lib, "_uniform", None, always(-1e-30)),
 }
 PLANTED = {**FAULTS, **HARMLESS, **ZERO}
 # The last drafted token is never fed, and the first one's noise never used again.
@@ -228,7 +237,7 @@ DRAFTED = {"rejected tokens left in the draft's cache": 3}
 def switched(chosen, right, wrong):
   """`right`, or `wrong` where the scalar `chosen` is true when the program runs."""
   return lambda *args: jax.lax.cond(
-      chosen, lambda: wrong(right, *args), lambda: right(*args)
+    chosen, lambda: wrong(right, *args), lambda: right(*args)
   )
 
 
@@ -269,21 +278,19 @@ def test_what_is_no_fault_is_not_caught(fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "caught"), [("u is 0", False), ("u is below 0", True)]
+  ("fault", "caught"), [("u is 0", False), ("u is below 0", True)]
 )
 def test_a_token_without_mass_is_never_accepted(fault, caught):
   grid = ({"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5})
   settings = mixed_settings(grid, ROWS, seed=31)
   tokens = first_tokens(
-      harness.tabular_rounds(
-          K, TARGET, DRAFT, settings, LENGTH, run=run_with(fault)
-      )
+    harness.tabular_rounds(K, TARGET, DRAFT, settings, LENGTH, run=run_with(fault))
   )
   impossible = sum(
-      (oracles.joint_counts(tokens[index::2], VOCAB) > 0)[
-          oracles.joint_law(TARGET, LENGTH, **entry) == 0
-      ].sum()
-      for index, entry in enumerate(grid)
+    (oracles.joint_counts(tokens[index::2], VOCAB) > 0)[
+      oracles.joint_law(TARGET, LENGTH, **entry) == 0
+    ].sum()
+    for index, entry in enumerate(grid)
   )
   assert (impossible > 0) == caught
 

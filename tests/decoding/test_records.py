@@ -15,8 +15,8 @@ VOCAB = 7
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [(1000, jnp.uint16), (2**16, jnp.uint16), (2**16 + 1, jnp.int32)],
+  ("vocab_size", "dtype"),
+  [(1000, jnp.uint16), (2**16, jnp.uint16), (2**16 + 1, jnp.int32)],
 )
 def test_ids_are_stored_in_the_smallest_type_that_holds_them(vocab_size, dtype):
   empty = records.empty(2, 5, 4, vocab_size)
@@ -39,12 +39,12 @@ def test_a_position_of_400_bytes_at_most():
 
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
-    kept=st.sampled_from([1, 3, VOCAB]),
-    values=st.lists(
-        st.sampled_from([-np.inf, -20.0, -1.0, 0.0, 0.5, 2.0]),
-        min_size=2 * VOCAB,
-        max_size=2 * VOCAB,
-    ),
+  kept=st.sampled_from([1, 3, VOCAB]),
+  values=st.lists(
+    st.sampled_from([-np.inf, -20.0, -1.0, 0.0, 0.5, 2.0]),
+    min_size=2 * VOCAB,
+    max_size=2 * VOCAB,
+  ),
 )
 def test_a_record_is_the_truncated_log_softmax(kept, values):
   """Ties at the cut and impossible tokens included: kept and tail add up to 1."""
@@ -75,7 +75,7 @@ def test_teacher_forced_rows_judge_the_token_at_their_own_position():
   tokens = np.array([[3, 5, 1, 0], [2, 1, 0, 0], [0, 0, 0, 0]], np.int32)
   source = np.array([[4, 1], [5, 1], [0, 0]], np.int32)
   batch = records.teacher_forced(
-      testing.tabular_model(VOCAB), jnp.asarray(table), source, tokens, 3
+    testing.tabular_model(VOCAB), jnp.asarray(table), source, tokens, 3
   )
   np.testing.assert_array_equal(batch.mask.sum(-1), [3, 2, 0])
   np.testing.assert_array_equal(batch.weight, [1, 1, 0])

@@ -18,7 +18,7 @@ ROWS, POSITIONS, VOCAB = 3, 2, 8
 def probs_of(logits, **settings):
   logits = jnp.asarray(logits, jnp.float32)
   return np.asarray(
-      processed(logits, harness.settings_of(len(logits), max_length=1, **settings))
+    processed(logits, harness.settings_of(len(logits), max_length=1, **settings))
   )
 
 
@@ -49,22 +49,22 @@ def test_a_broken_row_has_no_mass_whatever_the_vocabulary(size, temperature, bro
 
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(
-    # Few distinct values: ties are the rule.
-    logits=st.lists(
-        st.sampled_from([-np.inf, -3.0, -1.0, 0.0, 0.5, 1.0, 2.5]),
-        min_size=ROWS * POSITIONS * VOCAB,
-        max_size=ROWS * POSITIONS * VOCAB,
-    ),
-    temperature=st.lists(
-        st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=ROWS, max_size=ROWS
-    ),
-    top_k=st.lists(st.integers(0, VOCAB + 2), min_size=ROWS, max_size=ROWS),
-    # No value at which a sum of probabilities could round to either side.
-    top_p=st.lists(
-        st.sampled_from([0.0001, 0.3137, 0.7191, 0.9973, 1.0]),
-        min_size=ROWS,
-        max_size=ROWS,
-    ),
+  # Few distinct values: ties are the rule.
+  logits=st.lists(
+    st.sampled_from([-np.inf, -3.0, -1.0, 0.0, 0.5, 1.0, 2.5]),
+    min_size=ROWS * POSITIONS * VOCAB,
+    max_size=ROWS * POSITIONS * VOCAB,
+  ),
+  temperature=st.lists(
+    st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=ROWS, max_size=ROWS
+  ),
+  top_k=st.lists(st.integers(0, VOCAB + 2), min_size=ROWS, max_size=ROWS),
+  # No value at which a sum of probabilities could round to either side.
+  top_p=st.lists(
+    st.sampled_from([0.0001, 0.3137, 0.7191, 0.9973, 1.0]),
+    min_size=ROWS,
+    max_size=ROWS,
+  ),
 )
 def test_processed_probs_equals_the_oracle(logits, temperature, top_k, top_p):
   logits = np.array(logits).reshape(ROWS, POSITIONS, VOCAB)
@@ -72,7 +72,7 @@ def test_processed_probs_equals_the_oracle(logits, temperature, top_k, top_p):
   for row in range(ROWS):
     for position in range(POSITIONS):
       expected = oracles.processed_probs(
-          logits[row, position], temperature[row], top_k[row], top_p[row]
+        logits[row, position], temperature[row], top_k[row], top_p[row]
       )
       np.testing.assert_allclose(found[row, position], expected, atol=2e-6)
       assert ((found[row, position] > 0) == (expected > 0)).all()
@@ -98,7 +98,7 @@ def test_no_temperature_is_too_small(temperature):
 
 
 @pytest.mark.parametrize(
-    "broken", [[np.nan, 0, 1], [np.inf, 0, 1], [-np.inf] * 3, [np.nan, np.inf, 0]]
+  "broken", [[np.nan, 0, 1], [np.inf, 0, 1], [-np.inf] * 3, [np.nan, np.inf, 0]]
 )
 def test_a_broken_row_has_no_mass_and_leaves_its_mates_alone(broken):
   logits = np.array([[[0.0, 1.0, 2.0]], [broken]])
@@ -124,18 +124,16 @@ def test_draws_depend_on_seed_position_and_purpose_alone():
 
   def draws(seed=7, position=3, purpose=sampling.Purpose.DRAFT, step=1):
     seeds = jnp.asarray(seed + np.arange(rows)[::step], jnp.uint32)
-    return np.asarray(
-        sampling.draw(probs, seeds, jnp.full((rows,), position), purpose)
-    )
+    return np.asarray(sampling.draw(probs, seeds, jnp.full((rows,), position), purpose))
 
   first = draws()
   np.testing.assert_array_equal(first, draws())
   np.testing.assert_array_equal(first, draws(step=-1)[::-1])
   others = [
-      draws(seed=7 + rows),
-      draws(position=4),
-      draws(purpose=sampling.Purpose.ACCEPT),
-      draws(purpose=sampling.Purpose.EMIT),
+    draws(seed=7 + rows),
+    draws(position=4),
+    draws(purpose=sampling.Purpose.ACCEPT),
+    draws(purpose=sampling.Purpose.EMIT),
   ]
   for other in others:
     assert (first == other).mean() < 0.1  # 1 in 50 by chance
@@ -144,10 +142,10 @@ def test_draws_depend_on_seed_position_and_purpose_alone():
 def test_a_token_without_mass_is_never_drawn():
   probs = jnp.tile(jnp.asarray([0.0, 1e-30, 0.0, 0.0]), (5000, 1))
   drawn = sampling.draw(
-      probs,
-      jnp.arange(5000, dtype=jnp.uint32),
-      jnp.zeros((5000,), jnp.int32),
-      sampling.Purpose.EMIT,
+    probs,
+    jnp.arange(5000, dtype=jnp.uint32),
+    jnp.zeros((5000,), jnp.int32),
+    sampling.Purpose.EMIT,
   )
   assert (np.asarray(drawn) == 1).all()
 
@@ -156,10 +154,10 @@ def test_a_token_without_mass_is_never_drawn():
 def test_a_greedy_row_samples_its_arg_max_beside_any_mate(temperature):
   logits = jnp.asarray(np.random.default_rng(2).normal(size=(6, VOCAB)), jnp.float32)
   settings = harness.settings_of(
-      6, max_length=1, temperature=np.where(np.arange(6) % 2, temperature, 0.0)
+    6, max_length=1, temperature=np.where(np.arange(6) % 2, temperature, 0.0)
   )
   drawn = sampling.sample(
-      logits, settings, jnp.zeros((6,), jnp.int32), sampling.Purpose.DRAFT
+    logits, settings, jnp.zeros((6,), jnp.int32), sampling.Purpose.DRAFT
   )
   expected = np.argmax(logits, -1)
   np.testing.assert_array_equal(np.asarray(drawn)[::2], expected[::2])
@@ -167,7 +165,7 @@ def test_a_greedy_row_samples_its_arg_max_beside_any_mate(temperature):
 
 def test_make_settings_fills_every_row():
   settings = sampling.make_settings(
-      3, temperature=0.7, top_k=5, top_p=0.9, seed=2**32 - 1, max_length=4
+    3, temperature=0.7, top_k=5, top_p=0.9, seed=2**32 - 1, max_length=4
   )
   assert all(leaf.shape == (3,) for leaf in jax.tree.leaves(settings))
   assert settings.seed.dtype == jnp.uint32 and int(settings.seed[2]) == 2**32 - 1
@@ -175,19 +173,19 @@ def test_make_settings_fills_every_row():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("top_p", float("nan")),
-        ("seed", -1),
-        ("seed", 2**32),
-        ("max_length", 0),
-    ],
+  ("field", "value"),
+  [
+    ("temperature", -0.1),
+    ("temperature", float("nan")),
+    ("temperature", float("inf")),
+    ("top_k", -1),
+    ("top_p", 0.0),
+    ("top_p", 1.5),
+    ("top_p", float("nan")),
+    ("seed", -1),
+    ("seed", 2**32),
+    ("max_length", 0),
+  ],
 )
 def test_a_value_out_of_range_is_named(field, value):
   arguments = {"max_length": 4, field: value}

@@ -29,7 +29,8 @@ def target_params():
   kernel = params["decoder"]["logits_dense"]["kernel"]
   raised = kernel.at[:, EOS_ID].multiply(2.5)
   return {
-      **params, "decoder": {**params["decoder"], "logits_dense": {"kernel": raised}}
+    **params,
+    "decoder": {**params["decoder"], "logits_dense": {"kernel": raised}},
   }
 
 
@@ -42,12 +43,12 @@ def draft_params(kind):
 
 def config_of(rows, **changes):
   config = slots.DecodingConfig(
-      rows=rows,
-      num_draft_tokens=K,
-      source_lengths=BUCKETS,
-      target_length=LENGTH,
-      record_top_k=VOCAB,
-      max_rounds=2,
+    rows=rows,
+    num_draft_tokens=K,
+    source_lengths=BUCKETS,
+    target_length=LENGTH,
+    record_top_k=VOCAB,
+    max_rounds=2,
   )
   return dataclasses.replace(config, **changes)
 
@@ -56,7 +57,7 @@ def config_of(rows, **changes):
 def decoder(rows, kind="close"):
   """Slots that are empty again after each use."""
   return slots.Slots(
-      config_of(rows), TARGET, target_params(), TARGET, draft_params(kind)
+    config_of(rows), TARGET, target_params(), TARGET, draft_params(kind)
   )
 
 
@@ -68,10 +69,10 @@ def prompts(count=9, seed=0):
 
 def greedy_requests(seed=0):
   return [
-      slots.Request(tokens, max_length=limit, tag=index)
-      for index, (tokens, limit) in enumerate(
-          zip(prompts(seed=seed), LIMITS, strict=True)
-      )
+    slots.Request(tokens, max_length=limit, tag=index)
+    for index, (tokens, limit) in enumerate(
+      zip(prompts(seed=seed), LIMITS, strict=True)
+    )
   ]
 
 
@@ -159,12 +160,12 @@ def test_requests_may_come_while_others_are_in_flight():
 def test_a_reused_decoder_equals_a_fresh_one():
   """Longer and sampled requests, other drafts: nothing of them is left behind."""
   sampled = [
-      dataclasses.replace(request, sampling=slots.SamplingConfig(1.0, seed=index))
-      for index, request in enumerate(greedy_requests())
+    dataclasses.replace(request, sampling=slots.SamplingConfig(1.0, seed=index))
+    for index, request in enumerate(greedy_requests())
   ]
   reused, fresh = (
-      slots.Slots(config_of(3), TARGET, target_params(), TARGET, draft_params("close"))
-      for _ in range(2)
+    slots.Slots(config_of(3), TARGET, target_params(), TARGET, draft_params("close"))
+    for _ in range(2)
   )
   others = [slots.Request(tokens) for tokens in prompts(seed=5)]
   reused.swap(draft_params("far"), 1)
@@ -180,7 +181,7 @@ def test_a_reused_decoder_equals_a_fresh_one():
 
 def test_swaps_change_no_greedy_output_and_are_noted():
   swapped = slots.Slots(
-      config_of(3), TARGET, target_params(), TARGET, draft_params("close")
+    config_of(3), TARGET, target_params(), TARGET, draft_params("close")
   )
   for request in greedy_requests():
     swapped.submit(request)
@@ -191,8 +192,8 @@ def test_swaps_change_no_greedy_output_and_are_noted():
     swapped.swap(draft_params(kinds[version % 3]), version)
   assert by_tag(finished) == expected()
   versions = [
-      np.asarray(done.batch.records.draft_version)[0, : len(done.tokens)]
-      for done in finished
+    np.asarray(done.batch.records.draft_version)[0, : len(done.tokens)]
+    for done in finished
   ]
   assert all((np.diff(row) >= 0).all() for row in versions)
   assert any(len(set(row.tolist())) > 1 for row in versions)
@@ -220,7 +221,7 @@ def check_records(done):
   kept = np.take_along_axis(log_probs, records.ids.astype(int), axis=-1)
   np.testing.assert_allclose(records.log_probs, kept, atol=2e-4)
   np.testing.assert_array_equal(
-      np.sort(records.ids), np.broadcast_to(np.arange(VOCAB), records.ids.shape)
+    np.sort(records.ids), np.broadcast_to(np.arange(VOCAB), records.ids.shape)
   )
   np.testing.assert_allclose(records.tail, 0, atol=1e-6)
 
@@ -236,7 +237,7 @@ def test_counters_add_up():
     errors = int(np.asarray(done.batch.records.error)[0, :count].sum())
     assert done.drafted - done.accepted == errors
     assert list(done.accepted_per_position[:K]) == sorted(
-        done.accepted_per_position[:K], reverse=True
+      done.accepted_per_position[:K], reverse=True
     )
     assert not any(done.accepted_per_position[K:]) and done.milliseconds > 0
   assert 0 < sum(done.accepted for done in found) < sum(done.drafted for done in found)
@@ -250,12 +251,12 @@ def test_a_draft_equal_to_the_target_accepts_everything():
 
 def sampled_requests(count=12):
   return [
-      slots.Request(
-          np.array([3, EOS_ID], np.int32),
-          slots.SamplingConfig((0.0, 0.7, 1.0)[i % 3], (0, 3)[i % 2], 0.9, seed=i),
-          max_length=LIMITS[i % len(LIMITS)],
-      )
-      for i in range(count)
+    slots.Request(
+      np.array([3, EOS_ID], np.int32),
+      slots.SamplingConfig((0.0, 0.7, 1.0)[i % 3], (0, 3)[i % 2], 0.9, seed=i),
+      max_length=LIMITS[i % len(LIMITS)],
+    )
+    for i in range(count)
   ]
 
 
@@ -270,10 +271,10 @@ def test_sampled_outputs_do_not_depend_on_the_number_of_rows():
   one = run(1, sampled_requests())
   assert run(3, sampled_requests()) == one
   reseeded = [
-      dataclasses.replace(
-          request, sampling=dataclasses.replace(request.sampling, seed=99)
-      )
-      for request in sampled_requests()
+    dataclasses.replace(
+      request, sampling=dataclasses.replace(request.sampling, seed=99)
+    )
+    for request in sampled_requests()
   ]
   changed = run(3, reseeded)
   assert changed != one  # seeds matter,
@@ -282,7 +283,7 @@ def test_sampled_outputs_do_not_depend_on_the_number_of_rows():
 
 def test_rows_in_flight_continue_elsewhere():
   make = functools.partial(
-      slots.Slots, config_of(3), TARGET, target_params(), TARGET, draft_params("close")
+    slots.Slots, config_of(3), TARGET, target_params(), TARGET, draft_params("close")
   )
   first, requests = make(), greedy_requests()
   for request in requests:
@@ -292,9 +293,7 @@ def test_rows_in_flight_continue_elsewhere():
   held, second = first.held(), make()
   shapes = second.abstract_state(held["bucket"])
   jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), arrays, shapes)
-  second.restore(
-      jax.tree.map(jnp.asarray, arrays), held, {r.tag: r for r in requests}
-  )
+  second.restore(jax.tree.map(jnp.asarray, arrays), held, {r.tag: r for r in requests})
   assert second.in_flight == first.in_flight == len(requests) - len(finished)
   assert by_tag(finished + drained(second)) == expected()
 
@@ -324,8 +323,8 @@ def test_after_warm_up_nothing_compiles():
   assert warming.count > 0
   assert ready.in_flight == 0 and ready.arrays() is None
   mixed = [
-      dataclasses.replace(request, tokens=tokens % 8)
-      for request, tokens in zip(sampled_requests(), prompts(12), strict=True)
+    dataclasses.replace(request, tokens=tokens % 8)
+    for request, tokens in zip(sampled_requests(), prompts(12), strict=True)
   ]
   with Compilations() as serving:
     for version, request in enumerate(mixed):
@@ -348,7 +347,7 @@ def light_draft(**left_out):
 
 
 @pytest.mark.parametrize(
-    "left_out", [{"int8": True}, {"shortlist": 5}, {"int8": True, "shortlist": 20}]
+  "left_out", [{"int8": True}, {"shortlist": 5}, {"int8": True, "shortlist": 20}]
 )
 def test_what_a_served_draft_leaves_out_changes_no_output(left_out):
   found = light_draft(**left_out).run(greedy_requests())
@@ -367,7 +366,7 @@ def test_a_shortlist_accepts_what_it_covers():
     found = decoder_.run(greedy_requests())
     assert by_tag(found) == expected()
     accepted, drafted = (
-        sum(getattr(done, name) for done in found) for name in ("accepted", "drafted")
+      sum(getattr(done, name) for done in found) for name in ("accepted", "drafted")
     )
     rates.append(accepted / drafted)
   assert rates[0] == 1.0 and rates[1] < 0.2
@@ -405,15 +404,15 @@ def test_a_prompt_must_fit_the_largest_bucket():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("seed", -1),
-    ],
+  ("field", "value"),
+  [
+    ("temperature", -0.1),
+    ("temperature", float("nan")),
+    ("top_k", -1),
+    ("top_p", 0.0),
+    ("top_p", 1.5),
+    ("seed", -1),
+  ],
 )
 def test_sampling_values_out_of_range_are_named(field, value):
   sampling = dataclasses.replace(slots.SamplingConfig(), **{field: value})
@@ -438,17 +437,17 @@ def test_target_and_draft_share_the_vocabulary():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("rows", 0),
-        ("num_draft_tokens", 9),
-        ("num_draft_tokens", 0),
-        ("source_lengths", ()),
-        ("source_lengths", (1, 8)),
-        ("target_length", 0),
-        ("record_top_k", -1),
-        ("max_rounds", 0),
-    ],
+  ("field", "value"),
+  [
+    ("rows", 0),
+    ("num_draft_tokens", 9),
+    ("num_draft_tokens", 0),
+    ("source_lengths", ()),
+    ("source_lengths", (1, 8)),
+    ("target_length", 0),
+    ("record_top_k", -1),
+    ("max_rounds", 0),
+  ],
 )
 def test_shapes_out_of_range_are_named(field, value):
   with pytest.raises(ValueError, match=rf"DecodingConfig\.{field}: received"):

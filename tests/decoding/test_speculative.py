@@ -24,10 +24,10 @@ def t5_params(kind):
   """Drafts from the target itself to one that knows nothing of it; all of one shape."""
   target = harness.lively_params(TARGET)
   return {
-      "target": lambda: target,
-      "perturbed": lambda: harness.perturbed(target, 0.03),
-      "unrelated": lambda: harness.lively_params(TARGET, 9),
-      "other architecture": lambda: harness.lively_params(DRAFT),
+    "target": lambda: target,
+    "perturbed": lambda: harness.perturbed(target, 0.03),
+    "unrelated": lambda: harness.lively_params(TARGET, 9),
+    "other architecture": lambda: harness.lively_params(DRAFT),
   }[kind]()
 
 
@@ -41,22 +41,22 @@ def t5_start(rows, kind="target"):
   source, mask = testing.random_sources(5, SOURCE, TARGET.vocab_size, 0)
   turn = np.arange(rows) % 5
   return harness.start(
-      TARGET,
-      served("target"),
-      source[turn],
-      mask[turn],
-      harness.settings_of(rows, max_length=np.resize(LIMITS, rows)),
-      LENGTH,
-      DRAFT if kind == "other architecture" else TARGET,
-      served(kind),
-      RECORD,
+    TARGET,
+    served("target"),
+    source[turn],
+    mask[turn],
+    harness.settings_of(rows, max_length=np.resize(LIMITS, rows)),
+    LENGTH,
+    DRAFT if kind == "other architecture" else TARGET,
+    served(kind),
+    RECORD,
   )
 
 
 def t5_rounds(k, state, kind="target", **kwargs):
   model = DRAFT if kind == "other architecture" else TARGET
   return harness.rounds(
-      TARGET, model, k, served("target"), served(kind), state, **kwargs
+    TARGET, model, k, served("target"), served(kind), state, **kwargs
   )
 
 
@@ -72,7 +72,7 @@ def t5_plain():
 
 
 @pytest.mark.parametrize(
-    ("k", "rows"), [(1, 2), (2, 64), (3, 5), (5, 1), (7, 16), (8, 5)]
+  ("k", "rows"), [(1, 2), (2, 64), (3, 5), (5, 1), (7, 16), (8, 5)]
 )
 def test_greedy_t5_equals_plain_whatever_the_draft(k, rows):
   acceptance = {}
@@ -118,7 +118,7 @@ def greedy_walk(table, limit):
 
 
 @pytest.mark.parametrize(
-    ("k", "rows"), [(1, 6), (2, 6), (3, 6), (5, 6), (8, 6), (3, 1)]
+  ("k", "rows"), [(1, 6), (2, 6), (3, 6), (5, 6), (8, 6), (3, 1)]
 )
 def test_greedy_tables_equal_the_walk_over_their_arg_max(k, rows):
   limits = np.resize([60, 1, 7, 60, 33, 59], rows)
@@ -144,10 +144,10 @@ def test_greedy_tables_equal_the_walk_over_their_arg_max(k, rows):
 # --- Rows do not see one another ----------------------------------------------------
 
 MIXED = {
-    "temperature": np.array([0.0, 1.0, 0.7, 0.0, 1.3]),
-    "top_k": np.array([0, 0, 3, 0, 0]),
-    "top_p": np.array([1, 1, 1, 0.5, 0.8]),
-    "seed": np.array([11, 12, 13, 14, 2**32 - 1]),
+  "temperature": np.array([0.0, 1.0, 0.7, 0.0, 1.3]),
+  "top_k": np.array([0, 0, 3, 0, 0]),
+  "top_p": np.array([1, 1, 1, 0.5, 0.8]),
+  "seed": np.array([11, 12, 13, 14, 2**32 - 1]),
 }
 
 
@@ -156,18 +156,25 @@ def mixed_start(order, kind="perturbed"):
   source, mask = testing.random_sources(5, SOURCE, TARGET.vocab_size, 3)
   order = np.asarray(order)
   settings = harness.settings_of(
-      len(order),
-      max_length=np.asarray(LIMITS)[order],
-      **{name: values[order] for name, values in MIXED.items()},
+    len(order),
+    max_length=np.asarray(LIMITS)[order],
+    **{name: values[order] for name, values in MIXED.items()},
   )
   return harness.start(
-      TARGET, served("target"), source[order], mask[order], settings, LENGTH, TARGET,
-      served(kind), RECORD,
+    TARGET,
+    served("target"),
+    source[order],
+    mask[order],
+    settings,
+    LENGTH,
+    TARGET,
+    served(kind),
+    RECORD,
   )
 
 
 @pytest.mark.parametrize(
-    "order", [[4, 3, 2, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 3, 0], [2, 4, 1, 4, 2]]
+  "order", [[4, 3, 2, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 3, 0], [2, 4, 1, 4, 2]]
 )
 def test_batch_mates_and_slot_change_no_output(order):
   """Order, mates, their sampling, whether all are greedy or none filters."""
@@ -180,11 +187,11 @@ def test_batch_mates_and_slot_change_no_output(order):
 def test_a_row_alone_equals_the_row_in_a_batch():
   target, draft = testing.random_table(VOCAB, 6), testing.random_table(VOCAB, 7)
   columns = {
-      name: np.resize(values, harness.TABLE_ROWS)
-      for name, values in {**MIXED, "max_length": LIMITS}.items()
+    name: np.resize(values, harness.TABLE_ROWS)
+    for name, values in {**MIXED, "max_length": LIMITS}.items()
   }
   together = harness.outputs(
-      harness.table_rounds(3, target, draft, harness.table_settings(**columns))
+    harness.table_rounds(3, target, draft, harness.table_settings(**columns))
   )
   for row in range(5):
     one = {name: values[row : row + 1] for name, values in columns.items()}
@@ -218,7 +225,7 @@ def check_same_rows(expected, found, rows):
       np.testing.assert_array_equal(a.length, b.length)
       end = int(a.length[0])
       for mine, theirs in zip(
-          (*a.self_keys, *a.self_values), (*b.self_keys, *b.self_values), strict=True
+        (*a.self_keys, *a.self_values), (*b.self_keys, *b.self_values), strict=True
       ):
         np.testing.assert_array_equal(mine[:, :, :end], theirs[:, :, :end])
 
@@ -230,7 +237,7 @@ def test_a_call_returns_when_any_running_row_stops():
   sources = harness.no_sources(3)
   start = harness.start(model, table, *sources, settings, 20, model, table)
   rounds = functools.partial(
-      harness.rounds, model, model, 2, table, table, until_all=False
+    harness.rounds, model, model, 2, table, table, until_all=False
   )
   first = rounds(start)
   assert np.asarray(first.stop_reason).tolist() == [0, StopReason.LENGTH, 0]
@@ -264,7 +271,7 @@ def test_records_equal_a_fresh_scoring_pass(kind):
 
 
 @pytest.mark.parametrize(
-    ("k", "errors"), [(1, [2, 5]), (2, []), (8, [2, 5]), (5, [2, 5]), (3, [2, 5])]
+  ("k", "errors"), [(1, [2, 5]), (2, []), (8, [2, 5]), (5, [2, 5]), (3, [2, 5])]
 )
 def test_the_error_mask_marks_planted_rejections_and_nothing_else(k, errors):
   """The target repeats 2 3 4; the draft is wrong behind 3. K = 2 never drafts there.
@@ -300,14 +307,14 @@ def differences(expected, found):
   for row, length in enumerate(np.asarray(expected.length)):
     fed = [0, *harness.outputs(expected)[row]][:length]
     checks = {
-        "tokens": harness.outputs(found)[row] == harness.outputs(expected)[row],
-        "target cache": found.target_cache.tokens[row, :length].tolist() == fed,
-        "draft cache": found.draft_cache.tokens[row, : length - 1].tolist() == fed[:-1],
-        "records": np.allclose(
-            found.records.log_probs[row, :length],
-            expected.records.log_probs[row, :length],
-            atol=1e-5,
-        ),
+      "tokens": harness.outputs(found)[row] == harness.outputs(expected)[row],
+      "target cache": found.target_cache.tokens[row, :length].tolist() == fed,
+      "draft cache": found.draft_cache.tokens[row, : length - 1].tolist() == fed[:-1],
+      "records": np.allclose(
+        found.records.log_probs[row, :length],
+        expected.records.log_probs[row, :length],
+        atol=1e-5,
+      ),
     }
     wrong += [name for name, same in checks.items() if not same]
   return sorted(set(wrong))
@@ -332,7 +339,7 @@ def test_jit_equals_no_jit_for_one_round():
   settings = harness.table_settings(temperature=np.linspace(0, 1, harness.TABLE_ROWS))
   model, sources = testing.tabular_model(VOCAB), harness.no_sources(harness.TABLE_ROWS)
   start = harness.start(
-      model, target, *sources, settings, harness.TABLE_LENGTH, model, draft, VOCAB
+    model, target, *sources, settings, harness.TABLE_LENGTH, model, draft, VOCAB
   )
   once = jnp.int32(1)
   pair = speculative.Speculation(model, model, 1)
@@ -358,7 +365,7 @@ def test_nothing_compiles_for_other_settings_requests_or_parameters():
     sources = harness.no_sources(rows)
     state = harness.start(model, tables[0], *sources, settings, 9, model, tables[1])
     return harness.rounds(
-        model, model, 2, *tables, state, version=version, limit=version + 1, run=run
+      model, model, 2, *tables, state, version=version, limit=version + 1, run=run
     )
 
   state = call(0, max_length=9)

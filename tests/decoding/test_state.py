@@ -23,27 +23,27 @@ def filled_state(rng, length, reason, max_length):
 
   def cache():
     return testing.TabularCache(
-        jnp.asarray(rng.integers(2, VOCAB, (ROWS, slots)), jnp.int32),
-        jnp.asarray(length + 3, jnp.int32),  # as the round's calls left it
+      jnp.asarray(rng.integers(2, VOCAB, (ROWS, slots)), jnp.int32),
+      jnp.asarray(length + 3, jnp.int32),  # as the round's calls left it
     )
 
   state = state_lib.initial_state(
-      harness.settings_of(ROWS, max_length=max_length),
-      cache(),
-      cache(),
-      LENGTH,
-      VOCAB,
-      VOCAB,
+    harness.settings_of(ROWS, max_length=max_length),
+    cache(),
+    cache(),
+    LENGTH,
+    VOCAB,
+    VOCAB,
   )
   return state.replace(
-      tokens=jnp.asarray(rng.integers(2, VOCAB, (ROWS, slots)), jnp.int32),
-      length=jnp.asarray(length, jnp.int32),
-      last_token=jnp.asarray(rng.integers(2, VOCAB, ROWS), jnp.int32),
-      stop_reason=jnp.asarray(reason, jnp.int32),
-      records=jax.tree.map(
-          lambda leaf: jnp.asarray(rng.integers(0, 2, leaf.shape), leaf.dtype),
-          state.records,
-      ),
+    tokens=jnp.asarray(rng.integers(2, VOCAB, (ROWS, slots)), jnp.int32),
+    length=jnp.asarray(length, jnp.int32),
+    last_token=jnp.asarray(rng.integers(2, VOCAB, ROWS), jnp.int32),
+    stop_reason=jnp.asarray(reason, jnp.int32),
+    records=jax.tree.map(
+      lambda leaf: jnp.asarray(rng.integers(0, 2, leaf.shape), leaf.dtype),
+      state.records,
+    ),
   )
 
 
@@ -62,25 +62,23 @@ def emitted_by(tokens, accepted, room):
 def a_round(data, k):
   """A random round over rows of any length, running, stopped or empty."""
   ints = lambda low, high: st.lists(
-      st.integers(low, high), min_size=ROWS, max_size=ROWS
+    st.integers(low, high), min_size=ROWS, max_size=ROWS
   )
   max_length = np.array(data.draw(ints(1, LENGTH)))
   left = np.array(data.draw(ints(0, LENGTH)))
   length = np.maximum(max_length - left, 0)
   reason = np.array(data.draw(ints(0, 3)))
-  reason = np.where(
-      (reason == 0) & (length == max_length), StopReason.LENGTH, reason
-  )
+  reason = np.where((reason == 0) & (length == max_length), StopReason.LENGTH, reason)
   accepted = np.array(data.draw(ints(0, k)))
   token = st.sampled_from([0, EOS_ID, 2, 3, 4, 5, 6])
   tokens = np.array(
-      [data.draw(st.lists(token, min_size=k + 1, max_size=k + 1)) for _ in range(ROWS)]
+    [data.draw(st.lists(token, min_size=k + 1, max_size=k + 1)) for _ in range(ROWS)]
   )
   rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
   state = filled_state(rng, length, reason, max_length)
   logits = jnp.asarray(rng.normal(size=(ROWS, k + 1, VOCAB)), jnp.float32)
   acceptance = base.Acceptance(
-      jnp.asarray(tokens, jnp.int32), jnp.asarray(accepted, jnp.int32)
+    jnp.asarray(tokens, jnp.int32), jnp.asarray(accepted, jnp.int32)
   )
   return state, acceptance, base.Verification(logits)
 
@@ -92,7 +90,7 @@ def test_append_equals_the_oracle(k, data):
   before, acceptance, verification = a_round(data, k)
   after = append(before, acceptance, verification, jnp.int32(5), k)
   before, acceptance, verification, after = jax.device_get(
-      (before, acceptance, verification, after)
+    (before, acceptance, verification, after)
   )
   for row in range(ROWS):
     if before.stop_reason[row] != StopReason.RUNNING:
@@ -125,7 +123,7 @@ def check_appended(before, acceptance, verification, after, row, k):
   assert int(after.stop_reason[row]) == expected
 
   np.testing.assert_array_equal(
-      after.tokens[row, :end], [*before.tokens[row, :start].tolist(), *kept]
+    after.tokens[row, :end], [*before.tokens[row, :start].tolist(), *kept]
   )
   check_records(before, verification, after, row, start, end, accepted, k)
 
@@ -135,8 +133,8 @@ def check_appended(before, acceptance, verification, after, row, k):
   assert int(counters.drafted[row]) == judged
   assert int(counters.accepted[row]) == passed
   np.testing.assert_array_equal(
-      counters.accepted_per_position[row],
-      np.arange(state_lib.MAX_DRAFT_TOKENS) < passed,
+    counters.accepted_per_position[row],
+    np.arange(state_lib.MAX_DRAFT_TOKENS) < passed,
   )
 
 
@@ -145,7 +143,7 @@ def check_records(before, verification, after, row, start, end, accepted, k):
   now = jax.tree.map(lambda leaf: np.asarray(leaf[row, :start]), after.records)
   jax.tree.map(np.testing.assert_array_equal, earlier, now)
   log_probs, ids, _ = oracles.truncate(
-      np.asarray(verification.logits[row, : end - start]), VOCAB
+    np.asarray(verification.logits[row, : end - start]), VOCAB
   )
   new = jax.tree.map(lambda leaf: np.asarray(leaf[row, start:end]), after.records)
   np.testing.assert_allclose(new.log_probs, log_probs, atol=1e-5)
@@ -157,7 +155,7 @@ def check_records(before, verification, after, row, start, end, accepted, k):
 
 def test_a_new_row_is_running_and_bound_by_the_buffer():
   state = state_lib.initial_state(
-      harness.settings_of(2, max_length=[3, 99]), None, None, LENGTH, 0, VOCAB
+    harness.settings_of(2, max_length=[3, 99]), None, None, LENGTH, 0, VOCAB
   )
   assert (np.asarray(state.stop_reason) == StopReason.RUNNING).all()
   assert np.asarray(state.settings.max_length).tolist() == [3, LENGTH]

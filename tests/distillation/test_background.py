@@ -14,7 +14,7 @@ from osd_jax.distillation import background, optimizers, update
 VOCAB, LENGTH, INTERVAL = 8, 6, 3
 MODEL = testing.tabular_model(VOCAB)
 CONFIG = update.UpdateConfig(
-    optimizer=optimizers.OptimizerConfig(learning_rate=0.05), steps_per_update=2
+  optimizer=optimizers.OptimizerConfig(learning_rate=0.05), steps_per_update=2
 )
 
 
@@ -29,7 +29,7 @@ def batches(seed=0):
   tokens = rng.integers(2, VOCAB, (2, 4, LENGTH)).astype(np.int32)
   source = np.full((4, 2), 3, np.int32)
   return tuple(
-      records.teacher_forced(MODEL, table, source, part, VOCAB) for part in tokens
+    records.teacher_forced(MODEL, table, source, part, VOCAB) for part in tokens
   )
 
 
@@ -107,9 +107,7 @@ def test_free_mode_takes_it_when_ready(learner, monkeypatch):
 
 def test_waiting_is_counted(learner, monkeypatch):
   gate, real = threading.Event(), update.update
-  monkeypatch.setattr(
-      update, "update", lambda *args: (gate.wait(30), real(*args))[1]
-  )
+  monkeypatch.setattr(update, "update", lambda *args: (gate.wait(30), real(*args))[1])
   one = learner()
   one.launch(batches(), finished=0)
   threading.Timer(0.2, gate.set).start()

@@ -13,15 +13,13 @@ from osd_jax.distillation import buffer as replay
 CAPACITY, ROWS, NEW, REPLAY = 5, 3, 2, 3
 CONFIG = replay.BufferConfig(CAPACITY, recency_half_life=2.0)
 EXAMPLES = hypothesis.settings(
-    max_examples=40, deadline=None, derandomize=True, database=None
+  max_examples=40, deadline=None, derandomize=True, database=None
 )
 append = jax.jit(replay.append)
 sample = jax.jit(replay.sample, static_argnums=(2, 3, 4))
 
 # Weight 0 only fills a batch; such a row must never be kept or drawn.
-WEIGHTS = st.lists(
-    st.sampled_from([0.0, 1.0, 0.5]), min_size=ROWS, max_size=ROWS
-)
+WEIGHTS = st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=ROWS, max_size=ROWS)
 HISTORIES = st.lists(WEIGHTS, max_size=9)
 
 
@@ -29,21 +27,21 @@ def batch_of(values, weights):
   """Rows whose every field is made from a number, so that mixtures show."""
   values = np.asarray(values)
   spread = lambda *shape: np.broadcast_to(
-      values.reshape(-1, *(1 for _ in shape)), (len(values), *shape)
+    values.reshape(-1, *(1 for _ in shape)), (len(values), *shape)
   )
   return base.DistillationBatch(
-      source=spread(2).astype(np.int32),
-      target=spread(2).astype(np.int32),
-      mask=spread(2) % 2 == 0,
-      records=base.Records(
-          log_probs=-spread(2, 1).astype(np.float32),
-          ids=spread(2, 1).astype(np.uint16),
-          tail=spread(2).astype(np.float32) / 1e6,
-          error=spread(2) % 3 == 0,
-          draft_version=spread(2).astype(np.int32),
-      ),
-      source_id=values.astype(np.int32) % 4,
-      weight=np.asarray(weights, np.float32),
+    source=spread(2).astype(np.int32),
+    target=spread(2).astype(np.int32),
+    mask=spread(2) % 2 == 0,
+    records=base.Records(
+      log_probs=-spread(2, 1).astype(np.float32),
+      ids=spread(2, 1).astype(np.uint16),
+      tail=spread(2).astype(np.float32) / 1e6,
+      error=spread(2) % 3 == 0,
+      draft_version=spread(2).astype(np.int32),
+    ),
+    source_id=values.astype(np.int32) % 4,
+    weight=np.asarray(weights, np.float32),
   )
 
 
@@ -87,9 +85,9 @@ def test_the_ring_holds_the_newest_rows_in_order(history):
 def test_rows_one_by_one_are_the_batch(history):
   whole, _, _ = play(history)
   single = [
-      [weight if place == at else 0.0 for at in range(ROWS)]
-      for weights in history
-      for place, weight in enumerate(weights)
+    [weight if place == at else 0.0 for at in range(ROWS)]
+    for weights in history
+    for place, weight in enumerate(weights)
   ]
   ring = replay.init(CONFIG, 2, 2, 1, 9)
   for number, weights in enumerate(single):
@@ -107,9 +105,9 @@ def test_a_draw_is_fresh_rows_then_any_rows_and_never_one_twice(history, data, s
   rows = jax.device_get(rows)
   present = rows.weight > 0
   jax.tree.map(  # no row is made of two
-      np.testing.assert_array_equal,
-      jax.tree.map(lambda leaf: leaf[present], rows),
-      batch_of(rows.source[present, 0], rows.weight[present]),
+    np.testing.assert_array_equal,
+    jax.tree.map(lambda leaf: leaf[present], rows),
+    batch_of(rows.source[present, 0], rows.weight[present]),
   )
   parts = (slice(0, NEW), oracle.since(since)), (slice(NEW, None), oracle.since(0))
   for part, allowed in parts:
@@ -121,11 +119,11 @@ def test_a_draw_is_fresh_rows_then_any_rows_and_never_one_twice(history, data, s
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        lambda weights: [1.0] * ROWS,  # keeps what only fills the batch
-        lambda weights: [*weights[:-1], 0.0],  # loses the last row
-    ],
+  "fault",
+  [
+    lambda weights: [1.0] * ROWS,  # keeps what only fills the batch
+    lambda weights: [*weights[:-1], 0.0],  # loses the last row
+  ],
 )
 def test_padding_that_is_kept_and_a_row_that_is_lost_are_told_apart(fault):
   """Negative controls: the histories above would notice."""
@@ -135,5 +133,5 @@ def test_padding_that_is_kept_and_a_row_that_is_lost_are_told_apart(fault):
     return held(ring) != listed(oracle)
 
   hypothesis.find(
-      HISTORIES, differs, settings=hypothesis.settings(EXAMPLES, max_examples=300)
+    HISTORIES, differs, settings=hypothesis.settings(EXAMPLES, max_examples=300)
   )

@@ -17,13 +17,13 @@ from osd_jax.distillation import losses
 ROWS, LENGTH, VOCAB, TOP_K, BETA = 2, 2, 5, 2, 0.3
 NAMES = sorted(losses.DIVERGENCES)
 EXAMPLES = hypothesis.settings(
-    max_examples=30, deadline=None, derandomize=True, database=None
+  max_examples=30, deadline=None, derandomize=True, database=None
 )
 # Ties, sure rows and rows of masses near 1e-12 alike; float32 must still be right.
 LOGITS = hnp.arrays(
-    np.float32,
-    (ROWS, LENGTH, VOCAB),
-    elements=st.sampled_from([0.0, 0.0, 0.5, -1.25, 3.0, -9.0, 14.0]),
+  np.float32,
+  (ROWS, LENGTH, VOCAB),
+  elements=st.sampled_from([0.0, 0.0, 0.5, -1.25, 3.0, -9.0, 14.0]),
 )
 FLAGS = hnp.arrays(bool, (ROWS, LENGTH))
 WEIGHTS = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([0.0, 1.0, 0.25, 3.0]))
@@ -33,18 +33,18 @@ def batch_of(target_logits, mask, error, weight, k=TOP_K):
   log_probs, ids, tail = oracles.truncate(target_logits, k)
   positions = np.ones((ROWS, LENGTH), np.int32)
   return base.DistillationBatch(
-      source=positions,
-      target=positions,
-      mask=mask,
-      records=base.Records(
-          log_probs=np.float32(log_probs),
-          ids=ids.astype(np.uint16),
-          tail=np.float32(tail),
-          error=error,
-          draft_version=0 * positions,
-      ),
-      source_id=np.zeros(ROWS, np.int32),
-      weight=weight,
+    source=positions,
+    target=positions,
+    mask=mask,
+    records=base.Records(
+      log_probs=np.float32(log_probs),
+      ids=ids.astype(np.uint16),
+      tail=np.float32(tail),
+      error=error,
+      draft_version=0 * positions,
+    ),
+    source_id=np.zeros(ROWS, np.int32),
+    weight=weight,
   )
 
 
@@ -57,7 +57,7 @@ def expected_loss(config, draft_logits, batch):
   """The loss in float64: bucket both rows, average over the chosen positions."""
   ids = np.asarray(batch.records.ids, int)
   target = np.concatenate(
-      [np.exp(np.float64(batch.records.log_probs)), batch.records.tail[..., None]], -1
+    [np.exp(np.float64(batch.records.log_probs)), batch.records.tail[..., None]], -1
   )
   draft = oracles.bucket(oracles.softmax(draft_logits), ids)
   values = oracles.divergence(config.divergence, target, draft, config.jsd_beta)
@@ -83,9 +83,7 @@ def expected_gradient(config, draft_logits, batch, step=1e-5):
 @pytest.mark.parametrize("positions", losses.POSITIONS)
 @pytest.mark.parametrize("name", NAMES)
 @EXAMPLES
-@hypothesis.given(
-    target=LOGITS, draft=LOGITS, mask=FLAGS, error=FLAGS, weight=WEIGHTS
-)
+@hypothesis.given(target=LOGITS, draft=LOGITS, mask=FLAGS, error=FLAGS, weight=WEIGHTS)
 def test_value_equals_float64(name, positions, target, draft, mask, error, weight):
   config = losses.LossConfig(name, BETA, positions)
   batch = batch_of(target, mask, error, weight)
@@ -108,7 +106,7 @@ def test_gradient_equals_differences_in_float64(name, target, draft, mask):
 
 @EXAMPLES
 @hypothesis.given(
-    target=LOGITS, draft=LOGITS, shift=st.sampled_from([-30.0, 0.5, 30.0])
+  target=LOGITS, draft=LOGITS, shift=st.sampled_from([-30.0, 0.5, 30.0])
 )
 def test_a_constant_on_all_logits_of_a_row_changes_nothing(target, draft, shift):
   everywhere = np.ones((ROWS, LENGTH), bool)
@@ -145,7 +143,7 @@ def test_a_faulty_loss_is_told_apart(fault):
     return abs(float(found) - fault(config, np.float64(draft), batch)) > 1e-2
 
   hypothesis.find(
-      st.tuples(LOGITS, LOGITS, FLAGS),
-      differs,
-      settings=hypothesis.settings(EXAMPLES, max_examples=300),
+    st.tuples(LOGITS, LOGITS, FLAGS),
+    differs,
+    settings=hypothesis.settings(EXAMPLES, max_examples=300),
   )

@@ -15,26 +15,26 @@ def filled(rng, rows, tokens):
   """A buffer of which every record names tokens out of `tokens`."""
   buffer = replay.init(replay.BufferConfig(capacity=8), 4, LENGTH, KEPT, VOCAB)
   ids = np.stack(
-      [
-          [rng.choice(tokens, KEPT, replace=False) for _ in range(LENGTH)]
-          for _ in range(rows)
-      ]
+    [
+      [rng.choice(tokens, KEPT, replace=False) for _ in range(LENGTH)]
+      for _ in range(rows)
+    ]
   )
   probs = np.sort(rng.dirichlet(np.ones(KEPT + 1), (rows, LENGTH)))[..., ::-1]
   mask = np.arange(LENGTH) < rng.integers(1, LENGTH + 1, rows)[:, None]
   batch = base.DistillationBatch(
-      source=jnp.ones((rows, 4), jnp.int32),
-      target=jnp.where(mask, jnp.asarray(ids[..., 0]), 0).astype(jnp.int32),
-      mask=jnp.asarray(mask),
-      records=base.Records(
-          log_probs=jnp.log(probs[..., :KEPT]).astype(jnp.float32),
-          ids=jnp.asarray(ids, jnp.uint16),
-          tail=jnp.asarray(probs[..., KEPT], jnp.float32),
-          error=jnp.zeros((rows, LENGTH), bool),
-          draft_version=jnp.zeros((rows, LENGTH), jnp.int32),
-      ),
-      source_id=jnp.zeros(rows, jnp.int32),
-      weight=jnp.ones(rows, jnp.float32),
+    source=jnp.ones((rows, 4), jnp.int32),
+    target=jnp.where(mask, jnp.asarray(ids[..., 0]), 0).astype(jnp.int32),
+    mask=jnp.asarray(mask),
+    records=base.Records(
+      log_probs=jnp.log(probs[..., :KEPT]).astype(jnp.float32),
+      ids=jnp.asarray(ids, jnp.uint16),
+      tail=jnp.asarray(probs[..., KEPT], jnp.float32),
+      error=jnp.zeros((rows, LENGTH), bool),
+      draft_version=jnp.zeros((rows, LENGTH), jnp.int32),
+    ),
+    source_id=jnp.zeros(rows, jnp.int32),
+    weight=jnp.ones(rows, jnp.float32),
   )
   return replay.append(buffer, batch), ids, probs, mask
 
@@ -76,6 +76,6 @@ def test_masked_positions_do_not_count():
   rng = np.random.default_rng(1)
   buffer, ids, _, mask = filled(rng, 6, np.arange(5, VOCAB))
   blind = buffer.replace(
-      data=buffer.data.replace(mask=jnp.zeros_like(buffer.data.mask))
+    data=buffer.data.replace(mask=jnp.zeros_like(buffer.data.mask))
   )
   assert shortlist.likeliest(blind, VOCAB, 6).tolist() == [0, 1, 2, 3, 4, 5]

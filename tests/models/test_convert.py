@@ -70,9 +70,7 @@ def test_bfloat16_file_is_read_exactly():
   params = convert.read_hugging_face(folder_of("t5_1_1")).params
   embedding = params["token_embedder"]["embedding"]
   assert embedding.dtype == jnp.float32
-  np.testing.assert_array_equal(
-    embedding, tensors["shared.weight"].astype(np.float32)
-  )
+  np.testing.assert_array_equal(embedding, tensors["shared.weight"].astype(np.float32))
 
 
 def _fields(**changes):
@@ -262,9 +260,7 @@ def test_unscaled_tied_model_of_transformers_5_heads_with_its_embedding(tmp_path
   fields, tensors = read_raw("t5_1_1")
   del tensors["lm_head.weight"]
   assert fields["tie_word_embeddings"] and not fields["scale_decoder_outputs"]
-  params = convert.read_hugging_face(
-    edited(tmp_path, "t5_1_1", tensors=tensors)
-  ).params
+  params = convert.read_hugging_face(edited(tmp_path, "t5_1_1", tensors=tensors)).params
   np.testing.assert_array_equal(
     params["decoder"]["logits_dense"]["kernel"],
     params["token_embedder"]["embedding"].T,

@@ -11,10 +11,8 @@ from models import tiny
 from osd_jax.models import layers, t5
 
 SHAPES = {
-    "untied": tiny.CONFIG,
-    "tied": dataclasses.replace(
-        tiny.CONFIG, tied_head=True, mlp_activations=("relu",)
-    ),
+  "untied": tiny.CONFIG,
+  "tied": dataclasses.replace(tiny.CONFIG, tied_head=True, mlp_activations=("relu",)),
 }
 SOURCE = np.array([[5, 9, 3, 1], [7, 4, 1, 0]], np.int32)
 TOKENS = np.array([[0, 6, 11], [0, 8, 2]], np.int32)
@@ -92,8 +90,8 @@ def test_a_shortlist_of_the_whole_vocabulary_is_none():
   model = t5.build(config, serving=t5.DraftServing(shortlist=config.vocab_size))
   assert model.shortlist == 0
   np.testing.assert_array_equal(
-      logits(config, t5.DraftServing(shortlist=config.vocab_size)),
-      logits(config, t5.DraftServing()),
+    logits(config, t5.DraftServing(shortlist=config.vocab_size)),
+    logits(config, t5.DraftServing()),
   )
 
 
@@ -101,15 +99,15 @@ def test_training_sees_the_whole_draft():
   """What is left out when serving is not left out of the loss."""
   params = jax.tree.map(jnp.asarray, tiny.random_params(tiny.CONFIG, 3))
   scores = [
-      t5.build(tiny.CONFIG, serving=serving).score(params, SOURCE, SOURCE != 0, TOKENS)
-      for serving in (t5.DraftServing(), t5.DraftServing(int8=True, shortlist=4))
+    t5.build(tiny.CONFIG, serving=serving).score(params, SOURCE, SOURCE != 0, TOKENS)
+    for serving in (t5.DraftServing(), t5.DraftServing(int8=True, shortlist=4))
   ]
   np.testing.assert_array_equal(*scores)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("int8", 1), ("shortlist", -1), ("shortlist", 1), ("shortlist", 2.5)],
+  ("field", "value"),
+  [("int8", 1), ("shortlist", -1), ("shortlist", 1), ("shortlist", 2.5)],
 )
 def test_wrong_values_are_named(field, value):
   with pytest.raises(ValueError, match=f"DraftServing.{field}: received"):

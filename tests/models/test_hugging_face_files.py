@@ -143,12 +143,12 @@ def test_a_pickle_is_read_only_if_allowed(tmp_path):
 
 def random_weights(tied):
   config = dataclasses.replace(
-      tiny.CONFIG,
-      vocab_size=44,
-      num_encoder_layers=2,
-      num_decoder_layers=3,
-      tied_head=tied,
-      mlp_activations=("relu",) if tied else ("gelu", "linear"),
+    tiny.CONFIG,
+    vocab_size=44,
+    num_encoder_layers=2,
+    num_decoder_layers=3,
+    tied_head=tied,
+    mlp_activations=("relu",) if tied else ("gelu", "linear"),
   )
   params = jax.tree.map(jnp.asarray, tiny.random_params(config, seed=1))
   return weights.Weights(config, params)
@@ -162,7 +162,8 @@ def test_what_is_written_is_read_to_the_bit(tmp_path, tied):
   names = safetensors.numpy.load_file(folder / "model.safetensors").keys()
   assert ("lm_head.weight" in names) is not tied
   assert sorted(p.name for p in folder.iterdir()) == [
-      "config.json", "model.safetensors"
+    "config.json",
+    "model.safetensors",
   ]
   assert [p.name for p in folder.parent.iterdir()] == ["model"]
 
@@ -172,7 +173,7 @@ def test_a_folder_of_transformers_survives_the_round_trip(tmp_path, kind):
   """Every tensor under its name, to the bit (bfloat16 as float32)."""
   original = FIXTURES / f"hugging_face_{kind}"
   folder = convert.write_hugging_face(
-      tmp_path / "model", convert.read_hugging_face(original)
+    tmp_path / "model", convert.read_hugging_face(original)
   )
   found = safetensors.flax.load_file(folder / "model.safetensors")
   expected = safetensors.flax.load_file(original / "model.safetensors")

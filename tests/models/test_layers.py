@@ -93,8 +93,6 @@ def test_norm_of_bfloat16_is_computed_in_float32():
   np.testing.assert_array_equal(got.astype(F32), np.ones((1, 512)))
 
 
-
-
 def _softmax(x):
   weights = np.exp(x - x.max(-1, keepdims=True))
   return weights / weights.sum(-1, keepdims=True)

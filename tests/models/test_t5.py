@@ -72,9 +72,7 @@ def batch():
 @pytest.fixture(scope="module")
 def forced(untied, batch):
   """Teacher-forced logits [B, T, V]."""
-  return np.asarray(
-    untied.score(untied.params, batch.source, batch.mask, batch.target)
-  )
+  return np.asarray(untied.score(untied.params, batch.source, batch.mask, batch.target))
 
 
 @pytest.mark.parametrize("stride", [1, 2, TARGET])
@@ -174,9 +172,7 @@ def test_decoding_reads_neither_encoder_nor_cross_attention_projections(
     }
     decoder[f"layers_{index}"] = layer
   cache = untied.start(batch)
-  logits, after = untied.decode(
-    {**served, "decoder": decoder}, batch.fed[:, :2], cache
-  )
+  logits, after = untied.decode({**served, "decoder": decoder}, batch.fed[:, :2], cache)
   SAME(logits, forced[:, :2])
   for field in ("cross_keys", "cross_values", "cross_mask"):
     jax.tree.map(
@@ -263,7 +259,7 @@ def test_layers_share_one_trace(name):
   traced = []
   for depth in (2, 5):
     config = dataclasses.replace(
-        CONFIG, num_encoder_layers=depth, num_decoder_layers=depth
+      CONFIG, num_encoder_layers=depth, num_decoder_layers=depth
     )
     function, *args = _call(config, name)
     jaxpr = jax.make_jaxpr(function)(*args)

@@ -23,9 +23,12 @@ def unbuilt(monkeypatch, tmp_path):
 def test_without_a_compiler_xla_is_used(unbuilt, monkeypatch):
   monkeypatch.setenv("CXX", "no-such-compiler")
   assert not build.load() and not unbuilt.exists()
-  assert "custom_call" not in jax.jit(lambda *a: layers.served_matmul(*a)).lower(
-    jnp.ones((1, 8)), jnp.ones((16, 8))
-  ).as_text()
+  assert (
+    "custom_call"
+    not in jax.jit(lambda *a: layers.served_matmul(*a))
+    .lower(jnp.ones((1, 8)), jnp.ones((16, 8)))
+    .as_text()
+  )
 
 
 def test_a_compiler_that_fails_is_named_and_leaves_nothing(

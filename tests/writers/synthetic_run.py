@@ -27,28 +27,36 @@ def rows(requests: int = 800, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def _request(
-    rng: np.random.Generator, index: int, source: str, floor: float, online: float
+  rng: np.random.Generator, index: int, source: str, floor: float, online: float
 ) -> dict[str, Any]:
   noise = rng.normal(0, 0.13) + rng.normal(0, 0.04, 2)  # shared, and each one's own
   noisy = np.clip(np.array([floor, online]) + noise, 0, 1)
   calls = int(rng.integers(6, 14))
   accepted = [
-      int(rng.binomial(calls, noisy[1] ** (i + 1))) for i in range(NUM_DRAFT_TOKENS)]
+    int(rng.binomial(calls, noisy[1] ** (i + 1))) for i in range(NUM_DRAFT_TOKENS)
+  ]
   tokens = calls + sum(accepted)
   row = {
-      "kind": "request", "index": index, "source": source,
-      "overlap": float(noisy[1]), "floor_overlap": float(noisy[0]),
-      "draft_acceptance_rate": sum(accepted) / (calls * NUM_DRAFT_TOKENS),
-      "acceptance_rate": float(noisy[1]), "floor_acceptance_rate": float(noisy[0]),
-      "tokens_per_target_call": tokens / calls, "accepted_per_position": accepted,
-      "output_tokens": tokens, "decode_ms": calls * 11.0, "metering_ms": 14.0,
+    "kind": "request",
+    "index": index,
+    "source": source,
+    "overlap": float(noisy[1]),
+    "floor_overlap": float(noisy[0]),
+    "draft_acceptance_rate": sum(accepted) / (calls * NUM_DRAFT_TOKENS),
+    "acceptance_rate": float(noisy[1]),
+    "floor_acceptance_rate": float(noisy[0]),
+    "tokens_per_target_call": tokens / calls,
+    "accepted_per_position": accepted,
+    "output_tokens": tokens,
+    "decode_ms": calls * 11.0,
+    "metering_ms": 14.0,
   }
   if index % 4 == 0:
     frozen = 1 / (1 - noisy[0]) if noisy[0] < 0.85 else 6.0
     row |= {
-        "plain_ms_per_token": 5.0 + rng.gamma(2, 0.2),
-        "floor_ms_per_token": 11.0 / frozen + rng.gamma(2, 0.2),
-        "online_ms_per_token": 11.0 * calls / tokens + rng.gamma(2, 0.2),
+      "plain_ms_per_token": 5.0 + rng.gamma(2, 0.2),
+      "floor_ms_per_token": 11.0 / frozen + rng.gamma(2, 0.2),
+      "online_ms_per_token": 11.0 * calls / tokens + rng.gamma(2, 0.2),
     }
   if index == 0:
     row["online_ms_per_token"] = 90.0  # as if something had been compiled
@@ -58,8 +66,13 @@ def _request(
 def _update(rng: np.random.Generator, finished: int, loss: float) -> dict[str, Any]:
   skipped = finished == 416
   return {
-      "kind": "update", "finished": finished, "version": finished // 8,
-      "loss": None if skipped else 0.3 + loss * rng.gamma(20, 0.05),
-      "grad_norm": 1.0, "steps": 2, "update_ms": 180.0 + rng.gamma(2, 10),
-      "wait_ms": rng.gamma(1, 4), "skipped": int(skipped),
+    "kind": "update",
+    "finished": finished,
+    "version": finished // 8,
+    "loss": None if skipped else 0.3 + loss * rng.gamma(20, 0.05),
+    "grad_norm": 1.0,
+    "steps": 2,
+    "update_ms": 180.0 + rng.gamma(2, 10),
+    "wait_ms": rng.gamma(1, 4),
+    "skipped": int(skipped),
   }

@@ -26,38 +26,65 @@ def _strict(text: str):
 
 def test_rows_come_back_as_plain_values(tmp_path):
   values = {
-      "index": 3, "source": "maths \u03bc", "overlap": np.float32(0.5), "flag": True,
-      "loss": jnp.float32(0.25), "bf16": jnp.asarray([1.5, 2], jnp.bfloat16),
-      "counts": np.arange(3), "nested": {"a": (1, None)}, "reason": Colour.BLUE,
-      "switch": np.bool_(False),
+    "index": 3,
+    "source": "maths \u03bc",
+    "overlap": np.float32(0.5),
+    "flag": True,
+    "loss": jnp.float32(0.25),
+    "bf16": jnp.asarray([1.5, 2], jnp.bfloat16),
+    "counts": np.arange(3),
+    "nested": {"a": (1, None)},
+    "reason": Colour.BLUE,
+    "switch": np.bool_(False),
   }
   with MetricsLog(tmp_path / "m.jsonl") as log:
     log.write("request", values)
     log.write("update", {})
   assert list(read(log.path)) == [
-      {"kind": "request", "index": 3, "source": "maths \u03bc", "overlap": 0.5,
-       "flag": True, "loss": 0.25, "bf16": [1.5, 2.0], "counts": [0, 1, 2],
-       "nested": {"a": [1, None]}, "reason": 2, "switch": False},
-      {"kind": "update"},
+    {
+      "kind": "request",
+      "index": 3,
+      "source": "maths \u03bc",
+      "overlap": 0.5,
+      "flag": True,
+      "loss": 0.25,
+      "bf16": [1.5, 2.0],
+      "counts": [0, 1, 2],
+      "nested": {"a": [1, None]},
+      "reason": 2,
+      "switch": False,
+    },
+    {"kind": "update"},
   ]
 
 
 def test_floats_that_are_not_finite_become_null_and_are_named(tmp_path):
   with MetricsLog(tmp_path / "m.jsonl") as log:
-    log.write("update", {
-        "loss": float("nan"), "grad_norm": jnp.float32(np.inf), "step": 1.0,
-        "per": {"position": np.array([0.5, -np.inf])}})
+    log.write(
+      "update",
+      {
+        "loss": float("nan"),
+        "grad_norm": jnp.float32(np.inf),
+        "step": 1.0,
+        "per": {"position": np.array([0.5, -np.inf])},
+      },
+    )
   row = _strict(log.path.read_text())
   assert row["loss"] is None and row["grad_norm"] is None and row["step"] == 1.0
   assert row["per"]["position"] == [0.5, None]
   assert row["nonfinite"] == ["loss", "grad_norm", "per.position.1"]
 
 
-@pytest.mark.parametrize("values, words", [
-    ({"kind": 1}, "named 'kind'"), ({"nonfinite": []}, "named 'nonfinite'"),
-    ({"x": {1}}, "received set as 'x'"), ({"x": {3: 1}}, "the key 3 in 'x'"),
+@pytest.mark.parametrize(
+  "values, words",
+  [
+    ({"kind": 1}, "named 'kind'"),
+    ({"nonfinite": []}, "named 'nonfinite'"),
+    ({"x": {1}}, "received set as 'x'"),
+    ({"x": {3: 1}}, "the key 3 in 'x'"),
     ({"x": np.array(["a"])}, "array of <U1 as 'x'"),
-])
+  ],
+)
 def test_a_bad_row_is_refused_by_name_and_not_written(tmp_path, values, words):
   with MetricsLog(tmp_path / "m.jsonl") as log:
     with pytest.raises(ValueError, match=words):
@@ -131,9 +158,10 @@ def test_tensorboard_takes_the_numbers_and_skips_the_rest(tmp_path):
 
 def test_without_tensorboardx_the_error_says_what_to_install(tmp_path):
   code = (
-      "import sys; sys.modules['tensorboardX'] = None\n"
-      "from osd_jax.writers import TensorBoardLog\n"
-      "try: TensorBoardLog('x')\n"
-      "except ImportError as error: print(error)")
+    "import sys; sys.modules['tensorboardX'] = None\n"
+    "from osd_jax.writers import TensorBoardLog\n"
+    "try: TensorBoardLog('x')\n"
+    "except ImportError as error: print(error)"
+  )
   out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
   assert "pip install osd-jax[log]" in out.stdout, out.stderr

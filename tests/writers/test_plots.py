@@ -45,8 +45,9 @@ def test_lines_are_the_trailing_means_of_the_rows_and_shifts_are_marked():
 
 
 def test_nothing_is_drawn_of_what_was_not_measured(tmp_path):
-  rows = [{"kind": "request", "index": i, "source": "a", "overlap": 0.5}
-          for i in range(3)]
+  rows = [
+    {"kind": "request", "index": i, "source": "a", "overlap": 0.5} for i in range(3)
+  ]
   paths = plots.draw_plots(rows, tmp_path)
   assert [path.stem for path in paths] == ["distribution_overlap"]
   names = [t.get_text() for t in plots._overlap(rows).axes[0].get_legend().get_texts()]
@@ -64,17 +65,19 @@ def test_an_outlier_does_not_flatten_the_curves_and_is_counted():
 def test_skipped_updates_are_shown():
   axes = plots._loss(synthetic_run.rows(800)).axes[0]
   assert [t.get_text() for t in axes.get_legend().get_texts()] == [
-      "skipped, not finite"]
+    "skipped, not finite"
+  ]
   assert plots._loss(synthetic_run.rows(80)).axes[0].get_legend() is None
 
 
 def test_without_matplotlib_a_run_goes_on_and_says_so(tmp_path):
   code = (
-      "import sys; sys.modules['matplotlib'] = None\n"
-      "from osd_jax.writers import plots\n"
-      "assert not plots.plots_available()\n"
-      f"print(plots.draw_plots_if_available([], {str(tmp_path)!r}))\n"
-      f"plots.draw_plots([], {str(tmp_path)!r})")
+    "import sys; sys.modules['matplotlib'] = None\n"
+    "from osd_jax.writers import plots\n"
+    "assert not plots.plots_available()\n"
+    f"print(plots.draw_plots_if_available([], {str(tmp_path)!r}))\n"
+    f"plots.draw_plots([], {str(tmp_path)!r})"
+  )
   out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
   assert out.stdout.startswith("([], 'Plots were left out: ")
   assert out.returncode == 1 and "pip install osd-jax[plots]" in out.stderr
@@ -82,8 +85,10 @@ def test_without_matplotlib_a_run_goes_on_and_says_so(tmp_path):
 
 def test_importing_the_writers_loads_no_plotting():
   code = (
-      "import sys, osd_jax.writers\n"
-      "print([m for m in ('matplotlib', 'tensorboardX', 'jax') if m in sys.modules])")
+    "import sys, osd_jax.writers\n"
+    "print([m for m in ('matplotlib', 'tensorboardX', 'jax') if m in sys.modules])"
+  )
   out = subprocess.run(
-      [sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  )
   assert out.stdout.strip() == "[]"

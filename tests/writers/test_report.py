@@ -41,7 +41,8 @@ class _Page(html.parser.HTMLParser):
 @pytest.fixture
 def run(tmp_path):
   made = RunDirectory.create(
-      tmp_path / "run", config=f"# {EVIL}", seed=7, argv=["osd", EVIL])
+    tmp_path / "run", config=f"# {EVIL}", seed=7, argv=["osd", EVIL]
+  )
   with MetricsLog(made.metrics_path) as log:
     log.write("request", {"index": 0, "decode_ms": 1500.0})
     log.write("summary", {"wall_seconds": 2.0})
@@ -52,10 +53,12 @@ def _report(run, **kwargs):
   plot = run.path / "distribution_overlap.png"
   plot.write_bytes(PNG)
   tables = {
-      f"Topics {EVIL}": [
-          {"topic": EVIL, "overlap": 0.51234, "requests": 1200},
-          {"topic": "sql", "overlap": None, "speed": "2.10x"}],
-      "None": []}
+    f"Topics {EVIL}": [
+      {"topic": EVIL, "overlap": 0.51234, "requests": 1200},
+      {"topic": "sql", "overlap": None, "speed": "2.10x"},
+    ],
+    "None": [],
+  }
   path = write_report(run, [f"Faster {EVIL}"], tables, [plot], **kwargs)
   assert path == run.report_path
   return path.read_text(encoding="utf-8")
@@ -67,10 +70,28 @@ def test_everything_given_is_shown(run):
   shown = ("A title", "A note", f"Faster {EVIL}", "seed 7", "git_sha", f"# {EVIL}")
   assert [words for words in shown if words not in page.text] == []
   assert page.cells == [
-      "topic", "overlap", "requests", "speed", EVIL, "0.512", "1,200", "–",
-      "sql", "–", "–", "2.10x",
-      "part", "seconds", "share", "decode", "1.500", "75.0%", "other", "0.500",
-      "25.0%"]
+    "topic",
+    "overlap",
+    "requests",
+    "speed",
+    EVIL,
+    "0.512",
+    "1,200",
+    "–",
+    "sql",
+    "–",
+    "–",
+    "2.10x",
+    "part",
+    "seconds",
+    "share",
+    "decode",
+    "1.500",
+    "75.0%",
+    "other",
+    "0.500",
+    "25.0%",
+  ]
 
 
 def test_nothing_is_loaded_or_run(run):
@@ -84,8 +105,9 @@ def test_nothing_is_loaded_or_run(run):
 
 def test_a_report_needs_neither_plots_nor_metrics(run):
   run.metrics_path.unlink()
-  text = write_report(run, [], {}, [], note="Plots were left out: no matplotlib"
-                      ).read_text()
+  text = write_report(
+    run, [], {}, [], note="Plots were left out: no matplotlib"
+  ).read_text()
   page = _Page(text)
   assert "Plots were left out" in page.text and "img" not in page.tags
   assert "Cost ledger" not in page.text

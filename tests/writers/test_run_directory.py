@@ -25,7 +25,8 @@ def test_create_writes_config_and_provenance(tmp_path):
   assert made["device_kind"] == jax.devices()[0].device_kind
   assert made["ended"] is None
   age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(
-      made["started"])
+    made["started"]
+  )
   assert abs(age.total_seconds()) < 60
 
 

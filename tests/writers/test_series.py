@@ -25,8 +25,10 @@ def test_trailing_mean_is_the_mean_of_measured_values_in_the_window():
 def test_sharp_shifts_are_found_where_they_are():
   parts = series.segments(_requests(["a"] * 30 + ["b"] * 20 + ["a"] * 15))
   assert parts == [
-      series.Segment("a", 0, 30), series.Segment("b", 30, 50),
-      series.Segment("a", 50, 65)]
+    series.Segment("a", 0, 30),
+    series.Segment("b", 30, 50),
+    series.Segment("a", 50, 65),
+  ]
 
 
 def test_strays_around_a_shift_make_no_segments_of_their_own():
@@ -51,10 +53,13 @@ def test_edges_never_share_a_request():
 
 def test_acceptance_per_position_divides_by_the_verifications():
   rows = [
-      {"accepted_per_position": [4, 2], "target_calls": 4},
-      {"accepted_per_position": [3, 0], "output_tokens": 9,
-       "tokens_per_target_call": 1.5},
-      {"output_tokens": 5},
+    {"accepted_per_position": [4, 2], "target_calls": 4},
+    {
+      "accepted_per_position": [3, 0],
+      "output_tokens": 9,
+      "tokens_per_target_call": 1.5,
+    },
+    {"output_tokens": 5},
   ]
   np.testing.assert_allclose(series.acceptance_per_position(rows), [0.7, 0.2])
   assert series.acceptance_per_position(rows[2:]).size == 0
@@ -62,14 +67,19 @@ def test_acceptance_per_position_divides_by_the_verifications():
 
 def test_ledger_sums_to_the_wall_time_or_is_the_one_given():
   rows = [
-      {"kind": "request", "index": 0, "decode_ms": 3000.0, "metering_ms": 500.0},
-      {"kind": "request", "index": 1, "decode_ms": 1000.0},
-      {"kind": "update", "update_ms": 2000.0, "wait_ms": 250.0},
-      {"kind": "summary", "wall_seconds": 10.0},
+    {"kind": "request", "index": 0, "decode_ms": 3000.0, "metering_ms": 500.0},
+    {"kind": "request", "index": 1, "decode_ms": 1000.0},
+    {"kind": "update", "update_ms": 2000.0, "wait_ms": 250.0},
+    {"kind": "summary", "wall_seconds": 10.0},
   ]
   ledger = series.cost_ledger(rows)
-  assert ledger == {"decode": 4.0, "update": 2.0, "waiting for updates": 0.25,
-                    "metering": 0.5, "other": 3.25}
+  assert ledger == {
+    "decode": 4.0,
+    "update": 2.0,
+    "waiting for updates": 0.25,
+    "metering": 0.5,
+    "other": 3.25,
+  }
   rows[-1] = {"kind": "summary", "ledger": {"decode": 1.5, "none": 0.0}}
   assert series.cost_ledger(rows) == {"decode": 1.5}
   assert series.cost_ledger([]) == {}

@@ -13,10 +13,10 @@ import random
 from osd_jax.data.generated import finance, maths, python, sql
 
 _GENERATORS = {
-    "maths": maths.generate,
-    "sql": sql.generate,
-    "python": python.generate,
-    "finance": finance.generate,
+  "maths": maths.generate,
+  "sql": sql.generate,
+  "python": python.generate,
+  "finance": finance.generate,
 }
 _MAX_ATTEMPTS_PER_EXAMPLE = 200
 
@@ -68,8 +68,8 @@ def examples(topic: str, split: str, count: int, seed: int = 0) -> list[Example]
   _check_choice("split", split, SPLITS)
   if count < 0:
     raise ValueError(
-        f"generated.examples: count: received {count}, expected >= 0; "
-        "ask for a number of examples"
+      f"generated.examples: count: received {count}, expected >= 0; "
+      "ask for a number of examples"
     )
   rng = random.Random(f"{topic}/{split}/{seed}")
   found: dict[str, Example] = {}
@@ -78,8 +78,8 @@ def examples(topic: str, split: str, count: int, seed: int = 0) -> list[Example]
     attempts += 1
     if attempts > _MAX_ATTEMPTS_PER_EXAMPLE * (count + 10):
       raise ValueError(
-          f"generated.examples: count: received {count}, but topic {topic!r}, "
-          f"split {split!r} gave only {len(found)} distinct prompts; ask for fewer"
+        f"generated.examples: count: received {count}, but topic {topic!r}, "
+        f"split {split!r} gave only {len(found)} distinct prompts; ask for fewer"
       )
     prompt, reference = _GENERATORS[topic](rng)
     if prompt not in found and split_of(prompt) == split:
@@ -90,6 +90,6 @@ def examples(topic: str, split: str, count: int, seed: int = 0) -> list[Example]
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
   if value not in choices:
     raise ValueError(
-        f"generated.examples: {field}: received {value!r}, expected one of "
-        f"{', '.join(choices)}; choose one of these"
+      f"generated.examples: {field}: received {value!r}, expected one of "
+      f"{', '.join(choices)}; choose one of these"
     )

@@ -3,24 +3,51 @@
 import random
 
 _FIRST = (
-    "Acme", "Nova", "Delta", "Orion", "Atlas", "Vega", "Zenith", "Polar", "Apex",
-    "Summit", "Harbor", "Falcon", "Cedar", "Granite", "Pioneer", "Sterling",
-    "Beacon", "Maple", "River", "Crown",
+  "Acme",
+  "Nova",
+  "Delta",
+  "Orion",
+  "Atlas",
+  "Vega",
+  "Zenith",
+  "Polar",
+  "Apex",
+  "Summit",
+  "Harbor",
+  "Falcon",
+  "Cedar",
+  "Granite",
+  "Pioneer",
+  "Sterling",
+  "Beacon",
+  "Maple",
+  "River",
+  "Crown",
 )
 # sector -> (last word of the company, advice after good news, after bad news)
 SECTORS: dict[str, tuple[str, str, str]] = {
-    "energy": ("Power", "Watch oil prices.", "Expect lower spending on wells."),
-    "retail": ("Stores", "Watch holiday demand.", "Expect deeper discounts."),
-    "banking": ("Bank", "Watch interest rates.", "Expect stricter lending."),
-    "software": ("Systems", "Watch renewals.", "Expect slower hiring."),
-    "food": ("Foods", "Watch grain prices.", "Expect smaller orders."),
-    "travel": ("Airlines", "Watch fuel prices.", "Expect fewer routes."),
-    "health": ("Labs", "Watch drug approvals.", "Expect delayed trials."),
-    "mining": ("Metals", "Watch copper prices.", "Expect fewer shipments."),
+  "energy": ("Power", "Watch oil prices.", "Expect lower spending on wells."),
+  "retail": ("Stores", "Watch holiday demand.", "Expect deeper discounts."),
+  "banking": ("Bank", "Watch interest rates.", "Expect stricter lending."),
+  "software": ("Systems", "Watch renewals.", "Expect slower hiring."),
+  "food": ("Foods", "Watch grain prices.", "Expect smaller orders."),
+  "travel": ("Airlines", "Watch fuel prices.", "Expect fewer routes."),
+  "health": ("Labs", "Watch drug approvals.", "Expect delayed trials."),
+  "mining": ("Metals", "Watch copper prices.", "Expect fewer shipments."),
 }
 _MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August",
-    "September", "October", "November", "December",
+  "January",
+  "February",
+  "March",
+  "April",
+  "May",
+  "June",
+  "July",
+  "August",
+  "September",
+  "October",
+  "November",
+  "December",
 )
 _GOOD_UP = ("revenue", "profit", "income", "cash flow", "order volume")
 _BAD_UP = ("debt", "costs", "losses")
@@ -55,12 +82,12 @@ def _change(company: str, rng: random.Random) -> tuple[str, str, bool]:
   region = rng.choice(_REGIONS)
   good = up == (metric in _GOOD_UP)
   return (
-      f"Summarize: the {metric} of {company} in {region} {verb} from {old} to {new} "
-      f"million in {month}.",
-      f"The {metric} of {company} in {region} {verb} by {difference} million, "
-      f"from {old} to {new} million in {month}. "
-      f"This is {'good' if good else 'bad'} news.",
-      good,
+    f"Summarize: the {metric} of {company} in {region} {verb} from {old} to {new} "
+    f"million in {month}.",
+    f"The {metric} of {company} in {region} {verb} by {difference} million, "
+    f"from {old} to {new} million in {month}. "
+    f"This is {'good' if good else 'bad'} news.",
+    good,
   )
 
 
@@ -72,12 +99,12 @@ def _two_changes(company: str, rng: random.Random) -> tuple[str, str, bool]:
   month = rng.choice(_MONTHS)
   region = rng.choice(_REGIONS)
   return (
-      f"Summarize: in {month} {company} said that revenue {verb} by {revenue} million "
-      f"and costs by {costs} million in {region}.",
-      f"In {month} revenue of {company} {verb} by {revenue} million and costs {verb} "
-      f"by {costs} million in {region}. "
-      f"Demand is {'growing' if up else 'shrinking'}.",
-      up,
+    f"Summarize: in {month} {company} said that revenue {verb} by {revenue} million "
+    f"and costs by {costs} million in {region}.",
+    f"In {month} revenue of {company} {verb} by {revenue} million and costs {verb} "
+    f"by {costs} million in {region}. "
+    f"Demand is {'growing' if up else 'shrinking'}.",
+    up,
   )
 
 
@@ -90,12 +117,12 @@ def _forecast(company: str, rng: random.Random) -> tuple[str, str, bool]:
   verb = "beat" if beat else "missed"
   month = rng.choice(_MONTHS)
   return (
-      f"Summarize: {company} {verb} its {month} forecast for {metric}, with {result} "
-      f"million against {forecast} million.",
-      f"{company} {verb} its {month} forecast for {metric} by {difference} million, "
-      f"with {result} against {forecast} million. "
-      f"The outlook is {'strong' if beat else 'weak'}.",
-      beat,
+    f"Summarize: {company} {verb} its {month} forecast for {metric}, with {result} "
+    f"million against {forecast} million.",
+    f"{company} {verb} its {month} forecast for {metric} by {difference} million, "
+    f"with {result} against {forecast} million. "
+    f"The outlook is {'strong' if beat else 'weak'}.",
+    beat,
   )
 
 
@@ -106,11 +133,11 @@ def _regions(company: str, rng: random.Random) -> tuple[str, str, bool]:
   one, total, two = _figures(rng)
   month = rng.choice(_MONTHS)
   return (
-      f"Summarize: in {month} the {metric} of {company} was {one} million in {first} "
-      f"and {two} million in {second}.",
-      f"In {month} the {metric} of {company} was {one} million in {first} and "
-      f"{two} million in {second}, {total} million in total.",
-      True,
+    f"Summarize: in {month} the {metric} of {company} was {one} million in {first} "
+    f"and {two} million in {second}.",
+    f"In {month} the {metric} of {company} was {one} million in {first} and "
+    f"{two} million in {second}, {total} million in total.",
+    True,
   )
 
 

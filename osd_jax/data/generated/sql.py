@@ -4,42 +4,42 @@ import random
 
 # table -> (text columns, number columns)
 SCHEMA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "clients": (("name", "city", "country"), ("age", "orders", "rating")),
-    "singers": (("name", "country", "genre"), ("age", "albums", "rating")),
-    "products": (("name", "color", "brand"), ("price", "stock", "weight")),
-    "students": (("name", "city", "subject"), ("age", "grade", "credits")),
-    "teachers": (("name", "city", "subject"), ("age", "salary", "hours")),
-    "films": (("title", "genre", "language"), ("length", "budget", "rating")),
-    "books": (("title", "genre", "language"), ("price", "pages", "stock")),
-    "cars": (("model", "brand", "color"), ("price", "speed", "weight")),
-    "flights": (("code", "city", "country"), ("price", "seats", "delay")),
-    "hotels": (("name", "city", "country"), ("price", "rooms", "rating")),
-    "shops": (("name", "city", "manager"), ("staff", "sales", "rent")),
-    "players": (("name", "team", "country"), ("age", "goals", "salary")),
-    "matches": (("code", "team", "city"), ("goals", "fans", "delay")),
-    "doctors": (("name", "city", "language"), ("age", "salary", "hours")),
-    "concerts": (("title", "city", "genre"), ("price", "seats", "fans")),
-    "pets": (("name", "color", "owner"), ("age", "weight", "visits")),
+  "clients": (("name", "city", "country"), ("age", "orders", "rating")),
+  "singers": (("name", "country", "genre"), ("age", "albums", "rating")),
+  "products": (("name", "color", "brand"), ("price", "stock", "weight")),
+  "students": (("name", "city", "subject"), ("age", "grade", "credits")),
+  "teachers": (("name", "city", "subject"), ("age", "salary", "hours")),
+  "films": (("title", "genre", "language"), ("length", "budget", "rating")),
+  "books": (("title", "genre", "language"), ("price", "pages", "stock")),
+  "cars": (("model", "brand", "color"), ("price", "speed", "weight")),
+  "flights": (("code", "city", "country"), ("price", "seats", "delay")),
+  "hotels": (("name", "city", "country"), ("price", "rooms", "rating")),
+  "shops": (("name", "city", "manager"), ("staff", "sales", "rent")),
+  "players": (("name", "team", "country"), ("age", "goals", "salary")),
+  "matches": (("code", "team", "city"), ("goals", "fans", "delay")),
+  "doctors": (("name", "city", "language"), ("age", "salary", "hours")),
+  "concerts": (("title", "city", "genre"), ("price", "seats", "fans")),
+  "pets": (("name", "color", "owner"), ("age", "weight", "visits")),
 }
 _PEOPLE = ("Maria", "Tom", "Anna", "Ben", "Clara", "David", "Emma", "Felix")
 VALUES: dict[str, tuple[str, ...]] = {
-    "city": ("Oslo", "Paris", "Rome", "Lima", "Tokyo", "Madrid", "Berlin", "Cairo"),
-    "country": ("Norway", "France", "Italy", "Peru", "Japan", "Spain", "Kenya"),
-    "genre": ("drama", "comedy", "jazz", "rock", "crime", "opera", "poetry", "folk"),
-    "language": ("English", "French", "Spanish", "German", "Hindi", "Arabic"),
-    "color": ("red", "blue", "green", "black", "white", "brown", "silver", "yellow"),
-    "brand": ("Nova", "Delta", "Orion", "Atlas", "Vega", "Zenith", "Polar", "Apex"),
-    "subject": ("physics", "history", "biology", "music", "chemistry", "art"),
-    "team": ("Lions", "Eagles", "Sharks", "Wolves", "Bears", "Tigers"),
-    "manager": _PEOPLE,
-    "owner": _PEOPLE,
+  "city": ("Oslo", "Paris", "Rome", "Lima", "Tokyo", "Madrid", "Berlin", "Cairo"),
+  "country": ("Norway", "France", "Italy", "Peru", "Japan", "Spain", "Kenya"),
+  "genre": ("drama", "comedy", "jazz", "rock", "crime", "opera", "poetry", "folk"),
+  "language": ("English", "French", "Spanish", "German", "Hindi", "Arabic"),
+  "color": ("red", "blue", "green", "black", "white", "brown", "silver", "yellow"),
+  "brand": ("Nova", "Delta", "Orion", "Atlas", "Vega", "Zenith", "Polar", "Apex"),
+  "subject": ("physics", "history", "biology", "music", "chemistry", "art"),
+  "team": ("Lions", "Eagles", "Sharks", "Wolves", "Bears", "Tigers"),
+  "manager": _PEOPLE,
+  "owner": _PEOPLE,
 }
 _COMPARISONS = (("above", ">"), ("below", "<"), ("at least", ">="), ("at most", "<="))
 _AGGREGATES = (
-    ("average", "AVG"),
-    ("highest", "MAX"),
-    ("lowest", "MIN"),
-    ("total", "SUM"),
+  ("average", "AVG"),
+  ("highest", "MAX"),
+  ("lowest", "MIN"),
+  ("total", "SUM"),
 )
 _ORDERS = (("descending", "DESC"), ("ascending", "ASC"))
 _VERBS = ("List", "Show", "Find")
@@ -63,9 +63,9 @@ def _rows(table: str, rng: random.Random) -> tuple[str, str]:
   asked, where = _conditions(table, rng)
   sorting, order = _order(table, rng)
   return (
-      f"{rng.choice(_VERBS)} the {first}, {second} and {third} of all {table} "
-      f"{asked}, {sorting}.",
-      f"SELECT {first}, {second}, {third} FROM {table} {where} {order};",
+    f"{rng.choice(_VERBS)} the {first}, {second} and {third} of all {table} "
+    f"{asked}, {sorting}.",
+    f"SELECT {first}, {second}, {third} FROM {table} {where} {order};",
   )
 
 
@@ -75,9 +75,9 @@ def _first_rows(table: str, rng: random.Random) -> tuple[str, str]:
   sorting, order = _order(table, rng)
   limit = rng.randint(2, 20)
   return (
-      f"{rng.choice(_VERBS)} the {first} and {second} of {table} {asked}, {sorting}, "
-      f"first {limit} only.",
-      f"SELECT {first}, {second} FROM {table} {where} {order} LIMIT {limit};",
+    f"{rng.choice(_VERBS)} the {first} and {second} of {table} {asked}, {sorting}, "
+    f"first {limit} only.",
+    f"SELECT {first}, {second} FROM {table} {where} {order} LIMIT {limit};",
   )
 
 
@@ -86,8 +86,8 @@ def _aggregates(table: str, rng: random.Random) -> tuple[str, str]:
   (word, function), (word2, function2) = rng.sample(_AGGREGATES, 2)
   column, column2 = rng.sample(SCHEMA[table][1], 2)
   return (
-      f"What is the {word} {column} and the {word2} {column2} of {table} {asked}?",
-      f"SELECT {function}({column}), {function2}({column2}) FROM {table} {where};",
+    f"What is the {word} {column} and the {word2} {column2} of {table} {asked}?",
+    f"SELECT {function}({column}), {function2}({column2}) FROM {table} {where};",
   )
 
 
@@ -96,8 +96,8 @@ def _count(table: str, rng: random.Random) -> tuple[str, str]:
   word, function = rng.choice(_AGGREGATES)
   column = rng.choice(SCHEMA[table][1])
   return (
-      f"How many {table} are there {asked}, and what is their {word} {column}?",
-      f"SELECT COUNT(*), {function}({column}) FROM {table} {where};",
+    f"How many {table} are there {asked}, and what is their {word} {column}?",
+    f"SELECT COUNT(*), {function}({column}) FROM {table} {where};",
   )
 
 
@@ -107,10 +107,10 @@ def _groups(table: str, rng: random.Random) -> tuple[str, str]:
   word, function = rng.choice(_AGGREGATES)
   column = rng.choice(SCHEMA[table][1])
   return (
-      f"For each {key} of {table} with {asked}, give the {word} {column} and the "
-      f"count, sorted by {key}.",
-      f"SELECT {key}, {function}({column}), COUNT(*) FROM {table} WHERE {where} "
-      f"GROUP BY {key} ORDER BY {key};",
+    f"For each {key} of {table} with {asked}, give the {word} {column} and the "
+    f"count, sorted by {key}.",
+    f"SELECT {key}, {function}({column}), COUNT(*) FROM {table} WHERE {where} "
+    f"GROUP BY {key} ORDER BY {key};",
   )
 
 
@@ -140,6 +140,6 @@ def _conditions(table: str, rng: random.Random) -> tuple[str, str]:
   column = rng.choice(SCHEMA[table][0][1:])
   value = rng.choice(VALUES[column])
   return (
-      f"with {asked} and {column} '{value}'",
-      f"WHERE {where} AND {column} = '{value}'",
+    f"with {asked} and {column} '{value}'",
+    f"WHERE {where} AND {column} = '{value}'",
   )

@@ -1,19 +1,19 @@
 """Weights of other libraries: Hugging Face's T5 both ways, t5x's in."""
 
 from osd_jax.models.convert.hugging_face import (
-    config_from_hugging_face,
-    config_to_hugging_face,
-    params_from_hugging_face,
-    read_hugging_face,
-    write_hugging_face,
+  config_from_hugging_face,
+  config_to_hugging_face,
+  params_from_hugging_face,
+  read_hugging_face,
+  write_hugging_face,
 )
 from osd_jax.models.convert.t5x import read_t5x
 
 __all__ = [
-    "config_from_hugging_face",
-    "config_to_hugging_face",
-    "params_from_hugging_face",
-    "read_hugging_face",
-    "read_t5x",
-    "write_hugging_face",
+  "config_from_hugging_face",
+  "config_to_hugging_face",
+  "params_from_hugging_face",
+  "read_hugging_face",
+  "read_t5x",
+  "write_hugging_face",
 ]

@@ -18,41 +18,41 @@ import safetensors.numpy
 from osd_jax import base
 from osd_jax.models import t5
 from osd_jax.models.convert.tensors import (
-    Shape,
-    Tensors,
-    check,
-    expected_shapes,
-    open_folder,
-    read_json,
-    read_params,
+  Shape,
+  Tensors,
+  check,
+  expected_shapes,
+  open_folder,
+  read_json,
+  read_params,
 )
 from osd_jax.models.weights import Weights
 
 _ACTIVATIONS = {
-    "relu": ("relu",),
-    "gelu_new": ("gelu",),
-    "gated-relu": ("relu", "linear"),
-    "gated-gelu": ("gelu", "linear"),
-    "gated-gelu_new": ("gelu", "linear"),
+  "relu": ("relu",),
+  "gelu_new": ("gelu",),
+  "gated-relu": ("relu", "linear"),
+  "gated-gelu": ("gelu", "linear"),
+  "gated-gelu_new": ("gelu", "linear"),
 }
 
 # The names that T5 1.0 and T5 1.1 were published with.
 _PROJECTIONS = {
-    ("relu",): "relu",
-    ("gelu",): "gelu_new",
-    ("relu", "linear"): "gated-relu",
-    ("gelu", "linear"): "gated-gelu",
+  ("relu",): "relu",
+  ("gelu",): "gelu_new",
+  ("relu", "linear"): "gated-relu",
+  ("gelu", "linear"): "gated-gelu",
 }
 
 # What this code takes for granted: value, and the library's default where a
 # configuration may leave the field out.
 _FIXED = {
-    "model_type": ("t5", None),
-    "is_encoder_decoder": (True, True),
-    "layer_norm_epsilon": (1e-6, 1e-6),
-    "pad_token_id": (base.PAD_ID, base.PAD_ID),
-    "eos_token_id": (base.EOS_ID, base.EOS_ID),
-    "decoder_start_token_id": (base.PAD_ID, base.PAD_ID),
+  "model_type": ("t5", None),
+  "is_encoder_decoder": (True, True),
+  "layer_norm_epsilon": (1e-6, 1e-6),
+  "pad_token_id": (base.PAD_ID, base.PAD_ID),
+  "eos_token_id": (base.EOS_ID, base.EOS_ID),
+  "decoder_start_token_id": (base.PAD_ID, base.PAD_ID),
 }
 
 _BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -64,25 +64,25 @@ _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _UNUSED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
 _NAMES = {
-    "token_embedder/embedding": _EMBEDDING,
-    "encoder/relpos_bias/rel_embedding": f"encoder.{_BIAS}",
-    "decoder/relpos_bias/rel_embedding": f"decoder.{_BIAS}",
-    "encoder/encoder_norm/scale": "encoder.final_layer_norm.weight",
-    "decoder/decoder_norm/scale": "decoder.final_layer_norm.weight",
-    "decoder/logits_dense/kernel": _HEAD,
+  "token_embedder/embedding": _EMBEDDING,
+  "encoder/relpos_bias/rel_embedding": f"encoder.{_BIAS}",
+  "decoder/relpos_bias/rel_embedding": f"decoder.{_BIAS}",
+  "encoder/encoder_norm/scale": "encoder.final_layer_norm.weight",
+  "decoder/decoder_norm/scale": "decoder.final_layer_norm.weight",
+  "decoder/logits_dense/kernel": _HEAD,
 }
 
 _LAYER_NAMES = {
-    ("encoder", "pre_attention_layer_norm"): "layer.0.layer_norm",
-    ("encoder", "attention"): "layer.0.SelfAttention",
-    ("encoder", "pre_mlp_layer_norm"): "layer.1.layer_norm",
-    ("encoder", "mlp"): "layer.1.DenseReluDense",
-    ("decoder", "pre_self_attention_layer_norm"): "layer.0.layer_norm",
-    ("decoder", "self_attention"): "layer.0.SelfAttention",
-    ("decoder", "pre_cross_attention_layer_norm"): "layer.1.layer_norm",
-    ("decoder", "encoder_decoder_attention"): "layer.1.EncDecAttention",
-    ("decoder", "pre_mlp_layer_norm"): "layer.2.layer_norm",
-    ("decoder", "mlp"): "layer.2.DenseReluDense",
+  ("encoder", "pre_attention_layer_norm"): "layer.0.layer_norm",
+  ("encoder", "attention"): "layer.0.SelfAttention",
+  ("encoder", "pre_mlp_layer_norm"): "layer.1.layer_norm",
+  ("encoder", "mlp"): "layer.1.DenseReluDense",
+  ("decoder", "pre_self_attention_layer_norm"): "layer.0.layer_norm",
+  ("decoder", "self_attention"): "layer.0.SelfAttention",
+  ("decoder", "pre_cross_attention_layer_norm"): "layer.1.layer_norm",
+  ("decoder", "encoder_decoder_attention"): "layer.1.EncDecAttention",
+  ("decoder", "pre_mlp_layer_norm"): "layer.2.layer_norm",
+  ("decoder", "mlp"): "layer.2.DenseReluDense",
 }
 
 _PROJECTION_NAMES = {"query": "q", "key": "k", "value": "v", "out": "o"}
@@ -113,19 +113,19 @@ def config_from_hugging_face(config: Mapping[str, Any]) -> t5.T5Config:
   num_layers = _required(config, "num_layers")
   num_decoder_layers = config.get("num_decoder_layers")
   return t5.T5Config(
-      vocab_size=_required(config, "vocab_size"),
-      width=_required(config, "d_model"),
-      num_heads=_required(config, "num_heads"),
-      head_dim=_required(config, "d_kv"),
-      mlp_dim=_required(config, "d_ff"),
-      num_encoder_layers=num_layers,
-      num_decoder_layers=(
-          num_layers if num_decoder_layers is None else num_decoder_layers
-      ),
-      mlp_activations=_ACTIVATIONS[activation],
-      tied_head=_scaled(config),
-      relative_buckets=config.get("relative_attention_num_buckets", 32),
-      relative_max_distance=config.get("relative_attention_max_distance", 128),
+    vocab_size=_required(config, "vocab_size"),
+    width=_required(config, "d_model"),
+    num_heads=_required(config, "num_heads"),
+    head_dim=_required(config, "d_kv"),
+    mlp_dim=_required(config, "d_ff"),
+    num_encoder_layers=num_layers,
+    num_decoder_layers=(
+      num_layers if num_decoder_layers is None else num_decoder_layers
+    ),
+    mlp_activations=_ACTIVATIONS[activation],
+    tied_head=_scaled(config),
+    relative_buckets=config.get("relative_attention_num_buckets", 32),
+    relative_max_distance=config.get("relative_attention_max_distance", 128),
   )
 
 
@@ -143,33 +143,33 @@ def config_to_hugging_face(config: t5.T5Config) -> dict[str, Any]:
   """
   if config.mlp_activations not in _PROJECTIONS:
     raise ValueError(
-        f"convert: T5Config.mlp_activations: received {config.mlp_activations!r},"
-        f" expected one of {sorted(_PROJECTIONS)}; transformers has no other T5."
+      f"convert: T5Config.mlp_activations: received {config.mlp_activations!r},"
+      f" expected one of {sorted(_PROJECTIONS)}; transformers has no other T5."
     )
   return {
-      "architectures": ["T5ForConditionalGeneration"],
-      **{field: value for field, (value, _) in _FIXED.items()},
-      "vocab_size": config.vocab_size,
-      "d_model": config.width,
-      "d_kv": config.head_dim,
-      "d_ff": config.mlp_dim,
-      "num_heads": config.num_heads,
-      "num_layers": config.num_encoder_layers,
-      "num_decoder_layers": config.num_decoder_layers,
-      "relative_attention_num_buckets": config.relative_buckets,
-      "relative_attention_max_distance": config.relative_max_distance,
-      "feed_forward_proj": _PROJECTIONS[config.mlp_activations],
-      "tie_word_embeddings": config.tied_head,  # read by transformers 4,
-      "scale_decoder_outputs": config.tied_head,  # and by transformers 5
-      "dropout_rate": 0.0,
-      "initializer_factor": 1.0,
-      "use_cache": True,
-      "dtype": "float32",
+    "architectures": ["T5ForConditionalGeneration"],
+    **{field: value for field, (value, _) in _FIXED.items()},
+    "vocab_size": config.vocab_size,
+    "d_model": config.width,
+    "d_kv": config.head_dim,
+    "d_ff": config.mlp_dim,
+    "num_heads": config.num_heads,
+    "num_layers": config.num_encoder_layers,
+    "num_decoder_layers": config.num_decoder_layers,
+    "relative_attention_num_buckets": config.relative_buckets,
+    "relative_attention_max_distance": config.relative_max_distance,
+    "feed_forward_proj": _PROJECTIONS[config.mlp_activations],
+    "tie_word_embeddings": config.tied_head,  # read by transformers 4,
+    "scale_decoder_outputs": config.tied_head,  # and by transformers 5
+    "dropout_rate": 0.0,
+    "initializer_factor": 1.0,
+    "use_cache": True,
+    "dtype": "float32",
   }
 
 
 def params_from_hugging_face(
-    tensors: Mapping[str, np.ndarray], config: t5.T5Config
+  tensors: Mapping[str, np.ndarray], config: t5.T5Config
 ) -> base.Params:
   """Hugging Face's tensors as t5x's parameter tree.
 
@@ -218,9 +218,9 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
 
 
 def write_hugging_face(
-    folder: str | Path,
-    weights: Weights,
-    vocabulary_path: str | Path | None = None,
+  folder: str | Path,
+  weights: Weights,
+  vocabulary_path: str | Path | None = None,
 ) -> Path:
   """Writes a folder that transformers loads; it appears complete or not at all.
 
@@ -239,17 +239,15 @@ def write_hugging_face(
   folder = Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(
-        f"convert: output {folder} is in use, expected a folder that is not there yet"
-        " or is empty; remove it or choose another."
+      f"convert: output {folder} is in use, expected a folder that is not there yet"
+      " or is empty; remove it or choose another."
     )
   fields = config_to_hugging_face(weights.config)
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
   check(_shapes(flat), expected_shapes(weights.config))
   tensors = {
-      tensor_name(path): np.ascontiguousarray(
-          _turn(path, np.asarray(x, np.float32))
-      )
-      for path, x in flat.items()
+    tensor_name(path): np.ascontiguousarray(_turn(path, np.asarray(x, np.float32)))
+    for path, x in flat.items()
   }
   partial = folder.with_name(folder.name + ".partial")
   shutil.rmtree(partial, ignore_errors=True)
@@ -257,7 +255,7 @@ def write_hugging_face(
     partial.mkdir(parents=True)
     (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     safetensors.numpy.save_file(
-        tensors, partial / "model.safetensors", metadata={"format": "pt"}
+      tensors, partial / "model.safetensors", metadata={"format": "pt"}
     )
     if vocabulary_path is not None:
       _copy_vocabulary(Path(vocabulary_path), partial / "spiece.model")
@@ -287,8 +285,8 @@ def _copy_vocabulary(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
   except OSError as error:
     raise ValueError(
-        f"convert: cannot read the vocabulary {source}: {error.strerror}; expected a"
-        " SentencePiece model."
+      f"convert: cannot read the vocabulary {source}: {error.strerror}; expected a"
+      " SentencePiece model."
     ) from error
 
 
@@ -297,8 +295,8 @@ def _params(tensors: Tensors, config: t5.T5Config) -> base.Params:
   expected = expected_shapes(config)
   names = {path: tensor_name(path) for path in expected}
   check(
-      tensors.shapes,
-      {names[path]: file_shape(path, shape) for path, shape in expected.items()},
+    tensors.shapes,
+    {names[path]: file_shape(path, shape) for path, shape in expected.items()},
   )
   return read_params(tensors, names, _turn)
 
@@ -310,16 +308,16 @@ def _shapes(arrays: Mapping[str, Any]) -> dict[str, Shape]:
 def _also(tensors: Tensors, name: str, of: str) -> Tensors:
   """The tensors, one of them under a second name too."""
   return Tensors(
-      {**tensors.shapes, name: tensors.shapes[of]},
-      lambda wanted: tensors.read(of if wanted == name else wanted),
+    {**tensors.shapes, name: tensors.shapes[of]},
+    lambda wanted: tensors.read(of if wanted == name else wanted),
   )
 
 
 def _required(config: Mapping[str, Any], field: str) -> Any:
   if field not in config:
     raise ValueError(
-        f"convert: config.json: field {field}: received nothing, expected an"
-        " integer; check that the folder holds a T5."
+      f"convert: config.json: field {field}: received nothing, expected an"
+      " integer; check that the folder holds a T5."
     )
   return config[field]
 
@@ -328,8 +326,8 @@ def _check(field: str, received: Any, expected: tuple[Any, ...]) -> None:
   if received not in expected:
     wanted = " or ".join(repr(value) for value in expected)
     raise ValueError(
-        f"convert: config.json: field {field}: received {received!r}, expected"
-        f" {wanted}; only T5 1.0, T5 1.1 and Flan-T5 can be converted."
+      f"convert: config.json: field {field}: received {received!r}, expected"
+      f" {wanted}; only T5 1.0, T5 1.1 and Flan-T5 can be converted."
     )
 
 
@@ -353,9 +351,9 @@ def _without_copies(tensors: Tensors, tied_head: bool) -> Tensors:
   for alias in found[1:]:
     if not np.array_equal(tensors.read(found[0]), tensors.read(alias)):
       raise ValueError(
-          f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
-          " it in this model; if the head was trained apart, set both"
-          " tie_word_embeddings and scale_decoder_outputs to false in config.json."
+        f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
+        " it in this model; if the head was trained apart, set both"
+        " tie_word_embeddings and scale_decoder_outputs to false in config.json."
       )
   if found:
     tensors = _also(tensors, _EMBEDDING, found[0])

@@ -17,10 +17,10 @@ import tensorstore
 
 from osd_jax.models import t5
 from osd_jax.models.convert.tensors import (
-    Tensors,
-    check,
-    expected_shapes,
-    read_params,
+  Tensors,
+  check,
+  expected_shapes,
+  read_params,
 )
 from osd_jax.models.weights import Weights
 
@@ -54,8 +54,8 @@ def read_t5x(folder: str | Path, config: t5.T5Config) -> Weights:
     tensors = _open_orbax(folder / "state")
   else:
     raise ValueError(
-        f"convert: {folder}: found neither a file checkpoint nor a folder state,"
-        " expected what t5x writes; name the folder checkpoint_STEP itself."
+      f"convert: {folder}: found neither a file checkpoint nor a folder state,"
+      " expected what t5x writes; name the folder checkpoint_STEP itself."
     )
   _check_unscanned(folder, tensors)
   expected = expected_shapes(config)
@@ -69,8 +69,8 @@ def _check_links(folder: Path) -> None:
   for path in folder.rglob("*"):
     if path.is_symlink() and not path.resolve().is_relative_to(inside):
       raise ValueError(
-          f"convert: {path} is a link to {path.resolve()}, expected a checkpoint that"
-          " stays in its folder; copy what it links to if you trust it."
+        f"convert: {path} is a link to {path.resolve()}, expected a checkpoint that"
+        " stays in its folder; copy what it links to if you trust it."
       )
 
 
@@ -78,9 +78,9 @@ def _check_unscanned(folder: Path, tensors: Tensors) -> None:
   scanned = [name for name in tensors.shapes if name.startswith(_SCANNED)]
   if scanned:
     raise ValueError(
-        f"convert: {folder}: parameter {scanned[0]}: found layers stacked in one array"
-        " (t5x's scan_layers), expected one array a layer, as encoder/layers_0/...;"
-        " write the checkpoint with scan_layers = False."
+      f"convert: {folder}: parameter {scanned[0]}: found layers stacked in one array"
+      " (t5x's scan_layers), expected one array a layer, as encoder/layers_0/...;"
+      " write the checkpoint with scan_layers = False."
     )
 
 
@@ -88,9 +88,9 @@ def _open_native(folder: Path) -> Tensors:
   leaves = _native_leaves(folder / "checkpoint")
   arrays = {name: x for name, x in leaves.items() if isinstance(x, np.ndarray)}
   stores = {
-      name: _open_zarr(f"{folder}: parameter {name}", _file(_place(folder, name, leaf)))
-      for name, leaf in leaves.items()
-      if name not in arrays
+    name: _open_zarr(f"{folder}: parameter {name}", _file(_place(folder, name, leaf)))
+    for name, leaf in leaves.items()
+    if name not in arrays
   }
   return _join(arrays, stores)
 
@@ -102,13 +102,13 @@ def _native_leaves(path: Path) -> dict[str, Any]:
     tree = flax.serialization.msgpack_restore(data)
     target = tree["optimizer"]["target"]
     return flax.traverse_util.flatten_dict(
-        target, is_leaf=lambda _, x: not isinstance(x, dict) or "driver" in x, sep="/"
+      target, is_leaf=lambda _, x: not isinstance(x, dict) or "driver" in x, sep="/"
     )
   except Exception as error:  # msgpack, flax and numpy raise many kinds
     pickled = data[:1] == b"\x80" or data[:2] == b"PK"
     raise ValueError(
-        f"convert: cannot read {path}: {'a pickle' if pickled else repr(error)},"
-        " expected flax's msgpack with optimizer/target, as t5x writes it."
+      f"convert: cannot read {path}: {'a pickle' if pickled else repr(error)},"
+      " expected flax's msgpack with optimizer/target, as t5x writes it."
     ) from error
 
 
@@ -120,15 +120,15 @@ def _place(folder: Path, name: str, leaf: Any) -> Path:
   local = isinstance(leaf, Mapping) and leaf.get("driver") == "zarr"
   if not local or store not in _LOCAL or not isinstance(place, str):
     raise ValueError(
-        f"convert: {folder}: parameter {name}: received {leaf!r}, expected the driver"
-        " zarr on local files; other stores are not opened."
+      f"convert: {folder}: parameter {name}: received {leaf!r}, expected the driver"
+      " zarr on local files; other stores are not opened."
     )
   path = folder / place
   inside = path.resolve().is_relative_to(folder.resolve())
   if Path(place).is_absolute() or ".." in Path(place).parts or not inside:
     raise ValueError(
-        f"convert: {folder}: parameter {name}: received path {place!r}, expected one"
-        " inside the checkpoint's folder; nothing outside it is opened."
+      f"convert: {folder}: parameter {name}: received path {place!r}, expected one"
+      " inside the checkpoint's folder; nothing outside it is opened."
     )
   return path
 
@@ -142,8 +142,8 @@ def _open_orbax(folder: Path) -> Tensors:
     names = [path.parent.name for path in folder.glob(f"{_TARGET}*/.zarray")]
   if not names:
     raise ValueError(
-        f"convert: {folder}: found no parameters called {_TARGET}..., expected zarr"
-        " arrays as t5x writes them with orbax."
+      f"convert: {folder}: found no parameters called {_TARGET}..., expected zarr"
+      " arrays as t5x writes them with orbax."
     )
   stores = {}
   for name in names:
@@ -191,6 +191,6 @@ def _join(arrays: Mapping[str, np.ndarray], stores: Mapping[str, Any]) -> Tensor
 
 def _unreadable(where: str, error: ValueError) -> ValueError:
   return ValueError(
-      f"convert: {where}: cannot be read: {str(error).splitlines()[0]}; expected zarr"
-      " as t5x writes it; copy the checkpoint again."
+    f"convert: {where}: cannot be read: {str(error).splitlines()[0]}; expected zarr"
+    " as t5x writes it; copy the checkpoint again."
   )

@@ -27,10 +27,10 @@ Shape = tuple[int, ...]
 
 _ADVICE = "Check that the configuration and the tensors belong to one model."
 _DTYPES = {
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F32": np.float32,
-    "F64": np.float64,
+  "F16": np.float16,
+  "BF16": ml_dtypes.bfloat16,
+  "F32": np.float32,
+  "F64": np.float64,
 }
 _ALIGNMENT = 64  # bytes
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
@@ -64,23 +64,23 @@ def expected_shapes(config: t5.T5Config) -> dict[str, Shape]:
 def check(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
   """Raises ValueError that names the tensors which are not as expected."""
   wrong = [
-      f"{name}: found {found.get(name, 'nothing')}, expected"
-      f" {expected.get(name, 'nothing')}"
-      for name in sorted(expected.keys() | found.keys())
-      if expected.get(name) != found.get(name)
+    f"{name}: found {found.get(name, 'nothing')}, expected"
+    f" {expected.get(name, 'nothing')}"
+    for name in sorted(expected.keys() | found.keys())
+    if expected.get(name) != found.get(name)
   ]
   if wrong:
     more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
     raise ValueError(
-        f"convert: tensors do not fit the configuration: {'; '.join(wrong[:5])}"
-        f"{more}. {_ADVICE}"
+      f"convert: tensors do not fit the configuration: {'; '.join(wrong[:5])}"
+      f"{more}. {_ADVICE}"
     )
 
 
 def read_params(
-    tensors: Tensors,
-    names: Mapping[str, str],
-    orient: Callable[[str, np.ndarray], np.ndarray] = lambda path, x: x,
+  tensors: Tensors,
+  names: Mapping[str, str],
+  orient: Callable[[str, np.ndarray], np.ndarray] = lambda path, x: x,
 ) -> base.Params:
   """Reads parameters one after another.
 
@@ -95,6 +95,7 @@ def read_params(
   Raises:
     ValueError: a tensor holds no floating-point numbers.
   """
+
   def read(path: str, name: str) -> jax.Array:
     # no name that would outlive its use, and no jnp.asarray, which copies
     found = jax.device_put(_float32(name, orient(path, tensors.read(name))))
@@ -125,13 +126,13 @@ def open_folder(folder: Path, allow_torch_bin: bool = False) -> Tensors:
       return _of_shards(folder / f"{name}.index.json", read)
   if any((folder / f"{_TORCH}{end}").exists() for end in ("", ".index.json")):
     raise ValueError(
-        f"convert: {folder} holds its tensors in {_TORCH}, a pickle, expected"
-        f" {_SAFETENSORS}; if you trust where it comes from, set allow_torch_bin"
-        " (it needs torch and runs nothing but torch's weights_only reader)."
+      f"convert: {folder} holds its tensors in {_TORCH}, a pickle, expected"
+      f" {_SAFETENSORS}; if you trust where it comes from, set allow_torch_bin"
+      " (it needs torch and runs nothing but torch's weights_only reader)."
     )
   raise ValueError(
-      f"convert: cannot read {folder / _SAFETENSORS}: it is not there, nor is"
-      f" {_SAFETENSORS}.index.json; expected a model folder that transformers wrote."
+    f"convert: cannot read {folder / _SAFETENSORS}: it is not there, nor is"
+    f" {_SAFETENSORS}.index.json; expected a model folder that transformers wrote."
   )
 
 
@@ -141,13 +142,13 @@ def read_json(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_text(encoding="utf-8"))
   except (OSError, ValueError) as error:
     raise ValueError(
-        f"convert: cannot read {path}: {error}; expected a model folder that"
-        " transformers wrote."
+      f"convert: cannot read {path}: {error}; expected a model folder that"
+      " transformers wrote."
     ) from error
   if not isinstance(found, dict):
     raise ValueError(
-        f"convert: cannot read {path}: received {type(found).__name__}, expected a JSON"
-        " object as transformers writes it."
+      f"convert: cannot read {path}: received {type(found).__name__}, expected a JSON"
+      " object as transformers writes it."
     )
   return found
 
@@ -157,25 +158,25 @@ def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
   places = read_json(index).get("weight_map")
   if not isinstance(places, dict) or not places:
     raise ValueError(
-        f"convert: {index}: weight_map: received {places!r}, expected the file of every"
-        " tensor; download the folder again."
+      f"convert: {index}: weight_map: received {places!r}, expected the file of every"
+      " tensor; download the folder again."
     )
   for name, file in places.items():
     if not isinstance(file, str) or Path(file).name != file:
       raise ValueError(
-          f"convert: {index}: tensor {name}: received file {file!r}, expected the name"
-          " of a file in this folder; the index may not lead outside."
+        f"convert: {index}: tensor {name}: received file {file!r}, expected the name"
+        " of a file in this folder; the index may not lead outside."
       )
   shards = {file: read(index.parent / file) for file in sorted(set(places.values()))}
   for name, file in places.items():
     if name not in shards[file].shapes:
       raise ValueError(
-          f"convert: {index}: tensor {name}: found nothing in {file}, expected it"
-          " there; download the folder again."
+        f"convert: {index}: tensor {name}: found nothing in {file}, expected it"
+        " there; download the folder again."
       )
   return Tensors(
-      {name: shards[file].shapes[name] for name, file in places.items()},
-      lambda name: shards[places[name]].read(name),
+    {name: shards[file].shapes[name] for name, file in places.items()},
+    lambda name: shards[places[name]].read(name),
   )
 
 
@@ -226,12 +227,12 @@ def _float32(name: str, tensor: np.ndarray) -> np.ndarray:
 
 def _incomplete(path: Path, error: object) -> ValueError:
   return ValueError(
-      f"convert: cannot read {path}: {error}; expected a safetensors file, complete."
+    f"convert: cannot read {path}: {error}; expected a safetensors file, complete."
   )
 
 
 def _not_floating(name: str, found: str) -> ValueError:
   return ValueError(
-      f"convert: tensor {name}: found {found}, expected floating-point numbers of 16,"
-      " 32 or 64 bits; quantised checkpoints cannot be converted."
+    f"convert: tensor {name}: found {found}, expected floating-point numbers of 16,"
+    " 32 or 64 bits; quantised checkpoints cannot be converted."
   )

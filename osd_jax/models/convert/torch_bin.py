@@ -9,7 +9,7 @@ import numpy as np
 
 
 def open_bin(
-    path: Path,
+  path: Path,
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
   """Opens a state dictionary that torch pickled, with `weights_only`.
 
@@ -27,26 +27,26 @@ def open_bin(
     import torch
   except ImportError as error:
     raise ImportError(
-        f"convert: {path} can only be read with torch, which is not installed; install"
-        " torch, or convert the file to safetensors where it is."
+      f"convert: {path} can only be read with torch, which is not installed; install"
+      " torch, or convert the file to safetensors where it is."
     ) from error
   try:
     state = torch.load(
-        path,
-        map_location="cpu",
-        weights_only=True,
-        mmap=zipfile.is_zipfile(path),  # files of torch 1.5 and before cannot be
+      path,
+      map_location="cpu",
+      weights_only=True,
+      mmap=zipfile.is_zipfile(path),  # files of torch 1.5 and before cannot be
     )
   except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
     raise ValueError(
-        f"convert: cannot read {path}: {str(error).splitlines()[0]}; expected tensors"
-        " alone, as torch.save writes a state dictionary. A file that asks for more is"
-        " not opened."
+      f"convert: cannot read {path}: {str(error).splitlines()[0]}; expected tensors"
+      " alone, as torch.save writes a state dictionary. A file that asks for more is"
+      " not opened."
     ) from error
   if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
     raise ValueError(
-        f"convert: cannot read {path}: it holds no mapping of names to tensors;"
-        " expected a state dictionary."
+      f"convert: cannot read {path}: it holds no mapping of names to tensors;"
+      " expected a state dictionary."
     )
   shapes = {name: tuple(x.shape) for name, x in state.items()}
   return shapes, lambda name: state[name].float().numpy()

@@ -9,6 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 STAMP_HF := .venv/.installed-hf
 TEST_JOBS ?= 2
+CODE := osd_jax tests benchmarks experiments
 EXTRAS := data,plots,log,test,dev
 # A name on PATH may be a shim of a version manager that does not run.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
@@ -60,11 +61,13 @@ test-hf: $(STAMP) ## live comparison with torch and transformers (Python 3.11)
 
 lint: $(STAMP) ## ruff, import contracts, types
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright
 
-format: $(STAMP) ## sort imports and repair what ruff can repair
+format: $(STAMP) ## lay out the code, sort imports, repair what can be repaired
 	$(BIN)/ruff check --fix
+	$(BIN)/ruff format $(CODE)
 
 # In sequence: two at a time would measure each other.
 BENCHMARKS := \

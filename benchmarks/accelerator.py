@@ -30,10 +30,12 @@ import numpy as np
 import scripting
 
 from osd_jax import base
-from osd_jax.decoding import calls, costs, records, slots
+from osd_jax.decoding import records
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation import update
+from osd_jax.measuring import timing
 from osd_jax.models import t5
+from osd_jax.serving import calls, slots
 
 NAME, CLOCK = "accelerator", "wall"
 ASKED = {  # at one row
@@ -265,7 +267,7 @@ def parts(bench: Bench, name: str, target: Pair, rows: int) -> None:
   given = bench.given
   sources = contenders.prompts(rows, given.source, target[0].vocab_size)
   config = contenders.decoding(rows, given.source, given.target, 1)
-  found = costs.measure(config, *target, *bench.draft, sources)
+  found = timing.measure(config, *target, *bench.draft, sources)
   bench.report(
     case_of(name, rows),
     {

@@ -21,11 +21,11 @@ import measure
 
 from osd_jax import online, pairs, partitioning
 from osd_jax.data import streams
-from osd_jax.decoding import slots
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import shortlist
 from osd_jax.main import settings
 from osd_jax.models import t5
+from osd_jax.serving import slots
 
 
 class Served:

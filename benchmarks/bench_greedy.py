@@ -25,7 +25,7 @@ ASKED_BOUND = {("flan-t5-base", 1): 1.4, ("flan-t5-large", 1): 1.25}
 
 def ours(name: str, rows: int, source: int, target: int) -> contenders.Ours:
   """This package's plain decoding."""
-  from osd_jax.decoding import slots
+  from osd_jax.serving import slots
 
   config = contenders.shape(name)
   model, params = contenders.random_model(config)

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import measure
 import numpy as np
 
-from osd_jax.decoding import slots
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import update as updates
 from osd_jax.models import t5
+from osd_jax.serving import slots
 
 CALLS = 100  # of append or sample in a turn
 KEPT = 64

@@ -22,8 +22,8 @@ import numpy as np
 import scripting
 from bench_speculative import SERVING
 
-from osd_jax.decoding import calls, slots
 from osd_jax.decoding import state as state_lib
+from osd_jax.serving import calls, slots
 
 CALLS = 16
 ASKED = "<= 0.02"

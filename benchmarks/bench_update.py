@@ -30,9 +30,10 @@ import measure
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import records, slots
+from osd_jax.decoding import records
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import update as updates
+from osd_jax.serving import slots
 
 CONFIG = updates.UpdateConfig()  # AdamW, forward KL at all positions
 BETAS, EPS = (0.9, 0.999), 1e-8  # of optax.adamw

@@ -15,7 +15,7 @@ import measure
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import costs
+from osd_jax.measuring import timing
 
 ASKED = {("flan-t5-base", 4): 2.0, ("flan-t5-base", 8): 2.5}  # over the memory bound
 CALLS = 16
@@ -31,7 +31,7 @@ def loops(name: str, counts: list[int], source: int, target: int) -> dict:
   cache = prefill(served, prompt, prompt != base.PAD_ID, target)
 
   def feed(count: int) -> None:
-    calls = costs.feed(model, count, served, cache, np.int32(CALLS))
+    calls = timing.feed(model, count, served, cache, np.int32(CALLS))
     jax.block_until_ready(calls)
 
   return {str(count): functools.partial(feed, count) for count in counts}

@@ -17,8 +17,8 @@ import measure
 import numpy as np
 
 from osd_jax import online, writers
-from osd_jax.decoding import slots
 from osd_jax.main import settings
+from osd_jax.serving import slots
 
 
 def serve(decoder: slots.Slots, requests: list[slots.Request]) -> tuple[float, int]:

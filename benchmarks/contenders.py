@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import slots
 from osd_jax.models import sizes, t5
+from osd_jax.serving import slots
 
 WHOLE = t5.DraftServing()  # nothing is left out
 TINY = t5.T5Config(

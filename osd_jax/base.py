@@ -14,7 +14,7 @@ Token ids follow T5: 0 pads and starts every decoder, 1 ends a sequence.
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import flax.struct
@@ -31,6 +31,68 @@ def id_dtype(vocab_size: int) -> jnp.dtype:
 
 
 Params = Any  # a nested dict of arrays, with t5x's names for T5
+
+
+class UserError(Exception):
+  """Something that whoever called can put right; its text says how, a line a mistake.
+
+  The command line prints these without a traceback; every other error is a fault.
+  """
+
+
+class InputError(UserError, ValueError):
+  """A setting, file or request that cannot be used: where, what came, what to do."""
+
+
+class MissingExtraError(UserError, ImportError):
+  """A library that is not installed, with the extra that installs it."""
+
+
+class DiskError(UserError, OSError):
+  """A file of a run that cannot be written, as on a full disk."""
+
+
+def check_fields(config: Any, checks: Mapping[str, tuple[Any, str]]) -> None:
+  """Raises for the first field of a config that does not hold.
+
+  Args:
+    config: a dataclass.
+    checks: (holds, expected) by field.
+
+  Raises:
+    InputError: naming config, field, what came and what was expected.
+  """
+  for field, (holds, expected) in checks.items():
+    if not holds:
+      raise InputError(
+        f"{type(config).__name__}.{field}: received {getattr(config, field)!r},"
+        f" expected {expected}."
+      )
+
+
+def check_counts(config: Any, *fields: str, least: int = 1) -> None:
+  """Raises for the first of the fields that is no integer of at least `least`."""
+  expected = f"an integer >= {least}"
+  check_fields(
+    config,
+    {field: (is_count(getattr(config, field), least), expected) for field in fields},
+  )
+
+
+def check_choices(config: Any, **choices: Iterable[str]) -> None:
+  """Raises for the first field whose value is not among its choices."""
+  check_fields(
+    config,
+    {
+      field: (getattr(config, field) in known, f"one of {', '.join(map(repr, known))}")
+      for field, known in choices.items()
+    },
+  )
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+  """Whether a value is an integer of at least `least`; True and 2.0 are none."""
+  return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class StopReason(enum.IntEnum):

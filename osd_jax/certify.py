@@ -9,18 +9,10 @@ import jax
 import numpy as np
 import rich.console
 
-from osd_jax import (
-  base,
-  certificate,
-  corpus,
-  metrics,
-  pairs,
-  partitioning,
-  report,
-  writers,
-)
+from osd_jax import base, corpus, pairs, partitioning, writers
 from osd_jax.data import batches as data_batches
-from osd_jax.decoding import slots
+from osd_jax.measuring import certificate, metrics, summaries
+from osd_jax.serving import slots
 
 _SWAP_ROUNDS = 3  # rounds between two swaps
 _NOISE = 0.1  # of a perturbed copy, in standard deviations of each array
@@ -75,7 +67,7 @@ class CertifyConfig:
     }
     for name, (valid, expected) in checks.items():
       if not valid:
-        raise ValueError(
+        raise base.InputError(
           f"CertifyConfig.{name}: received {getattr(self, name)!r}, expected"
           f" {expected}."
         )
@@ -131,7 +123,7 @@ def run(config: CertifyConfig, operative_config: str = "") -> Path:
   table, total = [], certificate.Certificate()
   with (
     writers.MetricsLog(directory.metrics_path) as log,
-    report.progress_bar(console) as bar,
+    summaries.progress_bar(console) as bar,
   ):
     log.truncate(0)
     count = len(config.num_draft_tokens) * config.count
@@ -139,8 +131,8 @@ def run(config: CertifyConfig, operative_config: str = "") -> Path:
     for row, found in grid.rows(lambda done: bar.advance(task)):
       total += found
       bar.update(task, description=f"K {row['K']}, rows {row['rows']}")
-      table += report.log_rows(log, "certificate", [row])
-  report.print_table(table, console)
+      table += summaries.log_rows(log, "certificate", [row])
+  summaries.print_table(table, console)
   console.print(total.sentence(), highlight=False)
   page = writers.write_report(
     directory, [total.sentence()], {"Certificate": table}, [], title="Certificate"

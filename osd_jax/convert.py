@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich.console
 
-from osd_jax import assets
+from osd_jax import assets, base
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.models import convert, t5, weights
 
@@ -46,13 +46,13 @@ class ConvertConfig:
     }
     for name, known in choices.items():
       if getattr(self, name) not in known:
-        raise ValueError(
+        raise base.InputError(
           f"ConvertConfig.{name}: received {getattr(self, name)!r}, expected one of"
           f" {', '.join(map(repr, known))}."
         )
     for name in ("source", "output"):
       if not getattr(self, name):
-        raise ValueError(f"ConvertConfig.{name}: received '', expected a path.")
+        raise base.InputError(f"ConvertConfig.{name}: received '', expected a path.")
     if self.kind == _T5X and self.model is None:
       raise _no_model(self)
 
@@ -110,7 +110,7 @@ def _kind_of(source: Path) -> str:
   if (source / "checkpoint").is_file() or (source / "state").is_dir():
     return _T5X
   found = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
-  raise ValueError(
+  raise base.InputError(
     f"ConvertConfig.source: received {source}, which holds"
     f" {', '.join(found[:5]) or 'nothing'}; expected a folder with config.json"
     " (transformers), checkpoint or state (t5x's checkpoint_STEP), or a weights file."
@@ -129,7 +129,7 @@ def _check_model(config: ConvertConfig, found: t5.T5Config) -> None:
   if dataclasses.replace(found, embedding_std=1.0) != dataclasses.replace(
     config.model or found, embedding_std=1.0
   ):
-    raise ValueError(
+    raise base.InputError(
       f"ConvertConfig.model: received {config.model}, but {config.source} is of"
       f" shape {found}; leave the model out."
     )
@@ -145,13 +145,13 @@ def _with_vocabulary(config: ConvertConfig, found: weights.Weights) -> weights.W
     return found
   vocabulary = Vocabulary.load(_path(config), config.extra_ids)
   if found.vocabulary not in ("", vocabulary.fingerprint):
-    raise ValueError(
+    raise base.InputError(
       f"ConvertConfig.vocabulary: received {config.vocabulary} with extra_ids"
       f" {config.extra_ids} (fingerprint {vocabulary.fingerprint[:12]}), but"
       f" {config.source} was trained with {found.vocabulary[:12]}; name that one."
     )
   if found.config.vocab_size < vocabulary.size:
-    raise ValueError(
+    raise base.InputError(
       f"ConvertConfig.vocabulary: {config.vocabulary} has {vocabulary.size} ids,"
       f" expected at most the {found.config.vocab_size} of {config.source}."
     )

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base, metrics
+from osd_jax import base
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
-from osd_jax.decoding import records, slots
+from osd_jax.decoding import records
+from osd_jax.measuring import metrics
+from osd_jax.serving import slots
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,19 +8,11 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from osd_jax import (
-  base,
-  certificate,
-  corpus,
-  metrics,
-  pairs,
-  partitioning,
-  report,
-  writers,
-)
+from osd_jax import base, corpus, pairs, partitioning, writers
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
-from osd_jax.decoding import costs, slots
+from osd_jax.measuring import certificate, metrics, summaries, timing
+from osd_jax.serving import slots
 
 CHECKED = 16  # prompts decoded greedily for the check where requests are sampled
 
@@ -58,18 +50,18 @@ class EvaluateConfig:
   def __post_init__(self):
     for name, least in (("count", 1), ("speed_requests", 0), ("batch_rows", 1)):
       if getattr(self, name) < least:
-        raise ValueError(
+        raise base.InputError(
           f"EvaluateConfig.{name}: received {getattr(self, name)!r}, expected an"
           f" integer >= {least}."
         )
     if self.decoding.record_top_k < 1:
-      raise ValueError(
+      raise base.InputError(
         "EvaluateConfig.decoding: received record_top_k=0, expected at least 1:"
         " overlap is measured against the records."
       )
     longest = self.decoding.source_lengths[-1]
     if self.prompts.source_length > longest:
-      raise ValueError(
+      raise base.InputError(
         f"EvaluateConfig.prompts: received source_length="
         f"{self.prompts.source_length}, expected at most the largest of"
         f" DecodingConfig.source_lengths, {longest}."
@@ -95,21 +87,21 @@ def run(config: EvaluateConfig, operative_config: str = "") -> Path:
     log.truncate(0)
     with console.status("the target answers"):
       answers = bench.answers()
-    tables = {"Target": report.log_rows(log, "quality", bench.quality(answers))}
+    tables = {"Target": summaries.log_rows(log, "quality", bench.quality(answers))}
     with console.status("the drafts answer"):
       agreement, checks = bench.drafts(answers)
-    tables["Drafts"] = report.log_rows(log, "draft", agreement)
+    tables["Drafts"] = summaries.log_rows(log, "draft", agreement)
     if config.drafts:
-      changes = report.log_rows(log, "change", differences(agreement))
+      changes = summaries.log_rows(log, "change", differences(agreement))
       tables[f"Against {bench.labels[0]}"] = changes
     certified = [
       {"draft": label, **check.row()}
       for label, check in zip(bench.labels, checks, strict=True)
     ]
-    tables["Certificate"] = report.log_rows(log, "certificate", certified)
+    tables["Certificate"] = summaries.log_rows(log, "certificate", certified)
     if config.speed_requests:
       with console.status("timing"):
-        tables["Speed"] = report.log_rows(log, "speed", bench.speeds())
+        tables["Speed"] = summaries.log_rows(log, "speed", bench.speeds())
   verdict = sum(checks, certificate.Certificate())
   _conclude(directory, tables, verdict.sentence(), console)
   directory.finish()
@@ -188,7 +180,7 @@ class Bench:
       decoders = [self._plain(unrecorded)]
       decoders += [self._speculative(config, pair) for pair in self.pairs]
       # A block is long enough to keep the rows filled for most of its time.
-      timed = costs.timings(decoders, self._requests(), 4 * count if count > 1 else 1)
+      timed = timing.timings(decoders, self._requests(), 4 * count if count > 1 else 1)
       plain_ms = timed[0].ms_per_token
       for label, pair, found in zip(self.labels, self.pairs, timed[1:], strict=True):
         rows.append(
@@ -210,7 +202,7 @@ class Bench:
     for row in range(config.rows):
       tokens = self.prompts[row % len(self.prompts)].tokens
       source[row, : len(tokens)] = tokens
-    found = costs.measure(
+    found = timing.measure(
       config,
       pair.target,
       pair.target_params,
@@ -396,7 +388,7 @@ def _conclude(
   """Prints the tables and writes the report."""
   for name, table in tables.items():
     console.print(name, highlight=False)
-    report.print_table(table, console)
+    summaries.print_table(table, console)
   sentences = [verdict, *map(_speed_sentence, tables.get("Speed", ()))]
   for sentence in sentences:
     console.print(sentence, highlight=False)

@@ -11,12 +11,13 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from osd_jax import base, checkpoints, corpus, pairs, partitioning, report, writers
+from osd_jax import base, checkpoints, corpus, pairs, partitioning, writers
 from osd_jax import texts as texts_lib
 from osd_jax.data import batches as data_batches
-from osd_jax.decoding import slots
 from osd_jax.distillation import update as updates
+from osd_jax.measuring import summaries
 from osd_jax.models import weights
+from osd_jax.serving import slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class OfflineConfig:
     longest = self.decoding.source_lengths[-1]
     for name in ("corpus", "evaluation"):
       if getattr(self, name).source_length > longest:
-        raise ValueError(
+        raise base.InputError(
           f"OfflineConfig.{name}: received source_length="
           f"{getattr(self, name).source_length}, expected at most the largest of"
           f" DecodingConfig.source_lengths, {longest}."
@@ -89,7 +90,7 @@ class OfflineConfig:
 
   def _check(self, field: str, holds: bool, expected: str) -> None:
     if not holds:
-      raise ValueError(
+      raise base.InputError(
         f"OfflineConfig.{field}: received {getattr(self, field)!r}, expected"
         f" {expected}."
       )
@@ -109,7 +110,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> Path:
   directory = writers.RunDirectory.start(
     config.run_directory, config=operative_config, seed=config.seed
   )
-  with report.progress_bar(console) as bar:
+  with summaries.progress_bar(console) as bar:
     task = bar.add_task("distil", total=config.steps, figures="")
     loop = OfflineLoop(config, directory, bar)
     bar.update(task, completed=loop.taken)
@@ -312,7 +313,7 @@ def _conclude(
   rows = list(writers.read(directory.metrics_path))
   evaluations = [row for row in rows if row["kind"] == "evaluation"]
   table = before_and_after(evaluations[0]["tasks"], evaluations[-1]["tasks"])
-  report.print_table(table, console)
+  summaries.print_table(table, console)
   learned = [row for row in rows if row["kind"] == "step"]
   first, last = (row["loss"] or float("nan") for row in (learned[0], learned[-1]))
   sentences = [

@@ -9,28 +9,16 @@ from typing import Any
 import jax
 import rich.console
 
-from osd_jax import (
-  alarms,
-  base,
-  certificate,
-  checkpoints,
-  corpus,
-  metering,
-  metrics,
-  pairs,
-  partitioning,
-  report,
-  snapshot,
-  writers,
-)
+from osd_jax import base, checkpoints, corpus, pairs, partitioning, snapshot, writers
 from osd_jax.data import batches as data_batches
 from osd_jax.data import streams
-from osd_jax.decoding import slots
 from osd_jax.distillation import background, shortlist
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import schedule as schedules
 from osd_jax.distillation import update as updates
+from osd_jax.measuring import alarms, certificate, metering, metrics, summaries
 from osd_jax.models import weights
+from osd_jax.serving import slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +70,13 @@ class OnlineConfig:
 
   def __post_init__(self):
     if self.decoding.record_top_k < 1:
-      raise ValueError(
+      raise base.InputError(
         "OnlineConfig.decoding: received record_top_k=0, expected at least 1: the"
         " draft learns from the records."
       )
     longest = self.decoding.source_lengths[-1]
     if self.stream.source_length > longest:
-      raise ValueError(
+      raise base.InputError(
         f"OnlineConfig.stream: received source_length={self.stream.source_length},"
         f" expected at most the largest of DecodingConfig.source_lengths, {longest}."
       )
@@ -111,7 +99,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
   loop = OnlineLoop(config, directory, announce=console.print)
   started = time.perf_counter()
   try:
-    with report.Progress(console, len(loop.stream), loop.finished) as bar:
+    with summaries.Progress(console, len(loop.stream), loop.finished) as bar:
       while loop.finished < len(loop.stream):
         for row in loop.step():
           bar.show(row)
@@ -119,7 +107,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
     loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
   loop.close(time.perf_counter() - started)
   verdict = certificate.of_rows(writers.read(directory.metrics_path))
-  report.conclude(directory, loop.stream.shifts(), console, verdict.sentence())
+  summaries.conclude(directory, loop.stream.shifts(), console, verdict.sentence())
   directory.finish()
   console.print(f"run directory: {directory.path}")
   certificate.conclude(verdict, directory)

@@ -33,7 +33,7 @@ class PairConfig:
 
   def __post_init__(self):
     if self.dtype not in ("float32", "bfloat16"):
-      raise ValueError(
+      raise base.InputError(
         f"PairConfig.dtype: received {self.dtype!r}, expected 'float32' or 'bfloat16'."
       )
 
@@ -84,7 +84,7 @@ def load(config: PairConfig, partitioner: partitioning.Partitioner) -> Pair:
   target = _read(config, "target", vocabulary)
   draft = _read(config, "draft", vocabulary)
   if target.config.vocab_size != draft.config.vocab_size:
-    raise ValueError(
+    raise base.InputError(
       f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"
       f" draft {config.draft} has {draft.config.vocab_size}; expected the same"
       " number. Choose a draft trained with the target's vocabulary."
@@ -109,14 +109,14 @@ def _read(config: PairConfig, field: str, vocabulary: Vocabulary) -> weights.Wei
   read = convert.read_hugging_face if path.is_dir() else weights.load
   found = read(path)
   if found.vocabulary and found.vocabulary != vocabulary.fingerprint:
-    raise ValueError(
+    raise base.InputError(
       f"PairConfig.{field}: {path} was trained with the vocabulary"
       f" {found.vocabulary[:12]}..., but PairConfig.vocabulary {config.vocabulary} is"
       f" {vocabulary.fingerprint[:12]}... ({vocabulary.size} ids); expected the same"
       " file. Name the vocabulary that the weights were trained with."
     )
   if found.config.vocab_size < vocabulary.size:
-    raise ValueError(
+    raise base.InputError(
       f"PairConfig.{field}: {path} has {found.config.vocab_size} token ids, expected"
       f" at least the {vocabulary.size} of {config.vocabulary}."
     )

@@ -41,7 +41,7 @@ class PartitionConfig:
   def __post_init__(self):
     for name in ("data", "model"):
       if getattr(self, name) < 1:
-        raise ValueError(
+        raise base.InputError(
           f"PartitionConfig.{name}: received {getattr(self, name)!r}, expected an"
           " integer >= 1."
         )
@@ -120,7 +120,7 @@ def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
   needed = config.data * config.model
   devices = jax.devices()
   if len(devices) < needed:
-    raise ValueError(
+    raise base.InputError(
       f"partitioning: received data={config.data}, model={config.model}, which needs"
       f" {needed} devices, but there are {len(devices)} ({devices[0].platform});"
       " lower PartitionConfig."

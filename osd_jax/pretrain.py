@@ -13,10 +13,11 @@ import numpy as np
 import optax
 import rich.console
 
-from osd_jax import assets, base, checkpoints, partitioning, report, writers
+from osd_jax import assets, base, checkpoints, partitioning, writers
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation import optimizers, update
+from osd_jax.measuring import summaries
 from osd_jax.models import t5, weights
 
 
@@ -72,12 +73,12 @@ class PretrainConfig:
     counts = ("steps", "pool", "length_multiple", "log_every", "evaluate_every")
     for name in (*counts, "checkpoint_every"):
       if getattr(self, name) < 1:
-        raise ValueError(
+        raise base.InputError(
           f"PretrainConfig.{name}: received {getattr(self, name)!r}, expected an"
           " integer >= 1."
         )
     if self.storage not in ("float32", "bfloat16"):
-      raise ValueError(
+      raise base.InputError(
         f"PretrainConfig.storage: received {self.storage!r}, expected 'float32' or"
         " 'bfloat16'."
       )
@@ -96,7 +97,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
   console = rich.console.Console(stderr=True)
   vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
   if vocabulary.size > config.model.vocab_size:
-    raise ValueError(
+    raise base.InputError(
       f"pretrain: T5Config.vocab_size: received {config.model.vocab_size}, expected"
       f" at least the {vocabulary.size} ids of {config.vocabulary}."
     )
@@ -238,7 +239,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
   start = int(state.step + state.skipped)
   pool: list[data_batches.Batch] = []
   losses: list[jax.Array] = []
-  with report.progress_bar(console) as bar:
+  with summaries.progress_bar(console) as bar:
     task = bar.add_task("pretrain", total=config.steps, completed=start, figures="")
     for step in range(start + 1, config.steps + 1):
       index, place = divmod(step - 1, config.pool)
@@ -251,7 +252,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
         mean = float(np.mean(jax.device_get(losses)))
         losses.clear()
         if not np.isfinite(mean):
-          raise ValueError(
+          raise base.InputError(
             f"pretrain: the loss of step {step} is {mean}; lower"
             " OptimizerConfig.learning_rate (the last checkpoint is kept)."
           )

@@ -14,8 +14,9 @@ import numpy as np
 import rich.progress
 
 from osd_jax import base, corpus, pairs, partitioning
-from osd_jax.decoding import records, slots
+from osd_jax.decoding import records
 from osd_jax.models import mixture
+from osd_jax.serving import slots
 
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 
@@ -46,7 +47,7 @@ class TextsConfig:
     }
     for name, (valid, expected) in checks.items():
       if not valid:
-        raise ValueError(
+        raise base.InputError(
           f"TextsConfig.{name}: received {getattr(self, name)!r}, expected {expected}."
         )
 

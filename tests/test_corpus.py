@@ -10,7 +10,7 @@ from osd_jax import assets, base, corpus
 from osd_jax.data import batches as data_batches
 from osd_jax.data.sources import TaskConfig
 from osd_jax.data.vocabularies import Vocabulary
-from osd_jax.decoding import slots
+from osd_jax.serving import slots
 
 DECODING = slots.DecodingConfig(
   rows=3,

@@ -7,10 +7,11 @@ import pytest
 import tabular_pair
 import tiny_pair
 
-from osd_jax import base, corpus, evaluate, metrics, writers
+from osd_jax import base, corpus, evaluate, writers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
-from osd_jax.decoding import adaptive, costs, slots
+from osd_jax.measuring import metrics, timing
+from osd_jax.serving import adaptive, slots
 
 TASKS = tuple(
   TaskConfig(
@@ -162,7 +163,7 @@ def test_decoders_take_turns_and_each_serves_every_request_once():
   requests = [
     slots.Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
   ]
-  found = costs.timings([FakeDecoder(n, calls) for n in "ab"], requests, block=2)
+  found = timing.timings([FakeDecoder(n, calls) for n in "ab"], requests, block=2)
   warm, timed = calls[:2], calls[2:]
   assert all(len(tags) == 2 for _, tags in warm)  # one a bucket
   assert [name for name, _ in timed] == ["a", "b", "b", "a", "a", "b"]
@@ -177,7 +178,7 @@ def test_measured_costs_of_equal_models_are_alike():
   source = np.asarray([[4, 5, 1, 0]], np.int32)
   config = slots.DecodingConfig(num_draft_tokens=8, target_length=8)
   sides = (pair.target, pair.target_params)
-  found = costs.measure(config, *sides, *sides, source, calls=64)
+  found = timing.measure(config, *sides, *sides, source, calls=64)
   assert 0.1 < found.cost_ratio < 10
   assert found.verify_ms > 0 and found.verify_ratio == (
     found.verify_ms / found.plain_step_ms

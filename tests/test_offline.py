@@ -11,9 +11,9 @@ import tiny_pair
 from osd_jax import base, corpus, offline, partitioning, texts, writers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
-from osd_jax.decoding import slots
 from osd_jax.distillation import update as updates
 from osd_jax.models import mixture, weights
+from osd_jax.serving import slots
 
 DECODING = slots.DecodingConfig(
   rows=3,

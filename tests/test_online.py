@@ -10,9 +10,9 @@ import pytest
 import tiny_online
 
 from osd_jax import online, writers
-from osd_jax.decoding import slots
 from osd_jax.distillation import background, update
 from osd_jax.models import weights
+from osd_jax.serving import slots
 
 TIMES = ("_ms", "_ms_per_token", "_seconds")
 REQUEST_FIELDS = {

@@ -9,8 +9,9 @@ from decoding import harness
 from jax.sharding import PartitionSpec
 
 from osd_jax import partitioning, testing
-from osd_jax.decoding import records, slots
+from osd_jax.decoding import records
 from osd_jax.distillation import update
+from osd_jax.serving import slots
 
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = partitioning.PartitionConfig(data=2, model=2)

@@ -16,9 +16,10 @@ import tiny_online
 import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
-from osd_jax import metrics, online, pairs, partitioning, writers
-from osd_jax.decoding import slots
+from osd_jax import online, pairs, partitioning, writers
 from osd_jax.distillation import buffer
+from osd_jax.measuring import metrics
+from osd_jax.serving import slots
 
 PER_TASK = 14  # requests of each of the four topics: two alarm windows
 RATE = 3e-3  # what a sound run learns with

@@ -13,9 +13,9 @@ import tiny_pair
 
 from osd_jax import online, pairs
 from osd_jax.data import batches, generated, sources, streams
-from osd_jax.decoding import slots
 from osd_jax.distillation import buffer, optimizers, schedule, update
 from osd_jax.models import t5, weights
+from osd_jax.serving import slots
 
 REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
 SERVING = t5.DraftServing(int8=True, shortlist=700)  # half of the vocabulary

@@ -15,9 +15,11 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import certify, corpus, metrics, pairs, partitioning
-from osd_jax.decoding import accept, slots
+from osd_jax import certify, corpus, pairs, partitioning
+from osd_jax.decoding import accept
 from osd_jax.main import settings
+from osd_jax.measuring import metrics
+from osd_jax.serving import slots
 
 TEMPERATURES = (0.3, 0.7, 1.0)
 

@@ -15,20 +15,12 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import (
-  corpus,
-  metrics,
-  offline,
-  online,
-  pairs,
-  partitioning,
-  report,
-  writers,
-)
+from osd_jax import corpus, offline, online, pairs, partitioning, writers
 from osd_jax.data import streams
-from osd_jax.decoding import slots
 from osd_jax.main import settings
+from osd_jax.measuring import metrics, summaries
 from osd_jax.models import weights
+from osd_jax.serving import slots
 
 HELD_OUT = 100  # prompts a topic
 
@@ -90,7 +82,7 @@ def curves(path: pathlib.Path, shifts, level: dict[str, float]) -> dict[str, dic
   """Per topic: means, first and last 50, and requests to recover."""
   requests = [r for r in writers.read(path / "metrics.jsonl") if r["kind"] == "request"]
   found = {}
-  for label, rows in report.split(requests, shifts):
+  for label, rows in summaries.split(requests, shifts):
     row = metrics.segment_summary(rows, 50)
     row["recovery"] = metrics.recovery_requests(
       [r["overlap"] for r in rows], level[label]

@@ -35,9 +35,9 @@ import rich.console
 import rich.table
 
 from osd_jax import online, pairs, partitioning, writers
-from osd_jax.decoding import slots
 from osd_jax.distillation import buffer, update
 from osd_jax.main import settings
+from osd_jax.serving import slots
 
 EDGE = 50  # requests that "first" and "last" mean
 NAN_EVERY = 50  # one row in so many holds NaN

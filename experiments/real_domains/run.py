@@ -17,7 +17,8 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import metrics, writers
+from osd_jax import writers
+from osd_jax.measuring import metrics
 
 WINDOW = 25
 

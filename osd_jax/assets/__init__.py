@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from osd_jax import base
+
 PREFIX = "shipped:"
 
 
@@ -17,7 +19,7 @@ def resolve(path: str) -> Path:
   found = folder / path.removeprefix(PREFIX)
   if not found.is_file():
     names = sorted(p.name for p in folder.iterdir() if p.suffix in _SUFFIXES)
-    raise ValueError(
+    raise base.InputError(
       f"assets: received {path!r}, expected one of"
       f" {', '.join(PREFIX + name for name in names)}, or the path of a file."
     )

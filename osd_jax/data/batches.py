@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from osd_jax import base
 from osd_jax.base import PAD_ID
 from osd_jax.data import rows
 from osd_jax.data.sources import TaskConfig
@@ -72,7 +73,7 @@ class BatchConfig:
 
   def _check(self, field: str, holds: bool, expected: str) -> None:
     if not holds:
-      raise ValueError(
+      raise base.InputError(
         f"BatchConfig.{field}: received {getattr(self, field)!r}, expected {expected}."
       )
 
@@ -142,14 +143,14 @@ class BatchStream:
     """
     step = state.get("step")
     if state.get("fingerprint") != self._fingerprint:
-      raise ValueError(
+      raise base.InputError(
         "BatchStream.restore: fingerprint: received"
         f" {state.get('fingerprint')!r}, expected {self._fingerprint!r}: the"
         " state is of another config, vocabulary or data. Resume with what the"
         " run began with."
       )
     if not isinstance(step, int) or step < 0:
-      raise ValueError(
+      raise base.InputError(
         f"BatchStream.restore: step: received {step!r}, expected an integer >= 0."
       )
     self._step = step
@@ -260,7 +261,7 @@ def _kept_rows(
   """Leaves out rows without a reference, then keeps a seeded choice."""
   usable = [row for row in held.rows if row.reference or not config.require_reference]
   if not usable:
-    raise ValueError(
+    raise base.InputError(
       f"BatchConfig.tasks: task {held.task.name!r} has {len(held.rows)} rows and"
       " none with a reference, expected at least one; choose another task, or set"
       " require_reference=False."

@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from osd_jax import base
+
 
 class UnusableRow(ValueError):
   """One example that cannot be used.
@@ -52,14 +54,14 @@ def find(data_dir: str, pattern: str, who: str) -> list[str]:
     ValueError: the folder or a match is missing.
   """
   if not os.path.isdir(data_dir or "."):
-    raise ValueError(
+    raise base.InputError(
       f"{who}: data_dir is {data_dir!r}, expected an existing folder; bind"
       " data_dir to the folder that holds the JSONL files."
     )
   paths = sorted(glob.glob(os.path.join(data_dir, pattern)))
   if not paths:
     there = sorted(name for name in os.listdir(data_dir or ".") if "json" in name)
-    raise ValueError(
+    raise base.InputError(
       f"{who}: no file matches {pattern!r} in {data_dir!r}; its JSON files are"
       f" {there[:20]}. Correct the pattern, the split or data_dir."
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from osd_jax import base
 from osd_jax.base import EOS_ID
 from osd_jax.data import tasks
 from osd_jax.data.sources import TaskConfig, Text
@@ -97,7 +98,7 @@ def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "seqio") -> Tas
       problems.append(Text(location, row.row_id, problem=no_tokens))
   skipped_at = tuple(f"{text.location}: {text.problem}" for text in problems)
   if not rows:
-    raise ValueError(
+    raise base.InputError(
       f"task {task.name!r}: no usable line; {len(problems)} were skipped,"
       f" the first: {skipped_at[:3]}. Expected JSON objects with a non-blank"
       f" prompt for preprocessor {task.preprocessor!r}."
@@ -115,7 +116,7 @@ def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "seqio") -> Tas
 def check_reader(owner: str, reader: str) -> None:
   """Raises ValueError unless `reader` is one of `READERS`."""
   if reader not in READERS:
-    raise ValueError(
+    raise base.InputError(
       f"{owner}: reader: received {reader!r}, expected one of {', '.join(READERS)}."
     )
 
@@ -146,7 +147,7 @@ def unique(configs: Iterable[TaskConfig]) -> tuple[TaskConfig, ...]:
   names = [task.name for task in found]
   doubled = sorted({name for name in names if names.count(name) > 1})
   if doubled:
-    raise ValueError(
+    raise base.InputError(
       f"TaskConfig.name: {doubled} stands for two different tasks of one run;"
       " give each its own name (requests may share a `source` label)."
     )
@@ -194,7 +195,7 @@ def _seqio_rows(
   scanned = list(tasks.texts(task))
   problems = [text for text in scanned if text.problem]
   if len(scanned) - len(problems) != len(found):
-    raise ValueError(
+    raise base.InputError(
       f"task {task.name!r}: seqio gave {len(found)} rows where the source has"
       f" {len(scanned) - len(problems)}; it changed while it was read. Read again."
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from osd_jax import base
 from osd_jax.data import rows
 from osd_jax.data.sources import TaskConfig
 from osd_jax.data.vocabularies import Vocabulary
@@ -73,7 +74,7 @@ class StreamConfig:
 
   def _check(self, field: str, holds: bool, expected: str) -> None:
     if not holds:
-      raise ValueError(
+      raise base.InputError(
         f"StreamConfig.{field}: received {getattr(self, field)!r}, expected {expected}."
       )
 
@@ -197,14 +198,14 @@ class QueryStream:
     """
     index = state.get("index")
     if state.get("fingerprint") != self._fingerprint:
-      raise ValueError(
+      raise base.InputError(
         "QueryStream.restore: fingerprint: received"
         f" {state.get('fingerprint')!r}, expected {self._fingerprint!r}: the"
         " state is of another stream config, vocabulary or data. Resume with"
         " what the run began with."
       )
     if not isinstance(index, int) or not 0 <= index <= len(self):
-      raise ValueError(
+      raise base.InputError(
         f"QueryStream.restore: index: received {index!r}, expected an integer in"
         f" 0..{len(self)}."
       )

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from osd_jax import base
 from osd_jax.data.sources import (
   TaskConfig,
   Text,
@@ -72,7 +73,7 @@ def import_seqio() -> Any:
       with contextlib.suppress(RuntimeError):  # it already chose its devices
         tf.config.set_visible_devices([], "GPU")
   except ImportError as error:
-    raise ImportError(
+    raise base.MissingExtraError(
       f"tasks: seqio cannot be imported ({error}). Install the extra"
       " (pip install 'osd-jax[data]'), or set reader='plain', which reads JSONL"
       " and generated topics without it."
@@ -177,7 +178,7 @@ def register_mixture(
   """
   rates = tuple(rates) if rates is not None else (1.0,) * len(tasks)
   if not tasks or len(rates) != len(tasks) or min(rates) <= 0:
-    raise ValueError(
+    raise base.InputError(
       f"register_mixture: rates: received {rates} for {len(tasks)} tasks, expected"
       " one positive rate a task and at least one task."
     )
@@ -201,7 +202,7 @@ def _is_registered(registry: Any, name: str, definition: tuple[Any, ...]) -> boo
     return False
   if _DEFINITIONS.get(name) == definition:
     return True
-  raise ValueError(
+  raise base.InputError(
     f"register: name: {name!r} already stands for another definition in seqio"
     f" ({_DEFINITIONS.get(name, 'made elsewhere')}); received {definition}. Give"
     " one of the two another name."

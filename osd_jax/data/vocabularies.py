@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
+from osd_jax import base
 from osd_jax.base import EOS_ID, PAD_ID
 
 FOLDER_FILE = "spiece.model"
@@ -60,7 +61,7 @@ class Vocabulary:
         or special ids other than pad 0 and end-of-sequence 1.
     """
     if not isinstance(extra_ids, int) or extra_ids < 0:
-      raise ValueError(
+      raise base.InputError(
         f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
       )
     path = os.fspath(path)
@@ -116,7 +117,7 @@ def check_same(target: Vocabulary, draft: Vocabulary) -> None:
   """
   if target == draft:
     return
-  raise ValueError(
+  raise base.InputError(
     "vocabularies: the draft's tokens are judged by the target, so both must use"
     f" one vocabulary; the target's has {target.size} ids"
     f" ({target.path}, fingerprint {target.fingerprint[:12]}), the draft's has"
@@ -144,7 +145,7 @@ def as_seqio(vocabulary: Vocabulary) -> Any:
     ValueError: the file changed since it was loaded.
   """
   if Vocabulary.load(vocabulary.path, vocabulary.extra_ids) != vocabulary:
-    raise ValueError(
+    raise base.InputError(
       f"Vocabulary.path: {vocabulary.path} was loaded with fingerprint"
       f" {vocabulary.fingerprint[:12]} and has changed since; load it again."
     )
@@ -176,7 +177,7 @@ def _read(path: str) -> bytes:
   try:
     return pathlib.Path(path).read_bytes()
   except OSError as error:
-    raise ValueError(
+    raise base.InputError(
       f"Vocabulary.path: received {path!r}, expected a readable SentencePiece"
       f" model ({error.strerror}); give the path of a .model file."
     ) from error
@@ -191,7 +192,7 @@ def _build(path: str, model: bytes, extra_ids: int) -> Vocabulary:
       raise RuntimeError("the file is empty")
     processor.LoadFromSerializedProto(_with_sentinels(model, extra_ids))
   except Exception as error:  # sentencepiece and protobuf raise many kinds
-    raise ValueError(
+    raise base.InputError(
       f"Vocabulary.path: {path!r} is not a SentencePiece model ({error});"
       " expected a file made by sentencepiece's trainer."
     ) from error
@@ -219,7 +220,7 @@ def _check_special_ids(
   """Every decoder here starts with pad 0 and stops at end-of-sequence 1."""
   found = (processor.pad_id(), processor.eos_id())
   if found != (PAD_ID, EOS_ID):
-    raise ValueError(
+    raise base.InputError(
       f"Vocabulary.path: {path!r} has pad id {found[0]} and end-of-sequence id"
       f" {found[1]}, expected {PAD_ID} and {EOS_ID} as in T5; train it with"
       f" --pad_id={PAD_ID} --eos_id={EOS_ID} --unk_id=2 --bos_id=-1."

@@ -48,7 +48,7 @@ def make_settings(
   }
   for name, (value, valid, expected) in checks.items():
     if not valid:
-      raise ValueError(
+      raise base.InputError(
         f"SamplingSettings.{name}: received {value!r}, expected a number {expected}."
       )
 

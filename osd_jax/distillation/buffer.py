@@ -29,11 +29,11 @@ class BufferConfig:
 
   def __post_init__(self):
     if not isinstance(self.capacity, int) or self.capacity < 1:
-      raise ValueError(
+      raise base.InputError(
         f"BufferConfig.capacity: received {self.capacity!r}, expected an integer >= 1."
       )
     if self.recency_half_life is not None and not self.recency_half_life > 0:
-      raise ValueError(
+      raise base.InputError(
         f"BufferConfig.recency_half_life: received {self.recency_half_life!r}, "
         "expected a number of rows > 0, or None for uniform."
       )
@@ -107,7 +107,9 @@ def init(
   }
   for name, value in lengths.items():
     if value < 1:
-      raise ValueError(f"buffer.init: {name} is {value!r}, expected an integer >= 1.")
+      raise base.InputError(
+        f"buffer.init: {name} is {value!r}, expected an integer >= 1."
+      )
   rows, positions = (config.capacity,), (config.capacity, target_length)
   data = base.DistillationBatch(
     source=jnp.zeros((*rows, source_length), jnp.int32),
@@ -258,14 +260,14 @@ def _check_batch(buffer: ReplayBuffer, batch: base.DistillationBatch) -> None:
   """Refuses a batch that does not fit the ring."""
   rows = batch.weight.shape[0]
   if rows > buffer.capacity:
-    raise ValueError(
+    raise base.InputError(
       f"buffer.append: the batch has {rows} rows, expected at most the capacity "
       f"{buffer.capacity}; append it in parts or raise BufferConfig.capacity."
     )
   rings, _ = jax.tree_util.tree_flatten_with_path(buffer.data)
   for (path, ring), leaf in zip(rings, jax.tree.leaves(batch), strict=True):
     if leaf.shape != (rows, *ring.shape[1:]):
-      raise ValueError(
+      raise base.InputError(
         f"buffer.append: batch{jax.tree_util.keystr(path)} has shape {leaf.shape}, "
         f"expected {(rows, *ring.shape[1:])}; pad to the lengths given to buffer.init."
       )
@@ -275,11 +277,11 @@ def _check_counts(buffer: ReplayBuffer, num_new: int, num_replay: int) -> None:
   """Refuses numbers of rows that the ring cannot give."""
   for name, count in (("num_new", num_new), ("num_replay", num_replay)):
     if not 0 <= count <= buffer.capacity:
-      raise ValueError(
+      raise base.InputError(
         f"buffer.sample: {name} is {count}, expected 0 to the capacity "
         f"{buffer.capacity}; lower UpdateConfig.{name} or raise BufferConfig.capacity."
       )
   if num_new + num_replay == 0:
-    raise ValueError(
+    raise base.InputError(
       "buffer.sample: num_new and num_replay are both 0, expected at least one row."
     )

@@ -181,17 +181,17 @@ class LossConfig:
 
   def __post_init__(self):
     if self.divergence not in DIVERGENCES:
-      raise ValueError(
+      raise base.InputError(
         f"LossConfig.divergence: received {self.divergence!r}, expected one of "
         f"{sorted(DIVERGENCES)}."
       )
     if not 0.0 < self.jsd_beta < 1.0:
-      raise ValueError(
+      raise base.InputError(
         f"LossConfig.jsd_beta: received {self.jsd_beta!r}, expected a number "
         "strictly between 0 and 1; for the limits use forward_kl or reverse_kl."
       )
     if self.positions not in POSITIONS:
-      raise ValueError(
+      raise base.InputError(
         f"LossConfig.positions: received {self.positions!r}, expected one of "
         f"{list(POSITIONS)}."
       )
@@ -278,13 +278,13 @@ def _check_shapes(logits: jax.Array, batch: base.DistillationBatch) -> None:
   rows_and_length = batch.mask.shape
   kept = batch.records.ids.shape[-1]
   if logits.shape[:-1] != rows_and_length or logits.shape[-1] < kept:
-    raise ValueError(
+    raise base.InputError(
       f"distillation_loss: draft_logits has shape {logits.shape}, expected [R, T] = "
       f"{rows_and_length} and V >= k = {kept}; score the draft on `batch.target`, "
       "with the vocabulary that the records were taken with."
     )
   if batch.records.log_probs.shape[:-1] != rows_and_length:
-    raise ValueError(
+    raise base.InputError(
       f"distillation_loss: records.log_probs has shape "
       f"{batch.records.log_probs.shape}, expected [R, T] = {rows_and_length} first; "
       "cut records and mask to one target length."

@@ -146,7 +146,7 @@ def check_fields(config, checks: dict[str, tuple[bool, str]]) -> None:
   """
   for field, (holds, expected) in checks.items():
     if not holds:
-      raise ValueError(
+      raise base.InputError(
         f"{type(config).__name__}.{field}: received {getattr(config, field)!r}, "
         f"expected {expected}."
       )

@@ -15,6 +15,8 @@ order, and never a clock, so a run repeats exactly. Overlap of one request is no
 import dataclasses
 from collections.abc import Sequence
 
+from osd_jax import base
+
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
@@ -115,7 +117,7 @@ def observe(
   """
   overlap = float(overlap)
   if not 0.0 <= overlap <= 1.0 + 1e-3:
-    raise ValueError(
+    raise base.InputError(
       f"schedule.observe: overlap of request {state.finished} is {overlap!r}, expected "
       "a number in 0..1; pass the mean over its emitted positions."
     )
@@ -203,4 +205,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def _check_field(name: str, value: object, holds: bool, expected: str) -> None:
   if not holds:
-    raise ValueError(f"ScheduleConfig.{name}: received {value!r}, expected {expected}.")
+    raise base.InputError(
+      f"ScheduleConfig.{name}: received {value!r}, expected {expected}."
+    )

@@ -7,6 +7,7 @@ its training only.
 
 import dataclasses
 
+from osd_jax import base
 from osd_jax.models.t5 import T5Config
 
 _T5_1_0 = T5Config()
@@ -15,14 +16,14 @@ _DEMO = dataclasses.replace(_FLAN, vocab_size=1536, num_heads=4, embedding_std=0
 
 
 def _shape(
-  base: T5Config,
+  like: T5Config,
   width: int,
   num_heads: int,
   mlp_dim: int,
   num_layers: int,
 ) -> T5Config:
   return dataclasses.replace(
-    base,
+    like,
     width=width,
     num_heads=num_heads,
     mlp_dim=mlp_dim,
@@ -71,7 +72,7 @@ def size(name: str) -> T5Config:
     ValueError: no such name.
   """
   if name not in SIZES:
-    raise ValueError(
+    raise base.InputError(
       f"sizes: received name {name!r}, expected one of {sorted(SIZES)}; build a"
       " T5Config for any other shape."
     )

@@ -57,7 +57,7 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
     ValueError: unknown storage.
   """
   if storage not in ("float32", "bfloat16"):
-    raise ValueError(
+    raise base.InputError(
       f"weights: save: storage: received {storage!r}, expected 'float32' or 'bfloat16'."
     )
   path = Path(path)
@@ -95,7 +95,7 @@ def load(path: str | Path) -> Weights:
   path = Path(path)
   metadata, tensors = _read(path)
   if metadata.get("format") != "osd_jax.t5":
-    raise ValueError(
+    raise base.InputError(
       f"weights: {path} says format {metadata.get('format')!r}, expected"
       " 'osd_jax.t5'; write it with `osd pretrain` or `osd offline`."
     )
@@ -114,7 +114,7 @@ def check_shapes(config: t5.T5Config, params: base.Params, origin: str) -> None:
   found = _shapes(params)
   for name in sorted(expected.keys() | found.keys()):
     if expected.get(name) != found.get(name):
-      raise ValueError(
+      raise base.InputError(
         f"weights: {origin}: parameter {name}: found"
         f" {found.get(name, 'nothing')}, expected"
         f" {expected.get(name, 'nothing')} for this T5Config; check that"
@@ -131,7 +131,7 @@ def _config(text: str, path: Path) -> t5.T5Config:
   try:
     return t5.T5Config(**json.loads(text))
   except (TypeError, ValueError) as error:
-    raise ValueError(
+    raise base.InputError(
       f"weights: {path}: config in the header: received {text!r}, expected the"
       f" fields of a T5Config ({error}); the file may be of another version of"
       " this package."
@@ -144,7 +144,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, jax.Array]]:
       metadata = file.metadata() or {}
       return metadata, {name: file.get_tensor(name) for name in file.keys()}
   except (OSError, safetensors.SafetensorError) as error:
-    raise ValueError(
+    raise base.InputError(
       f"weights: cannot read {path}: {error}; expected a safetensors file made by"
       " `osd pretrain` or `osd offline`."
     ) from error

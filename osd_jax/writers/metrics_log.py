@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from osd_jax import base
+
 _RESERVED = ("kind", "nonfinite")
 
 
@@ -69,7 +71,7 @@ class MetricsLog:
     """
     for name in _RESERVED:
       if name in values:
-        raise ValueError(
+        raise base.InputError(
           f"metrics row {kind!r}: received a field named {name!r}, which the log"
           " itself writes; rename it."
         )
@@ -82,7 +84,7 @@ class MetricsLog:
       self._file.write(text.encode("utf-8") + b"\n")
       self._file.flush()
     except OSError as error:
-      raise OSError(
+      raise base.DiskError(
         error.errno,
         f"metrics: row {self._lines} ({kind!r}) cannot be written: {error.strerror};"
         " make room and start the same command again, it continues from its last"
@@ -107,7 +109,7 @@ class MetricsLog:
     with open(self.path, "rb") as existing:
       head = existing.read(max(n_bytes, 0))
     if n_bytes < 0 or len(head) < n_bytes or head[-1:] not in (b"", b"\n"):
-      raise ValueError(
+      raise base.InputError(
         f"metrics log: received {n_bytes} bytes to keep, expected the end of a"
         f" row within the {self.length} bytes of {self.path}; the checkpoint"
         " belongs to another log."
@@ -173,7 +175,7 @@ def _plain(value: Any, kind: str, name: str, nonfinite: list[str]) -> Any:
     return str(value)
   if hasattr(value, "dtype") and hasattr(value, "shape"):
     return _plain(_array_to_python(value, kind, name), kind, name, nonfinite)
-  raise ValueError(
+  raise base.InputError(
     f"metrics row {kind!r}: received {type(value).__name__} as {name!r}, expected"
     " numbers, text, booleans, None, arrays, lists or dicts; convert it."
   )
@@ -184,7 +186,7 @@ def _plain_dict(
 ) -> dict[str, Any]:
   for key in value:
     if not isinstance(key, str):
-      raise ValueError(
+      raise base.InputError(
         f"metrics row {kind!r}: received the key {key!r} in {name or 'the row'!r},"
         " expected text; convert it."
       )
@@ -198,7 +200,7 @@ def _array_to_python(value: Any, kind: str, name: str) -> Any:
   try:
     return array.astype(np.float32).tolist()  # bfloat16 and the like
   except (TypeError, ValueError) as error:
-    raise ValueError(
+    raise base.InputError(
       f"metrics row {kind!r}: received an array of {array.dtype} as {name!r},"
       " expected numbers; convert it."
     ) from error
@@ -220,7 +222,7 @@ class TensorBoardLog:
     try:
       import tensorboardX
     except ImportError as error:
-      raise ImportError(
+      raise base.MissingExtraError(
         "TensorBoard events need tensorboardX: pip install osd-jax[log], or"
         " switch them off."
       ) from error

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from osd_jax import base
 from osd_jax.writers import series
 
 _ONLINE, _FLOOR, _PLAIN, _INK, _FAINT = (
@@ -89,7 +90,9 @@ def draw_plots(rows: Iterable[Mapping[str, Any]], directory: str | Path) -> list
   try:
     import matplotlib
   except ImportError as error:
-    raise ImportError("plots need matplotlib: pip install osd-jax[plots]") from error
+    raise base.MissingExtraError(
+      "plots need matplotlib: pip install osd-jax[plots]"
+    ) from error
   rows = list(rows)
   directory = Path(directory)
   directory.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from osd_jax import base
 from osd_jax.writers import metrics_log, series
 from osd_jax.writers.run_directory import RunDirectory
 
@@ -170,7 +171,7 @@ def _format(value: Any) -> str:
 def _image(path: Path) -> str:
   data = path.read_bytes() if path.is_file() else b""
   if not data.startswith(b"\x89PNG"):
-    raise ValueError(
+    raise base.InputError(
       f"report: received {path} as a plot, expected a PNG file; draw it first."
     )
   name = path.stem.replace("_", " ")

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from osd_jax import base
+
 _PACKAGES = ("osd-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -81,7 +83,7 @@ class RunDirectory:
     """
     run = cls(Path(path))
     if run.provenance_path.exists():
-      raise ValueError(
+      raise base.InputError(
         f"run directory: received {path}, which already holds a run, expected a"
         " new folder; choose another, or continue that run with open()."
       )
@@ -143,7 +145,7 @@ class RunDirectory:
     try:
       return json.loads(self.provenance_path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-      raise ValueError(
+      raise base.InputError(
         f"run directory: received {self.path}, expected a folder with a readable"
         f" provenance.json ({error}); create() makes one."
       ) from error
@@ -174,7 +176,7 @@ class RunDirectory:
     gone = [line for line in stored if line not in given]
     new = [line for line in given if line not in stored]
     if gone or new:
-      raise ValueError(
+      raise base.InputError(
         f"run directory: received a config for {self.path} that differs from the"
         f" one it was made with: expected {gone[:3]}, received {new[:3]}; repeat"
         " the first command, or choose a new directory."

@@ -10,7 +10,8 @@ from decoding import harness
 from osd_jax import testing
 from osd_jax.base import EOS_ID
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import requests, sampling
+from osd_jax.decoding import sampling
+from osd_jax.serving import requests
 
 VOCAB, LENGTH = 8, 16
 TARGET = harness.TARGET

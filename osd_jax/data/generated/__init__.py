@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import random
 
+from osd_jax import base
 from osd_jax.data.generated import finance, maths, python, sql
 
 _GENERATORS = {
@@ -67,7 +68,7 @@ def examples(topic: str, split: str, count: int, seed: int = 0) -> list[Example]
   _check_choice("topic", topic, TOPICS)
   _check_choice("split", split, SPLITS)
   if count < 0:
-    raise ValueError(
+    raise base.InputError(
       f"generated.examples: count: received {count}, expected >= 0; "
       "ask for a number of examples"
     )
@@ -77,7 +78,7 @@ def examples(topic: str, split: str, count: int, seed: int = 0) -> list[Example]
   while len(found) < count:
     attempts += 1
     if attempts > _MAX_ATTEMPTS_PER_EXAMPLE * (count + 10):
-      raise ValueError(
+      raise base.InputError(
         f"generated.examples: count: received {count}, but topic {topic!r}, "
         f"split {split!r} gave only {len(found)} distinct prompts; ask for fewer"
       )
@@ -89,7 +90,7 @@ def examples(topic: str, split: str, count: int, seed: int = 0) -> list[Example]
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
   if value not in choices:
-    raise ValueError(
+    raise base.InputError(
       f"generated.examples: {field}: received {value!r}, expected one of "
       f"{', '.join(choices)}; choose one of these"
     )

@@ -142,7 +142,7 @@ def config_to_hugging_face(config: t5.T5Config) -> dict[str, Any]:
     ValueError: transformers has no such feed-forward block.
   """
   if config.mlp_activations not in _PROJECTIONS:
-    raise ValueError(
+    raise base.InputError(
       f"convert: T5Config.mlp_activations: received {config.mlp_activations!r},"
       f" expected one of {sorted(_PROJECTIONS)}; transformers has no other T5."
     )
@@ -238,7 +238,7 @@ def write_hugging_face(
   """
   folder = Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-    raise ValueError(
+    raise base.InputError(
       f"convert: output {folder} is in use, expected a folder that is not there yet"
       " or is empty; remove it or choose another."
     )
@@ -284,7 +284,7 @@ def _copy_vocabulary(source: Path, target: Path) -> None:
   try:
     shutil.copyfile(source, target)
   except OSError as error:
-    raise ValueError(
+    raise base.InputError(
       f"convert: cannot read the vocabulary {source}: {error.strerror}; expected a"
       " SentencePiece model."
     ) from error
@@ -315,7 +315,7 @@ def _also(tensors: Tensors, name: str, of: str) -> Tensors:
 
 def _required(config: Mapping[str, Any], field: str) -> Any:
   if field not in config:
-    raise ValueError(
+    raise base.InputError(
       f"convert: config.json: field {field}: received nothing, expected an"
       " integer; check that the folder holds a T5."
     )
@@ -325,7 +325,7 @@ def _required(config: Mapping[str, Any], field: str) -> Any:
 def _check(field: str, received: Any, expected: tuple[Any, ...]) -> None:
   if received not in expected:
     wanted = " or ".join(repr(value) for value in expected)
-    raise ValueError(
+    raise base.InputError(
       f"convert: config.json: field {field}: received {received!r}, expected"
       f" {wanted}; only T5 1.0, T5 1.1 and Flan-T5 can be converted."
     )
@@ -350,7 +350,7 @@ def _without_copies(tensors: Tensors, tied_head: bool) -> Tensors:
   found = [name for name in (_EMBEDDING, *aliases) if name in tensors.shapes]
   for alias in found[1:]:
     if not np.array_equal(tensors.read(found[0]), tensors.read(alias)):
-      raise ValueError(
+      raise base.InputError(
         f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
         " it in this model; if the head was trained apart, set both"
         " tie_word_embeddings and scale_decoder_outputs to false in config.json."

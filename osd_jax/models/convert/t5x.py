@@ -15,6 +15,7 @@ import flax.traverse_util
 import numpy as np
 import tensorstore
 
+from osd_jax import base
 from osd_jax.models import t5
 from osd_jax.models.convert.tensors import (
   Tensors,
@@ -53,7 +54,7 @@ def read_t5x(folder: str | Path, config: t5.T5Config) -> Weights:
   elif (folder / "state").is_dir():
     tensors = _open_orbax(folder / "state")
   else:
-    raise ValueError(
+    raise base.InputError(
       f"convert: {folder}: found neither a file checkpoint nor a folder state,"
       " expected what t5x writes; name the folder checkpoint_STEP itself."
     )
@@ -68,7 +69,7 @@ def _check_links(folder: Path) -> None:
   inside = folder.resolve()
   for path in folder.rglob("*"):
     if path.is_symlink() and not path.resolve().is_relative_to(inside):
-      raise ValueError(
+      raise base.InputError(
         f"convert: {path} is a link to {path.resolve()}, expected a checkpoint that"
         " stays in its folder; copy what it links to if you trust it."
       )
@@ -77,7 +78,7 @@ def _check_links(folder: Path) -> None:
 def _check_unscanned(folder: Path, tensors: Tensors) -> None:
   scanned = [name for name in tensors.shapes if name.startswith(_SCANNED)]
   if scanned:
-    raise ValueError(
+    raise base.InputError(
       f"convert: {folder}: parameter {scanned[0]}: found layers stacked in one array"
       " (t5x's scan_layers), expected one array a layer, as encoder/layers_0/...;"
       " write the checkpoint with scan_layers = False."
@@ -106,7 +107,7 @@ def _native_leaves(path: Path) -> dict[str, Any]:
     )
   except Exception as error:  # msgpack, flax and numpy raise many kinds
     pickled = data[:1] == b"\x80" or data[:2] == b"PK"
-    raise ValueError(
+    raise base.InputError(
       f"convert: cannot read {path}: {'a pickle' if pickled else repr(error)},"
       " expected flax's msgpack with optimizer/target, as t5x writes it."
     ) from error
@@ -119,14 +120,14 @@ def _place(folder: Path, name: str, leaf: Any) -> Path:
   place = store.pop("path", None)
   local = isinstance(leaf, Mapping) and leaf.get("driver") == "zarr"
   if not local or store not in _LOCAL or not isinstance(place, str):
-    raise ValueError(
+    raise base.InputError(
       f"convert: {folder}: parameter {name}: received {leaf!r}, expected the driver"
       " zarr on local files; other stores are not opened."
     )
   path = folder / place
   inside = path.resolve().is_relative_to(folder.resolve())
   if Path(place).is_absolute() or ".." in Path(place).parts or not inside:
-    raise ValueError(
+    raise base.InputError(
       f"convert: {folder}: parameter {name}: received path {place!r}, expected one"
       " inside the checkpoint's folder; nothing outside it is opened."
     )
@@ -141,7 +142,7 @@ def _open_orbax(folder: Path) -> Tensors:
     store = _file(folder)
     names = [path.parent.name for path in folder.glob(f"{_TARGET}*/.zarray")]
   if not names:
-    raise ValueError(
+    raise base.InputError(
       f"convert: {folder}: found no parameters called {_TARGET}..., expected zarr"
       " arrays as t5x writes them with orbax."
     )

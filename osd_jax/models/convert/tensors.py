@@ -71,7 +71,7 @@ def check(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
   ]
   if wrong:
     more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    raise ValueError(
+    raise base.InputError(
       f"convert: tensors do not fit the configuration: {'; '.join(wrong[:5])}"
       f"{more}. {_ADVICE}"
     )
@@ -125,12 +125,12 @@ def open_folder(folder: Path, allow_torch_bin: bool = False) -> Tensors:
     if (folder / f"{name}.index.json").exists():
       return _of_shards(folder / f"{name}.index.json", read)
   if any((folder / f"{_TORCH}{end}").exists() for end in ("", ".index.json")):
-    raise ValueError(
+    raise base.InputError(
       f"convert: {folder} holds its tensors in {_TORCH}, a pickle, expected"
       f" {_SAFETENSORS}; if you trust where it comes from, set allow_torch_bin"
       " (it needs torch and runs nothing but torch's weights_only reader)."
     )
-  raise ValueError(
+  raise base.InputError(
     f"convert: cannot read {folder / _SAFETENSORS}: it is not there, nor is"
     f" {_SAFETENSORS}.index.json; expected a model folder that transformers wrote."
   )
@@ -141,12 +141,12 @@ def read_json(path: Path) -> dict[str, Any]:
   try:
     found = json.loads(path.read_text(encoding="utf-8"))
   except (OSError, ValueError) as error:
-    raise ValueError(
+    raise base.InputError(
       f"convert: cannot read {path}: {error}; expected a model folder that"
       " transformers wrote."
     ) from error
   if not isinstance(found, dict):
-    raise ValueError(
+    raise base.InputError(
       f"convert: cannot read {path}: received {type(found).__name__}, expected a JSON"
       " object as transformers writes it."
     )
@@ -157,20 +157,20 @@ def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
   """Tensors of several files, each of which an index names with its file."""
   places = read_json(index).get("weight_map")
   if not isinstance(places, dict) or not places:
-    raise ValueError(
+    raise base.InputError(
       f"convert: {index}: weight_map: received {places!r}, expected the file of every"
       " tensor; download the folder again."
     )
   for name, file in places.items():
     if not isinstance(file, str) or Path(file).name != file:
-      raise ValueError(
+      raise base.InputError(
         f"convert: {index}: tensor {name}: received file {file!r}, expected the name"
         " of a file in this folder; the index may not lead outside."
       )
   shards = {file: read(index.parent / file) for file in sorted(set(places.values()))}
   for name, file in places.items():
     if name not in shards[file].shapes:
-      raise ValueError(
+      raise base.InputError(
         f"convert: {index}: tensor {name}: found nothing in {file}, expected it"
         " there; download the folder again."
       )

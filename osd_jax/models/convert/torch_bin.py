@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from osd_jax import base
+
 
 def open_bin(
   path: Path,
@@ -26,7 +28,7 @@ def open_bin(
   try:
     import torch
   except ImportError as error:
-    raise ImportError(
+    raise base.MissingExtraError(
       f"convert: {path} can only be read with torch, which is not installed; install"
       " torch, or convert the file to safetensors where it is."
     ) from error
@@ -38,13 +40,13 @@ def open_bin(
       mmap=zipfile.is_zipfile(path),  # files of torch 1.5 and before cannot be
     )
   except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-    raise ValueError(
+    raise base.InputError(
       f"convert: cannot read {path}: {str(error).splitlines()[0]}; expected tensors"
       " alone, as torch.save writes a state dictionary. A file that asks for more is"
       " not opened."
     ) from error
   if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
-    raise ValueError(
+    raise base.InputError(
       f"convert: cannot read {path}: it holds no mapping of names to tensors;"
       " expected a state dictionary."
     )

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from osd_jax import base
+
 
 def named(tree: Any) -> dict[str, Any]:
   """Leaves by dotted path, in the order of `jax.tree.leaves`.
@@ -20,7 +22,7 @@ def named(tree: Any) -> dict[str, Any]:
     jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths
   }
   if len(found) != len(paths) or not found:
-    raise ValueError(
+    raise base.InputError(
       f"checkpoint: received a tree of {len(paths)} leaves with {len(found)}"
       " distinct paths, expected at least one leaf and no '.' that makes two"
       " paths alike; rename the keys."
@@ -37,7 +39,7 @@ def check_plain(leaves: Mapping[str, Any]) -> None:
         continue
     typed = hasattr(leaf, "dtype")
     found = f"{leaf.dtype.name} array" if typed else type(leaf).__name__
-    raise ValueError(
+    raise base.InputError(
       f"checkpoint save: received {found} at {name}, expected an array of a dtype"
       " that jax keeps (32 bits or fewer, no typed random key); put Python values"
       " into `host`."
@@ -101,7 +103,7 @@ def check_target(step: int, table: Mapping[str, Any], target: Any) -> None:
   ]
   if faults:
     more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-    raise ValueError(
+    raise base.InputError(
       f"checkpoint restore: step {step} does not fit this run: "
       + "; ".join(faults[:5])
       + f"{more}. Start with the config that wrote it, or in a new directory."

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import calls, drafting, sampling
+from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.decoding.adaptive import AdaptiveConfig
-from osd_jax.decoding.requests import (
+from osd_jax.serving import calls, drafting
+from osd_jax.serving.adaptive import AdaptiveConfig
+from osd_jax.serving.requests import (
   DecodingConfig,
   Finished,
   Request,
@@ -62,7 +63,7 @@ class Slots:
       ValueError: target and draft have different vocabularies.
     """
     if draft is not None and draft.vocab_size != target.vocab_size:
-      raise ValueError(
+      raise base.InputError(
         f"decoding: the draft {draft.name!r} has {draft.vocab_size} token ids, the"
         f" target {target.name!r} has {target.vocab_size}; expected the same"
         " vocabulary. Choose a draft trained with the target's vocabulary."
@@ -121,7 +122,7 @@ class Slots:
     if shortlist is not None:
       size = self._program.draft.shortlist
       if len(shortlist) != size:
-        raise ValueError(
+        raise base.InputError(
           f"decoding: received a shortlist of {len(shortlist)} tokens, expected"
           f" {size}, DraftServing.shortlist of the draft."
         )
@@ -139,7 +140,7 @@ class Slots:
     """
     count = len(request.tokens)
     if not 1 <= count <= self.config.source_lengths[-1]:
-      raise ValueError(
+      raise base.InputError(
         f"decoding: the prompt has {count} tokens, expected 1 to"
         f" {self.config.source_lengths[-1]}; truncate it or add a longer bucket to"
         " DecodingConfig.source_lengths."

@@ -9,7 +9,8 @@ import rich.console
 import rich.progress
 import rich.table
 
-from osd_jax import alarms, metrics, writers
+from osd_jax import writers
+from osd_jax.measuring import alarms, metrics
 
 WINDOW = 25  # requests of the trailing figures in the progress line
 EDGE = 50  # requests that "first" and "last" mean

@@ -15,9 +15,9 @@ import numpy as np
 
 from osd_jax import base, cache
 from osd_jax.decoding import autoregressive, sampling, speculative
-from osd_jax.decoding import catch_up as catch_up_lib
 from osd_jax.decoding import state as state_lib
-from osd_jax.decoding.requests import DecodingConfig
+from osd_jax.serving import catch_up as catch_up_lib
+from osd_jax.serving.requests import DecodingConfig
 
 
 @dataclasses.dataclass(frozen=True)

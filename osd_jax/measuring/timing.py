@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import sampling, slots
+from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
+from osd_jax.serving import slots
 
 
 @dataclasses.dataclass(frozen=True)

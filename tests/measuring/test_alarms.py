@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from osd_jax import alarms
+from osd_jax.measuring import alarms
 
 
 def request(drafted=5, accepted=2, loops=False):

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from decoding import harness
 
-from osd_jax import comparison, testing
+from osd_jax import testing
 from osd_jax.base import EOS_ID
-from osd_jax.decoding import slots
+from osd_jax.measuring import comparison
 from osd_jax.models import t5
+from osd_jax.serving import slots
 
 VOCAB = testing.TINY_T5.vocab_size
 

@@ -5,7 +5,8 @@ import io
 import pytest
 import rich.console
 
-from osd_jax import report, writers
+from osd_jax import writers
+from osd_jax.measuring import summaries
 
 SHIFTS = [(0, "maths"), (60, "sql")]
 
@@ -46,19 +47,19 @@ def requests() -> list[dict]:
 
 def test_segments_follow_the_stream_whatever_finished_first():
   rows = [row for row in requests() if row["kind"] == "request"]
-  parts = report.split(list(reversed(rows)), SHIFTS)
+  parts = summaries.split(list(reversed(rows)), SHIFTS)
   assert [label for label, _ in parts] == ["maths", "sql"]
   assert [row["query"] for row in parts[1][1]] == list(range(60, 120))
 
 
 def test_a_segment_that_was_not_reached_is_left_out():
   rows = [row for row in requests() if row["kind"] == "request"][:50]
-  assert [label for label, _ in report.split(rows, SHIFTS)] == ["maths"]
+  assert [label for label, _ in summaries.split(rows, SHIFTS)] == ["maths"]
 
 
 def test_the_table_holds_first_and_last_means():
   rows = [row for row in requests() if row["kind"] == "request"]
-  table = report.agreement_table(report.split(rows, SHIFTS))
+  table = summaries.agreement_table(summaries.split(rows, SHIFTS))
   first = (10 * 0.5 + 40 * 0.9) / 50
   assert table[0]["overlap first 50"] == pytest.approx(first, abs=1e-3)
   assert table[0]["overlap last 50"] == pytest.approx(0.9)
@@ -72,14 +73,14 @@ def test_speeds_are_weighted_by_tokens_and_over_the_same_requests():
   for row in rows:
     if "plain_ms_per_token" not in row:
       row["online_ms_per_token"] = 1000.0  # was not compared: must not count
-  text = " ".join(report.headline(rows, report.split(rows, SHIFTS), requests()))
+  text = " ".join(summaries.headline(rows, summaries.split(rows, SHIFTS), requests()))
   expected = 4.0 + 4.0 * 30 / 600
   assert f"plain decoding {expected:.2f} ms/token" in text
   assert f"{expected / 2:.2f}x plain, 1.50x the frozen draft" in text
 
 
 def test_costs_are_added_up_in_seconds():
-  cost = report.cost_row(requests())
+  cost = summaries.cost_row(requests())
   assert cost["updates"] == 1 and cost["skipped steps"] == 2
   assert cost["update seconds"] == 0.5 and cost["waiting seconds"] == 0.1
   assert cost["decode seconds"] == pytest.approx(2.4)
@@ -92,7 +93,7 @@ def test_a_run_is_concluded_with_a_page_and_a_table(tmp_path):
       log.write(row.pop("kind"), row)
   shown = io.StringIO()
   console = rich.console.Console(file=shown, width=200)
-  report.conclude(directory, SHIFTS, console, "token-for-token equal")
+  summaries.conclude(directory, SHIFTS, console, "token-for-token equal")
   assert "maths" in shown.getvalue() and "token-for-token" in shown.getvalue()
   page = directory.report_path.read_text(encoding="utf-8")
   assert "token-for-token" in page and "http" not in page.split("<pre>")[0]

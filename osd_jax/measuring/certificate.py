@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, pairs, writers
-from osd_jax.decoding import sampling, slots
+from osd_jax.decoding import sampling
+from osd_jax.serving import slots
 
 # Promised, not tuned: a difference beyond them is a fault to find.
 NEAR_TIE = 1e-5  # relative distance of two scores

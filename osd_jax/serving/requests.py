@@ -8,7 +8,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import accept
 from osd_jax.decoding import state as state_lib
-from osd_jax.decoding.adaptive import AdaptiveConfig
+from osd_jax.serving.adaptive import AdaptiveConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DecodingConfig:
     }
     for name, (valid, expected) in checks.items():
       if not valid:
-        raise ValueError(
+        raise base.InputError(
           f"DecodingConfig.{name}: received {getattr(self, name)!r}, expected"
           f" {expected}."
         )

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import base, certificate, comparison, metrics, pairs
+from osd_jax import base, pairs
 from osd_jax.data import streams
-from osd_jax.decoding import slots
+from osd_jax.measuring import certificate, comparison, metrics
+from osd_jax.serving import slots
 
 
 class Meter:

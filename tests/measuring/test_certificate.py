@@ -9,18 +9,10 @@ import pytest
 import tabular_pair
 import tiny_online
 
-from osd_jax import (
-  base,
-  certificate,
-  certify,
-  corpus,
-  pairs,
-  partitioning,
-  testing,
-  writers,
-)
+from osd_jax import base, certify, corpus, pairs, partitioning, testing, writers
 from osd_jax.data.batches import BatchConfig
-from osd_jax.decoding import slots
+from osd_jax.measuring import certificate
+from osd_jax.serving import slots
 
 SIZE, LENGTH = tabular_pair.VOCAB_SIZE, tabular_pair.TARGET_LENGTH
 MIXED = slots.SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)

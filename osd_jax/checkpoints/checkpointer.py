@@ -25,7 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import leaves
+from osd_jax import base
+from osd_jax.checkpoints import leaves
 
 _ARRAYS, _HOST = "arrays", "host"
 
@@ -46,14 +47,14 @@ class CheckpointConfig:
 
   def __post_init__(self):
     if not self.directory:
-      raise ValueError(
+      raise base.InputError(
         "CheckpointConfig.directory: received an empty path, expected a folder;"
         " give the folder that shall hold the checkpoints."
       )
     for name in ("keep", "every_requests"):
       value = getattr(self, name)
       if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(
+        raise base.InputError(
           f"CheckpointConfig.{name}: received {value!r}, expected a whole number"
           " of at least 1."
         )
@@ -155,7 +156,7 @@ class Checkpointer:
     """
     latest = self.latest_step()
     if step < 0 or (latest is not None and step <= latest):
-      raise ValueError(
+      raise base.InputError(
         f"checkpoint save: received step {step}, expected one greater than the"
         f" latest, {latest}, in {self._directory}; continue from the latest step"
         " or remove the newer ones."
@@ -185,7 +186,7 @@ class Checkpointer:
         force=True,
       )
     except Exception as error:  # whatever the writers raise: it is not on disk
-      raise ValueError(
+      raise base.InputError(
         f"checkpoint save: step {step} cannot be written to {self._directory}"
         f" ({_cause(error)}); the last good one is step {latest}. Make room or"
         " allow writing there, then repeat the command to continue from it."
@@ -214,7 +215,7 @@ class Checkpointer:
     """
     steps = self.steps()
     if not steps or (step is not None and step not in steps):
-      raise ValueError(
+      raise base.InputError(
         f"checkpoint restore: received step {step}, expected one of {steps} in"
         f" {self._directory}; start the run anew if there is none."
       )
@@ -234,7 +235,7 @@ class Checkpointer:
         continue
       self._set_aside(damaged, candidate)
       return arrays, payload["host"]
-    raise ValueError(
+    raise base.InputError(
       f"checkpoint restore: no readable step in {self._directory}, tried"
       f" {damaged}; remove the folder to start anew."
     )
@@ -245,7 +246,7 @@ class Checkpointer:
       step, args=args.Composite(host=args.JsonRestore())
     ).host
     if not isinstance(payload, dict) or payload.keys() != {"host", "arrays"}:
-      raise ValueError("the host object is not one that save() wrote")
+      raise base.InputError("the host object is not one that save() wrote")
     return payload
 
   def _read_arrays(self, step: int, table: Mapping[str, Any], target: Any) -> Any:
@@ -265,7 +266,7 @@ class Checkpointer:
       array = restored[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype)
       checksum = table[name]["crc32"]
       if checksum is not None and leaves.checksum(array) != checksum:
-        raise ValueError(f"checksum of {name} differs from the one saved")
+        raise base.InputError(f"checksum of {name} differs from the one saved")
       placed.append(leaves.placed(array, leaf.sharding))
     return jax.tree.unflatten(jax.tree.structure(target), placed)
 
@@ -310,7 +311,7 @@ def check_fingerprint(saved: int | None, own: int) -> None:
     ValueError: they differ.
   """
   if saved not in (None, own):
-    raise ValueError(
+    raise base.InputError(
       f"checkpoint restore: it was taken with other models (fingerprint {saved},"
       f" expected {own}): the weights of target or first draft have changed since."
       " Continue with the files that the run began with, or in a new directory."
@@ -321,7 +322,7 @@ def _copied_json(value: Mapping[str, Any]) -> dict[str, Any]:
   try:
     return json.loads(json.dumps(value))
   except (TypeError, ValueError) as error:
-    raise ValueError(
+    raise base.InputError(
       f"checkpoint save: received a host object that is no JSON ({error}),"
       " expected text, numbers, booleans, None, lists and dicts; convert it."
     ) from error

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import adaptive, calls, catch_up, sampling
+from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
+from osd_jax.serving import adaptive, calls, catch_up
 
 ROUNDS = 2  # of a timed call
 LEAST, MOST, SECONDS = 16, 60, 3.0  # turns: at least, at most, and for how long else

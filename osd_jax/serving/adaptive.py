@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from osd_jax import base
 from osd_jax.decoding import state as state_lib
 
 POOLED = 32.0  # judged tokens that the acceptance of all rows counts as in each
@@ -331,7 +332,7 @@ def _check(config: Any, checks: Mapping[str, tuple[Any, str]]) -> None:
   """Raises where a field is not valid, as (valid, expected) by name say."""
   for name, (valid, expected) in checks.items():
     if not valid:
-      raise ValueError(
+      raise base.InputError(
         f"{type(config).__name__}.{name}: received {getattr(config, name)!r},"
         f" expected {expected}."
       )

@@ -12,8 +12,8 @@ from decoding import harness
 
 from osd_jax import base, partitioning, testing
 from osd_jax.base import EOS_ID, StopReason
-from osd_jax.decoding import slots
 from osd_jax.models import t5
+from osd_jax.serving import slots
 
 VOCAB, LENGTH, K = 64, 12, 3
 BUCKETS = (6, 10)

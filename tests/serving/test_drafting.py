@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import harness, test_slots
+from decoding import harness
+from serving import test_slots
 
 from osd_jax import partitioning, testing
 from osd_jax.base import StopReason
-from osd_jax.decoding import adaptive, calls, catch_up, drafting, slots
 from osd_jax.decoding import state as state_lib
 from osd_jax.main import settings
 from osd_jax.online import OnlineConfig
+from osd_jax.serving import adaptive, calls, catch_up, drafting, slots
 
 TARGET, BUCKETS = test_slots.TARGET, test_slots.BUCKETS
 KS = (0, 1, 3)

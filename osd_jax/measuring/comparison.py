@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import slots
+from osd_jax.serving import slots
 
 
 @dataclasses.dataclass(frozen=True)

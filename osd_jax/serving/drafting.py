@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import adaptive, calibration, calls, catch_up
 from osd_jax.decoding import state as state_lib
-from osd_jax.decoding.adaptive import AdaptiveConfig
-from osd_jax.decoding.requests import DecodingConfig
+from osd_jax.serving import adaptive, calibration, calls, catch_up
+from osd_jax.serving.adaptive import AdaptiveConfig
+from osd_jax.serving.requests import DecodingConfig
 
 
 class Progress(NamedTuple):

@@ -5,8 +5,9 @@ import numpy as np
 import oracles
 import pytest
 
-from osd_jax import base, metrics, testing
+from osd_jax import base, testing
 from osd_jax.decoding import records
+from osd_jax.measuring import metrics
 
 VOCAB, LENGTH = 9, 7
 # temperature, top_k, top_p

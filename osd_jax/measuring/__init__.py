@@ -1,0 +1,1 @@
+"""What a run is worth: metrics, the certificate, alarms, tables in plain words."""

@@ -102,6 +102,8 @@ class StopReason(enum.IntEnum):
   EOS = 1
   LENGTH = 2
   EMPTY = 3  # no request occupies this row
+  STOP_STRING = 4
+  NOT_FINITE = 5  # the target is broken: no verdict passes over it
 
   @property
   def message(self) -> str:
@@ -110,6 +112,8 @@ class StopReason(enum.IntEnum):
       StopReason.EOS: "the target emitted its end-of-sequence token",
       StopReason.LENGTH: "the request reached its own length limit",
       StopReason.EMPTY: "no request is in this row",
+      StopReason.STOP_STRING: "the text reached one of the request's stop strings",
+      StopReason.NOT_FINITE: "the target's logits were not finite; check its weights",
     }[self]
 
 

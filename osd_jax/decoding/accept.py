@@ -28,9 +28,9 @@ def accept(
   verification: base.Verification,
   settings: base.SamplingSettings,
   position: jax.Array,
-  rule: str = "rejection",
+  rule: "str | Rule" = "rejection",
 ) -> base.Acceptance:
-  """Applies a rule; the emitted tokens follow the target's law exactly.
+  """Applies a rule; under an exact one the emitted tokens follow the target's law.
 
   Args:
     proposal: K drafted tokens and the logits that they were drawn from; K may be 0,
@@ -38,14 +38,18 @@ def accept(
     verification: K + 1 rows of target logits.
     settings: per-row sampling. Greedy rows accept what equals the arg max.
     position: [B] int32; output index of the first drafted token.
-    rule: a key of `RULES` (static).
+    rule: a key of `RULES`, or a rule of your own (static).
 
   Returns:
     The accepted prefix and the recovered or bonus token behind it.
   """
+  chosen = rule_of(rule)
+  judged = (proposal, verification, settings, position)
+  if not chosen.exact:  # it may treat greedy rows otherwise, too
+    return chosen.accept(*judged)
   return jax.lax.cond(
     jnp.any(settings.temperature > 0),
-    lambda: RULES[rule].accept(proposal, verification, settings, position),
+    lambda: chosen.accept(*judged),
     lambda: accept_greedy(proposal, verification),
   )
 
@@ -127,16 +131,28 @@ class Rule(NamedTuple):
     accept: (proposal, verification, settings, position) -> acceptance.
     draft_noise: purpose of the draft's draws. Under rejection they must be independent
       of the recovered token's; under coupling they are the target's own.
+    exact: outputs have the target's law, and greedy rows are the target's arg max
+      token for token (`accept` is not asked where all rows are greedy).
+    coupled: sampled outputs, too, are plain decoding's token for token.
   """
 
   accept: Callable[..., base.Acceptance]
-  draft_noise: sampling.Purpose
+  draft_noise: sampling.Purpose = sampling.Purpose.DRAFT
+  exact: bool = False
+  coupled: bool = False
 
 
 RULES: dict[str, Rule] = {
-  "rejection": Rule(accept_by_rejection, sampling.Purpose.DRAFT),
-  "coupling": Rule(accept_by_coupling, sampling.Purpose.EMIT),
+  "rejection": Rule(accept_by_rejection, exact=True),
+  "coupling": Rule(
+    accept_by_coupling, sampling.Purpose.EMIT, exact=True, coupled=True
+  ),
 }
+
+
+def rule_of(rule: str | Rule) -> Rule:
+  """The rule of that name in `RULES`, or the rule itself."""
+  return RULES[rule] if isinstance(rule, str) else rule
 
 
 def _prefix_length(passes: jax.Array) -> jax.Array:

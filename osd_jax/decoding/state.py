@@ -134,16 +134,17 @@ def append(
   state: DecodeState,
   acceptance: base.Acceptance,
   verification: base.Verification,
-  draft_version: jax.Array,
   num_draft_tokens: int,
 ) -> DecodeState:
   """Adds a round's tokens and records; cuts at end-of-sequence and at the limit.
+
+  A row whose target is broken (NaN, +inf, or no token possible) ends before the token
+  that this row of logits would have judged.
 
   Args:
     state: rows before the round; their caches may already be those after it.
     acceptance: tokens of the round.
     verification: target logits; row i judged the i-th token.
-    draft_version: [] int32.
     num_draft_tokens: K.
 
   Returns:
@@ -153,7 +154,7 @@ def append(
   tokens = acceptance.tokens
   offset = jnp.arange(tokens.shape[1])[None]
   running = state.stop_reason == base.StopReason.RUNNING
-  count, stop_reason = _cut(state, acceptance)
+  count, stop_reason = _cut(state, acceptance, verification)
   length = state.length + count
   last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
   error = (offset == acceptance.accepted[:, None]) & (offset < num_draft_tokens)
@@ -176,7 +177,7 @@ def append(
     # emitted one is not.
     target_cache=state.target_cache.replace(length=length),
     draft_cache=_rewound(state.draft_cache, length, num_draft_tokens),
-    records=_record(state, verification, error, draft_version, running),
+    records=_record(state, verification, error, running),
     counters=counters,
   )
 
@@ -187,7 +188,7 @@ def _rewound(cache: Any, length: jax.Array, num_draft_tokens: int) -> Any:
 
 
 def _cut(
-  state: DecodeState, acceptance: base.Acceptance
+  state: DecodeState, acceptance: base.Acceptance, verification: base.Verification
 ) -> tuple[jax.Array, jax.Array]:
   """How many of a round's tokens are emitted [B], and the new stop reasons [B]."""
   running = state.stop_reason == base.StopReason.RUNNING
@@ -195,24 +196,45 @@ def _cut(
   count = jnp.where(running, acceptance.accepted + 1, 0)
   room = state.settings.max_length - state.length
   count = jnp.minimum(count, room)
+  is_broken = _broken(verification, acceptance) & (offset < count[:, None])
+  breaks = jnp.any(is_broken, axis=1)
+  count = jnp.where(breaks, jnp.argmax(is_broken, axis=1), count)
   is_eos = (acceptance.tokens == base.EOS_ID) & (offset < count[:, None])
   ends = jnp.any(is_eos, axis=1)
   count = jnp.where(ends, jnp.argmax(is_eos, axis=1) + 1, count)
   full = running & (state.length + count >= state.settings.max_length)
-  reason = jnp.where(full, base.StopReason.LENGTH, state.stop_reason)
-  reason = jnp.where(ends, base.StopReason.EOS, reason)
+  reason = jnp.where(full, int(base.StopReason.LENGTH), state.stop_reason)
+  reason = jnp.where(breaks, int(base.StopReason.NOT_FINITE), reason)
+  reason = jnp.where(ends, int(base.StopReason.EOS), reason)
   return count, reason.astype(jnp.int32)
 
 
-def _record(state, verification, error, draft_version, running):
+def _broken(
+  verification: base.Verification, acceptance: base.Acceptance
+) -> jax.Array:
+  """Which target rows [B, K + 1] say nothing: a NaN, a +inf, or no possible token.
+
+  -inf alone is a token that cannot come. One sum a row finds the others: summed over
+  blocks first, which a CPU does in vectors, where looking for NaNs is scalar.
+  """
+  logits = verification.logits
+  bounded = jnp.maximum(logits, _LEAST)  # a NaN stays one
+  size = logits.shape[-1]
+  if size % _LANES == 0:
+    bounded = bounded.reshape(*logits.shape[:-1], size // _LANES, _LANES).sum(axis=-2)
+  total = bounded.sum(axis=-1)
+  emitted = jnp.take_along_axis(logits, acceptance.tokens[..., None], axis=-1)[..., 0]
+  return ~(total < jnp.inf) | (emitted == -jnp.inf)
+
+
+_LEAST, _LANES = -1e30, 128
+
+
+def _record(state, verification, error, running):
   if state.records is None:
     return None
   kept = state.records.ids.shape[-1]
-  block = records.from_logits(verification.logits, kept)
-  block = block.replace(
-    error=error,
-    draft_version=jnp.full(error.shape, draft_version, jnp.int32),
-  )
+  block = records.from_logits(verification.logits, kept).replace(error=error)
   return jax.tree.map(
     lambda stored, new: _write_block(stored, new, state.length, running),
     state.records,

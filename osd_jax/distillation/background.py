@@ -31,6 +31,7 @@ class Outcome:
     skipped: slices left out because they were not finite.
     update_ms: time it ran.
     wait_ms: time serving waited for it, slice by slice and at the end.
+    changed: whether it made a new version; False where every slice was skipped.
   """
 
   learner: update.LearnerState
@@ -40,6 +41,12 @@ class Outcome:
   skipped: int
   update_ms: float
   wait_ms: float
+  changed: bool = True
+
+  @property
+  def version(self) -> int:
+    """Of the draft after it."""
+    return int(self.learner.version)
 
   def figures(self) -> dict[str, float]:
     """What metrics.jsonl keeps of it: means over the slices, counts, times."""
@@ -134,6 +141,7 @@ class BackgroundLearner:
     learner, metrics, spent = self._future.result()
     self._behind = started - self._launched_at - self._waited < spent
     waited = self._waited + time.perf_counter() - started
+    changed = int(learner.version) != int(self.learner.version)
     self._future, self._batches, self.learner = None, (), learner
     return Outcome(
       learner=learner,
@@ -143,6 +151,7 @@ class BackgroundLearner:
       skipped=int(np.sum(~metrics.finite)),
       update_ms=spent * 1e3,
       wait_ms=waited * 1e3,
+      changed=changed,
     )
 
   def settle(self) -> None:

@@ -13,7 +13,8 @@ order, and never a clock, so a run repeats exactly. Overlap of one request is no
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from osd_jax import base
 
@@ -60,6 +61,14 @@ class ScheduleConfig:
     for name in ("resume_drop", "drift_drop"):
       value = getattr(self, name)
       _check_field(name, value, value > 0, "a number > 0")
+
+  def initial(self) -> "ScheduleState":
+    """Before the first request."""
+    return ScheduleState()
+
+  def restored(self, fields: Mapping[str, Any]) -> "ScheduleState":
+    """The state that `dataclasses.asdict` made `fields` of."""
+    return ScheduleState(**fields)
 
   @property
   def history(self) -> int:

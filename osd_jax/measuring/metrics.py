@@ -1,109 +1,12 @@
 """Every metric, defined once, with its formula.
 
-"Draft" below is any draft; online and floor draft always go through the same
-function on the same positions.
+Overlap and acceptance rate of a draft on finished requests are `distillation/agreement`.
 """
 
-import functools
 from collections.abc import Mapping
 
-import flax.struct
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base
-from osd_jax.decoding import sampling
-
-
-@flax.struct.dataclass
-class Agreement:
-  """How well a draft agrees with the target, averaged over a row's emitted tokens.
-
-  All emitted positions count, end-of-sequence and bonus positions too.
-
-  Attributes:
-    distribution_overlap: [R]; lower bound from the k kept tokens,
-      sum over them of min(target, draft) at temperature 1, no top-k or top-p. The
-      figure that is reported.
-    distribution_overlap_upper: [R]; the lower bound plus min of both tails. Equal
-      to the lower one where k = V.
-    acceptance_rate: [R]; the same sum over the distributions that decided
-      acceptance. At temperature 0 it is arg-max agreement; at temperature 1 without
-      filters it is distribution_overlap; else the draft's whole row and the target's
-      kept tokens are processed, which is exact where 0 < top_k <= k or k = V.
-  """
-
-  distribution_overlap: jax.Array
-  distribution_overlap_upper: jax.Array
-  acceptance_rate: jax.Array
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def agreement(
-  model: base.Model,
-  params: base.Params,
-  batch: base.DistillationBatch,
-  settings: base.SamplingSettings,
-) -> Agreement:
-  """Measures a draft on finished requests, by one teacher-forced forward pass.
-
-  No target call: the target's rows are those that verification recorded.
-
-  Args:
-    model: the draft.
-    params: its parameters (not the served copy).
-    batch: R finished requests with their records.
-    settings: [R] as the requests were decoded.
-
-  Returns:
-    Means per request.
-  """
-  mask = batch.source != base.PAD_ID
-  logits = model.score(params, batch.source, mask, batch.target)
-  return agreement_from_logits(logits, batch, settings)
-
-
-def agreement_from_logits(
-  logits: jax.Array, batch: base.DistillationBatch, settings: base.SamplingSettings
-) -> Agreement:
-  """`agreement` from draft logits [R, T, V]."""
-  records = batch.records
-  ids = records.ids.astype(jnp.int32)
-  log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-  draft_log_probs = jnp.take_along_axis(log_probs, ids, axis=-1)
-  draft_tail = jnp.maximum(1.0 - jnp.sum(jnp.exp(draft_log_probs), -1), 0.0)
-  lower = _overlap(jnp.exp(records.log_probs), jnp.exp(draft_log_probs))
-  upper = lower + jnp.minimum(records.tail, draft_tail)
-
-  temperature = settings.temperature[:, None]
-  greedy = (jnp.argmax(logits, -1) == ids[..., 0]).astype(jnp.float32)
-  plain = (temperature == 1) & ~_filtered(settings)[:, None]
-  ruled = (temperature == 0) | plain
-  processed = jax.lax.cond(
-    jnp.all(ruled),
-    lambda: lower,
-    lambda: _overlap(
-      sampling.processed_probs(records.log_probs, settings),
-      jnp.take_along_axis(sampling.processed_probs(log_probs, settings), ids, axis=-1),
-    ),
-  )
-  accepted = jnp.where(temperature == 0, greedy, jnp.where(plain, lower, processed))
-
-  def mean(values):
-    count = jnp.maximum(jnp.sum(batch.mask, axis=1), 1)
-    return jnp.sum(jnp.where(batch.mask, values, 0.0), axis=1) / count
-
-  return Agreement(mean(lower), mean(upper), mean(accepted))
-
-
-def _overlap(target: jax.Array, draft: jax.Array) -> jax.Array:
-  return jnp.sum(jnp.minimum(target, draft), axis=-1)
-
-
-def _filtered(settings: base.SamplingSettings) -> jax.Array:
-  """[R] bool; whether a request asks for top-k or top-p."""
-  return (settings.top_k > 0) | (settings.top_p < 1)
 
 
 def draft_acceptance_rate(accepted: int, drafted: int) -> float | None:

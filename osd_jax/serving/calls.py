@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, cache
-from osd_jax.decoding import autoregressive, sampling, speculative
+from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.serving import catch_up as catch_up_lib
 from osd_jax.serving.requests import DecodingConfig
@@ -128,37 +128,33 @@ def catch_up(
   return program.placed(catch_up_lib.catch_up(program.draft, served.draft, state))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def advance(
   program: Program,
   num_draft_tokens: int,
   served: Served,
-  draft_version: jax.Array,
   max_rounds: jax.Array,
   state: state_lib.DecodeState,
 ) -> state_lib.DecodeState:
   """Runs rounds (K = 0: plain steps) until a row finishes or `max_rounds` passed."""
-  if program.draft is None or num_draft_tokens == 0:
-    state = autoregressive.run_steps(
-      program.target, False, served.target, max_rounds, state, draft_version
-    )
-  else:
-    speculation = speculative.Speculation(
-      program.target,
-      program.draft,
-      num_draft_tokens,
-      program.config.acceptance_rule,
-    )
-    state = speculative.run_rounds(
-      speculation,
-      False,
-      served.target,
-      served.draft,
-      draft_version,
-      max_rounds,
-      state,
-    )
+  speculation = rounds.Speculation(
+    program.target, program.draft, num_draft_tokens, program.config.acceptance_rule
+  )
+  state = rounds.run_rounds(
+    speculation, served.target, served.draft, max_rounds, state
+  )
   return program.placed(state)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def stop_row(
+  state: state_lib.DecodeState, slot: jax.Array, length: jax.Array, reason: jax.Array
+) -> state_lib.DecodeState:
+  """Ends a row's request behind its first `length` tokens."""
+  return state.replace(
+    length=state.length.at[slot].set(length),
+    stop_reason=state.stop_reason.at[slot].set(reason),
+  )
 
 
 @functools.partial(jax.jit, static_argnums=0)

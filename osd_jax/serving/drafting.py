@@ -1,7 +1,16 @@
-"""Drafting with an adaptive K: the policy's choice turned into compiled calls.
+"""Who drafts how much in the next call: one K for all, or one chosen before each.
 
-The draft idles while decoding is plain. What it misses is done when it drafts again:
-prefills of the requests that came meanwhile, then the tokens, in chunks.
+`Slots` knows one interface, of which there are two:
+
+    insert    prefills a request into a row
+    advance   one compiled call for all rows
+    release   a row's request has ended
+    warm_up   compiles the calls of a bucket at its first use
+    reset     forgets what was decoded
+    held      what a checkpoint keeps as JSON; `restore` takes it back
+
+With an adaptive K the draft idles while decoding is plain. What it misses is done when
+it drafts again: prefills of the requests that came meanwhile, then the tokens, in chunks.
 """
 
 import dataclasses
@@ -41,7 +50,7 @@ class Progress(NamedTuple):
 def progress(state: state_lib.DecodeState) -> Progress:
   """Reads it back; waits for the call that made the state."""
   counters = state.counters
-  found = jax.device_get(
+  read = jax.device_get(
     (
       state.stop_reason,
       state.length,
@@ -51,7 +60,57 @@ def progress(state: state_lib.DecodeState) -> Progress:
       counters.accepted,
     )
   )
-  return Progress(*map(np.array, found))
+  return Progress(*map(np.array, read))
+
+
+class FixedDrafting:
+  """The same K in every call, 0 where there is no draft."""
+
+  def __init__(self, program: calls.Program, num_draft_tokens: int):
+    """Holds both; compiles nothing."""
+    self._program = program
+    self._num_draft_tokens = 0 if program.draft is None else num_draft_tokens
+
+  def insert(
+    self,
+    served: calls.Served,
+    state: state_lib.DecodeState,
+    source: np.ndarray,
+    settings: base.SamplingSettings,
+    slot: int,
+  ) -> state_lib.DecodeState:
+    """Prefills a request, for the draft too."""
+    return calls.insert(self._program, served, state, source, settings, slot)
+
+  def advance(
+    self,
+    served: calls.Served,
+    state: state_lib.DecodeState,
+    bucket: int,
+    rows: Sequence[int],
+    max_rounds: int,
+  ) -> tuple[state_lib.DecodeState, np.ndarray]:
+    """One call; the rows after it and their stop reasons [B]."""
+    del bucket, rows
+    state = calls.advance(
+      self._program, self._num_draft_tokens, served, np.int32(max_rounds), state
+    )
+    return state, np.array(state.stop_reason)
+
+  def release(self, row: int, tokens: int) -> None:
+    """Nothing is known of a row."""
+
+  def warm_up(self, served: calls.Served, bucket: int) -> None:
+    """The first request compiles all there is."""
+
+  def reset(self) -> None:
+    """Nothing is remembered."""
+
+  def held(self) -> None:
+    """Nothing is kept."""
+
+  def restore(self, held: None, state: state_lib.DecodeState | None) -> None:
+    """Nothing is taken back."""
 
 
 class AdaptiveDrafting:
@@ -78,7 +137,6 @@ class AdaptiveDrafting:
     self.costs = dict(zip(decoding.source_lengths, given, strict=True)) if given else {}
     self._program = program
     self._warm: set[int] = set()
-    self._max_rounds = decoding.max_rounds
     self.reset()
 
   def reset(self) -> None:
@@ -126,19 +184,19 @@ class AdaptiveDrafting:
   def advance(
     self,
     served: calls.Served,
-    draft_version: int,
     state: state_lib.DecodeState,
     bucket: int,
     rows: Sequence[int],
+    max_rounds: int,
   ) -> tuple[state_lib.DecodeState, np.ndarray]:
     """One call with the K of the policy.
 
     Args:
       served: prepared parameters.
-      draft_version: noted in the records.
       state: rows in flight.
       bucket: their source length.
       rows: the rows that hold requests.
+      max_rounds: of the call, at most.
 
     Returns:
       The rows after it and their stop reasons [B].
@@ -155,12 +213,21 @@ class AdaptiveDrafting:
       self._program,
       self.state.num_draft_tokens,
       served,
-      np.int32(draft_version),
-      np.int32(min(rounds, self._max_rounds)),
+      np.int32(min(rounds, max_rounds)),
       state,
     )
-    self._observe(costs, progress(state), rows)
+    self._observe(costs, progress(state))
     return state, self._before.stop_reason
+
+  def release(self, row: int, tokens: int) -> None:
+    """Tells the policy that a row's request has ended.
+
+    Args:
+      row: that held it.
+      tokens: that it emitted.
+    """
+    self.state = adaptive.release(self.config, self.state, row, tokens)
+    self._undrafted.pop(row, None)
 
   def held(self) -> dict[str, Any]:
     """What a checkpoint keeps: policy, costs, and who lacks a draft's prefill."""
@@ -203,10 +270,8 @@ class AdaptiveDrafting:
     self._undrafted.clear()
     return calls.catch_up(self._program, served, state)
 
-  def _observe(
-    self, costs: adaptive.RoundCosts, after: Progress, rows: Sequence[int]
-  ) -> None:
-    """Tells the policy what the call did and what it finished."""
+  def _observe(self, costs: adaptive.RoundCosts, after: Progress) -> None:
+    """Tells the policy what the call did."""
     done = {
       name: getattr(after, name) - getattr(self._before, name)
       for name in ("rounds", "length", "drafted", "accepted")
@@ -220,8 +285,3 @@ class AdaptiveDrafting:
     )
     self._before, self._spent_ms = after, 0.0
     self.state = adaptive.observe(self.config, costs, self.state, call)
-    for row in rows:
-      if after.stop_reason[row] != base.StopReason.RUNNING:
-        tokens = int(after.length[row])
-        self.state = adaptive.release(self.config, self.state, row, tokens)
-        self._undrafted.pop(row, None)

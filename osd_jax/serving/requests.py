@@ -1,12 +1,13 @@
 """What goes into decoding and what comes out: configs, requests, answers."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import accept
+from osd_jax.decoding import accept, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.serving.adaptive import AdaptiveConfig
 
@@ -18,8 +19,9 @@ class DecodingConfig:
   Attributes:
     rows: B, requests in flight.
     num_draft_tokens: K in 1..8; with `adaptive` the largest.
-    acceptance_rule: a key of `accept.RULES`. "rejection" accepts most; by "coupling"
-      sampled outputs too are plain decoding's, whatever the draft.
+    acceptance_rule: a key of `accept.RULES`, or an `accept.Rule` of your own.
+      "rejection" accepts most; by "coupling" sampled outputs too are plain decoding's,
+      whatever the draft.
     source_lengths: buckets S that prompts are padded to; a batch holds one bucket.
     target_length: T, upper limit of every request's length limit.
     record_top_k: k, entries kept of every target distribution; 0 records nothing,
@@ -31,7 +33,7 @@ class DecodingConfig:
 
   rows: int = 1
   num_draft_tokens: int = 5
-  acceptance_rule: str = "rejection"
+  acceptance_rule: str | accept.Rule = "rejection"
   source_lengths: tuple[int, ...] = (64,)
   target_length: int = 96
   record_top_k: int = 64
@@ -39,34 +41,38 @@ class DecodingConfig:
   adaptive: AdaptiveConfig | None = None
 
   def __post_init__(self):
-    lengths = tuple(sorted(self.source_lengths))
-    object.__setattr__(self, "source_lengths", lengths)
-    checks = {
-      "rows": (self.rows >= 1, "an integer >= 1"),
-      "num_draft_tokens": (
-        1 <= self.num_draft_tokens <= state_lib.MAX_DRAFT_TOKENS,
-        f"an integer in 1..{state_lib.MAX_DRAFT_TOKENS}",
-      ),
-      "acceptance_rule": (
-        self.acceptance_rule in accept.RULES,
-        f"one of {sorted(accept.RULES)}",
-      ),
-      "source_lengths": (lengths and lengths[0] >= 2, "lengths >= 2"),
-      "target_length": (self.target_length >= 1, "an integer >= 1"),
-      "record_top_k": (self.record_top_k >= 0, "an integer >= 0"),
-      "max_rounds": (self.max_rounds >= 1, "an integer >= 1"),
-      "adaptive": (
-        self.adaptive is None or self._takes(self.adaptive),
-        f"a candidate in 1..{self.num_draft_tokens} (num_draft_tokens) and as many"
-        f" costs as source_lengths ({len(lengths)}), or none",
-      ),
-    }
-    for name, (valid, expected) in checks.items():
-      if not valid:
-        raise base.InputError(
-          f"DecodingConfig.{name}: received {getattr(self, name)!r}, expected"
-          f" {expected}."
-        )
+    base.check_counts(self, "rows", "target_length", "max_rounds")
+    base.check_counts(self, "record_top_k", least=0)
+    lengths = self.source_lengths
+    base.check_fields(
+      self,
+      {
+        "num_draft_tokens": (
+          base.is_count(self.num_draft_tokens)
+          and self.num_draft_tokens <= state_lib.MAX_DRAFT_TOKENS,
+          f"an integer in 1..{state_lib.MAX_DRAFT_TOKENS}",
+        ),
+        "acceptance_rule": (
+          isinstance(self.acceptance_rule, accept.Rule)
+          or self.acceptance_rule in accept.RULES,
+          f"one of {sorted(accept.RULES)}, or an accept.Rule",
+        ),
+        "source_lengths": (
+          lengths and all(base.is_count(length, 2) for length in lengths),
+          "a tuple of integers >= 2",
+        ),
+        "adaptive": (
+          self.adaptive is None or self._takes(self.adaptive),
+          f"a candidate in 1..{self.num_draft_tokens} (num_draft_tokens) and as many"
+          f" costs as source_lengths ({len(lengths)}), or none",
+        ),
+      },
+    )
+    object.__setattr__(self, "source_lengths", tuple(sorted(lengths)))
+
+  def bucket(self, count: int) -> int:
+    """The smallest of `source_lengths` that holds a prompt of `count` tokens."""
+    return next(length for length in self.source_lengths if length >= count)
 
   def shapes(self) -> "DecodingConfig":
     """What is compiled into every call: all but K and numbers of rounds."""
@@ -91,13 +97,51 @@ class SamplingConfig:
     temperature: 0 is greedy.
     top_k: 0 keeps all.
     top_p: 1 keeps all.
-    seed: request i draws with seed + i.
+    seed: request i draws with seed + i, modulo 2 ** 32.
   """
 
   temperature: float = 0.0
   top_k: int = 0
   top_p: float = 1.0
   seed: int = 0
+
+  def __post_init__(self):
+    # Smaller numbers are no float32: they would read as greedy, or as no mass at all.
+    warm = _is_number(self.temperature) and 1e-30 <= self.temperature <= 1e30
+    base.check_fields(
+      self,
+      {
+        "temperature": (self.temperature == 0 or warm, "0, or a number in 1e-30..1e30"),
+        "top_k": (base.is_count(self.top_k, 0), "an integer >= 0 (0 keeps all)"),
+        "top_p": (
+          _is_number(self.top_p) and 1e-30 <= self.top_p <= 1,
+          "a number in 1e-30..1 (1 keeps all)",
+        ),
+        "seed": (
+          base.is_count(self.seed, 0) and self.seed < 2**32,
+          "an integer in 0..2**32 - 1",
+        ),
+      },
+    )
+
+  def of_request(self, index: int) -> "SamplingConfig":
+    """The sampling of the index-th request, with a seed of its own."""
+    return dataclasses.replace(self, seed=(self.seed + index) % 2**32)
+
+  def settings(self, max_length: int) -> base.SamplingSettings:
+    """The same as arrays of one row."""
+    return sampling.make_settings(
+      1,
+      temperature=self.temperature,
+      top_k=self.top_k,
+      top_p=self.top_p,
+      seed=self.seed,
+      max_length=max_length,
+    )
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,12 +153,48 @@ class Request:
     sampling: how to draw; its seed is the request's own.
     max_length: at most this many tokens are emitted; None takes T.
     tag: anything the caller wants back with the answer.
+    watch: shown the tokens emitted so far [m] after every call, which is short then; a
+      number ends the request behind that many of them.
   """
 
   tokens: np.ndarray
   sampling: SamplingConfig = SamplingConfig()
   max_length: int | None = None
   tag: Any = None
+  watch: Callable[[np.ndarray], int | None] | None = None
+
+  def check(self, longest: int, vocab_size: int) -> None:
+    """Raises where it cannot be decoded.
+
+    Args:
+      longest: tokens of the longest prompt.
+      vocab_size: V.
+
+    Raises:
+      InputError: the prompt is empty, too long or no ids of the vocabulary, or the
+        length limit is no integer >= 1.
+    """
+    tokens = np.asarray(self.tokens)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+      raise base.InputError(
+        f"decoding: the prompt is an array {tokens.shape} of {tokens.dtype}, expected"
+        " token ids, [n] integers; encode the text with the pair's vocabulary."
+      )
+    if not 1 <= len(tokens) <= longest:
+      raise base.InputError(
+        f"decoding: the prompt has {len(tokens)} tokens, expected 1 to {longest};"
+        " truncate it or add a longer bucket to DecodingConfig.source_lengths."
+      )
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+      raise base.InputError(
+        f"decoding: the prompt holds ids from {tokens.min()} to {tokens.max()}, expected"
+        f" 0..{vocab_size - 1}; encode the text with the pair's vocabulary."
+      )
+    if self.max_length is not None and not base.is_count(self.max_length):
+      raise base.InputError(
+        f"decoding: received max_length={self.max_length!r}, expected an integer >= 1,"
+        " or None for DecodingConfig.target_length."
+      )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,6 +212,7 @@ class Finished:
     milliseconds: wall time of its prefill and of its share of the calls.
     batch: the same as a `DistillationBatch` of one row; records None if off.
     settings: [1] sampling it was decoded with.
+    draft_version: of the draft that served when it ended.
   """
 
   request: Request
@@ -144,3 +225,4 @@ class Finished:
   milliseconds: float
   batch: base.DistillationBatch
   settings: base.SamplingSettings
+  draft_version: int = 0

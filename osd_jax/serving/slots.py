@@ -6,14 +6,13 @@ two compiled calls.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.serving import calls, drafting
 from osd_jax.serving.adaptive import AdaptiveConfig
@@ -32,6 +31,8 @@ __all__ = [
   "SamplingConfig",
   "Slots",
 ]
+
+WATCHED_ROUNDS = 4  # of a call while somebody reads along or waits for a stop string
 
 
 class Slots:
@@ -60,7 +61,7 @@ class Slots:
       partitioner: a `partitioning.Partitioner`, None for one device.
 
     Raises:
-      ValueError: target and draft have different vocabularies.
+      InputError: target and draft have different vocabularies.
     """
     if draft is not None and draft.vocab_size != target.vocab_size:
       raise base.InputError(
@@ -79,14 +80,13 @@ class Slots:
       if draft.shortlist:
         self._shortlist = np.arange(draft.shortlist, dtype=np.int32)
       self.swap(draft_params, 0)
-    self._adaptive = None
-    if draft is not None and config.adaptive is not None:
-      self._adaptive = drafting.AdaptiveDrafting(self._program, config, config.adaptive)
-    self._state: state_lib.DecodeState | None = None
-    self._bucket = 0
+    self._drafting = (
+      drafting.FixedDrafting(self._program, config.num_draft_tokens)
+      if draft is None or config.adaptive is None
+      else drafting.AdaptiveDrafting(self._program, config, config.adaptive)
+    )
     self._waiting: deque[Request] = deque()
-    self._held: list[Request | None] = [None] * config.rows
-    self._milliseconds = [0.0] * config.rows
+    self.clear()
 
   @property
   def in_flight(self) -> int:
@@ -111,12 +111,12 @@ class Slots:
 
     Args:
       draft_params: of the draft.
-      version: noted in the records.
+      version: noted in the answers.
       shortlist: [N] int32, the tokens that the draft's output head covers from now on;
         None keeps those it has. Only for a draft with a shortlist.
 
     Raises:
-      ValueError: the shortlist is of another length than the draft's.
+      InputError: the shortlist is of another length than the draft's.
     """
     assert self._program.draft is not None
     if shortlist is not None:
@@ -131,21 +131,14 @@ class Slots:
     self._served = self._served._replace(draft=draft_served)
     self.draft_version = version
 
-  def submit(self, request: Request) -> None:
-    """Queues a request.
+  def check(self, request: Request) -> None:
+    """Raises `InputError` where a request cannot be decoded; see `Request.check`."""
+    longest = self.config.source_lengths[-1]
+    request.check(longest, self._program.target.vocab_size)
 
-    Raises:
-      ValueError: its prompt is empty or longer than the largest bucket, or a
-        sampling value is out of range.
-    """
-    count = len(request.tokens)
-    if not 1 <= count <= self.config.source_lengths[-1]:
-      raise base.InputError(
-        f"decoding: the prompt has {count} tokens, expected 1 to"
-        f" {self.config.source_lengths[-1]}; truncate it or add a longer bucket to"
-        " DecodingConfig.source_lengths."
-      )
-    self._settings(request)  # checked before it is queued
+  def submit(self, request: Request) -> None:
+    """Queues a request, or raises as `check` does."""
+    self.check(request)
     self._waiting.append(request)
 
   def step(self) -> list[Finished]:
@@ -161,15 +154,60 @@ class Slots:
       self._milliseconds[slot] += spent / len(rows)
     return [self._take(s) for s in rows if reasons[s] != base.StopReason.RUNNING]
 
-  def run(self, requests: Sequence[Request]) -> list[Finished]:
-    """Answers all requests; results in the order of the requests."""
+  def turns(
+    self,
+    requests: Iterable[Request],
+    before_step: Callable[[], object] = lambda: None,
+  ) -> Iterator[list[Finished]]:
+    """Submits as rows become free and collects: the one loop over `step`.
+
+    Args:
+      requests: may be endless; no more are taken than there are free rows.
+      before_step: called between the filling of rows and the compiled call.
+
+    Yields:
+      What finished in each call, perhaps nothing; everything has when it ends. Whoever
+      leaves early calls `clear`.
+    """
+    coming = iter(requests)
+    while True:
+      while self.in_flight < self.config.rows:
+        request = next(coming, None)
+        if request is None:
+          break
+        self.submit(request)
+      if not self.in_flight:
+        return
+      before_step()
+      yield self.step()
+
+  def run(
+    self,
+    requests: Sequence[Request],
+    on_finished: Callable[[Finished], object] = lambda done: None,
+  ) -> list[Finished]:
+    """Answers all requests; results in their order, none where one is refused.
+
+    Args:
+      requests: what to answer.
+      on_finished: called as each one finishes, for progress.
+    """
     for request in requests:
-      self.submit(request)
-    found: list[Finished] = []
-    while self.in_flight:
-      found += self.step()
-    place = {id(request): index for index, request in enumerate(requests)}
-    return sorted(found, key=lambda done: place[id(done.request)])
+      self.check(request)
+    answers: dict[int, Finished] = {}
+    for finished in self.turns(requests):
+      for done in finished:
+        on_finished(done)
+        answers[id(done.request)] = done
+    return [answers[id(request)] for request in requests]
+
+  def clear(self) -> None:
+    """Drops whatever waits or is held; no call, draft or cost is forgotten."""
+    self._waiting.clear()
+    self._held: list[Request | None] = [None] * self.config.rows
+    self._milliseconds = [0.0] * self.config.rows
+    self._bucket, self._state = 0, None
+    self._drafting.reset()
 
   def warm_up(self) -> list[Finished]:
     """Compiles for every bucket, so that no request's time holds a compilation.
@@ -177,117 +215,108 @@ class Slots:
     Returns:
       Answers to made-up requests, to warm up what comes behind.
     """
-    found = []
-    for bucket in self.config.source_lengths:
-      prompt = np.full(bucket, base.EOS_ID, np.int32)
-      found += self.run([Request(prompt, max_length=1)])
-    self._bucket, self._state = 0, None
-    if self._adaptive is not None:
-      self._adaptive.reset()
-    return found
+    prompts = (np.full(n, base.EOS_ID, np.int32) for n in self.config.source_lengths)
+    answers = self.run([Request(prompt, max_length=1) for prompt in prompts])
+    self.clear()
+    return answers
 
-  def arrays(self) -> state_lib.DecodeState | None:
-    """The rows in flight, for a checkpoint; `held` goes with them."""
-    return self._state
-
-  def held(self) -> dict[str, Any]:
-    """What a checkpoint keeps beside `arrays`: bucket, tags, times, policy, shortlist.
-
-    The shortlist goes back in by `swap`.
-    """
-    return {
+  def state(self) -> tuple[state_lib.DecodeState | None, dict[str, Any]]:
+    """What a checkpoint keeps: the rows in flight, and what the host knows of them."""
+    return self._state, {
       "shortlist": None if self._shortlist is None else self._shortlist.tolist(),
+      "draft_version": self.draft_version,
       "bucket": self._bucket,
       "tags": [None if held is None else held.tag for held in self._held],
       "waiting": [request.tag for request in self._waiting],
       "milliseconds": list(self._milliseconds),
-      "adaptive": None if self._adaptive is None else self._adaptive.held(),
+      "drafting": self._drafting.held(),
     }
 
+  def structure(self, host: dict[str, Any]) -> Any:
+    """Shapes of the rows that `state` gave with `host`, to read a checkpoint into."""
+    if host["bucket"] == 0:
+      return None
+    return jax.eval_shape(
+      lambda: calls.empty(self._program, self._served, host["bucket"])
+    )
+
   def restore(
-    self, arrays: Any, held: dict[str, Any], requests: dict[Any, Request]
+    self,
+    arrays: Any,
+    host: dict[str, Any],
+    request_of: Callable[[Any], Request],
+    draft_params: base.Params,
   ) -> None:
-    """Continues from `arrays()` and `held()`.
+    """Continues from what `state` gave.
 
     Args:
       arrays: the saved rows, None if there were none.
-      held: what `held` returned.
-      requests: the requests by tag.
+      host: what went with them.
+      request_of: makes the request of a tag again.
+      draft_params: of the draft that served.
     """
-    self._bucket = held["bucket"]
-    self._state = arrays
-    self._held = [None if tag is None else requests[tag] for tag in held["tags"]]
-    self._waiting = deque(requests[tag] for tag in held["waiting"])
-    self._milliseconds = list(held["milliseconds"])
-    if self._adaptive is not None and held.get("adaptive") is not None:
-      self._adaptive.restore(held["adaptive"], arrays)
-
-  def abstract_state(self, bucket: int) -> Any:
-    """Shapes of `arrays()` for a bucket, to restore a checkpoint into."""
-    if bucket == 0:
-      return None
-    return jax.eval_shape(lambda: calls.empty(self._program, self._served, bucket))
+    shortlist = host["shortlist"]
+    self.swap(
+      draft_params,
+      host["draft_version"],
+      None if shortlist is None else np.asarray(shortlist, np.int32),
+    )
+    self._bucket, self._state = host["bucket"], arrays
+    self._held = [None if tag is None else request_of(tag) for tag in host["tags"]]
+    self._waiting = deque(request_of(tag) for tag in host["waiting"])
+    self._milliseconds = list(host["milliseconds"])
+    self._drafting.restore(host["drafting"], arrays)
 
   def _admit(self) -> None:
     """Fills empty rows in order; a batch holds one bucket of source lengths."""
     while self._waiting and None in self._held:
       request = self._waiting[0]
-      needed = next(s for s in self.config.source_lengths if s >= len(request.tokens))
+      needed = self.config.bucket(len(request.tokens))
       idle = all(held is None for held in self._held)
       if needed > self._bucket or (idle and needed != self._bucket):
         if not idle:
           return  # its bucket comes when the present rows have finished
         self._bucket = needed
         self._state = calls.empty(self._program, self._served, needed)
-        if self._adaptive is not None:
-          self._adaptive.warm_up(self._served, needed)
+        self._drafting.warm_up(self._served, needed)
       self._waiting.popleft()
       slot = self._held.index(None)
       started = time.perf_counter()
-      self._state = self._insert(request, slot)
+      source = _padded(request.tokens, self._bucket)
+      settings = self._settings(request)
+      self._state = self._drafting.insert(
+        self._served, self._state, source, settings, slot
+      )
       jax.block_until_ready(self._state.length)
       self._held[slot] = request
       self._milliseconds[slot] = (time.perf_counter() - started) * 1e3
 
-  def _insert(self, request: Request, slot: int) -> state_lib.DecodeState:
-    source = np.full((1, self._bucket), base.PAD_ID, np.int32)
-    source[0, : len(request.tokens)] = request.tokens
-    settings = self._settings(request)
-    assert self._state is not None
-    if self._adaptive is not None:
-      return self._adaptive.insert(self._served, self._state, source, settings, slot)
-    return calls.insert(
-      self._program, self._served, self._state, source, settings, slot
-    )
-
   def _advance(self, rows: list[int]) -> np.ndarray:
     """Runs one compiled call and waits for it; stop reasons [B]."""
-    assert self._state is not None
-    if self._adaptive is not None:
-      self._state, reasons = self._adaptive.advance(
-        self._served, self.draft_version, self._state, self._bucket, rows
-      )
-      return reasons
-    state = calls.advance(
-      self._program,
-      self.config.num_draft_tokens,
-      self._served,
-      np.int32(self.draft_version),
-      np.int32(self.config.max_rounds),
-      self._state,
+    watched = [slot for slot in rows if self._held[slot].watch is not None]
+    limit = min(self.config.max_rounds, WATCHED_ROUNDS) if watched else None
+    self._state, reasons = self._drafting.advance(
+      self._served, self._state, self._bucket, rows, limit or self.config.max_rounds
     )
-    self._state = state
-    return np.asarray(state.stop_reason)
+    for slot in watched:
+      if self._is_stopped(slot):
+        reasons[slot] = base.StopReason.STOP_STRING
+    return reasons
+
+  def _is_stopped(self, slot: int) -> bool:
+    """Shows a row's tokens to whoever watches, and stops it if told so."""
+    tokens = np.asarray(self._state.tokens[slot])[: int(self._state.length[slot])]
+    count = self._held[slot].watch(tokens)
+    if count is None:
+      return False
+    reason = np.int32(base.StopReason.STOP_STRING)
+    self._state = calls.stop_row(self._state, slot, np.int32(count), reason)
+    return True
 
   def _settings(self, request: Request) -> base.SamplingSettings:
-    chosen, limit = request.sampling, request.max_length
-    return sampling.make_settings(
-      1,
-      temperature=chosen.temperature,
-      top_k=chosen.top_k,
-      top_p=chosen.top_p,
-      seed=chosen.seed,
-      max_length=self.config.target_length if limit is None else limit,
+    limit = request.max_length
+    return request.sampling.settings(
+      self.config.target_length if limit is None else limit
     )
 
   def _take(self, slot: int) -> Finished:
@@ -295,12 +324,14 @@ class Slots:
     request = self._held[slot]
     assert request is not None and self._state is not None
     self._held[slot] = None
-    source = np.full((1, self.config.source_lengths[-1]), base.PAD_ID, np.int32)
-    source[0, : len(request.tokens)] = request.tokens
-    batch, settings, figures = calls.read_row(self._program, self._state, source, slot)
+    source = _padded(request.tokens, self.config.source_lengths[-1])
+    batch, settings, figures = calls.read_row(
+      self._program, self._state, source, slot
+    )
     tokens, length, reason, counters = jax.tree.map(
       lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
     )
+    self._drafting.release(slot, int(length))
     return Finished(
       request=request,
       tokens=tokens[:length],
@@ -312,4 +343,12 @@ class Slots:
       milliseconds=self._milliseconds[slot],
       batch=batch,
       settings=settings,
+      draft_version=self.draft_version,
     )
+
+
+def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
+  """[1, length] int32."""
+  source = np.full((1, length), base.PAD_ID, np.int32)
+  source[0, : len(tokens)] = tokens
+  return source

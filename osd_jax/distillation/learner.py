@@ -1,0 +1,211 @@
+"""The draft that learns: takes finished requests, hands out drafts.
+
+    finished request --> buffer --> (schedule: now?) --> slices on a thread --> a draft
+
+Whoever serves calls `take_in` after each request and serves what it hands out.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from osd_jax import base
+from osd_jax.distillation import background, shortlist
+from osd_jax.distillation import buffer as buffer_lib
+from osd_jax.distillation import schedule as schedule_lib
+from osd_jax.distillation import update as update_lib
+from osd_jax.distillation.background import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningConfig:
+  """How a draft learns from what it serves.
+
+  Attributes:
+    buffer: the replay buffer.
+    update: one update.
+    schedule: when updates happen: a `ScheduleConfig`, or any object with its methods.
+    free_updates: swap an update in as soon as it is ready. False waits for request
+      n + I exactly, which makes runs repeat bit by bit.
+    seed: of replay.
+  """
+
+  buffer: buffer_lib.BufferConfig = buffer_lib.BufferConfig()
+  update: update_lib.UpdateConfig = update_lib.UpdateConfig()
+  schedule: schedule_lib.ScheduleConfig = schedule_lib.ScheduleConfig()
+  free_updates: bool = False
+  seed: int = 0
+
+  def __post_init__(self):
+    base.check_counts(self, "seed", least=0)
+
+
+class Learner:
+  """One draft's learning: buffer, schedule, and the update under way.
+
+  Attributes:
+    finished: requests taken in.
+    serving: parameters of the draft that was handed out last.
+  """
+
+  def __init__(
+    self,
+    draft: base.Model,
+    params: base.Params,
+    config: LearningConfig,
+    source_length: int,
+    target_length: int,
+    record_top_k: int,
+  ):
+    """An empty buffer, and the draft as it is at version 0.
+
+    Args:
+      draft: the draft.
+      params: its parameters.
+      config: how it learns.
+      source_length: S of the rows it will be given.
+      target_length: T.
+      record_top_k: k.
+    """
+    self._draft, self._config = draft, config
+    self.finished, self.serving = 0, params
+    self._since = 0  # rows added to the buffer when an update was last launched
+    self._schedule = config.schedule.initial()
+    self._background = background.BackgroundLearner(
+      draft,
+      config.update,
+      update_lib.init_learner(config.update, params),
+      config.schedule.update_interval,
+      config.free_updates,
+    )
+    self._append = jax.jit(buffer_lib.append, donate_argnums=0)
+    self._buffer = buffer_lib.init(
+      config.buffer, source_length, target_length, record_top_k, draft.vocab_size
+    )
+
+  @property
+  def paused(self) -> bool:
+    """Whether the schedule has paused updates."""
+    return self._schedule.paused
+
+  @property
+  def busy(self) -> bool:
+    """Whether an update is under way."""
+    return self._background.busy
+
+  def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
+    """Fills the buffer before the first request; none of it counts as new."""
+    for batch in batches:
+      self._buffer = self._append(self._buffer, batch)
+    self._since = int(self._buffer.added)
+
+  def warm_up(self) -> None:
+    """Compiles whatever an update runs; changes nothing."""
+    config, drawn = self._config.update, self._draw()
+    state = self._background.learner
+    update_lib.update(self._draft, config, state, drawn)
+    update_lib.warm_up(self._draft, config, state, drawn[0])
+
+  def keep_pace(self, in_flight: int) -> None:
+    """Waits for a slice where learning is behind; before a step of `in_flight` rows."""
+    self._background.keep_pace(self.finished + in_flight)
+
+  def take_in(self, batch: base.DistillationBatch, overlap: float) -> Outcome | None:
+    """Learns from a finished request.
+
+    Args:
+      batch: one row.
+      overlap: of the draft that served with it, before it has trained on it.
+
+    Returns:
+      The update that is due now, if one is: `serving` is its draft.
+
+    Raises:
+      InputError: the overlap is no number: the draft is broken.
+    """
+    if not np.isfinite(overlap):
+      raise base.InputError(
+        f"distillation: the draft {self._draft.name!r} gives scores that are not finite"
+        f" (its overlap on request {self.finished} is {overlap}); check its weights."
+      )
+    self.finished += 1
+    outcome = self._take() if self._background.due(self.finished) else None
+    self._buffer = self._append(self._buffer, batch)
+    config = self._config.schedule
+    self._schedule = schedule_lib.observe(config, self._schedule, overlap)
+    if not self.busy and schedule_lib.update_due(config, self._schedule):
+      self._launch()
+    return outcome
+
+  def finish(self) -> Outcome | None:
+    """Takes the update under way, if there is one, whether it is due or not."""
+    return self._take() if self.busy else None
+
+  def shortlist(self) -> np.ndarray | None:
+    """Tokens for the head of a draft with a short one; None where it has all."""
+    return shortlist.of_stream(self._draft, self._buffer)
+
+  def settle(self) -> None:
+    """Waits until the thread is idle, without taking its result."""
+    self._background.settle()
+
+  def close(self) -> None:
+    """Ends the thread; an update under way is finished and dropped."""
+    self._background.close()
+
+  def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint keeps: arrays, and what the host knows."""
+    launched, inputs = self._background.pending() or (None, None)
+    arrays = {
+      "learner": self._background.learner,
+      "serving": self.serving,
+      "buffer": self._buffer,
+      "pending": inputs,
+    }
+    host = {
+      "finished": self.finished,
+      "since": self._since,
+      "schedule": dataclasses.asdict(self._schedule),
+      "launched": launched,
+    }
+    return arrays, host
+
+  def structure(self, host: dict[str, Any]) -> dict[str, Any]:
+    """Shapes of the arrays that `state` gave with `host`."""
+    arrays, _ = self.state()
+    if host["launched"] is not None:
+      arrays["pending"] = jax.eval_shape(self._draw)
+    return arrays
+
+  def restore(self, arrays: dict[str, Any], host: dict[str, Any]) -> None:
+    """Continues from what `state` gave; an update under way is launched again."""
+    self._background.learner = arrays["learner"]
+    self.serving, self._buffer = arrays["serving"], arrays["buffer"]
+    self.finished, self._since = host["finished"], host["since"]
+    self._schedule = self._config.schedule.restored(host["schedule"])
+    if host["launched"] is not None:
+      self._background.launch(arrays["pending"], host["launched"])
+
+  def _launch(self) -> None:
+    batches = self._draw()
+    jax.block_until_ready(batches)  # appending writes the buffer in place
+    self._background.launch(batches, self.finished)
+    self._since = int(self._buffer.added)
+    self._schedule = schedule_lib.updated(self._config.schedule, self._schedule)
+
+  def _draw(self) -> tuple[base.DistillationBatch, ...]:
+    """The micro-batches of an update launched now."""
+    config = self._config
+    key = jax.random.fold_in(jax.random.key(config.seed), self.finished)
+    return update_lib.draw_update(
+      config.update, config.buffer, self._buffer, key, self._since
+    )
+
+  def _take(self) -> Outcome:
+    outcome = self._background.take()
+    if outcome.changed:
+      self.serving = outcome.learner.served
+    return outcome

@@ -1,0 +1,408 @@
+"""The front door: prompts in, the target's answers out, by a draft that may learn.
+
+Commands and services stand on this object: it alone submits requests, collects answers
+and swaps drafts. `generate` and `stream` speak text; `turns` and `run` speak tokens.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from osd_jax import base, pairs, partitioning
+from osd_jax.distillation import agreement
+from osd_jax.distillation.background import Outcome
+from osd_jax.distillation.buffer import BufferConfig
+from osd_jax.distillation.learner import Learner, LearningConfig
+from osd_jax.distillation.losses import LossConfig
+from osd_jax.distillation.optimizers import OptimizerConfig
+from osd_jax.distillation.schedule import ScheduleConfig
+from osd_jax.distillation.update import UpdateConfig
+from osd_jax.serving.answers import Answer, Prompt, TextSoFar, answer_of
+from osd_jax.serving.requests import DecodingConfig, Finished, Request
+from osd_jax.serving.slots import Slots
+
+# Long prompts have a bucket of their own; each is compiled when it is first used.
+DECODING = DecodingConfig(
+  num_draft_tokens=7, source_lengths=(64, 512), target_length=128
+)
+# What suits the shipped pair: `gin_configs/runs/demo.gin`.
+LEARNING = LearningConfig(
+  buffer=BufferConfig(recency_half_life=200.0),
+  update=UpdateConfig(
+    optimizer=OptimizerConfig(query_multiplier=0.18, warmup_steps=20),
+    loss=LossConfig(divergence="jsd", jsd_beta=0.1),
+    steps_per_update=6,
+    num_new=4,
+    num_replay=8,
+    length_multiple=16,
+    ema_decay=0.9,
+  ),
+  schedule=ScheduleConfig(
+    update_interval=4, window=40, flat_tolerance=0.01, pause_after_flat=15, enough=0.95
+  ),
+)
+
+
+@dataclasses.dataclass
+class Statistics:
+  """What a server has done so far.
+
+  Attributes:
+    requests: answered.
+    tokens: emitted.
+    target_calls: verifications that they took.
+    drafted: drafted tokens that were judged.
+    accepted: of those, accepted.
+    milliseconds: of prefills and calls, shared out to the requests.
+    updates: of the draft.
+  """
+
+  requests: int = 0
+  tokens: int = 0
+  target_calls: int = 0
+  drafted: int = 0
+  accepted: int = 0
+  milliseconds: float = 0.0
+  updates: int = 0
+
+  @property
+  def tokens_per_target_call(self) -> float:
+    """Block efficiency: emitted tokens per verification."""
+    return self.tokens / max(self.target_calls, 1)
+
+  @property
+  def draft_acceptance_rate(self) -> float:
+    """Accepted / drafted tokens."""
+    return self.accepted / max(self.drafted, 1)
+
+  @property
+  def tokens_per_second(self) -> float:
+    """Emitted tokens over the time of decoding."""
+    return 1e3 * self.tokens / max(self.milliseconds, 1e-9)
+
+  def count(self, done: Finished) -> None:
+    """Adds an answered request."""
+    self.requests += 1
+    self.tokens += len(done.tokens)
+    self.target_calls += done.target_calls
+    self.drafted += done.drafted
+    self.accepted += done.accepted
+    self.milliseconds += done.milliseconds
+
+
+class Server:
+  """A target and its draft, answering.
+
+  >>> with Server() as server:
+  ...   for answer in server.generate(["Which singers are older than 30?"]):
+  ...     print(answer.text)
+  select name from singer where age > 30
+
+  One thread at a time may use it, for one call at a time.
+
+  Attributes:
+    pair: target, draft and vocabulary.
+    slots: the rows in flight.
+    statistics: what was done so far.
+  """
+
+  def __init__(
+    self,
+    pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig(),
+    decoding: DecodingConfig = DECODING,
+    learning: LearningConfig = LEARNING,
+    partition: partitioning.PartitionConfig = partitioning.PartitionConfig(),
+  ):
+    """Loads the pair; what a prompt needs is compiled when one of its length comes.
+
+    Args:
+      pair: files of the pair, the shipped one by default, or a loaded pair; one
+        without a draft decodes plainly.
+      decoding: rows, K, lengths.
+      learning: how the draft learns where it is asked to.
+      partition: mesh.
+
+    Raises:
+      InputError: a file is missing or broken, or the three do not belong together.
+    """
+    partitioner = partitioning.make(partition)
+    self.pair = pairs.load(pair, partitioner)
+    self.slots = Slots(
+      decoding,
+      self.pair.target,
+      self.pair.target_params,
+      self.pair.draft,
+      self.pair.draft_params,
+      partitioner,
+    )
+    self.statistics = Statistics()
+    self._learning = learning
+    self._learner: Learner | None = None
+    self._is_answering = self._is_closed = False
+
+  def __enter__(self) -> "Server":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  @property
+  def learner(self) -> Learner:
+    """The draft that learns, made at its first use.
+
+    Raises:
+      InputError: there is no draft, or nothing is recorded to learn from.
+    """
+    if self._learner is None:
+      config = self.slots.config
+      if self.pair.draft is None or config.record_top_k < 1:
+        raise base.InputError(
+          "Server: a draft that learns needs a pair with a draft, and"
+          f" DecodingConfig.record_top_k >= 1 (received {config.record_top_k})."
+        )
+      self._learner = Learner(
+        self.pair.draft,
+        self.pair.draft_params,
+        self._learning,
+        config.source_lengths[-1],
+        config.target_length,
+        config.record_top_k,
+      )
+    return self._learner
+
+  @property
+  def draft_params(self) -> base.Params:
+    """Parameters of the draft that serves."""
+    return self.pair.draft_params if self._learner is None else self._learner.serving
+
+  def generate(
+    self,
+    prompts: str | Prompt | Iterable[str | Prompt],
+    *,
+    learn: bool = False,
+    ordered: bool = False,
+    **settings: Any,
+  ) -> Iterator[Answer]:
+    """Answers prompts; lazily, so that neither they nor the answers need an end.
+
+    Args:
+      prompts: texts, or `Prompt`s with settings of their own. As many are taken ahead
+        of the answers as there are rows.
+      learn: the draft learns from the answers.
+      ordered: answers come in the order of the prompts, not as they finish.
+      **settings: fields of `Prompt` for the texts; the i-th draws with seed + i.
+
+    Yields:
+      An answer a prompt.
+
+    Raises:
+      InputError: a prompt or a setting cannot be used; says which.
+    """
+    if isinstance(prompts, str | Prompt):
+      prompts = [prompts]
+    early: dict[int, Answer] = {}
+    place = 0
+    for finished in self._turns(self._requests(prompts, settings)):
+      for done in finished:
+        answer = self._conclude(done, learn)
+        if not ordered:
+          yield answer
+          continue
+        early[answer.index] = answer
+        while place in early:
+          yield early.pop(place)
+          place += 1
+
+  def stream(
+    self, prompt: str | Prompt, *, learn: bool = False, **settings: Any
+  ) -> Iterator[str]:
+    """The text of one answer, piece by piece while its tokens are accepted.
+
+    Args:
+      prompt: the text, or a `Prompt`.
+      learn: the draft learns from the answer.
+      **settings: as in `generate`.
+
+    Yields:
+      Pieces that together are the answer's text.
+    """
+    request = self._request(0, prompt, settings, read_along=True)
+    _, _, text = request.tag
+    for finished in self._turns([request]):
+      for done in finished:
+        yield self._conclude(done, learn, piece=True)
+        return
+      piece = text.next_piece()
+      if piece:
+        yield piece
+
+  def turns(self, requests: Iterable[Request]) -> Iterator[list[Finished]]:
+    """Answers requests of tokens; see `Slots.turns`. What finished counts as served."""
+    for finished in self.slots.turns(requests, self._keep_pace):
+      for done in finished:
+        self.statistics.count(done)
+      yield finished
+
+  def run(
+    self,
+    requests: Sequence[Request],
+    on_finished: Callable[[Finished], object] = lambda done: None,
+  ) -> list[Finished]:
+    """Answers all requests of tokens, in their order; see `Slots.run`."""
+
+    def counted(done):
+      self.statistics.count(done)
+      on_finished(done)
+
+    return self.slots.run(requests, counted)
+
+  def learn(self, done: Finished, overlap: float | None = None) -> Outcome | None:
+    """The draft learns from an answer; a draft that is due serves from now on.
+
+    Args:
+      done: the answer.
+      overlap: of the serving draft with it; None measures it.
+
+    Returns:
+      The update that was swapped in, if one was.
+    """
+    if done.stop_reason == base.StopReason.NOT_FINITE or not len(done.tokens):
+      return None  # says nothing of the target
+    if overlap is None:
+      measured = agreement.agreement(
+        self.pair.draft, self.learner.serving, done.batch, done.settings
+      )
+      overlap = float(measured.distribution_overlap[0])
+    return self._swapped(self.learner.take_in(done.batch, overlap))
+
+  def finish_learning(self) -> Outcome | None:
+    """Takes the update under way, if there is one."""
+    return None if self._learner is None else self._swapped(self._learner.finish())
+
+  def swap_in(self) -> None:
+    """Serves the learner's draft, its head cut to what the stream is about."""
+    version = self.slots.draft_version + 1 if self.statistics.updates else 0
+    self.slots.swap(self.learner.serving, version, self.learner.shortlist())
+
+  def warm_up(self, learn: bool = False) -> None:
+    """Compiles everything now, for every bucket, so that no request waits for it."""
+    answers = self.slots.warm_up()
+    if learn:
+      self.learner.warm_up()
+    if self.pair.draft is not None and self.slots.config.record_top_k:
+      for done in answers:
+        agreement.agreement(
+          self.pair.draft, self.draft_params, done.batch, done.settings
+        )
+
+  def save(self, path: str | Path) -> Path:
+    """Writes the draft that serves now to a weights file; `PairConfig.draft` reads it."""
+    notes = f"adapted, after {self.statistics.requests} requests"
+    return self.pair.save_draft(path, self.draft_params, notes)
+
+  def settle(self) -> None:
+    """Waits until nothing runs beside serving."""
+    if self._learner is not None:
+      self._learner.settle()
+
+  def close(self) -> None:
+    """Ends learning and drops what is in flight; nothing is left running."""
+    self._is_closed = True
+    self.slots.clear()
+    if self._learner is not None:
+      self._learner.close()
+
+  def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint keeps: arrays, and what the host knows."""
+    parts = {"slots": self.slots.state()}
+    if self._learner is not None:
+      parts["learner"] = self._learner.state()
+    arrays = {name: part[0] for name, part in parts.items()}
+    return arrays, {name: part[1] for name, part in parts.items()}
+
+  def structure(self, host: dict[str, Any]) -> dict[str, Any]:
+    """Shapes of the arrays that `state` gave with `host`."""
+    shapes = {"slots": self.slots.structure(host["slots"])}
+    if "learner" in host:
+      shapes["learner"] = self.learner.structure(host["learner"])
+    return shapes
+
+  def restore(
+    self,
+    arrays: dict[str, Any],
+    host: dict[str, Any],
+    request_of: Callable[[Any], Request],
+  ) -> None:
+    """Continues from what `state` gave; `request_of` makes a tag's request again."""
+    if "learner" in host:
+      self.learner.restore(arrays["learner"], host["learner"])
+    self.slots.restore(arrays["slots"], host["slots"], request_of, self.draft_params)
+
+  def _turns(self, requests: Iterable[Request]) -> Iterator[list[Finished]]:
+    """`turns`, for one call at a time; whoever leaves early leaves nothing behind."""
+    if self._is_closed or self._is_answering:
+      state = "closed" if self._is_closed else "answering another call"
+      raise base.InputError(
+        f"Server: this server is {state}; read that call to its end, or make another"
+        " server."
+      )
+    self._is_answering = True
+    try:
+      with contextlib.closing(self.turns(requests)) as turns:
+        yield from turns
+    finally:
+      self._is_answering = False
+      self.slots.clear()
+
+  def _requests(
+    self, prompts: Iterable[str | Prompt], settings: dict[str, Any]
+  ) -> Iterator[Request]:
+    for index, prompt in enumerate(prompts):
+      yield self._request(index, prompt, settings)
+
+  def _request(
+    self,
+    index: int,
+    given: str | Prompt,
+    settings: dict[str, Any],
+    read_along: bool = False,
+  ) -> Request:
+    """The request of a prompt; its tag says what becomes of the answer."""
+    prompt = Prompt.of(given, index, settings)
+    text = TextSoFar(self.pair.vocabulary.decode, prompt.stop)
+    request = Request(
+      tokens=self.pair.vocabulary.encode_with_eos(prompt.text),
+      sampling=prompt.sampling,
+      max_length=prompt.max_length,
+      tag=(index, prompt, text),
+      watch=text.watch if prompt.stop or read_along else None,
+    )
+    try:
+      if not prompt.text.strip():
+        raise base.InputError("the prompt is empty; give it a text.")
+      self.slots.check(request)
+    except base.InputError as error:
+      raise base.InputError(f"prompt {index}: {error}") from None
+    return request
+
+  def _conclude(self, done: Finished, learn: bool, piece: bool = False) -> Any:
+    """The answer, or the last piece of its text; the draft learns from it if asked."""
+    index, prompt, text = done.request.tag
+    whole, rest = text.finish(done.tokens)
+    if learn and prompt.learn:
+      self.learn(done)
+    return rest if piece else answer_of(index, prompt, whole, done)
+
+  def _keep_pace(self) -> None:
+    if self._learner is not None:
+      self._learner.keep_pace(self.slots.in_flight)
+
+  def _swapped(self, outcome: Outcome | None) -> Outcome | None:
+    if outcome is not None:
+      self.statistics.updates += 1
+      if outcome.changed:
+        params, shortlist = self.learner.serving, self.learner.shortlist()
+        self.slots.swap(params, outcome.version, shortlist)
+    return outcome

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from osd_jax import base
-from osd_jax.decoding import autoregressive, sampling
+from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 
 FREE = {
@@ -62,7 +62,8 @@ def per_step(
     return served, state
 
   def steps(served, state):
-    return autoregressive.run_steps(model, False, served, jnp.int32(target), state)
+    plain = rounds.Speculation(model, None, 0)
+    return rounds.run_rounds(plain, served, None, jnp.int32(target), state)
 
   shapes = jax.eval_shape(prefilled, params)
   compiled = jax.jit(steps, donate_argnums=1).lower(*shapes).compile()

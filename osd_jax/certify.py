@@ -9,10 +9,12 @@ import jax
 import numpy as np
 import rich.console
 
-from osd_jax import base, corpus, pairs, partitioning, writers
-from osd_jax.data import batches as data_batches
+from osd_jax import base, pairs, partitioning, texts, writers
+from osd_jax.data import batches as batches_lib
+from osd_jax.data import prompts as prompts_lib
 from osd_jax.measuring import certificate, metrics, summaries
 from osd_jax.serving import slots
+from osd_jax.serving.server import Server
 
 _SWAP_ROUNDS = 3  # rounds between two swaps
 _NOISE = 0.1  # of a perturbed copy, in standard deviations of each array
@@ -38,7 +40,7 @@ class CertifyConfig:
     partition: mesh.
   """
 
-  prompts: data_batches.BatchConfig
+  prompts: batches_lib.BatchConfig
   count: int = 64
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: slots.DecodingConfig = slots.DecodingConfig(rows=8)
@@ -51,26 +53,23 @@ class CertifyConfig:
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
-    checks = {
-      "count": (self.count >= len(self.rows), "at least one for each of rows"),
-      "num_draft_tokens": (self.num_draft_tokens, "at least one K"),
-      "rows": (self.rows and min(self.rows) >= 1, "numbers >= 1"),
-      "drafts": (
-        self.drafts and set(self.drafts) <= set(DRAFTS),
-        f"names out of {sorted(DRAFTS)}",
-      ),
-      "sampling": (
-        certificate.applies(self.sampling, self.decoding),
-        "temperature 0, or DecodingConfig.acceptance_rule = 'coupling': sampled"
-        " outputs of the rejection rule equal plain decoding's in law only",
-      ),
-    }
-    for name, (valid, expected) in checks.items():
-      if not valid:
-        raise base.InputError(
-          f"CertifyConfig.{name}: received {getattr(self, name)!r}, expected"
-          f" {expected}."
-        )
+    base.check_counts(self, "count", least=len(self.rows))
+    base.check_fields(
+      self,
+      {
+        "num_draft_tokens": (self.num_draft_tokens, "at least one K"),
+        "rows": (self.rows and all(map(base.is_count, self.rows)), "integers >= 1"),
+        "drafts": (
+          self.drafts and set(self.drafts) <= set(DRAFTS),
+          f"names out of {sorted(DRAFTS)}",
+        ),
+        "sampling": (
+          certificate.applies(self.sampling, self.decoding),
+          "temperature 0, or DecodingConfig.acceptance_rule = 'coupling': other sampled"
+          " outputs equal plain decoding's in law only, if their rule is exact",
+        ),
+      },
+    )
 
 
 Draft = tuple[base.Model, base.Params]
@@ -149,31 +148,34 @@ class Grid:
   def __init__(self, config: CertifyConfig):
     """Loads the pair and reads the prompts."""
     self.config = config
-    self._partitioner = partitioning.make(config.partition)
-    self.pair = pairs.load(config.pair, self._partitioner)
-    self.prompts = corpus.prompts(config.prompts, self.pair.vocabulary, config.count)
+    self.pair = pairs.load(config.pair, partitioning.make(config.partition))
+    prompts = prompts_lib.prompts(config.prompts, self.pair.vocabulary, config.count)
+    self.requests = texts.requests(prompts, config.sampling)
     self._certifier = certificate.Certifier(self.pair)
 
   def rows(
     self, on_finished: Callable[[slots.Finished], None]
   ) -> Iterator[tuple[dict[str, Any], certificate.Certificate]]:
     """Yields (row of the table, certificate) for every K and number of rows."""
-    plain = self._slots(self.config.decoding, None)
-    expected = corpus.answer(plain, self.prompts, self.config.sampling)
-    parts = np.array_split(np.arange(len(self.prompts)), len(self.config.rows))
+    decoding = dataclasses.replace(self.config.decoding, record_top_k=0)
+    plain = texts.plain_server(self.pair, decoding, self.config.partition)
+    expected = plain.run(self.requests)
+    parts = np.array_split(np.arange(len(self.requests)), len(self.config.rows))
     for turn, drafted in enumerate(self.config.num_draft_tokens):
       for group, count in enumerate(self.config.rows):
         places = parts[group]
         name = self.config.drafts[(turn + group) % len(self.config.drafts)]
-        decoding = dataclasses.replace(
-          self.config.decoding, num_draft_tokens=drafted, rows=count
+        answers = self.answers(
+          dataclasses.replace(decoding, num_draft_tokens=drafted, rows=count),
+          name,
+          places,
+          on_finished,
         )
-        answers = self.answers(decoding, name, places, on_finished)
-        found = self._certifier.judge(
+        judged = self._certifier.judge(
           zip((expected[place] for place in places), answers, strict=True),
           int(places[0]),
         )
-        yield self._row(drafted, count, name, answers, found), found
+        yield self._row(drafted, count, name, answers, judged), judged
 
   def answers(
     self,
@@ -184,38 +186,23 @@ class Grid:
   ) -> list[slots.Finished]:
     """Speculative answers to some prompts, in their order."""
     model, params = DRAFTS[name](self.pair)
-    decoder = self._slots(decoding, (model, params))
+    limit = _SWAP_ROUNDS if self.config.swap else decoding.target_length
+    server = Server(
+      self.pair.with_draft(model, params),
+      dataclasses.replace(decoding, max_rounds=limit),
+      partition=self.config.partition,
+    )
     versions = [params, perturbed(params, _NOISE, seed=1)]
-    requests = [self._request(place) for place in places]
-    for request in requests:
-      decoder.submit(request)
-    found: dict[int, slots.Finished] = {}
-    while decoder.in_flight:
-      for done in decoder.step():
+    requests = [self.requests[place] for place in places]
+    answers: dict[int, slots.Finished] = {}
+    for finished in server.turns(requests):
+      for done in finished:
         on_finished(done)
-        found[id(done.request)] = done
+        answers[id(done.request)] = done
       if self.config.swap:
-        version = decoder.draft_version + 1
-        decoder.swap(versions[version % 2], version)
-    return [found[id(request)] for request in requests]
-
-  def _request(self, place: int) -> slots.Request:
-    sampling = self.config.sampling
-    return slots.Request(
-      self.prompts[place].tokens,
-      dataclasses.replace(sampling, seed=sampling.seed + int(place)),
-    )
-
-  def _slots(self, decoding: slots.DecodingConfig, draft: Draft | None) -> slots.Slots:
-    swaps = draft is not None and self.config.swap
-    limit = _SWAP_ROUNDS if swaps else decoding.target_length
-    return slots.Slots(
-      dataclasses.replace(decoding, record_top_k=0, max_rounds=limit),
-      self.pair.target,
-      self.pair.target_params,
-      *(draft or ()),
-      partitioner=self._partitioner,
-    )
+        version = server.slots.draft_version + 1
+        server.slots.swap(versions[version % 2], version)
+    return [answers[id(request)] for request in requests]
 
   def _row(
     self,
@@ -223,11 +210,11 @@ class Grid:
     count: int,
     name: str,
     answers: Sequence[slots.Finished],
-    found: certificate.Certificate,
+    judged: certificate.Certificate,
   ) -> dict[str, Any]:
     accepted = sum(done.accepted for done in answers)
     offered = sum(done.drafted for done in answers)
-    row = found.row()
+    row = judged.row()
     row.pop("check")
     return {
       "K": drafted,

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from osd_jax import base, corpus, pairs, partitioning, writers
-from osd_jax.data import batches as data_batches
+from osd_jax import base, pairs, partitioning, texts, writers
+from osd_jax.data import batches as batches_lib
+from osd_jax.data import prompts as prompts_lib
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.measuring import certificate, metrics, summaries, timing
 from osd_jax.serving import slots
+from osd_jax.serving.server import Server
 
 CHECKED = 16  # prompts decoded greedily for the check where requests are sampled
 
@@ -36,7 +38,7 @@ class EvaluateConfig:
     partition: mesh.
   """
 
-  prompts: data_batches.BatchConfig
+  prompts: batches_lib.BatchConfig
   count: int = 256
   pair: pairs.PairConfig = pairs.PairConfig()
   drafts: tuple[str, ...] = ()
@@ -48,24 +50,23 @@ class EvaluateConfig:
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
-    for name, least in (("count", 1), ("speed_requests", 0), ("batch_rows", 1)):
-      if getattr(self, name) < least:
-        raise base.InputError(
-          f"EvaluateConfig.{name}: received {getattr(self, name)!r}, expected an"
-          f" integer >= {least}."
-        )
-    if self.decoding.record_top_k < 1:
-      raise base.InputError(
-        "EvaluateConfig.decoding: received record_top_k=0, expected at least 1:"
-        " overlap is measured against the records."
-      )
+    base.check_counts(self, "count", "batch_rows")
+    base.check_counts(self, "speed_requests", least=0)
     longest = self.decoding.source_lengths[-1]
-    if self.prompts.source_length > longest:
-      raise base.InputError(
-        f"EvaluateConfig.prompts: received source_length="
-        f"{self.prompts.source_length}, expected at most the largest of"
-        f" DecodingConfig.source_lengths, {longest}."
-      )
+    base.check_fields(
+      self,
+      {
+        "decoding": (
+          self.decoding.record_top_k >= 1,
+          "record_top_k >= 1: overlap is measured against the records",
+        ),
+        "prompts": (
+          self.prompts.source_length <= longest,
+          "a source_length of at most the largest of DecodingConfig.source_lengths,"
+          f" {longest}",
+        ),
+      },
+    )
 
 
 def run(config: EvaluateConfig, operative_config: str = "") -> Path:
@@ -120,22 +121,21 @@ class Bench:
       ValueError: a draft does not belong to the target.
     """
     self.config = config
-    self._partitioner = partitioning.make(config.partition)
     paths = (config.pair.draft, *config.drafts)
     self.labels = draft_labels(paths)
     self.pairs: list[pairs.Pair] = []
     for path in paths:
       named = dataclasses.replace(config.pair, draft=path)
-      pair = pairs.load(named, self._partitioner)
+      pair = pairs.load(named, partitioning.make(config.partition))
       first = self.pairs[0] if self.pairs else pair  # one copy of the target
       self.pairs.append(dataclasses.replace(pair, target_params=first.target_params))
     self.vocabulary = self.pairs[0].vocabulary
-    self.prompts = corpus.prompts(config.prompts, self.vocabulary, config.count)
+    self.prompts = prompts_lib.prompts(config.prompts, self.vocabulary, config.count)
+    self.requests = texts.requests(self.prompts, config.sampling)
 
   def answers(self) -> list[slots.Finished]:
     """The target's own answers, with records."""
-    decoder = self._plain(self.config.decoding)
-    return corpus.answer(decoder, self.prompts, self.config.sampling)
+    return self._plain(self.config.decoding).run(self.requests)
 
   def quality(self, answers: Sequence[slots.Finished]) -> list[dict[str, Any]]:
     """What the target's answers are worth, a row a task."""
@@ -143,13 +143,13 @@ class Bench:
     rows = []
     for task_id, places in self._tasks():
       part = [(self.prompts[place], answers[place]) for place in places]
-      found = [share for place in places if (share := right[place]) is not None]
+      shares = [share for place in places if (share := right[place]) is not None]
       rows.append(
         {
           "task": self._label(task_id),
           "prompts": len(places),
           **quality(part, self.vocabulary),
-          "token_accuracy": float(np.mean(found)) if found else None,
+          "token_accuracy": float(np.mean(shares)) if shares else None,
         }
       )
     return rows
@@ -160,15 +160,15 @@ class Bench:
     """Agreement of every draft a task, and the certificate of its outputs."""
     rows, checks = [], []
     for label, pair in zip(self.labels, self.pairs, strict=True):
-      decoder = self._speculative(self.config.decoding, pair)
-      served = corpus.answer(decoder, self.prompts, self.config.sampling)
-      agreement = corpus.mean_agreement(pair.draft, pair.draft_params, answers)
+      server = self._speculative(self.config.decoding, pair)
+      served = server.run(self.requests)
+      agreement = metrics.mean_agreement(pair.draft, pair.draft_params, answers)
       for task_id, places in self._tasks():
-        found = dict(agreement[task_id])
-        found.pop("requests")
+        agreed = dict(agreement[task_id])
+        agreed.pop("requests")
         counted = acceptance([served[place] for place in places])
-        rows.append({"task": self._label(task_id), "draft": label, **found, **counted})
-      checks.append(self._check(answers, served, decoder))
+        rows.append({"task": self._label(task_id), "draft": label, **agreed, **counted})
+      checks.append(self._check(answers, served, server))
     return rows, checks
 
   def speeds(self) -> list[dict[str, Any]]:
@@ -177,10 +177,11 @@ class Bench:
     for count in dict.fromkeys((1, self.config.batch_rows)):
       config = dataclasses.replace(self.config.decoding, rows=count)
       unrecorded = dataclasses.replace(config, record_top_k=0)
-      decoders = [self._plain(unrecorded)]
-      decoders += [self._speculative(config, pair) for pair in self.pairs]
+      servers = [self._plain(unrecorded)]
+      servers += [self._speculative(config, pair) for pair in self.pairs]
+      timed_requests = self.requests[: self.config.speed_requests]
       # A block is long enough to keep the rows filled for most of its time.
-      timed = timing.timings(decoders, self._requests(), 4 * count if count > 1 else 1)
+      timed = timing.timings(servers, timed_requests, 4 * count if count > 1 else 1)
       plain_ms = timed[0].ms_per_token
       for label, pair, found in zip(self.labels, self.pairs, timed[1:], strict=True):
         rows.append(
@@ -226,31 +227,28 @@ class Bench:
     self,
     answers: Sequence[slots.Finished],
     served: Sequence[slots.Finished],
-    decoder: slots.Slots,
+    server: Server,
   ) -> certificate.Certificate:
     """The certificate of a draft's outputs, or of some greedy ones beside them."""
     if not certificate.applies(self.config.sampling, self.config.decoding):
-      part, greedy = self.prompts[:CHECKED], slots.SamplingConfig()
-      answers = corpus.answer(self._plain(self.config.decoding), part, greedy)
-      served = corpus.answer(decoder, part, greedy)
+      greedy = texts.requests(self.prompts[:CHECKED], slots.SamplingConfig())
+      answers = self._plain(self.config.decoding).run(greedy)
+      served = server.run(greedy)
     certifier = certificate.Certifier(self.pairs[0])
     return certifier.judge(zip(answers, served, strict=True))
 
   def _token_accuracies(self) -> list[float | None]:
     """Share of reference tokens that are the target's first choice, a prompt."""
     config = dataclasses.replace(self.config.decoding, record_top_k=1)
-    pair = self.pairs[0]
-    found: list[float | None] = []
-    for batch in corpus.reference_rows(
-      pair.target, pair.target_params, self.prompts, config
-    ):
+    shares: list[float | None] = []
+    for batch in texts.reference_rows(self.pairs[0], self.prompts, config):
       mask = np.asarray(batch.mask)
       right = (np.asarray(batch.records.ids[..., 0]) == np.asarray(batch.target)) & mask
-      found += [
+      shares += [
         float(hits.sum() / kept.sum()) if kept.any() else None
         for hits, kept in zip(right, mask, strict=True)
       ]
-    return found[: len(self.prompts)]
+    return shares[: len(self.prompts)]
 
   def _tasks(self) -> list[tuple[int, list[int]]]:
     """Places of the prompts of every task."""
@@ -262,34 +260,11 @@ class Bench:
   def _label(self, task_id: int) -> str:
     return self.config.prompts.tasks[task_id].label
 
-  def _requests(self) -> list[slots.Request]:
-    sampling = self.config.sampling
-    part = self.prompts[: self.config.speed_requests]
-    return [
-      slots.Request(
-        prompt.tokens, dataclasses.replace(sampling, seed=sampling.seed + index)
-      )
-      for index, prompt in enumerate(part)
-    ]
+  def _plain(self, decoding: slots.DecodingConfig) -> Server:
+    return texts.plain_server(self.pairs[0], decoding, self.config.partition)
 
-  def _plain(self, config: slots.DecodingConfig) -> slots.Slots:
-    pair = self.pairs[0]
-    return slots.Slots(
-      dataclasses.replace(config, max_rounds=config.target_length),
-      pair.target,
-      pair.target_params,
-      partitioner=self._partitioner,
-    )
-
-  def _speculative(self, config: slots.DecodingConfig, pair: pairs.Pair) -> slots.Slots:
-    return slots.Slots(
-      config,
-      pair.target,
-      pair.target_params,
-      pair.draft,
-      pair.draft_params,
-      self._partitioner,
-    )
+  def _speculative(self, decoding: slots.DecodingConfig, pair: pairs.Pair) -> Server:
+    return Server(pair, decoding, partition=self.config.partition)
 
 
 def acceptance(served: Sequence[slots.Finished]) -> dict[str, float | None]:
@@ -308,7 +283,7 @@ def acceptance(served: Sequence[slots.Finished]) -> dict[str, float | None]:
 
 
 def quality(
-  part: Sequence[tuple[corpus.Prompt, slots.Finished]], vocabulary: Vocabulary
+  part: Sequence[tuple[prompts_lib.Prompt, slots.Finished]], vocabulary: Vocabulary
 ) -> dict[str, Any]:
   """What answers are worth beside the references.
 

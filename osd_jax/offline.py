@@ -11,12 +11,13 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from osd_jax import base, checkpoints, corpus, pairs, partitioning, writers
+from osd_jax import base, checkpoints, pairs, partitioning, writers
 from osd_jax import texts as texts_lib
-from osd_jax.data import batches as data_batches
+from osd_jax.checkpoints import signals
+from osd_jax.data import batches as batches_lib
+from osd_jax.data import prompts as prompts_lib
 from osd_jax.distillation import update as updates
-from osd_jax.measuring import summaries
-from osd_jax.models import weights
+from osd_jax.measuring import metrics, summaries
 from osd_jax.serving import slots
 
 
@@ -48,8 +49,8 @@ class OfflineConfig:
     partition: mesh.
   """
 
-  corpus: data_batches.BatchConfig
-  evaluation: data_batches.BatchConfig
+  corpus: batches_lib.BatchConfig
+  evaluation: batches_lib.BatchConfig
   output: str
   evaluation_prompts: int = 128
   pair: pairs.PairConfig = pairs.PairConfig()
@@ -68,32 +69,31 @@ class OfflineConfig:
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
-    counts = ("evaluation_prompts", "steps", "log_every", "evaluate_every")
-    for name in (*counts, "checkpoint_every"):
-      self._check(name, getattr(self, name) >= 1, "an integer >= 1")
-    self._check("resample_every", self.resample_every >= 0, "an integer >= 0")
-    self._check("seed", self.seed >= 0, "an integer >= 0")
-    stored = self.storage in ("float32", "bfloat16")
-    self._check("storage", stored, "'float32' or 'bfloat16'")
-    writable = self.output not in ("", self.pair.draft, self.pair.target)
-    self._check("output", writable, "a weights file other than those of the pair")
-    kept = self.decoding.record_top_k >= 1
-    self._check("decoding", kept, "record_top_k >= 1: the draft learns from records")
+    base.check_counts(
+      self, "evaluation_prompts", "steps", "log_every", "evaluate_every"
+    )
+    base.check_counts(self, "checkpoint_every")
+    base.check_counts(self, "resample_every", "seed", least=0)
+    base.check_choices(self, storage=("float32", "bfloat16"))
     longest = self.decoding.source_lengths[-1]
-    for name in ("corpus", "evaluation"):
-      if getattr(self, name).source_length > longest:
-        raise base.InputError(
-          f"OfflineConfig.{name}: received source_length="
-          f"{getattr(self, name).source_length}, expected at most the largest of"
-          f" DecodingConfig.source_lengths, {longest}."
-        )
-
-  def _check(self, field: str, holds: bool, expected: str) -> None:
-    if not holds:
-      raise base.InputError(
-        f"OfflineConfig.{field}: received {getattr(self, field)!r}, expected"
-        f" {expected}."
-      )
+    short = (
+      f"a source_length <= {longest}, the largest of DecodingConfig.source_lengths"
+    )
+    base.check_fields(
+      self,
+      {
+        "output": (
+          self.output not in ("", self.pair.draft, self.pair.target),
+          "a weights file other than those of the pair",
+        ),
+        "decoding": (
+          self.decoding.record_top_k >= 1,
+          "record_top_k >= 1: the draft learns from records",
+        ),
+        "corpus": (self.corpus.source_length <= longest, short),
+        "evaluation": (self.evaluation.source_length <= longest, short),
+      },
+    )
 
 
 def run(config: OfflineConfig, operative_config: str = "") -> Path:
@@ -116,9 +116,11 @@ def run(config: OfflineConfig, operative_config: str = "") -> Path:
     bar.update(task, completed=loop.taken)
     loop.evaluate_if_first()
     try:
-      while loop.taken < config.steps:
-        loop.step()
-        bar.update(task, completed=loop.taken, figures=loop.figures)
+      with signals.Deferred() as interruption:
+        while loop.taken < config.steps:
+          loop.step()
+          bar.update(task, completed=loop.taken, figures=loop.figures)
+          interruption.deliver(loop.checkpoint)
     finally:
       loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
   loop.close()
@@ -165,8 +167,8 @@ class OfflineLoop:
       config.decoding,
       config.sampling,
       self.pair,
-      self._partitioner,
-      corpus.prompts(config.corpus, self.pair.vocabulary),
+      config.partition,
+      prompts_lib.prompts(config.corpus, self.pair.vocabulary),
       self._bar,
     )
 
@@ -179,12 +181,12 @@ class OfflineLoop:
   def held_out(self) -> list[slots.Finished]:
     """The target's answers to the held-out prompts."""
     config = self.config
-    found = corpus.prompts(
+    prompts = prompts_lib.prompts(
       config.evaluation, self.pair.vocabulary, config.evaluation_prompts
     )
-    decoder = texts_lib.plain_slots(config.decoding, self.pair, self._partitioner)
-    with texts_lib.counting(self._bar, "held-out prompts", len(found)) as count:
-      return corpus.answer(decoder, found, config.sampling, count)
+    server = texts_lib.plain_server(self.pair, config.decoding, config.partition)
+    with texts_lib.counting(self._bar, "held-out prompts", len(prompts)) as count:
+      return server.run(texts_lib.requests(prompts, config.sampling), count)
 
   @property
   def figures(self) -> str:
@@ -210,7 +212,7 @@ class OfflineLoop:
     if self.taken % config.evaluate_every == 0 or last:
       self._evaluate()
     if self.taken % config.checkpoint_every == 0 or last:
-      self._checkpoint()
+      self.checkpoint()
 
   def evaluate_if_first(self) -> None:
     """Evaluates the draft that the run starts from."""
@@ -228,8 +230,9 @@ class OfflineLoop:
       f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
       f" {self.config.texts.sample_source} texts"
     )
-    found = self.pair.draft_weights(self.learner.served, notes)
-    weights.save(self.config.output, found, self.config.storage)
+    self.pair.save_draft(
+      self.config.output, self.learner.served, notes, self.config.storage
+    )
     self._log.close()
 
   def _resamples(self) -> bool:
@@ -253,13 +256,19 @@ class OfflineLoop:
     self._log.write("step", row)
 
   def _evaluate(self) -> None:
-    found = corpus.mean_agreement(self.pair.draft, self.learner.served, self.held_out)
-    tasks = {self.config.evaluation.tasks[i].label: row for i, row in found.items()}
+    agreement = metrics.mean_agreement(
+      self.pair.draft, self.learner.served, self.held_out
+    )
+    labels = [task.label for task in self.config.evaluation.tasks]
+    tasks = {labels[task_id]: row for task_id, row in agreement.items()}
     self._log.write("evaluation", {"step": self.taken, "tasks": tasks})
     overlaps = [row["distribution_overlap"] for row in tasks.values()]
     self.overlap = float(np.mean(overlaps))
 
-  def _checkpoint(self) -> None:
+  def checkpoint(self) -> None:
+    """Saves what the run carries onwards, if this step was not saved yet."""
+    if self.taken in self._saved.steps():
+      return
     host = {
       "taken": self.taken,
       "loss": self.loss,

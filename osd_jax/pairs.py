@@ -52,9 +52,9 @@ class Pair:
     target: functions of the target.
     target_params: its parameters.
     rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
-    draft: functions of the draft.
+    draft: functions of the draft; of `plain()` None.
     draft_params: its parameters.
-    draft_config: shape of the draft, to write it back.
+    draft_config: shape of a T5 draft, to write it back; None for another kind.
     vocabulary: shared by both.
   """
 
@@ -63,23 +63,46 @@ class Pair:
   rescoring_target: base.Model
   draft: base.Model
   draft_params: base.Params
-  draft_config: t5.T5Config
+  draft_config: t5.T5Config | None
   vocabulary: Vocabulary
 
-  def draft_weights(self, params: base.Params, notes: str) -> weights.Weights:
-    """Adapted parameters of the draft, ready for `weights.save`."""
-    return weights.Weights(
-      self.draft_config, params, self.vocabulary.fingerprint, notes
+  def plain(self) -> "Pair":
+    """The target alone."""
+    return dataclasses.replace(self, draft=None, draft_params=None)
+
+  def with_draft(self, draft: base.Model, params: base.Params) -> "Pair":
+    """The same target with another draft."""
+    return dataclasses.replace(
+      self, draft=draft, draft_params=params, draft_config=None
     )
 
+  def save_draft(
+    self,
+    path: str | Path,
+    params: base.Params,
+    notes: str,
+    storage: str = "float32",
+  ) -> Path:
+    """Writes adapted parameters of the draft; `PairConfig.draft` reads a T5's."""
+    if self.draft_config is None:
+      return weights.save_tree(path, params, notes, storage)
+    fingerprint = self.vocabulary.fingerprint
+    kept = weights.Weights(self.draft_config, params, fingerprint, notes)
+    return weights.save(path, kept, storage)
 
-def load(config: PairConfig, partitioner: partitioning.Partitioner) -> Pair:
-  """Reads the three files or folders.
+
+def load(
+  config: PairConfig | Pair, partitioner: partitioning.Partitioner | None = None
+) -> Pair:
+  """Reads the three files or folders; a loaded pair stays as it is.
 
   Raises:
     ValueError: a file is missing or holds no weights, or target, draft and vocabulary
       do not belong together.
   """
+  if isinstance(config, Pair):
+    return config
+  partitioner = partitioner or partitioning.make()
   vocabulary = Vocabulary.load(config.path("vocabulary"), config.extra_ids)
   target = _read(config, "target", vocabulary)
   draft = _read(config, "draft", vocabulary)

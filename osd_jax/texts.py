@@ -1,4 +1,4 @@
-"""Texts to learn on: written by the target, the draft or both, judged by the target.
+"""Texts in bulk: who writes the answers to a corpus, and what the target says of them.
 
 The paper's four sampling sources; "teacher" and "student" name nothing else here.
 """
@@ -13,10 +13,12 @@ import jax
 import numpy as np
 import rich.progress
 
-from osd_jax import base, corpus, pairs, partitioning
+from osd_jax import base, pairs, partitioning
+from osd_jax.data.prompts import Prompt
 from osd_jax.decoding import records
 from osd_jax.models import mixture
 from osd_jax.serving import slots
+from osd_jax.serving.server import Server
 
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 
@@ -37,19 +39,10 @@ class TextsConfig:
   seed: int = 0
 
   def __post_init__(self):
-    checks = {
-      "sample_source": (
-        self.sample_source in SAMPLE_SOURCES,
-        f"one of {', '.join(SAMPLE_SOURCES)}",
-      ),
-      "mix_share": (0 <= self.mix_share <= 1, "a number in 0..1"),
-      "seed": (self.seed >= 0, "an integer >= 0"),
-    }
-    for name, (valid, expected) in checks.items():
-      if not valid:
-        raise base.InputError(
-          f"TextsConfig.{name}: received {getattr(self, name)!r}, expected {expected}."
-        )
+    base.check_choices(self, sample_source=SAMPLE_SOURCES)
+    base.check_counts(self, "seed", least=0)
+    share = self.mix_share
+    base.check_fields(self, {"mix_share": (0 <= share <= 1, "a number in 0..1")})
 
 
 class Texts:
@@ -61,14 +54,14 @@ class Texts:
     decoding: slots.DecodingConfig,
     sampling: slots.SamplingConfig,
     pair: pairs.Pair,
-    partitioner: partitioning.Partitioner,
-    found: Sequence[corpus.Prompt],
+    partition: partitioning.PartitionConfig,
+    prompts: Sequence[Prompt],
     bar: rich.progress.Progress,
   ):
     """Writes nothing yet."""
-    self.config, self.pair, self.prompts = config, pair, found
+    self.config, self.pair, self.prompts = config, pair, prompts
     self._decoding, self._sampling = decoding, sampling
-    self._partitioner, self._bar = partitioner, bar
+    self._partition, self._bar = partition, bar
 
   def rows(self, draft_params: base.Params) -> base.DistillationBatch:
     """All rows in the order of the prompts.
@@ -101,8 +94,8 @@ class Texts:
     places = np.flatnonzero(~self.draft_writes())
     if not len(places):
       return []
-    decoder = plain_slots(self._decoding, self.pair, self._partitioner)
-    return [jax.device_get(done.batch) for done in self._answer(decoder, places)]
+    server = plain_server(self.pair, self._decoding, self._partition)
+    return [jax.device_get(done.batch) for done in self._answer(server, places)]
 
   def _by_draft(
     self, places: np.ndarray, params: base.Params
@@ -110,15 +103,15 @@ class Texts:
     """Rows of texts by the draft or the mix, through one target pass each."""
     if not len(places):
       return
-    model = self.pair.draft
+    writer = self.pair.draft
     if self.config.sample_source == "mix_token":
-      model = mixture.mix(
-        self.pair.target, model, self.config.mix_share, self.config.seed
+      writer = mixture.mix(
+        self.pair.target, writer, self.config.mix_share, self.config.seed
       )
       params = {"target": self.pair.target_params, "draft": params}
-    unrecorded = dataclasses.replace(_plain(self._decoding), record_top_k=0)
-    decoder = slots.Slots(unrecorded, model, params, partitioner=self._partitioner)
-    answers = self._answer(decoder, places)
+    alone = dataclasses.replace(self.pair, target=writer, target_params=params)
+    unrecorded = dataclasses.replace(self._decoding, record_top_k=0)
+    answers = self._answer(plain_server(alone, unrecorded, self._partition), places)
     size = self._decoding.rows
     for start in range(0, len(answers), size):
       yield from self._judged([d.batch for d in answers[start : start + size]], size)
@@ -127,7 +120,7 @@ class Texts:
     self, texts: list[base.DistillationBatch], size: int
   ) -> Iterator[base.DistillationBatch]:
     """The same rows with the target's distributions; `size` fixes the shape."""
-    filled = corpus.stack(texts + texts[-1:] * (size - len(texts)))
+    filled = stack(texts + texts[-1:] * (size - len(texts)))
     judged = records.teacher_forced(
       self.pair.target,
       self.pair.target_params,
@@ -139,10 +132,10 @@ class Texts:
     for row in range(len(texts)):
       yield jax.tree.map(lambda leaf, at=row: leaf[at : at + 1], host)
 
-  def _answer(self, decoder: slots.Slots, places: np.ndarray) -> list[slots.Finished]:
-    found = [self.prompts[place] for place in places]
-    with counting(self._bar, "texts", len(found)) as count:
-      return corpus.answer(decoder, found, self._sampling, count)
+  def _answer(self, server: Server, places: np.ndarray) -> list[slots.Finished]:
+    prompts = [self.prompts[place] for place in places]
+    with counting(self._bar, "texts", len(prompts)) as count:
+      return server.run(requests(prompts, self._sampling), count)
 
 
 @contextlib.contextmanager
@@ -155,20 +148,56 @@ def counting(
   bar.remove_task(task)
 
 
-def plain_slots(
-  config: slots.DecodingConfig,
+def plain_server(
   pair: pairs.Pair,
-  partitioner: partitioning.Partitioner,
-) -> slots.Slots:
-  """The target alone, with records."""
-  return slots.Slots(
-    _plain(config),
-    pair.target,
-    pair.target_params,
-    partitioner=partitioner,
-  )
+  decoding: slots.DecodingConfig,
+  partition: partitioning.PartitionConfig,
+) -> Server:
+  """The target alone; a call may take as many steps as an answer has tokens."""
+  config = dataclasses.replace(decoding, max_rounds=decoding.target_length)
+  return Server(pair.plain(), config, partition=partition)
 
 
-def _plain(config: slots.DecodingConfig) -> slots.DecodingConfig:
-  """One step a token: a call may take as many as an answer has tokens."""
-  return dataclasses.replace(config, max_rounds=config.target_length)
+def requests(
+  prompts: Sequence[Prompt], sampling: slots.SamplingConfig
+) -> list[slots.Request]:
+  """The i-th prompt draws with seed + i; tags are the numbers of the tasks."""
+  return [
+    slots.Request(prompt.tokens, sampling.of_request(index), tag=prompt.task_id)
+    for index, prompt in enumerate(prompts)
+  ]
+
+
+def reference_rows(
+  pair: pairs.Pair,
+  prompts: Sequence[Prompt],
+  decoding: slots.DecodingConfig,
+  rows: int = 8,
+) -> Iterator[base.DistillationBatch]:
+  """The target's distributions along the references of prompts, teacher-forced.
+
+  Args:
+    pair: its target judges.
+    prompts: those without reference get weight 0.
+    decoding: lengths and k of the rows.
+    rows: R of each batch; the last one is filled up with rows of weight 0.
+
+  Yields:
+    Batches of R rows.
+  """
+  source_length = decoding.source_lengths[-1]
+  for start in range(0, len(prompts), rows):
+    source = np.zeros((rows, source_length), np.int32)
+    tokens = np.zeros((rows, decoding.target_length), np.int32)
+    for row, prompt in enumerate(prompts[start : start + rows]):
+      source[row, : len(prompt.tokens)] = prompt.tokens[:source_length]
+      reference = prompt.reference[: decoding.target_length]
+      tokens[row, : len(reference)] = reference
+    yield records.teacher_forced(
+      pair.target, pair.target_params, source, tokens, decoding.record_top_k
+    )
+
+
+def stack(rows: Sequence[base.DistillationBatch]) -> base.DistillationBatch:
+  """One batch of all rows."""
+  return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base, corpus, pairs, testing
+from osd_jax import base, pairs, testing
+from osd_jax.data.prompts import Prompt
 
 VOCAB_SIZE = 12
 SOURCE_LENGTH, TARGET_LENGTH = 6, 10
@@ -28,10 +29,10 @@ def make(sharpness: float = 2.0) -> pairs.Pair:
   )
 
 
-def prompts(count: int) -> list[corpus.Prompt]:
+def prompts(count: int) -> list[Prompt]:
   """Different prompts of ragged lengths, of tasks 0 and 1 by turns."""
   source, mask = testing.random_sources(count, SOURCE_LENGTH, VOCAB_SIZE, seed=3)
   return [
-    corpus.Prompt(source[row][mask[row]], row % 2, np.asarray([5, 6, 1], np.int32))
+    Prompt(source[row][mask[row]], row % 2, np.asarray([5, 6, 1], np.int32))
     for row in range(count)
   ]

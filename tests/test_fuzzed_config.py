@@ -41,8 +41,8 @@ NAMES = st.sampled_from(
     "OnlineConfig..seed",
     "a b.c",
     "osd_jax.online.run.config",
-    "include 'runs/online.gin'\nOnlineConfig.seed",
-    "OnlineConfig.seed\n",
+    "include 'runs/online.gin'\nLearningConfig.seed",
+    "LearningConfig.seed\n",
   ]
 )
 ATOMS = st.sampled_from(
@@ -146,7 +146,7 @@ def check(code, errors):
 @hypothesis.given(bindings=st.lists(BINDINGS, min_size=1, max_size=3))
 @hypothesis.example(bindings=["OnlineConfig.stream={[]: 0}"])
 @hypothesis.example(bindings=["OnlineConfig.stream=[{%NOWHERE: 0}]"])
-@hypothesis.example(bindings=[f"OnlineConfig.seed={'9' * 5000}"])
+@hypothesis.example(bindings=[f"LearningConfig.seed={'9' * 5000}"])
 def test_a_flag_is_taken_or_named(bindings):
   try:
     config, text = settings.load(online.OnlineConfig, [BASE], [*PAIR, *bindings])
@@ -205,7 +205,7 @@ def test_bytes_that_are_no_text_are_named(dry, tmp_path, data):
 
 def test_what_is_valid_stays_valid():
   """Negative control: not everything is refused, and what is given has its effect."""
-  valid = ["OnlineConfig.seed=5", "DecodingConfig.rows=3"]
+  valid = ["LearningConfig.seed=5", "DecodingConfig.rows=3"]
   config, _ = settings.load(online.OnlineConfig, [BASE], [*PAIR, *valid])
   assert (config.seed, config.decoding.rows) == (5, 3)
   unchanged = settings.load(online.OnlineConfig, [BASE], PAIR)[0]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from osd_jax import partitioning, pretrain, testing, writers
+from osd_jax import base, partitioning, pretrain, testing, writers
 from osd_jax.data import generated
 from osd_jax.data.batches import Batch, BatchConfig
 from osd_jax.data.sources import TaskConfig
-from osd_jax.decoding import autoregressive, sampling
+from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.models import t5, weights
@@ -89,7 +89,9 @@ def test_judge_says_what_greedy_decoding_would_write():
   cache = model.prefill(served, source, mask, state_lib.buffer_length(length))
   settings = sampling.make_settings(4, max_length=length)
   state = state_lib.initial_state(settings, cache, None, length, 0, 64)
-  state = autoregressive.run_steps(model, True, served, jnp.int32(99), state)
+  plain = rounds.Speculation(model, None, 0)
+  while (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
+    state = rounds.run_rounds(plain, served, None, jnp.int32(99), state)
   written = np.asarray(state.tokens[:, :length])
   written = np.where(np.arange(length) < np.asarray(state.length)[:, None], written, 0)
   share, exact = pretrain.judge(model, params, source, written)

@@ -13,7 +13,7 @@ import tiny_pair
 
 from osd_jax import online, pairs
 from osd_jax.data import batches, generated, sources, streams
-from osd_jax.distillation import buffer, optimizers, schedule, update
+from osd_jax.distillation import buffer, learner, optimizers, schedule, update
 from osd_jax.models import t5, weights
 from osd_jax.serving import slots
 
@@ -65,13 +65,15 @@ def config(
     decoding=slots.DecodingConfig(
       rows=rows, num_draft_tokens=3, source_lengths=(SOURCE,), target_length=LENGTH
     ),
-    buffer=buffer.BufferConfig(capacity=32),
-    update=update.UpdateConfig(
-      optimizer=optimizers.OptimizerConfig(learning_rate=1e-2),
-      length_multiple=LENGTH // 2,
-      ema_decay=0.5,
+    learning=learner.LearningConfig(
+      buffer=buffer.BufferConfig(capacity=32),
+      update=update.UpdateConfig(
+        optimizer=optimizers.OptimizerConfig(learning_rate=1e-2),
+        length_multiple=LENGTH // 2,
+        ema_decay=0.5,
+      ),
+      schedule=schedule.ScheduleConfig(update_interval=INTERVAL),
     ),
-    schedule=schedule.ScheduleConfig(update_interval=INTERVAL),
     warm_start=batches.BatchConfig(
       tasks=tasks("train", 3),
       source_length=SOURCE,
@@ -83,7 +85,13 @@ def config(
     keep_drafts=True,
     run_directory=str(run_directory),
   )
-  return dataclasses.replace(made, **changes)
+  learning = {
+    name: changes.pop(name)
+    for name in [field.name for field in dataclasses.fields(made.learning)]
+    if name in changes
+  }
+  learning = dataclasses.replace(made.learning, **learning)
+  return dataclasses.replace(made, learning=learning, **changes)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def served(seed: int, out: pathlib.Path) -> tuple[online.OnlineConfig, pathlib.P
     ["runs/demo.gin"],
     [
       f"StreamConfig.seed={seed}",
-      f"OnlineConfig.seed={seed}",
+      f"LearningConfig.seed={seed}",
       "OnlineConfig.keep_drafts=True",
       "OnlineConfig.compare_every=0",
       f"OnlineConfig.run_directory='{out / f'seed_{seed}'}'",

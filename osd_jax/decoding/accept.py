@@ -144,9 +144,7 @@ class Rule(NamedTuple):
 
 RULES: dict[str, Rule] = {
   "rejection": Rule(accept_by_rejection, exact=True),
-  "coupling": Rule(
-    accept_by_coupling, sampling.Purpose.EMIT, exact=True, coupled=True
-  ),
+  "coupling": Rule(accept_by_coupling, sampling.Purpose.EMIT, exact=True, coupled=True),
 }
 
 

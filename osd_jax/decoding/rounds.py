@@ -1,13 +1,13 @@
 """The loop of algorithm 1 in one compiled call: propose, verify, accept, append.
 
-    text so far     t0 t1 t2                      (t2 is emitted, the target has not read it)
+    text so far     t0 t1 t2                      (t2 was not read by the target yet)
     propose         d0 d1 d2                      K = 3 draft steps
     verify          rows after t2 d0 d1 d2        one target call, K + 1 rows
     accept          d0 d1 | r                     d2 is rejected, r drawn from row 2
     append          t0 t1 t2 d0 d1 r              caches rewound to what was emitted
 
-K = 0 is plain decoding: the same round with nothing proposed. Read downwards: `run_rounds`
-is the loop, what it calls stands below it in the order in which it happens.
+K = 0 is plain decoding: the same round with nothing proposed. Read downwards:
+`run_rounds` is the loop, what it calls stands below it in the order it happens.
 """
 
 import dataclasses
@@ -97,9 +97,7 @@ def one_round(
     proposal, verification, state.settings, state.length, speculation.rule
   )
   state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
-  return state_lib.append(
-    state, acceptance, verification, speculation.num_draft_tokens
-  )
+  return state_lib.append(state, acceptance, verification, speculation.num_draft_tokens)
 
 
 def propose(

@@ -209,9 +209,7 @@ def _cut(
   return count, reason.astype(jnp.int32)
 
 
-def _broken(
-  verification: base.Verification, acceptance: base.Acceptance
-) -> jax.Array:
+def _broken(verification: base.Verification, acceptance: base.Acceptance) -> jax.Array:
   """Which target rows [B, K + 1] say nothing: a NaN, a +inf, or no possible token.
 
   -inf alone is a token that cannot come. One sum a row finds the others: summed over

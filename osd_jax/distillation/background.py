@@ -97,6 +97,11 @@ class BackgroundLearner:
     """Whether an update was launched and not taken yet."""
     return self._future is not None
 
+  @property
+  def is_running(self) -> bool:
+    """Whether the thread computes at this moment."""
+    return self._future is not None and not self._future.done()
+
   def pending(self) -> tuple[int, tuple[base.DistillationBatch, ...]] | None:
     """Launch number and inputs of the update under way, for a checkpoint."""
     return (self._launched, self._batches) if self.busy else None

@@ -96,6 +96,11 @@ class Learner:
     """Whether an update is under way."""
     return self._background.busy
 
+  @property
+  def is_running(self) -> bool:
+    """Whether the thread computes at this moment."""
+    return self._background.is_running
+
   def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
     """Fills the buffer before the first request; none of it counts as new."""
     for batch in batches:

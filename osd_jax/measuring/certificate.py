@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, pairs, writers
-from osd_jax.decoding import sampling
+from osd_jax.decoding import accept, sampling
 from osd_jax.serving import slots
 
 # Promised, not tuned: a difference beyond them is a fault to find.
@@ -70,6 +70,7 @@ class Certificate:
     tokens: tokens checked.
     near_ties: differences that pass.
     failures: those that do not, first of each output.
+    broken: outputs that ended because the target's logits were not finite.
   """
 
   check: str = "token equality"
@@ -78,11 +79,12 @@ class Certificate:
   tokens: int = 0
   near_ties: int = 0
   failures: tuple[Difference, ...] = ()
+  broken: int = 0
 
   @property
   def passed(self) -> bool:
     """No failure, and no more near ties than promised (one is always allowed)."""
-    if self.failures:
+    if self.failures or self.broken:
       return False
     allowed = max(1.0, NEAR_TIES_PER_TOKEN * self.tokens)
     return self.check == "near-tie audit" or self.near_ties <= allowed
@@ -95,6 +97,7 @@ class Certificate:
       self.tokens + other.tokens,
       self.near_ties + other.near_ties,
       self.failures + other.failures,
+      self.broken + other.broken,
     )
 
   def row(self) -> dict[str, Any]:
@@ -122,6 +125,11 @@ class Certificate:
       )
     if self.passed:
       return text + "."
+    if self.broken:
+      return (
+        f"{text}. NOT EXACT: the target's logits were not finite in {self.broken} of"
+        f" {self.outputs} outputs; check its weights."
+      )
     why = "too many near ties"
     if self.failures:
       why = f"first failure: {self.failures[0]}"
@@ -154,7 +162,18 @@ def conclude(verdict: Certificate, directory: writers.RunDirectory) -> None:
 
 def applies(sampling: slots.SamplingConfig, decoding: slots.DecodingConfig) -> bool:
   """Whether outputs are to equal plain decoding's; else they agree in law only."""
-  return sampling.temperature == 0 or decoding.acceptance_rule == "coupling"
+  rule = accept.rule_of(decoding.acceptance_rule)
+  return rule.exact and (sampling.temperature == 0 or rule.coupled)
+
+
+def promise(decoding: slots.DecodingConfig) -> str:
+  """What is to be said where a rule promises nothing; "" of an exact one."""
+  if accept.rule_of(decoding.acceptance_rule).exact:
+    return ""
+  return (
+    "NOT EXACT by choice: DecodingConfig.acceptance_rule is a rule that does not"
+    " promise the target's outputs."
+  )
 
 
 class Certifier:
@@ -180,8 +199,14 @@ class Certifier:
     total = Certificate(self.check)
     judge = self._by_equality if self.check == "token equality" else self._by_audit
     for place, (plain, fast) in enumerate(answered):
-      total += judge(first + place, plain, fast)
+      reasons = (plain.stop_reason, fast.stop_reason)
+      is_broken = base.StopReason.NOT_FINITE in reasons
+      total += self.broken() if is_broken else judge(first + place, plain, fast)
     return total
+
+  def broken(self) -> Certificate:
+    """The certificate of an output that a broken target ended."""
+    return Certificate(self.check, outputs=1, broken=1)
 
   def _by_equality(
     self, place: int, plain: slots.Finished, fast: slots.Finished

@@ -1,7 +1,7 @@
 """What is measured of a request that the online loop has answered.
 
 The floor draft, which never learns, and plain decoding are measured on the same
-request: what learning is worth shows only beside them.
+request and in the same minute: what learning is worth shows only beside them.
 """
 
 import dataclasses
@@ -13,8 +13,10 @@ import numpy as np
 
 from osd_jax import base, pairs
 from osd_jax.data import streams
-from osd_jax.measuring import certificate, comparison, metrics
-from osd_jax.serving import slots
+from osd_jax.measuring import certificate, metrics
+from osd_jax.serving import agreement
+from osd_jax.serving.requests import DecodingConfig, Finished, SamplingConfig
+from osd_jax.serving.server import Server
 
 
 class Meter:
@@ -23,8 +25,8 @@ class Meter:
   def __init__(
     self,
     pair: pairs.Pair,
-    decoding: slots.DecodingConfig,
-    sampling: slots.SamplingConfig,
+    decoding: DecodingConfig,
+    sampling: SamplingConfig,
     floor: bool,
     compare_every: int,
   ):
@@ -41,15 +43,10 @@ class Meter:
     self._pair, self._decoding, self._sampling = pair, decoding, sampling
     self._floor, self._compare_every = floor, compare_every
     self._certifier = certificate.Certifier(pair)
-    self._rivals: comparison.Rivals | None = None
+    self._rivals: Rivals | None = None
 
   def row(
-    self,
-    done: slots.Finished,
-    query: streams.Query,
-    index: int,
-    serving: base.Params,
-    decoder: slots.Slots,
+    self, done: Finished, query: streams.Query, index: int, server: Server
   ) -> dict[str, Any]:
     """The row of one request.
 
@@ -57,26 +54,15 @@ class Meter:
       done: the answer.
       query: what it answers.
       index: requests finished before it.
-      serving: parameters of the draft that serves.
-      decoder: who answered; its draft may have been swapped since.
+      server: who answered; its draft may have been swapped since.
     """
     started = time.perf_counter()
-    draft = self._pair.draft
-    found = metrics.agreement(draft, serving, done.batch, done.settings)
-    floor = None
-    if self._floor:
-      floor = metrics.agreement(
-        draft, self._pair.draft_params, done.batch, done.settings
-      )
-    found, floor = jax.device_get((found, floor))
     tokens = len(done.tokens)
     row = {
       "index": index,
       "query": query.index,
       "source": query.task,
-      "overlap": float(found.distribution_overlap[0]),
-      "overlap_upper": float(found.distribution_overlap_upper[0]),
-      "acceptance_rate": float(found.acceptance_rate[0]),
+      **self._agreement(done, server.draft_params),
       "draft_acceptance_rate": metrics.draft_acceptance_rate(
         done.accepted, done.drafted
       ),
@@ -92,40 +78,88 @@ class Meter:
       "output_tokens": tokens,
       "stop_reason": done.stop_reason.name,
       "loops": metrics.loops(done.tokens),
-      "draft_version": decoder.draft_version,
+      "draft_version": done.draft_version,
       "decode_ms": done.milliseconds,
-      "online_ms_per_token": done.milliseconds / tokens,
+      "online_ms_per_token": done.milliseconds / tokens if tokens else None,
     }
-    if floor is not None:
-      row["floor_overlap"] = float(floor.distribution_overlap[0])
-      row["floor_acceptance_rate"] = float(floor.acceptance_rate[0])
     row["metering_ms"] = (time.perf_counter() - started) * 1e3
-    if self._compare_every and index % self._compare_every == 0:
-      row.update(self._compared(done, decoder.shortlist))
+    if done.stop_reason == base.StopReason.NOT_FINITE:
+      row["certificate"] = dataclasses.asdict(self._certifier.broken())
+    elif self._compare_every and index % self._compare_every == 0:
+      row.update(self._compared(done, server))
     return row
 
-  def _compared(
-    self, done: slots.Finished, shortlist: np.ndarray | None
-  ) -> dict[str, Any]:
+  def _agreement(self, done: Finished, serving: base.Params) -> dict[str, Any]:
+    """Overlap and acceptance of the draft that serves, and of the floor draft."""
+    draft = self._pair.draft
+    figures = [agreement.agreement(draft, serving, done.batch, done.settings)]
+    if self._floor:
+      floor = self._pair.draft_params
+      figures.append(agreement.agreement(draft, floor, done.batch, done.settings))
+    online, *floors = jax.device_get(figures)
+    row = {
+      "overlap": float(online.distribution_overlap[0]),
+      "overlap_upper": float(online.distribution_overlap_upper[0]),
+      "acceptance_rate": float(online.acceptance_rate[0]),
+    }
+    for floor in floors:
+      row["floor_overlap"] = float(floor.distribution_overlap[0])
+      row["floor_acceptance_rate"] = float(floor.acceptance_rate[0])
+    return row
+
+  def _compared(self, done: Finished, server: Server) -> dict[str, Any]:
     """Fields of a request that was served plainly and with the floor draft too."""
     if self._rivals is None:
-      self._rivals = comparison.Rivals(
-        self._decoding,
-        self._pair.target,
-        self._pair.target_params,
-        self._pair.draft,
-        self._pair.draft_params,
-      )
+      self._rivals = Rivals(self._pair, self._decoding)
     started = time.perf_counter()  # what the rivals compiled is no comparing
-    found = self._rivals.serve(done, shortlist)
+    learner_busy = server.is_learning  # plain decoding then shares the cores
+    plain, floor = self._rivals.serve(done, server.slots.shortlist)
+    tokens = len(done.tokens)
     row = {
-      "plain_ms_per_token": found.plain_ms / len(done.tokens),
-      "floor_ms_per_token": found.floor_ms / len(done.tokens),
-      "floor_draft_acceptance_rate": found.floor_draft_acceptance_rate,
-      "floor_tokens_per_target_call": found.floor_tokens_per_target_call,
+      "plain_ms_per_token": plain.milliseconds / tokens,
+      "floor_ms_per_token": floor.milliseconds / tokens,
+      "floor_draft_acceptance_rate": metrics.draft_acceptance_rate(
+        floor.accepted, floor.drafted
+      ),
+      "floor_tokens_per_target_call": len(floor.tokens) / floor.target_calls,
+      "learner_busy": learner_busy,
       "compare_ms": (time.perf_counter() - started) * 1e3,
     }
     if certificate.applies(self._sampling, self._decoding):
-      judged = self._certifier.judge([(found.plain, done)], done.request.tag)
+      judged = self._certifier.judge([(plain, done)], done.request.tag)
       row["certificate"] = dataclasses.asdict(judged)
     return row
+
+
+class Rivals:
+  """Plain decoding and the floor draft, one row each."""
+
+  def __init__(self, pair: pairs.Pair, decoding: DecodingConfig):
+    """Takes the online decoder's config; rows are set to 1."""
+    single = dataclasses.replace(decoding, rows=1)
+    # Plain decoding has no use for records: it does not pay for them either.
+    unrecorded = dataclasses.replace(
+      single, record_top_k=0, max_rounds=decoding.target_length
+    )
+    self._pair = pair
+    self._plain = Server(pair.plain(), unrecorded)
+    self._floor = Server(pair, single)
+    for server in (self._plain, self._floor):
+      server.warm_up()
+
+  def serve(
+    self, online: Finished, shortlist: np.ndarray | None = None
+  ) -> tuple[Finished, Finished]:
+    """Serves the request of an online answer again, plainly and with the floor draft.
+
+    Args:
+      online: the answer.
+      shortlist: [N] int32, the tokens that the online draft's output head covers, if it
+        is short: the floor draft gets the same, so that only learning tells them apart.
+    """
+    covered = self._floor.slots.shortlist
+    given = covered is not None and shortlist is not None
+    if given and not np.array_equal(shortlist, covered):
+      self._floor.slots.swap(self._pair.draft_params, 0, shortlist)
+    request = [online.request]
+    return self._plain.run(request)[0], self._floor.run(request)[0]

@@ -13,7 +13,8 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.serving import slots
+from osd_jax.serving.requests import DecodingConfig, Request
+from osd_jax.serving.server import Server
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Costs:
 
 
 def measure(
-  config: slots.DecodingConfig,
+  config: DecodingConfig,
   target: base.Model,
   target_params: base.Params,
   draft: base.Model,
@@ -110,7 +111,7 @@ def feed(model, width, served, cache, calls):
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """What a decoder took for the timed requests.
+  """What a server took for the timed requests.
 
   Attributes:
     ms_per_token: wall time / emitted tokens of all requests.
@@ -122,40 +123,36 @@ class Timing:
 
 
 def timings(
-  decoders: Sequence[slots.Slots], requests: Sequence[slots.Request], block: int
+  servers: Sequence[Server], requests: Sequence[Request], block: int
 ) -> list[Timing]:
-  """Serves the same requests with each decoder, by turns in blocks.
+  """Serves the same requests with each server, by turns in blocks.
 
   Who begins changes from block to block, so that a machine that slows down favours
   nobody. What compiles comes before and is not counted.
 
   Args:
-    decoders: with nothing in flight.
+    servers: with nothing in flight.
     requests: what each of them answers.
     block: requests of a turn.
 
   Returns:
-    One timing a decoder.
+    One timing a server.
   """
-  for decoder in decoders:
-    one_a_bucket = {_bucket(decoder, request): request for request in requests}
-    decoder.run(list(one_a_bucket.values()))
-  seconds = np.zeros(len(decoders))
+  for server in servers:
+    bucket = server.slots.config.bucket
+    one_a_bucket = {bucket(len(request.tokens)): request for request in requests}
+    server.run(list(one_a_bucket.values()))
+  seconds = np.zeros(len(servers))
   tokens, calls = seconds.copy(), seconds.copy()
   for turn, start in enumerate(range(0, len(requests), block)):
-    for offset in range(len(decoders)):
-      index = (turn + offset) % len(decoders)
+    for offset in range(len(servers)):
+      index = (turn + offset) % len(servers)
       started = time.perf_counter()
-      found = decoders[index].run(requests[start : start + block])
+      answers = servers[index].run(requests[start : start + block])
       seconds[index] += time.perf_counter() - started
-      tokens[index] += sum(len(done.tokens) for done in found)
-      calls[index] += sum(done.target_calls for done in found)
+      tokens[index] += sum(len(done.tokens) for done in answers)
+      calls[index] += sum(done.target_calls for done in answers)
   return [
     Timing(float(s * 1e3 / t), float(t / c))
     for s, t, c in zip(seconds, tokens, calls, strict=True)
   ]
-
-
-def _bucket(decoder: slots.Slots, request: slots.Request) -> int:
-  lengths = decoder.config.source_lengths
-  return next(length for length in lengths if length >= len(request.tokens))

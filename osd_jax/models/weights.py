@@ -60,16 +60,32 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
     raise base.InputError(
       f"weights: save: storage: received {storage!r}, expected 'float32' or 'bfloat16'."
     )
-  path = Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
-  tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
   metadata = {
     "format": "osd_jax.t5",
     "config": json.dumps(dataclasses.asdict(weights.config)),
     "vocabulary": weights.vocabulary,
     "notes": weights.notes,
   }
+  return _write(Path(path), flat, storage, metadata)
+
+
+def save_tree(
+  path: str | Path, params: base.Params, notes: str, storage: str = "float32"
+) -> Path:
+  """Writes parameters of any model, named by their paths in the tree; see `save`."""
+  named, _ = jax.tree_util.tree_flatten_with_path(params)
+  flat = {jax.tree_util.keystr(place) or "params": leaf for place, leaf in named}
+  metadata = {"format": "osd_jax.tree", "notes": notes}
+  return _write(Path(path), flat, storage, metadata)
+
+
+def _write(
+  path: Path, flat: dict[str, Any], storage: str, metadata: dict[str, str]
+) -> Path:
+  """Writes tensors to a file beside the path, then puts it there."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
   partial = path.with_name(path.name + ".partial")
   try:
     safetensors.flax.save_file(tensors, partial, metadata=metadata)

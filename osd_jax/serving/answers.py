@@ -1,4 +1,4 @@
-"""What people give and get: a prompt in, its text out, also while it is being written."""
+"""What people give and get: a prompt in, its text out, also while it is written."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -44,8 +44,11 @@ class Prompt:
     base.check_fields(
       self,
       {
-        "text": (isinstance(self.text, str), "a text"),
-        "max_length": (limit is None or base.is_count(limit), "an integer >= 1, or None"),
+        "text": (isinstance(self.text, str) and self.text.strip(), "a text"),
+        "max_length": (
+          limit is None or base.is_count(limit),
+          "an integer >= 1, or None",
+        ),
         "stop": (
           isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop),
           "a tuple of texts that are not empty",
@@ -60,9 +63,7 @@ class Prompt:
     return SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed)
 
   @classmethod
-  def of(
-    cls, given: "str | Prompt", index: int, settings: Mapping[str, Any]
-  ) -> "Prompt":
+  def of(cls, given: Any, index: int, settings: Mapping[str, Any]) -> "Prompt":
     """The index-th prompt of a call; a text takes the call's settings and seed + index.
 
     Raises:

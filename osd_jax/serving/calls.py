@@ -140,9 +140,7 @@ def advance(
   speculation = rounds.Speculation(
     program.target, program.draft, num_draft_tokens, program.config.acceptance_rule
   )
-  state = rounds.run_rounds(
-    speculation, served.target, served.draft, max_rounds, state
-  )
+  state = rounds.run_rounds(speculation, served.target, served.draft, max_rounds, state)
   return program.placed(state)
 
 

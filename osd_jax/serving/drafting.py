@@ -10,7 +10,7 @@
     held      what a checkpoint keeps as JSON; `restore` takes it back
 
 With an adaptive K the draft idles while decoding is plain. What it misses is done when
-it drafts again: prefills of the requests that came meanwhile, then the tokens, in chunks.
+it drafts again: prefills of requests that came meanwhile, then the tokens, in chunks.
 """
 
 import dataclasses

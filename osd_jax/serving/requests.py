@@ -187,8 +187,8 @@ class Request:
       )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
       raise base.InputError(
-        f"decoding: the prompt holds ids from {tokens.min()} to {tokens.max()}, expected"
-        f" 0..{vocab_size - 1}; encode the text with the pair's vocabulary."
+        f"decoding: the prompt holds ids from {tokens.min()} to {tokens.max()},"
+        f" expected 0..{vocab_size - 1}; encode the text with the pair's vocabulary."
       )
     if self.max_length is not None and not base.is_count(self.max_length):
       raise base.InputError(

@@ -4,14 +4,12 @@ Commands and services stand on this object: it alone submits requests, collects 
 and swaps drafts. `generate` and `stream` speak text; `turns` and `run` speak tokens.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from osd_jax import base, pairs, partitioning
-from osd_jax.distillation import agreement
 from osd_jax.distillation.background import Outcome
 from osd_jax.distillation.buffer import BufferConfig
 from osd_jax.distillation.learner import Learner, LearningConfig
@@ -19,10 +17,12 @@ from osd_jax.distillation.losses import LossConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.distillation.schedule import ScheduleConfig
 from osd_jax.distillation.update import UpdateConfig
+from osd_jax.serving import agreement
 from osd_jax.serving.answers import Answer, Prompt, TextSoFar, answer_of
 from osd_jax.serving.requests import DecodingConfig, Finished, Request
 from osd_jax.serving.slots import Slots
 
+SHIPPED, ONE_DEVICE = pairs.PairConfig(), partitioning.PartitionConfig()
 # Long prompts have a bucket of their own; each is compiled when it is first used.
 DECODING = DecodingConfig(
   num_draft_tokens=7, source_lengths=(64, 512), target_length=128
@@ -110,10 +110,10 @@ class Server:
 
   def __init__(
     self,
-    pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig(),
+    pair: pairs.PairConfig | pairs.Pair = SHIPPED,
     decoding: DecodingConfig = DECODING,
     learning: LearningConfig = LEARNING,
-    partition: partitioning.PartitionConfig = partitioning.PartitionConfig(),
+    partition: partitioning.PartitionConfig = ONE_DEVICE,
   ):
     """Loads the pair; what a prompt needs is compiled when one of its length comes.
 
@@ -176,6 +176,11 @@ class Server:
   def draft_params(self) -> base.Params:
     """Parameters of the draft that serves."""
     return self.pair.draft_params if self._learner is None else self._learner.serving
+
+  @property
+  def is_learning(self) -> bool:
+    """Whether an update is under way at this moment."""
+    return self._learner is not None and self._learner.is_running
 
   def generate(
     self,
@@ -281,10 +286,10 @@ class Server:
     """Takes the update under way, if there is one."""
     return None if self._learner is None else self._swapped(self._learner.finish())
 
-  def swap_in(self) -> None:
-    """Serves the learner's draft, its head cut to what the stream is about."""
-    version = self.slots.draft_version + 1 if self.statistics.updates else 0
-    self.slots.swap(self.learner.serving, version, self.learner.shortlist())
+  def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
+    """Fills the buffer before the first request; a short head is chosen by it."""
+    self.learner.seed(batches)
+    self.slots.swap(self.draft_params, 0, self.learner.shortlist())
 
   def warm_up(self, learn: bool = False) -> None:
     """Compiles everything now, for every bucket, so that no request waits for it."""
@@ -298,7 +303,7 @@ class Server:
         )
 
   def save(self, path: str | Path) -> Path:
-    """Writes the draft that serves now to a weights file; `PairConfig.draft` reads it."""
+    """Writes the draft that serves now; `PairConfig.draft` reads the file."""
     notes = f"adapted, after {self.statistics.requests} requests"
     return self.pair.save_draft(path, self.draft_params, notes)
 
@@ -316,7 +321,7 @@ class Server:
 
   def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint keeps: arrays, and what the host knows."""
-    parts = {"slots": self.slots.state()}
+    parts: dict[str, tuple[Any, dict[str, Any]]] = {"slots": self.slots.state()}
     if self._learner is not None:
       parts["learner"] = self._learner.state()
     arrays = {name: part[0] for name, part in parts.items()}
@@ -350,8 +355,7 @@ class Server:
       )
     self._is_answering = True
     try:
-      with contextlib.closing(self.turns(requests)) as turns:
-        yield from turns
+      yield from self.turns(requests)
     finally:
       self._is_answering = False
       self.slots.clear()
@@ -370,18 +374,16 @@ class Server:
     read_along: bool = False,
   ) -> Request:
     """The request of a prompt; its tag says what becomes of the answer."""
-    prompt = Prompt.of(given, index, settings)
-    text = TextSoFar(self.pair.vocabulary.decode, prompt.stop)
-    request = Request(
-      tokens=self.pair.vocabulary.encode_with_eos(prompt.text),
-      sampling=prompt.sampling,
-      max_length=prompt.max_length,
-      tag=(index, prompt, text),
-      watch=text.watch if prompt.stop or read_along else None,
-    )
     try:
-      if not prompt.text.strip():
-        raise base.InputError("the prompt is empty; give it a text.")
+      prompt = Prompt.of(given, index, settings)
+      text = TextSoFar(self.pair.vocabulary.decode, prompt.stop)
+      request = Request(
+        tokens=self.pair.vocabulary.encode_with_eos(prompt.text),
+        sampling=prompt.sampling,
+        max_length=prompt.max_length,
+        tag=(index, prompt, text),
+        watch=text.watch if prompt.stop or read_along else None,
+      )
       self.slots.check(request)
     except base.InputError as error:
       raise base.InputError(f"prompt {index}: {error}") from None

@@ -282,6 +282,7 @@ class Slots:
       self._waiting.popleft()
       slot = self._held.index(None)
       started = time.perf_counter()
+      assert self._state is not None
       source = _padded(request.tokens, self._bucket)
       settings = self._settings(request)
       self._state = self._drafting.insert(
@@ -293,20 +294,30 @@ class Slots:
 
   def _advance(self, rows: list[int]) -> np.ndarray:
     """Runs one compiled call and waits for it; stop reasons [B]."""
-    watched = [slot for slot in rows if self._held[slot].watch is not None]
-    limit = min(self.config.max_rounds, WATCHED_ROUNDS) if watched else None
+    assert self._state is not None
+    watching = {
+      slot: request.watch
+      for slot in rows
+      if (request := self._held[slot]) is not None and request.watch is not None
+    }
+    limit = self.config.max_rounds
     self._state, reasons = self._drafting.advance(
-      self._served, self._state, self._bucket, rows, limit or self.config.max_rounds
+      self._served,
+      self._state,
+      self._bucket,
+      rows,
+      min(limit, WATCHED_ROUNDS) if watching else limit,
     )
-    for slot in watched:
-      if self._is_stopped(slot):
+    for slot, watch in watching.items():
+      if self._is_stopped(slot, watch):
         reasons[slot] = base.StopReason.STOP_STRING
     return reasons
 
-  def _is_stopped(self, slot: int) -> bool:
+  def _is_stopped(self, slot: int, watch: Callable[[np.ndarray], int | None]) -> bool:
     """Shows a row's tokens to whoever watches, and stops it if told so."""
+    assert self._state is not None
     tokens = np.asarray(self._state.tokens[slot])[: int(self._state.length[slot])]
-    count = self._held[slot].watch(tokens)
+    count = watch(tokens)
     if count is None:
       return False
     reason = np.int32(base.StopReason.STOP_STRING)
@@ -325,9 +336,7 @@ class Slots:
     assert request is not None and self._state is not None
     self._held[slot] = None
     source = _padded(request.tokens, self.config.source_lengths[-1])
-    batch, settings, figures = calls.read_row(
-      self._program, self._state, source, slot
-    )
+    batch, settings, figures = calls.read_row(self._program, self._state, source, slot)
     tokens, length, reason, counters = jax.tree.map(
       lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, testing
-from osd_jax.decoding import autoregressive, speculative
+from osd_jax.decoding import rounds as rounds_lib
 from osd_jax.decoding import state as state_lib
 from osd_jax.models import t5
 
@@ -30,18 +30,13 @@ QUICK = {"xla_backend_optimization_level": 0}
 def jitted_rounds(quick=True):
   """A compiled `run_rounds` with a cache of its own: planted faults need one."""
   return jax.jit(
-    lambda *args: speculative.run_rounds(*args),
-    static_argnums=(0, 1),
+    lambda *args: rounds_lib.run_rounds(*args),
+    static_argnums=0,
     compiler_options=QUICK if quick else None,
   )
 
 
 ROUNDS = jitted_rounds()
-STEPS = jax.jit(
-  lambda *args: autoregressive.run_steps(*args),
-  static_argnums=(0, 1),
-  compiler_options=QUICK,
-)
 prefill = jax.jit(
   lambda model, served, source, mask, length: model.prefill(
     served, source, mask, length
@@ -103,22 +98,23 @@ def rounds(
   draft_served,
   state,
   *,
-  version=0,
   limit=MANY,
   until_all=True,
   run=ROUNDS,
   rule="rejection",
 ):
-  """Runs rounds of K = k until all rows have stopped or `limit` rounds passed."""
-  return run(
-    speculative.Speculation(target, draft, k, rule),
-    until_all,
-    served,
-    draft_served,
-    jnp.int32(version),
-    jnp.int32(limit),
-    state,
-  )
+  """Runs rounds of K = k until all rows have stopped or `limit` rounds passed.
+
+  A call ends when any row stops; not `until_all` makes but one.
+  """
+  speculation = rounds_lib.Speculation(target, draft, k, rule)
+  while True:
+    before = int(jnp.max(state.counters.rounds))
+    state = run(speculation, served, draft_served, jnp.int32(limit), state)
+    limit -= int(jnp.max(state.counters.rounds)) - before
+    running = np.asarray(state.stop_reason) == base.StopReason.RUNNING
+    if not until_all or limit <= 0 or not running.any():
+      return state
 
 
 def speculate(
@@ -142,10 +138,12 @@ def speculate(
   return rounds(target, draft, k, served, draft_served, state, **kwargs)
 
 
-def plain(target, served, source, mask, settings, length, record=0, limit=MANY):
-  """Prompts to the finished state of plain decoding."""
+def plain(
+  target, served, source, mask, settings, length, record=0, limit=MANY, **kwargs
+):
+  """Prompts to the finished state of plain decoding: K = 0."""
   state = start(target, served, source, mask, settings, length, record=record)
-  return STEPS(target, True, served, jnp.int32(limit), state)
+  return rounds(target, None, 0, served, None, state, limit=limit, **kwargs)
 
 
 def outputs(state) -> list[list[int]]:

@@ -7,8 +7,8 @@ from decoding import harness
 
 from osd_jax import testing
 from osd_jax.base import EOS_ID
-from osd_jax.decoding import propose as propose_lib
-from osd_jax.decoding import speculative
+from osd_jax.decoding import rounds
+from osd_jax.decoding import state as state_lib
 
 VOCAB = 8
 
@@ -27,34 +27,34 @@ def self_draft(k, run=harness.ROUNDS):
 def test_a_draft_equal_to_the_target_accepts_everything(k):
   final = self_draft(k)
   assert harness.draft_acceptance(final) == 1.0
-  rounds = -(-harness.TABLE_LENGTH // (k + 1))
-  np.testing.assert_array_equal(final.counters.rounds, rounds)
+  expected = -(-harness.TABLE_LENGTH // (k + 1))
+  np.testing.assert_array_equal(final.counters.rounds, expected)
 
 
 def test_a_draft_that_never_sees_its_last_token_is_caught(monkeypatch):
   """The fault: a full acceptance leaves a hole where its last token was not fed."""
 
-  def propose(draft, served, cache, newest, *args):
-    return propose_lib.propose(draft, served, cache, newest.at[:, 0].set(0), *args)
+  def inputs_at(*args):
+    return state_lib.inputs_at(*args).at[:, 0].set(0)
 
   monkeypatch.setattr(
-    speculative, "propose_lib", harness.Changed(propose_lib, propose=propose)
+    rounds, "state_lib", harness.Changed(state_lib, inputs_at=inputs_at)
   )
   assert harness.draft_acceptance(self_draft(2, run=harness.jitted_rounds())) < 0.9
 
 
 def test_counters_equal_the_closed_form():
   """Rows that repeat one distribution: accepted lengths are truncated geometric."""
-  k, rows, rounds = 3, 4000, 6
+  k, rows, count = 3, 4000, 6
   rng = np.random.default_rng(0)
   target, draft = rng.normal(0, 1.2, (2, VOCAB))
   target[EOS_ID] = draft[EOS_ID] = -np.inf
-  settings = harness.settings_of(rows, max_length=rounds * (k + 1), temperature=0.8)
+  settings = harness.settings_of(rows, max_length=count * (k + 1), temperature=0.8)
   target_table, draft_table = (
     np.tile(np.float32(row), (VOCAB, VOCAB, 1)) for row in (target, draft)
   )
   final = harness.tabular_rounds(
-    k, target_table, draft_table, settings, rounds * (k + 1), limit=rounds
+    k, target_table, draft_table, settings, count * (k + 1), limit=count
   )
   overlap = np.minimum(
     oracles.processed_probs(target, 0.8), oracles.processed_probs(draft, 0.8)

@@ -15,7 +15,7 @@ from decoding import harness
 
 from osd_jax import base, testing
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import sampling, speculative
+from osd_jax.decoding import rounds, sampling
 
 VOCAB, LENGTH, DRAWS = 6, 3, 100_000
 ROWS = 60_000  # of a batch, whatever the grid: one compilation for each K
@@ -144,14 +144,15 @@ def after_append(name, length):
     shifted = length(cache.length, getattr(before, name).length)
     return after.replace(**{name: cache.replace(length=shifted)})
 
-  return (speculative, "state_lib", "append", wrong)
+  return (rounds, "state_lib", "append", wrong)
 
 
-def after_a_rejected_token(right, draft, served, cache, newest, *args):
+def after_a_rejected_token(right, state, start, count):
   """The newest input comes after what the round before left behind the length."""
+  cache = state.draft_cache
   at = (cache.length + 2)[:, None]
   left = jnp.take_along_axis(cache.tokens, at, axis=1)[:, 0]
-  return right(draft, served, cache, newest.at[:, 0].set(left), *args)
+  return right(state, start, count).at[:, 0].set(left)
 
 
 def draft_before_top_k(right, logits, settings):
@@ -180,9 +181,9 @@ def residual(wrong):
 K = 2
 FAULTS = {
   "bonus token from the wrong row": (
-    speculative,
-    "verify_lib",
+    rounds,
     "verify",
+    None,
     bonus_from_the_row_before,
   ),
   "residual without maximum": residual(lambda a: a),
@@ -198,9 +199,9 @@ FAULTS = {
   # After a rejection the draft draws with the noise of the same positions again. If
   # it remembers what it drew there, its distribution depends on that noise.
   "rejected tokens left in the draft's cache": (
-    speculative,
-    "propose_lib",
-    "propose",
+    rounds,
+    "state_lib",
+    "inputs_at",
     after_a_rejected_token,
   ),
   "draft distribution before top-k": (
@@ -251,10 +252,10 @@ def rounds_with_faults(number, *args):
       if attribute is not None:
         new = harness.Changed(right, **{attribute: new})
       patch.setattr(module, name, new)
-    return speculative.run_rounds(*args)
+    return rounds.run_rounds(*args)
 
 
-FAULTY = jax.jit(rounds_with_faults, static_argnums=(1, 2))
+FAULTY = jax.jit(rounds_with_faults, static_argnums=1)
 
 
 def run_with(fault):

@@ -59,7 +59,9 @@ def test_it_stops_when_any_row_stops_or_steps_run_out():
   state = harness.start(model, jnp.asarray(table), *harness.no_sources(3), settings, 9)
 
   def lengths(state, until_all, steps):
-    state = harness.STEPS(model, until_all, jnp.asarray(table), jnp.int32(steps), state)
+    state = harness.rounds(
+      model, None, 0, jnp.asarray(table), None, state, limit=steps, until_all=until_all
+    )
     return np.asarray(state.length).tolist(), state
 
   assert lengths(state, False, 3)[0] == [3, 3, 3]

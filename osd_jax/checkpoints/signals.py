@@ -1,0 +1,44 @@
+"""Signals that end a process wait until a step is over and a checkpoint is written."""
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Deferred:
+  """Holds SIGINT and SIGTERM back between its `__enter__` and `deliver`.
+
+  A second signal does not wait. Outside the main thread, where Python delivers none,
+  nothing is held.
+  """
+
+  def __init__(self):
+    self._noted: int | None = None
+    self._handlers: dict[int, Any] = {}
+
+  def __enter__(self) -> "Deferred":
+    if threading.current_thread() is threading.main_thread():
+      self._handlers = {s: signal.signal(s, self._note) for s in _ENDING}
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    while self._handlers:
+      signal.signal(*self._handlers.popitem())
+
+  def deliver(self, before: Callable[[], object]) -> None:
+    """Where a signal came: calls `before`, then lets the signal do what it does."""
+    if self._noted is not None:
+      noted, self._noted = self._noted, None
+      before()
+      self.__exit__()
+      signal.raise_signal(noted)
+
+  def _note(self, number: int, frame: object) -> None:
+    del frame
+    if self._noted is not None:
+      self.__exit__()
+      signal.raise_signal(number)
+    self._noted = number

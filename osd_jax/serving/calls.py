@@ -180,7 +180,6 @@ def read_row(
     target=jnp.where(mask, cut(state.tokens), base.PAD_ID),
     mask=mask,
     records=jax.tree.map(cut, state.records),
-    source_id=jnp.zeros((1,), jnp.int32),
     weight=jnp.ones((1,), jnp.float32),
   )
   settings, reason, counters = jax.tree.map(

@@ -158,8 +158,7 @@ class Rivals:
         is short: the floor draft gets the same, so that only learning tells them apart.
     """
     covered = self._floor.slots.shortlist
-    given = covered is not None and shortlist is not None
-    if given and not np.array_equal(shortlist, covered):
+    if covered is not None and covered.tolist() != np.asarray(shortlist).tolist():
       self._floor.slots.swap(self._pair.draft_params, 0, shortlist)
     request = [online.request]
     return self._plain.run(request)[0], self._floor.run(request)[0]

@@ -7,7 +7,8 @@ import pytest
 import tabular_pair
 import tiny_pair
 
-from osd_jax import base, corpus, evaluate, writers
+from osd_jax import base, evaluate, writers
+from osd_jax.data import prompts
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
 from osd_jax.measuring import metrics, timing
@@ -144,10 +145,10 @@ def test_an_adaptive_k_is_measured_but_not_predicted(config, tmp_path):
   assert "K adaptive" in (path / "report.html").read_text()
 
 
-class FakeDecoder:
+class FakeServer:
   """Notes which requests it served."""
 
-  config = slots.DecodingConfig(source_lengths=(4, 8))
+  slots = types.SimpleNamespace(config=slots.DecodingConfig(source_lengths=(4, 8)))
 
   def __init__(self, name, calls):
     self._name, self._calls = name, calls
@@ -158,12 +159,12 @@ class FakeDecoder:
     return [done] * len(requests)
 
 
-def test_decoders_take_turns_and_each_serves_every_request_once():
+def test_servers_take_turns_and_each_serves_every_request_once():
   calls = []
   requests = [
     slots.Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
   ]
-  found = timing.timings([FakeDecoder(n, calls) for n in "ab"], requests, block=2)
+  found = timing.timings([FakeServer(n, calls) for n in "ab"], requests, block=2)
   warm, timed = calls[:2], calls[2:]
   assert all(len(tags) == 2 for _, tags in warm)  # one a bucket
   assert [name for name, _ in timed] == ["a", "b", "b", "a", "a", "b"]
@@ -202,7 +203,7 @@ def test_loops_are_windows_that_come_back(tokens, expected):
 
 def answered(vocabulary, prompt, reference, text, reason):
   tokens = vocabulary.encode_with_eos(text)
-  found = corpus.Prompt(vocabulary.encode_with_eos(prompt), 0, reference)
+  found = prompts.Prompt(vocabulary.encode_with_eos(prompt), 0, reference)
   return found, types.SimpleNamespace(tokens=tokens, stop_reason=reason)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import checkpoints, online, pairs, partitioning, snapshot, writers
+from osd_jax import checkpoints, online, pairs, partitioning, writers
 from osd_jax.models import weights
 
 QUICK = {"compare_every": 0, "floor_metering": False, "keep_drafts": False}
@@ -31,9 +31,8 @@ def serve(pair):
 
   def served(folder, models=loaded):
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(pairs, "load", lambda *_: models)
       patch.setattr(writers, "draw_plots_if_available", lambda *_: ([], ""))
-      return online.run(tiny_online.config(pair, folder, **QUICK))
+      return online.run(tiny_online.config(models, folder, **QUICK))
 
   served.loaded = loaded
   return served
@@ -94,15 +93,15 @@ def assert_equal_to(whole, folder):
 
 
 def test_an_interrupted_run_leaves_the_checkpoint_that_it_had_begun(serve, tmp_path):
-  save, begun = snapshot.save, []
+  save, begun = online.OnlineLoop.checkpoint, []
 
-  def interrupted(saved, found):
-    save(saved, found)
-    begun.append(found.finished)
+  def interrupted(loop):
+    save(loop)
+    begun.append(loop.finished)
     raise KeyboardInterrupt
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(snapshot, "save", interrupted)
+    patch.setattr(online.OnlineLoop, "checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt):
       serve(tmp_path)
   assert steps(tmp_path) == begun

@@ -8,7 +8,7 @@ import rich.progress
 import tabular_pair
 import tiny_pair
 
-from osd_jax import base, corpus, offline, partitioning, texts, writers
+from osd_jax import base, offline, partitioning, texts, writers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
 from osd_jax.distillation import update as updates
@@ -34,9 +34,10 @@ def plain(pair):
   """What target and draft write greedily, [N, T] each."""
 
   def tokens(model, params):
-    decoder = slots.Slots(DECODING, model, params)
-    found = corpus.answer(decoder, tabular_pair.prompts(COUNT), slots.SamplingConfig())
-    return np.stack([done.tokens for done in found])
+    writer = slots.Slots(DECODING, model, params)
+    prompts = tabular_pair.prompts(COUNT)
+    answers = writer.run(texts.requests(prompts, slots.SamplingConfig()))
+    return np.stack([done.tokens for done in answers])
 
   target = tokens(pair.target, pair.target_params)
   draft = tokens(pair.draft, pair.draft_params)
@@ -50,7 +51,7 @@ def written(pair, rows=3, temperature=0.0, **values):
     dataclasses.replace(DECODING, rows=rows),
     slots.SamplingConfig(temperature=temperature),
     pair,
-    partitioning.make(),
+    partitioning.PartitionConfig(),
     tabular_pair.prompts(COUNT),
     rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}")),
   )

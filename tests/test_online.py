@@ -11,6 +11,7 @@ import tiny_online
 
 from osd_jax import online, writers
 from osd_jax.distillation import background, update
+from osd_jax.measuring import metering
 from osd_jax.models import weights
 from osd_jax.serving import slots
 
@@ -58,19 +59,19 @@ class Ran:
 def run(config):
   """Runs it, noting every output and the compilations before it was measured."""
   outputs, compiled, total = {}, [], [0]
-  real = online.OnlineLoop._measure
+  real = metering.Meter.row
 
-  def measure(loop, done, query):
+  def measure(meter, done, query, *arguments):
     outputs[query.index] = done.tokens.tolist()
     compiled.append(total[0])
-    return real(loop, done, query)
+    return real(meter, done, query, *arguments)
 
   def listen(event, *_, **__):
     total[0] += event == "/jax/core/compile/backend_compile_duration"
 
   jax.monitoring.register_event_duration_secs_listener(listen)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(online.OnlineLoop, "_measure", measure)
+    patch.setattr(metering.Meter, "row", measure)
     path = online.run(config)
   jax.monitoring.unregister_event_duration_listener(listen)
   compiled.append(total[0])
@@ -262,11 +263,11 @@ def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypat
 def test_the_average_is_what_serves(pair, tmp_path):
   directory = writers.RunDirectory.create(tmp_path / "run")
   loop = online.OnlineLoop(tiny_online.config(pair, directory.path), directory)
-  while not loop._decoder.draft_version:
+  while not loop.server.slots.draft_version:
     loop.step()
-  learner = loop._learner.learner
-  assert same_bits(loop._serving, learner.ema)
-  assert not same_bits(loop._serving, learner.params)
+  state = loop.server.learner.state()[0]["learner"]
+  assert same_bits(loop.server.draft_params, state.ema)
+  assert not same_bits(loop.server.draft_params, state.params)
   loop.close(0.0)
 
 

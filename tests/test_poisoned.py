@@ -18,7 +18,7 @@ import tiny_pair
 from experiments.poisoned_learning import run as poisons
 from osd_jax import online, pairs, partitioning, writers
 from osd_jax.distillation import buffer
-from osd_jax.measuring import metrics
+from osd_jax.measuring import metering, metrics
 from osd_jax.serving import slots
 
 PER_TASK = 14  # requests of each of the four topics: two alarm windows
@@ -70,7 +70,7 @@ def loaded(twins):
 
 def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
   config = tiny_online.config(
-    pair,
+    loaded,
     folder / "run",
     compare_every=0,
     keep_drafts=False,
@@ -78,23 +78,25 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
     checkpoint_every=1000,
     **changes,
   )
-  optimizer = dataclasses.replace(config.update.optimizer, learning_rate=rate)
+  learning = config.learning
+  optimizer = dataclasses.replace(learning.update.optimizer, learning_rate=rate)
   config = dataclasses.replace(
     config,
     stream=dataclasses.replace(config.stream, requests_per_task=PER_TASK),
     decoding=dataclasses.replace(config.decoding, acceptance_rule=rule),
-    update=dataclasses.replace(config.update, optimizer=optimizer),
+    learning=dataclasses.replace(
+      learning, update=dataclasses.replace(learning.update, optimizer=optimizer)
+    ),
   )
   outputs = {}
-  measure = online.OnlineLoop._measure
+  measure = metering.Meter.row
 
-  def note(loop, done, query):
+  def note(meter, done, query, *arguments):
     outputs[query.index] = done.tokens.tolist()
-    return measure(loop, done, query)
+    return measure(meter, done, query, *arguments)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(pairs, "load", lambda *_: loaded)
-    patch.setattr(online.OnlineLoop, "_measure", note)
+    patch.setattr(metering.Meter, "row", note)
     patch.setattr(writers, "draw_plots_if_available", lambda *_: ([], ""))
     path = online.run(config)
   rows = list(writers.read(path / "metrics.jsonl"))

@@ -50,7 +50,10 @@ def tasks(split: str, limit: int) -> tuple[sources.TaskConfig, ...]:
 
 
 def config(
-  pair: pairs.PairConfig, run_directory: Path, rows: int = 2, **changes: Any
+  pair: pairs.PairConfig | pairs.Pair,
+  run_directory: Path,
+  rows: int = 2,
+  **changes: Any,
 ) -> online.OnlineConfig:
   """24 requests in four topics, an update every 4, a checkpoint every 5."""
   stream_tasks = tasks("stream", 12)
@@ -61,7 +64,9 @@ def config(
       source_length=SOURCE,
       reader="plain",
     ),
-    pair=dataclasses.replace(pair, draft_serving=SERVING),
+    pair=pair
+    if isinstance(pair, pairs.Pair)
+    else dataclasses.replace(pair, draft_serving=SERVING),
     decoding=slots.DecodingConfig(
       rows=rows, num_draft_tokens=3, source_lengths=(SOURCE,), target_length=LENGTH
     ),

@@ -60,19 +60,19 @@ def test_counters_equal_the_closed_form():
     oracles.processed_probs(target, 0.8), oracles.processed_probs(draft, 0.8)
   ).sum()
   assert 0.3 < overlap < 0.8
-  counters, count = final.counters, rows * rounds
-  assert np.sum(counters.rounds) == count
+  counters, total = final.counters, rows * count
+  assert np.sum(counters.rounds) == total
 
   def close(found, expected, trials):
     deviation = np.sqrt(expected * (1 - expected) / trials)
     assert abs(found - expected) < 5 * deviation
 
   close(harness.draft_acceptance(final), overlap, np.sum(counters.drafted))
-  passed = np.sum(counters.accepted_per_position, axis=0) / count
+  passed = np.sum(counters.accepted_per_position, axis=0) / total
   for index in range(k):
-    close(passed[index], overlap ** (index + 1), count)
+    close(passed[index], overlap ** (index + 1), total)
   assert not passed[k:].any()
-  tokens_per_call = np.sum(final.length) / count
+  tokens_per_call = np.sum(final.length) / total
   expected = (1 - overlap ** (k + 1)) / (1 - overlap)
-  assert abs(tokens_per_call - expected) < 5 * k / np.sqrt(count)
-  assert tokens_per_call == 1 + np.sum(counters.accepted) / count
+  assert abs(tokens_per_call - expected) < 5 * k / np.sqrt(total)
+  assert tokens_per_call == 1 + np.sum(counters.accepted) / total

@@ -9,10 +9,11 @@ import pytest
 import tabular_pair
 import tiny_online
 
-from osd_jax import base, certify, corpus, pairs, partitioning, testing, writers
+from osd_jax import base, certify, pairs, partitioning, testing, texts, writers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.measuring import certificate
 from osd_jax.serving import slots
+from osd_jax.serving.server import Server
 
 SIZE, LENGTH = tabular_pair.VOCAB_SIZE, tabular_pair.TARGET_LENGTH
 MIXED = slots.SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)
@@ -34,9 +35,8 @@ def with_table(table) -> pairs.Pair:
 
 
 def answers(pair, sampling=MIXED, draft=True, count=6):
-  models = (pair.draft, pair.draft_params) if draft else ()
-  decoder = slots.Slots(decoding(), pair.target, pair.target_params, *models)
-  return corpus.answer(decoder, tabular_pair.prompts(count), sampling)
+  server = Server(pair if draft else pair.plain(), decoding())
+  return server.run(texts.requests(tabular_pair.prompts(count), sampling))
 
 
 def altered(done, position, token):

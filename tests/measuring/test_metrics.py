@@ -8,6 +8,7 @@ import pytest
 from osd_jax import base, testing
 from osd_jax.decoding import records
 from osd_jax.measuring import metrics
+from osd_jax.serving import agreement as agreement_lib
 
 VOCAB, LENGTH = 9, 7
 # temperature, top_k, top_p
@@ -69,7 +70,9 @@ def enumerated(target_logits, draft_logits, batch, processed):
 
 
 def agreement(draft_logits, batch):
-  return metrics.agreement_from_logits(jnp.asarray(draft_logits), batch, settings_of())
+  return agreement_lib.agreement_from_logits(
+    jnp.asarray(draft_logits), batch, settings_of()
+  )
 
 
 def test_full_rows_equal_enumeration():
@@ -140,7 +143,7 @@ def test_agreement_reads_the_draft_teacher_forced():
   batch = batch_of(target, VOCAB).replace(target=jnp.asarray(tokens, jnp.int32))
   fed = np.pad(tokens, ((0, 0), (2, 0)))
   draft = table[fed[:, :LENGTH], fed[:, 1 : LENGTH + 1]]
-  found = metrics.agreement(model, jnp.asarray(table), batch, settings_of())
+  found = agreement_lib.agreement(model, jnp.asarray(table), batch, settings_of())
   np.testing.assert_allclose(
     found.distribution_overlap, enumerated(target, draft, batch, False), atol=1e-5
   )

@@ -264,12 +264,12 @@ def test_rows_in_flight_continue_elsewhere(monkeypatch, steps):
   for request in requests:
     first.submit(request)
   finished = sum((first.step() for _ in range(steps)), [])
-  arrays = jax.tree.map(np.array, first.arrays())
-  held, second = json.loads(json.dumps(first.held())), make(policy=measured_policy())
-  tags = {request.tag: request for request in requests}
-  second.restore(jax.tree.map(jnp.asarray, arrays), held, tags)
-  assert json.loads(json.dumps(second.held())) == held
-  assert steps == 1 or held["adaptive"]["undrafted"]
+  arrays, held = first.state()
+  arrays = jax.tree.map(jnp.asarray, jax.tree.map(np.array, arrays))
+  held, second = json.loads(json.dumps(held)), make(policy=measured_policy())
+  second.restore(arrays, held, requests.__getitem__, test_slots.draft_params("close"))
+  assert json.loads(json.dumps(second.state()[1])) == held
+  assert steps == 1 or held["drafting"]["undrafted"]
 
   def rest(decoder):
     scheduled(monkeypatch, (0, 3, 1, 0))
@@ -291,7 +291,7 @@ def test_costs_are_measured_where_none_are_given():
   assert test_slots.texts(decoder.run(test_slots.greedy_requests())) == (
     test_slots.expected()
   )
-  tables = dict(decoder.held()["adaptive"]["costs"])
+  tables = dict(decoder.state()[1]["drafting"]["costs"])
   assert set(tables) == set(BUCKETS)
   for table in tables.values():
     ms = list(table["round_ms"])
@@ -305,7 +305,7 @@ def test_plain_slots_ignore_the_policy():
   assert test_slots.texts(plain.run(test_slots.greedy_requests())) == (
     test_slots.expected()
   )
-  assert plain.held()["adaptive"] is None
+  assert plain.state()[1]["drafting"] is None
 
 
 # --- Compilation, devices, settings -------------------------------------------------
@@ -318,9 +318,11 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch):
   ready = tabular(model, tables, config)
   with test_slots.Compilations() as warming:
     ready.warm_up()
-  assert warming.count > 0 and ready.in_flight == 0 and ready.arrays() is None
-  fresh = tabular(model, tables, config).held()["adaptive"]["state"]
-  assert ready.held()["adaptive"]["state"] == fresh  # made-up requests taught nothing
+  assert warming.count > 0 and ready.in_flight == 0 and ready.state()[0] is None
+  fresh = tabular(model, tables, config).state()[1]["drafting"]["state"]
+  assert (
+    ready.state()[1]["drafting"]["state"] == fresh
+  )  # made-up requests taught nothing
   noted = scheduled(monkeypatch)
   with test_slots.Compilations() as serving:
     requests = zip(test_slots.sampled_requests(), test_slots.prompts(12), strict=True)

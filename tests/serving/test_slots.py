@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import operator
 
 import jax
@@ -188,7 +189,7 @@ def test_swaps_change_no_greedy_output():
   finished, kinds, crossed = [], ("far", "same", "close"), 0
   while swapped.in_flight:
     finished += swapped.step()
-    crossed += any(tag is not None for tag in swapped.held()["tags"])
+    crossed += any(tag is not None for tag in swapped.state()[1]["tags"])
     version = swapped.draft_version + 1
     swapped.swap(draft_params(kinds[version % 3]), version)
   assert by_tag(finished) == expected()
@@ -285,11 +286,12 @@ def test_rows_in_flight_continue_elsewhere():
   for request in requests:
     first.submit(request)
   finished = first.step()
-  arrays = jax.tree.map(np.array, first.arrays())
-  held, second = first.held(), make()
-  shapes = second.abstract_state(held["bucket"])
+  arrays, held = first.state()
+  arrays, second = jax.tree.map(np.array, arrays), make()
+  shapes = second.structure(held)
   jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), arrays, shapes)
-  second.restore(jax.tree.map(jnp.asarray, arrays), held, {r.tag: r for r in requests})
+  arrays = jax.tree.map(jnp.asarray, arrays)
+  second.restore(arrays, held, requests.__getitem__, draft_params("close"))
   assert second.in_flight == first.in_flight == len(requests) - len(finished)
   assert by_tag(finished + drained(second)) == expected()
 
@@ -317,7 +319,7 @@ def test_after_warm_up_nothing_compiles():
   with Compilations() as warming:
     ready.warm_up()
   assert warming.count > 0
-  assert ready.in_flight == 0 and ready.arrays() is None
+  assert ready.in_flight == 0 and ready.state()[0] is None
   mixed = [
     dataclasses.replace(request, tokens=tokens % 8)
     for request, tokens in zip(sampled_requests(), prompts(12), strict=True)
@@ -407,21 +409,90 @@ def test_a_prompt_must_fit_the_largest_bucket():
     ("top_k", -1),
     ("top_p", 0.0),
     ("top_p", 1.5),
+    ("top_p", 1e-50),  # would be no mass at all in float32
+    ("temperature", 1e-50),  # would be greedy
+    ("top_k", 2.0),
     ("seed", -1),
+    ("seed", 2**32),
+    ("seed", 1.5),
   ],
 )
 def test_sampling_values_out_of_range_are_named(field, value):
-  sampling = dataclasses.replace(slots.SamplingConfig(), **{field: value})
-  request = slots.Request(np.array([3, 1], np.int32), sampling)
-  with pytest.raises(ValueError, match=rf"SamplingSettings\.{field}: received"):
-    decoder(1).submit(request)
+  with pytest.raises(base.InputError, match=rf"SamplingConfig\.{field}: received"):
+    slots.SamplingConfig(**{field: value})
+
+
+def test_the_largest_seed_has_a_successor():
+  last = slots.SamplingConfig(seed=2**32 - 3)
+  assert [last.of_request(i).seed for i in (0, 2, 3)] == [2**32 - 3, 2**32 - 1, 0]
+
+
+@pytest.mark.parametrize(
+  ("tokens", "said"),
+  [
+    ([3, VOCAB, 1], rf"ids from 1 to {VOCAB}, expected 0\.\.{VOCAB - 1}"),
+    ([-1, 3], "ids from -1 to 3"),
+    ([3.0, 1.0], "float64, expected token ids"),
+    ([[3, 1]], r"array \(1, 2\)"),
+  ],
+)
+def test_what_are_no_token_ids_is_refused(tokens, said):
+  with pytest.raises(base.InputError, match=said):
+    decoder(1).submit(slots.Request(np.asarray(tokens)))
   assert decoder(1).in_flight == 0
+
+
+def test_a_refused_request_leaves_nothing_behind():
+  good = slots.Request(np.array([3, 1], np.int32), tag=0)
+  bad = slots.Request(np.zeros(0, np.int32), tag=1)
+  with pytest.raises(base.InputError, match="0 tokens"):
+    decoder(1).run([good, bad])
+  assert decoder(1).in_flight == 0
+  assert [done.request for done in decoder(1).run([good])] == [good]
+
+
+def test_turns_take_no_more_requests_than_there_are_rows():
+  taken = []
+
+  def endless():
+    for index in itertools.count():
+      taken.append(index)
+      yield slots.Request(np.array([3 + index % 9, 1], np.int32), tag=index)
+
+  reused, finished = decoder(3), []
+  for turn in reused.turns(endless()):
+    finished += [done.request.tag for done in turn]
+    assert len(taken) <= len(finished) + 3
+    if len(finished) > 5:
+      break
+  assert reused.in_flight
+  reused.clear()
+  assert reused.in_flight == 0
+  assert by_tag(reused.run(greedy_requests())) == expected()
+
+
+def test_a_watched_request_ends_where_it_is_told_to():
+  """Behind as many tokens as asked, its records too; its mates do not notice."""
+  requests, seen = greedy_requests(), []
+
+  def watch(tokens):
+    seen.append(len(tokens))
+    return 3 if len(tokens) >= 3 else None
+
+  requests[0] = dataclasses.replace(requests[0], watch=watch)
+  answers = decoder(3).run(requests)
+  assert texts(answers)[1:] == expected()[1:]
+  assert answers[0].tokens.tolist() == expected()[0][:3]
+  assert answers[0].stop_reason == base.StopReason.STOP_STRING
+  assert np.asarray(answers[0].batch.mask).sum() == 3
+  assert seen == sorted(seen) and len(seen) >= 1
+  assert by_tag(decoder(3).run(greedy_requests())) == expected()
 
 
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_length_limit_is_at_least_one(limit):
   request = slots.Request(np.array([3, 1], np.int32), max_length=limit)
-  with pytest.raises(ValueError, match=r"SamplingSettings\.max_length: received"):
+  with pytest.raises(ValueError, match=r"received max_length="):
     decoder(1).submit(request)
   assert decoder(1).in_flight == 0
 
@@ -436,6 +507,7 @@ def test_target_and_draft_share_the_vocabulary():
   ("field", "value"),
   [
     ("rows", 0),
+    ("rows", 1.5),
     ("num_draft_tokens", 9),
     ("num_draft_tokens", 0),
     ("source_lengths", ()),

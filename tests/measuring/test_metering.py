@@ -1,12 +1,15 @@
 """An online answer's rivals: the same request, plainly and with the floor draft."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+import tabular_pair
 from decoding import harness
 
 from osd_jax import testing
 from osd_jax.base import EOS_ID
-from osd_jax.measuring import comparison
+from osd_jax.measuring import metering
 from osd_jax.models import t5
 from osd_jax.serving import slots
 
@@ -36,15 +39,21 @@ def test_the_floor_draft_has_the_shortlist_of_the_online_draft(params):
   others = np.setdiff1d(np.arange(VOCAB), covered)
   chosen = np.concatenate([covered, others])[: len(covered) + 1].astype(np.int32)
   draft = light_draft(len(chosen))
-  arguments = (config(), harness.TARGET, params, draft, params)
-
-  online = slots.Slots(*arguments)
+  pair = dataclasses.replace(
+    tabular_pair.make(),
+    target=harness.TARGET,
+    target_params=params,
+    draft=draft,
+    draft_params=params,
+  )
+  online = slots.Slots(config(), harness.TARGET, params, draft, params)
   online.swap(params, 1, chosen)
   done = online.run([request])[0]
-  rivals = comparison.Rivals(*arguments)
-  unlike = rivals.serve(done)
-  alike = rivals.serve(done, online.shortlist)
+  rivals = metering.Rivals(pair, config())
+  first = np.arange(draft.shortlist, dtype=np.int32)
+  _, unlike = rivals.serve(done, first)
+  plain, alike = rivals.serve(done, online.shortlist)
 
-  assert alike.plain.tokens.tolist() == done.tokens.tolist()
-  assert alike.floor_draft_acceptance_rate == done.accepted / done.drafted == 1.0
-  assert unlike.floor_draft_acceptance_rate < 1.0  # the first N tokens are others
+  assert plain.tokens.tolist() == done.tokens.tolist()
+  assert alike.accepted / alike.drafted == done.accepted / done.drafted == 1.0
+  assert unlike.accepted < unlike.drafted  # the first N tokens are others

@@ -34,7 +34,7 @@ class Served:
   def __init__(self, config, serving, fill: int, count: int):
     """Loads the pair, fills a buffer, chooses the shortlist."""
     wanted = dataclasses.replace(config.pair, draft_serving=serving)
-    pair = pairs.load(wanted, partitioning.make())
+    pair = pairs.load_pair(wanted, partitioning.make())
     stream = streams.QueryStream(config.stream, pair.vocabulary)
     starts = [index for index, _ in stream.shifts()]
     asked = [

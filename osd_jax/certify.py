@@ -148,7 +148,7 @@ class Grid:
   def __init__(self, config: CertifyConfig):
     """Loads the pair and reads the prompts."""
     self.config = config
-    self.pair = pairs.load(config.pair, partitioning.make(config.partition))
+    self.pair = pairs.load_pair(config.pair, partitioning.make(config.partition))
     prompts = prompts_lib.prompts(config.prompts, self.pair.vocabulary, config.count)
     self.requests = texts.requests(prompts, config.sampling)
     self._certifier = certificate.Certifier(self.pair)

@@ -126,7 +126,7 @@ class Bench:
     self.pairs: list[pairs.Pair] = []
     for path in paths:
       named = dataclasses.replace(config.pair, draft=path)
-      pair = pairs.load(named, partitioning.make(config.partition))
+      pair = pairs.load_pair(named, partitioning.make(config.partition))
       first = self.pairs[0] if self.pairs else pair  # one copy of the target
       self.pairs.append(dataclasses.replace(pair, target_params=first.target_params))
     self.vocabulary = self.pairs[0].vocabulary

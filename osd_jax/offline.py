@@ -143,7 +143,7 @@ class OfflineLoop:
     self.config = config
     self._bar = bar
     self._partitioner = partitioning.make(config.partition)
-    self.pair = pairs.load(config.pair, self._partitioner)
+    self.pair = pairs.load_pair(config.pair, self._partitioner)
     self.learner = updates.init_learner(config.update, self.pair.draft_params)
     self.taken = 0
     self.loss = self.overlap = float("nan")

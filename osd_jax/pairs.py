@@ -91,7 +91,7 @@ class Pair:
     return weights.save(path, kept, storage)
 
 
-def load(
+def load_pair(
   config: PairConfig | Pair, partitioner: partitioning.Partitioner | None = None
 ) -> Pair:
   """Reads the three files or folders; a loaded pair stays as it is.

@@ -197,7 +197,7 @@ def test_the_papers_pair_runs_from_a_folder_of_its_layout(
   pair = pairs.PairConfig(
     "flan-t5-xl", str(home), "flan-t5-xl", 100, folder=str(checkpoints)
   )
-  loaded = pairs.load(pair, partitioning.make())
+  loaded = pairs.load_pair(pair, partitioning.make())
   jax.tree.map(np.testing.assert_array_equal, loaded.draft_params, adapted.params)
 
 

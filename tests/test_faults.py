@@ -27,7 +27,7 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def serve(pair):
   """Runs in a folder; the pair is one object, so that runs share what they compile."""
-  loaded = pairs.load(pair, partitioning.make(partitioning.PartitionConfig()))
+  loaded = pairs.load_pair(pair, partitioning.make(partitioning.PartitionConfig()))
 
   def served(folder, models=loaded):
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ def config(tmp_path_factory):
 
 
 def load(config):
-  return pairs.load(config, partitioning.make())
+  return pairs.load_pair(config, partitioning.make())
 
 
 def rewritten(pair_config, field, folder, **changes):

@@ -49,7 +49,7 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def twins(pair):
   """A draft equal to its target, as one object: runs share what they compile."""
-  found = pairs.load(pair, partitioning.make(partitioning.PartitionConfig()))
+  found = pairs.load_pair(pair, partitioning.make(partitioning.PartitionConfig()))
   return dataclasses.replace(
     found, draft=found.target, draft_params=found.target_params
   )

@@ -80,7 +80,7 @@ def main() -> None:
   named = config.pair
   if given.draft:
     named = dataclasses.replace(named, draft=given.draft)
-  pair = pairs.load(named, partitioning.make(config.partition))
+  pair = pairs.load_pair(named, partitioning.make(config.partition))
   prompts = corpus.prompts(config.prompts, pair.vocabulary, given.count)
   # Full rows, so that the overlap is exact.
   decoding = dataclasses.replace(config.decoding, record_top_k=pair.target.vocab_size)

@@ -111,7 +111,7 @@ def main() -> None:
   given = parser.parse_args()
   console = rich.console.Console()
   first, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
-  pair = pairs.load(first.pair, partitioning.make(first.partition))
+  pair = pairs.load_pair(first.pair, partitioning.make(first.partition))
   answers, labels = held_out_answers(first, pair)
   level = ceiling(pair, answers, labels)
   frozen = overlap(pair, pair.draft_params, answers, labels)

@@ -168,7 +168,7 @@ def main() -> int:
   )
   # One object for all runs: the same weights, whatever becomes of their files, and
   # nothing is compiled twice.
-  loaded = pairs.load(config.pair, partitioning.make(config.partition))
+  loaded = pairs.load_pair(config.pair, partitioning.make(config.partition))
   with mock.patch.object(pairs, "load", lambda *_: loaded):
     results = compare(
       config, arguments.only or MODES, arguments.temperature, arguments.out

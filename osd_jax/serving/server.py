@@ -128,7 +128,7 @@ class Server:
       InputError: a file is missing or broken, or the three do not belong together.
     """
     partitioner = partitioning.make(partition)
-    self.pair = pairs.load(pair, partitioner)
+    self.pair = pairs.load_pair(pair, partitioner)
     self.slots = Slots(
       decoding,
       self.pair.target,

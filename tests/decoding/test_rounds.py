@@ -353,12 +353,12 @@ def test_nothing_compiles_for_other_settings_requests_or_parameters():
   run = harness.jitted_rounds()
   model = testing.tabular_model(VOCAB)
 
-  def call(seed, rows=3, **settings):
-    tables = [jnp.asarray(testing.random_table(VOCAB, seed + i)) for i in range(2)]
+  def call(version, rows=3, **settings):
+    tables = [jnp.asarray(testing.random_table(VOCAB, version + i)) for i in range(2)]
     settings = harness.settings_of(rows, **settings)
     sources = harness.no_sources(rows)
     state = harness.start(model, tables[0], *sources, settings, 9, model, tables[1])
-    return harness.rounds(model, model, 2, *tables, state, limit=seed + 1, run=run)
+    return harness.rounds(model, model, 2, *tables, state, limit=version + 1, run=run)
 
   state = call(0, max_length=9)
   assert run._cache_size() == 1

@@ -172,7 +172,7 @@ def certify_config(pair_config, folder, **changes):
 
 
 def test_float64_rescoring_agrees_with_float32(pair_config):
-  pair = pairs.load(pair_config, partitioning.make())
+  pair = pairs.load_pair(pair_config, partitioning.make())
   source, mask = testing.random_sources(2, 7, pair.target.vocab_size, 0)
   target = source[:, :6]
   single = pair.target.score(pair.target_params, source, mask, target)

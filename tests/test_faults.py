@@ -33,7 +33,7 @@ def serve(pair):
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(pairs, "load", lambda *_: models)
       patch.setattr(writers, "draw_plots_if_available", lambda *_: ([], ""))
-      return online.run(tiny_online.config(pair, folder, **QUICK))
+      return online.run(tiny_online.config(pair, folder, **QUICK)).path
 
   served.loaded = loaded
   return served

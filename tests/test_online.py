@@ -71,7 +71,7 @@ def run(config):
   jax.monitoring.register_event_duration_secs_listener(listen)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(online.OnlineLoop, "_measure", measure)
-    path = online.run(config)
+    path = online.run(config).path
   jax.monitoring.unregister_event_duration_listener(listen)
   compiled.append(total[0])
   rows = list(writers.read(path / "metrics.jsonl"))

@@ -68,7 +68,7 @@ from osd_jax import online
 
 folder = pathlib.Path(sys.argv[1])
 pair = tiny_online.save_lively_pair(folder)
-run = online.run(tiny_online.config(pair, folder / "run"))
+run = online.run(tiny_online.config(pair, folder / "run")).path
 print(json.dumps(sorted(path.name for path in run.iterdir())))
 """
 )

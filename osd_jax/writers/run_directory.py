@@ -24,6 +24,19 @@ _PACKAGES = ("osd-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "n
 
 
 @dataclasses.dataclass(frozen=True)
+class RunResult:
+  """What the `run` of every command returns.
+
+  Attributes:
+    path: the run directory; of a conversion, what it wrote.
+    exact: False if an output was checked and is not the target's.
+  """
+
+  path: Path
+  exact: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class RunDirectory:
   """Paths of one run. Made by `create`, `open` or `start`.
 

@@ -109,7 +109,7 @@ def test_mistakes_are_named_and_write_nothing(folder, tmp_path, changes, named):
 @pytest.fixture
 def unprepared(monkeypatch):
   """Keeps the test process's own JAX settings."""
-  monkeypatch.setattr(cli, "_prepare_jax", lambda multihost: None)
+  monkeypatch.setattr(cli, "_prepare_jax", lambda: None)
 
 
 def osd(command, *files, **settings):

@@ -144,7 +144,15 @@ class RunDirectory:
     seed: int | None = None,
     argv: Sequence[str] | None = None,
   ) -> "RunDirectory":
-    """Continues the run of this folder if it holds one, else creates it."""
+    """Continues the run of this folder if it holds one, else creates it.
+
+    Raises:
+      InputError: no folder is named, or its config differs.
+    """
+    if not str(path).strip():
+      raise base.InputError(
+        "run_directory: received '', expected a folder for what the run writes."
+      )
     if cls(Path(path)).provenance_path.exists():
       return cls.open(path, config=config, argv=argv)
     return cls.create(path, config=config, seed=seed, argv=argv)

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-from osd_jax.main import commands, settings
+from osd_jax.main import commands, fields, settings
 
 _CACHE_FROM = 0.1  # seconds of compiling; JAX's own 1.0 leaves half of a start to redo
 
@@ -95,8 +95,6 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
   module = importlib.import_module(command.module)
   config_class = getattr(module, command.config)
   if arguments.help_config:
-    from osd_jax.main import fields
-
     print(fields.describe(config_class), end="")
     return 0
   files = arguments.gin_file
@@ -119,7 +117,7 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
       return module.run(config, arguments)
     return 0 if module.run(config, text).exact else 1
   except OSError as error:
-    setting = settings.naming_path(config, error.filename)
+    setting = fields.naming_path(config, error.filename)
     if setting and not _is_for_the_user(error):
       raise settings.ConfigError(f"{setting}: {error.strerror}.") from error
     raise

@@ -141,12 +141,12 @@ def parser() -> argparse.ArgumentParser:
   made.add_argument("--version", action="version", version=osd_jax.__version__)
   subparsers = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
   for name, command in COMMANDS.items():
-    words = "[PROMPT]... " if name == "generate" else ""
+    words = "[PROMPT]..." if name == "generate" else "[--gin_file=FILE]..."
     sub = subparsers.add_parser(
       name,
       help=command.summary,
       description=f"{command.summary}\n\nexamples:\n  {command.example}",
-      usage=f"osd {name} {words}[--gin_file=FILE]... [--gin.NAME=VALUE]... [OPTION]...",
+      usage=f"osd {name} {words} [--gin.NAME=VALUE]... [OPTION]...",
       epilog=_NOTES,
       **_SHAPE,
     )

@@ -1,9 +1,11 @@
-"""Every setting of a command with its type, its default and what it is for."""
+"""The fields of configs: types, defaults, what they are for, and their values."""
 
 import dataclasses
 import inspect
+import os
 import re
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from osd_jax.main import factory
@@ -29,6 +31,41 @@ def documented(config_class: type) -> dict[str, str]:
   entries = re.split(r"^  (?=\S)", section[1], flags=re.M) if section else []
   pairs = (" ".join(entry.split()).partition(": ") for entry in entries if entry)
   return {name: meaning for name, _, meaning in pairs}
+
+
+def values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+  """Path and value of every plain field of a config and of those inside it."""
+  if dataclasses.is_dataclass(value):
+    for field in dataclasses.fields(value):
+      yield from values(f"{name}.{field.name}", getattr(value, field.name))
+  elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+    for index, part in enumerate(value):
+      yield from values(f"{name}[{index}]", part)
+  else:
+    yield name, value
+
+
+def naming_path(config: Any, path: str | bytes | int | None) -> str:
+  """The setting that a path of an error comes from, "" if there is none.
+
+  Args:
+    config: the config of a command.
+    path: `OSError.filename`: what a text field names, or something in there, or a
+      folder that could not be made for it.
+
+  Returns:
+    "OnlineConfig.run_directory: received 'x'", of the longest such value.
+  """
+  if not isinstance(path, str):
+    return ""
+  asked = os.path.abspath(path)
+  named = []
+  for name, value in values(type(config).__name__, config):
+    if isinstance(value, str) and value:
+      both = (os.path.abspath(value), asked)
+      if os.path.commonpath(both) in both and asked not in os.getcwd():
+        named.append((len(value), f"{name}: received {value!r}"))
+  return max(named, default=(0, ""))[1]
 
 
 def _paragraph(config_class: type) -> str:

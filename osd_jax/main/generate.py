@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from osd_jax import base, pairs
@@ -52,9 +52,14 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
     "max_length": arguments.max_length,
     "stop": tuple(arguments.stop),
   }
-  given = arguments.prompts or arguments.file is not None
-  from_terminal = not given and sys.stdin.isatty() and sys.stdout.isatty()
-  prompts = _typed() if from_terminal else _prompts(arguments)
+  from_terminal = False
+  if arguments.file is not None:
+    prompts = _from_file(arguments.file)
+  elif arguments.prompts:
+    prompts = arguments.prompts
+  else:
+    from_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    prompts = _typed() if from_terminal else _prompts(sys.stdin, "standard input")
   with serving.Server(pair=config.pair, decoding=config.decoding) as server:
     try:
       if arguments.stream or from_terminal:
@@ -96,25 +101,24 @@ def _check(arguments: argparse.Namespace, draft_path: str) -> None:
     )
 
 
-def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
-  """Prompts from arguments, the file or standard input, read as they are asked for."""
-  if arguments.prompts:
-    yield from arguments.prompts
-    return
-  name = "standard input" if arguments.file is None else arguments.file
+def _from_file(name: str) -> list[str]:
+  """The prompts of a file; read at once, so that its last line is wrong in time."""
   try:
-    with contextlib.ExitStack() as stack:
-      lines = sys.stdin
-      if arguments.file is not None:
-        lines = stack.enter_context(open(arguments.file, encoding="utf-8"))
-      for number, line in enumerate(lines, 1):
-        if line.strip():
-          yield _prompt(line, f"{name}:{number}", name.endswith(".jsonl"))
+    with open(name, encoding="utf-8") as file:
+      return [*_prompts(file, name)]
   except OSError as error:
     raise base.InputError(f"--file: received {name!r}: {error.strerror}.") from None
+
+
+def _prompts(lines: Iterable[str], name: str) -> Iterator[str]:
+  """Prompts of lines, read as they are asked for."""
+  try:
+    for number, line in enumerate(lines, 1):
+      if line.strip():
+        yield _prompt(line, f"{name}:{number}", name.endswith(".jsonl"))
   except UnicodeDecodeError as error:
     raise base.InputError(
-      f"--file: {name} is no text: not UTF-8 at byte {error.start}."
+      f"{name} is no text: not UTF-8 at byte {error.start}; save it as UTF-8."
     ) from None
 
 
@@ -124,11 +128,11 @@ def _prompt(line: str, place: str, is_json: bool) -> str:
   try:
     row = json.loads(line)
   except ValueError as error:
-    raise base.InputError(f"--file: {place}: no JSON: {error}.") from None
+    raise base.InputError(f"{place}: no JSON: {error}.") from None
   prompt = row.get("prompt") if isinstance(row, dict) else None
   if not isinstance(prompt, str) or not prompt.strip():
     raise base.InputError(
-      f'--file: {place}: received {line.strip()[:60]}, expected {{"prompt": TEXT}}.'
+      f'{place}: received {line.strip()[:60]}, expected {{"prompt": TEXT}}.'
     )
   return prompt
 
@@ -154,7 +158,7 @@ def _typed() -> Iterator[str]:
 
 def _stream(
   server: Any,
-  prompts: Iterator[str],
+  prompts: Iterable[str],
   seed: int,
   per_request: dict[str, Any],
   goes_on: bool,

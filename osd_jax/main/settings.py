@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import os
 import re
 import tokenize
 import typing
@@ -14,7 +13,7 @@ import gin
 from gin import config_parser
 
 import osd_jax
-from osd_jax.main import factory
+from osd_jax.main import factory, fields
 
 
 class ConfigError(ValueError):
@@ -62,29 +61,6 @@ def search_folders(search_paths: Sequence[str] = ()) -> list[Path]:
   # A link in a checkout, a folder in a wheel; printed paths shall be those to edit.
   shipped = (Path(osd_jax.__file__).parent / "gin_configs").resolve()
   return [Path(), *map(Path, search_paths), shipped, shipped.parent]
-
-
-def naming_path(config: Any, path: str | bytes | int | None) -> str:
-  """The setting that a path of an error comes from, "" if there is none.
-
-  Args:
-    config: the config of a command.
-    path: `OSError.filename`: what a text field names, or something in there, or a
-      folder that could not be made for it.
-
-  Returns:
-    "OnlineConfig.run_directory: received 'x'", of the longest such value.
-  """
-  if not isinstance(path, str):
-    return ""
-  asked = os.path.abspath(path)
-  named = []
-  for name, value in _fields(type(config).__name__, config):
-    if isinstance(value, str) and value:
-      both = (os.path.abspath(value), asked)
-      if os.path.commonpath(both) in both and asked not in os.getcwd():
-        named.append((len(value), f"{name}: received {value!r}"))
-  return max(named, default=(0, ""))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +149,8 @@ class _Settings:
       used |= grown
     for key in used:
       gin.bind_parameter(key, self._bound[key].value)
-    fields = _fields(type(config).__name__, config)
-    lines = [f"#   {name} = {value!r}" for name, value in fields]
+    values = fields.values(type(config).__name__, config)
+    lines = [f"#   {name} = {value!r}" for name, value in values]
     comments = "\n".join(["# Every field, defaults included:", *lines])
     return f"{gin.config_str()}\n{comments}\n"
 
@@ -399,15 +375,3 @@ def _syntax(error: Exception, name: str) -> str:
   if word:
     return f"{place}: cannot read {word[1]}; text needs quotes: '\"{word[1]}\"'"
   return f"{place}: {message.splitlines()[0]}"
-
-
-def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-  """Path and value of every plain field of a config and of those inside it."""
-  if dataclasses.is_dataclass(value):
-    for field in dataclasses.fields(value):
-      yield from _fields(f"{name}.{field.name}", getattr(value, field.name))
-  elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
-    for index, part in enumerate(value):
-      yield from _fields(f"{name}[{index}]", part)
-  else:
-    yield name, value

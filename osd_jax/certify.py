@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -101,7 +100,7 @@ def perturbed(params: base.Params, scale: float, seed: int = 0) -> base.Params:
   )
 
 
-def run(config: CertifyConfig, operative_config: str = "") -> Path:
+def run(config: CertifyConfig, operative_config: str = "") -> writers.RunResult:
   """Decodes, judges, prints and writes the verdict.
 
   Args:
@@ -109,10 +108,7 @@ def run(config: CertifyConfig, operative_config: str = "") -> Path:
     operative_config: text stored beside the results.
 
   Returns:
-    The run directory.
-
-  Raises:
-    SystemExit: with code 1 if an output is wrong; everything is written before.
+    The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
   directory = writers.RunDirectory.start(
@@ -138,8 +134,7 @@ def run(config: CertifyConfig, operative_config: str = "") -> Path:
   )
   directory.finish()
   console.print(f"report: {page}\nrun directory: {directory.path}")
-  certificate.conclude(total, directory)
-  return directory.path
+  return writers.RunResult(directory.path, certificate.conclude(total, directory))
 
 
 class Grid:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich.console
 
-from osd_jax import assets, base
+from osd_jax import assets, base, writers
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.models import convert, t5, weights
 
@@ -57,7 +57,7 @@ class ConvertConfig:
       raise _no_model(self)
 
 
-def run(config: ConvertConfig, operative_config: str = "") -> Path:
+def run(config: ConvertConfig, operative_config: str = "") -> writers.RunResult:
   """Reads, checks and writes; what is written appears complete or not at all.
 
   Args:
@@ -84,7 +84,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> Path:
     written = weights.save(config.output, found)
   console = rich.console.Console(stderr=True)
   console.print(f"{kind} {source} -> {config.output_kind} {written}", highlight=False)
-  return written
+  return writers.RunResult(written)
 
 
 def _read_t5x(config: ConvertConfig, source: Path) -> weights.Weights:
@@ -117,8 +117,8 @@ def _kind_of(source: Path) -> str:
   )
 
 
-def _no_model(config: ConvertConfig) -> ValueError:
-  return ValueError(
+def _no_model(config: ConvertConfig) -> base.InputError:
+  return base.InputError(
     f"ConvertConfig.model: received None for {config.source}, expected a T5Config:"
     " t5x's checkpoints do not say their shape; include one of models/ and bind"
     " ConvertConfig.model = @T5Config()."

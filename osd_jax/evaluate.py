@@ -69,7 +69,7 @@ class EvaluateConfig:
     )
 
 
-def run(config: EvaluateConfig, operative_config: str = "") -> Path:
+def run(config: EvaluateConfig, operative_config: str = "") -> writers.RunResult:
   """Measures everything, from the beginning if it was interrupted.
 
   Args:
@@ -77,7 +77,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> Path:
     operative_config: text stored beside the results.
 
   Returns:
-    The run directory.
+    The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
   directory = writers.RunDirectory.start(
@@ -107,8 +107,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> Path:
   _conclude(directory, tables, verdict.sentence(), console)
   directory.finish()
   console.print(f"run directory: {directory.path}")
-  certificate.conclude(verdict, directory)
-  return directory.path
+  return writers.RunResult(directory.path, certificate.conclude(verdict, directory))
 
 
 class Bench:

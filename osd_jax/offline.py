@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -96,7 +95,7 @@ class OfflineConfig:
     )
 
 
-def run(config: OfflineConfig, operative_config: str = "") -> Path:
+def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
   """Writes texts, learns on them, saves the draft; continues an interrupted run.
 
   Args:
@@ -127,7 +126,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> Path:
   _conclude(config, directory, console)
   directory.finish()
   console.print(f"weights: {config.output}\nrun directory: {directory.path}")
-  return directory.path
+  return writers.RunResult(directory.path)
 
 
 class OfflineLoop:

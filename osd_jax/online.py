@@ -78,7 +78,7 @@ class OnlineConfig:
     )
 
 
-def run(config: OnlineConfig, operative_config: str = "") -> Path:
+def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
   """Serves the whole stream; continues an interrupted run of the same directory.
 
   Args:
@@ -86,7 +86,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
     operative_config: text stored beside the results.
 
   Returns:
-    The run directory.
+    The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
   directory = writers.RunDirectory.start(
@@ -110,8 +110,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
   summaries.conclude(directory, loop.stream.shifts(), console, verdict.sentence())
   directory.finish()
   console.print(f"run directory: {directory.path}")
-  certificate.conclude(verdict, directory)
-  return directory.path
+  return writers.RunResult(directory.path, certificate.conclude(verdict, directory))
 
 
 class OnlineLoop:

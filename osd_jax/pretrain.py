@@ -84,7 +84,7 @@ class PretrainConfig:
       )
 
 
-def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
+def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult:
   """Trains, evaluates, writes `config.output`; continues an interrupted run.
 
   Args:
@@ -92,7 +92,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
     operative_config: text stored beside the results.
 
   Returns:
-    The trained weights.
+    The run directory; the weights are in `config.output`.
   """
   console = rich.console.Console(stderr=True)
   vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
@@ -127,7 +127,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
   weights.save(config.output, trained, config.storage)
   directory.finish()
   console.print(f"weights: {config.output}\nrun directory: {directory.path}")
-  return trained
+  return writers.RunResult(directory.path)
 
 
 def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:

@@ -72,4 +72,4 @@ def unprepared(monkeypatch):
   """Keeps the test process's own JAX settings."""
   from osd_jax import main as cli
 
-  monkeypatch.setattr(cli, "_prepare_jax", lambda multihost: None)
+  monkeypatch.setattr(cli, "_prepare_jax", lambda: None)

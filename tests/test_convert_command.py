@@ -37,10 +37,10 @@ def assert_same(found, expected):
 
 def test_there_and_back_is_the_same_folder(folder, tmp_path):
   file = tmp_path / "w.safetensors"
-  ours = convert.run(convert.ConvertConfig(str(folder), str(file)))
+  ours = convert.run(convert.ConvertConfig(str(folder), str(file))).path
   back = convert.run(
     convert.ConvertConfig(str(ours), str(tmp_path / "b"), output_kind="hugging_face")
-  )
+  ).path
   for name in ("config.json", "model.safetensors"):
     assert (back / name).read_bytes() == (folder / name).read_bytes()
 
@@ -50,7 +50,7 @@ def test_the_vocabulary_is_noted_or_goes_along(folder, tmp_path, given):
   config = convert.ConvertConfig(
     str(folder), str(tmp_path / "w.safetensors"), vocabulary=VOCABULARY, extra_ids=100
   )
-  found = weights.load(convert.run(config))
+  found = weights.load(convert.run(config).path)
   assert_same(found, given)
   assert found.vocabulary == fingerprint
   back = dataclasses.replace(
@@ -59,7 +59,7 @@ def test_the_vocabulary_is_noted_or_goes_along(folder, tmp_path, given):
     output=str(tmp_path / "back"),
     output_kind="hugging_face",
   )
-  assert Vocabulary.load(convert.run(back), 100).fingerprint == fingerprint
+  assert Vocabulary.load(convert.run(back).path, 100).fingerprint == fingerprint
   other = dataclasses.replace(back, extra_ids=0, output=str(tmp_path / "no"))
   with pytest.raises(ValueError, match=r"Config\.vocabulary: .*was trained with"):
     convert.run(other)
@@ -81,7 +81,7 @@ def test_t5x_needs_a_shape(tmp_path, repository):
   with pytest.raises(ValueError, match=r"ConvertConfig\.model: received None"):
     dataclasses.replace(config, kind="t5x")
   assert not list(tmp_path.iterdir())
-  path = convert.run(dataclasses.replace(config, model=parity.CONFIG))
+  path = convert.run(dataclasses.replace(config, model=parity.CONFIG)).path
   assert_same(weights.load(path), formats.read_t5x(source, parity.CONFIG))
 
 
@@ -109,7 +109,7 @@ def test_mistakes_are_named_and_write_nothing(folder, tmp_path, changes, named):
 @pytest.fixture
 def unprepared(monkeypatch):
   """Keeps the test process's own JAX settings."""
-  monkeypatch.setattr(cli, "_prepare_jax", lambda multihost: None)
+  monkeypatch.setattr(cli, "_prepare_jax", lambda: None)
 
 
 def osd(command, *files, **settings):

@@ -54,7 +54,7 @@ def config(tmp_path_factory) -> evaluate.EvaluateConfig:
 
 @pytest.fixture(scope="module")
 def rows(config):
-  path = evaluate.run(config)
+  path = evaluate.run(config).path
   assert (path / "report.html").is_file()
   return list(writers.read(path / "metrics.jsonl"))
 
@@ -137,7 +137,7 @@ def test_an_adaptive_k_is_measured_but_not_predicted(config, tmp_path):
     decoding=dataclasses.replace(config.decoding, adaptive=policy),
     run_directory=str(tmp_path / "r"),
   )
-  path = evaluate.run(adapting)
+  path = evaluate.run(adapting).path
   found = list(writers.read(path / "metrics.jsonl"))
   (verdict,), (speed,) = of(found, "certificate"), of(found, "speed")
   assert verdict["equal"] == verdict["outputs"] == 6

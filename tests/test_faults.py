@@ -32,7 +32,7 @@ def serve(pair):
   def served(folder, models=loaded):
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(writers, "draw_plots_if_available", lambda *_: ([], ""))
-      return online.run(tiny_online.config(models, folder, **QUICK))
+      return online.run(tiny_online.config(models, folder, **QUICK)).path
 
   served.loaded = loaded
   return served

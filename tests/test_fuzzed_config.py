@@ -121,7 +121,7 @@ BINDINGS = st.builds("{}={}".format, NAMES, VALUES) | st.text(max_size=20)
 @pytest.fixture
 def dry(monkeypatch, capsys):
   """Runs `osd online --dry_run`; returns (exit code, standard error)."""
-  monkeypatch.setattr(cli, "_prepare_jax", lambda multihost: None)
+  monkeypatch.setattr(cli, "_prepare_jax", lambda: None)
   monkeypatch.setattr(online, "run", lambda *_: pytest.fail("it ran"))
 
   def called(*words):

@@ -10,7 +10,7 @@ from gin_run import CONFIGS, RUN, load
 from osd_jax import main as cli
 from osd_jax import pretrain
 from osd_jax.data import generated
-from osd_jax.main import factory, settings
+from osd_jax.main import commands, factory, settings
 from osd_jax.models import sizes, weights
 
 FILES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.gin"))
@@ -38,9 +38,9 @@ def whole_text(name: str) -> str:
 def config_class(name: str) -> type | None:
   """The config class of a file's command; None for a part of several commands."""
   text = whole_text(name)
-  for command, about in cli.COMMANDS.items():
+  for about in commands.COMMANDS.values():
     if re.search(rf"^{about.config}\.", text, re.M):
-      return getattr(importlib.import_module(f"osd_jax.{command}"), about.config)
+      return getattr(importlib.import_module(about.module), about.config)
   return None
 
 
@@ -76,21 +76,21 @@ def test_every_gin_file_builds(name, written):
 @pytest.mark.parametrize("name", FILES)
 def test_comments_name_fields_that_there_are(name):
   known = {}
-  for command, about in cli.COMMANDS.items():
-    module = importlib.import_module(f"osd_jax.{command}")
-    for found in factory.reachable(getattr(module, about.config)):
-      known[found.name] = found.hints
+  for about in commands.COMMANDS.values():
+    module = importlib.import_module(about.module)
+    for reached in factory.reachable(getattr(module, about.config)):
+      known[reached.name] = reached.hints
   comments = "\n".join(re.findall(r"#.*", (CONFIGS / name).read_text()))
   for config, field in re.findall(r"\b(\w+Config)\.(\w+)", comments):
     assert field in known[config], f"{config}.{field}"
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", commands.COMMANDS)
 def test_run_files_keep_the_defaults(command, written):
   """They call the nested configs, which must not change what these are."""
   name = f"runs/{command}.gin"
   root = config_class(name)
-  assert root.__name__ == cli.COMMANDS[command].config
+  assert root.__name__ == commands.COMMANDS[command].config
   library = written(LIBRARY, "library.gin")
   built = filled(root, [written(f"include '{library}'"), name])
   for field in dataclasses.fields(root):

@@ -193,7 +193,7 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
 
 @pytest.fixture(scope="module")
 def finished(config):
-  return offline.run(config)
+  return offline.run(config).path
 
 
 def logged(path):
@@ -220,7 +220,7 @@ def test_four_devices_distil_as_one(config, finished, tmp_path):
       output=str(tmp_path / "draft.safetensors"),
       run_directory=str(tmp_path / "run"),
     )
-  )
+  ).path
   one, split = (
     [row for row in logged(path) if row["kind"] in ("step", "evaluation")]
     for path in (finished, four)

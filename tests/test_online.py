@@ -72,7 +72,7 @@ def run(config):
   jax.monitoring.register_event_duration_secs_listener(listen)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(metering.Meter, "row", measure)
-    path = online.run(config)
+    path = online.run(config).path
   jax.monitoring.unregister_event_duration_listener(listen)
   compiled.append(total[0])
   rows = list(writers.read(path / "metrics.jsonl"))

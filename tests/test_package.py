@@ -1,12 +1,16 @@
 """The package as such: what it imports, what it pins, what it must not mention."""
 
+import importlib.util
 import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -26,8 +30,10 @@ OPTIONAL = (
   "transformers",
 )
 
-# As if the packages were not installed: no finder finds them.
-BLOCK = f"""
+
+def without(names: tuple[str, ...]) -> str:
+  """Python text after which packages are as if not installed: no finder finds them."""
+  return f"""
 import sys
 
 class Without:
@@ -38,12 +44,15 @@ class Without:
     return getattr(self._finder, name)
 
   def find_spec(self, name, path=None, target=None):
-    if name.partition(".")[0] in {OPTIONAL!r}:
+    if name.partition(".")[0] in {names!r}:
       return None
     return self._finder.find_spec(name, path, target)
 
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
+
+
+BLOCK = without(OPTIONAL)
 
 IMPORT_CORE = (
   BLOCK
@@ -68,7 +77,7 @@ from osd_jax import online
 
 folder = pathlib.Path(sys.argv[1])
 pair = tiny_online.save_lively_pair(folder)
-run = online.run(tiny_online.config(pair, folder / "run"))
+run = online.run(tiny_online.config(pair, folder / "run")).path
 print(json.dumps(sorted(path.name for path in run.iterdir())))
 """
 )
@@ -88,17 +97,20 @@ SPECIFIC = re.compile(
 )
 
 
-def run_python(code: str, *arguments: str, env: dict[str, str] | None = None) -> str:
+def check_call(words: Sequence[str], **changes: Any) -> str:
+  """Output of a command that must end with 0."""
   done = subprocess.run(
-    [sys.executable, "-c", code, *arguments],
-    capture_output=True,
-    text=True,
-    env={**os.environ, **(env or {})},
-    timeout=300,
-    check=False,
+    words, capture_output=True, text=True, timeout=300, check=False, **changes
   )
   assert done.returncode == 0, done.stderr
   return done.stdout
+
+
+def run_python(
+  code: str, *arguments: str, env: dict[str, str] | None = None, **changes: Any
+) -> str:
+  env = {**os.environ, **(env or {})}
+  return check_call([sys.executable, "-c", code, *arguments], env=env, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +166,100 @@ def test_the_block_blocks(name: str):
   """Negative control of the tests above: no name is found, though installed."""
   with pytest.raises(AssertionError, match=f"No module named '{name}'"):
     run_python(f"{BLOCK}\nimport {name}")
+
+
+# ---- The wheel, where nothing but its dependencies is installed
+
+DEMO = (  # eight requests of the demo, an update among them
+  "--gin_file=runs/demo.gin",
+  "--gin.StreamConfig.reader='plain'",
+  "--gin.StreamConfig.requests_per_task=2",
+  "--gin.warm_start/BatchConfig.limit_rows=(2, 2, 2, 2)",
+)
+PROMPT = "Which singers are older than 30?"
+# Commands of a newcomer, and what they leave behind or print; Python lines are
+# (sys.executable, "-c", LINES).
+COMMANDS = (
+  (("osd", "--version"), osd_jax.__version__),
+  (("osd", "online", *DEMO), "runs/demo/report.html"),
+  (("osd", "certify", "--help_config"), "num_draft_tokens"),
+)
+if importlib.util.find_spec("osd_jax.serving.server"):
+  COMMANDS += (
+    (("osd", "generate", PROMPT), "select"),
+    (("osd", "generate", PROMPT, "--learn"), "adapted_draft.safetensors"),
+  )
+
+
+@pytest.fixture(scope="module")
+def installed(repository: pathlib.Path, tmp_path_factory) -> pathlib.Path:
+  """A folder with what `pip install` of the wheel of the source archive puts there."""
+  folder = tmp_path_factory.mktemp("wheel")
+  source = folder / "source"
+  listed = ("osd_jax", "gin_configs", "pyproject.toml", "README.md", "LICENSE")
+  for name in listed:
+    if (repository / name).is_dir():
+      ignored = shutil.ignore_patterns("__pycache__")
+      shutil.copytree(repository / name, source / name, symlinks=True, ignore=ignored)
+    else:
+      shutil.copy(repository / name, source / name)
+  code = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+  run_python(code, str(folder), cwd=source)
+  (archive,) = folder.glob("*.tar.gz")
+  pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+  here = ["--no-index", "--no-deps", "--no-cache-dir", "--no-build-isolation"]
+  check_call([*pip, "wheel", *here, "-q", "-w", str(folder), str(archive)])
+  (wheel,) = folder.glob("*.whl")
+  check_call([*pip, "install", *here[:2], "-q", "-t", str(folder / "site"), str(wheel)])
+  (folder / "clean").mkdir()
+  absent = tuple(name for name in OPTIONAL if name != "gin")  # the command needs it
+  (folder / "clean" / "sitecustomize.py").write_text(without(absent))
+  return folder
+
+
+def in_clean_place(
+  installed: pathlib.Path, cwd: pathlib.Path, words: Sequence[str]
+) -> str:
+  """Output of a command that sees the wheel, not the checkout, and no extras."""
+  path = f"{installed / 'clean'}{os.pathsep}{installed / 'site'}"
+  env = {**os.environ, "PYTHONPATH": path}
+  env["PATH"] = f"{installed / 'site' / 'bin'}{os.pathsep}{env['PATH']}"
+  return check_call(words, cwd=cwd, env=env)
+
+
+def test_the_clean_place_is_clean(installed: pathlib.Path, tmp_path: pathlib.Path):
+  """Negative control of what follows."""
+  code = "import osd_jax; print(osd_jax.__file__)"
+  place = in_clean_place(installed, tmp_path, [sys.executable, "-c", code])
+  assert place.strip() == str(installed / "site" / "osd_jax" / "__init__.py")
+  for name in ("tensorflow", "matplotlib", "seqio", "torch"):
+    with pytest.raises(AssertionError, match=f"No module named '{name}'"):
+      in_clean_place(installed, tmp_path, [sys.executable, "-c", f"import {name}"])
+
+
+def test_the_wheel_holds_the_gin_files(
+  installed: pathlib.Path, repository: pathlib.Path
+):
+  def texts(folder):
+    return {
+      str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.gin")
+    }
+
+  ours = texts(repository / "gin_configs")
+  assert len(ours) > 40
+  assert texts(installed / "site" / "osd_jax" / "gin_configs") == ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "result"), COMMANDS, ids=lambda x: str(x)[:40])
+def test_the_wheel_runs_where_no_extra_is_installed(
+  installed: pathlib.Path, tmp_path: pathlib.Path, words, result
+):
+  printed = in_clean_place(installed, tmp_path, words)
+  assert result in printed or (tmp_path / result).is_file()
+
+
+# ---- What it costs and pins
 
 
 def test_importing_the_package_imports_nothing_heavy():

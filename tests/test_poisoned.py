@@ -98,7 +98,7 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(metering.Meter, "row", note)
     patch.setattr(writers, "draw_plots_if_available", lambda *_: ([], ""))
-    path = online.run(config)
+    path = online.run(config).path
   rows = list(writers.read(path / "metrics.jsonl"))
   kinds = (
     [row for row in rows if row["kind"] == kind]

@@ -24,7 +24,7 @@ class BatchConfig:
 
   Attributes:
     tasks: of different names; `task_id` is the place in this tuple.
-    batch_size: R.
+    batch_size: R, rows of a batch.
     source_length: S in tokens; longer prompts are cut, end-of-sequence kept.
     target_length: T in tokens; longer references are cut, without
       end-of-sequence, since they do not end there.

@@ -38,6 +38,7 @@ class Factory:
   Attributes:
     name: of the class.
     selector: name with its module, as gin knows it.
+    config_class: what it makes.
     hints: type of each field.
     configurable: calls the class with the bound values.
     scopes: gin scopes that it was called in.
@@ -47,10 +48,10 @@ class Factory:
   def __init__(self, config_class: type):
     self.name = config_class.__name__
     self.selector = f"{config_class.__module__}.{self.name}"
-    self.hints = _hints(config_class)
+    self.config_class = config_class
+    self.hints = hints(config_class)
     self.scopes: set[str] = set()
     self.problems: list[Problem] = []
-    self._class = config_class
     keyword = inspect.Parameter.KEYWORD_ONLY
     self.__signature__ = inspect.Signature(
       [inspect.Parameter(field, keyword) for field in self.hints]
@@ -67,7 +68,7 @@ class Factory:
     problems = list(self._check(values))
     if not problems and not any(map(_has_failed, values.values())):
       try:
-        return self._class(**values)
+        return self.config_class(**values)
       except (ValueError, TypeError) as error:
         text = " ".join(str(error).split())
         named = re.match(rf"{self.name}\.(\w+)", text)
@@ -77,7 +78,7 @@ class Factory:
     return _FAILED
 
   def _check(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for field in dataclasses.fields(self._class):
+    for field in dataclasses.fields(self.config_class):
       value = values.get(field.name, dataclasses.MISSING)
       optional = {field.default, field.default_factory} != {dataclasses.MISSING}
       if _asks(value) or (value is dataclasses.MISSING and not optional):
@@ -89,7 +90,7 @@ class Factory:
             field.name,
             (
               f"{self.name}.{field.name}: received {value!r}, expected"
-              f" {_hint_text(hint)}{_advice(value, hint)}."
+              f" {hint_text(hint)}{_advice(value, hint)}."
             ),
           )
 
@@ -102,15 +103,15 @@ def of(config_class: type) -> Factory:
 
 def reachable(config_class: type) -> list[Factory]:
   """Factories of a config class, of those of its fields, and of theirs."""
-  found: dict[type, Factory] = {}
+  factories: dict[type, Factory] = {}
   waiting = [config_class]
   while waiting:
-    current = waiting.pop()
-    if current not in found:
-      found[current] = of(current)
-      for hint in _hints(current).values():
+    current = waiting.pop(0)
+    if current not in factories:
+      factories[current] = of(current)
+      for hint in hints(current).values():
         waiting.extend(classes(hint))
-  return list(found.values())
+  return list(factories.values())
 
 
 def classes(hint: Any) -> Iterator[type]:
@@ -121,12 +122,20 @@ def classes(hint: Any) -> Iterator[type]:
     yield from classes(inner)
 
 
+def hints(config_class: type) -> dict[str, Any]:
+  """Type of each field of a config class."""
+  of_all = typing.get_type_hints(config_class)
+  return {f.name: of_all[f.name] for f in dataclasses.fields(config_class)}
+
+
+def hint_text(hint: Any) -> str:
+  """A type as it is written, without modules."""
+  if isinstance(hint, type) and not typing.get_args(hint):
+    return hint.__name__
+  return re.sub(r"\b[a-z_]\w*\.(?=\w)", "", str(hint))
+
+
 _FAILED = object()  # stands for a config that could not be made
-
-
-def _hints(config_class: type) -> dict[str, Any]:
-  hints = typing.get_type_hints(config_class)
-  return {f.name: hints[f.name] for f in dataclasses.fields(config_class)}
 
 
 def _as_tuples(value: Any) -> Any:
@@ -161,12 +170,6 @@ def _fits(value: Any, hint: Any) -> bool:
     numbers = (int, float) if hint is float else int
     return isinstance(value, numbers) and not isinstance(value, bool)
   return not isinstance(hint, type) or isinstance(value, hint)
-
-
-def _hint_text(hint: Any) -> str:
-  if isinstance(hint, type) and not typing.get_args(hint):
-    return hint.__name__
-  return re.sub(r"\b[a-z_]\w*\.(?=\w)", "", str(hint))
 
 
 def _advice(value: Any, hint: Any) -> str:

@@ -13,7 +13,7 @@ import gin
 from gin import config_parser
 
 import osd_jax
-from osd_jax.main import factory
+from osd_jax.main import factory, fields
 
 
 class ConfigError(ValueError):
@@ -42,24 +42,25 @@ def load(
     ConfigError: a line for each mistake.
   """
   gin.clear_config()
-  found = _Settings(config_class, search_paths)
+  read = _Settings(config_class, search_paths)
   for file in files:
-    found.read_file(file, library=False)
+    read.read_file(file, library=False)
   for binding in bindings:
-    found.read_flag(binding)
+    read.read_flag(binding)
   try:
-    config = found.build()
+    config = read.build()
   except RecursionError:
     raise ConfigError(
       "settings refer to each other in a circle; follow the @ and % references."
     ) from None
-  return config, found.text(config)
+  return config, read.text(config)
 
 
 def search_folders(search_paths: Sequence[str] = ()) -> list[Path]:
   """Folders in which gin files are looked for, in this order."""
-  checkout = Path(osd_jax.__file__).resolve().parents[1]
-  return [Path(), *map(Path, search_paths), checkout / "gin_configs", checkout]
+  # A link in a checkout, a folder in a wheel; printed paths shall be those to edit.
+  shipped = (Path(osd_jax.__file__).parent / "gin_configs").resolve()
+  return [Path(), *map(Path, search_paths), shipped, shipped.parent]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +90,7 @@ class _Settings:
 
   def read_file(self, name: str, library: bool, opened: tuple[Path, ...] = ()) -> None:
     """Reads a gin file and what it includes."""
-    path = next((f / name for f in self._folders if (f / name).is_file()), None)
-    if path is None:
-      folders = ", ".join(str(folder.absolute()) for folder in self._folders)
-      raise ConfigError(f"gin file {name!r} not found; looked in {folders}.")
+    path = self._find(name)
     if path.resolve() in opened:
       raise ConfigError(f"gin file {name!r} includes itself.")
     opened = (*opened, path.resolve())
@@ -104,6 +102,18 @@ class _Settings:
         self.read_file(statement.filename, True, opened)
       elif isinstance(statement, config_parser.ImportStatement):
         self._import(statement, place)
+
+  def _find(self, name: str) -> Path:
+    paths = [folder / name for folder in self._folders]
+    try:
+      for path in paths:
+        if path.is_file():
+          return path
+      folders = ", ".join(str(folder.absolute()) for folder in self._folders)
+      what = "is a folder" if any(p.is_dir() for p in paths) else "not found"
+      raise ConfigError(f"gin file {name!r} {what}; looked in {folders}.")
+    except OSError as error:
+      raise ConfigError(f"gin file {name[:80]!r}: {error.strerror}.") from None
 
   def read_flag(self, binding: str) -> None:
     """Reads the "NAME=VALUE" of one flag."""
@@ -121,8 +131,9 @@ class _Settings:
         known.scopes.clear()
         known.problems.clear()
       config = self._root.configurable()
-      found = (p for f in self._factories.values() for p in f.problems)
-      problems = [self._located(problem) for problem in found]
+      problems = [
+        self._located(p) for f in self._factories.values() for p in f.problems
+      ]
     if not problems:
       problems = [*self._unused()]
     if problems:
@@ -138,8 +149,9 @@ class _Settings:
       used |= grown
     for key in used:
       gin.bind_parameter(key, self._bound[key].value)
-    fields = [f"#   {line}" for line in _lines(type(config).__name__, config)]
-    comments = "\n".join(["# Every field, defaults included:", *fields])
+    values = fields.values(type(config).__name__, config)
+    lines = [f"#   {name} = {value!r}" for name, value in values]
+    comments = "\n".join(["# Every field, defaults included:", *lines])
     return f"{gin.config_str()}\n{comments}\n"
 
   def _statements(self, text: str, name: str) -> Iterator[Any]:
@@ -317,7 +329,7 @@ def _text(path: Path) -> str:
   """Text of a file.
 
   Raises:
-    ConfigError: it is not UTF-8.
+    ConfigError: it cannot be read, or is not UTF-8.
   """
   try:
     return path.read_text(encoding="utf-8")
@@ -326,6 +338,8 @@ def _text(path: Path) -> str:
       f"gin file {str(path)!r} is no text: not UTF-8 at byte {error.start}; save it"
       " as UTF-8."
     ) from None
+  except OSError as error:
+    raise ConfigError(f"gin file {str(path)!r}: {error.strerror}.") from None
 
 
 def _is_macro(reference: Any) -> bool:
@@ -346,9 +360,9 @@ def _key(scope: str, name: str, field: str) -> str:
 
 def _close(name: str, known: Iterable[str]) -> str:
   known = sorted(set(known))
-  found = difflib.get_close_matches(name, known, 3, 0.5)
-  if found:
-    return f"; did you mean {' or '.join(found)}?"
+  close = difflib.get_close_matches(name, known, 3, 0.5)
+  if close:
+    return f"; did you mean {' or '.join(close)}?"
   return f"; known: {', '.join(known)}." if known else "."
 
 
@@ -361,14 +375,3 @@ def _syntax(error: Exception, name: str) -> str:
   if word:
     return f"{place}: cannot read {word[1]}; text needs quotes: '\"{word[1]}\"'"
   return f"{place}: {message.splitlines()[0]}"
-
-
-def _lines(name: str, value: Any) -> Iterator[str]:
-  if dataclasses.is_dataclass(value):
-    for field in dataclasses.fields(value):
-      yield from _lines(f"{name}.{field.name}", getattr(value, field.name))
-  elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
-    for index, part in enumerate(value):
-      yield from _lines(f"{name}[{index}]", part)
-  else:
-    yield f"{name} = {value!r}"

@@ -147,17 +147,16 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Certificate:
   return total
 
 
-def conclude(verdict: Certificate, directory: writers.RunDirectory) -> None:
-  """Writes certificate.json; ends the process with exit code 1 where it failed."""
+def conclude(verdict: Certificate, directory: writers.RunDirectory) -> bool:
+  """Writes certificate.json; returns whether the verdict is passed, or over nothing."""
   if not verdict.outputs:
-    return
+    return True
   failures = [dataclasses.asdict(failure) for failure in verdict.failures[:SHOWN]]
   directory.write_json(
     "certificate.json",
     {**verdict.row(), "near_tie_tolerance": NEAR_TIE, "first_failures": failures},
   )
-  if not verdict.passed:
-    raise SystemExit(1)
+  return verdict.passed
 
 
 def applies(sampling: slots.SamplingConfig, decoding: slots.DecodingConfig) -> bool:

@@ -12,12 +12,12 @@ class T5Config:
 
   Attributes:
     vocab_size: V, rows of the embedding (checkpoints pad 32,100 to 32,128).
-    width: E.
-    num_heads: H.
-    head_dim: D.
+    width: E, size of a token's vector.
+    num_heads: H, heads of every attention.
+    head_dim: D, size of one head.
     mlp_dim: inner width of the feed-forward block.
     num_encoder_layers: encoder layers.
-    num_decoder_layers: L.
+    num_decoder_layers: L, decoder layers.
     mlp_activations: ("relu",) for 1.0, ("gelu", "linear") for 1.1 and Flan.
     tied_head: the output head is the embedding, scaled by width ** -0.5.
     relative_buckets: entries of the relative position bias.

@@ -6,12 +6,13 @@ Importing this package loads neither matplotlib nor tensorboardX.
 from osd_jax.writers.metrics_log import MetricsLog, TensorBoardLog, read
 from osd_jax.writers.plots import draw_plots, draw_plots_if_available, plots_available
 from osd_jax.writers.report import write_report
-from osd_jax.writers.run_directory import RunDirectory
+from osd_jax.writers.run_directory import RunDirectory, RunResult
 from osd_jax.writers.series import cost_ledger, segments, trailing_mean
 
 __all__ = [
   "MetricsLog",
   "RunDirectory",
+  "RunResult",
   "TensorBoardLog",
   "cost_ledger",
   "draw_plots",

@@ -24,6 +24,19 @@ _PACKAGES = ("osd-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "n
 
 
 @dataclasses.dataclass(frozen=True)
+class RunResult:
+  """What the `run` of every command returns.
+
+  Attributes:
+    path: the run directory; of a conversion, what it wrote.
+    exact: False if an output was checked and is not the target's.
+  """
+
+  path: Path
+  exact: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class RunDirectory:
   """Paths of one run. Made by `create`, `open` or `start`.
 
@@ -131,7 +144,15 @@ class RunDirectory:
     seed: int | None = None,
     argv: Sequence[str] | None = None,
   ) -> "RunDirectory":
-    """Continues the run of this folder if it holds one, else creates it."""
+    """Continues the run of this folder if it holds one, else creates it.
+
+    Raises:
+      InputError: no folder is named, or its config differs.
+    """
+    if not str(path).strip():
+      raise base.InputError(
+        "run_directory: received '', expected a folder for what the run writes."
+      )
     if cls(Path(path)).provenance_path.exists():
       return cls.open(path, config=config, argv=argv)
     return cls.create(path, config=config, seed=seed, argv=argv)

@@ -1,0 +1,199 @@
+"""`osd generate`: prompts in, answers out; what a person tries first."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from osd_jax import base, pairs
+from osd_jax.serving import slots
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+  """What `osd generate` serves with.
+
+  Attributes:
+    pair: target, draft and vocabulary.
+    decoding: shapes of decoding, K among them. Long prompts have a bucket of their
+      own; each is compiled when it is first used.
+  """
+
+  pair: pairs.PairConfig = pairs.PairConfig()
+  decoding: slots.DecodingConfig = slots.DecodingConfig(
+    num_draft_tokens=7, source_lengths=(64, 512), target_length=128
+  )
+
+
+def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
+  """Answers the prompts of the command line, of a file or of standard input.
+
+  Args:
+    config: what serves.
+    arguments: of the command line.
+
+  Returns:
+    Exit code.
+
+  Raises:
+    InputError: options that do not go together, or a prompt that is none.
+  """
+  from osd_jax.serving import server as serving
+
+  draft_path = "adapted_draft.safetensors" if arguments.save is None else arguments.save
+  _check(arguments, draft_path)
+  per_request = {
+    "learn": arguments.learn,
+    **{name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")},
+    "max_length": arguments.max_length,
+    "stop": tuple(arguments.stop),
+  }
+  from_terminal = False
+  if arguments.file is not None:
+    prompts = _from_file(arguments.file)
+  elif arguments.prompts:
+    prompts = arguments.prompts
+  else:
+    from_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    prompts = _typed() if from_terminal else _prompts(sys.stdin, "standard input")
+  with serving.Server(pair=config.pair, decoding=config.decoding) as server:
+    try:
+      if arguments.stream or from_terminal:
+        _stream(server, prompts, arguments.seed, per_request, from_terminal)
+      else:
+        answers = server.generate(
+          prompts, ordered=True, seed=arguments.seed, **per_request
+        )
+        for answer in answers:
+          print(_line(answer, arguments.format), flush=True)
+    finally:  # an interrupt keeps what was learnt
+      if arguments.learn and server.statistics.requests:
+        server.finish_learning()
+        path = server.save(draft_path)
+        print(f"adapted draft: {path}", file=sys.stderr)
+      print(_summary(server.statistics), file=sys.stderr)
+  return 0
+
+
+def _check(arguments: argparse.Namespace, draft_path: str) -> None:
+  """Raises for what would fail only after everything is loaded and served."""
+  if arguments.prompts and arguments.file is not None:
+    raise base.InputError(
+      "--file: received prompts as arguments too; name a file or write prompts."
+    )
+  if arguments.stream and arguments.format == "jsonl":
+    raise base.InputError(
+      "--stream: received --format jsonl, whose lines are whole answers; leave one out."
+    )
+  if arguments.save is not None and not arguments.learn:
+    raise base.InputError("--save: the draft changes with --learn only; add that.")
+  path = os.path.abspath(draft_path)
+  if arguments.learn and (
+    os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK)
+  ):
+    raise base.InputError(
+      f"--save: received {draft_path!r}, expected a file in a folder that can be"
+      " written to."
+    )
+
+
+def _from_file(name: str) -> list[str]:
+  """The prompts of a file; read at once, so that its last line is wrong in time."""
+  try:
+    with open(name, encoding="utf-8") as file:
+      return [*_prompts(file, name)]
+  except OSError as error:
+    raise base.InputError(f"--file: received {name!r}: {error.strerror}.") from None
+
+
+def _prompts(lines: Iterable[str], name: str) -> Iterator[str]:
+  """Prompts of lines, read as they are asked for."""
+  try:
+    for number, line in enumerate(lines, 1):
+      if line.strip():
+        yield _prompt(line, f"{name}:{number}", name.endswith(".jsonl"))
+  except UnicodeDecodeError as error:
+    raise base.InputError(
+      f"{name} is no text: not UTF-8 at byte {error.start}; save it as UTF-8."
+    ) from None
+
+
+def _prompt(line: str, place: str, is_json: bool) -> str:
+  if not is_json:
+    return line.strip()
+  try:
+    row = json.loads(line)
+  except ValueError as error:
+    raise base.InputError(f"{place}: no JSON: {error}.") from None
+  prompt = row.get("prompt") if isinstance(row, dict) else None
+  if not isinstance(prompt, str) or not prompt.strip():
+    raise base.InputError(
+      f'{place}: received {line.strip()[:60]}, expected {{"prompt": TEXT}}.'
+    )
+  return prompt
+
+
+def _typed() -> Iterator[str]:
+  """Prompts that somebody types, until Ctrl-D or Ctrl-C."""
+  with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  `input` then edits lines and knows the last ones
+  print("A prompt a line; Ctrl-D ends.", file=sys.stderr)
+  while True:
+    try:
+      line = input("> ")
+    except EOFError:
+      break
+    except KeyboardInterrupt as stop:
+      if type(stop) is not KeyboardInterrupt:  # SIGTERM is no answer to a prompt
+        raise
+      break
+    if line.strip():
+      yield line.strip()
+  print()
+
+
+def _stream(
+  server: Any,
+  prompts: Iterable[str],
+  seed: int,
+  per_request: dict[str, Any],
+  goes_on: bool,
+) -> None:
+  """Prints each answer while it is written; a terminal goes on after a mistake."""
+  for index, prompt in enumerate(prompts):
+    try:
+      for piece in server.stream(prompt, seed=seed + index, **per_request):
+        print(piece, end="", flush=True)
+      print(flush=True)
+    except base.UserError as error:
+      if not goes_on:
+        raise
+      print(f"osd generate: {error}", file=sys.stderr)
+
+
+def _line(answer: Any, form: str) -> str:
+  """An answer as text or as a line of JSON."""
+  if form == "text":
+    return answer.text
+  row = {
+    "index": answer.index,
+    "prompt": answer.prompt,
+    "text": answer.text,
+    "tokens": [int(token) for token in answer.tokens],
+    "stop_reason": answer.stop_reason.name.lower(),
+    "tokens_per_target_call": round(float(answer.tokens_per_target_call), 4),
+    "milliseconds": round(float(answer.milliseconds), 3),
+  }
+  return json.dumps(row, ensure_ascii=False)
+
+
+def _summary(statistics: Any) -> str:
+  return (
+    f"{statistics.requests} answers, {statistics.tokens} tokens,"
+    f" {statistics.tokens_per_target_call:.2f} tokens per target call,"
+    f" {statistics.tokens_per_second:.0f} tokens per second"
+  )

@@ -1,0 +1,283 @@
+"""`osd generate`: where prompts come from, and what is written where."""
+
+import dataclasses
+import io
+import json
+import signal
+import sys
+import types
+
+import numpy as np
+import pytest
+
+import osd_jax.serving
+from osd_jax import base
+from osd_jax import main as cli
+from osd_jax.main import generate
+
+
+@dataclasses.dataclass
+class Counts:
+  requests: int = 0
+  tokens: int = 0
+  tokens_per_target_call: float = 2.5
+  tokens_per_second: float = 100.0
+
+
+class FakeServer:
+  """Answers a prompt by itself in capitals; notes what it is asked."""
+
+  made: "list[FakeServer]" = []
+  fails_at = -1
+
+  def __init__(self, pair, decoding):
+    self.pair, self.decoding = pair, decoding
+    self.statistics, self.calls, self.saved, self.is_open = Counts(), [], [], False
+    self.made.append(self)
+
+  def __enter__(self):
+    self.is_open = True
+    return self
+
+  def __exit__(self, *_):
+    self.is_open = False
+
+  def answer(self, index, prompt):
+    if index == self.fails_at:
+      raise KeyboardInterrupt
+    if prompt == "refused":
+      raise base.InputError("prompt 0: too long.")
+    self.statistics.requests += 1
+    self.statistics.tokens += len(prompt)
+    return types.SimpleNamespace(
+      index=index,
+      prompt=prompt,
+      text=prompt.upper(),
+      tokens=np.arange(3, dtype=np.int32),
+      stop_reason=base.StopReason.EOS,
+      tokens_per_target_call=2.5,
+      milliseconds=1.25,
+    )
+
+  def generate(self, prompts, **settings):
+    self.calls.append(settings)
+    for index, prompt in enumerate(prompts):
+      yield self.answer(index, prompt)
+
+  def stream(self, prompt, **settings):
+    self.calls.append(settings)
+    text = self.answer(len(self.calls) - 1, prompt).text
+    yield from (text[:2], text[2:])
+
+  def finish_learning(self):
+    self.calls.append("finish")
+
+  def save(self, path):
+    assert self.calls[-1] == "finish"
+    self.saved.append(path)
+    return path
+
+
+class Typed:
+  """Lines that are typed one by one."""
+
+  def __init__(self, lines):
+    self._lines = lines
+
+  def __iter__(self):
+    return self._lines
+
+  def isatty(self):
+    return False
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.fixture
+def osd(unprepared, monkeypatch, capsys, tmp_path):
+  """Runs `osd generate`; returns exit code, output, errors and the server."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(FakeServer, "made", [])
+  fake = types.SimpleNamespace(Server=FakeServer)
+  monkeypatch.setattr(osd_jax.serving, "server", fake, raising=False)
+  monkeypatch.setitem(sys.modules, "osd_jax.serving.server", fake)
+
+  def run(*words, typed="", terminal=False):
+    stdin = io.StringIO(typed) if isinstance(typed, str) else Typed(typed)
+    monkeypatch.setattr("sys.stdin", Terminal() if terminal else stdin)
+    if terminal:
+      monkeypatch.setattr("sys.stdout", out := Terminal())
+    code = cli.main(["generate", *words])
+    captured = capsys.readouterr()
+    text = out.getvalue() if terminal else captured.out
+    server = FakeServer.made[-1] if FakeServer.made else None
+    assert server is None or not server.is_open
+    return code, text, captured.err, server
+
+  return run
+
+
+def test_prompts_come_from_arguments_a_file_or_standard_input(osd, tmp_path):
+  (tmp_path / "p.txt").write_text("one\n\n two \n")
+  (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "x": 1}\n')
+  for words, typed in (
+    (["one", "two"], ""),
+    (["--file", "p.txt"], ""),
+    (["--file", "p.jsonl"], ""),
+    ([], "one\n\ntwo\n"),
+  ):
+    code, out, errors, _ = osd(*words, typed=typed)
+    assert (code, out) == (0, "ONE\nTWO\n")
+    assert errors == (
+      "2 answers, 6 tokens, 2.50 tokens per target call, 100 tokens per second\n"
+    )
+
+
+def test_lines_are_answered_as_they_come(osd, monkeypatch):
+  """Standard input that never ends is read a prompt at a time."""
+  shown = []
+
+  def lines():
+    yield "one\n"
+    shown.append(sys.stdout.getvalue())
+    yield "two\n"
+
+  monkeypatch.setattr("sys.stdout", io.StringIO())
+  assert osd(typed=lines())[0] == 0
+  assert shown == ["ONE\n"]
+
+
+def test_json_lines(osd):
+  code, out, _, _ = osd("é", "b", "--format", "jsonl")
+  first, second = map(json.loads, out.splitlines())
+  assert code == 0 and second["index"] == 1
+  assert first == {
+    "index": 0,
+    "prompt": "é",
+    "text": "É",
+    "tokens": [0, 1, 2],
+    "stop_reason": "eos",
+    "tokens_per_target_call": 2.5,
+    "milliseconds": 1.25,
+  }
+
+
+def test_options_reach_the_server(osd):
+  options = "--temperature .5 --top_k 3 --top_p .9 --seed 7 --max_length 9 --rows 2"
+  options += " --num_draft_tokens 3 --stop ; --stop end --target t --draft d"
+  code, _, _, server = osd("one", *options.split(), "--vocabulary", "v'v")
+  assert code == 0
+  assert server.calls == [
+    {
+      "learn": False,
+      "ordered": True,
+      "temperature": 0.5,
+      "top_k": 3,
+      "top_p": 0.9,
+      "seed": 7,
+      "max_length": 9,
+      "stop": (";", "end"),
+    }
+  ]
+  assert (server.decoding.rows, server.decoding.num_draft_tokens) == (2, 3)
+  pair = server.pair
+  assert (pair.target, pair.draft, pair.vocabulary) == ("t", "d", "v'v")
+
+
+def test_gin_settings_are_taken_and_options_are_short_for_them(osd, written):
+  file = written("DecodingConfig.rows = 3\nDecodingConfig.max_rounds = 5")
+  flag = "--gin.DecodingConfig.max_rounds=6"
+  decoding = osd("one", f"--gin_file={file}", "--rows=4", flag)[3].decoding
+  assert (decoding.rows, decoding.max_rounds) == (4, 6)
+  assert osd("one")[3].decoding == generate.GenerateConfig().decoding
+  code, out, _, _ = osd("--dry_run", "--rows=4")
+  assert code == 0 and "DecodingConfig.rows = 4" in out
+  assert osd("one", f"--gin_file={written(out, 'kept.gin')}")[3].decoding.rows == 4
+
+
+def test_streaming_prints_pieces_with_a_seed_a_prompt(osd):
+  code, out, _, server = osd("one", "two", "--stream", "--seed", "5")
+  assert (code, out) == (0, "ONE\nTWO\n")
+  assert [call["seed"] for call in server.calls] == [5, 6]
+
+
+def test_what_was_learnt_is_kept(osd):
+  _, _, errors, server = osd("one", "--learn")
+  assert server.saved == ["adapted_draft.safetensors"]
+  assert "adapted draft: adapted_draft.safetensors" in errors
+  assert osd("one", "--learn", "--save", "d.st")[3].saved == ["d.st"]
+  assert osd("one")[3].saved == []
+  assert osd("--learn")[3].saved == []  # nothing came, so nothing was learnt
+
+
+def test_an_interrupt_keeps_what_was_learnt(osd, monkeypatch):
+  monkeypatch.setattr(FakeServer, "fails_at", 1)
+  code, out, errors, server = osd("one", "two", "--learn")
+  assert (code, out) == (130, "ONE\n")
+  assert server.saved and "1 answers, 3 tokens" in errors
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_at_a_terminal_each_line_is_answered_and_the_end_is_clean(
+  osd, monkeypatch, end
+):
+  lines = iter(["one", "", "refused", "two"])
+
+  def typed(shown):
+    assert shown == "> "
+    for line in lines:
+      return line
+    raise end
+
+  monkeypatch.setattr("builtins.input", typed)
+  code, out, errors, server = osd(terminal=True)
+  assert code == 0 and out == "ONE\nTWO\n\n"
+  assert "osd generate: prompt 0: too long." in errors and "2 answers" in errors
+
+
+def test_sigterm_at_the_prompt_is_no_clean_end(osd, monkeypatch):
+  monkeypatch.setattr("builtins.input", lambda shown: signal.raise_signal(15))
+  assert osd(terminal=True)[0] == 143
+
+
+@pytest.mark.parametrize(
+  ("words", "part"),
+  [
+    (["--file", "none.txt"], "--file: received 'none.txt': No such file"),
+    (["--file", "."], "--file: received '.': Is a directory"),
+    (["--file", ""], "--file: received ''"),
+    (["--file", "bad.jsonl"], "bad.jsonl:2: no JSON"),
+    (["--file", "other.jsonl"], 'other.jsonl:1: received {"text": "x"}, expected'),
+    (["--file", "binary.txt"], "binary.txt is no text: not UTF-8 at byte 1"),
+    (["one", "--file", "bad.jsonl"], "--file: received prompts as arguments too"),
+    (["one", "--stream", "--format", "jsonl"], "--stream: received --format jsonl"),
+    (["one", "--save", "x"], "--save: the draft changes with --learn only"),
+    (["one", "--learn", "--save", "no/x"], "--save: received 'no/x', expected"),
+    (["one", "--learn", "--save", "."], "--save: received '.', expected"),
+    (["one", "--rows", "0"], "DecodingConfig.rows: received 0"),
+    (["refused"], "prompt 0: too long."),
+  ],
+)
+def test_mistakes_end_with_code_2_and_one_line(osd, tmp_path, words, part):
+  (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"prom\n')
+  (tmp_path / "other.jsonl").write_text('{"text": "x"}\n')
+  (tmp_path / "binary.txt").write_bytes(b"a\xff\n")
+  code, _, errors, server = osd(*words)
+  assert code == 2 and f"osd generate: {part}" in errors
+  assert len([line for line in errors.splitlines() if "per second" not in line]) == 1
+
+
+def test_a_reader_that_leaves_ends_it_quietly(osd, monkeypatch):
+  class Closed(io.StringIO):
+    def write(self, text):
+      raise BrokenPipeError
+
+    def fileno(self):
+      return spare.fileno()
+
+  with open("spare", "w") as spare:
+    monkeypatch.setattr("sys.stdout", Closed())
+    assert osd("one")[0] == 141

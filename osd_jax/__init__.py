@@ -6,44 +6,66 @@
       for answer in server.generate(["Which singers are older than 30?"], learn=True):
         print(answer.text, answer.tokens_per_target_call)
 
-Importing the package imports nothing else: names are looked up when they are first used.
+Importing the package imports nothing else: a name is looked up at its first use.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors; at run time `__getattr__` finds them
+  from osd_jax import certify, convert, evaluate, offline, online, pretrain
+  from osd_jax.base import InputError
+  from osd_jax.data.sources import TaskConfig
+  from osd_jax.data.streams import StreamConfig
+  from osd_jax.distillation.learner import LearningConfig
+  from osd_jax.pairs import PairConfig, load_pair
+  from osd_jax.serving.answers import Answer, Prompt
+  from osd_jax.serving.requests import DecodingConfig
+  from osd_jax.serving.server import Server
 
 __version__ = "0.1.0"
 
-# Where each name is defined. The commands are modules: `online.run(OnlineConfig(...))`.
+__all__ = [
+  "Answer",
+  "DecodingConfig",
+  "InputError",
+  "LearningConfig",
+  "PairConfig",
+  "Prompt",
+  "Server",
+  "StreamConfig",
+  "TaskConfig",
+  "certify",
+  "convert",
+  "evaluate",
+  "load_pair",
+  "offline",
+  "online",
+  "pretrain",
+]
+
+# Where each is defined; the commands are modules: `online.run(config)`.
 _HOMES = {
-  "Server": "serving.server",
-  "Prompt": "serving.answers",
   "Answer": "serving.answers",
   "DecodingConfig": "serving.requests",
+  "InputError": "base",
   "LearningConfig": "distillation.learner",
   "PairConfig": "pairs",
+  "Prompt": "serving.answers",
+  "Server": "serving.server",
   "StreamConfig": "data.streams",
   "TaskConfig": "data.sources",
-  "InputError": "base",
   "load_pair": "pairs",
-  "online": None,
-  "offline": None,
-  "evaluate": None,
-  "certify": None,
-  "pretrain": None,
-  "convert": None,
 }
-__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
   """Loads what a public name means at its first use (PEP 562)."""
-  if name not in _HOMES:
+  if name not in __all__:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  home = _HOMES[name]
-  if home is None:
+  if name not in _HOMES:
     return importlib.import_module(f"{__name__}.{name}")
-  return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+  return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -216,7 +216,8 @@ def _broken(verification: base.Verification, acceptance: base.Acceptance) -> jax
   blocks first, which a CPU does in vectors, where looking for NaNs is scalar.
   """
   logits = verification.logits
-  bounded = jnp.maximum(logits, _LEAST)  # a NaN stays one
+  # No maximum: that of XLA CPU loses a NaN.
+  bounded = jnp.where(logits < _LEAST, _LEAST, logits)
   size = logits.shape[-1]
   if size % _LANES == 0:
     bounded = bounded.reshape(*logits.shape[:-1], size // _LANES, _LANES).sum(axis=-2)

@@ -1,0 +1,81 @@
+"""Text while it is written: never taken back, and whole in the end."""
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+from osd_jax import assets, base
+from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.serving import answers
+
+VOCABULARY = Vocabulary.load(assets.resolve("shipped:demo_vocabulary.model"))
+TOKENS = strategies.lists(strategies.integers(2, VOCABULARY.size - 1), max_size=24)
+SIZES = strategies.lists(strategies.integers(1, 5), min_size=1, max_size=24)
+
+
+def read(tokens, sizes, stop=()):
+  """Shows growing prefixes of the tokens; the pieces, the text, and where it ended."""
+  text, pieces, shown = answers.TextSoFar(VOCABULARY.decode, stop), [], 0
+  for size in sizes:
+    shown = min(shown + size, len(tokens))
+    count = text.watch(np.asarray(tokens[:shown]))
+    if count is not None:
+      tokens = tokens[:count]
+      break
+    pieces.append(text.next_piece())
+  whole, rest = text.finish(np.asarray(tokens))
+  return [*pieces, rest], whole, tokens
+
+
+@hypothesis.given(TOKENS, SIZES)
+def test_pieces_together_are_the_text(tokens, sizes):
+  pieces, whole, _ = read(tokens, sizes)
+  assert "".join(pieces) == whole == VOCABULARY.decode(tokens)
+
+
+@hypothesis.given(TOKENS, SIZES, strategies.sampled_from(["a", "the", " 1", "e "]))
+def test_a_stop_string_ends_the_text_before_it_however_it_is_read(tokens, sizes, stop):
+  sizes = [*sizes, len(tokens)]
+  pieces, whole, read_tokens = read(tokens, sizes, (stop,))
+  expected = VOCABULARY.decode(tokens).split(stop)[0]
+  assert "".join(pieces) == whole == expected
+  at_once, _, all_read = read(tokens, [len(tokens)] if tokens else [], (stop,))
+  assert all_read == read_tokens  # the same tokens, in however many parts they came
+  if stop in VOCABULARY.decode(tokens):
+    assert stop not in VOCABULARY.decode(read_tokens[:-1])  # not one token too many
+
+
+def test_the_first_of_several_stop_strings_counts():
+  tokens = VOCABULARY.encode("How many hotels are there?")
+  for stop in (("are", "many"), ("many", "are")):
+    assert read(tokens, [1] * 30, stop)[1] == "How "
+
+
+@pytest.mark.parametrize(
+  ("settings", "said"),
+  [
+    ({"temperature": -1}, r"SamplingConfig\.temperature: received -1"),
+    ({"top_p": 0}, r"SamplingConfig\.top_p: received 0"),
+    ({"max_length": 0}, r"Prompt\.max_length: received 0"),
+    ({"stop": ""}, r"Prompt\.stop: received ''"),
+    ({"stop": ["a", ""]}, r"Prompt\.stop: received \('a', ''\)"),
+    ({"temprature": 1}, r"a setting 'temprature', expected some of \['learn'"),
+  ],
+)
+def test_settings_that_cannot_be_used_are_named(settings, said):
+  with pytest.raises(base.InputError, match=said):
+    answers.Prompt.of("a text", 0, settings)
+
+
+@pytest.mark.parametrize("given", [3, None, "", "  "])
+def test_a_prompt_is_a_text(given):
+  with pytest.raises(base.InputError, match=r"Prompt\.text: received"):
+    answers.Prompt.of(given, 0, {})
+
+
+def test_texts_draw_with_seeds_that_count_up_and_prompts_with_their_own():
+  seeds = [answers.Prompt.of("a", i, {"seed": 2**32 - 1}).seed for i in range(2)]
+  assert seeds == [2**32 - 1, 0]
+  own = answers.Prompt("a", seed=7)
+  assert answers.Prompt.of(own, 5, {"seed": 1}) is own

@@ -1,0 +1,202 @@
+"""The front door: texts in, the target's texts out, whatever is asked beside."""
+
+import dataclasses
+import itertools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_online
+
+from osd_jax import base, pairs
+from osd_jax.distillation import learner, schedule
+from osd_jax.models import weights
+from osd_jax.serving import requests
+from osd_jax.serving.answers import Prompt
+from osd_jax.serving.server import LEARNING, Server
+
+DECODING = requests.DecodingConfig(
+  rows=2, num_draft_tokens=3, source_lengths=(24, 48), target_length=16
+)
+QUICK = dataclasses.replace(
+  LEARNING, schedule=schedule.ScheduleConfig(update_interval=2)
+)
+TEXTS = [f"How many hotels are there with rating above {n}?" for n in range(40, 46)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  return pairs.load_pair(tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair")))
+
+
+@pytest.fixture(scope="module")
+def server(pair):
+  with Server(pair, DECODING, QUICK) as made:
+    yield made
+
+
+@pytest.fixture(scope="module")
+def plain(pair):
+  """What the target alone answers to TEXTS."""
+  with Server(pair.plain(), DECODING) as alone:
+    return [answer.text for answer in alone.generate(TEXTS, ordered=True)]
+
+
+def test_answers_are_the_targets_in_any_order(server, plain):
+  answers = list(server.generate(TEXTS))
+  assert [a.text for a in sorted(answers, key=lambda a: a.index)] == plain
+  assert sorted(a.prompt for a in answers) == sorted(TEXTS)
+  assert len(set(plain)) > 1
+  ordered = list(server.generate(iter(TEXTS), ordered=True))
+  assert [a.index for a in ordered] == list(range(len(TEXTS)))
+  assert [a.text for a in ordered] == plain
+
+
+def test_one_text_is_a_list_of_one(server, plain):
+  (answer,) = server.generate(TEXTS[0])
+  assert answer.text == plain[0] and answer.tokens_per_target_call >= 1
+
+
+def test_prompts_need_no_end_and_are_taken_as_rows_become_free(server, plain):
+  taken = []
+
+  def endless():
+    for index in itertools.count():
+      taken.append(index)
+      yield TEXTS[index % len(TEXTS)]
+
+  answers = server.generate(endless(), ordered=True)
+  texts = [next(answers).text for _ in range(5)]
+  assert texts == plain[:5]
+  assert len(taken) <= 5 + 2 * DECODING.rows
+  answers.close()
+  assert server.slots.in_flight == 0
+  assert next(server.generate(TEXTS)).text in plain  # and it goes on serving
+
+
+def test_pieces_of_a_stream_are_the_answer(server, plain):
+  for text, expected in zip(TEXTS[:3], plain, strict=False):
+    pieces = list(server.stream(text))
+    assert "".join(pieces) == expected
+    assert len(pieces) > 1 or len(expected) < 4
+
+
+def test_an_answer_ends_before_a_stop_string(server, plain):
+  stop = plain[0][len(plain[0]) // 2 :][:3]
+  for answer in server.generate(TEXTS, stop=[stop], ordered=True):
+    assert answer.text == plain[answer.index].split(stop)[0]
+    stopped = stop in plain[answer.index]
+    assert (answer.stop_reason == base.StopReason.STOP_STRING) == stopped
+  assert "".join(server.stream(TEXTS[0], stop=[stop])) == plain[0].split(stop)[0]
+
+
+def test_every_prompt_may_have_settings_of_its_own(server, plain):
+  sampled = Prompt(TEXTS[0], temperature=1.0, seed=5)
+  short = Prompt(TEXTS[1], max_length=3)
+  given = [TEXTS[0], sampled, short, sampled, dataclasses.replace(sampled, seed=6)]
+  first, one, cut, two, other = server.generate(given, ordered=True)
+  assert first.text == plain[0]
+  assert len(cut.tokens) == 3 and cut.stop_reason == base.StopReason.LENGTH
+  assert one.tokens.tolist() != other.tokens.tolist()
+  texts = {a.text for a in server.generate([TEXTS[0]] * 6, temperature=1.0, seed=5)}
+  assert len(texts) > 1  # texts of one call draw with seeds of their own
+
+
+def test_it_learns_where_it_is_asked_to_and_the_texts_stay(pair, plain, tmp_path):
+  with Server(pair, DECODING, QUICK) as server:
+    list(server.generate(TEXTS))
+    assert server.draft_params is pair.draft_params
+    opted_out = [Prompt(text, learn=False) for text in TEXTS]
+    list(server.generate(opted_out, learn=True))
+    assert server.statistics.updates == 0
+    answers = list(server.generate(TEXTS * 2, learn=True, ordered=True))
+    assert [answer.text for answer in answers] == plain * 2
+    server.finish_learning()
+    assert server.statistics.updates >= 2
+    assert server.slots.draft_version >= 1
+    assert answers[-1].draft_version > answers[0].draft_version
+    saved = weights.load(server.save(tmp_path / "draft.safetensors"))
+    jax.tree.map(np.testing.assert_array_equal, saved.params, server.draft_params)
+  before = jax.tree.leaves(pair.draft_params)
+  assert any((a != b).any() for a, b in zip(before, jax.tree.leaves(saved.params)))
+
+
+def test_nothing_is_left_running(pair):
+  before = set(threading.enumerate())
+  with Server(pair, DECODING, QUICK) as server:
+    next(server.generate(TEXTS, learn=True))
+  assert set(threading.enumerate()) <= before
+  with pytest.raises(base.InputError, match="this server is closed"):
+    next(server.generate(TEXTS))
+
+
+def test_two_calls_at_a_time_are_refused(server):
+  one = server.generate(TEXTS)
+  next(one)
+  with pytest.raises(base.InputError, match="answering another call"):
+    next(server.generate(TEXTS))
+  one.close()
+  assert next(server.generate(TEXTS)).text
+
+
+def test_a_prompt_that_cannot_be_used_is_named(server):
+  for bad, said in [("word " * 90, "prompt 1: .*expected 1 to 48"), ("", "prompt 1: ")]:
+    with pytest.raises(base.InputError, match=said):
+      list(server.generate([TEXTS[0], bad]))
+    assert server.slots.in_flight == 0
+
+
+def test_learning_needs_a_draft_and_records(pair):
+  for unfit in (
+    Server(pair.plain(), DECODING),
+    Server(pair, dataclasses.replace(DECODING, record_top_k=0)),
+  ):
+    with pytest.raises(base.InputError, match="a draft that learns needs"):
+      list(unfit.generate(TEXTS[:1], learn=True))
+
+
+def broken(params, value=jnp.nan):
+  """The parameters with one number of the output head that is none."""
+  flat, tree = jax.tree_util.tree_flatten_with_path(params)
+  leaves = [
+    leaf.at[0, 5].set(value) if "logits_dense" in jax.tree_util.keystr(path) else leaf
+    for path, leaf in flat
+  ]
+  assert any(leaf is not old for leaf, (_, old) in zip(leaves, flat, strict=True))
+  return jax.tree.unflatten(tree, leaves)
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_a_target_that_broke_ends_its_answers_and_says_so(pair, speculates):
+  nan = dataclasses.replace(pair, target_params=broken(pair.target_params))
+  with Server(nan if speculates else nan.plain(), DECODING) as server:
+    for answer in server.generate(TEXTS[:2]):
+      assert answer.stop_reason == base.StopReason.NOT_FINITE
+      assert answer.text == "" and not len(answer.tokens)
+
+
+def test_a_draft_that_broke_is_named_and_changes_no_text(pair, plain):
+  nan = dataclasses.replace(pair, draft_params=broken(pair.draft_params))
+  with Server(nan, DECODING, QUICK) as server:
+    assert [a.text for a in server.generate(TEXTS, ordered=True)] == plain
+    with pytest.raises(base.InputError, match="'draft' gives scores that are not"):
+      list(server.generate(TEXTS, learn=True))
+
+
+def test_statistics_add_up(pair):
+  with Server(pair, DECODING) as server:
+    answers = list(server.generate(TEXTS))
+    found = server.statistics
+    assert found.requests == len(TEXTS)
+    assert found.tokens == sum(len(answer.tokens) for answer in answers)
+    calls = sum(answer.target_calls for answer in answers)
+    assert found.tokens_per_target_call == found.tokens / calls
+    assert found.tokens_per_second > 0
+
+
+def test_learning_config_is_a_value():
+  assert learner.LearningConfig() == learner.LearningConfig()
+  with pytest.raises(base.InputError, match=r"LearningConfig\.seed: received -1"):
+    learner.LearningConfig(seed=-1)

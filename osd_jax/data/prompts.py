@@ -1,0 +1,53 @@
+"""The prompts of a corpus, each once: what is answered in bulk, not served."""
+
+import dataclasses
+
+import numpy as np
+
+from osd_jax import base
+from osd_jax.data import batches as data_batches
+from osd_jax.data.vocabularies import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+  """One prompt of a corpus.
+
+  Attributes:
+    tokens: [n] int32 with end-of-sequence.
+    task_id: place of its task in the config.
+    reference: [m] int32 with end-of-sequence unless cut; empty if there is none.
+  """
+
+  tokens: np.ndarray
+  task_id: int
+  reference: np.ndarray
+
+
+def prompts(
+  config: data_batches.BatchConfig, vocabulary: Vocabulary, count: int | None = None
+) -> list[Prompt]:
+  """Reads the prompts of a corpus, each once and in the order of its first epoch.
+
+  Args:
+    config: tasks and lengths; batch_size does not matter.
+    vocabulary: writes the ids.
+    count: how many at most, None for all.
+  """
+  stream = data_batches.batches(
+    dataclasses.replace(config, batch_size=1, require_reference=False), vocabulary
+  )
+  count = min(stream.rows_per_epoch, count or stream.rows_per_epoch)
+  return [_prompt(stream[index]) for index in range(count)]
+
+
+def _prompt(batch: data_batches.Batch) -> Prompt:
+  """The only row of a batch."""
+  reference = batch.target[0][batch.target[0] != base.PAD_ID]
+  if reference.tolist() == [base.EOS_ID]:
+    reference = reference[:0]  # the data had none
+  return Prompt(
+    tokens=batch.source[0][batch.source[0] != base.PAD_ID],
+    task_id=int(batch.task_id[0]),
+    reference=reference,
+  )

@@ -97,6 +97,8 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
     config.run_directory, config=operative_config, seed=config.seed
   )
   loop = OnlineLoop(config, directory, announce=console.print)
+  for sentence in loop.stream.sentences():
+    console.print(sentence, highlight=False)
   started = time.perf_counter()
   try:
     with summaries.Progress(console, len(loop.stream), loop.finished) as bar:
@@ -338,6 +340,7 @@ class OnlineLoop:
 
   def _begin(self) -> None:
     self._log.truncate(0)  # of a run that was killed before its first checkpoint
+    self._log.write("data", {"tasks": self.stream.report()})
     self._seed_buffer()
     self._since = int(self._buffer.added)
     self._swap(0)

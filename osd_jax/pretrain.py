@@ -233,8 +233,12 @@ def _cut(tokens: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
-  stream = data_batches.batches(config.data, vocabulary)
-  held_out = data_batches.batches(config.evaluation, vocabulary)
+  stream = data_batches.BatchStream(config.data, vocabulary)
+  held_out = data_batches.BatchStream(config.evaluation, vocabulary)
+  for sentence in (*stream.sentences(), *held_out.sentences()):
+    console.print(sentence, highlight=False)
+  if log.lines == 0:
+    log.write("data", {"train": stream.report(), "evaluation": held_out.report()})
   partitioner = partitioning.make(config.partition)
   start = int(state.step + state.skipped)
   pool: list[data_batches.Batch] = []

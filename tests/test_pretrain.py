@@ -36,7 +36,7 @@ class Stream:
 
 def config(folder, **changes) -> pretrain.PretrainConfig:
   tasks = tuple(
-    TaskConfig(name=topic, kind="generated", topic=topic, limit=8)
+    TaskConfig(name=topic, kind="generated", topic=topic, rows=8)
     for topic in generated.TOPICS[:2]
   )
   data = BatchConfig(tasks, 4, source_length=32, target_length=32, reader="plain")

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import gin
+
+from osd_jax import base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Factory:
   def __init__(self, config_class: type):
     self.name = config_class.__name__
     self.selector = f"{config_class.__module__}.{self.name}"
-    self.hints = _hints(config_class)
+    self.hints = base.field_types(config_class)
     self.scopes: set[str] = set()
     self.problems: list[Problem] = []
     self._class = config_class
@@ -84,12 +85,12 @@ class Factory:
         yield field.name, ""
       elif value is not dataclasses.MISSING:
         hint = self.hints[field.name]
-        if not _has_failed(value) and not _fits(value, hint):
+        if not _has_failed(value) and not base.is_of_type(value, hint):
           yield (
             field.name,
             (
               f"{self.name}.{field.name}: received {value!r}, expected"
-              f" {_hint_text(hint)}{_advice(value, hint)}."
+              f" {base.type_text(hint)}{_advice(value, hint)}."
             ),
           )
 
@@ -108,7 +109,7 @@ def reachable(config_class: type) -> list[Factory]:
     current = waiting.pop()
     if current not in found:
       found[current] = of(current)
-      for hint in _hints(current).values():
+      for hint in base.field_types(current).values():
         waiting.extend(classes(hint))
   return list(found.values())
 
@@ -122,11 +123,6 @@ def classes(hint: Any) -> Iterator[type]:
 
 
 _FAILED = object()  # stands for a config that could not be made
-
-
-def _hints(config_class: type) -> dict[str, Any]:
-  hints = typing.get_type_hints(config_class)
-  return {f.name: hints[f.name] for f in dataclasses.fields(config_class)}
 
 
 def _as_tuples(value: Any) -> Any:
@@ -145,28 +141,6 @@ def _has_failed(value: Any) -> bool:
   if isinstance(value, tuple):
     return any(map(_has_failed, value))
   return value is _FAILED
-
-
-def _fits(value: Any, hint: Any) -> bool:
-  """Whether a value is of a type, as configs write types."""
-  origin, inner = typing.get_origin(hint), typing.get_args(hint)
-  if origin in (typing.Union, types.UnionType):
-    return any(_fits(value, part) for part in inner)
-  if origin is tuple:
-    if not isinstance(value, tuple):
-      return False
-    kinds = inner[:1] * len(value) if inner[-1:] == (...,) else inner
-    return len(value) == len(kinds) and all(map(_fits, value, kinds))
-  if hint in (int, float):
-    numbers = (int, float) if hint is float else int
-    return isinstance(value, numbers) and not isinstance(value, bool)
-  return not isinstance(hint, type) or isinstance(value, hint)
-
-
-def _hint_text(hint: Any) -> str:
-  if isinstance(hint, type) and not typing.get_args(hint):
-    return hint.__name__
-  return re.sub(r"\b[a-z_]\w*\.(?=\w)", "", str(hint))
 
 
 def _advice(value: Any, hint: Any) -> str:

@@ -10,8 +10,6 @@ from typing import Any
 
 import gin
 
-from osd_jax import base
-
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -46,6 +44,8 @@ class Factory:
   """
 
   def __init__(self, config_class: type):
+    from osd_jax import base  # it imports jax, which `osd --help` does not wait for
+
     self.name = config_class.__name__
     self.selector = f"{config_class.__module__}.{self.name}"
     self.hints = base.field_types(config_class)
@@ -78,6 +78,8 @@ class Factory:
     return _FAILED
 
   def _check(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from osd_jax import base
+
     for field in dataclasses.fields(self._class):
       value = values.get(field.name, dataclasses.MISSING)
       optional = {field.default, field.default_factory} != {dataclasses.MISSING}
@@ -109,7 +111,7 @@ def reachable(config_class: type) -> list[Factory]:
     current = waiting.pop()
     if current not in found:
       found[current] = of(current)
-      for hint in base.field_types(current).values():
+      for hint in found[current].hints.values():
         waiting.extend(classes(hint))
   return list(found.values())
 

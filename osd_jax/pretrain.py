@@ -18,7 +18,7 @@ from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation import optimizers, update
 from osd_jax.measuring import summaries
-from osd_jax.models import t5, weights
+from osd_jax.models import t5, tensors, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,8 @@ def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerSt
   params = jax.jit(model.init)(jax.random.key(config.seed))
   if config.initial:
     params = weights.load(config.initial).params
-    weights.check_shapes(config.model, params, config.initial)
+    expected = tensors.expected_shapes(config.model)
+    tensors.check(tensors.shapes(params), expected, config.initial)
   params = partitioner.place_params(model, params)
   opt_state = optimizers.make_optimizer(config.optimizer).init(params)
   # Donated, so that each counter needs a buffer of its own.

@@ -128,7 +128,7 @@ def test_the_command_names_a_wrong_tensor_with_both_shapes(
   settings = {f"ConvertConfig__{name}": path for name, path in settings.items()}
   assert osd("convert", "runs/convert.gin", **settings) == 2
   error = capsys.readouterr().err
-  assert error.startswith("osd convert: convert: tensors do not fit")
+  assert error.startswith(f"osd convert: weights: {folder}: tensors do not fit")
   assert "DenseReluDense.wi_0.weight: found (" in error and ", expected (" in error
   assert not output.exists()
 

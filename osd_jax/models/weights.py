@@ -8,16 +8,14 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import flax.traverse_util
-import jax
 import jax.numpy as jnp
-import safetensors
 import safetensors.flax
 
 from osd_jax import base
 from osd_jax.models import t5
+from osd_jax.models import tensors as tensors_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,38 +91,17 @@ def load(path: str | Path) -> Weights:
       configuration in the header.
   """
   path = Path(path)
-  metadata, tensors = _read(path)
-  if metadata.get("format") != "osd_jax.t5":
+  tensors, header = tensors_lib.of_safetensors(path)
+  if header.get("format") != "osd_jax.t5":
     raise base.InputError(
-      f"weights: {path} says format {metadata.get('format')!r}, expected"
+      f"weights: {path} says format {header.get('format')!r}, expected"
       " 'osd_jax.t5'; write it with `osd pretrain` or `osd offline`."
     )
-  config = _config(metadata.get("config", ""), path)
-  params = flax.traverse_util.unflatten_dict(
-    {name: jnp.asarray(x, jnp.float32) for name, x in tensors.items()}, sep="/"
-  )
-  check_shapes(config, params, str(path))
-  vocabulary, notes = (metadata.get(field, "") for field in ("vocabulary", "notes"))
-  return Weights(config, params, vocabulary, notes)
-
-
-def check_shapes(config: t5.T5Config, params: base.Params, origin: str) -> None:
-  """Raises ValueError that names the first parameter not of `config`'s shape."""
-  expected = _shapes(jax.eval_shape(t5.build(config).init, jax.random.key(0)))
-  found = _shapes(params)
-  for name in sorted(expected.keys() | found.keys()):
-    if expected.get(name) != found.get(name):
-      raise base.InputError(
-        f"weights: {origin}: parameter {name}: found"
-        f" {found.get(name, 'nothing')}, expected"
-        f" {expected.get(name, 'nothing')} for this T5Config; check that"
-        " the file belongs to the configured model."
-      )
-
-
-def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-  flat = flax.traverse_util.flatten_dict(params, sep="/")
-  return {name: tuple(x.shape) for name, x in flat.items()}
+  config = _config(header.get("config", ""), path)
+  expected = tensors_lib.expected_shapes(config)
+  tensors_lib.check(tensors.shapes, expected, path)
+  params = tensors_lib.read_params(tensors, {name: name for name in expected})
+  return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
 def _config(text: str, path: Path) -> t5.T5Config:
@@ -135,16 +112,4 @@ def _config(text: str, path: Path) -> t5.T5Config:
       f"weights: {path}: config in the header: received {text!r}, expected the"
       f" fields of a T5Config ({error}); the file may be of another version of"
       " this package."
-    ) from error
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, jax.Array]]:
-  try:
-    with safetensors.safe_open(path, framework="flax") as file:
-      metadata = file.metadata() or {}
-      return metadata, {name: file.get_tensor(name) for name in file.keys()}
-  except (OSError, safetensors.SafetensorError) as error:
-    raise base.InputError(
-      f"weights: cannot read {path}: {error}; expected a safetensors file made by"
-      " `osd pretrain` or `osd offline`."
     ) from error

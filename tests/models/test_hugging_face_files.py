@@ -18,8 +18,8 @@ from models import tiny
 from osd_jax import assets
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.models import convert, sizes, weights
-from osd_jax.models.convert import hugging_face
-from osd_jax.models.convert import tensors as tensors_lib
+from osd_jax.models import tensors as tensors_lib
+from osd_jax.models.convert import folders, hugging_face
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 KINDS = ("t5_1_0", "t5_1_1")
@@ -89,7 +89,7 @@ def test_faults_of_shards_are_named(tmp_path):
   found = refusal(folder)
   assert names[0] in found and f"found nothing in {places[names[1]]}" in found
   write_index(folder, {n: f for n, f in places.items() if n != "shared.weight"})
-  assert "shared.weight: found nothing, expected (48, 16)" in refusal(folder)
+  assert "shared.weight: found one more in model-" in refusal(folder)
   write_index(folder, places)
   (folder / places[names[0]]).unlink()
   assert places[names[0]] in refusal(folder)
@@ -123,6 +123,49 @@ def test_whole_numbers_are_refused(tmp_path):
   tensors["shared.weight"] = tensors["shared.weight"].astype(np.int8)
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   assert "shared.weight: found I8, expected floating-point" in refusal(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  places = shard(folder)
+  name, file = sorted(places.items())[0]
+  other = next(other for other in places.values() if other != file)
+  held = safetensors.flax.load_file(folder / other)
+  held[name] = safetensors.flax.load_file(folder / file)[name] + 1
+  safetensors.flax.save_file(held, folder / other)
+  assert f"tensor {name}: found one more in {other}, expected it in {file}" in refusal(
+    folder
+  )
+
+
+def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  places = sorted(shard(folder).items())
+  pairs = ", ".join(f'"{name}": "{file}"' for name, file in [*places, places[0]])
+  (folder / INDEX).write_text(f'{{"weight_map": {{{pairs}}}}}')
+  assert f"it names '{places[0][0]}' twice" in refusal(folder)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_numbers_that_are_not_finite_are_named_with_their_shard(tmp_path, kind):
+  folder = copied(tmp_path, "t5_1_1")
+  places = shard(folder)
+  name = "decoder.block.0.layer.2.DenseReluDense.wo.weight"
+  held = safetensors.flax.load_file(folder / places[name])
+  held = {n: jnp.asarray(x, kind) for n, x in held.items()}
+  held[name] = held[name].at[1, 2].set(jnp.nan).at[0, 0].set(jnp.inf)
+  safetensors.flax.save_file(held, folder / places[name])
+  found = refusal(folder)
+  assert f"{places[name]}: tensor {name}: 2 of its" in found
+
+
+def test_a_copied_embedding_with_a_nan_is_called_that_and_no_other_copy(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  tensors = safetensors.flax.load_file(folder / "model.safetensors")
+  tensors["shared.weight"] = tensors["shared.weight"].at[0, 0].set(jnp.nan)
+  tensors["lm_head.weight"] = tensors["shared.weight"]
+  safetensors.flax.save_file(tensors, folder / "model.safetensors")
+  assert "tensor shared.weight: 1 of its" in refusal(folder)
 
 
 # ---- Pickles
@@ -244,13 +287,13 @@ def test_a_folder_in_use_is_not_overwritten(tmp_path):
 
 def most_alive(monkeypatch, eager):
   """How many tensors of a file are in memory at once while it is read."""
-  alive, most, opened = [], 0, tensors_lib.open_folder
+  alive, most, opened = [], 0, folders.open_folder
 
   def watched(*arguments):
     found = opened(*arguments)
     if eager:
-      return tensors_lib.Tensors.of({name: read(name) for name in found.shapes})
-    return tensors_lib.Tensors(found.shapes, read)
+      return tensors_lib.of_arrays({name: read(name) for name in found.shapes})
+    return dataclasses.replace(found, read=read)
 
   def read(name):
     nonlocal most

@@ -4,6 +4,7 @@ A tensor of a torch linear layer is `[out, in]`, a kernel here is `[in, out]`;
 `relative_attention_bias` is `[buckets, H]`, `rel_embedding` is `[H, buckets]`.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,15 +18,9 @@ import safetensors.numpy
 
 from osd_jax import base
 from osd_jax.models import t5
-from osd_jax.models.convert.tensors import (
-  Shape,
-  Tensors,
-  check,
-  expected_shapes,
-  open_folder,
-  read_json,
-  read_params,
-)
+from osd_jax.models import tensors as tensors_lib
+from osd_jax.models.convert.folders import open_folder, read_json
+from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
 _ACTIVATIONS = {
@@ -185,7 +180,7 @@ def params_from_hugging_face(
     ValueError: tensors are missing, of another shape, unexpected, or copies of the
       embedding that differ from it.
   """
-  return _params(Tensors.of(tensors), config)
+  return _params(tensors_lib.of_arrays(tensors), config, "memory")
 
 
 def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weights:
@@ -212,9 +207,9 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
   # writes no head.
   shares = not config.tied_head and fields.get("tie_word_embeddings", True)
   if shares and _HEAD not in tensors.shapes and _EMBEDDING in tensors.shapes:
-    tensors = _also(tensors, _HEAD, _EMBEDDING)
+    tensors = tensors.also(_HEAD, _EMBEDDING)
   notes = f"converted from the Hugging Face folder {folder.name}"
-  return Weights(config, _params(tensors, config), notes=notes)
+  return Weights(config, _params(tensors, config, folder), notes=notes)
 
 
 def write_hugging_face(
@@ -244,7 +239,11 @@ def write_hugging_face(
     )
   fields = config_to_hugging_face(weights.config)
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
-  check(_shapes(flat), expected_shapes(weights.config))
+  tensors_lib.check(
+    tensors_lib.shapes(weights.params),
+    tensors_lib.expected_shapes(weights.config),
+    "what shall be written",
+  )
   tensors = {
     tensor_name(path): np.ascontiguousarray(_turn(path, np.asarray(x, np.float32)))
     for path, x in flat.items()
@@ -290,27 +289,13 @@ def _copy_vocabulary(source: Path, target: Path) -> None:
     ) from error
 
 
-def _params(tensors: Tensors, config: t5.T5Config) -> base.Params:
+def _params(tensors: Tensors, config: t5.T5Config, origin: object) -> base.Params:
   tensors = _without_copies(tensors, config.tied_head)
-  expected = expected_shapes(config)
+  expected = tensors_lib.expected_shapes(config)
   names = {path: tensor_name(path) for path in expected}
-  check(
-    tensors.shapes,
-    {names[path]: file_shape(path, shape) for path, shape in expected.items()},
-  )
-  return read_params(tensors, names, _turn)
-
-
-def _shapes(arrays: Mapping[str, Any]) -> dict[str, Shape]:
-  return {name: tuple(x.shape) for name, x in arrays.items()}
-
-
-def _also(tensors: Tensors, name: str, of: str) -> Tensors:
-  """The tensors, one of them under a second name too."""
-  return Tensors(
-    {**tensors.shapes, name: tensors.shapes[of]},
-    lambda wanted: tensors.read(of if wanted == name else wanted),
-  )
+  shapes = {names[path]: file_shape(path, shape) for path, shape in expected.items()}
+  tensors_lib.check(tensors.shapes, shapes, origin)
+  return tensors_lib.read_params(tensors, names, _turn)
 
 
 def _required(config: Mapping[str, Any], field: str) -> Any:
@@ -349,14 +334,15 @@ def _without_copies(tensors: Tensors, tied_head: bool) -> Tensors:
   aliases = (*_COPIES, _HEAD) if tied_head else _COPIES
   found = [name for name in (_EMBEDDING, *aliases) if name in tensors.shapes]
   for alias in found[1:]:
-    if not np.array_equal(tensors.read(found[0]), tensors.read(alias)):
+    first, copy = tensors.read(found[0]), tensors.read(alias)
+    if not np.array_equal(first, copy, equal_nan=True):  # NaN is for later
       raise base.InputError(
         f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
         " it in this model; if the head was trained apart, set both"
         " tie_word_embeddings and scale_decoder_outputs to false in config.json."
       )
   if found:
-    tensors = _also(tensors, _EMBEDDING, found[0])
+    tensors = tensors.also(_EMBEDDING, found[0])
   dropped = (*aliases, *_UNUSED)
   kept = {name: s for name, s in tensors.shapes.items() if name not in dropped}
-  return Tensors(kept, tensors.read)
+  return dataclasses.replace(tensors, shapes=kept)

@@ -70,18 +70,13 @@ class PretrainConfig:
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
-    counts = ("steps", "pool", "length_multiple", "log_every", "evaluate_every")
-    for name in (*counts, "checkpoint_every"):
-      if getattr(self, name) < 1:
-        raise base.InputError(
-          f"PretrainConfig.{name}: received {getattr(self, name)!r}, expected an"
-          " integer >= 1."
-        )
-    if self.storage not in ("float32", "bfloat16"):
-      raise base.InputError(
-        f"PretrainConfig.storage: received {self.storage!r}, expected 'float32' or"
-        " 'bfloat16'."
-      )
+    base.check_types(self)
+    base.check_choices(self, storage=("float32", "bfloat16"))
+    base.check_counts(self, "steps", "pool", "length_multiple", "log_every")
+    base.check_counts(self, "evaluate_every", "evaluation_batches", "checkpoint_every")
+    base.check_counts(self, "extra_ids", "seed", least=0)
+    paths = ("vocabulary", "output", "run_directory")
+    base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
 
 
 def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
@@ -95,7 +90,9 @@ def run(config: PretrainConfig, operative_config: str = "") -> weights.Weights:
     The trained weights.
   """
   console = rich.console.Console(stderr=True)
-  vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
+  weights.check_output("PretrainConfig.output", config.output)
+  path = assets.resolve(config.vocabulary, "PretrainConfig.vocabulary")
+  vocabulary = Vocabulary.load(path, config.extra_ids)
   if vocabulary.size > config.model.vocab_size:
     raise base.InputError(
       f"pretrain: T5Config.vocab_size: received {config.model.vocab_size}, expected"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from osd_jax import partitioning, pretrain, testing, writers
+from osd_jax import base, partitioning, pretrain, testing, writers
 from osd_jax.data import generated
 from osd_jax.data.batches import Batch, BatchConfig
 from osd_jax.data.sources import TaskConfig
@@ -165,3 +165,24 @@ def test_a_vocabulary_that_does_not_fit_is_named(tmp_path):
   small = dataclasses.replace(MODEL, vocab_size=64)
   with pytest.raises(ValueError, match="T5Config.vocab_size: received 64.*1536"):
     pretrain.run(config(tmp_path, model=small))
+
+
+@pytest.mark.parametrize(
+  ("changes", "named"),
+  [
+    ({"steps": 1.5}, "steps"),
+    ({"log_every": "3"}, "log_every"),
+    ({"evaluation_batches": 0}, "evaluation_batches"),
+    ({"seed": -1}, "seed"),
+    ({"storage": "int8"}, "storage"),
+    ({"run_directory": ""}, "run_directory"),
+    ({"output": ""}, "output"),
+    ({"output": "/dev/null/w"}, "output"),
+    ({"output": "."}, "output"),
+  ],
+)
+def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch, changes, named):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(base.InputError, match=rf"PretrainConfig\.{named}: received"):
+    pretrain.run(config(tmp_path, **changes))
+  assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import flax.traverse_util
 import jax.numpy as jnp
+import safetensors
 import safetensors.flax
 
 from osd_jax import base
@@ -52,14 +53,14 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
     The path.
 
   Raises:
-    ValueError: unknown storage.
+    InputError: unknown storage.
+    DiskError: the file cannot be written.
   """
   if storage not in ("float32", "bfloat16"):
     raise base.InputError(
       f"weights: save: storage: received {storage!r}, expected 'float32' or 'bfloat16'."
     )
   path = Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
   tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
   metadata = {
@@ -70,11 +71,56 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
   }
   partial = path.with_name(path.name + ".partial")
   try:
+    path.parent.mkdir(parents=True, exist_ok=True)
     safetensors.flax.save_file(tensors, partial, metadata=metadata)
     os.replace(partial, path)
+  except (OSError, safetensors.SafetensorError) as error:
+    raise unwritable(path, error) from error
   finally:
     partial.unlink(missing_ok=True)
   return path
+
+
+def check_output(setting: str, path: str, folder: bool = False) -> None:
+  """Checks, before any work, that what it makes can be written.
+
+  Args:
+    setting: name of the field that holds the path, for the error text.
+    path: where the file or folder shall be.
+    folder: it is a folder; one that is there must be empty.
+
+  Raises:
+    InputError: there is something else, or the path leads through no folder.
+  """
+  try:
+    reason = _not_writable(Path(path), folder) if path else "it is empty"
+  except OSError as error:  # too long
+    reason = str(error.strerror)
+  if reason:
+    raise base.InputError(
+      f"{setting}: received {path!r}, expected a {'folder' if folder else 'file'} that"
+      f" can be written, but {reason}; choose another."
+    )
+
+
+def _not_writable(path: Path, folder: bool) -> str:
+  """Why a file or folder cannot be written, "" if it can."""
+  if "\0" in str(path):
+    return "it holds a NUL"
+  if path.is_dir() and not folder:
+    return "it is a folder"
+  if folder and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    return "it is in use"
+  parent = next(p for p in path.absolute().parents if p.exists())
+  if not parent.is_dir():
+    return f"{parent} is no folder"
+  return "" if os.access(parent, os.W_OK) else f"nothing may be written to {parent}"
+
+
+def unwritable(path: Path, error: Exception) -> base.DiskError:
+  """What to raise where a file of weights cannot be written."""
+  reason = getattr(error, "strerror", None) or error
+  return base.DiskError(f"weights: {path} cannot be written: {reason}.")
 
 
 def load(path: str | Path) -> Weights:

@@ -16,6 +16,7 @@ import safetensors.numpy
 from models import tiny
 
 from osd_jax import assets
+from osd_jax.data import vocabularies
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.models import convert, sizes, weights
 from osd_jax.models import tensors as tensors_lib
@@ -246,18 +247,33 @@ def test_a_block_that_transformers_lacks_is_refused(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_the_vocabulary_goes_along(tmp_path):
-  path = assets.resolve("shipped:demo_vocabulary.model")
-  folder = convert.write_hugging_face(tmp_path / "m", random_weights(True), path)
-  assert (folder / "spiece.model").read_bytes() == path.read_bytes()
-  assert Vocabulary.load(folder) == Vocabulary.load(path)
+@pytest.mark.parametrize("extra_ids", [0, 100])
+def test_the_tokenizer_goes_along(tmp_path, extra_ids):
+  vocabulary = Vocabulary.load(
+    assets.resolve("shipped:demo_vocabulary.model"), extra_ids
+  )
+  folder = convert.write_hugging_face(
+    tmp_path / "m", random_weights(True), vocabularies.tokenizer_files(vocabulary)
+  )
+  model = pathlib.Path(vocabulary.path).read_bytes()
+  assert (folder / "spiece.model").read_bytes() == model
+  again = Vocabulary.load(folder, extra_ids)
+  assert again == vocabulary
+  assert vocabularies.stated_extra_ids(again) == extra_ids
+  assert vocabularies.stated_extra_ids(vocabulary) is None
+  settings = json.loads((folder / "tokenizer_config.json").read_text())
+  assert settings["tokenizer_class"] == "T5Tokenizer"
+  special = [settings[f"{name}_token"] for name in ("pad", "eos", "unk")]
+  assert special == vocabulary.pieces[:3]
+  sentinels = settings["additional_special_tokens"]
+  assert sentinels == [f"<extra_id_{index}>" for index in range(extra_ids)]
 
 
-@pytest.mark.parametrize("fault", ["vocabulary", "tensors", "disk"])
+@pytest.mark.parametrize("fault", ["tokenizer", "tensors", "disk"])
 def test_nothing_partial_is_left(tmp_path, monkeypatch, fault):
-  given, vocabulary = random_weights(False), None
-  if fault == "vocabulary":
-    vocabulary = tmp_path / "absent.model"
+  given, tokenizer = random_weights(False), {}
+  if fault == "tokenizer":
+    tokenizer = {"no/such/folder": b""}
   elif fault == "tensors":
     config = dataclasses.replace(given.config, vocab_size=45)
     given = dataclasses.replace(given, config=config)
@@ -269,7 +285,7 @@ def test_nothing_partial_is_left(tmp_path, monkeypatch, fault):
 
     monkeypatch.setattr(safetensors.numpy, "save_file", full)
   with pytest.raises((ValueError, OSError)):
-    convert.write_hugging_face(tmp_path / "out" / "m", given, vocabulary)
+    convert.write_hugging_face(tmp_path / "out" / "m", given, tokenizer)
   assert not [path for path in tmp_path.rglob("*") if path.name != "out"]
 
 

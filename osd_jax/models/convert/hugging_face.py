@@ -10,15 +10,18 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import flax.traverse_util
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from osd_jax import base
 from osd_jax.models import t5
 from osd_jax.models import tensors as tensors_lib
+from osd_jax.models import weights as weights_lib
 from osd_jax.models.convert.folders import open_folder, read_json
 from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
@@ -215,21 +218,22 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
 def write_hugging_face(
   folder: str | Path,
   weights: Weights,
-  vocabulary_path: str | Path | None = None,
+  tokenizer: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Path:
   """Writes a folder that transformers loads; it appears complete or not at all.
 
   Args:
     folder: the folder, not there yet or empty.
     weights: what to write, float32. A tied model gets no `lm_head.weight`.
-    vocabulary_path: SentencePiece model to put beside it as `spiece.model`.
+    tokenizer: name -> content of files to put beside it; see
+      `vocabularies.tokenizer_files`.
 
   Returns:
     The folder.
 
   Raises:
-    ValueError: the folder is in use, the vocabulary cannot be read, or transformers
-      has no such model.
+    InputError: the folder is in use, or transformers has no such model.
+    DiskError: it cannot be written.
   """
   folder = Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -256,9 +260,11 @@ def write_hugging_face(
     safetensors.numpy.save_file(
       tensors, partial / "model.safetensors", metadata={"format": "pt"}
     )
-    if vocabulary_path is not None:
-      _copy_vocabulary(Path(vocabulary_path), partial / "spiece.model")
+    for name, content in tokenizer.items():
+      (partial / name).write_bytes(content)
     os.replace(partial, folder)
+  except (OSError, safetensors.SafetensorError) as error:
+    raise weights_lib.unwritable(folder, error) from error
   finally:
     shutil.rmtree(partial, ignore_errors=True)
   return folder
@@ -277,16 +283,6 @@ def tensor_name(path: str) -> str:
 def file_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
   """The shape in a file of the parameter of a path."""
   return tuple(shape[::-1] if _turned(path) else shape)
-
-
-def _copy_vocabulary(source: Path, target: Path) -> None:
-  try:
-    shutil.copyfile(source, target)
-  except OSError as error:
-    raise base.InputError(
-      f"convert: cannot read the vocabulary {source}: {error.strerror}; expected a"
-      " SentencePiece model."
-    ) from error
 
 
 def _params(tensors: Tensors, config: t5.T5Config, origin: object) -> base.Params:

@@ -21,8 +21,8 @@ import ml_dtypes
 import numpy as np
 import safetensors.flax
 
-from osd_jax.models import convert, t5
-from osd_jax.models.convert import hugging_face, tensors
+from osd_jax.models import convert, t5, tensors
+from osd_jax.models.convert import hugging_face
 
 # Linux keeps the peak of resident memory as VmHWM, mapped pages of files included.
 READ = """

@@ -12,8 +12,13 @@ Axis legend, used in every shape comment and docstring:
 Token ids follow T5: 0 pads and starts every decoder, 1 ends a sequence.
 """
 
+import collections.abc
 import dataclasses
 import enum
+import functools
+import re
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -68,6 +73,52 @@ def check_fields(config: Any, checks: Mapping[str, tuple[Any, str]]) -> None:
         f"{type(config).__name__}.{field}: received {getattr(config, field)!r},"
         f" expected {expected}."
       )
+
+
+def check_types(config: Any) -> None:
+  """Raises for the first field of a config that is not of its annotated type.
+
+  A list is no tuple, True is no number, and an integer does where a float is asked for.
+  """
+  check_fields(
+    config,
+    {
+      field: (is_of_type(getattr(config, field), hint), type_text(hint))
+      for field, hint in field_types(type(config)).items()
+    },
+  )
+
+
+@functools.cache
+def field_types(config_class: type) -> dict[str, Any]:
+  """The type of every field of a dataclass."""
+  hints = typing.get_type_hints(config_class)
+  return {f.name: hints[f.name] for f in dataclasses.fields(config_class)}
+
+
+def is_of_type(value: Any, hint: Any) -> bool:
+  """Whether a value is of a type, as configs write types."""
+  origin, inner = typing.get_origin(hint), typing.get_args(hint)
+  if origin in (typing.Union, types.UnionType):
+    return any(is_of_type(value, part) for part in inner)
+  if origin is tuple:
+    if not isinstance(value, tuple):
+      return False
+    kinds = inner[:1] * len(value) if inner[-1:] == (...,) else inner
+    return len(value) == len(kinds) and all(map(is_of_type, value, kinds))
+  if origin is collections.abc.Callable:
+    return callable(value)
+  if hint in (int, float):
+    numbers = (int, float) if hint is float else int
+    return isinstance(value, numbers) and not isinstance(value, bool)
+  return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def type_text(hint: Any) -> str:
+  """How error texts call a type: without its modules."""
+  if isinstance(hint, type) and not typing.get_args(hint):
+    return hint.__name__
+  return re.sub(r"\b[a-z_]\w*\.(?=\w)", "", str(hint))
 
 
 def check_counts(config: Any, *fields: str, least: int = 1) -> None:

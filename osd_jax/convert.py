@@ -6,8 +6,8 @@ from pathlib import Path
 
 import rich.console
 
-from osd_jax import assets, base, writers
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax import assets, base, pairs, writers
+from osd_jax.data import vocabularies
 from osd_jax.models import convert, t5, weights
 
 _HUGGING_FACE, _T5X, _OSD = "hugging_face", "t5x", "osd"
@@ -25,7 +25,7 @@ class ConvertConfig:
     output_kind: "osd" or "hugging_face".
     model: shape of the source; t5x's checkpoints do not say it, others do.
     vocabulary: SentencePiece model of the weights, or a folder that holds spiece.model;
-      "" if unknown. Stored as a fingerprint, or as a file beside Hugging Face's.
+      "" if unknown. Stored as a fingerprint, or as the tokenizer of Hugging Face's.
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
     allow_torch_bin: read pytorch_model.bin, a pickle, where there is nothing else.
   """
@@ -40,21 +40,18 @@ class ConvertConfig:
   allow_torch_bin: bool = False
 
   def __post_init__(self):
-    choices = {
-      "kind": ("auto", _HUGGING_FACE, _T5X, _OSD),
-      "output_kind": (_OSD, _HUGGING_FACE),
-    }
-    for name, known in choices.items():
-      if getattr(self, name) not in known:
-        raise base.InputError(
-          f"ConvertConfig.{name}: received {getattr(self, name)!r}, expected one of"
-          f" {', '.join(map(repr, known))}."
-        )
-    for name in ("source", "output"):
-      if not getattr(self, name):
-        raise base.InputError(f"ConvertConfig.{name}: received '', expected a path.")
-    if self.kind == _T5X and self.model is None:
-      raise _no_model(self)
+    base.check_types(self)
+    base.check_choices(
+      self,
+      kind=("auto", _HUGGING_FACE, _T5X, _OSD),
+      output_kind=(_OSD, _HUGGING_FACE),
+    )
+    base.check_counts(self, "extra_ids", least=0)
+    base.check_fields(
+      self, {field: (getattr(self, field), "a path") for field in ("source", "output")}
+    )
+    if self.kind == _T5X:
+      _shape(self)
 
 
 def run(config: ConvertConfig, operative_config: str = "") -> writers.RunResult:
@@ -71,33 +68,36 @@ def run(config: ConvertConfig, operative_config: str = "") -> writers.RunResult:
     ValueError: the source cannot be read, or its tensors, its shape and the vocabulary
       do not belong together.
   """
-  source = assets.resolve(config.source)
+  to_folder = config.output_kind == _HUGGING_FACE
+  weights.check_output("ConvertConfig.output", config.output, to_folder)
+  source = assets.resolve(config.source, "ConvertConfig.source")
   kind = _kind_of(source) if config.kind == "auto" else config.kind
-  found = _READERS[kind](config, source)
+  held = _READERS[kind](config, source)
   if config.model is not None and kind != _T5X:
-    _check_model(config, found.config)
-  found = _with_vocabulary(config, found)
-  if config.output_kind == _HUGGING_FACE:
-    path = Vocabulary.load(_path(config)).path if config.vocabulary else None
-    written = convert.write_hugging_face(config.output, found, path)
+    _check_model(config, held.config)
+  tokenizer: dict[str, bytes] = {}
+  if config.vocabulary:
+    path = assets.resolve(config.vocabulary, "ConvertConfig.vocabulary")
+    vocabulary = vocabularies.Vocabulary.load(path, config.extra_ids)
+    pairs.check_vocabulary(config, "source", held, vocabulary)
+    held = dataclasses.replace(held, vocabulary=vocabulary.fingerprint)
+    tokenizer = vocabularies.tokenizer_files(vocabulary)
+  if to_folder:
+    written = convert.write_hugging_face(config.output, held, tokenizer)
   else:
-    written = weights.save(config.output, found)
+    written = weights.save(config.output, held)
   console = rich.console.Console(stderr=True)
   console.print(f"{kind} {source} -> {config.output_kind} {written}", highlight=False)
+  if to_folder and not tokenizer:
+    console.print("without a tokenizer: ConvertConfig.vocabulary names none")
   return writers.RunResult(written)
-
-
-def _read_t5x(config: ConvertConfig, source: Path) -> weights.Weights:
-  if config.model is None:
-    raise _no_model(config)
-  return convert.read_t5x(source, config.model)
 
 
 _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {
   _HUGGING_FACE: lambda config, source: convert.read_hugging_face(
     source, config.allow_torch_bin
   ),
-  _T5X: _read_t5x,
+  _T5X: lambda config, source: convert.read_t5x(source, _shape(config)),
   _OSD: lambda config, source: weights.load(source),
 }
 
@@ -109,20 +109,26 @@ def _kind_of(source: Path) -> str:
     return _HUGGING_FACE
   if (source / "checkpoint").is_file() or (source / "state").is_dir():
     return _T5X
-  found = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+  names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+  there = (
+    f"holds {', '.join(names[:5]) or 'nothing'}" if source.is_dir() else "is absent"
+  )
   raise base.InputError(
-    f"ConvertConfig.source: received {source}, which holds"
-    f" {', '.join(found[:5]) or 'nothing'}; expected a folder with config.json"
-    " (transformers), checkpoint or state (t5x's checkpoint_STEP), or a weights file."
+    f"ConvertConfig.source: received {source}, which {there}; expected a folder with"
+    " config.json (transformers), checkpoint or state (t5x's checkpoint_STEP), or a"
+    " weights file."
   )
 
 
-def _no_model(config: ConvertConfig) -> base.InputError:
-  return base.InputError(
-    f"ConvertConfig.model: received None for {config.source}, expected a T5Config:"
-    " t5x's checkpoints do not say their shape; include one of models/ and bind"
-    " ConvertConfig.model = @T5Config()."
-  )
+def _shape(config: ConvertConfig) -> t5.T5Config:
+  """The shape of a checkpoint of t5x; InputError if it is not given."""
+  if config.model is None:
+    raise base.InputError(
+      f"ConvertConfig.model: received None for {config.source}, expected a T5Config:"
+      " t5x's checkpoints do not say their shape; include one of models/ and bind"
+      " ConvertConfig.model = @T5Config()."
+    )
+  return config.model
 
 
 def _check_model(config: ConvertConfig, found: t5.T5Config) -> None:
@@ -133,26 +139,3 @@ def _check_model(config: ConvertConfig, found: t5.T5Config) -> None:
       f"ConvertConfig.model: received {config.model}, but {config.source} is of"
       f" shape {found}; leave the model out."
     )
-
-
-def _path(config: ConvertConfig) -> Path:
-  return assets.resolve(config.vocabulary)
-
-
-def _with_vocabulary(config: ConvertConfig, found: weights.Weights) -> weights.Weights:
-  """The weights with the vocabulary's fingerprint, if it can be theirs."""
-  if not config.vocabulary:
-    return found
-  vocabulary = Vocabulary.load(_path(config), config.extra_ids)
-  if found.vocabulary not in ("", vocabulary.fingerprint):
-    raise base.InputError(
-      f"ConvertConfig.vocabulary: received {config.vocabulary} with extra_ids"
-      f" {config.extra_ids} (fingerprint {vocabulary.fingerprint[:12]}), but"
-      f" {config.source} was trained with {found.vocabulary[:12]}; name that one."
-    )
-  if found.config.vocab_size < vocabulary.size:
-    raise base.InputError(
-      f"ConvertConfig.vocabulary: {config.vocabulary} has {vocabulary.size} ids,"
-      f" expected at most the {found.config.vocab_size} of {config.source}."
-    )
-  return dataclasses.replace(found, vocabulary=vocabulary.fingerprint)

@@ -93,6 +93,8 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
     config.run_directory, config=operative_config, seed=config.learning.seed
   )
   loop = OnlineLoop(config, directory, announce=console.print)
+  for sentence in loop.stream.sentences():
+    console.print(sentence, highlight=False)
   started = time.perf_counter()
   try:
     with (
@@ -252,6 +254,7 @@ class OnlineLoop:
 
   def _begin(self) -> None:
     self._log.truncate(0)  # of a run that was killed before its first checkpoint
+    self._log.write("data", {"tasks": self.stream.report()})
     if not self.config.learn:
       return
     warm_start, rows = self.config.warm_start, []

@@ -2,9 +2,10 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from osd_jax import assets, base, partitioning
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabularies import Vocabulary, stated_extra_ids
 from osd_jax.models import convert, t5, weights
 
 
@@ -14,7 +15,7 @@ class PairConfig:
 
   Attributes:
     target: weights of the target: a file of this package, or a folder of transformers
-      (config.json beside safetensors).
+      (config.json beside safetensors), here or on the Hugging Face hub.
     draft: weights of the draft, likewise.
     vocabulary: SentencePiece model of both, or a folder that holds spiece.model.
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
@@ -32,16 +33,18 @@ class PairConfig:
   folder: str = ""
 
   def __post_init__(self):
-    if self.dtype not in ("float32", "bfloat16"):
-      raise base.InputError(
-        f"PairConfig.dtype: received {self.dtype!r}, expected 'float32' or 'bfloat16'."
-      )
+    base.check_types(self)
+    base.check_choices(self, dtype=("float32", "bfloat16"))
+    base.check_counts(self, "extra_ids", least=0)
+    paths = ("target", "draft", "vocabulary")
+    base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
 
   def path(self, field: str) -> Path:
     """The file or folder that "target", "draft" or "vocabulary" means."""
     value = getattr(self, field)
-    shipped = value.startswith(assets.PREFIX)
-    return assets.resolve(value) if shipped else Path(self.folder) / value
+    if self.folder and not value.startswith(assets.PREFIX):
+      return Path(self.folder) / value
+    return assets.resolve(value, f"PairConfig.{field}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,22 +130,62 @@ def load_pair(
   )
 
 
+def check_vocabulary(
+  config: Any, field: str, held: weights.Weights, vocabulary: Vocabulary
+) -> None:
+  """Raises InputError unless weights can be those of a vocabulary.
+
+  Args:
+    config: has fields `vocabulary` and `extra_ids`, which made it.
+    field: the field of `config` that names the weights.
+    held: the weights.
+    vocabulary: the vocabulary.
+  """
+  name, path = type(config).__name__, getattr(config, field)
+  size, wanted = held.config.vocab_size, _wanted_extra_ids(held, vocabulary)
+  if wanted not in (None, config.extra_ids):
+    raise base.InputError(
+      f"{name}.extra_ids: received {config.extra_ids}, expected {wanted} for {path}: so"
+      " many sentinels stand behind the pieces of its vocabulary."
+    )
+  if held.vocabulary not in ("", vocabulary.fingerprint):
+    raise base.InputError(
+      f"{name}.{field}: {path} was trained with the vocabulary"
+      f" {held.vocabulary[:12]}..., but {name}.vocabulary {config.vocabulary} with"
+      f" extra_ids {config.extra_ids} is {vocabulary.fingerprint[:12]}..."
+      f" ({vocabulary.size} ids); expected the same. Name the vocabulary that the"
+      " weights were trained with."
+    )
+  if size < vocabulary.size:
+    raise base.InputError(
+      f"{name}.{field}: {path} has {size} token ids, expected at least the"
+      f" {vocabulary.size} of {config.vocabulary} with extra_ids {config.extra_ids}."
+    )
+
+
+def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | None:
+  """How many sentinels a vocabulary must have for some weights, None if unknown."""
+  if held.vocabulary:
+    for count in (0, 100):
+      known = Vocabulary.load(vocabulary.path, count)
+      if known.fingerprint == held.vocabulary:
+        return count
+    return None
+  pieces = vocabulary.size - vocabulary.extra_ids
+  # Published models say so in their tokenizer's settings or have T5's own numbers.
+  is_t5 = pieces == 32_000 and held.config.vocab_size in (32_100, 32_128)
+  stated = stated_extra_ids(vocabulary)
+  return 100 if is_t5 and stated is None else stated
+
+
 def _read(config: PairConfig, field: str, vocabulary: Vocabulary) -> weights.Weights:
   path = config.path(field)
   read = convert.read_hugging_face if path.is_dir() else weights.load
-  found = read(path)
-  if found.vocabulary and found.vocabulary != vocabulary.fingerprint:
-    raise base.InputError(
-      f"PairConfig.{field}: {path} was trained with the vocabulary"
-      f" {found.vocabulary[:12]}..., but PairConfig.vocabulary {config.vocabulary} is"
-      f" {vocabulary.fingerprint[:12]}... ({vocabulary.size} ids); expected the same"
-      " file. Name the vocabulary that the weights were trained with."
-    )
-  if found.config.vocab_size < vocabulary.size:
-    raise base.InputError(
-      f"PairConfig.{field}: {path} has {found.config.vocab_size} token ids, expected"
-      f" at least the {vocabulary.size} of {config.vocabulary}."
-    )
+  try:
+    held = read(path)
+  except base.InputError as error:
+    raise base.InputError(f"PairConfig.{field}: {error}") from error
+  check_vocabulary(config, field, held, vocabulary)
   return dataclasses.replace(
-    found, config=dataclasses.replace(found.config, dtype=config.dtype)
+    held, config=dataclasses.replace(held.config, dtype=config.dtype)
   )

@@ -18,7 +18,7 @@ from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation import optimizers, update
 from osd_jax.measuring import summaries
-from osd_jax.models import t5, weights
+from osd_jax.models import t5, tensors, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +70,13 @@ class PretrainConfig:
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
-    counts = ("steps", "pool", "length_multiple", "log_every", "evaluate_every")
-    for name in (*counts, "checkpoint_every"):
-      if getattr(self, name) < 1:
-        raise base.InputError(
-          f"PretrainConfig.{name}: received {getattr(self, name)!r}, expected an"
-          " integer >= 1."
-        )
-    if self.storage not in ("float32", "bfloat16"):
-      raise base.InputError(
-        f"PretrainConfig.storage: received {self.storage!r}, expected 'float32' or"
-        " 'bfloat16'."
-      )
+    base.check_types(self)
+    base.check_choices(self, storage=("float32", "bfloat16"))
+    base.check_counts(self, "steps", "pool", "length_multiple", "log_every")
+    base.check_counts(self, "evaluate_every", "evaluation_batches", "checkpoint_every")
+    base.check_counts(self, "extra_ids", "seed", least=0)
+    paths = ("vocabulary", "output", "run_directory")
+    base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
 
 
 def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult:
@@ -95,7 +90,9 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
     The run directory; the weights are in `config.output`.
   """
   console = rich.console.Console(stderr=True)
-  vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
+  weights.check_output("PretrainConfig.output", config.output)
+  path = assets.resolve(config.vocabulary, "PretrainConfig.vocabulary")
+  vocabulary = Vocabulary.load(path, config.extra_ids)
   if vocabulary.size > config.model.vocab_size:
     raise base.InputError(
       f"pretrain: T5Config.vocab_size: received {config.model.vocab_size}, expected"
@@ -136,7 +133,8 @@ def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerSt
   params = jax.jit(model.init)(jax.random.key(config.seed))
   if config.initial:
     params = weights.load(config.initial).params
-    weights.check_shapes(config.model, params, config.initial)
+    expected = tensors.expected_shapes(config.model)
+    tensors.check(tensors.shapes(params), expected, config.initial)
   params = partitioner.place_params(model, params)
   opt_state = optimizers.make_optimizer(config.optimizer).init(params)
   # Donated, so that each counter needs a buffer of its own.
@@ -233,8 +231,12 @@ def _cut(tokens: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
-  stream = data_batches.batches(config.data, vocabulary)
-  held_out = data_batches.batches(config.evaluation, vocabulary)
+  stream = data_batches.BatchStream(config.data, vocabulary)
+  held_out = data_batches.BatchStream(config.evaluation, vocabulary)
+  for sentence in (*stream.sentences(), *held_out.sentences()):
+    console.print(sentence, highlight=False)
+  if log.lines == 0:
+    log.write("data", {"train": stream.report(), "evaluation": held_out.report()})
   partitioner = partitioning.make(config.partition)
   start = int(state.step + state.skipped)
   pool: list[data_batches.Batch] = []

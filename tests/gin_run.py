@@ -27,7 +27,7 @@ train/BatchConfig.tasks = [@maths/TaskConfig(), @sql/TaskConfig()]
 train/BatchConfig.weights = [1.0, 2.0]
 evaluation/BatchConfig.tasks = (@maths/held_out/TaskConfig(),)
 TaskConfig.kind = 'generated'
-TaskConfig.limit = 10
+TaskConfig.rows = 10
 maths/TaskConfig:
   name = 'm'
   topic = 'maths'

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from osd_jax import assets, convert, pairs, partitioning, testing
+from osd_jax import assets, base, convert, pairs, partitioning, testing
 from osd_jax import main as cli
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabularies import Vocabulary, tokenizer_files
 from osd_jax.models import convert as formats
 from osd_jax.models import t5, weights
 
@@ -61,10 +61,12 @@ def test_the_vocabulary_is_noted_or_goes_along(folder, tmp_path, given):
   )
   assert Vocabulary.load(convert.run(back).path, 100).fingerprint == fingerprint
   other = dataclasses.replace(back, extra_ids=0, output=str(tmp_path / "no"))
-  with pytest.raises(ValueError, match=r"Config\.vocabulary: .*was trained with"):
+  with pytest.raises(
+    base.InputError, match=r"ConvertConfig\.extra_ids: received 0, expected 100"
+  ):
     convert.run(other)
   many = dataclasses.replace(config, extra_ids=200, output=str(tmp_path / "no"))
-  with pytest.raises(ValueError, match="has 1736 ids, expected at most the 1664"):
+  with pytest.raises(ValueError, match="has 1664 token ids, .* the 1736 of"):
     convert.run(many)
   assert not (tmp_path / "no").exists()
 
@@ -91,15 +93,24 @@ def test_t5x_needs_a_shape(tmp_path, repository):
     ({"kind": "pytorch"}, "ConvertConfig.kind: received 'pytorch'"),
     ({"output_kind": "t5x"}, "ConvertConfig.output_kind: received 't5x'"),
     ({"source": ""}, "ConvertConfig.source"),
-    ({"source": "nowhere"}, "which holds nothing"),
+    ({"source": "nowhere"}, "expected a local file or folder"),
+    ({"source": "nowhere/at/all"}, "which is absent"),
+    ({"extra_ids": 2.0}, "ConvertConfig.extra_ids"),
+    ({"allow_torch_bin": "no"}, "ConvertConfig.allow_torch_bin"),
+    ({"output": "/dev/null/w"}, "ConvertConfig.output: received '/dev/null/w'"),
+    ({"output": "/dev/null/a/w"}, "/dev/null is no folder"),
+    ({"output": "."}, "it is a folder"),
+    ({"output": "a\0b"}, "ConvertConfig.output"),
+    ({"output": "a" * 300}, "ConvertConfig.output"),
+    ({"output": ".", "output_kind": "hugging_face"}, "it is in use"),
     ({"model": t5.T5Config()}, "leave the model out"),
   ],
 )
 def test_mistakes_are_named_and_write_nothing(folder, tmp_path, changes, named):
   fields = {"source": str(folder), "output": str(tmp_path / "w"), **changes}
-  with pytest.raises(ValueError) as caught:
+  with pytest.raises(base.InputError) as caught:
     convert.run(convert.ConvertConfig(**fields))
-  assert named in str(caught.value)
+  assert named in str(caught.value) and len(str(caught.value).splitlines()) == 1
   assert not (tmp_path / "w").exists()
 
 
@@ -128,7 +139,7 @@ def test_the_command_names_a_wrong_tensor_with_both_shapes(
   settings = {f"ConvertConfig__{name}": path for name, path in settings.items()}
   assert osd("convert", "runs/convert.gin", **settings) == 2
   error = capsys.readouterr().err
-  assert error.startswith("osd convert: convert: tensors do not fit")
+  assert error.startswith(f"osd convert: weights: {folder}: tensors do not fit")
   assert "DenseReluDense.wi_0.weight: found (" in error and ", expected (" in error
   assert not output.exists()
 
@@ -140,8 +151,8 @@ def test_the_command_names_a_wrong_tensor_with_both_shapes(
 def checkpoints(given, tmp_path):
   """What CHECKPOINTS holds, tiny: flan-t5-xl/ and t5-small/."""
   folder = tmp_path / "checkpoints"
-  vocabulary = assets.resolve(VOCABULARY)
-  formats.write_hugging_face(folder / "flan-t5-xl", given, vocabulary)
+  files = tokenizer_files(Vocabulary.load(assets.resolve(VOCABULARY), 100))
+  formats.write_hugging_face(folder / "flan-t5-xl", given, files)
   config = dataclasses.replace(
     testing.TINY_DRAFT,
     vocab_size=VOCAB_SIZE,

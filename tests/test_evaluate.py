@@ -20,7 +20,7 @@ TASKS = tuple(
     kind="generated",
     topic=topic,
     split="eval",
-    limit=5,
+    rows=5,
     source=topic,
   )
   for topic in ("maths", "sql")

@@ -29,7 +29,7 @@ NAMES = st.sampled_from(
     *FIELDS,
     "GENERATED_STREAM_ROWS",
     "NOWHERE",
-    "maths/TaskConfig.limit",
+    "maths/TaskConfig.rows",
     "x/y/z/StreamConfig.seed",
     "",
     ".",

@@ -23,7 +23,7 @@ FILLED = {
 }
 LIBRARY = (
   "filled/TaskConfig.name = 'filled'\nfilled/TaskConfig.kind = 'generated'\n"
-  "filled/TaskConfig.topic = 'sql'\nfilled/TaskConfig.limit = 4\n"
+  "filled/TaskConfig.topic = 'sql'\nfilled/TaskConfig.rows = 4\n"
   "filled/BatchConfig.tasks = [@filled/TaskConfig()]\n"
 )
 

@@ -27,7 +27,7 @@ from osd_jax.models.t5 import T5Config
 
 def task(name: str, topic: str, split: str = "train") -> sources.TaskConfig:
   return sources.TaskConfig(
-    name=name, kind="generated", topic=topic, split=split, limit=10
+    name=name, kind="generated", topic=topic, split=split, rows=10
   )
 
 
@@ -109,17 +109,17 @@ def test_an_imported_module_may_make_values(written, tmp_path, monkeypatch):
   (tmp_path / "my_tasks_for_osd.py").write_text(
     "import gin\nfrom osd_jax.data.sources import TaskConfig\n"
     "@gin.configurable\n"
-    "def my_task(name, limit=10):\n"
-    "  return TaskConfig(name, 'generated', topic='sql', limit=limit)\n"
+    "def my_task(name, rows=10):\n"
+    "  return TaskConfig(name, 'generated', topic='sql', rows=rows)\n"
   )
   monkeypatch.syspath_prepend(str(tmp_path))
   run = written(
     RUN
-    + "import my_tasks_for_osd\nmy_task.name = 'mine'\nbig/my_task.limit = 99\n"
+    + "import my_tasks_for_osd\nmy_task.name = 'mine'\nbig/my_task.rows = 99\n"
     + "train/BatchConfig.tasks = [@big/my_task(), @sql/TaskConfig()]"
   )
   config, text = settings.load(pretrain.PretrainConfig, [run])
-  assert [(task.name, task.limit) for task in config.data.tasks] == [
+  assert [(task.name, task.rows) for task in config.data.tasks] == [
     ("mine", 99),
     ("s", 10),
   ]
@@ -195,7 +195,7 @@ def test_a_file_that_includes_itself_is_named(written, tmp_path):
     ),
     (
       "sql/TaskConfig.topic='sq'",
-      ["TaskConfig.topic", "received 'sq'", "maths, sql"],
+      ["TaskConfig.topic", "received 'sq'", "'maths', 'sql'"],
     ),
     ("STEPS=%STEPS", ["circle"]),
     ("sql/TaskConfig.name=%gin.REQUIRED", []),

@@ -158,7 +158,7 @@ def test_a_stretch_of_the_order_is_the_same_wherever_it_starts():
 def generated(split: str) -> BatchConfig:
   tasks = tuple(
     TaskConfig(
-      name=f"generated_{topic}", kind="generated", topic=topic, split=split, limit=5
+      name=f"generated_{topic}", kind="generated", topic=topic, split=split, rows=5
     )
     for topic in ("maths", "sql")
   )

@@ -1,13 +1,16 @@
 """A pair is loaded as it was written, and does not load what does not fit."""
 
 import dataclasses
+import sys
+import types
 
 import jax
 import numpy as np
 import pytest
 import tiny_pair
 
-from osd_jax import pairs, partitioning
+from osd_jax import base, pairs, partitioning
+from osd_jax.data import vocabularies
 from osd_jax.models import convert, t5, weights
 
 
@@ -109,8 +112,9 @@ def as_folders(config, folder):
   """The pair as two folders of transformers, the vocabulary in the target's."""
   for field in ("target", "draft"):
     found = weights.load(getattr(config, field))
-    vocabulary = config.path("vocabulary") if field == "target" else None
-    convert.write_hugging_face(folder / field, found, vocabulary)
+    vocabulary = vocabularies.Vocabulary.load(config.path("vocabulary"))
+    files = vocabularies.tokenizer_files(vocabulary) if field == "target" else {}
+    convert.write_hugging_face(folder / field, found, files)
   return dataclasses.replace(
     config, target="target", draft="draft", vocabulary="target", folder=str(folder)
   )
@@ -141,10 +145,119 @@ def test_sizes_of_folders_must_agree(config, tmp_path):
   convert.write_hugging_face(tmp_path / "wide", weights.Weights(wider, params))
   with pytest.raises(ValueError, match="has 1536 token ids, draft wide has 1600"):
     load(dataclasses.replace(there, draft="wide"))
-  with pytest.raises(ValueError, match=r"PairConfig\.target: .*1536 token ids, .*1636"):
+  with pytest.raises(ValueError, match=r"PairConfig\.extra_ids: received 100, .* 0"):
     load(dataclasses.replace(there, extra_ids=100))
 
 
 def test_a_type_that_is_for_rescoring_only_is_refused():
   with pytest.raises(ValueError, match="PairConfig.dtype: received 'float64'"):
     pairs.PairConfig(dtype="float64")
+
+
+# ---- What is named
+
+
+@pytest.mark.parametrize("field", ["target", "draft"])
+def test_a_nan_is_named_with_its_setting_file_and_tensor(config, field, tmp_path):
+  params = weights.load(getattr(config, field)).params
+  path = "decoder/decoder_norm/scale"
+  params["decoder"]["decoder_norm"]["scale"] *= np.nan
+  changed = rewritten(config, field, tmp_path, params=params)
+  named = rf"PairConfig\.{field}: .*{field}\.safetensors: tensor {path}: .* NaN"
+  with pytest.raises(base.InputError, match=named):
+    load(changed)
+
+
+def test_the_sentinels_that_weights_were_trained_with_are_asked_for(config, tmp_path):
+  with_sentinels = vocabularies.Vocabulary.load(config.path("vocabulary"), 100)
+  fingerprint = with_sentinels.fingerprint
+  for field in ("target", "draft"):
+    found = weights.load(getattr(config, field))
+    wider = dataclasses.replace(found.config, vocab_size=1664)
+    config = rewritten(
+      config,
+      field,
+      tmp_path,
+      config=wider,
+      params=t5.build(wider).init(jax.random.key(0)),
+      vocabulary=fingerprint,
+    )
+  with pytest.raises(base.InputError, match=r"extra_ids: received 0, expected 100 for"):
+    load(config)
+  assert load(dataclasses.replace(config, extra_ids=100)).vocabulary == with_sentinels
+
+
+def test_the_sentinels_that_a_folder_states_are_asked_for(config, tmp_path):
+  there = as_folders(config, tmp_path)
+  settings = tmp_path / "target" / "tokenizer_config.json"
+  settings.write_text('{"extra_ids": 100}')
+  with pytest.raises(base.InputError, match=r"extra_ids: received 0, expected 100 for"):
+    load(there)
+  for unreadable in ("{", "[]", '{"extra_ids": "many"}', "{}"):
+    settings.write_text(unreadable)
+    assert load(there)
+
+
+def test_published_t5s_want_their_sentinels(monkeypatch):
+  """32,128 rows for 32,000 pieces: nothing else says that there are 100 more."""
+  pieces = vocabularies.Vocabulary("f", 32_000, "nowhere/spiece.model", 0, None)
+  config = pairs.PairConfig(target="flan-t5-small")
+  for size in (32_128, 32_100, 32_000, 33_000):
+    held = weights.Weights(t5.T5Config(vocab_size=size), {})
+    if size in (32_128, 32_100):
+      with pytest.raises(base.InputError, match=r"PairConfig\.extra_ids: .*100"):
+        pairs.check_vocabulary(config, "target", held, pieces)
+    else:
+      pairs.check_vocabulary(config, "target", held, pieces)
+
+
+@pytest.mark.parametrize("field", ["target", "draft", "vocabulary"])
+@pytest.mark.parametrize("name", ["google/flan-t5-small", "t5-small"])
+def test_a_name_on_the_hub_is_downloaded_where_that_is_possible(
+  config, field, name, tmp_path, monkeypatch
+):
+  folders = as_folders(config, tmp_path)
+  asked = []
+
+  def snapshot_download(name, allow_patterns):
+    asked.append((name, allow_patterns))
+    return str(tmp_path / getattr(folders, field))
+
+  hub = types.ModuleType("huggingface_hub")
+  hub.snapshot_download = snapshot_download
+  changed = dataclasses.replace(config, **{field: name})
+  monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were absent
+  with pytest.raises(
+    base.InputError,
+    match=rf"PairConfig\.{field}: received '{name}'.*local.*pip install",
+  ):
+    load(changed)
+  monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+  assert_same(load(changed).draft_params, load(config).draft_params)
+  ((repository, patterns),) = asked
+  assert repository == name and "*.safetensors" in patterns
+
+  def refuse(name, allow_patterns):
+    raise OSError("no route to the hub\nmore")
+
+  hub.snapshot_download = refuse
+  with pytest.raises(
+    base.InputError, match=rf"PairConfig\.{field}.*no route"
+  ) as caught:
+    load(changed)
+  assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+  ("changes", "named"),
+  [
+    ({"extra_ids": 1.5}, "extra_ids"),
+    ({"extra_ids": -1}, "extra_ids"),
+    ({"target": ""}, "target"),
+    ({"draft": None}, "draft"),
+    ({"draft_serving": True}, "draft_serving"),
+  ],
+)
+def test_bad_settings_are_named(changes, named):
+  with pytest.raises(base.InputError, match=rf"PairConfig\.{named}: received"):
+    pairs.PairConfig(**changes)

@@ -36,7 +36,7 @@ class Stream:
 
 def config(folder, **changes) -> pretrain.PretrainConfig:
   tasks = tuple(
-    TaskConfig(name=topic, kind="generated", topic=topic, limit=8)
+    TaskConfig(name=topic, kind="generated", topic=topic, rows=8)
     for topic in generated.TOPICS[:2]
   )
   data = BatchConfig(tasks, 4, source_length=32, target_length=32, reader="plain")
@@ -170,3 +170,24 @@ def test_a_vocabulary_that_does_not_fit_is_named(tmp_path):
   small = dataclasses.replace(MODEL, vocab_size=64)
   with pytest.raises(ValueError, match="T5Config.vocab_size: received 64.*1536"):
     pretrain.run(config(tmp_path, model=small))
+
+
+@pytest.mark.parametrize(
+  ("changes", "named"),
+  [
+    ({"steps": 1.5}, "steps"),
+    ({"log_every": "3"}, "log_every"),
+    ({"evaluation_batches": 0}, "evaluation_batches"),
+    ({"seed": -1}, "seed"),
+    ({"storage": "int8"}, "storage"),
+    ({"run_directory": ""}, "run_directory"),
+    ({"output": ""}, "output"),
+    ({"output": "/dev/null/w"}, "output"),
+    ({"output": "."}, "output"),
+  ],
+)
+def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch, changes, named):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(base.InputError, match=rf"PretrainConfig\.{named}: received"):
+    pretrain.run(config(tmp_path, **changes))
+  assert not list(tmp_path.iterdir())

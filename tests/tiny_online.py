@@ -43,7 +43,7 @@ def tasks(split: str, limit: int) -> tuple[sources.TaskConfig, ...]:
       source=topic,
       topic=topic,
       split=split,
-      limit=limit,
+      rows=limit,
     )
     for topic in generated.TOPICS
   )

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from osd_jax import base
-from osd_jax.base import PAD_ID
 from osd_jax.data import rows
 from osd_jax.data.sources import TaskConfig
 from osd_jax.data.vocabularies import Vocabulary
@@ -48,34 +47,35 @@ class BatchConfig:
   require_reference: bool = True
 
   def __post_init__(self) -> None:
-    rows.check_reader("BatchConfig", self.reader)
-    full = isinstance(self.tasks, tuple) and len(self.tasks) > 0
-    self._check("tasks", full, "a tuple of at least one TaskConfig")
-    different = len(rows.unique(self.tasks)) == len(self.tasks)
-    self._check("tasks", different, "every task once")
-    self._check("batch_size", self.batch_size >= 1, "an integer >= 1")
-    self._check("source_length", self.source_length >= 2, "at least 2 tokens")
-    self._check("target_length", self.target_length >= 1, "at least 1 token")
-    self._check("seed", self.seed >= 0, "an integer >= 0")
-    for field in ("limit_rows", "weights"):
-      value = getattr(self, field)
-      if isinstance(value, tuple):
-        fits = len(value) == len(self.tasks) and min(value) > 0
-        self._check(field, fits, "one positive number a task")
-    if isinstance(self.limit_rows, int):
-      self._check("limit_rows", self.limit_rows >= 1, "None or at least 1")
+    base.check_types(self)
+    base.check_choices(self, reader=rows.READERS)
+    base.check_counts(self, "batch_size", "target_length")
+    base.check_counts(self, "source_length", least=2)
+    base.check_counts(self, "seed", least=0)
+    every = len(self.tasks)
+    once = every > 0 and len(rows.unique(self.tasks)) == every
+    limits = self.limits()
+    base.check_fields(
+      self,
+      {
+        "tasks": (once, "at least one TaskConfig, every one once"),
+        "limit_rows": (
+          len(limits) == every
+          and all(limit is None or base.is_count(limit) for limit in limits),
+          "None, or an integer >= 1 for all tasks or for each",
+        ),
+        "weights": (
+          self.weights is None or rows.are_shares(self.weights, every),
+          "None or one positive number a task",
+        ),
+      },
+    )
 
   def limits(self) -> tuple[int | None, ...]:
     """Returns the limit of every task."""
     if isinstance(self.limit_rows, tuple):
       return self.limit_rows
     return (self.limit_rows,) * len(self.tasks)
-
-  def _check(self, field: str, holds: bool, expected: str) -> None:
-    if not holds:
-      raise base.InputError(
-        f"BatchConfig.{field}: received {getattr(self, field)!r}, expected {expected}."
-      )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,10 +94,19 @@ class Batch:
 
 
 class BatchStream:
-  """Iterates for ever over shuffled batches. Made by `batches`."""
+  """Shuffled batches without end: `stream[step]`, whatever was read before."""
 
   def __init__(self, config: BatchConfig, vocabulary: Vocabulary):
-    """Reads every task; raises as `batches` does."""
+    """Reads every task.
+
+    Args:
+      config: what the batches hold.
+      vocabulary: writes the ids.
+
+    Raises:
+      MissingExtraError: reader "seqio" without the extra `data`.
+      InputError: missing files, or a task without usable rows.
+    """
     self.config = config
     self._held = [rows.read(task, vocabulary, config.reader) for task in config.tasks]
     self._rows = [
@@ -106,90 +115,57 @@ class BatchStream:
     ]
     sizes = [len(kept) for kept in self._rows]
     self._quotas = _quotas(sizes, config.weights)
-    self._step = 0
 
   @property
   def rows_per_epoch(self) -> int:
     """Rows of one pass, over all tasks."""
     return int(self._quotas.sum())
 
-  def __iter__(self) -> "BatchStream":
-    return self
-
-  def __next__(self) -> Batch:
-    batch = self[self._step]
-    self._step += 1
-    return batch
-
   def __getitem__(self, step: int) -> Batch:
-    """Returns the batch of a step, whatever was read before."""
-    if step < 0:
-      raise IndexError(f"batch {step}: batches are counted from 0")
+    """Returns the batch of a step."""
     size = self.config.batch_size
     return self._pad([self._row_at(step * size + i) for i in range(size)])
 
-  def state(self) -> dict[str, Any]:
-    """Returns what `restore` needs, json-able."""
-    return {"step": self._step, "fingerprint": self._fingerprint}
-
-  def restore(self, state: dict[str, Any]) -> None:
-    """Continues where `state` was taken.
-
-    Args:
-      state: from `state()` of batches of the same config over the same data.
-
-    Raises:
-      ValueError: the state of other batches.
-    """
-    step = state.get("step")
-    if state.get("fingerprint") != self._fingerprint:
-      raise base.InputError(
-        "BatchStream.restore: fingerprint: received"
-        f" {state.get('fingerprint')!r}, expected {self._fingerprint!r}: the"
-        " state is of another config, vocabulary or data. Resume with what the"
-        " run began with."
-      )
-    if not isinstance(step, int) or step < 0:
-      raise base.InputError(
-        f"BatchStream.restore: step: received {step!r}, expected an integer >= 0."
-      )
-    self._step = step
-
-  def report(self) -> dict[str, Any]:
-    """Returns what was read, skipped and truncated, json-able.
+  def report(self) -> dict[str, dict[str, Any]]:
+    """Returns what was read and what happened to it, json-able.
 
     Returns:
-      Totals `rows`, `truncated_source`, `truncated_target` (rows kept that are
-      too long), `skipped_empty`, `skipped_malformed`, `skipped_no_reference`,
-      and the same for each task under `tasks`.
+      For every task's name what `rows.report` says: `rows` read, `skipped`,
+      `without_reference` (left out), `cut_prompts` and `cut_references` of the `kept`.
     """
-    per_task = {
-      held.task.name: self._task_report(held, kept)
+    return {
+      held.task.name: {
+        **rows.report(
+          held.task.label,
+          len(held.rows),
+          skipped=held.skipped,
+          without_reference=[
+            row.location
+            for row in held.rows
+            if self.config.require_reference and not row.reference
+          ],
+          cut_prompts=[
+            r.location for r in kept if len(r.source) > self.config.source_length
+          ],
+          cut_references=[
+            r.location for r in kept if len(r.target) > self.config.target_length
+          ],
+        ),
+        "kept": len(kept),
+      }
       for held, kept in zip(self._held, self._rows, strict=True)
     }
-    counts = (
-      "rows",
-      "truncated_source",
-      "truncated_target",
-      "skipped_empty",
-      "skipped_malformed",
-      "skipped_no_reference",
-    )
-    totals = {key: sum(task[key] for task in per_task.values()) for key in counts}
-    return {**totals, "rows_per_epoch": self.rows_per_epoch, "tasks": per_task}
 
-  def _task_report(
-    self, held: rows.TaskRows, kept: tuple[rows.Row, ...]
-  ) -> dict[str, Any]:
-    config = self.config
-    without = sum(not row.reference for row in held.rows)
-    return {
-      **rows.skip_report(held),
-      "rows": len(kept),
-      "truncated_source": sum(len(r.source) > config.source_length for r in kept),
-      "truncated_target": sum(len(r.target) > config.target_length for r in kept),
-      "skipped_no_reference": without if config.require_reference else 0,
+  def sentences(self) -> list[str]:
+    """The report in words: one sentence for each task with something to say."""
+    clauses = {
+      "without_reference": "{count} without reference left out",
+      "cut_prompts": f"{{count}} prompts cut to {self.config.source_length} tokens",
+      "cut_references": (
+        f"{{count}} references cut to {self.config.target_length} tokens"
+      ),
     }
+    return rows.sentences(self.report(), clauses)
 
   def _row_at(self, place: int) -> tuple[int, rows.Row]:
     """Returns the task and the row at a place of the endless sequence."""
@@ -206,53 +182,23 @@ class BatchStream:
     """Returns the task of every place of an epoch, and its count there so far."""
     task_ids = np.repeat(np.arange(len(self._quotas)), self._quotas)
     task_ids = np.random.default_rng([self.config.seed, 1, epoch]).permutation(task_ids)
-    ordinals = np.zeros(len(task_ids), np.int64)
-    for task_id, quota in enumerate(self._quotas):
-      ordinals[task_ids == task_id] = np.arange(quota)
-    return task_ids, ordinals
+    return task_ids, rows.ordinals(task_ids)
 
   @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the run)
   def _order(self, task_id: int, turn: int) -> np.ndarray:
     task, kept = self.config.tasks[task_id], self._rows[task_id]
     return rows.order(task, len(kept), self.config.seed, turn)
 
-  def _pad(self, found: list[tuple[int, rows.Row]]) -> Batch:
+  def _pad(self, numbered: list[tuple[int, rows.Row]]) -> Batch:
     config = self.config
-    source = np.full((len(found), config.source_length), PAD_ID, np.int32)
-    target = np.full((len(found), config.target_length), PAD_ID, np.int32)
-    for place, (_, row) in enumerate(found):
+    source = np.full((len(numbered), config.source_length), base.PAD_ID, np.int32)
+    target = np.full((len(numbered), config.target_length), base.PAD_ID, np.int32)
+    for place, (_, row) in enumerate(numbered):
       prompt = rows.truncate_source(row.source, config.source_length)
       reference = row.target[: config.target_length]
       source[place, : len(prompt)] = prompt
       target[place, : len(reference)] = reference
-    return Batch(source, target, np.asarray([i for i, _ in found], np.int32))
-
-  @functools.cached_property
-  def _fingerprint(self) -> str:
-    held = [(part.task.name, part.fingerprint) for part in self._held]
-    decisive = [
-      (field.name, getattr(self.config, field.name))
-      for field in dataclasses.fields(self.config)
-      if field.name not in ("tasks", "reader")  # the rows speak for these
-    ]
-    return rows.fingerprint((held, decisive))
-
-
-def batches(config: BatchConfig, vocabulary: Vocabulary) -> BatchStream:
-  """Reads the tasks and returns endless batches.
-
-  Args:
-    config: what they hold.
-    vocabulary: writes the ids.
-
-  Returns:
-    An iterator of `Batch` with `state`, `restore` and `report`.
-
-  Raises:
-    ImportError: reader "seqio" without the extra `data`.
-    ValueError: missing files, or a task without usable rows.
-  """
-  return BatchStream(config, vocabulary)
+    return Batch(source, target, np.asarray([i for i, _ in numbered], np.int32))
 
 
 def _kept_rows(

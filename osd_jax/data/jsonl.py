@@ -39,32 +39,44 @@ class Line:
   data: bytes
 
 
-def find(data_dir: str, pattern: str, who: str) -> list[str]:
+def find(data_dir: str, pattern: str, whose: str = "") -> list[str]:
   """Finds the files of a pattern.
 
   Args:
     data_dir: the folder.
     pattern: file name or glob inside it.
-    who: what the error text calls the asker.
+    whose: what error texts put behind the setting's name.
 
   Returns:
-    Paths in sorted order, at least one.
+    Paths in sorted order, at least one, each a file that can be read.
 
   Raises:
-    ValueError: the folder or a match is missing.
+    InputError: the folder or a match is missing, or a match cannot be read.
   """
-  if not os.path.isdir(data_dir or "."):
+  try:
+    names = sorted(os.listdir(data_dir or "."))
+    paths = sorted(glob.glob(os.path.join(data_dir, pattern)))
+  except (OSError, ValueError) as error:  # ValueError: a NUL
     raise base.InputError(
-      f"{who}: data_dir is {data_dir!r}, expected an existing folder; bind"
-      " data_dir to the folder that holds the JSONL files."
-    )
-  paths = sorted(glob.glob(os.path.join(data_dir, pattern)))
+      f"TaskConfig.data_dir{whose}: received {data_dir!r}, expected a readable folder"
+      f" ({error}); name the one that holds the JSONL files."
+    ) from error
   if not paths:
-    there = sorted(name for name in os.listdir(data_dir or ".") if "json" in name)
+    there = [name for name in names if "json" in name]
     raise base.InputError(
-      f"{who}: no file matches {pattern!r} in {data_dir!r}; its JSON files are"
-      f" {there[:20]}. Correct the pattern, the split or data_dir."
+      f"TaskConfig.pattern{whose}: received {pattern!r}, which no file in"
+      f" {data_dir!r} matches; its JSON files are {there[:20]}. Correct the pattern,"
+      " the split or data_dir."
     )
+  for path in paths:
+    try:
+      with open(path, "rb"):
+        pass
+    except OSError as error:
+      raise base.InputError(
+        f"TaskConfig.pattern{whose}: received {pattern!r}, expected files that can be"
+        f" read, but {path} cannot ({error.strerror})."
+      ) from error
   return paths
 
 

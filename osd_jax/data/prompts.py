@@ -1,11 +1,12 @@
 """The prompts of a corpus, each once: what is answered in bulk, not served."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
 from osd_jax import base
-from osd_jax.data import batches as data_batches
+from osd_jax.data import batches
 from osd_jax.data.vocabularies import Vocabulary
 
 
@@ -24,9 +25,23 @@ class Prompt:
   reference: np.ndarray
 
 
+class Corpus(list[Prompt]):
+  """Prompts, with what happened to the others.
+
+  Attributes:
+    report: what was read, skipped and cut, json-able; see `BatchStream.report`.
+    sentences: the same in words.
+  """
+
+  def __init__(self, items: Iterable[Prompt], stream: batches.BatchStream):
+    super().__init__(items)
+    self.report = stream.report()
+    self.sentences = stream.sentences()
+
+
 def prompts(
-  config: data_batches.BatchConfig, vocabulary: Vocabulary, count: int | None = None
-) -> list[Prompt]:
+  config: batches.BatchConfig, vocabulary: Vocabulary, count: int | None = None
+) -> Corpus:
   """Reads the prompts of a corpus, each once and in the order of its first epoch.
 
   Args:
@@ -34,14 +49,14 @@ def prompts(
     vocabulary: writes the ids.
     count: how many at most, None for all.
   """
-  stream = data_batches.batches(
+  stream = batches.BatchStream(
     dataclasses.replace(config, batch_size=1, require_reference=False), vocabulary
   )
   count = min(stream.rows_per_epoch, count or stream.rows_per_epoch)
-  return [_prompt(stream[index]) for index in range(count)]
+  return Corpus((_prompt(stream[index]) for index in range(count)), stream)
 
 
-def _prompt(batch: data_batches.Batch) -> Prompt:
+def _prompt(batch: batches.Batch) -> Prompt:
   """The only row of a batch."""
   reference = batch.target[0][batch.target[0] != base.PAD_ID]
   if reference.tolist() == [base.EOS_ID]:

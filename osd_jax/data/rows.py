@@ -8,18 +8,22 @@ truncating, shuffling and mixing come after, so they cannot differ either.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from osd_jax import base
-from osd_jax.base import EOS_ID
 from osd_jax.data import tasks
 from osd_jax.data.sources import TaskConfig, Text
 from osd_jax.data.vocabularies import Vocabulary
 
 READERS = ("seqio", "plain")
-_NAMED_PLACES = 10  # places of skipped rows that a report names
+_REPORTED_PLACES = 100  # places that a report names of each sort
+_SAID_PLACES = 3  # places that a sentence names
+_PLACE = r"(.+?:\d+)(?:: \w+: (.*))?"  # file, line, why it was skipped
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,6 +31,7 @@ class Row:
   """One usable example.
 
   Attributes:
+    location: "file:line" or the like; where it was read.
     row_id: the example's own id or its place.
     prompt: text.
     reference: text, "" if the data has none.
@@ -34,6 +39,7 @@ class Row:
     target: [m] int32, ids of the reference with end-of-sequence, m >= 1.
   """
 
+  location: str
   row_id: str
   prompt: str
   reference: str
@@ -48,16 +54,13 @@ class TaskRows:
   Attributes:
     task: its config.
     rows: the usable rows, in the order of the source.
-    skipped_empty: blank lines and prompts.
-    skipped_malformed: lines that hold something else.
-    skipped_at: "file:line: reason" of the first few.
+    skipped: "file:line: reason" of every other line; reasons begin with "empty"
+      (a blank line or prompt) or "malformed" (something else there).
   """
 
   task: TaskConfig
   rows: tuple[Row, ...]
-  skipped_empty: int
-  skipped_malformed: int
-  skipped_at: tuple[str, ...]
+  skipped: tuple[str, ...]
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -81,51 +84,34 @@ def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "seqio") -> Tas
     Its rows, and what was skipped.
 
   Raises:
-    ImportError: reader "seqio" without the extra `data`.
-    ValueError: missing files, or no usable line.
+    MissingExtraError: reader "seqio" without the extra `data`.
+    InputError: missing files, or no usable line.
   """
-  check_reader("rows.read", reader)
-  if reader == "seqio":
-    found, problems = _seqio_rows(task, vocabulary)
-  else:
-    found, problems = _plain_rows(task, vocabulary)
-  rows = []
-  for location, row in found:
-    if len(row.source) > 1:
-      rows.append(row)
-    else:
-      no_tokens = "empty: the prompt has no tokens"
-      problems.append(Text(location, row.row_id, problem=no_tokens))
-  skipped_at = tuple(f"{text.location}: {text.problem}" for text in problems)
+  readers = {"seqio": _seqio_rows, "plain": _plain_rows}
+  found, problems = readers[reader](task, vocabulary)
+  rows = tuple(row for row in found if len(row.source) > 1)
+  skipped = (
+    *(f"{text.location}: {text.problem}" for text in problems),
+    *(
+      f"{row.location}: empty: the prompt has no tokens"
+      for row in found
+      if len(row.source) == 1
+    ),
+  )
   if not rows:
     raise base.InputError(
-      f"task {task.name!r}: no usable line; {len(problems)} were skipped,"
-      f" the first: {skipped_at[:3]}. Expected JSON objects with a non-blank"
+      f"TaskConfig (task {task.name!r}): no usable line; {len(skipped)} were skipped,"
+      f" the first: {skipped[:3]}. Expected JSON objects, one a line, with a non-blank"
       f" prompt for preprocessor {task.preprocessor!r}."
     )
-  empty = sum(text.problem.startswith("empty") for text in problems)
-  return TaskRows(
-    task,
-    tuple(rows),
-    skipped_empty=empty,
-    skipped_malformed=len(problems) - empty,
-    skipped_at=skipped_at[:_NAMED_PLACES],
-  )
-
-
-def check_reader(owner: str, reader: str) -> None:
-  """Raises ValueError unless `reader` is one of `READERS`."""
-  if reader not in READERS:
-    raise base.InputError(
-      f"{owner}: reader: received {reader!r}, expected one of {', '.join(READERS)}."
-    )
+  return TaskRows(task, rows, skipped)
 
 
 def truncate_source(source: np.ndarray, length: int) -> np.ndarray:
   """Cuts a prompt's ids to `length`, keeping end-of-sequence at the end."""
   if len(source) <= length:
     return source
-  return np.append(source[: length - 1], np.int32(EOS_ID))
+  return np.append(source[: length - 1], np.int32(base.EOS_ID))
 
 
 def order(task: TaskConfig, count: int, seed: int, epoch: int) -> np.ndarray:
@@ -141,7 +127,7 @@ def unique(configs: Iterable[TaskConfig]) -> tuple[TaskConfig, ...]:
   """Returns the different tasks in order of appearance.
 
   Raises:
-    ValueError: two different tasks of one name.
+    InputError: two different tasks of one name.
   """
   found = tuple(dict.fromkeys(configs))
   names = [task.name for task in found]
@@ -154,15 +140,70 @@ def unique(configs: Iterable[TaskConfig]) -> tuple[TaskConfig, ...]:
   return found
 
 
-def skip_report(task_rows: TaskRows) -> dict[str, object]:
-  """Returns what was read and skipped, json-able."""
-  return {
-    "source": task_rows.task.label,
-    "rows": len(task_rows.rows),
-    "skipped_empty": task_rows.skipped_empty,
-    "skipped_malformed": task_rows.skipped_malformed,
-    "skipped_at": list(task_rows.skipped_at),
-  }
+def report(source: str, rows: int, **places: Sequence[str]) -> dict[str, Any]:
+  """Returns what was read of a task and what happened to it, json-able.
+
+  Args:
+    source: what tables call its requests.
+    rows: how many can be used.
+    **places: by name, places of the lines that something happened to.
+
+  Returns:
+    `source`, `rows`, the count of every name, and `places`: the first 100 of each.
+  """
+  told = {"source": source, "rows": rows, **dict.fromkeys(places, 0), "places": {}}
+  for name, located in places.items():
+    for place in located:
+      note(told, name, place)
+  return told
+
+
+def note(told: dict[str, Any], name: str, place: str) -> None:
+  """Counts one more place in a report."""
+  told[name] += 1
+  named = told["places"].setdefault(name, [])
+  if len(named) < _REPORTED_PLACES:
+    named.append(place)
+
+
+def sentences(
+  told: Mapping[str, dict[str, Any]],
+  clauses: Mapping[str, str],
+  also: Callable[[dict[str, Any]], list[str]] = lambda task: [],
+) -> list[str]:
+  """Says a report in words: one sentence for each task with something to say.
+
+  Args:
+    told: of every task, what `report` returned.
+    clauses: what to say of a count, the number as "{count}", by its name.
+    also: more clauses on a task.
+  """
+  found = []
+  for task in told.values():
+    read = task["rows"] + task["skipped"]
+    every = {"skipped": f"{{count}} of {read} lines skipped", **clauses}
+    parts = [
+      f"{text.format(count=task[name])}: {_places(task, name)}"
+      for name, text in every.items()
+      if task[name]
+    ]
+    if parts := [*parts, *also(task)]:
+      found.append(f"{task['source']}: {'; '.join(parts)}.")
+  return found
+
+
+def are_shares(weights: Sequence[float], count: int) -> bool:
+  """Whether these are as many finite positive numbers."""
+  return len(weights) == count and all(0 < share < np.inf for share in weights)
+
+
+def ordinals(task_ids: np.ndarray) -> np.ndarray:
+  """Returns for every step how often its task came before, [total] int64."""
+  before = np.zeros(len(task_ids), np.int64)
+  for task_id in np.unique(task_ids):
+    same = task_ids == task_id
+    before[same] = np.arange(np.sum(same))
+  return before
 
 
 def fingerprint(parts: Sequence[object]) -> str:
@@ -170,54 +211,67 @@ def fingerprint(parts: Sequence[object]) -> str:
   return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def _places(task: Mapping[str, Any], name: str) -> str:
+  """The first places of a count, without their folders."""
+  named = []
+  for place in task["places"][name][:_SAID_PLACES]:
+    line = re.fullmatch(_PLACE, place, re.DOTALL)
+    location, reason = line.groups("") if line else (place, "")
+    named.append(f"{os.path.basename(location)} {reason}".strip())
+  more = task[name] - len(named)
+  return ", ".join([*named, f"and {more} more"] if more else named)
+
+
 def _plain_rows(
   task: TaskConfig, vocabulary: Vocabulary
-) -> tuple[list[tuple[str, Row]], list[Text]]:
-  found, problems = [], []
-  for text in tasks.texts(task):
-    if text.problem:
-      problems.append(text)
-      continue
-    source = vocabulary.encode_with_eos(text.prompt)
-    target = vocabulary.encode_with_eos(text.reference)
-    row = Row(text.row_id, text.prompt, text.reference, source, target)
-    found.append((text.location, row))
-  return found, problems
+) -> tuple[list[Row], list[Text]]:
+  texts = list(tasks.texts(task))
+  found = [
+    Row(
+      text.location,
+      text.row_id,
+      text.prompt,
+      text.reference,
+      vocabulary.encode_with_eos(text.prompt),
+      vocabulary.encode_with_eos(text.reference),
+    )
+    for text in texts
+    if not text.problem
+  ]
+  return found, [text for text in texts if text.problem]
 
 
 def _seqio_rows(
   task: TaskConfig, vocabulary: Vocabulary
-) -> tuple[list[tuple[str, Row]], list[Text]]:
+) -> tuple[list[Row], list[Text]]:
   """Rows from the registered Task; skips from a scan of the same source."""
+  # First, so that what is wrong with the source is said here and not by tensorflow.
+  scanned = [] if task.kind == "generated" else list(tasks.texts(task))
   found = list(_task_dataset(task, vocabulary))
   if task.kind == "generated":
     return found, []
-  scanned = list(tasks.texts(task))
   problems = [text for text in scanned if text.problem]
   if len(scanned) - len(problems) != len(found):
     raise base.InputError(
-      f"task {task.name!r}: seqio gave {len(found)} rows where the source has"
-      f" {len(scanned) - len(problems)}; it changed while it was read. Read again."
+      f"TaskConfig (task {task.name!r}): seqio gave {len(found)} rows where the source"
+      f" has {len(scanned) - len(problems)}; it changed while it was read. Read again."
     )
   return found, problems
 
 
-def _task_dataset(
-  task: TaskConfig, vocabulary: Vocabulary
-) -> Iterator[tuple[str, Row]]:
-  seqio = tasks.import_seqio()
+def _task_dataset(task: TaskConfig, vocabulary: Vocabulary) -> Iterator[Row]:
   name = tasks.register(task, vocabulary, tasks.registered_name(task, vocabulary))
-  dataset = seqio.get_mixture_or_task(name).get_dataset(
-    sequence_length=None, split=task.split, shuffle=False
+  dataset = (
+    tasks.import_seqio()
+    .get_mixture_or_task(name)
+    .get_dataset(sequence_length=None, split=task.split, shuffle=False)
   )
   for example in dataset.as_numpy_iterator():
-    yield (
+    yield Row(
       example["location"].decode(),
-      Row(
-        example["row_id"].decode(),
-        example["inputs_pretokenized"].decode(),
-        example["targets_pretokenized"].decode(),
-        np.asarray(example["inputs"], np.int32),
-        np.asarray(example["targets"], np.int32),
-      ),
+      example["row_id"].decode(),
+      example["inputs_pretokenized"].decode(),
+      example["targets_pretokenized"].decode(),
+      np.asarray(example["inputs"], np.int32),
+      np.asarray(example["targets"], np.int32),
     )

@@ -7,16 +7,16 @@ split and a preprocessor. `tasks.py` gives the same source to seqio.
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from osd_jax import base
 from osd_jax.data import generated, jsonl
 from osd_jax.data.preprocessors import PREPROCESSORS
 
-_NAME_CHARACTERS = set(
-  "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.:"
-)
-KINDS = ("jsonl", "tfds", "generated")
+# What a kind cannot do without.
+KINDS = {"jsonl": "pattern", "tfds": "tfds_name", "generated": "topic"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,9 @@ class TaskConfig:
     pattern: jsonl only; file name or glob in `data_dir`, may hold "{split}".
     tfds_name: tfds only; name and version of the set.
     topic: generated only; one of `generated.TOPICS`.
-    limit: keep the first so many usable examples; None keeps all, required for
-      generated topics, which have no end.
+    rows: read the first so many usable examples; None reads all. Required for
+      generated topics, which have no end. It cuts the data; how much of them is
+      served is for `StreamConfig.requests_per_task`.
     seed: generated only.
   """
 
@@ -47,27 +48,30 @@ class TaskConfig:
   pattern: str = ""
   tfds_name: str = ""
   topic: str = ""
-  limit: int | None = None
+  rows: int | None = None
   seed: int = 0
 
   def __post_init__(self) -> None:
-    if not self.name or not set(self.name.replace("_", "a")) <= _NAME_CHARACTERS:
-      raise _wrong(self, "name", "letters, digits, '_', '.' or ':'")
-    if self.kind not in KINDS:
-      raise _wrong(self, "kind", f"one of {', '.join(KINDS)}")
-    if self.preprocessor not in PREPROCESSORS:
-      raise _wrong(self, "preprocessor", f"one of {', '.join(PREPROCESSORS)}")
-    needed = {"jsonl": "pattern", "tfds": "tfds_name", "generated": "topic"}[self.kind]
-    if not getattr(self, needed):
-      raise _wrong(self, needed, f"a value, since kind is {self.kind!r}")
-    if self.limit is None and self.kind == "generated":
-      raise _wrong(self, "limit", "a number of examples, since topics have no end")
-    if self.limit is not None and self.limit < 1:
-      raise _wrong(self, "limit", "None or an integer >= 1")
-    if self.kind == "generated" and self.topic not in generated.TOPICS:
-      raise _wrong(self, "topic", f"one of {', '.join(generated.TOPICS)}")
-    if self.kind == "generated" and self.split not in generated.SPLITS:
-      raise _wrong(self, "split", f"one of {', '.join(generated.SPLITS)}")
+    base.check_types(self)
+    base.check_choices(self, kind=KINDS, preprocessor=PREPROCESSORS)
+    needed, is_generated = KINDS[self.kind], self.kind == "generated"
+    base.check_fields(
+      self,
+      {
+        "name": (
+          re.fullmatch(r"[\w.:]+", self.name, re.ASCII),
+          "letters, digits, '_', '.' or ':'",
+        ),
+        needed: (getattr(self, needed), f"a value, since kind is {self.kind!r}"),
+        "rows": (
+          self.rows is None and not is_generated or base.is_count(self.rows),
+          "an integer >= 1"
+          + (", since topics have no end" if is_generated else ", or None for all"),
+        ),
+      },
+    )
+    if is_generated:
+      base.check_choices(self, topic=generated.TOPICS, split=generated.SPLITS)
 
   @property
   def label(self) -> str:
@@ -95,15 +99,15 @@ class Text:
 
 
 def paths(task: TaskConfig) -> list[str]:
-  """Returns the files of a JSONL task; ValueError if there are none."""
+  """Returns the files of a JSONL task; InputError if they cannot be read."""
   pattern = task.pattern.replace("{split}", task.split)
-  return jsonl.find(task.data_dir, pattern, f"task {task.name!r}")
+  return jsonl.find(task.data_dir, pattern, f" (task {task.name!r})")
 
 
 def source_lines(task: TaskConfig) -> Iterator[jsonl.Line]:
   """Yields the raw JSON lines of a JSONL or generated task."""
   if task.kind == "generated":
-    rows = generated.examples(task.topic, task.split, task.limit or 0, task.seed)
+    rows = generated.examples(task.topic, task.split, task.rows or 0, task.seed)
     place = f"generated.{task.topic}.{task.split}.{task.seed}"
     for number, row in enumerate(rows, 1):
       fields = {"prompt": row.prompt, "reference": row.reference}
@@ -125,23 +129,13 @@ def raw_text(task: TaskConfig, location: str, raw: Mapping[str, Any]) -> Text:
   """Applies the task's preprocessor to one raw example."""
   try:
     prompt, reference = PREPROCESSORS[task.preprocessor](raw)
-    for text in (prompt, reference):
-      text.encode("utf-8")
-  except UnicodeEncodeError as error:
-    reason = f"a lone surrogate at character {error.start} is no text"
+    (prompt + reference).encode("utf-8")
+  except UnicodeEncodeError:
+    reason = "a lone surrogate in prompt or reference is no text"
     return _unusable(location, jsonl.UnusableRow("malformed", reason))
-  except KeyError as error:
-    return _unusable(location, jsonl.UnusableRow("malformed", f"no field {error}"))
   except jsonl.UnusableRow as error:
     return _unusable(location, error)
   return Text(location, _row_id(location, raw), prompt, reference)
-
-
-def _wrong(task: TaskConfig, field: str, expected: str) -> ValueError:
-  return ValueError(
-    f"TaskConfig.{field} (task {task.name!r}): received {getattr(task, field)!r},"
-    f" expected {expected}."
-  )
 
 
 def _unusable(location: str, error: jsonl.UnusableRow) -> Text:

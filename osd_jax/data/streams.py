@@ -1,82 +1,34 @@
 """Query streams: which task asks next, and what it asks.
 
-The whole schedule is a function of the config (so of its seed), and the n-th
-query of a task is a function of n: a query is found from its index alone, and a
-stream resumes from one number.
+The whole schedule is a function of the config (so of its seed) and of the sizes of
+the tasks, and the n-th query of a task is a function of n: a query is found from its
+index alone, so a stream resumes from one number. `of_prompts` makes a stream of
+whatever prompts a caller has.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from osd_jax import base
-from osd_jax.data import rows
-from osd_jax.data.sources import TaskConfig
+from osd_jax.data import arrivals, rows
+from osd_jax.data.arrivals import StreamConfig
 from osd_jax.data.vocabularies import Vocabulary
 
+__all__ = [
+  "PromptStream",
+  "Query",
+  "QueryStream",
+  "Stream",
+  "StreamConfig",
+  "of_prompts",
+]
 
-@dataclasses.dataclass(frozen=True)
-class StreamConfig:
-  """A stream of `requests_per_task * len(tasks)` queries.
-
-  Attributes:
-    tasks: in order of appearance; one may come back later in the tuple.
-    kind: a key of `SCHEDULES`: "single" (one task), "sharp" (task after task),
-      "gradual" (the next task's share rises linearly around each boundary),
-      "mixture" (independent draws), "cyclic" (a task for `period` queries, then
-      the next, again and again), "bursty" (runs of random length).
-    requests_per_task: queries of each task; on average for "mixture" and
-      "bursty".
-    seed: of the schedule and of the shuffling.
-    reader: "seqio", or "plain" where seqio is not installed; same queries.
-    source_length: longest prompt in tokens, end-of-sequence included.
-    shuffle: seeded order, new in each pass over a task; False keeps the source's.
-    gradual_width: queries over which a gradual shift stretches.
-    period: queries in a row of one task in "cyclic".
-    mean_burst: mean length of a run in "bursty", queries.
-    weights: share of each task in "mixture"; None gives equal shares.
-  """
-
-  tasks: tuple[TaskConfig, ...]
-  kind: str = "sharp"
-  requests_per_task: int = 200
-  seed: int = 0
-  reader: str = "seqio"
-  source_length: int = 64
-  shuffle: bool = True
-  gradual_width: int = 100
-  period: int = 50
-  mean_burst: float = 8.0
-  weights: tuple[float, ...] | None = None
-
-  def __post_init__(self) -> None:
-    rows.check_reader("StreamConfig", self.reader)
-    self._check("kind", self.kind in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-    full = isinstance(self.tasks, tuple) and len(self.tasks) > 0
-    self._check("tasks", full, "a tuple of at least one TaskConfig")
-    rows.unique(self.tasks)
-    single = self.kind != "single" or len(self.tasks) == 1
-    self._check("tasks", single, "exactly one TaskConfig for kind 'single'")
-    several = self.kind not in ("cyclic", "bursty") or len(self.tasks) > 1
-    self._check("tasks", several, f"two or more for kind {self.kind!r}")
-    for field in ("requests_per_task", "gradual_width", "period", "mean_burst"):
-      self._check(field, getattr(self, field) >= 1, "a number >= 1")
-    self._check("seed", self.seed >= 0, "an integer >= 0")
-    self._check("source_length", self.source_length >= 2, "at least 2 tokens")
-    narrow = self.kind != "gradual" or self.gradual_width <= self.requests_per_task
-    self._check("gradual_width", narrow, "at most requests_per_task")
-    if self.weights is not None:
-      fits = len(self.weights) == len(self.tasks) and min(self.weights) > 0
-      self._check("weights", fits, "None or one positive share a task")
-
-  def _check(self, field: str, holds: bool, expected: str) -> None:
-    if not holds:
-      raise base.InputError(
-        f"StreamConfig.{field}: received {getattr(self, field)!r}, expected {expected}."
-      )
+_HELD = 2**16  # queries of a caller's own that stay in memory: more than are in flight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,17 +54,48 @@ class Query:
   row_id: str
 
 
-def schedule(config: StreamConfig) -> np.ndarray:
-  """Returns which entry of `config.tasks` asks at every step, [total] int32."""
-  rng = np.random.default_rng([config.seed, 0])
-  return SCHEDULES[config.kind](config, rng).astype(np.int32)
+class Stream(Protocol):
+  """What is served: queries by their place. `QueryStream` and `PromptStream` are two.
+
+  Attributes:
+    total: how many there are, for progress; None where only the end will tell.
+  """
+
+  @property
+  def total(self) -> int | None: ...
+
+  def __getitem__(self, index: int) -> Query:
+    """Returns the query at a place; IndexError behind the last one.
+
+    Asked for in order, and again while the answer is not there.
+    """
+    ...
+
+  def shifts(self) -> list[tuple[int, str]]:
+    """Returns (index, label) where a new segment starts, the first included."""
+    ...
+
+  def state(self) -> dict[str, Any]:
+    """Returns what `restore` of the same stream needs, json-able."""
+    ...
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Makes the same queries available as when `state` was taken, or raises."""
+    ...
+
+  def report(self) -> dict[str, Any]:
+    """Returns what was read and what happened to it, by task, json-able."""
+    ...
+
+  def sentences(self) -> list[str]:
+    """Says the report in words, but for what went as anyone would expect."""
+    ...
 
 
 class QueryStream:
-  """Iterates over the queries of a config.
+  """The queries of a config: `stream[index]`, or one after another in a loop.
 
-  `stream[i]` is the query at place i whatever was read before; iterating only
-  counts. A task that runs out of rows starts over, in a new order if shuffled.
+  A task that runs out of rows starts over, in a new order if shuffled.
   """
 
   def __init__(self, config: StreamConfig, vocabulary: Vocabulary):
@@ -123,36 +106,31 @@ class QueryStream:
       vocabulary: writes the ids.
 
     Raises:
-      ImportError: reader "seqio" without the extra `data`.
-      ValueError: missing files, or a task without a usable line.
+      MissingExtraError: reader "seqio" without the extra `data`.
+      InputError: missing files, or a task without a usable line.
     """
     self.config = config
-    self._tasks = rows.unique(config.tasks)
-    self._rows = [rows.read(task, vocabulary, config.reader) for task in self._tasks]
-    numbers = [self._tasks.index(task) for task in config.tasks]
-    self._entries = schedule(config)
+    tasks = rows.unique(config.tasks)
+    self._held = [rows.read(task, vocabulary, config.reader) for task in tasks]
+    numbers = [tasks.index(task) for task in config.tasks]
+    sizes = tuple(len(self._held[number].rows) for number in numbers)
+    self._entries = arrivals.schedule(config, sizes)
     self._task_ids = np.asarray(numbers, np.int32)[self._entries]
-    self._ordinals = _ordinals(self._task_ids, len(self._tasks))
-    self._index = 0
+    self._ordinals = rows.ordinals(self._task_ids)
+
+  @property
+  def total(self) -> int:
+    """How many queries there are."""
+    return len(self)
 
   def __len__(self) -> int:
     return len(self._task_ids)
-
-  def __iter__(self) -> "QueryStream":
-    return self
-
-  def __next__(self) -> Query:
-    if self._index >= len(self):
-      raise StopIteration
-    query = self[self._index]
-    self._index += 1
-    return query
 
   def __getitem__(self, index: int) -> Query:
     if not 0 <= index < len(self):
       raise IndexError(f"query {index} of a stream of {len(self)}")
     task_id = int(self._task_ids[index])
-    held = self._rows[task_id]
+    held = self._held[task_id]
     row = held.rows[self._row_number(task_id, int(self._ordinals[index]))]
     return Query(
       index=index,
@@ -164,10 +142,8 @@ class QueryStream:
       row_id=row.row_id,
     )
 
-  @property
-  def labels(self) -> tuple[str, ...]:
-    """The label of every `task_id`."""
-    return tuple(task.label for task in self._tasks)
+  def __iter__(self) -> Iterator[Query]:
+    return map(self.__getitem__, range(len(self)))
 
   def shifts(self) -> list[tuple[int, str]]:
     """Returns (index, label) where a new segment starts, the first included.
@@ -179,142 +155,197 @@ class QueryStream:
       return [(0, "mixture")]
     entries = self._entries
     if self.config.kind == "gradual":
-      entries = _in_turn(self.config)
+      entries = np.sort(entries)
     starts = np.flatnonzero(np.diff(entries, prepend=-1))
     return [(int(i), self.config.tasks[entries[i]].label) for i in starts]
 
   def state(self) -> dict[str, Any]:
     """Returns what `restore` needs, json-able."""
-    return {"index": self._index, "fingerprint": self._fingerprint}
+    return {"fingerprint": self._fingerprint}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Continues where `state` was taken.
-
-    Args:
-      state: from `state()` of a stream of the same config over the same data.
+    """Checks that these are the queries that `state` was taken of.
 
     Raises:
-      ValueError: another stream's state, or the data changed.
+      InputError: another stream's state, or the data changed.
     """
-    index = state.get("index")
     if state.get("fingerprint") != self._fingerprint:
-      raise base.InputError(
-        "QueryStream.restore: fingerprint: received"
-        f" {state.get('fingerprint')!r}, expected {self._fingerprint!r}: the"
-        " state is of another stream config, vocabulary or data. Resume with"
-        " what the run began with."
-      )
-    if not isinstance(index, int) or not 0 <= index <= len(self):
-      raise base.InputError(
-        f"QueryStream.restore: index: received {index!r}, expected an integer in"
-        f" 0..{len(self)}."
-      )
-    self._index = index
+      raise _another_stream(state, self.state())
 
   def report(self) -> dict[str, Any]:
-    """Returns what was read, skipped, truncated and served, json-able.
+    """Returns what was read and what happens to it, json-able.
 
     Returns:
-      Totals `requests` (served so far), `truncated` (rows whose prompt is longer
-      than `source_length`), `skipped_empty`, `skipped_malformed`, and under
-      `tasks` the same for each with `served` and `epochs` (passes begun).
+      For every task's name what `rows.report` says: `rows` read, `skipped`,
+      `cut` (prompts longer than `source_length`); and `served`, queries of it.
     """
-    per_task = {
-      held.task.name: self._task_report(task_id, held)
-      for task_id, held in enumerate(self._rows)
-    }
-    totals = {
-      key: sum(entry[key] for entry in per_task.values())
-      for key in ("truncated", "skipped_empty", "skipped_malformed")
-    }
-    return {"requests": self._index, **totals, "tasks": per_task}
-
-  def _task_report(self, task_id: int, held: rows.TaskRows) -> dict[str, Any]:
-    served = int(np.sum(self._task_ids[: self._index] == task_id))
-    too_long = sum(len(row.source) > self.config.source_length for row in held.rows)
-    epochs = -(-served // len(held.rows))
+    longest = self.config.source_length
+    served = np.bincount(self._task_ids, minlength=len(self._held))
     return {
-      **rows.skip_report(held),
-      "truncated": too_long,
-      "served": served,
-      "epochs": epochs,
+      held.task.name: {
+        **rows.report(
+          held.task.label,
+          len(held.rows),
+          skipped=held.skipped,
+          cut=[row.location for row in held.rows if len(row.source) > longest],
+        ),
+        "served": int(served[task_id]),
+      }
+      for task_id, held in enumerate(self._held)
     }
+
+  def sentences(self) -> list[str]:
+    """The report in words: one sentence for each task with something to say."""
+    cut = _cut(self.config.source_length)
+    return rows.sentences(self.report(), {"cut": cut}, _repeats)
 
   def _row_number(self, task_id: int, ordinal: int) -> int:
-    epoch, place = divmod(ordinal, len(self._rows[task_id].rows))
+    epoch, place = divmod(ordinal, len(self._held[task_id].rows))
     return int(self._order(task_id, epoch)[place]) if self.config.shuffle else place
 
   @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the run)
   def _order(self, task_id: int, epoch: int) -> np.ndarray:
-    held = self._rows[task_id]
+    held = self._held[task_id]
     return rows.order(held.task, len(held.rows), self.config.seed, epoch)
 
   @functools.cached_property
   def _fingerprint(self) -> str:
-    held = [(part.task.name, part.fingerprint) for part in self._rows]
+    held = [(part.task.name, part.fingerprint) for part in self._held]
     config = self.config
     return rows.fingerprint(
       (held, self._task_ids.tolist(), config.seed, config.shuffle, config.source_length)
     )
 
 
-def _ordinals(task_ids: np.ndarray, count: int) -> np.ndarray:
-  """Returns for every step how often its task was asked before, [total]."""
-  ordinals = np.zeros(len(task_ids), np.int64)
-  for task_id in range(count):
-    asked = task_ids == task_id
-    ordinals[asked] = np.arange(np.sum(asked))
-  return ordinals
+class PromptStream:
+  """A caller's own prompts, read as they are served. Made by `of_prompts`."""
+
+  def __init__(
+    self,
+    prompts: Iterable[str],
+    vocabulary: Vocabulary,
+    label: str,
+    source_length: int,
+  ):
+    """See `of_prompts`."""
+    self.total = len(prompts) if isinstance(prompts, Sequence) else None
+    self._prompts, self._vocabulary = iter(prompts), vocabulary
+    self._label, self._longest = label, source_length
+    self._held: dict[int, Query] = {}
+    self._read, self._digest = 0, hashlib.sha256()
+    self._report = rows.report(label, 0, skipped=(), cut=())
+
+  def __getitem__(self, index: int) -> Query:
+    while self._report["rows"] <= index:
+      self._read_one()
+    if index not in self._held:
+      raise IndexError(f"query {index} is not held (any more)")
+    return self._held[index]
+
+  def shifts(self) -> list[tuple[int, str]]:
+    """Returns the one segment that there is."""
+    return [(0, self._label)]
+
+  def state(self) -> dict[str, Any]:
+    """Returns how many prompts were read, and what they were."""
+    return {"read": self._read, "fingerprint": self._digest.hexdigest()[:16]}
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Reads the prompts once more that had been read.
+
+    Raises:
+      InputError: these are others, or fewer.
+    """
+    try:
+      while self._read < state["read"]:
+        self._read_one()
+    except IndexError as error:
+      raise _another_stream(state, self.state()) from error
+    if self.state() != state:
+      raise _another_stream(state, self.state())
+
+  def report(self) -> dict[str, Any]:
+    """Returns what was read so far, as `QueryStream.report` does."""
+    return {self._label: {**self._report, "served": self._report["rows"]}}
+
+  def sentences(self) -> list[str]:
+    """The report in words."""
+    return rows.sentences(self.report(), {"cut": _cut(self._longest)})
+
+  def _read_one(self) -> None:
+    """Takes one more prompt, which is the next query unless it is blank."""
+    index = self._report["rows"]
+    prompt = next(self._prompts, None)
+    if prompt is None:
+      raise IndexError(f"the stream has ended after {index} queries")
+    self._read += 1
+    if not isinstance(prompt, str):
+      raise base.InputError(
+        f"of_prompts: prompts: received {prompt!r} as number {self._read}, expected"
+        " text."
+      )
+    text = prompt.encode("utf-8", "replace").decode()  # lone surrogates are no text
+    self._digest.update(f"{len(text)}:{text}".encode())
+    place = f"{self._label}:{self._read}"
+    tokens = self._vocabulary.encode_with_eos(text)
+    if len(tokens) == 1 or not text.strip():
+      rows.note(self._report, "skipped", f"{place}: empty: the prompt is blank")
+      return
+    if len(tokens) > self._longest:
+      rows.note(self._report, "cut", place)
+    self._report["rows"] += 1
+    cut = rows.truncate_source(tokens, self._longest)
+    self._held[index] = Query(index, self._label, 0, text, "", cut, place)
+    self._held.pop(index - _HELD, None)
 
 
-def _total(config: StreamConfig) -> int:
-  return config.requests_per_task * len(config.tasks)
+def of_prompts(
+  prompts: Iterable[str],
+  vocabulary: Vocabulary,
+  label: str = "own",
+  source_length: int = 64,
+) -> PromptStream:
+  """Makes a stream of a caller's own prompts: a list, a generator, a queue's `get`.
+
+  They are read as they are served, so they may be without end. A run that is
+  continued reads them once more from the first on.
+
+  Args:
+    prompts: texts; blank ones are skipped and counted.
+    vocabulary: writes the ids.
+    label: what tables call these requests.
+    source_length: longest prompt in tokens, end-of-sequence included.
+
+  Raises:
+    InputError: `prompts` is one text, or a setting is no length.
+  """
+  if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+    raise base.InputError(
+      f"of_prompts: prompts: received {prompts!r}, expected an iterable of texts."
+    )
+  if not base.is_count(source_length, 2):
+    raise base.InputError(
+      f"of_prompts: source_length: received {source_length!r}, expected at least 2."
+    )
+  return PromptStream(prompts, vocabulary, label, source_length)
 
 
-def _in_turn(config: StreamConfig) -> np.ndarray:
-  return np.arange(_total(config)) // config.requests_per_task
+def _cut(source_length: int) -> str:
+  return f"{{count}} prompts cut to {source_length} tokens"
 
 
-def _sharp(config: StreamConfig, rng: np.random.Generator) -> np.ndarray:
-  del rng  # nothing is random
-  return _in_turn(config)
+def _repeats(task: dict[str, Any]) -> list[str]:
+  """The clause on prompts that are served again, or not at all."""
+  served, there = task["served"], task["rows"]
+  if served < there:
+    return [f"{served} of {there} prompts are served"]
+  turns, rest = divmod(served, there)
+  often = f"{turns} or {turns + 1}" if rest else f"{turns}"
+  return [f"each of {there} prompts is served {often} times"] if served > there else []
 
 
-def _gradual(config: StreamConfig, rng: np.random.Generator) -> np.ndarray:
-  """Every step looks up to half a width ahead or back: a linear ramp."""
-  total = _total(config)
-  offset = config.gradual_width * (rng.random(total) - 0.5)
-  place = (np.arange(total) + 0.5 + offset) // config.requests_per_task
-  return np.clip(place, 0, len(config.tasks) - 1)
-
-
-def _mixture(config: StreamConfig, rng: np.random.Generator) -> np.ndarray:
-  weights = np.asarray(config.weights or (1.0,) * len(config.tasks), np.float64)
-  edges = np.cumsum(weights / weights.sum())[:-1]
-  return np.searchsorted(edges, rng.random(_total(config)), side="right")
-
-
-def _cyclic(config: StreamConfig, rng: np.random.Generator) -> np.ndarray:
-  del rng  # nothing is random
-  return np.arange(_total(config)) // config.period % len(config.tasks)
-
-
-def _bursty(config: StreamConfig, rng: np.random.Generator) -> np.ndarray:
-  """A run ends with probability 1 / mean_burst; another task follows."""
-  total, count = _total(config), len(config.tasks)
-  ends = rng.random(total) < 1.0 / config.mean_burst
-  jumps = 1 + np.floor(rng.random(total) * (count - 1)).astype(np.int64)
-  first = int(rng.random() * count)
-  ends[0] = False
-  return (first + np.cumsum(np.where(ends, jumps, 0))) % count
-
-
-Schedule = Callable[[StreamConfig, np.random.Generator], np.ndarray]
-SCHEDULES: dict[str, Schedule] = {
-  "single": _sharp,
-  "sharp": _sharp,
-  "gradual": _gradual,
-  "mixture": _mixture,
-  "cyclic": _cyclic,
-  "bursty": _bursty,
-}
+def _another_stream(state: dict[str, Any], expected: dict[str, Any]) -> base.InputError:
+  return base.InputError(
+    f"stream: received the state {state}, expected {expected}: it is of another stream"
+    " config, vocabulary or data. Resume with what the run began with."
+  )

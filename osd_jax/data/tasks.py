@@ -6,6 +6,7 @@ and tensorflow are imported only when they are needed.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -29,26 +30,26 @@ from osd_jax.data.vocabularies import Vocabulary, as_seqio
 
 
 def texts(task: TaskConfig) -> Iterator[Text]:
-  """Reads a task in order, unusable examples included, `limit` usable ones at most.
+  """Reads a task in order, unusable examples included, `rows` usable ones at most.
 
   Args:
     task: what to read. JSONL and generated topics need neither seqio nor
       tensorflow.
 
   Yields:
-    Every example up to the limit.
+    Every example until so many are usable.
 
   Raises:
-    ValueError: missing files.
+    InputError: missing files.
   """
   usable = 0
-  found = (
+  every = (
     _tfds_texts(task)
     if task.kind == "tfds"
     else (line_text(task, line.location, line.data) for line in source_lines(task))
   )
-  for text in found:
-    if usable == task.limit:
+  for text in every:
+    if usable == task.rows:
       return
     usable += not text.problem
     yield text
@@ -135,17 +136,23 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
   seqio = import_seqio()
   name = name or task.name
   definition = (task, vocabulary.fingerprint)
-  if _is_registered(seqio.TaskRegistry, name, definition):
-    return name
+  if name in seqio.TaskRegistry.names():
+    if _DEFINITIONS.get(name) == definition:
+      return name
+    raise base.InputError(
+      f"register: name: {name!r} already stands for another definition in seqio"
+      f" ({_DEFINITIONS.get(name, 'made elsewhere')}); received {definition}. Give"
+      " one of the two another name."
+    )
   if task.kind == "jsonl":
-    paths(task)
+    paths(task)  # here, not inside tensorflow, where its error would be another
   feature = seqio.Feature(as_seqio(vocabulary), add_eos=True)
   seqio.TaskRegistry.add(
     name,
     source=_seqio_source(task),
     preprocessors=[
       _to_texts(task),
-      _keep_usable(task.limit),
+      _keep_usable(task.rows),
       seqio.preprocessors.tokenize,
       _append_eos,
     ],
@@ -155,58 +162,10 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
   return name
 
 
-def register_mixture(
-  name: str,
-  tasks: Sequence[TaskConfig],
-  vocabulary: Vocabulary,
-  rates: Sequence[float] | None = None,
-) -> str:
-  """Registers several tasks, and a `seqio.Mixture` of them.
-
-  Args:
-    name: the mixture's seqio name.
-    tasks: its tasks, at least one, of one split.
-    vocabulary: writes the ids.
-    rates: relative share of each task; None gives equal shares.
-
-  Returns:
-    The seqio name. Registering the same definition again changes nothing.
-
-  Raises:
-    ImportError: seqio is not installed.
-    ValueError: wrong number of rates, or a name that stands for something else.
-  """
-  rates = tuple(rates) if rates is not None else (1.0,) * len(tasks)
-  if not tasks or len(rates) != len(tasks) or min(rates) <= 0:
-    raise base.InputError(
-      f"register_mixture: rates: received {rates} for {len(tasks)} tasks, expected"
-      " one positive rate a task and at least one task."
-    )
-  seqio = import_seqio()
-  definition = (tuple(tasks), vocabulary.fingerprint, rates)
-  if _is_registered(seqio.MixtureRegistry, name, definition):
-    return name
-  names = [register(task, vocabulary) for task in tasks]
-  seqio.MixtureRegistry.add(name, list(zip(names, rates, strict=True)))
-  _DEFINITIONS[name] = definition
-  return name
-
-
 _CHUNK = 256  # lines that cross between tensorflow and Python at once
-_FIELDS = ("location", "row_id", "prompt", "reference", "problem")  # of Text
+# Features of an example while it is read, in the order of the fields of Text.
+_FIELDS = ("location", "row_id", "inputs", "targets", "problem")
 _DEFINITIONS: dict[str, tuple[Any, ...]] = {}  # what each seqio name stands for
-
-
-def _is_registered(registry: Any, name: str, definition: tuple[Any, ...]) -> bool:
-  if name not in registry.names():
-    return False
-  if _DEFINITIONS.get(name) == definition:
-    return True
-  raise base.InputError(
-    f"register: name: {name!r} already stands for another definition in seqio"
-    f" ({_DEFINITIONS.get(name, 'made elsewhere')}); received {definition}. Give"
-    " one of the two another name."
-  )
 
 
 def _seqio_source(task: TaskConfig) -> Any:
@@ -236,10 +195,16 @@ def _seqio_source(task: TaskConfig) -> Any:
 
 def _tfds_texts(task: TaskConfig) -> Iterator[Text]:
   import_seqio()
-  dataset = _seqio_source(task).get_dataset(task.split, shuffle=False)
+  try:
+    dataset = _seqio_source(task).get_dataset(task.split, shuffle=False)
+  except Exception as error:  # tensorflow_datasets raises many kinds
+    raise base.InputError(
+      f"TaskConfig.tfds_name (task {task.name!r}): received {task.tfds_name!r} with"
+      f" split {task.split!r} and data_dir {task.data_dir!r}, which cannot be read:"
+      f" {str(error).strip().splitlines()[0]}"
+    ) from error
   for example in _to_texts(task)(dataset).as_numpy_iterator():
-    fields = ("location", "row_id", "inputs", "targets", "problem")
-    yield Text(*(example[field].decode() for field in fields))
+    yield Text(*(example[field].decode() for field in _FIELDS))
 
 
 def _to_texts(task: TaskConfig) -> Callable[[Any], Any]:
@@ -281,14 +246,14 @@ def _in_python(
   import tensorflow as tf
 
   def fields(*values: Any) -> list[np.ndarray]:
-    found = read(*values)
-    return [_strings(getattr(text, name) for text in found) for name in _FIELDS]
+    return [
+      _strings(column) for column in zip(*map(dataclasses.astuple, read(*values)))
+    ]
 
   results = tf.numpy_function(fields, arguments, [tf.string] * len(_FIELDS))
   for result in results:
     result.set_shape([None])
-  names = ("location", "row_id", "inputs", "targets", "problem")
-  return dict(zip(names, results, strict=True))
+  return dict(zip(_FIELDS, results, strict=True))
 
 
 def _strings(values: Iterable[str | bytes]) -> np.ndarray:
@@ -311,14 +276,14 @@ def _plain(value: Any) -> Any:
   return value
 
 
-def _keep_usable(limit: int | None) -> Callable[[Any], Any]:
-  """The second seqio preprocessor: drops unusable rows, keeps `limit`."""
+def _keep_usable(rows: int | None) -> Callable[[Any], Any]:
+  """The second seqio preprocessor: drops unusable rows, keeps the first so many."""
 
   def keep_usable(dataset: Any) -> Any:
     dataset = dataset.filter(lambda example: example["problem"] == b"").map(
       lambda example: {key: example[key] for key in example if key != "problem"}
     )
-    return dataset if limit is None else dataset.take(limit)
+    return dataset if rows is None else dataset.take(rows)
 
   return keep_usable
 
@@ -327,7 +292,6 @@ def _append_eos(dataset: Any, output_features: Any, sequence_length: Any = None)
   """The last seqio preprocessor: inputs keep end-of-sequence when cut."""
   import seqio
 
-  cut = {key: output_features[key] for key in ("inputs",)}
-  whole = {key: output_features[key] for key in ("targets",)}
+  cut, whole = ({key: output_features[key]} for key in ("inputs", "targets"))
   dataset = seqio.preprocessors.append_eos_after_trim(dataset, cut, sequence_length)
   return seqio.preprocessors.append_eos(dataset, whole)

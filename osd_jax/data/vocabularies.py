@@ -7,6 +7,7 @@ must write the same ids (tested), whichever of the two reads a stream.
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import pathlib
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from osd_jax import base
 from osd_jax.base import EOS_ID, PAD_ID
 
 FOLDER_FILE = "spiece.model"
+_SETTINGS_FILE = "tokenizer_config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,26 +107,40 @@ class Vocabulary:
     return self
 
 
-def check_same(target: Vocabulary, draft: Vocabulary) -> None:
-  """Checks that the target and the draft write the same ids.
+def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
+  """Name -> content of what `transformers.T5Tokenizer.from_pretrained` reads.
 
-  Args:
-    target: the target's vocabulary.
-    draft: the draft's vocabulary.
-
-  Raises:
-    ValueError: they differ.
+  It takes every model for a unigram model as T5's own; of those it writes the same ids.
   """
-  if target == draft:
-    return
-  raise base.InputError(
-    "vocabularies: the draft's tokens are judged by the target, so both must use"
-    f" one vocabulary; the target's has {target.size} ids"
-    f" ({target.path}, fingerprint {target.fingerprint[:12]}), the draft's has"
-    f" {draft.size} ids ({draft.path}, fingerprint {draft.fingerprint[:12]})."
-    " Load the draft with the target's vocabulary, or choose a draft of the same"
-    " family."
-  )
+  pieces, unknown = vocabulary.pieces, vocabulary.processor.unk_id()
+  special = {
+    "pad_token": pieces[PAD_ID],
+    "eos_token": pieces[EOS_ID],
+    "unk_token": pieces[unknown],
+    "additional_special_tokens": [
+      f"<extra_id_{index}>" for index in range(vocabulary.extra_ids)
+    ],
+  }
+  settings = {
+    "tokenizer_class": "T5Tokenizer",
+    "extra_ids": vocabulary.extra_ids,
+    "clean_up_tokenization_spaces": False,  # text comes back as it was
+    **special,
+  }
+  return {
+    FOLDER_FILE: _read(vocabulary.path),
+    _SETTINGS_FILE: (json.dumps(settings, indent=2) + "\n").encode(),
+  }
+
+
+def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
+  """Sentinels that the tokenizer's settings beside the model ask for, if they do."""
+  path = pathlib.Path(vocabulary.path).with_name(_SETTINGS_FILE)
+  try:
+    stated = json.loads(path.read_bytes())["extra_ids"]
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
+  return stated if base.is_count(stated, least=0) else None
 
 
 def as_seqio(vocabulary: Vocabulary) -> Any:

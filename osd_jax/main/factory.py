@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,10 +45,12 @@ class Factory:
   """
 
   def __init__(self, config_class: type):
+    from osd_jax import base  # it imports jax, which `osd --help` does not wait for
+
     self.name = config_class.__name__
     self.selector = f"{config_class.__module__}.{self.name}"
     self.config_class = config_class
-    self.hints = hints(config_class)
+    self.hints = base.field_types(config_class)
     self.scopes: set[str] = set()
     self.problems: list[Problem] = []
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -78,6 +79,8 @@ class Factory:
     return _FAILED
 
   def _check(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from osd_jax import base
+
     for field in dataclasses.fields(self.config_class):
       value = values.get(field.name, dataclasses.MISSING)
       optional = {field.default, field.default_factory} != {dataclasses.MISSING}
@@ -85,12 +88,12 @@ class Factory:
         yield field.name, ""
       elif value is not dataclasses.MISSING:
         hint = self.hints[field.name]
-        if not _has_failed(value) and not _fits(value, hint):
+        if not _has_failed(value) and not base.is_of_type(value, hint):
           yield (
             field.name,
             (
               f"{self.name}.{field.name}: received {value!r}, expected"
-              f" {hint_text(hint)}{_advice(value, hint)}."
+              f" {base.type_text(hint)}{_advice(value, hint)}."
             ),
           )
 
@@ -109,7 +112,7 @@ def reachable(config_class: type) -> list[Factory]:
     current = waiting.pop(0)
     if current not in factories:
       factories[current] = of(current)
-      for hint in hints(current).values():
+      for hint in factories[current].hints.values():
         waiting.extend(classes(hint))
   return list(factories.values())
 
@@ -120,19 +123,6 @@ def classes(hint: Any) -> Iterator[type]:
     yield hint
   for inner in typing.get_args(hint):
     yield from classes(inner)
-
-
-def hints(config_class: type) -> dict[str, Any]:
-  """Type of each field of a config class."""
-  of_all = typing.get_type_hints(config_class)
-  return {f.name: of_all[f.name] for f in dataclasses.fields(config_class)}
-
-
-def hint_text(hint: Any) -> str:
-  """A type as it is written, without modules."""
-  if isinstance(hint, type) and not typing.get_args(hint):
-    return hint.__name__
-  return re.sub(r"\b[a-z_]\w*\.(?=\w)", "", str(hint))
 
 
 _FAILED = object()  # stands for a config that could not be made
@@ -154,22 +144,6 @@ def _has_failed(value: Any) -> bool:
   if isinstance(value, tuple):
     return any(map(_has_failed, value))
   return value is _FAILED
-
-
-def _fits(value: Any, hint: Any) -> bool:
-  """Whether a value is of a type, as configs write types."""
-  origin, inner = typing.get_origin(hint), typing.get_args(hint)
-  if origin in (typing.Union, types.UnionType):
-    return any(_fits(value, part) for part in inner)
-  if origin is tuple:
-    if not isinstance(value, tuple):
-      return False
-    kinds = inner[:1] * len(value) if inner[-1:] == (...,) else inner
-    return len(value) == len(kinds) and all(map(_fits, value, kinds))
-  if hint in (int, float):
-    numbers = (int, float) if hint is float else int
-    return isinstance(value, numbers) and not isinstance(value, bool)
-  return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _advice(value: Any, hint: Any) -> str:

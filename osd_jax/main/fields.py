@@ -71,9 +71,11 @@ def naming_path(config: Any, path: str | bytes | int | None) -> str:
 def _paragraph(config_class: type) -> str:
   summary = (inspect.getdoc(config_class) or "").partition("\n\n")[0]
   lines = [config_class.__name__, *_wrapped(summary, "  "), ""]
-  meanings, hints = documented(config_class), factory.hints(config_class)
+  from osd_jax import base  # imports jax, which `osd --help` does not wait for
+
+  meanings, hints = documented(config_class), base.field_types(config_class)
   for field in dataclasses.fields(config_class):
-    kind, value = factory.hint_text(hints[field.name]), _default(field)
+    kind, value = base.type_text(hints[field.name]), _default(field)
     value = f" = {value}" if value else " (required)"
     lines += _wrapped(f"{field.name}: {kind}{value}", "  ")
     lines += _wrapped(meanings.get(field.name, ""), "      ")

@@ -43,43 +43,29 @@ class T5Config:
 
   def __post_init__(self):
     object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.type == "int" or field.type is int:
-        if type(value) is not int or value < 1:
-          raise base.InputError(
-            f"T5Config.{field.name}: received {value!r}, expected an integer >= 1."
-          )
-    if type(self.tied_head) is not bool:
-      raise base.InputError(
-        f"T5Config.tied_head: received {self.tied_head!r}, expected True or False."
-      )
-    if self.relative_buckets < 4 or self.relative_buckets % 2:
-      raise base.InputError(
-        f"T5Config.relative_buckets: received {self.relative_buckets}, expected an"
-        " even number >= 4 (the encoder halves it for both directions)."
-      )
-    if self.relative_max_distance <= self.relative_buckets // 2:
-      raise base.InputError(
-        f"T5Config.relative_max_distance: received {self.relative_max_distance},"
-        f" expected more than {self.relative_buckets // 2}, half of"
-        " relative_buckets: those hold one distance each."
-      )
-    if not 0 < self.embedding_std < float("inf"):
-      raise base.InputError(
-        f"T5Config.embedding_std: received {self.embedding_std!r}, expected a"
-        " finite number > 0."
-      )
-    unknown = [a for a in self.mlp_activations if a not in layers.ACTIVATIONS]
-    if unknown or not self.mlp_activations:
-      raise base.InputError(
-        f"T5Config.mlp_activations: received {self.mlp_activations!r}, expected"
-        f" names out of {sorted(layers.ACTIVATIONS)}."
-      )
-    if self.dtype not in ("float32", "bfloat16", "float64"):
-      raise base.InputError(
-        f"T5Config.dtype: received {self.dtype!r}, expected 'float32' or 'bfloat16'."
-      )
+    base.check_types(self)
+    base.check_choices(self, dtype=("float32", "bfloat16", "float64"))
+    base.check_counts(self, "vocab_size", "width", "num_heads", "head_dim", "mlp_dim")
+    base.check_counts(self, "num_encoder_layers", "num_decoder_layers")
+    half, known = self.relative_buckets // 2, layers.ACTIVATIONS
+    base.check_fields(
+      self,
+      {
+        "relative_buckets": (
+          half >= 2 and self.relative_buckets % 2 == 0,
+          "an even number >= 4 (the encoder halves it for both directions)",
+        ),
+        "relative_max_distance": (
+          self.relative_max_distance > half,
+          f"more than {half}, half of relative_buckets: those hold one distance each",
+        ),
+        "embedding_std": (0 < self.embedding_std < float("inf"), "a finite number > 0"),
+        "mlp_activations": (
+          self.mlp_activations and set(self.mlp_activations) <= known.keys(),
+          f"names out of {sorted(known)}",
+        ),
+      },
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +81,10 @@ class DraftServing:
   shortlist: int = 0
 
   def __post_init__(self):
-    if type(self.int8) is not bool:
-      raise base.InputError(
-        f"DraftServing.int8: received {self.int8!r}, expected True or False."
-      )
-    if type(self.shortlist) is not int or self.shortlist < 0 or self.shortlist == 1:
-      raise base.InputError(
-        f"DraftServing.shortlist: received {self.shortlist!r}, expected at least 2"
-        " tokens (end-of-sequence is one), or 0 for all."
-      )
+    base.check_types(self)
+    fits = self.shortlist == 0 or self.shortlist >= 2
+    expected = "at least 2 tokens (end-of-sequence is one), or 0 for all"
+    base.check_fields(self, {"shortlist": (fits, expected)})
 
   @property
   def layout(self) -> layers.Layout:

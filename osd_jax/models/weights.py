@@ -18,6 +18,7 @@ import safetensors.flax
 
 from osd_jax import base
 from osd_jax.models import t5
+from osd_jax.models import tensors as tensors_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
     The path.
 
   Raises:
-    ValueError: unknown storage.
+    InputError: unknown storage.
+    DiskError: the file cannot be written.
   """
   if storage not in ("float32", "bfloat16"):
     raise base.InputError(
@@ -84,15 +86,59 @@ def _write(
   path: Path, flat: dict[str, Any], storage: str, metadata: dict[str, str]
 ) -> Path:
   """Writes tensors to a file beside the path, then puts it there."""
-  path.parent.mkdir(parents=True, exist_ok=True)
   tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
   partial = path.with_name(path.name + ".partial")
   try:
+    path.parent.mkdir(parents=True, exist_ok=True)
     safetensors.flax.save_file(tensors, partial, metadata=metadata)
     os.replace(partial, path)
+  except (OSError, safetensors.SafetensorError) as error:
+    raise unwritable(path, error) from error
   finally:
     partial.unlink(missing_ok=True)
   return path
+
+
+def check_output(setting: str, path: str, folder: bool = False) -> None:
+  """Checks, before any work, that what it makes can be written.
+
+  Args:
+    setting: name of the field that holds the path, for the error text.
+    path: where the file or folder shall be.
+    folder: it is a folder; one that is there must be empty.
+
+  Raises:
+    InputError: there is something else, or the path leads through no folder.
+  """
+  try:
+    reason = _not_writable(Path(path), folder) if path else "it is empty"
+  except OSError as error:  # too long
+    reason = str(error.strerror)
+  if reason:
+    raise base.InputError(
+      f"{setting}: received {path!r}, expected a {'folder' if folder else 'file'} that"
+      f" can be written, but {reason}; choose another."
+    )
+
+
+def _not_writable(path: Path, folder: bool) -> str:
+  """Why a file or folder cannot be written, "" if it can."""
+  if "\0" in str(path):
+    return "it holds a NUL"
+  if path.is_dir() and not folder:
+    return "it is a folder"
+  if folder and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    return "it is in use"
+  parent = next(p for p in path.absolute().parents if p.exists())
+  if not parent.is_dir():
+    return f"{parent} is no folder"
+  return "" if os.access(parent, os.W_OK) else f"nothing may be written to {parent}"
+
+
+def unwritable(path: Path, error: Exception) -> base.DiskError:
+  """What to raise where a file of weights cannot be written."""
+  reason = getattr(error, "strerror", None) or error
+  return base.DiskError(f"weights: {path} cannot be written: {reason}.")
 
 
 def load(path: str | Path) -> Weights:
@@ -109,38 +155,17 @@ def load(path: str | Path) -> Weights:
       configuration in the header.
   """
   path = Path(path)
-  metadata, tensors = _read(path)
-  if metadata.get("format") != "osd_jax.t5":
+  tensors, header = tensors_lib.of_safetensors(path)
+  if header.get("format") != "osd_jax.t5":
     raise base.InputError(
-      f"weights: {path} says format {metadata.get('format')!r}, expected"
+      f"weights: {path} says format {header.get('format')!r}, expected"
       " 'osd_jax.t5'; write it with `osd pretrain` or `osd offline`."
     )
-  config = _config(metadata.get("config", ""), path)
-  params = flax.traverse_util.unflatten_dict(
-    {name: jnp.asarray(x, jnp.float32) for name, x in tensors.items()}, sep="/"
-  )
-  check_shapes(config, params, str(path))
-  vocabulary, notes = (metadata.get(field, "") for field in ("vocabulary", "notes"))
-  return Weights(config, params, vocabulary, notes)
-
-
-def check_shapes(config: t5.T5Config, params: base.Params, origin: str) -> None:
-  """Raises ValueError that names the first parameter not of `config`'s shape."""
-  expected = _shapes(jax.eval_shape(t5.build(config).init, jax.random.key(0)))
-  found = _shapes(params)
-  for name in sorted(expected.keys() | found.keys()):
-    if expected.get(name) != found.get(name):
-      raise base.InputError(
-        f"weights: {origin}: parameter {name}: found"
-        f" {found.get(name, 'nothing')}, expected"
-        f" {expected.get(name, 'nothing')} for this T5Config; check that"
-        " the file belongs to the configured model."
-      )
-
-
-def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-  flat = flax.traverse_util.flatten_dict(params, sep="/")
-  return {name: tuple(x.shape) for name, x in flat.items()}
+  config = _config(header.get("config", ""), path)
+  expected = tensors_lib.expected_shapes(config)
+  tensors_lib.check(tensors.shapes, expected, path)
+  params = tensors_lib.read_params(tensors, {name: name for name in expected})
+  return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
 def _config(text: str, path: Path) -> t5.T5Config:
@@ -151,16 +176,4 @@ def _config(text: str, path: Path) -> t5.T5Config:
       f"weights: {path}: config in the header: received {text!r}, expected the"
       f" fields of a T5Config ({error}); the file may be of another version of"
       " this package."
-    ) from error
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, jax.Array]]:
-  try:
-    with safetensors.safe_open(path, framework="flax") as file:
-      metadata = file.metadata() or {}
-      return metadata, {name: file.get_tensor(name) for name in file.keys()}
-  except (OSError, safetensors.SafetensorError) as error:
-    raise base.InputError(
-      f"weights: cannot read {path}: {error}; expected a safetensors file made by"
-      " `osd pretrain` or `osd offline`."
     ) from error

@@ -7,6 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from osd_jax import base
 from osd_jax.data import jsonl, rows
 from osd_jax.data.preprocessors import PREPROCESSORS
 from osd_jax.data.sources import TaskConfig
@@ -113,15 +114,13 @@ def test_every_line_is_a_row_or_skipped_and_named(
   try:
     path, found = read(tmp_path, lines, vocabulary, preprocessor)
   except ValueError as error:  # nothing usable at all: file and line are named
-    assert type(error) is ValueError
+    assert type(error) is base.InputError
     assert f"{len(lines)} were skipped" in str(error)
     assert re.search(rf"{tmp_path}/a\.jsonl:1: \w", str(error))
     assert preprocessor != "identity" or not any(map(is_good, lines))
     return
-  skipped = found.skipped_empty + found.skipped_malformed
-  assert len(found.rows) + skipped == len(lines)
-  assert len(found.skipped_at) == skipped  # fewer than are named
-  for place in found.skipped_at:
+  assert len(found.rows) + len(found.skipped) == len(lines)
+  for place in found.skipped:
     number = int(re.match(rf"{path}:(\d+): (empty|malformed): .", place)[1])
     assert 1 <= number <= len(lines)
     assert preprocessor != "identity" or not is_good(lines[number - 1])

@@ -1,18 +1,23 @@
-"""Streams: the schedule follows its kind, resumes exactly, survives bad lines."""
+"""Streams: the schedule follows its kind, nothing is lost unsaid, resuming is exact."""
 
 import dataclasses
+import functools
+import itertools
 import json
 
 import numpy as np
 import pytest
 
+from osd_jax import base
+from osd_jax.data import arrivals
+from osd_jax.data.arrivals import SCHEDULES, StreamConfig
 from osd_jax.data.sources import TaskConfig
-from osd_jax.data.streams import SCHEDULES, QueryStream, StreamConfig, schedule
+from osd_jax.data.streams import QueryStream, of_prompts
 from osd_jax.data.vocabularies import Vocabulary
 
 TOPICS = ("maths", "sql", "python", "finance")
 TASKS = tuple(
-  TaskConfig(t, kind="generated", topic=t, split="stream", limit=30) for t in TOPICS
+  TaskConfig(t, kind="generated", topic=t, split="stream", rows=30) for t in TOPICS
 )
 
 
@@ -27,6 +32,10 @@ def _config(**changes) -> StreamConfig:
   if changes.get("kind") == "single":
     fields["tasks"] = TASKS[:1]
   return StreamConfig(**{**fields, **changes})
+
+
+def schedule(config: StreamConfig, sizes=None) -> np.ndarray:
+  return arrivals.schedule(config, sizes or [30] * len(config.tasks))
 
 
 def _values(queries) -> list:
@@ -52,25 +61,14 @@ def test_seqio_and_plain_give_the_same_queries(vocabulary):
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_resume_continues_exactly(vocabulary, kind):
-  config = _config(kind=kind)
-  expected = _values(QueryStream(config, vocabulary))
-  stream = QueryStream(config, vocabulary)
-  for _ in range(33):  # past the 30 rows: inside the second pass where single
-    next(stream)
-  state = json.loads(json.dumps(stream.state()))
-  resumed = QueryStream(config, vocabulary)
-  resumed.restore(state)
-  assert resumed.report() == stream.report()
-  assert _values(resumed) == expected[33:]
-  assert len(expected) == len(stream)
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
 def test_any_query_is_found_from_its_index(vocabulary, kind):
   stream = QueryStream(_config(kind=kind), vocabulary)
-  late = _values([stream[37]])
+  late = _values([stream[37]])  # past the 30 rows: inside the second pass where single
   assert late == _values(list(stream)[37:38])
+  assert late == _values([QueryStream(_config(kind=kind), vocabulary)[37]])
+  for index in (-1, len(stream)):
+    with pytest.raises(IndexError):
+      stream[index]
 
 
 @pytest.mark.parametrize("kind", ["gradual", "mixture", "bursty"])
@@ -115,16 +113,20 @@ def test_gradual_rises_linearly_around_the_boundary():
 def test_mixture_keeps_its_shares():
   weights = (4.0, 3.0, 2.0, 1.0)
   entries = schedule(_config(kind="mixture", requests_per_task=5000, weights=weights))
-  shares = np.bincount(entries) / len(entries)
-  np.testing.assert_allclose(shares, [0.4, 0.3, 0.2, 0.1], atol=0.02)
-  equal = np.bincount(schedule(_config(kind="mixture", requests_per_task=5000)))
-  assert np.abs(equal / equal.sum() - [0.4, 0.3, 0.2, 0.1]).max() > 0.1  # control
+  for part in np.split(entries, 4):  # mixed: the shares hold everywhere
+    shares = np.bincount(part) / len(part)
+    np.testing.assert_allclose(shares, [0.4, 0.3, 0.2, 0.1], atol=0.03)
+  np.testing.assert_array_equal(np.bincount(entries), [8000, 6000, 4000, 2000])
 
 
 def test_cyclic_returns_after_every_period():
   entries = schedule(_config(kind="cyclic", period=10))
   np.testing.assert_array_equal(entries[:40], np.repeat(np.arange(4), 10))
   np.testing.assert_array_equal(entries[40:80], entries[:40])
+  uneven = schedule(_config(kind="cyclic", period=25))  # a turn of 25, one of 15
+  np.testing.assert_array_equal(
+    uneven, np.concatenate([np.repeat(np.arange(4), n) for n in (25, 15)])
+  )
 
 
 def _mean_run(entries: np.ndarray) -> float:
@@ -134,8 +136,49 @@ def _mean_run(entries: np.ndarray) -> float:
 @pytest.mark.parametrize("mean", [1.0, 8.0, 40.0])
 def test_bursts_have_their_mean_length_and_visit_all_tasks(mean):
   entries = schedule(_config(kind="bursty", requests_per_task=10_000, mean_burst=mean))
-  assert _mean_run(entries) == pytest.approx(mean, rel=0.15)
-  np.testing.assert_allclose(np.bincount(entries) / len(entries), 0.25, atol=0.06)
+  early = entries[:20_000]  # before one has asked all its queries
+  assert _mean_run(early) == pytest.approx(mean, rel=0.15)
+  np.testing.assert_allclose(np.bincount(early) / len(early), 0.25, atol=0.08)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_task_asks_as_often_as_it_shall(kind):
+  entries = schedule(_config(kind=kind))
+  assert set(np.bincount(entries)) == {40}
+  sizes = [31] if kind == "single" else [31, 20, 77, 45]
+  entries = schedule(_config(kind=kind, requests_per_task=None), sizes)
+  np.testing.assert_array_equal(np.bincount(entries), sizes)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_own_data_are_served_once_and_whole_unless_asked_otherwise(
+  tmp_path, vocabulary, kind
+):
+  """24 prompts were served eight times, as 200 requests."""
+  tasks = []
+  for name, count in (("a", 24), ("b", 9)):
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text("".join(f'{{"prompt": "{name} {i}"}}\n' for i in range(count)))
+    tasks.append(TaskConfig(name, data_dir=str(tmp_path), pattern=path.name))
+  tasks = tuple(tasks[:1] if kind == "single" else tasks)
+  stream = QueryStream(
+    StreamConfig(tasks, kind, reader="plain", gradual_width=9, period=5), vocabulary
+  )
+  prompts = [query.prompt for query in stream]
+  assert len(prompts) == len(set(prompts)) == len(stream) == stream.total
+  assert len(stream) == (24 if kind == "single" else 33)
+  assert stream.sentences() == []
+  thrice = QueryStream(
+    StreamConfig(tasks[:1], requests_per_task=75, reader="plain"), vocabulary
+  )
+  assert len(thrice) == 75
+  assert thrice.sentences() == ["a: each of 24 prompts is served 3 or 4 times."]
+
+
+def test_a_boundary_wider_than_a_task_is_refused(vocabulary):
+  config = _config(kind="gradual", requests_per_task=None, gradual_width=31)
+  with pytest.raises(ValueError, match=r"gradual_width: received 31.*at most 30"):
+    QueryStream(config, vocabulary)
 
 
 def test_a_mixture_is_not_bursty():  # control of the test above
@@ -149,8 +192,9 @@ def test_a_task_that_runs_out_starts_over_in_a_new_order(vocabulary):
   ids = [query.row_id for query in stream]
   assert len(set(ids[:30])) == len(set(ids[30:60])) == 30
   assert ids[:30] != ids[30:60]
-  task = stream.report()["tasks"]["maths"]
-  assert (task["served"], task["epochs"], task["rows"]) == (75, 3, 30)
+  task = stream.report()["maths"]
+  assert (task["served"], task["rows"]) == (75, 30)
+  assert stream.sentences() == ["maths: each of 30 prompts is served 2 or 3 times."]
 
 
 def test_unshuffled_keeps_the_order_of_the_source(vocabulary):
@@ -168,7 +212,14 @@ def test_the_order_of_a_task_does_not_depend_on_its_neighbours(vocabulary):
 def test_long_prompts_are_cut_and_counted(vocabulary):
   whole = QueryStream(_config(), vocabulary)
   cut = QueryStream(_config(source_length=12), vocabulary)
-  assert whole.report()["truncated"] == 0 < cut.report()["truncated"] <= 120
+  told = cut.report().values()
+  assert all(task["cut"] == 0 for task in whole.report().values())
+  assert 0 < sum(task["cut"] for task in told) <= 120
+  for task, sentence in zip(told, cut.sentences(), strict=True):
+    first = task["places"]["cut"][0]
+    assert (
+      f"{task['source']}: {task['cut']} prompts cut to 12 tokens: {first}" in sentence
+    )
   too_long = 0
   for full, short in zip(whole, cut, strict=True):
     assert full.prompt == short.prompt and short.tokens[-1] == 1
@@ -203,12 +254,15 @@ def test_a_bad_line_is_skipped_and_counted_at_its_place(tmp_path, vocabulary, ba
   task = _write(tmp_path, b'{"prompt": "one"}', bad, b'{"prompt": "three"}')
   config = _config(tasks=(task,), kind="single", shuffle=False)
   stream = QueryStream(config, vocabulary)
-  assert [next(stream).prompt for _ in range(2)] == ["one", "three"]
-  report = stream.report()
-  counts = {kind: report[f"skipped_{kind}"] for kind in ("empty", "malformed")}
-  assert counts == {"empty": 0, "malformed": 0, BAD_LINES[bad]: 1}
-  (place,) = report["tasks"]["a"]["skipped_at"]
-  assert place.startswith(f"{tmp_path / 'a.jsonl'}:2: {BAD_LINES[bad]}: ")
+  assert [stream[index].prompt for index in range(2)] == ["one", "three"]
+  report = stream.report()["a"]
+  assert (report["rows"], report["skipped"]) == (2, 1)
+  (place,) = report["places"]["skipped"]
+  start = f"{tmp_path / 'a.jsonl'}:2: {BAD_LINES[bad]}: "
+  assert place.startswith(start)
+  (sentence,) = stream.sentences()
+  said = f"a: 1 of 3 lines skipped: a.jsonl:2 {place.removeprefix(start)}"
+  assert sentence.startswith(said)
   json.dumps(report)
 
 
@@ -220,16 +274,18 @@ def test_all_bad_lines_together_through_both_readers(tmp_path, vocabulary):
     for reader in ("plain", "seqio")
   )
   assert plain.report() == seqio.report()
-  assert plain.report()["skipped_empty"] == 3
-  assert plain.report()["skipped_malformed"] == 12
+  assert plain.report()["a"]["skipped"] == 15
+  (sentence,) = plain.sentences()
+  assert sentence.startswith("a: 15 of 16 lines skipped: a.jsonl:1 blank line, ")
+  assert "a.jsonl:3 'prompt' is blank, and 12 more; each" in sentence
   assert [q.prompt for q in seqio] == ["last", "last"]
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path, vocabulary):
   task = _write(tmp_path, b'\xef\xbb\xbf{"prompt": "one"}\r', b'{"prompt": "two"}\r')
   stream = QueryStream(_config(tasks=(task,), kind="single", shuffle=False), vocabulary)
-  assert [next(stream).prompt for _ in range(2)] == ["one", "two"]
-  assert stream.report()["skipped_malformed"] == 0
+  assert [stream[index].prompt for index in range(2)] == ["one", "two"]
+  assert stream.report()["a"]["skipped"] == 0
 
 
 @pytest.mark.parametrize("reader", ["plain", "seqio"])
@@ -238,7 +294,7 @@ def test_a_stream_without_a_usable_line_is_an_error(
   tmp_path, vocabulary, reader, lines
 ):
   task = _write(tmp_path, *lines)
-  with pytest.raises(ValueError, match="'a': no usable line"):
+  with pytest.raises(ValueError, match=r"'a'\): no usable line"):
     QueryStream(_config(tasks=(task,), kind="single", reader=reader), vocabulary)
 
 
@@ -248,8 +304,7 @@ def test_a_state_of_another_stream_is_refused(tmp_path, vocabulary):
   for other in (_config(seed=1), _config(kind="cyclic"), _config(source_length=20)):
     with pytest.raises(ValueError, match="another stream config"):
       QueryStream(other, vocabulary).restore(state)
-  with pytest.raises(ValueError, match=r"expected an integer in 0\.\.160"):
-    stream.restore({**state, "index": 161})
+  QueryStream(_config(), vocabulary).restore(json.loads(json.dumps(state)))
   task = _write(tmp_path, b'{"prompt": "one"}')
   config = _config(tasks=(task,), kind="single")
   state = QueryStream(config, vocabulary).state()
@@ -261,8 +316,7 @@ def test_a_state_of_another_stream_is_refused(tmp_path, vocabulary):
 def test_labels_come_from_source(vocabulary):
   tasks = tuple(dataclasses.replace(t, source="demo " + t.name) for t in TASKS)
   stream = QueryStream(_config(tasks=tasks), vocabulary)
-  assert stream.labels == tuple("demo " + t for t in TOPICS)
-  assert next(stream).task == "demo maths"
+  assert stream[0].task == "demo maths"
   assert stream.shifts()[1] == (40, "demo sql")
 
 
@@ -274,21 +328,33 @@ def test_the_config_is_hashable_and_compares_by_value():
   ("fields", "message"),
   [
     ({"tasks": ()}, "StreamConfig.tasks"),
-    ({"tasks": list(TASKS)}, "StreamConfig.tasks.*a tuple"),
+    ({"tasks": list(TASKS)}, "StreamConfig.tasks.*tuple"),
     ({"kind": "random"}, "StreamConfig.kind.*bursty"),
     ({"kind": "single", "tasks": TASKS}, "StreamConfig.tasks.*exactly one"),
-    ({"kind": "cyclic", "tasks": TASKS[:1]}, "StreamConfig.tasks.*two or more"),
+    ({"kind": "cyclic", "tasks": TASKS[:1]}, "StreamConfig.tasks.*two .*or more"),
     ({"requests_per_task": 0}, "StreamConfig.requests_per_task"),
     ({"seed": -1}, "StreamConfig.seed"),
-    ({"reader": "csv"}, "StreamConfig: reader.*plain"),
+    ({"reader": "csv"}, "StreamConfig.reader.*plain"),
+    ({"requests_per_task": 1.5}, "StreamConfig.requests_per_task.*int"),
+    ({"seed": True}, "StreamConfig.seed"),
+    ({"period": "5"}, "StreamConfig.period"),
+    ({"shuffle": 1}, "StreamConfig.shuffle"),
+    ({"mean_burst": float("nan")}, "StreamConfig.mean_burst"),
+    ({"tasks": ("maths",)}, "StreamConfig.tasks"),
+    ({"weights": (1.0,) * 4}, "StreamConfig.weights.*mixture"),
+    (
+      {"kind": "mixture", "weights": (1.0,) * 4, "requests_per_task": None},
+      "StreamConfig.weights",
+    ),
+    ({"kind": "mixture", "weights": (1.0, 1.0, 1.0, float("inf"))}, "Config.weights"),
     ({"source_length": 1}, "StreamConfig.source_length"),
     ({"kind": "gradual", "gradual_width": 41}, "StreamConfig.gradual_width"),
     ({"period": 0}, "StreamConfig.period"),
     ({"mean_burst": 0.5}, "StreamConfig.mean_burst"),
-    ({"weights": (1.0,)}, "StreamConfig.weights"),
-    ({"weights": (1.0, 1.0, 1.0, -1.0)}, "StreamConfig.weights"),
+    ({"kind": "mixture", "weights": (1.0,)}, "StreamConfig.weights"),
+    ({"kind": "mixture", "weights": (1.0, 1.0, 1.0, -1.0)}, "StreamConfig.weights"),
     (
-      {"tasks": (TASKS[0], dataclasses.replace(TASKS[0], limit=3))},
+      {"tasks": (TASKS[0], dataclasses.replace(TASKS[0], rows=3))},
       r"TaskConfig\.name.*two different tasks",
     ),
   ],
@@ -296,3 +362,68 @@ def test_the_config_is_hashable_and_compares_by_value():
 def test_bad_configs_are_refused_by_field(fields, message):
   with pytest.raises(ValueError, match=message):
     _config(**fields)
+
+
+# ---- A caller's own prompts
+
+
+def test_own_prompts_are_served_as_they_stand(vocabulary):
+  prompts = ["How many?", "x " * 80, "And then?"]
+  stream = of_prompts(prompts, vocabulary, label="mine", source_length=16)
+  queries = list(stream)
+  assert [query.prompt for query in queries] == prompts
+  assert [query.index for query in queries] == [0, 1, 2]
+  assert queries[0].tokens.tolist() == [*vocabulary.encode("How many?"), 1]
+  assert len(queries[1].tokens) == 16 and queries[1].tokens[-1] == 1
+  assert stream.total == 3 and stream.shifts() == [(0, "mine")]
+  assert {query.task for query in queries} == {"mine"}
+  assert stream.sentences() == ["mine: 1 prompts cut to 16 tokens: mine:2."]
+
+
+def test_prompts_without_end_are_read_as_they_are_asked_for(vocabulary):
+  taken = []
+
+  def endless():
+    for number in itertools.count():
+      taken.append(number)
+      yield f"add {number} and 1"
+
+  stream = functools.partial(of_prompts, endless())(vocabulary)
+  assert stream.total is None and not taken
+  assert stream[4].prompt == "add 4 and 1" and len(taken) == 5
+  assert stream[1].prompt == "add 1 and 1" and len(taken) == 5
+
+
+def test_blank_prompts_are_skipped_and_said(vocabulary):
+  stream = of_prompts(["one", " ", "", "\ud800", "two"], vocabulary)
+  assert [query.prompt for query in stream] == ["one", "?", "two"]
+  (sentence,) = stream.sentences()
+  assert sentence.startswith("own: 2 of 5 lines skipped: own:2 the prompt is blank, ")
+  assert [query.row_id for query in stream] == ["own:1", "own:4", "own:5"]
+
+
+def test_own_prompts_go_on_where_they_were(vocabulary):
+  prompts = [f"add {number} and 1" for number in range(9)]
+  stream = of_prompts(iter(prompts), vocabulary)
+  expected = _values(stream[index] for index in range(5))
+  state = json.loads(json.dumps(stream.state()))
+  resumed = of_prompts(iter(prompts), vocabulary)
+  resumed.restore(state)
+  assert _values([resumed[4], resumed[2]]) == [expected[4], expected[2]]
+  assert _values(resumed) == _values(stream)
+  for others in (prompts[:4], ["another", *prompts[1:]]):
+    with pytest.raises(ValueError, match="of another stream config"):
+      of_prompts(others, vocabulary).restore(state)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "match"),
+  [
+    (("text",), "an iterable of texts"),
+    ((3,), "an iterable"),
+    (([3],), "received 3 as"),
+  ],
+)
+def test_what_is_no_prompt_is_refused(vocabulary, arguments, match):
+  with pytest.raises(base.InputError, match=match):
+    of_prompts(*arguments, vocabulary)[0]

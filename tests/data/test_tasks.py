@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from osd_jax import base
 from osd_jax.data import generated, rows, tasks
 from osd_jax.data.sources import TaskConfig
 from osd_jax.data.vocabularies import Vocabulary
@@ -102,7 +103,7 @@ def _as_values(found: rows.TaskRows) -> list:
 
 
 def _generated(**changes) -> TaskConfig:
-  fields = {"kind": "generated", "topic": "sql", "split": "eval", "limit": 30}
+  fields = {"kind": "generated", "topic": "sql", "split": "eval", "rows": 30}
   return TaskConfig("generated", **{**fields, **changes})
 
 
@@ -110,7 +111,8 @@ def _assert_readers_agree(task: TaskConfig, vocabulary: Vocabulary) -> rows.Task
   plain = rows.read(task, vocabulary, "plain")
   seqio = rows.read(task, vocabulary, "seqio")
   assert _as_values(plain) == _as_values(seqio)
-  assert plain.skipped_at == seqio.skipped_at
+  assert plain.skipped == seqio.skipped
+  assert [r.location for r in plain.rows] == [r.location for r in seqio.rows]
   assert plain.fingerprint == seqio.fingerprint
   for row in plain.rows:
     assert row.source.dtype == row.target.dtype == np.int32
@@ -120,7 +122,7 @@ def _assert_readers_agree(task: TaskConfig, vocabulary: Vocabulary) -> rows.Task
 
 @pytest.mark.parametrize("limit", [None, 2, 3])
 def test_readers_agree_on_jsonl(jsonl_task, vocabulary, limit):
-  task = dataclasses.replace(jsonl_task, limit=limit)
+  task = dataclasses.replace(jsonl_task, rows=limit)
   found = _assert_readers_agree(task, vocabulary)
   assert len(found.rows) == (limit or 4)
   if limit is None:
@@ -130,9 +132,10 @@ def test_readers_agree_on_jsonl(jsonl_task, vocabulary, limit):
       "q.train.jsonl:5",
       "7",
     ]
-    assert (found.skipped_empty, found.skipped_malformed) == (1, 2)
-    assert "q.train.jsonl:4: malformed: not JSON" in found.skipped_at[1]
-    assert "q.train.jsonl:6: malformed: a lone surrogate" in found.skipped_at[2]
+    assert "q.train.jsonl:3: empty: blank line" in found.skipped[0]
+    assert "q.train.jsonl:4: malformed: not JSON" in found.skipped[1]
+    assert "q.train.jsonl:6: malformed: a lone surrogate" in found.skipped[2]
+    assert len(found.skipped) == 3
 
 
 def test_readers_agree_on_generated_topics(vocabulary):
@@ -148,7 +151,9 @@ def test_readers_agree_on_tfds(tfds_task, vocabulary):
   found = _assert_readers_agree(tfds_task, vocabulary)
   expected = {(f"What is {i}?", f"It is {i}.") for i in range(20) if i != 3}
   assert {(row.prompt, row.reference) for row in found.rows} == expected
-  assert (found.skipped_empty, found.skipped_malformed) == (1, 0)
+  assert [":".join(place.split(":")[-2:]) for place in found.skipped] == [
+    " empty: 'question' is blank"
+  ]
 
 
 def test_readers_agree_on_real_data(shared_data, repository):
@@ -190,38 +195,11 @@ def test_registering_again_is_fine_and_another_definition_is_not(
   tasks.register(task, vocabulary)
   tasks.register(task, vocabulary)
   with pytest.raises(ValueError, match="'again' already stands for another"):
-    tasks.register(dataclasses.replace(task, limit=1), vocabulary)
+    tasks.register(dataclasses.replace(task, rows=1), vocabulary)
   other = Vocabulary.load(vocabulary.path, extra_ids=2)
   with pytest.raises(ValueError, match="'again' already stands for another"):
     tasks.register(task, other)
-  assert len(rows.read(dataclasses.replace(task, limit=1), vocabulary).rows) == 1
-
-
-def test_a_mixture_draws_from_all_its_tasks_by_rate(vocabulary):
-  import seqio
-
-  parts = [
-    _generated(topic=topic, split="train", limit=200) for topic in ("sql", "maths")
-  ]
-  parts = [dataclasses.replace(p, name=f"mix_{p.topic}") for p in parts]
-  name = tasks.register_mixture("mix", parts, vocabulary, rates=(3.0, 1.0))
-  assert tasks.register_mixture("mix", parts, vocabulary, rates=(3.0, 1.0)) == name
-  with pytest.raises(ValueError, match="'mix' already stands for another"):
-    tasks.register_mixture("mix", parts, vocabulary, rates=(1.0, 1.0))
-  dataset = seqio.get_mixture_or_task("mix").get_dataset(
-    {"inputs": 64, "targets": 96}, split="train", shuffle=False, seed=0
-  )
-  sql = {tuple(r.source) for r in rows.read(parts[0], vocabulary, "plain").rows}
-  examples = dataset.take(200).as_numpy_iterator()
-  drawn = [tuple(example["inputs"]) in sql for example in examples]
-  assert 0.6 < np.mean(drawn) < 0.9
-
-
-@pytest.mark.parametrize("rates", [(1.0,), (1.0, 0.0), (1.0, 1.0, 1.0)])
-def test_bad_rates_are_refused(vocabulary, rates):
-  parts = [_generated(), dataclasses.replace(_generated(), name="b")]
-  with pytest.raises(ValueError, match="rates"):
-    tasks.register_mixture("bad_rates", parts, vocabulary, rates)
+  assert len(rows.read(dataclasses.replace(task, rows=1), vocabulary).rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -234,13 +212,17 @@ def test_bad_rates_are_refused(vocabulary, rates):
     ({"pattern": ""}, "TaskConfig.pattern.*kind is 'jsonl'"),
     ({"kind": "tfds"}, "TaskConfig.tfds_name"),
     ({"kind": "generated"}, "TaskConfig.topic"),
-    ({"kind": "generated", "topic": "sql"}, "TaskConfig.limit"),
-    ({"kind": "generated", "topic": "poems", "limit": 1}, "TaskConfig.topic"),
+    ({"kind": "generated", "topic": "sql"}, "TaskConfig.rows"),
+    ({"kind": "generated", "topic": "poems", "rows": 1}, "TaskConfig.topic"),
     (
-      {"kind": "generated", "topic": "sql", "limit": 1, "split": "x"},
+      {"kind": "generated", "topic": "sql", "rows": 1, "split": "x"},
       "TaskConfig.split",
     ),
-    ({"limit": 0}, "TaskConfig.limit"),
+    ({"rows": 0}, "TaskConfig.rows"),
+    ({"rows": 1.5}, "TaskConfig.rows.*int"),
+    ({"rows": "3"}, "TaskConfig.rows"),
+    ({"pattern": 3}, "TaskConfig.pattern.*str"),
+    ({"name": "ä"}, "TaskConfig.name"),
   ],
 )
 def test_bad_configs_are_refused_by_field(fields, message):
@@ -252,11 +234,50 @@ def test_bad_configs_are_refused_by_field(fields, message):
 def test_missing_files_are_named(tmp_path, vocabulary, reader):
   (tmp_path / "b.jsonl").write_text("{}")
   task = TaskConfig("absent", data_dir=str(tmp_path), pattern="a.*")
-  with pytest.raises(ValueError, match=r"'absent'.*'a\.\*'.*b\.jsonl"):
+  refused = lambda task, match: _assert_refused(task, vocabulary, reader, match)
+  refused(task, r"TaskConfig\.pattern .*'absent'.*'a\.\*'.*b\.jsonl")
+  for folder in (tmp_path / "nowhere", tmp_path / "b.jsonl"):
+    refused(
+      dataclasses.replace(task, data_dir=str(folder)),
+      rf"TaskConfig\.data_dir .*{folder.name}.*expected a readable folder",
+    )
+
+
+def _assert_refused(task, vocabulary, reader, match):
+  with pytest.raises(base.InputError, match=match) as caught:
     rows.read(task, vocabulary, reader)
-  task = dataclasses.replace(task, data_dir=str(tmp_path / "nowhere"))
-  with pytest.raises(ValueError, match="data_dir.*nowhere"):
-    rows.read(task, vocabulary, reader)
+  assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("reader", rows.READERS)
+@pytest.mark.parametrize("kind", ["folder", "link", "binary"])
+def test_what_cannot_be_read_is_named_with_its_setting(
+  tmp_path, vocabulary, reader, kind
+):
+  path, match = tmp_path / "x.jsonl", r"TaskConfig\.pattern .*x\.jsonl cannot"
+  if kind == "folder":
+    path.mkdir()
+  elif kind == "link":
+    path.symlink_to(path)
+  else:
+    path.write_bytes(np.random.default_rng(0).bytes(4096))
+    match = r"TaskConfig .*no usable line.*x\.jsonl:1: malformed: not UTF-8"
+  task = TaskConfig(f"bad_{kind}", data_dir=str(tmp_path), pattern="x.jsonl")
+  _assert_refused(task, vocabulary, reader, match)
+
+
+def test_patterns_that_match_nothing_are_named(tmp_path, vocabulary):
+  for pattern in ("[", "**/", "a\0b", "../nowhere"):
+    task = TaskConfig("odd", data_dir=str(tmp_path), pattern=pattern)
+    _assert_refused(task, vocabulary, "plain", r"TaskConfig\.(pattern|data_dir) ")
+
+
+@pytest.mark.parametrize("changes", [{"tfds_name": "no such set"}, {"split": "dev"}])
+def test_a_tfds_set_that_is_not_there_is_named(tfds_task, vocabulary, changes):
+  task = dataclasses.replace(tfds_task, **changes)
+  match = rf"TaskConfig\.tfds_name .*{'.*'.join(changes.values())}"
+  for reader in rows.READERS:
+    _assert_refused(task, vocabulary, reader, match)
 
 
 def test_several_files_are_read_in_sorted_order(tmp_path, vocabulary):

@@ -15,12 +15,13 @@ from models import tiny
 from models.fixtures import make_hugging_face as maker
 
 from osd_jax import assets
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabularies import Vocabulary, tokenizer_files
 from osd_jax.models import convert, layers
 
 pytestmark = pytest.mark.hf
 
 VOCABULARY = assets.resolve("shipped:demo_vocabulary.model")
+FILES = tokenizer_files(Vocabulary.load(VOCABULARY))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,7 +103,7 @@ def test_what_we_write_is_the_model_that_transformers_loads(
   _, weights, (source, target) = pair
   params = jax.tree.map(lambda leaf: 0.875 * leaf, weights.params)
   adapted = dataclasses.replace(weights, params=params)
-  folder = convert.write_hugging_face(tmp_path / "ours", adapted, VOCABULARY)
+  folder = convert.write_hugging_face(tmp_path / "ours", adapted, FILES)
   loaded, report = transformers.T5ForConditionalGeneration.from_pretrained(
     folder, output_loading_info=True
   )
@@ -120,16 +121,20 @@ def test_what_we_write_is_the_model_that_transformers_loads(
   jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
 
+@pytest.mark.parametrize("extra_ids", [0, 100])
 def test_the_tokenizer_of_a_written_folder_is_our_vocabulary(
-  pair, transformers, tmp_path, shared_data
+  pair, transformers, tmp_path, shared_data, extra_ids
 ):
-  path = shared_data / "tokenizers/t5/spiece.model"
-  folder = convert.write_hugging_face(tmp_path / "ours", pair[1], path)
-  tokenizer = transformers.T5Tokenizer.from_pretrained(folder)
-  text = "How many singers are there?"
-  expected = Vocabulary.load(folder, extra_ids=100)
-  assert tokenizer(text).input_ids == expected.encode_with_eos(text).tolist()
+  expected = Vocabulary.load(shared_data / "tokenizers/t5", extra_ids)
+  folder = convert.write_hugging_face(
+    tmp_path / "ours", pair[1], tokenizer_files(expected)
+  )
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   assert len(tokenizer) == expected.size
+  for text in ("How many singers are there?", "a  b .", "SELECT x FROM t WHERE x > 3"):
+    ids = expected.encode(text)
+    assert tokenizer(text).input_ids == [*ids, 1]
+    assert tokenizer.decode(ids) == expected.decode(ids)
 
 
 def test_torch_files_are_read_if_allowed(pair, tmp_path):

@@ -16,10 +16,11 @@ import safetensors.numpy
 from models import tiny
 
 from osd_jax import assets
+from osd_jax.data import vocabularies
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.models import convert, sizes, weights
-from osd_jax.models.convert import hugging_face
-from osd_jax.models.convert import tensors as tensors_lib
+from osd_jax.models import tensors as tensors_lib
+from osd_jax.models.convert import folders, hugging_face
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 KINDS = ("t5_1_0", "t5_1_1")
@@ -89,7 +90,7 @@ def test_faults_of_shards_are_named(tmp_path):
   found = refusal(folder)
   assert names[0] in found and f"found nothing in {places[names[1]]}" in found
   write_index(folder, {n: f for n, f in places.items() if n != "shared.weight"})
-  assert "shared.weight: found nothing, expected (48, 16)" in refusal(folder)
+  assert "shared.weight: found one more in model-" in refusal(folder)
   write_index(folder, places)
   (folder / places[names[0]]).unlink()
   assert places[names[0]] in refusal(folder)
@@ -123,6 +124,49 @@ def test_whole_numbers_are_refused(tmp_path):
   tensors["shared.weight"] = tensors["shared.weight"].astype(np.int8)
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   assert "shared.weight: found I8, expected floating-point" in refusal(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  places = shard(folder)
+  name, file = sorted(places.items())[0]
+  other = next(other for other in places.values() if other != file)
+  held = safetensors.flax.load_file(folder / other)
+  held[name] = safetensors.flax.load_file(folder / file)[name] + 1
+  safetensors.flax.save_file(held, folder / other)
+  assert f"tensor {name}: found one more in {other}, expected it in {file}" in refusal(
+    folder
+  )
+
+
+def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  places = sorted(shard(folder).items())
+  pairs = ", ".join(f'"{name}": "{file}"' for name, file in [*places, places[0]])
+  (folder / INDEX).write_text(f'{{"weight_map": {{{pairs}}}}}')
+  assert f"it names '{places[0][0]}' twice" in refusal(folder)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_numbers_that_are_not_finite_are_named_with_their_shard(tmp_path, kind):
+  folder = copied(tmp_path, "t5_1_1")
+  places = shard(folder)
+  name = "decoder.block.0.layer.2.DenseReluDense.wo.weight"
+  held = safetensors.flax.load_file(folder / places[name])
+  held = {n: jnp.asarray(x, kind) for n, x in held.items()}
+  held[name] = held[name].at[1, 2].set(jnp.nan).at[0, 0].set(jnp.inf)
+  safetensors.flax.save_file(held, folder / places[name])
+  found = refusal(folder)
+  assert f"{places[name]}: tensor {name}: 2 of its" in found
+
+
+def test_a_copied_embedding_with_a_nan_is_called_that_and_no_other_copy(tmp_path):
+  folder = copied(tmp_path, "t5_1_0")
+  tensors = safetensors.flax.load_file(folder / "model.safetensors")
+  tensors["shared.weight"] = tensors["shared.weight"].at[0, 0].set(jnp.nan)
+  tensors["lm_head.weight"] = tensors["shared.weight"]
+  safetensors.flax.save_file(tensors, folder / "model.safetensors")
+  assert "tensor shared.weight: 1 of its" in refusal(folder)
 
 
 # ---- Pickles
@@ -203,18 +247,33 @@ def test_a_block_that_transformers_lacks_is_refused(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_the_vocabulary_goes_along(tmp_path):
-  path = assets.resolve("shipped:demo_vocabulary.model")
-  folder = convert.write_hugging_face(tmp_path / "m", random_weights(True), path)
-  assert (folder / "spiece.model").read_bytes() == path.read_bytes()
-  assert Vocabulary.load(folder) == Vocabulary.load(path)
+@pytest.mark.parametrize("extra_ids", [0, 100])
+def test_the_tokenizer_goes_along(tmp_path, extra_ids):
+  vocabulary = Vocabulary.load(
+    assets.resolve("shipped:demo_vocabulary.model"), extra_ids
+  )
+  folder = convert.write_hugging_face(
+    tmp_path / "m", random_weights(True), vocabularies.tokenizer_files(vocabulary)
+  )
+  model = pathlib.Path(vocabulary.path).read_bytes()
+  assert (folder / "spiece.model").read_bytes() == model
+  again = Vocabulary.load(folder, extra_ids)
+  assert again == vocabulary
+  assert vocabularies.stated_extra_ids(again) == extra_ids
+  assert vocabularies.stated_extra_ids(vocabulary) is None
+  settings = json.loads((folder / "tokenizer_config.json").read_text())
+  assert settings["tokenizer_class"] == "T5Tokenizer"
+  special = [settings[f"{name}_token"] for name in ("pad", "eos", "unk")]
+  assert special == vocabulary.pieces[:3]
+  sentinels = settings["additional_special_tokens"]
+  assert sentinels == [f"<extra_id_{index}>" for index in range(extra_ids)]
 
 
-@pytest.mark.parametrize("fault", ["vocabulary", "tensors", "disk"])
+@pytest.mark.parametrize("fault", ["tokenizer", "tensors", "disk"])
 def test_nothing_partial_is_left(tmp_path, monkeypatch, fault):
-  given, vocabulary = random_weights(False), None
-  if fault == "vocabulary":
-    vocabulary = tmp_path / "absent.model"
+  given, tokenizer = random_weights(False), {}
+  if fault == "tokenizer":
+    tokenizer = {"no/such/folder": b""}
   elif fault == "tensors":
     config = dataclasses.replace(given.config, vocab_size=45)
     given = dataclasses.replace(given, config=config)
@@ -226,7 +285,7 @@ def test_nothing_partial_is_left(tmp_path, monkeypatch, fault):
 
     monkeypatch.setattr(safetensors.numpy, "save_file", full)
   with pytest.raises((ValueError, OSError)):
-    convert.write_hugging_face(tmp_path / "out" / "m", given, vocabulary)
+    convert.write_hugging_face(tmp_path / "out" / "m", given, tokenizer)
   assert not [path for path in tmp_path.rglob("*") if path.name != "out"]
 
 
@@ -244,13 +303,13 @@ def test_a_folder_in_use_is_not_overwritten(tmp_path):
 
 def most_alive(monkeypatch, eager):
   """How many tensors of a file are in memory at once while it is read."""
-  alive, most, opened = [], 0, tensors_lib.open_folder
+  alive, most, opened = [], 0, folders.open_folder
 
   def watched(*arguments):
     found = opened(*arguments)
     if eager:
-      return tensors_lib.Tensors.of({name: read(name) for name in found.shapes})
-    return tensors_lib.Tensors(found.shapes, read)
+      return tensors_lib.of_arrays({name: read(name) for name in found.shapes})
+    return dataclasses.replace(found, read=read)
 
   def read(name):
     nonlocal most

@@ -240,6 +240,23 @@ def test_whole_numbers_are_refused(tmp_path, params):
   )
 
 
+@pytest.mark.parametrize("name", [KERNEL, "decoder/decoder_norm/scale"])
+def test_numbers_that_are_not_finite_are_named(tmp_path, params, name):
+  spoilt = params[name].copy()
+  spoilt.flat[3] = np.nan
+  folder = write_native(tmp_path / "c", {**params, name: spoilt})
+  assert f"{folder}: tensor {name}: 1 of its" in refusal(folder)
+
+
+def test_two_parameters_of_one_name_are_refused(made, params):
+  leaves = {name: np.asarray(array) for name, array in params.items()}
+  target = flax.traverse_util.unflatten_dict(leaves, sep="/")
+  target[KERNEL] = leaves[KERNEL]  # beside encoder -> layers_1 -> ...
+  tree = {"optimizer": {"target": target}}
+  (made / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
+  assert f"parameter {KERNEL}: found two" in refusal(made)
+
+
 def test_wrong_and_missing_parameters_are_named(tmp_path, params):
   less = {name: x for name, x in params.items() if name != KERNEL}
   less["extra/kernel"] = params[KERNEL]

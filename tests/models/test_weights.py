@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.flax
 
+from osd_jax import base
 from osd_jax.models import t5, weights
 
 CONFIG = t5.T5Config(
@@ -93,7 +94,7 @@ def test_failed_save_leaves_the_old_file_and_no_partial_one(
 
 
 def test_absent_file_is_named(tmp_path):
-  with pytest.raises(ValueError, match=r"cannot read .*absent\.saf.*osd pretrain"):
+  with pytest.raises(ValueError, match=r"cannot read .*absent\.saf"):
     weights.load(tmp_path / "absent.safetensors")
 
 
@@ -165,4 +166,58 @@ def test_missing_and_unexpected_parameters_are_named(saved, tmp_path):
     change_tensors=lambda tensors: tensors.update(extra=jnp.zeros(2)),
   )
   with pytest.raises(ValueError, match=r"extra: found \(2,\), expected nothing"):
+    weights.load(path)
+
+
+KERNEL = "decoder/layers_1/mlp/wo/kernel"
+
+
+def spoilt(value):
+  def change(tensors):
+    tensors[KERNEL] = tensors[KERNEL].at[0, 1].set(value)
+
+  return change
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+def test_numbers_that_are_not_finite_are_named_with_their_file(saved, tmp_path, value):
+  path = rewrite(tmp_path / "x.safetensors", saved, change_tensors=spoilt(value))
+  with pytest.raises(
+    base.InputError, match=rf"x\.safetensors: tensor {KERNEL}: 1 of its 30 numbers are"
+  ):
+    weights.load(path)
+
+
+def test_finite_numbers_whose_sum_is_not_are_read(saved, tmp_path):
+  """Negative control: large is not infinite."""
+
+  def change(tensors):
+    tensors[KERNEL] = jnp.full_like(tensors[KERNEL], 3e38)
+
+  path = rewrite(tmp_path / "x.safetensors", saved, change_tensors=change)
+  assert np.all(weights.load(path).params["decoder"]["layers_1"]["mlp"]["wo"]["kernel"])
+
+
+@pytest.mark.parametrize("kind", [jnp.int32, jnp.int8, jnp.bool_])
+def test_whole_numbers_are_named(saved, tmp_path, kind):
+  path = rewrite(
+    tmp_path / "x.safetensors",
+    saved,
+    change_tensors=lambda tensors: tensors.update({KERNEL: jnp.ones((5, 6), kind)}),
+  )
+  with pytest.raises(
+    base.InputError, match=rf"tensor {KERNEL}: found .*floating-point"
+  ):
+    weights.load(path)
+
+
+def test_a_name_that_stands_twice_in_the_header_is_refused(saved, tmp_path):
+  path = weights.save(tmp_path / "x.safetensors", saved)
+  data = path.read_bytes()
+  length = int.from_bytes(data[:8], "little")
+  twice, once = (f"decoder/layers_{i}/mlp/wo/kernel".encode() for i in (0, 1))
+  path.write_bytes(
+    data[:8] + data[8 : 8 + length].replace(once, twice) + data[8 + length :]
+  )
+  with pytest.raises(base.InputError, match=r"cannot read .*x\.safetensors"):
     weights.load(path)

@@ -4,28 +4,26 @@ A tensor of a torch linear layer is `[out, in]`, a kernel here is `[in, out]`;
 `relative_attention_bias` is `[buckets, H]`, `rel_embedding` is `[H, buckets]`.
 """
 
+import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import flax.traverse_util
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from osd_jax import base
 from osd_jax.models import t5
-from osd_jax.models.convert.tensors import (
-  Shape,
-  Tensors,
-  check,
-  expected_shapes,
-  open_folder,
-  read_json,
-  read_params,
-)
+from osd_jax.models import tensors as tensors_lib
+from osd_jax.models import weights as weights_lib
+from osd_jax.models.convert.folders import open_folder, read_json
+from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
 _ACTIVATIONS = {
@@ -185,7 +183,7 @@ def params_from_hugging_face(
     ValueError: tensors are missing, of another shape, unexpected, or copies of the
       embedding that differ from it.
   """
-  return _params(Tensors.of(tensors), config)
+  return _params(tensors_lib.of_arrays(tensors), config, "memory")
 
 
 def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weights:
@@ -212,29 +210,30 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
   # writes no head.
   shares = not config.tied_head and fields.get("tie_word_embeddings", True)
   if shares and _HEAD not in tensors.shapes and _EMBEDDING in tensors.shapes:
-    tensors = _also(tensors, _HEAD, _EMBEDDING)
+    tensors = tensors.also(_HEAD, _EMBEDDING)
   notes = f"converted from the Hugging Face folder {folder.name}"
-  return Weights(config, _params(tensors, config), notes=notes)
+  return Weights(config, _params(tensors, config, folder), notes=notes)
 
 
 def write_hugging_face(
   folder: str | Path,
   weights: Weights,
-  vocabulary_path: str | Path | None = None,
+  tokenizer: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Path:
   """Writes a folder that transformers loads; it appears complete or not at all.
 
   Args:
     folder: the folder, not there yet or empty.
     weights: what to write, float32. A tied model gets no `lm_head.weight`.
-    vocabulary_path: SentencePiece model to put beside it as `spiece.model`.
+    tokenizer: name -> content of files to put beside it; see
+      `vocabularies.tokenizer_files`.
 
   Returns:
     The folder.
 
   Raises:
-    ValueError: the folder is in use, the vocabulary cannot be read, or transformers
-      has no such model.
+    InputError: the folder is in use, or transformers has no such model.
+    DiskError: it cannot be written.
   """
   folder = Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -244,7 +243,11 @@ def write_hugging_face(
     )
   fields = config_to_hugging_face(weights.config)
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
-  check(_shapes(flat), expected_shapes(weights.config))
+  tensors_lib.check(
+    tensors_lib.shapes(weights.params),
+    tensors_lib.expected_shapes(weights.config),
+    "what shall be written",
+  )
   tensors = {
     tensor_name(path): np.ascontiguousarray(_turn(path, np.asarray(x, np.float32)))
     for path, x in flat.items()
@@ -257,9 +260,11 @@ def write_hugging_face(
     safetensors.numpy.save_file(
       tensors, partial / "model.safetensors", metadata={"format": "pt"}
     )
-    if vocabulary_path is not None:
-      _copy_vocabulary(Path(vocabulary_path), partial / "spiece.model")
+    for name, content in tokenizer.items():
+      (partial / name).write_bytes(content)
     os.replace(partial, folder)
+  except (OSError, safetensors.SafetensorError) as error:
+    raise weights_lib.unwritable(folder, error) from error
   finally:
     shutil.rmtree(partial, ignore_errors=True)
   return folder
@@ -280,37 +285,13 @@ def file_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
   return tuple(shape[::-1] if _turned(path) else shape)
 
 
-def _copy_vocabulary(source: Path, target: Path) -> None:
-  try:
-    shutil.copyfile(source, target)
-  except OSError as error:
-    raise base.InputError(
-      f"convert: cannot read the vocabulary {source}: {error.strerror}; expected a"
-      " SentencePiece model."
-    ) from error
-
-
-def _params(tensors: Tensors, config: t5.T5Config) -> base.Params:
+def _params(tensors: Tensors, config: t5.T5Config, origin: object) -> base.Params:
   tensors = _without_copies(tensors, config.tied_head)
-  expected = expected_shapes(config)
+  expected = tensors_lib.expected_shapes(config)
   names = {path: tensor_name(path) for path in expected}
-  check(
-    tensors.shapes,
-    {names[path]: file_shape(path, shape) for path, shape in expected.items()},
-  )
-  return read_params(tensors, names, _turn)
-
-
-def _shapes(arrays: Mapping[str, Any]) -> dict[str, Shape]:
-  return {name: tuple(x.shape) for name, x in arrays.items()}
-
-
-def _also(tensors: Tensors, name: str, of: str) -> Tensors:
-  """The tensors, one of them under a second name too."""
-  return Tensors(
-    {**tensors.shapes, name: tensors.shapes[of]},
-    lambda wanted: tensors.read(of if wanted == name else wanted),
-  )
+  shapes = {names[path]: file_shape(path, shape) for path, shape in expected.items()}
+  tensors_lib.check(tensors.shapes, shapes, origin)
+  return tensors_lib.read_params(tensors, names, _turn)
 
 
 def _required(config: Mapping[str, Any], field: str) -> Any:
@@ -349,14 +330,15 @@ def _without_copies(tensors: Tensors, tied_head: bool) -> Tensors:
   aliases = (*_COPIES, _HEAD) if tied_head else _COPIES
   found = [name for name in (_EMBEDDING, *aliases) if name in tensors.shapes]
   for alias in found[1:]:
-    if not np.array_equal(tensors.read(found[0]), tensors.read(alias)):
+    first, copy = tensors.read(found[0]), tensors.read(alias)
+    if not np.array_equal(first, copy, equal_nan=True):  # NaN is for later
       raise base.InputError(
         f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
         " it in this model; if the head was trained apart, set both"
         " tie_word_embeddings and scale_decoder_outputs to false in config.json."
       )
   if found:
-    tensors = _also(tensors, _EMBEDDING, found[0])
+    tensors = tensors.also(_EMBEDDING, found[0])
   dropped = (*aliases, *_UNUSED)
   kept = {name: s for name, s in tensors.shapes.items() if name not in dropped}
-  return Tensors(kept, tensors.read)
+  return dataclasses.replace(tensors, shapes=kept)

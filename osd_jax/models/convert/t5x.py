@@ -6,7 +6,8 @@ store (OCDBT) of such zarr folders. What a file says of drivers and places is ch
 never followed: zarr folders inside the checkpoint are all that is opened.
 """
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,8 @@ import tensorstore
 
 from osd_jax import base
 from osd_jax.models import t5
-from osd_jax.models.convert.tensors import (
-  Tensors,
-  check,
-  expected_shapes,
-  read_params,
-)
+from osd_jax.models import tensors as tensors_lib
+from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
 _TARGET = "target."
@@ -59,9 +56,9 @@ def read_t5x(folder: str | Path, config: t5.T5Config) -> Weights:
       " expected what t5x writes; name the folder checkpoint_STEP itself."
     )
   _check_unscanned(folder, tensors)
-  expected = expected_shapes(config)
-  check(tensors.shapes, expected)
-  params = read_params(tensors, {path: path for path in expected})
+  expected = tensors_lib.expected_shapes(config)
+  tensors_lib.check(tensors.shapes, expected, folder)
+  params = tensors_lib.read_params(tensors, {path: path for path in expected})
   return Weights(config, params, notes=f"converted from t5x's {folder.name}")
 
 
@@ -87,13 +84,15 @@ def _check_unscanned(folder: Path, tensors: Tensors) -> None:
 
 def _open_native(folder: Path) -> Tensors:
   leaves = _native_leaves(folder / "checkpoint")
-  arrays = {name: x for name, x in leaves.items() if isinstance(x, np.ndarray)}
-  stores = {
-    name: _open_zarr(f"{folder}: parameter {name}", _file(_place(folder, name, leaf)))
-    for name, leaf in leaves.items()
-    if name not in arrays
-  }
-  return _join(arrays, stores)
+  return _tensors(
+    folder,
+    {
+      name: leaf
+      if isinstance(leaf, np.ndarray)
+      else _open_zarr(f"{folder}: parameter {name}", _file(_place(folder, name, leaf)))
+      for name, leaf in leaves.items()
+    },
+  )
 
 
 def _native_leaves(path: Path) -> dict[str, Any]:
@@ -102,9 +101,12 @@ def _native_leaves(path: Path) -> dict[str, Any]:
   try:
     tree = flax.serialization.msgpack_restore(data)
     target = tree["optimizer"]["target"]
-    return flax.traverse_util.flatten_dict(
-      target, is_leaf=lambda _, x: not isinstance(x, dict) or "driver" in x, sep="/"
+    leaves = flax.traverse_util.flatten_dict(
+      target, is_leaf=lambda _, x: not isinstance(x, dict) or "driver" in x
     )
+    return _unique(path, (("/".join(keys), leaf) for keys, leaf in leaves.items()))
+  except base.InputError:
+    raise
   except Exception as error:  # msgpack, flax and numpy raise many kinds
     pickled = data[:1] == b"\x80" or data[:2] == b"PK"
     raise base.InputError(
@@ -146,12 +148,36 @@ def _open_orbax(folder: Path) -> Tensors:
       f"convert: {folder}: found no parameters called {_TARGET}..., expected zarr"
       " arrays as t5x writes them with orbax."
     )
-  stores = {}
-  for name in names:
-    place = {**store, "path": f"{store.get('path', '')}{name}/"}
-    path = name.removeprefix(_TARGET).replace(".", "/")
-    stores[path] = _open_zarr(f"{folder}: parameter {path}", place)
-  return _join({}, stores)
+  places = _unique(
+    folder,
+    (
+      (
+        name.removeprefix(_TARGET).replace(".", "/"),
+        {**store, "path": f"{store.get('path', '')}{name}/"},
+      )
+      for name in names
+    ),
+  )
+  return _tensors(
+    folder,
+    {
+      path: _open_zarr(f"{folder}: parameter {path}", place)
+      for path, place in places.items()
+    },
+  )
+
+
+def _unique(origin: Path, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+  """A dict of the pairs; InputError if two are of one parameter."""
+  held: dict[str, Any] = {}
+  for path, leaf in pairs:
+    if path in held:
+      raise base.InputError(
+        f"convert: {origin}: parameter {path}: found two, expected one; write the"
+        " checkpoint again."
+      )
+    held[path] = leaf
+  return held
 
 
 def _ocdbt_names(folder: Path, store: Mapping[str, Any]) -> Iterator[str]:
@@ -177,21 +203,22 @@ def _open_zarr(where: str, store: Mapping[str, Any]) -> Any:
     raise _unreadable(where, error) from error
 
 
-def _join(arrays: Mapping[str, np.ndarray], stores: Mapping[str, Any]) -> Tensors:
+def _tensors(folder: Path, leaves: Mapping[str, Any]) -> Tensors:
+  """Of arrays and of opened zarr folders."""
+
   def read(name: str) -> np.ndarray:
-    if name in arrays:
-      return arrays[name]
+    if isinstance(leaves[name], np.ndarray):
+      return leaves[name]
     try:
-      return stores[name].read().result()
+      return leaves[name].read().result()
     except ValueError as error:
       raise _unreadable(f"parameter {name}", error) from error
 
-  shapes = {name: tuple(x.shape) for name, x in {**arrays, **stores}.items()}
-  return Tensors(shapes, read)
+  return dataclasses.replace(tensors_lib.of_arrays(leaves, folder), read=read)
 
 
-def _unreadable(where: str, error: ValueError) -> ValueError:
-  return ValueError(
+def _unreadable(where: str, error: ValueError) -> base.InputError:
+  return base.InputError(
     f"convert: {where}: cannot be read: {str(error).splitlines()[0]}; expected zarr"
     " as t5x writes it; copy the checkpoint again."
   )

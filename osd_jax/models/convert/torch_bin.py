@@ -2,24 +2,23 @@
 
 import pickle
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from osd_jax import base
+from osd_jax.models.tensors import Tensors
 
 
-def open_bin(
-  path: Path,
-) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
+def open_bin(path: Path) -> Tensors:
   """Opens a state dictionary that torch pickled, with `weights_only`.
 
   Args:
     path: the file.
 
   Returns:
-    Name -> shape of every tensor, and a function that gives the value of one, float32.
+    Its tensors, float32.
 
   Raises:
     ValueError: the file cannot be read, or holds more than tensors.
@@ -51,4 +50,8 @@ def open_bin(
       " expected a state dictionary."
     )
   shapes = {name: tuple(x.shape) for name, x in state.items()}
-  return shapes, lambda name: state[name].float().numpy()
+  return Tensors(shapes, lambda name: _numpy(state[name]), lambda name: path)
+
+
+def _numpy(tensor: Any) -> np.ndarray:
+  return (tensor.float() if tensor.is_floating_point() else tensor).numpy()

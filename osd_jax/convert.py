@@ -71,6 +71,8 @@ def run(config: ConvertConfig, operative_config: str = "") -> writers.RunResult:
     ValueError: the source cannot be read, or its tensors, its shape and the vocabulary
       do not belong together.
   """
+  if config.output_kind == _OSD:
+    writers.check_output("ConvertConfig.output", config.output)
   source = assets.resolve(config.source)
   kind = _kind_of(source) if config.kind == "auto" else config.kind
   found = _READERS[kind](config, source)

@@ -105,6 +105,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
   Returns:
     The run directory.
   """
+  writers.check_output("OfflineConfig.output", config.output)
   console = rich.console.Console(stderr=True)
   directory = writers.RunDirectory.start(
     config.run_directory, config=operative_config, seed=config.seed

@@ -94,6 +94,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
   Returns:
     The run directory; the weights are in `config.output`.
   """
+  writers.check_output("PretrainConfig.output", config.output)
   console = rich.console.Console(stderr=True)
   vocabulary = Vocabulary.load(assets.resolve(config.vocabulary), config.extra_ids)
   if vocabulary.size > config.model.vocab_size:

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import pytest
 from gin_run import CONFIGS, RUN, complaint, load
 
+from osd_jax import base, pretrain, writers
 from osd_jax import main as cli
-from osd_jax import pretrain, writers
 from osd_jax.data import sources
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
@@ -448,6 +449,33 @@ def test_a_path_that_cannot_be_used_is_named_by_its_setting(
     f"osd pretrain: PretrainConfig.run_directory: received {path!r}"
   )
   assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["pretrain", "offline", "convert"])
+@pytest.mark.parametrize("path", ["", "file/weights", "."])
+def test_an_output_that_cannot_be_written_is_named_before_anything_is_done(
+  tmp_path, monkeypatch, command, path
+):
+  (tmp_path / "file").touch()
+  monkeypatch.chdir(tmp_path)
+  module = importlib.import_module(f"osd_jax.{command}")
+  name = commands.COMMANDS[command].config
+  config = types.SimpleNamespace(output=path, output_kind="osd")
+  named = re.escape(f"{name}.output: received {path!r}, expected a file")
+  with pytest.raises(base.InputError, match=named):
+    module.run(config)
+  for good in ("new.safetensors", "new/folder/new.safetensors"):
+    writers.check_output("output", good)
+
+
+def test_a_file_that_cannot_be_put_in_place_is_named(ended, tmp_path, written):
+  path = written("", "folder/x").removesuffix("/x")
+  code, errors = ended(
+    lambda config, _: os.replace(written("", "x"), config.output),
+    f"--gin.PretrainConfig.output={path!r}",
+  )
+  named = f"PretrainConfig.output: received {path!r}: Is a directory."
+  assert (code, errors) == (2, f"osd pretrain: {named}\n")
 
 
 @pytest.mark.parametrize("path", ["", " "])

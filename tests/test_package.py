@@ -176,7 +176,7 @@ DEMO = (  # eight requests of the demo, an update among them
   "--gin.StreamConfig.requests_per_task=2",
   "--gin.warm_start/BatchConfig.limit_rows=(2, 2, 2, 2)",
 )
-PROMPT = "Which singers are older than 30?"
+PROMPT = "What is the average price of hotels with country 'Italy'?"
 # Commands of a newcomer, and what they leave behind or print; Python lines are
 # (sys.executable, "-c", LINES).
 COMMANDS = (
@@ -186,7 +186,7 @@ COMMANDS = (
 )
 if importlib.util.find_spec("osd_jax.serving.server"):
   COMMANDS += (
-    (("osd", "generate", PROMPT), "select"),
+    (("osd", "generate", PROMPT), "SELECT AVG(price)"),
     (("osd", "generate", PROMPT, "--learn"), "adapted_draft.safetensors"),
   )
 

@@ -6,7 +6,7 @@ Importing this package loads neither matplotlib nor tensorboardX.
 from osd_jax.writers.metrics_log import MetricsLog, TensorBoardLog, read
 from osd_jax.writers.plots import draw_plots, draw_plots_if_available, plots_available
 from osd_jax.writers.report import write_report
-from osd_jax.writers.run_directory import RunDirectory, RunResult
+from osd_jax.writers.run_directory import RunDirectory, RunResult, check_output
 from osd_jax.writers.series import cost_ledger, segments, trailing_mean
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
   "RunDirectory",
   "RunResult",
   "TensorBoardLog",
+  "check_output",
   "cost_ledger",
   "draw_plots",
   "draw_plots_if_available",

@@ -226,6 +226,27 @@ class RunDirectory:
     self.write_json(self.provenance_path.name, provenance)
 
 
+def check_output(setting: str, path: str) -> None:
+  """Raises, before a run has taken hours, where its result cannot be written.
+
+  Args:
+    setting: what the path is called.
+    path: of a file.
+
+  Raises:
+    InputError: no file can be written there.
+  """
+  folder = Path(path).absolute().parent
+  while not folder.exists() and folder != folder.parent:
+    folder = folder.parent
+  writable = folder.is_dir() and os.access(folder, os.W_OK)
+  if not path or Path(path).is_dir() or not writable:
+    raise base.InputError(
+      f"{setting}: received {path!r}, expected a file in a folder that can be written"
+      " to."
+    )
+
+
 def _session(argv: Sequence[str] | None) -> dict[str, Any]:
   """What is known of one process that works on a run, when it starts."""
   return {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import linecache
 import os
 import pathlib
 import re
@@ -413,7 +414,9 @@ def test_errors_made_for_the_user_are_one_line(ended):
 
 def raises_in_the_package(error):
   """A line of the package that raises it: what text cannot tell from a mistake."""
-  code = compile("def run(*_):\n  raise error", "osd_jax/x.py", "exec")
+  lines = ["def run(*_):\n", "  raise error\n"]
+  linecache.cache["osd_jax/x.py"] = (0, None, lines, "osd_jax/x.py")
+  code = compile("".join(lines), "osd_jax/x.py", "exec")
   names = {"error": error, "__name__": "osd_jax.x"}
   exec(code, names)
   return names["run"]

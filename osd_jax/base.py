@@ -178,7 +178,7 @@ class Model:
 
   Attributes:
     name: what error texts and provenance call it.
-    vocab_size: V.
+    vocab_size: V, number of token ids.
     init: `(key) -> params`.
     prefill: `(served, source [B, S], mask [B, S], cache_length) -> cache`;
       `cache_length` is static, the cache has length 0 in every row.

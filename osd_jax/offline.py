@@ -17,6 +17,7 @@ from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.distillation import update as updates
 from osd_jax.measuring import metrics, summaries
+from osd_jax.models import weights
 from osd_jax.serving import slots
 
 
@@ -105,6 +106,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
   Returns:
     The run directory.
   """
+  weights.check_output("OfflineConfig.output", config.output)
   console = rich.console.Console(stderr=True)
   directory = writers.RunDirectory.start(
     config.run_directory, config=operative_config, seed=config.seed

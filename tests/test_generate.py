@@ -255,13 +255,14 @@ def test_sigterm_at_the_prompt_is_no_clean_end(osd, monkeypatch):
     (["one", "--file", "bad.jsonl"], "--file: received prompts as arguments too"),
     (["one", "--stream", "--format", "jsonl"], "--stream: received --format jsonl"),
     (["one", "--save", "x"], "--save: the draft changes with --learn only"),
-    (["one", "--learn", "--save", "no/x"], "--save: received 'no/x', expected"),
+    (["one", "--learn", "--save", "p.txt/x"], "--save: received 'p.txt/x', expected"),
     (["one", "--learn", "--save", "."], "--save: received '.', expected"),
     (["one", "--rows", "0"], "DecodingConfig.rows: received 0"),
     (["refused"], "prompt 0: too long."),
   ],
 )
 def test_mistakes_end_with_code_2_and_one_line(osd, tmp_path, words, part):
+  (tmp_path / "p.txt").touch()
   (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"prom\n')
   (tmp_path / "other.jsonl").write_text('{"text": "x"}\n')
   (tmp_path / "binary.txt").write_bytes(b"a\xff\n")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import linecache
 import os
 import pathlib
 import re
@@ -9,19 +10,20 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import pytest
 from gin_run import CONFIGS, RUN, complaint, load
 
+from osd_jax import base, pretrain
 from osd_jax import main as cli
-from osd_jax import pretrain, writers
 from osd_jax.data import sources
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.main import commands, factory, fields, settings
 from osd_jax.measuring import summaries
-from osd_jax.models import sizes
+from osd_jax.models import sizes, weights
 from osd_jax.models.t5 import T5Config
 
 
@@ -412,7 +414,9 @@ def test_errors_made_for_the_user_are_one_line(ended):
 
 def raises_in_the_package(error):
   """A line of the package that raises it: what text cannot tell from a mistake."""
-  code = compile("def run(*_):\n  raise error", "osd_jax/x.py", "exec")
+  lines = ["def run(*_):\n", "  raise error\n"]
+  linecache.cache["osd_jax/x.py"] = (0, None, lines, "osd_jax/x.py")
+  code = compile("".join(lines), "osd_jax/x.py", "exec")
   names = {"error": error, "__name__": "osd_jax.x"}
   exec(code, names)
   return names["run"]
@@ -448,6 +452,33 @@ def test_a_path_that_cannot_be_used_is_named_by_its_setting(
     f"osd pretrain: PretrainConfig.run_directory: received {path!r}"
   )
   assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["pretrain", "offline", "convert"])
+@pytest.mark.parametrize("path", ["", "file/weights", "."])
+def test_an_output_that_cannot_be_written_is_named_before_anything_is_done(
+  tmp_path, monkeypatch, command, path
+):
+  (tmp_path / "file").touch()
+  monkeypatch.chdir(tmp_path)
+  module = importlib.import_module(f"osd_jax.{command}")
+  name = commands.COMMANDS[command].config
+  config = types.SimpleNamespace(output=path, output_kind="osd")
+  named = re.escape(f"{name}.output: received {path!r}, expected a file")
+  with pytest.raises(base.InputError, match=named):
+    module.run(config)
+  for good in ("new.safetensors", "new/folder/new.safetensors"):
+    weights.check_output("output", good)
+
+
+def test_a_file_that_cannot_be_put_in_place_is_named(ended, tmp_path, written):
+  path = written("", "folder/x").removesuffix("/x")
+  code, errors = ended(
+    lambda config, _: os.replace(written("", "x"), config.output),
+    f"--gin.PretrainConfig.output={path!r}",
+  )
+  named = f"PretrainConfig.output: received {path!r}: Is a directory."
+  assert (code, errors) == (2, f"osd pretrain: {named}\n")
 
 
 @pytest.mark.parametrize("path", ["", " "])

@@ -117,7 +117,7 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
       return module.run(config, arguments)
     return 0 if module.run(config, text).exact else 1
   except OSError as error:
-    setting = fields.naming_path(config, error.filename)
+    setting = fields.naming_path(config, error.filename2 or error.filename)
     if setting and not _is_for_the_user(error):
       raise settings.ConfigError(f"{setting}: {error.strerror}.") from error
     raise

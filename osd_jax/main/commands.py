@@ -30,7 +30,7 @@ COMMANDS = {
     "GenerateConfig",
     "osd_jax.main.generate",
     "answer prompts: text in, text out; the draft can learn from them",
-    "osd generate 'Which singers are older than 30?'\n"
+    "osd generate \"What is the average price of hotels with country 'Italy'?\"\n"
     "  osd generate --file prompts.jsonl --format jsonl --learn > answers.jsonl\n"
     "  osd generate --target t5 --draft draft.safetensors --vocabulary t5",
   ),

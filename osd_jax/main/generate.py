@@ -4,12 +4,12 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from osd_jax import base, pairs
+from osd_jax.models import weights
 from osd_jax.serving import slots
 
 
@@ -71,12 +71,23 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
         for answer in answers:
           print(_line(answer, arguments.format), flush=True)
     finally:  # an interrupt keeps what was learnt
-      if arguments.learn and server.statistics.requests:
-        server.finish_learning()
-        path = server.save(draft_path)
-        print(f"adapted draft: {path}", file=sys.stderr)
-      print(_summary(server.statistics), file=sys.stderr)
+      if server.statistics.requests:
+        _conclude(server, draft_path if arguments.learn else None)
   return 0
+
+
+def _conclude(server: Any, draft_path: str | None) -> None:
+  """Keeps the adapted draft, if there is one; says what was served."""
+  if draft_path is not None:
+    server.finish_learning()
+    print(f"adapted draft: {server.save(draft_path)}", file=sys.stderr)
+  counts = server.statistics
+  print(
+    f"{counts.requests} answers, {counts.tokens} tokens,"
+    f" {counts.tokens_per_target_call:.2f} tokens per target call,"
+    f" {counts.tokens_per_second:.0f} tokens per second",
+    file=sys.stderr,
+  )
 
 
 def _check(arguments: argparse.Namespace, draft_path: str) -> None:
@@ -91,14 +102,8 @@ def _check(arguments: argparse.Namespace, draft_path: str) -> None:
     )
   if arguments.save is not None and not arguments.learn:
     raise base.InputError("--save: the draft changes with --learn only; add that.")
-  path = os.path.abspath(draft_path)
-  if arguments.learn and (
-    os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK)
-  ):
-    raise base.InputError(
-      f"--save: received {draft_path!r}, expected a file in a folder that can be"
-      " written to."
-    )
+  if arguments.learn:
+    weights.check_output("--save", draft_path)
 
 
 def _from_file(name: str) -> list[str]:
@@ -189,11 +194,3 @@ def _line(answer: Any, form: str) -> str:
     "milliseconds": round(float(answer.milliseconds), 3),
   }
   return json.dumps(row, ensure_ascii=False)
-
-
-def _summary(statistics: Any) -> str:
-  return (
-    f"{statistics.requests} answers, {statistics.tokens} tokens,"
-    f" {statistics.tokens_per_target_call:.2f} tokens per target call,"
-    f" {statistics.tokens_per_second:.0f} tokens per second"
-  )

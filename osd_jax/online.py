@@ -16,7 +16,14 @@ from osd_jax.distillation import background, shortlist
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import schedule as schedules
 from osd_jax.distillation import update as updates
-from osd_jax.measuring import alarms, certificate, metering, metrics, summaries
+from osd_jax.measuring import (
+  alarms,
+  certificate,
+  metering,
+  metrics,
+  progress,
+  summaries,
+)
 from osd_jax.models import weights
 from osd_jax.serving import slots
 
@@ -46,6 +53,7 @@ class OnlineConfig:
     checkpoint_every: requests between checkpoints.
     seed: of replay.
     run_directory: where everything goes; a run killed there continues.
+    overwrite: remove the run that the directory holds, and begin anew.
     tensorboard: write TensorBoard events too.
   """
 
@@ -66,9 +74,11 @@ class OnlineConfig:
   checkpoint_every: int = 100
   seed: int = 0
   run_directory: str = "runs/online"
+  overwrite: bool = False
   tensorboard: bool = False
 
   def __post_init__(self):
+    base.check_fields(self, {"run_directory": (self.run_directory, "a folder")})
     if self.decoding.record_top_k < 1:
       raise base.InputError(
         "OnlineConfig.decoding: received record_top_k=0, expected at least 1: the"
@@ -93,25 +103,32 @@ def run(config: OnlineConfig, operative_config: str = "") -> Path:
     The run directory.
   """
   console = rich.console.Console(stderr=True)
-  directory = writers.RunDirectory.start(
-    config.run_directory, config=operative_config, seed=config.seed
-  )
-  loop = OnlineLoop(config, directory, announce=console.print)
-  started = time.perf_counter()
-  try:
-    with summaries.Progress(console, len(loop.stream), loop.finished) as bar:
-      while loop.finished < len(loop.stream):
-        for row in loop.step():
-          bar.show(row)
-  finally:
-    loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
-  loop.close(time.perf_counter() - started)
-  verdict = certificate.of_rows(writers.read(directory.metrics_path))
-  summaries.conclude(directory, loop.stream.shifts(), console, verdict.sentence())
-  directory.finish()
-  console.print(f"run directory: {directory.path}")
-  certificate.conclude(verdict, directory)
-  return directory.path
+  with writers.RunDirectory.start(
+    config.run_directory,
+    config,
+    operative_config=operative_config,
+    seed=config.seed,
+    overwrite=config.overwrite,
+  ) as directory:
+    if directory.finished:
+      return summaries.leave_alone(directory, console)
+    loop = OnlineLoop(config, directory, announce=console.print)
+    if resumed := loop.resumed:
+      console.print(resumed, highlight=False, soft_wrap=True)
+    try:
+      with progress.Progress(console, len(loop.stream), loop.finished) as bar:
+        while loop.finished < len(loop.stream):
+          for row in loop.step():
+            bar.show(row)
+    finally:
+      loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
+    loop.close(loop.seconds)
+    verdict = certificate.of_rows(writers.read(directory.metrics_path))
+    summaries.conclude(directory, console, verdict.sentence())
+    console.print(f"run directory: {directory.path}", soft_wrap=True)
+    certificate.conclude(verdict, directory)
+    directory.finish()  # not where outputs were wrong: the same command says so again
+    return directory.path
 
 
 class OnlineLoop:
@@ -173,20 +190,31 @@ class OnlineLoop:
     self._models = checkpoints.fingerprint(
       (self.pair.target_params, self.pair.draft_params)
     )
-    self._log = writers.MetricsLog(directory.metrics_path)
+    self._log = writers.MetricsLog(
+      directory.metrics_path, directory.tensorboard_path if config.tensorboard else None
+    )
     self._saved = checkpoints.Checkpointer(
       checkpoints.CheckpointConfig(
         str(directory.checkpoints_path), every_requests=config.checkpoint_every
       )
     )
-    self._events = (
-      writers.TensorBoardLog(directory.tensorboard_path) if config.tensorboard else None
-    )
+    self._seconds_before = 0.0  # that earlier sessions served
     if self._saved.latest_step() is None:
       self._begin()
     else:
       self._continue()
     self._warm_up(warm)
+    self._started = time.perf_counter()
+
+  @property
+  def seconds(self) -> float:
+    """Wall time since the first request, over all sessions of the run."""
+    return self._seconds_before + time.perf_counter() - self._started
+
+  @property
+  def resumed(self) -> str:
+    """Where the run continues from, "" if it begins."""
+    return self._saved.resumed("request", len(self.stream))
 
   def step(self) -> list[dict[str, Any]]:
     """Fills the rows, runs one compiled call, learns from what finished.
@@ -249,9 +277,8 @@ class OnlineLoop:
       )
       self._maybe_launch()
     row["paused"] = self._schedule.paused
+    row["run_seconds"] = self.seconds
     self._write("request", row)
-    if self._events is not None:
-      self._events.write("request", self.finished, row)
     self._keep_draft_at_shift()
     return row
 
@@ -382,4 +409,7 @@ class OnlineLoop:
       launched, inputs = found.update
       self._learner.launch(inputs, launched)
     self._log.truncate(found.metrics_bytes)
-    self._alarms = alarms.replay(writers.read(self.directory.metrics_path))
+    rows = list(writers.read(self.directory.metrics_path))
+    self._alarms = alarms.replay(rows)
+    clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]
+    self._seconds_before = max(clocks, default=0.0)

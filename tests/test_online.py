@@ -260,7 +260,7 @@ def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypat
 
 
 def test_the_average_is_what_serves(pair, tmp_path):
-  directory = writers.RunDirectory.create(tmp_path / "run")
+  directory = writers.RunDirectory.start(tmp_path / "run")
   loop = online.OnlineLoop(tiny_online.config(pair, directory.path), directory)
   while not loop._decoder.draft_version:
     loop.step()

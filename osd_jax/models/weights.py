@@ -72,7 +72,10 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
   }
   partial = path.with_name(path.name + ".partial")
   try:
+    partial.touch()  # as readable as umask says; the library's own file is private
+    mode = partial.stat().st_mode
     safetensors.flax.save_file(tensors, partial, metadata=metadata)
+    partial.chmod(mode)
     os.replace(partial, path)
   finally:
     partial.unlink(missing_ok=True)

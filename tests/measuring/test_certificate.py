@@ -137,7 +137,7 @@ def test_the_verdict_of_a_log_is_that_of_its_rows(tmp_path):
   bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
   rows = [{"certificate": dataclasses.asdict(c)} for c in (good, good, bad)]
   rows = json.loads(json.dumps([*rows, {"kind": "update"}]))
-  directory = writers.RunDirectory.create(tmp_path / "run")
+  directory = writers.RunDirectory.start(tmp_path / "run")
   certificate.conclude(certificate.of_rows(rows[:2]), directory)
   written = json.loads((directory.path / "certificate.json").read_text())
   assert written["passed"] and written["equal"] == written["outputs"] == 2

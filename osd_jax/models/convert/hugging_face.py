@@ -257,6 +257,7 @@ def write_hugging_face(
     safetensors.numpy.save_file(
       tensors, partial / "model.safetensors", metadata={"format": "pt"}
     )
+    shutil.copymode(partial / "config.json", partial / "model.safetensors")
     if vocabulary_path is not None:
       _copy_vocabulary(Path(vocabulary_path), partial / "spiece.model")
     os.replace(partial, folder)

@@ -48,7 +48,7 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Page:
     "Agreement per topic": agreement_table(segments),
     "Speed per topic": speed_table(segments),
   }
-  account = writers.ledger(rows)
+  account = writers.Ledger.of(rows)
   if account is not None:
     tables["Where the time went"] = account.table()
   sentences = [*headline(segments), *_cost(account), alarms.sentence(rows)]

@@ -122,7 +122,7 @@ def comparison_row(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
     rows: of its metrics.jsonl.
   """
   requests = writers.request_rows(rows)
-  account = writers.ledger(rows)
+  account = writers.Ledger.of(rows)
   spent = sum(row["decode_ms"] for row in requests)
   tokens = sum(row["output_tokens"] for row in requests)
   calls = sum(row["target_calls"] for row in requests)

@@ -28,12 +28,13 @@ def print_table(
   if title:
     console.print(f"\n{title}", highlight=False)
   for names in _parts(table, console.width):
-    shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    shown = rich.table.Table(
+      box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False
+    )
     for name in names:
       justify = "left" if _is_text(table, name) else "right"
-      shown.add_column(
-        name, justify=justify, min_width=min(_width(table, name), console.width // 2)
-      )
+      least = min(_width(table, name), console.width // 2)
+      shown.add_column(name, justify=justify, width=least, overflow="fold")
     for row in table:
       shown.add_row(*(_cell(row[name]) for name in names))
     console.print(shown)
@@ -68,7 +69,8 @@ def _width(table: Sequence[Mapping[str, Any]], name: str) -> int:
 
 
 def _is_text(table: Sequence[Mapping[str, Any]], name: str) -> bool:
-  return any(isinstance(row[name], str) for row in table)
+  texts = [row[name] for row in table if isinstance(row[name], str)]
+  return any(not text[:1].isdigit() for text in texts)  # "39.6%" is a number
 
 
 def _cell(value: Any) -> str:

@@ -4,7 +4,7 @@ Importing this package loads neither matplotlib nor tensorboardX.
 """
 
 from osd_jax.writers.json_lines import read
-from osd_jax.writers.ledger import Ledger, ledger
+from osd_jax.writers.ledger import Ledger
 from osd_jax.writers.metrics_log import MetricsLog
 from osd_jax.writers.outputs_log import Output, OutputsLog
 from osd_jax.writers.plots import (
@@ -26,7 +26,6 @@ __all__ = [
   "draw_comparison",
   "draw_plots",
   "draw_plots_if_available",
-  "ledger",
   "read",
   "request_rows",
   "write_page",

@@ -84,7 +84,6 @@ def grouped_bars(
   groups: Sequence[str],
   values: Mapping[str, Any],
   colors: Sequence[str] = COLORS,
-  number: str = "%.2f",
 ) -> None:
   """Bars side by side in every group, each with its number.
 
@@ -93,7 +92,6 @@ def grouped_bars(
     groups: names along the axis.
     values: series -> one number a group; NaN draws nothing.
     colors: of the series.
-    number: format of the numbers.
   """
   width = 0.8 / max(len(values), 1)
   for place, (name, heights) in enumerate(values.items()):
@@ -101,6 +99,7 @@ def grouped_bars(
     where = [group + shift for group in range(len(groups))]
     bars = axes.bar(where, heights, width * 0.94, color=colors[place], label=name)
     if len(groups) * len(values) <= 24:
+      number = lambda height: f"{height:.2f}" if height else ""
       axes.bar_label(bars, fmt=number, fontsize=8, padding=2, color=PLAIN)
   axes.set_xticks(range(len(groups)), groups)
   crowded = sum(map(len, groups)) > 75

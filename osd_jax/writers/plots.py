@@ -110,15 +110,14 @@ def _comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
       requests = series.request_rows(rows)
       starts = [part.start for part in series.segments(requests)]
       values = series.column(requests, name)
-      means = series.trailing_mean(values, starts=starts)
       axes.plot(
-        *serving_plots.broken(serving_plots.places(requests), means, starts),
+        *serving_plots.trend(serving_plots.places(requests), values, starts),
         canvas.STYLES[number % len(canvas.STYLES)],
         color=canvas.COLORS[number % len(canvas.COLORS)],
         lw=1.8,
         label=run,
       )
-      tops.append(np.nanquantile(means, 0.98) if np.isfinite(means).any() else 0)
+      tops.append(np.nanquantile(values, 0.95) if np.isfinite(values).any() else 0)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_ylim(0, 1.02 if name == "overlap" else max(max(tops) * 1.15, 1))
   grid[-1].set_xlabel(f"request; mean of the last {series.WINDOW}, anew at each shift")

@@ -33,8 +33,7 @@ def overlap(rows: Sequence[series.Row]) -> Any:
     Line("frozen draft", series.column(requests, "floor_overlap"), canvas.FLOOR, "--"),
     Line("online draft", series.column(requests, "overlap"), canvas.ONLINE),
   ]
-  title = "Distribution overlap of draft and target"
-  return _over_requests(requests, lines, title, (0.0, 1.02))
+  return _over_requests(requests, lines, "Distribution overlap", (0.0, 1.02))
 
 
 def tokens_per_call(rows: Sequence[series.Row]) -> Any:
@@ -52,14 +51,7 @@ def tokens_per_call(rows: Sequence[series.Row]) -> Any:
 def milliseconds(rows: Sequence[series.Row]) -> Any:
   """Milliseconds per token, plain decoding apart where the learner took cores."""
   requests = series.request_rows(rows)
-  plain = series.column(requests, "plain_ms_per_token")
-  busy = series.column(requests, "learner_busy") == 1
-  lines = [
-    Line("plain", np.where(busy, np.nan, plain), canvas.PLAIN, ":"),
-    Line("plain, learner busy", np.where(busy, plain, np.nan), canvas.BUSY, "-."),
-    Line("frozen", series.column(requests, "floor_ms_per_token"), canvas.FLOOR, "--"),
-    Line("online", _online_ms(requests), canvas.ONLINE),
-  ]
+  lines = _times(requests)
   limits = (0.0, _ceiling(lines, quantile=0.98))
   return _over_requests(requests, lines, "ms per token", limits)
 
@@ -69,22 +61,15 @@ def latency(rows: Sequence[series.Row]) -> Any:
   requests = series.request_rows(rows)
   compared = [r for r in requests if r.get("plain_ms_per_token") is not None]
   chosen = compared or requests
-  series_of = {
-    "plain": series.column(chosen, "plain_ms_per_token"),
-    "frozen": series.column(chosen, "floor_ms_per_token"),
-    "online": _online_ms(chosen),
-  }
-  known = {name: v[np.isfinite(v)] for name, v in series_of.items()}
-  known = {name: values for name, values in known.items() if len(values)}
-  if not known:
+  lines = [line for line in _times(chosen) if np.isfinite(line.values).any()]
+  if not lines:
     return None
   figure, (axes,) = canvas.figure("ms per token: percentiles")
-  colors = {"plain": canvas.PLAIN, "frozen": canvas.FLOOR, "online": canvas.ONLINE}
   canvas.grouped_bars(
     axes,
     ["p50", "p95", "p99"],
-    {name: np.percentile(values, [50, 95, 99]) for name, values in known.items()},
-    [colors[name] for name in known],
+    {line.name: np.nanpercentile(line.values, [50, 95, 99]) for line in lines},
+    [line.color for line in lines],
   )
   which = "requests served all three ways" if compared else "requests"
   axes.set_xlabel(f"over {len(chosen)} {which}")
@@ -106,7 +91,7 @@ def loss(rows: Sequence[series.Row]) -> Any:
   axes.plot(finished, losses, ".", color=canvas.ONLINE, alpha=0.4, markersize=6, mew=0)
   starts = _breaks(requests, finished)
   means = series.trailing_mean(losses, 5, starts)
-  axes.plot(*broken(finished, means, starts), color=canvas.ONLINE, lw=2.2)
+  axes.plot(*_broken(finished, means, starts), color=canvas.ONLINE, lw=2.2)
   skipped = finished[~np.isfinite(losses)]
   if len(skipped):
     axes.plot(
@@ -192,14 +177,14 @@ def rounds(rows: Sequence[series.Row]) -> Any:
   figure, (axes,) = canvas.figure("Tokens a round")
   colors = (canvas.FAINT, canvas.ONLINE)[-len(shares) :]
   canvas.grouped_bars(axes, list(map(str, range(len(accepted)))), shares, colors)
-  axes.set_xlabel("drafted tokens")
+  axes.set_xlabel("tokens")
   canvas.legend(axes)
   return figure
 
 
 def account(rows: Sequence[series.Row]) -> Any:
   """Where the wall time went; learning runs beside it and has its own bar."""
-  found = ledger.ledger(rows)
+  found = ledger.Ledger.of(rows)
   if found is None:
     return None
   figure, (axes,) = canvas.figure("Where the time went, seconds")
@@ -223,6 +208,18 @@ def account(rows: Sequence[series.Row]) -> Any:
   axes.tick_params(axis="y", length=0)
   axes.set_xlabel(f"all bars but the last add up to the wall time, {found.wall:.1f} s")
   return figure
+
+
+def _times(requests: Sequence[series.Row]) -> list[Line]:
+  """Milliseconds per token, three ways."""
+  plain = series.column(requests, "plain_ms_per_token")
+  busy = series.column(requests, "learner_busy") == 1
+  return [
+    Line("plain", np.where(busy, np.nan, plain), canvas.PLAIN, ":"),
+    Line("plain, learner busy", np.where(busy, plain, np.nan), canvas.BUSY, "-."),
+    Line("frozen", series.column(requests, "floor_ms_per_token"), canvas.FLOOR, "--"),
+    Line("online", _online_ms(requests), canvas.ONLINE),
+  ]
 
 
 def _online_ms(requests: Sequence[series.Row]) -> np.ndarray:
@@ -255,12 +252,8 @@ def _over_requests(
     axes.plot(
       where, line.values, ".", color=line.color, alpha=0.3, markersize=4.5, mew=0
     )
-    means = series.trailing_mean(line.values, starts=starts)
-    for start, stop in zip(starts, [*starts[1:], len(means)]):
-      if stop - start > 2 * _WARM:
-        means[start : start + _WARM] = np.nan
     axes.plot(
-      *broken(where, means, starts),
+      *trend(where, line.values, starts),
       line.style,
       color=line.color,
       lw=2.2,
@@ -278,7 +271,18 @@ def places(requests: Sequence[series.Row]) -> np.ndarray:
   return np.array([series.place(row) for row in requests], float)
 
 
-def broken(
+def trend(
+  where: np.ndarray, values: np.ndarray, starts: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+  """(x, y) of the trailing mean that begins anew, a few requests behind each start."""
+  means = series.trailing_mean(values, starts=starts)
+  for start, stop in zip(starts, [*starts[1:], len(means)]):
+    if stop - start > 2 * _WARM:
+      means[start : start + _WARM] = np.nan
+  return _broken(where, means, starts)
+
+
+def _broken(
   where: np.ndarray, values: np.ndarray, starts: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
   """The same line with a gap before each start but the first."""

@@ -103,7 +103,7 @@ def serve(config, requests: int | None = None) -> Run:
   from osd_jax import online, writers
 
   with tempfile.TemporaryDirectory() as folder:
-    directory = writers.RunDirectory.create(folder)
+    directory = writers.RunDirectory.start(folder)
     config = dataclasses.replace(config, run_directory=folder)
     loop = online.OnlineLoop(config, directory)
     last = min(requests or len(loop.stream), len(loop.stream))

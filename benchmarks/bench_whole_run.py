@@ -38,7 +38,7 @@ def learn(loop: online.OnlineLoop, until: int) -> float:
 
 
 def one_run(config: online.OnlineConfig, block: int, folder: str) -> dict[str, float]:
-  directory = writers.RunDirectory.create(folder)
+  directory = writers.RunDirectory.start(folder)
   loop = online.OnlineLoop(dataclasses.replace(config, run_directory=folder), directory)
   pair, decoding = loop.pair, config.decoding
   plain = slots.Slots(
@@ -95,7 +95,7 @@ def warm_up(
   for decoder in (plain, frozen):
     decoder.run([slots.Request(tokens=tokens)] * (config.decoding.rows + 1))
   with tempfile.TemporaryDirectory() as folder:
-    directory = writers.RunDirectory.create(folder)
+    directory = writers.RunDirectory.start(folder)
     config = dataclasses.replace(config, checkpoint_every=8)
     other = online.OnlineLoop(config, directory)
     while other.finished < 3 * config.schedule.update_interval + 8:

@@ -11,7 +11,7 @@ import rich.console
 from osd_jax import base, pairs, partitioning, texts, writers
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
-from osd_jax.measuring import certificate, metrics, summaries
+from osd_jax.measuring import certificate, metrics, progress, summaries
 from osd_jax.serving import slots
 from osd_jax.serving.server import Server
 
@@ -36,6 +36,7 @@ class CertifyConfig:
     swap: swap the draft with a perturbed copy and back every few rounds, so that it
       changes in the middle of requests.
     run_directory: where certificate.json goes.
+    overwrite: remove the run that the directory holds, and begin anew.
     partition: mesh.
   """
 
@@ -49,9 +50,11 @@ class CertifyConfig:
   drafts: tuple[str, ...] = ("pair", "perturbed")
   swap: bool = True
   run_directory: str = "runs/certify"
+  overwrite: bool = False
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
+    base.check_fields(self, {"run_directory": (self.run_directory, "a folder")})
     base.check_counts(self, "count", least=len(self.rows))
     base.check_fields(
       self,
@@ -111,14 +114,33 @@ def run(config: CertifyConfig, operative_config: str = "") -> writers.RunResult:
     The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
-  directory = writers.RunDirectory.start(
-    config.run_directory, config=operative_config, seed=config.sampling.seed
-  )
+  with writers.RunDirectory.start(
+    config.run_directory,
+    config,
+    operative_config=operative_config,
+    seed=config.sampling.seed,
+    overwrite=config.overwrite,
+  ) as directory:
+    if directory.finished:
+      return summaries.leave_alone(directory, console)
+    total = _certified(config, directory, console)
+    summaries.conclude(directory, console, total.sentence())
+    console.print(f"run directory: {directory.path}", soft_wrap=True)
+    exact = certificate.conclude(total, directory)
+    if exact:  # else the same command says so again
+      directory.finish()
+    return writers.RunResult(directory.path, exact)
+
+
+def _certified(
+  config: CertifyConfig, directory: writers.RunDirectory, console: rich.console.Console
+) -> certificate.Certificate:
+  """Logs a row for every arrangement; returns the verdict over all of them."""
   grid = Grid(config)
-  table, total = [], certificate.Certificate()
+  total = certificate.Certificate()
   with (
     writers.MetricsLog(directory.metrics_path) as log,
-    summaries.progress_bar(console) as bar,
+    progress.bar(console) as bar,
   ):
     log.truncate(0)
     count = len(config.num_draft_tokens) * config.count
@@ -126,15 +148,8 @@ def run(config: CertifyConfig, operative_config: str = "") -> writers.RunResult:
     for row, found in grid.rows(lambda done: bar.advance(task)):
       total += found
       bar.update(task, description=f"K {row['K']}, rows {row['rows']}")
-      table += summaries.log_rows(log, "certificate", [row])
-  summaries.print_table(table, console)
-  console.print(total.sentence(), highlight=False)
-  page = writers.write_report(
-    directory, [total.sentence()], {"Certificate": table}, [], title="Certificate"
-  )
-  directory.finish()
-  console.print(f"report: {page}\nrun directory: {directory.path}")
-  return writers.RunResult(directory.path, certificate.conclude(total, directory))
+      log.write("certificate", row)
+  return total
 
 
 class Grid:

@@ -12,7 +12,7 @@ from osd_jax import base, pairs, partitioning, texts, writers
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.data.vocabularies import Vocabulary
-from osd_jax.measuring import certificate, metrics, summaries, timing
+from osd_jax.measuring import certificate, metrics, progress, summaries, timing
 from osd_jax.serving import slots
 from osd_jax.serving.server import Server
 
@@ -35,6 +35,7 @@ class EvaluateConfig:
       row at a time and `batch_rows` at a time. 0 times nothing.
     batch_rows: rows of the second timing.
     run_directory: where everything goes.
+    overwrite: remove the run that the directory holds, and begin anew.
     partition: mesh.
   """
 
@@ -47,9 +48,11 @@ class EvaluateConfig:
   speed_requests: int = 32
   batch_rows: int = 4
   run_directory: str = "runs/evaluate"
+  overwrite: bool = False
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
+    base.check_fields(self, {"run_directory": (self.run_directory, "a folder")})
     base.check_counts(self, "count", "batch_rows")
     base.check_counts(self, "speed_requests", least=0)
     longest = self.decoding.source_lengths[-1]
@@ -80,34 +83,47 @@ def run(config: EvaluateConfig, operative_config: str = "") -> writers.RunResult
     The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
-  directory = writers.RunDirectory.start(
-    config.run_directory, config=operative_config, seed=config.sampling.seed
-  )
+  with writers.RunDirectory.start(
+    config.run_directory,
+    config,
+    operative_config=operative_config,
+    seed=config.sampling.seed,
+    overwrite=config.overwrite,
+  ) as directory:
+    if directory.finished:
+      return summaries.leave_alone(directory, console)
+    verdict = _measure(config, directory, console)
+    summaries.conclude(directory, console, verdict.sentence())
+    console.print(f"run directory: {directory.path}", soft_wrap=True)
+    exact = certificate.conclude(verdict, directory)
+    if exact:  # else the same command says so again
+      directory.finish()
+    return writers.RunResult(directory.path, exact)
+
+
+def _measure(
+  config: EvaluateConfig, directory: writers.RunDirectory, console: rich.console.Console
+) -> certificate.Certificate:
+  """Logs every table of the evaluation; returns the verdict over all drafts."""
   bench = Bench(config)
   with writers.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)
-    with console.status("the target answers"):
+    with progress.status(console, "the target answers"):
       answers = bench.answers()
-    tables = {"Target": summaries.log_rows(log, "quality", bench.quality(answers))}
-    with console.status("the drafts answer"):
+    log.write_rows("quality", bench.quality(answers))
+    with progress.status(console, "the drafts answer"):
       agreement, checks = bench.drafts(answers)
-    tables["Drafts"] = summaries.log_rows(log, "draft", agreement)
-    if config.drafts:
-      changes = summaries.log_rows(log, "change", differences(agreement))
-      tables[f"Against {bench.labels[0]}"] = changes
+    log.write_rows("draft", agreement)
+    log.write_rows("change", differences(agreement))
     certified = [
       {"draft": label, **check.row()}
       for label, check in zip(bench.labels, checks, strict=True)
     ]
-    tables["Certificate"] = summaries.log_rows(log, "certificate", certified)
+    log.write_rows("certificate", certified)
     if config.speed_requests:
-      with console.status("timing"):
-        tables["Speed"] = summaries.log_rows(log, "speed", bench.speeds())
-  verdict = sum(checks, certificate.Certificate())
-  _conclude(directory, tables, verdict.sentence(), console)
-  directory.finish()
-  console.print(f"run directory: {directory.path}")
-  return writers.RunResult(directory.path, certificate.conclude(verdict, directory))
+      with progress.status(console, "timing"):
+        log.write_rows("speed", bench.speeds())
+  return sum(checks, certificate.Certificate())
 
 
 class Bench:
@@ -340,31 +356,3 @@ def draft_labels(paths: Sequence[str]) -> list[str]:
     stem if stems.count(stem) == 1 else path
     for stem, path in zip(stems, paths, strict=True)
   ]
-
-
-def _speed_sentence(row: Mapping[str, Any]) -> str:
-  """A row of the speed table in words; an adaptive K has no prediction."""
-  found = f"{row['rows']} row(s), {row['draft']}: {row['speed up']:.2f}x plain decoding"
-  if row["predicted"] is None:
-    return f"{found}, K adaptive."
-  return (
-    f"{found} ({row['predicted']:.2f}x predicted from the measured costs,"
-    f" {row['predicted paper']:.2f}x by the paper's formula)."
-  )
-
-
-def _conclude(
-  directory: writers.RunDirectory,
-  tables: Mapping[str, Sequence[Mapping[str, Any]]],
-  verdict: str,
-  console: rich.console.Console,
-) -> None:
-  """Prints the tables and writes the report."""
-  for name, table in tables.items():
-    console.print(name, highlight=False)
-    summaries.print_table(table, console)
-  sentences = [verdict, *map(_speed_sentence, tables.get("Speed", ()))]
-  for sentence in sentences:
-    console.print(sentence, highlight=False)
-  page = writers.write_report(directory, sentences, tables, [], title="Evaluation")
-  console.print(f"report: {page}")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.distillation import update as updates
-from osd_jax.measuring import metrics, summaries
+from osd_jax.measuring import metrics, progress, summaries
 from osd_jax.models import weights
 from osd_jax.serving import slots
 
@@ -46,6 +45,7 @@ class OfflineConfig:
     storage: "float32", or "bfloat16" for an output of half the size.
     run_directory: where everything goes; a run killed there continues. Texts are not
       part of a checkpoint but written again, the same ones.
+    overwrite: remove the run that the directory holds, and begin anew.
     partition: mesh.
   """
 
@@ -66,9 +66,11 @@ class OfflineConfig:
   seed: int = 0
   storage: str = "float32"
   run_directory: str = "runs/offline"
+  overwrite: bool = False
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
+    base.check_fields(self, {"run_directory": (self.run_directory, "a folder")})
     base.check_counts(
       self, "evaluation_prompts", "steps", "log_every", "evaluate_every"
     )
@@ -108,27 +110,38 @@ def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
   """
   weights.check_output("OfflineConfig.output", config.output)
   console = rich.console.Console(stderr=True)
-  directory = writers.RunDirectory.start(
-    config.run_directory, config=operative_config, seed=config.seed
-  )
-  with summaries.progress_bar(console) as bar:
-    task = bar.add_task("distil", total=config.steps, figures="")
-    loop = OfflineLoop(config, directory, bar)
-    bar.update(task, completed=loop.taken)
-    loop.evaluate_if_first()
-    try:
-      with signals.Deferred() as interruption:
-        while loop.taken < config.steps:
-          loop.step()
-          bar.update(task, completed=loop.taken, figures=loop.figures)
-          interruption.deliver(loop.checkpoint)
-    finally:
-      loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
-  loop.close()
-  _conclude(config, directory, console)
-  directory.finish()
-  console.print(f"weights: {config.output}\nrun directory: {directory.path}")
-  return writers.RunResult(directory.path)
+  with writers.RunDirectory.start(
+    config.run_directory,
+    config,
+    operative_config=operative_config,
+    seed=config.seed,
+    overwrite=config.overwrite,
+  ) as directory:
+    if directory.finished:
+      return summaries.leave_alone(directory, console)
+    with progress.bar(console) as bar:
+      loop = OfflineLoop(config, directory, bar)
+      if resumed := loop.resumed:
+        console.print(resumed, highlight=False, soft_wrap=True)
+      task = bar.add_task(
+        "distil", total=config.steps, completed=loop.taken, figures=""
+      )
+      loop.evaluate_if_first()
+      try:
+        with signals.Deferred() as interruption:
+          while loop.taken < config.steps:
+            loop.step()
+            bar.update(task, completed=loop.taken, figures=loop.figures)
+            interruption.deliver(loop.checkpoint)
+      finally:
+        loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
+    loop.close()
+    summaries.conclude(directory, console)
+    directory.finish()
+    console.print(
+      f"weights: {config.output}\nrun directory: {directory.path}", soft_wrap=True
+    )
+    return writers.RunResult(directory.path)
 
 
 class OfflineLoop:
@@ -219,6 +232,11 @@ class OfflineLoop:
     """Evaluates the draft that the run starts from."""
     if self.taken == 0:
       self._evaluate()
+
+  @property
+  def resumed(self) -> str:
+    """Where the run continues from, "" if it begins."""
+    return self._saved.resumed("step", self.config.steps)
 
   def settle(self) -> None:
     """Waits until the last checkpoint is complete on disk."""
@@ -312,65 +330,3 @@ def shuffled(count: int, start: int, size: int, seed: int) -> np.ndarray:
 
 def _rows_per_step(config: OfflineConfig) -> int:
   return config.update.num_new + config.update.num_replay
-
-
-def _conclude(
-  config: OfflineConfig,
-  directory: writers.RunDirectory,
-  console: rich.console.Console,
-) -> None:
-  """Prints and writes the table of before and after."""
-  rows = list(writers.read(directory.metrics_path))
-  evaluations = [row for row in rows if row["kind"] == "evaluation"]
-  table = before_and_after(evaluations[0]["tasks"], evaluations[-1]["tasks"])
-  summaries.print_table(table, console)
-  learned = [row for row in rows if row["kind"] == "step"]
-  first, last = (row["loss"] or float("nan") for row in (learned[0], learned[-1]))
-  sentences = [
-    f"{config.steps} steps of {_rows_per_step(config)} rows on"
-    f" {config.texts.sample_source} texts: loss {first:.4f} in the first"
-    f" {learned[0]['step']} steps, {last:.4f} in the last ones;"
-    f" {learned[-1]['skipped']} steps were skipped because they were not finite.",
-  ]
-  for sentence in sentences:
-    console.print(sentence, highlight=False)
-  page = writers.write_report(
-    directory,
-    sentences,
-    {"Held-out prompts": table, "Over the run": over_the_run(evaluations)},
-    [],
-    title="Offline distillation",
-  )
-  console.print(f"report: {page}")
-
-
-def before_and_after(
-  before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]
-) -> list[dict[str, Any]]:
-  """One row a task."""
-  return [
-    {
-      "task": label,
-      "prompts": after[label]["requests"],
-      "overlap before": round(before[label]["distribution_overlap"], 3),
-      "overlap after": round(after[label]["distribution_overlap"], 3),
-      "at most": round(after[label]["distribution_overlap_upper"], 3),
-      "acceptance before": round(before[label]["acceptance_rate"], 3),
-      "acceptance after": round(after[label]["acceptance_rate"], 3),
-    }
-    for label in after
-  ]
-
-
-def over_the_run(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Overlap on every task at each evaluation."""
-  return [
-    {
-      "step": row["step"],
-      **{
-        label: round(found["distribution_overlap"], 3)
-        for label, found in row["tasks"].items()
-      },
-    }
-    for row in evaluations
-  ]

@@ -14,7 +14,7 @@ from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts, streams
 from osd_jax.distillation.background import Outcome
 from osd_jax.distillation.learner import LearningConfig
-from osd_jax.measuring import alarms, certificate, metering, summaries
+from osd_jax.measuring import alarms, certificate, metering, progress, summaries
 from osd_jax.serving import slots
 from osd_jax.serving.server import Server
 
@@ -40,6 +40,7 @@ class OnlineConfig:
     keep_drafts: save the draft's weights at every stream shift and at the end.
     checkpoint_every: requests between checkpoints.
     run_directory: where everything goes; a run killed there continues.
+    overwrite: remove the run that the directory holds, and begin anew.
     tensorboard: write TensorBoard events too.
   """
 
@@ -56,9 +57,11 @@ class OnlineConfig:
   keep_drafts: bool = False
   checkpoint_every: int = 100
   run_directory: str = "runs/online"
+  overwrite: bool = False
   tensorboard: bool = False
 
   def __post_init__(self):
+    base.check_fields(self, {"run_directory": (self.run_directory, "a folder")})
     base.check_counts(self, "checkpoint_every")
     base.check_counts(self, "compare_every", least=0)
     longest = self.decoding.source_lengths[-1]
@@ -89,30 +92,39 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
     The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
-  directory = writers.RunDirectory.start(
-    config.run_directory, config=operative_config, seed=config.learning.seed
-  )
-  loop = OnlineLoop(config, directory, announce=console.print)
-  for sentence in loop.stream.sentences():
-    console.print(sentence, highlight=False)
-  started = time.perf_counter()
-  try:
-    with (
-      summaries.Progress(console, len(loop.stream), loop.finished) as bar,
-      signals.Deferred() as interruption,
-    ):
-      while loop.finished < len(loop.stream):
-        for row in loop.step():
-          bar.show(row)
-        interruption.deliver(loop.checkpoint)
-  finally:
-    loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
-  loop.close(time.perf_counter() - started)
-  verdict = certificate.of_rows(writers.read(directory.metrics_path))
-  summaries.conclude(directory, loop.stream.shifts(), console, verdict.sentence())
-  directory.finish()
-  console.print(f"run directory: {directory.path}")
-  return writers.RunResult(directory.path, certificate.conclude(verdict, directory))
+  with writers.RunDirectory.start(
+    config.run_directory,
+    config,
+    operative_config=operative_config,
+    seed=config.learning.seed,
+    overwrite=config.overwrite,
+  ) as directory:
+    if directory.finished:
+      return summaries.leave_alone(directory, console)
+    loop = OnlineLoop(config, directory, announce=console.print)
+    for sentence in (loop.resumed, *loop.stream.sentences()):
+      if sentence:
+        console.print(sentence, highlight=False, soft_wrap=True)
+    try:
+      with (
+        progress.Progress(console, len(loop.stream), loop.finished) as bar,
+        signals.Deferred() as interruption,
+      ):
+        while loop.finished < len(loop.stream):
+          for row in loop.step():
+            bar.show(row)
+          interruption.deliver(loop.checkpoint)
+    finally:
+      loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
+    loop.close(loop.seconds)
+    verdict = certificate.of_rows(writers.read(directory.metrics_path))
+    said = verdict.sentence() or certificate.promise(config.decoding)
+    summaries.conclude(directory, console, said)
+    console.print(f"run directory: {directory.path}", soft_wrap=True)
+    exact = certificate.conclude(verdict, directory)
+    if exact:  # else the same command says so again
+      directory.finish()
+    return writers.RunResult(directory.path, exact)
 
 
 class OnlineLoop:
@@ -149,21 +161,32 @@ class OnlineLoop:
     self._models = checkpoints.fingerprint(
       (self.pair.target_params, self.pair.draft_params)
     )
-    self._log = writers.MetricsLog(directory.metrics_path)
+    self._log = writers.MetricsLog(
+      directory.metrics_path, directory.tensorboard_path if config.tensorboard else None
+    )
     self._saved = checkpoints.Checkpointer(
       checkpoints.CheckpointConfig(
         str(directory.checkpoints_path), every_requests=config.checkpoint_every
       )
     )
-    self._events = (
-      writers.TensorBoardLog(directory.tensorboard_path) if config.tensorboard else None
-    )
+    self._seconds_before = 0.0  # that earlier sessions served
     self.server.warm_up(config.learn)
     if self._saved.latest_step() is None:
       self._begin()
     else:
       self._continue()
     self._turns = self.server.turns(self._requests())
+    self._started = time.perf_counter()
+
+  @property
+  def seconds(self) -> float:
+    """Wall time since the first request, over all sessions of the run."""
+    return self._seconds_before + time.perf_counter() - self._started
+
+  @property
+  def resumed(self) -> str:
+    """Where the run continues from, "" if it begins."""
+    return self._saved.resumed("request", len(self.stream))
 
   def step(self) -> list[dict[str, Any]]:
     """Fills the rows, runs one compiled call, learns from what finished.
@@ -179,6 +202,7 @@ class OnlineLoop:
       if self.config.learn:
         self._log_update(self.server.learn(done, row["overlap"]))
         row["paused"] = self.server.learner.paused
+      row["run_seconds"] = self.seconds
       self._write("request", row)
       self._keep_draft_at_shift()
       rows.append(row)
@@ -273,4 +297,7 @@ class OnlineLoop:
     self.finished, self._submitted = host["finished"], host["submitted"]
     self.server.restore(arrays, host["server"], self._request)
     self._log.truncate(host["metrics_bytes"])
-    self._alarms = alarms.replay(writers.read(self.directory.metrics_path))
+    rows = list(writers.read(self.directory.metrics_path))
+    self._alarms = alarms.replay(rows)
+    clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]
+    self._seconds_before = max(clocks, default=0.0)

@@ -17,7 +17,7 @@ from osd_jax import assets, base, checkpoints, partitioning, writers
 from osd_jax.data import batches as data_batches
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation import optimizers, update
-from osd_jax.measuring import summaries
+from osd_jax.measuring import progress, summaries
 from osd_jax.models import t5, tensors, weights
 
 
@@ -46,6 +46,7 @@ class PretrainConfig:
     checkpoint_every: steps between checkpoints.
     storage: "float32", or "bfloat16" for an output of half the size.
     run_directory: where metrics and checkpoints go; a run killed there continues.
+    overwrite: remove the run that the directory holds, and begin anew.
     partition: mesh; the rows of a batch are split over its data axis.
   """
 
@@ -67,6 +68,7 @@ class PretrainConfig:
   checkpoint_every: int = 250
   storage: str = "float32"
   run_directory: str = "runs/pretrain"
+  overwrite: bool = False
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
@@ -100,31 +102,42 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
     )
   model = t5.build(config.model)
   state = initial_state(config, model)
-  directory = writers.RunDirectory.start(
-    config.run_directory, config=operative_config, seed=config.seed
-  )
-  with (
-    checkpoints.Checkpointer(
-      checkpoints.CheckpointConfig(str(directory.checkpoints_path))
-    ) as saved,
-    writers.MetricsLog(directory.metrics_path) as log,
-  ):
-    if saved.latest_step() is None:
-      log.truncate(0)
-    else:
-      state, host = saved.restore(None, state)
-      log.truncate(host["metrics_bytes"])
-    state = _loop(config, model, vocabulary, state, log, saved, console)
-  trained = weights.Weights(
-    config.model,
-    state.params,
-    vocabulary.fingerprint,
-    f"osd pretrain, {int(state.step)} steps of {config.data.batch_size} rows",
-  )
-  weights.save(config.output, trained, config.storage)
-  directory.finish()
-  console.print(f"weights: {config.output}\nrun directory: {directory.path}")
-  return writers.RunResult(directory.path)
+  with writers.RunDirectory.start(
+    config.run_directory,
+    config,
+    operative_config=operative_config,
+    seed=config.seed,
+    overwrite=config.overwrite,
+  ) as directory:
+    if directory.finished:
+      return summaries.leave_alone(directory, console)
+    with (
+      checkpoints.Checkpointer(
+        checkpoints.CheckpointConfig(str(directory.checkpoints_path))
+      ) as saved,
+      writers.MetricsLog(directory.metrics_path) as log,
+    ):
+      if saved.latest_step() is None:
+        log.truncate(0)
+      else:
+        state, host = saved.restore(None, state)
+        log.truncate(host["metrics_bytes"])
+        resumed = saved.resumed("step", config.steps)
+        console.print(resumed, highlight=False, soft_wrap=True)
+      state = _loop(config, model, vocabulary, state, log, saved, console)
+    trained = weights.Weights(
+      config.model,
+      state.params,
+      vocabulary.fingerprint,
+      f"osd pretrain, {int(state.step)} steps of {config.data.batch_size} rows",
+    )
+    weights.save(config.output, trained, config.storage)
+    summaries.conclude(directory, console)
+    directory.finish()
+    console.print(
+      f"weights: {config.output}\nrun directory: {directory.path}", soft_wrap=True
+    )
+    return writers.RunResult(directory.path)
 
 
 def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:
@@ -241,7 +254,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
   start = int(state.step + state.skipped)
   pool: list[data_batches.Batch] = []
   losses: list[jax.Array] = []
-  with summaries.progress_bar(console) as bar:
+  with progress.bar(console) as bar:
     task = bar.add_task("pretrain", total=config.steps, completed=start, figures="")
     for step in range(start + 1, config.steps + 1):
       index, place = divmod(step - 1, config.pool)

@@ -16,7 +16,7 @@ import jax
 import pytest
 from gin_run import CONFIGS, RUN, complaint, load
 
-from osd_jax import base, pretrain
+from osd_jax import base, pretrain, writers
 from osd_jax import main as cli
 from osd_jax.data import sources
 from osd_jax.data.batches import BatchConfig
@@ -539,7 +539,7 @@ def drawn(monkeypatch):
 def test_runs_are_drawn_anew_and_compared(drawn, tmp_path, capsys):
   runs = [tmp_path / "one", tmp_path / "two"]
   for run in runs:
-    writers.RunDirectory.create(run).metrics_path.write_text("")
+    writers.RunDirectory.start(run).metrics_path.write_text("")
   one, two = map(str, runs)
   assert cli.main(["report", one]) == 0
   assert cli.main(["compare", one, two]) == 0

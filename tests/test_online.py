@@ -261,7 +261,7 @@ def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypat
 
 
 def test_the_average_is_what_serves(pair, tmp_path):
-  directory = writers.RunDirectory.create(tmp_path / "run")
+  directory = writers.RunDirectory.start(tmp_path / "run")
   loop = online.OnlineLoop(tiny_online.config(pair, directory.path), directory)
   while not loop.server.slots.draft_version:
     loop.step()
@@ -281,3 +281,40 @@ def test_the_stream_must_fit_the_buckets(pair, tmp_path):
   decoding = slots.DecodingConfig(source_lengths=(16,))
   with pytest.raises(ValueError, match=r"OnlineConfig\.stream: .*source_length=40.*16"):
     tiny_online.config(pair, tmp_path, decoding=decoding)
+
+
+def files(folder):
+  return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+def test_a_finished_run_is_left_alone_whatever_is_asked(pair, learned, monkeypatch):
+  monkeypatch.setattr(online, "OnlineLoop", None)  # would fail
+  config = tiny_online.config(pair, learned.path)
+  before = files(learned.path)
+  assert online.run(config) == learned.path
+  with pytest.raises(
+    ValueError, match=r"OnlineConfig\.learn: stored True, given False"
+  ):
+    online.run(dataclasses.replace(config, learn=False))
+  after = files(learned.path)
+  assert {**after, ".lock": b""} == {**before, ".lock": b""}
+
+
+def test_a_start_that_fails_leaves_no_directory(pair, tmp_path):
+  absent = dataclasses.replace(pair, draft=str(tmp_path / "absent.safetensors"))
+  config = tiny_online.config(absent, tmp_path / "runs" / "new")
+  with pytest.raises(ValueError, match=r"absent\.safetensors"):
+    online.run(config)
+  assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_directory_is_named(pair):
+  with pytest.raises(ValueError, match=r"OnlineConfig\.run_directory: received ''"):
+    tiny_online.config(pair, "")
+
+
+def test_the_account_adds_up_to_the_wall_time(learned):
+  account = writers.Ledger.of([*learned.requests, *learned.updates, *learned.summary])
+  assert sum(account.parts.values()) == pytest.approx(account.wall)
+  assert account.wall == learned.summary[0]["wall_seconds"]
+  assert account.parts["rest"] > 0 and account.learning > 0

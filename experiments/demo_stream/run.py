@@ -18,7 +18,7 @@ import rich.table
 from osd_jax import corpus, offline, online, pairs, partitioning, writers
 from osd_jax.data import streams
 from osd_jax.main import settings
-from osd_jax.measuring import metrics, summaries
+from osd_jax.measuring import metrics
 from osd_jax.models import weights
 from osd_jax.serving import slots
 
@@ -78,11 +78,11 @@ def served(seed: int, out: pathlib.Path) -> tuple[online.OnlineConfig, pathlib.P
   return config, out / f"seed_{seed}"
 
 
-def curves(path: pathlib.Path, shifts, level: dict[str, float]) -> dict[str, dict]:
+def curves(path: pathlib.Path, level: dict[str, float]) -> dict[str, dict]:
   """Per topic: means, first and last 50, and requests to recover."""
   requests = [r for r in writers.read(path / "metrics.jsonl") if r["kind"] == "request"]
   found = {}
-  for label, rows in summaries.split(requests, shifts):
+  for label, rows in writers.by_segment(requests):
     row = metrics.segment_summary(rows, 50)
     row["recovery"] = metrics.recovery_requests(
       [r["overlap"] for r in rows], level[label]
@@ -122,7 +122,7 @@ def main() -> None:
     stream_shifts = shifts_of(config, pair)
     row = {
       "seed": seed,
-      "topics": curves(path, stream_shifts, level),
+      "topics": curves(path, level),
       "forgetting": forgetting(pair, path, stream_shifts, answers, labels),
     }
     console.print(json.dumps(row), soft_wrap=True)

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from osd_jax import base
-from osd_jax.checkpoints import leaves
+from osd_jax.checkpoints import leaves, quiet
 
 _ARRAYS, _HOST = "arrays", "host"
 
@@ -46,18 +46,8 @@ class CheckpointConfig:
   every_requests: int = 50
 
   def __post_init__(self):
-    if not self.directory:
-      raise base.InputError(
-        "CheckpointConfig.directory: received an empty path, expected a folder;"
-        " give the folder that shall hold the checkpoints."
-      )
-    for name in ("keep", "every_requests"):
-      value = getattr(self, name)
-      if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise base.InputError(
-          f"CheckpointConfig.{name}: received {value!r}, expected a whole number"
-          " of at least 1."
-        )
+    base.check_fields(self, {"directory": (self.directory, "a folder")})
+    base.check_counts(self, "keep", "every_requests")
 
 
 class Checkpointer:
@@ -82,6 +72,7 @@ class Checkpointer:
     )
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
     self._writing: tuple[int, concurrent.futures.Future] | None = None
+    self._restored: int | None = None
 
   def __enter__(self) -> "Checkpointer":
     return self
@@ -122,6 +113,21 @@ class Checkpointer:
   def latest_step(self) -> int | None:
     """The newest complete step, None if there is none; waits as `steps` does."""
     return max(self.steps(), default=None)
+
+  def resumed(self, unit: str, total: int) -> str:
+    """Says where a run continues that counts its steps in these units.
+
+    Args:
+      unit: what is counted, in the singular.
+      total: how many the run has.
+
+    Returns:
+      One sentence, "" where nothing was restored.
+    """
+    if self._restored is None:
+      return ""
+    where = self._directory / str(self._restored)
+    return f"continues at {unit} {self._restored} of {total} from checkpoint {where}"
 
   def due(self, finished: int) -> bool:
     """Whether a checkpoint is due after `finished` requests; waits for nothing.
@@ -177,14 +183,12 @@ class Checkpointer:
     payload = {"host": host, "arrays": leaves.described(arrays)}
     stored = {name: leaf for name, leaf in arrays.items() if leaf.size}
     args = self._ocp.args
+    whole = args.Composite(
+      arrays=args.StandardSave(stored), host=args.JsonSave(payload)
+    )
     try:
-      self._manager.save(
-        step,
-        args=args.Composite(
-          arrays=args.StandardSave(stored), host=args.JsonSave(payload)
-        ),
-        force=True,
-      )
+      with quiet.echoes_of_failure():
+        self._manager.save(step, args=whole, force=True)
     except Exception as error:  # whatever the writers raise: it is not on disk
       raise base.InputError(
         f"checkpoint save: step {step} cannot be written to {self._directory}"
@@ -234,6 +238,7 @@ class Checkpointer:
         damaged[candidate] = _first_line(error)
         continue
       self._set_aside(damaged, candidate)
+      self._restored = candidate
       return arrays, payload["host"]
     raise base.InputError(
       f"checkpoint restore: no readable step in {self._directory}, tried"
@@ -329,9 +334,10 @@ def _copied_json(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cause(error: Exception) -> str:
-  """The system's own words for a full disk, which tensorstore puts far behind."""
-  full = os.strerror(errno.ENOSPC)
-  return full if full in str(error) else _first_line(error)
+  """The system's own words, which tensorstore puts far behind."""
+  codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+  words = [os.strerror(code) for code in codes if os.strerror(code) in str(error)]
+  return words[0] if words else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

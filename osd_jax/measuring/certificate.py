@@ -38,7 +38,7 @@ class Difference:
       decoding ended before.
     emitted: token of the speculative output; None if it ended before.
     expected_score: its rescored logit; divided by the temperature and with its noise
-      where the request is sampled.
+      where the request is sampled. None in rows read back where it was not finite.
     emitted_score: likewise; -inf where the cut-off leaves the token out.
     passes: whether it is a near tie.
   """
@@ -47,15 +47,18 @@ class Difference:
   position: int
   expected: int | None
   emitted: int | None
-  expected_score: float
-  emitted_score: float
+  expected_score: float | None
+  emitted_score: float | None
   passes: bool
 
   def __str__(self) -> str:
+    shown = [
+      "score not finite" if score is None else f"{score:.7g}"
+      for score in (self.expected_score, self.emitted_score)
+    ]
     return (
       f"prompt {self.prompt}, position {self.position}: expected token"
-      f" {self.expected} ({self.expected_score:.7g}), emitted {self.emitted}"
-      f" ({self.emitted_score:.7g})"
+      f" {self.expected} ({shown[0]}), emitted {self.emitted} ({shown[1]})"
     )
 
 
@@ -154,7 +157,12 @@ def conclude(verdict: Certificate, directory: writers.RunDirectory) -> bool:
   failures = [dataclasses.asdict(failure) for failure in verdict.failures[:SHOWN]]
   directory.write_json(
     "certificate.json",
-    {**verdict.row(), "near_tie_tolerance": NEAR_TIE, "first_failures": failures},
+    {
+      "sentence": verdict.sentence(),
+      **verdict.row(),
+      "near_tie_tolerance": NEAR_TIE,
+      "first_failures": failures,
+    },
   )
   return verdict.passed
 

@@ -90,7 +90,10 @@ def _write(
   partial = path.with_name(path.name + ".partial")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
+    partial.touch()  # as readable as umask says; the library's own file is private
+    mode = partial.stat().st_mode
     safetensors.flax.save_file(tensors, partial, metadata=metadata)
+    partial.chmod(mode)
     os.replace(partial, path)
   except (OSError, safetensors.SafetensorError) as error:
     raise unwritable(path, error) from error

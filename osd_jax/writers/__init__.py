@@ -1,25 +1,34 @@
-"""What a run writes: its directory, metrics.jsonl, plots and report.html.
+"""What a run writes: its directory, metrics, outputs, plots and report.html.
 
 Importing this package loads neither matplotlib nor tensorboardX.
 """
 
-from osd_jax.writers.metrics_log import MetricsLog, TensorBoardLog, read
-from osd_jax.writers.plots import draw_plots, draw_plots_if_available, plots_available
-from osd_jax.writers.report import write_report
+from osd_jax.writers.json_lines import read
+from osd_jax.writers.ledger import Ledger
+from osd_jax.writers.metrics_log import MetricsLog
+from osd_jax.writers.outputs_log import Output, OutputsLog
+from osd_jax.writers.plots import (
+  draw_comparison,
+  draw_plots,
+  draw_plots_if_available,
+)
+from osd_jax.writers.report import write_page, write_report
 from osd_jax.writers.run_directory import RunDirectory, RunResult
-from osd_jax.writers.series import cost_ledger, segments, trailing_mean
+from osd_jax.writers.series import by_segment, request_rows
 
 __all__ = [
+  "Ledger",
   "MetricsLog",
+  "Output",
+  "OutputsLog",
   "RunDirectory",
   "RunResult",
-  "TensorBoardLog",
-  "cost_ledger",
+  "by_segment",
+  "draw_comparison",
   "draw_plots",
   "draw_plots_if_available",
-  "plots_available",
   "read",
-  "segments",
-  "trailing_mean",
+  "request_rows",
+  "write_page",
   "write_report",
 ]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from osd_jax import base
-from osd_jax.writers import metrics_log, series
-from osd_jax.writers.run_directory import RunDirectory
+from osd_jax.writers import json_lines, outputs_log
+from osd_jax.writers.run_directory import RunDirectory, write_text
 
 _CSS = """
 :root { color-scheme: light; }
@@ -22,7 +22,9 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
 .headline p { margin: .5rem 0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; }
-th, td { padding: .3rem .8rem; border-bottom: 1px solid #ddd; text-align: left; }
+td { white-space: pre-line; }
+th, td { padding: .3rem .8rem; vertical-align: top; text-align: left;
+  border-bottom: 1px solid #ddd; }
 th { border-bottom: 2px solid #999; vertical-align: bottom; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
 img { display: block; width: 100%; margin: 1.2rem 0; }
@@ -37,13 +39,13 @@ def write_report(
   tables: Mapping[str, Sequence[Mapping[str, Any]]],
   plots: Sequence[Path],
   *,
-  title: str = "Online speculative decoding",
+  title: str,
   note: str = "",
 ) -> Path:
-  """Writes report.html of a run: headline, tables, plots, ledger, provenance.
+  """Writes report.html of a run: headline, tables, plots, samples, provenance.
 
   Args:
-    run_directory: the run; its metrics, provenance and config are read.
+    run_directory: the run; its outputs, provenance and config are read.
     headline: sentences in plain words on what came out.
     tables: heading -> rows; the columns are the keys, in order of appearance.
     plots: PNG files, in reading order; they are embedded.
@@ -54,11 +56,47 @@ def write_report(
     Path of the report.
 
   Raises:
-    ValueError: a plot is no PNG file.
+    InputError: a plot is no PNG file.
   """
+  provenance = run_directory.provenance()
+  samples = []
+  if run_directory.outputs_path.exists():
+    samples = outputs_log.samples(json_lines.read(run_directory.outputs_path))
+  return write_page(
+    run_directory.report_path,
+    headline,
+    tables,
+    plots,
+    title=title,
+    subtitle=_subtitle(run_directory.path, provenance),
+    note=note,
+    below=[
+      *(["<h2>What was served</h2>", _table(samples)] if samples else []),
+      "<h2>Origin</h2>",
+      _details(
+        "Provenance: code, versions, command, device", json.dumps(provenance, indent=2)
+      ),
+      _details("Settings", json.dumps(run_directory.config(), indent=2)),
+      _details("Operative config", run_directory.operative_config() or "(none)"),
+    ],
+  )
+
+
+def write_page(
+  path: Path,
+  headline: Sequence[str],
+  tables: Mapping[str, Sequence[Mapping[str, Any]]],
+  plots: Sequence[Path],
+  *,
+  title: str,
+  subtitle: str = "",
+  note: str = "",
+  below: Sequence[str] = (),
+) -> Path:
+  """Writes a page like `write_report`, of anything; `below` is HTML that ends it."""
   parts = [
     f"<h1>{_text(title)}</h1>",
-    f'<p class="faint">{_text(_subtitle(run_directory))}</p>',
+    f'<p class="faint">{_text(subtitle)}</p>',
     '<div class="headline">',
     *(f"<p>{_text(sentence)}</p>" for sentence in headline),
     "</div>",
@@ -70,9 +108,8 @@ def write_report(
   parts += [_image(Path(plot)) for plot in plots]
   if note:
     parts.append(f'<p class="faint">{_text(note)}</p>')
-  parts += _ledger(run_directory) + _origin(run_directory)
-  run_directory.report_path.write_text(_page(title, parts), encoding="utf-8")
-  return run_directory.report_path
+  write_text(path, _page(title, [*parts, *below]))
+  return path
 
 
 def _page(title: str, parts: Sequence[str]) -> str:
@@ -88,40 +125,17 @@ def _page(title: str, parts: Sequence[str]) -> str:
   )
 
 
-def _subtitle(run: RunDirectory) -> str:
-  provenance = run.provenance()
+def _subtitle(path: Path, provenance: Mapping[str, Any]) -> str:
   sha = provenance.get("git_sha")
   facts = [
-    run.path.name,
+    path.name,
     f"started {provenance['started']}",
+    "" if provenance.get("finished") else "not finished",
     f"{provenance['device_count']} x {provenance['device_kind']}",
     f"seed {provenance['seed']}" if provenance["seed"] is not None else "",
     f"commit {sha[:10]}" if sha else "",
   ]
   return " · ".join(fact for fact in facts if fact)
-
-
-def _ledger(run: RunDirectory) -> list[str]:
-  if not run.metrics_path.exists():
-    return []
-  ledger = series.cost_ledger(list(metrics_log.read(run.metrics_path)))
-  if not ledger:
-    return []
-  total = sum(ledger.values())
-  rows = [
-    {"part": name, "seconds": round(value, 2), "share": f"{value / total:.1%}"}
-    for name, value in ledger.items()
-  ]
-  return ["<h2>Cost ledger</h2>", _table(rows)]
-
-
-def _origin(run: RunDirectory) -> list[str]:
-  provenance = json.dumps(run.provenance(), indent=2)
-  return [
-    "<h2>Origin</h2>",
-    _details("Provenance: code, versions, command, device", provenance),
-    _details("Operative config", run.config() or "(none was given)"),
-  ]
 
 
 def _details(summary: str, text: str) -> str:

@@ -1,26 +1,36 @@
 """The run directory: what a run leaves behind, and what it continues from.
 
-`operative_config.gin` holds every setting of the run; `provenance.json` code,
-versions, command line, seed, device and hours; `metrics.jsonl` one row a request,
-update or swap (`MetricsLog`); `tensorboard/` events, optional; `checkpoints/`
-orbax steps (`osd_jax.checkpoints`); `plots/` and `report.html` come at the end.
+`config.json` holds every setting, `operative_config.gin` those of the command line;
+`provenance.json` code, versions, command, seed, device, hours, and whether the run is
+finished; `metrics.jsonl` one row a request, update or step (`MetricsLog`);
+`outputs.jsonl` what was served (`OutputsLog`); `tensorboard/` events, optional;
+`checkpoints/` orbax steps (`osd_jax.checkpoints`); `plots/` and `report.html` come at
+the end. `.lock` says which process writes.
 """
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
-import os
-import platform
-import subprocess
-import sys
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from osd_jax import base
+from osd_jax.writers import json_lines, provenance, stored_config
+from osd_jax.writers import lock as locks
 
-_PACKAGES = ("osd-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+# What a run writes, at its start and later; nothing else is ever removed.
+_FIRST = (
+  "config.json",
+  "operative_config.gin",
+  "provenance.json",
+  "metrics.jsonl",
+  "outputs.jsonl",
+  "checkpoints",
+  "tensorboard",
+)
+_RESULTS = ("certificate.json", "draft.safetensors", "drafts", "plots", "report.html")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +46,30 @@ class RunResult:
   exact: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
 class RunDirectory:
-  """Paths of one run. Made by `create`, `open` or `start`.
+  """The paths of a run. `start` makes one that this process alone may write to.
+
+  As a context manager it lets others write afterwards, and removes what it made if
+  an error came before anything was measured.
 
   Attributes:
     path: the folder.
   """
 
-  path: Path
+  def __init__(self, path: str | Path):
+    """Names a folder, to read from it; neither makes nor locks it."""
+    self.path = Path(path)
+    self._lock: locks.Lock | None = None
+    self._made: list[Path] = []  # folders that were not there before, inner ones first
+    self._is_new = False
 
   @property
   def metrics_path(self) -> Path:
     return self.path / "metrics.jsonl"
+
+  @property
+  def outputs_path(self) -> Path:
+    return self.path / "outputs.jsonl"
 
   @property
   def checkpoints_path(self) -> Path:
@@ -68,6 +89,10 @@ class RunDirectory:
 
   @property
   def config_path(self) -> Path:
+    return self.path / "config.json"
+
+  @property
+  def operative_config_path(self) -> Path:
     return self.path / "operative_config.gin"
 
   @property
@@ -75,233 +100,185 @@ class RunDirectory:
     return self.path / "provenance.json"
 
   @classmethod
-  def create(
-    cls,
-    path: str | Path,
-    *,
-    config: str = "",
-    seed: int | None = None,
-    argv: Sequence[str] | None = None,
-  ) -> "RunDirectory":
-    """Makes the folder of a new run and writes its config and provenance.
-
-    Args:
-      path: the folder, made with its parents.
-      config: text of the operative config.
-      seed: the run's seed.
-      argv: the command line, this process's own by default.
-
-    Raises:
-      ValueError: the folder already holds a run.
-    """
-    run = cls(Path(path))
-    if run.provenance_path.exists():
-      raise base.InputError(
-        f"run directory: received {path}, which already holds a run, expected a"
-        " new folder; choose another, or continue that run with open()."
-      )
-    run.path.mkdir(parents=True, exist_ok=True)
-    _write_text(run.config_path, config)
-    run._write_provenance(
-      {"seed": seed, **_session(argv), "resumed": []}  # written last: the mark
-    )
-    return run
-
-  @classmethod
-  def open(
-    cls,
-    path: str | Path,
-    *,
-    config: str | None = None,
-    argv: Sequence[str] | None = None,
-  ) -> "RunDirectory":
-    """Opens an existing run to continue it; provenance notes the new session.
-
-    Args:
-      path: the folder.
-      config: text of the operative config now; where given, it must say the same
-        as the stored one (comments and blank lines apart).
-      argv: the command line, this process's own by default.
-
-    Raises:
-      ValueError: the folder holds no run, or its config differs.
-    """
-    run = cls(Path(path))
-    provenance = run.provenance()
-    if config is not None:
-      run._check_config(config)
-    run._close_session(provenance, interrupted=True)
-    provenance["resumed"].append(_session(argv))
-    run._write_provenance(provenance)
-    return run
-
-  @classmethod
   def start(
     cls,
     path: str | Path,
+    config: Any = None,
     *,
-    config: str = "",
+    operative_config: str = "",
     seed: int | None = None,
+    overwrite: bool = False,
     argv: Sequence[str] | None = None,
   ) -> "RunDirectory":
-    """Continues the run of this folder if it holds one, else creates it.
+    """Continues the run of this folder if it holds one, else begins one.
+
+    A run that is finished stays as it is: see `finished`.
+
+    Args:
+      path: the folder, made with its parents.
+      config: the run's dataclass; stored, and compared with the one stored.
+      operative_config: text of the command line's settings, stored beside it.
+      seed: the run's seed.
+      overwrite: remove what a run left here, and begin anew.
+      argv: the command line, this process's own by default.
 
     Raises:
-      InputError: no folder is named, or its config differs.
+      InputError: the folder cannot be written to, another process writes to it, or
+        its run has another config.
     """
-    if not str(path).strip():
+    run = cls(path)
+    try:
+      run._open()
+      if overwrite and run.provenance_path.exists():
+        run._remove(*_RESULTS, *_FIRST)
+      if run.provenance_path.exists():
+        run._continue(config, argv)
+      else:
+        run._begin(config, operative_config, seed, argv)
+    except OSError as error:
+      run.close()
       raise base.InputError(
-        "run_directory: received '', expected a folder for what the run writes."
-      )
-    if cls(Path(path)).provenance_path.exists():
-      return cls.open(path, config=config, argv=argv)
-    return cls.create(path, config=config, seed=seed, argv=argv)
+        f"{_owner(config)}run_directory: received {str(path)!r}, expected a folder"
+        f" that can be made and written to ({error.strerror}); choose another."
+      ) from error
+    except BaseException:
+      run.close()
+      raise
+    return run
+
+  def __enter__(self) -> "RunDirectory":
+    return self
+
+  def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    if error is not None and self._is_new and not self._has_rows():
+      self._remove(*_FIRST, locks.NAME)
+      for folder in self._made:
+        if not any(folder.iterdir()):
+          folder.rmdir()
+    self.close()
+
+  def close(self) -> None:
+    """Lets other processes write here."""
+    if self._lock is not None:
+      self._lock.release()
+
+  @property
+  def finished(self) -> str | None:
+    """When the run was finished, None if it was not."""
+    return self.provenance().get("finished")
 
   def provenance(self) -> dict[str, Any]:
     """The content of provenance.json.
 
     Raises:
-      ValueError: there is none, or it is no JSON.
+      InputError: there is none, or it is no JSON.
     """
     try:
       return json.loads(self.provenance_path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
       raise base.InputError(
         f"run directory: received {self.path}, expected a folder with a readable"
-        f" provenance.json ({error}); create() makes one."
+        f" provenance.json ({error}); every command that runs makes one."
       ) from error
 
-  def config(self) -> str:
-    """The stored operative config, "" if there is none."""
+  def config(self) -> dict[str, Any]:
+    """The stored config by field, {} if there is none."""
     if not self.config_path.exists():
+      return {}
+    return json.loads(self.config_path.read_text(encoding="utf-8"))
+
+  def operative_config(self) -> str:
+    """The stored text of the command line's settings, "" if there is none."""
+    if not self.operative_config_path.exists():
       return ""
-    return self.config_path.read_text(encoding="utf-8")
+    return self.operative_config_path.read_text(encoding="utf-8")
 
-  def write_config(self, config: str) -> None:
-    """Replaces the operative config, for callers that know it in full later."""
-    _write_text(self.config_path, config)
-
-  def write_json(self, name: str, content: dict[str, Any]) -> Path:
+  def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
     """Writes a file of results beside the run; returns where it is."""
-    _write_text(self.path / name, json.dumps(content, indent=2) + "\n")
+    plain, _ = json_lines.strict(content, name)
+    write_text(self.path / name, json.dumps(plain, indent=2) + "\n")
     return self.path / name
 
   def finish(self) -> None:
-    """Notes the end of this session and the hours of all of them."""
-    provenance = self.provenance()
-    self._close_session(provenance, interrupted=False)
-    self._write_provenance(provenance)
+    """Notes that the run is complete, when this session ended, and the hours of all."""
+    notes = self.provenance()
+    provenance.end(notes, provenance.now(), interrupted=False)
+    notes["finished"] = provenance.now().isoformat(timespec="seconds")
+    self._write_provenance(notes)
 
-  def _check_config(self, config: str) -> None:
-    stored, given = _statements(self.config()), _statements(config)
-    gone = [line for line in stored if line not in given]
-    new = [line for line in given if line not in stored]
-    if gone or new:
+  def _open(self) -> None:
+    """Makes and locks the folder."""
+    above = [self.path, *self.path.parents]
+    self._made = [folder for folder in above if not folder.exists()]
+    self.path.mkdir(parents=True, exist_ok=True)
+    self._lock = locks.Lock(self.path)
+
+  def _begin(
+    self,
+    config: Any,
+    operative_config: str,
+    seed: int | None,
+    argv: Sequence[str] | None,
+  ) -> None:
+    self._is_new = True
+    self.write_json(self.config_path.name, stored_config.described(config))
+    write_text(self.operative_config_path, operative_config)
+    begun = {"seed": seed, "finished": None, **provenance.session(argv)}
+    self._write_provenance({**begun, "resumed": []})  # last: from now on it is a run
+
+  def _continue(self, config: Any, argv: Sequence[str] | None) -> None:
+    self._check_config(config)
+    notes = self.provenance()
+    if notes.get("finished"):
+      return
+    provenance.end(notes, self._last_sign_of_life(notes), interrupted=True)
+    notes["resumed"].append(provenance.session(argv))
+    self._write_provenance(notes)
+
+  def _check_config(self, config: Any) -> None:
+    given = stored_config.described(config)
+    different = stored_config.differences(self.config(), given)
+    if different:
+      shown = [
+        f"{_owner(config)}{name}: stored {stored!r}, given {now!r}"
+        for name, stored, now in different[:5]
+      ]
+      more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
       raise base.InputError(
-        f"run directory: received a config for {self.path} that differs from the"
-        f" one it was made with: expected {gone[:3]}, received {new[:3]}; repeat"
-        " the first command, or choose a new directory."
+        f"run directory: {self.path} holds a run of other settings: "
+        + "; ".join(shown)
+        + f"{more}. Repeat its settings, choose a new directory, or set"
+        f" {_owner(config)}overwrite = True to remove that run and begin anew."
       )
 
-  def _close_session(self, provenance: dict[str, Any], interrupted: bool) -> None:
-    sessions = [provenance, *provenance["resumed"]]
-    last = sessions[-1]
-    if last["ended"] is not None:
-      return
-    end = self._last_sign_of_life(last["started"]) if interrupted else _now()
-    last["ended"] = end.isoformat(timespec="seconds")
-    last["interrupted"] = interrupted
-    last["hours"] = _hours(last["started"], end)
-    provenance["total_hours"] = round(sum(s["hours"] or 0 for s in sessions), 4)
-
-  def _last_sign_of_life(self, started: str) -> datetime.datetime:
+  def _last_sign_of_life(self, notes: Mapping[str, Any]) -> datetime.datetime:
     """When a session that was killed last wrote metrics."""
-    begin = datetime.datetime.fromisoformat(started)
     if not self.metrics_path.exists():
-      return begin
+      return datetime.datetime.fromisoformat([notes, *notes["resumed"]][-1]["started"])
     seconds = self.metrics_path.stat().st_mtime
-    return max(begin, datetime.datetime.fromtimestamp(seconds, datetime.UTC))
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
 
-  def _write_provenance(self, provenance: dict[str, Any]) -> None:
-    self.write_json(self.provenance_path.name, provenance)
+  def _write_provenance(self, notes: Mapping[str, Any]) -> None:
+    self.write_json(self.provenance_path.name, notes)
 
+  def _has_rows(self) -> bool:
+    return self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
 
-def _session(argv: Sequence[str] | None) -> dict[str, Any]:
-  """What is known of one process that works on a run, when it starts."""
-  return {
-    "argv": list(sys.argv if argv is None else argv),
-    **_git_state(),
-    "versions": _versions(),
-    **_devices(),
-    "started": _now().isoformat(timespec="seconds"),
-    "ended": None,
-    "hours": None,
-  }
+  def _remove(self, *names: str) -> None:
+    for name in names:
+      if (self.path / name).is_dir():
+        shutil.rmtree(self.path / name, ignore_errors=True)
+      else:
+        (self.path / name).unlink(missing_ok=True)
 
 
-def _git_state() -> dict[str, Any]:
-  """Commit of the package's own checkout, None outside of one."""
-  package = Path(__file__).resolve().parents[1]
-
-  def git(*args: str) -> str:
-    command = ["git", "-C", str(package), *args]
-    return subprocess.run(
-      command, capture_output=True, text=True, check=True, timeout=20
-    ).stdout.strip()
-
-  try:
-    git("ls-files", "--error-unmatch", "base.py")  # not merely inside some checkout
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return {"git_sha": git("rev-parse", "HEAD"), "git_dirty": bool(changed)}
-  except (OSError, subprocess.SubprocessError):
-    return {"git_sha": None, "git_dirty": None}
-
-
-def _versions() -> dict[str, str | None]:
-  versions: dict[str, str | None] = {"python": platform.python_version()}
-  for name in _PACKAGES:
-    try:
-      versions[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      versions[name] = None
-  return versions
-
-
-def _devices() -> dict[str, Any]:
-  import jax
-
-  threads = (
-    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-  )
-  return {
-    "device_kind": jax.devices()[0].device_kind,
-    "device_count": jax.device_count(),
-    "process_count": jax.process_count(),
-    "thread_count": threads,
-    "thread_settings": {
-      name: os.environ[name]
-      for name in ("XLA_FLAGS", "OMP_NUM_THREADS")
-      if name in os.environ
-    },
-  }
-
-
-def _statements(config: str) -> list[str]:
-  lines = (line.strip() for line in config.splitlines())
-  return [line for line in lines if line and not line.startswith("#")]
-
-
-def _now() -> datetime.datetime:
-  return datetime.datetime.now(datetime.UTC)
-
-
-def _hours(started: str, end: datetime.datetime) -> float:
-  begin = datetime.datetime.fromisoformat(started)
-  return round((end - begin).total_seconds() / 3600, 4)
-
-
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
   """Writes beside the file and renames, so that readers see all or nothing."""
   temporary = path.with_name(path.name + ".tmp")
   temporary.write_text(text, encoding="utf-8")
   temporary.replace(path)
+
+
+def _owner(config: Any) -> str:
+  """What comes before a field's name in an error."""
+  return "" if config is None else f"{type(config).__name__}."

@@ -1,6 +1,7 @@
 """The numbers behind plots and report, from the rows of metrics.jsonl."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,15 +29,19 @@ class Segment:
   stop: int
 
 
+def of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
+  """The rows of a kind, as they were logged."""
+  return [row for row in rows if row.get("kind") == kind]
+
+
 def request_rows(rows: Iterable[Row]) -> list[Row]:
-  """The request rows, in the order of the stream."""
-  requests = [row for row in rows if row.get("kind") == "request"]
-  return sorted(requests, key=lambda row: row["index"])
+  """The request rows, in the order of the stream, whatever finished first."""
+  return sorted(of_kind(rows, "request"), key=place)
 
 
-def update_rows(rows: Iterable[Row]) -> list[Row]:
-  """The update rows, in the order in which they happened."""
-  return [row for row in rows if row.get("kind") == "update"]
+def place(row: Row) -> int:
+  """Where a request stands in the stream."""
+  return row.get("query", row["index"])
 
 
 def column(rows: Sequence[Row], name: str) -> np.ndarray:
@@ -45,12 +50,15 @@ def column(rows: Sequence[Row], name: str) -> np.ndarray:
   return np.array([math.nan if v is None else float(v) for v in values], np.float64)
 
 
-def trailing_mean(values: np.ndarray, window: int = WINDOW) -> np.ndarray:
+def trailing_mean(
+  values: np.ndarray, window: int = WINDOW, starts: Sequence[int] = (0,)
+) -> np.ndarray:
   """Mean of the measured values among the last `window`.
 
   Args:
     values: [n]; NaN where nothing was measured.
     window: number of positions, the current one included.
+    starts: positions at which the mean begins anew, rising from 0.
 
   Returns:
     [n]; NaN where the window holds no measured value. The first windows are
@@ -60,7 +68,8 @@ def trailing_mean(values: np.ndarray, window: int = WINDOW) -> np.ndarray:
   sums = np.concatenate([[0.0], np.cumsum(np.where(measured, values, 0.0))])
   counts = np.concatenate([[0], np.cumsum(measured)])
   stop = np.arange(1, len(values) + 1)
-  start = np.maximum(stop - window, 0)
+  begun = np.searchsorted(starts, stop - 1, side="right") - 1
+  start = np.maximum(stop - window, np.asarray(starts, int)[begun])
   number = counts[stop] - counts[start]
   with np.errstate(invalid="ignore", divide="ignore"):
     return np.where(number > 0, (sums[stop] - sums[start]) / number, math.nan)
@@ -69,12 +78,18 @@ def trailing_mean(values: np.ndarray, window: int = WINDOW) -> np.ndarray:
 def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
   """Splits the stream where a new source stays for `min_run` requests.
 
-  A stream that mixes its sources has no such place: it is one segment, named
-  after its source if it has but one.
+  A stream that mixes its sources has no such place: it is one segment. Where no
+  source comes back after another, runs may be of any length.
+
+  Args:
+    requests: in the order of the stream.
+    min_run: requests.
   """
   sources = [str(row.get("source", "")) for row in requests]
   if not sources:
     return []
+  if len(list(itertools.groupby(sources))) == len(set(sources)):
+    min_run = 1
   starts: list[tuple[int, str]] = []
   run_start = 0
   for i, source in enumerate([*sources[1:], None], start=1):
@@ -85,8 +100,7 @@ def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
       starts.append((run_start, sources[run_start]))
     run_start = i
   if not starts:
-    name = sources[0] if len(set(sources)) == 1 else "mixed"
-    return [Segment(name, 0, len(sources))]
+    return [Segment("mixed", 0, len(sources))]
   first = starts[0][0]
   if first >= min_run:
     starts.insert(0, (0, "mixed"))
@@ -94,6 +108,16 @@ def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
     starts[0] = (0, starts[0][1])
   stops = [start for start, _ in starts[1:]] + [len(sources)]
   return [Segment(name, start, stop) for (start, name), stop in zip(starts, stops)]
+
+
+def by_segment(requests: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+  """(source, its requests) of every segment, in the order of the stream.
+
+  Args:
+    requests: request rows, in any order.
+  """
+  ordered = sorted(requests, key=place)
+  return [(part.source, ordered[part.start : part.stop]) for part in segments(ordered)]
 
 
 def edges(parts: Sequence[Segment], size: int = EDGE) -> tuple[list[int], list[int]]:
@@ -135,40 +159,25 @@ def acceptance_per_position(requests: Sequence[Row]) -> np.ndarray:
   return np.zeros(0) if accepted is None else accepted / calls
 
 
+def accepted_per_round(requests: Sequence[Row]) -> np.ndarray:
+  """Verifications that accepted exactly 0, 1, .. K drafted tokens.
+
+  Returns:
+    [K + 1] float64, empty if no row has the counts.
+  """
+  total: np.ndarray | None = None
+  for row in requests:
+    counts, made = row.get("accepted_per_position"), _target_calls(row)
+    if counts is not None and made:
+      # A prefix is accepted: who accepted position i accepted all before it.
+      at_least = np.array([made, *counts, 0], np.float64)
+      exactly = at_least[:-1] - at_least[1:]
+      total = exactly if total is None else total + exactly
+  return np.zeros(0) if total is None else total
+
+
 def _target_calls(row: Row) -> float:
   if row.get("target_calls") is not None:
     return float(row["target_calls"])
   per_call = row.get("tokens_per_target_call")
   return float(row.get("output_tokens") or 0) / per_call if per_call else 0.0
-
-
-def cost_ledger(rows: Sequence[Row]) -> dict[str, float]:
-  """Where the seconds of a run went.
-
-  The last summary row's `ledger` (name -> seconds) is taken where there is one.
-  Else the rows are summed: `decode_ms` and `metering_ms` of requests, `update_ms`
-  and `wait_ms` of updates; `other` is what the summary's `wall_seconds` leaves.
-  Updates that overlap with decoding can make the sum exceed the wall time.
-
-  Returns:
-    Name -> seconds, in the order to show; names without any seconds left out.
-  """
-  summaries = [row for row in rows if row.get("kind") == "summary"]
-  given = summaries[-1].get("ledger") if summaries else None
-  if given:
-    return {name: float(value) for name, value in given.items() if value}
-  requests, updates = request_rows(rows), update_rows(rows)
-  ledger = {
-    "decode": _seconds(requests, "decode_ms"),
-    "update": _seconds(updates, "update_ms"),
-    "waiting for updates": _seconds(updates, "wait_ms"),
-    "metering": _seconds(requests, "metering_ms"),
-  }
-  wall = summaries[-1].get("wall_seconds") if summaries else None
-  if wall:
-    ledger["other"] = max(0.0, wall - sum(ledger.values()))
-  return {name: value for name, value in ledger.items() if value}
-
-
-def _seconds(rows: Sequence[Row], name: str) -> float:
-  return float(np.nansum(column(rows, name))) / 1e3 if rows else 0.0

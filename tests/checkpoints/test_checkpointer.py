@@ -234,6 +234,45 @@ def test_a_full_disk_is_said_at_the_end(full, how):
   checkpointer.wait()  # it is said once
 
 
+_SAVE_TOO_MUCH = """
+import resource, signal, sys
+import numpy as np
+from osd_jax import base, checkpoints
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails instead
+rng = np.random.default_rng(0)
+arrays = {f"x{i}": rng.normal(size=(200, 200)).astype(np.float32) for i in range(20)}
+with checkpoints.Checkpointer(checkpoints.CheckpointConfig(sys.argv[1])) as writer:
+  writer.save(1, arrays, {})
+  writer.wait()
+  resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+  writer.save(2, arrays, {})
+  try:
+    writer.wait()
+  except base.InputError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+def test_a_write_that_fails_is_said_in_one_line(tmp_path):
+  """Orbax and tensorstore would add a traceback for every array under way."""
+  words = [sys.executable, "-c", _SAVE_TOO_MUCH, str(tmp_path)]
+  run = subprocess.run(words, capture_output=True, text=True, check=True)
+  assert "Traceback" not in run.stderr
+  (line,) = run.stderr.splitlines()
+  assert "step 2 cannot be written" in line and "File too large" in line
+  assert "good one is step 1" in line
+
+
+def test_a_resumed_run_says_from_where(tmp_path):
+  with _open(tmp_path) as checkpointer:
+    assert checkpointer.resumed("request", 800) == ""
+    checkpointer.save(300, _learner(), {})
+    checkpointer.restore(None, _learner())
+    said = checkpointer.resumed("request", 800)
+  where = tmp_path / "300"
+  assert said == f"continues at request 300 of 800 from checkpoint {where}"
+
+
 @pytest.mark.parametrize(
   "change, words",
   [

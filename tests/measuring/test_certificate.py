@@ -137,7 +137,7 @@ def test_the_verdict_of_a_log_is_that_of_its_rows(tmp_path):
   bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
   rows = [{"certificate": dataclasses.asdict(c)} for c in (good, good, bad)]
   rows = json.loads(json.dumps([*rows, {"kind": "update"}]))
-  directory = writers.RunDirectory.create(tmp_path / "run")
+  directory = writers.RunDirectory.start(tmp_path / "run")
   assert certificate.conclude(certificate.of_rows(rows[:2]), directory)
   written = json.loads((directory.path / "certificate.json").read_text())
   assert written["passed"] and written["equal"] == written["outputs"] == 2
@@ -145,6 +145,25 @@ def test_the_verdict_of_a_log_is_that_of_its_rows(tmp_path):
   assert verdict.failures == (wrong,) and verdict.tokens == 30
   assert not certificate.conclude(verdict, directory)
   assert certificate.conclude(certificate.of_rows([]), directory)  # nothing to check
+
+
+@pytest.mark.parametrize("score", [-np.inf, np.inf, np.nan])
+def test_scores_that_are_not_finite_are_not_exact_also_read_back(tmp_path, score):
+  wrong = certificate.Difference(3, 2, 5, 6, 1.0, score, False)
+  bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
+  assert "NOT EXACT" in bad.sentence()
+  directory = writers.RunDirectory.start(tmp_path / "run")
+  with writers.MetricsLog(directory.metrics_path) as log:
+    log.write("request", {"certificate": dataclasses.asdict(bad)})
+  verdict = certificate.of_rows(writers.read(directory.metrics_path))
+  assert not verdict.passed and verdict.failures[0].emitted_score is None
+  said = verdict.sentence()
+  assert "NOT EXACT" in said and "emitted 6 (score not finite)" in said
+  for found in (verdict, bad):
+    assert not certificate.conclude(found, directory)
+  text = (directory.path / "certificate.json").read_text()
+  assert "Infinity" not in text and "NaN" not in text
+  assert "NOT EXACT" in json.loads(text)["sentence"]
 
 
 # --- T5 -----------------------------------------------------------------------------

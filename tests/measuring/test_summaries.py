@@ -1,18 +1,17 @@
-"""The words of a run: segments by place in the stream, figures as they were logged."""
+"""The words of a run: figures as they were logged; drawn anew; runs compared."""
 
 import io
+import json
 
 import pytest
 import rich.console
 
-from osd_jax import writers
-from osd_jax.measuring import summaries
-
-SHIFTS = [(0, "maths"), (60, "sql")]
+from osd_jax import base, writers
+from osd_jax.measuring import pages, summaries
 
 
 def requests() -> list[dict]:
-  """120 requests; overlap jumps at 30 of each segment; every fourth is compared."""
+  """120 requests; overlap jumps at 10 of each segment; every fourth is compared."""
   rows = []
   for index in range(120):
     row = {
@@ -45,22 +44,24 @@ def requests() -> list[dict]:
   return [*rows, update, {"kind": "summary", "wall_seconds": 3.0}]
 
 
-def test_segments_follow_the_stream_whatever_finished_first():
-  rows = [row for row in requests() if row["kind"] == "request"]
-  parts = summaries.split(list(reversed(rows)), SHIFTS)
-  assert [label for label, _ in parts] == ["maths", "sql"]
-  assert [row["query"] for row in parts[1][1]] == list(range(60, 120))
+def logged(path, rows) -> writers.RunDirectory:
+  directory = writers.RunDirectory.start(path)
+  with writers.MetricsLog(directory.metrics_path) as log:
+    for row in rows:
+      values = {name: value for name, value in row.items() if name != "kind"}
+      log.write(row["kind"], values)
+  directory.close()
+  return directory
 
 
-def test_a_segment_that_was_not_reached_is_left_out():
-  rows = [row for row in requests() if row["kind"] == "request"][:50]
-  assert [label for label, _ in summaries.split(rows, SHIFTS)] == ["maths"]
+def segments(rows=None):
+  return writers.by_segment([row for row in rows or requests() if "query" in row])
 
 
 def test_the_table_holds_first_and_last_means():
-  rows = [row for row in requests() if row["kind"] == "request"]
-  table = summaries.agreement_table(summaries.split(rows, SHIFTS))
+  table = pages.agreement_table(segments())
   first = (10 * 0.5 + 40 * 0.9) / 50
+  assert [row["topic"] for row in table] == ["maths", "sql"]
   assert table[0]["overlap first 50"] == pytest.approx(first, abs=1e-3)
   assert table[0]["overlap last 50"] == pytest.approx(0.9)
   assert table[0]["frozen last 50"] == pytest.approx(0.5)
@@ -73,27 +74,131 @@ def test_speeds_are_weighted_by_tokens_and_over_the_same_requests():
   for row in rows:
     if "plain_ms_per_token" not in row:
       row["online_ms_per_token"] = 1000.0  # was not compared: must not count
-  text = " ".join(summaries.headline(rows, summaries.split(rows, SHIFTS), requests()))
+  text = " ".join(pages.headline(segments(rows)))
   expected = 4.0 + 4.0 * 30 / 600
-  assert f"plain decoding {expected:.2f} ms/token" in text
+  assert f"plain decoding {expected:.2f} ms/token," in text
   assert f"{expected / 2:.2f}x plain, 1.50x the frozen draft" in text
 
 
-def test_costs_are_added_up_in_seconds():
-  cost = summaries.cost_row(requests())
-  assert cost["updates"] == 1 and cost["skipped steps"] == 2
-  assert cost["update seconds"] == 0.5 and cost["waiting seconds"] == 0.1
-  assert cost["decode seconds"] == pytest.approx(2.4)
+def test_plain_decoding_beside_the_learner_is_told_apart():
+  rows = [row for row in requests() if row["kind"] == "request"]
+  for row in rows:
+    if "plain_ms_per_token" in row:
+      row["learner_busy"] = row["index"] < 60
+      row["plain_ms_per_token"] = 8.0 if row["learner_busy"] else 4.0
+  text = " ".join(pages.headline(segments(rows)))
+  assert "ms/token (4.00 while the learner rested, 8.00 while it worked)" in text
+  table = pages.speed_table(segments(rows))
+  assert [row["plain, learner busy"] for row in table] == [8.0, None]
+  assert [row["plain, learner idle"] for row in table] == [None, 4.0]
+  assert "plain, learner busy" not in pages.speed_table(segments())[0]
 
 
-def test_a_run_is_concluded_with_a_page_and_a_table(tmp_path):
-  directory = writers.RunDirectory.create(tmp_path / "run")
-  with writers.MetricsLog(directory.metrics_path) as log:
-    for row in requests():
-      log.write(row.pop("kind"), row)
+def test_the_account_is_told_with_learning_beside_it():
+  sentences = pages.page(requests()).sentences
+  (cost,) = (text for text in sentences if text.startswith("Wall time"))
+  assert cost == (
+    "Wall time 3.0 s: serving 2.4, waiting for updates 0.1, comparing 0.0, metering"
+    " 0.1, rest 0.4. Beside it learning took 0.5 s (1 updates, 2 steps skipped)."
+  )
+
+
+def judged(overlap):
+  return {
+    "sql": {
+      "requests": 8,
+      "distribution_overlap": overlap,
+      "distribution_overlap_upper": 0.9,
+      "acceptance_rate": 0.5,
+    }
+  }
+
+
+OFFLINE = [
+  {"kind": "evaluation", "step": 0, "tasks": judged(0.25)},
+  {"kind": "step", "step": 5, "loss": 2.0, "skipped": 0},
+  {"kind": "step", "step": 10, "loss": 1.0, "skipped": 3},
+  {"kind": "evaluation", "step": 10, "tasks": judged(0.75)},
+]
+RIGHT = {"sql": {"rows": 8, "token_accuracy": 0.75, "exact_match": 0.5}}
+PRETRAIN = [*OFFLINE[1:3], {"kind": "evaluation", "step": 10, "tasks": RIGHT}]
+CHECK = {"outputs": 4, "equal": 4, "near_ties": 0, "passed": True}
+CERTIFY = [{"kind": "certificate", "K": 3, "rows": 1, "draft": "pair", **CHECK}]
+SPEEDS = {"speed_up": 1.25, "predicted": 1.5, "predicted_paper": 2.0}
+EVALUATE = [
+  {"kind": "quality", "task": "sql", "exact_match": 0.5},
+  {"kind": "draft", "task": "sql", "draft": "first", "distribution_overlap": 0.4},
+  {"kind": "speed", "rows": 1, "draft": "first", **SPEEDS},
+]
+
+
+@pytest.mark.parametrize(
+  ("rows", "title", "words"),
+  [
+    (requests(), "Online speculative decoding", ["maths: overlap 0.82", "1.50x the"]),
+    (OFFLINE, "Offline distillation", ["10 steps: loss 2.0000", "3 steps", "0.250"]),
+    (PRETRAIN, "Supervised training", ["loss 2.0000", "Exact match over", "0.500"]),
+    (CERTIFY, "Certificate", ["near ties", "pair"]),
+    (EVALUATE, "Evaluation", ["1.25x plain decoding (1.50x predicted", "Drafts"]),
+    ([], "Run", ["Nothing was measured yet"]),
+  ],
+)
+def test_every_kind_of_run_is_told_and_drawn_anew(tmp_path, rows, title, words):
+  directory = logged(tmp_path / "run", rows)
   shown = io.StringIO()
   console = rich.console.Console(file=shown, width=200)
-  summaries.conclude(directory, SHIFTS, console, "token-for-token equal")
-  assert "maths" in shown.getvalue() and "token-for-token" in shown.getvalue()
-  page = directory.report_path.read_text(encoding="utf-8")
-  assert "token-for-token" in page and "http" not in page.split("<pre>")[0]
+  report = summaries.conclude(directory, console, "token-for-token equal")
+  page = report.read_text(encoding="utf-8")
+  assert f"<h1>{title}</h1>" in page and "http" not in page.split("<pre>")[0]
+  for word in [*words, "token-for-token equal"]:
+    assert word in page
+  assert "token-for-token equal" in shown.getvalue()
+  report.unlink()
+  (directory.path / "certificate.json").write_text(
+    json.dumps({"sentence": "token-for-token equal"})
+  )
+  assert summaries.redraw(directory.path) == report
+  assert report.read_text(encoding="utf-8") == page
+
+
+def test_what_is_no_run_cannot_be_drawn(tmp_path):
+  with pytest.raises(base.InputError, match=r"provenance\.json"):
+    summaries.redraw(tmp_path)
+  writers.RunDirectory.start(tmp_path / "run")
+  with pytest.raises(base.InputError, match=r"metrics\.jsonl"):
+    summaries.redraw(tmp_path / "run")
+
+
+def test_runs_are_put_side_by_side(tmp_path):
+  for name, scale in (("one", 1.0), ("two", 2.0)):
+    rows = requests()
+    for row in rows:
+      if row["kind"] == "request":
+        row |= {"decode_ms": scale * row["decode_ms"], "target_calls": 5}
+    logged(tmp_path / name, rows)
+  page = summaries.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+  text = page.read_text(encoding="utf-8")
+  assert page == tmp_path / "out" / "report.html" and "data:image/png" in text
+  tokens = sum(r["output_tokens"] for r in requests() if r["kind"] == "request")
+  for scale in (1, 2):
+    assert f"{round(scale * 120 * 20.0 / tokens, 2):.3f}" in text
+  assert ">one<" in text and ">two<" in text
+
+
+def test_what_cannot_be_compared_is_named(tmp_path):
+  logged(tmp_path / "one", requests())
+  logged(tmp_path / "two", OFFLINE)
+  with pytest.raises(base.InputError, match="received two, which served no requests"):
+    summaries.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+  with pytest.raises(base.InputError, match="received 1 runs, expected two or more"):
+    summaries.compare([tmp_path / "one"])
+  assert not (tmp_path / "out").exists()
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+  rows = [row | {"target_calls": 5} for row in requests()]
+  paths = [tmp_path / parent / "run" for parent in ("a", "b")]
+  for path in paths:
+    logged(path, rows)
+  text = summaries.compare(paths, tmp_path / "out").read_text(encoding="utf-8")
+  assert all(str(path) in text for path in paths)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,15 @@ def test_float32_comes_back_bit_for_bit(saved, tmp_path):
   for field in ("config", "vocabulary", "notes"):
     assert getattr(loaded, field) == getattr(saved, field)
   assert loaded.model is saved.model  # nothing is compiled twice
+
+
+def test_the_file_is_as_readable_as_the_umask_says(saved, tmp_path):
+  before = os.umask(0o022)
+  try:
+    path = weights.save(tmp_path / "a.safetensors", saved)
+  finally:
+    os.umask(before)
+  assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_bfloat16_storage_rounds_to_nearest(saved, tmp_path):

@@ -19,15 +19,21 @@ def rows(requests: int = 800, seed: int = 0) -> list[dict[str, Any]]:
     floor = (0.78, 0.55, 0.75, 0.5)[topic]
     seen = index - topic * per_topic
     online = floor + (0.92 - floor) * (1 - math.exp(-seen / 30))
-    made.append(_request(rng, index, TOPICS[topic], floor, online))
-    if index % 8 == 7:
+    paused = seen > 0.75 * per_topic  # updates stop once the draft has learnt
+    made.append(_request(rng, index, TOPICS[topic], floor, online, paused))
+    if index % 8 == 7 and not paused:
       made.append(_update(rng, index + 1, 1.8 * math.exp(-seen / 40)))
   made.append({"kind": "summary", "requests": requests, "wall_seconds": 212.0})
   return made
 
 
 def _request(
-  rng: np.random.Generator, index: int, source: str, floor: float, online: float
+  rng: np.random.Generator,
+  index: int,
+  source: str,
+  floor: float,
+  online: float,
+  paused: bool,
 ) -> dict[str, Any]:
   noise = rng.normal(0, 0.13) + rng.normal(0, 0.04, 2)  # shared, and each one's own
   noisy = np.clip(np.array([floor, online]) + noise, 0, 1)
@@ -39,7 +45,11 @@ def _request(
   row = {
     "kind": "request",
     "index": index,
+    "query": index,
     "source": source,
+    "paused": paused,
+    "target_calls": calls,
+    "drafted": calls * NUM_DRAFT_TOKENS - int(rng.integers(0, 2 * calls)),
     "overlap": float(noisy[1]),
     "floor_overlap": float(noisy[0]),
     "draft_acceptance_rate": sum(accepted) / (calls * NUM_DRAFT_TOKENS),
@@ -50,11 +60,14 @@ def _request(
     "output_tokens": tokens,
     "decode_ms": calls * 11.0,
     "metering_ms": 14.0,
+    "run_seconds": 0.26 * (index + 1),
   }
   if index % 4 == 0:
     frozen = 1 / (1 - noisy[0]) if noisy[0] < 0.85 else 6.0
     row |= {
-      "plain_ms_per_token": 5.0 + rng.gamma(2, 0.2),
+      "plain_ms_per_token": (4.0 if paused else 7.0) + rng.gamma(2, 0.2),
+      "learner_busy": not paused,
+      "compare_ms": 120.0,
       "floor_ms_per_token": 11.0 / frozen + rng.gamma(2, 0.2),
       "online_ms_per_token": 11.0 * calls / tokens + rng.gamma(2, 0.2),
     }

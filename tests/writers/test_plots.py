@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from writers import synthetic_run
 
-from osd_jax.writers import plots
+from osd_jax.writers import plots, serving_plots, training_plots
 
 pytest.importorskip("matplotlib", reason="the extra [plots] is not installed")
 
@@ -23,9 +23,12 @@ def _png_size(path):
   return struct.unpack(">II", head[4:12])
 
 
-def test_a_full_run_gives_six_readable_pngs(tmp_path):
+SERVED = list(plots.PLOTS)[:8]
+
+
+def test_a_full_run_gives_readable_pngs(tmp_path):
   paths = plots.draw_plots(synthetic_run.rows(120), tmp_path / "plots")
-  assert [path.stem for path in paths] == list(plots._PLOTS)
+  assert [path.stem for path in paths] == SERVED
   for path in paths:
     width, height = _png_size(path)
     assert width >= 1200 and height >= 500
@@ -33,7 +36,7 @@ def test_a_full_run_gives_six_readable_pngs(tmp_path):
 
 def test_lines_are_the_trailing_means_of_the_rows_and_shifts_are_marked():
   rows = synthetic_run.rows(120)
-  axes = plots._overlap(rows).axes[0]
+  axes = serving_plots.overlap(rows).axes[0]
   lines = {line.get_label(): line for line in axes.get_lines()}
   requests = [row for row in rows if row["kind"] == "request"]
   for name, field in (("online draft", "overlap"), ("frozen draft", "floor_overlap")):
@@ -44,37 +47,165 @@ def test_lines_are_the_trailing_means_of_the_rows_and_shifts_are_marked():
   assert [text.get_text() for text in axes.texts] == list(synthetic_run.TOPICS)
 
 
+def legend(axes):
+  return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def online_line(axes):
+  (line,) = (ln for ln in axes.get_lines() if ln.get_label() == "online draft")
+  return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+
+
+def test_a_frozen_draft_is_flat_behind_a_shift():
+  """The mean begins anew: it does not carry the last topic into the next one."""
+  rows = [
+    {
+      "kind": "request",
+      "index": i,
+      "source": "a" if i < 40 else "b",
+      "overlap": 0.9 if i < 40 else 0.3,
+    }
+    for i in range(80)
+  ]
+  _, means = online_line(serving_plots.overlap(rows).axes[0])
+  assert set(np.round(means[np.isfinite(means)], 6)) == {0.9, 0.3}
+  gap = np.flatnonzero(np.isnan(means))
+  assert 40 in gap  # no line from one topic to the next
+
+
+def test_pauses_are_shaded_and_loss_lines_break_there():
+  rows = synthetic_run.rows(200)
+  figure = serving_plots.loss(rows)
+  spans = list(figure.axes[0].patches)
+  assert len(spans) == len(synthetic_run.TOPICS)  # one a topic
+  assert "learning paused" in legend(figure.axes[0])
+  (line,) = (
+    ln
+    for ln in figure.axes[0].get_lines()
+    if ln.get_linestyle() == "-" and len(ln.get_xdata()) > 5
+  )
+  x = np.asarray(line.get_xdata())
+  for span in spans:
+    left, right = span.get_x(), span.get_x() + span.get_width()
+    inside = np.flatnonzero((x[:-1] < left) & (x[1:] > right))
+    assert not len(inside)  # no stroke crosses it
+  without = [{**row, "paused": False} for row in rows]
+  assert not serving_plots.overlap(without).axes[0].patches
+
+
+def test_plain_decoding_beside_the_learner_stands_apart():
+  rows = synthetic_run.rows(200)
+  names = ["plain", "plain, learner busy", "frozen", "online"]
+  assert legend(serving_plots.latency(rows).axes[0]) == names
+  assert legend(serving_plots.milliseconds(rows).axes[0])[1:] == names
+  unknown = [{k: v for k, v in row.items() if k != "learner_busy"} for row in rows]
+  assert legend(serving_plots.latency(unknown).axes[0]) == ["plain", "frozen", "online"]
+
+
+def test_percentiles_are_those_of_the_requests():
+  rows = synthetic_run.rows(200)
+  plain = [r["online_ms_per_token"] for r in rows if "online_ms_per_token" in r]
+  figure = serving_plots.latency(rows)
+  heights = [bar.get_height() for bar in figure.axes[0].containers[-1]]
+  np.testing.assert_allclose(heights, np.percentile(plain, [50, 95, 99]))
+
+
+def test_every_topic_has_a_panel_of_its_own():
+  figure = serving_plots.per_position(synthetic_run.rows(200))
+  titles = [axes.get_title() for axes in figure.axes]
+  assert titles == list(synthetic_run.TOPICS)
+
+
+def test_shares_of_rounds_add_up_to_one():
+  figure = serving_plots.rounds(synthetic_run.rows(80))
+  for bars in figure.axes[0].containers:
+    assert sum(bar.get_height() for bar in bars) == pytest.approx(1)
+
+
+TRAINED = [
+  {"kind": "step", "step": 20, "loss": 2.0, "skipped": 0},
+  {"kind": "step", "step": 40, "loss": None, "skipped": 1},
+  {"kind": "evaluation", "step": 0, "tasks": {"sql": {"exact_match": 0.1}}},
+  {"kind": "evaluation", "step": 40, "tasks": {"sql": {"exact_match": 0.4}}},
+]
+MEASURED = [
+  {"kind": "draft", "task": "sql", "draft": "first", "distribution_overlap": 0.4},
+  {"kind": "draft", "task": "sql", "draft": "new", "distribution_overlap": 0.6},
+  {"kind": "speed", "rows": 1, "draft": "first", "speed_up": 1.2},
+  {
+    "kind": "certificate",
+    "draft": "new",
+    "outputs": 4,
+    "equal": 3,
+    "near_ties": 1,
+    "passed": False,
+  },
+]
+
+
+@pytest.mark.parametrize(
+  ("rows", "names"),
+  [
+    (TRAINED, ["training_loss", "held_out"]),
+    (MEASURED, ["drafts", "speeds", "certificate"]),
+  ],
+)
+def test_runs_of_other_commands_have_their_picture(tmp_path, rows, names):
+  paths = plots.draw_plots(rows, tmp_path)
+  assert [path.stem for path in paths] == names
+
+
+def test_bars_stand_for_the_rows():
+  heights = [
+    bars[0].get_height() for bars in training_plots.drafts(MEASURED).axes[0].containers
+  ]
+  assert heights == [0.4, 0.6]
+  texts = [t.get_text() for t in training_plots.certificate(MEASURED).axes[0].texts]
+  assert texts == ["3 of 4, 1 near ties  NOT EXACT"]
+  line = training_plots.held_out(TRAINED).axes[0].get_lines()[0]
+  np.testing.assert_allclose(line.get_ydata(), [0.1, 0.4])
+
+
+def test_runs_are_drawn_side_by_side(tmp_path):
+  runs = {name: synthetic_run.rows(80, seed) for seed, name in enumerate("ab")}
+  path = plots.draw_comparison(runs, tmp_path / "c.png")
+  assert _png_size(path)[0] >= 1200
+  figure = plots._comparison(runs)
+  assert [len(axes.get_lines()) for axes in figure.axes] == [2, 2, 2]
+
+
 def test_nothing_is_drawn_of_what_was_not_measured(tmp_path):
   rows = [
     {"kind": "request", "index": i, "source": "a", "overlap": 0.5} for i in range(3)
   ]
   paths = plots.draw_plots(rows, tmp_path)
   assert [path.stem for path in paths] == ["distribution_overlap"]
-  names = [t.get_text() for t in plots._overlap(rows).axes[0].get_legend().get_texts()]
+  names = [
+    t.get_text() for t in serving_plots.overlap(rows).axes[0].get_legend().get_texts()
+  ]
   assert names == ["online draft"]
   assert plots.draw_plots([], tmp_path) == []
 
 
 def test_an_outlier_does_not_flatten_the_curves_and_is_counted():
-  axes = plots._milliseconds(synthetic_run.rows(200)).axes[0]
+  axes = serving_plots.milliseconds(synthetic_run.rows(200)).axes[0]
   assert axes.get_ylim()[1] < 30  # the row of 90 ms is above
   (hidden,) = re.findall(r"(\d+) dots above", axes.get_xlabel())
   assert int(hidden) >= 1
 
 
 def test_skipped_updates_are_shown():
-  axes = plots._loss(synthetic_run.rows(800)).axes[0]
-  assert [t.get_text() for t in axes.get_legend().get_texts()] == [
-    "skipped, not finite"
-  ]
-  assert plots._loss(synthetic_run.rows(80)).axes[0].get_legend() is None
+  axes = serving_plots.loss(synthetic_run.rows(800)).axes[0]
+  assert "skipped, not finite" in legend(axes)
+  assert "skipped, not finite" not in legend(
+    serving_plots.loss(synthetic_run.rows(80)).axes[0]
+  )
 
 
 def test_without_matplotlib_a_run_goes_on_and_says_so(tmp_path):
   code = (
     "import sys; sys.modules['matplotlib'] = None\n"
     "from osd_jax.writers import plots\n"
-    "assert not plots.plots_available()\n"
     f"print(plots.draw_plots_if_available([], {str(tmp_path)!r}))\n"
     f"plots.draw_plots([], {str(tmp_path)!r})"
   )
@@ -86,7 +217,7 @@ def test_without_matplotlib_a_run_goes_on_and_says_so(tmp_path):
 def test_importing_the_writers_loads_no_plotting():
   code = (
     "import sys, osd_jax.writers\n"
-    "print([m for m in ('matplotlib', 'tensorboardX', 'jax') if m in sys.modules])"
+    "print([m for m in ('matplotlib', 'tensorboardX') if m in sys.modules])"
   )
   out = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -4,7 +4,7 @@ import html.parser
 
 import pytest
 
-from osd_jax.writers import MetricsLog, RunDirectory, write_report
+from osd_jax.writers import Output, OutputsLog, RunDirectory, write_report
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\x00" * 40
 EVIL = "<script>alert('x')</script> & \"q\""
@@ -40,16 +40,15 @@ class _Page(html.parser.HTMLParser):
 
 @pytest.fixture
 def run(tmp_path):
-  made = RunDirectory.create(
-    tmp_path / "run", config=f"# {EVIL}", seed=7, argv=["osd", EVIL]
+  made = RunDirectory.start(
+    tmp_path / "run", operative_config=f"# {EVIL}", seed=7, argv=["osd", EVIL]
   )
-  with MetricsLog(made.metrics_path) as log:
-    log.write("request", {"index": 0, "decode_ms": 1500.0})
-    log.write("summary", {"wall_seconds": 2.0})
+  with OutputsLog(made.outputs_path) as log:
+    log.write(Output(0, 0, "sql", EVIL, f"text {EVIL}", "EOS", 3, 1.5))
   return made
 
 
-def _report(run, **kwargs):
+def _report(run, title="A title", **kwargs):
   plot = run.path / "distribution_overlap.png"
   plot.write_bytes(PNG)
   tables = {
@@ -59,13 +58,13 @@ def _report(run, **kwargs):
     ],
     "None": [],
   }
-  path = write_report(run, [f"Faster {EVIL}"], tables, [plot], **kwargs)
+  path = write_report(run, [f"Faster {EVIL}"], tables, [plot], title=title, **kwargs)
   assert path == run.report_path
   return path.read_text(encoding="utf-8")
 
 
 def test_everything_given_is_shown(run):
-  page = _Page(_report(run, title="A title", note="A note"))
+  page = _Page(_report(run, note="A note"))
   assert page.open == []
   shown = ("A title", "A note", f"Faster {EVIL}", "seed 7", "git_sha", f"# {EVIL}")
   assert [words for words in shown if words not in page.text] == []
@@ -82,15 +81,18 @@ def test_everything_given_is_shown(run):
     "–",
     "–",
     "2.10x",
-    "part",
-    "seconds",
-    "share",
-    "decode",
+    "topic",
+    "request",
+    "prompt",
+    "output",
+    "ended by",
+    "tokens per target call",
+    "sql",
+    "0",
+    EVIL,
+    f"text {EVIL}",
+    "EOS",
     "1.500",
-    "75.0%",
-    "other",
-    "0.500",
-    "25.0%",
   ]
 
 
@@ -103,14 +105,18 @@ def test_nothing_is_loaded_or_run(run):
   assert "url(" not in _report(run) and "@import" not in _report(run)
 
 
-def test_a_report_needs_neither_plots_nor_metrics(run):
-  run.metrics_path.unlink()
-  text = write_report(
-    run, [], {}, [], note="Plots were left out: no matplotlib"
-  ).read_text()
-  page = _Page(text)
+def test_a_report_needs_neither_plots_nor_outputs(run):
+  run.outputs_path.unlink()
+  note = "Plots were left out: no matplotlib"
+  page = _Page(write_report(run, [], {}, [], title="t", note=note).read_text())
   assert "Plots were left out" in page.text and "img" not in page.tags
-  assert "Cost ledger" not in page.text
+  assert "What was served" not in page.text
+
+
+def test_a_run_that_is_not_finished_is_called_so(run):
+  assert "not finished" in _Page(_report(run)).text
+  run.finish()
+  assert "not finished" not in _Page(_report(run)).text
 
 
 @pytest.mark.parametrize("content", [None, b"GIF89a"])
@@ -119,4 +125,4 @@ def test_a_plot_that_is_no_png_is_named(run, content):
   if content is not None:
     plot.write_bytes(content)
   with pytest.raises(ValueError, match=r"odd\.png as a plot, expected a PNG"):
-    write_report(run, [], {}, [plot])
+    write_report(run, [], {}, [plot], title="t")

@@ -65,21 +65,35 @@ def test_acceptance_per_position_divides_by_the_verifications():
   assert series.acceptance_per_position(rows[2:]).size == 0
 
 
-def test_ledger_sums_to_the_wall_time_or_is_the_one_given():
+def test_a_round_accepts_a_prefix_so_counts_by_position_tell_counts_by_length():
   rows = [
-    {"kind": "request", "index": 0, "decode_ms": 3000.0, "metering_ms": 500.0},
-    {"kind": "request", "index": 1, "decode_ms": 1000.0},
-    {"kind": "update", "update_ms": 2000.0, "wait_ms": 250.0},
-    {"kind": "summary", "wall_seconds": 10.0},
+    {"accepted_per_position": [4, 2], "target_calls": 5},
+    {"accepted_per_position": [1, 1], "target_calls": 1},
   ]
-  ledger = series.cost_ledger(rows)
-  assert ledger == {
-    "decode": 4.0,
-    "update": 2.0,
-    "waiting for updates": 0.25,
-    "metering": 0.5,
-    "other": 3.25,
-  }
-  rows[-1] = {"kind": "summary", "ledger": {"decode": 1.5, "none": 0.0}}
-  assert series.cost_ledger(rows) == {"decode": 1.5}
-  assert series.cost_ledger([]) == {}
+  np.testing.assert_array_equal(series.accepted_per_round(rows), [1, 2, 3])
+  assert series.accepted_per_round([{"target_calls": 3}]).size == 0
+
+
+def test_a_mean_that_begins_anew_forgets_what_was_before():
+  values = np.array([0.0, 0.0, 1.0, 1.0, 3.0])
+  anew = series.trailing_mean(values, 3, starts=[0, 2])
+  np.testing.assert_allclose(anew, [0, 0, 1, 1, 5 / 3])
+  assert series.trailing_mean(values, 3)[2] == pytest.approx(1 / 3)
+
+
+def test_a_stream_whose_topics_do_not_come_back_is_split_however_short():
+  parts = series.segments(_requests(["a"] * 3 + ["b"] * 2))
+  assert [(p.source, p.start, p.stop) for p in parts] == [("a", 0, 3), ("b", 3, 5)]
+
+
+def test_requests_are_in_the_order_of_the_stream_whatever_finished_first():
+  rows = [
+    {"kind": "request", "index": i, "query": q, "source": s}
+    for i, (q, s) in enumerate([(0, "a"), (2, "b"), (1, "a"), (3, "b")])
+  ]
+  assert [row["query"] for row in series.request_rows(rows)] == [0, 1, 2, 3]
+  parts = series.by_segment(list(reversed(rows)))
+  assert [(s, [row["query"] for row in part]) for s, part in parts] == [
+    ("a", [0, 1]),
+    ("b", [2, 3]),
+  ]

@@ -260,6 +260,7 @@ def write_hugging_face(
     safetensors.numpy.save_file(
       tensors, partial / "model.safetensors", metadata={"format": "pt"}
     )
+    shutil.copymode(partial / "config.json", partial / "model.safetensors")
     for name, content in tokenizer.items():
       (partial / name).write_bytes(content)
     os.replace(partial, folder)

@@ -1,8 +1,10 @@
-"""metrics.jsonl is strict JSON, survives torn lines and is cut back exactly."""
+"""metrics.jsonl and outputs.jsonl are strict JSON, survive torn lines, are cut back."""
 
+import dataclasses
 import enum
 import json
 import os
+import struct
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from osd_jax.writers import MetricsLog, TensorBoardLog, read
+from osd_jax.writers import MetricsLog, Output, OutputsLog, outputs_log, read
 
 
 class Colour(enum.IntEnum):
@@ -107,7 +109,7 @@ def test_length_counts_bytes_and_truncate_cuts_back_to_it(tmp_path):
     assert (log.length, log.lines) == (lengths[2], 2)
     log.write("request", {"index": "again"})
     for wrong in (lengths[1] + 1, log.length + 1, -1):
-      with pytest.raises(ValueError, match="metrics log: received"):
+      with pytest.raises(ValueError, match="m log: received"):
         log.truncate(wrong)
     assert [row["index"] for row in read(path)] == [0, 1, "again"]
     log.truncate(0)
@@ -146,21 +148,137 @@ def test_a_broken_whole_line_is_named_with_its_number(tmp_path, line):
     list(read(path))
 
 
-def test_tensorboard_takes_the_numbers_and_skips_the_rest(tmp_path):
+def served(index, task="sql", **changes):
+  row = Output(
+    index=index,
+    query=index + 1,
+    task=task,
+    prompt=f"how many? {index}",
+    text=f"answer {index} \u00e9",
+    stop_reason="EOS",
+    tokens=3,
+    tokens_per_target_call=1.5,
+    prompt_ids=np.arange(2),
+    output_ids=np.arange(3),
+  )
+  return dataclasses.replace(row, **changes)
+
+
+def test_what_was_served_is_kept_and_cut_back(tmp_path):
+  path = tmp_path / "outputs.jsonl"
+  with OutputsLog(path) as log:
+    log.write(served(0))
+    length = log.length
+    log.write(served(1))
+  with OutputsLog(path) as log:
+    log.truncate(length)
+    log.write(served(2))
+  rows = list(read(path))
+  assert [row["text"] for row in rows] == ["answer 0 \u00e9", "answer 2 \u00e9"]
+  assert rows[0] == {
+    "index": 0,
+    "query": 1,
+    "task": "sql",
+    "prompt": "how many? 0",
+    "text": "answer 0 \u00e9",
+    "stop_reason": "EOS",
+    "tokens": 3,
+    "tokens_per_target_call": 1.5,
+  }
+
+
+def test_ids_are_kept_on_request_and_nothing_where_it_is_off(tmp_path):
+  with OutputsLog(tmp_path / "ids", "ids") as log:
+    log.write(served(0))
+  (row,) = read(tmp_path / "ids")
+  assert row["prompt_ids"] == [0, 1] and row["output_ids"] == [0, 1, 2]
+  with OutputsLog(tmp_path / "none", "none") as log:
+    log.write(served(0))
+    assert log.length == 0
+  with pytest.raises(ValueError, match="keep: received 'all', expected one of 'none'"):
+    OutputsLog(tmp_path / "x", "all")
+
+
+def test_samples_are_of_both_ends_and_the_middle_of_every_task():
+  rows = [dataclasses.asdict(served(i, "a" if i < 7 else "b")) for i in range(8)]
+  rows[0]["prompt"] = "long " * 200
+  found = outputs_log.samples(rows)
+  assert [(row["topic"], row["request"]) for row in found] == [
+    ("a", 1),
+    ("a", 4),
+    ("a", 7),
+    ("b", 8),
+  ]
+  assert len(found[0]["prompt"]) < 410
+
+
+def test_tensorboard_has_every_kind_of_row_and_is_closed(tmp_path):
   pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
-  with TensorBoardLog(tmp_path) as log:
-    log.write("request", 1, {"overlap": 0.5, "source": "sql", "loss": float("nan")})
-  (events,) = tmp_path.iterdir()
-  data = events.read_bytes()
-  assert b"request/overlap" in data
-  assert b"request/source" not in data and b"request/loss" not in data
+  with MetricsLog(tmp_path / "m.jsonl", tmp_path / "events") as log:
+    log.write("request", {"index": 0, "overlap": 0.5, "source": "sql"})
+    log.write("update", {"finished": 1, "loss": float("nan"), "steps": 2})
+    log.write("alarm", {"finished": 1, "active": True, "text": "alarm: a loop"})
+    log.write("evaluation", {"step": 4, "tasks": {"sql": {"exact_match": 0.5}}})
+    log.write("summary", {"wall_seconds": 2.0})
+  found = scalars(tmp_path / "events")
+  assert found == {
+    "request/index": {1: 0.0},
+    "request/overlap": {1: 0.5},
+    "update/finished": {1: 1.0},
+    "update/steps": {1: 2.0},
+    "alarm/finished": {1: 1.0},
+    "alarm/active": {1: 1.0},
+    "evaluation/step": {4: 4.0},
+    "evaluation/tasks/sql/exact_match": {4: 0.5},
+    "summary/wall_seconds": {4: 2.0},
+  }
+
+
+def test_tensorboard_forgets_what_a_killed_session_wrote_behind_its_checkpoint(
+  tmp_path,
+):
+  pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
+  path, events, lengths = tmp_path / "m.jsonl", tmp_path / "events", []
+  with MetricsLog(path, events) as log:
+    for index in range(6):
+      log.write("request", {"index": index, "overlap": 0.25})
+      lengths.append(log.length)
+  with MetricsLog(path, events) as log:
+    log.truncate(lengths[2])
+    for index in range(3, 5):
+      log.write("request", {"index": index, "overlap": 0.75})
+  found = scalars(events)["request/overlap"]
+  assert found == {1: 0.25, 2: 0.25, 3: 0.25, 4: 0.75, 5: 0.75}
+
+
+def scalars(folder):
+  """{tag: {step: value}} as TensorBoard shows them: purged steps are gone."""
+  from tensorboardX.proto import event_pb2
+
+  found: dict[str, dict[int, float]] = {}
+  for path in sorted(folder.iterdir()):
+    data, place = path.read_bytes(), 0
+    while place < len(data):
+      (size,) = struct.unpack("<Q", data[place : place + 8])
+      event = event_pb2.Event.FromString(data[place + 12 : place + 12 + size])
+      place += 12 + size + 4
+      if event.session_log.status == event_pb2.SessionLog.START:
+        for steps in found.values():
+          for step in [step for step in steps if step >= event.step]:
+            del steps[step]
+      for value in event.summary.value:
+        if value.WhichOneof("value") == "simple_value":
+          found.setdefault(value.tag, {})[event.step] = value.simple_value
+  return found
 
 
 def test_without_tensorboardx_the_error_says_what_to_install(tmp_path):
   code = (
     "import sys; sys.modules['tensorboardX'] = None\n"
-    "from osd_jax.writers import TensorBoardLog\n"
-    "try: TensorBoardLog('x')\n"
+    "import pathlib\n"
+    "from osd_jax.writers import MetricsLog\n"
+    f"path = pathlib.Path({str(tmp_path)!r})\n"
+    "try: MetricsLog(path / 'm.jsonl', path / 'events')\n"
     "except ImportError as error: print(error)"
   )
   out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,0 +1,127 @@
+"""What a run says while it works: a live line, or plain ones where nobody watches.
+
+A terminal gets a bar. A log file or a notebook (where a live display would need
+ipywidgets) gets a plain line now and then.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.progress
+import rich.table
+
+WINDOW = 25  # requests of the trailing figures
+EVERY = 20.0  # seconds between plain lines
+
+
+def bar(console: rich.console.Console) -> rich.progress.Progress:
+  """A bar whose tasks have a description, a count, the time left, and `figures`."""
+  if not _is_live(console):
+    return _Lines(console=console, disable=True)
+  whole = lambda: rich.table.Column(no_wrap=True)  # never cut; figures are, if need be
+  return rich.progress.Progress(
+    rich.progress.TextColumn("{task.description}", table_column=whole()),
+    rich.progress.MofNCompleteColumn(table_column=whole()),
+    rich.progress.TimeRemainingColumn(table_column=whole(), compact=True),
+    rich.progress.TextColumn(
+      "{task.fields[figures]}", table_column=rich.table.Column(overflow="fold")
+    ),
+    console=console,
+  )
+
+
+@contextlib.contextmanager
+def status(console: rich.console.Console, text: str) -> Iterator[None]:
+  """Says what is going on for as long as it does."""
+  if _is_live(console):
+    with console.status(text):
+      yield
+  else:
+    console.print(f"{text} ...", highlight=False)
+    yield
+
+
+class Progress:
+  """Requests, overlap of draft and floor draft, tau, ms per token, as they come."""
+
+  def __init__(self, console: rich.console.Console, total: int, finished: int):
+    """Shows `finished` of `total` requests."""
+    self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+    self._finished = finished
+    self._bar = bar(console)
+    self._task = self._bar.add_task(
+      "serve", total=total, completed=finished, figures=""
+    )
+
+  def __enter__(self) -> "Progress":
+    self._bar.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._bar.stop()
+
+  def show(self, row: Mapping[str, Any]) -> None:
+    """Takes in a request row."""
+    self._recent.append(row)
+    self._finished += 1
+
+    def mean(name: str) -> str:
+      values = [r[name] for r in self._recent if r.get(name) is not None]
+      return f"{np.mean(values):.2f}" if values else "-"
+
+    figures = (
+      f"{row['source']}: overlap {mean('overlap')}, frozen {mean('floor_overlap')};"
+      f" {mean('tokens_per_target_call')} tokens/call,"
+      f" {mean('online_ms_per_token')} ms/token"
+    )
+    self._bar.update(self._task, completed=self._finished, figures=figures)
+
+
+class _Lines(rich.progress.Progress):
+  """A task's state as a plain line: at its end, and every `EVERY` seconds before."""
+
+  _said = 0.0
+
+  def start(self) -> None:
+    self._said = time.monotonic()
+
+  def stop(self) -> None:
+    for task in self.tasks:
+      if not task.finished:
+        self._say(task)
+
+  def update(self, task_id: rich.progress.TaskID, **changes: Any) -> None:
+    super().update(task_id, **changes)
+    self._changed(task_id)
+
+  def advance(self, task_id: rich.progress.TaskID, advance: float = 1) -> None:
+    super().advance(task_id, advance)
+    self._changed(task_id)
+
+  def _changed(self, task_id: rich.progress.TaskID) -> None:
+    task = self._tasks[task_id]
+    ended = task.finished and not task.fields.get("said")
+    if ended or time.monotonic() - self._said > EVERY:
+      task.fields["said"] = task.finished
+      self._say(task)
+
+  def _say(self, task: rich.progress.Task) -> None:
+    self._said = time.monotonic()
+    left = task.time_remaining
+    figures = task.fields.get("figures", "")
+    said = [
+      f"{task.description} {task.completed:.0f}/{task.total:.0f}",
+      f"{left:.0f} s left" if left and not task.finished else "",
+      figures,
+    ]
+    line = ", ".join(part for part in said if part)
+    self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _is_live(console: rich.console.Console) -> bool:
+  return console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal

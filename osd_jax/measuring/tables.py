@@ -1,0 +1,77 @@
+"""Tables on a console: whole numbers and whole words, however narrow it is."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich.box
+import rich.console
+import rich.table
+
+_PADDING = 2  # characters between two columns
+
+
+def print_table(
+  table: Sequence[Mapping[str, Any]], console: rich.console.Console, title: str = ""
+) -> None:
+  """Prints rows of equal keys; columns of text to the left, of numbers to the right.
+
+  Columns that do not fit beside the others come in a table of their own below, behind
+  the same leading columns of text.
+
+  Args:
+    table: the rows.
+    console: where to print.
+    title: above it.
+  """
+  if not table:
+    return
+  if title:
+    console.print(f"\n{title}", highlight=False)
+  for names in _parts(table, console.width):
+    shown = rich.table.Table(
+      box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False
+    )
+    for name in names:
+      justify = "left" if _is_text(table, name) else "right"
+      least = min(_width(table, name), console.width // 2)
+      shown.add_column(name, justify=justify, width=least, overflow="fold")
+    for row in table:
+      shown.add_row(*(_cell(row[name]) for name in names))
+    console.print(shown)
+
+
+def _parts(table: Sequence[Mapping[str, Any]], width: int) -> list[list[str]]:
+  """Names of columns that fit beside one another, the leading ones in each part."""
+  names = list(table[0])
+  leading = []
+  for name in names:
+    if not _is_text(table, name):
+      break
+    leading.append(name)
+  parts, room = [leading.copy()], width - _taken(table, leading)
+  for name in names[len(leading) :]:
+    needed = _width(table, name) + _PADDING
+    if needed > room and len(parts[-1]) > len(leading):
+      parts.append(leading.copy())
+      room = width - _taken(table, leading)
+    parts[-1].append(name)
+    room -= needed
+  return parts
+
+
+def _taken(table: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
+  return sum(_width(table, name) + _PADDING for name in names)
+
+
+def _width(table: Sequence[Mapping[str, Any]], name: str) -> int:
+  """The least width: a cell is one line, a heading breaks between words."""
+  return max(map(len, [*(_cell(row[name]) for row in table), *name.split()]))
+
+
+def _is_text(table: Sequence[Mapping[str, Any]], name: str) -> bool:
+  texts = [row[name] for row in table if isinstance(row[name], str)]
+  return any(not text[:1].isdigit() for text in texts)  # "39.6%" is a number
+
+
+def _cell(value: Any) -> str:
+  return "-" if value is None else str(value)

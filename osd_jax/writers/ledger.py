@@ -1,0 +1,76 @@
+"""Where the seconds of an online run went: the same account in table, report, plot."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from osd_jax.writers import series
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+  """The account of a run, in seconds.
+
+  Attributes:
+    parts: name -> seconds of what serving's own thread did, one thing at a time;
+      they add up to `wall`.
+    wall: from the first request to the last, over all sessions of the run.
+    learning: time that updates ran, on another thread and so beside `parts`.
+    updates: how many.
+    skipped: steps of updates left out because they were not finite.
+  """
+
+  parts: Mapping[str, float]
+  wall: float
+  learning: float
+  updates: int
+  skipped: int
+
+  @classmethod
+  def of(cls, rows: Iterable[Mapping[str, Any]]) -> "Ledger | None":
+    """The account of a run, None if it served nothing or its time is not known.
+
+    Args:
+      rows: of metrics.jsonl. Wall time is `run_seconds` of the last request, or
+        `wall_seconds` of the summary if that is more.
+    """
+    rows = list(rows)
+    requests = series.request_rows(rows)
+    updates = series.of_kind(rows, "update")
+    clocks = [row.get("run_seconds") or row.get("wall_seconds") or 0.0 for row in rows]
+    wall = max(clocks, default=0.0)
+    if not requests or not wall:
+      return None
+    parts = {
+      "serving": _seconds(requests, "decode_ms"),
+      "waiting for updates": _seconds(updates, "wait_ms"),
+      "comparing": _seconds(requests, "compare_ms"),
+      "metering": _seconds(requests, "metering_ms"),
+    }
+    spent = sum(parts.values())
+    wall = max(wall, spent)  # a log that knows the time of its last session only
+    return cls(
+      parts={**parts, "rest": wall - spent},
+      wall=wall,
+      learning=_seconds(updates, "update_ms"),
+      updates=len(updates),
+      skipped=sum(row.get("skipped") or 0 for row in updates),
+    )
+
+  def table(self) -> list[dict[str, Any]]:
+    """Rows of the parts, their sum, and learning below it."""
+    share = lambda seconds: f"{seconds / self.wall:.1%}" if self.wall else "-"
+    entries = [*self.parts.items(), ("wall time", self.wall)]
+    rows = [
+      {"part": name, "seconds": round(seconds, 2), "share of wall": share(seconds)}
+      for name, seconds in entries
+    ]
+    beside = f"learning, beside it ({self.updates} updates)"
+    learnt = {"part": beside, "seconds": round(self.learning, 2)}
+    return [*rows, {**learnt, "share of wall": share(self.learning)}]
+
+
+def _seconds(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+  return float(np.nansum(series.column(rows, name))) / 1e3 if rows else 0.0

@@ -98,7 +98,7 @@ def test_text_makes_the_config_again(written):
   assert same == text
   assert config.output == long
   assert "UNUSED" not in text and "DATA" not in text
-  assert "#   PretrainConfig.data.tasks[1].seed = 0" in text.splitlines()
+  assert "#   PretrainConfig.data.tasks[1].rows = 10" in text.splitlines()
 
 
 def test_seqio_in_the_process_changes_nothing(written):

@@ -33,7 +33,6 @@ class BatchConfig:
       drawn with the seed; None keeps all.
     weights: share of each task; None mixes by size, so that every row comes once
       an epoch.
-    require_reference: leave out rows that have no reference.
   """
 
   tasks: tuple[TaskConfig, ...]
@@ -44,7 +43,6 @@ class BatchConfig:
   reader: str = "seqio"
   limit_rows: int | tuple[int, ...] | None = None
   weights: tuple[float, ...] | None = None
-  require_reference: bool = True
 
   def __post_init__(self) -> None:
     base.check_types(self)
@@ -96,21 +94,24 @@ class Batch:
 class BatchStream:
   """Shuffled batches without end: `stream[step]`, whatever was read before."""
 
-  def __init__(self, config: BatchConfig, vocabulary: Vocabulary):
+  def __init__(
+    self, config: BatchConfig, vocabulary: Vocabulary, require_reference: bool = True
+  ):
     """Reads every task.
 
     Args:
       config: what the batches hold.
       vocabulary: writes the ids.
+      require_reference: leave out rows that have no reference.
 
     Raises:
       MissingExtraError: reader "seqio" without the extra `data`.
       InputError: missing files, or a task without usable rows.
     """
-    self.config = config
+    self.config, self._require_reference = config, require_reference
     self._held = [rows.read(task, vocabulary, config.reader) for task in config.tasks]
     self._rows = [
-      _kept_rows(held, limit, config)
+      self._kept(held, limit)
       for held, limit in zip(self._held, config.limits(), strict=True)
     ]
     sizes = [len(kept) for kept in self._rows]
@@ -142,7 +143,7 @@ class BatchStream:
           without_reference=[
             row.location
             for row in held.rows
-            if self.config.require_reference and not row.reference
+            if self._require_reference and not row.reference
           ],
           cut_prompts=[
             r.location for r in kept if len(r.source) > self.config.source_length
@@ -166,6 +167,19 @@ class BatchStream:
       ),
     }
     return rows.sentences(self.report(), clauses)
+
+  def _kept(self, held: rows.TaskRows, limit: int | None) -> tuple[rows.Row, ...]:
+    """Leaves out rows without a reference, then keeps a seeded choice."""
+    usable = [row for row in held.rows if row.reference or not self._require_reference]
+    if not usable:
+      raise base.InputError(
+        f"BatchConfig.tasks: task {held.task.name!r} has {len(held.rows)} rows and"
+        " none with a reference, expected at least one; choose another task."
+      )
+    if limit is None or limit >= len(usable):
+      return tuple(usable)
+    chosen = rows.order(held.task, len(usable), self.config.seed, epoch=0)[:limit]
+    return tuple(usable[number] for number in sorted(chosen))
 
   def _row_at(self, place: int) -> tuple[int, rows.Row]:
     """Returns the task and the row at a place of the endless sequence."""
@@ -199,23 +213,6 @@ class BatchStream:
       source[place, : len(prompt)] = prompt
       target[place, : len(reference)] = reference
     return Batch(source, target, np.asarray([i for i, _ in numbered], np.int32))
-
-
-def _kept_rows(
-  held: rows.TaskRows, limit: int | None, config: BatchConfig
-) -> tuple[rows.Row, ...]:
-  """Leaves out rows without a reference, then keeps a seeded choice."""
-  usable = [row for row in held.rows if row.reference or not config.require_reference]
-  if not usable:
-    raise base.InputError(
-      f"BatchConfig.tasks: task {held.task.name!r} has {len(held.rows)} rows and"
-      " none with a reference, expected at least one; choose another task, or set"
-      " require_reference=False."
-    )
-  if limit is None or limit >= len(usable):
-    return tuple(usable)
-  chosen = rows.order(held.task, len(usable), config.seed, epoch=0)[:limit]
-  return tuple(usable[number] for number in sorted(chosen))
 
 
 def _quotas(sizes: list[int], weights: tuple[float, ...] | None) -> np.ndarray:

@@ -49,9 +49,8 @@ def prompts(
     vocabulary: writes the ids.
     count: how many at most, None for all.
   """
-  stream = batches.BatchStream(
-    dataclasses.replace(config, batch_size=1, require_reference=False), vocabulary
-  )
+  one = dataclasses.replace(config, batch_size=1)
+  stream = batches.BatchStream(one, vocabulary, require_reference=False)
   count = min(stream.rows_per_epoch, count or stream.rows_per_epoch)
   return Corpus((_prompt(stream[index]) for index in range(count)), stream)
 

@@ -36,7 +36,6 @@ class TaskConfig:
     rows: read the first so many usable examples; None reads all. Required for
       generated topics, which have no end. It cuts the data; how much of them is
       served is for `StreamConfig.requests_per_task`.
-    seed: generated only.
   """
 
   name: str
@@ -49,7 +48,6 @@ class TaskConfig:
   tfds_name: str = ""
   topic: str = ""
   rows: int | None = None
-  seed: int = 0
 
   def __post_init__(self) -> None:
     base.check_types(self)
@@ -107,8 +105,8 @@ def paths(task: TaskConfig) -> list[str]:
 def source_lines(task: TaskConfig) -> Iterator[jsonl.Line]:
   """Yields the raw JSON lines of a JSONL or generated task."""
   if task.kind == "generated":
-    rows = generated.examples(task.topic, task.split, task.rows or 0, task.seed)
-    place = f"generated.{task.topic}.{task.split}.{task.seed}"
+    rows = generated.examples(task.topic, task.split, task.rows or 0)
+    place = f"generated.{task.topic}.{task.split}"
     for number, row in enumerate(rows, 1):
       fields = {"prompt": row.prompt, "reference": row.reference}
       yield jsonl.Line(f"{place}:{number}", json.dumps(fields).encode())

@@ -161,7 +161,7 @@ def test_rows_without_reference_are_left_out_and_counted(tmp_path, vocabulary):
   assert stream.rows_per_epoch == 1
   assert stream.report()["a"]["without_reference"] == 1
   assert stream.sentences() == ["a: 1 without reference left out: a.jsonl:2."]
-  kept = BatchStream(_config(tasks=(task,), require_reference=False), vocabulary)
+  kept = BatchStream(_config(tasks=(task,)), vocabulary, require_reference=False)
   assert kept.rows_per_epoch == 2
   assert kept.report()["a"]["without_reference"] == 0 and not kept.sentences()
   task = _write(tmp_path, {"prompt": "c"})
@@ -181,7 +181,6 @@ def test_rows_without_reference_are_left_out_and_counted(tmp_path, vocabulary):
     ({"reader": "csv"}, "BatchConfig.reader"),
     ({"batch_size": 1.5}, "BatchConfig.batch_size.*int"),
     ({"seed": "0"}, "BatchConfig.seed"),
-    ({"require_reference": 1}, "BatchConfig.require_reference"),
     ({"limit_rows": True}, "BatchConfig.limit_rows"),
     ({"limit_rows": (1, 0)}, "BatchConfig.limit_rows"),
     ({"weights": (1.0, float("nan"))}, "BatchConfig.weights"),

@@ -12,6 +12,7 @@ from osd_jax import base, checkpoints, pairs, partitioning, texts, writers
 from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts, streams
+from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation.background import Outcome
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.measuring import alarms, certificate, metering, progress, summaries
@@ -24,7 +25,7 @@ class OnlineConfig:
   """One online run.
 
   Attributes:
-    stream: the queries.
+    stream: the queries; or a function of the vocabulary that makes a `streams.Stream`.
     pair: target, draft and vocabulary, or a loaded pair. The draft is also the floor
       draft.
     decoding: shapes of decoding, K among them.
@@ -38,13 +39,15 @@ class OnlineConfig:
     compare_every: serve every n-th request plainly and with the floor draft too;
       0 never.
     keep_drafts: save the draft's weights at every stream shift and at the end.
+    keep_outputs: "text" writes prompts and answers to outputs.jsonl, "ids" their tokens
+      too, "none" nothing.
     checkpoint_every: requests between checkpoints.
     run_directory: where everything goes; a run killed there continues.
     overwrite: remove the run that the directory holds, and begin anew.
     tensorboard: write TensorBoard events too.
   """
 
-  stream: streams.StreamConfig
+  stream: streams.StreamConfig | Callable[[Vocabulary], streams.Stream]
   pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
   decoding: slots.DecodingConfig = slots.DecodingConfig()
   sampling: slots.SamplingConfig = slots.SamplingConfig()
@@ -55,25 +58,30 @@ class OnlineConfig:
   floor_metering: bool = True
   compare_every: int = 4
   keep_drafts: bool = False
+  keep_outputs: str = "text"
   checkpoint_every: int = 100
   run_directory: str = "runs/online"
   overwrite: bool = False
   tensorboard: bool = False
 
   def __post_init__(self):
-    base.check_fields(self, {"run_directory": (self.run_directory, "a folder")})
+    base.check_types(self)
     base.check_counts(self, "checkpoint_every")
     base.check_counts(self, "compare_every", least=0)
+    base.check_choices(self, keep_outputs=writers.OUTPUTS_KEPT)
     longest = self.decoding.source_lengths[-1]
+    configured = isinstance(self.stream, streams.StreamConfig)
+    asked = self.stream.source_length if configured else longest
     base.check_fields(
       self,
       {
+        "run_directory": (self.run_directory, "a folder"),
         "decoding": (
           self.decoding.record_top_k >= 1,
           "record_top_k >= 1: the draft learns from the records",
         ),
         "stream": (
-          self.stream.source_length <= longest,
+          asked <= longest,
           "a source_length of at most the largest of DecodingConfig.source_lengths,"
           f" {longest}",
         ),
@@ -107,11 +115,11 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
         console.print(sentence, highlight=False, soft_wrap=True)
     try:
       with (
-        progress.Progress(console, len(loop.stream), loop.finished) as bar,
+        progress.Progress(console, loop.stream.total, loop.finished) as bar,
         signals.Deferred() as interruption,
       ):
-        while loop.finished < len(loop.stream):
-          for row in loop.step():
+        while (rows := loop.step()) is not None:
+          for row in rows:
             bar.show(row)
           interruption.deliver(loop.checkpoint)
     finally:
@@ -148,7 +156,12 @@ class OnlineLoop:
       config.pair, config.decoding, config.learning, config.partition
     )
     self.pair = self.server.pair
-    self.stream = streams.QueryStream(config.stream, self.pair.vocabulary)
+    made = config.stream
+    self.stream: streams.Stream = (
+      streams.QueryStream(made, self.pair.vocabulary)
+      if isinstance(made, streams.StreamConfig)
+      else made(self.pair.vocabulary)
+    )
     self.finished = self._submitted = 0
     self._meter = metering.Meter(
       self.pair,
@@ -164,6 +177,7 @@ class OnlineLoop:
     self._log = writers.MetricsLog(
       directory.metrics_path, directory.tensorboard_path if config.tensorboard else None
     )
+    self._outputs = writers.OutputsLog(directory.outputs_path, config.keep_outputs)
     self._saved = checkpoints.Checkpointer(
       checkpoints.CheckpointConfig(
         str(directory.checkpoints_path), every_requests=config.checkpoint_every
@@ -186,16 +200,19 @@ class OnlineLoop:
   @property
   def resumed(self) -> str:
     """Where the run continues from, "" if it begins."""
-    return self._saved.resumed("request", len(self.stream))
+    return self._saved.resumed("request", self.stream.total)
 
-  def step(self) -> list[dict[str, Any]]:
+  def step(self) -> list[dict[str, Any]] | None:
     """Fills the rows, runs one compiled call, learns from what finished.
 
     Returns:
-      The request rows that were logged.
+      The request rows that were logged; None where the stream has ended.
     """
+    finished = next(self._turns, None)
+    if finished is None:
+      return None
     rows = []
-    for done in next(self._turns):
+    for done in finished:
       query = self.stream[done.request.tag]
       row = self._meter.row(done, query, self.finished, self.server)
       self.finished += 1  # measured before the draft trains on it
@@ -204,6 +221,7 @@ class OnlineLoop:
         row["paused"] = self.server.learner.paused
       row["run_seconds"] = self.seconds
       self._write("request", row)
+      self._keep_output(done, query, row)
       self._keep_draft_at_shift()
       rows.append(row)
     if rows and self._saved.due(self.finished):
@@ -213,6 +231,7 @@ class OnlineLoop:
   def checkpoint(self) -> None:
     """Saves what the run carries onwards, as it is between two calls."""
     self._log.sync()
+    self._outputs.sync()
     arrays, server = self.server.state()
     host = {
       "finished": self.finished,
@@ -220,6 +239,7 @@ class OnlineLoop:
       "stream": self.stream.state(),
       "server": server,
       "metrics_bytes": self._log.length,
+      "outputs_bytes": self._outputs.length,
       "models": self._models,
     }
     if self.finished not in self._saved.steps():
@@ -238,12 +258,17 @@ class OnlineLoop:
     self._save_draft(self.directory.path / "draft.safetensors")
     self.server.close()
     self._log.close()
+    self._outputs.close()
 
   def _requests(self) -> Iterator[slots.Request]:
     """The requests of the stream that were not submitted yet."""
-    while self._submitted < len(self.stream):
+    while True:
+      try:
+        request = self._request(self._submitted)
+      except IndexError:  # the stream's way to say that it has ended
+        return
       self._submitted += 1
-      yield self._request(self._submitted - 1)
+      yield request
 
   def _request(self, index: int) -> slots.Request:
     tokens = self.stream[index].tokens
@@ -258,13 +283,29 @@ class OnlineLoop:
   def _write(self, kind: str, row: dict[str, Any]) -> None:
     """Logs a row and the alarms that it starts or ends."""
     self._log.write(kind, row)
-    if self._events is not None:
-      self._events.write(kind, self.finished, row)
     self._alarms, changed = alarms.observe(self._alarms, kind, row)
     for alarm in changed:
       told = {"finished": self.finished, **dataclasses.asdict(alarm)}
       self._log.write("alarm", told)
       self._announce(alarm.text)
+
+  def _keep_output(
+    self, done: slots.Finished, query: streams.Query, row: dict[str, Any]
+  ) -> None:
+    self._outputs.write(
+      writers.Output(
+        index=row["index"],
+        query=query.index,
+        task=query.task,
+        prompt=query.prompt,
+        text=self.pair.vocabulary.decode(done.tokens),
+        stop_reason=done.stop_reason.name,
+        tokens=len(done.tokens),
+        tokens_per_target_call=row["tokens_per_target_call"],
+        prompt_ids=query.tokens.tolist(),
+        output_ids=done.tokens.tolist(),
+      )
+    )
 
   def _keep_draft_at_shift(self) -> None:
     shifts = {index: label for index, label in self.stream.shifts() if index}
@@ -277,6 +318,7 @@ class OnlineLoop:
     self.pair.save_draft(path, self.server.draft_params, notes)
 
   def _begin(self) -> None:
+    self._outputs.truncate(0)
     self._log.truncate(0)  # of a run that was killed before its first checkpoint
     self._log.write("data", {"tasks": self.stream.report()})
     if not self.config.learn:
@@ -297,6 +339,7 @@ class OnlineLoop:
     self.finished, self._submitted = host["finished"], host["submitted"]
     self.server.restore(arrays, host["server"], self._request)
     self._log.truncate(host["metrics_bytes"])
+    self._outputs.truncate(host["outputs_bytes"])
     rows = list(writers.read(self.directory.metrics_path))
     self._alarms = alarms.replay(rows)
     clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]

@@ -114,12 +114,12 @@ class Checkpointer:
     """The newest complete step, None if there is none; waits as `steps` does."""
     return max(self.steps(), default=None)
 
-  def resumed(self, unit: str, total: int) -> str:
+  def resumed(self, unit: str, total: int | None) -> str:
     """Says where a run continues that counts its steps in these units.
 
     Args:
       unit: what is counted, in the singular.
-      total: how many the run has.
+      total: how many the run has; None where nobody knows.
 
     Returns:
       One sentence, "" where nothing was restored.
@@ -127,7 +127,8 @@ class Checkpointer:
     if self._restored is None:
       return ""
     where = self._directory / str(self._restored)
-    return f"continues at {unit} {self._restored} of {total} from checkpoint {where}"
+    of_all = "" if total is None else f" of {total}"
+    return f"continues at {unit} {self._restored}{of_all} from checkpoint {where}"
 
   def due(self, finished: int) -> bool:
     """Whether a checkpoint is due after `finished` requests; waits for nothing.

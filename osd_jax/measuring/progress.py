@@ -49,8 +49,8 @@ def status(console: rich.console.Console, text: str) -> Iterator[None]:
 class Progress:
   """Requests, overlap of draft and floor draft, tau, ms per token, as they come."""
 
-  def __init__(self, console: rich.console.Console, total: int, finished: int):
-    """Shows `finished` of `total` requests."""
+  def __init__(self, console: rich.console.Console, total: int | None, finished: int):
+    """Shows `finished` of `total` requests; None where nobody knows how many."""
     self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
     self._finished = finished
     self._bar = bar(console)

@@ -6,6 +6,7 @@ Importing this package loads neither matplotlib nor tensorboardX.
 from osd_jax.writers.json_lines import read
 from osd_jax.writers.ledger import Ledger
 from osd_jax.writers.metrics_log import MetricsLog
+from osd_jax.writers.outputs_log import KEPT as OUTPUTS_KEPT
 from osd_jax.writers.outputs_log import Output, OutputsLog
 from osd_jax.writers.plots import (
   draw_comparison,
@@ -17,6 +18,7 @@ from osd_jax.writers.run_directory import RunDirectory, RunResult
 from osd_jax.writers.series import by_segment, request_rows
 
 __all__ = [
+  "OUTPUTS_KEPT",
   "Ledger",
   "MetricsLog",
   "Output",

@@ -59,7 +59,7 @@ def redraw(path: str | Path) -> Path:
     The report.
 
   Raises:
-    InputError: it is none, or nothing was measured in it.
+    InputError: it is none, or has no metrics.jsonl.
   """
   directory = writers.RunDirectory(path)
   directory.provenance()  # or says that this is no run directory

@@ -15,7 +15,7 @@ class Ledger:
 
   Attributes:
     parts: name -> seconds of what serving's own thread did, one thing at a time;
-      they add up to `wall`.
+      they add up to `wall`. Compiling, checkpoints and logs are the "rest".
     wall: from the first request to the last, over all sessions of the run.
     learning: time that updates ran, on another thread and so beside `parts`.
     updates: how many.

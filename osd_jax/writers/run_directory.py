@@ -222,7 +222,8 @@ class RunDirectory:
   ) -> None:
     self._is_new = True
     self.write_json(self.config_path.name, stored_config.described(config))
-    write_text(self.operative_config_path, operative_config)
+    if operative_config:
+      write_text(self.operative_config_path, operative_config)
     begun = {"seed": seed, "finished": None, **provenance.session(argv)}
     self._write_provenance({**begun, "resumed": []})  # last: from now on it is a run
 

@@ -153,7 +153,7 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path):
   finally:
     os.umask(before)
   modes = {p.name: p.stat().st_mode & 0o777 for p in run.path.iterdir()}
-  assert set(modes.values()) == {0o644} and len(modes) == 6, modes
+  assert set(modes.values()) == {0o644} and len(modes) == 5, modes
   assert '"a": null' in (run.path / "certificate.json").read_text()
 
 

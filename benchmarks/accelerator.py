@@ -343,7 +343,6 @@ def learning(bench: Bench) -> None:
     target=jnp.asarray(target),
     mask=jnp.ones(target.shape, bool),
     records=records.from_logits(logits, min(64, config.vocab_size)),
-    source_id=jnp.zeros(rows, jnp.int32),
     weight=jnp.ones(rows, jnp.float32),
   )
   settings = update.UpdateConfig()

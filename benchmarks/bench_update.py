@@ -81,7 +81,6 @@ class Ours:
       target=jnp.asarray(rows.target),
       mask=jnp.ones(rows.target.shape, bool),
       records=jax.jit(records.from_logits, static_argnums=1)(rows.logits, kept),
-      source_id=jnp.zeros((count,), jnp.int32),
       weight=jnp.ones((count,), jnp.float32),
     )
     jax.block_until_ready(self._batch)

@@ -226,14 +226,12 @@ class Records:
     ids: [..., T, k] uint16 or int32.
     tail: [..., T] float32; probability mass outside `ids`, 0 if k = V.
     error: [..., T] bool; a drafted token was rejected here.
-    draft_version: [..., T] int32; version of the draft that proposed here.
   """
 
   log_probs: jax.Array
   ids: jax.Array
   tail: jax.Array
   error: jax.Array
-  draft_version: jax.Array
 
 
 @flax.struct.dataclass
@@ -245,7 +243,6 @@ class DistillationBatch:
     target: [R, T] int32, emitted tokens padded with 0.
     mask: [R, T] bool; emitted positions, up to and including end-of-sequence.
     records: `Records` with leading axis R.
-    source_id: [R] int32; which stream or topic the request came from.
     weight: [R] float32; 0 for rows that only fill the batch.
   """
 
@@ -253,5 +250,4 @@ class DistillationBatch:
   target: jax.Array
   mask: jax.Array
   records: Records
-  source_id: jax.Array
   weight: jax.Array

@@ -69,7 +69,7 @@ def answer(
   sampling: slots.SamplingConfig,
   on_finished: Callable[[slots.Finished], None] = lambda finished: None,
 ) -> list[slots.Finished]:
-  """Decodes all prompts; results in their order, with the task as source_id.
+  """Decodes all prompts; results in their order.
 
   Args:
     decoder: plain or speculative slots, with nothing in flight.
@@ -91,14 +91,8 @@ def answer(
   while decoder.in_flight:
     for done in decoder.step():
       on_finished(done)
-      finished[id(done.request)] = with_source(done, done.request.tag)
+      finished[id(done.request)] = done
   return [finished[id(request)] for request in requests]
-
-
-def with_source(done: slots.Finished, source_id: int) -> slots.Finished:
-  """The same answer, its row marked as coming from a source."""
-  batch = done.batch.replace(source_id=np.full((1,), source_id, np.int32))
-  return dataclasses.replace(done, batch=batch)
 
 
 def reference_rows(
@@ -124,14 +118,11 @@ def reference_rows(
   for start in range(0, len(found), rows):
     source = np.zeros((rows, source_length), np.int32)
     tokens = np.zeros((rows, config.target_length), np.int32)
-    source_id = np.zeros(rows, np.int32)
     for row, prompt in enumerate(found[start : start + rows]):
       source[row, : len(prompt.tokens)] = prompt.tokens[:source_length]
       reference = prompt.reference[: config.target_length]
       tokens[row, : len(reference)] = reference
-      source_id[row] = prompt.task_id
-    batch = records.teacher_forced(target, params, source, tokens, config.record_top_k)
-    yield batch.replace(source_id=source_id)
+    yield records.teacher_forced(target, params, source, tokens, config.record_top_k)
 
 
 def stack(rows: Sequence[base.DistillationBatch]) -> base.DistillationBatch:

@@ -237,7 +237,6 @@ class OnlineLoop:
     """Measures a finished request, then lets the draft learn from it."""
     del self._requests[done.request.tag]
     query = self.stream[done.request.tag]
-    done = corpus.with_source(done, query.task_id)
     row = self._measure(done, query)  # before the draft trains on it
     self.finished += 1
     if self._learner.due(self.finished):

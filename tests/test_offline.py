@@ -75,7 +75,6 @@ def test_the_target_judges_whatever_was_written(pair, source):
   usual = expected > -1e6  # end-of-sequence and padding are impossible
   np.testing.assert_allclose(found[usual], expected[usual], rtol=1e-4, atol=1e-5)
   assert rows.weight.tolist() == [1] * COUNT
-  assert rows.source_id.tolist() == [row % 2 for row in range(COUNT)]
 
 
 def test_mix_request_takes_whole_texts_of_one_or_the_other(pair, plain):

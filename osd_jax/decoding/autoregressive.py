@@ -15,7 +15,6 @@ def run_steps(
   target_served: base.Params,
   max_steps: jax.Array,
   state: state_lib.DecodeState,
-  draft_version: jax.Array | int = 0,
 ) -> state_lib.DecodeState:
   """Decodes one token per target call until any, or all, of the rows have stopped.
 
@@ -27,7 +26,6 @@ def run_steps(
     target_served: its prepared parameters.
     max_steps: [] int32.
     state: rows in flight.
-    draft_version: [] int32, noted in the records; the draft that waits meanwhile.
 
   Returns:
     The rows after the last step.
@@ -45,9 +43,7 @@ def run_steps(
     verification = base.Verification(logits)
     acceptance = accept_lib.accept(nothing, verification, state.settings, state.length)
     state = state.replace(target_cache=cache)
-    return state_lib.append(
-      state, acceptance, verification, jnp.asarray(draft_version), 0
-    )
+    return state_lib.append(state, acceptance, verification, 0)
 
   idle = state.draft_cache  # not carried by the loop: it would be copied
   state = speculative.loop(step, state.replace(draft_cache=None), until_all, max_steps)

@@ -16,7 +16,7 @@ def from_logits(logits: jax.Array, kept: int) -> base.Records:
     kept: k <= V.
 
   Returns:
-    Records [B, n] with log-softmax at temperature 1, no errors, draft version 0.
+    Records [B, n] with log-softmax at temperature 1, no errors.
     The tail is a sum over the tokens left out, not 1 minus the others.
   """
   logits = logits.astype(jnp.float32)
@@ -33,7 +33,6 @@ def from_logits(logits: jax.Array, kept: int) -> base.Records:
     ids=ids.astype(base.id_dtype(logits.shape[-1])),
     tail=tail,
     error=jnp.zeros(tail.shape, bool),
-    draft_version=jnp.zeros(tail.shape, jnp.int32),
   )
 
 
@@ -50,7 +49,6 @@ def empty(
     ids=jnp.zeros(kept, base.id_dtype(vocab_size)),
     tail=jnp.zeros(shape, jnp.float32),
     error=jnp.zeros(shape, bool),
-    draft_version=jnp.zeros(shape, jnp.int32),
   )
 
 
@@ -84,6 +82,5 @@ def teacher_forced(
     target=tokens,
     mask=mask,
     records=from_logits(logits, min(record_top_k, target.vocab_size)),
-    source_id=jnp.zeros(source.shape[0], jnp.int32),
     weight=jnp.any(mask, axis=1).astype(jnp.float32),
   )

@@ -35,7 +35,6 @@ def run_rounds(
   until_all: bool,
   target_served: base.Params,
   draft_served: base.Params,
-  draft_version: jax.Array,
   max_rounds: jax.Array,
   state: state_lib.DecodeState,
 ) -> state_lib.DecodeState:
@@ -50,7 +49,6 @@ def run_rounds(
     until_all: go on until all rows have stopped, not only one.
     target_served: prepared parameters of the target.
     draft_served: prepared parameters of the draft.
-    draft_version: [] int32, noted in the records.
     max_rounds: [] int32.
     state: rows in flight.
 
@@ -81,7 +79,7 @@ def run_rounds(
     )
     state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
     return state_lib.append(
-      state, acceptance, verification, draft_version, speculation.num_draft_tokens
+      state, acceptance, verification, speculation.num_draft_tokens
     )
 
   return loop(round_, state, until_all, max_rounds)

@@ -134,7 +134,6 @@ def append(
   state: DecodeState,
   acceptance: base.Acceptance,
   verification: base.Verification,
-  draft_version: jax.Array,
   num_draft_tokens: int,
 ) -> DecodeState:
   """Adds a round's tokens and records; cuts at end-of-sequence and at the limit.
@@ -143,7 +142,6 @@ def append(
     state: rows before the round; their caches may already be those after it.
     acceptance: tokens of the round.
     verification: target logits; row i judged the i-th token.
-    draft_version: [] int32.
     num_draft_tokens: K.
 
   Returns:
@@ -176,7 +174,7 @@ def append(
     # emitted one is not.
     target_cache=state.target_cache.replace(length=length),
     draft_cache=_rewound(state.draft_cache, length, num_draft_tokens),
-    records=_record(state, verification, error, draft_version, running),
+    records=_record(state, verification, error, running),
     counters=counters,
   )
 
@@ -204,15 +202,12 @@ def _cut(
   return count, reason.astype(jnp.int32)
 
 
-def _record(state, verification, error, draft_version, running):
+def _record(state, verification, error, running):
   if state.records is None:
     return None
   kept = state.records.ids.shape[-1]
   block = records.from_logits(verification.logits, kept)
-  block = block.replace(
-    error=error,
-    draft_version=jnp.full(error.shape, draft_version, jnp.int32),
-  )
+  block = block.replace(error=error)
   return jax.tree.map(
     lambda stored, new: _write_block(stored, new, state.length, running),
     state.records,

@@ -71,7 +71,7 @@ def record_bytes_per_token(record_top_k: int, vocab_size: int) -> int:
     vocab_size: V.
 
   Returns:
-    Bytes of log-probabilities, ids, tail, error flag and draft version.
+    Bytes of log-probabilities, ids, tail and error flag.
   """
   one = _empty_records((1,), record_top_k, vocab_size, np.empty)
   return sum(leaf.nbytes for leaf in jax.tree.leaves(one))
@@ -116,7 +116,6 @@ def init(
     target=jnp.zeros(positions, jnp.int32),
     mask=jnp.zeros(positions, bool),
     records=_empty_records(positions, record_top_k, vocab_size, jnp.zeros),
-    source_id=jnp.zeros(rows, jnp.int32),
     weight=jnp.zeros(rows, jnp.float32),
   )
   return ReplayBuffer(data=data, added=jnp.zeros((), jnp.int32))
@@ -252,7 +251,6 @@ def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Re
     ids=make(kept, base.id_dtype(vocab_size)),
     tail=make(leading, np.float32),
     error=make(leading, np.bool_),
-    draft_version=make(leading, np.int32),
   )
 
 

@@ -125,8 +125,7 @@ def _typical(times: np.ndarray) -> np.ndarray:
 
 
 def _advance(program, num_draft_tokens, served, rounds, state):
-  version, limit = np.int32(0), np.int32(rounds)
-  return calls.advance(program, num_draft_tokens, served, version, limit, state)
+  return calls.advance(program, num_draft_tokens, served, np.int32(rounds), state)
 
 
 def _timed(

@@ -128,19 +128,18 @@ def catch_up(
   return program.placed(catch_up_lib.catch_up(program.draft, served.draft, state))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def advance(
   program: Program,
   num_draft_tokens: int,
   served: Served,
-  draft_version: jax.Array,
   max_rounds: jax.Array,
   state: state_lib.DecodeState,
 ) -> state_lib.DecodeState:
   """Runs rounds (K = 0: plain steps) until a row finishes or `max_rounds` passed."""
   if program.draft is None or num_draft_tokens == 0:
     state = autoregressive.run_steps(
-      program.target, False, served.target, max_rounds, state, draft_version
+      program.target, False, served.target, max_rounds, state
     )
   else:
     speculation = speculative.Speculation(
@@ -154,7 +153,6 @@ def advance(
       False,
       served.target,
       served.draft,
-      draft_version,
       max_rounds,
       state,
     )
@@ -186,7 +184,6 @@ def read_row(
     target=jnp.where(mask, cut(state.tokens), base.PAD_ID),
     mask=mask,
     records=jax.tree.map(cut, state.records),
-    source_id=jnp.zeros((1,), jnp.int32),
     weight=jnp.ones((1,), jnp.float32),
   )
   settings, reason, counters = jax.tree.map(

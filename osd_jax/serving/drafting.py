@@ -126,7 +126,6 @@ class AdaptiveDrafting:
   def advance(
     self,
     served: calls.Served,
-    draft_version: int,
     state: state_lib.DecodeState,
     bucket: int,
     rows: Sequence[int],
@@ -135,7 +134,6 @@ class AdaptiveDrafting:
 
     Args:
       served: prepared parameters.
-      draft_version: noted in the records.
       state: rows in flight.
       bucket: their source length.
       rows: the rows that hold requests.
@@ -155,7 +153,6 @@ class AdaptiveDrafting:
       self._program,
       self.state.num_draft_tokens,
       served,
-      np.int32(draft_version),
       np.int32(min(rounds, self._max_rounds)),
       state,
     )

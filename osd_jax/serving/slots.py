@@ -265,14 +265,13 @@ class Slots:
     assert self._state is not None
     if self._adaptive is not None:
       self._state, reasons = self._adaptive.advance(
-        self._served, self.draft_version, self._state, self._bucket, rows
+        self._served, self._state, self._bucket, rows
       )
       return reasons
     state = calls.advance(
       self._program,
       self.config.num_draft_tokens,
       self._served,
-      np.int32(self.draft_version),
       np.int32(self.config.max_rounds),
       self._state,
     )

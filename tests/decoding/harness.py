@@ -103,7 +103,6 @@ def rounds(
   draft_served,
   state,
   *,
-  version=0,
   limit=MANY,
   until_all=True,
   run=ROUNDS,
@@ -115,7 +114,6 @@ def rounds(
     until_all,
     served,
     draft_served,
-    jnp.int32(version),
     jnp.int32(limit),
     state,
   )

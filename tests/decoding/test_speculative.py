@@ -98,15 +98,12 @@ def test_greedy_t5_equals_plain_with_a_draft_of_another_architecture():
 @pytest.mark.parametrize("k", [2, 3, 8])
 def test_a_draft_swapped_within_requests_changes_no_greedy_token(k):
   state = t5_start(5, "perturbed")
-  for version, kind in enumerate(["perturbed", "unrelated", "target"]):
+  for kind in ["perturbed", "unrelated", "target"]:
+    running = np.asarray(state.stop_reason) == StopReason.RUNNING
+    assert running.any()  # the swap does happen within a request
     limit = 1 if kind != "target" else harness.MANY
-    before = np.asarray(state.length)
-    state = t5_rounds(k, state, kind, version=version, limit=limit)
-    for row in range(5):
-      new = state.records.draft_version[row, before[row] : int(state.length[row])]
-      assert (np.asarray(new) == version).all()
+    state = t5_rounds(k, state, kind, limit=limit)
   assert harness.outputs(state) == harness.outputs(t5_plain())
-  assert len(set(np.asarray(state.records.draft_version[0, :LENGTH]).tolist())) > 1
 
 
 def greedy_walk(table, limit):
@@ -253,7 +250,7 @@ def test_a_call_returns_when_any_running_row_stops():
 
 @pytest.mark.parametrize("kind", ["perturbed", "unrelated"])
 def test_records_equal_a_fresh_scoring_pass(kind):
-  state = t5_rounds(3, mixed_start(range(5), kind), kind, version=4)
+  state = t5_rounds(3, mixed_start(range(5), kind), kind)
   source, mask = testing.random_sources(5, SOURCE, TARGET.vocab_size, 3)
   logits, valid = harness.scored(TARGET, t5_params("target"), source, mask, state)
   log_probs, _, tail = oracles.truncate(logits, RECORD)
@@ -263,7 +260,6 @@ def test_records_equal_a_fresh_scoring_pass(kind):
   np.testing.assert_allclose(found.log_probs[valid], log_probs[valid], atol=5e-5)
   np.testing.assert_allclose(found.log_probs[valid], at_ids[valid], atol=5e-5)
   np.testing.assert_allclose(found.tail[valid], tail[valid], atol=1e-5)
-  assert (found.draft_version[valid] == 4).all()
   # A round that accepts less than K and is not cut has one error.
   errors = np.sum(found.error & valid, axis=1)
   rejected = np.asarray(state.counters.drafted - state.counters.accepted)
@@ -343,7 +339,7 @@ def test_jit_equals_no_jit_for_one_round():
   )
   once = jnp.int32(1)
   pair = speculative.Speculation(model, model, 1)
-  arguments = (pair, True, target, draft, jnp.int32(0), once, start)
+  arguments = (pair, True, target, draft, once, start)
   compiled = harness.ROUNDS(*arguments)
   with jax.disable_jit():
     stepped = speculative.run_rounds(*arguments)
@@ -359,19 +355,17 @@ def test_nothing_compiles_for_other_settings_requests_or_parameters():
   run = harness.jitted_rounds()
   model = testing.tabular_model(VOCAB)
 
-  def call(version, rows=3, **settings):
-    tables = [jnp.asarray(testing.random_table(VOCAB, version + i)) for i in range(2)]
-    settings = harness.settings_of(rows, **settings)
+  def call(seed, rows=3, **settings):
+    tables = [jnp.asarray(testing.random_table(VOCAB, seed + i)) for i in range(2)]
+    settings = harness.settings_of(rows, seed=seed, **settings)
     sources = harness.no_sources(rows)
     state = harness.start(model, tables[0], *sources, settings, 9, model, tables[1])
-    return harness.rounds(
-      model, model, 2, *tables, state, version=version, limit=version + 1, run=run
-    )
+    return harness.rounds(model, model, 2, *tables, state, limit=seed + 1, run=run)
 
   state = call(0, max_length=9)
   assert run._cache_size() == 1
   for seed in range(1, 5):
-    call(seed, max_length=seed, temperature=seed / 2, top_k=seed, top_p=0.9, seed=seed)
+    call(seed, max_length=seed, temperature=seed / 2, top_k=seed, top_p=0.9)
   tables = [jnp.asarray(testing.random_table(VOCAB, 2))] * 2
   harness.rounds(model, model, 2, *tables, state, run=run)  # its own result goes in
   assert run._cache_size() == 1

@@ -38,9 +38,7 @@ def batch_of(values, weights):
       ids=spread(2, 1).astype(np.uint16),
       tail=spread(2).astype(np.float32) / 1e6,
       error=spread(2) % 3 == 0,
-      draft_version=spread(2).astype(np.int32),
     ),
-    source_id=values.astype(np.int32) % 4,
     weight=np.asarray(weights, np.float32),
   )
 

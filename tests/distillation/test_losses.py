@@ -25,7 +25,6 @@ def records_of(target_logits, k, dtype=np.uint16):
     ids=jnp.asarray(ids.astype(dtype)),
     tail=jnp.asarray(tail, jnp.float32),
     error=jnp.zeros(tail.shape, bool),
-    draft_version=jnp.zeros(tail.shape, jnp.int32),
   )
 
 
@@ -36,7 +35,6 @@ def batch_of(records, mask=None, weight=None):
     target=jnp.ones((rows, length), jnp.int32),
     mask=jnp.ones((rows, length), bool) if mask is None else jnp.asarray(mask),
     records=records,
-    source_id=jnp.zeros(rows, jnp.int32),
     weight=jnp.ones(rows) if weight is None else jnp.asarray(weight, jnp.float32),
   )
 

@@ -41,9 +41,7 @@ def batch_of(target_logits, mask, error, weight, k=TOP_K):
       ids=ids.astype(np.uint16),
       tail=np.float32(tail),
       error=error,
-      draft_version=0 * positions,
     ),
-    source_id=np.zeros(ROWS, np.int32),
     weight=weight,
   )
 

@@ -31,9 +31,7 @@ def filled(rng, rows, tokens):
       ids=jnp.asarray(ids, jnp.uint16),
       tail=jnp.asarray(probs[..., KEPT], jnp.float32),
       error=jnp.zeros((rows, LENGTH), bool),
-      draft_version=jnp.zeros((rows, LENGTH), jnp.int32),
     ),
-    source_id=jnp.zeros(rows, jnp.int32),
     weight=jnp.ones(rows, jnp.float32),
   )
   return replay.append(buffer, batch), ids, probs, mask

@@ -66,9 +66,7 @@ def batch_of(seed, rows=4, error=True):
       ids=jnp.asarray(ids, jnp.uint16),
       tail=jnp.asarray(tail, jnp.float32),
       error=jnp.full((rows, LENGTH), error),
-      draft_version=jnp.zeros((rows, LENGTH), jnp.int32),
     ),
-    source_id=jnp.zeros(rows, jnp.int32),
     weight=jnp.ones(rows),
   )
 
@@ -224,7 +222,7 @@ def test_slices_run_one_by_one_are_the_update_bit_by_bit():
     assert batch.weight.shape == (4,) and report.loss == metrics.loss[index]
   assert int(state.version) == 0
   assert same(update.finish_update(learner, state), whole)
-  other, _ = run_update(config, learner, buffer, jax.random.key(6), 2)
+  other, _ = run_update(config, learner, buffer, jax.random.key(7), 2)  # other rows
   assert not same(other.params, whole.params)
 
 

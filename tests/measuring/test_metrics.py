@@ -47,7 +47,6 @@ def batch_of(target_logits, kept):
     target=jnp.ones((ROWS, LENGTH), jnp.int32),
     mask=jnp.asarray(np.arange(LENGTH) < count[:, None]),
     records=records.from_logits(jnp.asarray(target_logits), kept),
-    source_id=jnp.zeros(ROWS, jnp.int32),
     weight=jnp.ones(ROWS, jnp.float32),
   )
 

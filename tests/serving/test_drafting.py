@@ -74,7 +74,6 @@ def test_greedy_outputs_and_records_equal_plain_whatever_k(monkeypatch, rows):
     records = jax.tree.map(lambda leaf: np.asarray(leaf)[0], done.batch.records)
     count = len(done.tokens)
     assert done.drafted - done.accepted == records.error[:count].sum()
-    assert (np.diff(records.draft_version[:count]) >= 0).all()
     assert 0 <= done.accepted + done.target_calls - count <= 1
 
 

@@ -179,24 +179,20 @@ def test_a_reused_decoder_equals_a_fresh_one():
     assert one.accepted == other.accepted
 
 
-def test_swaps_change_no_greedy_output_and_are_noted():
+def test_swaps_change_no_greedy_output():
   swapped = slots.Slots(
     config_of(3), TARGET, target_params(), TARGET, draft_params("close")
   )
   for request in greedy_requests():
     swapped.submit(request)
-  finished, kinds = [], ("far", "same", "close")
+  finished, kinds, crossed = [], ("far", "same", "close"), 0
   while swapped.in_flight:
     finished += swapped.step()
+    crossed += any(tag is not None for tag in swapped.held()["tags"])
     version = swapped.draft_version + 1
     swapped.swap(draft_params(kinds[version % 3]), version)
   assert by_tag(finished) == expected()
-  versions = [
-    np.asarray(done.batch.records.draft_version)[0, : len(done.tokens)]
-    for done in finished
-  ]
-  assert all((np.diff(row) >= 0).all() for row in versions)
-  assert any(len(set(row.tolist())) > 1 for row in versions)
+  assert crossed  # drafts were swapped within requests
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -155,13 +155,15 @@ class OnlineLoop:
       config.schedule.update_interval,
       config.free_updates,
     )
-    self._buffer = replay.init(
+    buffer = replay.init(
       config.buffer,
       config.decoding.source_lengths[-1],
       config.decoding.target_length,
       config.decoding.record_top_k,
       self.pair.target.vocab_size,
     )
+    # Where rows come from: a first append would move it, and all would compile anew.
+    self._buffer = updates.beside(self.pair.draft_params, buffer)
     self._meter = metering.Meter(
       self.pair,
       config.decoding,

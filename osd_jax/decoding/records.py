@@ -20,9 +20,10 @@ def from_logits(logits: jax.Array, kept: int) -> base.Records:
     The tail is a sum over the tokens left out, not 1 minus the others.
   """
   logits = logits.astype(jnp.float32)
-  # The barrier keeps XLA CPU from fusing the search with what reads its result, which
-  # turns it into a sort: ten times the cost of all the rest here.
-  top, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, kept))
+  # A barrier keeps XLA CPU from fusing the search with what reads its result, which
+  # turns it into a sort: ten times the cost of all the rest here. One for each result:
+  # over logits that are split by vocabulary, XLA dies of one for both.
+  top, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(logits, kept))
   largest = top[..., :1]
   masses = jnp.exp(logits - largest)
   total = jnp.sum(masses, axis=-1)

@@ -8,12 +8,14 @@ counted. No argument is ever donated: serving may still read the old parameters.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
@@ -102,16 +104,41 @@ class UpdateMetrics:
 
 
 def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:
-  """A learner at version 0 that starts from `params`.
+  """A learner at version 0 that starts from `params`, on their devices.
 
   Args:
     config: says which optimiser.
     params: the draft's parameters.
   """
-  zero = jnp.zeros((), jnp.int32)
+  # A buffer of its own for each counter: training donates them.
+  version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
   opt_state = optimizers.make_optimizer(config.optimizer).init(params)
   ema = params if config.ema_decay else None
-  return LearnerState(params, opt_state, version=zero, step=zero, skipped=zero, ema=ema)
+  return beside(
+    params, LearnerState(params, opt_state, version, step, skipped, ema=ema)
+  )
+
+
+def beside(params: base.Params, tree: Any) -> Any:
+  """The arrays of `tree`, those of one device copied to every device of `params`.
+
+  Args:
+    params: arrays, of one device or split over a mesh.
+    tree: of arrays.
+  """
+  mesh = _mesh(params)
+  if mesh is None:
+    return tree
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  return jax.tree.map(
+    lambda leaf: leaf if _mesh(leaf) == mesh else jax.device_put(leaf, everywhere), tree
+  )
+
+
+def _mesh(tree: Any) -> jax.sharding.Mesh | None:
+  """The mesh of a tree's first array, None for an array of one device."""
+  sharding = jax.tree.leaves(tree)[0].sharding
+  return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def loss_and_grad(
@@ -301,6 +328,16 @@ def slice_key(key: jax.Array, index: int) -> jax.Array:
   return jax.random.fold_in(key, index)
 
 
+def _placed_like(before: LearnerState, after: LearnerState) -> LearnerState:
+  """`after` where `before` was: XLA places results as it likes.
+
+  Else the next slice, and whoever serves the draft, would be compiled once more.
+  """
+  if _mesh(before.params) is None:
+    return after
+  return jax.device_put(after, jax.tree.map(lambda leaf: leaf.sharding, before))
+
+
 def finish_update(before: LearnerState, after: LearnerState) -> LearnerState:
   """Gives the result of an update its version.
 
@@ -336,6 +373,7 @@ def update(
   state, metrics = learner, []
   for batch in batches:
     state, report = take_slice(model, config, state, cut(config, batch))
+    state = _placed_like(learner, state)
     metrics.append(report)
     after_slice(state)
   stacked = jax.tree.map(lambda *values: jnp.stack(values), *metrics)

@@ -135,7 +135,7 @@ def beside(params: base.Params, tree: Any) -> Any:
   )
 
 
-def _mesh(tree: Any) -> jax.sharding.Mesh | None:
+def _mesh(tree: Any) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
   """The mesh of a tree's first array, None for an array of one device."""
   sharding = jax.tree.leaves(tree)[0].sharding
   return sharding.mesh if isinstance(sharding, NamedSharding) else None
@@ -247,8 +247,10 @@ def cut(config: UpdateConfig, batch: base.DistillationBatch) -> base.Distillatio
   """
   if not config.length_multiple:
     return batch
-  longest = int(np.max(np.sum(np.asarray(batch.target) != base.PAD_ID, axis=1)))
-  return _cut_to(batch, _rounded_up(max(longest, 1), config.length_multiple))
+  # By the mask: a target may emit the id that pads.
+  judged = np.flatnonzero(np.any(np.asarray(batch.mask), axis=0))
+  longest = int(judged[-1]) + 1 if len(judged) else 1
+  return _cut_to(batch, _rounded_up(longest, config.length_multiple))
 
 
 def warm_up(

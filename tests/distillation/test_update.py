@@ -412,6 +412,15 @@ def test_shared_padding_is_cut_and_teaches_nothing(length, multiple, left):
   assert not same(lost.params, whole.params)
 
 
+def test_a_row_in_which_the_target_emitted_padding_keeps_its_last_positions():
+  config = dataclasses.replace(config_of(), length_multiple=1)
+  batch = shortened(batch_of(11), 3)
+  emitted = batch.replace(target=batch.target.at[:, 1].set(base.PAD_ID))
+  assert update.cut(config, emitted).mask.sum() == batch.mask.sum() == 12
+  nothing = batch.replace(mask=jnp.zeros_like(batch.mask))
+  assert update.cut(config, nothing).target.shape[1] == 1
+
+
 def test_after_warm_up_no_length_compiles():
   config = dataclasses.replace(config_of(clip_norm=0.9), length_multiple=3)
   learner = learner_of(config)

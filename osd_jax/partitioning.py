@@ -39,12 +39,7 @@ class PartitionConfig:
   model: int = 1
 
   def __post_init__(self):
-    for name in ("data", "model"):
-      if getattr(self, name) < 1:
-        raise base.InputError(
-          f"PartitionConfig.{name}: received {getattr(self, name)!r}, expected an"
-          " integer >= 1."
-        )
+    base.check_counts(self, "data", "model")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,21 +180,9 @@ class LossConfig:
   positions: str = "all"
 
   def __post_init__(self):
-    if self.divergence not in DIVERGENCES:
-      raise base.InputError(
-        f"LossConfig.divergence: received {self.divergence!r}, expected one of "
-        f"{sorted(DIVERGENCES)}."
-      )
-    if not 0.0 < self.jsd_beta < 1.0:
-      raise base.InputError(
-        f"LossConfig.jsd_beta: received {self.jsd_beta!r}, expected a number "
-        "strictly between 0 and 1; for the limits use forward_kl or reverse_kl."
-      )
-    if self.positions not in POSITIONS:
-      raise base.InputError(
-        f"LossConfig.positions: received {self.positions!r}, expected one of "
-        f"{list(POSITIONS)}."
-      )
+    base.check_choices(self, divergence=DIVERGENCES, positions=POSITIONS)
+    expected = "a number between 0 and 1; their limits are forward_kl and reverse_kl"
+    base.check_fields(self, {"jsd_beta": (0.0 < self.jsd_beta < 1.0, expected)})
 
 
 def divergence(config: LossConfig) -> Divergence:

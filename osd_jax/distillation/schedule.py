@@ -50,16 +50,17 @@ class ScheduleConfig:
   drift_drop: float = 0.075
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if isinstance(field.default, float):
-        _check_field(field.name, value, 0.0 <= value <= 1.0, "a number in 0..1")
-      elif not isinstance(field.default, bool):
-        whole = isinstance(value, int) and value >= 1
-        _check_field(field.name, value, whole, "an integer >= 1")
-    for name in ("resume_drop", "drift_drop"):
-      value = getattr(self, name)
-      _check_field(name, value, value > 0, "a number > 0")
+    counts = [f.name for f in dataclasses.fields(self) if type(f.default) is int]
+    shares = [f.name for f in dataclasses.fields(self) if type(f.default) is float]
+    base.check_counts(self, *counts)
+    base.check_fields(
+      self,
+      {name: (0 <= getattr(self, name) <= 1, "a number in 0..1") for name in shares},
+    )
+    drops = ("resume_drop", "drift_drop")
+    base.check_fields(
+      self, {name: (getattr(self, name) > 0, "a number > 0") for name in drops}
+    )
 
   @property
   def history(self) -> int:
@@ -201,10 +202,3 @@ def _maybe_resume(config: ScheduleConfig, state: ScheduleState) -> ScheduleState
 
 def _mean(values: Sequence[float]) -> float:
   return sum(values) / len(values)
-
-
-def _check_field(name: str, value: object, holds: bool, expected: str) -> None:
-  if not holds:
-    raise base.InputError(
-      f"ScheduleConfig.{name}: received {value!r}, expected {expected}."
-    )

@@ -48,18 +48,16 @@ class UpdateConfig:
   ema_decay: float = 0.0
 
   def __post_init__(self):
-    rows = self.num_new + self.num_replay
+    base.check_counts(self, "steps_per_update")
+    base.check_counts(self, "num_new", "num_replay", "length_multiple", least=0)
     checks = {
-      "steps_per_update": (self.steps_per_update >= 1, "an integer >= 1"),
-      "num_new": (self.num_new >= 0, "an integer >= 0"),
       "num_replay": (
-        self.num_replay >= 0 and rows >= 1,
-        f"an integer >= 0, with num_new ({self.num_new}) at least one row together",
+        self.num_new + self.num_replay >= 1,
+        f"with num_new ({self.num_new}) at least one row together",
       ),
-      "length_multiple": (self.length_multiple >= 0, "an integer >= 0"),
       "ema_decay": (0 <= self.ema_decay < 1, "a number in 0..1, below 1"),
     }
-    optimizers.check_fields(self, checks)
+    base.check_fields(self, checks)
 
 
 @flax.struct.dataclass

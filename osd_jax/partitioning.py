@@ -72,14 +72,6 @@ class Partitioner:
       return jax.device_put(params)
     return jax.device_put(params, self.params(model))
 
-  def place_scalars(self, tree: Any) -> Any:
-    """A tree whose scalars are on every device of the mesh; arrays stay as they are."""
-    if self.mesh.size == 1:
-      return tree
-    return jax.tree.map(
-      lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, self.replicated), tree
-    )
-
   def place_rows(self, tree: Any) -> Any:
     """A tree of [rows, ...] arrays split over "data"; whole where that cannot be."""
     if self.mesh.size == 1:
@@ -122,8 +114,3 @@ def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
     )
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
   return Partitioner(Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2))
-
-
-def shardings(tree: Any) -> Any:
-  """The shardings that the arrays of a tree have now, for `out_shardings`."""
-  return jax.tree.map(lambda leaf: leaf.sharding, tree)

@@ -149,11 +149,7 @@ def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerSt
     expected = tensors.expected_shapes(config.model)
     tensors.check(tensors.shapes(params), expected, config.initial)
   params = partitioner.place_params(model, params)
-  opt_state = optimizers.make_optimizer(config.optimizer).init(params)
-  # Donated, so that each counter needs a buffer of its own.
-  version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
-  state = update.LearnerState(params, opt_state, version, step, skipped)
-  return partitioner.place_scalars(state)
+  return update.init_learner(update.UpdateConfig(optimizer=config.optimizer), params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

@@ -69,13 +69,18 @@ def test_rows_in_flight_are_split_over_data():
   assert {shard.data.shape[0] for shard in tokens.addressable_shards} == {1}
 
 
-def test_the_first_update_agrees():
+@functools.cache
+def learning_batch():
   source, _ = testing.random_sources(4, 8, VOCAB, 1)
   tokens = np.random.default_rng(2).integers(2, VOCAB, (4, 6)).astype(np.int32)
   batch = records.teacher_forced(
     TARGET, harness.lively_params(TARGET), source, tokens, VOCAB
   )
-  batch = jax.tree.map(np.asarray, batch)
+  return jax.tree.map(np.asarray, batch)
+
+
+def test_the_first_update_agrees():
+  batch = learning_batch()
   gradient = jax.jit(update.loss_and_grad, static_argnums=(0, 1))
   found = []
   for config in (partitioning.PartitionConfig(), FOUR):
@@ -133,3 +138,21 @@ def test_too_few_devices_are_named():
 def test_a_mesh_has_at_least_one_device_each_way(field):
   with pytest.raises(ValueError, match=rf"PartitionConfig\.{field}: received 0"):
     partitioning.PartitionConfig(**{field: 0})
+
+
+def test_an_update_leaves_everything_where_it_was():
+  """Else serving its draft, and the next update, would compile anew."""
+  _, _, draft = placed(FOUR)
+  config = update.UpdateConfig(ema_decay=0.5)
+  learner = update.init_learner(config, draft)
+  batch = learning_batch()
+  after, _ = update.update(DRAFT, config, learner, [batch, batch])
+  compiled = update.take_slice._cache_size()
+  again, _ = update.update(DRAFT, config, after, [batch, batch])
+  assert update.take_slice._cache_size() == compiled
+  assert int(again.step) == 4
+
+  def check(before, now):
+    assert now.sharding == before.sharding and len(now.sharding.device_set) == 4
+
+  jax.tree.map(check, learner, again)

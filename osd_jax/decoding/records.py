@@ -20,9 +20,10 @@ def from_logits(logits: jax.Array, kept: int) -> base.Records:
     The tail is a sum over the tokens left out, not 1 minus the others.
   """
   logits = logits.astype(jnp.float32)
-  # The barrier keeps XLA CPU from fusing the search with what reads its result, which
-  # turns it into a sort: ten times the cost of all the rest here.
-  top, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, kept))
+  # A barrier keeps XLA CPU from fusing the search with what reads its result, which
+  # turns it into a sort: ten times the cost of all the rest here. One for each result:
+  # over logits that are split by vocabulary, XLA dies of one for both.
+  top, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(logits, kept))
   largest = top[..., :1]
   masses = jnp.exp(logits - largest)
   total = jnp.sum(masses, axis=-1)
@@ -69,14 +70,16 @@ def teacher_forced(
     target: the target model (static).
     params: its parameters.
     source: [R, S] int32.
-    tokens: [R, T] int32, padded with 0.
+    tokens: [R, T] int32, padded with 0; a 0 with tokens behind it is one of them.
     record_top_k: k (static).
 
   Returns:
     A batch of R rows; rows without tokens have weight 0.
   """
   logits = target.score(params, source, source != base.PAD_ID, tokens)
-  mask = tokens != base.PAD_ID
+  position = jnp.arange(tokens.shape[1])[None]
+  ends = jnp.where(tokens != base.PAD_ID, position + 1, 0)
+  mask = position < jnp.max(ends, axis=1, keepdims=True)
   return base.DistillationBatch(
     source=source,
     target=tokens,

@@ -28,15 +28,11 @@ class BufferConfig:
   recency_half_life: float | None = None
 
   def __post_init__(self):
-    if not isinstance(self.capacity, int) or self.capacity < 1:
-      raise base.InputError(
-        f"BufferConfig.capacity: received {self.capacity!r}, expected an integer >= 1."
-      )
-    if self.recency_half_life is not None and not self.recency_half_life > 0:
-      raise base.InputError(
-        f"BufferConfig.recency_half_life: received {self.recency_half_life!r}, "
-        "expected a number of rows > 0, or None for uniform."
-      )
+    base.check_counts(self, "capacity")
+    half_life = self.recency_half_life
+    fades = half_life is None or half_life > 0
+    expected = "a number of rows > 0, or None for uniform"
+    base.check_fields(self, {"recency_half_life": (fades, expected)})
 
 
 @flax.struct.dataclass

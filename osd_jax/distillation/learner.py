@@ -27,7 +27,7 @@ class LearningConfig:
   Attributes:
     buffer: the replay buffer.
     update: one update.
-    schedule: when updates happen: a `ScheduleConfig`, or any object with its methods.
+    schedule: when updates happen.
     free_updates: swap an update in as soon as it is ready. False waits for request
       n + I exactly, which makes runs repeat bit by bit.
     seed: of replay.
@@ -35,7 +35,7 @@ class LearningConfig:
 
   buffer: buffer_lib.BufferConfig = buffer_lib.BufferConfig()
   update: update_lib.UpdateConfig = update_lib.UpdateConfig()
-  schedule: schedule_lib.ScheduleConfig = schedule_lib.ScheduleConfig()
+  schedule: schedule_lib.Schedule = schedule_lib.ScheduleConfig()
   free_updates: bool = False
   seed: int = 0
 
@@ -82,9 +82,11 @@ class Learner:
       config.free_updates,
     )
     self._append = jax.jit(buffer_lib.append, donate_argnums=0)
-    self._buffer = buffer_lib.init(
+    buffer = buffer_lib.init(
       config.buffer, source_length, target_length, record_top_k, draft.vocab_size
     )
+    # Where rows come from: a first append would move it, and all would compile anew.
+    self._buffer = update_lib.beside(params, buffer)
 
   @property
   def paused(self) -> bool:
@@ -139,9 +141,9 @@ class Learner:
     self.finished += 1
     outcome = self._take() if self._background.due(self.finished) else None
     self._buffer = self._append(self._buffer, batch)
-    config = self._config.schedule
-    self._schedule = schedule_lib.observe(config, self._schedule, overlap)
-    if not self.busy and schedule_lib.update_due(config, self._schedule):
+    schedule = self._config.schedule
+    self._schedule = schedule.observe(self._schedule, overlap)
+    if not self.busy and schedule.is_due(self._schedule):
       self._launch()
     return outcome
 
@@ -199,7 +201,7 @@ class Learner:
     jax.block_until_ready(batches)  # appending writes the buffer in place
     self._background.launch(batches, self.finished)
     self._since = int(self._buffer.added)
-    self._schedule = schedule_lib.updated(self._config.schedule, self._schedule)
+    self._schedule = self._config.schedule.launched(self._schedule)
 
   def _draw(self) -> tuple[base.DistillationBatch, ...]:
     """The micro-batches of an update launched now."""

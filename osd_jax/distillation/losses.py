@@ -170,38 +170,30 @@ class LossConfig:
   """Which divergence, over which positions.
 
   Attributes:
-    divergence: a key of `DIVERGENCES`.
+    divergence: a key of `DIVERGENCES`, or a function of your own like those.
     jsd_beta: weight of the target in the mixture of "jsd", in (0, 1).
     positions: "all" emitted positions, or those where the draft "error"ed.
   """
 
-  divergence: str = "forward_kl"
+  divergence: str | Divergence = "forward_kl"
   jsd_beta: float = 0.5
   positions: str = "all"
 
   def __post_init__(self):
-    if self.divergence not in DIVERGENCES:
-      raise base.InputError(
-        f"LossConfig.divergence: received {self.divergence!r}, expected one of "
-        f"{sorted(DIVERGENCES)}."
-      )
-    if not 0.0 < self.jsd_beta < 1.0:
-      raise base.InputError(
-        f"LossConfig.jsd_beta: received {self.jsd_beta!r}, expected a number "
-        "strictly between 0 and 1; for the limits use forward_kl or reverse_kl."
-      )
-    if self.positions not in POSITIONS:
-      raise base.InputError(
-        f"LossConfig.positions: received {self.positions!r}, expected one of "
-        f"{list(POSITIONS)}."
-      )
+    base.check_types(self)
+    if isinstance(self.divergence, str):
+      base.check_choices(self, divergence=DIVERGENCES)
+    base.check_choices(self, positions=POSITIONS)
+    expected = "a number between 0 and 1; their limits are forward_kl and reverse_kl"
+    base.check_fields(self, {"jsd_beta": (0.0 < self.jsd_beta < 1.0, expected)})
 
 
 def divergence(config: LossConfig) -> Divergence:
   """The divergence that the config names, as a function of two bucketed rows."""
   if config.divergence == "jsd":
     return functools.partial(jsd, beta=config.jsd_beta)
-  return DIVERGENCES[config.divergence]
+  named = isinstance(config.divergence, str)
+  return DIVERGENCES[config.divergence] if named else config.divergence
 
 
 def chosen_positions(config: LossConfig, batch: base.DistillationBatch) -> jax.Array:

@@ -22,13 +22,15 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   ),
 }
 
-# Share of the learning rate left at a progress of 0..1 through `total_steps`.
-SCHEDULES: dict[str, Callable[[jax.Array], jax.Array]] = {
-  "constant": jnp.ones_like,
-  "cosine": lambda progress: 0.5 * (1.0 + jnp.cos(jnp.pi * progress)),
-  "linear": lambda progress: 1.0 - progress,
-  # Constant, then falling linearly to 0 over the second half.
-  "trapezoid": lambda progress: jnp.minimum(1.0, 2.0 * (1.0 - progress)),
+# Each makes (peak rate, steps until 0) -> optax schedule.
+SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
+  "constant": lambda peak, steps: optax.constant_schedule(peak),
+  "cosine": lambda peak, steps: optax.cosine_decay_schedule(peak, steps),
+  "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
+  # Constant, then falling linearly over the second half.
+  "trapezoid": lambda peak, steps: (
+    lambda step: jnp.minimum(peak, optax.linear_schedule(2 * peak, 0.0, steps)(step))
+  ),
 }
 
 
@@ -63,44 +65,43 @@ class OptimizerConfig:
   query_multiplier: float = 1.0
 
   def __post_init__(self):
-    needs_end = self.schedule != "constant"
-    end = self.total_steps
+    base.check_choices(self, name=OPTIMIZERS, schedule=SCHEDULES)
+    base.check_counts(self, "warmup_steps", least=0)
+    end, least = self.total_steps, self.warmup_steps + 1
     checks = {
-      "name": (self.name in OPTIMIZERS, f"one of {sorted(OPTIMIZERS)}"),
       "learning_rate": (self.learning_rate > 0, "a number > 0"),
       "weight_decay": (self.weight_decay >= 0, "a number >= 0"),
       "clip_norm": (
         self.clip_norm is None or self.clip_norm > 0,
         "a number > 0, or None",
       ),
-      "warmup_steps": (self.warmup_steps >= 0, "an integer >= 0"),
-      "schedule": (self.schedule in SCHEDULES, f"one of {sorted(SCHEDULES)}"),
       "total_steps": (
-        end > self.warmup_steps if end is not None else not needs_end,
-        f"more than warmup_steps ({self.warmup_steps}), as the schedule is "
+        self.schedule == "constant" if end is None else base.is_count(end, least),
+        f"an integer above warmup_steps ({self.warmup_steps}), as the schedule is "
         f"{self.schedule!r}",
       ),
       "embedding_multiplier": (self.embedding_multiplier > 0, "a number > 0"),
       "query_multiplier": (self.query_multiplier > 0, "a number > 0"),
     }
-    check_fields(self, checks)
+    base.check_fields(self, checks)
 
 
-def learning_rate(config: OptimizerConfig, step: jax.Array | int) -> jax.Array:
-  """The learning rate of a step, the first being step 0.
+def learning_rate(config: OptimizerConfig) -> optax.Schedule:
+  """The learning rate by step, the first being step 0.
 
   Args:
     config: peak, warm-up and schedule.
-    step: [] int32; steps taken before this one.
 
   Returns:
-    [] float32.
+    An optax schedule; the last step of the warm-up has the peak.
   """
-  step = jnp.asarray(step, jnp.float32)
-  warmup = jnp.minimum(1.0, (step + 1.0) / max(config.warmup_steps, 1))
-  after = (config.total_steps or config.warmup_steps + 1) - config.warmup_steps
-  progress = jnp.clip((step - config.warmup_steps) / after, 0.0, 1.0)
-  return config.learning_rate * warmup * SCHEDULES[config.schedule](progress)
+  peak, warmup = config.learning_rate, config.warmup_steps
+  steps = (config.total_steps or warmup + 1) - warmup
+  after = SCHEDULES[config.schedule](peak, steps)
+  if not warmup:
+    return after
+  rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)
+  return optax.join_schedules([rising, after], [warmup])
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -112,8 +113,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   Returns:
     An optax transformation; `update` needs the parameters as its third argument.
   """
-  rate = functools.partial(learning_rate, config)
-  parts = [OPTIMIZERS[config.name](rate, config.weight_decay)]
+  parts = [OPTIMIZERS[config.name](learning_rate(config), config.weight_decay)]
   if config.clip_norm is not None:
     parts.insert(0, optax.clip_by_global_norm(config.clip_norm))
   multipliers = {
@@ -132,21 +132,3 @@ def path_mask(part: str, params: base.Params) -> base.Params:
   return jax.tree_util.tree_map_with_path(
     lambda path, _: part in jax.tree_util.keystr(path), params
   )
-
-
-def check_fields(config, checks: dict[str, tuple[bool, str]]) -> None:
-  """Raises for the first field whose check, `(holds, expected)`, does not hold.
-
-  Args:
-    config: a dataclass.
-    checks: by field.
-
-  Raises:
-    ValueError: naming config, field, what came and what was expected.
-  """
-  for field, (holds, expected) in checks.items():
-    if not holds:
-      raise base.InputError(
-        f"{type(config).__name__}.{field}: received {getattr(config, field)!r}, "
-        f"expected {expected}."
-      )

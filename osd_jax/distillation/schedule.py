@@ -14,9 +14,41 @@ order, and never a clock, so a run repeats exactly. Overlap of one request is no
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from osd_jax import base
+
+
+class Schedule(Protocol):
+  """When updates happen; `ScheduleConfig` is one. Its states are dataclasses of JSON.
+
+  A state has a field `paused`: whether updates are paused.
+  """
+
+  @property
+  def update_interval(self) -> int:
+    """Requests from the launch of an update to its swap."""
+    ...
+
+  def initial(self) -> Any:
+    """The state before the first request."""
+    ...
+
+  def restored(self, fields: Mapping[str, Any]) -> Any:
+    """The state that `dataclasses.asdict` made `fields` of."""
+    ...
+
+  def observe(self, state: Any, overlap: float) -> Any:
+    """The state after one more request, of that overlap."""
+    ...
+
+  def is_due(self, state: Any) -> bool:
+    """Whether an update should start now."""
+    ...
+
+  def launched(self, state: Any) -> Any:
+    """The state after an update was started."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +83,17 @@ class ScheduleConfig:
   drift_drop: float = 0.075
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if isinstance(field.default, float):
-        _check_field(field.name, value, 0.0 <= value <= 1.0, "a number in 0..1")
-      elif not isinstance(field.default, bool):
-        whole = isinstance(value, int) and value >= 1
-        _check_field(field.name, value, whole, "an integer >= 1")
-    for name in ("resume_drop", "drift_drop"):
-      value = getattr(self, name)
-      _check_field(name, value, value > 0, "a number > 0")
+    counts = [f.name for f in dataclasses.fields(self) if type(f.default) is int]
+    shares = [f.name for f in dataclasses.fields(self) if type(f.default) is float]
+    base.check_counts(self, *counts)
+    base.check_fields(
+      self,
+      {name: (0 <= getattr(self, name) <= 1, "a number in 0..1") for name in shares},
+    )
+    drops = ("resume_drop", "drift_drop")
+    base.check_fields(
+      self, {name: (getattr(self, name) > 0, "a number > 0") for name in drops}
+    )
 
   def initial(self) -> "ScheduleState":
     """Before the first request."""
@@ -69,6 +102,18 @@ class ScheduleConfig:
   def restored(self, fields: Mapping[str, Any]) -> "ScheduleState":
     """The state that `dataclasses.asdict` made `fields` of."""
     return ScheduleState(**fields)
+
+  def observe(self, state: "ScheduleState", overlap: float) -> "ScheduleState":
+    """See `observe`."""
+    return observe(self, state, overlap)
+
+  def is_due(self, state: "ScheduleState") -> bool:
+    """See `update_due`."""
+    return update_due(self, state)
+
+  def launched(self, state: "ScheduleState") -> "ScheduleState":
+    """See `updated`."""
+    return updated(self, state)
 
   @property
   def history(self) -> int:
@@ -210,10 +255,3 @@ def _maybe_resume(config: ScheduleConfig, state: ScheduleState) -> ScheduleState
 
 def _mean(values: Sequence[float]) -> float:
   return sum(values) / len(values)
-
-
-def _check_field(name: str, value: object, holds: bool, expected: str) -> None:
-  if not holds:
-    raise base.InputError(
-      f"ScheduleConfig.{name}: received {value!r}, expected {expected}."
-    )

@@ -8,12 +8,14 @@ counted. No argument is ever donated: serving may still read the old parameters.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
@@ -46,18 +48,16 @@ class UpdateConfig:
   ema_decay: float = 0.0
 
   def __post_init__(self):
-    rows = self.num_new + self.num_replay
+    base.check_counts(self, "steps_per_update")
+    base.check_counts(self, "num_new", "num_replay", "length_multiple", least=0)
     checks = {
-      "steps_per_update": (self.steps_per_update >= 1, "an integer >= 1"),
-      "num_new": (self.num_new >= 0, "an integer >= 0"),
       "num_replay": (
-        self.num_replay >= 0 and rows >= 1,
-        f"an integer >= 0, with num_new ({self.num_new}) at least one row together",
+        self.num_new + self.num_replay >= 1,
+        f"with num_new ({self.num_new}) at least one row together",
       ),
-      "length_multiple": (self.length_multiple >= 0, "an integer >= 0"),
       "ema_decay": (0 <= self.ema_decay < 1, "a number in 0..1, below 1"),
     }
-    optimizers.check_fields(self, checks)
+    base.check_fields(self, checks)
 
 
 @flax.struct.dataclass
@@ -102,16 +102,41 @@ class UpdateMetrics:
 
 
 def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:
-  """A learner at version 0 that starts from `params`.
+  """A learner at version 0 that starts from `params`, on their devices.
 
   Args:
     config: says which optimiser.
     params: the draft's parameters.
   """
-  zero = jnp.zeros((), jnp.int32)
+  # A buffer of its own for each counter: training donates them.
+  version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
   opt_state = optimizers.make_optimizer(config.optimizer).init(params)
   ema = params if config.ema_decay else None
-  return LearnerState(params, opt_state, version=zero, step=zero, skipped=zero, ema=ema)
+  return beside(
+    params, LearnerState(params, opt_state, version, step, skipped, ema=ema)
+  )
+
+
+def beside(params: base.Params, tree: Any) -> Any:
+  """The arrays of `tree`, those of one device copied to every device of `params`.
+
+  Args:
+    params: arrays, of one device or split over a mesh.
+    tree: of arrays.
+  """
+  mesh = _mesh(params)
+  if mesh is None:
+    return tree
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  return jax.tree.map(
+    lambda leaf: leaf if _mesh(leaf) == mesh else jax.device_put(leaf, everywhere), tree
+  )
+
+
+def _mesh(tree: Any) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+  """The mesh of a tree's first array, None for an array of one device."""
+  sharding = jax.tree.leaves(tree)[0].sharding
+  return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def loss_and_grad(
@@ -220,8 +245,10 @@ def cut(config: UpdateConfig, batch: base.DistillationBatch) -> base.Distillatio
   """
   if not config.length_multiple:
     return batch
-  longest = int(np.max(np.sum(np.asarray(batch.target) != base.PAD_ID, axis=1)))
-  return _cut_to(batch, _rounded_up(max(longest, 1), config.length_multiple))
+  # By the mask: a target may emit the id that pads.
+  judged = np.flatnonzero(np.any(np.asarray(batch.mask), axis=0))
+  longest = int(judged[-1]) + 1 if len(judged) else 1
+  return _cut_to(batch, _rounded_up(longest, config.length_multiple))
 
 
 def warm_up(
@@ -301,6 +328,16 @@ def slice_key(key: jax.Array, index: int) -> jax.Array:
   return jax.random.fold_in(key, index)
 
 
+def _placed_like(before: LearnerState, after: LearnerState) -> LearnerState:
+  """`after` where `before` was: XLA places results as it likes.
+
+  Else the next slice, and whoever serves the draft, would be compiled once more.
+  """
+  if _mesh(before.params) is None:
+    return after
+  return jax.device_put(after, jax.tree.map(lambda leaf: leaf.sharding, before))
+
+
 def finish_update(before: LearnerState, after: LearnerState) -> LearnerState:
   """Gives the result of an update its version.
 
@@ -336,6 +373,7 @@ def update(
   state, metrics = learner, []
   for batch in batches:
     state, report = take_slice(model, config, state, cut(config, batch))
+    state = _placed_like(learner, state)
     metrics.append(report)
     after_slice(state)
   stacked = jax.tree.map(lambda *values: jnp.stack(values), *metrics)

@@ -88,7 +88,8 @@ class Factory:
         yield field.name, ""
       elif value is not dataclasses.MISSING:
         hint = self.hints[field.name]
-        if not _has_failed(value) and not base.is_of_type(value, hint):
+        fits = base.is_of_type(value, hint) and not _is_unmade(value)
+        if not _has_failed(value) and not fits:
           yield (
             field.name,
             (
@@ -144,6 +145,11 @@ def _has_failed(value: Any) -> bool:
   if isinstance(value, tuple):
     return any(map(_has_failed, value))
   return value is _FAILED
+
+
+def _is_unmade(value: Any) -> bool:
+  """Whether a value is @NAME of a config without the parentheses that make it."""
+  return callable(value) and isinstance(inspect.unwrap(value), Factory)
 
 
 def _advice(value: Any, hint: Any) -> str:

@@ -180,9 +180,11 @@ class T5(nn.Module):
     layout = layers.Layout.TRAINED if serving is None else serving.layout
     self.token_embedder = Embedding(config)
     self.encoder = Encoder(config)
-    own_head = not config.tied_head
+    short_head = None
     if serving is not None and served.has_draft_head(config, serving):
-      self.draft_head, own_head = served.DraftHead(config, serving), False
+      short_head = served.DraftHead(config, serving)
+    self.draft_head = short_head
+    own_head = not config.tied_head and short_head is None
     self.decoder = Decoder(config, layout, own_head)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
@@ -235,7 +237,7 @@ class T5(nn.Module):
   def _logits(self, x):
     if self.config.tied_head:
       x = x * self.config.width**-0.5
-    if hasattr(self, "draft_head"):
+    if self.draft_head is not None:
       logits = self.draft_head(x)
     elif self.config.tied_head:
       trained = self.serving is None

@@ -55,7 +55,7 @@ class RoundCosts:
       "prefill_ms": (self.prefill_ms >= 0, "milliseconds >= 0"),
       "call_ms": (self.call_ms >= 0, "milliseconds >= 0"),
     }
-    _check(self, checks)
+    base.check_fields(self, checks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,7 @@ class AdaptiveConfig:
   costs: tuple[RoundCosts, ...] = ()
 
   def __post_init__(self):
+    base.check_counts(self, "rounds_per_call")
     largest = state_lib.MAX_DRAFT_TOKENS
     known = sorted(set(self.candidates) & set(range(largest + 1)))
     checks = {
@@ -93,7 +94,6 @@ class AdaptiveConfig:
         list(self.candidates) == known and known[:1] == [0] and len(known) > 1,
         f"0 and other integers up to {largest}, ascending",
       ),
-      "rounds_per_call": (self.rounds_per_call >= 1, "an integer >= 1"),
       "memory": (self.memory >= 1, "a number >= 1"),
       "margin": (0 <= self.margin < 1, "a share in [0, 1)"),
       "probe_share": (0 < self.probe_share < 1, "a share in (0, 1)"),
@@ -102,7 +102,7 @@ class AdaptiveConfig:
         "tables of as many round_ms as there are candidates",
       ),
     }
-    _check(self, checks)
+    base.check_fields(self, checks)
 
   def up_to(self, num_draft_tokens: int) -> "AdaptiveConfig":
     """Without candidates above K, and their costs."""
@@ -326,13 +326,3 @@ def _decayed(
 
 def _without(counts: Sequence[float], row: int) -> tuple[float, ...]:
   return tuple(0.0 if place == row else count for place, count in enumerate(counts))
-
-
-def _check(config: Any, checks: Mapping[str, tuple[Any, str]]) -> None:
-  """Raises where a field is not valid, as (valid, expected) by name say."""
-  for name, (valid, expected) in checks.items():
-    if not valid:
-      raise base.InputError(
-        f"{type(config).__name__}.{name}: received {getattr(config, name)!r},"
-        f" expected {expected}."
-      )

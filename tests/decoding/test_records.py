@@ -72,12 +72,13 @@ def test_a_tiny_tail_is_kept_and_not_rounded_away():
 def test_teacher_forced_rows_judge_the_token_at_their_own_position():
   """Row t of the records is the law of token t given the tokens before it."""
   table = testing.random_table(VOCAB, 4)
-  tokens = np.array([[3, 5, 1, 0], [2, 1, 0, 0], [0, 0, 0, 0]], np.int32)
+  # The 0 of the second row is a token: others come behind it.
+  tokens = np.array([[3, 5, 1, 0], [2, 0, 1, 0], [0, 0, 0, 0]], np.int32)
   source = np.array([[4, 1], [5, 1], [0, 0]], np.int32)
   batch = records.teacher_forced(
     testing.tabular_model(VOCAB), jnp.asarray(table), source, tokens, 3
   )
-  np.testing.assert_array_equal(batch.mask.sum(-1), [3, 2, 0])
+  np.testing.assert_array_equal(batch.mask.sum(-1), [3, 3, 0])
   np.testing.assert_array_equal(batch.weight, [1, 1, 0])
   fed = np.pad(tokens, ((0, 0), (2, 0)))
   logits = table[fed[:, :-2], fed[:, 1:-1]]

@@ -1,0 +1,143 @@
+"""Optimisers by name: schedules, multipliers, checks. That they learn: test_update."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from osd_jax.distillation import optimizers
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_multipliers_scale_their_own_parameters_only(name):
+  params = {
+    "token_embedder": {"embedding": jnp.ones((2, 3))},
+    "relpos_bias": {"rel_embedding": jnp.ones((2, 2))},
+    "attention": {"query": {"kernel": jnp.ones((3, 3))}},
+    "mlp": {"wi": {"kernel": jnp.ones((3, 3))}},
+  }
+  gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
+
+  def changes(**multipliers):
+    config = optimizers.OptimizerConfig(name, **multipliers)
+    optimizer = optimizers.make_optimizer(config)
+    return optimizer.update(gradients, optimizer.init(params), params)[0]
+
+  plain = changes()
+  scaled = changes(embedding_multiplier=5.0, query_multiplier=0.25)
+  factors = jax.tree.map(lambda a, b: float((a / b).mean()), scaled, plain)
+  assert factors["token_embedder"]["embedding"] == pytest.approx(5.0)
+  assert factors["relpos_bias"]["rel_embedding"] == pytest.approx(5.0)
+  assert factors["attention"]["query"]["kernel"] == pytest.approx(0.25)
+  assert factors["mlp"]["wi"]["kernel"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+  ("schedule", "at_half", "at_three_quarters"),
+  [
+    ("constant", 1.0, 1.0),
+    ("cosine", 0.5, 0.5 - np.sqrt(0.125)),
+    ("linear", 0.5, 0.25),
+    ("trapezoid", 1.0, 0.5),
+  ],
+)
+def test_schedules_warm_up_and_fall_as_named(schedule, at_half, at_three_quarters):
+  config = optimizers.OptimizerConfig(
+    learning_rate=2.0, warmup_steps=10, schedule=schedule, total_steps=110
+  )
+  rates = np.asarray(jax.vmap(optimizers.learning_rate(config))(jnp.arange(120)))
+  np.testing.assert_allclose(rates[:10], 0.2 * np.arange(1, 11), rtol=1e-5)
+  np.testing.assert_allclose(rates[60], 2 * at_half, rtol=1e-5)
+  np.testing.assert_allclose(rates[85], 2 * at_three_quarters, rtol=1e-5)
+  assert (np.diff(rates[10:]) <= 1e-6).all() and (rates >= 0).all()
+  if schedule != "constant":
+    np.testing.assert_allclose(rates[110:], 0.0, atol=1e-6)
+
+
+def closed_form(peak, warmup, schedule, end, step):
+  """The rate of a step in float64."""
+  progress = max(step - warmup, 0) / ((end or warmup + 1) - warmup)
+  share = {
+    "constant": 1.0,
+    "cosine": 0.5 * (1 + np.cos(np.pi * min(progress, 1.0))),
+    "linear": max(1 - progress, 0.0),
+    "trapezoid": min(1.0, max(2 * (1 - progress), 0.0)),
+  }
+  return peak * min(1.0, (step + 1) / max(warmup, 1)) * share[schedule]
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    # Of the shipped gin files.
+    (2e-3, 100, "trapezoid", 900),
+    (1e-3, 200, "trapezoid", 4500),
+    (1e-3, 100, "trapezoid", 2000),
+    (1e-3, 100, "trapezoid", 300),
+    (1e-3, 0, "trapezoid", 1000),
+    (1e-3, 0, "trapezoid", 2000),
+    (1e-3, 1, "trapezoid", 3),
+    (1e-3, 0, "cosine", 9),
+    (1e-3, 20, "constant", None),
+    (2e-5, 0, "constant", None),
+    # Odd ends, short warm-ups.
+    (0.5, 2, "trapezoid", 9),
+    (0.5, 1, "linear", 8),
+    (0.5, 3, "cosine", 4),
+  ],
+)
+def test_rates_are_the_closed_form_at_every_step(settings):
+  peak, warmup, name, end = settings
+  config = optimizers.OptimizerConfig(
+    learning_rate=peak, warmup_steps=warmup, schedule=name, total_steps=end
+  )
+  steps = np.arange((end or 50) + 5)
+  rates = jax.jit(jax.vmap(optimizers.learning_rate(config)))(steps)
+  expected = [closed_form(peak, warmup, name, end, step) for step in steps]
+  np.testing.assert_allclose(rates, expected, rtol=2e-5, atol=2e-7 * peak)
+
+
+def test_the_optimizer_follows_its_schedule():
+  config = optimizers.OptimizerConfig(
+    "sgd", 1.0, clip_norm=None, schedule="linear", total_steps=4
+  )
+  optimizer, params = optimizers.make_optimizer(config), {"w": jnp.ones(1)}
+  state, seen = optimizer.init(params), []
+  for _ in range(5):
+    changes, state = optimizer.update({"w": jnp.ones(1)}, state, params)
+    seen.append(-float(changes["w"][0]))
+  np.testing.assert_allclose(seen, [1.0, 0.75, 0.5, 0.25, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("call", "named"),
+  [
+    (
+      lambda: optimizers.OptimizerConfig(name="adam"),
+      "OptimizerConfig.name: received 'adam'",
+    ),
+    (
+      lambda: optimizers.OptimizerConfig(learning_rate=0.0),
+      "OptimizerConfig.learning_rate: received 0.0",
+    ),
+    (
+      lambda: optimizers.OptimizerConfig(clip_norm=0.0),
+      "OptimizerConfig.clip_norm: received 0.0",
+    ),
+    (
+      lambda: optimizers.OptimizerConfig(schedule="cosine"),
+      "OptimizerConfig.total_steps: received None",
+    ),
+    (
+      lambda: optimizers.OptimizerConfig(schedule="step"),
+      "OptimizerConfig.schedule: received 'step'",
+    ),
+    (
+      lambda: optimizers.OptimizerConfig(warmup_steps=9, total_steps=9),
+      "OptimizerConfig.total_steps: received 9",
+    ),
+  ],
+)
+def test_bad_config_is_refused_by_name(call, named):
+  with pytest.raises(ValueError, match=named):
+    call()

@@ -1,0 +1,105 @@
+"""Whole online runs, with learning, on four devices: the outputs are those of one."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny_online
+
+from osd_jax import online, partitioning, writers
+from osd_jax.distillation import optimizers, update
+from osd_jax.serving import adaptive, slots
+
+COUNT, INTERRUPTED = 16, 9
+
+pytestmark = pytest.mark.skipif(
+  len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
+)
+
+
+class Interrupted(Exception):
+  """A run that ends between two steps, as a killed one does."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+  """A mesh's programs are many, run little, and are compared by their tokens."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+
+
+def serve(config, outputs, limit=10**6):
+  """Runs, noting tokens by number of the request; breaks off behind `limit` of them."""
+  step = slots.Slots.step
+
+  def noted(self):
+    finished = step(self)
+    outputs.update({done.request.tag: done.tokens.tolist() for done in finished})
+    if len(outputs) > limit:
+      raise Interrupted
+    return finished
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(slots.Slots, "step", noted)
+    online.run(config)
+
+
+def run(pair, folder, mesh, interrupted_at=None, **decoding):
+  """Outputs of the requests, in order, and the rows of the updates."""
+  config = tiny_online.config(pair, folder)
+  config = dataclasses.replace(
+    config,
+    pair=pair,  # the whole draft: fewer programs
+    partition=partitioning.PartitionConfig(*mesh),
+    stream=dataclasses.replace(config.stream, requests_per_task=COUNT // 4),
+    decoding=dataclasses.replace(config.decoding, num_draft_tokens=2, **decoding),
+    update=update.UpdateConfig(
+      optimizers.OptimizerConfig(learning_rate=1e-2), steps_per_update=1
+    ),
+    warm_start=None,
+    floor_metering=False,
+    compare_every=0,
+  )
+  outputs = {}
+  if interrupted_at is not None:
+    with pytest.raises(Interrupted):
+      serve(config, outputs, interrupted_at)
+    assert not (folder / "draft.safetensors").exists()
+  serve(config, outputs)
+  rows = writers.read(folder / "metrics.jsonl")
+  return [outputs[tag] for tag in range(COUNT)], [
+    (row["version"], row["loss"]) for row in rows if row["kind"] == "update"
+  ]
+
+
+@pytest.fixture(scope="module")
+def alone(pair, tmp_path_factory):
+  """What one device serves and learns; drafting pays, and outputs vary."""
+  found, updates = run(pair, tmp_path_factory.mktemp("one") / "run", (1, 1))
+  assert len({tuple(tokens) for tokens in found}) > COUNT // 2 and len(updates) > 2
+  assert updates[-1][0] == len(updates)
+  return found, updates
+
+
+def test_split_by_rows_and_weights_and_continued(alone, pair, tmp_path):
+  found, updates = run(pair, tmp_path / "run", (2, 2), interrupted_at=INTERRUPTED)
+  assert found == alone[0]
+  assert [version for version, _ in updates] == [version for version, _ in alone[1]]
+  np.testing.assert_allclose(updates, alone[1], atol=1e-4)
+
+
+def test_split_by_weights_alone_with_a_k_of_its_own(alone, pair, tmp_path):
+  """The table makes it draft at first and decode plainly later."""
+  chosen = adaptive.AdaptiveConfig(
+    candidates=(0, 2), rounds_per_call=1, costs=(adaptive.RoundCosts((1.0, 4.0)),)
+  )
+  found, updates = run(pair, tmp_path / "run", (1, 4), adaptive=chosen)
+  assert found == alone[0]
+  np.testing.assert_allclose(updates[0], alone[1][0], atol=1e-4)

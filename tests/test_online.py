@@ -291,7 +291,7 @@ def test_a_finished_run_is_left_alone_whatever_is_asked(pair, learned, monkeypat
   monkeypatch.setattr(online, "OnlineLoop", None)  # would fail
   config = tiny_online.config(pair, learned.path)
   before = files(learned.path)
-  assert online.run(config) == learned.path
+  assert online.run(config).path == learned.path
   with pytest.raises(
     ValueError, match=r"OnlineConfig\.learn: stored True, given False"
   ):

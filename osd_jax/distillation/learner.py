@@ -27,7 +27,7 @@ class LearningConfig:
   Attributes:
     buffer: the replay buffer.
     update: one update.
-    schedule: when updates happen.
+    schedule: when updates happen; a `ScheduleConfig`, or a `Schedule` of your own.
     free_updates: swap an update in as soon as it is ready. False waits for request
       n + I exactly, which makes runs repeat bit by bit.
     seed: of replay.
@@ -35,11 +35,14 @@ class LearningConfig:
 
   buffer: buffer_lib.BufferConfig = buffer_lib.BufferConfig()
   update: update_lib.UpdateConfig = update_lib.UpdateConfig()
-  schedule: schedule_lib.Schedule = schedule_lib.ScheduleConfig()
+  schedule: schedule_lib.ScheduleConfig | schedule_lib.Schedule = (
+    schedule_lib.ScheduleConfig()
+  )
   free_updates: bool = False
   seed: int = 0
 
   def __post_init__(self):
+    base.check_types(self)
     base.check_counts(self, "seed", least=0)
 
 

@@ -192,8 +192,9 @@ def divergence(config: LossConfig) -> Divergence:
   """The divergence that the config names, as a function of two bucketed rows."""
   if config.divergence == "jsd":
     return functools.partial(jsd, beta=config.jsd_beta)
-  named = isinstance(config.divergence, str)
-  return DIVERGENCES[config.divergence] if named else config.divergence
+  if isinstance(config.divergence, str):
+    return DIVERGENCES[config.divergence]
+  return config.divergence
 
 
 def chosen_positions(config: LossConfig, batch: base.DistillationBatch) -> jax.Array:

@@ -14,11 +14,12 @@ order, and never a clock, so a run repeats exactly. Overlap of one request is no
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from osd_jax import base
 
 
+@runtime_checkable
 class Schedule(Protocol):
   """When updates happen; `ScheduleConfig` is one. Its states are dataclasses of JSON.
 

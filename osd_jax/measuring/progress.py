@@ -114,8 +114,9 @@ class _Lines(rich.progress.Progress):
     self._said = time.monotonic()
     left = task.time_remaining
     figures = task.fields.get("figures", "")
+    of_all = "" if task.total is None else f"/{task.total:.0f}"
     said = [
-      f"{task.description} {task.completed:.0f}/{task.total:.0f}",
+      f"{task.description} {task.completed:.0f}{of_all}",
       f"{left:.0f} s left" if left and not task.finished else "",
       figures,
     ]

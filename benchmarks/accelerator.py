@@ -301,22 +301,7 @@ def verification(bench: Bench, name: str, target: Pair, rows: int) -> None:
 
 
 def _feed(model, width, served, cache):
-  return jax.block_until_ready(_fed(model, width, served, cache))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _fed(model, width, served, cache):
-  """Feeds `width` tokens 32 times, each choice depending on the last one."""
-
-  def body(_, carry):
-    token, cache = carry
-    tokens = jnp.broadcast_to(token[:, None], (token.shape[0], width))
-    logits, after = model.decode(served, tokens, cache)
-    token = jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32)
-    return token, after.replace(length=cache.length)
-
-  token = jnp.zeros(cache.length.shape, jnp.int32)
-  return jax.lax.fori_loop(0, 32, body, (token, cache))
+  return jax.block_until_ready(timing.feed(model, width, served, cache, np.int32(32)))
 
 
 def launches(bench: Bench, name: str, target: Pair, rows: int) -> None:

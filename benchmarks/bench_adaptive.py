@@ -22,21 +22,6 @@ ASKED = ">= 0.97"  # of plain decoding at the smallest alpha, of the best K at o
 PLAIN, ADAPTIVE = "plain", "adaptive"
 
 
-class FixedK(contenders.Ours):
-  """Requests answered with one K. K is no part of a decoder: all Ks share one."""
-
-  def __init__(self, decoder: slots.Slots, sources: np.ndarray, num_draft_tokens: int):
-    """Answers all `sources` [N, S] at each call."""
-    super().__init__(decoder, sources)
-    self._config = dataclasses.replace(
-      decoder.config, num_draft_tokens=num_draft_tokens
-    )
-
-  def __call__(self) -> list[slots.Finished]:
-    self._decoder.config = self._config
-    return super().__call__()
-
-
 def name_of(num_draft_tokens: int) -> str:
   return f"K {num_draft_tokens}"
 
@@ -59,14 +44,14 @@ class Bench:
     self._plain = slots.Slots(self._config, *self._target)
     tokens = scripting.continuations(self._plain, sources)
     alphas = np.repeat(given.alphas, each)
-    self._fixed = scripting.speculative(
-      self._config, self._target, self._draft, sources, tokens, alphas
-    )
-    scripts = [
-      contenders.corrupted(row[None], alpha, self._draft[0].vocab_size, seed=index)
-      for index, (row, alpha) in enumerate(zip(tokens, alphas, strict=True))
-    ]
-    self._scripts = contenders.Scripts(self._draft[1], sources, np.concatenate(scripts))
+    self._fixed = {}
+    for k in given.candidates[1:]:
+      config = dataclasses.replace(self._config, num_draft_tokens=k)
+      self._fixed[k] = scripting.speculative(
+        config, self._target, self._draft, sources, tokens, alphas
+      )
+      scripting.share_target(self._fixed[k], self._plain)
+    self._scripts = scripting.scripts(self._draft, sources, tokens, alphas)
     self._parts = dict(
       zip(given.alphas, np.split(sources, len(given.alphas)), strict=True)
     )
@@ -78,7 +63,7 @@ class Bench:
     part, adaptive = self._parts[alpha], self._adaptive()
     people = (
       {PLAIN: contenders.Ours(self._plain, part)}
-      | {name_of(k): FixedK(self._fixed, part, k) for k in given.candidates[1:]}
+      | {name_of(k): contenders.Ours(one, part) for k, one in self._fixed.items()}
       | {ADAPTIVE: contenders.Ours(adaptive, part)}
     )
     times = measure.by_turns(people, given.turns)

@@ -16,60 +16,37 @@ import dataclasses
 import functools
 
 import contenders
-import jax
 import measure
 
-from osd_jax import online, pairs, partitioning
+from osd_jax import online
 from osd_jax.data import streams
-from osd_jax.distillation import buffer as replay
-from osd_jax.distillation import shortlist
 from osd_jax.main import settings
 from osd_jax.models import t5
 from osd_jax.serving import slots
+from osd_jax.serving.server import Server
 
 
 class Served:
   """One way of serving the pair's draft."""
 
   def __init__(self, config, serving, fill: int, count: int):
-    """Loads the pair, fills a buffer, chooses the shortlist."""
-    wanted = dataclasses.replace(config.pair, draft_serving=serving)
-    pair = pairs.load_pair(wanted, partitioning.make())
-    stream = streams.QueryStream(config.stream, pair.vocabulary)
-    starts = [index for index, _ in stream.shifts()]
+    """Loads the pair and seeds a buffer with answers, which chooses the shortlist."""
+    pair = dataclasses.replace(config.pair, draft_serving=serving)
+    self._server = Server(pair, config.decoding, config.learning)
+    stream = streams.QueryStream(config.stream, self._server.pair.vocabulary)
     asked = [
-      [slots.Request(stream[start + place].tokens) for start in starts]
+      slots.Request(stream[start + place].tokens)
       for place in range(fill + count)
+      for start, _ in stream.shifts()
     ]
-    self._requests = [request for turn in asked[fill:] for request in turn]
-    self._decoder = slots.Slots(
-      config.decoding,
-      pair.target,
-      pair.target_params,
-      pair.draft,
-      pair.draft_params,
-    )
-    records = replay.init(
-      replay.BufferConfig(fill * len(starts)),
-      config.decoding.source_lengths[-1],
-      config.decoding.target_length,
-      config.decoding.record_top_k,
-      pair.target.vocab_size,
-    )
-    append = jax.jit(replay.append, donate_argnums=0)
-    first = [request for turn in asked[:fill] for request in turn]
-    for done in self._decoder.run(first):
-      records = append(records, done.batch)
-    self._choose(pair, records)
-
-  def _choose(self, pair, records) -> None:
-    chosen = shortlist.of_stream(pair.draft, records)
-    self._decoder.swap(pair.draft_params, 1, chosen)
+    first = asked[: fill * len(stream.shifts())]
+    self._requests = asked[len(first) :]
+    self._server.seed([done.batch for done in self._server.run(first)])
 
   @functools.cached_property
   def found(self) -> list:
     """The answers."""
-    return self._decoder.run(self._requests)
+    return self._server.run(self._requests)
 
   @property
   def tokens(self) -> list:
@@ -83,7 +60,7 @@ class Served:
     return sum(done.accepted for done in self.found) / drafted
 
   def __call__(self) -> None:
-    self._decoder.run(self._requests)
+    self._server.run(self._requests)
 
 
 def rows_of(given: argparse.Namespace, config) -> list[dict]:

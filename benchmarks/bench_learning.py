@@ -89,12 +89,15 @@ def configs(given: argparse.Namespace, seed: int) -> dict:
     floor_metering=False,
     compare_every=0,
     checkpoint_every=10**9,
-    free_updates=given.free,
+    learning=dataclasses.replace(config.learning, free_updates=given.free),
   )
   found = {FROZEN: dataclasses.replace(config, learn=False)}
   for interval in given.intervals:
-    schedule = dataclasses.replace(config.schedule, update_interval=interval)
-    found[f"I = {interval}"] = dataclasses.replace(config, schedule=schedule)
+    learning = config.learning
+    schedule = dataclasses.replace(learning.schedule, update_interval=interval)
+    found[f"I = {interval}"] = dataclasses.replace(
+      config, learning=dataclasses.replace(learning, schedule=schedule)
+    )
   return found
 
 
@@ -131,8 +134,8 @@ def serve(config, requests: int | None = None) -> Run:
 
 def in_flight(loop) -> int:
   """Tokens emitted by the only row, of a request that has just finished too."""
-  # The loop has no public word for it.
-  return int(np.asarray(loop._decoder.arrays().length)[0])
+  rows, _ = loop.server.slots.state()
+  return int(rows.length[0])
 
 
 def break_even(learned: Run, frozen: Run) -> float:

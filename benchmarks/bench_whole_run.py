@@ -19,12 +19,13 @@ import numpy as np
 from osd_jax import online, writers
 from osd_jax.main import settings
 from osd_jax.serving import slots
+from osd_jax.serving.server import Server
 
 
-def serve(decoder: slots.Slots, requests: list[slots.Request]) -> tuple[float, int]:
+def serve(server: Server, requests: list[slots.Request]) -> tuple[float, int]:
   """Seconds and tokens of serving a block."""
   started = time.perf_counter()
-  tokens = sum(len(done.tokens) for done in decoder.run(requests))
+  tokens = sum(len(done.tokens) for done in server.run(requests))
   return time.perf_counter() - started, tokens
 
 
@@ -40,24 +41,16 @@ def learn(loop: online.OnlineLoop, until: int) -> float:
 def one_run(config: online.OnlineConfig, block: int, folder: str) -> dict[str, float]:
   directory = writers.RunDirectory.start(folder)
   loop = online.OnlineLoop(dataclasses.replace(config, run_directory=folder), directory)
-  pair, decoding = loop.pair, config.decoding
-  plain = slots.Slots(
-    dataclasses.replace(decoding, record_top_k=0), pair.target, pair.target_params
-  )
-  frozen = slots.Slots(
-    dataclasses.replace(decoding, record_top_k=0),
-    pair.target,
-    pair.target_params,
-    pair.draft,
-    pair.draft_params,
-  )
+  unrecorded = dataclasses.replace(config.decoding, record_top_k=0)
+  plain = Server(loop.pair.plain(), unrecorded, partition=config.partition)
+  frozen = Server(loop.pair, unrecorded, partition=config.partition)
   warm_up(config, loop, plain, frozen)
   seconds = {"plain": 0.0, "frozen": 0.0, "online": 0.0}
   tokens = 0
   for start in range(0, len(loop.stream), block):
     stop = min(start + block, len(loop.stream))
     requests = [
-      slots.Request(tokens=loop.stream[i].tokens, sampling=config.sampling)
+      slots.Request(loop.stream[i].tokens, config.sampling.of_request(i))
       for i in range(start, stop)
     ]
     spent, count = serve(plain, requests)
@@ -87,18 +80,17 @@ def total_seconds(rows: list, kind: str, field: str) -> float:
 def warm_up(
   config: online.OnlineConfig,
   loop: online.OnlineLoop,
-  plain: slots.Slots,
-  frozen: slots.Slots,
+  *frozen: Server,
 ) -> None:
   """Compiles everything on a short run of its own; compilation is not what we time."""
   tokens = loop.stream[0].tokens
-  for decoder in (plain, frozen):
-    decoder.run([slots.Request(tokens=tokens)] * (config.decoding.rows + 1))
+  for server in frozen:
+    server.run([slots.Request(tokens) for _ in range(config.decoding.rows + 1)])
   with tempfile.TemporaryDirectory() as folder:
     directory = writers.RunDirectory.start(folder)
     config = dataclasses.replace(config, checkpoint_every=8)
     other = online.OnlineLoop(config, directory)
-    while other.finished < 3 * config.schedule.update_interval + 8:
+    while other.finished < 3 * config.learning.schedule.update_interval + 8:
       other.step()
     other.close(0.0)
 

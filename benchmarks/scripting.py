@@ -32,7 +32,7 @@ def speculative(
   draft: tuple[base.Model, base.Params],
   sources: np.ndarray,
   tokens: np.ndarray,
-  alphas: Sequence[float],
+  alphas: Sequence[float] | np.ndarray,
 ) -> slots.Slots:
   """A decoder whose draft is right with a probability of one's choice.
 
@@ -44,23 +44,31 @@ def speculative(
     tokens: [N, T] int32, the target's continuations as plain decoding has them.
     alphas: [N], of each prompt.
   """
-  model, size = contenders.scripted(draft[0]), draft[0].vocab_size
-
-  def scripts(tokens: np.ndarray) -> contenders.Scripts:
-    found = [
-      contenders.corrupted(tokens[index : index + 1], alpha, size, seed=index)
-      for index, alpha in enumerate(alphas)
-    ]
-    return contenders.Scripts(draft[1], sources, np.concatenate(found))
-
-  decoder = slots.Slots(config, *target, model, scripts(tokens))
+  model = contenders.scripted(draft[0])
+  written = scripts(draft, sources, tokens, alphas)
+  decoder = slots.Slots(config, *target, model, written)
   for _ in range(ATTEMPTS):
     emitted = continuations(decoder, sources)
     if np.array_equal(emitted, tokens):
       break
     tokens = emitted
-    decoder.swap(scripts(tokens), 0)
+    decoder.swap(scripts(draft, sources, tokens, alphas), 0)
   return decoder
+
+
+def scripts(
+  draft: tuple[base.Model, base.Params],
+  sources: np.ndarray,
+  tokens: np.ndarray,
+  alphas: Sequence[float] | np.ndarray,
+) -> contenders.Scripts:
+  """Parameters of the scripted draft; arguments as of `speculative`."""
+  size = draft[0].vocab_size
+  drafted = [
+    contenders.corrupted(tokens[index : index + 1], alpha, size, seed=index)
+    for index, alpha in enumerate(alphas)
+  ]
+  return contenders.Scripts(draft[1], sources, np.concatenate(drafted))
 
 
 def share_target(decoder: slots.Slots, other: slots.Slots) -> None:

@@ -14,7 +14,7 @@ import math
 import operator
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import measure
@@ -33,7 +33,11 @@ for turn. With one thread the clock is the CPU time of the process, with several
 wall time. A bound (what the measured bandwidth of memory allows, say) is measured in
 the same run. Where weights are random, shapes are the published ones; a "scripted"
 draft runs in full and is right with a probability alpha of our choice, which makes
-acceptance synthetic. What was asked and is not met stays in the table.
+acceptance synthetic.
+
+Rows of different machines or commits stand in tables of their own. A figure that cannot
+be (a time or a share below zero, the difference of two measured ones) is shown as
+"within noise"; nothing is concluded from it.
 """
 
 BOUNDS = {  # what limits what is measured
@@ -45,6 +49,7 @@ BOUNDS = {  # what limits what is measured
   " K + 1 tokens costs little more than one. With more rows arithmetic is the bound,"
   " and a round has to be accepted nearly whole to pay.",
   "compile": "Bounded by XLA.",
+  "front_door": "Bounded by the slots: texts, tags and statistics are what it adds.",
   "greedy": "One row is bounded by memory bandwidth: every step reads the decoder's"
   " weights once. Rows of a batch share that reading until arithmetic is the bound.",
   "growth": "A step is bounded by weights that do not grow; caches, output head and"
@@ -61,21 +66,50 @@ BOUNDS = {  # what limits what is measured
   "whole_run": "Bounded by cores, as `learning` is.",
 }
 
+MISSED, NOISE, MET = "**missed**", "within noise", "met"
+VERDICTS = {
+  MISSED: "Missed",
+  NOISE: "Within noise: what was measured cannot be, so it is no verdict",
+  MET: "Met",
+}
+SIGNED = ("gained", "lost", "slack")  # figures that may be negative
 _COMPARISONS = {
   "<=": operator.le,
   ">=": operator.ge,
   "<": operator.lt,
   ">": operator.gt,
+  "": lambda value, asked: abs(value - asked) <= 0.1 * asked,  # a number alone
 }
+Row = Mapping[str, Any]
 
 
-def met(value: float, asked: str) -> str:
-  """ "yes" or "no"; "" where nothing that can be compared was asked."""
-  found = re.match(r"\s*(<=|>=|<|>)\s*(-?[\d.]+(?:e[+-]?\d+)?)", asked)
-  if not found:
+def is_noise(row: Row) -> bool:
+  """Whether a figure cannot be: a negative time or share, a difference of two."""
+  signed = any(word in row["figure"] for word in SIGNED)
+  return math.isnan(row["value"]) or (row["value"] < 0 and not signed)
+
+
+def verdict(row: Row) -> str:
+  """A key of `VERDICTS`; "" where nothing that can be compared was asked.
+
+  A bound is kept or not; a number alone is kept within a tenth of it.
+  """
+  asked = re.match(r"\s*(<=|>=|<|>|)\s*(-?[\d.]+(?:e[+-]?\d+)?)", asked_of(row))
+  if not asked:
     return ""
-  holds = _COMPARISONS[found.group(1)](value, float(found.group(2)))
-  return "yes" if holds else "**no**"
+  if is_noise(row):
+    return NOISE
+  return MET if _COMPARISONS[asked[1]](row["value"], float(asked[2])) else MISSED
+
+
+def asked_of(row: Row) -> str:
+  """What was asked of a figure, "" if nothing was."""
+  return str(row.get("asked") or "")
+
+
+def got(row: Row) -> str:
+  """The value as a table shows it."""
+  return NOISE if is_noise(row) else number(row["value"])
 
 
 def number(value: float) -> str:
@@ -89,24 +123,49 @@ def number(value: float) -> str:
   return f"{value:.4g}"
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-  """A Markdown table of one benchmark."""
-  lines = [
-    "| case | figure | measured | asked | met | clock |",
-    "|---|---|---|---|---|---|",
-  ]
+def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> str:
+  """A Markdown table: a function of the row for the cells of each column."""
+  lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
   for row in rows:
-    asked = str(row.get("asked") or "")
-    cells = [
-      row["case"],
-      row["figure"],
-      number(row["value"]),
-      asked,
-      met(row["value"], asked),
-      row.get("clock", ""),
-    ]
-    lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    cells = [cell(row).replace("|", "/") for cell in columns.values()]
+    lines.append(f"| {' | '.join(cells)} |")
   return "\n".join(lines)
+
+
+def tables(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> str:
+  """A table a machine and commit, each below a line that names them."""
+  groups: dict[str, list[Row]] = {}
+  for row in rows:
+    groups.setdefault(origin(row), []).append(row)
+  return "\n\n".join(f"{at}:\n\n{table(groups[at], columns)}" for at in groups)
+
+
+def origin(row: Row) -> str:
+  """The machine and the code that a row was measured with."""
+  machine = f"{row['cores']} core{'s' * (row['cores'] > 1)} of {row['cpu']}"
+  where = row.get("hardware") or f"{machine}, jax {row['jax']}, {row['date']}"
+  return f"{where}, commit {row['commit']}"
+
+
+_CASE: dict[str, Callable[[Row], str]] = {
+  "case": lambda row: row["case"],
+  "figure": lambda row: row["figure"],
+}
+_CLOCK: dict[str, Callable[[Row], str]] = {"clock": lambda row: row.get("clock", "")}
+_JUDGED = {"asked": asked_of, "got": got, "verdict": verdict}
+_NAMED: dict[str, Callable[[Row], str]] = {
+  "benchmark": lambda row: f"[{row['benchmark']}](#{row['benchmark']})"
+}
+
+
+def verdicts(rows: Sequence[Row]) -> str:
+  """Everything of which something was asked, what was missed first."""
+  parts = ["## Asked and got"]
+  for kind, title in VERDICTS.items():
+    judged = [row for row in rows if verdict(row) == kind]
+    if judged:
+      parts += [f"### {title}", tables(judged, _NAMED | _CASE | _JUDGED | _CLOCK)]
+  return "\n\n".join(parts)
 
 
 def program(name: str) -> tuple[str, str, str]:
@@ -124,50 +183,39 @@ def program(name: str) -> tuple[str, str, str]:
   return " ".join(title.split()).rstrip("."), "\n\n".join(said), command
 
 
-def section(
-  name: str, rows: Sequence[Mapping[str, Any]], note: Mapping[str, Any]
-) -> str:
-  """One benchmark: what, how, how bounded, on what, and the table."""
+def section(name: str, rows: Sequence[Row]) -> str:
+  """One benchmark: what, how, how bounded, and its tables."""
   title, said, command = program(name)
+  found = tables(rows, _CASE | _JUDGED | _CLOCK)
   parts = [
-    f"## {name}: {title[:1].lower() + title[1:]}",
-    f"`{command}`",
+    f"### {name}",
+    f"{title}: `{command}`",
     said,
     BOUNDS.get(name, ""),
-    f"Hardware: {'; '.join(machines(note, rows))}.",
-    table(rows),
+    f"<details><summary>{len(rows)} rows</summary>\n\n{found}\n\n</details>",
   ]
   return "\n\n".join(part for part in parts if part)
 
 
 def page(results: pathlib.Path) -> str:
   """The whole README.md."""
-  note = noted(results)
-  parts = [INTRO.strip()]
-  for path in sorted(results.glob("*.jsonl")):
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
-    parts.append(section(path.stem, rows, note))
+  found = {path.stem: read(path) for path in sorted(results.glob("*.jsonl"))}
+  every_row = [row for rows in found.values() for row in rows]
+  parts = [INTRO.strip(), verdicts(every_row), "## All that was measured"]
+  parts += [section(name, rows) for name, rows in found.items()]
   return "\n\n".join(parts) + "\n"
+
+
+def read(path: pathlib.Path) -> list[Row]:
+  """Rows of a benchmark; what a row does not say of its run, the note says."""
+  note = {**noted(path.parent), "benchmark": path.stem}
+  return [note | json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def noted(results: pathlib.Path) -> dict[str, Any]:
   """What `--note` wrote before the run, or what is true now."""
   path = results / NOTE
   return json.loads(path.read_text()) if path.exists() else measure.provenance()
-
-
-def machines(note: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-  """What rows were measured on and which code; what a row lacks, the note says."""
-  commits: dict[str, set[str]] = {}
-  for row in rows:
-    at = {**note, **row}
-    machine = f"{at['cores']} core{'s' * (at['cores'] > 1)} of {at['cpu']}"
-    where = at.get("hardware") or f"{machine}, jax {at['jax']}, {at['date']}"
-    commits.setdefault(where, set()).add(at["commit"])
-  return [
-    f"{where}, commit{'s' * (len(found) > 1)} {', '.join(sorted(found))}"
-    for where, found in sorted(commits.items())
-  ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,26 +15,26 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import certify, corpus, pairs, partitioning
+from osd_jax import certify, pairs, partitioning, texts
+from osd_jax.data.prompts import Prompt, prompts
 from osd_jax.decoding import accept
 from osd_jax.main import settings
-from osd_jax.measuring import metrics
-from osd_jax.serving import slots
+from osd_jax.serving import agreement, slots
+from osd_jax.serving.server import Server
 
 TEMPERATURES = (0.3, 0.7, 1.0)
 
 
 def measure(
   pair: pairs.Pair,
-  prompts: list[corpus.Prompt],
+  asked: list[Prompt],
   decoding: slots.DecodingConfig,
+  partition: partitioning.PartitionConfig,
   temperature: float,
 ) -> dict[str, float]:
   """Draft acceptance of both rules, the law's bounds, and outputs equal to plain."""
-  sampling = slots.SamplingConfig(temperature=temperature)
-  models = (pair.target, pair.target_params)
-  plain_config = dataclasses.replace(decoding, max_rounds=decoding.target_length)
-  plain = corpus.answer(slots.Slots(plain_config, *models), prompts, sampling)
+  requests = texts.requests(asked, slots.SamplingConfig(temperature=temperature))
+  plain = texts.plain_server(pair, decoding, partition).run(requests)
   overlap = mean_overlap(pair, plain)
   row = {
     "temperature": temperature,
@@ -43,8 +43,7 @@ def measure(
   }
   for rule in accept.RULES:
     config = dataclasses.replace(decoding, acceptance_rule=rule)
-    decoder = slots.Slots(config, *models, pair.draft, pair.draft_params)
-    found = corpus.answer(decoder, prompts, sampling)
+    found = Server(pair, config, partition=partition).run(requests)
     row[rule] = sum(d.accepted for d in found) / sum(d.drafted for d in found)
     row[f"{rule}_tokens_per_call"] = sum(len(d.tokens) for d in found) / sum(
       d.target_calls for d in found
@@ -58,7 +57,7 @@ def measure(
 def mean_overlap(pair: pairs.Pair, answers: list[slots.Finished]) -> float:
   """1 - TV of the processed distributions, over all emitted positions."""
   found = [
-    metrics.agreement(pair.draft, pair.draft_params, done.batch, done.settings)
+    agreement.agreement(pair.draft, pair.draft_params, done.batch, done.settings)
     for done in answers
   ]
   tokens = np.array([len(done.tokens) for done in answers])
@@ -81,11 +80,13 @@ def main() -> None:
   if given.draft:
     named = dataclasses.replace(named, draft=given.draft)
   pair = pairs.load_pair(named, partitioning.make(config.partition))
-  prompts = corpus.prompts(config.prompts, pair.vocabulary, given.count)
+  asked = prompts(config.prompts, pair.vocabulary, given.count)
   # Full rows, so that the overlap is exact.
   decoding = dataclasses.replace(config.decoding, record_top_k=pair.target.vocab_size)
   console = rich.console.Console()
-  rows = [measure(pair, prompts, decoding, value) for value in TEMPERATURES]
+  rows = [
+    measure(pair, asked, decoding, config.partition, value) for value in TEMPERATURES
+  ]
   table = rich.table.Table("T", "rejection", "law", "coupling", "bound", "equal")
   for row in rows:
     console.print(json.dumps(row), soft_wrap=True)

@@ -15,12 +15,13 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import corpus, offline, online, pairs, partitioning, writers
+from osd_jax import offline, online, pairs, partitioning, texts, writers
 from osd_jax.data import streams
+from osd_jax.data.prompts import prompts
 from osd_jax.main import settings
 from osd_jax.measuring import metrics
 from osd_jax.models import weights
-from osd_jax.serving import slots
+from osd_jax.serving.server import Server
 
 HELD_OUT = 100  # prompts a topic
 
@@ -37,7 +38,7 @@ def ceiling(pair, answers, labels) -> dict[str, float]:
 
 def overlap(pair, params, answers, labels) -> dict[str, float]:
   """Held-out overlap of a draft, by topic."""
-  found = corpus.mean_agreement(pair.draft, params, answers)
+  found = metrics.mean_agreement(pair.draft, params, answers)
   return {labels[task]: row["distribution_overlap"] for task, row in found.items()}
 
 
@@ -48,16 +49,11 @@ def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
     ["experiments/demo_ceiling.gin"],
     [f"GENERATED_EVAL_ROWS={HELD_OUT}"],
   )
-  decoder = slots.Slots(
-    dataclasses.replace(config.decoding, rows=8),
-    pair.target,
-    pair.target_params,
-    pair.draft,
-    pair.draft_params,
-  )
-  prompts = corpus.prompts(evaluation.evaluation, pair.vocabulary)
+  decoding = dataclasses.replace(config.decoding, rows=8)
+  server = Server(pair, decoding, partition=config.partition)
+  asked = prompts(evaluation.evaluation, pair.vocabulary)
   labels = [task.label for task in evaluation.evaluation.tasks]
-  return corpus.answer(decoder, prompts, config.sampling), labels
+  return server.run(texts.requests(asked, config.sampling)), labels
 
 
 def served(seed: int, out: pathlib.Path) -> tuple[online.OnlineConfig, pathlib.Path]:

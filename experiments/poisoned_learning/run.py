@@ -37,6 +37,7 @@ import rich.table
 from osd_jax import online, pairs, partitioning, writers
 from osd_jax.distillation import buffer, update
 from osd_jax.main import settings
+from osd_jax.measuring import metering
 from osd_jax.serving import slots
 
 EDGE = 50  # requests that "first" and "last" mean
@@ -83,11 +84,13 @@ def changed(
   out: pathlib.Path,
 ) -> online.OnlineConfig:
   """The config of one run."""
-  rate = config.update.optimizer.learning_rate * (1000 if way == "rate x 1000" else 1)
-  optimizer = dataclasses.replace(config.update.optimizer, learning_rate=rate)
+  learning, optimizer = config.learning, config.learning.update.optimizer
+  rate = optimizer.learning_rate * (1000 if way == "rate x 1000" else 1)
+  optimizer = dataclasses.replace(optimizer, learning_rate=rate)
+  learned = dataclasses.replace(learning.update, optimizer=optimizer)
   changes = {
     "learn": way != "frozen",
-    "update": dataclasses.replace(config.update, optimizer=optimizer),
+    "learning": dataclasses.replace(learning, update=learned),
     "compare_every": 0,
     "keep_drafts": False,
     "checkpoint_every": 10**9,
@@ -104,15 +107,17 @@ def changed(
 def serve(config: online.OnlineConfig, way: str):
   """Runs the stream; returns (outputs by query, rows of metrics.jsonl)."""
   outputs = {}
-  measure = online.OnlineLoop._measure
+  measure = metering.Meter.row
 
-  def note(loop, done, query):
+  def note(meter, done, query, *others):
     outputs[query.index] = done.tokens.tolist()
-    return measure(loop, done, query)
+    return measure(meter, done, query, *others)
 
-  directory = writers.RunDirectory.start(config.run_directory, seed=config.seed)
+  directory = writers.RunDirectory.start(
+    config.run_directory, seed=config.learning.seed
+  )
   with contextlib.ExitStack() as patches:
-    patches.enter_context(mock.patch.object(online.OnlineLoop, "_measure", note))
+    patches.enter_context(mock.patch.object(metering.Meter, "row", note))
     if way == "nan rows":
       patches.enter_context(nan_rows())
     loop = online.OnlineLoop(config, directory)
@@ -169,10 +174,10 @@ def main() -> int:
   # One object for all runs: the same weights, whatever becomes of their files, and
   # nothing is compiled twice.
   loaded = pairs.load_pair(config.pair, partitioning.make(config.partition))
-  with mock.patch.object(pairs, "load", lambda *_: loaded):
-    results = compare(
-      config, arguments.only or MODES, arguments.temperature, arguments.out
-    )
+  config = dataclasses.replace(config, pair=loaded)
+  results = compare(
+    config, arguments.only or MODES, arguments.temperature, arguments.out
+  )
   table = rich.table.Table(*(name.replace("_", " ") for name in results[0]))
   for row in results:
     table.add_row(*map(str, row.values()))

@@ -42,52 +42,93 @@ def readme(folder):
   return output.read_text()
 
 
-def test_the_page_says_what_was_asked_and_whether_it_is_met(tmp_path):
+def noted(folder, **changes):
+  """Writes the note of a machine; returns how tables of its rows are introduced."""
+  note = {"cores": 2, "cpu": "x", "jax": "1", "commit": "0000000", "date": "d"}
+  note.update(changes)
+  (folder / write_readme.NOTE).write_text(json.dumps(note))
+  return f"2 cores of {note['cpu']}, jax 1, {note['date']}, commit {note['commit']}:"
+
+
+def tables_of(text):
+  """(the line that introduces it, its rows) of every table of a page."""
+  lines, found = text.splitlines(), []
+  for place, line in enumerate(lines):
+    if line.startswith("|---"):
+      count = next(i for i, other in enumerate(lines[place + 1 :]) if other[:1] != "|")
+      found.append((lines[place - 3], lines[place + 1 : place + 1 + count]))
+  return found
+
+
+def test_the_page_says_what_was_asked_and_what_was_got(tmp_path):
   write(tmp_path, "greedy", ROWS)
   text = readme(tmp_path)
   lines = text.splitlines()
   for expected in (
-    "ours over HF float32 | 0.31 | <= 0.52 | yes | cpu, 1 thread(s)",
-    "speed-up | 1.7 | >= 2 | **no** | cpu, 1 thread(s)",
-    "break-even, requests | never in this run |  |  | ",
+    "ours over HF float32 | <= 0.52 | 0.31 | met | cpu, 1 thread(s)",
+    "speed-up | >= 2 | 1.7 | **missed** | cpu, 1 thread(s)",
+    "break-even, requests |  | never in this run |  | ",
   ):
     assert f"| tiny, 1 row | {expected} |" in lines
   assert "`python benchmarks/bench_greedy.py [" in text
   assert write_readme.BOUNDS["greedy"] in text
 
 
+def test_what_was_missed_comes_first_and_what_was_not_asked_for_not_at_all(tmp_path):
+  write(tmp_path, "greedy", ROWS)
+  (_, missed), (_, met), _ = tables_of(readme(tmp_path))
+  named = "| [greedy](#greedy) | tiny, 1 row | "
+  clock = " | cpu, 1 thread(s) |"
+  assert missed == [f"{named}speed-up | >= 2 | 1.7 | **missed**{clock}"]
+  assert met == [f"{named}ours over HF float32 | <= 0.52 | 0.31 | met{clock}"]
+
+
+def test_a_value_that_cannot_be_is_never_met(tmp_path):
+  share = {**ROWS[0], "figure": "records, share of a round", "value": -0.07}
+  seconds = {**ROWS[0], "figure": "compiling prepare, s", "value": -1.0, "asked": ""}
+  write(tmp_path, "greedy", [share, seconds])
+  text = readme(tmp_path)
+  assert "records, share of a round | <= 0.52 | within noise | within noise |" in text
+  assert "compiling prepare, s |  | within noise |  |" in text
+  assert "| -1 |" not in text and "-0.07" not in text and "| met |" not in text
+
+
+def test_what_may_be_negative_is_shown(tmp_path):
+  """Negative control: not everything below zero is noise."""
+  lost = {**ROWS[0], "figure": "lost acceptance", "value": -0.07}
+  write(tmp_path, "greedy", [lost])
+  assert "lost acceptance | <= 0.52 | -0.07 | met |" in readme(tmp_path)
+
+
 def test_the_machine_is_the_one_noted_before_the_run(tmp_path):
   write(tmp_path, "greedy", ROWS)
   write_readme.main(["--note", "--results", str(tmp_path)])
-  note = tmp_path / write_readme.NOTE
-  found = json.loads(note.read_text())
-  assert set(found) == {"cores", "cpu", "jax", "commit", "date"}
-  note.write_text(json.dumps({**found, "cpu": "an abacus", "date": "2020-02-20"}))
-  assert "of an abacus, jax" in readme(tmp_path)
-  assert "2020-02-20" in readme(tmp_path)
+  note = json.loads((tmp_path / write_readme.NOTE).read_text())
+  assert set(note) == {"cores", "cpu", "jax", "commit", "date"}
+  introduced = noted(tmp_path, cpu="an abacus", date="2020-02-20")
+  assert all(line == introduced for line, _ in tables_of(readme(tmp_path)))
 
 
-def test_a_row_keeps_the_commit_that_it_was_measured_at(tmp_path):
-  later = {**ROWS[1], "commit": "abc1234"}
-  note = {"cores": 2, "cpu": "x", "jax": "1", "commit": "0000000", "date": "d"}
-  (tmp_path / write_readme.NOTE).write_text(json.dumps(note))
-  write(tmp_path, "greedy", [ROWS[0], later])
-  assert "jax 1, d, commits 0000000, abc1234." in readme(tmp_path)
-  write(tmp_path, "greedy", [later])
-  assert "jax 1, d, commit abc1234." in readme(tmp_path)
+@pytest.mark.parametrize("other", [{"cpu": "y"}, {"commit": "1111111"}])
+def test_rows_of_two_machines_or_commits_are_never_in_one_table(tmp_path, other):
+  introduced = noted(tmp_path)
+  write(tmp_path, "greedy", [*ROWS, *({**row, **other} for row in ROWS)])
+  found = tables_of(readme(tmp_path))
+  assert len(found) == 6  # missed, met and all, of both
+  assert sorted(line == introduced for line, _ in found) == [False] * 3 + [True] * 3
+  assert all(len(rows) == len(set(rows)) for _, rows in found)
+
+
+def test_rows_of_one_run_are_in_one_table(tmp_path):
+  """Negative control of the test above."""
+  noted(tmp_path)
+  write(tmp_path, "greedy", [*ROWS, *ROWS])
+  assert len(tables_of(readme(tmp_path))) == 3
 
 
 def test_rows_may_name_their_own_hardware(tmp_path):
   write(tmp_path, "accelerator", [{**ROWS[0], "hardware": "one card"}])
-  assert "Hardware: one card, commit" in readme(tmp_path)
-
-
-def test_rows_of_two_machines_are_told_apart(tmp_path):
-  note = {"cores": 2, "cpu": "x", "jax": "1", "commit": "0000000", "date": "d"}
-  (tmp_path / write_readme.NOTE).write_text(json.dumps(note))
-  write(tmp_path, "greedy", [ROWS[0], {**ROWS[1], "cpu": "y", "commit": "1111111"}])
-  expected = "2 cores of x, jax 1, d, commit 0000000; 2 cores of y, jax 1, d, commit 1"
-  assert expected in readme(tmp_path)
+  assert "\none card, commit" in readme(tmp_path)
 
 
 def test_a_benchmark_without_a_program_is_still_shown(tmp_path):
@@ -98,16 +139,23 @@ def test_a_benchmark_without_a_program_is_still_shown(tmp_path):
 @pytest.mark.parametrize(
   ("value", "asked", "expected"),
   [
-    (2.0, "<= 2", "yes"),
-    (2.1, "<= 2, at one row", "**no**"),
-    (3.0, ">= 2.5", "yes"),
-    (float("inf"), "<= 1e3", "**no**"),
+    (2.0, "<= 2", write_readme.MET),
+    (2.1, "<= 2, at one row", write_readme.MISSED),
+    (3.0, ">= 2.5", write_readme.MET),
+    (float("inf"), "<= 1e3", write_readme.MISSED),
+    (float("nan"), "<= 1e3", write_readme.NOISE),
+    (-0.01, "<= 2", write_readme.NOISE),
+    (0.0, "0", write_readme.MET),
+    (1.0, "0", write_readme.MISSED),
+    (1.09, "1", write_readme.MET),
+    (1.11, "1", write_readme.MISSED),
     (3.0, "reported", ""),
     (3.0, "", ""),
   ],
 )
-def test_met(value, asked, expected):
-  assert write_readme.met(value, asked) == expected
+def test_verdict(value, asked, expected):
+  row = {"figure": "a share", "value": value, "asked": asked}
+  assert write_readme.verdict(row) == expected
 
 
 def test_numbers_are_short():

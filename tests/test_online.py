@@ -234,13 +234,14 @@ def test_a_late_update_is_waited_for_at_each_step_and_changes_nothing(
   assert same_bits(late.draft(), learned.draft())
 
 
-def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypatch):
+def spoil_draw(monkeypatch, number):
+  """NaN rows for the update drawn as the number-th; warm-up draws the first."""
   real, launches = update.draw_update, []
 
   def draw(*arguments):
     batches = real(*arguments)
     launches.append(len(launches))
-    if len(launches) != 3:  # warm-up draws too: this is the second update
+    if len(launches) != number:
       return batches
     return tuple(
       batch.replace(
@@ -250,6 +251,10 @@ def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypat
     )
 
   monkeypatch.setattr(update, "draw_update", draw)
+
+
+def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypatch):
+  spoil_draw(monkeypatch, 3)  # the second update
   broken = make()
   assert broken.outputs == learned.outputs
   skipped = [row["skipped"] for row in broken.updates]
@@ -269,6 +274,29 @@ def test_the_average_is_what_serves(pair, tmp_path):
   assert same_bits(loop.server.draft_params, state.ema)
   assert not same_bits(loop.server.draft_params, state.params)
   loop.close(0.0)
+
+
+def test_a_run_goes_on_with_the_draft_and_the_shortlist_that_served(
+  pair, tmp_path, monkeypatch
+):
+  """Not with the newest average: a skipped update moves it and swaps nothing in."""
+  spoil_draw(monkeypatch, 3)  # the second update
+  directory = writers.RunDirectory.create(tmp_path / "run")
+  config = tiny_online.config(pair, directory.path, checkpoint_every=1)
+  loop = online.OnlineLoop(config, directory)
+  while not loop._learner.learner.skipped:
+    loop.step()
+  loop.settle()
+  count, serving = loop.finished, loop._serving
+  served, shortlist = loop._decoder._served.draft, loop._decoder.shortlist
+  assert not same_bits(serving, loop._learner.learner.served)
+  assert not np.array_equal(shortlist, np.arange(len(shortlist)))
+  loop.close(0.0)
+  again = online.OnlineLoop(config, directory)
+  assert again.finished == count and same_bits(again._serving, serving)
+  assert same_bits(again._decoder._served.draft, served)
+  np.testing.assert_array_equal(again._decoder.shortlist, shortlist)
+  again.close(0.0)
 
 
 def test_the_records_must_be_kept(pair, tmp_path):

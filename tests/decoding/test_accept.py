@@ -170,3 +170,16 @@ def test_uniform_draws_are_even_and_fresh_at_every_position():
   counts, _ = np.histogram(draws, bins=10, range=(0, 1))
   assert oracles.chi_square(counts, np.full(10, 0.1)) > 1e-6
   assert np.abs(np.corrcoef(draws.T) - np.eye(4)).max() < 0.1
+
+
+@pytest.mark.parametrize("rule", accept_lib.RULES)
+def test_a_low_temperature_still_samples(rule):
+  """Only 0 is greedy: plain decoding draws two tokens that are close."""
+  rows, temperature = 2000, 1e-4
+  logits = jnp.tile(jnp.asarray([0.0, -temperature, -1.0]), (rows, 1, 1))
+  nothing = base.Proposal(jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows, 0, 3)))
+  settings = harness.settings_of(rows, max_length=1, temperature=temperature)
+  drawn = accept_lib.accept(
+    nothing, base.Verification(logits), settings, jnp.zeros((rows,), jnp.int32), rule
+  )
+  assert np.mean(drawn.tokens) == pytest.approx(0.2689, abs=0.05)

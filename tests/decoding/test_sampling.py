@@ -97,6 +97,19 @@ def test_no_temperature_is_too_small(temperature):
   np.testing.assert_array_equal(found, np.eye(VOCAB)[logits.argmax(-1)])
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-6])
+def test_a_low_temperature_still_samples(temperature):
+  """Only 0 is greedy: two tokens that are close are both drawn."""
+  rows = 2000
+  settings = harness.settings_of(rows, max_length=1, temperature=temperature)
+  logits = jnp.tile(jnp.asarray([0.0, -temperature, -1.0]), (rows, 1))
+  probs = np.asarray(processed(logits[:, None], settings))[0, 0]
+  np.testing.assert_allclose(probs, [0.7311, 0.2689, 0], atol=1e-4)
+  zeros = jnp.zeros((rows,), jnp.int32)
+  drawn = sampling.sample(logits, settings, zeros, sampling.Purpose.EMIT)
+  assert np.mean(drawn) == pytest.approx(0.2689, abs=0.05)
+
+
 @pytest.mark.parametrize(
   "broken", [[np.nan, 0, 1], [np.inf, 0, 1], [-np.inf] * 3, [np.nan, np.inf, 0]]
 )

@@ -1,6 +1,7 @@
 """Updates beside serving: taken when promised, bit for bit what `update` computes."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,21 @@ def test_where_learning_is_behind_a_step_waits_for_one_slice(learner, gated):
   gate.release(CONFIG.steps_per_update)
   wanted, _ = update.update(MODEL, CONFIG, before, batches(1))
   assert_same_bits(outcome.learner, wanted)
+
+
+def test_late_updates_in_a_row_are_all_waited_for_slice_by_slice(learner, gated):
+  """What steps have waited for is no time that serving took."""
+  one, gate = learner(), gated()
+  fall_behind(one, gate)
+  for seed in (1, 2):
+    one.launch(batches(seed), finished=0)
+    for _ in range(CONFIG.steps_per_update):
+      threading.Timer(0.1, gate.release).start()
+      started = time.perf_counter()
+      one.keep_pace(INTERVAL)
+      assert time.perf_counter() - started > 0.05
+    one.settle()
+    assert one.take().wait_ms > 100
 
 
 @pytest.mark.parametrize("free", [False, True])

@@ -1,6 +1,7 @@
 """The replay buffer against a Python list, and the laws of its sampling."""
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -163,6 +164,51 @@ def test_two_rows_follow_the_law_of_drawing_without_replacement():
   limit = 42.0  # chi-square with 11 degrees of freedom, p = 1.6e-5
   assert chi_square(found, law) < limit
   assert chi_square(found, control / control.sum()) > limit
+
+
+def without_replacement(weights, count):
+  """Law of `count` draws one after another: probabilities by tuple of indices."""
+  law = {}
+  for drawn in itertools.permutations(range(len(weights)), count):
+    rest, law[drawn] = 1.0, 1.0
+    for index in drawn:
+      law[drawn] *= weights[index] / rest
+      rest -= weights[index]
+  return law
+
+
+@pytest.mark.parametrize("half_life", [0.8, 3.0])
+def test_four_fading_rows_follow_the_law_of_drawing_without_replacement(half_life):
+  size, count, draws = 6, 4, 40_000
+  fading = -np.log(2.0) / half_life
+  keys = jax.random.split(jax.random.key(6), draws)
+  draw = lambda key: replay._draw(key, jnp.int32(size), fading, count)
+  ages = jax.jit(jax.vmap(draw))(keys)
+  weights = 2.0 ** (-np.arange(size) / half_life)
+  law = without_replacement(weights / weights.sum(), count)
+  place = {drawn: number for number, drawn in enumerate(law)}
+  counts = np.bincount([place[tuple(row)] for row in np.asarray(ages).tolist()])
+  counts = np.pad(counts, (0, len(law) - len(counts)))
+  found, expected = by_size(counts, np.array(list(law.values())), 20 / draws)
+  degrees = len(found) - 1  # p below 1e-5: Wilson and Hilferty's approximation
+  limit = degrees * (1 - 2 / (9 * degrees) + 4.27 * np.sqrt(2 / (9 * degrees))) ** 3
+  assert degrees > 30 and chi_square(found, expected) < limit
+
+
+def by_size(counts, probs, least):
+  """Cells of less than `least` are put together, so that chi-square holds."""
+  large = probs >= least
+  together = [np.append(part[large], part[~large].sum()) for part in (counts, probs)]
+  return together if not large.all() else (counts, probs)
+
+
+def test_new_and_replayed_rows_are_drawn_with_noise_of_their_own():
+  buffer, config = filled_with(6, 6), replay.BufferConfig(6)
+  drawn = [
+    np.asarray(sample(buffer, jax.random.key(seed), 3, 3, config, 0).source[:, 0])
+    for seed in range(20)
+  ]
+  assert sum((rows[:3] == rows[3:]).all() for rows in drawn) <= 4  # 1 in 120 by chance
 
 
 @hypothesis.settings(max_examples=60, deadline=None)

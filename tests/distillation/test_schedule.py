@@ -192,3 +192,25 @@ def test_bad_config_is_refused_by_name(fields, named):
 def test_an_overlap_that_is_none_is_refused(overlap):
   with pytest.raises(ValueError, match="schedule.observe: overlap of request 0"):
     schedule.observe(DEFAULT, schedule.ScheduleState(), overlap)
+
+
+def test_the_level_of_a_pause_is_the_mean_of_both_windows():
+  """The newer one alone is chosen by its difference to the older."""
+  rise = [0.70] * 60 + [0.715] * 50
+  states, _ = run(DEFAULT, rise)
+  at = [state.paused for state in states].index(True)
+  both = rise[at + 1 - 2 * DEFAULT.window : at + 1]
+  assert states[at].level == pytest.approx(np.mean(both), abs=1e-12)
+  assert np.mean(both[-DEFAULT.window :]) - np.mean(both) > 1e-3
+
+
+def test_after_a_resumption_enough_waits_for_a_window_of_its_own():
+  """A short drop: the window that saw it still has enough, of the topic before."""
+  config = dataclasses.replace(DEFAULT, enough=0.8)
+  states, _ = run(config, [0.95] * 60 + [0.6] * 12 + [0.95] * 40)
+  paused = [state.paused for state in states]
+  resumed = paused.index(False, 60)
+  assert np.mean(states[resumed].recent[-config.window :]) > config.enough
+  again = paused.index(True, resumed)
+  assert again - resumed == config.window
+  assert states[resumed].changed == resumed + 1

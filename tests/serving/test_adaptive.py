@@ -290,6 +290,27 @@ def test_the_draft_waits_until_the_probe_is_paid_for():
     assert chosen.probing == (chosen.num_draft_tokens > 0) == probes
 
 
+def test_a_probe_is_priced_by_what_it_is_expected_to_emit():
+  """Where its tokens are worth its rounds it costs nothing to try."""
+  costs = adaptive.RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
+  for rate, price in ((0.5, 0.0), (0.25, 8 * 0.25), (0.0, 8 * 0.5)):
+    for saved, probes in ((price - 0.1, price == 0), (price + 0.1, True)):
+      state = state_of([rate], saved_ms=max(saved, 0.0))
+      assert adaptive.choose(CONFIG, costs, state, [0]).probing == probes
+
+
+def test_debt_is_forgiven_after_so_many_plain_steps():
+  costs = TABLES["light draft"]
+  state = state_of([0.1], num_draft_tokens=7, saved_ms=1.0)
+  dear = adaptive.Call(8, (8,), (56,), (0,), catch_up_ms=1e6)
+  state = adaptive.observe(CONFIG, costs, state, dear)
+  owed = CONFIG.probe_share * adaptive.DEBT  # of plain steps of 1 ms
+  assert state.saved_ms == pytest.approx(-owed)
+  state = dataclasses.replace(state, num_draft_tokens=0)
+  plain = adaptive.Call(adaptive.DEBT, (adaptive.DEBT,), (0,), (0,))
+  assert adaptive.observe(CONFIG, costs, state, plain).saved_ms == pytest.approx(0.0)
+
+
 def test_calls_are_long_where_rounds_are_short():
   """So long that they cost half a per cent; probes stay short."""
   state = state_of([0.5], num_draft_tokens=3)

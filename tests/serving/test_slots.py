@@ -370,6 +370,15 @@ def test_a_shortlist_accepts_what_it_covers():
   assert rates[0] == 1.0 and rates[1] < 0.2
 
 
+def test_a_swap_without_a_shortlist_keeps_it():
+  covered = np.unique(np.concatenate([*expected(), [EOS_ID]]))
+  decoder_ = light_draft(shortlist=len(covered))
+  decoder_.swap(target_params(), 1, covered)
+  decoder_.swap(target_params(), 2)
+  found = decoder_.run(greedy_requests())
+  assert sum(d.accepted for d in found) == sum(d.drafted for d in found) > 0
+
+
 def test_a_shortlist_of_another_length_is_refused():
   with pytest.raises(ValueError, match="shortlist of 3 tokens, expected 8"):
     light_draft(shortlist=8).swap(target_params(), 1, np.arange(3))

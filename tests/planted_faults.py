@@ -1,0 +1,435 @@
+"""Plants faults one by one, and says which files' tests notice how many.
+
+    python tests/planted_faults.py                 # all (an hour on two cores)
+    python tests/planted_faults.py adaptive.py     # whose file or name has the word
+
+A fault is a text of the package and what takes its place, with the tests that should
+fail. It is planted in a copy of the package, so that the working tree is never wrong.
+The same tests must pass in a copy without it. Not part of `make test` or of CI.
+"""
+
+import collections
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 900  # seconds for the tests of one fault; a hanging test counts as failed
+COPIED = ("osd_jax", "tests", "gin_configs", "pyproject.toml")
+
+
+class Fault(NamedTuple):
+  """What is changed, and who should notice.
+
+  Attributes:
+    name: what goes wrong.
+    right: a text that stands once in the package.
+    wrong: what takes its place.
+    tests: arguments of pytest, separated by blanks; `-k` takes one word.
+  """
+
+  name: str
+  right: str
+  wrong: str
+  tests: str
+
+
+SCHEDULE = "tests/distillation/test_schedule.py"
+ADAPTIVE = "tests/serving/test_adaptive.py"
+BUFFER = "tests/distillation/test_buffer.py"
+BACKGROUND = "tests/distillation/test_background.py"
+UPDATE = "tests/distillation/test_update.py"
+ONLINE = "tests/test_online.py"
+SLOTS = "tests/serving/test_slots.py"
+DRAFTING = "tests/serving/test_drafting.py"
+ROUNDS = "tests/decoding/test_speculative.py"
+LAW = "tests/decoding/test_law.py"
+CHECKPOINTS = "tests/checkpoints/test_checkpointer.py"
+
+FAULTS = [
+  # Those of issue 12 that survived once.
+  Fault(
+    "resume drops the saved shortlist",
+    'chosen = found.held.get("shortlist")',
+    "chosen = None",
+    f"{ONLINE} -k goes_on_with",
+  ),
+  Fault(
+    "resume serves the newest average",
+    "self._serving, self._buffer = found.serving, found.buffer",
+    "self._serving, self._buffer = found.learner.served, found.buffer",
+    f"{ONLINE} -k goes_on_with",
+  ),
+  Fault(
+    "a swap without a shortlist resets it",
+    "    if shortlist is not None:\n      size =",
+    "    if shortlist is None and self._program.draft.shortlist:\n"
+    "      shortlist = np.arange(self._program.draft.shortlist)\n"
+    "    if shortlist is not None:\n      size =",
+    f"{SLOTS} -k shortlist",
+  ),
+  Fault(
+    "replay is drawn with the key of the new rows",
+    "_draw(key_replay, buffer.filled",
+    "_draw(key_new, buffer.filled",
+    BUFFER,
+  ),
+  Fault(
+    "ages that are taken weigh on in the search",
+    "point >= below - (jnp.cumsum(weights) - weights)",
+    "point >= below",
+    BUFFER,
+  ),
+  Fault(
+    "slices asked for are not forgotten at a launch",
+    "self._slices, self._asked, self._waited = threading.Semaphore(0), 0, 0.0",
+    "self._slices, self._waited = threading.Semaphore(0), 0.0",
+    BACKGROUND,
+  ),
+  Fault(
+    "waiting counts as time that serving took",
+    "self._behind = started - self._launched_at - self._waited < spent",
+    "self._behind = started - self._launched_at < spent",
+    BACKGROUND,
+  ),
+  Fault(
+    "the level of a pause is the newer window's",
+    "_paused(state, _mean(older + newer))",
+    "_paused(state, _mean(newer))",
+    SCHEDULE,
+  ),
+  Fault(
+    "a resumption is not noted as a change",
+    "paused=False, flat=0, changed=state.finished)",
+    "paused=False, flat=0)",
+    SCHEDULE,
+  ),
+  Fault(
+    "enough does not wait for a window",
+    "len(newer) == size and state.finished - state.changed >= size",
+    "len(newer) == size",
+    SCHEDULE,
+  ),
+  Fault(
+    "a probe is priced without its tokens",
+    "costs.round_ms[1] - tokens * costs.round_ms[0]",
+    "costs.round_ms[1] - costs.round_ms[0]",
+    ADAPTIVE,
+  ),
+  Fault(
+    "debt has no floor",
+    "return max(state.saved_ms + change, floor)",
+    "return state.saved_ms + change",
+    ADAPTIVE,
+  ),
+  Fault(
+    "low temperatures are greedy in distributions",
+    "greedy = temperature == 0",
+    "greedy = temperature < 1e-3",
+    "tests/decoding/test_sampling.py",
+  ),
+  Fault(
+    "low temperatures are greedy in draws",
+    "jax.lax.cond(jnp.any(settings.temperature > 0), sampled",
+    "jax.lax.cond(jnp.any(settings.temperature > 1e-3), sampled",
+    "tests/decoding/test_sampling.py",
+  ),
+  Fault(
+    "low temperatures are greedy in acceptance",
+    "    jnp.any(settings.temperature > 0),\n",
+    "    jnp.any(settings.temperature > 1e-3),\n",
+    "tests/decoding/test_accept.py",
+  ),
+  # The round.
+  Fault(
+    "all drafted tokens are drawn with the noise of one position",
+    "position + offset, noise",
+    "position + 0 * offset, noise",
+    LAW,
+  ),
+  Fault(
+    "the first round reads the stale second input",
+    "begun = (position > 0).astype(jnp.int32)",
+    "begun = jnp.ones_like(position)",
+    ROUNDS,
+  ),
+  Fault(
+    "the last drafted token counts as fed",
+    "return jnp.maximum(length - 1, 0)",
+    "return length",
+    ROUNDS,
+  ),
+  Fault(
+    "a bonus token counts as an error",
+    "(offset == acceptance.accepted[:, None]) & (offset < num_draft_tokens)",
+    "offset == acceptance.accepted[:, None]",
+    "tests/decoding/test_state.py",
+  ),
+  Fault(
+    "tokens behind the end of sequence are emitted",
+    "count = jnp.where(ends, jnp.argmax(is_eos, axis=1) + 1, count)",
+    "count = jnp.where(ends, count, count)",
+    "tests/decoding/test_state.py",
+  ),
+  Fault(
+    "a stopped row is written to",
+    "new = jnp.where(write, new.astype(row.dtype), old)",
+    "new = new.astype(row.dtype)",
+    f"{ROUNDS} tests/decoding/test_state.py",
+  ),
+  Fault(
+    "a call goes on when a row has stopped",
+    "jnp.any(running) & jnp.all(running == running_at_start)",
+    "jnp.any(running)",
+    f"{ROUNDS} -k returns_when",
+  ),
+  Fault(
+    "the residual is the whole target row",
+    "jnp.maximum(target_row - draft_row, 0.0)",
+    "target_row",
+    LAW,
+  ),
+  # Records and learning.
+  Fault(
+    "the tail counts the likeliest token too",
+    "others = jnp.put_along_axis(masses, ids, 0.0",
+    "others = jnp.put_along_axis(masses, ids[..., 1:], 0.0",
+    "tests/decoding/test_records.py",
+  ),
+  Fault(
+    "micro-batches are cut by what is not padding",
+    "judged = np.flatnonzero(np.any(np.asarray(batch.mask), axis=0))",
+    "judged = np.flatnonzero(np.any(np.asarray(batch.target) != 0, axis=0))",
+    UPDATE,
+  ),
+  Fault(
+    "a step that is not finite is taken",
+    "lambda new, old: jnp.where(finite, new, old)",
+    "lambda new, old: new",
+    UPDATE,
+  ),
+  Fault(
+    "an update that was skipped has a version",
+    "before.version + (after.step > before.step)",
+    "before.version + 1",
+    UPDATE,
+  ),
+  Fault(
+    "the average forgets at the wrong rate",
+    "1 - config.ema_decay)",
+    "config.ema_decay)",
+    UPDATE,
+  ),
+  Fault(
+    "what lies outside the mask is learnt",
+    "chosen = batch.mask & (batch.weight > 0)[:, None]",
+    "chosen = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
+    "tests/distillation/test_losses.py",
+  ),
+  Fault(
+    "results of a mesh stay where XLA put them",
+    "    state = _placed_like(learner, state)\n",
+    "",
+    "tests/test_partitioning.py",
+  ),
+  # Catching up.
+  Fault(
+    "stopped rows are waited for",
+    "return jnp.any(running & (cache.length < wanted))",
+    "return jnp.any(cache.length < wanted)",
+    DRAFTING,
+  ),
+  Fault(
+    "a last chunk counts in full",
+    "end = jnp.minimum(cache.length + CHUNK, wanted)",
+    "end = cache.length + CHUNK",
+    DRAFTING,
+  ),
+  Fault(
+    "chunks begin an input late",
+    "tokens = state_lib.inputs_at(state, cache.length, CHUNK)",
+    "tokens = state_lib.inputs_at(state, cache.length + 1, CHUNK)",
+    DRAFTING,
+  ),
+  Fault(
+    "rows that lag less are fed beyond their text",
+    "end = jnp.minimum(cache.length + CHUNK, wanted)",
+    "end = jnp.minimum(cache.length + CHUNK, jnp.max(wanted))",
+    DRAFTING,
+  ),
+  # Drafting with an adaptive K.
+  Fault(
+    "a request without the draft's prefill counts as fed",
+    "    fed[lacking] = 0\n",
+    "",
+    DRAFTING,
+  ),
+  Fault(
+    "a started chunk is not counted",
+    "return max(-(-lag // catch_up.CHUNK), 0), len(lacking)",
+    "return max(lag // catch_up.CHUNK, 0), len(lacking)",
+    DRAFTING,
+  ),
+  Fault(
+    "prefills are done again and again",
+    "    self._undrafted.clear()\n",
+    "",
+    DRAFTING,
+  ),
+  Fault(
+    "catching up is free to the policy",
+    "      self._spent_ms += missing_ms\n",
+    "",
+    DRAFTING,
+  ),
+  Fault(
+    "a new request is taken for the one before",
+    "      counts[slot] = 0\n",
+    "      pass\n",
+    DRAFTING,
+  ),
+  Fault(
+    "a probe prefills at once",
+    "if not self.state.num_draft_tokens or self.state.probing:",
+    "if not self.state.num_draft_tokens:",
+    DRAFTING,
+  ),
+  Fault(
+    "a resumed policy does not know its rows",
+    "      self._before = progress(state)\n",
+    "      pass\n",
+    DRAFTING,
+  ),
+  Fault(
+    "a resumed policy forgets who lacks a prefill",
+    'for slot, source in held["undrafted"].items()',
+    "for slot, source in ()",
+    DRAFTING,
+  ),
+  # Checkpoints.
+  Fault(
+    "checksums are not compared",
+    "if checksum is not None and leaves.checksum(array) != checksum:",
+    "if False:",
+    CHECKPOINTS,
+  ),
+  Fault(
+    "a step may be written twice",
+    "(latest is not None and step <= latest)",
+    "(latest is not None and step < latest)",
+    CHECKPOINTS,
+  ),
+  Fault(
+    "the step being written is forgotten in what is due",
+    "newest, written = self._writing",
+    "newest, written = self.latest_step() or 0, self._writing[1]",
+    CHECKPOINTS,
+  ),
+  Fault(
+    "an error of the writing thread is lost",
+    "    written.result()\n",
+    "",
+    CHECKPOINTS,
+  ),
+  Fault(
+    "a damaged step stays in the way",
+    "(self._directory / str(step)).rename(aside)",
+    "pass",
+    CHECKPOINTS,
+  ),
+  Fault(
+    "a checkpoint is not copied before it is written",
+    "copied = leaves.copied(named), _copied_json(host)",
+    "copied = named, _copied_json(host)",
+    CHECKPOINTS,
+  ),
+  Fault(
+    "other models go on with saved rows",
+    "if saved not in (None, own):",
+    "if False:",
+    "tests/checkpoints tests/test_online.py tests/test_faults.py",
+  ),
+]
+
+
+def main(words: list[str]) -> int:
+  """Plants them; 1 if one survives, or if tests fail without one."""
+  chosen = [
+    fault
+    for fault in FAULTS
+    if not words or any(word in f"{where(fault)} {fault.name}" for word in words)
+  ]
+  ready: dict[str, bool] = {}
+  caught, total = collections.Counter(), collections.Counter()
+  for fault in chosen:
+    if fault.tests not in ready:
+      ready[fault.tests] = outcome(None, fault.tests) == "passed"
+    started = time.perf_counter()
+    said = outcome(fault, fault.tests) if ready[fault.tests] else "fails without it"
+    name = where(fault)
+    total[name] += 1
+    caught[name] += said == "failed"
+    verdict = {"failed": "caught", "passed": "SURVIVED"}.get(said, said.upper())
+    seconds = time.perf_counter() - started
+    print(f"{verdict:9} {name:35} {fault.name} ({seconds:.0f} s)", flush=True)
+  print()
+  for name in sorted(total):
+    print(f"{name:35} {caught[name]} of {total[name]} caught")
+  return int(caught != total)
+
+
+def where(fault: Fault) -> str:
+  """The one file of the package that the fault is planted in."""
+  files = [
+    str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "osd_jax").rglob("*.py"))
+    if fault.right in path.read_text()
+  ]
+  if len(files) != 1 or (ROOT / files[0]).read_text().count(fault.right) != 1:
+    raise ValueError(f"{fault.name!r}: its text stands in {files}, expected once")
+  return files[0]
+
+
+def outcome(fault: Fault | None, tests: str) -> str:
+  """What the tests say in a copy of the package with the fault, or without any."""
+  with tempfile.TemporaryDirectory() as folder:
+    copy = Path(folder)
+    for name in COPIED:
+      source = ROOT / name
+      (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+    if fault is not None:
+      path = copy / where(fault)
+      path.write_text(path.read_text().replace(fault.right, fault.wrong))
+    return run(copy, tests)
+
+
+def run(copy: Path, tests: str) -> str:
+  """Pytest's verdict: passed, failed, or why there is none."""
+  environment = {
+    **os.environ,
+    "PYTHONPATH": str(copy),
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache" / "tests"),
+  }
+  command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+  try:
+    done = subprocess.run(
+      [*command, *tests.split()],
+      cwd=copy,
+      env=environment,
+      capture_output=True,
+      text=True,
+      timeout=PATIENCE,
+    )
+  except subprocess.TimeoutExpired:
+    return "failed"
+  known = {0: "passed", 1: "failed"}
+  return known.get(done.returncode, done.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

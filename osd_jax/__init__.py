@@ -3,7 +3,7 @@
     import osd_jax
 
     with osd_jax.Server() as server:  # the shipped pair
-      for answer in server.generate(["Which singers are older than 30?"], learn=True):
+      for answer in server.generate(["How many films are there?"], learn=True):
         print(answer.text, answer.tokens_per_target_call)
 
 Importing the package imports nothing else: a name is looked up at its first use.

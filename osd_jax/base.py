@@ -46,7 +46,12 @@ class UserError(Exception):
 
 
 class InputError(UserError, ValueError):
-  """A setting, file or request that cannot be used: where, what came, what to do."""
+  """A setting, file or request that cannot be used: where, what came, what to do.
+
+  >>> raise InputError("DecodingConfig.rows: received 0, expected an integer >= 1.")
+  Traceback (most recent call last):
+  osd_jax.base.InputError: DecodingConfig.rows: received 0, expected an integer >= 1.
+  """
 
 
 class MissingExtraError(UserError, ImportError):

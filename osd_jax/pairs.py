@@ -13,6 +13,9 @@ from osd_jax.models import convert, t5, weights
 class PairConfig:
   """Which files make the pair. "shipped:NAME" is a file of the package.
 
+  >>> PairConfig(target="flan-t5-large", extra_ids=100).draft
+  'shipped:demo_draft.safetensors'
+
   Attributes:
     target: weights of the target: a file of this package, or a folder of transformers
       (config.json beside safetensors), here or on the Hugging Face hub.
@@ -98,6 +101,9 @@ def load_pair(
   config: PairConfig | Pair, partitioner: partitioning.Partitioner | None = None
 ) -> Pair:
   """Reads the three files or folders; a loaded pair stays as it is.
+
+  >>> load_pair(PairConfig()).vocabulary.size
+  1536
 
   Raises:
     ValueError: a file is missing or holds no weights, or target, draft and vocabulary

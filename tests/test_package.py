@@ -281,13 +281,6 @@ def test_import_takes_no_longer_than_jax_and_flax():
   assert package <= libraries + 0.3
 
 
-def test_public_modules_load_on_first_use():
-  assert osd_jax.base.PAD_ID == 0
-  assert {"base", "__version__"} <= set(dir(osd_jax))
-  with pytest.raises(AttributeError, match="nonsense"):
-    _ = osd_jax.nonsense
-
-
 def test_version_is_that_of_the_project(project: dict):
   assert osd_jax.__version__ == project["version"]
 

@@ -14,6 +14,9 @@ from osd_jax.data.sources import TaskConfig
 class StreamConfig:
   """A stream of queries: how many each task asks, and in which order.
 
+  >>> StreamConfig(tasks=(TaskConfig(name="ours", pattern="ours.jsonl"),)).kind
+  'sharp'
+
   Attributes:
     tasks: in order of appearance; one may come back later in the tuple.
     kind: a key of `SCHEDULES`: "single" (one task), "sharp" (task after task),

@@ -23,6 +23,9 @@ KINDS = {"jsonl": "pattern", "tfds": "tfds_name", "generated": "topic"}
 class TaskConfig:
   """One source of examples.
 
+  >>> TaskConfig(name="ours", pattern="ours.jsonl", source="support").label
+  'support'
+
   Attributes:
     name: unique among the tasks of a run; letters, digits, "_", "." and ":".
     kind: "jsonl", "tfds" or "generated".

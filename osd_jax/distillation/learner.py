@@ -24,6 +24,9 @@ from osd_jax.distillation.background import Outcome
 class LearningConfig:
   """How a draft learns from what it serves.
 
+  >>> LearningConfig(schedule=schedule_lib.ScheduleConfig(update_interval=4)).seed
+  0
+
   Attributes:
     buffer: the replay buffer.
     update: one update.

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from osd_jax import base, pairs
+from osd_jax.distillation.learner import LearningConfig
 from osd_jax.models import weights
-from osd_jax.serving import slots
+from osd_jax.serving import server
+from osd_jax.serving.requests import DecodingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +23,12 @@ class GenerateConfig:
     pair: target, draft and vocabulary.
     decoding: shapes of decoding, K among them. Long prompts have a bucket of their
       own; each is compiled when it is first used.
+    learning: how the draft learns where it is asked to.
   """
 
   pair: pairs.PairConfig = pairs.PairConfig()
-  decoding: slots.DecodingConfig = slots.DecodingConfig(
-    num_draft_tokens=7, source_lengths=(64, 512), target_length=128
-  )
+  decoding: DecodingConfig = server.DECODING
+  learning: LearningConfig = server.LEARNING
 
 
 def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
@@ -42,8 +44,6 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   Raises:
     InputError: options that do not go together, or a prompt that is none.
   """
-  from osd_jax.serving import server as serving
-
   draft_path = "adapted_draft.safetensors" if arguments.save is None else arguments.save
   _check(arguments, draft_path)
   per_request = {
@@ -60,19 +60,19 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   else:
     from_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     prompts = _typed() if from_terminal else _prompts(sys.stdin, "standard input")
-  with serving.Server(pair=config.pair, decoding=config.decoding) as server:
+  with server.Server(config.pair, config.decoding, config.learning) as serving:
     try:
       if arguments.stream or from_terminal:
-        _stream(server, prompts, arguments.seed, per_request, from_terminal)
+        _stream(serving, prompts, arguments.seed, per_request, from_terminal)
       else:
-        answers = server.generate(
+        answers = serving.generate(
           prompts, ordered=True, seed=arguments.seed, **per_request
         )
         for answer in answers:
           print(_line(answer, arguments.format), flush=True)
     finally:  # an interrupt keeps what was learnt
-      if server.statistics.requests:
-        _conclude(server, draft_path if arguments.learn else None)
+      if serving.statistics.requests:
+        _conclude(serving, draft_path if arguments.learn else None)
   return 0
 
 
@@ -162,7 +162,7 @@ def _typed() -> Iterator[str]:
 
 
 def _stream(
-  server: Any,
+  serving: Any,
   prompts: Iterable[str],
   seed: int,
   per_request: dict[str, Any],
@@ -171,7 +171,7 @@ def _stream(
   """Prints each answer while it is written; a terminal goes on after a mistake."""
   for index, prompt in enumerate(prompts):
     try:
-      for piece in server.stream(prompt, seed=seed + index, **per_request):
+      for piece in serving.stream(prompt, seed=seed + index, **per_request):
         print(piece, end="", flush=True)
       print(flush=True)
     except base.UserError as error:

@@ -85,6 +85,10 @@ class Prompt:
 class Answer:
   """What the target answers to a prompt.
 
+  >>> reason = base.StopReason.EOS
+  >>> Answer(0, "Six?", "6", np.array([8, 7, 1]), reason, 2, 3, 1, 4.5, 0)
+  Answer('6', EOS, 1.50 tokens per target call)
+
   Attributes:
     index: place of the prompt in its call.
     prompt: its text.

@@ -16,6 +16,9 @@ from osd_jax.serving.adaptive import AdaptiveConfig
 class DecodingConfig:
   """Shapes of decoding, and how much is drafted.
 
+  >>> DecodingConfig(source_lengths=(64, 16)).bucket(20)
+  64
+
   Attributes:
     rows: B, requests in flight.
     num_draft_tokens: K in 1..8; with `adaptive` the largest.

@@ -95,10 +95,12 @@ class Statistics:
 class Server:
   """A target and its draft, answering.
 
+  >>> prompt = "What is the average rating and the total price of hotels with price"
+  >>> prompt += " above 44 and country 'Italy'?"
   >>> with Server() as server:
-  ...   for answer in server.generate(["Which singers are older than 30?"]):
+  ...   for answer in server.generate([prompt]):
   ...     print(answer.text)
-  select name from singer where age > 30
+  SELECT AVG(rating), SUM(price) FROM hotels WHERE price > 44 AND country = 'Italy';
 
   One thread at a time may use it, for one call at a time.
 

@@ -227,6 +227,26 @@ def test_a_wrong_output_is_told(pair_config, tmp_path, monkeypatch):
   assert not verdict["passed"] and verdict["first_failures"][0]["position"] == 1
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_target_of_nans_is_never_certified(pair_config, tmp_path, whole):
+  """Whole: all of it NaN; else one number of its output head. Plain and fast agree."""
+  pair = pairs.load_pair(pair_config, partitioning.make())
+
+  def broken(path, leaf):
+    if whole:
+      return leaf * np.nan
+    return leaf.at[0, 5].set(np.nan) if "logits_dense" in str(path) else leaf
+
+  params = jax.tree_util.tree_map_with_path(broken, pair.target_params)
+  nan = dataclasses.replace(pair, target_params=params)
+  config = certify_config(nan, tmp_path, rows=(2,), drafts=("pair",), swap=False)
+  assert not certify.run(config).exact
+  verdict = json.loads((tmp_path / "run" / "certificate.json").read_text())
+  assert verdict["broken"] == verdict["outputs"] and not verdict["passed"]
+  page = (tmp_path / "run" / "report.html").read_text()
+  assert "NOT EXACT" in page and "not finite" in page
+
+
 def test_bfloat16_is_audited(pair_config, tmp_path):
   config = dataclasses.replace(pair_config, dtype="bfloat16")
   path = certify.run(

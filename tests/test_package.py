@@ -1,6 +1,5 @@
 """The package as such: what it imports, what it pins, what it must not mention."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -180,18 +179,18 @@ DEMO = (  # eight requests of the demo, updates among them; small, to compile li
   "--gin.OnlineConfig.compare_every=0",
 )
 PROMPT = "What is the average price of hotels with country 'Italy'?"
+README = pathlib.Path(__file__).resolve().parents[1] / "README.md"
+(README_LINES,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
 # Commands of a newcomer, and what they leave behind or print; Python lines are
 # (sys.executable, "-c", LINES).
 COMMANDS = (
   (("osd", "--version"), osd_jax.__version__),
   (("osd", "online", *DEMO), "runs/demo/report.html"),
   (("osd", "certify", "--help_config"), "num_draft_tokens"),
+  (("osd", "generate", PROMPT), "SELECT AVG(price)"),
+  (("osd", "generate", PROMPT, "--learn"), "adapted_draft.safetensors"),
+  ((sys.executable, "-c", README_LINES), "SELECT AVG(price)"),
 )
-if importlib.util.find_spec("osd_jax.serving.server"):
-  COMMANDS += (
-    (("osd", "generate", PROMPT), "SELECT AVG(price)"),
-    (("osd", "generate", PROMPT, "--learn"), "adapted_draft.safetensors"),
-  )
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ Commands and services stand on this object: it alone submits requests, collects 
 and swaps drafts. `generate` and `stream` speak text; `turns` and `run` speak tokens.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from osd_jax.serving import agreement
 from osd_jax.serving.answers import Answer, Prompt, TextSoFar, answer_of
 from osd_jax.serving.requests import DecodingConfig, Finished, Request
 from osd_jax.serving.slots import Slots
+from osd_jax.serving.statistics import Statistics
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), partitioning.PartitionConfig()
 # Long prompts have a bucket of their own; each is compiled when it is first used.
@@ -43,53 +43,6 @@ LEARNING = LearningConfig(
     update_interval=4, window=40, flat_tolerance=0.01, pause_after_flat=15, enough=0.95
   ),
 )
-
-
-@dataclasses.dataclass
-class Statistics:
-  """What a server has done so far.
-
-  Attributes:
-    requests: answered.
-    tokens: emitted.
-    target_calls: verifications that they took.
-    drafted: drafted tokens that were judged.
-    accepted: of those, accepted.
-    milliseconds: of prefills and calls, shared out to the requests.
-    updates: of the draft.
-  """
-
-  requests: int = 0
-  tokens: int = 0
-  target_calls: int = 0
-  drafted: int = 0
-  accepted: int = 0
-  milliseconds: float = 0.0
-  updates: int = 0
-
-  @property
-  def tokens_per_target_call(self) -> float:
-    """Block efficiency: emitted tokens per verification."""
-    return self.tokens / max(self.target_calls, 1)
-
-  @property
-  def draft_acceptance_rate(self) -> float:
-    """Accepted / drafted tokens."""
-    return self.accepted / max(self.drafted, 1)
-
-  @property
-  def tokens_per_second(self) -> float:
-    """Emitted tokens over the time of decoding."""
-    return 1e3 * self.tokens / max(self.milliseconds, 1e-9)
-
-  def count(self, done: Finished) -> None:
-    """Adds an answered request."""
-    self.requests += 1
-    self.tokens += len(done.tokens)
-    self.target_calls += done.target_calls
-    self.drafted += done.drafted
-    self.accepted += done.accepted
-    self.milliseconds += done.milliseconds
 
 
 class Server:

@@ -143,6 +143,7 @@ def _certified(
     progress.bar(console) as bar,
   ):
     log.truncate(0)
+    summaries.note_data(grid.prompts, log, console)
     count = len(config.num_draft_tokens) * config.count
     task = bar.add_task("plain", total=count, figures="")
     for row, found in grid.rows(lambda done: bar.advance(task)):
@@ -159,8 +160,10 @@ class Grid:
     """Loads the pair and reads the prompts."""
     self.config = config
     self.pair = pairs.load_pair(config.pair, partitioning.make(config.partition))
-    prompts = prompts_lib.prompts(config.prompts, self.pair.vocabulary, config.count)
-    self.requests = texts.requests(prompts, config.sampling)
+    self.prompts = prompts_lib.prompts(
+      config.prompts, self.pair.vocabulary, config.count
+    )
+    self.requests = texts.requests(self.prompts, config.sampling)
     self._certifier = certificate.Certifier(self.pair)
 
   def rows(

@@ -108,6 +108,7 @@ def _measure(
   bench = Bench(config)
   with writers.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)
+    summaries.note_data(bench.prompts, log, console)
     with progress.status(console, "the target answers"):
       answers = bench.answers()
     log.write_rows("quality", bench.quality(answers))

@@ -176,13 +176,15 @@ class OfflineLoop:
   def texts(self) -> texts_lib.Texts:
     """The corpus; only read if there is something left to learn."""
     config = self.config
+    prompts = prompts_lib.prompts(config.corpus, self.pair.vocabulary)
+    summaries.note_data(prompts, self._log, self._bar.console)
     return texts_lib.Texts(
       config.texts,
       config.decoding,
       config.sampling,
       self.pair,
       config.partition,
-      prompts_lib.prompts(config.corpus, self.pair.vocabulary),
+      prompts,
       self._bar,
     )
 

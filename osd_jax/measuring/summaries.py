@@ -8,6 +8,7 @@ from typing import Any
 import rich.console
 
 from osd_jax import base, writers
+from osd_jax.data import prompts
 from osd_jax.measuring import pages, tables
 
 
@@ -47,6 +48,15 @@ def leave_alone(
     soft_wrap=True,
   )
   return writers.RunResult(directory.path)
+
+
+def note_data(
+  corpus: prompts.Corpus, log: writers.MetricsLog, console: rich.console.Console
+) -> None:
+  """Says what of a corpus was skipped, cut or left out, and logs the counts."""
+  for sentence in corpus.sentences:
+    console.print(sentence, highlight=False, soft_wrap=True)
+  log.write("data", {"tasks": corpus.report})
 
 
 def redraw(path: str | Path) -> Path:

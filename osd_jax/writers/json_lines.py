@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class JsonLines:
       self._file.truncate(whole)
       self._file.seek(0, os.SEEK_END)
 
-  def __enter__(self) -> "JsonLines":
+  def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:

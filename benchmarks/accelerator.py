@@ -116,21 +116,9 @@ class Bench:
 
   def report(self, case: str, figures: dict[str, float], asked: dict | None = None):
     """Writes rows at once: a run that is cut short keeps what it has found."""
-    device = jax.devices()[0].device_kind
-    measure.report(
-      NAME,
-      [
-        {
-          "case": case,
-          "figure": figure,
-          "value": value,
-          "asked": (asked or {}).get(figure, ""),
-          "clock": CLOCK,
-          "hardware": f"one {device}, jax {jax.__version__}",
-        }
-        for figure, value in figures.items()
-      ],
-    )
+    hardware = f"one {jax.devices()[0].device_kind}, jax {jax.__version__}"
+    rows = measure.rows(case, CLOCK, figures, asked)
+    measure.report(NAME, [{**row, "hardware": hardware} for row in rows])
 
   def late(self, what: str) -> bool:
     """Says what is left out where no time is left."""

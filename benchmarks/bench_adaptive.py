@@ -59,7 +59,7 @@ class Bench:
   def rows_of(self, alpha: float) -> list[dict]:
     """Measures one alpha."""
     given = self._given
-    clock = "cpu" if given.threads == 1 else "wall"
+    clock = measure.clock_of(given.threads)
     part, adaptive = self._parts[alpha], self._adaptive()
     people = (
       {PLAIN: contenders.Ours(self._plain, part)}
@@ -80,15 +80,9 @@ class Bench:
     }
     against = "plain" if alpha == min(given.alphas) else "the best fixed K"
     asked = {f"adaptive, speed over {against}": ASKED}
-    common = {
-      "case": f"{given.target} + {given.draft}, {self._rows}"
-      f" row{'s' * (self._rows > 1)}, alpha {alpha:g}",
-      "clock": f"{clock}, {given.threads} thread(s)",
-    }
-    return [
-      common | {"figure": name, "value": value, "asked": asked.get(name, "")}
-      for name, value in figures.items()
-    ]
+    count = f"{self._rows} row{'s' * (self._rows > 1)}"
+    case = f"{given.target} + {given.draft}, {count}, alpha {alpha:g}"
+    return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, asked)
 
   def _adaptive(self) -> slots.Slots:
     """A decoder that has not seen any acceptance; measures its costs."""

@@ -74,7 +74,7 @@ def people(given: argparse.Namespace, rows: int) -> dict:
 
 def rows_of(given: argparse.Namespace, rows: int) -> list[dict]:
   """Measures one number of rows."""
-  clock = "cpu" if given.threads == 1 else "wall"
+  clock = measure.clock_of(given.threads)
   serving = people(given, rows)
   found = scripting.answers(serving)
   times = measure.by_turns(serving, given.turns)
@@ -100,12 +100,9 @@ def rows_of(given: argparse.Namespace, rows: int) -> list[dict]:
     "round over plain step": round_ / step,
     "break-even alpha": break_even(round_ / step, given.drafted),
   }
-  common = {
-    "case": f"{given.target} + {given.draft}, K {given.drafted},"
-    f" {rows} row{'s' * (rows > 1)}",
-    "clock": f"{clock}, {given.threads} thread(s)",
-  }
-  return [common | {"figure": name, "value": figures[name]} for name in figures]
+  count = f"{rows} row{'s' * (rows > 1)}"
+  case = f"{given.target} + {given.draft}, K {given.drafted}, {count}"
+  return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures)
 
 
 def main() -> None:

@@ -182,19 +182,14 @@ def rows_of(given: argparse.Namespace) -> list[dict]:
         found[process].append(start(folder, given.keep_from))
   rows = []
   for process in PROCESSES:
+    figures, asked = {}, {LATER: "0"}
     for figure in found[process][0]:
       values = [turn[figure] for turn in found[process]]
-      limit = ASKED.get((given.target, given.draft, process, figure))
-      asked = "0" if figure == LATER else f"<= {limit}" if limit else ""
-      rows.append(
-        {
-          "case": f"{given.target} + {given.draft}, {process}",
-          "figure": figure,
-          "value": float(max(values) if figure == LATER else np.median(values)),
-          "asked": asked,
-          "clock": f"wall, {given.threads} thread(s)",
-        }
-      )
+      figures[figure] = float(max(values) if figure == LATER else np.median(values))
+      if limit := ASKED.get((given.target, given.draft, process, figure)):
+        asked[figure] = f"<= {limit}"
+    case = f"{given.target} + {given.draft}, {process}"
+    rows += measure.rows(case, f"wall, {given.threads} thread(s)", figures, asked)
   return rows
 
 

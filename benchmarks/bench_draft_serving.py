@@ -78,23 +78,16 @@ def rows_of(given: argparse.Namespace, config) -> list[dict]:
   whole = people["float32"]
   assert all(person.tokens == whole.tokens for person in people.values())
   times = measure.by_turns(people, given.turns)
-  common = {
-    "case": f"{given.gin_file}, shortlist {given.shortlist}",
-    "clock": "cpu, 1 thread(s)",
-  }
-  found = []
+  figures = {}
   for name, person in people.items():
-    figures = {"draft acceptance": person.acceptance}
+    figures[f"{name} draft, draft acceptance"] = person.acceptance
     if name != "float32":
-      figures["lost acceptance"] = whole.acceptance - person.acceptance
-      figures["time over the float32 draft's"] = measure.ratio(
-        times, name, "float32", "cpu"
-      )
-    found += [
-      common | {"figure": f"{name} draft, {figure}", "value": value}
-      for figure, value in figures.items()
-    ]
-  return found
+      lost = whole.acceptance - person.acceptance
+      over = measure.ratio(times, name, "float32", "cpu")
+      figures[f"{name} draft, lost acceptance"] = lost
+      figures[f"{name} draft, time over the float32 draft's"] = over
+  case = f"{given.gin_file}, shortlist {given.shortlist}"
+  return measure.rows(case, "cpu, 1 thread(s)", figures)
 
 
 def main() -> None:

@@ -49,55 +49,40 @@ def theirs(name: str, rows: int, source: int, target: int) -> dict:
 
 def rows_of(given: argparse.Namespace, name: str, rows: int) -> list[dict]:
   """Measures one shape and number of rows."""
-  clock = "cpu" if given.threads == 1 else "wall"
+  clock = measure.clock_of(given.threads)
   case = f"{name}, {rows} row{'s' * (rows > 1)}"
   shape = (name, rows, given.source, given.target)
   people = {"ours": ours(*shape)} | ({} if given.no_rivals else theirs(*shape))
   times = measure.by_turns(people, given.turns)
   tokens = people["ours"].tokens
-  common = {"case": case, "clock": f"{clock}, {given.threads} thread(s)"}
-  found = [
-    common
-    | {
-      "figure": f"{who}, ms/token",
-      "value": times[who].milliseconds(clock) / tokens,
-    }
-    for who in people
-  ]
+  figures = {
+    f"{who}, ms/token": times[who].milliseconds(clock) / tokens for who in people
+  }
+  asked = {}
   for who in people:
     if who != "HF float32" and "HF float32" in people:
-      one_thread = who == "ours" and given.threads == 1
-      asked = ASKED.get((name, rows)) if one_thread else None
-      found.append(
-        common
-        | {
-          "figure": f"{who} over HF float32",
-          "value": measure.ratio(times, who, "HF float32", clock),
-          "asked": f"<= {asked}" if asked else "",
-        }
-      )
+      over = measure.ratio(times, who, "HF float32", clock)
+      figures[f"{who} over HF float32"] = over
+  if given.threads == 1 and (name, rows) in ASKED:
+    asked["ours over HF float32"] = f"<= {ASKED[name, rows]}"
   if rows == 1:
-    found += bound(given, name, times["ours"].milliseconds(clock) / tokens, common)
-  return found
+    figures |= bound(given, name, figures["ours, ms/token"])
+    if given.threads == 2 and (name, rows) in ASKED_BOUND:
+      asked["ours over the memory bound"] = f"<= {ASKED_BOUND[name, rows]}"
+  return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, asked)
 
 
-def bound(given: argparse.Namespace, name: str, ms: float, common: dict) -> list[dict]:
+def bound(given: argparse.Namespace, name: str, ms: float) -> dict[str, float]:
   """The memory bound of a step, measured in the same minute."""
   speed = measure.bandwidth(given.threads)
   read = contenders.step_bytes(
     contenders.shape(name), 1, given.source, given.target // 2
   )
-  asked = ASKED_BOUND.get((name, 1)) if given.threads == 2 else None
-  return [
-    common | {"figure": "bandwidth, GB/s", "value": speed / 1e9},
-    common | {"figure": "memory bound, ms/token", "value": read / speed * 1e3},
-    common
-    | {
-      "figure": "ours over the memory bound",
-      "value": ms / (read / speed * 1e3),
-      "asked": f"<= {asked}" if asked else "",
-    },
-  ]
+  return {
+    "bandwidth, GB/s": speed / 1e9,
+    "memory bound, ms/token": read / speed * 1e3,
+    "ours over the memory bound": ms / (read / speed * 1e3),
+  }
 
 
 def main() -> None:

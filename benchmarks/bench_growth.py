@@ -167,27 +167,16 @@ def buffer_curves(given: argparse.Namespace) -> list[Curve]:
 
 def rows_of(given: argparse.Namespace, curves: Sequence[Curve]) -> list[dict]:
   """The points of one axis, and how much the last is of the first."""
-  common = {
-    "case": f"{given.shape}, {curves[0].axis}",
-    "clock": f"{given.clock}, {given.threads} thread(s)",
-  }
-  rows = []
+  figures, asked = {}, {}
   for curve in curves:
     places = list(curve.points)
-    rows += [
-      common | {"figure": f"{curve.figure}, at {n}", "value": curve.points[n]}
-      for n in places
-    ]
+    figures |= {f"{curve.figure}, at {n}": curve.points[n] for n in places}
     first, last = places[0], places[-1]
-    rows.append(
-      common
-      | {
-        "figure": f"{curve.figure.split(', ')[0]}, {last} over {first}",
-        "value": curve.points[last] / curve.points[first],
-        "asked": "1" if curve.axis == "buffer capacity" else "",
-      }
-    )
-  return rows
+    over = f"{curve.figure.split(', ')[0]}, {last} over {first}"
+    figures[over] = curve.points[last] / curve.points[first]
+    asked[over] = "1" if curve.axis == "buffer capacity" else ""
+  case, clock = f"{given.shape}, {curves[0].axis}", given.clock
+  return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, asked)
 
 
 def draw(given: argparse.Namespace, axes_: Sequence[Sequence[Curve]]) -> None:
@@ -227,7 +216,7 @@ def main() -> None:
   parser.add_argument("--threads", type=int, default=1)
   given = parser.parse_args()
   measure.restart(given.threads)
-  given.clock = "cpu" if given.threads == 1 else "wall"
+  given.clock = measure.clock_of(given.threads)
   found = []
   for axis, points in axes(given).items():
     found.append(decoding_curves(given, axis, points))

@@ -267,20 +267,12 @@ def main() -> None:
   found = {name: figures(runs[name], runs[FROZEN]) for name in runs}
   show(found)
   case = ", free" * given.free + ", one thread each" * given.one_thread_each
-  measure.report(
-    "learning",
-    [
-      {
-        "case": f"demo pair, {name}{case}",
-        "figure": figure,
-        "value": value,
-        "asked": asked,
-        "clock": f"wall, {given.threads} thread(s)",
-      }
-      for name, columns in found.items()
-      for figure, (value, asked) in columns.items()
-    ],
-  )
+  clock, rows = f"wall, {given.threads} thread(s)", []
+  for name, columns in found.items():
+    values = {figure: value for figure, (value, _) in columns.items()}
+    asked = {figure: bound for figure, (_, bound) in columns.items()}
+    rows += measure.rows(f"demo pair, {name}{case}", clock, values, asked)
+  measure.report("learning", rows)
 
 
 if __name__ == "__main__":

@@ -122,16 +122,10 @@ def main():
     path = pathlib.Path(folder)
     found = read(path, given.gigabytes, given.dtype, given.shards)
   case = f"{given.gigabytes:g} GB of {given.dtype} in {given.shards} file(s)"
-  common = {"case": case, "clock": "peak resident memory of its own process"}
-  measure.report(
-    "reading_memory",
-    [
-      common
-      | {"figure": name.replace("_", " "), "value": value}
-      | ({"asked": "<= 1"} if name == "slack" else {})
-      for name, value in found.items()
-    ],
-  )
+  figures = {name.replace("_", " "): value for name, value in found.items()}
+  clock = "peak resident memory of its own process"
+  rows = measure.rows(case, clock, figures, {"slack": "<= 1"})
+  measure.report("reading_memory", rows)
 
 
 if __name__ == "__main__":

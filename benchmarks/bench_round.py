@@ -26,7 +26,7 @@ from osd_jax.decoding import state as state_lib
 from osd_jax.serving import calls, slots
 
 CALLS = 16
-ASKED = "<= 0.02"
+ASKED = {"outside the two models, share": "<= 0.02"}
 WHOLE, FIRST, MODELS, VERIFY = "round", "first tokens", "both models", "verify"
 
 
@@ -85,7 +85,7 @@ def people_of(given: argparse.Namespace) -> dict:
 
 def rows_of(given: argparse.Namespace) -> list[dict]:
   """Measures by turns; what is left of a round is what the models do not take."""
-  clock = "cpu" if given.threads == 1 else "wall"
+  clock = measure.clock_of(given.threads)
   people = people_of(given)
   found = scripting.answers({name: people[name] for name in (WHOLE, FIRST)})
   times = measure.by_turns(people, given.turns)
@@ -101,16 +101,7 @@ def rows_of(given: argparse.Namespace) -> list[dict]:
     "drafting (the difference), ms": models - verify,
     "outside the two models, share": 1 - models / whole,
   }
-  return [
-    {
-      "case": case,
-      "clock": f"{clock}, {given.threads} thread(s)",
-      "figure": figure,
-      "value": value,
-      "asked": ASKED if "outside" in figure else "",
-    }
-    for figure, value in figures.items()
-  ]
+  return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, ASKED)
 
 
 def main() -> None:

@@ -135,22 +135,13 @@ def best(times: dict, names: list[str], clock: str) -> str:
 def rows_of(bench: Bench) -> list[dict]:
   """Measures everybody by turns."""
   given = bench.given
-  clock = "cpu" if given.threads == 1 else "wall"
+  clock = measure.clock_of(given.threads)
   people = contenders_of(bench)
   times = measure.by_turns(people, given.turns)
-  found = []
+  figures, bounds = {}, {}
 
   def row(figure: str, value: float, asked: float | None = None) -> None:
-    bound = f">= {asked}" if asked else ""
-    found.append(
-      {
-        "case": given.target + (", ablation" if given.without_native else ""),
-        "clock": f"{clock}, {given.threads} thread(s)",
-        "figure": figure,
-        "value": value,
-        "asked": bound,
-      }
-    )
+    figures[figure], bounds[figure] = value, f">= {asked}" if asked else ""
 
   if given.without_native:
     for how in WITHOUT:
@@ -177,7 +168,8 @@ def rows_of(bench: Bench) -> list[dict]:
         measure.ratio(times, f"HF assisted {dtype}", best(times, mine, clock), clock),
         ASKED_OVER_ASSISTED.get((given.target, dtype)),
       )
-  return found
+  case = given.target + ", ablation" * given.without_native
+  return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, bounds)
 
 
 def main() -> None:

@@ -38,7 +38,13 @@ from osd_jax.serving import slots
 CONFIG = updates.UpdateConfig()  # AdamW, forward KL at all positions
 BETAS, EPS = (0.9, 0.999), 1e-8  # of optax.adamw
 MEMORY_STEPS = 3
-ASKED_STEP, ASKED_GIGABYTES, ASKED_BYTES, ASKED_SHARE = 0.85, 1.7, 400, 0.01
+ASKED = {  # by the beginning and the end of a figure's name
+  ("step, ours", "over torch float32"): "<= 0.85",
+  ("memory, ours", "GB"): "<= 1.7",
+  ("record", "bytes/token"): "<= 400",
+  ("records, share of a round", ""): "<= 0.01",
+  ("truncating", "share of a round"): "<= 0.01",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,34 +168,26 @@ class Torch:
 CONTENDERS: dict[str, Callable] = {"ours": Ours, "torch float32": Torch}
 
 
-def step_rows(given: argparse.Namespace, common: dict) -> list[dict]:
+def step_figures(given: argparse.Namespace) -> dict[str, float]:
   """Times the step by turns."""
   rows = rows_to_learn(given)
   people = {name: make(given, rows).start() for name, make in CONTENDERS.items()}
   times = measure.by_turns(people, given.turns)
-  found = [
-    common
-    | {
-      "figure": f"step, {name}, ms",
-      "value": times[name].milliseconds(given.clock),
-    }
-    for name in people
-  ]
+  found = {
+    f"step, {name}, ms": times[name].milliseconds(given.clock) for name in people
+  }
   over = measure.ratio(times, "ours", "torch float32", given.clock)
-  figure = {"figure": "step, ours over torch float32", "value": over}
-  return [*found, common | figure | {"asked": f"<= {ASKED_STEP}"}]
+  return found | {"step, ours over torch float32": over}
 
 
-def memory_rows(given: argparse.Namespace, common: dict) -> list[dict]:
+def memory_figures() -> dict[str, float]:
   """Peak memory of each contender, in a process of its own."""
-  found = []
+  found = {}
   for name in CONTENDERS:
     command = [sys.executable, *sys.argv, "--only", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    asked = {"asked": f"<= {ASKED_GIGABYTES}"} if name == "ours" else {}
-    for figure, value in json.loads(done.stdout.splitlines()[-1]).items():
-      row = {"figure": f"memory, {name}, {figure}", "value": value}
-      found.append(common | row | asked)
+    figures = json.loads(done.stdout.splitlines()[-1])
+    found |= {f"memory, {name}, {figure}": figures[figure] for figure in figures}
   return found
 
 
@@ -223,28 +221,15 @@ def record_rows(given: argparse.Namespace) -> list[dict]:
   without = times["without"].milliseconds(given.clock) / rounds
   alone, size = truncation(given), contenders.shape(given.served).vocab_size
   share = measure.ratio(times, "with", "without", given.clock) - 1
-  figures = [
-    ("record, bytes/token", replay.record_bytes_per_token(given.kept, size)),
-    ("round without records, ms", without),
-    ("records, share of a round, by turns", share),
-    ("truncating a round's rows alone, ms", alone),
-    ("truncating alone, share of a round", alone / without),
-  ]
-  common = {
-    "case": f"{given.served} + scripted {given.shape}, K={given.drafted}",
-    "clock": f"{given.clock}, {given.threads} thread(s)",
+  figures = {
+    "record, bytes/token": replay.record_bytes_per_token(given.kept, size),
+    "round without records, ms": without,
+    "records, share of a round, by turns": share,
+    "truncating a round's rows alone, ms": alone,
+    "truncating alone, share of a round": alone / without,
   }
-  return [
-    common | {"figure": figure, "value": value, "asked": asked_of_records(figure)}
-    for figure, value in figures
-  ]
-
-
-def asked_of_records(figure: str) -> str:
-  """The bound on a figure of the records."""
-  if "bytes" in figure:
-    return f"<= {ASKED_BYTES}"
-  return f"<= {ASKED_SHARE}" if "share" in figure else ""
+  case = f"{given.served} + scripted {given.shape}, K={given.drafted}"
+  return rows_of(given, case, figures)
 
 
 def served(given: argparse.Namespace) -> dict[str, contenders.Ours]:
@@ -266,6 +251,17 @@ def served(given: argparse.Namespace) -> dict[str, contenders.Ours]:
     )
     for name, kept in (("without", 0), ("with", given.kept))
   }
+
+
+def rows_of(given: argparse.Namespace, case: str, figures: dict) -> list[dict]:
+  """Figures with what is asked of them."""
+  asked = {
+    figure: bound
+    for figure in figures
+    for (first, last), bound in ASKED.items()
+    if figure.startswith(first) and figure.endswith(last)
+  }
+  return measure.rows(case, f"{given.clock}, {given.threads} thread(s)", figures, asked)
 
 
 def truncation(given: argparse.Namespace, repeats: int = 50) -> float:
@@ -299,15 +295,13 @@ def main() -> None:
   parser.add_argument("--only", choices=list(CONTENDERS), help=argparse.SUPPRESS)
   given = parser.parse_args()
   measure.restart(given.threads)
-  given.clock = "cpu" if given.threads == 1 else "wall"
+  given.clock = measure.clock_of(given.threads)
   if given.only is not None:
     print(json.dumps(only(given)))
     return
-  common = {
-    "case": f"{given.shape}, {given.rows} x {given.target} targets",
-    "clock": f"{given.clock}, {given.threads} thread(s)",
-  }
-  measure.report("update", memory_rows(given, common) + step_rows(given, common))
+  case = f"{given.shape}, {given.rows} x {given.target} targets"
+  figures = memory_figures() | step_figures(given)
+  measure.report("update", rows_of(given, case, figures))
   jax.clear_caches()
   measure.report("update", record_rows(given))
 

@@ -97,17 +97,9 @@ def warm_up(
 
 def rows_of(gin_file: str, seed: int, row: dict[str, float]) -> list[dict]:
   """What the report keeps of a run."""
-  asked = {"over_plain": ">= 1.5", "over_frozen": ">= 1.15"}
-  return [
-    {
-      "case": f"{gin_file}, seed {seed}",
-      "figure": name.replace("_", " "),
-      "value": value,
-      "asked": asked.get(name, ""),
-      "clock": "wall, 2 thread(s)",
-    }
-    for name, value in row.items()
-  ]
+  asked = {"over plain": ">= 1.5", "over frozen": ">= 1.15"}
+  case, figures = f"{gin_file}, seed {seed}", {n.replace("_", " "): row[n] for n in row}
+  return measure.rows(case, "wall, 2 thread(s)", figures, asked)
 
 
 def main() -> None:

@@ -97,6 +97,25 @@ def ratio(times: Mapping[str, Times], over: str, under: str, clock: str) -> floa
   return float(np.median(getattr(times[over], clock) / getattr(times[under], clock)))
 
 
+def clock_of(threads: int) -> str:
+  """CPU time of one thread is its own; of several only wall time says what passed."""
+  return "cpu" if threads == 1 else "wall"
+
+
+def rows(
+  case: str,
+  clock: str,
+  figures: Mapping[str, float],
+  asked: Mapping[str, object] | None = None,
+) -> list[dict[str, Any]]:
+  """What `report` takes: a row a figure, with what is asked of it."""
+  common, asked = {"case": case, "clock": clock}, asked or {}
+  return [
+    common | {"figure": name, "value": value, "asked": asked.get(name, "")}
+    for name, value in figures.items()
+  ]
+
+
 def bandwidth(threads: int, megabytes: int = 512, repeats: int = 20) -> float:
   """Bytes a second that this many threads read from memory, the best of the repeats."""
   data = np.ones(megabytes * 2**20 // 4, np.float32)
@@ -113,28 +132,29 @@ def bandwidth(threads: int, megabytes: int = 512, repeats: int = 20) -> float:
   return data.nbytes / best
 
 
-def report(benchmark: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def report(benchmark: str, measured: Sequence[Mapping[str, Any]]) -> None:
   """Prints rows as JSON lines and as a table; keeps those of the newest run.
 
   Args:
     benchmark: name of the program and of its file of results.
-    rows: one a line. `case`, `figure`, `value`, `asked` and `clock` go into the table
-      of benchmarks/README.md; rows with the same `case`, `figure` and `clock` replace
+    measured: of `rows`, a line each. `case`, `figure`, `value`, `asked` and `clock` go
+      into benchmarks/README.md; rows with the same `case`, `figure` and `clock` replace
       those of an earlier run.
   """
   console = rich.console.Console()
-  rows = [{"benchmark": benchmark, **provenance(), **row} for row in rows]
-  for row in rows:
+  run = {"benchmark": benchmark, **provenance()}
+  measured = [{**run, **row} for row in measured]
+  for row in measured:
     console.print(json.dumps(row), soft_wrap=True, highlight=False)
   table = rich.table.Table("case", "figure", "value", "asked", title=benchmark)
-  for row in rows:
+  for row in measured:
     value, asked = row["value"], row.get("asked", "")
     table.add_row(row["case"], row["figure"], f"{value:.4g}", str(asked))
   console.print(table)
   RESULTS.mkdir(exist_ok=True)
   path = RESULTS / f"{benchmark}.jsonl"
   kept = {_key(row): row for row in _read(path)}
-  kept |= {_key(row): row for row in rows}
+  kept |= {_key(row): row for row in measured}
   path.write_text("".join(json.dumps(row) + "\n" for row in kept.values()))
 
 

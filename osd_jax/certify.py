@@ -54,7 +54,7 @@ class CertifyConfig:
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
-    base.check_fields(self, {"run_directory": (self.run_directory, "a folder")})
+    base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
     base.check_counts(self, "count", least=len(self.rows))
     base.check_fields(
       self,

@@ -52,7 +52,7 @@ class EvaluateConfig:
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
-    base.check_fields(self, {"run_directory": (self.run_directory, "a folder")})
+    base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
     base.check_counts(self, "count", "batch_rows")
     base.check_counts(self, "speed_requests", least=0)
     longest = self.decoding.source_lengths[-1]

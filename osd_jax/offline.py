@@ -70,7 +70,7 @@ class OfflineConfig:
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
   def __post_init__(self):
-    base.check_fields(self, {"run_directory": (self.run_directory, "a folder")})
+    base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
     base.check_counts(
       self, "evaluation_prompts", "steps", "log_every", "evaluate_every"
     )

@@ -75,7 +75,7 @@ class OnlineConfig:
     base.check_fields(
       self,
       {
-        "run_directory": (self.run_directory, "a folder"),
+        "run_directory": (self.run_directory.strip(), "a folder"),
         "decoding": (
           self.decoding.record_top_k >= 1,
           "record_top_k >= 1: the draft learns from the records",

@@ -78,7 +78,7 @@ class PretrainConfig:
     base.check_counts(self, "evaluate_every", "evaluation_batches", "checkpoint_every")
     base.check_counts(self, "extra_ids", "seed", least=0)
     paths = ("vocabulary", "output", "run_directory")
-    base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
+    base.check_fields(self, {f: (getattr(self, f).strip(), "a path") for f in paths})
 
 
 def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult:

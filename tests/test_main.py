@@ -444,7 +444,7 @@ def test_a_path_that_cannot_be_used_is_named_by_its_setting(
 ):
   path = written("a file", "file") + inside
   code, errors = ended(
-    lambda config, _: writers.RunDirectory.start(config.run_directory),
+    lambda config, _: writers.RunDirectory.start(config.run_directory, config),
     f"--gin.PretrainConfig.run_directory={path!r}",
   )
   assert code == 2
@@ -483,11 +483,9 @@ def test_a_file_that_cannot_be_put_in_place_is_named(ended, tmp_path, written):
 
 @pytest.mark.parametrize("path", ["", " "])
 def test_no_run_directory_is_refused(ended, path):
-  code, errors = ended(
-    lambda config, _: writers.RunDirectory.start(config.run_directory),
-    f"--gin.PretrainConfig.run_directory={path!r}",
-  )
-  assert code == 2 and errors.startswith("osd pretrain: run_directory: received")
+  code, errors = ended(None, f"--gin.PretrainConfig.run_directory={path!r}")
+  assert code == 2
+  assert errors.startswith("osd pretrain: PretrainConfig.run_directory: received")
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
           while loop.taken < config.steps:
             loop.step()
             bar.update(task, completed=loop.taken, figures=loop.figures)
-            interruption.deliver(loop.checkpoint)
+            interruption.deliver(loop.leave)
       finally:
         loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
     loop.close()
@@ -239,6 +239,11 @@ class OfflineLoop:
   def resumed(self) -> str:
     """Where the run continues from, "" if it begins."""
     return self._saved.resumed("step", self.config.steps)
+
+  def leave(self) -> None:
+    """Checkpoints the present step, whole on disk, before the process may end."""
+    self.checkpoint()
+    self.settle()
 
   def settle(self) -> None:
     """Waits until the last checkpoint is complete on disk."""

@@ -121,7 +121,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
         while (rows := loop.step()) is not None:
           for row in rows:
             bar.show(row)
-          interruption.deliver(loop.checkpoint)
+          interruption.deliver(loop.leave)
     finally:
       loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
     loop.close(loop.seconds)
@@ -244,6 +244,11 @@ class OnlineLoop:
     }
     if self.finished not in self._saved.steps():
       self._saved.save(self.finished, arrays, host)
+
+  def leave(self) -> None:
+    """Checkpoints the present step, whole on disk, before the process may end."""
+    self.checkpoint()
+    self.settle()
 
   def settle(self) -> None:
     """Waits until nothing runs beside serving: what follows is timed alone."""

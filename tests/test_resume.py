@@ -103,3 +103,24 @@ def test_killed_three_times_it_ends_bit_equal(tmp_path, repository):
   first = weights.load(tmp_path / "draft.safetensors").params
   learnt = zip(jax.tree.leaves(wanted), jax.tree.leaves(first), strict=True)
   assert any(not np.array_equal(a, b) for a, b in learnt)
+
+
+def test_a_signal_waits_for_the_step_and_leaves_a_checkpoint(tmp_path, repository):
+  """Before the first one that would have come; nothing served is served again."""
+  tiny_online.save_lively_pair(tmp_path)
+  run = tmp_path / "run"
+  process, end = start(tmp_path, run, repository), time.monotonic() + PATIENCE
+  log = run / "metrics.jsonl"
+  while requests_in(log) < 2 and process.poll() is None:
+    assert time.monotonic() < end
+    time.sleep(0.002)
+  process.send_signal(signal.SIGTERM)
+  _, errors = process.communicate(timeout=PATIENCE)
+  assert process.returncode == -signal.SIGTERM, errors.decode()[-2000:]
+  served = [row["query"] for row in timeless(run, "request")]
+  (step,) = (path.name for path in (run / "checkpoints").iterdir())
+  assert int(step) == len(served) < tiny_online.REQUESTS
+  finish(start(tmp_path, run, repository))
+  after = [row["query"] for row in timeless(run, "request")]
+  assert after[: len(served)] == served
+  assert sorted(after) == list(range(tiny_online.REQUESTS))

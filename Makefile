@@ -71,6 +71,7 @@ format: $(STAMP) ## lay out the code, sort imports, repair what can be repaired
 
 # In sequence: two at a time would measure each other.
 BENCHMARKS := \
+  bench_front_door.py \
   bench_greedy.py \
   "bench_greedy.py --threads 2" \
   "bench_greedy.py --shapes flan-t5-base --rows 8" \

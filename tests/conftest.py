@@ -17,7 +17,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+
+# Shapes and types of annotations are checked in the tests alone.
+jaxtyping.install_import_hook(
+  ["osd_jax.decoding", "osd_jax.distillation"], "checked.typed"
+)
 
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")

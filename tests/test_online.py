@@ -284,18 +284,18 @@ def test_a_run_goes_on_with_the_draft_and_the_shortlist_that_served(
   directory = writers.RunDirectory.create(tmp_path / "run")
   config = tiny_online.config(pair, directory.path, checkpoint_every=1)
   loop = online.OnlineLoop(config, directory)
-  while not loop._learner.learner.skipped:
+  while not loop.server.learner.state()[0]["learner"].skipped:
     loop.step()
   loop.settle()
-  count, serving = loop.finished, loop._serving
-  served, shortlist = loop._decoder._served.draft, loop._decoder.shortlist
-  assert not same_bits(serving, loop._learner.learner.served)
+  count, serving = loop.finished, loop.server.draft_params
+  served, shortlist = loop.server.slots._served.draft, loop.server.slots.shortlist
+  assert not same_bits(serving, loop.server.learner.state()[0]["learner"].served)
   assert not np.array_equal(shortlist, np.arange(len(shortlist)))
   loop.close(0.0)
   again = online.OnlineLoop(config, directory)
-  assert again.finished == count and same_bits(again._serving, serving)
-  assert same_bits(again._decoder._served.draft, served)
-  np.testing.assert_array_equal(again._decoder.shortlist, shortlist)
+  assert again.finished == count and same_bits(again.server.draft_params, serving)
+  assert same_bits(again.server.slots._served.draft, served)
+  np.testing.assert_array_equal(again.server.slots.shortlist, shortlist)
   again.close(0.0)
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from osd_jax import base
 from osd_jax.decoding import sampling
@@ -27,7 +28,7 @@ def accept(
   proposal: base.Proposal,
   verification: base.Verification,
   settings: base.SamplingSettings,
-  position: jax.Array,
+  position: Int[Array, " B"],
   rule: "str | Rule" = "rejection",
 ) -> base.Acceptance:
   """Applies a rule; under an exact one the emitted tokens follow the target's law.
@@ -67,7 +68,7 @@ def accept_by_rejection(
   proposal: base.Proposal,
   verification: base.Verification,
   settings: base.SamplingSettings,
-  position: jax.Array,
+  position: Int[Array, " B"],
 ) -> base.Acceptance:
   """Rejection sampling; greedy rows are one-hot distributions. See `accept`."""
   rows, num_draft_tokens = proposal.tokens.shape
@@ -107,7 +108,7 @@ def accept_by_coupling(
   proposal: base.Proposal,
   verification: base.Verification,
   settings: base.SamplingSettings,
-  position: jax.Array,
+  position: Int[Array, " B"],
 ) -> base.Acceptance:
   """The target draws every row with the noise that the draft drew with.
 
@@ -153,12 +154,14 @@ def rule_of(rule: str | Rule) -> Rule:
   return RULES[rule] if isinstance(rule, str) else rule
 
 
-def _prefix_length(passes: jax.Array) -> jax.Array:
+def _prefix_length(passes: Bool[Array, "B K"]) -> Int[Array, " B"]:
   """Length [B] of the leading run of True in [B, K]."""
   return jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1)
 
 
-def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
+def _uniform(
+  seed: UInt32[Array, " B"], position: Int[Array, "B K"]
+) -> Float[Array, "B K"]:
   """Uniform draws in [0, 1) for every entry of position [B, K]."""
   if position.shape[1] == 0:
     return jnp.zeros(position.shape, jnp.float32)

@@ -4,11 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from osd_jax import base
 
 
-def from_logits(logits: jax.Array, kept: int) -> base.Records:
+def from_logits(logits: Float[Array, "B n V"], kept: int) -> base.Records:
   """Truncates target rows to what the buffer keeps.
 
   Args:
@@ -57,8 +58,8 @@ def empty(
 def teacher_forced(
   target: base.Model,
   params: base.Params,
-  source: jax.Array,
-  tokens: jax.Array,
+  source: Int[Array, "R S"],
+  tokens: Int[Array, "R T"],
   record_top_k: int,
 ) -> base.DistillationBatch:
   """Rows for the loss from given texts, by one forward pass of the target.

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 from osd_jax import base
 
@@ -65,7 +66,9 @@ def make_settings(
   )
 
 
-def processed_probs(logits: jax.Array, settings: base.SamplingSettings) -> jax.Array:
+def processed_probs(
+  logits: Float[Array, "B n V"], settings: base.SamplingSettings
+) -> Float[Array, "B n V"]:
   """The distributions that decide sampling and acceptance.
 
   Args:
@@ -92,7 +95,9 @@ def processed_probs(logits: jax.Array, settings: base.SamplingSettings) -> jax.A
   return jnp.where(broken, 0.0, probs)
 
 
-def _filter(logits: jax.Array, settings: base.SamplingSettings) -> jax.Array:
+def _filter(
+  logits: Float[Array, "B n V"], settings: base.SamplingSettings
+) -> Float[Array, "B n V"]:
   """Sets logits outside top-k, then outside top-p of what is left, to -inf."""
   size = logits.shape[-1]
   ranked = jnp.sort(logits, axis=-1)[..., ::-1]
@@ -111,7 +116,7 @@ def _filter(logits: jax.Array, settings: base.SamplingSettings) -> jax.Array:
   return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
-def arg_max(values: jax.Array) -> jax.Array:
+def arg_max(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
   """The first of the largest entries of each row.
 
   On a CPU block by block: XLA's arg max is not vectorised there, its maximum is, and
@@ -132,7 +137,9 @@ def arg_max(values: jax.Array) -> jax.Array:
   return (block[..., 0] * _BLOCK + jnp.argmax(found, axis=-1)).astype(jnp.int32)
 
 
-def row_keys(seed: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Array:
+def row_keys(
+  seed: UInt32[Array, " B"], position: Int[Array, "B n"], purpose: Purpose
+) -> Key[Array, "B n"]:
   """Random keys of draws at absolute positions.
 
   Args:
@@ -152,8 +159,11 @@ def row_keys(seed: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Arra
 
 
 def draw(
-  probs: jax.Array, seed: jax.Array, position: jax.Array, purpose: Purpose
-) -> jax.Array:
+  probs: Float[Array, "B V"],
+  seed: UInt32[Array, " B"],
+  position: Int[Array, " B"],
+  purpose: Purpose,
+) -> Int[Array, " B"]:
   """Draws one token a row with Gumbel noise.
 
   Args:
@@ -171,11 +181,11 @@ def draw(
 
 
 def sample(
-  logits: jax.Array,
+  logits: Float[Array, "B V"],
   settings: base.SamplingSettings,
-  position: jax.Array,
+  position: Int[Array, " B"],
   purpose: Purpose,
-) -> jax.Array:
+) -> Int[Array, " B"]:
   """Draws from the processed distribution, by arg max alone if all rows are greedy.
 
   Args:

@@ -10,6 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, Key
 
 from osd_jax import base
 
@@ -151,11 +152,11 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
 
 def sample(
   buffer: ReplayBuffer,
-  key: jax.Array,
+  key: Key[Array, ""],
   num_new: int,
   num_replay: int,
   config: BufferConfig,
-  since: jax.Array | int,
+  since: Int[Array, ""] | int,
 ) -> base.DistillationBatch:
   """Draws rows for one step: some of the new ones, some of all.
 
@@ -191,7 +192,9 @@ def sample(
   return rows.replace(weight=jnp.where(present, rows.weight, 0.0))
 
 
-def _draw(key: jax.Array, size: jax.Array, fading: float, count: int) -> jax.Array:
+def _draw(
+  key: Key[Array, ""], size: Int[Array, ""], fading: float, count: int
+) -> Int[Array, " count"]:
   """Draws different ages below `size`, one after another; many cost what few do.
 
   The weight of an age is exp(fading * age), so that all below age a weigh

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from osd_jax import base
 
@@ -23,10 +24,11 @@ TARGET_FLOOR = float(np.log(np.finfo(np.float32).tiny))
 DRAFT_FLOOR = -1e9
 _MASKED = -1e30
 
-Divergence = Callable[[jax.Array, jax.Array], jax.Array]
+Buckets = Float[Array, "*rows buckets"]  # log-masses of k tokens and the tail
+Divergence = Callable[[Buckets, Buckets], Float[Array, "*rows"]]
 
 
-def target_buckets(records: base.Records) -> jax.Array:
+def target_buckets(records: base.Records) -> Buckets:
   """The target's log-masses over the k kept tokens and the tail.
 
   Args:
@@ -41,7 +43,9 @@ def target_buckets(records: base.Records) -> jax.Array:
   return jnp.maximum(buckets, TARGET_FLOOR)
 
 
-def draft_log_probs_on(records: base.Records, logits: jax.Array) -> jax.Array:
+def draft_log_probs_on(
+  records: base.Records, logits: Float[Array, "*rows V"]
+) -> Buckets:
   """The draft's log-masses in the buckets of the target's records.
 
   Args:
@@ -54,18 +58,20 @@ def draft_log_probs_on(records: base.Records, logits: jax.Array) -> jax.Array:
   return _normalized(_draft_buckets(records, logits))
 
 
-def _draft_buckets(records: base.Records, logits: jax.Array) -> jax.Array:
+def _draft_buckets(records: base.Records, logits: Float[Array, "*rows V"]) -> Buckets:
   """`draft_log_probs_on` up to a constant a row: kept logits, and the tail's."""
   return _kept_and_tail(logits.astype(jnp.float32), records.ids.astype(jnp.int32))
 
 
-def _normalized(buckets: jax.Array) -> jax.Array:
+def _normalized(buckets: Buckets) -> Buckets:
   total = jax.nn.logsumexp(buckets, axis=-1, keepdims=True)
   return jnp.maximum(buckets - total, DRAFT_FLOOR)
 
 
 @jax.custom_vjp
-def _kept_and_tail(logits: jax.Array, ids: jax.Array) -> jax.Array:
+def _kept_and_tail(
+  logits: Float[Array, "*rows V"], ids: Int[Array, "*rows k"]
+) -> Float[Array, "*rows k+1"]:
   """The logits of k tokens, and the logsumexp over those of all others.
 
   The tail is never one minus a sum, so that it and its gradient are right however
@@ -99,7 +105,7 @@ def _kept_and_tail_backward(saved, gradient):
 _kept_and_tail.defvjp(_kept_and_tail_forward, _kept_and_tail_backward)
 
 
-def forward_kl(target: jax.Array, draft: jax.Array) -> jax.Array:
+def forward_kl(target: Buckets, draft: Buckets) -> Float[Array, "*rows"]:
   """KL(target || draft) = sum target * log(target / draft).
 
   Args:
@@ -112,7 +118,7 @@ def forward_kl(target: jax.Array, draft: jax.Array) -> jax.Array:
   return jnp.sum(jnp.exp(target) * (target - draft), axis=-1)
 
 
-def reverse_kl(target: jax.Array, draft: jax.Array) -> jax.Array:
+def reverse_kl(target: Buckets, draft: Buckets) -> Float[Array, "*rows"]:
   """KL(draft || target) = sum draft * log(draft / target).
 
   Args:
@@ -125,7 +131,7 @@ def reverse_kl(target: jax.Array, draft: jax.Array) -> jax.Array:
   return forward_kl(draft, target)
 
 
-def jsd(target: jax.Array, draft: jax.Array, beta: float = 0.5) -> jax.Array:
+def jsd(target: Buckets, draft: Buckets, beta: float = 0.5) -> Float[Array, "*rows"]:
   """Jensen-Shannon divergence through the true mixture.
 
   With M = beta * target + (1 - beta) * draft,
@@ -143,7 +149,7 @@ def jsd(target: jax.Array, draft: jax.Array, beta: float = 0.5) -> jax.Array:
   return beta * forward_kl(target, mixture) + (1 - beta) * forward_kl(draft, mixture)
 
 
-def total_variation(target: jax.Array, draft: jax.Array) -> jax.Array:
+def total_variation(target: Buckets, draft: Buckets) -> Float[Array, "*rows"]:
   """Half the sum of |target - draft|: one minus the overlap of the two.
 
   Args:
@@ -197,7 +203,9 @@ def divergence(config: LossConfig) -> Divergence:
   return config.divergence
 
 
-def chosen_positions(config: LossConfig, batch: base.DistillationBatch) -> jax.Array:
+def chosen_positions(
+  config: LossConfig, batch: base.DistillationBatch
+) -> Bool[Array, "R T"]:
   """Which positions the loss reads.
 
   Args:
@@ -214,8 +222,10 @@ def chosen_positions(config: LossConfig, batch: base.DistillationBatch) -> jax.A
 
 
 def position_divergences(
-  config: LossConfig, draft_logits: jax.Array, batch: base.DistillationBatch
-) -> jax.Array:
+  config: LossConfig,
+  draft_logits: Float[Array, "R T V"],
+  batch: base.DistillationBatch,
+) -> Float[Array, "R T"]:
   """The divergence at every position that the loss reads, 0 elsewhere.
 
   What lies at other positions, even nan, reaches neither value nor gradient.
@@ -244,8 +254,10 @@ def position_divergences(
 
 
 def distillation_loss(
-  config: LossConfig, draft_logits: jax.Array, batch: base.DistillationBatch
-) -> jax.Array:
+  config: LossConfig,
+  draft_logits: Float[Array, "R T V"],
+  batch: base.DistillationBatch,
+) -> Float[Array, ""]:
   """Mean of D(target || draft) over the chosen positions, weighted by row.
 
   Args:

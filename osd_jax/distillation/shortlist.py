@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
@@ -30,7 +31,9 @@ def of_stream(model: base.Model, buffer: replay.ReplayBuffer) -> np.ndarray | No
 
 
 @functools.partial(jax.jit, static_argnames=("vocab_size", "size"))
-def likeliest(buffer: replay.ReplayBuffer, vocab_size: int, size: int) -> jax.Array:
+def likeliest(
+  buffer: replay.ReplayBuffer, vocab_size: int, size: int
+) -> Int[Array, " size"]:
   """The tokens to which the target gave most mass in the rows of the buffer.
 
   End-of-sequence is always among them. Tokens that the target has not thought of fill

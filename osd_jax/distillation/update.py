@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Key
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
@@ -144,7 +145,7 @@ def loss_and_grad(
   config: UpdateConfig,
   params: base.Params,
   batch: base.DistillationBatch,
-) -> tuple[jax.Array, base.Params]:
+) -> tuple[Float[Array, ""], base.Params]:
   """The distillation loss of a batch and its gradient by the parameters.
 
   Args:
@@ -168,7 +169,7 @@ def loss_and_grad(
 def apply_gradients(
   config: optimizers.OptimizerConfig,
   learner: LearnerState,
-  loss: jax.Array,
+  loss: Float[Array, ""],
   gradients: base.Params,
 ) -> tuple[LearnerState, UpdateMetrics]:
   """One optimiser step, or none: the guard that all training goes through.
@@ -288,8 +289,8 @@ def draw_slice(
   config: UpdateConfig,
   buffer_config: replay.BufferConfig,
   buffer: replay.ReplayBuffer,
-  key: jax.Array,
-  since: jax.Array | int,
+  key: Key[Array, ""],
+  since: Int[Array, ""] | int,
 ) -> base.DistillationBatch:
   """Samples the micro-batch of one slice, in one compiled call.
 
@@ -313,8 +314,8 @@ def draw_update(
   config: UpdateConfig,
   buffer_config: replay.BufferConfig,
   buffer: replay.ReplayBuffer,
-  key: jax.Array,
-  since: jax.Array | int,
+  key: Key[Array, ""],
+  since: Int[Array, ""] | int,
 ) -> tuple[base.DistillationBatch, ...]:
   """Samples all micro-batches of an update; see `draw_slice`."""
   return tuple(
@@ -323,7 +324,7 @@ def draw_update(
   )
 
 
-def slice_key(key: jax.Array, index: int) -> jax.Array:
+def slice_key(key: Key[Array, ""], index: int) -> Key[Array, ""]:
   """The random key of the index-th slice of the update that `key` belongs to."""
   return jax.random.fold_in(key, index)
 

@@ -33,7 +33,7 @@ def test_arg_max_is_the_first_of_the_largest(size):
   np.testing.assert_array_equal(got, np.argmax(values, axis=-1))
   assert got.dtype == jnp.int32
   values[1] = np.nan
-  assert np.all(np.asarray(sampling.arg_max(values)) < size)
+  assert np.all(np.asarray(sampling.arg_max(jnp.asarray(values))) < size)
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])

@@ -237,6 +237,6 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(learner):
 
 def test_an_error_in_the_thread_reaches_serving(learner):
   one = learner()
-  one.launch((None,), finished=0)
+  one.launch([batches()[0].replace(target=None)], finished=0)
   with pytest.raises(Exception, match="NoneType"):
     one.take()

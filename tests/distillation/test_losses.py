@@ -145,7 +145,10 @@ def test_full_rows_may_be_in_any_order():
 @pytest.mark.parametrize("k", [4, VOCAB])
 def test_gradient_agrees_with_finite_differences(name, k):
   batch = batch_of(records_of(random_logits(7, scale=1.0), k))
-  loss = functools.partial(losses.distillation_loss, config_of(name), batch=batch)
+  # Jitted: the check hands over numpy arrays.
+  loss = jax.jit(
+    functools.partial(losses.distillation_loss, config_of(name), batch=batch)
+  )
   draft = jnp.asarray(random_logits(8, scale=1.0))
   jax.test_util.check_grads(
     loss, (draft,), order=1, modes=["rev"], atol=2e-3, rtol=2e-2
@@ -195,7 +198,9 @@ def test_tail_is_right_where_one_minus_the_sum_would_be_zero():
   got = losses.draft_log_probs_on(records, jnp.asarray(logits))[0, -1]
   expected = np.log(oracles.softmax(logits)[0, 2:].sum())
   np.testing.assert_allclose(got, expected, rtol=1e-5)
-  kept = np.exp(np.asarray(losses.draft_log_probs_on(records, logits))[0, :2])
+  kept = np.exp(
+    np.asarray(losses.draft_log_probs_on(records, jnp.asarray(logits)))[0, :2]
+  )
   assert np.float32(1.0) - kept.sum(dtype=np.float32) <= 1e-7  # the naive tail
 
 

@@ -47,7 +47,7 @@ UPDATE = "tests/distillation/test_update.py"
 ONLINE = "tests/test_online.py"
 SLOTS = "tests/serving/test_slots.py"
 DRAFTING = "tests/serving/test_drafting.py"
-ROUNDS = "tests/decoding/test_speculative.py"
+ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
 CHECKPOINTS = "tests/checkpoints/test_checkpointer.py"
 
@@ -55,14 +55,14 @@ FAULTS = [
   # Those of issue 12 that survived once.
   Fault(
     "resume drops the saved shortlist",
-    'chosen = found.held.get("shortlist")',
-    "chosen = None",
+    "      None if shortlist is None else np.asarray(shortlist, np.int32),",
+    "      None,",
     f"{ONLINE} -k goes_on_with",
   ),
   Fault(
     "resume serves the newest average",
-    "self._serving, self._buffer = found.serving, found.buffer",
-    "self._serving, self._buffer = found.learner.served, found.buffer",
+    'self.serving, self._buffer = arrays["serving"], arrays["buffer"]',
+    'self.serving, self._buffer = arrays["learner"].served, arrays["buffer"]',
     f"{ONLINE} -k goes_on_with",
   ),
   Fault(

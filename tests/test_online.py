@@ -281,7 +281,7 @@ def test_a_run_goes_on_with_the_draft_and_the_shortlist_that_served(
 ):
   """Not with the newest average: a skipped update moves it and swaps nothing in."""
   spoil_draw(monkeypatch, 3)  # the second update
-  directory = writers.RunDirectory.create(tmp_path / "run")
+  directory = writers.RunDirectory.start(tmp_path / "run")
   config = tiny_online.config(pair, directory.path, checkpoint_every=1)
   loop = online.OnlineLoop(config, directory)
   while not loop.server.learner.state()[0]["learner"].skipped:

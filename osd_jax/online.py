@@ -258,8 +258,6 @@ class OnlineLoop:
   def _write(self, kind: str, row: dict[str, Any]) -> None:
     """Logs a row and the alarms that it starts or ends."""
     self._log.write(kind, row)
-    if self._events is not None:
-      self._events.write(kind, self.finished, row)
     self._alarms, changed = alarms.observe(self._alarms, kind, row)
     for alarm in changed:
       told = {"finished": self.finished, **dataclasses.asdict(alarm)}

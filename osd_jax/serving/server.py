@@ -236,10 +236,9 @@ class Server:
     request = self._request(0, prompt, settings, read_along=True)
     _, _, text = request.tag
     for finished in self._turns([request]):
-      for done in finished:
-        yield self._conclude(done, learn, piece=True)
-        return
       piece = text.next_piece()
+      for done in finished:
+        piece += self._conclude(done, learn, piece=True)
       if piece:
         yield piece
 

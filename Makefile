@@ -9,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 STAMP_HF := .venv/.installed-hf
 TEST_JOBS ?= 2
-CODE := osd_jax tests benchmarks experiments
+CODE := osd_jax tests benchmarks experiments notebooks
 EXTRAS := data,plots,log,test,dev
 # A name on PATH may be a shim of a version manager that does not run.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)

@@ -189,7 +189,7 @@ COMMANDS = (
   (("osd", "certify", "--help_config"), "num_draft_tokens"),
   (("osd", "generate", PROMPT), "SELECT AVG(price)"),
   (("osd", "generate", PROMPT, "--learn"), "adapted_draft.safetensors"),
-  ((sys.executable, "-c", README_LINES), "SELECT AVG(price)"),
+  ((sys.executable, "-c", README_LINES), "SELECT AVG(rating), SUM(price)"),
 )
 
 

@@ -23,10 +23,8 @@ from osd_jax.serving.slots import Slots
 from osd_jax.serving.statistics import Statistics
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), partitioning.PartitionConfig()
-# Long prompts have a bucket of their own; each is compiled when it is first used.
-DECODING = DecodingConfig(
-  num_draft_tokens=7, source_lengths=(64, 512), target_length=128
-)
+# One bucket: rows of the buffer are as long as the longest, and so is what is learnt on.
+DECODING = DecodingConfig(num_draft_tokens=7)
 # What suits the shipped pair: `gin_configs/runs/demo.gin`.
 LEARNING = LearningConfig(
   buffer=BufferConfig(recency_half_life=200.0),
@@ -191,10 +189,9 @@ class Server:
     request = self._request(0, prompt, settings, read_along=True)
     _, _, text = request.tag
     for finished in self._turns([request]):
-      for done in finished:
-        yield self._conclude(done, learn, piece=True)
-        return
       piece = text.next_piece()
+      for done in finished:
+        piece += self._conclude(done, learn, piece=True)
       if piece:
         yield piece
 

@@ -10,6 +10,7 @@ the end. `.lock` says which process writes.
 
 import dataclasses
 import datetime
+import html
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,16 @@ class RunResult:
 
   path: Path
   exact: bool = True
+
+  def _repr_html_(self) -> str | None:
+    """The report, where a notebook shows the result; None where there is none."""
+    report = RunDirectory(self.path).report_path
+    if not report.is_file():
+      return None
+    # In a frame, so that the page's style stays its own.
+    page = html.escape(report.read_text(encoding="utf-8"), quote=True)
+    style = "width: 100%; height: 40rem; border: 1px solid #ddd"
+    return f'<iframe srcdoc="{page}" style="{style}"></iframe>'
 
 
 class RunDirectory:

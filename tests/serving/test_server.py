@@ -90,6 +90,7 @@ def test_an_answer_ends_before_a_stop_string(server, plain):
     stopped = stop in plain[answer.index]
     assert (answer.stop_reason == base.StopReason.STOP_STRING) == stopped
   assert "".join(server.stream(TEXTS[0], stop=[stop])) == plain[0].split(stop)[0]
+  assert list(server.stream(TEXTS[0], stop=[plain[0][0]])) == []  # no empty piece
 
 
 def test_every_prompt_may_have_settings_of_its_own(server, plain):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import html.parser
 import os
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base
-from osd_jax.writers import MetricsLog, RunDirectory, provenance
+from osd_jax.writers import MetricsLog, RunDirectory, RunResult, provenance
 
 TEXT = "# made by a test\nonline.seed = 3\n"
 
@@ -175,3 +176,17 @@ def test_hours_add_up_over_an_interrupted_session(tmp_path, monkeypatch):
   assert made["resumed"][0]["interrupted"] is False
   assert made["resumed"][0]["hours"] == 1.0
   assert made["total_hours"] == 3.0
+
+
+def test_a_notebook_shows_a_result_as_its_report(tmp_path):
+  run = start(tmp_path / "run")
+  assert RunResult(run.path)._repr_html_() is None  # and falls back on text
+  page = '<style>body { color: red }</style><p title="a">1 &lt; 2</p>'
+  run.report_path.write_text(page)
+  shown = RunResult(run.path)._repr_html_()
+  frame = html.parser.HTMLParser()
+  frames = []
+  frame.handle_starttag = lambda tag, values: frames.append((tag, dict(values)))
+  frame.feed(shown)
+  # All of it within the frame: its style is not the notebook's.
+  assert [(tag, values["srcdoc"]) for tag, values in frames] == [("iframe", page)]

@@ -1,0 +1,155 @@
+"""The notebooks: kept without outputs, and run from top to bottom in a fresh kernel."""
+
+import json
+import pathlib
+
+import nbclient
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+# Smaller than what a reader runs: what a cell says, and what the test says instead.
+SMALLER = {
+  "quick_start": {"LEARN = 24 ": "LEARN = 8 "},
+  "adapting_draft": {
+    "MATHS, SQL = 60, 100 ": "MATHS, SQL = 20, 60 ",
+    "REQUESTS = 40 ": "REQUESTS = 12 ",
+  },
+}
+PROGRESS = """
+import sys
+sys.modules["ipywidgets"] = None  # as where it is not installed
+import rich.console, rich.progress
+from osd_jax.measuring import progress
+with {progress} as bar:
+  task = bar.add_task("serve", total=2, figures="")
+  bar.update(task, completed=2)
+with progress.status(rich.console.Console(stderr=True), "timing"):
+  pass
+"""
+
+
+class Kernel(nbclient.NotebookClient):
+  """Runs a notebook, and counts how often a shown figure was replaced."""
+
+  redrawn = 0
+
+  def process_message(self, msg, cell, cell_index):
+    self.redrawn += msg["msg_type"] == "update_display_data"
+    return super().process_message(msg, cell, cell_index)
+
+  def outputs(self, kind):
+    """What the cells said ("stream") or showed ("image/png"), in order."""
+    for cell in self.nb.cells:
+      for output in cell.get("outputs", []):
+        shown = {output.output_type: output.get("text"), **output.get("data", {})}
+        if kind in shown:
+          yield shown[kind]
+
+  def said(self):
+    return "".join([*self.outputs("stream"), *self.outputs("text/plain")])
+
+
+@pytest.fixture
+def execute(repository, tmp_path, monkeypatch):
+  """Executes a notebook in `tmp_path`, with this checkout and no settings of a user."""
+  for name in ("JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+    monkeypatch.setenv(name, str(tmp_path / name.lower()))
+  monkeypatch.setenv("PYTHONPATH", str(repository))
+  for name in ("MPLBACKEND", "XLA_FLAGS"):  # one device, as a reader has
+    monkeypatch.delenv(name, raising=False)
+
+  def executed(book):
+    resources = {"metadata": {"path": str(tmp_path)}}
+    kernel = Kernel(book, timeout=600, kernel_name="python3", resources=resources)
+    kernel.execute()
+    return kernel
+
+  return executed
+
+
+@pytest.fixture(params=SMALLER)
+def path(request, repository) -> pathlib.Path:
+  return repository / "notebooks" / f"{request.param}.ipynb"
+
+
+def test_notebooks_are_kept_without_outputs(path):
+  book = nbformat.read(path, as_version=nbformat.NO_CONVERT)
+  nbformat.validate(book)
+  assert book.nbformat == 4
+  code = [cell for cell in book.cells if cell.cell_type == "code"]
+  assert all(cell.execution_count is None and not cell.outputs for cell in code)
+  assert "%pip install" in code[0].source and "find_spec" in code[0].source
+  assert "ipywidgets" not in path.read_text()
+
+
+def test_all_notebooks_are_executed(repository):
+  folder = repository / "notebooks"
+  assert {path.stem for path in folder.glob("*.ipynb")} == set(SMALLER)
+
+
+def smaller(repository, name, ask):
+  """A notebook with fewer requests, and a last cell that prints `ask` as JSON."""
+  text = (repository / "notebooks" / f"{name}.ipynb").read_text()
+  for whole, part in SMALLER[name].items():
+    assert text.count(whole) == 1, f"{name}.ipynb says no longer {whole!r}"
+    text = text.replace(whole, part)
+  book = nbformat.reads(text, as_version=4)
+  book.cells.append(new_code_cell(f"import json\nprint(json.dumps({ask}))"))
+  return book
+
+
+def answer(kernel):
+  return json.loads(kernel.nb.cells[-1].outputs[0].text)
+
+
+@pytest.mark.slow
+def test_quick_start(repository, execute, tmp_path):
+  ask = """{
+    "texts": [[a.text for a in by] for by in (answers, again, alone)],
+    "target_calls": [[a.target_calls for a in by] for by in (answers, alone)],
+    "updates": server.statistics.updates,
+    "version": again[0].draft_version,
+  }"""
+  kernel = execute(smaller(repository, "quick_start", ask))
+  asked = answer(kernel)
+  shipped, adapted, plain = asked["texts"]
+  assert shipped == adapted == plain and len(set(plain)) == 4
+  drafted, undrafted = map(sum, asked["target_calls"])
+  assert drafted < undrafted / 2  # or nothing was drafted, and nothing shown
+  assert asked["updates"] >= 1 and asked["version"] >= 1
+  assert (tmp_path / "runs" / "adapted_draft.safetensors").is_file()
+  assert "Warning" not in kernel.said()
+
+
+@pytest.mark.slow
+def test_adapting_draft(repository, execute, tmp_path):
+  ask = "[latest, result.exact, str(result.path), len(served['online'])]"
+  kernel = execute(smaller(repository, "adapting_draft", ask))
+  latest, exact, run, served = answer(kernel)
+  assert latest["online"] > latest["frozen"] + 0.1
+  assert exact and served == 80
+  assert (tmp_path / run / "report.html").is_file()
+  assert kernel.redrawn == 20  # the plot grew
+  assert len(list(kernel.outputs("image/png"))) == 2  # it, and that of the run
+  assert any(page.startswith("<iframe") for page in kernel.outputs("text/html"))
+  said = kernel.said()
+  assert "serve 24/24" in said  # progress without ipywidgets
+  assert "Warning" not in said and "ipywidgets" not in said
+
+
+def test_a_failing_cell_fails_the_test(execute):
+  with pytest.raises(nbclient.exceptions.CellExecutionError, match="not equal"):
+    execute(new_notebook(cells=[new_code_cell("assert 'a' == 'b', 'not equal'")]))
+
+
+def test_progress_in_a_kernel_needs_no_widgets(execute):
+  ours = "progress.bar(rich.console.Console(stderr=True))"
+  cells = [new_code_cell(PROGRESS.format(progress=ours))]
+  said = execute(new_notebook(cells=cells)).said()
+  assert "serve 2/2" in said and "timing ..." in said
+  assert "ipywidgets" not in said and "Warning" not in said
+
+  # Rich's own bar asks for them there.
+  cells = [new_code_cell(PROGRESS.format(progress="rich.progress.Progress()"))]
+  assert "ipywidgets" in execute(new_notebook(cells=cells)).said()

@@ -21,8 +21,8 @@ class GenerateConfig:
 
   Attributes:
     pair: target, draft and vocabulary.
-    decoding: shapes of decoding, K among them. Long prompts have a bucket of their
-      own; each is compiled when it is first used.
+    decoding: shapes of decoding, K among them; `source_lengths` says how long a prompt
+      may be.
     learning: how the draft learns where it is asked to.
   """
 

@@ -23,7 +23,7 @@ from osd_jax.serving.slots import Slots
 from osd_jax.serving.statistics import Statistics
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), partitioning.PartitionConfig()
-# One bucket: rows of the buffer are as long as the longest, and so is what is learnt on.
+# One bucket: what is learnt on is as long as the longest of them.
 DECODING = DecodingConfig(num_draft_tokens=7)
 # What suits the shipped pair: `gin_configs/runs/demo.gin`.
 LEARNING = LearningConfig(

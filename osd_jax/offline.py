@@ -177,7 +177,8 @@ class OfflineLoop:
     """The corpus; only read if there is something left to learn."""
     config = self.config
     prompts = prompts_lib.prompts(config.corpus, self.pair.vocabulary)
-    summaries.note_data(prompts, self._log, self._bar.console)
+    if not self.taken:  # a continued run has said it
+      summaries.note_data(prompts, self._log, self._bar.console)
     return texts_lib.Texts(
       config.texts,
       config.decoding,

@@ -207,6 +207,7 @@ def test_what_is_valid_stays_valid():
   """Negative control: not everything is refused, and what is given has its effect."""
   valid = ["LearningConfig.seed=5", "DecodingConfig.rows=3"]
   config, _ = settings.load(online.OnlineConfig, [BASE], [*PAIR, *valid])
-  assert (config.seed, config.decoding.rows) == (5, 3)
+  assert (config.learning.seed, config.decoding.rows) == (5, 3)
   unchanged = settings.load(online.OnlineConfig, [BASE], PAIR)[0]
-  assert dataclasses.replace(config, seed=0) != unchanged
+  learning = dataclasses.replace(config.learning, seed=0)
+  assert dataclasses.replace(config, learning=learning) != unchanged

@@ -10,10 +10,10 @@ import types
 import numpy as np
 import pytest
 
-import osd_jax.serving
 from osd_jax import base
 from osd_jax import main as cli
 from osd_jax.main import generate
+from osd_jax.serving import server
 
 
 @dataclasses.dataclass
@@ -30,8 +30,8 @@ class FakeServer:
   made: "list[FakeServer]" = []
   fails_at = -1
 
-  def __init__(self, pair, decoding):
-    self.pair, self.decoding = pair, decoding
+  def __init__(self, pair, decoding, learning):
+    self.pair, self.decoding, self.learning = pair, decoding, learning
     self.statistics, self.calls, self.saved, self.is_open = Counts(), [], [], False
     self.made.append(self)
 
@@ -101,9 +101,7 @@ def osd(unprepared, monkeypatch, capsys, tmp_path):
   """Runs `osd generate`; returns exit code, output, errors and the server."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(FakeServer, "made", [])
-  fake = types.SimpleNamespace(Server=FakeServer)
-  monkeypatch.setattr(osd_jax.serving, "server", fake, raising=False)
-  monkeypatch.setitem(sys.modules, "osd_jax.serving.server", fake)
+  monkeypatch.setattr(server, "Server", FakeServer)
 
   def run(*words, typed="", terminal=False):
     stdin = io.StringIO(typed) if isinstance(typed, str) else Typed(typed)

@@ -60,8 +60,11 @@ def run(pair, folder, mesh, interrupted_at=None, **decoding):
     partition=partitioning.PartitionConfig(*mesh),
     stream=dataclasses.replace(config.stream, requests_per_task=COUNT // 4),
     decoding=dataclasses.replace(config.decoding, num_draft_tokens=2, **decoding),
-    update=update.UpdateConfig(
-      optimizers.OptimizerConfig(learning_rate=1e-2), steps_per_update=1
+    learning=dataclasses.replace(
+      config.learning,
+      update=update.UpdateConfig(
+        optimizers.OptimizerConfig(learning_rate=1e-2), steps_per_update=1
+      ),
     ),
     warm_start=None,
     floor_metering=False,

@@ -52,7 +52,7 @@ def test_an_adapted_draft_loads_like_the_first(config, tmp_path):
   pair = load(config)
   adapted = jax.tree.map(lambda leaf: leaf + 1, pair.draft_params)
   path = tmp_path / "adapted.safetensors"
-  weights.save(path, pair.draft_weights(adapted, "adapted"))
+  pair.save_draft(path, adapted, "adapted")
   again = load(dataclasses.replace(config, draft=str(path)))
   assert_same(again.draft_params, adapted)
   assert again.draft_config == pair.draft_config
@@ -125,7 +125,8 @@ def test_folders_of_transformers_are_the_same_pair(config, tmp_path):
   assert_same(pair.target_params, files.target_params)
   assert_same(pair.draft_params, files.draft_params)
   assert pair.vocabulary == files.vocabulary
-  assert pair.draft_weights(pair.draft_params, "").vocabulary
+  saved = pair.save_draft(tmp_path / "draft.safetensors", pair.draft_params, "")
+  assert weights.load(saved).vocabulary
 
 
 def test_the_folder_leads_to_relative_paths_only(config, tmp_path):

@@ -65,7 +65,7 @@ def test_a_frozen_draft_gives_the_same_tokens_and_logits():
 
 def test_rows_in_flight_are_split_over_data():
   decoder, _ = served(FOUR)
-  tokens = decoder.arrays().tokens
+  tokens = decoder.state()[0].tokens
   assert {shard.data.shape[0] for shard in tokens.addressable_shards} == {1}
 
 

@@ -92,7 +92,9 @@ void Float32Tile(const float* kernel, const float* packed, int64_t in,
     for (int r = 0; r < kTileRows; ++r) weights[r] = load(kernel + r * in + i);
     for (int c = 0; c < kTileColumns; ++c) {
       const Vector column = InRegister(Load(packed + i * kTileColumns + c * kLanes));
-      for (int r = 0; r < kTileRows; ++r) sums[r][c] += weights[r] * column;
+      for (int r = 0; r < kTileRows; ++r) {
+        sums[r][c] = MultiplyAdd(weights[r], column, sums[r][c]);
+      }
     }
   };
   const int64_t whole = in - in % kLanes;

@@ -6,6 +6,10 @@
 #include <cstring>
 #include <initializer_list>
 
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+
 namespace osd {
 
 #if defined(__AVX512F__)
@@ -38,6 +42,18 @@ Any InRegister(Any vector) {
   asm("" : "+v"(vector));
 #endif
   return vector;
+}
+
+// left * right + sum, rounded once. Said outright: whether a compiler joins the two
+// depends on what stands around them, and a sum's bits must not.
+inline Vector MultiplyAdd(Vector left, Vector right, Vector sum) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_fmadd_ps((__m512)left, (__m512)right, (__m512)sum);
+#elif defined(__FMA__)
+  return (Vector)_mm256_fmadd_ps((__m256)left, (__m256)right, (__m256)sum);
+#else
+  return left * right + sum;
+#endif
 }
 
 typedef float Eight __attribute__((vector_size(32)));
@@ -81,8 +97,12 @@ inline Vector Exp(Vector x) {
 inline float Dot(const float* left, const float* right, int64_t size) {
   Vector sum = {};
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) sum += Load(left + i) * Load(right + i);
-  if (i < size) sum += LoadSome(left + i, size - i) * LoadSome(right + i, size - i);
+  for (; i + kLanes <= size; i += kLanes) {
+    sum = MultiplyAdd(Load(left + i), Load(right + i), sum);
+  }
+  if (i < size) {
+    sum = MultiplyAdd(LoadSome(left + i, size - i), LoadSome(right + i, size - i), sum);
+  }
   return Sum(sum);
 }
 

@@ -4,9 +4,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from osd_jax import assets, base, partitioning
 from osd_jax.data.vocabularies import Vocabulary, stated_extra_ids
-from osd_jax.models import convert, t5, weights
+from osd_jax.models import attached, convert, t5, weights
+from osd_jax.models.shapes import AttachedConfig
+
+ATTACHED = "attached"  # in place of a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +24,10 @@ class PairConfig:
   Attributes:
     target: weights of the target: a file of this package, or a folder of transformers
       (config.json beside safetensors), here or on the Hugging Face hub.
-    draft: weights of the draft, likewise.
+    draft: weights of the draft, likewise; or "attached": a draft that stands on the
+      target, from random parameters. It grows from what it serves.
+    attached: shape of that draft; a weights file says its own.
+    draft_seed: of its parameters.
     vocabulary: SentencePiece model of both, or a folder that holds spiece.model.
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
     dtype: "float32" or "bfloat16"; what both models compute in.
@@ -29,6 +37,8 @@ class PairConfig:
 
   target: str = "shipped:demo_target.safetensors"
   draft: str = "shipped:demo_draft.safetensors"
+  attached: AttachedConfig = AttachedConfig()
+  draft_seed: int = 0
   vocabulary: str = "shipped:demo_vocabulary.model"
   extra_ids: int = 0
   dtype: str = "float32"
@@ -38,7 +48,7 @@ class PairConfig:
   def __post_init__(self):
     base.check_types(self)
     base.check_choices(self, dtype=("float32", "bfloat16"))
-    base.check_counts(self, "extra_ids", least=0)
+    base.check_counts(self, "extra_ids", "draft_seed", least=0)
     paths = ("target", "draft", "vocabulary")
     base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
 
@@ -60,8 +70,10 @@ class Pair:
     rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
     draft: functions of the draft; of `plain()` None.
     draft_params: its parameters.
-    draft_config: shape of a T5 draft, to write it back; None for another kind.
+    draft_config: shape of the draft, to write it back; None for a kind of your own.
     vocabulary: shared by both.
+    target_fingerprint: of what an attached draft takes from the target.
+    target_name: what the target was called.
   """
 
   target: base.Model
@@ -69,8 +81,10 @@ class Pair:
   rescoring_target: base.Model
   draft: base.Model
   draft_params: base.Params
-  draft_config: t5.T5Config | None
+  draft_config: t5.T5Config | AttachedConfig | None
   vocabulary: Vocabulary
+  target_fingerprint: str = ""
+  target_name: str = ""
 
   def plain(self) -> "Pair":
     """The target alone."""
@@ -89,11 +103,18 @@ class Pair:
     notes: str,
     storage: str = "float32",
   ) -> Path:
-    """Writes adapted parameters of the draft; `PairConfig.draft` reads a T5's."""
-    if self.draft_config is None:
-      return weights.save_tree(path, params, notes, storage)
-    fingerprint = self.vocabulary.fingerprint
-    kept = weights.Weights(self.draft_config, params, fingerprint, notes)
+    """Writes adapted parameters of the draft; `PairConfig.draft` reads our kinds."""
+    trained, _ = self.draft.split(params)
+    match self.draft_config:
+      case None:
+        return weights.save_tree(path, trained, notes, storage)
+      case AttachedConfig():
+        kept = weights.AttachedWeights(
+          self.draft_config, trained, self.target_fingerprint, self.target_name, notes
+        )
+      case _:
+        fingerprint = self.vocabulary.fingerprint
+        kept = weights.Weights(self.draft_config, trained, fingerprint, notes)
     return weights.save(path, kept, storage)
 
 
@@ -114,25 +135,32 @@ def load_pair(
   partitioner = partitioner or partitioning.make()
   vocabulary = Vocabulary.load(config.path("vocabulary"), config.extra_ids)
   target = _read(config, "target", vocabulary)
-  draft = _read(config, "draft", vocabulary)
-  if target.config.vocab_size != draft.config.vocab_size:
-    raise base.InputError(
-      f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"
-      f" draft {config.draft} has {draft.config.vocab_size}; expected the same"
-      " number. Choose a draft trained with the target's vocabulary."
+  draft = _draft(config, target, vocabulary)
+  is_attached = isinstance(draft, weights.AttachedWeights)
+  target_model = t5.build(target.config, "target", hands_out=is_attached)
+  target_params = partitioner.place_params(target_model, target.params)
+  if is_attached:
+    draft_model = attached.build(
+      draft.config, target.config, "attached draft", config.draft_serving
     )
-  target_model = t5.build(target.config, "target")
-  draft_model = t5.build(draft.config, "draft", config.draft_serving)
+  else:
+    draft_model = t5.build(draft.config, "draft", config.draft_serving)
+  draft_params = partitioner.place_params(draft_model, draft.params)
+  if is_attached:
+    frozen = attached.frozen_of(target.config, target_params)
+    draft_params = draft_model.join(draft_params, frozen)
   return Pair(
     target=target_model,
-    target_params=partitioner.place_params(target_model, target.params),
+    target_params=target_params,
     rescoring_target=t5.build(
       dataclasses.replace(target.config, dtype="float64"), "rescoring target"
     ),
     draft=draft_model,
-    draft_params=partitioner.place_params(draft_model, draft.params),
+    draft_params=draft_params,
     draft_config=draft.config,
     vocabulary=vocabulary,
+    target_fingerprint=draft.target if is_attached else "",
+    target_name=Path(config.target).name,
   )
 
 
@@ -182,6 +210,31 @@ def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | No
   is_t5 = pieces == 32_000 and held.config.vocab_size in (32_100, 32_128)
   stated = stated_extra_ids(vocabulary)
   return 100 if is_t5 and stated is None else stated
+
+
+def _draft(
+  config: PairConfig, target: weights.Weights, vocabulary: Vocabulary
+) -> weights.Weights | weights.AttachedWeights:
+  """The draft of a file, or one that stands on the target from random parameters."""
+  if config.draft == ATTACHED:
+    model = attached.build(config.attached, target.config)
+    params = jax.jit(model.init)(jax.random.key(config.draft_seed))
+    fingerprint = weights.target_fingerprint(target)
+    return weights.AttachedWeights(config.attached, params, fingerprint)
+  path = config.path("draft")
+  if weights.is_attached(path):
+    try:
+      return weights.load_attached(path, target, config.target)
+    except base.InputError as error:
+      raise base.InputError(f"PairConfig.draft: {error}") from error
+  draft = _read(config, "draft", vocabulary)
+  if target.config.vocab_size != draft.config.vocab_size:
+    raise base.InputError(
+      f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"
+      f" draft {config.draft} has {draft.config.vocab_size}; expected the same"
+      " number. Choose a draft trained with the target's vocabulary."
+    )
+  return draft
 
 
 def _read(config: PairConfig, field: str, vocabulary: Vocabulary) -> weights.Weights:

@@ -18,8 +18,9 @@ ATTACHED = "attached"  # in place of a file
 class PairConfig:
   """Which files make the pair. "shipped:NAME" is a file of the package.
 
-  >>> PairConfig(target="flan-t5-large", extra_ids=100).draft
-  'shipped:demo_draft.safetensors'
+  >>> bring_only_a_target = PairConfig(target="flan-t5-large", draft="attached")
+  >>> bring_only_a_target.attached.width
+  128
 
   Attributes:
     target: weights of the target: a file of this package, or a folder of transformers
@@ -36,7 +37,7 @@ class PairConfig:
   """
 
   target: str = "shipped:demo_target.safetensors"
-  draft: str = "shipped:demo_draft.safetensors"
+  draft: str = "shipped:demo_attached_draft.safetensors"
   attached: AttachedConfig = AttachedConfig()
   draft_seed: int = 0
   vocabulary: str = "shipped:demo_vocabulary.model"
@@ -72,8 +73,7 @@ class Pair:
     draft_params: its parameters.
     draft_config: shape of the draft, to write it back; None for a kind of your own.
     vocabulary: shared by both.
-    target_fingerprint: of what an attached draft takes from the target.
-    target_name: what the target was called.
+    identity: of the target, that an attached draft may stand on; None: it is no T5.
   """
 
   target: base.Model
@@ -83,8 +83,7 @@ class Pair:
   draft_params: base.Params
   draft_config: t5.T5Config | AttachedConfig | None
   vocabulary: Vocabulary
-  target_fingerprint: str = ""
-  target_name: str = ""
+  identity: weights.Identity | None = None
 
   def plain(self) -> "Pair":
     """The target alone."""
@@ -109,13 +108,27 @@ class Pair:
       case None:
         return weights.save_tree(path, trained, notes, storage)
       case AttachedConfig():
+        assert self.identity is not None
+        fingerprint, name = self.identity.fingerprint, self.identity.name
         kept = weights.AttachedWeights(
-          self.draft_config, trained, self.target_fingerprint, self.target_name, notes
+          self.draft_config, trained, fingerprint, name, notes
         )
       case _:
         fingerprint = self.vocabulary.fingerprint
         kept = weights.Weights(self.draft_config, trained, fingerprint, notes)
     return weights.save(path, kept, storage)
+
+  def load_draft(self, path: str | Path) -> base.Params:
+    """Parameters that `save_draft` wrote of a draft of this pair, T5 or attached.
+
+    Raises:
+      InputError: the file holds no such draft.
+    """
+    if isinstance(self.draft_config, AttachedConfig):
+      assert self.identity is not None
+      trained = weights.load_attached(path, self.identity).params
+      return self.draft.join(trained, self.draft.split(self.draft_params)[1])
+    return weights.load(path).params
 
 
 def load_pair(
@@ -134,8 +147,9 @@ def load_pair(
     return config
   partitioner = partitioner or partitioning.make()
   vocabulary = Vocabulary.load(config.path("vocabulary"), config.extra_ids)
-  target = _read(config, "target", vocabulary)
-  draft = _draft(config, target, vocabulary)
+  target = _read(config, "target", config.path("target"), vocabulary)
+  identity = weights.identity(target, Path(config.target).name)
+  draft = _draft(config, target, identity, vocabulary)
   is_attached = isinstance(draft, weights.AttachedWeights)
   target_model = t5.build(target.config, "target", hands_out=is_attached)
   target_params = partitioner.place_params(target_model, target.params)
@@ -159,8 +173,7 @@ def load_pair(
     draft_params=draft_params,
     draft_config=draft.config,
     vocabulary=vocabulary,
-    target_fingerprint=draft.target if is_attached else "",
-    target_name=Path(config.target).name,
+    identity=identity,
   )
 
 
@@ -213,21 +226,23 @@ def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | No
 
 
 def _draft(
-  config: PairConfig, target: weights.Weights, vocabulary: Vocabulary
+  config: PairConfig,
+  target: weights.Weights,
+  identity: weights.Identity,
+  vocabulary: Vocabulary,
 ) -> weights.Weights | weights.AttachedWeights:
   """The draft of a file, or one that stands on the target from random parameters."""
   if config.draft == ATTACHED:
     model = attached.build(config.attached, target.config)
     params = jax.jit(model.init)(jax.random.key(config.draft_seed))
-    fingerprint = weights.target_fingerprint(target)
-    return weights.AttachedWeights(config.attached, params, fingerprint)
+    return weights.AttachedWeights(config.attached, params, identity.fingerprint)
   path = config.path("draft")
   if weights.is_attached(path):
     try:
-      return weights.load_attached(path, target, config.target)
+      return weights.load_attached(path, identity)
     except base.InputError as error:
       raise base.InputError(f"PairConfig.draft: {error}") from error
-  draft = _read(config, "draft", vocabulary)
+  draft = _read(config, "draft", path, vocabulary)
   if target.config.vocab_size != draft.config.vocab_size:
     raise base.InputError(
       f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"
@@ -237,8 +252,9 @@ def _draft(
   return draft
 
 
-def _read(config: PairConfig, field: str, vocabulary: Vocabulary) -> weights.Weights:
-  path = config.path(field)
+def _read(
+  config: PairConfig, field: str, path: Path, vocabulary: Vocabulary
+) -> weights.Weights:
   read = convert.read_hugging_face if path.is_dir() else weights.load
   try:
     held = read(path)

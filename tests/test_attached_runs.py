@@ -10,7 +10,6 @@ import tiny_online
 
 from osd_jax import online, pairs, partitioning, writers
 from osd_jax.distillation import buffer, losses, optimizers, update
-from osd_jax.models import weights
 from osd_jax.models.shapes import AttachedConfig, DraftServing
 from osd_jax.serving import adaptive, slots
 
@@ -140,21 +139,16 @@ def test_resumed_it_ends_bit_equal(pair, learned, tmp_path):
   path = online.run(config).path
   assert timeless(path, "request") == timeless(learned, "request")
   assert timeless(path, "update") == timeless(learned, "update")
-  target = weights.load(pair[1].target)
-  one, other = (
-    weights.load_attached(run / "draft.safetensors", target, "target").params
-    for run in (path, learned)
-  )
+  loaded = pairs.load_pair(pair[1])
+  one, other = (loaded.load_draft(run / "draft.safetensors") for run in (path, learned))
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def test_the_adapted_draft_belongs_to_its_target(pair, learned):
   path = str(learned / "draft.safetensors")
   adapted = pairs.load_pair(dataclasses.replace(pair[1], draft=path))
-  own, _ = adapted.draft.split(adapted.draft_params)
-  target = weights.load(pair[1].target)
-  held = weights.load_attached(path, target, pair[1].target)
-  jax.tree.map(np.testing.assert_array_equal, own, held.params)
+  held = pairs.load_pair(pair[1]).load_draft(path)
+  jax.tree.map(np.testing.assert_array_equal, adapted.draft_params, held)
   with pytest.raises(ValueError, match=r"PairConfig\.draft: .*attached to the target"):
     pairs.load_pair(pairs.PairConfig(draft=path))
 

@@ -55,7 +55,7 @@ class AttachedWeights:
   Attributes:
     config: shape of the draft.
     params: what is the draft's own, float32.
-    target: `target_fingerprint` of the target that it is attached to.
+    target: `Identity.fingerprint` of the target that it is attached to.
     target_name: what that target was called, for error texts.
     notes: how the weights came to be.
   """
@@ -67,8 +67,23 @@ class AttachedWeights:
   notes: str = ""
 
 
-def target_fingerprint(target: Weights) -> str:
-  """Tells targets apart by what an attached draft takes from them: some rows of it."""
+@dataclasses.dataclass(frozen=True)
+class Identity:
+  """What tells a target from others.
+
+  Attributes:
+    config: its shape.
+    fingerprint: of what an attached draft takes from it.
+    name: what it is called, for error texts.
+  """
+
+  config: t5.T5Config
+  fingerprint: str
+  name: str
+
+
+def identity(target: Weights, name: str) -> Identity:
+  """The identity of a target: its shape, and some rows of all that a draft takes."""
   shape = dataclasses.replace(target.config, dtype="float32")  # a draft serves in any
   digest = hashlib.sha256(json.dumps(dataclasses.asdict(shape)).encode())
   frozen = {
@@ -76,10 +91,10 @@ def target_fingerprint(target: Weights) -> str:
     "encoder": target.params["encoder"],
     "logits_dense": target.params["decoder"].get("logits_dense", {}),
   }
-  for name, leaf in sorted(tensors_lib.flat(frozen).items()):
-    digest.update(name.encode())
+  for path, leaf in sorted(tensors_lib.flat(frozen).items()):
+    digest.update(path.encode())
     digest.update(np.asarray(leaf[:8], np.float32).tobytes())
-  return digest.hexdigest()
+  return Identity(target.config, digest.hexdigest(), name)
 
 
 def save(
@@ -209,27 +224,24 @@ def is_attached(path: Path) -> bool:
   return path.is_file() and tensors_lib.format_of(path) == _ATTACHED
 
 
-def load_attached(
-  path: str | Path, target: Weights, target_name: object
-) -> AttachedWeights:
+def load_attached(path: str | Path, target: Identity) -> AttachedWeights:
   """Reads the file of an attached draft; see `load`.
 
   Args:
     path: the file.
     target: the target that it shall be attached to.
-    target_name: what that one is called, for error texts.
 
   Raises:
     InputError: as `load` does, or the draft is attached to another target.
   """
   tensors, header = _opened(Path(path), _ATTACHED)
   config = _config(AttachedConfig, header.get("config", ""), path)
-  stated, fingerprint = header.get("target", ""), target_fingerprint(target)
-  if stated != fingerprint:
+  stated = header.get("target", "")
+  if stated != target.fingerprint:
     raise base.InputError(
       f"{path} is attached to the target {header.get('target_name') or 'unknown'}"
-      f" ({stated[:12]}...), received {target_name} ({fingerprint[:12]}...): a draft"
-      " reads what its own target reads. Name that target, or begin with draft"
+      f" ({stated[:12]}...), received {target.name} ({target.fingerprint[:12]}...):"
+      " a draft reads what its own target reads. Name that target, or begin with draft"
       " 'attached'."
     )
   model = attached.build(config, target.config)

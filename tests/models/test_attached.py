@@ -168,19 +168,21 @@ def test_a_swapped_shortlist_covers_its_tokens():
 
 def written(runner, folder, **changes):
   own, _ = runner.draft.split(runner.params)
-  fingerprint = weights.target_fingerprint(of_target(runner))
-  held = weights.AttachedWeights(CONFIG, own, fingerprint, "big.safetensors", "notes")
+  target = identity(runner, "big.safetensors")
+  held = weights.AttachedWeights(CONFIG, own, target.fingerprint, target.name, "notes")
   path = folder / "draft.safetensors"
   return weights.save(path, dataclasses.replace(held, **changes)), own
 
 
-def of_target(runner, **changes):
-  return weights.Weights(runner.shape, {**runner.target_params, **changes})
+def identity(runner, name="target", dtype="float32", **changes):
+  shape = dataclasses.replace(runner.shape, dtype=dtype)
+  params = {**runner.target_params, **changes}
+  return weights.identity(weights.Weights(shape, params), name)
 
 
 def test_a_file_holds_what_is_the_drafts_own(runner, tmp_path):
   path, own = written(runner, tmp_path)
-  held = weights.load_attached(path, of_target(runner), "target")
+  held = weights.load_attached(path, identity(runner))
   jax.tree.map(np.testing.assert_array_equal, held.params, own)
   assert (held.config, held.notes) == (CONFIG, "notes")
   assert weights.is_attached(path) and not weights.is_attached(tmp_path / "none")
@@ -191,13 +193,12 @@ def test_a_file_holds_what_is_the_drafts_own(runner, tmp_path):
 def test_another_target_is_refused_by_name(runner, tmp_path):
   path, _ = written(runner, tmp_path)
   embedding = {"embedding": 1 + runner.target_params["token_embedder"]["embedding"]}
-  other = of_target(runner, token_embedder=embedding)
+  other = identity(runner, "other.x", token_embedder=embedding)
   with pytest.raises(base.InputError, match=r"big\.safetensors .*received other\.x"):
-    weights.load_attached(path, other, "other.x")
+    weights.load_attached(path, other)
   # one that computes in another type is the same target
-  half = dataclasses.replace(runner.shape, dtype="bfloat16")
-  same = weights.Weights(half, runner.target_params)
-  assert weights.load_attached(path, same, "target").config == CONFIG
+  same = identity(runner, dtype="bfloat16")
+  assert weights.load_attached(path, same).config == CONFIG
 
 
 def test_an_attached_draft_is_no_t5(runner, tmp_path):
@@ -212,7 +213,7 @@ def test_tensors_that_do_not_fit_are_named(runner, tmp_path):
   with pytest.raises(
     base.InputError, match=r"decoder_norm/scale: found \(16,\), expected \(32,\)"
   ):
-    weights.load_attached(path, of_target(runner), "target")
+    weights.load_attached(path, identity(runner))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from osd_jax.distillation import buffer, losses, optimizers, update
 from osd_jax.models.shapes import AttachedConfig, DraftServing
 from osd_jax.serving import adaptive, slots
 
-TIMES = ("_ms", "_ms_per_token", "_seconds")
+TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 COSTS = adaptive.RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
 ADAPTIVE = adaptive.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
 

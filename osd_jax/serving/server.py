@@ -29,9 +29,11 @@ DECODING = DecodingConfig(num_draft_tokens=7)
 LEARNING = LearningConfig(
   buffer=BufferConfig(recency_half_life=200.0),
   update=UpdateConfig(
-    optimizer=OptimizerConfig(query_multiplier=0.18, warmup_steps=20),
+    optimizer=OptimizerConfig(
+      learning_rate=8e-4, query_multiplier=0.18, warmup_steps=20
+    ),
     loss=LossConfig(divergence="jsd", jsd_beta=0.1, num_positions=12, num_tokens=256),
-    steps_per_update=6,
+    steps_per_update=8,
     num_new=4,
     num_replay=8,
     length_multiple=16,

@@ -85,6 +85,15 @@ def test_other_shapes_agree_too(target, config):
   np.testing.assert_allclose(other.feed(2)[0], other.score(), **CLOSE)
 
 
+def test_in_bfloat16_it_is_close_to_float32(runner):
+  half = Runner(dataclasses.replace(testing.TINY_T5, dtype="bfloat16"))
+  exact = runner.score(runner.source)
+  apart = np.abs(half.feed(2)[0] - exact)
+  assert np.mean(apart) < 0.05 * np.std(exact)
+  assert np.max(apart) > 0  # it is another type
+  assert half.params["target"]["embedding"].dtype == jnp.bfloat16
+
+
 def test_it_reads_what_the_target_hands_out(runner):
   np.testing.assert_array_equal(runner.score(), runner.score(runner.source))
   reading = runner.reading()

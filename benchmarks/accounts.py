@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -53,6 +54,7 @@ def by_blocks(
       systems[name](start, ends[-1])
       before = seconds[name][-1] if seconds[name] else 0.0
       seconds[name].append(before + clock() - began)
+    print(f"{ends[-1]} of {requests} requests", file=sys.stderr, flush=True)
   return Accounts(ends, seconds)
 
 

@@ -76,8 +76,13 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
     named = {}
     for panel in axes:
       named |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-    made.legend(
-      named.values(), named, loc="outside lower center", ncols=4, frameon=False
+    made.legend(  # by name, once
+      named.values(),
+      named,
+      loc="outside lower center",
+      ncols=4,
+      frameon=False,
+      fontsize=10,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     made.savefig(path, dpi=canvas.DPI)

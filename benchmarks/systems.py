@@ -146,11 +146,13 @@ def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
   }
   first = next(iter(loaded.values()))
   served = first.target.prepare(first.target_params)
+  prepared = {
+    model: dataclasses.replace(model, prepare=lambda params: served)
+    for model in {pair.target for pair in loaded.values()}
+  }
   return {
     kind: dataclasses.replace(
-      pair,
-      target=dataclasses.replace(pair.target, prepare=lambda params: served),
-      target_params=first.target_params,
+      pair, target=prepared[pair.target], target_params=first.target_params
     )
     for kind, pair in loaded.items()
   }

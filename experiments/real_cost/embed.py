@@ -13,8 +13,10 @@ laid into the shape of a published model, zeros around them:
 
 What is no size stays the weights' own: vocabulary, activations, an untied head. The
 output head therefore covers the tokens of the weights (1,536 for the shipped ones),
-not the 32,128 of a published model, and costs that much less. An added layer of a draft
-that learns begins to write; new columns of its old layers have no gradient.
+not the 32,128 of a published model, and costs that much less. In a draft that learns
+added layers begin to write, and what is new in old layers has no gradient; an optimizer
+whose steps do not grow with the parameters moves what was multiplied by less, and norms
+by more.
 
   python experiments/real_cost/embed.py flan-t5-base
   python experiments/real_cost/embed.py t5-small \\

@@ -31,6 +31,7 @@ def ran(tmp_path_factory):
   made = {"independent": config, "attached": config}
   with jax.numpy_rank_promotion("allow"):
     loaded = systems.load(made)
+    systems.rehearse(loaded["attached"], config)
     spent, figures = bench_whole_run.one_run(made, loaded, block=10)
   rows = bench_whole_run.rows_of("tiny", 3, "wall", spent, figures)
   return loaded, spent, rows

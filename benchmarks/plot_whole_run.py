@@ -70,7 +70,7 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
       draw_panel(panel, course)
       panel.set_xlabel(textwrap.fill(f"requests; {setting}", 96 // columns), fontsize=9)
     for place in range(0, len(axes), columns):
-      axes[place].set_ylabel("% of its time")
+      axes[place].set_ylabel("% of all its time")
     for empty in axes[len(courses) :]:
       empty.set_axis_off()
     named = {}

@@ -14,8 +14,8 @@ than another, and less to the end of the stream.
 A small target says little of a real one: `experiments/real_cost/embed.py` writes the
 shipped target, with the outputs it has, in the shape of flan-t5-small, -base or -large.
 
-  python benchmarks/bench_whole_run.py [--gin_file runs/demo.gin] [--seeds 3]
-      [--target FILE] [--draft FILE] [--attached FILE] [--attached_gin FILE]
+  python benchmarks/bench_whole_run.py [--gin_file runs/demo_independent.gin]
+      [--seeds 3] [--target FILE] [--draft FILE] [--attached FILE] [--attached_gin FILE]
       [--requests_per_task 200] [--threads 2] [--bindings NAME=VALUE ...]
 
 `plot_whole_run.py` draws the time saved, from the results alone.
@@ -87,7 +87,7 @@ def check(
   differing = [
     f"{type(mine).__name__}.{field.name}"
     for mine, its, own in (
-      (one, other, (*OF_A_DRAFT, "pair")),
+      (one, other, (*OF_A_DRAFT, "pair", "run_directory")),
       (one.pair, other.pair, ("draft", "draft_serving", "attached", "draft_seed")),
     )
     for field in dataclasses.fields(mine)
@@ -98,6 +98,16 @@ def check(
       f"--attached_gin: {file} changes {', '.join(differing)}, expected changes of"
       f" {', '.join(OF_A_DRAFT)} and the draft alone: all serve the same requests with"
       " the same target."
+    )
+
+
+def check_independent(pair: pairs.Pair) -> None:
+  """Raises InputError where the draft of a pair is attached to its target."""
+  if pair.draft.frozen:
+    raise base.InputError(
+      "--draft: received a draft that is attached to its target, expected one that"
+      " reads prompts itself; name it with --attached, and an independent one here or"
+      " in the gin file."
     )
 
 
@@ -188,7 +198,7 @@ def setting_of(given: argparse.Namespace) -> str:
 def options() -> argparse.ArgumentParser:
   """The command line."""
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--gin_file", default="runs/demo.gin")
+  parser.add_argument("--gin_file", default="runs/demo_independent.gin")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--block", type=int, default=25, help="requests of a turn")
   parser.add_argument("--target", help="weights of the target, for all")
@@ -209,6 +219,7 @@ def main() -> None:
   # Who else computes here takes from every system alike, but not block by block.
   figures = {"load of other work at the start": os.getloadavg()[0]}
   loaded = systems.load(configs(given, 0))
+  check_independent(loaded[INDEPENDENT])
   for kind, config in configs(given, 0).items():
     systems.rehearse(loaded[kind], config)
   clock = f"wall, {given.threads} thread(s)"

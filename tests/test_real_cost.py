@@ -9,7 +9,8 @@ import pytest
 
 from experiments.real_cost import embed
 from osd_jax import base, testing
-from osd_jax.models import sizes, t5, weights
+from osd_jax.models import attached, sizes, t5, weights
+from osd_jax.models.shapes import AttachedConfig
 
 SMALL = testing.TINY_T5
 BIG = dataclasses.replace(
@@ -38,8 +39,7 @@ def changed(made, change):
 
 
 def is_same(held, other):
-  largest, logit = embed.difference(held, other)
-  return largest <= embed.TOLERANCE * logit
+  return embed.is_same(embed.logits_of(held), embed.logits_of(other))
 
 
 def is_added(name):
@@ -99,14 +99,45 @@ def test_what_is_no_size_stays():
     assert getattr(shape, field) == getattr(testing.TINY_DRAFT, field)
 
 
-def test_the_command_writes_what_it_has_compared(held, tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def draft(held):
+  shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
+  params = attached.build(shape, SMALL).init(jax.random.key(1))
+  fingerprint = weights.identity(held, "small").fingerprint
+  return weights.AttachedWeights(shape, params, fingerprint)
+
+
+def test_an_attached_draft_goes_along(held, made, draft):
+  moved = embed.reattached(draft, held, made)
+  logits = embed.logits_of(held, draft)
+  assert embed.is_same(logits, embed.logits_of(made, moved))
+  assert not embed.is_same(logits, embed.logits_of(held))  # it is the draft's
+
+
+def test_an_attached_draft_as_it_was_is_told(held, made, draft, monkeypatch):
+  """Negative control: what it reads has grown."""
+  logits = embed.logits_of(held, draft)
+  monkeypatch.setattr(embed, "growth_of", lambda config, shape: np.float32(1))
+  moved = embed.reattached(draft, held, made)
+  assert not embed.is_same(logits, embed.logits_of(made, moved))
+
+
+def test_the_command_writes_what_it_has_compared(
+  held, draft, tmp_path, monkeypatch, capsys
+):
   monkeypatch.setitem(sizes.SIZES, "big", BIG)
   small = weights.save(tmp_path / "small.safetensors", held)
-  out = tmp_path / "big.safetensors"
-  command = ["big", "--weights", str(small), "--out", str(out)]
+  own = weights.save(tmp_path / "own.safetensors", draft)
+  command = ["big", "--weights", str(small), "--attached", str(own)]
+  command += ["--out", str(tmp_path / "made")]
   assert embed.main(command) == 0
-  assert "largest difference of logits" in capsys.readouterr().out
-  assert is_same(held, weights.load(out))
-  out.unlink()
+  assert capsys.readouterr().out.count("largest difference of logits") == 2
+  big = weights.load(tmp_path / "made" / "small_as_big.safetensors")
+  assert is_same(held, big)
+  moved = tmp_path / "made" / "own_on_big.safetensors"
+  weights.load_attached(moved, weights.identity(big, "big"))
+  with pytest.raises(base.InputError, match="is attached to the target"):
+    weights.load_attached(moved, weights.identity(held, "small"))
+  moved.unlink()
   monkeypatch.setattr(embed, "TOLERANCE", 0.0)
-  assert embed.main(command) == 1 and not out.exists()
+  assert embed.main(command) == 1 and not moved.exists()

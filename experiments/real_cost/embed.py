@@ -18,14 +18,19 @@ added layers begin to write, and what is new in old layers has no gradient; an o
 whose steps do not grow with the parameters moves what was multiplied by less, and norms
 by more.
 
-  python experiments/real_cost/embed.py flan-t5-base
+A draft that is attached to the smaller target is attached to the larger one with
+`--attached`: it reads `growth` times what it read, and its kernels are divided by that.
+
+  python experiments/real_cost/embed.py flan-t5-base \\
+      --attached shipped:demo_attached_draft.safetensors
   python experiments/real_cost/embed.py t5-small \\
       --weights shipped:demo_draft.safetensors
 
-Writes runs/real_cost/demo_target_as_flan-t5-base.safetensors and likewise, which
-PairConfig takes, and `--target` and `--draft` of benchmarks/bench_whole_run.py. Prints
-the largest difference of logits beside the largest logit; where float32 does not
-explain it, nothing is written and the code is 1.
+Writes runs/real_cost/demo_target_as_flan-t5-base.safetensors and likewise (an attached
+draft: ..._on_flan-t5-base), which PairConfig takes, and `--target`, `--draft` and
+`--attached` of benchmarks/bench_whole_run.py. Prints the largest difference of logits
+beside the largest logit; where float32 does not explain it, the code is 1 and the file
+is not written.
 """
 
 import argparse
@@ -37,10 +42,9 @@ from collections.abc import Sequence
 import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
-import rich.console
 
 from osd_jax import assets, base, testing
-from osd_jax.models import sizes, t5, tensors, weights
+from osd_jax.models import attached, sizes, t5, tensors, weights
 
 SIZES = (
   "width",
@@ -52,6 +56,12 @@ SIZES = (
 )
 # What adds to the residual stream.
 WRITERS = ("/out/kernel", "/wo/kernel", "/embedding")
+# What of an attached draft reads the target's vectors.
+READERS = (
+  "inward/kernel",
+  "encoder_decoder_attention/key/kernel",
+  "encoder_decoder_attention/value/kernel",
+)
 READING_STD = 0.02  # of what added layers read with
 TOLERANCE = 5e-4 / 15  # difference of logits over the largest logit
 ROWS, LENGTH = 4, 20  # prompts, and tokens of prompts and outputs, that are compared
@@ -105,7 +115,7 @@ def padded(
   name: str, leaf: np.ndarray, config: t5.T5Config, shape: t5.T5Config
 ) -> np.ndarray:
   """A tensor with zeros around it; an attention's kernel with its heads apart."""
-  growth = np.float32(np.sqrt(shape.width / config.width))
+  growth = growth_of(config, shape)
   if name.endswith("/scale"):
     leaf = leaf / growth
   if name.endswith(WRITERS):
@@ -150,16 +160,59 @@ def added(name: str, sized: tuple[int, ...], random: np.random.Generator) -> np.
   return random.normal(scale=READING_STD, size=sized).astype(np.float32)
 
 
-def difference(one: weights.Weights, other: weights.Weights) -> tuple[float, float]:
-  """The largest difference of their logits, and the largest logit of the first."""
-  size = one.config.vocab_size
-  source, mask = testing.random_sources(ROWS, LENGTH, size, seed=0)
-  target, _ = testing.random_sources(ROWS, LENGTH, size, seed=1)
-  found, again = (
-    np.asarray(held.model.score(held.params, source, mask, target))
-    for held in (one, other)
+def growth_of(config: t5.T5Config, shape: t5.T5Config) -> np.float32:
+  """What is written is multiplied by this."""
+  return np.float32(np.sqrt(shape.width / config.width))
+
+
+def reattached(
+  draft: weights.AttachedWeights, held: weights.Weights, made: weights.Weights
+) -> weights.AttachedWeights:
+  """A draft that is attached to a target, attached to the same one made larger."""
+  growth = growth_of(held.config, made.config)
+  more = made.config.width - held.config.width
+  flat = tensors.flat(draft.params)
+  for name, leaf in flat.items():
+    if name.endswith(READERS):
+      flat[name] = jnp.pad(leaf / growth, ((0, more), (0, 0)))
+    elif name == "outward/kernel":
+      flat[name] = jnp.pad(leaf, ((0, 0), (0, more)))
+  return dataclasses.replace(
+    draft,
+    params=flax.traverse_util.unflatten_dict(flat, sep="/"),
+    target=weights.identity(made, "").fingerprint,
+    target_name=made.notes,
   )
-  return float(np.abs(found - again).max()), float(np.abs(found).max())
+
+
+def logits_of(
+  target: weights.Weights, draft: weights.AttachedWeights | None = None
+) -> np.ndarray:
+  """Logits [B, T, V] of a target, or of a draft that is attached to it."""
+  size = target.config.vocab_size
+  source, mask = testing.random_sources(ROWS, LENGTH, size, seed=0)
+  output, _ = testing.random_sources(ROWS, LENGTH, size, seed=1)
+  model, params = target.model, target.params
+  if draft is not None:
+    model = attached.build(draft.config, target.config)
+    params = model.join(draft.params, attached.frozen_of(target.config, params))
+  return np.asarray(model.score(params, source, mask, output))
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+  """The largest difference of logits, and the largest of the first."""
+  return float(np.abs(one - other).max()), float(np.abs(one).max())
+
+
+def is_same(one: np.ndarray, other: np.ndarray) -> bool:
+  """Whether logits are the same but for rounding; says so."""
+  largest, logit = difference(one, other)
+  bound = TOLERANCE * logit
+  print(
+    f"largest difference of logits: {largest:.2g}, largest logit: {logit:.3g} (asked:"
+    f" at most {bound:.2g})"
+  )
+  return largest <= bound  # not if NaN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,23 +220,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("size", help=f"one of {', '.join(sizes.SIZES)}")
   parser.add_argument("--weights", default="shipped:demo_target.safetensors")
-  parser.add_argument("--out", type=pathlib.Path, help="the file")
+  parser.add_argument("--attached", help="a draft that is attached to these weights")
+  parser.add_argument("--out", type=pathlib.Path, default="runs/real_cost")
   given = parser.parse_args(arguments)
-  console = rich.console.Console()
   path = assets.resolve(given.weights, "--weights")
   held = weights.load(path)
   made = embedded(held, grown(held.config, given.size))
-  largest, logit = difference(held, made)
-  console.print(
-    f"largest difference of logits: {largest:.2g}, largest logit: {logit:.3g}"
-    f" (asked: at most {TOLERANCE * logit:.2g})",
-    soft_wrap=True,
-  )
-  if not largest <= TOLERANCE * logit:  # NaN too
-    console.print("not the same function: nothing was written")
+  if not is_same(logits_of(held), logits_of(made)):
     return 1
-  default = pathlib.Path("runs/real_cost") / f"{path.stem}_as_{given.size}.safetensors"
-  print(weights.save(given.out or default, made))
+  print(weights.save(given.out / f"{path.stem}_as_{given.size}.safetensors", made))
+  if given.attached:
+    place = assets.resolve(given.attached, "--attached")
+    draft = weights.load_attached(place, weights.identity(held, path.name))
+    again = reattached(draft, held, made)
+    if not is_same(logits_of(held, draft), logits_of(made, again)):
+      return 1
+    print(weights.save(given.out / f"{place.stem}_on_{given.size}.safetensors", again))
   return 0
 
 

@@ -122,9 +122,10 @@ def test_options_reach_every_run(tmp_path):
     assert config.pair.target == str(target) and config.decoding.rows == 2
     assert config.stream.requests_per_task == 7 and config.stream.seed == 5
   assert bench_whole_run.setting_of(said) == (
-    "runs/demo.gin, target target, attached attached, 7 a task, DecodingConfig.rows=2"
+    "runs/demo_independent.gin, target target, attached attached, 7 a task,"
+    " DecodingConfig.rows=2"
   )
-  assert bench_whole_run.setting_of(given()) == "runs/demo.gin"
+  assert bench_whole_run.setting_of(given()) == "runs/demo_independent.gin"
 
 
 def test_an_attached_draft_may_learn_in_its_own_way(written):
@@ -136,6 +137,26 @@ def test_an_attached_draft_may_learn_in_its_own_way(written):
     for kind, config in made.items()
   }
   assert rates["attached"] == 0.5 != rates["independent"]
+
+
+def test_the_demo_s_own_attached_draft_is_compared():
+  said = given(
+    "--attached", "shipped:demo_attached_draft.safetensors",
+    "--attached_gin", "runs/demo.gin",
+  )  # fmt: skip
+  made = bench_whole_run.configs(said, 0)
+  narrowed = {
+    kind: config.learning.update.loss.num_tokens for kind, config in made.items()
+  }
+  assert narrowed["attached"] > 0 == narrowed["independent"]
+
+
+def test_an_attached_draft_is_not_taken_for_an_independent_one(ran):
+  pair = ran[0]["independent"]
+  bench_whole_run.check_independent(pair)
+  draft = dataclasses.replace(pair.draft, frozen="target")
+  with pytest.raises(base.InputError, match="--draft: received a draft that is att"):
+    bench_whole_run.check_independent(dataclasses.replace(pair, draft=draft))
 
 
 def test_another_stream_for_an_attached_draft_is_refused(written):

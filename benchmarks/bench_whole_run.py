@@ -119,12 +119,12 @@ def people(
   """Everything that serves the stream, by name."""
   config, pair = made[INDEPENDENT], loaded[INDEPENDENT]
   requests = systems.requests_of(config, pair)
-  found: dict = {PLAIN: systems.Frozen(pair.plain(), config, requests)}
+  serving: dict = {PLAIN: systems.Frozen(pair.plain(), config, requests)}
   for kind, own in made.items():
-    found[f"{kind} frozen"] = systems.Frozen(loaded[kind], own, requests)
+    serving[f"{kind} frozen"] = systems.Frozen(loaded[kind], own, requests)
     place = folder / kind
-    found[f"{kind} online"] = systems.Learning(loaded[kind], own, place)
-  return found
+    serving[f"{kind} online"] = systems.Learning(loaded[kind], own, place)
+  return serving
 
 
 def one_run(
@@ -134,13 +134,13 @@ def one_run(
 ) -> tuple[accounts.Accounts, dict[str, float]]:
   """Serves the stream; what everybody spent, and what they did."""
   with tempfile.TemporaryDirectory() as folder:
-    found = people(made, loaded, pathlib.Path(folder))
+    serving = people(made, loaded, pathlib.Path(folder))
     total = len(systems.requests_of(made[INDEPENDENT], loaded[INDEPENDENT]))
-    serve = {name: system.serve for name, system in found.items()}
+    serve = {name: system.serve for name, system in serving.items()}
     spent = accounts.by_blocks(serve, total, block)
     figures = {
       f"{name}, {figure}": value
-      for name, system in found.items()
+      for name, system in serving.items()
       for figure, value in system.close().items()
     }
   return spent, figures
@@ -155,17 +155,17 @@ def rivals_of(name: str, names: list[str]) -> list[str]:
 
 def compared(spent: accounts.Accounts) -> dict[str, float]:
   """Ratios of total times, and break-even of those that learn; inf: never."""
-  names, found = list(spent.seconds), {}
+  names, figures = list(spent.seconds), {}
   for name in names[1:]:
     for other in rivals_of(name, names):
-      found[f"{name}, over {other}"] = spent.total(other) / spent.total(name)
+      figures[f"{name}, over {other}"] = spent.total(other) / spent.total(name)
   for name in names:
     kind, *state = name.split()
     for other in (PLAIN, f"{kind} frozen") if state == ["online"] else ():
       request = spent.break_even(name, other)
       figure = f"{name}, break-even over {other}, requests"
-      found[figure] = float("inf") if request is None else float(request)
-  return found
+      figures[figure] = float("inf") if request is None else float(request)
+  return figures
 
 
 def rows_of(
@@ -176,13 +176,13 @@ def rows_of(
   figures: Mapping[str, float],
 ) -> list[dict]:
   """What the report keeps of a run; rows of seconds hold the course of the run too."""
-  rows = functools.partial(measure.rows, f"{setting}, seed {seed}", clock)
-  found = []
+  named = functools.partial(measure.rows, f"{setting}, seed {seed}", clock)
+  rows = []
   for name, seconds in spent.seconds.items():
-    (row,) = rows({f"{name}, seconds": spent.total(name)})
+    (row,) = named({f"{name}, seconds": spent.total(name)})
     course = {"block_ends": spent.block_ends, "cumulated_seconds": seconds}
-    found.append(row | {"setting": setting, "seed": seed, "system": name} | course)
-  return found + rows({**figures, **compared(spent)}, ASKED)
+    rows.append(row | {"setting": setting, "seed": seed, "system": name} | course)
+  return rows + named({**figures, **compared(spent)}, ASKED)
 
 
 def setting_of(given: argparse.Namespace) -> str:
@@ -224,8 +224,8 @@ def main() -> None:
     systems.rehearse(loaded[kind], config)
   clock = f"wall, {given.threads} thread(s)"
   for seed in range(given.seeds):
-    spent, found = one_run(configs(given, seed), loaded, given.block)
-    rows = rows_of(setting_of(given), seed, clock, spent, figures | found)
+    spent, done = one_run(configs(given, seed), loaded, given.block)
+    rows = rows_of(setting_of(given), seed, clock, spent, figures | done)
     measure.report("whole_run", rows)
 
 

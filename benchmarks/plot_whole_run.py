@@ -31,12 +31,12 @@ Row = Mapping[str, Any]
 
 def panels(rows: Sequence[Row]) -> dict[str, dict[tuple[int, str], Row]]:
   """Rows that hold the course of a run: by setting, then by seed and system."""
-  found: dict[str, dict[tuple[int, str], Row]] = {}
+  courses: dict[str, dict[tuple[int, str], Row]] = {}
   for row in rows:
     if "cumulated_seconds" in row:
       setting = f"{row['setting']}; {row['clock']}"
-      found.setdefault(setting, {})[row["seed"], row["system"]] = row
-  return found
+      courses.setdefault(setting, {})[row["seed"], row["system"]] = row
+  return courses
 
 
 def saved(plain: Row, row: Row) -> tuple[list[int], np.ndarray]:

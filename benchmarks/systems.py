@@ -115,8 +115,8 @@ def served(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """Tokens, and how the draft did if there is one; `rows` are those of requests."""
   names = ("output_tokens", "target_calls", "drafted", "accepted")
   tokens, calls, drafted, accepted = (sum(row[name] for row in rows) for name in names)
-  found = {"tokens": tokens, "tokens per target call": tokens / calls}
-  return found | ({"draft acceptance": accepted / drafted} if drafted else {})
+  figures = {"tokens": tokens, "tokens per target call": tokens / calls}
+  return figures | ({"draft acceptance": accepted / drafted} if drafted else {})
 
 
 def rehearse(pair: pairs.Pair, config: online.OnlineConfig) -> None:

@@ -51,32 +51,32 @@ def test_the_target_is_in_memory_once(ran):
 def test_all_serve_the_whole_stream(ran):
   _, spent, rows = ran
   assert spent.block_ends == [10, 20, 24] and list(spent.seconds) == NAMES
-  found = values(rows)
-  tokens = {found[f"{name}, tokens"] for name in NAMES}
+  figures = values(rows)
+  tokens = {figures[f"{name}, tokens"] for name in NAMES}
   assert len(tokens) == 1 and tokens.pop() > 24
   for name in ("independent online", "attached online"):
-    assert found[f"{name}, updates"] >= 4
-    assert 0 < found[f"{name}, mean overlap"] < 1
-  assert "independent frozen, updates" not in found
-  assert "plain, draft acceptance" not in found
-  assert found["plain, tokens per target call"] == 1
+    assert figures[f"{name}, updates"] >= 4
+    assert 0 < figures[f"{name}, mean overlap"] < 1
+  assert "independent frozen, updates" not in figures
+  assert "plain, draft acceptance" not in figures
+  assert figures["plain, tokens per target call"] == 1
 
 
 def test_ratios_and_break_even_are_those_of_the_accounts(ran):
   _, spent, rows = ran
-  found = values(rows)
-  own = found["attached online, over attached frozen"]
+  figures = values(rows)
+  own = figures["attached online, over attached frozen"]
   assert own == spent.total("attached frozen") / spent.total("attached online")
-  assert "independent frozen, over independent frozen" not in found
+  assert "independent frozen, over independent frozen" not in figures
   asked = {row["figure"] for row in rows if row["asked"]}
-  assert asked == bench_whole_run.ASKED.keys() <= found.keys()
+  assert asked == bench_whole_run.ASKED.keys() <= figures.keys()
   course = {"plain": [4.0, 8.0], "independent frozen": [2.0, 4.0]}
   course["independent online"] = [3.0, 4.5]
   made = dataclasses.replace(spent, block_ends=[5, 9], seconds=course)
-  found = bench_whole_run.compared(made)
-  assert found["independent online, break-even over plain, requests"] == 5
+  figures = bench_whole_run.compared(made)
+  assert figures["independent online, break-even over plain, requests"] == 5
   never = "independent online, break-even over independent frozen, requests"
-  assert found[never] == float("inf")
+  assert figures[never] == float("inf")
 
 
 def test_rows_hold_what_the_picture_needs(ran, tmp_path):

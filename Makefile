@@ -83,7 +83,7 @@ BENCHMARKS := \
   bench_batching.py bench_adaptive.py \
   bench_compile.py bench_update.py bench_growth.py \
   bench_learning.py "bench_learning.py --free --intervals 1" \
-  bench_whole_run.py bench_reading_memory.py
+  bench_whole_run.py plot_whole_run.py bench_reading_memory.py
 
 bench: $(STAMP_HF) ## every benchmark, then benchmarks/README.md (hours; Python 3.11)
 	$(BIN)/python benchmarks/write_readme.py --note

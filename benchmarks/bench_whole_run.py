@@ -1,125 +1,232 @@
-"""What learning costs and gains end to end: three complete runs of one stream.
+"""What learning costs and gains end to end: complete runs of one stream.
 
-Plain decoding, the frozen draft and the online draft (updates, metering of the online
-draft, logging and checkpoints included) serve the same requests in interleaved blocks.
-Wall time; an update that is still running when its block ends is waited for, on the
-online run's account.
+Plain decoding, a frozen draft and an online draft (updates, metering of the online
+draft, logging and checkpoints included) serve the same requests by turns, block by
+block; with `--attached` a frozen and an online attached draft too, each with a server
+of its own. Wall time; an update that is still running when its block ends is waited
+for, on its own run's account. Loading, compiling, the warm start of the buffer and the
+files that are written when a run is closed are on nobody's. "Independent" is a draft
+that reads the prompt itself.
 
-  python benchmarks/bench_whole_run.py [--gin_file runs/demo.gin] [--seeds 3]
+Break-even: the first end of a block from which on a run that learns has spent less time
+than another, and less to the end of the stream.
+
+A small target says little of a real one: `experiments/real_cost/embed.py` writes the
+shipped target, with the outputs it has, in the shape of flan-t5-small, -base or -large.
+
+  python benchmarks/bench_whole_run.py [--gin_file runs/demo_independent.gin]
+      [--seeds 3] [--target FILE] [--draft FILE] [--attached FILE] [--attached_gin FILE]
+      [--requests_per_task 200] [--threads 2] [--bindings NAME=VALUE ...]
+
+`plot_whole_run.py` draws the time saved, from the results alone.
 """
 
 import argparse
 import dataclasses
+import functools
+import os
+import pathlib
 import tempfile
-import time
+from collections.abc import Mapping
 
+import accounts
 import measure
-import numpy as np
+import systems
 
-from osd_jax import online, writers
+from osd_jax import base, online, pairs
 from osd_jax.main import settings
-from osd_jax.serving import slots
-from osd_jax.serving.server import Server
+
+PLAIN, INDEPENDENT, ATTACHED = "plain", "independent", "attached"
+ASKED = {
+  "independent online, over plain": ">= 1.5",
+  "independent online, over independent frozen": ">= 1.15",
+}
+# What `--attached_gin` may change of a run.
+OF_A_DRAFT = ("decoding", "learning", "warm_start")
 
 
-def serve(server: Server, requests: list[slots.Request]) -> tuple[float, int]:
-  """Seconds and tokens of serving a block."""
-  started = time.perf_counter()
-  tokens = sum(len(done.tokens) for done in server.run(requests))
-  return time.perf_counter() - started, tokens
+def configs(given: argparse.Namespace, seed: int) -> dict[str, online.OnlineConfig]:
+  """The run of each kind of draft."""
+  made = {INDEPENDENT: config_of(given, seed, [], given.draft)}
+  if given.attached:
+    own = [given.attached_gin] if given.attached_gin else []
+    made[ATTACHED] = config_of(given, seed, own, given.attached)
+    check(made[INDEPENDENT], made[ATTACHED], given.attached_gin)
+  elif given.attached_gin:
+    raise base.InputError(
+      f"--attached_gin: received {given.attached_gin!r}, expected --attached with it."
+    )
+  return made
 
 
-def learn(loop: online.OnlineLoop, until: int) -> float:
-  """Seconds of serving a block while learning."""
-  started = time.perf_counter()
-  while loop.finished < until:
-    loop.step()
-  loop.settle()
-  return time.perf_counter() - started
+def config_of(
+  given: argparse.Namespace, seed: int, files: list[str], draft: str | None
+) -> online.OnlineConfig:
+  """What gin files, bindings and options say of one kind of draft."""
+  bindings = [f"StreamConfig.seed={seed}"]
+  if given.requests_per_task:
+    bindings.append(f"StreamConfig.requests_per_task={given.requests_per_task}")
+  config, _ = settings.load(
+    online.OnlineConfig, [given.gin_file, *files], [*bindings, *given.bindings]
+  )
+  named = {"target": given.target, "draft": draft}
+  changes = {field: _path(value) for field, value in named.items() if value}
+  return dataclasses.replace(config, pair=dataclasses.replace(config.pair, **changes))
 
 
-def one_run(config: online.OnlineConfig, block: int, folder: str) -> dict[str, float]:
-  directory = writers.RunDirectory.start(folder)
-  loop = online.OnlineLoop(dataclasses.replace(config, run_directory=folder), directory)
-  unrecorded = dataclasses.replace(config.decoding, record_top_k=0)
-  plain = Server(loop.pair.plain(), unrecorded, partition=config.partition)
-  frozen = Server(loop.pair, unrecorded, partition=config.partition)
-  warm_up(config, loop, plain, frozen)
-  seconds = {"plain": 0.0, "frozen": 0.0, "online": 0.0}
-  tokens = 0
-  for start in range(0, len(loop.stream), block):
-    stop = min(start + block, len(loop.stream))
-    requests = [
-      slots.Request(loop.stream[i].tokens, config.sampling.of_request(i))
-      for i in range(start, stop)
-    ]
-    spent, count = serve(plain, requests)
-    seconds["plain"] += spent
-    tokens += count
-    seconds["frozen"] += serve(frozen, requests)[0]
-    seconds["online"] += learn(loop, stop)
-  loop.close(sum(seconds.values()))
-  rows = list(writers.read(directory.metrics_path))
-  overlaps = [row["overlap"] for row in rows if row["kind"] == "request"]
-  return {
-    **{f"{name}_seconds": value for name, value in seconds.items()},
-    "tokens": tokens,
-    "updates": sum(row["kind"] == "update" for row in rows),
-    "update_seconds": total_seconds(rows, "update", "update_ms"),
-    "decode_seconds": total_seconds(rows, "request", "decode_ms"),
-    "overlap": float(np.mean(overlaps)),
-    "over_plain": seconds["plain"] / seconds["online"],
-    "over_frozen": seconds["frozen"] / seconds["online"],
-  }
+def _path(value: str) -> str:
+  """An absolute path where there is something, so that PairConfig.folder stays out."""
+  path = pathlib.Path(value)
+  return str(path.absolute()) if path.exists() else value
 
 
-def total_seconds(rows: list, kind: str, field: str) -> float:
-  return sum(row[field] for row in rows if row["kind"] == kind) / 1e3
-
-
-def warm_up(
-  config: online.OnlineConfig,
-  loop: online.OnlineLoop,
-  *frozen: Server,
+def check(
+  one: online.OnlineConfig, other: online.OnlineConfig, file: str | None
 ) -> None:
-  """Compiles everything on a short run of its own; compilation is not what we time."""
-  tokens = loop.stream[0].tokens
-  for server in frozen:
-    server.run([slots.Request(tokens) for _ in range(config.decoding.rows + 1)])
+  """Raises InputError where runs differ in more than a draft and how it learns."""
+  differing = [
+    f"{type(mine).__name__}.{field.name}"
+    for mine, its, own in (
+      (one, other, (*OF_A_DRAFT, "pair", "run_directory")),
+      (one.pair, other.pair, ("draft", "draft_serving", "attached", "draft_seed")),
+    )
+    for field in dataclasses.fields(mine)
+    if field.name not in own and getattr(mine, field.name) != getattr(its, field.name)
+  ]
+  if differing:
+    raise base.InputError(
+      f"--attached_gin: {file} changes {', '.join(differing)}, expected changes of"
+      f" {', '.join(OF_A_DRAFT)} and the draft alone: all serve the same requests with"
+      " the same target."
+    )
+
+
+def check_independent(pair: pairs.Pair) -> None:
+  """Raises InputError where the draft of a pair is attached to its target."""
+  if pair.draft.frozen:
+    raise base.InputError(
+      "--draft: received a draft that is attached to its target, expected one that"
+      " reads prompts itself; name it with --attached, and an independent one here or"
+      " in the gin file."
+    )
+
+
+def people(
+  made: Mapping[str, online.OnlineConfig],
+  loaded: Mapping[str, pairs.Pair],
+  folder: pathlib.Path,
+) -> dict[str, systems.Frozen | systems.Learning]:
+  """Everything that serves the stream, by name."""
+  config, pair = made[INDEPENDENT], loaded[INDEPENDENT]
+  requests = systems.requests_of(config, pair)
+  serving: dict = {PLAIN: systems.Frozen(pair.plain(), config, requests)}
+  for kind, own in made.items():
+    serving[f"{kind} frozen"] = systems.Frozen(loaded[kind], own, requests)
+    place = folder / kind
+    serving[f"{kind} online"] = systems.Learning(loaded[kind], own, place)
+  return serving
+
+
+def one_run(
+  made: Mapping[str, online.OnlineConfig],
+  loaded: Mapping[str, pairs.Pair],
+  block: int,
+) -> tuple[accounts.Accounts, dict[str, float]]:
+  """Serves the stream; what everybody spent, and what they did."""
   with tempfile.TemporaryDirectory() as folder:
-    directory = writers.RunDirectory.start(folder)
-    config = dataclasses.replace(config, checkpoint_every=8)
-    other = online.OnlineLoop(config, directory)
-    while other.finished < 3 * config.learning.schedule.update_interval + 8:
-      other.step()
-    other.close(0.0)
+    serving = people(made, loaded, pathlib.Path(folder))
+    total = len(systems.requests_of(made[INDEPENDENT], loaded[INDEPENDENT]))
+    serve = {name: system.serve for name, system in serving.items()}
+    spent = accounts.by_blocks(serve, total, block)
+    figures = {
+      f"{name}, {figure}": value
+      for name, system in serving.items()
+      for figure, value in system.close().items()
+    }
+  return spent, figures
 
 
-def rows_of(gin_file: str, seed: int, row: dict[str, float]) -> list[dict]:
-  """What the report keeps of a run."""
-  asked = {"over plain": ">= 1.5", "over frozen": ">= 1.15"}
-  case, figures = f"{gin_file}, seed {seed}", {n.replace("_", " "): row[n] for n in row}
-  return measure.rows(case, "wall, 2 thread(s)", figures, asked)
+def rivals_of(name: str, names: list[str]) -> list[str]:
+  """Whom a system is compared with: plain, independent frozen, its own kind frozen."""
+  own = f"{name.split()[0]} frozen"
+  asked = dict.fromkeys((PLAIN, f"{INDEPENDENT} frozen", own))
+  return [other for other in asked if other in names and other != name]
+
+
+def compared(spent: accounts.Accounts) -> dict[str, float]:
+  """Ratios of total times, and break-even of those that learn; inf: never."""
+  names, figures = list(spent.seconds), {}
+  for name in names[1:]:
+    for other in rivals_of(name, names):
+      figures[f"{name}, over {other}"] = spent.total(other) / spent.total(name)
+  for name in names:
+    kind, *state = name.split()
+    for other in (PLAIN, f"{kind} frozen") if state == ["online"] else ():
+      request = spent.break_even(name, other)
+      figure = f"{name}, break-even over {other}, requests"
+      figures[figure] = float("inf") if request is None else float(request)
+  return figures
+
+
+def rows_of(
+  setting: str,
+  seed: int,
+  clock: str,
+  spent: accounts.Accounts,
+  figures: Mapping[str, float],
+) -> list[dict]:
+  """What the report keeps of a run; rows of seconds hold the course of the run too."""
+  named = functools.partial(measure.rows, f"{setting}, seed {seed}", clock)
+  rows = []
+  for name, seconds in spent.seconds.items():
+    (row,) = named({f"{name}, seconds": spent.total(name)})
+    course = {"block_ends": spent.block_ends, "cumulated_seconds": seconds}
+    rows.append(row | {"setting": setting, "seed": seed, "system": name} | course)
+  return rows + named({**figures, **compared(spent)}, ASKED)
+
+
+def setting_of(given: argparse.Namespace) -> str:
+  """The gin file, and every option that differs from it."""
+  files = ("target", "draft", "attached", "attached_gin")
+  named = {name: getattr(given, name) for name in files}
+  parts = [f"{n} {pathlib.Path(value).stem}" for n, value in named.items() if value]
+  if given.requests_per_task:
+    parts.append(f"{given.requests_per_task} a task")
+  return ", ".join([given.gin_file, *parts, *given.bindings])
+
+
+def options() -> argparse.ArgumentParser:
+  """The command line."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--gin_file", default="runs/demo_independent.gin")
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--block", type=int, default=25, help="requests of a turn")
+  parser.add_argument("--target", help="weights of the target, for all")
+  parser.add_argument("--draft", help="weights of the independent draft")
+  parser.add_argument("--attached", help='weights of an attached draft, or "attached"')
+  parser.add_argument("--attached_gin", help="read after gin_file for that draft")
+  parser.add_argument("--requests_per_task", type=int)
+  parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
+  parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE, for all")
+  parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS)
+  return parser
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--gin_file", default="runs/demo.gin")
-  parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--block", type=int, default=25)
-  parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
-  given = parser.parse_args()
-  measure.restart(2)
+  given = options().parse_args()
+  measure.restart(given.threads)
+  measure.RESULTS = given.results
+  # Who else computes here takes from every system alike, but not block by block.
+  figures = {"load of other work at the start": os.getloadavg()[0]}
+  loaded = systems.load(configs(given, 0))
+  check_independent(loaded[INDEPENDENT])
+  for kind, config in configs(given, 0).items():
+    systems.rehearse(loaded[kind], config)
+  clock = f"wall, {given.threads} thread(s)"
   for seed in range(given.seeds):
-    config, _ = settings.load(
-      online.OnlineConfig,
-      [given.gin_file],
-      [f"StreamConfig.seed={seed}", *given.bindings],
-    )
-    config = dataclasses.replace(config, floor_metering=False, compare_every=0)
-    with tempfile.TemporaryDirectory() as folder:
-      row = one_run(config, given.block, folder)
-    measure.report("whole_run", rows_of(given.gin_file, seed, row))
+    spent, done = one_run(configs(given, seed), loaded, given.block)
+    rows = rows_of(setting_of(given), seed, clock, spent, figures | done)
+    measure.report("whole_run", rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,168 @@
+"""Whole runs at the tiny size: five systems, one stream, what is reported and drawn."""
+
+import dataclasses
+import json
+
+import bench_whole_run
+import jax
+import plot_whole_run
+import pytest
+import systems
+import tiny_online
+
+from osd_jax import base
+
+NAMES = [
+  "plain",
+  "independent frozen",
+  "independent online",
+  "attached frozen",
+  "attached online",
+]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+  """Pairs, accounts and rows; the tiny draft stands in for an attached one."""
+  folder = tmp_path_factory.mktemp("pair")
+  pair = tiny_online.save_lively_pair(folder)
+  config = tiny_online.config(pair, folder / "run", keep_drafts=False, warm_start=None)
+  config = dataclasses.replace(config, pair=pair)  # its draft whole
+  made = {"independent": config, "attached": config}
+  with jax.numpy_rank_promotion("allow"):
+    loaded = systems.load(made)
+    systems.rehearse(loaded["attached"], config)
+    spent, figures = bench_whole_run.one_run(made, loaded, block=10)
+  rows = bench_whole_run.rows_of("tiny", 3, "wall", spent, figures)
+  return loaded, spent, rows
+
+
+def values(rows):
+  return {row["figure"]: row["value"] for row in rows}
+
+
+def test_the_target_is_in_memory_once(ran):
+  one, other = ran[0].values()
+  assert one.target_params is other.target_params
+  served = [pair.target.prepare(pair.target_params) for pair in (one, other)]
+  assert served[0] is served[1]
+
+
+def test_all_serve_the_whole_stream(ran):
+  _, spent, rows = ran
+  assert spent.block_ends == [10, 20, 24] and list(spent.seconds) == NAMES
+  figures = values(rows)
+  tokens = {figures[f"{name}, tokens"] for name in NAMES}
+  assert len(tokens) == 1 and tokens.pop() > 24
+  for name in ("independent online", "attached online"):
+    assert figures[f"{name}, updates"] >= 4
+    assert 0 < figures[f"{name}, mean overlap"] < 1
+  assert "independent frozen, updates" not in figures
+  assert "plain, draft acceptance" not in figures
+  assert figures["plain, tokens per target call"] == 1
+
+
+def test_ratios_and_break_even_are_those_of_the_accounts(ran):
+  _, spent, rows = ran
+  figures = values(rows)
+  own = figures["attached online, over attached frozen"]
+  assert own == spent.total("attached frozen") / spent.total("attached online")
+  assert "independent frozen, over independent frozen" not in figures
+  asked = {row["figure"] for row in rows if row["asked"]}
+  assert asked == bench_whole_run.ASKED.keys() <= figures.keys()
+  course = {"plain": [4.0, 8.0], "independent frozen": [2.0, 4.0]}
+  course["independent online"] = [3.0, 4.5]
+  made = dataclasses.replace(spent, block_ends=[5, 9], seconds=course)
+  figures = bench_whole_run.compared(made)
+  assert figures["independent online, break-even over plain, requests"] == 5
+  never = "independent online, break-even over independent frozen, requests"
+  assert figures[never] == float("inf")
+
+
+def test_rows_hold_what_the_picture_needs(ran, tmp_path):
+  _, spent, rows = ran
+  path = tmp_path / "whole_run.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  plot_whole_run.main(["--results", str(path)])
+  assert (tmp_path / "whole_run_saved.png").stat().st_size > 10_000
+  courses = plot_whole_run.panels(rows)["tiny; wall"]
+  assert set(courses) == {(3, name) for name in NAMES}
+  places, share = plot_whole_run.saved(
+    courses[3, "plain"], courses[3, "attached online"]
+  )
+  assert places == [0, 10, 20, 24] and share[0] == 0
+  total = 1 - spent.total("attached online") / spent.total("plain")
+  assert share[-1] == pytest.approx(100 * total)
+
+
+def test_without_seconds_by_block_nothing_is_drawn(ran, tmp_path):
+  """Negative control; rows of an older run are such."""
+  rows = [row for row in ran[2] if "cumulated_seconds" not in row]
+  with pytest.raises(SystemExit, match="no row holds"):
+    plot_whole_run.draw(rows, tmp_path / "none.png")
+
+
+def given(*words):
+  return bench_whole_run.options().parse_args(words)
+
+
+def test_options_reach_every_run(tmp_path):
+  target = tmp_path / "target.safetensors"
+  target.touch()
+  said = given(
+    "--target", str(target), "--attached", "attached", "--requests_per_task", "7",
+    "--bindings", "DecodingConfig.rows=2",
+  )  # fmt: skip
+  made = bench_whole_run.configs(said, 5)
+  assert {kind: config.pair.draft for kind, config in made.items()} == {
+    "independent": "shipped:demo_draft.safetensors",
+    "attached": "attached",
+  }
+  for config in made.values():
+    assert config.pair.target == str(target) and config.decoding.rows == 2
+    assert config.stream.requests_per_task == 7 and config.stream.seed == 5
+  assert bench_whole_run.setting_of(said) == (
+    "runs/demo_independent.gin, target target, attached attached, 7 a task,"
+    " DecodingConfig.rows=2"
+  )
+  assert bench_whole_run.setting_of(given()) == "runs/demo_independent.gin"
+
+
+def test_an_attached_draft_may_learn_in_its_own_way(written):
+  own = written("OptimizerConfig.learning_rate = 0.5\n")
+  said = given("--attached", "attached", "--attached_gin", own)
+  made = bench_whole_run.configs(said, 0)
+  rates = {
+    kind: config.learning.update.optimizer.learning_rate
+    for kind, config in made.items()
+  }
+  assert rates["attached"] == 0.5 != rates["independent"]
+
+
+def test_the_demo_s_own_attached_draft_is_compared():
+  said = given(
+    "--attached", "shipped:demo_attached_draft.safetensors",
+    "--attached_gin", "runs/demo.gin",
+  )  # fmt: skip
+  made = bench_whole_run.configs(said, 0)
+  narrowed = {
+    kind: config.learning.update.loss.num_tokens for kind, config in made.items()
+  }
+  assert narrowed["attached"] > 0 == narrowed["independent"]
+
+
+def test_an_attached_draft_is_not_taken_for_an_independent_one(ran):
+  pair = ran[0]["independent"]
+  bench_whole_run.check_independent(pair)
+  draft = dataclasses.replace(pair.draft, frozen="target")
+  with pytest.raises(base.InputError, match="--draft: received a draft that is att"):
+    bench_whole_run.check_independent(dataclasses.replace(pair, draft=draft))
+
+
+def test_another_stream_for_an_attached_draft_is_refused(written):
+  other = written("StreamConfig.requests_per_task = 9\n")
+  said = given("--attached", "attached", "--attached_gin", other)
+  with pytest.raises(base.InputError, match="changes OnlineConfig.stream, expected"):
+    bench_whole_run.configs(said, 0)
+  with pytest.raises(base.InputError, match="--attached_gin: received"):
+    bench_whole_run.configs(given("--attached_gin", other), 0)

@@ -54,7 +54,8 @@ def table(prices: Prices, rows: Sequence[Row]) -> list[dict[str, Any]]:
     rows: of its metrics.jsonl.
   """
   requests = [row for row in writers.request_rows(rows) if row["output_tokens"]]
-  compared = [row for row in requests if row.get("plain_ms_per_token") is not None]
+  served = ("plain_ms_per_token", "floor_ms_per_token", "floor_tokens_per_target_call")
+  compared = [row for row in requests if all(map(row.get, served))]
   lines = []
   if compared:
     busy = sum(bool(row.get("learner_busy")) for row in compared) / len(compared)

@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,10 +21,25 @@ from osd_jax.distillation.costs import UpdateCosts
 from osd_jax.measuring import operations, timing
 from osd_jax.serving import calls
 from osd_jax.serving.server import Server
+from osd_jax.serving.slots import Slots
 
 ROUNDS = 8  # of a timed call, at most: rows may end before
-LEAST, MOST, SECONDS = 4, 40, 0.4  # turns: at least, at most, and for how long else
+LEAST, MOST, SECONDS = 4, 40, 0.5  # turns: at least, at most, and for how long else
 STEP_CALLS, STEP_REPEATS = 8, 3  # of the loops that time single steps
+
+
+class Way(NamedTuple):
+  """A way to decode.
+
+  Attributes:
+    program: what is compiled in.
+    candidates: Ks, ascending; 0 is a plain step.
+    served: prepared parameters.
+  """
+
+  program: calls.Program
+  candidates: tuple[int, ...]
+  served: calls.Served
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,20 +145,10 @@ def measure(server: Server, prompt: np.ndarray, learn: bool) -> Prices:
     learn: whether updates are timed too; the draft does not change.
   """
   slots = server.slots
-  single = dataclasses.replace(slots.program.config, rows=1)
-  unrecorded = dataclasses.replace(single, record_top_k=0)
   source = np.zeros((1, slots.config.bucket(len(prompt))), np.int32)
   source[0, : len(prompt)] = prompt
-  alone = dataclasses.replace(slots.program, config=single, partitioner=None)
-  plainly = dataclasses.replace(alone, config=unrecorded, draft=None)
-  served = slots.served
-  online = call_prices(slots.program, slots.candidates, served, source)
-  frozen = (
-    call_prices(alone, slots.candidates, served, source)
-    if slots.config.rows > 1
-    else online
-  )
-  plain = call_prices(plainly, (0,), calls.Served(served.target), source)
+  ways = _ways(slots)
+  plain, *drafting = call_prices(ways, source)
   steps = timing.measure(
     slots.config,
     server.pair.target,
@@ -156,41 +161,36 @@ def measure(server: Server, prompt: np.ndarray, learn: bool) -> Prices:
   )
   prices = Prices(
     plain,
-    frozen,
-    online,
+    drafting[0],
+    drafting[-1],
     steps.draft_step_ms,
     steps.plain_step_ms,
     steps.verify_ms,
     flops=operations.count(server, source, learn),
   )
-  return _with_learning(prices, server, source) if learn else prices
+  return _with_learning(prices, server, ways[-1:], source) if learn else prices
 
 
-def call_prices(
-  program: calls.Program,
-  candidates: Sequence[int],
-  served: calls.Served,
-  source: np.ndarray,
-) -> CallPrices:
-  """Times requests and rounds with each K, by turns; medians count.
+def call_prices(ways: Sequence[Way], source: np.ndarray) -> list[CallPrices]:
+  """Times requests and rounds with each K, all ways by turns; medians count.
+
+  What else a machine does then falls on all of them alike.
 
   Args:
-    program: what is compiled in.
-    candidates: Ks, ascending.
-    served: prepared parameters.
+    ways: to decode.
     source: [1, S] int32.
   """
-  turn = functools.partial(_turn, program, served, source)
-  for num_draft_tokens in candidates:
-    turn(num_draft_tokens)  # compiles
-  turns = np.array(_repeated(lambda: [turn(k) for k in candidates]))
-  insert, idle, round_ms = np.moveaxis(np.median(turns, axis=0), 1, 0)
-  return CallPrices(
-    rows=program.config.rows,
-    num_draft_tokens=tuple(candidates),
-    round_ms=tuple(np.maximum(round_ms, 1e-3).tolist()),
-    request_ms=float(insert.mean() + idle.mean() / program.config.rows),
-  )
+  turns = [
+    functools.partial(_turn, way, source, k) for way in ways for k in way.candidates
+  ]
+  for turn in turns:
+    turn()  # compiles
+  times = np.median(_repeated(lambda: [turn() for turn in turns]), axis=0)
+  ends = np.cumsum([len(way.candidates) for way in ways])
+  return [
+    _summed_up(way, part)
+    for way, part in zip(ways, np.split(times, ends[:-1]), strict=True)
+  ]
 
 
 def hidden_share(slowdown: float, alone_ms: float, beside_ms: float) -> float:
@@ -206,15 +206,43 @@ def hidden_share(slowdown: float, alone_ms: float, beside_ms: float) -> float:
   return float(np.clip(1 - lost / alone_ms, 0.0, 1.0))
 
 
-def _with_learning(prices: Prices, server: Server, source: np.ndarray) -> Prices:
-  """The prices with those of updates."""
-  learner, slots = server.learner, server.slots
+def _ways(slots: Slots) -> list[Way]:
+  """As rivals are served, plainly and with a draft, one row each; and as the run is."""
+  shapes = dataclasses.replace(slots.program.config, rows=1)
+  alone = dataclasses.replace(slots.program, config=shapes, partitioner=None)
+  unrecorded = dataclasses.replace(shapes, record_top_k=0)
+  plainly = dataclasses.replace(alone, config=unrecorded, draft=None)
+  found = [
+    Way(plainly, (0,), calls.Served(slots.served.target)),
+    Way(alone, slots.candidates, slots.served),
+    Way(slots.program, slots.candidates, slots.served),
+  ]
+  return found[:2] if alone == slots.program else found
+
+
+def _summed_up(way: Way, times: np.ndarray) -> CallPrices:
+  """The prices from [candidates, 3] medians of what `_turn` times."""
+  insert, idle, round_ms = times.T
+  rows = way.program.config.rows
+  return CallPrices(
+    rows=rows,
+    num_draft_tokens=tuple(way.candidates),
+    round_ms=tuple(np.maximum(round_ms, 1e-3).tolist()),
+    request_ms=float(insert.mean() + idle.mean() / rows),
+  )
+
+
+def _with_learning(
+  prices: Prices, server: Server, ways: Sequence[Way], source: np.ndarray
+) -> Prices:
+  """The prices with those of updates; rounds alone are timed before and after."""
+  learner = server.learner
   learner.try_update()
   alone = float(np.median(_repeated(lambda: _ms(learner.try_update), 2, 5)))
   with _again_and_again(learner.try_update) as beside:
-    most = slots.candidates[-1:]
-    busy = call_prices(slots.program, most, slots.served, source)
-  slowdown = max(busy.round_ms[0] / prices.online.round_ms[-1], 1.0)
+    busy = call_prices(ways, source)[0].round_ms[-1]
+  idle = call_prices(ways, source)[0].round_ms[-1]
+  slowdown = max(2 * busy / (idle + prices.online.round_ms[-1]), 1.0)
   slices = learner.update_config.steps_per_update
   return dataclasses.replace(
     prices,
@@ -226,9 +254,10 @@ def _with_learning(prices: Prices, server: Server, source: np.ndarray) -> Prices
 
 
 def _turn(
-  program: calls.Program, served: calls.Served, source: np.ndarray, k: int
+  way: Way, source: np.ndarray, num_draft_tokens: int
 ) -> tuple[float, float, float]:
   """Milliseconds of a prefill, of a call without rounds, and of a round."""
+  program, _, served = way
   config = program.config
   settings = sampling.make_settings(1, max_length=config.target_length)
   state = calls.empty(program, served, source.shape[1])
@@ -238,10 +267,10 @@ def _turn(
     state = calls.insert(program, served, state, source, settings, slot)
     jax.block_until_ready(state)
   inserted = time.perf_counter()
-  state = calls.advance(program, k, served, np.int32(0), state)
+  state = calls.advance(program, num_draft_tokens, served, np.int32(0), state)
   jax.block_until_ready(state)
   idle = time.perf_counter()
-  state = calls.advance(program, k, served, np.int32(ROUNDS), state)
+  state = calls.advance(program, num_draft_tokens, served, np.int32(ROUNDS), state)
   jax.block_until_ready(state)
   ended = time.perf_counter()
   rounds = int(np.max(state.counters.rounds))

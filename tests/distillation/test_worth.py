@@ -98,7 +98,6 @@ def test_updates_resume_at_a_shift_and_stop_behind_the_plateau():
 
 
 def test_a_slow_drift_is_answered():
-  draft = Draft(0.5, pace=0.1, drift=0.0005)
   config = dataclasses.replace(CONFIG, sharp_drop=0.9)  # sharp falls are not seen
   seen = [serve(config, Draft(0.5, pace=0.1, drift=0.0005), 2000, s) for s in SEEDS]
   assert np.mean([state.drops for state, *_ in seen]) >= 1

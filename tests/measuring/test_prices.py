@@ -4,14 +4,16 @@ import dataclasses
 import json
 import threading
 
+import jax
 import numpy as np
 import pytest
 import tiny_online
 from writers import synthetic_run
 
-from osd_jax import online, writers
+from osd_jax import online, partitioning, writers
 from osd_jax.distillation import worth
 from osd_jax.measuring import operations, pages, prediction, prices, savings
+from osd_jax.serving import adaptive, slots
 from osd_jax.serving.server import Server
 
 PLAIN = prices.CallPrices(1, (0,), (4.0,), 5.0)
@@ -233,3 +235,30 @@ def test_a_run_by_measured_prices_goes_on_with_them_after_an_interruption(
 def test_a_schedule_that_goes_by_prices_needs_some(pair, tmp_path):
   with pytest.raises(ValueError, match="OnlineConfig.prices: received False"):
     dataclasses.replace(worth_config(pair, tmp_path), prices=False)
+
+
+@pytest.fixture
+def quick_compilation():
+  """A mesh's programs are many and run little."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+def test_every_k_is_priced_on_a_mesh_too(pair, tmp_path, quick_compilation):
+  config = tiny_online.config(pair, tmp_path, rows=2)
+  decoding = dataclasses.replace(
+    config.decoding,
+    num_draft_tokens=1,
+    adaptive=slots.AdaptiveConfig(
+      costs=(adaptive.RoundCosts((1.0, 2.0, 3.0, 4.0, 5.0)),)
+    ),
+  )
+  mesh = partitioning.PartitionConfig(data=2, model=2)
+  with Server(config.pair, decoding, config.learning, mesh) as server:
+    made = prices.measure(server, np.array([5, 9, 7, 1], np.int32), learn=True)
+  assert made.online.num_draft_tokens == made.frozen.num_draft_tokens == (0, 1)
+  assert made.online.rows == 2 and min(made.online.round_ms) > 0
+  costs = made.update_costs()
+  assert costs.num_draft_tokens == (0, 1) and costs.update_ms > 0

@@ -172,7 +172,7 @@ def measure(server: Server, prompt: np.ndarray, learn: bool) -> Prices:
 
 
 def call_prices(ways: Sequence[Way], source: np.ndarray) -> list[CallPrices]:
-  """Times requests and rounds with each K, all ways by turns; medians count.
+  """Times requests and rounds with each K, all ways by turns; see `usual`.
 
   What else a machine does then falls on all of them alike.
 
@@ -185,12 +185,26 @@ def call_prices(ways: Sequence[Way], source: np.ndarray) -> list[CallPrices]:
   ]
   for turn in turns:
     turn()  # compiles
-  times = np.median(_repeated(lambda: [turn() for turn in turns]), axis=0)
+  times = usual(_repeated(lambda: [turn() for turn in turns]))
   ends = np.cumsum([len(way.candidates) for way in ways])
   return [
     _summed_up(way, part)
     for way, part in zip(ways, np.split(times, ends[:-1]), strict=True)
   ]
+
+
+def usual(times: Sequence[Any]) -> np.ndarray:
+  """Mean over the first axis without the highest and the lowest tenth.
+
+  What else the machine does will slow serving too, so that it counts, but for hiccups:
+  a median would leave it out where it comes in bursts.
+
+  Args:
+    times: of [turns, ...].
+  """
+  ordered = np.sort(np.asarray(times, float), axis=0)
+  cut = -(-len(ordered) // 10) if len(ordered) > 2 else 0
+  return ordered[cut : len(ordered) - cut].mean(axis=0)
 
 
 def hidden_share(slowdown: float, alone_ms: float, beside_ms: float) -> float:
@@ -221,7 +235,7 @@ def _ways(slots: Slots) -> list[Way]:
 
 
 def _summed_up(way: Way, times: np.ndarray) -> CallPrices:
-  """The prices from [candidates, 3] medians of what `_turn` times."""
+  """The prices from [candidates, 3] of what `_turn` times."""
   insert, idle, round_ms = times.T
   rows = way.program.config.rows
   return CallPrices(
@@ -238,7 +252,7 @@ def _with_learning(
   """The prices with those of updates; rounds alone are timed before and after."""
   learner = server.learner
   learner.try_update()
-  alone = float(np.median(_repeated(lambda: _ms(learner.try_update), 2, 5)))
+  alone = float(usual(_repeated(lambda: _ms(learner.try_update), 2, 5)))
   with _again_and_again(learner.try_update) as beside:
     busy = call_prices(ways, source)[0].round_ms[-1]
   idle = call_prices(ways, source)[0].round_ms[-1]
@@ -249,7 +263,7 @@ def _with_learning(
     slice_ms=alone / slices,
     slices=slices,
     slowdown=slowdown,
-    hidden=hidden_share(slowdown, alone, float(np.median(beside))),
+    hidden=hidden_share(slowdown, alone, float(usual(beside))),
   )
 
 

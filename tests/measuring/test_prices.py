@@ -60,6 +60,15 @@ def test_half_an_update_is_hidden_where_rounds_slow_down_by_a_quarter():
   assert prices.hidden_share(9.0, 160.0, 900.0) == 0.0
 
 
+def test_what_slows_a_third_of_the_turns_counts_and_a_hiccup_does_not():
+  turns = np.where(np.arange(30) % 3 == 0, 10.0, 4.0)
+  assert prices.usual(turns) == pytest.approx(5.75, abs=0.3)
+  assert np.median(turns) == 4.0  # would have promised too much
+  turns[7] = 1000.0
+  assert prices.usual(turns) < 6.5
+  assert prices.usual([3.0, 5.0]) == 4.0
+
+
 def test_prices_survive_json_and_price_the_schedule():
   fields = json.loads(json.dumps(dataclasses.asdict(PRICES)))
   assert prices.Prices.from_json({"kind": "prices", **fields}) == PRICES

@@ -45,8 +45,10 @@ $(STAMP_HF): $(STAMP)
 
 install: $(STAMP) ## make .venv with the pinned dependencies
 
-demo: $(STAMP) ## serve 800 requests while the draft learns; writes a report
+demo: $(STAMP) ## serve 800 requests while a draft learns, with both kinds of draft
+	$(BIN)/osd online --gin_file=gin_configs/runs/demo_independent.gin
 	$(BIN)/osd online --gin_file=gin_configs/runs/demo.gin
+	$(BIN)/osd compare runs/demo_independent runs/demo --output runs/demo_compared
 
 test: lint ## lint, then every test that needs no torch
 	$(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile

@@ -196,8 +196,18 @@ class Model:
       (fused, transposed: whatever the backend likes); what needs no change may be
       shared with params. Made once at load and at each swap, never inside a step.
       With a shortlist, `(params, tokens [N])` too.
-    logical_axes: `() -> tree` of logical axis names, shaped like params.
+    logical_axes: `() -> tree` of logical axis names, shaped like what `init` makes.
     shortlist: N, tokens that `decode` gives mass to; 0 for all.
+    score_at: `(params, source, mask, target, positions [B, P] or None, tokens [C] or
+      None) -> logits [B, P, C]`; `score` at some positions, of some tokens. None:
+      whoever wants that leaves out the rest of `score`.
+    frozen: the name in params of what belongs to the target and is never trained; ""
+      where there is no such thing.
+    reads: E, width of what the target has read, for a draft attached to it: `prefill`
+      takes `cache.reading` [B, S, E] of the target in place of the source, `score` and
+      `score_at` take either. 0: it reads the source itself.
+    read: `(params, source, mask) -> [B, S, E]`; of an attached draft, what the target
+      would hand out.
   """
 
   name: str
@@ -209,6 +219,21 @@ class Model:
   prepare: Callable[..., Params]
   logical_axes: Callable[[], Any]
   shortlist: int = 0
+  score_at: Callable[..., jax.Array] | None = None
+  frozen: str = ""
+  reads: int = 0
+  read: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
+
+  def split(self, params: Params) -> tuple[Params, Params]:
+    """What is trained, and what is the target's; None where nothing is."""
+    if not self.frozen:
+      return params, None
+    trained = {name: leaf for name, leaf in params.items() if name != self.frozen}
+    return trained, params[self.frozen]
+
+  def join(self, trained: Params, frozen: Params) -> Params:
+    """The parameters that `split` took apart."""
+    return {**trained, self.frozen: frozen} if self.frozen else trained
 
   __hash__ = object.__hash__
 
@@ -304,6 +329,8 @@ class DistillationBatch:
     mask: [R, T] bool; emitted positions, up to and including end-of-sequence.
     records: `Records` with leading axis R.
     weight: [R] float32; 0 for rows that only fill the batch.
+    reading: [R, S, E] bfloat16, what the target has read of the source, for a draft
+      attached to it; None where that is not kept.
   """
 
   source: jax.Array
@@ -311,3 +338,9 @@ class DistillationBatch:
   mask: jax.Array
   records: Records
   weight: jax.Array
+  reading: jax.Array | None = None
+
+  @property
+  def inputs(self) -> jax.Array:
+    """What a draft reads: the target's reading where it is there, or the source."""
+    return self.source if self.reading is None else self.reading

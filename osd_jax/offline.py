@@ -158,11 +158,12 @@ class OfflineLoop:
     self._bar = bar
     self._partitioner = partitioning.make(config.partition)
     self.pair = pairs.load_pair(config.pair, self._partitioner)
-    self.learner = updates.init_learner(config.update, self.pair.draft_params)
+    trained, self._frozen = self.pair.draft.split(self.pair.draft_params)
+    self.learner = updates.init_learner(config.update, trained)
     self.taken = 0
     self.loss = self.overlap = float("nan")
     self._losses: list[Any] = []
-    self._writer = self.pair.draft_params  # what wrote the draft's texts
+    self._writer = trained  # what wrote the draft's texts
     self._log = writers.MetricsLog(directory.metrics_path)
     self._saved = checkpoints.Checkpointer(
       checkpoints.CheckpointConfig(str(directory.checkpoints_path))
@@ -192,7 +193,7 @@ class OfflineLoop:
   @functools.cached_property
   def rows(self) -> base.DistillationBatch:
     """The texts with the target's distributions, on the host."""
-    return self.texts.rows(self._writer)
+    return self.texts.rows(self.pair.draft.join(self._writer, self._frozen))
 
   @functools.cached_property
   def held_out(self) -> list[slots.Finished]:
@@ -204,6 +205,11 @@ class OfflineLoop:
     server = texts_lib.plain_server(self.pair, config.decoding, config.partition)
     with texts_lib.counting(self._bar, "held-out prompts", len(prompts)) as count:
       return server.run(texts_lib.requests(prompts, config.sampling), count)
+
+  @property
+  def _served_params(self) -> base.Params:
+    """All parameters of the draft as it is by now."""
+    return self.pair.draft.join(self.learner.served, self._frozen)
 
   @property
   def figures(self) -> str:
@@ -219,7 +225,7 @@ class OfflineLoop:
     drawn = updates.cut(config.update, self._batch(self.taken))
     batch = self._partitioner.place_rows(drawn)
     self.learner, found = updates.take_slice(
-      self.pair.draft, config.update, self.learner, batch
+      self.pair.draft, config.update, self.learner, batch, self._frozen
     )
     self._losses.append(found.loss)
     self.taken += 1
@@ -258,7 +264,7 @@ class OfflineLoop:
       f" {self.config.texts.sample_source} texts"
     )
     self.pair.save_draft(
-      self.config.output, self.learner.served, notes, self.config.storage
+      self.config.output, self._served_params, notes, self.config.storage
     )
     self._log.close()
 
@@ -284,7 +290,7 @@ class OfflineLoop:
 
   def _evaluate(self) -> None:
     agreement = metrics.mean_agreement(
-      self.pair.draft, self.learner.served, self.held_out
+      self.pair.draft, self._served_params, self.held_out
     )
     labels = [task.label for task in self.config.evaluation.tasks]
     tasks = {labels[task_id]: row for task_id, row in agreement.items()}

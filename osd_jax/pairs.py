@@ -4,22 +4,31 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from osd_jax import assets, base, partitioning
 from osd_jax.data.vocabularies import Vocabulary, stated_extra_ids
-from osd_jax.models import convert, t5, weights
+from osd_jax.models import attached, convert, t5, weights
+from osd_jax.models.shapes import AttachedConfig
+
+ATTACHED = "attached"  # in place of a file
 
 
 @dataclasses.dataclass(frozen=True)
 class PairConfig:
   """Which files make the pair. "shipped:NAME" is a file of the package.
 
-  >>> PairConfig(target="flan-t5-large", extra_ids=100).draft
-  'shipped:demo_draft.safetensors'
+  >>> bring_only_a_target = PairConfig(target="flan-t5-large", draft="attached")
+  >>> bring_only_a_target.attached.width
+  128
 
   Attributes:
     target: weights of the target: a file of this package, or a folder of transformers
       (config.json beside safetensors), here or on the Hugging Face hub.
-    draft: weights of the draft, likewise.
+    draft: weights of the draft, likewise; or "attached": a draft that stands on the
+      target, from random parameters. It grows from what it serves.
+    attached: shape of that draft; a weights file says its own.
+    draft_seed: of its parameters.
     vocabulary: SentencePiece model of both, or a folder that holds spiece.model.
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
     dtype: "float32" or "bfloat16"; what both models compute in.
@@ -28,7 +37,9 @@ class PairConfig:
   """
 
   target: str = "shipped:demo_target.safetensors"
-  draft: str = "shipped:demo_draft.safetensors"
+  draft: str = "shipped:demo_attached_draft.safetensors"
+  attached: AttachedConfig = AttachedConfig()
+  draft_seed: int = 0
   vocabulary: str = "shipped:demo_vocabulary.model"
   extra_ids: int = 0
   dtype: str = "float32"
@@ -38,7 +49,7 @@ class PairConfig:
   def __post_init__(self):
     base.check_types(self)
     base.check_choices(self, dtype=("float32", "bfloat16"))
-    base.check_counts(self, "extra_ids", least=0)
+    base.check_counts(self, "extra_ids", "draft_seed", least=0)
     paths = ("target", "draft", "vocabulary")
     base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
 
@@ -60,8 +71,9 @@ class Pair:
     rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
     draft: functions of the draft; of `plain()` None.
     draft_params: its parameters.
-    draft_config: shape of a T5 draft, to write it back; None for another kind.
+    draft_config: shape of the draft, to write it back; None for a kind of your own.
     vocabulary: shared by both.
+    identity: of the target, that an attached draft may stand on; None: it is no T5.
   """
 
   target: base.Model
@@ -69,8 +81,9 @@ class Pair:
   rescoring_target: base.Model
   draft: base.Model
   draft_params: base.Params
-  draft_config: t5.T5Config | None
+  draft_config: t5.T5Config | AttachedConfig | None
   vocabulary: Vocabulary
+  identity: weights.Identity | None = None
 
   def plain(self) -> "Pair":
     """The target alone."""
@@ -89,12 +102,33 @@ class Pair:
     notes: str,
     storage: str = "float32",
   ) -> Path:
-    """Writes adapted parameters of the draft; `PairConfig.draft` reads a T5's."""
-    if self.draft_config is None:
-      return weights.save_tree(path, params, notes, storage)
-    fingerprint = self.vocabulary.fingerprint
-    kept = weights.Weights(self.draft_config, params, fingerprint, notes)
+    """Writes adapted parameters of the draft; `PairConfig.draft` reads our kinds."""
+    trained, _ = self.draft.split(params)
+    match self.draft_config:
+      case None:
+        return weights.save_tree(path, trained, notes, storage)
+      case AttachedConfig():
+        assert self.identity is not None
+        fingerprint, name = self.identity.fingerprint, self.identity.name
+        kept = weights.AttachedWeights(
+          self.draft_config, trained, fingerprint, name, notes
+        )
+      case _:
+        fingerprint = self.vocabulary.fingerprint
+        kept = weights.Weights(self.draft_config, trained, fingerprint, notes)
     return weights.save(path, kept, storage)
+
+  def load_draft(self, path: str | Path) -> base.Params:
+    """Parameters that `save_draft` wrote of a draft of this pair, T5 or attached.
+
+    Raises:
+      InputError: the file holds no such draft.
+    """
+    if isinstance(self.draft_config, AttachedConfig):
+      assert self.identity is not None
+      trained = weights.load_attached(path, self.identity).params
+      return self.draft.join(trained, self.draft.split(self.draft_params)[1])
+    return weights.load(path).params
 
 
 def load_pair(
@@ -113,26 +147,33 @@ def load_pair(
     return config
   partitioner = partitioner or partitioning.make()
   vocabulary = Vocabulary.load(config.path("vocabulary"), config.extra_ids)
-  target = _read(config, "target", vocabulary)
-  draft = _read(config, "draft", vocabulary)
-  if target.config.vocab_size != draft.config.vocab_size:
-    raise base.InputError(
-      f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"
-      f" draft {config.draft} has {draft.config.vocab_size}; expected the same"
-      " number. Choose a draft trained with the target's vocabulary."
+  target = _read(config, "target", config.path("target"), vocabulary)
+  identity = weights.identity(target, Path(config.target).name)
+  draft = _draft(config, target, identity, vocabulary)
+  is_attached = isinstance(draft, weights.AttachedWeights)
+  target_model = t5.build(target.config, "target", hands_out=is_attached)
+  target_params = partitioner.place_params(target_model, target.params)
+  if is_attached:
+    draft_model = attached.build(
+      draft.config, target.config, "attached draft", config.draft_serving
     )
-  target_model = t5.build(target.config, "target")
-  draft_model = t5.build(draft.config, "draft", config.draft_serving)
+  else:
+    draft_model = t5.build(draft.config, "draft", config.draft_serving)
+  draft_params = partitioner.place_params(draft_model, draft.params)
+  if is_attached:
+    frozen = attached.frozen_of(target.config, target_params)
+    draft_params = draft_model.join(draft_params, frozen)
   return Pair(
     target=target_model,
-    target_params=partitioner.place_params(target_model, target.params),
+    target_params=target_params,
     rescoring_target=t5.build(
       dataclasses.replace(target.config, dtype="float64"), "rescoring target"
     ),
     draft=draft_model,
-    draft_params=partitioner.place_params(draft_model, draft.params),
+    draft_params=draft_params,
     draft_config=draft.config,
     vocabulary=vocabulary,
+    identity=identity,
   )
 
 
@@ -184,8 +225,36 @@ def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | No
   return 100 if is_t5 and stated is None else stated
 
 
-def _read(config: PairConfig, field: str, vocabulary: Vocabulary) -> weights.Weights:
-  path = config.path(field)
+def _draft(
+  config: PairConfig,
+  target: weights.Weights,
+  identity: weights.Identity,
+  vocabulary: Vocabulary,
+) -> weights.Weights | weights.AttachedWeights:
+  """The draft of a file, or one that stands on the target from random parameters."""
+  if config.draft == ATTACHED:
+    model = attached.build(config.attached, target.config)
+    params = jax.jit(model.init)(jax.random.key(config.draft_seed))
+    return weights.AttachedWeights(config.attached, params, identity.fingerprint)
+  path = config.path("draft")
+  if weights.is_attached(path):
+    try:
+      return weights.load_attached(path, identity)
+    except base.InputError as error:
+      raise base.InputError(f"PairConfig.draft: {error}") from error
+  draft = _read(config, "draft", path, vocabulary)
+  if target.config.vocab_size != draft.config.vocab_size:
+    raise base.InputError(
+      f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"
+      f" draft {config.draft} has {draft.config.vocab_size}; expected the same"
+      " number. Choose a draft trained with the target's vocabulary."
+    )
+  return draft
+
+
+def _read(
+  config: PairConfig, field: str, path: Path, vocabulary: Vocabulary
+) -> weights.Weights:
   read = convert.read_hugging_face if path.is_dir() else weights.load
   try:
     held = read(path)

@@ -15,7 +15,7 @@ from osd_jax.measuring import metering
 from osd_jax.models import weights
 from osd_jax.serving import slots
 
-TIMES = ("_ms", "_ms_per_token", "_seconds")
+TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 REQUEST_FIELDS = {
   "index",
   "query",

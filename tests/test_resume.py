@@ -14,7 +14,7 @@ import tiny_online
 from osd_jax import writers
 from osd_jax.models import weights
 
-TIMES = ("_ms", "_ms_per_token", "_seconds")
+TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 PATIENCE = 400  # seconds; seconds are needed, on a busy machine minutes
 
 

@@ -4,6 +4,7 @@ Trains the offline-distilled draft if it is not there, serves the stream once a 
 and measures the drafts kept at every shift on held-out prompts of all topics.
 
   python experiments/demo_stream/run.py [--seeds 3] [--out runs/demo_stream]
+      [--gin_file runs/demo.gin]
 """
 
 import argparse
@@ -20,7 +21,6 @@ from osd_jax.data import streams
 from osd_jax.data.prompts import prompts
 from osd_jax.main import settings
 from osd_jax.measuring import metrics
-from osd_jax.models import weights
 from osd_jax.serving.server import Server
 
 HELD_OUT = 100  # prompts a topic
@@ -33,7 +33,7 @@ def ceiling(pair, answers, labels) -> dict[str, float]:
   )
   if not pathlib.Path(config.output).exists():
     offline.run(config, text)
-  return overlap(pair, weights.load(config.output).params, answers, labels)
+  return overlap(pair, pair.load_draft(config.output), answers, labels)
 
 
 def overlap(pair, params, answers, labels) -> dict[str, float]:
@@ -56,11 +56,13 @@ def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
   return server.run(texts.requests(asked, config.sampling)), labels
 
 
-def served(seed: int, out: pathlib.Path) -> tuple[online.OnlineConfig, pathlib.Path]:
+def served(
+  gin_file: str, seed: int, out: pathlib.Path
+) -> tuple[online.OnlineConfig, pathlib.Path]:
   """Serves the stream of a seed unless it has been; returns its config and folder."""
   config, text = settings.load(
     online.OnlineConfig,
-    ["runs/demo.gin"],
+    [gin_file],
     [
       f"StreamConfig.seed={seed}",
       f"LearningConfig.seed={seed}",
@@ -89,12 +91,12 @@ def curves(path: pathlib.Path, level: dict[str, float]) -> dict[str, dict]:
 
 def forgetting(pair, path: pathlib.Path, shifts, answers, labels) -> dict[str, float]:
   """Held-out overlap at the end of a topic's segment minus at the end of the stream."""
-  final = weights.load(path / "draft.safetensors").params
+  final = pair.load_draft(path / "draft.safetensors")
   at_end = overlap(pair, final, answers, labels)
   kept = sorted((path / "drafts").glob("*.safetensors"))
   lost = {}
   for (_, label), file in zip(shifts, kept, strict=False):
-    then = overlap(pair, weights.load(file).params, answers, labels)
+    then = overlap(pair, pair.load_draft(file), answers, labels)
     lost[label] = then[label] - at_end[label]
   return lost
 
@@ -104,9 +106,10 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--out", type=pathlib.Path, default="runs/demo_stream")
+  parser.add_argument("--gin_file", default="runs/demo.gin")
   given = parser.parse_args()
   console = rich.console.Console()
-  first, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
+  first, _ = settings.load(online.OnlineConfig, [given.gin_file], [])
   pair = pairs.load_pair(first.pair, partitioning.make(first.partition))
   answers, labels = held_out_answers(first, pair)
   level = ceiling(pair, answers, labels)
@@ -114,7 +117,7 @@ def main() -> None:
   console.print(json.dumps({"held_out": {"frozen": frozen, "offline": level}}))
   results = []
   for seed in range(given.seeds):
-    config, path = served(seed, given.out)
+    config, path = served(given.gin_file, seed, given.out)
     stream_shifts = shifts_of(config, pair)
     row = {
       "seed": seed,

@@ -70,6 +70,7 @@ class BackgroundLearner:
     learner: update.LearnerState,
     interval: int,
     free: bool = False,
+    frozen: base.Params = None,
   ):
     """Holds the learner's state.
 
@@ -79,8 +80,10 @@ class BackgroundLearner:
       learner: state to begin with.
       interval: an update launched after request n is taken at request n + interval.
       free: take it when it is ready instead; runs are then not bit-reproducible.
+      frozen: what of the draft is the target's; see `base.Model.split`.
     """
     self.learner = learner
+    self._frozen = frozen
     self._model, self._config = model, config
     self._interval, self._free = interval, free
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "learner")
@@ -177,7 +180,7 @@ class BackgroundLearner:
 
     try:
       learner, metrics = update.update(
-        self._model, self._config, self.learner, batches, after_slice
+        self._model, self._config, self.learner, batches, after_slice, self._frozen
       )
     finally:
       slices.release(len(batches))  # who waits hears of an error from `take`

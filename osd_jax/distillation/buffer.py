@@ -23,10 +23,13 @@ class BufferConfig:
     capacity: N, rows kept.
     recency_half_life: age in rows at which a row is drawn half as often; None draws
       all rows alike.
+    keep_reading: of an attached draft: keep what the target has read of each source,
+      2 E bytes a source token (E: the target's width). False reads anew in each slice.
   """
 
   capacity: int = 1024
   recency_half_life: float | None = None
+  keep_reading: bool = True
 
   def __post_init__(self):
     base.check_counts(self, "capacity")
@@ -80,6 +83,7 @@ def init(
   target_length: int,
   record_top_k: int,
   vocab_size: int,
+  reading_width: int = 0,
 ) -> ReplayBuffer:
   """An empty buffer.
 
@@ -89,6 +93,7 @@ def init(
     target_length: T.
     record_top_k: k; cut to V.
     vocab_size: V; ids are uint16 up to 65,536, else int32.
+    reading_width: E of the target's readings that are kept; 0 keeps none.
 
   Returns:
     A buffer with `added` = 0.
@@ -114,6 +119,7 @@ def init(
     mask=jnp.zeros(positions, bool),
     records=_empty_records(positions, record_top_k, vocab_size, jnp.zeros),
     weight=jnp.zeros(rows, jnp.float32),
+    reading=_empty_reading(rows, source_length, reading_width),
   )
   return ReplayBuffer(data=data, added=jnp.zeros((), jnp.int32))
 
@@ -251,6 +257,13 @@ def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Re
     tail=make(leading, np.float32),
     error=make(leading, np.bool_),
   )
+
+
+def _empty_reading(
+  rows: tuple[int], source_length: int, width: int
+) -> jax.Array | None:
+  shape = (*rows, source_length, width)
+  return jnp.zeros(shape, jnp.bfloat16) if width else None
 
 
 def _check_batch(buffer: ReplayBuffer, batch: base.DistillationBatch) -> None:

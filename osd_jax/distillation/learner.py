@@ -6,6 +6,7 @@ Whoever serves calls `take_in` after each request and serves what it hands out.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,18 +82,26 @@ class Learner:
     """
     self._draft, self._config = draft, config
     self.finished, self.serving = 0, params
+    trained, self._frozen = draft.split(params)
     self._since = 0  # rows added to the buffer when an update was last launched
     self._schedule: Any = config.schedule.initial()
     self._background = background.BackgroundLearner(
       draft,
       config.update,
-      update_lib.init_learner(config.update, params),
+      update_lib.init_learner(config.update, trained),
       config.schedule.update_interval,
       config.free_updates,
+      self._frozen,
     )
     self._append = jax.jit(buffer_lib.append, donate_argnums=0)
+    self._reading_width = draft.reads if config.buffer.keep_reading else 0
     buffer = buffer_lib.init(
-      config.buffer, source_length, target_length, record_top_k, draft.vocab_size
+      config.buffer,
+      source_length,
+      target_length,
+      record_top_k,
+      draft.vocab_size,
+      self._reading_width,
     )
     # Where rows come from: a first append would move it, and all would compile anew.
     self._buffer = update_lib.beside(params, buffer)
@@ -115,15 +124,15 @@ class Learner:
   def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
     """Fills the buffer before the first request; none of it counts as new."""
     for batch in batches:
-      self._buffer = self._append(self._buffer, batch)
+      self._buffer = self._append(self._buffer, self._with_reading(batch))
     self._since = int(self._buffer.added)
 
   def warm_up(self) -> None:
     """Compiles whatever an update runs; changes nothing."""
     config, drawn = self._config.update, self._draw()
     state = self._background.learner
-    update_lib.update(self._draft, config, state, drawn)
-    update_lib.warm_up(self._draft, config, state, drawn[0])
+    update_lib.update(self._draft, config, state, drawn, frozen=self._frozen)
+    update_lib.warm_up(self._draft, config, state, drawn[0], self._frozen)
 
   def price(self, costs: costs_lib.UpdateCosts) -> None:
     """Tells a schedule that goes by costs what they are; others do not ask."""
@@ -173,7 +182,7 @@ class Learner:
       )
     self.finished += 1
     outcome = self._take() if self._background.due(self.finished) else None
-    self._buffer = self._append(self._buffer, batch)
+    self._buffer = self._append(self._buffer, self._with_reading(batch))
     schedule = self._config.schedule
     if isinstance(schedule, costs_lib.Priced):
       self._schedule = schedule.emitted(self._schedule, int(np.sum(batch.mask)))
@@ -203,7 +212,7 @@ class Learner:
     launched, inputs = self._background.pending() or (None, None)
     arrays = {
       "learner": self._background.learner,
-      "serving": self.serving,
+      "serving": self._draft.split(self.serving)[0],
       "buffer": self._buffer,
       "pending": inputs,
     }
@@ -225,11 +234,20 @@ class Learner:
   def restore(self, arrays: dict[str, Any], host: dict[str, Any]) -> None:
     """Continues from what `state` gave; an update under way is launched again."""
     self._background.learner = arrays["learner"]
-    self.serving, self._buffer = arrays["serving"], arrays["buffer"]
+    self.serving = self._draft.join(arrays["serving"], self._frozen)
+    self._buffer = arrays["buffer"]
     self.finished, self._since = host["finished"], host["since"]
     self._schedule = self._config.schedule.restored(host["schedule"])
     if host["launched"] is not None:
       self._background.launch(arrays["pending"], host["launched"])
+
+  def _with_reading(self, batch: base.DistillationBatch) -> base.DistillationBatch:
+    """The batch with what the target has read of it, where the buffer keeps that."""
+    if not self._reading_width:
+      return batch.replace(reading=None)
+    if batch.reading is not None:
+      return batch
+    return batch.replace(reading=_read(self._draft, self.serving, batch.source))
 
   def _launch(self) -> None:
     batches = self._draw()
@@ -249,5 +267,12 @@ class Learner:
   def _take(self) -> Outcome:
     outcome = self._background.take()
     if outcome.changed:
-      self.serving = outcome.learner.served
+      self.serving = self._draft.join(outcome.learner.served, self._frozen)
     return outcome
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(draft: base.Model, params: base.Params, source: jax.Array) -> jax.Array:
+  """What the target has read of sources [R, S], by what the draft has of it."""
+  assert draft.read is not None
+  return draft.read(params, source, source != base.PAD_ID)

@@ -179,14 +179,31 @@ class LossConfig:
     divergence: a key of `DIVERGENCES`, or a function of your own like those.
     jsd_beta: weight of the target in the mixture of "jsd", in (0, 1).
     positions: "all" emitted positions, or those where the draft "error"ed.
+    num_positions: P, random ones of them that a slice looks at in each row; 0 all.
+    num_tokens: the tokens with most of the target's mass in a micro-batch, over which
+      a slice compares; 0 all.
+    num_negatives: random other tokens that stand for all others; without any, the draft
+      is not told what it gives them.
   """
 
   divergence: str | Divergence = "forward_kl"
   jsd_beta: float = 0.5
   positions: str = "all"
+  num_positions: int = 0
+  num_tokens: int = 0
+  num_negatives: int = 0
+
+  @property
+  def narrows(self) -> bool:
+    """Whether a slice looks at a part of its rows; see `narrowing`."""
+    return bool(self.num_positions or self.num_tokens)
 
   def __post_init__(self):
     base.check_types(self)
+    base.check_counts(self, "num_positions", "num_tokens", "num_negatives", least=0)
+    alone = self.num_negatives and not self.num_tokens
+    beside = "0 without num_tokens: negatives stand for the tokens left out"
+    base.check_fields(self, {"num_negatives": (not alone, beside)})
     if isinstance(self.divergence, str):
       base.check_choices(self, divergence=DIVERGENCES)
     base.check_choices(self, positions=POSITIONS)

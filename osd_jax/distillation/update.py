@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
-from osd_jax.distillation import losses, optimizers
+from osd_jax.distillation import losses, narrowing, optimizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:
 
   Args:
     config: says which optimiser.
-    params: the draft's parameters.
+    params: the draft's parameters, those that are trained.
   """
   # A buffer of its own for each counter: training donates them.
   version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
@@ -145,23 +145,32 @@ def loss_and_grad(
   config: UpdateConfig,
   params: base.Params,
   batch: base.DistillationBatch,
+  frozen: base.Params = None,
+  step: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, ""], base.Params]:
   """The distillation loss of a batch and its gradient by the parameters.
 
   Args:
     model: the draft.
     config: the loss.
-    params: the draft's parameters.
+    params: the draft's parameters, those that are trained.
     batch: R rows.
+    frozen: those that are not; see `base.Model.split`.
+    step: [] int32, slices taken; what a slice looks at is a function of it.
 
   Returns:
     (loss [] float32, gradient shaped like params).
   """
+  if config.loss.narrows:
+    key = jax.random.fold_in(jax.random.key(0), step)
+    narrowed = narrowing.narrow(config.loss, batch, key, model.vocab_size)
+  else:
+    narrowed = narrowing.Narrowed(batch, None, None, None)
 
   def loss(params):
-    mask = batch.source != base.PAD_ID
-    logits = model.score(params, batch.source, mask, batch.target)
-    return losses.distillation_loss(config.loss, logits, batch)
+    whole = model.join(params, frozen)
+    logits = narrowing.logits_of(model, whole, batch.inputs, narrowed)
+    return losses.distillation_loss(config.loss, logits, narrowed.batch)
 
   return jax.value_and_grad(loss)(params)
 
@@ -211,6 +220,7 @@ def slice_step(
   config: UpdateConfig,
   learner: LearnerState,
   batch: base.DistillationBatch,
+  frozen: base.Params = None,
 ) -> tuple[LearnerState, UpdateMetrics]:
   """One bounded step on one micro-batch; pure, jit with `model`, `config` static.
 
@@ -219,11 +229,14 @@ def slice_step(
     config: loss and optimiser.
     learner: state before the step; its version stays.
     batch: R rows.
+    frozen: what of the draft is the target's; see `base.Model.split`.
 
   Returns:
     (state, metrics of scalars).
   """
-  loss, gradients = loss_and_grad(model, config, learner.params, batch)
+  loss, gradients = loss_and_grad(
+    model, config, learner.params, batch, frozen, learner.step
+  )
   learner, metrics = apply_gradients(config.optimizer, learner, loss, gradients)
   if learner.ema is not None:
     ema = optax.incremental_update(learner.params, learner.ema, 1 - config.ema_decay)
@@ -257,6 +270,7 @@ def warm_up(
   config: UpdateConfig,
   learner: LearnerState,
   batch: base.DistillationBatch,
+  frozen: base.Params = None,
 ) -> None:
   """Compiles a slice of every length that `cut` can leave; changes nothing.
 
@@ -265,11 +279,12 @@ def warm_up(
     config: loss and optimiser.
     learner: any state.
     batch: a micro-batch from `draw_slice`.
+    frozen: what of the draft is the target's.
   """
   full = batch.target.shape[1]
   step = config.length_multiple or full
   for length in range(step, _rounded_up(full, step) + 1, step):
-    take_slice(model, config, learner, _cut_to(batch, length))
+    take_slice(model, config, learner, _cut_to(batch, length), frozen)
 
 
 def _cut_to(batch: base.DistillationBatch, length: int) -> base.DistillationBatch:
@@ -358,6 +373,7 @@ def update(
   learner: LearnerState,
   batches: Sequence[base.DistillationBatch],
   after_slice: Callable[[LearnerState], object] = lambda learner: None,
+  frozen: base.Params = None,
 ) -> tuple[LearnerState, UpdateMetrics]:
   """A whole update: a slice per micro-batch, then a new version.
 
@@ -367,13 +383,14 @@ def update(
     learner: state before the update.
     batches: from `draw_update`.
     after_slice: told of the state that a slice leaves, computed or not yet.
+    frozen: what of the draft is the target's; see `base.Model.split`.
 
   Returns:
     (state, metrics [steps_per_update]).
   """
   state, metrics = learner, []
   for batch in batches:
-    state, report = take_slice(model, config, state, cut(config, batch))
+    state, report = take_slice(model, config, state, cut(config, batch), frozen)
     state = _placed_like(learner, state)
     metrics.append(report)
     after_slice(state)

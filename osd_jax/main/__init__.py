@@ -131,12 +131,14 @@ def _about_runs(arguments: argparse.Namespace) -> int:
       raise settings.ConfigError(
         f"RUN: received {path!r}, expected a run directory (it holds metrics.jsonl)."
       )
+  import rich.console
+
   from osd_jax.measuring import summaries
 
   if arguments.command == "report":
     page = summaries.redraw(arguments.run)
   else:
-    page = summaries.compare(paths, arguments.output)
+    page = summaries.compare(paths, arguments.output, rich.console.Console())
   print(f"report: {page}", file=sys.stderr)
   return 0
 

@@ -81,12 +81,17 @@ def redraw(path: str | Path) -> Path:
   return _write(directory, rows, pages.page(rows), verdict)
 
 
-def compare(paths: Sequence[str | Path], output: str | Path = "comparison") -> Path:
+def compare(
+  paths: Sequence[str | Path],
+  output: str | Path = "comparison",
+  console: rich.console.Console | None = None,
+) -> Path:
   """Puts online runs side by side: a table and one plot.
 
   Args:
     paths: their run directories.
     output: folder of the page, made if absent.
+    console: where to print the table too.
 
   Returns:
     The page.
@@ -116,6 +121,8 @@ def compare(paths: Sequence[str | Path], output: str | Path = "comparison") -> P
   except ImportError as error:
     note = f"Plots were left out: {error}"
   table = [comparison_row(name, rows) for name, rows in runs.items()]
+  if console is not None:
+    tables.print_table(table, console)
   return writers.write_page(
     folder / "report.html",
     [f"{len(runs)} runs side by side."],

@@ -155,7 +155,8 @@ class Projection(nn.Module):
   init_scale: float = 1.0
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
+    """Maps x [..., in] to [..., out], or to some of the outputs of a trained kernel."""
     shape, axes = self.shape, self.axes
     if self.layout is not Layout.TRAINED:
       shape, axes = shape[::-1], axes[::-1]
@@ -164,8 +165,17 @@ class Projection(nn.Module):
     if self.layout is Layout.INT8:
       scale = self.param("scale", nn.initializers.ones, shape[:1])
       return int8_matmul(x, jnp.asarray(kernel), scale).astype(self.dtype)
+    if outputs is not None:
+      kernel = kernel[:, outputs]
     product = matmul if self.layout is Layout.TRAINED else served_matmul
     return product(x.astype(self.dtype), kernel.astype(self.dtype))
+
+
+def normalized(x: jax.Array) -> jax.Array:
+  """x [..., E] over its root mean square; computed in float32 at least."""
+  wide = x.astype(_at_least_float32(x.dtype))
+  mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+  return (wide * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -197,6 +207,7 @@ class Attention(nn.Module):
     dtype: compute type.
     layout: of the kernels of query and output.
     memory_layout: of the kernels of keys and values.
+    memory_width: width of what keys and values are made of; 0: E.
   """
 
   width: int
@@ -205,21 +216,25 @@ class Attention(nn.Module):
   dtype: jnp.dtype
   layout: Layout = Layout.TRAINED
   memory_layout: Layout = Layout.TRAINED
+  memory_width: int = 0
 
   def setup(self):
     joined = self.num_heads * self.head_dim
-    inward = functools.partial(
-      Projection, (self.width, joined), ("embed", "joined_kv"), self.dtype
-    )
-    self.query = inward(self.layout, init_scale=self.head_dim**-0.5)
-    self.key = inward(self.memory_layout)
-    self.value = inward(self.memory_layout)
+
+    def inward(width, layout, init_scale=1.0):
+      axes = ("embed", "joined_kv")
+      return Projection((width, joined), axes, self.dtype, layout, init_scale)
+
+    memory_width = self.memory_width or self.width
+    self.query = inward(self.width, self.layout, self.head_dim**-0.5)
+    self.key = inward(memory_width, self.memory_layout)
+    self.value = inward(memory_width, self.memory_layout)
     self.out = Projection(
       (joined, self.width), ("joined_kv", "embed"), self.dtype, self.layout
     )
 
   def keys_values(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [B, H, n, D] of x [B, n, E]."""
+    """Keys and values [B, H, n, D] of x [B, n, memory width]."""
     return self._split(self.key(x)), self._split(self.value(x))
 
   def __call__(

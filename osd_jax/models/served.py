@@ -67,34 +67,54 @@ def prepare(
     Parameters of `T5(config, serving)`.
   """
   dtype = jnp.dtype(config.dtype)
-  found = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+  copy = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+  decoder = dict(copy["decoder"])
   if has_draft_head(config, serving):
-    found = _with_draft_head(config, serving, found, shortlist)
-  stored = layers.quantized if serving.int8 else layers.transposed
-  return {**found, "decoder": _for_steps(found["decoder"], stored)}
+    dense = decoder.pop("logits_dense", None)
+    kernel = copy["token_embedder"]["embedding"] if dense is None else dense["kernel"]
+    copy["draft_head"] = draft_head(serving, kernel, dense is None, shortlist)
+  return {**copy, "decoder": for_steps(decoder, serving)}
 
 
-def _with_draft_head(config, serving, found, shortlist):
-  decoder = dict(found["decoder"])
-  dense = decoder.pop("logits_dense", None)
-  kernel = found["token_embedder"]["embedding"] if dense is None else dense["kernel"]
+def draft_head(
+  serving: DraftServing,
+  kernel: jax.Array,
+  vocabulary_first: bool,
+  shortlist: jax.Array | None,
+) -> base.Params:
+  """The parameters of a `DraftHead`.
+
+  Args:
+    serving: what the head leaves out.
+    kernel: the whole head, [E, V].
+    vocabulary_first: it is [V, E] instead.
+    shortlist: see `prepare`.
+  """
   head = {}
   if serving.shortlist:
     head["ids"] = jnp.arange(serving.shortlist) if shortlist is None else shortlist
-  head["projection"] = _head(kernel, head.get("ids"), dense is None, serving.int8)
-  return {**found, "decoder": decoder, "draft_head": head}
+  head["projection"] = _head(kernel, head.get("ids"), vocabulary_first, serving.int8)
+  return head
 
 
-@functools.partial(jax.jit, static_argnames=("tied", "int8"))
-def _head(kernel, ids, tied, int8):
-  """The projection of a `DraftHead` from a kernel [in, V], or [V, in] if tied."""
-  kernel = kernel.T if tied else kernel
+@functools.partial(jax.jit, static_argnames=("vocabulary_first", "int8"))
+def _head(kernel, ids, vocabulary_first, int8):
+  kernel = kernel.T if vocabulary_first else kernel
   kernel = kernel if ids is None else kernel[:, ids]
   return layers.quantized(kernel) if int8 else layers.transposed(kernel)
 
 
-def _for_steps(decoder, stored, within: tuple[str, ...] = ()):
-  """A decoder's kernels as steps read them; but for those that only prefill reads."""
+def for_steps(
+  decoder: base.Params, serving: DraftServing, within: tuple[str, ...] = ()
+) -> base.Params:
+  """A decoder's kernels as steps read them; but for those that only prefill reads.
+
+  Args:
+    decoder: a tree of parameters.
+    serving: says how kernels are stored.
+    within: names of the trees around it.
+  """
+  stored = layers.quantized if serving.int8 else layers.transposed
   if "kernel" in decoder:
     prefilled = within[-2:] in (
       ("encoder_decoder_attention", "key"),
@@ -102,7 +122,7 @@ def _for_steps(decoder, stored, within: tuple[str, ...] = ()):
     )
     return decoder if prefilled else stored(decoder["kernel"])
   return {
-    name: _for_steps(inner, stored, (*within, name))
+    name: for_steps(inner, serving, (*within, name))
     if isinstance(inner, dict)
     else inner
     for name, inner in decoder.items()

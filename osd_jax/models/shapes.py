@@ -69,6 +69,56 @@ class T5Config:
 
 
 @dataclasses.dataclass(frozen=True)
+class AttachedConfig:
+  """Shape of a draft that is attached to a target; see `models/attached.py`.
+
+  >>> AttachedConfig(width=64, num_heads=2).decoder(T5Config()).num_decoder_layers
+  1
+
+  Attributes:
+    width: size of a token's vector between the target's embedding and its head.
+    num_heads: H, heads of every attention.
+    head_dim: D, size of one head.
+    mlp_dim: inner width of the feed-forward block.
+    num_layers: L, decoder layers.
+    mlp_activations: as in `T5Config`.
+    relative_buckets: as in `T5Config`.
+    relative_max_distance: as in `T5Config`.
+  """
+
+  width: int = 128
+  num_heads: int = 4
+  head_dim: int = 32
+  mlp_dim: int = 384
+  num_layers: int = 1
+  mlp_activations: tuple[str, ...] = ("gelu", "linear")
+  relative_buckets: int = 32
+  relative_max_distance: int = 128
+
+  def __post_init__(self):
+    object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
+    base.check_types(self)
+    base.check_counts(self, "num_layers")
+    self.decoder(T5Config())  # checks the rest
+
+  def decoder(self, target: T5Config) -> T5Config:
+    """The shape of its decoder layers, in the compute type of a target."""
+    return T5Config(
+      vocab_size=target.vocab_size,
+      width=self.width,
+      num_heads=self.num_heads,
+      head_dim=self.head_dim,
+      mlp_dim=self.mlp_dim,
+      num_encoder_layers=1,  # never built
+      num_decoder_layers=self.num_layers,
+      mlp_activations=self.mlp_activations,
+      relative_buckets=self.relative_buckets,
+      relative_max_distance=self.relative_max_distance,
+      dtype=target.dtype,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class DraftServing:
   """What a served draft may leave out: only the target decides what is emitted.
 

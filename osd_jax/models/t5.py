@@ -59,17 +59,21 @@ class DecoderLayer(nn.Module):
     config: the shape.
     layout: of the kernels that a step reads; those of the cross-attention's keys and
       values are read by prefill alone and stay as trained.
+    memory_width: width of the encoded source; 0: that of the layer.
   """
 
   config: T5Config
   layout: layers.Layout
+  memory_width: int = 0
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     self.pre_self_attention_layer_norm = layers.RMSNorm(dtype)
     self.self_attention = _attention(config, self.layout, self.layout)
     self.pre_cross_attention_layer_norm = layers.RMSNorm(dtype)
-    self.encoder_decoder_attention = _attention(config, self.layout)
+    self.encoder_decoder_attention = _attention(
+      config, self.layout, memory_width=self.memory_width
+    )
     self.pre_mlp_layer_norm = layers.RMSNorm(dtype)
     self.mlp = _mlp(config, self.layout)
 
@@ -96,10 +100,34 @@ class DecoderLayer(nn.Module):
       past_keys, past_values, length = past
       keys = cache_lib.write(past_keys, keys, length)
       values = cache_lib.write(past_values, values, length)
+    return self._attend(x, h, keys, values, self_bias, cross, cross_bias), (
+      keys,
+      values,
+    )
+
+  def at(self, x, positions, self_bias, cross, cross_bias):
+    """The layer's output at some positions only, in teacher forcing.
+
+    Args:
+      x: [B, T, E].
+      positions: [B, P] int32.
+      self_bias: [B, H, P, T] float32, of those positions.
+      cross: keys and values [B, H, S, D] of the encoded source.
+      cross_bias: [B, 1, 1, S] float32.
+
+    Returns:
+      [B, P, E]
+    """
+    h = self.pre_self_attention_layer_norm(x)
+    keys, values = self.self_attention.keys_values(h)
+    x, h = (jnp.take_along_axis(a, positions[..., None], axis=1) for a in (x, h))
+    return self._attend(x, h, keys, values, self_bias, cross, cross_bias)
+
+  def _attend(self, x, h, keys, values, self_bias, cross, cross_bias):
     x = x + self.self_attention(h, keys, values, self_bias)
     h = self.pre_cross_attention_layer_norm(x)
     x = x + self.encoder_decoder_attention(h, *cross, cross_bias)
-    return x + self.mlp(self.pre_mlp_layer_norm(x)), (keys, values)
+    return x + self.mlp(self.pre_mlp_layer_norm(x))
 
 
 class Decoder(nn.Module):
@@ -109,17 +137,20 @@ class Decoder(nn.Module):
     config: the shape.
     layout: of the kernels that a step reads.
     own_head: the stack has an output head.
+    memory_width: width of the encoded source; 0: that of the stack.
   """
 
   config: T5Config
   layout: layers.Layout
   own_head: bool
+  memory_width: int = 0
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     self.relpos_bias = _relative_bias(config, bidirectional=False, name=None)
     self.layers = [
-      DecoderLayer(config, self.layout) for _ in range(config.num_decoder_layers)
+      DecoderLayer(config, self.layout, self.memory_width)
+      for _ in range(config.num_decoder_layers)
     ]
     self.decoder_norm = layers.RMSNorm(dtype)
     if self.own_head:
@@ -135,7 +166,7 @@ class Decoder(nn.Module):
     ]
 
   def __call__(self, x, cross, cross_mask, key_length, pasts=None, length=None):
-    """Runs all layers over n new positions.
+    """Runs all layers over n new positions; see `at` for some of them.
 
     Args:
       x: [B, n, E] embedded tokens.
@@ -150,9 +181,7 @@ class Decoder(nn.Module):
     """
     start = jnp.zeros((1,), jnp.int32) if length is None else length
     query = start[:, None] + jnp.arange(x.shape[1])[None]
-    key = jnp.arange(key_length)
-    causal = key[None, None, :] <= query[:, :, None]
-    self_bias = self.relpos_bias(query, key) + layers.mask_bias(causal)[:, None]
+    self_bias = self._self_bias(query, key_length)
     cross_bias = layers.mask_bias(cross_mask)[:, None, None, :]
     written = []
     for index, layer in enumerate(self.layers):
@@ -163,6 +192,61 @@ class Decoder(nn.Module):
       written.append(entries)
     return self.decoder_norm(x), written
 
+  def at(self, x, cross, cross_mask, positions):
+    """Teacher forcing, at some positions only: the last layer computes no others.
+
+    Args:
+      x: [B, T, E] embedded tokens.
+      cross: per layer, keys and values [B, H, S, D].
+      cross_mask: [B, S] bool.
+      positions: [B, P] int32; None: all.
+
+    Returns:
+      [B, P, E] after the final norm.
+    """
+    length = x.shape[1]
+    if positions is None:
+      return self(x, cross, cross_mask, length)[0]
+    cross_bias = layers.mask_bias(cross_mask)[:, None, None, :]
+    everywhere = self._self_bias(jnp.arange(length)[None], length)
+    *before, last = self.layers
+    for index, layer in enumerate(before):
+      x, _ = layer(x, everywhere, cross[index], cross_bias)
+    self_bias = self._self_bias(positions, length)
+    x = last.at(x, positions, self_bias, cross[-1], cross_bias)
+    return self.decoder_norm(x)
+
+  def step(self, x, cache: cache_lib.KVCache):
+    """Runs all layers over n new positions of the rows of a cache.
+
+    Args:
+      x: [B, n, E] embedded tokens.
+      cache: what the rows remember.
+
+    Returns:
+      [B, n, E] after the final norm, and the cache with `length` advanced by n.
+    """
+    x, written = self(
+      x,
+      list(zip(cache.cross_keys, cache.cross_values, strict=True)),
+      cache.cross_mask,
+      cache.self_keys[0].shape[2],
+      list(zip(cache.self_keys, cache.self_values, strict=True)),
+      cache.length,
+    )
+    cache = cache.replace(
+      self_keys=tuple(keys for keys, _ in written),
+      self_values=tuple(values for _, values in written),
+      length=cache.length + x.shape[1],
+    )
+    return x, cache
+
+  def _self_bias(self, query, key_length):
+    """Position bias plus causal mask, [B or 1, H, n, T], of queries [B or 1, n]."""
+    key = jnp.arange(key_length)
+    causal = key[None, None, :] <= query[:, :, None]
+    return self.relpos_bias(query, key) + layers.mask_bias(causal)[:, None]
+
 
 class T5(nn.Module):
   """The whole model.
@@ -170,10 +254,12 @@ class T5(nn.Module):
   Attributes:
     config: the shape.
     serving: reads the copy that `prepare` made for it; None reads what is trained.
+    hands_out: prefill leaves in the cache what was read, for an attached draft.
   """
 
   config: T5Config
   serving: DraftServing | None = None
+  hands_out: bool = False
 
   def setup(self):
     config, serving = self.config, self.serving
@@ -189,52 +275,30 @@ class T5(nn.Module):
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`."""
-    config = self.config
-    cross = self.decoder.cross_keys_values(self._encode(source, mask))
-    shape = (source.shape[0], config.num_heads, cache_length, config.head_dim)
-    empty = functools.partial(
-      cache_lib.empty_self_entries,
-      config.num_decoder_layers,
-      shape,
-      jnp.dtype(config.dtype),
-    )
-    return cache_lib.KVCache(
-      self_keys=empty(),
-      self_values=empty(),
-      cross_keys=tuple(keys for keys, _ in cross),
-      cross_values=tuple(values for _, values in cross),
-      cross_mask=mask,
-      length=jnp.zeros((source.shape[0],), jnp.int32),
-    )
+    encoded = self._encode(source, mask)
+    cross = self.decoder.cross_keys_values(encoded)
+    cache = empty_cache(self.config, cross, mask, cache_length)
+    return cache.replace(reading=_handed_out(encoded)) if self.hands_out else cache
+
+  def read(self, source, mask):
+    """See `base.Model.read`."""
+    return _handed_out(self._encode(source, mask))
 
   def decode(self, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
-    x, written = self.decoder(
-      self.token_embedder(tokens),
-      list(zip(cache.cross_keys, cache.cross_values, strict=True)),
-      cache.cross_mask,
-      cache.self_keys[0].shape[2],
-      list(zip(cache.self_keys, cache.self_values, strict=True)),
-      cache.length,
-    )
-    cache = cache.replace(
-      self_keys=tuple(keys for keys, _ in written),
-      self_values=tuple(values for _, values in written),
-      length=cache.length + tokens.shape[1],
-    )
+    x, cache = self.decoder.step(self.token_embedder(tokens), cache)
     return self._logits(x), cache
 
-  def score(self, source, mask, target):
-    """See `base.Model.score`."""
+  def score(self, source, mask, target, positions=None, tokens=None):
+    """See `base.Model.score` and `base.Model.score_at`."""
     cross = self.decoder.cross_keys_values(self._encode(source, mask))
-    inputs = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=base.PAD_ID)
-    x, _ = self.decoder(self.token_embedder(inputs), cross, mask, target.shape[1])
-    return self._logits(x)
+    x = self.token_embedder(inputs_of(target))
+    return self._logits(self.decoder.at(x, cross, mask, positions), tokens)
 
   def _encode(self, source, mask):
     return self.encoder(self.token_embedder(source), mask)
 
-  def _logits(self, x):
+  def _logits(self, x, tokens=None):
     if self.config.tied_head:
       x = x * self.config.width**-0.5
     if self.draft_head is not None:
@@ -242,10 +306,46 @@ class T5(nn.Module):
     elif self.config.tied_head:
       trained = self.serving is None
       product = layers.kernel_first_matmul if trained else layers.served_matmul
-      logits = self.token_embedder.attend(x, product)
+      logits = self.token_embedder.attend(x, product, tokens)
     else:
-      logits = self.decoder.logits_dense(x)
+      logits = self.decoder.logits_dense(x, tokens)
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def inputs_of(target: jax.Array) -> jax.Array:
+  """What a decoder is fed to judge tokens [B, T]: the start token, then all but one."""
+  return jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=base.PAD_ID)
+
+
+def empty_cache(config: T5Config, cross, mask, cache_length: int) -> cache_lib.KVCache:
+  """The cache of rows that were prefilled and were fed nothing.
+
+  Args:
+    config: shape of the decoder.
+    cross: per layer, keys and values [B, H, S, D] of the encoded source.
+    mask: [B, S] bool; real source tokens.
+    cache_length: slots for fed tokens.
+  """
+  rows = mask.shape[0]
+  empty = functools.partial(
+    cache_lib.empty_self_entries,
+    config.num_decoder_layers,
+    (rows, config.num_heads, cache_length, config.head_dim),
+    jnp.dtype(config.dtype),
+  )
+  return cache_lib.KVCache(
+    self_keys=empty(),
+    self_values=empty(),
+    cross_keys=tuple(keys for keys, _ in cross),
+    cross_values=tuple(values for _, values in cross),
+    cross_mask=mask,
+    length=jnp.zeros((rows,), jnp.int32),
+  )
+
+
+def _handed_out(encoded: jax.Array) -> jax.Array:
+  """What an attached draft is given: serving and training read the same bits."""
+  return jax.lax.optimization_barrier(encoded).astype(jnp.bfloat16)
 
 
 class Embedding(nn.Module):
@@ -263,8 +363,9 @@ class Embedding(nn.Module):
   def __call__(self, tokens: jax.Array) -> jax.Array:
     return self.embedding[tokens].astype(jnp.dtype(self.config.dtype))
 
-  def attend(self, x: jax.Array, product) -> jax.Array:
-    return product(x, self.embedding.astype(x.dtype))
+  def attend(self, x: jax.Array, product, tokens=None) -> jax.Array:
+    kernel = self.embedding if tokens is None else self.embedding[tokens]
+    return product(x, kernel.astype(x.dtype))
 
 
 def _traced_once(layer: nn.Module, method, *args):
@@ -289,6 +390,7 @@ def _attention(
   layout: layers.Layout = layers.Layout.TRAINED,
   memory_layout: layers.Layout = layers.Layout.TRAINED,
   name: str | None = None,
+  memory_width: int = 0,
 ) -> layers.Attention:
   return layers.Attention(
     config.width,
@@ -297,6 +399,7 @@ def _attention(
     jnp.dtype(config.dtype),
     layout,
     memory_layout,
+    memory_width,
     name=name,
   )
 
@@ -333,7 +436,10 @@ _WHOLE = DraftServing()  # leaves nothing out
 
 @functools.cache
 def build(
-  config: T5Config, name: str = "t5", serving: DraftServing = _WHOLE
+  config: T5Config,
+  name: str = "t5",
+  serving: DraftServing = _WHOLE,
+  hands_out: bool = False,
 ) -> base.Model:
   """The functions of `base.Model` for one configuration.
 
@@ -344,10 +450,11 @@ def build(
     config: the shape.
     name: what error texts call it.
     serving: what its served copy leaves out; for drafts only.
+    hands_out: prefill leaves in the cache what it has read, for an attached draft.
   """
   if serving.shortlist >= config.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
-  training, decoding = T5(config), T5(config, serving)
+  training, decoding = T5(config), T5(config, serving, hands_out)
 
   def init(key):
     return nn.unbox(_init_boxed(training, key))
@@ -365,6 +472,7 @@ def build(
     prepare=functools.partial(served.prepare, config, serving),
     logical_axes=functools.partial(_logical_axes, training),
     shortlist=serving.shortlist,
+    score_at=functools.partial(apply, training, method=T5.score),
   )
 
 

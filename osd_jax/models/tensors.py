@@ -104,6 +104,15 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
   return Tensors(shapes, read, lambda name: path), header.get("__metadata__", {})
 
 
+def format_of(path: Path) -> str:
+  """The format that a file's header states, "" where it states none."""
+  try:
+    with safetensors.safe_open(path, framework="numpy") as file:
+      return (file.metadata() or {}).get("format", "")
+  except (OSError, safetensors.SafetensorError):
+    return ""  # whoever reads it says what is wrong
+
+
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:
   """The object in a JSON file.
 
@@ -136,8 +145,12 @@ def expected_shapes(config: t5.T5Config) -> dict[str, Shape]:
 
 def shapes(params: base.Params) -> dict[str, Shape]:
   """Path -> shape of every leaf of a parameter tree."""
-  flat = flax.traverse_util.flatten_dict(params, sep="/")
-  return {path: tuple(x.shape) for path, x in flat.items()}
+  return {path: tuple(x.shape) for path, x in flat(params).items()}
+
+
+def flat(params: base.Params) -> dict[str, Any]:
+  """Path -> leaf of a parameter tree."""
+  return flax.traverse_util.flatten_dict(params, sep="/")
 
 
 def check(

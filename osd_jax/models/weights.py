@@ -1,24 +1,29 @@
 """Weights of our own models: one safetensors file that also says its shape.
 
 Tensors carry t5x's names, joined by "/"; the header's metadata hold the T5Config
-and the fingerprint of the vocabulary the model was trained with.
+and the fingerprint of the vocabulary the model was trained with; or the AttachedConfig
+and the fingerprint of the target that a draft is attached to.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import numpy as np
 import safetensors
 import safetensors.flax
 
 from osd_jax import base
-from osd_jax.models import t5
+from osd_jax.models import attached, t5
 from osd_jax.models import tensors as tensors_lib
+from osd_jax.models.shapes import AttachedConfig
+
+_T5, _ATTACHED = "osd_jax.t5", "osd_jax.attached"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,58 @@ class Weights:
     return t5.build(self.config)
 
 
-def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
+@dataclasses.dataclass(frozen=True)
+class AttachedWeights:
+  """What the weights file of an attached draft holds.
+
+  Attributes:
+    config: shape of the draft.
+    params: what is the draft's own, float32.
+    target: `Identity.fingerprint` of the target that it is attached to.
+    target_name: what that target was called, for error texts.
+    notes: how the weights came to be.
+  """
+
+  config: AttachedConfig
+  params: base.Params
+  target: str
+  target_name: str = ""
+  notes: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+  """What tells a target from others.
+
+  Attributes:
+    config: its shape.
+    fingerprint: of what an attached draft takes from it.
+    name: what it is called, for error texts.
+  """
+
+  config: t5.T5Config
+  fingerprint: str
+  name: str
+
+
+def identity(target: Weights, name: str) -> Identity:
+  """The identity of a target: its shape, and some rows of all that a draft takes."""
+  shape = dataclasses.replace(target.config, dtype="float32")  # a draft serves in any
+  digest = hashlib.sha256(json.dumps(dataclasses.asdict(shape)).encode())
+  frozen = {
+    "token_embedder": target.params["token_embedder"],
+    "encoder": target.params["encoder"],
+    "logits_dense": target.params["decoder"].get("logits_dense", {}),
+  }
+  for path, leaf in sorted(tensors_lib.flat(frozen).items()):
+    digest.update(path.encode())
+    digest.update(np.asarray(leaf[:8], np.float32).tobytes())
+  return Identity(target.config, digest.hexdigest(), name)
+
+
+def save(
+  path: str | Path, weights: Weights | AttachedWeights, storage: str = "float32"
+) -> Path:
   """Writes weights to one file; the file appears complete or not at all.
 
   Args:
@@ -62,14 +118,14 @@ def save(path: str | Path, weights: Weights, storage: str = "float32") -> Path:
     raise base.InputError(
       f"weights: save: storage: received {storage!r}, expected 'float32' or 'bfloat16'."
     )
-  flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
+  attached = isinstance(weights, AttachedWeights)
+  named = dataclasses.asdict(dataclasses.replace(weights, params={}))
   metadata = {
-    "format": "osd_jax.t5",
+    "format": _ATTACHED if attached else _T5,
+    **{field: value for field, value in named.items() if isinstance(value, str)},
     "config": json.dumps(dataclasses.asdict(weights.config)),
-    "vocabulary": weights.vocabulary,
-    "notes": weights.notes,
   }
-  return _write(Path(path), flat, storage, metadata)
+  return _write(Path(path), tensors_lib.flat(weights.params), storage, metadata)
 
 
 def save_tree(
@@ -157,26 +213,64 @@ def load(path: str | Path) -> Weights:
     ValueError: no such file, another format, or tensors that do not fit the
       configuration in the header.
   """
-  path = Path(path)
-  tensors, header = tensors_lib.of_safetensors(path)
-  if header.get("format") != "osd_jax.t5":
-    raise base.InputError(
-      f"weights: {path} says format {header.get('format')!r}, expected"
-      " 'osd_jax.t5'; write it with `osd pretrain` or `osd offline`."
-    )
-  config = _config(header.get("config", ""), path)
-  expected = tensors_lib.expected_shapes(config)
-  tensors_lib.check(tensors.shapes, expected, path)
-  params = tensors_lib.read_params(tensors, {name: name for name in expected})
+  tensors, header = _opened(Path(path), _T5)
+  config = _config(t5.T5Config, header.get("config", ""), path)
+  params = _params(tensors, tensors_lib.expected_shapes(config), path)
   return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
-def _config(text: str, path: Path) -> t5.T5Config:
+def is_attached(path: Path) -> bool:
+  """Whether a file, if it can be read, holds an attached draft."""
+  return path.is_file() and tensors_lib.format_of(path) == _ATTACHED
+
+
+def load_attached(path: str | Path, target: Identity) -> AttachedWeights:
+  """Reads the file of an attached draft; see `load`.
+
+  Args:
+    path: the file.
+    target: the target that it shall be attached to.
+
+  Raises:
+    InputError: as `load` does, or the draft is attached to another target.
+  """
+  tensors, header = _opened(Path(path), _ATTACHED)
+  config = _config(AttachedConfig, header.get("config", ""), path)
+  stated = header.get("target", "")
+  if stated != target.fingerprint:
+    raise base.InputError(
+      f"{path} is attached to the target {header.get('target_name') or 'unknown'}"
+      f" ({stated[:12]}...), received {target.name} ({target.fingerprint[:12]}...):"
+      " a draft reads what its own target reads. Name that target, or begin with draft"
+      " 'attached'."
+    )
+  model = attached.build(config, target.config)
+  expected = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
+  texts = {name: header.get(name, "") for name in ("target", "target_name", "notes")}
+  return AttachedWeights(config, _params(tensors, expected, path), **texts)
+
+
+def _opened(path: Path, wanted: str) -> tuple[tensors_lib.Tensors, dict[str, str]]:
+  tensors, header = tensors_lib.of_safetensors(path)
+  if header.get("format") != wanted:
+    raise base.InputError(
+      f"weights: {path} says format {header.get('format')!r}, expected"
+      f" {wanted!r}; write it with `osd pretrain` or `osd offline`."
+    )
+  return tensors, header
+
+
+def _params(tensors: tensors_lib.Tensors, expected, path: str | Path) -> base.Params:
+  tensors_lib.check(tensors.shapes, expected, path)
+  return tensors_lib.read_params(tensors, {name: name for name in expected})
+
+
+def _config(kind: type, text: str, path: str | Path) -> Any:
   try:
-    return t5.T5Config(**json.loads(text))
+    return kind(**json.loads(text))
   except (TypeError, ValueError) as error:
     raise base.InputError(
       f"weights: {path}: config in the header: received {text!r}, expected the"
-      f" fields of a T5Config ({error}); the file may be of another version of"
+      f" fields of a {kind.__name__} ({error}); the file may be of another version of"
       " this package."
     ) from error

@@ -58,7 +58,7 @@ def agreement(
     Means per request.
   """
   mask = batch.source != base.PAD_ID
-  logits = model.score(params, batch.source, mask, batch.target)
+  logits = model.score(params, batch.inputs, mask, batch.target)
   return agreement_from_logits(logits, batch, settings)
 
 

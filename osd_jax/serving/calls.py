@@ -62,6 +62,26 @@ def prepare(
   return model.prepare(params, *(() if shortlist is None else (shortlist,)))
 
 
+def check_reading(target: base.Model, params: base.Params, draft: base.Model) -> None:
+  """Raises InputError unless the target hands out what the draft reads."""
+  if not draft.reads:
+    return
+  source = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+  def prefilled(params, source):
+    cache = target.prefill(target.prepare(params), source, source != base.PAD_ID, 1)
+    return getattr(cache, "reading", None)
+
+  reading = jax.eval_shape(prefilled, params, source)
+  received = "nothing" if reading is None else f"width {reading.shape[-1]}"
+  if received != f"width {draft.reads}":
+    raise base.InputError(
+      f"decoding: the draft {draft.name!r} is attached to a target that hands out what"
+      f" it has read, of width {draft.reads}; the target {target.name!r} hands out"
+      f" {received}. Build it with `hands_out=True`, or choose another draft."
+    )
+
+
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def empty(program: Program, served: Served, bucket: int) -> state_lib.DecodeState:
   """Rows for sources of a bucket's length, all of them empty."""
@@ -114,7 +134,10 @@ def prefill_draft(
   slot: jax.Array,
 ) -> state_lib.DecodeState:
   """Prefills the draft for a row's source [1, S]; nothing of its tokens is fed."""
-  row = _draft_prefilled(program, served, source)
+  reading = None
+  if program.draft is not None and program.draft.reads:
+    reading = jax.lax.dynamic_slice_in_dim(state.target_cache.reading, slot, 1)
+  row = _draft_prefilled(program, served, source, reading)
   found = cache.insert_row(state.draft_cache, row, slot)
   return program.placed(state.replace(draft_cache=found))
 
@@ -181,6 +204,7 @@ def read_row(
     mask=mask,
     records=jax.tree.map(cut, state.records),
     weight=jnp.ones((1,), jnp.float32),
+    reading=_reading_of(program, state, source.shape[1], take),
   )
   settings, reason, counters = jax.tree.map(
     take, (state.settings, state.stop_reason, state.counters)
@@ -197,18 +221,41 @@ def _prefilled(
   """Rows after prefill: both encoders, empty self caches."""
   config, mask = program.config, source != base.PAD_ID
   length = state_lib.buffer_length(config.target_length)
+  target_cache = program.target.prefill(served.target, source, mask, length)
+  draft_cache = None
+  if program.draft is not None:
+    reading = target_cache.reading if program.draft.reads else None
+    draft_cache = _draft_prefilled(program, served, source, reading)
   return state_lib.initial_state(
     settings,
-    program.target.prefill(served.target, source, mask, length),
-    None if program.draft is None else _draft_prefilled(program, served, source),
+    target_cache,
+    draft_cache,
     config.target_length,
     config.record_top_k,
     program.target.vocab_size,
   )
 
 
-def _draft_prefilled(program: Program, served: Served, source: jax.Array) -> Any:
-  """The draft's cache after prefill, of length 0."""
+def _draft_prefilled(
+  program: Program, served: Served, source: jax.Array, reading: jax.Array | None
+) -> Any:
+  """The draft's cache after prefill, of length 0.
+
+  Args:
+    program: with a draft.
+    served: prepared parameters.
+    source: [B, S] int32.
+    reading: [B, S, E], what the target has read of it, for an attached draft.
+  """
   assert program.draft is not None
   length = state_lib.buffer_length(program.config.target_length)
-  return program.draft.prefill(served.draft, source, source != base.PAD_ID, length)
+  read = source if reading is None else reading
+  return program.draft.prefill(served.draft, read, source != base.PAD_ID, length)
+
+
+def _reading_of(program: Program, state, length: int, take) -> jax.Array | None:
+  """What the target has read of a row, padded to `length`, for an attached draft."""
+  if program.draft is None or not program.draft.reads:
+    return None
+  reading = take(state.target_cache.reading)
+  return jnp.pad(reading, ((0, 0), (0, length - reading.shape[1]), (0, 0)))

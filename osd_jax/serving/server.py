@@ -30,7 +30,7 @@ LEARNING = LearningConfig(
   buffer=BufferConfig(recency_half_life=200.0),
   update=UpdateConfig(
     optimizer=OptimizerConfig(query_multiplier=0.18, warmup_steps=20),
-    loss=LossConfig(divergence="jsd", jsd_beta=0.1),
+    loss=LossConfig(divergence="jsd", jsd_beta=0.1, num_positions=12, num_tokens=256),
     steps_per_update=6,
     num_new=4,
     num_replay=8,

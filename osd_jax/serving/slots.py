@@ -69,6 +69,8 @@ class Slots:
         f" target {target.name!r} has {target.vocab_size}; expected the same"
         " vocabulary. Choose a draft trained with the target's vocabulary."
       )
+    if draft is not None:
+      calls.check_reading(target, target_params, draft)
     self.config = config
     if partitioner is not None and partitioner.mesh.size == 1:
       partitioner = None  # nothing to place, and one compilation with who has none

@@ -1,0 +1,205 @@
+"""A draft attached to its target: it reads what the target has read of the prompt.
+
+    prompt -> target's encoder -> reading [B, S, E] -----> |
+    tokens -> target's embedding -> inward -> decoder layers -> outward -> target's head
+
+A draft of its own has to learn reading, copying and the vocabulary anew. This one takes
+all three from the target, frozen, and learns what lies between: a fraction of the
+parameters, and of the time of an update. Source: this project; EAGLE (arXiv 2401.15077)
+takes embedding and head from the target too.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from osd_jax import base
+from osd_jax import cache as cache_lib
+from osd_jax.models import layers, served, t5
+from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
+
+FROZEN = "target"  # the name of what belongs to the target among the parameters
+_WHOLE = DraftServing()  # leaves nothing out
+
+
+class Attached(nn.Module):
+  """What lies between the target's embedding, its reading and its head.
+
+  Attributes:
+    config: the shape.
+    target: shape of the target.
+    serving: reads the copy that `prepare` made for it; None reads what is trained.
+  """
+
+  config: AttachedConfig
+  target: T5Config
+  serving: DraftServing | None = None
+
+  def setup(self):
+    inner, width = self.config.decoder(self.target), self.target.width
+    layout = layers.Layout.TRAINED if self.serving is None else self.serving.layout
+    dtype = jnp.dtype(self.target.dtype)
+    project = functools.partial(layers.Projection, dtype=dtype, layout=layout)
+    self.inward = project((width, inner.width), ("embed", "embed"))
+    self.decoder = t5.Decoder(inner, layout, own_head=False, memory_width=width)
+    # Small at first: the target's head is as large as it has grown.
+    self.outward = project((inner.width, width), ("embed", "embed"), init_scale=0.3)
+    draft_head = None
+    if self.serving is not None and served.has_draft_head(self.target, self.serving):
+      draft_head = served.DraftHead(self.target, self.serving)
+    self.draft_head = draft_head
+
+  def prefill(self, reading, mask, cache_length: int) -> cache_lib.KVCache:
+    """See `base.Model.prefill`; of what the target has read, [B, S, E]."""
+    inner = self.config.decoder(self.target)
+    return t5.empty_cache(inner, self._cross(reading), mask, cache_length)
+
+  def decode(self, frozen, tokens, cache: cache_lib.KVCache):
+    """See `base.Model.decode`."""
+    x, cache = self.decoder.step(self._embed(frozen, tokens), cache)
+    return self._logits(frozen, self.outward(x)), cache
+
+  def score(self, frozen, reading, mask, target, positions=None, tokens=None):
+    """See `base.Model.score` and `base.Model.score_at`."""
+    x = self._embed(frozen, t5.inputs_of(target))
+    x = self.decoder.at(x, self._cross(reading), mask, positions)
+    return self._logits(frozen, self.outward(x), tokens)
+
+  def _cross(self, reading):
+    """Keys and values of every layer from what the target has read."""
+    dtype = jnp.dtype(self.target.dtype)
+    return self.decoder.cross_keys_values(layers.normalized(reading.astype(dtype)))
+
+  def _embed(self, frozen, tokens):
+    return self.inward(layers.normalized(frozen["embedding"][tokens]))
+
+  def _logits(self, frozen, x, tokens=None):
+    if self.target.tied_head:
+      x = x * self.target.width**-0.5
+    if self.draft_head is not None:
+      logits = self.draft_head(x)
+    else:
+      head = frozen["head"] if tokens is None else frozen["head"][tokens]
+      trained = self.serving is None
+      logits = (layers.kernel_first_matmul if trained else layers.served_matmul)(
+        x, head.astype(x.dtype)
+      )
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def frozen_of(target: T5Config, params: base.Params) -> base.Params:
+  """What an attached draft takes from its target: tables, and the way it reads.
+
+  Args:
+    target: shape of the target.
+    params: as trained.
+
+  Returns:
+    embedding [V, E] and head [V, E] in the compute type, and what `read` needs.
+  """
+  dtype, embedder = jnp.dtype(target.dtype), params["token_embedder"]
+  embedding = jnp.asarray(embedder["embedding"], dtype)
+  head = embedding
+  if not target.tied_head:
+    head = _transposed(jnp.asarray(params["decoder"]["logits_dense"]["kernel"], dtype))
+  reader = {"token_embedder": embedder, "encoder": params["encoder"]}
+  return {"embedding": embedding, "head": head, "reader": reader}
+
+
+_transposed = jax.jit(jnp.transpose)
+
+
+@functools.cache
+def build(
+  config: AttachedConfig,
+  target: T5Config,
+  name: str = "attached",
+  serving: DraftServing = _WHOLE,
+) -> base.Model:
+  """The functions of `base.Model`; parameters hold what is the target's as "target".
+
+  Args:
+    config: the shape.
+    target: shape of the target.
+    name: what error texts call it.
+    serving: what its served copy leaves out.
+  """
+  if serving.shortlist >= target.vocab_size:
+    serving = dataclasses.replace(serving, shortlist=0)
+  training = Attached(config, target)
+  decoding = Attached(config, target, serving)
+  reader = t5.T5(target)
+
+  def apply(module, params, *arguments, method) -> Any:
+    """Runs a module on what is the draft's own."""
+    own = {name: part for name, part in params.items() if name != FROZEN}
+    return module.apply({"params": own}, *arguments, method=method)
+
+  def prefill(params, reading, mask, cache_length):
+    arguments = (reading, mask, cache_length)
+    return apply(decoding, params, *arguments, method=Attached.prefill)
+
+  def decode(params, tokens, cache):
+    arguments = (params[FROZEN], tokens, cache)
+    return apply(decoding, params, *arguments, method=Attached.decode)
+
+  def read(params, source, mask):
+    return apply(reader, params[FROZEN]["reader"], source, mask, method=t5.T5.read)
+
+  def score(params, source, mask, target, positions=None, tokens=None):
+    reading = read(params, source, mask) if source.ndim == 2 else source
+    arguments = (params[FROZEN], reading, mask, target, positions, tokens)
+    return apply(training, params, *arguments, method=Attached.score)
+
+  return base.Model(
+    name=name,
+    vocab_size=target.vocab_size,
+    init=lambda key: nn.unbox(_init_boxed(training, key)),
+    prefill=prefill,
+    decode=decode,
+    score=score,
+    prepare=functools.partial(_prepare, target, serving),
+    logical_axes=functools.partial(_logical_axes, training),
+    shortlist=serving.shortlist,
+    score_at=score,
+    frozen=FROZEN,
+    reads=target.width,
+    read=read,
+  )
+
+
+def _init_boxed(module: Attached, key: jax.Array):
+  target = module.target
+  table = jnp.zeros((2, target.width), jnp.dtype(target.dtype))
+  token, reading = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, target.width))
+  frozen = {"embedding": table, "head": table}
+  arguments = (frozen, reading, token == 0, token)
+  return module.init(key, *arguments, method=Attached.score)["params"]
+
+
+def _logical_axes(module: Attached):
+  boxed = jax.eval_shape(functools.partial(_init_boxed, module), jax.random.key(0))
+  return nn.get_partition_spec(boxed)
+
+
+def _prepare(
+  target: T5Config,
+  serving: DraftServing,
+  params: base.Params,
+  shortlist: jax.Array | None = None,
+) -> base.Params:
+  """The served copy; the target's tables are shared, a short or 8-bit head is made."""
+  dtype, frozen = jnp.dtype(target.dtype), params[FROZEN]
+  own = {name: part for name, part in params.items() if name != FROZEN}
+  own = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), own)
+  copy = served.for_steps(own, serving)
+  tables = {"embedding": frozen["embedding"]}
+  if served.has_draft_head(target, serving):
+    copy["draft_head"] = served.draft_head(serving, frozen["head"], True, shortlist)
+  else:
+    tables["head"] = frozen["head"]
+  return {**copy, FROZEN: tables}

@@ -1,0 +1,230 @@
+"""Some positions and tokens: the loss of the rest is left out, none of it distorted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+
+from osd_jax import base, testing
+from osd_jax.decoding import records
+from osd_jax.distillation import losses, narrowing, optimizers, update
+from osd_jax.models import attached, t5
+from osd_jax.models.shapes import AttachedConfig
+
+ROWS, LENGTH, TOP_K, VOCAB = 3, 8, 5, 40
+KEY = jax.random.key(0)
+narrow = jax.jit(narrowing.narrow, static_argnums=(0, 3))
+
+
+def batch_of(seed=0, lengths=(8, 5, 2)):
+  rng = np.random.default_rng(seed)
+  logits = rng.normal(0, 2, (ROWS, LENGTH, VOCAB))
+  log_probs, ids, tail = oracles.truncate(logits, TOP_K)
+  return base.DistillationBatch(
+    source=jnp.ones((ROWS, 2), jnp.int32),
+    target=jnp.asarray(rng.integers(2, VOCAB, (ROWS, LENGTH)), jnp.int32),
+    mask=jnp.arange(LENGTH)[None] < jnp.asarray(lengths)[:, None],
+    records=base.Records(
+      log_probs=jnp.asarray(log_probs, jnp.float32),
+      ids=jnp.asarray(ids, jnp.uint16),
+      tail=jnp.asarray(tail, jnp.float32),
+      error=jnp.asarray(rng.random((ROWS, LENGTH)) < 0.5),
+    ),
+    weight=jnp.ones(ROWS),
+  )
+
+
+def model_of(logits):
+  """A model that knows only `score`: whatever it reads, it gives these logits."""
+  unused = None
+  return base.Model(
+    "fixed", VOCAB, unused, unused, unused, lambda *_: logits, unused, unused
+  )
+
+
+LOGITS = jnp.asarray(np.random.default_rng(9).normal(0, 2, (ROWS, LENGTH, VOCAB)))
+
+
+def loss(config, batch, logits=LOGITS, key=KEY):
+  narrowed = narrow(config, batch, key, VOCAB)
+  part = narrowing.logits_of(model_of(logits), {}, batch.inputs, narrowed)
+  return float(losses.distillation_loss(config, part, narrowed.batch))
+
+
+ANY = functools.partial(losses.LossConfig, divergence="jsd", jsd_beta=0.1)
+
+
+@pytest.mark.parametrize(
+  "config", [ANY(), ANY(num_positions=LENGTH), ANY(num_tokens=VOCAB)], ids=str
+)
+def test_all_of_both_is_the_whole_loss(config):
+  batch = batch_of()
+  whole = float(losses.distillation_loss(config, LOGITS, batch))
+  assert loss(config, batch) == pytest.approx(whole, rel=1e-6)
+
+
+def test_positions_differ_and_are_emitted_ones():
+  batch, config = batch_of(), ANY(num_positions=4)
+  narrowed = narrow(config, batch, KEY, VOCAB)
+  emitted = [8, 5, 2]
+  for row, positions in enumerate(np.asarray(narrowed.positions)):
+    assert len(set(positions.tolist())) == 4
+    within = positions < emitted[row]
+    np.testing.assert_array_equal(narrowed.batch.mask[row], within)
+    assert within.sum() == min(4, emitted[row])
+  taken = np.take_along_axis(batch.records.tail, narrowed.positions, axis=1)
+  np.testing.assert_array_equal(narrowed.batch.records.tail, taken)
+  np.testing.assert_array_equal(narrowed.batch.target, batch.target)
+
+
+def test_other_slices_look_elsewhere():
+  batch, config = batch_of(), ANY(num_positions=4)
+  keys = jax.random.split(KEY, 2)
+  one, other = (narrow(config, batch, key, VOCAB).positions for key in keys)
+  assert not np.array_equal(one, other)
+
+
+def test_errors_alone_are_looked_at_where_asked():
+  batch = batch_of(lengths=(8, 8, 8))
+  config = ANY(positions="error", num_positions=2)
+  narrowed = narrow(config, batch, KEY, VOCAB)
+  judged = losses.chosen_positions(config, narrowed.batch)
+  assert np.all(np.sum(judged, 1) == np.minimum(2, np.sum(batch.records.error, 1)))
+
+
+def test_the_mean_over_slices_is_the_whole_loss():
+  """Rows of one length: each position then counts the same."""
+  batch = batch_of(lengths=(8, 8, 8))
+  whole = loss(ANY(), batch)
+  config = ANY(num_positions=2)
+  parts = [loss(config, batch, key=k) for k in jax.random.split(KEY, 300)]
+  error = np.std(parts) / np.sqrt(len(parts))
+  assert abs(np.mean(parts) - whole) < 4 * error
+  assert error < 0.02 * whole  # else anything would pass
+
+
+def test_the_likeliest_tokens_are_taken():
+  batch = batch_of()
+  narrowed = narrow(ANY(num_tokens=6), batch, KEY, VOCAB)
+  mass = np.zeros(VOCAB)
+  for row, length in enumerate((8, 5, 2)):
+    for t in range(length):
+      entries = batch.records.ids[row, t], batch.records.log_probs[row, t]
+      np.add.at(mass, np.asarray(entries[0]), np.exp(entries[1]))
+  assert set(np.asarray(narrowed.tokens).tolist()) == set(np.argsort(-mass)[:6])
+
+
+def test_mass_of_tokens_left_out_goes_to_the_tail():
+  batch = batch_of()
+  narrowed = narrow(ANY(num_tokens=6), batch, KEY, VOCAB)
+  kept = np.asarray(narrowed.batch.records.log_probs)
+  total = np.exp(kept).sum(-1) + narrowed.batch.records.tail
+  np.testing.assert_allclose(total, 1, atol=1e-5)
+  assert np.any(narrowed.batch.records.tail > batch.records.tail + 0.05)
+  # and every id still says the same token
+  tokens = np.append(narrowed.tokens, -1)
+  said, meant = tokens[narrowed.batch.records.ids], np.asarray(batch.records.ids)
+  is_kept = said >= 0
+  np.testing.assert_array_equal(said[is_kept], meant[is_kept])
+  assert 0 < is_kept.mean() < 1
+
+
+def test_negatives_estimate_what_the_draft_gives_all_others():
+  batch = batch_of()
+  config = ANY(num_tokens=10, num_negatives=8)
+
+  def total(key):
+    narrowed = narrow(config, batch, key, VOCAB)
+    part = narrowing.logits_of(model_of(LOGITS), {}, batch.inputs, narrowed)
+    return jnp.sum(jnp.exp(part), -1)
+
+  sums = np.stack([total(key) for key in jax.random.split(KEY, 400)])
+  expected = np.exp(np.asarray(LOGITS)).sum(-1)
+  error = sums.std(0) / np.sqrt(len(sums))
+  assert np.all(np.abs(sums.mean(0) - expected) < 5 * error)
+  # without them the rest is missing
+  few = np.asarray(LOGITS)[
+    ..., np.asarray(narrow(config, batch, KEY, VOCAB).tokens[:10])
+  ]
+  assert np.mean(np.exp(few).sum(-1) < 0.8 * expected) > 0.5
+
+
+def test_negatives_need_tokens_to_stand_beside():
+  with pytest.raises(base.InputError, match="num_negatives"):
+    losses.LossConfig(num_negatives=4)
+
+
+# ---- A large vocabulary
+
+LARGE = 32_128
+SHAPE = t5.T5Config(
+  vocab_size=LARGE,
+  width=16,
+  num_heads=2,
+  head_dim=8,
+  mlp_dim=16,
+  num_encoder_layers=1,
+  num_decoder_layers=1,
+  mlp_activations=("gelu", "linear"),
+  tied_head=False,
+)
+
+
+@functools.cache
+def large_pair():
+  """A target whose rows are sharp, its attached draft, and rows to learn."""
+  target = t5.build(SHAPE)
+  params = jax.jit(target.init)(jax.random.key(0))
+  head = params["decoder"]["logits_dense"]
+  head["kernel"] = 3 * head["kernel"]
+  draft = attached.build(AttachedConfig(16, 2, 8, 16), SHAPE)
+  source, _ = testing.random_sources(6, 8, 200, seed=0)
+  tokens = np.random.default_rng(1).integers(2, 200, (6, 10)).astype(np.int32)
+  batch = records.teacher_forced(target, params, source, tokens, 16)
+  return draft, attached.frozen_of(SHAPE, params), batch
+
+
+def mass_outside(num_negatives, steps=40):
+  """The draft's mass on tokens that no record holds, before and after training."""
+  draft, frozen, batch = large_pair()
+  config = update.UpdateConfig(
+    optimizer=optimizers.OptimizerConfig(learning_rate=1e-2),
+    loss=ANY(num_tokens=256, num_negatives=num_negatives),
+  )
+  learner = update.init_learner(config, jax.jit(draft.init)(jax.random.key(2)))
+  own = np.zeros(LARGE, bool)
+  own[np.asarray(batch.records.ids)] = True
+
+  def outside():
+    params = draft.join(learner.params, frozen)
+    logits = draft.score(params, batch.inputs, batch.source != 0, batch.target)
+    return float(jnp.mean(jax.nn.softmax(logits)[..., ~own].sum(-1)))
+
+  before = outside()
+  for _ in range(steps):
+    learner, _ = update.take_slice(draft, config, learner, batch, frozen)
+  return before, outside()
+
+
+def test_of_a_large_vocabulary_no_mass_grows_unseen():
+  before, after = mass_outside(num_negatives=128)
+  assert after < 0.8 * before
+  _, unseen = mass_outside(num_negatives=0)
+  assert unseen > after + 0.1  # nobody told that draft
+
+
+def test_frozen_tables_are_neither_trained_nor_kept():
+  draft, frozen, batch = large_pair()
+  config = update.UpdateConfig(loss=ANY(num_tokens=64, num_negatives=16), ema_decay=0.5)
+  learner = update.init_learner(config, jax.jit(draft.init)(jax.random.key(2)))
+  table = np.array(frozen["embedding"])
+  after, metrics = update.take_slice(draft, config, learner, batch, frozen)
+  assert bool(metrics.finite)
+  assert max(leaf.size for leaf in jax.tree.leaves(after)) < LARGE
+  np.testing.assert_array_equal(frozen["embedding"], table)
+  moved = optax.tree.norm(optax.tree.sub(after.params, learner.params))
+  assert moved > 0

@@ -1,0 +1,239 @@
+"""An attached draft decodes as it scores, and reads what its target has read."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from osd_jax import base, pairs, testing
+from osd_jax.models import attached, t5, weights
+from osd_jax.models.shapes import AttachedConfig, DraftServing
+
+ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
+TIED = dataclasses.replace(testing.TINY_T5, tied_head=True)
+CONFIG = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
+DEEP = dataclasses.replace(CONFIG, num_layers=2)
+CLOSE = {"rtol": 2e-4, "atol": 2e-4}
+
+score_at = jax.jit(lambda model, *a, **k: model.score_at(*a, **k), static_argnums=0)
+decode = jax.jit(lambda model, *a: model.decode(*a), static_argnums=0)
+prefill = jax.jit(lambda model, *a: model.prefill(*a), static_argnums=(0, 4))
+draw = jax.jit(lambda model, key: model.init(key), static_argnums=0)
+
+
+class Runner:
+  """A target, its attached draft, and a batch; parameters under which all matters."""
+
+  def __init__(self, target=testing.TINY_T5, config=CONFIG, serving=None):
+    self.shape = target
+    self.target = t5.build(target, "target", hands_out=True)
+    self.target_params = draw(self.target, jax.random.key(0))
+    serving = DraftServing() if serving is None else serving
+    self.draft = attached.build(config, target, "draft", serving)
+    noisy = lambda leaf: leaf + 0.2 * jax.random.normal(jax.random.key(7), leaf.shape)
+    own = jax.tree.map(noisy, draw(self.draft, jax.random.key(1)))
+    frozen = attached.frozen_of(target, self.target_params)
+    self.params = self.draft.join(own, frozen)
+    self.source, self.mask = testing.random_sources(ROWS, SOURCE, 64, seed=1)
+    tokens = np.random.default_rng(2).integers(2, 64, (ROWS, TARGET))
+    self.tokens = tokens.astype(np.int32)
+    self.fed = np.pad(self.tokens[:, :-1], ((0, 0), (1, 0)))
+
+  def reading(self, source=None):
+    source = self.source if source is None else source
+    served = self.target.prepare(self.target_params)
+    return prefill(self.target, served, source, self.mask, 4).reading
+
+  def score(self, read=None, params=None, **at):
+    read = self.reading() if read is None else read
+    params = self.params if params is None else params
+    arguments = (params, read, self.mask, self.tokens)
+    return np.asarray(score_at(self.draft, *arguments, **at))
+
+  def feed(self, stride):
+    served = self.draft.prepare(self.params)
+    length = TARGET + ROOM
+    cache = prefill(self.draft, served, self.reading(), self.mask, length)
+    rows = []
+    for start in range(0, TARGET, stride):
+      part = self.fed[:, start : start + stride]
+      logits, cache = decode(self.draft, served, part, cache)
+      rows.append(logits)
+    return np.concatenate(rows, axis=1), cache
+
+
+@pytest.fixture(scope="module")
+def runner():
+  return Runner()
+
+
+@pytest.mark.parametrize("stride", [1, 2, TARGET])
+def test_decoding_agrees_with_teacher_forcing(runner, stride):
+  logits, cache = runner.feed(stride)
+  np.testing.assert_allclose(logits, runner.score(), **CLOSE)
+  np.testing.assert_array_equal(cache.length, [TARGET] * ROWS)
+  assert logits.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+  "target, config", [(TIED, CONFIG), (testing.TINY_T5, DEEP)], ids=["tied", "deep"]
+)
+def test_other_shapes_agree_too(target, config):
+  other = Runner(target, config)
+  np.testing.assert_allclose(other.feed(2)[0], other.score(), **CLOSE)
+
+
+def test_it_reads_what_the_target_hands_out(runner):
+  np.testing.assert_array_equal(runner.score(), runner.score(runner.source))
+  reading = runner.reading()
+  assert reading.dtype == jnp.bfloat16
+  assert reading.shape == (ROWS, SOURCE, runner.draft.reads)
+  # and nothing else of the source
+  changed = runner.source.copy()
+  changed[:, 0] = 3 + (changed[:, 0] + 5) % 40
+  other = runner.score(runner.reading(changed))
+  assert np.all(np.max(np.abs(other - runner.score()), axis=(1, 2)) > 1e-2)
+
+
+def test_a_target_hands_nothing_out_unasked(runner):
+  alone = t5.build(runner.shape)
+  served = alone.prepare(runner.target_params)
+  assert prefill(alone, served, runner.source, runner.mask, 4).reading is None
+
+
+@pytest.mark.parametrize("config", [CONFIG, DEEP], ids=["one", "two"])
+def test_some_positions_and_tokens_are_those_of_all(config):
+  some = Runner(config=config)
+  positions = jnp.asarray([[5, 0], [2, 3], [1, 1]])
+  tokens = jnp.asarray([60, 1, 7])
+  part = some.score(positions=positions, tokens=tokens)
+  whole = some.score()[np.arange(ROWS)[:, None], positions][..., tokens]
+  np.testing.assert_allclose(part, whole, **CLOSE)
+
+
+@pytest.mark.parametrize("shape", [testing.TINY_T5, TIED], ids=["untied", "tied"])
+def test_so_are_those_of_an_independent_draft(runner, shape):
+  model = t5.build(shape)
+  params = draw(model, jax.random.key(0))
+  arguments = (params, runner.source, runner.mask, runner.tokens)
+  positions, tokens = jnp.asarray([[5, 0], [2, 3], [1, 1]]), jnp.asarray([60, 1, 7])
+  part = score_at(model, *arguments, positions, tokens)
+  whole = np.asarray(score_at(model, *arguments))[np.arange(ROWS)[:, None], positions]
+  np.testing.assert_allclose(part, whole[..., tokens], **CLOSE)
+
+
+def test_what_is_the_targets_stays_the_targets(runner):
+  """No copy of the embedding, nothing of it among what is trained."""
+  own, frozen = runner.draft.split(runner.params)
+  embedding = runner.target_params["token_embedder"]["embedding"]
+  assert frozen["embedding"] is embedding
+  assert jax.tree.structure(own) == jax.tree.structure(
+    jax.eval_shape(runner.draft.init, jax.random.key(0))
+  )
+  assert set(own) == {"inward", "decoder", "outward"}
+  assert jax.tree.structure(own) == jax.tree.structure(
+    runner.draft.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple)
+  )
+
+
+@pytest.mark.parametrize(
+  "serving",
+  [DraftServing(int8=True), DraftServing(shortlist=40), DraftServing(True, 40)],
+  ids=["int8", "shortlist", "both"],
+)
+def test_lighter_copies_are_close(serving):
+  light, whole = Runner(serving=serving), Runner()
+  served, expected = light.feed(1)[0], whole.feed(1)[0]
+  covered = serving.shortlist or 64
+  assert np.all(np.isneginf(served[..., covered:]))
+  apart = np.abs(served - expected)[..., :covered]
+  assert np.max(apart) < (0.15 * np.std(expected) if serving.int8 else 1e-3)
+
+
+def test_a_swapped_shortlist_covers_its_tokens():
+  short = Runner(serving=DraftServing(shortlist=4))
+  tokens = jnp.asarray([1, 9, 33, 50])
+  served = short.draft.prepare(short.params, tokens)
+  cache = prefill(short.draft, served, short.reading(), short.mask, 2)
+  logits, _ = decode(short.draft, served, short.fed[:, :1], cache)
+  expected = short.score()[:, :1][..., tokens]
+  np.testing.assert_allclose(logits[..., tokens], expected, **CLOSE)
+  assert np.isneginf(logits).sum() == ROWS * 60
+
+
+# ---- Files
+
+
+def written(runner, folder, **changes):
+  own, _ = runner.draft.split(runner.params)
+  target = identity(runner, "big.safetensors")
+  held = weights.AttachedWeights(CONFIG, own, target.fingerprint, target.name, "notes")
+  path = folder / "draft.safetensors"
+  return weights.save(path, dataclasses.replace(held, **changes)), own
+
+
+def identity(runner, name="target", dtype="float32", **changes):
+  shape = dataclasses.replace(runner.shape, dtype=dtype)
+  params = {**runner.target_params, **changes}
+  return weights.identity(weights.Weights(shape, params), name)
+
+
+def test_a_file_holds_what_is_the_drafts_own(runner, tmp_path):
+  path, own = written(runner, tmp_path)
+  held = weights.load_attached(path, identity(runner))
+  jax.tree.map(np.testing.assert_array_equal, held.params, own)
+  assert (held.config, held.notes) == (CONFIG, "notes")
+  assert weights.is_attached(path) and not weights.is_attached(tmp_path / "none")
+  count = sum(leaf.size for leaf in jax.tree.leaves(own))
+  assert path.stat().st_size < 4 * count + 4000  # no table of the target
+
+
+def test_another_target_is_refused_by_name(runner, tmp_path):
+  path, _ = written(runner, tmp_path)
+  embedding = {"embedding": 1 + runner.target_params["token_embedder"]["embedding"]}
+  other = identity(runner, "other.x", token_embedder=embedding)
+  with pytest.raises(base.InputError, match=r"big\.safetensors .*received other\.x"):
+    weights.load_attached(path, other)
+  # one that computes in another type is the same target
+  same = identity(runner, dtype="bfloat16")
+  assert weights.load_attached(path, same).config == CONFIG
+
+
+def test_an_attached_draft_is_no_t5(runner, tmp_path):
+  path, _ = written(runner, tmp_path)
+  with pytest.raises(base.InputError, match="osd_jax.attached"):
+    weights.load(path)
+
+
+def test_tensors_that_do_not_fit_are_named(runner, tmp_path):
+  wider = dataclasses.replace(CONFIG, width=32)
+  path, _ = written(runner, tmp_path, config=wider)
+  with pytest.raises(
+    base.InputError, match=r"decoder_norm/scale: found \(16,\), expected \(32,\)"
+  ):
+    weights.load_attached(path, identity(runner))
+
+
+@pytest.mark.parametrize(
+  "field, value", [("width", 0), ("num_layers", 0), ("mlp_activations", ("tanh",))]
+)
+def test_impossible_shapes_are_refused(field, value):
+  with pytest.raises(base.InputError, match=field):
+    AttachedConfig(**{field: value})
+
+
+def test_only_a_target_is_needed():
+  """The shipped target and no draft: .377 M parameters, drawn from the seed."""
+  config = pairs.PairConfig(draft="attached")
+  one, same = pairs.load_pair(config), pairs.load_pair(config)
+  own, frozen = one.draft.split(one.draft_params)
+  assert sum(leaf.size for leaf in jax.tree.leaves(own)) == 377_472
+  jax.tree.map(
+    np.testing.assert_array_equal, own, same.draft.split(same.draft_params)[0]
+  )
+  other = pairs.load_pair(dataclasses.replace(config, draft_seed=1))
+  kernels = [p.draft_params["inward"]["kernel"] for p in (one, other)]
+  assert not np.array_equal(*kernels)
+  assert one.target.vocab_size == frozen["head"].shape[0]

@@ -1,0 +1,161 @@
+"""Whole online runs with an attached draft: the outputs are those of any draft."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny_online
+
+from osd_jax import online, pairs, partitioning, writers
+from osd_jax.distillation import buffer, losses, optimizers, update
+from osd_jax.models.shapes import AttachedConfig, DraftServing
+from osd_jax.serving import adaptive, slots
+
+TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
+COSTS = adaptive.RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
+ADAPTIVE = adaptive.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  """The tiny target, and a draft that stands on it from nothing."""
+  independent = tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+  shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
+  return independent, dataclasses.replace(
+    independent, draft="attached", attached=shape, draft_serving=DraftServing()
+  )
+
+
+def configured(pair, folder, rows=2, **changes):
+  config = tiny_online.config(pair, folder, rows, warm_start=None, compare_every=6)
+  learning = dataclasses.replace(
+    config.learning,
+    update=update.UpdateConfig(
+      optimizer=optimizers.OptimizerConfig(learning_rate=3e-2),
+      loss=losses.LossConfig(num_positions=4, num_tokens=64, num_negatives=16),
+      ema_decay=0.5,
+    ),
+  )
+  config = dataclasses.replace(config, learning=learning, pair=pair, keep_outputs="ids")
+  return dataclasses.replace(config, **changes)
+
+
+def outputs(path):
+  lines = (path / "outputs.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  return {row["query"]: row["output_ids"] for row in rows}
+
+
+def timeless(path, kind):
+  return [
+    {name: value for name, value in row.items() if not name.endswith(TIMES)}
+    for row in writers.read(path / "metrics.jsonl")
+    if row["kind"] == kind
+  ]
+
+
+@pytest.fixture(scope="module")
+def plain(pair, tmp_path_factory):
+  """Outputs with the independent draft, frozen."""
+  folder = tmp_path_factory.mktemp("plain")
+  config = configured(pair[0], folder / "run", learn=False, compare_every=0)
+  return outputs(online.run(config).path)
+
+
+@pytest.fixture(scope="module")
+def learned(pair, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("learned")
+  result = online.run(configured(pair[1], folder / "run"))
+  assert result.exact
+  return result.path
+
+
+def test_it_learns_and_changes_no_output(learned, plain):
+  assert outputs(learned) == plain
+  overlaps = [row["overlap"] for row in timeless(learned, "request")]
+  assert np.mean(overlaps[-8:]) > 1.2 * np.mean(overlaps[:8])
+  floor = [row["floor_overlap"] for row in timeless(learned, "request")]
+  assert np.mean(floor[-8:]) < 1.1 * np.mean(floor[:8])  # the frozen one does not
+  assert timeless(learned, "update")
+
+
+MODES = {
+  "one row": {"rows": 1},
+  "adaptive K": {"adaptive": ADAPTIVE},
+  "light": {"draft_serving": DraftServing(int8=True, shortlist=700)},
+  "read anew": {"keep_reading": False},
+  "mesh": {"partition": partitioning.PartitionConfig(2, 2)},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_every_mode_the_outputs_are_the_same(mode, pair, plain, tmp_path):
+  changes = dict(MODES[mode])
+  config = configured(pair[1], tmp_path / "run", changes.pop("rows", 2))
+  if "adaptive" in changes:
+    changes["decoding"] = dataclasses.replace(
+      config.decoding, adaptive=changes.pop("adaptive")
+    )
+  if "draft_serving" in changes:
+    changes["pair"] = dataclasses.replace(
+      pair[1], draft_serving=changes.pop("draft_serving")
+    )
+  if "keep_reading" in changes:
+    kept = buffer.BufferConfig(capacity=32, keep_reading=changes.pop("keep_reading"))
+    changes["learning"] = dataclasses.replace(config.learning, buffer=kept)
+  result = online.run(dataclasses.replace(config, **changes))
+  assert result.exact
+  assert outputs(result.path) == plain
+  overlaps = [row["overlap"] for row in timeless(result.path, "request")]
+  assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])
+
+
+class Interrupted(Exception):
+  """A run that ends between two steps, as a killed one does."""
+
+
+def interrupted(config, count):
+  step = slots.Slots.step
+
+  def counted(self):
+    nonlocal count
+    done = step(self)
+    count -= len(done)
+    if count < 0:
+      raise Interrupted
+    return done
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(slots.Slots, "step", counted)
+    with pytest.raises(Interrupted):
+      online.run(config)
+
+
+def test_resumed_it_ends_bit_equal(pair, learned, tmp_path):
+  config = configured(pair[1], tmp_path / "run")
+  interrupted(config, 13)
+  path = online.run(config).path
+  assert timeless(path, "request") == timeless(learned, "request")
+  assert timeless(path, "update") == timeless(learned, "update")
+  loaded = pairs.load_pair(pair[1])
+  one, other = (loaded.load_draft(run / "draft.safetensors") for run in (path, learned))
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_the_adapted_draft_belongs_to_its_target(pair, learned):
+  path = str(learned / "draft.safetensors")
+  adapted = pairs.load_pair(dataclasses.replace(pair[1], draft=path))
+  held = pairs.load_pair(pair[1]).load_draft(path)
+  jax.tree.map(np.testing.assert_array_equal, adapted.draft_params, held)
+  with pytest.raises(ValueError, match=r"PairConfig\.draft: .*attached to the target"):
+    pairs.load_pair(pairs.PairConfig(draft=path))
+
+
+def test_checkpoints_hold_nothing_of_the_targets(learned):
+  """Neither its embedding nor its head: [1536, 32] would be the largest of all."""
+  files = sorted((learned / "checkpoints").iterdir(), key=lambda path: path.name)
+  size = sum(path.stat().st_size for path in files[-1].rglob("*") if path.is_file())
+  tables = 2 * 1536 * 32 * 4
+  assert size < 20 * tables  # readings of 32 rows and their records among them

@@ -149,14 +149,16 @@ class Learner:
     batches = self._draw()
     if not int(self._buffer.added):  # rows to come are longer than none
       batches = [batch.replace(mask=batch.mask | True) for batch in batches]
-    state = self._background.learner
+    state, config = self._background.learner, self._config.update
     jax.block_until_ready(
-      update_lib.update(self._draft, self._config.update, state, batches)
+      update_lib.update(self._draft, config, state, batches, frozen=self._frozen)
     )
 
-  def slice_inputs(self) -> tuple[update_lib.LearnerState, base.DistillationBatch]:
-    """The state and a micro-batch, as a slice takes them."""
-    return self._background.learner, self._draw()[0]
+  def slice_inputs(
+    self,
+  ) -> tuple[update_lib.LearnerState, base.DistillationBatch, base.Params]:
+    """The state, a micro-batch, and what is not trained, as a slice takes them."""
+    return self._background.learner, self._draw()[0], self._frozen
 
   def keep_pace(self, in_flight: int) -> None:
     """Waits for a slice where learning is behind; before a step of `in_flight` rows."""

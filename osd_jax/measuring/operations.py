@@ -72,10 +72,14 @@ def _of_model(
   """Operations of a prefill, and of a token behind it."""
   prompt = jnp.asarray(source)
   mask = prompt != base.PAD_ID
+  # A draft attached to the target reads what that has read: no work of its own.
+  read = (
+    jnp.zeros((*source.shape, model.reads), jnp.bfloat16) if model.reads else prompt
+  )
 
   def of(tokens):
     target = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    score = lambda params, target: model.score(params, prompt, mask, target)
+    score = lambda params, target: model.score(params, read, mask, target)
     return _counted(score, params, target)
 
   one, many = of(1), of(length + 1)
@@ -87,12 +91,12 @@ def _of_model(
 
 def _of_slice(server: Server) -> float | None:
   learner = server.learner
-  state, batch = learner.slice_inputs()
+  draft, config = server.pair.draft, learner.update_config
 
-  def step(state, batch):
-    return update.slice_step(server.pair.draft, learner.update_config, state, batch)
+  def step(state, batch, frozen):
+    return update.slice_step(draft, config, state, batch, frozen)
 
-  return _counted(step, state, batch)
+  return _counted(step, *learner.slice_inputs())
 
 
 def _counted(function: Any, *arguments: Any) -> float | None:

@@ -178,7 +178,7 @@ def test_calls_of_a_server_are_timed_and_nothing_changes(pair, tmp_path):
     before = np.asarray(server.learner.slice_inputs()[0].step)
     made = prices.measure(server, np.array([5, 9, 7, 1], np.int32), learn=True)
     threads = [thread.name for thread in threading.enumerate()]
-    after, _ = server.learner.slice_inputs()
+    after, *_ = server.learner.slice_inputs()
   assert (made.plain.rows, made.frozen.rows, made.online.rows) == (1, 1, 2)
   assert made.plain.num_draft_tokens == (0,) and made.online.num_draft_tokens == (3,)
   times = (made.plain, made.frozen, made.online)

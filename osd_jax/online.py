@@ -15,7 +15,16 @@ from osd_jax.data import prompts, streams
 from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation.background import Outcome
 from osd_jax.distillation.learner import LearningConfig
-from osd_jax.measuring import alarms, certificate, metering, progress, summaries
+from osd_jax.distillation.worth import WorthConfig
+from osd_jax.measuring import (
+  alarms,
+  certificate,
+  metering,
+  prices,
+  progress,
+  savings,
+  summaries,
+)
 from osd_jax.serving import slots
 from osd_jax.serving.server import Server
 
@@ -38,6 +47,8 @@ class OnlineConfig:
     floor_metering: measure the floor draft on every request.
     compare_every: serve every n-th request plainly and with the floor draft too;
       0 never.
+    prices: time the run's calls and updates before the first request, and say what
+      they promise beside what is measured. A run that is resumed keeps its prices.
     keep_drafts: save the draft's weights at every stream shift and at the end.
     keep_outputs: "text" writes prompts and answers to outputs.jsonl, "ids" their tokens
       too, "none" nothing.
@@ -57,6 +68,7 @@ class OnlineConfig:
   learn: bool = True
   floor_metering: bool = True
   compare_every: int = 4
+  prices: bool = True
   keep_drafts: bool = False
   keep_outputs: str = "text"
   checkpoint_every: int = 100
@@ -71,6 +83,8 @@ class OnlineConfig:
     base.check_choices(self, keep_outputs=writers.OUTPUTS_KEPT)
     longest = self.decoding.source_lengths[-1]
     configured = isinstance(self.stream, streams.StreamConfig)
+    schedule = self.learning.schedule
+    unpriced = self.learn and isinstance(schedule, WorthConfig) and not schedule.costs
     asked = self.stream.source_length if configured else longest
     base.check_fields(
       self,
@@ -79,6 +93,10 @@ class OnlineConfig:
         "decoding": (
           self.decoding.record_top_k >= 1,
           "record_top_k >= 1: the draft learns from the records",
+        ),
+        "prices": (
+          self.prices or not unpriced,
+          "True, or WorthConfig.costs: the schedule goes by them",
         ),
         "stream": (
           asked <= longest,
@@ -171,6 +189,8 @@ class OnlineLoop:
       config.compare_every,
     )
     self._alarms = alarms.AlarmState()
+    self._prices: prices.Prices | None = None
+    self._savings = savings.Savings()
     self._models = checkpoints.fingerprint(
       (self.pair.target_params, self.pair.draft_params)
     )
@@ -241,6 +261,7 @@ class OnlineLoop:
       "metrics_bytes": self._log.length,
       "outputs_bytes": self._outputs.length,
       "models": self._models,
+      "prices": self._prices and dataclasses.asdict(self._prices),
     }
     if self.finished not in self._saved.steps():
       self._saved.save(self.finished, arrays, host)
@@ -286,7 +307,10 @@ class OnlineLoop:
       self._write("update", {**row, "version": outcome.version, **outcome.figures()})
 
   def _write(self, kind: str, row: dict[str, Any]) -> None:
-    """Logs a row and the alarms that it starts or ends."""
+    """Logs a row, what was saved so far, and the alarms that start or end here."""
+    if self._prices is not None:
+      self._savings = savings.observe(self._prices, self._savings, kind, row)
+      row |= self._savings.fields() if kind == "request" else {}
     self._log.write(kind, row)
     self._alarms, changed = alarms.observe(self._alarms, kind, row)
     for alarm in changed:
@@ -326,8 +350,23 @@ class OnlineLoop:
     self._outputs.truncate(0)
     self._log.truncate(0)  # of a run that was killed before its first checkpoint
     self._log.write("data", {"tasks": self.stream.report()})
-    if not self.config.learn:
-      return
+    if self.config.learn:
+      self._seed()
+    if self.config.prices:
+      self._take_prices()
+
+  def _take_prices(self) -> None:
+    """Times what calls take; nothing is served yet."""
+    try:
+      prompt = self.stream[0].tokens
+    except IndexError:
+      return  # an empty stream
+    self._prices = prices.measure(self.server, prompt, self.config.learn)
+    self._log.write("prices", dataclasses.asdict(self._prices))
+    if self.config.learn:
+      self.server.learner.price(self._prices.update_costs())
+
+  def _seed(self) -> None:
     warm_start, rows = self.config.warm_start, []
     if warm_start is not None:
       examples = prompts.prompts(warm_start, self.pair.vocabulary)
@@ -347,5 +386,8 @@ class OnlineLoop:
     self._outputs.truncate(host["outputs_bytes"])
     rows = list(writers.read(self.directory.metrics_path))
     self._alarms = alarms.replay(rows)
+    if host.get("prices"):  # runs that began before there were any have none
+      self._prices = prices.Prices.from_json(host["prices"])
+      self._savings = savings.of_rows(rows) or self._savings
     clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]
     self._seconds_before = max(clocks, default=0.0)

@@ -86,6 +86,7 @@ def config(
       reader="plain",
     ),
     compare_every=8,
+    prices=False,
     checkpoint_every=CHECKPOINT,
     keep_drafts=True,
     run_directory=str(run_directory),

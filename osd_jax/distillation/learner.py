@@ -16,8 +16,10 @@ import numpy as np
 from osd_jax import base
 from osd_jax.distillation import background, shortlist
 from osd_jax.distillation import buffer as buffer_lib
+from osd_jax.distillation import costs as costs_lib
 from osd_jax.distillation import schedule as schedule_lib
 from osd_jax.distillation import update as update_lib
+from osd_jax.distillation import worth as worth_lib
 from osd_jax.distillation.background import Outcome
 
 
@@ -31,7 +33,8 @@ class LearningConfig:
   Attributes:
     buffer: the replay buffer.
     update: one update.
-    schedule: when updates happen; a `ScheduleConfig`, or a `Schedule` of your own.
+    schedule: when updates happen; a `ScheduleConfig`, a `WorthConfig` (where they pay),
+      or a `Schedule` of your own.
     free_updates: swap an update in as soon as it is ready. False waits for request
       n + I exactly, which makes runs repeat bit by bit.
     seed: of replay.
@@ -39,9 +42,9 @@ class LearningConfig:
 
   buffer: buffer_lib.BufferConfig = buffer_lib.BufferConfig()
   update: update_lib.UpdateConfig = update_lib.UpdateConfig()
-  schedule: schedule_lib.ScheduleConfig | schedule_lib.Schedule = (
-    schedule_lib.ScheduleConfig()
-  )
+  schedule: (
+    schedule_lib.ScheduleConfig | worth_lib.WorthConfig | schedule_lib.Schedule
+  ) = schedule_lib.ScheduleConfig()
   free_updates: bool = False
   seed: int = 0
 
@@ -81,7 +84,7 @@ class Learner:
     self.finished, self.serving = 0, params
     trained, self._frozen = draft.split(params)
     self._since = 0  # rows added to the buffer when an update was last launched
-    self._schedule = config.schedule.initial()
+    self._schedule: Any = config.schedule.initial()
     self._background = background.BackgroundLearner(
       draft,
       config.update,
@@ -131,6 +134,32 @@ class Learner:
     update_lib.update(self._draft, config, state, drawn, frozen=self._frozen)
     update_lib.warm_up(self._draft, config, state, drawn[0], self._frozen)
 
+  def price(self, costs: costs_lib.UpdateCosts) -> None:
+    """Tells a schedule that goes by costs what they are; others do not ask."""
+    if isinstance(self._config.schedule, costs_lib.Priced):
+      self._schedule = self._config.schedule.priced(self._schedule, costs)
+
+  @property
+  def update_config(self) -> update_lib.UpdateConfig:
+    """How an update is made."""
+    return self._config.update
+
+  def try_update(self) -> None:
+    """Runs an update on what the buffer holds, and forgets it: to be timed."""
+    batches = self._draw()
+    if not int(self._buffer.added):  # rows to come are longer than none
+      batches = [batch.replace(mask=batch.mask | True) for batch in batches]
+    state, config = self._background.learner, self._config.update
+    jax.block_until_ready(
+      update_lib.update(self._draft, config, state, batches, frozen=self._frozen)
+    )
+
+  def slice_inputs(
+    self,
+  ) -> tuple[update_lib.LearnerState, base.DistillationBatch, base.Params]:
+    """The state, a micro-batch, and what is not trained, as a slice takes them."""
+    return self._background.learner, self._draw()[0], self._frozen
+
   def keep_pace(self, in_flight: int) -> None:
     """Waits for a slice where learning is behind; before a step of `in_flight` rows."""
     self._background.keep_pace(self.finished + in_flight)
@@ -157,6 +186,8 @@ class Learner:
     outcome = self._take() if self._background.due(self.finished) else None
     self._buffer = self._append(self._buffer, self._with_reading(batch))
     schedule = self._config.schedule
+    if isinstance(schedule, costs_lib.Priced):
+      self._schedule = schedule.emitted(self._schedule, int(np.sum(batch.mask)))
     self._schedule = schedule.observe(self._schedule, overlap)
     if not self.busy and schedule.is_due(self._schedule):
       self._launch()

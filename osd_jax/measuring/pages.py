@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from osd_jax import writers
-from osd_jax.measuring import alarms, metrics
+from osd_jax.measuring import alarms, metrics, prediction, savings
+from osd_jax.measuring.prices import Prices
 
 EDGE = 50  # requests that "first" and "last" mean
 
@@ -51,7 +52,13 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Page:
   account = writers.Ledger.of(rows)
   if account is not None:
     tables["Where the time went"] = account.table()
-  sentences = [*headline(segments), *_cost(account), alarms.sentence(rows)]
+  sentences = [*headline(segments), *_cost(account)]
+  if "prices" in by_kind:
+    prices = Prices.from_json(by_kind["prices"][0])
+    tables["Predicted and measured"] = prediction.table(prices, rows)
+    tables["Prices of this machine"] = prices.table()
+    sentences += _worth(prices, rows)
+  sentences.append(alarms.sentence(rows))
   return Page("Online speculative decoding", sentences, tables)
 
 
@@ -149,6 +156,13 @@ def _cost(account: writers.Ledger | None) -> list[str]:
     f"Wall time {account.wall:.1f} s: {parts}. Beside it learning took"
     f" {account.learning:.1f} s ({account.updates} updates{skipped})."
   ]
+
+
+def _worth(prices: Prices, rows: Sequence[Row]) -> list[str]:
+  """What learning took and saved, and what both computed."""
+  account = savings.of_rows(rows)
+  told = ["" if account is None else account.sentence()]
+  return [text for text in (*told, prediction.operations(prices, rows)) if text]
 
 
 def _speeds(rows: Sequence[Row]) -> dict[str, float]:

@@ -77,9 +77,19 @@ class Progress:
     figures = (
       f"{row['source']}: overlap {mean('overlap')}, frozen {mean('floor_overlap')};"
       f" {mean('tokens_per_target_call')} tokens/call,"
-      f" {mean('online_ms_per_token')} ms/token"
+      f" {mean('online_ms_per_token')} ms/token{_saved(row)}"
     )
     self._bar.update(self._task, completed=self._finished, figures=figures)
+
+
+def _saved(row: Mapping[str, Any]) -> str:
+  """What learning has saved so far; "" where that is not known."""
+  seconds = row.get("saved_seconds")
+  if seconds is None:
+    return ""
+  since = row.get("even_since")
+  paid = f", in profit since request {since}" if since else ""
+  return f"; learning {'saved' if seconds >= 0 else 'lost'} {abs(seconds):.1f} s{paid}"
 
 
 class _Lines(rich.progress.Progress):

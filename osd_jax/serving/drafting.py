@@ -5,6 +5,7 @@
     insert    prefills a request into a row
     advance   one compiled call for all rows
     release   a row's request has ended
+    candidates  every K that a call may have
     warm_up   compiles the calls of a bucket at its first use
     reset     forgets what was decoded
     held      what a checkpoint keeps as JSON; `restore` takes it back
@@ -70,6 +71,11 @@ class FixedDrafting:
     """Holds both; compiles nothing."""
     self._program = program
     self._num_draft_tokens = 0 if program.draft is None else num_draft_tokens
+
+  @property
+  def candidates(self) -> tuple[int, ...]:
+    """The one K there is."""
+    return (self._num_draft_tokens,)
 
   def insert(
     self,
@@ -138,6 +144,11 @@ class AdaptiveDrafting:
     self._program = program
     self._warm: set[int] = set()
     self.reset()
+
+  @property
+  def candidates(self) -> tuple[int, ...]:
+    """Every K that may be chosen."""
+    return self.config.candidates
 
   def reset(self) -> None:
     """Forgets what was decoded, not what it costs."""

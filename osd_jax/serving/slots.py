@@ -100,6 +100,21 @@ class Slots:
     """[N] int32, the tokens that the draft's output head covers; None: all."""
     return self._shortlist
 
+  @property
+  def program(self) -> calls.Program:
+    """What is compiled into every call."""
+    return self._program
+
+  @property
+  def served(self) -> calls.Served:
+    """The prepared parameters."""
+    return self._served
+
+  @property
+  def candidates(self) -> tuple[int, ...]:
+    """Every K that a call may have, ascending."""
+    return self._drafting.candidates
+
   def swap(
     self,
     draft_params: base.Params,

@@ -15,7 +15,7 @@ from osd_jax.writers.plots import (
 )
 from osd_jax.writers.report import write_page, write_report
 from osd_jax.writers.run_directory import RunDirectory, RunResult
-from osd_jax.writers.series import by_segment, request_rows
+from osd_jax.writers.series import by_segment, of_kind, request_rows
 
 __all__ = [
   "OUTPUTS_KEPT",
@@ -29,6 +29,7 @@ __all__ = [
   "draw_comparison",
   "draw_plots",
   "draw_plots_if_available",
+  "of_kind",
   "read",
   "request_rows",
   "write_page",

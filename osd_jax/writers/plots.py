@@ -18,6 +18,7 @@ PLOTS: dict[str, Callable[[Sequence[series.Row]], Any]] = {
   "acceptance_per_position": serving_plots.per_position,
   "tokens_per_round": serving_plots.rounds,
   "update_loss": serving_plots.loss,
+  "time_saved": serving_plots.saved,
   "cost_ledger": serving_plots.account,
   "training_loss": training_plots.loss,
   "held_out": training_plots.held_out,

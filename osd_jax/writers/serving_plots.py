@@ -56,6 +56,22 @@ def milliseconds(rows: Sequence[series.Row]) -> Any:
   return _over_requests(requests, lines, "ms per token", limits)
 
 
+def saved(rows: Sequence[series.Row]) -> Any:
+  """Seconds that learning has saved so far, its own price included."""
+  requests = series.request_rows(rows)
+  seconds = series.column(requests, "saved_seconds")
+  if not np.isfinite(seconds).any() or not seconds.any():
+    return None
+  figure, (axes,) = canvas.figure("Time saved against the frozen draft, seconds")
+  _mark_shifts(axes, requests)
+  _shade_pauses(axes, requests)
+  axes.axhline(0.0, color=canvas.FLOOR, lw=1.2, ls="--")
+  axes.plot(places(requests), seconds, color=canvas.ONLINE, lw=2.2)
+  axes.set_xlabel("request; by the prices measured at the start, learning included")
+  canvas.legend(axes)
+  return figure
+
+
 def latency(rows: Sequence[series.Row]) -> Any:
   """Percentiles of milliseconds per token, over the same requests where compared."""
   requests = series.request_rows(rows)

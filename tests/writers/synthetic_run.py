@@ -61,6 +61,7 @@ def _request(
     "decode_ms": calls * 11.0,
     "metering_ms": 14.0,
     "run_seconds": 0.26 * (index + 1),
+    "saved_seconds": 0.04 * index - 5.0,  # in debt for 125 requests
   }
   if index % 4 == 0:
     frozen = 1 / (1 - noisy[0]) if noisy[0] < 0.85 else 6.0

@@ -23,7 +23,7 @@ def _png_size(path):
   return struct.unpack(">II", head[4:12])
 
 
-SERVED = list(plots.PLOTS)[:8]
+SERVED = list(plots.PLOTS)[:9]
 
 
 def test_a_full_run_gives_readable_pngs(tmp_path):
@@ -223,3 +223,14 @@ def test_importing_the_writers_loads_no_plotting():
     [sys.executable, "-c", code], capture_output=True, text=True, check=True
   )
   assert out.stdout.strip() == "[]"
+
+
+def test_time_saved_is_the_account_of_the_rows_and_zero_is_marked():
+  rows = synthetic_run.rows(120)
+  axes = serving_plots.saved(rows).axes[0]
+  zero, saved = axes.get_lines()[-2:]
+  assert set(zero.get_ydata()) == {0.0}
+  requests = [row["saved_seconds"] for row in rows if row["kind"] == "request"]
+  assert saved.get_ydata().tolist() == requests
+  unpriced = [{**row, "saved_seconds": None} for row in rows]
+  assert serving_plots.saved(unpriced) is None

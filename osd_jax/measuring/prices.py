@@ -1,0 +1,334 @@
+"""What a run's own calls take on this machine: measured once, before the first request.
+
+Calls are timed as they serve, on the first prompt of the stream: a request's prefill,
+rounds of every K, the steps they consist of, an update alone, and rounds and updates
+side by side. From the last pair follows how much of an update another core hides.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from osd_jax.decoding import sampling
+from osd_jax.distillation.costs import UpdateCosts
+from osd_jax.measuring import operations, timing
+from osd_jax.serving import calls
+from osd_jax.serving.server import Server
+from osd_jax.serving.slots import Slots
+
+ROUNDS = 8  # of a timed call, at most: rows may end before
+LEAST, MOST, SECONDS = 4, 40, 0.5  # turns: at least, at most, and for how long else
+STEP_CALLS, STEP_REPEATS = 8, 3  # of the loops that time single steps
+
+
+class Way(NamedTuple):
+  """A way to decode.
+
+  Attributes:
+    program: what is compiled in.
+    candidates: Ks, ascending; 0 is a plain step.
+    served: prepared parameters.
+  """
+
+  program: calls.Program
+  candidates: tuple[int, ...]
+  served: calls.Served
+
+
+@dataclasses.dataclass(frozen=True)
+class CallPrices:
+  """Of one way to decode.
+
+  Attributes:
+    rows: requests that a round serves.
+    num_draft_tokens: Ks, ascending; 0 is a plain step.
+    round_ms: milliseconds of a round of all rows, for each of them.
+    request_ms: what a request takes beside its rounds: prefill and the call itself.
+  """
+
+  rows: int
+  num_draft_tokens: tuple[int, ...]
+  round_ms: tuple[float, ...]
+  request_ms: float
+
+  def at(self, num_draft_tokens: float) -> float:
+    """Milliseconds of a round that drafts so many tokens on average."""
+    return float(np.interp(num_draft_tokens, self.num_draft_tokens, self.round_ms))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+  """What calls take, in milliseconds, and what they compute.
+
+  Attributes:
+    plain: plain decoding of one request, without records.
+    frozen: speculative decoding of one request.
+    online: speculative decoding as the run does it, with all its rows.
+    draft_ms: a step of the draft, all rows.
+    step_ms: a plain step of the target, all rows.
+    verify_ms: the target on K + 1 tokens, all rows; K is the largest.
+    slice_ms: a slice of an update that runs alone; 0 where nothing learns.
+    slices: of an update.
+    slowdown: time of a round beside an update / alone.
+    hidden: share of an update that costs serving nothing, in 0..1.
+    flops: floating-point operations of each, an estimate; None where XLA gives none.
+  """
+
+  plain: CallPrices
+  frozen: CallPrices
+  online: CallPrices
+  draft_ms: float
+  step_ms: float
+  verify_ms: float
+  slice_ms: float = 0.0
+  slices: int = 0
+  slowdown: float = 1.0
+  hidden: float = 0.0
+  flops: operations.Flops | None = None
+
+  @classmethod
+  def from_json(cls, fields: Mapping[str, Any]) -> "Prices":
+    """The prices that `dataclasses.asdict` made a JSON object of."""
+    made = {name: _calls(fields[name]) for name in ("plain", "frozen", "online")}
+    flops = fields["flops"] and operations.Flops(**fields["flops"])
+    known = {field.name for field in dataclasses.fields(cls)}  # a log adds its own
+    rest = {name: value for name, value in fields.items() if name in known}
+    return cls(**{**rest, **made, "flops": flops})
+
+  @property
+  def lost_ms(self) -> float:
+    """What an update takes from serving."""
+    return self.slice_ms * self.slices * (1 - self.hidden)
+
+  def table(self) -> list[dict[str, Any]]:
+    """One row a price."""
+    listed = zip(self.online.num_draft_tokens, self.online.round_ms, strict=True)
+    entries = {
+      "plain step": self.step_ms,
+      f"verification of {max(self.online.num_draft_tokens) + 1} tokens": self.verify_ms,
+      "draft step": self.draft_ms,
+      **{f"round, K = {k}": ms for k, ms in listed},
+      "request, beside its rounds": self.online.request_ms,
+    }
+    if self.slices:
+      entries["slice of an update"] = self.slice_ms
+      entries[f"update of {self.slices} slices"] = self.slice_ms * self.slices
+      entries["of it taken from serving"] = self.lost_ms
+    return [
+      {"call": name, "milliseconds": round(ms, 3)} for name, ms in entries.items()
+    ]
+
+  def update_costs(self) -> UpdateCosts:
+    """The part of it that a schedule goes by."""
+    return UpdateCosts(
+      round_ms=self.online.round_ms,
+      update_ms=self.slice_ms * self.slices,
+      num_draft_tokens=self.online.num_draft_tokens,
+      rows=self.online.rows,
+      hidden=self.hidden,
+    )
+
+
+def measure(server: Server, prompt: np.ndarray, learn: bool) -> Prices:
+  """Times the calls of a server that is warm and idle.
+
+  Args:
+    server: with a draft; its rows are left as they are.
+    prompt: [n] int32, a prompt of the stream.
+    learn: whether updates are timed too; the draft does not change.
+  """
+  slots = server.slots
+  source = np.zeros((1, slots.config.bucket(len(prompt))), np.int32)
+  source[0, : len(prompt)] = prompt
+  ways = _ways(slots)
+  plain, *drafting = call_prices(ways, source)
+  steps = timing.measure(
+    slots.config,
+    server.pair.target,
+    server.pair.target_params,
+    server.pair.draft,
+    server.pair.draft_params,
+    np.repeat(source, slots.config.rows, axis=0),
+    calls=STEP_CALLS,
+    repeats=STEP_REPEATS,
+  )
+  prices = Prices(
+    plain,
+    drafting[0],
+    drafting[-1],
+    steps.draft_step_ms,
+    steps.plain_step_ms,
+    steps.verify_ms,
+    flops=operations.count(server, source, learn),
+  )
+  return _with_learning(prices, server, ways[-1:], source) if learn else prices
+
+
+def call_prices(ways: Sequence[Way], source: np.ndarray) -> list[CallPrices]:
+  """Times requests and rounds with each K, all ways by turns; see `usual`.
+
+  What else a machine does then falls on all of them alike.
+
+  Args:
+    ways: to decode.
+    source: [1, S] int32.
+  """
+  turns = [
+    functools.partial(_turn, way, source, k) for way in ways for k in way.candidates
+  ]
+  for turn in turns:
+    turn()  # compiles
+  times = usual(_repeated(lambda: [turn() for turn in turns]))
+  ends = np.cumsum([len(way.candidates) for way in ways])
+  return [
+    _summed_up(way, part)
+    for way, part in zip(ways, np.split(times, ends[:-1]), strict=True)
+  ]
+
+
+def usual(times: Sequence[Any]) -> np.ndarray:
+  """Mean over the first axis without the highest and the lowest tenth.
+
+  What else the machine does will slow serving too, so that it counts, but for hiccups:
+  a median would leave it out where it comes in bursts.
+
+  Args:
+    times: of [turns, ...].
+  """
+  ordered = np.sort(np.asarray(times, float), axis=0)
+  cut = -(-len(ordered) // 10) if len(ordered) > 2 else 0
+  return ordered[cut : len(ordered) - cut].mean(axis=0)
+
+
+def hidden_share(slowdown: float, alone_ms: float, beside_ms: float) -> float:
+  """Share of an update that serving does not pay for.
+
+  Args:
+    slowdown: time of a round beside an update / alone.
+    alone_ms: of an update without serving.
+    beside_ms: of an update beside serving; meanwhile serving does 1 / slowdown of its
+      work.
+  """
+  lost = beside_ms * (1 - 1 / max(slowdown, 1.0))
+  return float(np.clip(1 - lost / alone_ms, 0.0, 1.0))
+
+
+def _ways(slots: Slots) -> list[Way]:
+  """As rivals are served, plainly and with a draft, one row each; and as the run is."""
+  shapes = dataclasses.replace(slots.program.config, rows=1)
+  alone = dataclasses.replace(slots.program, config=shapes, partitioner=None)
+  unrecorded = dataclasses.replace(shapes, record_top_k=0)
+  plainly = dataclasses.replace(alone, config=unrecorded, draft=None)
+  found = [
+    Way(plainly, (0,), calls.Served(slots.served.target)),
+    Way(alone, slots.candidates, slots.served),
+    Way(slots.program, slots.candidates, slots.served),
+  ]
+  return found[:2] if alone == slots.program else found
+
+
+def _summed_up(way: Way, times: np.ndarray) -> CallPrices:
+  """The prices from [candidates, 3] of what `_turn` times."""
+  insert, idle, round_ms = times.T
+  rows = way.program.config.rows
+  return CallPrices(
+    rows=rows,
+    num_draft_tokens=tuple(way.candidates),
+    round_ms=tuple(np.maximum(round_ms, 1e-3).tolist()),
+    request_ms=float(insert.mean() + idle.mean() / rows),
+  )
+
+
+def _with_learning(
+  prices: Prices, server: Server, ways: Sequence[Way], source: np.ndarray
+) -> Prices:
+  """The prices with those of updates; rounds alone are timed before and after."""
+  learner = server.learner
+  learner.try_update()
+  alone = float(usual(_repeated(lambda: _ms(learner.try_update), 2, 5)))
+  with _again_and_again(learner.try_update) as beside:
+    busy = call_prices(ways, source)[0].round_ms[-1]
+  idle = call_prices(ways, source)[0].round_ms[-1]
+  slowdown = max(2 * busy / (idle + prices.online.round_ms[-1]), 1.0)
+  slices = learner.update_config.steps_per_update
+  return dataclasses.replace(
+    prices,
+    slice_ms=alone / slices,
+    slices=slices,
+    slowdown=slowdown,
+    hidden=hidden_share(slowdown, alone, float(usual(beside))),
+  )
+
+
+def _turn(
+  way: Way, source: np.ndarray, num_draft_tokens: int
+) -> tuple[float, float, float]:
+  """Milliseconds of a prefill, of a call without rounds, and of a round."""
+  program, _, served = way
+  config = program.config
+  settings = sampling.make_settings(1, max_length=config.target_length)
+  state = calls.empty(program, served, source.shape[1])
+  jax.block_until_ready(state)
+  started = time.perf_counter()
+  for slot in range(config.rows):
+    state = calls.insert(program, served, state, source, settings, slot)
+    jax.block_until_ready(state)
+  inserted = time.perf_counter()
+  state = calls.advance(program, num_draft_tokens, served, np.int32(0), state)
+  jax.block_until_ready(state)
+  idle = time.perf_counter()
+  state = calls.advance(program, num_draft_tokens, served, np.int32(ROUNDS), state)
+  jax.block_until_ready(state)
+  ended = time.perf_counter()
+  rounds = int(np.max(state.counters.rounds))
+  spent = (ended - idle) - (idle - inserted)
+  insert = (inserted - started) / config.rows
+  return insert * 1e3, (idle - inserted) * 1e3, spent / max(rounds, 1) * 1e3
+
+
+def _repeated(
+  call: Callable[[], Any], least: int = LEAST, most: int = MOST
+) -> list[Any]:
+  """What the call gave each time; it is made `least` to `most` times."""
+  started, made = time.perf_counter(), []
+  while len(made) < least or (
+    len(made) < most and time.perf_counter() - started < SECONDS
+  ):
+    made.append(call())
+  return made
+
+
+@contextlib.contextmanager
+def _again_and_again(call: Callable[[], Any]) -> Iterator[list[float]]:
+  """Calls on another thread meanwhile; the list has the milliseconds of each call."""
+  ended, times = threading.Event(), []
+
+  def work():
+    while not ended.is_set() or not times:
+      times.append(_ms(call))
+
+  thread = threading.Thread(target=work)
+  thread.start()
+  try:
+    yield times
+  finally:
+    ended.set()
+    thread.join()
+
+
+def _ms(call: Callable[[], Any]) -> float:
+  started = time.perf_counter()
+  call()
+  return (time.perf_counter() - started) * 1e3
+
+
+def _calls(fields: Mapping[str, Any]) -> CallPrices:
+  lists = {name: tuple(fields[name]) for name in ("num_draft_tokens", "round_ms")}
+  return CallPrices(**{**fields, **lists})

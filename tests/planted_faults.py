@@ -49,6 +49,7 @@ SLOTS = "tests/serving/test_slots.py"
 DRAFTING = "tests/serving/test_drafting.py"
 ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
+NARROWING = "tests/distillation/test_narrowing.py"
 CHECKPOINTS = "tests/checkpoints/test_checkpointer.py"
 
 FAULTS = [
@@ -61,8 +62,8 @@ FAULTS = [
   ),
   Fault(
     "resume serves the newest average",
-    'self.serving, self._buffer = arrays["serving"], arrays["buffer"]',
-    'self.serving, self._buffer = arrays["learner"].served, arrays["buffer"]',
+    'self._draft.join(arrays["serving"], self._frozen)',
+    'self._draft.join(arrays["learner"].served, self._frozen)',
     f"{ONLINE} -k goes_on_with",
   ),
   Fault(
@@ -347,6 +348,24 @@ FAULTS = [
     "copied = leaves.copied(named), _copied_json(host)",
     "copied = named, _copied_json(host)",
     CHECKPOINTS,
+  ),
+  Fault(
+    "negatives stand for themselves alone",
+    "stands_for = np.log(vocab_size / config.num_negatives)",
+    "stands_for = 0.0",
+    NARROWING,
+  ),
+  Fault(
+    "what the target gives tokens left out is lost",
+    "tail=records.tail + lost,",
+    "tail=records.tail,",
+    NARROWING,
+  ),
+  Fault(
+    "a late prefill reads another row",
+    "jax.lax.dynamic_slice_in_dim(state.target_cache.reading, slot, 1)",
+    "jax.lax.dynamic_slice_in_dim(state.target_cache.reading, 0, 1)",
+    "tests/test_attached_runs.py -k late",
   ),
   Fault(
     "other models go on with saved rows",

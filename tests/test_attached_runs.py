@@ -11,7 +11,7 @@ import tiny_online
 from osd_jax import online, pairs, partitioning, writers
 from osd_jax.distillation import buffer, losses, optimizers, update
 from osd_jax.models.shapes import AttachedConfig, DraftServing
-from osd_jax.serving import adaptive, slots
+from osd_jax.serving import adaptive, calls, slots
 
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 COSTS = adaptive.RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
@@ -110,6 +110,32 @@ def test_in_every_mode_the_outputs_are_the_same(mode, pair, plain, tmp_path):
   assert outputs(result.path) == plain
   overlaps = [row["overlap"] for row in timeless(result.path, "request")]
   assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])
+
+
+def test_a_late_prefill_reads_its_own_row(pair):
+  """With an adaptive K the draft may be prefilled long after the target."""
+  loaded = pairs.load_pair(pair[1])
+  config = slots.DecodingConfig(rows=2, source_lengths=(8,), target_length=4)
+  program = calls.Program(config.shapes(), loaded.target, loaded.draft, None)
+  served = calls.Served(
+    calls.prepare(loaded.target, loaded.target_params),
+    calls.prepare(loaded.draft, loaded.draft_params),
+  )
+  settings = slots.SamplingConfig().settings(4)
+
+  def filled(insert, prefill_draft):
+    state = calls.empty(program, served, 8)
+    for slot in range(2):
+      source = np.full((1, 8), 5 + slot, np.int32)
+      state = insert(program, served, state, source, settings, slot)
+      state = prefill_draft(program, served, state, source, slot)
+    return state.draft_cache
+
+  at_once = filled(calls.insert, lambda *arguments: arguments[2])
+  late = filled(calls.insert_undrafted, calls.prefill_draft)
+  jax.tree.map(np.testing.assert_array_equal, late, at_once)
+  keys = np.asarray(at_once.cross_keys[0])
+  assert not np.array_equal(keys[0], keys[1])
 
 
 class Interrupted(Exception):

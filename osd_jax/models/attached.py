@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import layers, served, t5
+from osd_jax.models import layers, served, stacks, t5
 from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
 
 FROZEN = "target"  # the name of what belongs to the target among the parameters
@@ -45,7 +45,7 @@ class Attached(nn.Module):
     dtype = jnp.dtype(self.target.dtype)
     project = functools.partial(layers.Projection, dtype=dtype, layout=layout)
     self.inward = project((width, inner.width), ("embed", "embed"))
-    self.decoder = t5.Decoder(inner, layout, own_head=False, memory_width=width)
+    self.decoder = stacks.Decoder(inner, layout, own_head=False, memory_width=width)
     # Small at first: the target's head is as large as it has grown.
     self.outward = project((inner.width, width), ("embed", "embed"), init_scale=0.3)
     draft_head = None
@@ -56,7 +56,7 @@ class Attached(nn.Module):
   def prefill(self, reading, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`; of what the target has read, [B, S, E]."""
     inner = self.config.decoder(self.target)
-    return t5.empty_cache(inner, self._cross(reading), mask, cache_length)
+    return stacks.empty_cache(inner, self._cross(reading), mask, cache_length)
 
   def decode(self, frozen, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
@@ -65,7 +65,7 @@ class Attached(nn.Module):
 
   def score(self, frozen, reading, mask, target, positions=None, tokens=None):
     """See `base.Model.score` and `base.Model.score_at`."""
-    x = self._embed(frozen, t5.inputs_of(target))
+    x = self._embed(frozen, stacks.inputs_of(target))
     x = self.decoder.at(x, self._cross(reading), mask, positions)
     return self._logits(frozen, self.outward(x), tokens)
 

@@ -33,7 +33,8 @@ from osd_jax import writers
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tests" / "tiny_online.py"
-TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy", "even_since")  # as the clock has it
+# What is a matter of the clock.
+TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy", "even_since")
 PATIENCE = 900  # seconds that a process may take to move on
 MOMENTS = ("start", "checkpoint", "anywhere", "anywhere")
 

@@ -40,6 +40,9 @@ PLAIN, INDEPENDENT, ATTACHED = "plain", "independent", "attached"
 ASKED = {
   "independent online, over plain": ">= 1.5",
   "independent online, over independent frozen": ">= 1.15",
+  "attached online, over plain": ">= 1.6",
+  "attached online, over independent frozen": ">= 1.3",
+  "attached online, over attached frozen": ">= 1.05",
 }
 # What `--attached_gin` may change of a run.
 OF_A_DRAFT = ("decoding", "learning", "warm_start")

@@ -27,24 +27,24 @@ class PairConfig:
       (config.json beside safetensors), here or on the Hugging Face hub.
     draft: weights of the draft, likewise; or "attached": a draft that stands on the
       target, from random parameters. It grows from what it serves.
-    attached: shape of that draft; a weights file says its own.
-    draft_seed: of its parameters.
     vocabulary: SentencePiece model of both, or a folder that holds spiece.model.
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
     dtype: "float32" or "bfloat16"; what both models compute in.
     draft_serving: what the served draft leaves out; the learner trains all of it.
     folder: where the paths above begin, unless they are absolute or shipped.
+    attached: shape of an attached draft that begins at random; a file says its own.
+    draft_seed: of its parameters.
   """
 
   target: str = "shipped:demo_target.safetensors"
   draft: str = "shipped:demo_attached_draft.safetensors"
-  attached: AttachedConfig = AttachedConfig()
-  draft_seed: int = 0
   vocabulary: str = "shipped:demo_vocabulary.model"
   extra_ids: int = 0
   dtype: str = "float32"
   draft_serving: t5.DraftServing = t5.DraftServing()
   folder: str = ""
+  attached: AttachedConfig = AttachedConfig()
+  draft_seed: int = 0
 
   def __post_init__(self):
     base.check_types(self)

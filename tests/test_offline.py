@@ -304,7 +304,7 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
     ("steps", 0),
     ("storage", "float16"),
     ("output", ""),
-    ("output", "shipped:demo_draft.safetensors"),  # would overwrite the start
+    ("output", "shipped:demo_attached_draft.safetensors"),  # would overwrite the start
     ("resample_every", -1),
     ("decoding", slots.DecodingConfig(record_top_k=0)),
     ("corpus", dataclasses.replace(generated("train"), source_length=65)),

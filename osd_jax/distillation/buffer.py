@@ -45,7 +45,8 @@ class ReplayBuffer:
 
   Attributes:
     data: `DistillationBatch` with leading axis N in place of R; the i-th row ever
-      added lies in slot i mod N.
+      added lies in slot i mod N. Readings are kept as their bits, uint16: XLA CPU would
+      turn a whole ring of bfloat16 into float32 and back for each row that is written.
     added: [] int32; rows ever added.
   """
 
@@ -149,6 +150,7 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
   slots = jnp.where(valid, (buffer.added + rank - 1) % size, outside)
 
   def write(ring, new):
+    new = _bits(new) if ring.dtype == jnp.uint16 else new
     new = new.astype(ring.dtype)
     return ring.at[slots].set(new, mode="drop", unique_indices=True)
 
@@ -195,6 +197,9 @@ def sample(
   present = jnp.concatenate([ages[0] < newest, ages[1] < buffer.filled])
   slots = (buffer.added - 1 - jnp.concatenate(ages)) % buffer.capacity
   rows = jax.tree.map(lambda ring: ring[slots], buffer.data)
+  if rows.reading is not None:
+    bits = rows.reading
+    rows = rows.replace(reading=jax.lax.bitcast_convert_type(bits, jnp.bfloat16))
   return rows.replace(weight=jnp.where(present, rows.weight, 0.0))
 
 
@@ -263,7 +268,12 @@ def _empty_reading(
   rows: tuple[int], source_length: int, width: int
 ) -> jax.Array | None:
   shape = (*rows, source_length, width)
-  return jnp.zeros(shape, jnp.bfloat16) if width else None
+  return jnp.zeros(shape, jnp.uint16) if width else None
+
+
+def _bits(x: jax.Array) -> jax.Array:
+  """bfloat16 as the integers that its bits are; integers as they are."""
+  return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 def _check_batch(buffer: ReplayBuffer, batch: base.DistillationBatch) -> None:

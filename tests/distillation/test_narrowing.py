@@ -1,5 +1,6 @@
 """Some positions and tokens: the loss of the rest is left out, none of it distorted."""
 
+import dataclasses
 import functools
 
 import jax
@@ -161,17 +162,7 @@ def test_negatives_need_tokens_to_stand_beside():
 # ---- A large vocabulary
 
 LARGE = 32_128
-SHAPE = t5.T5Config(
-  vocab_size=LARGE,
-  width=16,
-  num_heads=2,
-  head_dim=8,
-  mlp_dim=16,
-  num_encoder_layers=1,
-  num_decoder_layers=1,
-  mlp_activations=("gelu", "linear"),
-  tied_head=False,
-)
+SHAPE = dataclasses.replace(testing.TINY_DRAFT, vocab_size=LARGE)
 
 
 @functools.cache

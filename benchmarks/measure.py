@@ -23,7 +23,8 @@ import numpy as np
 import rich.console
 import rich.table
 
-RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+FOLDER = pathlib.Path(__file__).resolve().parent
+RESULTS = FOLDER / "results"
 _MARK = "OSD_BENCH_THREADS"
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # weights in 2 MiB pages: fewer TLB misses
 
@@ -162,7 +163,7 @@ def commit() -> str:
   """What is measured; "-dirty" if files other than results differ from it."""
 
   def git(*arguments: str) -> subprocess.CompletedProcess:
-    command = ("git", "-C", str(RESULTS.parent), *arguments)
+    command = ("git", "-C", str(FOLDER), *arguments)
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
   named = git("rev-parse", "--short", "HEAD")

@@ -168,19 +168,29 @@ def observe(
     The state, paused or resumed where that is due.
 
   Raises:
-    ValueError: if the overlap is not a number in 0..1.
+    InputError: the overlap is no number in 0..1.
   """
-  overlap = float(overlap)
-  if not 0.0 <= overlap <= 1.0 + 1e-3:
-    raise base.InputError(
-      f"schedule.observe: overlap of request {state.finished} is {overlap!r}, expected "
-      "a number in 0..1; pass the mean over its emitted positions."
-    )
+  overlap = checked_overlap(state.finished, overlap)
   recent = (*state.recent, overlap)[-config.history :]
   state = dataclasses.replace(state, finished=state.finished + 1, recent=recent)
   if not config.pause:
     return state
   return _maybe_resume(config, state) if state.paused else _maybe_pause(config, state)
+
+
+def checked_overlap(request: int, overlap: float) -> float:
+  """The overlap of a request, a number in 0..1.
+
+  Raises:
+    InputError: it is none.
+  """
+  overlap = float(overlap)
+  if not 0.0 <= overlap <= 1.0 + 1e-3:
+    raise base.InputError(
+      f"Schedule.observe: overlap of request {request} is {overlap!r}, expected a number"
+      " in 0..1; pass the mean over its emitted positions."
+    )
+  return overlap
 
 
 def update_due(config: ScheduleConfig, state: ScheduleState) -> bool:

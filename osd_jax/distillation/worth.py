@@ -27,6 +27,7 @@ from typing import Any
 
 from osd_jax import base
 from osd_jax.distillation.costs import UpdateCosts
+from osd_jax.distillation.schedule import checked_overlap
 
 SHORT, LONG = 8, 48  # requests whose means see a sharp and a slow drop
 START, NOW = 16, 32  # requests whose means say what an episode began with, and reached
@@ -198,12 +199,7 @@ def observe(config: WorthConfig, state: WorthState, overlap: float) -> WorthStat
   Raises:
     InputError: the overlap is no number in 0..1, or costs are not known.
   """
-  overlap = float(overlap)
-  if not 0.0 <= overlap <= 1.0 + 1e-3:
-    raise base.InputError(
-      f"worth.observe: overlap of request {state.finished} is {overlap!r}, expected"
-      " a number in 0..1; pass the mean over its emitted positions."
-    )
+  overlap = checked_overlap(state.finished, overlap)
   state = _earned(config, _noted(config, state, overlap), overlap)
   if _has_dropped(config, state):
     state = _dropped(config, state)

@@ -9,7 +9,7 @@ def test_new_results_are_no_new_code(tmp_path, monkeypatch):
   folder = tmp_path / "benchmarks"
   results = folder / "results"
   results.mkdir(parents=True)
-  monkeypatch.setattr(measure, "RESULTS", results)
+  monkeypatch.setattr(measure, "FOLDER", folder)
   names = ("results/a.jsonl", "README.md", "bench.py")
   for name in names:
     (folder / name).write_text("before")

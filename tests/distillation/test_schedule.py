@@ -190,7 +190,7 @@ def test_bad_config_is_refused_by_name(fields, named):
 
 @pytest.mark.parametrize("overlap", [float("nan"), -0.1, 1.5])
 def test_an_overlap_that_is_none_is_refused(overlap):
-  with pytest.raises(ValueError, match="schedule.observe: overlap of request 0"):
+  with pytest.raises(ValueError, match="Schedule.observe: overlap of request 0"):
     schedule.observe(DEFAULT, schedule.ScheduleState(), overlap)
 
 

@@ -212,5 +212,5 @@ def test_bad_costs_are_named(fields, message):
 
 @pytest.mark.parametrize("overlap", [float("nan"), -0.1, 1.2])
 def test_a_bad_overlap_is_refused(overlap):
-  with pytest.raises(base.InputError, match="worth.observe: overlap of request 0"):
+  with pytest.raises(base.InputError, match="Schedule.observe: overlap of request 0"):
     CONFIG.observe(CONFIG.initial(), overlap)

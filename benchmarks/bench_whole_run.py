@@ -203,7 +203,7 @@ def options() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--gin_file", default="runs/demo_independent.gin")
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--block", type=int, default=25, help="requests of a turn")
+  parser.add_argument("--block", type=int, default=100, help="requests of a turn")
   parser.add_argument("--target", help="weights of the target, for all")
   parser.add_argument("--draft", help="weights of the independent draft")
   parser.add_argument("--attached", help='weights of an attached draft, or "attached"')

@@ -118,6 +118,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
     The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
+  partitioning.make(config.partition)  # first: JAX starts as the config says
   with writers.RunDirectory.start(
     config.run_directory,
     config,

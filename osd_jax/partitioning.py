@@ -6,6 +6,8 @@ everything is a no-op.
 
 import dataclasses
 import functools
+import os
+import warnings
 from typing import Any
 
 import jax
@@ -33,13 +35,21 @@ class PartitionConfig:
   Attributes:
     data: devices that rows are split over.
     model: devices that weights are split over. data * model devices are used.
+    cpu_threads: threads that a computation on a CPU is split over; None: as many as
+      there are cores. With 1 the learner and serving have a core each and never wait
+      for each other's parts: better as long as learning is under way most of the time,
+      that is with small targets. Read when JAX starts: the first one in a process
+      counts.
   """
 
   data: int = 1
   model: int = 1
+  cpu_threads: int | None = None
 
   def __post_init__(self):
     base.check_counts(self, "data", "model")
+    if self.cpu_threads is not None:
+      base.check_counts(self, "cpu_threads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +112,10 @@ def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
   """A partitioner over the first data * model devices.
 
   Raises:
-    ValueError: there are fewer devices.
+    InputError: there are fewer devices.
   """
+  if config.cpu_threads is not None:
+    _start(config.cpu_threads)
   needed = config.data * config.model
   devices = jax.devices()
   if len(devices) < needed:
@@ -114,3 +126,35 @@ def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
     )
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
   return Partitioner(Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2))
+
+
+def _start(cpu_threads: int) -> None:
+  """Starts JAX with so many threads a computation on a CPU, if that can still be."""
+  if _has_started():
+    warnings.warn(
+      f"PartitionConfig.cpu_threads: JAX has started already, so that {cpu_threads}"
+      " changes nothing; make the server before anything else is computed.",
+      stacklevel=4,
+    )
+    return
+  # Who calls computes: with one thread all would else take turns on a single other one.
+  jax.config.update("jax_cpu_enable_async_dispatch", False)
+  before = os.environ.get("NPROC")
+  os.environ["NPROC"] = str(cpu_threads)  # XLA takes it for the number of cores
+  try:
+    jax.devices()
+  finally:
+    del os.environ["NPROC"]
+    if before is not None:
+      os.environ["NPROC"] = before
+
+
+def _has_started() -> bool:
+  """Whether JAX has its devices: their number can then no longer be set."""
+  before = jax.config.jax_num_cpu_devices
+  try:
+    jax.config.update("jax_num_cpu_devices", before + 1)
+  except RuntimeError:
+    return True
+  jax.config.update("jax_num_cpu_devices", before)
+  return False

@@ -1,0 +1,56 @@
+"""How many threads a computation gets is settled when JAX starts."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from osd_jax import base, partitioning
+
+TASKS = pathlib.Path("/proc/self/task")
+
+STARTED = """
+import pathlib
+import warnings
+from osd_jax import partitioning
+warnings.simplefilter("error")
+{before}
+partitioner = partitioning.make(partitioning.PartitionConfig(cpu_threads={threads}))
+import jax.numpy as jnp
+jnp.ones((512, 512)) @ jnp.ones((512, 512))
+names = [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+print(sum("Eigen" in name for name in names))
+"""
+
+
+def pool(threads: int | None, before: str = "") -> subprocess.CompletedProcess:
+  """Prints the threads that XLA shares a computation with, in a process of its own."""
+  environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+  code = STARTED.format(threads=threads, before=before)
+  command = (sys.executable, "-c", code)
+  return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="threads are counted in /proc")
+def test_a_computation_is_split_over_that_many_threads():
+  assert int(pool(1).stdout) == 1
+  assert int(pool(3).stdout) == 3
+  assert int(pool(None).stdout) == len(os.sched_getaffinity(0))
+
+
+def test_too_late_is_said_and_not_silent():
+  done = pool(1, before="import jax; jax.devices()")
+  assert done.returncode and "JAX has started already" in done.stderr
+
+
+def test_the_environment_is_left_as_it_was():
+  code = "import os; os.environ['NPROC'] = '7'; import atexit;"
+  code += " atexit.register(lambda: print(os.environ['NPROC']))"
+  assert pool(1, before=code).stdout.split()[-1] == "7"
+
+
+def test_no_threads_are_refused():
+  with pytest.raises(base.InputError, match="PartitionConfig.cpu_threads: received 0"):
+    partitioning.PartitionConfig(cpu_threads=0)

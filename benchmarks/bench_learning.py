@@ -19,12 +19,11 @@ target calls saved, at the frozen run's median step each, exceed the update_ms s
 inf where that is not reached within the run.
 
   python benchmarks/bench_learning.py [--intervals 1 8 32] [--requests_per_task 50]
-      [--seeds 3] [--free] [--one_thread_each] [--bindings NAME=VALUE ...]
+      [--seeds 3] [--free] [--bindings NAME=VALUE ...]
 """
 
 import argparse
 import dataclasses
-import os
 import tempfile
 import time
 
@@ -103,8 +102,9 @@ def configs(given: argparse.Namespace, seed: int) -> dict:
 
 def serve(config, requests: int | None = None) -> Run:
   """Serves the stream, or its first requests, and times every step."""
-  from osd_jax import online, writers
+  from osd_jax import online, partitioning, writers
 
+  partitioning.make(config.partition)  # first: JAX starts as the config says
   with tempfile.TemporaryDirectory() as folder:
     directory = writers.RunDirectory.start(folder)
     config = dataclasses.replace(config, run_directory=folder)
@@ -253,20 +253,13 @@ def main() -> None:
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--threads", type=int, default=2)
   parser.add_argument("--free", action="store_true", help="swap as soon as ready")
-  parser.add_argument(
-    "--one_thread_each",
-    action="store_true",
-    help="serving and learning are compiled for one thread",
-  )
   parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
   given = parser.parse_args()
   measure.restart(given.threads)
-  if given.one_thread_each:  # read when jax starts, which nothing here has done yet
-    os.environ["XLA_FLAGS"] += " --xla_cpu_multi_thread_eigen=false"
   runs = run_all(given)
   found = {name: figures(runs[name], runs[FROZEN]) for name in runs}
   show(found)
-  case = ", free" * given.free + ", one thread each" * given.one_thread_each
+  case = ", free" * given.free + "".join(f", {x}" for x in given.bindings)
   clock, rows = f"wall, {given.threads} thread(s)", []
   for name, columns in found.items():
     values = {figure: value for figure, (value, _) in columns.items()}

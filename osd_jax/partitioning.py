@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from osd_jax import base
+from osd_jax.cache import KVCache
 
 # t5x's standard rules for (data, model): weights are split by heads, hidden units and
 # vocabulary; activations and rows in flight by row.
@@ -86,17 +87,39 @@ class Partitioner:
     """A tree of [rows, ...] arrays split over "data"; whole where that cannot be."""
     if self.mesh.size == 1:
       return jax.device_put(tree)
-    return jax.device_put(tree, jax.tree.map(self._rows, tree))
+    return jax.device_put(tree, self._rows(tree))
 
   def constrain_rows(self, tree: Any) -> Any:
     """Inside jit: the same placement as `place_rows`."""
     if self.mesh.size == 1:
       return tree
-    return jax.lax.with_sharding_constraint(tree, jax.tree.map(self._rows, tree))
+    return jax.lax.with_sharding_constraint(tree, self._rows(tree))
 
-  def _rows(self, leaf: Any) -> NamedSharding:
-    split = leaf.ndim > 0 and leaf.shape[0] % self.mesh.shape["data"] == 0
-    return NamedSharding(self.mesh, PartitionSpec("data" if split else None))
+  def _rows(self, tree: Any) -> Any:
+    """Shardings: rows over "data", the heads of a cache over "model"."""
+
+    def by_row(leaf):
+      return self._fitting(("data",), leaf.shape)
+
+    def by_head(leaf):
+      return self._fitting(("data", "model"), leaf.shape)
+
+    def placed(node):
+      if not isinstance(node, KVCache):
+        return by_row(node)
+      heads = ("self_keys", "self_values", "cross_keys", "cross_values")
+      split = {name: jax.tree.map(by_head, getattr(node, name)) for name in heads}
+      return jax.tree.map(by_row, node).replace(**split)
+
+    return jax.tree.map(placed, tree, is_leaf=lambda node: isinstance(node, KVCache))
+
+  def _fitting(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+    """The first dimensions split over these axes; whole where that cannot be."""
+    fits = [
+      axis if size % self.mesh.shape[axis] == 0 else None
+      for axis, size in zip(axes, shape, strict=False)
+    ]
+    return NamedSharding(self.mesh, PartitionSpec(*fits))
 
   def _resolved(self, spec: PartitionSpec, shape: tuple[int, ...]) -> NamedSharding:
     axes = []

@@ -20,8 +20,8 @@ warnings.simplefilter("error")
 partitioner = partitioning.make(partitioning.PartitionConfig(cpu_threads={threads}))
 import jax.numpy as jnp
 jnp.ones((512, 512)) @ jnp.ones((512, 512))
-names = [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
-print(sum("Eigen" in name for name in names))
+tasks = pathlib.Path("/proc/self/task").iterdir()
+print(sum("Eigen" in (task / "comm").read_text() for task in tasks))
 """
 
 

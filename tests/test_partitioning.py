@@ -1,17 +1,18 @@
 """One device and four (data 2 x model 2) agree; parameters really are split."""
 
 import functools
+import re
 
 import jax
 import numpy as np
 import pytest
 from decoding import harness
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from osd_jax import partitioning, testing
 from osd_jax.decoding import records
 from osd_jax.distillation import update
-from osd_jax.serving import slots
+from osd_jax.serving import calls, slots
 
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = partitioning.PartitionConfig(data=2, model=2)
@@ -67,6 +68,31 @@ def test_rows_in_flight_are_split_over_data():
   decoder, _ = served(FOUR)
   tokens = decoder.state()[0].tokens
   assert {shard.data.shape[0] for shard in tokens.addressable_shards} == {1}
+
+
+def gathered(compiled: str) -> list[set[str]]:
+  """Dimensions of what the all-gathers of a compiled program give, in any order."""
+  shapes = re.findall(r"\w+\[([\d,]+)\]\S* all-gather\(", compiled)
+  return [set(shape.split(",")) for shape in shapes]
+
+
+def test_caches_are_split_by_head_and_are_never_gathered():
+  """Each device keeps its heads of its rows: a cache is what grows with a model."""
+  decoder, _ = served(FOUR)
+  state = decoder.state()[0]
+  keys = state.target_cache.self_keys[0]
+  rows, heads, *rest = keys.shape
+  assert {shard.data.shape for shard in keys.addressable_shards} == {
+    (rows // 2, heads // 2, *rest)
+  }
+  arguments = (decoder.program, 3, decoder.served, np.int32(4), state)
+  compiled = calls.advance.lower(*arguments).compile().as_text()
+  assert "all-reduce" in compiled  # it is a program of several devices
+  of_a_cache = {str(size) for size in rest}  # positions, size of a head
+  assert not [dims for dims in gathered(compiled) if of_a_cache <= dims]
+  whole = NamedSharding(keys.sharding.mesh, PartitionSpec())
+  control = jax.jit(lambda x: x, out_shardings=whole).lower(keys).compile()
+  assert [dims for dims in gathered(control.as_text()) if of_a_cache <= dims]
 
 
 @functools.cache

@@ -187,8 +187,8 @@ def checked_overlap(request: int, overlap: float) -> float:
   overlap = float(overlap)
   if not 0.0 <= overlap <= 1.0 + 1e-3:
     raise base.InputError(
-      f"Schedule.observe: overlap of request {request} is {overlap!r}, expected a number"
-      " in 0..1; pass the mean over its emitted positions."
+      f"Schedule.observe: overlap of request {request} is {overlap!r}, expected a"
+      " number in 0..1; pass the mean over its emitted positions."
     )
   return overlap
 

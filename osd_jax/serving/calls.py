@@ -5,6 +5,7 @@ per program, bucket of source lengths, kind of call and K; none for requests, se
 versions or numbers of rounds.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base, cache
+from osd_jax import base, cache, native
 from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.serving import catch_up as catch_up_lib
@@ -41,6 +42,13 @@ class Program:
     if self.partitioner is None:
       return state
     return self.partitioner.constrain_rows(state)
+
+  def natively(self) -> contextlib.AbstractContextManager:
+    """Where models are traced: on a mesh XLA computes all.
+
+    It cannot split a foreign call, and would gather every kernel and cache for it.
+    """
+    return contextlib.nullcontext() if self.partitioner is None else native.off()
 
 
 class Served(NamedTuple):
@@ -148,7 +156,9 @@ def catch_up(
 ) -> state_lib.DecodeState:
   """Feeds the draft what it missed in plain steps."""
   assert program.draft is not None
-  return program.placed(catch_up_lib.catch_up(program.draft, served.draft, state))
+  with program.natively():
+    caught_up = catch_up_lib.catch_up(program.draft, served.draft, state)
+  return program.placed(caught_up)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -163,7 +173,9 @@ def advance(
   speculation = rounds.Speculation(
     program.target, program.draft, num_draft_tokens, program.config.acceptance_rule
   )
-  state = rounds.run_rounds(speculation, served.target, served.draft, max_rounds, state)
+  models = served.target, served.draft
+  with program.natively():
+    state = rounds.run_rounds(speculation, *models, max_rounds, state)
   return program.placed(state)
 
 
@@ -221,7 +233,8 @@ def _prefilled(
   """Rows after prefill: both encoders, empty self caches."""
   config, mask = program.config, source != base.PAD_ID
   length = state_lib.buffer_length(config.target_length)
-  target_cache = program.target.prefill(served.target, source, mask, length)
+  with program.natively():
+    target_cache = program.target.prefill(served.target, source, mask, length)
   draft_cache = None
   if program.draft is not None:
     reading = target_cache.reading if program.draft.reads else None
@@ -250,7 +263,8 @@ def _draft_prefilled(
   assert program.draft is not None
   length = state_lib.buffer_length(program.config.target_length)
   read = source if reading is None else reading
-  return program.draft.prefill(served.draft, read, source != base.PAD_ID, length)
+  with program.natively():
+    return program.draft.prefill(served.draft, read, source != base.PAD_ID, length)
 
 
 def _reading_of(program: Program, state, length: int, take) -> jax.Array | None:

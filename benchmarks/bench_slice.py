@@ -10,7 +10,6 @@ flan-t5-base. One thread: CPU time; more: wall time.
 """
 
 import argparse
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +63,7 @@ class Ring:
     )
     reading = jnp.ones((1, source, width), jnp.bfloat16) if width else None
     self._row = row.replace(reading=reading)
-    self._buffer = dataclasses.replace(buffer, added=jnp.int32(2 * len(buffer.data.mask)))
+    self._buffer = buffer.replace(added=jnp.int32(2 * len(buffer.data.mask)))
 
   def __call__(self) -> None:
     for _ in range(APPENDED):

@@ -161,7 +161,7 @@ def load_pair(
     draft_model = t5.build(draft.config, "draft", config.draft_serving)
   draft_params = partitioner.place_params(draft_model, draft.params)
   if is_attached:
-    frozen = attached.frozen_of(target.config, target_params)
+    frozen = attached.frozen_of(target.config, target_params, config.draft_serving)
     draft_params = draft_model.join(draft_params, frozen)
   return Pair(
     target=target_model,

@@ -87,15 +87,15 @@ class Partitioner:
     """A tree of [rows, ...] arrays split over "data"; whole where that cannot be."""
     if self.mesh.size == 1:
       return jax.device_put(tree)
-    return jax.device_put(tree, self._rows(tree))
+    return jax.device_put(tree, self.of_rows(tree))
 
   def constrain_rows(self, tree: Any) -> Any:
     """Inside jit: the same placement as `place_rows`."""
     if self.mesh.size == 1:
       return tree
-    return jax.lax.with_sharding_constraint(tree, self._rows(tree))
+    return jax.lax.with_sharding_constraint(tree, self.of_rows(tree))
 
-  def _rows(self, tree: Any) -> Any:
+  def of_rows(self, tree: Any) -> Any:
     """Shardings: rows over "data", the heads of a cache over "model"."""
 
     def by_row(leaf):

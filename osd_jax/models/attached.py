@@ -91,15 +91,19 @@ class Attached(nn.Module):
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
-def frozen_of(target: T5Config, params: base.Params) -> base.Params:
+def frozen_of(
+  target: T5Config, params: base.Params, serving: DraftServing = _WHOLE
+) -> base.Params:
   """What an attached draft takes from its target: tables, and the way it reads.
 
   Args:
     target: shape of the target.
     params: as trained.
+    serving: what the draft's served copy leaves out.
 
   Returns:
-    embedding [V, E] and head [V, E] in the compute type, and what `read` needs.
+    embedding [V, E] and head [V, E] in the compute type, what `read` needs, and the
+    head in 8 bits where all of it is served so: swaps find it made.
   """
   dtype, embedder = jnp.dtype(target.dtype), params["token_embedder"]
   embedding = jnp.asarray(embedder["embedding"], dtype)
@@ -107,7 +111,10 @@ def frozen_of(target: T5Config, params: base.Params) -> base.Params:
   if not target.tied_head:
     head = _transposed(jnp.asarray(params["decoder"]["logits_dense"]["kernel"], dtype))
   reader = {"token_embedder": embedder, "encoder": params["encoder"]}
-  return {"embedding": embedding, "head": head, "reader": reader}
+  frozen = {"embedding": embedding, "head": head, "reader": reader}
+  if serving.int8 and not serving.shortlist:
+    frozen["draft_head"] = served.draft_head(serving, head, True, None)
+  return frozen
 
 
 _transposed = jax.jit(jnp.transpose)
@@ -192,13 +199,15 @@ def _prepare(
   params: base.Params,
   shortlist: jax.Array | None = None,
 ) -> base.Params:
-  """The served copy; the target's tables are shared, a short or 8-bit head is made."""
+  """The served copy; the target's tables are shared, a short head is made."""
   dtype, frozen = jnp.dtype(target.dtype), params[FROZEN]
   own = {name: part for name, part in params.items() if name != FROZEN}
   own = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), own)
   copy = served.for_steps(own, serving)
   tables = {"embedding": frozen["embedding"]}
-  if served.has_draft_head(target, serving):
+  if "draft_head" in frozen:
+    copy["draft_head"] = frozen["draft_head"]
+  elif served.has_draft_head(target, serving):
     copy["draft_head"] = served.draft_head(serving, frozen["head"], True, shortlist)
   else:
     tables["head"] = frozen["head"]

@@ -34,7 +34,7 @@ class Runner:
     self.draft = attached.build(config, target, "draft", serving)
     noisy = lambda leaf: leaf + 0.2 * jax.random.normal(jax.random.key(7), leaf.shape)
     own = jax.tree.map(noisy, draw(self.draft, jax.random.key(1)))
-    frozen = attached.frozen_of(target, self.target_params)
+    frozen = attached.frozen_of(target, self.target_params, serving)
     self.params = self.draft.join(own, frozen)
     self.source, self.mask = testing.random_sources(ROWS, SOURCE, 64, seed=1)
     tokens = np.random.default_rng(2).integers(2, 64, (ROWS, TARGET))
@@ -170,6 +170,20 @@ def test_a_swapped_shortlist_covers_its_tokens():
   expected = short.score()[:, :1][..., tokens]
   np.testing.assert_allclose(logits[..., tokens], expected, **CLOSE)
   assert np.isneginf(logits).sum() == ROWS * 60
+
+
+def test_a_swap_finds_the_targets_head_in_8_bits_already_made():
+  """It is the target's, frozen: with a large vocabulary the most of a copy to make."""
+  light = Runner(serving=DraftServing(int8=True))
+  moved = jax.tree.map(lambda leaf: leaf * 1.01, light.draft.split(light.params)[0])
+  swapped = light.draft.prepare(light.draft.join(moved, light.params[attached.FROZEN]))
+  before, after = (
+    jax.tree.leaves(served["draft_head"])
+    for served in (light.draft.prepare(light.params), swapped)
+  )
+  assert len(before) == 2 and all(a is b for a, b in zip(before, after, strict=True))
+  short = Runner(serving=DraftServing(int8=True, shortlist=4))
+  assert "draft_head" not in short.params[attached.FROZEN]  # its tokens change
 
 
 # ---- Files

@@ -1,0 +1,98 @@
+"""What stands in a compiled program: how often each operation runs, and what it moves.
+
+The text of a program is what `jax.stages.Compiled.as_text` gives: computations, one of
+them the entry, whose operations call others (loops, conditionals, calls).
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s16": 2}
+_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z\d\-]*)\(")
+_CALLED = re.compile(
+  r"(?:to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+  r"|branch_computations=\{([^}]*)\}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """One operation of a program.
+
+  Attributes:
+    name: "fusion", "copy", "all-reduce", ...; of an asynchronous pair only the start
+      counts, and is named without its "-start".
+    bytes: of its result on one device.
+    depth: loops around it.
+    line: as the compiler wrote it.
+  """
+
+  name: str
+  bytes: int
+  depth: int
+  line: str
+
+
+class Program:
+  """The operations of a compiled program."""
+
+  def __init__(self, text: str):
+    """Takes the program apart; `text` is `Compiled.as_text()`."""
+    self._computations: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+      head = re.match(r"(ENTRY )?%?([\w.\-]+)\s.*\{$", line)
+      if head and not line.startswith((" ", "HloModule")):
+        name = head.group(2)
+        self._computations[name] = []
+        entry = name if head.group(1) else entry
+      elif name:
+        self._computations[name].append(line)
+    self.operations = list(self._walk(entry, 0))
+
+  def count(self, depth: int) -> Counter[str]:
+    """Operations by name within `depth` loops, and no more."""
+    return Counter(found.name for found in self.operations if found.depth == depth)
+
+  def of(self, *names: str) -> list[Operation]:
+    """The operations of these names."""
+    return [found for found in self.operations if found.name in names]
+
+  def _walk(self, name: str, depth: int) -> Iterator[Operation]:
+    for line in self._computations.get(name, ()):
+      found = _OPERATION.match(line)
+      if not found:
+        continue
+      result, operation = found.groups()
+      if operation.endswith("-done"):
+        continue
+      operation = operation.removesuffix("-start")
+      yield Operation(operation, bytes_of(result), depth, line)
+      if operation == "while":
+        body = re.search(r"body=%?([\w.\-]+)", line)
+        yield from self._walk(body.group(1) if body else "", depth + 1)
+      elif operation in ("conditional", "call"):
+        for one, several in _CALLED.findall(line):
+          for called in [one] if one else several.split(","):
+            yield from self._walk(called.strip().lstrip("%"), depth)
+
+
+def bytes_of(result: str) -> int:
+  """Bytes of a result, an array or a tuple of them, as the compiler writes it."""
+  return sum(
+    _BYTES.get(dtype, int(dtype.lstrip("abcdefghijklmnopqrstuvwxyz") or 32) // 8)
+    * math.prod(int(size) for size in dims.split(",") if size)
+    for dtype, dims in _SHAPE.findall(result)
+  )
+
+
+def dimensions(result: str) -> list[str]:
+  """Every dimension of a result's arrays, as the compiler writes them."""
+  return [
+    size for _, dims in _SHAPE.findall(result) for size in dims.split(",") if size
+  ]

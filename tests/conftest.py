@@ -60,6 +60,22 @@ def shared_data() -> pathlib.Path:
   return folder
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+  """Compiles with hardly an optimisation: a mesh's programs are many and run little."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def lively_pair(tmp_path_factory):
+  """A tiny pair whose answers are of several lengths, as files."""
+  import tiny_online
+
+  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+
+
 @pytest.fixture
 def written(tmp_path: pathlib.Path) -> Callable[..., str]:
   """Writes a gin file and returns its path."""

@@ -20,27 +20,27 @@ DECODING = slots.DecodingConfig(
   record_top_k=8,
 )
 
-pytestmark = pytest.mark.skipif(
-  len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
-)
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.skipif(
+    len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
+  ),
+]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  """A mesh's programs are many and run little."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
-
-
-def prompts(count):
-  tasks = tiny_online.tasks("eval", count)
-  return BatchConfig(tasks=tasks, source_length=tiny_online.SOURCE, reader="plain")
+def asked(pair, folder, mesh):
+  """What certificate and evaluation are given alike."""
+  tasks = tiny_online.tasks("eval", 2)
+  return {
+    "prompts": BatchConfig(
+      tasks=tasks, source_length=tiny_online.SOURCE, reader="plain"
+    ),
+    "count": 5,
+    "pair": pair,
+    "decoding": DECODING,
+    "run_directory": str(folder / "run"),
+    "partition": partitioning.PartitionConfig(*mesh),
+  }
 
 
 def rows_of(path, kind):
@@ -48,17 +48,12 @@ def rows_of(path, kind):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_certificate(pair, tmp_path, mesh):
+def test_a_certificate(lively_pair, tmp_path, mesh):
   config = certify.CertifyConfig(
-    prompts=prompts(2),
-    count=5,
-    pair=pair,
-    decoding=DECODING,
+    **asked(lively_pair, tmp_path, mesh),
     num_draft_tokens=(2,),
     rows=(4,),
     drafts=("pair",),
-    run_directory=str(tmp_path / "run"),
-    partition=partitioning.PartitionConfig(*mesh),
   )
   made = certify.run(config)
   assert made.exact
@@ -67,26 +62,18 @@ def test_a_certificate(pair, tmp_path, mesh):
 
 
 def evaluated(pair, folder, mesh):
-  config = evaluate.EvaluateConfig(
-    prompts=prompts(2),
-    count=5,
-    pair=pair,
-    decoding=DECODING,
-    speed_requests=0,
-    run_directory=str(folder),
-    partition=partitioning.PartitionConfig(*mesh),
-  )
+  config = evaluate.EvaluateConfig(**asked(pair, folder, mesh), speed_requests=0)
   return rows_of(evaluate.run(config).path, "draft")
 
 
 @pytest.fixture(scope="module")
-def alone(pair, tmp_path_factory):
-  return evaluated(pair, tmp_path_factory.mktemp("one") / "run", (1, 1))
+def alone(lively_pair, tmp_path_factory):
+  return evaluated(lively_pair, tmp_path_factory.mktemp("one"), (1, 1))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_an_evaluation(alone, pair, tmp_path, mesh):
-  found = evaluated(pair, tmp_path / "run", mesh)
+def test_an_evaluation(alone, lively_pair, tmp_path, mesh):
+  found = evaluated(lively_pair, tmp_path, mesh)
   assert len(found) == len(alone) > 0
   for row, expected in zip(found, alone, strict=True):
     assert row.keys() == expected.keys()
@@ -95,13 +82,13 @@ def test_an_evaluation(alone, pair, tmp_path, mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_texts(pair, mesh):
-  asked = ["add 2 and 3", "list all singers", "def f(x):"]
+def test_texts(lively_pair, mesh):
+  questions = ["add 2 and 3", "list all singers", "def f(x):"]
 
   def texts(mesh):
     partition = partitioning.PartitionConfig(*mesh)
     decoding = dataclasses.replace(DECODING, rows=2)
-    with osd_jax.Server(pair, decoding, partition=partition) as server:
-      return [answer.text for answer in server.generate(asked)]
+    with osd_jax.Server(lively_pair, decoding, partition=partition) as server:
+      return [answer.text for answer in server.generate(questions)]
 
   assert texts(mesh) == texts((1, 1))

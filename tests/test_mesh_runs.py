@@ -13,26 +13,16 @@ from osd_jax.serving import adaptive, slots
 
 COUNT, INTERRUPTED = 16, 9
 
-pytestmark = pytest.mark.skipif(
-  len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
-)
+pytestmark = [
+  pytest.mark.usefixtures("quick_compilation"),
+  pytest.mark.skipif(
+    len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
+  ),
+]
 
 
 class Interrupted(Exception):
   """A run that ends between two steps, as a killed one does."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  """A mesh's programs are many, run little, and are compared by their tokens."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
 
 
 def serve(config, outputs, limit=10**6):
@@ -83,26 +73,28 @@ def run(pair, folder, mesh, interrupted_at=None, **decoding):
 
 
 @pytest.fixture(scope="module")
-def alone(pair, tmp_path_factory):
+def alone(lively_pair, tmp_path_factory):
   """What one device serves and learns; drafting pays, and outputs vary."""
-  found, updates = run(pair, tmp_path_factory.mktemp("one") / "run", (1, 1))
+  found, updates = run(lively_pair, tmp_path_factory.mktemp("one") / "run", (1, 1))
   assert len({tuple(tokens) for tokens in found}) > COUNT // 2 and len(updates) > 2
   assert updates[-1][0] == len(updates)
   return found, updates
 
 
-def test_split_by_rows_and_weights_and_continued(alone, pair, tmp_path):
-  found, updates = run(pair, tmp_path / "run", (2, 2), interrupted_at=INTERRUPTED)
+def test_split_by_rows_and_weights_and_continued(alone, lively_pair, tmp_path):
+  found, updates = run(
+    lively_pair, tmp_path / "run", (2, 2), interrupted_at=INTERRUPTED
+  )
   assert found == alone[0]
   assert [version for version, _ in updates] == [version for version, _ in alone[1]]
   np.testing.assert_allclose(updates, alone[1], atol=1e-4)
 
 
-def test_split_by_weights_alone_with_a_k_of_its_own(alone, pair, tmp_path):
+def test_split_by_weights_alone_with_a_k_of_its_own(alone, lively_pair, tmp_path):
   """The table makes it draft at first and decode plainly later."""
   chosen = adaptive.AdaptiveConfig(
     candidates=(0, 2), rounds_per_call=1, costs=(adaptive.RoundCosts((1.0, 4.0)),)
   )
-  found, updates = run(pair, tmp_path / "run", (1, 4), adaptive=chosen)
+  found, updates = run(lively_pair, tmp_path / "run", (1, 4), adaptive=chosen)
   assert found == alone[0]
   np.testing.assert_allclose(updates[0], alone[1][0], atol=1e-4)

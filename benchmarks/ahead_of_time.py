@@ -21,7 +21,6 @@ from typing import Any
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import compiled
 import jax
 import jax.numpy as jnp
 import measure
@@ -30,6 +29,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from osd_jax import base, native, partitioning
+from osd_jax.measuring import compiled
 from osd_jax.models import sizes, t5
 from osd_jax.serving import calls, slots
 
@@ -42,7 +42,7 @@ ASKED = {  # of flan-t5-xl with t5-small, 8 rows, 4 chips
 }
 
 
-def abstract(partitioner: partitioning.Partitioner, model: base.Model) -> base.Params:
+def abstract(model: base.Model, shardings: Any) -> base.Params:
   """Shapes of a model's served parameters in bfloat16, and where they lie."""
 
   def placed(shape, sharding):
@@ -50,7 +50,7 @@ def abstract(partitioner: partitioning.Partitioner, model: base.Model) -> base.P
     return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=sharding)
 
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  params = jax.tree.map(placed, shapes, partitioner.params(model))
+  params = jax.tree.map(placed, shapes, shardings)
   prepare = jax.jit(model.prepare)
   shardings = prepare.lower(params).compile().output_shardings
   served = jax.eval_shape(model.prepare, params)
@@ -76,12 +76,15 @@ def lowered(given: argparse.Namespace) -> tuple[Any, Any]:
     num_draft_tokens=given.drafted,
   )
   program = calls.Program(config.shapes(), target, draft, partitioner)
-  served = calls.Served(abstract(partitioner, target), abstract(partitioner, draft))
+  served = calls.Served(
+    abstract(target, partitioner.params(target)),
+    abstract(draft, partitioner.draft_params(draft)),
+  )
   state = jax.eval_shape(lambda s: calls.empty(program, s, given.source), served)
   state = jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
     state,
-    partitioner.of_rows(state),
+    program.shardings(state),
   )
   rounds = jax.ShapeDtypeStruct((), jnp.int32)
   return calls.advance.lower(program, given.drafted, served, rounds, state), state
@@ -108,7 +111,7 @@ def cache_bytes(state: Any) -> int:
 
 
 def figures(program: compiled.Program, state: Any, memory: Any) -> dict[str, float]:
-  """What is reported of a compiled call. A round is what stands in its outer loop."""
+  """What is reported of a compiled call; a round is what stands in its outer loop."""
   inside, gigabyte = program.count(1), 1e9
   collectives = [x for x in program.of(*compiled.COLLECTIVES) if x.depth >= 1]
   smallest = min(leaf.size for leaf in state.target_cache.self_keys)
@@ -120,6 +123,7 @@ def figures(program: compiled.Program, state: Any, memory: Any) -> dict[str, flo
     "kernels a round, without those of drafting": inside["fusion"],
     "inner loops a round": inside["while"],
     "copies a round": inside["copy"],
+    "fetched ahead a round": inside["copy-start"],
     "sorts": len(program.of("sort")),
     "all-reduces a round, without drafting": inside["all-reduce"],
     "all-gathers a round, without drafting": inside["all-gather"],
@@ -163,7 +167,7 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
   given = options().parse_args()
   measure.RESULTS = given.results
-  with native.off():  # it would be asked for: computations run on a CPU here
+  with native.portable():  # it would be asked for: computations run on a CPU here
     started = time.perf_counter()
     call, state = lowered(given)
     traced = time.perf_counter()
@@ -172,7 +176,8 @@ def main() -> None:
   text = made.as_text()
   if given.text:
     given.text.write_text(text)
-  found = figures(compiled.Program(text), state, made.memory_analysis())
+  greedy = compiled.Program(text, branch=0)
+  found = figures(greedy, state, made.memory_analysis())
   found = {"trace, s": traced - started, "compile, s": seconds} | found
   data, model = given.mesh
   case = f"{given.topology}, mesh {data} x {model}, {given.target} + {given.draft}"

@@ -18,6 +18,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from osd_jax import native
+
 
 @flax.struct.dataclass
 class KVCache:
@@ -56,6 +58,8 @@ def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
     [B, H, T, D]
   """
   new = new.astype(stored.dtype)
+  if not native.forms():
+    return select(stored, new, length, axis=2)
   if stored.shape[0] == 1:
     # One write a head, which makes a scatter: a single write is fused with what reads
     # it, and XLA CPU then copies the whole cache several times a step.
@@ -65,6 +69,28 @@ def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
   return jax.vmap(
     lambda row, block, start: jax.lax.dynamic_update_slice(row, block, (0, start, 0))
   )(stored, new, length)
+
+
+def select(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> jax.Array:
+  """`write` along any axis, without slices: one pass over what is stored.
+
+  No loop over rows, and nothing to move where heads or rows are split over devices.
+
+  Args:
+    stored: [B, ..., T, ...].
+    new: [B, ..., n, ...], n small.
+    start: [B] int32; of a row whose start is T or more nothing is written.
+    axis: of the positions.
+
+  Returns:
+    Like `stored`.
+  """
+  position = jax.lax.broadcasted_iota(jnp.int32, stored.shape, axis)
+  start = start.reshape(-1, *(1,) * (stored.ndim - 1))
+  for index in range(new.shape[axis]):
+    entry = jax.lax.slice_in_dim(new, index, index + 1, axis=axis)
+    stored = jnp.where(position == start + index, entry.astype(stored.dtype), stored)
+  return stored
 
 
 def insert_row(batch, row, slot: jax.Array):

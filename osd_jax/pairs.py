@@ -159,7 +159,7 @@ def load_pair(
     )
   else:
     draft_model = t5.build(draft.config, "draft", config.draft_serving)
-  draft_params = partitioner.place_params(draft_model, draft.params)
+  draft_params = partitioner.place_draft(draft_model, draft.params)
   if is_attached:
     frozen = attached.frozen_of(target.config, target_params, config.draft_serving)
     draft_params = draft_model.join(draft_params, frozen)
@@ -175,6 +175,21 @@ def load_pair(
     vocabulary=vocabulary,
     identity=identity,
   )
+
+
+def shape_of(config: PairConfig, field: str) -> t5.T5Config | AttachedConfig:
+  """The shape of "target" or "draft" as a file, or a folder's config.json, states it.
+
+  Raises:
+    InputError: there is no such file.
+  """
+  path = config.path(field)
+  try:
+    if path.is_dir():
+      return convert.shape_of_hugging_face(path)
+    return weights.shape_of(path)
+  except base.InputError as error:
+    raise base.InputError(f"PairConfig.{field}: {error}") from error
 
 
 def check_vocabulary(

@@ -36,6 +36,8 @@ class PartitionConfig:
   Attributes:
     data: devices that rows are split over.
     model: devices that weights are split over. data * model devices are used.
+    whole_draft: a draft of at most so many parameters is whole on every device: its
+      steps are too short to wait for one another's sums. 0 splits every draft.
     cpu_threads: threads that a computation on a CPU is split over; None: as many as
       there are cores. With 1 the learner and serving have a core each and never wait
       for each other's parts: better as long as learning is under way most of the time,
@@ -45,10 +47,12 @@ class PartitionConfig:
 
   data: int = 1
   model: int = 1
+  whole_draft: int = 100_000_000
   cpu_threads: int | None = None
 
   def __post_init__(self):
     base.check_counts(self, "data", "model")
+    base.check_counts(self, "whole_draft", least=0)
     if self.cpu_threads is not None:
       base.check_counts(self, "cpu_threads")
 
@@ -59,9 +63,11 @@ class Partitioner:
 
   Attributes:
     mesh: axes "data" and "model".
+    whole_draft: see `PartitionConfig`.
   """
 
   mesh: Mesh
+  whole_draft: int = PartitionConfig.whole_draft
 
   @property
   def replicated(self) -> NamedSharding:
@@ -83,33 +89,51 @@ class Partitioner:
       return jax.device_put(params)
     return jax.device_put(params, self.params(model))
 
+  def draft_params(self, model: base.Model) -> Any:
+    """`params` of a draft: whole on every device where it is small."""
+    shardings = self.params(model)
+    if not self.is_whole(model):
+      return shardings
+    return jax.tree.map(lambda _: self.replicated, shardings)
+
+  def place_draft(self, model: base.Model, params: base.Params) -> base.Params:
+    """Parameters of a draft where `draft_params` wants them."""
+    if self.mesh.size == 1:
+      return jax.device_put(params)
+    return jax.device_put(params, self.draft_params(model))
+
+  def is_whole(self, model: base.Model) -> bool:
+    """Whether a draft has no more than `whole_draft` parameters of its own."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes)) <= self.whole_draft
+
   def place_rows(self, tree: Any) -> Any:
     """A tree of [rows, ...] arrays split over "data"; whole where that cannot be."""
     if self.mesh.size == 1:
       return jax.device_put(tree)
     return jax.device_put(tree, self.of_rows(tree))
 
-  def constrain_rows(self, tree: Any) -> Any:
-    """Inside jit: the same placement as `place_rows`."""
-    if self.mesh.size == 1:
-      return tree
-    return jax.lax.with_sharding_constraint(tree, self.of_rows(tree))
+  def of_draft_rows(self, model: base.Model | None, cache: Any) -> Any:
+    """`of_rows` of a draft's cache: heads stay together where the draft does."""
+    if model is None or not self.is_whole(model):
+      return self.of_rows(cache)
+    return jax.tree.map(self._by_row, cache)
+
+  def _by_row(self, leaf: Any) -> NamedSharding:
+    return self._fitting(("data",), leaf.shape)
 
   def of_rows(self, tree: Any) -> Any:
     """Shardings: rows over "data", the heads of a cache over "model"."""
-
-    def by_row(leaf):
-      return self._fitting(("data",), leaf.shape)
 
     def by_head(leaf):
       return self._fitting(("data", "model"), leaf.shape)
 
     def placed(node):
       if not isinstance(node, KVCache):
-        return by_row(node)
+        return self._by_row(node)
       heads = ("self_keys", "self_values", "cross_keys", "cross_values")
       split = {name: jax.tree.map(by_head, getattr(node, name)) for name in heads}
-      return jax.tree.map(by_row, node).replace(**split)
+      return jax.tree.map(self._by_row, node).replace(**split)
 
     return jax.tree.map(placed, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
@@ -148,7 +172,8 @@ def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
       " lower PartitionConfig."
     )
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
-  return Partitioner(Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2))
+  mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+  return Partitioner(mesh, config.whole_draft)
 
 
 def _start(cpu_threads: int) -> None:

@@ -1,5 +1,6 @@
 """Settings for all tests: four fake CPU devices, strict JAX, a compile cache."""
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -74,6 +75,17 @@ def lively_pair(tmp_path_factory):
   import tiny_online
 
   return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(params=["as on a CPU", "as elsewhere"])
+def forms(request):
+  """Both forms in which XLA is given what suits one CPU and what suits all else."""
+  from osd_jax import native
+
+  elsewhere = request.param == "as elsewhere"
+  with native.portable() if elsewhere else contextlib.nullcontext():
+    assert native.forms() != elsewhere
+    yield
 
 
 @pytest.fixture

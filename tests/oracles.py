@@ -71,7 +71,8 @@ def processed_probs(logits, temperature, top_k=0, top_p=1.0):
     return np.eye(len(logits))[logits.argmax()]
   logits = logits / temperature
   ranked = np.sort(logits)[::-1]
-  ranked = ranked[:top_k] if top_k else ranked
+  if 0 < top_k < len(ranked):
+    ranked = ranked[ranked >= ranked[top_k - 1]]
   mass, count = np.cumsum(softmax(ranked)), 1
   while count < len(ranked) and (top_p == 1 or mass[count - 1] < top_p):
     count += 1

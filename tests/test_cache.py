@@ -17,9 +17,13 @@ write = jax.jit(cache_lib.write)
 insert_row = jax.jit(cache_lib.insert_row)
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(
+  max_examples=60,
+  deadline=None,
+  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
 @hypothesis.given(data=st.data())
-def test_write_equals_the_oracle(data):
+def test_write_equals_the_oracle(forms, data):
   rows, count = data.draw(st.sampled_from([(1, 1), (1, 4), (3, 1), (3, 4)]))
   offset = st.integers(0, LENGTH - count)
   length = np.array(data.draw(st.lists(offset, min_size=rows, max_size=rows)))
@@ -30,10 +34,26 @@ def test_write_equals_the_oracle(data):
   np.testing.assert_array_equal(found, oracles.write(stored, new, length))
 
 
-def test_write_keeps_the_type_of_the_cache():
+def test_write_keeps_the_type_of_the_cache(forms):
   stored = jnp.zeros((2, HEADS, LENGTH, SIZE), jnp.bfloat16)
   new = jnp.ones((2, HEADS, 1, SIZE), jnp.float32)
   assert cache_lib.write(stored, new, jnp.zeros(2, jnp.int32)).dtype == jnp.bfloat16
+
+
+def test_what_is_broken_stays_where_it_was_written(forms):
+  """A product with zeros would spread it over the row."""
+  stored, new = np.ones((2, HEADS, LENGTH, SIZE)), np.full((2, HEADS, 2, SIZE), np.nan)
+  found = write(jnp.asarray(stored), jnp.asarray(new), jnp.array([0, 5]))
+  broken = np.isnan(found).all(axis=(1, 3))
+  np.testing.assert_array_equal(np.flatnonzero(broken[0]), [0, 1])
+  np.testing.assert_array_equal(np.flatnonzero(broken[1]), [5, 6])
+  assert np.isnan(found).sum() == new.size
+
+
+def test_a_row_that_starts_behind_the_end_stays_as_it_is():
+  stored, new = jnp.zeros((2, LENGTH, SIZE)), jnp.ones((2, 3, SIZE))
+  found = cache_lib.select(stored, new, jnp.array([LENGTH, 1]), axis=1)
+  assert not found[0].any() and found[1].sum() == 3 * SIZE
 
 
 @hypothesis.settings(max_examples=30, deadline=None)

@@ -1,5 +1,6 @@
 """One device and four (data 2 x model 2) agree; parameters really are split."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,10 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from osd_jax import partitioning, testing
 from osd_jax.decoding import records
 from osd_jax.distillation import update
+from osd_jax.measuring import compiled
 from osd_jax.serving import calls, slots
 
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = partitioning.PartitionConfig(data=2, model=2)
+ALL_SPLIT = partitioning.PartitionConfig(data=2, model=2, whole_draft=0)
 DECODING = slots.DecodingConfig(
   rows=2,
   num_draft_tokens=3,
@@ -32,9 +35,11 @@ pytestmark = pytest.mark.skipif(
 def placed(config):
   """A partitioner with target and draft parameters on it."""
   partitioner = partitioning.make(config)
-  return partitioner, *(
-    partitioner.place_params(model, harness.lively_params(model))
-    for model in (TARGET, DRAFT)
+  target, draft = map(harness.lively_params, (TARGET, DRAFT))
+  return (
+    partitioner,
+    partitioner.place_params(TARGET, target),
+    partitioner.place_draft(DRAFT, draft),
   )
 
 
@@ -47,9 +52,10 @@ def served(config):
   return decoder, decoder.run(requests)
 
 
-def test_a_frozen_draft_gives_the_same_tokens_and_logits():
+@pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole draft", "split"])
+def test_a_frozen_draft_gives_the_same_tokens_and_logits(config):
   _, one = served(partitioning.PartitionConfig())
-  _, four = served(FOUR)
+  _, four = served(config)
   for single, split in zip(one, four, strict=True):
     assert single.tokens.tolist() == split.tokens.tolist()
     assert single.accepted == split.accepted
@@ -70,9 +76,9 @@ def test_rows_in_flight_are_split_over_data():
   assert {shard.data.shape[0] for shard in tokens.addressable_shards} == {1}
 
 
-def gathered(compiled: str) -> list[set[str]]:
+def gathered(text: str) -> list[set[str]]:
   """Dimensions of what the all-gathers of a compiled program give, in any order."""
-  shapes = re.findall(r"\w+\[([\d,]+)\]\S* all-gather\(", compiled)
+  shapes = re.findall(r"\w+\[([\d,]+)\]\S* all-gather\(", text)
   return [set(shape.split(",")) for shape in shapes]
 
 
@@ -86,13 +92,48 @@ def test_caches_are_split_by_head_and_are_never_gathered():
     (rows // 2, heads // 2, *rest)
   }
   arguments = (decoder.program, 3, decoder.served, np.int32(4), state)
-  compiled = calls.advance.lower(*arguments).compile().as_text()
-  assert "all-reduce" in compiled  # it is a program of several devices
+  text = calls.advance.lower(*arguments).compile().as_text()
+  assert "all-reduce" in text  # it is a program of several devices
   of_a_cache = {str(size) for size in rest}  # positions, size of a head
-  assert not [dims for dims in gathered(compiled) if of_a_cache <= dims]
+  assert not [dims for dims in gathered(text) if of_a_cache <= dims]
   whole = NamedSharding(keys.sharding.mesh, PartitionSpec())
   control = jax.jit(lambda x: x, out_shardings=whole).lower(keys).compile()
   assert [dims for dims in gathered(control.as_text()) if of_a_cache <= dims]
+
+
+@functools.cache
+def rounds_of(config, record_top_k=8):
+  """The operations of a call of three drafted tokens to greedy rows, on a mesh."""
+  partitioner, target, draft = placed(config)
+  decoding = dataclasses.replace(DECODING, record_top_k=record_top_k)
+  decoder = slots.Slots(decoding, TARGET, target, DRAFT, draft, partitioner)
+  state = decoder.state()[0] if decoder.run([slots.Request([5, 6, 1])]) else None
+  arguments = (decoder.program, 3, decoder.served, np.int32(4), state)
+  text = calls.advance.lower(*arguments).compile().as_text()
+  return compiled.Program(text, branch=0)
+
+
+def test_of_a_round_only_sums_and_few_candidates_travel():
+  """No device is sent another's logits: a split vocabulary is reduced where it is."""
+  program = rounds_of(FOUR)
+  assert not program.of("all-to-all", "collective-permute")
+  assert program.of("all-reduce")
+  candidates = 4 * DECODING.rows * 2 * 8  # of four tokens, two parts' first eight
+  gathers = program.of("all-gather")
+  assert gathers and max(found.bytes for found in gathers) <= 4 * candidates
+  # Keeping more than a part has makes every device look at the whole.
+  control = rounds_of(FOUR, record_top_k=VOCAB)
+  assert max(found.bytes for found in control.of("all-gather")) > 4 * candidates
+
+
+def test_a_small_draft_waits_for_no_other_device():
+  """The loop in the loop over rounds is that over draft steps."""
+
+  def within_drafting(config):
+    return [x for x in rounds_of(config).of(*compiled.COLLECTIVES) if x.depth == 2]
+
+  assert not within_drafting(FOUR)
+  assert within_drafting(ALL_SPLIT)
 
 
 @functools.cache
@@ -173,9 +214,9 @@ def test_an_update_leaves_everything_where_it_was():
   learner = update.init_learner(config, draft)
   batch = learning_batch()
   after, _ = update.update(DRAFT, config, learner, [batch, batch])
-  compiled = update.take_slice._cache_size()
+  known = update.take_slice._cache_size()
   again, _ = update.update(DRAFT, config, after, [batch, batch])
-  assert update.take_slice._cache_size() == compiled
+  assert update.take_slice._cache_size() == known
   assert int(again.step) == 4
 
   def check(before, now):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from osd_jax import base
+from osd_jax.decoding import placement
 
 
 def from_logits(logits: Float[Array, "B n V"], kept: int) -> base.Records:
@@ -21,21 +22,44 @@ def from_logits(logits: Float[Array, "B n V"], kept: int) -> base.Records:
     The tail is a sum over the tokens left out, not 1 minus the others.
   """
   logits = logits.astype(jnp.float32)
-  # A barrier keeps XLA CPU from fusing the search with what reads its result, which
-  # turns it into a sort: ten times the cost of all the rest here. One for each result:
-  # over logits that are split by vocabulary, XLA dies of one for both.
-  top, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(logits, kept))
-  largest = top[..., :1]
+  top, ids = _top_k(logits, kept)
+  largest, least = top[..., :1], top[..., -1:]
   masses = jnp.exp(logits - largest)
   total = jnp.sum(masses, axis=-1)
-  others = jnp.put_along_axis(masses, ids, 0.0, axis=-1, inplace=False)
-  tail = jnp.sum(others, axis=-1) / total
+  # Of tokens that tie with the last one kept, some may be kept and some not.
+  ties = jnp.sum(logits == least, axis=-1) - jnp.sum(top == least, axis=-1)
+  others = jnp.sum(jnp.where(logits < least, masses, 0.0), axis=-1)
+  tail = (others + ties * jnp.exp(least - largest)[..., 0]) / total
   return base.Records(
     log_probs=top - largest - jnp.log(total)[..., None],
     ids=ids.astype(base.id_dtype(logits.shape[-1])),
     tail=tail,
     error=jnp.zeros(tail.shape, bool),
   )
+
+
+def _top_k(
+  logits: Float[Array, "B n V"], kept: int
+) -> tuple[Float[Array, "B n k"], Int[Array, "B n k"]]:
+  """`jax.lax.top_k`; where the vocabulary is split, each part's first, then theirs."""
+  parts = placement.parts(logits.shape[-1])
+  if parts > 1 and kept <= logits.shape[-1] // parts:
+    first = functools.partial(_first_of_all_parts, kept)
+    return placement.with_parts(first, logits)
+  # A barrier keeps XLA CPU from fusing the search with what reads its result, which
+  # turns it into a sort: ten times the cost of all the rest here. One for each result:
+  # over logits that are split by vocabulary, XLA dies of one for both.
+  top, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(logits, kept))
+  return top, ids
+
+
+def _first_of_all_parts(kept: int, part: jax.Array, number: jax.Array):
+  """The largest entries and their ids, of one device's part and the others' largest."""
+  top, ids = jax.lax.top_k(part, kept)
+  ids = ids + number * part.shape[-1]
+  top, ids = (jax.lax.all_gather(x, "model", axis=2, tiled=True) for x in (top, ids))
+  top, best = jax.lax.top_k(top, kept)
+  return top, jnp.take_along_axis(ids, best, axis=-1)
 
 
 def empty(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import sampling
+from osd_jax.decoding import placement, sampling
 from osd_jax.decoding import state as state_lib
 
 
@@ -31,12 +31,15 @@ class Speculation:
     draft: the draft model; None only where nothing is drafted.
     num_draft_tokens: K in 0..8; 0 decodes plainly.
     rule: acceptance rule, a key of `accept.RULES` or a rule of your own.
+    draft_is_whole: on a mesh, every device has the whole draft. Its logits are kept
+      whole then: XLA would split its head to suit the target's.
   """
 
   target: base.Model
   draft: base.Model | None
   num_draft_tokens: int
   rule: str | accept_lib.Rule = "rejection"
+  draft_is_whole: bool = False
 
 
 def run_rounds(
@@ -127,9 +130,13 @@ def propose(
   def draw(logits, offset):
     return sampling.sample(logits, state.settings, position + offset, noise)
 
+  def kept(logits):
+    return placement.whole(logits) if speculation.draft_is_whole else logits
+
   def step(carry, offset):
     token, cache = carry
     logits, cache = draft.decode(draft_served, token[:, None], cache)
+    logits = kept(logits)
     token = draw(logits[:, 0], offset)
     return (token, cache), (token, logits[:, 0])
 
@@ -138,7 +145,7 @@ def propose(
   length = state.draft_cache.length + begun + 1
   both, cache = draft.decode(draft_served, newest, state.draft_cache)
   cache = cache.replace(length=length)
-  logits = jnp.take_along_axis(both, begun[:, None, None], axis=1)
+  logits = kept(jnp.take_along_axis(both, begun[:, None, None], axis=1))
   first = draw(logits[:, 0], 0)
   if num_draft_tokens == 1:
     return base.Proposal(first[:, None], logits), cache

@@ -6,7 +6,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from osd_jax import base
+from osd_jax import base, native
+from osd_jax import cache as cache_lib
 from osd_jax.decoding import records
 
 MAX_DRAFT_TOKENS = 8  # every buffer leaves room for one round of the largest K
@@ -219,7 +220,7 @@ def _broken(verification: base.Verification, acceptance: base.Acceptance) -> jax
   # No maximum: that of XLA CPU loses a NaN.
   bounded = jnp.where(logits < _LEAST, _LEAST, logits)
   size = logits.shape[-1]
-  if size % _LANES == 0:
+  if native.forms() and size % _LANES == 0:
     bounded = bounded.reshape(*logits.shape[:-1], size // _LANES, _LANES).sum(axis=-2)
   total = bounded.sum(axis=-1)
   emitted = jnp.take_along_axis(logits, acceptance.tokens[..., None], axis=-1)[..., 0]
@@ -245,6 +246,9 @@ def _write_block(
   stored: jax.Array, block: jax.Array, start: jax.Array, running: jax.Array
 ) -> jax.Array:
   """Writes [B, n, ...] at per-row offsets of [B, T, ...]; stopped rows keep theirs."""
+  if not native.forms():
+    nowhere = stored.shape[1]
+    return cache_lib.select(stored, block, jnp.where(running, start, nowhere), axis=1)
 
   def one(row, new, at, write):
     zeros = (0,) * (row.ndim - 1)

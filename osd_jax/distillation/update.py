@@ -135,8 +135,8 @@ def beside(params: base.Params, tree: Any) -> Any:
 
 
 def _mesh(tree: Any) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
-  """The mesh of a tree's first array, None for an array of one device."""
-  sharding = jax.tree.leaves(tree)[0].sharding
+  """The mesh of a tree's first array; None where that is traced or on one device."""
+  sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
   return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 

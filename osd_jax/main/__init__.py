@@ -98,8 +98,9 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
     print(fields.describe(config_class), end="")
     return 0
   files = arguments.gin_file
+  if arguments.command in commands.BEGUN:
+    files = [f"runs/{arguments.command}.gin", *files]
   if arguments.command == "generate":
-    files = ["runs/generate.gin", *files]
     bindings = [*commands.bindings_of(arguments), *bindings]
   try:
     config, text = settings.load(

@@ -70,6 +70,12 @@ COMMANDS = {
     "osd certify --gin_file=experiments/certify_shipped.gin\n"
     "  osd certify --gin_file=my_run.gin --gin.PairConfig.dtype='\"bfloat16\"'",
   ),
+  "compile": Command(
+    "CompileConfig",
+    "osd_jax.ahead_of_time",
+    "compile a run for a TPU or GPU that is not here: does it fit, how fast at most",
+    "osd compile --gin_file=runs/demo.gin --gin.CompileConfig.topology=\"'v5e:2x2'\"",
+  ),
   "convert": Command(
     "ConvertConfig",
     "osd_jax.convert",
@@ -78,6 +84,7 @@ COMMANDS = {
     "    --gin.ConvertConfig.output='\"t5_small.safetensors\"'",
   ),
 }
+BEGUN = ("generate", "compile")  # their file of runs/ is read before any other
 OF_RUNS = {
   "report": "draw the report of a run anew",
   "compare": "put runs side by side: a table and a plot",

@@ -222,6 +222,41 @@ def _certified(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Page:
   return Page("Certificate", [], {"Certificate": _shown(by_kind["certificate"])})
 
 
+def _compiled(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Page:
+  """Of programs that were compiled for another machine, and did not run."""
+  del rows
+  tables = {
+    heading: _shown([_without_empty(row, by_kind[kind]) for row in by_kind[kind]])
+    for kind, heading in _COMPILED.items()
+    if kind in by_kind
+  }
+  sentences = [
+    f"It needs {row['needed_gb']:.2f} GB of a chip's {row['memory_gb']:.0f} GB."
+    if not row["advice"]
+    else f"It does not fit: {row['needed_gb'] - row['memory_gb']:.2f} GB more than a"
+    f" chip's {row['memory_gb']:.0f} GB; {row['advice']}."
+    for row in by_kind.get("fits", ())
+  ]
+  sentences.append(
+    "Compiled for a machine that is not here, and not run: what is counted is the"
+    " compiler's text, what is estimated is what the chip's published figures allow at"
+    " best."
+  )
+  return Page("Ahead of time", sentences, tables)
+
+
+_COMPILED = {
+  "program": "Programs, each on one chip",
+  "memory": "Memory of a chip",
+  "estimate": "At most, an estimate",
+}
+
+
+def _without_empty(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
+  """The row without what no row states."""
+  return {n: value for n, value in row.items() if any(r[n] is not None for r in rows)}
+
+
 def _trained(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Page:
   """Of offline distillation, which measures overlap, or of supervised training."""
   del rows
@@ -303,4 +338,5 @@ _PAGES = {
   "evaluation": _trained,
   "step": _trained,
   "certificate": _certified,
+  "program": _compiled,
 }

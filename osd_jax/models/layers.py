@@ -65,8 +65,11 @@ def kernel_first_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
   XLA CPU comes nearest to the memory bound if the kernel is the left operand and the
   columns come in fours; the barrier keeps it from folding the transpose back into the
-  product.
+  product. Elsewhere it is left to choose.
   """
+  if not native.forms():
+    contracted = ((x.ndim - 1,), (1,)), ((), ())
+    return jax.lax.dot_general(x, kernel, contracted, precision=_precision(x.dtype))
   columns = x.reshape(-1, x.shape[-1])
   count = columns.shape[0]
   if count > 1:
@@ -98,7 +101,8 @@ def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     product = native.int8_product(columns, kernel, scale)
     return product.reshape(*x.shape[:-1], kernel.shape[0])
   count = columns.shape[0]
-  columns = jnp.pad(columns, ((0, count % 2), (0, 0)))  # a single one is not vectorised
+  if native.forms():  # a single one is not vectorised
+    columns = jnp.pad(columns, ((0, count % 2), (0, 0)))
   step = jnp.max(jnp.abs(columns), axis=-1, keepdims=True) / 127
   step = jnp.where(step == 0, 1.0, step)
   product = jax.lax.dot_general(

@@ -219,6 +219,18 @@ def load(path: str | Path) -> Weights:
   return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
+def shape_of(path: str | Path) -> t5.T5Config | AttachedConfig:
+  """The shape that a file's header states; no tensor is read.
+
+  Raises:
+    InputError: as `load` does.
+  """
+  path = Path(path)
+  kind = AttachedConfig if is_attached(path) else t5.T5Config
+  _, header = _opened(path, _ATTACHED if is_attached(path) else _T5)
+  return _config(kind, header.get("config", ""), path)
+
+
 def is_attached(path: Path) -> bool:
   """Whether a file, if it can be read, holds an attached draft."""
   return path.is_file() and tensors_lib.format_of(path) == _ATTACHED

@@ -82,6 +82,22 @@ def off(*parts: str):
     yield
 
 
+@contextlib.contextmanager
+def portable():
+  """Within, XLA computes all, as on any backend: for meshes and other compilers."""
+  with _off((*PARTS, "forms")):
+    yield
+
+
+def forms() -> bool:
+  """Whether XLA is given the forms that suit a single CPU, not those for all else.
+
+  Writing a slice a row, and sums and searches by blocks, are fast on a CPU. Elsewhere
+  the one becomes a loop over rows, and the other gathers what is split over devices.
+  """
+  return jax.default_backend() == "cpu" and "forms" not in _off.value
+
+
 def _usable(part: str) -> bool:
   return jax.default_backend() == "cpu" and part not in _off.value and build.load()
 

@@ -8,6 +8,7 @@ versions or numbers of rounds.
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -41,14 +42,34 @@ class Program:
     """The rows where the partitioner wants them, inside jit."""
     if self.partitioner is None:
       return state
-    return self.partitioner.constrain_rows(state)
+    return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
-  def natively(self) -> contextlib.AbstractContextManager:
-    """Where models are traced: on a mesh XLA computes all.
+  def shardings(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
+    """Where the rows are wanted; there is a partitioner."""
+    rows = self.partitioner.of_rows(state.replace(draft_cache=None))
+    drafted = self.partitioner.of_draft_rows(self.draft, state.draft_cache)
+    return rows.replace(draft_cache=drafted)
+
+  @property
+  def draft_is_whole(self) -> bool:
+    """Whether no draft step has to wait for another device's part."""
+    draft, partitioner = self.draft, self.partitioner
+    if draft is None or partitioner is None or draft.frozen:  # its head is the target's
+      return False
+    return partitioner.is_whole(draft)
+
+  @contextlib.contextmanager
+  def traced(self) -> Iterator[None]:
+    """Where models and rounds are traced: on a mesh XLA computes all.
 
     It cannot split a foreign call, and would gather every kernel and cache for it.
     """
-    return contextlib.nullcontext() if self.partitioner is None else native.off()
+    if self.partitioner is None:
+      yield
+      return
+    mesh = self.partitioner.mesh.abstract_mesh
+    with native.portable(), jax.sharding.use_abstract_mesh(mesh):
+      yield
 
 
 class Served(NamedTuple):
@@ -156,7 +177,7 @@ def catch_up(
 ) -> state_lib.DecodeState:
   """Feeds the draft what it missed in plain steps."""
   assert program.draft is not None
-  with program.natively():
+  with program.traced():
     caught_up = catch_up_lib.catch_up(program.draft, served.draft, state)
   return program.placed(caught_up)
 
@@ -171,10 +192,14 @@ def advance(
 ) -> state_lib.DecodeState:
   """Runs rounds (K = 0: plain steps) until a row finishes or `max_rounds` passed."""
   speculation = rounds.Speculation(
-    program.target, program.draft, num_draft_tokens, program.config.acceptance_rule
+    program.target,
+    program.draft,
+    num_draft_tokens,
+    program.config.acceptance_rule,
+    program.draft_is_whole,
   )
   models = served.target, served.draft
-  with program.natively():
+  with program.traced():
     state = rounds.run_rounds(speculation, *models, max_rounds, state)
   return program.placed(state)
 
@@ -233,7 +258,7 @@ def _prefilled(
   """Rows after prefill: both encoders, empty self caches."""
   config, mask = program.config, source != base.PAD_ID
   length = state_lib.buffer_length(config.target_length)
-  with program.natively():
+  with program.traced():
     target_cache = program.target.prefill(served.target, source, mask, length)
   draft_cache = None
   if program.draft is not None:
@@ -263,7 +288,7 @@ def _draft_prefilled(
   assert program.draft is not None
   length = state_lib.buffer_length(program.config.target_length)
   read = source if reading is None else reading
-  with program.natively():
+  with program.traced():
     return program.draft.prefill(served.draft, read, source != base.PAD_ID, length)
 
 

@@ -23,7 +23,7 @@ def probs_of(logits, **settings):
 
 
 @pytest.mark.parametrize("size", [100, 128, 32128])
-def test_arg_max_is_the_first_of_the_largest(size):
+def test_arg_max_is_the_first_of_the_largest(forms, size):
   rng = np.random.default_rng(size)
   values = rng.integers(0, 9, (6, 3, size)).astype(np.float32)  # many are largest
   values[2, 0] = -np.inf
@@ -82,6 +82,24 @@ def test_ties_with_the_last_kept_token_are_kept():
   logits = np.array([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
   found = probs_of(logits, temperature=1.0, top_k=2)[0, 0]
   assert (found[:4] > 0).all() and found[4] == 0
+
+
+def test_a_cut_off_among_equals_does_not_tell_zero_from_minus_zero():
+  """A logit that the temperature makes vanish is as likely as the largest."""
+  logits = np.array([[[0.0, -1e-30, -1.0, -2.0]]])
+  found = probs_of(logits, temperature=1e20, top_k=1)[0, 0]
+  np.testing.assert_allclose(found, [0.5, 0.5, 0, 0])
+
+
+def test_filters_of_a_large_vocabulary_equal_the_oracle():
+  logits = np.random.default_rng(5).normal(0, 4, (4, 1, 32_128)).astype(np.float32)
+  settings = [(50, 1.0), (0, 0.9), (200, 0.7), (1, 0.5)]
+  top_k, top_p = zip(*settings, strict=True)
+  found = probs_of(logits, temperature=0.8, top_k=top_k, top_p=top_p)
+  for row, (k, p) in enumerate(settings):
+    expected = oracles.processed_probs(logits[row, 0], 0.8, k, p)
+    assert ((found[row, 0] > 0) == (expected > 0)).all() and (expected > 0).any()
+    np.testing.assert_allclose(found[row, 0], expected, atol=1e-6)
 
 
 def test_a_greedy_row_is_one_hot_at_its_first_arg_max():

@@ -5,6 +5,7 @@ from osd_jax.models.convert.hugging_face import (
   config_to_hugging_face,
   params_from_hugging_face,
   read_hugging_face,
+  shape_of_hugging_face,
   write_hugging_face,
 )
 from osd_jax.models.convert.t5x import read_t5x
@@ -15,5 +16,6 @@ __all__ = [
   "params_from_hugging_face",
   "read_hugging_face",
   "read_t5x",
+  "shape_of_hugging_face",
   "write_hugging_face",
 ]

@@ -127,6 +127,11 @@ def config_from_hugging_face(config: Mapping[str, Any]) -> t5.T5Config:
   )
 
 
+def shape_of_hugging_face(folder: str | Path) -> t5.T5Config:
+  """The shape that a folder's config.json states; no weights are read."""
+  return config_from_hugging_face(read_json(Path(folder) / "config.json"))
+
+
 def config_to_hugging_face(config: t5.T5Config) -> dict[str, Any]:
   """The `config.json` of a shape, for transformers 4 and 5.
 

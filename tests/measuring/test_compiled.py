@@ -2,12 +2,13 @@
 
 import collections
 
-import compiled
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from osd_jax.measuring import compiled
 
 TEXT = """
 HloModule jit_f, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
@@ -48,6 +49,23 @@ def test_operations_are_counted_by_the_loops_around_them():
   expected = {"while": 1, "all-gather": 1, "conditional": 1, "sort": 1, "copy": 1}
   assert inside == expected | {"tuple": 1}
   assert program.count(2) == {"parameter": 1, "all-reduce": 1, "tuple": 1}
+
+
+def test_of_a_conditional_one_branch_is_taken():
+  assert compiled.Program(TEXT, branch=0).count(1)["copy"] == 0
+  assert compiled.Program(TEXT, branch=0).count(1)["sort"] == 1
+  assert compiled.Program(TEXT, branch=1).count(1)["copy"] == 1
+  by_name = TEXT.replace(
+    "branch_computations={%one, %two}", "true_computation=%one, false_computation=%two"
+  )
+  assert compiled.Program(by_name, branch=0).count(1)["copy"] == 1
+  assert compiled.Program(by_name, branch=1).count(1)["sort"] == 1
+
+
+def test_what_is_fetched_ahead_is_no_copy():
+  text = TEXT.replace(" copy(", " copy-start(")
+  assert compiled.Program(text).count(1)["copy-start"] == 1
+  assert compiled.Program(text).count(1)["copy"] == 0
 
 
 def test_bytes_are_those_of_every_part_of_a_result():

@@ -26,7 +26,8 @@ class Operation:
 
   Attributes:
     name: "fusion", "copy", "all-reduce", ...; of an asynchronous pair only the start
-      counts, and is named without its "-start".
+      counts, and is named without its "-start". "copy-start" alone keeps its name: it
+      fetches ahead from one memory to another and makes nobody wait.
     bytes: of its result on one device.
     depth: loops around it.
     line: as the compiler wrote it.
@@ -41,8 +42,15 @@ class Operation:
 class Program:
   """The operations of a compiled program."""
 
-  def __init__(self, text: str):
-    """Takes the program apart; `text` is `Compiled.as_text()`."""
+  def __init__(self, text: str, branch: int | None = None):
+    """Takes the program apart.
+
+    Args:
+      text: `Compiled.as_text()`.
+      branch: what every conditional does; of `jax.lax.cond` 0 is the false branch,
+        which all-greedy rows take. None: all branches, one after the other.
+    """
+    self._branch = branch
     self._computations: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -71,15 +79,27 @@ class Program:
       result, operation = found.groups()
       if operation.endswith("-done"):
         continue
-      operation = operation.removesuffix("-start")
+      if operation != "copy-start":
+        operation = operation.removesuffix("-start")
       yield Operation(operation, bytes_of(result), depth, line)
       if operation == "while":
         body = re.search(r"body=%?([\w.\-]+)", line)
         yield from self._walk(body.group(1) if body else "", depth + 1)
       elif operation in ("conditional", "call"):
-        for one, several in _CALLED.findall(line):
-          for called in [one] if one else several.split(","):
-            yield from self._walk(called.strip().lstrip("%"), depth)
+        for called in self._called(line):
+          yield from self._walk(called, depth)
+
+  def _called(self, line: str) -> list[str]:
+    """Computations of a conditional's branches that are taken, or of a call."""
+    called = [
+      name.strip().lstrip("%")
+      for one, several in _CALLED.findall(line)
+      for name in ([one] if one else several.split(","))
+    ]
+    if len(called) < 2 or self._branch is None:
+      return called
+    by_name = "false_computation" in line  # there, what is true stands first
+    return [called[-1 - self._branch] if by_name else called[self._branch]]
 
 
 def bytes_of(result: str) -> int:

@@ -1,0 +1,101 @@
+"""What a run would be on a machine that is not at hand: compiled for it, never run.
+
+Every program of serving and of learning meets the compiler of the named topology. What
+it made of them is counted; what they take there at least is estimated from the chip's
+published figures, and named so.
+"""
+
+import dataclasses
+
+import jax
+import rich.console
+
+from osd_jax import base, online, pairs, writers
+from osd_jax.ahead_of_time import estimates
+from osd_jax.ahead_of_time import plan as plan_lib
+from osd_jax.ahead_of_time import programs as programs_lib
+from osd_jax.measuring import chips, progress, summaries
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileConfig:
+  """A machine, and the run that is compiled for it.
+
+  Attributes:
+    run: what `osd online` would run; nothing of its stream is read. A target or draft
+      whose path ends in a published name, as "flan-t5-xl", needs no weights.
+    topology: the machine: "v5e:2x2", "v4:2x2x1", "v6e:2x4", "h100:4"; "cpu:1" needs
+      no compiler that is not there. `PartitionConfig` says how many of its chips work.
+    acceptance: rates for which tokens per second are predicted.
+    request_tokens: of an answer, for the same.
+    layers: cuts published shapes to so many layers, to be quick; 0 leaves them.
+    run_directory: where the report goes.
+    overwrite: remove the run that the directory holds, and begin anew.
+  """
+
+  run: online.OnlineConfig
+  topology: str = "v5e:2x2"
+  acceptance: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
+  request_tokens: int = 64
+  layers: int = 0
+  run_directory: str = "runs/compile"
+  overwrite: bool = False
+
+  def __post_init__(self):
+    base.check_types(self)
+    chips.Topology(self.topology)
+    base.check_counts(self, "request_tokens")
+    base.check_counts(self, "layers", least=0)
+    in_range = self.acceptance and all(0 <= rate <= 1 for rate in self.acceptance)
+    base.check_fields(
+      self,
+      {
+        "acceptance": (in_range, "rates in 0..1"),
+        "run_directory": (self.run_directory.strip(), "a folder"),
+        "run": (
+          isinstance(self.run.pair, pairs.PairConfig),
+          "an OnlineConfig whose pair is a PairConfig",
+        ),
+      },
+    )
+
+
+def run(config: CompileConfig, operative_config: str = "") -> writers.RunResult:
+  """Compiles every program, prints the tables and writes the report.
+
+  Args:
+    config: the machine and the run.
+    operative_config: text stored beside the results.
+  """
+  console = rich.console.Console(stderr=True)
+  jax.config.update("jax_enable_compilation_cache", False)  # times would be of reading
+  topology = chips.Topology(config.topology)
+  plan = plan_lib.Plan(config.run, topology, config.layers)
+  with writers.RunDirectory.start(
+    config.run_directory,
+    config,
+    operative_config=operative_config,
+    seed=config.run.learning.seed,
+    overwrite=config.overwrite,
+  ) as directory:
+    if directory.finished:
+      return summaries.leave_alone(directory, console)
+    with (
+      writers.MetricsLog(directory.metrics_path) as log,
+      progress.bar(console) as bar,
+    ):
+      log.truncate(0)
+      programs = programs_lib.programs(plan)
+      task = bar.add_task("compile", total=len(programs), figures="")
+      made = {}
+      for name, program in programs.items():
+        bar.update(task, description=name)
+        made[name] = programs_lib.compiled(plan, program)
+        log.write("program", {"program": name, **made[name].row()})
+        bar.advance(task)
+      answers = estimates.Answers(config.request_tokens, config.acceptance)
+      for kind, rows in estimates.conclusions(plan, made, answers).items():
+        log.write_rows(kind, rows)
+    summaries.conclude(directory, console)
+    directory.finish()
+    return writers.RunResult(directory.path)

@@ -1,0 +1,121 @@
+"""What follows from compiled programs: memory of a chip, tokens per second at most."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from osd_jax import pairs
+from osd_jax.ahead_of_time.plan import Plan
+from osd_jax.ahead_of_time.programs import Made
+from osd_jax.measuring import metrics, prediction
+from osd_jax.measuring.prices import CallPrices, Prices
+
+
+class Answers(NamedTuple):
+  """What is served, for estimates.
+
+  Attributes:
+    tokens: of an answer.
+    acceptance: rates.
+  """
+
+  tokens: int
+  acceptance: tuple[float, ...]
+
+
+def conclusions(
+  plan: Plan, made: Mapping[str, Made], answers: Answers
+) -> dict[str, list[dict[str, Any]]]:
+  """Rows on memory and, from the estimates, on speed."""
+  held = plan.memory()
+  held["temporaries"] = max(program.temporaries_gb for program in made.values())
+  limit = plan.topology.chip.memory / 1e9
+  rows = [{"what": name, "gigabytes_a_chip": size} for name, size in held.items()]
+  total = sum(held.values())
+  summary = {"needed_gb": total, "memory_gb": limit, "advice": advice(plan, held)}
+  return {
+    "memory": rows,
+    "fits": [summary],
+    "estimate": list(estimates(plan, made, answers)),
+  }
+
+
+def advice(plan: Plan, held: Mapping[str, float]) -> str:
+  """Which setting makes what takes most smaller; "" where all fits."""
+  if sum(held.values()) <= plan.topology.chip.memory / 1e9:
+    return ""
+  largest = max(held, key=lambda name: held[name])
+  if largest.startswith(("target", "draft")):
+    pair = plan.run.pair
+    if isinstance(pair, pairs.PairConfig) and pair.dtype == "float32":
+      return 'PairConfig.dtype = "bfloat16" halves the weights'
+    wider = 2 * plan.run.partition.model
+    return f"PartitionConfig.model = {wider} halves them a chip"
+  settings = {
+    "caches and rows": "DecodingConfig.rows, source_lengths or target_length",
+    "replay buffer": "BufferConfig.capacity, BufferConfig.keep_reading",
+    "temporaries": "DecodingConfig.rows, UpdateConfig.num_new or num_replay",
+  }
+  named = settings.get(largest, "PartitionConfig.whole_draft = 0")
+  return f"smaller: {named}"
+
+
+def estimates(
+  plan: Plan, made: Mapping[str, Made], answers: Answers
+) -> Iterator[dict[str, Any]]:
+  """Tokens per second at most, by rate of acceptance; none without estimates."""
+  drafted = plan.run.decoding.num_draft_tokens
+  verify = f"verification of {drafted + 1} tokens"
+  parts = [made[name].least_ms for name in ("plain step", verify, "draft step")]
+  prefill = made["prefill"].least_ms
+  if prefill is None or any(part is None for part in parts):
+    return
+  plain_ms, verify_ms, draft_ms = (float(part or 0) for part in parts)
+  rows = plan.program.config.rows
+  schedule = plan.run.learning.schedule
+  learns = "slice" in made
+  round_ms = drafted * draft_ms + verify_ms
+  speculative = CallPrices(rows, (drafted,), (round_ms,), prefill)
+  prices = Prices(
+    plain=CallPrices(rows, (0,), (plain_ms,), prefill),
+    frozen=speculative,
+    online=speculative,
+    draft_ms=draft_ms,
+    step_ms=plain_ms,
+    verify_ms=verify_ms,
+    slice_ms=float(made["slice"].least_ms or 0) if learns else 0.0,
+    slices=plan.run.learning.update.steps_per_update if learns else 0,
+  )
+  tokens = answers.tokens
+  plain = prediction.predict(prices.plain, prediction.Seen(tokens))
+  for rate in answers.acceptance:
+    seen = prediction.Seen(
+      tokens,
+      metrics.expected_tokens_per_target_call(rate, drafted),
+      drafted,
+    )
+    learning = dataclasses.replace(
+      seen, lost_ms=prices.lost_ms / schedule.update_interval
+    )
+    yield {
+      "acceptance": rate,
+      "tokens_a_call": seen.tokens_a_round,
+      "plain_tokens_s": plain,
+      "frozen_tokens_s": prediction.predict(prices.frozen, seen),
+      "online_tokens_s": prediction.predict(prices.online, learning),
+      "c": draft_ms / plain_ms,
+      "v": verify_ms / plain_ms,
+      "break_even_acceptance": break_even(drafted, round_ms / plain_ms),
+    }
+
+
+def break_even(num_draft_tokens: int, round_over_step: float) -> float | None:
+  """The least acceptance that pays for a round; None where none does."""
+  rates = np.linspace(0, 1, 1001)
+  pays = [
+    metrics.expected_tokens_per_target_call(rate, num_draft_tokens) >= round_over_step
+    for rate in rates
+  ]
+  return float(rates[int(np.argmax(pays))]) if any(pays) else None

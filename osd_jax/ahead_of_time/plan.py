@@ -1,0 +1,231 @@
+"""What a run's programs are given: shapes of all arguments, and where they lie."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from osd_jax import base, native, online, pairs, partitioning
+from osd_jax.distillation import buffer as buffer_lib
+from osd_jax.distillation import update
+from osd_jax.measuring import chips
+from osd_jax.models import attached, sizes, t5
+from osd_jax.models.shapes import AttachedConfig, T5Config
+from osd_jax.serving import calls
+
+
+class Plan:
+  """Shapes and places of all that the programs of a run are given.
+
+  Attributes:
+    run: the run.
+    topology: the machine.
+    partitioner: a mesh of its chips.
+    target: the target.
+    target_params: its parameters as they are loaded.
+    draft: the draft.
+    draft_params: its own parameters, those that are trained.
+    frozen: what of an attached draft is the target's; None for others.
+    served: the copies that steps read.
+    program: what is compiled into every call.
+    state: rows in flight.
+    learner: the learner's state.
+    buffer: the replay buffer.
+  """
+
+  def __init__(
+    self, run: online.OnlineConfig, topology: chips.Topology, layers: int = 0
+  ):
+    """Finds the shapes; nothing is loaded but what says them.
+
+    Args:
+      run: its pair is a `PairConfig`.
+      topology: the machine.
+      layers: cuts both models to so many layers; 0 leaves them.
+
+    Raises:
+      InputError: no compiler for the topology, too few chips, or no shapes.
+    """
+    self.run, self.topology = run, topology
+    pair, decoding = run.pair, run.decoding
+    assert isinstance(pair, pairs.PairConfig)
+    self.partitioner = _partitioner(run.partition, topology)
+    target, draft = _shapes(pair, layers)
+    is_attached = isinstance(draft, AttachedConfig)
+    self.target = t5.build(target, "target", hands_out=is_attached)
+    serving = pair.draft_serving
+    with native.portable():
+      self.target_params = _loaded(self.target, self.partitioner.params(self.target))
+      if is_attached:
+        self.draft = attached.build(draft, target, "attached draft", serving)
+      else:
+        self.draft = t5.build(draft, "draft", serving)
+      self.draft_params = _loaded(self.draft, self.partitioner.draft_params(self.draft))
+      self.frozen = None
+      if is_attached:
+        taken = functools.partial(attached.frozen_of, target, serving=serving)
+        self.frozen = _result(taken, self.target_params)
+      whole = self.draft.join(self.draft_params, self.frozen)
+      self.served = calls.Served(
+        _result(self.target.prepare, self.target_params),
+        _result(self.draft.prepare, whole),
+      )
+      self.program = calls.Program(
+        decoding.shapes(), self.target, self.draft, self.partitioner
+      )
+      self.state = self._state(self.program, self.served)
+      self.learner, self.buffer = self._learning()
+
+  def memory(self) -> dict[str, float]:
+    """Gigabytes on one chip, by what holds them; without temporaries."""
+    held = {
+      "target, as loaded": self.target_params,
+      "target, copies for steps": _copies(self.target.prepare, self.target_params),
+      "draft, as loaded": (self.draft_params, self.frozen and self.frozen["head"]),
+      "draft, copies for steps": self.served.draft,
+      "caches and rows": self.state,
+    }
+    if self.run.learn:
+      held["optimiser and average"] = self.learner.replace(params=None)
+      held["replay buffer"] = self.buffer
+    return {name: bytes_of(tree) / 1e9 for name, tree in held.items()}
+
+  def _state(self, program: calls.Program, served: calls.Served) -> Any:
+    bucket = program.config.source_lengths[-1]
+    state = jax.eval_shape(lambda s: calls.empty(program, s, bucket), served)
+    return jax.tree.map(_at, state, program.shardings(state))
+
+  def _learning(self) -> tuple[Any, Any]:
+    """Shapes of the learner's state and of the buffer."""
+    decoding = self.run.decoding
+    config, everywhere = self.run.learning, self.partitioner.replicated
+    state = jax.eval_shape(
+      lambda params: update.init_learner(config.update, params),
+      jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.draft_params),
+    )
+    places = {
+      jax.tree_util.keystr(path): leaf.sharding
+      for path, leaf in jax.tree_util.tree_leaves_with_path(self.draft_params)
+    }
+
+    def place(path, leaf):  # moments and averages lie where their parameter does
+      name = jax.tree_util.keystr(path)
+      found = [at for end, at in places.items() if name.endswith(end)]
+      return _at(leaf, found[0] if found else everywhere)
+
+    learner = jax.tree_util.tree_map_with_path(place, state)
+    width = self.draft.reads if config.buffer.keep_reading else 0
+    buffer = jax.eval_shape(
+      lambda: buffer_lib.init(
+        config.buffer,
+        decoding.source_lengths[-1],
+        decoding.target_length,
+        decoding.record_top_k,
+        self.target.vocab_size,
+        width,
+      )
+    )
+    return learner, jax.tree.map(lambda leaf: _at(leaf, everywhere), buffer)
+
+  def everywhere(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An array that is whole on every chip."""
+    return _at(jax.ShapeDtypeStruct(shape, dtype), self.partitioner.replicated)
+
+  def batch(self, rows: int) -> base.DistillationBatch:
+    """Rows as the buffer has them."""
+    return jax.tree.map(
+      lambda leaf: self.everywhere((rows, *leaf.shape[1:]), leaf.dtype),
+      self.buffer.data,
+    )
+
+  def scalar(self) -> jax.ShapeDtypeStruct:
+    """An integer."""
+    return self.everywhere((), jnp.int32)
+
+
+def _partitioner(
+  config: partitioning.PartitionConfig, topology: chips.Topology
+) -> partitioning.Partitioner:
+  devices, needed = topology.devices(), config.data * config.model
+  if len(devices) < needed:
+    raise base.InputError(
+      f"CompileConfig.topology: {topology.name!r} has {len(devices)} chips, the mesh"
+      f" (data={config.data}, model={config.model}) needs {needed}; lower"
+      " PartitionConfig, or name a larger one."
+    )
+  grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
+  mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+  return partitioning.Partitioner(mesh, config.whole_draft)
+
+
+def _shapes(
+  pair: pairs.PairConfig, layers: int
+) -> tuple[T5Config, T5Config | AttachedConfig]:
+  """The shapes of target and draft, by their names or of their weights."""
+  target, draft = _shape(pair, "target", layers), _shape(pair, "draft", layers)
+  assert isinstance(target, T5Config)
+  if isinstance(draft, T5Config) and target.vocab_size != draft.vocab_size:
+    raise base.InputError(
+      f"PairConfig: target {pair.target} has {target.vocab_size} token ids, draft"
+      f" {pair.draft} has {draft.vocab_size}; expected the same number. Choose a draft"
+      " of the target's vocabulary."
+    )
+  return target, draft
+
+
+def _shape(
+  pair: pairs.PairConfig, field: str, layers: int
+) -> T5Config | AttachedConfig:
+  """The shape of "target" or "draft"."""
+  value = getattr(pair, field)
+  if field == "draft" and value == pairs.ATTACHED:
+    return pair.attached
+  shape = sizes.SIZES.get(Path(value).name) or pairs.shape_of(pair, field)
+  if isinstance(shape, AttachedConfig):
+    return shape
+  shape = dataclasses.replace(shape, dtype=pair.dtype)
+  if not layers:
+    return shape
+  return dataclasses.replace(
+    shape, num_encoder_layers=layers, num_decoder_layers=layers
+  )
+
+
+def _loaded(model: base.Model, shardings: Any) -> base.Params:
+  """Shapes of a model's parameters as they are loaded, in float32."""
+  return jax.tree.map(_at, jax.eval_shape(model.init, jax.random.key(0)), shardings)
+
+
+def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _result(function: Callable[..., Any], *arguments: Any) -> Any:
+  """Shapes of what a function gives, where the compiler puts it."""
+  call = jax.jit(function)
+  places = call.lower(*arguments).compile().output_shardings
+  return jax.tree.map(_at, jax.eval_shape(function, *arguments), places)
+
+
+def _copies(prepare: Callable[..., Any], params: base.Params) -> list[Any]:
+  """What of the served copy is not the given parameters themselves."""
+  made = _result(prepare, params)
+  jaxpr = jax.make_jaxpr(prepare)(params).jaxpr
+  given = set(jaxpr.invars)
+  leaves = zip(jax.tree.leaves(made), jaxpr.outvars, strict=True)
+  return [leaf for leaf, out in leaves if out not in given]
+
+
+def bytes_of(tree: Any) -> int:
+  """Bytes on one chip."""
+  return sum(
+    int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
+    * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(tree)
+  )

@@ -1,0 +1,208 @@
+"""The programs of a run, and what a compiler makes of them."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from osd_jax import native
+from osd_jax.ahead_of_time.plan import Plan, bytes_of
+from osd_jax.decoding import sampling
+from osd_jax.distillation import buffer as buffer_lib
+from osd_jax.distillation import update
+from osd_jax.measuring import compiled as operations
+from osd_jax.serving import calls
+
+KERNELS = ("fusion", "custom-call", "convolution", "dot", "reduce", "sort", "scatter")
+
+
+class Program(NamedTuple):
+  """A compiled call, not compiled yet.
+
+  Attributes:
+    lowered: makes what `jax.stages.Lowered.compile` takes.
+    depth: loops around what the call repeats: 1 for rounds, 0 elsewhere.
+    untouched: of its arguments, what it reads or writes a few rows of.
+  """
+
+  lowered: Callable[[], Any]
+  depth: int = 0
+  untouched: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+  """What a compiler made of a program; counts are those of a round, or of the call.
+
+  All rows are greedy: what only sampled rows take is not counted.
+
+  Attributes:
+    compile_s: seconds.
+    kernels: without those of inner loops.
+    inner_loops: loops within.
+    copies: that somebody waits for.
+    sorts: within, inner loops included.
+    collectives: within, without those of inner loops.
+    inner_collectives: within inner loops, that is in drafting.
+    moved_mb: megabytes that collectives give on one chip, inner loops once.
+    foreign_calls: calls of code that is not the compiler's.
+    arguments_gb: gigabytes on one chip.
+    temporaries_gb: likewise.
+    in_place_gb: of the arguments, given back in place.
+    read_again: bytes that XLA says are accessed, over the arguments.
+    least_ms: estimate: what the chip's published figures allow.
+  """
+
+  compile_s: float
+  kernels: int
+  inner_loops: int
+  copies: int
+  sorts: int
+  collectives: int
+  inner_collectives: int
+  moved_mb: float
+  foreign_calls: int
+  arguments_gb: float
+  temporaries_gb: float
+  in_place_gb: float
+  read_again: float | None
+  least_ms: float | None
+
+  def row(self) -> dict[str, Any]:
+    """A row of metrics.jsonl."""
+    return dataclasses.asdict(self)
+
+
+def programs(plan: Plan) -> dict[str, Program]:
+  """Every program of the run, by name."""
+  adaptive = plan.run.decoding.adaptive
+  most = plan.run.decoding.num_draft_tokens
+  drafted = adaptive.candidates if adaptive else (most,)
+  rounds = {
+    f"round, K = {k}": Program(functools.partial(_advance, plan, k), 1)
+    for k in drafted
+    if k <= most
+  }
+  serving = {
+    "prefill": Program(functools.partial(_insert, plan), untouched=plan.state),
+    **rounds,
+    "read": Program(functools.partial(_read, plan), untouched=plan.state),
+    "plain step": Program(functools.partial(_feed, plan, "target", 1)),
+    f"verification of {most + 1} tokens": Program(
+      functools.partial(_feed, plan, "target", most + 1)
+    ),
+    "draft step": Program(functools.partial(_feed, plan, "draft", 1)),
+    "swap": Program(functools.partial(_swap, plan)),
+  }
+  learning = {
+    "append": Program(functools.partial(_append, plan), untouched=plan.buffer),
+    "draw": Program(functools.partial(_draw, plan), untouched=plan.buffer),
+    "slice": Program(functools.partial(_slice, plan)),
+  }
+  return {**serving, **(learning if plan.run.learn else {})}
+
+
+def compiled(plan: Plan, program: Program) -> Made:
+  """Meets the compiler of the plan's topology."""
+  with native.portable():
+    lowered = program.lowered()
+    started = time.perf_counter()
+    made = lowered.compile()
+    seconds = time.perf_counter() - started
+  counted = operations.Program(made.as_text(), branch=0)
+  memory, costs = made.memory_analysis(), made.cost_analysis() or {}
+  within = counted.count(program.depth)
+  collectives = [
+    x for x in counted.of(*operations.COLLECTIVES) if x.depth >= program.depth
+  ]
+  moved = sum(x.bytes for x in collectives)
+  read, flops = memory.argument_size_in_bytes, costs.get("flops")
+  kernels = sum(within[name] for name in KERNELS)
+  least = None
+  if flops is not None and not program.depth:
+    chip = plan.topology.chip
+    read_whole = read - bytes_of(program.untouched)
+    least = chip.least_seconds(read_whole, flops, moved, kernels) * 1e3
+  accessed = costs.get("bytes accessed")
+  return Made(
+    compile_s=seconds,
+    kernels=kernels,
+    inner_loops=within["while"],
+    copies=within["copy"],
+    sorts=sum(x.depth >= program.depth for x in counted.of("sort")),
+    collectives=sum(x.depth == program.depth for x in collectives),
+    inner_collectives=sum(x.depth > program.depth for x in collectives),
+    moved_mb=moved / 1e6,
+    foreign_calls=sum("ffi" in x.line for x in counted.of("custom-call")),
+    arguments_gb=read / 1e9,
+    temporaries_gb=memory.temp_size_in_bytes / 1e9,
+    in_place_gb=memory.alias_size_in_bytes / 1e9,
+    read_again=None if accessed is None or program.depth else accessed / read,
+    least_ms=least,
+  )
+
+
+def _insert(plan: Plan) -> Any:
+  bucket = plan.program.config.source_lengths[-1]
+  settings = jax.tree.map(
+    lambda leaf: plan.everywhere(leaf.shape, leaf.dtype),
+    sampling.make_settings(1, max_length=plan.program.config.target_length),
+  )
+  source, slot = plan.everywhere((1, bucket), jnp.int32), plan.scalar()
+  arguments = (plan.served, plan.state, source, settings, slot)
+  return calls.insert.lower(plan.program, *arguments)
+
+
+def _advance(plan: Plan, drafted: int) -> Any:
+  return calls.advance.lower(
+    plan.program, drafted, plan.served, plan.scalar(), plan.state
+  )
+
+
+def _read(plan: Plan) -> Any:
+  bucket = plan.program.config.source_lengths[-1]
+  source = plan.everywhere((1, bucket), jnp.int32)
+  return calls.read_row.lower(plan.program, plan.state, source, plan.scalar())
+
+
+def _feed(plan: Plan, who: str, width: int) -> Any:
+  """One call of a model on `width` tokens a row, without what decides on them."""
+  model = getattr(plan, who)
+  served, cache = getattr(plan.served, who), getattr(plan.state, f"{who}_cache")
+  tokens = plan.everywhere((plan.program.config.rows, width), jnp.int32)
+
+  def feed(served, tokens, cache):
+    with plan.program.traced():
+      logits, cache = model.decode(served, tokens, cache)
+      return sampling.arg_max(logits), cache
+
+  return jax.jit(feed, donate_argnums=2).lower(served, tokens, cache)
+
+
+def _swap(plan: Plan) -> Any:
+  whole = plan.draft.join(plan.draft_params, plan.frozen)
+  return jax.jit(lambda params: plan.draft.prepare(params)).lower(whole)
+
+
+def _append(plan: Plan) -> Any:
+  batch = plan.batch(1)
+  return jax.jit(buffer_lib.append, donate_argnums=0).lower(plan.buffer, batch)
+
+
+def _draw(plan: Plan) -> Any:
+  learning = plan.run.learning
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  key = plan.everywhere(key.shape, key.dtype)
+  return update.draw_slice.lower(
+    learning.update, learning.buffer, plan.buffer, key, plan.scalar()
+  )
+
+
+def _slice(plan: Plan) -> Any:
+  config = plan.run.learning.update
+  batch = plan.batch(config.num_new + config.num_replay)
+  return update.take_slice.lower(plan.draft, config, plan.learner, batch, plan.frozen)

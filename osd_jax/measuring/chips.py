@@ -1,0 +1,135 @@
+"""Machines that nobody has at hand: their chips' figures, and their compilers' devices.
+
+The compilers of JAX run without the device that they compile for. What a program takes
+there at least follows from a chip's published figures: never a measurement.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from osd_jax import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """Published figures of one chip.
+
+  Attributes:
+    memory: bytes.
+    bandwidth: of its memory, bytes a second.
+    flops: of bfloat16 products, a second.
+    link: bytes a second to and from its neighbours, both ways together.
+    launch: seconds that a kernel takes however small it is.
+  """
+
+  memory: float
+  bandwidth: float
+  flops: float
+  link: float
+  launch: float = 0.0
+
+  def least_seconds(
+    self, read: float, flops: float, moved: float = 0.0, kernels: float = 0.0
+  ) -> float:
+    """The roofline: no program of these figures can be faster.
+
+    Args:
+      read: bytes of memory, weights and caches once.
+      flops: floating-point operations.
+      moved: bytes that collectives give; an all-reduce passes each twice.
+      kernels: one after the other.
+    """
+    computed = max(read / self.bandwidth, flops / self.flops)
+    return max(computed, kernels * self.launch) + 2 * moved / self.link
+
+
+# TPUs: Austin et al., "How to Scale Your Model" (2025), table of chips. H100: NVIDIA's
+# data sheet (SXM); a launch is what a graph of kernels takes for each of them.
+CHIPS = {
+  "v4": Chip(32e9, 1.2e12, 2.75e14, 9e10),
+  "v5e": Chip(16e9, 8.1e11, 1.97e14, 9e10),
+  "v5p": Chip(96e9, 2.8e12, 4.59e14, 1.8e11),
+  "v6e": Chip(32e9, 1.6e12, 9.2e14, 1.8e11),
+  "h100": Chip(80e9, 3.35e12, 9.9e14, 9e11, 2.5e-6),
+  "cpu": Chip(16e9, 2e10, 1e11, 1e10),  # of no make: to try a command
+}
+
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84978434048
+  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """A named machine: "v5e:2x2", "v4:2x2x1", "v6e:2x4", "h100:4", "cpu:4".
+
+  Attributes:
+    name: kind of chip, a colon, and how many: TPUs by the sides of their grid.
+  """
+
+  name: str
+
+  def __post_init__(self):
+    kind, _, sides = self.name.partition(":")
+    counts = sides.split("x")
+    if kind not in CHIPS or not all(map(str.isdigit, counts)):
+      raise base.InputError(
+        f"CompileConfig.topology: received {self.name!r}, expected a kind of"
+        f" {', '.join(CHIPS)}, a colon and a size, as in 'v5e:2x2' or 'h100:4'."
+      )
+
+  @property
+  def kind(self) -> str:
+    return self.name.partition(":")[0]
+
+  @property
+  def chip(self) -> Chip:
+    return CHIPS[self.kind]
+
+  def devices(self) -> Sequence[Any]:
+    """Devices to compile for; there need be none.
+
+    Raises:
+      InputError: the compiler is not installed, or knows no such machine.
+    """
+    size = self.name.partition(":")[2]
+    if self.kind == "cpu":
+      return jax.devices("cpu")[: int(size)]
+    if self.kind == "h100":
+      options = {"target_config": _H100, "topology": f"1x1x{size}"}
+      return self._described("cuda", "h100", "gpu", options)
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask
+    return self._described("tpu", self.name, "tpu", {})
+
+  def _described(
+    self, platform: str, name: str, extra: str, options: dict[str, str]
+  ) -> Sequence[Any]:
+    from jax.experimental import topologies
+
+    try:
+      found = topologies.get_topology_desc(
+        platform=platform, topology_name=name, **options
+      )
+    except Exception as error:  # of whatever kind a compiler's plug-in raises
+      said = str(error).splitlines()[0]
+      raise base.InputError(
+        f"CompileConfig.topology: no compiler for {self.name!r} ({said}). It comes"
+        f" with `pip install 'osd-jax[{extra}]'`, best in an environment of its own; a"
+        " TPU's size is a whole host's at least, as 2x2."
+      ) from error
+    return found.devices

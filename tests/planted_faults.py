@@ -47,6 +47,7 @@ UPDATE = "tests/distillation/test_update.py"
 ONLINE = "tests/test_online.py"
 SLOTS = "tests/serving/test_slots.py"
 DRAFTING = "tests/serving/test_drafting.py"
+TOLD = "tests/serving/test_drafting_told.py"
 ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
 NARROWING = "tests/distillation/test_narrowing.py"
@@ -268,7 +269,7 @@ FAULTS = [
     "a request without the draft's prefill counts as fed",
     "    fed[lacking] = 0\n",
     "",
-    DRAFTING,
+    TOLD,
   ),
   Fault(
     "a started chunk is not counted",
@@ -280,25 +281,25 @@ FAULTS = [
     "prefills are done again and again",
     "    self._undrafted.clear()\n",
     "",
-    DRAFTING,
+    TOLD,
   ),
   Fault(
     "catching up is free to the policy",
     "      self._spent_ms += missing_ms\n",
     "",
-    DRAFTING,
+    TOLD,
   ),
   Fault(
     "a new request is taken for the one before",
     "      counts[slot] = 0\n",
     "      pass\n",
-    DRAFTING,
+    TOLD,
   ),
   Fault(
     "a probe prefills at once",
     "if not self.state.num_draft_tokens or self.state.probing:",
     "if not self.state.num_draft_tokens:",
-    DRAFTING,
+    TOLD,
   ),
   Fault(
     "a resumed policy does not know its rows",

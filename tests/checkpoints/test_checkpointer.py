@@ -6,6 +6,7 @@ They are written beside the work that goes on: what is stored is of the moment o
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -315,12 +316,20 @@ def _lose_arrays(step: Path) -> None:
     path.rmdir() if path.is_dir() else path.unlink()
 
 
-@pytest.mark.parametrize("harm", [_truncate, _flip_bits, _lose_host, _lose_arrays])
+def _mix_up_arrays(step: Path) -> None:
+  """Files that Orbax finds nothing wrong with."""
+  _lose_arrays(step)
+  shutil.copytree(step.parent / "1" / "arrays", step / "arrays", dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize(
+  "harm", [_truncate, _flip_bits, _lose_host, _lose_arrays, _mix_up_arrays]
+)
 def test_a_damaged_newest_step_is_skipped_with_a_warning(tmp_path, harm):
   noise = {"x": jax.random.normal(jax.random.key(0), (64, 64))}
   with _open(tmp_path) as checkpointer:
     checkpointer.save(1, noise, {"n": 1})
-    checkpointer.save(2, noise, {"n": 2})
+    checkpointer.save(2, {"x": -noise["x"]}, {"n": 2})
   harm(tmp_path / "2")
   with _open(tmp_path) as checkpointer:
     with pytest.warns(RuntimeWarning, match="step 2 .*continuing from step 1"):

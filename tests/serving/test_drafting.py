@@ -280,6 +280,8 @@ def test_rows_in_flight_continue_elsewhere(monkeypatch, steps):
   for one, other in zip(here, there, strict=True):
     jax.tree.map(np.testing.assert_array_equal, one.batch, other.batch)
     assert (one.drafted, one.accepted) == (other.drafted, other.accepted)
+  learnt, alike = (found.state()[1]["drafting"]["state"] for found in (first, second))
+  assert learnt == alike
 
 
 def measured_policy():

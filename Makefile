@@ -8,6 +8,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 STAMP_HF := .venv/.installed-hf
+COMPILERS := .venv-aot
+STAMP_AOT := $(COMPILERS)/.installed
 TEST_JOBS ?= 2
 CODE := osd_jax tests benchmarks experiments notebooks
 EXTRAS := data,plots,log,test,dev
@@ -17,7 +19,7 @@ UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 # TensorFlow reports on its build and on missing GPUs otherwise.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help install demo test test-hf lint format bench clean
+.PHONY: help install demo test test-hf test-aot lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -60,6 +62,18 @@ test-hf: $(STAMP) ## live comparison with torch and transformers (Python 3.11)
 	else \
 	  echo "test-hf skipped: torch==2.13.0 is pinned for Python 3.11, .venv has $$($(BIN)/python --version)"; \
 	fi
+
+# The compilers of TPUs (libtpu) and GPUs run without the machines. In a folder of their
+# own: in .venv, JAX would look for a TPU whenever it starts.
+$(STAMP_AOT): $(STAMP) constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	  --target $(COMPILERS) -c constraints.txt \
+	  libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+	@touch $@
+
+test-aot: $(STAMP_AOT) ## what the compilers of TPUs and GPUs make of a run
+	PYTHONPATH=$(CURDIR)/$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot --durations=5
 
 lint: $(STAMP) ## ruff, import contracts, types
 	$(BIN)/ruff check

@@ -37,10 +37,10 @@ def whole_text(name: str) -> str:
 
 def config_class(name: str) -> type | None:
   """The config class of a file's command; None for a part of several commands."""
-  text = whole_text(name)
-  for about in commands.COMMANDS.values():
-    if re.search(rf"^{about.config}\.", text, re.M):
-      return getattr(importlib.import_module(about.module), about.config)
+  for text in ((CONFIGS / name).read_text(), whole_text(name)):  # its own words first
+    for about in commands.COMMANDS.values():
+      if re.search(rf"^{about.config}\.", text, re.M):
+        return getattr(importlib.import_module(about.module), about.config)
   return None
 
 

@@ -14,7 +14,8 @@ from osd_jax.ahead_of_time.plan import Plan, bytes_of
 from osd_jax.decoding import sampling
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
-from osd_jax.measuring import compiled as operations
+from osd_jax.measuring import compiled as texts
+from osd_jax.measuring.operations import of_products
 from osd_jax.serving import calls
 
 KERNELS = ("fusion", "custom-call", "convolution", "dot", "reduce", "sort", "scatter")
@@ -24,14 +25,16 @@ class Program(NamedTuple):
   """A compiled call, not compiled yet.
 
   Attributes:
-    lowered: makes what `jax.stages.Lowered.compile` takes.
+    traced: makes a `jax.stages.Traced`.
     depth: loops around what the call repeats: 1 for rounds, 0 elsewhere.
     untouched: of its arguments, what it reads or writes a few rows of.
+    chips: that share its products.
   """
 
-  lowered: Callable[[], Any]
+  traced: Callable[[], Any]
   depth: int = 0
   untouched: Any = None
+  chips: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,8 @@ def programs(plan: Plan) -> dict[str, Program]:
   """Every program of the run, by name."""
   adaptive = plan.run.decoding.adaptive
   most = plan.run.decoding.num_draft_tokens
+  data, model = plan.partitioner.mesh.shape.values()
+  drafting = data if plan.partitioner.is_whole(plan.draft) else data * model
   drafted = adaptive.candidates if adaptive else (most,)
   rounds = {
     f"round, K = {k}": Program(functools.partial(_advance, plan, k), 1)
@@ -88,14 +93,18 @@ def programs(plan: Plan) -> dict[str, Program]:
     if k <= most
   }
   serving = {
-    "prefill": Program(functools.partial(_insert, plan), untouched=plan.state),
+    "prefill": Program(
+      functools.partial(_insert, plan), untouched=plan.state, chips=model
+    ),
     **rounds,
     "read": Program(functools.partial(_read, plan), untouched=plan.state),
-    "plain step": Program(functools.partial(_feed, plan, "target", 1)),
-    f"verification of {most + 1} tokens": Program(
-      functools.partial(_feed, plan, "target", most + 1)
+    "plain step": Program(
+      functools.partial(_feed, plan, "target", 1), chips=data * model
     ),
-    "draft step": Program(functools.partial(_feed, plan, "draft", 1)),
+    f"verification of {most + 1} tokens": Program(
+      functools.partial(_feed, plan, "target", most + 1), chips=data * model
+    ),
+    "draft step": Program(functools.partial(_feed, plan, "draft", 1), chips=drafting),
     "swap": Program(functools.partial(_swap, plan)),
   }
   learning = {
@@ -109,22 +118,21 @@ def programs(plan: Plan) -> dict[str, Program]:
 def compiled(plan: Plan, program: Program) -> Made:
   """Meets the compiler of the plan's topology."""
   with native.portable():
-    lowered = program.lowered()
+    traced = program.traced()
+    lowered = traced.lower()
     started = time.perf_counter()
     made = lowered.compile()
     seconds = time.perf_counter() - started
-  counted = operations.Program(made.as_text(), branch=0)
+  counted = texts.Program(made.as_text(), branch=0)
   memory, costs = made.memory_analysis(), made.cost_analysis() or {}
   within = counted.count(program.depth)
-  collectives = [
-    x for x in counted.of(*operations.COLLECTIVES) if x.depth >= program.depth
-  ]
+  collectives = [x for x in counted.of(*texts.COLLECTIVES) if x.depth >= program.depth]
   moved = sum(x.bytes for x in collectives)
-  read, flops = memory.argument_size_in_bytes, costs.get("flops")
+  read = memory.argument_size_in_bytes
   kernels = sum(within[name] for name in KERNELS)
   least = None
-  if flops is not None and not program.depth:
-    chip = plan.topology.chip
+  if not program.depth:
+    chip, flops = plan.topology.chip, of_products(traced.jaxpr) / program.chips
     read_whole = read - bytes_of(program.untouched)
     least = chip.least_seconds(read_whole, flops, moved, kernels) * 1e3
   accessed = costs.get("bytes accessed")
@@ -154,11 +162,11 @@ def _insert(plan: Plan) -> Any:
   )
   source, slot = plan.everywhere((1, bucket), jnp.int32), plan.scalar()
   arguments = (plan.served, plan.state, source, settings, slot)
-  return calls.insert.lower(plan.program, *arguments)
+  return calls.insert.trace(plan.program, *arguments)
 
 
 def _advance(plan: Plan, drafted: int) -> Any:
-  return calls.advance.lower(
+  return calls.advance.trace(
     plan.program, drafted, plan.served, plan.scalar(), plan.state
   )
 
@@ -166,7 +174,7 @@ def _advance(plan: Plan, drafted: int) -> Any:
 def _read(plan: Plan) -> Any:
   bucket = plan.program.config.source_lengths[-1]
   source = plan.everywhere((1, bucket), jnp.int32)
-  return calls.read_row.lower(plan.program, plan.state, source, plan.scalar())
+  return calls.read_row.trace(plan.program, plan.state, source, plan.scalar())
 
 
 def _feed(plan: Plan, who: str, width: int) -> Any:
@@ -180,24 +188,24 @@ def _feed(plan: Plan, who: str, width: int) -> Any:
       logits, cache = model.decode(served, tokens, cache)
       return sampling.arg_max(logits), cache
 
-  return jax.jit(feed, donate_argnums=2).lower(served, tokens, cache)
+  return jax.jit(feed, donate_argnums=2).trace(served, tokens, cache)
 
 
 def _swap(plan: Plan) -> Any:
   whole = plan.draft.join(plan.draft_params, plan.frozen)
-  return jax.jit(lambda params: plan.draft.prepare(params)).lower(whole)
+  return jax.jit(lambda params: plan.draft.prepare(params)).trace(whole)
 
 
 def _append(plan: Plan) -> Any:
   batch = plan.batch(1)
-  return jax.jit(buffer_lib.append, donate_argnums=0).lower(plan.buffer, batch)
+  return jax.jit(buffer_lib.append, donate_argnums=0).trace(plan.buffer, batch)
 
 
 def _draw(plan: Plan) -> Any:
   learning = plan.run.learning
   key = jax.eval_shape(lambda: jax.random.key(0))
   key = plan.everywhere(key.shape, key.dtype)
-  return update.draw_slice.lower(
+  return update.draw_slice.trace(
     learning.update, learning.buffer, plan.buffer, key, plan.scalar()
   )
 
@@ -205,4 +213,4 @@ def _draw(plan: Plan) -> Any:
 def _slice(plan: Plan) -> Any:
   config = plan.run.learning.update
   batch = plan.batch(config.num_new + config.num_replay)
-  return update.take_slice.lower(plan.draft, config, plan.learner, batch, plan.frozen)
+  return update.take_slice.trace(plan.draft, config, plan.learner, batch, plan.frozen)

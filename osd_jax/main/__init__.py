@@ -90,6 +90,8 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
       "--multihost does not work yet; a run is one process, on all devices of its"
       " host (PartitionConfig.data, PartitionConfig.model)."
     )
+  if arguments.command == "compile":  # nothing runs, and JAX shall not look for more
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
   _prepare_jax()
   command = commands.COMMANDS[arguments.command]
   module = importlib.import_module(command.module)

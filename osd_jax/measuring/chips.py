@@ -47,10 +47,11 @@ class Chip:
     return max(computed, kernels * self.launch) + 2 * moved / self.link
 
 
-# TPUs: Austin et al., "How to Scale Your Model" (2025), table of chips. H100: NVIDIA's
-# data sheet (SXM); a launch is what a graph of kernels takes for each of them.
+# TPUs: Austin et al., "How to Scale Your Model" (2025), table of chips; v4 by core, of
+# which a chip has two, because its compiler counts those. H100: NVIDIA's data sheet
+# (SXM); a launch is what a graph of kernels takes for each of them.
 CHIPS = {
-  "v4": Chip(32e9, 1.2e12, 2.75e14, 9e10),
+  "v4": Chip(16e9, 6e11, 1.375e14, 9e10),
   "v5e": Chip(16e9, 8.1e11, 1.97e14, 9e10),
   "v5p": Chip(96e9, 2.8e12, 4.59e14, 1.8e11),
   "v6e": Chip(32e9, 1.6e12, 9.2e14, 1.8e11),

@@ -37,7 +37,7 @@ class DraftHead(nn.Module):
       return logits
     ids = self.param("ids", lambda key: jnp.arange(covered))
     empty = jnp.full((*x.shape[:-1], config.vocab_size), -jnp.inf, logits.dtype)
-    return empty.at[..., ids].set(logits, unique_indices=True)
+    return empty.at[..., ids].set(logits, unique_indices=True, indices_are_sorted=True)
 
 
 def has_draft_head(config: T5Config, serving: DraftServing) -> bool:
@@ -92,7 +92,8 @@ def draft_head(
   """
   head = {}
   if serving.shortlist:
-    head["ids"] = jnp.arange(serving.shortlist) if shortlist is None else shortlist
+    ids = jnp.arange(serving.shortlist) if shortlist is None else jnp.sort(shortlist)
+    head["ids"] = ids  # in order: a TPU would sort them at every step
   head["projection"] = _head(kernel, head.get("ids"), vocabulary_first, serving.int8)
   return head
 

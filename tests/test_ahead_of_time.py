@@ -1,0 +1,208 @@
+"""`osd compile`: a run is compiled for a named machine; here that is the CPU's own."""
+
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import numpy as np
+import pytest
+import tiny_online
+
+from osd_jax import ahead_of_time, pairs, partitioning, writers
+from osd_jax.ahead_of_time import estimates, plan, programs
+from osd_jax.measuring import chips, metrics, operations
+
+FOUR = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly(quick_compilation):
+  yield
+  jax.config.update("jax_enable_compilation_cache", True)
+
+
+def compile_config(pair, folder, topology="cpu:1", mesh=(1, 1), **changes):
+  served = tiny_online.config(pair, folder / "served")
+  served = dataclasses.replace(
+    served, partition=partitioning.PartitionConfig(*mesh), **changes
+  )
+  return ahead_of_time.CompileConfig(
+    served, topology=topology, run_directory=str(folder / "compiled")
+  )
+
+
+def rows_of(found, kind):
+  return writers.of_kind(list(writers.read(found.path / "metrics.jsonl")), kind)
+
+
+@pytest.fixture(scope="module")
+def compiled(lively_pair, tmp_path_factory):
+  """The rows of a whole run, and what it printed into its report."""
+  config = compile_config(lively_pair, tmp_path_factory.mktemp("one"))
+  return ahead_of_time.run(config)
+
+
+def test_every_program_is_counted(compiled, lively_pair, tmp_path):
+  found = {row["program"]: row for row in rows_of(compiled, "program")}
+  drafted = tiny_online.config(lively_pair, tmp_path).decoding.num_draft_tokens
+  expected = ["prefill", f"round, K = {drafted}", "read", "plain step", "draft step"]
+  expected += [f"verification of {drafted + 1} tokens", "swap"]
+  assert set(expected + ["append", "draw", "slice"]) == set(found)
+  assert all(row["compile_s"] > 0 and row["kernels"] > 0 for row in found.values())
+  assert not any(row["foreign_calls"] or row["collectives"] for row in found.values())
+  assert found["round, K = " + str(drafted)]["inner_loops"] == 1  # of draft steps
+  assert found["append"]["in_place_gb"] > 0.9 * found["append"]["arguments_gb"]
+  assert "not run" in (compiled.path / "report.html").read_text()
+
+
+def test_memory_is_that_of_the_arguments(compiled):
+  """Kinds add up to what the programs are given; the whole fits, and is said to."""
+  held = {row["what"]: row["gigabytes_a_chip"] for row in rows_of(compiled, "memory")}
+  given = {row["program"]: row["arguments_gb"] for row in rows_of(compiled, "program")}
+  (fits,) = rows_of(compiled, "fits")
+  assert sum(held.values()) == pytest.approx(fits["needed_gb"])
+  assert fits["needed_gb"] < fits["memory_gb"] and not fits["advice"]
+  assert given["append"] > held["replay buffer"] > 0.9 * given["append"]
+  rest = held["optimiser and average"] + held["draft, as loaded"]
+  assert given["slice"] == pytest.approx(rest, rel=0.5)
+
+
+def test_estimates_follow_from_the_figures(compiled):
+  found = {row["program"]: row for row in rows_of(compiled, "program")}
+  rows = rows_of(compiled, "estimate")
+  assert [row["acceptance"] for row in rows] == [0.5, 0.7, 0.8, 0.9]
+  step, draft = found["plain step"]["least_ms"], found["draft step"]["least_ms"]
+  assert all(row["c"] == pytest.approx(draft / step) for row in rows)
+  speeds = [row["frozen_tokens_s"] for row in rows]
+  assert speeds == sorted(speeds) and len(set(speeds)) == 4
+  assert all(row["online_tokens_s"] < row["frozen_tokens_s"] for row in rows)
+  for row in rows:
+    pays = row["acceptance"] >= row["break_even_acceptance"]
+    # A request's prefill is the same for all.
+    assert pays == (row["frozen_tokens_s"] >= row["plain_tokens_s"])
+
+
+@pytest.mark.parametrize("drafted", [1, 5, 8])
+@pytest.mark.parametrize("ratio", [1.0, 1.3, 2.0])
+def test_break_even_is_the_least_rate_that_pays(drafted, ratio):
+  rate = estimates.break_even(drafted, ratio)
+  assert rate is not None
+  expected = metrics.expected_tokens_per_target_call
+  assert expected(rate, drafted) >= ratio - 1e-9
+  assert rate == 0 or expected(rate - 0.002, drafted) < ratio
+  assert estimates.break_even(drafted, drafted + 1.1) is None
+
+
+def test_products_are_counted_in_loops_and_branches():
+  left, right = np.ones((2, 3)), np.ones((3, 5))
+
+  def product(x):
+    return x @ right.astype(np.float32)
+
+  def repeated(x):
+    return jax.lax.scan(lambda carry, _: (carry, product(x)), 0, length=7)[1]
+
+  def either(x):
+    return jax.lax.cond(
+      x[0, 0] > 0, lambda: product(x) + product(2 * x), lambda: product(x)
+    )
+
+  once = 2 * 2 * 3 * 5
+  for function, times in ((product, 1), (jax.jit(repeated), 7), (either, 2)):
+    traced = jax.jit(function).trace(left.astype(np.float32))
+    assert operations.of_products(traced.jaxpr) == times * once
+
+
+def test_a_program_takes_as_long_as_what_bounds_it():
+  chip = chips.Chip(memory=1, bandwidth=100.0, flops=1000.0, link=10.0, launch=0.5)
+  assert chip.least_seconds(read=200, flops=100) == 2
+  assert chip.least_seconds(read=200, flops=5000) == 5
+  assert chip.least_seconds(read=200, flops=100, kernels=8) == 4
+  assert chip.least_seconds(read=200, flops=100, moved=10) == 2 + 2  # there and back
+
+
+@FOUR
+def test_weights_and_caches_are_split_over_the_chips(lively_pair, tmp_path):
+  def held(mesh):
+    config = compile_config(lively_pair, tmp_path, "cpu:4", mesh)
+    return plan.Plan(config.run, chips.Topology("cpu:4")).memory()
+
+  one, two = held((1, 1)), held((1, 2))
+  assert two["target, as loaded"] < 0.6 * one["target, as loaded"]
+  assert two["caches and rows"] < 0.75 * one["caches and rows"]
+  assert two["draft, as loaded"] == pytest.approx(one["draft, as loaded"])  # whole
+
+
+@FOUR
+def test_of_a_round_only_sums_travel(lively_pair, tmp_path):
+  config = compile_config(lively_pair, tmp_path, "cpu:4", (1, 4))
+  found = plan.Plan(config.run, chips.Topology("cpu:4"))
+  drafted = config.run.decoding.num_draft_tokens
+  made = programs.compiled(found, programs.programs(found)[f"round, K = {drafted}"])
+  assert made.collectives and not made.inner_collectives and not made.foreign_calls
+
+
+def test_published_names_need_no_weights(tmp_path):
+  pair = pairs.PairConfig(
+    target="nowhere/flan-t5-small", draft="attached", dtype="bfloat16"
+  )
+  config = compile_config(pair, tmp_path, learn=False)
+  made = plan.Plan(config.run, chips.Topology("cpu:1"), layers=1)
+  assert made.target.vocab_size == 32_128 and made.draft.reads == 512
+  names = programs.programs(made)
+  assert "slice" not in names  # nothing learns
+  found = programs.compiled(made, names["draft step"])
+  assert found.kernels and found.least_ms
+  kernel = made.target_params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+  served = made.served.target["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+  assert kernel.dtype == np.float32 and served.dtype == jax.numpy.bfloat16
+  assert served.shape == kernel.shape[::-1]
+
+
+@pytest.mark.parametrize(
+  ("dtype", "advised"), [("float32", "bfloat16"), ("bfloat16", "PartitionConfig.model")]
+)
+def test_what_does_not_fit_says_what_helps(lively_pair, tmp_path, dtype, advised):
+  pair = dataclasses.replace(lively_pair, dtype=dtype)
+  found = plan.Plan(compile_config(pair, tmp_path).run, chips.Topology("cpu:1"))
+  held = found.memory()
+  assert not estimates.advice(found, held)
+  assert advised in estimates.advice(found, {**held, "target, as loaded": 17.0})
+  assert "rows" in estimates.advice(found, {**held, "caches and rows": 17.0})
+
+
+@pytest.mark.parametrize(
+  ("topology", "said"),
+  [
+    ("v9:2x2", "expected a kind of v4, v5e"),
+    ("v5e", "a colon and a size"),
+    ("v5e:2xtwo", "a colon and a size"),
+    ("", "a colon and a size"),
+  ],
+)
+def test_a_machine_that_is_none_is_named(lively_pair, tmp_path, topology, said):
+  with pytest.raises(ValueError, match=f"CompileConfig.topology: received.*{said}"):
+    compile_config(lively_pair, tmp_path, topology)
+
+
+def test_more_chips_than_there_are_is_an_error(lively_pair, tmp_path):
+  config = compile_config(lively_pair, tmp_path, "cpu:1", (2, 2))
+  with pytest.raises(ValueError, match="has 1 chips, the mesh .* needs 4"):
+    ahead_of_time.run(config)
+  assert not (tmp_path / "compiled").exists()
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is not None, reason="the compiler is installed"
+)
+def test_a_compiler_that_is_not_installed_is_named(lively_pair, tmp_path):
+  with pytest.raises(ValueError, match=re.escape("pip install 'osd-jax[tpu]'")):
+    ahead_of_time.run(compile_config(lively_pair, tmp_path, "v5e:2x2"))
+
+
+def test_a_finished_report_is_left_alone(compiled, lively_pair):
+  before = (compiled.path / "metrics.jsonl").read_bytes()
+  config = compile_config(lively_pair, compiled.path.parent)
+  ahead_of_time.run(config)
+  assert (compiled.path / "metrics.jsonl").read_bytes() == before

@@ -1,0 +1,184 @@
+"""What the TPU's and the GPU's own compilers make of a run, without either machine.
+
+Every property has a control: the same question to a program with a fault in it. Needs
+`make test-aot`, which gets the compilers.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import pytest
+import tiny_online
+from jax.sharding import NamedSharding, PartitionSpec
+
+from osd_jax import native, pairs, partitioning
+from osd_jax.ahead_of_time import plan as plan_lib
+from osd_jax.ahead_of_time import programs
+from osd_jax.distillation import optimizers, update
+from osd_jax.measuring import chips, compiled
+from osd_jax.serving import calls, slots
+
+pytestmark = pytest.mark.aot
+
+LAYERS, ROWS, DRAFTED = 2, 8, 5
+WIDE = pairs.PairConfig(target="flan-t5-xl", draft="t5-small", dtype="bfloat16")
+DECODING = slots.DecodingConfig(
+  rows=ROWS, num_draft_tokens=DRAFTED, source_lengths=(512,), target_length=128
+)
+TENSOR_PARALLEL = partitioning.PartitionConfig(data=1, model=4)
+GRID = partitioning.PartitionConfig(data=2, model=2)
+ONE = partitioning.PartitionConfig()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uncached():
+  jax.config.update("jax_enable_compilation_cache", False)
+  yield
+  jax.config.update("jax_enable_compilation_cache", True)
+
+
+def plan(topology, mesh, pair=WIDE, layers=LAYERS, decoding=DECODING):
+  run = tiny_online.config(pair, "nowhere")
+  run = dataclasses.replace(run, decoding=decoding, partition=mesh)
+  return plan_lib.Plan(run, chips.Topology(topology), layers)
+
+
+@functools.cache
+def wide(topology, mesh):
+  return plan(topology, mesh)
+
+
+def round_of(found, record_top_k=64) -> Any:
+  """A call of rounds, compiled."""
+  config = dataclasses.replace(found.program.config, record_top_k=record_top_k)
+  program = dataclasses.replace(found.program, config=config)
+  state = found.state if record_top_k else found.state.replace(records=None)
+  arguments = (found.served, found.scalar(), state)
+  with native.portable():
+    return calls.advance.lower(program, DRAFTED, *arguments).compile()
+
+
+@functools.cache
+def greedy_round(topology, mesh, record_top_k=64):
+  """The operations of a call of greedy rounds."""
+  made = round_of(wide(topology, mesh), record_top_k)
+  return compiled.Program(made.as_text(), branch=0)
+
+
+@contextlib.contextmanager
+def forms_of_a_cpu():
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(native, "forms", lambda: True)
+    jax.clear_caches()  # what was traced has the other forms
+    yield
+  jax.clear_caches()
+
+
+def inner_loops(program):
+  return [found for found in program.of("while") if found.depth >= 1]
+
+
+def test_a_greedy_round_loops_over_draft_steps_alone_and_sorts_nothing():
+  program = greedy_round("v5e:2x2", TENSOR_PARALLEL, 0)
+  assert len(inner_loops(program)) == 1
+  assert not program.of("sort")
+  recorded = greedy_round("v5e:2x2", TENSOR_PARALLEL).of("sort")
+  assert recorded and all("top_k" in found.line for found in recorded)
+
+
+def test_the_forms_of_a_cpu_would_loop_over_rows():
+  found = wide("v5e:2x2", TENSOR_PARALLEL)
+  with forms_of_a_cpu():
+    program = compiled.Program(round_of(found, 0).as_text(), branch=0)
+  assert len(inner_loops(program)) > 1
+
+
+@pytest.mark.parametrize("mesh", [TENSOR_PARALLEL, GRID], ids=["1 x 4", "2 x 2"])
+def test_what_travels_are_the_sums_of_sub_blocks_and_a_few_numbers(mesh):
+  """Three sums a layer and the embedding; then the arg max, and sums for records."""
+  program = greedy_round("v5e:2x2", mesh)
+  assert not program.of("all-to-all", "collective-permute")
+  sums = program.of("all-reduce")
+  activations = ROWS // mesh.data * (DRAFTED + 1) * 2048 * 4  # float32 at most
+  large = [found for found in sums if found.bytes > activations / 4]
+  assert len(large) == 3 * LAYERS + 1
+  assert max(found.bytes for found in sums) <= activations
+  assert len(sums) <= len(large) + 6
+  candidates = ROWS // mesh.data * (DRAFTED + 1) * mesh.model * 64
+  gathers = program.of("all-gather")
+  assert len(gathers) == 2 and max(x.bytes for x in gathers) <= 2 * 4 * candidates
+
+
+def test_drafting_waits_for_nobody():
+  def within_drafting(program):
+    return [x for x in program.of(*compiled.COLLECTIVES) if x.depth > 1]
+
+  assert not within_drafting(greedy_round("v5e:2x2", TENSOR_PARALLEL))
+  split = dataclasses.replace(TENSOR_PARALLEL, whole_draft=0)
+  control = compiled.Program(round_of(plan("v5e:2x2", split)).as_text(), branch=0)
+  assert within_drafting(control)
+
+
+def test_every_chip_has_its_heads_of_a_cache_and_none_is_gathered():
+  found = wide("v5e:2x2", TENSOR_PARALLEL)
+  keys = found.state.target_cache.self_keys[0]
+  assert keys.sharding.shard_shape(keys.shape)[1] == keys.shape[1] // 4
+  cache = plan_lib.bytes_of(keys) * 4
+  gathers = greedy_round("v5e:2x2", TENSOR_PARALLEL).of("all-gather")
+  assert max(gather.bytes for gather in gathers) < cache / 4
+  whole = NamedSharding(keys.sharding.mesh, PartitionSpec())
+  control = jax.jit(lambda x: x, out_shardings=whole).lower(keys).compile()
+  gathers = compiled.Program(control.as_text()).of("all-gather")
+  assert max(gather.bytes for gather in gathers) >= cache
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:1"])
+def test_rows_are_written_in_place(topology):
+  mesh = ONE if topology == "h100:1" else TENSOR_PARALLEL
+  found = wide(topology, mesh)
+  held = plan_lib.bytes_of(found.state)
+  assert round_of(found).memory_analysis().alias_size_in_bytes >= held
+
+  def kept(served, rounds, state):
+    return calls.advance(found.program, DRAFTED, served, rounds, state)
+
+  with native.portable():
+    control = jax.jit(kept).lower(found.served, found.scalar(), found.state).compile()
+  assert control.memory_analysis().alias_size_in_bytes == 0
+
+
+def test_a_gpu_runs_few_kernels_a_layer():
+  """Of a plain step; 20 is what there is, and is to become less."""
+  found = wide("h100:1", ONE)
+  made = programs.compiled(found, programs.programs(found)["plain step"])
+  deeper = plan("h100:1", ONE, layers=LAYERS + 1)
+  more = programs.compiled(deeper, programs.programs(deeper)["plain step"])
+  assert 0 < more.kernels - made.kernels <= 20
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:1"])
+def test_every_program_of_the_shipped_pair_compiles(topology):
+  """Learning among them; nothing of a CPU's own code is in them."""
+  decoding = dataclasses.replace(DECODING, rows=1, source_lengths=(64,))
+  found = plan(topology, ONE, pairs.PairConfig(), 0, decoding)
+  listed = programs.programs(found)
+  assert {"slice", "draw", "append", "swap", "prefill"} < set(listed)
+  for name, program in listed.items():
+    made = programs.compiled(found, program)
+    assert made.kernels and not made.foreign_calls, name
+    assert not made.collectives, name
+
+
+def test_a_slice_learns_where_the_draft_is():
+  """A draft that is whole on every chip learns without asking the others."""
+  found = wide("v5e:2x2", TENSOR_PARALLEL)
+  config = update.UpdateConfig(optimizers.OptimizerConfig(), num_new=1, num_replay=0)
+  run = dataclasses.replace(
+    found.run, learning=dataclasses.replace(found.run.learning, update=config)
+  )
+  small = plan_lib.Plan(run, chips.Topology("v5e:2x2"), 1)
+  made = programs.compiled(small, programs.programs(small)["slice"])
+  assert made.kernels and not made.collectives

@@ -12,6 +12,7 @@ Needs the compilers, for example of `make test-aot`:
 """
 
 import argparse
+import contextlib
 import pathlib
 
 import jax
@@ -61,16 +62,20 @@ def config(target: str, model: int, rows: int, drafted: int) -> online.OnlineCon
 
 def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
   """What is reported of a pair on a machine."""
-  made = {
-    name: programs.compiled(found, program)
-    for name, program in programs.programs(found).items()
-    if name not in ("read", "append", "draw", "swap")
-  }
+  made = {}
+  for name, program in programs.programs(found).items():
+    if name not in ("read", "append", "draw", "swap"):
+      with contextlib.suppress(programs.TooLarge):
+        made[name] = programs.compiled(found, program)
   answers = estimates.Answers(64, (ACCEPTANCE,))
   said = estimates.conclusions(found, made, answers)
-  (fits,), (speed,) = said["fits"], said["estimate"]
-  round_, step = made[f"round, K = {drafted}"], made["plain step"]
   held = {row["what"]: row["gigabytes_a_chip"] for row in said["memory"]}
+  (fits,) = said["fits"]
+  room = {"needed, GB a chip": fits["needed_gb"], "of a chip's, GB": fits["memory_gb"]}
+  if not said["estimate"] or f"round, K = {drafted}" not in made:
+    return room  # the compiler refuses
+  (speed,) = said["estimate"]
+  round_, step = made[f"round, K = {drafted}"], made["plain step"]
   layers = len(found.state.target_cache.self_keys)
   return {
     "compile of a round, s": round_.compile_s,
@@ -83,8 +88,7 @@ def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
     "collectives in drafting": round_.inner_collectives,
     "moved a round, MB": round_.moved_mb,
     "caches, GB a chip": held["caches and rows"],
-    "needed, GB a chip": fits["needed_gb"],
-    "of a chip's, GB": fits["memory_gb"],
+    **room,
     "c, at least": speed["c"],
     "v, at least": speed["v"],
     "break-even acceptance": speed["break_even_acceptance"],

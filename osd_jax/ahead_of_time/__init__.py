@@ -90,8 +90,11 @@ def run(config: CompileConfig, operative_config: str = "") -> writers.RunResult:
       made = {}
       for name, program in programs.items():
         bar.update(task, description=name)
-        made[name] = programs_lib.compiled(plan, program)
-        log.write("program", {"program": name, **made[name].row()})
+        try:
+          made[name] = programs_lib.compiled(plan, program)
+          log.write("program", {"program": name, **made[name].row()})
+        except programs_lib.TooLarge as error:
+          log.write("too_large", {"program": name, "said": str(error)})
         bar.advance(task)
       answers = estimates.Answers(config.request_tokens, config.acceptance)
       for kind, rows in estimates.conclusions(plan, made, answers).items():

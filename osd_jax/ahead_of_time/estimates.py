@@ -30,7 +30,8 @@ def conclusions(
 ) -> dict[str, list[dict[str, Any]]]:
   """Rows on memory and, from the estimates, on speed."""
   held = plan.memory()
-  held["temporaries"] = max(program.temporaries_gb for program in made.values())
+  largest = max((program.temporaries_gb for program in made.values()), default=0.0)
+  held["temporaries"] = largest
   limit = plan.topology.chip.memory / 1e9
   rows = [{"what": name, "gigabytes_a_chip": size} for name, size in held.items()]
   total = sum(held.values())
@@ -65,14 +66,15 @@ def advice(plan: Plan, held: Mapping[str, float]) -> str:
 def estimates(
   plan: Plan, made: Mapping[str, Made], answers: Answers
 ) -> Iterator[dict[str, Any]]:
-  """Tokens per second at most, by rate of acceptance; none without estimates."""
+  """Tokens per second at most, by rate of acceptance; none of what does not fit."""
   drafted = plan.run.decoding.num_draft_tokens
   verify = f"verification of {drafted + 1} tokens"
-  parts = [made[name].least_ms for name in ("plain step", verify, "draft step")]
-  prefill = made["prefill"].least_ms
-  if prefill is None or any(part is None for part in parts):
+  names = ("prefill", "plain step", verify, "draft step")
+  if not all(name in made for name in names):
     return
-  plain_ms, verify_ms, draft_ms = (float(part or 0) for part in parts)
+  prefill, plain_ms, verify_ms, draft_ms = (
+    float(made[name].least_ms or 0) for name in names
+  )
   rows = plan.program.config.rows
   schedule = plan.run.learning.schedule
   learns = "slice" in made

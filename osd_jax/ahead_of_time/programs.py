@@ -115,13 +115,27 @@ def programs(plan: Plan) -> dict[str, Program]:
   return {**serving, **(learning if plan.run.learn else {})}
 
 
+class TooLarge(Exception):
+  """A program that needs more memory than a chip has, in the compiler's words."""
+
+
 def compiled(plan: Plan, program: Program) -> Made:
-  """Meets the compiler of the plan's topology."""
+  """Meets the compiler of the plan's topology.
+
+  Raises:
+    TooLarge: the compiler refuses.
+  """
   with native.portable():
     traced = program.traced()
     lowered = traced.lower()
     started = time.perf_counter()
-    made = lowered.compile()
+    try:
+      made = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+      said = str(error).splitlines()[0]
+      if "RESOURCE_EXHAUSTED" not in said:
+        raise
+      raise TooLarge(said.partition("RESOURCE_EXHAUSTED: ")[2]) from None
     seconds = time.perf_counter() - started
   counted = texts.Program(made.as_text(), branch=0)
   memory, costs = made.memory_analysis(), made.cost_analysis() or {}

@@ -231,6 +231,10 @@ def _compiled(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Page:
     if kind in by_kind
   }
   sentences = [
+    f"{row['program']} does not fit, says the compiler: {row['said']}"
+    for row in by_kind.get("too_large", ())
+  ]
+  sentences += [
     f"It needs {row['needed_gb']:.2f} GB of a chip's {row['memory_gb']:.0f} GB."
     if not row["advice"]
     else f"It does not fit: {row['needed_gb'] - row['memory_gb']:.2f} GB more than a"
@@ -339,4 +343,5 @@ _PAGES = {
   "step": _trained,
   "certificate": _certified,
   "program": _compiled,
+  "too_large": _compiled,
 }

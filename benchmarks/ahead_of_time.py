@@ -18,7 +18,7 @@ import pathlib
 import jax
 import measure
 
-from osd_jax import online, pairs, partitioning
+from osd_jax import base, online, pairs, partitioning
 from osd_jax.ahead_of_time import estimates, plan, programs
 from osd_jax.data import streams, tasks
 from osd_jax.measuring import chips
@@ -120,8 +120,12 @@ def main() -> None:
     for machine in given.topology:
       name, _, model = machine.partition("=")
       run = config(target, int(model), given.rows, given.drafted)
-      found = plan.Plan(run, chips.Topology(name), given.layers)
       case = f"{target}, {machine}"
+      try:
+        found = plan.Plan(run, chips.Topology(name), given.layers)
+      except base.InputError as error:
+        print(f"{case}: {error}")
+        continue
       asked = ASKED.get(case, {}) if not given.layers else {}
       case += f", {given.layers} layers" if given.layers else ""
       measured = figures(found, given.drafted)

@@ -41,7 +41,7 @@ def serve(config, outputs, limit=10**6):
     online.run(config)
 
 
-def run(pair, folder, mesh, interrupted_at=None, **decoding):
+def run(pair, folder, mesh, interrupted_at=None, goes_on_with=None, **decoding):
   """Outputs of the requests, in order, and the rows of the updates."""
   config = tiny_online.config(pair, folder)
   config = dataclasses.replace(
@@ -65,7 +65,8 @@ def run(pair, folder, mesh, interrupted_at=None, **decoding):
     with pytest.raises(Interrupted):
       serve(config, outputs, interrupted_at)
     assert not (folder / "draft.safetensors").exists()
-  serve(config, outputs)
+  partition = partitioning.PartitionConfig(*(goes_on_with or mesh))
+  serve(dataclasses.replace(config, partition=partition), outputs)
   rows = writers.read(folder / "metrics.jsonl")
   return [outputs[tag] for tag in range(COUNT)], [
     (row["version"], row["loss"]) for row in rows if row["kind"] == "update"
@@ -85,6 +86,15 @@ def test_split_by_rows_and_weights_and_continued(alone, lively_pair, tmp_path):
   found, updates = run(
     lively_pair, tmp_path / "run", (2, 2), interrupted_at=INTERRUPTED
   )
+  assert found == alone[0]
+  assert [version for version, _ in updates] == [version for version, _ in alone[1]]
+  np.testing.assert_allclose(updates, alone[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("other", [(4, 1), (1, 1)], ids=str)
+def test_a_run_goes_on_with_another_mesh(alone, lively_pair, tmp_path, other):
+  """Where it was interrupted, with all that it had learnt."""
+  found, updates = run(lively_pair, tmp_path / "run", (1, 2), INTERRUPTED, other)
   assert found == alone[0]
   assert [version for version, _ in updates] == [version for version, _ in alone[1]]
   np.testing.assert_allclose(updates, alone[1], atol=1e-4)

@@ -207,10 +207,26 @@ def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _result(function: Callable[..., Any], *arguments: Any) -> Any:
-  """Shapes of what a function gives, where the compiler puts it."""
-  call = jax.jit(function)
-  places = call.lower(*arguments).compile().output_shardings
-  return jax.tree.map(_at, jax.eval_shape(function, *arguments), places)
+  """Shapes of what a function gives, where the compiler puts it.
+
+  Raises:
+    InputError: what it gives and is given does not fit into the memory of a chip.
+  """
+  shapes = jax.eval_shape(function, *arguments)
+  given = jax.tree.leaves(arguments)[0].sharding
+  if len(given.device_set) == 1:  # there is one place
+    return jax.tree.map(lambda leaf: _at(leaf, given), shapes)
+  try:
+    places = jax.jit(function).lower(*arguments).compile().output_shardings
+  except jax.errors.JaxRuntimeError as error:
+    said = str(error).splitlines()[0]
+    if "RESOURCE_EXHAUSTED" not in said:
+      raise
+    raise base.InputError(
+      f"compile: the weights do not fit ({said.partition(': ')[2]}) Raise"
+      " PartitionConfig.model, or choose a chip with more memory."
+    ) from None
+  return jax.tree.map(_at, shapes, places)
 
 
 def _copies(prepare: Callable[..., Any], params: base.Params) -> list[Any]:

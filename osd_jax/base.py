@@ -208,6 +208,7 @@ class Model:
       `score_at` take either. 0: it reads the source itself.
     read: `(params, source, mask) -> [B, S, E]`; of an attached draft, what the target
       would hand out.
+    head_dim: D, entries of the logical axis "joined_kv" that belong together.
   """
 
   name: str
@@ -223,6 +224,7 @@ class Model:
   frozen: str = ""
   reads: int = 0
   read: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
+  head_dim: int = 1
 
   def split(self, params: Params) -> tuple[Params, Params]:
     """What is trained, and what is the target's; None where nothing is."""

@@ -205,6 +205,10 @@ class OnlineLoop:
       )
     )
     self._seconds_before = 0.0  # that earlier sessions served
+    unsplit = partitioning.make(config.partition).unsplit(self.pair.target)
+    if unsplit:
+      announce(unsplit)
+      self._log.write("mesh", {"said": unsplit})
     self.server.warm_up(config.learn)
     if self._saved.latest_step() is None:
       self._begin()

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ RULES: dict[str, str | None] = {
   "heads": None,
   "relpos_buckets": None,
 }
+
+_CALLED = {"vocab": "token ids", "joined_kv": "heads", "mlp": "hidden units"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Partitioner:
     """Shardings shaped like the parameters of `model`."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     return jax.tree.map(
-      lambda spec, shape: self._resolved(spec, shape.shape),
+      lambda spec, shape: self._resolved(spec, shape.shape, model.head_dim),
       model.logical_axes(),
       shapes,
       is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
@@ -88,6 +91,26 @@ class Partitioner:
     if self.mesh.size == 1:
       return jax.device_put(params)
     return jax.device_put(params, self.params(model))
+
+  def unsplit(self, model: base.Model) -> str:
+    """Which axes of a model stay whole because they do not divide; "" where all do."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    whole = {}
+
+    def look(spec, shape):
+      for name, axis, units in _units(spec, shape.shape, model.head_dim):
+        if axis and units % self.mesh.shape[axis]:
+          whole[_CALLED[name]] = units
+
+    axes = model.logical_axes()
+    jax.tree.map(look, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if not whole:
+      return ""
+    named = " and ".join(f"its {count} {what}" for what, count in whole.items())
+    return (
+      f"The {model.name} is not split by {named}: PartitionConfig.model ="
+      f" {self.mesh.shape['model']} does not divide them, so that every device has all."
+    )
 
   def draft_params(self, model: base.Model) -> Any:
     """`params` of a draft: whole on every device where it is small."""
@@ -145,13 +168,23 @@ class Partitioner:
     ]
     return NamedSharding(self.mesh, PartitionSpec(*fits))
 
-  def _resolved(self, spec: PartitionSpec, shape: tuple[int, ...]) -> NamedSharding:
-    axes = []
-    for name, size in zip(spec, shape, strict=False):
-      axis = RULES.get(name) if name is not None else None
-      fits = axis is not None and size % self.mesh.shape[axis] == 0
-      axes.append(axis if fits else None)
+  def _resolved(
+    self, spec: PartitionSpec, shape: tuple[int, ...], head_dim: int
+  ) -> NamedSharding:
+    axes = [
+      None if axis is None or units % self.mesh.shape[axis] else axis
+      for _, axis, units in _units(spec, shape, head_dim)
+    ]
     return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+
+def _units(
+  spec: PartitionSpec, shape: tuple[int, ...], head_dim: int
+) -> Iterator[tuple[str, str | None, int]]:
+  """Of every dimension: logical name, axis of the mesh, parts that it may come in."""
+  for named, size in zip(spec, shape, strict=False):
+    name = str(named)
+    yield name, RULES.get(name), size // head_dim if name == "joined_kv" else size
 
 
 @functools.cache

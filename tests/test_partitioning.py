@@ -196,6 +196,17 @@ def test_what_cannot_be_split_stays_whole():
   assert whole.addressable_shards[0].data.shape == (7, 7, 7)
 
 
+def test_heads_are_never_taken_apart():
+  """Two heads on four devices: of 16 entries each, which would divide."""
+  partitioner = partitioning.make(partitioning.PartitionConfig(model=4))
+  assert TARGET.head_dim > 1
+  kernel = partitioner.params(TARGET)["decoder"]["layers_0"]["self_attention"]["query"]
+  assert kernel["kernel"].is_fully_replicated
+  said = partitioner.unsplit(TARGET)
+  assert "its 2 heads" in said and "PartitionConfig.model = 4" in said
+  assert not partitioning.make(FOUR).unsplit(TARGET)
+
+
 def test_too_few_devices_are_named():
   with pytest.raises(ValueError, match=r"data=64, model=2, which needs 128 devices"):
     partitioning.make(partitioning.PartitionConfig(data=64, model=2))

@@ -176,6 +176,7 @@ def build(
     frozen=FROZEN,
     reads=target.width,
     read=read,
+    head_dim=config.decoder(target).head_dim,
   )
 
 

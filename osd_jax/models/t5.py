@@ -150,6 +150,7 @@ def build(
     logical_axes=functools.partial(_logical_axes, training),
     shortlist=serving.shortlist,
     score_at=functools.partial(apply, training, method=T5.score),
+    head_dim=config.head_dim,
   )
 
 

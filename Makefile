@@ -95,7 +95,7 @@ BENCHMARKS := \
   "bench_speculative.py --alphas .8 --drafted 3 --draft float32 int8 shortlist both --without_native --no_rivals" \
   bench_draft_serving.py \
   bench_batching.py bench_adaptive.py \
-  bench_compile.py bench_update.py bench_slice.py bench_growth.py \
+  bench_compile.py bench_update.py bench_slice.py bench_filters.py bench_growth.py \
   bench_learning.py "bench_learning.py --free --intervals 1" \
   "bench_whole_run.py --attached shipped:demo_attached_draft.safetensors --attached_gin runs/demo.gin" \
   plot_whole_run.py bench_reading_memory.py

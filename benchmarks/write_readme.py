@@ -52,6 +52,7 @@ BOUNDS = {  # what limits what is measured
   "front_door": "Bounded by the slots: texts, tags and statistics are what it adds.",
   "greedy": "One row is bounded by memory bandwidth: every step reads the decoder's"
   " weights once. Rows of a batch share that reading until arithmetic is the bound.",
+  "filters": "Bounded by 64 passes over the logits, which the caches hold.",
   "growth": "A step is bounded by weights that do not grow; caches, output head and"
   " prefill do.",
   "learning": "Bounded by cores: what an update computes is not computed for serving,"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import rich.console
 
 from osd_jax import base, checkpoints, pairs, partitioning, texts, writers
@@ -188,6 +189,7 @@ class OnlineLoop:
       config.sampling,
       config.floor_metering,
       config.compare_every,
+      config.partition,
     )
     self._alarms = alarms.AlarmState()
     self._prices: prices.Prices | None = None
@@ -357,7 +359,9 @@ class OnlineLoop:
     self._log.write("data", {"tasks": self.stream.report()})
     if self.config.learn:
       self._seed()
-    if self.config.prices:
+    if self.config.prices and jax.process_count() > 1:
+      self._announce("No prices: several processes would measure different ones.")
+    elif self.config.prices:
       self._take_prices()
 
   def _take_prices(self) -> None:

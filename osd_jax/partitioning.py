@@ -140,7 +140,10 @@ class Partitioner:
     """`of_rows` of a draft's cache: heads stay together where the draft does."""
     if model is None or not self.is_whole(model):
       return self.of_rows(cache)
-    return jax.tree.map(self._by_row, cache)
+    placed = jax.tree.map(self._by_row, cache)
+    if isinstance(cache, KVCache):
+      placed = placed.replace(length=self.replicated)
+    return placed
 
   def _by_row(self, leaf: Any) -> NamedSharding:
     return self._fitting(("data",), leaf.shape)
@@ -156,7 +159,8 @@ class Partitioner:
         return self._by_row(node)
       heads = ("self_keys", "self_values", "cross_keys", "cross_values")
       split = {name: jax.tree.map(by_head, getattr(node, name)) for name in heads}
-      return jax.tree.map(self._by_row, node).replace(**split)
+      whole = jax.tree.map(self._by_row, node)
+      return whole.replace(length=self.replicated, **split)  # hosts read lengths
 
     return jax.tree.map(placed, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
@@ -207,6 +211,40 @@ def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
   mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
   return Partitioner(mesh, config.whole_draft)
+
+
+def join(
+  coordinator: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+) -> None:
+  """Makes this process one of several that serve together; before JAX starts.
+
+  All run the same program over the same stream, each on devices of its own, and the
+  mesh has those of all.
+
+  Args:
+    coordinator: "HOST:PORT" of the first process; None where the cluster says all
+      (TPU pods, Slurm, Open MPI).
+    num_processes: of all.
+    process_id: of this one, from 0.
+
+  Raises:
+    InputError: the others were not met.
+  """
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  try:
+    jax.distributed.initialize(
+      coordinator, num_processes, process_id, heartbeat_timeout_seconds=_HEARTBEAT
+    )
+  except (RuntimeError, ValueError) as error:
+    raise base.InputError(
+      f"--multihost: the processes did not meet ({str(error).splitlines()[0]});"
+      " give --coordinator HOST:PORT, --num_processes and --process_id to each."
+    ) from error
+
+
+_HEARTBEAT = 30  # seconds of silence after which the other processes end, too
 
 
 def _start(cpu_threads: int) -> None:

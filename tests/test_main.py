@@ -507,12 +507,6 @@ def test_a_gin_file_that_cannot_be_read_is_named(written, monkeypatch):
   assert complaint([run]) == f"gin file {run!r}: Permission denied."
 
 
-def test_several_hosts_are_refused(ended):
-  code, errors = ended(lambda *_: pytest.fail("it ran"), "--multihost")
-  assert code == 2 and errors.startswith("osd pretrain: --multihost does not work yet")
-  assert len(errors.splitlines()) == 1
-
-
 def test_who_gives_no_gin_file_is_told_of_one(unprepared, capsys):
   assert cli.main(["online"]) == 2
   assert "one to start from: runs/online.gin" in capsys.readouterr().err

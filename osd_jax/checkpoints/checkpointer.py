@@ -172,6 +172,8 @@ class Checkpointer:
     leaves.check_plain(named)
     copied = leaves.copied(named), _copied_json(host)
     self._writing = step, self._thread.submit(self._write, step, latest, *copied)
+    if jax.process_count() > 1:  # orbax computes on all: in one order everywhere
+      self.wait()
 
   def _write(
     self,

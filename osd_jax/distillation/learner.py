@@ -80,6 +80,11 @@ class Learner:
       target_length: T.
       record_top_k: k.
     """
+    if jax.process_count() > 1 and config.free_updates:
+      raise base.InputError(
+        "LearningConfig.free_updates: received True, expected False where several"
+        " processes serve together: all must take an update at the same request."
+      )
     self._draft, self._config = draft, config
     self.finished, self.serving = 0, params
     trained, self._frozen = draft.split(params)
@@ -255,6 +260,8 @@ class Learner:
     batches = self._draw()
     jax.block_until_ready(batches)  # appending writes the buffer in place
     self._background.launch(batches, self.finished)
+    if jax.process_count() > 1:  # all must begin the same programs in the same order
+      self._background.settle()
     self._since = int(self._buffer.added)
     self._schedule = self._config.schedule.launched(self._schedule)
 

@@ -85,14 +85,10 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
     if bindings:
       raise settings.ConfigError(f"--gin.{bindings[0]}: no settings are read here.")
     return _about_runs(arguments)
-  if arguments.multihost:
-    raise settings.ConfigError(
-      "--multihost does not work yet; a run is one process, on all devices of its"
-      " host (PartitionConfig.data, PartitionConfig.model)."
-    )
   if arguments.command == "compile":  # nothing runs, and JAX shall not look for more
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
   _prepare_jax()
+  _join_others(arguments)
   command = commands.COMMANDS[arguments.command]
   module = importlib.import_module(command.module)
   config_class = getattr(module, command.config)
@@ -173,6 +169,26 @@ def _prepare_jax() -> None:
   ):
     if name.upper() not in os.environ:
       jax.config.update(name, value)
+
+
+def _join_others(arguments: argparse.Namespace) -> None:
+  """Meets the other processes, where there are some."""
+  stated = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+  if not arguments.multihost and stated == (None, None, None):
+    return
+  if arguments.command not in commands.JOINED:
+    raise settings.ConfigError(
+      f"--multihost: osd {arguments.command} is one process, on all devices of its"
+      f" host; several can run osd {' and osd '.join(commands.JOINED)}."
+    )
+  if not arguments.multihost and None in stated:
+    raise settings.ConfigError(
+      "--coordinator, --num_processes, --process_id: expected all three, or --multihost"
+      " where the cluster says them."
+    )
+  from osd_jax import partitioning
+
+  partitioning.join(*stated)
 
 
 def _is_for_the_user(error: Exception) -> bool:

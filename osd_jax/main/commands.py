@@ -84,6 +84,7 @@ COMMANDS = {
     "    --gin.ConvertConfig.output='\"t5_small.safetensors\"'",
   ),
 }
+JOINED = ("online", "generate")  # what several processes can run together
 BEGUN = ("generate", "compile")  # their file of runs/ is read before any other
 OF_RUNS = {
   "report": "draw the report of a run anew",
@@ -185,7 +186,13 @@ def _add_gin(sub: argparse.ArgumentParser) -> None:
   sub.add_argument(
     "--help_config", action="store_true", help="list every setting and stop"
   )
-  sub.add_argument("--multihost", action="store_true", help="does not work yet")
+  hosts = sub.add_argument_group("several processes, one program (online, generate)")
+  hosts.add_argument(
+    "--multihost", action="store_true", help="the cluster says who and how many"
+  )
+  hosts.add_argument("--coordinator", metavar="HOST:PORT", help="the first process")
+  hosts.add_argument("--num_processes", type=int, metavar="N", help="of all")
+  hosts.add_argument("--process_id", type=int, metavar="I", help="this one, from 0")
 
 
 def _add_generate(sub: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import base, pairs
+from osd_jax import base, pairs, partitioning
 from osd_jax.data import streams
 from osd_jax.measuring import certificate, metrics
 from osd_jax.serving import agreement
@@ -29,6 +29,7 @@ class Meter:
     sampling: SamplingConfig,
     floor: bool,
     compare_every: int,
+    partition: partitioning.PartitionConfig,
   ):
     """Compiles nothing yet.
 
@@ -39,7 +40,9 @@ class Meter:
       floor: measure the floor draft on every request.
       compare_every: serve every n-th request plainly and with the floor draft too;
         0 never.
+      partition: mesh that the pair is on.
     """
+    self._partition = partition
     self._pair, self._decoding, self._sampling = pair, decoding, sampling
     self._floor, self._compare_every = floor, compare_every
     self._certifier = certificate.Certifier(pair)
@@ -110,7 +113,7 @@ class Meter:
   def _compared(self, done: Finished, server: Server) -> dict[str, Any]:
     """Fields of a request that was served plainly and with the floor draft too."""
     if self._rivals is None:
-      self._rivals = Rivals(self._pair, self._decoding)
+      self._rivals = Rivals(self._pair, self._decoding, self._partition)
     started = time.perf_counter()  # what the rivals compiled is no comparing
     learner_busy = server.is_learning  # plain decoding then shares the cores
     plain, floor = self._rivals.serve(done, server.slots.shortlist)
@@ -134,7 +137,12 @@ class Meter:
 class Rivals:
   """Plain decoding and the floor draft, one row each."""
 
-  def __init__(self, pair: pairs.Pair, decoding: DecodingConfig):
+  def __init__(
+    self,
+    pair: pairs.Pair,
+    decoding: DecodingConfig,
+    partition: partitioning.PartitionConfig,
+  ):
     """Takes the online decoder's config; rows are set to 1."""
     single = dataclasses.replace(decoding, rows=1)
     # Plain decoding has no use for records: it does not pay for them either.
@@ -142,8 +150,8 @@ class Rivals:
       single, record_top_k=0, max_rounds=decoding.target_length
     )
     self._pair = pair
-    self._plain = Server(pair.plain(), unrecorded)
-    self._floor = Server(pair, single)
+    self._plain = Server(pair.plain(), unrecorded, partition=partition)
+    self._floor = Server(pair, single, partition=partition)
     for server in (self._plain, self._floor):
       server.warm_up()
 

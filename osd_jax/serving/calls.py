@@ -21,6 +21,8 @@ from osd_jax.decoding import state as state_lib
 from osd_jax.serving import catch_up as catch_up_lib
 from osd_jax.serving.requests import DecodingConfig
 
+_READ = ("tokens", "length", "stop_reason", "settings", "counters")
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -45,10 +47,22 @@ class Program:
     return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
   def shardings(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
-    """Where the rows are wanted; there is a partitioner."""
+    """Where the rows are wanted; there is a partitioner.
+
+    What the host reads after every call is everywhere: another host has the rest.
+    """
     rows = self.partitioner.of_rows(state.replace(draft_cache=None))
-    drafted = self.partitioner.of_draft_rows(self.draft, state.draft_cache)
-    return rows.replace(draft_cache=drafted)
+    read = {name: getattr(state, name) for name in _READ}
+    return rows.replace(
+      draft_cache=self.partitioner.of_draft_rows(self.draft, state.draft_cache),
+      **jax.tree.map(lambda _: self.partitioner.replicated, read),
+    )
+
+  def everywhere(self, tree: Any) -> Any:
+    """Inside jit: small arrays, whole on every device."""
+    if self.partitioner is None:
+      return tree
+    return jax.lax.with_sharding_constraint(tree, self.partitioner.replicated)
 
   @property
   def draft_is_whole(self) -> bool:
@@ -246,7 +260,7 @@ def read_row(
   settings, reason, counters = jax.tree.map(
     take, (state.settings, state.stop_reason, state.counters)
   )
-  return batch, settings, (length, reason, counters)
+  return program.everywhere((batch, settings, (length, reason, counters)))
 
 
 def _prefilled(

@@ -169,6 +169,11 @@ class AdaptiveDrafting:
     arguments = (self._program, self.config.candidates, served, bucket)
     if bucket in self.costs:
       calibration.warm_up(*arguments)
+    elif jax.process_count() > 1:
+      raise base.InputError(
+        "AdaptiveConfig.costs: received none, expected them where several processes"
+        " serve together: each would measure others, and choose another K."
+      )
     else:
       self.costs[bucket] = calibration.measure(*arguments)
 

@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
+
 from osd_jax import base
 from osd_jax.writers import json_lines, provenance, stored_config
 from osd_jax.writers import lock as locks
@@ -73,6 +76,17 @@ class RunDirectory:
     self._lock: locks.Lock | None = None
     self._made: list[Path] = []  # folders that were not there before, inner ones first
     self._is_new = False
+    self._checkpoints = self.path / "checkpoints"
+
+  @classmethod
+  def of_process(cls, path: str | Path, number: int) -> "RunDirectory":
+    """Of several processes the first writes to the folder, the others beside it.
+
+    Checkpoints are all processes' together.
+    """
+    run = cls(f"{path}.process_{number}" if number else path)
+    run._checkpoints = Path(path) / "checkpoints"
+    return run
 
   @property
   def metrics_path(self) -> Path:
@@ -84,7 +98,7 @@ class RunDirectory:
 
   @property
   def checkpoints_path(self) -> Path:
-    return self.path / "checkpoints"
+    return self._checkpoints
 
   @property
   def tensorboard_path(self) -> Path:
@@ -137,7 +151,7 @@ class RunDirectory:
       InputError: the folder cannot be written to, another process writes to it, or
         its run has another config.
     """
-    run = cls(path)
+    run = cls.of_process(path, jax.process_index())
     try:
       run._open()
       if overwrite and run.provenance_path.exists():
@@ -155,6 +169,8 @@ class RunDirectory:
     except BaseException:
       run.close()
       raise
+    if jax.process_count() > 1:  # else one might look for what another still removes
+      multihost_utils.sync_global_devices("run directory")
     return run
 
   def __enter__(self) -> "RunDirectory":

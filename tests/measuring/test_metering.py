@@ -7,7 +7,7 @@ import pytest
 import tabular_pair
 from decoding import harness
 
-from osd_jax import testing
+from osd_jax import partitioning, testing
 from osd_jax.base import EOS_ID
 from osd_jax.measuring import metering
 from osd_jax.models import t5
@@ -49,7 +49,7 @@ def test_the_floor_draft_has_the_shortlist_of_the_online_draft(params):
   online = slots.Slots(config(), harness.TARGET, params, draft, params)
   online.swap(params, 1, chosen)
   done = online.run([request])[0]
-  rivals = metering.Rivals(pair, config())
+  rivals = metering.Rivals(pair, config(), partitioning.PartitionConfig())
   first = np.arange(draft.shortlist, dtype=np.int32)
   _, unlike = rivals.serve(done, first)
   plain, alike = rivals.serve(done, online.shortlist)

@@ -1,0 +1,54 @@
+"""One of several processes of an online run, or the only one; what tests start.
+
+python host_run.py PAIR_FOLDER RUN_DIRECTORY KIND PORT PROCESSES PROCESS
+"""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+DEVICES = 4  # of all processes
+
+if __name__ == "__main__":
+  folder, directory, kind, port, processes, process = sys.argv[1:]
+  count = DEVICES // int(processes)
+  os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+  os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import tiny_online  # noqa: E402
+
+from osd_jax import online, pairs, partitioning  # noqa: E402
+from osd_jax.models.shapes import AttachedConfig  # noqa: E402
+
+
+def config(pair, directory, kind):
+  """16 requests, 4 updates, on two rows of two devices."""
+  if kind == "attached":
+    shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
+    pair = dataclasses.replace(pair, draft=pairs.ATTACHED, attached=shape)
+  made = tiny_online.config(pair, directory)
+  return dataclasses.replace(
+    made,
+    pair=pair,
+    partition=partitioning.PartitionConfig(2, 2),
+    stream=dataclasses.replace(made.stream, requests_per_task=4),
+    warm_start=None,
+    prices=False,
+  )
+
+
+def main():
+  if int(processes) > 1:
+    partitioning.join(f"localhost:{port}", int(processes), int(process))
+  jax.config.update("jax_disable_most_optimizations", True)
+  files = {
+    name: str(Path(folder) / f"{name}.safetensors") for name in ("target", "draft")
+  }
+  pair = pairs.PairConfig(**files)
+  online.run(config(pair, Path(directory), kind))
+
+
+if __name__ == "__main__":
+  main()

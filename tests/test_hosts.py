@@ -1,0 +1,132 @@
+"""Two processes serve and learn together as one does with the devices of both."""
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from osd_jax import main as cli
+from osd_jax import writers
+
+SCRIPT = Path(__file__).with_name("host_run.py")
+PATIENCE = 180
+
+
+def free_port():
+  with socket.socket() as found:
+    found.bind(("localhost", 0))
+    return found.getsockname()[1]
+
+
+def started(folder, directory, kind="independent", processes=2):
+  """The processes of a run, under way."""
+  port = str(free_port())
+  environment = {**os.environ, "XLA_FLAGS": ""}
+  return [
+    subprocess.Popen(
+      [
+        sys.executable,
+        str(SCRIPT),
+        *(str(folder), str(directory), kind, port, str(processes), str(number)),
+      ],
+      env=environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for number in range(processes)
+  ]
+
+
+def finished(running):
+  """Waits for all; what they printed if one failed."""
+  printed = [process.communicate(timeout=PATIENCE)[0] for process in running]
+  codes = [process.returncode for process in running]
+  assert not any(codes), f"{codes}\n" + "\n".join(printed)
+
+
+def served(directory):
+  lines = (directory / "outputs.jsonl").read_text().splitlines()
+  return [json.loads(line)["text"] for line in lines]
+
+
+def learnt(directory):
+  rows = writers.read(directory / "metrics.jsonl")
+  return [(row["version"], row["loss"]) for row in rows if row["kind"] == "update"]
+
+
+@pytest.fixture(scope="module")
+def folder(lively_pair):
+  return Path(lively_pair.target).parent
+
+
+@pytest.fixture(scope="module")
+def alone(folder, tmp_path_factory):
+  """What one process does with all devices, by the kind of its draft."""
+
+  @functools.cache
+  def run(kind):
+    directory = tmp_path_factory.mktemp(kind) / "run"
+    finished(started(folder, directory, kind, 1))
+    assert len(served(directory)) == 16 and len(learnt(directory)) > 2
+    return directory
+
+  return run
+
+
+@pytest.mark.parametrize("kind", ["independent", "attached"])
+def test_two_processes_do_what_one_does(alone, folder, tmp_path, kind):
+  expected, directory = alone(kind), tmp_path / "run"
+  finished(started(folder, directory, kind))
+  other = tmp_path / "run.process_1"
+  assert served(directory) == served(other) == served(expected)
+  np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)
+  assert learnt(other) == learnt(directory)
+  assert not (other / "checkpoints").exists()
+  one, two = (path / "draft.safetensors" for path in (directory, expected))
+  one, two = (safetensors.numpy.load_file(path) for path in (one, two))
+  assert one.keys() == two.keys()
+  for name, tensor in one.items():
+    np.testing.assert_allclose(tensor, two[name], atol=1e-4)
+
+
+def test_of_two_processes_one_is_killed_and_both_continue(alone, folder, tmp_path):
+  """The other one ends within a minute; what is served is as if nothing had been."""
+  expected, directory = alone("independent"), tmp_path / "run"
+  running = started(folder, directory)
+  until = time.monotonic() + PATIENCE
+  while not list((directory / "checkpoints").glob("[0-9]*")):
+    assert time.monotonic() < until and running[1].poll() is None
+    time.sleep(0.05)
+  running[1].send_signal(signal.SIGKILL)
+  killed = time.monotonic()
+  printed, _ = running[0].communicate(timeout=PATIENCE)
+  assert time.monotonic() - killed < 60
+  assert running[0].returncode, printed
+  assert not (directory / "draft.safetensors").exists()
+  finished(started(folder, directory))
+  assert served(directory) == served(expected)
+  np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    (["online", "--num_processes", "2"], "expected all three, or --multihost"),
+    (["pretrain", "--multihost"], "osd pretrain is one process"),
+    (["certify", "--process_id", "0"], "several can run osd online"),
+  ],
+)
+def test_who_does_not_say_enough_is_told(words, said, unprepared, capsys):
+  assert cli.main(words) == 2
+  printed = capsys.readouterr().err
+  assert said in printed and len(printed.splitlines()) == 1

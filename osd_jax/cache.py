@@ -85,18 +85,44 @@ def select(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> ja
   Returns:
     Like `stored`.
   """
+  return jax.lax.platform_dependent(
+    stored,
+    new.astype(stored.dtype),
+    start,
+    cuda=functools.partial(_summed, axis=axis),
+    default=functools.partial(_chosen, axis=axis),
+  )
+
+
+def _chosen(
+  stored: jax.Array, new: jax.Array, start: jax.Array, axis: int
+) -> jax.Array:
+  """`select`, an entry after the other; a GPU would cut each out by a kernel."""
+  position = jax.lax.broadcasted_iota(jnp.int32, stored.shape, axis)
+  start = start.reshape(-1, *(1,) * (stored.ndim - 1))
+  for index in range(new.shape[axis]):
+    entry = jax.lax.slice_in_dim(new, index, index + 1, axis=axis)
+    stored = jnp.where(position == start + index, entry, stored)
+  return stored
+
+
+def _summed(
+  stored: jax.Array, new: jax.Array, start: jax.Array, axis: int
+) -> jax.Array:
+  """`select`, all entries at once; a TPU would copy the cache for it.
+
+  A sum of one entry and zeros, no product: what is broken stays where it is.
+  """
   rows, positions, count = stored.shape[0], stored.shape[axis], new.shape[axis]
   entry = start[:, None, None] + jnp.arange(count)[None, None]
   here = jnp.arange(positions)[None, :, None] == entry
-  beside = (1,) * (axis - 1), (1,) * (stored.ndim - axis - 1)
-  here = here.reshape(rows, *beside[0], positions, count, *beside[1])
-  # A sum of one entry and zeros, not a product: what is broken stays where it is. And
-  # not a choice after another: a GPU would cut every entry out with a call of its own.
+  before, behind = (1,) * (axis - 1), (1,) * (stored.ndim - axis - 1)
+  here = here.reshape(rows, *before, positions, count, *behind)
   entries = jnp.where(here, jnp.expand_dims(new, axis), jnp.zeros((), new.dtype))
   if stored.dtype == bool:
     written = jnp.any(entries, axis=axis + 1)
   else:
-    written = jnp.sum(entries.astype(stored.dtype), axis=axis + 1, dtype=stored.dtype)
+    written = jnp.sum(entries, axis=axis + 1, dtype=stored.dtype)
   return jnp.where(jnp.any(here, axis=axis + 1), written, stored)
 
 

@@ -50,10 +50,21 @@ def test_what_is_broken_stays_where_it_was_written(forms):
   assert np.isnan(found).sum() == new.size
 
 
-def test_a_row_that_starts_behind_the_end_stays_as_it_is():
-  stored, new = jnp.zeros((2, LENGTH, SIZE)), jnp.ones((2, 3, SIZE))
-  found = cache_lib.select(stored, new, jnp.array([LENGTH, 1]), axis=1)
-  assert not found[0].any() and found[1].sum() == 3 * SIZE
+@pytest.mark.parametrize("form", [cache_lib._chosen, cache_lib._summed])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16, bool])
+def test_every_form_of_a_write_equals_the_oracle(form, dtype):
+  """Broken entries spread nowhere, a row that starts behind the end stays as it is."""
+  rng = np.random.default_rng(0)
+  stored = rng.integers(0, 2, (3, LENGTH, SIZE)).astype(dtype)
+  new = rng.integers(0, 2, (3, 4, SIZE)).astype(dtype)
+  if dtype == np.float32:
+    new[0, 1, 2] = np.nan
+  start = np.array([0, LENGTH - 4, LENGTH])
+  found = form(jnp.asarray(stored), jnp.asarray(new), jnp.asarray(start), axis=1)
+  expected = stored.copy()
+  expected[0, :4], expected[1, LENGTH - 4 :] = new[0], new[1]
+  assert found.dtype == dtype
+  np.testing.assert_array_equal(found, expected)
 
 
 @hypothesis.settings(max_examples=30, deadline=None)

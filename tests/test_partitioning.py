@@ -70,10 +70,14 @@ def test_a_frozen_draft_gives_the_same_tokens_and_logits(config):
   assert len({tuple(done.tokens) for done in one}) > 1
 
 
-def test_rows_in_flight_are_split_over_data():
+def test_rows_in_flight_are_split_over_data_but_for_what_a_host_reads():
   decoder, _ = served(FOUR)
-  tokens = decoder.state()[0].tokens
-  assert {shard.data.shape[0] for shard in tokens.addressable_shards} == {1}
+  state = decoder.state()[0]
+  for leaf in jax.tree.leaves((state.records, state.target_cache.cross_mask)):
+    assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}
+  read = (state.tokens, state.length, state.stop_reason, state.counters)
+  lengths = (state.target_cache.length, state.draft_cache.length)
+  assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves((read, lengths)))
 
 
 def gathered(text: str) -> list[set[str]]:

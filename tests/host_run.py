@@ -1,6 +1,6 @@
 """One of several processes of an online run, or the only one; what tests start.
 
-python host_run.py PAIR_FOLDER RUN_DIRECTORY KIND PORT PROCESSES PROCESS
+python host_run.py PAIR_FOLDER RUN_DIRECTORY KIND PORT|slurm PROCESSES PROCESS
 """
 
 import dataclasses
@@ -40,7 +40,9 @@ def config(pair, directory, kind):
 
 
 def main():
-  if int(processes) > 1:
+  if port == "slurm":
+    partitioning.join()  # the environment says it all
+  elif int(processes) > 1:
     partitioning.join(f"localhost:{port}", int(processes), int(process))
   jax.config.update("jax_disable_most_optimizations", True)
   files = {

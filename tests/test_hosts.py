@@ -27,9 +27,20 @@ def free_port():
     return found.getsockname()[1]
 
 
-def started(folder, directory, kind="independent", processes=2):
+def step_of_slurm(processes, number):
+  """What Slurm tells a task of a job step; the port follows from the job's number."""
+  return {
+    "SLURM_JOB_ID": str(os.getpid()),
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": str(processes),
+    "SLURM_PROCID": str(number),
+    "SLURM_LOCALID": "0",
+  }
+
+
+def started(folder, directory, kind="independent", processes=2, slurm=False):
   """The processes of a run, under way."""
-  port = str(free_port())
+  port = "slurm" if slurm else str(free_port())
   environment = {**os.environ, "XLA_FLAGS": ""}
   return [
     subprocess.Popen(
@@ -38,7 +49,7 @@ def started(folder, directory, kind="independent", processes=2):
         str(SCRIPT),
         *(str(folder), str(directory), kind, port, str(processes), str(number)),
       ],
-      env=environment,
+      env=environment | (step_of_slurm(processes, number) if slurm else {}),
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -83,10 +94,12 @@ def alone(folder, tmp_path_factory):
   return run
 
 
-@pytest.mark.parametrize("kind", ["independent", "attached"])
-def test_two_processes_do_what_one_does(alone, folder, tmp_path, kind):
+@pytest.mark.parametrize(
+  ("kind", "slurm"), [("independent", False), ("attached", True)]
+)
+def test_two_processes_do_what_one_does(alone, folder, tmp_path, kind, slurm):
   expected, directory = alone(kind), tmp_path / "run"
-  finished(started(folder, directory, kind))
+  finished(started(folder, directory, kind, slurm=slurm))
   other = tmp_path / "run.process_1"
   assert served(directory) == served(other) == served(expected)
   np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)

@@ -115,6 +115,7 @@ class Topology:
       options = {"target_config": _H100, "topology": f"1x1x{size}"}
       return self._described("cuda", "h100", "gpu", options)
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor one to share
     return self._described("tpu", self.name, "tpu", {})
 
   def _described(

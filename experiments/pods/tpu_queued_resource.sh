@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# A TPU pod slice by a queued resource: 16 chips of v5e on 4 hosts, and the run on all.
+#
+#   PROJECT=my-project ZONE=us-west4-a BUCKET=my-bucket bash experiments/pods/tpu_queued_resource.sh
+#
+# Needs: gcloud, logged in; quota for v5litepod-16 in ZONE; a bucket with weights/ and
+# data/, which every host mounts (gcsfuse), and this repository's wheel in it.
+# Ends with the run; remove the slice with the last line's command.
+set -euo pipefail
+
+: "${PROJECT:?}" "${ZONE:?}" "${BUCKET:?}"
+NAME="${NAME:-osd-jax}"
+TYPE="${TYPE:-v5litepod-16}"
+VERSION="${VERSION:-v2-alpha-tpuv5-lite}"
+
+gcloud compute tpus queued-resources create "$NAME" --project="$PROJECT" \
+  --zone="$ZONE" --node-id="$NAME" --accelerator-type="$TYPE" --runtime-version="$VERSION"
+
+until gcloud compute tpus queued-resources describe "$NAME" --project="$PROJECT" \
+  --zone="$ZONE" --format='value(state.state)' | grep -q ACTIVE; do
+  echo "waiting for $TYPE in $ZONE"
+  sleep 30
+done
+
+on_every_host() {
+  gcloud compute tpus tpu-vm ssh "$NAME" --project="$PROJECT" --zone="$ZONE" \
+    --worker=all --command="$1"
+}
+
+on_every_host "mkdir -p ~/mnt && gcsfuse --implicit-dirs $BUCKET ~/mnt && \
+  python3 -m venv ~/osd && ~/osd/bin/pip install -q ~/mnt/osd_jax-*.whl 'jax[tpu]'"
+gcloud compute tpus tpu-vm scp experiments/pods/run.sh "$NAME": --project="$PROJECT" \
+  --zone="$ZONE" --worker=all
+on_every_host "PATH=~/osd/bin:\$PATH CHECKPOINTS=~/mnt/weights DATA_DIR=~/mnt/data \
+  RUNS=~/mnt/runs ROWS=32 DATA=4 MODEL=4 bash run.sh --multihost"
+
+echo "gcloud compute tpus queued-resources delete $NAME --project=$PROJECT --zone=$ZONE --force"

@@ -45,8 +45,8 @@ BOUNDS = {  # what limits what is measured
   " the bytes of the weights; many rows by caches and arithmetic.",
   "adaptive": "Bounded by the best fixed K and by plain decoding: choosing K costs a"
   " little and gains where acceptance changes.",
-  "ahead_of_time": "Compiled, not run: counts are of the compilers' texts, and tokens per"
-  " second what published figures allow at most (the roofline; no latency is in it).",
+  "ahead_of_time": "Compiled, not run: counts are of the compilers' texts, tokens per"
+  " second what published figures allow at most (a roofline without latencies).",
   "batching": "Plain decoding of few rows is bounded by memory, so that verifying"
   " K + 1 tokens costs little more than one. With more rows arithmetic is the bound,"
   " and a round has to be accepted nearly whole to pay.",

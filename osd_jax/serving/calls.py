@@ -21,6 +21,7 @@ from osd_jax.decoding import state as state_lib
 from osd_jax.serving import catch_up as catch_up_lib
 from osd_jax.serving.requests import DecodingConfig
 
+# What a host reads of the rows; and their settings, which every draft step asks for.
 _READ = ("tokens", "length", "stop_reason", "settings", "counters")
 
 

@@ -198,9 +198,9 @@ FAULTS = [
   ),
   # Records and learning.
   Fault(
-    "the tail counts the likeliest token too",
-    "others = jnp.put_along_axis(masses, ids, 0.0",
-    "others = jnp.put_along_axis(masses, ids[..., 1:], 0.0",
+    "the tail counts the last token kept too",
+    "jnp.where(logits < least, masses, 0.0)",
+    "jnp.where(logits <= least, masses, 0.0)",
     "tests/decoding/test_records.py",
   ),
   Fault(

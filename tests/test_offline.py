@@ -212,11 +212,12 @@ def test_learning_raises_held_out_overlap(config, finished):
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
-def test_four_devices_distil_as_one(config, finished, tmp_path):
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4)], ids=str)
+def test_four_devices_distil_as_one(config, finished, tmp_path, mesh):
   four = offline.run(
     dataclasses.replace(
       config,
-      partition=partitioning.PartitionConfig(data=2, model=2),
+      partition=partitioning.PartitionConfig(*mesh),
       output=str(tmp_path / "draft.safetensors"),
       run_directory=str(tmp_path / "run"),
     )

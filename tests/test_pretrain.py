@@ -135,7 +135,8 @@ def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
-def test_four_devices_train_as_one(tmp_path):
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4)], ids=str)
+def test_four_devices_train_as_one(tmp_path, mesh):
   """The loss before any step and after the first one: its gradient agrees too."""
 
   def losses(name, partition):
@@ -145,7 +146,7 @@ def test_four_devices_train_as_one(tmp_path):
     return [row["loss"] for row in rows if row["kind"] == "step"]
 
   one = losses("one", partitioning.PartitionConfig())
-  four = losses("four", partitioning.PartitionConfig(data=2, model=2))
+  four = losses("four", partitioning.PartitionConfig(*mesh))
   assert len(one) == 2 and one[0] != one[1]
   np.testing.assert_allclose(four, one, rtol=1e-5)
 

@@ -207,10 +207,6 @@ class OnlineLoop:
       )
     )
     self._seconds_before = 0.0  # that earlier sessions served
-    unsplit = partitioning.make(config.partition).unsplit(self.pair.target)
-    if unsplit:
-      announce(unsplit)
-      self._log.write("mesh", {"said": unsplit})
     self.server.warm_up(config.learn)
     if self._saved.latest_step() is None:
       self._begin()
@@ -357,11 +353,12 @@ class OnlineLoop:
     self._outputs.truncate(0)
     self._log.truncate(0)  # of a run that was killed before its first checkpoint
     self._log.write("data", {"tasks": self.stream.report()})
+    if said := partitioning.make(self.config.partition).unsplit(self.pair.target):
+      self._announce(said)
+      self._log.write("mesh", {"said": said})
     if self.config.learn:
       self._seed()
-    if self.config.prices and jax.process_count() > 1:
-      self._announce("No prices: several processes would measure different ones.")
-    elif self.config.prices:
+    if self.config.prices and jax.process_count() == 1:  # others measure other ones
       self._take_prices()
 
   def _take_prices(self) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -94,6 +94,8 @@ class Partitioner:
 
   def unsplit(self, model: base.Model) -> str:
     """Which axes of a model stay whole because they do not divide; "" where all do."""
+    if self.mesh.shape["model"] == 1:
+      return ""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     whole = {}
 
@@ -200,8 +202,12 @@ def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
   """
   if config.cpu_threads is not None:
     _start(config.cpu_threads)
+  return over(config, jax.devices())
+
+
+def over(config: PartitionConfig, devices: Sequence[Any]) -> Partitioner:
+  """`make` over the first of the given devices, which need not be there."""
   needed = config.data * config.model
-  devices = jax.devices()
   if len(devices) < needed:
     raise base.InputError(
       f"partitioning: received data={config.data}, model={config.model}, which needs"

@@ -30,7 +30,7 @@ class FakeServer:
   made: "list[FakeServer]" = []
   fails_at = -1
 
-  def __init__(self, pair, decoding, learning):
+  def __init__(self, pair, decoding, learning, partition):
     self.pair, self.decoding, self.learning = pair, decoding, learning
     self.statistics, self.calls, self.saved, self.is_open = Counts(), [], [], False
     self.made.append(self)

@@ -106,5 +106,8 @@ def test_split_by_weights_alone_with_a_k_of_its_own(alone, lively_pair, tmp_path
     candidates=(0, 2), rounds_per_call=1, costs=(adaptive.RoundCosts((1.0, 4.0)),)
   )
   found, updates = run(lively_pair, tmp_path / "run", (1, 4), adaptive=chosen)
+  (row,) = writers.of_kind(list(writers.read(tmp_path / "run/metrics.jsonl")), "mesh")
+  assert "its 2 heads" in row["said"]  # on four devices: they stay together
+  assert "its 2 heads" in (tmp_path / "run/report.html").read_text()
   assert found == alone[0]
   np.testing.assert_allclose(updates[0], alone[1][0], atol=1e-4)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
 from osd_jax import base, native, online, pairs, partitioning
 from osd_jax.distillation import buffer as buffer_lib
@@ -55,7 +54,7 @@ class Plan:
     self.run, self.topology = run, topology
     pair, decoding = run.pair, run.decoding
     assert isinstance(pair, pairs.PairConfig)
-    self.partitioner = _partitioner(run.partition, topology)
+    self.partitioner = partitioning.over(run.partition, topology.devices())
     target, draft = _shapes(pair, layers)
     is_attached = isinstance(draft, AttachedConfig)
     self.target = t5.build(target, "target", hands_out=is_attached)
@@ -147,21 +146,6 @@ class Plan:
   def scalar(self) -> jax.ShapeDtypeStruct:
     """An integer."""
     return self.everywhere((), jnp.int32)
-
-
-def _partitioner(
-  config: partitioning.PartitionConfig, topology: chips.Topology
-) -> partitioning.Partitioner:
-  devices, needed = topology.devices(), config.data * config.model
-  if len(devices) < needed:
-    raise base.InputError(
-      f"CompileConfig.topology: {topology.name!r} has {len(devices)} chips, the mesh"
-      f" (data={config.data}, model={config.model}) needs {needed}; lower"
-      " PartitionConfig, or name a larger one."
-    )
-  grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
-  mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-  return partitioning.Partitioner(mesh, config.whole_draft)
 
 
 def _shapes(

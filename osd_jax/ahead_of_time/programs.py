@@ -104,6 +104,7 @@ def programs(plan: Plan) -> dict[str, Program]:
     f"verification of {most + 1} tokens": Program(
       functools.partial(_feed, plan, "target", most + 1), chips=data * model
     ),
+    **(_of_an_adaptive_k(plan) if adaptive else {}),
     "draft step": Program(functools.partial(_feed, plan, "draft", 1), chips=drafting),
     "swap": Program(functools.partial(_swap, plan)),
   }
@@ -168,14 +169,40 @@ def compiled(plan: Plan, program: Program) -> Made:
   )
 
 
-def _insert(plan: Plan) -> Any:
-  bucket = plan.program.config.source_lengths[-1]
-  settings = jax.tree.map(
+def _of_an_adaptive_k(plan: Plan) -> dict[str, Program]:
+  """Calls of a draft that idles while decoding is plain."""
+  bucket, scalar = plan.program.config.source_lengths[-1], plan.scalar()
+  source = plan.everywhere((1, bucket), jnp.int32)
+
+  def of_draft() -> Any:
+    arguments = (plan.served, plan.state, source, scalar)
+    return calls.prefill_draft.trace(plan.program, *arguments)
+
+  def of_target() -> Any:
+    arguments = (plan.served, plan.state, source, _settings(plan), scalar)
+    return calls.insert_undrafted.trace(plan.program, *arguments)
+
+  def behind() -> Any:
+    return calls.catch_up.trace(plan.program, plan.served, plan.state)
+
+  return {
+    "prefill of the target alone": Program(of_target, untouched=plan.state),
+    "prefill of the draft alone": Program(of_draft, untouched=plan.state),
+    "catch up": Program(behind, 1),
+  }
+
+
+def _settings(plan: Plan) -> Any:
+  return jax.tree.map(
     lambda leaf: plan.everywhere(leaf.shape, leaf.dtype),
     sampling.make_settings(1, max_length=plan.program.config.target_length),
   )
+
+
+def _insert(plan: Plan) -> Any:
+  bucket = plan.program.config.source_lengths[-1]
   source, slot = plan.everywhere((1, bucket), jnp.int32), plan.scalar()
-  arguments = (plan.served, plan.state, source, settings, slot)
+  arguments = (plan.served, plan.state, source, _settings(plan), slot)
   return calls.insert.trace(plan.program, *arguments)
 
 

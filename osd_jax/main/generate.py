@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from osd_jax import base, pairs
+from osd_jax import base, pairs, partitioning
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.models import weights
 from osd_jax.serving import server
@@ -24,11 +24,13 @@ class GenerateConfig:
     decoding: shapes of decoding, K among them; `source_lengths` says how long a prompt
       may be.
     learning: how the draft learns where it is asked to.
+    partition: mesh.
   """
 
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = server.DECODING
   learning: LearningConfig = server.LEARNING
+  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
 
 
 def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
@@ -60,7 +62,8 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   else:
     from_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     prompts = _typed() if from_terminal else _prompts(sys.stdin, "standard input")
-  with server.Server(config.pair, config.decoding, config.learning) as serving:
+  shapes = (config.pair, config.decoding, config.learning, config.partition)
+  with server.Server(*shapes) as serving:
     try:
       if arguments.stream or from_terminal:
         _stream(serving, prompts, arguments.seed, per_request, from_terminal)

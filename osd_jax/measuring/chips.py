@@ -59,6 +59,7 @@ CHIPS = {
   "cpu": Chip(16e9, 2e10, 1e11, 1e10),  # of no make: to try a command
 }
 
+_CUDA = "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12"
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -113,13 +114,13 @@ class Topology:
       return jax.devices("cpu")[: int(size)]
     if self.kind == "h100":
       options = {"target_config": _H100, "topology": f"1x1x{size}"}
-      return self._described("cuda", "h100", "gpu", options)
+      return self._described("cuda", "h100", _CUDA, options)
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor one to share
-    return self._described("tpu", self.name, "tpu", {})
+    return self._described("tpu", self.name, "libtpu", {})
 
   def _described(
-    self, platform: str, name: str, extra: str, options: dict[str, str]
+    self, platform: str, name: str, packages: str, options: dict[str, str]
   ) -> Sequence[Any]:
     from jax.experimental import topologies
 
@@ -131,7 +132,7 @@ class Topology:
       said = str(error).splitlines()[0]
       raise base.InputError(
         f"CompileConfig.topology: no compiler for {self.name!r} ({said}). It comes"
-        f" with `pip install 'osd-jax[{extra}]'`, best in an environment of its own; a"
-        " TPU's size is a whole host's at least, as 2x2."
+        f" with `pip install {packages}` of this JAX's version, best in an environment"
+        " of its own; a TPU's size is a whole host's at least, as 2x2."
       ) from error
     return found.devices

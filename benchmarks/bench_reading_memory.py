@@ -66,8 +66,8 @@ def write(folder: pathlib.Path, config: t5.T5Config, dtype: str, shards: int) ->
   rng = np.random.default_rng(0)
   names = {}
   for path, size in tensors.expected_shapes(config).items():
-    name = hugging_face.tensor_name(path)
-    names[name] = hugging_face.file_shape(path, size)
+    name = hugging_face.tensor_name(path, config)
+    names[name] = hugging_face.file_shape(path, size, config)
   kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
   folder.mkdir()
   fields = convert.config_to_hugging_face(config)

@@ -58,7 +58,9 @@ def per_step(
     served = model.prepare(params)
     cache = model.prefill(served, tokens, tokens != base.PAD_ID, length)
     settings = sampling.make_settings(rows, max_length=target)
-    state = state_lib.initial_state(settings, cache, None, target, 0, model.vocab_size)
+    state = state_lib.initial_state(
+      model.starts(source), settings, cache, None, target, 0, model.vocab_size
+    )
     return served, state
 
   def steps(served, state):

@@ -9,7 +9,8 @@ Axis legend, used in every shape comment and docstring:
   V  vocabulary                            N  rows of the replay buffer
   k  entries kept of a target distribution R  rows of a training batch
 
-Token ids follow T5: 0 pads and starts every decoder, 1 ends a sequence.
+Token ids of T5: 0 pads and starts every decoder, 1 ends a sequence. Other families
+say theirs in `Model`.
 """
 
 import collections.abc
@@ -191,7 +192,8 @@ class Model:
       cache)` with `cache.length` advanced by n in every row.
     score: `(params, source [B, S], mask [B, S], target [B, T]) -> logits
       [B, T, V] float32`; teacher-forced, row t is the distribution of
-      `target[:, t]` given `target[:, :t]`.
+      `target[:, t]` given `target[:, :t]`. A draft attached to its target takes
+      `reading=` [B, S, E] too, what the target has read, or reads it anew.
     prepare: `(params) -> served`; the copy that prefill and decode read
       (fused, transposed: whatever the backend likes); what needs no change may be
       shared with params. Made once at load and at each swap, never inside a step.
@@ -204,11 +206,16 @@ class Model:
     frozen: the name in params of what belongs to the target and is never trained; ""
       where there is no such thing.
     reads: E, width of what the target has read, for a draft attached to it: `prefill`
-      takes `cache.reading` [B, S, E] of the target in place of the source, `score` and
-      `score_at` take either. 0: it reads the source itself.
+      takes `cache.reading` [B, S, E] of the target in place of the source. 0: it reads
+      the source itself.
     read: `(params, source, mask) -> [B, S, E]`; of an attached draft, what the target
       would hand out.
     head_dim: D, entries of the logical axis "joined_kv" that belong together.
+    eos_ids: tokens that end a sequence.
+    pad_id: what prompts are filled up with; no token that a prompt may hold.
+    start: `(source, mask) -> [B] int32`, the first input of `decode`, whose logits are
+      those of the first emitted token; None: `PAD_ID`, as in encoder-decoders.
+    max_positions: tokens of prompt and output together that it can place; 0: any.
   """
 
   name: str
@@ -225,6 +232,20 @@ class Model:
   reads: int = 0
   read: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
   head_dim: int = 1
+  eos_ids: tuple[int, ...] = (EOS_ID,)
+  pad_id: int = PAD_ID
+  start: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+  max_positions: int = 0
+
+  def mask(self, source: Any) -> Any:
+    """[B, S] bool; which entries of sources [B, S] are tokens."""
+    return source != self.pad_id
+
+  def starts(self, source: jax.Array) -> jax.Array:
+    """[B] int32; the first input of `decode` after prompts [B, S]."""
+    if self.start is None:
+      return jnp.full(source.shape[:1], PAD_ID, jnp.int32)
+    return self.start(source, self.mask(source))
 
   def split(self, params: Params) -> tuple[Params, Params]:
     """What is trained, and what is the target's; None where nothing is."""
@@ -326,7 +347,7 @@ class DistillationBatch:
   """Rows for the distillation loss: finished requests with their records.
 
   Attributes:
-    source: [R, S] int32, padded with 0.
+    source: [R, S] int32, padded with `Model.pad_id`.
     target: [R, T] int32, emitted tokens padded with 0.
     mask: [R, T] bool; emitted positions, up to and including end-of-sequence.
     records: `Records` with leading axis R.
@@ -343,6 +364,6 @@ class DistillationBatch:
   reading: jax.Array | None = None
 
   @property
-  def inputs(self) -> jax.Array:
-    """What a draft reads: the target's reading where it is there, or the source."""
-    return self.source if self.reading is None else self.reading
+  def kept_reading(self) -> dict[str, jax.Array]:
+    """What `Model.score` of an attached draft takes besides: the reading, if kept."""
+    return {} if self.reading is None else {"reading": self.reading}

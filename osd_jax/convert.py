@@ -7,8 +7,10 @@ from pathlib import Path
 import rich.console
 
 from osd_jax import assets, base, pairs, writers
-from osd_jax.data import vocabularies
-from osd_jax.models import convert, t5, weights
+from osd_jax.data import tokenizers, vocabularies
+from osd_jax.models import convert, weights
+from osd_jax.models.families import ModelConfig
+from osd_jax.models.shapes import T5Config
 
 _HUGGING_FACE, _T5X, _OSD = "hugging_face", "t5x", "osd"
 
@@ -24,8 +26,8 @@ class ConvertConfig:
     kind: of the source: "hugging_face", "t5x", "osd", or "auto" to see by its files.
     output_kind: "osd" or "hugging_face".
     model: shape of the source; t5x's checkpoints do not say it, others do.
-    vocabulary: SentencePiece model of the weights, or a folder that holds spiece.model;
-      "" if unknown. Stored as a fingerprint, or as the tokenizer of Hugging Face's.
+    vocabulary: of the weights, see `PairConfig.vocabulary`; "" if
+      unknown. Stored as a fingerprint, or as the tokenizer of Hugging Face's.
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
     allow_torch_bin: read pytorch_model.bin, a pickle, where there is nothing else.
   """
@@ -34,7 +36,7 @@ class ConvertConfig:
   output: str
   kind: str = "auto"
   output_kind: str = _OSD
-  model: t5.T5Config | None = None
+  model: ModelConfig | None = None
   vocabulary: str = ""
   extra_ids: int = 0
   allow_torch_bin: bool = False
@@ -78,10 +80,11 @@ def run(config: ConvertConfig, operative_config: str = "") -> writers.RunResult:
   tokenizer: dict[str, bytes] = {}
   if config.vocabulary:
     path = assets.resolve(config.vocabulary, "ConvertConfig.vocabulary")
-    vocabulary = vocabularies.Vocabulary.load(path, config.extra_ids)
+    vocabulary = tokenizers.load_any(path, config.extra_ids)
     pairs.check_vocabulary(config, "source", held, vocabulary)
     held = dataclasses.replace(held, vocabulary=vocabulary.fingerprint)
-    tokenizer = vocabularies.tokenizer_files(vocabulary)
+    files = tokenizers if vocabulary.is_causal else vocabularies
+    tokenizer = files.tokenizer_files(vocabulary)
   if to_folder:
     written = convert.write_hugging_face(config.output, held, tokenizer)
   else:
@@ -120,18 +123,19 @@ def _kind_of(source: Path) -> str:
   )
 
 
-def _shape(config: ConvertConfig) -> t5.T5Config:
+def _shape(config: ConvertConfig) -> T5Config:
   """The shape of a checkpoint of t5x; InputError if it is not given."""
-  if config.model is None:
+  if not isinstance(config.model, T5Config):
     raise base.InputError(
-      f"ConvertConfig.model: received None for {config.source}, expected a T5Config:"
+      f"ConvertConfig.model: received {config.model} for {config.source}, expected a"
+      " T5Config:"
       " t5x's checkpoints do not say their shape; include one of models/ and bind"
       " ConvertConfig.model = @T5Config()."
     )
   return config.model
 
 
-def _check_model(config: ConvertConfig, found: t5.T5Config) -> None:
+def _check_model(config: ConvertConfig, found: ModelConfig) -> None:
   if dataclasses.replace(found, embedding_std=1.0) != dataclasses.replace(
     config.model or found, embedding_std=1.0
   ):

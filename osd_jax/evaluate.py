@@ -316,7 +316,7 @@ def quality(
   exact = [
     text == vocabulary.decode(prompt.reference).strip()
     for text, (prompt, _) in zip(texts, part, strict=True)
-    if len(prompt.reference) > 1 and prompt.reference[-1] == base.EOS_ID
+    if len(prompt.reference) > 1 and prompt.reference[-1] in vocabulary.eos_ids
   ]
   ended = [done.stop_reason == base.StopReason.EOS for _, done in part]
   return {

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 
 from osd_jax import assets, base, partitioning
+from osd_jax.data import tokenizers
 from osd_jax.data.vocabularies import Vocabulary, stated_extra_ids
-from osd_jax.models import attached, convert, t5, weights
-from osd_jax.models.shapes import AttachedConfig
+from osd_jax.models import attached, convert, families, weights
+from osd_jax.models.families import ModelConfig
+from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
 
 ATTACHED = "attached"  # in place of a file
 
@@ -27,8 +29,12 @@ class PairConfig:
       (config.json beside safetensors), here or on the Hugging Face hub.
     draft: weights of the draft, likewise; or "attached": a draft that stands on the
       target, from random parameters. It grows from what it serves.
-    vocabulary: SentencePiece model of both, or a folder that holds spiece.model.
-    extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
+    vocabulary: what both read and write: a SentencePiece model, a tokenizer.json, or a
+      folder that holds one (spiece.model, tokenizer.json, tokenizer.model).
+    extra_ids: sentinels behind a T5's pieces, see `Vocabulary.load`.
+    chat_template: of decoder-only models: "own" puts every prompt into the chat
+      template of the vocabulary's folder; any other text is such a template; "" does
+      nothing.
     dtype: "float32" or "bfloat16"; what both models compute in.
     draft_serving: what the served draft leaves out; the learner trains all of it.
     folder: where the paths above begin, unless they are absolute or shipped.
@@ -40,8 +46,9 @@ class PairConfig:
   draft: str = "shipped:demo_attached_draft.safetensors"
   vocabulary: str = "shipped:demo_vocabulary.model"
   extra_ids: int = 0
+  chat_template: str = ""
   dtype: str = "float32"
-  draft_serving: t5.DraftServing = t5.DraftServing()
+  draft_serving: DraftServing = DraftServing()
   folder: str = ""
   attached: AttachedConfig = AttachedConfig()
   draft_seed: int = 0
@@ -73,7 +80,7 @@ class Pair:
     draft_params: its parameters.
     draft_config: shape of the draft, to write it back; None for a kind of your own.
     vocabulary: shared by both.
-    identity: of the target, that an attached draft may stand on; None: it is no T5.
+    identity: of the target, that an attached draft may stand on; None: it is not ours.
   """
 
   target: base.Model
@@ -81,7 +88,7 @@ class Pair:
   rescoring_target: base.Model
   draft: base.Model
   draft_params: base.Params
-  draft_config: t5.T5Config | AttachedConfig | None
+  draft_config: ModelConfig | AttachedConfig | None
   vocabulary: Vocabulary
   identity: weights.Identity | None = None
 
@@ -119,7 +126,7 @@ class Pair:
     return weights.save(path, kept, storage)
 
   def load_draft(self, path: str | Path) -> base.Params:
-    """Parameters that `save_draft` wrote of a draft of this pair, T5 or attached.
+    """Parameters that `save_draft` wrote of a draft of this pair, of a kind of ours.
 
     Raises:
       InputError: the file holds no such draft.
@@ -146,19 +153,21 @@ def load_pair(
   if isinstance(config, Pair):
     return config
   partitioner = partitioner or partitioning.make()
-  vocabulary = Vocabulary.load(config.path("vocabulary"), config.extra_ids)
+  vocabulary = tokenizers.load_any(
+    config.path("vocabulary"), config.extra_ids, config.chat_template
+  )
   target = _read(config, "target", config.path("target"), vocabulary)
   identity = weights.identity(target, Path(config.target).name)
   draft = _draft(config, target, identity, vocabulary)
   is_attached = isinstance(draft, weights.AttachedWeights)
-  target_model = t5.build(target.config, "target", hands_out=is_attached)
+  target_model = families.build(target.config, "target", hands_out=is_attached)
   target_params = partitioner.place_params(target_model, target.params)
   if is_attached:
     draft_model = attached.build(
       draft.config, target.config, "attached draft", config.draft_serving
     )
   else:
-    draft_model = t5.build(draft.config, "draft", config.draft_serving)
+    draft_model = families.build(draft.config, "draft", config.draft_serving)
   draft_params = partitioner.place_draft(draft_model, draft.params)
   if is_attached:
     frozen = attached.frozen_of(target.config, target_params, config.draft_serving)
@@ -166,7 +175,7 @@ def load_pair(
   return Pair(
     target=target_model,
     target_params=target_params,
-    rescoring_target=t5.build(
+    rescoring_target=families.build(
       dataclasses.replace(target.config, dtype="float64"), "rescoring target"
     ),
     draft=draft_model,
@@ -177,7 +186,7 @@ def load_pair(
   )
 
 
-def shape_of(config: PairConfig, field: str) -> t5.T5Config | AttachedConfig:
+def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
   """The shape of "target" or "draft" as a file, or a folder's config.json, states it.
 
   Raises:
@@ -204,6 +213,7 @@ def check_vocabulary(
     vocabulary: the vocabulary.
   """
   name, path = type(config).__name__, getattr(config, field)
+  _check_family(config, field, held, vocabulary)
   size, wanted = held.config.vocab_size, _wanted_extra_ids(held, vocabulary)
   if wanted not in (None, config.extra_ids):
     raise base.InputError(
@@ -225,8 +235,34 @@ def check_vocabulary(
     )
 
 
+def _check_family(
+  config: Any, field: str, held: weights.Weights, vocabulary: Vocabulary
+) -> None:
+  """Raises InputError where weights and vocabulary are of different families."""
+  name, path = type(config).__name__, getattr(config, field)
+  is_causal = not isinstance(held.config, T5Config)
+  if is_causal != vocabulary.is_causal:
+    kinds = ("T5", "decoder-only model")
+    raise base.InputError(
+      f"{name}.{field}: {path} is a {kinds[is_causal]}, but {name}.vocabulary"
+      f" {config.vocabulary} is the vocabulary of a {kinds[vocabulary.is_causal]};"
+      " name the one that the weights were trained with."
+    )
+  if not isinstance(held.config, T5Config) and vocabulary.eos_ids[0] not in (
+    held.config.eos_ids
+  ):
+    raise base.InputError(
+      f"{name}.{field}: {path} ends a sequence with {held.config.eos_ids}, but"
+      f" {name}.vocabulary {config.vocabulary} with {vocabulary.eos_ids[0]}; expected"
+      " one of them. Put the eos_token_id right in the folder's"
+      " generation_config.json."
+    )
+
+
 def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | None:
   """How many sentinels a vocabulary must have for some weights, None if unknown."""
+  if vocabulary.is_causal:
+    return None
   if held.vocabulary:
     for count in (0, 100):
       known = Vocabulary.load(vocabulary.path, count)
@@ -258,6 +294,11 @@ def _draft(
     except base.InputError as error:
       raise base.InputError(f"PairConfig.draft: {error}") from error
   draft = _read(config, "draft", path, vocabulary)
+  if type(target.config) is not type(draft.config):
+    raise base.InputError(
+      f"PairConfig: target {config.target} is a {type(target.config).__name__}, draft"
+      f" {config.draft} a {type(draft.config).__name__}; expected models of one family."
+    )
   if target.config.vocab_size != draft.config.vocab_size:
     raise base.InputError(
       f"PairConfig: target {config.target} has {target.config.vocab_size} token ids,"

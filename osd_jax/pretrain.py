@@ -1,4 +1,4 @@
-"""Supervised training of a T5 on (prompt, reference): small targets and first drafts.
+"""Supervised training on (prompt, reference): small targets and first drafts.
 
 The paper starts from published checkpoints; this makes a pair where none exists.
 """
@@ -15,10 +15,11 @@ import rich.console
 
 from osd_jax import assets, base, checkpoints, partitioning, writers
 from osd_jax.data import batches as data_batches
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data import tokenizers
 from osd_jax.distillation import optimizers, update
 from osd_jax.measuring import progress, summaries
-from osd_jax.models import t5, tensors, weights
+from osd_jax.models import families, tensors, weights
+from osd_jax.models.shapes import LlamaConfig, T5Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,8 @@ class PretrainConfig:
   """One supervised training run.
 
   Attributes:
-    model: shape of the T5.
-    vocabulary: path of the SentencePiece model, or "shipped:NAME".
+    model: shape of the model, a T5 or decoder-only.
+    vocabulary: path of its vocabulary, see `PairConfig.vocabulary`.
     extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
     data: training batches.
     evaluation: held-out batches; one pass over `evaluation_batches` of them.
@@ -50,7 +51,7 @@ class PretrainConfig:
     partition: mesh; the rows of a batch are split over its data axis.
   """
 
-  model: t5.T5Config
+  model: T5Config | LlamaConfig
   vocabulary: str
   data: data_batches.BatchConfig
   evaluation: data_batches.BatchConfig
@@ -94,13 +95,14 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
   console = rich.console.Console(stderr=True)
   weights.check_output("PretrainConfig.output", config.output)
   path = assets.resolve(config.vocabulary, "PretrainConfig.vocabulary")
-  vocabulary = Vocabulary.load(path, config.extra_ids)
+  vocabulary = tokenizers.load_any(path, config.extra_ids)
   if vocabulary.size > config.model.vocab_size:
     raise base.InputError(
-      f"pretrain: T5Config.vocab_size: received {config.model.vocab_size}, expected"
-      f" at least the {vocabulary.size} ids of {config.vocabulary}."
+      f"pretrain: {type(config.model).__name__}.vocab_size: received"
+      f" {config.model.vocab_size}, expected at least the {vocabulary.size} ids of"
+      f" {config.vocabulary}."
     )
-  model = t5.build(config.model)
+  model = families.build(config.model, "model")
   state = initial_state(config, model)
   with writers.RunDirectory.start(
     config.run_directory,
@@ -168,9 +170,9 @@ def train_step(
 
 
 def _cross_entropy(model, params, source, target):
-  logits = model.score(params, source, source != base.PAD_ID, target)
+  logits = model.score(params, source, model.mask(source), target)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
-  mask = target != base.PAD_ID
+  mask = target != model.pad_id
   return jnp.sum(losses * mask) / jnp.sum(mask)
 
 
@@ -192,8 +194,8 @@ def judge(
   Returns:
     [R] share of right tokens, and [R] bool exact match.
   """
-  logits = model.score(params, source, source != base.PAD_ID, target)
-  mask = target != base.PAD_ID
+  logits = model.score(params, source, model.mask(source), target)
+  mask = target != model.pad_id
   right = (jnp.argmax(logits, -1) == target) & mask
   share = jnp.sum(right, 1) / jnp.maximum(jnp.sum(mask, 1), 1)
   return share, jnp.all(right | ~mask, axis=1)
@@ -222,20 +224,20 @@ def regrouped(
     np.concatenate([getattr(batch, name) for batch in drawn])
     for name in ("source", "target", "task_id")
   )
-  order = np.argsort((target != base.PAD_ID).sum(1), kind="stable")
+  order = np.argsort((target != stream.pad_id).sum(1), kind="stable")
   groups = np.split(order, pool)
   return [
     data_batches.Batch(
-      source=_cut(source[groups[place]], multiple),
-      target=_cut(target[groups[place]], multiple),
+      source=_cut(source[groups[place]], multiple, stream.pad_id),
+      target=_cut(target[groups[place]], multiple, stream.pad_id),
       task_id=task_id[groups[place]],
     )
     for place in np.random.default_rng(index).permutation(pool)
   ]
 
 
-def _cut(tokens: np.ndarray, multiple: int) -> np.ndarray:
-  longest = int((tokens != base.PAD_ID).sum(1).max())
+def _cut(tokens: np.ndarray, multiple: int, pad_id: int) -> np.ndarray:
+  longest = int((tokens != pad_id).sum(1).max())
   return tokens[:, : -(-longest // multiple) * multiple]
 
 

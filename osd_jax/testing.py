@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.models import t5
+from osd_jax.models import shapes, t5
 
 TINY_T5 = t5.T5Config(
   vocab_size=64,
@@ -36,6 +36,30 @@ TINY_DRAFT = t5.T5Config(
   num_decoder_layers=1,
   mlp_activations=("gelu", "linear"),
   tied_head=False,
+)
+
+TINY_LLAMA = shapes.LlamaConfig(
+  vocab_size=64,
+  width=32,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  mlp_dim=48,
+  num_layers=2,
+  max_positions=256,
+  eos_ids=(1,),
+)
+
+TINY_LLAMA_DRAFT = shapes.LlamaConfig(
+  vocab_size=64,
+  width=16,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  mlp_dim=24,
+  num_layers=1,
+  max_positions=256,
+  eos_ids=(1,),
 )
 
 
@@ -115,9 +139,9 @@ def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.nd
 
 
 def random_sources(
-  rows: int, length: int, vocab_size: int, seed: int
+  rows: int, length: int, vocab_size: int, seed: int, pad_id: int = base.PAD_ID
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Ragged prompts [rows, length] int32, padded with 0, and their mask.
+  """Ragged prompts [rows, length] int32, padded with `pad_id`, and their mask.
 
   Every prompt has at least two tokens and ends in end-of-sequence.
   """
@@ -125,5 +149,5 @@ def random_sources(
   source = rng.integers(3, vocab_size, size=(rows, length)).astype(np.int32)
   for row, count in enumerate(rng.integers(2, length + 1, size=rows)):
     source[row, count - 1] = base.EOS_ID
-    source[row, count:] = base.PAD_ID
-  return source, source != base.PAD_ID
+    source[row, count:] = pad_id
+  return source, source != pad_id

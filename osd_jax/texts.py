@@ -187,8 +187,9 @@ def reference_rows(
   """
   source_length = decoding.source_lengths[-1]
   for start in range(0, len(prompts), rows):
-    source = np.zeros((rows, source_length), np.int32)
-    tokens = np.zeros((rows, decoding.target_length), np.int32)
+    pad_id = pair.target.pad_id
+    source = np.full((rows, source_length), pad_id, np.int32)
+    tokens = np.full((rows, decoding.target_length), pad_id, np.int32)
     for row, prompt in enumerate(prompts[start : start + rows]):
       source[row, : len(prompt.tokens)] = prompt.tokens[:source_length]
       reference = prompt.reference[: decoding.target_length]

@@ -88,7 +88,9 @@ def test_judge_says_what_greedy_decoding_would_write():
   served, length = model.prepare(params), 8
   cache = model.prefill(served, source, mask, state_lib.buffer_length(length))
   settings = sampling.make_settings(4, max_length=length)
-  state = state_lib.initial_state(settings, cache, None, length, 0, 64)
+  state = state_lib.initial_state(
+    model.starts(source), settings, cache, None, length, 0, 64
+  )
   plain = rounds.Speculation(model, None, 0)
   while (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
     state = rounds.run_rounds(plain, served, None, jnp.int32(99), state)

@@ -14,7 +14,8 @@ from osd_jax import base, native, online, pairs, partitioning
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
 from osd_jax.measuring import chips
-from osd_jax.models import attached, sizes, t5
+from osd_jax.models import attached, families, sizes
+from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import AttachedConfig, T5Config
 from osd_jax.serving import calls
 
@@ -57,14 +58,14 @@ class Plan:
     self.partitioner = partitioning.over(run.partition, topology.devices())
     target, draft = _shapes(pair, layers)
     is_attached = isinstance(draft, AttachedConfig)
-    self.target = t5.build(target, "target", hands_out=is_attached)
+    self.target = families.build(target, "target", hands_out=is_attached)
     serving = pair.draft_serving
     with native.portable():
       self.target_params = _loaded(self.target, self.partitioner.params(self.target))
       if is_attached:
         self.draft = attached.build(draft, target, "attached draft", serving)
       else:
-        self.draft = t5.build(draft, "draft", serving)
+        self.draft = families.build(draft, "draft", serving)
       self.draft_params = _loaded(self.draft, self.partitioner.draft_params(self.draft))
       self.frozen = None
       if is_attached:
@@ -150,11 +151,11 @@ class Plan:
 
 def _shapes(
   pair: pairs.PairConfig, layers: int
-) -> tuple[T5Config, T5Config | AttachedConfig]:
+) -> tuple[ModelConfig, ModelConfig | AttachedConfig]:
   """The shapes of target and draft, by their names or of their weights."""
   target, draft = _shape(pair, "target", layers), _shape(pair, "draft", layers)
-  assert isinstance(target, T5Config)
-  if isinstance(draft, T5Config) and target.vocab_size != draft.vocab_size:
+  assert not isinstance(target, AttachedConfig)
+  if not isinstance(draft, AttachedConfig) and target.vocab_size != draft.vocab_size:
     raise base.InputError(
       f"PairConfig: target {pair.target} has {target.vocab_size} token ids, draft"
       f" {pair.draft} has {draft.vocab_size}; expected the same number. Choose a draft"
@@ -165,7 +166,7 @@ def _shapes(
 
 def _shape(
   pair: pairs.PairConfig, field: str, layers: int
-) -> T5Config | AttachedConfig:
+) -> ModelConfig | AttachedConfig:
   """The shape of "target" or "draft"."""
   value = getattr(pair, field)
   if field == "draft" and value == pairs.ATTACHED:
@@ -176,6 +177,8 @@ def _shape(
   shape = dataclasses.replace(shape, dtype=pair.dtype)
   if not layers:
     return shape
+  if not isinstance(shape, T5Config):
+    return dataclasses.replace(shape, num_layers=layers)
   return dataclasses.replace(
     shape, num_encoder_layers=layers, num_decoder_layers=layers
   )

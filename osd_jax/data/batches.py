@@ -24,7 +24,7 @@ class BatchConfig:
   Attributes:
     tasks: of different names; `task_id` is the place in this tuple.
     batch_size: R, rows of a batch.
-    source_length: S in tokens; longer prompts are cut, end-of-sequence kept.
+    source_length: S in tokens; longer prompts are cut, see `Vocabulary.cut_prompt`.
     target_length: T in tokens; longer references are cut, without
       end-of-sequence, since they do not end there.
     seed: of the order, and of which rows `limit_rows` keeps.
@@ -81,7 +81,7 @@ class Batch:
   """Padded rows.
 
   Attributes:
-    source: [R, S] int32; each prompt ends in end-of-sequence, then padding.
+    source: [R, S] int32; prompts, then padding.
     target: [R, T] int32; ends in end-of-sequence unless cut, then padding.
     task_id: [R] int32; place of the task in the config.
   """
@@ -109,6 +109,7 @@ class BatchStream:
       InputError: missing files, or a task without usable rows.
     """
     self.config, self._require_reference = config, require_reference
+    self._vocabulary = vocabulary
     self._held = [rows.read(task, vocabulary, config.reader) for task in config.tasks]
     self._rows = [
       self._kept(held, limit)
@@ -116,6 +117,11 @@ class BatchStream:
     ]
     sizes = [len(kept) for kept in self._rows]
     self._quotas = _quotas(sizes, config.weights)
+
+  @property
+  def pad_id(self) -> int:
+    """What rows are filled up with."""
+    return self._vocabulary.pad_id
 
   @property
   def rows_per_epoch(self) -> int:
@@ -205,10 +211,10 @@ class BatchStream:
 
   def _pad(self, numbered: list[tuple[int, rows.Row]]) -> Batch:
     config = self.config
-    source = np.full((len(numbered), config.source_length), base.PAD_ID, np.int32)
-    target = np.full((len(numbered), config.target_length), base.PAD_ID, np.int32)
+    source = np.full((len(numbered), config.source_length), self.pad_id, np.int32)
+    target = np.full((len(numbered), config.target_length), self.pad_id, np.int32)
     for place, (_, row) in enumerate(numbered):
-      prompt = rows.truncate_source(row.source, config.source_length)
+      prompt = self._vocabulary.cut_prompt(row.source, config.source_length)
       reference = row.target[: config.target_length]
       source[place, : len(prompt)] = prompt
       target[place, : len(reference)] = reference

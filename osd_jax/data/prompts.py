@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from osd_jax import base
 from osd_jax.data import batches
 from osd_jax.data.vocabularies import Vocabulary
 
@@ -15,7 +14,7 @@ class Prompt:
   """One prompt of a corpus.
 
   Attributes:
-    tokens: [n] int32 with end-of-sequence.
+    tokens: [n] int32, as the models are given them.
     task_id: place of its task in the config.
     reference: [m] int32 with end-of-sequence unless cut; empty if there is none.
   """
@@ -52,16 +51,16 @@ def prompts(
   one = dataclasses.replace(config, batch_size=1)
   stream = batches.BatchStream(one, vocabulary, require_reference=False)
   count = min(stream.rows_per_epoch, count or stream.rows_per_epoch)
-  return Corpus((_prompt(stream[index]) for index in range(count)), stream)
+  return Corpus((_prompt(stream[index], vocabulary) for index in range(count)), stream)
 
 
-def _prompt(batch: batches.Batch) -> Prompt:
+def _prompt(batch: batches.Batch, vocabulary: Vocabulary) -> Prompt:
   """The only row of a batch."""
-  reference = batch.target[0][batch.target[0] != base.PAD_ID]
-  if reference.tolist() == [base.EOS_ID]:
+  reference = batch.target[0][batch.target[0] != vocabulary.pad_id]
+  if len(reference) == 1 and reference[0] in vocabulary.eos_ids:
     reference = reference[:0]  # the data had none
   return Prompt(
-    tokens=batch.source[0][batch.source[0] != base.PAD_ID],
+    tokens=batch.source[0][batch.source[0] != vocabulary.pad_id],
     task_id=int(batch.task_id[0]),
     reference=reference,
   )

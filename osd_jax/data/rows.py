@@ -35,7 +35,7 @@ class Row:
     row_id: the example's own id or its place.
     prompt: text.
     reference: text, "" if the data has none.
-    source: [n] int32, ids of the prompt with end-of-sequence, n >= 2.
+    source: [n] int32, ids of the prompt as its model is given them.
     target: [m] int32, ids of the reference with end-of-sequence, m >= 1.
   """
 
@@ -89,13 +89,13 @@ def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "seqio") -> Tas
   """
   readers = {"seqio": _seqio_rows, "plain": _plain_rows}
   found, problems = readers[reader](task, vocabulary)
-  rows = tuple(row for row in found if len(row.source) > 1)
+  rows = tuple(row for row in found if not vocabulary.is_blank(row.source))
   skipped = (
     *(f"{text.location}: {text.problem}" for text in problems),
     *(
       f"{row.location}: empty: the prompt has no tokens"
       for row in found
-      if len(row.source) == 1
+      if vocabulary.is_blank(row.source)
     ),
   )
   if not rows:
@@ -105,13 +105,6 @@ def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "seqio") -> Tas
       f" prompt for preprocessor {task.preprocessor!r}."
     )
   return TaskRows(task, rows, skipped)
-
-
-def truncate_source(source: np.ndarray, length: int) -> np.ndarray:
-  """Cuts a prompt's ids to `length`, keeping end-of-sequence at the end."""
-  if len(source) <= length:
-    return source
-  return np.append(source[: length - 1], np.int32(base.EOS_ID))
 
 
 def order(task: TaskConfig, count: int, seed: int, epoch: int) -> np.ndarray:
@@ -232,7 +225,7 @@ def _plain_rows(
       text.row_id,
       text.prompt,
       text.reference,
-      vocabulary.encode_with_eos(text.prompt),
+      vocabulary.encode_prompt(text.prompt),
       vocabulary.encode_with_eos(text.reference),
     )
     for text in texts

@@ -109,7 +109,7 @@ class QueryStream:
       MissingExtraError: reader "seqio" without the extra `data`.
       InputError: missing files, or a task without a usable line.
     """
-    self.config = config
+    self.config, self._vocabulary = config, vocabulary
     tasks = rows.unique(config.tasks)
     self._held = [rows.read(task, vocabulary, config.reader) for task in tasks]
     numbers = [tasks.index(task) for task in config.tasks]
@@ -138,7 +138,7 @@ class QueryStream:
       task_id=task_id,
       prompt=row.prompt,
       reference=row.reference,
-      tokens=rows.truncate_source(row.source, self.config.source_length),
+      tokens=self._vocabulary.cut_prompt(row.source, self.config.source_length),
       row_id=row.row_id,
     )
 
@@ -287,14 +287,14 @@ class PromptStream:
     text = prompt.encode("utf-8", "replace").decode()  # lone surrogates are no text
     self._digest.update(f"{len(text)}:{text}".encode())
     place = f"{self._label}:{self._read}"
-    tokens = self._vocabulary.encode_with_eos(text)
-    if len(tokens) == 1 or not text.strip():
+    tokens = self._vocabulary.encode_prompt(text)
+    if self._vocabulary.is_blank(tokens) or not text.strip():
       rows.note(self._report, "skipped", f"{place}: empty: the prompt is blank")
       return
     if len(tokens) > self._longest:
       rows.note(self._report, "cut", place)
     self._report["rows"] += 1
-    cut = rows.truncate_source(tokens, self._longest)
+    cut = self._vocabulary.cut_prompt(tokens, self._longest)
     self._held[index] = Query(index, self._label, 0, text, "", cut, place)
     self._held.pop(index - _HELD, None)
 

@@ -109,14 +109,15 @@ def _silent_stderr() -> Iterator[None]:
 
 def registered_name(task: TaskConfig, vocabulary: Vocabulary) -> str:
   """Returns a seqio name that no other definition of `task.name` can take."""
-  definition = repr((task, vocabulary.fingerprint))
+  definition = repr((task, vocabulary.fingerprint, vocabulary.chat_template))
   return f"{task.name}:{hashlib.sha256(definition.encode()).hexdigest()[:12]}"
 
 
 def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) -> str:
   """Adds a task to `seqio.TaskRegistry`.
 
-  Its examples hold `inputs` and `targets` (ids, each ending in end-of-sequence;
+  Its examples hold `inputs` and `targets` (ids, each ending in end-of-sequence but for
+  the inputs of decoder-only models;
   a sequence length cuts inputs before it and targets through it), their texts
   as `inputs_pretokenized` and `targets_pretokenized`, `row_id` and `location`.
   Unusable lines are left out.
@@ -135,7 +136,7 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
   """
   seqio = import_seqio()
   name = name or task.name
-  definition = (task, vocabulary.fingerprint)
+  definition = (task, vocabulary.fingerprint, vocabulary.chat_template)
   if name in seqio.TaskRegistry.names():
     if _DEFINITIONS.get(name) == definition:
       return name
@@ -146,7 +147,9 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
     )
   if task.kind == "jsonl":
     paths(task)  # here, not inside tensorflow, where its error would be another
-  feature = seqio.Feature(as_seqio(vocabulary), add_eos=True)
+  ends = not vocabulary.is_causal  # a decoder-only model writes on
+  prompts = seqio.Feature(as_seqio(vocabulary, is_prompt=True), add_eos=ends)
+  answers = seqio.Feature(as_seqio(vocabulary), add_eos=True)
   seqio.TaskRegistry.add(
     name,
     source=_seqio_source(task),
@@ -156,7 +159,7 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
       seqio.preprocessors.tokenize,
       _append_eos,
     ],
-    output_features={"inputs": feature, "targets": feature},
+    output_features={"inputs": prompts, "targets": answers},
   )
   _DEFINITIONS[name] = definition
   return name

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,10 @@ _SETTINGS_FILE = "tokenizer_config.json"
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-  """A SentencePiece model with T5's special ids. Made by `load`.
+  """Text to ids and back, as a family of models is used to it. Made by `load`.
+
+  T5's prompts end in end-of-sequence. Those of decoder-only models begin with what
+  their tokenizer puts there, and may be put into a chat template before.
 
   Two vocabularies are equal when they write the same ids, wherever they lie.
 
@@ -34,7 +37,13 @@ class Vocabulary:
     size: number of ids, sentinels included; a model's V may be padded beyond.
     path: where the model was read.
     extra_ids: number of T5's sentinels (`<extra_id_0>`...) after the last piece.
-    processor: the SentencePiece processor.
+    processor: a SentencePiece processor, or what has the same functions.
+    pad_id: what rows of ids are filled up with; no id of a text.
+    eos_ids: ids that end a sequence, the first one written.
+    is_causal: of decoder-only models.
+    prefix: ids before every prompt of a decoder-only model.
+    chat_template: text of the template that prompts are put into; "" for none.
+    template: does so.
   """
 
   fingerprint: str
@@ -43,6 +52,14 @@ class Vocabulary:
   extra_ids: int = dataclasses.field(compare=False)
   processor: sentencepiece.SentencePieceProcessor = dataclasses.field(
     compare=False, repr=False
+  )
+  pad_id: int = PAD_ID
+  eos_ids: tuple[int, ...] = (EOS_ID,)
+  is_causal: bool = False
+  prefix: tuple[int, ...] = ()
+  chat_template: str = ""
+  template: Callable[[str], str] | None = dataclasses.field(
+    default=None, compare=False, repr=False
   )
 
   @classmethod
@@ -77,7 +94,34 @@ class Vocabulary:
 
   def encode_with_eos(self, text: str) -> np.ndarray:
     """Returns the ids of `text` and end-of-sequence, [n + 1] int32."""
-    return np.asarray([*self.encode(text), EOS_ID], np.int32)
+    return np.asarray([*self.encode(text), self.eos_ids[0]], np.int32)
+
+  def encode_prompt(self, text: str) -> np.ndarray:
+    """Returns the ids of a prompt as its model is given them, [n] int32."""
+    if not self.is_causal:
+      return self.encode_with_eos(text)
+    if self.template is not None:  # it writes its own beginning
+      return np.asarray(self.encode(self.template(text)), np.int32)
+    return np.asarray([*self.prefix, *self.encode(text)], np.int32)
+
+  def is_blank(self, prompt: np.ndarray) -> bool:
+    """Whether the ids of a prompt hold no text."""
+    return len(prompt) <= (len(self.prefix) if self.is_causal else 1)
+
+  def cut_prompt(self, prompt: np.ndarray, length: int) -> np.ndarray:
+    """Cuts the ids of a prompt to `length`.
+
+    T5 keeps the beginning, and end-of-sequence at the end; a decoder-only model, which
+    writes on where the prompt ends, keeps the end and the prefix.
+    """
+    if len(prompt) <= length:
+      return prompt
+    if not self.is_causal:
+      return np.append(prompt[: length - 1], np.int32(EOS_ID))
+    kept = min(len(self.prefix), length - 1)
+    begins = tuple(prompt[:kept]) == self.prefix[:kept]
+    kept = kept if begins else 0
+    return np.concatenate([prompt[:kept], prompt[kept - length :]])
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of `ids` up to the first end-of-sequence.
@@ -92,9 +136,9 @@ class Vocabulary:
     kept: list[int] = []
     for token in ids:
       token = int(token)
-      if token == EOS_ID:
+      if token in self.eos_ids:
         break
-      if token != PAD_ID:
+      if token != self.pad_id:
         kept.append(token if 0 <= token < self.size else self.processor.unk_id())
     return self.processor.DecodeIds(kept)
 
@@ -143,8 +187,8 @@ def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
   return stated if base.is_count(stated, least=0) else None
 
 
-def as_seqio(vocabulary: Vocabulary) -> Any:
-  """Returns the same vocabulary as a `seqio.SentencePieceVocabulary`.
+def as_seqio(vocabulary: Vocabulary, is_prompt: bool = False) -> Any:
+  """Returns the same vocabulary as a `seqio.Vocabulary`.
 
   Its `encode_tf` calls the same SentencePiece library as `encode`: the copy
   inside tensorflow-text breaks ties between segmentations of one score otherwise
@@ -152,6 +196,7 @@ def as_seqio(vocabulary: Vocabulary) -> Any:
 
   Args:
     vocabulary: what to hand over; its file must still be there.
+    is_prompt: write prompts, where those of a decoder-only model differ from texts.
 
   Returns:
     The seqio vocabulary.
@@ -160,6 +205,8 @@ def as_seqio(vocabulary: Vocabulary) -> Any:
     ImportError: seqio is not installed.
     ValueError: the file changed since it was loaded.
   """
+  if vocabulary.is_causal:
+    return _causal_seqio_class()(vocabulary, is_prompt)
   if Vocabulary.load(vocabulary.path, vocabulary.extra_ids) != vocabulary:
     raise base.InputError(
       f"Vocabulary.path: {vocabulary.path} was loaded with fingerprint"
@@ -186,6 +233,56 @@ def _seqio_class() -> Any:
       return ids
 
   return SentencePieceVocabulary
+
+
+@functools.cache
+def _causal_seqio_class() -> Any:
+  import seqio
+  import tensorflow as tf
+
+  class CausalVocabulary(seqio.Vocabulary):
+    """A decoder-only model's: prompts begin with a prefix, nothing ends them."""
+
+    def __init__(self, vocabulary: Vocabulary, is_prompt: bool):
+      super().__init__()
+      self.vocabulary = vocabulary
+      self._write = vocabulary.encode_prompt if is_prompt else vocabulary.encode
+
+    @property
+    def bos_id(self) -> int | None:
+      return None
+
+    @property
+    def eos_id(self) -> int:
+      return self.vocabulary.eos_ids[0]
+
+    @property
+    def unk_id(self) -> int | None:
+      return self.vocabulary.processor.unk_id()
+
+    @property
+    def _base_vocab_size(self) -> int:
+      return self.vocabulary.size
+
+    def _encode(self, s: str) -> list[int]:
+      return [int(token) for token in self._write(s)]
+
+    def _decode(self, ids: Iterable[int]) -> str:
+      return self.vocabulary.decode(ids)
+
+    def _encode_tf(self, s: Any) -> Any:
+      def encode(text: bytes | np.ndarray) -> np.ndarray:
+        plain = text if isinstance(text, bytes) else text.item()
+        return np.asarray(self._encode(plain.decode("utf-8")), np.int32)
+
+      ids = tf.numpy_function(encode, [s], tf.int32)
+      ids.set_shape([None])
+      return ids
+
+    def _decode_tf(self, ids: Any) -> Any:
+      return tf.numpy_function(lambda row: self.decode(row).encode(), [ids], tf.string)
+
+  return CausalVocabulary
 
 
 def _read(path: str) -> bytes:

@@ -95,15 +95,15 @@ def teacher_forced(
     target: the target model (static).
     params: its parameters.
     source: [R, S] int32.
-    tokens: [R, T] int32, padded with 0; a 0 with tokens behind it is one of them.
+    tokens: [R, T] int32, padded as sources are; padding with tokens behind it is one.
     record_top_k: k (static).
 
   Returns:
     A batch of R rows; rows without tokens have weight 0.
   """
-  logits = target.score(params, source, source != base.PAD_ID, tokens)
+  logits = target.score(params, source, target.mask(source), tokens)
   position = jnp.arange(tokens.shape[1])[None]
-  ends = jnp.where(tokens != base.PAD_ID, position + 1, 0)
+  ends = jnp.where(tokens != target.pad_id, position + 1, 0)
   mask = position < jnp.max(ends, axis=1, keepdims=True)
   return base.DistillationBatch(
     source=source,

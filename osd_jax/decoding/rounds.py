@@ -100,7 +100,13 @@ def one_round(
     proposal, verification, state.settings, state.length, speculation.rule
   )
   state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
-  return state_lib.append(state, acceptance, verification, speculation.num_draft_tokens)
+  return state_lib.append(
+    state,
+    acceptance,
+    verification,
+    speculation.num_draft_tokens,
+    speculation.target.eos_ids,
+  )
 
 
 def propose(

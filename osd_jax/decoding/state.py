@@ -1,5 +1,6 @@
 """What the decode loop carries, and how a round's tokens are appended to it."""
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -36,6 +37,7 @@ class DecodeState:
   """Rows in flight. Every leaf has the row axis first.
 
   Attributes:
+    start: [B] int32; the first input of both models, see `base.Model.start`.
     tokens: [B, T + MAX_DRAFT_TOKENS + 1] int32; emitted tokens, valid to `length`.
     length: [B] int32.
     last_token: [B] int32; emitted (or the start token) but not yet fed.
@@ -48,6 +50,7 @@ class DecodeState:
     counters: what the rounds added up to.
   """
 
+  start: jax.Array
   tokens: jax.Array
   length: jax.Array
   last_token: jax.Array
@@ -90,10 +93,11 @@ def inputs_at(state: DecodeState, start: jax.Array, count: int) -> jax.Array:
   """
   position = start[:, None] + jnp.arange(count)[None]
   before = jnp.take_along_axis(state.tokens, jnp.maximum(position - 1, 0), axis=1)
-  return jnp.where(position == 0, base.PAD_ID, before)
+  return jnp.where(position == 0, state.start[:, None], before)
 
 
 def initial_state(
+  start: jax.Array,
   settings: base.SamplingSettings,
   target_cache: Any,
   draft_cache: Any,
@@ -104,6 +108,7 @@ def initial_state(
   """Rows that have been prefilled and have emitted nothing.
 
   Args:
+    start: [B] int32; see `base.Model.starts`.
     settings: [B] per-row sampling; max_length is cut to `target_length`.
     target_cache: from the target's prefill.
     draft_cache: from the draft's prefill, or None.
@@ -114,9 +119,10 @@ def initial_state(
   rows = settings.seed.shape[0]
   zeros = jnp.zeros((rows,), jnp.int32)
   return DecodeState(
+    start=start,
     tokens=jnp.zeros((rows, buffer_length(target_length)), jnp.int32),
     length=zeros,
-    last_token=jnp.full((rows,), base.PAD_ID, jnp.int32),
+    last_token=start,
     # A plain int: an enum makes a weak type, and a second compilation with it.
     stop_reason=jnp.full((rows,), int(base.StopReason.RUNNING), jnp.int32),
     settings=settings.replace(
@@ -136,6 +142,7 @@ def append(
   acceptance: base.Acceptance,
   verification: base.Verification,
   num_draft_tokens: int,
+  eos_ids: tuple[int, ...] = (base.EOS_ID,),
 ) -> DecodeState:
   """Adds a round's tokens and records; cuts at end-of-sequence and at the limit.
 
@@ -147,6 +154,7 @@ def append(
     acceptance: tokens of the round.
     verification: target logits; row i judged the i-th token.
     num_draft_tokens: K.
+    eos_ids: tokens that end a sequence.
 
   Returns:
     The rows after the round, with caches rewound to what was really emitted; the
@@ -155,7 +163,7 @@ def append(
   tokens = acceptance.tokens
   offset = jnp.arange(tokens.shape[1])[None]
   running = state.stop_reason == base.StopReason.RUNNING
-  count, stop_reason = _cut(state, acceptance, verification)
+  count, stop_reason = _cut(state, acceptance, verification, eos_ids)
   length = state.length + count
   last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
   error = (offset == acceptance.accepted[:, None]) & (offset < num_draft_tokens)
@@ -189,7 +197,10 @@ def _rewound(cache: Any, length: jax.Array, num_draft_tokens: int) -> Any:
 
 
 def _cut(
-  state: DecodeState, acceptance: base.Acceptance, verification: base.Verification
+  state: DecodeState,
+  acceptance: base.Acceptance,
+  verification: base.Verification,
+  eos_ids: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
   """How many of a round's tokens are emitted [B], and the new stop reasons [B]."""
   running = state.stop_reason == base.StopReason.RUNNING
@@ -200,7 +211,7 @@ def _cut(
   is_broken = _broken(verification, acceptance) & (offset < count[:, None])
   breaks = jnp.any(is_broken, axis=1)
   count = jnp.where(breaks, jnp.argmax(is_broken, axis=1), count)
-  is_eos = (acceptance.tokens == base.EOS_ID) & (offset < count[:, None])
+  is_eos = _is_any(acceptance.tokens, eos_ids) & (offset < count[:, None])
   ends = jnp.any(is_eos, axis=1)
   count = jnp.where(ends, jnp.argmax(is_eos, axis=1) + 1, count)
   full = running & (state.length + count >= state.settings.max_length)
@@ -208,6 +219,10 @@ def _cut(
   reason = jnp.where(breaks, int(base.StopReason.NOT_FINITE), reason)
   reason = jnp.where(ends, int(base.StopReason.EOS), reason)
   return count, reason.astype(jnp.int32)
+
+
+def _is_any(tokens: jax.Array, ids: tuple[int, ...]) -> jax.Array:
+  return functools.reduce(jnp.logical_or, [tokens == token for token in ids])
 
 
 def _broken(verification: base.Verification, acceptance: base.Acceptance) -> jax.Array:

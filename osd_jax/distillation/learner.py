@@ -284,4 +284,4 @@ class Learner:
 def _read(draft: base.Model, params: base.Params, source: jax.Array) -> jax.Array:
   """What the target has read of sources [R, S], by what the draft has of it."""
   assert draft.read is not None
-  return draft.read(params, source, source != base.PAD_ID)
+  return draft.read(params, source, draft.mask(source))

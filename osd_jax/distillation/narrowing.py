@@ -63,25 +63,24 @@ def narrow(
 
 
 def logits_of(
-  model: base.Model, params: base.Params, source: jax.Array, narrowed: Narrowed
+  model: base.Model, params: base.Params, narrowed: Narrowed
 ) -> Float[Array, "R P C"]:
   """The draft's logits where `narrowed` looks, for `losses.distillation_loss`.
 
   Args:
     model: the draft; one without `score_at` computes all and leaves out the rest.
     params: its parameters, frozen ones too.
-    source: what it reads, `DistillationBatch.inputs`.
     narrowed: where to look.
 
   Returns:
     [R, P, C + 1] where tokens were chosen: the last one is none of them.
   """
   batch, positions, tokens = narrowed.batch, narrowed.positions, narrowed.tokens
-  arguments = (params, source, batch.source != base.PAD_ID, batch.target)
+  arguments = (params, batch.source, model.mask(batch.source), batch.target)
   if model.score_at is not None:
-    logits = model.score_at(*arguments, positions, tokens)
+    logits = model.score_at(*arguments, positions, tokens, **batch.kept_reading)
   else:
-    logits = model.score(*arguments)
+    logits = model.score(*arguments, **batch.kept_reading)
     if positions is not None:
       logits = jnp.take_along_axis(logits, positions[..., None], axis=1)
     if tokens is not None:

@@ -27,12 +27,15 @@ def of_stream(model: base.Model, buffer: replay.ReplayBuffer) -> np.ndarray | No
   """
   if not model.shortlist:
     return None
-  return np.asarray(likeliest(buffer, model.vocab_size, model.shortlist))
+  return np.asarray(likeliest(buffer, model.vocab_size, model.shortlist, model.eos_ids))
 
 
-@functools.partial(jax.jit, static_argnames=("vocab_size", "size"))
+@functools.partial(jax.jit, static_argnames=("vocab_size", "size", "eos_ids"))
 def likeliest(
-  buffer: replay.ReplayBuffer, vocab_size: int, size: int
+  buffer: replay.ReplayBuffer,
+  vocab_size: int,
+  size: int,
+  eos_ids: tuple[int, ...] = (base.EOS_ID,),
 ) -> Int[Array, " size"]:
   """The tokens to which the target gave most mass in the rows of the buffer.
 
@@ -43,6 +46,7 @@ def likeliest(
     buffer: N rows.
     vocab_size: V (static).
     size: tokens to choose, at most V (static).
+    eos_ids: tokens that end a sequence (static).
 
   Returns:
     [size] int32, distinct, in ascending order.
@@ -52,7 +56,7 @@ def likeliest(
   mass = jnp.where(counted[..., None], jnp.exp(records.log_probs), 0.0)
   expected = jnp.zeros(vocab_size, jnp.float32)
   expected = expected.at[records.ids.astype(jnp.int32)].add(mass)
-  expected = expected.at[base.EOS_ID].set(jnp.inf)
+  expected = expected.at[np.asarray(eos_ids)].set(jnp.inf)
   # top_k takes the lower of two equal entries first.
   _, chosen = jax.lax.top_k(expected, size)
   return jnp.sort(chosen).astype(jnp.int32)

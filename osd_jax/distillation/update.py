@@ -169,7 +169,7 @@ def loss_and_grad(
 
   def loss(params):
     whole = model.join(params, frozen)
-    logits = narrowing.logits_of(model, whole, batch.inputs, narrowed)
+    logits = narrowing.logits_of(model, whole, narrowed)
     return losses.distillation_loss(config.loss, logits, narrowed.batch)
 
   return jax.value_and_grad(loss)(params)

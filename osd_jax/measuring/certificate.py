@@ -240,7 +240,7 @@ class Certifier:
         lambda leaf: np.asarray(leaf, np.float64), self._pair.target_params
       )
       source = np.asarray(done.batch.source)
-      mask = source != base.PAD_ID
+      mask = self._pair.target.mask(source)
       target = np.asarray(done.batch.target)
       logits = _score(self._pair.rescoring_target, params, source, mask, target)
       row = np.asarray(logits)[0, at]
@@ -257,7 +257,7 @@ class Certifier:
         self._pair.target,
         self._pair.target_params,
         source,
-        source != base.PAD_ID,
+        self._pair.target.mask(source),
         np.asarray(batch.target),
       )
     )[0]

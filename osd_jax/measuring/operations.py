@@ -104,15 +104,14 @@ def _of_model(
 ) -> tuple[float, float] | None:
   """Operations of a prefill, and of a token behind it."""
   prompt = jnp.asarray(source)
-  mask = prompt != base.PAD_ID
+  mask = model.mask(prompt)
   # A draft attached to the target reads what that has read: no work of its own.
-  read = (
-    jnp.zeros((*source.shape, model.reads), jnp.bfloat16) if model.reads else prompt
-  )
+  reading = jnp.zeros((*source.shape, model.reads), jnp.bfloat16)
+  read = {"reading": reading} if model.reads else {}
 
   def of(tokens):
     target = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    score = lambda params, target: model.score(params, read, mask, target)
+    score = lambda params, target: model.score(params, prompt, mask, target, **read)
     return _counted(score, params, target)
 
   one, many = of(1), of(length + 1)

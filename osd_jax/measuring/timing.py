@@ -91,7 +91,7 @@ def measure(
 def _prefilled(model, length, params, source, read) -> tuple[base.Params, Any]:
   """The served copy and a cache after prefill of what it reads of the source."""
   served = model.prepare(params)
-  return served, model.prefill(served, read, source != base.PAD_ID, length)
+  return served, model.prefill(served, read, model.mask(source), length)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -1,6 +1,6 @@
 """A draft attached to its target: it reads what the target has read of the prompt.
 
-    prompt -> target's encoder -> reading [B, S, E] -----> |
+    prompt -> target's encoder, or layers -> reading [B, S, E] -----> |
     tokens -> target's embedding -> inward -> decoder layers -> outward -> target's head
 
 A draft of its own has to learn reading, copying and the vocabulary anew. This one takes
@@ -19,8 +19,9 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import layers, served, stacks, t5
-from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
+from osd_jax.models import families, layers, served, stacks
+from osd_jax.models.families import ModelConfig
+from osd_jax.models.shapes import AttachedConfig, DraftServing
 
 FROZEN = "target"  # the name of what belongs to the target among the parameters
 _WHOLE = DraftServing()  # leaves nothing out
@@ -36,7 +37,7 @@ class Attached(nn.Module):
   """
 
   config: AttachedConfig
-  target: T5Config
+  target: ModelConfig
   serving: DraftServing | None = None
 
   def setup(self):
@@ -63,9 +64,9 @@ class Attached(nn.Module):
     x, cache = self.decoder.step(self._embed(frozen, tokens), cache)
     return self._logits(frozen, self.outward(x)), cache
 
-  def score(self, frozen, reading, mask, target, positions=None, tokens=None):
-    """See `base.Model.score` and `base.Model.score_at`."""
-    x = self._embed(frozen, stacks.inputs_of(target))
+  def score(self, frozen, reading, mask, inputs, positions=None, tokens=None):
+    """See `base.Model.score` and `base.Model.score_at`; inputs are what is fed."""
+    x = self._embed(frozen, inputs)
     x = self.decoder.at(x, self._cross(reading), mask, positions)
     return self._logits(frozen, self.outward(x), tokens)
 
@@ -78,8 +79,7 @@ class Attached(nn.Module):
     return self.inward(layers.normalized(frozen["embedding"][tokens]))
 
   def _logits(self, frozen, x, tokens=None):
-    if self.target.tied_head:
-      x = x * self.target.width**-0.5
+    x = x * self.target.head_scale if self.target.tied_head else x
     if self.draft_head is not None:
       logits = self.draft_head(x)
     else:
@@ -92,7 +92,7 @@ class Attached(nn.Module):
 
 
 def frozen_of(
-  target: T5Config, params: base.Params, serving: DraftServing = _WHOLE
+  target: ModelConfig, params: base.Params, serving: DraftServing = _WHOLE
 ) -> base.Params:
   """What an attached draft takes from its target: tables, and the way it reads.
 
@@ -110,7 +110,7 @@ def frozen_of(
   head = embedding
   if not target.tied_head:
     head = _transposed(jnp.asarray(params["decoder"]["logits_dense"]["kernel"], dtype))
-  reader = {"token_embedder": embedder, "encoder": params["encoder"]}
+  reader = families.reader_params(target, params)
   frozen = {"embedding": embedding, "head": head, "reader": reader}
   if serving.int8 and not serving.shortlist:
     frozen["draft_head"] = served.draft_head(serving, head, True, None)
@@ -123,7 +123,7 @@ _transposed = jax.jit(jnp.transpose)
 @functools.cache
 def build(
   config: AttachedConfig,
-  target: T5Config,
+  target: ModelConfig,
   name: str = "attached",
   serving: DraftServing = _WHOLE,
 ) -> base.Model:
@@ -139,7 +139,7 @@ def build(
     serving = dataclasses.replace(serving, shortlist=0)
   training = Attached(config, target)
   decoding = Attached(config, target, serving)
-  reader = t5.T5(target)
+  of_target = families.build(target, "target of a draft")
 
   def apply(module, params, *arguments, method) -> Any:
     """Runs a module on what is the draft's own."""
@@ -155,11 +155,13 @@ def build(
     return apply(decoding, params, *arguments, method=Attached.decode)
 
   def read(params, source, mask):
-    return apply(reader, params[FROZEN]["reader"], source, mask, method=t5.T5.read)
+    return families.read(target, params[FROZEN]["reader"], source, mask)
 
-  def score(params, source, mask, target, positions=None, tokens=None):
-    reading = read(params, source, mask) if source.ndim == 2 else source
-    arguments = (params[FROZEN], reading, mask, target, positions, tokens)
+  def score(params, source, mask, text, positions=None, tokens=None, reading=None):
+    if reading is None:
+      reading = read(params, source, mask)
+    inputs = stacks.inputs_of(text, of_target.starts(source))
+    arguments = (params[FROZEN], reading, mask, inputs, positions, tokens)
     return apply(training, params, *arguments, method=Attached.score)
 
   return base.Model(
@@ -177,6 +179,10 @@ def build(
     reads=target.width,
     read=read,
     head_dim=config.decoder(target).head_dim,
+    eos_ids=of_target.eos_ids,
+    pad_id=of_target.pad_id,
+    start=of_target.start,
+    max_positions=of_target.max_positions,
   )
 
 
@@ -195,7 +201,7 @@ def _logical_axes(module: Attached):
 
 
 def _prepare(
-  target: T5Config,
+  target: ModelConfig,
   serving: DraftServing,
   params: base.Params,
   shortlist: jax.Array | None = None,

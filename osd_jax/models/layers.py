@@ -1,4 +1,4 @@
-"""Layers of T5 with t5x's parameter names and logical axes.
+"""Layers of the models with t5x's parameter names and logical axes.
 
 Parameters are t5x's: kernels `[in, out]`. The served copy (`base.Model.prepare`)
 holds kernels in another `Layout`, which the modules are told.
@@ -18,6 +18,7 @@ from osd_jax import native
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu": jax.nn.relu,
   "gelu": functools.partial(jax.nn.gelu, approximate=True),
+  "silu": jax.nn.silu,
   "linear": lambda x: x,
 }
 
@@ -38,7 +39,7 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   Float32 operands are multiplied in full float32 on every backend; GPUs and
   TPUs would otherwise silently use fewer bits.
   """
-  return jnp.matmul(x, kernel, precision=_precision(x.dtype))
+  return jnp.matmul(x, kernel, precision=precision_of(x.dtype))
 
 
 def served_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -69,13 +70,13 @@ def kernel_first_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """
   if not native.forms():
     contracted = ((x.ndim - 1,), (1,)), ((), ())
-    return jax.lax.dot_general(x, kernel, contracted, precision=_precision(x.dtype))
+    return jax.lax.dot_general(x, kernel, contracted, precision=precision_of(x.dtype))
   columns = x.reshape(-1, x.shape[-1])
   count = columns.shape[0]
   if count > 1:
     columns = jnp.pad(columns, ((0, -count % 4), (0, 0)))
   product = jax.lax.dot_general(
-    kernel, columns, (((1,), (1,)), ((), ())), precision=_precision(x.dtype)
+    kernel, columns, (((1,), (1,)), ((), ())), precision=precision_of(x.dtype)
   )
   product = jax.lax.optimization_barrier(product).T[:count]
   return product.reshape(*x.shape[:-1], kernel.shape[0])
@@ -130,19 +131,19 @@ def quantized(kernel: jax.Array) -> dict[str, jax.Array]:
   return {"kernel": rounded.T, "scale": scale}
 
 
-def _at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
+def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
   """float32 for bfloat16; float64 stays what it is."""
   return jnp.promote_types(dtype, jnp.float32)
 
 
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
+def precision_of(dtype: jnp.dtype) -> jax.lax.Precision:
   if dtype == jnp.float32:
     return jax.lax.Precision.HIGHEST
   return jax.lax.Precision.DEFAULT
 
 
 class Projection(nn.Module):
-  """A bias-free linear map.
+  """A linear map.
 
   Attributes:
     shape: (in, out).
@@ -150,6 +151,7 @@ class Projection(nn.Module):
     dtype: compute type.
     layout: how the kernel is stored.
     init_scale: standard deviation of the initial kernel times sqrt(in).
+    bias: adds one to every output.
   """
 
   shape: tuple[int, int]
@@ -157,10 +159,19 @@ class Projection(nn.Module):
   dtype: jnp.dtype
   layout: Layout = Layout.TRAINED
   init_scale: float = 1.0
+  bias: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
     """Maps x [..., in] to [..., out], or to some of the outputs of a trained kernel."""
+    product = self._product(x, outputs)
+    if not self.bias:
+      return product
+    init = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[1:])
+    bias = self.param("bias", init, self.shape[1:])
+    return product + jnp.broadcast_to(bias.astype(self.dtype), product.shape)
+
+  def _product(self, x: jax.Array, outputs: jax.Array | None) -> jax.Array:
     shape, axes = self.shape, self.axes
     if self.layout is not Layout.TRAINED:
       shape, axes = shape[::-1], axes[::-1]
@@ -177,27 +188,31 @@ class Projection(nn.Module):
 
 def normalized(x: jax.Array) -> jax.Array:
   """x [..., E] over its root mean square; computed in float32 at least."""
-  wide = x.astype(_at_least_float32(x.dtype))
+  wide = x.astype(at_least_float32(x.dtype))
   mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
   return (wide * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype)
 
 
 class RMSNorm(nn.Module):
-  """T5's layer norm: no mean, no bias; computed in float32 at least.
+  """A norm without mean and bias; computed in float32 at least.
 
   Attributes:
     dtype: type of the result.
+    epsilon: added to the mean square; T5's by custom.
+    axis: logical name of what is normalised.
   """
 
   dtype: jnp.dtype
+  epsilon: float = 1e-6
+  axis: str = "embed"
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    init = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
+    init = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
     scale = self.param("scale", init, (x.shape[-1],))
-    x = x.astype(_at_least_float32(x.dtype))
+    x = x.astype(at_least_float32(x.dtype))
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    normed = (x * jax.lax.rsqrt(mean_square + 1e-6)).astype(self.dtype)
+    normed = (x * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype)
     return normed * jnp.broadcast_to(scale.astype(self.dtype), x.shape)
 
 
@@ -255,13 +270,13 @@ class Attention(nn.Module):
     Returns:
       [B, n, E]
     """
-    precision = _precision(self.dtype)
+    precision = precision_of(self.dtype)
     query = self.query(x)
     if self.layout is not Layout.TRAINED and native.attends(query, keys):
       return self.out(native.attention(query, keys, values, bias))
     query = self._split(query)
     logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
-    logits = logits.astype(_at_least_float32(logits.dtype)) + bias
+    logits = logits.astype(at_least_float32(logits.dtype)) + bias
     weights = jax.nn.softmax(logits, axis=-1)
     context = jnp.einsum(
       "bhnt,bhtd->bnhd", weights.astype(self.dtype), values, precision=precision
@@ -280,7 +295,8 @@ class Mlp(nn.Module):
   Attributes:
     width: E.
     hidden: inner width.
-    activations: ("relu",) for T5 1.0, ("gelu", "linear") for T5 1.1 and Flan.
+    activations: ("relu",) for T5 1.0, ("gelu", "linear") for T5 1.1 and Flan, ("silu",
+      "linear") for Llama.
     dtype: compute type.
     layout: of the kernels.
   """

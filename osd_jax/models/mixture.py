@@ -52,7 +52,7 @@ def mix(
     return MixtureCache(
       target=target.prefill(served["target"], source, mask, cache_length),
       draft=draft.prefill(served["draft"], source, mask, cache_length),
-      fingerprint=fingerprint(source),
+      fingerprint=fingerprint(source, target.pad_id),
       length=jnp.zeros(source.shape[0], jnp.int32),
     )
 
@@ -68,7 +68,7 @@ def mix(
 
   def score(params, source, mask, tokens):
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    coins = from_draft(fingerprint(source), position)
+    coins = from_draft(fingerprint(source, target.pad_id), position)
     target_logits = target.score(params["target"], source, mask, tokens)
     draft_logits = draft.score(params["draft"], source, mask, tokens)
     return jnp.where(coins[..., None], draft_logits, target_logits)
@@ -82,14 +82,19 @@ def mix(
     score=score,
     prepare=lambda params: both(lambda model, name: model.prepare(params[name])),
     logical_axes=lambda: both(lambda model, _: model.logical_axes()),
+    eos_ids=target.eos_ids,
+    pad_id=target.pad_id,
+    start=target.start,
+    max_positions=target.max_positions,
   )
 
 
-def fingerprint(source: jax.Array) -> jax.Array:
+def fingerprint(source: jax.Array, pad_id: int = base.PAD_ID) -> jax.Array:
   """A hash of every prompt that does not depend on its padding.
 
   Args:
-    source: [B, S] int32, padded with 0.
+    source: [B, S] int32, padded.
+    pad_id: with what.
 
   Returns:
     [B] uint32
@@ -97,7 +102,7 @@ def fingerprint(source: jax.Array) -> jax.Array:
 
   def add(digest, token):
     mixed = (digest ^ token.astype(jnp.uint32)) * jnp.uint32(_FACTOR)
-    return jnp.where(token == base.PAD_ID, digest, mixed), None
+    return jnp.where(token == pad_id, digest, mixed), None
 
   start = jnp.full(source.shape[0], 2166136261, jnp.uint32)
   return jax.lax.scan(add, start, source.T)[0]

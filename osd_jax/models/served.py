@@ -1,4 +1,4 @@
-"""The served copy of a T5: kernels as decoding wants them, lighter for drafts."""
+"""The served copy of a model: kernels as decoding wants them, lighter for drafts."""
 
 import functools
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax.models import layers
-from osd_jax.models.shapes import DraftServing, T5Config
+from osd_jax.models.shapes import DraftServing, LlamaConfig, T5Config
 
 
 class DraftHead(nn.Module):
@@ -19,7 +19,7 @@ class DraftHead(nn.Module):
     serving: at least one of its fields is set.
   """
 
-  config: T5Config
+  config: T5Config | LlamaConfig
   serving: DraftServing
 
   @nn.compact
@@ -40,13 +40,13 @@ class DraftHead(nn.Module):
     return empty.at[..., ids].set(logits, unique_indices=True, indices_are_sorted=True)
 
 
-def has_draft_head(config: T5Config, serving: DraftServing) -> bool:
+def has_draft_head(config: T5Config | LlamaConfig, serving: DraftServing) -> bool:
   """Whether drafts are served with a `DraftHead` in place of their own."""
   return serving.int8 or 0 < serving.shortlist < config.vocab_size
 
 
 def prepare(
-  config: T5Config,
+  config: T5Config | LlamaConfig,
   serving: DraftServing,
   params: base.Params,
   shortlist: jax.Array | None = None,
@@ -64,7 +64,7 @@ def prepare(
       among them; None takes the first N.
 
   Returns:
-    Parameters of `T5(config, serving)`.
+    Parameters of the model with that serving.
   """
   dtype = jnp.dtype(config.dtype)
   copy = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
@@ -121,7 +121,7 @@ def for_steps(
       ("encoder_decoder_attention", "key"),
       ("encoder_decoder_attention", "value"),
     )
-    return decoder if prefilled else stored(decoder["kernel"])
+    return decoder if prefilled else {**decoder, **stored(decoder["kernel"])}
   return {
     name: for_steps(inner, serving, (*within, name))
     if isinstance(inner, dict)

@@ -67,6 +67,134 @@ class T5Config:
       },
     )
 
+  @property
+  def head_scale(self) -> float:
+    """What the decoder's output is multiplied with before the head."""
+    return self.width**-0.5 if self.tied_head else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """Stretched rotary positions, as Llama 3.1 introduced them ("llama3").
+
+  Attributes:
+    factor: wavelengths far beyond the original context are longer by this.
+    low_freq_factor: the original context over this is the shortest of them.
+    high_freq_factor: wavelengths below the original context over this stay.
+    original_positions: length of the context before.
+  """
+
+  factor: float = 8.0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_positions: int = 8192
+
+  def __post_init__(self):
+    base.check_types(self)
+    base.check_counts(self, "original_positions")
+    low, high = self.low_freq_factor, self.high_freq_factor
+    checks = {
+      "factor": (self.factor >= 1, "a number >= 1"),
+      "low_freq_factor": (low > 0, "a number > 0"),
+      "high_freq_factor": (high > low, f"more than low_freq_factor ({low})"),
+    }
+    base.check_fields(self, checks)
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+  """Shape of a decoder-only model: Llama, Vicuna, Mistral, Qwen2, Qwen3. Llama-2-7B's.
+
+  Attributes:
+    vocab_size: V, rows of the embedding.
+    width: E, size of a token's vector.
+    num_heads: H, heads of the queries.
+    num_kv_heads: heads of keys and values, a divisor of H; each serves H / that many.
+    head_dim: D, size of one head.
+    mlp_dim: inner width of the feed-forward block.
+    num_layers: L.
+    tied_head: the output head is the embedding.
+    rope_theta: base of the rotary positions' wavelengths.
+    rope_scaling: stretches them; None does not.
+    norm_epsilon: added to mean squares.
+    attention_bias: queries, keys and values have a bias (Qwen2).
+    output_bias: the attention's output has one too.
+    query_key_norm: queries and keys of every head are normalised (Qwen3).
+    max_positions: of prompt and output together.
+    eos_ids: tokens that end a sequence.
+    handed_out: layers that a prompt has passed where an attached draft reads it; 0 is
+      all of them.
+    dtype: as in `T5Config`.
+    embedding_std: standard deviation of the initial embedding.
+  """
+
+  vocab_size: int = 32000
+  width: int = 4096
+  num_heads: int = 32
+  num_kv_heads: int = 32
+  head_dim: int = 128
+  mlp_dim: int = 11008
+  num_layers: int = 32
+  tied_head: bool = False
+  rope_theta: float = 10000.0
+  rope_scaling: RopeScaling | None = None
+  norm_epsilon: float = 1e-5
+  attention_bias: bool = False
+  output_bias: bool = False
+  query_key_norm: bool = False
+  max_positions: int = 4096
+  eos_ids: tuple[int, ...] = (2,)
+  handed_out: int = 0
+  dtype: str = "float32"
+  embedding_std: float = 1.0
+
+  def __post_init__(self):
+    if isinstance(self.rope_scaling, dict):  # read from a file
+      object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+    object.__setattr__(self, "eos_ids", tuple(self.eos_ids))
+    base.check_types(self)
+    base.check_choices(self, dtype=("float32", "bfloat16", "float64"))
+    base.check_counts(self, "vocab_size", "width", "num_heads", "num_kv_heads")
+    base.check_counts(self, "head_dim", "mlp_dim", "num_layers", "max_positions")
+    base.check_counts(self, "handed_out", least=0)
+    heads, ends = self.num_heads, self.eos_ids
+    base.check_fields(
+      self,
+      {
+        "num_kv_heads": (
+          heads % self.num_kv_heads == 0,
+          f"a divisor of num_heads ({heads})",
+        ),
+        "head_dim": (self.head_dim % 2 == 0, "an even number: halves are rotated"),
+        "rope_theta": (self.rope_theta > 0, "a number > 0"),
+        "norm_epsilon": (0 < self.norm_epsilon < 1, "a small number > 0"),
+        "eos_ids": (
+          ends and all(base.is_count(i, 0) and i < self.vocab_size for i in ends),
+          f"ids in 0..{self.vocab_size - 1}, at least one",
+        ),
+        "handed_out": (
+          self.handed_out <= self.num_layers,
+          f"an integer in 0..num_layers ({self.num_layers})",
+        ),
+        "embedding_std": (0 < self.embedding_std < float("inf"), "a finite number > 0"),
+      },
+    )
+
+  @property
+  def head_scale(self) -> float:
+    """What the decoder's output is multiplied with before the head."""
+    return 1.0
+
+  @property
+  def queries_per_head(self) -> int:
+    """Heads of queries that share one head of keys and values."""
+    return self.num_heads // self.num_kv_heads
+
+  @property
+  def layer_handed_out(self) -> int:
+    """Layers that a prompt has passed where an attached draft reads it."""
+    return self.handed_out or self.num_layers
+
 
 @dataclasses.dataclass(frozen=True)
 class AttachedConfig:
@@ -101,7 +229,7 @@ class AttachedConfig:
     base.check_counts(self, "num_layers")
     self.decoder(T5Config())  # checks the rest
 
-  def decoder(self, target: T5Config) -> T5Config:
+  def decoder(self, target: T5Config | LlamaConfig) -> T5Config:
     """The shape of its decoder layers, in the compute type of a target."""
     return T5Config(
       vocab_size=target.vocab_size,

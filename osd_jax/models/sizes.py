@@ -8,7 +8,8 @@ its training only.
 import dataclasses
 
 from osd_jax import base
-from osd_jax.models.t5 import T5Config
+from osd_jax.models.families import ModelConfig
+from osd_jax.models.shapes import LlamaConfig, RopeScaling, T5Config
 
 _T5_1_0 = T5Config()
 _FLAN = T5Config(mlp_activations=("gelu", "linear"), tied_head=False)
@@ -32,7 +33,39 @@ def _shape(
   )
 
 
-SIZES: dict[str, T5Config] = {
+_LLAMA = LlamaConfig()
+_LLAMA_3 = LlamaConfig(
+  vocab_size=128256,
+  num_kv_heads=8,
+  rope_theta=500000.0,
+  max_positions=131072,
+  eos_ids=(128001, 128008, 128009),
+)
+_QWEN_3 = LlamaConfig(
+  vocab_size=151936,
+  num_kv_heads=8,
+  rope_theta=1e6,
+  norm_epsilon=1e-6,
+  query_key_norm=True,
+  max_positions=40960,
+  eos_ids=(151645, 151643),
+)
+
+
+def _llama(like: LlamaConfig, width: int, num_heads: int, mlp_dim: int, layers: int):
+  head_dim = 128 if like is _QWEN_3 else width // num_heads
+  return dataclasses.replace(
+    like,
+    width=width,
+    num_heads=num_heads,
+    num_kv_heads=num_heads if like is _LLAMA else like.num_kv_heads,
+    head_dim=head_dim,
+    mlp_dim=mlp_dim,
+    num_layers=layers,
+  )
+
+
+SIZES: dict[str, ModelConfig] = {
   "t5-small": _shape(_T5_1_0, 512, 8, 2048, 6),
   "t5-efficient-small": _shape(_T5_1_0, 512, 8, 2048, 6),
   "flan-t5-small": _shape(_FLAN, 512, 6, 1024, 8),
@@ -40,6 +73,34 @@ SIZES: dict[str, T5Config] = {
   "flan-t5-large": _shape(_FLAN, 1024, 16, 2816, 24),
   "flan-t5-xl": _shape(_FLAN, 2048, 32, 5120, 24),
   "flan-t5-xxl": _shape(_FLAN, 4096, 64, 10240, 24),
+  "llama-68m": dataclasses.replace(
+    _llama(_LLAMA, 768, 12, 3072, 2), max_positions=2048, norm_epsilon=1e-6
+  ),
+  "llama-160m": dataclasses.replace(
+    _llama(_LLAMA, 768, 12, 3072, 12), max_positions=2048, norm_epsilon=1e-6
+  ),
+  "tinyllama-1.1b": dataclasses.replace(
+    _llama(_LLAMA, 2048, 32, 5632, 22), num_kv_heads=4, max_positions=2048
+  ),
+  "vicuna-7b": _LLAMA,
+  "vicuna-13b": _llama(_LLAMA, 5120, 40, 13824, 40),
+  "llama-2-7b": _LLAMA,
+  "llama-2-13b": _llama(_LLAMA, 5120, 40, 13824, 40),
+  "llama-3.2-1b": dataclasses.replace(
+    _llama(_LLAMA_3, 2048, 32, 8192, 16),
+    tied_head=True,
+    rope_scaling=RopeScaling(factor=32.0),
+  ),
+  "llama-3.1-8b": dataclasses.replace(
+    _llama(_LLAMA_3, 4096, 32, 14336, 32), rope_scaling=RopeScaling()
+  ),
+  "qwen3-0.6b": dataclasses.replace(
+    _llama(_QWEN_3, 1024, 16, 3072, 28), tied_head=True
+  ),
+  "qwen3-1.7b": dataclasses.replace(
+    _llama(_QWEN_3, 2048, 16, 6144, 28), tied_head=True
+  ),
+  "qwen3-8b": _llama(_QWEN_3, 4096, 32, 12288, 36),
   "demo-target": dataclasses.replace(
     _DEMO,
     width=256,
@@ -59,14 +120,14 @@ SIZES: dict[str, T5Config] = {
 }
 
 
-def size(name: str) -> T5Config:
+def size(name: str) -> ModelConfig:
   """The shape called `name`.
 
   Args:
     name: a key of `SIZES`.
 
   Returns:
-    Its T5Config.
+    Its T5Config or LlamaConfig.
 
   Raises:
     ValueError: no such name.
@@ -74,6 +135,6 @@ def size(name: str) -> T5Config:
   if name not in SIZES:
     raise base.InputError(
       f"sizes: received name {name!r}, expected one of {sorted(SIZES)}; build a"
-      " T5Config for any other shape."
+      " T5Config or LlamaConfig for any other shape."
     )
   return SIZES[name]

@@ -45,7 +45,7 @@ class Encoder(nn.Module):
     bias = bias + layers.mask_bias(mask)[:, None, None, :]
     for index in range(config.num_encoder_layers):
       layer = EncoderLayer(config, name=f"layers_{index}")
-      x = _traced_once(layer, EncoderLayer.__call__, x, bias)
+      x = traced_once(layer, EncoderLayer.__call__, x, bias)
     return layers.RMSNorm(jnp.dtype(config.dtype), name="encoder_norm")(x)
 
 
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
   def cross_keys_values(self, encoded: jax.Array):
     """Cross-attention keys and values of every layer, [B, H, S, D] each."""
     return [
-      _traced_once(layer, DecoderLayer.cross_keys_values, encoded)
+      traced_once(layer, DecoderLayer.cross_keys_values, encoded)
       for layer in self.layers
     ]
 
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
     written = []
     for index, layer in enumerate(self.layers):
       past = None if pasts is None else (*pasts[index], length)
-      x, entries = _traced_once(
+      x, entries = traced_once(
         layer, DecoderLayer.__call__, x, self_bias, cross[index], cross_bias, past
       )
       written.append(entries)
@@ -245,9 +245,15 @@ class Decoder(nn.Module):
     return self.relpos_bias(query, key) + layers.mask_bias(causal)[:, None]
 
 
-def inputs_of(target: jax.Array) -> jax.Array:
-  """What a decoder is fed to judge tokens [B, T]: the start token, then all but one."""
-  return jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=base.PAD_ID)
+def inputs_of(target: jax.Array, start: jax.Array | int = base.PAD_ID) -> jax.Array:
+  """What a decoder is fed to judge tokens [B, T]: the start token, then all but one.
+
+  Args:
+    target: [B, T] int32.
+    start: [B] int32, or one for all.
+  """
+  first = jnp.broadcast_to(start, target.shape[:1])[:, None]
+  return jnp.concatenate([first.astype(target.dtype), target[:, :-1]], axis=1)
 
 
 def empty_cache(config: T5Config, cross, mask, cache_length: int) -> cache_lib.KVCache:
@@ -276,7 +282,7 @@ def empty_cache(config: T5Config, cross, mask, cache_length: int) -> cache_lib.K
   )
 
 
-def _traced_once(layer: nn.Module, method, *args):
+def traced_once(layer: nn.Module, method, *args):
   """What `method(layer, *args)` gives; equal layers share one trace.
 
   Layers differ in nothing but their parameters, and tracing all of them is most of

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import layers, served, stacks
+from osd_jax.models import embedding, layers, served, stacks
 from osd_jax.models.shapes import DraftServing, T5Config
 
 __all__ = ["T5", "DraftServing", "T5Config", "build"]
@@ -35,7 +35,7 @@ class T5(nn.Module):
   def setup(self):
     config, serving = self.config, self.serving
     layout = layers.Layout.TRAINED if serving is None else serving.layout
-    self.token_embedder = Embedding(config)
+    self.token_embedder = embedding.Embedding(config)
     self.encoder = stacks.Encoder(config)
     short_head = None
     if serving is not None and served.has_draft_head(config, serving):
@@ -49,11 +49,13 @@ class T5(nn.Module):
     encoded = self._encode(source, mask)
     cross = self.decoder.cross_keys_values(encoded)
     cache = stacks.empty_cache(self.config, cross, mask, cache_length)
-    return cache.replace(reading=_handed_out(encoded)) if self.hands_out else cache
+    return (
+      cache.replace(reading=embedding.handed_out(encoded)) if self.hands_out else cache
+    )
 
   def read(self, source, mask):
     """See `base.Model.read`."""
-    return _handed_out(self._encode(source, mask))
+    return embedding.handed_out(self._encode(source, mask))
 
   def decode(self, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
@@ -70,42 +72,14 @@ class T5(nn.Module):
     return self.encoder(self.token_embedder(source), mask)
 
   def _logits(self, x, tokens=None):
-    if self.config.tied_head:
-      x = x * self.config.width**-0.5
-    if self.draft_head is not None:
-      logits = self.draft_head(x)
-    elif self.config.tied_head:
-      trained = self.serving is None
-      product = layers.kernel_first_matmul if trained else layers.served_matmul
-      logits = self.token_embedder.attend(x, product, tokens)
-    else:
-      logits = self.decoder.logits_dense(x, tokens)
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-
-
-def _handed_out(encoded: jax.Array) -> jax.Array:
-  """What an attached draft is given: serving and training read the same bits."""
-  return jax.lax.optimization_barrier(encoded).astype(jnp.bfloat16)
-
-
-class Embedding(nn.Module):
-  """Token embedding, and the output head of tied models."""
-
-  config: T5Config
-
-  def setup(self):
-    config = self.config
-    init = nn.with_logical_partitioning(
-      nn.initializers.normal(config.embedding_std), ("vocab", "embed")
+    x = x * self.config.head_scale if self.config.tied_head else x
+    dense = None
+    if not self.config.tied_head and self.draft_head is None:
+      dense = self.decoder.logits_dense
+    trained = self.serving is None
+    return embedding.logits_of(
+      x, self.token_embedder, dense, self.draft_head, trained, tokens
     )
-    self.embedding = self.param("embedding", init, (config.vocab_size, config.width))
-
-  def __call__(self, tokens: jax.Array) -> jax.Array:
-    return self.embedding[tokens].astype(jnp.dtype(self.config.dtype))
-
-  def attend(self, x: jax.Array, product, tokens=None) -> jax.Array:
-    kernel = self.embedding if tokens is None else self.embedding[tokens]
-    return product(x, kernel.astype(x.dtype))
 
 
 _WHOLE = DraftServing()  # leaves nothing out
@@ -152,6 +126,17 @@ def build(
     score_at=functools.partial(apply, training, method=T5.score),
     head_dim=config.head_dim,
   )
+
+
+def reader_params(config: T5Config, params: base.Params) -> base.Params:
+  """The part of a model's parameters that `read` needs."""
+  del config
+  return {name: params[name] for name in ("token_embedder", "encoder")}
+
+
+def read(config: T5Config, params: base.Params, source, mask):
+  """See `base.Model.read`, from `reader_params`."""
+  return T5(config).apply({"params": params}, source, mask, method=T5.read)
 
 
 def _init_boxed(module: T5, key: jax.Array):

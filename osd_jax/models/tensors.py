@@ -21,7 +21,7 @@ import numpy as np
 import safetensors
 
 from osd_jax import base
-from osd_jax.models import t5
+from osd_jax.models import families
 
 Shape = tuple[int, ...]
 
@@ -138,9 +138,9 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
   return content
 
 
-def expected_shapes(config: t5.T5Config) -> dict[str, Shape]:
+def expected_shapes(config: families.ModelConfig) -> dict[str, Shape]:
   """Path ("encoder/layers_0/...") -> shape of every parameter of a model."""
-  return shapes(jax.eval_shape(t5.build(config).init, jax.random.key(0)))
+  return shapes(jax.eval_shape(families.build(config, "model").init, jax.random.key(0)))
 
 
 def shapes(params: base.Params) -> dict[str, Shape]:

@@ -1,6 +1,6 @@
 """Weights of our own models: one safetensors file that also says its shape.
 
-Tensors carry t5x's names, joined by "/"; the header's metadata hold the T5Config
+Tensors carry t5x's names, joined by "/"; the header's metadata hold the config
 and the fingerprint of the vocabulary the model was trained with; or the AttachedConfig
 and the fingerprint of the target that a draft is attached to.
 """
@@ -19,11 +19,19 @@ import safetensors
 import safetensors.flax
 
 from osd_jax import base
-from osd_jax.models import attached, t5
+from osd_jax.models import attached, families
 from osd_jax.models import tensors as tensors_lib
-from osd_jax.models.shapes import AttachedConfig
+from osd_jax.models.families import ModelConfig
+from osd_jax.models.shapes import AttachedConfig, LlamaConfig, T5Config
 
-_T5, _ATTACHED = "osd_jax.t5", "osd_jax.attached"
+_KINDS = {
+  "osd_jax.t5": T5Config,
+  "osd_jax.llama": LlamaConfig,
+  "osd_jax.attached": AttachedConfig,
+}
+_FORMATS = {kind: name for name, kind in _KINDS.items()}
+_MODELS = ("osd_jax.t5", "osd_jax.llama")
+_ATTACHED = "osd_jax.attached"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Weights:
     notes: how the weights came to be.
   """
 
-  config: t5.T5Config
+  config: ModelConfig
   params: base.Params
   vocabulary: str = ""
   notes: str = ""
@@ -45,7 +53,7 @@ class Weights:
   @property
   def model(self) -> base.Model:
     """The functions that run these weights."""
-    return t5.build(self.config)
+    return families.build(self.config, "model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Identity:
     name: what it is called, for error texts.
   """
 
-  config: t5.T5Config
+  config: ModelConfig
   fingerprint: str
   name: str
 
@@ -87,8 +95,7 @@ def identity(target: Weights, name: str) -> Identity:
   shape = dataclasses.replace(target.config, dtype="float32")  # a draft serves in any
   digest = hashlib.sha256(json.dumps(dataclasses.asdict(shape)).encode())
   frozen = {
-    "token_embedder": target.params["token_embedder"],
-    "encoder": target.params["encoder"],
+    **families.reader_params(target.config, target.params),
     "logits_dense": target.params["decoder"].get("logits_dense", {}),
   }
   for path, leaf in sorted(tensors_lib.flat(frozen).items()):
@@ -118,10 +125,9 @@ def save(
     raise base.InputError(
       f"weights: save: storage: received {storage!r}, expected 'float32' or 'bfloat16'."
     )
-  attached = isinstance(weights, AttachedWeights)
   named = dataclasses.asdict(dataclasses.replace(weights, params={}))
   metadata = {
-    "format": _ATTACHED if attached else _T5,
+    "format": _FORMATS[type(weights.config)],
     **{field: value for field, value in named.items() if isinstance(value, str)},
     "config": json.dumps(dataclasses.asdict(weights.config)),
   }
@@ -213,22 +219,20 @@ def load(path: str | Path) -> Weights:
     ValueError: no such file, another format, or tensors that do not fit the
       configuration in the header.
   """
-  tensors, header = _opened(Path(path), _T5)
-  config = _config(t5.T5Config, header.get("config", ""), path)
+  tensors, header = _opened(Path(path), _MODELS)
+  config = _config(_KINDS[header["format"]], header.get("config", ""), path)
   params = _params(tensors, tensors_lib.expected_shapes(config), path)
   return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
-def shape_of(path: str | Path) -> t5.T5Config | AttachedConfig:
+def shape_of(path: str | Path) -> ModelConfig | AttachedConfig:
   """The shape that a file's header states; no tensor is read.
 
   Raises:
     InputError: as `load` does.
   """
-  path = Path(path)
-  kind = AttachedConfig if is_attached(path) else t5.T5Config
-  _, header = _opened(path, _ATTACHED if is_attached(path) else _T5)
-  return _config(kind, header.get("config", ""), path)
+  _, header = _opened(Path(path), tuple(_KINDS))
+  return _config(_KINDS[header["format"]], header.get("config", ""), path)
 
 
 def is_attached(path: Path) -> bool:
@@ -246,7 +250,7 @@ def load_attached(path: str | Path, target: Identity) -> AttachedWeights:
   Raises:
     InputError: as `load` does, or the draft is attached to another target.
   """
-  tensors, header = _opened(Path(path), _ATTACHED)
+  tensors, header = _opened(Path(path), (_ATTACHED,))
   config = _config(AttachedConfig, header.get("config", ""), path)
   stated = header.get("target", "")
   if stated != target.fingerprint:
@@ -262,12 +266,15 @@ def load_attached(path: str | Path, target: Identity) -> AttachedWeights:
   return AttachedWeights(config, _params(tensors, expected, path), **texts)
 
 
-def _opened(path: Path, wanted: str) -> tuple[tensors_lib.Tensors, dict[str, str]]:
+def _opened(
+  path: Path, wanted: tuple[str, ...]
+) -> tuple[tensors_lib.Tensors, dict[str, str]]:
   tensors, header = tensors_lib.of_safetensors(path)
-  if header.get("format") != wanted:
+  if header.get("format") not in wanted:
     raise base.InputError(
       f"weights: {path} says format {header.get('format')!r}, expected"
-      f" {wanted!r}; write it with `osd pretrain` or `osd offline`."
+      f" {' or '.join(map(repr, wanted))}; write it with `osd"
+      " pretrain` or `osd offline`."
     )
   return tensors, header
 

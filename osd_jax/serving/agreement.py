@@ -57,8 +57,8 @@ def agreement(
   Returns:
     Means per request.
   """
-  mask = batch.source != base.PAD_ID
-  logits = model.score(params, batch.inputs, mask, batch.target)
+  mask = model.mask(batch.source)
+  logits = model.score(params, batch.source, mask, batch.target, **batch.kept_reading)
   return agreement_from_logits(logits, batch, settings)
 
 

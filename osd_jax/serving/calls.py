@@ -113,7 +113,7 @@ def check_reading(target: base.Model, params: base.Params, draft: base.Model) ->
   source = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
   def prefilled(params, source):
-    cache = target.prefill(target.prepare(params), source, source != base.PAD_ID, 1)
+    cache = target.prefill(target.prepare(params), source, target.mask(source), 1)
     return getattr(cache, "reading", None)
 
   reading = jax.eval_shape(prefilled, params, source)
@@ -252,7 +252,7 @@ def read_row(
   mask = jnp.arange(program.config.target_length)[None] < length[:, None]
   batch = base.DistillationBatch(
     source=source,
-    target=jnp.where(mask, cut(state.tokens), base.PAD_ID),
+    target=jnp.where(mask, cut(state.tokens), program.target.pad_id),
     mask=mask,
     records=jax.tree.map(cut, state.records),
     weight=jnp.ones((1,), jnp.float32),
@@ -271,7 +271,7 @@ def _prefilled(
   settings: base.SamplingSettings,
 ) -> state_lib.DecodeState:
   """Rows after prefill: both encoders, empty self caches."""
-  config, mask = program.config, source != base.PAD_ID
+  config, mask = program.config, program.target.mask(source)
   length = state_lib.buffer_length(config.target_length)
   with program.traced():
     target_cache = program.target.prefill(served.target, source, mask, length)
@@ -280,6 +280,7 @@ def _prefilled(
     reading = target_cache.reading if program.draft.reads else None
     draft_cache = _draft_prefilled(program, served, source, reading)
   return state_lib.initial_state(
+    program.target.starts(source),
     settings,
     target_cache,
     draft_cache,
@@ -304,7 +305,8 @@ def _draft_prefilled(
   length = state_lib.buffer_length(program.config.target_length)
   read = source if reading is None else reading
   with program.traced():
-    return program.draft.prefill(served.draft, read, source != base.PAD_ID, length)
+    mask = program.draft.mask(source)
+    return program.draft.prefill(served.draft, read, mask, length)
 
 
 def _reading_of(program: Program, state, length: int, take) -> jax.Array | None:

@@ -332,7 +332,7 @@ class Server:
       prompt = Prompt.of(given, index, settings)
       text = TextSoFar(self.pair.vocabulary.decode, prompt.stop)
       request = Request(
-        tokens=self.pair.vocabulary.encode_with_eos(prompt.text),
+        tokens=self.pair.vocabulary.encode_prompt(prompt.text),
         sampling=prompt.sampling,
         max_length=prompt.max_length,
         tag=(index, prompt, text),

@@ -300,7 +300,7 @@ class Slots:
       slot = self._held.index(None)
       started = time.perf_counter()
       assert self._state is not None
-      source = _padded(request.tokens, self._bucket)
+      source = self._padded(request.tokens, self._bucket)
       settings = self._settings(request)
       self._state = self._drafting.insert(
         self._served, self._state, source, settings, slot
@@ -352,7 +352,7 @@ class Slots:
     request = self._held[slot]
     assert request is not None and self._state is not None
     self._held[slot] = None
-    source = _padded(request.tokens, self.config.source_lengths[-1])
+    source = self._padded(request.tokens, self.config.source_lengths[-1])
     batch, settings, figures = calls.read_row(self._program, self._state, source, slot)
     tokens, length, reason, counters = jax.tree.map(
       lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
@@ -372,9 +372,8 @@ class Slots:
       draft_version=self.draft_version,
     )
 
-
-def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
-  """[1, length] int32."""
-  source = np.full((1, length), base.PAD_ID, np.int32)
-  source[0, : len(tokens)] = tokens
-  return source
+  def _padded(self, tokens: np.ndarray, length: int) -> np.ndarray:
+    """[1, length] int32."""
+    source = np.full((1, length), self._program.target.pad_id, np.int32)
+    source[0, : len(tokens)] = tokens
+    return source

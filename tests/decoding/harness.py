@@ -5,11 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from osd_jax import base, testing
 from osd_jax.decoding import rounds as rounds_lib
 from osd_jax.decoding import state as state_lib
-from osd_jax.models import t5
+from osd_jax.models import families, llama, t5
+from osd_jax.models.shapes import DraftServing
 
 MANY = 10_000  # rounds; no test needs more
 LIVELY = 3  # the seed of the T5 target
@@ -20,6 +22,39 @@ TABLE_ROWS, TABLE_LENGTH = 6, 60
 
 TARGET = t5.build(testing.TINY_T5)
 DRAFT = t5.build(testing.TINY_DRAFT)
+LLAMA = llama.build(testing.TINY_LLAMA)
+LLAMA_DRAFT = llama.build(testing.TINY_LLAMA_DRAFT)
+FAMILIES = {"t5": (TARGET, DRAFT), "llama": (LLAMA, LLAMA_DRAFT)}
+
+
+SHAPES = {TARGET: testing.TINY_T5, LLAMA: testing.TINY_LLAMA}
+
+
+def lighter(target, **left_out):
+  """The target's shape as a draft that is served with something left out."""
+  return families.build(SHAPES[target], "light", DraftServing(**left_out))
+
+
+def family_fixture(module, **options):
+  """A fixture that runs the tests of a module with each family of models.
+
+  It puts the family's pair where the module has TARGET and DRAFT, and empties the
+  caches of the module's functions.
+
+  Args:
+    module: globals() of the module.
+    **options: of the fixture.
+  """
+
+  @pytest.fixture(scope="module", params=list(FAMILIES), **options)
+  def family(request):
+    module["TARGET"], module["DRAFT"] = FAMILIES[request.param]
+    for function in list(module.values()):
+      if hasattr(function, "cache_clear"):
+        function.cache_clear()
+    return request.param
+
+  return family
 
 
 # Most of these tests' time is compiling. Without LLVM's optimisation it halves, and
@@ -86,7 +121,13 @@ def start(
     None if draft is None else prefill(draft, draft_served, source, mask, size)
   )
   return state_lib.initial_state(
-    settings, cache, draft_cache, length, record, target.vocab_size
+    target.starts(source),
+    settings,
+    cache,
+    draft_cache,
+    length,
+    record,
+    target.vocab_size,
   )
 
 
@@ -219,9 +260,10 @@ def draft_acceptance(state):
 
 @functools.cache
 def lively_params(model, seed=LIVELY):
-  """Random T5 weights whose greedy outputs vary, and at times end.
+  """Random weights whose greedy outputs vary, and at times end.
 
-  A large relative position bias: plain random weights repeat one token. From numpy,
+  A T5's large relative position bias, a Llama's strong attention: plain random weights
+  repeat one token. From numpy,
   because compiling `init` takes seconds.
   """
   rng = np.random.default_rng(seed)
@@ -231,7 +273,10 @@ def lively_params(model, seed=LIVELY):
     if name == "scale":
       return jnp.ones(like.shape)
     std = like.shape[0] ** -0.5 if name == "kernel" else 1.0
-    std = {"query": std / 4, "relpos_bias": 2.5}.get(owner, std)
+    if model in (LLAMA, LLAMA_DRAFT):
+      std *= {"query": 2.0, "out": 3.0}.get(owner, 1.0)
+    else:
+      std = {"query": std / 4, "relpos_bias": 2.5}.get(owner, std)
     return jnp.asarray(rng.normal(0, std, like.shape), jnp.float32)
 
   shapes = jax.eval_shape(model.init, jax.random.key(0))

@@ -16,11 +16,18 @@ from osd_jax.decoding import state as state_lib
 
 VOCAB, LENGTH, SOURCE, RECORD = 8, 16, 7, 8
 TARGET, DRAFT = harness.TARGET, harness.DRAFT
+family = harness.family_fixture(globals())
 LIMITS = (16, 1, 9, 16, 12)
 
 
+def sources(seed):
+  """Five ragged prompts and their mask."""
+  size, pad_id = TARGET.vocab_size, TARGET.pad_id
+  return testing.random_sources(5, SOURCE, size, seed, pad_id)
+
+
 @functools.cache
-def t5_params(kind):
+def params_of(kind):
   """Drafts from the target itself to one that knows nothing of it; all of one shape."""
   target = harness.lively_params(TARGET)
   return {
@@ -33,12 +40,12 @@ def t5_params(kind):
 
 def served(kind):
   model = DRAFT if kind == "other architecture" else TARGET
-  return model.prepare(t5_params(kind))
+  return model.prepare(params_of(kind))
 
 
-def t5_start(rows, kind="target"):
+def started(rows, kind="target"):
   """Five ragged prompts in turn under limits of their own, prefilled."""
-  source, mask = testing.random_sources(5, SOURCE, TARGET.vocab_size, 0)
+  source, mask = sources(0)
   turn = np.arange(rows) % 5
   return harness.start(
     TARGET,
@@ -53,7 +60,7 @@ def t5_start(rows, kind="target"):
   )
 
 
-def t5_rounds(k, state, kind="target", **kwargs):
+def run_rounds(k, state, kind="target", **kwargs):
   model = DRAFT if kind == "other architecture" else TARGET
   return harness.rounds(
     TARGET, model, k, served("target"), served(kind), state, **kwargs
@@ -61,26 +68,26 @@ def t5_rounds(k, state, kind="target", **kwargs):
 
 
 @functools.cache
-def t5_plain():
+def plain_state():
   """Plain decoding of all five prompts."""
-  sources = testing.random_sources(5, SOURCE, TARGET.vocab_size, 0)
   settings = harness.settings_of(5, max_length=LIMITS)
-  return harness.plain(TARGET, served("target"), *sources, settings, LENGTH, RECORD)
+  return harness.plain(TARGET, served("target"), *sources(0), settings, LENGTH, RECORD)
 
 
 # --- Greedy: token for token --------------------------------------------------------
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize(
   ("k", "rows"), [(1, 2), (2, 64), (3, 5), (5, 1), (7, 16), (8, 5)]
 )
-def test_greedy_t5_equals_plain_whatever_the_draft(k, rows):
+def test_greedy_output_equals_plain_whatever_the_draft(k, rows):
   acceptance = {}
   for kind in ("target", "perturbed", "unrelated"):
-    found = t5_rounds(k, t5_start(rows, kind), kind)
-    plain = harness.outputs(t5_plain())
+    found = run_rounds(k, started(rows, kind), kind)
+    plain = harness.outputs(plain_state())
     assert harness.outputs(found) == [plain[row % 5] for row in range(rows)], kind
-    reasons = np.resize(t5_plain().stop_reason, rows)
+    reasons = np.resize(plain_state().stop_reason, rows)
     np.testing.assert_array_equal(found.stop_reason, reasons)
     acceptance[kind] = harness.draft_acceptance(found)
   # Not vacuous: the drafts do differ.
@@ -89,19 +96,21 @@ def test_greedy_t5_equals_plain_whatever_the_draft(k, rows):
   assert rows < 5 or acceptance["unrelated"] < acceptance["perturbed"] < 1
 
 
-def test_greedy_t5_equals_plain_with_a_draft_of_another_architecture():
+@pytest.mark.usefixtures("family")
+def test_greedy_output_equals_plain_with_a_draft_of_another_architecture():
   kind = "other architecture"
-  found = t5_rounds(3, t5_start(5, kind), kind)
-  assert harness.outputs(found) == harness.outputs(t5_plain())
+  found = run_rounds(3, started(5, kind), kind)
+  assert harness.outputs(found) == harness.outputs(plain_state())
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("k", [2, 3, 8])
 def test_a_draft_swapped_within_requests_changes_no_greedy_token(k):
-  state = t5_start(5, "perturbed")
+  state = started(5, "perturbed")
   for kind in ("perturbed", "unrelated", "target"):
     limit = 1 if kind != "target" else harness.MANY
-    state = t5_rounds(k, state, kind, limit=limit)
-  assert harness.outputs(state) == harness.outputs(t5_plain())
+    state = run_rounds(k, state, kind, limit=limit)
+  assert harness.outputs(state) == harness.outputs(plain_state())
 
 
 def greedy_walk(table, limit):
@@ -148,7 +157,7 @@ MIXED = {
 
 def mixed_start(order, kind="perturbed"):
   """The five requests of MIXED in another order."""
-  source, mask = testing.random_sources(5, SOURCE, TARGET.vocab_size, 3)
+  source, mask = sources(3)
   order = np.asarray(order)
   settings = harness.settings_of(
     len(order),
@@ -168,14 +177,15 @@ def mixed_start(order, kind="perturbed"):
   )
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize(
   "order", [[4, 3, 2, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 3, 0], [2, 4, 1, 4, 2]]
 )
 def test_batch_mates_and_slot_change_no_output(order):
   """Order, mates, their sampling, whether all are greedy or none filters."""
-  alone = harness.outputs(t5_rounds(3, mixed_start(range(5)), "perturbed"))
+  alone = harness.outputs(run_rounds(3, mixed_start(range(5)), "perturbed"))
   assert len(set(map(tuple, alone))) == 5
-  found = harness.outputs(t5_rounds(3, mixed_start(order), "perturbed"))
+  found = harness.outputs(run_rounds(3, mixed_start(order), "perturbed"))
   assert found == [alone[row] for row in order]
 
 
@@ -194,13 +204,14 @@ def test_a_row_alone_equals_the_row_in_a_batch():
     assert harness.outputs(alone) == [together[row]]
 
 
+@pytest.mark.usefixtures("family")
 def test_rounds_one_by_one_equal_one_call_and_leave_stopped_rows_alone():
-  at_once = t5_rounds(3, mixed_start(range(5)), "perturbed")
+  at_once = run_rounds(3, mixed_start(range(5)), "perturbed")
   state = mixed_start(range(5))
   saw_a_stopped_row = False
   while (np.asarray(state.stop_reason) == StopReason.RUNNING).any():
     before = state
-    state = t5_rounds(3, state, "perturbed", limit=1)
+    state = run_rounds(3, state, "perturbed", limit=1)
     stopped = np.asarray(before.stop_reason) != StopReason.RUNNING
     saw_a_stopped_row |= stopped.any()
     check_same_rows(before, state, np.flatnonzero(stopped))
@@ -246,11 +257,12 @@ def test_a_call_returns_when_any_running_row_stops():
 # --- Records ------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("kind", ["perturbed", "unrelated"])
 def test_records_equal_a_fresh_scoring_pass(kind):
-  state = t5_rounds(3, mixed_start(range(5), kind), kind)
-  source, mask = testing.random_sources(5, SOURCE, TARGET.vocab_size, 3)
-  logits, valid = harness.scored(TARGET, t5_params("target"), source, mask, state)
+  state = run_rounds(3, mixed_start(range(5), kind), kind)
+  source, mask = sources(3)
+  logits, valid = harness.scored(TARGET, params_of("target"), source, mask, state)
   log_probs, _, tail = oracles.truncate(logits, RECORD)
   fresh = np.log(oracles.softmax(logits))
   found = jax.tree.map(np.asarray, state.records)

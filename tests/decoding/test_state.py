@@ -28,6 +28,7 @@ def filled_state(rng, length, reason, max_length):
     )
 
   state = state_lib.initial_state(
+    jnp.zeros(ROWS, jnp.int32),
     harness.settings_of(ROWS, max_length=max_length),
     cache(),
     cache(),
@@ -154,7 +155,13 @@ def check_records(before, verification, after, row, start, end, accepted, k):
 
 def test_a_new_row_is_running_and_bound_by_the_buffer():
   state = state_lib.initial_state(
-    harness.settings_of(2, max_length=[3, 99]), None, None, LENGTH, 0, VOCAB
+    jnp.zeros(2, jnp.int32),
+    harness.settings_of(2, max_length=[3, 99]),
+    None,
+    None,
+    LENGTH,
+    0,
+    VOCAB,
   )
   assert (np.asarray(state.stop_reason) == StopReason.RUNNING).all()
   assert np.asarray(state.settings.max_length).tolist() == [3, LENGTH]

@@ -52,7 +52,7 @@ LOGITS = jnp.asarray(np.random.default_rng(9).normal(0, 2, (ROWS, LENGTH, VOCAB)
 
 def loss(config, batch, logits=LOGITS, key=KEY):
   narrowed = narrow(config, batch, key, VOCAB)
-  part = narrowing.logits_of(model_of(logits), {}, batch.inputs, narrowed)
+  part = narrowing.logits_of(model_of(logits), {}, narrowed)
   return float(losses.distillation_loss(config, part, narrowed.batch))
 
 
@@ -140,7 +140,7 @@ def test_negatives_estimate_what_the_draft_gives_all_others():
 
   def total(key):
     narrowed = narrow(config, batch, key, VOCAB)
-    part = narrowing.logits_of(model_of(LOGITS), {}, batch.inputs, narrowed)
+    part = narrowing.logits_of(model_of(LOGITS), {}, narrowed)
     return jnp.sum(jnp.exp(part), -1)
 
   sums = np.stack([total(key) for key in jax.random.split(KEY, 400)])
@@ -192,7 +192,9 @@ def mass_outside(num_negatives, steps=40):
 
   def outside():
     params = draft.join(learner.params, frozen)
-    logits = draft.score(params, batch.inputs, batch.source != 0, batch.target)
+    logits = draft.score(
+      params, batch.source, batch.source != 0, batch.target, **batch.kept_reading
+    )
     return float(jnp.mean(jax.nn.softmax(logits)[..., ~own].sum(-1)))
 
   before = outside()

@@ -20,6 +20,7 @@ VOCAB, LENGTH, K = 64, 12, 3
 BUCKETS = (6, 10)
 LIMITS = (None, 1, 7, None, 3, 12, None, 5, 2)
 TARGET, DRAFT = harness.TARGET, harness.DRAFT
+family = harness.family_fixture(globals(), autouse=True)
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -64,7 +65,7 @@ def decoder(rows, kind="close"):
 
 def prompts(count=9, seed=0):
   """Ragged prompts of both buckets."""
-  source, mask = testing.random_sources(count, BUCKETS[-1], VOCAB, seed)
+  source, mask = testing.random_sources(count, BUCKETS[-1], VOCAB, seed, TARGET.pad_id)
   return [row[keep] for row, keep in zip(source, mask, strict=True)]
 
 
@@ -77,16 +78,18 @@ def greedy_requests(seed=0):
   ]
 
 
-_score = jax.jit(TARGET.score)
+_score = jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
 
 
 def score(tokens, written):
   """Fresh teacher-forced logits [T, V] of the target for one prompt."""
-  source = np.zeros((1, BUCKETS[-1]), np.int32)
+  source = np.full((1, BUCKETS[-1]), TARGET.pad_id, np.int32)
   source[0, : len(tokens)] = tokens
   target = np.zeros((1, LENGTH), np.int32)
   target[0, : len(written)] = written
-  return np.asarray(_score(target_params(), source, source != 0, target))[0]
+  return np.asarray(
+    _score(TARGET, target_params(), source, TARGET.mask(source), target)
+  )[0]
 
 
 @functools.cache
@@ -207,9 +210,10 @@ def check_records(done):
   count = len(done.tokens)
   source = np.asarray(done.batch.source)[0]
   assert source[: len(done.request.tokens)].tolist() == done.request.tokens.tolist()
-  assert not source[len(done.request.tokens) :].any()
+  assert (source[len(done.request.tokens) :] == TARGET.pad_id).all()
   target = np.asarray(done.batch.target)[0]
-  assert target[:count].tolist() == done.tokens.tolist() and not target[count:].any()
+  assert target[:count].tolist() == done.tokens.tolist()
+  assert (target[count:] == TARGET.pad_id).all()
   assert np.asarray(done.batch.mask)[0].tolist() == [t < count for t in range(LENGTH)]
   logits = score(done.request.tokens, done.tokens)[:count]
   log_probs = np.asarray(jax.nn.log_softmax(logits))
@@ -339,8 +343,7 @@ def test_after_warm_up_nothing_compiles():
 
 def light_draft(**left_out):
   """The target as its own draft, served with something left out."""
-  serving = t5.DraftServing(**left_out)
-  model = t5.build(testing.TINY_T5, "light", serving)
+  model = harness.lighter(TARGET, **left_out)
   return slots.Slots(config_of(2), TARGET, target_params(), model, target_params())
 
 
@@ -488,12 +491,14 @@ def test_a_watched_request_ends_where_it_is_told_to():
     seen.append(len(tokens))
     return 3 if len(tokens) >= 3 else None
 
-  requests[0] = dataclasses.replace(requests[0], watch=watch)
+  long = max(range(len(requests)), key=lambda index: len(expected()[index]))
+  requests[long] = dataclasses.replace(requests[long], watch=watch)
   answers = decoder(3).run(requests)
-  assert texts(answers)[1:] == expected()[1:]
-  assert answers[0].tokens.tolist() == expected()[0][:3]
-  assert answers[0].stop_reason == base.StopReason.STOP_STRING
-  assert np.asarray(answers[0].batch.mask).sum() == 3
+  others = [index for index in range(len(requests)) if index != long]
+  assert [texts(answers)[i] for i in others] == [expected()[i] for i in others]
+  assert answers[long].tokens.tolist() == expected()[long][:3]
+  assert answers[long].stop_reason == base.StopReason.STOP_STRING
+  assert np.asarray(answers[long].batch.mask).sum() == 3
   assert seen == sorted(seen) and len(seen) >= 1
   assert by_tag(decoder(3).run(greedy_requests())) == expected()
 

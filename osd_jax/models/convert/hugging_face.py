@@ -1,10 +1,8 @@
-"""Hugging Face's T5 1.0, T5 1.1 and Flan-T5, both ways.
+"""Model folders of transformers, both ways: T5s and decoder-only models.
 
-A tensor of a torch linear layer is `[out, in]`, a kernel here is `[in, out]`;
-`relative_attention_bias` is `[buckets, H]`, `rel_embedding` is `[H, buckets]`.
+What their fields and tensors are called is in a module for each family.
 """
 
-import dataclasses
 import json
 import os
 import shutil
@@ -19,120 +17,44 @@ import safetensors
 import safetensors.numpy
 
 from osd_jax import base
-from osd_jax.models import t5
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models import weights as weights_lib
+from osd_jax.models.convert import fields as fields_lib
+from osd_jax.models.convert import llama, t5
 from osd_jax.models.convert.folders import open_folder, read_json
+from osd_jax.models.families import ModelConfig
+from osd_jax.models.shapes import T5Config
 from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
-_ACTIVATIONS = {
-  "relu": ("relu",),
-  "gelu_new": ("gelu",),
-  "gated-relu": ("relu", "linear"),
-  "gated-gelu": ("gelu", "linear"),
-  "gated-gelu_new": ("gelu", "linear"),
-}
-
-# The names that T5 1.0 and T5 1.1 were published with.
-_PROJECTIONS = {
-  ("relu",): "relu",
-  ("gelu",): "gelu_new",
-  ("relu", "linear"): "gated-relu",
-  ("gelu", "linear"): "gated-gelu",
-}
-
-# What this code takes for granted: value, and the library's default where a
-# configuration may leave the field out.
-_FIXED = {
-  "model_type": ("t5", None),
-  "is_encoder_decoder": (True, True),
-  "layer_norm_epsilon": (1e-6, 1e-6),
-  "pad_token_id": (base.PAD_ID, base.PAD_ID),
-  "eos_token_id": (base.EOS_ID, base.EOS_ID),
-  "decoder_start_token_id": (base.PAD_ID, base.PAD_ID),
-}
-
-_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-_EMBEDDING = "shared.weight"
-_HEAD = "lm_head.weight"
-# Other names under which a file may hold the embedding once more.
-_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-# In old files of T5 1.0; no implementation reads it.
-_UNUSED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
-
-_NAMES = {
-  "token_embedder/embedding": _EMBEDDING,
-  "encoder/relpos_bias/rel_embedding": f"encoder.{_BIAS}",
-  "decoder/relpos_bias/rel_embedding": f"decoder.{_BIAS}",
-  "encoder/encoder_norm/scale": "encoder.final_layer_norm.weight",
-  "decoder/decoder_norm/scale": "decoder.final_layer_norm.weight",
-  "decoder/logits_dense/kernel": _HEAD,
-}
-
-_LAYER_NAMES = {
-  ("encoder", "pre_attention_layer_norm"): "layer.0.layer_norm",
-  ("encoder", "attention"): "layer.0.SelfAttention",
-  ("encoder", "pre_mlp_layer_norm"): "layer.1.layer_norm",
-  ("encoder", "mlp"): "layer.1.DenseReluDense",
-  ("decoder", "pre_self_attention_layer_norm"): "layer.0.layer_norm",
-  ("decoder", "self_attention"): "layer.0.SelfAttention",
-  ("decoder", "pre_cross_attention_layer_norm"): "layer.1.layer_norm",
-  ("decoder", "encoder_decoder_attention"): "layer.1.EncDecAttention",
-  ("decoder", "pre_mlp_layer_norm"): "layer.2.layer_norm",
-  ("decoder", "mlp"): "layer.2.DenseReluDense",
-}
-
-_PROJECTION_NAMES = {"query": "q", "key": "k", "value": "v", "out": "o"}
+_FAMILIES = (t5, llama)
 
 
-def config_from_hugging_face(config: Mapping[str, Any]) -> t5.T5Config:
+def config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
   """The shape that a Hugging Face `config.json` describes.
-
-  T5 1.0 scales the decoder's output by width ** -0.5 and ties the head; T5 1.1
-  does neither. Files of transformers 4 say so by `tie_word_embeddings`; those of
-  transformers 5 call every model tied and have `scale_decoder_outputs` instead.
 
   Args:
     config: the parsed file.
 
   Returns:
-    The T5Config, float32.
+    A T5Config or LlamaConfig, float32.
 
   Raises:
-    ValueError: a field is missing or describes a model that is not T5 1.0 or 1.1.
+    InputError: a field is missing or describes a model that there is not here.
   """
-  for field, (expected, default) in _FIXED.items():
-    received = config.get(field)
-    received = default if received is None else received
-    _check(field, expected if received == [expected] else received, (expected,))
-  activation = config.get("feed_forward_proj", "relu")
-  _check("feed_forward_proj", activation, tuple(_ACTIVATIONS))
-  num_layers = _required(config, "num_layers")
-  num_decoder_layers = config.get("num_decoder_layers")
-  return t5.T5Config(
-    vocab_size=_required(config, "vocab_size"),
-    width=_required(config, "d_model"),
-    num_heads=_required(config, "num_heads"),
-    head_dim=_required(config, "d_kv"),
-    mlp_dim=_required(config, "d_ff"),
-    num_encoder_layers=num_layers,
-    num_decoder_layers=(
-      num_layers if num_decoder_layers is None else num_decoder_layers
-    ),
-    mlp_activations=_ACTIVATIONS[activation],
-    tied_head=_scaled(config),
-    relative_buckets=config.get("relative_attention_num_buckets", 32),
-    relative_max_distance=config.get("relative_attention_max_distance", 128),
-  )
+  kinds = {kind: family for family in _FAMILIES for kind in family.MODEL_TYPES}
+  kind = config.get("model_type")
+  says = "no other architecture can be converted"
+  fields_lib.check(says, "model_type", kind, tuple(kinds))
+  return kinds[kind].config_from(config)
 
 
-def shape_of_hugging_face(folder: str | Path) -> t5.T5Config:
+def shape_of_hugging_face(folder: str | Path) -> ModelConfig:
   """The shape that a folder's config.json states; no weights are read."""
-  return config_from_hugging_face(read_json(Path(folder) / "config.json"))
+  return config_from_hugging_face(_fields(Path(folder)))
 
 
-def config_to_hugging_face(config: t5.T5Config) -> dict[str, Any]:
+def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
   """The `config.json` of a shape, for transformers 4 and 5.
 
   Args:
@@ -142,37 +64,13 @@ def config_to_hugging_face(config: t5.T5Config) -> dict[str, Any]:
     The fields.
 
   Raises:
-    ValueError: transformers has no such feed-forward block.
+    InputError: transformers has no such model.
   """
-  if config.mlp_activations not in _PROJECTIONS:
-    raise base.InputError(
-      f"convert: T5Config.mlp_activations: received {config.mlp_activations!r},"
-      f" expected one of {sorted(_PROJECTIONS)}; transformers has no other T5."
-    )
-  return {
-    "architectures": ["T5ForConditionalGeneration"],
-    **{field: value for field, (value, _) in _FIXED.items()},
-    "vocab_size": config.vocab_size,
-    "d_model": config.width,
-    "d_kv": config.head_dim,
-    "d_ff": config.mlp_dim,
-    "num_heads": config.num_heads,
-    "num_layers": config.num_encoder_layers,
-    "num_decoder_layers": config.num_decoder_layers,
-    "relative_attention_num_buckets": config.relative_buckets,
-    "relative_attention_max_distance": config.relative_max_distance,
-    "feed_forward_proj": _PROJECTIONS[config.mlp_activations],
-    "tie_word_embeddings": config.tied_head,  # read by transformers 4,
-    "scale_decoder_outputs": config.tied_head,  # and by transformers 5
-    "dropout_rate": 0.0,
-    "initializer_factor": 1.0,
-    "use_cache": True,
-    "dtype": "float32",
-  }
+  return _family(config).config_to(config)
 
 
 def params_from_hugging_face(
-  tensors: Mapping[str, np.ndarray], config: t5.T5Config
+  tensors: Mapping[str, np.ndarray], config: ModelConfig
 ) -> base.Params:
   """Hugging Face's tensors as t5x's parameter tree.
 
@@ -204,18 +102,14 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
 
   Raises:
     ValueError: a file is missing or cannot be read, or describes a model that is
-      not T5 1.0 or T5 1.1.
+      of no family that there is here.
     ImportError: torch is needed and not installed.
   """
   folder = Path(folder)
-  fields = read_json(folder / "config.json")
+  fields = _fields(folder)
   config = config_from_hugging_face(fields)
   tensors = open_folder(folder, allow_torch_bin)
-  # Transformers 5 makes T5 1.1 with the embedding as its unscaled head, and then
-  # writes no head.
-  shares = not config.tied_head and fields.get("tie_word_embeddings", True)
-  if shares and _HEAD not in tensors.shapes and _EMBEDDING in tensors.shapes:
-    tensors = tensors.also(_HEAD, _EMBEDDING)
+  tensors = _family(config).completed(tensors, config, fields)
   notes = f"converted from the Hugging Face folder {folder.name}"
   return Weights(config, _params(tensors, config, folder), notes=notes)
 
@@ -253,8 +147,11 @@ def write_hugging_face(
     tensors_lib.expected_shapes(weights.config),
     "what shall be written",
   )
+  family = _family(weights.config)
   tensors = {
-    tensor_name(path): np.ascontiguousarray(_turn(path, np.asarray(x, np.float32)))
+    family.tensor_name(path): np.ascontiguousarray(
+      _turned(family, path, np.asarray(x, np.float32))
+    )
     for path, x in flat.items()
   }
   partial = folder.with_name(folder.name + ".partial")
@@ -276,75 +173,47 @@ def write_hugging_face(
   return folder
 
 
-def tensor_name(path: str) -> str:
+def tensor_name(path: str, config: ModelConfig) -> str:
   """The name that transformers gives to the parameter of a path."""
-  if path in _NAMES:
-    return _NAMES[path]
-  stack, layer, block, *rest = path.split("/")
-  prefix = f"{stack}.block.{layer.removeprefix('layers_')}"
-  inner = [_PROJECTION_NAMES.get(part, part) for part in rest[:-1]]
-  return ".".join([prefix, _LAYER_NAMES[stack, block], *inner, "weight"])
+  return _family(config).tensor_name(path)
 
 
-def file_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def file_shape(
+  path: str, shape: tuple[int, ...], config: ModelConfig
+) -> tuple[int, ...]:
   """The shape in a file of the parameter of a path."""
-  return tuple(shape[::-1] if _turned(path) else shape)
+  return tuple(shape[::-1] if _family(config).is_turned(path) else shape)
 
 
-def _params(tensors: Tensors, config: t5.T5Config, origin: object) -> base.Params:
-  tensors = _without_copies(tensors, config.tied_head)
+def _family(config: ModelConfig) -> Any:
+  return t5 if isinstance(config, T5Config) else llama
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+  """config.json; what generation stops at, where a file of its own says so."""
+  fields = read_json(folder / "config.json")
+  if (folder / "generation_config.json").exists():
+    ends = read_json(folder / "generation_config.json").get("eos_token_id")
+    if ends is not None and fields.get("model_type") in llama.MODEL_TYPES:
+      fields["eos_token_id"] = ends
+  return fields
+
+
+def _params(tensors: Tensors, config: ModelConfig, origin: object) -> base.Params:
+  family = _family(config)
+  tensors = family.without_copies(tensors, config)
   expected = tensors_lib.expected_shapes(config)
-  names = {path: tensor_name(path) for path in expected}
-  shapes = {names[path]: file_shape(path, shape) for path, shape in expected.items()}
+  names = {path: family.tensor_name(path) for path in expected}
+  shapes = {
+    names[path]: file_shape(path, shape, config) for path, shape in expected.items()
+  }
   tensors_lib.check(tensors.shapes, shapes, origin)
-  return tensors_lib.read_params(tensors, names, _turn)
+
+  def turn(path: str, tensor: np.ndarray) -> np.ndarray:
+    return _turned(family, path, tensor)
+
+  return tensors_lib.read_params(tensors, names, turn)
 
 
-def _required(config: Mapping[str, Any], field: str) -> Any:
-  if field not in config:
-    raise base.InputError(
-      f"convert: config.json: field {field}: received nothing, expected an"
-      " integer; check that the folder holds a T5."
-    )
-  return config[field]
-
-
-def _check(field: str, received: Any, expected: tuple[Any, ...]) -> None:
-  if received not in expected:
-    wanted = " or ".join(repr(value) for value in expected)
-    raise base.InputError(
-      f"convert: config.json: field {field}: received {received!r}, expected"
-      f" {wanted}; only T5 1.0, T5 1.1 and Flan-T5 can be converted."
-    )
-
-
-def _scaled(config: Mapping[str, Any]) -> bool:
-  scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings"))
-  return scaled is not False
-
-
-def _turned(path: str) -> bool:
-  return path.endswith(("/kernel", "/rel_embedding"))
-
-
-def _turn(path: str, tensor: np.ndarray) -> np.ndarray:
-  return tensor.T if _turned(path) else tensor
-
-
-def _without_copies(tensors: Tensors, tied_head: bool) -> Tensors:
-  """Keeps the embedding under one name, whichever names the file gives it."""
-  aliases = (*_COPIES, _HEAD) if tied_head else _COPIES
-  found = [name for name in (_EMBEDDING, *aliases) if name in tensors.shapes]
-  for alias in found[1:]:
-    first, copy = tensors.read(found[0]), tensors.read(alias)
-    if not np.array_equal(first, copy, equal_nan=True):  # NaN is for later
-      raise base.InputError(
-        f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
-        " it in this model; if the head was trained apart, set both"
-        " tie_word_embeddings and scale_decoder_outputs to false in config.json."
-      )
-  if found:
-    tensors = tensors.also(_EMBEDDING, found[0])
-  dropped = (*aliases, *_UNUSED)
-  kept = {name: s for name, s in tensors.shapes.items() if name not in dropped}
-  return dataclasses.replace(tensors, shapes=kept)
+def _turned(family: Any, path: str, tensor: np.ndarray) -> np.ndarray:
+  return tensor.T if family.is_turned(path) else tensor

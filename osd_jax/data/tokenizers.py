@@ -1,0 +1,344 @@
+"""Tokenizers of decoder-only models: `tokenizer.json`, or a SentencePiece model.
+
+A folder of transformers says in `tokenizer_config.json`, `generation_config.json` and
+`config.json` which tokens end a sequence, and how a chat is written; all are read here.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import sentencepiece
+
+from osd_jax import base
+from osd_jax.data import chat
+from osd_jax.data.vocabularies import FOLDER_FILE, Vocabulary
+
+NO_TOKEN = -1  # what rows are filled up with: 0 is a token of text in many vocabularies
+OWN_TEMPLATE = "own"
+_JSON, _MODEL = "tokenizer.json", "tokenizer.model"
+_SETTINGS = "tokenizer_config.json"
+_ENDS = ("generation_config.json", "config.json")
+
+
+class Processor(Protocol):
+  """The functions of a SentencePiece processor that a `Vocabulary` calls."""
+
+  def EncodeAsIds(self, text: str) -> list[int]: ...
+  def DecodeIds(self, ids: Sequence[int]) -> str: ...
+  def IdToPiece(self, token: int) -> str: ...
+  def GetPieceSize(self) -> int: ...
+  def unk_id(self) -> int: ...
+
+
+def holds_one(path: pathlib.Path) -> bool:
+  """Whether a path is a decoder-only model's tokenizer, or a folder with one."""
+  if path.is_dir():
+    return any((path / name).exists() for name in (_JSON, _MODEL))
+  return path.name in (_JSON, _MODEL)
+
+
+def load_any(
+  path: str | os.PathLike[str], extra_ids: int = 0, template: str = ""
+) -> Vocabulary:
+  """Reads the vocabulary of a T5, or the tokenizer of a decoder-only model.
+
+  Args:
+    path: see `Vocabulary.load` and `load`; a folder that has both is a T5's.
+    extra_ids: sentinels of a T5.
+    template: chat template of a decoder-only model.
+
+  Raises:
+    InputError: as those do, or a setting is not one of this vocabulary.
+  """
+  path = pathlib.Path(path)
+  if (path / FOLDER_FILE).exists() or not holds_one(path):
+    if template:
+      raise base.InputError(
+        f"PairConfig.chat_template: received {template[:40]!r} with {path}, the"
+        " vocabulary of a T5, expected '': only decoder-only models have such."
+      )
+    return Vocabulary.load(path, extra_ids)
+  if extra_ids:
+    raise base.InputError(
+      f"Vocabulary.extra_ids: received {extra_ids} with {path}, expected 0: sentinels"
+      " are a T5's."
+    )
+  return load(path, template)
+
+
+def load(path: pathlib.Path, template: str = "") -> Vocabulary:
+  """Reads the tokenizer of a decoder-only model.
+
+  Args:
+    path: a folder of transformers, or a `tokenizer.json` or `tokenizer.model`.
+    template: "" gives prompts as they are; "own" puts each into the chat template of
+      the folder, as its user's only message; any other text is such a template, Jinja.
+
+  Returns:
+    The vocabulary; the same object for the same unchanged files.
+
+  Raises:
+    InputError: a file is missing or cannot be read, no token ends a sequence, or the
+      folder has no chat template.
+    MissingExtraError: `tokenizer.json` without the extra "llama", or a chat template.
+  """
+  if path.is_dir():
+    path = next(path / name for name in (_JSON, _MODEL) if (path / name).exists())
+  files = (path, *(path.with_name(name) for name in (_SETTINGS, *_ENDS)))
+  try:
+    held = tuple(file.read_bytes() if file.exists() else b"" for file in files)
+  except OSError as error:
+    raise base.InputError(
+      f"Vocabulary.path: {file_of(error, path)} cannot be read ({error.strerror});"
+      " expected a tokenizer.json or tokenizer.model."
+    ) from error
+  vocabulary = _build(path, held)
+  if not template:
+    return vocabulary
+  settings = _object(held[1], files[1])
+  own = chat.own_template(path.parent, settings)
+  text = own if template == OWN_TEMPLATE else template
+  if text is None:
+    raise base.InputError(
+      f"PairConfig.chat_template: received 'own', but {path.parent} holds no chat"
+      " template (chat_template.jinja, or in tokenizer_config.json); give the text of"
+      " one, or '' to leave prompts as they are."
+    )
+  write = chat.writer(text, _special_tokens(settings, path))
+  return dataclasses.replace(vocabulary, chat_template=text, template=write)
+
+
+def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
+  """Name -> content of the files that the tokenizer of a model folder consists of."""
+  folder = pathlib.Path(vocabulary.path).parent
+  names = (_JSON, _MODEL, _SETTINGS, _ENDS[0], chat.FILE)
+  return {
+    name: (folder / name).read_bytes() for name in names if (folder / name).exists()
+  }
+
+
+def file_of(error: OSError, otherwise: pathlib.Path) -> str:
+  """The file that an error names."""
+  return str(error.filename or otherwise)
+
+
+@functools.lru_cache(maxsize=8)
+def _build(path: pathlib.Path, held: tuple[bytes, ...]) -> Vocabulary:
+  model, stated, *ends = held
+  settings = _object(stated, path.with_name(_SETTINGS))
+  read = _from_json if path.suffix == ".json" else _from_sentencepiece
+  processor, prefix, own_end = read(path, model, settings)
+  documents = [
+    _object(data, path.with_name(name)) for name, data in zip(_ENDS, ends, strict=True)
+  ]
+  eos_ids = _eos_ids(documents, own_end)
+  if not eos_ids:
+    raise base.InputError(
+      f"Vocabulary.path: {path}: no token ends a sequence; expected an eos_token in"
+      f" {_SETTINGS}, or an eos_token_id in {' or '.join(_ENDS)}, beside it."
+    )
+  digest = hashlib.sha256(model)
+  digest.update(repr((prefix, eos_ids)).encode())
+  return Vocabulary(
+    fingerprint=digest.hexdigest(),
+    size=processor.GetPieceSize(),
+    path=str(path),
+    extra_ids=0,
+    processor=processor,  # pyright: ignore[reportArgumentType]
+    pad_id=NO_TOKEN,
+    eos_ids=eos_ids,
+    is_causal=True,
+    prefix=prefix,
+  )
+
+
+def _eos_ids(
+  documents: Sequence[Mapping[str, Any]], own: int | None
+) -> tuple[int, ...]:
+  """The tokenizer's own end first, then those that generation stops at."""
+  for document in documents:
+    stated = stated_eos_ids(document)
+    if stated:
+      first = [own] if own is not None and own in stated else []
+      return tuple(dict.fromkeys([*first, *stated]))
+  return () if own is None else (own,)
+
+
+def stated_eos_ids(document: Mapping[str, Any]) -> tuple[int, ...]:
+  """The ids that a `config.json` or `generation_config.json` says end a sequence."""
+  stated = document.get("eos_token_id")
+  ids = stated if isinstance(stated, list) else [stated]
+  return tuple(token for token in ids if base.is_count(token, least=0))
+
+
+class _TokenizersProcessor:
+  """A `tokenizer.json`, read by the library that wrote it."""
+
+  def __init__(self, tokenizer: Any, unknown: int):
+    self.tokenizer, self._unknown = tokenizer, unknown
+
+  def EncodeAsIds(self, text: str) -> list[int]:
+    return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+  def DecodeIds(self, ids: Sequence[int]) -> str:
+    return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+  def IdToPiece(self, token: int) -> str:
+    return self.tokenizer.id_to_token(token) or ""
+
+  def GetPieceSize(self) -> int:
+    return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+  def unk_id(self) -> int:
+    return self._unknown
+
+
+def _from_json(
+  path: pathlib.Path, model: bytes, settings: Mapping[str, Any]
+) -> tuple[Processor, tuple[int, ...], int | None]:
+  """Processor, ids before a prompt, and end-of-sequence of a `tokenizer.json`."""
+  try:
+    import tokenizers
+  except ImportError as error:
+    raise base.MissingExtraError(
+      f"Vocabulary.path: {path} needs the library tokenizers; install the extra"
+      " (pip install 'osd-jax[llama]')."
+    ) from error
+  try:
+    tokenizer = tokenizers.Tokenizer.from_str(model.decode("utf-8"))
+  except Exception as error:  # the library raises plain Exception
+    raise base.InputError(
+      f"Vocabulary.path: {path} is not a tokenizer ({error}); expected the"
+      " tokenizer.json of a model folder."
+    ) from error
+  tokenizer.no_padding()
+  tokenizer.no_truncation()
+
+  def token_id(name: str) -> int | None:
+    text = _token_text(settings.get(name))
+    return None if text is None else tokenizer.token_to_id(text)
+
+  ends = token_id("eos_token")
+  prefix = tokenizer.encode("", add_special_tokens=True).ids
+  prefix = tuple(token for token in prefix if token != ends)
+  unknown = token_id("unk_token")
+  return _TokenizersProcessor(tokenizer, unknown or 0), prefix, ends
+
+
+_BREAK = "\n"  # a byte, with which nothing is joined
+
+
+class _SentencePieceProcessor:
+  """A SentencePiece model whose control pieces may stand in texts.
+
+  Behind such a piece a text begins without the space that begins a prompt; with
+  `legacy`, as transformers calls it, with one.
+  """
+
+  def __init__(
+    self,
+    processor: sentencepiece.SentencePieceProcessor,
+    specials: dict[str, int],
+    legacy: bool,
+  ):
+    self._processor, self._legacy, self._specials = processor, legacy, specials
+    self._break = processor.EncodeAsIds(_BREAK)
+    self._names = {token: text for text, token in specials.items()}
+    longest_first = sorted(specials, key=len, reverse=True)
+    self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+  def EncodeAsIds(self, text: str) -> list[int]:
+    ids = []
+    for part in self._split.split(text):
+      if part in self._specials:
+        ids.append(self._specials[part])
+      elif part:
+        ids += self._behind(part) if ids else self._processor.EncodeAsIds(part)
+    return ids
+
+  def _behind(self, text: str) -> list[int]:
+    """The ids of a text that stands behind a special token."""
+    count = len(self._break)
+    found = self._processor.EncodeAsIds(_BREAK + text)
+    if self._legacy or found[:count] != self._break:
+      return self._processor.EncodeAsIds(text)
+    return found[count:]
+
+  def DecodeIds(self, ids: Sequence[int]) -> str:
+    return self._processor.DecodeIds([i for i in ids if i not in self._names])
+
+  def IdToPiece(self, token: int) -> str:
+    return self._names.get(token) or self._processor.IdToPiece(token)
+
+  def GetPieceSize(self) -> int:
+    return max([self._processor.GetPieceSize() - 1, *self._names]) + 1
+
+  def unk_id(self) -> int:
+    return self._processor.unk_id()
+
+
+def _from_sentencepiece(
+  path: pathlib.Path, model: bytes, settings: Mapping[str, Any]
+) -> tuple[Processor, tuple[int, ...], int | None]:
+  """Processor, ids before a prompt, and end-of-sequence of a `tokenizer.model`."""
+  processor = sentencepiece.SentencePieceProcessor()
+  try:
+    if not model:
+      raise RuntimeError("the file is empty")
+    processor.LoadFromSerializedProto(model)
+  except Exception as error:  # sentencepiece and protobuf raise many kinds
+    raise base.InputError(
+      f"Vocabulary.path: {path} is not a SentencePiece model ({error}); expected the"
+      " tokenizer.model of a decoder-only model."
+    ) from error
+  pieces = range(processor.GetPieceSize())
+  named = [i for i in pieces if processor.IsControl(i) or processor.IsUnknown(i)]
+  specials = {processor.IdToPiece(token): token for token in named}
+  added = settings.get("added_tokens_decoder", {})
+  specials |= {about["content"]: int(token) for token, about in added.items()}
+  begins = settings.get("add_bos_token", True) and processor.bos_id() >= 0
+  prefix = (processor.bos_id(),) if begins else ()
+  ends = processor.eos_id() if processor.eos_id() >= 0 else None
+  legacy = bool(settings.get("legacy", False))
+  return _SentencePieceProcessor(processor, specials, legacy), prefix, ends
+
+
+def _special_tokens(settings: Mapping[str, Any], path: pathlib.Path) -> dict[str, str]:
+  """What a chat template may write by name: bos_token, eos_token and their like."""
+  named = {
+    name: text
+    for name, value in settings.items()
+    if name.endswith("_token") and (text := _token_text(value)) is not None
+  }
+  if path.suffix != ".json":
+    named = {"bos_token": "<s>", "eos_token": "</s>", **named}
+  return named
+
+
+def _token_text(stated: Any) -> str | None:
+  """The text of a token that settings name plainly, or as an object."""
+  if isinstance(stated, Mapping):
+    stated = stated.get("content")
+  return stated if isinstance(stated, str) else None
+
+
+def _object(data: bytes, path: pathlib.Path) -> dict[str, Any]:
+  """The object in a JSON file that may be absent."""
+  if not data:
+    return {}
+  try:
+    found = json.loads(data)
+    if not isinstance(found, dict):
+      raise ValueError(f"it holds a {type(found).__name__}")
+  except ValueError as error:
+    raise base.InputError(
+      f"Vocabulary.path: {path} cannot be read ({error}); expected a JSON object."
+    ) from error
+  return found

@@ -1,0 +1,226 @@
+"""Hugging Face's Llama, Mistral, Qwen2, Qwen3: fields of config.json, tensor names.
+
+A tensor of a torch linear layer is `[out, in]`, a kernel here is `[in, out]`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from osd_jax import base
+from osd_jax.models.convert import fields
+from osd_jax.models.shapes import LlamaConfig, RopeScaling
+from osd_jax.models.tensors import Tensors
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_SAYS = "only dense Llama, Vicuna, Mistral, Qwen2 and Qwen3 models can be converted"
+
+# What this code takes for granted: value, and the library's default.
+_FIXED = {"hidden_act": ("silu", "silu"), "pretraining_tp": (1, 1)}
+_REFUSED = {
+  "quantization_config": "a quantised checkpoint",
+  "num_local_experts": "a mixture of experts",
+  "num_experts": "a mixture of experts",
+}
+# Where a configuration leaves a field out.
+_HEAD_DIMS = {"qwen3": 128}
+_THETA = 10000.0
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_NAMES = {
+  "token_embedder/embedding": _EMBEDDING,
+  "decoder/decoder_norm/scale": "model.norm.weight",
+  "decoder/logits_dense/kernel": _HEAD,
+}
+_LAYER_NAMES = {
+  "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
+  "pre_mlp_layer_norm/scale": "post_attention_layernorm.weight",
+  "self_attention/query_norm/scale": "self_attn.q_norm.weight",
+  "self_attention/key_norm/scale": "self_attn.k_norm.weight",
+  "mlp/wi_0/kernel": "mlp.gate_proj.weight",
+  "mlp/wi_1/kernel": "mlp.up_proj.weight",
+  "mlp/wo/kernel": "mlp.down_proj.weight",
+}
+_PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
+_UNUSED = "rotary_emb.inv_freq"  # in old files; computed
+
+
+def config_from(config: Mapping[str, Any]) -> LlamaConfig:
+  """The shape that a `config.json` describes.
+
+  Attention within a sliding window is full attention while prompt and output together
+  are no longer: the window is the limit then.
+
+  Raises:
+    InputError: a field is missing, or describes a model that there is not here.
+  """
+  kind = config["model_type"]
+  for field, (expected, default) in _FIXED.items():
+    fields.check(_SAYS, field, config.get(field, default), (expected,))
+  for field, what in _REFUSED.items():
+    if config.get(field):
+      raise base.InputError(
+        f"convert: config.json: field {field}: received {config[field]!r}, {what};"
+        f" expected nothing; {_SAYS}."
+      )
+  num_heads = fields.required(config, "num_attention_heads")
+  width = fields.required(config, "hidden_size")
+  head_dim = int(config.get("head_dim") or _HEAD_DIMS.get(kind, width // num_heads))
+  own_bias = config.get("attention_bias", False) if kind != "mistral" else False
+  scaling, theta = _rope(config)
+  stated = config.get("eos_token_id")
+  ends = stated if isinstance(stated, list) else [stated]
+  if not all(base.is_count(token, least=0) for token in ends):
+    fields.check(_SAYS, "eos_token_id", stated, ("a token id, or a list of them",))
+  return LlamaConfig(
+    vocab_size=fields.required(config, "vocab_size"),
+    width=width,
+    num_heads=num_heads,
+    num_kv_heads=config.get("num_key_value_heads") or num_heads,
+    head_dim=head_dim,
+    mlp_dim=fields.required(config, "intermediate_size"),
+    num_layers=fields.required(config, "num_hidden_layers"),
+    tied_head=bool(config.get("tie_word_embeddings", False)),
+    rope_theta=theta,
+    rope_scaling=scaling,
+    norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+    attention_bias=kind == "qwen2" or own_bias,
+    output_bias=own_bias and kind != "qwen2",
+    query_key_norm=kind == "qwen3",
+    max_positions=_positions(config),
+    eos_ids=tuple(int(token or 0) for token in ends),
+  )
+
+
+def _positions(config: Mapping[str, Any]) -> int:
+  """Tokens within which attention is full."""
+  limit = fields.required(config, "max_position_embeddings")
+  window = config.get("sliding_window")
+  slides = config["model_type"] == "mistral" or config.get("use_sliding_window", False)
+  if slides and window:
+    return min(limit, window)
+  kinds = set(config.get("layer_types") or ())
+  fields.check(_SAYS, "layer_types", kinds - {"full_attention"}, (set(),))
+  return limit
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[RopeScaling | None, float]:
+  """Scaling and base of the rotary positions, in one field since transformers 5."""
+  stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  theta = float(stated.get("rope_theta", config.get("rope_theta", _THETA)))
+  kind = stated.get("rope_type", stated.get("type", "default"))
+  fields.check(_SAYS, "rope_scaling.rope_type", kind, ("default", "llama3"))
+  share = config.get("partial_rotary_factor") or stated.get("partial_rotary_factor")
+  fields.check(_SAYS, "partial_rotary_factor", share, (None, 1.0))
+  if kind == "default":
+    return None, theta
+  scaling = RopeScaling(
+    factor=float(fields.required(stated, "factor")),
+    low_freq_factor=float(fields.required(stated, "low_freq_factor")),
+    high_freq_factor=float(fields.required(stated, "high_freq_factor")),
+    original_positions=fields.required(stated, "original_max_position_embeddings"),
+  )
+  return scaling, theta
+
+
+def config_to(config: LlamaConfig) -> dict[str, Any]:
+  """The `config.json` of a shape.
+
+  Raises:
+    InputError: transformers has no such model.
+  """
+  kind = _kind(config)
+  architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+  scaling = config.rope_scaling
+  rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+  if scaling is not None:
+    rope |= {
+      "rope_type": "llama3",
+      "factor": scaling.factor,
+      "low_freq_factor": scaling.low_freq_factor,
+      "high_freq_factor": scaling.high_freq_factor,
+      "original_max_position_embeddings": scaling.original_positions,
+    }
+  ends = list(config.eos_ids)
+  return {
+    "architectures": [f"{architecture}ForCausalLM"],
+    "model_type": kind,
+    "hidden_act": "silu",
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.width,
+    "intermediate_size": config.mlp_dim,
+    "num_hidden_layers": config.num_layers,
+    "num_attention_heads": config.num_heads,
+    "num_key_value_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "max_position_embeddings": config.max_positions,
+    "rms_norm_eps": config.norm_epsilon,
+    "rope_theta": config.rope_theta,  # read by transformers 4,
+    "rope_scaling": rope if scaling is not None else None,
+    "rope_parameters": rope,  # and by transformers 5
+    "attention_bias": config.attention_bias and kind != "qwen2",
+    "tie_word_embeddings": config.tied_head,
+    "eos_token_id": ends if len(ends) > 1 else ends[0],
+    "attention_dropout": 0.0,
+    "use_cache": True,
+    "dtype": "float32",
+  }
+
+
+def _kind(config: LlamaConfig) -> str:
+  """The architecture of transformers that computes a shape."""
+  biases = config.attention_bias, config.output_bias
+  if config.query_key_norm and biases[0] == biases[1]:
+    return "qwen3"
+  if not config.query_key_norm and biases == (True, False):
+    return "qwen2"
+  if not config.query_key_norm and biases[0] == biases[1]:
+    return "llama"
+  raise base.InputError(
+    f"convert: LlamaConfig: received attention_bias {biases[0]}, output_bias"
+    f" {biases[1]}, query_key_norm {config.query_key_norm}: transformers has no such"
+    " model; expected those of a Llama, Qwen2 or Qwen3."
+  )
+
+
+def tensor_name(path: str) -> str:
+  """The name that transformers gives to the parameter of a path."""
+  if path in _NAMES:
+    return _NAMES[path]
+  _, layer, rest = path.split("/", 2)
+  prefix = f"model.layers.{layer.removeprefix('layers_')}"
+  if rest in _LAYER_NAMES:
+    return f"{prefix}.{_LAYER_NAMES[rest]}"
+  _, projection, kind = rest.split("/")
+  suffix = "bias" if kind == "bias" else "weight"
+  return f"{prefix}.self_attn.{_PROJECTIONS[projection]}.{suffix}"
+
+
+def is_turned(path: str) -> bool:
+  """Whether a file holds the transposed parameter."""
+  return path.endswith("/kernel")
+
+
+def completed(
+  tensors: Tensors, config: LlamaConfig, document: Mapping[str, Any]
+) -> Tensors:
+  """Tensors that a file leaves out: none."""
+  del config, document
+  return tensors
+
+
+def without_copies(tensors: Tensors, config: LlamaConfig) -> Tensors:
+  """Leaves out what is computed, and the second name of a tied head."""
+  kept = {name: s for name, s in tensors.shapes.items() if not name.endswith(_UNUSED)}
+  if config.tied_head and _HEAD in kept and _EMBEDDING in kept:
+    first, copy = tensors.read(_EMBEDDING), tensors.read(_HEAD)
+    if not np.array_equal(first, copy, equal_nan=True):  # NaN is for later
+      raise base.InputError(
+        f"convert: tensor {_HEAD}: differs from {_EMBEDDING}, expected a copy of it in"
+        " this model; if the head was trained apart, set tie_word_embeddings to false"
+        " in config.json."
+      )
+    del kept[_HEAD]
+  return dataclasses.replace(tensors, shapes=kept)

@@ -1,0 +1,211 @@
+"""Hugging Face's T5 1.0, T5 1.1 and Flan-T5: fields of config.json, names of tensors.
+
+A tensor of a torch linear layer is `[out, in]`, a kernel here is `[in, out]`;
+`relative_attention_bias` is `[buckets, H]`, `rel_embedding` is `[H, buckets]`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from osd_jax import base
+from osd_jax.models.convert import fields
+from osd_jax.models.shapes import T5Config
+from osd_jax.models.tensors import Tensors
+
+MODEL_TYPES = ("t5",)
+_SAYS = "only T5 1.0, T5 1.1 and Flan-T5 can be converted"
+
+_ACTIVATIONS = {
+  "relu": ("relu",),
+  "gelu_new": ("gelu",),
+  "gated-relu": ("relu", "linear"),
+  "gated-gelu": ("gelu", "linear"),
+  "gated-gelu_new": ("gelu", "linear"),
+}
+
+# The names that T5 1.0 and T5 1.1 were published with.
+_PROJECTIONS = {
+  ("relu",): "relu",
+  ("gelu",): "gelu_new",
+  ("relu", "linear"): "gated-relu",
+  ("gelu", "linear"): "gated-gelu",
+}
+
+# What this code takes for granted: value, and the library's default where a
+# configuration may leave the field out.
+_FIXED = {
+  "model_type": ("t5", None),
+  "is_encoder_decoder": (True, True),
+  "layer_norm_epsilon": (1e-6, 1e-6),
+  "pad_token_id": (base.PAD_ID, base.PAD_ID),
+  "eos_token_id": (base.EOS_ID, base.EOS_ID),
+  "decoder_start_token_id": (base.PAD_ID, base.PAD_ID),
+}
+
+_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+_EMBEDDING = "shared.weight"
+_HEAD = "lm_head.weight"
+# Other names under which a file may hold the embedding once more.
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# In old files of T5 1.0; no implementation reads it.
+_UNUSED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+
+_NAMES = {
+  "token_embedder/embedding": _EMBEDDING,
+  "encoder/relpos_bias/rel_embedding": f"encoder.{_BIAS}",
+  "decoder/relpos_bias/rel_embedding": f"decoder.{_BIAS}",
+  "encoder/encoder_norm/scale": "encoder.final_layer_norm.weight",
+  "decoder/decoder_norm/scale": "decoder.final_layer_norm.weight",
+  "decoder/logits_dense/kernel": _HEAD,
+}
+
+_LAYER_NAMES = {
+  ("encoder", "pre_attention_layer_norm"): "layer.0.layer_norm",
+  ("encoder", "attention"): "layer.0.SelfAttention",
+  ("encoder", "pre_mlp_layer_norm"): "layer.1.layer_norm",
+  ("encoder", "mlp"): "layer.1.DenseReluDense",
+  ("decoder", "pre_self_attention_layer_norm"): "layer.0.layer_norm",
+  ("decoder", "self_attention"): "layer.0.SelfAttention",
+  ("decoder", "pre_cross_attention_layer_norm"): "layer.1.layer_norm",
+  ("decoder", "encoder_decoder_attention"): "layer.1.EncDecAttention",
+  ("decoder", "pre_mlp_layer_norm"): "layer.2.layer_norm",
+  ("decoder", "mlp"): "layer.2.DenseReluDense",
+}
+
+_PROJECTION_NAMES = {"query": "q", "key": "k", "value": "v", "out": "o"}
+
+
+def config_from(config: Mapping[str, Any]) -> T5Config:
+  """The shape that a Hugging Face `config.json` describes.
+
+  T5 1.0 scales the decoder's output by width ** -0.5 and ties the head; T5 1.1
+  does neither. Files of transformers 4 say so by `tie_word_embeddings`; those of
+  transformers 5 call every model tied and have `scale_decoder_outputs` instead.
+
+  Args:
+    config: the parsed file.
+
+  Returns:
+    The T5Config, float32.
+
+  Raises:
+    ValueError: a field is missing or describes a model that is not T5 1.0 or 1.1.
+  """
+  for field, (expected, default) in _FIXED.items():
+    received = config.get(field)
+    received = default if received is None else received
+    fields.check(
+      _SAYS, field, expected if received == [expected] else received, (expected,)
+    )
+  activation = config.get("feed_forward_proj", "relu")
+  fields.check(_SAYS, "feed_forward_proj", activation, tuple(_ACTIVATIONS))
+  num_layers = fields.required(config, "num_layers")
+  num_decoder_layers = config.get("num_decoder_layers")
+  return T5Config(
+    vocab_size=fields.required(config, "vocab_size"),
+    width=fields.required(config, "d_model"),
+    num_heads=fields.required(config, "num_heads"),
+    head_dim=fields.required(config, "d_kv"),
+    mlp_dim=fields.required(config, "d_ff"),
+    num_encoder_layers=num_layers,
+    num_decoder_layers=(
+      num_layers if num_decoder_layers is None else num_decoder_layers
+    ),
+    mlp_activations=_ACTIVATIONS[activation],
+    tied_head=_scaled(config),
+    relative_buckets=config.get("relative_attention_num_buckets", 32),
+    relative_max_distance=config.get("relative_attention_max_distance", 128),
+  )
+
+
+def config_to(config: T5Config) -> dict[str, Any]:
+  """The `config.json` of a shape, for transformers 4 and 5.
+
+  Args:
+    config: the shape; its compute type and initial values have no place there.
+
+  Returns:
+    The fields.
+
+  Raises:
+    ValueError: transformers has no such feed-forward block.
+  """
+  if config.mlp_activations not in _PROJECTIONS:
+    raise base.InputError(
+      f"convert: T5Config.mlp_activations: received {config.mlp_activations!r},"
+      f" expected one of {sorted(_PROJECTIONS)}; transformers has no other T5."
+    )
+  return {
+    "architectures": ["T5ForConditionalGeneration"],
+    **{field: value for field, (value, _) in _FIXED.items()},
+    "vocab_size": config.vocab_size,
+    "d_model": config.width,
+    "d_kv": config.head_dim,
+    "d_ff": config.mlp_dim,
+    "num_heads": config.num_heads,
+    "num_layers": config.num_encoder_layers,
+    "num_decoder_layers": config.num_decoder_layers,
+    "relative_attention_num_buckets": config.relative_buckets,
+    "relative_attention_max_distance": config.relative_max_distance,
+    "feed_forward_proj": _PROJECTIONS[config.mlp_activations],
+    "tie_word_embeddings": config.tied_head,  # read by transformers 4,
+    "scale_decoder_outputs": config.tied_head,  # and by transformers 5
+    "dropout_rate": 0.0,
+    "initializer_factor": 1.0,
+    "use_cache": True,
+    "dtype": "float32",
+  }
+
+
+def tensor_name(path: str) -> str:
+  """The name that transformers gives to the parameter of a path."""
+  if path in _NAMES:
+    return _NAMES[path]
+  stack, layer, block, *rest = path.split("/")
+  prefix = f"{stack}.block.{layer.removeprefix('layers_')}"
+  inner = [_PROJECTION_NAMES.get(part, part) for part in rest[:-1]]
+  return ".".join([prefix, _LAYER_NAMES[stack, block], *inner, "weight"])
+
+
+def is_turned(path: str) -> bool:
+  return path.endswith(("/kernel", "/rel_embedding"))
+
+
+def _scaled(config: Mapping[str, Any]) -> bool:
+  scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings"))
+  return scaled is not False
+
+
+def completed(
+  tensors: Tensors, config: T5Config, document: Mapping[str, Any]
+) -> Tensors:
+  """Gives a model of transformers 5 the head that it does not write.
+
+  It makes T5 1.1 with the embedding as its unscaled head.
+  """
+  shares = not config.tied_head and document.get("tie_word_embeddings", True)
+  if shares and _HEAD not in tensors.shapes and _EMBEDDING in tensors.shapes:
+    return tensors.also(_HEAD, _EMBEDDING)
+  return tensors
+
+
+def without_copies(tensors: Tensors, config: T5Config) -> Tensors:
+  """Keeps the embedding under one name, whichever names the file gives it."""
+  aliases = (*_COPIES, _HEAD) if config.tied_head else _COPIES
+  found = [name for name in (_EMBEDDING, *aliases) if name in tensors.shapes]
+  for alias in found[1:]:
+    first, copy = tensors.read(found[0]), tensors.read(alias)
+    if not np.array_equal(first, copy, equal_nan=True):  # NaN is for later
+      raise base.InputError(
+        f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
+        " it in this model; if the head was trained apart, set both"
+        " tie_word_embeddings and scale_decoder_outputs to false in config.json."
+      )
+  if found:
+    tensors = tensors.also(_EMBEDDING, found[0])
+  dropped = (*aliases, *_UNUSED)
+  kept = {name: s for name, s in tensors.shapes.items() if name not in dropped}
+  return dataclasses.replace(tensors, shapes=kept)

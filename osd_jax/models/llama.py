@@ -1,0 +1,180 @@
+"""Llama 1 to 3, Vicuna, Mistral, Qwen2 and Qwen3 as the functions of `base.Model`.
+
+Source: Touvron et al., 2023 (arXiv 2302.13971), and transformers' implementations.
+Parameters carry t5x's names, as those of the T5 do.
+"""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from osd_jax import base
+from osd_jax import cache as cache_lib
+from osd_jax.models import causal, embedding, layers, served, stacks
+from osd_jax.models.shapes import DraftServing, LlamaConfig
+
+NO_TOKEN = -1  # pads prompts: 0 is a token of text in many vocabularies
+
+
+class Llama(nn.Module):
+  """The whole model.
+
+  Attributes:
+    config: the shape.
+    serving: reads the copy that `prepare` made for it; None reads what is trained.
+    hands_out: prefill leaves in the cache what was read, for an attached draft.
+  """
+
+  config: LlamaConfig
+  serving: DraftServing | None = None
+  hands_out: bool = False
+
+  def setup(self):
+    config, serving = self.config, self.serving
+    layout = layers.Layout.TRAINED if serving is None else serving.layout
+    self.token_embedder = embedding.Embedding(config)
+    short_head = None
+    if serving is not None and served.has_draft_head(config, serving):
+      short_head = served.DraftHead(config, serving)
+    self.draft_head = short_head
+    own_head = not config.tied_head and short_head is None
+    self.decoder = causal.Decoder(config, layout, own_head)
+
+  def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
+    """See `base.Model.prefill`; `cross_keys` are those of the prompt but its last."""
+    config = self.config
+    kept, reading = self.decoder.prefill(self.token_embedder(source), mask)
+    empty = functools.partial(
+      cache_lib.empty_self_entries,
+      config.num_layers,
+      (source.shape[0], config.num_kv_heads, cache_length, config.head_dim),
+      jnp.dtype(config.dtype),
+    )
+    return cache_lib.KVCache(
+      self_keys=empty(),
+      self_values=empty(),
+      cross_keys=tuple(keys for keys, _ in kept),
+      cross_values=tuple(values for _, values in kept),
+      cross_mask=without_last(mask),
+      length=jnp.zeros(source.shape[:1], jnp.int32),
+      reading=embedding.handed_out(reading) if self.hands_out else None,
+    )
+
+  def read(self, source, mask):
+    """See `base.Model.read`."""
+    x, positions = self.token_embedder(source), causal.prompt_positions(mask)
+    depth = self.config.layer_handed_out
+    return embedding.handed_out(self.decoder.over(x, mask, positions, depth))
+
+  def decode(self, tokens, cache: cache_lib.KVCache):
+    """See `base.Model.decode`."""
+    x, cache = self.decoder.step(self.token_embedder(tokens), cache)
+    return self._logits(x), cache
+
+  def score(self, source, mask, target, positions=None, tokens=None):
+    """See `base.Model.score` and `base.Model.score_at`."""
+    inputs = stacks.inputs_of(target, last_token(source, mask))
+    kept, length = without_last(mask), source.shape[1]
+    before = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None]
+    behind = before + jnp.arange(target.shape[1])[None]
+    x = self.decoder.over(
+      self.token_embedder(jnp.concatenate([source, inputs], axis=1)),
+      jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1),
+      jnp.concatenate([causal.prompt_positions(mask), behind], axis=1),
+    )[:, length:]
+    if positions is not None:
+      x = jnp.take_along_axis(x, positions[..., None], axis=1)
+    return self._logits(self.decoder.decoder_norm(x), tokens)
+
+  def _logits(self, x, tokens=None):
+    dense = None
+    if not self.config.tied_head and self.draft_head is None:
+      dense = self.decoder.logits_dense
+    trained = self.serving is None
+    return embedding.logits_of(
+      x, self.token_embedder, dense, self.draft_head, trained, tokens
+    )
+
+
+def last_token(source: jax.Array, mask: jax.Array) -> jax.Array:
+  """[B] int32; the last token of prompts [B, S], padded wherever."""
+  at = source.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+  return jnp.take_along_axis(source, at[:, None], axis=1)[:, 0]
+
+
+def without_last(mask: jax.Array) -> jax.Array:
+  """[B, S] bool; the tokens of prompts but the last one of each."""
+  left = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here on
+  return mask & (left > 1)
+
+
+_WHOLE = DraftServing()  # leaves nothing out
+
+
+@functools.cache
+def build(
+  config: LlamaConfig,
+  name: str = "llama",
+  serving: DraftServing = _WHOLE,
+  hands_out: bool = False,
+) -> base.Model:
+  """The functions of `base.Model` for one configuration; cached, see `t5.build`.
+
+  Args:
+    config: the shape.
+    name: what error texts call it.
+    serving: what its served copy leaves out; for drafts only.
+    hands_out: prefill leaves in the cache what it has read, for an attached draft.
+  """
+  if serving.shortlist >= config.vocab_size:
+    serving = dataclasses.replace(serving, shortlist=0)
+  training, decoding = Llama(config), Llama(config, serving, hands_out)
+
+  def init(key):
+    return nn.unbox(_init_boxed(training, key))
+
+  def apply(module, params, *args, method):
+    return module.apply({"params": params}, *args, method=method)
+
+  return base.Model(
+    name=name,
+    vocab_size=config.vocab_size,
+    init=init,
+    prefill=functools.partial(apply, decoding, method=Llama.prefill),
+    decode=functools.partial(apply, decoding, method=Llama.decode),
+    score=functools.partial(apply, training, method=Llama.score),
+    prepare=functools.partial(served.prepare, config, serving),
+    logical_axes=functools.partial(_logical_axes, training),
+    shortlist=serving.shortlist,
+    score_at=functools.partial(apply, training, method=Llama.score),
+    head_dim=config.head_dim,
+    eos_ids=config.eos_ids,
+    pad_id=NO_TOKEN,
+    start=last_token,
+    max_positions=config.max_positions,
+  )
+
+
+def reader_params(config: LlamaConfig, params: base.Params) -> base.Params:
+  """The part of a model's parameters that `read` needs."""
+  names = [f"layers_{index}" for index in range(config.layer_handed_out)]
+  decoder = {name: params["decoder"][name] for name in names}
+  return {"token_embedder": params["token_embedder"], "decoder": decoder}
+
+
+def read(config: LlamaConfig, params: base.Params, source, mask):
+  """See `base.Model.read`, from `reader_params`."""
+  return Llama(config).apply({"params": params}, source, mask, method=Llama.read)
+
+
+def _init_boxed(module: Llama, key: jax.Array):
+  token = jnp.zeros((1, 1), jnp.int32)
+  return module.init(key, token, token == 0, token, method=Llama.score)["params"]
+
+
+def _logical_axes(module: Llama):
+  boxed = jax.eval_shape(functools.partial(_init_boxed, module), jax.random.key(0))
+  return nn.get_partition_spec(boxed)

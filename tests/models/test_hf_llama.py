@@ -1,0 +1,191 @@
+"""Live comparison of decoder-only models with transformers (`make test-hf`).
+
+Tiny random models of every kind, through folders that transformers writes.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from osd_jax.models import convert, llama
+
+pytestmark = pytest.mark.hf
+
+COMMON = {
+  "vocab_size": 96,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "max_position_embeddings": 128,
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+  "pad_token_id": None,
+}
+LLAMA_3 = {
+  "rope_type": "llama3",
+  "rope_theta": 500.0,
+  "factor": 4.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 16,  # the prompts are longer
+}
+KINDS = {
+  "llama": ("Llama", {}),
+  "grouped heads": ("Llama", {"num_key_value_heads": 2}),
+  "one head of keys": ("Llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-3}),
+  "tied": ("Llama", {"tie_word_embeddings": True}),
+  "biases": ("Llama", {"attention_bias": True}),
+  "own head size": ("Llama", {"head_dim": 16}),
+  "llama 3": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA_3}),
+  "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 100}),
+  "qwen 2": ("Qwen2", {"num_key_value_heads": 2}),
+  "qwen 2 tied": ("Qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+  "qwen 3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
+}
+ROWS, SOURCE, TARGET = 3, 24, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers():
+  torch = pytest.importorskip("torch", reason="`make test-hf` installs it")
+  torch.set_num_threads(1)
+  return pytest.importorskip("transformers", reason="`make test-hf` installs it")
+
+
+def made(transformers, kind, **changes):
+  """A random model of a kind under which biases and norms matter, too."""
+  import torch
+
+  name, fields = KINDS[kind]
+  torch.manual_seed(7)
+  config = getattr(transformers, f"{name}Config")(**{**COMMON, **fields, **changes})
+  model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+  for label, parameter in model.named_parameters():
+    spread = 0.3 if label.endswith(("norm.weight", "bias")) else 0.2
+    parameter.data += spread * torch.randn_like(parameter)
+  return model
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, transformers, tmp_path_factory):
+  """The torch model, and its weights as we read its folder."""
+  model = made(transformers, request.param)
+  folder = tmp_path_factory.mktemp("model")
+  model.save_pretrained(folder)
+  return model, convert.read_hugging_face(folder)
+
+
+def prompts():
+  rng = np.random.default_rng(0)
+  return [rng.integers(3, 96, count).tolist() for count in (SOURCE, 17, 5)]
+
+
+def batch():
+  source = np.full((ROWS, SOURCE), llama.NO_TOKEN, np.int32)
+  for row, prompt in enumerate(prompts()):
+    source[row, : len(prompt)] = prompt
+  target = np.random.default_rng(1).integers(3, 96, (ROWS, TARGET)).astype(np.int32)
+  return source, target
+
+
+def torch_logits(model, target):
+  """Their logits of the tokens behind each prompt, one prompt at a time."""
+  import torch
+
+  rows = []
+  for prompt, text in zip(prompts(), target.tolist()):
+    with torch.no_grad():
+      logits = model(torch.tensor([prompt + text])).logits[0]
+    rows.append(logits[len(prompt) - 1 : -1].numpy())
+  return np.stack(rows)
+
+
+def scored(weights):
+  source, target = batch()
+  model = weights.model
+  return model.score(weights.params, source, model.mask(source), target), target
+
+
+def greedy(weights, prompt, count):
+  """Plain greedy decoding of one prompt, a token a call."""
+  model = weights.model
+  served = model.prepare(weights.params)
+  source = np.asarray([prompt], np.int32)
+  cache = model.prefill(served, source, model.mask(source), count)
+  token, emitted = np.asarray(model.starts(source))[:, None], []
+  decode = jax.jit(model.decode)
+  while len(emitted) < count and (not emitted or emitted[-1] not in model.eos_ids):
+    logits, cache = decode(served, token, cache)
+    token = np.argmax(logits[:, -1:], axis=-1).astype(np.int32)
+    emitted.append(int(token[0, 0]))
+  return emitted
+
+
+def test_logits_are_torchs(pair):
+  model, weights = pair
+  logits, target = scored(weights)
+  np.testing.assert_allclose(logits, torch_logits(model, target), atol=1e-4)
+  assert (model.lm_head.weight is model.model.embed_tokens.weight) == (
+    weights.config.tied_head
+  )
+
+
+def test_greedy_text_is_torchs(pair):
+  import torch
+
+  model, weights = pair
+  texts = []
+  for prompt in prompts():
+    with torch.no_grad():
+      expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=16, do_sample=False, pad_token_id=0
+      )[0, len(prompt) :].tolist()
+    texts.append(greedy(weights, prompt, 16))
+    assert texts[-1] == expected
+  assert len(set(map(tuple, texts))) == ROWS
+
+
+def test_what_we_write_is_the_model_that_transformers_loads(
+  pair, transformers, tmp_path
+):
+  _, weights = pair
+  params = jax.tree.map(lambda leaf: 0.875 * leaf, weights.params)
+  adapted = dataclasses.replace(weights, params=params)
+  folder = convert.write_hugging_face(tmp_path / "ours", adapted)
+  loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+    folder, output_loading_info=True
+  )
+  assert not any(report.values()), report
+  logits, target = scored(adapted)
+  np.testing.assert_allclose(logits, torch_logits(loaded.eval(), target), atol=1e-4)
+  loaded.save_pretrained(tmp_path / "theirs")
+  again = convert.read_hugging_face(tmp_path / "theirs")
+  assert again.config == adapted.config
+  jax.tree.map(np.testing.assert_array_equal, again.params, params)
+
+
+def test_shards_are_the_whole(transformers, tmp_path):
+  model = made(transformers, "grouped heads")
+  for name, size in (("whole", "1GB"), ("shards", "20KB")):
+    model.save_pretrained(tmp_path / name, max_shard_size=size)
+  assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+  whole, parts = (
+    convert.read_hugging_face(tmp_path / name) for name in ("whole", "shards")
+  )
+  assert whole.config == parts.config
+  jax.tree.map(np.testing.assert_array_equal, whole.params, parts.params)
+
+
+def test_generation_stops_at_every_end_that_the_folder_names(transformers, tmp_path):
+  model = made(transformers, "llama")
+  model.generation_config.eos_token_id = [2, 7, 11]
+  model.save_pretrained(tmp_path)
+  assert convert.read_hugging_face(tmp_path).config.eos_ids == (2, 7, 11)
+
+
+def test_a_window_is_the_longest_context(transformers, tmp_path):
+  made(transformers, "mistral").save_pretrained(tmp_path)
+  assert convert.shape_of_hugging_face(tmp_path).max_positions == 100

@@ -2,6 +2,8 @@
 
   python experiments/shipped_pair/make_vocabulary.py \\
       --out osd_jax/assets/demo_vocabulary.model
+  python experiments/shipped_pair/make_vocabulary.py \\
+      --family llama --out runs/demo_llama/tokenizer.model
 
 SentencePiece BPE with byte fallback: every text comes back unchanged. A number
 0..99 is one piece together with the space before it, so it has one id in prompt
@@ -18,6 +20,11 @@ import sentencepiece
 from osd_jax.data import generated
 
 VOCAB_SIZE = 1536
+# Special ids as each family of models has them.
+SPECIAL_IDS = {
+  "t5": {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+  "llama": {"pad_id": -1, "eos_id": 2, "unk_id": 0, "bos_id": 1},
+}
 _SPACE = "\u2581"  # SentencePiece's sign for a space
 NUMBER_PIECES = [f"{_SPACE}{number}" for number in range(99, -1, -1)]
 
@@ -38,12 +45,13 @@ def training_texts(rows: int, seed: int) -> Iterator[str]:
       yield example.reference
 
 
-def train(rows: int, seed: int) -> bytes:
+def train(rows: int, seed: int, family: str = "t5") -> bytes:
   """Trains the vocabulary.
 
   Args:
     rows: examples of each topic.
     seed: seed of the examples.
+    family: a key of SPECIAL_IDS.
 
   Returns:
     The serialised SentencePiece model.
@@ -60,10 +68,7 @@ def train(rows: int, seed: int) -> bytes:
     remove_extra_whitespaces=False,
     add_dummy_prefix=True,
     user_defined_symbols=["\n", _SPACE * 4, *NUMBER_PIECES],
-    pad_id=0,
-    eos_id=1,
-    unk_id=2,
-    bos_id=-1,
+    **SPECIAL_IDS[family],
     num_threads=1,
     minloglevel=2,
   )
@@ -76,8 +81,10 @@ def main() -> None:
   parser.add_argument("--out", type=pathlib.Path, required=True)
   parser.add_argument("--rows", type=int, default=5000, help="examples of each topic")
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--family", choices=SPECIAL_IDS, default="t5")
   arguments = parser.parse_args()
-  model = train(arguments.rows, arguments.seed)
+  model = train(arguments.rows, arguments.seed, arguments.family)
+  arguments.out.parent.mkdir(parents=True, exist_ok=True)
   arguments.out.write_bytes(model)
   print(f"wrote {len(model)} bytes to {arguments.out}")
 

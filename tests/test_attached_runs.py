@@ -18,10 +18,11 @@ COSTS = adaptive.RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0
 ADAPTIVE = adaptive.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+@pytest.fixture(scope="module", params=["t5", "llama"])
+def pair(request, tmp_path_factory):
   """The tiny target, and a draft that stands on it from nothing."""
-  independent = tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+  folder = tmp_path_factory.mktemp("pair")
+  independent = tiny_online.save_lively_pair(folder, request.param)
   shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
   return independent, dataclasses.replace(
     independent, draft="attached", attached=shape, draft_serving=DraftServing()
@@ -75,9 +76,9 @@ def learned(pair, tmp_path_factory):
 def test_it_learns_and_changes_no_output(learned, plain):
   assert outputs(learned) == plain
   overlaps = [row["overlap"] for row in timeless(learned, "request")]
-  assert np.mean(overlaps[-8:]) > 1.2 * np.mean(overlaps[:8])
+  assert np.mean(overlaps[-8:]) > 1.05 * np.mean(overlaps[:8])
   floor = [row["floor_overlap"] for row in timeless(learned, "request")]
-  assert np.mean(floor[-8:]) < 1.1 * np.mean(floor[:8])  # the frozen one does not
+  assert np.mean(floor[-8:]) < 1.02 * np.mean(floor[:8])  # the frozen one does not
   assert timeless(learned, "update")
 
 

@@ -21,13 +21,19 @@ REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
 SERVING = t5.DraftServing(int8=True, shortlist=700)  # half of the vocabulary
 
 
-def save_lively_pair(folder: Path) -> pairs.PairConfig:
-  """The tiny pair, its target's relative bias so large that its outputs vary."""
-  pair = tiny_pair.save_tiny_pair(folder)
+def save_lively_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
+  """The tiny pair, its target such that its outputs vary.
+
+  A T5's relative bias is large, a Llama's attention weighs more than its input.
+  """
+  pair = tiny_pair.save_tiny_pair(folder, family)
   found = weights.load(pair.target)
 
   def leaf(path, value):
-    return value * 10 if path[-1].key == "rel_embedding" else value
+    names = {key.key for key in path}
+    if family == "llama":
+      return value * (3 if "out" in names else 2 if "query" in names else 1)
+    return value * 10 if "rel_embedding" in names else value
 
   params = jax.tree_util.tree_map_with_path(leaf, found.params)
   weights.save(pair.target, dataclasses.replace(found, params=params))

@@ -1,27 +1,69 @@
-"""A tiny untrained pair with the shipped vocabulary, as weights files."""
+"""A tiny untrained pair of either family, as weights files."""
 
 import dataclasses
+import functools
+import io
 from pathlib import Path
 
 import jax
+import sentencepiece
 
 from osd_jax import assets, pairs, testing
-from osd_jax.data.vocabularies import Vocabulary
-from osd_jax.models import t5, weights
+from osd_jax.data import generated, tokenizers
+from osd_jax.models import families, weights
 
 VOCAB_SIZE = 1536
+SHAPES = {
+  "t5": {"target": testing.TINY_T5, "draft": testing.TINY_DRAFT},
+  "llama": {
+    "target": dataclasses.replace(testing.TINY_LLAMA, eos_ids=(2,)),
+    "draft": dataclasses.replace(testing.TINY_LLAMA_DRAFT, eos_ids=(2,)),
+  },
+}
 
 
-def save_tiny_pair(folder: Path) -> pairs.PairConfig:
+@functools.cache
+def llama_tokenizer() -> bytes:
+  """A `tokenizer.model` of the generated topics, with Llama's special ids."""
+  texts = [
+    text
+    for topic in generated.TOPICS
+    for example in generated.examples(topic, "train", 200, 0)
+    for text in (example.prompt, example.reference)
+  ]
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.Train(
+    sentence_iterator=iter(texts),
+    model_writer=model,
+    vocab_size=VOCAB_SIZE,
+    model_type="bpe",
+    byte_fallback=True,
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    hard_vocab_limit=False,
+    unk_id=0,
+    bos_id=1,
+    eos_id=2,
+    pad_id=-1,
+    num_threads=1,
+    minloglevel=2,
+  )
+  return model.getvalue()
+
+
+def save_tiny_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
   """Writes `target.safetensors` and `draft.safetensors`; returns their config.
 
   The models are drawn, not trained: their outputs run to the length limit.
   """
-  vocabulary = Vocabulary.load(assets.resolve("shipped:demo_vocabulary.model"))
-  shapes = {"target": testing.TINY_T5, "draft": testing.TINY_DRAFT}
-  for seed, (name, shape) in enumerate(shapes.items()):
+  path = pairs.PairConfig().vocabulary
+  if family == "llama":
+    path = str(folder / "tokenizer.model")
+    Path(path).write_bytes(llama_tokenizer())
+  vocabulary = tokenizers.load_any(assets.resolve(path))
+  for seed, (name, shape) in enumerate(SHAPES[family].items()):
     config = dataclasses.replace(shape, vocab_size=VOCAB_SIZE)
-    params = t5.build(config).init(jax.random.key(seed))
+    params = families.build(config, name).init(jax.random.key(seed))
     weights.save(
       folder / f"{name}.safetensors",
       weights.Weights(config, params, vocabulary.fingerprint, "tiny, untrained"),
@@ -29,4 +71,5 @@ def save_tiny_pair(folder: Path) -> pairs.PairConfig:
   return pairs.PairConfig(
     target=str(folder / "target.safetensors"),
     draft=str(folder / "draft.safetensors"),
+    vocabulary=path,
   )

@@ -228,6 +228,7 @@ class Learner:
       "since": self._since,
       "schedule": dataclasses.asdict(self._schedule),
       "launched": launched,
+      "slices": 0 if inputs is None else len(inputs),
     }
     return arrays, host
 
@@ -235,7 +236,7 @@ class Learner:
     """Shapes of the arrays that `state` gave with `host`."""
     arrays, _ = self.state()
     if host["launched"] is not None:
-      arrays["pending"] = jax.eval_shape(self._draw)
+      arrays["pending"] = jax.eval_shape(self._draw)[: host.get("slices")]
     return arrays
 
   def restore(self, arrays: dict[str, Any], host: dict[str, Any]) -> None:
@@ -257,20 +258,24 @@ class Learner:
     return batch.replace(reading=_read(self._draft, self.serving, batch.source))
 
   def _launch(self) -> None:
-    batches = self._draw()
+    schedule = self._config.schedule
+    share = 1.0
+    if isinstance(schedule, schedule_lib.Sparing):
+      share = schedule.share(self._schedule)
+    batches = self._draw(share)
     jax.block_until_ready(batches)  # appending writes the buffer in place
     self._background.launch(batches, self.finished)
     if jax.process_count() > 1:  # all must begin the same programs in the same order
       self._background.settle()
     self._since = int(self._buffer.added)
-    self._schedule = self._config.schedule.launched(self._schedule)
+    self._schedule = schedule.launched(self._schedule)
 
-  def _draw(self) -> tuple[base.DistillationBatch, ...]:
-    """The micro-batches of an update launched now."""
+  def _draw(self, share: float = 1.0) -> tuple[base.DistillationBatch, ...]:
+    """The micro-batches of an update launched now, or a share of them."""
     config = self._config
     key = jax.random.fold_in(jax.random.key(config.seed), self.finished)
     return update_lib.draw_update(
-      config.update, config.buffer, self._buffer, key, self._since
+      config.update, config.buffer, self._buffer, key, self._since, share
     )
 
   def _take(self) -> Outcome:

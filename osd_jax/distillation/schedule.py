@@ -52,6 +52,15 @@ class Schedule(Protocol):
     ...
 
 
+@runtime_checkable
+class Sparing(Protocol):
+  """A `Schedule` whose updates are shorter where less is to be gained."""
+
+  def share(self, state: Any) -> float:
+    """Share of its slices that an update launched now shall take, in 0..1."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
   """The rhythm of updates. All windows are counted in finished requests.
@@ -70,6 +79,9 @@ class ScheduleConfig:
     resume_drop: how far the short mean falls below the level at pausing.
     drift_window: length of the long mean that sees a slow drop.
     drift_drop: how far the long mean falls below the level at pausing.
+    much_to_gain: overlap that the last `resume_window` requests lack for an update to
+      take all its slices; where they lack less it takes as much less, one at least.
+      0 takes all always.
   """
 
   update_interval: int = 8
@@ -82,6 +94,7 @@ class ScheduleConfig:
   resume_drop: float = 0.2
   drift_window: int = 100
   drift_drop: float = 0.075
+  much_to_gain: float = 0.0
 
   def __post_init__(self):
     counts = [f.name for f in dataclasses.fields(self) if type(f.default) is int]
@@ -115,6 +128,13 @@ class ScheduleConfig:
   def launched(self, state: "ScheduleState") -> "ScheduleState":
     """See `updated`."""
     return updated(self, state)
+
+  def share(self, state: "ScheduleState") -> float:
+    """See `Sparing`."""
+    recent = state.recent[-self.resume_window :]
+    if not self.much_to_gain or not recent:
+      return 1.0
+    return min(1.0, (1.0 - _mean(recent)) / self.much_to_gain)
 
   @property
   def history(self) -> int:

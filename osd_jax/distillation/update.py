@@ -7,6 +7,7 @@ counted. No argument is ever donated: serving may still read the old parameters.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class UpdateConfig:
   Attributes:
     optimizer: how a gradient becomes a step.
     loss: which divergence, over which positions.
-    steps_per_update: slices of one update.
+    steps_per_update: slices of one update; see `ScheduleConfig.much_to_gain` for fewer.
     num_new: rows a slice takes from those added since the last update.
     num_replay: rows a slice takes from the whole buffer.
     length_multiple: a slice is cut to its longest row, rounded up to a multiple of
@@ -89,7 +90,7 @@ class LearnerState:
 
 @flax.struct.dataclass
 class UpdateMetrics:
-  """What steps report; one slice has scalars, an update has [steps_per_update].
+  """What steps report; one slice has scalars, an update has [slices].
 
   Attributes:
     loss: [...] float32, before the step.
@@ -331,11 +332,22 @@ def draw_update(
   buffer: replay.ReplayBuffer,
   key: Key[Array, ""],
   since: Int[Array, ""] | int,
+  share: float = 1.0,
 ) -> tuple[base.DistillationBatch, ...]:
-  """Samples all micro-batches of an update; see `draw_slice`."""
+  """Samples the micro-batches of an update; see `draw_slice`.
+
+  Args:
+    config: as there, and the number of slices.
+    buffer_config: as there.
+    buffer: as there.
+    key: random key of the update.
+    since: as there.
+    share: of the slices, rounded up.
+  """
+  slices = max(1, math.ceil(config.steps_per_update * share))
   return tuple(
     draw_slice(config, buffer_config, buffer, slice_key(key, index), since)
-    for index in range(config.steps_per_update)
+    for index in range(slices)
   )
 
 
@@ -386,7 +398,7 @@ def update(
     frozen: what of the draft is the target's; see `base.Model.split`.
 
   Returns:
-    (state, metrics [steps_per_update]).
+    (state, metrics [slices]).
   """
   state, metrics = learner, []
   for batch in batches:
@@ -394,5 +406,6 @@ def update(
     state = _placed_like(learner, state)
     metrics.append(report)
     after_slice(state)
-  stacked = jax.tree.map(lambda *values: jnp.stack(values), *metrics)
+  # By numpy: for every number of slices it would be compiled once.
+  stacked = jax.tree.map(lambda *values: np.stack(jax.device_get(values)), *metrics)
   return finish_update(learner, state), stacked

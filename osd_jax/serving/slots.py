@@ -71,6 +71,8 @@ class Slots:
       )
     if draft is not None:
       calls.check_reading(target, target_params, draft)
+    for model in (target,) if draft is None else (target, draft):
+      _check_positions(config, model)
     self.config = config
     if partitioner is not None and partitioner.mesh.size == 1:
       partitioner = None  # nothing to place, and one compilation with who has none
@@ -377,3 +379,14 @@ class Slots:
     source = np.full((1, length), self._program.target.pad_id, np.int32)
     source[0, : len(tokens)] = tokens
     return source
+
+
+def _check_positions(config: DecodingConfig, model: base.Model) -> None:
+  """Raises InputError where the longest prompt and output are too many tokens."""
+  longest = config.source_lengths[-1] + config.target_length
+  if model.max_positions and longest > model.max_positions:
+    raise base.InputError(
+      f"decoding: DecodingConfig.source_lengths {config.source_lengths} and"
+      f" target_length {config.target_length} are {longest} tokens, expected at most"
+      f" the {model.max_positions} that the {model.name} can place; lower one of them."
+    )

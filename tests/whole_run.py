@@ -1,0 +1,64 @@
+"""A small whole online run on a mesh, broken off and continued: what tests share."""
+
+import dataclasses
+
+import pytest
+import tiny_online
+
+from osd_jax import online, partitioning, writers
+from osd_jax.distillation import optimizers, update
+from osd_jax.serving import slots
+
+COUNT, INTERRUPTED = 16, 9
+
+
+class Interrupted(Exception):
+  """A run that ends between two steps, as a killed one does."""
+
+
+def serve(config, outputs, limit=10**6):
+  """Runs, noting tokens by number of the request; breaks off behind `limit` of them."""
+  step = slots.Slots.step
+
+  def noted(self):
+    finished = step(self)
+    outputs.update({done.request.tag: done.tokens.tolist() for done in finished})
+    if len(outputs) > limit:
+      raise Interrupted
+    return finished
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(slots.Slots, "step", noted)
+    online.run(config)
+
+
+def run(pair, folder, mesh, interrupted_at=None, goes_on_with=None, **decoding):
+  """Outputs of the requests, in order, and the rows of the updates."""
+  config = tiny_online.config(pair, folder)
+  config = dataclasses.replace(
+    config,
+    pair=pair,  # the whole draft: fewer programs
+    partition=partitioning.PartitionConfig(*mesh),
+    stream=dataclasses.replace(config.stream, requests_per_task=COUNT // 4),
+    decoding=dataclasses.replace(config.decoding, num_draft_tokens=2, **decoding),
+    learning=dataclasses.replace(
+      config.learning,
+      update=update.UpdateConfig(
+        optimizers.OptimizerConfig(learning_rate=1e-2), steps_per_update=1
+      ),
+    ),
+    warm_start=None,
+    floor_metering=False,
+    compare_every=0,
+  )
+  outputs = {}
+  if interrupted_at is not None:
+    with pytest.raises(Interrupted):
+      serve(config, outputs, interrupted_at)
+    assert not (folder / "draft.safetensors").exists()
+  partition = partitioning.PartitionConfig(*(goes_on_with or mesh))
+  serve(dataclasses.replace(config, partition=partition), outputs)
+  rows = writers.read(folder / "metrics.jsonl")
+  return [outputs[tag] for tag in range(COUNT)], [
+    (row["version"], row["loss"]) for row in rows if row["kind"] == "update"
+  ]

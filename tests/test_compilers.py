@@ -25,6 +25,7 @@ pytestmark = pytest.mark.aot
 
 LAYERS, ROWS, DRAFTED = 2, 8, 5
 WIDE = pairs.PairConfig(target="flan-t5-xl", draft="t5-small", dtype="bfloat16")
+CAUSAL = pairs.PairConfig(target="vicuna-7b", draft="llama-160m", dtype="bfloat16")
 DECODING = slots.DecodingConfig(
   rows=ROWS, num_draft_tokens=DRAFTED, source_lengths=(512,), target_length=128
 )
@@ -47,8 +48,8 @@ def plan(topology, mesh, pair=WIDE, layers=LAYERS, decoding=DECODING):
 
 
 @functools.cache
-def wide(topology, mesh):
-  return plan(topology, mesh)
+def wide(topology, mesh, pair=WIDE):
+  return plan(topology, mesh, pair)
 
 
 def round_of(found, record_top_k=64) -> Any:
@@ -62,9 +63,9 @@ def round_of(found, record_top_k=64) -> Any:
 
 
 @functools.cache
-def greedy_round(topology, mesh, record_top_k=64):
+def greedy_round(topology, mesh, record_top_k=64, pair=WIDE):
   """The operations of a call of greedy rounds."""
-  made = round_of(wide(topology, mesh), record_top_k)
+  made = round_of(wide(topology, mesh, pair), record_top_k)
   return compiled.Program(made.as_text(), branch=0)
 
 
@@ -81,11 +82,12 @@ def inner_loops(program):
   return [found for found in program.of("while") if found.depth >= 1]
 
 
-def test_a_greedy_round_loops_over_draft_steps_alone_and_sorts_nothing():
-  program = greedy_round("v5e:2x2", TENSOR_PARALLEL, 0)
+@pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
+def test_a_greedy_round_loops_over_draft_steps_alone_and_sorts_nothing(pair):
+  program = greedy_round("v5e:2x2", TENSOR_PARALLEL, 0, pair)
   assert len(inner_loops(program)) == 1
   assert not program.of("sort")
-  recorded = greedy_round("v5e:2x2", TENSOR_PARALLEL).of("sort")
+  recorded = greedy_round("v5e:2x2", TENSOR_PARALLEL, pair=pair).of("sort")
   assert recorded and all("top_k" in found.line for found in recorded)
 
 
@@ -96,15 +98,21 @@ def test_the_forms_of_a_cpu_would_loop_over_rows():
   assert len(inner_loops(program)) > 1
 
 
-@pytest.mark.parametrize("mesh", [TENSOR_PARALLEL, GRID], ids=["1 x 4", "2 x 2"])
-def test_what_travels_are_the_sums_of_sub_blocks_and_a_few_numbers(mesh):
-  """Three sums a layer and the embedding; then the arg max, and sums for records."""
-  program = greedy_round("v5e:2x2", mesh)
+@pytest.mark.parametrize(
+  "mesh, pair, width, blocks",
+  [(TENSOR_PARALLEL, WIDE, 2048, 3), (GRID, WIDE, 2048, 3), (GRID, CAUSAL, 4096, 2)],
+  ids=["1 x 4", "2 x 2", "2 x 2, llama"],
+)
+def test_what_travels_are_the_sums_of_sub_blocks_and_a_few_numbers(
+  mesh, pair, width, blocks
+):
+  """A sum a sub-block and the embedding; then the arg max, and sums for records."""
+  program = greedy_round("v5e:2x2", mesh, pair=pair)
   assert not program.of("all-to-all", "collective-permute")
   sums = [found for found in program.of("all-reduce") if found.depth]
-  activations = ROWS // mesh.data * (DRAFTED + 1) * 2048 * 4  # float32 at most
+  activations = ROWS // mesh.data * (DRAFTED + 1) * width * 4  # float32 at most
   large = [found for found in sums if found.bytes > activations / 4]
-  assert len(large) == 3 * LAYERS + 1
+  assert len(large) == blocks * LAYERS + 1
   assert max(found.bytes for found in sums) <= activations
   assert len(sums) <= len(large) + 6
   candidates = ROWS // mesh.data * (DRAFTED + 1) * mesh.model * 64

@@ -19,8 +19,15 @@ ASKED = {
   ("flan-t5-base", 1): 0.52,
   ("flan-t5-large", 1): 0.62,
   ("flan-t5-base", 8): 0.50,
+  ("tinyllama-1.1b", 1): 0.5,
+  ("llama-3.2-1b", 1): 0.5,
 }
-ASKED_BOUND = {("flan-t5-base", 1): 1.4, ("flan-t5-large", 1): 1.25}
+ASKED_BOUND = {
+  ("flan-t5-base", 1): 1.4,
+  ("flan-t5-large", 1): 1.25,
+  ("tinyllama-1.1b", 1): 1.35,
+  ("llama-3.2-1b", 1): 1.35,
+}
 
 
 def ours(name: str, rows: int, source: int, target: int) -> contenders.Ours:

@@ -27,12 +27,16 @@ from osd_jax.serving import slots
 ASKED = {
   "flan-t5-base": {0.7: 1.4, 0.8: 1.6, 0.9: 2.0},
   "flan-t5-large": {0.7: 1.9, 0.8: 2.2, 0.9: 3.0},
+  "tinyllama-1.1b": {0.8: 1.8},
+  "llama-3.2-1b": {0.8: 1.8},
 }
 ASKED_OVER_ASSISTED = {
   ("flan-t5-base", "float32"): 2.8,
   ("flan-t5-base", "bfloat16"): 1.9,
   ("flan-t5-large", "float32"): 2.4,
   ("flan-t5-large", "bfloat16"): 1.5,
+  ("tinyllama-1.1b", "float32"): 2.5,
+  ("llama-3.2-1b", "float32"): 2.5,
 }
 RIVAL_ALPHA = 0.8
 WITHOUT = {"XLA attention": ("attention",), "XLA alone": native.PARTS}

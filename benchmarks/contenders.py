@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.models import sizes, t5
+from osd_jax.models import families, sizes, t5
+from osd_jax.models.families import ModelConfig
 from osd_jax.serving import slots
 
 WHOLE = t5.DraftServing()  # nothing is left out
@@ -27,13 +28,13 @@ TINY = t5.T5Config(
 )
 
 
-def shape(name: str) -> t5.T5Config:
+def shape(name: str) -> ModelConfig:
   """A published shape, or `tiny`, with which the programs themselves are tested."""
   return TINY if name == "tiny" else sizes.size(name)
 
 
 def random_model(
-  config: t5.T5Config, seed: int = 0, serving: t5.DraftServing = WHOLE
+  config: ModelConfig, seed: int = 0, serving: t5.DraftServing = WHOLE
 ) -> tuple[base.Model, base.Params]:
   """A model with random weights that never emits end-of-sequence.
 
@@ -42,12 +43,16 @@ def random_model(
     seed: of the weights.
     serving: what its served copy leaves out, for drafts.
   """
-  model = t5.build(config, serving=serving)
+  model = families.build(config, "random", serving)
   params = jax.jit(model.init)(jax.random.key(seed))
+  # A logit of 0 is never the largest of a vocabulary of random ones.
+  ends = np.asarray(model.eos_ids)
   if not config.tied_head:
-    # A logit of 0 is never the largest of a vocabulary of random ones.
     head = params["decoder"]["logits_dense"]
-    head["kernel"] = head["kernel"].at[:, base.EOS_ID].set(0.0)
+    head["kernel"] = head["kernel"].at[:, ends].set(0.0)
+  elif not isinstance(config, t5.T5Config):
+    table = params["token_embedder"]
+    table["embedding"] = table["embedding"].at[ends].set(0.0)
   return model, params
 
 
@@ -57,11 +62,11 @@ def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> np.ndarr
   return rng.integers(3, vocab_size, (count, length)).astype(np.int32)
 
 
-def step_bytes(config: t5.T5Config, rows: int, source: int, target: int) -> int:
+def step_bytes(config: ModelConfig, rows: int, source: int, target: int) -> int:
   """Bytes that one decoding step of float32 has to read.
 
   Decoder weights, output head and key/value caches; not the embedding, of which a step
-  reads a row, and not the kernels of the cross-attention keys and values.
+  reads a row, and not the kernels of a T5's cross-attention keys and values.
 
   Args:
     config: the shape.
@@ -70,6 +75,11 @@ def step_bytes(config: t5.T5Config, rows: int, source: int, target: int) -> int:
     target: mean number of self-attention entries.
   """
   joined = config.num_heads * config.head_dim
+  if not isinstance(config, t5.T5Config):
+    of_keys = config.num_kv_heads * config.head_dim
+    layer = config.width * (2 * joined + 2 * of_keys + 3 * config.mlp_dim)
+    caches = rows * 2 * of_keys * (source + target)
+    return 4 * (config.num_layers * (layer + caches) + config.width * config.vocab_size)
   attention = 6 * config.width * joined  # self q, k, v, o; cross q, o
   mlp = (len(config.mlp_activations) + 1) * config.width * config.mlp_dim
   head = config.width * config.vocab_size

@@ -9,15 +9,17 @@ import numpy as np
 import torch
 import transformers
 
-from osd_jax.models import t5
+from osd_jax.models import convert
+from osd_jax.models.families import ModelConfig
+from osd_jax.models.shapes import T5Config
 
 transformers.logging.set_verbosity_error()
 
 ATTEMPTS = 16
 
 
-def random_model(config: t5.T5Config, dtype: str = "float32", seed: int = 0) -> Any:
-  """A T5ForConditionalGeneration with random weights.
+def random_model(config: ModelConfig, dtype: str = "float32", seed: int = 0) -> Any:
+  """A model of transformers with random weights.
 
   Args:
     config: the shape.
@@ -25,6 +27,12 @@ def random_model(config: t5.T5Config, dtype: str = "float32", seed: int = 0) -> 
     seed: of the weights.
   """
   torch.manual_seed(seed)
+  if not isinstance(config, T5Config):
+    fields = convert.config_to_hugging_face(config)
+    theirs = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = transformers.AutoModelForCausalLM.from_config(theirs)
+    model.generation_config.pad_token_id = 0
+    return model.to(getattr(torch, dtype)).eval()
   gated = len(config.mlp_activations) > 1
   theirs = transformers.T5Config(
     vocab_size=config.vocab_size,
@@ -92,7 +100,7 @@ class HuggingFace:
       )
       for batch in self._batches
     ]
-    tokens = torch.cat(found)[:, 1:].numpy()  # without the start token
+    tokens = torch.cat(found)[:, -self._target :].numpy()  # without what began it
     assert tokens.size == self.tokens, tokens.shape
     return tokens
 
@@ -124,7 +132,8 @@ class Scripted:
       alpha: synthetic acceptance.
     """
     self._alpha, self._size = alpha, model.config.vocab_size
-    self._choose = script(assistant)
+    begun = 0 if model.config.is_encoder_decoder else sources.shape[1] - 1
+    self._choose = script(assistant, begun)
     self._serve = [
       HuggingFace(model, row[None], target, assistant, num_draft_tokens)
       for row in sources
@@ -153,13 +162,14 @@ class Scripted:
     return np.concatenate(found)
 
 
-def script(assistant: Any) -> Callable[[np.ndarray], None]:
+def script(assistant: Any, begun: int = 0) -> Callable[[np.ndarray], None]:
   """Makes an assistant draft scripts, as `contenders.scripted` does.
 
   It runs in full; then the scripted token of the position gets the largest logit.
 
   Args:
     assistant: changed in place.
+    begun: inputs before the one whose logits are the first token's.
 
   Returns:
     A function that takes the script [T] int32 of the request to come.
@@ -175,7 +185,8 @@ def script(assistant: Any) -> Callable[[np.ndarray], None]:
     before = 0 if past is None else int(past.get_seq_length())
     found = forward(*args, **kwargs)
     count = found.logits.shape[1]
-    at = torch.arange(before, before + count).clamp(max=len(tokens) - 1)
+    at = torch.arange(before - begun, before - begun + count)
+    at = at.clamp(min=0, max=len(tokens) - 1)
     top = found.logits.amax(-1) + 1
     found.logits[0, torch.arange(count), tokens[at]] = top[0]
     return found

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from osd_jax import assets, base, partitioning
 from osd_jax.data import tokenizers
@@ -74,7 +75,7 @@ class Pair:
 
   Attributes:
     target: functions of the target.
-    target_params: its parameters.
+    target_params: its parameters, in the type that it computes in.
     rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
     draft: functions of the draft; of `plain()` None.
     draft_params: its parameters.
@@ -161,7 +162,9 @@ def load_pair(
   draft = _draft(config, target, identity, vocabulary)
   is_attached = isinstance(draft, weights.AttachedWeights)
   target_model = families.build(target.config, "target", hands_out=is_attached)
-  target_params = partitioner.place_params(target_model, target.params)
+  # It is never trained: more bits than it computes with would only take room.
+  params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), target.params)
+  target_params = partitioner.place_params(target_model, params)
   if is_attached:
     draft_model = attached.build(
       draft.config, target.config, "attached draft", config.draft_serving

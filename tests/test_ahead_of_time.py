@@ -169,7 +169,7 @@ def test_published_names_need_no_weights(tmp_path):
   assert found.kernels and found.least_ms
   kernel = made.target_params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
   served = made.served.target["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
-  assert kernel.dtype == np.float32 and served.dtype == jax.numpy.bfloat16
+  assert kernel.dtype == jax.numpy.bfloat16 and served.dtype == jax.numpy.bfloat16
   assert served.shape == kernel.shape[::-1]
 
 

@@ -5,6 +5,7 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
@@ -67,6 +68,16 @@ def test_the_shipped_vocabulary_reads_and_writes(config):
 def test_both_models_compute_in_the_wanted_type(config):
   pair = load(dataclasses.replace(config, dtype="bfloat16"))
   assert pair.draft_config.dtype == "bfloat16"
+  # The target is never trained: no bits that it does not compute with, no second copy.
+  served = pair.target.prepare(pair.target_params)
+  assert {leaf.dtype for leaf in jax.tree.leaves(pair.target_params)} == {jnp.bfloat16}
+  scale = ("encoder", "encoder_norm", "scale")
+  for params in (served, pair.target_params):
+    for name in scale:
+      params = params[name]
+    assert params is pair.target_params["encoder"]["encoder_norm"]["scale"]
+  drafts = {leaf.dtype for leaf in jax.tree.leaves(pair.draft_params)}
+  assert drafts == {jnp.dtype("float32")}  # which is
   assert pair.target is not load(config).target
 
 

@@ -61,7 +61,8 @@ class Plan:
     self.target = families.build(target, "target", hands_out=is_attached)
     serving = pair.draft_serving
     with native.portable():
-      self.target_params = _loaded(self.target, self.partitioner.params(self.target))
+      shardings = self.partitioner.params(self.target)
+      self.target_params = _loaded(self.target, shardings, pair.dtype)
       if is_attached:
         self.draft = attached.build(draft, target, "attached draft", serving)
       else:
@@ -184,9 +185,11 @@ def _shape(
   )
 
 
-def _loaded(model: base.Model, shardings: Any) -> base.Params:
-  """Shapes of a model's parameters as they are loaded, in float32."""
-  return jax.tree.map(_at, jax.eval_shape(model.init, jax.random.key(0)), shardings)
+def _loaded(model: base.Model, shardings: Any, dtype: str = "float32") -> base.Params:
+  """Shapes of a model's parameters as they are loaded."""
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  typed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+  return jax.tree.map(_at, typed, shardings)
 
 
 def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

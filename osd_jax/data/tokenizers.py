@@ -175,7 +175,7 @@ def stated_eos_ids(document: Mapping[str, Any]) -> tuple[int, ...]:
   """The ids that a `config.json` or `generation_config.json` says end a sequence."""
   stated = document.get("eos_token_id")
   ids = stated if isinstance(stated, list) else [stated]
-  return tuple(token for token in ids if base.is_count(token, least=0))
+  return tuple(int(token) for token in ids if base.is_count(token, least=0))  # pyright: ignore[reportArgumentType]
 
 
 class _TokenizersProcessor:

@@ -67,7 +67,8 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
       )
   num_heads = fields.required(config, "num_attention_heads")
   width = fields.required(config, "hidden_size")
-  head_dim = int(config.get("head_dim") or _HEAD_DIMS.get(kind, width // num_heads))
+  head_dim: int = config.get("head_dim") or _HEAD_DIMS.get(kind, 0)
+  head_dim = head_dim or width // num_heads
   own_bias = config.get("attention_bias", False) if kind != "mistral" else False
   scaling, theta = _rope(config)
   stated = config.get("eos_token_id")

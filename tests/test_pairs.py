@@ -70,7 +70,9 @@ def test_both_models_compute_in_the_wanted_type(config):
   assert pair.draft_config.dtype == "bfloat16"
   # The target is never trained: no bits that it does not compute with, no second copy.
   served = pair.target.prepare(pair.target_params)
-  assert {leaf.dtype for leaf in jax.tree.leaves(pair.target_params)} == {jnp.bfloat16}
+  assert {leaf.dtype for leaf in jax.tree.leaves(pair.target_params)} == {
+    jnp.dtype("bfloat16")
+  }
   scale = ("encoder", "encoder_norm", "scale")
   for params in (served, pair.target_params):
     for name in scale:

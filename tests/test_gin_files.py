@@ -100,10 +100,11 @@ def test_run_files_keep_the_defaults(command, written):
 
 @pytest.mark.parametrize("name", sizes.SIZES)
 def test_model_files_are_the_sizes_of_the_library(name, written):
-  file = f"models/{name.replace('-', '_')}.gin"
-  assert load([written(RUN.replace("T5Config.mlp_act", "#")), file]).model == (
-    sizes.size(name)
-  )
+  file = f"models/{name.replace('-', '_').replace('.', '_')}.gin"
+  made = type(sizes.size(name)).__name__
+  run = written(RUN.replace("T5Config.mlp_act", "#"))
+  flag = f"PretrainConfig.model=@{made}()"
+  assert load([run, file], [flag]).model == sizes.size(name)
 
 
 def test_two_models_live_in_one_file_through_scopes(written):

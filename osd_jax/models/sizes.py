@@ -41,6 +41,9 @@ _LLAMA_3 = LlamaConfig(
   max_positions=131072,
   eos_ids=(128001, 128008, 128009),
 )
+_DEMO_LLAMA = LlamaConfig(
+  vocab_size=1536, num_heads=4, num_kv_heads=4, max_positions=512, embedding_std=0.3
+)
 _QWEN_3 = LlamaConfig(
   vocab_size=151936,
   num_kv_heads=8,
@@ -101,6 +104,12 @@ SIZES: dict[str, ModelConfig] = {
     _llama(_QWEN_3, 2048, 16, 6144, 28), tied_head=True
   ),
   "qwen3-8b": _llama(_QWEN_3, 4096, 32, 12288, 36),
+  "demo-llama-target": dataclasses.replace(
+    _DEMO_LLAMA, width=256, num_kv_heads=2, head_dim=64, mlp_dim=640, num_layers=6
+  ),
+  "demo-llama-draft": dataclasses.replace(
+    _DEMO_LLAMA, width=128, num_kv_heads=4, head_dim=32, mlp_dim=384, num_layers=2
+  ),
   "demo-target": dataclasses.replace(
     _DEMO,
     width=256,

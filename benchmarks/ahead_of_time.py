@@ -1,7 +1,8 @@
 """What the compilers of TPUs and GPUs make of published pairs, without the machines.
 
 Every pair is compiled for every topology by `osd_jax.ahead_of_time`, in bfloat16, 8
-rows, prompts of 512 tokens and answers of 128, with t5-small as the draft. Counts are
+rows, prompts of 512 tokens and answers of 128, with t5-small, llama-160m or qwen3-0.6b
+as the draft. Counts are
 of the compiled text; tokens per second are what published figures of the chips allow
 at most. Nothing runs, so that nothing here is a measured speed.
 
@@ -28,6 +29,7 @@ TOPOLOGIES = (
   "v5e:2x2=1 v5e:2x2=4 v5e:2x4=8 v6e:2x4=8 v4:2x2x1=8 v5p:2x2x1=4 h100:1=1 h100:4=4"
 ).split()
 TARGETS = ("flan-t5-large", "flan-t5-xl", "flan-t5-xxl")
+DRAFTS = {"vicuna": "llama-160m", "qwen3": "qwen3-0.6b"}  # t5-small for all others
 ACCEPTANCE = 0.8
 ASKED = {  # of flan-t5-xl on v5e:2x2=4, and on h100:1=1
   "flan-t5-xl, v5e:2x2=4": {
@@ -47,9 +49,10 @@ def config(target: str, model: int, rows: int, drafted: int) -> online.OnlineCon
     (tasks.TaskConfig("none", kind="generated", topic="sql", rows=1),),
     source_length=512,
   )
+  draft = DRAFTS.get(target.partition("-")[0], "t5-small")
   return online.OnlineConfig(
     stream,
-    pairs.PairConfig(target=target, draft="t5-small", dtype="bfloat16"),
+    pairs.PairConfig(target=target, draft=draft, dtype="bfloat16"),
     slots.DecodingConfig(
       rows=rows,
       num_draft_tokens=drafted,

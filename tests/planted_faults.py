@@ -52,9 +52,13 @@ ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
 NARROWING = "tests/distillation/test_narrowing.py"
 CHECKPOINTS = "tests/checkpoints/test_checkpointer.py"
+LLAMA = "tests/models/test_llama.py"
+LEARNER = "tests/distillation/test_learner.py"
+STATE = "tests/decoding/test_state.py"
+TOKENIZERS = "tests/data/test_tokenizers.py"
 
 FAULTS = [
-  # Those of issue 12 that survived once.
+  # Those that survived once.
   Fault(
     "resume drops the saved shortlist",
     "      None if shortlist is None else np.asarray(shortlist, np.int32),",
@@ -373,6 +377,73 @@ FAULTS = [
     "if saved not in (None, own):",
     "if False:",
     "tests/checkpoints tests/test_online.py tests/test_faults.py",
+  ),
+  # Decoder-only models.
+  Fault(
+    "a prompt's last token is attended to twice",
+    "  return mask & (left > 1)",
+    "  return mask & (left > 0)",
+    LLAMA,
+  ),
+  Fault(
+    "a llama's scores are one position off",
+    "    )[:, length:]",
+    "    )[:, length - 1 : -1]",
+    LLAMA,
+  ),
+  Fault(
+    "decoding forgets where the prompt ended",
+    "    before = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)",
+    "    before = jnp.zeros_like(cache.length)",
+    LLAMA,
+  ),
+  Fault(
+    "native attention shares keys among the wrong heads",
+    "  folded = query.transpose(0, 1, 3, 2, 4).reshape(",
+    "  folded = query.reshape(",
+    LLAMA,
+  ),
+  Fault(
+    "every chunk of a prompt is written over the first",
+    "(stored, new.astype(stored.dtype), start, 2)",
+    "(stored, new.astype(stored.dtype), 0, 2)",
+    LLAMA,
+  ),
+  Fault(
+    "scaled positions stretch the short waves",
+    "  return share * plain + (1 - share) * plain / scaling.factor",
+    "  return (1 - share) * plain + share * plain / scaling.factor",
+    LLAMA,
+  ),
+  Fault(
+    "the first input of a llama's draft is padding",
+    "  return jnp.where(position == 0, state.start[:, None], before)",
+    "  return jnp.where(position == 0, base.PAD_ID, before)",
+    f"{ROUNDS} -k llama",
+  ),
+  Fault(
+    "only the first end of a sequence ends it",
+    "[tokens == token for token in ids]",
+    "[tokens == token for token in ids[:1]]",
+    STATE,
+  ),
+  Fault(
+    "a decoder-only prompt loses its end",
+    "    return np.concatenate([prompt[:kept], prompt[kept - length :]])",
+    "    return prompt[:length]",
+    TOKENIZERS,
+  ),
+  Fault(
+    "a shorter update is continued whole",
+    '[: host.get("slices")]',
+    "",
+    LEARNER,
+  ),
+  Fault(
+    "the share of an update is that of all requests",
+    "    recent = state.recent[-self.resume_window :]",
+    "    recent = state.recent",
+    LEARNER,
   ),
 ]
 

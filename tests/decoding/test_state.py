@@ -14,7 +14,7 @@ from osd_jax.base import EOS_ID, StopReason
 from osd_jax.decoding import state as state_lib
 
 ROWS, LENGTH, VOCAB = 4, 10, 7
-append = jax.jit(state_lib.append, static_argnums=3)
+append = jax.jit(state_lib.append, static_argnums=(3, 4))
 
 
 def filled_state(rng, length, reason, max_length):
@@ -48,14 +48,14 @@ def filled_state(rng, length, reason, max_length):
   )
 
 
-def emitted_by(tokens, accepted, room):
+def emitted_by(tokens, accepted, room, ends=(EOS_ID,)):
   """The oracle: the tokens of the round that one running row keeps."""
   kept = []
   for token in tokens[: accepted + 1]:
     if len(kept) == room:
       break
     kept.append(int(token))
-    if token == EOS_ID:
+    if token in ends:
       break
   return kept
 
@@ -84,12 +84,13 @@ def a_round(data, k):
   return state, acceptance, base.Verification(logits)
 
 
-@pytest.mark.parametrize("k", [1, 8])
+@pytest.mark.parametrize(("k", "ends"), [(1, (EOS_ID,)), (8, (EOS_ID,)), (5, (4, 2))])
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(data=st.data())
-def test_append_equals_the_oracle(k, data):
+def test_append_equals_the_oracle(k, ends, data):
+  """With one end of a sequence, or several of which 1 is none."""
   before, acceptance, verification = a_round(data, k)
-  after = append(before, acceptance, verification, k)
+  after = append(before, acceptance, verification, k, ends)
   before, acceptance, verification, after = jax.device_get(
     (before, acceptance, verification, after)
   )
@@ -97,7 +98,7 @@ def test_append_equals_the_oracle(k, data):
     if before.stop_reason[row] != StopReason.RUNNING:
       check_untouched(before, after, row)
     else:
-      check_appended(before, acceptance, verification, after, row, k)
+      check_appended(before, acceptance, verification, after, row, k, ends)
 
 
 def check_untouched(before, after, row):
@@ -109,10 +110,11 @@ def check_untouched(before, after, row):
   jax.tree.map(same, unrewound(before), unrewound(after))
 
 
-def check_appended(before, acceptance, verification, after, row, k):
+def check_appended(before, acceptance, verification, after, row, k, ends):
   start, limit = int(before.length[row]), int(before.settings.max_length[row])
   accepted = int(acceptance.accepted[row])
-  kept = emitted_by(np.asarray(acceptance.tokens[row]), accepted, limit - start)
+  tokens = np.asarray(acceptance.tokens[row])
+  kept = emitted_by(tokens, accepted, limit - start, ends)
   end = start + len(kept)
   assert int(after.length[row]) == end <= limit
   assert int(after.last_token[row]) == kept[-1]
@@ -120,7 +122,7 @@ def check_appended(before, acceptance, verification, after, row, k):
   assert int(after.draft_cache.length[row]) == end - 1
 
   expected = StopReason.LENGTH if end == limit else StopReason.RUNNING
-  expected = StopReason.EOS if kept[-1] == EOS_ID else expected
+  expected = StopReason.EOS if kept[-1] in ends else expected
   assert int(after.stop_reason[row]) == expected
 
   np.testing.assert_array_equal(

@@ -57,6 +57,12 @@ def test_it_holds_the_tokens_of_most_mass(seed):
   assert min(mass[others]) >= max(mass[left])
 
 
+def test_every_end_of_a_sequence_is_covered():
+  buffer, *_ = filled(np.random.default_rng(0), 6, np.arange(5, VOCAB))
+  found = np.asarray(shortlist.likeliest(buffer, VOCAB, 6, (0, 3)))
+  assert {0, 3} <= set(found.tolist()) and base.EOS_ID not in found
+
+
 def test_what_the_stream_has_not_shown_is_filled_by_id():
   rng = np.random.default_rng(0)
   buffer, ids, _, mask = filled(rng, 4, np.array([20, 21, 22]))

@@ -142,12 +142,12 @@ def test_answers_are_streamed_as_they_are_whole(pair):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-  """What CHECKPOINTS holds, tiny: vicuna-7b-v1.5/ and llama-160m/."""
+  """What CHECKPOINTS holds, tiny: vicuna-7b/ and llama-160m/."""
   folder = tmp_path_factory.mktemp("checkpoints")
   source = tmp_path_factory.mktemp("tokenizer")
   (source / "tokenizer.model").write_bytes(tiny_pair.llama_tokenizer())
   files = tokenizers.tokenizer_files(tokenizers.load_any(source))
-  names = {"target": "vicuna-7b-v1.5", "draft": "llama-160m"}
+  names = {"target": "vicuna-7b", "draft": "llama-160m"}
   for seed, (field, shape) in enumerate(tiny_pair.SHAPES["llama"].items()):
     config = dataclasses.replace(
       shape, vocab_size=tiny_pair.VOCAB_SIZE, max_positions=700

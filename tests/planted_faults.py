@@ -239,7 +239,7 @@ FAULTS = [
   ),
   Fault(
     "results of a mesh stay where XLA put them",
-    "    state = _placed_like(learner, state)\n",
+    "    state = meshes.placed_like(learner, state)\n",
     "",
     "tests/test_partitioning.py",
   ),

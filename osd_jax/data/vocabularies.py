@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -218,19 +218,12 @@ def as_seqio(vocabulary: Vocabulary, is_prompt: bool = False) -> Any:
 @functools.cache
 def _seqio_class() -> Any:
   import seqio
-  import tensorflow as tf
 
   class SentencePieceVocabulary(seqio.SentencePieceVocabulary):
     """seqio's, with one SentencePiece library for both of its ways."""
 
     def _encode_tf(self, s: Any) -> Any:
-      def encode(text: bytes | np.ndarray) -> np.ndarray:
-        plain = text if isinstance(text, bytes) else text.item()
-        return np.asarray(self._encode(plain.decode("utf-8")), np.int32)
-
-      ids = tf.numpy_function(encode, [s], tf.int32)
-      ids.set_shape([None])
-      return ids
+      return _in_tensorflow(self._encode, s)
 
   return SentencePieceVocabulary
 
@@ -271,18 +264,25 @@ def _causal_seqio_class() -> Any:
       return self.vocabulary.decode(ids)
 
     def _encode_tf(self, s: Any) -> Any:
-      def encode(text: bytes | np.ndarray) -> np.ndarray:
-        plain = text if isinstance(text, bytes) else text.item()
-        return np.asarray(self._encode(plain.decode("utf-8")), np.int32)
-
-      ids = tf.numpy_function(encode, [s], tf.int32)
-      ids.set_shape([None])
-      return ids
+      return _in_tensorflow(self._encode, s)
 
     def _decode_tf(self, ids: Any) -> Any:
       return tf.numpy_function(lambda row: self.decode(row).encode(), [ids], tf.string)
 
   return CausalVocabulary
+
+
+def _in_tensorflow(encode: Callable[[str], Sequence[int]], text: Any) -> Any:
+  """The ids [n] of a text that is a tensor."""
+  import tensorflow as tf
+
+  def encoded(text: bytes | np.ndarray) -> np.ndarray:
+    plain = text if isinstance(text, bytes) else text.item()
+    return np.asarray(encode(plain.decode("utf-8")), np.int32)
+
+  ids = tf.numpy_function(encoded, [text], tf.int32)
+  ids.set_shape([None])
+  return ids
 
 
 def _read(path: str) -> bytes:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from osd_jax import base
-from osd_jax.distillation import background, shortlist
+from osd_jax.distillation import background, meshes, shortlist
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import costs as costs_lib
 from osd_jax.distillation import schedule as schedule_lib
@@ -109,7 +109,7 @@ class Learner:
       self._reading_width,
     )
     # Where rows come from: a first append would move it, and all would compile anew.
-    self._buffer = update_lib.beside(params, buffer)
+    self._buffer = meshes.beside(params, buffer)
 
   @property
   def paused(self) -> bool:

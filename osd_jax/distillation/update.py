@@ -9,19 +9,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
-from osd_jax.distillation import losses, narrowing, optimizers
+from osd_jax.distillation import losses, meshes, narrowing, optimizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,31 +112,9 @@ def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:
   version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
   opt_state = optimizers.make_optimizer(config.optimizer).init(params)
   ema = params if config.ema_decay else None
-  return beside(
+  return meshes.beside(
     params, LearnerState(params, opt_state, version, step, skipped, ema=ema)
   )
-
-
-def beside(params: base.Params, tree: Any) -> Any:
-  """The arrays of `tree`, those of one device copied to every device of `params`.
-
-  Args:
-    params: arrays, of one device or split over a mesh.
-    tree: of arrays.
-  """
-  mesh = _mesh(params)
-  if mesh is None:
-    return tree
-  everywhere = NamedSharding(mesh, PartitionSpec())
-  return jax.tree.map(
-    lambda leaf: leaf if _mesh(leaf) == mesh else jax.device_put(leaf, everywhere), tree
-  )
-
-
-def _mesh(tree: Any) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
-  """The mesh of a tree's first array; None where that is traced or on one device."""
-  sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
-  return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def loss_and_grad(
@@ -356,16 +332,6 @@ def slice_key(key: Key[Array, ""], index: int) -> Key[Array, ""]:
   return jax.random.fold_in(key, index)
 
 
-def _placed_like(before: LearnerState, after: LearnerState) -> LearnerState:
-  """`after` where `before` was: XLA places results as it likes.
-
-  Else the next slice, and whoever serves the draft, would be compiled once more.
-  """
-  if _mesh(before.params) is None:
-    return after
-  return jax.device_put(after, jax.tree.map(lambda leaf: leaf.sharding, before))
-
-
 def finish_update(before: LearnerState, after: LearnerState) -> LearnerState:
   """Gives the result of an update its version.
 
@@ -403,7 +369,7 @@ def update(
   state, metrics = learner, []
   for batch in batches:
     state, report = take_slice(model, config, state, cut(config, batch), frozen)
-    state = _placed_like(learner, state)
+    state = meshes.placed_like(learner, state)
     metrics.append(report)
     after_slice(state)
   # By numpy: for every number of slices it would be compiled once.

@@ -4,7 +4,6 @@ Source: Touvron et al., 2023 (arXiv 2302.13971), and transformers' implementatio
 Parameters carry t5x's names, as those of the T5 do.
 """
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import causal, embedding, layers, served, stacks
+from osd_jax.models import causal, embedding, functions, layers, served, stacks
 from osd_jax.models.shapes import DraftServing, LlamaConfig
 
 NO_TOKEN = -1  # pads prompts: 0 is a token of text in many vocabularies
@@ -129,28 +128,12 @@ def build(
     serving: what its served copy leaves out; for drafts only.
     hands_out: prefill leaves in the cache what it has read, for an attached draft.
   """
-  if serving.shortlist >= config.vocab_size:
-    serving = dataclasses.replace(serving, shortlist=0)
-  training, decoding = Llama(config), Llama(config, serving, hands_out)
-
-  def init(key):
-    return nn.unbox(_init_boxed(training, key))
-
-  def apply(module, params, *args, method):
-    return module.apply({"params": params}, *args, method=method)
-
-  return base.Model(
-    name=name,
-    vocab_size=config.vocab_size,
-    init=init,
-    prefill=functools.partial(apply, decoding, method=Llama.prefill),
-    decode=functools.partial(apply, decoding, method=Llama.decode),
-    score=functools.partial(apply, training, method=Llama.score),
-    prepare=functools.partial(served.prepare, config, serving),
-    logical_axes=functools.partial(_logical_axes, training),
-    shortlist=serving.shortlist,
-    score_at=functools.partial(apply, training, method=Llama.score),
-    head_dim=config.head_dim,
+  return functions.of_module(
+    Llama,
+    config,
+    name,
+    serving,
+    hands_out,
     eos_ids=config.eos_ids,
     pad_id=NO_TOKEN,
     start=last_token,
@@ -168,13 +151,3 @@ def reader_params(config: LlamaConfig, params: base.Params) -> base.Params:
 def read(config: LlamaConfig, params: base.Params, source, mask):
   """See `base.Model.read`, from `reader_params`."""
   return Llama(config).apply({"params": params}, source, mask, method=Llama.read)
-
-
-def _init_boxed(module: Llama, key: jax.Array):
-  token = jnp.zeros((1, 1), jnp.int32)
-  return module.init(key, token, token == 0, token, method=Llama.score)["params"]
-
-
-def _logical_axes(module: Llama):
-  boxed = jax.eval_shape(functools.partial(_init_boxed, module), jax.random.key(0))
-  return nn.get_partition_spec(boxed)

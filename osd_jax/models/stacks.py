@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import layers
+from osd_jax.models import layers, relative
 from osd_jax.models.shapes import T5Config
 
 
@@ -335,8 +335,8 @@ def _mlp(
 
 def _relative_bias(
   config: T5Config, bidirectional: bool, name: str | None = "relpos_bias"
-) -> layers.RelativePositionBias:
-  return layers.RelativePositionBias(
+) -> relative.RelativePositionBias:
+  return relative.RelativePositionBias(
     config.num_heads,
     config.relative_buckets,
     config.relative_max_distance,

@@ -4,16 +4,13 @@ Source: Raffel et al., 2020 (arXiv 1910.10683) and t5x's `minimal` examples,
 whose parameter tree and logical axis names are kept so that checkpoints map 1:1.
 """
 
-import dataclasses
 import functools
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import embedding, layers, served, stacks
+from osd_jax.models import embedding, functions, layers, served, stacks
 from osd_jax.models.shapes import DraftServing, T5Config
 
 __all__ = ["T5", "DraftServing", "T5Config", "build"]
@@ -103,29 +100,7 @@ def build(
     serving: what its served copy leaves out; for drafts only.
     hands_out: prefill leaves in the cache what it has read, for an attached draft.
   """
-  if serving.shortlist >= config.vocab_size:
-    serving = dataclasses.replace(serving, shortlist=0)
-  training, decoding = T5(config), T5(config, serving, hands_out)
-
-  def init(key):
-    return nn.unbox(_init_boxed(training, key))
-
-  def apply(module, params, *args, method):
-    return module.apply({"params": params}, *args, method=method)
-
-  return base.Model(
-    name=name,
-    vocab_size=config.vocab_size,
-    init=init,
-    prefill=functools.partial(apply, decoding, method=T5.prefill),
-    decode=functools.partial(apply, decoding, method=T5.decode),
-    score=functools.partial(apply, training, method=T5.score),
-    prepare=functools.partial(served.prepare, config, serving),
-    logical_axes=functools.partial(_logical_axes, training),
-    shortlist=serving.shortlist,
-    score_at=functools.partial(apply, training, method=T5.score),
-    head_dim=config.head_dim,
-  )
+  return functions.of_module(T5, config, name, serving, hands_out)
 
 
 def reader_params(config: T5Config, params: base.Params) -> base.Params:
@@ -137,13 +112,3 @@ def reader_params(config: T5Config, params: base.Params) -> base.Params:
 def read(config: T5Config, params: base.Params, source, mask):
   """See `base.Model.read`, from `reader_params`."""
   return T5(config).apply({"params": params}, source, mask, method=T5.read)
-
-
-def _init_boxed(module: T5, key: jax.Array):
-  token = jnp.zeros((1, 1), jnp.int32)
-  return module.init(key, token, token == 0, token, method=T5.score)["params"]
-
-
-def _logical_axes(module: T5):
-  boxed = jax.eval_shape(functools.partial(_init_boxed, module), jax.random.key(0))
-  return nn.get_partition_spec(boxed)

@@ -16,7 +16,7 @@ from models.fixtures import make_hugging_face as maker
 
 from osd_jax import assets
 from osd_jax.data.vocabularies import Vocabulary, tokenizer_files
-from osd_jax.models import convert, layers
+from osd_jax.models import convert, relative
 
 pytestmark = pytest.mark.hf
 
@@ -186,13 +186,13 @@ def test_relative_position_buckets_are_transformers(bidirectional):
   import torch
   from transformers.models.t5.modeling_t5 import T5Attention
 
-  relative = np.arange(-600, 601)
+  distances = np.arange(-600, 601)
   for buckets, distance in ((32, 128), (8, 10), (16, 40)):
     expected = T5Attention._relative_position_bucket(
-      torch.from_numpy(relative), bidirectional, buckets, distance
+      torch.from_numpy(distances), bidirectional, buckets, distance
     )
-    found = layers.relative_position_bucket(
-      jnp.asarray(relative), bidirectional, buckets, distance
+    found = relative.relative_position_bucket(
+      jnp.asarray(distances), bidirectional, buckets, distance
     )
     np.testing.assert_array_equal(found, expected.numpy())
 

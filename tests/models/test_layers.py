@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from osd_jax.models import layers
+from osd_jax.models import layers, relative
 
 F32 = jnp.dtype("float32")
 
@@ -37,12 +37,12 @@ def exact_bucket(relative, bidirectional, num_buckets, max_distance):
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("num_buckets,max_distance", [(32, 128), (8, 10), (16, 40)])
 def test_bucket_is_t5s_formula(bidirectional, num_buckets, max_distance):
-  relative = np.arange(-300, 301)
-  got = layers.relative_position_bucket(
-    jnp.asarray(relative), bidirectional, num_buckets, max_distance
+  distances = np.arange(-300, 301)
+  got = relative.relative_position_bucket(
+    jnp.asarray(distances), bidirectional, num_buckets, max_distance
   )
   want = [
-    exact_bucket(int(r), bidirectional, num_buckets, max_distance) for r in relative
+    exact_bucket(int(r), bidirectional, num_buckets, max_distance) for r in distances
   ]
   np.testing.assert_array_equal(got, want)
   assert set(want) >= set(range(num_buckets)) - {num_buckets // 2}
@@ -50,9 +50,9 @@ def test_bucket_is_t5s_formula(bidirectional, num_buckets, max_distance):
 
 def test_bucket_directions_differ_only_where_they_should():
   future = jnp.arange(1, 200)
-  both = layers.relative_position_bucket(future, True, 32, 128)
-  causal = layers.relative_position_bucket(future, False, 32, 128)
-  mirrored = layers.relative_position_bucket(-future, True, 32, 128)
+  both = relative.relative_position_bucket(future, True, 32, 128)
+  causal = relative.relative_position_bucket(future, False, 32, 128)
+  mirrored = relative.relative_position_bucket(-future, True, 32, 128)
   np.testing.assert_array_equal(both, mirrored + 16)
   np.testing.assert_array_equal(causal, np.zeros(199))
 
@@ -157,7 +157,7 @@ def test_mlp_is_its_formula(activations):
 
 
 def test_position_bias_looks_up_every_rows_own_offset():
-  module = layers.RelativePositionBias(2, 8, 10, bidirectional=False)
+  module = relative.RelativePositionBias(2, 8, 10, bidirectional=False)
   table = np.random.default_rng(3).normal(size=(2, 8)).astype(np.float32)
   query, key = np.array([[0, 1], [5, 6], [2, 3]]), np.arange(9)
   got = module.apply({"params": {"rel_embedding": table}}, query, key)

@@ -399,7 +399,7 @@ FAULTS = [
   ),
   Fault(
     "native attention shares keys among the wrong heads",
-    "  folded = query.transpose(0, 1, 3, 2, 4).reshape(",
+    "  folded = query.transpose(0, 3, 2, 1, 4).reshape(",
     "  folded = query.reshape(",
     LLAMA,
   ),

@@ -221,8 +221,9 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _copies(prepare: Callable[..., Any], params: base.Params) -> list[Any]:
   """What of the served copy is not the given parameters themselves."""
-  made = _result(prepare, params)
-  jaxpr = jax.make_jaxpr(prepare)(params).jaxpr
+  with native.portable():
+    made = _result(prepare, params)
+    jaxpr = jax.make_jaxpr(prepare)(params).jaxpr
   given = set(jaxpr.invars)
   leaves = zip(jax.tree.leaves(made), jaxpr.outvars, strict=True)
   return [leaf for leaf, out in leaves if out not in given]

@@ -74,8 +74,7 @@ class Attention(nn.Module):
     keys, values = self._split(self.key(x)), self._split(self.value(x))
     if self.config.query_key_norm:
       keys = self.key_norm(keys)
-    keys = rotary.rotated(keys, by)
-    return keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+    return rotary.rotated(keys, by), values
 
   def __call__(self, x: jax.Array, by: rotary.Rotation, *memories: Memory) -> jax.Array:
     """Attends from x [B, n, E], at the positions of a rotation, to all memories."""
@@ -83,9 +82,9 @@ class Attention(nn.Module):
     if self.config.query_key_norm:
       query = self.query_norm(query)
     query = rotary.rotated(query, by) * self.config.head_dim**-0.5
-    # Heads that share keys stand together: [B, n, heads of keys, sharing, D].
+    # Heads that share keys stand together: [B, heads of keys, sharing, n, D].
     shared = (self.config.num_kv_heads, self.config.queries_per_head)
-    query = query.reshape(*x.shape[:2], *shared, self.config.head_dim)
+    query = query.reshape(x.shape[0], *shared, *query.shape[2:])
     if self.layout is not layers.Layout.TRAINED and _attends(query, memories):
       context = _native(query, memories)
     else:
@@ -93,7 +92,8 @@ class Attention(nn.Module):
     return self.out(context.reshape(*x.shape[:2], -1))
 
   def _split(self, x: jax.Array) -> jax.Array:
-    return x.reshape(*x.shape[:2], -1, self.config.head_dim)
+    heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
+    return heads.transpose(0, 2, 1, 3)
 
 
 def _attended(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
@@ -102,7 +102,7 @@ def _attended(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
   precision = layers.precision_of(dtype)
   logits = []
   for keys, _, bias in memories:
-    product = jnp.einsum("bnhgd,bhtd->bhgnt", query, keys, precision=precision)
+    product = jnp.einsum("bhgnd,bhtd->bhgnt", query, keys, precision=precision)
     logits.append(product.astype(layers.at_least_float32(dtype)) + bias[:, :, None])
   weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1).astype(dtype)
   context, start = jnp.zeros((), dtype), 0
@@ -114,15 +114,15 @@ def _attended(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
 
 
 def _attends(query: jax.Array, memories: tuple[Memory, ...]) -> bool:
-  rows, count, _, sharing, _ = query.shape
+  rows, _, sharing, count, _ = query.shape
   flat = query.reshape(rows, count * sharing, -1)  # as `_native` will fold it
   return native.attends(flat, memories[0].keys)
 
 
 def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
   """`_attended` on a CPU: queries that share keys are as many more positions."""
-  rows, count, heads, sharing, size = query.shape
-  folded = query.transpose(0, 1, 3, 2, 4).reshape(rows, count * sharing, heads * size)
+  rows, heads, sharing, count, size = query.shape
+  folded = query.transpose(0, 3, 2, 1, 4).reshape(rows, count * sharing, heads * size)
   keys, values = (
     jnp.concatenate([memory[part] for memory in memories], axis=2) for part in (0, 1)
   )

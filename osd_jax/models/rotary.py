@@ -20,8 +20,8 @@ def rotation(config: LlamaConfig, positions: jax.Array) -> Rotation:
 
 
 def rotated(x: jax.Array, by: Rotation) -> jax.Array:
-  """Turns the heads of x [B, n, H, D]; computed in float32 at least."""
-  cosines, sines = (part[:, :, None] for part in by)
+  """Turns the heads of x [B, H, n, D]; computed in float32 at least."""
+  cosines, sines = (part[:, None] for part in by)
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   first, second = jnp.split(wide, 2, axis=-1)
   turned = (first * cosines - second * sines, second * cosines + first * sines)

@@ -51,7 +51,7 @@ def prepare(
   params: base.Params,
   shortlist: jax.Array | None = None,
 ) -> base.Params:
-  """The served copy: compute type, kernels that a step reads transposed.
+  """The served copy: compute type, kernels as the backend's steps read them best.
 
   What decoding reads as it was trained (the encoder, most of all) is not copied: those
   leaves are the given ones.
@@ -94,15 +94,22 @@ def draft_head(
   if serving.shortlist:
     ids = jnp.arange(serving.shortlist) if shortlist is None else jnp.sort(shortlist)
     head["ids"] = ids  # in order: a TPU would sort them at every step
-  head["projection"] = _head(kernel, head.get("ids"), vocabulary_first, serving.int8)
+  head["projection"] = _head(kernel, head.get("ids"), vocabulary_first, serving.layout)
   return head
 
 
-@functools.partial(jax.jit, static_argnames=("vocabulary_first", "int8"))
-def _head(kernel, ids, vocabulary_first, int8):
+@functools.partial(jax.jit, static_argnames=("vocabulary_first", "layout"))
+def _head(kernel, ids, vocabulary_first, layout):
   kernel = kernel.T if vocabulary_first else kernel
   kernel = kernel if ids is None else kernel[:, ids]
-  return layers.quantized(kernel) if int8 else layers.transposed(kernel)
+  return _STORED[layout](kernel)
+
+
+_STORED = {
+  layers.Layout.TRAINED: lambda kernel: {"kernel": kernel},
+  layers.Layout.SERVED: layers.transposed,
+  layers.Layout.INT8: layers.quantized,
+}
 
 
 def for_steps(
@@ -115,7 +122,7 @@ def for_steps(
     serving: says how kernels are stored.
     within: names of the trees around it.
   """
-  stored = layers.quantized if serving.int8 else layers.transposed
+  stored = _STORED[serving.layout]
   if "kernel" in decoder:
     prefilled = within[-2:] in (
       ("encoder_decoder_attention", "key"),

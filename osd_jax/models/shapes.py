@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from osd_jax import base
+from osd_jax import base, native
 from osd_jax.models import layers
 
 
@@ -266,5 +266,7 @@ class DraftServing:
 
   @property
   def layout(self) -> layers.Layout:
-    """Of the decoder's kernels."""
-    return layers.Layout.INT8 if self.int8 else layers.Layout.SERVED
+    """Of the decoder's kernels; but for CPUs, as they were trained: no second copy."""
+    if self.int8:
+      return layers.Layout.INT8
+    return layers.Layout.SERVED if native.forms() else layers.Layout.TRAINED

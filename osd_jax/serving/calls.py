@@ -100,10 +100,21 @@ class Served(NamedTuple):
 
 
 def prepare(
-  model: base.Model, params: base.Params, shortlist: np.ndarray | None = None
+  model: base.Model,
+  params: base.Params,
+  shortlist: np.ndarray | None = None,
+  program: Program | None = None,
 ) -> base.Params:
-  """The served copy of a model's parameters; see `base.Model.prepare`."""
-  return model.prepare(params, *(() if shortlist is None else (shortlist,)))
+  """The served copy of a model's parameters; see `base.Model.prepare`.
+
+  Args:
+    model: target or draft.
+    params: its parameters.
+    shortlist: of a draft with a short head.
+    program: that will read the copy; None is one device.
+  """
+  with contextlib.nullcontext() if program is None else program.traced():
+    return model.prepare(params, *(() if shortlist is None else (shortlist,)))
 
 
 def check_reading(target: base.Model, params: base.Params, draft: base.Model) -> None:

@@ -77,7 +77,8 @@ class Slots:
     if partitioner is not None and partitioner.mesh.size == 1:
       partitioner = None  # nothing to place, and one compilation with who has none
     self._program = calls.Program(config.shapes(), target, draft, partitioner)
-    self._served = calls.Served(calls.prepare(target, target_params))
+    prepared = calls.prepare(target, target_params, program=self._program)
+    self._served = calls.Served(prepared)
     self.draft_version = 0
     self._shortlist: np.ndarray | None = None
     if draft is not None:
@@ -146,7 +147,9 @@ class Slots:
           f" {size}, DraftServing.shortlist of the draft."
         )
       self._shortlist = np.asarray(shortlist, np.int32)
-    draft_served = calls.prepare(self._program.draft, draft_params, self._shortlist)
+    draft_served = calls.prepare(
+      self._program.draft, draft_params, self._shortlist, self._program
+    )
     self._served = self._served._replace(draft=draft_served)
     self.draft_version = version
 

@@ -56,10 +56,10 @@ def per_step(
     tokens = jnp.ones((rows, source), jnp.int32)
     length = state_lib.buffer_length(target)
     served = model.prepare(params)
-    cache = model.prefill(served, tokens, tokens != base.PAD_ID, length)
+    cache = model.prefill(served, tokens, model.mask(tokens), length)
     settings = sampling.make_settings(rows, max_length=target)
     state = state_lib.initial_state(
-      model.starts(source), settings, cache, None, target, 0, model.vocab_size
+      model.starts(tokens), settings, cache, None, target, 0, model.vocab_size
     )
     return served, state
 

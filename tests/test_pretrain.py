@@ -23,6 +23,8 @@ MODEL = dataclasses.replace(testing.TINY_DRAFT, vocab_size=1536)
 class Stream:
   """Batches of rows whose first token is their number; lengths of all kinds."""
 
+  pad_id = 0
+
   def __getitem__(self, index: int) -> Batch:
     rng = np.random.default_rng(index)
     source = np.zeros((4, 16), np.int32)

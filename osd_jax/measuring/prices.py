@@ -145,7 +145,8 @@ def measure(server: Server, prompt: np.ndarray, learn: bool) -> Prices:
     learn: whether updates are timed too; the draft does not change.
   """
   slots = server.slots
-  source = np.zeros((1, slots.config.bucket(len(prompt))), np.int32)
+  bucket, pad_id = slots.config.bucket(len(prompt)), server.pair.target.pad_id
+  source = np.full((1, bucket), pad_id, np.int32)
   source[0, : len(prompt)] = prompt
   ways = _ways(slots)
   plain, *drafting = call_prices(ways, source)
@@ -223,7 +224,7 @@ def hidden_share(slowdown: float, alone_ms: float, beside_ms: float) -> float:
 def _ways(slots: Slots) -> list[Way]:
   """As rivals are served, plainly and with a draft, one row each; and as the run is."""
   shapes = dataclasses.replace(slots.program.config, rows=1)
-  alone = dataclasses.replace(slots.program, config=shapes, partitioner=None)
+  alone = dataclasses.replace(slots.program, config=shapes)
   unrecorded = dataclasses.replace(shapes, record_top_k=0)
   plainly = dataclasses.replace(alone, config=unrecorded, draft=None)
   found = [

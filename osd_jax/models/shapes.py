@@ -112,7 +112,7 @@ class LlamaConfig:
     num_kv_heads: heads of keys and values, a divisor of H; each serves H / that many.
     head_dim: D, size of one head.
     mlp_dim: inner width of the feed-forward block.
-    num_layers: L.
+    num_layers: L, decoder layers.
     tied_head: the output head is the embedding.
     rope_theta: base of the rotary positions' wavelengths.
     rope_scaling: stretches them; None does not.

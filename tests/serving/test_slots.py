@@ -315,8 +315,8 @@ class Compilations:
     self.count += event == COMPILED
 
 
-def test_after_warm_up_nothing_compiles():
-  model = testing.tabular_model(8)
+def test_after_warm_up_nothing_compiles(family):
+  model = testing.tabular_model(8, f"tabular, beside {family}")  # compiled anew
   tables = [jnp.asarray(testing.random_table(8, seed)) for seed in (0, 1, 2)]
   config = config_of(2, record_top_k=4)
   ready = slots.Slots(config, model, tables[0], model, tables[1])

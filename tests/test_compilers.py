@@ -92,8 +92,8 @@ def test_a_greedy_round_loops_over_draft_steps_alone_and_sorts_nothing(pair):
 
 
 def test_the_forms_of_a_cpu_would_loop_over_rows():
-  found = wide("v5e:2x2", TENSOR_PARALLEL)
   with forms_of_a_cpu():
+    found = plan("v5e:2x2", TENSOR_PARALLEL)
     program = compiled.Program(round_of(found, 0).as_text(), branch=0)
   assert len(inner_loops(program)) > 1
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 PAD_ID = 0
 EOS_ID = 1
+NO_TOKEN = -1  # pads where 0 is a token of text
 
 
 def id_dtype(vocab_size: int) -> jnp.dtype:
@@ -348,7 +349,7 @@ class DistillationBatch:
 
   Attributes:
     source: [R, S] int32, padded with `Model.pad_id`.
-    target: [R, T] int32, emitted tokens padded with 0.
+    target: [R, T] int32, emitted tokens padded likewise.
     mask: [R, T] bool; emitted positions, up to and including end-of-sequence.
     records: `Records` with leading axis R.
     weight: [R] float32; 0 for rows that only fill the batch.

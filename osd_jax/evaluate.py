@@ -215,7 +215,8 @@ class Bench:
   def _predicted(
     self, config: slots.DecodingConfig, pair: pairs.Pair, tau: float
   ) -> dict[str, float | None]:
-    source = np.zeros((config.rows, config.source_lengths[-1]), np.int32)
+    shape = (config.rows, config.source_lengths[-1])
+    source = np.full(shape, pair.target.pad_id, np.int32)
     for row in range(config.rows):
       tokens = self.prompts[row % len(self.prompts)].tokens
       source[row, : len(tokens)] = tokens

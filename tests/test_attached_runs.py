@@ -18,11 +18,20 @@ COSTS = adaptive.RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0
 ADAPTIVE = adaptive.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
 
 
-@pytest.fixture(scope="module", params=["t5", "llama"])
-def pair(request, tmp_path_factory):
+# What 24 requests gain at least. Random Llamas are hardly sure of a token: less.
+GAINS = {"t5": 1.2, "llama": 1.05}
+
+
+@pytest.fixture(scope="module", params=GAINS)
+def family(request):
+  return request.param
+
+
+@pytest.fixture(scope="module")
+def pair(family, tmp_path_factory):
   """The tiny target, and a draft that stands on it from nothing."""
   folder = tmp_path_factory.mktemp("pair")
-  independent = tiny_online.save_lively_pair(folder, request.param)
+  independent = tiny_online.save_lively_pair(folder, family)
   shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
   return independent, dataclasses.replace(
     independent, draft="attached", attached=shape, draft_serving=DraftServing()
@@ -73,12 +82,14 @@ def learned(pair, tmp_path_factory):
   return result.path
 
 
-def test_it_learns_and_changes_no_output(learned, plain):
+def test_it_learns_and_changes_no_output(learned, plain, family):
   assert outputs(learned) == plain
   overlaps = [row["overlap"] for row in timeless(learned, "request")]
-  assert np.mean(overlaps[-8:]) > 1.05 * np.mean(overlaps[:8])
+  gain = GAINS[family]
+  assert np.mean(overlaps[-8:]) > gain * np.mean(overlaps[:8])
   floor = [row["floor_overlap"] for row in timeless(learned, "request")]
-  assert np.mean(floor[-8:]) < 1.02 * np.mean(floor[:8])  # the frozen one does not
+  least = 1 + (gain - 1) / 2
+  assert np.mean(floor[-8:]) < least * np.mean(floor[:8])  # the frozen one does not
   assert timeless(learned, "update")
 
 

@@ -20,7 +20,6 @@ from osd_jax import base
 from osd_jax.data import chat
 from osd_jax.data.vocabularies import FOLDER_FILE, Vocabulary
 
-NO_TOKEN = -1  # what rows are filled up with: 0 is a token of text in many vocabularies
 OWN_TEMPLATE = "own"
 _JSON, _MODEL = "tokenizer.json", "tokenizer.model"
 _SETTINGS = "tokenizer_config.json"
@@ -152,7 +151,7 @@ def _build(path: pathlib.Path, held: tuple[bytes, ...]) -> Vocabulary:
     path=str(path),
     extra_ids=0,
     processor=processor,  # pyright: ignore[reportArgumentType]
-    pad_id=NO_TOKEN,
+    pad_id=base.NO_TOKEN,
     eos_ids=eos_ids,
     is_causal=True,
     prefix=prefix,

@@ -49,10 +49,7 @@ class Attached(nn.Module):
     self.decoder = stacks.Decoder(inner, layout, own_head=False, memory_width=width)
     # Small at first: the target's head is as large as it has grown.
     self.outward = project((inner.width, width), ("embed", "embed"), init_scale=0.3)
-    draft_head = None
-    if self.serving is not None and served.has_draft_head(self.target, self.serving):
-      draft_head = served.DraftHead(self.target, self.serving)
-    self.draft_head = draft_head
+    self.draft_head = served.draft_head_of(self.target, self.serving)
 
   def prefill(self, reading, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`; of what the target has read, [B, S, E]."""
@@ -79,7 +76,7 @@ class Attached(nn.Module):
     return self.inward(layers.normalized(frozen["embedding"][tokens]))
 
   def _logits(self, frozen, x, tokens=None):
-    x = x * self.target.head_scale if self.target.tied_head else x
+    x = x * self.target.head_scale
     if self.draft_head is not None:
       logits = self.draft_head(x)
     else:

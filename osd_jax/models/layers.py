@@ -137,6 +137,7 @@ def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def precision_of(dtype: jnp.dtype) -> jax.lax.Precision:
+  """How many bits products of a type keep; see `matmul`."""
   if dtype == jnp.float32:
     return jax.lax.Precision.HIGHEST
   return jax.lax.Precision.DEFAULT

@@ -15,8 +15,6 @@ from osd_jax import cache as cache_lib
 from osd_jax.models import causal, embedding, functions, layers, served, stacks
 from osd_jax.models.shapes import DraftServing, LlamaConfig
 
-NO_TOKEN = -1  # pads prompts: 0 is a token of text in many vocabularies
-
 
 class Llama(nn.Module):
   """The whole model.
@@ -35,11 +33,9 @@ class Llama(nn.Module):
     config, serving = self.config, self.serving
     layout = layers.Layout.TRAINED if serving is None else serving.layout
     self.token_embedder = embedding.Embedding(config)
-    short_head = None
-    if serving is not None and served.has_draft_head(config, serving):
-      short_head = served.DraftHead(config, serving)
-    self.draft_head = short_head
-    own_head = not config.tied_head and short_head is None
+    draft_head = served.draft_head_of(config, serving)
+    self.draft_head = draft_head
+    own_head = not config.tied_head and draft_head is None
     self.decoder = causal.Decoder(config, layout, own_head)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
@@ -135,7 +131,7 @@ def build(
     serving,
     hands_out,
     eos_ids=config.eos_ids,
-    pad_id=NO_TOKEN,
+    pad_id=base.NO_TOKEN,
     start=last_token,
     max_positions=config.max_positions,
   )

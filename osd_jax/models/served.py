@@ -45,6 +45,15 @@ def has_draft_head(config: T5Config | LlamaConfig, serving: DraftServing) -> boo
   return serving.int8 or 0 < serving.shortlist < config.vocab_size
 
 
+def draft_head_of(
+  config: T5Config | LlamaConfig, serving: DraftServing | None
+) -> DraftHead | None:
+  """The head of a served draft, None where it keeps its own."""
+  if serving is None or not has_draft_head(config, serving):
+    return None
+  return DraftHead(config, serving)
+
+
 def prepare(
   config: T5Config | LlamaConfig,
   serving: DraftServing,

@@ -34,11 +34,9 @@ class T5(nn.Module):
     layout = layers.Layout.TRAINED if serving is None else serving.layout
     self.token_embedder = embedding.Embedding(config)
     self.encoder = stacks.Encoder(config)
-    short_head = None
-    if serving is not None and served.has_draft_head(config, serving):
-      short_head = served.DraftHead(config, serving)
-    self.draft_head = short_head
-    own_head = not config.tied_head and short_head is None
+    draft_head = served.draft_head_of(config, serving)
+    self.draft_head = draft_head
+    own_head = not config.tied_head and draft_head is None
     self.decoder = stacks.Decoder(config, layout, own_head)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
@@ -69,7 +67,7 @@ class T5(nn.Module):
     return self.encoder(self.token_embedder(source), mask)
 
   def _logits(self, x, tokens=None):
-    x = x * self.config.head_scale if self.config.tied_head else x
+    x = x * self.config.head_scale
     dense = None
     if not self.config.tied_head and self.draft_head is None:
       dense = self.decoder.logits_dense

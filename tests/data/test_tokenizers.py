@@ -1,6 +1,7 @@
 """Tokenizers of decoder-only models: prompts, ends, special tokens, chat templates."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def test_a_prompt_begins_and_does_not_end(folder):
   assert prompt[0] == 1 and 2 not in prompt
   assert prompt[1:].tolist() == vocabulary.encode(TEXTS[0])
   assert vocabulary.encode_with_eos(TEXTS[0]).tolist() == [*prompt[1:], 2]
-  assert (vocabulary.pad_id, vocabulary.eos_ids) == (tokenizers.NO_TOKEN, (2,))
+  assert (vocabulary.pad_id, vocabulary.eos_ids) == (base.NO_TOKEN, (2,))
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "naïve 漢字 🙂", "  two  spaces ", "\t\n"])
@@ -188,6 +189,18 @@ def test_templates_that_cannot_be_used_are_named(folder, template, match):
 
 
 # ---- Broken input
+
+
+@pytest.mark.parametrize("library, template", [("tokenizers", ""), ("jinja2", "own")])
+def test_a_library_that_is_not_there_is_named_with_its_extra(
+  tmp_path, library, template, monkeypatch
+):
+  json_tokenizer(tmp_path, chat_template="{{ messages[0]['content'] }}")
+  assert tokenizers.load_any(tmp_path, template=template)  # with it
+  tokenizers._build.cache_clear()
+  monkeypatch.setitem(sys.modules, library, None)
+  with pytest.raises(base.MissingExtraError, match=r"osd-jax\[llama\]"):
+    tokenizers.load_any(tmp_path, template=template)
 
 
 def test_no_end_is_refused(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from osd_jax import base, pairs, testing
 from osd_jax.models import attached, families, t5, weights
-from osd_jax.models.shapes import AttachedConfig, DraftServing
+from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
 TIED_LLAMA = dataclasses.replace(testing.TINY_LLAMA, tied_head=True, handed_out=1)
@@ -108,7 +108,12 @@ def test_in_bfloat16_it_is_close_to_float32(runner):
 
 
 def test_it_reads_what_the_target_hands_out(runner):
-  np.testing.assert_allclose(runner.score(), runner.score_anew(), rtol=2e-2, atol=2e-2)
+  if isinstance(runner.shape, T5Config):
+    np.testing.assert_array_equal(runner.score(), runner.score_anew())
+  else:  # a step's products sum in another order, and bfloat16 rounds a few otherwise
+    kept, anew = runner.score(), runner.score_anew()
+    np.testing.assert_allclose(kept, anew, rtol=2e-2, atol=2e-2)
+    assert np.mean(np.abs(kept - anew)) < 1e-3
   reading = runner.reading()
   assert reading.dtype == jnp.bfloat16
   assert reading.shape == (ROWS, SOURCE, runner.draft.reads)

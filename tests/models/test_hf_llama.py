@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from osd_jax.models import convert, llama
+from osd_jax import base
+from osd_jax.models import convert
 
 pytestmark = pytest.mark.hf
 
@@ -84,7 +85,7 @@ def prompts():
 
 
 def batch():
-  source = np.full((ROWS, SOURCE), llama.NO_TOKEN, np.int32)
+  source = np.full((ROWS, SOURCE), base.NO_TOKEN, np.int32)
   for row, prompt in enumerate(prompts()):
     source[row, : len(prompt)] = prompt
   target = np.random.default_rng(1).integers(3, 96, (ROWS, TARGET)).astype(np.int32)

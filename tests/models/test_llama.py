@@ -55,7 +55,7 @@ class Runner:
       llama.build(config, serving=serving or DraftServing()),
     )
     self.params = random_params(self.model)
-    self.source, self.mask = testing.random_sources(ROWS, SOURCE, 64, 1, llama.NO_TOKEN)
+    self.source, self.mask = testing.random_sources(ROWS, SOURCE, 64, 1, base.NO_TOKEN)
     tokens = np.random.default_rng(2).integers(2, 64, (ROWS, TARGET))
     self.target = tokens.astype(np.int32)
 
@@ -185,8 +185,8 @@ def test_records_one_position_off_would_be_seen(runner):
 
 
 def test_padding_on_either_side_changes_nothing(runner):
-  left = np.full_like(runner.source, llama.NO_TOKEN)
-  wider = np.full((ROWS, SOURCE + 5), llama.NO_TOKEN, np.int32)
+  left = np.full_like(runner.source, base.NO_TOKEN)
+  wider = np.full((ROWS, SOURCE + 5), base.NO_TOKEN, np.int32)
   for row, keep in enumerate(runner.mask):
     prompt = runner.source[row][keep]
     left[row, SOURCE - len(prompt) :] = prompt
@@ -197,7 +197,7 @@ def test_padding_on_either_side_changes_nothing(runner):
       runner.feed(2, source=source)[0], runner.score(), **CLOSE
     )
   # negative control: another prompt is seen
-  changed = np.where(runner.mask, (runner.source + 7) % 64, llama.NO_TOKEN)
+  changed = np.where(runner.mask, (runner.source + 7) % 64, base.NO_TOKEN)
   assert np.max(np.abs(runner.score(changed) - runner.score())) > 0.1
 
 
@@ -250,7 +250,7 @@ def test_its_first_input_is_the_last_token_of_the_prompt(runner):
 
 def test_a_prompt_of_one_token_is_enough():
   one = Runner(PLAIN)
-  one.source = np.full((ROWS, 4), llama.NO_TOKEN, np.int32)
+  one.source = np.full((ROWS, 4), base.NO_TOKEN, np.int32)
   one.source[:, 0] = [5, 6, 7]
   one.mask = one.model.mask(one.source)
   np.testing.assert_allclose(one.feed(3)[0], one.score(), **CLOSE)

@@ -71,10 +71,6 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
   head_dim = head_dim or width // num_heads
   own_bias = config.get("attention_bias", False) if kind != "mistral" else False
   scaling, theta = _rope(config)
-  stated = config.get("eos_token_id")
-  ends = stated if isinstance(stated, list) else [stated]
-  if not all(base.is_count(token, least=0) for token in ends):
-    fields.check(_SAYS, "eos_token_id", stated, ("a token id, or a list of them",))
   return LlamaConfig(
     vocab_size=fields.required(config, "vocab_size"),
     width=width,
@@ -91,8 +87,17 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
     output_bias=own_bias and kind != "qwen2",
     query_key_norm=kind == "qwen3",
     max_positions=_positions(config),
-    eos_ids=tuple(int(token or 0) for token in ends),
+    eos_ids=_eos_ids(config),
   )
+
+
+def _eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+  """Tokens that end a sequence: one, or several."""
+  stated = config.get("eos_token_id")
+  ids: tuple[Any, ...] = tuple(stated) if isinstance(stated, list) else (stated,)
+  if not all(base.is_count(token, least=0) for token in ids):
+    fields.check(_SAYS, "eos_token_id", stated, ("a token id, or a list of them",))
+  return ids
 
 
 def _positions(config: Mapping[str, Any]) -> int:

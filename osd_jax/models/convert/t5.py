@@ -122,16 +122,10 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
 
 
 def config_to(config: T5Config) -> dict[str, Any]:
-  """The `config.json` of a shape, for transformers 4 and 5.
-
-  Args:
-    config: the shape; its compute type and initial values have no place there.
-
-  Returns:
-    The fields.
+  """The `config.json` of a shape.
 
   Raises:
-    ValueError: transformers has no such feed-forward block.
+    InputError: transformers has no such feed-forward block.
   """
   if config.mlp_activations not in _PROJECTIONS:
     raise base.InputError(
@@ -171,6 +165,7 @@ def tensor_name(path: str) -> str:
 
 
 def is_turned(path: str) -> bool:
+  """Whether a file holds the transposed parameter."""
   return path.endswith(("/kernel", "/rel_embedding"))
 
 

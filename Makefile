@@ -12,14 +12,16 @@ COMPILERS := .venv-aot
 STAMP_AOT := $(COMPILERS)/.installed
 TEST_JOBS ?= 2
 CODE := osd_jax tests benchmarks experiments notebooks
-EXTRAS := data,llama,plots,log,test,dev
+EXTRAS := data,llama,plots,log,test,docs,dev
 # A name on PATH may be a shim of a version manager that does not run.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 
 # TensorFlow reports on its build and on missing GPUs otherwise.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+# mkdocs-material announces another generator at every build.
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help install demo test test-hf test-aot lint format bench clean
+.PHONY: help install demo docs site figures test test-hf test-aot lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -51,6 +53,15 @@ demo: $(STAMP) ## serve 800 requests while a draft learns, with both kinds of dr
 	$(BIN)/osd online --gin_file=gin_configs/runs/demo_independent.gin
 	$(BIN)/osd online --gin_file=gin_configs/runs/demo.gin
 	$(BIN)/osd compare runs/demo_independent runs/demo --output runs/demo_compared
+
+docs: $(STAMP) ## serve the docs on this machine, drawn anew where a page changes
+	$(BIN)/python -m mkdocs serve
+
+site: $(STAMP) ## build the docs into site/, notebooks executed
+	OSD_DOCS_EXECUTE=true $(BIN)/python -m mkdocs build --strict
+
+figures: $(STAMP) ## draw the pictures of the results page from committed results
+	$(BIN)/python benchmarks/figures.py
 
 test: lint ## lint, then every test that needs no torch
 	$(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile
@@ -98,7 +109,7 @@ BENCHMARKS := \
   bench_compile.py bench_update.py bench_slice.py bench_filters.py bench_growth.py \
   bench_learning.py "bench_learning.py --free --intervals 1" \
   "bench_whole_run.py --attached shipped:demo_attached_draft.safetensors --attached_gin runs/demo.gin" \
-  plot_whole_run.py bench_reading_memory.py
+  bench_reading_memory.py
 
 bench: $(STAMP_HF) ## every benchmark, then benchmarks/README.md (hours; Python 3.11)
 	$(BIN)/python benchmarks/write_readme.py --note

@@ -18,7 +18,7 @@ shipped target, with the outputs it has, in the shape of flan-t5-small, -base or
       [--seeds 3] [--target FILE] [--draft FILE] [--attached FILE] [--attached_gin FILE]
       [--requests_per_task 200] [--threads 2] [--bindings NAME=VALUE ...]
 
-`plot_whole_run.py` draws the time saved, from the results alone.
+`figures.py time_saved` draws the time saved, from the results alone.
 """
 
 import argparse

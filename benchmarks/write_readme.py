@@ -127,7 +127,7 @@ def number(value: float) -> str:
   return f"{value:.4g}"
 
 
-def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> str:
+def table(rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]) -> str:
   """A Markdown table: a function of the row for the cells of each column."""
   lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
   for row in rows:
@@ -162,13 +162,63 @@ _NAMED: dict[str, Callable[[Row], str]] = {
 }
 
 
+def pivoted(rows: Sequence[Row]) -> str:
+  """A table a machine, commit and clock: a column a case, a line a figure.
+
+  Turned round where there are more cases than figures. What all cases say alike stands
+  in the line above.
+  """
+  groups: dict[str, list[Row]] = {}
+  for row in rows:
+    clock = row.get("clock", "")
+    groups.setdefault(origin(row) + (f"; {clock}" if clock else ""), []).append(row)
+  parts = []
+  for at, group in groups.items():
+    cases = list(dict.fromkeys(row["case"] for row in group))
+    alike, short = shortened(cases)
+    cells = {(row["figure"], short[row["case"]]): judged(row) for row in group}
+    lines = list(dict.fromkeys(figure for figure, _ in cells))
+    columns, corner = list(dict.fromkeys(short.values())), "figure"
+    if len(columns) > len(lines):
+      cells = {(case, figure): cell for (figure, case), cell in cells.items()}
+      lines, columns, corner = columns, lines, "case"
+    shown = {
+      corner: lambda line: line,
+      **{column: _cell(cells, column) for column in columns},
+    }
+    parts.append(f"{at}{f'; {alike}' if alike else ''}:\n\n{table(lines, shown)}")
+  return "\n\n".join(parts)
+
+
+def _cell(cells: Mapping[tuple[str, str], str], column: str) -> Callable[[str], str]:
+  return lambda line: cells.get((line, column), "")
+
+
+def shortened(cases: Sequence[str]) -> tuple[str, dict[str, str]]:
+  """What all cases begin with, whole parts between commas, and what is left of each."""
+  parts = {case: case.split(", ") for case in cases}
+  alike: list[str] = []
+  for words in zip(*parts.values(), strict=False):
+    if len(set(words)) > 1 or len(cases) == 1:
+      break
+    alike.append(words[0])
+  left = {case: ", ".join(words[len(alike) :]) for case, words in parts.items()}
+  return ", ".join(alike), {case: text or "alone" for case, text in left.items()}
+
+
+def judged(row: Row) -> str:
+  """The value, and what was asked of it where something was."""
+  asked, said = asked_of(row), verdict(row)
+  return f"{got(row)} ({asked}: {said})" if said and said != NOISE else got(row)
+
+
 def verdicts(rows: Sequence[Row]) -> str:
   """Everything of which something was asked, what was missed first."""
   parts = ["## Asked and got"]
   for kind, title in VERDICTS.items():
-    judged = [row for row in rows if verdict(row) == kind]
-    if judged:
-      parts += [f"### {title}", tables(judged, _NAMED | _CASE | _JUDGED | _CLOCK)]
+    found = [row for row in rows if verdict(row) == kind]
+    if found:
+      parts += [f"### {title}", tables(found, _NAMED | _CASE | _JUDGED | _CLOCK)]
   return "\n\n".join(parts)
 
 
@@ -190,7 +240,7 @@ def program(name: str) -> tuple[str, str, str]:
 def section(name: str, rows: Sequence[Row]) -> str:
   """One benchmark: what, how, how bounded, and its tables."""
   title, said, command = program(name)
-  found = tables(rows, _CASE | _JUDGED | _CLOCK)
+  found = pivoted(rows)
   parts = [
     f"### {name}",
     f"{title}: `{command}`",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for editors; at run time `__getattr__` finds them
   from osd_jax.serving.requests import DecodingConfig
   from osd_jax.serving.server import Server
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
   "Answer",

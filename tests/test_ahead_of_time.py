@@ -54,6 +54,8 @@ def test_every_program_is_counted(compiled, lively_pair, tmp_path):
   assert found["round, K = " + str(drafted)]["inner_loops"] == 1  # of draft steps
   assert found["append"]["in_place_gb"] > 0.9 * found["append"]["arguments_gb"]
   assert "not run" in (compiled.path / "report.html").read_text()
+  drawn = {path.stem for path in (compiled.path / "plots").iterdir()}
+  assert drawn == {"memory_of_a_chip", "tokens_per_second"}
 
 
 def test_memory_is_that_of_the_arguments(compiled):

@@ -1,4 +1,4 @@
-"""docs/extending.md: every block runs, and does what the text says."""
+"""docs/how_to/extend.md: every block runs, and does what the text says."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ from osd_jax.serving import slots
 def ran(repository, tmp_path_factory):
   """The names that the blocks leave behind, run in their order."""
   folder = tmp_path_factory.mktemp("extending")
-  text = (repository / "docs" / "extending.md").read_text()
+  text = (repository / "docs" / "how_to" / "extend.md").read_text()
   names = {
     "pair_config": tiny_online.save_lively_pair(folder),
     "folder": str(folder / "run"),

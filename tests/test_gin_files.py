@@ -8,10 +8,11 @@ import pytest
 from gin_run import CONFIGS, RUN, load
 
 from osd_jax import main as cli
-from osd_jax import pretrain
+from osd_jax import online, pretrain
 from osd_jax.data import generated
 from osd_jax.main import commands, factory, settings
 from osd_jax.models import sizes, weights
+from osd_jax.serving import server
 
 FILES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.gin"))
 
@@ -96,6 +97,11 @@ def test_run_files_keep_the_defaults(command, written):
   for field in dataclasses.fields(root):
     if field.default is not dataclasses.MISSING and field.name != "optimizer":
       assert getattr(built, field.name) == field.default, field.name
+
+
+def test_a_server_learns_as_the_demo_does():
+  config, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"])
+  assert config.learning == server.LEARNING
 
 
 @pytest.mark.parametrize("name", sizes.SIZES)

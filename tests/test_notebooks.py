@@ -15,6 +15,13 @@ SMALLER = {
     "MATHS, SQL = 60, 100 ": "MATHS, SQL = 20, 60 ",
     "REQUESTS = 40 ": "REQUESTS = 12 ",
   },
+  "only_a_target": {"REQUESTS = 120 ": "REQUESTS = 60 "},
+  "own_data_and_weights": {"REQUESTS = 48 ": "REQUESTS = 16 "},
+  "decoder_only_pair": {
+    "STEPS = 400 ": "STEPS = 160 ",
+    "REQUESTS = 80": "REQUESTS = 40",
+  },
+  "paper_figure": {"REQUESTS = 80 ": "REQUESTS = 30 "},
 }
 PROGRESS = """
 import sys
@@ -136,6 +143,53 @@ def test_adapting_draft(repository, execute, tmp_path):
   said = kernel.said()
   assert "serve 24/24" in said  # progress without ipywidgets
   assert "Warning" not in said and "ipywidgets" not in said
+
+
+@pytest.mark.slow
+def test_only_a_target(repository, execute):
+  ask = "[counts, texts[:20] == alone, server.statistics.updates]"
+  kernel = execute(smaller(repository, "only_a_target", ask))
+  counts, exact, updates = answer(kernel)
+  assert exact and updates >= 3 and len(counts) == 60
+  mean = lambda part: sum(part) / len(part)
+  assert mean(counts[:5]) < 1.3  # it began with nothing
+  assert mean(counts[-10:]) > mean(counts[:5]) + 0.5
+  assert kernel.redrawn == 15  # the plot grew
+  assert "Warning" not in kernel.said()
+
+
+@pytest.mark.slow
+def test_own_data_and_weights(repository, execute, tmp_path):
+  ask = "[result.exact, len(requests), data['tasks'], answer.text, last]"
+  kernel = execute(smaller(repository, "own_data_and_weights", ask))
+  exact, served, tasks, text, last = answer(kernel)
+  assert exact and served == 32 and text and last > 1
+  assert tasks["finance"]["skipped"] == 1 and tasks["sql"]["skipped"] == 0
+  assert (tmp_path / "my_target" / "config.json").is_file()
+  assert any(page.startswith("<iframe") for page in kernel.outputs("text/html"))
+  assert "Warning" not in kernel.said()
+
+
+@pytest.mark.slow
+def test_decoder_only_pair(repository, execute):
+  ask = "[counts, server.statistics.updates, len(alone)]"
+  kernel = execute(smaller(repository, "decoder_only_pair", ask))
+  counts, updates, alone = answer(kernel)
+  assert len(counts) == 40 and alone == 20 and updates >= 3
+  assert sum(counts[-10:]) > sum(counts[:10])
+  assert len(list(kernel.outputs("image/png"))) == 1
+  assert "Warning" not in kernel.said()
+
+
+@pytest.mark.slow
+def test_paper_figure(repository, execute):
+  kernel = execute(smaller(repository, "paper_figure", "[means, result.exact]"))
+  means, exact = answer(kernel)
+  assert exact and set(means) == {"sql", "python", "finance"}
+  static, online = means["sql"]
+  assert online > static + 0.05
+  assert len(list(kernel.outputs("image/png"))) == 2
+  assert "Warning" not in kernel.said()
 
 
 def test_a_failing_cell_fails_the_test(execute):

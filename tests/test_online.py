@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 
 import jax
@@ -16,29 +17,6 @@ from osd_jax.models import weights
 from osd_jax.serving import slots
 
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
-REQUEST_FIELDS = {
-  "index",
-  "query",
-  "source",
-  "overlap",
-  "overlap_upper",
-  "floor_overlap",
-  "acceptance_rate",
-  "floor_acceptance_rate",
-  "draft_acceptance_rate",
-  "tokens_per_target_call",
-  "accepted_per_position",
-  "target_calls",
-  "drafted",
-  "accepted",
-  "output_tokens",
-  "stop_reason",
-  "draft_version",
-  "decode_ms",
-  "online_ms_per_token",
-  "metering_ms",
-  "paused",
-}
 
 
 @dataclasses.dataclass
@@ -121,7 +99,7 @@ def test_a_run_leaves_everything_behind(learned):
   assert sorted(row["query"] for row in learned.requests) == list(range(count))
   assert [row["index"] for row in learned.requests] == list(range(count))
   for row in learned.requests:
-    assert REQUEST_FIELDS <= row.keys() and "nonfinite" not in row
+    assert "nonfinite" not in row
     assert 0 <= row["overlap"] <= row["overlap_upper"] <= 1 + 1e-5
     assert len(learned.outputs[row["query"]]) == row["output_tokens"]
   assert len(learned.summary) == 1
@@ -133,6 +111,26 @@ def test_a_run_leaves_everything_behind(learned):
   assert provenance
   kept = sorted(path.name for path in (learned.path / "drafts").iterdir())
   assert [name[:7] for name in kept] == ["000006_", "000012_", "000018_"]
+
+
+def documented(repository, kind):
+  """Field -> when it is there, of the table of a kind in the reference of metrics."""
+  page = (repository / "docs" / "reference" / "metrics.md").read_text()
+  (section,) = re.findall(rf"^### `{kind}`\n(.*?)^###", page, flags=re.M | re.S)
+  return dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|", section, flags=re.M))
+
+
+def test_the_reference_names_every_field_and_no_other(learned, repository):
+  fields = documented(repository, "request")
+  for row in learned.requests:
+    always = {name for name, when in fields.items() if when.strip() == "always"}
+    assert always <= row.keys() - {"kind"} <= fields.keys()
+  found = set().union(*learned.requests) - {"kind"}
+  # The run learns, compares and meters the floor; its calls have no prices.
+  assert found == {name for name, when in fields.items() if when.strip() != "priced"}
+  for row in learned.updates:
+    assert row.keys() - {"kind"} == documented(repository, "update").keys()
+  assert learned.summary[0].keys() - {"kind"} == {"wall_seconds"}
 
 
 def test_updates_are_swapped_in_when_promised(learned):

@@ -1,10 +1,11 @@
 """Learning on the demo stream: rise, recovery after each shift, forgetting.
 
 Trains the offline-distilled draft if it is not there, serves the stream once a seed,
-and measures the drafts kept at every shift on held-out prompts of all topics.
+and measures the drafts kept at every shift on held-out prompts of all topics. With
+`--keep` it writes the overlaps of the first seed, which a picture is drawn from.
 
   python experiments/demo_stream/run.py [--seeds 3] [--out runs/demo_stream]
-      [--gin_file runs/demo.gin]
+      [--gin_file runs/demo.gin] [--keep experiments/demo_stream/overlap.jsonl]
 """
 
 import argparse
@@ -107,6 +108,9 @@ def main() -> None:
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--out", type=pathlib.Path, default="runs/demo_stream")
   parser.add_argument("--gin_file", default="runs/demo.gin")
+  parser.add_argument(
+    "--keep", type=pathlib.Path, help="file of the overlaps of seed 0"
+  )
   given = parser.parse_args()
   console = rich.console.Console()
   first, _ = settings.load(online.OnlineConfig, [given.gin_file], [])
@@ -126,7 +130,20 @@ def main() -> None:
     }
     console.print(json.dumps(row), soft_wrap=True)
     results.append(row)
+    if given.keep and not seed:
+      keep(path, stream_shifts, given.keep)
   show(results, console)
+
+
+def keep(run: pathlib.Path, shifts, path: pathlib.Path) -> None:
+  """Writes overlap by request of both drafts as one line of JSON."""
+  rows = [r for r in writers.read(run / "metrics.jsonl") if r["kind"] == "request"]
+  rows.sort(key=lambda row: row["query"])
+  columns = {"online": "overlap", "frozen": "floor_overlap"}
+  line = {name: [round(r[field], 3) for r in rows] for name, field in columns.items()}
+  provenance = json.loads((run / "provenance.json").read_text())
+  line |= {"shifts": shifts, "commit": provenance["git_sha"][:7]}
+  path.write_text(json.dumps(line) + "\n")
 
 
 def shifts_of(config: online.OnlineConfig, pair: pairs.Pair):

@@ -45,7 +45,7 @@ COMMANDS = {
   "pretrain": Command(
     "PretrainConfig",
     "osd_jax.pretrain",
-    "train a T5 on (prompt, reference): makes targets and drafts",
+    "train a model on (prompt, reference): makes targets and drafts",
     "osd pretrain --gin_file=models/flan_t5_small.gin --gin_file=my_run.gin\n"
     "  osd pretrain --gin_file=experiments/shipped_target.gin --gin.STEPS=2000",
     continues=True,

@@ -126,11 +126,11 @@ class Meter:
       ),
       "floor_tokens_per_target_call": len(floor.tokens) / floor.target_calls,
       "learner_busy": learner_busy,
-      "compare_ms": (time.perf_counter() - started) * 1e3,
     }
     if certificate.applies(self._sampling, self._decoding):
       judged = self._certifier.judge([(plain, done)], done.request.tag)
       row["certificate"] = dataclasses.asdict(judged)
+    row["compare_ms"] = (time.perf_counter() - started) * 1e3
     return row
 
 

@@ -34,15 +34,21 @@ STYLE: Any = {
 
 
 def figure(
-  title: str, *, rows: int = 1, columns: int = 1, height: float = HEIGHT
+  title: str,
+  *,
+  rows: int = 1,
+  columns: int = 1,
+  height: float = HEIGHT,
+  alike: bool = True,
 ) -> tuple[Any, list[Any]]:
   """An empty figure with its title, and its axes row after row.
 
   Args:
     title: what is shown.
-    rows: of axes, which share both scales.
+    rows: of axes.
     columns: likewise.
     height: inches of all of it.
+    alike: axes share both scales; else each has its own of values.
   """
   from matplotlib.figure import Figure  # not pyplot: no global state, no display
   from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -50,7 +56,7 @@ def figure(
   made = Figure(
     figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
   )
-  grid = made.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+  grid = made.subplots(rows, columns, squeeze=False, sharex=True, sharey=alike)
   axes = list(grid.flat)
   for one in axes:
     one.tick_params(length=3)

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from osd_jax import base
-from osd_jax.writers import canvas, series, serving_plots, training_plots
+from osd_jax.writers import (
+  canvas,
+  compile_plots,
+  series,
+  serving_plots,
+  training_plots,
+)
 
 # In reading order; each returns None where the rows hold nothing for it.
 PLOTS: dict[str, Callable[[Sequence[series.Row]], Any]] = {
@@ -25,6 +31,8 @@ PLOTS: dict[str, Callable[[Sequence[series.Row]], Any]] = {
   "drafts": training_plots.drafts,
   "speeds": training_plots.speeds,
   "certificate": training_plots.certificate,
+  "memory_of_a_chip": compile_plots.memory,
+  "tokens_per_second": compile_plots.speeds,
 }
 
 

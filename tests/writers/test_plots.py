@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from writers import synthetic_run
 
-from osd_jax.writers import plots, serving_plots, training_plots
+from osd_jax.writers import compile_plots, plots, serving_plots, training_plots
 
 pytest.importorskip("matplotlib", reason="the extra [plots] is not installed")
 
@@ -234,3 +234,39 @@ def test_time_saved_is_the_account_of_the_rows_and_zero_is_marked():
   assert saved.get_ydata().tolist() == requests
   unpriced = [{**row, "saved_seconds": None} for row in rows]
   assert serving_plots.saved(unpriced) is None
+
+
+COMPILED = [
+  {"kind": "memory", "what": "target", "gigabytes_a_chip": 12.0},
+  {"kind": "memory", "what": "caches and rows", "gigabytes_a_chip": 8.5},
+  {"kind": "fits", "needed_gb": 20.5, "memory_gb": 16.0, "advice": "less"},
+  *(
+    {
+      "kind": "estimate",
+      "acceptance": rate,
+      "plain_tokens_s": 100.0,
+      "frozen_tokens_s": 100 * (1 + rate),
+      "online_tokens_s": 90 * (1 + rate),
+    }
+    for rate in (0.5, 0.9)
+  ),
+]
+
+
+def test_what_was_compiled_is_drawn(tmp_path):
+  paths = plots.draw_plots(COMPILED, tmp_path)
+  assert [path.stem for path in paths] == ["memory_of_a_chip", "tokens_per_second"]
+  (axes,) = compile_plots.memory(COMPILED).axes
+  assert [bar.get_width() for bar in axes.patches] == [12.0, 8.5]
+  assert [line.get_xdata()[0] for line in axes.get_lines()] == [16.0]  # does not fit
+  (axes,) = compile_plots.speeds(COMPILED).axes
+  assert [list(line.get_ydata()) for line in axes.get_lines()][2] == [100.0, 100.0]
+  assert legend(axes) == ["online", "frozen", "plain"]
+
+
+def test_a_chip_that_holds_all_has_no_line():
+  """Negative control: far to the right it would leave the bars too short to see."""
+  fits = {"kind": "fits", "needed_gb": 20.5, "memory_gb": 80.0, "advice": ""}
+  rows = [row for row in COMPILED if row["kind"] == "memory"] + [fits]
+  assert not compile_plots.memory(rows).axes[0].get_lines()
+  assert compile_plots.speeds(rows) is None

@@ -1,0 +1,383 @@
+"""Draws the pictures of the results page from committed results alone.
+
+  python benchmarks/figures.py    # what is committed -> docs/figures
+  python benchmarks/figures.py acceptance time_saved
+
+Each picture is written twice, for light and for dark pages, as SVG: text stays text,
+and print is sharp. A file says which results it was drawn from (a hash), so that a
+test sees where it is stale. What a picture shows stands in docs/results.md.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import measure
+import numpy as np
+
+from osd_jax.writers import canvas
+
+HERE = pathlib.Path(__file__).resolve().parent
+FIGURES = HERE.parent / "docs" / "figures"
+WINDOW = 25  # requests of a trailing mean
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Theme:
+  """Colours of what is no data.
+
+  Attributes:
+    ink: text.
+    faint: axes.
+    grid: lines behind the data.
+  """
+
+  ink: str
+  faint: str
+  grid: str
+
+  @property
+  def style(self) -> dict[str, Any]:
+    """As matplotlib takes it."""
+    return {
+      **canvas.STYLE,
+      "svg.fonttype": "none",
+      "svg.hashsalt": "osd_jax",
+      "text.color": self.ink,
+      "axes.labelcolor": self.ink,
+      "axes.edgecolor": self.faint,
+      "xtick.color": self.ink,
+      "ytick.color": self.ink,
+      "grid.color": self.grid,
+      "figure.facecolor": "none",
+      "axes.facecolor": "none",
+      "savefig.facecolor": "none",
+    }
+
+
+THEMES = {
+  "light": Theme(ink="#222222", faint="#B8B8B8", grid="#ECECEC"),
+  "dark": Theme(ink="#E2E4EA", faint="#6B6F7B", grid="#3A3D47"),
+}
+# Told apart on light and on dark pages, and by everyone.
+BLUE, ORANGE, GREEN, PINK, GREY = "#2F8FD0", "#E07B2A", "#1AA37A", "#CC79A7", "#8A8A8A"
+SYSTEMS = {
+  "independent frozen": (ORANGE, ":"),
+  "independent online": (ORANGE, "-"),
+  "attached frozen": (BLUE, ":"),
+  "attached online": (BLUE, "-"),
+}
+
+
+def results(name: str) -> list[Row]:
+  """The rows of a benchmark."""
+  lines = (measure.RESULTS / f"{name}.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def newest(rows: Iterable[Row]) -> dict[tuple[str, str, str], float]:
+  """The last value written of each (case, clock, figure)."""
+  return {
+    (row["case"], row.get("clock", ""), row["figure"]): row["value"] for row in rows
+  }
+
+
+def legend(made: Any, axes: Any, handles: Sequence[Any] = ()) -> None:
+  """Names of the series in one line below the axes; samples unless they are given."""
+  samples, names = axes.get_legend_handles_labels()
+  handles = handles or samples
+  place = "outside lower center"
+  made.legend(handles, names, loc=place, ncols=4, frameon=False, fontsize=9)
+
+
+def acceptance(rows: Sequence[Row]) -> Any:
+  """Overlap over the demo's requests: frozen and online."""
+  made, (axes,) = canvas.figure("Overlap with the target, demo stream, attached draft")
+  (row,) = rows
+  for name, values, color, style in (
+    ("learns while it serves", row["online"], BLUE, "-"),
+    ("frozen", row["frozen"], ORANGE, "--"),
+  ):
+    places, means = trailing(values, row["shifts"])
+    axes.plot(places, means, style, color=color, lw=1.8, label=name)
+  for start, topic in row["shifts"]:
+    axes.axvline(start, color=GREY, lw=0.8)
+    axes.annotate(
+      topic, (start + 6, 0.02), xycoords=("data", "axes fraction"), fontsize=10
+    )
+  axes.set(xlabel="request", ylabel=f"overlap, mean of {WINDOW} requests")
+  axes.set_xlim(0, len(row["online"]))
+  legend(made, axes)
+  return made
+
+
+def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> Any:
+  """Trailing means of `WINDOW` requests, which begin anew at every shift."""
+  starts = [start for start, _ in shifts] + [len(values)]
+  places, means = [], []
+  for first, end in zip(starts, starts[1:], strict=False):
+    for last in range(first + 5, end + 1):
+      places.append(last)
+      means.append(float(np.mean(values[max(first, last - WINDOW) : last])))
+    places.append(end)
+    means.append(float("nan"))  # lines do not cross a shift
+  return places, means
+
+
+def time_saved(rows: Sequence[Row]) -> Any:
+  """Share of plain decoding's time saved over requests, for each target."""
+  courses = dict(sorted(panels(rows).items(), reverse=True))
+  made, axes = canvas.figure(
+    "Time saved over plain decoding, learning included",
+    columns=len(courses),
+    alike=False,
+  )
+  for panel, (title, course) in zip(axes, courses.items(), strict=True):
+    panel.axhline(0, color=GREY, lw=1)
+    panel.set_title(title, fontsize=10, loc="left")
+    for (seed, system), row in course.items():
+      if system in SYSTEMS:
+        color, style = SYSTEMS[system]
+        places, share = saved(course[seed, "plain"], row)
+        name = system if seed == min(s for s, _ in course) else None
+        panel.plot(places, share, style, color=color, lw=1.6, label=name)
+    panel.set_xlabel("requests")
+  axes[0].set_ylabel("% of all of plain's time")
+  legend(made, axes[0])
+  return made
+
+
+def panels(rows: Sequence[Row]) -> dict[str, dict[tuple[int, str], Row]]:
+  """Runs with an attached draft on two cores, by what the target costs.
+
+  Returns:
+    title -> (seed, system) -> row.
+  """
+  courses = [row for row in rows if "cumulated_seconds" in row]
+  attached = {row["setting"] for row in courses if row["system"] == "attached online"}
+  found: dict[str, dict[tuple[int, str], Row]] = {}
+  for row in courses:
+    if row["setting"] in attached and "1 thread" not in row["clock"]:
+      shape = re.search(r"demo_target_as_([\w-]+)", row["setting"])
+      title = f"target of {shape[1]}'s cost" if shape else "the demo's small target"
+      found.setdefault(title, {})[row["seed"], row["system"]] = row
+  return found
+
+
+def saved(plain: Row, row: Row) -> tuple[list[int], np.ndarray]:
+  """Requests served, and the share of plain decoding's time saved by then, in %."""
+  ours, its = (np.array([0.0, *r["cumulated_seconds"]]) for r in (row, plain))
+  return [0, *row["block_ends"]], 100 * (its - ours) / its[-1]
+
+
+def beside_hugging_face(rows: Sequence[Row]) -> Any:
+  """Time of a token: transformers, ours, and what the memory allows."""
+  found = newest(rows)
+  clock = "cpu, 1 thread(s)"
+  shapes = ("flan-t5-base", "flan-t5-large", "tinyllama-1.1b")
+  series = {
+    "transformers, float32": ("HF float32, ms/token", GREY),
+    "transformers, bfloat16": ("HF bfloat16, ms/token", "#B9B9B9"),
+    "osd_jax, plain, float32": ("ours, ms/token", BLUE),
+  }
+  made, (axes,) = canvas.figure("Plain decoding of one row, one core")
+  width = 0.26
+  for place, (name, (figure, color)) in enumerate(series.items()):
+    values = [found[f"{shape}, 1 row", clock, figure] for shape in shapes]
+    where = np.arange(len(shapes)) + (place - 1) * width
+    bars = axes.bar(where, values, width * 0.94, color=color, label=name)
+    axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=2)
+  for place, shape in enumerate(shapes):
+    bound = found[f"{shape}, 1 row", clock, "memory bound, ms/token"]
+    name = "memory bound" if place == 0 else None
+    ends = (place - 1.5 * width, place + 1.5 * width)
+    axes.plot(ends, (bound, bound), color=ORANGE, lw=2, label=name)
+  axes.set_xticks(range(len(shapes)), shapes)
+  axes.set_ylabel("ms a token")
+  legend(made, axes)
+  return made
+
+
+def speed_by_acceptance(rows: Sequence[Row]) -> Any:
+  """What speculation gains at an acceptance: measured, and what theory says."""
+  made, axes = canvas.figure(
+    "Speculation over plain decoding, by acceptance", columns=2
+  )
+  alphas = np.linspace(0.5, 0.95, 46)
+  for panel, target in zip(axes, ("flan-t5-base", "flan-t5-large"), strict=True):
+    panel.axhline(1, color=GREY, lw=1)
+    panel.set_title(
+      f"{target} + t5-small (8 bits, short head)", fontsize=10, loc="left"
+    )
+    for drafted, color, mark in ((3, BLUE, "o"), (7, ORANGE, "s")):
+      pattern = rf"alpha ([\d.]+), K {drafted}, both draft, over plain"
+      points = [
+        (float(match[1]), row["value"])
+        for row in rows
+        if row["case"] == target and (match := re.fullmatch(pattern, row["figure"]))
+      ]
+      # A round over a plain step, from the middle point: the others test the theory.
+      alpha, speed = points[len(points) // 2]
+      cost = tokens(alpha, drafted) / speed
+      line = tokens(alphas, drafted) / cost
+      panel.plot(
+        alphas, line, "--", color=color, lw=1.2, label=f"theory, K = {drafted}"
+      )
+      panel.plot(*zip(*points, strict=True), mark, color=color, label=f"K = {drafted}")
+    panel.set_xlabel("acceptance of a drafted token")
+  axes[0].set_ylabel("times plain decoding")
+  legend(made, axes[0])
+  return made
+
+
+def tokens(alpha: Any, drafted: int) -> Any:
+  """Tokens of a round at an acceptance, (1 - a^(K + 1)) / (1 - a)."""
+  return (1 - alpha ** (drafted + 1)) / (1 - alpha)
+
+
+def rows_in_flight(rows: Sequence[Row]) -> Any:
+  """What speculation gains with several rows on one core."""
+  made, (axes,) = canvas.figure(
+    "flan-t5-base + t5-small (float32), K = 3, rows in flight"
+  )
+  axes.axhline(1, color=GREY, lw=1)
+  found = newest(rows)
+  counts = (1, 2, 4, 8, 16)
+  for alpha, color, mark in ((0.7, BLUE, "o:"), (0.9, ORANGE, "s:")):
+    values = [
+      value
+      for count in counts
+      for (case, _, figure), value in found.items()
+      if case.endswith(f", K 3, {count} row{'s' * (count > 1)}")
+      and figure == f"alpha {alpha}, over plain"
+    ]
+    axes.plot(counts, values, mark, color=color, label=f"acceptance {alpha}")
+  axes.set_xscale("log", base=2)
+  axes.set_xticks(counts, [str(count) for count in counts])
+  axes.set(xlabel="rows in flight", ylabel="times plain decoding")
+  legend(made, axes)
+  return made
+
+
+def learning_latency(rows: Sequence[Row]) -> Any:
+  """Time between tokens with updates of several rhythms, beside none."""
+  found = newest(rows)
+  cases = [
+    case
+    for case in dict.fromkeys(case for case, _, _ in found)
+    if case.startswith("demo pair") and "free" not in case
+  ]
+  cases.sort(key=lambda case: -int(re.findall(r"\d+|$", case)[0] or 99))
+  names = [case.removeprefix("demo pair, ").removesuffix(" draft") for case in cases]
+  made, (axes,) = canvas.figure("Time between tokens while the demo's draft learns")
+  for place, (what, color) in enumerate((("p50", BLUE), ("p99", ORANGE))):
+    values = [
+      next(v for (c, _, f), v in found.items() if (c, f) == (case, wanted))
+      for case in cases
+      for wanted in (f"between tokens, {what}, ms",)
+    ]
+    where = np.arange(len(cases)) + (place - 0.5) * 0.36
+    bars = axes.bar(where, values, 0.34, color=color, label=what)
+    axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+  axes.set_xticks(range(len(cases)), names)
+  axes.set(xlabel="an update every I requests", ylabel="ms")
+  legend(made, axes)
+  return made
+
+
+def ahead_of_time(rows: Sequence[Row]) -> Any:
+  """Tokens per second at most, by chip, for Flan-T5-XL with t5-small."""
+  found = newest(rows)
+  cases = list(dict.fromkeys(c for c, _, _ in found if c.startswith("flan-t5-xl,")))
+  value = {
+    figure: [found[case, "compiled only", figure] for case in cases]
+    for figure in (
+      "plain tokens/s, at most",
+      "frozen tokens/s at 0.8, at most",
+      "needed, GB a chip",
+      "of a chip's, GB",
+    )
+  }
+  fits = np.array(value["needed, GB a chip"]) <= np.array(value["of a chip's, GB"])
+  made, (axes,) = canvas.figure(
+    "Flan-T5-XL + t5-small, compiled for: tokens per second at most"
+  )
+  handles: list[Any] = []
+  for place, (name, color) in enumerate((("plain", GREY), ("frozen", BLUE))):
+    figure = "plain tokens/s, at most" if name == "plain" else list(value)[1]
+    where = np.arange(len(cases)) + (place - 0.5) * 0.36
+    label = name if name == "plain" else "speculative, acceptance .8"
+    bars = axes.bar(where, value[figure], 0.34, color=color, label=label)
+    for bar, it_fits in zip(bars, fits, strict=True):
+      bar.set_alpha(1.0 if it_fits else 0.25)
+    handles.append(bars[int(np.argmax(fits))])
+  names = [
+    re.sub(r"flan-t5-xl, (\w+):.*=(\d+)", r"\1 x\2", case)
+    + ("" if it_fits else "\ndoes not fit")
+    for case, it_fits in zip(cases, fits, strict=True)
+  ]
+  axes.set_xticks(range(len(cases)), names, fontsize=9)
+  axes.set_ylabel("tokens/s, roofline")
+  legend(made, axes, handles)
+  return made
+
+
+# name -> (what draws it, where its rows are)
+DRAWN: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
+  "acceptance": (acceptance, "experiments/demo_stream/overlap.jsonl"),
+  "time_saved": (time_saved, "benchmarks/results/whole_run.jsonl"),
+  "beside_hugging_face": (beside_hugging_face, "benchmarks/results/greedy.jsonl"),
+  "speed_by_acceptance": (speed_by_acceptance, "benchmarks/results/speculative.jsonl"),
+  "rows_in_flight": (rows_in_flight, "benchmarks/results/batching.jsonl"),
+  "learning_latency": (learning_latency, "benchmarks/results/learning.jsonl"),
+  "ahead_of_time": (ahead_of_time, "benchmarks/results/ahead_of_time.jsonl"),
+}
+
+
+def source_hash(name: str) -> str:
+  """Of the rows that a picture is drawn from."""
+  text = (HERE.parent / DRAWN[name][1]).read_bytes()
+  return hashlib.sha256(text).hexdigest()[:16]
+
+
+def draw(name: str, folder: pathlib.Path = FIGURES) -> list[pathlib.Path]:
+  """Writes a picture for light and for dark pages; returns the files."""
+  import matplotlib
+
+  drawer, source = DRAWN[name]
+  lines = (HERE.parent / source).read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  folder.mkdir(parents=True, exist_ok=True)
+  paths = []
+  for theme, colors in THEMES.items():
+    with matplotlib.rc_context(colors.style), contextlib.ExitStack():
+      made = drawer(rows)
+      path = folder / f"{name}.{theme}.svg"
+      notes = {"Date": None, "Creator": None, "Source": f"{source} {source_hash(name)}"}
+      made.savefig(path, metadata=notes)
+      # Matplotlib leaves blanks at the ends of lines.
+      path.write_text(re.sub(r"[ ]+$", "", path.read_text(), flags=re.MULTILINE))
+      paths.append(path)
+  return paths
+
+
+def main() -> None:
+  """Draws the pictures that were named, or all."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("names", nargs="*", choices=[[], *DRAWN], help="all unless named")
+  parser.add_argument("--output", type=pathlib.Path, default=FIGURES)
+  given = parser.parse_args()
+  for name in given.names or DRAWN:
+    for path in draw(name, given.output):
+      print(path)
+
+
+if __name__ == "__main__":
+  main()

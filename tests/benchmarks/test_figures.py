@@ -1,0 +1,43 @@
+"""The pictures of docs/results.md: drawn from committed rows, and not stale."""
+
+import re
+
+import figures
+import pytest
+
+
+@pytest.mark.parametrize("theme", figures.THEMES)
+@pytest.mark.parametrize("name", figures.DRAWN)
+def test_a_committed_picture_is_that_of_the_committed_rows(name, theme):
+  text = (figures.FIGURES / f"{name}.{theme}.svg").read_text()
+  assert f"{figures.DRAWN[name][1]} {figures.source_hash(name)}" in text, (
+    "drawn from other rows: make figures"
+  )
+
+
+def test_the_page_shows_every_picture_and_no_other(repository):
+  page = (repository / "docs" / "results.md").read_text()
+  shown = set(re.findall(r"figures/(\w+\.\w+)\.svg#only-(?:light|dark)", page))
+  expected = {f"{name}.{theme}" for name in figures.DRAWN for theme in figures.THEMES}
+  assert shown == expected and len(figures.DRAWN) <= 10
+
+
+def test_a_picture_is_drawn_the_same_again(tmp_path):
+  for path in figures.draw("learning_latency", tmp_path):
+    again = path.read_text()
+    assert again == (figures.draw("learning_latency", tmp_path) and path.read_text())
+    assert "<text" in again and "p99" in again  # text stays text
+
+
+def test_trailing_means_begin_anew_at_a_shift():
+  values = [1.0] * 30 + [0.0] * 30
+  places, means = figures.trailing(values, [(0, "a"), (30, "b")])
+  known = dict(zip(places, means, strict=True))
+  assert known[29] == 1.0 and known[35] == 0.0 and known[60] != known[60]
+
+
+def test_time_saved_is_a_share_of_all_of_plain_decoding():
+  plain = {"cumulated_seconds": [5.0, 10.0]}
+  row = {"cumulated_seconds": [4.0, 5.0], "block_ends": [100, 200]}
+  places, share = figures.saved(plain, row)
+  assert places == [0, 100, 200] and share.tolist() == [0, 10, 50]

@@ -1,0 +1,133 @@
+"""The pages of docs/: built strictly, and every block of code run as a reader would."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pages
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+# Run by a test of its own, with names that its page takes for granted.
+ELSEWHERE = {"how_to/extend.md": "test_extending.py"}
+WRITTEN = sorted(
+  str(path.relative_to(DOCS))
+  for path in DOCS.rglob("*.md")
+  if str(path.relative_to(DOCS)) not in ELSEWHERE
+)
+WITH_BLOCKS = [
+  page
+  for page in WRITTEN
+  if any(
+    block.compared or (block.language in pages.RUN and not block.not_run)
+    for block in pages.blocks((DOCS / page).read_text())
+  )
+]
+
+# A line of the map: rooms, then at least two blanks and what is in them.
+MAPPED = re.compile(r"^ {4}(\w.*?)(?: {2,}|$)", flags=re.MULTILINE)
+
+
+def run_page(page: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess:
+  """Runs a page in a process of its own, with one device, as a reader has."""
+  environment = {
+    name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+  } | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+  command = [sys.executable, pages.__file__, str(page)]
+  return subprocess.run(
+    command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_every_block_of_a_page_runs(page, tmp_path):
+  done = run_page(DOCS / page, tmp_path)
+  assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.mark.parametrize(
+  "block, said",
+  [
+    ("```python\nassert 1 == 2, 'unequal'\n```", "unequal"),
+    ("```sh\nfalse\ntrue\n```", "returned non-zero"),
+    ("```gin\nPairConfig.targett = 'a'\n```", "PairConfig.targett is no field"),
+    ("<!-- compared -->\n```console\n$ echo one\ntwo\n```", "echo one prints"),
+    ("```c\nint i;\n```", "neither run nor shown"),
+    ("    ```python\n    raise OSError('indented')\n    ```", "indented"),
+  ],
+)
+def test_a_false_block_fails(block, said, tmp_path):
+  page = tmp_path / "page.md"
+  page.write_text(f"A line.\n\n{block}\n")
+  done = run_page(page, tmp_path)
+  assert done.returncode != 0 and said in done.stderr
+
+
+def test_blocks_share_names_and_files(tmp_path):
+  page = tmp_path / "page.md"
+  page.write_text(
+    '```text title="in/data.txt"\nfive\n```\n'
+    "```python\nword = open('in/data.txt').read().strip()\n```\n"
+    "```sh\ncp in/data.txt out.txt\n```\n"
+    "```python\nassert word == open('out.txt').read().strip() == 'five'\n```\n"
+    "<!-- not run: needs a TPU -->\n```sh\nfalse\n```\n"
+    "<!-- compared -->\n```console\n$ cat out.txt\nfive\n```\n"
+    "```gin\nPairConfig.draft = @a/PairConfig()\na/PairConfig.target = %T\n```\n"
+  )
+  done = run_page(page, tmp_path)
+  assert done.returncode == 0, done.stderr
+
+
+def test_what_is_not_run_says_why_and_is_little():
+  found = [
+    (page, block)
+    for page in WRITTEN
+    for block in pages.blocks((DOCS / page).read_text())
+  ]
+  kept = [(page, block) for page, block in found if block.not_run]
+  assert all(len(block.not_run.split()) >= 2 for _, block in kept)
+  run = [block for _, block in found if block.language in pages.RUN]
+  assert len(kept) <= len(run) / 3, [(page, block.line) for page, block in kept]
+
+
+def test_every_field_of_every_config_is_in_the_reference():
+  shown = set(
+    re.findall(r"^::: (\S+)", (DOCS / "reference" / "configs.md").read_text(), re.M)
+  )
+  made_in_python = {"Pair", "Model", "Vocabulary", "Identity"}  # gin cannot say them
+  assert shown == {
+    factory.selector
+    for factory in pages.configs()
+    if factory.name not in made_in_python
+  }
+
+
+def test_every_public_name_is_in_the_reference():
+  import osd_jax
+
+  text = (DOCS / "reference" / "api.md").read_text()
+  assert [name for name in osd_jax.__all__ if f"`{name}`" not in text] == []
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+  command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr[-4000:]
+  page = (tmp_path / "reference" / "configs" / "index.html").read_text()
+  assert "num_draft_tokens" in page and "recency_half_life" in page
+  assert (tmp_path / "notebooks" / "quick_start" / "index.html").exists()
+
+
+def test_the_map_of_the_house_names_every_room():
+  """CONTRIBUTING.md: the first column of the map, against the tree."""
+  text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things are")[1]
+  rooms = set(re.findall(r"\b\w+\b", " ".join(MAPPED.findall(text.split("##")[0]))))
+  here = {path.stem for path in (ROOT / "osd_jax").glob("*.py")} | {
+    path.parent.name for path in (ROOT / "osd_jax").glob("*/__init__.py")
+  }
+  assert rooms == here - {"__init__"}

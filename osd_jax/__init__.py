@@ -2,8 +2,9 @@
 
     import osd_jax
 
+    prompt = "What is the average price of hotels with country 'Italy'?"
     with osd_jax.Server() as server:  # the shipped pair
-      for answer in server.generate(["How many films are there?"], learn=True):
+      for answer in server.generate([prompt], learn=True):
         print(answer.text, answer.tokens_per_target_call)
 
 Importing the package imports nothing else: a name is looked up at its first use.

@@ -93,11 +93,11 @@ def run(config: EvaluateConfig, operative_config: str = "") -> writers.RunResult
     if directory.finished:
       return summaries.leave_alone(directory, console)
     verdict = _measure(config, directory, console)
-    summaries.conclude(directory, console, verdict.sentence())
-    console.print(f"run directory: {directory.path}", soft_wrap=True)
     exact = certificate.conclude(verdict, directory)
     if exact:  # else the same command says so again
       directory.finish()
+    summaries.conclude(directory, console, verdict.sentence())
+    console.print(f"run directory: {directory.path}", soft_wrap=True)
     return writers.RunResult(directory.path, exact)
 
 

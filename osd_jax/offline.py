@@ -136,8 +136,8 @@ def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
       finally:
         loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
     loop.close()
-    summaries.conclude(directory, console)
     directory.finish()
+    summaries.conclude(directory, console)
     console.print(
       f"weights: {config.output}\nrun directory: {directory.path}", soft_wrap=True
     )

@@ -146,12 +146,12 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
       loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
     loop.close(loop.seconds)
     verdict = certificate.of_rows(writers.read(directory.metrics_path))
-    said = verdict.sentence() or certificate.promise(config.decoding)
-    summaries.conclude(directory, console, said)
-    console.print(f"run directory: {directory.path}", soft_wrap=True)
     exact = certificate.conclude(verdict, directory)
     if exact:  # else the same command says so again
       directory.finish()
+    said = verdict.sentence() or certificate.promise(config.decoding)
+    summaries.conclude(directory, console, said)
+    console.print(f"run directory: {directory.path}", soft_wrap=True)
     return writers.RunResult(directory.path, exact)
 
 

@@ -134,8 +134,8 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
       f"osd pretrain, {int(state.step)} steps of {config.data.batch_size} rows",
     )
     weights.save(config.output, trained, config.storage)
-    summaries.conclude(directory, console)
     directory.finish()
+    summaries.conclude(directory, console)
     console.print(
       f"weights: {config.output}\nrun directory: {directory.path}", soft_wrap=True
     )

@@ -18,7 +18,7 @@ SMALLER = {
   "only_a_target": {"REQUESTS = 120 ": "REQUESTS = 60 "},
   "own_data_and_weights": {"REQUESTS = 48 ": "REQUESTS = 16 "},
   "decoder_only_pair": {
-    "STEPS = 400 ": "STEPS = 160 ",
+    "STEPS = 300 ": "STEPS = 100 ",
     "REQUESTS = 80": "REQUESTS = 40",
   },
   "paper_figure": {"REQUESTS = 80 ": "REQUESTS = 30 "},

@@ -107,6 +107,7 @@ def test_a_run_leaves_everything_behind(learned):
   assert sum(row["accepted"] for row in learned.requests) > 0
   for name in ("report.html", "draft.safetensors", "provenance.json"):
     assert (learned.path / name).stat().st_size > 0
+  assert "not finished" not in (learned.path / "report.html").read_text()
   provenance = json.loads((learned.path / "provenance.json").read_text())
   assert provenance
   kept = sorted(path.name for path in (learned.path / "drafts").iterdir())

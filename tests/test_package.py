@@ -171,7 +171,6 @@ def test_the_block_blocks(name: str):
 
 DEMO = (  # eight requests of the demo, updates among them; small, to compile little
   "--gin_file=runs/demo.gin",
-  "--gin.StreamConfig.reader='plain'",
   "--gin.StreamConfig.requests_per_task=2",
   "--gin.warm_start/BatchConfig.limit_rows=(2, 2, 2, 2)",
   "--gin.DecodingConfig.num_draft_tokens=2",

@@ -250,6 +250,7 @@ def test_a_name_on_the_hub_is_downloaded_where_that_is_possible(
   assert_same(load(changed).draft_params, load(config).draft_params)
   ((repository, patterns),) = asked
   assert repository == name and "*.safetensors" in patterns
+  assert {"spiece.model", "tokenizer.model", "chat_template.jinja"} <= {*patterns}
 
   def refuse(name, allow_patterns):
     raise OSError("no route to the hub\nmore")

@@ -99,6 +99,6 @@ def run(config: CompileConfig, operative_config: str = "") -> writers.RunResult:
       answers = estimates.Answers(config.request_tokens, config.acceptance)
       for kind, rows in estimates.conclusions(plan, made, answers).items():
         log.write_rows(kind, rows)
-    summaries.conclude(directory, console)
     directory.finish()
+    summaries.conclude(directory, console)
     return writers.RunResult(directory.path)

@@ -8,7 +8,13 @@ from osd_jax import base
 
 PREFIX = "shipped:"
 _HUB_NAME = r"[\w-][\w.-]*(/[\w.-]+)?"  # owner/name, or a name alone as "t5-small"
-_WANTED = ("*.json", "*.safetensors", "spiece.model")
+_WANTED = (
+  "*.json",
+  "*.safetensors",
+  "spiece.model",
+  "tokenizer.model",
+  "chat_template.jinja",
+)
 
 
 def resolve(path: str, setting: str = "assets") -> Path:

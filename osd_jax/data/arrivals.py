@@ -27,7 +27,7 @@ class StreamConfig:
       starts over, one with more is not served whole. None serves every row of every
       task once.
     seed: of the schedule and of the shuffling.
-    reader: "seqio", or "plain" where seqio is not installed; same queries.
+    reader: "plain", or "seqio" to read through the registered Task; same queries.
     source_length: longest prompt in tokens, end-of-sequence included.
     shuffle: seeded order, new in each pass over a task; False keeps the source's.
     gradual_width: queries over which a gradual shift stretches.
@@ -41,7 +41,7 @@ class StreamConfig:
   kind: str = "sharp"
   requests_per_task: int | None = None
   seed: int = 0
-  reader: str = "seqio"
+  reader: str = "plain"
   source_length: int = 64
   shuffle: bool = True
   gradual_width: int = 100

@@ -28,7 +28,7 @@ class BatchConfig:
     target_length: T in tokens; longer references are cut, without
       end-of-sequence, since they do not end there.
     seed: of the order, and of which rows `limit_rows` keeps.
-    reader: "seqio", or "plain" where seqio is not installed; same batches.
+    reader: "plain", or "seqio" to read through the registered Task; same batches.
     limit_rows: rows kept of each task (one number for all, or one a task),
       drawn with the seed; None keeps all.
     weights: share of each task; None mixes by size, so that every row comes once
@@ -40,7 +40,7 @@ class BatchConfig:
   source_length: int = 64
   target_length: int = 96
   seed: int = 0
-  reader: str = "seqio"
+  reader: str = "plain"
   limit_rows: int | tuple[int, ...] | None = None
   weights: tuple[float, ...] | None = None
 

@@ -20,7 +20,7 @@ from osd_jax.data import tasks
 from osd_jax.data.sources import TaskConfig, Text
 from osd_jax.data.vocabularies import Vocabulary
 
-READERS = ("seqio", "plain")
+READERS = ("plain", "seqio")
 _REPORTED_PLACES = 100  # places that a report names of each sort
 _SAID_PLACES = 3  # places that a sentence names
 _PLACE = r"(.+?:\d+)(?:: \w+: (.*))?"  # file, line, why it was skipped
@@ -72,13 +72,13 @@ class TaskRows:
     return digest.hexdigest()
 
 
-def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "seqio") -> TaskRows:
+def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "plain") -> TaskRows:
   """Reads all rows of a task.
 
   Args:
     task: what to read.
     vocabulary: writes the ids.
-    reader: "seqio" or "plain".
+    reader: "plain" or "seqio".
 
   Returns:
     Its rows, and what was skipped.

@@ -76,8 +76,8 @@ def import_seqio() -> Any:
   except ImportError as error:
     raise base.MissingExtraError(
       f"tasks: seqio cannot be imported ({error}). Install the extra"
-      " (pip install 'osd-jax[data]'), or set reader='plain', which reads JSONL"
-      " and generated topics without it."
+      " (pip install 'osd-jax[data]'), or set reader='plain', the default, which"
+      " reads JSONL and generated topics without it."
     ) from error
   return seqio
 

@@ -40,13 +40,15 @@ def conclude(
 def leave_alone(
   directory: writers.RunDirectory, console: rich.console.Console
 ) -> writers.RunResult:
-  """Says that a run is finished and stays as it is."""
+  """Says that a run is finished and stays as it is; draws its report if it has none."""
   console.print(
     f"{directory.path} holds this run, finished {directory.finished}; nothing was done."
     " To remove it and begin anew, set overwrite = True.",
     highlight=False,
     soft_wrap=True,
   )
+  if not directory.report_path.exists():  # it was killed between its end and that
+    redraw(directory.path)
   return writers.RunResult(directory.path)
 
 

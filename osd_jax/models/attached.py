@@ -110,7 +110,7 @@ def frozen_of(
   reader = families.reader_params(target, params)
   frozen = {"embedding": embedding, "head": head, "reader": reader}
   if serving.int8 and not serving.shortlist:
-    frozen["draft_head"] = served.draft_head(serving, head, True, None)
+    frozen["draft_head"] = served.draft_head(target, serving, head, True, None)
   return frozen
 
 
@@ -212,7 +212,9 @@ def _prepare(
   if "draft_head" in frozen:
     copy["draft_head"] = frozen["draft_head"]
   elif served.has_draft_head(target, serving):
-    copy["draft_head"] = served.draft_head(serving, frozen["head"], True, shortlist)
+    copy["draft_head"] = served.draft_head(
+      target, serving, frozen["head"], True, shortlist
+    )
   else:
     tables["head"] = frozen["head"]
   return {**copy, FROZEN: tables}

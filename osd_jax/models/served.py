@@ -1,6 +1,7 @@
 """The served copy of a model: kernels as decoding wants them, lighter for drafts."""
 
 import functools
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
@@ -70,7 +71,7 @@ def prepare(
     serving: what the copy leaves out.
     params: as trained.
     shortlist: [N] int32 distinct tokens that the output head covers, end-of-sequence
-      among them; None takes the first N.
+      among them; None takes the first N, and what ends a sequence.
 
   Returns:
     Parameters of the model with that serving.
@@ -81,11 +82,12 @@ def prepare(
   if has_draft_head(config, serving):
     dense = decoder.pop("logits_dense", None)
     kernel = copy["token_embedder"]["embedding"] if dense is None else dense["kernel"]
-    copy["draft_head"] = draft_head(serving, kernel, dense is None, shortlist)
+    copy["draft_head"] = draft_head(config, serving, kernel, dense is None, shortlist)
   return {**copy, "decoder": for_steps(decoder, serving)}
 
 
 def draft_head(
+  config: T5Config | LlamaConfig,
   serving: DraftServing,
   kernel: jax.Array,
   vocabulary_first: bool,
@@ -94,6 +96,7 @@ def draft_head(
   """The parameters of a `DraftHead`.
 
   Args:
+    config: the shape whose head it is.
     serving: what the head leaves out.
     kernel: the whole head, [E, V].
     vocabulary_first: it is [V, E] instead.
@@ -101,10 +104,22 @@ def draft_head(
   """
   head = {}
   if serving.shortlist:
-    ids = jnp.arange(serving.shortlist) if shortlist is None else jnp.sort(shortlist)
+    if shortlist is None:
+      shortlist = first_tokens(serving.shortlist, config.eos_ids)
+    ids = jnp.sort(shortlist)
     head["ids"] = ids  # in order: a TPU would sort them at every step
   head["projection"] = _head(kernel, head.get("ids"), vocabulary_first, serving.layout)
   return head
+
+
+def first_tokens(count: int, ends: Sequence[int]) -> jax.Array:
+  """[count] int32; the lowest ids, which are frequent ones, and what ends a sequence.
+
+  >>> first_tokens(4, (1, 9)).tolist()
+  [0, 1, 2, 9]
+  """
+  far = [end for end in ends if end >= count][:count]
+  return jnp.array([*range(count - len(far)), *far], jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("vocabulary_first", "layout"))

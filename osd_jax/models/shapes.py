@@ -72,6 +72,11 @@ class T5Config:
     """What the decoder's output is multiplied with before the head."""
     return self.width**-0.5 if self.tied_head else 1.0
 
+  @property
+  def eos_ids(self) -> tuple[int, ...]:
+    """Tokens that end a sequence; every T5 has the same."""
+    return (base.EOS_ID,)
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from models import tiny
 
-from osd_jax.models import layers, t5
+from osd_jax import testing
+from osd_jax.models import families, layers, served, t5
 
 SHAPES = {
   "untied": tiny.CONFIG,
@@ -22,9 +23,9 @@ def logits(config, serving, *shortlist):
   """Logits of three fed tokens and parameters, by a model served that way."""
   model = t5.build(config, serving=serving)
   params = jax.tree.map(jnp.asarray, tiny.random_params(config, 3))
-  served = model.prepare(params, *shortlist)
-  cache = model.prefill(served, SOURCE, SOURCE != 0, 8)
-  return np.asarray(model.decode(served, TOKENS, cache)[0])
+  copy = model.prepare(params, *shortlist)
+  cache = model.prefill(copy, SOURCE, SOURCE != 0, 8)
+  return np.asarray(model.decode(copy, TOKENS, cache)[0])
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 8])
@@ -73,6 +74,16 @@ def test_a_shortlist_gives_its_tokens_their_logits_and_the_others_nothing(shape)
   np.testing.assert_allclose(got[..., chosen], exact[..., chosen], rtol=1e-5)
   others = np.setdiff1d(np.arange(config.vocab_size), chosen)
   assert np.all(np.isneginf(got[..., others]))
+
+
+def test_a_shortlist_that_nobody_gave_covers_what_ends_a_sequence():
+  """Llama 3's ends lie far behind the first ids."""
+  assert served.first_tokens(4, (1,)).tolist() == [0, 1, 2, 3]
+  assert served.first_tokens(4, (2, 9, 7)).tolist() == [0, 1, 9, 7]
+  shape = dataclasses.replace(testing.TINY_LLAMA, eos_ids=(2, 19))
+  model = families.build(shape, "draft", t5.DraftServing(shortlist=4))
+  params = model.prepare(model.init(jax.random.key(0)))
+  assert params["draft_head"]["ids"].tolist() == [0, 1, 2, 19]
 
 
 def test_a_new_shortlist_compiles_nothing():

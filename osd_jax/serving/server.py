@@ -144,7 +144,7 @@ class Server:
 
   def generate(
     self,
-    prompts: str | Prompt | Iterable[str | Prompt],
+    prompts: str | Prompt | Iterable[str | Prompt | None],
     *,
     learn: bool = False,
     ordered: bool = False,
@@ -154,7 +154,8 @@ class Server:
 
     Args:
       prompts: texts, or `Prompt`s with settings of their own. As many are taken ahead
-        of the answers as there are rows.
+        of the answers as there are rows. None says that at present nothing waits: an
+        iterator over a queue yields it, so that answers under way go on.
       learn: the draft learns from the answers.
       ordered: answers come in the order of the prompts, not as they finish.
       **settings: fields of `Prompt` for the texts; the i-th draws with seed + i.
@@ -202,7 +203,7 @@ class Server:
       if piece:
         yield piece
 
-  def turns(self, requests: Iterable[Request]) -> Iterator[list[Finished]]:
+  def turns(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
     """Answers requests of tokens; see `Slots.turns`. What finished counts as served."""
     for finished in self.slots.turns(requests, self._keep_pace):
       for done in finished:
@@ -304,7 +305,7 @@ class Server:
       self.learner.restore(arrays["learner"], host["learner"])
     self.slots.restore(arrays["slots"], host["slots"], request_of, self.draft_params)
 
-  def _turns(self, requests: Iterable[Request]) -> Iterator[list[Finished]]:
+  def _turns(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
     """`turns`, for one call at a time; whoever leaves early leaves nothing behind."""
     if self._is_closed or self._is_answering:
       state = "closed" if self._is_closed else "answering another call"
@@ -320,10 +321,15 @@ class Server:
       self.slots.clear()
 
   def _requests(
-    self, prompts: Iterable[str | Prompt], settings: dict[str, Any]
-  ) -> Iterator[Request]:
-    for index, prompt in enumerate(prompts):
+    self, prompts: Iterable[str | Prompt | None], settings: dict[str, Any]
+  ) -> Iterator[Request | None]:
+    index = 0
+    for prompt in prompts:
+      if prompt is None:
+        yield None
+        continue
       yield self._request(index, prompt, settings)
+      index += 1
 
   def _request(
     self,

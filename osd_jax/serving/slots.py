@@ -32,7 +32,8 @@ __all__ = [
   "Slots",
 ]
 
-WATCHED_ROUNDS = 4  # of a call while somebody reads along or waits for a stop string
+WATCHED_ROUNDS = 4  # of a call while somebody reads along or may come in
+_END: Any = object()  # of an iterator; None is a request that is not there yet
 
 
 class Slots:
@@ -178,30 +179,33 @@ class Slots:
 
   def turns(
     self,
-    requests: Iterable[Request],
+    requests: Iterable[Request | None],
     before_step: Callable[[], object] = lambda: None,
   ) -> Iterator[list[Finished]]:
     """Submits as rows become free and collects: the one loop over `step`.
 
     Args:
-      requests: may be endless; no more are taken than there are free rows.
+      requests: may be endless; no more are taken than there are free rows. None: at
+        present nothing waits, rows in flight go on.
       before_step: called between the filling of rows and the compiled call.
 
     Yields:
       What finished in each call, perhaps nothing; everything has when it ends. Whoever
       leaves early calls `clear`.
     """
-    coming = iter(requests)
+    coming, request = iter(requests), None
     while True:
       while self.in_flight < self.config.rows:
-        request = next(coming, None)
-        if request is None:
+        request = next(coming, _END)
+        if request is None or request is _END:
           break
         self.submit(request)
-      if not self.in_flight:
+      self._expecting = request is None and self.in_flight < self.config.rows
+      if request is _END and not self.in_flight:
         return
-      before_step()
-      yield self.step()
+      if self.in_flight:
+        before_step()
+      yield self.step() if self.in_flight else []
 
   def run(
     self,
@@ -226,6 +230,7 @@ class Slots:
   def clear(self) -> None:
     """Drops whatever waits or is held; no call, draft or cost is forgotten."""
     self._waiting.clear()
+    self._expecting = False  # that a free row is asked for soon
     self._held: list[Request | None] = [None] * self.config.rows
     self._milliseconds = [0.0] * self.config.rows
     self._bucket, self._state = 0, None
@@ -328,7 +333,7 @@ class Slots:
       self._state,
       self._bucket,
       rows,
-      min(limit, WATCHED_ROUNDS) if watching else limit,
+      min(limit, WATCHED_ROUNDS) if watching or self._expecting else limit,
     )
     for slot, watch in watching.items():
       if self._is_stopped(slot, watch):

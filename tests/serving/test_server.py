@@ -76,6 +76,27 @@ def test_prompts_need_no_end_and_are_taken_as_rows_become_free(server, plain):
   assert next(server.generate(TEXTS)).text in plain  # and it goes on serving
 
 
+def test_answers_under_way_go_on_while_nothing_waits(server, plain):
+  """A queue whose second prompt comes after the first answer: two rows, no stall."""
+  assert DECODING.rows == 2
+  answered, asked = [], 0
+
+  def arriving():
+    nonlocal asked
+    yield TEXTS[0]
+    while not answered:
+      asked += 1
+      assert asked < 1000
+      yield None
+    yield None  # nothing runs and nothing waits: that is no end
+    yield TEXTS[1]
+
+  for answer in server.generate(arriving()):
+    answered.append((answer.index, answer.text))
+  assert answered == [(0, plain[0]), (1, plain[1])]
+  assert asked >= 2  # calls were short, and it was asked between them
+
+
 def test_pieces_of_a_stream_are_the_answer(server, plain):
   for text, expected in zip(TEXTS[:3], plain, strict=False):
     pieces = list(server.stream(text))

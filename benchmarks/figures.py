@@ -9,7 +9,6 @@ test sees where it is stale. What a picture shows stands in docs/results.md.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,14 +17,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import measure
 import numpy as np
 
-from osd_jax.writers import canvas
+from osd_jax.writers import canvas, series
 
 HERE = pathlib.Path(__file__).resolve().parent
 FIGURES = HERE.parent / "docs" / "figures"
-WINDOW = 25  # requests of a trailing mean
+WINDOW, FEW = 25, 5  # requests of a trailing mean; fewer say too little
 Row = dict[str, Any]
 
 
@@ -76,12 +74,6 @@ SYSTEMS = {
 }
 
 
-def results(name: str) -> list[Row]:
-  """The rows of a benchmark."""
-  lines = (measure.RESULTS / f"{name}.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines]
-
-
 def newest(rows: Iterable[Row]) -> dict[tuple[str, str, str], float]:
   """The last value written of each (case, clock, figure)."""
   return {
@@ -105,8 +97,8 @@ def acceptance(rows: Sequence[Row]) -> Any:
     ("learns while it serves", row["online"], BLUE, "-"),
     ("frozen", row["frozen"], ORANGE, "--"),
   ):
-    places, means = trailing(values, row["shifts"])
-    axes.plot(places, means, style, color=color, lw=1.8, label=name)
+    means = trailing(values, row["shifts"])
+    axes.plot(range(1, len(means) + 1), means, style, color=color, lw=1.8, label=name)
   for start, topic in row["shifts"]:
     axes.axvline(start, color=GREY, lw=0.8)
     axes.annotate(
@@ -118,17 +110,16 @@ def acceptance(rows: Sequence[Row]) -> Any:
   return made
 
 
-def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> Any:
-  """Trailing means of `WINDOW` requests, which begin anew at every shift."""
-  starts = [start for start, _ in shifts] + [len(values)]
-  places, means = [], []
-  for first, end in zip(starts, starts[1:], strict=False):
-    for last in range(first + 5, end + 1):
-      places.append(last)
-      means.append(float(np.mean(values[max(first, last - WINDOW) : last])))
-    places.append(end)
-    means.append(float("nan"))  # lines do not cross a shift
-  return places, means
+def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> np.ndarray:
+  """Trailing means of `WINDOW` requests; nothing for the first few after a shift.
+
+  So no line crosses a shift, or begins with a single request.
+  """
+  starts = [start for start, _ in shifts]
+  means = series.trailing_mean(np.array(values), WINDOW, starts)
+  for start in starts:
+    means[start : start + FEW] = np.nan
+  return means
 
 
 def time_saved(rows: Sequence[Row]) -> Any:
@@ -357,7 +348,7 @@ def draw(name: str, folder: pathlib.Path = FIGURES) -> list[pathlib.Path]:
   folder.mkdir(parents=True, exist_ok=True)
   paths = []
   for theme, colors in THEMES.items():
-    with matplotlib.rc_context(colors.style), contextlib.ExitStack():
+    with matplotlib.rc_context(colors.style):
       made = drawer(rows)
       path = folder / f"{name}.{theme}.svg"
       notes = {"Date": None, "Creator": None, "Source": f"{source} {source_hash(name)}"}

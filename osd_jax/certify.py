@@ -125,8 +125,6 @@ def run(config: CertifyConfig, operative_config: str = "") -> writers.RunResult:
       return summaries.leave_alone(directory, console)
     total = _certified(config, directory, console)
     exact = certificate.conclude(total, directory)
-    if exact:  # else the same command says so again
-      directory.finish()
     summaries.conclude(directory, console, total.sentence())
     console.print(f"run directory: {directory.path}", soft_wrap=True)
     return writers.RunResult(directory.path, exact)

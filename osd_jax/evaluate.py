@@ -94,8 +94,6 @@ def run(config: EvaluateConfig, operative_config: str = "") -> writers.RunResult
       return summaries.leave_alone(directory, console)
     verdict = _measure(config, directory, console)
     exact = certificate.conclude(verdict, directory)
-    if exact:  # else the same command says so again
-      directory.finish()
     summaries.conclude(directory, console, verdict.sentence())
     console.print(f"run directory: {directory.path}", soft_wrap=True)
     return writers.RunResult(directory.path, exact)

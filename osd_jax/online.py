@@ -147,8 +147,6 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
     loop.close(loop.seconds)
     verdict = certificate.of_rows(writers.read(directory.metrics_path))
     exact = certificate.conclude(verdict, directory)
-    if exact:  # else the same command says so again
-      directory.finish()
     said = verdict.sentence() or certificate.promise(config.decoding)
     summaries.conclude(directory, console, said)
     console.print(f"run directory: {directory.path}", soft_wrap=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import time
 
 import jax
@@ -325,6 +326,15 @@ def test_a_finished_run_is_left_alone_whatever_is_asked(pair, learned, monkeypat
     online.run(dataclasses.replace(config, learn=False))
   after = files(learned.path)
   assert {**after, ".lock": b""} == {**before, ".lock": b""}
+
+
+def test_a_finished_run_without_its_report_has_it_drawn(pair, learned, tmp_path):
+  """As where it was killed between its end and the report."""
+  shutil.copytree(learned.path, tmp_path / "run")
+  page = tmp_path / "run" / "report.html"
+  page.unlink()
+  assert online.run(tiny_online.config(pair, tmp_path / "run")).exact
+  assert "not finished" not in page.read_text() and "equal plain" in page.read_text()
 
 
 def test_a_start_that_fails_leaves_no_directory(pair, tmp_path):

@@ -222,7 +222,7 @@ class PromptStream:
 
   def __init__(
     self,
-    prompts: Iterable[str],
+    prompts: Iterable[str | None],
     vocabulary: Vocabulary,
     label: str,
     source_length: int,
@@ -275,7 +275,7 @@ class PromptStream:
   def _read_one(self) -> None:
     """Takes one more prompt, which is the next query unless it is blank."""
     index = self._report["rows"]
-    prompt = next(self._prompts, None)
+    prompt = next((one for one in self._prompts if one is not None), None)
     if prompt is None:
       raise IndexError(f"the stream has ended after {index} queries")
     self._read += 1
@@ -300,7 +300,7 @@ class PromptStream:
 
 
 def of_prompts(
-  prompts: Iterable[str],
+  prompts: Iterable[str | None],
   vocabulary: Vocabulary,
   label: str = "own",
   source_length: int = 64,
@@ -311,7 +311,8 @@ def of_prompts(
   continued reads them once more from the first on.
 
   Args:
-    prompts: texts; blank ones are skipped and counted.
+    prompts: texts; blank ones are skipped and counted. None says that at present
+      nothing waits, and the next one is asked for.
     vocabulary: writes the ids.
     label: what tables call these requests.
     source_length: longest prompt in tokens, end-of-sequence included.

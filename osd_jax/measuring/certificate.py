@@ -151,7 +151,16 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Certificate:
 
 
 def conclude(verdict: Certificate, directory: writers.RunDirectory) -> bool:
-  """Writes certificate.json; returns whether the verdict is passed, or over nothing."""
+  """Writes certificate.json; notes the run as finished unless an output differs.
+
+  A run with an output that is not the target's stays open: the same command says so
+  again.
+
+  Returns:
+    Whether the verdict is passed, or over nothing.
+  """
+  if verdict.passed or not verdict.outputs:
+    directory.finish()
   if not verdict.outputs:
     return True
   failures = [dataclasses.asdict(failure) for failure in verdict.failures[:SHOWN]]

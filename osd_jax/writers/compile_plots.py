@@ -15,7 +15,7 @@ def memory(rows: Sequence[series.Row]) -> Any:
   held = [
     (row["what"], row["gigabytes_a_chip"]) for row in series.of_kind(rows, "memory")
   ]
-  if not held:
+  if not held or not series.of_kind(rows, "fits"):  # of a run that was killed
     return None
   (fits,) = series.of_kind(rows, "fits")
   names, sizes = zip(*held, strict=True)

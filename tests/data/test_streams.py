@@ -427,3 +427,12 @@ def test_own_prompts_go_on_where_they_were(vocabulary):
 def test_what_is_no_prompt_is_refused(vocabulary, arguments, match):
   with pytest.raises(base.InputError, match=match):
     of_prompts(*arguments, vocabulary)[0]
+
+
+def test_nothing_that_waits_at_present_is_no_end(vocabulary):
+  """What an iterator over a queue tells a `Server`; a run asks for the next one."""
+  arriving = iter(["How many hotels?", None, None, "How many films?", None])
+  stream = streams.of_prompts(arriving, vocabulary)
+  assert [stream[i].prompt for i in range(2)] == ["How many hotels?", "How many films?"]
+  with pytest.raises(IndexError, match="ended after 2 queries"):
+    stream[2]

@@ -432,7 +432,8 @@ def test_what_is_no_prompt_is_refused(vocabulary, arguments, match):
 def test_nothing_that_waits_at_present_is_no_end(vocabulary):
   """What an iterator over a queue tells a `Server`; a run asks for the next one."""
   arriving = iter(["How many hotels?", None, None, "How many films?", None])
-  stream = streams.of_prompts(arriving, vocabulary)
-  assert [stream[i].prompt for i in range(2)] == ["How many hotels?", "How many films?"]
+  stream = of_prompts(arriving, vocabulary)
+  prompts = [stream[i].prompt for i in range(2)]
+  assert prompts == ["How many hotels?", "How many films?"]
   with pytest.raises(IndexError, match="ended after 2 queries"):
     stream[2]

@@ -132,17 +132,24 @@ def insert_row(batch, row, slot: jax.Array):
   Args:
     batch: pytree whose leaves are [B, ...].
     row: the same pytree with leaves [1, ...].
-    slot: int32 scalar.
+    slot: [1] int32.
 
   Returns:
     The pytree with the row replaced; its other rows are untouched.
   """
   return jax.tree.map(
     lambda many, one: jax.lax.dynamic_update_slice_in_dim(
-      many, one.astype(many.dtype), slot, axis=0
+      many, one.astype(many.dtype), slot[0], axis=0
     ),
     batch,
     row,
+  )
+
+
+def take_row(batch, slot: jax.Array):
+  """Leaves [1, ...] of row `slot` [1] of a pytree of [B, ...]."""
+  return jax.tree.map(
+    lambda many: jax.lax.dynamic_slice_in_dim(many, slot[0], 1, axis=0), batch
   )
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -137,6 +137,27 @@ class Partitioner:
     if self.mesh.size == 1:
       return jax.device_put(tree)
     return jax.device_put(tree, self.of_rows(tree))
+
+  def parts(self, rows: int) -> int:
+    """Parts that rows are split into; 1 where they cannot be."""
+    data = self.mesh.shape["data"]
+    return 1 if rows % data else data
+
+  def by_part(self, function: Callable[..., Any], *trees: Any) -> Any:
+    """`function` of [rows, ...] leaves for every part's rows; inside jit.
+
+    What it gives has rows, too. Over "model" XLA goes on deciding.
+    """
+    by_row = PartitionSpec("data")
+    split = jax.shard_map(
+      function,
+      mesh=self.mesh,
+      in_specs=by_row,
+      out_specs=by_row,
+      axis_names={"data"},
+      check_vma=False,
+    )
+    return split(*trees)
 
   def of_draft_rows(self, model: base.Model | None, cache: Any) -> Any:
     """`of_rows` of a draft's cache: heads stay together where the draft does."""

@@ -12,6 +12,7 @@ from osd_jax import online, pairs, partitioning, writers
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
 from osd_jax.models.shapes import AttachedConfig, DraftServing
 from osd_jax.serving import adaptive, calls, slots
+from osd_jax.serving.prompts import Prompt
 
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 COSTS = adaptive.RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
@@ -124,23 +125,27 @@ def test_in_every_mode_the_outputs_are_the_same(mode, pair, plain, tmp_path):
   assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])
 
 
-def test_a_late_prefill_reads_its_own_row(pair):
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_late_prefill_reads_its_own_row(pair, data):
   """With an adaptive K the draft may be prefilled long after the target."""
+  if len(jax.devices()) < data:
+    pytest.skip("needs two devices; conftest.py fakes them")
+  mesh = partitioning.make(partitioning.PartitionConfig(data)) if data > 1 else None
   loaded = pairs.load_pair(pair[1])
   config = slots.DecodingConfig(rows=2, source_lengths=(8,), target_length=4)
-  program = calls.Program(config.shapes(), loaded.target, loaded.draft, None)
+  program = calls.Program(config.shapes(), loaded.target, loaded.draft, mesh)
   served = calls.Served(
-    calls.prepare(loaded.target, loaded.target_params),
-    calls.prepare(loaded.draft, loaded.draft_params),
+    calls.prepare(loaded.target, loaded.target_params, program=program),
+    calls.prepare(loaded.draft, loaded.draft_params, program=program),
   )
   settings = slots.SamplingConfig().settings(4)
 
   def filled(insert, prefill_draft):
     state = calls.empty(program, served, 8)
-    for slot in range(2):
-      source = np.full((1, 8), 5 + slot, np.int32)
-      state = insert(program, served, state, source, settings, slot)
-      state = prefill_draft(program, served, state, source, slot)
+    prompts = {s: Prompt(np.full((1, 8), 5 + s, np.int32), settings) for s in (0, 1)}
+    for batch in program.batches(prompts):
+      state = insert(program, served, state, batch)
+      state = prefill_draft(program, served, state, batch)
     return state.draft_cache
 
   at_once = filled(calls.insert, lambda *arguments: arguments[2])

@@ -82,7 +82,7 @@ def test_insert_row_replaces_one_row_and_no_other(slot, seed):
     }
 
   batch, row = tree(4), tree(1)
-  found = insert_row(batch, row, jnp.int32(slot))
+  found = insert_row(batch, row, jnp.asarray([slot]))
 
   def check(found, many, one):
     expected = np.array(many)

@@ -88,6 +88,6 @@ def test_a_refilled_slot_leaves_its_mates_alone(rounds, slot, row):
   fresh, started, begun = play([[1, 2, 3]], LIMIT + BLOCK)
   batch = {"keys": jnp.asarray(stored), "length": jnp.asarray(lengths)}
   one = {"keys": fresh[row : row + 1], "length": started[row : row + 1]}
-  found = insert_row(batch, one, jnp.int32(slot))
+  found = insert_row(batch, one, jnp.asarray([slot]))
   entries[slot] = begun[row]
   assert agrees(np.asarray(found["keys"]), np.asarray(found["length"]), entries)

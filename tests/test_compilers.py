@@ -145,6 +145,31 @@ def test_every_chip_has_its_heads_of_a_cache_and_none_is_gathered():
   assert max(gather.bytes for gather in gathers) >= cache
 
 
+@pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
+def test_parts_of_a_mesh_read_a_prompt_each(pair):
+  """Two at a time for the products of one, and nothing of a cache travels."""
+  found, more = prefilled(ROWS, pair)
+  sums = found.of("all-reduce")
+  source, width = DECODING.source_lengths[0], {WIDE: 2048, CAUSAL: 4096}[pair]
+  assert max(x.bytes for x in sums) <= source * width * 4  # of one prompt
+  assert not found.of("all-to-all", "collective-permute")
+  travels = sum(x.bytes for x in found.of("all-gather"))
+  assert travels <= 8 * ROWS * 200 * 4  # what the host reads of the rows
+  control, one = prefilled(ROWS - 1, pair)  # rows that do not divide
+  assert 0.9 < more["flops"] / one["flops"] < 1.2
+  assert not found.of("while")
+
+
+def prefilled(rows, pair):
+  """Operations and costs of the prefill of so many rows on a grid."""
+  decoding = dataclasses.replace(DECODING, rows=rows)
+  found = plan("v5e:2x2", GRID, pair, decoding=decoding)
+  with native.portable():
+    made = programs.programs(found)["prefill"].traced().lower().compile()
+  assert found.program.parts == (2 if rows % 2 == 0 else 1)
+  return compiled.Program(made.as_text(), branch=0), made.cost_analysis()
+
+
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:1"])
 def test_rows_are_written_in_place(topology):
   mesh = ONE if topology == "h100:1" else TENSOR_PARALLEL

@@ -75,6 +75,7 @@ def estimates(
   prefill, plain_ms, verify_ms, draft_ms = (
     float(made[name].least_ms or 0) for name in names
   )
+  prefill /= plan.program.parts  # that read a prompt each
   rows = plan.program.config.rows
   schedule = plan.run.learning.schedule
   learns = "slice" in made

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from osd_jax import native
 from osd_jax.ahead_of_time.plan import Plan, bytes_of
@@ -17,6 +18,7 @@ from osd_jax.distillation import update
 from osd_jax.measuring import compiled as texts
 from osd_jax.measuring.operations import of_products
 from osd_jax.serving import calls
+from osd_jax.serving.prompts import PromptBatch
 
 KERNELS = ("fusion", "custom-call", "convolution", "dot", "reduce", "sort", "scatter")
 
@@ -86,6 +88,7 @@ def programs(plan: Plan) -> dict[str, Program]:
   most = plan.run.decoding.num_draft_tokens
   data, model = plan.partitioner.mesh.shape.values()
   drafting = data if plan.partitioner.is_whole(plan.draft) else data * model
+  prefilling = plan.program.parts * model
   drafted = adaptive.candidates if adaptive else (most,)
   rounds = {
     f"round, K = {k}": Program(functools.partial(_advance, plan, k), 1)
@@ -94,7 +97,7 @@ def programs(plan: Plan) -> dict[str, Program]:
   }
   serving = {
     "prefill": Program(
-      functools.partial(_insert, plan), untouched=plan.state, chips=model
+      functools.partial(_insert, plan), untouched=plan.state, chips=prefilling
     ),
     **rounds,
     "read": Program(functools.partial(_read, plan), untouched=plan.state),
@@ -171,16 +174,13 @@ def compiled(plan: Plan, program: Program) -> Made:
 
 def _of_an_adaptive_k(plan: Plan) -> dict[str, Program]:
   """Calls of a draft that idles while decoding is plain."""
-  bucket, scalar = plan.program.config.source_lengths[-1], plan.scalar()
-  source = plan.everywhere((1, bucket), jnp.int32)
+  arguments = (plan.program, plan.served, plan.state, _prompts(plan))
 
   def of_draft() -> Any:
-    arguments = (plan.served, plan.state, source, scalar)
-    return calls.prefill_draft.trace(plan.program, *arguments)
+    return calls.prefill_draft.trace(*arguments)
 
   def of_target() -> Any:
-    arguments = (plan.served, plan.state, source, _settings(plan), scalar)
-    return calls.insert_undrafted.trace(plan.program, *arguments)
+    return calls.insert_undrafted.trace(*arguments)
 
   def behind() -> Any:
     return calls.catch_up.trace(plan.program, plan.served, plan.state)
@@ -192,18 +192,19 @@ def _of_an_adaptive_k(plan: Plan) -> dict[str, Program]:
   }
 
 
-def _settings(plan: Plan) -> Any:
+def _prompts(plan: Plan) -> PromptBatch:
+  """A prompt of the longest bucket for every part of the rows."""
+  config, parts = plan.program.config, plan.program.parts
+  settings = sampling.make_settings(parts, max_length=config.target_length)
+  source = np.zeros((parts, config.source_lengths[-1]), np.int32)
   return jax.tree.map(
     lambda leaf: plan.everywhere(leaf.shape, leaf.dtype),
-    sampling.make_settings(1, max_length=plan.program.config.target_length),
+    PromptBatch(source, settings, np.zeros(parts, np.int32)),
   )
 
 
 def _insert(plan: Plan) -> Any:
-  bucket = plan.program.config.source_lengths[-1]
-  source, slot = plan.everywhere((1, bucket), jnp.int32), plan.scalar()
-  arguments = (plan.served, plan.state, source, _settings(plan), slot)
-  return calls.insert.trace(plan.program, *arguments)
+  return calls.insert.trace(plan.program, plan.served, plan.state, _prompts(plan))
 
 
 def _advance(plan: Plan, drafted: int) -> Any:

@@ -20,6 +20,7 @@ from osd_jax.decoding import sampling
 from osd_jax.distillation.costs import UpdateCosts
 from osd_jax.measuring import operations, timing
 from osd_jax.serving import calls
+from osd_jax.serving.prompts import Prompt
 from osd_jax.serving.server import Server
 from osd_jax.serving.slots import Slots
 
@@ -275,11 +276,12 @@ def _turn(
   program, _, served = way
   config = program.config
   settings = sampling.make_settings(1, max_length=config.target_length)
+  everywhere = dict.fromkeys(range(config.rows), Prompt(source, settings))
   state = calls.empty(program, served, source.shape[1])
   jax.block_until_ready(state)
   started = time.perf_counter()
-  for slot in range(config.rows):
-    state = calls.insert(program, served, state, source, settings, slot)
+  for batch in program.batches(everywhere):
+    state = calls.insert(program, served, state, batch)
     jax.block_until_ready(state)
   inserted = time.perf_counter()
   state = calls.advance(program, num_draft_tokens, served, np.int32(0), state)

@@ -6,7 +6,7 @@ rows. What a call costs beside its rounds is measured with no rounds and subtrac
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from osd_jax import base
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.serving import adaptive, calls, catch_up
+from osd_jax.serving.prompts import Prompt, PromptBatch
 
 ROUNDS = 2  # of a timed call
 LEAST, MOST, SECONDS = 16, 60, 3.0  # turns: at least, at most, and for how long else
@@ -28,17 +29,21 @@ def warm_up(
   bucket: int,
 ) -> state_lib.DecodeState:
   """Compiles every call of a bucket; returns rows that hold a made-up prompt each."""
-  source = np.full((1, bucket), base.EOS_ID, np.int32)
-  length = program.config.target_length
-  settings = sampling.make_settings(1, max_length=length)
   state = calls.empty(program, served, bucket)
-  for slot in range(program.config.rows):
-    state = calls.insert_undrafted(program, served, state, source, settings, slot)
-    state = calls.prefill_draft(program, served, state, source, slot)
-  state = calls.insert(program, served, state, source, settings, 0)
+  for batch in _made_up(program, bucket):
+    state = calls.insert_undrafted(program, served, state, batch)
+    state = calls.prefill_draft(program, served, state, batch)
+  state = calls.insert(program, served, state, batch)
   for num_draft_tokens in candidates:
     state = _advance(program, num_draft_tokens, served, 0, state)
   return calls.catch_up(program, served, state)
+
+
+def _made_up(program: calls.Program, bucket: int) -> Iterator[PromptBatch]:
+  """A prompt for every row."""
+  settings = sampling.make_settings(1, max_length=program.config.target_length)
+  prompt = Prompt(np.full((1, bucket), base.EOS_ID, np.int32), settings)
+  return program.batches(dict.fromkeys(range(program.config.rows), prompt))
 
 
 def measure(
@@ -56,7 +61,7 @@ def measure(
     bucket: source length of the made-up rows.
   """
   state = warm_up(program, candidates, served, bucket)
-  source = np.full((1, bucket), base.EOS_ID, np.int32)
+  batch = next(_made_up(program, bucket))
   lag = min(catch_up.CHUNK + 1, program.config.target_length)
   feed = functools.partial(calls.catch_up, program, served)
   turns: list[list[float]] = []
@@ -71,7 +76,7 @@ def measure(
     state, nothing = _timed(feed, _rewound(program, state, 0))
     state, chunk = _timed(feed, _rewound(program, state, lag))
     state, prefill = _timed(
-      lambda state: calls.prefill_draft(program, served, state, source, 0), state
+      lambda state: calls.prefill_draft(program, served, state, batch), state
     )
     turns.append([*times, nothing, chunk, prefill])
   return table(np.asarray(turns))

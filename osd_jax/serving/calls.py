@@ -8,7 +8,7 @@ versions or numbers of rounds.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,8 @@ from osd_jax import base, cache, native
 from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.serving import catch_up as catch_up_lib
+from osd_jax.serving import prompts as prompts_lib
+from osd_jax.serving.prompts import Prompt, PromptBatch
 from osd_jax.serving.requests import DecodingConfig
 
 # What a host reads of the rows; and their settings, which every draft step asks for.
@@ -40,6 +42,23 @@ class Program:
   target: base.Model
   draft: base.Model | None
   partitioner: Any
+
+  @property
+  def parts(self) -> int:
+    """Parts of the rows that devices of their own hold; each prefills for itself."""
+    if self.partitioner is None:
+      return 1
+    return self.partitioner.parts(self.config.rows)
+
+  def batches(self, given: Mapping[int, Prompt]) -> Iterator[PromptBatch]:
+    """As few calls as prefill all these prompts, by slot."""
+    return prompts_lib.batches(given, self.config.rows, self.parts)
+
+  def by_part(self, function: Callable[..., Any], *trees: Any) -> Any:
+    """Inside jit: a function of [rows, ...] leaves, for each part on its own."""
+    if self.parts == 1:
+      return function(*trees)
+    return self.partitioner.by_part(function, *trees)
 
   def placed(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
     """The rows where the partitioner wants them, inside jit."""
@@ -143,9 +162,8 @@ def empty(program: Program, served: Served, bucket: int) -> state_lib.DecodeStat
   config = program.config
   source = jnp.zeros((config.rows, bucket), jnp.int32)
   settings = sampling.make_settings(config.rows, max_length=config.target_length)
-  shapes = jax.eval_shape(
-    functools.partial(_prefilled, program), served, source, settings
-  )
+  everyone = PromptBatch(source, settings, jnp.arange(config.rows))
+  shapes = jax.eval_shape(functools.partial(_prefilled, program), served, everyone)
   state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
   reason = jnp.full((config.rows,), int(base.StopReason.EMPTY), jnp.int32)
   return program.placed(state.replace(stop_reason=reason))
@@ -156,13 +174,11 @@ def insert(
   program: Program,
   served: Served,
   state: state_lib.DecodeState,
-  source: jax.Array,
-  settings: base.SamplingSettings,
-  slot: jax.Array,
+  prompts: PromptBatch,
 ) -> state_lib.DecodeState:
-  """Prefills one request (source [1, S]) and puts it into a row."""
-  row = _prefilled(program, served, source, settings)
-  return program.placed(cache.insert_row(state, row, slot))
+  """Prefills a prompt for every part of the rows and puts each into its row."""
+  rows = _prefilled(program, served, prompts)
+  return program.placed(_inserted(program, state, rows, prompts.slots))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -170,13 +186,12 @@ def insert_undrafted(
   program: Program,
   served: Served,
   state: state_lib.DecodeState,
-  source: jax.Array,
-  settings: base.SamplingSettings,
-  slot: jax.Array,
+  prompts: PromptBatch,
 ) -> state_lib.DecodeState:
   """`insert` without the draft's prefill, which `prefill_draft` does if needed."""
-  row = _prefilled(dataclasses.replace(program, draft=None), served, source, settings)
-  found = cache.insert_row(state.replace(draft_cache=None), row, slot)
+  rows = _prefilled(dataclasses.replace(program, draft=None), served, prompts)
+  others = state.replace(draft_cache=None)
+  found = _inserted(program, others, rows, prompts.slots)
   return program.placed(found.replace(draft_cache=state.draft_cache))
 
 
@@ -185,15 +200,14 @@ def prefill_draft(
   program: Program,
   served: Served,
   state: state_lib.DecodeState,
-  source: jax.Array,
-  slot: jax.Array,
+  prompts: PromptBatch,
 ) -> state_lib.DecodeState:
-  """Prefills the draft for a row's source [1, S]; nothing of its tokens is fed."""
-  reading = None
+  """Prefills the draft for rows that have their prompt; none of their tokens is fed."""
+  reading, slots = None, prompts.slots
   if program.draft is not None and program.draft.reads:
-    reading = jax.lax.dynamic_slice_in_dim(state.target_cache.reading, slot, 1)
-  row = _draft_prefilled(program, served, source, reading)
-  found = cache.insert_row(state.draft_cache, row, slot)
+    reading = program.by_part(cache.take_row, state.target_cache.reading, slots)
+  rows = _draft_prefilled(program, served, _split(program, prompts.source), reading)
+  found = _inserted(program, state.draft_cache, rows, slots)
   return program.placed(state.replace(draft_cache=found))
 
 
@@ -275,14 +289,33 @@ def read_row(
   return program.everywhere((batch, settings, (length, reason, counters)))
 
 
+def _split(program: Program, source: jax.Array) -> jax.Array:
+  """Sources [P, S], each where its row is."""
+  if program.parts == 1:
+    return source
+  rows = program.partitioner.of_rows(source)
+  return jax.lax.with_sharding_constraint(source, rows)
+
+
+def _inserted(program: Program, tree: Any, rows: Any, slots: jax.Array) -> Any:
+  """Rows [P, ...] at their slots [P] of [B, ...]; nothing where a slot is -1."""
+  if program.parts == 1:
+    return cache.insert_row(tree, rows, slots)
+
+  def inserted(tree, row, slot):
+    before = cache.take_row(tree, slot)
+    row = jax.tree.map(lambda old, new: jnp.where(slot < 0, old, new), before, row)
+    return cache.insert_row(tree, row, slot)
+
+  return program.by_part(inserted, tree, rows, slots)
+
+
 def _prefilled(
-  program: Program,
-  served: Served,
-  source: jax.Array,
-  settings: base.SamplingSettings,
+  program: Program, served: Served, prompts: PromptBatch
 ) -> state_lib.DecodeState:
   """Rows after prefill: both encoders, empty self caches."""
-  config, mask = program.config, program.target.mask(source)
+  config, source = program.config, _split(program, prompts.source)
+  mask = program.target.mask(source)
   length = state_lib.buffer_length(config.target_length)
   with program.traced():
     target_cache = program.target.prefill(served.target, source, mask, length)
@@ -292,7 +325,7 @@ def _prefilled(
     draft_cache = _draft_prefilled(program, served, source, reading)
   return state_lib.initial_state(
     program.target.starts(source),
-    settings,
+    prompts.settings,
     target_cache,
     draft_cache,
     config.target_length,

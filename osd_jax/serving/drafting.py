@@ -2,7 +2,7 @@
 
 `Slots` knows one interface, of which there are two:
 
-    insert    prefills a request into a row
+    insert    prefills requests into rows
     advance   one compiled call for all rows
     release   a row's request has ended
     candidates  every K that a call may have
@@ -15,16 +15,18 @@ it drafts again: prefills of requests that came meanwhile, then the tokens, in c
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from osd_jax import base
+from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.serving import adaptive, calibration, calls, catch_up
 from osd_jax.serving.adaptive import AdaptiveConfig
+from osd_jax.serving.prompts import Prompt
 from osd_jax.serving.requests import DecodingConfig
 
 
@@ -81,12 +83,11 @@ class FixedDrafting:
     self,
     served: calls.Served,
     state: state_lib.DecodeState,
-    source: np.ndarray,
-    settings: base.SamplingSettings,
-    slot: int,
+    given: Mapping[int, Prompt],
   ) -> state_lib.DecodeState:
-    """Prefills a request, for the draft too."""
-    return calls.insert(self._program, served, state, source, settings, slot)
+    """Prefills one call's prompts, by slot; for the draft too."""
+    (batch,) = self._program.batches(given)
+    return calls.insert(self._program, served, state, batch)
 
   def advance(
     self,
@@ -155,7 +156,7 @@ class AdaptiveDrafting:
     rows = self._program.config.rows
     self.state = adaptive.initial(self.config, rows)
     self._before = Progress(*(np.zeros(rows, np.int32) for _ in Progress._fields))
-    self._undrafted: dict[int, np.ndarray] = {}  # sources [1, S] by slot
+    self._undrafted: dict[int, Prompt] = {}
     self._spent_ms = 0.0
 
   def warm_up(self, served: calls.Served, bucket: int) -> None:
@@ -181,21 +182,19 @@ class AdaptiveDrafting:
     self,
     served: calls.Served,
     state: state_lib.DecodeState,
-    source: np.ndarray,
-    settings: base.SamplingSettings,
-    slot: int,
+    given: Mapping[int, Prompt],
   ) -> state_lib.DecodeState:
-    """Prefills a request; for the draft too if it is drafting."""
-    for counts in self._before:
-      counts[slot] = 0
-    self._undrafted.pop(slot, None)
+    """Prefills one call's prompts, by slot; for the draft too if it is drafting."""
+    for slot in given:
+      for counts in self._before:
+        counts[slot] = 0
+      self._undrafted.pop(slot, None)
+    (batch,) = self._program.batches(given)
     if not self.state.num_draft_tokens or self.state.probing:
-      self._undrafted[slot] = source
-      return calls.insert_undrafted(
-        self._program, served, state, source, settings, slot
-      )
-    self._spent_ms += self.costs[source.shape[1]].prefill_ms
-    return calls.insert(self._program, served, state, source, settings, slot)
+      self._undrafted.update(given)
+      return calls.insert_undrafted(self._program, served, state, batch)
+    self._spent_ms += self.costs[batch.source.shape[1]].prefill_ms
+    return calls.insert(self._program, served, state, batch)
 
   def advance(
     self,
@@ -250,7 +249,7 @@ class AdaptiveDrafting:
     return {
       "state": dataclasses.asdict(self.state),
       "costs": [[s, dataclasses.asdict(table)] for s, table in self.costs.items()],
-      "undrafted": {str(s): row[0].tolist() for s, row in self._undrafted.items()},
+      "undrafted": {str(s): p.source[0].tolist() for s, p in self._undrafted.items()},
       "spent_ms": self._spent_ms,
     }
 
@@ -261,8 +260,9 @@ class AdaptiveDrafting:
       bucket: adaptive.RoundCosts(**{**table, "round_ms": tuple(table["round_ms"])})
       for bucket, table in held["costs"]
     }
+    settings = sampling.make_settings(1, max_length=1)  # none of a draft's prefill
     self._undrafted = {
-      int(slot): np.asarray([source], np.int32)
+      int(slot): Prompt(np.asarray([source], np.int32), settings)
       for slot, source in held["undrafted"].items()
     }
     self._spent_ms = held["spent_ms"]
@@ -271,18 +271,19 @@ class AdaptiveDrafting:
 
   def _missing(self, rows: Sequence[int]) -> tuple[int, int]:
     """Chunks and prefills that the draft needs before it can draft for all rows."""
-    lacking = [row for row in rows if row in self._undrafted]
+    lacking = {row: self._undrafted[row] for row in rows if row in self._undrafted}
+    prefills = len(list(self._program.batches(lacking)))
     length, fed = self._before.length, self._before.fed.copy()
-    fed[lacking] = 0
+    fed[list(lacking)] = 0
     lag = max(int(length[row]) - 1 - int(fed[row]) for row in rows)
-    return max(-(-lag // catch_up.CHUNK), 0), len(lacking)
+    return max(-(-lag // catch_up.CHUNK), 0), prefills
 
   def _ready(
     self, served: calls.Served, state: state_lib.DecodeState
   ) -> state_lib.DecodeState:
     """Does for the draft what it missed."""
-    for slot, source in self._undrafted.items():
-      state = calls.prefill_draft(self._program, served, state, source, slot)
+    for batch in self._program.batches(self._undrafted):
+      state = calls.prefill_draft(self._program, served, state, batch)
     self._undrafted.clear()
     return calls.catch_up(self._program, served, state)
 

@@ -77,6 +77,17 @@ class DecodingConfig:
     """The smallest of `source_lengths` that holds a prompt of `count` tokens."""
     return next(length for length in self.source_lengths if length >= count)
 
+  def check(self, model: base.Model) -> None:
+    """Raises InputError where the longest prompt and output are too many tokens."""
+    longest = self.source_lengths[-1] + self.target_length
+    if model.max_positions and longest > model.max_positions:
+      raise base.InputError(
+        f"decoding: DecodingConfig.source_lengths {self.source_lengths} and"
+        f" target_length {self.target_length} are {longest} tokens, expected at most"
+        f" the {model.max_positions} that the {model.name} can place; lower one of"
+        " them."
+      )
+
   def shapes(self) -> "DecodingConfig":
     """What is compiled into every call: all but K and numbers of rounds."""
     plain = DecodingConfig()

@@ -6,7 +6,7 @@ two compiled calls.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.decoding import state as state_lib
-from osd_jax.serving import calls, drafting
+from osd_jax.serving import calls, drafting, prompts
 from osd_jax.serving.adaptive import AdaptiveConfig
 from osd_jax.serving.requests import (
   DecodingConfig,
@@ -73,7 +73,7 @@ class Slots:
     if draft is not None:
       calls.check_reading(target, target_params, draft)
     for model in (target,) if draft is None else (target, draft):
-      _check_positions(config, model)
+      config.check(model)
     self.config = config
     if partitioner is not None and partitioner.mesh.size == 1:
       partitioner = None  # nothing to place, and one compilation with who has none
@@ -175,7 +175,9 @@ class Slots:
     spent = (time.perf_counter() - started) * 1e3
     for slot in rows:
       self._milliseconds[slot] += spent / len(rows)
-    return [self._take(s) for s in rows if reasons[s] != base.StopReason.RUNNING]
+    ended = [slot for slot in rows if reasons[slot] != base.StopReason.RUNNING]
+    reads = [self._read(slot) for slot in ended]  # all asked for, then waited for
+    return [self._take(*row) for row in zip(ended, reads, strict=True)]
 
   def turns(
     self,
@@ -242,8 +244,8 @@ class Slots:
     Returns:
       Answers to made-up requests, to warm up what comes behind.
     """
-    prompts = (np.full(n, base.EOS_ID, np.int32) for n in self.config.source_lengths)
-    answers = self.run([Request(prompt, max_length=1) for prompt in prompts])
+    made_up = (np.full(n, base.EOS_ID, np.int32) for n in self.config.source_lengths)
+    answers = self.run([Request(prompt, max_length=1) for prompt in made_up])
     self.clear()
     return answers
 
@@ -295,29 +297,45 @@ class Slots:
     self._drafting.restore(host["drafting"], arrays)
 
   def _admit(self) -> None:
-    """Fills empty rows in order; a batch holds one bucket of source lengths."""
+    """Fills empty rows in order; rows in flight have one bucket of source lengths."""
+    rows, parts = self.config.rows, self._program.parts
     while self._waiting and None in self._held:
-      request = self._waiting[0]
-      needed = self.config.bucket(len(request.tokens))
-      idle = all(held is None for held in self._held)
-      if needed > self._bucket or (idle and needed != self._bucket):
-        if not idle:
-          return  # its bucket comes when the present rows have finished
+      free = [slot for slot, held in enumerate(self._held) if held is None]
+      needed = self._needed()
+      idle = len(free) == rows
+      if idle and needed != self._bucket:
         self._bucket = needed
         self._state = calls.empty(self._program, self._served, needed)
         self._drafting.warm_up(self._served, needed)
-      self._waiting.popleft()
-      slot = self._held.index(None)
-      started = time.perf_counter()
-      assert self._state is not None
-      source = self._padded(request.tokens, self._bucket)
-      settings = self._settings(request)
-      self._state = self._drafting.insert(
-        self._served, self._state, source, settings, slot
-      )
-      jax.block_until_ready(self._state.length)
+      if needed > self._bucket:
+        return  # its bucket comes when the present rows have finished
+      if prompts.better_later(len(free), len(self._waiting), rows, parts):
+        return
+      taken = {}
+      for slot in prompts.seats(free, rows, parts):
+        if self._waiting and self._needed() <= self._bucket:
+          taken[slot] = self._waiting.popleft()
+      self._prefill(taken)
+
+  def _needed(self) -> int:
+    """The bucket of the request that waits longest."""
+    return self.config.bucket(len(self._waiting[0].tokens))
+
+  def _prefill(self, taken: Mapping[int, Request]) -> None:
+    """One call that prefills requests into their slots."""
+    started = time.perf_counter()
+    assert self._state is not None
+    pad_id = self._program.target.pad_id
+    given = {
+      slot: prompts.of_request(request, self.config, pad_id, self._bucket)
+      for slot, request in taken.items()
+    }
+    self._state = self._drafting.insert(self._served, self._state, given)
+    jax.block_until_ready(self._state.length)
+    spent = (time.perf_counter() - started) * 1e3
+    for slot, request in taken.items():
       self._held[slot] = request
-      self._milliseconds[slot] = (time.perf_counter() - started) * 1e3
+      self._milliseconds[slot] = spent / len(taken)
 
   def _advance(self, rows: list[int]) -> np.ndarray:
     """Runs one compiled call and waits for it; stop reasons [B]."""
@@ -351,19 +369,18 @@ class Slots:
     self._state = calls.stop_row(self._state, slot, np.int32(count), reason)
     return True
 
-  def _settings(self, request: Request) -> base.SamplingSettings:
-    limit = request.max_length
-    return request.sampling.settings(
-      self.config.target_length if limit is None else limit
-    )
-
-  def _take(self, slot: int) -> Finished:
-    """Reads a finished row and empties its slot."""
+  def _read(self, slot: int) -> Any:
+    """What `calls.read_row` gives of a row."""
     request = self._held[slot]
     assert request is not None and self._state is not None
+    prompt = prompts.of_request(request, self.config, self._program.target.pad_id)
+    return calls.read_row(self._program, self._state, prompt.source, slot)
+
+  def _take(self, slot: int, read: Any) -> Finished:
+    """The answer of a finished row, whose slot is empty then."""
+    request, (batch, settings, figures) = self._held[slot], read
+    assert request is not None
     self._held[slot] = None
-    source = self._padded(request.tokens, self.config.source_lengths[-1])
-    batch, settings, figures = calls.read_row(self._program, self._state, source, slot)
     tokens, length, reason, counters = jax.tree.map(
       lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
     )
@@ -380,21 +397,4 @@ class Slots:
       batch=batch,
       settings=settings,
       draft_version=self.draft_version,
-    )
-
-  def _padded(self, tokens: np.ndarray, length: int) -> np.ndarray:
-    """[1, length] int32."""
-    source = np.full((1, length), self._program.target.pad_id, np.int32)
-    source[0, : len(tokens)] = tokens
-    return source
-
-
-def _check_positions(config: DecodingConfig, model: base.Model) -> None:
-  """Raises InputError where the longest prompt and output are too many tokens."""
-  longest = config.source_lengths[-1] + config.target_length
-  if model.max_positions and longest > model.max_positions:
-    raise base.InputError(
-      f"decoding: DecodingConfig.source_lengths {config.source_lengths} and"
-      f" target_length {config.target_length} are {longest} tokens, expected at most"
-      f" the {model.max_positions} that the {model.name} can place; lower one of them."
     )

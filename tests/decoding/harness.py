@@ -39,20 +39,25 @@ def family_fixture(module, **options):
   """A fixture that runs the tests of a module with each family of models.
 
   It puts the family's pair where the module has TARGET and DRAFT, and empties the
-  caches of the module's functions.
+  caches of the module's functions; afterwards all is as before.
 
   Args:
-    module: globals() of the module.
+    module: globals() of the module, or of the one whose pair its tests share.
     **options: of the fixture.
   """
 
   @pytest.fixture(scope="module", params=list(FAMILIES), **options)
   def family(request):
-    module["TARGET"], module["DRAFT"] = FAMILIES[request.param]
+    before = module["TARGET"], module["DRAFT"]
+    put(FAMILIES[request.param])
+    yield request.param
+    put(before)
+
+  def put(pair):
+    module["TARGET"], module["DRAFT"] = pair
     for function in list(module.values()):
       if hasattr(function, "cache_clear"):
         function.cache_clear()
-    return request.param
 
   return family
 

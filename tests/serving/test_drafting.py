@@ -147,9 +147,9 @@ def test_without_catching_up_it_does_not(monkeypatch):
 def test_without_the_prefill_it_does_not(monkeypatch):
   """Control: cross-attention to another prompt."""
 
-  def pretend(program, served, state, source, slot):
+  def pretend(program, served, state, batch):
     cache = state.draft_cache
-    found = cache.replace(length=cache.length.at[slot].set(0))
+    found = cache.replace(length=cache.length.at[batch.slots[0]].set(0))
     return state.replace(draft_cache=found)
 
   assert accepted_shares(monkeypatch, prefill_draft=pretend) < 0.9

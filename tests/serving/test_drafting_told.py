@@ -49,14 +49,14 @@ def listen(monkeypatch, cycle):
     heard.told.append(call)
     return adaptive.observe(config, costs, state, call)
 
-  def insert(program, served, state, source, *rest):
-    heard.prompts.append(tuple(source[0]))
-    return calls.insert(program, served, state, source, *rest)
+  def insert(program, served, state, batch):
+    heard.prompts.append(tuple(batch.source[0]))
+    return calls.insert(program, served, state, batch)
 
-  def prefill_draft(program, served, state, source, slot):
-    heard.prompts.append(tuple(source[0]))
+  def prefill_draft(program, served, state, batch):
+    heard.prompts.append(tuple(batch.source[0]))
     heard.done[-1] += TABLE.prefill_ms
-    return calls.prefill_draft(program, served, state, source, slot)
+    return calls.prefill_draft(program, served, state, batch)
 
   def catching_up(program, served, state):
     running = np.asarray(state.stop_reason) == StopReason.RUNNING

@@ -1,0 +1,146 @@
+"""Which prompts are read together: each in its own part, none twice, none forgotten."""
+
+import dataclasses
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from decoding import harness
+from hypothesis import strategies as st
+from serving import test_slots
+
+from osd_jax import partitioning
+from osd_jax.serving import adaptive, calls, drafting, prompts, slots
+
+ROWS = 8
+family = harness.family_fixture(vars(test_slots), autouse=True)
+
+
+def prompt(number):
+  """One that is told from others by its only token."""
+  settings = slots.SamplingConfig(seed=number).settings(4)
+  return prompts.Prompt(np.full((1, 6), number, np.int32), settings)
+
+
+@hypothesis.given(
+  parts=st.sampled_from([1, 2, 4, 8]), asked=st.sets(st.integers(0, ROWS - 1))
+)
+def test_every_prompt_is_read_once_in_its_own_part(parts, asked):
+  found, made = {}, list(prompts.batches({s: prompt(s) for s in asked}, ROWS, parts))
+  for batch in made:
+    assert batch.source.shape == (parts, 6)
+    for part, slot in enumerate(batch.slots):
+      if slot >= 0:
+        row = part * (ROWS // parts) + int(slot)
+        assert row not in found
+        found[row] = (int(batch.source[part, 0]), int(batch.settings.seed[part]))
+  assert found == {slot: (slot, slot) for slot in asked}
+  of_part = [sum(s * parts // ROWS == part for s in asked) for part in range(parts)]
+  assert len(made) == max(of_part)  # no call more than the fullest part needs
+
+
+@hypothesis.given(free=st.sets(st.integers(0, ROWS - 1), min_size=1))
+def test_one_seat_a_part_and_the_first_there(free):
+  found = prompts.seats(sorted(free), ROWS, 4)
+  assert found == sorted({min(s for s in free if s // 2 == f // 2) for f in free})
+
+
+def test_a_mesh_waits_for_an_eighth_of_its_rows_and_only_if_all_are_wanted():
+  def later(free, waiting, rows=32, parts=4):
+    return prompts.better_later(free, waiting, rows, parts)
+
+  assert [later(free, free) for free in (1, 3, 4, 32)] == [True, True, False, False]
+  assert not later(3, 2)  # somebody came, and rows stay free anyway
+  assert not later(1, 1, parts=1)  # one device gains nothing by it
+  assert not later(1, 1, rows=8)  # an eighth is one row
+
+
+# --- On devices -----------------------------------------------------------------------
+
+
+def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
+  """Answers of the usual requests, and what each prefill was given."""
+  if len(jax.devices()) < data * model:
+    pytest.skip("needs several devices; conftest.py fakes them")
+  read = []
+
+  def insert(program, served, state, batch):
+    read.append(batch)
+    return calls.insert(program, served, state, batch)
+
+  monkeypatch.setattr(drafting, "calls", harness.Changed(calls, insert=insert))
+  partitioner = partitioning.make(partitioning.PartitionConfig(data, model))
+  decoder = slots.Slots(
+    dataclasses.replace(test_slots.config_of(rows), **decoding),
+    test_slots.TARGET,
+    test_slots.target_params(),
+    test_slots.TARGET,
+    test_slots.draft_params("close"),
+    partitioner,
+  )
+  requests = [request for _ in range(times) for request in test_slots.greedy_requests()]
+  return decoder.run(requests), read
+
+
+@pytest.mark.parametrize(("data", "model", "rows"), [(4, 1, 8), (2, 2, 4)])
+def test_parts_read_for_themselves_and_outputs_stay(data, model, rows, monkeypatch):
+  found, read = on_a_mesh(rows, data, model, monkeypatch)
+  assert test_slots.texts(found) == test_slots.expected()
+  taken = [int((batch.slots >= 0).sum()) for batch in read]
+  assert sum(taken) == len(found) and len(read) < len(found)
+  assert max(taken) == data
+
+
+def test_patience_makes_fewer_calls_and_the_same_outputs(monkeypatch, family):
+  if family != "t5":
+    pytest.skip("of the host alone")
+  calls_made = []
+  for patience in (2, 10**6):  # half of the rows; control: one row
+    monkeypatch.setattr(prompts, "_PATIENCE", patience)
+    found, read = on_a_mesh(8, 4, 1, monkeypatch, times=3)
+    assert test_slots.texts(found) == 3 * test_slots.expected()
+    calls_made.append(len(read))
+  assert 7 <= calls_made[0] < calls_made[1] - 2  # seven of four prompts each would do
+
+
+def test_rows_that_do_not_divide_are_read_one_by_one(monkeypatch):
+  found, read = on_a_mesh(3, 2, 1, monkeypatch)
+  assert test_slots.texts(found) == test_slots.expected()
+  assert all(batch.source.shape[0] == 1 for batch in read)
+
+
+def test_a_part_that_is_given_nothing_keeps_its_rows(monkeypatch):
+  """What its devices compute meanwhile goes nowhere; control: it would, at slot 0."""
+  if len(jax.devices()) < 2:
+    pytest.skip("needs two devices; conftest.py fakes them")
+  partitioner = partitioning.make(partitioning.PartitionConfig(data=2))
+  config = test_slots.config_of(2).shapes()
+  program = calls.Program(config, test_slots.TARGET, None, partitioner)
+  params = test_slots.target_params()
+  served = calls.Served(calls.prepare(test_slots.TARGET, params, program=program))
+
+  def after(second_slot):
+    state = calls.empty(program, served, 6)
+    (both,) = program.batches({0: prompt(5), 1: prompt(6)})
+    state = calls.insert(program, served, state, both)
+    (one,) = program.batches({0: prompt(7)})
+    assert one.slots.tolist() == [0, -1]
+    given = one._replace(slots=np.asarray([0, second_slot], np.int32))
+    state = calls.insert(program, served, state, given)
+    return np.asarray(state.settings.seed).tolist()
+
+  assert after(-1) == [7, 6]
+  assert after(0) == [7, 7]
+
+
+@pytest.mark.parametrize("turn", [0, 2])
+def test_a_k_of_its_own_reads_for_all_parts_too(turn, monkeypatch):
+  """Prefilled with the draft, and without it and later."""
+  policy = adaptive.AdaptiveConfig(
+    candidates=(0, 2),
+    rounds_per_call=1,
+    costs=(adaptive.RoundCosts((1.0, 1.1 if turn else 4.0)),) * 2,
+  )
+  found, _ = on_a_mesh(4, 4, 1, monkeypatch, adaptive=policy)
+  assert test_slots.texts(found) == test_slots.expected()

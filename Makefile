@@ -12,7 +12,7 @@ COMPILERS := .venv-aot
 STAMP_AOT := $(COMPILERS)/.installed
 TEST_JOBS ?= 2
 CODE := osd_jax tests benchmarks experiments notebooks
-EXTRAS := data,llama,plots,log,test,docs,dev
+EXTRAS := data,llama,plots,log,replicas,test,docs,dev
 # A name on PATH may be a shim of a version manager that does not run.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 

@@ -27,6 +27,7 @@ from osd_jax.measuring import (
   summaries,
 )
 from osd_jax.serving import slots
+from osd_jax.serving.replicas import ReplicaConfig
 from osd_jax.serving.server import Server
 
 
@@ -44,6 +45,7 @@ class OnlineConfig:
     warm_start: rows that seed the buffer, usually those the draft was trained on;
       the target judges their references. None starts empty.
     partition: mesh.
+    replicas: processes that serve in place of this one, which learns and measures.
     learn: False freezes the draft: a baseline with the same outputs and metering.
     floor_metering: measure the floor draft on every request.
     compare_every: serve every n-th request plainly and with the floor draft too;
@@ -66,6 +68,7 @@ class OnlineConfig:
   learning: LearningConfig = LearningConfig()
   warm_start: batches_lib.BatchConfig | None = None
   partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
+  replicas: ReplicaConfig = ReplicaConfig()
   learn: bool = True
   floor_metering: bool = True
   compare_every: int = 4
@@ -86,6 +89,7 @@ class OnlineConfig:
     configured = isinstance(self.stream, streams.StreamConfig)
     schedule = self.learning.schedule
     unpriced = self.learn and isinstance(schedule, WorthConfig) and not schedule.costs
+    priced = self.prices and not self.replicas.count
     asked = self.stream.source_length if configured else longest
     base.check_fields(
       self,
@@ -96,8 +100,8 @@ class OnlineConfig:
           "record_top_k >= 1: the draft learns from the records",
         ),
         "prices": (
-          self.prices or not unpriced,
-          "True, or WorthConfig.costs: the schedule goes by them",
+          priced or not unpriced,
+          "True and no replicas, or WorthConfig.costs: the schedule goes by them",
         ),
         "stream": (
           asked <= longest,
@@ -171,7 +175,7 @@ class OnlineLoop:
     """
     self.config, self.directory, self._announce = config, directory, announce
     self.server = Server(
-      config.pair, config.decoding, config.learning, config.partition
+      config.pair, config.decoding, config.learning, config.partition, config.replicas
     )
     self.pair = self.server.pair
     made = config.stream
@@ -233,6 +237,9 @@ class OnlineLoop:
     if finished is None:
       return None
     rows = []
+    for said in self.server.slots.news():
+      self._announce(said)
+      self._log.write("replica", {"finished": self.finished, "said": said})
     for done in finished:
       query = self.stream[done.request.tag]
       row = self._meter.row(done, query, self.finished, self.server)
@@ -356,7 +363,8 @@ class OnlineLoop:
       self._log.write("mesh", {"said": said})
     if self.config.learn:
       self._seed()
-    if self.config.prices and jax.process_count() == 1:  # others measure other ones
+    alone = jax.process_count() == 1 and not self.config.replicas.count
+    if self.config.prices and alone:  # others measure other ones
       self._take_prices()
 
   def _take_prices(self) -> None:

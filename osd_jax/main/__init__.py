@@ -98,8 +98,7 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
   files = arguments.gin_file
   if arguments.command in commands.BEGUN:
     files = [f"runs/{arguments.command}.gin", *files]
-  if arguments.command == "generate":
-    bindings = [*commands.bindings_of(arguments), *bindings]
+  bindings = [*commands.bindings_of(arguments), *bindings]
   try:
     config, text = settings.load(
       config_class, files, bindings, arguments.gin_search_paths

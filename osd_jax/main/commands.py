@@ -129,7 +129,12 @@ def after_interrupt(name: str) -> str:
 
 
 def bindings_of(arguments: argparse.Namespace) -> list[str]:
-  """Gin bindings that options of `osd generate` are short for."""
+  """Gin bindings that options of `osd generate` and `osd online` are short for."""
+  if arguments.command == "online" and arguments.replicas is not None:
+    count = f"ReplicaConfig.count={arguments.replicas}"
+    return ["OnlineConfig.replicas=@ReplicaConfig()", count]
+  if arguments.command != "generate":
+    return []
   return [
     f"{config}.{name}={getattr(arguments, name)!r}"
     for config, names in _SHORT.items()
@@ -161,6 +166,10 @@ def parser() -> argparse.ArgumentParser:
     if name == "generate":
       _add_generate(sub)
     _add_gin(sub)
+    if name == "online":
+      sub.add_argument(
+        "--replicas", type=int, metavar="N", help="N processes serve, this one learns"
+      )
   report = subparsers.add_parser("report", help=OF_RUNS["report"], **_SHAPE)
   report.add_argument("run", metavar="RUN", help="a run directory")
   compare = subparsers.add_parser("compare", help=OF_RUNS["compare"], **_SHAPE)

@@ -59,6 +59,7 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Page:
     tables["Prices of this machine"] = prices.table()
     sentences += _worth(prices, rows)
   sentences += [row["said"] for row in by_kind.get("mesh", ())[:1]]
+  sentences += [row["said"] for row in by_kind.get("replica", ())[:3]]
   sentences.append(alarms.sentence(rows))
   return Page("Online speculative decoding", sentences, tables)
 

@@ -18,11 +18,13 @@ from osd_jax.distillation.schedule import ScheduleConfig
 from osd_jax.distillation.update import UpdateConfig
 from osd_jax.serving import agreement
 from osd_jax.serving.answers import Answer, Prompt, TextSoFar, answer_of
+from osd_jax.serving.replicas import ReplicaConfig, Replicas
 from osd_jax.serving.requests import DecodingConfig, Finished, Request
 from osd_jax.serving.slots import Slots
 from osd_jax.serving.statistics import Statistics
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), partitioning.PartitionConfig()
+HERE = ReplicaConfig()
 # One bucket: what is learnt on is as long as the longest of them.
 DECODING = DecodingConfig(num_draft_tokens=7)
 # What suits the shipped pair: `gin_configs/runs/demo.gin`.
@@ -64,7 +66,7 @@ class Server:
 
   Attributes:
     pair: target, draft and vocabulary.
-    slots: the rows in flight.
+    slots: the rows in flight, `Slots` or `Replicas`.
     statistics: what was done so far.
   """
 
@@ -74,6 +76,7 @@ class Server:
     decoding: DecodingConfig = DECODING,
     learning: LearningConfig = LEARNING,
     partition: partitioning.PartitionConfig = ONE_DEVICE,
+    replicas: ReplicaConfig = HERE,
   ):
     """Loads the pair; what a prompt needs is compiled when one of its length comes.
 
@@ -82,20 +85,25 @@ class Server:
         without a draft decodes plainly.
       decoding: rows, K, lengths.
       learning: how the draft learns where it is asked to.
-      partition: mesh.
+      partition: mesh; of every replica, where there are some.
+      replicas: processes that serve in place of this one, which learns.
 
     Raises:
       InputError: a file is missing or broken, or the three do not belong together.
     """
     partitioner = partitioning.make(partition)
     self.pair = pairs.load_pair(pair, partitioner)
-    self.slots = Slots(
-      decoding,
-      self.pair.target,
-      self.pair.target_params,
-      self.pair.draft,
-      self.pair.draft_params,
-      partitioner,
+    self.slots: Any = (
+      Replicas(replicas, decoding, pair, self.pair, partition)
+      if replicas.count
+      else Slots(
+        decoding,
+        self.pair.target,
+        self.pair.target_params,
+        self.pair.draft,
+        self.pair.draft_params,
+        partitioner,
+      )
     )
     self.statistics = Statistics()
     self._learning = learning
@@ -275,7 +283,7 @@ class Server:
   def close(self) -> None:
     """Ends learning and drops what is in flight; nothing is left running."""
     self._is_closed = True
-    self.slots.clear()
+    self.slots.close()
     if self._learner is not None:
       self._learner.close()
 

@@ -6,7 +6,7 @@ two compiled calls.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from osd_jax.serving.requests import (
   Request,
   SamplingConfig,
 )
+from osd_jax.serving.rows import Rows
 
 __all__ = [
   "AdaptiveConfig",
@@ -33,10 +34,9 @@ __all__ = [
 ]
 
 WATCHED_ROUNDS = 4  # of a call while somebody reads along or may come in
-_END: Any = object()  # of an iterator; None is a request that is not there yet
 
 
-class Slots:
+class Slots(Rows):
   """B rows, each holding a request or empty.
 
   Without a draft it decodes plainly: the baseline runs through the same host code.
@@ -93,6 +93,11 @@ class Slots:
     )
     self._waiting: deque[Request] = deque()
     self.clear()
+
+  @property
+  def capacity(self) -> int:
+    """B."""
+    return self.config.rows
 
   @property
   def in_flight(self) -> int:
@@ -179,60 +184,10 @@ class Slots:
     reads = [self._read(slot) for slot in ended]  # all asked for, then waited for
     return [self._take(*row) for row in zip(ended, reads, strict=True)]
 
-  def turns(
-    self,
-    requests: Iterable[Request | None],
-    before_step: Callable[[], object] = lambda: None,
-  ) -> Iterator[list[Finished]]:
-    """Submits as rows become free and collects: the one loop over `step`.
-
-    Args:
-      requests: may be endless; no more are taken than there are free rows. None: at
-        present nothing waits, rows in flight go on.
-      before_step: called between the filling of rows and the compiled call.
-
-    Yields:
-      What finished in each call, perhaps nothing; everything has when it ends. Whoever
-      leaves early calls `clear`.
-    """
-    coming, request = iter(requests), None
-    while True:
-      while self.in_flight < self.config.rows:
-        request = next(coming, _END)
-        if request is None or request is _END:
-          break
-        self.submit(request)
-      self._expecting = request is None and self.in_flight < self.config.rows
-      if request is _END and not self.in_flight:
-        return
-      if self.in_flight:
-        before_step()
-      yield self.step() if self.in_flight else []
-
-  def run(
-    self,
-    requests: Sequence[Request],
-    on_finished: Callable[[Finished], object] = lambda done: None,
-  ) -> list[Finished]:
-    """Answers all requests; results in their order, none where one is refused.
-
-    Args:
-      requests: what to answer.
-      on_finished: called as each one finishes, for progress.
-    """
-    for request in requests:
-      self.check(request)
-    answers: dict[int, Finished] = {}
-    for finished in self.turns(requests):
-      for done in finished:
-        on_finished(done)
-        answers[id(done.request)] = done
-    return [answers[id(request)] for request in requests]
-
   def clear(self) -> None:
     """Drops whatever waits or is held; no call, draft or cost is forgotten."""
     self._waiting.clear()
-    self._expecting = False  # that a free row is asked for soon
+    self.expecting = False
     self._held: list[Request | None] = [None] * self.config.rows
     self._milliseconds = [0.0] * self.config.rows
     self._bucket, self._state = 0, None
@@ -290,9 +245,11 @@ class Slots:
       host["draft_version"],
       None if shortlist is None else np.asarray(shortlist, np.int32),
     )
+    self._waiting = deque(request_of(tag) for tag in host["waiting"])
+    if not host["tags"]:
+      return  # replicas held the rows
     self._bucket, self._state = host["bucket"], arrays
     self._held = [None if tag is None else request_of(tag) for tag in host["tags"]]
-    self._waiting = deque(request_of(tag) for tag in host["waiting"])
     self._milliseconds = list(host["milliseconds"])
     self._drafting.restore(host["drafting"], arrays)
 
@@ -351,7 +308,7 @@ class Slots:
       self._state,
       self._bucket,
       rows,
-      min(limit, WATCHED_ROUNDS) if watching or self._expecting else limit,
+      min(limit, WATCHED_ROUNDS) if watching or self.expecting else limit,
     )
     for slot, watch in watching.items():
       if self._is_stopped(slot, watch):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 # Fields that may differ when a run goes on; on another mesh sums are rounded otherwise.
-FREE = ("run_directory", "overwrite", "partition")
+FREE = ("run_directory", "overwrite", "partition", "replicas")
 
 
 def described(config: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from osd_jax import assets, base, partitioning
+from osd_jax import assets, base, partitioning, remote
 from osd_jax.data import tokenizers
 from osd_jax.data.vocabularies import Vocabulary, stated_extra_ids
 from osd_jax.models import attached, convert, families, weights
@@ -19,7 +19,9 @@ ATTACHED = "attached"  # in place of a file
 
 @dataclasses.dataclass(frozen=True)
 class PairConfig:
-  """Which files make the pair. "shipped:NAME" is a file of the package.
+  """Which files make the pair.
+
+  "shipped:NAME" is a file of the package, gs://BUCKET/NAME one in a bucket.
 
   >>> bring_only_a_target = PairConfig(target="flan-t5-large", draft="attached")
   >>> bring_only_a_target.attached.width
@@ -65,7 +67,9 @@ class PairConfig:
     """The file or folder that "target", "draft" or "vocabulary" means."""
     value = getattr(self, field)
     if self.folder and not value.startswith(assets.PREFIX):
-      return Path(self.folder) / value
+      if not remote.is_remote(self.folder) or remote.is_remote(value):
+        return Path(self.folder) / value
+      value = f"{self.folder.rstrip('/')}/{value}"
     return assets.resolve(value, f"PairConfig.{field}")
 
 

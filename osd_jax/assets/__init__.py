@@ -1,10 +1,10 @@
-"""Where files lie: shipped with the package, on this machine, or on a hub."""
+"""Where files lie: shipped with the package, on this machine, in a bucket, on a hub."""
 
 import os
 import re
 from pathlib import Path
 
-from osd_jax import base
+from osd_jax import base, remote
 
 PREFIX = "shipped:"
 _HUB_NAME = r"[\w-][\w.-]*(/[\w.-]+)?"  # owner/name, or a name alone as "t5-small"
@@ -21,7 +21,8 @@ def resolve(path: str, setting: str = "assets") -> Path:
   """The file or folder that a configured path means.
 
   Args:
-    path: "shipped:NAME" for a file of this package; else a path. Where there is
+    path: "shipped:NAME" for a file of this package; an address (gs://, see `remote`),
+      whose local copy it is; else a path. Where there is
       nothing, one that may be a name on the Hugging Face hub ("google/flan-t5-small")
       is downloaded, if huggingface_hub is installed.
     setting: name of the field that holds it, for error texts.
@@ -31,6 +32,8 @@ def resolve(path: str, setting: str = "assets") -> Path:
   """
   if path.startswith(PREFIX):
     return _shipped(path, setting)
+  if remote.is_remote(path):
+    return remote.fetched(path, setting)
   if re.fullmatch(_HUB_NAME, path) and not path.endswith(_SUFFIXES):
     return Path(path) if os.path.exists(path) else _downloaded(path, setting)
   return Path(path)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from osd_jax import base
+from osd_jax import base, remote
 
 
 class UnusableRow(ValueError):
@@ -53,6 +53,8 @@ def find(data_dir: str, pattern: str, whose: str = "") -> list[str]:
   Raises:
     InputError: the folder or a match is missing, or a match cannot be read.
   """
+  if remote.is_remote(data_dir):
+    return _fetched(data_dir, pattern, whose)
   try:
     names = sorted(os.listdir(data_dir or "."))
     paths = sorted(glob.glob(os.path.join(data_dir, pattern)))
@@ -78,6 +80,18 @@ def find(data_dir: str, pattern: str, whose: str = "") -> list[str]:
         f" read, but {path} cannot ({error.strerror})."
       ) from error
   return paths
+
+
+def _fetched(address: str, pattern: str, whose: str) -> list[str]:
+  """Local copies of the files in a bucket."""
+  setting = f"TaskConfig.data_dir{whose}"
+  found = remote.matching(address, pattern, setting)
+  if not found:
+    raise base.InputError(
+      f"TaskConfig.pattern{whose}: received {pattern!r}, which no file in {address!r}"
+      " matches. Correct the pattern, the split or data_dir."
+    )
+  return [str(remote.fetched(one, setting)) for one in found]
 
 
 def lines(paths: Sequence[str]) -> Iterator[Line]:

@@ -124,6 +124,12 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
 def _about_runs(arguments: argparse.Namespace) -> int:
   """`osd report` and `osd compare`."""
   paths = [arguments.run] if arguments.command == "report" else arguments.runs
+  from osd_jax import remote
+
+  paths = [
+    str(remote.fetched(path, "RUN")) if remote.is_remote(path) else path
+    for path in paths
+  ]
   for path in paths:
     if not os.path.isfile(os.path.join(path, "metrics.jsonl")):
       raise settings.ConfigError(
@@ -134,7 +140,7 @@ def _about_runs(arguments: argparse.Namespace) -> int:
   from osd_jax.measuring import summaries
 
   if arguments.command == "report":
-    page = summaries.redraw(arguments.run)
+    page = summaries.redraw(paths[0])
   else:
     page = summaries.compare(paths, arguments.output, rich.console.Console())
   print(f"report: {page}", file=sys.stderr)

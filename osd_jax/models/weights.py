@@ -18,7 +18,7 @@ import numpy as np
 import safetensors
 import safetensors.flax
 
-from osd_jax import base
+from osd_jax import base, remote
 from osd_jax.models import attached, families
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
@@ -131,7 +131,7 @@ def save(
     **{field: value for field, value in named.items() if isinstance(value, str)},
     "config": json.dumps(dataclasses.asdict(weights.config)),
   }
-  return _write(Path(path), tensors_lib.flat(weights.params), storage, metadata)
+  return _write(path, tensors_lib.flat(weights.params), storage, metadata)
 
 
 def save_tree(
@@ -141,14 +141,21 @@ def save_tree(
   named, _ = jax.tree_util.tree_flatten_with_path(params)
   flat = {jax.tree_util.keystr(place) or "params": leaf for place, leaf in named}
   metadata = {"format": "osd_jax.tree", "notes": notes}
-  return _write(Path(path), flat, storage, metadata)
+  return _write(path, flat, storage, metadata)
 
 
 def _write(
-  path: Path, flat: dict[str, Any], storage: str, metadata: dict[str, str]
+  given: str | Path, flat: dict[str, Any], storage: str, metadata: dict[str, str]
 ) -> Path:
-  """Writes tensors to a file beside the path, then puts it there."""
+  """Writes tensors to a file, or to an address."""
   tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
+  with remote.stored(given) as path:
+    _put(path, tensors, metadata)
+  return Path(given)
+
+
+def _put(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+  """Writes tensors to a file beside the path, then puts it there."""
   partial = path.with_name(path.name + ".partial")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +168,6 @@ def _write(
     raise unwritable(path, error) from error
   finally:
     partial.unlink(missing_ok=True)
-  return path
 
 
 def check_output(setting: str, path: str, folder: bool = False) -> None:
@@ -175,6 +181,8 @@ def check_output(setting: str, path: str, folder: bool = False) -> None:
   Raises:
     InputError: there is something else, or the path leads through no folder.
   """
+  if remote.is_remote(path):
+    return  # found out when it is written; what was made is then still here
   try:
     reason = _not_writable(Path(path), folder) if path else "it is empty"
   except OSError as error:  # too long

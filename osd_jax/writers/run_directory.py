@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from osd_jax import base
+from osd_jax import base, remote
 from osd_jax.writers import json_lines, provenance, stored_config
 from osd_jax.writers import lock as locks
 
@@ -74,6 +74,7 @@ class RunDirectory:
     """Names a folder, to read from it; neither makes nor locks it."""
     self.path = Path(path)
     self._lock: locks.Lock | None = None
+    self._mirror: remote.Mirror | None = None
     self._made: list[Path] = []  # folders that were not there before, inner ones first
     self._is_new = False
     self._checkpoints = self.path / "checkpoints"
@@ -140,7 +141,8 @@ class RunDirectory:
     A run that is finished stays as it is: see `finished`.
 
     Args:
-      path: the folder, made with its parents.
+      path: the folder, made with its parents. An address (gs://BUCKET/RUN): the run
+        is written here, at `path`, and copied there every minute and at its end.
       config: the run's dataclass; stored, and compared with the one stored.
       operative_config: text of the command line's settings, stored beside it.
       seed: the run's seed.
@@ -151,7 +153,14 @@ class RunDirectory:
       InputError: the folder cannot be written to, another process writes to it, or
         its run has another config.
     """
-    run = cls.of_process(path, jax.process_index())
+    mirror = remote.Mirror(str(path)) if remote.is_remote(path) else None
+    if mirror is not None and jax.process_count() > 1:
+      raise base.InputError(
+        f"{_owner(config)}run_directory: received {str(path)!r}, expected a folder that"
+        " all processes see; mount the bucket on every host."
+      )
+    run = cls.of_process(mirror.folder if mirror else path, jax.process_index())
+    run._mirror = mirror
     try:
       run._open()
       if overwrite and run.provenance_path.exists():
@@ -169,6 +178,8 @@ class RunDirectory:
     except BaseException:
       run.close()
       raise
+    if mirror is not None:
+      mirror.begin()
     if jax.process_count() > 1:  # else one might look for what another still removes
       multihost_utils.sync_global_devices("run directory")
     return run
@@ -185,9 +196,13 @@ class RunDirectory:
     self.close()
 
   def close(self) -> None:
-    """Lets other processes write here."""
-    if self._lock is not None:
-      self._lock.release()
+    """Lets other processes write here; a copy elsewhere is brought up to date."""
+    try:
+      if self._mirror is not None:
+        self._mirror.end()
+    finally:
+      if self._lock is not None:
+        self._lock.release()
 
   @property
   def finished(self) -> str | None:
@@ -239,6 +254,8 @@ class RunDirectory:
     self._made = [folder for folder in above if not folder.exists()]
     self.path.mkdir(parents=True, exist_ok=True)
     self._lock = locks.Lock(self.path)
+    if self._mirror is not None:
+      self._mirror.pull(self.provenance_path.name)
 
   def _begin(
     self,

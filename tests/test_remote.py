@@ -1,0 +1,241 @@
+"""Addresses in place of paths: pairs, data and runs; the bucket is fsspec's memory."""
+
+import dataclasses
+import json
+import uuid
+
+import fsspec
+import jax
+import numpy as np
+import pytest
+import tiny_online
+import tiny_pair
+from test_attached_runs import configured, outputs
+
+from osd_jax import base, main, online, pairs, remote, writers
+from osd_jax.data import sources
+from osd_jax.models import weights
+from osd_jax.serving import slots
+
+BUCKET = fsspec.filesystem("memory")
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+  """A machine that has copied nothing yet."""
+  monkeypatch.setattr(remote, "CACHE", str(tmp_path / "machine"))
+
+
+@pytest.fixture
+def bucket():
+  """An address of a folder that is empty."""
+  return f"memory://{uuid.uuid4().hex}"
+
+
+def put(address, text):
+  with fsspec.open(address, "w") as file:
+    file.write(text)
+
+
+def get(address):
+  with fsspec.open(address) as file:
+    return file.read().decode()
+
+
+# --- What is read ---------------------------------------------------------------------
+
+
+def test_a_copy_follows_what_is_there(bucket):
+  put(f"{bucket}/models/a.txt", "one")
+  put(f"{bucket}/models/deep/b.txt", "two")
+  copy = remote.fetched(f"{bucket}/models", "X.y")
+  assert (copy / "a.txt").read_text() == "one"
+  assert (copy / "deep/b.txt").read_text() == "two"
+  assert copy.name == "models"
+  before = (copy / "a.txt").stat().st_mtime_ns
+  put(f"{bucket}/models/deep/b.txt", "another")
+  BUCKET.rm(f"{bucket}/models/a.txt")
+  put(f"{bucket}/models/c.txt", "three")
+  assert remote.fetched(f"{bucket}/models", "X.y") == copy
+  there = sorted(file.name for file in copy.rglob("*.txt"))
+  assert there == ["b.txt", "c.txt"] and before
+  assert (copy / "deep/b.txt").read_text() == "another"
+
+
+def test_what_has_not_changed_is_not_copied_again(bucket, monkeypatch):
+  put(f"{bucket}/a.txt", "one")
+  copied = []
+  get_file = type(BUCKET).get_file
+  monkeypatch.setattr(
+    type(BUCKET), "get_file", lambda *args: (copied.append(args), get_file(*args))
+  )
+  for _ in range(3):
+    assert remote.fetched(f"{bucket}/a.txt", "X.y").read_text() == "one"
+  assert len(copied) == 1
+
+
+@pytest.mark.parametrize("address", ["memory://nothing/here", "nowhere://at/all"])
+def test_what_cannot_be_read_is_named(address):
+  with pytest.raises(base.InputError, match=r"^PairConfig\.target: received '\w+://"):
+    pairs.PairConfig(target=address).path("target")
+
+
+def test_paths_are_no_addresses():
+  for path in ("runs/demo", "/tmp/x", "C:/models", "google/flan-t5-small", "shipped:a"):
+    assert not remote.is_remote(path)
+  assert remote.is_remote("gs://bucket/run")
+
+
+def test_a_pair_and_data_in_a_bucket(bucket, tmp_path):
+  here = tiny_pair.save_tiny_pair(tmp_path / "pair")
+  BUCKET.put(str(tmp_path / "pair"), f"{bucket}/models", recursive=True)
+  name = here.target.rpartition("/")[2]
+  there = dataclasses.replace(
+    here, folder=f"{bucket}/models", target=name, draft=here.draft.rpartition("/")[2]
+  )
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    pairs.load_pair(there).target_params,
+    pairs.load_pair(here).target_params,
+  )
+  put(f"{bucket}/data/x.eval.jsonl", '{"prompt": "a", "reference": "b"}\n')
+  task = sources.TaskConfig(
+    name="x",
+    source="x",
+    data_dir=f"{bucket}/data",
+    pattern="x.{split}.jsonl",
+    split="eval",
+  )
+  (line,) = sources.source_lines(task)
+  assert json.loads(line.data)["prompt"] == "a" and line.location.endswith(".jsonl:1")
+  with pytest.raises(base.InputError, match=r"TaskConfig\.pattern.*no file in 'memory"):
+    sources.paths(dataclasses.replace(task, pattern="y.jsonl"))
+
+
+# --- What is written ------------------------------------------------------------------
+
+
+def test_weights_go_to_an_address_and_come_back(bucket, tmp_path):
+  here = tiny_pair.save_tiny_pair(tmp_path / "pair")
+  found = weights.load(here.target)
+  weights.check_output("X.output", f"{bucket}/copy.safetensors")
+  weights.save(f"{bucket}/copy.safetensors", found)
+  again = weights.load(remote.fetched(f"{bucket}/copy.safetensors", "X.y"))
+  jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
+
+
+def test_what_cannot_be_written_is_still_here(bucket, monkeypatch):
+  def refuse(*args, **kwargs):
+    raise PermissionError("403: not yours")
+
+  monkeypatch.setattr(type(BUCKET), "put_file", refuse)
+  with (
+    pytest.raises(base.InputError, match="403: not yours") as told,
+    remote.stored(f"{bucket}/a.txt") as path,
+  ):
+    path.write_text("precious")
+  kept = str(told.value).rpartition("What was written is ")[2].rstrip(".")
+  assert open(kept).read() == "precious"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+
+
+def frozen(pair, folder, **changes):
+  config = configured(pair, folder, learn=False, compare_every=0, prices=False)
+  return dataclasses.replace(config, floor_metering=False, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(pair, tmp_path_factory):
+  return outputs(
+    online.run(frozen(pair, tmp_path_factory.mktemp("alone") / "run")).path
+  )
+
+
+class Interrupted(Exception):
+  """A run that ends between two steps, as a killed one does."""
+
+
+def test_a_run_goes_on_where_another_machine_left_it(
+  pair, alone, bucket, tmp_path, monkeypatch
+):
+  """Unrelated files there stay."""
+  address = f"{bucket}/runs/one"
+  put(f"{address}/notes.txt", "mine")
+  step, seen = slots.Slots.step, []
+
+  def interrupted(self):
+    seen.append(1)
+    if len(seen) > 9:
+      raise Interrupted
+    return step(self)
+
+  with monkeypatch.context() as patch, pytest.raises(Interrupted):
+    patch.setattr(slots.Slots, "step", interrupted)
+    online.run(frozen(pair, address))
+  before = get(f"{address}/metrics.jsonl").count('"request"')
+  assert 0 < before < tiny_online.REQUESTS
+  assert BUCKET.find(f"{address}/checkpoints")
+  monkeypatch.setattr(remote, "CACHE", str(tmp_path / "another machine"))
+  result = online.run(frozen(pair, address))
+  assert outputs(result.path) == alone and "another machine" in str(result.path)
+  rows = [json.loads(line) for line in get(f"{address}/metrics.jsonl").splitlines()]
+  assert [r["index"] for r in rows if r["kind"] == "request"] == list(range(len(alone)))
+  assert len(writers.of_kind(rows, "data")) == 1  # continued, not begun
+  for name in ("report.html", "draft.safetensors", "provenance.json", "outputs.jsonl"):
+    assert BUCKET.cat(f"{address}/{name}") == (result.path / name).read_bytes()
+  assert not BUCKET.exists(f"{address}/.lock")
+  assert get(f"{address}/notes.txt") == "mine"
+  again = online.run(frozen(pair, address))  # finished: left alone
+  assert again.exact
+  assert main.main(["report", address]) == 0
+
+
+def test_a_run_of_other_settings_is_refused_and_nothing_there_changes(pair, bucket):
+  address = f"{bucket}/run"
+  online.run(frozen(pair, address))
+  before = {name: BUCKET.cat(name) for name in BUCKET.find(address)}
+  other = frozen(pair, address, sampling=slots.SamplingConfig(seed=3))
+  with pytest.raises(base.InputError, match="other settings"):
+    online.run(other)
+  assert {name: BUCKET.cat(name) for name in BUCKET.find(address)} == before
+  online.run(dataclasses.replace(other, overwrite=True))
+  stored = json.loads(get(f"{address}/config.json"))
+  assert stored["sampling"]["seed"] == 3
+
+
+def test_an_address_that_fails_to_be_read_is_not_written_to(pair, bucket, monkeypatch):
+  """A run that could not be taken over would else be replaced by an empty one."""
+  address = f"{bucket}/run"
+  online.run(frozen(pair, address))
+  before = BUCKET.find(address)
+
+  def refuse(*args, **kwargs):
+    raise OSError("the network is down")
+
+  monkeypatch.setattr(remote, "CACHE", remote.CACHE + " anew")
+  with monkeypatch.context() as patch:
+    patch.setattr(type(BUCKET), "get_file", refuse)
+    with pytest.raises(base.InputError, match="the network is down"):
+      online.run(frozen(pair, address))
+  assert BUCKET.find(address) == before
+
+
+def test_it_is_copied_meanwhile(bucket, monkeypatch, tmp_path):
+  monkeypatch.setattr(remote, "EVERY_SECONDS", 0.01)
+  mirror = remote.Mirror(f"{bucket}/run")
+  mirror.folder.mkdir(parents=True)
+  mirror.pull("provenance.json")
+  mirror.begin()
+  (mirror.folder / "a.txt").write_text("one")
+  for _ in range(1000):
+    if BUCKET.exists(f"{bucket}/run/a.txt"):
+      break
+    mirror._ended.wait(0.01)
+  assert get(f"{bucket}/run/a.txt") == "one"
+  (mirror.folder / "a.txt").unlink()
+  mirror.end()
+  assert not BUCKET.exists(f"{bucket}/run/a.txt")

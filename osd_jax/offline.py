@@ -263,9 +263,9 @@ class OfflineLoop:
       f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
       f" {self.config.texts.sample_source} texts"
     )
-    self.pair.save_draft(
-      self.config.output, self._served_params, notes, self.config.storage
-    )
+    params = partitioning.on_host(self._served_params)
+    if jax.process_index() == 0:
+      self.pair.save_draft(self.config.output, params, notes, self.config.storage)
     self._log.close()
 
   def _resamples(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from osd_jax import base
@@ -238,6 +239,18 @@ def over(config: PartitionConfig, devices: Sequence[Any]) -> Partitioner:
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
   mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
   return Partitioner(mesh, config.whole_draft)
+
+
+def on_host(tree: Any) -> Any:
+  """Values of arrays on every host; where they are split over hosts, all call this."""
+
+  def value(leaf):
+    split = isinstance(leaf, jax.Array) and not (
+      leaf.is_fully_addressable or leaf.is_fully_replicated
+    )
+    return multihost_utils.process_allgather(leaf, tiled=True) if split else leaf
+
+  return jax.device_get(jax.tree.map(value, tree))
 
 
 def join(

@@ -129,11 +129,12 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
       state = _loop(config, model, vocabulary, state, log, saved, console)
     trained = weights.Weights(
       config.model,
-      state.params,
+      partitioning.on_host(state.params),
       vocabulary.fingerprint,
       f"osd pretrain, {int(state.step)} steps of {config.data.batch_size} rows",
     )
-    weights.save(config.output, trained, config.storage)
+    if jax.process_index() == 0:
+      weights.save(config.output, trained, config.storage)
     directory.finish()
     summaries.conclude(directory, console)
     console.print(
@@ -292,7 +293,7 @@ def evaluate(
   for index in range(config.evaluation_batches):
     batch = held_out[index]
     rows = partitioner.place_rows((batch.source, batch.target))
-    share, exact = jax.device_get(judge(model, params, *rows))
+    share, exact = partitioning.on_host(judge(model, params, *rows))
     for row, task_id in enumerate(batch.task_id):
       label = config.evaluation.tasks[int(task_id)].label
       found.setdefault(label, []).append((share[row], exact[row]))

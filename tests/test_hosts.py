@@ -18,7 +18,8 @@ from osd_jax import main as cli
 from osd_jax import writers
 
 SCRIPT = Path(__file__).with_name("host_run.py")
-PATIENCE = 180
+COMMANDS = Path(__file__).with_name("host_commands.py")
+PATIENCE = 240
 
 
 def free_port():
@@ -131,12 +132,65 @@ def test_of_two_processes_one_is_killed_and_both_continue(alone, folder, tmp_pat
   np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)
 
 
+def test_the_other_commands_do_what_they_do_alone(tmp_path):
+  """Trained, distilled, evaluated, certified: figures, weights and verdicts are equal."""
+  folders = {count: tmp_path / str(count) for count in (1, 2)}
+  for count, folder in folders.items():
+    folder.mkdir()
+    words = [sys.executable, str(COMMANDS), str(folder), str(free_port()), str(count)]
+    running = [
+      subprocess.Popen(
+        [*words, str(number)],
+        cwd=SCRIPT.parents[1],
+        env={**os.environ, "XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+      )
+      for number in range(count)
+    ]
+    finished(running)
+  alone, together = folders.values()
+  for name in ("model", "draft"):
+    one, two = (
+      safetensors.numpy.load_file(folder / f"{name}.safetensors")
+      for folder in folders.values()
+    )
+    assert one.keys() == two.keys()
+    for key, tensor in one.items():
+      np.testing.assert_allclose(tensor, two[key], atol=1e-4)
+  for name in ("pretrain", "offline", "evaluate"):
+    one, two, other = (
+      figures(folder)
+      for folder in (alone / name, together / name, together / f"{name}.process_1")
+    )
+    assert len(one) == len(two) == len(other) > 0
+    np.testing.assert_allclose(one, two, atol=1e-4)
+    np.testing.assert_allclose(two, other, atol=1e-6)
+  for folder in folders.values():
+    verdict = json.loads((folder / "certify" / "certificate.json").read_text())
+    assert verdict["equal"] == verdict["outputs"] == 6
+
+
+def figures(directory):
+  """Losses and held-out figures of a run."""
+  found = []
+  for row in writers.read(directory / "metrics.jsonl"):
+    if row["kind"] == "step":
+      found.append(row["loss"])
+    for task in row.get("tasks", {}).values() if row["kind"] == "evaluation" else ():
+      found += [value for key, value in sorted(task.items()) if key != "rows"]
+    if "distribution_overlap" in row:
+      found.append(row["distribution_overlap"])
+  return found
+
+
 @pytest.mark.parametrize(
   ("words", "said"),
   [
     (["online", "--num_processes", "2"], "expected all three, or --multihost"),
-    (["pretrain", "--multihost"], "osd pretrain is one process"),
-    (["certify", "--process_id", "0"], "several can run osd online"),
+    (["generate", "--multihost"], "osd generate is one process"),
+    (["convert", "--process_id", "0"], "several can run osd online, pretrain"),
   ],
 )
 def test_who_does_not_say_enough_is_told(words, said, unprepared, capsys):

@@ -184,7 +184,7 @@ def _join_others(arguments: argparse.Namespace) -> None:
   if arguments.command not in commands.JOINED:
     raise settings.ConfigError(
       f"--multihost: osd {arguments.command} is one process, on all devices of its"
-      f" host; several can run osd {' and osd '.join(commands.JOINED)}."
+      f" host; several can run osd {', '.join(commands.JOINED)}."
     )
   if not arguments.multihost and None in stated:
     raise settings.ConfigError(

@@ -84,7 +84,7 @@ COMMANDS = {
     "    --gin.ConvertConfig.output='\"t5_small.safetensors\"'",
   ),
 }
-JOINED = ("online",)  # what several processes can run together
+JOINED = ("online", "pretrain", "offline", "evaluate", "certify")  # what several processes can run together
 BEGUN = ("generate", "compile")  # their file of runs/ is read before any other
 OF_RUNS = {
   "report": "draw the report of a run anew",
@@ -195,7 +195,7 @@ def _add_gin(sub: argparse.ArgumentParser) -> None:
   sub.add_argument(
     "--help_config", action="store_true", help="list every setting and stop"
   )
-  hosts = sub.add_argument_group("several processes, one program (osd online)")
+  hosts = sub.add_argument_group("several processes, one program")
   hosts.add_argument(
     "--multihost", action="store_true", help="the cluster says who and how many"
   )

@@ -133,7 +133,7 @@ def test_of_two_processes_one_is_killed_and_both_continue(alone, folder, tmp_pat
 
 
 def test_the_other_commands_do_what_they_do_alone(tmp_path):
-  """Trained, distilled, evaluated, certified: figures, weights and verdicts are equal."""
+  """Trained, distilled, evaluated, certified: figures, weights, verdicts are equal."""
   folders = {count: tmp_path / str(count) for count in (1, 2)}
   for count, folder in folders.items():
     folder.mkdir()

@@ -84,7 +84,8 @@ COMMANDS = {
     "    --gin.ConvertConfig.output='\"t5_small.safetensors\"'",
   ),
 }
-JOINED = ("online", "pretrain", "offline", "evaluate", "certify")  # what several processes can run together
+# What several processes can run together.
+JOINED = ("online", "pretrain", "offline", "evaluate", "certify")
 BEGUN = ("generate", "compile")  # their file of runs/ is read before any other
 OF_RUNS = {
   "report": "draw the report of a run anew",

@@ -44,6 +44,7 @@ ASKED = {
   "attached online, over independent frozen": ">= 1.3",
   "attached online, over attached frozen": ">= 1.05",
 }
+ASKED_OF = {"experiments/shift_cpu.gin": {"attached online, over plain": ">= 1.1"}}
 # What `--attached_gin` may change of a run.
 OF_A_DRAFT = ("decoding", "learning", "warm_start")
 
@@ -185,7 +186,8 @@ def rows_of(
     (row,) = named({f"{name}, seconds": spent.total(name)})
     course = {"block_ends": spent.block_ends, "cumulated_seconds": seconds}
     rows.append(row | {"setting": setting, "seed": seed, "system": name} | course)
-  return rows + named({**figures, **compared(spent)}, ASKED)
+  asked = ASKED_OF.get(setting.partition(",")[0], ASKED)
+  return rows + named({**figures, **compared(spent)}, asked)
 
 
 def setting_of(given: argparse.Namespace) -> str:

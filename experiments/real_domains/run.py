@@ -5,7 +5,12 @@ last requests of both drafts with the standard error of their paired difference,
 dip at the boundary, and the requests until the online draft has passed its rival and
 reached 90 % of where it ends (means of 25 requests). Also while the run goes on.
 
-  python experiments/real_domains/run.py [--run runs/shift_cpu] [--last 200]
+The rival is the draft that the run began with, or with --static the one that served
+another run of the same stream, frozen: the draft of its own, say, for one that is
+attached.
+
+  python experiments/real_domains/run.py [--run runs/shift_cpu] [--last 200] \\
+      [--static runs/shift_cpu_static]
 """
 
 import argparse
@@ -52,6 +57,25 @@ def summary(rows: list[dict], last: int, before: list[dict]) -> dict[str, float 
   }
 
 
+def against(
+  parts: list[tuple[str, list[dict]]], static: pathlib.Path
+) -> list[tuple[str, list[dict]]]:
+  """The rows with another run's draft as the rival, query by query."""
+  rivals = {row["query"]: row for _, rows in segments(static) for row in rows}
+  names = ("overlap", "acceptance_rate")
+  return [
+    (
+      label,
+      [
+        {**row, **{f"floor_{name}": rivals[row["query"]][name] for name in names}}
+        for row in rows
+        if row["query"] in rivals
+      ],
+    )
+    for label, rows in parts
+  ]
+
+
 def column(rows: list[dict], name: str) -> np.ndarray:
   """One figure of all requests."""
   return np.asarray([row[name] for row in rows])
@@ -67,10 +91,14 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--run", type=pathlib.Path, default="runs/shift_cpu")
   parser.add_argument("--last", type=int, default=200)
+  parser.add_argument("--static", type=pathlib.Path, help="a frozen run")
   given = parser.parse_args()
   console = rich.console.Console()
   table, before = None, []
-  for label, rows in segments(given.run / "metrics.jsonl"):
+  parts = segments(given.run / "metrics.jsonl")
+  if given.static:
+    parts = against(parts, given.static / "metrics.jsonl")
+  for label, rows in parts:
     row = summary(rows, given.last, before)
     console.print(json.dumps({"domain": label, **row}), soft_wrap=True)
     if table is None:

@@ -132,8 +132,11 @@ class Learner:
       self._buffer = self._append(self._buffer, self._with_reading(batch))
     self._since = int(self._buffer.added)
 
-  def warm_up(self) -> None:
-    """Compiles whatever an update runs; changes nothing."""
+  def warm_up(self, batches: Iterable[base.DistillationBatch] = ()) -> None:
+    """Compiles whatever an update runs, and taking in such batches; changes nothing."""
+    for batch in batches:  # rows of weight 0 are not added
+      weightless = self._with_reading(batch).replace(weight=batch.weight * 0)
+      self._buffer = self._append(self._buffer, weightless)
     config, drawn = self._config.update, self._draw()
     state = self._background.learner
     update_lib.update(self._draft, config, state, drawn, frozen=self._frozen)

@@ -95,10 +95,10 @@ class Meter:
   def _agreement(self, done: Finished, serving: base.Params) -> dict[str, Any]:
     """Overlap and acceptance of the draft that serves, and of the floor draft."""
     draft = self._pair.draft
-    figures = [agreement.agreement(draft, serving, done.batch, done.settings)]
+    figures = [agreement.of_answer(draft, serving, done)]
     if self._floor:
       floor = self._pair.draft_params
-      figures.append(agreement.agreement(draft, floor, done.batch, done.settings))
+      figures.append(agreement.of_answer(draft, floor, done))
     online, *floors = jax.device_get(figures)
     row = {
       "overlap": float(online.distribution_overlap[0]),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax.decoding import sampling
+from osd_jax.serving.requests import Finished
 
 
 @flax.struct.dataclass
@@ -37,12 +38,29 @@ class Agreement:
   acceptance_rate: jax.Array
 
 
-@functools.partial(jax.jit, static_argnums=0)
+def lengths(target_length: int) -> tuple[int, ...]:
+  """Lengths that answers are measured at, of up to `target_length` tokens.
+
+  Most answers are much shorter than they may be, and a draft's scores are most of what
+  measuring costs. One compilation each.
+  """
+  return tuple(sorted({-(-target_length // part) for part in (1, 2, 4)}))
+
+
+def of_answer(model: base.Model, params: base.Params, done: Finished) -> Agreement:
+  """`agreement` on one answer, at the least of `lengths` that holds it."""
+  longest, tokens = done.batch.target.shape[1], len(done.tokens)
+  length = next(length for length in lengths(longest) if length >= tokens)
+  return agreement(model, params, done.batch, done.settings, length)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
 def agreement(
   model: base.Model,
   params: base.Params,
   batch: base.DistillationBatch,
   settings: base.SamplingSettings,
+  length: int | None = None,
 ) -> Agreement:
   """Measures a draft on finished requests, by one teacher-forced forward pass.
 
@@ -53,10 +71,16 @@ def agreement(
     params: its parameters (not the served copy).
     batch: R finished requests with their records.
     settings: [R] as the requests were decoded.
+    length: tokens that are looked at, at least those of the longest; None: all places.
 
   Returns:
     Means per request.
   """
+  if length is not None:
+    target, mask, records = jax.tree.map(
+      lambda leaf: leaf[:, :length], (batch.target, batch.mask, batch.records)
+    )
+    batch = batch.replace(target=target, mask=mask, records=records)
   mask = model.mask(batch.source)
   logits = model.score(params, batch.source, mask, batch.target, **batch.kept_reading)
   return agreement_from_logits(logits, batch, settings)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from osd_jax import base, pairs, partitioning
 from osd_jax.distillation.background import Outcome
 from osd_jax.distillation.buffer import BufferConfig
@@ -244,10 +246,8 @@ class Server:
     if done.stop_reason == base.StopReason.NOT_FINITE or not len(done.tokens):
       return None  # says nothing of the target
     if overlap is None:
-      measured = agreement.agreement(
-        self.pair.draft, self.learner.serving, done.batch, done.settings
-      )
-      overlap = float(measured.distribution_overlap[0])
+      measured = agreement.of_answer(self.pair.draft, self.learner.serving, done)
+      overlap = float(jax.device_get(measured.distribution_overlap)[0])
     return self._swapped(self.learner.take_in(done.batch, overlap))
 
   def finish_learning(self) -> Outcome | None:
@@ -263,12 +263,13 @@ class Server:
     """Compiles everything now, for every bucket, so that no request waits for it."""
     answers = self.slots.warm_up()
     if learn:
-      self.learner.warm_up()
+      self.learner.warm_up(done.batch for done in answers)
     if self.pair.draft is not None and self.slots.config.record_top_k:
       for done in answers:
-        agreement.agreement(
-          self.pair.draft, self.draft_params, done.batch, done.settings
-        )
+        for length in agreement.lengths(self.slots.config.target_length):
+          agreement.agreement(
+            self.pair.draft, self.draft_params, done.batch, done.settings, length
+          )
 
   def save(self, path: str | Path) -> Path:
     """Writes the draft that serves now; `PairConfig.draft` reads the file."""

@@ -146,13 +146,19 @@ def time_saved(rows: Sequence[Row]) -> Any:
 
 
 def panels(rows: Sequence[Row]) -> dict[str, dict[tuple[int, str], Row]]:
-  """Runs with an attached draft on two cores, by what the target costs.
+  """Runs with an attached draft that learns as in the demo, by what the target costs.
+
+  On two cores.
 
   Returns:
     title -> (seed, system) -> row.
   """
   courses = [row for row in rows if "cumulated_seconds" in row]
-  attached = {row["setting"] for row in courses if row["system"] == "attached online"}
+  attached = {
+    row["setting"]
+    for row in courses
+    if row["system"] == "attached online" and "by_worth" not in row["setting"]
+  }
   found: dict[str, dict[tuple[int, str], Row]] = {}
   for row in courses:
     if row["setting"] in attached and "1 thread" not in row["clock"]:

@@ -81,8 +81,7 @@ def stored(path: str | Path) -> Iterator[Path]:
   yield local
   try:
     with _errors(address, "output"):
-      system, root = _system(address)
-      system.put_file(str(local), root)
+      _put(local, *_system(address))
   except base.InputError as error:
     raise base.InputError(f"{error} What was written is {local}.") from error
   shutil.rmtree(local.parent)
@@ -134,10 +133,9 @@ class Mirror:
       system, root = _system(self.address)
       before, here = _read(self._notes).get("here", {}), self._here()
       for inside, stamp in here.items():
-        if before.get(inside) != stamp:
-          with contextlib.suppress(FileNotFoundError):  # it was only passing through
-            system.makedirs(f"{root}/{inside}".rpartition("/")[0], exist_ok=True)
-            system.put_file(str(self.folder / inside), f"{root}/{inside}")
+        file = self.folder / inside
+        if before.get(inside) != stamp and file.exists():  # else it passed through
+          _put(file, system, f"{root}/{inside}")
       there = _files(self.address)
       for inside in there.keys() & (before.keys() - here.keys()):
         system.rm_file(there.pop(inside)["name"])
@@ -223,6 +221,13 @@ def _get(address: str, name: str, file: Path) -> None:
   passing = file.with_name(f"{file.name}.{os.getpid()}.tmp")
   system.get_file(name, str(passing))
   passing.replace(file)
+
+
+def _put(file: Path, system: Any, path: str) -> None:
+  """Copies one file to a file system; a bucket that is not there is not made."""
+  if getattr(system, "local_file", False):
+    system.makedirs(path.rpartition("/")[0], exist_ok=True)
+  system.put_file(str(file), path)
 
 
 def _token(info: Mapping[str, Any]) -> str:

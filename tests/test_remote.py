@@ -224,6 +224,20 @@ def test_an_address_that_fails_to_be_read_is_not_written_to(pair, bucket, monkey
   assert BUCKET.find(address) == before
 
 
+def test_a_bucket_that_is_not_there_is_said(pair, bucket, monkeypatch):
+  """Nothing is noted as copied, and nothing of the run is lost."""
+
+  def refuse(*args, **kwargs):
+    raise FileNotFoundError("no bucket of that name")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(type(BUCKET), "put_file", refuse)
+    with pytest.raises(base.InputError, match=r"no bucket.*the same command copies"):
+      online.run(frozen(pair, f"{bucket}/run"))
+  online.run(frozen(pair, f"{bucket}/run"))
+  assert BUCKET.exists(f"{bucket}/run/draft.safetensors")
+
+
 def test_it_is_copied_meanwhile(bucket, monkeypatch, tmp_path):
   monkeypatch.setattr(remote, "EVERY_SECONDS", 0.01)
   mirror = remote.Mirror(f"{bucket}/run")

@@ -102,6 +102,40 @@ def test_one_of_three_is_killed_and_nobody_notices(pair, alone, tmp_path, monkey
   assert len(rows_of(result.path, "update")) > 2 and max(versions) > 1
 
 
+def test_the_only_one_is_killed_and_its_successor_goes_on(
+  pair, alone, tmp_path, monkeypatch
+):
+  """Nobody else could answer: the new one loads, hears of the newest draft, serves."""
+  at_step(monkeypatch, 6, lambda self: ray.kill(self._replicas[0].actor))
+  config = configured(
+    pair, tmp_path / "run", replicas=ReplicaConfig(1), compare_every=0
+  )
+  result = online.run(config)
+  assert outputs(result.path) == alone
+  each_once(result.path)
+  assert len(rows_of(result.path, "replica")) == 1
+  versions = [row["draft_version"] for row in rows_of(result.path, "request")]
+  assert versions == sorted(versions) and versions[-1] > 1
+
+
+def test_one_that_dies_while_it_loads_is_replaced(pair, monkeypatch, tmp_path):
+  """Of the made-up requests nothing is counted as an answer."""
+  mark = str(tmp_path / "died")
+
+  class Frail(replicas.Replica):
+    def load(self):
+      if not os.path.exists(mark):
+        open(mark, "w").close()
+        os._exit(1)
+      return super().load()
+
+  monkeypatch.setattr(replicas, "Replica", Frail)
+  found = held(pair)
+  assert found.warm_up() and len(found.news()) == 1
+  (done,) = found.run([requests.Request(np.asarray([5], np.int32))])
+  assert len(done.tokens)
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_an_interrupted_run_goes_on_with_fewer_or_none(
   pair, alone, tmp_path, monkeypatch, count

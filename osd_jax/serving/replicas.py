@@ -219,18 +219,11 @@ class Replicas(Rows):
   def step(self) -> list[Finished]:
     """Gives waiting requests to replicas, and waits for one of them."""
     self._hand_out()
-    (reference,), _ = self._ray.wait(list(self._running), num_returns=1)
-    replica = self._running.pop(reference)
-    try:
-      answers = self._ray.get(reference)
-    except self._ray.exceptions.RayActorError as error:
-      self._replace(replica, error)
-      return []
-    except self._ray.exceptions.RayTaskError as error:
-      raise error.cause from None  # what was raised there, as if it were here
-    finished = [
+    replica, answers = self._first()
+    finished = [  # those to the made-up requests of one that has loaded are nobody's
       dataclasses.replace(done, request=replica.held.pop(done.request.tag))
       for done in answers
+      if done.request.tag in replica.held
     ]
     self._lost_in_turn = 0 if finished else self._lost_in_turn
     return finished
@@ -242,12 +235,9 @@ class Replicas(Rows):
       One's answers to made-up requests, to warm up what comes behind.
     """
     answers: list[Finished] = []
-    for reference in list(self._running):
-      try:
-        answers = self._ray.get(reference)
-      except self._ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    self._running.clear()
+    while self._running:
+      _, found = self._first()
+      answers = found or answers
     return answers
 
   def clear(self) -> None:
@@ -313,6 +303,22 @@ class Replicas(Rows):
     )
     for tag in host["waiting"]:
       self.submit(request_of(tag))
+
+  def _first(self) -> tuple[_Handle, list[Finished]]:
+    """Waits for a call of any replica; one that is lost is replaced.
+
+    Returns:
+      The replica, and what it gave.
+    """
+    (reference,), _ = self._ray.wait(list(self._running), num_returns=1)
+    replica = self._running.pop(reference)
+    try:
+      return replica, self._ray.get(reference)
+    except self._ray.exceptions.RayActorError as error:
+      self._replace(replica, error)
+      return replica, []
+    except self._ray.exceptions.RayTaskError as error:
+      raise error.cause from None  # what was raised there, as if it were here
 
   def _started(self) -> _Handle:
     replica = _Handle(self._make())

@@ -113,16 +113,21 @@ class Mirror:
   def pull(self, sign: str) -> None:
     """Takes what is there, unless it is what was last copied from here.
 
+    What was copied there once and has been removed since is begun anew. What was here
+    is put aside, into the folder `removed`.
+
     Args:
       sign: name of a file; where it is absent, what is there is not ours.
     """
     with _errors(self.address, "run_directory"):
       found = _files(self.address)
       there = {inside: _token(info) for inside, info in found.items()}
-      if sign not in there or there == _read(self._notes).get("there", {}):
+      before = _read(self._notes).get("there", {})
+      if sign not in there and sign in before:
+        self._put_aside()
+      if sign not in there or there == before:
         return
-      for inside in self._here():
-        (self.folder / inside).unlink(missing_ok=True)
+      self._put_aside()
       for inside, info in found.items():
         _get(self.address, info["name"], self.folder / inside)
       _write(self._notes, {"there": there, "here": self._here()})
@@ -163,6 +168,16 @@ class Mirror:
       raise base.InputError(
         f"{error} All is in {self.folder}; the same command copies it again."
       ) from error
+
+  def _put_aside(self) -> None:
+    """Empties the folder but for its lock."""
+    aside = self.folder.parent / "removed"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for child in self.folder.iterdir():
+      if not _UNSHARED.search(child.name):
+        child.rename(aside / child.name)
+    self._notes.unlink(missing_ok=True)
 
   def _work(self) -> None:
     while not self._ended.wait(EVERY_SECONDS):

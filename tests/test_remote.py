@@ -224,6 +224,19 @@ def test_an_address_that_fails_to_be_read_is_not_written_to(pair, bucket, monkey
   assert BUCKET.find(address) == before
 
 
+def test_a_run_that_was_removed_there_is_begun_anew(pair, bucket, alone):
+  address = f"{bucket}/run"
+  first = online.run(frozen(pair, address))
+  started = json.loads((first.path / "provenance.json").read_text())
+  BUCKET.rm(address, recursive=True)
+  again = online.run(frozen(pair, address))
+  assert outputs(again.path) == alone
+  there = json.loads(get(f"{address}/provenance.json"))
+  assert there == json.loads((again.path / "provenance.json").read_text()) != started
+  aside = again.path.parent / "removed"  # nothing is lost by it
+  assert json.loads((aside / "provenance.json").read_text()) == started
+
+
 def test_a_bucket_that_is_not_there_is_said(pair, bucket, monkeypatch):
   """Nothing is noted as copied, and nothing of the run is lost."""
 

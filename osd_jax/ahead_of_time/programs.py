@@ -185,9 +185,15 @@ def _of_an_adaptive_k(plan: Plan) -> dict[str, Program]:
   def behind() -> Any:
     return calls.catch_up.trace(plan.program, plan.served, plan.state)
 
+  parts, model = plan.program.parts, plan.partitioner.mesh.shape["model"]
+  drafting = parts if plan.partitioner.is_whole(plan.draft) else parts * model
   return {
-    "prefill of the target alone": Program(of_target, untouched=plan.state),
-    "prefill of the draft alone": Program(of_draft, untouched=plan.state),
+    "prefill of the target alone": Program(
+      of_target, untouched=plan.state, chips=parts * model
+    ),
+    "prefill of the draft alone": Program(
+      of_draft, untouched=plan.state, chips=drafting
+    ),
     "catch up": Program(behind, 1),
   }
 

@@ -196,7 +196,9 @@ def _add_gin(sub: argparse.ArgumentParser) -> None:
   sub.add_argument(
     "--help_config", action="store_true", help="list every setting and stop"
   )
-  hosts = sub.add_argument_group("several processes, one program")
+  hosts = sub.add_argument_group(
+    f"several processes, one program ({', '.join(JOINED)})"
+  )
   hosts.add_argument(
     "--multihost", action="store_true", help="the cluster says who and how many"
   )

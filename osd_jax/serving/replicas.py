@@ -295,12 +295,7 @@ class Replicas(Rows):
     draft_params: base.Params,
   ) -> None:
     """Continues from what `state` gave."""
-    shortlist = host["shortlist"]
-    self.swap(
-      draft_params,
-      host["draft_version"],
-      None if shortlist is None else np.asarray(shortlist, np.int32),
-    )
+    self.swap_back(host, draft_params)
     for tag in host["waiting"]:
       self.submit(request_of(tag))
 

@@ -4,6 +4,9 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from osd_jax import base
 from osd_jax.serving.requests import Finished, Request
 
 _END: Any = object()  # of an iterator; None is a request that is not there yet
@@ -35,6 +38,21 @@ class Rows(abc.ABC):
   @abc.abstractmethod
   def submit(self, request: Request) -> None:
     """Queues a request, or raises as `check` does."""
+
+  @abc.abstractmethod
+  def swap(
+    self,
+    draft_params: base.Params,
+    version: int,
+    shortlist: np.ndarray | None = None,
+  ) -> None:
+    """New draft parameters from the next call on; outputs do not depend on them."""
+
+  def swap_back(self, host: dict[str, Any], draft_params: base.Params) -> None:
+    """`swap` to the draft that served when `host` was kept."""
+    kept = host["shortlist"]
+    shortlist = None if kept is None else np.asarray(kept, np.int32)
+    self.swap(draft_params, host["draft_version"], shortlist)
 
   @abc.abstractmethod
   def step(self) -> list[Finished]:

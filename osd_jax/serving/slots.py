@@ -239,12 +239,7 @@ class Slots(Rows):
       request_of: makes the request of a tag again.
       draft_params: of the draft that served.
     """
-    shortlist = host["shortlist"]
-    self.swap(
-      draft_params,
-      host["draft_version"],
-      None if shortlist is None else np.asarray(shortlist, np.int32),
-    )
+    self.swap_back(host, draft_params)
     self._waiting = deque(request_of(tag) for tag in host["waiting"])
     if not host["tags"]:
       return  # replicas held the rows

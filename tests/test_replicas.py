@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import sys
 
 import numpy as np
@@ -202,6 +203,24 @@ def test_a_loaded_pair_and_a_watched_request_are_refused(pair):
   watched = requests.Request(np.asarray([5], np.int32), watch=lambda tokens: None)
   with pytest.raises(base.InputError, match="somebody watches"):
     held(pair).submit(watched)
+
+
+def test_sigterm_stays_whose_it_was(monkeypatch):
+  """Ray takes it; a run would end without a word."""
+
+  def other(*_):
+    pass
+
+  before = signal.signal(signal.SIGTERM, other)
+  monkeypatch.setattr(ray, "is_initialized", lambda: False)
+  monkeypatch.setattr(
+    ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  )
+  try:
+    assert replicas._ray() == (ray, True)
+    assert signal.getsignal(signal.SIGTERM) is other
+  finally:
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_without_ray_it_says_what_to_install(pair, monkeypatch):

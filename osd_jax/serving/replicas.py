@@ -14,6 +14,8 @@ requests are given to others, and every request is answered, and learnt from, on
 import collections
 import dataclasses
 import logging
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -329,7 +331,7 @@ class Replicas(Rows):
   def _replace(self, replica: _Handle, error: Exception) -> None:
     """Gives what a lost replica held to the others, first of all that waits."""
     self._lost_in_turn += 1
-    reason = str(error).strip().splitlines()[-1]
+    reason = str(error).strip().splitlines()[-1].partition(". ")[0].rstrip(".")
     if self._lost_in_turn > _LIVES:
       raise base.UserError(
         f"replicas: {self._lost_in_turn} were lost one after the other without an"
@@ -381,7 +383,10 @@ def _ray() -> tuple[Any, bool]:
     ) from error
   if ray.is_initialized():
     return ray, False
+  before = signal.getsignal(signal.SIGTERM)
   ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGTERM, before)  # Ray would end the process by itself
   return ray, True
 
 

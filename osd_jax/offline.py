@@ -228,6 +228,7 @@ class OfflineLoop:
       self.pair.draft, config.update, self.learner, batch, self._frozen
     )
     self._losses.append(found.loss)
+    jax.block_until_ready(self._losses[-2:-1])  # one step ahead of the devices
     self.taken += 1
     last = self.taken == config.steps
     if self.taken % config.log_every == 0 or last:

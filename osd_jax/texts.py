@@ -194,8 +194,10 @@ def reference_rows(
       source[row, : len(prompt.tokens)] = prompt.tokens[:source_length]
       reference = prompt.reference[: decoding.target_length]
       tokens[row, : len(reference)] = reference
-    yield records.teacher_forced(
-      pair.target, pair.target_params, source, tokens, decoding.record_top_k
+    yield jax.block_until_ready(  # of a mesh, few may be in flight
+      records.teacher_forced(
+        pair.target, pair.target_params, source, tokens, decoding.record_top_k
+      )
     )
 
 

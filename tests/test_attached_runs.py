@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import online, pairs, partitioning, writers
+from osd_jax import online, pairs, partitioning, texts, writers
+from osd_jax.data import prompts
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
 from osd_jax.models.shapes import AttachedConfig, DraftServing
 from osd_jax.serving import adaptive, calls, slots
 from osd_jax.serving.prompts import Prompt
+from osd_jax.serving.server import Server
 
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 COSTS = adaptive.RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
@@ -123,6 +125,17 @@ def test_in_every_mode_the_outputs_are_the_same(mode, pair, plain, tmp_path):
   assert outputs(result.path) == plain
   overlaps = [row["overlap"] for row in timeless(result.path, "request")]
   assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+def test_a_long_warm_start_is_read_on_a_mesh():
+  """Of XLA's CPU devices, piled up computations wait for one another for ever."""
+  decoding = slots.DecodingConfig(source_lengths=(40,), target_length=64)
+  mesh = partitioning.PartitionConfig(2, 2)
+  with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
+    asked = [prompts.Prompt(np.full(30, 9), 0, np.full(40, 9))] * 1600
+    server.seed(texts.reference_rows(server.pair, asked, decoding))
+    assert int(server.learner.state()[0]["buffer"].added) == 1600
 
 
 @pytest.mark.parametrize("data", [1, 2])

@@ -221,9 +221,9 @@ def test_a_late_update_is_waited_for_at_each_step_and_changes_nothing(
     time.sleep(0.5)  # longer than serving an interval takes
     return real_slice(*arguments)
 
-  def keep_pace(self, finished):
+  def keep_pace(self, finished, in_flight):
     before = self._asked
-    real_pace(self, finished)
+    real_pace(self, finished, in_flight)
     asked.append(self._asked - before)
 
   monkeypatch.setattr(update, "take_slice", slow)

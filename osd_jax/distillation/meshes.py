@@ -24,6 +24,12 @@ def beside(params: base.Params, tree: Any) -> Any:
   )
 
 
+def spans(params: base.Params) -> bool:
+  """Whether arrays are on several devices, so that programs of all devices use them."""
+  leaf = jax.tree.leaves(params)[0]
+  return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+
+
 def placed_like(before: Any, after: Any) -> Any:
   """`after` where `before` was: XLA places results as it likes.
 

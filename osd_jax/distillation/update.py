@@ -8,7 +8,7 @@ counted. No argument is ever donated: serving may still read the old parameters.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import flax.struct
 import jax
@@ -360,18 +360,55 @@ def update(
     config: loss and optimiser.
     learner: state before the update.
     batches: from `draw_update`.
-    after_slice: told of the state that a slice leaves, computed or not yet.
+    after_slice: told of the state that a slice leaves, computed.
     frozen: what of the draft is the target's; see `base.Model.split`.
 
   Returns:
     (state, metrics [slices]).
   """
-  state, metrics = learner, []
+  taken = []
+  for state, report in slices(model, config, learner, batches, frozen):
+    taken.append((state, report))
+    after_slice(state)
+  return summed_up(learner, taken)
+
+
+def slices(
+  model: base.Model,
+  config: UpdateConfig,
+  learner: LearnerState,
+  batches: Sequence[base.DistillationBatch],
+  frozen: base.Params = None,
+) -> Iterator[tuple[LearnerState, UpdateMetrics]]:
+  """The slices of an update, each taken when it is asked for; see `summed_up`.
+
+  Args:
+    model: the draft.
+    config: loss and optimiser.
+    learner: state before the update.
+    batches: from `draw_update`.
+    frozen: what of the draft is the target's; see `base.Model.split`.
+
+  Yields:
+    (state behind a slice, its metrics, scalars), computed.
+  """
+  state = learner
   for batch in batches:
     state, report = take_slice(model, config, state, cut(config, batch), frozen)
-    state = meshes.placed_like(learner, state)
-    metrics.append(report)
-    after_slice(state)
+    state = jax.block_until_ready(meshes.placed_like(learner, state))
+    yield state, report
+
+
+def summed_up(
+  before: LearnerState, taken: Sequence[tuple[LearnerState, UpdateMetrics]]
+) -> tuple[LearnerState, UpdateMetrics]:
+  """What an update leaves: (state with its version, metrics [slices]).
+
+  Args:
+    before: state when the update began.
+    taken: what `slices` yielded, one at least.
+  """
+  states, reports = zip(*taken, strict=True)
   # By numpy: for every number of slices it would be compiled once.
-  stacked = jax.tree.map(lambda *values: np.stack(jax.device_get(values)), *metrics)
-  return finish_update(learner, state), stacked
+  stacked = jax.tree.map(lambda *values: np.stack(jax.device_get(values)), *reports)
+  return finish_update(before, states[-1]), stacked

@@ -255,18 +255,16 @@ def _with_learning(
   learner = server.learner
   learner.try_update()
   alone = float(usual(_repeated(lambda: _ms(learner.try_update), 2, 5)))
+  slices = learner.update_config.steps_per_update
+  prices = dataclasses.replace(prices, slice_ms=alone / slices, slices=slices)
+  if not learner.is_beside:
+    return prices  # nothing of it is hidden
   with _again_and_again(learner.try_update) as beside:
     busy = call_prices(ways, source)[0].round_ms[-1]
   idle = call_prices(ways, source)[0].round_ms[-1]
   slowdown = max(2 * busy / (idle + prices.online.round_ms[-1]), 1.0)
-  slices = learner.update_config.steps_per_update
-  return dataclasses.replace(
-    prices,
-    slice_ms=alone / slices,
-    slices=slices,
-    slowdown=slowdown,
-    hidden=hidden_share(slowdown, alone, float(usual(beside))),
-  )
+  hidden = hidden_share(slowdown, alone, float(usual(beside)))
+  return dataclasses.replace(prices, slowdown=slowdown, hidden=hidden)
 
 
 def _turn(

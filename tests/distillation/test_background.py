@@ -1,4 +1,4 @@
-"""Updates beside serving: taken when promised, bit for bit what `update` computes."""
+"""Updates under way: taken when promised, bit for bit what `update` computes."""
 
 import threading
 import time
@@ -144,15 +144,15 @@ def test_where_learning_is_behind_a_step_waits_for_one_slice(learner, gated):
   fall_behind(one, gate)
   before = one.learner
   one.launch(batches(1), finished=0)
-  one.keep_pace(INTERVAL - 1)  # this step finishes no interval: waits for nothing
+  one.keep_pace(0, INTERVAL - 1)  # this step finishes no interval: waits for nothing
   timer = threading.Timer(0.2, gate.release)
   timer.start()
-  one.keep_pace(INTERVAL)
+  one.keep_pace(0, INTERVAL)
   timer.join()
   assert not one._future.done()  # one of two slices
   gate.release()
-  one.keep_pace(INTERVAL)
-  one.keep_pace(INTERVAL)  # none is left
+  one.keep_pace(0, INTERVAL)
+  one.keep_pace(0, INTERVAL)  # none is left
   outcome = one.take()
   assert outcome.wait_ms > 100
   gate.release(CONFIG.steps_per_update)
@@ -169,7 +169,7 @@ def test_late_updates_in_a_row_are_all_waited_for_slice_by_slice(learner, gated)
     for _ in range(CONFIG.steps_per_update):
       threading.Timer(0.1, gate.release).start()
       started = time.perf_counter()
-      one.keep_pace(INTERVAL)
+      one.keep_pace(0, INTERVAL)
       assert time.perf_counter() - started > 0.05
     one.settle()
     assert one.take().wait_ms > 100
@@ -186,7 +186,7 @@ def test_no_step_waits_where_learning_keeps_up_or_is_free(learner, gated, free):
     one.settle()  # serving has taken longer than the update
     one.take()
   one.launch(batches(1), finished=0)
-  one.keep_pace(100)
+  one.keep_pace(0, 100)
   assert not one._future.done()
   gate.release(CONFIG.steps_per_update)
 
@@ -200,7 +200,7 @@ def test_an_update_that_fails_keeps_no_step_waiting(learner, gated, monkeypatch)
 
   monkeypatch.setattr(update, "take_slice", fails)
   one.launch(batches(1), finished=0)
-  one.keep_pace(INTERVAL)
+  one.keep_pace(0, INTERVAL)
   with pytest.raises(RuntimeError, match="out of memory"):
     one.take()
 
@@ -240,3 +240,64 @@ def test_an_error_in_the_thread_reaches_serving(learner):
   one.launch([batches()[0].replace(target=None)], finished=0)
   with pytest.raises(Exception, match="NoneType"):
     one.take()
+
+
+@pytest.fixture
+def interleaved(monkeypatch):
+  """Made by `make(free)`, with the list of the threads that slices were taken by."""
+  taken, real = [], update.take_slice
+
+  def noted(*arguments):
+    taken.append(threading.current_thread())
+    return real(*arguments)
+
+  monkeypatch.setattr(update, "take_slice", noted)
+
+  def make(free=False):
+    start = update.init_learner(CONFIG, params())
+    return background.InterleavedLearner(MODEL, CONFIG, start, INTERVAL, free), taken
+
+  return make
+
+
+def test_between_calls_slices_are_spread_over_the_requests_until_it_is_due(interleaved):
+  one, taken = interleaved()
+  one.keep_pace(0, 1)
+  assert not taken and not one.due(100) and one.pending() is None
+  one.launch((*batches(0), *batches(1), *batches(2)), finished=4)
+  counts = []
+  for finished in (4, 4, 5, 6, 6):
+    one.keep_pace(finished, in_flight=8)  # how many may finish does not matter
+    counts.append(len(taken))
+  # Six over three requests, then four over three, two over two, one over one.
+  assert counts == [2, 4, 5, 6, 6]
+  assert set(taken) == {threading.current_thread()} and not one.is_running
+  assert [one.due(n) for n in (6, 7)] == [False, True]
+
+
+def test_between_calls_it_computes_the_same_bits_however_far_it_came(interleaved):
+  for calls in range(3):
+    one, taken = interleaved()
+    del taken[:]
+    before = one.learner
+    one.launch(batches(), finished=0)
+    for _ in range(calls):
+      one.keep_pace(0, 1)
+    assert one.learner is before and one.pending()[0] == 0
+    outcome = one.take()
+    assert len(taken) == CONFIG.steps_per_update
+    wanted, report = update.update(MODEL, CONFIG, before, batches())
+    assert_same_bits(outcome.learner, wanted)
+    assert outcome.losses == np.asarray(report.loss).tolist()
+    assert outcome.version == 1 and outcome.wait_ms == outcome.update_ms > 0
+    assert not one.busy and one.pending() is None
+
+
+def test_between_calls_a_free_one_is_due_when_all_slices_are_taken(interleaved):
+  one, _ = interleaved(free=True)
+  one.launch(batches(), finished=0)
+  assert not one.due(1000)
+  one.keep_pace(0, 1)
+  assert not one.due(1000)
+  one.keep_pace(INTERVAL - 1, 1)
+  assert one.due(0)

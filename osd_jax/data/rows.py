@@ -28,23 +28,37 @@ _PLACE = r"(.+?:\d+)(?:: \w+: (.*))?"  # file, line, why it was skipped
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-  """One usable example.
+  """One usable example; its ids are written when they are asked for.
+
+  Of a large corpus often few rows are kept, and ids take longer than all the rest.
 
   Attributes:
     location: "file:line" or the like; where it was read.
     row_id: the example's own id or its place.
     prompt: text.
     reference: text, "" if the data has none.
-    source: [n] int32, ids of the prompt as its model is given them.
-    target: [m] int32, ids of the reference with end-of-sequence, m >= 1.
+    encode: writes the ids of prompt and reference.
   """
 
   location: str
   row_id: str
   prompt: str
   reference: str
-  source: np.ndarray
-  target: np.ndarray
+  encode: Callable[[], tuple[np.ndarray, np.ndarray]]
+
+  @property
+  def source(self) -> np.ndarray:
+    """[n] int32, ids of the prompt as its model is given them."""
+    return self._ids[0]
+
+  @property
+  def target(self) -> np.ndarray:
+    """[m] int32, ids of the reference with end-of-sequence, m >= 1."""
+    return self._ids[1]
+
+  @functools.cached_property
+  def _ids(self) -> tuple[np.ndarray, np.ndarray]:
+    return self.encode()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,13 +103,13 @@ def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "plain") -> Tas
   """
   readers = {"seqio": _seqio_rows, "plain": _plain_rows}
   found, problems = readers[reader](task, vocabulary)
-  rows = tuple(row for row in found if not vocabulary.is_blank(row.source))
+  rows = tuple(row for row in found if not _is_blank(row, vocabulary))
   skipped = (
     *(f"{text.location}: {text.problem}" for text in problems),
     *(
       f"{row.location}: empty: the prompt has no tokens"
       for row in found
-      if vocabulary.is_blank(row.source)
+      if _is_blank(row, vocabulary)
     ),
   )
   if not rows:
@@ -215,18 +229,29 @@ def _places(task: Mapping[str, Any], name: str) -> str:
   return ", ".join([*named, f"and {more} more"] if more else named)
 
 
+def _is_blank(row: Row, vocabulary: Vocabulary) -> bool:
+  """Whether a prompt has no tokens; with a letter or digit it has, whoever writes."""
+  return not re.search(r"[A-Za-z0-9]", row.prompt) and vocabulary.is_blank(row.source)
+
+
 def _plain_rows(
   task: TaskConfig, vocabulary: Vocabulary
 ) -> tuple[list[Row], list[Text]]:
   texts = list(tasks.texts(task))
+
+  def ids(text):
+    return (
+      vocabulary.encode_prompt(text.prompt),
+      vocabulary.encode_with_eos(text.reference),
+    )
+
   found = [
     Row(
       text.location,
       text.row_id,
       text.prompt,
       text.reference,
-      vocabulary.encode_prompt(text.prompt),
-      vocabulary.encode_with_eos(text.reference),
+      functools.partial(ids, text),
     )
     for text in texts
     if not text.problem
@@ -260,11 +285,12 @@ def _task_dataset(task: TaskConfig, vocabulary: Vocabulary) -> Iterator[Row]:
     .get_dataset(sequence_length=None, split=task.split, shuffle=False)
   )
   for example in dataset.as_numpy_iterator():
+    source = np.asarray(example["inputs"], np.int32)
+    target = np.asarray(example["targets"], np.int32)
     yield Row(
       example["location"].decode(),
       example["row_id"].decode(),
       example["inputs_pretokenized"].decode(),
       example["targets_pretokenized"].decode(),
-      np.asarray(example["inputs"], np.int32),
-      np.asarray(example["targets"], np.int32),
+      functools.partial(tuple, (source, target)),
     )

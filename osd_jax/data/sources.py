@@ -108,13 +108,18 @@ def paths(task: TaskConfig) -> list[str]:
 def source_lines(task: TaskConfig) -> Iterator[jsonl.Line]:
   """Yields the raw JSON lines of a JSONL or generated task."""
   if task.kind == "generated":
-    rows = generated.examples(task.topic, task.split, task.rows or 0)
-    place = f"generated.{task.topic}.{task.split}"
-    for number, row in enumerate(rows, 1):
-      fields = {"prompt": row.prompt, "reference": row.reference}
-      yield jsonl.Line(f"{place}:{number}", json.dumps(fields).encode())
+    for location, fields in generated_rows(task):
+      yield jsonl.Line(location, json.dumps(fields).encode())
     return
   yield from jsonl.lines(paths(task))
+
+
+def generated_rows(task: TaskConfig) -> Iterator[tuple[str, dict[str, str]]]:
+  """Yields place and fields of the examples of a generated task."""
+  rows = generated.examples(task.topic, task.split, task.rows or 0)
+  place = f"generated.{task.topic}.{task.split}"
+  for number, row in enumerate(rows, 1):
+    yield f"{place}:{number}", {"prompt": row.prompt, "reference": row.reference}
 
 
 def line_text(task: TaskConfig, location: str, data: bytes) -> Text:

@@ -21,6 +21,7 @@ from osd_jax import base
 from osd_jax.data.sources import (
   TaskConfig,
   Text,
+  generated_rows,
   line_text,
   paths,
   raw_text,
@@ -43,16 +44,22 @@ def texts(task: TaskConfig) -> Iterator[Text]:
     InputError: missing files.
   """
   usable = 0
-  every = (
-    _tfds_texts(task)
-    if task.kind == "tfds"
-    else (line_text(task, line.location, line.data) for line in source_lines(task))
-  )
-  for text in every:
+  readers = {"tfds": _tfds_texts, "generated": _generated_texts, "jsonl": _jsonl_texts}
+  for text in readers[task.kind](task):
     if usable == task.rows:
       return
     usable += not text.problem
     yield text
+
+
+def _jsonl_texts(task: TaskConfig) -> Iterator[Text]:
+  for line in source_lines(task):
+    yield line_text(task, line.location, line.data)
+
+
+def _generated_texts(task: TaskConfig) -> Iterator[Text]:
+  for location, fields in generated_rows(task):
+    yield raw_text(task, location, fields)
 
 
 def import_seqio() -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import string
 import subprocess
 import sys
 
@@ -43,6 +44,48 @@ def run_python(code):
     timeout=300,
     check=False,
   )
+
+
+@pytest.fixture
+def count_encoded(monkeypatch):
+  """The prompts that were encoded since."""
+  encode, seen = Vocabulary.encode_prompt, []
+
+  def counted(self, text):
+    seen.append(text)
+    return encode(self, text)
+
+  monkeypatch.setattr(Vocabulary, "encode_prompt", counted)
+  return seen
+
+
+def test_ids_are_written_when_they_are_asked_for(jsonl_task, vocabulary, count_encoded):
+  found = rows.read(jsonl_task, vocabulary)
+  assert not count_encoded
+  row = found.rows[0]
+  assert row.source.tolist() == vocabulary.encode_with_eos(row.prompt).tolist()
+  assert row.target.tolist() == vocabulary.encode_with_eos(row.reference).tolist()
+  assert count_encoded == [row.prompt]  # once
+
+
+def test_a_letter_or_digit_is_a_token_and_what_has_none_is_looked_at(
+  tmp_path, vocabulary, count_encoded
+):
+  assert not any(
+    vocabulary.is_blank(vocabulary.encode_prompt(sign))
+    for sign in string.ascii_letters + string.digits
+  )
+  del count_encoded[:]
+  prompts = ["\u200b", "?", "a"]  # a space of no width is no token
+  lines = [json.dumps({"prompt": prompt, "reference": ""}) for prompt in prompts]
+  (tmp_path / "p.jsonl").write_text("\n".join(lines))
+  found = rows.read(TaskConfig("p", pattern=str(tmp_path / "p.jsonl")), vocabulary)
+  assert "a" not in count_encoded and "?" in count_encoded
+  assert [row.prompt for row in found.rows] == [
+    prompt
+    for prompt in prompts
+    if not vocabulary.is_blank(vocabulary.encode_prompt(prompt))
+  ]
 
 
 def test_seqio_is_imported_without_a_word():

@@ -4,6 +4,7 @@ Logical axis names come from the models, rules are resolved only here. On one de
 everything is a no-op.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -298,14 +299,30 @@ def _start(cpu_threads: int) -> None:
     return
   # Who calls computes: with one thread all would else take turns on a single other one.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
-  before = os.environ.get("NPROC")
-  os.environ["NPROC"] = str(cpu_threads)  # XLA takes it for the number of cores
-  try:
+  with _environment(
+    NPROC=str(cpu_threads),  # XLA takes it for the number of cores
+    XLA_FLAGS=" ".join([os.environ.get("XLA_FLAGS", ""), *_ALONE[: cpu_threads == 1]]),
+  ):
     jax.devices()
+
+
+# What could run side by side XLA gives to its pool, too. Of one thread, that is busy
+# with an update, and a prompt would wait for a slice.
+_ALONE = ("--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",)
+
+
+@contextlib.contextmanager
+def _environment(**changes: str) -> Iterator[None]:
+  """Environment variables that are others within."""
+  before = {name: os.environ.get(name) for name in changes}
+  os.environ.update(changes)
+  try:
+    yield
   finally:
-    del os.environ["NPROC"]
-    if before is not None:
-      os.environ["NPROC"] = before
+    for name, value in before.items():
+      os.environ.pop(name)
+      if value is not None:
+        os.environ[name] = value
 
 
 def _has_started() -> bool:

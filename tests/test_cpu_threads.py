@@ -20,15 +20,30 @@ warnings.simplefilter("error")
 partitioner = partitioning.make(partitioning.PartitionConfig(cpu_threads={threads}))
 import jax.numpy as jnp
 jnp.ones((512, 512)) @ jnp.ones((512, 512))
+{then}
 tasks = pathlib.Path("/proc/self/task").iterdir()
 print(sum("Eigen" in (task / "comm").read_text() for task in tasks))
 """
 
 
-def pool(threads: int | None, before: str = "") -> subprocess.CompletedProcess:
+TWO_CHAINS = """
+import jax
+import re
+def chains(x, y):
+  for _ in range(3):
+    x, y = jnp.sin(x) @ x, jnp.tanh(y) @ y
+  return x, y
+text = jax.jit(chains).lower(*[jnp.ones((64, 64))] * 2).compile().as_text()
+print("".join(re.findall(r"%wrapped_(sin|tanh)\\S* =", text.split("ENTRY")[1])))
+"""
+
+
+def pool(
+  threads: int | None, before: str = "", then: str = ""
+) -> subprocess.CompletedProcess:
   """Prints the threads that XLA shares a computation with, in a process of its own."""
   environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-  code = STARTED.format(threads=threads, before=before)
+  code = STARTED.format(threads=threads, before=before, then=then)
   command = (sys.executable, "-c", code)
   return subprocess.run(command, capture_output=True, text=True, env=environment)
 
@@ -45,10 +60,18 @@ def test_too_late_is_said_and_not_silent():
   assert done.returncode and "JAX has started already" in done.stderr
 
 
+def test_with_one_thread_what_could_run_side_by_side_runs_in_turn():
+  """Else XLA gives it to the pool's only thread, which an update may keep busy."""
+  alone, shared = (pool(n, then=TWO_CHAINS).stdout.split()[0] for n in (1, None))
+  assert alone in ("sinsinsintanhtanhtanh", "tanhtanhtanhsinsinsin")
+  assert sorted(shared) == sorted(alone) != shared
+
+
 def test_the_environment_is_left_as_it_was():
   code = "import os; os.environ['NPROC'] = '7'; import atexit;"
   code += " atexit.register(lambda: print(os.environ['NPROC']))"
-  assert pool(1, before=code).stdout.split()[-1] == "7"
+  code += "; atexit.register(lambda: print('XLA_FLAGS' in os.environ))"
+  assert pool(1, before=code).stdout.split()[-2:] == ["False", "7"]
 
 
 def test_no_threads_are_refused():

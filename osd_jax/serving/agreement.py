@@ -92,14 +92,16 @@ def agreement_from_logits(
   """`agreement` from draft logits [R, T, V]."""
   records = batch.records
   ids = records.ids.astype(jnp.int32)
-  log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-  draft_log_probs = jnp.take_along_axis(log_probs, ids, axis=-1)
+  logits = logits.astype(jnp.float32)
+  # Of a large vocabulary few tokens are looked at: no pass over it writes it.
+  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  draft_log_probs = jnp.take_along_axis(logits, ids, axis=-1) - total
   draft_tail = jnp.maximum(1.0 - jnp.sum(jnp.exp(draft_log_probs), -1), 0.0)
   lower = _overlap(jnp.exp(records.log_probs), jnp.exp(draft_log_probs))
   upper = lower + jnp.minimum(records.tail, draft_tail)
 
   temperature = settings.temperature[:, None]
-  greedy = (jnp.argmax(logits, -1) == ids[..., 0]).astype(jnp.float32)
+  greedy = (sampling.arg_max(logits) == ids[..., 0]).astype(jnp.float32)
   plain = (temperature == 1) & ~_filtered(settings)[:, None]
   ruled = (temperature == 0) | plain
   processed = jax.lax.cond(
@@ -107,7 +109,9 @@ def agreement_from_logits(
     lambda: lower,
     lambda: _overlap(
       sampling.processed_probs(records.log_probs, settings),
-      jnp.take_along_axis(sampling.processed_probs(log_probs, settings), ids, axis=-1),
+      jnp.take_along_axis(
+        sampling.processed_probs(logits - total, settings), ids, axis=-1
+      ),
     ),
   )
   accepted = jnp.where(temperature == 0, greedy, jnp.where(plain, lower, processed))

@@ -65,7 +65,7 @@ class Meter:
       "index": index,
       "query": query.index,
       "source": query.task,
-      **self._agreement(done, server.draft_params),
+      **self._agreement(done, server),
       "draft_acceptance_rate": metrics.draft_acceptance_rate(
         done.accepted, done.drafted
       ),
@@ -92,13 +92,13 @@ class Meter:
       row.update(self._compared(done, server))
     return row
 
-  def _agreement(self, done: Finished, serving: base.Params) -> dict[str, Any]:
+  def _agreement(self, done: Finished, server: Server) -> dict[str, Any]:
     """Overlap and acceptance of the draft that serves, and of the floor draft."""
-    draft = self._pair.draft
-    figures = [agreement.of_answer(draft, serving, done)]
-    if self._floor:
-      floor = self._pair.draft_params
-      figures.append(agreement.of_answer(draft, floor, done))
+    measured = [server.draft_params, *[self._pair.draft_params][: self._floor]]
+    figures = [
+      agreement.of_answer(self._pair.draft, params, done, server.slots.shortlist)
+      for params in measured
+    ]
     online, *floors = jax.device_get(figures)
     row = {
       "overlap": float(online.distribution_overlap[0]),

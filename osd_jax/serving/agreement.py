@@ -9,6 +9,8 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
 
 from osd_jax import base
 from osd_jax.decoding import sampling
@@ -47,11 +49,16 @@ def lengths(target_length: int) -> tuple[int, ...]:
   return tuple(sorted({-(-target_length // part) for part in (1, 2, 4)}))
 
 
-def of_answer(model: base.Model, params: base.Params, done: Finished) -> Agreement:
+def of_answer(
+  model: base.Model,
+  params: base.Params,
+  done: Finished,
+  covered: np.ndarray | None = None,
+) -> Agreement:
   """`agreement` on one answer, at the least of `lengths` that holds it."""
   longest, tokens = done.batch.target.shape[1], len(done.tokens)
   length = next(length for length in lengths(longest) if length >= tokens)
-  return agreement(model, params, done.batch, done.settings, length)
+  return agreement(model, params, done.batch, done.settings, length, covered)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
@@ -61,6 +68,7 @@ def agreement(
   batch: base.DistillationBatch,
   settings: base.SamplingSettings,
   length: int | None = None,
+  covered: Int[Array, " N"] | None = None,
 ) -> Agreement:
   """Measures a draft on finished requests, by one teacher-forced forward pass.
 
@@ -72,6 +80,8 @@ def agreement(
     batch: R finished requests with their records.
     settings: [R] as the requests were decoded.
     length: tokens that are looked at, at least those of the longest; None: all places.
+    covered: [N] int32, distinct; the tokens that the served draft's output head covers,
+      if it is short: it gives no other token any mass. None: all.
 
   Returns:
     Means per request.
@@ -81,21 +91,33 @@ def agreement(
       lambda leaf: leaf[:, :length], (batch.target, batch.mask, batch.records)
     )
     batch = batch.replace(target=target, mask=mask, records=records)
-  mask = model.mask(batch.source)
-  logits = model.score(params, batch.source, mask, batch.target, **batch.kept_reading)
-  return agreement_from_logits(logits, batch, settings)
+  arguments = (params, batch.source, model.mask(batch.source), batch.target)
+  if covered is None:
+    logits = model.score(*arguments, **batch.kept_reading)
+  elif model.score_at is None:
+    logits = model.score(*arguments, **batch.kept_reading)[..., covered]
+  else:
+    logits = model.score_at(*arguments, None, covered, **batch.kept_reading)
+  return agreement_from_logits(logits, batch, settings, model.vocab_size, covered)
 
 
 def agreement_from_logits(
-  logits: jax.Array, batch: base.DistillationBatch, settings: base.SamplingSettings
+  logits: jax.Array,
+  batch: base.DistillationBatch,
+  settings: base.SamplingSettings,
+  vocab_size: int = 0,
+  covered: Int[Array, " N"] | None = None,
 ) -> Agreement:
-  """`agreement` from draft logits [R, T, V]."""
+  """`agreement` from draft logits [R, T, V], or those of `covered` [R, T, N]."""
   records = batch.records
   ids = records.ids.astype(jnp.int32)
+  if covered is not None:  # their places among those, N where there is none
+    size = len(covered)
+    ids = jnp.full(vocab_size, size, jnp.int32).at[covered].set(jnp.arange(size))[ids]
   logits = logits.astype(jnp.float32)
   # Of a large vocabulary few tokens are looked at: no pass over it writes it.
   total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  draft_log_probs = jnp.take_along_axis(logits, ids, axis=-1) - total
+  draft_log_probs = _at(logits, ids, -jnp.inf) - total
   draft_tail = jnp.maximum(1.0 - jnp.sum(jnp.exp(draft_log_probs), -1), 0.0)
   lower = _overlap(jnp.exp(records.log_probs), jnp.exp(draft_log_probs))
   upper = lower + jnp.minimum(records.tail, draft_tail)
@@ -109,9 +131,7 @@ def agreement_from_logits(
     lambda: lower,
     lambda: _overlap(
       sampling.processed_probs(records.log_probs, settings),
-      jnp.take_along_axis(
-        sampling.processed_probs(logits - total, settings), ids, axis=-1
-      ),
+      _at(sampling.processed_probs(logits - total, settings), ids, 0.0),
     ),
   )
   accepted = jnp.where(temperature == 0, greedy, jnp.where(plain, lower, processed))
@@ -121,6 +141,11 @@ def agreement_from_logits(
     return jnp.sum(jnp.where(batch.mask, values, 0.0), axis=1) / count
 
   return Agreement(mean(lower), mean(upper), mean(accepted))
+
+
+def _at(values: jax.Array, places: jax.Array, otherwise: float) -> jax.Array:
+  """Values [R, T, N] at places [R, T, k]; `otherwise` at N."""
+  return jnp.take_along_axis(values, places, axis=-1, mode="fill", fill_value=otherwise)
 
 
 def _overlap(target: jax.Array, draft: jax.Array) -> jax.Array:

@@ -246,7 +246,9 @@ class Server:
     if done.stop_reason == base.StopReason.NOT_FINITE or not len(done.tokens):
       return None  # says nothing of the target
     if overlap is None:
-      measured = agreement.of_answer(self.pair.draft, self.learner.serving, done)
+      measured = agreement.of_answer(
+        self.pair.draft, self.learner.serving, done, self.slots.shortlist
+      )
       overlap = float(jax.device_get(measured.distribution_overlap)[0])
     return self._swapped(self.learner.take_in(done.batch, overlap))
 
@@ -268,7 +270,12 @@ class Server:
       for done in answers:
         for length in agreement.lengths(self.slots.config.target_length):
           agreement.agreement(
-            self.pair.draft, self.draft_params, done.batch, done.settings, length
+            self.pair.draft,
+            self.draft_params,
+            done.batch,
+            done.settings,
+            length,
+            self.slots.shortlist,
           )
 
   def save(self, path: str | Path) -> Path:

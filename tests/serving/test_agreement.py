@@ -9,6 +9,7 @@ import tabular_pair
 from serving.test_slots import Compilations
 
 from osd_jax import testing
+from osd_jax.models import t5
 from osd_jax.serving import agreement, server, slots
 
 LENGTH = 12
@@ -89,3 +90,66 @@ def test_after_warm_up_no_answer_compiles_anything(pair):
       for done in ready.run([request]):
         ready.learn(done)
   assert measuring.count == 0
+
+
+def nothing_but(covered, model):
+  """The model, giving mass to no other token."""
+
+  def score(*arguments, **reading):
+    logits = model.score(*arguments, **reading)
+    others = np.setdiff1d(np.arange(model.vocab_size), covered)
+    return logits.at[..., others].set(-np.inf)
+
+  return dataclasses.replace(model, score=score)
+
+
+@pytest.mark.parametrize("temperature, top_k", [(0.0, 0), (1.0, 0), (0.7, 3)])
+def test_of_a_short_head_only_the_tokens_that_it_covers_have_mass(
+  pair, answers, temperature, top_k
+):
+  covered = np.array([1, 4, 2, 7], np.int32)
+  short = nothing_but(covered, pair.draft)
+  settings = slots.SamplingConfig(temperature=temperature, top_k=top_k).settings(LENGTH)
+  whole = []
+  for done in answers[:8]:
+    arguments = (pair.draft_params, done.batch, settings, None)
+    found = agreement.agreement(pair.draft, *arguments, covered)
+    wanted = agreement.agreement(short, *arguments)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, wanted
+    )
+    whole.append(agreement.agreement(pair.draft, *arguments).distribution_overlap)
+    assert found.distribution_overlap <= found.distribution_overlap_upper <= 1 + 1e-6
+    assert abs(found.distribution_overlap - whole[-1]) > 1e-3  # Control.
+
+
+def test_a_draft_that_scores_chosen_tokens_scores_no_others(answers):
+  model = t5.build(dataclasses.replace(testing.TINY_DRAFT, vocab_size=1000))
+  params = model.init(jax.random.key(3))
+  covered = np.array([1, 5, 9, 300, 301], np.int32)
+  done = next(done for done in answers if len(done.tokens) == LENGTH)
+  asked = (params, done.batch, done.settings, LENGTH)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+    agreement.agreement(model, *asked, covered),
+    agreement.agreement(dataclasses.replace(model, score_at=None), *asked, covered),
+  )
+  few, all_of_them = (
+    agreement.agreement.lower(model, *asked, tokens).as_text()
+    for tokens in (covered, None)
+  )
+  assert f"{LENGTH}x1000xf32" not in few and f"{LENGTH}x1000xf32" in all_of_them
+
+
+def test_a_server_measures_the_draft_as_it_serves(pair, answers, monkeypatch):
+  """With the tokens that its output head covers at present."""
+  seen, real = [], agreement.agreement
+  monkeypatch.setattr(
+    agreement, "agreement", lambda *given: (seen.append(given[5]), real(*given))[1]
+  )
+  one = server.Server(pair, DECODING)
+  one.slots._shortlist = np.array([1, 2, 5], np.int32)
+  one.warm_up(learn=True)
+  one.learn(answers[0])
+  assert len(seen) > 2 and all(given.tolist() == [1, 2, 5] for given in seen)
+  one.close()

@@ -209,7 +209,9 @@ def usual(times: Sequence[Any]) -> np.ndarray:
   return ordered[cut : len(ordered) - cut].mean(axis=0)
 
 
-def hidden_share(slowdown: float, alone_ms: float, beside_ms: float) -> float:
+def hidden_share(
+  slowdown: float, alone_ms: float, beside_ms: float, handing_ms: float = 0.0
+) -> float:
   """Share of an update that serving does not pay for.
 
   Args:
@@ -217,8 +219,9 @@ def hidden_share(slowdown: float, alone_ms: float, beside_ms: float) -> float:
     alone_ms: of an update without serving.
     beside_ms: of an update beside serving; meanwhile serving does 1 / slowdown of its
       work.
+    handing_ms: of drawing its rows and swapping its draft in, which serving does.
   """
-  lost = beside_ms * (1 - 1 / max(slowdown, 1.0))
+  lost = beside_ms * (1 - 1 / max(slowdown, 1.0)) + handing_ms
   return float(np.clip(1 - lost / alone_ms, 0.0, 1.0))
 
 
@@ -263,8 +266,17 @@ def _with_learning(
     busy = call_prices(ways, source)[0].round_ms[-1]
   idle = call_prices(ways, source)[0].round_ms[-1]
   slowdown = max(2 * busy / (idle + prices.online.round_ms[-1]), 1.0)
-  hidden = hidden_share(slowdown, alone, float(usual(beside)))
+  handing = float(usual(_repeated(lambda: _ms(lambda: _hand_over(server)))))
+  hidden = hidden_share(slowdown, alone, float(usual(beside)), handing)
   return dataclasses.replace(prices, slowdown=slowdown, hidden=hidden)
+
+
+def _hand_over(server: Server) -> None:
+  """What serving itself does for an update: draws rows, swaps the draft in."""
+  jax.block_until_ready(server.learner.slice_inputs())
+  slots = server.slots
+  slots.swap(server.draft_params, slots.draft_version, slots.shortlist)
+  jax.block_until_ready(slots.served.draft)
 
 
 def _turn(

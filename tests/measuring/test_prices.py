@@ -58,6 +58,7 @@ def test_half_an_update_is_hidden_where_rounds_slow_down_by_a_quarter():
   assert prices.hidden_share(1.0, 160.0, 160.0) == 1.0
   assert prices.hidden_share(2.0, 160.0, 320.0) == 0.0  # one core for both
   assert prices.hidden_share(9.0, 160.0, 900.0) == 0.0
+  assert prices.hidden_share(1.0, 160.0, 160.0, 40.0) == 0.75  # serving draws and swaps
 
 
 def test_what_slows_a_third_of_the_turns_counts_and_a_hiccup_does_not():

@@ -14,6 +14,8 @@ from jaxtyping import Array, Int
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
 
+LOOKED_AT = 16  # recorded tokens of a position; the others have hardly any mass
+
 
 def of_stream(model: base.Model, buffer: replay.ReplayBuffer) -> np.ndarray | None:
   """The shortlist of a draft for the rows of the buffer.
@@ -39,6 +41,7 @@ def likeliest(
 ) -> Int[Array, " size"]:
   """The tokens to which the target gave most mass in the rows of the buffer.
 
+  Of every position the `LOOKED_AT` likeliest tokens count: serving waits for this.
   End-of-sequence is always among them. Tokens that the target has not thought of fill
   what is left, lowest ids first: SentencePiece orders them by frequency.
 
@@ -53,9 +56,10 @@ def likeliest(
   """
   records, rows = buffer.data.records, buffer.data.weight
   counted = buffer.data.mask & (rows[:, None] > 0)
-  mass = jnp.where(counted[..., None], jnp.exp(records.log_probs), 0.0)
+  ids, log_probs = records.ids[..., :LOOKED_AT], records.log_probs[..., :LOOKED_AT]
+  mass = jnp.where(counted[..., None], jnp.exp(log_probs), 0.0)
   expected = jnp.zeros(vocab_size, jnp.float32)
-  expected = expected.at[records.ids.astype(jnp.int32)].add(mass)
+  expected = expected.at[ids.astype(jnp.int32)].add(mass)
   expected = expected.at[np.asarray(eos_ids)].set(jnp.inf)
   # top_k takes the lower of two equal entries first.
   _, chosen = jax.lax.top_k(expected, size)

@@ -453,8 +453,8 @@ FAULTS = [
   ),
   Fault(
     "a warm start is piled up",
-    "      jax.block_until_ready(self._buffer.added)  # of a mesh, few may be in flight\n",
-    "",
+    "      jax.block_until_ready(self._buffer.added)  # of a mesh, few may be",
+    "      #",
     "tests/test_attached_runs.py -k long_warm",
   ),
   Fault(

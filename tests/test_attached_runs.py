@@ -134,7 +134,7 @@ def test_a_long_warm_start_is_read_on_a_mesh():
   mesh = partitioning.PartitionConfig(2, 2)
   with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
     asked = [prompts.Prompt(np.full(30, 9), 0, np.full(40, 9))] * 1600
-    server.seed(texts.reference_rows(server.pair, asked, decoding))
+    server.seed(list(texts.reference_rows(server.pair, asked, decoding)))
     assert int(server.learner.state()[0]["buffer"].added) == 1600
 
 

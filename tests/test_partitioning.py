@@ -222,15 +222,16 @@ def test_a_mesh_has_at_least_one_device_each_way(field):
     partitioning.PartitionConfig(**{field: 0})
 
 
-def test_an_update_leaves_everything_where_it_was():
+@pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole", "split"])
+def test_an_update_leaves_everything_where_it_was(config):
   """Else serving its draft, and the next update, would compile anew."""
-  _, _, draft = placed(FOUR)
-  config = update.UpdateConfig(ema_decay=0.5)
-  learner = update.init_learner(config, draft)
+  _, _, draft = placed(config)
+  learning = update.UpdateConfig(ema_decay=0.5)
+  learner = update.init_learner(learning, draft)
   batch = learning_batch()
-  after, _ = update.update(DRAFT, config, learner, [batch, batch])
+  after, _ = update.update(DRAFT, learning, learner, [batch, batch])
   known = update.take_slice._cache_size()
-  again, _ = update.update(DRAFT, config, after, [batch, batch])
+  again, _ = update.update(DRAFT, learning, after, [batch, batch])
   assert update.take_slice._cache_size() == known
   assert int(again.step) == 4
 

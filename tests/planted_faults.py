@@ -452,18 +452,6 @@ FAULTS = [
     "tests/measuring/test_prices.py",
   ),
   Fault(
-    "reference rows are piled up",
-    "    yield jax.block_until_ready(  # of a mesh, few may be in flight",
-    "    yield (",
-    "tests/test_attached_runs.py -k long_warm",
-  ),
-  Fault(
-    "a warm start is piled up",
-    "      jax.block_until_ready(self._buffer.added)  # of a mesh, few may be",
-    "      #",
-    "tests/test_attached_runs.py -k long_warm",
-  ),
-  Fault(
     "a token without a place in a short head counts as its last",
     "jnp.full(vocab_size, size, jnp.int32)",
     "jnp.full(vocab_size, size - 1, jnp.int32)",

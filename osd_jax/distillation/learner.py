@@ -140,6 +140,7 @@ class Learner:
     """Fills the buffer before the first request; none of it counts as new."""
     for batch in batches:
       self._buffer = self._append(self._buffer, self._with_reading(batch))
+      jax.block_until_ready(self._buffer.added)  # of a mesh, few may be in flight
     self._since = int(self._buffer.added)
 
   def warm_up(self, batches: Iterable[base.DistillationBatch] = ()) -> None:

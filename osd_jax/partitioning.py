@@ -301,14 +301,16 @@ def _start(cpu_threads: int) -> None:
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   with _environment(
     NPROC=str(cpu_threads),  # XLA takes it for the number of cores
-    XLA_FLAGS=" ".join([os.environ.get("XLA_FLAGS", ""), *_ALONE[: cpu_threads == 1]]),
+    XLA_FLAGS=" ".join(
+      [*_IN_TURN[: cpu_threads == 1], os.environ.get("XLA_FLAGS", "")]
+    ),
   ):
     jax.devices()
 
 
 # What could run side by side XLA gives to its pool, too. Of one thread, that is busy
 # with an update, and a prompt would wait for a slice.
-_ALONE = ("--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",)
+_IN_TURN = ("--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",)
 
 
 @contextlib.contextmanager

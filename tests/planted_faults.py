@@ -239,8 +239,8 @@ FAULTS = [
   ),
   Fault(
     "results of a mesh stay where XLA put them",
-    "jax.block_until_ready(meshes.placed_like(learner, state))",
-    "jax.block_until_ready(state)",
+    "    learner = jax.block_until_ready(meshes.placed_like(learner, state))",
+    "    learner = jax.block_until_ready(state)",
     "tests/test_partitioning.py",
   ),
   # Catching up.
@@ -441,8 +441,8 @@ FAULTS = [
   ),
   Fault(
     "between calls, what is left is taken at once",
-    "remaining / max(self._left(finished), 1)",
-    "remaining",
+    "      requests = max(self._left(finished), 1)",
+    "      requests = 1",
     BACKGROUND,
   ),
   Fault(

@@ -67,6 +67,29 @@ def test_with_one_thread_what_could_run_side_by_side_runs_in_turn():
   assert sorted(shared) == sorted(alone) != shared
 
 
+KEPT = """
+import jax
+jax.config.update("jax_compilation_cache_dir", {folder!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+"""
+
+
+def test_programs_kept_on_disk_are_of_so_many_threads(tmp_path):
+  """A run with one thread that took those of two would run side by side again."""
+  kept = KEPT.format(folder=str(tmp_path))
+  orders = [pool(n, kept, TWO_CHAINS).stdout.split()[0] for n in (None, 1, None, 1)]
+  assert orders[0] == orders[2] != orders[1] == orders[3]
+  assert any(tmp_path.iterdir())
+
+
+def test_a_scheduler_of_ones_own_is_kept():
+  chosen = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
+  before = f"import os; os.environ['XLA_FLAGS'] = '{chosen}'"
+  own = pool(1, before, TWO_CHAINS).stdout.split()[0]
+  assert own == pool(None, then=TWO_CHAINS).stdout.split()[0]
+
+
 def test_the_environment_is_left_as_it_was():
   code = "import os; os.environ['NPROC'] = '7'; import atexit;"
   code += " atexit.register(lambda: print(os.environ['NPROC']))"

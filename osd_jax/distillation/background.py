@@ -13,11 +13,10 @@ device must run them in the same order, and two threads promise none.
 import abc
 import concurrent.futures
 import dataclasses
-import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ class Outcome:
     }
 
 
-class UnderWay(abc.ABC):
+class UpdateRunner(abc.ABC):
   """One update at a time: launched, taken when it is due.
 
   Attributes:
@@ -180,14 +179,14 @@ class UnderWay(abc.ABC):
     """Waits for it: state, metrics [slices], milliseconds it ran and serving waited."""
 
 
-class BackgroundLearner(UnderWay):
+class BackgroundLearner(UpdateRunner):
   """Updates on a thread of their own; serving waits only where they fall behind.
 
   One that takes longer than its interval is waited for slice by slice, not all at once.
   """
 
   def __init__(self, *arguments: Any, **named: Any):
-    """As `UnderWay`."""
+    """As `UpdateRunner`."""
     super().__init__(*arguments, **named)
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "learner")
     self._future: concurrent.futures.Future | None = None
@@ -261,14 +260,12 @@ class BackgroundLearner(UnderWay):
     return learner, metrics, time.perf_counter() - started
 
 
-class InterleavedLearner(UnderWay):
+class InterleavedLearner(UpdateRunner):
   """Updates whose slices are taken by the thread that serves, between its calls.
 
   As many before each call as are left for every request until the update is due. What
   they take, serving waits for.
   """
-
-  _coming: Iterator[tuple[update.LearnerState, update.UpdateMetrics]]
 
   @property
   def is_running(self) -> bool:
@@ -283,8 +280,8 @@ class InterleavedLearner(UnderWay):
       in_flight: requests that the step may finish.
     """
     if self._launched is not None:
-      remaining = len(self._batches) - len(self._taken)
-      self._take_slices(math.ceil(remaining / max(self._left(finished), 1)))
+      requests = max(self._left(finished), 1)
+      self._take_slices(math.ceil(len(self._remaining()) / requests))
 
   def settle(self) -> None:
     """Nothing runs by itself."""
@@ -293,21 +290,25 @@ class InterleavedLearner(UnderWay):
     """Nothing runs by itself."""
 
   def _begin(self):
-    self._taken: list[tuple[update.LearnerState, update.UpdateMetrics]] = []
-    self._spent = 0.0
-    self._coming = update.slices(
-      self._model, self._config, self.learner, self._batches, self._frozen
-    )
+    self._state, self._spent = self.learner, 0.0
+    self._reports: list[update.UpdateMetrics] = []
 
   def _is_ready(self):
-    return len(self._taken) == len(self._batches)
+    return not self._remaining()
 
   def _end(self):
     self._take_slices(len(self._batches))
-    learner, metrics = update.summed_up(self.learner, self._taken)
+    learner, metrics = update.finish_update(self.learner, self._state, self._reports)
     return learner, metrics, self._spent * 1e3, self._spent * 1e3
 
+  def _remaining(self) -> Sequence[base.DistillationBatch]:
+    return self._batches[len(self._reports) :]
+
   def _take_slices(self, count: int) -> None:
-    started = time.perf_counter()
-    self._taken += itertools.islice(self._coming, count)
+    started, batches = time.perf_counter(), self._remaining()[:count]
+    for state, report in update.slices(
+      self._model, self._config, self._state, batches, self._frozen
+    ):
+      self._state = state
+      self._reports.append(report)
     self._spent += time.perf_counter() - started

@@ -90,12 +90,12 @@ class Learner:
     trained, self._frozen = draft.split(params)
     self._since = 0  # rows added to the buffer when an update was last launched
     self._schedule: Any = config.schedule.initial()
-    way = (
+    runner = (
       background.InterleavedLearner
       if meshes.spans(params) or jax.process_count() > 1
       else background.BackgroundLearner
     )
-    self._under_way = way(
+    self._runner = runner(
       draft,
       config.update,
       update_lib.init_learner(config.update, trained),
@@ -124,17 +124,17 @@ class Learner:
   @property
   def busy(self) -> bool:
     """Whether an update is under way."""
-    return self._under_way.busy
+    return self._runner.busy
 
   @property
   def is_running(self) -> bool:
     """Whether an update computes at this moment, beside whoever asks."""
-    return self._under_way.is_running
+    return self._runner.is_running
 
   @property
   def is_beside(self) -> bool:
     """Whether updates run beside serving, not between its calls."""
-    return isinstance(self._under_way, background.BackgroundLearner)
+    return isinstance(self._runner, background.BackgroundLearner)
 
   def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
     """Fills the buffer before the first request; none of it counts as new."""
@@ -149,7 +149,7 @@ class Learner:
       weightless = self._with_reading(batch).replace(weight=batch.weight * 0)
       self._buffer = self._append(self._buffer, weightless)
     config, drawn = self._config.update, self._draw()
-    state = self._under_way.learner
+    state = self._runner.learner
     update_lib.update(self._draft, config, state, drawn, frozen=self._frozen)
     update_lib.warm_up(self._draft, config, state, drawn[0], self._frozen)
 
@@ -168,7 +168,7 @@ class Learner:
     batches = self._draw()
     if not int(self._buffer.added):  # rows to come are longer than none
       batches = [batch.replace(mask=batch.mask | True) for batch in batches]
-    state, config = self._under_way.learner, self._config.update
+    state, config = self._runner.learner, self._config.update
     jax.block_until_ready(
       update_lib.update(self._draft, config, state, batches, frozen=self._frozen)
     )
@@ -177,11 +177,11 @@ class Learner:
     self,
   ) -> tuple[update_lib.LearnerState, base.DistillationBatch, base.Params]:
     """The state, a micro-batch, and what is not trained, as a slice takes them."""
-    return self._under_way.learner, self._draw()[0], self._frozen
+    return self._runner.learner, self._draw()[0], self._frozen
 
   def keep_pace(self, in_flight: int) -> None:
     """Lets an update come along; called before a step of `in_flight` rows."""
-    self._under_way.keep_pace(self.finished, in_flight)
+    self._runner.keep_pace(self.finished, in_flight)
 
   def take_in(self, batch: base.DistillationBatch, overlap: float) -> Outcome | None:
     """Learns from a finished request.
@@ -202,7 +202,7 @@ class Learner:
         f" (its overlap on request {self.finished} is {overlap}); check its weights."
       )
     self.finished += 1
-    outcome = self._take() if self._under_way.due(self.finished) else None
+    outcome = self._take() if self._runner.due(self.finished) else None
     self._buffer = self._append(self._buffer, self._with_reading(batch))
     schedule = self._config.schedule
     if isinstance(schedule, costs_lib.Priced):
@@ -222,17 +222,17 @@ class Learner:
 
   def settle(self) -> None:
     """Waits until no update computes, without taking its result."""
-    self._under_way.settle()
+    self._runner.settle()
 
   def close(self) -> None:
     """Leaves nothing running; an update under way is dropped."""
-    self._under_way.close()
+    self._runner.close()
 
   def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint keeps: arrays, and what the host knows."""
-    launched, inputs = self._under_way.pending() or (None, None)
+    launched, inputs = self._runner.pending() or (None, None)
     arrays = {
-      "learner": self._under_way.learner,
+      "learner": self._runner.learner,
       "serving": self._draft.split(self.serving)[0],
       "buffer": self._buffer,
       "pending": inputs,
@@ -255,13 +255,13 @@ class Learner:
 
   def restore(self, arrays: dict[str, Any], host: dict[str, Any]) -> None:
     """Continues from what `state` gave; an update under way is launched again."""
-    self._under_way.learner = arrays["learner"]
+    self._runner.learner = arrays["learner"]
     self.serving = self._draft.join(arrays["serving"], self._frozen)
     self._buffer = arrays["buffer"]
     self.finished, self._since = host["finished"], host["since"]
     self._schedule = self._config.schedule.restored(host["schedule"])
     if host["launched"] is not None:
-      self._under_way.launch(arrays["pending"], host["launched"])
+      self._runner.launch(arrays["pending"], host["launched"])
 
   def _with_reading(self, batch: base.DistillationBatch) -> base.DistillationBatch:
     """The batch with what the target has read of it, where the buffer keeps that."""
@@ -278,7 +278,7 @@ class Learner:
       share = schedule.share(self._schedule)
     batches = self._draw(share)
     jax.block_until_ready(batches)  # appending writes the buffer in place
-    self._under_way.launch(batches, self.finished)
+    self._runner.launch(batches, self.finished)
     self._since = int(self._buffer.added)
     self._schedule = schedule.launched(self._schedule)
 
@@ -291,7 +291,7 @@ class Learner:
     )
 
   def _take(self) -> Outcome:
-    outcome = self._under_way.take()
+    outcome = self._runner.take()
     if outcome.changed:
       self.serving = self._draft.join(outcome.learner.served, self._frozen)
     return outcome

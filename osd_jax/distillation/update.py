@@ -332,19 +332,6 @@ def slice_key(key: Key[Array, ""], index: int) -> Key[Array, ""]:
   return jax.random.fold_in(key, index)
 
 
-def finish_update(before: LearnerState, after: LearnerState) -> LearnerState:
-  """Gives the result of an update its version.
-
-  Args:
-    before: state when the update began.
-    after: state after its last slice.
-
-  Returns:
-    `after`, its version one more than before if at least one slice was taken.
-  """
-  return after.replace(version=before.version + (after.step > before.step))
-
-
 def update(
   model: base.Model,
   config: UpdateConfig,
@@ -366,11 +353,11 @@ def update(
   Returns:
     (state, metrics [slices]).
   """
-  taken = []
+  state, reports = learner, []
   for state, report in slices(model, config, learner, batches, frozen):
-    taken.append((state, report))
+    reports.append(report)
     after_slice(state)
-  return summed_up(learner, taken)
+  return finish_update(learner, state, reports)
 
 
 def slices(
@@ -380,35 +367,27 @@ def slices(
   batches: Sequence[base.DistillationBatch],
   frozen: base.Params = None,
 ) -> Iterator[tuple[LearnerState, UpdateMetrics]]:
-  """The slices of an update, each taken when it is asked for; see `summed_up`.
-
-  Args:
-    model: the draft.
-    config: loss and optimiser.
-    learner: state before the update.
-    batches: from `draw_update`.
-    frozen: what of the draft is the target's; see `base.Model.split`.
+  """The slices of `update`, each taken when it is asked for.
 
   Yields:
     (state behind a slice, its metrics, scalars), computed.
   """
-  state = learner
   for batch in batches:
-    state, report = take_slice(model, config, state, cut(config, batch), frozen)
-    state = jax.block_until_ready(meshes.placed_like(learner, state))
-    yield state, report
+    state, report = take_slice(model, config, learner, cut(config, batch), frozen)
+    learner = jax.block_until_ready(meshes.placed_like(learner, state))
+    yield learner, report
 
 
-def summed_up(
-  before: LearnerState, taken: Sequence[tuple[LearnerState, UpdateMetrics]]
+def finish_update(
+  before: LearnerState, after: LearnerState, reports: Sequence[UpdateMetrics]
 ) -> tuple[LearnerState, UpdateMetrics]:
-  """What an update leaves: (state with its version, metrics [slices]).
+  """What an update leaves: the state with its version, metrics [slices].
 
   Args:
     before: state when the update began.
-    taken: what `slices` yielded, one at least.
+    after: state behind its last slice; one version later if any was not skipped.
+    reports: of the slices, one at least.
   """
-  states, reports = zip(*taken, strict=True)
   # By numpy: for every number of slices it would be compiled once.
   stacked = jax.tree.map(lambda *values: np.stack(jax.device_get(values)), *reports)
-  return finish_update(before, states[-1]), stacked
+  return after.replace(version=before.version + (after.step > before.step)), stacked

@@ -301,3 +301,20 @@ def test_between_calls_a_free_one_is_due_when_all_slices_are_taken(interleaved):
   assert not one.due(1000)
   one.keep_pace(INTERVAL - 1, 1)
   assert one.due(0)
+
+
+def test_between_calls_a_slice_that_failed_is_taken_again(interleaved, monkeypatch):
+  one, _ = interleaved()
+  before, real = one.learner, update.take_slice
+  one.launch(batches(), finished=0)
+  one.keep_pace(0, 1)
+
+  def fails(*arguments):
+    raise RuntimeError("out of memory")
+
+  monkeypatch.setattr(update, "take_slice", fails)
+  with pytest.raises(RuntimeError, match="out of memory"):
+    one.take()
+  monkeypatch.setattr(update, "take_slice", real)
+  wanted, _ = update.update(MODEL, CONFIG, before, batches())
+  assert_same_bits(one.take().learner, wanted)

@@ -1,6 +1,7 @@
 """Updates: they learn, are guarded, versioned, sliced alike, and donate nothing."""
 
 import dataclasses
+import weakref
 import functools
 
 import jax
@@ -211,6 +212,20 @@ def test_version_rises_by_one_an_update_and_not_when_all_was_skipped():
   assert not np.asarray(metrics.finite).any() and same(after.params, learner.params)
 
 
+def test_an_update_holds_the_newest_state_alone():
+  """Parameters and moments of every slice would be many times a draft."""
+  config, buffer = config_of(steps_per_update=4), filled_buffer()
+  learner, seen = learner_of(config), []
+
+  def after_slice(state):
+    seen.append(weakref.ref(state))
+    assert [ref() is None for ref in seen[:-1]] == [True] * (len(seen) - 1)
+
+  batches = update.draw_update(config, BUFFER_CONFIG, buffer, jax.random.key(5), 2)
+  update.update(MODEL, config, learner, batches, after_slice)
+  assert len(seen) == 4
+
+
 def test_slices_run_one_by_one_are_the_update_bit_by_bit():
   config, buffer = config_of(steps_per_update=3), filled_buffer()
   learner, key = learner_of(config), jax.random.key(5)
@@ -221,7 +236,7 @@ def test_slices_run_one_by_one_are_the_update_bit_by_bit():
     state, report = update.take_slice(MODEL, config, state, batch)
     assert batch.weight.shape == (4,) and report.loss == metrics.loss[index]
   assert int(state.version) == 0
-  assert same(update.finish_update(learner, state), whole)
+  assert same(update.finish_update(learner, state, [report])[0], whole)
   other, _ = run_update(config, learner, buffer, jax.random.key(7), 2)  # other rows
   assert not same(other.params, whole.params)
 

@@ -345,8 +345,8 @@ class OnlineLoop:
     )
 
   def _keep_draft_at_shift(self) -> None:
-    shifts = {index: label for index, label in self.stream.shifts() if index}
-    if self.config.keep_drafts and self.finished in shifts:
+    shifts = dict(self.stream.shifts()[1:]) if self.config.keep_drafts else {}
+    if self.finished in shifts:
       name = f"{self.finished:06d}_before_{shifts[self.finished]}.safetensors"
       self._save_draft(self.directory.path / "drafts" / name)
 

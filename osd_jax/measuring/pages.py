@@ -155,7 +155,7 @@ def _cost(account: writers.Ledger | None) -> list[str]:
   parts = ", ".join(f"{name} {value:.1f}" for name, value in account.parts.items())
   skipped = f", {account.skipped} steps skipped" if account.skipped else ""
   return [
-    f"Wall time {account.wall:.1f} s: {parts}. Beside it learning took"
+    f"Wall time {account.wall:.1f} s: {parts}. Learning took"
     f" {account.learning:.1f} s ({account.updates} updates{skipped})."
   ]
 

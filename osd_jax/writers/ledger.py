@@ -67,8 +67,8 @@ class Ledger:
       {"part": name, "seconds": round(seconds, 2), "share of wall": share(seconds)}
       for name, seconds in entries
     ]
-    beside = f"learning, beside it ({self.updates} updates)"
-    learnt = {"part": beside, "seconds": round(self.learning, 2)}
+    label = f"learning ({self.updates} updates)"
+    learnt = {"part": label, "seconds": round(self.learning, 2)}
     return [*rows, {**learnt, "share of wall": share(self.learning)}]
 
 

@@ -199,16 +199,15 @@ def rounds(rows: Sequence[series.Row]) -> Any:
 
 
 def account(rows: Sequence[series.Row]) -> Any:
-  """Where the wall time went; learning runs beside it and has its own bar."""
+  """Where the wall time went; learning, beside it or waited for, has its own bar."""
   found = ledger.Ledger.of(rows)
   if found is None:
     return None
   figure, (axes,) = canvas.figure("Where the time went, seconds")
-  beside = "learning,\nbeside serving"
-  seconds = {**found.parts, beside: found.learning}
+  seconds = {**found.parts, "learning": found.learning}
   colors = [
     canvas.FLOOR
-    if name == beside
+    if name == "learning"
     else canvas.FAINT
     if name == "rest"
     else canvas.ONLINE

@@ -1,8 +1,8 @@
 """Updates: they learn, are guarded, versioned, sliced alike, and donate nothing."""
 
 import dataclasses
-import weakref
 import functools
+import weakref
 
 import jax
 import jax.numpy as jnp

@@ -99,7 +99,7 @@ def test_the_account_is_told_with_learning_beside_it():
   (cost,) = (text for text in sentences if text.startswith("Wall time"))
   assert cost == (
     "Wall time 3.0 s: serving 2.4, waiting for updates 0.1, comparing 0.0, metering"
-    " 0.1, rest 0.4. Beside it learning took 0.5 s (1 updates, 2 steps skipped)."
+    " 0.1, rest 0.4. Learning took 0.5 s (1 updates, 2 steps skipped)."
   )
 
 

@@ -1,4 +1,4 @@
-"""The account of a run adds up to its wall time; learning is beside it."""
+"""The account of a run adds up to its wall time; learning is told apart."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_the_table_has_the_sum_and_learning_below_it():
   *parts, wall, learning = Ledger.of(ROWS).table()
   assert sum(row["seconds"] for row in parts) == pytest.approx(wall["seconds"])
   assert wall["share of wall"] == "100.0%"
-  assert learning["part"] == "learning, beside it (1 updates)"
+  assert learning["part"] == "learning (1 updates)"
   assert learning["seconds"] == 20.0
 
 

@@ -88,10 +88,10 @@ class Ring:
       self._buffer = jax.block_until_ready(APPEND(self._buffer, self._row))
 
   def sample(self) -> None:
-    for _ in range(CALLS):
-      jax.block_until_ready(
-        updates.draw_slice(UPDATE, self._config, self._buffer, self._key, self._since)
-      )
+    drawn_from = self._buffer, self._key, self._since
+    for index in range(CALLS):
+      batch = updates.draw_slice(UPDATE, self._config, *drawn_from, index)
+      jax.block_until_ready(batch)
 
 
 def axes(given: argparse.Namespace) -> dict[str, dict[int, Shape]]:

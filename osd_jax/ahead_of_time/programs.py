@@ -254,7 +254,7 @@ def _draw(plan: Plan) -> Any:
   key = jax.eval_shape(lambda: jax.random.key(0))
   key = plan.everywhere(key.shape, key.dtype)
   return update.draw_slice.trace(
-    learning.update, learning.buffer, plan.buffer, key, plan.scalar()
+    learning.update, learning.buffer, plan.buffer, key, plan.scalar(), plan.scalar()
   )
 
 

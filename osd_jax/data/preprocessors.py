@@ -6,6 +6,7 @@ are those of the project's JSONL files (`prompt`, `reference`, finance_10k's
 `context`) or, failing these, those of the set's TFDS or original files.
 """
 
+import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,9 +60,48 @@ def reference_field(raw: Mapping[str, Any], *names: str) -> str:
   return ""
 
 
-def identity(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """`prompt` and `reference` as they stand."""
-  return text_field(raw, "prompt"), reference_field(raw, "reference")
+def fields_of(template: str) -> tuple[str, ...]:
+  """Returns the fields that a template names.
+
+  Args:
+    template: text with fields in braces, "{{" and "}}" for braces.
+
+  Raises:
+    ValueError: a brace without its other, or more than a name between two.
+  """
+  return tuple(name for _, name in _pieces(template) if name is not None)
+
+
+def prompt_of(raw: Mapping[str, Any], template: str) -> str:
+  """Returns a template with the fields of an example; see `text_field`."""
+  found = ""
+  for literal, name in _pieces(template):
+    found += literal + ("" if name is None else text_field(raw, name))
+  return found
+
+
+def reference_of(raw: Mapping[str, Any], template: str) -> str:
+  """Like `prompt_of`, but "" where a field is missing, null or blank."""
+  if all(reference_field(raw, name) for name in fields_of(template)):
+    return prompt_of(raw, template)
+  return ""
+
+
+def _pieces(template: str) -> list[tuple[str, str | None]]:
+  """Text, and the field behind it if there is one."""
+  pieces = []
+  for literal, name, form, conversion in string.Formatter().parse(template):
+    if name == "" or form or conversion:
+      raise ValueError("expected the name of a field between braces, and nothing else")
+    pieces.append((literal, name))
+  return pieces
+
+
+def identity(
+  raw: Mapping[str, Any], prompt: str = "{prompt}", reference: str = "{reference}"
+) -> tuple[str, str]:
+  """`prompt` and `reference` as they stand, or what templates make of other fields."""
+  return prompt_of(raw, prompt), reference_of(raw, reference)
 
 
 def spider(raw: Mapping[str, Any]) -> tuple[str, str]:

@@ -116,7 +116,8 @@ def read(task: TaskConfig, vocabulary: Vocabulary, reader: str = "plain") -> Tas
     raise base.InputError(
       f"TaskConfig (task {task.name!r}): no usable line; {len(skipped)} were skipped,"
       f" the first: {skipped[:3]}. Expected JSON objects, one a line, with a non-blank"
-      f" prompt for preprocessor {task.preprocessor!r}."
+      f" prompt for preprocessor {task.preprocessor!r}; TaskConfig.prompt takes it from"
+      " other fields."
     )
   return TaskRows(task, rows, skipped)
 

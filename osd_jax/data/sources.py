@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from osd_jax import base
-from osd_jax.data import generated, jsonl
+from osd_jax.data import generated, jsonl, preprocessors
 from osd_jax.data.preprocessors import PREPROCESSORS
 
 # What a kind cannot do without.
@@ -32,6 +32,9 @@ class TaskConfig:
     source: label of its requests in logs and tables; "" takes the name.
     split: split of the TFDS set or generated topic; fills "{split}" in `pattern`.
     preprocessor: a key of `PREPROCESSORS`.
+    prompt: text of a prompt with the names of fields in braces, such as
+      "summarize: {article}"; for preprocessor "identity" alone, as `reference` is.
+    reference: that of a reference, "" where a field is missing.
     data_dir: folder of the JSONL files, or TFDS's data folder ("": its default).
     pattern: jsonl only; file name or glob in `data_dir`, may hold "{split}".
     tfds_name: tfds only; name and version of the set.
@@ -46,6 +49,8 @@ class TaskConfig:
   source: str = ""
   split: str = "train"
   preprocessor: str = "identity"
+  prompt: str = "{prompt}"
+  reference: str = "{reference}"
   data_dir: str = ""
   pattern: str = ""
   tfds_name: str = ""
@@ -69,6 +74,7 @@ class TaskConfig:
           "an integer >= 1"
           + (", since topics have no end" if is_generated else ", or None for all"),
         ),
+        **{name: self._template(name) for name in ("prompt", "reference")},
       },
     )
     if is_generated:
@@ -78,6 +84,18 @@ class TaskConfig:
   def label(self) -> str:
     """What tables call its requests."""
     return self.source or self.name
+
+  def _template(self, name: str) -> tuple[bool, str]:
+    """Whether a template can be used, and what is expected of it."""
+    template, default = getattr(self, name), getattr(type(self), name)
+    if self.preprocessor != "identity":
+      expected = f"{default!r}, since preprocessor {self.preprocessor!r} writes it"
+      return template == default, expected
+    try:
+      named = bool(preprocessors.fields_of(template))
+    except ValueError:
+      named = False
+    return named, f"text with names of fields in braces, such as {default!r}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +152,7 @@ def line_text(task: TaskConfig, location: str, data: bytes) -> Text:
 def raw_text(task: TaskConfig, location: str, raw: Mapping[str, Any]) -> Text:
   """Applies the task's preprocessor to one raw example."""
   try:
-    prompt, reference = PREPROCESSORS[task.preprocessor](raw)
+    prompt, reference = _preprocessed(task, raw)
     (prompt + reference).encode("utf-8")
   except UnicodeEncodeError:
     reason = "a lone surrogate in prompt or reference is no text"
@@ -142,6 +160,12 @@ def raw_text(task: TaskConfig, location: str, raw: Mapping[str, Any]) -> Text:
   except jsonl.UnusableRow as error:
     return _unusable(location, error)
   return Text(location, _row_id(location, raw), prompt, reference)
+
+
+def _preprocessed(task: TaskConfig, raw: Mapping[str, Any]) -> tuple[str, str]:
+  if task.preprocessor != "identity":
+    return PREPROCESSORS[task.preprocessor](raw)
+  return preprocessors.identity(raw, task.prompt, task.reference)
 
 
 def _unusable(location: str, error: jsonl.UnusableRow) -> Text:

@@ -283,6 +283,7 @@ def draw_slice(
   buffer: replay.ReplayBuffer,
   key: Key[Array, ""],
   since: Int[Array, ""] | int,
+  index: Int[Array, ""] | int,
 ) -> base.DistillationBatch:
   """Samples the micro-batch of one slice, in one compiled call.
 
@@ -291,12 +292,14 @@ def draw_slice(
     buffer_config: how replayed rows are weighed (static).
     buffer: rows to draw from; not changed, and not read again by the slice, so that
       appending may go on while the slice runs.
-    key: random key of this slice; see `slice_key`.
+    key: random key of the update.
     since: [] int32; `buffer.added` at the last update.
+    index: [] int32; slices of the update before this one.
 
   Returns:
     A batch of num_new + num_replay rows.
   """
+  key = jax.random.fold_in(key, index)
   return replay.sample(
     buffer, key, config.num_new, config.num_replay, buffer_config, since
   )
@@ -322,14 +325,9 @@ def draw_update(
   """
   slices = max(1, math.ceil(config.steps_per_update * share))
   return tuple(
-    draw_slice(config, buffer_config, buffer, slice_key(key, index), since)
+    draw_slice(config, buffer_config, buffer, key, since, index)
     for index in range(slices)
   )
-
-
-def slice_key(key: Key[Array, ""], index: int) -> Key[Array, ""]:
-  """The random key of the index-th slice of the update that `key` belongs to."""
-  return jax.random.fold_in(key, index)
 
 
 def update(

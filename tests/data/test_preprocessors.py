@@ -3,7 +3,7 @@
 import pytest
 
 from osd_jax.data.jsonl import UnusableRow
-from osd_jax.data.preprocessors import PREPROCESSORS
+from osd_jax.data.preprocessors import PREPROCESSORS, fields_of, identity
 
 EXAMPLE = {"prompt": "a question", "reference": "an answer", "context": "a passage"}
 
@@ -86,3 +86,48 @@ def test_finance_10k_needs_its_context():
 )
 def test_the_original_field_names_are_known(name, raw):
   assert PREPROCESSORS[name](raw) == ("q", "a")
+
+
+@pytest.mark.parametrize(
+  ("prompt", "asked"),
+  [
+    ("{question}", "why?"),
+    ("answer: {question}", "answer: why?"),
+    ("{question} {{json}} {a b}{question}", "why? {json} two wordswhy?"),
+    ("{über}\n", "ü\n"),
+  ],
+)
+def test_a_template_takes_other_fields(prompt, asked):
+  raw = {"question": "why?", "a b": "two words", "über": "ü"}
+  assert identity(raw, prompt) == (asked, "")
+
+
+@pytest.mark.parametrize(
+  ("raw", "written"),
+  [
+    ({"steps": "1 + 1", "answer": "2"}, "1 + 1 = 2"),
+    ({"steps": "1 + 1"}, ""),
+    ({"steps": None, "answer": "2"}, ""),
+    ({"steps": " ", "answer": "2"}, ""),
+  ],
+)
+def test_a_reference_needs_every_field(raw, written):
+  found = identity({"prompt": "a", **raw}, reference="{steps} = {answer}")
+  assert found == ("a", written)
+
+
+@pytest.mark.parametrize("value", [7, "", " ", None, ["a"], {"a": "b"}])
+def test_a_field_of_a_template_is_text(value):
+  with pytest.raises(UnusableRow, match="'question'"):
+    identity({"question": value}, "{question}")
+
+
+def test_an_absent_field_of_a_template_is_named():
+  with pytest.raises(UnusableRow, match="no field 'question'"):
+    identity({"prompt": "a"}, "answer: {question}")
+
+
+@pytest.mark.parametrize("template", ["{", "}", "{}", "a {b", "{a!r}", "{a:3}", "{a}}"])
+def test_what_is_no_template(template):
+  with pytest.raises(ValueError):
+    fields_of(template)

@@ -199,6 +199,21 @@ def test_readers_agree_on_tfds(tfds_task, vocabulary):
   ]
 
 
+def test_readers_agree_on_templates(tfds_task, vocabulary):
+  task = dataclasses.replace(
+    tfds_task,
+    name="templates",
+    preprocessor="identity",
+    prompt="answer: {question}",
+    reference="{answer} {{sure}}",
+  )
+  found = _assert_readers_agree(task, vocabulary)
+  expected = {(f"answer: What is {i}?", f"It is {i}. {{sure}}") for i in range(20)}
+  missing = {("answer: What is 3?", "It is 3. {sure}")}
+  assert {(row.prompt, row.reference) for row in found.rows} == expected - missing
+  assert len(found.skipped) == 1 and "'question' is blank" in found.skipped[0]
+
+
 def test_readers_agree_on_real_data(shared_data, repository):
   t5 = Vocabulary.load(shared_data / "tokenizers/t5/spiece.model")
   for name in ("python", "finance_10k"):
@@ -265,6 +280,14 @@ def test_registering_again_is_fine_and_another_definition_is_not(
     ({"rows": 1.5}, "TaskConfig.rows.*int"),
     ({"rows": "3"}, "TaskConfig.rows"),
     ({"pattern": 3}, "TaskConfig.pattern.*str"),
+    ({"prompt": "question"}, "TaskConfig.prompt.*'question'.*in braces"),
+    ({"prompt": "{question"}, "TaskConfig.prompt.*in braces"),
+    ({"reference": ""}, "TaskConfig.reference.*in braces"),
+    ({"prompt": None}, "TaskConfig.prompt.*str"),
+    (
+      {"preprocessor": "gsm8k", "prompt": "{question}"},
+      "TaskConfig.prompt.*'{prompt}'.*preprocessor 'gsm8k'",
+    ),
     ({"name": "ä"}, "TaskConfig.name"),
   ],
 )

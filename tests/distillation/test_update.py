@@ -232,7 +232,8 @@ def test_slices_run_one_by_one_are_the_update_bit_by_bit():
   whole, metrics = run_update(config, learner, buffer, key, 2)
   state = learner
   for index in range(3):
-    batch = replay.sample(buffer, update.slice_key(key, index), 2, 2, BUFFER_CONFIG, 2)
+    slice_key = jax.random.fold_in(key, index)
+    batch = replay.sample(buffer, slice_key, 2, 2, BUFFER_CONFIG, 2)
     state, report = update.take_slice(MODEL, config, state, batch)
     assert batch.weight.shape == (4,) and report.loss == metrics.loss[index]
   assert int(state.version) == 0

@@ -1,0 +1,431 @@
+"""Two forms of a draft that is attached to a decoder-only target, on the same rows.
+
+"prompt": ours. It attends to what the target has read of the prompt, and goes on from
+tokens. "states": EAGLE's. It is given the target's state before each verified token
+besides; taught on these alone ("1 step"), or on its own of a draft too ("3 steps").
+Layers are of one size, and so are head, embedding, rows, loss (forward KL over all
+tokens, at every place of an answer) and optimiser. Held-out prompts are answered by the
+target; a draft of K tokens begins wherever the one before ended.
+
+What "states" would cost in serving: verification returns [B, K + 1, E], the buffer
+keeps E numbers a token, and a draft that is swapped out has to read prompts anew.
+
+  python experiments/draft_forms/run.py [--steps 1500]
+      [--rows 3000 25 3000 25] [--gin_file experiments/llama_attached_draft.gin]
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich.console
+import rich.progress
+import rich.table
+
+from osd_jax import offline, pairs, partitioning, texts
+from osd_jax.data import batches, prompts
+from osd_jax.distillation import optimizers
+from osd_jax.main import settings
+from osd_jax.models import attached, causal, llama, stacks, weights
+
+K = 7
+TURNS = 20
+SHOWN = (1, 2, 4, 7)  # drafted tokens
+FAR = 128  # tokens apart, from which on distances are alike
+
+
+@flax.struct.dataclass
+class Rows:
+  """Texts with all that the target makes of them.
+
+  Attributes:
+    source: [R, S] int32.
+    source_mask: [R, S] bool.
+    target: [R, T] int32.
+    mask: [R, T] bool.
+    log_probs: [R, T, V] float32, the target's.
+    before: [R, S + T, E] float32, the target's state before each token.
+    tokens: [R, S + T] int32, as the target was fed.
+    positions: [R, S + T] int32.
+    fed: [R, S + T] bool; slots that hold a token.
+  """
+
+  source: jax.Array
+  source_mask: jax.Array
+  target: jax.Array
+  mask: jax.Array
+  log_probs: jax.Array
+  before: jax.Array
+  tokens: jax.Array
+  positions: jax.Array
+  fed: jax.Array
+
+
+class States(nn.Module):
+  """EAGLE's form: one layer between a token, the state before it, and that behind it.
+
+      token        z_i      z_i+1       z_i+2
+      state before s_i-1    e_i         e_i+1     s: the target's, e: what it said
+      says         e_i      e_i+1       e_i+2     the head makes tokens of them
+
+  A draft that begins at i has the target's states of all tokens before, and from its
+  second step on only its own; all these steps are taken for every place at once, as
+  EAGLE-3 does in training. Sources: arXiv 2401.15077, arXiv 2503.01840.
+
+  Attributes:
+    states: E, width of the target's states.
+    width: of the layer.
+    num_heads: H.
+    head_dim: D.
+    mlp_dim: inner width of the feed-forward block.
+  """
+
+  states: int
+  width: int
+  num_heads: int
+  head_dim: int
+  mlp_dim: int
+
+  def setup(self):
+    inner = self.num_heads * self.head_dim
+    self.inward = nn.Dense(self.width, use_bias=False)
+    self.query, self.key, self.value = (
+      nn.Dense(inner, use_bias=False) for _ in range(3)
+    )
+    self.out = nn.Dense(self.width, use_bias=False)
+    self.norm, self.mlp_norm, self.last_norm = (nn.RMSNorm() for _ in range(3))
+    self.gate, self.up = (nn.Dense(self.mlp_dim, use_bias=False) for _ in range(2))
+    self.down = nn.Dense(self.width, use_bias=False)
+    self.outward = nn.Dense(self.states, use_bias=False)
+    shape = (self.num_heads, FAR)
+    self.distances = self.param("distances", nn.initializers.zeros_init(), shape)
+
+  def __call__(self, embedded, before, positions, mask, first: int, steps: int):
+    """What it says at the n-th step of a draft, for n up to `steps`.
+
+    Args:
+      embedded: [B, S + T, E], the tokens in the target's embedding.
+      before: [B, S + T, E], the target's state before each.
+      positions: [B, S + T] int32.
+      mask: [B, S + T] bool; slots that hold a token.
+      first: S, slots of the prompt.
+      steps: N.
+
+    Returns:
+      N states [B, T, E]; that of the n-th step at place t is from a draft that began
+      at t - n, and means nothing before place n.
+    """
+    whole = self._inputs(embedded, before)
+    given = self._keys_values(whole)  # of the target's states
+    embedded, said, own = embedded[:, first:], [], []
+    x = whole[:, first:]
+    for step in range(steps):
+      if step:
+        x = self._inputs(embedded, later(said[-1], 1))
+        own.append(self._keys_values(x))
+      x = x + self._attended(x, given, own, positions, mask, first)
+      h = self.mlp_norm(x)
+      x = x + self.down(nn.gelu(self.gate(h)) * self.up(h))
+      said.append(self.outward(self.last_norm(x)))
+    return said
+
+  def _inputs(self, embedded, before):
+    return self.inward(jnp.concatenate([normalized(embedded), normalized(before)], -1))
+
+  def _keys_values(self, x):
+    h = self.norm(x)
+    return self._split(self.key(h)), self._split(self.value(h))
+
+  def _attended(self, x, given, own, positions, mask, first):
+    """Attends to what began a draft, and to its own steps since."""
+    steps, count = len(own), x.shape[1]
+    query = self._split(self.query(self.norm(x))) * self.head_dim**-0.5
+    apart = positions[:, first:, None] - positions[:, None]
+    # A draft that is `steps` steps long began so many places before this one.
+    slots = jnp.arange(positions.shape[1])
+    before = slots[None] <= (first + jnp.arange(count) - steps)[:, None]
+    bias = self.distances[:, jnp.clip(apart, 0, FAR - 1)].swapaxes(0, 1)
+    seen = mask[:, None, None] & before[None, None]
+    logits = jnp.einsum("bhtd,bhsd->bhts", query, given[0]) + bias
+    logits, values = [jnp.where(seen, logits, -1e9)], []
+    for index, (keys, their_values) in enumerate(own):
+      ago = steps - 1 - index  # its place, seen from here
+      product = jnp.sum(query * later(keys, ago, axis=2), axis=-1, keepdims=True)
+      logits.append(product + self.distances[None, :, None, ago : ago + 1])
+      values.append(later(their_values, ago, axis=2))
+    weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1)
+    known = mask.shape[1]
+    context = jnp.einsum("bhts,bhsd->bhtd", weights[..., :known], given[1])
+    for index, their_values in enumerate(values):
+      context += weights[..., known + index : known + index + 1] * their_values
+    return self.out(context.swapaxes(1, 2).reshape(*x.shape[:2], -1))
+
+  def _split(self, x):
+    heads = x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+    return heads.swapaxes(1, 2)
+
+
+def later(x: jax.Array, places: int, axis: int = 1) -> jax.Array:
+  """x moved so many places behind, zeros before."""
+  padding = [(0, 0)] * x.ndim
+  padding[axis] = (places, 0)
+  return jax.lax.slice_in_dim(jnp.pad(x, padding), 0, x.shape[axis], axis=axis)
+
+
+def normalized(x: jax.Array) -> jax.Array:
+  """x over the root of its mean square."""
+  return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """A draft of one form.
+
+  Attributes:
+    init: parameters of a key.
+    logits: of (parameters, rows, steps): [R, T, V] of every step of a draft.
+    taught: steps that it learns.
+    optimizer: of its parameters.
+  """
+
+  init: Callable[[jax.Array], Any]
+  logits: Callable[[Any, Rows, int], list[jax.Array]]
+  taught: int
+  optimizer: optax.GradientTransformation
+
+
+class Judge:
+  """The target, which says what drafts are to learn."""
+
+  def __init__(self, kept: weights.Weights, pad_id: int):
+    """Takes a decoder-only target's shape and parameters."""
+    self.config, self.params, self._pad_id = kept.config, kept.params, pad_id
+    self.frozen = attached.frozen_of(kept.config, kept.params)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def rows(self, source: jax.Array, target: jax.Array) -> Rows:
+    """Rows of texts [R, S], [R, T]."""
+    mask = source != self._pad_id
+    module, length = llama.Llama(self.config), source.shape[1]
+    tokens, positions, fed, found = module.apply(
+      {"params": self.params}, source, mask, target, method=_all_states
+    )
+    # The state before the first token behind a prompt is that of its last one but one.
+    last = length - 1 - jnp.argmax(fed[:, :length][:, ::-1], axis=1)
+    end = jnp.take_along_axis(found, last[:, None, None], axis=1)
+    before = later(found, 1)
+    before = jnp.concatenate([before[:, :length], end, before[:, length + 1 :]], axis=1)
+    return Rows(
+      source=source,
+      source_mask=mask,
+      target=target,
+      mask=target != self._pad_id,
+      log_probs=jax.nn.log_softmax(self.logits(found[:, length:])),
+      before=before,
+      tokens=tokens,
+      positions=positions,
+      fed=fed,
+    )
+
+  def logits(self, found: jax.Array) -> jax.Array:
+    """Logits [R, T, V] of states [R, T, E]."""
+    return found * self.config.head_scale @ self.frozen["head"].T
+
+
+def _all_states(module: llama.Llama, source, mask, target):
+  """What `Llama.score` feeds, and the states behind all of it, after the last norm."""
+  inputs = stacks.inputs_of(target, llama.last_token(source, mask))
+  kept = llama.without_last(mask)
+  behind = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(inputs.shape[1])
+  tokens = jnp.concatenate([source, inputs], axis=1)
+  positions = jnp.concatenate([causal.prompt_positions(mask), behind], axis=1)
+  fed = jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1)
+  x = module.decoder.over(module.token_embedder(tokens), fed, positions)
+  return tokens, positions, fed, module.decoder.decoder_norm(x)
+
+
+def forms(judge: Judge, config: optimizers.OptimizerConfig) -> dict[str, Form]:
+  """Every form by name."""
+  shape = attached.AttachedConfig()
+  ours = attached.build(shape, judge.config)
+
+  def by_prompt(params, rows: Rows, steps: int):
+    whole = ours.join(params, judge.frozen)
+    # From the right tokens it says the same at every step.
+    return [ours.score(whole, rows.source, rows.source_mask, rows.target)] * steps
+
+  theirs = States(
+    judge.config.width, shape.width, shape.num_heads, shape.head_dim, shape.mlp_dim
+  )
+
+  def by_states(params, rows: Rows, steps: int):
+    embedded = judge.frozen["embedding"][rows.tokens]
+    arguments = (embedded, rows.before, rows.positions, rows.fed)
+    first = rows.source.shape[1]
+    said = theirs.apply({"params": params}, *arguments, first, steps)
+    return [judge.logits(state) for state in said]
+
+  def init_states(key):
+    wide = jnp.zeros((1, 2, judge.config.width))
+    places = jnp.zeros((1, 2), jnp.int32)
+    return theirs.init(key, wide, wide, places, places == 0, 1, 1)["params"]
+
+  scaled = dataclasses.replace(config, query_multiplier=1.0)
+  make = optimizers.make_optimizer
+  return {
+    "prompt": Form(ours.init, by_prompt, 1, make(config)),
+    "states, taught 1 step": Form(init_states, by_states, 1, make(scaled)),
+    "states, taught 3 steps": Form(init_states, by_states, 3, make(scaled)),
+  }
+
+
+def places(mask: jax.Array, step: int) -> jax.Array:
+  """[R, T] bool; where a draft can be at its step, counted from 0."""
+  return mask & (jnp.arange(mask.shape[1]) >= step)[None]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def learn(form: Form, params, state, rows: Rows):
+  """One step of the optimiser; loss and what it leaves."""
+
+  def loss(params):
+    total = count = 0.0
+    for step, logits in enumerate(form.logits(params, rows, form.taught)):
+      ratio = rows.log_probs - jax.nn.log_softmax(logits)
+      divergence = jnp.sum(jnp.exp(rows.log_probs) * ratio, axis=-1)
+      seen = places(rows.mask, step)
+      total += jnp.sum(jnp.where(seen, divergence, 0.0))
+      count += jnp.sum(seen)
+    return total / count
+
+  value, gradient = jax.value_and_grad(loss)(params)
+  changes, state = form.optimizer.update(gradient, state, params)
+  return value, optax.apply_updates(params, changes), state
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def judged(form: Form, params, rows: Rows):
+  """Overlap and whether the greedy token is right, [K, R, T] each."""
+  logits = jnp.stack(form.logits(params, rows, K))
+  probs = jax.nn.softmax(logits)
+  overlap = jnp.sum(jnp.minimum(probs, jnp.exp(rows.log_probs)), axis=-1)
+  return overlap, jnp.argmax(logits, axis=-1) == rows.target
+
+
+def calls_of(right: np.ndarray, length: int) -> int:
+  """Verifications of an answer of so many tokens; right is [K, T]."""
+  place = calls = 0
+  while place < length:
+    run = 0
+    while run < K and place + run < length and right[run, place + run]:
+      run += 1
+    place, calls = place + run + 1, calls + 1
+  return calls
+
+
+def figures(form: Form, params, rows: Rows) -> dict[str, float]:
+  """Overlaps by drafted token, and tokens a call of the target."""
+  overlap, right = map(np.asarray, judged(form, params, rows))
+  mask = np.asarray(rows.mask)
+  found = {}
+  for step in SHOWN:
+    seen = np.asarray(places(rows.mask, step - 1))
+    found[f"overlap, token {step}"] = float(overlap[step - 1][seen].mean())
+  lengths = mask.sum(axis=1)
+  calls = [calls_of(right[:, row], length) for row, length in enumerate(lengths)]
+  found["tokens a call"] = float(lengths.sum() / np.sum(calls))
+  return found
+
+
+def answered(pair: pairs.Pair, config: offline.OfflineConfig, judge: Judge) -> Rows:
+  """Held-out prompts with the target's own answers."""
+  asked = prompts.prompts(config.evaluation, pair.vocabulary, config.evaluation_prompts)
+  server = texts.plain_server(pair, config.decoding, config.partition)
+  done = server.run(texts.requests(asked, config.sampling))
+  length, pad_id = config.decoding.target_length, pair.vocabulary.pad_id
+  source = np.full((len(done), config.evaluation.source_length), pad_id, np.int32)
+  target = np.full((len(done), length), pad_id, np.int32)
+  for row, (prompt, answer) in enumerate(zip(asked, done, strict=True)):
+    source[row, : len(prompt.tokens)] = prompt.tokens
+    target[row, : len(answer.tokens)] = answer.tokens
+  return judge.rows(source, target)
+
+
+def taught(
+  form: Form, stream: batches.BatchStream, judge: Judge, steps: int, bar
+) -> tuple[Any, Any]:
+  """Parameters and optimiser's state after so many steps over a corpus."""
+  params = form.init(jax.random.key(0))
+  state = form.optimizer.init(params)
+  for step in bar:
+    batch = stream[step]
+    loss, params, state = learn(
+      form, params, state, judge.rows(batch.source, batch.target)
+    )
+    if not np.isfinite(loss):
+      raise FloatingPointError(f"step {step}: the loss is {loss}")
+  return params, state
+
+
+def step_ms(
+  made: dict[str, Form], ends: dict[str, Any], rows: Rows
+) -> dict[str, float]:
+  """CPU milliseconds of a step of the optimiser, by turns."""
+  times: dict[str, list[float]] = {name: [] for name in made}
+  for _ in range(TURNS):
+    for name, form in made.items():
+      started = time.process_time()
+      jax.block_until_ready(learn(form, *ends[name], rows))
+      times[name].append((time.process_time() - started) * 1e3)
+  return {name: float(np.median(spent[1:])) for name, spent in times.items()}
+
+
+def main() -> None:
+  """Teaches every form and prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--gin_file", default="experiments/llama_attached_draft.gin")
+  parser.add_argument("--steps", type=int, default=1500)
+  parser.add_argument("--rows", type=int, nargs=4, default=[3000, 25, 3000, 25])
+  given = parser.parse_args()
+  bindings = [
+    f"warm_start/BatchConfig.limit_rows={tuple(given.rows)}",
+    f"OptimizerConfig.total_steps={given.steps}",
+  ]
+  config, _ = settings.load(offline.OfflineConfig, [given.gin_file], bindings)
+  pair = pairs.load_pair(config.pair, partitioning.make(config.partition))
+  judge = Judge(weights.load(config.pair.target), pair.vocabulary.pad_id)
+  update = config.update
+  size = dataclasses.replace(
+    config.corpus, batch_size=update.num_new + update.num_replay
+  )
+  stream = batches.BatchStream(size, pair.vocabulary)
+  held_out = answered(pair, config, judge)
+  made, ends, found = forms(judge, update.optimizer), {}, {}
+  console = rich.console.Console(stderr=True)
+  for name, form in made.items():
+    bar = rich.progress.track(range(given.steps), name, console=console)
+    ends[name] = taught(form, stream, judge, given.steps, bar)
+    count = sum(leaf.size for leaf in jax.tree.leaves(ends[name][0]))
+    found[name] = {"parameters": count, **figures(form, ends[name][0], held_out)}
+  rows = judge.rows(stream[0].source, stream[0].target)
+  for name, spent in step_ms(made, ends, rows).items():
+    found[name]["ms a step of 16 rows"] = spent
+  table = rich.table.Table("form", *found["prompt"])
+  for name, row in found.items():
+    print(json.dumps({"form": name, "rows": given.rows, **row}))
+    table.add_row(name, *(f"{value:,.4g}" for value in row.values()))
+  console.print(table)
+
+
+if __name__ == "__main__":
+  main()

@@ -206,7 +206,9 @@ class Learner:
     self._buffer = self._append(self._buffer, self._with_reading(batch))
     schedule = self._config.schedule
     if isinstance(schedule, costs_lib.Priced):
-      self._schedule = schedule.emitted(self._schedule, int(np.sum(batch.mask)))
+      # On the host: numpy would have XLA sum an array of JAX.
+      tokens = int(np.count_nonzero(np.asarray(batch.mask)))
+      self._schedule = schedule.emitted(self._schedule, tokens)
     self._schedule = schedule.observe(self._schedule, overlap)
     if not self.busy and schedule.is_due(self._schedule):
       self._launch()

@@ -32,7 +32,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-FROZEN = "frozen draft"
+DEMO, FROZEN = "runs/demo.gin", "frozen draft"
 
 
 @dataclasses.dataclass
@@ -247,7 +247,7 @@ def run_all(given: argparse.Namespace) -> dict[str, list[Run]]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--gin_file", default="runs/demo.gin")
+  parser.add_argument("--gin_file", default=DEMO)
   parser.add_argument("--intervals", nargs="+", type=int, default=[1, 8, 32])
   parser.add_argument("--requests_per_task", type=int, default=50)
   parser.add_argument("--seeds", type=int, default=3)
@@ -259,7 +259,8 @@ def main() -> None:
   runs = run_all(given)
   found = {name: figures(runs[name], runs[FROZEN]) for name in runs}
   show(found)
-  case = ", free" * given.free + "".join(f", {x}" for x in given.bindings)
+  other = [given.gin_file] * (given.gin_file != DEMO)
+  case = ", free" * given.free + "".join(f", {x}" for x in other + given.bindings)
   clock, rows = f"wall, {given.threads} thread(s)", []
   for name, columns in found.items():
     values = {figure: value for figure, (value, _) in columns.items()}

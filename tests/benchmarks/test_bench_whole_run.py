@@ -80,7 +80,8 @@ def test_ratios_and_break_even_are_those_of_the_accounts(ran):
 
 def test_rows_hold_what_the_picture_needs(ran):
   _, spent, rows = ran
-  (course,) = pictures.panels(rows).values()
+  assert not pictures.panels(rows), "updates by interval are not drawn"
+  (course,) = pictures.panels(list(map(by_worth, rows))).values()
   assert set(course) == {(3, name) for name in NAMES}
   places, share = pictures.saved(course[3, "plain"], course[3, "attached online"])
   assert places == [0, 10, 20, 24] and share[0] == 0
@@ -90,8 +91,14 @@ def test_rows_hold_what_the_picture_needs(ran):
 
 def test_without_seconds_by_block_nothing_is_drawn(ran):
   """Negative control; rows of an older run are such."""
-  rows = [row for row in ran[2] if "cumulated_seconds" not in row]
+  rows = [by_worth(row) for row in ran[2] if "cumulated_seconds" not in row]
   assert rows and not pictures.panels(rows)
+
+
+def by_worth(row):
+  """A row of a run whose updates went by their prices."""
+  setting = row.get("setting")
+  return row | {"setting": f"{setting}, attached_gin demo_by_worth"} if setting else row
 
 
 def given(*words):

@@ -21,7 +21,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # mkdocs-material announces another generator at every build.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help install demo docs site figures test test-hf test-aot lint format bench clean
+.PHONY: help install demo docs site figures test test-slow test-hf test-aot lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -63,8 +63,11 @@ site: $(STAMP) ## build the docs into site/, notebooks executed
 figures: $(STAMP) ## draw the pictures of the results page from committed results
 	$(BIN)/python benchmarks/figures.py
 
-test: lint ## lint, then every test that needs no torch
-	$(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile
+test: lint ## lint, then the tests of parts
+	$(BIN)/python -m pytest -m "not slow and not hf and not aot" --durations=10 -n $(TEST_JOBS) --dist loadfile
+
+test-slow: $(STAMP) ## tests of whole runs, of several processes, and of the docs
+	$(BIN)/python -m pytest -m "slow and not hf and not aot" --durations=10 -n $(TEST_JOBS) --dist loadfile
 
 test-hf: $(STAMP) ## live comparison with torch and transformers (Python 3.11)
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \

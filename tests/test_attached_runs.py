@@ -16,6 +16,8 @@ from osd_jax.serving import adaptive, calls, slots
 from osd_jax.serving.prompts import Prompt
 from osd_jax.serving.server import Server
 
+pytestmark = pytest.mark.slow
+
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 COSTS = adaptive.RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
 ADAPTIVE = adaptive.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))

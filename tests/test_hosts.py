@@ -17,6 +17,8 @@ import safetensors.numpy
 from osd_jax import main as cli
 from osd_jax import writers
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("host_run.py")
 COMMANDS = Path(__file__).with_name("host_commands.py")
 PATIENCE = 240

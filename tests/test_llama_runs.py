@@ -20,6 +20,8 @@ from osd_jax.models import convert as formats
 from osd_jax.models import weights
 from osd_jax.serving import adaptive, slots
 
+pytestmark = pytest.mark.slow
+
 DECODING = slots.DecodingConfig(
   rows=2,
   num_draft_tokens=2,

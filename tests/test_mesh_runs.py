@@ -9,6 +9,7 @@ from osd_jax import writers
 from osd_jax.serving import adaptive
 
 pytestmark = [
+  pytest.mark.slow,
   pytest.mark.usefixtures("quick_compilation"),
   pytest.mark.skipif(
     len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"

@@ -21,6 +21,8 @@ from osd_jax.distillation import buffer
 from osd_jax.measuring import metering, metrics
 from osd_jax.serving import slots
 
+pytestmark = pytest.mark.slow
+
 PER_TASK = 14  # requests of each of the four topics: two alarm windows
 RATE = 3e-3  # what a sound run learns with
 SAMPLED = slots.SamplingConfig(temperature=0.8, seed=3)

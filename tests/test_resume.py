@@ -9,10 +9,13 @@ import time
 
 import jax
 import numpy as np
+import pytest
 import tiny_online
 
 from osd_jax import writers
 from osd_jax.models import weights
+
+pytestmark = pytest.mark.slow
 
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 PATIENCE = 400  # seconds; seconds are needed, on a busy machine minutes

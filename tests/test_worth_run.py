@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import pytest
 import tiny_online
 
 from osd_jax import online, writers
 from osd_jax.distillation import worth
 from osd_jax.main import settings
+
+pytestmark = pytest.mark.slow
 
 TIMES = ("_ms", "_ms_per_token", "_seconds")
 

@@ -11,6 +11,8 @@ import tiny_online
 
 from osd_jax import base
 
+pytestmark = pytest.mark.slow
+
 NAMES = [
   "plain",
   "independent frozen",

@@ -174,6 +174,7 @@ def data(tmp_path):
   return folder
 
 
+@pytest.mark.slow
 def test_the_papers_pair_runs_from_a_folder_of_its_layout(
   checkpoints, data, tmp_path, unprepared
 ):

@@ -14,6 +14,8 @@ from osd_jax.data.sources import TaskConfig
 from osd_jax.measuring import metrics, timing
 from osd_jax.serving import adaptive, slots
 
+pytestmark = pytest.mark.slow
+
 TASKS = tuple(
   TaskConfig(
     name=f"generated_{topic}",

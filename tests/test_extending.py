@@ -12,6 +12,8 @@ from osd_jax import online, writers
 from osd_jax.distillation import losses
 from osd_jax.serving import slots
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ran(repository, tmp_path_factory):

@@ -17,6 +17,8 @@ from osd_jax import checkpoints, online, pairs, partitioning, writers
 from osd_jax.models import weights
 from osd_jax.writers import stored_config
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"compare_every": 0, "floor_metering": False, "keep_drafts": False}
 
 

@@ -15,6 +15,8 @@ from osd_jax.distillation import update as updates
 from osd_jax.models import mixture, weights
 from osd_jax.serving import slots
 
+pytestmark = pytest.mark.slow
+
 DECODING = slots.DecodingConfig(
   rows=3,
   source_lengths=(tabular_pair.SOURCE_LENGTH,),

@@ -83,6 +83,7 @@ def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
   return decoder.run(requests), read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "model", "rows"), [(4, 1, 8), (2, 2, 4)])
 def test_parts_read_for_themselves_and_outputs_stay(data, model, rows, monkeypatch):
   found, read = on_a_mesh(rows, data, model, monkeypatch)
@@ -134,6 +135,7 @@ def test_a_part_that_is_given_nothing_keeps_its_rows(monkeypatch):
   assert after(0) == [7, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 2])
 def test_a_k_of_its_own_reads_for_all_parts_too(turn, monkeypatch):
   """Prefilled with the draft, and without it and later."""

@@ -1,9 +1,20 @@
 """EAGLE's form of a draft, as `experiments/draft_forms` compares it with ours."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import ROOT
+
+from osd_jax import testing
+from osd_jax.distillation import optimizers
+from osd_jax.models import llama, weights
+
+sys.path.append(str(ROOT / "experiments" / "draft_forms"))
+
+import states
 
 from experiments.draft_forms import run
 
@@ -24,7 +35,7 @@ def given():
 @pytest.fixture(scope="module")
 def drafter(given):
   """(steps, states before) -> what it says at each step; distances count."""
-  module = run.States(WIDTH, 8, 2, 4, 16)
+  module = states.States(WIDTH, 8, 2, 4, 16)
   embedded, before, positions, mask = given
   params = module.init(jax.random.key(0), embedded, before, positions, mask, PROMPT, 1)[
     "params"
@@ -86,3 +97,64 @@ def test_overlaps_are_of_the_places_that_a_step_can_be_at():
   mask = jnp.arange(5)[None] < jnp.asarray([[3], [5]])
   seen = np.asarray(run.places(mask, 2))
   assert seen.tolist() == [[0, 0, 1, 0, 0], [0, 0, 1, 1, 1]]
+
+
+SOURCE = np.array([[5, 6, 7, 8, -1], [9, 10, -1, -1, -1]], np.int32)
+TARGET = np.array([[11, 12, 13, 1], [14, 1, -1, -1]], np.int32)
+
+
+@pytest.fixture(scope="module")
+def judge():
+  """A tiny decoder-only target."""
+  params = llama.build(testing.TINY_LLAMA).init(jax.random.key(0))
+  return run.Judge(weights.Weights(testing.TINY_LLAMA, params, "none", "drawn"), -1)
+
+
+@pytest.fixture(autouse=True)
+def as_the_program_runs():
+  """What the package is held to in tests is no rule for the program."""
+  with jax.numpy_rank_promotion("allow"):
+    yield
+
+
+def test_the_target_is_judged_by_what_it_would_say(judge):
+  rows = judge.rows(SOURCE, TARGET)
+  model = llama.build(testing.TINY_LLAMA)
+  said = jax.nn.log_softmax(model.score(judge.params, SOURCE, SOURCE != -1, TARGET))
+  mask = TARGET != -1
+  np.testing.assert_allclose(rows.log_probs[mask], said[mask], atol=1e-5)
+  np.testing.assert_array_equal(rows.mask, mask)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_state_before_a_token_knows_nothing_of_it(judge, place):
+  """A form that saw one state too many would look better than it is."""
+  other = TARGET.copy()
+  other[0, place] = 20
+  mine, changed = judge.rows(SOURCE, TARGET), judge.rows(SOURCE, other)
+  fed = SOURCE.shape[1] + place + 1  # where that token is fed
+  assert mine.tokens[0, fed] == TARGET[0, place] and changed.tokens[0, fed] == 20
+  np.testing.assert_array_equal(mine.before[0, : fed + 1], changed.before[0, : fed + 1])
+  if fed + 1 < mine.before.shape[1]:
+    assert not np.allclose(mine.before[0, fed + 1], changed.before[0, fed + 1])
+
+
+def test_the_state_before_an_answer_is_behind_the_prompt_but_its_last(judge):
+  """Whatever fills the prompt up."""
+  wide = np.pad(SOURCE, ((0, 0), (0, 3)), constant_values=-1)
+  mine, padded = judge.rows(SOURCE, TARGET), judge.rows(wide, TARGET)
+  behind = mine.before[:, SOURCE.shape[1] :], padded.before[:, wide.shape[1] :]
+  np.testing.assert_allclose(*behind, atol=1e-5)
+  alone = judge.rows(SOURCE[:, :4], TARGET).before[0, 4]
+  np.testing.assert_allclose(behind[0][0, 0], alone, atol=1e-5)
+
+
+def test_every_form_learns(judge):
+  rows = judge.rows(SOURCE, TARGET)
+  for form in run.forms(judge, optimizers.OptimizerConfig(learning_rate=1e-2)).values():
+    params = form.init(jax.random.key(0))
+    state, losses = form.optimizer.init(params), []
+    for _ in range(12):
+      loss, params, state = run.learn(form, params, state, rows)
+      losses.append(float(loss))
+    assert losses[-1] < 0.8 * losses[0]

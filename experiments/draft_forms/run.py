@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ import optax
 import rich.console
 import rich.progress
 import rich.table
+import states
 
 from osd_jax import offline, pairs, partitioning, texts
 from osd_jax.data import batches, prompts
@@ -41,7 +41,6 @@ from osd_jax.models import attached, causal, llama, stacks, weights
 K = 7
 TURNS = 20
 SHOWN = (1, 2, 4, 7)  # drafted tokens
-FAR = 128  # tokens apart, from which on distances are alike
 
 
 @flax.struct.dataclass
@@ -58,6 +57,7 @@ class Rows:
     tokens: [R, S + T] int32, as the target was fed.
     positions: [R, S + T] int32.
     fed: [R, S + T] bool; slots that hold a token.
+    reading: [R, S, E] bfloat16, what the target hands out of prompts.
   """
 
   source: jax.Array
@@ -69,122 +69,7 @@ class Rows:
   tokens: jax.Array
   positions: jax.Array
   fed: jax.Array
-
-
-class States(nn.Module):
-  """EAGLE's form: one layer between a token, the state before it, and that behind it.
-
-      token        z_i      z_i+1       z_i+2
-      state before s_i-1    e_i         e_i+1     s: the target's, e: what it said
-      says         e_i      e_i+1       e_i+2     the head makes tokens of them
-
-  A draft that begins at i has the target's states of all tokens before, and from its
-  second step on only its own; all these steps are taken for every place at once, as
-  EAGLE-3 does in training. Sources: arXiv 2401.15077, arXiv 2503.01840.
-
-  Attributes:
-    states: E, width of the target's states.
-    width: of the layer.
-    num_heads: H.
-    head_dim: D.
-    mlp_dim: inner width of the feed-forward block.
-  """
-
-  states: int
-  width: int
-  num_heads: int
-  head_dim: int
-  mlp_dim: int
-
-  def setup(self):
-    inner = self.num_heads * self.head_dim
-    self.inward = nn.Dense(self.width, use_bias=False)
-    self.query, self.key, self.value = (
-      nn.Dense(inner, use_bias=False) for _ in range(3)
-    )
-    self.out = nn.Dense(self.width, use_bias=False)
-    self.norm, self.mlp_norm, self.last_norm = (nn.RMSNorm() for _ in range(3))
-    self.gate, self.up = (nn.Dense(self.mlp_dim, use_bias=False) for _ in range(2))
-    self.down = nn.Dense(self.width, use_bias=False)
-    self.outward = nn.Dense(self.states, use_bias=False)
-    shape = (self.num_heads, FAR)
-    self.distances = self.param("distances", nn.initializers.zeros_init(), shape)
-
-  def __call__(self, embedded, before, positions, mask, first: int, steps: int):
-    """What it says at the n-th step of a draft, for n up to `steps`.
-
-    Args:
-      embedded: [B, S + T, E], the tokens in the target's embedding.
-      before: [B, S + T, E], the target's state before each.
-      positions: [B, S + T] int32.
-      mask: [B, S + T] bool; slots that hold a token.
-      first: S, slots of the prompt.
-      steps: N.
-
-    Returns:
-      N states [B, T, E]; that of the n-th step at place t is from a draft that began
-      at t - n, and means nothing before place n.
-    """
-    whole = self._inputs(embedded, before)
-    given = self._keys_values(whole)  # of the target's states
-    embedded, said, own = embedded[:, first:], [], []
-    x = whole[:, first:]
-    for step in range(steps):
-      if step:
-        x = self._inputs(embedded, later(said[-1], 1))
-        own.append(self._keys_values(x))
-      x = x + self._attended(x, given, own, positions, mask, first)
-      h = self.mlp_norm(x)
-      x = x + self.down(nn.gelu(self.gate(h)) * self.up(h))
-      said.append(self.outward(self.last_norm(x)))
-    return said
-
-  def _inputs(self, embedded, before):
-    return self.inward(jnp.concatenate([normalized(embedded), normalized(before)], -1))
-
-  def _keys_values(self, x):
-    h = self.norm(x)
-    return self._split(self.key(h)), self._split(self.value(h))
-
-  def _attended(self, x, given, own, positions, mask, first):
-    """Attends to what began a draft, and to its own steps since."""
-    steps, count = len(own), x.shape[1]
-    query = self._split(self.query(self.norm(x))) * self.head_dim**-0.5
-    apart = positions[:, first:, None] - positions[:, None]
-    # A draft that is `steps` steps long began so many places before this one.
-    slots = jnp.arange(positions.shape[1])
-    before = slots[None] <= (first + jnp.arange(count) - steps)[:, None]
-    bias = self.distances[:, jnp.clip(apart, 0, FAR - 1)].swapaxes(0, 1)
-    seen = mask[:, None, None] & before[None, None]
-    logits = jnp.einsum("bhtd,bhsd->bhts", query, given[0]) + bias
-    logits, values = [jnp.where(seen, logits, -1e9)], []
-    for index, (keys, their_values) in enumerate(own):
-      ago = steps - 1 - index  # its place, seen from here
-      product = jnp.sum(query * later(keys, ago, axis=2), axis=-1, keepdims=True)
-      logits.append(product + self.distances[None, :, None, ago : ago + 1])
-      values.append(later(their_values, ago, axis=2))
-    weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1)
-    known = mask.shape[1]
-    context = jnp.einsum("bhts,bhsd->bhtd", weights[..., :known], given[1])
-    for index, their_values in enumerate(values):
-      context += weights[..., known + index : known + index + 1] * their_values
-    return self.out(context.swapaxes(1, 2).reshape(*x.shape[:2], -1))
-
-  def _split(self, x):
-    heads = x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-    return heads.swapaxes(1, 2)
-
-
-def later(x: jax.Array, places: int, axis: int = 1) -> jax.Array:
-  """x moved so many places behind, zeros before."""
-  padding = [(0, 0)] * x.ndim
-  padding[axis] = (places, 0)
-  return jax.lax.slice_in_dim(jnp.pad(x, padding), 0, x.shape[axis], axis=axis)
-
-
-def normalized(x: jax.Array) -> jax.Array:
-  """x over the root of its mean square."""
-  return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+  reading: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +108,7 @@ class Judge:
     # The state before the first token behind a prompt is that of its last one but one.
     last = length - 1 - jnp.argmax(fed[:, :length][:, ::-1], axis=1)
     end = jnp.take_along_axis(found, last[:, None, None], axis=1)
-    before = later(found, 1)
+    before = states.later(found, 1)
     before = jnp.concatenate([before[:, :length], end, before[:, length + 1 :]], axis=1)
     return Rows(
       source=source,
@@ -235,6 +120,7 @@ class Judge:
       tokens=tokens,
       positions=positions,
       fed=fed,
+      reading=llama.read(self.config, self.frozen["reader"], source, mask),
     )
 
   def logits(self, found: jax.Array) -> jax.Array:
@@ -261,10 +147,11 @@ def forms(judge: Judge, config: optimizers.OptimizerConfig) -> dict[str, Form]:
 
   def by_prompt(params, rows: Rows, steps: int):
     whole = ours.join(params, judge.frozen)
+    given = (rows.source, rows.source_mask, rows.target)
     # From the right tokens it says the same at every step.
-    return [ours.score(whole, rows.source, rows.source_mask, rows.target)] * steps
+    return [ours.score(whole, *given, reading=rows.reading)] * steps
 
-  theirs = States(
+  theirs = states.States(
     judge.config.width, shape.width, shape.num_heads, shape.head_dim, shape.mlp_dim
   )
 

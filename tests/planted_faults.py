@@ -458,6 +458,18 @@ FAULTS = [
     "tests/serving/test_agreement.py",
   ),
   Fault(
+    "a schedule by costs takes the room of an answer for its tokens",
+    "np.count_nonzero(np.asarray(batch.mask))",
+    "np.asarray(batch.mask).size",
+    LEARNER,
+  ),
+  Fault(
+    "every slice of an update draws the same rows",
+    "  key = jax.random.fold_in(key, index)",
+    "  key = jax.random.fold_in(key, 0)",
+    UPDATE,
+  ),
+  Fault(
     "the share of an update is that of all requests",
     "    recent = state.recent[-self.resume_window :]",
     "    recent = state.recent",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from osd_jax import testing
+from osd_jax import base, testing
 from osd_jax.distillation import optimizers
 from osd_jax.models import llama, weights
 
@@ -147,6 +147,11 @@ def test_the_state_before_an_answer_is_behind_the_prompt_but_its_last(judge):
   np.testing.assert_allclose(*behind, atol=1e-5)
   alone = judge.rows(SOURCE[:, :4], TARGET).before[0, 4]
   np.testing.assert_allclose(behind[0][0, 0], alone, atol=1e-5)
+
+
+def test_a_t5_is_refused():
+  with pytest.raises(base.InputError, match="kind T5Config, expected a decoder-only"):
+    run.Judge(weights.Weights(testing.TINY_T5, {}, "none", "drawn"), 0)
 
 
 def test_every_form_learns(judge):

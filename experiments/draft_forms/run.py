@@ -32,11 +32,11 @@ import rich.progress
 import rich.table
 import states
 
-from osd_jax import offline, pairs, partitioning, texts
+from osd_jax import base, offline, pairs, partitioning, texts
 from osd_jax.data import batches, prompts
 from osd_jax.distillation import optimizers
 from osd_jax.main import settings
-from osd_jax.models import attached, causal, llama, stacks, weights
+from osd_jax.models import attached, causal, llama, shapes, stacks, weights
 
 K = 7
 TURNS = 20
@@ -93,7 +93,12 @@ class Judge:
   """The target, which says what drafts are to learn."""
 
   def __init__(self, kept: weights.Weights, pad_id: int):
-    """Takes a decoder-only target's shape and parameters."""
+    """Takes a decoder-only target's shape and parameters; others are refused."""
+    if not isinstance(kept.config, shapes.LlamaConfig):
+      raise base.InputError(
+        f"draft_forms: received a target of kind {type(kept.config).__name__}, expected"
+        " a decoder-only one; name its run by --gin_file."
+      )
     self.config, self.params, self._pad_id = kept.config, kept.params, pad_id
     self.frozen = attached.frozen_of(kept.config, kept.params)
 

@@ -92,7 +92,9 @@ def load(path: pathlib.Path, template: str = "") -> Vocabulary:
     path = next(path / name for name in (_JSON, _MODEL) if (path / name).exists())
   files = (path, *(path.with_name(name) for name in (_SETTINGS, *_ENDS)))
   try:
-    held = tuple(file.read_bytes() if file.exists() else b"" for file in files)
+    model, *beside = files  # what stands beside it may be absent
+    held = tuple(file.read_bytes() if file.exists() else b"" for file in beside)
+    held = (model.read_bytes(), *held)
   except OSError as error:
     raise base.InputError(
       f"Vocabulary.path: {file_of(error, path)} cannot be read ({error.strerror});"

@@ -216,6 +216,14 @@ def test_what_is_no_tokenizer_is_named(tmp_path, name):
     tokenizers.load_any(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_a_file_that_is_not_there_is_called_so(tmp_path, name):
+  """Not an empty one."""
+  missing = rf"{name} cannot be read \(No such file.*expected a tokenizer.json or"
+  with pytest.raises(base.InputError, match=missing):
+    tokenizers.load(tmp_path / "nowhere" / name)
+
+
 def test_broken_settings_are_named(folder):
   (folder / "tokenizer_config.json").write_text("[1, 2]")
   with pytest.raises(base.InputError, match=r"tokenizer_config.json cannot be read"):

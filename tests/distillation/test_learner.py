@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base, testing
-from osd_jax.distillation import buffer, learner, schedule, update
+from osd_jax.distillation import buffer, costs, learner, schedule, update, worth
 from osd_jax.models import t5
 
 SOURCE, TARGET, KEPT, SLICES, INTERVAL = 5, 6, 4, 8, 3
@@ -35,11 +35,12 @@ def row(seed):
   )
 
 
-def made(**changes):
+def made(when=None, **changes):
   config = learner.LearningConfig(
     buffer=buffer.BufferConfig(capacity=16),
     update=update.UpdateConfig(steps_per_update=SLICES, num_new=2, num_replay=2),
-    schedule=schedule.ScheduleConfig(
+    schedule=when
+    or schedule.ScheduleConfig(
       update_interval=INTERVAL, resume_window=2, pause=False, **changes
     ),
   )
@@ -89,6 +90,18 @@ def test_a_shorter_update_is_continued_as_it_was_begun(overlap):
   jax.tree.map(np.testing.assert_array_equal, continued.serving, whole.serving)
   for one in (whole, broken, continued):
     one.close()
+
+
+def test_a_schedule_by_costs_is_told_how_many_tokens_a_request_has():
+  """Those that were emitted, not the room that an answer had."""
+  prices = costs.UpdateCosts(round_ms=(11.0,), update_ms=1e9)
+  one = made(worth.WorthConfig(costs=prices))
+  short = row(0).replace(mask=jnp.arange(TARGET)[None] < 2)
+  one.take_in(short, 0.5)
+  assert one.state()[1]["schedule"]["tokens"] == 2.0
+  one.take_in(row(1), 0.5)
+  assert one.state()[1]["schedule"]["tokens"] == 2.0 + (TARGET - 2.0) / 20
+  one.close()
 
 
 def test_a_negative_lack_is_refused():

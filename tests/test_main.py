@@ -375,12 +375,20 @@ def test_an_output_that_is_not_the_targets_ends_with_1(ended, exact, code):
   assert ended(lambda *_: result)[0] == code
 
 
+@pytest.fixture
+def heard():
+  """Ctrl-C as a terminal gives it: jobs that a shell runs behind it hear none."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
   ("number", "code", "word"),
   [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
 def test_a_signal_passes_through_the_run_and_says_how_to_continue(
-  ended, number, code, word
+  ended, number, code, word, heard
 ):
   """What a run does at its end, as with a checkpoint, it does after both signals."""
   cleaned = []

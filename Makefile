@@ -101,18 +101,15 @@ format: $(STAMP) ## lay out the code, sort imports, repair what can be repaired
 
 # In sequence: two at a time would measure each other.
 BENCHMARKS := \
-  bench_front_door.py \
   bench_greedy.py \
   "bench_greedy.py --threads 2" \
   "bench_greedy.py --shapes flan-t5-base --rows 8" \
-  bench_verify.py bench_round.py bench_speculative.py \
+  bench_speculative.py \
   "bench_speculative.py --alphas .8 --drafted 3 --draft float32 int8 shortlist both --without_native --no_rivals" \
-  bench_draft_serving.py \
   bench_batching.py bench_adaptive.py \
-  bench_compile.py bench_update.py bench_slice.py bench_filters.py bench_growth.py \
+  bench_compile.py bench_update.py \
   bench_learning.py "bench_learning.py --free --intervals 1" \
-  "bench_whole_run.py --attached shipped:demo_attached_draft.safetensors --attached_gin runs/demo.gin" \
-  bench_reading_memory.py
+  "bench_whole_run.py --attached shipped:demo_attached_draft.safetensors --attached_gin runs/demo.gin"
 
 bench: $(STAMP_HF) ## every benchmark, then benchmarks/README.md (hours; Python 3.11)
 	$(BIN)/python benchmarks/write_readme.py --note

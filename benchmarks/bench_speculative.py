@@ -7,8 +7,8 @@ apart from learning. Encoders count on both sides. One thread, CPU time.
 The draft is served as `--draft` says: "float32", "int8" (decoder and head in 8 bits),
 "shortlist" (a head of 4,096 tokens), or "both"; all that are named run by turns, which
 makes the ablation; with `--without_native` all of ours twice more, without the
-attention in C++ (osd_jax/native) and without anything there. What the last two cost in
-acceptance is another question (bench_draft_serving.py).
+attention in C++ (osd_jax/native) and without anything there. What a lighter draft
+costs in acceptance, `osd evaluate` tells on real requests.
 
   python benchmarks/bench_speculative.py [--target flan-t5-base] [--alphas .7 .8 .9]
       [--drafted 3 7] [--draft float32 both] [--without_native] [--no_rivals]

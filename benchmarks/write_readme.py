@@ -51,22 +51,13 @@ BOUNDS = {  # what limits what is measured
   " K + 1 tokens costs little more than one. With more rows arithmetic is the bound,"
   " and a round has to be accepted nearly whole to pay.",
   "compile": "Bounded by XLA.",
-  "front_door": "Bounded by the slots: texts, tags and statistics are what it adds.",
   "greedy": "One row is bounded by memory bandwidth: every step reads the decoder's"
   " weights once. Rows of a batch share that reading until arithmetic is the bound.",
-  "filters": "Bounded by 64 passes over the logits, which the caches hold.",
-  "growth": "A step is bounded by weights that do not grow; caches, output head and"
-  " prefill do.",
   "learning": "Bounded by cores: what an update computes is not computed for serving,"
   " unless a core was idle.",
-  "reading_memory": "Bounded by the model itself and its largest tensor.",
-  "slice": "Bounded by arithmetic: what a slice multiplies, at the speed of products.",
   "speculative": "Bounded by (1 - alpha^(K + 1)) / (1 - alpha) tokens a round over"
   " the time of K + 1 draft steps and one verification.",
   "update": "Bounded by arithmetic: forward and backward over all positions at once.",
-  "round": "Bounded by memory, as `verify` and the draft's steps are.",
-  "verify": "Bounded by memory for few tokens, where one more costs little, by"
-  " arithmetic for many.",
   "whole_run": "Bounded by cores, as `learning` is.",
 }
 

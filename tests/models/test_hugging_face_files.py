@@ -324,7 +324,7 @@ def most_alive(monkeypatch, eager):
 
 
 def test_no_tensor_is_held_while_the_next_is_read(monkeypatch):
-  """True at any size; benchmarks/bench_reading_memory.py measures it at 1 GB."""
+  """True at any size: tensors are counted, not bytes."""
   assert most_alive(monkeypatch, eager=False) == 1
 
 

@@ -154,6 +154,7 @@ def test_a_t5_is_refused():
     run.Judge(weights.Weights(testing.TINY_T5, {}, "none", "drawn"), 0)
 
 
+@pytest.mark.slow
 def test_every_form_learns(judge):
   rows = judge.rows(SOURCE, TARGET)
   for form in run.forms(judge, optimizers.OptimizerConfig(learning_rate=1e-2)).values():
@@ -163,3 +164,11 @@ def test_every_form_learns(judge):
       loss, params, state = run.learn(form, params, state, rows)
       losses.append(float(loss))
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_forms_are_chosen_by_name():
+  made = {"prompt": 1, "states": 2}
+  assert run.chosen(made, None) == made
+  assert run.chosen(made, ["states"]) == {"states": 2}
+  with pytest.raises(base.InputError, match=r"--forms: received \['eagle'\]"):
+    run.chosen(made, ["eagle"])

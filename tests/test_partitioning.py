@@ -52,6 +52,7 @@ def served(config):
   return decoder, decoder.run(requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole draft", "split"])
 def test_a_frozen_draft_gives_the_same_tokens_and_logits(config):
   _, one = served(partitioning.PartitionConfig())

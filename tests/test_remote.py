@@ -159,6 +159,7 @@ class Interrupted(Exception):
   """A run that ends between two steps, as a killed one does."""
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_another_machine_left_it(
   pair, alone, bucket, tmp_path, monkeypatch
 ):

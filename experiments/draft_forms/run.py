@@ -10,7 +10,7 @@ target; a draft of K tokens begins wherever the one before ended.
 What "states" would cost in serving: verification returns [B, K + 1, E], the buffer
 keeps E numbers a token, and a draft that is swapped out has to read prompts anew.
 
-  python experiments/draft_forms/run.py [--steps 1500]
+  python experiments/draft_forms/run.py [--steps 1500] [--forms "prompt"]
       [--rows 3000 25 3000 25] [--gin_file experiments/llama_attached_draft.gin]
 """
 
@@ -282,12 +282,23 @@ def step_ms(
   return {name: float(np.median(spent[1:])) for name, spent in times.items()}
 
 
+def chosen(made: dict[str, Form], names: list[str] | None) -> dict[str, Form]:
+  """The forms of those names; None: all."""
+  unknown = set(names or ()) - made.keys()
+  if unknown:
+    raise base.InputError(
+      f"--forms: received {sorted(unknown)}, expected some of {list(made)}."
+    )
+  return {name: form for name, form in made.items() if names is None or name in names}
+
+
 def main() -> None:
   """Teaches every form and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--gin_file", default="experiments/llama_attached_draft.gin")
   parser.add_argument("--steps", type=int, default=1500)
   parser.add_argument("--rows", type=int, nargs=4, default=[3000, 25, 3000, 25])
+  parser.add_argument("--forms", nargs="+", help="some of them, by name")
   given = parser.parse_args()
   bindings = [
     f"warm_start/BatchConfig.limit_rows={tuple(given.rows)}",
@@ -302,7 +313,8 @@ def main() -> None:
   )
   stream = batches.BatchStream(size, pair.vocabulary)
   held_out = answered(pair, config, judge)
-  made, ends, found = forms(judge, update.optimizer), {}, {}
+  made = chosen(forms(judge, update.optimizer), given.forms)
+  ends, found = {}, {}
   console = rich.console.Console(stderr=True)
   for name, form in made.items():
     bar = rich.progress.track(range(given.steps), name, console=console)
@@ -312,7 +324,7 @@ def main() -> None:
   rows = judge.rows(stream[0].source, stream[0].target)
   for name, spent in step_ms(made, ends, rows).items():
     found[name]["ms a step of 16 rows"] = spent
-  table = rich.table.Table("form", *found["prompt"])
+  table = rich.table.Table("form", *next(iter(found.values())))
   for name, row in found.items():
     print(json.dumps({"form": name, "rows": given.rows, **row}))
     table.add_row(name, *(f"{value:,.4g}" for value in row.values()))

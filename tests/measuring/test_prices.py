@@ -247,6 +247,7 @@ def test_a_schedule_that_goes_by_prices_needs_some(pair, tmp_path):
     dataclasses.replace(worth_config(pair, tmp_path), prices=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 def test_every_k_is_priced_on_a_mesh_too(pair, tmp_path, quick_compilation):
   config = tiny_online.config(pair, tmp_path, rows=2)

@@ -39,6 +39,7 @@ def answers(pair):
   return found
 
 
+@pytest.mark.slow
 def test_the_least_length_that_holds_an_answer_gives_what_all_places_give(
   pair, answers
 ):

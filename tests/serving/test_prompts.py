@@ -93,6 +93,7 @@ def test_parts_read_for_themselves_and_outputs_stay(data, model, rows, monkeypat
   assert max(taken) == data
 
 
+@pytest.mark.slow
 def test_patience_makes_fewer_calls_and_the_same_outputs(monkeypatch, family):
   if family != "t5":
     pytest.skip("of the host alone")
@@ -105,6 +106,7 @@ def test_patience_makes_fewer_calls_and_the_same_outputs(monkeypatch, family):
   assert 7 <= calls_made[0] < calls_made[1] - 2  # seven of four prompts each would do
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide_are_read_one_by_one(monkeypatch):
   found, read = on_a_mesh(3, 2, 1, monkeypatch)
   assert test_slots.texts(found) == test_slots.expected()

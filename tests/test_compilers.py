@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 import tiny_online
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,6 +20,7 @@ from osd_jax.ahead_of_time import plan as plan_lib
 from osd_jax.ahead_of_time import programs
 from osd_jax.distillation import optimizers, update
 from osd_jax.measuring import chips, compiled
+from osd_jax.models import layers, served
 from osd_jax.serving import calls, slots
 
 pytestmark = pytest.mark.aot
@@ -183,6 +185,67 @@ def test_rows_are_written_in_place(topology):
   with native.portable():
     control = jax.jit(kept).lower(found.served, found.scalar(), found.state).compile()
   assert control.memory_analysis().alias_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
+def test_a_step_of_one_token_takes_no_longer_than_one_of_several(pair, monkeypatch):
+  """By the compiler's own estimate; attention of a single query would."""
+  step = cycles(pair, "plain step")
+  assert step < 1.05 * cycles(pair, f"verification of {DRAFTED + 1} tokens")
+  monkeypatch.setattr(layers, "never_alone", lambda attend, *args: attend(*args))
+  jax.clear_caches()
+  alone = cycles(pair, "plain step")
+  jax.clear_caches()
+  assert step < 0.85 * alone
+
+
+def cycles(pair, name):
+  found = plan("v5e:2x2", TENSOR_PARALLEL, pair)
+  return programs.compiled(found, programs.programs(found)[name]).cycles
+
+
+def test_what_heads_gathered_is_not_moved_before_it_is_projected(monkeypatch):
+  """Copies of a verification, for every layer of the target."""
+  name = f"verification of {DRAFTED + 1} tokens"
+
+  def copies():
+    found = plan("v5e:2x2", TENSOR_PARALLEL)
+    return programs.compiled(found, programs.programs(found)[name]).copies
+
+  found = copies()
+  monkeypatch.setattr(layers, "HeadsProjection", Joined)
+  jax.clear_caches()
+  joined = copies()
+  jax.clear_caches()
+  assert joined >= found + 2 * LAYERS
+
+
+class Joined(layers.Projection):
+  """Brings the heads of a position together first."""
+
+  def _product(self, x, outputs=None):
+    rows, heads, count, size = x.shape
+    joined = jnp.transpose(x, (0, 2, 1, 3)).reshape(rows, count, heads * size)
+    return super()._product(joined, outputs)
+
+
+def test_a_short_head_is_spread_by_rows_of_the_vocabulary(monkeypatch):
+  """A TPU lays the result out as it writes it, and the rows of a batch are few."""
+
+  def scattered(logits, ids, size):
+    empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
+    return empty.at[..., ids].set(logits)
+
+  def taken():
+    made = round_of(plan("v5e:2x2", TENSOR_PARALLEL))
+    return sum(x.cycles for x in compiled.Program(made.as_text(), 0).operations)
+
+  found = taken()
+  monkeypatch.setattr(served, "spread", scattered)
+  jax.clear_caches()
+  control = taken()
+  jax.clear_caches()
+  assert found < 0.8 * control
 
 
 def test_a_gpu_runs_few_kernels_a_layer():

@@ -38,6 +38,12 @@ class Operation:
   depth: int
   line: str
 
+  @property
+  def cycles(self) -> int:
+    """How long a TPU's compiler holds it for; 0 where it does not say."""
+    said = re.search(r'"estimated_cycles":"(\d+)"', self.line)
+    return int(said.group(1)) if said else 0
+
 
 class Program:
   """The operations of a compiled program."""

@@ -58,7 +58,7 @@ class Attention(nn.Module):
     self.query = inward(config.num_heads)
     self.key = inward(config.num_kv_heads)
     self.value = inward(config.num_kv_heads)
-    self.out = layers.Projection(
+    self.out = layers.HeadsProjection(
       (config.num_heads * config.head_dim, config.width),
       ("joined_kv", "embed"),
       dtype,
@@ -86,10 +86,9 @@ class Attention(nn.Module):
     shared = (self.config.num_kv_heads, self.config.queries_per_head)
     query = query.reshape(x.shape[0], *shared, *query.shape[2:])
     if self.layout is not layers.Layout.TRAINED and _attends(query, memories):
-      context = _native(query, memories)
-    else:
-      context = _attended(query, memories)
-    return self.out(context.reshape(*x.shape[:2], -1))
+      return self.out(_native(query, memories))
+    context = layers.never_alone(_attended, query, memories)
+    return self.out(context.reshape(context.shape[0], -1, *context.shape[3:]))
 
   def _split(self, x: jax.Array) -> jax.Array:
     heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
@@ -97,7 +96,7 @@ class Attention(nn.Module):
 
 
 def _attended(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
-  """Context [B, n, heads, sharing, D]; no memory is copied to stand by another."""
+  """Context [B, heads, sharing, n, D]; no memory is copied to stand by another."""
   dtype = query.dtype
   precision = layers.precision_of(dtype)
   logits = []
@@ -109,7 +108,7 @@ def _attended(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
   for _, values, bias in memories:
     part = weights[..., start : start + bias.shape[-1]]
     start += bias.shape[-1]
-    context += jnp.einsum("bhgnt,bhtd->bnhgd", part, values, precision=precision)
+    context += jnp.einsum("bhgnt,bhtd->bhgnd", part, values, precision=precision)
   return context
 
 
@@ -120,7 +119,7 @@ def _attends(query: jax.Array, memories: tuple[Memory, ...]) -> bool:
 
 
 def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
-  """`_attended` on a CPU: queries that share keys are as many more positions."""
+  """Context [B, n, H * D], on a CPU: queries that share keys are more positions."""
   rows, heads, sharing, count, size = query.shape
   folded = query.transpose(0, 3, 2, 1, 4).reshape(rows, count * sharing, heads * size)
   keys, values = (
@@ -135,7 +134,7 @@ def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
   bias = jnp.repeat(jnp.concatenate(wide, axis=-1), sharing, axis=2)
   context = native.attention(folded, keys, values, bias)
   context = context.reshape(rows, count, sharing, heads, size)
-  return context.transpose(0, 1, 3, 2, 4)
+  return context.transpose(0, 1, 3, 2, 4).reshape(rows, count, -1)
 
 
 class Layer(nn.Module):

@@ -7,6 +7,7 @@ holds kernels in another `Layout`, which the modules are told.
 import enum
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -173,18 +174,43 @@ class Projection(nn.Module):
     return product + jnp.broadcast_to(bias.astype(self.dtype), product.shape)
 
   def _product(self, x: jax.Array, outputs: jax.Array | None) -> jax.Array:
-    shape, axes = self.shape, self.axes
-    if self.layout is not Layout.TRAINED:
-      shape, axes = shape[::-1], axes[::-1]
-    init = nn.initializers.normal(self.init_scale / np.sqrt(self.shape[0]))
-    kernel = self.param("kernel", nn.with_logical_partitioning(init, axes), shape)
+    kernel = self._kernel()
     if self.layout is Layout.INT8:
-      scale = self.param("scale", nn.initializers.ones, shape[:1])
+      scale = self.param("scale", nn.initializers.ones, self.shape[1:])
       return int8_matmul(x, jnp.asarray(kernel), scale).astype(self.dtype)
     if outputs is not None:
       kernel = kernel[:, outputs]
     product = matmul if self.layout is Layout.TRAINED else served_matmul
     return product(x.astype(self.dtype), kernel.astype(self.dtype))
+
+  def _kernel(self) -> jax.Array:
+    shape, axes = self.shape, self.axes
+    if self.layout is not Layout.TRAINED:
+      shape, axes = shape[::-1], axes[::-1]
+    init = nn.initializers.normal(self.init_scale / np.sqrt(self.shape[0]))
+    return self.param("kernel", nn.with_logical_partitioning(init, axes), shape)
+
+
+class HeadsProjection(Projection):
+  """A linear map of what heads have gathered, whose inputs are theirs side by side.
+
+  Of [B, H, n, D] it sums over heads and their components where they are: to bring those
+  of a position together first is two copies a layer of a TPU's step.
+  """
+
+  def _product(self, x: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
+    """Maps x, [B, H, n, D] or [B, n, in], to [B, n, out]."""
+    if x.ndim == 3:
+      return super()._product(x, outputs)
+    rows, heads, count, size = x.shape
+    if native.forms() or self.layout is not Layout.TRAINED:
+      joined = jnp.transpose(x, (0, 2, 1, 3)).reshape(rows, count, heads * size)
+      return super()._product(joined, outputs)
+    kernel = self._kernel().astype(self.dtype).reshape(heads, size, -1)
+    precision = precision_of(self.dtype)
+    return jnp.einsum(
+      "bhnd,hde->bne", x.astype(self.dtype), kernel, precision=precision
+    )
 
 
 def normalized(x: jax.Array) -> jax.Array:
@@ -249,7 +275,7 @@ class Attention(nn.Module):
     self.query = inward(self.width, self.layout, self.head_dim**-0.5)
     self.key = inward(memory_width, self.memory_layout)
     self.value = inward(memory_width, self.memory_layout)
-    self.out = Projection(
+    self.out = HeadsProjection(
       (joined, self.width), ("joined_kv", "embed"), self.dtype, self.layout
     )
 
@@ -271,23 +297,46 @@ class Attention(nn.Module):
     Returns:
       [B, n, E]
     """
-    precision = precision_of(self.dtype)
     query = self.query(x)
     if self.layout is not Layout.TRAINED and native.attends(query, keys):
       return self.out(native.attention(query, keys, values, bias))
-    query = self._split(query)
-    logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
-    logits = logits.astype(at_least_float32(logits.dtype)) + bias
-    weights = jax.nn.softmax(logits, axis=-1)
-    context = jnp.einsum(
-      "bhnt,bhtd->bnhd", weights.astype(self.dtype), values, precision=precision
-    )
-    return self.out(context.reshape(*x.shape[:2], -1))
+    return self.out(never_alone(_attended, self._split(query), keys, values, bias))
 
   def _split(self, x: jax.Array) -> jax.Array:
     rows, count, _ = x.shape
     heads = x.reshape(rows, count, self.num_heads, self.head_dim)
     return jnp.transpose(heads, (0, 2, 1, 3))
+
+
+def _attended(query, keys, values, bias):
+  precision = precision_of(query.dtype)
+  logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
+  logits = logits.astype(at_least_float32(logits.dtype)) + bias
+  weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+  return jnp.einsum("bhnt,bhtd->bhnd", weights, values, precision=precision)
+
+
+def never_alone(
+  attend: Callable[..., jax.Array], query: jax.Array, *memory: Any
+) -> jax.Array:
+  """What `attend` gives; a TPU is asked for a single query as if there were two.
+
+  The product of one query and a row's keys becomes sums on a TPU's vector unit, which
+  its compiler holds for four times as long as a product of two.
+
+  Args:
+    attend: (query, *memory) -> [..., n, D]; a query at a time.
+    query: [..., n, D].
+    memory: pytrees that it attends to.
+  """
+  if native.forms() or query.shape[-2] > 1:
+    return attend(query, *memory)
+
+  def of_two(query, *memory):
+    twice = jnp.concatenate([query, query], axis=-2)
+    return attend(jax.lax.optimization_barrier(twice), *memory)[..., :1, :]
+
+  return jax.lax.platform_dependent(query, *memory, tpu=of_two, default=attend)
 
 
 class Mlp(nn.Module):

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from osd_jax import base
+from osd_jax import base, native
 from osd_jax.models import layers
 from osd_jax.models.shapes import DraftServing, LlamaConfig, T5Config
 
@@ -37,8 +37,26 @@ class DraftHead(nn.Module):
     if not covered:
       return logits
     ids = self.param("ids", lambda key: jnp.arange(covered))
-    empty = jnp.full((*x.shape[:-1], config.vocab_size), -jnp.inf, logits.dtype)
-    return empty.at[..., ids].set(logits, unique_indices=True, indices_are_sorted=True)
+    return spread(logits, ids, config.vocab_size)
+
+
+def spread(logits: jax.Array, ids: jax.Array, size: int) -> jax.Array:
+  """Logits [B, n, V] of some tokens' [B, n, N]; -inf for the others.
+
+  Args:
+    logits: [B, n, N].
+    ids: [N] int32, rising.
+    size: V.
+  """
+  rising = {"unique_indices": True, "indices_are_sorted": True}
+  if native.forms():
+    empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
+    return empty.at[..., ids].set(logits, **rising)
+  # A TPU writes whole rows, and would go on with rows of the vocabulary [V, n, B].
+  flat = logits.reshape(-1, logits.shape[-1])
+  empty = jnp.full((size, flat.shape[0]), -jnp.inf, logits.dtype)
+  filled = jax.lax.optimization_barrier(empty.at[ids].set(flat.T, **rising))
+  return filled.T.reshape(*logits.shape[:-1], size)
 
 
 def has_draft_head(config: T5Config | LlamaConfig, serving: DraftServing) -> bool:

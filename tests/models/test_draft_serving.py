@@ -76,6 +76,16 @@ def test_a_shortlist_gives_its_tokens_their_logits_and_the_others_nothing(shape)
   assert np.all(np.isneginf(got[..., others]))
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_logits_are_spread_over_the_vocabulary(forms, count):
+  ids = np.array([0, 1, 5, 8])
+  short = np.random.default_rng(0).normal(size=(2, count, 4)).astype(np.float32)
+  expected = np.full((2, count, 9), -np.inf, np.float32)
+  expected[..., ids] = short
+  found = served.spread(jnp.asarray(short), jnp.asarray(ids), 9)
+  np.testing.assert_array_equal(found, expected)
+
+
 def test_a_shortlist_that_nobody_gave_covers_what_ends_a_sequence():
   """Llama 3's ends lie far behind the first ids."""
   assert served.first_tokens(4, (1,)).tolist() == [0, 1, 2, 3]

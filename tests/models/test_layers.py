@@ -1,9 +1,11 @@
 """Layers against slow numpy versions of the same formulas."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from osd_jax import native
 from osd_jax.models import layers, relative
 
 F32 = jnp.dtype("float32")
@@ -166,3 +168,40 @@ def test_position_bias_looks_up_every_rows_own_offset():
     for new, position in enumerate(positions):
       buckets = [exact_bucket(int(k - position), False, 8, 10) for k in key]
       np.testing.assert_array_equal(got[row, :, new], table[:, buckets])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_heads_are_summed_as_if_they_stood_side_by_side(forms, bias):
+  heads = np.random.default_rng(0).normal(size=(2, 3, 5, 4)).astype(np.float32)
+  module = layers.HeadsProjection((12, 7), ("joined_kv", "embed"), F32, bias=bias)
+  params = jax.jit(module.init)(jax.random.key(0), heads)
+  found = module.apply(params, heads)
+  joined = heads.transpose(0, 2, 1, 3).reshape(2, 5, 12)
+  kernel = np.asarray(params["params"]["kernel"].unbox())
+  np.testing.assert_allclose(found, joined @ kernel, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(module.apply(params, joined), found, rtol=1e-5, atol=1e-5)
+  wrong = heads.reshape(2, 5, 12)  # control: heads and positions mixed up
+  assert not np.allclose(module.apply(params, wrong), found, atol=1e-2)
+
+
+def test_a_tpu_is_never_asked_for_a_single_query(monkeypatch):
+  """Its branch computes what the others do; more queries stay as they are."""
+  rng, asked = np.random.default_rng(0), []
+  query, keys = rng.normal(size=(2, 3, 1, 4)), rng.normal(size=(2, 3, 5, 4))
+
+  def attend(query, keys):
+    asked.append(query.shape[-2])
+    return jnp.einsum("bhnd,bhtd,bhtd->bhnd", query, keys, keys)
+
+  def as_on(platform):
+    return lambda *args, default, **own: own.get(platform, default)(*args)
+
+  with native.portable():
+    for platform in ("tpu", "cuda"):
+      monkeypatch.setattr(jax.lax, "platform_dependent", as_on(platform))
+      found = layers.never_alone(attend, jnp.asarray(query), jnp.asarray(keys))
+      expected = np.einsum("bhnd,bhtd,bhtd->bhnd", query, keys, keys)
+      np.testing.assert_allclose(found, expected, rtol=1e-5)
+    layers.never_alone(attend, jnp.ones((2, 3, 6, 4)), jnp.asarray(keys))
+  layers.never_alone(attend, jnp.asarray(query), jnp.asarray(keys))  # of a CPU
+  assert asked == [2, 1, 6, 1]

@@ -60,8 +60,8 @@ class Made:
     in_place_gb: of the arguments, given back in place.
     read_again: bytes that XLA says are accessed, over the arguments.
     least_ms: estimate: what the chip's published figures allow.
-    cycles: estimate: of a TPU's compiler, for what it computes outside inner loops; 0
-      where there is none.
+    cycles: estimate: of a TPU's compiler, for what it computes outside inner loops;
+      None where there is none.
   """
 
   compile_s: float
@@ -78,7 +78,7 @@ class Made:
   in_place_gb: float
   read_again: float | None
   least_ms: float | None
-  cycles: int
+  cycles: int | None
 
   def row(self) -> dict[str, Any]:
     """A row of metrics.jsonl."""
@@ -172,7 +172,8 @@ def compiled(plan: Plan, program: Program) -> Made:
     in_place_gb=memory.alias_size_in_bytes / 1e9,
     read_again=None if accessed is None or program.depth else accessed / read,
     least_ms=least,
-    cycles=sum(x.cycles for x in counted.operations if x.depth == program.depth),
+    cycles=sum(x.cycles for x in counted.operations if x.depth == program.depth)
+    or None,
   )
 
 

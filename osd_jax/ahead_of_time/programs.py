@@ -151,6 +151,7 @@ def compiled(plan: Plan, program: Program) -> Made:
   moved = sum(x.bytes for x in collectives)
   read = memory.argument_size_in_bytes
   kernels = sum(within[name] for name in KERNELS)
+  cycles = sum(x.cycles for x in counted.operations if x.depth == program.depth)
   least = None
   if not program.depth:
     chip, flops = plan.topology.chip, of_products(traced.jaxpr) / program.chips
@@ -172,8 +173,7 @@ def compiled(plan: Plan, program: Program) -> Made:
     in_place_gb=memory.alias_size_in_bytes / 1e9,
     read_again=None if accessed is None or program.depth else accessed / read,
     least_ms=least,
-    cycles=sum(x.cycles for x in counted.operations if x.depth == program.depth)
-    or None,
+    cycles=cycles or None,
   )
 
 

@@ -177,7 +177,7 @@ class Projection(nn.Module):
     kernel = self._kernel()
     if self.layout is Layout.INT8:
       scale = self.param("scale", nn.initializers.ones, self.shape[1:])
-      return int8_matmul(x, jnp.asarray(kernel), scale).astype(self.dtype)
+      return int8_matmul(x, kernel, scale).astype(self.dtype)
     if outputs is not None:
       kernel = kernel[:, outputs]
     product = matmul if self.layout is Layout.TRAINED else served_matmul
@@ -188,7 +188,9 @@ class Projection(nn.Module):
     if self.layout is not Layout.TRAINED:
       shape, axes = shape[::-1], axes[::-1]
     init = nn.initializers.normal(self.init_scale / np.sqrt(self.shape[0]))
-    return self.param("kernel", nn.with_logical_partitioning(init, axes), shape)
+    return jnp.asarray(
+      self.param("kernel", nn.with_logical_partitioning(init, axes), shape)
+    )
 
 
 class HeadsProjection(Projection):

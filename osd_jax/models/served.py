@@ -48,14 +48,14 @@ def spread(logits: jax.Array, ids: jax.Array, size: int) -> jax.Array:
     ids: [N] int32, rising.
     size: V.
   """
-  rising = {"unique_indices": True, "indices_are_sorted": True}
   if native.forms():
     empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
-    return empty.at[..., ids].set(logits, **rising)
+    return empty.at[..., ids].set(logits, unique_indices=True, indices_are_sorted=True)
   # A TPU writes whole rows, and would go on with rows of the vocabulary [V, n, B].
   flat = logits.reshape(-1, logits.shape[-1])
   empty = jnp.full((size, flat.shape[0]), -jnp.inf, logits.dtype)
-  filled = jax.lax.optimization_barrier(empty.at[ids].set(flat.T, **rising))
+  filled = empty.at[ids].set(flat.T, unique_indices=True, indices_are_sorted=True)
+  filled = jax.lax.optimization_barrier(filled)
   return filled.T.reshape(*logits.shape[:-1], size)
 
 

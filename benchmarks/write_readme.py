@@ -40,6 +40,9 @@ be (a time or a share below zero, the difference of two measured ones) is shown 
 "within noise"; nothing is concluded from it.
 """
 
+RESULTS, PAGE = HERE / "results", HERE.parent / "docs" / "results.md"
+TABLE, END = "<!-- tokens a second by machine -->", "<!-- end -->"
+
 BOUNDS = {  # what limits what is measured
   "accelerator": "One row is bounded by kernels launched one after another and by"
   " the bytes of the weights; many rows by caches and arithmetic.",
@@ -251,6 +254,41 @@ def page(results: pathlib.Path) -> str:
   return "\n\n".join(parts) + "\n"
 
 
+def by_machine(rows: Sequence[Row]) -> str:
+  """Tokens a second at most, plain / speculative: a row a machine, a column a pair."""
+  found: dict[str, dict[str, dict[str, float]]] = {}
+  for row in rows:
+    target, _, machine = row["case"].partition(", ")
+    cell = found.setdefault(machine, {}).setdefault(target, {})
+    cell[row["figure"]] = row["value"]
+  pairs = list(dict.fromkeys(target for cells in found.values() for target in cells))
+
+  def cell_of(target: str) -> Callable[[str], str]:
+    return lambda machine: _at_most(found[machine].get(target))
+
+  columns = {"machine": lambda machine: machine}
+  return table(list(found), columns | {target: cell_of(target) for target in pairs})
+
+
+def _at_most(cell: Mapping[str, float] | None) -> str:
+  if cell is None:
+    return ""
+  needed, held = cell["needed, GB a chip"], cell["of a chip's, GB"]
+  if needed > held:
+    return f"{needed:.1f} GB of {held:.0f}: does not fit"
+  plain, drafted = "plain tokens/s, at most", "frozen tokens/s at 0.8, at most"
+  return f"{cell[plain]:,.0f} / {cell[drafted]:,.0f}"
+
+
+def with_table(text: str, made: str) -> str:
+  """A page whose table between the marks is this one."""
+  before, _, rest = text.partition(TABLE)
+  _, found, behind = rest.partition(END)
+  if not found:
+    raise ValueError(f"the page has no {TABLE} ... {END}")
+  return f"{before}{TABLE}\n{made}\n{END}{behind}"
+
+
 def read(path: pathlib.Path) -> list[Row]:
   """Rows of a benchmark; what a row does not say of its run, the note says."""
   note = {**noted(path.parent), "benchmark": path.stem}
@@ -266,7 +304,7 @@ def noted(results: pathlib.Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--note", action="store_true")
-  parser.add_argument("--results", type=pathlib.Path, default=HERE / "results")
+  parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
   parser.add_argument("--output", type=pathlib.Path, default=HERE / "README.md")
   given = parser.parse_args(arguments)
   if given.note:
@@ -275,6 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (given.results / NOTE).write_text(text)
     return
   given.output.write_text(page(given.results))
+  if given.results == RESULTS:
+    made = by_machine(read(RESULTS / "ahead_of_time.jsonl"))
+    PAGE.write_text(with_table(PAGE.read_text(), made))
 
 
 if __name__ == "__main__":

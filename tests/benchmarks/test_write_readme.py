@@ -181,3 +181,38 @@ def test_verdict(value, asked, expected):
 def test_numbers_are_short():
   written = [write_readme.number(x) for x in (0.0, 0.00123456, 0.5, 12345.6, 3e9)]
   assert written == ["0", "0.00123", "0.5", "12,346", "3e+09"]
+
+
+def test_the_page_of_results_has_the_table_of_the_rows():
+  made = write_readme.by_machine(
+    write_readme.read(write_readme.RESULTS / "ahead_of_time.jsonl")
+  )
+  text = write_readme.PAGE.read_text()
+  assert write_readme.with_table(text, made) == text
+  with pytest.raises(ValueError, match="the page has no"):
+    write_readme.with_table("no marks", made)
+
+
+def test_a_machine_is_a_row_and_a_pair_a_column():
+  names = (
+    "needed, GB a chip",
+    "of a chip's, GB",
+    "plain tokens/s, at most",
+    "frozen tokens/s at 0.8, at most",
+  )
+
+  def cell(case, *values):
+    pairs = zip(names, values, strict=False)
+    return [{"case": case, "figure": name, "value": value} for name, value in pairs]
+
+  made = write_readme.by_machine(
+    cell("small, v5e:2x2=1", 3.0, 16.0, 1234.5, 2000.0)
+    + cell("large, v5e:2x2=1", 25.3, 16.0)
+    + cell("large, h100:1=1", 25.3, 80.0, 10.0, 20.0)
+  )
+  assert made.splitlines() == [
+    "| machine | small | large |",
+    "|---|---|---|",
+    "| v5e:2x2=1 | 1,234 / 2,000 | 25.3 GB of 16: does not fit |",
+    "| h100:1=1 |  | 10 / 20 |",
+  ]

@@ -124,10 +124,7 @@ def run(config: CertifyConfig, operative_config: str = "") -> writers.RunResult:
     if directory.finished:
       return summaries.leave_alone(directory, console)
     total = _certified(config, directory, console)
-    exact = certificate.conclude(total, directory)
-    summaries.conclude(directory, console, total.sentence())
-    console.print(f"run directory: {directory.path}", soft_wrap=True)
-    return writers.RunResult(directory.path, exact)
+    return certificate.result(total, directory, console)
 
 
 def _certified(

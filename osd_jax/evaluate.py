@@ -93,10 +93,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> writers.RunResult
     if directory.finished:
       return summaries.leave_alone(directory, console)
     verdict = _measure(config, directory, console)
-    exact = certificate.conclude(verdict, directory)
-    summaries.conclude(directory, console, verdict.sentence())
-    console.print(f"run directory: {directory.path}", soft_wrap=True)
-    return writers.RunResult(directory.path, exact)
+    return certificate.result(verdict, directory, console)
 
 
 def _measure(

@@ -134,9 +134,8 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
     if directory.finished:
       return summaries.leave_alone(directory, console)
     loop = OnlineLoop(config, directory, announce=console.print)
-    for sentence in (loop.resumed, *loop.stream.sentences()):
-      if sentence:
-        console.print(sentence, highlight=False, soft_wrap=True)
+    for sentence in filter(None, (loop.resumed, *loop.stream.sentences())):
+      console.print(sentence, highlight=False, soft_wrap=True)
     try:
       with (
         progress.Progress(console, loop.stream.total, loop.finished) as bar,
@@ -150,11 +149,8 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
       loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
     loop.close(loop.seconds)
     verdict = certificate.of_rows(writers.read(directory.metrics_path))
-    exact = certificate.conclude(verdict, directory)
-    said = verdict.sentence() or certificate.promise(config.decoding)
-    summaries.conclude(directory, console, said)
-    console.print(f"run directory: {directory.path}", soft_wrap=True)
-    return writers.RunResult(directory.path, exact)
+    unchecked = certificate.promise(config.decoding)
+    return certificate.result(verdict, directory, console, unchecked)
 
 
 class OnlineLoop:

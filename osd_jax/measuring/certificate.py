@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich.console
 
 from osd_jax import base, pairs, writers
 from osd_jax.decoding import accept, sampling
+from osd_jax.measuring import summaries
 from osd_jax.serving import slots
 
 # Promised, not tuned: a difference beyond them is a fault to find.
@@ -174,6 +176,26 @@ def conclude(verdict: Certificate, directory: writers.RunDirectory) -> bool:
     },
   )
   return verdict.passed
+
+
+def result(
+  verdict: Certificate,
+  directory: writers.RunDirectory,
+  console: rich.console.Console,
+  unchecked: str = "",
+) -> writers.RunResult:
+  """The end of a run whose outputs were checked: `conclude`, report, last words.
+
+  Args:
+    verdict: over all of its outputs.
+    directory: where it stands.
+    console: where to print.
+    unchecked: what is said where the verdict is over nothing.
+  """
+  exact = conclude(verdict, directory)
+  summaries.conclude(directory, console, verdict.sentence() or unchecked)
+  console.print(f"run directory: {directory.path}", soft_wrap=True)
+  return writers.RunResult(directory.path, exact)
 
 
 def applies(sampling: slots.SamplingConfig, decoding: slots.DecodingConfig) -> bool:

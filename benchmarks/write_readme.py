@@ -261,7 +261,7 @@ def by_machine(rows: Sequence[Row]) -> str:
     target, _, machine = row["case"].partition(", ")
     cell = found.setdefault(machine, {}).setdefault(target, {})
     cell[row["figure"]] = row["value"]
-  pairs = list(dict.fromkeys(target for cells in found.values() for target in cells))
+  pairs = sorted({target for cells in found.values() for target in cells})
 
   def cell_of(target: str) -> Callable[[str], str]:
     return lambda machine: _at_most(found[machine].get(target))

@@ -174,12 +174,7 @@ class OnlineLoop:
       config.pair, config.decoding, config.learning, config.partition, config.replicas
     )
     self.pair = self.server.pair
-    made = config.stream
-    self.stream: streams.Stream = (
-      streams.QueryStream(made, self.pair.vocabulary)
-      if isinstance(made, streams.StreamConfig)
-      else made(self.pair.vocabulary)
-    )
+    self.stream = streams.make(config.stream, self.pair.vocabulary)
     self.finished = self._submitted = 0
     self._meter = metering.Meter(
       self.pair,

@@ -223,7 +223,7 @@ def test_what_heads_gathered_is_not_moved_before_it_is_projected(monkeypatch):
 class Joined(layers.Projection):
   """Brings the heads of a position together first."""
 
-  def _product(self, x, outputs=None):
+  def _product(self, x, outputs):
     rows, heads, count, size = x.shape
     joined = jnp.transpose(x, (0, 2, 1, 3)).reshape(rows, count, heads * size)
     return super()._product(joined, outputs)

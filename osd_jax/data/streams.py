@@ -9,7 +9,7 @@ whatever prompts a caller has.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -297,6 +297,15 @@ class PromptStream:
     cut = self._vocabulary.cut_prompt(tokens, self._longest)
     self._held[index] = Query(index, self._label, 0, text, "", cut, place)
     self._held.pop(index - _HELD, None)
+
+
+def make(
+  config: StreamConfig | Callable[[Vocabulary], Stream], vocabulary: Vocabulary
+) -> Stream:
+  """The stream that a config describes, or that a function makes."""
+  if isinstance(config, StreamConfig):
+    return QueryStream(config, vocabulary)
+  return config(vocabulary)
 
 
 def of_prompts(

@@ -200,15 +200,16 @@ class HeadsProjection(Projection):
   of a position together first is two copies a layer of a TPU's step.
   """
 
-  def _product(self, x: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
-    """Maps x, [B, H, n, D] or [B, n, in], to [B, n, out]."""
+  def _product(self, x: jax.Array, outputs: jax.Array | None) -> jax.Array:
+    """Maps x, [B, H, n, D] to [B, n, out]; or what stands side by side already."""
     if x.ndim == 3:
       return super()._product(x, outputs)
     rows, heads, count, size = x.shape
     if native.forms() or self.layout is not Layout.TRAINED:
       joined = jnp.transpose(x, (0, 2, 1, 3)).reshape(rows, count, heads * size)
       return super()._product(joined, outputs)
-    kernel = self._kernel().astype(self.dtype).reshape(heads, size, -1)
+    kernel = self._kernel() if outputs is None else self._kernel()[:, outputs]
+    kernel = kernel.astype(self.dtype).reshape(heads, size, -1)
     precision = precision_of(self.dtype)
     return jnp.einsum(
       "bhnd,hde->bne", x.astype(self.dtype), kernel, precision=precision

@@ -211,8 +211,8 @@ def test_a_machine_is_a_row_and_a_pair_a_column():
     + cell("large, h100:1=1", 25.3, 80.0, 10.0, 20.0)
   )
   assert made.splitlines() == [
-    "| machine | small | large |",
+    "| machine | large | small |",
     "|---|---|---|",
-    "| v5e:2x2=1 | 1,234 / 2,000 | 25.3 GB of 16: does not fit |",
-    "| h100:1=1 |  | 10 / 20 |",
+    "| v5e:2x2=1 | 25.3 GB of 16: does not fit | 1,234 / 2,000 |",
+    "| h100:1=1 | 10 / 20 |  |",
   ]

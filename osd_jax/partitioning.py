@@ -140,6 +140,24 @@ class Partitioner:
       return jax.device_put(tree)
     return jax.device_put(tree, self.of_rows(tree))
 
+  def own_rows(self, rows: int) -> np.ndarray:
+    """Which of [rows, ...], placed by row, devices of this process hold; ascending."""
+    if self.mesh.size == 1:
+      return np.arange(rows)
+    held = self._fitting(("data",), (rows,)).addressable_devices_indices_map((rows,))
+    return np.unique(np.concatenate([np.arange(rows)[at] for at in held.values()]))
+
+  def place_own_rows(self, rows: int, tree: Any) -> Any:
+    """`place_rows` of arrays [rows, ...], of which `tree` has `own_rows` alone."""
+    if self.mesh.size == 1:
+      return jax.device_put(tree)
+    return jax.tree.map(
+      lambda own: jax.make_array_from_process_local_data(
+        self._fitting(("data",), (rows,)), own, (rows, *own.shape[1:])
+      ),
+      tree,
+    )
+
   def parts(self, rows: int) -> int:
     """Parts that rows are split into; 1 where they cannot be."""
     data = self.mesh.shape["data"]
@@ -252,6 +270,13 @@ def on_host(tree: Any) -> Any:
     return multihost_utils.process_allgather(leaf, tiled=True) if split else leaf
 
   return jax.device_get(jax.tree.map(value, tree))
+
+
+def total(values: np.ndarray) -> np.ndarray:
+  """Adds an array up over all processes, which all call this."""
+  if jax.process_count() == 1:
+    return values
+  return np.sum(multihost_utils.process_allgather(values), axis=0)
 
 
 def join(

@@ -202,9 +202,24 @@ def judge(
   return share, jnp.all(right | ~mask, axis=1)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+  """Rows of a batch and how long it is; nobody has written their ids yet.
+
+  Attributes:
+    places: [R] int64, see `BatchStream.written`.
+    source_length: S that they need.
+    target_length: T.
+  """
+
+  places: np.ndarray
+  source_length: int
+  target_length: int
+
+
 def regrouped(
   stream: data_batches.BatchStream, pool: int, index: int, multiple: int
-) -> list[data_batches.Batch]:
+) -> list[Group]:
   """Regroups rows of `pool` batches by target length and cuts their padding.
 
   Short rows are then not padded to the longest of all. Every row comes out exactly
@@ -218,40 +233,43 @@ def regrouped(
       of shapes that get compiled.
 
   Returns:
-    `pool` batches of as many rows, with S and T cut to what their rows need.
+    `pool` groups of as many rows, with S and T cut to what their rows need.
   """
-  drawn = [stream[index * pool + offset] for offset in range(pool)]
-  source, target, task_id = (
-    np.concatenate([getattr(batch, name) for batch in drawn])
-    for name in ("source", "target", "task_id")
+  drawn = [stream.drawn(index * pool + offset) for offset in range(pool)]
+  places, source, target = (
+    np.concatenate([getattr(rows, name) for rows in drawn])
+    for name in ("places", "source_lengths", "target_lengths")
   )
-  order = np.argsort((target != stream.pad_id).sum(1), kind="stable")
-  groups = np.split(order, pool)
+  groups = np.split(np.argsort(target, kind="stable"), pool)
+
+  def needed(lengths, most):
+    return min(-(-int(lengths.max()) // multiple) * multiple, most)
+
   return [
-    data_batches.Batch(
-      source=_cut(source[groups[place]], multiple, stream.pad_id),
-      target=_cut(target[groups[place]], multiple, stream.pad_id),
-      task_id=task_id[groups[place]],
+    Group(
+      places[rows],
+      needed(source[rows], stream.config.source_length),
+      needed(target[rows], stream.config.target_length),
     )
-    for place in np.random.default_rng(index).permutation(pool)
+    for rows in (
+      groups[place] for place in np.random.default_rng(index).permutation(pool)
+    )
   ]
 
 
-def _cut(tokens: np.ndarray, multiple: int, pad_id: int) -> np.ndarray:
-  longest = int((tokens != pad_id).sum(1).max())
-  return tokens[:, : -(-longest // multiple) * multiple]
-
-
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
-  stream = data_batches.BatchStream(config.data, vocabulary)
-  held_out = data_batches.BatchStream(config.evaluation, vocabulary)
+  share = data_batches.Share(
+    jax.process_index(), jax.process_count(), partitioning.total
+  )
+  stream = data_batches.BatchStream(config.data, vocabulary, share=share)
+  held_out = data_batches.BatchStream(config.evaluation, vocabulary, share=share)
   for sentence in (*stream.sentences(), *held_out.sentences()):
     console.print(sentence, highlight=False)
   if log.lines == 0:
     log.write("data", {"train": stream.report(), "evaluation": held_out.report()})
   partitioner = partitioning.make(config.partition)
   start = int(state.step + state.skipped)
-  pool: list[data_batches.Batch] = []
+  pool: list[Group] = []
   losses: list[jax.Array] = []
   with progress.bar(console) as bar:
     task = bar.add_task("pretrain", total=config.steps, completed=start, figures="")
@@ -259,7 +277,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
       index, place = divmod(step - 1, config.pool)
       if place == 0 or not pool:
         pool = regrouped(stream, config.pool, index, config.length_multiple)
-      rows = partitioner.place_rows((pool[place].source, pool[place].target))
+      rows = _placed(partitioner, stream, pool[place])
       state, found = train_step(model, config.optimizer, state, *rows)
       losses.append(found.loss)
       if step % config.log_every == 0:
@@ -291,10 +309,11 @@ def evaluate(
   partitioner = partitioning.make(config.partition)
   found: dict[str, list[Any]] = {}
   for index in range(config.evaluation_batches):
-    batch = held_out[index]
-    rows = partitioner.place_rows((batch.source, batch.target))
+    drawn = held_out.drawn(index)
+    lengths = config.evaluation.source_length, config.evaluation.target_length
+    rows = _placed(partitioner, held_out, Group(drawn.places, *lengths))
     share, exact = partitioning.on_host(judge(model, params, *rows))
-    for row, task_id in enumerate(batch.task_id):
+    for row, task_id in enumerate(drawn.task_id):
       label = config.evaluation.tasks[int(task_id)].label
       found.setdefault(label, []).append((share[row], exact[row]))
   return {
@@ -305,6 +324,16 @@ def evaluate(
     }
     for label, rows in sorted(found.items())
   }
+
+
+def _placed(
+  partitioner: partitioning.Partitioner, stream: data_batches.BatchStream, group: Group
+) -> tuple[jax.Array, jax.Array]:
+  """Source [R, S] and target [R, T]; a process writes what its own devices hold."""
+  own = partitioner.own_rows(len(group.places))
+  lengths = group.source_length, group.target_length
+  batch = stream.written(group.places[own], *lengths)
+  return partitioner.place_own_rows(len(group.places), (batch.source, batch.target))
 
 
 def _sentence(step: int, rows: dict[str, dict[str, float]]) -> str:

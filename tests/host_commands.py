@@ -41,6 +41,20 @@ def commands(folder: Path):
     yield [name, f"--gin_file={path}"]
 
 
+def encoded_prompts():
+  """The prompts that this process writes the ids of from now on, each once."""
+  from osd_jax.data.vocabularies import Vocabulary
+
+  encode, found = Vocabulary.encode_prompt, set()
+
+  def noted(vocabulary, text):
+    found.add(text)
+    return encode(vocabulary, text)
+
+  Vocabulary.encode_prompt = noted
+  return found
+
+
 def main(folder, port, processes, process):
   os.environ["XLA_FLAGS"] = (
     f"--xla_force_host_platform_device_count={DEVICES // int(processes)}"
@@ -54,9 +68,12 @@ def main(folder, port, processes, process):
   jax.config.update("jax_disable_most_optimizations", True)
   if int(processes) > 1:
     partitioning.join(f"localhost:{port}", int(processes), int(process))
+  encoded = encoded_prompts()
   for words in commands(Path(folder)):
     if cli.main(words):
       sys.exit(f"{words} failed")
+    if words[0] == "pretrain":
+      (Path(folder) / f"encoded_{process}").write_text(str(len(encoded)))
 
 
 if __name__ == "__main__":

@@ -153,6 +153,9 @@ def test_the_other_commands_do_what_they_do_alone(tmp_path):
     ]
     finished(running)
   alone, together = folders.values()
+  every = int((alone / "encoded_0").read_text())  # of training and held-out rows
+  for number in range(2):  # half of them for their lengths, and those of its devices
+    assert int((together / f"encoded_{number}").read_text()) < 0.8 * every
   for name in ("model", "draft"):
     one, two = (
       safetensors.numpy.load_file(folder / f"{name}.safetensors")

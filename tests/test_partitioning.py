@@ -201,6 +201,20 @@ def test_what_cannot_be_split_stays_whole():
   assert whole.addressable_shards[0].data.shape == (7, 7, 7)
 
 
+@pytest.mark.parametrize("mesh", [(1, 1), (4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("rows", [8, 3])
+def test_own_rows_placed_are_all_rows_placed(mesh, rows):
+  """In one process all rows are its own; `test_hosts` has two."""
+  partitioner = partitioning.make(partitioning.PartitionConfig(*mesh))
+  whole = np.arange(rows * 2).reshape(rows, 2)
+  own = partitioner.own_rows(rows)
+  assert own.tolist() == list(range(rows))
+  placed = partitioner.place_own_rows(rows, (whole[own],))[0]
+  expected = partitioner.place_rows(whole)
+  assert placed.sharding.is_equivalent_to(expected.sharding, 2)
+  np.testing.assert_array_equal(placed, whole)
+
+
 def test_heads_are_never_taken_apart():
   """Two heads on four devices: of 16 entries each, which would divide."""
   partitioner = partitioning.make(partitioning.PartitionConfig(model=4))

@@ -10,8 +10,9 @@ import tiny_pair
 
 from osd_jax import base, partitioning, pretrain, testing, writers
 from osd_jax.data import generated
-from osd_jax.data.batches import Batch, BatchConfig
+from osd_jax.data.batches import BatchConfig, BatchStream
 from osd_jax.data.sources import TaskConfig
+from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation.optimizers import OptimizerConfig
@@ -20,27 +21,26 @@ from osd_jax.models import t5, weights
 MODEL = dataclasses.replace(testing.TINY_DRAFT, vocab_size=1536)
 
 
-class Stream:
-  """Batches of rows whose first token is their number; lengths of all kinds."""
+TASKS = tuple(
+  TaskConfig(name=topic, kind="generated", topic=topic, rows=40)
+  for topic in generated.TOPICS[:2]
+)
 
-  pad_id = 0
 
-  def __getitem__(self, index: int) -> Batch:
-    rng = np.random.default_rng(index)
-    source = np.zeros((4, 16), np.int32)
-    target = np.zeros((4, 24), np.int32)
-    for row in range(4):
-      source[row, : rng.integers(2, 17)] = 5
-      target[row, : rng.integers(1, 25)] = 6
-      source[row, 0] = 100 + 4 * index + row
-    return Batch(source, target, np.arange(4, dtype=np.int32))
+@pytest.fixture(scope="module")
+def stream(repository) -> BatchStream:
+  vocabulary = Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
+  return BatchStream(BatchConfig(TASKS, 4, 48, 48, reader="plain"), vocabulary)
+
+
+def without_padding(batch) -> list[tuple]:
+  """Its rows, as long as they are."""
+  cut = lambda tokens: tuple(tokens[tokens != 0].tolist())
+  return [(cut(s), cut(t)) for s, t in zip(batch.source, batch.target, strict=True)]
 
 
 def config(folder, **changes) -> pretrain.PretrainConfig:
-  tasks = tuple(
-    TaskConfig(name=topic, kind="generated", topic=topic, rows=8)
-    for topic in generated.TOPICS[:2]
-  )
+  tasks = tuple(dataclasses.replace(task, rows=8) for task in TASKS)
   data = BatchConfig(tasks, 4, source_length=32, target_length=32, reader="plain")
   return pretrain.PretrainConfig(
     **{
@@ -63,23 +63,28 @@ def config(folder, **changes) -> pretrain.PretrainConfig:
 
 
 @pytest.mark.parametrize("pool", [1, 3])
-def test_regrouping_keeps_every_row_once_and_shortens_batches(pool):
-  stream = Stream()
+def test_regrouping_keeps_every_row_once_and_shortens_batches(stream, pool):
   for index in range(3):
     found = pretrain.regrouped(stream, pool, index, multiple=8)
     assert len(found) == pool
-    numbers = np.concatenate([batch.source[:, 0] for batch in found])
-    first = 100 + 4 * pool * index
-    assert sorted(numbers) == list(range(first, first + 4 * pool))
-    for batch in found:
-      longest = (batch.target != 0).sum(1).max()
-      assert longest <= batch.target.shape[1] < longest + 8
+    rows = []
+    for group in found:
+      size = group.source_length, group.target_length
+      batch = stream.written(group.places, *size)
+      assert (batch.source.shape[1], batch.target.shape[1]) == size
+      for tokens in (batch.source, batch.target):
+        longest = (tokens != 0).sum(1).max()
+        assert longest <= tokens.shape[1] < longest + 8
+      rows += without_padding(batch)
+    drawn = [stream[index * pool + offset] for offset in range(pool)]
+    assert sorted(rows) == sorted(r for batch in drawn for r in without_padding(batch))
 
 
-def test_rows_of_like_length_come_together():
-  mixed = [Stream()[index].target for index in range(8)]
+def test_rows_of_like_length_come_together(stream):
+  mixed = [stream[index].target for index in range(8)]
   spread = lambda targets: np.mean([np.ptp((t != 0).sum(1)) for t in targets])
-  grouped = [b.target for b in pretrain.regrouped(Stream(), 8, 0, multiple=8)]
+  groups = pretrain.regrouped(stream, 8, 0, multiple=8)
+  grouped = [stream.written(group.places).target for group in groups]
   assert spread(grouped) < 0.5 * spread(mixed)
 
 

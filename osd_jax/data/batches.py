@@ -3,10 +3,14 @@
 An epoch holds as many rows as the tasks have together, split among them by
 `weights`. The row at any place of the endless sequence is a function of the
 place, so batches resume from one number.
+
+Of several processes, each writes the ids of the rows that its own devices hold, and of
+its share of the corpus, whose lengths it tells the others.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -91,11 +95,50 @@ class Batch:
   task_id: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drawn:
+  """Rows of a batch, before anybody writes their ids.
+
+  Attributes:
+    places: [R] int64; of the rows, in the endless sequence.
+    source_lengths: [R] int32; tokens of the prompts as they are cut.
+    target_lengths: [R] int32; of the references.
+    task_id: [R] int32; place of the task in the config.
+  """
+
+  places: np.ndarray
+  source_lengths: np.ndarray
+  target_lengths: np.ndarray
+  task_id: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+  """The part of a corpus whose lengths one process finds out, for all of them.
+
+  Attributes:
+    process: number of this one.
+    processes: how many read the corpus.
+    total: adds an array up over them; all call it in one order.
+  """
+
+  process: int = 0
+  processes: int = 1
+  total: Callable[[np.ndarray], np.ndarray] = np.asarray
+
+
+ALONE = Share()
+
+
 class BatchStream:
   """Shuffled batches without end: `stream[step]`, whatever was read before."""
 
   def __init__(
-    self, config: BatchConfig, vocabulary: Vocabulary, require_reference: bool = True
+    self,
+    config: BatchConfig,
+    vocabulary: Vocabulary,
+    require_reference: bool = True,
+    share: Share = ALONE,
   ):
     """Reads every task.
 
@@ -103,13 +146,14 @@ class BatchStream:
       config: what the batches hold.
       vocabulary: writes the ids.
       require_reference: leave out rows that have no reference.
+      share: this process's, where several read the corpus.
 
     Raises:
       MissingExtraError: reader "seqio" without the extra `data`.
       InputError: missing files, or a task without usable rows.
     """
     self.config, self._require_reference = config, require_reference
-    self._vocabulary = vocabulary
+    self._vocabulary, self._share = vocabulary, share
     self._held = [rows.read(task, vocabulary, config.reader) for task in config.tasks]
     self._rows = [
       self._kept(held, limit)
@@ -130,8 +174,48 @@ class BatchStream:
 
   def __getitem__(self, step: int) -> Batch:
     """Returns the batch of a step."""
-    size = self.config.batch_size
-    return self._pad([self._row_at(step * size + i) for i in range(size)])
+    return self.written(self._places(step))
+
+  def drawn(self, step: int) -> Drawn:
+    """Returns which rows the batch of a step has, and how long they are."""
+    places = self._places(step)
+    found = [self._number_at(place) for place in places]
+    lengths = np.stack([self._lengths[task_id][number] for task_id, number in found])
+    return Drawn(
+      places,
+      np.minimum(lengths[:, 0], self.config.source_length),
+      np.minimum(lengths[:, 1], self.config.target_length),
+      np.asarray([task_id for task_id, _ in found], np.int32),
+    )
+
+  def written(
+    self,
+    places: np.ndarray,
+    source_length: int | None = None,
+    target_length: int | None = None,
+  ) -> Batch:
+    """Returns the rows at some places of the endless sequence.
+
+    Args:
+      places: [n].
+      source_length: tokens that the rows are filled up to, at least those of the
+        longest; None is the config's.
+      target_length: likewise.
+    """
+    config = self.config
+    size = len(places), source_length or config.source_length
+    source = np.full(size, self.pad_id, np.int32)
+    size = len(places), target_length or config.target_length
+    target = np.full(size, self.pad_id, np.int32)
+    task_id = np.zeros(len(places), np.int32)
+    for at, place in enumerate(places):
+      task_id[at], number = self._number_at(int(place))
+      row = self._rows[task_id[at]][number]
+      prompt = self._vocabulary.cut_prompt(row.source, config.source_length)
+      reference = row.target[: config.target_length]
+      source[at, : len(prompt)] = prompt
+      target[at, : len(reference)] = reference
+    return Batch(source, target, task_id)
 
   def report(self) -> dict[str, dict[str, Any]]:
     """Returns what was read and what happened to it, json-able.
@@ -151,16 +235,12 @@ class BatchStream:
             for row in held.rows
             if self._require_reference and not row.reference
           ],
-          cut_prompts=[
-            r.location for r in kept if len(r.source) > self.config.source_length
-          ],
-          cut_references=[
-            r.location for r in kept if len(r.target) > self.config.target_length
-          ],
+          cut_prompts=_longer(kept, lengths[:, 0], self.config.source_length),
+          cut_references=_longer(kept, lengths[:, 1], self.config.target_length),
         ),
         "kept": len(kept),
       }
-      for held, kept in zip(self._held, self._rows, strict=True)
+      for held, kept, lengths in zip(self._held, self._rows, self._lengths, strict=True)
     }
 
   def sentences(self) -> list[str]:
@@ -187,15 +267,30 @@ class BatchStream:
     chosen = rows.order(held.task, len(usable), self.config.seed, epoch=0)[:limit]
     return tuple(usable[number] for number in sorted(chosen))
 
-  def _row_at(self, place: int) -> tuple[int, rows.Row]:
-    """Returns the task and the row at a place of the endless sequence."""
+  def _places(self, step: int) -> np.ndarray:
+    """Returns the places of the rows of a step, [R]."""
+    size = self.config.batch_size
+    return np.arange(step * size, (step + 1) * size)
+
+  @functools.cached_property
+  def _lengths(self) -> list[np.ndarray]:
+    """Returns tokens of prompt and reference of all kept rows, [rows, 2] a task."""
+    sizes = [len(kept) for kept in self._rows]
+    every = [row for kept in self._rows for row in kept]
+    lengths = np.zeros((len(every), 2), np.int32)  # of others' rows, so far
+    for number in range(self._share.process, len(every), self._share.processes):
+      row = every[number]
+      lengths[number] = len(row.source), len(row.target)
+    return np.split(self._share.total(lengths), np.cumsum(sizes)[:-1])
+
+  def _number_at(self, place: int) -> tuple[int, int]:
+    """Returns the task and the kept row at a place of the endless sequence."""
     epoch, offset = divmod(place, self.rows_per_epoch)
     task_ids, ordinals = self._epoch(epoch)
     task_id = int(task_ids[offset])
     seen = epoch * int(self._quotas[task_id]) + int(ordinals[offset])
-    kept = self._rows[task_id]
-    turn, number = divmod(seen, len(kept))
-    return task_id, kept[self._order(task_id, turn)[number]]
+    turn, number = divmod(seen, len(self._rows[task_id]))
+    return task_id, int(self._order(task_id, turn)[number])
 
   @functools.lru_cache(maxsize=2)  # noqa: B019 (lives as long as the run)
   def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -209,16 +304,10 @@ class BatchStream:
     task, kept = self.config.tasks[task_id], self._rows[task_id]
     return rows.order(task, len(kept), self.config.seed, turn)
 
-  def _pad(self, numbered: list[tuple[int, rows.Row]]) -> Batch:
-    config = self.config
-    source = np.full((len(numbered), config.source_length), self.pad_id, np.int32)
-    target = np.full((len(numbered), config.target_length), self.pad_id, np.int32)
-    for place, (_, row) in enumerate(numbered):
-      prompt = self._vocabulary.cut_prompt(row.source, config.source_length)
-      reference = row.target[: config.target_length]
-      source[place, : len(prompt)] = prompt
-      target[place, : len(reference)] = reference
-    return Batch(source, target, np.asarray([i for i, _ in numbered], np.int32))
+
+def _longer(kept: tuple[rows.Row, ...], lengths: np.ndarray, most: int) -> list[str]:
+  """Returns where rows of more than `most` tokens were read; lengths is [rows]."""
+  return [kept[number].location for number in np.flatnonzero(lengths > most)]
 
 
 def _quotas(sizes: list[int], weights: tuple[float, ...] | None) -> np.ndarray:

@@ -197,7 +197,9 @@ def slice_ms(runs: list[Run]) -> float:
   )
 
 
-def figures(runs: list[Run], frozen: list[Run]) -> dict[str, tuple[float, str]]:
+def figures(
+  name: str, runs: list[Run], frozen: list[Run]
+) -> dict[str, tuple[float, str]]:
   """Value, and what is asked of it, of one contender."""
   gaps = np.concatenate([run.gaps() for run in runs])
   tokens = sum(int(run.emitted.sum()) for run in runs)
@@ -205,7 +207,8 @@ def figures(runs: list[Run], frozen: list[Run]) -> dict[str, tuple[float, str]]:
   if any(run.updates for run in runs):
     costs = cost_of(runs, frozen)
     without = np.percentile(np.concatenate([run.gaps() for run in frozen]), 99)
-    asked = f"<= {without + costs['slice, ms']:.4g}"
+    bound = 1.05 * without if name == "I = 4" else without + costs["slice, ms"]
+    asked = f"<= {bound:.4g}"
   found = {
     "between tokens, p50, ms": (float(np.percentile(gaps, 50)), ""),
     "between tokens, p99, ms": (float(np.percentile(gaps, 99)), asked),
@@ -257,7 +260,7 @@ def main() -> None:
   given = parser.parse_args()
   measure.restart(given.threads)
   runs = run_all(given)
-  found = {name: figures(runs[name], runs[FROZEN]) for name in runs}
+  found = {name: figures(name, runs[name], runs[FROZEN]) for name in runs}
   show(found)
   other = [given.gin_file] * (given.gin_file != DEMO)
   case = ", free" * given.free + "".join(f", {x}" for x in other + given.bindings)

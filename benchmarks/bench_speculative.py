@@ -15,6 +15,7 @@ costs in acceptance, `osd evaluate` tells on real requests.
 """
 
 import argparse
+import dataclasses
 
 import contenders
 import measure
@@ -66,7 +67,9 @@ class Bench:
     """Makes the target and decodes its continuations plainly."""
     self.given = given
     self.config = contenders.shape(given.target)
-    self.draft_config = contenders.shape(given.drafts_with)
+    self.draft_config = dataclasses.replace(  # of the draft's size, for this target
+      contenders.shape(given.drafts_with), vocab_size=self.config.vocab_size
+    )
     self.target = contenders.random_model(self.config)
     self.sources = contenders.prompts(
       given.prompts, given.source, self.config.vocab_size

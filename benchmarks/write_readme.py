@@ -59,7 +59,7 @@ BOUNDS = {  # what limits what is measured
   "learning": "Bounded by cores: what an update computes is not computed for serving,"
   " unless a core was idle.",
   "speculative": "Bounded by (1 - alpha^(K + 1)) / (1 - alpha) tokens a round over"
-  " the time of K + 1 draft steps and one verification.",
+  " the time of K draft steps and one verification.",
   "update": "Bounded by arithmetic: forward and backward over all positions at once.",
   "whole_run": "Bounded by cores, as `learning` is.",
 }

@@ -1,6 +1,6 @@
 """One of several processes of an online run, or the only one; what tests start.
 
-python host_run.py PAIR_FOLDER RUN_DIRECTORY KIND PORT|slurm PROCESSES PROCESS
+python host_run.py PAIR_FOLDER RUN_DIRECTORY KIND PORT|cluster PROCESSES PROCESS
 """
 
 import dataclasses
@@ -20,14 +20,12 @@ import jax  # noqa: E402
 import tiny_online  # noqa: E402
 
 from osd_jax import online, pairs, partitioning  # noqa: E402
-from osd_jax.models.shapes import AttachedConfig  # noqa: E402
 
 
 def config(pair, directory, kind):
   """16 requests, 4 updates, on two rows of two devices."""
   if kind == "attached":
-    shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
-    pair = dataclasses.replace(pair, draft=pairs.ATTACHED, attached=shape)
+    pair = tiny_online.attached(pair)
   made = tiny_online.config(pair, directory)
   return dataclasses.replace(
     made,
@@ -40,7 +38,7 @@ def config(pair, directory, kind):
 
 
 def main():
-  if port == "slurm":
+  if port == "cluster":
     partitioning.join()  # the environment says it all
   elif int(processes) > 1:
     partitioning.join(f"localhost:{port}", int(processes), int(process))

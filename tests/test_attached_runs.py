@@ -120,7 +120,33 @@ def of_a_mesh_that_reads_anew(config):
   )
 
 
-@pytest.mark.parametrize("mode", [of_one_row_and_light, of_a_mesh_that_reads_anew])
+def of_a_mesh_of_parts_and_light(config):
+  """The target in four parts, an 8-bit draft with a short head."""
+  return dataclasses.replace(
+    config,
+    pair=dataclasses.replace(config.pair, draft_serving=LIGHT),
+    partition=partitioning.PartitionConfig(1, 4),
+  )
+
+
+def of_a_mesh_of_rows(config):
+  """Four rows, each on a device of its own."""
+  return dataclasses.replace(
+    config,
+    decoding=dataclasses.replace(config.decoding, rows=4),
+    partition=partitioning.PartitionConfig(4, 1),
+  )
+
+
+MODES = [
+  of_one_row_and_light,
+  of_a_mesh_that_reads_anew,
+  of_a_mesh_of_parts_and_light,
+  of_a_mesh_of_rows,
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_in_every_mode_the_outputs_are_the_same(mode, pair, plain, tmp_path):
   result = online.run(mode(configured(pair[1], tmp_path / "run")))
   assert result.exact

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,9 +42,19 @@ def step_of_slurm(processes, number):
   }
 
 
-def started(folder, directory, kind="independent", processes=2, slurm=False):
-  """The processes of a run, under way."""
-  port = "slurm" if slurm else str(free_port())
+def job_of_open_mpi(processes, number):
+  """What mpirun tells a process; the port follows from the job's number, too."""
+  return {
+    "OMPI_MCA_orte_hnp_uri": f"{os.getpid() << 12}.0;tcp://127.0.0.1:1",
+    "OMPI_COMM_WORLD_SIZE": str(processes),
+    "OMPI_COMM_WORLD_RANK": str(number),
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+  }
+
+
+def started(folder, directory, kind="independent", processes=2, cluster=None):
+  """The processes of a run, under way; a cluster says who is who, or a port."""
+  port = "cluster" if cluster else str(free_port())
   environment = {**os.environ, "XLA_FLAGS": ""}
   return [
     subprocess.Popen(
@@ -52,7 +63,7 @@ def started(folder, directory, kind="independent", processes=2, slurm=False):
         str(SCRIPT),
         *(str(folder), str(directory), kind, port, str(processes), str(number)),
       ],
-      env=environment | (step_of_slurm(processes, number) if slurm else {}),
+      env=environment | (cluster(processes, number) if cluster else {}),
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -98,16 +109,19 @@ def alone(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-  ("kind", "slurm"), [("independent", False), ("attached", True)]
+  ("kind", "cluster"), [("independent", job_of_open_mpi), ("attached", step_of_slurm)]
 )
-def test_two_processes_do_what_one_does(alone, folder, tmp_path, kind, slurm):
+def test_two_processes_do_what_one_does(alone, folder, tmp_path, kind, cluster):
   expected, directory = alone(kind), tmp_path / "run"
-  finished(started(folder, directory, kind, slurm=slurm))
+  finished(started(folder, directory, kind, cluster=cluster))
   other = tmp_path / "run.process_1"
   assert served(directory) == served(other) == served(expected)
   np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)
   assert learnt(other) == learnt(directory)
-  assert not (other / "checkpoints").exists()
+  assert not (other / "checkpoints").exists()  # both write into the first one's
+  for step in (directory / "checkpoints").glob("[0-9]*"):
+    wrote = {path.name for path in step.glob("**/ocdbt.process_*")}
+    assert wrote == {"ocdbt.process_0", "ocdbt.process_1"}
   one, two = (path / "draft.safetensors" for path in (directory, expected))
   one, two = (safetensors.numpy.load_file(path) for path in (one, two))
   assert one.keys() == two.keys()
@@ -115,19 +129,23 @@ def test_two_processes_do_what_one_does(alone, folder, tmp_path, kind, slurm):
     np.testing.assert_allclose(tensor, two[name], atol=1e-4)
 
 
-def test_of_two_processes_one_is_killed_and_both_continue(alone, folder, tmp_path):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_of_two_processes_one_is_killed_and_both_continue(
+  alone, folder, tmp_path, victim
+):
   """The other one ends within a minute; what is served is as if nothing had been."""
   expected, directory = alone("independent"), tmp_path / "run"
   running = started(folder, directory)
   until = time.monotonic() + PATIENCE
   while not list((directory / "checkpoints").glob("[0-9]*")):
-    assert time.monotonic() < until and running[1].poll() is None
+    assert time.monotonic() < until and running[victim].poll() is None
     time.sleep(0.05)
-  running[1].send_signal(signal.SIGKILL)
+  running[victim].send_signal(signal.SIGKILL)
   killed = time.monotonic()
-  printed, _ = running[0].communicate(timeout=PATIENCE)
+  printed, _ = running[1 - victim].communicate(timeout=PATIENCE)
   assert time.monotonic() - killed < 60
-  assert running[0].returncode, printed
+  assert running[1 - victim].returncode, printed
+  assert re.search("heartbeat|UNAVAILABLE|connection|closed", printed, re.IGNORECASE)
   assert not (directory / "draft.safetensors").exists()
   finished(started(folder, directory))
   assert served(directory) == served(expected)

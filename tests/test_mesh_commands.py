@@ -8,6 +8,7 @@ import tiny_online
 
 import osd_jax
 from osd_jax import certify, evaluate, partitioning, writers
+from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
 from osd_jax.serving import slots
 
@@ -80,6 +81,22 @@ def test_an_evaluation(alone, lively_pair, tmp_path, mesh):
     assert row.keys() == expected.keys()
     figures = {n: v for n, v in expected.items() if isinstance(v, float)}
     assert figures and {n: row[n] for n in figures} == pytest.approx(figures, abs=1e-4)
+
+
+def test_generate(unprepared, capsys, tmp_path):
+  """The command: the same lines on every mesh."""
+  (tmp_path / "prompts.txt").write_text("add 2 and 3\nlist all singers\n")
+
+  def printed(mesh):
+    words = [f"--gin.PartitionConfig.{n}={v}" for n, v in zip(("data", "model"), mesh)]
+    asked = ["--file", str(tmp_path / "prompts.txt"), "--max_length", "8"]
+    assert cli.main(["generate", *asked, *words]) == 0
+    return capsys.readouterr().out
+
+  alone = printed((1, 1))
+  assert len(alone.splitlines()) == 2
+  for mesh in MESHES:
+    assert printed(mesh) == alone
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -315,3 +315,10 @@ def test_published_files_name_no_index_and_no_machine(tracked_texts: dict[str, s
 )
 def test_the_search_for_such_names_finds_them(text: str):
   assert SPECIFIC.search(text)
+
+
+def test_the_shipped_pair_stays_small():
+  """24 MiB for all files, in every wheel and every clone."""
+  folder = pathlib.Path(osd_jax.__file__).parent / "assets"
+  size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+  assert 8 << 20 < size <= 24 << 20

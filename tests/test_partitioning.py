@@ -151,11 +151,12 @@ def learning_batch():
   return jax.tree.map(np.asarray, batch)
 
 
-def test_the_first_update_agrees():
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4)], ids=str)
+def test_the_first_update_agrees(mesh):
   batch = learning_batch()
   gradient = jax.jit(update.loss_and_grad, static_argnums=(0, 1))
   found = []
-  for config in (partitioning.PartitionConfig(), FOUR):
+  for config in (partitioning.PartitionConfig(), partitioning.PartitionConfig(*mesh)):
     partitioner, _, draft = placed(config)
     rows = partitioner.place_rows(batch)
     found.append(gradient(DRAFT, update.UpdateConfig(), draft, rows))

@@ -175,6 +175,19 @@ def test_no_coupled_output_changes(frozen, make, name):
   assert found.outputs == frozen["coupling"].outputs
 
 
+@pytest.mark.parametrize(
+  ("name", "changes"),
+  [("greedy", {}), ("coupling", {"rule": "coupling", "sampling": SAMPLED})],
+)
+def test_no_output_of_an_attached_draft_changes(frozen, pair, tmp_path, name, changes):
+  """The outputs are the target's: those beside any other draft, too."""
+  attached = pairs.load_pair(tiny_online.attached(pair))
+  with POISONS["shuffled"][0]():
+    found = serve(attached, attached, tmp_path, rate=10 * RATE, **changes)
+  assert found.requests[-1]["draft_version"] > 0
+  assert found.outputs == frozen[name].outputs
+
+
 def test_rejection_keeps_the_law_alone(frozen, make):
   """Negative control: nothing ties sampled outputs to the target's own draws here."""
   poison, rate = POISONS["shuffled"]

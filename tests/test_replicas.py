@@ -23,7 +23,9 @@ COUNT = tiny_online.REQUESTS
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-  ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+  # Of GPUs and TPUs only the numbers are there, which is what Ray goes by.
+  made_up = {"num_gpus": 2, "resources": {"TPU": 8}}
+  ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, **made_up)
   yield
   ray.shutdown()
 
@@ -163,12 +165,20 @@ def test_rows_that_one_process_held_are_not_given_to_replicas(pair, tmp_path):
     held(pair).structure({"tags": [3, None]})
 
 
-def held(given):
+def held(given, **devices):
   """Replicas that nothing is asked of yet."""
   config, loaded = configured(given, "nowhere"), pairs.load_pair(given)
   return replicas.Replicas(
-    ReplicaConfig(1), config.decoding, given, loaded, config.partition
+    ReplicaConfig(1, **devices), config.decoding, given, loaded, config.partition
   )
+
+
+def test_a_replica_has_its_gpus_and_chips_to_itself(pair):
+  found = held(pair, gpus=1.0, tpus=4.0)
+  assert found.run([requests.Request(np.asarray([5], np.int32))])
+  left = ray.available_resources()
+  assert (left["GPU"], left["TPU"]) == (1.0, 4.0)
+  found.close()
 
 
 def test_whoever_dies_again_and_again_ends_the_run(pair, monkeypatch):

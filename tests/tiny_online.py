@@ -1,6 +1,6 @@
 """A small online run: what the tests of runs and of resuming share.
 
-As a script it is the process that a test kills: PAIR_FOLDER RUN_DIRECTORY.
+As a script it is the process that a test kills: PAIR_FOLDER RUN_DIRECTORY KIND.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from osd_jax import online, pairs
 from osd_jax.data import batches, generated, sources, streams
 from osd_jax.distillation import buffer, learner, optimizers, schedule, update
 from osd_jax.models import t5, weights
+from osd_jax.models.shapes import AttachedConfig
 from osd_jax.serving import slots
 
 REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
@@ -38,6 +39,12 @@ def save_lively_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
   params = jax.tree_util.tree_map_with_path(leaf, found.params)
   weights.save(pair.target, dataclasses.replace(found, params=params))
   return pair
+
+
+def attached(pair: pairs.PairConfig) -> pairs.PairConfig:
+  """The same target with a draft that stands on it from nothing."""
+  shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
+  return dataclasses.replace(pair, draft=pairs.ATTACHED, attached=shape)
 
 
 def tasks(split: str, limit: int) -> tuple[sources.TaskConfig, ...]:
@@ -107,13 +114,7 @@ def config(
 
 
 if __name__ == "__main__":
-  folder = Path(sys.argv[1])
-  online.run(
-    config(
-      pairs.PairConfig(
-        target=str(folder / "target.safetensors"),
-        draft=str(folder / "draft.safetensors"),
-      ),
-      Path(sys.argv[2]),
-    )
-  )
+  folder, directory, kind = sys.argv[1:]
+  files = {n: str(Path(folder) / f"{n}.safetensors") for n in ("target", "draft")}
+  pair = pairs.PairConfig(**files)
+  online.run(config(attached(pair) if kind == "attached" else pair, Path(directory)))

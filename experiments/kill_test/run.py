@@ -4,7 +4,8 @@ Item 12 of "Faults survived": every restart continues, no state is unreadable, a
 the killed runs leave behind is, bit for bit, what a run that nobody killed leaves: the
 requests (each once), the updates, the alarms and the adapted draft.
 
-  python experiments/kill_test/run.py [--kills 200] [--seed 0] [--out runs/kill_test]
+  python experiments/kill_test/run.py [--kills 200] [--seed 0]
+      [--draft independent] [--out runs/kill_test]
 
 The run is `osd online` of the tiny pair (tests/tiny_online.py: 24 requests, an update
 every 4, a checkpoint every 5). It is killed, started again and killed again, until it
@@ -36,6 +37,7 @@ SCRIPT = REPOSITORY / "tests" / "tiny_online.py"
 # What is a matter of the clock.
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy", "even_since")
 PATIENCE = 900  # seconds that a process may take to move on
+DRAFTS = ("independent", "attached")
 MOMENTS = ("start", "checkpoint", "anywhere", "anywhere")
 
 
@@ -56,7 +58,7 @@ class Tally:
     return sum(dataclasses.asdict(self).values()) - self.kills - self.runs
 
 
-def start(out: pathlib.Path, run: pathlib.Path) -> subprocess.Popen:
+def start(out: pathlib.Path, draft: str, run: pathlib.Path) -> subprocess.Popen:
   """The run as a process; what it says goes to a file beside its directory."""
   paths = [str(REPOSITORY), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
   environment = {
@@ -65,7 +67,7 @@ def start(out: pathlib.Path, run: pathlib.Path) -> subprocess.Popen:
     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # restarts compile nothing
   }
-  command = [sys.executable, str(SCRIPT), str(out), str(run)]
+  command = [sys.executable, str(SCRIPT), str(out), str(run), draft]
   with open(run.with_suffix(".log"), "ab") as said:
     return subprocess.Popen(command, env=environment, stdout=said, stderr=said)
 
@@ -154,7 +156,7 @@ def compare(run: pathlib.Path, whole: pathlib.Path, tally: Tally) -> None:
 
 
 def survive(
-  out: pathlib.Path, whole: pathlib.Path, kills: int, rng: random.Random
+  out: pathlib.Path, draft: str, whole: pathlib.Path, kills: int, rng: random.Random
 ) -> tuple[Tally, dict[str, int]]:
   """Kills and restarts until there were enough kills and the last run is through."""
   tally, moments = Tally(), dict.fromkeys(MOMENTS, 0)
@@ -162,7 +164,7 @@ def survive(
     run = out / f"killed_{tally.runs:03d}"
     code = None
     while code is None:
-      process = start(out, run)
+      process = start(out, draft, run)
       if tally.kills < kills:
         moment = kill(process, run, rng)
       else:
@@ -189,6 +191,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--kills", type=int, default=200)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--draft", choices=DRAFTS, default=DRAFTS[0])
   parser.add_argument("--out", type=pathlib.Path, default="runs/kill_test")
   arguments = parser.parse_args()
   out = arguments.out.absolute()
@@ -200,10 +203,11 @@ def main() -> int:
 
   tiny_online.save_lively_pair(out)
   started, whole = time.monotonic(), out / "whole"
-  if start(out, whole).wait(PATIENCE):
+  if start(out, arguments.draft, whole).wait(PATIENCE):
     print(whole.with_suffix(".log").read_text()[-2000:], file=sys.stderr)
     return 1
-  tally, moments = survive(out, whole, arguments.kills, random.Random(arguments.seed))
+  rng = random.Random(arguments.seed)
+  tally, moments = survive(out, arguments.draft, whole, arguments.kills, rng)
   found = {**dataclasses.asdict(tally), "seconds": round(time.monotonic() - started)}
   found |= {f"kills_at_{moment}": count for moment, count in moments.items()}
   table = rich.table.Table("count", "value")

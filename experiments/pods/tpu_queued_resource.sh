@@ -16,9 +16,14 @@ VERSION="${VERSION:-v2-alpha-tpuv5-lite}"
 gcloud compute tpus queued-resources create "$NAME" --project="$PROJECT" \
   --zone="$ZONE" --node-id="$NAME" --accelerator-type="$TYPE" --runtime-version="$VERSION"
 
-until gcloud compute tpus queued-resources describe "$NAME" --project="$PROJECT" \
-  --zone="$ZONE" --format='value(state.state)' | grep -q ACTIVE; do
-  echo "waiting for $TYPE in $ZONE"
+while true; do
+  STATE="$(gcloud compute tpus queued-resources describe "$NAME" --project="$PROJECT" \
+    --zone="$ZONE" --format='value(state.state)')"
+  case "$STATE" in
+    ACTIVE) break ;;
+    FAILED | SUSPENDED) echo "$TYPE in $ZONE: $STATE; nothing was run" >&2; exit 1 ;;
+  esac
+  echo "waiting for $TYPE in $ZONE: $STATE"
   sleep 30
 done
 

@@ -156,7 +156,8 @@ def _cost(account: writers.Ledger | None) -> list[str]:
   skipped = f", {account.skipped} steps skipped" if account.skipped else ""
   return [
     f"Wall time {account.wall:.1f} s: {parts}. Learning took"
-    f" {account.learning:.1f} s ({account.updates} updates{skipped})."
+    f" {account.learning:.1f} s ({account.updates} updates{skipped}),"
+    f" {account.beside / account.wall:.0%} of the wall time beside serving."
   ]
 
 

@@ -9,7 +9,7 @@ import rich.console
 
 from osd_jax import base, writers
 from osd_jax.data import prompts
-from osd_jax.measuring import pages, tables
+from osd_jax.measuring import pages, savings, tables
 
 
 def conclude(
@@ -88,7 +88,7 @@ def compare(
   output: str | Path = "comparison",
   console: rich.console.Console | None = None,
 ) -> Path:
-  """Puts online runs side by side: a table and one plot.
+  """Puts online runs side by side: a table, what learning was worth, and one plot.
 
   Args:
     paths: their run directories.
@@ -123,11 +123,14 @@ def compare(
   except ImportError as error:
     note = f"Plots were left out: {error}"
   table = [comparison_row(name, rows) for name, rows in runs.items()]
+  saved = [f"{name}: {said}" for name, rows in runs.items() if (said := _saved(rows))]
   if console is not None:
     tables.print_table(table, console)
+    for sentence in saved:
+      console.print(sentence, highlight=False, markup=False)
   return writers.write_page(
     folder / "report.html",
-    [f"{len(runs)} runs side by side."],
+    [f"{len(runs)} runs side by side.", *saved],
     {"Runs": table},
     plots,
     title="Comparison of runs",
@@ -147,19 +150,36 @@ def comparison_row(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
   spent = sum(row["decode_ms"] for row in requests)
   tokens = sum(row["output_tokens"] for row in requests)
   calls = sum(row["target_calls"] for row in requests)
-  last = pages.agreement_table([("", requests)])[0]
+  edges = pages.agreement_table([("", requests)])[0]
   speeds = pages.speed_table([("", requests)])[0]
   return {
     "run": name,
     "requests": len(requests),
-    "overlap": round(sum(row["overlap"] for row in requests) / len(requests), 3),
-    f"overlap last {pages.EDGE}": last[f"overlap last {pages.EDGE}"],
+    "overlap": _mean(requests, "overlap"),
+    "frozen overlap": _mean(requests, "floor_overlap"),
+    f"overlap last {pages.EDGE}": edges[f"overlap last {pages.EDGE}"],
+    f"frozen last {pages.EDGE}": edges[f"frozen last {pages.EDGE}"],
     "tokens per target call": round(tokens / calls, 2),
     "ms per token": round(spent / tokens, 2),
     "plain ms/token": speeds["plain ms/token"],
+    "frozen ms/token": speeds["frozen ms/token"],
     "wall seconds": None if account is None else round(account.wall, 1),
     "learning seconds": None if account is None else round(account.learning, 1),
   }
+
+
+def _mean(requests: Sequence[Mapping[str, Any]], name: str) -> float | None:
+  """Of a field of all requests; None where one has none."""
+  values = [row.get(name) for row in requests]
+  if None in values:
+    return None
+  return round(sum(values) / len(values), 3)
+
+
+def _saved(rows: Sequence[Mapping[str, Any]]) -> str:
+  """What learning took and saved, in plain words; "" where prices do not say."""
+  account = savings.of_rows(rows)
+  return "" if account is None else account.sentence()
 
 
 def _rows(directory: writers.RunDirectory) -> list[dict[str, Any]]:

@@ -59,6 +59,11 @@ class Ledger:
       skipped=sum(row.get("skipped") or 0 for row in updates),
     )
 
+  @property
+  def beside(self) -> float:
+    """Seconds that updates ran while serving went on: idle compute that was used."""
+    return max(self.learning - self.parts["waiting for updates"], 0.0)
+
   def table(self) -> list[dict[str, Any]]:
     """Rows of the parts, their sum, and learning below it."""
     share = lambda seconds: f"{seconds / self.wall:.1%}" if self.wall else "-"

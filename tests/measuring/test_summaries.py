@@ -1,10 +1,12 @@
 """The words of a run: figures as they were logged; drawn anew; runs compared."""
 
+import dataclasses
 import io
 import json
 
 import pytest
 import rich.console
+from measuring.test_prices import PRICES
 
 from osd_jax import base, writers
 from osd_jax.measuring import pages, summaries
@@ -99,7 +101,8 @@ def test_the_account_is_told_with_learning_beside_it():
   (cost,) = (text for text in sentences if text.startswith("Wall time"))
   assert cost == (
     "Wall time 3.0 s: serving 2.4, waiting for updates 0.1, comparing 0.0, metering"
-    " 0.1, rest 0.4. Learning took 0.5 s (1 updates, 2 steps skipped)."
+    " 0.1, rest 0.4. Learning took 0.5 s (1 updates, 2 steps skipped), 13% of the wall"
+    " time beside serving."
   )
 
 
@@ -183,6 +186,28 @@ def test_runs_are_put_side_by_side(tmp_path):
   for scale in (1, 2):
     assert f"{round(scale * 120 * 20.0 / tokens, 2):.3f}" in text
   assert ">one<" in text and ">two<" in text
+
+
+def test_beside_the_runs_stands_what_learning_was_worth(tmp_path):
+  """The frozen draft's columns; in words, where prices are known."""
+  rows = requests()
+  for row in rows:
+    if row["kind"] == "request":
+      rates = {"acceptance_rate": 0.9, "floor_acceptance_rate": 0.5}
+      row |= {"target_calls": 5, "drafted": 35, **rates}
+  priced = {"kind": "prices", **dataclasses.asdict(PRICES)}
+  logged(tmp_path / "priced", [priced, *rows])
+  without = [{k: v for k, v in r.items() if k != "floor_overlap"} for r in rows]
+  logged(tmp_path / "frozen", without)
+  shown = rich.console.Console(file=io.StringIO(), width=200)
+  paths = [tmp_path / "priced", tmp_path / "frozen"]
+  page = summaries.compare(paths, tmp_path / "out", shown)
+  for text in (shown.file.getvalue(), page.read_text(encoding="utf-8")):
+    assert "priced: By the prices, learning took" in text
+    assert "frozen: By the prices" not in text
+  first, second = (summaries.comparison_row("", r) for r in ([priced, *rows], without))
+  assert (first["overlap"], first["frozen overlap"]) == (0.833, 0.5)
+  assert (first["frozen ms/token"], second["frozen overlap"]) == (3.0, None)
 
 
 def test_what_cannot_be_compared_is_named(tmp_path):

@@ -35,6 +35,7 @@ def test_the_parts_add_up_to_the_wall_time_and_learning_is_none_of_them():
   }
   assert found.wall == 10.0 == pytest.approx(sum(found.parts.values()))
   assert (found.learning, found.updates, found.skipped) == (20.0, 1, 2)
+  assert found.beside == 19.75
 
 
 def test_the_table_has_the_sum_and_learning_below_it():

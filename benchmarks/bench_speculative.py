@@ -175,7 +175,8 @@ def rows_of(bench: Bench) -> list[dict]:
         measure.ratio(times, f"HF assisted {dtype}", best(times, mine, clock), clock),
         ASKED_OVER_ASSISTED.get((given.target, dtype)),
       )
-  case = given.target + ", ablation" * given.without_native
+  named = f", drafts with {given.drafts_with}" * (given.drafts_with != "t5-small")
+  case = given.target + named + ", ablation" * given.without_native
   return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, bounds)
 
 

@@ -25,7 +25,8 @@ NOTE = "provenance.json"
 INTRO = """# Benchmarks
 
 Written by `python benchmarks/write_readme.py` from `benchmarks/results/`; `make bench`
-runs everything, best on a machine with nothing else to do.
+runs the programs at their defaults, best on a machine with nothing else to do; rows of
+other options were made by hand, and say which.
 
 Contenders do the same work by turns in the same process, after a turn that warms up;
 threads are fixed before anything is imported; medians count, and ratios are taken turn

@@ -23,7 +23,7 @@ from osd_jax import native
 
 @flax.struct.dataclass
 class KVCache:
-  """What an encoder-decoder target or draft remembers of its rows.
+  """What a target or draft remembers of its rows; in `cross_*` what prefill fixed.
 
   Attributes:
     self_keys: per layer [B, H, T + K + 1, D]; tokens fed so far.

@@ -43,6 +43,8 @@ class PairConfig:
     folder: where the paths above begin, unless they are absolute or shipped.
     attached: shape of an attached draft that begins at random; a file says its own.
     draft_seed: of its parameters.
+    handed_out: layers of a decoder-only target that a prompt has passed where an
+      attached draft reads it; 0: what the target's file says, mostly all.
   """
 
   target: str = "shipped:demo_target.safetensors"
@@ -55,11 +57,12 @@ class PairConfig:
   folder: str = ""
   attached: AttachedConfig = AttachedConfig()
   draft_seed: int = 0
+  handed_out: int = 0
 
   def __post_init__(self):
     base.check_types(self)
     base.check_choices(self, dtype=("float32", "bfloat16"))
-    base.check_counts(self, "extra_ids", "draft_seed", least=0)
+    base.check_counts(self, "extra_ids", "draft_seed", "handed_out", least=0)
     paths = ("target", "draft", "vocabulary")
     base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
 
@@ -162,6 +165,7 @@ def load_pair(
     config.path("vocabulary"), config.extra_ids, config.chat_template
   )
   target = _read(config, "target", config.path("target"), vocabulary)
+  target = dataclasses.replace(target, config=handing_out(config, target.config))
   identity = weights.identity(target, Path(config.target).name)
   draft = _draft(config, target, identity, vocabulary)
   is_attached = isinstance(draft, weights.AttachedWeights)
@@ -206,6 +210,24 @@ def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
     return weights.shape_of(path)
   except base.InputError as error:
     raise base.InputError(f"PairConfig.{field}: {error}") from error
+
+
+def handing_out(config: PairConfig, shape: ModelConfig) -> ModelConfig:
+  """The shape of a target that hands out what `PairConfig.handed_out` asks for.
+
+  Raises:
+    InputError: it has no such layer, or an encoder, which is read whole.
+  """
+  if not config.handed_out:
+    return shape
+  if isinstance(shape, T5Config) or config.handed_out > shape.num_layers:
+    layers = "an encoder" if isinstance(shape, T5Config) else shape.num_layers
+    raise base.InputError(
+      f"PairConfig.handed_out: received {config.handed_out}, expected at most the"
+      f" layers of a decoder-only target; {config.target} has {layers}. 0 reads what"
+      " has passed all."
+    )
+  return dataclasses.replace(shape, handed_out=config.handed_out)
 
 
 def check_vocabulary(

@@ -18,6 +18,7 @@ from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import optimizers, update
 from osd_jax.models import convert as formats
 from osd_jax.models import weights
+from osd_jax.models.shapes import AttachedConfig
 from osd_jax.serving import adaptive, slots
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,7 @@ DECODING = slots.DecodingConfig(
   target_length=8,
   record_top_k=8,
 )
+SHAPE = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +253,31 @@ def test_another_end_of_sequence_is_named(pair, tmp_path):
   refused(pair, r"ends a sequence with \(7,\)", target=str(other))
 
 
+def test_the_layer_that_an_attached_draft_reads_is_chosen(pair, tmp_path):
+  source = np.arange(3, 11, dtype=np.int32)[None]
+
+  def loaded(layer, draft="attached"):
+    config = dataclasses.replace(pair, draft=draft, attached=SHAPE, handed_out=layer)
+    return pairs.load_pair(config)
+
+  def reading(found):
+    served = found.target.prepare(found.target_params)
+    return found.target.prefill(served, source, found.target.mask(source), 12).reading
+
+  behind_all, first = loaded(0), loaded(1)
+  assert not np.array_equal(reading(first), reading(behind_all))
+  last = loaded(testing.TINY_LLAMA.num_layers)
+  np.testing.assert_array_equal(reading(last), reading(behind_all))
+  path = first.save_draft(tmp_path / "draft.safetensors", first.draft_params, "")
+  assert loaded(1, str(path)).draft_config == SHAPE
+  with pytest.raises(base.InputError, match="attached to the target"):
+    loaded(0, str(path))
+  with pytest.raises(base.InputError, match=r"PairConfig\.handed_out: received 9"):
+    loaded(9)
+  with pytest.raises(base.InputError, match=r"handed_out: received 1.*an encoder"):
+    pairs.load_pair(pairs.PairConfig(handed_out=1))
+
+
 def test_more_tokens_than_positions_are_refused(pair):
   long = dataclasses.replace(DECODING, source_lengths=(200,), target_length=60)
   with pytest.raises(base.InputError, match="are 260 tokens, expected at most the 256"):
@@ -264,6 +291,7 @@ def test_more_tokens_than_positions_are_refused(pair):
     ({"hidden_act": "gelu"}, "hidden_act: received 'gelu'"),
     ({"quantization_config": {"bits": 4}}, "quantised"),
     ({"num_local_experts": 8}, "mixture of experts"),
+    ({"mlp_bias": True}, "mlp_bias.*biases"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type.*'yarn'"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"eos_token_id": None}, "eos_token_id"),

@@ -279,8 +279,10 @@ def test_import_takes_no_longer_than_jax_and_flax():
   assert package <= libraries + 0.3
 
 
-def test_version_is_that_of_the_project(project: dict):
+def test_version_is_that_of_the_project(project: dict, repository):
   assert osd_jax.__version__ == project["version"]
+  cited = (repository / "CITATION.cff").read_text()
+  assert f"\nversion: {project['version']}\n" in cited
 
 
 def test_every_dependency_is_pinned_within_its_range(project: dict, pins: dict):

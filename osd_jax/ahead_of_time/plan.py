@@ -156,6 +156,8 @@ def _shapes(
   """The shapes of target and draft, by their names or of their weights."""
   target, draft = _shape(pair, "target", layers), _shape(pair, "draft", layers)
   assert not isinstance(target, AttachedConfig)
+  if not layers:
+    target = pairs.handing_out(pair, target)
   if not isinstance(draft, AttachedConfig) and target.vocab_size != draft.vocab_size:
     raise base.InputError(
       f"PairConfig: target {pair.target} has {target.vocab_size} token ids, draft"

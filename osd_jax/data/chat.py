@@ -7,6 +7,7 @@ functions and settings that transformers gives them, so that the same text comes
 import datetime
 import json
 import pathlib
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
     MissingExtraError: jinja2 is not installed.
   """
   try:
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
   except ImportError as error:
     raise base.MissingExtraError(
@@ -53,11 +54,23 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
   def refuse(message: str) -> None:
     raise TemplateError(message)
 
-  def to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+  def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+  class Generation(ext.Extension):
+    """{% generation %}: marks, for training, what the assistant said; writes it."""
+
+    tags: typing.ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser):
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      return nodes.Scope(body, lineno=line)
 
   environment = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=["jinja2.ext.loopcontrols", Generation],
   )
   environment.filters["tojson"] = to_json
   environment.globals["raise_exception"] = refuse
@@ -68,7 +81,11 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
   def render(messages: Sequence[Mapping[str, str]]) -> str:
     try:
       return environment.from_string(template).render(
-        messages=messages, add_generation_prompt=True, **special_tokens
+        messages=messages,
+        tools=None,
+        documents=None,
+        add_generation_prompt=True,
+        **special_tokens,
       )
     except (TemplateError, TypeError, ValueError) as error:
       raise base.InputError(

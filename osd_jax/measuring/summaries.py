@@ -170,10 +170,8 @@ def comparison_row(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 def _mean(requests: Sequence[Mapping[str, Any]], name: str) -> float | None:
   """Of a field of all requests; None where one has none."""
-  values = [row.get(name) for row in requests]
-  if None in values:
-    return None
-  return round(sum(values) / len(values), 3)
+  values = [row[name] for row in requests if row.get(name) is not None]
+  return round(sum(values) / len(values), 3) if len(values) == len(requests) else None
 
 
 def _saved(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -313,7 +313,7 @@ def _inserted(program: Program, tree: Any, rows: Any, slots: jax.Array) -> Any:
 def _prefilled(
   program: Program, served: Served, prompts: PromptBatch
 ) -> state_lib.DecodeState:
-  """Rows after prefill: both encoders, empty self caches."""
+  """Rows after prefill: both models have read the prompts; empty self caches."""
   config, source = program.config, _split(program, prompts.source)
   mask = program.target.mask(source)
   length = state_lib.buffer_length(config.target_length)

@@ -308,6 +308,9 @@ def test_templates_are_rendered_as_transformers_does(folder):
     "{%- for m in messages %}\n  {%- if m.role == 'user' %}\n"
     "<|{{ m.role }}|>{{ m.content | trim }}{{ eos_token }}\n"
     "    {% continue %}\n  {% endif %}\n{% endfor %}\n"
+    "{%- generation %}<said>{% endgeneration %}"
+    "{% if tools is none and documents is none %}bare{% endif %}"
+    "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}"
     "{{ messages | tojson }} {% if add_generation_prompt %}<|assistant|>{% endif %}"
   )
   theirs = transformers.LlamaTokenizer.from_pretrained(folder)

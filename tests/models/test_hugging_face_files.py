@@ -212,6 +212,24 @@ def test_what_is_written_is_read_to_the_bit(tmp_path, tied):
   assert [p.name for p in folder.parent.iterdir()] == ["model"]
 
 
+def test_large_weights_are_written_in_shards_and_read_again(tmp_path, monkeypatch):
+  given = random_weights(False)
+  whole = convert.write_hugging_face(tmp_path / "whole", given)
+  assert not list(whole.glob("*index*"))
+  monkeypatch.setattr(hugging_face, "_SHARD", 20_000)
+  folder = convert.write_hugging_face(tmp_path / "shards", given)
+  shards = sorted(folder.glob("*.safetensors"))
+  assert len(shards) > 2 and shards[0].name.startswith("model-00001-of-")
+  index = json.loads((folder / INDEX).read_text())
+  parts = {path.name: safetensors.numpy.load_file(path) for path in shards}
+  expected = safetensors.numpy.load_file(whole / "model.safetensors")
+  assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
+  assert index["weight_map"].keys() == expected.keys()
+  for name, file in index["weight_map"].items():
+    np.testing.assert_array_equal(parts[file][name], expected[name])
+  assert_same(convert.read_hugging_face(folder), convert.read_hugging_face(whole))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_of_transformers_survives_the_round_trip(tmp_path, kind):
   """Every tensor under its name, to the bit (bfloat16 as float32)."""

@@ -5,11 +5,11 @@ import math
 import jax
 import pytest
 
-from osd_jax.models import sizes, t5
+from osd_jax.models import families, sizes
 
 
 def count(config):
-  shapes = jax.eval_shape(t5.build(config).init, jax.random.key(0))
+  shapes = jax.eval_shape(families.build(config, "model").init, jax.random.key(0))
   return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
 
@@ -23,6 +23,18 @@ def count(config):
     ("flan-t5-large", 780e6, 2),
     ("flan-t5-xl", 3e9, 1),
     ("flan-t5-xxl", 11e9, 2),
+    ("llama-68m", 68e6, 2),
+    ("llama-160m", 162e6, 3),
+    ("tinyllama-1.1b", 1.1e9, 2),
+    ("llama-2-7b", 6.74e9, 3),
+    ("llama-2-13b", 13e9, 3),
+    ("vicuna-7b", 6.74e9, 3),
+    ("vicuna-13b", 13e9, 3),
+    ("llama-3.2-1b", 1.24e9, 3),
+    ("llama-3.1-8b", 8.03e9, 3),
+    ("qwen3-0.6b", 0.6e9, 1),
+    ("qwen3-1.7b", 1.7e9, 2),
+    ("qwen3-8b", 8.2e9, 2),
     ("demo-target", 10.4e6, 3),
     ("demo-draft", 1.1e6, 2),
   ],

@@ -18,7 +18,7 @@ from osd_jax.main import settings
 from osd_jax.online import OnlineConfig
 from osd_jax.serving import adaptive, calls, catch_up, drafting, slots
 
-TARGET, BUCKETS = test_slots.TARGET, test_slots.BUCKETS
+BUCKETS = test_slots.BUCKETS
 KS = (0, 1, 3)
 TABLE = adaptive.RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
 POLICY = adaptive.AdaptiveConfig(
@@ -26,6 +26,8 @@ POLICY = adaptive.AdaptiveConfig(
 )
 CYCLE = (3, 0, 0, 1, 0, 3, 3, 0, 0, 0)
 VOCAB = 8
+
+family = harness.family_fixture(vars(test_slots), autouse=True)
 
 
 def scheduled(monkeypatch, cycle=CYCLE):
@@ -44,12 +46,17 @@ def scheduled(monkeypatch, cycle=CYCLE):
 def make(kind="close", rows=3, policy=POLICY, **changes):
   config = test_slots.config_of(rows, adaptive=policy, **changes)
   return slots.Slots(
-    config, TARGET, test_slots.target_params(), TARGET, test_slots.draft_params(kind)
+    config,
+    test_slots.TARGET,
+    test_slots.target_params(),
+    test_slots.TARGET,
+    test_slots.draft_params(kind),
   )
 
 
-def tabular(model, tables, config):
-  return slots.Slots(config, model, tables[0], model, tables[1])
+def tabular(model, params, config):
+  """A draft of the target's shape."""
+  return slots.Slots(config, model, params[0], model, params[1])
 
 
 # --- Outputs and records ------------------------------------------------------------
@@ -159,15 +166,17 @@ def behind(lengths, fed, limit):
   """Rows that emitted `lengths` tokens; `fed` of their inputs reached the draft."""
   rows = len(lengths)
   source, mask = testing.random_sources(rows, 6, 64, 0)
-  served = TARGET.prepare(test_slots.target_params())
+  served = test_slots.TARGET.prepare(test_slots.target_params())
   settings_ = harness.settings_of(rows, max_length=limit)
-  state = harness.start(TARGET, served, source, mask, settings_, limit, TARGET, served)
+  state = harness.start(
+    test_slots.TARGET, served, source, mask, settings_, limit, test_slots.TARGET, served
+  )
   tokens = np.random.default_rng(0).integers(2, 64, state.tokens.shape)
   state = state.replace(
     tokens=jnp.asarray(tokens, jnp.int32), length=jnp.asarray(lengths, jnp.int32)
   )
   inputs = np.pad(tokens, ((0, 0), (1, 0)))[:, : state.tokens.shape[1]]
-  decode = jax.jit(TARGET.decode)
+  decode = jax.jit(test_slots.TARGET.decode)
 
   def fresh(length):
     """One forward pass over the inputs; entries behind `length` are stale."""
@@ -215,7 +224,7 @@ def test_a_cache_that_caught_up_equals_a_fresh_one():
     self_keys=tuple(map(wipe, cache.self_keys)),
     self_values=tuple(map(wipe, cache.self_values)),
   )
-  found = CAUGHT_UP(TARGET, served, state.replace(draft_cache=cache))
+  found = CAUGHT_UP(test_slots.TARGET, served, state.replace(draft_cache=cache))
   assert not differing(found.draft_cache, expected)
   level = cache.replace(length=expected.length)
   assert differing(level, expected) == {0, 1, 4, 5}  # control: nothing fed
@@ -224,7 +233,7 @@ def test_a_cache_that_caught_up_equals_a_fresh_one():
 def test_stopped_rows_are_not_waited_for():
   served, state, _ = behind([20, 5], [0, 4], limit=20)
   reasons = jnp.asarray([StopReason.EMPTY, StopReason.RUNNING], jnp.int32)
-  found = CAUGHT_UP(TARGET, served, state.replace(stop_reason=reasons))
+  found = CAUGHT_UP(test_slots.TARGET, served, state.replace(stop_reason=reasons))
   assert found.draft_cache.length.tolist() == [0, 4]
 
 
@@ -303,7 +312,7 @@ def test_costs_are_measured_where_none_are_given():
 
 def test_plain_slots_ignore_the_policy():
   config = test_slots.config_of(3, adaptive=POLICY)
-  plain = slots.Slots(config, TARGET, test_slots.target_params())
+  plain = slots.Slots(config, test_slots.TARGET, test_slots.target_params())
   assert test_slots.texts(plain.run(test_slots.greedy_requests())) == (
     test_slots.expected()
   )

@@ -28,6 +28,8 @@ from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
 _FAMILIES = (t5, llama)
+_INDEX = "model.safetensors.index.json"
+_SHARD = 5 * 10**9  # bytes of a file that is written, as transformers has it
 
 
 def config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
@@ -159,10 +161,8 @@ def write_hugging_face(
   try:
     partial.mkdir(parents=True)
     (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    safetensors.numpy.save_file(
-      tensors, partial / "model.safetensors", metadata={"format": "pt"}
-    )
-    shutil.copymode(partial / "config.json", partial / "model.safetensors")
+    for path in _save(tensors, partial):
+      shutil.copymode(partial / "config.json", path)
     for name, content in tokenizer.items():
       (partial / name).write_bytes(content)
     os.replace(partial, folder)
@@ -171,6 +171,29 @@ def write_hugging_face(
   finally:
     shutil.rmtree(partial, ignore_errors=True)
   return folder
+
+
+def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
+  """One file, or shards and their index where they are more than `_SHARD` bytes."""
+  shards: list[dict[str, np.ndarray]] = [{}]
+  for name, tensor in tensors.items():
+    held = sum(other.nbytes for other in shards[-1].values())
+    if shards[-1] and held + tensor.nbytes > _SHARD:
+      shards.append({})
+    shards[-1][name] = tensor
+  names = ["model.safetensors"]
+  if len(shards) > 1:
+    numbers = range(1, len(shards) + 1)
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in numbers]
+    index = {
+      "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+      "weight_map": {t: n for n, s in zip(names, shards, strict=True) for t in s},
+    }
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+  paths = [folder / name for name in names]
+  for path, shard in zip(paths, shards, strict=True):
+    safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
+  return paths
 
 
 def tensor_name(path: str, config: ModelConfig) -> str:

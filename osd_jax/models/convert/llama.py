@@ -23,6 +23,7 @@ _REFUSED = {
   "quantization_config": "a quantised checkpoint",
   "num_local_experts": "a mixture of experts",
   "num_experts": "a mixture of experts",
+  "mlp_bias": "feed-forward blocks with biases",
 }
 # Where a configuration leaves a field out.
 _HEAD_DIMS = {"qwen3": 128}

@@ -12,6 +12,9 @@ costs in acceptance, `osd evaluate` tells on real requests.
 
   python benchmarks/bench_speculative.py [--target flan-t5-base] [--alphas .7 .8 .9]
       [--drafted 3 7] [--draft float32 both] [--without_native] [--no_rivals]
+
+All are in memory together: of a target of a billion parameters, which takes 5 GB each
+time, name one of `--rival_types`.
 """
 
 import argparse
@@ -120,7 +123,7 @@ def contenders_of(bench: Bench) -> dict:
       for how, parts in WITHOUT.items():
         people[f"{name}, {how}"] = WithoutNative(person, parts)
   if not given.no_rivals:
-    for dtype in ("float32", "bfloat16"):
+    for dtype in given.rival_types:
       people[f"HF assisted {dtype}"] = bench.theirs(dtype, given.rival_drafted)
   return people
 
@@ -169,7 +172,7 @@ def rows_of(bench: Bench) -> list[dict]:
     )
   if not given.no_rivals:
     mine = native_ones(people, RIVAL_ALPHA)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in given.rival_types:
       row(
         f"tokens/s over HF assisted {dtype}, alpha {RIVAL_ALPHA}",
         measure.ratio(times, f"HF assisted {dtype}", best(times, mine, clock), clock),
@@ -188,6 +191,7 @@ def main() -> None:
   parser.add_argument("--drafted", nargs="+", type=int, default=[3, 7])
   parser.add_argument("--draft", nargs="+", default=["both"], choices=list(SERVING))
   parser.add_argument("--rival_drafted", type=int, default=3)
+  parser.add_argument("--rival_types", nargs="+", default=["float32", "bfloat16"])
   parser.add_argument("--prompts", type=int, default=4)
   parser.add_argument("--source", type=int, default=64)
   parser.add_argument("--length", type=int, default=64)

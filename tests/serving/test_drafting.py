@@ -322,8 +322,8 @@ def test_plain_slots_ignore_the_policy():
 # --- Compilation, devices, settings -------------------------------------------------
 
 
-def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch):
-  model = testing.tabular_model(VOCAB, "compiled here alone")
+def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
+  model = testing.tabular_model(VOCAB, f"compiled here alone, beside {family}")
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1, 2)]
   config = test_slots.config_of(2, record_top_k=4, adaptive=POLICY)
   ready = tabular(model, tables, config)

@@ -43,6 +43,9 @@ def test_tokens_gained_are_those_that_the_frozen_draft_would_not_have_emitted():
 
 def test_what_is_asked_is_p99_without_learning_and_a_slice():
   frozen, learned = run([10] * 4), run([5] * 4, updates=[(1, 10.0)])
-  found = bench_learning.figures([learned], [frozen])
-  assert found["between tokens, p99, ms"] == (pytest.approx(1), "<= 6")
-  assert bench_learning.figures([frozen], [frozen])["between tokens, p99, ms"][1] == ""
+  name = "between tokens, p99, ms"
+  found = bench_learning.figures("I = 8", [learned], [frozen])
+  assert found[name] == (pytest.approx(1), "<= 6")
+  found = bench_learning.figures("I = 4", [learned], [frozen])
+  assert found[name] == (pytest.approx(1), "<= 1.05"), "a twentieth more, no slice"
+  assert bench_learning.figures("frozen", [frozen], [frozen])[name][1] == ""

@@ -167,3 +167,19 @@ def test_another_stream_for_an_attached_draft_is_refused(written):
     bench_whole_run.configs(said, 0)
   with pytest.raises(base.InputError, match="--attached_gin: received"):
     bench_whole_run.configs(given("--attached_gin", other), 0)
+
+
+@pytest.mark.parametrize(
+  ("setting", "clock", "asked"),
+  [
+    ("runs/demo_independent.gin, attached a", "wall, 2 thread(s)", ">= 1.6"),
+    ("runs/demo_independent.gin, attached a", "wall, 1 thread(s)", ">= 1.4"),
+    ("runs/d.gin, target t_as_flan-t5-base, 200 a task", "wall, 2 thread(s)", ">= 2.8"),
+    ("runs/d.gin, target t_as_flan-t5-small", "wall, 2 thread(s)", None),
+    ("runs/d.gin, 1000 a task", "wall, 2 thread(s)", None),
+    ("experiments/shift_cpu.gin, attached a", "wall, 2 thread(s)", ">= 1.1"),
+  ],
+)
+def test_what_is_asked_depends_on_the_target_and_the_clock(setting, clock, asked):
+  found = bench_whole_run.asked_of(f"{setting}, seed 0", clock)
+  assert found.get("attached online, over plain") == asked

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import ahead_of_time, pairs, partitioning, writers
+from osd_jax import ahead_of_time, base, pairs, partitioning, writers
 from osd_jax.ahead_of_time import estimates, plan, programs
 from osd_jax.measuring import chips, metrics, operations
 from osd_jax.serving import adaptive
@@ -222,3 +222,11 @@ def test_a_finished_report_is_left_alone(compiled, lively_pair):
   config = compile_config(lively_pair, compiled.path.parent)
   ahead_of_time.run(config)
   assert (compiled.path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_target_hands_out_the_layer_that_the_pair_asks_for():
+  pair = pairs.PairConfig(target="vicuna-7b", draft="attached", handed_out=8)
+  target, _ = plan._shapes(pair, 0)
+  assert target.layer_handed_out == 8
+  with pytest.raises(base.InputError, match=r"PairConfig\.handed_out: received 99"):
+    plan._shapes(dataclasses.replace(pair, handed_out=99), 0)

@@ -11,7 +11,7 @@ import tiny_online
 from osd_jax import online, pairs, partitioning, texts, writers
 from osd_jax.data import prompts
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
-from osd_jax.models.shapes import AttachedConfig, DraftServing
+from osd_jax.models.shapes import DraftServing
 from osd_jax.serving import adaptive, calls, slots
 from osd_jax.serving.prompts import Prompt
 from osd_jax.serving.server import Server
@@ -37,10 +37,8 @@ def pair(family, tmp_path_factory):
   """The tiny target, and a draft that stands on it from nothing."""
   folder = tmp_path_factory.mktemp("pair")
   independent = tiny_online.save_lively_pair(folder, family)
-  shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
-  return independent, dataclasses.replace(
-    independent, draft="attached", attached=shape, draft_serving=DraftServing()
-  )
+  attached = tiny_online.attached(independent)
+  return independent, dataclasses.replace(attached, draft_serving=DraftServing())
 
 
 def configured(pair, folder, rows=2, **changes):

@@ -18,7 +18,6 @@ from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import optimizers, update
 from osd_jax.models import convert as formats
 from osd_jax.models import weights
-from osd_jax.models.shapes import AttachedConfig
 from osd_jax.serving import adaptive, slots
 
 pytestmark = pytest.mark.slow
@@ -30,7 +29,6 @@ DECODING = slots.DecodingConfig(
   target_length=8,
   record_top_k=8,
 )
-SHAPE = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +155,7 @@ def checkpoints(tmp_path_factory):
   (source / "tokenizer.model").write_bytes(tiny_pair.llama_tokenizer())
   files = tokenizers.tokenizer_files(tokenizers.load_any(source))
   names = {"target": "vicuna-7b", "draft": "llama-160m"}
-  for seed, (field, shape) in enumerate(tiny_pair.SHAPES["llama"].items()):
+  for seed, (field, shape) in enumerate(tiny_pair.tiny_online.SHAPES["llama"].items()):
     config = dataclasses.replace(
       shape, vocab_size=tiny_pair.VOCAB_SIZE, max_positions=700
     )
@@ -257,8 +255,8 @@ def test_the_layer_that_an_attached_draft_reads_is_chosen(pair, tmp_path):
   source = np.arange(3, 11, dtype=np.int32)[None]
 
   def loaded(layer, draft="attached"):
-    config = dataclasses.replace(pair, draft=draft, attached=SHAPE, handed_out=layer)
-    return pairs.load_pair(config)
+    config = dataclasses.replace(tiny_online.attached(pair), handed_out=layer)
+    return pairs.load_pair(dataclasses.replace(config, draft=draft))
 
   def reading(found):
     served = found.target.prepare(found.target_params)
@@ -269,7 +267,7 @@ def test_the_layer_that_an_attached_draft_reads_is_chosen(pair, tmp_path):
   last = loaded(testing.TINY_LLAMA.num_layers)
   np.testing.assert_array_equal(reading(last), reading(behind_all))
   path = first.save_draft(tmp_path / "draft.safetensors", first.draft_params, "")
-  assert loaded(1, str(path)).draft_config == SHAPE
+  assert loaded(1, str(path)).draft_config == tiny_online.SHAPE
   with pytest.raises(base.InputError, match="attached to the target"):
     loaded(0, str(path))
   with pytest.raises(base.InputError, match=r"PairConfig\.handed_out: received 9"):

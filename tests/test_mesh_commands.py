@@ -97,6 +97,8 @@ def test_generate(unprepared, capsys, tmp_path):
   assert len(alone.splitlines()) == 2
   for mesh in MESHES:
     assert printed(mesh) == alone
+  # The control: what is asked of the mesh is heard.
+  assert cli.main(["generate", "x", "--gin.PartitionConfig.data=64"]) == 2
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -11,7 +11,7 @@ import tiny_online
 from test_attached_runs import configured, outputs
 
 from osd_jax import base, main, online, pairs, writers
-from osd_jax.models.shapes import AttachedConfig, DraftServing
+from osd_jax.models.shapes import DraftServing
 from osd_jax.serving import replicas, requests
 from osd_jax.serving.replicas import ReplicaConfig
 
@@ -33,11 +33,9 @@ def cluster():
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
   """The tiny target, and a draft that stands on it from nothing."""
-  shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
+  pair = tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
   return dataclasses.replace(
-    tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair")),
-    draft="attached",
-    attached=shape,
+    tiny_online.attached(pair),
     draft_serving=DraftServing(int8=True, shortlist=700),
   )
 

@@ -19,6 +19,7 @@ from osd_jax.models.shapes import AttachedConfig
 from osd_jax.serving import slots
 
 REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
+SHAPE = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
 SERVING = t5.DraftServing(int8=True, shortlist=700)  # half of the vocabulary
 
 
@@ -43,8 +44,7 @@ def save_lively_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
 
 def attached(pair: pairs.PairConfig) -> pairs.PairConfig:
   """The same target with a draft that stands on it from nothing."""
-  shape = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
-  return dataclasses.replace(pair, draft=pairs.ATTACHED, attached=shape)
+  return dataclasses.replace(pair, draft=pairs.ATTACHED, attached=SHAPE)
 
 
 def tasks(split: str, limit: int) -> tuple[sources.TaskConfig, ...]:

@@ -7,9 +7,8 @@ functions and settings that transformers gives them, so that the same text comes
 import datetime
 import json
 import pathlib
-import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from osd_jax import base
 
@@ -60,7 +59,7 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
   class Generation(ext.Extension):
     """{% generation %}: marks, for training, what the assistant said; writes it."""
 
-    tags: typing.ClassVar[set[str]] = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser):
       line = next(parser.stream).lineno

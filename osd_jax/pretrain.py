@@ -240,21 +240,19 @@ def regrouped(
     np.concatenate([getattr(rows, name) for rows in drawn])
     for name in ("places", "source_lengths", "target_lengths")
   )
-  groups = np.split(np.argsort(target, kind="stable"), pool)
 
   def needed(lengths, most):
     return min(-(-int(lengths.max()) // multiple) * multiple, most)
 
-  return [
+  groups = [
     Group(
       places[rows],
       needed(source[rows], stream.config.source_length),
       needed(target[rows], stream.config.target_length),
     )
-    for rows in (
-      groups[place] for place in np.random.default_rng(index).permutation(pool)
-    )
+    for rows in np.split(np.argsort(target, kind="stable"), pool)
   ]
+  return [groups[place] for place in np.random.default_rng(index).permutation(pool)]
 
 
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:

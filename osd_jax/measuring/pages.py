@@ -163,9 +163,8 @@ def _cost(account: writers.Ledger | None) -> list[str]:
 
 def _worth(prices: Prices, rows: Sequence[Row]) -> list[str]:
   """What learning took and saved, and what both computed."""
-  account = savings.of_rows(rows)
-  told = ["" if account is None else account.sentence()]
-  return [text for text in (*told, prediction.operations(prices, rows)) if text]
+  told = savings.sentence_of(rows), prediction.operations(prices, rows)
+  return [text for text in told if text]
 
 
 def _speeds(rows: Sequence[Row]) -> dict[str, float]:

@@ -106,6 +106,12 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Savings | None:
   return None if prices is None else state
 
 
+def sentence_of(rows: Iterable[Mapping[str, Any]]) -> str:
+  """`Savings.sentence` of a log; "" if it has no prices."""
+  account = of_rows(rows)
+  return "" if account is None else account.sentence()
+
+
 def _decoding(prices: Prices, row: Mapping[str, Any]) -> tuple[float, float]:
   """Milliseconds of a request's rounds, and of those of the frozen draft."""
   rounds, drafted = row["target_calls"], row["drafted"]

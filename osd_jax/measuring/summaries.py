@@ -123,7 +123,11 @@ def compare(
   except ImportError as error:
     note = f"Plots were left out: {error}"
   table = [comparison_row(name, rows) for name, rows in runs.items()]
-  saved = [f"{name}: {said}" for name, rows in runs.items() if (said := _saved(rows))]
+  saved = [
+    f"{name}: {said}"
+    for name, rows in runs.items()
+    if (said := savings.sentence_of(rows))
+  ]
   if console is not None:
     tables.print_table(table, console)
     for sentence in saved:
@@ -172,12 +176,6 @@ def _mean(requests: Sequence[Mapping[str, Any]], name: str) -> float | None:
   """Of a field of all requests; None where one has none."""
   values = [row[name] for row in requests if row.get(name) is not None]
   return round(sum(values) / len(values), 3) if len(values) == len(requests) else None
-
-
-def _saved(rows: Sequence[Mapping[str, Any]]) -> str:
-  """What learning took and saved, in plain words; "" where prices do not say."""
-  account = savings.of_rows(rows)
-  return "" if account is None else account.sentence()
 
 
 def _rows(directory: writers.RunDirectory) -> list[dict[str, Any]]:

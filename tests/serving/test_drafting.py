@@ -45,17 +45,12 @@ def scheduled(monkeypatch, cycle=CYCLE):
 
 def make(kind="close", rows=3, policy=POLICY, **changes):
   config = test_slots.config_of(rows, adaptive=policy, **changes)
-  return slots.Slots(
-    config,
-    test_slots.TARGET,
-    test_slots.target_params(),
-    test_slots.TARGET,
-    test_slots.draft_params(kind),
-  )
+  params = test_slots.target_params(), test_slots.draft_params(kind)
+  return paired(test_slots.TARGET, params, config)
 
 
-def tabular(model, params, config):
-  """A draft of the target's shape."""
+def paired(model, params, config):
+  """Slots whose draft has the target's shape."""
   return slots.Slots(config, model, params[0], model, params[1])
 
 
@@ -92,7 +87,7 @@ def test_coupled_outputs_equal_plain_with_the_same_seed(monkeypatch):
     3, source_lengths=(4,), acceptance_rule="coupling", record_top_k=0
   )
   policy = dataclasses.replace(POLICY, costs=(TABLE,))
-  found = tabular(model, tables, dataclasses.replace(config, adaptive=policy)).run(
+  found = paired(model, tables, dataclasses.replace(config, adaptive=policy)).run(
     test_slots.sampled_requests()
   )
   plain = slots.Slots(config, model, tables[0]).run(test_slots.sampled_requests())
@@ -326,11 +321,11 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
   model = testing.tabular_model(VOCAB, f"compiled here alone, beside {family}")
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1, 2)]
   config = test_slots.config_of(2, record_top_k=4, adaptive=POLICY)
-  ready = tabular(model, tables, config)
+  ready = paired(model, tables, config)
   with test_slots.Compilations() as warming:
     ready.warm_up()
   assert warming.count > 0 and ready.in_flight == 0 and ready.state()[0] is None
-  fresh = tabular(model, tables, config).state()[1]["drafting"]["state"]
+  fresh = paired(model, tables, config).state()[1]["drafting"]["state"]
   assert (
     ready.state()[1]["drafting"]["state"] == fresh
   )  # made-up requests taught nothing
@@ -349,7 +344,7 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
   )
   scheduled(monkeypatch, (2,))
   with test_slots.Compilations() as more:  # control: another K does compile
-    tabular(model, tables, other).run([slots.Request(np.array([3, 1], np.int32))])
+    paired(model, tables, other).run([slots.Request(np.array([3, 1], np.int32))])
   assert more.count > 0
 
 

@@ -155,7 +155,7 @@ def checkpoints(tmp_path_factory):
   (source / "tokenizer.model").write_bytes(tiny_pair.llama_tokenizer())
   files = tokenizers.tokenizer_files(tokenizers.load_any(source))
   names = {"target": "vicuna-7b", "draft": "llama-160m"}
-  for seed, (field, shape) in enumerate(tiny_pair.tiny_online.SHAPES["llama"].items()):
+  for seed, (field, shape) in enumerate(tiny_pair.SHAPES["llama"].items()):
     config = dataclasses.replace(
       shape, vocab_size=tiny_pair.VOCAB_SIZE, max_positions=700
     )

@@ -1,0 +1,137 @@
+"""Sampled outputs of whole models have the target's law, whatever kind of draft serves.
+
+test_law.py shows it on tables of logits, for every setting and planted fault. Here
+models read a prompt: drafts of their own, and drafts that read what the target has
+read, both replaced while every row is in the middle of its request.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from decoding import harness
+
+from osd_jax import base, testing
+from osd_jax.decoding import accept
+from osd_jax.decoding import state as state_lib
+from osd_jax.models import attached, families
+from osd_jax.models.shapes import AttachedConfig, DraftServing
+
+ROWS, LENGTH, DRAFTED, VOCAB = 20_000, 3, 2, 12
+THRESHOLD = 1e-6
+SAMPLED = {"temperature": 1.2, "top_k": 8, "top_p": 1.0}
+KINDS = ("independent", "attached")
+FAMILIES = {
+  "t5": (testing.TINY_T5, testing.TINY_DRAFT),
+  "llama": (testing.TINY_LLAMA, testing.TINY_LLAMA_DRAFT),
+}
+ATTACHED = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
+
+
+def shape_of(family, draft=False):
+  return dataclasses.replace(FAMILIES[family][draft], vocab_size=VOCAB)
+
+
+def lively(model, seed):
+  """Random weights under which every token matters to the next."""
+  params = jax.jit(model.init)(jax.random.key(seed))
+  rng = np.random.default_rng(seed)
+  noisy = lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32)
+  return jax.tree.map(noisy, params)
+
+
+@functools.cache
+def target_of(family):
+  """The target, its parameters, and a prompt [1, S] with its mask."""
+  model = families.build(shape_of(family), "target", hands_out=True)
+  source, mask = testing.random_sources(1, 7, VOCAB, 5, model.pad_id)
+  return model, lively(model, 0), source, mask
+
+
+@functools.cache
+def draft_of(family, kind, seed):
+  """A draft of random weights and its parameters."""
+  if kind == "independent":
+    model = families.build(shape_of(family, draft=True), "draft")
+    return model, lively(model, seed)
+  model = attached.build(ATTACHED, shape_of(family), "draft")
+  frozen = attached.frozen_of(shape_of(family), target_of(family)[1], DraftServing())
+  return model, model.join(lively(model, seed), frozen)
+
+
+def law(family):
+  """The exact law [V] * LENGTH of the first tokens, from teacher-forced logits."""
+  model, params, source, mask = target_of(family)
+  every = np.stack(np.meshgrid(*[np.arange(VOCAB)] * 2, indexing="ij"), -1)
+  fed = np.pad(every.reshape(-1, 2), ((0, 0), (0, 1)), constant_values=2)
+  repeat = lambda array: np.repeat(array, len(fed), axis=0)
+  logits = jax.jit(model.score)(params, repeat(source), repeat(mask), fed)
+  logits = np.asarray(logits, np.float64).reshape(VOCAB, VOCAB, LENGTH, VOCAB)
+  first = oracles.processed_probs(logits[0, 0, 0], **SAMPLED)
+  found = np.zeros((VOCAB,) * LENGTH)
+  for a in np.flatnonzero(first):
+    second = after(a == base.EOS_ID, logits[a, 0, 1])
+    for b in np.flatnonzero(second):
+      ended = base.EOS_ID in (a, b)
+      found[a, b] = first[a] * second[b] * after(ended, logits[a, b, 2])
+  return found
+
+
+def after(ended, logits):
+  """The law of a next token: padding with certainty behind an end."""
+  if ended:
+    return np.eye(len(logits))[base.PAD_ID]
+  return oracles.processed_probs(logits, **SAMPLED)
+
+
+def drawn(family, kind, run):
+  """Tokens [ROWS, LENGTH] of one prompt; another draft serves after one round."""
+  model, params, source, mask = target_of(family)
+  draft, draft_params = draft_of(family, kind, 1)
+  settings = harness.settings_of(ROWS, max_length=LENGTH, seed=11, **SAMPLED)
+  served, draft_served = model.prepare(params), draft.prepare(draft_params)
+  size = state_lib.buffer_length(LENGTH)
+  one = harness.prefill(model, served, source, mask, size)
+  read = source if kind == "independent" else one.reading
+  one_draft = harness.prefill(draft, draft_served, read, mask, size)
+  repeat = lambda tree: jax.tree.map(lambda leaf: jnp.repeat(leaf, ROWS, axis=0), tree)
+  state = state_lib.initial_state(
+    model.starts(jnp.repeat(jnp.asarray(source), ROWS, axis=0)),
+    settings,
+    repeat(one),
+    repeat(one_draft),
+    LENGTH,
+    0,
+    VOCAB,
+  )
+  go = functools.partial(harness.rounds, model, draft, DRAFTED, served, run=run)
+  state = go(draft_served, state, limit=1)
+  rejected = np.asarray(state.counters.drafted) > np.asarray(state.counters.accepted)
+  assert 0.05 < rejected.mean() < 1  # both ways of a round occur
+  other = draft.prepare(draft_of(family, kind, 2)[1])
+  tokens = np.asarray(go(other, state).tokens[:, :LENGTH])
+  ends = np.cumsum(tokens == base.EOS_ID, axis=1) - (tokens == base.EOS_ID)
+  return np.where(ends > 0, base.PAD_ID, tokens)
+
+
+def p_value(family, kind, run):
+  counts = oracles.joint_counts(drawn(family, kind, run), VOCAB)
+  return oracles.chi_square(counts, law(family))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_law_is_the_targets_though_the_draft_is_replaced(family, kind):
+  assert p_value(family, kind, harness.jitted_rounds()) > THRESHOLD
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_recovered_from_the_target_are_seen(monkeypatch, kind):
+  """The control: a wrong residual, planted."""
+  wrong = harness.Changed(accept.jnp, maximum=lambda a, b: 0 * a)
+  monkeypatch.setattr(accept, "jnp", wrong)
+  assert p_value("t5", kind, harness.jitted_rounds()) < THRESHOLD

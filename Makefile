@@ -89,10 +89,12 @@ $(STAMP_AOT): $(STAMP) constraints.txt
 test-aot: $(STAMP_AOT) ## what the compilers of TPUs and GPUs make of a run
 	PYTHONPATH=$(CURDIR)/$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot --durations=5
 
-lint: $(STAMP) ## ruff, import contracts, types
+lint: $(STAMP) ## ruff, import contracts, types, scripts and YAML of pod jobs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/shellcheck experiments/pods/*.sh .ci/run
+	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: {max: 110}}}' experiments/pods *.yml .*.yaml
 	$(BIN)/pyright
 
 format: $(STAMP) ## lay out the code, sort imports, repair what can be repaired

@@ -1,7 +1,7 @@
 """What the TPU's and the GPU's own compilers make of a run, without either machine.
 
-Loops, sorts, drafting, caches, donation and cycles have a control: the same question to
-a program with a fault in it. Numbers of sums and kernels and foreign calls have none.
+Every question has a control: the same one to a program with a fault in it, or, for
+calls of foreign code, to one of a CPU (tests/native/test_products.py).
 Needs `make test-aot`, which gets the compilers.
 """
 
@@ -85,11 +85,25 @@ def inner_loops(program):
   return [found for found in program.of("while") if found.depth >= 1]
 
 
-@pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
-def test_a_greedy_round_loops_over_draft_steps_alone_and_sorts_nothing(pair):
-  program = greedy_round("v5e:2x2", TENSOR_PARALLEL, 0, pair)
+@pytest.mark.parametrize(
+  "topology, mesh, pair",
+  [
+    ("v5e:2x2", TENSOR_PARALLEL, WIDE),
+    ("v5e:2x2", TENSOR_PARALLEL, CAUSAL),
+    ("h100:1", ONE, WIDE),
+  ],
+  ids=["t5", "llama", "t5 on a GPU"],
+)
+def test_a_greedy_round_loops_over_draft_steps_alone_and_sorts_nothing(
+  topology, mesh, pair
+):
+  program = greedy_round(topology, mesh, 0, pair)
   assert len(inner_loops(program)) == 1
   assert not program.of("sort")
+
+
+@pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
+def test_records_sort_for_their_top_k_alone(pair):
   recorded = greedy_round("v5e:2x2", TENSOR_PARALLEL, pair=pair).of("sort")
   assert recorded and all("top_k" in found.line for found in recorded)
 
@@ -99,6 +113,11 @@ def test_the_forms_of_a_cpu_would_loop_over_rows():
     found = plan("v5e:2x2", TENSOR_PARALLEL)
     program = compiled.Program(round_of(found, 0).as_text(), branch=0)
   assert len(inner_loops(program)) > 1
+
+
+def split_draft():
+  """The mesh of TENSOR_PARALLEL with a draft that is split as well."""
+  return dataclasses.replace(TENSOR_PARALLEL, whole_draft=0)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +131,8 @@ def test_what_travels_are_the_sums_of_sub_blocks_and_a_few_numbers(
   """A sum a sub-block and the embedding; then the arg max, and sums for records."""
   program = greedy_round("v5e:2x2", mesh, pair=pair)
   assert not program.of("all-to-all", "collective-permute")
-  sums = [found for found in program.of("all-reduce") if found.depth]
   activations = ROWS // mesh.data * (DRAFTED + 1) * width * 4  # float32 at most
+  sums = sums_of(program)
   large = [found for found in sums if found.bytes > activations / 4]
   assert len(large) == blocks * LAYERS + 1
   assert max(found.bytes for found in sums) <= activations
@@ -125,14 +144,22 @@ def test_what_travels_are_the_sums_of_sub_blocks_and_a_few_numbers(
   assert max(gather.bytes for gather in gathers) <= 2 * 4 * candidates
 
 
+def sums_of(program):
+  return [found for found in program.of("all-reduce") if found.depth]
+
+
+def test_a_draft_that_is_split_would_sum_more_often():
+  """The control of the few numbers that travel."""
+  few = sums_of(greedy_round("v5e:2x2", TENSOR_PARALLEL))
+  assert len(sums_of(greedy_round("v5e:2x2", split_draft()))) > len(few) + 6
+
+
 def test_drafting_waits_for_nobody():
   def within_drafting(program):
     return [x for x in program.of(*compiled.COLLECTIVES) if x.depth > 1]
 
   assert not within_drafting(greedy_round("v5e:2x2", TENSOR_PARALLEL))
-  split = dataclasses.replace(TENSOR_PARALLEL, whole_draft=0)
-  control = compiled.Program(round_of(plan("v5e:2x2", split)).as_text(), branch=0)
-  assert within_drafting(control)
+  assert within_drafting(greedy_round("v5e:2x2", split_draft()))
 
 
 def test_every_chip_has_its_heads_of_a_cache_and_none_is_gathered():
@@ -251,11 +278,17 @@ def test_a_short_head_is_spread_by_rows_of_the_vocabulary(monkeypatch):
 
 def test_a_gpu_runs_few_kernels_a_layer():
   """Of a plain step; 21 is what there is, and is to become less."""
-  found = wide("h100:1", ONE)
-  made = programs.compiled(found, programs.programs(found)["plain step"])
-  deeper = plan("h100:1", ONE, layers=LAYERS + 1)
-  more = programs.compiled(deeper, programs.programs(deeper)["plain step"])
-  assert 0 < more.kernels - made.kernels <= 21
+  assert 0 < kernels_of_a_layer() <= 21
+  with forms_of_a_cpu():
+    assert kernels_of_a_layer() > 21
+
+
+def kernels_of_a_layer():
+  found, deeper = (plan("h100:1", ONE, layers=n) for n in (LAYERS, LAYERS + 1))
+  made, more = (
+    programs.compiled(x, programs.programs(x)["plain step"]) for x in (found, deeper)
+  )
+  return more.kernels - made.kernels
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:1"])

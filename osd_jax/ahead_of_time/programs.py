@@ -167,7 +167,7 @@ def compiled(plan: Plan, program: Program) -> Made:
     collectives=sum(x.depth == program.depth for x in collectives),
     inner_collectives=sum(x.depth > program.depth for x in collectives),
     moved_mb=moved / 1e6,
-    foreign_calls=sum("ffi" in x.line for x in counted.of("custom-call")),
+    foreign_calls=counted.foreign_calls,
     arguments_gb=read / 1e9,
     temporaries_gb=memory.temp_size_in_bytes / 1e9,
     in_place_gb=memory.alias_size_in_bytes / 1e9,

@@ -77,6 +77,11 @@ class Program:
     """The operations of these names."""
     return [found for found in self.operations if found.name in names]
 
+  @property
+  def foreign_calls(self) -> int:
+    """Calls of code that is not the compiler's: of XLA's foreign function interface."""
+    return sum("ffi" in found.line for found in self.of("custom-call"))
+
   def _walk(self, name: str, depth: int) -> Iterator[Operation]:
     for line in self._computations.get(name, ()):
       found = _OPERATION.match(line)

@@ -271,6 +271,56 @@ def test_ids_of_a_tokenizer_json_are_transformers(shared_data, tmp_path):
     )
 
 
+LLAMA3_SPLIT = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("begins", [True, False], ids=["llama 3", "qwen"])
+def test_ids_of_byte_level_pairs_are_transformers(shared_data, tmp_path, begins):
+  """As Llama 3 writes its `tokenizer.json`, and as Qwen does: without a first token."""
+  transformers = pytest.importorskip("transformers")
+  library = pytest.importorskip("tokenizers")
+  lines = real_lines(shared_data)[:1000]
+  assert len(lines) == 1000
+  made = library.Tokenizer(library.models.BPE(ignore_merges=begins))
+  parts = library.pre_tokenizers
+  made.pre_tokenizer = parts.Sequence(
+    [
+      parts.Split(library.Regex(LLAMA3_SPLIT), "isolated"),
+      parts.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  made.decoder = library.decoders.ByteLevel()
+  special = ["<|begin_of_text|>", "<|eot_id|>"]
+  trainer = library.trainers.BpeTrainer(
+    vocab_size=2000,
+    initial_alphabet=parts.ByteLevel.alphabet(),
+    special_tokens=special,
+    show_progress=False,
+  )
+  made.train_from_iterator(lines[::2], trainer)
+  if begins:
+    made.post_processor = library.processors.TemplateProcessing(
+      single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
+    )
+  made.save(str(tmp_path / "tokenizer.json"))
+  settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[1]}
+  settings |= {"bos_token": special[0]} if begins else {}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  ours = tokenizers.load_any(tmp_path)
+  lines += ["a  b", "  leading", "naïve 漢字 🙂 \x07", "a<|eot_id|>b", "\n\n\t 1234567"]
+  for line in lines:
+    expected = theirs(line).input_ids
+    assert ours.encode_prompt(line).tolist() == expected, line
+    assert (expected[0] == 0) == begins
+    if special[1] not in line:
+      assert ours.decode([*expected[begins:], 1, 7]) == line
+
+
 @pytest.mark.hf
 @pytest.mark.parametrize("legacy", [False, True])
 def test_llamas_ids_are_transformers(shared_data, tmp_path, legacy):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from osd_jax import native
+from osd_jax.measuring import compiled
 from osd_jax.models import layers, t5
 from osd_jax.native import build
 
@@ -46,6 +47,19 @@ def test_bits_tell_the_order_of_a_sum():
   x, kernel = factors(515, 769, 1)
   turned = native.product(x[:, ::-1], kernel[:, ::-1])
   assert np.any(np.asarray(turned) != np.asarray(native.product(x, kernel)))
+
+
+def test_it_is_seen_in_a_compiled_program():
+  """`osd compile` counts it as foreign; programs for other machines have none."""
+  if not build.load():
+    pytest.skip("no C++ compiler here")
+
+  def foreign(product):
+    made = jax.jit(product).lower(*factors(64, 64, 1)).compile()
+    return compiled.Program(made.as_text()).foreign_calls
+
+  assert foreign(native.product) == 1
+  assert foreign(lambda x, kernel: x @ kernel.T) == 0
 
 
 @pytest.mark.parametrize("columns", [1, 4, 8])

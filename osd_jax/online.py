@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import rich.console
 
-from osd_jax import base, checkpoints, pairs, partitioning, texts, writers
+from osd_jax import base, checkpoints, pairs, partitioning, texts, threads, writers
 from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts, streams
@@ -18,6 +18,7 @@ from osd_jax.distillation.background import Outcome
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.worth import WorthConfig
 from osd_jax.measuring import (
+  afterwards,
   alarms,
   certificate,
   metering,
@@ -175,7 +176,7 @@ class OnlineLoop:
     )
     self.pair = self.server.pair
     self.stream = streams.make(config.stream, self.pair.vocabulary)
-    self.finished = self._submitted = 0
+    self.finished = self._answered = self._submitted = 0
     self._meter = metering.Meter(
       self.pair,
       config.decoding,
@@ -205,6 +206,9 @@ class OnlineLoop:
       self._begin()
     else:
       self._continue()
+    self._after = afterwards.Afterwards(self._frees_serving(), config.decoding.rows)
+    self._answered = self.finished
+    self._rows: list[dict[str, Any]] = []  # that no step gave yet
     self._turns = self.server.turns(self._requests())
     self._started = time.perf_counter()
 
@@ -225,30 +229,59 @@ class OnlineLoop:
       The request rows that were logged; None where the stream has ended.
     """
     finished = next(self._turns, None)
-    if finished is None:
-      return None
-    rows = []
-    for said in self.server.slots.news():
-      self._announce(said)
-      self._log.write("replica", {"finished": self.finished, "said": said})
-    for done in finished:
-      query = self.stream[done.request.tag]
-      row = self._meter.row(done, query, self.finished, self.server)
-      self.finished += 1  # measured before the draft trains on it
-      if self.config.learn:
-        self._log_update(self.server.learn(done, row["overlap"]))
-        row["paused"] = self.server.learner.paused
-      row["run_seconds"] = self.seconds
-      self._write("request", row)
-      self._keep_output(done, query, row)
-      self._keep_draft_at_shift()
-      rows.append(row)
-    if rows and self._saved.due(self.finished):
+    if news := self.server.slots.news():
+      self._conclude()
+      self._tell(news)
+    for done in finished or ():
+      self._follow(done)
+    self._rows += self._after.ready()
+    if finished is None or self._saved.due(self._answered):
+      self._conclude()
+    if self._rows and self._saved.due(self.finished):
       self.checkpoint()
-    return rows
+    rows, self._rows = self._rows, []
+    return None if finished is None and not rows else rows
+
+  def _follow(self, done: slots.Finished) -> None:
+    """Has an answer measured, learnt from and logged."""
+    index, query = self._answered, self.stream[done.request.tag]
+    self._answered += 1
+    alone = self._meter.compares(index)  # rivals are timed: nobody serves meanwhile
+    if alone:
+      self._conclude()
+    self._after.add(self._account, done, query, self._after.is_beside and not alone)
+    if alone:
+      self._conclude()
+
+  def _account(
+    self, done: slots.Finished, query: streams.Query, beside: bool
+  ) -> dict[str, Any]:
+    """The row of an answer, after the draft has learnt from it.
+
+    Args:
+      done: the answer.
+      query: what it answers.
+      beside: serving goes on meanwhile.
+    """
+    row = self._meter.row(done, query, self.finished, self.server, beside)
+    self.finished += 1  # measured before the draft trains on it
+    if self.config.learn:
+      self._log_update(self.server.learn(done, row["overlap"], self._after.is_beside))
+      row["paused"] = self.server.learner.paused
+    row["run_seconds"] = self.seconds
+    self._write("request", row)
+    self._keep_output(done, query, row)
+    self._keep_draft_at_shift()
+    return row
+
+  def _conclude(self) -> None:
+    """Waits until all that was answered is learnt from and logged."""
+    self._rows += self._after.rest()
 
   def checkpoint(self) -> None:
     """Saves what the run carries onwards, as it is between two calls."""
+    self._conclude()
+    self.server.swap_waiting()
     self._log.sync()
     self._outputs.sync()
     arrays, server = self.server.state()
@@ -272,11 +305,14 @@ class OnlineLoop:
 
   def settle(self) -> None:
     """Waits until nothing runs beside serving: what follows is timed alone."""
+    self._conclude()
     self.server.settle()
     self._saved.wait()
 
   def close(self, wall_seconds: float) -> None:
     """Takes the last update, writes the summary and the adapted draft."""
+    self._conclude()
+    self._after.close()
     self._saved.close()  # first: without its checkpoints no run is complete
     self._log_update(self.server.finish_learning())
     self._write("summary", {"wall_seconds": wall_seconds})
@@ -298,6 +334,17 @@ class OnlineLoop:
   def _request(self, index: int) -> slots.Request:
     tokens = self.stream[index].tokens
     return slots.Request(tokens, self.config.sampling.of_request(index), tag=index)
+
+  def _frees_serving(self) -> bool:
+    """Whether what follows an answer runs beside serving; then no run repeats."""
+    config = self.config
+    free = config.learn and config.learning.free_updates and not config.replicas.count
+    return free and self.server.learner.is_beside and threads.cores() > 1
+
+  def _tell(self, news: list[str]) -> None:
+    for said in news:
+      self._announce(said)
+      self._log.write("replica", {"finished": self.finished, "said": said})
 
   def _log_update(self, outcome: Outcome | None) -> None:
     """Logs an update that was swapped in, if one was."""

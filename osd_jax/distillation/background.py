@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax import base
+from osd_jax import base, threads
 from osd_jax.distillation import update
 
 
@@ -188,7 +188,8 @@ class BackgroundLearner(UpdateRunner):
   def __init__(self, *arguments: Any, **named: Any):
     """As `UpdateRunner`."""
     super().__init__(*arguments, **named)
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, "learner")
+    # Where serving waits for updates at times, giving way to others would delay it.
+    self._thread = threads.one("learner", gives_way=self._free)
     self._future: concurrent.futures.Future | None = None
     self._launched_at = 0.0
     self._slices = threading.Semaphore(0)  # finished ones that no step asked for yet

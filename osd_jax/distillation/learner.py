@@ -35,8 +35,9 @@ class LearningConfig:
     update: one update.
     schedule: when updates happen; a `ScheduleConfig`, a `WorthConfig` (where they pay),
       or a `Schedule` of your own.
-    free_updates: swap an update in as soon as it is ready. False waits for request
-      n + I exactly, which makes runs repeat bit by bit.
+    free_updates: swap an update in as soon as it is ready; updates, and in online runs
+      measuring, learning from and logging an answer, use the core that serving leaves
+      idle. False waits for request n + I exactly, which makes runs repeat bit by bit.
     seed: of replay.
   """
 

@@ -48,8 +48,12 @@ class Meter:
     self._certifier = certificate.Certifier(pair)
     self._rivals: Rivals | None = None
 
+  def compares(self, index: int) -> bool:
+    """Whether a request is served by its rivals too, which are timed."""
+    return bool(self._compare_every) and index % self._compare_every == 0
+
   def row(
-    self, done: Finished, query: streams.Query, index: int, server: Server
+    self, done: Finished, query: streams.Query, index: int, server: Server, beside: bool
   ) -> dict[str, Any]:
     """The row of one request.
 
@@ -58,6 +62,7 @@ class Meter:
       query: what it answers.
       index: requests finished before it.
       server: who answered; its draft may have been swapped since.
+      beside: serving goes on meanwhile and pays nothing for it.
     """
     started = time.perf_counter()
     tokens = len(done.tokens)
@@ -85,10 +90,11 @@ class Meter:
       "decode_ms": done.milliseconds,
       "online_ms_per_token": done.milliseconds / tokens if tokens else None,
     }
-    row["metering_ms"] = (time.perf_counter() - started) * 1e3
+    name = "metering_beside_ms" if beside else "metering_ms"
+    row[name] = (time.perf_counter() - started) * 1e3
     if done.stop_reason == base.StopReason.NOT_FINITE:
       row["certificate"] = dataclasses.asdict(self._certifier.broken())
-    elif self._compare_every and index % self._compare_every == 0:
+    elif self.compares(index):
       row.update(self._compared(done, server))
     return row
 
@@ -96,7 +102,7 @@ class Meter:
     """Overlap and acceptance of the draft that serves, and of the floor draft."""
     measured = [server.draft_params, *[self._pair.draft_params][: self._floor]]
     figures = [
-      agreement.of_answer(self._pair.draft, params, done, server.slots.shortlist)
+      agreement.of_answer(self._pair.draft, params, done, server.shortlist)
       for params in measured
     ]
     online, *floors = jax.device_get(figures)

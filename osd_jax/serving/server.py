@@ -4,6 +4,7 @@ Commands and services stand on this object: it alone submits requests, collects 
 and swaps drafts. `generate` and `stream` speak text; `turns` and `run` speak tokens.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,8 @@ class Server:
     self.statistics = Statistics()
     self._learning = learning
     self._learner: Learner | None = None
+    self._handed: tuple[base.Params, int, Any] | None = None  # waits to be swapped in
+    self._handing = threading.Lock()
     self._is_answering = self._is_closed = False
 
   def __enter__(self) -> "Server":
@@ -146,6 +149,12 @@ class Server:
   def draft_params(self) -> base.Params:
     """Parameters of the draft that serves."""
     return self.pair.draft_params if self._learner is None else self._learner.serving
+
+  @property
+  def shortlist(self) -> Any:
+    """[N] int32, the tokens that this draft's output head covers; None: all."""
+    handed = self._handed
+    return self.slots.shortlist if handed is None or handed[2] is None else handed[2]
 
   @property
   def is_learning(self) -> bool:
@@ -233,12 +242,15 @@ class Server:
 
     return self.slots.run(requests, counted)
 
-  def learn(self, done: Finished, overlap: float | None = None) -> Outcome | None:
+  def learn(
+    self, done: Finished, overlap: float | None = None, beside: bool = False
+  ) -> Outcome | None:
     """The draft learns from an answer; a draft that is due serves from now on.
 
     Args:
       done: the answer.
       overlap: of the serving draft with it; None measures it.
+      beside: another thread serves meanwhile; it swaps the draft in at its next call.
 
     Returns:
       The update that was swapped in, if one was.
@@ -247,10 +259,10 @@ class Server:
       return None  # says nothing of the target
     if overlap is None:
       measured = agreement.of_answer(
-        self.pair.draft, self.learner.serving, done, self.slots.shortlist
+        self.pair.draft, self.learner.serving, done, self.shortlist
       )
       overlap = float(jax.device_get(measured.distribution_overlap)[0])
-    return self._swapped(self.learner.take_in(done.batch, overlap))
+    return self._swapped(self.learner.take_in(done.batch, overlap), beside)
 
   def finish_learning(self) -> Outcome | None:
     """Takes the update under way, if there is one."""
@@ -378,14 +390,25 @@ class Server:
       self.learn(done)
     return rest if piece else answer_of(index, prompt, whole, done)
 
+  def swap_waiting(self) -> None:
+    """Swaps in what was learnt beside serving; called by whoever serves."""
+    with self._handing:
+      handed, self._handed = self._handed, None
+    if handed is not None:
+      self.slots.swap(*handed)
+
   def _keep_pace(self) -> None:
+    self.swap_waiting()
     if self._learner is not None:
       self._learner.keep_pace(self.slots.in_flight)
 
-  def _swapped(self, outcome: Outcome | None) -> Outcome | None:
+  def _swapped(self, outcome: Outcome | None, beside: bool = False) -> Outcome | None:
     if outcome is not None:
       self.statistics.updates += 1
       if outcome.changed:
-        params, shortlist = self.learner.serving, self.learner.shortlist()
-        self.slots.swap(params, outcome.version, shortlist)
+        handed = self.learner.serving, outcome.version, self.learner.shortlist()
+        with self._handing:
+          self._handed = handed
+        if not beside:
+          self.swap_waiting()
     return outcome

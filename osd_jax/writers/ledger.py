@@ -18,6 +18,7 @@ class Ledger:
       they add up to `wall`. Compiling, checkpoints and logs are the "rest".
     wall: from the first request to the last, over all sessions of the run.
     learning: time that updates ran, on another thread and so beside `parts`.
+    metered: time that agreements were measured beside `parts`, likewise.
     updates: how many.
     skipped: steps of updates left out because they were not finite.
   """
@@ -25,6 +26,7 @@ class Ledger:
   parts: Mapping[str, float]
   wall: float
   learning: float
+  metered: float
   updates: int
   skipped: int
 
@@ -55,14 +57,16 @@ class Ledger:
       parts={**parts, "rest": wall - spent},
       wall=wall,
       learning=_seconds(updates, "update_ms"),
+      metered=_seconds(requests, "metering_beside_ms"),
       updates=len(updates),
       skipped=sum(row.get("skipped") or 0 for row in updates),
     )
 
   @property
   def beside(self) -> float:
-    """Seconds that updates ran while serving went on: idle compute that was used."""
-    return max(self.learning - self.parts["waiting for updates"], 0.0)
+    """Seconds of updates and metering beside serving: idle compute that was used."""
+    learning = max(self.learning - self.parts["waiting for updates"], 0.0)
+    return learning + self.metered
 
   def table(self) -> list[dict[str, Any]]:
     """Rows of the parts, their sum, and learning below it."""
@@ -72,9 +76,13 @@ class Ledger:
       {"part": name, "seconds": round(seconds, 2), "share of wall": share(seconds)}
       for name, seconds in entries
     ]
-    label = f"learning ({self.updates} updates)"
-    learnt = {"part": label, "seconds": round(self.learning, 2)}
-    return [*rows, {**learnt, "share of wall": share(self.learning)}]
+    others = {f"learning ({self.updates} updates)": self.learning}
+    if self.metered:
+      others["metering, beside"] = self.metered
+    return rows + [
+      {"part": name, "seconds": round(seconds, 2), "share of wall": share(seconds)}
+      for name, seconds in others.items()
+    ]
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]], name: str) -> float:

@@ -4,8 +4,8 @@ Plain decoding, a frozen draft and an online draft (updates, metering of the onl
 draft, logging and checkpoints included) serve the same requests by turns, block by
 block; with `--attached` a frozen and an online attached draft too, each with a server
 of its own. Wall time; an update or a checkpoint that is still under way when its block
-ends is waited for, on its own run's account. A run has one such end, not nine: blocks
-of 90 end between two of the checkpoints that are taken every 100 requests, so that one
+ends is waited for, on its own run's account. A run has one such end, not five: blocks
+of 190 end between two of the checkpoints that are taken every 100 requests, so that one
 is written beside serving, as it is in a run. Loading, compiling, the warm start of the
 buffer and the files that are written when a run is closed are on nobody's.
 "Independent" is a draft that reads the prompt itself.
@@ -227,7 +227,7 @@ def options() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--gin_file", default="runs/demo_independent.gin")
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--block", type=int, default=90, help="requests of a turn")
+  parser.add_argument("--block", type=int, default=190, help="requests of a turn")
   parser.add_argument("--target", help="weights of the target, for all")
   parser.add_argument("--draft", help="weights of the independent draft")
   parser.add_argument("--attached", help='weights of an attached draft, or "attached"')

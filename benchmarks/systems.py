@@ -94,14 +94,11 @@ class Learning:
       "updates": len(updates),
       "update seconds": sum(row["update_ms"] for row in updates) / 1e3,
       "decode seconds": sum(row["decode_ms"] for row in requests) / 1e3,
-      "metering seconds": metering_seconds(requests),
+      "metering seconds": sum(
+        row["metering_ms"] + row["metering_beside_ms"] for row in requests
+      )
+      / 1e3,
     }
-
-
-def metering_seconds(requests: Sequence[Mapping[str, float]]) -> float:
-  """On serving's thread or beside it."""
-  spent = (row.get("metering_ms", row.get("metering_beside_ms")) for row in requests)
-  return sum(ms or 0.0 for ms in spent) / 1e3
 
 
 def bare(

@@ -31,6 +31,8 @@ from osd_jax.serving import slots
 from osd_jax.serving.replicas import ReplicaConfig
 from osd_jax.serving.server import Server
 
+BEHIND = 8  # answers a row that may wait to be learnt from, where serving goes on
+
 
 @dataclasses.dataclass(frozen=True)
 class OnlineConfig:
@@ -206,7 +208,9 @@ class OnlineLoop:
       self._begin()
     else:
       self._continue()
-    self._after = afterwards.Afterwards(self._frees_serving(), config.decoding.rows)
+    self._after = afterwards.Afterwards(
+      self._frees_serving(), BEHIND * config.decoding.rows
+    )
     self._answered = self.finished
     self._rows: list[dict[str, Any]] = []  # that no step gave yet
     self._turns = self.server.turns(self._requests())

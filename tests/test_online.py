@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import online, writers
+from osd_jax import base, online, threads, writers
 from osd_jax.distillation import background, update
 from osd_jax.measuring import metering
 from osd_jax.models import weights
@@ -209,6 +209,56 @@ def test_free_updates_serve_the_same(learned, make):
   assert free.updates
   assert not any("floor_overlap" in row for row in free.requests)
   assert not any("certificate" in row for row in free.requests)
+
+
+BESIDE = pytest.mark.skipif(threads.cores() < 2, reason="needs a second core")
+
+
+@BESIDE
+def test_with_free_updates_what_follows_an_answer_runs_beside_serving(learned, make):
+  """But for what is compared, in which rivals are timed."""
+  free = make(free_updates=True)
+  assert free.outputs == learned.outputs
+  for row in free.requests:
+    spent, beside = row["metering_ms"], row["metering_beside_ms"]
+    alone = "plain_ms_per_token" in row
+    assert (spent > 0) == alone and (beside > 0) == (not alone)
+  assert all(row["metering_ms"] > row["metering_beside_ms"] for row in learned.requests)
+  assert [row["index"] for row in free.requests] == list(range(tiny_online.REQUESTS))
+  assert all(
+    row["certificate"]["equal"] for row in free.requests if "certificate" in row
+  )
+
+
+@BESIDE
+def test_a_free_run_that_is_left_goes_on(learned, pair, tmp_path):
+  config = tiny_online.config(
+    pair, tmp_path / "run", free_updates=True, compare_every=0
+  )
+  with writers.RunDirectory.start(config.run_directory, config) as directory:
+    loop = online.OnlineLoop(config, directory)
+    while loop.finished < 7:
+      loop.step()
+    loop.leave()
+    loop.server.close()
+  ended = run(config)
+  assert sorted(row["query"] for row in ended.requests) == list(
+    range(tiny_online.REQUESTS)
+  )
+  assert all(learned.outputs[place] == out for place, out in ended.outputs.items())
+  assert len(ended.outputs) < tiny_online.REQUESTS  # the others were answered before
+
+
+@BESIDE
+def test_an_error_beside_serving_ends_the_run_by_its_name(make, monkeypatch):
+  real = metering.Meter._agreement
+
+  def spoilt(meter, done, server):
+    return real(meter, done, server) | {"overlap": float("nan")}
+
+  monkeypatch.setattr(metering.Meter, "_agreement", spoilt)
+  with pytest.raises(base.InputError, match="scores that are not finite"):
+    make(free_updates=True, compare_every=0)
 
 
 def test_a_late_update_is_waited_for_at_each_step_and_changes_nothing(

@@ -90,8 +90,11 @@ class Meter:
       "decode_ms": done.milliseconds,
       "online_ms_per_token": done.milliseconds / tokens if tokens else None,
     }
-    name = "metering_beside_ms" if beside else "metering_ms"
-    row[name] = (time.perf_counter() - started) * 1e3
+    spent = (time.perf_counter() - started) * 1e3
+    row |= {
+      "metering_ms": 0.0 if beside else spent,
+      "metering_beside_ms": spent if beside else 0.0,
+    }
     if done.stop_reason == base.StopReason.NOT_FINITE:
       row["certificate"] = dataclasses.asdict(self._certifier.broken())
     elif self.compares(index):

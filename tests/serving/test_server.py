@@ -170,6 +170,24 @@ def test_a_prompt_that_cannot_be_used_is_named(server):
     assert server.slots.in_flight == 0
 
 
+def test_what_is_learnt_beside_serving_is_swapped_in_by_who_serves(pair, plain):
+  with Server(pair, DECODING, QUICK) as serving:
+    stream = [serving._request(n, text, {}) for n, text in enumerate(TEXTS)]
+    answered, swapped = serving.run(stream), []
+    for done in itertools.islice(itertools.cycle(answered), 40):
+      serving.learner.settle()
+      if serving.learn(done, 0.5, beside=True):
+        break
+    else:
+      pytest.fail("no update in 40 requests")
+    assert serving.slots.draft_version == 0
+    real = serving.slots.swap
+    serving.slots.swap = lambda *draft: (swapped.append(draft[1]), real(*draft))
+    again = [answer.text for answer in serving.generate(TEXTS, ordered=True)]
+    assert swapped == [1] and serving.slots.draft_version == 1
+    assert again == plain
+
+
 def test_learning_needs_a_draft_and_records(pair):
   for unfit in (
     Server(pair.plain(), DECODING),

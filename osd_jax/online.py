@@ -19,12 +19,11 @@ from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.worth import WorthConfig
 from osd_jax.measuring import (
   afterwards,
-  alarms,
   certificate,
+  logbook,
   metering,
   prices,
   progress,
-  savings,
   summaries,
 )
 from osd_jax.serving import slots
@@ -172,7 +171,7 @@ class OnlineLoop:
       directory: where its results go.
       announce: shows the text of an alarm.
     """
-    self.config, self.directory, self._announce = config, directory, announce
+    self.config, self.directory = config, directory
     self.server = Server(
       config.pair, config.decoding, config.learning, config.partition, config.replicas
     )
@@ -187,16 +186,12 @@ class OnlineLoop:
       config.compare_every,
       config.partition,
     )
-    self._alarms = alarms.AlarmState()
-    self._prices: prices.Prices | None = None
-    self._savings = savings.Savings()
     self._models = checkpoints.fingerprint(
       (self.pair.target_params, self.pair.draft_params)
     )
-    self._log = writers.MetricsLog(
-      directory.metrics_path, directory.tensorboard_path if config.tensorboard else None
+    self._log = logbook.Logbook(
+      directory, config.keep_outputs, config.tensorboard, announce
     )
-    self._outputs = writers.OutputsLog(directory.outputs_path, config.keep_outputs)
     self._saved = checkpoints.Checkpointer(
       checkpoints.CheckpointConfig(
         str(directory.checkpoints_path), every_requests=config.checkpoint_every
@@ -235,7 +230,8 @@ class OnlineLoop:
     finished = next(self._turns, None)
     if news := self.server.slots.news():
       self._conclude()
-      self._tell(news)
+      for said in news:
+        self._log.tell("replica", said, finished=self.finished)
     for done in finished or ():
       self._follow(done)
     self._rows += self._after.ready()
@@ -273,7 +269,7 @@ class OnlineLoop:
       self._log_update(self.server.learn(done, row["overlap"], self._after.is_beside))
       row["paused"] = self.server.learner.paused
     row["run_seconds"] = self.seconds
-    self._write("request", row)
+    self._log.write("request", row, self.finished)
     self._keep_output(done, query, row)
     self._keep_draft_at_shift()
     return row
@@ -286,18 +282,15 @@ class OnlineLoop:
     """Saves what the run carries onwards, as it is between two calls."""
     self._conclude()
     self.server.swap_waiting()
-    self._log.sync()
-    self._outputs.sync()
+    log = self._log.state()  # what it describes is on disk before it is
     arrays, server = self.server.state()
     host = {
       "finished": self.finished,
       "submitted": self._submitted,
       "stream": self.stream.state(),
       "server": server,
-      "metrics_bytes": self._log.length,
-      "outputs_bytes": self._outputs.length,
       "models": self._models,
-      "prices": self._prices and dataclasses.asdict(self._prices),
+      **log,
     }
     if self.finished not in self._saved.steps():
       self._saved.save(self.finished, arrays, host)
@@ -319,11 +312,10 @@ class OnlineLoop:
     self._after.close()
     self._saved.close()  # first: without its checkpoints no run is complete
     self._log_update(self.server.finish_learning())
-    self._write("summary", {"wall_seconds": wall_seconds})
+    self._log.write("summary", {"wall_seconds": wall_seconds}, self.finished)
     self._save_draft(self.directory.path / "draft.safetensors")
     self.server.close()
     self._log.close()
-    self._outputs.close()
 
   def _requests(self) -> Iterator[slots.Request]:
     """The requests of the stream that were not submitted yet."""
@@ -345,33 +337,17 @@ class OnlineLoop:
     free = config.learn and config.learning.free_updates and not config.replicas.count
     return free and self.server.learner.is_beside and threads.cores() > 1
 
-  def _tell(self, news: list[str]) -> None:
-    for said in news:
-      self._announce(said)
-      self._log.write("replica", {"finished": self.finished, "said": said})
-
   def _log_update(self, outcome: Outcome | None) -> None:
     """Logs an update that was swapped in, if one was."""
     if outcome is not None:
       row = {"finished": self.finished, "launched": outcome.launched}
-      self._write("update", {**row, "version": outcome.version, **outcome.figures()})
-
-  def _write(self, kind: str, row: dict[str, Any]) -> None:
-    """Logs a row, what was saved so far, and the alarms that start or end here."""
-    if self._prices is not None:
-      self._savings = savings.observe(self._prices, self._savings, kind, row)
-      row |= self._savings.fields() if kind == "request" else {}
-    self._log.write(kind, row)
-    self._alarms, changed = alarms.observe(self._alarms, kind, row)
-    for alarm in changed:
-      told = {"finished": self.finished, **dataclasses.asdict(alarm)}
-      self._log.write("alarm", told)
-      self._announce(alarm.text)
+      row |= {"version": outcome.version, **outcome.figures()}
+      self._log.write("update", row, self.finished)
 
   def _keep_output(
     self, done: slots.Finished, query: streams.Query, row: dict[str, Any]
   ) -> None:
-    self._outputs.write(
+    self._log.keep(
       writers.Output(
         index=row["index"],
         query=query.index,
@@ -397,12 +373,10 @@ class OnlineLoop:
     self.pair.save_draft(path, self.server.draft_params, notes)
 
   def _begin(self) -> None:
-    self._outputs.truncate(0)
-    self._log.truncate(0)  # of a run that was killed before its first checkpoint
-    self._log.write("data", {"tasks": self.stream.report()})
+    self._log.begin()
+    self._log.write("data", {"tasks": self.stream.report()}, self.finished)
     if said := partitioning.make(self.config.partition).unsplit(self.pair.target):
-      self._announce(said)
-      self._log.write("mesh", {"said": said})
+      self._log.tell("mesh", said)
     if self.config.learn:
       self._seed()
     alone = jax.process_count() == 1 and not self.config.replicas.count
@@ -415,10 +389,10 @@ class OnlineLoop:
       prompt = self.stream[0].tokens
     except IndexError:
       return  # an empty stream
-    self._prices = prices.measure(self.server, prompt, self.config.learn)
-    self._log.write("prices", dataclasses.asdict(self._prices))
+    found = prices.measure(self.server, prompt, self.config.learn)
+    self._log.price(found)
     if self.config.learn:
-      self.server.learner.price(self._prices.update_costs())
+      self.server.learner.price(found.update_costs())
 
   def _seed(self) -> None:
     warm_start, rows = self.config.warm_start, []
@@ -436,12 +410,4 @@ class OnlineLoop:
     self.stream.restore(host["stream"])
     self.finished, self._submitted = host["finished"], host["submitted"]
     self.server.restore(arrays, host["server"], self._request)
-    self._log.truncate(host["metrics_bytes"])
-    self._outputs.truncate(host["outputs_bytes"])
-    rows = list(writers.read(self.directory.metrics_path))
-    self._alarms = alarms.replay(rows)
-    if host.get("prices"):  # runs that began before there were any have none
-      self._prices = prices.Prices.from_json(host["prices"])
-      self._savings = savings.of_rows(rows) or self._savings
-    clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]
-    self._seconds_before = max(clocks, default=0.0)
+    self._seconds_before = self._log.restore(host)

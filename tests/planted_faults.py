@@ -378,6 +378,18 @@ FAULTS = [
     "if False:",
     "tests/checkpoints tests/test_online.py tests/test_faults.py",
   ),
+  Fault(
+    "a draft that was learnt beside serving is never swapped in",
+    "    self.swap_waiting()\n    if self._learner is not None:",
+    "    if self._learner is not None:",
+    "tests/serving/test_server.py",
+  ),
+  Fault(
+    "a checkpoint does not wait for what follows the answers",
+    "    self._conclude()\n    self.server.swap_waiting()\n",
+    "    self.server.swap_waiting()\n",
+    ONLINE,
+  ),
   # Decoder-only models.
   Fault(
     "a prompt's last token is attended to twice",

@@ -231,16 +231,24 @@ def test_with_free_updates_what_follows_an_answer_runs_beside_serving(learned, m
 
 
 @BESIDE
-def test_a_free_run_that_is_left_goes_on(learned, pair, tmp_path):
+def test_a_free_run_that_is_left_goes_on(learned, pair, tmp_path, monkeypatch):
+  real = metering.Meter.row
+
+  def slow(*arguments):
+    time.sleep(0.05)  # answers wait when the run is left
+    return real(*arguments)
+
   config = tiny_online.config(
     pair, tmp_path / "run", free_updates=True, compare_every=0
   )
   with writers.RunDirectory.start(config.run_directory, config) as directory:
     loop = online.OnlineLoop(config, directory)
+    monkeypatch.setattr(metering.Meter, "row", slow)
     while loop.finished < 7:
       loop.step()
     loop.leave()
     loop.server.close()
+    monkeypatch.undo()
   ended = run(config)
   assert sorted(row["query"] for row in ended.requests) == list(
     range(tiny_online.REQUESTS)

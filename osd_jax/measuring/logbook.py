@@ -1,0 +1,112 @@
+"""What a run writes down: rows, answers, what was saved so far, and alarms.
+
+A checkpoint keeps how long both files were; a run that continues cuts them there and
+rebuilds the rest from their rows.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from osd_jax import writers
+from osd_jax.measuring import alarms, savings
+from osd_jax.measuring.prices import Prices
+
+
+class Logbook:
+  """The logs of one run, with what is folded over their rows.
+
+  Attributes:
+    prices: of the run, once `price` was told them.
+  """
+
+  def __init__(
+    self,
+    directory: writers.RunDirectory,
+    keep_outputs: str,
+    tensorboard: bool,
+    announce: Callable[[str], object],
+  ):
+    """Opens both logs.
+
+    Args:
+      directory: of the run.
+      keep_outputs: what of prompts and answers is kept.
+      tensorboard: write TensorBoard events too.
+      announce: shows a text to whoever looks.
+    """
+    self.prices: Prices | None = None
+    self._path, self._announce = directory.metrics_path, announce
+    self._rows = writers.MetricsLog(
+      directory.metrics_path, directory.tensorboard_path if tensorboard else None
+    )
+    self._outputs = writers.OutputsLog(directory.outputs_path, keep_outputs)
+    self._savings, self._alarms = savings.Savings(), alarms.AlarmState()
+
+  def begin(self) -> None:
+    """Empties both logs, which a run killed before its first checkpoint has left."""
+    self._outputs.truncate(0)
+    self._rows.truncate(0)
+
+  def price(self, prices: Prices) -> None:
+    """Notes the run's prices: savings are counted from here on."""
+    self.prices = prices
+    self._rows.write("prices", dataclasses.asdict(prices))
+
+  def write(self, kind: str, row: dict[str, Any], finished: int) -> None:
+    """Logs a row, what was saved so far, and the alarms that start or end here.
+
+    Args:
+      kind: of the row.
+      row: its fields; a request's gets those of savings.
+      finished: requests, for alarms.
+    """
+    if self.prices is not None:
+      self._savings = savings.observe(self.prices, self._savings, kind, row)
+      row |= self._savings.fields() if kind == "request" else {}
+    self._rows.write(kind, row)
+    self._alarms, changed = alarms.observe(self._alarms, kind, row)
+    for alarm in changed:
+      told = {"finished": finished, **dataclasses.asdict(alarm)}
+      self._rows.write("alarm", told)
+      self._announce(alarm.text)
+
+  def tell(self, kind: str, said: str, **fields: Any) -> None:
+    """Logs a sentence, and shows it."""
+    self._announce(said)
+    self._rows.write(kind, {**fields, "said": said})
+
+  def keep(self, output: writers.Output) -> None:
+    """Logs a prompt and its answer."""
+    self._outputs.write(output)
+
+  def state(self) -> dict[str, Any]:
+    """What a checkpoint keeps, after both logs are on disk."""
+    self._rows.sync()
+    self._outputs.sync()
+    return {
+      "metrics_bytes": self._rows.length,
+      "outputs_bytes": self._outputs.length,
+      "prices": self.prices and dataclasses.asdict(self.prices),
+    }
+
+  def restore(self, host: Mapping[str, Any]) -> float:
+    """Continues from what `state` gave.
+
+    Returns:
+      Seconds that the run had served by then.
+    """
+    self._rows.truncate(host["metrics_bytes"])
+    self._outputs.truncate(host["outputs_bytes"])
+    rows = list(writers.read(self._path))
+    self._alarms = alarms.replay(rows)
+    if host.get("prices"):  # runs that began before there were any have none
+      self.prices = Prices.from_json(host["prices"])
+      self._savings = savings.of_rows(rows) or self._savings
+    clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]
+    return max(clocks, default=0.0)
+
+  def close(self) -> None:
+    """Closes both logs."""
+    self._rows.close()
+    self._outputs.close()

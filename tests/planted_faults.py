@@ -384,6 +384,12 @@ FAULTS = [
     "    if self._learner is not None:",
     "tests/serving/test_server.py",
   ),
+  Fault(
+    "a checkpoint does not wait for what follows the answers",
+    "    self._conclude()\n    self.server.swap_waiting()\n",
+    "    self.server.swap_waiting()\n",
+    ONLINE,
+  ),
   # Decoder-only models.
   Fault(
     "a prompt's last token is attended to twice",

@@ -29,7 +29,7 @@ class Afterwards:
       most: calls that may be unfinished when `ready` returns.
     """
     self._thread = threads.one("afterwards", gives_way=True) if beside else None
-    self._most = most
+    self._most, self._failed = most, False
     self._calls: deque[concurrent.futures.Future[Any]] = deque()
 
   @property
@@ -48,7 +48,7 @@ class Afterwards:
       done.set_result(call(*arguments))
       self._calls.append(done)
     else:
-      self._calls.append(self._thread.submit(call, *arguments))
+      self._calls.append(self._thread.submit(self._in_turn, call, *arguments))
 
   def ready(self) -> list[Any]:
     """Results that are there and were not given yet, in order.
@@ -56,21 +56,35 @@ class Afterwards:
     Waits where more calls than `most` are unfinished.
 
     Raises:
-      Exception: of the first call that failed; what follows it is called all the same.
+      Exception: of a call that failed; those after it are not made.
     """
-    results = []
-    while self._calls and (self._calls[0].done() or len(self._calls) > self._most):
-      results.append(self._calls.popleft().result())
-    return results
+    return self._given(self._most)
 
   def rest(self) -> list[Any]:
-    """Waits for all calls; results as of `ready`."""
-    results = []
-    while self._calls:
-      results.append(self._calls.popleft().result())
-    return results
+    """Waits for all calls; else as `ready`."""
+    return self._given(0)
 
   def close(self) -> None:
     """Ends the thread, after its last call."""
     if self._thread is not None:
       self._thread.shutdown()
+
+  def _given(self, most: int) -> list[Any]:
+    """Results of the calls that are done, and of those beyond `most`."""
+    results = []
+    while self._calls and (self._calls[0].done() or len(self._calls) > most):
+      try:
+        results.append(self._calls.popleft().result())
+      except Exception:
+        self._calls.clear()  # it is told once, and nothing came of the others
+        raise
+    return results
+
+  def _in_turn(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    if self._failed:
+      return None
+    try:
+      return call(*arguments)
+    except Exception:
+      self._failed = True
+      raise

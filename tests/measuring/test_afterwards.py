@@ -48,14 +48,16 @@ def test_beside_it_waits_where_too_much_is_unfinished():
   after.close()
 
 
-def test_an_error_comes_to_who_asks_and_what_follows_is_called():
-  after = Afterwards(beside=True)
-  for call in (broken, lambda: "next"):
+def test_an_error_comes_to_who_asks_once_and_nothing_after_it_is_called():
+  after, called = Afterwards(beside=True), []
+  for call in (lambda: "before", broken, lambda: called.append("after")):
     after.add(call)
   with pytest.raises(ValueError, match="of a call"):
     after.rest()
-  assert after.rest() == ["next"]
+  assert after.rest() == []
+  after.add(lambda: called.append("later"))
   after.close()
+  assert called == []
 
 
 def niceness(**options):

@@ -270,7 +270,7 @@ class OnlineLoop:
       row["paused"] = self.server.learner.paused
     row["run_seconds"] = self.seconds
     self._log.write("request", row, self.finished)
-    self._keep_output(done, query, row)
+    self._log.keep(row, query, done, self.pair.vocabulary.decode(done.tokens))
     self._keep_draft_at_shift()
     return row
 
@@ -343,24 +343,6 @@ class OnlineLoop:
       row = {"finished": self.finished, "launched": outcome.launched}
       row |= {"version": outcome.version, **outcome.figures()}
       self._log.write("update", row, self.finished)
-
-  def _keep_output(
-    self, done: slots.Finished, query: streams.Query, row: dict[str, Any]
-  ) -> None:
-    self._log.keep(
-      writers.Output(
-        index=row["index"],
-        query=query.index,
-        task=query.task,
-        prompt=query.prompt,
-        text=self.pair.vocabulary.decode(done.tokens),
-        stop_reason=done.stop_reason.name,
-        tokens=len(done.tokens),
-        tokens_per_target_call=row["tokens_per_target_call"],
-        prompt_ids=query.tokens.tolist(),
-        output_ids=done.tokens.tolist(),
-      )
-    )
 
   def _keep_draft_at_shift(self) -> None:
     shifts = dict(self.stream.shifts()[1:]) if self.config.keep_drafts else {}

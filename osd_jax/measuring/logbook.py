@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from osd_jax import writers
+from osd_jax.data import streams
 from osd_jax.measuring import alarms, savings
 from osd_jax.measuring.prices import Prices
+from osd_jax.serving.requests import Finished
 
 
 class Logbook:
@@ -76,9 +78,31 @@ class Logbook:
     self._announce(said)
     self._rows.write(kind, {**fields, "said": said})
 
-  def keep(self, output: writers.Output) -> None:
-    """Logs a prompt and its answer."""
-    self._outputs.write(output)
+  def keep(
+    self, row: Mapping[str, Any], query: streams.Query, done: Finished, text: str
+  ) -> None:
+    """Logs a prompt and its answer.
+
+    Args:
+      row: of the request.
+      query: the prompt.
+      done: the answer.
+      text: of the answer.
+    """
+    self._outputs.write(
+      writers.Output(
+        index=row["index"],
+        query=query.index,
+        task=query.task,
+        prompt=query.prompt,
+        text=text,
+        stop_reason=done.stop_reason.name,
+        tokens=len(done.tokens),
+        tokens_per_target_call=row["tokens_per_target_call"],
+        prompt_ids=query.tokens.tolist(),
+        output_ids=done.tokens.tolist(),
+      )
+    )
 
   def state(self) -> dict[str, Any]:
     """What a checkpoint keeps, after both logs are on disk."""

@@ -4,7 +4,6 @@ Commands and services stand on this object: it alone submits requests, collects 
 and swaps drafts. `generate` and `stream` speak text; `turns` and `run` speak tokens.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,10 @@ import jax
 
 from osd_jax import base, pairs, partitioning
 from osd_jax.distillation.background import Outcome
-from osd_jax.distillation.buffer import BufferConfig
 from osd_jax.distillation.learner import Learner, LearningConfig
-from osd_jax.distillation.losses import LossConfig
-from osd_jax.distillation.optimizers import OptimizerConfig
-from osd_jax.distillation.schedule import ScheduleConfig
-from osd_jax.distillation.update import UpdateConfig
 from osd_jax.serving import agreement
 from osd_jax.serving.answers import Answer, Prompt, TextSoFar, answer_of
+from osd_jax.serving.defaults import DECODING, LEARNING
 from osd_jax.serving.replicas import ReplicaConfig, Replicas
 from osd_jax.serving.requests import DecodingConfig, Finished, Request
 from osd_jax.serving.slots import Slots
@@ -28,31 +23,6 @@ from osd_jax.serving.statistics import Statistics
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), partitioning.PartitionConfig()
 HERE = ReplicaConfig()
-# One bucket: what is learnt on is as long as the longest of them.
-DECODING = DecodingConfig(num_draft_tokens=7)
-# What suits the shipped pair: `gin_configs/runs/demo.gin`.
-LEARNING = LearningConfig(
-  buffer=BufferConfig(recency_half_life=800.0),
-  update=UpdateConfig(
-    optimizer=OptimizerConfig(
-      learning_rate=8e-4, query_multiplier=0.18, warmup_steps=20
-    ),
-    loss=LossConfig(divergence="jsd", jsd_beta=0.1, num_positions=12, num_tokens=256),
-    steps_per_update=16,
-    num_new=4,
-    num_replay=12,
-    length_multiple=16,
-    ema_decay=0.9,
-  ),
-  schedule=ScheduleConfig(
-    update_interval=4,
-    window=40,
-    flat_tolerance=0.01,
-    pause_after_flat=15,
-    enough=0.95,
-    much_to_gain=0.25,
-  ),
-)
 
 
 class Server:
@@ -65,7 +35,8 @@ class Server:
   ...     print(answer.text)
   SELECT AVG(rating), SUM(price) FROM hotels WHERE price > 44 AND country = 'Italy';
 
-  One thread at a time may use it, for one call at a time.
+  One thread at a time may use it, for one call at a time; another one may call `learn`
+  meanwhile, `beside` it.
 
   Attributes:
     pair: target, draft and vocabulary.
@@ -111,8 +82,8 @@ class Server:
     self.statistics = Statistics()
     self._learning = learning
     self._learner: Learner | None = None
-    self._handed: tuple[base.Params, int, Any] | None = None  # waits to be swapped in
-    self._handing = threading.Lock()
+    # The newest draft: parameters, version, shortlist. Set by who learns, in one go.
+    self._handed: tuple[base.Params, int, Any] | None = None
     self._is_answering = self._is_closed = False
 
   def __enter__(self) -> "Server":
@@ -153,8 +124,7 @@ class Server:
   @property
   def shortlist(self) -> Any:
     """[N] int32, the tokens that this draft's output head covers; None: all."""
-    handed = self._handed
-    return self.slots.shortlist if handed is None or handed[2] is None else handed[2]
+    return self.slots.shortlist if self._handed is None else self._handed[2]
 
   @property
   def is_learning(self) -> bool:
@@ -392,9 +362,8 @@ class Server:
 
   def swap_waiting(self) -> None:
     """Swaps in what was learnt beside serving; called by whoever serves."""
-    with self._handing:
-      handed, self._handed = self._handed, None
-    if handed is not None:
+    handed = self._handed
+    if handed is not None and handed[1] != self.slots.draft_version:
       self.slots.swap(*handed)
 
   def _keep_pace(self) -> None:
@@ -406,9 +375,8 @@ class Server:
     if outcome is not None:
       self.statistics.updates += 1
       if outcome.changed:
-        handed = self.learner.serving, outcome.version, self.learner.shortlist()
-        with self._handing:
-          self._handed = handed
+        shortlist = self.learner.shortlist()
+        self._handed = self.learner.serving, outcome.version, shortlist
         if not beside:
           self.swap_waiting()
     return outcome

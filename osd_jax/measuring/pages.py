@@ -154,10 +154,11 @@ def _cost(account: writers.Ledger | None) -> list[str]:
     return []
   parts = ", ".join(f"{name} {value:.1f}" for name, value in account.parts.items())
   skipped = f", {account.skipped} steps skipped" if account.skipped else ""
+  metered = f", and metering {account.metered:.1f} s" if account.metered else ""
   return [
     f"Wall time {account.wall:.1f} s: {parts}. Learning took"
     f" {account.learning:.1f} s ({account.updates} updates{skipped}),"
-    f" {account.beside / account.wall:.0%} of the wall time beside serving."
+    f" {account.beside / account.wall:.0%} of the wall time beside serving{metered}."
   ]
 
 

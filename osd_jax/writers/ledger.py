@@ -64,9 +64,8 @@ class Ledger:
 
   @property
   def beside(self) -> float:
-    """Seconds of updates and metering beside serving: idle compute that was used."""
-    learning = max(self.learning - self.parts["waiting for updates"], 0.0)
-    return learning + self.metered
+    """Seconds that updates ran while serving went on: idle compute that was used."""
+    return max(self.learning - self.parts["waiting for updates"], 0.0)
 
   def table(self) -> list[dict[str, Any]]:
     """Rows of the parts, their sum, and learning below it."""

@@ -46,6 +46,15 @@ def test_the_table_has_the_sum_and_learning_below_it():
   assert learning["seconds"] == 20.0
 
 
+def test_metering_beside_serving_is_none_of_the_parts():
+  rows = [{**ROWS[0], "metering_ms": 0.0, "metering_beside_ms": 500.0}, *ROWS[1:]]
+  found = Ledger.of(rows)
+  assert (found.metered, found.parts["metering"], found.parts["rest"]) == (0.5, 0, 5.0)
+  assert found.beside == Ledger.of(ROWS).beside
+  assert found.table()[-1]["part"] == "metering, beside"
+  assert Ledger.of(ROWS).metered == 0
+
+
 def test_a_run_under_way_counts_to_its_last_request():
   assert Ledger.of(ROWS[:3]).wall == 9.0
   assert Ledger.of(ROWS[:3]).parts["rest"] == 3.5

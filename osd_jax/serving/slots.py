@@ -191,6 +191,7 @@ class Slots(Rows):
     self._held: list[Request | None] = [None] * self.config.rows
     self._milliseconds = [0.0] * self.config.rows
     self._bucket, self._state = 0, None
+    self._idle: dict[int, state_lib.DecodeState] = {}  # by bucket
     self._drafting.reset()
 
   def warm_up(self) -> list[Finished]:
@@ -256,9 +257,7 @@ class Slots(Rows):
       needed = self._needed()
       idle = len(free) == rows
       if idle and needed != self._bucket:
-        self._bucket = needed
-        self._state = calls.empty(self._program, self._served, needed)
-        self._drafting.warm_up(self._served, needed)
+        self._change_bucket(needed)
       if needed > self._bucket:
         return  # its bucket comes when the present rows have finished
       if prompts.better_later(len(free), len(self._waiting), rows, parts):
@@ -268,6 +267,15 @@ class Slots(Rows):
         if self._waiting and self._needed() <= self._bucket:
           taken[slot] = self._waiting.popleft()
       self._prefill(taken)
+
+  def _change_bucket(self, needed: int) -> None:
+    """Rows for other lengths; one is kept for its bucket, many would fill a memory."""
+    if self._state is not None and self.config.rows == 1:
+      self._idle[self._bucket] = self._state
+    self._bucket, self._state = needed, self._idle.pop(needed, None)
+    if self._state is None:
+      self._state = calls.empty(self._program, self._served, needed)
+      self._drafting.warm_up(self._served, needed)
 
   def _needed(self) -> int:
     """The bucket of the request that waits longest."""

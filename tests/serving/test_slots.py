@@ -14,7 +14,7 @@ from decoding import harness
 from osd_jax import base, partitioning, testing
 from osd_jax.base import EOS_ID, StopReason
 from osd_jax.models import t5
-from osd_jax.serving import slots
+from osd_jax.serving import calls, slots
 
 VOCAB, LENGTH, K = 64, 12, 3
 BUCKETS = (6, 10)
@@ -403,6 +403,20 @@ def test_a_partitioner_of_one_device_compiles_nothing_of_its_own():
   with Compilations() as again:
     slots.Slots(*arguments, partitioning.make()).warm_up()
   assert again.count == 0
+
+
+@pytest.mark.parametrize(("rows", "made"), [(1, 2), (2, 4)])
+def test_a_row_is_made_once_for_a_bucket(monkeypatch, rows, made):
+  """Several are made anew: those of all buckets at once would fill a memory."""
+  short, long = (np.full(length, 7, np.int32) for length in BUCKETS)
+  alone = [decoder(rows).run([slots.Request(p)])[0].tokens for p in (short, long)]
+  decoder(rows).clear()
+  kept, buckets = calls.empty, []
+  monkeypatch.setattr(calls, "empty", lambda *a: buckets.append(a[2]) or kept(*a))
+  for index in (0, 1, 0, 1):
+    (done,) = decoder(rows).run([slots.Request((short, long)[index])])
+    np.testing.assert_array_equal(done.tokens, alone[index])
+  assert buckets == [*BUCKETS, *BUCKETS][:made]
 
 
 def test_a_prompt_must_fit_the_largest_bucket():

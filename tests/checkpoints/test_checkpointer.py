@@ -22,7 +22,8 @@ import optax
 import orbax.checkpoint
 import pytest
 
-from osd_jax import checkpoints
+from osd_jax import checkpoints, threads
+from osd_jax.checkpoints import leaves
 
 
 @flax.struct.dataclass
@@ -421,3 +422,20 @@ def test_a_killed_writer_leaves_only_whole_steps(tmp_path):
       arrays, host = reader.restore(None, target)  # a warning would be an error
     assert host["step"] in (done, done + 1)
     assert np.all(np.asarray(arrays["x"]) == host["step"])
+
+
+@pytest.mark.skipif(
+  sys.platform != "linux" or threads.cores() < 2, reason="needs Linux and two cores"
+)
+def test_a_step_is_written_on_a_thread_that_gives_way(tmp_path, monkeypatch):
+  niceness, described = [], leaves.described
+
+  def noting(arrays):
+    niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    return described(arrays)
+
+  monkeypatch.setattr(leaves, "described", noting)
+  own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+  with _open(tmp_path) as checkpointer:
+    checkpointer.save(1, _learner(), {})
+  assert niceness and niceness[0] > own

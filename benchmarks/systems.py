@@ -37,7 +37,7 @@ class Frozen:
     self._server = Server(pair, unrecorded, partition=config.partition)
     self._requests = requests
     self._answers: list[slots.Finished] = []
-    self._server.run(requests[: config.decoding.rows + 1])
+    self._server.warm_up()
 
   def serve(self, start: int, stop: int) -> None:
     """Answers these requests of the stream."""

@@ -55,7 +55,6 @@ class EvaluateConfig:
     base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
     base.check_counts(self, "count", "batch_rows")
     base.check_counts(self, "speed_requests", least=0)
-    longest = self.decoding.source_lengths[-1]
     base.check_fields(
       self,
       {
@@ -63,13 +62,9 @@ class EvaluateConfig:
           self.decoding.record_top_k >= 1,
           "record_top_k >= 1: overlap is measured against the records",
         ),
-        "prompts": (
-          self.prompts.source_length <= longest,
-          "a source_length of at most the largest of DecodingConfig.source_lengths,"
-          f" {longest}",
-        ),
       },
     )
+    self.decoding.check_sources(self.prompts, "EvaluateConfig.prompts")
 
 
 def run(config: EvaluateConfig, operative_config: str = "") -> writers.RunResult:

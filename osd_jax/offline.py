@@ -77,10 +77,6 @@ class OfflineConfig:
     base.check_counts(self, "checkpoint_every")
     base.check_counts(self, "resample_every", "seed", least=0)
     base.check_choices(self, storage=("float32", "bfloat16"))
-    longest = self.decoding.source_lengths[-1]
-    short = (
-      f"a source_length <= {longest}, the largest of DecodingConfig.source_lengths"
-    )
     base.check_fields(
       self,
       {
@@ -92,10 +88,10 @@ class OfflineConfig:
           self.decoding.record_top_k >= 1,
           "record_top_k >= 1: the draft learns from records",
         ),
-        "corpus": (self.corpus.source_length <= longest, short),
-        "evaluation": (self.evaluation.source_length <= longest, short),
       },
     )
+    self.decoding.check_sources(self.corpus, "OfflineConfig.corpus")
+    self.decoding.check_sources(self.evaluation, "OfflineConfig.evaluation")
 
 
 def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:

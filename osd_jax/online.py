@@ -87,12 +87,9 @@ class OnlineConfig:
     base.check_counts(self, "checkpoint_every")
     base.check_counts(self, "compare_every", least=0)
     base.check_choices(self, keep_outputs=writers.OUTPUTS_KEPT)
-    longest = self.decoding.source_lengths[-1]
-    configured = isinstance(self.stream, streams.StreamConfig)
     schedule = self.learning.schedule
     unpriced = self.learn and isinstance(schedule, WorthConfig) and not schedule.costs
     priced = self.prices and not self.replicas.count
-    asked = self.stream.source_length if configured else longest
     base.check_fields(
       self,
       {
@@ -105,13 +102,10 @@ class OnlineConfig:
           priced or not unpriced,
           "True and no replicas, or WorthConfig.costs: the schedule goes by them",
         ),
-        "stream": (
-          asked <= longest,
-          "a source_length of at most the largest of DecodingConfig.source_lengths,"
-          f" {longest}",
-        ),
       },
     )
+    if isinstance(self.stream, streams.StreamConfig):
+      self.decoding.check_sources(self.stream, "OnlineConfig.stream")
 
 
 def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import pathlib
+import sys
 from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -59,6 +60,15 @@ def shared_data() -> pathlib.Path:
   if not folder.is_dir():
     pytest.skip("real data absent: no folder ../shared/data beside the repository")
   return folder
+
+
+@pytest.fixture
+def priorities():
+  """Threads have priorities of their own, and a core to give way on."""
+  from osd_jax import threads
+
+  if sys.platform != "linux" or threads.cores() < 2:
+    pytest.skip("only Linux gives threads priorities, and it takes two cores")
 
 
 @pytest.fixture(scope="module")

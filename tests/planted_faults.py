@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 900  # seconds for the tests of one fault; a hanging test counts as failed
-COPIED = ("osd_jax", "tests", "gin_configs", "pyproject.toml")
+COPIED = ("osd_jax", "tests", "gin_configs", "docs", "pyproject.toml")
 
 
 class Fault(NamedTuple):
@@ -52,6 +52,7 @@ ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
 NARROWING = "tests/distillation/test_narrowing.py"
 CHECKPOINTS = "tests/checkpoints/test_checkpointer.py"
+WRITTEN = "tests/checkpoints/test_written_beside.py"
 LLAMA = "tests/models/test_llama.py"
 LEARNER = "tests/distillation/test_learner.py"
 STATE = "tests/decoding/test_state.py"
@@ -334,13 +335,13 @@ FAULTS = [
     "the step being written is forgotten in what is due",
     "newest, written = self._writing",
     "newest, written = self.latest_step() or 0, self._writing[1]",
-    CHECKPOINTS,
+    WRITTEN,
   ),
   Fault(
     "an error of the writing thread is lost",
     "    written.result()\n",
     "",
-    CHECKPOINTS,
+    WRITTEN,
   ),
   Fault(
     "a damaged step stays in the way",
@@ -349,10 +350,22 @@ FAULTS = [
     CHECKPOINTS,
   ),
   Fault(
+    "checkpoints take a core from serving",
+    'threads.one("checkpoints", gives_way=True)',
+    'threads.one("checkpoints")',
+    WRITTEN,
+  ),
+  Fault(
+    "many rows are kept for every bucket",
+    "if self._state is not None and self.config.rows == 1:",
+    "if self._state is not None:",
+    SLOTS,
+  ),
+  Fault(
     "a checkpoint is not copied before it is written",
     "copied = leaves.copied(named), _copied_json(host)",
     "copied = named, _copied_json(host)",
-    CHECKPOINTS,
+    WRITTEN,
   ),
   Fault(
     "negatives stand for themselves alone",

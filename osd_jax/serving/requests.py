@@ -77,6 +77,20 @@ class DecodingConfig:
     """The smallest of `source_lengths` that holds a prompt of `count` tokens."""
     return next(length for length in self.source_lengths if length >= count)
 
+  def check_sources(self, config: Any, field: str) -> None:
+    """Raises InputError where a `source_length` is longer than every bucket.
+
+    Args:
+      config: that has it.
+      field: where the config itself stands, for the error's text.
+    """
+    received, longest = config.source_length, self.source_lengths[-1]
+    if received > longest:
+      raise base.InputError(
+        f"{field}: received a {type(config).__name__}.source_length of {received},"
+        f" expected at most {longest}, the largest of DecodingConfig.source_lengths."
+      )
+
   def check(self, model: base.Model) -> None:
     """Raises InputError where the longest prompt and output are too many tokens."""
     longest = self.source_lengths[-1] + self.target_length

@@ -5,11 +5,14 @@ import dataclasses
 import bench_whole_run
 import figures as pictures
 import jax
+import numpy as np
 import pytest
 import systems
 import tiny_online
+from compilations import Compilations
 
 from osd_jax import base
+from osd_jax.serving import slots
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +50,23 @@ def test_the_target_is_in_memory_once(ran):
   assert one.target_params is other.target_params
   served = [pair.target.prepare(pair.target_params) for pair in (one, other)]
   assert served[0] is served[1]
+
+
+def test_rivals_compile_nothing_while_they_are_timed(ran):
+  """Whatever the first prompts are: here none of them is of the longer bucket."""
+  pair, run = (
+    ran[0]["independent"],
+    tiny_online.config(ran[0]["independent"], "nowhere"),
+  )
+  several = dataclasses.replace(run.decoding, source_lengths=(6, 40))
+  run = dataclasses.replace(run, decoding=several)
+  requests = [slots.Request(np.full(n, 7, np.int32)) for n in (4, 5, 3, 30)]
+  for rival in (pair.plain(), pair):
+    with Compilations() as before:
+      frozen = systems.Frozen(rival, run, requests)
+    with Compilations() as timed:
+      frozen.serve(0, len(requests))
+    assert before.count and not timed.count
 
 
 def test_all_serve_the_whole_stream(ran):

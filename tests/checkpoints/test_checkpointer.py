@@ -1,68 +1,20 @@
-"""Checkpoints: bit-exact, atomic, checked, and forgiving of a damaged last step.
+"""Checkpoints: bit-exact, atomic, checked, and forgiving of a damaged last step."""
 
-They are written beside the work that goes on: what is stored is of the moment of
-`save`, and what could not be stored is said.
-"""
-
-import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint
 import pytest
+from checkpoints import harness
 
-from osd_jax import checkpoints, threads
-from osd_jax.checkpoints import leaves
-
-
-@flax.struct.dataclass
-class Learner:
-  params: dict
-  opt_state: optax.OptState
-  version: jax.Array
-
-
-def _learner(seed: int = 0) -> Learner:
-  params = {
-    "encoder": {
-      "layers_0": {"kernel": jax.random.normal(jax.random.key(seed), (5, 7))}
-    },
-    "rel": jnp.full((3,), 2.5, jnp.bfloat16),
-  }
-  state = optax.adamw(1e-3).init(params)
-  return Learner(params, state, jnp.int32(seed))
-
-
-def _open(path: Path, **kwargs) -> checkpoints.Checkpointer:
-  return checkpoints.Checkpointer(checkpoints.CheckpointConfig(str(path), **kwargs))
-
-
-def _abstract(tree):
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def _same_bits(left, right) -> bool:
-  same = jax.tree.map(
-    lambda a, b: (
-      a.dtype == b.dtype
-      and a.shape == b.shape
-      and np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    ),
-    left,
-    right,
-  )
-  return all(jax.tree.leaves(same))
+from osd_jax import checkpoints
 
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path):
@@ -76,24 +28,24 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path):
     "bool": jnp.asarray(bits % 2 == 0),
     "empty": jnp.zeros((0, 4)),
   }
-  with _open(tmp_path) as writer:
+  with harness.opened(tmp_path) as writer:
     writer.save(1, tree, {"position": 3})
-  with _open(tmp_path) as reader:
-    arrays, host = reader.restore(None, _abstract(tree))
+  with harness.opened(tmp_path) as reader:
+    arrays, host = reader.restore(None, harness.abstract(tree))
   assert host == {"position": 3}
-  assert _same_bits(tree, arrays)
+  assert harness.same_bits(tree, arrays)
   assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays))
 
 
 def test_structure_of_dataclasses_and_optimiser_state_comes_back(tmp_path):
-  learner = _learner(3)
-  with _open(tmp_path) as checkpointer:
+  learner = harness.learner(3)
+  with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(8, learner, {"stream": {"index": 8, "open": [1, 2]}})
-    restored, host = checkpointer.restore(8, _abstract(_learner(0)))
-  assert isinstance(restored, Learner)
+    restored, host = checkpointer.restore(8, harness.abstract(harness.learner(0)))
+  assert isinstance(restored, harness.Learner)
   assert jax.tree.structure(restored) == jax.tree.structure(learner)
-  assert _same_bits(learner, restored)
-  assert not _same_bits(_learner(4), restored)  # the comparison can fail
+  assert harness.same_bits(learner, restored)
+  assert not harness.same_bits(harness.learner(4), restored)  # the comparison can fail
   assert host["stream"]["open"] == [1, 2]
 
 
@@ -107,169 +59,32 @@ def test_the_sharding_of_the_target_is_honoured(tmp_path):
     "placed": jax.device_put(values, device),
     "split": jax.device_put(values, split),
   }
-  with _open(tmp_path) as checkpointer:
+  with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(1, tree, {})
     arrays, _ = checkpointer.restore(1, tree)
   assert arrays["placed"].committed and arrays["placed"].devices() == {device}
   assert arrays["split"].sharding == split
   assert not arrays["free"].committed
-  assert _same_bits(tree, arrays)
+  assert harness.same_bits(tree, arrays)
 
 
 def test_newest_steps_are_kept_and_due_counts_from_the_newest(tmp_path):
-  with _open(tmp_path, keep=2, every_requests=10) as checkpointer:
+  with harness.opened(tmp_path, keep=2, every_requests=10) as checkpointer:
     assert checkpointer.latest_step() is None
     assert [checkpointer.due(n) for n in (0, 9, 10, 13)] == [False, False, True, True]
     for step in (10, 23, 31):
-      checkpointer.save(step, _learner(step), {})
+      checkpointer.save(step, harness.learner(step), {})
     assert checkpointer.steps() == [23, 31]
     assert not checkpointer.due(40) and checkpointer.due(41)
-    assert int(checkpointer.restore(23, _learner())[0].version) == 23
-    assert int(checkpointer.restore(None, _learner())[0].version) == 31
-
-
-@pytest.fixture
-def gate(monkeypatch):
-  """Nothing is written until this event is set."""
-  opened, save = threading.Event(), orbax.checkpoint.CheckpointManager.save
-
-  def held(manager, *arguments, **named):
-    assert opened.wait(20)
-    return save(manager, *arguments, **named)
-
-  monkeypatch.setattr(orbax.checkpoint.CheckpointManager, "save", held)
-  yield opened
-  opened.set()
-
-
-def test_a_step_being_written_is_not_waited_for(tmp_path, gate):
-  with _open(tmp_path, every_requests=10) as checkpointer:
-    checkpointer.save(10, _learner(), {})
-    assert not checkpointer.due(19) and checkpointer.due(20)
-    assert not (tmp_path / "10").exists()
-    gate.set()
-    checkpointer.wait()
-    assert (tmp_path / "10").exists()
-    assert not checkpointer.due(19) and checkpointer.due(20)
-
-
-def test_the_next_step_waits_for_the_one_being_written(tmp_path, gate):
-  with _open(tmp_path) as checkpointer:
-    checkpointer.save(1, _learner(), {})
-    threading.Timer(0.2, gate.set).start()
-    checkpointer.save(2, _learner(), {})
-    assert (tmp_path / "1").exists()
-    assert checkpointer.steps() == [1, 2]
-
-
-def test_what_is_stored_is_of_the_moment_of_save(tmp_path, gate):
-  passed_on = jax.jit(lambda leaf: leaf + 1, donate_argnums=0)
-  tree = {"host": np.arange(5.0, dtype=np.float32), "device": jnp.arange(1000.0)}
-  kept, host = jax.tree.map(np.array, tree), {"open": [1, 2]}
-  with _open(tmp_path) as checkpointer:
-    checkpointer.save(1, tree, host)
-    tree["host"][:] = -1
-    host["open"].append(3)
-    changed = passed_on(tree["device"])
-    assert tree["device"].is_deleted() and float(changed[0]) == 1
-    gate.set()
-    arrays, found = checkpointer.restore(None, _abstract(kept))
-  assert _same_bits(kept, arrays)
-  assert found == {"open": [1, 2]}
-
-
-def test_closing_waits_for_the_step_being_written(tmp_path, gate):
-  writer = _open(tmp_path)
-  writer.save(1, _learner(3), {"n": 1})
-  threading.Timer(0.2, gate.set).start()
-  writer.close()
-  with _open(tmp_path) as reader:
-    restored, host = reader.restore(None, _learner())
-  assert host == {"n": 1} and _same_bits(_learner(3), restored)
-
-
-FULL = r"step 2 cannot be written .*No space left on device.* good one is step 1\."
-
-
-@pytest.fixture
-def full(tmp_path, monkeypatch):
-  """A checkpointer whose second step the disk did not take, and the patch."""
-
-  def save(*_, **__):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-  checkpointer = _open(tmp_path, every_requests=10)
-  checkpointer.save(1, _learner(1), {})
-  checkpointer.wait()
-  with monkeypatch.context() as patch:
-    patch.setattr(orbax.checkpoint.CheckpointManager, "save", save)
-    checkpointer.save(2, _learner(2), {})
-    yield checkpointer, patch
-  checkpointer.close()
-
-
-def test_a_full_disk_is_said_at_the_next_step_which_is_due_at_once(full):
-  checkpointer, patch = full
-  end = time.monotonic() + 60
-  while not checkpointer.due(3):
-    assert time.monotonic() < end
-  with pytest.raises(ValueError, match=FULL):
-    checkpointer.save(3, _learner(3), {})
-  assert checkpointer.steps() == [1] and not checkpointer.due(3)
-  patch.undo()
-  checkpointer.save(2, _learner(2), {})  # there is room again
-  assert checkpointer.steps() == [1, 2]
-
-
-@pytest.mark.parametrize(
-  "how",
-  [
-    lambda checkpointer: checkpointer.close(),
-    lambda checkpointer: checkpointer.wait(),
-    lambda checkpointer: checkpointer.restore(None, _learner()),
-  ],
-)
-def test_a_full_disk_is_said_at_the_end(full, how):
-  checkpointer, _ = full
-  with pytest.raises(ValueError, match=FULL):
-    how(checkpointer)
-  checkpointer.wait()  # it is said once
-
-
-_SAVE_TOO_MUCH = """
-import resource, signal, sys
-import numpy as np
-from osd_jax import base, checkpoints
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails instead
-rng = np.random.default_rng(0)
-arrays = {f"x{i}": rng.normal(size=(200, 200)).astype(np.float32) for i in range(20)}
-with checkpoints.Checkpointer(checkpoints.CheckpointConfig(sys.argv[1])) as writer:
-  writer.save(1, arrays, {})
-  writer.wait()
-  resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-  writer.save(2, arrays, {})
-  try:
-    writer.wait()
-  except base.InputError as error:
-    print(error, file=sys.stderr)
-"""
-
-
-def test_a_write_that_fails_is_said_in_one_line(tmp_path):
-  """Orbax and tensorstore would add a traceback for every array under way."""
-  words = [sys.executable, "-c", _SAVE_TOO_MUCH, str(tmp_path)]
-  run = subprocess.run(words, capture_output=True, text=True, check=True)
-  assert "Traceback" not in run.stderr
-  (line,) = run.stderr.splitlines()
-  assert "step 2 cannot be written" in line and "File too large" in line
-  assert "good one is step 1" in line
+    assert int(checkpointer.restore(23, harness.learner())[0].version) == 23
+    assert int(checkpointer.restore(None, harness.learner())[0].version) == 31
 
 
 def test_a_resumed_run_says_from_where(tmp_path):
-  with _open(tmp_path) as checkpointer:
+  with harness.opened(tmp_path) as checkpointer:
     assert checkpointer.resumed("request", 800) == ""
-    checkpointer.save(300, _learner(), {})
-    checkpointer.restore(None, _learner())
+    checkpointer.save(300, harness.learner(), {})
+    checkpointer.restore(None, harness.learner())
     said = checkpointer.resumed("request", 800)
   where = tmp_path / "300"
   assert said == f"continues at request 300 of 800 from checkpoint {where}"
@@ -286,7 +101,7 @@ def test_a_resumed_run_says_from_where(tmp_path):
 )
 def test_a_target_that_does_not_fit_is_named(tmp_path, change, words):
   tree = {"a": jnp.zeros((2, 3)), "b": jnp.int32(1)}
-  with _open(tmp_path) as checkpointer:
+  with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(1, tree, {})
     checkpointer.save(2, tree, {})
     with pytest.raises(ValueError, match=words):
@@ -328,21 +143,21 @@ def _mix_up_arrays(step: Path) -> None:
 )
 def test_a_damaged_newest_step_is_skipped_with_a_warning(tmp_path, harm):
   noise = {"x": jax.random.normal(jax.random.key(0), (64, 64))}
-  with _open(tmp_path) as checkpointer:
+  with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(1, noise, {"n": 1})
     checkpointer.save(2, {"x": -noise["x"]}, {"n": 2})
   harm(tmp_path / "2")
-  with _open(tmp_path) as checkpointer:
+  with harness.opened(tmp_path) as checkpointer:
     with pytest.warns(RuntimeWarning, match="step 2 .*continuing from step 1"):
       arrays, host = checkpointer.restore(None, noise)
-    assert host == {"n": 1} and _same_bits(noise, arrays)
+    assert host == {"n": 1} and harness.same_bits(noise, arrays)
     checkpointer.save(2, noise, {"n": 22})  # the run goes on and writes it anew
     assert checkpointer.restore(None, noise)[1] == {"n": 22}
 
 
 def test_nothing_readable_is_an_error_and_moves_nothing(tmp_path):
   tree = {"x": jnp.ones(4)}
-  with _open(tmp_path) as checkpointer:
+  with harness.opened(tmp_path) as checkpointer:
     with pytest.raises(ValueError, match="expected one of \\[\\]"):
       checkpointer.restore(None, tree)
     checkpointer.save(1, tree, {})
@@ -364,14 +179,14 @@ def test_nothing_readable_is_an_error_and_moves_nothing(tmp_path):
   ],
 )
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path, arrays, host, words):
-  with _open(tmp_path) as checkpointer:
+  with harness.opened(tmp_path) as checkpointer:
     with pytest.raises(ValueError, match=words):
       checkpointer.save(1, arrays, host)
     assert checkpointer.latest_step() is None
 
 
 def test_a_step_is_never_written_behind_a_newer_one(tmp_path):
-  with _open(tmp_path) as checkpointer:
+  with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(5, {"x": jnp.ones(1)}, {})
     for step in (5, 4, -1):
       with pytest.raises(ValueError, match=f"received step {step}"):
@@ -418,24 +233,7 @@ def test_a_killed_writer_leaves_only_whole_steps(tmp_path):
       time.sleep(rng.uniform(0, 0.1))  # somewhere inside a later save
       process.send_signal(signal.SIGKILL)
       done = max([done, *map(int, process.stdout.read().split())])
-    with _open(path) as reader:
+    with harness.opened(path) as reader:
       arrays, host = reader.restore(None, target)  # a warning would be an error
     assert host["step"] in (done, done + 1)
     assert np.all(np.asarray(arrays["x"]) == host["step"])
-
-
-@pytest.mark.skipif(
-  sys.platform != "linux" or threads.cores() < 2, reason="needs Linux and two cores"
-)
-def test_a_step_is_written_on_a_thread_that_gives_way(tmp_path, monkeypatch):
-  niceness, described = [], leaves.described
-
-  def noting(arrays):
-    niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    return described(arrays)
-
-  monkeypatch.setattr(leaves, "described", noting)
-  own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-  with _open(tmp_path) as checkpointer:
-    checkpointer.save(1, _learner(), {})
-  assert niceness and niceness[0] > own

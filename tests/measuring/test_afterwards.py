@@ -1,7 +1,6 @@
 """What follows answers: in order, at once or beside, and no error is lost."""
 
 import os
-import sys
 import threading
 
 import pytest
@@ -68,9 +67,7 @@ def niceness(**options):
     return thread.submit(own).result() - own()
 
 
-@pytest.mark.skipif(
-  sys.platform != "linux" or threads.cores() < 2, reason="needs Linux and two cores"
-)
+@pytest.mark.usefixtures("priorities")
 def test_a_thread_that_gives_way_has_a_low_priority_and_others_keep_theirs(monkeypatch):
   assert niceness(gives_way=True) > 0
   assert niceness() == 0

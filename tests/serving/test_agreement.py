@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tabular_pair
-from serving.test_slots import Compilations
+from compilations import Compilations
 
 from osd_jax import testing
 from osd_jax.models import t5

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import Compilations
 from decoding import harness
 from serving import test_slots
 
@@ -322,7 +323,7 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1, 2)]
   config = test_slots.config_of(2, record_top_k=4, adaptive=POLICY)
   ready = paired(model, tables, config)
-  with test_slots.Compilations() as warming:
+  with Compilations() as warming:
     ready.warm_up()
   assert warming.count > 0 and ready.in_flight == 0 and ready.state()[0] is None
   fresh = paired(model, tables, config).state()[1]["drafting"]["state"]
@@ -330,7 +331,7 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
     ready.state()[1]["drafting"]["state"] == fresh
   )  # made-up requests taught nothing
   noted = scheduled(monkeypatch)
-  with test_slots.Compilations() as serving:
+  with Compilations() as serving:
     requests = zip(test_slots.sampled_requests(), test_slots.prompts(12), strict=True)
     for version, (request, tokens) in enumerate(requests):
       ready.submit(dataclasses.replace(request, tokens=tokens % VOCAB))
@@ -343,7 +344,7 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
     config, adaptive=dataclasses.replace(POLICY, candidates=(0, 2, 3))
   )
   scheduled(monkeypatch, (2,))
-  with test_slots.Compilations() as more:  # control: another K does compile
+  with Compilations() as more:  # control: another K does compile
     paired(model, tables, other).run([slots.Request(np.array([3, 1], np.int32))])
   assert more.count > 0
 

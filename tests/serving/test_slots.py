@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import Compilations
 from decoding import harness
 
 from osd_jax import base, partitioning, testing
@@ -21,7 +22,6 @@ BUCKETS = (6, 10)
 LIMITS = (None, 1, 7, None, 3, 12, None, 5, 2)
 TARGET, DRAFT = harness.TARGET, harness.DRAFT
 family = harness.family_fixture(globals(), autouse=True)
-COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @functools.cache
@@ -298,21 +298,6 @@ def test_rows_in_flight_continue_elsewhere():
   second.restore(arrays, held, requests.__getitem__, draft_params("close"))
   assert second.in_flight == first.in_flight == len(requests) - len(finished)
   assert by_tag(finished + drained(second)) == expected()
-
-
-class Compilations:
-  """Counts what the backend compiles inside a `with` block."""
-
-  def __enter__(self):
-    self.count = 0
-    jax.monitoring.register_event_duration_secs_listener(self._listen)
-    return self
-
-  def __exit__(self, *_):
-    jax.monitoring.unregister_event_duration_listener(self._listen)
-
-  def _listen(self, event, *_, **__):
-    self.count += event == COMPILED
 
 
 def test_after_warm_up_nothing_compiles(family):

@@ -5,7 +5,7 @@ draft, logging and checkpoints included) serve the same requests by turns, block
 block; with `--attached` a frozen and an online attached draft too, each with a server
 of its own. Wall time; an update or a checkpoint that is still under way when its block
 ends is waited for, on its own run's account. A run has one such end, not five: blocks
-of 190 end between two of the checkpoints that are taken every 100 requests, so that one
+of 190 end between two of the checkpoints that the demo takes every 200, so that one
 is written beside serving, as it is in a run. Loading, compiling, the warm start of the
 buffer and the files that are written when a run is closed are on nobody's.
 "Independent" is a draft that reads the prompt itself.
@@ -48,6 +48,10 @@ ASKED = {
 }
 # What is asked where a part of a setting or of the clock is there: the first counts.
 ASKED_OF = {
+  # Of the demo's topics, the one that its draft knows: nothing is to be gained.
+  "StreamConfig.tasks=(@maths/stream/TaskConfig(),)": {
+    "attached online, over attached frozen": ">= 0.97"
+  },
   "experiments/shift_cpu.gin": {"attached online, over plain": ">= 1.1"},
   "as_flan-t5-base": {
     "attached online, over plain": ">= 2.8",

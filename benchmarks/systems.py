@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from osd_jax import online, pairs, partitioning, writers
+from osd_jax import base, online, pairs, partitioning, writers
 from osd_jax.data import streams
 from osd_jax.serving import slots
 from osd_jax.serving.server import Server
@@ -150,7 +150,7 @@ def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
   first = next(iter(loaded.values()))
   served = first.target.prepare(first.target_params)
   prepared = {
-    model: dataclasses.replace(model, prepare=lambda params: served)
+    model: _prepared_once(model, first.target_params, served)
     for model in {pair.target for pair in loaded.values()}
   }
   return {
@@ -159,3 +159,18 @@ def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
     )
     for kind, pair in loaded.items()
   }
+
+
+def _prepared_once(
+  model: base.Model, params: base.Params, served: base.Params
+) -> base.Model:
+  """The model, whose served copy of these parameters is there already.
+
+  Others are prepared as ever, traced ones among them: within a compiled call the copy
+  would be a constant.
+  """
+
+  def prepare(given: base.Params) -> base.Params:
+    return served if given is params else model.prepare(given)
+
+  return dataclasses.replace(model, prepare=prepare)

@@ -52,6 +52,12 @@ def test_the_target_is_in_memory_once(ran):
   assert served[0] is served[1]
 
 
+def test_a_compiled_call_holds_no_copy_of_the_target(ran):
+  """Where a program prepares parameters itself, as the one that times steps does."""
+  for pair in ran[0].values():
+    assert not jax.make_jaxpr(pair.target.prepare)(pair.target_params).consts
+
+
 def test_rivals_compile_nothing_while_they_are_timed(ran):
   """Whatever the first prompts are: here none of them is of the longer bucket."""
   pair, run = (

@@ -159,7 +159,8 @@ def panels(rows: Sequence[Row]) -> dict[str, dict[tuple[int, str], Row]]:
     for row in courses
     if row["system"] == "attached online"
     and "by_worth" in row["setting"]
-    and "1000 a task" not in row["setting"]
+    and " a task" not in row["setting"]  # topics of other lengths
+    and "StreamConfig.tasks" not in row["setting"]
   }
   found: dict[str, dict[tuple[int, str], Row]] = {}
   for row in courses:

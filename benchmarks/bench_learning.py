@@ -111,14 +111,14 @@ def serve(config, requests: int | None = None) -> Run:
     loop = online.OnlineLoop(config, directory)
     last = min(requests or len(loop.stream), len(loop.stream))
     steps, emitted, before = [], [], 0
-    began = time.perf_counter()
-    while loop.finished < last:
+    began, served = time.perf_counter(), loop.server.statistics
+    while (answered := served.requests) < last:  # rows may be logged some steps later
       started = time.perf_counter()
-      finished = loop.step()
+      loop.step()
       steps.append(time.perf_counter() - started)
       length = in_flight(loop)
       emitted.append(length - before)
-      before = 0 if finished else length
+      before = 0 if served.requests > answered else length
     loop.settle()
     seconds = time.perf_counter() - began
     loop.close(seconds)

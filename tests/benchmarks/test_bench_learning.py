@@ -1,8 +1,12 @@
 """The arithmetic behind the figures on learning."""
 
+import dataclasses
+
 import bench_learning
+import jax
 import numpy as np
 import pytest
+import tiny_online
 
 
 def run(calls, updates=(), step=0.01):
@@ -49,3 +53,18 @@ def test_what_is_asked_is_p99_without_learning_and_a_slice():
   found = bench_learning.figures("I = 4", [learned], [frozen])
   assert found[name] == (pytest.approx(1), "<= 1.05"), "a twentieth more, no slice"
   assert bench_learning.figures("frozen", [frozen], [frozen])[name][1] == ""
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["in turn", "free"])
+def test_every_token_is_emitted_in_one_step(free, tmp_path):
+  """Of free updates a request is logged some steps after it was answered."""
+  pair = tiny_online.save_lively_pair(tmp_path)
+  config = tiny_online.config(pair, tmp_path / "run", keep_drafts=False)
+  learning = dataclasses.replace(config.learning, free_updates=free)
+  decoding = dataclasses.replace(config.decoding, rows=1, max_rounds=1)
+  config = dataclasses.replace(config, learning=learning, decoding=decoding)
+  with jax.numpy_rank_promotion("allow"):
+    found = bench_learning.serve(config, requests=12)
+  assert found.emitted.min() > 0
+  assert found.emitted.sum() == found.of("requests", "output_tokens").sum()
+  assert len(found.requests) == 12

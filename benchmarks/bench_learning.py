@@ -111,8 +111,9 @@ def serve(config, requests: int | None = None) -> Run:
     loop = online.OnlineLoop(config, directory)
     last = min(requests or len(loop.stream), len(loop.stream))
     steps, emitted, before = [], [], 0
-    began, served = time.perf_counter(), loop.server.statistics
-    while (answered := served.requests) < last:  # rows may be logged some steps later
+    served = loop.server.statistics  # rows may be logged some steps later
+    began = time.perf_counter()
+    while (answered := served.requests) < last:
       started = time.perf_counter()
       loop.step()
       steps.append(time.perf_counter() - started)

@@ -145,10 +145,16 @@ def time_saved(rows: Sequence[Row]) -> Any:
   return made
 
 
-def panels(rows: Sequence[Row]) -> dict[str, dict[tuple[int, str], Row]]:
+def panels(
+  rows: Sequence[Row], requests: int = 800
+) -> dict[str, dict[tuple[int, str], Row]]:
   """Runs with an attached draft that learns where it pays, by what the target costs.
 
-  On two cores, of 200 requests a topic; the newest of each seed.
+  On two cores; the newest of each seed.
+
+  Args:
+    rows: of `bench_whole_run`.
+    requests: of a run; those with topics of other lengths or fewer topics are left out.
 
   Returns:
     title -> (seed, system) -> row.
@@ -159,8 +165,7 @@ def panels(rows: Sequence[Row]) -> dict[str, dict[tuple[int, str], Row]]:
     for row in courses
     if row["system"] == "attached online"
     and "by_worth" in row["setting"]
-    and " a task" not in row["setting"]  # topics of other lengths
-    and "StreamConfig.tasks" not in row["setting"]
+    and row["block_ends"][-1] == requests
   }
   found: dict[str, dict[tuple[int, str], Row]] = {}
   for row in courses:

@@ -150,7 +150,7 @@ def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
   first = next(iter(loaded.values()))
   served = first.target.prepare(first.target_params)
   prepared = {
-    model: _prepared_once(model, first.target_params, served)
+    model: _with_served(model, first.target_params, served)
     for model in {pair.target for pair in loaded.values()}
   }
   return {
@@ -161,7 +161,7 @@ def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
   }
 
 
-def _prepared_once(
+def _with_served(
   model: base.Model, params: base.Params, served: base.Params
 ) -> base.Model:
   """The model, whose served copy of these parameters is there already.

@@ -108,8 +108,10 @@ def test_ratios_and_break_even_are_those_of_the_accounts(ran):
 
 def test_rows_hold_what_the_picture_needs(ran):
   _, spent, rows = ran
-  assert not pictures.panels(rows), "updates by interval are not drawn"
-  (course,) = pictures.panels(list(map(by_worth, rows))).values()
+  drawn, served = list(map(by_worth, rows)), 24
+  assert not pictures.panels(rows, served), "updates by interval are not drawn"
+  assert not pictures.panels(drawn), "nor are topics of other lengths"
+  (course,) = pictures.panels(drawn, served).values()
   assert set(course) == {(3, name) for name in NAMES}
   places, share = pictures.saved(course[3, "plain"], course[3, "attached online"])
   assert places == [0, 10, 20, 24] and share[0] == 0
@@ -120,7 +122,7 @@ def test_rows_hold_what_the_picture_needs(ran):
 def test_without_seconds_by_block_nothing_is_drawn(ran):
   """Negative control; rows of an older run are such."""
   rows = [by_worth(row) for row in ran[2] if "cumulated_seconds" not in row]
-  assert rows and not pictures.panels(rows)
+  assert rows and not pictures.panels(rows, 24)
 
 
 def by_worth(row):
@@ -209,3 +211,15 @@ def test_another_stream_for_an_attached_draft_is_refused(written):
 def test_what_is_asked_depends_on_the_target_and_the_clock(setting, clock, asked):
   found = bench_whole_run.asked_of(f"{setting}, seed 0", clock)
   assert found.get("attached online, over plain") == asked
+
+
+@pytest.mark.parametrize("target", ["", ", target t_as_flan-t5-base"])
+def test_where_nothing_is_to_be_gained_learning_may_cost_little(target):
+  """However the target is shaped; the option is the one that chooses that topic."""
+  topic = "StreamConfig.tasks=(@maths/stream/TaskConfig(),)"
+  said = given("--bindings", topic)
+  config = bench_whole_run.config_of(said, 0, [], None)
+  assert [task.source for task in config.stream.tasks] == ["maths"]
+  setting = f"runs/d.gin{target}, {topic}, seed 0"
+  found = bench_whole_run.asked_of(setting, "wall, 2 thread(s)")
+  assert found == {"attached online, over attached frozen": ">= 0.97"}

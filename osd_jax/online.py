@@ -365,7 +365,7 @@ class OnlineLoop:
       prompt = self.stream[0].tokens
     except IndexError:
       return  # an empty stream
-    found = prices.measure(self.server, prompt, self.config.learn)
+    found = prices.measure(self.server, prompt, self.config.learn, self.config.sampling)
     self._log.price(found)
     if self.config.learn:
       self.server.learner.price(found.update_costs())

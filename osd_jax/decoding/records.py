@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from osd_jax import base
+from osd_jax import base, native
 from osd_jax.decoding import placement
+
+_BLOCK = 32  # entries that `from_logits` takes the largest of at once
 
 
 def from_logits(logits: Float[Array, "B n V"], kept: int) -> base.Records:
@@ -46,10 +48,36 @@ def _top_k(
   if parts > 1 and kept <= logits.shape[-1] // parts:
     first = functools.partial(_first_of_all_parts, kept)
     return placement.with_parts(first, logits)
+  size = logits.shape[-1]
+  if native.forms() and size % _BLOCK == 0 and kept * _BLOCK <= size // 2:
+    return _top_k_by_blocks(logits, kept)
+  return _searched(logits, kept)
+
+
+def _top_k_by_blocks(
+  logits: Float[Array, "B n V"], kept: int
+) -> tuple[Float[Array, "B n k"], Int[Array, "B n k"]]:
+  """Of the k blocks with the largest entries, in half the time: searches are scalar.
+
+  Where entries that tie lie in more blocks than these, others of them may be kept.
+  """
+  blocks = logits.reshape(*logits.shape[:-1], -1, _BLOCK)
+  _, chosen = _searched(jnp.max(blocks, axis=-1), kept)
+  chosen = jnp.sort(chosen, axis=-1)  # of entries that tie the first are kept
+  found = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
+  top, at = _searched(found.reshape(*logits.shape[:-1], -1), kept)
+  block = jnp.take_along_axis(chosen, at // _BLOCK, axis=-1)
+  return top, block * _BLOCK + at % _BLOCK
+
+
+def _searched(
+  values: Float[Array, "B n V"], kept: int
+) -> tuple[Float[Array, "B n k"], Int[Array, "B n k"]]:
+  """`jax.lax.top_k`, kept apart from what reads its result."""
   # A barrier keeps XLA CPU from fusing the search with what reads its result, which
   # turns it into a sort: ten times the cost of all the rest here. One for each result:
   # over logits that are split by vocabulary, XLA dies of one for both.
-  top, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(logits, kept))
+  top, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(values, kept))
   return top, ids
 
 

@@ -194,7 +194,11 @@ def draw(
   position: Int[Array, " B"],
   purpose: Purpose,
 ) -> Int[Array, " B"]:
-  """Draws one token a row with Gumbel noise.
+  """Draws one token a row.
+
+  With Gumbel noise, so that draft and target may draw alike, and plain decoding as
+  either rule does. What the draft draws for itself is drawn on a CPU with a single
+  uniform number a row: noise for 32,128 tokens takes five times as long.
 
   Args:
     probs: [B, V], not necessarily normalised; an entry of 0 is never drawn.
@@ -206,8 +210,48 @@ def draw(
     [B] int32
   """
   keys = row_keys(seed, position[:, None], purpose)[:, 0]
+  if purpose is Purpose.DRAFT and native.forms():
+    return _at_share(probs, jax.vmap(jax.random.uniform)(keys))
   noise = jax.vmap(lambda key: jax.random.gumbel(key, probs.shape[-1:]))(keys)
   return arg_max(jnp.log(probs) + noise)
+
+
+def _at_share(
+  masses: Float[Array, "B V"], share: Float[Array, " B"]
+) -> Int[Array, " B"]:
+  """The entry at a share of the row's mass, its entries laid end to end.
+
+  Their order is any: columns of every `_BLOCK`-th entry are added up first, which a CPU
+  does in vectors, then the entries of the one column. A share is a multiple of 2**-23,
+  and sums are rounded: probabilities are right to some 1e-7.
+
+  Args:
+    masses: [B, V], none negative.
+    share: [B] in [0, 1).
+
+  Returns:
+    [B] int32; of a row without mass any entry.
+  """
+  size = masses.shape[-1]
+  padded = jnp.pad(masses, ((0, 0), (0, -size % _BLOCK)))
+  columns = padded.reshape(len(masses), -1, _BLOCK)
+  sums = jnp.sum(columns, axis=1)
+  column, before = _reached(sums, share * jnp.sum(sums, axis=-1))
+  inside = jnp.take_along_axis(columns, column[:, None, None], axis=2)[..., 0]
+  at = share * jnp.sum(sums, axis=-1) - before
+  row, _ = _reached(inside, at)
+  return jnp.minimum(row * _BLOCK + column, size - 1).astype(jnp.int32)
+
+
+def _reached(masses, at):
+  """Where the sum of [B, n] masses passes [B] `at`, and the sum before that entry."""
+  ends = jnp.cumsum(masses, axis=-1)
+  has_mass = masses > 0
+  passes = (ends > at[:, None]) & has_mass
+  last = masses.shape[-1] - 1 - jnp.argmax(has_mass[:, ::-1], axis=-1)
+  index = jnp.where(jnp.any(passes, axis=-1), jnp.argmax(passes, axis=-1), last)
+  before = jnp.take_along_axis(ends - masses, index[:, None], axis=-1)[:, 0]
+  return index, before
 
 
 def sample(

@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from osd_jax.decoding import sampling
 from osd_jax.distillation.costs import UpdateCosts
 from osd_jax.measuring import operations, timing
 from osd_jax.serving import calls
 from osd_jax.serving.prompts import Prompt
+from osd_jax.serving.requests import SamplingConfig
 from osd_jax.serving.server import Server
 from osd_jax.serving.slots import Slots
 
 ROUNDS = 8  # of a timed call, at most: rows may end before
 LEAST, MOST, SECONDS = 4, 40, 0.5  # turns: at least, at most, and for how long else
+GREEDY = SamplingConfig()
 STEP_CALLS, STEP_REPEATS = 8, 3  # of the loops that time single steps
 
 
@@ -137,20 +138,27 @@ class Prices:
     )
 
 
-def measure(server: Server, prompt: np.ndarray, learn: bool) -> Prices:
+def measure(
+  server: Server,
+  prompt: np.ndarray,
+  learn: bool,
+  sampling: SamplingConfig = GREEDY,
+) -> Prices:
   """Times the calls of a server that is warm and idle.
 
   Args:
     server: with a draft; its rows are left as they are.
     prompt: [n] int32, a prompt of the stream.
     learn: whether updates are timed too; the draft does not change.
+    sampling: of the stream's requests.
   """
   slots = server.slots
   bucket, pad_id = slots.config.bucket(len(prompt)), server.pair.target.pad_id
   source = np.full((1, bucket), pad_id, np.int32)
   source[0, : len(prompt)] = prompt
   ways = _ways(slots)
-  plain, *drafting = call_prices(ways, source)
+  asked = Prompt(source, sampling.settings(slots.config.target_length))
+  plain, *drafting = call_prices(ways, asked)
   steps = timing.measure(
     slots.config,
     server.pair.target,
@@ -170,20 +178,20 @@ def measure(server: Server, prompt: np.ndarray, learn: bool) -> Prices:
     steps.verify_ms,
     flops=operations.count(server, source, learn),
   )
-  return _with_learning(prices, server, ways[-1:], source) if learn else prices
+  return _with_learning(prices, server, ways[-1:], asked) if learn else prices
 
 
-def call_prices(ways: Sequence[Way], source: np.ndarray) -> list[CallPrices]:
+def call_prices(ways: Sequence[Way], prompt: Prompt) -> list[CallPrices]:
   """Times requests and rounds with each K, all ways by turns; see `usual`.
 
   What else a machine does then falls on all of them alike.
 
   Args:
     ways: to decode.
-    source: [1, S] int32.
+    prompt: of every row.
   """
   turns = [
-    functools.partial(_turn, way, source, k) for way in ways for k in way.candidates
+    functools.partial(_turn, way, prompt, k) for way in ways for k in way.candidates
   ]
   for turn in turns:
     turn()  # compiles
@@ -252,7 +260,7 @@ def _summed_up(way: Way, times: np.ndarray) -> CallPrices:
 
 
 def _with_learning(
-  prices: Prices, server: Server, ways: Sequence[Way], source: np.ndarray
+  prices: Prices, server: Server, ways: Sequence[Way], prompt: Prompt
 ) -> Prices:
   """The prices with those of updates; rounds alone are timed before and after."""
   learner = server.learner
@@ -263,8 +271,8 @@ def _with_learning(
   if not learner.is_beside:
     return prices  # nothing of it is hidden
   with _again_and_again(learner.try_update) as beside:
-    busy = call_prices(ways, source)[0].round_ms[-1]
-  idle = call_prices(ways, source)[0].round_ms[-1]
+    busy = call_prices(ways, prompt)[0].round_ms[-1]
+  idle = call_prices(ways, prompt)[0].round_ms[-1]
   slowdown = max(2 * busy / (idle + prices.online.round_ms[-1]), 1.0)
   handing = float(usual(_repeated(lambda: _ms(lambda: _hand_over(server)))))
   hidden = hidden_share(slowdown, alone, float(usual(beside)), handing)
@@ -280,14 +288,13 @@ def _hand_over(server: Server) -> None:
 
 
 def _turn(
-  way: Way, source: np.ndarray, num_draft_tokens: int
+  way: Way, prompt: Prompt, num_draft_tokens: int
 ) -> tuple[float, float, float]:
   """Milliseconds of a prefill, of a call without rounds, and of a round."""
   program, _, served = way
   config = program.config
-  settings = sampling.make_settings(1, max_length=config.target_length)
-  everywhere = dict.fromkeys(range(config.rows), Prompt(source, settings))
-  state = calls.empty(program, served, source.shape[1])
+  everywhere = dict.fromkeys(range(config.rows), prompt)
+  state = calls.empty(program, served, prompt.source.shape[1])
   jax.block_until_ready(state)
   started = time.perf_counter()
   for batch in program.batches(everywhere):

@@ -15,6 +15,7 @@ it drafts again: prefills of requests that came meanwhile, then the tokens, in c
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ class AdaptiveDrafting:
 
   Attributes:
     config: the policy, its candidates cut to `DecodingConfig.num_draft_tokens`.
-    costs: the tables by bucket, given or measured.
+    costs: the tables by bucket and whether a row is sampled, given or measured.
     state: of the policy.
   """
 
@@ -140,8 +141,11 @@ class AdaptiveDrafting:
       policy: how K is chosen.
     """
     self.config = policy.up_to(decoding.num_draft_tokens)
-    given = self.config.costs
-    self.costs = dict(zip(decoding.source_lengths, given, strict=True)) if given else {}
+    self.costs: dict[tuple[int, bool], adaptive.RoundCosts] = {}
+    if self.config.costs:
+      tables = zip(decoding.source_lengths, self.config.costs, strict=True)
+      for (bucket, table), sampled in itertools.product(tables, (False, True)):
+        self.costs[bucket, sampled] = table
     self._program = program
     self._warm: set[int] = set()
     self.reset()
@@ -156,6 +160,7 @@ class AdaptiveDrafting:
     rows = self._program.config.rows
     self.state = adaptive.initial(self.config, rows)
     self._before = Progress(*(np.zeros(rows, np.int32) for _ in Progress._fields))
+    self._sampled = np.zeros(rows, bool)
     self._undrafted: dict[int, Prompt] = {}
     self._spent_ms = 0.0
 
@@ -168,7 +173,7 @@ class AdaptiveDrafting:
       return
     self._warm.add(bucket)
     arguments = (self._program, self.config.candidates, served, bucket)
-    if bucket in self.costs:
+    if (bucket, False) in self.costs:
       calibration.warm_up(*arguments)
     elif jax.process_count() > 1:
       raise base.InputError(
@@ -176,7 +181,8 @@ class AdaptiveDrafting:
         " serve together: each would measure others, and choose another K."
       )
     else:
-      self.costs[bucket] = calibration.measure(*arguments)
+      greedy, sampled = calibration.measure(*arguments)
+      self.costs |= {(bucket, False): greedy, (bucket, True): sampled}
 
   def insert(
     self,
@@ -185,7 +191,8 @@ class AdaptiveDrafting:
     given: Mapping[int, Prompt],
   ) -> state_lib.DecodeState:
     """Prefills one call's prompts, by slot; for the draft too if it is drafting."""
-    for slot in given:
+    for slot, prompt in given.items():
+      self._sampled[slot] = prompt.settings.temperature[0] > 0
       for counts in self._before:
         counts[slot] = 0
       self._undrafted.pop(slot, None)
@@ -193,7 +200,7 @@ class AdaptiveDrafting:
     if not self.state.num_draft_tokens or self.state.probing:
       self._undrafted.update(given)
       return calls.insert_undrafted(self._program, served, state, batch)
-    self._spent_ms += self.costs[batch.source.shape[1]].prefill_ms
+    self._spent_ms += self.costs[batch.source.shape[1], False].prefill_ms
     return calls.insert(self._program, served, state, batch)
 
   def advance(
@@ -216,7 +223,7 @@ class AdaptiveDrafting:
     Returns:
       The rows after it and their stop reasons [B].
     """
-    costs = self.costs[bucket]
+    costs = self.costs[bucket, bool(self._sampled[list(rows)].any())]
     chunks, prefills = self._missing(rows)
     missing_ms = chunks * costs.chunk_ms + prefills * costs.prefill_ms
     self.state = adaptive.choose(self.config, costs, self.state, rows, missing_ms)
@@ -248,7 +255,8 @@ class AdaptiveDrafting:
     """What a checkpoint keeps: policy, costs, and who lacks a draft's prefill."""
     return {
       "state": dataclasses.asdict(self.state),
-      "costs": [[s, dataclasses.asdict(table)] for s, table in self.costs.items()],
+      "costs": [[*of, dataclasses.asdict(table)] for of, table in self.costs.items()],
+      "sampled": self._sampled.tolist(),
       "undrafted": {str(s): p.source[0].tolist() for s, p in self._undrafted.items()},
       "spent_ms": self._spent_ms,
     }
@@ -257,9 +265,12 @@ class AdaptiveDrafting:
     """Continues from `held()` with the rows in flight."""
     self.state = adaptive.from_json(held["state"])
     self.costs = {
-      bucket: adaptive.RoundCosts(**{**table, "round_ms": tuple(table["round_ms"])})
-      for bucket, table in held["costs"]
+      (bucket, sampled): adaptive.RoundCosts(
+        **{**table, "round_ms": tuple(table["round_ms"])}
+      )
+      for bucket, sampled, table in held["costs"]
     }
+    self._sampled = np.asarray(held["sampled"], bool)
     settings = sampling.make_settings(1, max_length=1)  # none of a draft's prefill
     self._undrafted = {
       int(slot): Prompt(np.asarray([source], np.int32), settings)

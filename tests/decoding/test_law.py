@@ -167,7 +167,7 @@ def by_the_noise_of_the_draft(right, probs, seed, position, purpose):
 
 def uniform_of_the_draft(right, seed, position):
   keys = sampling.row_keys(seed, position, sampling.Purpose.DRAFT)
-  return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (VOCAB,))[2]))(keys)
+  return jax.vmap(jax.vmap(jax.random.uniform))(keys)
 
 
 def always(u):

@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 import pytest
 
-from osd_jax import testing
+from osd_jax import native, testing
 from osd_jax.decoding import records
 
 VOCAB = 7
@@ -60,6 +60,30 @@ def test_a_record_is_the_truncated_log_softmax(kept, values):
   np.testing.assert_allclose(found.log_probs, at_ids, atol=1e-5)
   assert all(len(set(ids)) == kept for ids in np.asarray(found.ids)[0].tolist())
   assert kept < VOCAB or (np.asarray(found.tail) == 0).all()
+
+
+@pytest.mark.parametrize("kept", [1, 3, 8])
+@pytest.mark.parametrize("ties", [False, True])
+def test_large_vocabularies_are_searched_by_blocks(kept, ties):
+  """As a sort does; of entries that tie at the cut, others may be kept."""
+  logits = np.random.default_rng(kept).normal(size=(2, 3, 512)).astype(np.float32)
+  if ties:
+    logits = np.round(logits)
+  logits[0, 0, 5:] = -np.inf
+  logits[1, 0, :64] += 9  # the largest lie in two blocks
+  found = jax.device_get(records.from_logits(jnp.asarray(logits), kept))
+  log_probs, ids, tail = oracles.truncate(logits, kept)
+  np.testing.assert_allclose(found.log_probs, log_probs, atol=1e-5)
+  np.testing.assert_allclose(found.tail, tail, atol=1e-6)
+  np.testing.assert_array_equal(
+    np.take_along_axis(logits, found.ids.astype(int), -1),
+    np.take_along_axis(logits, ids, -1),
+  )
+  assert all(len(set(row)) == kept for row in found.ids.reshape(-1, kept).tolist())
+  with native.portable():
+    elsewhere = records.from_logits(jnp.asarray(logits), kept)
+  if not ties:
+    np.testing.assert_array_equal(found.ids, elsewhere.ids)
 
 
 def test_a_tiny_tail_is_kept_and_not_rounded_away():

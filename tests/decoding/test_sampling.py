@@ -170,15 +170,45 @@ def test_draws_depend_on_seed_position_and_purpose_alone():
     assert (first == other).mean() < 0.1  # 1 in 50 by chance
 
 
-def test_a_token_without_mass_is_never_drawn():
-  probs = jnp.tile(jnp.asarray([0.0, 1e-30, 0.0, 0.0]), (5000, 1))
-  drawn = sampling.draw(
-    probs,
-    jnp.arange(5000, dtype=jnp.uint32),
-    jnp.zeros((5000,), jnp.int32),
-    sampling.Purpose.EMIT,
-  )
-  assert (np.asarray(drawn) == 1).all()
+@pytest.mark.parametrize("purpose", [sampling.Purpose.EMIT, sampling.Purpose.DRAFT])
+@pytest.mark.parametrize("size", [4, 128, 300])
+def test_a_token_without_mass_is_never_drawn(size, purpose):
+  rows = 2000
+  probs = jnp.zeros((rows, size)).at[:, 1].set(1e-30)
+  seeds, zeros = jnp.arange(rows, dtype=jnp.uint32), jnp.zeros((rows,), jnp.int32)
+  assert (np.asarray(sampling.draw(probs, seeds, zeros, purpose)) == 1).all()
+  nothing = sampling.draw(0 * probs, seeds, zeros, purpose)
+  assert (np.asarray(nothing) < size).all(), "an entry, whichever"
+
+
+# Shares at which a row ends, and between; the largest that float32 has below 1.
+SHARES = np.append(np.arange(512) / 512, 1 - 2.0**-24).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [1, 5, 128, 131, 1000])
+def test_shares_of_a_row_fall_to_its_entries_by_their_mass(size):
+  """All shares at equal distances: as many for each entry as its mass says."""
+  masses = np.random.default_rng(size).integers(0, 3, size).astype(np.float32)
+  masses[-1] += 1
+  masses *= np.float32(0.1)
+  rows = 4000
+  share = (np.arange(rows, dtype=np.float32) + 0.5) / rows
+  tiled = jnp.tile(jnp.asarray(masses), (rows, 1))
+  found = np.asarray(jax.jit(sampling._at_share)(tiled, jnp.asarray(share)))
+  counts = np.bincount(found, minlength=size)
+  np.testing.assert_allclose(counts, rows * masses / masses.sum(), atol=1.01)
+  assert (counts[masses == 0] == 0).all()
+
+
+@pytest.mark.parametrize("size", [5, 300])
+def test_the_ends_of_a_row_are_entries_with_mass(size):
+  """Rounded sums leave no share without an entry, nor one whose mass is 0."""
+  random = np.random.default_rng(3)
+  masses = random.exponential(size=(len(SHARES), size)).astype(np.float32)
+  masses[random.random(masses.shape) < 0.5] = 0
+  masses[:, 2] = np.maximum(masses[:, 2], 1e-20)
+  found = np.asarray(sampling._at_share(jnp.asarray(masses), jnp.asarray(SHARES)))
+  assert (masses[np.arange(len(SHARES)), found] > 0).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

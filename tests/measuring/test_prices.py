@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+import types
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from writers import synthetic_run
 from osd_jax import online, partitioning, writers
 from osd_jax.distillation import worth
 from osd_jax.measuring import operations, pages, prediction, prices, savings
-from osd_jax.serving import adaptive, slots
+from osd_jax.serving import adaptive, calls, slots
 from osd_jax.serving.server import Server
 
 PLAIN = prices.CallPrices(1, (0,), (4.0,), 5.0)
@@ -189,6 +190,27 @@ def test_calls_of_a_server_are_timed_and_nothing_changes(pair, tmp_path):
   assert after.step == before and not [name for name in threads if "_again" in name]
   assert made.flops is not None and made.flops.target_token > made.flops.draft_token
   assert made.flops.slice > made.flops.draft_token
+
+
+def test_rounds_are_priced_as_the_stream_is_sampled(pair, tmp_path, monkeypatch):
+  config = tiny_online.config(pair, tmp_path, prices=True)
+  sampled = dataclasses.replace(config, sampling=slots.SamplingConfig(temperature=0.7))
+  for run_config, expected in ((config, 0.0), (sampled, 0.7)):
+    found = set()
+
+    def advance(program, num_draft_tokens, served, rounds, state, found=found):
+      found.update(np.asarray(state.settings.temperature).tolist())
+      return calls.advance(program, num_draft_tokens, served, rounds, state)
+
+    changed = types.SimpleNamespace(**{**vars(calls), "advance": advance})
+    monkeypatch.setattr(prices, "calls", changed)
+    folder = tmp_path / str(expected)
+    run_config = dataclasses.replace(run_config, run_directory=str(folder))
+    with writers.RunDirectory.start(run_config.run_directory, run_config) as directory:
+      loop = online.OnlineLoop(run_config, directory)
+      loop.leave()
+      loop.server.close()
+    assert found == {np.float32(expected)}
 
 
 def run(config):

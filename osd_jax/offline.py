@@ -209,8 +209,13 @@ class OfflineLoop:
 
   @property
   def figures(self) -> str:
-    """What the progress line says."""
-    return f"loss {self.loss:.4f}  held-out overlap {self.overlap:.3f}"
+    """What the progress line says: what is known by now."""
+    figures = (("loss", self.loss, 4), ("held-out overlap", self.overlap, 3))
+    return "  ".join(
+      f"{name} {value:.{digits}f}"
+      for name, value, digits in figures
+      if not np.isnan(value)
+    )
 
   def step(self) -> None:
     """One optimiser step and whatever is due after it."""

@@ -249,9 +249,10 @@ def test_a_run_killed_between_checkpoints_ends_in_the_same_bits(
   again = dataclasses.replace(
     config, output=str(tmp_path / "d.safetensors"), run_directory=str(tmp_path / "r")
   )
-  step = offline.OfflineLoop.step
+  step, said = offline.OfflineLoop.step, []
 
   def killed(loop):
+    said.append(loop.figures)
     if loop.taken == 7:  # past a checkpoint, a resampling and an evaluation
       raise KeyboardInterrupt
     step(loop)
@@ -261,6 +262,8 @@ def test_a_run_killed_between_checkpoints_ends_in_the_same_bits(
     with pytest.raises(KeyboardInterrupt):
       offline.run(again)
   offline.run(again)
+  assert "loss" not in said[0] and "nan" not in "".join(said), "only what is known"
+  assert "loss" in said[-1] and "held-out overlap" in said[-1]
   assert logged(tmp_path / "r") == logged(finished)
   whole, continued = (weights.load(c.output) for c in (config, again))
   assert whole.notes == continued.notes

@@ -8,7 +8,8 @@ ends is waited for, on its own run's account. A run has one such end, not five: 
 of 190 end between two of the checkpoints that the demo takes every 200, so that one
 is written beside serving, as it is in a run. Loading, compiling, the warm start of the
 buffer and the files that are written when a run is closed are on nobody's.
-"Independent" is a draft that reads the prompt itself.
+"Independent" is a draft that reads the prompt itself. `--systems` names who serves, all
+by default: with a vocabulary of 32,128 an independent draft learns for long on a CPU.
 
 Break-even: the first end of a block from which on a run that learns has spent less time
 than another, and less to the end of the stream.
@@ -19,6 +20,7 @@ shipped target, with the outputs it has, in the shape of flan-t5-small, -base or
   python benchmarks/bench_whole_run.py [--gin_file runs/demo_independent.gin]
       [--seeds 3] [--target FILE] [--draft FILE] [--attached FILE] [--attached_gin FILE]
       [--requests_per_task 200] [--threads 2] [--bindings NAME=VALUE ...]
+      [--systems plain "attached frozen" "attached online"]
 
 `figures.py time_saved` draws the time saved, from the results alone.
 """
@@ -29,7 +31,7 @@ import functools
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import accounts
 import measure
@@ -39,6 +41,13 @@ from osd_jax import base, online, pairs
 from osd_jax.main import settings
 
 PLAIN, INDEPENDENT, ATTACHED = "plain", "independent", "attached"
+SYSTEMS = (
+  PLAIN,
+  f"{INDEPENDENT} frozen",
+  f"{INDEPENDENT} online",
+  f"{ATTACHED} frozen",
+  f"{ATTACHED} online",
+)
 ASKED = {
   "independent online, over plain": ">= 1.5",
   "independent online, over independent frozen": ">= 1.15",
@@ -140,26 +149,44 @@ def people(
   made: Mapping[str, online.OnlineConfig],
   loaded: Mapping[str, pairs.Pair],
   folder: pathlib.Path,
+  chosen: Sequence[str],
 ) -> dict[str, systems.Frozen | systems.Learning]:
-  """Everything that serves the stream, by name."""
-  config, pair = made[INDEPENDENT], loaded[INDEPENDENT]
-  requests = systems.requests_of(config, pair)
-  serving: dict = {PLAIN: systems.Frozen(pair.plain(), config, requests)}
-  for kind, own in made.items():
-    serving[f"{kind} frozen"] = systems.Frozen(loaded[kind], own, requests)
-    place = folder / kind
-    serving[f"{kind} online"] = systems.Learning(loaded[kind], own, place)
-  return serving
+  """Who serves the stream, by name."""
+  requests = systems.requests_of(made[INDEPENDENT], loaded[INDEPENDENT])
+
+  def server(name: str) -> systems.Frozen | systems.Learning:
+    kind, *state = name.split()
+    if name == PLAIN:
+      pair = loaded[INDEPENDENT].plain()
+      return systems.Frozen(pair, made[INDEPENDENT], requests)
+    if state == ["frozen"]:
+      return systems.Frozen(loaded[kind], made[kind], requests)
+    return systems.Learning(loaded[kind], made[kind], folder / kind)
+
+  return {name: server(name) for name in chosen}
+
+
+def chosen_of(given: argparse.Namespace) -> list[str]:
+  """Who serves, in the order of `SYSTEMS`; raises InputError without their draft."""
+  there = [name for name in SYSTEMS if given.attached or not name.startswith(ATTACHED)]
+  asked = given.systems or there
+  for name in asked:
+    if name not in there:
+      raise base.InputError(
+        f"--systems: received {name!r}, expected --attached with it."
+      )
+  return [name for name in there if name in asked]
 
 
 def one_run(
   made: Mapping[str, online.OnlineConfig],
   loaded: Mapping[str, pairs.Pair],
   block: int,
+  chosen: Sequence[str] = SYSTEMS,
 ) -> tuple[accounts.Accounts, dict[str, float]]:
   """Serves the stream; what everybody spent, and what they did."""
   with tempfile.TemporaryDirectory() as folder:
-    serving = people(made, loaded, pathlib.Path(folder))
+    serving = people(made, loaded, pathlib.Path(folder), chosen)
     total = len(systems.requests_of(made[INDEPENDENT], loaded[INDEPENDENT]))
     serve = {name: system.serve for name, system in serving.items()}
     spent = accounts.by_blocks(serve, total, block)
@@ -174,19 +201,20 @@ def one_run(
 def rivals_of(name: str, names: list[str]) -> list[str]:
   """Whom a system is compared with: plain, independent frozen, its own kind frozen."""
   own = f"{name.split()[0]} frozen"
-  asked = dict.fromkeys((PLAIN, f"{INDEPENDENT} frozen", own))
+  asked = dict.fromkeys((PLAIN, f"{INDEPENDENT} frozen", own) if name != PLAIN else ())
   return [other for other in asked if other in names and other != name]
 
 
 def compared(spent: accounts.Accounts) -> dict[str, float]:
   """Ratios of total times, and break-even of those that learn; inf: never."""
   names, figures = list(spent.seconds), {}
-  for name in names[1:]:
+  for name in names:
     for other in rivals_of(name, names):
       figures[f"{name}, over {other}"] = spent.total(other) / spent.total(name)
   for name in names:
     kind, *state = name.split()
-    for other in (PLAIN, f"{kind} frozen") if state == ["online"] else ():
+    rivals = (PLAIN, f"{kind} frozen") if state == ["online"] else ()
+    for other in (rival for rival in rivals if rival in names):
       request = spent.break_even(name, other)
       figure = f"{name}, break-even over {other}, requests"
       figures[figure] = float("inf") if request is None else float(request)
@@ -237,6 +265,13 @@ def options() -> argparse.ArgumentParser:
   parser.add_argument("--attached", help='weights of an attached draft, or "attached"')
   parser.add_argument("--attached_gin", help="read after gin_file for that draft")
   parser.add_argument("--requests_per_task", type=int)
+  parser.add_argument(
+    "--systems",
+    nargs="+",
+    choices=SYSTEMS,
+    metavar="NAME",
+    help="who serves; default all",
+  )
   parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
   parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE, for all")
   parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS)
@@ -249,13 +284,15 @@ def main() -> None:
   measure.RESULTS = given.results
   # Who else computes here takes from every system alike, but not block by block.
   figures = {"load of other work at the start": os.getloadavg()[0]}
+  chosen = chosen_of(given)
   loaded = systems.load(configs(given, 0))
   check_independent(loaded[INDEPENDENT])
   for kind, config in configs(given, 0).items():
-    systems.rehearse(loaded[kind], config)
+    if f"{kind} online" in chosen:
+      systems.rehearse(loaded[kind], config)
   clock = f"wall, {given.threads} thread(s)"
   for seed in range(given.seeds):
-    spent, done = one_run(configs(given, seed), loaded, given.block)
+    spent, done = one_run(configs(given, seed), loaded, given.block, chosen)
     rows = rows_of(setting_of(given), seed, clock, spent, figures | done)
     measure.report("whole_run", rows)
 

@@ -109,9 +109,13 @@ def test_ratios_and_break_even_are_those_of_the_accounts(ran):
 def test_rows_hold_what_the_picture_needs(ran):
   _, spent, rows = ran
   drawn, served = list(map(by_worth, rows)), 24
+  courses = [row for row in drawn if "setting" in row]
   assert not pictures.panels(rows, served), "updates by interval are not drawn"
   assert not pictures.panels(drawn), "nor are topics of other lengths"
-  (course,) = pictures.panels(drawn, served).values()
+  ((title, course),) = pictures.panels(drawn, served).items()
+  assert title == "the demo's small target"
+  real = [row | {"setting": "experiments/shift_cpu.gin, by_worth"} for row in courses]
+  assert list(pictures.panels(real, served)) == ["four real domains"]
   assert set(course) == {(3, name) for name in NAMES}
   places, share = pictures.saved(course[3, "plain"], course[3, "attached online"])
   assert places == [0, 10, 20, 24] and share[0] == 0
@@ -155,6 +159,35 @@ def test_options_reach_every_run(tmp_path):
     " DecodingConfig.rows=2"
   )
   assert bench_whole_run.setting_of(given()) == "runs/demo_independent.gin"
+
+
+def test_some_may_be_left_out(ran):
+  loaded, spent, _ = ran
+  said = given("--attached", "a", "--systems", "attached online", "plain")
+  chosen = bench_whole_run.chosen_of(said)
+  assert chosen == ["plain", "attached online"], "in the order that all have"
+  assert bench_whole_run.chosen_of(given("--attached", "a")) == NAMES
+  assert bench_whole_run.chosen_of(given()) == NAMES[:3]
+  course = {name: spent.seconds[name] for name in chosen}
+  figures = bench_whole_run.compared(dataclasses.replace(spent, seconds=course))
+  assert set(figures) == {
+    "attached online, over plain",
+    "attached online, break-even over plain, requests",
+  }
+  with pytest.raises(base.InputError, match="--systems: received 'attached online'"):
+    bench_whole_run.chosen_of(given("--systems", "attached online"))
+  with pytest.raises(SystemExit):
+    given("--systems", "attached")
+
+
+def test_only_who_is_chosen_serves(ran, tmp_path):
+  pair = ran[0]["independent"]
+  config = tiny_online.config(pair, tmp_path, keep_drafts=False, warm_start=None)
+  config = dataclasses.replace(config, pair=pair)
+  made, chosen = {"independent": config}, ["independent frozen"]
+  spent, figures = bench_whole_run.one_run(made, ran[0], 24, chosen)
+  assert list(spent.seconds) == chosen
+  assert all(name.startswith("independent frozen, ") for name in figures)
 
 
 def test_an_attached_draft_may_learn_in_its_own_way(written):

@@ -74,12 +74,10 @@ def accept_by_rejection(
   rows, num_draft_tokens = proposal.tokens.shape
   target_probs = sampling.processed_probs(verification.logits, settings)
   draft_probs = sampling.processed_probs(proposal.logits, settings)
-  # A row of zeros behind the draft's makes the bonus token a recovered one.
-  draft_probs = jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0)))
 
   index = proposal.tokens[..., None]
   target_at = jnp.take_along_axis(target_probs[:, :-1], index, axis=-1)[..., 0]
-  draft_at = jnp.take_along_axis(draft_probs[:, :-1], index, axis=-1)[..., 0]
+  draft_at = jnp.take_along_axis(draft_probs, index, axis=-1)[..., 0]
   offsets = position[:, None] + jnp.arange(num_draft_tokens)[None]
   u = _uniform(settings.seed, offsets)
   # Strict, so that u = 0 never accepts a token the target cannot emit; a broken
@@ -88,8 +86,9 @@ def accept_by_rejection(
 
   row = accepted[:, None, None]
   target_row = jnp.take_along_axis(target_probs, row, axis=1)[:, 0]
-  draft_row = jnp.take_along_axis(draft_probs, row, axis=1)[:, 0]
-  residual = jnp.maximum(target_row - draft_row, 0.0)
+  # No draft behind the last one: zeros make the bonus token a recovered one.
+  draft_row = jnp.take_along_axis(draft_probs, row, axis=1, mode="fill", fill_value=0.0)
+  residual = jnp.maximum(target_row - draft_row[:, 0], 0.0)
   # Rounding can leave no residual although a token was rejected.
   empty = jnp.sum(residual, -1, keepdims=True) <= 0
   emitted = sampling.draw(

@@ -88,11 +88,17 @@ def processed_probs(
   filters = jnp.any((settings.top_k > 0) | (settings.top_p < 1))
   # The search is only paid for when some row asks for a filter.
   scaled = jax.lax.cond(filters, _filter, lambda x, _: x, scaled, settings)
-  one_hot = jax.nn.one_hot(arg_max(logits), logits.shape[-1])
-  probs = jnp.where(greedy, one_hot, jax.nn.softmax(scaled, axis=-1))
-  # XLA CPU loses a NaN in the maximum of a row of 64 n entries: it is looked for.
-  broken = jnp.any(jnp.isnan(logits), -1, keepdims=True) | ~jnp.isfinite(largest)
-  return jnp.where(broken, 0.0, probs)
+  choice = jax.lax.cond(jnp.any(greedy), arg_max, _no_choice, logits)[..., None]
+  others = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) != choice
+  masses = jnp.exp(scaled + jnp.where(greedy & others, -jnp.inf, 0.0))
+  # A NaN, also one that the maximum has lost (XLA CPU does), and +inf spoil the sum.
+  total = jnp.sum(masses, axis=-1, keepdims=True)
+  return jnp.where(jnp.isfinite(total), masses / total, 0.0)
+
+
+def _no_choice(logits: Float[Array, "B n V"]) -> Int[Array, "B n"]:
+  """In place of `arg_max` where no row is greedy."""
+  return jnp.zeros(logits.shape[:-1], jnp.int32)
 
 
 def _filter(
@@ -100,8 +106,9 @@ def _filter(
 ) -> Float[Array, "B n V"]:
   """Sets logits outside top-k, then outside top-p of what is left, to -inf.
 
-  Ties with the last one stay in. The largest logit is 0. Nothing is sorted: that takes
-  five times as long on a CPU, and moves whole vocabularies where they are split.
+  Ties with the last one stay in, and NaNs. The largest logit is 0. Nothing is sorted:
+  that takes five times as long on a CPU, and moves whole vocabularies where they are
+  split.
   """
   size, rank = logits.shape[-1], _ranks(logits)
   top_k, top_p = settings.top_k[:, None, None], settings.top_p[:, None, None]
@@ -112,7 +119,7 @@ def _filter(
   # A sum is rounded; a row without top-p loses nothing to that, so it does not notice
   # whether a batch mate asked for a filter.
   least = jnp.where(top_p < 1, _least_rank(rank, mass, wanted), least)
-  return jnp.where(rank >= least, logits, -jnp.inf)
+  return jnp.where((rank >= least) | jnp.isnan(logits), logits, -jnp.inf)
 
 
 def _ranks(values: Float[Array, "B n V"]) -> UInt32[Array, "B n V"]:

@@ -108,7 +108,7 @@ def test_ratios_and_break_even_are_those_of_the_accounts(ran):
 
 def test_rows_hold_what_the_picture_needs(ran):
   _, spent, rows = ran
-  drawn, served = list(map(by_worth, rows)), 24
+  drawn, served = list(map(by_worth, rows)), (24,)
   courses = [row for row in drawn if "setting" in row]
   assert not pictures.panels(rows, served), "updates by interval are not drawn"
   assert not pictures.panels(drawn), "nor are topics of other lengths"
@@ -126,7 +126,7 @@ def test_rows_hold_what_the_picture_needs(ran):
 def test_without_seconds_by_block_nothing_is_drawn(ran):
   """Negative control; rows of an older run are such."""
   rows = [by_worth(row) for row in ran[2] if "cumulated_seconds" not in row]
-  assert rows and not pictures.panels(rows, 24)
+  assert rows and not pictures.panels(rows, (24,))
 
 
 def by_worth(row):

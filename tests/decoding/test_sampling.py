@@ -129,12 +129,14 @@ def test_a_low_temperature_still_samples(temperature):
 
 
 @pytest.mark.parametrize(
-  "broken", [[np.nan, 0, 1], [np.inf, 0, 1], [-np.inf] * 3, [np.nan, np.inf, 0]]
+  "broken",
+  [[np.nan, 0, 1], [0, 1, -np.nan], [np.inf, 0, 1], [-np.inf] * 3, [np.nan, np.inf, 0]],
 )
-def test_a_broken_row_has_no_mass_and_leaves_its_mates_alone(broken):
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_a_broken_row_has_no_mass_and_leaves_its_mates_alone(broken, top_k):
   logits = np.array([[[0.0, 1.0, 2.0]], [broken]])
   for temperature in (0.0, 1.0):
-    found = probs_of(logits, temperature=temperature)
+    found = probs_of(logits, temperature=temperature, top_k=[0, top_k])
     assert (found[1] == 0).all()
     np.testing.assert_allclose(found[0].sum(), 1, atol=1e-6)
 

@@ -182,7 +182,7 @@ def _title(setting: str) -> str:
   if "shift_cpu" in setting:
     return "four real domains"
   shape = re.search(r"demo_target_as_([\w-]+)", setting)
-  return f"target of {shape[1]}'s cost" if shape else "the demo's small target"
+  return f"{shape[1]}'s cost" if shape else "the demo's target"
 
 
 def saved(plain: Row, row: Row) -> tuple[list[int], np.ndarray]:

@@ -2,8 +2,8 @@
 
 Rounds are those that serve, with acceptance, records and all; they run on made-up
 rows. What a call costs beside its rounds is measured with no rounds and subtracted.
-Rows that are sampled have a table of their own: with 32,128 tokens to draw from, a
-plain step takes a quarter longer than a greedy one, a round of K = 5 two fifths.
+Rows that are sampled have a table of their own: with 32,128 tokens to draw from, steps
+and rounds take a quarter longer than greedy ones, where the target is small.
 """
 
 import functools

@@ -48,7 +48,7 @@ def figure(
     rows: of axes.
     columns: likewise.
     height: inches of all of it.
-    alike: axes share both scales; else each has its own of values.
+    alike: axes share both scales; else each has its own.
   """
   from matplotlib.figure import Figure  # not pyplot: no global state, no display
   from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -56,7 +56,7 @@ def figure(
   made = Figure(
     figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
   )
-  grid = made.subplots(rows, columns, squeeze=False, sharex=True, sharey=alike)
+  grid = made.subplots(rows, columns, squeeze=False, sharex=alike, sharey=alike)
   axes = list(grid.flat)
   for one in axes:
     one.tick_params(length=3)

@@ -113,7 +113,7 @@ def test_rows_hold_what_the_picture_needs(ran):
   assert not pictures.panels(rows, served), "updates by interval are not drawn"
   assert not pictures.panels(drawn), "nor are topics of other lengths"
   ((title, course),) = pictures.panels(drawn, served).items()
-  assert title == "the demo's small target"
+  assert title == "the demo's target"
   real = [row | {"setting": "experiments/shift_cpu.gin, by_worth"} for row in courses]
   assert list(pictures.panels(real, served)) == ["four real domains"]
   assert set(course) == {(3, name) for name in NAMES}

@@ -87,8 +87,9 @@ def accept_by_rejection(
   row = accepted[:, None, None]
   target_row = jnp.take_along_axis(target_probs, row, axis=1)[:, 0]
   # No draft behind the last one: zeros make the bonus token a recovered one.
-  draft_row = jnp.take_along_axis(draft_probs, row, axis=1, mode="fill", fill_value=0.0)
-  residual = jnp.maximum(target_row - draft_row[:, 0], 0.0)
+  draft_rows = jnp.take_along_axis(draft_probs, row, axis=1, mode="fill", fill_value=0)
+  draft_row = draft_rows[:, 0]
+  residual = jnp.maximum(target_row - draft_row, 0.0)
   # Rounding can leave no residual although a token was rejected.
   empty = jnp.sum(residual, -1, keepdims=True) <= 0
   emitted = sampling.draw(

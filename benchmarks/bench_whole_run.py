@@ -182,7 +182,7 @@ def one_run(
   made: Mapping[str, online.OnlineConfig],
   loaded: Mapping[str, pairs.Pair],
   block: int,
-  chosen: Sequence[str] = SYSTEMS,
+  chosen: Sequence[str],
 ) -> tuple[accounts.Accounts, dict[str, float]]:
   """Serves the stream; what everybody spent, and what they did."""
   with tempfile.TemporaryDirectory() as folder:

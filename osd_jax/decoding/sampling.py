@@ -243,10 +243,10 @@ def _at_share(
   padded = jnp.pad(masses, ((0, 0), (0, -size % _BLOCK)))
   columns = padded.reshape(len(masses), -1, _BLOCK)
   sums = jnp.sum(columns, axis=1)
-  column, before = _reached(sums, share * jnp.sum(sums, axis=-1))
+  at = share * jnp.sum(sums, axis=-1)
+  column, before = _reached(sums, at)
   inside = jnp.take_along_axis(columns, column[:, None, None], axis=2)[..., 0]
-  at = share * jnp.sum(sums, axis=-1) - before
-  row, _ = _reached(inside, at)
+  row, _ = _reached(inside, at - before)
   return jnp.minimum(row * _BLOCK + column, size - 1).astype(jnp.int32)
 
 

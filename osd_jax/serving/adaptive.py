@@ -74,8 +74,9 @@ class AdaptiveConfig:
     probe_share: share of plain decoding's time that is spent on finding out whether
       drafting would be faster, catching up included.
     costs: tables to decide by, one for each of `DecodingConfig.source_lengths`; none
-      measures them before the first call, in 16 turns of all calls or more. Only a
-      given table makes a run repeat.
+      measures them before the first call, in 16 turns of all calls or more, greedy and
+      sampled rounds apart. Only a given table, which counts for both, makes a run
+      repeat.
   """
 
   candidates: tuple[int, ...] = (0, 1, 3, 5, 7)

@@ -7,7 +7,6 @@ and rounds take a quarter longer than greedy ones, where the target is small.
 """
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,8 +22,7 @@ from osd_jax.serving.prompts import Prompt, PromptBatch
 
 ROUNDS = 2  # of a timed call
 LEAST, MOST, SECONDS = 16, 60, 3.0  # turns: at least, at most, and for how long else
-GREEDY, SAMPLED = 0, 1
-TEMPERATURES = (0.0, 1.0)
+TEMPERATURES = (0.0, 1.0)  # of greedy and of sampled rows
 
 
 def warm_up(
@@ -75,9 +73,10 @@ def measure(
     len(turns) < MOST and time.perf_counter() - started < SECONDS
   ):
     times: tuple[list[float], list[float]] = ([], [])
-    for k, kind in itertools.product(candidates, (GREEDY, SAMPLED)):
-      state, ms = _round_ms(program, k, served, state, TEMPERATURES[kind])
-      times[kind].extend(ms)
+    for k in candidates:
+      for kind, temperature in zip(times, TEMPERATURES, strict=True):
+        state, ms = _round_ms(program, k, served, state, temperature)
+        kind.extend(ms)
     state, nothing = _timed(feed, _rewound(program, state, 0))
     state, chunk = _timed(feed, _rewound(program, state, lag))
     state, prefill = _timed(

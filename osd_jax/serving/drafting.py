@@ -262,7 +262,17 @@ class AdaptiveDrafting:
     }
 
   def restore(self, held: dict[str, Any], state: state_lib.DecodeState | None) -> None:
-    """Continues from `held()` with the rows in flight."""
+    """Continues from `held()` with the rows in flight.
+
+    Raises:
+      InputError: a checkpoint of before sampled rounds had costs of their own.
+    """
+    if "sampled" not in held:
+      raise base.InputError(
+        "checkpoint: drafting: received costs of greedy rounds alone, as older versions"
+        " wrote them, expected those of sampled rounds too; begin anew, in another"
+        " OnlineConfig.run_directory."
+      )
     self.state = adaptive.from_json(held["state"])
     self.costs = {
       (bucket, sampled): adaptive.RoundCosts(

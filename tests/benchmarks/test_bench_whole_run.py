@@ -36,7 +36,7 @@ def ran(tmp_path_factory):
   with jax.numpy_rank_promotion("allow"):
     loaded = systems.load(made)
     systems.rehearse(loaded["attached"], config)
-    spent, figures = bench_whole_run.one_run(made, loaded, block=10)
+    spent, figures = bench_whole_run.one_run(made, loaded, 10, NAMES)
   rows = bench_whole_run.rows_of("tiny", 3, "wall", spent, figures)
   return loaded, spent, rows
 

@@ -12,7 +12,7 @@ from compilations import Compilations
 from decoding import harness
 from serving import test_slots
 
-from osd_jax import partitioning, testing
+from osd_jax import base, partitioning, testing
 from osd_jax.base import StopReason
 from osd_jax.decoding import state as state_lib
 from osd_jax.main import settings
@@ -287,6 +287,15 @@ def test_rows_in_flight_continue_elsewhere(monkeypatch, steps):
     assert (one.drafted, one.accepted) == (other.drafted, other.accepted)
   learnt, alike = (found.state()[1]["drafting"]["state"] for found in (first, second))
   assert learnt == alike
+
+
+def test_a_checkpoint_without_sampled_rounds_is_refused():
+  first = make()
+  arrays, held = first.state()
+  del held["drafting"]["sampled"]
+  params = test_slots.draft_params("close")
+  with pytest.raises(base.InputError, match="received costs of greedy rounds alone"):
+    make().restore(arrays, held, lambda tag: None, params)
 
 
 def measured_policy():

@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
@@ -298,4 +299,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  try:
+    main()
+  except base.InputError as error:
+    sys.exit(str(error))

@@ -1,6 +1,8 @@
 """Whole runs at the tiny size: five systems, one stream, what is reported and drawn."""
 
 import dataclasses
+import subprocess
+import sys
 
 import bench_whole_run
 import figures as pictures
@@ -178,6 +180,14 @@ def test_some_may_be_left_out(ran):
     bench_whole_run.chosen_of(given("--systems", "attached online"))
   with pytest.raises(SystemExit):
     given("--systems", "attached")
+
+
+def test_bad_input_is_said_in_one_line():
+  command = [sys.executable, bench_whole_run.__file__, "--systems", "attached online"]
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  assert done.returncode == 1 and not done.stdout
+  assert done.stderr.splitlines()[-1].startswith("--systems: received 'attached")
+  assert "Traceback" not in done.stderr
 
 
 def test_only_who_is_chosen_serves(ran, tmp_path):

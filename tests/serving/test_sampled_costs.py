@@ -1,0 +1,63 @@
+"""Greedy and sampled rounds cost differently: what is timed, which table decides."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from decoding import harness
+from serving import test_slots
+from serving.test_drafting import BUCKETS, KS, make, measured_policy
+
+from osd_jax import base
+from osd_jax.serving import adaptive, calibration, calls, slots
+
+family = harness.family_fixture(vars(test_slots), autouse=True)
+
+
+def test_greedy_and_sampled_rounds_are_timed_apart(monkeypatch):
+  decoder, temperatures = make(policy=measured_policy()), []
+
+  def advance(program, num_draft_tokens, served, rounds, state):
+    temperatures.append(tuple(np.asarray(state.settings.temperature).tolist()))
+    return calls.advance(program, num_draft_tokens, served, rounds, state)
+
+  changed = harness.Changed(calls, advance=advance)
+  monkeypatch.setattr(calibration, "calls", changed)
+  decoder.run(test_slots.greedy_requests()[:1])
+  counts = {t: temperatures.count(t) for t in set(temperatures)}
+  assert set(counts) == {(0.0,) * 3, (1.0,) * 3}
+  # Greedy calls are what compiles, too.
+  assert 0 <= counts[(0.0,) * 3] - counts[(1.0,) * 3] <= len(KS)
+
+
+@pytest.mark.parametrize("first", ["greedy", "sampled"])
+def test_rows_are_decoded_by_the_table_of_their_kind(first):
+  """Here a draft pays for greedy rows alone; a row beside a sampled one is no such."""
+  pays, never = (adaptive.RoundCosts((1.0, ms, ms)) for ms in (1.01, 1e3))
+  decoder = make("same", rows=2)
+  decoder._drafting.costs |= {(bucket, True): never for bucket in BUCKETS}
+  decoder._drafting.costs |= {(bucket, False): pays for bucket in BUCKETS}
+  greedy = [dataclasses.replace(r, tag=None) for r in test_slots.greedy_requests()]
+  warm = slots.SamplingConfig(temperature=1.0)
+  sampled = [dataclasses.replace(r, sampling=warm, tag="sampled") for r in greedy]
+  batches = {"greedy": greedy, "sampled": sampled, "mixed": [*greedy, *sampled]}
+  shares = {}
+  for kind in (first, *batches):  # the first calls find out
+    found = decoder.run(batches[kind])
+    if kind == "mixed":
+      found = [done for done in found if done.request.tag]
+    calls_made = sum(done.target_calls for done in found)
+    shares[kind] = sum(done.drafted for done in found) / calls_made
+  assert shares["greedy"] > 1.5 and max(shares["sampled"], shares["mixed"]) < 0.5
+  held = json.loads(json.dumps(decoder.state()[1]))["drafting"]
+  assert len(held["costs"]) == 2 * len(BUCKETS) and len(held["sampled"]) == 2
+
+
+def test_a_checkpoint_without_sampled_rounds_is_refused():
+  first = make()
+  arrays, held = first.state()
+  del held["drafting"]["sampled"]
+  params = test_slots.draft_params("close")
+  with pytest.raises(base.InputError, match="received costs of greedy rounds alone"):
+    make().restore(arrays, held, lambda tag: None, params)

@@ -33,9 +33,9 @@ from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation import update
+from osd_jax.engine import calls, slots
 from osd_jax.measuring import timing
 from osd_jax.models import t5
-from osd_jax.serving import calls, slots
 
 NAME, CLOCK = "accelerator", "wall"
 ASKED = {  # at one row

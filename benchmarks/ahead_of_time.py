@@ -19,11 +19,11 @@ import pathlib
 import jax
 import measure
 
-from osd_jax import base, online, pairs, partitioning
+from osd_jax import base, online, pairs, sharding
 from osd_jax.ahead_of_time import estimates, plan, programs
 from osd_jax.data import streams, tasks
+from osd_jax.engine import slots
 from osd_jax.measuring import chips
-from osd_jax.serving import slots
 
 TOPOLOGIES = (
   "v5e:2x2=1 v5e:2x2=4 v5e:2x4=8 v6e:2x4=8 v4:2x2x1=8 v5p:2x2x1=4 h100:1=1 h100:4=4"
@@ -59,7 +59,7 @@ def config(target: str, model: int, rows: int, drafted: int) -> online.OnlineCon
       source_lengths=(512,),
       target_length=128,
     ),
-    partition=partitioning.PartitionConfig(model=model),
+    partition=sharding.PartitionConfig(model=model),
   )
 
 

@@ -16,7 +16,7 @@ import measure
 import numpy as np
 import scripting
 
-from osd_jax.serving import slots
+from osd_jax.engine import slots
 
 ASKED = ">= 0.97"  # of plain decoding at the smallest alpha, of the best K at others
 PLAIN, ADAPTIVE = "plain", "adaptive"

@@ -29,8 +29,8 @@ import measure
 import numpy as np
 
 from osd_jax import base
+from osd_jax.engine import calls, slots
 from osd_jax.models import t5
-from osd_jax.serving import calls, slots
 
 CALLS = ("prepare", "empty", "insert", "advance", "read_row")
 COMPILED = "/jax/core/compile/backend_compile_duration"  # reading the cache included

@@ -32,7 +32,7 @@ ASKED_BOUND = {
 
 def ours(name: str, rows: int, source: int, target: int) -> contenders.Ours:
   """This package's plain decoding."""
-  from osd_jax.serving import slots
+  from osd_jax.engine import slots
 
   config = contenders.shape(name)
   model, params = contenders.random_model(config)

@@ -102,9 +102,9 @@ def configs(given: argparse.Namespace, seed: int) -> dict:
 
 def serve(config, requests: int | None = None) -> Run:
   """Serves the stream, or its first requests, and times every step."""
-  from osd_jax import online, partitioning, writers
+  from osd_jax import online, sharding, writers
 
-  partitioning.make(config.partition)  # first: JAX starts as the config says
+  sharding.make(config.partition)  # first: JAX starts as the config says
   with tempfile.TemporaryDirectory() as folder:
     directory = writers.RunDirectory.start(folder)
     config = dataclasses.replace(config, run_directory=folder)

@@ -25,8 +25,8 @@ import measure
 import scripting
 
 from osd_jax import native
+from osd_jax.engine import slots
 from osd_jax.models import t5
-from osd_jax.serving import slots
 
 ASKED = {
   "flan-t5-base": {0.7: 1.4, 0.8: 1.6, 0.9: 2.0},

@@ -33,7 +33,7 @@ from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import update as updates
-from osd_jax.serving import slots
+from osd_jax.engine import slots
 
 CONFIG = updates.UpdateConfig()  # AdamW, forward KL at all positions
 BETAS, EPS = (0.9, 0.999), 1e-8  # of optax.adamw

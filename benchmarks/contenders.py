@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
+from osd_jax.engine import slots
 from osd_jax.models import families, sizes, t5
 from osd_jax.models.families import ModelConfig
-from osd_jax.serving import slots
 
 WHOLE = t5.DraftServing()  # nothing is left out
 TINY = t5.T5Config(

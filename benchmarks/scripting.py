@@ -15,7 +15,7 @@ import measure
 import numpy as np
 
 from osd_jax import base
-from osd_jax.serving import slots
+from osd_jax.engine import slots
 
 ATTEMPTS = 32  # each makes the scripts right up to one more difference, at least
 

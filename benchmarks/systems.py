@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from osd_jax import base, online, pairs, partitioning, writers
+from osd_jax import base, online, pairs, sharding, writers
 from osd_jax.data import streams
-from osd_jax.serving import slots
-from osd_jax.serving.server import Server
+from osd_jax.engine import slots
+from osd_jax.engine.server import Server
 
 
 class Frozen:
@@ -144,7 +144,7 @@ def requests_of(config: online.OnlineConfig, pair: pairs.Pair) -> list[slots.Req
 def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
   """Loads the pair of each kind of draft; all have the first one's target in memory."""
   loaded = {
-    kind: pairs.load_pair(config.pair, partitioning.make(config.partition))
+    kind: pairs.load_pair(config.pair, sharding.make(config.partition))
     for kind, config in configs.items()
   }
   first = next(iter(loaded.values()))

@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # for editors; at run time `__getattr__` finds them
   from osd_jax.data.sources import TaskConfig
   from osd_jax.data.streams import StreamConfig
   from osd_jax.distillation.learner import LearningConfig
+  from osd_jax.engine.answers import Answer, Prompt
+  from osd_jax.engine.requests import DecodingConfig
+  from osd_jax.engine.server import Server
   from osd_jax.pairs import PairConfig, load_pair
-  from osd_jax.serving.answers import Answer, Prompt
-  from osd_jax.serving.requests import DecodingConfig
-  from osd_jax.serving.server import Server
 
 __version__ = "0.2.0"
 
@@ -47,13 +47,13 @@ __all__ = [
 
 # Where each is defined; the commands are modules: `online.run(config)`.
 _HOMES = {
-  "Answer": "serving.answers",
-  "DecodingConfig": "serving.requests",
+  "Answer": "engine.answers",
+  "DecodingConfig": "engine.requests",
   "InputError": "base",
   "LearningConfig": "distillation.learner",
   "PairConfig": "pairs",
-  "Prompt": "serving.answers",
-  "Server": "serving.server",
+  "Prompt": "engine.answers",
+  "Server": "engine.server",
   "StreamConfig": "data.streams",
   "TaskConfig": "data.sources",
   "load_pair": "pairs",

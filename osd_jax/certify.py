@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import rich.console
 
-from osd_jax import base, pairs, partitioning, texts, writers
+from osd_jax import base, corpus, pairs, sharding, writers
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
+from osd_jax.engine import slots
+from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate, metrics, progress, summaries
-from osd_jax.serving import slots
-from osd_jax.serving.server import Server
 
 _SWAP_ROUNDS = 3  # rounds between two swaps
 _NOISE = 0.1  # of a perturbed copy, in standard deviations of each array
@@ -51,7 +51,7 @@ class CertifyConfig:
   swap: bool = True
   run_directory: str = "runs/certify"
   overwrite: bool = False
-  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
+  partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
   def __post_init__(self):
     base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
@@ -154,11 +154,11 @@ class Grid:
   def __init__(self, config: CertifyConfig):
     """Loads the pair and reads the prompts."""
     self.config = config
-    self.pair = pairs.load_pair(config.pair, partitioning.make(config.partition))
+    self.pair = pairs.load_pair(config.pair, sharding.make(config.partition))
     self.prompts = prompts_lib.prompts(
       config.prompts, self.pair.vocabulary, config.count
     )
-    self.requests = texts.requests(self.prompts, config.sampling)
+    self.requests = corpus.requests(self.prompts, config.sampling)
     self._certifier = certificate.Certifier(self.pair)
 
   def rows(
@@ -166,7 +166,7 @@ class Grid:
   ) -> Iterator[tuple[dict[str, Any], certificate.Certificate]]:
     """Yields (row of the table, certificate) for every K and number of rows."""
     decoding = dataclasses.replace(self.config.decoding, record_top_k=0)
-    plain = texts.plain_server(self.pair, decoding, self.config.partition)
+    plain = corpus.plain_server(self.pair, decoding, self.config.partition)
     expected = plain.run(self.requests)
     parts = np.array_split(np.arange(len(self.requests)), len(self.config.rows))
     for turn, drafted in enumerate(self.config.num_draft_tokens):

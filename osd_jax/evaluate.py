@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from osd_jax import base, pairs, partitioning, texts, writers
+from osd_jax import base, pairs, sharding, writers
+from osd_jax import corpus as texts
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.engine import slots
+from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate, metrics, progress, summaries, timing
-from osd_jax.serving import slots
-from osd_jax.serving.server import Server
 
 CHECKED = 16  # prompts decoded greedily for the check where requests are sampled
 
@@ -49,7 +50,7 @@ class EvaluateConfig:
   batch_rows: int = 4
   run_directory: str = "runs/evaluate"
   overwrite: bool = False
-  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
+  partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
   def __post_init__(self):
     base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
@@ -132,7 +133,7 @@ class Bench:
     self.pairs: list[pairs.Pair] = []
     for path in paths:
       named = dataclasses.replace(config.pair, draft=path)
-      pair = pairs.load_pair(named, partitioning.make(config.partition))
+      pair = pairs.load_pair(named, sharding.make(config.partition))
       first = self.pairs[0] if self.pairs else pair  # one copy of the target
       self.pairs.append(dataclasses.replace(pair, target_params=first.target_params))
     self.vocabulary = self.pairs[0].vocabulary

@@ -9,15 +9,15 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from osd_jax import base, checkpoints, pairs, partitioning, writers
-from osd_jax import texts as texts_lib
+from osd_jax import base, checkpoints, pairs, sharding, writers
+from osd_jax import corpus as texts_lib
 from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.distillation import update as updates
+from osd_jax.engine import slots
 from osd_jax.measuring import metrics, progress, summaries
 from osd_jax.models import weights
-from osd_jax.serving import slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class OfflineConfig:
   storage: str = "float32"
   run_directory: str = "runs/offline"
   overwrite: bool = False
-  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
+  partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
   def __post_init__(self):
     base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
@@ -152,7 +152,7 @@ class OfflineLoop:
     """Loads the pair and restores a checkpoint if there is one."""
     self.config = config
     self._bar = bar
-    self._partitioner = partitioning.make(config.partition)
+    self._partitioner = sharding.make(config.partition)
     self.pair = pairs.load_pair(config.pair, self._partitioner)
     trained, self._frozen = self.pair.draft.split(self.pair.draft_params)
     self.learner = updates.init_learner(config.update, trained)
@@ -265,7 +265,7 @@ class OfflineLoop:
       f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
       f" {self.config.texts.sample_source} texts"
     )
-    params = partitioning.on_host(self._served_params)
+    params = sharding.on_host(self._served_params)
     if jax.process_index() == 0:
       self.pair.save_draft(self.config.output, params, notes, self.config.storage)
     self._log.close()

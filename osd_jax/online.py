@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import rich.console
 
-from osd_jax import base, checkpoints, pairs, partitioning, texts, threads, writers
+from osd_jax import base, checkpoints, corpus, pairs, sharding, threads, writers
 from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts, streams
@@ -17,6 +17,9 @@ from osd_jax.data.vocabularies import Vocabulary
 from osd_jax.distillation.background import Outcome
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.worth import WorthConfig
+from osd_jax.engine import slots
+from osd_jax.engine.replicas import ReplicaConfig
+from osd_jax.engine.server import Server
 from osd_jax.measuring import (
   afterwards,
   certificate,
@@ -26,9 +29,6 @@ from osd_jax.measuring import (
   progress,
   summaries,
 )
-from osd_jax.serving import slots
-from osd_jax.serving.replicas import ReplicaConfig
-from osd_jax.serving.server import Server
 
 BEHIND = 8  # answers a row that may wait to be learnt from, where serving goes on
 
@@ -69,7 +69,7 @@ class OnlineConfig:
   sampling: slots.SamplingConfig = slots.SamplingConfig()
   learning: LearningConfig = LearningConfig()
   warm_start: batches_lib.BatchConfig | None = None
-  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
+  partition: sharding.PartitionConfig = sharding.PartitionConfig()
   replicas: ReplicaConfig = ReplicaConfig()
   learn: bool = True
   floor_metering: bool = True
@@ -119,7 +119,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
     The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
-  partitioning.make(config.partition)  # first: JAX starts as the config says
+  sharding.make(config.partition)  # first: JAX starts as the config says
   with writers.RunDirectory.start(
     config.run_directory,
     config,
@@ -351,7 +351,7 @@ class OnlineLoop:
   def _begin(self) -> None:
     self._log.begin()
     self._log.write("data", {"tasks": self.stream.report()}, self.finished)
-    if said := partitioning.make(self.config.partition).unsplit(self.pair.target):
+    if said := sharding.make(self.config.partition).unsplit(self.pair.target):
       self._log.tell("mesh", said)
     if self.config.learn:
       self._seed()
@@ -374,7 +374,7 @@ class OnlineLoop:
     warm_start, rows = self.config.warm_start, []
     if warm_start is not None:
       examples = prompts.prompts(warm_start, self.pair.vocabulary)
-      rows = texts.reference_rows(self.pair, examples, self.config.decoding)
+      rows = corpus.reference_rows(self.pair, examples, self.config.decoding)
     self.server.seed(rows)
 
   def _continue(self) -> None:

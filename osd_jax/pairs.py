@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from osd_jax import assets, base, partitioning, remote
+from osd_jax import assets, base, remote, sharding
 from osd_jax.data import tokenizers
 from osd_jax.data.vocabularies import Vocabulary, stated_extra_ids
 from osd_jax.models import attached, convert, families, weights
@@ -147,7 +147,7 @@ class Pair:
 
 
 def load_pair(
-  config: PairConfig | Pair, partitioner: partitioning.Partitioner | None = None
+  config: PairConfig | Pair, partitioner: sharding.Partitioner | None = None
 ) -> Pair:
   """Reads the three files or folders; a loaded pair stays as it is.
 
@@ -160,7 +160,7 @@ def load_pair(
   """
   if isinstance(config, Pair):
     return config
-  partitioner = partitioner or partitioning.make()
+  partitioner = partitioner or sharding.make()
   vocabulary = tokenizers.load_any(
     config.path("vocabulary"), config.extra_ids, config.chat_template
   )

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import rich.console
 
-from osd_jax import assets, base, checkpoints, partitioning, writers
+from osd_jax import assets, base, checkpoints, sharding, writers
 from osd_jax.data import batches as data_batches
 from osd_jax.data import tokenizers
 from osd_jax.distillation import optimizers, update
@@ -70,7 +70,7 @@ class PretrainConfig:
   storage: str = "float32"
   run_directory: str = "runs/pretrain"
   overwrite: bool = False
-  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
+  partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
   def __post_init__(self):
     base.check_types(self)
@@ -129,7 +129,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
       state = _loop(config, model, vocabulary, state, log, saved, console)
     trained = weights.Weights(
       config.model,
-      partitioning.on_host(state.params),
+      sharding.on_host(state.params),
       vocabulary.fingerprint,
       f"osd pretrain, {int(state.step)} steps of {config.data.batch_size} rows",
     )
@@ -145,7 +145,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
 
 def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:
   """Parameters drawn from the seed or read from `config.initial`, on the mesh."""
-  partitioner = partitioning.make(config.partition)
+  partitioner = sharding.make(config.partition)
   params = jax.jit(model.init)(jax.random.key(config.seed))
   if config.initial:
     params = weights.load(config.initial).params
@@ -256,16 +256,14 @@ def regrouped(
 
 
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
-  share = data_batches.Share(
-    jax.process_index(), jax.process_count(), partitioning.total
-  )
+  share = data_batches.Share(jax.process_index(), jax.process_count(), sharding.total)
   stream = data_batches.BatchStream(config.data, vocabulary, share=share)
   held_out = data_batches.BatchStream(config.evaluation, vocabulary, share=share)
   for sentence in (*stream.sentences(), *held_out.sentences()):
     console.print(sentence, highlight=False)
   if log.lines == 0:
     log.write("data", {"train": stream.report(), "evaluation": held_out.report()})
-  partitioner = partitioning.make(config.partition)
+  partitioner = sharding.make(config.partition)
   start = int(state.step + state.skipped)
   pool: list[Group] = []
   losses: list[jax.Array] = []
@@ -304,13 +302,13 @@ def evaluate(
   params: base.Params,
 ) -> dict[str, dict[str, float]]:
   """Token accuracy and greedy exact match on the held-out rows, per task."""
-  partitioner = partitioning.make(config.partition)
+  partitioner = sharding.make(config.partition)
   found: dict[str, list[Any]] = {}
   for index in range(config.evaluation_batches):
     drawn = held_out.drawn(index)
     lengths = config.evaluation.source_length, config.evaluation.target_length
     rows = _placed(partitioner, held_out, Group(drawn.places, *lengths))
-    share, exact = partitioning.on_host(judge(model, params, *rows))
+    share, exact = sharding.on_host(judge(model, params, *rows))
     for row, task_id in enumerate(drawn.task_id):
       label = config.evaluation.tasks[int(task_id)].label
       found.setdefault(label, []).append((share[row], exact[row]))
@@ -325,7 +323,7 @@ def evaluate(
 
 
 def _placed(
-  partitioner: partitioning.Partitioner, stream: data_batches.BatchStream, group: Group
+  partitioner: sharding.Partitioner, stream: data_batches.BatchStream, group: Group
 ) -> tuple[jax.Array, jax.Array]:
   """Source [R, S] and target [R, T]; a process writes what its own devices hold."""
   own = partitioner.own_rows(len(group.places))

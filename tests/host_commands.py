@@ -63,11 +63,11 @@ def main(folder, port, processes, process):
   import jax
 
   from osd_jax import main as cli
-  from osd_jax import partitioning
+  from osd_jax import sharding
 
   jax.config.update("jax_disable_most_optimizations", True)
   if int(processes) > 1:
-    partitioning.join(f"localhost:{port}", int(processes), int(process))
+    sharding.join(f"localhost:{port}", int(processes), int(process))
   encoded = encoded_prompts()
   for words in commands(Path(folder)):
     if cli.main(words):

@@ -19,7 +19,11 @@ if __name__ == "__main__":
 import jax  # noqa: E402
 import tiny_online  # noqa: E402
 
-from osd_jax import online, pairs, partitioning  # noqa: E402
+from osd_jax import (  # noqa: E402
+  online,
+  pairs,
+  sharding,
+)
 
 
 def config(pair, directory, kind):
@@ -30,7 +34,7 @@ def config(pair, directory, kind):
   return dataclasses.replace(
     made,
     pair=pair,
-    partition=partitioning.PartitionConfig(2, 2),
+    partition=sharding.PartitionConfig(2, 2),
     stream=dataclasses.replace(made.stream, requests_per_task=4),
     warm_start=None,
     prices=False,
@@ -39,9 +43,9 @@ def config(pair, directory, kind):
 
 def main():
   if port == "cluster":
-    partitioning.join()  # the environment says it all
+    sharding.join()  # the environment says it all
   elif int(processes) > 1:
-    partitioning.join(f"localhost:{port}", int(processes), int(process))
+    sharding.join(f"localhost:{port}", int(processes), int(process))
   jax.config.update("jax_disable_most_optimizations", True)
   files = {
     name: str(Path(folder) / f"{name}.safetensors") for name in ("target", "draft")

@@ -40,17 +40,17 @@ class Fault(NamedTuple):
 
 
 SCHEDULE = "tests/distillation/test_schedule.py"
-ADAPTIVE = "tests/serving/test_adaptive.py"
+ADAPTIVE = "tests/engine/test_adaptive.py"
 BUFFER = "tests/distillation/test_buffer.py"
 BACKGROUND = "tests/distillation/test_background.py"
 UPDATE = "tests/distillation/test_update.py"
 ONLINE = "tests/test_online.py"
-SLOTS = "tests/serving/test_slots.py"
-DRAFTING = "tests/serving/test_drafting.py"
-TOLD = "tests/serving/test_drafting_told.py"
+SLOTS = "tests/engine/test_slots.py"
+DRAFTING = "tests/engine/test_drafting.py"
+TOLD = "tests/engine/test_drafting_told.py"
 ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
-NARROWING = "tests/distillation/test_narrowing.py"
+NARROWING = "tests/distillation/test_subsample.py"
 CHECKPOINTS = "tests/checkpoints/test_checkpointer.py"
 WRITTEN = "tests/checkpoints/test_written_beside.py"
 LLAMA = "tests/models/test_llama.py"
@@ -242,7 +242,7 @@ FAULTS = [
     "results of a mesh stay where XLA put them",
     "    learner = jax.block_until_ready(meshes.placed_like(learner, state))",
     "    learner = jax.block_until_ready(state)",
-    "tests/test_partitioning.py",
+    "tests/test_sharding.py",
   ),
   # Catching up.
   Fault(
@@ -395,7 +395,7 @@ FAULTS = [
     "a draft that was learnt beside serving is never swapped in",
     "    self.swap_waiting()\n    if self._learner is not None:",
     "    if self._learner is not None:",
-    "tests/serving/test_server.py",
+    "tests/engine/test_server.py",
   ),
   Fault(
     "a checkpoint does not wait for what follows the answers",
@@ -480,7 +480,7 @@ FAULTS = [
     "a token without a place in a short head counts as its last",
     "jnp.full(vocab_size, size, jnp.int32)",
     "jnp.full(vocab_size, size - 1, jnp.int32)",
-    "tests/serving/test_agreement.py",
+    "tests/engine/test_agreement.py",
   ),
   Fault(
     "a schedule by costs takes the room of an answer for its tokens",

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import ahead_of_time, base, pairs, partitioning, writers
+from osd_jax import ahead_of_time, base, pairs, sharding, writers
 from osd_jax.ahead_of_time import estimates, plan, programs
+from osd_jax.engine import adaptive
 from osd_jax.measuring import chips, metrics, operations
-from osd_jax.serving import adaptive
 
 FOUR = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 
@@ -25,7 +25,7 @@ def quickly(quick_compilation):
 def compile_config(pair, folder, topology="cpu:1", mesh=(1, 1), **changes):
   served = tiny_online.config(pair, folder / "served")
   served = dataclasses.replace(
-    served, partition=partitioning.PartitionConfig(*mesh), **changes
+    served, partition=sharding.PartitionConfig(*mesh), **changes
   )
   return ahead_of_time.CompileConfig(
     served, topology=topology, run_directory=str(folder / "compiled")

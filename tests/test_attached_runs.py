@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import online, pairs, partitioning, texts, writers
+from osd_jax import corpus, online, pairs, sharding, writers
 from osd_jax.data import prompts
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
+from osd_jax.engine import adaptive, calls, slots
+from osd_jax.engine.prompts import Prompt
+from osd_jax.engine.server import Server
 from osd_jax.models.shapes import DraftServing
-from osd_jax.serving import adaptive, calls, slots
-from osd_jax.serving.prompts import Prompt
-from osd_jax.serving.server import Server
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +113,7 @@ def of_a_mesh_that_reads_anew(config):
   """Four devices, a buffer that does not keep what the target has read."""
   return dataclasses.replace(
     config,
-    partition=partitioning.PartitionConfig(2, 2),
+    partition=sharding.PartitionConfig(2, 2),
     learning=dataclasses.replace(config.learning, buffer=READ_ANEW),
   )
 
@@ -123,7 +123,7 @@ def of_a_mesh_of_parts_and_light(config):
   return dataclasses.replace(
     config,
     pair=dataclasses.replace(config.pair, draft_serving=LIGHT),
-    partition=partitioning.PartitionConfig(1, 4),
+    partition=sharding.PartitionConfig(1, 4),
   )
 
 
@@ -132,7 +132,7 @@ def of_a_mesh_of_rows(config):
   return dataclasses.replace(
     config,
     decoding=dataclasses.replace(config.decoding, rows=4),
-    partition=partitioning.PartitionConfig(4, 1),
+    partition=sharding.PartitionConfig(4, 1),
   )
 
 
@@ -157,10 +157,10 @@ def test_in_every_mode_the_outputs_are_the_same(mode, pair, plain, tmp_path):
 def test_a_long_warm_start_is_read_on_a_mesh():
   """Of XLA's CPU devices, piled up computations wait for one another for ever."""
   decoding = slots.DecodingConfig(source_lengths=(40,), target_length=64)
-  mesh = partitioning.PartitionConfig(2, 2)
+  mesh = sharding.PartitionConfig(2, 2)
   with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
     asked = [prompts.Prompt(np.full(30, 9), 0, np.full(40, 9))] * 1600
-    server.seed(list(texts.reference_rows(server.pair, asked, decoding)))
+    server.seed(list(corpus.reference_rows(server.pair, asked, decoding)))
     assert int(server.learner.state()[0]["buffer"].added) == 1600
 
 
@@ -169,7 +169,7 @@ def test_a_late_prefill_reads_its_own_row(pair, data):
   """With an adaptive K the draft may be prefilled long after the target."""
   if len(jax.devices()) < data:
     pytest.skip("needs two devices; conftest.py fakes them")
-  mesh = partitioning.make(partitioning.PartitionConfig(data)) if data > 1 else None
+  mesh = sharding.make(sharding.PartitionConfig(data)) if data > 1 else None
   loaded = pairs.load_pair(pair[1])
   config = slots.DecodingConfig(rows=2, source_lengths=(8,), target_length=4)
   program = calls.Program(config.shapes(), loaded.target, loaded.draft, mesh)

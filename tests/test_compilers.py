@@ -16,13 +16,13 @@ import pytest
 import tiny_online
 from jax.sharding import NamedSharding, PartitionSpec
 
-from osd_jax import native, pairs, partitioning
+from osd_jax import native, pairs, sharding
 from osd_jax.ahead_of_time import plan as plan_lib
 from osd_jax.ahead_of_time import programs
 from osd_jax.distillation import optimizers, update
+from osd_jax.engine import calls, slots
 from osd_jax.measuring import chips, compiled
 from osd_jax.models import layers, served
-from osd_jax.serving import calls, slots
 
 pytestmark = pytest.mark.aot
 
@@ -32,9 +32,9 @@ CAUSAL = pairs.PairConfig(target="vicuna-7b", draft="llama-160m", dtype="bfloat1
 DECODING = slots.DecodingConfig(
   rows=ROWS, num_draft_tokens=DRAFTED, source_lengths=(512,), target_length=128
 )
-TENSOR_PARALLEL = partitioning.PartitionConfig(data=1, model=4)
-GRID = partitioning.PartitionConfig(data=2, model=2)
-ONE = partitioning.PartitionConfig()
+TENSOR_PARALLEL = sharding.PartitionConfig(data=1, model=4)
+GRID = sharding.PartitionConfig(data=2, model=2)
+ONE = sharding.PartitionConfig()
 
 
 @pytest.fixture(scope="module", autouse=True)

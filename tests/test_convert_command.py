@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from osd_jax import assets, base, convert, pairs, partitioning, testing
+from osd_jax import assets, base, convert, pairs, sharding, testing
 from osd_jax import main as cli
 from osd_jax.data.vocabularies import Vocabulary, tokenizer_files
 from osd_jax.models import convert as formats
@@ -209,7 +209,7 @@ def test_the_papers_pair_runs_from_a_folder_of_its_layout(
   pair = pairs.PairConfig(
     "flan-t5-xl", str(home), "flan-t5-xl", 100, folder=str(checkpoints)
   )
-  loaded = pairs.load_pair(pair, partitioning.make())
+  loaded = pairs.load_pair(pair, sharding.make())
   jax.tree.map(np.testing.assert_array_equal, loaded.draft_params, adapted.params)
 
 

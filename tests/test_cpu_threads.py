@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from osd_jax import base, partitioning
+from osd_jax import base, sharding
 
 TASKS = pathlib.Path("/proc/self/task")
 
@@ -99,4 +99,4 @@ def test_the_environment_is_left_as_it_was():
 
 def test_no_threads_are_refused():
   with pytest.raises(base.InputError, match="PartitionConfig.cpu_threads: received 0"):
-    partitioning.PartitionConfig(cpu_threads=0)
+    sharding.PartitionConfig(cpu_threads=0)

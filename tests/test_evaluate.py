@@ -11,8 +11,8 @@ from osd_jax import base, evaluate, writers
 from osd_jax.data import prompts
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
+from osd_jax.engine import adaptive, slots
 from osd_jax.measuring import metrics, timing
-from osd_jax.serving import adaptive, slots
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import tiny_online
 
 from osd_jax import online, writers
 from osd_jax.distillation import losses
-from osd_jax.serving import slots
+from osd_jax.engine import slots
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import checkpoints, online, pairs, partitioning, writers
+from osd_jax import checkpoints, online, pairs, sharding, writers
 from osd_jax.models import weights
 from osd_jax.writers import stored_config
 
@@ -30,7 +30,7 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def serve(pair):
   """Runs in a folder; the pair is one object, so that runs share what they compile."""
-  loaded = pairs.load_pair(pair, partitioning.make(partitioning.PartitionConfig()))
+  loaded = pairs.load_pair(pair, sharding.make(sharding.PartitionConfig()))
 
   def served(folder, models=loaded):
     with pytest.MonkeyPatch.context() as patch:

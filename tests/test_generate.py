@@ -12,8 +12,8 @@ import pytest
 
 from osd_jax import base
 from osd_jax import main as cli
+from osd_jax.engine import server
 from osd_jax.main import generate
-from osd_jax.serving import server
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import tiny_online
 
 from osd_jax import base, pairs, writers
 from osd_jax.distillation.learner import Learner, LearningConfig
-from osd_jax.serving import replicas, slots
+from osd_jax.engine import replicas, slots
 
 ADAPTIVE = slots.AdaptiveConfig(candidates=(0, 1))
 DECODING = slots.DecodingConfig(

@@ -16,9 +16,9 @@ from osd_jax import main as cli
 from osd_jax.data import tokenizers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import optimizers, update
+from osd_jax.engine import adaptive, slots
 from osd_jax.models import convert as formats
 from osd_jax.models import weights
-from osd_jax.serving import adaptive, slots
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ import pytest
 import tiny_online
 
 import osd_jax
-from osd_jax import certify, evaluate, partitioning, writers
+from osd_jax import certify, evaluate, sharding, writers
 from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
-from osd_jax.serving import slots
+from osd_jax.engine import slots
 
 MESHES = [(4, 1), (2, 2), (1, 4)]
 DECODING = slots.DecodingConfig(
@@ -41,7 +41,7 @@ def asked(pair, folder, mesh):
     "pair": pair,
     "decoding": DECODING,
     "run_directory": str(folder / "run"),
-    "partition": partitioning.PartitionConfig(*mesh),
+    "partition": sharding.PartitionConfig(*mesh),
   }
 
 
@@ -102,11 +102,11 @@ def test_generate(unprepared, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_texts(lively_pair, mesh):
+def test_corpus(lively_pair, mesh):
   questions = ["add 2 and 3", "list all singers", "def f(x):"]
 
   def texts(mesh):
-    partition = partitioning.PartitionConfig(*mesh)
+    partition = sharding.PartitionConfig(*mesh)
     decoding = dataclasses.replace(DECODING, rows=2)
     with osd_jax.Server(lively_pair, decoding, partition=partition) as server:
       return [answer.text for answer in server.generate(questions)]

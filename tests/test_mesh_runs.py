@@ -6,7 +6,7 @@ import pytest
 from whole_run import COUNT, INTERRUPTED, run
 
 from osd_jax import writers
-from osd_jax.serving import adaptive
+from osd_jax.engine import adaptive
 
 pytestmark = [
   pytest.mark.slow,

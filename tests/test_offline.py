@@ -8,12 +8,12 @@ import rich.progress
 import tabular_pair
 import tiny_pair
 
-from osd_jax import base, offline, partitioning, texts, writers
+from osd_jax import base, corpus, offline, sharding, writers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
 from osd_jax.distillation import update as updates
+from osd_jax.engine import slots
 from osd_jax.models import mixture, weights
-from osd_jax.serving import slots
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def plain(pair):
   def tokens(model, params):
     writer = slots.Slots(DECODING, model, params)
     prompts = tabular_pair.prompts(COUNT)
-    answers = writer.run(texts.requests(prompts, slots.SamplingConfig()))
+    answers = writer.run(corpus.requests(prompts, slots.SamplingConfig()))
     return np.stack([done.tokens for done in answers])
 
   target = tokens(pair.target, pair.target_params)
@@ -48,12 +48,12 @@ def plain(pair):
 
 
 def written(pair, rows=3, temperature=0.0, **values):
-  made = texts.Texts(
-    texts.TextsConfig(**values),
+  made = corpus.Texts(
+    corpus.TextsConfig(**values),
     dataclasses.replace(DECODING, rows=rows),
     slots.SamplingConfig(temperature=temperature),
     pair,
-    partitioning.PartitionConfig(),
+    sharding.PartitionConfig(),
     tabular_pair.prompts(COUNT),
     rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}")),
   )
@@ -67,7 +67,7 @@ def test_teacher_texts_are_the_targets_and_student_texts_the_drafts(pair, plain)
   np.testing.assert_array_equal(student.target, draft)
 
 
-@pytest.mark.parametrize("source", texts.SAMPLE_SOURCES)
+@pytest.mark.parametrize("source", corpus.SAMPLE_SOURCES)
 def test_the_target_judges_whatever_was_written(pair, source):
   rows = written(pair, sample_source=source)
   logits = pair.target.score(pair.target_params, rows.source, None, rows.target)
@@ -182,7 +182,7 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
       target_length=8,
       record_top_k=tiny_pair.VOCAB_SIZE,
     ),
-    texts=texts.TextsConfig(sample_source="mix_request"),
+    texts=corpus.TextsConfig(sample_source="mix_request"),
     resample_every=5,
     update=updates.UpdateConfig(num_new=2, num_replay=2),
     steps=12,
@@ -219,7 +219,7 @@ def test_four_devices_distil_as_one(config, finished, tmp_path, mesh):
   four = offline.run(
     dataclasses.replace(
       config,
-      partition=partitioning.PartitionConfig(*mesh),
+      partition=sharding.PartitionConfig(*mesh),
       output=str(tmp_path / "draft.safetensors"),
       run_directory=str(tmp_path / "run"),
     )
@@ -275,7 +275,7 @@ def test_a_finished_run_started_again_writes_the_same_and_learns_nothing(
 ):
   before = logged(finished)
   monkeypatch.setattr(offline.OfflineLoop, "step", None)  # would fail
-  monkeypatch.setattr(texts.Texts, "rows", None)
+  monkeypatch.setattr(corpus.Texts, "rows", None)
   offline.run(config)
   assert logged(finished) == before
 
@@ -285,7 +285,7 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
     config,
     output=str(tmp_path / "d.safetensors"),
     run_directory=str(tmp_path / "r"),
-    texts=texts.TextsConfig(),
+    texts=corpus.TextsConfig(),
     steps=3,
   )
   batch = offline.OfflineLoop._batch
@@ -327,7 +327,7 @@ def test_bad_values_are_named(field, value):
 )
 def test_bad_text_values_are_named(field, value):
   with pytest.raises(ValueError, match=f"TextsConfig.{field}: received"):
-    texts.TextsConfig(**{field: value})
+    corpus.TextsConfig(**{field: value})
 
 
 def test_padding_stays_out_of_the_rows(pair):

@@ -14,9 +14,9 @@ from compilations import Compilations
 
 from osd_jax import base, online, threads, writers
 from osd_jax.distillation import background, update
+from osd_jax.engine import slots
 from osd_jax.measuring import metering
 from osd_jax.models import weights
-from osd_jax.serving import slots
 
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 

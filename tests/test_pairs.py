@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from osd_jax import base, pairs, partitioning
+from osd_jax import base, pairs, sharding
 from osd_jax.data import vocabularies
 from osd_jax.models import convert, t5, weights
 
@@ -21,7 +21,7 @@ def config(tmp_path_factory):
 
 
 def load(config):
-  return pairs.load_pair(config, partitioning.make())
+  return pairs.load_pair(config, sharding.make())
 
 
 def rewritten(pair_config, field, folder, **changes):

@@ -16,10 +16,10 @@ import tiny_online
 import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
-from osd_jax import online, pairs, partitioning, writers
+from osd_jax import online, pairs, sharding, writers
 from osd_jax.distillation import buffer
+from osd_jax.engine import slots
 from osd_jax.measuring import metering, metrics
-from osd_jax.serving import slots
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def twins(pair):
   """A draft equal to its target, as one object: runs share what they compile."""
-  found = pairs.load_pair(pair, partitioning.make(partitioning.PartitionConfig()))
+  found = pairs.load_pair(pair, sharding.make(sharding.PartitionConfig()))
   return dataclasses.replace(
     found, draft=found.target, draft_params=found.target_params
   )

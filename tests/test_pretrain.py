@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from osd_jax import base, partitioning, pretrain, testing, writers
+from osd_jax import base, pretrain, sharding, testing, writers
 from osd_jax.data import generated
 from osd_jax.data.batches import BatchConfig, BatchStream
 from osd_jax.data.sources import TaskConfig
@@ -154,8 +154,8 @@ def test_four_devices_train_as_one(tmp_path, mesh):
     rows = writers.read(tmp_path / name / "run" / "metrics.jsonl")
     return [row["loss"] for row in rows if row["kind"] == "step"]
 
-  one = losses("one", partitioning.PartitionConfig())
-  four = losses("four", partitioning.PartitionConfig(*mesh))
+  one = losses("one", sharding.PartitionConfig())
+  four = losses("four", sharding.PartitionConfig(*mesh))
   assert len(one) == 2 and one[0] != one[1]
   np.testing.assert_allclose(four, one, rtol=1e-5)
 

@@ -14,8 +14,8 @@ from test_attached_runs import configured, outputs
 
 from osd_jax import base, main, online, pairs, remote, writers
 from osd_jax.data import sources
+from osd_jax.engine import slots
 from osd_jax.models import weights
-from osd_jax.serving import slots
 
 BUCKET = fsspec.filesystem("memory")
 

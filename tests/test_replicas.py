@@ -11,9 +11,9 @@ import tiny_online
 from test_attached_runs import configured, outputs
 
 from osd_jax import base, main, online, pairs, writers
+from osd_jax.engine import replicas, requests
+from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.models.shapes import DraftServing
-from osd_jax.serving import replicas, requests
-from osd_jax.serving.replicas import ReplicaConfig
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

@@ -14,9 +14,9 @@ import tiny_pair
 from osd_jax import online, pairs
 from osd_jax.data import batches, generated, sources, streams
 from osd_jax.distillation import buffer, learner, optimizers, schedule, update
+from osd_jax.engine import slots
 from osd_jax.models import t5, weights
 from osd_jax.models.shapes import AttachedConfig
-from osd_jax.serving import slots
 
 REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
 SHAPE = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)

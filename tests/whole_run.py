@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import tiny_online
 
-from osd_jax import online, partitioning, writers
+from osd_jax import online, sharding, writers
 from osd_jax.distillation import optimizers, update
-from osd_jax.serving import slots
+from osd_jax.engine import slots
 
 COUNT, INTERRUPTED = 16, 9
 
@@ -38,7 +38,7 @@ def run(pair, folder, mesh, interrupted_at=None, goes_on_with=None, **decoding):
   config = dataclasses.replace(
     config,
     pair=pair,  # the whole draft: fewer programs
-    partition=partitioning.PartitionConfig(*mesh),
+    partition=sharding.PartitionConfig(*mesh),
     stream=dataclasses.replace(config.stream, requests_per_task=COUNT // 4),
     decoding=dataclasses.replace(config.decoding, num_draft_tokens=2, **decoding),
     learning=dataclasses.replace(
@@ -56,7 +56,7 @@ def run(pair, folder, mesh, interrupted_at=None, goes_on_with=None, **decoding):
     with pytest.raises(Interrupted):
       serve(config, outputs, interrupted_at)
     assert not (folder / "draft.safetensors").exists()
-  partition = partitioning.PartitionConfig(*(goes_on_with or mesh))
+  partition = sharding.PartitionConfig(*(goes_on_with or mesh))
   serve(dataclasses.replace(config, partition=partition), outputs)
   rows = writers.read(folder / "metrics.jsonl")
   return [outputs[tag] for tag in range(COUNT)], [

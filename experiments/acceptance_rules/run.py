@@ -15,12 +15,12 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import certify, pairs, partitioning, texts
+from osd_jax import certify, corpus, pairs, sharding
 from osd_jax.data.prompts import Prompt, prompts
 from osd_jax.decoding import accept
+from osd_jax.engine import agreement, slots
+from osd_jax.engine.server import Server
 from osd_jax.main import settings
-from osd_jax.serving import agreement, slots
-from osd_jax.serving.server import Server
 
 TEMPERATURES = (0.3, 0.7, 1.0)
 
@@ -29,12 +29,12 @@ def measure(
   pair: pairs.Pair,
   asked: list[Prompt],
   decoding: slots.DecodingConfig,
-  partition: partitioning.PartitionConfig,
+  partition: sharding.PartitionConfig,
   temperature: float,
 ) -> dict[str, float]:
   """Draft acceptance of both rules, the law's bounds, and outputs equal to plain."""
-  requests = texts.requests(asked, slots.SamplingConfig(temperature=temperature))
-  plain = texts.plain_server(pair, decoding, partition).run(requests)
+  requests = corpus.requests(asked, slots.SamplingConfig(temperature=temperature))
+  plain = corpus.plain_server(pair, decoding, partition).run(requests)
   overlap = mean_overlap(pair, plain)
   row = {
     "temperature": temperature,
@@ -79,7 +79,7 @@ def main() -> None:
   named = config.pair
   if given.draft:
     named = dataclasses.replace(named, draft=given.draft)
-  pair = pairs.load_pair(named, partitioning.make(config.partition))
+  pair = pairs.load_pair(named, sharding.make(config.partition))
   asked = prompts(config.prompts, pair.vocabulary, given.count)
   # Full rows, so that the overlap is exact.
   decoding = dataclasses.replace(config.decoding, record_top_k=pair.target.vocab_size)

@@ -17,12 +17,12 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import offline, online, pairs, partitioning, texts, writers
+from osd_jax import corpus, offline, online, pairs, sharding, writers
 from osd_jax.data import streams
 from osd_jax.data.prompts import prompts
+from osd_jax.engine.server import Server
 from osd_jax.main import settings
 from osd_jax.measuring import metrics
-from osd_jax.serving.server import Server
 
 HELD_OUT = 100  # prompts a topic
 
@@ -54,7 +54,7 @@ def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
   server = Server(pair, decoding, partition=config.partition)
   asked = prompts(evaluation.evaluation, pair.vocabulary)
   labels = [task.label for task in evaluation.evaluation.tasks]
-  return server.run(texts.requests(asked, config.sampling)), labels
+  return server.run(corpus.requests(asked, config.sampling)), labels
 
 
 def served(
@@ -114,7 +114,7 @@ def main() -> None:
   given = parser.parse_args()
   console = rich.console.Console()
   first, _ = settings.load(online.OnlineConfig, [given.gin_file], [])
-  pair = pairs.load_pair(first.pair, partitioning.make(first.partition))
+  pair = pairs.load_pair(first.pair, sharding.make(first.partition))
   answers, labels = held_out_answers(first, pair)
   level = ceiling(pair, answers, labels)
   frozen = overlap(pair, pair.draft_params, answers, labels)

@@ -32,11 +32,11 @@ import rich.progress
 import rich.table
 import states
 
-from osd_jax import base, offline, pairs, partitioning, texts
+from osd_jax import base, corpus, offline, pairs, sharding
 from osd_jax.data import batches, prompts
 from osd_jax.distillation import optimizers
 from osd_jax.main import settings
-from osd_jax.models import attached, causal, llama, shapes, stacks, weights
+from osd_jax.models import attached, llama, llama_layers, shapes, t5_layers, weights
 
 K = 7
 TURNS = 20
@@ -135,11 +135,11 @@ class Judge:
 
 def _all_states(module: llama.Llama, source, mask, target):
   """What `Llama.score` feeds, and the states behind all of it, after the last norm."""
-  inputs = stacks.inputs_of(target, llama.last_token(source, mask))
+  inputs = t5_layers.inputs_of(target, llama.last_token(source, mask))
   kept = llama.without_last(mask)
   behind = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(inputs.shape[1])
   tokens = jnp.concatenate([source, inputs], axis=1)
-  positions = jnp.concatenate([causal.prompt_positions(mask), behind], axis=1)
+  positions = jnp.concatenate([llama_layers.prompt_positions(mask), behind], axis=1)
   fed = jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1)
   x = module.decoder.over(module.token_embedder(tokens), fed, positions)
   return tokens, positions, fed, module.decoder.decoder_norm(x)
@@ -242,8 +242,8 @@ def figures(form: Form, params, rows: Rows) -> dict[str, float]:
 def answered(pair: pairs.Pair, config: offline.OfflineConfig, judge: Judge) -> Rows:
   """Held-out prompts with the target's own answers."""
   asked = prompts.prompts(config.evaluation, pair.vocabulary, config.evaluation_prompts)
-  server = texts.plain_server(pair, config.decoding, config.partition)
-  done = server.run(texts.requests(asked, config.sampling))
+  server = corpus.plain_server(pair, config.decoding, config.partition)
+  done = server.run(corpus.requests(asked, config.sampling))
   length, pad_id = config.decoding.target_length, pair.vocabulary.pad_id
   source = np.full((len(done), config.evaluation.source_length), pad_id, np.int32)
   target = np.full((len(done), length), pad_id, np.int32)
@@ -305,7 +305,7 @@ def main() -> None:
     f"OptimizerConfig.total_steps={given.steps}",
   ]
   config, _ = settings.load(offline.OfflineConfig, [given.gin_file], bindings)
-  pair = pairs.load_pair(config.pair, partitioning.make(config.partition))
+  pair = pairs.load_pair(config.pair, sharding.make(config.partition))
   judge = Judge(weights.load(config.pair.target), pair.vocabulary.pad_id)
   update = config.update
   size = dataclasses.replace(

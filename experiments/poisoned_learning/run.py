@@ -34,11 +34,11 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import online, pairs, partitioning, writers
+from osd_jax import online, pairs, sharding, writers
 from osd_jax.distillation import buffer, update
+from osd_jax.engine import slots
 from osd_jax.main import settings
 from osd_jax.measuring import metering
-from osd_jax.serving import slots
 
 EDGE = 50  # requests that "first" and "last" mean
 NAN_EVERY = 50  # one row in so many holds NaN
@@ -173,7 +173,7 @@ def main() -> int:
   )
   # One object for all runs: the same weights, whatever becomes of their files, and
   # nothing is compiled twice.
-  loaded = pairs.load_pair(config.pair, partitioning.make(config.partition))
+  loaded = pairs.load_pair(config.pair, sharding.make(config.partition))
   config = dataclasses.replace(config, pair=loaded)
   results = compare(
     config, arguments.only or MODES, arguments.temperature, arguments.out

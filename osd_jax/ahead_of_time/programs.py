@@ -15,10 +15,10 @@ from osd_jax.ahead_of_time.plan import Plan, bytes_of
 from osd_jax.decoding import sampling
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
+from osd_jax.engine import calls
+from osd_jax.engine.prompts import PromptBatch
 from osd_jax.measuring import compiled as texts
 from osd_jax.measuring.operations import of_products
-from osd_jax.serving import calls
-from osd_jax.serving.prompts import PromptBatch
 
 KERNELS = ("fusion", "custom-call", "convolution", "dot", "reduce", "sort", "scatter")
 

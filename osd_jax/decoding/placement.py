@@ -1,6 +1,6 @@
 """What decoding asks of a mesh; where there is none, nothing.
 
-`serving.calls` traces rounds within the mesh of their partitioner. Its axes are "data",
+`engine.calls` traces rounds within the mesh of their partitioner. Its axes are "data",
 over which rows are split, and "model", over which the target's vocabulary is.
 """
 

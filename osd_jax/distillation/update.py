@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
-from osd_jax.distillation import losses, meshes, narrowing, optimizers
+from osd_jax.distillation import losses, meshes, optimizers, subsample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +140,13 @@ def loss_and_grad(
   """
   if config.loss.narrows:
     key = jax.random.fold_in(jax.random.key(0), step)
-    narrowed = narrowing.narrow(config.loss, batch, key, model.vocab_size)
+    narrowed = subsample.narrow(config.loss, batch, key, model.vocab_size)
   else:
-    narrowed = narrowing.Narrowed(batch, None, None, None)
+    narrowed = subsample.Narrowed(batch, None, None, None)
 
   def loss(params):
     whole = model.join(params, frozen)
-    logits = narrowing.logits_of(model, whole, narrowed)
+    logits = subsample.logits_of(model, whole, narrowed)
     return losses.distillation_loss(config.loss, logits, narrowed.batch)
 
   return jax.value_and_grad(loss)(params)

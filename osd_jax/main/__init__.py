@@ -191,9 +191,9 @@ def _join_others(arguments: argparse.Namespace) -> None:
       "--coordinator, --num_processes, --process_id: expected all three, or --multihost"
       " where the cluster says them."
     )
-  from osd_jax import partitioning
+  from osd_jax import sharding
 
-  partitioning.join(*stated)
+  sharding.join(*stated)
 
 
 def _is_for_the_user(error: Exception) -> bool:

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from osd_jax import base, pairs, partitioning
+from osd_jax import base, pairs, sharding
 from osd_jax.distillation.learner import LearningConfig
+from osd_jax.engine import server
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import weights
-from osd_jax.serving import server
-from osd_jax.serving.requests import DecodingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GenerateConfig:
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = server.DECODING
   learning: LearningConfig = server.LEARNING
-  partition: partitioning.PartitionConfig = partitioning.PartitionConfig()
+  partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
 
 def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:

@@ -19,8 +19,8 @@ import rich.console
 
 from osd_jax import base, pairs, writers
 from osd_jax.decoding import accept, sampling
+from osd_jax.engine import slots
 from osd_jax.measuring import summaries
-from osd_jax.serving import slots
 
 # Promised, not tuned: a difference beyond them is a fault to find.
 NEAR_TIE = 1e-5  # relative distance of two scores

@@ -10,9 +10,9 @@ from typing import Any
 
 from osd_jax import writers
 from osd_jax.data import streams
+from osd_jax.engine.requests import Finished
 from osd_jax.measuring import alarms, savings
 from osd_jax.measuring.prices import Prices
-from osd_jax.serving.requests import Finished
 
 
 class Logbook:

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import base, pairs, partitioning
+from osd_jax import base, pairs, sharding
 from osd_jax.data import streams
+from osd_jax.engine import agreement
+from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
+from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate, metrics
-from osd_jax.serving import agreement
-from osd_jax.serving.requests import DecodingConfig, Finished, SamplingConfig
-from osd_jax.serving.server import Server
 
 
 class Meter:
@@ -29,7 +29,7 @@ class Meter:
     sampling: SamplingConfig,
     floor: bool,
     compare_every: int,
-    partition: partitioning.PartitionConfig,
+    partition: sharding.PartitionConfig,
   ):
     """Compiles nothing yet.
 
@@ -150,7 +150,7 @@ class Rivals:
     self,
     pair: pairs.Pair,
     decoding: DecodingConfig,
-    partition: partitioning.PartitionConfig,
+    partition: sharding.PartitionConfig,
   ):
     """Takes the online decoder's config; rows are set to 1."""
     single = dataclasses.replace(decoding, rows=1)

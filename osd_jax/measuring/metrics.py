@@ -1,6 +1,6 @@
 """Every metric, defined once, with its formula.
 
-Overlap and acceptance rate of a draft on requests are `serving/agreement`.
+Overlap and acceptance rate of a draft on requests are `engine/agreement`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.serving import agreement
-from osd_jax.serving.requests import Finished
+from osd_jax.engine import agreement
+from osd_jax.engine.requests import Finished
 
 
 def draft_acceptance_rate(accepted: int, drafted: int) -> float | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.distillation import update
-from osd_jax.serving.server import Server
+from osd_jax.engine.server import Server
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 
 from osd_jax.distillation.costs import UpdateCosts
+from osd_jax.engine import calls
+from osd_jax.engine.prompts import Prompt
+from osd_jax.engine.requests import SamplingConfig
+from osd_jax.engine.server import Server
+from osd_jax.engine.slots import Slots
 from osd_jax.measuring import operations, timing
-from osd_jax.serving import calls
-from osd_jax.serving.prompts import Prompt
-from osd_jax.serving.requests import SamplingConfig
-from osd_jax.serving.server import Server
-from osd_jax.serving.slots import Slots
 
 ROUNDS = 8  # of a timed call, at most: rows may end before
 LEAST, MOST, SECONDS = 4, 40, 0.5  # turns: at least, at most, and for how long else

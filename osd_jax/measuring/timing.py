@@ -13,8 +13,8 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.serving.requests import DecodingConfig, Request
-from osd_jax.serving.server import Server
+from osd_jax.engine.requests import DecodingConfig, Request
+from osd_jax.engine.server import Server
 
 
 @dataclasses.dataclass(frozen=True)

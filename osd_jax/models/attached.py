@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import families, layers, served, stacks
+from osd_jax.models import families, layers, served, t5_layers
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import AttachedConfig, DraftServing
 
@@ -46,7 +46,7 @@ class Attached(nn.Module):
     dtype = jnp.dtype(self.target.dtype)
     project = functools.partial(layers.Projection, dtype=dtype, layout=layout)
     self.inward = project((width, inner.width), ("embed", "embed"))
-    self.decoder = stacks.Decoder(inner, layout, own_head=False, memory_width=width)
+    self.decoder = t5_layers.Decoder(inner, layout, own_head=False, memory_width=width)
     # Small at first: the target's head is as large as it has grown.
     self.outward = project((inner.width, width), ("embed", "embed"), init_scale=0.3)
     self.draft_head = served.draft_head_of(self.target, self.serving)
@@ -54,7 +54,7 @@ class Attached(nn.Module):
   def prefill(self, reading, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`; of what the target has read, [B, S, E]."""
     inner = self.config.decoder(self.target)
-    return stacks.empty_cache(inner, self._cross(reading), mask, cache_length)
+    return t5_layers.empty_cache(inner, self._cross(reading), mask, cache_length)
 
   def decode(self, frozen, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
@@ -157,7 +157,7 @@ def build(
   def score(params, source, mask, text, positions=None, tokens=None, reading=None):
     if reading is None:
       reading = read(params, source, mask)
-    inputs = stacks.inputs_of(text, of_target.starts(source))
+    inputs = t5_layers.inputs_of(text, of_target.starts(source))
     arguments = (params[FROZEN], reading, mask, inputs, positions, tokens)
     return apply(training, params, *arguments, method=Attached.score)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import causal, embedding, functions, layers, served, stacks
+from osd_jax.models import embedding, functions, layers, llama_layers, served, t5_layers
 from osd_jax.models.shapes import DraftServing, LlamaConfig
 
 
@@ -36,7 +36,7 @@ class Llama(nn.Module):
     draft_head = served.draft_head_of(config, serving)
     self.draft_head = draft_head
     own_head = not config.tied_head and draft_head is None
-    self.decoder = causal.Decoder(config, layout, own_head)
+    self.decoder = llama_layers.Decoder(config, layout, own_head)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`; `cross_keys` are those of the prompt but its last."""
@@ -60,7 +60,7 @@ class Llama(nn.Module):
 
   def read(self, source, mask):
     """See `base.Model.read`."""
-    x, positions = self.token_embedder(source), causal.prompt_positions(mask)
+    x, positions = self.token_embedder(source), llama_layers.prompt_positions(mask)
     depth = self.config.layer_handed_out
     return embedding.handed_out(self.decoder.over(x, mask, positions, depth))
 
@@ -71,14 +71,14 @@ class Llama(nn.Module):
 
   def score(self, source, mask, target, positions=None, tokens=None):
     """See `base.Model.score` and `base.Model.score_at`."""
-    inputs = stacks.inputs_of(target, last_token(source, mask))
+    inputs = t5_layers.inputs_of(target, last_token(source, mask))
     kept, length = without_last(mask), source.shape[1]
     before = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None]
     behind = before + jnp.arange(target.shape[1])[None]
     x = self.decoder.over(
       self.token_embedder(jnp.concatenate([source, inputs], axis=1)),
       jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1),
-      jnp.concatenate([causal.prompt_positions(mask), behind], axis=1),
+      jnp.concatenate([llama_layers.prompt_positions(mask), behind], axis=1),
     )[:, length:]
     if positions is not None:
       x = jnp.take_along_axis(x, positions[..., None], axis=1)

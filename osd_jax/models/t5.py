@@ -10,7 +10,7 @@ import flax.linen as nn
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import embedding, functions, layers, served, stacks
+from osd_jax.models import embedding, functions, layers, served, t5_layers
 from osd_jax.models.shapes import DraftServing, T5Config
 
 __all__ = ["T5", "DraftServing", "T5Config", "build"]
@@ -33,17 +33,17 @@ class T5(nn.Module):
     config, serving = self.config, self.serving
     layout = layers.Layout.TRAINED if serving is None else serving.layout
     self.token_embedder = embedding.Embedding(config)
-    self.encoder = stacks.Encoder(config)
+    self.encoder = t5_layers.Encoder(config)
     draft_head = served.draft_head_of(config, serving)
     self.draft_head = draft_head
     own_head = not config.tied_head and draft_head is None
-    self.decoder = stacks.Decoder(config, layout, own_head)
+    self.decoder = t5_layers.Decoder(config, layout, own_head)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`."""
     encoded = self._encode(source, mask)
     cross = self.decoder.cross_keys_values(encoded)
-    cache = stacks.empty_cache(self.config, cross, mask, cache_length)
+    cache = t5_layers.empty_cache(self.config, cross, mask, cache_length)
     return (
       cache.replace(reading=embedding.handed_out(encoded)) if self.hands_out else cache
     )
@@ -60,7 +60,7 @@ class T5(nn.Module):
   def score(self, source, mask, target, positions=None, tokens=None):
     """See `base.Model.score` and `base.Model.score_at`."""
     cross = self.decoder.cross_keys_values(self._encode(source, mask))
-    x = self.token_embedder(stacks.inputs_of(target))
+    x = self.token_embedder(t5_layers.inputs_of(target))
     return self._logits(self.decoder.at(x, cross, mask, positions), tokens)
 
   def _encode(self, source, mask):

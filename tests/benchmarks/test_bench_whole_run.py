@@ -14,7 +14,7 @@ import tiny_online
 from compilations import Compilations
 
 from osd_jax import base
-from osd_jax.serving import slots
+from osd_jax.engine import slots
 
 pytestmark = pytest.mark.slow
 

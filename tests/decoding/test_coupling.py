@@ -11,7 +11,7 @@ from osd_jax import testing
 from osd_jax.base import EOS_ID
 from osd_jax.decoding import accept as accept_lib
 from osd_jax.decoding import sampling
-from osd_jax.serving import requests
+from osd_jax.engine import requests
 
 VOCAB, LENGTH = 8, 16
 TARGET = harness.TARGET

@@ -9,11 +9,11 @@ import pytest
 import tabular_pair
 import tiny_online
 
-from osd_jax import base, certify, pairs, partitioning, testing, texts, writers
+from osd_jax import base, certify, corpus, pairs, sharding, testing, writers
 from osd_jax.data.batches import BatchConfig
+from osd_jax.engine import slots
+from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate
-from osd_jax.serving import slots
-from osd_jax.serving.server import Server
 
 SIZE, LENGTH = tabular_pair.VOCAB_SIZE, tabular_pair.TARGET_LENGTH
 MIXED = slots.SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)
@@ -36,7 +36,7 @@ def with_table(table) -> pairs.Pair:
 
 def answers(pair, sampling=MIXED, draft=True, count=6):
   server = Server(pair if draft else pair.plain(), decoding())
-  return server.run(texts.requests(tabular_pair.prompts(count), sampling))
+  return server.run(corpus.requests(tabular_pair.prompts(count), sampling))
 
 
 def altered(done, position, token):
@@ -190,7 +190,7 @@ def certify_config(pair_config, folder, **changes):
 
 
 def test_float64_rescoring_agrees_with_float32(pair_config):
-  pair = pairs.load_pair(pair_config, partitioning.make())
+  pair = pairs.load_pair(pair_config, sharding.make())
   source, mask = testing.random_sources(2, 7, pair.target.vocab_size, 0)
   target = source[:, :6]
   single = pair.target.score(pair.target_params, source, mask, target)
@@ -230,7 +230,7 @@ def test_a_wrong_output_is_told(pair_config, tmp_path, monkeypatch):
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_target_of_nans_is_never_certified(pair_config, tmp_path, whole):
   """Whole: all of it NaN; else one number of its output head. Plain and fast agree."""
-  pair = pairs.load_pair(pair_config, partitioning.make())
+  pair = pairs.load_pair(pair_config, sharding.make())
 
   def broken(path, leaf):
     if whole:

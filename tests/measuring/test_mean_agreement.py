@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import tabular_pair
 
-from osd_jax import partitioning, texts
+from osd_jax import corpus, sharding
+from osd_jax.engine import slots
 from osd_jax.measuring import metrics
-from osd_jax.serving import slots
 
 DECODING = slots.DecodingConfig(
   rows=3,
@@ -24,9 +24,9 @@ def pair():
 
 @pytest.fixture(scope="module")
 def answers(pair):
-  server = texts.plain_server(pair, DECODING, partitioning.PartitionConfig())
+  server = corpus.plain_server(pair, DECODING, sharding.PartitionConfig())
   sampling = slots.SamplingConfig(temperature=1.0)
-  return server.run(texts.requests(tabular_pair.prompts(7), sampling))
+  return server.run(corpus.requests(tabular_pair.prompts(7), sampling))
 
 
 def test_a_draft_equal_to_the_target_agrees_entirely(pair, answers):

@@ -7,11 +7,11 @@ import pytest
 import tabular_pair
 from decoding import harness
 
-from osd_jax import partitioning, testing
+from osd_jax import sharding, testing
 from osd_jax.base import EOS_ID
+from osd_jax.engine import slots
 from osd_jax.measuring import metering
 from osd_jax.models import t5
-from osd_jax.serving import slots
 
 VOCAB = testing.TINY_T5.vocab_size
 
@@ -49,7 +49,7 @@ def test_the_floor_draft_has_the_shortlist_of_the_online_draft(params):
   online = slots.Slots(config(), harness.TARGET, params, draft, params)
   online.swap(params, 1, chosen)
   done = online.run([request])[0]
-  rivals = metering.Rivals(pair, config(), partitioning.PartitionConfig())
+  rivals = metering.Rivals(pair, config(), sharding.PartitionConfig())
   first = np.arange(draft.shortlist, dtype=np.int32)
   _, unlike = rivals.serve(done, first)
   plain, alike = rivals.serve(done, online.shortlist)

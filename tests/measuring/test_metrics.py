@@ -7,8 +7,8 @@ import pytest
 
 from osd_jax import base, testing
 from osd_jax.decoding import records
+from osd_jax.engine import agreement as agreement_lib
 from osd_jax.measuring import metrics
-from osd_jax.serving import agreement as agreement_lib
 
 VOCAB, LENGTH = 9, 7
 # temperature, top_k, top_p

@@ -11,11 +11,11 @@ import pytest
 import tiny_online
 from writers import synthetic_run
 
-from osd_jax import online, partitioning, writers
+from osd_jax import online, sharding, writers
 from osd_jax.distillation import worth
+from osd_jax.engine import adaptive, calls, slots
+from osd_jax.engine.server import Server
 from osd_jax.measuring import operations, pages, prediction, prices, savings
-from osd_jax.serving import adaptive, calls, slots
-from osd_jax.serving.server import Server
 
 PLAIN = prices.CallPrices(1, (0,), (4.0,), 5.0)
 ONLINE = prices.CallPrices(1, (7,), (11.0,), 10.0)
@@ -280,7 +280,7 @@ def test_every_k_is_priced_on_a_mesh_too(pair, tmp_path, quick_compilation):
       costs=(adaptive.RoundCosts((1.0, 2.0, 3.0, 4.0, 5.0)),)
     ),
   )
-  mesh = partitioning.PartitionConfig(data=2, model=2)
+  mesh = sharding.PartitionConfig(data=2, model=2)
   with Server(config.pair, decoding, config.learning, mesh) as server:
     made = prices.measure(server, np.array([5, 9, 7, 1], np.int32), learn=True)
     assert not server.learner.is_beside  # so that nothing of an update is hidden

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base, native, testing
-from osd_jax.models import causal, llama, rotary
+from osd_jax.models import llama, llama_layers, rotary
 from osd_jax.models.shapes import DraftServing, LlamaConfig, RopeScaling
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 9, 4
@@ -205,7 +205,7 @@ def test_padding_on_either_side_changes_nothing(runner):
 def test_a_long_prompt_is_read_in_chunks(runner, chunk, monkeypatch):
   whole, cache = runner.feed(2)
   shape = dataclasses.replace(runner.config, max_positions=100 + chunk)  # traced anew
-  monkeypatch.setattr(causal, "CHUNK", chunk)
+  monkeypatch.setattr(llama_layers, "CHUNK", chunk)
   other = Runner(shape)
   arguments = (other.model.prepare(other.params), other.source, other.mask, 13)
   text = prefill.lower(other.model, *arguments).as_text()

@@ -9,7 +9,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import accept, sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.serving.adaptive import AdaptiveConfig
+from osd_jax.engine.adaptive import AdaptiveConfig
 
 
 @dataclasses.dataclass(frozen=True)

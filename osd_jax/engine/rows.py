@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from osd_jax import base
-from osd_jax.serving.requests import Finished, Request
+from osd_jax.engine.requests import Finished, Request
 
 _END: Any = object()  # of an iterator; None is a request that is not there yet
 

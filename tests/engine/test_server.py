@@ -12,10 +12,10 @@ import tiny_online
 
 from osd_jax import base, pairs
 from osd_jax.distillation import learner, schedule
+from osd_jax.engine import requests
+from osd_jax.engine.answers import Prompt
+from osd_jax.engine.server import LEARNING, Server
 from osd_jax.models import weights
-from osd_jax.serving import requests
-from osd_jax.serving.answers import Prompt
-from osd_jax.serving.server import LEARNING, Server
 
 DECODING = requests.DecodingConfig(
   rows=2, num_draft_tokens=3, source_lengths=(24, 48), target_length=16

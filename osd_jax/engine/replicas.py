@@ -22,10 +22,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import base, pairs, partitioning
-from osd_jax.serving.requests import DecodingConfig, Finished, Request
-from osd_jax.serving.rows import Rows
-from osd_jax.serving.slots import Slots
+from osd_jax import base, pairs, sharding
+from osd_jax.engine.requests import DecodingConfig, Finished, Request
+from osd_jax.engine.rows import Rows
+from osd_jax.engine.slots import Slots
 
 _LIVES = 3  # replicas that may be lost one after the other without an answer between
 _INHERITED = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
@@ -64,7 +64,7 @@ class Replica:
     settings: Mapping[str, Any],
     pair: pairs.PairConfig,
     decoding: DecodingConfig,
-    partition: partitioning.PartitionConfig,
+    partition: sharding.PartitionConfig,
   ):
     """Loads nothing yet.
 
@@ -82,7 +82,7 @@ class Replica:
     for name, value in self._settings.items():
       jax.config.update(name, value)
     given, decoding, partition = self._given
-    partitioner = partitioning.make(partition)
+    partitioner = sharding.make(partition)
     pair = pairs.load_pair(given, partitioner)
     models = pair.target, pair.target_params, pair.draft, pair.draft_params
     self._slots = Slots(decoding, *models, partitioner)
@@ -133,7 +133,7 @@ class Replicas(Rows):
     decoding: DecodingConfig,
     given: pairs.PairConfig | pairs.Pair,
     pair: pairs.Pair,
-    partition: partitioning.PartitionConfig,
+    partition: sharding.PartitionConfig,
   ):
     """Starts the actors; they load while the caller goes on.
 

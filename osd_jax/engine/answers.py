@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from osd_jax import base
-from osd_jax.serving.requests import Finished, SamplingConfig
+from osd_jax.engine.requests import Finished, SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)

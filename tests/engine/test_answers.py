@@ -7,7 +7,7 @@ from hypothesis import strategies
 
 from osd_jax import assets, base
 from osd_jax.data.vocabularies import Vocabulary
-from osd_jax.serving import answers
+from osd_jax.engine import answers
 
 VOCABULARY = Vocabulary.load(assets.resolve("shipped:demo_vocabulary.model"))
 TOKENS = strategies.lists(strategies.integers(2, VOCABULARY.size - 1), max_size=24)
@@ -74,7 +74,7 @@ def test_a_prompt_is_a_text(given):
     answers.Prompt.of(given, 0, {})
 
 
-def test_texts_draw_with_seeds_that_count_up_and_prompts_with_their_own():
+def test_corpus_draw_with_seeds_that_count_up_and_prompts_with_their_own():
   seeds = [answers.Prompt.of("a", i, {"seed": 2**32 - 1}).seed for i in range(2)]
   assert seeds == [2**32 - 1, 0]
   own = answers.Prompt("a", seed=7)

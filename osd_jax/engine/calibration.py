@@ -17,8 +17,8 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.serving import adaptive, calls, catch_up
-from osd_jax.serving.prompts import Prompt, PromptBatch
+from osd_jax.engine import adaptive, calls, catch_up
+from osd_jax.engine.prompts import Prompt, PromptBatch
 
 ROUNDS = 2  # of a timed call
 LEAST, MOST, SECONDS = 16, 60, 3.0  # turns: at least, at most, and for how long else

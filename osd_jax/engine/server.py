@@ -10,18 +10,18 @@ from typing import Any
 
 import jax
 
-from osd_jax import base, pairs, partitioning
+from osd_jax import base, pairs, sharding
 from osd_jax.distillation.background import Outcome
 from osd_jax.distillation.learner import Learner, LearningConfig
-from osd_jax.serving import agreement
-from osd_jax.serving.answers import Answer, Prompt, TextSoFar, answer_of
-from osd_jax.serving.defaults import DECODING, LEARNING
-from osd_jax.serving.replicas import ReplicaConfig, Replicas
-from osd_jax.serving.requests import DecodingConfig, Finished, Request
-from osd_jax.serving.slots import Slots
-from osd_jax.serving.statistics import Statistics
+from osd_jax.engine import agreement
+from osd_jax.engine.answers import Answer, Prompt, TextSoFar, answer_of
+from osd_jax.engine.defaults import DECODING, LEARNING
+from osd_jax.engine.replicas import ReplicaConfig, Replicas
+from osd_jax.engine.requests import DecodingConfig, Finished, Request
+from osd_jax.engine.slots import Slots
+from osd_jax.engine.statistics import Statistics
 
-SHIPPED, ONE_DEVICE = pairs.PairConfig(), partitioning.PartitionConfig()
+SHIPPED, ONE_DEVICE = pairs.PairConfig(), sharding.PartitionConfig()
 HERE = ReplicaConfig()
 
 
@@ -49,7 +49,7 @@ class Server:
     pair: pairs.PairConfig | pairs.Pair = SHIPPED,
     decoding: DecodingConfig = DECODING,
     learning: LearningConfig = LEARNING,
-    partition: partitioning.PartitionConfig = ONE_DEVICE,
+    partition: sharding.PartitionConfig = ONE_DEVICE,
     replicas: ReplicaConfig = HERE,
   ):
     """Loads the pair; what a prompt needs is compiled when one of its length comes.
@@ -65,7 +65,7 @@ class Server:
     Raises:
       InputError: a file is missing or broken, or the three do not belong together.
     """
-    partitioner = partitioning.make(partition)
+    partitioner = sharding.make(partition)
     self.pair = pairs.load_pair(pair, partitioner)
     self.slots: Any = (
       Replicas(replicas, decoding, pair, self.pair, partition)

@@ -10,15 +10,15 @@ import pytest
 from decoding import harness
 from jax.sharding import NamedSharding, PartitionSpec
 
-from osd_jax import partitioning, testing
+from osd_jax import sharding, testing
 from osd_jax.decoding import records
 from osd_jax.distillation import update
+from osd_jax.engine import calls, slots
 from osd_jax.measuring import compiled
-from osd_jax.serving import calls, slots
 
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
-FOUR = partitioning.PartitionConfig(data=2, model=2)
-ALL_SPLIT = partitioning.PartitionConfig(data=2, model=2, whole_draft=0)
+FOUR = sharding.PartitionConfig(data=2, model=2)
+ALL_SPLIT = sharding.PartitionConfig(data=2, model=2, whole_draft=0)
 DECODING = slots.DecodingConfig(
   rows=2,
   num_draft_tokens=3,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 def placed(config):
   """A partitioner with target and draft parameters on it."""
-  partitioner = partitioning.make(config)
+  partitioner = sharding.make(config)
   target, draft = map(harness.lively_params, (TARGET, DRAFT))
   return (
     partitioner,
@@ -55,7 +55,7 @@ def served(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole draft", "split"])
 def test_a_frozen_draft_gives_the_same_tokens_and_logits(config):
-  _, one = served(partitioning.PartitionConfig())
+  _, one = served(sharding.PartitionConfig())
   _, four = served(config)
   for single, split in zip(one, four, strict=True):
     assert single.tokens.tolist() == split.tokens.tolist()
@@ -156,7 +156,7 @@ def test_the_first_update_agrees(mesh):
   batch = learning_batch()
   gradient = jax.jit(update.loss_and_grad, static_argnums=(0, 1))
   found = []
-  for config in (partitioning.PartitionConfig(), partitioning.PartitionConfig(*mesh)):
+  for config in (sharding.PartitionConfig(), sharding.PartitionConfig(*mesh)):
     partitioner, _, draft = placed(config)
     rows = partitioner.place_rows(batch)
     found.append(gradient(DRAFT, update.UpdateConfig(), draft, rows))
@@ -177,7 +177,7 @@ def test_parameters_are_split_by_the_rules():
     nonlocal split
     expected = list(leaf.shape)
     for axis, name in enumerate(spec):
-      if partitioning.RULES.get(name) == "model":
+      if sharding.RULES.get(name) == "model":
         expected[axis] //= 2
         split += 1
     shapes = {shard.data.shape for shard in leaf.addressable_shards}
@@ -192,7 +192,7 @@ def test_parameters_are_split_by_the_rules():
 
 
 def test_what_cannot_be_split_stays_whole():
-  partitioner = partitioning.make(FOUR)
+  partitioner = sharding.make(FOUR)
   odd = partitioner.place_rows(np.zeros((3, 4)))
   even = partitioner.place_rows(np.zeros((4, 4)))
   assert odd.addressable_shards[0].data.shape == (3, 4)
@@ -206,7 +206,7 @@ def test_what_cannot_be_split_stays_whole():
 @pytest.mark.parametrize("rows", [8, 3])
 def test_own_rows_placed_are_all_rows_placed(mesh, rows):
   """In one process all rows are its own; `test_hosts` has two."""
-  partitioner = partitioning.make(partitioning.PartitionConfig(*mesh))
+  partitioner = sharding.make(sharding.PartitionConfig(*mesh))
   whole = np.arange(rows * 2).reshape(rows, 2)
   own = partitioner.own_rows(rows)
   assert own.tolist() == list(range(rows))
@@ -218,24 +218,24 @@ def test_own_rows_placed_are_all_rows_placed(mesh, rows):
 
 def test_heads_are_never_taken_apart():
   """Two heads on four devices: of 16 entries each, which would divide."""
-  partitioner = partitioning.make(partitioning.PartitionConfig(model=4))
+  partitioner = sharding.make(sharding.PartitionConfig(model=4))
   assert TARGET.head_dim > 1
   kernel = partitioner.params(TARGET)["decoder"]["layers_0"]["self_attention"]["query"]
   assert kernel["kernel"].is_fully_replicated
   said = partitioner.unsplit(TARGET)
   assert "its 2 heads" in said and "PartitionConfig.model = 4" in said
-  assert not partitioning.make(FOUR).unsplit(TARGET)
+  assert not sharding.make(FOUR).unsplit(TARGET)
 
 
 def test_too_few_devices_are_named():
   with pytest.raises(ValueError, match=r"data=64, model=2, which needs 128 devices"):
-    partitioning.make(partitioning.PartitionConfig(data=64, model=2))
+    sharding.make(sharding.PartitionConfig(data=64, model=2))
 
 
 @pytest.mark.parametrize("field", ["data", "model"])
 def test_a_mesh_has_at_least_one_device_each_way(field):
   with pytest.raises(ValueError, match=rf"PartitionConfig\.{field}: received 0"):
-    partitioning.PartitionConfig(**{field: 0})
+    sharding.PartitionConfig(**{field: 0})
 
 
 @pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole", "split"])

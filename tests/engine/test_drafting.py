@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from compilations import Compilations
 from decoding import harness
-from serving import test_slots
+from engine import test_slots
 
-from osd_jax import partitioning, testing
+from osd_jax import sharding, testing
 from osd_jax.base import StopReason
 from osd_jax.decoding import state as state_lib
+from osd_jax.engine import adaptive, calls, catch_up, drafting, slots
 from osd_jax.main import settings
 from osd_jax.online import OnlineConfig
-from osd_jax.serving import adaptive, calls, catch_up, drafting, slots
 
 BUCKETS = test_slots.BUCKETS
 KS = (0, 1, 3)
@@ -352,7 +352,7 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
 
 def test_rows_split_over_devices_write_the_same(monkeypatch):
   scheduled(monkeypatch)
-  partitioner = partitioning.make(partitioning.PartitionConfig(data=2))
+  partitioner = sharding.make(sharding.PartitionConfig(data=2))
   model = testing.tabular_model(VOCAB)
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1)]
   policy = dataclasses.replace(POLICY, costs=(TABLE,))

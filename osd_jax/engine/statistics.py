@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from osd_jax.serving.requests import Finished
+from osd_jax.engine.requests import Finished
 
 
 @dataclasses.dataclass

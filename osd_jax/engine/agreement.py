@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from osd_jax import base
 from osd_jax.decoding import sampling
-from osd_jax.serving.requests import Finished
+from osd_jax.engine.requests import Finished
 
 
 @flax.struct.dataclass

@@ -6,7 +6,7 @@ from osd_jax.distillation.losses import LossConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.distillation.schedule import ScheduleConfig
 from osd_jax.distillation.update import UpdateConfig
-from osd_jax.serving.requests import DecodingConfig
+from osd_jax.engine.requests import DecodingConfig
 
 # One bucket: what is learnt on is as long as the longest of them.
 DECODING = DecodingConfig(num_draft_tokens=7)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tabular_pair
 
-from osd_jax import base, partitioning, texts
-from osd_jax.serving import slots
+from osd_jax import base, corpus, sharding
+from osd_jax.engine import slots
 
-ONE_DEVICE = partitioning.PartitionConfig()
+ONE_DEVICE = sharding.PartitionConfig()
 DECODING = slots.DecodingConfig(
   rows=3,
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
@@ -28,8 +28,8 @@ def test_answers_come_in_the_order_of_the_prompts(pair):
   """Each equals the same prompt answered alone: rows mix nothing up."""
   found = tabular_pair.prompts(7)
   sampling = slots.SamplingConfig(temperature=1.0, seed=5)
-  server = texts.plain_server(pair, DECODING, ONE_DEVICE)
-  together = server.run(texts.requests(found, sampling))
+  server = corpus.plain_server(pair, DECODING, ONE_DEVICE)
+  together = server.run(corpus.requests(found, sampling))
   single = slots.Slots(
     dataclasses.replace(DECODING, rows=1), pair.target, pair.target_params
   )
@@ -43,8 +43,8 @@ def test_answers_come_in_the_order_of_the_prompts(pair):
 
 def test_answer_reports_each_prompt_as_it_finishes(pair):
   seen = []
-  server = texts.plain_server(pair, DECODING, ONE_DEVICE)
-  requests = texts.requests(tabular_pair.prompts(5), slots.SamplingConfig())
+  server = corpus.plain_server(pair, DECODING, ONE_DEVICE)
+  requests = corpus.requests(tabular_pair.prompts(5), slots.SamplingConfig())
   server.run(requests, seen.append)
   assert len(seen) == 5
 
@@ -52,9 +52,9 @@ def test_answer_reports_each_prompt_as_it_finishes(pair):
 def test_reference_rows_hold_what_the_target_says_of_the_references(pair):
   found = tabular_pair.prompts(5)
   found[2] = dataclasses.replace(found[2], reference=np.zeros(0, np.int32))
-  parts = list(texts.reference_rows(pair, found, DECODING, rows=4))
+  parts = list(corpus.reference_rows(pair, found, DECODING, rows=4))
   assert [len(part.weight) for part in parts] == [4, 4]
-  whole = texts.stack(parts)
+  whole = corpus.stack(parts)
   assert whole.weight.tolist() == [1, 1, 0, 1, 1, 0, 0, 0]
   mask = whole.source != base.PAD_ID
   logits = pair.target.score(pair.target_params, whole.source, mask, whole.target)

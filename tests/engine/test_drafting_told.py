@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from decoding import harness
-from serving import test_drafting, test_slots
+from engine import test_drafting, test_slots
 
 from osd_jax.base import StopReason
 from osd_jax.decoding import state as state_lib
-from osd_jax.serving import adaptive, calls, catch_up, drafting, slots
+from osd_jax.engine import adaptive, calls, catch_up, drafting, slots
 
 TABLE, CYCLE = test_drafting.TABLE, test_drafting.CYCLE
 

@@ -18,10 +18,10 @@ import numpy as np
 from osd_jax import base, cache, native
 from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.serving import catch_up as catch_up_lib
-from osd_jax.serving import prompts as prompts_lib
-from osd_jax.serving.prompts import Prompt, PromptBatch
-from osd_jax.serving.requests import DecodingConfig
+from osd_jax.engine import catch_up as catch_up_lib
+from osd_jax.engine import prompts as prompts_lib
+from osd_jax.engine.prompts import Prompt, PromptBatch
+from osd_jax.engine.requests import DecodingConfig
 
 # What a host reads of the rows; and their settings, which every draft step asks for.
 _READ = ("tokens", "length", "stop_reason", "settings", "counters")

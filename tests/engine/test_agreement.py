@@ -9,8 +9,8 @@ import tabular_pair
 from compilations import Compilations
 
 from osd_jax import testing
+from osd_jax.engine import agreement, server, slots
 from osd_jax.models import t5
-from osd_jax.serving import agreement, server, slots
 
 LENGTH = 12
 DECODING = slots.DecodingConfig(

@@ -25,10 +25,10 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.serving import adaptive, calibration, calls, catch_up
-from osd_jax.serving.adaptive import AdaptiveConfig
-from osd_jax.serving.prompts import Prompt
-from osd_jax.serving.requests import DecodingConfig
+from osd_jax.engine import adaptive, calibration, calls, catch_up
+from osd_jax.engine.adaptive import AdaptiveConfig
+from osd_jax.engine.prompts import Prompt
+from osd_jax.engine.requests import DecodingConfig
 
 
 class Progress(NamedTuple):

@@ -12,10 +12,10 @@ import pytest
 from compilations import Compilations
 from decoding import harness
 
-from osd_jax import base, partitioning, testing
+from osd_jax import base, sharding, testing
 from osd_jax.base import EOS_ID, StopReason
+from osd_jax.engine import calls, slots
 from osd_jax.models import t5
-from osd_jax.serving import calls, slots
 
 VOCAB, LENGTH, K = 64, 12, 3
 BUCKETS = (6, 10)
@@ -386,7 +386,7 @@ def test_a_partitioner_of_one_device_compiles_nothing_of_its_own():
   arguments = (config, TARGET, target_params(), TARGET, draft_params("close"))
   slots.Slots(*arguments).warm_up()
   with Compilations() as again:
-    slots.Slots(*arguments, partitioning.make()).warm_up()
+    slots.Slots(*arguments, sharding.make()).warm_up()
   assert again.count == 0
 
 

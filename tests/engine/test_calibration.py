@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from osd_jax.serving import calibration
+from osd_jax.engine import calibration
 
 ROUND_MS = np.array([20.0, 30.0, 43.0])
 IDLE_MS, CHUNK_MS, PREFILL_MS = 2.0, 5.0, 45.0

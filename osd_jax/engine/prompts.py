@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from osd_jax import base
-from osd_jax.serving.requests import DecodingConfig, Request
+from osd_jax.engine.requests import DecodingConfig, Request
 
 _PATIENCE = 8  # a mesh waits until one row in so many is free, if prompts wait for all
 

@@ -14,15 +14,15 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.decoding import state as state_lib
-from osd_jax.serving import calls, drafting, prompts
-from osd_jax.serving.adaptive import AdaptiveConfig
-from osd_jax.serving.requests import (
+from osd_jax.engine import calls, drafting, prompts
+from osd_jax.engine.adaptive import AdaptiveConfig
+from osd_jax.engine.requests import (
   DecodingConfig,
   Finished,
   Request,
   SamplingConfig,
 )
-from osd_jax.serving.rows import Rows
+from osd_jax.engine.rows import Rows
 
 __all__ = [
   "AdaptiveConfig",

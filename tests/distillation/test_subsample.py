@@ -12,13 +12,13 @@ import pytest
 
 from osd_jax import base, testing
 from osd_jax.decoding import records
-from osd_jax.distillation import losses, narrowing, optimizers, update
+from osd_jax.distillation import losses, optimizers, subsample, update
 from osd_jax.models import attached, t5
 from osd_jax.models.shapes import AttachedConfig
 
 ROWS, LENGTH, TOP_K, VOCAB = 3, 8, 5, 40
 KEY = jax.random.key(0)
-narrow = jax.jit(narrowing.narrow, static_argnums=(0, 3))
+narrow = jax.jit(subsample.narrow, static_argnums=(0, 3))
 
 
 def batch_of(seed=0, lengths=(8, 5, 2)):
@@ -52,7 +52,7 @@ LOGITS = jnp.asarray(np.random.default_rng(9).normal(0, 2, (ROWS, LENGTH, VOCAB)
 
 def loss(config, batch, logits=LOGITS, key=KEY):
   narrowed = narrow(config, batch, key, VOCAB)
-  part = narrowing.logits_of(model_of(logits), {}, narrowed)
+  part = subsample.logits_of(model_of(logits), {}, narrowed)
   return float(losses.distillation_loss(config, part, narrowed.batch))
 
 
@@ -140,7 +140,7 @@ def test_negatives_estimate_what_the_draft_gives_all_others():
 
   def total(key):
     narrowed = narrow(config, batch, key, VOCAB)
-    part = narrowing.logits_of(model_of(LOGITS), {}, narrowed)
+    part = subsample.logits_of(model_of(LOGITS), {}, narrowed)
     return jnp.sum(jnp.exp(part), -1)
 
   sums = np.stack([total(key) for key in jax.random.split(KEY, 400)])

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import rich.progress
 
-from osd_jax import base, pairs, partitioning
+from osd_jax import base, pairs, sharding
 from osd_jax.data.prompts import Prompt
 from osd_jax.decoding import records
+from osd_jax.engine import slots
+from osd_jax.engine.server import Server
 from osd_jax.models import mixture
-from osd_jax.serving import slots
-from osd_jax.serving.server import Server
 
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 
@@ -54,7 +54,7 @@ class Texts:
     decoding: slots.DecodingConfig,
     sampling: slots.SamplingConfig,
     pair: pairs.Pair,
-    partition: partitioning.PartitionConfig,
+    partition: sharding.PartitionConfig,
     prompts: Sequence[Prompt],
     bar: rich.progress.Progress,
   ):
@@ -151,7 +151,7 @@ def counting(
 def plain_server(
   pair: pairs.Pair,
   decoding: slots.DecodingConfig,
-  partition: partitioning.PartitionConfig,
+  partition: sharding.PartitionConfig,
 ) -> Server:
   """The target alone; a call may take as many steps as an answer has tokens."""
   config = dataclasses.replace(decoding, max_rounds=decoding.target_length)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from osd_jax import cache as cache_lib
 from osd_jax import native
-from osd_jax.models import layers, rotary, stacks
+from osd_jax.models import layers, rotary, t5_layers
 from osd_jax.models.shapes import LlamaConfig
 
 CHUNK = 512  # tokens of a prompt that are read at once
@@ -228,7 +228,7 @@ class Decoder(nn.Module):
     """
     by, bias = rotary.rotation(self.config, positions), causal_bias(mask, mask.shape[1])
     for layer in self.layers[: depth or None]:
-      x, _ = stacks.traced_once(layer, Layer.over, x, by, bias)
+      x, _ = t5_layers.traced_once(layer, Layer.over, x, by, bias)
     return x
 
   def prefill(self, x: jax.Array, mask: jax.Array):
@@ -255,7 +255,7 @@ class Decoder(nn.Module):
     by = rotary.rotation(self.config, prompt_positions(mask))
     bias, kept, reading = causal_bias(mask, mask.shape[1]), [], x
     for index, layer in enumerate(self.layers):
-      x, entries = stacks.traced_once(layer, Layer.over, x, by, bias)
+      x, entries = t5_layers.traced_once(layer, Layer.over, x, by, bias)
       kept.append(entries)
       reading = x if index + 1 == self.config.layer_handed_out else reading
     return kept, reading
@@ -317,7 +317,7 @@ class Decoder(nn.Module):
     for index, layer in enumerate(self.layers):
       prompt = Memory(cache.cross_keys[index], cache.cross_values[index], prompt_bias)
       past = (cache.self_keys[index], cache.self_values[index], cache.length)
-      x, entries = stacks.traced_once(layer, Layer.step, x, by, prompt, bias, past)
+      x, entries = t5_layers.traced_once(layer, Layer.step, x, by, prompt, bias, past)
       written.append(entries)
     cache = cache.replace(
       self_keys=tuple(keys for keys, _ in written),

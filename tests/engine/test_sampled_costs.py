@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 from decoding import harness
-from serving import test_slots
-from serving.test_drafting import BUCKETS, KS, make, measured_policy
+from engine import test_slots
+from engine.test_drafting import BUCKETS, KS, make, measured_policy
 
 from osd_jax import base
-from osd_jax.serving import adaptive, calibration, calls, slots
+from osd_jax.engine import adaptive, calibration, calls, slots
 
 family = harness.family_fixture(vars(test_slots), autouse=True)
 

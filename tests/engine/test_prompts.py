@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 from decoding import harness
+from engine import test_slots
 from hypothesis import strategies as st
-from serving import test_slots
 
-from osd_jax import partitioning
-from osd_jax.serving import adaptive, calls, drafting, prompts, slots
+from osd_jax import sharding
+from osd_jax.engine import adaptive, calls, drafting, prompts, slots
 
 ROWS = 8
 family = harness.family_fixture(vars(test_slots), autouse=True)
@@ -70,7 +70,7 @@ def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
     return calls.insert(program, served, state, batch)
 
   monkeypatch.setattr(drafting, "calls", harness.Changed(calls, insert=insert))
-  partitioner = partitioning.make(partitioning.PartitionConfig(data, model))
+  partitioner = sharding.make(sharding.PartitionConfig(data, model))
   decoder = slots.Slots(
     dataclasses.replace(test_slots.config_of(rows), **decoding),
     test_slots.TARGET,
@@ -117,7 +117,7 @@ def test_a_part_that_is_given_nothing_keeps_its_rows(monkeypatch):
   """What its devices compute meanwhile goes nowhere; control: it would, at slot 0."""
   if len(jax.devices()) < 2:
     pytest.skip("needs two devices; conftest.py fakes them")
-  partitioner = partitioning.make(partitioning.PartitionConfig(data=2))
+  partitioner = sharding.make(sharding.PartitionConfig(data=2))
   config = test_slots.config_of(2).shapes()
   program = calls.Program(config, test_slots.TARGET, None, partitioner)
   params = test_slots.target_params()

@@ -7,7 +7,8 @@ from pathlib import Path
 import rich.console
 
 from osd_jax import assets, base, pairs, writers
-from osd_jax.data import tokenizers, vocabularies
+from osd_jax.data import tokenizers
+from osd_jax.data import vocabulary as vocabularies
 from osd_jax.models import convert, weights
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import T5Config

@@ -12,7 +12,7 @@ from osd_jax import base, pairs, sharding, writers
 from osd_jax import corpus as texts
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine import slots
 from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate, metrics, progress, summaries, timing

@@ -13,7 +13,7 @@ from osd_jax import base, checkpoints, corpus, pairs, sharding, threads, writers
 from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts, streams
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.background import Outcome
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.worth import WorthConfig

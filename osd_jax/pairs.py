@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from osd_jax import assets, base, remote, sharding
 from osd_jax.data import tokenizers
-from osd_jax.data.vocabularies import Vocabulary, stated_extra_ids
+from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
 from osd_jax.models import attached, convert, families, weights
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config

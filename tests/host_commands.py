@@ -43,7 +43,7 @@ def commands(folder: Path):
 
 def encoded_prompts():
   """The prompts that this process writes the ids of from now on, each once."""
-  from osd_jax.data.vocabularies import Vocabulary
+  from osd_jax.data.vocabulary import Vocabulary
 
   encode, found = Vocabulary.encode_prompt, set()
 

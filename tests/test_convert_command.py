@@ -10,7 +10,7 @@ import pytest
 
 from osd_jax import assets, base, convert, pairs, sharding, testing
 from osd_jax import main as cli
-from osd_jax.data.vocabularies import Vocabulary, tokenizer_files
+from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import convert as formats
 from osd_jax.models import t5, weights
 

@@ -11,7 +11,7 @@ import pytest
 import tiny_pair
 
 from osd_jax import base, pairs, sharding
-from osd_jax.data import vocabularies
+from osd_jax.data import vocabulary as vocabularies
 from osd_jax.models import convert, t5, weights
 
 

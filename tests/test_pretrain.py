@@ -12,7 +12,7 @@ from osd_jax import base, pretrain, sharding, testing, writers
 from osd_jax.data import generated
 from osd_jax.data.batches import BatchConfig, BatchStream
 from osd_jax.data.sources import TaskConfig
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation.optimizers import OptimizerConfig

@@ -18,7 +18,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.data import rows
 from osd_jax.data.sources import TaskConfig
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)

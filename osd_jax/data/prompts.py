@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from osd_jax.data import batches
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.data import tasks
 from osd_jax.data.sources import TaskConfig, Text
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 
 READERS = ("plain", "seqio")
 _REPORTED_PLACES = 100  # places that a report names of each sort

@@ -17,7 +17,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.data import arrivals, rows
 from osd_jax.data.arrivals import StreamConfig
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 
 __all__ = [
   "PromptStream",

@@ -27,7 +27,7 @@ from osd_jax.data.sources import (
   raw_text,
   source_lines,
 )
-from osd_jax.data.vocabularies import Vocabulary, as_seqio
+from osd_jax.data.vocabulary import Vocabulary, as_seqio
 
 
 def texts(task: TaskConfig) -> Iterator[Text]:

@@ -18,7 +18,7 @@ import sentencepiece
 
 from osd_jax import base
 from osd_jax.data import chat
-from osd_jax.data.vocabularies import FOLDER_FILE, Vocabulary
+from osd_jax.data.vocabulary import FOLDER_FILE, Vocabulary
 
 OWN_TEMPLATE = "own"
 _JSON, _MODEL = "tokenizer.json", "tokenizer.model"

@@ -9,7 +9,7 @@ import pytest
 
 from osd_jax.data.batches import BatchConfig, BatchStream, Share
 from osd_jax.data.sources import TaskConfig
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 
 TASKS = (
   TaskConfig("sql", kind="generated", topic="sql", rows=60),

@@ -11,7 +11,7 @@ from osd_jax import base
 from osd_jax.data import jsonl, rows
 from osd_jax.data.preprocessors import PREPROCESSORS
 from osd_jax.data.sources import TaskConfig
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 
 EXAMPLES = hypothesis.settings(
   max_examples=100,

@@ -7,7 +7,7 @@ import pytest
 from osd_jax import assets
 from osd_jax.data import batches, prompts
 from osd_jax.data.sources import TaskConfig
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 
 
 @pytest.fixture(scope="module")

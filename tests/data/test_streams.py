@@ -13,7 +13,7 @@ from osd_jax.data import arrivals
 from osd_jax.data.arrivals import SCHEDULES, StreamConfig
 from osd_jax.data.sources import TaskConfig
 from osd_jax.data.streams import QueryStream, of_prompts
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 
 TOPICS = ("maths", "sql", "python", "finance")
 TASKS = tuple(

@@ -12,7 +12,7 @@ import pytest
 from osd_jax import base
 from osd_jax.data import generated, rows, tasks
 from osd_jax.data.sources import TaskConfig
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 
 LINES = [
   json.dumps({"prompt": "How many?", "reference": "SELECT 1", "id": "own-1"}),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from osd_jax.data.vocabularies import Vocabulary, as_seqio
+from osd_jax.data.vocabulary import Vocabulary, as_seqio
 
 TEXTS = (
   "How many singers are there?",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies
 
 from osd_jax import assets, base
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine import answers
 
 VOCABULARY = Vocabulary.load(assets.resolve("shipped:demo_vocabulary.model"))

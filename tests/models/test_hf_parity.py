@@ -15,7 +15,7 @@ from models import tiny
 from models.fixtures import make_hugging_face as maker
 
 from osd_jax import assets
-from osd_jax.data.vocabularies import Vocabulary, tokenizer_files
+from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import convert, relative
 
 pytestmark = pytest.mark.hf

@@ -16,8 +16,8 @@ import safetensors.numpy
 from models import tiny
 
 from osd_jax import assets
-from osd_jax.data import vocabularies
-from osd_jax.data.vocabularies import Vocabulary
+from osd_jax.data import vocabulary as vocabularies
+from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.models import convert, sizes, weights
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.convert import folders, hugging_face

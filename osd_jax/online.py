@@ -9,19 +9,17 @@ from typing import Any
 import jax
 import rich.console
 
-from osd_jax import base, checkpoints, corpus, pairs, sharding, threads, writers
+from osd_jax import background, base, checkpoints, corpus, pairs, sharding, writers
 from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts, streams
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.distillation.background import Outcome
-from osd_jax.distillation.learner import LearningConfig
+from osd_jax.distillation.learner import LearningConfig, Outcome
 from osd_jax.distillation.worth import WorthConfig
 from osd_jax.engine import slots
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.engine.server import Server
 from osd_jax.measuring import (
-  afterwards,
   certificate,
   logbook,
   metering,
@@ -197,7 +195,7 @@ class OnlineLoop:
       self._begin()
     else:
       self._continue()
-    self._after = afterwards.Afterwards(
+    self._after = background.OrderedCalls(
       self._frees_serving(), BEHIND * config.decoding.rows
     )
     self._answered = self.finished
@@ -243,7 +241,7 @@ class OnlineLoop:
     alone = self._meter.compares(index)  # rivals are timed: nobody serves meanwhile
     if alone:
       self._conclude()
-    self._after.add(self._account, done, query, self._after.is_beside and not alone)
+    self._after.add(self._account, done, query, self._after.in_background and not alone)
     if alone:
       self._conclude()
 
@@ -260,7 +258,9 @@ class OnlineLoop:
     row = self._meter.row(done, query, self.finished, self.server, beside)
     self.finished += 1  # measured before the draft trains on it
     if self.config.learn:
-      self._log_update(self.server.learn(done, row["overlap"], self._after.is_beside))
+      self._log_update(
+        self.server.learn(done, row["overlap"], self._after.in_background)
+      )
       row["paused"] = self.server.learner.paused
     row["run_seconds"] = self.seconds
     self._log.write("request", row, self.finished)
@@ -270,7 +270,7 @@ class OnlineLoop:
 
   def _conclude(self) -> None:
     """Waits until all that was answered is learnt from and logged."""
-    self._rows += self._after.rest()
+    self._rows += self._after.wait()
 
   def checkpoint(self) -> None:
     """Saves what the run carries onwards, as it is between two calls."""
@@ -329,7 +329,7 @@ class OnlineLoop:
     """Whether what follows an answer runs beside serving; then no run repeats."""
     config = self.config
     free = config.learn and config.learning.free_updates and not config.replicas.count
-    return free and self.server.learner.is_beside and threads.cores() > 1
+    return free and self.server.learner.in_background and background.cores() > 1
 
   def _log_update(self, outcome: Outcome | None) -> None:
     """Logs an update that was swapped in, if one was."""

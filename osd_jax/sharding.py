@@ -361,3 +361,75 @@ def _has_started() -> bool:
     return True
   jax.config.update("jax_num_cpu_devices", before)
   return False
+
+
+def copy_to_mesh_of(params: base.Params, tree: Any) -> Any:
+  """The arrays of `tree`, those of one device copied to every device of `params`.
+
+  Args:
+    params: arrays, of one device or split over a mesh.
+    tree: of arrays.
+  """
+  mesh = _mesh(params)
+  if mesh is None:
+    return tree
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  return jax.tree.map(
+    lambda leaf: leaf if _mesh(leaf) == mesh else jax.device_put(leaf, everywhere), tree
+  )
+
+
+def is_distributed(params: base.Params) -> bool:
+  """Whether arrays are on several devices, so that programs of all devices use them."""
+  leaf = jax.tree.leaves(params)[0]
+  return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+
+
+def place_like(before: Any, after: Any) -> Any:
+  """`after` where `before` was: XLA places results as it likes.
+
+  Else the next slice, and whoever serves the draft, would be compiled once more.
+  """
+  if _mesh(before) is None:
+    return after
+  return jax.device_put(after, jax.tree.map(lambda leaf: leaf.sharding, before))
+
+
+def _mesh(tree: Any) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+  """The mesh of a tree's first array; None where that is traced or on one device."""
+  sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
+  return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def vocab_shards(size: int) -> int:
+  """Devices that a vocabulary of this size is split over."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return 1 if mesh.empty or size % mesh.shape["model"] else mesh.shape["model"]
+
+
+def map_vocab_shards(
+  compute: Callable[[jax.Array, jax.Array], Any], logits: jax.Array
+) -> Any:
+  """What every device computes of its part of the vocabulary, and of the others' words.
+
+  Args:
+    compute: (part [b, n, V / parts], its number []) -> arrays [b, n, ...], the same on
+      all devices that have parts of the same rows (`jax.lax.all_gather` over "model").
+    logits: [B, n, V]; V is split (`vocab_shards`).
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  rows = None if logits.shape[0] % mesh.shape["data"] else "data"
+  return jax.shard_map(
+    lambda part: compute(part, jax.lax.axis_index("model")),
+    in_specs=PartitionSpec(rows, None, "model"),
+    out_specs=PartitionSpec(rows),
+    check_vma=False,  # that all devices say the same is not seen
+  )(logits)
+
+
+def split_rows_only(x: jax.Array) -> jax.Array:
+  """x [B, ...], rows where they are, all else on every device."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return x
+  spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, *(None,) * (x.ndim - 1))
+  return jax.lax.with_sharding_constraint(x, spec)

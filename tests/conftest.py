@@ -65,9 +65,9 @@ def shared_data() -> pathlib.Path:
 @pytest.fixture
 def priorities():
   """Threads have priorities of their own, and a core to give way on."""
-  from osd_jax import threads
+  from osd_jax import background
 
-  if sys.platform != "linux" or threads.cores() < 2:
+  if sys.platform != "linux" or background.cores() < 2:
     pytest.skip("only Linux gives threads priorities, and it takes two cores")
 
 

@@ -42,7 +42,7 @@ class Fault(NamedTuple):
 SCHEDULE = "tests/distillation/test_schedule.py"
 ADAPTIVE = "tests/engine/test_adaptive.py"
 BUFFER = "tests/distillation/test_buffer.py"
-BACKGROUND = "tests/distillation/test_background.py"
+RUNNERS = "tests/distillation/test_update_runners.py"
 UPDATE = "tests/distillation/test_update.py"
 ONLINE = "tests/test_online.py"
 SLOTS = "tests/engine/test_slots.py"
@@ -96,13 +96,13 @@ FAULTS = [
     "slices asked for are not forgotten at a launch",
     "self._slices, self._asked, self._waited = threading.Semaphore(0), 0, 0.0",
     "self._slices, self._waited = threading.Semaphore(0), 0.0",
-    BACKGROUND,
+    RUNNERS,
   ),
   Fault(
     "waiting counts as time that serving took",
     "self._behind = started - self._launched_at - self._waited < spent",
     "self._behind = started - self._launched_at < spent",
-    BACKGROUND,
+    RUNNERS,
   ),
   Fault(
     "the level of a pause is the newer window's",
@@ -240,7 +240,7 @@ FAULTS = [
   ),
   Fault(
     "results of a mesh stay where XLA put them",
-    "    learner = jax.block_until_ready(meshes.placed_like(learner, state))",
+    "    learner = jax.block_until_ready(sharding.place_like(learner, state))",
     "    learner = jax.block_until_ready(state)",
     "tests/test_sharding.py",
   ),
@@ -351,8 +351,8 @@ FAULTS = [
   ),
   Fault(
     "checkpoints take a core from serving",
-    'threads.one("checkpoints", gives_way=True)',
-    'threads.one("checkpoints")',
+    'background.Worker("checkpoints", low_priority=True)',
+    'background.Worker("checkpoints")',
     WRITTEN,
   ),
   Fault(
@@ -468,11 +468,11 @@ FAULTS = [
     "between calls, what is left is taken at once",
     "      requests = max(self._left(finished), 1)",
     "      requests = 1",
-    BACKGROUND,
+    RUNNERS,
   ),
   Fault(
     "on a mesh updates run beside serving",
-    "if meshes.spans(params) or jax.process_count() > 1",
+    "if sharding.is_distributed(params) or jax.process_count() > 1",
     "if jax.process_count() > 1",
     "tests/measuring/test_prices.py",
   ),

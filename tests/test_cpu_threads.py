@@ -14,10 +14,10 @@ TASKS = pathlib.Path("/proc/self/task")
 STARTED = """
 import pathlib
 import warnings
-from osd_jax import partitioning
+from osd_jax import sharding
 warnings.simplefilter("error")
 {before}
-partitioner = partitioning.make(partitioning.PartitionConfig(cpu_threads={threads}))
+partitioner = sharding.make(sharding.PartitionConfig(cpu_threads={threads}))
 import jax.numpy as jnp
 jnp.ones((512, 512)) @ jnp.ones((512, 512))
 {then}

@@ -12,8 +12,9 @@ import pytest
 import tiny_online
 from compilations import Compilations
 
-from osd_jax import base, online, threads, writers
-from osd_jax.distillation import background, update
+from osd_jax import background, base, online, writers
+from osd_jax.distillation import learner as learner_lib
+from osd_jax.distillation import update
 from osd_jax.engine import slots
 from osd_jax.measuring import metering
 from osd_jax.models import weights
@@ -207,7 +208,7 @@ def test_free_updates_serve_the_same(learned, make):
   assert not any("certificate" in row for row in free.requests)
 
 
-BESIDE = pytest.mark.skipif(threads.cores() < 2, reason="needs a second core")
+BESIDE = pytest.mark.skipif(background.cores() < 2, reason="needs a second core")
 
 
 @BESIDE
@@ -271,20 +272,20 @@ def test_an_error_beside_serving_ends_the_run_by_its_name(make, monkeypatch):
 def test_a_late_update_is_waited_for_at_each_step_and_changes_nothing(
   learned, make, monkeypatch
 ):
-  real_slice, learner = update.take_slice, background.BackgroundLearner
-  real_pace, asked = learner.keep_pace, []
+  real_slice, learner = update.take_slice, learner_lib.BackgroundRunner
+  real_pace, asked = learner.wait_if_behind, []
 
   def slow(*arguments):
     time.sleep(0.5)  # longer than serving an interval takes
     return real_slice(*arguments)
 
-  def keep_pace(self, finished, in_flight):
+  def wait_if_behind(self, finished, in_flight):
     before = self._asked
     real_pace(self, finished, in_flight)
     asked.append(self._asked - before)
 
   monkeypatch.setattr(update, "take_slice", slow)
-  monkeypatch.setattr(learner, "keep_pace", keep_pace)
+  monkeypatch.setattr(learner, "wait_if_behind", wait_if_behind)
   late = make(floor_metering=False, compare_every=0)
   assert set(asked) == {0, 1}  # one slice a step, and none where nothing is due
   assert late.outputs == learned.outputs

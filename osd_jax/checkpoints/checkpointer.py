@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import base, threads
+from osd_jax import background, base
 from osd_jax.checkpoints import leaves, quiet
 
 _ARRAYS, _HOST = "arrays", "host"
@@ -70,7 +70,7 @@ class Checkpointer:
         max_to_keep=config.keep, create=True, enable_async_checkpointing=False
       ),
     )
-    self._thread = threads.one("checkpoints", gives_way=True)
+    self._thread = background.Worker("checkpoints", low_priority=True)
     self._writing: tuple[int, concurrent.futures.Future] | None = None
     self._restored: int | None = None
 

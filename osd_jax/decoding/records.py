@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from osd_jax import base, native
-from osd_jax.decoding import placement
+from osd_jax import base, native, sharding
 
 _BLOCK = 32  # entries that `from_logits` takes the largest of at once
 
@@ -44,10 +43,10 @@ def _top_k(
   logits: Float[Array, "B n V"], kept: int
 ) -> tuple[Float[Array, "B n k"], Int[Array, "B n k"]]:
   """`jax.lax.top_k`; where the vocabulary is split, each part's first, then theirs."""
-  parts = placement.parts(logits.shape[-1])
+  parts = sharding.vocab_shards(logits.shape[-1])
   if parts > 1 and kept <= logits.shape[-1] // parts:
     first = functools.partial(_first_of_all_parts, kept)
-    return placement.with_parts(first, logits)
+    return sharding.map_vocab_shards(first, logits)
   size = logits.shape[-1]
   if native.forms() and size % _BLOCK == 0 and kept * _BLOCK <= size // 2:
     return _top_k_by_blocks(logits, kept)

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from osd_jax import base
+from osd_jax import base, sharding
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import placement, sampling
+from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
 
 
@@ -137,7 +137,7 @@ def propose(
     return sampling.sample(logits, state.settings, position + offset, noise)
 
   def kept(logits):
-    return placement.whole(logits) if speculation.draft_is_whole else logits
+    return sharding.split_rows_only(logits) if speculation.draft_is_whole else logits
 
   def step(carry, offset):
     token, cache = carry

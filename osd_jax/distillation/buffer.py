@@ -5,6 +5,7 @@ update: a row leaves only when a newer one takes its slot.
 """
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -13,6 +14,8 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from osd_jax import base
+
+SHORTLIST_RANKS = 16  # recorded tokens of a position; the others have hardly any mass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +204,60 @@ def sample(
     bits = rows.reading
     rows = rows.replace(reading=jax.lax.bitcast_convert_type(bits, jnp.bfloat16))
   return rows.replace(weight=jnp.where(present, rows.weight, 0.0))
+
+
+def shortlist(model: base.Model, buffer: ReplayBuffer) -> np.ndarray | None:
+  """The shortlist of a draft for the rows of the buffer.
+
+  Args:
+    model: the draft.
+    buffer: N rows.
+
+  Returns:
+    [N] int32; None if the draft covers the whole vocabulary.
+  """
+  if not model.shortlist:
+    return None
+  return np.asarray(
+    likeliest_tokens(buffer, model.vocab_size, model.shortlist, model.eos_ids)
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("vocab_size", "size", "eos_ids"))
+def likeliest_tokens(
+  buffer: ReplayBuffer,
+  vocab_size: int,
+  size: int,
+  eos_ids: tuple[int, ...] = (base.EOS_ID,),
+) -> Int[Array, " size"]:
+  """The tokens to which the target gave most mass in the rows of the buffer.
+
+  Only the first `SHORTLIST_RANKS` recorded tokens of a position count: serving waits.
+  End-of-sequence is always among them. Tokens that the target has not thought of fill
+  what is left, lowest ids first: SentencePiece orders them by frequency.
+
+  Args:
+    buffer: N rows.
+    vocab_size: V (static).
+    size: tokens to choose, at most V (static).
+    eos_ids: tokens that end a sequence (static).
+
+  Returns:
+    [size] int32, distinct, in ascending order.
+  """
+  records, rows = buffer.data.records, buffer.data.weight
+  counted = buffer.data.mask & (rows[:, None] > 0)
+  ids, log_probs = (
+    records.ids[..., :SHORTLIST_RANKS],
+    records.log_probs[..., :SHORTLIST_RANKS],
+  )
+  mass = jnp.where(counted[..., None], jnp.exp(log_probs), 0.0)
+  expected = jnp.zeros(vocab_size, jnp.float32)
+  expected = expected.at[ids.astype(jnp.int32)].add(mass)
+  expected = expected.at[np.asarray(eos_ids)].set(jnp.inf)
+  # top_k takes the lower of two equal entries first.
+  _, chosen = jax.lax.top_k(expected, size)
+  return jnp.sort(chosen).astype(jnp.int32)
 
 
 def _draw(

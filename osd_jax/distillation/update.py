@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key
 
-from osd_jax import base
+from osd_jax import base, sharding
 from osd_jax.distillation import buffer as replay
-from osd_jax.distillation import losses, meshes, optimizers, subsample
+from osd_jax.distillation import losses, optimizers, subsample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:
   version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
   opt_state = optimizers.make_optimizer(config.optimizer).init(params)
   ema = params if config.ema_decay else None
-  return meshes.beside(
+  return sharding.copy_to_mesh_of(
     params, LearnerState(params, opt_state, version, step, skipped, ema=ema)
   )
 
@@ -372,7 +372,7 @@ def slices(
   """
   for batch in batches:
     state, report = take_slice(model, config, learner, cut(config, batch), frozen)
-    learner = jax.block_until_ready(meshes.placed_like(learner, state))
+    learner = jax.block_until_ready(sharding.place_like(learner, state))
     yield learner, report
 
 

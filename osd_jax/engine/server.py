@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from osd_jax import base, pairs, sharding
-from osd_jax.distillation.background import Outcome
-from osd_jax.distillation.learner import Learner, LearningConfig
+from osd_jax.distillation.learner import Learner, LearningConfig, Outcome
 from osd_jax.engine import agreement
 from osd_jax.engine.answers import Answer, Prompt, TextSoFar, answer_of
 from osd_jax.engine.defaults import DECODING, LEARNING
@@ -232,7 +231,7 @@ class Server:
         self.pair.draft, self.learner.serving, done, self.shortlist
       )
       overlap = float(jax.device_get(measured.distribution_overlap)[0])
-    return self._swapped(self.learner.take_in(done.batch, overlap), beside)
+    return self._swapped(self.learner.observe(done.batch, overlap), beside)
 
   def finish_learning(self) -> Outcome | None:
     """Takes the update under way, if there is one."""
@@ -268,7 +267,7 @@ class Server:
   def settle(self) -> None:
     """Waits until nothing runs beside serving."""
     if self._learner is not None:
-      self._learner.settle()
+      self._learner.wait()
 
   def close(self) -> None:
     """Ends learning and drops what is in flight; nothing is left running."""
@@ -369,7 +368,7 @@ class Server:
   def _keep_pace(self) -> None:
     self.swap_waiting()
     if self._learner is not None:
-      self._learner.keep_pace(self.slots.in_flight)
+      self._learner.wait_if_behind(self.slots.in_flight)
 
   def _swapped(self, outcome: Outcome | None, beside: bool = False) -> Outcome | None:
     if outcome is not None:

@@ -268,7 +268,7 @@ def _with_learning(
   alone = float(usual(_repeated(lambda: _ms(learner.try_update), 2, 5)))
   slices = learner.update_config.steps_per_update
   prices = dataclasses.replace(prices, slice_ms=alone / slices, slices=slices)
-  if not learner.is_beside:
+  if not learner.in_background:
     return prices  # nothing of it is hidden
   with _again_and_again(learner.try_update) as beside:
     busy = call_prices(ways, prompt)[0].round_ms[-1]

@@ -50,7 +50,7 @@ def made(when=None, **changes):
 
 def fed(one, overlaps):
   """Figures of the updates that come of requests of these overlaps."""
-  outcomes = [one.take_in(row(one.finished), overlap) for overlap in overlaps]
+  outcomes = [one.observe(row(one.finished), overlap) for overlap in overlaps]
   outcomes.append(one.finish())
   return [outcome.figures() for outcome in outcomes if outcome is not None]
 
@@ -79,7 +79,7 @@ def test_a_shorter_update_is_continued_as_it_was_begun(overlap):
   before, after = [overlap] * INTERVAL, [overlap] * (INTERVAL + 1)
   for one in (whole, broken):
     for value in before:
-      assert one.take_in(row(one.finished), value) is None
+      assert one.observe(row(one.finished), value) is None
   arrays, host = broken.state()
   continued = made(much_to_gain=0.4)
   shapes = continued.structure(host)
@@ -97,9 +97,9 @@ def test_a_schedule_by_costs_is_told_how_many_tokens_a_request_has():
   prices = costs.UpdateCosts(round_ms=(11.0,), update_ms=1e9)
   one = made(worth.WorthConfig(costs=prices))
   short = row(0).replace(mask=jnp.arange(TARGET)[None] < 2)
-  one.take_in(short, 0.5)
+  one.observe(short, 0.5)
   assert one.state()[1]["schedule"]["tokens"] == 2.0
-  one.take_in(row(1), 0.5)
+  one.observe(row(1), 0.5)
   assert one.state()[1]["schedule"]["tokens"] == 2.0 + (TARGET - 2.0) / 20
   one.close()
 

@@ -6,7 +6,6 @@ import pytest
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
-from osd_jax.distillation import shortlist
 
 VOCAB, LENGTH, KEPT = 24, 5, 3
 
@@ -49,7 +48,7 @@ def counted(ids, probs, mask):
 def test_it_holds_the_tokens_of_most_mass(seed):
   rng = np.random.default_rng(seed)
   buffer, ids, probs, mask = filled(rng, 6, np.arange(5, VOCAB))
-  found = np.asarray(shortlist.likeliest(buffer, VOCAB, 6))
+  found = np.asarray(replay.likeliest_tokens(buffer, VOCAB, 6))
   mass = counted(ids, probs, mask)
   assert len(set(found.tolist())) == 6 and base.EOS_ID in found
   others = [token for token in found if token != base.EOS_ID]
@@ -59,21 +58,21 @@ def test_it_holds_the_tokens_of_most_mass(seed):
 
 def test_every_end_of_a_sequence_is_covered():
   buffer, *_ = filled(np.random.default_rng(0), 6, np.arange(5, VOCAB))
-  found = np.asarray(shortlist.likeliest(buffer, VOCAB, 6, (0, 3)))
+  found = np.asarray(replay.likeliest_tokens(buffer, VOCAB, 6, (0, 3)))
   assert {0, 3} <= set(found.tolist()) and base.EOS_ID not in found
 
 
 def test_what_the_stream_has_not_shown_is_filled_by_id():
   rng = np.random.default_rng(0)
   buffer, ids, _, mask = filled(rng, 4, np.array([20, 21, 22]))
-  found = np.asarray(shortlist.likeliest(buffer, VOCAB, 8)).tolist()
+  found = np.asarray(replay.likeliest_tokens(buffer, VOCAB, 8)).tolist()
   assert set(ids[mask].ravel().tolist()) <= set(found)
   assert found == sorted({0, 1, 2, 3, 4, 20, 21, 22})
 
 
 def test_an_empty_buffer_gives_the_first_tokens():
   buffer = replay.init(replay.BufferConfig(capacity=2), 4, LENGTH, KEPT, VOCAB)
-  assert shortlist.likeliest(buffer, VOCAB, 4).tolist() == [0, 1, 2, 3]
+  assert replay.likeliest_tokens(buffer, VOCAB, 4).tolist() == [0, 1, 2, 3]
 
 
 def test_masked_positions_do_not_count():
@@ -82,4 +81,4 @@ def test_masked_positions_do_not_count():
   blind = buffer.replace(
     data=buffer.data.replace(mask=jnp.zeros_like(buffer.data.mask))
   )
-  assert shortlist.likeliest(blind, VOCAB, 6).tolist() == [0, 1, 2, 3, 4, 5]
+  assert replay.likeliest_tokens(blind, VOCAB, 6).tolist() == [0, 1, 2, 3, 4, 5]

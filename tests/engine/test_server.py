@@ -175,7 +175,7 @@ def test_what_is_learnt_beside_serving_is_swapped_in_by_who_serves(pair, plain):
     stream = [serving._request(n, text, {}) for n, text in enumerate(TEXTS)]
     answered, swapped = serving.run(stream), []
     for done in itertools.islice(itertools.cycle(answered), 40):
-      serving.learner.settle()
+      serving.learner.wait()
       if serving.learn(done, 0.5, beside=True):
         break
     else:

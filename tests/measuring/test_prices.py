@@ -283,7 +283,7 @@ def test_every_k_is_priced_on_a_mesh_too(pair, tmp_path, quick_compilation):
   mesh = sharding.PartitionConfig(data=2, model=2)
   with Server(config.pair, decoding, config.learning, mesh) as server:
     made = prices.measure(server, np.array([5, 9, 7, 1], np.int32), learn=True)
-    assert not server.learner.is_beside  # so that nothing of an update is hidden
+    assert not server.learner.in_background  # so that nothing of an update is hidden
   assert (made.hidden, made.slowdown) == (0.0, 1.0) and made.lost_ms > 0
   assert made.online.num_draft_tokens == made.frozen.num_draft_tokens == (0, 1)
   assert made.online.rows == 2 and min(made.online.round_ms) > 0

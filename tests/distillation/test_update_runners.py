@@ -10,7 +10,8 @@ import pytest
 
 from osd_jax import testing
 from osd_jax.decoding import records
-from osd_jax.distillation import background, optimizers, update
+from osd_jax.distillation import learner as learner_lib
+from osd_jax.distillation import optimizers, update
 
 VOCAB, LENGTH, INTERVAL = 8, 6, 3
 MODEL = testing.tabular_model(VOCAB)
@@ -40,7 +41,7 @@ def learner():
 
   def make(free=False):
     start = update.init_learner(CONFIG, params())
-    made.append(background.BackgroundLearner(MODEL, CONFIG, start, INTERVAL, free))
+    made.append(learner_lib.BackgroundRunner(MODEL, CONFIG, start, INTERVAL, free))
     return made[-1]
 
   yield make
@@ -144,15 +145,17 @@ def test_where_learning_is_behind_a_step_waits_for_one_slice(learner, gated):
   fall_behind(one, gate)
   before = one.learner
   one.launch(batches(1), finished=0)
-  one.keep_pace(0, INTERVAL - 1)  # this step finishes no interval: waits for nothing
+  one.wait_if_behind(
+    0, INTERVAL - 1
+  )  # this step finishes no interval: waits for nothing
   timer = threading.Timer(0.2, gate.release)
   timer.start()
-  one.keep_pace(0, INTERVAL)
+  one.wait_if_behind(0, INTERVAL)
   timer.join()
   assert not one._future.done()  # one of two slices
   gate.release()
-  one.keep_pace(0, INTERVAL)
-  one.keep_pace(0, INTERVAL)  # none is left
+  one.wait_if_behind(0, INTERVAL)
+  one.wait_if_behind(0, INTERVAL)  # none is left
   outcome = one.take()
   assert outcome.wait_ms > 100
   gate.release(CONFIG.steps_per_update)
@@ -169,9 +172,9 @@ def test_late_updates_in_a_row_are_all_waited_for_slice_by_slice(learner, gated)
     for _ in range(CONFIG.steps_per_update):
       threading.Timer(0.1, gate.release).start()
       started = time.perf_counter()
-      one.keep_pace(0, INTERVAL)
+      one.wait_if_behind(0, INTERVAL)
       assert time.perf_counter() - started > 0.05
-    one.settle()
+    one.wait()
     assert one.take().wait_ms > 100
 
 
@@ -183,10 +186,10 @@ def test_no_step_waits_where_learning_keeps_up_or_is_free(learner, gated, free):
   else:
     gate.release(CONFIG.steps_per_update)
     one.launch(batches(), finished=0)
-    one.settle()  # serving has taken longer than the update
+    one.wait()  # serving has taken longer than the update
     one.take()
   one.launch(batches(1), finished=0)
-  one.keep_pace(0, 100)
+  one.wait_if_behind(0, 100)
   assert not one._future.done()
   gate.release(CONFIG.steps_per_update)
 
@@ -200,7 +203,7 @@ def test_an_update_that_fails_keeps_no_step_waiting(learner, gated, monkeypatch)
 
   monkeypatch.setattr(update, "take_slice", fails)
   one.launch(batches(1), finished=0)
-  one.keep_pace(0, INTERVAL)
+  one.wait_if_behind(0, INTERVAL)
   with pytest.raises(RuntimeError, match="out of memory"):
     one.take()
 
@@ -255,19 +258,19 @@ def interleaved(monkeypatch):
 
   def make(free=False):
     start = update.init_learner(CONFIG, params())
-    return background.InterleavedLearner(MODEL, CONFIG, start, INTERVAL, free), taken
+    return learner_lib.InterleavedRunner(MODEL, CONFIG, start, INTERVAL, free), taken
 
   return make
 
 
 def test_between_calls_slices_are_spread_over_the_requests_until_it_is_due(interleaved):
   one, taken = interleaved()
-  one.keep_pace(0, 1)
+  one.wait_if_behind(0, 1)
   assert not taken and not one.due(100) and one.pending() is None
   one.launch((*batches(0), *batches(1), *batches(2)), finished=4)
   counts = []
   for finished in (4, 4, 5, 6, 6):
-    one.keep_pace(finished, in_flight=8)  # how many may finish does not matter
+    one.wait_if_behind(finished, in_flight=8)  # how many may finish does not matter
     counts.append(len(taken))
   # Six over three requests, then four over three, two over two, one over one.
   assert counts == [2, 4, 5, 6, 6]
@@ -282,7 +285,7 @@ def test_between_calls_it_computes_the_same_bits_however_far_it_came(interleaved
     before = one.learner
     one.launch(batches(), finished=0)
     for _ in range(calls):
-      one.keep_pace(0, 1)
+      one.wait_if_behind(0, 1)
     assert one.learner is before and one.pending()[0] == 0
     outcome = one.take()
     assert len(taken) == CONFIG.steps_per_update
@@ -297,9 +300,9 @@ def test_between_calls_a_free_one_is_due_when_all_slices_are_taken(interleaved):
   one, _ = interleaved(free=True)
   one.launch(batches(), finished=0)
   assert not one.due(1000)
-  one.keep_pace(0, 1)
+  one.wait_if_behind(0, 1)
   assert not one.due(1000)
-  one.keep_pace(INTERVAL - 1, 1)
+  one.wait_if_behind(INTERVAL - 1, 1)
   assert one.due(0)
 
 
@@ -307,7 +310,7 @@ def test_between_calls_a_slice_that_failed_is_taken_again(interleaved, monkeypat
   one, _ = interleaved()
   before, real = one.learner, update.take_slice
   one.launch(batches(), finished=0)
-  one.keep_pace(0, 1)
+  one.wait_if_behind(0, 1)
 
   def fails(*arguments):
     raise RuntimeError("out of memory")

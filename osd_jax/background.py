@@ -1,0 +1,117 @@
+"""Background threads: one worker that runs calls in order, at low priority if asked."""
+
+import concurrent.futures
+import contextlib
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+# Linux gives a thread of this niceness about a tenth of a contested core.
+_NICENESS = 10
+
+
+def cores() -> int:
+  """Number of processor cores that this process may use."""
+  if hasattr(os, "sched_getaffinity"):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
+
+
+class Worker(concurrent.futures.ThreadPoolExecutor):
+  """A thread that runs submitted calls one after another."""
+
+  def __init__(self, name: str, low_priority: bool = False):
+    """Creates the worker; its thread starts with the first call.
+
+    Args:
+      name: prefix of the thread's name.
+      low_priority: let the serving thread have a core first. Takes effect on Linux, if
+        the process has a second core: on a single one the worker would starve.
+    """
+    super().__init__(1, name, _lower_priority if low_priority and cores() > 1 else None)
+
+
+def _lower_priority() -> None:
+  if sys.platform == "linux":  # elsewhere a niceness belongs to the whole process
+    with contextlib.suppress(OSError):
+      os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+class OrderedCalls:
+  """Runs calls in the order they were added and returns their results in that order.
+
+  Calls run inside `add`, or on a low-priority thread so that serving does not wait.
+
+  >>> calls = OrderedCalls()
+  >>> calls.add(len, "abc")
+  >>> calls.ready(), calls.ready()
+  ([3], [])
+  """
+
+  def __init__(self, in_background: bool = False, max_pending: int = 1):
+    """Creates an empty queue.
+
+    Args:
+      in_background: run calls on a thread of their own instead of inside `add`.
+      max_pending: number of calls that may be unfinished when `ready` returns.
+    """
+    self._worker = Worker("calls", low_priority=True) if in_background else None
+    self._max_pending, self._failed = max_pending, False
+    self._calls: deque[concurrent.futures.Future[Any]] = deque()
+
+  @property
+  def in_background(self) -> bool:
+    """Whether calls run on a thread of their own."""
+    return self._worker is not None
+
+  def add(self, call: Callable[..., Any], *arguments: Any) -> None:
+    """Runs the call now, or after all calls that were added before it.
+
+    Raises:
+      Exception: raised by the call, if it runs now.
+    """
+    if self._worker is None:
+      done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+      done.set_result(call(*arguments))
+      self._calls.append(done)
+    else:
+      self._calls.append(self._worker.submit(self._run, call, *arguments))
+
+  def ready(self) -> list[Any]:
+    """Returns new results in order; waits if more than `max_pending` are missing.
+
+    Raises:
+      Exception: raised by a call; later calls are not run.
+    """
+    return self._results(self._max_pending)
+
+  def wait(self) -> list[Any]:
+    """Waits for all calls and returns their new results; raises like `ready`."""
+    return self._results(0)
+
+  def close(self) -> None:
+    """Ends the thread after its last call."""
+    if self._worker is not None:
+      self._worker.shutdown()
+
+  def _results(self, max_pending: int) -> list[Any]:
+    results = []
+    while self._calls and (self._calls[0].done() or len(self._calls) > max_pending):
+      try:
+        results.append(self._calls.popleft().result())
+      except Exception:
+        self._calls.clear()  # report the error once; later calls were not run
+        raise
+    return results
+
+  def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    if self._failed:
+      return None
+    try:
+      return call(*arguments)
+    except Exception:
+      self._failed = True
+      raise

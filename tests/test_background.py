@@ -1,0 +1,78 @@
+"""Calls run in order, inside `add` or in the background, and no error is lost."""
+
+import os
+import threading
+
+import pytest
+
+from osd_jax import background
+
+
+def broken():
+  raise ValueError("of a call")
+
+
+def in_background(max_pending=1):
+  return background.OrderedCalls(in_background=True, max_pending=max_pending)
+
+
+def test_foreground_calls_run_inside_add():
+  calls, called = background.OrderedCalls(), []
+  calls.add(called.append, threading.get_ident())
+  assert called == [threading.get_ident()] and not calls.in_background
+  with pytest.raises(ValueError, match="of a call"):
+    calls.add(broken)
+  assert calls.wait() == [None]
+
+
+def test_background_results_come_in_order_without_waiting():
+  calls, go = in_background(max_pending=2), threading.Event()
+  calls.add(go.wait)
+  calls.add(threading.get_ident)
+  assert calls.ready() == []  # two may be unfinished
+  go.set()
+  first, thread = calls.wait()
+  assert first and thread != threading.get_ident()
+  assert calls.ready() == calls.wait() == []
+  calls.close()
+
+
+def test_ready_waits_when_too_many_calls_are_pending():
+  calls, go = in_background(), threading.Event()
+  calls.add(go.wait)
+  assert calls.ready() == []
+  calls.add(lambda: "second")
+  opener = threading.Timer(0.2, go.set)
+  opener.start()
+  results = calls.ready()  # not before the timer
+  assert results[0] is True and go.is_set()
+  assert results + calls.wait() == [True, "second"]
+  calls.close()
+
+
+def test_an_error_is_raised_once_and_later_calls_are_not_run():
+  calls, called = in_background(), []
+  for call in (lambda: "before", broken, lambda: called.append("after")):
+    calls.add(call)
+  with pytest.raises(ValueError, match="of a call"):
+    calls.wait()
+  assert calls.wait() == []
+  calls.add(lambda: called.append("later"))
+  calls.close()
+  assert called == []
+
+
+def niceness(**options):
+  def own():
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+  with background.Worker("tried", **options) as worker:
+    return worker.submit(own).result() - own()
+
+
+@pytest.mark.usefixtures("priorities")
+def test_low_priority_applies_to_its_thread_alone_and_needs_a_second_core(monkeypatch):
+  assert niceness(low_priority=True) > 0
+  assert niceness() == 0
+  monkeypatch.setattr(background, "cores", lambda: 1)
+  assert niceness(low_priority=True) == 0  # on a single core it would starve

@@ -194,7 +194,7 @@ class Model:
     score: `(params, source [B, S], mask [B, S], target [B, T]) -> logits
       [B, T, V] float32`; teacher-forced, row t is the distribution of
       `target[:, t]` given `target[:, :t]`. A draft attached to its target takes
-      `reading=` [B, S, E] too, what the target has read, or reads it anew.
+      `target_states=` [B, S, E] too, what the target has read, or reads it anew.
     prepare: `(params) -> served`; the copy that prefill and decode read
       (fused, transposed: whatever the backend likes); what needs no change may be
       shared with params. Made once at load and at each swap, never inside a step.
@@ -206,10 +206,10 @@ class Model:
       whoever wants that leaves out the rest of `score`.
     frozen: the name in params of what belongs to the target and is never trained; ""
       where there is no such thing.
-    reads: E, width of what the target has read, for a draft attached to it: `prefill`
-      takes `cache.reading` [B, S, E] of the target in place of the source. 0: it reads
+    state_width: E, width of what the target has read, for a draft attached to it: `prefill`
+      takes `cache.target_states` [B, S, E] of the target in place of the source. 0: it reads
       the source itself.
-    read: `(params, source, mask) -> [B, S, E]`; of an attached draft, what the target
+    encode_for_draft: `(params, source, mask) -> [B, S, E]`; of an attached draft, what the target
       would hand out.
     head_dim: D, entries of the logical axis "joined_kv" that belong together.
     eos_ids: tokens that end a sequence.
@@ -230,8 +230,8 @@ class Model:
   shortlist: int = 0
   score_at: Callable[..., jax.Array] | None = None
   frozen: str = ""
-  reads: int = 0
-  read: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
+  state_width: int = 0
+  encode_for_draft: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
   head_dim: int = 1
   eos_ids: tuple[int, ...] = (EOS_ID,)
   pad_id: int = PAD_ID
@@ -353,7 +353,7 @@ class DistillationBatch:
     mask: [R, T] bool; emitted positions, up to and including end-of-sequence.
     records: `Records` with leading axis R.
     weight: [R] float32; 0 for rows that only fill the batch.
-    reading: [R, S, E] bfloat16, what the target has read of the source, for a draft
+    target_states: [R, S, E] bfloat16, what the target has read of the source, for a draft
       attached to it; None where that is not kept.
   """
 
@@ -362,9 +362,9 @@ class DistillationBatch:
   mask: jax.Array
   records: Records
   weight: jax.Array
-  reading: jax.Array | None = None
+  target_states: jax.Array | None = None
 
   @property
-  def kept_reading(self) -> dict[str, jax.Array]:
-    """What `Model.score` of an attached draft takes besides: the reading, if kept."""
-    return {} if self.reading is None else {"reading": self.reading}
+  def score_inputs(self) -> dict[str, jax.Array]:
+    """What `Model.score` of an attached draft takes besides: the target_states, if kept."""
+    return {} if self.target_states is None else {"target_states": self.target_states}

@@ -43,7 +43,7 @@ class PairConfig:
     folder: where the paths above begin, unless they are absolute or shipped.
     attached: shape of an attached draft that begins at random; a file says its own.
     draft_seed: of its parameters.
-    handed_out: layers of a decoder-only target that a prompt has passed where an
+    state_layer: layers of a decoder-only target that a prompt has passed where an
       attached draft reads it; 0: what the target's file says, mostly all.
   """
 
@@ -57,12 +57,12 @@ class PairConfig:
   folder: str = ""
   attached: AttachedConfig = AttachedConfig()
   draft_seed: int = 0
-  handed_out: int = 0
+  state_layer: int = 0
 
   def __post_init__(self):
     base.check_types(self)
     base.check_choices(self, dtype=("float32", "bfloat16"))
-    base.check_counts(self, "extra_ids", "draft_seed", "handed_out", least=0)
+    base.check_counts(self, "extra_ids", "draft_seed", "state_layer", least=0)
     paths = ("target", "draft", "vocabulary")
     base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
 
@@ -169,7 +169,7 @@ def load_pair(
   identity = weights.identity(target, Path(config.target).name)
   draft = _draft(config, target, identity, vocabulary)
   is_attached = isinstance(draft, weights.AttachedWeights)
-  target_model = families.build(target.config, "target", hands_out=is_attached)
+  target_model = families.build(target.config, "target", return_states=is_attached)
   # It is never trained: more bits than it computes with would only take room.
   params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), target.params)
   target_params = partitioner.place_params(target_model, params)
@@ -213,21 +213,21 @@ def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
 
 
 def handing_out(config: PairConfig, shape: ModelConfig) -> ModelConfig:
-  """The shape of a target that hands out what `PairConfig.handed_out` asks for.
+  """The shape of a target that hands out what `PairConfig.state_layer` asks for.
 
   Raises:
     InputError: it has no such layer, or an encoder, which is read whole.
   """
-  if not config.handed_out:
+  if not config.state_layer:
     return shape
-  if isinstance(shape, T5Config) or config.handed_out > shape.num_layers:
+  if isinstance(shape, T5Config) or config.state_layer > shape.num_layers:
     layers = "an encoder" if isinstance(shape, T5Config) else shape.num_layers
     raise base.InputError(
-      f"PairConfig.handed_out: received {config.handed_out}, expected at most the"
+      f"PairConfig.state_layer: received {config.state_layer}, expected at most the"
       f" layers of a decoder-only target; {config.target} has {layers}. 0 reads what"
       " has passed all."
     )
-  return dataclasses.replace(shape, handed_out=config.handed_out)
+  return dataclasses.replace(shape, state_layer=config.state_layer)
 
 
 def check_vocabulary(

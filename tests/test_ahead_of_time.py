@@ -164,7 +164,7 @@ def test_published_names_need_no_weights(tmp_path):
   )
   config = compile_config(pair, tmp_path, learn=False)
   made = plan.Plan(config.run, chips.Topology("cpu:1"), layers=1)
-  assert made.target.vocab_size == 32_128 and made.draft.reads == 512
+  assert made.target.vocab_size == 32_128 and made.draft.state_width == 512
   names = programs.programs(made)
   assert "slice" not in names  # nothing learns
   found = programs.compiled(made, names["draft step"])
@@ -225,8 +225,8 @@ def test_a_finished_report_is_left_alone(compiled, lively_pair):
 
 
 def test_a_target_hands_out_the_layer_that_the_pair_asks_for():
-  pair = pairs.PairConfig(target="vicuna-7b", draft="attached", handed_out=8)
+  pair = pairs.PairConfig(target="vicuna-7b", draft="attached", state_layer=8)
   target, _ = plan._shapes(pair, 0)
-  assert target.layer_handed_out == 8
-  with pytest.raises(base.InputError, match=r"PairConfig\.handed_out: received 99"):
-    plan._shapes(dataclasses.replace(pair, handed_out=99), 0)
+  assert target.last_state_layer == 8
+  with pytest.raises(base.InputError, match=r"PairConfig\.state_layer: received 99"):
+    plan._shapes(dataclasses.replace(pair, state_layer=99), 0)

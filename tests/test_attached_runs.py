@@ -97,7 +97,7 @@ def test_it_learns_and_changes_no_output(learned, plain, family):
 
 
 LIGHT = DraftServing(int8=True, shortlist=700)
-READ_ANEW = buffer.BufferConfig(capacity=32, keep_reading=False)
+READ_ANEW = buffer.BufferConfig(capacity=32, keep_target_states=False)
 
 
 def of_one_row_and_light(config):

@@ -269,7 +269,7 @@ def test_a_short_head_is_spread_by_rows_of_the_vocabulary(monkeypatch):
     return sum(x.cycles for x in compiled.Program(made.as_text(), 0).operations)
 
   found = taken()
-  monkeypatch.setattr(served, "spread", scattered)
+  monkeypatch.setattr(served, "scatter_to_vocab", scattered)
   jax.clear_caches()
   control = taken()
   jax.clear_caches()

@@ -255,25 +255,25 @@ def test_the_layer_that_an_attached_draft_reads_is_chosen(pair, tmp_path):
   source = np.arange(3, 11, dtype=np.int32)[None]
 
   def loaded(layer, draft="attached"):
-    config = dataclasses.replace(tiny_online.attached(pair), handed_out=layer)
+    config = dataclasses.replace(tiny_online.attached(pair), state_layer=layer)
     return pairs.load_pair(dataclasses.replace(config, draft=draft))
 
-  def reading(found):
+  def target_states(found):
     served = found.target.prepare(found.target_params)
-    return found.target.prefill(served, source, found.target.mask(source), 12).reading
+    return found.target.prefill(served, source, found.target.mask(source), 12).target_states
 
   behind_all, first = loaded(0), loaded(1)
-  assert not np.array_equal(reading(first), reading(behind_all))
+  assert not np.array_equal(target_states(first), target_states(behind_all))
   last = loaded(testing.TINY_LLAMA.num_layers)
-  np.testing.assert_array_equal(reading(last), reading(behind_all))
+  np.testing.assert_array_equal(target_states(last), target_states(behind_all))
   path = first.save_draft(tmp_path / "draft.safetensors", first.draft_params, "")
   assert loaded(1, str(path)).draft_config == tiny_online.SHAPE
   with pytest.raises(base.InputError, match="attached to the target"):
     loaded(0, str(path))
-  with pytest.raises(base.InputError, match=r"PairConfig\.handed_out: received 9"):
+  with pytest.raises(base.InputError, match=r"PairConfig\.state_layer: received 9"):
     loaded(9)
-  with pytest.raises(base.InputError, match=r"handed_out: received 1.*an encoder"):
-    pairs.load_pair(pairs.PairConfig(handed_out=1))
+  with pytest.raises(base.InputError, match=r"state_layer: received 1.*an encoder"):
+    pairs.load_pair(pairs.PairConfig(state_layer=1))
 
 
 def test_more_tokens_than_positions_are_refused(pair):

@@ -57,7 +57,7 @@ class Rows:
     tokens: [R, S + T] int32, as the target was fed.
     positions: [R, S + T] int32.
     fed: [R, S + T] bool; slots that hold a token.
-    reading: [R, S, E] bfloat16, what the target hands out of prompts.
+    target_states: [R, S, E] bfloat16, what the target hands out of prompts.
   """
 
   source: jax.Array
@@ -69,7 +69,7 @@ class Rows:
   tokens: jax.Array
   positions: jax.Array
   fed: jax.Array
-  reading: jax.Array
+  target_states: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Judge:
       tokens=tokens,
       positions=positions,
       fed=fed,
-      reading=llama.read(self.config, self.frozen["reader"], source, mask),
+      target_states=llama.encode_for_draft(self.config, self.frozen["encoder"], source, mask),
     )
 
   def logits(self, found: jax.Array) -> jax.Array:
@@ -154,7 +154,7 @@ def forms(judge: Judge, config: optimizers.OptimizerConfig) -> dict[str, Form]:
     whole = ours.join(params, judge.frozen)
     given = (rows.source, rows.source_mask, rows.target)
     # From the right tokens it says the same at every step.
-    return [ours.score(whole, *given, reading=rows.reading)] * steps
+    return [ours.score(whole, *given, target_states=rows.target_states)] * steps
 
   theirs = states.States(
     judge.config.width, shape.width, shape.num_heads, shape.head_dim, shape.mlp_dim

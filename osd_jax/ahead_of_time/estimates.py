@@ -56,7 +56,7 @@ def advice(plan: Plan, held: Mapping[str, float]) -> str:
     return f"PartitionConfig.model = {wider} halves them a chip"
   settings = {
     "caches and rows": "DecodingConfig.rows, source_lengths or target_length",
-    "replay buffer": "BufferConfig.capacity, BufferConfig.keep_reading",
+    "replay buffer": "BufferConfig.capacity, BufferConfig.keep_target_states",
     "temporaries": "DecodingConfig.rows, UpdateConfig.num_new or num_replay",
   }
   named = settings.get(largest, "PartitionConfig.whole_draft = 0")

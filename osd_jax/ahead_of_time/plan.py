@@ -59,7 +59,7 @@ class Plan:
     self.partitioner = partitioning.over(run.partition, topology.devices())
     target, draft = _shapes(pair, layers)
     is_attached = isinstance(draft, AttachedConfig)
-    self.target = families.build(target, "target", hands_out=is_attached)
+    self.target = families.build(target, "target", return_states=is_attached)
     serving = pair.draft_serving
     with native.portable():
       shardings = self.partitioner.params(self.target)
@@ -122,7 +122,7 @@ class Plan:
       return _at(leaf, found[0] if found else everywhere)
 
     learner = jax.tree_util.tree_map_with_path(place, state)
-    width = self.draft.reads if config.buffer.keep_reading else 0
+    width = self.draft.state_width if config.buffer.keep_target_states else 0
     buffer = jax.eval_shape(
       lambda: buffer_lib.init(
         config.buffer,

@@ -26,13 +26,13 @@ class BufferConfig:
     capacity: N, rows kept.
     recency_half_life: age in rows at which a row is drawn half as often; None draws
       all rows alike.
-    keep_reading: of an attached draft: keep what the target has read of each source,
+    keep_target_states: of an attached draft: keep what the target has read of each source,
       2 E bytes a source token (E: the target's width). False reads anew in each slice.
   """
 
   capacity: int = 1024
   recency_half_life: float | None = None
-  keep_reading: bool = True
+  keep_target_states: bool = True
 
   def __post_init__(self):
     base.check_counts(self, "capacity")
@@ -87,7 +87,7 @@ def init(
   target_length: int,
   record_top_k: int,
   vocab_size: int,
-  reading_width: int = 0,
+  state_width: int = 0,
 ) -> ReplayBuffer:
   """An empty buffer.
 
@@ -97,7 +97,7 @@ def init(
     target_length: T.
     record_top_k: k; cut to V.
     vocab_size: V; ids are uint16 up to 65,536, else int32.
-    reading_width: E of the target's readings that are kept; 0 keeps none.
+    state_width: E of the target's target_states that are kept; 0 keeps none.
 
   Returns:
     A buffer with `added` = 0.
@@ -123,7 +123,7 @@ def init(
     mask=jnp.zeros(positions, bool),
     records=_empty_records(positions, record_top_k, vocab_size, jnp.zeros),
     weight=jnp.zeros(rows, jnp.float32),
-    reading=_empty_reading(rows, source_length, reading_width),
+    target_states=_empty_states(rows, source_length, state_width),
   )
   return ReplayBuffer(data=data, added=jnp.zeros((), jnp.int32))
 
@@ -200,9 +200,9 @@ def sample(
   present = jnp.concatenate([ages[0] < newest, ages[1] < buffer.filled])
   slots = (buffer.added - 1 - jnp.concatenate(ages)) % buffer.capacity
   rows = jax.tree.map(lambda ring: ring[slots], buffer.data)
-  if rows.reading is not None:
-    bits = rows.reading
-    rows = rows.replace(reading=jax.lax.bitcast_convert_type(bits, jnp.bfloat16))
+  if rows.target_states is not None:
+    bits = rows.target_states
+    rows = rows.replace(target_states=jax.lax.bitcast_convert_type(bits, jnp.bfloat16))
   return rows.replace(weight=jnp.where(present, rows.weight, 0.0))
 
 
@@ -321,7 +321,7 @@ def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Re
   )
 
 
-def _empty_reading(
+def _empty_states(
   rows: tuple[int], source_length: int, width: int
 ) -> jax.Array | None:
   shape = (*rows, source_length, width)

@@ -402,14 +402,14 @@ class Learner:
       self._frozen,
     )
     self._append = jax.jit(buffer_lib.append, donate_argnums=0)
-    self._reading_width = draft.reads if config.buffer.keep_reading else 0
+    self._state_width = draft.state_width if config.buffer.keep_target_states else 0
     buffer = buffer_lib.init(
       config.buffer,
       source_length,
       target_length,
       record_top_k,
       draft.vocab_size,
-      self._reading_width,
+      self._state_width,
     )
     # Where rows come from: a first append would move it, and all would compile anew.
     self._buffer = sharding.copy_to_mesh_of(params, buffer)
@@ -437,14 +437,14 @@ class Learner:
   def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
     """Fills the buffer before the first request; none of it counts as new."""
     for batch in batches:
-      self._buffer = self._append(self._buffer, self._with_reading(batch))
+      self._buffer = self._append(self._buffer, self._with_states(batch))
       jax.block_until_ready(self._buffer.added)  # of a mesh, few may be in flight
     self._since = int(self._buffer.added)
 
   def warm_up(self, batches: Iterable[base.DistillationBatch] = ()) -> None:
     """Compiles whatever an update runs, and taking in such batches; changes nothing."""
     for batch in batches:  # rows of weight 0 are not added
-      weightless = self._with_reading(batch).replace(weight=batch.weight * 0)
+      weightless = self._with_states(batch).replace(weight=batch.weight * 0)
       self._buffer = self._append(self._buffer, weightless)
     config, drawn = self._config.update, self._draw()
     state = self._runner.learner
@@ -501,7 +501,7 @@ class Learner:
       )
     self.finished += 1
     outcome = self._take() if self._runner.due(self.finished) else None
-    self._buffer = self._append(self._buffer, self._with_reading(batch))
+    self._buffer = self._append(self._buffer, self._with_states(batch))
     schedule = self._config.schedule
     if isinstance(schedule, costs_lib.Priced):
       # On the host: numpy would have XLA sum an array of JAX.
@@ -563,13 +563,13 @@ class Learner:
     if host["launched"] is not None:
       self._runner.launch(arrays["pending"], host["launched"])
 
-  def _with_reading(self, batch: base.DistillationBatch) -> base.DistillationBatch:
+  def _with_states(self, batch: base.DistillationBatch) -> base.DistillationBatch:
     """The batch with what the target has read of it, where the buffer keeps that."""
-    if not self._reading_width:
-      return batch.replace(reading=None)
-    if batch.reading is not None:
+    if not self._state_width:
+      return batch.replace(target_states=None)
+    if batch.target_states is not None:
       return batch
-    return batch.replace(reading=_read(self._draft, self.serving, batch.source))
+    return batch.replace(target_states=_read(self._draft, self.serving, batch.source))
 
   def _launch(self) -> None:
     schedule = self._config.schedule
@@ -600,5 +600,5 @@ class Learner:
 @functools.partial(jax.jit, static_argnums=0)
 def _read(draft: base.Model, params: base.Params, source: jax.Array) -> jax.Array:
   """What the target has read of sources [R, S], by what the draft has of it."""
-  assert draft.read is not None
-  return draft.read(params, source, draft.mask(source))
+  assert draft.encode_for_draft is not None
+  return draft.encode_for_draft(params, source, draft.mask(source))

@@ -78,9 +78,9 @@ def logits_of(
   batch, positions, tokens = narrowed.batch, narrowed.positions, narrowed.tokens
   arguments = (params, batch.source, model.mask(batch.source), batch.target)
   if model.score_at is not None:
-    logits = model.score_at(*arguments, positions, tokens, **batch.kept_reading)
+    logits = model.score_at(*arguments, positions, tokens, **batch.score_inputs)
   else:
-    logits = model.score(*arguments, **batch.kept_reading)
+    logits = model.score(*arguments, **batch.score_inputs)
     if positions is not None:
       logits = jnp.take_along_axis(logits, positions[..., None], axis=1)
     if tokens is not None:

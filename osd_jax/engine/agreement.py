@@ -93,11 +93,11 @@ def agreement(
     batch = batch.replace(target=target, mask=mask, records=records)
   arguments = (params, batch.source, model.mask(batch.source), batch.target)
   if covered is None:
-    logits = model.score(*arguments, **batch.kept_reading)
+    logits = model.score(*arguments, **batch.score_inputs)
   elif model.score_at is None:
-    logits = model.score(*arguments, **batch.kept_reading)[..., covered]
+    logits = model.score(*arguments, **batch.score_inputs)[..., covered]
   else:
-    logits = model.score_at(*arguments, None, covered, **batch.kept_reading)
+    logits = model.score_at(*arguments, None, covered, **batch.score_inputs)
   return agreement_from_logits(logits, batch, settings, model.vocab_size, covered)
 
 

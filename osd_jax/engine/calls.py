@@ -136,23 +136,23 @@ def prepare(
     return model.prepare(params, *(() if shortlist is None else (shortlist,)))
 
 
-def check_reading(target: base.Model, params: base.Params, draft: base.Model) -> None:
+def check_target_states(target: base.Model, params: base.Params, draft: base.Model) -> None:
   """Raises InputError unless the target hands out what the draft reads."""
-  if not draft.reads:
+  if not draft.state_width:
     return
   source = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
   def prefilled(params, source):
     cache = target.prefill(target.prepare(params), source, target.mask(source), 1)
-    return getattr(cache, "reading", None)
+    return getattr(cache, "target_states", None)
 
-  reading = jax.eval_shape(prefilled, params, source)
-  received = "nothing" if reading is None else f"width {reading.shape[-1]}"
-  if received != f"width {draft.reads}":
+  target_states = jax.eval_shape(prefilled, params, source)
+  received = "nothing" if target_states is None else f"width {target_states.shape[-1]}"
+  if received != f"width {draft.state_width}":
     raise base.InputError(
       f"decoding: the draft {draft.name!r} is attached to a target that hands out what"
-      f" it has read, of width {draft.reads}; the target {target.name!r} hands out"
-      f" {received}. Build it with `hands_out=True`, or choose another draft."
+      f" it has read, of width {draft.state_width}; the target {target.name!r} hands out"
+      f" {received}. Build it with `return_states=True`, or choose another draft."
     )
 
 
@@ -203,10 +203,10 @@ def prefill_draft(
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
   """Prefills the draft for rows that have their prompt; none of their tokens is fed."""
-  reading, slots = None, prompts.slots
-  if program.draft is not None and program.draft.reads:
-    reading = program.by_part(cache.take_row, state.target_cache.reading, slots)
-  rows = _draft_prefilled(program, served, _split(program, prompts.source), reading)
+  target_states, slots = None, prompts.slots
+  if program.draft is not None and program.draft.state_width:
+    target_states = program.by_part(cache.take_row, state.target_cache.target_states, slots)
+  rows = _draft_prefilled(program, served, _split(program, prompts.source), target_states)
   found = _inserted(program, state.draft_cache, rows, slots)
   return program.placed(state.replace(draft_cache=found))
 
@@ -281,7 +281,7 @@ def read_row(
     mask=mask,
     records=jax.tree.map(cut, state.records),
     weight=jnp.ones((1,), jnp.float32),
-    reading=_reading_of(program, state, source.shape[1], take),
+    target_states=_states_of(program, state, source.shape[1], take),
   )
   settings, reason, counters = jax.tree.map(
     take, (state.settings, state.stop_reason, state.counters)
@@ -321,8 +321,8 @@ def _prefilled(
     target_cache = program.target.prefill(served.target, source, mask, length)
   draft_cache = None
   if program.draft is not None:
-    reading = target_cache.reading if program.draft.reads else None
-    draft_cache = _draft_prefilled(program, served, source, reading)
+    target_states = target_cache.target_states if program.draft.state_width else None
+    draft_cache = _draft_prefilled(program, served, source, target_states)
   return state_lib.initial_state(
     program.target.starts(source),
     prompts.settings,
@@ -335,7 +335,7 @@ def _prefilled(
 
 
 def _draft_prefilled(
-  program: Program, served: Served, source: jax.Array, reading: jax.Array | None
+  program: Program, served: Served, source: jax.Array, target_states: jax.Array | None
 ) -> Any:
   """The draft's cache after prefill, of length 0.
 
@@ -343,19 +343,19 @@ def _draft_prefilled(
     program: with a draft.
     served: prepared parameters.
     source: [B, S] int32.
-    reading: [B, S, E], what the target has read of it, for an attached draft.
+    target_states: [B, S, E], what the target has read of it, for an attached draft.
   """
   assert program.draft is not None
   length = state_lib.buffer_length(program.config.target_length)
-  read = source if reading is None else reading
+  read = source if target_states is None else target_states
   with program.traced():
     mask = program.draft.mask(source)
     return program.draft.prefill(served.draft, read, mask, length)
 
 
-def _reading_of(program: Program, state, length: int, take) -> jax.Array | None:
+def _states_of(program: Program, state, length: int, take) -> jax.Array | None:
   """What the target has read of a row, padded to `length`, for an attached draft."""
-  if program.draft is None or not program.draft.reads:
+  if program.draft is None or not program.draft.state_width:
     return None
-  reading = take(state.target_cache.reading)
-  return jnp.pad(reading, ((0, 0), (0, length - reading.shape[1]), (0, 0)))
+  target_states = take(state.target_cache.target_states)
+  return jnp.pad(target_states, ((0, 0), (0, length - target_states.shape[1]), (0, 0)))

@@ -71,7 +71,7 @@ class Slots(Rows):
         " vocabulary. Choose a draft trained with the target's vocabulary."
       )
     if draft is not None:
-      calls.check_reading(target, target_params, draft)
+      calls.check_target_states(target, target_params, draft)
     for model in (target,) if draft is None else (target, draft):
       config.check(model)
     self.config = config

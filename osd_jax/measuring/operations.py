@@ -106,8 +106,8 @@ def _of_model(
   prompt = jnp.asarray(source)
   mask = model.mask(prompt)
   # A draft attached to the target reads what that has read: no work of its own.
-  reading = jnp.zeros((*source.shape, model.reads), jnp.bfloat16)
-  read = {"reading": reading} if model.reads else {}
+  target_states = jnp.zeros((*source.shape, model.state_width), jnp.bfloat16)
+  read = {"target_states": target_states} if model.state_width else {}
 
   def of(tokens):
     target = jax.ShapeDtypeStruct((1, tokens), jnp.int32)

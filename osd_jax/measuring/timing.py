@@ -70,7 +70,7 @@ def measure(
   """
   length = state_lib.buffer_length(config.target_length)
   target_side = (target, *_prefilled(target, length, target_params, source, source))
-  read = target_side[2].reading if draft.reads else source
+  read = target_side[2].target_states if draft.state_width else source
   draft_side = (draft, *_prefilled(draft, length, draft_params, source, read))
   loops = {
     "draft_step_ms": (*draft_side, 1),

@@ -1,9 +1,9 @@
 """A draft attached to its target: it reads what the target has read of the prompt.
 
-    prompt -> target's encoder, or layers -> reading [B, S, E] -----> |
+    prompt -> target's encoder, or layers -> target_states [B, S, E] -----> |
     tokens -> target's embedding -> inward -> decoder layers -> outward -> target's head
 
-A draft of its own has to learn reading, copying and the vocabulary anew. This one takes
+A draft of its own has to learn target_states, copying and the vocabulary anew. This one takes
 all three from the target, frozen, and learns what lies between: a fraction of the
 parameters, and of the time of an update. Source: this project; EAGLE (arXiv 2401.15077)
 takes embedding and head from the target too.
@@ -28,7 +28,7 @@ _WHOLE = DraftServing()  # leaves nothing out
 
 
 class Attached(nn.Module):
-  """What lies between the target's embedding, its reading and its head.
+  """What lies between the target's embedding, its target_states and its head.
 
   Attributes:
     config: the shape.
@@ -51,26 +51,26 @@ class Attached(nn.Module):
     self.outward = project((inner.width, width), ("embed", "embed"), init_scale=0.3)
     self.draft_head = served.draft_head_of(self.target, self.serving)
 
-  def prefill(self, reading, mask, cache_length: int) -> cache_lib.KVCache:
+  def prefill(self, target_states, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`; of what the target has read, [B, S, E]."""
     inner = self.config.decoder(self.target)
-    return t5_layers.empty_cache(inner, self._cross(reading), mask, cache_length)
+    return t5_layers.empty_cache(inner, self._cross(target_states), mask, cache_length)
 
   def decode(self, frozen, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
     x, cache = self.decoder.step(self._embed(frozen, tokens), cache)
     return self._logits(frozen, self.outward(x)), cache
 
-  def score(self, frozen, reading, mask, inputs, positions=None, tokens=None):
+  def score(self, frozen, target_states, mask, inputs, positions=None, tokens=None):
     """See `base.Model.score` and `base.Model.score_at`; inputs are what is fed."""
     x = self._embed(frozen, inputs)
-    x = self.decoder.at(x, self._cross(reading), mask, positions)
+    x = self.decoder.at(x, self._cross(target_states), mask, positions)
     return self._logits(frozen, self.outward(x), tokens)
 
-  def _cross(self, reading):
+  def _cross(self, target_states):
     """Keys and values of every layer from what the target has read."""
     dtype = jnp.dtype(self.target.dtype)
-    return self.decoder.cross_keys_values(layers.normalized(reading.astype(dtype)))
+    return self.decoder.cross_keys_values(layers.normalized(target_states.astype(dtype)))
 
   def _embed(self, frozen, tokens):
     return self.inward(layers.normalized(frozen["embedding"][tokens]))
@@ -107,8 +107,8 @@ def frozen_of(
   head = embedding
   if not target.tied_head:
     head = _transposed(jnp.asarray(params["decoder"]["logits_dense"]["kernel"], dtype))
-  reader = families.reader_params(target, params)
-  frozen = {"embedding": embedding, "head": head, "reader": reader}
+  encoder = families.encoder_params(target, params)
+  frozen = {"embedding": embedding, "head": head, "encoder": encoder}
   if serving.int8 and not serving.shortlist:
     frozen["draft_head"] = served.draft_head(target, serving, head, True, None)
   return frozen
@@ -143,22 +143,22 @@ def build(
     own = {name: part for name, part in params.items() if name != FROZEN}
     return module.apply({"params": own}, *arguments, method=method)
 
-  def prefill(params, reading, mask, cache_length):
-    arguments = (reading, mask, cache_length)
+  def prefill(params, target_states, mask, cache_length):
+    arguments = (target_states, mask, cache_length)
     return apply(decoding, params, *arguments, method=Attached.prefill)
 
   def decode(params, tokens, cache):
     arguments = (params[FROZEN], tokens, cache)
     return apply(decoding, params, *arguments, method=Attached.decode)
 
-  def read(params, source, mask):
-    return families.read(target, params[FROZEN]["reader"], source, mask)
+  def encode_for_draft(params, source, mask):
+    return families.encode_for_draft(target, params[FROZEN]["encoder"], source, mask)
 
-  def score(params, source, mask, text, positions=None, tokens=None, reading=None):
-    if reading is None:
-      reading = read(params, source, mask)
+  def score(params, source, mask, text, positions=None, tokens=None, target_states=None):
+    if target_states is None:
+      target_states = encode_for_draft(params, source, mask)
     inputs = t5_layers.inputs_of(text, of_target.starts(source))
-    arguments = (params[FROZEN], reading, mask, inputs, positions, tokens)
+    arguments = (params[FROZEN], target_states, mask, inputs, positions, tokens)
     return apply(training, params, *arguments, method=Attached.score)
 
   return base.Model(
@@ -173,8 +173,8 @@ def build(
     shortlist=serving.shortlist,
     score_at=score,
     frozen=FROZEN,
-    reads=target.width,
-    read=read,
+    state_width=target.width,
+    encode_for_draft=encode_for_draft,
     head_dim=config.decoder(target).head_dim,
     eos_ids=of_target.eos_ids,
     pad_id=of_target.pad_id,
@@ -186,9 +186,9 @@ def build(
 def _init_boxed(module: Attached, key: jax.Array):
   target = module.target
   table = jnp.zeros((2, target.width), jnp.dtype(target.dtype))
-  token, reading = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, target.width))
+  token, target_states = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, target.width))
   frozen = {"embedding": table, "head": table}
-  arguments = (frozen, reading, token == 0, token)
+  arguments = (frozen, target_states, token == 0, token)
   return module.init(key, *arguments, method=Attached.score)["params"]
 
 

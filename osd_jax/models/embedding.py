@@ -60,6 +60,6 @@ def logits_of(
   return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
-def handed_out(reading: jax.Array) -> jax.Array:
+def as_target_states(states: jax.Array) -> jax.Array:
   """What an attached draft is given: serving and training read the same bits."""
-  return jax.lax.optimization_barrier(reading).astype(jnp.bfloat16)
+  return jax.lax.optimization_barrier(target_states).astype(jnp.bfloat16)

@@ -17,7 +17,7 @@ def build(
   config: ModelConfig,
   name: str,
   serving: DraftServing = _WHOLE,
-  hands_out: bool = False,
+  return_states: bool = False,
 ) -> base.Model:
   """The functions of `base.Model` for one configuration; see `t5.build`.
 
@@ -28,19 +28,19 @@ def build(
     config: the shape.
     name: what error texts call it.
     serving: what its served copy leaves out; for drafts only.
-    hands_out: prefill leaves in the cache what it has read, for an attached draft.
+    return_states: prefill leaves in the cache what it has read, for an attached draft.
   """
-  return _family(config).build(config, name, serving, hands_out)
+  return _family(config).build(config, name, serving, return_states)
 
 
-def reader_params(config: ModelConfig, params: base.Params) -> base.Params:
+def encoder_params(config: ModelConfig, params: base.Params) -> base.Params:
   """The part of a target's parameters that `read` needs."""
-  return _family(config).reader_params(config, params)
+  return _family(config).encoder_params(config, params)
 
 
-def read(config: ModelConfig, params: base.Params, source, mask) -> jax.Array:
+def encode_for_draft(config: ModelConfig, params: base.Params, source, mask) -> jax.Array:
   """What a target reads of prompts [B, S] for an attached draft, [B, S, E] bfloat16."""
-  return _family(config).read(config, params, source, mask)
+  return _family(config).encode_for_draft(config, params, source, mask)
 
 
 def _family(config: ModelConfig) -> Any:

@@ -18,24 +18,24 @@ def of_module(
   config: T5Config | LlamaConfig,
   name: str,
   serving: DraftServing,
-  hands_out: bool,
+  return_states: bool,
   **own: Any,
 ) -> base.Model:
   """The functions of `base.Model` for one configuration.
 
   Args:
-    kind: `kind(config, serving, hands_out)` is the module, with methods prefill, decode
+    kind: `kind(config, serving, return_states)` is the module, with methods prefill, decode
       and score; without serving it reads what is trained.
     config: the shape.
     name: what error texts call it.
     serving: what its served copy leaves out; for drafts only.
-    hands_out: prefill leaves in the cache what it has read, for an attached draft.
+    return_states: prefill leaves in the cache what it has read, for an attached draft.
     **own: further fields of the `base.Model`.
   """
   if serving.shortlist >= config.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
   training: Any = kind(config)  # pyright: ignore[reportCallIssue]
-  decoding: Any = kind(config, serving, hands_out)  # pyright: ignore[reportCallIssue]
+  decoding: Any = kind(config, serving, return_states)  # pyright: ignore[reportCallIssue]
 
   def apply(module, params, *args, method):
     return module.apply({"params": params}, *args, method=method)

@@ -22,12 +22,12 @@ class Llama(nn.Module):
   Attributes:
     config: the shape.
     serving: reads the copy that `prepare` made for it; None reads what is trained.
-    hands_out: prefill leaves in the cache what was read, for an attached draft.
+    return_states: prefill leaves in the cache what was read, for an attached draft.
   """
 
   config: LlamaConfig
   serving: DraftServing | None = None
-  hands_out: bool = False
+  return_states: bool = False
 
   def setup(self):
     config, serving = self.config, self.serving
@@ -41,7 +41,7 @@ class Llama(nn.Module):
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`; `cross_keys` are those of the prompt but its last."""
     config = self.config
-    kept, reading = self.decoder.prefill(self.token_embedder(source), mask)
+    kept, target_states = self.decoder.prefill(self.token_embedder(source), mask)
     empty = functools.partial(
       cache_lib.empty_self_entries,
       config.num_layers,
@@ -55,14 +55,14 @@ class Llama(nn.Module):
       cross_values=tuple(values for _, values in kept),
       cross_mask=without_last(mask),
       length=jnp.zeros(source.shape[:1], jnp.int32),
-      reading=embedding.handed_out(reading) if self.hands_out else None,
+      target_states=embedding.as_target_states(target_states) if self.return_states else None,
     )
 
-  def read(self, source, mask):
-    """See `base.Model.read`."""
+  def encode_for_draft(self, source, mask):
+    """See `base.Model.encode_for_draft`."""
     x, positions = self.token_embedder(source), llama_layers.prompt_positions(mask)
-    depth = self.config.layer_handed_out
-    return embedding.handed_out(self.decoder.over(x, mask, positions, depth))
+    depth = self.config.last_state_layer
+    return embedding.as_target_states(self.decoder.over(x, mask, positions, depth))
 
   def decode(self, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
@@ -114,7 +114,7 @@ def build(
   config: LlamaConfig,
   name: str = "llama",
   serving: DraftServing = _WHOLE,
-  hands_out: bool = False,
+  return_states: bool = False,
 ) -> base.Model:
   """The functions of `base.Model` for one configuration; cached, see `t5.build`.
 
@@ -122,14 +122,14 @@ def build(
     config: the shape.
     name: what error texts call it.
     serving: what its served copy leaves out; for drafts only.
-    hands_out: prefill leaves in the cache what it has read, for an attached draft.
+    return_states: prefill leaves in the cache what it has read, for an attached draft.
   """
   return functions.of_module(
     Llama,
     config,
     name,
     serving,
-    hands_out,
+    return_states,
     eos_ids=config.eos_ids,
     pad_id=base.NO_TOKEN,
     start=last_token,
@@ -137,13 +137,13 @@ def build(
   )
 
 
-def reader_params(config: LlamaConfig, params: base.Params) -> base.Params:
+def encoder_params(config: LlamaConfig, params: base.Params) -> base.Params:
   """The part of a model's parameters that `read` needs."""
-  names = [f"layers_{index}" for index in range(config.layer_handed_out)]
+  names = [f"layers_{index}" for index in range(config.last_state_layer)]
   decoder = {name: params["decoder"][name] for name in names}
   return {"token_embedder": params["token_embedder"], "decoder": decoder}
 
 
-def read(config: LlamaConfig, params: base.Params, source, mask):
-  """See `base.Model.read`, from `reader_params`."""
-  return Llama(config).apply({"params": params}, source, mask, method=Llama.read)
+def encode_for_draft(config: LlamaConfig, params: base.Params, source, mask):
+  """See `base.Model.encode_for_draft`, from `encoder_params`."""
+  return Llama(config).apply({"params": params}, source, mask, method=Llama.encode_for_draft)

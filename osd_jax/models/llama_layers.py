@@ -244,21 +244,21 @@ class Decoder(nn.Module):
     """
     length = x.shape[1]
     if length <= CHUNK:
-      kept, reading = self._whole(x, mask)
-      return kept, reading
+      kept, target_states = self._whole(x, mask)
+      return kept, target_states
     spare = -length % CHUNK
     x = jnp.pad(x, ((0, 0), (0, spare), (0, 0)))
-    kept, reading = self._by_chunks(x, jnp.pad(mask, ((0, 0), (0, spare))))
-    return jax.tree.map(lambda leaf: leaf[:, :, :length], kept), reading[:, :length]
+    kept, target_states = self._by_chunks(x, jnp.pad(mask, ((0, 0), (0, spare))))
+    return jax.tree.map(lambda leaf: leaf[:, :, :length], kept), target_states[:, :length]
 
   def _whole(self, x, mask):
     by = rotary.rotation(self.config, prompt_positions(mask))
-    bias, kept, reading = causal_bias(mask, mask.shape[1]), [], x
+    bias, kept, target_states = causal_bias(mask, mask.shape[1]), [], x
     for index, layer in enumerate(self.layers):
       x, entries = t5_layers.traced_once(layer, Layer.over, x, by, bias)
       kept.append(entries)
-      reading = x if index + 1 == self.config.layer_handed_out else reading
-    return kept, reading
+      target_states = x if index + 1 == self.config.last_state_layer else target_states
+    return kept, target_states
 
   def _by_chunks(self, x, mask):
     """`_whole` in a loop over chunks: no program is quadratic in the prompt."""
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
       by = rotary.rotation(config, at)
       slots = jnp.arange(length)[None] <= start + jnp.arange(CHUNK)[:, None]
       bias = layers.mask_bias(mask[:, None, None] & slots[None, None])
-      after, reading = [], chunk
+      after, target_states = [], chunk
       for index, (keys, values) in enumerate(kept):
         chunk, entries = alike.apply(
           layer_variables[index],
@@ -288,12 +288,12 @@ class Decoder(nn.Module):
           method=Layer.over_chunk,
         )
         after.append(entries)
-        reading = chunk if index + 1 == config.layer_handed_out else reading
-      return after, reading
+        target_states = chunk if index + 1 == config.last_state_layer else target_states
+      return after, target_states
 
     starts = jnp.arange(0, length, CHUNK)
-    kept, readings = jax.lax.scan(read, [(empty, empty)] * config.num_layers, starts)
-    return kept, readings.swapaxes(0, 1).reshape(rows, length, config.width)
+    kept, target_states = jax.lax.scan(read, [(empty, empty)] * config.num_layers, starts)
+    return kept, target_states.swapaxes(0, 1).reshape(rows, length, config.width)
 
   def step(self, x: jax.Array, cache: cache_lib.KVCache):
     """Runs all layers over n new positions of the rows of a cache.

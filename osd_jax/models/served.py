@@ -37,10 +37,10 @@ class DraftHead(nn.Module):
     if not covered:
       return logits
     ids = self.param("ids", lambda key: jnp.arange(covered))
-    return spread(logits, ids, config.vocab_size)
+    return scatter_to_vocab(logits, ids, config.vocab_size)
 
 
-def spread(logits: jax.Array, ids: jax.Array, size: int) -> jax.Array:
+def scatter_to_vocab(logits: jax.Array, ids: jax.Array, size: int) -> jax.Array:
   """Logits [B, n, V] of some tokens' [B, n, N]; -inf for the others.
 
   Args:

@@ -127,7 +127,7 @@ class LlamaConfig:
     query_key_norm: queries and keys of every head are normalised (Qwen3).
     max_positions: of prompt and output together.
     eos_ids: tokens that end a sequence.
-    handed_out: layers that a prompt has passed where an attached draft reads it; 0 is
+    state_layer: layers that a prompt has passed where an attached draft reads it; 0 is
       all of them.
     dtype: as in `T5Config`.
     embedding_std: standard deviation of the initial embedding.
@@ -149,7 +149,7 @@ class LlamaConfig:
   query_key_norm: bool = False
   max_positions: int = 4096
   eos_ids: tuple[int, ...] = (2,)
-  handed_out: int = 0
+  state_layer: int = 0
   dtype: str = "float32"
   embedding_std: float = 1.0
 
@@ -161,7 +161,7 @@ class LlamaConfig:
     base.check_choices(self, dtype=("float32", "bfloat16", "float64"))
     base.check_counts(self, "vocab_size", "width", "num_heads", "num_kv_heads")
     base.check_counts(self, "head_dim", "mlp_dim", "num_layers", "max_positions")
-    base.check_counts(self, "handed_out", least=0)
+    base.check_counts(self, "state_layer", least=0)
     heads, ends = self.num_heads, self.eos_ids
     base.check_fields(
       self,
@@ -177,8 +177,8 @@ class LlamaConfig:
           ends and all(base.is_count(i, 0) and i < self.vocab_size for i in ends),
           f"ids in 0..{self.vocab_size - 1}, at least one",
         ),
-        "handed_out": (
-          self.handed_out <= self.num_layers,
+        "state_layer": (
+          self.state_layer <= self.num_layers,
           f"an integer in 0..num_layers ({self.num_layers})",
         ),
         "embedding_std": (0 < self.embedding_std < float("inf"), "a finite number > 0"),
@@ -196,9 +196,9 @@ class LlamaConfig:
     return self.num_heads // self.num_kv_heads
 
   @property
-  def layer_handed_out(self) -> int:
+  def last_state_layer(self) -> int:
     """Layers that a prompt has passed where an attached draft reads it."""
-    return self.handed_out or self.num_layers
+    return self.state_layer or self.num_layers
 
 
 @dataclasses.dataclass(frozen=True)

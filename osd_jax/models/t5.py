@@ -22,12 +22,12 @@ class T5(nn.Module):
   Attributes:
     config: the shape.
     serving: reads the copy that `prepare` made for it; None reads what is trained.
-    hands_out: prefill leaves in the cache what was read, for an attached draft.
+    return_states: prefill leaves in the cache what was read, for an attached draft.
   """
 
   config: T5Config
   serving: DraftServing | None = None
-  hands_out: bool = False
+  return_states: bool = False
 
   def setup(self):
     config, serving = self.config, self.serving
@@ -45,12 +45,12 @@ class T5(nn.Module):
     cross = self.decoder.cross_keys_values(encoded)
     cache = t5_layers.empty_cache(self.config, cross, mask, cache_length)
     return (
-      cache.replace(reading=embedding.handed_out(encoded)) if self.hands_out else cache
+      cache.replace(target_states=embedding.as_target_states(encoded)) if self.return_states else cache
     )
 
-  def read(self, source, mask):
-    """See `base.Model.read`."""
-    return embedding.handed_out(self._encode(source, mask))
+  def encode_for_draft(self, source, mask):
+    """See `base.Model.encode_for_draft`."""
+    return embedding.as_target_states(self._encode(source, mask))
 
   def decode(self, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
@@ -85,7 +85,7 @@ def build(
   config: T5Config,
   name: str = "t5",
   serving: DraftServing = _WHOLE,
-  hands_out: bool = False,
+  return_states: bool = False,
 ) -> base.Model:
   """The functions of `base.Model` for one configuration.
 
@@ -96,17 +96,17 @@ def build(
     config: the shape.
     name: what error texts call it.
     serving: what its served copy leaves out; for drafts only.
-    hands_out: prefill leaves in the cache what it has read, for an attached draft.
+    return_states: prefill leaves in the cache what it has read, for an attached draft.
   """
-  return functions.of_module(T5, config, name, serving, hands_out)
+  return functions.of_module(T5, config, name, serving, return_states)
 
 
-def reader_params(config: T5Config, params: base.Params) -> base.Params:
+def encoder_params(config: T5Config, params: base.Params) -> base.Params:
   """The part of a model's parameters that `read` needs."""
   del config
   return {name: params[name] for name in ("token_embedder", "encoder")}
 
 
-def read(config: T5Config, params: base.Params, source, mask):
-  """See `base.Model.read`, from `reader_params`."""
-  return T5(config).apply({"params": params}, source, mask, method=T5.read)
+def encode_for_draft(config: T5Config, params: base.Params, source, mask):
+  """See `base.Model.encode_for_draft`, from `encoder_params`."""
+  return T5(config).apply({"params": params}, source, mask, method=T5.encode_for_draft)

@@ -95,7 +95,7 @@ def identity(target: Weights, name: str) -> Identity:
   shape = dataclasses.replace(target.config, dtype="float32")  # a draft serves in any
   digest = hashlib.sha256(json.dumps(dataclasses.asdict(shape)).encode())
   frozen = {
-    **families.reader_params(target.config, target.params),
+    **families.encoder_params(target.config, target.params),
     "logits_dense": target.params["decoder"].get("logits_dense", {}),
   }
   for path, leaf in sorted(tensors_lib.flat(frozen).items()):

@@ -47,7 +47,7 @@ def lively(model, seed):
 @functools.cache
 def target_of(family):
   """The target, its parameters, and a prompt [1, S] with its mask."""
-  model = families.build(shape_of(family), "target", hands_out=True)
+  model = families.build(shape_of(family), "target", return_states=True)
   source, mask = testing.random_sources(1, 7, VOCAB, 5, model.pad_id)
   return model, lively(model, 0), source, mask
 
@@ -96,7 +96,7 @@ def drawn(family, kind, run):
   served, draft_served = model.prepare(params), draft.prepare(draft_params)
   size = state_lib.buffer_length(LENGTH)
   one = harness.prefill(model, served, source, mask, size)
-  read = source if kind == "independent" else one.reading
+  read = source if kind == "independent" else one.target_states
   one_draft = harness.prefill(draft, draft_served, read, mask, size)
   repeat = lambda tree: jax.tree.map(lambda leaf: jnp.repeat(leaf, ROWS, axis=0), tree)
   state = state_lib.initial_state(

@@ -318,18 +318,18 @@ def test_bad_input_is_refused_by_name(call, named):
 def test_readings_come_back_bit_for_bit():
   """They are kept as integers, for the sake of the time that writing a row takes."""
   config = replay.BufferConfig(capacity=3)
-  ring = replay.init(config, 2, LENGTH, TOP_K, VOCAB, reading_width=4)
+  ring = replay.init(config, 2, LENGTH, TOP_K, VOCAB, state_width=4)
   noise = np.random.default_rng(0).normal(size=(5, 2, 4))
-  readings = jnp.asarray(noise, jnp.bfloat16)
+  target_states = jnp.asarray(noise, jnp.bfloat16)
   for index in range(5):
     row = jax.tree.map(
       lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), ring.data
     )
-    row = row.replace(weight=jnp.ones(1), reading=readings[index][None])
+    row = row.replace(weight=jnp.ones(1), target_states=target_states[index][None])
     ring = jax.jit(replay.append)(ring, row)
   drawn = replay.sample(ring, jax.random.key(0), 0, 3, config, 0)
-  assert drawn.reading.dtype == jnp.bfloat16
-  order = np.argsort(np.asarray(drawn.reading)[:, 0, 0].astype(np.float32))
-  kept = np.asarray(readings[2:]).astype(np.float32)
+  assert drawn.target_states.dtype == jnp.bfloat16
+  order = np.argsort(np.asarray(drawn.target_states)[:, 0, 0].astype(np.float32))
+  kept = np.asarray(target_states[2:]).astype(np.float32)
   expected = kept[np.argsort(kept[:, 0, 0])]
-  np.testing.assert_array_equal(np.asarray(drawn.reading, np.float32)[order], expected)
+  np.testing.assert_array_equal(np.asarray(drawn.target_states, np.float32)[order], expected)

@@ -193,7 +193,7 @@ def mass_outside(num_negatives, steps=40):
   def outside():
     params = draft.join(learner.params, frozen)
     logits = draft.score(
-      params, batch.source, batch.source != 0, batch.target, **batch.kept_reading
+      params, batch.source, batch.source != 0, batch.target, **batch.score_inputs
     )
     return float(jnp.mean(jax.nn.softmax(logits)[..., ~own].sum(-1)))
 

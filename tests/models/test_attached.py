@@ -12,7 +12,7 @@ from osd_jax.models import attached, families, t5, weights
 from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
-TIED_LLAMA = dataclasses.replace(testing.TINY_LLAMA, tied_head=True, handed_out=1)
+TIED_LLAMA = dataclasses.replace(testing.TINY_LLAMA, tied_head=True, state_layer=1)
 TIED = dataclasses.replace(testing.TINY_T5, tied_head=True)
 CONFIG = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
 DEEP = dataclasses.replace(CONFIG, num_layers=2)
@@ -29,7 +29,7 @@ class Runner:
 
   def __init__(self, target=testing.TINY_T5, config=CONFIG, serving=None):
     self.shape = target
-    self.target = families.build(target, "target", hands_out=True)
+    self.target = families.build(target, "target", return_states=True)
     self.target_params = draw(self.target, jax.random.key(0))
     serving = DraftServing() if serving is None else serving
     self.draft = attached.build(config, target, "draft", serving)
@@ -45,16 +45,16 @@ class Runner:
     first = np.asarray(self.target.starts(jnp.asarray(self.source)))
     self.fed = np.concatenate([first[:, None], self.tokens[:, :-1]], axis=1)
 
-  def reading(self, source=None):
+  def target_states(self, source=None):
     source = self.source if source is None else source
     served = self.target.prepare(self.target_params)
-    return prefill(self.target, served, source, self.mask, 4).reading
+    return prefill(self.target, served, source, self.mask, 4).target_states
 
   def score(self, read=None, params=None, **at):
-    reading = self.reading() if read is None else read
+    target_states = self.target_states() if read is None else read
     params = self.params if params is None else params
     arguments = (params, self.source, self.mask, self.tokens)
-    return np.asarray(score_at(self.draft, *arguments, reading=reading, **at))
+    return np.asarray(score_at(self.draft, *arguments, target_states=target_states, **at))
 
   def score_anew(self):
     arguments = (self.params, self.source, self.mask, self.tokens)
@@ -63,7 +63,7 @@ class Runner:
   def feed(self, stride):
     served = self.draft.prepare(self.params)
     length = TARGET + ROOM
-    cache = prefill(self.draft, served, self.reading(), self.mask, length)
+    cache = prefill(self.draft, served, self.target_states(), self.mask, length)
     rows = []
     for start in range(0, TARGET, stride):
       part = self.fed[:, start : start + stride]
@@ -114,20 +114,20 @@ def test_it_reads_what_the_target_hands_out(runner):
     kept, anew = runner.score(), runner.score_anew()
     np.testing.assert_allclose(kept, anew, rtol=2e-2, atol=2e-2)
     assert np.mean(np.abs(kept - anew)) < 1e-3
-  reading = runner.reading()
-  assert reading.dtype == jnp.bfloat16
-  assert reading.shape == (ROWS, SOURCE, runner.draft.reads)
+  target_states = runner.target_states()
+  assert target_states.dtype == jnp.bfloat16
+  assert target_states.shape == (ROWS, SOURCE, runner.draft.state_width)
   # and nothing else of the source
   changed = runner.source.copy()
   changed[:, 0] = 3 + (changed[:, 0] + 5) % 40
-  other = runner.score(runner.reading(changed))
+  other = runner.score(runner.target_states(changed))
   assert np.all(np.max(np.abs(other - runner.score()), axis=(1, 2)) > 1e-2)
 
 
 def test_a_target_hands_nothing_out_unasked(runner):
   alone = families.build(runner.shape, "alone")
   served = alone.prepare(runner.target_params)
-  assert prefill(alone, served, runner.source, runner.mask, 4).reading is None
+  assert prefill(alone, served, runner.source, runner.mask, 4).target_states is None
 
 
 @pytest.mark.parametrize("config", [CONFIG, DEEP], ids=["one", "two"])
@@ -183,7 +183,7 @@ def test_a_swapped_shortlist_covers_its_tokens():
   short = Runner(serving=DraftServing(shortlist=4))
   tokens = jnp.asarray([1, 9, 33, 50])
   served = short.draft.prepare(short.params, tokens)
-  cache = prefill(short.draft, served, short.reading(), short.mask, 2)
+  cache = prefill(short.draft, served, short.target_states(), short.mask, 2)
   logits, _ = decode(short.draft, served, short.fed[:, :1], cache)
   expected = short.score()[:, :1][..., tokens]
   np.testing.assert_allclose(logits[..., tokens], expected, **CLOSE)

@@ -82,7 +82,7 @@ def test_logits_are_spread_over_the_vocabulary(forms, count):
   short = np.random.default_rng(0).normal(size=(2, count, 4)).astype(np.float32)
   expected = np.full((2, count, 9), -np.inf, np.float32)
   expected[..., ids] = short
-  found = served.spread(jnp.asarray(short), jnp.asarray(ids), 9)
+  found = served.scatter_to_vocab(jnp.asarray(short), jnp.asarray(ids), 9)
   np.testing.assert_array_equal(found, expected)
 
 

@@ -271,7 +271,7 @@ def test_frequencies_of_scaled_positions_are_stretched_where_waves_are_long():
     ("head_dim", 7),
     ("eos_ids", ()),
     ("eos_ids", (64,)),
-    ("handed_out", 3),
+    ("state_layer", 3),
     ("rope_theta", 0.0),
     ("width", 0),
     ("max_positions", 0),

@@ -194,7 +194,7 @@ class Model:
     score: `(params, source [B, S], mask [B, S], target [B, T]) -> logits
       [B, T, V] float32`; teacher-forced, row t is the distribution of
       `target[:, t]` given `target[:, :t]`. A draft attached to its target takes
-      `target_states=` [B, S, E] too, what the target has read, or reads it anew.
+      `target_states=` [B, S, E] too, and computes them if they are not given.
     prepare: `(params) -> served`; the copy that prefill and decode read
       (fused, transposed: whatever the backend likes); what needs no change may be
       shared with params. Made once at load and at each swap, never inside a step.
@@ -206,11 +206,11 @@ class Model:
       whoever wants that leaves out the rest of `score`.
     frozen: the name in params of what belongs to the target and is never trained; ""
       where there is no such thing.
-    state_width: E, width of what the target has read, for a draft attached to it: `prefill`
-      takes `cache.target_states` [B, S, E] of the target in place of the source. 0: it reads
-      the source itself.
-    encode_for_draft: `(params, source, mask) -> [B, S, E]`; of an attached draft, what the target
-      would hand out.
+    state_width: E, width of the target's hidden states that an attached draft takes:
+      its `prefill` gets `cache.target_states` [B, S, E] in place of the source. 0: the
+      model takes the source itself.
+    encode_for_draft: `(params, source, mask) -> [B, S, E]`; for an attached draft only:
+      computes the target states of prompts.
     head_dim: D, entries of the logical axis "joined_kv" that belong together.
     eos_ids: tokens that end a sequence.
     pad_id: what prompts are filled up with; no token that a prompt may hold.
@@ -353,8 +353,8 @@ class DistillationBatch:
     mask: [R, T] bool; emitted positions, up to and including end-of-sequence.
     records: `Records` with leading axis R.
     weight: [R] float32; 0 for rows that only fill the batch.
-    target_states: [R, S, E] bfloat16, what the target has read of the source, for a draft
-      attached to it; None where that is not kept.
+    target_states: [R, S, E] bfloat16, the target's hidden states of the source, for an
+      attached draft; None where they are not kept.
   """
 
   source: jax.Array
@@ -366,5 +366,5 @@ class DistillationBatch:
 
   @property
   def score_inputs(self) -> dict[str, jax.Array]:
-    """What `Model.score` of an attached draft takes besides: the target_states, if kept."""
+    """Keyword arguments for `Model.score`: the target states, if they are kept."""
     return {} if self.target_states is None else {"target_states": self.target_states}

@@ -32,7 +32,7 @@ class KVCache:
     cross_values: like cross_keys.
     cross_mask: [B, S] bool; real source tokens.
     length: [B] int32; valid entries of self_keys in each row.
-    target_states: [B, S, E] bfloat16; what a target has read of the source, for a draft that
+    target_states: [B, S, E] bfloat16; hidden states of the source, for a draft that
       is attached to it; None where nobody asks.
   """
 

@@ -213,7 +213,7 @@ def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
 
 
 def handing_out(config: PairConfig, shape: ModelConfig) -> ModelConfig:
-  """The shape of a target that hands out what `PairConfig.state_layer` asks for.
+  """The target's shape with `PairConfig.state_layer`.
 
   Raises:
     InputError: it has no such layer, or an encoder, which is read whole.

@@ -260,7 +260,9 @@ def test_the_layer_that_an_attached_draft_reads_is_chosen(pair, tmp_path):
 
   def target_states(found):
     served = found.target.prepare(found.target_params)
-    return found.target.prefill(served, source, found.target.mask(source), 12).target_states
+    return found.target.prefill(
+      served, source, found.target.mask(source), 12
+    ).target_states
 
   behind_all, first = loaded(0), loaded(1)
   assert not np.array_equal(target_states(first), target_states(behind_all))

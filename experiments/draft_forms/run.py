@@ -57,7 +57,7 @@ class Rows:
     tokens: [R, S + T] int32, as the target was fed.
     positions: [R, S + T] int32.
     fed: [R, S + T] bool; slots that hold a token.
-    target_states: [R, S, E] bfloat16, what the target hands out of prompts.
+    target_states: [R, S, E] bfloat16, the target's hidden states of prompts.
   """
 
   source: jax.Array
@@ -125,7 +125,9 @@ class Judge:
       tokens=tokens,
       positions=positions,
       fed=fed,
-      target_states=llama.encode_for_draft(self.config, self.frozen["encoder"], source, mask),
+      target_states=llama.encode_for_draft(
+        self.config, self.frozen["encoder"], source, mask
+      ),
     )
 
   def logits(self, found: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ class BufferConfig:
     capacity: N, rows kept.
     recency_half_life: age in rows at which a row is drawn half as often; None draws
       all rows alike.
-    keep_target_states: of an attached draft: keep what the target has read of each source,
+    keep_target_states: store the target states of each source for an attached draft,
       2 E bytes a source token (E: the target's width). False reads anew in each slice.
   """
 
@@ -97,7 +97,7 @@ def init(
     target_length: T.
     record_top_k: k; cut to V.
     vocab_size: V; ids are uint16 up to 65,536, else int32.
-    state_width: E of the target's target_states that are kept; 0 keeps none.
+    state_width: E of the target states to store; 0 stores none.
 
   Returns:
     A buffer with `added` = 0.
@@ -321,9 +321,7 @@ def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Re
   )
 
 
-def _empty_states(
-  rows: tuple[int], source_length: int, width: int
-) -> jax.Array | None:
+def _empty_states(rows: tuple[int], source_length: int, width: int) -> jax.Array | None:
   shape = (*rows, source_length, width)
   return jnp.zeros(shape, jnp.uint16) if width else None
 

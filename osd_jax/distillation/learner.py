@@ -564,7 +564,7 @@ class Learner:
       self._runner.launch(arrays["pending"], host["launched"])
 
   def _with_states(self, batch: base.DistillationBatch) -> base.DistillationBatch:
-    """The batch with what the target has read of it, where the buffer keeps that."""
+    """The batch with its target states, where the buffer keeps them."""
     if not self._state_width:
       return batch.replace(target_states=None)
     if batch.target_states is not None:
@@ -599,6 +599,6 @@ class Learner:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _read(draft: base.Model, params: base.Params, source: jax.Array) -> jax.Array:
-  """What the target has read of sources [R, S], by what the draft has of it."""
+  """Target states of sources [R, S], computed from the frozen part of the draft."""
   assert draft.encode_for_draft is not None
   return draft.encode_for_draft(params, source, draft.mask(source))

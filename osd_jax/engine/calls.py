@@ -136,8 +136,10 @@ def prepare(
     return model.prepare(params, *(() if shortlist is None else (shortlist,)))
 
 
-def check_target_states(target: base.Model, params: base.Params, draft: base.Model) -> None:
-  """Raises InputError unless the target hands out what the draft reads."""
+def check_target_states(
+  target: base.Model, params: base.Params, draft: base.Model
+) -> None:
+  """Raises InputError unless the target returns the states that the draft needs."""
   if not draft.state_width:
     return
   source = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -150,8 +152,8 @@ def check_target_states(target: base.Model, params: base.Params, draft: base.Mod
   received = "nothing" if target_states is None else f"width {target_states.shape[-1]}"
   if received != f"width {draft.state_width}":
     raise base.InputError(
-      f"decoding: the draft {draft.name!r} is attached to a target that hands out what"
-      f" it has read, of width {draft.state_width}; the target {target.name!r} hands out"
+      f"decoding: the draft {draft.name!r} needs target states of width"
+      f" {draft.state_width}; the target {target.name!r} returns"
       f" {received}. Build it with `return_states=True`, or choose another draft."
     )
 
@@ -205,8 +207,12 @@ def prefill_draft(
   """Prefills the draft for rows that have their prompt; none of their tokens is fed."""
   target_states, slots = None, prompts.slots
   if program.draft is not None and program.draft.state_width:
-    target_states = program.by_part(cache.take_row, state.target_cache.target_states, slots)
-  rows = _draft_prefilled(program, served, _split(program, prompts.source), target_states)
+    target_states = program.by_part(
+      cache.take_row, state.target_cache.target_states, slots
+    )
+  rows = _draft_prefilled(
+    program, served, _split(program, prompts.source), target_states
+  )
   found = _inserted(program, state.draft_cache, rows, slots)
   return program.placed(state.replace(draft_cache=found))
 
@@ -343,7 +349,7 @@ def _draft_prefilled(
     program: with a draft.
     served: prepared parameters.
     source: [B, S] int32.
-    target_states: [B, S, E], what the target has read of it, for an attached draft.
+    target_states: [B, S, E], target states of the source, for an attached draft.
   """
   assert program.draft is not None
   length = state_lib.buffer_length(program.config.target_length)
@@ -354,7 +360,7 @@ def _draft_prefilled(
 
 
 def _states_of(program: Program, state, length: int, take) -> jax.Array | None:
-  """What the target has read of a row, padded to `length`, for an attached draft."""
+  """Target states of a row, padded to `length`, for an attached draft."""
   if program.draft is None or not program.draft.state_width:
     return None
   target_states = take(state.target_cache.target_states)

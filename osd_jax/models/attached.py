@@ -1,10 +1,10 @@
 """A draft attached to its target: it reads what the target has read of the prompt.
 
-    prompt -> target's encoder, or layers -> target_states [B, S, E] -----> |
+    prompt -> target's encoder, or layers -> target states [B, S, E] -----> |
     tokens -> target's embedding -> inward -> decoder layers -> outward -> target's head
 
-A draft of its own has to learn target_states, copying and the vocabulary anew. This one takes
-all three from the target, frozen, and learns what lies between: a fraction of the
+A draft of its own has to learn reading, copying and the vocabulary again. This one
+takes all three from the target, frozen, and learns what lies between: a fraction of the
 parameters, and of the time of an update. Source: this project; EAGLE (arXiv 2401.15077)
 takes embedding and head from the target too.
 """
@@ -28,7 +28,7 @@ _WHOLE = DraftServing()  # leaves nothing out
 
 
 class Attached(nn.Module):
-  """What lies between the target's embedding, its target_states and its head.
+  """What lies between the target's embedding, its states and its head.
 
   Attributes:
     config: the shape.
@@ -70,7 +70,9 @@ class Attached(nn.Module):
   def _cross(self, target_states):
     """Keys and values of every layer from what the target has read."""
     dtype = jnp.dtype(self.target.dtype)
-    return self.decoder.cross_keys_values(layers.normalized(target_states.astype(dtype)))
+    return self.decoder.cross_keys_values(
+      layers.normalized(target_states.astype(dtype))
+    )
 
   def _embed(self, frozen, tokens):
     return self.inward(layers.normalized(frozen["embedding"][tokens]))
@@ -154,7 +156,9 @@ def build(
   def encode_for_draft(params, source, mask):
     return families.encode_for_draft(target, params[FROZEN]["encoder"], source, mask)
 
-  def score(params, source, mask, text, positions=None, tokens=None, target_states=None):
+  def score(
+    params, source, mask, text, positions=None, tokens=None, target_states=None
+  ):
     if target_states is None:
       target_states = encode_for_draft(params, source, mask)
     inputs = t5_layers.inputs_of(text, of_target.starts(source))

@@ -62,4 +62,4 @@ def logits_of(
 
 def as_target_states(states: jax.Array) -> jax.Array:
   """What an attached draft is given: serving and training read the same bits."""
-  return jax.lax.optimization_barrier(target_states).astype(jnp.bfloat16)
+  return jax.lax.optimization_barrier(states).astype(jnp.bfloat16)

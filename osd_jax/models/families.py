@@ -38,7 +38,9 @@ def encoder_params(config: ModelConfig, params: base.Params) -> base.Params:
   return _family(config).encoder_params(config, params)
 
 
-def encode_for_draft(config: ModelConfig, params: base.Params, source, mask) -> jax.Array:
+def encode_for_draft(
+  config: ModelConfig, params: base.Params, source, mask
+) -> jax.Array:
   """What a target reads of prompts [B, S] for an attached draft, [B, S, E] bfloat16."""
   return _family(config).encode_for_draft(config, params, source, mask)
 

@@ -24,8 +24,8 @@ def of_module(
   """The functions of `base.Model` for one configuration.
 
   Args:
-    kind: `kind(config, serving, return_states)` is the module, with methods prefill, decode
-      and score; without serving it reads what is trained.
+    kind: `kind(config, serving, return_states)` is the module, with methods prefill,
+      decode and score; without serving it reads what is trained.
     config: the shape.
     name: what error texts call it.
     serving: what its served copy leaves out; for drafts only.

@@ -55,7 +55,9 @@ class Llama(nn.Module):
       cross_values=tuple(values for _, values in kept),
       cross_mask=without_last(mask),
       length=jnp.zeros(source.shape[:1], jnp.int32),
-      target_states=embedding.as_target_states(target_states) if self.return_states else None,
+      target_states=embedding.as_target_states(target_states)
+      if self.return_states
+      else None,
     )
 
   def encode_for_draft(self, source, mask):
@@ -146,4 +148,6 @@ def encoder_params(config: LlamaConfig, params: base.Params) -> base.Params:
 
 def encode_for_draft(config: LlamaConfig, params: base.Params, source, mask):
   """See `base.Model.encode_for_draft`, from `encoder_params`."""
-  return Llama(config).apply({"params": params}, source, mask, method=Llama.encode_for_draft)
+  return Llama(config).apply(
+    {"params": params}, source, mask, method=Llama.encode_for_draft
+  )

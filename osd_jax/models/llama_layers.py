@@ -249,7 +249,9 @@ class Decoder(nn.Module):
     spare = -length % CHUNK
     x = jnp.pad(x, ((0, 0), (0, spare), (0, 0)))
     kept, target_states = self._by_chunks(x, jnp.pad(mask, ((0, 0), (0, spare))))
-    return jax.tree.map(lambda leaf: leaf[:, :, :length], kept), target_states[:, :length]
+    return jax.tree.map(lambda leaf: leaf[:, :, :length], kept), target_states[
+      :, :length
+    ]
 
   def _whole(self, x, mask):
     by = rotary.rotation(self.config, prompt_positions(mask))
@@ -292,7 +294,9 @@ class Decoder(nn.Module):
       return after, target_states
 
     starts = jnp.arange(0, length, CHUNK)
-    kept, target_states = jax.lax.scan(read, [(empty, empty)] * config.num_layers, starts)
+    kept, target_states = jax.lax.scan(
+      read, [(empty, empty)] * config.num_layers, starts
+    )
     return kept, target_states.swapaxes(0, 1).reshape(rows, length, config.width)
 
   def step(self, x: jax.Array, cache: cache_lib.KVCache):

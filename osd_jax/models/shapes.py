@@ -127,8 +127,8 @@ class LlamaConfig:
     query_key_norm: queries and keys of every head are normalised (Qwen3).
     max_positions: of prompt and output together.
     eos_ids: tokens that end a sequence.
-    state_layer: layers that a prompt has passed where an attached draft reads it; 0 is
-      all of them.
+    state_layer: an attached draft takes the hidden states after this many layers; 0
+      means after all of them.
     dtype: as in `T5Config`.
     embedding_std: standard deviation of the initial embedding.
   """
@@ -197,7 +197,7 @@ class LlamaConfig:
 
   @property
   def last_state_layer(self) -> int:
-    """Layers that a prompt has passed where an attached draft reads it."""
+    """Number of layers before the hidden states that an attached draft takes."""
     return self.state_layer or self.num_layers
 
 

@@ -45,7 +45,9 @@ class T5(nn.Module):
     cross = self.decoder.cross_keys_values(encoded)
     cache = t5_layers.empty_cache(self.config, cross, mask, cache_length)
     return (
-      cache.replace(target_states=embedding.as_target_states(encoded)) if self.return_states else cache
+      cache.replace(target_states=embedding.as_target_states(encoded))
+      if self.return_states
+      else cache
     )
 
   def encode_for_draft(self, source, mask):

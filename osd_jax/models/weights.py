@@ -33,6 +33,10 @@ _FORMATS = {kind: name for name, kind in _KINDS.items()}
 _MODELS = ("osd_jax.t5", "osd_jax.llama")
 _ATTACHED = "osd_jax.attached"
 
+# Fields that files store under an earlier name. The fingerprint of a target is a hash
+# of this text: another name would detach every draft from the target it was made for.
+_FIELDS_IN_FILES = {"state_layer": "handed_out"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
@@ -93,7 +97,7 @@ class Identity:
 def identity(target: Weights, name: str) -> Identity:
   """The identity of a target: its shape, and some rows of all that a draft takes."""
   shape = dataclasses.replace(target.config, dtype="float32")  # a draft serves in any
-  digest = hashlib.sha256(json.dumps(dataclasses.asdict(shape)).encode())
+  digest = hashlib.sha256(_config_json(shape).encode())
   frozen = {
     **families.encoder_params(target.config, target.params),
     "logits_dense": target.params["decoder"].get("logits_dense", {}),
@@ -129,7 +133,7 @@ def save(
   metadata = {
     "format": _FORMATS[type(weights.config)],
     **{field: value for field, value in named.items() if isinstance(value, str)},
-    "config": json.dumps(dataclasses.asdict(weights.config)),
+    "config": _config_json(weights.config),
   }
   return _write(path, tensors_lib.flat(weights.params), storage, metadata)
 
@@ -292,10 +296,16 @@ def _params(tensors: tensors_lib.Tensors, expected, path: str | Path) -> base.Pa
   return tensors_lib.read_params(tensors, {name: name for name in expected})
 
 
+def _config_json(config: Any) -> str:
+  fields = dataclasses.asdict(config)
+  return json.dumps({_FIELDS_IN_FILES.get(name, name): fields[name] for name in fields})
+
+
 def _config(kind: type, text: str, path: str | Path) -> Any:
+  names = {in_file: name for name, in_file in _FIELDS_IN_FILES.items()}
   try:
-    return kind(**json.loads(text))
-  except (TypeError, ValueError) as error:
+    return kind(**{names.get(name, name): v for name, v in json.loads(text).items()})
+  except (AttributeError, TypeError, ValueError) as error:
     raise base.InputError(
       f"weights: {path}: config in the header: received {text!r}, expected the"
       f" fields of a {kind.__name__} ({error}); the file may be of another version of"

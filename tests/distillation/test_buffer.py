@@ -315,7 +315,7 @@ def test_bad_input_is_refused_by_name(call, named):
     call()
 
 
-def test_readings_come_back_bit_for_bit():
+def test_target_states_are_stored_bit_for_bit():
   """They are kept as integers, for the sake of the time that writing a row takes."""
   config = replay.BufferConfig(capacity=3)
   ring = replay.init(config, 2, LENGTH, TOP_K, VOCAB, state_width=4)
@@ -332,4 +332,6 @@ def test_readings_come_back_bit_for_bit():
   order = np.argsort(np.asarray(drawn.target_states)[:, 0, 0].astype(np.float32))
   kept = np.asarray(target_states[2:]).astype(np.float32)
   expected = kept[np.argsort(kept[:, 0, 0])]
-  np.testing.assert_array_equal(np.asarray(drawn.target_states, np.float32)[order], expected)
+  np.testing.assert_array_equal(
+    np.asarray(drawn.target_states, np.float32)[order], expected
+  )

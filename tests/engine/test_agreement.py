@@ -45,9 +45,9 @@ def test_the_least_length_that_holds_an_answer_gives_what_all_places_give(
 ):
   looked_at = []
 
-  def score(params, source, mask, target, **target_states):
+  def score(params, source, mask, target, **given):
     looked_at.append(target.shape[1])
-    return pair.draft.score(params, source, mask, target, **target_states)
+    return pair.draft.score(params, source, mask, target, **given)
 
   told = dataclasses.replace(pair.draft, score=score)
   for done in answers:
@@ -96,8 +96,8 @@ def test_after_warm_up_no_answer_compiles_anything(pair):
 def nothing_but(covered, model):
   """The model, giving mass to no other token."""
 
-  def score(*arguments, **target_states):
-    logits = model.score(*arguments, **target_states)
+  def score(*arguments, **given):
+    logits = model.score(*arguments, **given)
     others = np.setdiff1d(np.arange(model.vocab_size), covered)
     return logits.at[..., others].set(-np.inf)
 

@@ -54,7 +54,9 @@ class Runner:
     target_states = self.target_states() if read is None else read
     params = self.params if params is None else params
     arguments = (params, self.source, self.mask, self.tokens)
-    return np.asarray(score_at(self.draft, *arguments, target_states=target_states, **at))
+    return np.asarray(
+      score_at(self.draft, *arguments, target_states=target_states, **at)
+    )
 
   def score_anew(self):
     arguments = (self.params, self.source, self.mask, self.tokens)

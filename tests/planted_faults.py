@@ -381,8 +381,8 @@ FAULTS = [
   ),
   Fault(
     "a late prefill reads another row",
-    "program.by_part(cache.take_row, state.target_cache.target_states, slots)",
-    "program.by_part(cache.take_row, state.target_cache.target_states, slots * 0)",
+    "program.by_part(cache.take_row, stored, slots)",
+    "program.by_part(cache.take_row, stored, slots * 0)",
     "tests/test_attached_runs.py -k late",
   ),
   Fault(

@@ -207,9 +207,8 @@ def prefill_draft(
   """Prefills the draft for rows that have their prompt; none of their tokens is fed."""
   target_states, slots = None, prompts.slots
   if program.draft is not None and program.draft.state_width:
-    target_states = program.by_part(
-      cache.take_row, state.target_cache.target_states, slots
-    )
+    stored = state.target_cache.target_states
+    target_states = program.by_part(cache.take_row, stored, slots)
   rows = _draft_prefilled(
     program, served, _split(program, prompts.source), target_states
   )

@@ -11,7 +11,7 @@ STAMP_HF := .venv/.installed-hf
 COMPILERS := .venv-aot
 STAMP_AOT := $(COMPILERS)/.installed
 TEST_JOBS ?= 2
-CODE := osd_jax tests benchmarks experiments notebooks
+CODE := osd_jax osd_tools tests benchmarks experiments notebooks
 EXTRAS := data,llama,plots,log,replicas,test,docs,dev
 # A name on PATH may be a shim of a version manager that does not run.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
@@ -122,4 +122,4 @@ bench: $(STAMP_HF) ## every benchmark, then benchmarks/README.md (hours; Python 
 
 clean: ## remove caches and build outputs; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis .jax_cache
-	find osd_jax tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find osd_jax osd_tools tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

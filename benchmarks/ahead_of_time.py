@@ -1,6 +1,6 @@
 """What the compilers of TPUs and GPUs make of published pairs, without the machines.
 
-Every pair is compiled for every topology by `osd_jax.ahead_of_time`, in bfloat16, 8
+Every pair is compiled for every topology by `osd_tools.ahead_of_time`, in bfloat16, 8
 rows, prompts of 512 tokens and answers of 128, with t5-small, llama-160m or qwen3-0.6b
 as the draft. Counts are
 of the compiled text; tokens per second are what published figures of the chips allow
@@ -20,10 +20,10 @@ import jax
 import measure
 
 from osd_jax import base, online, pairs, sharding
-from osd_jax.ahead_of_time import estimates, plan, programs
 from osd_jax.data import streams, tasks
 from osd_jax.engine import slots
-from osd_jax.measuring import chips
+from osd_tools import chips
+from osd_tools.ahead_of_time import estimates, plan, programs
 
 TOPOLOGIES = (
   "v5e:2x2=1 v5e:2x2=4 v5e:2x4=8 v6e:2x4=8 v4:2x2x1=8 v5p:2x2x1=4 h100:1=1 h100:4=4"

@@ -11,8 +11,9 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.engine import slots
-from osd_jax.models import families, sizes, t5
+from osd_jax.models import families, t5
 from osd_jax.models.families import ModelConfig
+from osd_tools import sizes
 
 WHOLE = t5.DraftServing()  # nothing is left out
 TINY = t5.T5Config(

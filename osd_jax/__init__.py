@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors; at run time `__getattr__` finds them
-  from osd_jax import certify, convert, evaluate, offline, online, pretrain
+  from osd_jax import certify, convert, evaluate, offline, online
   from osd_jax.base import InputError
   from osd_jax.data.sources import TaskConfig
   from osd_jax.data.streams import StreamConfig
@@ -42,7 +42,6 @@ __all__ = [
   "load_pair",
   "offline",
   "online",
-  "pretrain",
 ]
 
 # Where each is defined; the commands are modules: `online.run(config)`.

@@ -272,13 +272,6 @@ def on_host(tree: Any) -> Any:
   return jax.device_get(jax.tree.map(value, tree))
 
 
-def total(values: np.ndarray) -> np.ndarray:
-  """Adds an array up over all processes, which all call this."""
-  if jax.process_count() == 1:
-    return values
-  return np.sum(multihost_utils.process_allgather(values), axis=0)
-
-
 def join(
   coordinator: str | None = None,
   num_processes: int | None = None,

@@ -4,8 +4,8 @@ import pathlib
 
 import pytest
 
-from osd_jax import pretrain
 from osd_jax.main import settings
+from osd_tools import pretrain
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "gin_configs"
 

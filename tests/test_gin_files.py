@@ -8,11 +8,12 @@ import pytest
 from gin_run import CONFIGS, RUN, load
 
 from osd_jax import main as cli
-from osd_jax import online, pretrain
+from osd_jax import online
 from osd_jax.data import generated
 from osd_jax.engine import server
 from osd_jax.main import commands, factory, settings
-from osd_jax.models import sizes, weights
+from osd_jax.models import weights
+from osd_tools import pretrain, sizes
 
 FILES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.gin"))
 

@@ -16,15 +16,16 @@ import jax
 import pytest
 from gin_run import CONFIGS, RUN, complaint, load
 
-from osd_jax import base, pretrain, writers
+from osd_jax import base, writers
 from osd_jax import main as cli
 from osd_jax.data import sources
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.main import commands, factory, fields, settings
 from osd_jax.measuring import summaries
-from osd_jax.models import sizes, weights
+from osd_jax.models import weights
 from osd_jax.models.t5 import T5Config
+from osd_tools import pretrain, sizes
 
 
 def task(name: str, topic: str, split: str = "train") -> sources.TaskConfig:

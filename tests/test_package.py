@@ -197,8 +197,8 @@ def installed(repository: pathlib.Path, tmp_path_factory) -> pathlib.Path:
   """A folder with what `pip install` of the wheel of the source archive puts there."""
   folder = tmp_path_factory.mktemp("wheel")
   source = folder / "source"
-  listed = ("osd_jax", "gin_configs", "pyproject.toml", "README.md", "LICENSE")
-  for name in listed:
+  folders = ("osd_jax", "osd_tools", "gin_configs")
+  for name in (*folders, "pyproject.toml", "README.md", "LICENSE"):
     if (repository / name).is_dir():
       ignored = shutil.ignore_patterns("__pycache__")
       shutil.copytree(repository / name, source / name, symlinks=True, ignore=ignored)

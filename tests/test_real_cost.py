@@ -9,8 +9,9 @@ import pytest
 
 from experiments.real_cost import embed
 from osd_jax import base, testing
-from osd_jax.models import attached, sizes, t5, weights
+from osd_jax.models import attached, t5, weights
 from osd_jax.models.shapes import AttachedConfig
+from osd_tools import sizes
 
 SMALL = testing.TINY_T5
 BIG = dataclasses.replace(

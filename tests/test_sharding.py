@@ -14,7 +14,7 @@ from osd_jax import sharding, testing
 from osd_jax.decoding import records
 from osd_jax.distillation import update
 from osd_jax.engine import calls, slots
-from osd_jax.measuring import compiled
+from osd_tools import hlo
 
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = sharding.PartitionConfig(data=2, model=2)
@@ -115,7 +115,7 @@ def rounds_of(config, record_top_k=8):
   state = decoder.state()[0] if decoder.run([slots.Request([5, 6, 1])]) else None
   arguments = (decoder.program, 3, decoder.served, np.int32(4), state)
   text = calls.advance.lower(*arguments).compile().as_text()
-  return compiled.Program(text, branch=0)
+  return hlo.HloProgram(text, branch=0)
 
 
 def test_of_a_round_only_sums_and_few_candidates_travel():
@@ -135,7 +135,7 @@ def test_a_small_draft_waits_for_no_other_device():
   """The loop in the loop over rounds is that over draft steps."""
 
   def within_drafting(config):
-    return [x for x in rounds_of(config).of(*compiled.COLLECTIVES) if x.depth == 2]
+    return [x for x in rounds_of(config).of(*hlo.COLLECTIVES) if x.depth == 2]
 
   assert not within_drafting(FOUR)
   assert within_drafting(ALL_SPLIT)

@@ -44,7 +44,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import assets, base, testing
-from osd_jax.models import attached, sizes, t5, tensors, weights
+from osd_jax.models import attached, t5, tensors, weights
+from osd_tools import sizes
 
 SIZES = (
   "width",

@@ -3,14 +3,10 @@
 An epoch holds as many rows as the tasks have together, split among them by
 `weights`. The row at any place of the endless sequence is a function of the
 place, so batches resume from one number.
-
-Of several processes, each writes the ids of the rows that its own devices hold, and of
-its share of the corpus, whose lengths it tells the others.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,41 +91,6 @@ class Batch:
   task_id: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Drawn:
-  """Rows of a batch, before anybody writes their ids.
-
-  Attributes:
-    places: [R] int64; of the rows, in the endless sequence.
-    source_lengths: [R] int32; tokens of the prompts as they are cut.
-    target_lengths: [R] int32; of the references.
-    task_id: [R] int32; place of the task in the config.
-  """
-
-  places: np.ndarray
-  source_lengths: np.ndarray
-  target_lengths: np.ndarray
-  task_id: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-  """The part of a corpus whose lengths one process finds out, for all of them.
-
-  Attributes:
-    process: number of this one.
-    processes: how many read the corpus.
-    total: adds an array up over them; all call it in one order.
-  """
-
-  process: int = 0
-  processes: int = 1
-  total: Callable[[np.ndarray], np.ndarray] = np.asarray
-
-
-ALONE = Share()
-
-
 class BatchStream:
   """Shuffled batches without end: `stream[step]`, whatever was read before."""
 
@@ -138,7 +99,6 @@ class BatchStream:
     config: BatchConfig,
     vocabulary: Vocabulary,
     require_reference: bool = True,
-    share: Share = ALONE,
   ):
     """Reads every task.
 
@@ -146,14 +106,13 @@ class BatchStream:
       config: what the batches hold.
       vocabulary: writes the ids.
       require_reference: leave out rows that have no reference.
-      share: this process's, where several read the corpus.
 
     Raises:
       MissingExtraError: reader "seqio" without the extra `data`.
       InputError: missing files, or a task without usable rows.
     """
     self.config, self._require_reference = config, require_reference
-    self._vocabulary, self._share = vocabulary, share
+    self._vocabulary = vocabulary
     self._held = [rows.read(task, vocabulary, config.reader) for task in config.tasks]
     self._rows = [
       self._kept(held, limit)
@@ -174,42 +133,12 @@ class BatchStream:
 
   def __getitem__(self, step: int) -> Batch:
     """Returns the batch of a step."""
-    return self.written(self._places(step))
-
-  def drawn(self, step: int) -> Drawn:
-    """Returns which rows the batch of a step has, and how long they are."""
-    places = self._places(step)
-    found = [self._number_at(place) for place in places]
-    lengths = np.stack([self._lengths[task_id][number] for task_id, number in found])
-    return Drawn(
-      places,
-      np.minimum(lengths[:, 0], self.config.source_length),
-      np.minimum(lengths[:, 1], self.config.target_length),
-      np.asarray([task_id for task_id, _ in found], np.int32),
-    )
-
-  def written(
-    self,
-    places: np.ndarray,
-    source_length: int | None = None,
-    target_length: int | None = None,
-  ) -> Batch:
-    """Returns the rows at some places of the endless sequence.
-
-    Args:
-      places: [n].
-      source_length: tokens that the rows are filled up to, at least those of the
-        longest; None is the config's.
-      target_length: likewise.
-    """
     config = self.config
-    size = len(places), source_length or config.source_length
-    source = np.full(size, self.pad_id, np.int32)
-    size = len(places), target_length or config.target_length
-    target = np.full(size, self.pad_id, np.int32)
-    task_id = np.zeros(len(places), np.int32)
-    for at, place in enumerate(places):
-      task_id[at], number = self._number_at(int(place))
+    source = np.full((config.batch_size, config.source_length), self.pad_id, np.int32)
+    target = np.full((config.batch_size, config.target_length), self.pad_id, np.int32)
+    task_id = np.zeros(config.batch_size, np.int32)
+    for at in range(config.batch_size):
+      task_id[at], number = self._number_at(step * config.batch_size + at)
       row = self._rows[task_id[at]][number]
       prompt = self._vocabulary.cut_prompt(row.source, config.source_length)
       reference = row.target[: config.target_length]
@@ -235,12 +164,16 @@ class BatchStream:
             for row in held.rows
             if self._require_reference and not row.reference
           ],
-          cut_prompts=_longer(kept, lengths[:, 0], self.config.source_length),
-          cut_references=_longer(kept, lengths[:, 1], self.config.target_length),
+          cut_prompts=[
+            row.location for row in kept if len(row.source) > self.config.source_length
+          ],
+          cut_references=[
+            row.location for row in kept if len(row.target) > self.config.target_length
+          ],
         ),
         "kept": len(kept),
       }
-      for held, kept, lengths in zip(self._held, self._rows, self._lengths, strict=True)
+      for held, kept in zip(self._held, self._rows, strict=True)
     }
 
   def sentences(self) -> list[str]:
@@ -267,22 +200,6 @@ class BatchStream:
     chosen = rows.order(held.task, len(usable), self.config.seed, epoch=0)[:limit]
     return tuple(usable[number] for number in sorted(chosen))
 
-  def _places(self, step: int) -> np.ndarray:
-    """Returns the places of the rows of a step, [R]."""
-    size = self.config.batch_size
-    return np.arange(step * size, (step + 1) * size)
-
-  @functools.cached_property
-  def _lengths(self) -> list[np.ndarray]:
-    """Returns tokens of prompt and reference of all kept rows, [rows, 2] a task."""
-    sizes = [len(kept) for kept in self._rows]
-    every = [row for kept in self._rows for row in kept]
-    lengths = np.zeros((len(every), 2), np.int32)  # of others' rows, so far
-    for number in range(self._share.process, len(every), self._share.processes):
-      row = every[number]
-      lengths[number] = len(row.source), len(row.target)
-    return np.split(self._share.total(lengths), np.cumsum(sizes)[:-1])
-
   def _number_at(self, place: int) -> tuple[int, int]:
     """Returns the task and the kept row at a place of the endless sequence."""
     epoch, offset = divmod(place, self.rows_per_epoch)
@@ -303,11 +220,6 @@ class BatchStream:
   def _order(self, task_id: int, turn: int) -> np.ndarray:
     task, kept = self.config.tasks[task_id], self._rows[task_id]
     return rows.order(task, len(kept), self.config.seed, turn)
-
-
-def _longer(kept: tuple[rows.Row, ...], lengths: np.ndarray, most: int) -> list[str]:
-  """Returns where rows of more than `most` tokens were read; lengths is [rows]."""
-  return [kept[number].location for number in np.flatnonzero(lengths > most)]
 
 
 def _quotas(sizes: list[int], weights: tuple[float, ...] | None) -> np.ndarray:

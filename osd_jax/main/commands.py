@@ -44,7 +44,7 @@ COMMANDS = {
   ),
   "pretrain": Command(
     "PretrainConfig",
-    "osd_jax.pretrain",
+    "osd_tools.pretrain",
     "train a model on (prompt, reference): makes targets and drafts",
     "osd pretrain --gin_file=models/flan_t5_small.gin --gin_file=my_run.gin\n"
     "  osd pretrain --gin_file=experiments/shipped_target.gin --gin.STEPS=2000",
@@ -72,7 +72,7 @@ COMMANDS = {
   ),
   "compile": Command(
     "CompileConfig",
-    "osd_jax.ahead_of_time",
+    "osd_tools.ahead_of_time",
     "compile a run for a TPU or GPU that is not here: does it fit, how fast at most",
     "osd compile --gin_file=runs/demo.gin --gin.CompileConfig.topology=\"'v5e:2x2'\"",
   ),

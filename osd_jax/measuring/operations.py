@@ -5,8 +5,6 @@ if they were fed that way, at the middle of an answer; what pads a call counts t
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -66,37 +64,6 @@ def count(server: Server, source: np.ndarray, learn: bool) -> Flops | None:
   if target is None or draft is None or of_slice is None:
     return None
   return Flops(target[0] + draft[0], target[1], draft[1], of_slice)
-
-
-def of_products(jaxpr: Any) -> float:
-  """Floating-point operations of a program's matrix products, on all devices together.
-
-  Of the branches of a conditional the dearest counts, of a loop whose end nobody knows
-  one turn.
-
-  Args:
-    jaxpr: `jax.stages.Traced.jaxpr`, or one within it.
-  """
-  total = 0.0
-  for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
-      (contracted, _), _ = params["dimension_numbers"]
-      left, out = equation.invars[0].aval, equation.outvars[0].aval
-      inner = math.prod(left.shape[axis] for axis in contracted)
-      total += 2.0 * math.prod(out.shape) * inner
-    parts = [of_products(part) for part in _within(params)]
-    if parts:
-      total += max(parts) if name == "cond" else params.get("length", 1) * sum(parts)
-  return total
-
-
-def _within(params: Mapping[str, Any]) -> Iterator[Any]:
-  """The programs that an equation calls."""
-  for value in params.values():
-    for part in value if isinstance(value, tuple | list) else (value,):
-      if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-        yield part
 
 
 def _of_model(

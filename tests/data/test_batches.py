@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from osd_jax.data.batches import BatchConfig, BatchStream, Share
+from osd_jax.data.batches import BatchConfig, BatchStream
 from osd_jax.data.sources import TaskConfig
 from osd_jax.data.vocabulary import Vocabulary
 
@@ -192,65 +192,3 @@ def test_rows_without_reference_are_left_out_and_counted(tmp_path, vocabulary):
 def test_bad_configs_are_refused_by_field(fields, message):
   with pytest.raises(ValueError, match=message):
     _config(**fields)
-
-
-class Together:
-  """Two processes that read one corpus, one after the other; who wrote which ids."""
-
-  def __init__(self, vocabulary, monkeypatch, forgets=False):
-    self.written = []  # prompts, by process
-    self.streams = []
-    encode, found = Vocabulary.encode_prompt, []
-
-    def noted(vocabulary, text):
-      self.written[-1].append(text)
-      return encode(vocabulary, text)
-
-    def total(process, lengths):
-      if len(found) == process:
-        found.append(lengths.copy())
-      return lengths if forgets else sum(found)
-
-    monkeypatch.setattr(Vocabulary, "encode_prompt", noted)
-    for process in (1, 0):  # the second knows what the first has added
-      self.written.append([])
-      share = Share(process, 2, lambda x, n=1 - process: total(n, x))
-      self.streams.append(BatchStream(_config(), vocabulary, share=share))
-      self.streams[-1].drawn(0)
-
-
-def test_of_two_processes_each_writes_its_half_and_both_know_all_lengths(
-  vocabulary, monkeypatch
-):
-  alone = BatchStream(_config(), vocabulary)
-  expected = [alone.drawn(step) for step in range(10)]
-  both = Together(vocabulary, monkeypatch)
-  first, second = both.written
-  assert len(first) == len(second) == 40 and not set(first) & set(second)
-  _assert_same([both.streams[1].drawn(step) for step in range(10)], expected)
-  assert both.streams[1].report() == alone.report()
-  whole, own = alone[3], both.streams[1].written(expected[3].places[2:5])
-  for name in ("source", "target", "task_id"):
-    np.testing.assert_array_equal(getattr(own, name), getattr(whole, name)[2:5])
-  assert len(second) <= 43, "no more ids than those of its share and of its rows"
-
-
-def test_lengths_that_are_not_exchanged_show(vocabulary, monkeypatch):
-  """Control of the test above."""
-  alone = BatchStream(_config(), vocabulary)
-  lonely = Together(vocabulary, monkeypatch, forgets=True).streams[1]
-  wrong = [
-    np.any(lonely.drawn(step).source_lengths != alone.drawn(step).source_lengths)
-    for step in range(10)
-  ]
-  assert sum(wrong) >= 8
-
-
-def test_what_is_drawn_says_how_long_the_rows_are_that_are_written(vocabulary):
-  stream = BatchStream(_config(source_length=20, target_length=12), vocabulary)
-  for step in range(10):
-    drawn, batch = stream.drawn(step), stream[step]
-    np.testing.assert_array_equal(drawn.source_lengths, (batch.source != 0).sum(1))
-    np.testing.assert_array_equal(drawn.target_lengths, (batch.target != 0).sum(1))
-    np.testing.assert_array_equal(drawn.task_id, batch.task_id)
-  assert drawn.target_lengths.max() == 12, "cut ones among them"

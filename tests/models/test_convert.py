@@ -16,7 +16,8 @@ import safetensors.flax
 from models import tiny
 
 from osd_jax.base import EOS_ID
-from osd_jax.models import convert, sizes, t5
+from osd_jax.models import convert, t5
+from osd_tools import sizes
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 KINDS = ("t5_1_0", "t5_1_1")

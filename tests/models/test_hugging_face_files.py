@@ -18,9 +18,10 @@ from models import tiny
 from osd_jax import assets
 from osd_jax.data import vocabulary as vocabularies
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.models import convert, sizes, weights
+from osd_jax.models import convert, weights
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.convert import folders, hugging_face
+from osd_tools import sizes
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 KINDS = ("t5_1_0", "t5_1_1")

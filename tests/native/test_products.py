@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from osd_jax import native
-from osd_jax.measuring import compiled
 from osd_jax.models import layers, t5
 from osd_jax.native import build
+from osd_tools import hlo
 
 # Outputs and inputs, odd ones too: tiles, vectors and what is left of both.
 SHAPES = [(1, 1), (7, 5), (8, 16), (33, 31), (64, 64), (130, 200), (515, 769)]
@@ -56,7 +56,7 @@ def test_it_is_seen_in_a_compiled_program():
 
   def foreign(product):
     made = jax.jit(product).lower(*factors(64, 64, 1)).compile()
-    return compiled.Program(made.as_text()).foreign_calls
+    return hlo.HloProgram(made.as_text()).foreign_calls
 
   assert foreign(native.product) == 1
   assert foreign(lambda x, kernel: x @ kernel.T) == 0

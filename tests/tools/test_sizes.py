@@ -5,7 +5,8 @@ import math
 import jax
 import pytest
 
-from osd_jax.models import families, sizes
+from osd_jax.models import families
+from osd_tools import sizes
 
 
 def count(config):

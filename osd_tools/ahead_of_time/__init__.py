@@ -11,10 +11,11 @@ import jax
 import rich.console
 
 from osd_jax import base, online, pairs, writers
-from osd_jax.ahead_of_time import estimates
-from osd_jax.ahead_of_time import plan as plan_lib
-from osd_jax.ahead_of_time import programs as programs_lib
-from osd_jax.measuring import chips, progress, summaries
+from osd_jax.measuring import progress, summaries
+from osd_tools import chips
+from osd_tools.ahead_of_time import estimates
+from osd_tools.ahead_of_time import plan as plan_lib
+from osd_tools.ahead_of_time import programs as programs_lib
 
 
 @dataclasses.dataclass(frozen=True)

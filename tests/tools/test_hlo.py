@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from osd_jax.measuring import compiled
+from osd_tools import hlo
 
 TEXT = """
 HloModule jit_f, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
@@ -43,7 +43,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 
 def test_operations_are_counted_by_the_loops_around_them():
-  program = compiled.Program(TEXT)
+  program = hlo.HloProgram(TEXT)
   assert program.count(0) == {"while": 1, "fusion": 1}
   inside = program.count(1)
   expected = {"while": 1, "all-gather": 1, "conditional": 1, "sort": 1, "copy": 1}
@@ -52,27 +52,27 @@ def test_operations_are_counted_by_the_loops_around_them():
 
 
 def test_of_a_conditional_one_branch_is_taken():
-  assert compiled.Program(TEXT, branch=0).count(1)["copy"] == 0
-  assert compiled.Program(TEXT, branch=0).count(1)["sort"] == 1
-  assert compiled.Program(TEXT, branch=1).count(1)["copy"] == 1
+  assert hlo.HloProgram(TEXT, branch=0).count(1)["copy"] == 0
+  assert hlo.HloProgram(TEXT, branch=0).count(1)["sort"] == 1
+  assert hlo.HloProgram(TEXT, branch=1).count(1)["copy"] == 1
   by_name = TEXT.replace(
     "branch_computations={%one, %two}", "true_computation=%one, false_computation=%two"
   )
-  assert compiled.Program(by_name, branch=0).count(1)["copy"] == 1
-  assert compiled.Program(by_name, branch=1).count(1)["sort"] == 1
+  assert hlo.HloProgram(by_name, branch=0).count(1)["copy"] == 1
+  assert hlo.HloProgram(by_name, branch=1).count(1)["sort"] == 1
 
 
 def test_what_is_fetched_ahead_is_no_copy():
   text = TEXT.replace(" copy(", " copy-start(")
-  assert compiled.Program(text).count(1)["copy-start"] == 1
-  assert compiled.Program(text).count(1)["copy"] == 0
+  assert hlo.HloProgram(text).count(1)["copy-start"] == 1
+  assert hlo.HloProgram(text).count(1)["copy"] == 0
 
 
 def test_bytes_are_those_of_every_part_of_a_result():
-  (gather,) = compiled.Program(TEXT).of("all-gather")
+  (gather,) = hlo.HloProgram(TEXT).of("all-gather")
   assert gather.bytes == 2 * (2 * 3 + 4 * 3) and gather.depth == 1
-  assert compiled.bytes_of("(s32[], f32[4]{0}, u8[3], pred[2])") == 4 + 16 + 3 + 2
-  assert compiled.dimensions("(s32[], f32[4,16]{1,0})") == ["4", "16"]
+  assert hlo.bytes_of("(s32[], f32[4]{0}, u8[3], pred[2])") == 4 + 16 + 3 + 2
+  assert hlo.dimensions("(s32[], f32[4,16]{1,0})") == ["4", "16"]
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
@@ -89,6 +89,6 @@ def test_a_real_program_is_read():
 
   made = jax.jit(loop, in_shardings=split, out_shardings=whole)
   text = made.lower(jnp.ones(64)).compile().as_text()
-  reduced = compiled.Program(text).of("all-reduce")
+  reduced = hlo.HloProgram(text).of("all-reduce")
   assert [found.bytes for found in reduced] == [4] and reduced[0].depth == 1
-  assert isinstance(compiled.Program(text).count(1), collections.Counter)
+  assert isinstance(hlo.HloProgram(text).count(1), collections.Counter)

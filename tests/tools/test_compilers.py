@@ -17,12 +17,12 @@ import tiny_online
 from jax.sharding import NamedSharding, PartitionSpec
 
 from osd_jax import native, pairs, sharding
-from osd_jax.ahead_of_time import plan as plan_lib
-from osd_jax.ahead_of_time import programs
 from osd_jax.distillation import optimizers, update
 from osd_jax.engine import calls, slots
-from osd_jax.measuring import chips, compiled
 from osd_jax.models import layers, served
+from osd_tools import chips, hlo
+from osd_tools.ahead_of_time import plan as plan_lib
+from osd_tools.ahead_of_time import programs
 
 pytestmark = pytest.mark.aot
 
@@ -69,7 +69,7 @@ def round_of(found, record_top_k=64) -> Any:
 def greedy_round(topology, mesh, record_top_k=64, pair=WIDE):
   """The operations of a call of greedy rounds."""
   made = round_of(wide(topology, mesh, pair), record_top_k)
-  return compiled.Program(made.as_text(), branch=0)
+  return hlo.HloProgram(made.as_text(), branch=0)
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def test_records_sort_for_their_top_k_alone(pair):
 def test_the_forms_of_a_cpu_would_loop_over_rows():
   with forms_of_a_cpu():
     found = plan("v5e:2x2", TENSOR_PARALLEL)
-    program = compiled.Program(round_of(found, 0).as_text(), branch=0)
+    program = hlo.HloProgram(round_of(found, 0).as_text(), branch=0)
   assert len(inner_loops(program)) > 1
 
 
@@ -156,7 +156,7 @@ def test_a_draft_that_is_split_would_sum_more_often():
 
 def test_drafting_waits_for_nobody():
   def within_drafting(program):
-    return [x for x in program.of(*compiled.COLLECTIVES) if x.depth > 1]
+    return [x for x in program.of(*hlo.COLLECTIVES) if x.depth > 1]
 
   assert not within_drafting(greedy_round("v5e:2x2", TENSOR_PARALLEL))
   assert within_drafting(greedy_round("v5e:2x2", split_draft()))
@@ -171,7 +171,7 @@ def test_every_chip_has_its_heads_of_a_cache_and_none_is_gathered():
   assert max(gather.bytes for gather in gathers) < cache / 4
   whole = NamedSharding(keys.sharding.mesh, PartitionSpec())
   control = jax.jit(lambda x: x, out_shardings=whole).lower(keys).compile()
-  gathers = compiled.Program(control.as_text()).of("all-gather")
+  gathers = hlo.HloProgram(control.as_text()).of("all-gather")
   assert max(gather.bytes for gather in gathers) >= cache
 
 
@@ -197,7 +197,7 @@ def prefilled(rows, pair):
   with native.portable():
     made = programs.programs(found)["prefill"].traced().lower().compile()
   assert found.program.parts == (2 if rows % 2 == 0 else 1)
-  return compiled.Program(made.as_text(), branch=0), made.cost_analysis()
+  return hlo.HloProgram(made.as_text(), branch=0), made.cost_analysis()
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:1"])
@@ -266,7 +266,7 @@ def test_a_short_head_is_spread_by_rows_of_the_vocabulary(monkeypatch):
 
   def taken():
     made = round_of(plan("v5e:2x2", TENSOR_PARALLEL))
-    return sum(x.cycles for x in compiled.Program(made.as_text(), 0).operations)
+    return sum(x.cycles for x in hlo.HloProgram(made.as_text(), 0).operations)
 
   found = taken()
   monkeypatch.setattr(served, "scatter_to_vocab", scattered)

@@ -15,10 +15,10 @@ from osd_jax import sharding as partitioning
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
 from osd_jax.engine import calls
-from osd_jax.measuring import chips
-from osd_jax.models import attached, families, sizes
+from osd_jax.models import attached, families
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import AttachedConfig, T5Config
+from osd_tools import chips, sizes
 
 
 class Plan:

@@ -8,7 +8,8 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s16": 2}
@@ -45,7 +46,7 @@ class Operation:
     return int(said.group(1)) if said else 0
 
 
-class Program:
+class HloProgram:
   """The operations of a compiled program."""
 
   def __init__(self, text: str, branch: int | None = None):
@@ -127,3 +128,33 @@ def dimensions(result: str) -> list[str]:
   return [
     size for _, dims in _SHAPE.findall(result) for size in dims.split(",") if size
   ]
+
+
+def product_flops(jaxpr: Any) -> float:
+  """Returns the floating-point operations of a jaxpr's matrix products, on all devices.
+
+  Counts the most expensive branch of a cond, and one iteration of an unbounded loop.
+
+  Args:
+    jaxpr: `jax.stages.Traced.jaxpr`, or one nested in it.
+  """
+  total = 0.0
+  for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+      (contracted, _), _ = params["dimension_numbers"]
+      left, out = equation.invars[0].aval, equation.outvars[0].aval
+      inner = math.prod(left.shape[axis] for axis in contracted)
+      total += 2.0 * math.prod(out.shape) * inner
+    parts = [product_flops(part) for part in _within(params)]
+    if parts:
+      total += max(parts) if name == "cond" else params.get("length", 1) * sum(parts)
+  return total
+
+
+def _within(params: Mapping[str, Any]) -> Iterator[Any]:
+  """Yields the jaxprs nested in an equation."""
+  for value in params.values():
+    for part in value if isinstance(value, tuple | list) else (value,):
+      if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+        yield part

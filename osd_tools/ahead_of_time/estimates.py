@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from osd_jax import pairs
-from osd_jax.ahead_of_time.plan import Plan
-from osd_jax.ahead_of_time.programs import Made
 from osd_jax.measuring import metrics, prediction
 from osd_jax.measuring.prices import CallPrices, Prices
+from osd_tools.ahead_of_time.plan import Plan
+from osd_tools.ahead_of_time.programs import Made
 
 
 class Answers(NamedTuple):

@@ -11,19 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import native
-from osd_jax.ahead_of_time.plan import Plan, bytes_of
 from osd_jax.decoding import sampling
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
 from osd_jax.engine import calls
 from osd_jax.engine.prompts import PromptBatch
-from osd_jax.measuring import compiled as texts
-from osd_jax.measuring.operations import of_products
+from osd_tools import hlo
+from osd_tools.ahead_of_time.plan import Plan, bytes_of
 
 KERNELS = ("fusion", "custom-call", "convolution", "dot", "reduce", "sort", "scatter")
 
 
-class Program(NamedTuple):
+class Lowering(NamedTuple):
   """A compiled call, not compiled yet.
 
   Attributes:
@@ -85,7 +84,7 @@ class Made:
     return dataclasses.asdict(self)
 
 
-def programs(plan: Plan) -> dict[str, Program]:
+def programs(plan: Plan) -> dict[str, Lowering]:
   """Every program of the run, by name."""
   adaptive = plan.run.decoding.adaptive
   most = plan.run.decoding.num_draft_tokens
@@ -94,30 +93,30 @@ def programs(plan: Plan) -> dict[str, Program]:
   prefilling = plan.program.parts * model
   drafted = adaptive.candidates if adaptive else (most,)
   rounds = {
-    f"round, K = {k}": Program(functools.partial(_advance, plan, k), 1)
+    f"round, K = {k}": Lowering(functools.partial(_advance, plan, k), 1)
     for k in drafted
     if k <= most
   }
   serving = {
-    "prefill": Program(
+    "prefill": Lowering(
       functools.partial(_insert, plan), untouched=plan.state, chips=prefilling
     ),
     **rounds,
-    "read": Program(functools.partial(_read, plan), untouched=plan.state),
-    "plain step": Program(
+    "read": Lowering(functools.partial(_read, plan), untouched=plan.state),
+    "plain step": Lowering(
       functools.partial(_feed, plan, "target", 1), chips=data * model
     ),
-    f"verification of {most + 1} tokens": Program(
+    f"verification of {most + 1} tokens": Lowering(
       functools.partial(_feed, plan, "target", most + 1), chips=data * model
     ),
     **(_of_an_adaptive_k(plan) if adaptive else {}),
-    "draft step": Program(functools.partial(_feed, plan, "draft", 1), chips=drafting),
-    "swap": Program(functools.partial(_swap, plan)),
+    "draft step": Lowering(functools.partial(_feed, plan, "draft", 1), chips=drafting),
+    "swap": Lowering(functools.partial(_swap, plan)),
   }
   learning = {
-    "append": Program(functools.partial(_append, plan), untouched=plan.buffer),
-    "draw": Program(functools.partial(_draw, plan), untouched=plan.buffer),
-    "slice": Program(functools.partial(_slice, plan)),
+    "append": Lowering(functools.partial(_append, plan), untouched=plan.buffer),
+    "draw": Lowering(functools.partial(_draw, plan), untouched=plan.buffer),
+    "slice": Lowering(functools.partial(_slice, plan)),
   }
   return {**serving, **(learning if plan.run.learn else {})}
 
@@ -126,7 +125,7 @@ class TooLarge(Exception):
   """A program that needs more memory than a chip has, in the compiler's words."""
 
 
-def compiled(plan: Plan, program: Program) -> Made:
+def compiled(plan: Plan, program: Lowering) -> Made:
   """Meets the compiler of the plan's topology.
 
   Raises:
@@ -144,17 +143,17 @@ def compiled(plan: Plan, program: Program) -> Made:
         raise
       raise TooLarge(said.partition("RESOURCE_EXHAUSTED: ")[2]) from None
     seconds = time.perf_counter() - started
-  counted = texts.Program(made.as_text(), branch=0)
+  counted = hlo.HloProgram(made.as_text(), branch=0)
   memory, costs = made.memory_analysis(), made.cost_analysis() or {}
   within = counted.count(program.depth)
-  collectives = [x for x in counted.of(*texts.COLLECTIVES) if x.depth >= program.depth]
+  collectives = [x for x in counted.of(*hlo.COLLECTIVES) if x.depth >= program.depth]
   moved = sum(x.bytes for x in collectives)
   read = memory.argument_size_in_bytes
   kernels = sum(within[name] for name in KERNELS)
   cycles = sum(x.cycles for x in counted.operations if x.depth == program.depth)
   least = None
   if not program.depth:
-    chip, flops = plan.topology.chip, of_products(traced.jaxpr) / program.chips
+    chip, flops = plan.topology.chip, hlo.product_flops(traced.jaxpr) / program.chips
     read_whole = read - bytes_of(program.untouched)
     least = chip.least_seconds(read_whole, flops, moved, kernels) * 1e3
   accessed = costs.get("bytes accessed")
@@ -177,7 +176,7 @@ def compiled(plan: Plan, program: Program) -> Made:
   )
 
 
-def _of_an_adaptive_k(plan: Plan) -> dict[str, Program]:
+def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
   """Calls of a draft that idles while decoding is plain."""
   arguments = (plan.program, plan.served, plan.state, _prompts(plan))
 
@@ -193,13 +192,13 @@ def _of_an_adaptive_k(plan: Plan) -> dict[str, Program]:
   parts, model = plan.program.parts, plan.partitioner.mesh.shape["model"]
   drafting = parts if plan.partitioner.is_whole(plan.draft) else parts * model
   return {
-    "prefill of the target alone": Program(
+    "prefill of the target alone": Lowering(
       of_target, untouched=plan.state, chips=parts * model
     ),
-    "prefill of the draft alone": Program(
+    "prefill of the draft alone": Lowering(
       of_draft, untouched=plan.state, chips=drafting
     ),
-    "catch up": Program(behind, 1),
+    "catch up": Lowering(behind, 1),
   }
 
 

@@ -202,70 +202,58 @@ def judge(
   return share, jnp.all(right | ~mask, axis=1)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Group:
-  """Rows of a batch and how long it is; nobody has written their ids yet.
-
-  Attributes:
-    places: [R] int64, see `BatchStream.written`.
-    source_length: S that they need.
-    target_length: T.
-  """
-
-  places: np.ndarray
-  source_length: int
-  target_length: int
-
-
 def regrouped(
   stream: data_batches.BatchStream, pool: int, index: int, multiple: int
-) -> list[Group]:
-  """Regroups rows of `pool` batches by target length and cuts their padding.
+) -> list[data_batches.Batch]:
+  """Regroups the rows of `pool` batches by target length and cuts their padding.
 
-  Short rows are then not padded to the longest of all. Every row comes out exactly
-  once, and the order of the new batches is shuffled, seeded by the pool's index.
+  Without this, short rows would be padded to the longest row of the corpus. Every row
+  is returned exactly once. The new batches are in random order, seeded by `index`.
 
   Args:
     stream: batches of one fixed shape.
     pool: batches per pool.
-    index: which pool; the stream's batches index * pool onwards are taken.
+    index: number of the pool, which holds the batches from index * pool on.
     multiple: lengths are rounded up to a multiple of this, which bounds the number
       of shapes that get compiled.
 
   Returns:
-    `pool` groups of as many rows, with S and T cut to what their rows need.
+    `pool` batches with S and T cut to the longest row of each.
   """
-  drawn = [stream.drawn(index * pool + offset) for offset in range(pool)]
-  places, source, target = (
-    np.concatenate([getattr(rows, name) for rows in drawn])
-    for name in ("places", "source_lengths", "target_lengths")
+  drawn = [stream[index * pool + offset] for offset in range(pool)]
+  source, target, task_id = (
+    np.concatenate([getattr(batch, name) for batch in drawn])
+    for name in ("source", "target", "task_id")
+  )
+  source_lengths, target_lengths = (
+    np.sum(ids != stream.pad_id, axis=1) for ids in (source, target)
   )
 
-  def needed(lengths, most):
-    return min(-(-int(lengths.max()) // multiple) * multiple, most)
+  def cut(ids, lengths, rows):  # the width of ids need not be a multiple
+    longest = -(-int(lengths[rows].max()) // multiple) * multiple
+    return ids[rows, : min(longest, ids.shape[1])]
 
-  groups = [
-    Group(
-      places[rows],
-      needed(source[rows], stream.config.source_length),
-      needed(target[rows], stream.config.target_length),
+  batches = [
+    data_batches.Batch(
+      cut(source, source_lengths, rows),
+      cut(target, target_lengths, rows),
+      task_id[rows],
     )
-    for rows in np.split(np.argsort(target, kind="stable"), pool)
+    for rows in np.split(np.argsort(target_lengths, kind="stable"), pool)
   ]
-  return [groups[place] for place in np.random.default_rng(index).permutation(pool)]
+  return [batches[place] for place in np.random.default_rng(index).permutation(pool)]
 
 
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
-  share = data_batches.Share(jax.process_index(), jax.process_count(), sharding.total)
-  stream = data_batches.BatchStream(config.data, vocabulary, share=share)
-  held_out = data_batches.BatchStream(config.evaluation, vocabulary, share=share)
+  stream = data_batches.BatchStream(config.data, vocabulary)
+  held_out = data_batches.BatchStream(config.evaluation, vocabulary)
   for sentence in (*stream.sentences(), *held_out.sentences()):
     console.print(sentence, highlight=False)
   if log.lines == 0:
     log.write("data", {"train": stream.report(), "evaluation": held_out.report()})
   partitioner = sharding.make(config.partition)
   start = int(state.step + state.skipped)
-  pool: list[Group] = []
+  pool: list[data_batches.Batch] = []
   losses: list[jax.Array] = []
   with progress.bar(console) as bar:
     task = bar.add_task("pretrain", total=config.steps, completed=start, figures="")
@@ -273,7 +261,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
       index, place = divmod(step - 1, config.pool)
       if place == 0 or not pool:
         pool = regrouped(stream, config.pool, index, config.length_multiple)
-      rows = _placed(partitioner, stream, pool[place])
+      rows = _placed(partitioner, pool[place])
       state, found = train_step(model, config.optimizer, state, *rows)
       losses.append(found.loss)
       if step % config.log_every == 0:
@@ -305,11 +293,10 @@ def evaluate(
   partitioner = sharding.make(config.partition)
   found: dict[str, list[Any]] = {}
   for index in range(config.evaluation_batches):
-    drawn = held_out.drawn(index)
-    lengths = config.evaluation.source_length, config.evaluation.target_length
-    rows = _placed(partitioner, held_out, Group(drawn.places, *lengths))
+    batch = held_out[index]
+    rows = _placed(partitioner, batch)
     share, exact = sharding.on_host(judge(model, params, *rows))
-    for row, task_id in enumerate(drawn.task_id):
+    for row, task_id in enumerate(batch.task_id):
       label = config.evaluation.tasks[int(task_id)].label
       found.setdefault(label, []).append((share[row], exact[row]))
   return {
@@ -323,13 +310,12 @@ def evaluate(
 
 
 def _placed(
-  partitioner: sharding.Partitioner, stream: data_batches.BatchStream, group: Group
+  partitioner: sharding.Partitioner, batch: data_batches.Batch
 ) -> tuple[jax.Array, jax.Array]:
-  """Source [R, S] and target [R, T]; a process writes what its own devices hold."""
-  own = partitioner.own_rows(len(group.places))
-  lengths = group.source_length, group.target_length
-  batch = stream.written(group.places[own], *lengths)
-  return partitioner.place_own_rows(len(group.places), (batch.source, batch.target))
+  """Puts source [R, S] and target [R, T] on the mesh, split over its data axis."""
+  size = len(batch.source)
+  own = partitioner.own_rows(size)  # each process passes the rows of its own devices
+  return partitioner.place_own_rows(size, (batch.source[own], batch.target[own]))
 
 
 def _sentence(step: int, rows: dict[str, dict[str, float]]) -> str:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import ahead_of_time, base, pairs, sharding, writers
-from osd_jax.ahead_of_time import estimates, plan, programs
+from osd_jax import base, pairs, sharding, writers
 from osd_jax.engine import adaptive
-from osd_jax.measuring import chips, metrics, operations
+from osd_jax.measuring import metrics
+from osd_tools import ahead_of_time, chips, hlo
+from osd_tools.ahead_of_time import estimates, plan, programs
 
 FOUR = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 
@@ -113,7 +114,7 @@ def test_products_are_counted_in_loops_and_branches():
   once = 2 * 2 * 3 * 5
   for function, times in ((product, 1), (jax.jit(repeated), 7), (either, 2)):
     traced = jax.jit(function).trace(left.astype(np.float32))
-    assert operations.of_products(traced.jaxpr) == times * once
+    assert hlo.product_flops(traced.jaxpr) == times * once
 
 
 def test_a_program_takes_as_long_as_what_bounds_it():

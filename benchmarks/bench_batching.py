@@ -21,8 +21,8 @@ import measure
 import numpy as np
 import scripting
 
+from osd_jax import metrics
 from osd_jax.engine import slots
-from osd_jax.measuring import metrics
 
 PLAIN, PLAIN_FIRST, FIRST = "plain", "plain, first tokens", "first tokens"
 

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import rich.console
 
-from osd_jax import base, corpus, pairs, sharding, writers
+from osd_jax import base, corpus, metrics, pairs, sharding, writers
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.engine import slots
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate, metrics, progress, summaries
+from osd_jax.measuring import certificate, progress, summaries
 
 _SWAP_ROUNDS = 3  # rounds between two swaps
 _NOISE = 0.1  # of a perturbed copy, in standard deviations of each array

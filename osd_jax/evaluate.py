@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from osd_jax import base, pairs, sharding, writers
+from osd_jax import base, metrics, pairs, sharding, writers
 from osd_jax import corpus as texts
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.engine import slots
+from osd_jax.engine import agreement, slots
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate, metrics, progress, summaries, timing
+from osd_jax.measuring import certificate, progress, summaries, timing
 
 CHECKED = 16  # prompts decoded greedily for the check where requests are sampled
 
@@ -104,9 +104,9 @@ def _measure(
       answers = bench.answers()
     log.write_rows("quality", bench.quality(answers))
     with progress.status(console, "the drafts answer"):
-      agreement, checks = bench.drafts(answers)
-    log.write_rows("draft", agreement)
-    log.write_rows("change", differences(agreement))
+      by_draft, checks = bench.drafts(answers)
+    log.write_rows("draft", by_draft)
+    log.write_rows("change", differences(by_draft))
     certified = [
       {"draft": label, **check.row()}
       for label, check in zip(bench.labels, checks, strict=True)
@@ -169,12 +169,12 @@ class Bench:
     for label, pair in zip(self.labels, self.pairs, strict=True):
       server = self._speculative(self.config.decoding, pair)
       served = server.run(self.requests)
-      agreement = metrics.mean_agreement(pair.draft, pair.draft_params, answers)
+      agreed = agreement.mean_agreement(pair.draft, pair.draft_params, answers)
       for task_id, places in self._tasks():
-        agreed = dict(agreement[task_id])
-        agreed.pop("requests")
+        means = dict(agreed[task_id])
+        means.pop("requests")
         counted = acceptance([served[place] for place in places])
-        rows.append({"task": self._label(task_id), "draft": label, **agreed, **counted})
+        rows.append({"task": self._label(task_id), "draft": label, **means, **counted})
       checks.append(self._check(answers, served, server))
     return rows, checks
 

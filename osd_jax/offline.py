@@ -15,8 +15,8 @@ from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.distillation import update as updates
-from osd_jax.engine import slots
-from osd_jax.measuring import metrics, progress, summaries
+from osd_jax.engine import agreement, slots
+from osd_jax.measuring import progress, summaries
 from osd_jax.models import weights
 
 
@@ -291,11 +291,11 @@ class OfflineLoop:
     self._log.write("step", row)
 
   def _evaluate(self) -> None:
-    agreement = metrics.mean_agreement(
+    agreed = agreement.mean_agreement(
       self.pair.draft, self._served_params, self.held_out
     )
     labels = [task.label for task in self.config.evaluation.tasks]
-    tasks = {labels[task_id]: row for task_id, row in agreement.items()}
+    tasks = {labels[task_id]: row for task_id, row in agreed.items()}
     self._log.write("evaluation", {"step": self.taken, "tasks": tasks})
     overlaps = [row["distribution_overlap"] for row in tasks.values()]
     self.overlap = float(np.mean(overlaps))

@@ -7,12 +7,12 @@ import pytest
 import tabular_pair
 import tiny_pair
 
-from osd_jax import base, evaluate, writers
+from osd_jax import base, evaluate, metrics, writers
 from osd_jax.data import prompts
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
 from osd_jax.engine import adaptive, slots
-from osd_jax.measuring import metrics, timing
+from osd_jax.measuring import timing
 
 pytestmark = pytest.mark.slow
 

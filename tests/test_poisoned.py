@@ -16,10 +16,10 @@ import tiny_online
 import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
-from osd_jax import online, pairs, sharding, writers
+from osd_jax import metrics, online, pairs, sharding, writers
 from osd_jax.distillation import buffer
 from osd_jax.engine import slots
-from osd_jax.measuring import metering, metrics
+from osd_jax.measuring import metering
 
 pytestmark = pytest.mark.slow
 

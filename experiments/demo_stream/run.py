@@ -17,12 +17,12 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import corpus, offline, online, pairs, sharding, writers
+from osd_jax import corpus, metrics, offline, online, pairs, sharding, writers
 from osd_jax.data import streams
 from osd_jax.data.prompts import prompts
+from osd_jax.engine import agreement
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
-from osd_jax.measuring import metrics
 
 HELD_OUT = 100  # prompts a topic
 
@@ -39,7 +39,7 @@ def ceiling(pair, answers, labels) -> dict[str, float]:
 
 def overlap(pair, params, answers, labels) -> dict[str, float]:
   """Held-out overlap of a draft, by topic."""
-  found = metrics.mean_agreement(pair.draft, params, answers)
+  found = agreement.mean_agreement(pair.draft, params, answers)
   return {labels[task]: row["distribution_overlap"] for task, row in found.items()}
 
 

@@ -22,8 +22,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import writers
-from osd_jax.measuring import metrics
+from osd_jax import metrics, writers
 
 WINDOW = 25
 

@@ -5,6 +5,7 @@ same positions.
 """
 
 import functools
+from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -99,6 +100,52 @@ def agreement(
   else:
     logits = model.score_at(*arguments, None, covered, **batch.score_inputs)
   return agreement_from_logits(logits, batch, settings, model.vocab_size, covered)
+
+
+def mean_agreement(
+  draft: base.Model,
+  params: base.Params,
+  answers: Sequence[Finished],
+  rows: int = 16,
+) -> dict[int, dict[str, float]]:
+  """Averages `agreement` over the answers of each task; every request weighs the same.
+
+  Args:
+    draft: model to measure.
+    params: parameters of `draft`.
+    answers: finished requests with records; `request.tag` is the task id.
+    rows: requests per forward pass.
+
+  Returns:
+    For each task id: distribution_overlap, its upper bound, acceptance_rate, and the
+    number of requests.
+  """
+  values: dict[int, list[tuple[float, float, float]]] = {}
+  for start in range(0, len(answers), rows):
+    part = list(answers[start : start + rows])
+    filled = part + [part[-1]] * (rows - len(part))  # a fixed shape compiles once
+    batch, settings = jax.tree.map(
+      lambda *leaves: jnp.concatenate(leaves),
+      *[(done.batch, done.settings) for done in filled],
+    )
+    figures = agreement(draft, params, batch, settings)
+    figures = jax.device_get(figures)
+    for index, done in enumerate(part):
+      row = (
+        float(figures.distribution_overlap[index]),
+        float(figures.distribution_overlap_upper[index]),
+        float(figures.acceptance_rate[index]),
+      )
+      values.setdefault(int(done.request.tag), []).append(row)
+  return {
+    task_id: {
+      "requests": len(rows_),
+      "distribution_overlap": float(np.mean([row[0] for row in rows_])),
+      "distribution_overlap_upper": float(np.mean([row[1] for row in rows_])),
+      "acceptance_rate": float(np.mean([row[2] for row in rows_])),
+    }
+    for task_id, rows_ in sorted(values.items())
+  }
 
 
 def agreement_from_logits(

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax import writers
-from osd_jax.measuring import alarms, metrics, prediction, savings
+from osd_jax import metrics, writers
+from osd_jax.measuring import alarms, prediction, savings
 from osd_jax.measuring.prices import Prices
 
 EDGE = 50  # requests that "first" and "last" mean

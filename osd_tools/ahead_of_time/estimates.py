@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from osd_jax import pairs
-from osd_jax.measuring import metrics, prediction
+from osd_jax import metrics, pairs
+from osd_jax.measuring import prediction
 from osd_jax.measuring.prices import CallPrices, Prices
 from osd_tools.ahead_of_time.plan import Plan
 from osd_tools.ahead_of_time.programs import Made

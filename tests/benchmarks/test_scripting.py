@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import scripting
 
+from osd_jax import metrics
 from osd_jax.engine import slots
-from osd_jax.measuring import metrics
 
 ROWS, SOURCE, LENGTH, K = 4, 8, 48, 3
 EACH = 12  # prompts of each alpha

@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from osd_jax import metrics
 from osd_jax.engine import adaptive, catch_up
-from osd_jax.measuring import metrics
 
 CONFIG = adaptive.AdaptiveConfig()
 LENGTH, TOKENS = 64, 4000

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import base, pairs, sharding, writers
+from osd_jax import base, metrics, pairs, sharding, writers
 from osd_jax.engine import adaptive
-from osd_jax.measuring import metrics
 from osd_tools import ahead_of_time, chips, hlo
 from osd_tools.ahead_of_time import estimates, plan, programs
 

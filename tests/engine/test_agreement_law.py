@@ -1,14 +1,15 @@
-"""Agreement against enumeration in float64; the other figures against closed forms."""
+"""Agreement of a draft with the target, compared with enumeration in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import tabular_pair
 
-from osd_jax import base, testing
+from osd_jax import base, corpus, sharding, testing
 from osd_jax.decoding import records
-from osd_jax.engine import agreement as agreement_lib
-from osd_jax.measuring import metrics
+from osd_jax.engine import agreement, slots
 
 VOCAB, LENGTH = 9, 7
 # temperature, top_k, top_p
@@ -69,8 +70,8 @@ def enumerated(target_logits, draft_logits, batch, processed):
   return found
 
 
-def agreement(draft_logits, batch):
-  return agreement_lib.agreement_from_logits(
+def measured(draft_logits, batch):
+  return agreement.agreement_from_logits(
     jnp.asarray(draft_logits), batch, settings_of()
   )
 
@@ -78,7 +79,7 @@ def agreement(draft_logits, batch):
 def test_full_rows_equal_enumeration():
   target, draft = logits_of(0), logits_of(1)
   batch = batch_of(target, VOCAB)
-  found = agreement(draft, batch)
+  found = measured(draft, batch)
   overlap = enumerated(target, draft, batch, processed=False)
   np.testing.assert_allclose(found.distribution_overlap, overlap, atol=1e-5)
   np.testing.assert_allclose(found.distribution_overlap_upper, overlap, atol=1e-5)
@@ -91,7 +92,7 @@ def test_full_rows_equal_enumeration():
 def test_truncated_rows_bracket_the_overlap(kept):
   target, draft = logits_of(2, 1.0), logits_of(3, 1.0)
   batch = batch_of(target, kept)
-  found = agreement(draft, batch)
+  found = measured(draft, batch)
   overlap = enumerated(target, draft, batch, processed=False)
   assert (np.asarray(found.distribution_overlap) <= overlap + 1e-6).all()
   assert (np.asarray(found.distribution_overlap_upper) >= overlap - 1e-6).all()
@@ -108,7 +109,7 @@ def test_truncated_rows_are_exact_where_the_request_keeps_no_more():
   accepted = enumerated(target, draft, batch, processed=True)
   exact = [0, 3, 5, 6]  # greedy, or top_k <= 4
   np.testing.assert_allclose(
-    np.asarray(agreement(draft, batch).acceptance_rate)[exact],
+    np.asarray(measured(draft, batch).acceptance_rate)[exact],
     accepted[exact],
     atol=1e-5,
   )
@@ -118,7 +119,7 @@ def test_truncated_rows_are_exact_where_the_request_keeps_no_more():
 @pytest.mark.parametrize("kept", [4, VOCAB])
 def test_a_draft_equal_to_the_target_agrees(kept):
   target = logits_of(6)
-  found = agreement(target, batch_of(target, kept))
+  found = measured(target, batch_of(target, kept))
   np.testing.assert_allclose(found.distribution_overlap_upper, 1, atol=1e-5)
   exact = slice(None) if kept == VOCAB else [0, 3, 5, 6]
   np.testing.assert_allclose(np.asarray(found.acceptance_rate)[exact], 1, atol=1e-5)
@@ -129,8 +130,8 @@ def test_positions_after_the_end_do_not_count():
   batch = batch_of(target, VOCAB)
   spoilt = np.where(np.asarray(batch.mask)[..., None], draft, np.nan)
   np.testing.assert_array_equal(
-    agreement(spoilt, batch).distribution_overlap,
-    agreement(draft, batch).distribution_overlap,
+    measured(spoilt, batch).distribution_overlap,
+    measured(draft, batch).distribution_overlap,
   )
 
 
@@ -143,54 +144,63 @@ def test_agreement_reads_the_draft_teacher_forced():
   batch = batch_of(target, VOCAB).replace(target=jnp.asarray(tokens, jnp.int32))
   fed = np.pad(tokens, ((0, 0), (2, 0)))
   draft = table[fed[:, :LENGTH], fed[:, 1 : LENGTH + 1]]
-  found = agreement_lib.agreement(model, jnp.asarray(table), batch, settings_of())
+  found = agreement.agreement(model, jnp.asarray(table), batch, settings_of())
   np.testing.assert_allclose(
     found.distribution_overlap, enumerated(target, draft, batch, False), atol=1e-5
   )
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.85, 1.0])
-def test_expected_tokens_per_call_is_the_sum_of_survivals(acceptance, num_draft_tokens):
-  survivals = sum(acceptance**i for i in range(num_draft_tokens + 1))
-  found = metrics.expected_tokens_per_target_call(acceptance, num_draft_tokens)
-  assert found == pytest.approx(survivals)
+DECODING = slots.DecodingConfig(
+  rows=3,
+  source_lengths=(tabular_pair.SOURCE_LENGTH,),
+  target_length=tabular_pair.TARGET_LENGTH,
+  record_top_k=tabular_pair.VOCAB_SIZE,
+)
 
 
-def test_ratios():
-  assert metrics.draft_acceptance_rate(3, 4) == 0.75
-  assert metrics.draft_acceptance_rate(0, 0) is None
-  assert metrics.tokens_per_target_call(12, 4) == 3
-  assert metrics.tokens_per_target_call(0, 0) is None
-  assert metrics.predicted_speed_up(3.0, 5, 0.1) == pytest.approx(2.0)
-  assert metrics.predicted_speed_up(3.0, 5, 0.1, 1.5) == pytest.approx(1.5)
+@pytest.fixture(scope="module")
+def pair():
+  return tabular_pair.make()
 
 
-def test_recovery_is_the_first_window_at_the_level():
-  overlaps = [0.0] * 20 + [1.0] * 40
-  # 23 of 25 good ones are needed for .9 x 1; the 43rd request is the 23rd good one.
-  assert metrics.recovery_requests(overlaps, level=1.0) == 43
-  assert metrics.recovery_requests(overlaps, level=1.1) is not None
-  assert metrics.recovery_requests(overlaps, level=1.2) is None
-  assert metrics.recovery_requests([1.0] * 40, level=1.0) == 12
-  assert metrics.recovery_requests([1.0] * 11, level=1.0) is None
+@pytest.fixture(scope="module")
+def answers(pair):
+  server = corpus.plain_server(pair, DECODING, sharding.PartitionConfig())
+  sampling = slots.SamplingConfig(temperature=1.0)
+  return server.run(corpus.requests(tabular_pair.prompts(7), sampling))
 
 
-def test_segments_are_summed_up_at_their_edges():
-  rows = [
-    {
-      "overlap": float(i),
-      "floor_overlap": 0.5,
-      "tokens_per_target_call": 2.0,
-      "draft_acceptance_rate": None if i == 0 else 1.0,
-    }
-    for i in range(10)
+def test_a_draft_equal_to_the_target_agrees_entirely(pair, answers):
+  equal = agreement.mean_agreement(pair.target, pair.target_params, answers)
+  other = agreement.mean_agreement(pair.draft, pair.draft_params, answers)
+  assert equal.keys() == other.keys() == {0, 1}
+  for task in (0, 1):
+    assert equal[task]["distribution_overlap"] == pytest.approx(1, abs=1e-5)
+    assert other[task]["distribution_overlap"] < 0.9  # negative control
+  assert [equal[task]["requests"] for task in (0, 1)] == [4, 3]
+
+
+def test_mean_agreement_does_not_depend_on_the_rows_of_a_pass(pair, answers):
+  few = agreement.mean_agreement(pair.draft, pair.draft_params, answers, rows=3)
+  many = agreement.mean_agreement(pair.draft, pair.draft_params, answers, rows=16)
+  for task in few:
+    assert few[task] == pytest.approx(many[task], abs=1e-6)
+
+
+def test_mean_agreement_is_the_mean_over_requests_of_the_overlap(pair, answers):
+  """Against the formula, written out in numpy."""
+  overlaps = {0: [], 1: []}
+  tables = [
+    np.asarray(jax.nn.softmax(table, axis=-1), np.float64)
+    for table in (pair.target_params, pair.draft_params)
   ]
-  found = metrics.segment_summary(rows, edge=4)
-  assert found["requests"] == 10
-  assert found["overlap_first"] == 1.5 and found["overlap_last"] == 7.5
-  assert found["overlap_mean"] == 4.5 and found["floor_overlap_last"] == 0.5
-  assert found["draft_acceptance_first"] == 1.0  # what was not measured is left out
-  del rows[3]["floor_overlap"]
-  assert metrics.segment_summary(rows, edge=4)["floor_overlap_first"] == 0.5
-  assert np.isnan(metrics.segment_summary([], 4)["overlap_first"])
+  for done in answers:
+    fed = [0, *done.tokens.tolist()[:-1]]
+    before = [0, *fed[:-1]]
+    overlap = np.minimum(tables[0][before, fed], tables[1][before, fed]).sum(-1)
+    overlaps[done.request.tag].append(overlap.mean())
+  found = agreement.mean_agreement(pair.draft, pair.draft_params, answers)
+  for task, values in overlaps.items():
+    assert found[task]["distribution_overlap"] == pytest.approx(
+      np.mean(values), abs=1e-5
+    )

@@ -1,17 +1,11 @@
-"""Every metric, defined once, with its formula.
+"""Every metric that is a formula of numbers, defined once.
 
-Overlap and acceptance rate of a draft on requests are `engine/agreement`.
+`engine/agreement` measures how well a draft agrees with the target.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-
-from osd_jax import base
-from osd_jax.engine import agreement
-from osd_jax.engine.requests import Finished
 
 
 def draft_acceptance_rate(accepted: int, drafted: int) -> float | None:
@@ -99,48 +93,3 @@ def recovery_requests(
     if np.mean(overlaps[max(0, count - window) : count]) >= share * level:
       return count
   return None
-
-
-def mean_agreement(
-  draft: base.Model,
-  params: base.Params,
-  answers: Sequence[Finished],
-  rows: int = 16,
-) -> dict[int, dict[str, float]]:
-  """Agreement of a draft with answered prompts, per task and averaged by request.
-
-  Args:
-    draft: the draft.
-    params: its parameters.
-    answers: what the target wrote, with records.
-    rows: prompts per forward pass.
-
-  Returns:
-    task id -> distribution_overlap, its upper bound, acceptance_rate, requests.
-  """
-  values: dict[int, list[tuple[float, float, float]]] = {}
-  for start in range(0, len(answers), rows):
-    part = list(answers[start : start + rows])
-    filled = part + [part[-1]] * (rows - len(part))  # one shape, compiled once
-    batch, settings = jax.tree.map(
-      lambda *leaves: jnp.concatenate(leaves),
-      *[(done.batch, done.settings) for done in filled],
-    )
-    figures = agreement.agreement(draft, params, batch, settings)
-    figures = jax.device_get(figures)
-    for index, done in enumerate(part):
-      row = (
-        float(figures.distribution_overlap[index]),
-        float(figures.distribution_overlap_upper[index]),
-        float(figures.acceptance_rate[index]),
-      )
-      values.setdefault(int(done.request.tag), []).append(row)
-  return {
-    task_id: {
-      "requests": len(rows_),
-      "distribution_overlap": float(np.mean([row[0] for row in rows_])),
-      "distribution_overlap_upper": float(np.mean([row[1] for row in rows_])),
-      "acceptance_rate": float(np.mean([row[2] for row in rows_])),
-    }
-    for task_id, rows_ in sorted(values.items())
-  }

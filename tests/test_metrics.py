@@ -1,0 +1,53 @@
+"""Metrics against closed forms."""
+
+import numpy as np
+import pytest
+
+from osd_jax import metrics
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.85, 1.0])
+def test_expected_tokens_per_call_is_the_sum_of_survivals(acceptance, num_draft_tokens):
+  survivals = sum(acceptance**i for i in range(num_draft_tokens + 1))
+  found = metrics.expected_tokens_per_target_call(acceptance, num_draft_tokens)
+  assert found == pytest.approx(survivals)
+
+
+def test_ratios():
+  assert metrics.draft_acceptance_rate(3, 4) == 0.75
+  assert metrics.draft_acceptance_rate(0, 0) is None
+  assert metrics.tokens_per_target_call(12, 4) == 3
+  assert metrics.tokens_per_target_call(0, 0) is None
+  assert metrics.predicted_speed_up(3.0, 5, 0.1) == pytest.approx(2.0)
+  assert metrics.predicted_speed_up(3.0, 5, 0.1, 1.5) == pytest.approx(1.5)
+
+
+def test_recovery_is_the_first_window_at_the_level():
+  overlaps = [0.0] * 20 + [1.0] * 40
+  # 23 of 25 good ones are needed for .9 x 1; the 43rd request is the 23rd good one.
+  assert metrics.recovery_requests(overlaps, level=1.0) == 43
+  assert metrics.recovery_requests(overlaps, level=1.1) is not None
+  assert metrics.recovery_requests(overlaps, level=1.2) is None
+  assert metrics.recovery_requests([1.0] * 40, level=1.0) == 12
+  assert metrics.recovery_requests([1.0] * 11, level=1.0) is None
+
+
+def test_segments_are_summed_up_at_their_edges():
+  rows = [
+    {
+      "overlap": float(i),
+      "floor_overlap": 0.5,
+      "tokens_per_target_call": 2.0,
+      "draft_acceptance_rate": None if i == 0 else 1.0,
+    }
+    for i in range(10)
+  ]
+  found = metrics.segment_summary(rows, edge=4)
+  assert found["requests"] == 10
+  assert found["overlap_first"] == 1.5 and found["overlap_last"] == 7.5
+  assert found["overlap_mean"] == 4.5 and found["floor_overlap_last"] == 0.5
+  assert found["draft_acceptance_first"] == 1.0  # what was not measured is left out
+  del rows[3]["floor_overlap"]
+  assert metrics.segment_summary(rows, edge=4)["floor_overlap_first"] == 0.5
+  assert np.isnan(metrics.segment_summary([], 4)["overlap_first"])

@@ -33,7 +33,7 @@ from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation import update
-from osd_jax.engine import calls, slots
+from osd_jax.engine import engine, steps
 from osd_jax.measuring import timing
 from osd_jax.models import t5
 
@@ -137,7 +137,7 @@ def decoders(bench: Bench, target: Pair, rows: int) -> dict:
   given, size = bench.given, target[0].vocab_size
   sources = contenders.prompts(rows, given.source, size)
   shape = (rows, given.source, given.target)
-  plain = slots.Slots(contenders.decoding(*shape, 1), *target)
+  plain = engine.Engine(contenders.decoding(*shape, 1), *target)
   tokens = scripting.continuations(plain, sources)
   found = {
     "plain": contenders.Ours(plain, sources),
@@ -271,7 +271,7 @@ def verification(bench: Bench, name: str, target: Pair, rows: int) -> None:
   given, (model, params) = bench.given, target
   sources = contenders.prompts(rows, given.source, model.vocab_size)
   length = state_lib.buffer_length(given.target)
-  served = calls.prepare(model, params)
+  served = steps.prepare(model, params)
   prefill = jax.jit(model.prefill, static_argnums=3)
   cache = prefill(served, sources, sources != base.PAD_ID, length)
   people = {

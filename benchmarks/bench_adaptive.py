@@ -16,7 +16,7 @@ import measure
 import numpy as np
 import scripting
 
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 ASKED = ">= 0.97"  # of plain decoding at the smallest alpha, of the best K at others
 PLAIN, ADAPTIVE = "plain", "adaptive"
@@ -41,7 +41,7 @@ class Bench:
     sources = contenders.prompts(
       each * len(given.alphas), given.source_length, self._target[0].vocab_size
     )
-    self._plain = slots.Slots(self._config, *self._target)
+    self._plain = engine.Engine(self._config, *self._target)
     tokens = scripting.continuations(self._plain, sources)
     alphas = np.repeat(given.alphas, each)
     self._fixed = {}
@@ -84,10 +84,10 @@ class Bench:
     case = f"{given.target} + {given.draft}, {count}, alpha {alpha:g}"
     return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, asked)
 
-  def _adaptive(self) -> slots.Slots:
+  def _adaptive(self) -> engine.Engine:
     """A decoder that has not seen any acceptance; measures its costs."""
-    policy = slots.AdaptiveConfig(candidates=tuple(self._given.candidates))
-    decoder = slots.Slots(
+    policy = engine.AdaptiveConfig(candidates=tuple(self._given.candidates))
+    decoder = engine.Engine(
       dataclasses.replace(self._config, adaptive=policy),
       *self._target,
       contenders.scripted(self._draft[0]),

@@ -22,7 +22,7 @@ import numpy as np
 import scripting
 
 from osd_jax import metrics
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 PLAIN, PLAIN_FIRST, FIRST = "plain", "plain, first tokens", "first tokens"
 
@@ -57,7 +57,7 @@ def people(given: argparse.Namespace, rows: int) -> dict:
   sources = contenders.prompts(
     each * len(given.alphas), given.source_length, target[0].vocab_size
   )
-  plain = slots.Slots(config, *target)
+  plain = engine.Engine(config, *target)
   tokens = scripting.continuations(plain, sources)
   alphas = np.repeat(given.alphas, each)
   decoder = scripting.speculative(config, target, draft, sources, tokens, alphas)

@@ -29,7 +29,7 @@ import measure
 import numpy as np
 
 from osd_jax import base
-from osd_jax.engine import calls, slots
+from osd_jax.engine import engine, steps
 from osd_jax.models import t5
 
 CALLS = ("prepare", "empty", "insert", "advance", "read_row")
@@ -66,8 +66,8 @@ class Stopwatch:
 
   def __enter__(self):
     self.seconds = dict.fromkeys(CALLS, 0.0)
-    timed = {name: self._timed(name, getattr(calls, name)) for name in CALLS}
-    self._patch = mock.patch.multiple(calls, **timed)
+    timed = {name: self._timed(name, getattr(steps, name)) for name in CALLS}
+    self._patch = mock.patch.multiple(steps, **timed)
     self._patch.start()
     return self
 
@@ -95,27 +95,27 @@ def cheap_model(name: str, seed: int = 0) -> tuple[base.Model, base.Params]:
   return model, jax.block_until_ready(params)
 
 
-def first_token(config: slots.DecodingConfig, *pair) -> tuple[float, dict[str, float]]:
+def first_token(config: engine.DecodingConfig, *pair) -> tuple[float, dict[str, float]]:
   """Seconds from weights in memory to the first token, and those of the calls."""
   prompt = contenders.prompts(1, config.source_lengths[-1], pair[0].vocab_size)[0]
   with Stopwatch() as watch:
     started = time.perf_counter()
-    decoder = slots.Slots(config, *pair)
-    (done,) = decoder.run([slots.Request(prompt, max_length=1)])
+    decoder = engine.Engine(config, *pair)
+    (done,) = decoder.run([engine.Request(prompt, max_length=1)])
     seconds = time.perf_counter() - started
   assert len(done.tokens) == 1
   return seconds, watch.seconds
 
 
-def compiled_later(config: slots.DecodingConfig, pair, other: base.Params) -> int:
+def compiled_later(config: engine.DecodingConfig, pair, other: base.Params) -> int:
   """Compilations after warm-up, whatever the requests and the draft."""
-  decoder = slots.Slots(config, *pair)
+  decoder = engine.Engine(config, *pair)
   decoder.warm_up()
   source, target = config.source_lengths[-1], config.target_length
   prompts = contenders.prompts(8, source, pair[0].vocab_size)
   with Compilations() as found:
     for index, prompt in enumerate(prompts):
-      sampling = slots.SamplingConfig(
+      sampling = engine.SamplingConfig(
         temperature=(0.0, 0.5, 1.0)[index % 3],
         top_k=(0, 20)[index % 2],
         top_p=(1.0, 0.9)[index % 2],
@@ -123,7 +123,7 @@ def compiled_later(config: slots.DecodingConfig, pair, other: base.Params) -> in
       )
       length = 1 + (5 * index) % min(target, 12)
       cut = prompt[: max(2, source - 7 * index)]
-      decoder.submit(slots.Request(cut, sampling, max_length=length))
+      decoder.submit(engine.Request(cut, sampling, max_length=length))
       decoder.step()
       decoder.swap((other, pair[3])[index % 2], index)
     while decoder.in_flight:
@@ -137,7 +137,7 @@ def child(given: argparse.Namespace) -> dict[str, float]:
   started = time.perf_counter()
   pair = (*cheap_model(given.target), *cheap_model(given.draft))
   found["making the weights, s"] = time.perf_counter() - started
-  config = slots.DecodingConfig(
+  config = engine.DecodingConfig(
     num_draft_tokens=given.drafted,
     source_lengths=(given.source,),
     target_length=given.length,

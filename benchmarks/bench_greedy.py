@@ -32,11 +32,11 @@ ASKED_BOUND = {
 
 def ours(name: str, rows: int, source: int, target: int) -> contenders.Ours:
   """This package's plain decoding."""
-  from osd_jax.engine import slots
+  from osd_jax.engine import engine
 
   config = contenders.shape(name)
   model, params = contenders.random_model(config)
-  decoder = slots.Slots(contenders.decoding(rows, source, target, 1), model, params)
+  decoder = engine.Engine(contenders.decoding(rows, source, target, 1), model, params)
   return contenders.Ours(decoder, contenders.prompts(rows, source, config.vocab_size))
 
 

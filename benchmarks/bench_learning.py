@@ -120,7 +120,7 @@ def serve(config, requests: int | None = None) -> Run:
       length = in_flight(loop)
       emitted.append(length - before)
       before = 0 if served.requests > answered else length
-    loop.settle()
+    loop.wait()
     seconds = time.perf_counter() - began
     loop.close(seconds)
     rows = list(writers.read(directory.metrics_path))
@@ -135,7 +135,7 @@ def serve(config, requests: int | None = None) -> Run:
 
 def in_flight(loop) -> int:
   """Tokens emitted by the only row, of a request that has just finished too."""
-  rows, _ = loop.server.slots.state()
+  rows, _ = loop.server.engine.state()
   return int(rows.length[0])
 
 

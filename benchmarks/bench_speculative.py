@@ -25,7 +25,7 @@ import measure
 import scripting
 
 from osd_jax import native
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.models import t5
 
 ASKED = {
@@ -77,7 +77,7 @@ class Bench:
     self.sources = contenders.prompts(
       given.prompts, given.source, self.config.vocab_size
     )
-    self._plain = slots.Slots(self._decoding(1), *self.target)
+    self._plain = engine.Engine(self._decoding(1), *self.target)
     self.plain = contenders.Ours(self._plain, self.sources)
     self.tokens = scripting.continuations(self._plain, self.sources)
 
@@ -105,7 +105,7 @@ class Bench:
       model, assistant, self.sources, self.given.length, drafted, RIVAL_ALPHA
     )
 
-  def _decoding(self, drafted: int) -> slots.DecodingConfig:
+  def _decoding(self, drafted: int) -> engine.DecodingConfig:
     return contenders.decoding(1, self.given.source, self.given.length, drafted)
 
 

@@ -33,7 +33,7 @@ from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import update as updates
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 CONFIG = updates.UpdateConfig()  # AdamW, forward KL at all positions
 BETAS, EPS = (0.9, 0.999), 1e-8  # of optax.adamw
@@ -238,7 +238,7 @@ def served(given: argparse.Namespace) -> dict[str, contenders.Ours]:
   sources = contenders.prompts(1, given.source, shape.vocab_size)
   model, params = contenders.random_model(shape)
   lengths = (1, given.source, given.target)
-  plain = slots.Slots(contenders.decoding(*lengths, 1), model, params)
+  plain = engine.Engine(contenders.decoding(*lengths, 1), model, params)
   (done,) = contenders.Ours(plain, sources)()
   script = contenders.corrupted(done.tokens[None], given.alpha, shape.vocab_size)
   draft, draft_params = contenders.random_model(contenders.shape(given.shape), 1)
@@ -247,7 +247,7 @@ def served(given: argparse.Namespace) -> dict[str, contenders.Ours]:
   pair = (model, params, contenders.scripted(draft), scripts)
   return {
     name: contenders.Ours(
-      slots.Slots(dataclasses.replace(config, record_top_k=kept), *pair), sources
+      engine.Engine(dataclasses.replace(config, record_top_k=kept), *pair), sources
     )
     for name, kept in (("without", 0), ("with", given.kept))
   }

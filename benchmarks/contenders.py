@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.models import families, t5
 from osd_jax.models.families import ModelConfig
 from osd_tools import sizes
@@ -181,21 +181,23 @@ class Ours:
     tokens: output tokens of a call.
   """
 
-  def __init__(self, decoder: slots.Slots, sources: np.ndarray):
+  def __init__(self, decoder: engine.Engine, sources: np.ndarray):
     """Answers all `sources` [N, S] at each call."""
     self._decoder = decoder
-    self._requests = [slots.Request(tokens=source) for source in sources]
+    self._requests = [engine.Request(tokens=source) for source in sources]
     self.tokens = len(sources) * decoder.config.target_length
 
-  def __call__(self) -> list[slots.Finished]:
+  def __call__(self) -> list[engine.Finished]:
     found = self._decoder.run(self._requests)
     assert sum(len(done.tokens) for done in found) == self.tokens
     return found
 
 
-def decoding(rows: int, source: int, target: int, drafted: int) -> slots.DecodingConfig:
+def decoding(
+  rows: int, source: int, target: int, drafted: int
+) -> engine.DecodingConfig:
   """Shapes without records."""
-  return slots.DecodingConfig(
+  return engine.DecodingConfig(
     rows=rows,
     num_draft_tokens=drafted,
     source_lengths=(source,),

@@ -15,25 +15,25 @@ import measure
 import numpy as np
 
 from osd_jax import base
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 ATTEMPTS = 32  # each makes the scripts right up to one more difference, at least
 
 
-def continuations(decoder: slots.Slots, sources: np.ndarray) -> np.ndarray:
+def continuations(decoder: engine.Engine, sources: np.ndarray) -> np.ndarray:
   """What a decoder emits [N, T] for sources [N, S] of full length."""
-  found = decoder.run([slots.Request(tokens=source) for source in sources])
+  found = decoder.run([engine.Request(tokens=source) for source in sources])
   return np.stack([done.tokens for done in found])
 
 
 def speculative(
-  config: slots.DecodingConfig,
+  config: engine.DecodingConfig,
   target: tuple[base.Model, base.Params],
   draft: tuple[base.Model, base.Params],
   sources: np.ndarray,
   tokens: np.ndarray,
   alphas: Sequence[float] | np.ndarray,
-) -> slots.Slots:
+) -> engine.Engine:
   """A decoder whose draft is right with a probability of one's choice.
 
   Args:
@@ -46,7 +46,7 @@ def speculative(
   """
   model = contenders.scripted(draft[0])
   written = scripts(draft, sources, tokens, alphas)
-  decoder = slots.Slots(config, *target, model, written)
+  decoder = engine.Engine(config, *target, model, written)
   for _ in range(ATTEMPTS):
     emitted = continuations(decoder, sources)
     if np.array_equal(emitted, tokens):
@@ -71,7 +71,7 @@ def scripts(
   return contenders.Scripts(draft[1], sources, np.concatenate(drafted))
 
 
-def share_target(decoder: slots.Slots, other: slots.Slots) -> None:
+def share_target(decoder: engine.Engine, other: engine.Engine) -> None:
   """Lets two decoders of one target serve from one copy of it: a gigabyte each."""
   decoder._served = decoder._served._replace(target=other._served.target)
 
@@ -83,17 +83,17 @@ class FirstTokens:
     tokens: output tokens of a call.
   """
 
-  def __init__(self, decoder: slots.Slots, sources: np.ndarray):
+  def __init__(self, decoder: engine.Engine, sources: np.ndarray):
     """Answers all `sources` [N, S] at each call."""
     self._decoder = decoder
-    self._requests = [slots.Request(tokens=source, max_length=1) for source in sources]
+    self._requests = [engine.Request(tokens=source, max_length=1) for source in sources]
     self.tokens = len(sources)
 
-  def __call__(self) -> list[slots.Finished]:
+  def __call__(self) -> list[engine.Finished]:
     return self._decoder.run(self._requests)
 
 
-def rounds(found: Sequence[slots.Finished], rows: int) -> int:
+def rounds(found: Sequence[engine.Finished], rows: int) -> int:
   """Rounds that were run for requests which waited for one of the rows.
 
   A row that is free takes the next request; empty rows at the end run along.
@@ -110,7 +110,7 @@ def rounds(found: Sequence[slots.Finished], rows: int) -> int:
 
 def round_ms(
   times: Mapping[str, measure.Times],
-  found: Mapping[str, Sequence[slots.Finished]],
+  found: Mapping[str, Sequence[engine.Finished]],
   whole: str,
   first: str,
   rows: int,
@@ -132,11 +132,11 @@ def round_ms(
   return spent / (rounds(found[whole], rows) - rounds(found[first], rows))
 
 
-def draft_acceptance(found: Sequence[slots.Finished]) -> float:
+def draft_acceptance(found: Sequence[engine.Finished]) -> float:
   """Accepted / drafted tokens."""
   return sum(done.accepted for done in found) / sum(done.drafted for done in found)
 
 
-def answers(people: Mapping[str, Any]) -> dict[str, list[slots.Finished]]:
+def answers(people: Mapping[str, Any]) -> dict[str, list[engine.Finished]]:
   """What every contender answers; compiles what `measure.by_turns` would have to."""
   return {name: serve() for name, serve in people.items()}

@@ -13,7 +13,7 @@ import numpy as np
 
 from osd_jax import base, online, pairs, sharding, writers
 from osd_jax.data import streams
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.engine.server import Server
 
 
@@ -24,7 +24,7 @@ class Frozen:
     self,
     pair: pairs.Pair,
     config: online.OnlineConfig,
-    requests: Sequence[slots.Request],
+    requests: Sequence[engine.Request],
   ):
     """Compiles what serving needs.
 
@@ -36,7 +36,7 @@ class Frozen:
     unrecorded = dataclasses.replace(config.decoding, record_top_k=0)
     self._server = Server(pair, unrecorded, partition=config.partition)
     self._requests = requests
-    self._answers: list[slots.Finished] = []
+    self._answers: list[engine.Finished] = []
     self._server.warm_up()
 
   def serve(self, start: int, stop: int) -> None:
@@ -80,7 +80,7 @@ class Learning:
     del start  # the run knows where it is
     while self._loop.finished < stop and self._loop.step() is not None:
       pass
-    self._loop.settle()
+    self._loop.wait()
 
   def close(self) -> dict[str, float]:
     """Ends the run; figures of all of it."""
@@ -132,11 +132,11 @@ def rehearse(pair: pairs.Pair, config: online.OnlineConfig) -> None:
     system.close()
 
 
-def requests_of(config: online.OnlineConfig, pair: pairs.Pair) -> list[slots.Request]:
+def requests_of(config: online.OnlineConfig, pair: pairs.Pair) -> list[engine.Request]:
   """The requests of the stream that a run serves."""
   stream = streams.QueryStream(config.stream, pair.vocabulary)
   return [
-    slots.Request(stream[place].tokens, config.sampling.of_request(place))
+    engine.Request(stream[place].tokens, config.sampling.of_request(place))
     for place in range(len(stream))
   ]
 

@@ -11,7 +11,7 @@ import rich.console
 from osd_jax import base, corpus, metrics, pairs, sharding, writers
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate, progress, summaries
 
@@ -43,8 +43,8 @@ class CertifyConfig:
   prompts: batches_lib.BatchConfig
   count: int = 64
   pair: pairs.PairConfig = pairs.PairConfig()
-  decoding: slots.DecodingConfig = slots.DecodingConfig(rows=8)
-  sampling: slots.SamplingConfig = slots.SamplingConfig()
+  decoding: engine.DecodingConfig = engine.DecodingConfig(rows=8)
+  sampling: engine.SamplingConfig = engine.SamplingConfig()
   num_draft_tokens: tuple[int, ...] = (3, 7)
   rows: tuple[int, ...] = (1, 5)
   drafts: tuple[str, ...] = ("pair", "perturbed")
@@ -162,7 +162,7 @@ class Grid:
     self._certifier = certificate.Certifier(self.pair)
 
   def rows(
-    self, on_finished: Callable[[slots.Finished], None]
+    self, on_finished: Callable[[engine.Finished], None]
   ) -> Iterator[tuple[dict[str, Any], certificate.Certificate]]:
     """Yields (row of the table, certificate) for every K and number of rows."""
     decoding = dataclasses.replace(self.config.decoding, record_top_k=0)
@@ -187,11 +187,11 @@ class Grid:
 
   def answers(
     self,
-    decoding: slots.DecodingConfig,
+    decoding: engine.DecodingConfig,
     name: str,
     places: np.ndarray,
-    on_finished: Callable[[slots.Finished], None] = lambda done: None,
-  ) -> list[slots.Finished]:
+    on_finished: Callable[[engine.Finished], None] = lambda done: None,
+  ) -> list[engine.Finished]:
     """Speculative answers to some prompts, in their order."""
     model, params = DRAFTS[name](self.pair)
     limit = _SWAP_ROUNDS if self.config.swap else decoding.target_length
@@ -202,14 +202,14 @@ class Grid:
     )
     versions = [params, perturbed(params, _NOISE, seed=1)]
     requests = [self.requests[place] for place in places]
-    answers: dict[int, slots.Finished] = {}
+    answers: dict[int, engine.Finished] = {}
     for finished in server.turns(requests):
       for done in finished:
         on_finished(done)
         answers[id(done.request)] = done
       if self.config.swap:
-        version = server.slots.draft_version + 1
-        server.slots.swap(versions[version % 2], version)
+        version = server.engine.draft_version + 1
+        server.engine.swap(versions[version % 2], version)
     return [answers[id(request)] for request in requests]
 
   def _row(
@@ -217,7 +217,7 @@ class Grid:
     drafted: int,
     count: int,
     name: str,
-    answers: Sequence[slots.Finished],
+    answers: Sequence[engine.Finished],
     judged: certificate.Certificate,
   ) -> dict[str, Any]:
     accepted = sum(done.accepted for done in answers)

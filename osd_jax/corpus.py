@@ -16,7 +16,7 @@ import rich.progress
 from osd_jax import base, pairs, sharding
 from osd_jax.data.prompts import Prompt
 from osd_jax.decoding import records
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.engine.server import Server
 from osd_jax.models import mixture
 
@@ -51,8 +51,8 @@ class Texts:
   def __init__(
     self,
     config: TextsConfig,
-    decoding: slots.DecodingConfig,
-    sampling: slots.SamplingConfig,
+    decoding: engine.DecodingConfig,
+    sampling: engine.SamplingConfig,
     pair: pairs.Pair,
     partition: sharding.PartitionConfig,
     prompts: Sequence[Prompt],
@@ -132,7 +132,7 @@ class Texts:
     for row in range(len(texts)):
       yield jax.tree.map(lambda leaf, at=row: leaf[at : at + 1], host)
 
-  def _answer(self, server: Server, places: np.ndarray) -> list[slots.Finished]:
+  def _answer(self, server: Server, places: np.ndarray) -> list[engine.Finished]:
     prompts = [self.prompts[place] for place in places]
     with counting(self._bar, "texts", len(prompts)) as count:
       return server.run(requests(prompts, self._sampling), count)
@@ -141,7 +141,7 @@ class Texts:
 @contextlib.contextmanager
 def counting(
   bar: rich.progress.Progress, label: str, total: int
-) -> Iterator[Callable[[slots.Finished], None]]:
+) -> Iterator[Callable[[engine.Finished], None]]:
   """A line of its own below the bar, for prompts being answered."""
   task = bar.add_task(label, total=total, figures="")
   yield lambda done: bar.advance(task)
@@ -150,7 +150,7 @@ def counting(
 
 def plain_server(
   pair: pairs.Pair,
-  decoding: slots.DecodingConfig,
+  decoding: engine.DecodingConfig,
   partition: sharding.PartitionConfig,
 ) -> Server:
   """The target alone; a call may take as many steps as an answer has tokens."""
@@ -159,11 +159,11 @@ def plain_server(
 
 
 def requests(
-  prompts: Sequence[Prompt], sampling: slots.SamplingConfig
-) -> list[slots.Request]:
+  prompts: Sequence[Prompt], sampling: engine.SamplingConfig
+) -> list[engine.Request]:
   """The i-th prompt draws with seed + i; tags are the numbers of the tasks."""
   return [
-    slots.Request(prompt.tokens, sampling.of_request(index), tag=prompt.task_id)
+    engine.Request(prompt.tokens, sampling.of_request(index), tag=prompt.task_id)
     for index, prompt in enumerate(prompts)
   ]
 
@@ -171,7 +171,7 @@ def requests(
 def reference_rows(
   pair: pairs.Pair,
   prompts: Sequence[Prompt],
-  decoding: slots.DecodingConfig,
+  decoding: engine.DecodingConfig,
   rows: int = 8,
 ) -> Iterator[base.DistillationBatch]:
   """The target's distributions along the references of prompts, teacher-forced.

@@ -13,7 +13,7 @@ from osd_jax import corpus as texts
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.engine import agreement, slots
+from osd_jax.engine import agreement, engine
 from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate, progress, summaries, timing
 
@@ -44,8 +44,8 @@ class EvaluateConfig:
   count: int = 256
   pair: pairs.PairConfig = pairs.PairConfig()
   drafts: tuple[str, ...] = ()
-  decoding: slots.DecodingConfig = slots.DecodingConfig(rows=8)
-  sampling: slots.SamplingConfig = slots.SamplingConfig()
+  decoding: engine.DecodingConfig = engine.DecodingConfig(rows=8)
+  sampling: engine.SamplingConfig = engine.SamplingConfig()
   speed_requests: int = 32
   batch_rows: int = 4
   run_directory: str = "runs/evaluate"
@@ -140,11 +140,11 @@ class Bench:
     self.prompts = prompts_lib.prompts(config.prompts, self.vocabulary, config.count)
     self.requests = texts.requests(self.prompts, config.sampling)
 
-  def answers(self) -> list[slots.Finished]:
+  def answers(self) -> list[engine.Finished]:
     """The target's own answers, with records."""
     return self._plain(self.config.decoding).run(self.requests)
 
-  def quality(self, answers: Sequence[slots.Finished]) -> list[dict[str, Any]]:
+  def quality(self, answers: Sequence[engine.Finished]) -> list[dict[str, Any]]:
     """What the target's answers are worth, a row a task."""
     right = self._token_accuracies()
     rows = []
@@ -162,7 +162,7 @@ class Bench:
     return rows
 
   def drafts(
-    self, answers: Sequence[slots.Finished]
+    self, answers: Sequence[engine.Finished]
   ) -> tuple[list[dict[str, Any]], list[certificate.Certificate]]:
     """Agreement of every draft a task, and the certificate of its outputs."""
     rows, checks = [], []
@@ -204,7 +204,7 @@ class Bench:
     return rows
 
   def _predicted(
-    self, config: slots.DecodingConfig, pair: pairs.Pair, tau: float
+    self, config: engine.DecodingConfig, pair: pairs.Pair, tau: float
   ) -> dict[str, float | None]:
     shape = (config.rows, config.source_lengths[-1])
     source = np.full(shape, pair.target.pad_id, np.int32)
@@ -233,13 +233,13 @@ class Bench:
 
   def _check(
     self,
-    answers: Sequence[slots.Finished],
-    served: Sequence[slots.Finished],
+    answers: Sequence[engine.Finished],
+    served: Sequence[engine.Finished],
     server: Server,
   ) -> certificate.Certificate:
     """The certificate of a draft's outputs, or of some greedy ones beside them."""
     if not certificate.applies(self.config.sampling, self.config.decoding):
-      greedy = texts.requests(self.prompts[:CHECKED], slots.SamplingConfig())
+      greedy = texts.requests(self.prompts[:CHECKED], engine.SamplingConfig())
       answers = self._plain(self.config.decoding).run(greedy)
       served = server.run(greedy)
     certifier = certificate.Certifier(self.pairs[0])
@@ -268,14 +268,14 @@ class Bench:
   def _label(self, task_id: int) -> str:
     return self.config.prompts.tasks[task_id].label
 
-  def _plain(self, decoding: slots.DecodingConfig) -> Server:
+  def _plain(self, decoding: engine.DecodingConfig) -> Server:
     return texts.plain_server(self.pairs[0], decoding, self.config.partition)
 
-  def _speculative(self, decoding: slots.DecodingConfig, pair: pairs.Pair) -> Server:
+  def _speculative(self, decoding: engine.DecodingConfig, pair: pairs.Pair) -> Server:
     return Server(pair, decoding, partition=self.config.partition)
 
 
-def acceptance(served: Sequence[slots.Finished]) -> dict[str, float | None]:
+def acceptance(served: Sequence[engine.Finished]) -> dict[str, float | None]:
   """The counters of requests added up, as rates."""
   accepted, drafted, tokens, calls = (
     sum(counts)
@@ -291,7 +291,7 @@ def acceptance(served: Sequence[slots.Finished]) -> dict[str, float | None]:
 
 
 def quality(
-  part: Sequence[tuple[prompts_lib.Prompt, slots.Finished]], vocabulary: Vocabulary
+  part: Sequence[tuple[prompts_lib.Prompt, engine.Finished]], vocabulary: Vocabulary
 ) -> dict[str, Any]:
   """What answers are worth beside the references.
 

@@ -15,7 +15,7 @@ from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.distillation import update as updates
-from osd_jax.engine import agreement, slots
+from osd_jax.engine import agreement, engine
 from osd_jax.measuring import progress, summaries
 from osd_jax.models import weights
 
@@ -54,8 +54,8 @@ class OfflineConfig:
   output: str
   evaluation_prompts: int = 128
   pair: pairs.PairConfig = pairs.PairConfig()
-  decoding: slots.DecodingConfig = slots.DecodingConfig(rows=8)
-  sampling: slots.SamplingConfig = slots.SamplingConfig()
+  decoding: engine.DecodingConfig = engine.DecodingConfig(rows=8)
+  sampling: engine.SamplingConfig = engine.SamplingConfig()
   texts: texts_lib.TextsConfig = texts_lib.TextsConfig()
   resample_every: int = 0
   update: updates.UpdateConfig = updates.UpdateConfig()
@@ -130,7 +130,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
             bar.update(task, completed=loop.taken, figures=loop.figures)
             interruption.deliver(loop.leave)
       finally:
-        loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
+        loop.wait()  # an interrupted run, too, leaves its last checkpoint whole
     loop.close()
     directory.finish()
     summaries.conclude(directory, console)
@@ -192,7 +192,7 @@ class OfflineLoop:
     return self.texts.rows(self.pair.draft.join(self._writer, self._frozen))
 
   @functools.cached_property
-  def held_out(self) -> list[slots.Finished]:
+  def held_out(self) -> list[engine.Finished]:
     """The target's answers to the held-out prompts."""
     config = self.config
     prompts = prompts_lib.prompts(
@@ -252,9 +252,9 @@ class OfflineLoop:
   def leave(self) -> None:
     """Checkpoints the present step, whole on disk, before the process may end."""
     self.checkpoint()
-    self.settle()
+    self.wait()
 
-  def settle(self) -> None:
+  def wait(self) -> None:
     """Waits until the last checkpoint is complete on disk."""
     self._saved.wait()
 

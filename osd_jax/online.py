@@ -16,7 +16,7 @@ from osd_jax.data import prompts, streams
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig, Outcome
 from osd_jax.distillation.worth import WorthConfig
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.engine.server import Server
 from osd_jax.measuring import (
@@ -63,8 +63,8 @@ class OnlineConfig:
 
   stream: streams.StreamConfig | Callable[[Vocabulary], streams.Stream]
   pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
-  decoding: slots.DecodingConfig = slots.DecodingConfig()
-  sampling: slots.SamplingConfig = slots.SamplingConfig()
+  decoding: engine.DecodingConfig = engine.DecodingConfig()
+  sampling: engine.SamplingConfig = engine.SamplingConfig()
   learning: LearningConfig = LearningConfig()
   warm_start: batches_lib.BatchConfig | None = None
   partition: sharding.PartitionConfig = sharding.PartitionConfig()
@@ -140,7 +140,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
             bar.show(row)
           interruption.deliver(loop.leave)
     finally:
-      loop.settle()  # an interrupted run, too, leaves its last checkpoint whole
+      loop.wait()  # an interrupted run, too, leaves its last checkpoint whole
     loop.close(loop.seconds)
     verdict = certificate.of_rows(writers.read(directory.metrics_path))
     unchecked = certificate.promise(config.decoding)
@@ -220,7 +220,7 @@ class OnlineLoop:
       The request rows that were logged; None where the stream has ended.
     """
     finished = next(self._turns, None)
-    if news := self.server.slots.news():
+    if news := self.server.engine.messages():
       self._conclude()
       for said in news:
         self._log.tell("replica", said, finished=self.finished)
@@ -234,7 +234,7 @@ class OnlineLoop:
     rows, self._rows = self._rows, []
     return None if finished is None and not rows else rows
 
-  def _follow(self, done: slots.Finished) -> None:
+  def _follow(self, done: engine.Finished) -> None:
     """Has an answer measured, learnt from and logged."""
     index, query = self._answered, self.stream[done.request.tag]
     self._answered += 1
@@ -246,7 +246,7 @@ class OnlineLoop:
       self._conclude()
 
   def _account(
-    self, done: slots.Finished, query: streams.Query, beside: bool
+    self, done: engine.Finished, query: streams.Query, beside: bool
   ) -> dict[str, Any]:
     """The row of an answer, after the draft has learnt from it.
 
@@ -275,7 +275,7 @@ class OnlineLoop:
   def checkpoint(self) -> None:
     """Saves what the run carries onwards, as it is between two calls."""
     self._conclude()
-    self.server.swap_waiting()
+    self.server.swap_pending()
     log = self._log.state()  # what it describes is on disk before it is
     arrays, server = self.server.state()
     host = {
@@ -292,12 +292,12 @@ class OnlineLoop:
   def leave(self) -> None:
     """Checkpoints the present step, whole on disk, before the process may end."""
     self.checkpoint()
-    self.settle()
+    self.wait()
 
-  def settle(self) -> None:
+  def wait(self) -> None:
     """Waits until nothing runs beside serving: what follows is timed alone."""
     self._conclude()
-    self.server.settle()
+    self.server.wait()
     self._saved.wait()
 
   def close(self, wall_seconds: float) -> None:
@@ -311,7 +311,7 @@ class OnlineLoop:
     self.server.close()
     self._log.close()
 
-  def _requests(self) -> Iterator[slots.Request]:
+  def _requests(self) -> Iterator[engine.Request]:
     """The requests of the stream that were not submitted yet."""
     while True:
       try:
@@ -321,9 +321,9 @@ class OnlineLoop:
       self._submitted += 1
       yield request
 
-  def _request(self, index: int) -> slots.Request:
+  def _request(self, index: int) -> engine.Request:
     tokens = self.stream[index].tokens
-    return slots.Request(tokens, self.config.sampling.of_request(index), tag=index)
+    return engine.Request(tokens, self.config.sampling.of_request(index), tag=index)
 
   def _frees_serving(self) -> bool:
     """Whether what follows an answer runs beside serving; then no run repeats."""

@@ -45,7 +45,7 @@ BUFFER = "tests/distillation/test_buffer.py"
 RUNNERS = "tests/distillation/test_update_runners.py"
 UPDATE = "tests/distillation/test_update.py"
 ONLINE = "tests/test_online.py"
-SLOTS = "tests/engine/test_slots.py"
+SLOTS = "tests/engine/test_engine.py"
 DRAFTING = "tests/engine/test_drafting.py"
 TOLD = "tests/engine/test_drafting_told.py"
 ROUNDS = "tests/decoding/test_rounds.py"
@@ -393,14 +393,14 @@ FAULTS = [
   ),
   Fault(
     "a draft that was learnt beside serving is never swapped in",
-    "    self.swap_waiting()\n    if self._learner is not None:",
+    "    self.swap_pending()\n    if self._learner is not None:",
     "    if self._learner is not None:",
     "tests/engine/test_server.py",
   ),
   Fault(
     "a checkpoint does not wait for what follows the answers",
-    "    self._conclude()\n    self.server.swap_waiting()\n",
-    "    self.server.swap_waiting()\n",
+    "    self._conclude()\n    self.server.swap_pending()\n",
+    "    self.server.swap_pending()\n",
     ONLINE,
   ),
   # Decoder-only models.

@@ -11,7 +11,7 @@ import tiny_online
 from osd_jax import corpus, online, pairs, sharding, writers
 from osd_jax.data import prompts
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
-from osd_jax.engine import adaptive, calls, slots
+from osd_jax.engine import adaptive, engine, steps
 from osd_jax.engine.prompts import Prompt
 from osd_jax.engine.server import Server
 from osd_jax.models.shapes import DraftServing
@@ -156,7 +156,7 @@ def test_in_every_mode_the_outputs_are_the_same(mode, pair, plain, tmp_path):
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 def test_a_long_warm_start_is_read_on_a_mesh():
   """Of XLA's CPU devices, piled up computations wait for one another for ever."""
-  decoding = slots.DecodingConfig(source_lengths=(40,), target_length=64)
+  decoding = engine.DecodingConfig(source_lengths=(40,), target_length=64)
   mesh = sharding.PartitionConfig(2, 2)
   with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
     asked = [prompts.Prompt(np.full(30, 9), 0, np.full(40, 9))] * 1600
@@ -171,24 +171,24 @@ def test_a_late_prefill_reads_its_own_row(pair, data):
     pytest.skip("needs two devices; conftest.py fakes them")
   mesh = sharding.make(sharding.PartitionConfig(data)) if data > 1 else None
   loaded = pairs.load_pair(pair[1])
-  config = slots.DecodingConfig(rows=2, source_lengths=(8,), target_length=4)
-  program = calls.Program(config.shapes(), loaded.target, loaded.draft, mesh)
-  served = calls.Served(
-    calls.prepare(loaded.target, loaded.target_params, program=program),
-    calls.prepare(loaded.draft, loaded.draft_params, program=program),
+  config = engine.DecodingConfig(rows=2, source_lengths=(8,), target_length=4)
+  program = steps.Program(config.shapes(), loaded.target, loaded.draft, mesh)
+  served = steps.Served(
+    steps.prepare(loaded.target, loaded.target_params, program=program),
+    steps.prepare(loaded.draft, loaded.draft_params, program=program),
   )
-  settings = slots.SamplingConfig().settings(4)
+  settings = engine.SamplingConfig().settings(4)
 
   def filled(insert, prefill_draft):
-    state = calls.empty(program, served, 8)
+    state = steps.empty(program, served, 8)
     prompts = {s: Prompt(np.full((1, 8), 5 + s, np.int32), settings) for s in (0, 1)}
     for batch in program.batches(prompts):
       state = insert(program, served, state, batch)
       state = prefill_draft(program, served, state, batch)
     return state.draft_cache
 
-  at_once = filled(calls.insert, lambda *arguments: arguments[2])
-  late = filled(calls.insert_undrafted, calls.prefill_draft)
+  at_once = filled(steps.insert, lambda *arguments: arguments[2])
+  late = filled(steps.insert_undrafted, steps.prefill_draft)
   jax.tree.map(np.testing.assert_array_equal, late, at_once)
   keys = np.asarray(at_once.cross_keys[0])
   assert not np.array_equal(keys[0], keys[1])
@@ -199,7 +199,7 @@ class Interrupted(Exception):
 
 
 def interrupted(config, count):
-  step = slots.Slots.step
+  step = engine.Engine.step
 
   def counted(self):
     nonlocal count
@@ -210,7 +210,7 @@ def interrupted(config, count):
     return done
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(slots.Slots, "step", counted)
+    patch.setattr(engine.Engine, "step", counted)
     with pytest.raises(Interrupted):
       online.run(config)
 

@@ -8,10 +8,10 @@ import pytest
 import tabular_pair
 
 from osd_jax import base, corpus, sharding
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 ONE_DEVICE = sharding.PartitionConfig()
-DECODING = slots.DecodingConfig(
+DECODING = engine.DecodingConfig(
   rows=3,
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
   target_length=tabular_pair.TARGET_LENGTH,
@@ -27,15 +27,15 @@ def pair():
 def test_answers_come_in_the_order_of_the_prompts(pair):
   """Each equals the same prompt answered alone: rows mix nothing up."""
   found = tabular_pair.prompts(7)
-  sampling = slots.SamplingConfig(temperature=1.0, seed=5)
+  sampling = engine.SamplingConfig(temperature=1.0, seed=5)
   server = corpus.plain_server(pair, DECODING, ONE_DEVICE)
   together = server.run(corpus.requests(found, sampling))
-  single = slots.Slots(
+  single = engine.Engine(
     dataclasses.replace(DECODING, rows=1), pair.target, pair.target_params
   )
   for index, done in enumerate(together):
     own = dataclasses.replace(sampling, seed=5 + index)
-    alone = single.run([slots.Request(found[index].tokens, own)])[0]
+    alone = single.run([engine.Request(found[index].tokens, own)])[0]
     np.testing.assert_array_equal(done.tokens, alone.tokens)
     assert done.request.tag == found[index].task_id
   assert len({done.tokens.tobytes() for done in together}) > 1
@@ -44,7 +44,7 @@ def test_answers_come_in_the_order_of_the_prompts(pair):
 def test_answer_reports_each_prompt_as_it_finishes(pair):
   seen = []
   server = corpus.plain_server(pair, DECODING, ONE_DEVICE)
-  requests = corpus.requests(tabular_pair.prompts(5), slots.SamplingConfig())
+  requests = corpus.requests(tabular_pair.prompts(5), engine.SamplingConfig())
   server.run(requests, seen.append)
   assert len(seen) == 5
 

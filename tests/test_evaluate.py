@@ -11,7 +11,8 @@ from osd_jax import base, evaluate, metrics, writers
 from osd_jax.data import prompts
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
-from osd_jax.engine import adaptive, slots
+from osd_jax.engine import adaptive
+from osd_jax.engine import engine as slots
 from osd_jax.measuring import timing
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import tiny_online
 
 from osd_jax import online, writers
 from osd_jax.distillation import losses
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 pytestmark = pytest.mark.slow
 
@@ -70,11 +70,11 @@ def test_a_rule_without_a_promise_says_so_in_the_verdict(ran, tmp_path):
 def test_the_lenient_rule_accepts_more_and_is_not_exact(ran):
   """On a draft that is often second best; the rule is asked though rows are greedy."""
   pair, counts, texts = ran["pair"], [], []
-  prompt = slots.Request(np.array([5, 9, 7, 1], np.int32), max_length=12)
+  prompt = engine.Request(np.array([5, 9, 7, 1], np.int32), max_length=12)
   for rule in ("rejection", ran["lenient"]):
     config = dataclasses.replace(ran["config"].decoding, acceptance_rule=rule)
     noisy = jax_noise(pair.target_params)
-    decoder = slots.Slots(config, pair.target, pair.target_params, pair.target, noisy)
+    decoder = engine.Engine(config, pair.target, pair.target_params, pair.target, noisy)
     done = decoder.run([prompt])[0]
     counts.append(done.accepted / done.drafted)
     texts.append(done.tokens.tolist())

@@ -9,10 +9,10 @@ import tiny_online
 
 from osd_jax import base, pairs, writers
 from osd_jax.distillation.learner import Learner, LearningConfig
-from osd_jax.engine import replicas, slots
+from osd_jax.engine import engine, replicas
 
-ADAPTIVE = slots.AdaptiveConfig(candidates=(0, 1))
-DECODING = slots.DecodingConfig(
+ADAPTIVE = engine.AdaptiveConfig(candidates=(0, 1))
+DECODING = engine.DecodingConfig(
   rows=1, num_draft_tokens=1, source_lengths=(8,), target_length=4
 )
 
@@ -36,7 +36,7 @@ def learner(loaded):
 def adaptive(loaded):
   models = loaded.target, loaded.target_params, loaded.draft, loaded.draft_params
   config = dataclasses.replace(DECODING, adaptive=ADAPTIVE)
-  slots.Slots(config, *models).run([slots.Request(np.asarray([5], np.int32))])
+  engine.Engine(config, *models).run([engine.Request(np.asarray([5], np.int32))])
 
 
 def test_updates_that_are_swapped_in_when_they_are_ready(loaded, two):

@@ -16,13 +16,13 @@ from osd_jax import main as cli
 from osd_jax.data import tokenizers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import optimizers, update
-from osd_jax.engine import adaptive, slots
+from osd_jax.engine import adaptive, engine
 from osd_jax.models import convert as formats
 from osd_jax.models import weights
 
 pytestmark = pytest.mark.slow
 
-DECODING = slots.DecodingConfig(
+DECODING = engine.DecodingConfig(
   rows=2,
   num_draft_tokens=2,
   source_lengths=(16, tiny_online.SOURCE),

@@ -10,10 +10,10 @@ import osd_jax
 from osd_jax import certify, evaluate, sharding, writers
 from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 MESHES = [(4, 1), (2, 2), (1, 4)]
-DECODING = slots.DecodingConfig(
+DECODING = engine.DecodingConfig(
   rows=4,
   num_draft_tokens=2,
   source_lengths=(tiny_online.SOURCE,),

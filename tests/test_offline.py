@@ -12,12 +12,12 @@ from osd_jax import base, corpus, offline, sharding, writers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
 from osd_jax.distillation import update as updates
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.models import mixture, weights
 
 pytestmark = pytest.mark.slow
 
-DECODING = slots.DecodingConfig(
+DECODING = engine.DecodingConfig(
   rows=3,
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
   target_length=tabular_pair.TARGET_LENGTH,
@@ -36,9 +36,9 @@ def plain(pair):
   """What target and draft write greedily, [N, T] each."""
 
   def tokens(model, params):
-    writer = slots.Slots(DECODING, model, params)
+    writer = engine.Engine(DECODING, model, params)
     prompts = tabular_pair.prompts(COUNT)
-    answers = writer.run(corpus.requests(prompts, slots.SamplingConfig()))
+    answers = writer.run(corpus.requests(prompts, engine.SamplingConfig()))
     return np.stack([done.tokens for done in answers])
 
   target = tokens(pair.target, pair.target_params)
@@ -51,7 +51,7 @@ def written(pair, rows=3, temperature=0.0, **values):
   made = corpus.Texts(
     corpus.TextsConfig(**values),
     dataclasses.replace(DECODING, rows=rows),
-    slots.SamplingConfig(temperature=temperature),
+    engine.SamplingConfig(temperature=temperature),
     pair,
     sharding.PartitionConfig(),
     tabular_pair.prompts(COUNT),
@@ -176,7 +176,7 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
     output=str(folder / "distilled.safetensors"),
     evaluation_prompts=6,
     pair=tiny_pair.save_tiny_pair(folder),
-    decoding=slots.DecodingConfig(
+    decoding=engine.DecodingConfig(
       rows=2,
       source_lengths=(48,),
       target_length=8,
@@ -312,7 +312,7 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
     ("output", ""),
     ("output", "shipped:demo_attached_draft.safetensors"),  # would overwrite the start
     ("resample_every", -1),
-    ("decoding", slots.DecodingConfig(record_top_k=0)),
+    ("decoding", engine.DecodingConfig(record_top_k=0)),
     ("corpus", dataclasses.replace(generated("train"), source_length=65)),
   ],
 )

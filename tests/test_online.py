@@ -15,7 +15,7 @@ from compilations import Compilations
 from osd_jax import background, base, online, writers
 from osd_jax.distillation import learner as learner_lib
 from osd_jax.distillation import update
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.measuring import metering
 from osd_jax.models import weights
 
@@ -326,7 +326,7 @@ def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypat
 def test_the_average_is_what_serves(pair, tmp_path):
   directory = writers.RunDirectory.start(tmp_path / "run")
   loop = online.OnlineLoop(tiny_online.config(pair, directory.path), directory)
-  while not loop.server.slots.draft_version:
+  while not loop.server.engine.draft_version:
     loop.step()
   state = loop.server.learner.state()[0]["learner"]
   assert same_bits(loop.server.draft_params, state.ema)
@@ -344,27 +344,27 @@ def test_a_run_goes_on_with_the_draft_and_the_shortlist_that_served(
   loop = online.OnlineLoop(config, directory)
   while not loop.server.learner.state()[0]["learner"].skipped:
     loop.step()
-  loop.settle()
+  loop.wait()
   count, serving = loop.finished, loop.server.draft_params
-  served, shortlist = loop.server.slots._served.draft, loop.server.slots.shortlist
+  served, shortlist = loop.server.engine._served.draft, loop.server.engine.shortlist
   assert not same_bits(serving, loop.server.learner.state()[0]["learner"].served)
   assert not np.array_equal(shortlist, np.arange(len(shortlist)))
   loop.close(0.0)
   again = online.OnlineLoop(config, directory)
   assert again.finished == count and same_bits(again.server.draft_params, serving)
-  assert same_bits(again.server.slots._served.draft, served)
-  np.testing.assert_array_equal(again.server.slots.shortlist, shortlist)
+  assert same_bits(again.server.engine._served.draft, served)
+  np.testing.assert_array_equal(again.server.engine.shortlist, shortlist)
   again.close(0.0)
 
 
 def test_the_records_must_be_kept(pair, tmp_path):
-  decoding = slots.DecodingConfig(record_top_k=0)
+  decoding = engine.DecodingConfig(record_top_k=0)
   with pytest.raises(ValueError, match=r"OnlineConfig\.decoding: .*record_top_k=0"):
     tiny_online.config(pair, tmp_path, decoding=decoding)
 
 
 def test_the_stream_must_fit_the_buckets(pair, tmp_path):
-  decoding = slots.DecodingConfig(source_lengths=(16,))
+  decoding = engine.DecodingConfig(source_lengths=(16,))
   with pytest.raises(
     ValueError, match=r"OnlineConfig\.stream: .*length of 40.* 16, "
   ) as said:

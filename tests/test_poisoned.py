@@ -18,14 +18,14 @@ import tiny_pair
 from experiments.poisoned_learning import run as poisons
 from osd_jax import metrics, online, pairs, sharding, writers
 from osd_jax.distillation import buffer
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.measuring import metering
 
 pytestmark = pytest.mark.slow
 
 PER_TASK = 14  # requests of each of the four topics: two alarm windows
 RATE = 3e-3  # what a sound run learns with
-SAMPLED = slots.SamplingConfig(temperature=0.8, seed=3)
+SAMPLED = engine.SamplingConfig(temperature=0.8, seed=3)
 
 
 @dataclasses.dataclass(frozen=True)

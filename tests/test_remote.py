@@ -14,7 +14,7 @@ from test_attached_runs import configured, outputs
 
 from osd_jax import base, main, online, pairs, remote, writers
 from osd_jax.data import sources
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.models import weights
 
 BUCKET = fsspec.filesystem("memory")
@@ -166,7 +166,7 @@ def test_a_run_goes_on_where_another_machine_left_it(
   """Unrelated files there stay."""
   address = f"{bucket}/runs/one"
   put(f"{address}/notes.txt", "mine")
-  step, seen = slots.Slots.step, []
+  step, seen = engine.Engine.step, []
 
   def interrupted(self):
     seen.append(1)
@@ -175,7 +175,7 @@ def test_a_run_goes_on_where_another_machine_left_it(
     return step(self)
 
   with monkeypatch.context() as patch, pytest.raises(Interrupted):
-    patch.setattr(slots.Slots, "step", interrupted)
+    patch.setattr(engine.Engine, "step", interrupted)
     online.run(frozen(pair, address))
   before = get(f"{address}/metrics.jsonl").count('"request"')
   assert 0 < before < tiny_online.REQUESTS
@@ -199,7 +199,7 @@ def test_a_run_of_other_settings_is_refused_and_nothing_there_changes(pair, buck
   address = f"{bucket}/run"
   online.run(frozen(pair, address))
   before = {name: BUCKET.cat(name) for name in BUCKET.find(address)}
-  other = frozen(pair, address, sampling=slots.SamplingConfig(seed=3))
+  other = frozen(pair, address, sampling=engine.SamplingConfig(seed=3))
   with pytest.raises(base.InputError, match="other settings"):
     online.run(other)
   assert {name: BUCKET.cat(name) for name in BUCKET.find(address)} == before

@@ -132,7 +132,7 @@ def test_one_that_dies_while_it_loads_is_replaced(pair, monkeypatch, tmp_path):
 
   monkeypatch.setattr(replicas, "Replica", Frail)
   found = held(pair)
-  assert found.warm_up() and len(found.news()) == 1
+  assert found.warm_up() and len(found.messages()) == 1
   (done,) = found.run([requests.Request(np.asarray([5], np.int32))])
   assert len(done.tokens)
 

@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from osd_jax import sharding, testing
 from osd_jax.decoding import records
 from osd_jax.distillation import update
-from osd_jax.engine import calls, slots
+from osd_jax.engine import engine, steps
 from osd_tools import hlo
 
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = sharding.PartitionConfig(data=2, model=2)
 ALL_SPLIT = sharding.PartitionConfig(data=2, model=2, whole_draft=0)
-DECODING = slots.DecodingConfig(
+DECODING = engine.DecodingConfig(
   rows=2,
   num_draft_tokens=3,
   source_lengths=(8,),
@@ -46,9 +46,9 @@ def placed(config):
 @functools.cache
 def served(config):
   partitioner, target, draft = placed(config)
-  decoder = slots.Slots(DECODING, TARGET, target, DRAFT, draft, partitioner)
+  decoder = engine.Engine(DECODING, TARGET, target, DRAFT, draft, partitioner)
   source, mask = testing.random_sources(5, 8, VOCAB, 0)
-  requests = [slots.Request(row[keep]) for row, keep in zip(source, mask, strict=True)]
+  requests = [engine.Request(row[keep]) for row, keep in zip(source, mask, strict=True)]
   return decoder, decoder.run(requests)
 
 
@@ -97,7 +97,7 @@ def test_caches_are_split_by_head_and_are_never_gathered():
     (rows // 2, heads // 2, *rest)
   }
   arguments = (decoder.program, 3, decoder.served, np.int32(4), state)
-  text = calls.advance.lower(*arguments).compile().as_text()
+  text = steps.advance.lower(*arguments).compile().as_text()
   assert "all-reduce" in text  # it is a program of several devices
   of_a_cache = {str(size) for size in rest}  # positions, size of a head
   assert not [dims for dims in gathered(text) if of_a_cache <= dims]
@@ -111,10 +111,10 @@ def rounds_of(config, record_top_k=8):
   """The operations of a call of three drafted tokens to greedy rows, on a mesh."""
   partitioner, target, draft = placed(config)
   decoding = dataclasses.replace(DECODING, record_top_k=record_top_k)
-  decoder = slots.Slots(decoding, TARGET, target, DRAFT, draft, partitioner)
-  state = decoder.state()[0] if decoder.run([slots.Request([5, 6, 1])]) else None
+  decoder = engine.Engine(decoding, TARGET, target, DRAFT, draft, partitioner)
+  state = decoder.state()[0] if decoder.run([engine.Request([5, 6, 1])]) else None
   arguments = (decoder.program, 3, decoder.served, np.int32(4), state)
-  text = calls.advance.lower(*arguments).compile().as_text()
+  text = steps.advance.lower(*arguments).compile().as_text()
   return hlo.HloProgram(text, branch=0)
 
 

@@ -7,7 +7,7 @@ import tiny_online
 
 from osd_jax import online, sharding, writers
 from osd_jax.distillation import optimizers, update
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 COUNT, INTERRUPTED = 16, 9
 
@@ -18,7 +18,7 @@ class Interrupted(Exception):
 
 def serve(config, outputs, limit=10**6):
   """Runs, noting tokens by number of the request; breaks off behind `limit` of them."""
-  step = slots.Slots.step
+  step = engine.Engine.step
 
   def noted(self):
     finished = step(self)
@@ -28,7 +28,7 @@ def serve(config, outputs, limit=10**6):
     return finished
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(slots.Slots, "step", noted)
+    patch.setattr(engine.Engine, "step", noted)
     online.run(config)
 
 

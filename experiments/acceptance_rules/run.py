@@ -18,7 +18,7 @@ import rich.table
 from osd_jax import certify, corpus, pairs, sharding
 from osd_jax.data.prompts import Prompt, prompts
 from osd_jax.decoding import accept
-from osd_jax.engine import agreement, slots
+from osd_jax.engine import agreement, engine
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
 
@@ -28,12 +28,12 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 def measure(
   pair: pairs.Pair,
   asked: list[Prompt],
-  decoding: slots.DecodingConfig,
+  decoding: engine.DecodingConfig,
   partition: sharding.PartitionConfig,
   temperature: float,
 ) -> dict[str, float]:
   """Draft acceptance of both rules, the law's bounds, and outputs equal to plain."""
-  requests = corpus.requests(asked, slots.SamplingConfig(temperature=temperature))
+  requests = corpus.requests(asked, engine.SamplingConfig(temperature=temperature))
   plain = corpus.plain_server(pair, decoding, partition).run(requests)
   overlap = mean_overlap(pair, plain)
   row = {
@@ -54,7 +54,7 @@ def measure(
   return row
 
 
-def mean_overlap(pair: pairs.Pair, answers: list[slots.Finished]) -> float:
+def mean_overlap(pair: pairs.Pair, answers: list[engine.Finished]) -> float:
   """1 - TV of the processed distributions, over all emitted positions."""
   found = [
     agreement.agreement(pair.draft, pair.draft_params, done.batch, done.settings)

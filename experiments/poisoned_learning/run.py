@@ -36,7 +36,7 @@ import rich.table
 
 from osd_jax import online, pairs, sharding, writers
 from osd_jax.distillation import buffer, update
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.main import settings
 from osd_jax.measuring import metering
 
@@ -98,7 +98,7 @@ def changed(
   }
   rule = "coupling" if mode == "coupled" else "rejection"
   changes["decoding"] = dataclasses.replace(config.decoding, acceptance_rule=rule)
-  changes["sampling"] = slots.SamplingConfig(
+  changes["sampling"] = engine.SamplingConfig(
     temperature=0.0 if mode == "greedy" else temperature
   )
   return dataclasses.replace(config, **changes)

@@ -17,7 +17,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import adaptive, calls, catch_up
+from osd_jax.engine import adaptive, catch_up, steps
 from osd_jax.engine.prompts import Prompt, PromptBatch
 
 ROUNDS = 2  # of a timed call
@@ -26,23 +26,23 @@ TEMPERATURES = (0.0, 1.0)  # of greedy and of sampled rows
 
 
 def warm_up(
-  program: calls.Program,
+  program: steps.Program,
   candidates: Sequence[int],
-  served: calls.Served,
+  served: steps.Served,
   bucket: int,
 ) -> state_lib.DecodeState:
   """Compiles every call of a bucket; returns rows that hold a made-up prompt each."""
-  state = calls.empty(program, served, bucket)
+  state = steps.empty(program, served, bucket)
   for batch in _made_up(program, bucket):
-    state = calls.insert_undrafted(program, served, state, batch)
-    state = calls.prefill_draft(program, served, state, batch)
-  state = calls.insert(program, served, state, batch)
+    state = steps.insert_undrafted(program, served, state, batch)
+    state = steps.prefill_draft(program, served, state, batch)
+  state = steps.insert(program, served, state, batch)
   for num_draft_tokens in candidates:
     state = _advance(program, num_draft_tokens, served, 0, state)
-  return calls.catch_up(program, served, state)
+  return steps.catch_up(program, served, state)
 
 
-def _made_up(program: calls.Program, bucket: int) -> Iterator[PromptBatch]:
+def _made_up(program: steps.Program, bucket: int) -> Iterator[PromptBatch]:
   """A prompt for every row."""
   settings = sampling.make_settings(1, max_length=program.config.target_length)
   prompt = Prompt(np.full((1, bucket), base.EOS_ID, np.int32), settings)
@@ -50,9 +50,9 @@ def _made_up(program: calls.Program, bucket: int) -> Iterator[PromptBatch]:
 
 
 def measure(
-  program: calls.Program,
+  program: steps.Program,
   candidates: Sequence[int],
-  served: calls.Served,
+  served: steps.Served,
   bucket: int,
 ) -> tuple[adaptive.RoundCosts, adaptive.RoundCosts]:
   """Times the calls of a bucket, of greedy and of sampled rows; see `table`.
@@ -66,7 +66,7 @@ def measure(
   state = warm_up(program, candidates, served, bucket)
   batch = next(_made_up(program, bucket))
   lag = min(catch_up.CHUNK + 1, program.config.target_length)
-  feed = functools.partial(calls.catch_up, program, served)
+  feed = functools.partial(steps.catch_up, program, served)
   turns: list[list[list[float]]] = []
   started = time.perf_counter()
   while len(turns) < LEAST or (
@@ -80,7 +80,7 @@ def measure(
     state, nothing = _timed(feed, _rewound(program, state, 0))
     state, chunk = _timed(feed, _rewound(program, state, lag))
     state, prefill = _timed(
-      lambda state: calls.prefill_draft(program, served, state, batch), state
+      lambda state: steps.prefill_draft(program, served, state, batch), state
     )
     turns.append([[*kind, nothing, chunk, prefill] for kind in times])
   greedy, sampled = np.moveaxis(np.asarray(turns), 1, 0)
@@ -108,9 +108,9 @@ def table(turns: np.ndarray) -> adaptive.RoundCosts:
 
 
 def _round_ms(
-  program: calls.Program,
+  program: steps.Program,
   num_draft_tokens: int,
-  served: calls.Served,
+  served: steps.Served,
   state: state_lib.DecodeState,
   temperature: float,
 ) -> tuple[state_lib.DecodeState, tuple[float, float, float]]:
@@ -136,7 +136,7 @@ def _typical(times: np.ndarray) -> np.ndarray:
 
 
 def _advance(program, num_draft_tokens, served, rounds, state):
-  return calls.advance(program, num_draft_tokens, served, np.int32(rounds), state)
+  return steps.advance(program, num_draft_tokens, served, np.int32(rounds), state)
 
 
 def _timed(
@@ -152,7 +152,7 @@ def _timed(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _rewound(
-  program: calls.Program,
+  program: steps.Program,
   state: state_lib.DecodeState,
   lag: jax.Array,
   temperature: float = 0.0,

@@ -51,7 +51,7 @@ class PromptBatch(NamedTuple):
   slots: Any
 
 
-def of_request(
+def pad_prompt(
   request: Request, config: DecodingConfig, pad_id: int, bucket: int | None = None
 ) -> Prompt:
   """What a row is given of a request.
@@ -69,13 +69,13 @@ def of_request(
   return Prompt(source, settings)
 
 
-def seats(free: Sequence[int], rows: int, parts: int) -> list[int]:
+def first_free_slots(free: Sequence[int], rows: int, parts: int) -> list[int]:
   """Of the free rows, the first one of each part; ascending."""
   first = {slot * parts // rows: slot for slot in reversed(free)}
   return sorted(first.values())
 
 
-def better_later(free: int, waiting: int, rows: int, parts: int) -> bool:
+def defer_prefill(free: int, waiting: int, rows: int, parts: int) -> bool:
   """Whether decoding should go on until one call can prefill more prompts.
 
   All rows stand still while prompts are read, which takes as long for one prompt as for
@@ -97,7 +97,7 @@ def batches(
   """As few calls as prefill all prompts, by slot."""
   left: Collection[int] = sorted(prompts)
   while left:
-    taken = seats(left, rows, parts)
+    taken = first_free_slots(left, rows, parts)
     yield _batch({slot: prompts[slot] for slot in taken}, rows, parts)
     left = [slot for slot in left if slot not in taken]
 

@@ -1,7 +1,7 @@
 """Rows held by other processes: replicas that serve, and one process that learns.
 
     driver                                    replicas (Ray actors), each with its pair
-    waiting --- requests, newest draft --->   Slots.step()
+    waiting --- requests, newest draft --->   Engine.step()
     records, answers <--- finished --------   ...
        |
        +--> buffer, updates --> next draft
@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 from osd_jax import base, pairs, sharding
+from osd_jax.engine.engine import Engine
 from osd_jax.engine.requests import DecodingConfig, Finished, Request
 from osd_jax.engine.rows import Rows
-from osd_jax.engine.slots import Slots
 
 _LIVES = 3  # replicas that may be lost one after the other without an answer between
 _INHERITED = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
@@ -85,14 +85,14 @@ class Replica:
     partitioner = sharding.make(partition)
     pair = pairs.load_pair(given, partitioner)
     models = pair.target, pair.target_params, pair.draft, pair.draft_params
-    self._slots = Slots(decoding, *models, partitioner)
+    self._slots = Engine(decoding, *models, partitioner)
     self._draft, self._frozen = pair.draft, pair.draft.split(pair.draft_params)[1]
     return [_on_host(done) for done in self._slots.warm_up()]
 
   def step(
     self, requests: list[Request], draft: tuple[Any, ...] | None, expecting: bool
   ) -> list[Finished]:
-    """One turn of its rows; see `Slots.step`.
+    """One turn of its rows; see `Engine.step`.
 
     Args:
       requests: to be put into free rows.
@@ -175,7 +175,7 @@ class Replicas(Rows):
     )
     self._serial = self._lost_in_turn = self._drafts = 0
     self._draft_reference: Any = None
-    self._news: list[str] = []
+    self._messages: list[str] = []
     self._waiting: collections.deque[tuple[int, Request]] = collections.deque()
     self._running: dict[Any, _Handle] = {}
     self._replicas = [self._started() for _ in range(replicas.count)]
@@ -259,9 +259,9 @@ class Replicas(Rows):
     self._replicas, self._running = [], {}
     self._waiting.clear()
 
-  def news(self) -> list[str]:
+  def messages(self) -> list[str]:
     """Replicas that were lost since this was last asked."""
-    said, self._news = self._news, []
+    said, self._messages = self._messages, []
     return said
 
   def state(self) -> tuple[None, dict[str, Any]]:
@@ -297,7 +297,7 @@ class Replicas(Rows):
     draft_params: base.Params,
   ) -> None:
     """Continues from what `state` gave."""
-    self.swap_back(host, draft_params)
+    self.restore_draft(host, draft_params)
     for tag in host["waiting"]:
       self.submit(request_of(tag))
 
@@ -341,7 +341,7 @@ class Replicas(Rows):
       self._waiting.appendleft((serial, replica.held[serial]))
     number = self._replicas.index(replica) + 1
     count = len(replica.held)
-    self._news.append(
+    self._messages.append(
       f"Replica {number} was lost ({reason}); its {count} requests go to others, and a"
       " new one takes its place."
     )

@@ -1,4 +1,4 @@
-"""The one loop over rows in flight, whoever holds them: `Slots` here, or `Replicas`."""
+"""The loop over rows in flight, shared by `Engine` and `Replicas`."""
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,7 +48,7 @@ class Rows(abc.ABC):
   ) -> None:
     """New draft parameters from the next call on; outputs do not depend on them."""
 
-  def swap_back(self, host: dict[str, Any], draft_params: base.Params) -> None:
+  def restore_draft(self, host: dict[str, Any], draft_params: base.Params) -> None:
     """`swap` to the draft that served when `host` was kept."""
     kept = host["shortlist"]
     shortlist = None if kept is None else np.asarray(kept, np.int32)
@@ -112,7 +112,7 @@ class Rows(abc.ABC):
         answers[id(done.request)] = done
     return [answers[id(request)] for request in requests]
 
-  def news(self) -> list[str]:
+  def messages(self) -> list[str]:
     """What a run's log should say of these rows since it last asked."""
     return []
 

@@ -15,9 +15,9 @@ from osd_jax.distillation.learner import Learner, LearningConfig, Outcome
 from osd_jax.engine import agreement
 from osd_jax.engine.answers import Answer, Prompt, TextSoFar, answer_of
 from osd_jax.engine.defaults import DECODING, LEARNING
+from osd_jax.engine.engine import Engine
 from osd_jax.engine.replicas import ReplicaConfig, Replicas
 from osd_jax.engine.requests import DecodingConfig, Finished, Request
-from osd_jax.engine.slots import Slots
 from osd_jax.engine.statistics import Statistics
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), sharding.PartitionConfig()
@@ -39,7 +39,7 @@ class Server:
 
   Attributes:
     pair: target, draft and vocabulary.
-    slots: the rows in flight, `Slots` or `Replicas`.
+    engine: the rows in flight, `Engine` or `Replicas`.
     statistics: what was done so far.
   """
 
@@ -66,10 +66,10 @@ class Server:
     """
     partitioner = sharding.make(partition)
     self.pair = pairs.load_pair(pair, partitioner)
-    self.slots: Any = (
+    self.engine: Any = (
       Replicas(replicas, decoding, pair, self.pair, partition)
       if replicas.count
-      else Slots(
+      else Engine(
         decoding,
         self.pair.target,
         self.pair.target_params,
@@ -82,7 +82,7 @@ class Server:
     self._learning = learning
     self._learner: Learner | None = None
     # The newest draft: parameters, version, shortlist. Set by who learns, in one go.
-    self._handed: tuple[base.Params, int, Any] | None = None
+    self._pending_draft: tuple[base.Params, int, Any] | None = None
     self._is_answering = self._is_closed = False
 
   def __enter__(self) -> "Server":
@@ -99,7 +99,7 @@ class Server:
       InputError: there is no draft, or nothing is recorded to learn from.
     """
     if self._learner is None:
-      config = self.slots.config
+      config = self.engine.config
       if self.pair.draft is None or config.record_top_k < 1:
         raise base.InputError(
           "Server: a draft that learns needs a pair with a draft, and"
@@ -123,7 +123,9 @@ class Server:
   @property
   def shortlist(self) -> Any:
     """[N] int32, the tokens that this draft's output head covers; None: all."""
-    return self.slots.shortlist if self._handed is None else self._handed[2]
+    return (
+      self.engine.shortlist if self._pending_draft is None else self._pending_draft[2]
+    )
 
   @property
   def is_learning(self) -> bool:
@@ -192,8 +194,8 @@ class Server:
         yield piece
 
   def turns(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
-    """Answers requests of tokens; see `Slots.turns`. What finished counts as served."""
-    for finished in self.slots.turns(requests, self._keep_pace):
+    """Answers requests of tokens and counts them; see `Engine.turns`."""
+    for finished in self.engine.turns(requests, self._keep_pace):
       for done in finished:
         self.statistics.count(done)
       yield finished
@@ -203,13 +205,13 @@ class Server:
     requests: Sequence[Request],
     on_finished: Callable[[Finished], object] = lambda done: None,
   ) -> list[Finished]:
-    """Answers all requests of tokens, in their order; see `Slots.run`."""
+    """Answers all requests of tokens, in their order; see `Engine.run`."""
 
     def counted(done):
       self.statistics.count(done)
       on_finished(done)
 
-    return self.slots.run(requests, counted)
+    return self.engine.run(requests, counted)
 
   def learn(
     self, done: Finished, overlap: float | None = None, beside: bool = False
@@ -240,23 +242,23 @@ class Server:
   def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
     """Fills the buffer before the first request; a short head is chosen by it."""
     self.learner.seed(batches)
-    self.slots.swap(self.draft_params, 0, self.learner.shortlist())
+    self.engine.swap(self.draft_params, 0, self.learner.shortlist())
 
   def warm_up(self, learn: bool = False) -> None:
     """Compiles everything now, for every bucket, so that no request waits for it."""
-    answers = self.slots.warm_up()
+    answers = self.engine.warm_up()
     if learn:
       self.learner.warm_up(done.batch for done in answers)
-    if self.pair.draft is not None and self.slots.config.record_top_k:
+    if self.pair.draft is not None and self.engine.config.record_top_k:
       for done in answers:
-        for length in agreement.lengths(self.slots.config.target_length):
+        for length in agreement.lengths(self.engine.config.target_length):
           agreement.agreement(
             self.pair.draft,
             self.draft_params,
             done.batch,
             done.settings,
             length,
-            self.slots.shortlist,
+            self.engine.shortlist,
           )
 
   def save(self, path: str | Path) -> Path:
@@ -264,7 +266,7 @@ class Server:
     notes = f"adapted, after {self.statistics.requests} requests"
     return self.pair.save_draft(path, self.draft_params, notes)
 
-  def settle(self) -> None:
+  def wait(self) -> None:
     """Waits until nothing runs beside serving."""
     if self._learner is not None:
       self._learner.wait()
@@ -272,13 +274,13 @@ class Server:
   def close(self) -> None:
     """Ends learning and drops what is in flight; nothing is left running."""
     self._is_closed = True
-    self.slots.close()
+    self.engine.close()
     if self._learner is not None:
       self._learner.close()
 
   def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint keeps: arrays, and what the host knows."""
-    parts: dict[str, tuple[Any, dict[str, Any]]] = {"slots": self.slots.state()}
+    parts: dict[str, tuple[Any, dict[str, Any]]] = {"slots": self.engine.state()}
     if self._learner is not None:
       parts["learner"] = self._learner.state()
     arrays = {name: part[0] for name, part in parts.items()}
@@ -286,7 +288,7 @@ class Server:
 
   def structure(self, host: dict[str, Any]) -> dict[str, Any]:
     """Shapes of the arrays that `state` gave with `host`."""
-    shapes = {"slots": self.slots.structure(host["slots"])}
+    shapes = {"slots": self.engine.structure(host["slots"])}
     if "learner" in host:
       shapes["learner"] = self.learner.structure(host["learner"])
     return shapes
@@ -300,7 +302,7 @@ class Server:
     """Continues from what `state` gave; `request_of` makes a tag's request again."""
     if "learner" in host:
       self.learner.restore(arrays["learner"], host["learner"])
-    self.slots.restore(arrays["slots"], host["slots"], request_of, self.draft_params)
+    self.engine.restore(arrays["slots"], host["slots"], request_of, self.draft_params)
 
   def _turns(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
     """`turns`, for one call at a time; whoever leaves early leaves nothing behind."""
@@ -315,7 +317,7 @@ class Server:
       yield from self.turns(requests)
     finally:
       self._is_answering = False
-      self.slots.clear()
+      self.engine.clear()
 
   def _requests(
     self, prompts: Iterable[str | Prompt | None], settings: dict[str, Any]
@@ -346,7 +348,7 @@ class Server:
         tag=(index, prompt, text),
         watch=text.watch if prompt.stop or read_along else None,
       )
-      self.slots.check(request)
+      self.engine.check(request)
     except base.InputError as error:
       raise base.InputError(f"prompt {index}: {error}") from None
     return request
@@ -359,23 +361,23 @@ class Server:
       self.learn(done)
     return rest if piece else answer_of(index, prompt, whole, done)
 
-  def swap_waiting(self) -> None:
+  def swap_pending(self) -> None:
     """Swaps in what was learnt beside serving; called by whoever serves."""
-    handed = self._handed
-    if handed is not None and handed[1] != self.slots.draft_version:
-      self.slots.swap(*handed)
+    handed = self._pending_draft
+    if handed is not None and handed[1] != self.engine.draft_version:
+      self.engine.swap(*handed)
 
   def _keep_pace(self) -> None:
-    self.swap_waiting()
+    self.swap_pending()
     if self._learner is not None:
-      self._learner.wait_if_behind(self.slots.in_flight)
+      self._learner.wait_if_behind(self.engine.in_flight)
 
   def _swapped(self, outcome: Outcome | None, beside: bool = False) -> Outcome | None:
     if outcome is not None:
       self.statistics.updates += 1
       if outcome.changed:
         shortlist = self.learner.shortlist()
-        self._handed = self.learner.serving, outcome.version, shortlist
+        self._pending_draft = self.learner.serving, outcome.version, shortlist
         if not beside:
-          self.swap_waiting()
+          self.swap_pending()
     return outcome

@@ -19,7 +19,7 @@ import rich.console
 
 from osd_jax import base, pairs, writers
 from osd_jax.decoding import accept, sampling
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.measuring import summaries
 
 # Promised, not tuned: a difference beyond them is a fault to find.
@@ -198,13 +198,13 @@ def result(
   return writers.RunResult(directory.path, exact)
 
 
-def applies(sampling: slots.SamplingConfig, decoding: slots.DecodingConfig) -> bool:
+def applies(sampling: engine.SamplingConfig, decoding: engine.DecodingConfig) -> bool:
   """Whether outputs are to equal plain decoding's; else they agree in law only."""
   rule = accept.rule_of(decoding.acceptance_rule)
   return rule.exact and (sampling.temperature == 0 or rule.coupled)
 
 
-def promise(decoding: slots.DecodingConfig) -> str:
+def promise(decoding: engine.DecodingConfig) -> str:
   """What is to be said where a rule promises nothing; "" of an exact one."""
   if accept.rule_of(decoding.acceptance_rule).exact:
     return ""
@@ -225,7 +225,7 @@ class Certifier:
     self.check = "near-tie audit" if rounded else "token equality"
 
   def judge(
-    self, answered: Iterable[tuple[slots.Finished, slots.Finished]], first: int = 0
+    self, answered: Iterable[tuple[engine.Finished, engine.Finished]], first: int = 0
   ) -> Certificate:
     """The certificate of outputs.
 
@@ -247,7 +247,7 @@ class Certifier:
     return Certificate(self.check, outputs=1, broken=1)
 
   def _by_equality(
-    self, place: int, plain: slots.Finished, fast: slots.Finished
+    self, place: int, plain: engine.Finished, fast: engine.Finished
   ) -> Certificate:
     found = Certificate(self.check, outputs=1, tokens=len(fast.tokens))
     at = first_difference(plain.tokens, fast.tokens)
@@ -264,7 +264,7 @@ class Certifier:
       return dataclasses.replace(found, near_ties=1)
     return dataclasses.replace(found, failures=(difference,))
 
-  def _rescored(self, done: slots.Finished, at: int) -> np.ndarray:
+  def _rescored(self, done: engine.Finished, at: int) -> np.ndarray:
     """Scores [V] of the tokens that may stand at a position, in float64."""
     with jax.enable_x64(True):
       params = jax.tree.map(
@@ -278,7 +278,7 @@ class Certifier:
     return scores(row, done.settings, at)
 
   def _by_audit(
-    self, place: int, plain: slots.Finished, fast: slots.Finished
+    self, place: int, plain: engine.Finished, fast: engine.Finished
   ) -> Certificate:
     del plain
     batch = fast.batch

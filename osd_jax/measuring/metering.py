@@ -125,7 +125,7 @@ class Meter:
       self._rivals = Rivals(self._pair, self._decoding, self._partition)
     started = time.perf_counter()  # what the rivals compiled is no comparing
     learner_busy = server.is_learning  # plain decoding then shares the cores
-    plain, floor = self._rivals.serve(done, server.slots.shortlist)
+    plain, floor = self._rivals.serve(done, server.engine.shortlist)
     tokens = len(done.tokens)
     row = {
       "plain_ms_per_token": plain.milliseconds / tokens,
@@ -174,8 +174,8 @@ class Rivals:
       shortlist: [N] int32, the tokens that the online draft's output head covers, if it
         is short: the floor draft gets the same, so that only learning tells them apart.
     """
-    covered = self._floor.slots.shortlist
+    covered = self._floor.engine.shortlist
     if covered is not None and covered.tolist() != np.asarray(shortlist).tolist():
-      self._floor.slots.swap(self._pair.draft_params, 0, shortlist)
+      self._floor.engine.swap(self._pair.draft_params, 0, shortlist)
     request = [online.request]
     return self._plain.run(request)[0], self._floor.run(request)[0]

@@ -56,7 +56,7 @@ def count(server: Server, source: np.ndarray, learn: bool) -> Flops | None:
   Returns:
     None where XLA does not count on this platform.
   """
-  pair, length = server.pair, server.slots.config.target_length
+  pair, length = server.pair, server.engine.config.target_length
   assert pair.draft is not None
   target = _of_model(pair.target, pair.target_params, source, length)
   draft = _of_model(pair.draft, pair.draft_params, source, length)

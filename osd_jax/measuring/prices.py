@@ -17,11 +17,11 @@ import jax
 import numpy as np
 
 from osd_jax.distillation.costs import UpdateCosts
-from osd_jax.engine import calls
+from osd_jax.engine import steps as calls
+from osd_jax.engine.engine import Engine
 from osd_jax.engine.prompts import Prompt
 from osd_jax.engine.requests import SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.engine.slots import Slots
 from osd_jax.measuring import operations, timing
 
 ROUNDS = 8  # of a timed call, at most: rows may end before
@@ -152,7 +152,7 @@ def measure(
     learn: whether updates are timed too; the draft does not change.
     sampling: of the stream's requests.
   """
-  slots = server.slots
+  slots = server.engine
   bucket, pad_id = slots.config.bucket(len(prompt)), server.pair.target.pad_id
   source = np.full((1, bucket), pad_id, np.int32)
   source[0, : len(prompt)] = prompt
@@ -233,7 +233,7 @@ def hidden_share(
   return float(np.clip(1 - lost / alone_ms, 0.0, 1.0))
 
 
-def _ways(slots: Slots) -> list[Way]:
+def _ways(slots: Engine) -> list[Way]:
   """As rivals are served, plainly and with a draft, one row each; and as the run is."""
   shapes = dataclasses.replace(slots.program.config, rows=1)
   alone = dataclasses.replace(slots.program, config=shapes)
@@ -282,7 +282,7 @@ def _with_learning(
 def _hand_over(server: Server) -> None:
   """What serving itself does for an update: draws rows, swaps the draft in."""
   jax.block_until_ready(server.learner.slice_inputs())
-  slots = server.slots
+  slots = server.engine
   slots.swap(server.draft_params, slots.draft_version, slots.shortlist)
   jax.block_until_ready(slots.served.draft)
 

@@ -140,7 +140,7 @@ def timings(
     One timing a server.
   """
   for server in servers:
-    bucket = server.slots.config.bucket
+    bucket = server.engine.config.bucket
     one_a_bucket = {bucket(len(request.tokens)): request for request in requests}
     server.run(list(one_a_bucket.values()))
   seconds = np.zeros(len(servers))

@@ -14,7 +14,7 @@ from osd_jax import base, native, online, pairs
 from osd_jax import sharding as partitioning
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
-from osd_jax.engine import calls
+from osd_jax.engine import steps
 from osd_jax.models import attached, families
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import AttachedConfig, T5Config
@@ -74,11 +74,11 @@ class Plan:
         taken = functools.partial(attached.frozen_of, target, serving=serving)
         self.frozen = _result(taken, self.target_params)
       whole = self.draft.join(self.draft_params, self.frozen)
-      self.served = calls.Served(
+      self.served = steps.Served(
         _result(self.target.prepare, self.target_params),
         _result(self.draft.prepare, whole),
       )
-      self.program = calls.Program(
+      self.program = steps.Program(
         decoding.shapes(), self.target, self.draft, self.partitioner
       )
       self.state = self._state(self.program, self.served)
@@ -98,9 +98,9 @@ class Plan:
       held["replay buffer"] = self.buffer
     return {name: bytes_of(tree) / 1e9 for name, tree in held.items()}
 
-  def _state(self, program: calls.Program, served: calls.Served) -> Any:
+  def _state(self, program: steps.Program, served: steps.Served) -> Any:
     bucket = program.config.source_lengths[-1]
-    state = jax.eval_shape(lambda s: calls.empty(program, s, bucket), served)
+    state = jax.eval_shape(lambda s: steps.empty(program, s, bucket), served)
     return jax.tree.map(_at, state, program.shardings(state))
 
   def _learning(self) -> tuple[Any, Any]:

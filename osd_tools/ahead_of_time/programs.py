@@ -14,7 +14,7 @@ from osd_jax import native
 from osd_jax.decoding import sampling
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
-from osd_jax.engine import calls
+from osd_jax.engine import steps
 from osd_jax.engine.prompts import PromptBatch
 from osd_tools import hlo
 from osd_tools.ahead_of_time.plan import Plan, bytes_of
@@ -181,13 +181,13 @@ def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
   arguments = (plan.program, plan.served, plan.state, _prompts(plan))
 
   def of_draft() -> Any:
-    return calls.prefill_draft.trace(*arguments)
+    return steps.prefill_draft.trace(*arguments)
 
   def of_target() -> Any:
-    return calls.insert_undrafted.trace(*arguments)
+    return steps.insert_undrafted.trace(*arguments)
 
   def behind() -> Any:
-    return calls.catch_up.trace(plan.program, plan.served, plan.state)
+    return steps.catch_up.trace(plan.program, plan.served, plan.state)
 
   parts, model = plan.program.parts, plan.partitioner.mesh.shape["model"]
   drafting = parts if plan.partitioner.is_whole(plan.draft) else parts * model
@@ -214,11 +214,11 @@ def _prompts(plan: Plan) -> PromptBatch:
 
 
 def _insert(plan: Plan) -> Any:
-  return calls.insert.trace(plan.program, plan.served, plan.state, _prompts(plan))
+  return steps.insert.trace(plan.program, plan.served, plan.state, _prompts(plan))
 
 
 def _advance(plan: Plan, drafted: int) -> Any:
-  return calls.advance.trace(
+  return steps.advance.trace(
     plan.program, drafted, plan.served, plan.scalar(), plan.state
   )
 
@@ -226,7 +226,7 @@ def _advance(plan: Plan, drafted: int) -> Any:
 def _read(plan: Plan) -> Any:
   bucket = plan.program.config.source_lengths[-1]
   source = plan.everywhere((1, bucket), jnp.int32)
-  return calls.read_row.trace(plan.program, plan.state, source, plan.scalar())
+  return steps.read_row.trace(plan.program, plan.state, source, plan.scalar())
 
 
 def _feed(plan: Plan, who: str, width: int) -> Any:

@@ -14,7 +14,7 @@ import tiny_online
 from compilations import Compilations
 
 from osd_jax import base
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def test_rivals_compile_nothing_while_they_are_timed(ran):
   )
   several = dataclasses.replace(run.decoding, source_lengths=(6, 40))
   run = dataclasses.replace(run, decoding=several)
-  requests = [slots.Request(np.full(n, 7, np.int32)) for n in (4, 5, 3, 30)]
+  requests = [engine.Request(np.full(n, 7, np.int32)) for n in (4, 5, 3, 30)]
   for rival in (pair.plain(), pair):
     with Compilations() as before:
       frozen = systems.Frozen(rival, run, requests)

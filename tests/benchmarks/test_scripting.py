@@ -12,7 +12,7 @@ import pytest
 import scripting
 
 from osd_jax import metrics
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 
 ROWS, SOURCE, LENGTH, K = 4, 8, 48, 3
 EACH = 12  # prompts of each alpha
@@ -32,11 +32,11 @@ def served(dtype="float32"):
   target, draft = models(dtype)
   config = contenders.decoding(ROWS, SOURCE, LENGTH, K)
   sources = contenders.prompts(EACH * len(ALPHAS), SOURCE, target[0].vocab_size)
-  plain = scripting.continuations(slots.Slots(config, *target), sources)
+  plain = scripting.continuations(engine.Engine(config, *target), sources)
   decoder = scripting.speculative(
     config, target, draft, sources, plain, np.repeat(ALPHAS, EACH)
   )
-  found = decoder.run([slots.Request(tokens=source) for source in sources])
+  found = decoder.run([engine.Request(tokens=source) for source in sources])
   return plain, found
 
 
@@ -77,9 +77,9 @@ def test_without_its_script_the_draft_is_worth_nothing():
   """Negative control: acceptance comes from the script, not from the draft."""
   target, draft = models()
   config = contenders.decoding(ROWS, SOURCE, LENGTH, K)
-  decoder = slots.Slots(config, *target, *draft)
+  decoder = engine.Engine(config, *target, *draft)
   sources = contenders.prompts(EACH, SOURCE, target[0].vocab_size)
-  found = decoder.run([slots.Request(tokens=source) for source in sources])
+  found = decoder.run([engine.Request(tokens=source) for source in sources])
   assert scripting.draft_acceptance(found) < 0.2
 
 

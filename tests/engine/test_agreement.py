@@ -9,11 +9,11 @@ import tabular_pair
 from compilations import Compilations
 
 from osd_jax import testing
-from osd_jax.engine import agreement, server, slots
+from osd_jax.engine import agreement, engine, server
 from osd_jax.models import t5
 
 LENGTH = 12
-DECODING = slots.DecodingConfig(
+DECODING = engine.DecodingConfig(
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
   target_length=LENGTH,
   record_top_k=4,
@@ -28,10 +28,10 @@ def pair():
 @pytest.fixture(scope="module")
 def answers(pair):
   """Of 1 to 12 tokens."""
-  sampling = slots.SamplingConfig(temperature=1.0)
+  sampling = engine.SamplingConfig(temperature=1.0)
   prompts = tabular_pair.prompts(24)
   requests = [
-    slots.Request(prompt.tokens, sampling.of_request(i), max_length=1 + i % LENGTH)
+    engine.Request(prompt.tokens, sampling.of_request(i), max_length=1 + i % LENGTH)
     for i, prompt in enumerate(prompts)
   ]
   found = server.Server(pair, DECODING).run(requests)
@@ -87,7 +87,7 @@ def test_after_warm_up_no_answer_compiles_anything(pair):
   prompts = tabular_pair.prompts(6)
   with Compilations() as measuring:
     for i, prompt in enumerate(prompts):
-      request = slots.Request(prompt.tokens, max_length=(1, 4, 12)[i % 3])
+      request = engine.Request(prompt.tokens, max_length=(1, 4, 12)[i % 3])
       for done in ready.run([request]):
         ready.learn(done)
   assert measuring.count == 0
@@ -110,7 +110,9 @@ def test_of_a_short_head_only_the_tokens_that_it_covers_have_mass(
 ):
   covered = np.array([1, 4, 2, 7], np.int32)
   short = nothing_but(covered, pair.draft)
-  settings = slots.SamplingConfig(temperature=temperature, top_k=top_k).settings(LENGTH)
+  settings = engine.SamplingConfig(temperature=temperature, top_k=top_k).settings(
+    LENGTH
+  )
   whole = []
   for done in answers[:8]:
     arguments = (pair.draft_params, done.batch, settings, None)
@@ -149,7 +151,7 @@ def test_a_server_measures_the_draft_as_it_serves(pair, answers, monkeypatch):
     agreement, "agreement", lambda *given: (seen.append(given[5]), real(*given))[1]
   )
   one = server.Server(pair, DECODING)
-  one.slots._shortlist = np.array([1, 2, 5], np.int32)
+  one.engine._shortlist = np.array([1, 2, 5], np.int32)
   one.warm_up(learn=True)
   one.learn(answers[0])
   assert len(seen) > 2 and all(given.tolist() == [1, 2, 5] for given in seen)

@@ -9,7 +9,7 @@ import tabular_pair
 
 from osd_jax import base, corpus, sharding, testing
 from osd_jax.decoding import records
-from osd_jax.engine import agreement, slots
+from osd_jax.engine import agreement, engine
 
 VOCAB, LENGTH = 9, 7
 # temperature, top_k, top_p
@@ -150,7 +150,7 @@ def test_agreement_reads_the_draft_teacher_forced():
   )
 
 
-DECODING = slots.DecodingConfig(
+DECODING = engine.DecodingConfig(
   rows=3,
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
   target_length=tabular_pair.TARGET_LENGTH,
@@ -166,7 +166,7 @@ def pair():
 @pytest.fixture(scope="module")
 def answers(pair):
   server = corpus.plain_server(pair, DECODING, sharding.PartitionConfig())
-  sampling = slots.SamplingConfig(temperature=1.0)
+  sampling = engine.SamplingConfig(temperature=1.0)
   return server.run(corpus.requests(tabular_pair.prompts(7), sampling))
 
 

@@ -1,4 +1,4 @@
-"""Slots whose K changes: outputs, records and caches are those of a fixed K."""
+"""An engine whose K changes: outputs, records and caches are those of a fixed K."""
 
 import dataclasses
 import itertools
@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 from compilations import Compilations
 from decoding import harness
-from engine import test_slots
+from engine import test_engine
 
 from osd_jax import sharding, testing
 from osd_jax.base import StopReason
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import adaptive, calls, catch_up, drafting, slots
+from osd_jax.engine import adaptive, catch_up, controller, engine
+from osd_jax.engine import steps as calls
 from osd_jax.main import settings
 from osd_jax.online import OnlineConfig
 
-BUCKETS = test_slots.BUCKETS
+BUCKETS = test_engine.BUCKETS
 KS = (0, 1, 3)
 TABLE = adaptive.RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
 POLICY = adaptive.AdaptiveConfig(
@@ -28,7 +29,7 @@ POLICY = adaptive.AdaptiveConfig(
 CYCLE = (3, 0, 0, 1, 0, 3, 3, 0, 0, 0)
 VOCAB = 8
 
-family = harness.family_fixture(vars(test_slots), autouse=True)
+family = harness.family_fixture(vars(test_engine), autouse=True)
 
 
 def scheduled(monkeypatch, cycle=CYCLE):
@@ -40,19 +41,19 @@ def scheduled(monkeypatch, cycle=CYCLE):
     return dataclasses.replace(state, num_draft_tokens=noted[-1][0])
 
   changed = harness.Changed(adaptive, choose=choose)
-  monkeypatch.setattr(drafting, "adaptive", changed)
+  monkeypatch.setattr(controller, "adaptive", changed)
   return noted
 
 
 def make(kind="close", rows=3, policy=POLICY, **changes):
-  config = test_slots.config_of(rows, adaptive=policy, **changes)
-  params = test_slots.target_params(), test_slots.draft_params(kind)
-  return paired(test_slots.TARGET, params, config)
+  config = test_engine.config_of(rows, adaptive=policy, **changes)
+  params = test_engine.target_params(), test_engine.draft_params(kind)
+  return paired(test_engine.TARGET, params, config)
 
 
 def paired(model, params, config):
-  """Slots whose draft has the target's shape."""
-  return slots.Slots(config, model, params[0], model, params[1])
+  """An engine whose draft has the target's shape."""
+  return engine.Engine(config, model, params[0], model, params[1])
 
 
 # --- Outputs and records ------------------------------------------------------------
@@ -62,18 +63,18 @@ def paired(model, params, config):
 def test_greedy_outputs_and_records_equal_plain_whatever_k(monkeypatch, rows):
   """Ragged rows, refills and swaps in the middle; K = 0 between drafting."""
   noted, decoder = scheduled(monkeypatch), make(rows=rows)
-  for request in test_slots.greedy_requests():
+  for request in test_engine.greedy_requests():
     decoder.submit(request)
   finished, kinds = [], ("far", "same", "close")
   while decoder.in_flight:
     finished += decoder.step()
     version = decoder.draft_version + 1
-    decoder.swap(test_slots.draft_params(kinds[version % 3]), version)
-  assert test_slots.by_tag(finished) == test_slots.expected()
+    decoder.swap(test_engine.draft_params(kinds[version % 3]), version)
+  assert test_engine.by_tag(finished) == test_engine.expected()
   assert {k for k, _ in noted} == set(KS)
   assert any(k and missing for k, missing in noted)  # it did catch up
   for done in finished:
-    test_slots.check_records(done)
+    test_engine.check_records(done)
     records = jax.tree.map(lambda leaf: np.asarray(leaf)[0], done.batch.records)
     count = len(done.tokens)
     assert done.drafted - done.accepted == records.error[:count].sum()
@@ -84,23 +85,23 @@ def test_coupled_outputs_equal_plain_with_the_same_seed(monkeypatch):
   scheduled(monkeypatch)
   model = testing.tabular_model(VOCAB)
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1)]
-  config = test_slots.config_of(
+  config = test_engine.config_of(
     3, source_lengths=(4,), acceptance_rule="coupling", record_top_k=0
   )
   policy = dataclasses.replace(POLICY, costs=(TABLE,))
   found = paired(model, tables, dataclasses.replace(config, adaptive=policy)).run(
-    test_slots.sampled_requests()
+    test_engine.sampled_requests()
   )
-  plain = slots.Slots(config, model, tables[0]).run(test_slots.sampled_requests())
-  assert test_slots.texts(found) == test_slots.texts(plain)
-  assert len(set(map(tuple, test_slots.texts(found)))) > len(found) // 2
+  plain = engine.Engine(config, model, tables[0]).run(test_engine.sampled_requests())
+  assert test_engine.texts(found) == test_engine.texts(plain)
+  assert len(set(map(tuple, test_engine.texts(found)))) > len(found) // 2
   assert any(done.drafted for done in found)
 
 
 def test_all_plain_writes_no_error_and_drafts_nothing(monkeypatch):
   scheduled(monkeypatch, (0,))
   prefills = counted(monkeypatch, "prefill_draft")
-  for done in make().run(test_slots.greedy_requests()):
+  for done in make().run(test_engine.greedy_requests()):
     assert (done.drafted, done.target_calls) == (0, len(done.tokens))
     assert not np.asarray(done.batch.records.error).any()
   assert not prefills  # the draft costs nothing at all
@@ -114,7 +115,7 @@ def counted(monkeypatch, name, stand_in=None):
     made.append(args)
     return function(*args)
 
-  monkeypatch.setattr(drafting, "calls", harness.Changed(calls, **{name: call}))
+  monkeypatch.setattr(controller, "calls", harness.Changed(calls, **{name: call}))
   return made
 
 
@@ -126,8 +127,8 @@ def accepted_shares(monkeypatch, **faults):
   scheduled(monkeypatch, (0, 0, 3, 0, 3))
   for name, stand_in in faults.items():
     counted(monkeypatch, name, stand_in)
-  found = make("same").run(test_slots.greedy_requests())
-  assert test_slots.texts(found) == test_slots.expected()
+  found = make("same").run(test_engine.greedy_requests())
+  assert test_engine.texts(found) == test_engine.expected()
   assert sum(done.drafted for done in found) > 10
   return sum(d.accepted for d in found) / sum(d.drafted for d in found)
 
@@ -162,17 +163,24 @@ def behind(lengths, fed, limit):
   """Rows that emitted `lengths` tokens; `fed` of their inputs reached the draft."""
   rows = len(lengths)
   source, mask = testing.random_sources(rows, 6, 64, 0)
-  served = test_slots.TARGET.prepare(test_slots.target_params())
+  served = test_engine.TARGET.prepare(test_engine.target_params())
   settings_ = harness.settings_of(rows, max_length=limit)
   state = harness.start(
-    test_slots.TARGET, served, source, mask, settings_, limit, test_slots.TARGET, served
+    test_engine.TARGET,
+    served,
+    source,
+    mask,
+    settings_,
+    limit,
+    test_engine.TARGET,
+    served,
   )
   tokens = np.random.default_rng(0).integers(2, 64, state.tokens.shape)
   state = state.replace(
     tokens=jnp.asarray(tokens, jnp.int32), length=jnp.asarray(lengths, jnp.int32)
   )
   inputs = np.pad(tokens, ((0, 0), (1, 0)))[:, : state.tokens.shape[1]]
-  decode = jax.jit(test_slots.TARGET.decode)
+  decode = jax.jit(test_engine.TARGET.decode)
 
   def fresh(length):
     """One forward pass over the inputs; entries behind `length` are stale."""
@@ -220,7 +228,7 @@ def test_a_cache_that_caught_up_equals_a_fresh_one():
     self_keys=tuple(map(wipe, cache.self_keys)),
     self_values=tuple(map(wipe, cache.self_values)),
   )
-  found = CAUGHT_UP(test_slots.TARGET, served, state.replace(draft_cache=cache))
+  found = CAUGHT_UP(test_engine.TARGET, served, state.replace(draft_cache=cache))
   assert not differing(found.draft_cache, expected)
   level = cache.replace(length=expected.length)
   assert differing(level, expected) == {0, 1, 4, 5}  # control: nothing fed
@@ -229,7 +237,7 @@ def test_a_cache_that_caught_up_equals_a_fresh_one():
 def test_stopped_rows_are_not_waited_for():
   served, state, _ = behind([20, 5], [0, 4], limit=20)
   reasons = jnp.asarray([StopReason.EMPTY, StopReason.RUNNING], jnp.int32)
-  found = CAUGHT_UP(test_slots.TARGET, served, state.replace(stop_reason=reasons))
+  found = CAUGHT_UP(test_engine.TARGET, served, state.replace(stop_reason=reasons))
   assert found.draft_cache.length.tolist() == [0, 4]
 
 
@@ -246,9 +254,9 @@ def test_a_draft_equal_to_the_target_is_used_in_full_and_a_poor_one_not():
     policy = dataclasses.replace(
       POLICY, costs=(adaptive.RoundCosts((1.0, 1.4, 2.2), 0.1, 0.1),) * 2
     )
-    requests = [r for _ in range(3) for r in test_slots.greedy_requests()]
+    requests = [r for _ in range(3) for r in test_engine.greedy_requests()]
     found = make(kind, policy=policy).run(requests)
-    assert test_slots.texts(found) == test_slots.expected() * 3
+    assert test_engine.texts(found) == test_engine.expected() * 3
     drafted[kind] = np.mean([done.drafted / done.target_calls for done in found[9:]])
   assert drafted["far"] < 0.7 < 1.5 < drafted["same"]
 
@@ -256,7 +264,7 @@ def test_a_draft_equal_to_the_target_is_used_in_full_and_a_poor_one_not():
 def test_a_run_with_given_costs_repeats():
   found = [
     [(done.target_calls, done.drafted) for done in make().run(requests)]
-    for requests in (test_slots.greedy_requests(), test_slots.greedy_requests())
+    for requests in (test_engine.greedy_requests(), test_engine.greedy_requests())
   ]
   assert found[0] == found[1]
 
@@ -265,23 +273,23 @@ def test_a_run_with_given_costs_repeats():
 def test_rows_in_flight_continue_elsewhere(monkeypatch, steps):
   """After plain calls: the policy, and who lacks a prefill, come along as JSON."""
   scheduled(monkeypatch, (0,))
-  first, requests = make(), test_slots.greedy_requests()
+  first, requests = make(), test_engine.greedy_requests()
   for request in requests:
     first.submit(request)
   finished = sum((first.step() for _ in range(steps)), [])
   arrays, held = first.state()
   arrays = jax.tree.map(jnp.asarray, jax.tree.map(np.array, arrays))
   held, second = json.loads(json.dumps(held)), make(policy=measured_policy())
-  second.restore(arrays, held, requests.__getitem__, test_slots.draft_params("close"))
+  second.restore(arrays, held, requests.__getitem__, test_engine.draft_params("close"))
   assert json.loads(json.dumps(second.state()[1])) == held
   assert steps == 1 or held["drafting"]["undrafted"]
 
   def rest(decoder):
     scheduled(monkeypatch, (0, 3, 1, 0))
-    return test_slots.drained(decoder)
+    return test_engine.drained(decoder)
 
   here, there = rest(first), rest(second)
-  assert test_slots.by_tag(finished + there) == test_slots.expected()
+  assert test_engine.by_tag(finished + there) == test_engine.expected()
   for one, other in zip(here, there, strict=True):
     jax.tree.map(np.testing.assert_array_equal, one.batch, other.batch)
     assert (one.drafted, one.accepted) == (other.drafted, other.accepted)
@@ -295,8 +303,8 @@ def measured_policy():
 
 def test_costs_are_measured_where_none_are_given():
   decoder = make(policy=measured_policy())
-  assert test_slots.texts(decoder.run(test_slots.greedy_requests())) == (
-    test_slots.expected()
+  assert test_engine.texts(decoder.run(test_engine.greedy_requests())) == (
+    test_engine.expected()
   )
   tables = decoder.state()[1]["drafting"]["costs"]
   kinds = [(bucket, sampled) for bucket, sampled, _ in tables]
@@ -308,10 +316,10 @@ def test_costs_are_measured_where_none_are_given():
 
 
 def test_plain_slots_ignore_the_policy():
-  config = test_slots.config_of(3, adaptive=POLICY)
-  plain = slots.Slots(config, test_slots.TARGET, test_slots.target_params())
-  assert test_slots.texts(plain.run(test_slots.greedy_requests())) == (
-    test_slots.expected()
+  config = test_engine.config_of(3, adaptive=POLICY)
+  plain = engine.Engine(config, test_engine.TARGET, test_engine.target_params())
+  assert test_engine.texts(plain.run(test_engine.greedy_requests())) == (
+    test_engine.expected()
   )
   assert plain.state()[1]["drafting"] is None
 
@@ -322,7 +330,7 @@ def test_plain_slots_ignore_the_policy():
 def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
   model = testing.tabular_model(VOCAB, f"compiled here alone, beside {family}")
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1, 2)]
-  config = test_slots.config_of(2, record_top_k=4, adaptive=POLICY)
+  config = test_engine.config_of(2, record_top_k=4, adaptive=POLICY)
   ready = paired(model, tables, config)
   with Compilations() as warming:
     ready.warm_up()
@@ -333,12 +341,12 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
   )  # made-up requests taught nothing
   noted = scheduled(monkeypatch)
   with Compilations() as serving:
-    requests = zip(test_slots.sampled_requests(), test_slots.prompts(12), strict=True)
+    requests = zip(test_engine.sampled_requests(), test_engine.prompts(12), strict=True)
     for version, (request, tokens) in enumerate(requests):
       ready.submit(dataclasses.replace(request, tokens=tokens % VOCAB))
       ready.step()
       ready.swap(tables[1 + version % 2], version)
-    test_slots.drained(ready)
+    test_engine.drained(ready)
   assert serving.count == 0
   assert {k for k, _ in noted} == set(KS) and any(k and ms for k, ms in noted)
   other = dataclasses.replace(
@@ -346,7 +354,7 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch, family):
   )
   scheduled(monkeypatch, (2,))
   with Compilations() as more:  # control: another K does compile
-    paired(model, tables, other).run([slots.Request(np.array([3, 1], np.int32))])
+    paired(model, tables, other).run([engine.Request(np.array([3, 1], np.int32))])
   assert more.count > 0
 
 
@@ -356,15 +364,17 @@ def test_rows_split_over_devices_write_the_same(monkeypatch):
   model = testing.tabular_model(VOCAB)
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1)]
   policy = dataclasses.replace(POLICY, costs=(TABLE,))
-  config = test_slots.config_of(2, source_lengths=(4,), record_top_k=4, adaptive=policy)
+  config = test_engine.config_of(
+    2, source_lengths=(4,), record_top_k=4, adaptive=policy
+  )
   greedy = [
-    dataclasses.replace(request, sampling=slots.SamplingConfig())
-    for request in test_slots.sampled_requests()
+    dataclasses.replace(request, sampling=engine.SamplingConfig())
+    for request in test_engine.sampled_requests()
   ]
   placed = [partitioner.place_params(model, table) for table in tables]
-  split = slots.Slots(config, model, placed[0], model, placed[1], partitioner)
-  whole = slots.Slots(config, model, tables[0])
-  assert test_slots.texts(split.run(greedy)) == test_slots.texts(whole.run(greedy))
+  split = engine.Engine(config, model, placed[0], model, placed[1], partitioner)
+  whole = engine.Engine(config, model, tables[0])
+  assert test_engine.texts(split.run(greedy)) == test_engine.texts(whole.run(greedy))
 
 
 def test_gin_makes_the_same_policy():
@@ -395,4 +405,4 @@ BINDINGS = (
 )
 def test_a_policy_must_fit_the_shapes(policy, largest):
   with pytest.raises(ValueError, match=r"DecodingConfig\.adaptive: received"):
-    test_slots.config_of(1, num_draft_tokens=largest, adaptive=policy)
+    test_engine.config_of(1, num_draft_tokens=largest, adaptive=policy)

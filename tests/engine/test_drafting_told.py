@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from decoding import harness
-from engine import test_drafting, test_slots
+from engine import test_drafting, test_engine
 
 from osd_jax.base import StopReason
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import adaptive, calls, catch_up, drafting, slots
+from osd_jax.engine import adaptive, catch_up, controller, engine, steps
 
 TABLE, CYCLE = test_drafting.TABLE, test_drafting.CYCLE
 
@@ -51,40 +51,40 @@ def listen(monkeypatch, cycle):
 
   def insert(program, served, state, batch):
     heard.prompts.append(tuple(batch.source[0]))
-    return calls.insert(program, served, state, batch)
+    return steps.insert(program, served, state, batch)
 
   def prefill_draft(program, served, state, batch):
     heard.prompts.append(tuple(batch.source[0]))
     heard.done[-1] += TABLE.prefill_ms
-    return calls.prefill_draft(program, served, state, batch)
+    return steps.prefill_draft(program, served, state, batch)
 
   def catching_up(program, served, state):
     running = np.asarray(state.stop_reason) == StopReason.RUNNING
     lag = state_lib.fed_to_draft(state.length) - state.draft_cache.length
     heard.chunks.append(-(-int(max(lag[running])) // catch_up.CHUNK))
     heard.done[-1] += TABLE.chunk_ms * heard.chunks[-1]
-    return calls.catch_up(program, served, state)
+    return steps.catch_up(program, served, state)
 
   policy = harness.Changed(adaptive, choose=choose, observe=observe)
   compiled = harness.Changed(
-    calls, insert=insert, prefill_draft=prefill_draft, catch_up=catching_up
+    steps, insert=insert, prefill_draft=prefill_draft, catch_up=catching_up
   )
-  monkeypatch.setattr(drafting, "adaptive", policy)
-  monkeypatch.setattr(drafting, "calls", compiled)
+  monkeypatch.setattr(controller, "adaptive", policy)
+  monkeypatch.setattr(controller, "calls", compiled)
   return heard
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_the_draft_missed_is_said_before_it_drafts(monkeypatch, rows):
   heard = listen(monkeypatch, CYCLE)
-  test_drafting.make(rows=rows).run(test_slots.greedy_requests())
+  test_drafting.make(rows=rows).run(test_engine.greedy_requests())
   assert heard.missing == pytest.approx(heard.done)
   assert 0.0 in heard.done and max(heard.done) > TABLE.prefill_ms  # some of each
 
 
 def test_what_was_done_for_the_draft_is_said_after_the_call(monkeypatch):
   heard = listen(monkeypatch, CYCLE)
-  test_drafting.make().run(test_slots.greedy_requests())
+  test_drafting.make().run(test_engine.greedy_requests())
   prefills_ms = TABLE.prefill_ms * len(heard.prompts)
   chunks_ms = TABLE.chunk_ms * sum(heard.chunks)
   assert min(prefills_ms, chunks_ms) > 0
@@ -94,7 +94,7 @@ def test_what_was_done_for_the_draft_is_said_after_the_call(monkeypatch):
 
 def test_no_prompt_is_prefilled_twice_for_the_draft(monkeypatch):
   heard = listen(monkeypatch, (0, 1))
-  test_drafting.make().run(test_slots.greedy_requests())
+  test_drafting.make().run(test_engine.greedy_requests())
   assert len(set(heard.prompts)) == len(heard.prompts)
   late = sum(ms >= TABLE.prefill_ms for ms in heard.done)
   assert 0 < late < len(heard.chunks)
@@ -103,7 +103,7 @@ def test_no_prompt_is_prefilled_twice_for_the_draft(monkeypatch):
 def test_a_probe_that_is_over_prefills_for_nobody(monkeypatch):
   """Requests of one token: every second one is decoded plainly, after a probe."""
   heard = listen(monkeypatch, (-1, 0))
-  requests = [slots.Request(tokens, max_length=1) for tokens in test_slots.prompts(6)]
+  requests = [engine.Request(tokens, max_length=1) for tokens in test_engine.prompts(6)]
   test_drafting.make(rows=1).run(requests)
   assert [call.catch_up_ms for call in heard.told] == [TABLE.prefill_ms, 0.0] * 3
 
@@ -111,7 +111,7 @@ def test_a_probe_that_is_over_prefills_for_nobody(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_policy_hears_of_every_token_once(monkeypatch, rows):
   heard = listen(monkeypatch, CYCLE)
-  found = test_drafting.make(rows=rows).run(test_slots.greedy_requests())
+  found = test_drafting.make(rows=rows).run(test_engine.greedy_requests())
   said = {
     name: sum(sum(getattr(call, name)) for call in heard.told)
     for name in ("emitted", "judged", "accepted")

@@ -7,19 +7,19 @@ import jax
 import numpy as np
 import pytest
 from decoding import harness
-from engine import test_slots
+from engine import test_engine
 from hypothesis import strategies as st
 
 from osd_jax import sharding
-from osd_jax.engine import adaptive, calls, drafting, prompts, slots
+from osd_jax.engine import adaptive, controller, engine, prompts, steps
 
 ROWS = 8
-family = harness.family_fixture(vars(test_slots), autouse=True)
+family = harness.family_fixture(vars(test_engine), autouse=True)
 
 
 def prompt(number):
   """One that is told from others by its only token."""
-  settings = slots.SamplingConfig(seed=number).settings(4)
+  settings = engine.SamplingConfig(seed=number).settings(4)
   return prompts.Prompt(np.full((1, 6), number, np.int32), settings)
 
 
@@ -42,13 +42,13 @@ def test_every_prompt_is_read_once_in_its_own_part(parts, asked):
 
 @hypothesis.given(free=st.sets(st.integers(0, ROWS - 1), min_size=1))
 def test_one_seat_a_part_and_the_first_there(free):
-  found = prompts.seats(sorted(free), ROWS, 4)
+  found = prompts.first_free_slots(sorted(free), ROWS, 4)
   assert found == sorted({min(s for s in free if s // 2 == f // 2) for f in free})
 
 
 def test_a_mesh_waits_for_an_eighth_of_its_rows_and_only_if_all_are_wanted():
   def later(free, waiting, rows=32, parts=4):
-    return prompts.better_later(free, waiting, rows, parts)
+    return prompts.defer_prefill(free, waiting, rows, parts)
 
   assert [later(free, free) for free in (1, 3, 4, 32)] == [True, True, False, False]
   assert not later(3, 2)  # somebody came, and rows stay free anyway
@@ -67,19 +67,21 @@ def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
 
   def insert(program, served, state, batch):
     read.append(batch)
-    return calls.insert(program, served, state, batch)
+    return steps.insert(program, served, state, batch)
 
-  monkeypatch.setattr(drafting, "calls", harness.Changed(calls, insert=insert))
+  monkeypatch.setattr(controller, "calls", harness.Changed(steps, insert=insert))
   partitioner = sharding.make(sharding.PartitionConfig(data, model))
-  decoder = slots.Slots(
-    dataclasses.replace(test_slots.config_of(rows), **decoding),
-    test_slots.TARGET,
-    test_slots.target_params(),
-    test_slots.TARGET,
-    test_slots.draft_params("close"),
+  decoder = engine.Engine(
+    dataclasses.replace(test_engine.config_of(rows), **decoding),
+    test_engine.TARGET,
+    test_engine.target_params(),
+    test_engine.TARGET,
+    test_engine.draft_params("close"),
     partitioner,
   )
-  requests = [request for _ in range(times) for request in test_slots.greedy_requests()]
+  requests = [
+    request for _ in range(times) for request in test_engine.greedy_requests()
+  ]
   return decoder.run(requests), read
 
 
@@ -87,7 +89,7 @@ def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
 @pytest.mark.parametrize(("data", "model", "rows"), [(4, 1, 8), (2, 2, 4)])
 def test_parts_read_for_themselves_and_outputs_stay(data, model, rows, monkeypatch):
   found, read = on_a_mesh(rows, data, model, monkeypatch)
-  assert test_slots.texts(found) == test_slots.expected()
+  assert test_engine.texts(found) == test_engine.expected()
   taken = [int((batch.slots >= 0).sum()) for batch in read]
   assert sum(taken) == len(found) and len(read) < len(found)
   assert max(taken) == data
@@ -101,7 +103,7 @@ def test_patience_makes_fewer_calls_and_the_same_outputs(monkeypatch, family):
   for patience in (2, 10**6):  # half of the rows; control: one row
     monkeypatch.setattr(prompts, "_PATIENCE", patience)
     found, read = on_a_mesh(8, 4, 1, monkeypatch, times=3)
-    assert test_slots.texts(found) == 3 * test_slots.expected()
+    assert test_engine.texts(found) == 3 * test_engine.expected()
     calls_made.append(len(read))
   assert 7 <= calls_made[0] < calls_made[1] - 2  # seven of four prompts each would do
 
@@ -109,7 +111,7 @@ def test_patience_makes_fewer_calls_and_the_same_outputs(monkeypatch, family):
 @pytest.mark.slow
 def test_rows_that_do_not_divide_are_read_one_by_one(monkeypatch):
   found, read = on_a_mesh(3, 2, 1, monkeypatch)
-  assert test_slots.texts(found) == test_slots.expected()
+  assert test_engine.texts(found) == test_engine.expected()
   assert all(batch.source.shape[0] == 1 for batch in read)
 
 
@@ -118,19 +120,19 @@ def test_a_part_that_is_given_nothing_keeps_its_rows(monkeypatch):
   if len(jax.devices()) < 2:
     pytest.skip("needs two devices; conftest.py fakes them")
   partitioner = sharding.make(sharding.PartitionConfig(data=2))
-  config = test_slots.config_of(2).shapes()
-  program = calls.Program(config, test_slots.TARGET, None, partitioner)
-  params = test_slots.target_params()
-  served = calls.Served(calls.prepare(test_slots.TARGET, params, program=program))
+  config = test_engine.config_of(2).shapes()
+  program = steps.Program(config, test_engine.TARGET, None, partitioner)
+  params = test_engine.target_params()
+  served = steps.Served(steps.prepare(test_engine.TARGET, params, program=program))
 
   def after(second_slot):
-    state = calls.empty(program, served, 6)
+    state = steps.empty(program, served, 6)
     (both,) = program.batches({0: prompt(5), 1: prompt(6)})
-    state = calls.insert(program, served, state, both)
+    state = steps.insert(program, served, state, both)
     (one,) = program.batches({0: prompt(7)})
     assert one.slots.tolist() == [0, -1]
     given = one._replace(slots=np.asarray([0, second_slot], np.int32))
-    state = calls.insert(program, served, state, given)
+    state = steps.insert(program, served, state, given)
     return np.asarray(state.settings.seed).tolist()
 
   assert after(-1) == [7, 6]
@@ -147,4 +149,4 @@ def test_a_k_of_its_own_reads_for_all_parts_too(turn, monkeypatch):
     costs=(adaptive.RoundCosts((1.0, 1.1 if turn else 4.0)),) * 2,
   )
   found, _ = on_a_mesh(4, 4, 1, monkeypatch, adaptive=policy)
-  assert test_slots.texts(found) == test_slots.expected()
+  assert test_engine.texts(found) == test_engine.expected()

@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 from decoding import harness
-from engine import test_slots
+from engine import test_engine
 from engine.test_drafting import BUCKETS, KS, make, measured_policy
 
 from osd_jax import base
-from osd_jax.engine import adaptive, calibration, calls, slots
+from osd_jax.engine import adaptive, calibration, engine, steps
 
-family = harness.family_fixture(vars(test_slots), autouse=True)
+family = harness.family_fixture(vars(test_engine), autouse=True)
 
 
 def test_greedy_and_sampled_rounds_are_timed_apart(monkeypatch):
@@ -20,11 +20,11 @@ def test_greedy_and_sampled_rounds_are_timed_apart(monkeypatch):
 
   def advance(program, num_draft_tokens, served, rounds, state):
     temperatures.append(tuple(np.asarray(state.settings.temperature).tolist()))
-    return calls.advance(program, num_draft_tokens, served, rounds, state)
+    return steps.advance(program, num_draft_tokens, served, rounds, state)
 
-  changed = harness.Changed(calls, advance=advance)
+  changed = harness.Changed(steps, advance=advance)
   monkeypatch.setattr(calibration, "calls", changed)
-  decoder.run(test_slots.greedy_requests()[:1])
+  decoder.run(test_engine.greedy_requests()[:1])
   counts = {t: temperatures.count(t) for t in set(temperatures)}
   assert set(counts) == {(0.0,) * 3, (1.0,) * 3}
   # Greedy calls are what compiles, too.
@@ -38,8 +38,8 @@ def test_rows_are_decoded_by_the_table_of_their_kind(first):
   decoder = make("same", rows=2)
   decoder._drafting.costs |= {(bucket, True): never for bucket in BUCKETS}
   decoder._drafting.costs |= {(bucket, False): pays for bucket in BUCKETS}
-  greedy = [dataclasses.replace(r, tag=None) for r in test_slots.greedy_requests()]
-  warm = slots.SamplingConfig(temperature=1.0)
+  greedy = [dataclasses.replace(r, tag=None) for r in test_engine.greedy_requests()]
+  warm = engine.SamplingConfig(temperature=1.0)
   sampled = [dataclasses.replace(r, sampling=warm, tag="sampled") for r in greedy]
   batches = {"greedy": greedy, "sampled": sampled, "mixed": [*greedy, *sampled]}
   shares = {}
@@ -58,6 +58,6 @@ def test_a_checkpoint_without_sampled_rounds_is_refused():
   first = make()
   arrays, held = first.state()
   del held["drafting"]["sampled"]
-  params = test_slots.draft_params("close")
+  params = test_engine.draft_params("close")
   with pytest.raises(base.InputError, match="received costs of greedy rounds alone"):
     make().restore(arrays, held, lambda tag: None, params)

@@ -72,7 +72,7 @@ def test_prompts_need_no_end_and_are_taken_as_rows_become_free(server, plain):
   assert texts == plain[:5]
   assert len(taken) <= 5 + 2 * DECODING.rows
   answers.close()
-  assert server.slots.in_flight == 0
+  assert server.engine.in_flight == 0
   assert next(server.generate(TEXTS)).text in plain  # and it goes on serving
 
 
@@ -137,7 +137,7 @@ def test_it_learns_where_it_is_asked_to_and_the_texts_stay(pair, plain, tmp_path
     assert [answer.text for answer in answers] == plain * 2
     server.finish_learning()
     assert server.statistics.updates >= 2
-    assert server.slots.draft_version >= 1
+    assert server.engine.draft_version >= 1
     assert answers[-1].draft_version > answers[0].draft_version
     saved = weights.load(server.save(tmp_path / "draft.safetensors"))
     jax.tree.map(np.testing.assert_array_equal, saved.params, server.draft_params)
@@ -167,7 +167,7 @@ def test_a_prompt_that_cannot_be_used_is_named(server):
   for bad, said in [("word " * 90, "prompt 1: .*expected 1 to 48"), ("", "prompt 1: ")]:
     with pytest.raises(base.InputError, match=said):
       list(server.generate([TEXTS[0], bad]))
-    assert server.slots.in_flight == 0
+    assert server.engine.in_flight == 0
 
 
 def test_what_is_learnt_beside_serving_is_swapped_in_by_who_serves(pair, plain):
@@ -180,11 +180,11 @@ def test_what_is_learnt_beside_serving_is_swapped_in_by_who_serves(pair, plain):
         break
     else:
       pytest.fail("no update in 40 requests")
-    assert serving.slots.draft_version == 0
-    real = serving.slots.swap
-    serving.slots.swap = lambda *draft: (swapped.append(draft[1]), real(*draft))
+    assert serving.engine.draft_version == 0
+    real = serving.engine.swap
+    serving.engine.swap = lambda *draft: (swapped.append(draft[1]), real(*draft))
     again = [answer.text for answer in serving.generate(TEXTS, ordered=True)]
-    assert swapped == [1] and serving.slots.draft_version == 1
+    assert swapped == [1] and serving.engine.draft_version == 1
     assert again == plain
 
 

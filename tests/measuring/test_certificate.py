@@ -11,16 +11,16 @@ import tiny_online
 
 from osd_jax import base, certify, corpus, pairs, sharding, testing, writers
 from osd_jax.data.batches import BatchConfig
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate
 
 SIZE, LENGTH = tabular_pair.VOCAB_SIZE, tabular_pair.TARGET_LENGTH
-MIXED = slots.SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)
+MIXED = engine.SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)
 
 
-def decoding(**values) -> slots.DecodingConfig:
-  return slots.DecodingConfig(
+def decoding(**values) -> engine.DecodingConfig:
+  return engine.DecodingConfig(
     rows=4,
     num_draft_tokens=3,
     source_lengths=(tabular_pair.SOURCE_LENGTH,),
@@ -46,7 +46,7 @@ def altered(done, position, token):
   return dataclasses.replace(done, tokens=tokens)
 
 
-@pytest.mark.parametrize("sampling", [slots.SamplingConfig(), MIXED])
+@pytest.mark.parametrize("sampling", [engine.SamplingConfig(), MIXED])
 def test_real_outputs_pass(sampling):
   pair = tabular_pair.make()
   judged = zip(answers(pair, sampling, False), answers(pair, sampling), strict=True)
@@ -57,7 +57,7 @@ def test_real_outputs_pass(sampling):
 
 def test_a_wrong_token_is_named_with_its_place_and_scores():
   pair = tabular_pair.make()
-  plain = answers(pair, slots.SamplingConfig(), False)
+  plain = answers(pair, engine.SamplingConfig(), False)
   right = int(plain[2].tokens[4])
   wrong = (right + 1) % SIZE or 2
   judged = [*zip(plain[:2], plain[:2], strict=True)]
@@ -80,7 +80,7 @@ def test_only_near_ties_pass(distance, passes):
   best = table.max(-1) + 1
   table[..., 4], table[..., 5] = best, best * (1 - np.sign(best) * distance)
   pair = with_table(table)
-  plain = answers(pair, slots.SamplingConfig(), False, 1)[0]
+  plain = answers(pair, engine.SamplingConfig(), False, 1)[0]
   assert (plain.tokens == 4).all()
   found = certificate.Certifier(pair).judge([(plain, altered(plain, 3, 5))])
   assert found.passed == passes and found.near_ties == passes
@@ -117,7 +117,7 @@ def test_scores_are_what_plain_decoding_draws_from():
 
 
 def test_an_output_that_ends_early_fails():
-  plain = answers(tabular_pair.make(), slots.SamplingConfig(), False, 1)[0]
+  plain = answers(tabular_pair.make(), engine.SamplingConfig(), False, 1)[0]
   short = dataclasses.replace(plain, tokens=plain.tokens[:4])
   found = certificate.Certifier(tabular_pair.make()).judge([(plain, short)])
   assert found.failures[0].position == 4 and found.failures[0].emitted is None
@@ -183,7 +183,7 @@ def certify_config(pair_config, folder, **changes):
     rows=(1, 3),
     num_draft_tokens=(2,),
     drafts=("pair", "perturbed"),
-    decoding=slots.DecodingConfig(rows=2, source_lengths=(40,), target_length=10),
+    decoding=engine.DecodingConfig(rows=2, source_lengths=(40,), target_length=10),
     run_directory=str(folder / "run"),
   )
   return dataclasses.replace(made, **changes)
@@ -264,7 +264,7 @@ def test_bfloat16_is_audited(pair_config, tmp_path):
 def test_sampled_requests_of_the_rejection_rule_are_refused(pair_config, tmp_path):
   with pytest.raises(ValueError, match="acceptance_rule = 'coupling'"):
     certify_config(
-      pair_config, tmp_path, sampling=slots.SamplingConfig(temperature=1.0)
+      pair_config, tmp_path, sampling=engine.SamplingConfig(temperature=1.0)
     )
 
 

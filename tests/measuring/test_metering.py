@@ -9,7 +9,7 @@ from decoding import harness
 
 from osd_jax import sharding, testing
 from osd_jax.base import EOS_ID
-from osd_jax.engine import slots
+from osd_jax.engine import engine
 from osd_jax.measuring import metering
 from osd_jax.models import t5
 
@@ -26,15 +26,15 @@ def light_draft(size):
 
 
 def config():
-  return slots.DecodingConfig(
+  return engine.DecodingConfig(
     num_draft_tokens=3, source_lengths=(6,), target_length=12, record_top_k=4
   )
 
 
 def test_the_floor_draft_has_the_shortlist_of_the_online_draft(params):
   """The target's own weights as floor and online draft: nothing tells them apart."""
-  request = slots.Request(np.array([5, 9, 7, EOS_ID]))
-  plain = slots.Slots(config(), harness.TARGET, params).run([request])[0]
+  request = engine.Request(np.array([5, 9, 7, EOS_ID]))
+  plain = engine.Engine(config(), harness.TARGET, params).run([request])[0]
   covered = np.unique([*plain.tokens, EOS_ID])
   others = np.setdiff1d(np.arange(VOCAB), covered)
   chosen = np.concatenate([covered, others])[: len(covered) + 1].astype(np.int32)
@@ -46,7 +46,7 @@ def test_the_floor_draft_has_the_shortlist_of_the_online_draft(params):
     draft=draft,
     draft_params=params,
   )
-  online = slots.Slots(config(), harness.TARGET, params, draft, params)
+  online = engine.Engine(config(), harness.TARGET, params, draft, params)
   online.swap(params, 1, chosen)
   done = online.run([request])[0]
   rivals = metering.Rivals(pair, config(), sharding.PartitionConfig())

@@ -13,7 +13,7 @@ from writers import synthetic_run
 
 from osd_jax import online, sharding, writers
 from osd_jax.distillation import worth
-from osd_jax.engine import adaptive, calls, slots
+from osd_jax.engine import adaptive, engine, steps
 from osd_jax.engine.server import Server
 from osd_jax.measuring import operations, pages, prediction, prices, savings
 
@@ -194,15 +194,15 @@ def test_calls_of_a_server_are_timed_and_nothing_changes(pair, tmp_path):
 
 def test_rounds_are_priced_as_the_stream_is_sampled(pair, tmp_path, monkeypatch):
   config = tiny_online.config(pair, tmp_path, prices=True)
-  sampled = dataclasses.replace(config, sampling=slots.SamplingConfig(temperature=0.7))
+  sampled = dataclasses.replace(config, sampling=engine.SamplingConfig(temperature=0.7))
   for run_config, expected in ((config, 0.0), (sampled, 0.7)):
     found = set()
 
     def advance(program, num_draft_tokens, served, rounds, state, found=found):
       found.update(np.asarray(state.settings.temperature).tolist())
-      return calls.advance(program, num_draft_tokens, served, rounds, state)
+      return steps.advance(program, num_draft_tokens, served, rounds, state)
 
-    changed = types.SimpleNamespace(**{**vars(calls), "advance": advance})
+    changed = types.SimpleNamespace(**{**vars(steps), "advance": advance})
     monkeypatch.setattr(prices, "calls", changed)
     folder = tmp_path / str(expected)
     run_config = dataclasses.replace(run_config, run_directory=str(folder))
@@ -276,7 +276,7 @@ def test_every_k_is_priced_on_a_mesh_too(pair, tmp_path, quick_compilation):
   decoding = dataclasses.replace(
     config.decoding,
     num_draft_tokens=1,
-    adaptive=slots.AdaptiveConfig(
+    adaptive=engine.AdaptiveConfig(
       costs=(adaptive.RoundCosts((1.0, 2.0, 3.0, 4.0, 5.0)),)
     ),
   )

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from osd_jax import native, pairs, sharding
 from osd_jax.distillation import optimizers, update
-from osd_jax.engine import calls, slots
+from osd_jax.engine import engine, steps
 from osd_jax.models import layers, served
 from osd_tools import chips, hlo
 from osd_tools.ahead_of_time import plan as plan_lib
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.aot
 LAYERS, ROWS, DRAFTED = 2, 8, 5
 WIDE = pairs.PairConfig(target="flan-t5-xl", draft="t5-small", dtype="bfloat16")
 CAUSAL = pairs.PairConfig(target="vicuna-7b", draft="llama-160m", dtype="bfloat16")
-DECODING = slots.DecodingConfig(
+DECODING = engine.DecodingConfig(
   rows=ROWS, num_draft_tokens=DRAFTED, source_lengths=(512,), target_length=128
 )
 TENSOR_PARALLEL = sharding.PartitionConfig(data=1, model=4)
@@ -62,7 +62,7 @@ def round_of(found, record_top_k=64) -> Any:
   state = found.state if record_top_k else found.state.replace(records=None)
   arguments = (found.served, found.scalar(), state)
   with native.portable():
-    return calls.advance.lower(program, DRAFTED, *arguments).compile()
+    return steps.advance.lower(program, DRAFTED, *arguments).compile()
 
 
 @functools.cache
@@ -208,7 +208,7 @@ def test_rows_are_written_in_place(topology):
   assert round_of(found).memory_analysis().alias_size_in_bytes >= held
 
   def kept(served, rounds, state):
-    return calls.advance(found.program, DRAFTED, served, rounds, state)
+    return steps.advance(found.program, DRAFTED, served, rounds, state)
 
   with native.portable():
     control = jax.jit(kept).lower(found.served, found.scalar(), found.state).compile()

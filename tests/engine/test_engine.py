@@ -14,7 +14,7 @@ from decoding import harness
 
 from osd_jax import base, sharding, testing
 from osd_jax.base import EOS_ID, StopReason
-from osd_jax.engine import calls, slots
+from osd_jax.engine import engine, steps
 from osd_jax.models import t5
 
 VOCAB, LENGTH, K = 64, 12, 3
@@ -44,7 +44,7 @@ def draft_params(kind):
 
 
 def config_of(rows, **changes):
-  config = slots.DecodingConfig(
+  config = engine.DecodingConfig(
     rows=rows,
     num_draft_tokens=K,
     source_lengths=BUCKETS,
@@ -57,8 +57,8 @@ def config_of(rows, **changes):
 
 @functools.cache
 def decoder(rows, kind="close"):
-  """Slots that are empty again after each use."""
-  return slots.Slots(
+  """An engine that is empty again after each use."""
+  return engine.Engine(
     config_of(rows), TARGET, target_params(), TARGET, draft_params(kind)
   )
 
@@ -71,7 +71,7 @@ def prompts(count=9, seed=0):
 
 def greedy_requests(seed=0):
   return [
-    slots.Request(tokens, max_length=limit, tag=index)
+    engine.Request(tokens, max_length=limit, tag=index)
     for index, (tokens, limit) in enumerate(
       zip(prompts(seed=seed), LIMITS, strict=True)
     )
@@ -139,7 +139,7 @@ def test_outputs_equal_single_plain_decoding_in_the_order_asked(rows):
 
 
 def test_plain_slots_write_the_same():
-  plain = slots.Slots(config_of(3, record_top_k=0), TARGET, target_params())
+  plain = engine.Engine(config_of(3, record_top_k=0), TARGET, target_params())
   found = plain.run(greedy_requests())
   assert texts(found) == expected()
   for done in found:
@@ -164,14 +164,14 @@ def test_requests_may_come_while_others_are_in_flight():
 def test_a_reused_decoder_equals_a_fresh_one():
   """Longer and sampled requests, other drafts: nothing of them is left behind."""
   sampled = [
-    dataclasses.replace(request, sampling=slots.SamplingConfig(1.0, seed=index))
+    dataclasses.replace(request, sampling=engine.SamplingConfig(1.0, seed=index))
     for index, request in enumerate(greedy_requests())
   ]
   reused, fresh = (
-    slots.Slots(config_of(3), TARGET, target_params(), TARGET, draft_params("close"))
+    engine.Engine(config_of(3), TARGET, target_params(), TARGET, draft_params("close"))
     for _ in range(2)
   )
-  others = [slots.Request(tokens) for tokens in prompts(seed=5)]
+  others = [engine.Request(tokens) for tokens in prompts(seed=5)]
   reused.swap(draft_params("far"), 1)
   assert len(set(map(tuple, texts(reused.run(others))))) > 1
   reused.swap(draft_params("close"), 0)
@@ -184,7 +184,7 @@ def test_a_reused_decoder_equals_a_fresh_one():
 
 
 def test_swaps_change_no_greedy_output():
-  swapped = slots.Slots(
+  swapped = engine.Engine(
     config_of(3), TARGET, target_params(), TARGET, draft_params("close")
   )
   for request in greedy_requests():
@@ -252,9 +252,9 @@ def test_a_draft_equal_to_the_target_accepts_everything():
 
 def sampled_requests(count=12):
   return [
-    slots.Request(
+    engine.Request(
       np.array([3, EOS_ID], np.int32),
-      slots.SamplingConfig((0.0, 0.7, 1.0)[i % 3], (0, 3)[i % 2], 0.9, seed=i),
+      engine.SamplingConfig((0.0, 0.7, 1.0)[i % 3], (0, 3)[i % 2], 0.9, seed=i),
       max_length=LIMITS[i % len(LIMITS)],
     )
     for i in range(count)
@@ -267,7 +267,9 @@ def test_sampled_outputs_do_not_depend_on_the_number_of_rows():
 
   def run(rows, requests):
     single = config_of(rows, source_lengths=(4,), record_top_k=8)
-    return texts(slots.Slots(single, model, tables[0], model, tables[1]).run(requests))
+    return texts(
+      engine.Engine(single, model, tables[0], model, tables[1]).run(requests)
+    )
 
   one = run(1, sampled_requests())
   assert run(3, sampled_requests()) == one
@@ -284,7 +286,7 @@ def test_sampled_outputs_do_not_depend_on_the_number_of_rows():
 
 def test_rows_in_flight_continue_elsewhere():
   make = functools.partial(
-    slots.Slots, config_of(3), TARGET, target_params(), TARGET, draft_params("close")
+    engine.Engine, config_of(3), TARGET, target_params(), TARGET, draft_params("close")
   )
   first, requests = make(), greedy_requests()
   for request in requests:
@@ -304,7 +306,7 @@ def test_after_warm_up_nothing_compiles(family):
   model = testing.tabular_model(8, f"tabular, beside {family}")  # compiled anew
   tables = [jnp.asarray(testing.random_table(8, seed)) for seed in (0, 1, 2)]
   config = config_of(2, record_top_k=4)
-  ready = slots.Slots(config, model, tables[0], model, tables[1])
+  ready = engine.Engine(config, model, tables[0], model, tables[1])
   with Compilations() as warming:
     ready.warm_up()
   assert warming.count > 0
@@ -322,14 +324,14 @@ def test_after_warm_up_nothing_compiles(family):
   assert serving.count == 0
   longer = dataclasses.replace(config, target_length=LENGTH + 1)
   with Compilations() as other:  # negative control: another shape does compile
-    slots.Slots(longer, model, tables[0], model, tables[1]).run(mixed[:1])
+    engine.Engine(longer, model, tables[0], model, tables[1]).run(mixed[:1])
   assert other.count > 0
 
 
 def light_draft(**left_out):
   """The target as its own draft, served with something left out."""
   model = harness.lighter(TARGET, **left_out)
-  return slots.Slots(config_of(2), TARGET, target_params(), model, target_params())
+  return engine.Engine(config_of(2), TARGET, target_params(), model, target_params())
 
 
 @pytest.mark.parametrize(
@@ -384,9 +386,9 @@ def test_new_shortlists_compile_nothing_after_warm_up():
 def test_a_partitioner_of_one_device_compiles_nothing_of_its_own():
   config = config_of(1)
   arguments = (config, TARGET, target_params(), TARGET, draft_params("close"))
-  slots.Slots(*arguments).warm_up()
+  engine.Engine(*arguments).warm_up()
   with Compilations() as again:
-    slots.Slots(*arguments, sharding.make()).warm_up()
+    engine.Engine(*arguments, sharding.make()).warm_up()
   assert again.count == 0
 
 
@@ -394,12 +396,12 @@ def test_a_partitioner_of_one_device_compiles_nothing_of_its_own():
 def test_a_row_is_made_once_for_a_bucket(monkeypatch, rows, made):
   """Several are made anew: those of all buckets at once would fill a memory."""
   short, long = (np.full(length, 7, np.int32) for length in BUCKETS)
-  alone = [decoder(rows).run([slots.Request(p)])[0].tokens for p in (short, long)]
+  alone = [decoder(rows).run([engine.Request(p)])[0].tokens for p in (short, long)]
   decoder(rows).clear()
-  kept, buckets = calls.empty, []
-  monkeypatch.setattr(calls, "empty", lambda *a: buckets.append(a[2]) or kept(*a))
+  kept, buckets = steps.empty, []
+  monkeypatch.setattr(steps, "empty", lambda *a: buckets.append(a[2]) or kept(*a))
   for index in (0, 1, 0, 1):
-    (done,) = decoder(rows).run([slots.Request((short, long)[index])])
+    (done,) = decoder(rows).run([engine.Request((short, long)[index])])
     np.testing.assert_array_equal(done.tokens, alone[index])
   assert buckets == [*BUCKETS, *BUCKETS][:made]
 
@@ -408,7 +410,7 @@ def test_a_prompt_must_fit_the_largest_bucket():
   waiting = decoder(1)
   for count in (0, BUCKETS[-1] + 1):
     with pytest.raises(ValueError, match=rf"prompt has {count} tokens.*1 to 10"):
-      waiting.submit(slots.Request(np.full(count, 3, np.int32)))
+      waiting.submit(engine.Request(np.full(count, 3, np.int32)))
   assert waiting.in_flight == 0
 
 
@@ -430,11 +432,11 @@ def test_a_prompt_must_fit_the_largest_bucket():
 )
 def test_sampling_values_out_of_range_are_named(field, value):
   with pytest.raises(base.InputError, match=rf"SamplingConfig\.{field}: received"):
-    slots.SamplingConfig(**{field: value})
+    engine.SamplingConfig(**{field: value})
 
 
 def test_the_largest_seed_has_a_successor():
-  last = slots.SamplingConfig(seed=2**32 - 3)
+  last = engine.SamplingConfig(seed=2**32 - 3)
   assert [last.of_request(i).seed for i in (0, 2, 3)] == [2**32 - 3, 2**32 - 1, 0]
 
 
@@ -449,13 +451,13 @@ def test_the_largest_seed_has_a_successor():
 )
 def test_what_are_no_token_ids_is_refused(tokens, said):
   with pytest.raises(base.InputError, match=said):
-    decoder(1).submit(slots.Request(np.asarray(tokens)))
+    decoder(1).submit(engine.Request(np.asarray(tokens)))
   assert decoder(1).in_flight == 0
 
 
 def test_a_refused_request_leaves_nothing_behind():
-  good = slots.Request(np.array([3, 1], np.int32), tag=0)
-  bad = slots.Request(np.zeros(0, np.int32), tag=1)
+  good = engine.Request(np.array([3, 1], np.int32), tag=0)
+  bad = engine.Request(np.zeros(0, np.int32), tag=1)
   with pytest.raises(base.InputError, match="0 tokens"):
     decoder(1).run([good, bad])
   assert decoder(1).in_flight == 0
@@ -468,7 +470,7 @@ def test_turns_take_no_more_requests_than_there_are_rows():
   def endless():
     for index in itertools.count():
       taken.append(index)
-      yield slots.Request(np.array([3 + index % 9, 1], np.int32), tag=index)
+      yield engine.Request(np.array([3 + index % 9, 1], np.int32), tag=index)
 
   reused, finished = decoder(3), []
   for turn in reused.turns(endless()):
@@ -504,7 +506,7 @@ def test_a_watched_request_ends_where_it_is_told_to():
 
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_length_limit_is_at_least_one(limit):
-  request = slots.Request(np.array([3, 1], np.int32), max_length=limit)
+  request = engine.Request(np.array([3, 1], np.int32), max_length=limit)
   with pytest.raises(ValueError, match=r"received max_length="):
     decoder(1).submit(request)
   assert decoder(1).in_flight == 0
@@ -513,7 +515,7 @@ def test_a_length_limit_is_at_least_one(limit):
 def test_target_and_draft_share_the_vocabulary():
   other = t5.build(dataclasses.replace(testing.TINY_DRAFT, vocab_size=48), "small")
   with pytest.raises(ValueError, match="'small' has 48 token ids.*64"):
-    slots.Slots(config_of(1), TARGET, target_params(), other, None)
+    engine.Engine(config_of(1), TARGET, target_params(), other, None)
 
 
 @pytest.mark.parametrize(
@@ -532,7 +534,7 @@ def test_target_and_draft_share_the_vocabulary():
 )
 def test_shapes_out_of_range_are_named(field, value):
   with pytest.raises(ValueError, match=rf"DecodingConfig\.{field}: received"):
-    slots.DecodingConfig(**{field: value})
+    engine.DecodingConfig(**{field: value})
 
 
 def test_an_empty_decoder_does_nothing():

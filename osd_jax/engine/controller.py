@@ -1,6 +1,6 @@
 """Who drafts how much in the next call: one K for all, or one chosen before each.
 
-`Slots` knows one interface, of which there are two:
+`Engine` knows one interface, of which there are two:
 
     insert    prefills requests into rows
     advance   one compiled call for all rows
@@ -25,7 +25,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import adaptive, calibration, calls, catch_up
+from osd_jax.engine import adaptive, calibration, catch_up, steps
 from osd_jax.engine.adaptive import AdaptiveConfig
 from osd_jax.engine.prompts import Prompt
 from osd_jax.engine.requests import DecodingConfig
@@ -70,7 +70,7 @@ def progress(state: state_lib.DecodeState) -> Progress:
 class FixedDrafting:
   """The same K in every call, 0 where there is no draft."""
 
-  def __init__(self, program: calls.Program, num_draft_tokens: int):
+  def __init__(self, program: steps.Program, num_draft_tokens: int):
     """Holds both; compiles nothing."""
     self._program = program
     self._num_draft_tokens = 0 if program.draft is None else num_draft_tokens
@@ -82,17 +82,17 @@ class FixedDrafting:
 
   def insert(
     self,
-    served: calls.Served,
+    served: steps.Served,
     state: state_lib.DecodeState,
     given: Mapping[int, Prompt],
   ) -> state_lib.DecodeState:
     """Prefills one call's prompts, by slot; for the draft too."""
     (batch,) = self._program.batches(given)
-    return calls.insert(self._program, served, state, batch)
+    return steps.insert(self._program, served, state, batch)
 
   def advance(
     self,
-    served: calls.Served,
+    served: steps.Served,
     state: state_lib.DecodeState,
     bucket: int,
     rows: Sequence[int],
@@ -100,7 +100,7 @@ class FixedDrafting:
   ) -> tuple[state_lib.DecodeState, np.ndarray]:
     """One call; the rows after it and their stop reasons [B]."""
     del bucket, rows
-    state = calls.advance(
+    state = steps.advance(
       self._program, self._num_draft_tokens, served, np.int32(max_rounds), state
     )
     return state, np.array(state.stop_reason)
@@ -108,7 +108,7 @@ class FixedDrafting:
   def release(self, row: int, tokens: int) -> None:
     """Nothing is known of a row."""
 
-  def warm_up(self, served: calls.Served, bucket: int) -> None:
+  def warm_up(self, served: steps.Served, bucket: int) -> None:
     """The first request compiles all there is."""
 
   def reset(self) -> None:
@@ -131,7 +131,7 @@ class AdaptiveDrafting:
   """
 
   def __init__(
-    self, program: calls.Program, decoding: DecodingConfig, policy: AdaptiveConfig
+    self, program: steps.Program, decoding: DecodingConfig, policy: AdaptiveConfig
   ):
     """Measures nothing yet.
 
@@ -164,7 +164,7 @@ class AdaptiveDrafting:
     self._undrafted: dict[int, Prompt] = {}
     self._spent_ms = 0.0
 
-  def warm_up(self, served: calls.Served, bucket: int) -> None:
+  def warm_up(self, served: steps.Served, bucket: int) -> None:
     """Compiles all calls of a bucket at its first use; measures them without a table.
 
     Later requests then wait for no compilation, whatever K they are decoded with.
@@ -186,7 +186,7 @@ class AdaptiveDrafting:
 
   def insert(
     self,
-    served: calls.Served,
+    served: steps.Served,
     state: state_lib.DecodeState,
     given: Mapping[int, Prompt],
   ) -> state_lib.DecodeState:
@@ -199,13 +199,13 @@ class AdaptiveDrafting:
     (batch,) = self._program.batches(given)
     if not self.state.num_draft_tokens or self.state.probing:
       self._undrafted.update(given)
-      return calls.insert_undrafted(self._program, served, state, batch)
+      return steps.insert_undrafted(self._program, served, state, batch)
     self._spent_ms += self.costs[batch.source.shape[1], False].prefill_ms
-    return calls.insert(self._program, served, state, batch)
+    return steps.insert(self._program, served, state, batch)
 
   def advance(
     self,
-    served: calls.Served,
+    served: steps.Served,
     state: state_lib.DecodeState,
     bucket: int,
     rows: Sequence[int],
@@ -231,7 +231,7 @@ class AdaptiveDrafting:
       state = self._ready(served, state)
       self._spent_ms += missing_ms
     rounds = adaptive.rounds(self.config, costs, self.state)
-    state = calls.advance(
+    state = steps.advance(
       self._program,
       self.state.num_draft_tokens,
       served,
@@ -300,13 +300,13 @@ class AdaptiveDrafting:
     return max(-(-lag // catch_up.CHUNK), 0), prefills
 
   def _ready(
-    self, served: calls.Served, state: state_lib.DecodeState
+    self, served: steps.Served, state: state_lib.DecodeState
   ) -> state_lib.DecodeState:
     """Does for the draft what it missed."""
     for batch in self._program.batches(self._undrafted):
-      state = calls.prefill_draft(self._program, served, state, batch)
+      state = steps.prefill_draft(self._program, served, state, batch)
     self._undrafted.clear()
-    return calls.catch_up(self._program, served, state)
+    return steps.catch_up(self._program, served, state)
 
   def _observe(self, costs: adaptive.RoundCosts, after: Progress) -> None:
     """Tells the policy what the call did."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import calls, drafting, prompts
+from osd_jax.engine import controller, prompts, steps
 from osd_jax.engine.adaptive import AdaptiveConfig
 from osd_jax.engine.requests import (
   DecodingConfig,
@@ -30,13 +30,13 @@ __all__ = [
   "Finished",
   "Request",
   "SamplingConfig",
-  "Slots",
+  "Engine",
 ]
 
 WATCHED_ROUNDS = 4  # of a call while somebody reads along or may come in
 
 
-class Slots(Rows):
+class Engine(Rows):
   """B rows, each holding a request or empty.
 
   Without a draft it decodes plainly: the baseline runs through the same host code.
@@ -71,15 +71,15 @@ class Slots(Rows):
         " vocabulary. Choose a draft trained with the target's vocabulary."
       )
     if draft is not None:
-      calls.check_target_states(target, target_params, draft)
+      steps.check_target_states(target, target_params, draft)
     for model in (target,) if draft is None else (target, draft):
       config.check(model)
     self.config = config
     if partitioner is not None and partitioner.mesh.size == 1:
       partitioner = None  # nothing to place, and one compilation with who has none
-    self._program = calls.Program(config.shapes(), target, draft, partitioner)
-    prepared = calls.prepare(target, target_params, program=self._program)
-    self._served = calls.Served(prepared)
+    self._program = steps.Program(config.shapes(), target, draft, partitioner)
+    prepared = steps.prepare(target, target_params, program=self._program)
+    self._served = steps.Served(prepared)
     self.draft_version = 0
     self._shortlist: np.ndarray | None = None
     if draft is not None:
@@ -87,9 +87,9 @@ class Slots(Rows):
         self._shortlist = np.arange(draft.shortlist, dtype=np.int32)
       self.swap(draft_params, 0)
     self._drafting = (
-      drafting.FixedDrafting(self._program, config.num_draft_tokens)
+      controller.FixedDrafting(self._program, config.num_draft_tokens)
       if draft is None or config.adaptive is None
-      else drafting.AdaptiveDrafting(self._program, config, config.adaptive)
+      else controller.AdaptiveDrafting(self._program, config, config.adaptive)
     )
     self._waiting: deque[Request] = deque()
     self.clear()
@@ -110,12 +110,12 @@ class Slots(Rows):
     return self._shortlist
 
   @property
-  def program(self) -> calls.Program:
+  def program(self) -> steps.Program:
     """What is compiled into every call."""
     return self._program
 
   @property
-  def served(self) -> calls.Served:
+  def served(self) -> steps.Served:
     """The prepared parameters."""
     return self._served
 
@@ -153,7 +153,7 @@ class Slots(Rows):
           f" {size}, DraftServing.shortlist of the draft."
         )
       self._shortlist = np.asarray(shortlist, np.int32)
-    draft_served = calls.prepare(
+    draft_served = steps.prepare(
       self._program.draft, draft_params, self._shortlist, self._program
     )
     self._served = self._served._replace(draft=draft_served)
@@ -222,7 +222,7 @@ class Slots(Rows):
     if host["bucket"] == 0:
       return None
     return jax.eval_shape(
-      lambda: calls.empty(self._program, self._served, host["bucket"])
+      lambda: steps.empty(self._program, self._served, host["bucket"])
     )
 
   def restore(
@@ -240,7 +240,7 @@ class Slots(Rows):
       request_of: makes the request of a tag again.
       draft_params: of the draft that served.
     """
-    self.swap_back(host, draft_params)
+    self.restore_draft(host, draft_params)
     self._waiting = deque(request_of(tag) for tag in host["waiting"])
     if not host["tags"]:
       return  # replicas held the rows
@@ -260,10 +260,10 @@ class Slots(Rows):
         self._change_bucket(needed)
       if needed > self._bucket:
         return  # its bucket comes when the present rows have finished
-      if prompts.better_later(len(free), len(self._waiting), rows, parts):
+      if prompts.defer_prefill(len(free), len(self._waiting), rows, parts):
         return
       taken = {}
-      for slot in prompts.seats(free, rows, parts):
+      for slot in prompts.first_free_slots(free, rows, parts):
         if self._waiting and self._needed() <= self._bucket:
           taken[slot] = self._waiting.popleft()
       self._prefill(taken)
@@ -274,7 +274,7 @@ class Slots(Rows):
       self._idle[self._bucket] = self._state
     self._bucket, self._state = needed, self._idle.pop(needed, None)
     if self._state is None:
-      self._state = calls.empty(self._program, self._served, needed)
+      self._state = steps.empty(self._program, self._served, needed)
       self._drafting.warm_up(self._served, needed)
 
   def _needed(self) -> int:
@@ -287,7 +287,7 @@ class Slots(Rows):
     assert self._state is not None
     pad_id = self._program.target.pad_id
     given = {
-      slot: prompts.of_request(request, self.config, pad_id, self._bucket)
+      slot: prompts.pad_prompt(request, self.config, pad_id, self._bucket)
       for slot, request in taken.items()
     }
     self._state = self._drafting.insert(self._served, self._state, given)
@@ -326,15 +326,15 @@ class Slots(Rows):
     if count is None:
       return False
     reason = np.int32(base.StopReason.STOP_STRING)
-    self._state = calls.stop_row(self._state, slot, np.int32(count), reason)
+    self._state = steps.stop_row(self._state, slot, np.int32(count), reason)
     return True
 
   def _read(self, slot: int) -> Any:
-    """What `calls.read_row` gives of a row."""
+    """What `steps.read_row` gives of a row."""
     request = self._held[slot]
     assert request is not None and self._state is not None
-    prompt = prompts.of_request(request, self.config, self._program.target.pad_id)
-    return calls.read_row(self._program, self._state, prompt.source, slot)
+    prompt = prompts.pad_prompt(request, self.config, self._program.target.pad_id)
+    return steps.read_row(self._program, self._state, prompt.source, slot)
 
   def _take(self, slot: int, read: Any) -> Finished:
     """The answer of a finished row, whose slot is empty then."""

@@ -21,7 +21,7 @@ import measure
 import numpy as np
 import scripting
 
-from osd_jax import metrics
+from osd_jax.costs.table import expected_tokens
 from osd_jax.engine import engine
 
 PLAIN, PLAIN_FIRST, FIRST = "plain", "plain, first tokens", "first tokens"
@@ -37,7 +37,7 @@ def break_even(cost: float, drafted: int) -> float:
   low, high = 0.0, 1.0
   for _ in range(50):
     middle = (low + high) / 2
-    if metrics.expected_tokens_per_target_call(middle, drafted) < cost:
+    if expected_tokens(middle, drafted) < cost:
       low = middle
     else:
       high = middle

@@ -18,13 +18,6 @@ def tokens_per_target_call(emitted: int, target_calls: int) -> float | None:
   return emitted / target_calls if target_calls else None
 
 
-def expected_tokens_per_target_call(acceptance: float, num_draft_tokens: int) -> float:
-  """tau of independent positions, (1 - alpha^(K + 1)) / (1 - alpha) (paper, eq. 1)."""
-  if acceptance >= 1:
-    return float(num_draft_tokens + 1)
-  return (1 - acceptance ** (num_draft_tokens + 1)) / (1 - acceptance)
-
-
 def predicted_speed_up(
   tau: float, num_draft_tokens: int, cost_ratio: float, verify_ratio: float = 1.0
 ) -> float:

@@ -9,6 +9,7 @@ import pytest
 import tiny_online
 
 from osd_jax import corpus, online, pairs, sharding, writers
+from osd_jax.costs.table import RoundCosts
 from osd_jax.data import prompts
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
 from osd_jax.engine import adaptive, engine, steps
@@ -19,7 +20,7 @@ from osd_jax.models.shapes import DraftServing
 pytestmark = pytest.mark.slow
 
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
-COSTS = adaptive.RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
+COSTS = RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
 ADAPTIVE = adaptive.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
 
 

@@ -8,10 +8,10 @@ import tabular_pair
 import tiny_pair
 
 from osd_jax import base, evaluate, metrics, writers
+from osd_jax.costs.table import RoundCosts
 from osd_jax.data import prompts
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
-from osd_jax.engine import adaptive
 from osd_jax.engine import engine as slots
 from osd_jax.measuring import timing
 
@@ -131,7 +131,7 @@ def test_speeds_are_consistent_with_their_parts(rows):
 
 def test_an_adaptive_k_is_measured_but_not_predicted(config, tmp_path):
   """Both formulas are of one K."""
-  table = adaptive.RoundCosts((1.0, 1.2))
+  table = RoundCosts((1.0, 1.2))
   policy = slots.AdaptiveConfig(candidates=(0, K), costs=(table,))
   adapting = dataclasses.replace(
     config,

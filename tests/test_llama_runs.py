@@ -13,6 +13,7 @@ from whole_run import COUNT, INTERRUPTED, run
 import osd_jax
 from osd_jax import base, certify, convert, evaluate, offline, pairs, testing, writers
 from osd_jax import main as cli
+from osd_jax.costs.table import RoundCosts
 from osd_jax.data import tokenizers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import optimizers, update
@@ -59,7 +60,7 @@ def test_an_online_run_on_a_mesh_continued_on_one_device(alone, pair, tmp_path, 
 
 def test_a_k_of_its_own(alone, pair, tmp_path):
   """The table makes it draft at first and decode plainly later."""
-  costs = adaptive.RoundCosts((1.0, 4.0))
+  costs = RoundCosts((1.0, 4.0))
   chosen = adaptive.AdaptiveConfig(candidates=(0, 2), rounds_per_call=1, costs=(costs,))
   found, _ = run(pair, tmp_path / "run", (1, 1), adaptive=chosen)
   assert found == alone[0]

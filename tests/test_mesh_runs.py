@@ -6,6 +6,7 @@ import pytest
 from whole_run import COUNT, INTERRUPTED, run
 
 from osd_jax import writers
+from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import adaptive
 
 pytestmark = [
@@ -47,7 +48,7 @@ def test_a_run_goes_on_with_another_mesh(alone, lively_pair, tmp_path, other):
 def test_split_by_weights_alone_with_a_k_of_its_own(alone, lively_pair, tmp_path):
   """The table makes it draft at first and decode plainly later."""
   chosen = adaptive.AdaptiveConfig(
-    candidates=(0, 2), rounds_per_call=1, costs=(adaptive.RoundCosts((1.0, 4.0)),)
+    candidates=(0, 2), rounds_per_call=1, costs=(RoundCosts((1.0, 4.0)),)
   )
   found, updates = run(lively_pair, tmp_path / "run", (1, 4), adaptive=chosen)
   (row,) = writers.of_kind(list(writers.read(tmp_path / "run/metrics.jsonl")), "mesh")

@@ -6,14 +6,6 @@ import pytest
 from osd_jax import metrics
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.85, 1.0])
-def test_expected_tokens_per_call_is_the_sum_of_survivals(acceptance, num_draft_tokens):
-  survivals = sum(acceptance**i for i in range(num_draft_tokens + 1))
-  found = metrics.expected_tokens_per_target_call(acceptance, num_draft_tokens)
-  assert found == pytest.approx(survivals)
-
-
 def test_ratios():
   assert metrics.draft_acceptance_rate(3, 4) == 0.75
   assert metrics.draft_acceptance_rate(0, 0) is None

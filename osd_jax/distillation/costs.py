@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 from osd_jax import base
+from osd_jax.costs.table import expected_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class UpdateCosts:
   def token_ms(self, overlap: float) -> float:
     """Time of a token at that overlap, with the best of the Ks."""
     choices = zip(self.round_ms, self.num_draft_tokens, strict=True)
-    return min(ms / (tokens_a_round(overlap, k) * self.rows) for ms, k in choices)
+    return min(ms / (expected_tokens(overlap, k) * self.rows) for ms, k in choices)
 
 
 @runtime_checkable
@@ -66,8 +67,3 @@ class Priced(Protocol):
   def emitted(self, state: Any, tokens: int) -> Any:
     """The state that knows the length of the request that `observe` takes in next."""
     ...
-
-
-def tokens_a_round(overlap: float, num_draft_tokens: int) -> float:
-  """(1 - a^(K + 1)) / (1 - a): positions are taken for independent."""
-  return sum(min(overlap, 1.0) ** i for i in range(num_draft_tokens + 1))

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from osd_jax import base
+from osd_jax.costs.table import RoundCosts, expected_tokens
 from osd_jax.decoding import state as state_lib
 
 POOLED = 32.0  # judged tokens that the acceptance of all rows counts as in each
@@ -27,35 +28,6 @@ START = 0.8  # acceptance assumed before any was seen: high, since drafting find
 DOUBT = 1.0  # standard errors of acceptance in favour of a draft before it is given up
 CALL_SHARE = 0.005  # of a call's time, for what it takes beside its rounds
 DEBT = 512  # plain steps after which whatever drafting lost is forgiven
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundCosts:
-  """Milliseconds of the calls between which there is a choice, for all rows at once.
-
-  Attributes:
-    round_ms: one round with each of `AdaptiveConfig.candidates`.
-    chunk_ms: feeding the draft one chunk of the tokens it missed.
-    prefill_ms: the draft's prefill of one row.
-    call_ms: what a call takes beside its rounds.
-  """
-
-  round_ms: tuple[float, ...]
-  chunk_ms: float = 0.0
-  prefill_ms: float = 0.0
-  call_ms: float = 0.0
-
-  def __post_init__(self):
-    checks = {
-      "round_ms": (
-        self.round_ms and min(self.round_ms) > 0,
-        "milliseconds > 0, one for each of AdaptiveConfig.candidates",
-      ),
-      "chunk_ms": (self.chunk_ms >= 0, "milliseconds >= 0"),
-      "prefill_ms": (self.prefill_ms >= 0, "milliseconds >= 0"),
-      "call_ms": (self.call_ms >= 0, "milliseconds >= 0"),
-    }
-    base.check_fields(self, checks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +137,6 @@ def initial(config: AdaptiveConfig, rows: int) -> AdaptiveState:
   """Before the first call: drafts with the smallest K > 0, to see its acceptance."""
   zeros = (0.0,) * rows
   return AdaptiveState(zeros, zeros, num_draft_tokens=config.candidates[1])
-
-
-def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
-  """Tokens of a round, (1 - a^(K + 1)) / (1 - a), where positions are independent."""
-  return sum(acceptance**i for i in range(num_draft_tokens + 1))
 
 
 def acceptance(state: AdaptiveState, row: int) -> float:

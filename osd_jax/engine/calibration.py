@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
+from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import adaptive, catch_up, steps
+from osd_jax.engine import catch_up, steps
 from osd_jax.engine.prompts import Prompt, PromptBatch
 
 ROUNDS = 2  # of a timed call
@@ -54,7 +55,7 @@ def measure(
   candidates: Sequence[int],
   served: steps.Served,
   bucket: int,
-) -> tuple[adaptive.RoundCosts, adaptive.RoundCosts]:
+) -> tuple[RoundCosts, RoundCosts]:
   """Times the calls of a bucket, of greedy and of sampled rows; see `table`.
 
   Args:
@@ -87,7 +88,7 @@ def measure(
   return table(greedy), table(sampled)
 
 
-def table(turns: np.ndarray) -> adaptive.RoundCosts:
+def table(turns: np.ndarray) -> RoundCosts:
   """Costs from what was timed; the faster half of the turns counts.
 
   More drafted tokens cost no less: noise that says so is evened out.
@@ -99,7 +100,7 @@ def table(turns: np.ndarray) -> adaptive.RoundCosts:
   idle, full, rounds = np.moveaxis(turns[:, :-3].reshape(len(turns), -1, 3), 2, 0)
   ms = _typical((full - np.median(idle)) / rounds)
   nothing, chunk, prefill = _typical(turns[:, -3:])
-  return adaptive.RoundCosts(
+  return RoundCosts(
     round_ms=tuple(np.maximum.accumulate(np.maximum(ms, 1e-3)).tolist()),
     chunk_ms=max(float(chunk - nothing), 0.0),
     prefill_ms=float(prefill),

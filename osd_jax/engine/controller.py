@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from osd_jax import base
+from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.engine import adaptive, calibration, catch_up, steps
@@ -141,7 +142,7 @@ class AdaptiveDrafting:
       policy: how K is chosen.
     """
     self.config = policy.up_to(decoding.num_draft_tokens)
-    self.costs: dict[tuple[int, bool], adaptive.RoundCosts] = {}
+    self.costs: dict[tuple[int, bool], RoundCosts] = {}
     if self.config.costs:
       tables = zip(decoding.source_lengths, self.config.costs, strict=True)
       for (bucket, table), sampled in itertools.product(tables, (False, True)):
@@ -275,9 +276,7 @@ class AdaptiveDrafting:
       )
     self.state = adaptive.from_json(held["state"])
     self.costs = {
-      (bucket, sampled): adaptive.RoundCosts(
-        **{**table, "round_ms": tuple(table["round_ms"])}
-      )
+      (bucket, sampled): RoundCosts(**{**table, "round_ms": tuple(table["round_ms"])})
       for bucket, sampled, table in held["costs"]
     }
     self._sampled = np.asarray(held["sampled"], bool)
@@ -308,7 +307,7 @@ class AdaptiveDrafting:
     self._undrafted.clear()
     return steps.catch_up(self._program, served, state)
 
-  def _observe(self, costs: adaptive.RoundCosts, after: Progress) -> None:
+  def _observe(self, costs: RoundCosts, after: Progress) -> None:
     """Tells the policy what the call did."""
     done = {
       name: getattr(after, name) - getattr(self._before, name)

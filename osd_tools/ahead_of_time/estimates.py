@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from osd_jax import metrics, pairs
+from osd_jax import pairs
+from osd_jax.costs.table import expected_tokens
 from osd_jax.measuring import prediction
 from osd_jax.measuring.prices import CallPrices, Prices
 from osd_tools.ahead_of_time.plan import Plan
@@ -96,7 +97,7 @@ def estimates(
   for rate in answers.acceptance:
     seen = prediction.Seen(
       tokens,
-      metrics.expected_tokens_per_target_call(rate, drafted),
+      expected_tokens(rate, drafted),
       drafted,
     )
     learning = dataclasses.replace(
@@ -117,8 +118,5 @@ def estimates(
 def break_even(num_draft_tokens: int, round_over_step: float) -> float | None:
   """The least acceptance that pays for a round; None where none does."""
   rates = np.linspace(0, 1, 1001)
-  pays = [
-    metrics.expected_tokens_per_target_call(rate, num_draft_tokens) >= round_over_step
-    for rate in rates
-  ]
+  pays = [expected_tokens(rate, num_draft_tokens) >= round_over_step for rate in rates]
   return float(rates[int(np.argmax(pays))]) if any(pays) else None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scripting
 
-from osd_jax import metrics
+from osd_jax.costs.table import expected_tokens
 from osd_jax.engine import engine
 
 ROWS, SOURCE, LENGTH, K = 4, 8, 48, 3
@@ -58,7 +58,7 @@ def test_tokens_per_target_call_follow_the_closed_form(alpha):
   """Of each request the last round is cut; that is half a round of LENGTH tokens."""
   emitted = EACH * LENGTH
   measured = emitted / sum(done.target_calls for done in of(alpha))
-  expected = metrics.expected_tokens_per_target_call(alpha, K)
+  expected = expected_tokens(alpha, K)
   assert measured == pytest.approx(expected, rel=0.12)
 
 
@@ -105,7 +105,7 @@ def test_a_round_is_what_is_left_without_first_tokens():
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
 def test_break_even_inverts_the_closed_form(alpha):
-  cost = metrics.expected_tokens_per_target_call(alpha, K)
+  cost = expected_tokens(alpha, K)
   assert bench_batching.break_even(cost, K) == pytest.approx(alpha)
 
 

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from osd_jax import metrics
+from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import adaptive, catch_up
 
 CONFIG = adaptive.AdaptiveConfig()
@@ -21,7 +21,7 @@ QUICK = hypothesis.settings(
 def costs_of(draft, verify, chunk=0.27, prefill=1.5):
   """A table in plain steps: a draft step, what each verified token adds to a step."""
   drafting = [k * draft + 0.6 * draft + 1 + k * verify for k in CONFIG.candidates[1:]]
-  return adaptive.RoundCosts((1.0, *drafting), chunk, prefill)
+  return RoundCosts((1.0, *drafting), chunk, prefill)
 
 
 # Draft step / plain step, a verified token / plain step: measured ones lie between.
@@ -203,7 +203,7 @@ def test_probes_wait_for_a_moment_when_the_draft_misses_little():
 
 def test_the_margin_keeps_it_from_flapping():
   """Where plain and drafting cost the same it changes rarely, and never without one."""
-  even = adaptive.RoundCosts((1.0, 1.5, 2.5, 3.5, 4.5))  # alpha .5: K = 1 is even
+  even = RoundCosts((1.0, 1.5, 2.5, 3.5, 4.5))  # alpha .5: K = 1 is even
 
   def changes(margin):
     config = dataclasses.replace(CONFIG, margin=margin)
@@ -219,15 +219,6 @@ def test_the_margin_keeps_it_from_flapping():
 RATES = st.floats(0, 1)
 
 
-@QUICK
-@hypothesis.given(RATES, st.integers(0, 8))
-def test_expected_tokens_are_those_of_the_metric(rate, k):
-  found = adaptive.expected_tokens(rate, k)
-  assert found == pytest.approx(
-    metrics.expected_tokens_per_target_call(rate, k), rel=1e-6
-  )
-
-
 def state_of(rates, judged=1e12, **changes):
   """A state that has seen so many drafted tokens of each row; many leave no doubt."""
   return adaptive.AdaptiveState(
@@ -240,7 +231,7 @@ def state_of(rates, judged=1e12, **changes):
 
 
 TABLE = st.builds(
-  lambda ms: adaptive.RoundCosts(tuple(np.cumsum(ms).tolist())),
+  lambda ms: RoundCosts(tuple(np.cumsum(ms).tolist())),
   st.lists(st.floats(0.01, 2), min_size=5, max_size=5),
 )
 
@@ -262,7 +253,7 @@ def test_the_chosen_k_has_the_fewest_milliseconds_a_token(costs, rates):
 
 def test_a_draft_is_given_up_on_proof_only():
   """The way back is a probe that has to be saved for."""
-  costs = adaptive.RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
+  costs = RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
   for judged, expected in ((20, 1), (20_000, 0)):
     state = state_of([0.45], judged, num_draft_tokens=1)
     plain, *drafting = adaptive.token_ms(CONFIG, costs, state, [0])
@@ -274,7 +265,7 @@ def test_a_draft_is_given_up_on_proof_only():
 
 def test_prefills_of_the_draft_count():
   """A draft that pays by a little does not pay for short answers."""
-  costs = adaptive.RoundCosts((1.0, 1.7, 2.0, 3.0, 4.0), prefill_ms=2.0)
+  costs = RoundCosts((1.0, 1.7, 2.0, 3.0, 4.0), prefill_ms=2.0)
   for tokens, expected in ((8.0, 0), (1000.0, 3)):
     state = state_of([0.6], num_draft_tokens=3, requests=1.0, tokens=tokens)
     chosen = adaptive.choose(CONFIG, costs, state, [0])
@@ -292,7 +283,7 @@ def test_the_draft_waits_until_the_probe_is_paid_for():
 
 def test_a_probe_is_priced_by_what_it_is_expected_to_emit():
   """Where its tokens are worth its rounds it costs nothing to try."""
-  costs = adaptive.RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
+  costs = RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
   for rate, price in ((0.5, 0.0), (0.25, 8 * 0.25), (0.0, 8 * 0.5)):
     for saved, probes in ((price - 0.1, price == 0), (price + 0.1, True)):
       state = state_of([rate], saved_ms=max(saved, 0.0))
@@ -315,7 +306,7 @@ def test_calls_are_long_where_rounds_are_short():
   """So long that they cost half a per cent; probes stay short."""
   state = state_of([0.5], num_draft_tokens=3)
   for call_ms, expected in ((0.0, 8), (0.01, 8), (1.0, 100)):
-    costs = adaptive.RoundCosts((1.0, 1.5, 2.0, 3.0, 4.0), call_ms=call_ms)
+    costs = RoundCosts((1.0, 1.5, 2.0, 3.0, 4.0), call_ms=call_ms)
     assert adaptive.rounds(CONFIG, costs, state) == expected
     probe = dataclasses.replace(state, probing=True)
     assert adaptive.rounds(CONFIG, costs, probe) == CONFIG.rounds_per_call
@@ -388,7 +379,7 @@ def test_whatever_happens_k_is_a_candidate_and_numbers_stay_finite(calls, name):
     ("margin", 1.0),
     ("probe_share", 0.0),
     ("probe_share", 1.0),
-    ("costs", (adaptive.RoundCosts((1.0, 2.0)),)),
+    ("costs", (RoundCosts((1.0, 2.0)),)),
   ],
 )
 def test_settings_out_of_range_are_named(field, value):
@@ -408,7 +399,7 @@ def test_settings_out_of_range_are_named(field, value):
 )
 def test_costs_out_of_range_are_named(field, values):
   with pytest.raises(ValueError, match=rf"RoundCosts\.{field}: received"):
-    adaptive.RoundCosts(**values)
+    RoundCosts(**values)
 
 
 def test_candidates_above_the_largest_k_are_left_out_with_their_costs():

@@ -14,6 +14,7 @@ from engine import test_engine
 
 from osd_jax import sharding, testing
 from osd_jax.base import StopReason
+from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import state as state_lib
 from osd_jax.engine import adaptive, catch_up, controller, engine
 from osd_jax.engine import steps as calls
@@ -22,7 +23,7 @@ from osd_jax.online import OnlineConfig
 
 BUCKETS = test_engine.BUCKETS
 KS = (0, 1, 3)
-TABLE = adaptive.RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
+TABLE = RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
 POLICY = adaptive.AdaptiveConfig(
   candidates=KS, rounds_per_call=2, costs=(TABLE,) * len(BUCKETS)
 )
@@ -252,7 +253,7 @@ def test_a_draft_equal_to_the_target_is_used_in_full_and_a_poor_one_not():
   drafted = {}
   for kind in ("same", "far"):
     policy = dataclasses.replace(
-      POLICY, costs=(adaptive.RoundCosts((1.0, 1.4, 2.2), 0.1, 0.1),) * 2
+      POLICY, costs=(RoundCosts((1.0, 1.4, 2.2), 0.1, 0.1),) * 2
     )
     requests = [r for _ in range(3) for r in test_engine.greedy_requests()]
     found = make(kind, policy=policy).run(requests)
@@ -379,7 +380,7 @@ def test_rows_split_over_devices_write_the_same(monkeypatch):
 
 def test_gin_makes_the_same_policy():
   found, _ = settings.load(OnlineConfig, ["testing/tiny_online.gin"], BINDINGS)
-  table = adaptive.RoundCosts((1.0, 1.5, 2.0, 2.5, 3.0), chunk_ms=0.5)
+  table = RoundCosts((1.0, 1.5, 2.0, 2.5, 3.0), chunk_ms=0.5)
   expected = adaptive.AdaptiveConfig(rounds_per_call=16, costs=(table,))
   assert found.decoding.adaptive == expected
 

@@ -11,6 +11,7 @@ from engine import test_engine
 from hypothesis import strategies as st
 
 from osd_jax import sharding
+from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import adaptive, controller, engine, prompts, steps
 
 ROWS = 8
@@ -146,7 +147,7 @@ def test_a_k_of_its_own_reads_for_all_parts_too(turn, monkeypatch):
   policy = adaptive.AdaptiveConfig(
     candidates=(0, 2),
     rounds_per_call=1,
-    costs=(adaptive.RoundCosts((1.0, 1.1 if turn else 4.0)),) * 2,
+    costs=(RoundCosts((1.0, 1.1 if turn else 4.0)),) * 2,
   )
   found, _ = on_a_mesh(4, 4, 1, monkeypatch, adaptive=policy)
   assert test_engine.texts(found) == test_engine.expected()

@@ -10,7 +10,8 @@ from engine import test_engine
 from engine.test_drafting import BUCKETS, KS, make, measured_policy
 
 from osd_jax import base
-from osd_jax.engine import adaptive, calibration, engine, steps
+from osd_jax.costs.table import RoundCosts
+from osd_jax.engine import calibration, engine, steps
 
 family = harness.family_fixture(vars(test_engine), autouse=True)
 
@@ -34,7 +35,7 @@ def test_greedy_and_sampled_rounds_are_timed_apart(monkeypatch):
 @pytest.mark.parametrize("first", ["greedy", "sampled"])
 def test_rows_are_decoded_by_the_table_of_their_kind(first):
   """Here a draft pays for greedy rows alone; a row beside a sampled one is no such."""
-  pays, never = (adaptive.RoundCosts((1.0, ms, ms)) for ms in (1.01, 1e3))
+  pays, never = (RoundCosts((1.0, ms, ms)) for ms in (1.01, 1e3))
   decoder = make("same", rows=2)
   decoder._drafting.costs |= {(bucket, True): never for bucket in BUCKETS}
   decoder._drafting.costs |= {(bucket, False): pays for bucket in BUCKETS}

@@ -12,8 +12,9 @@ import tiny_online
 from writers import synthetic_run
 
 from osd_jax import online, sharding, writers
+from osd_jax.costs.table import RoundCosts
 from osd_jax.distillation import worth
-from osd_jax.engine import adaptive, engine, steps
+from osd_jax.engine import engine, steps
 from osd_jax.engine.server import Server
 from osd_jax.measuring import operations, pages, prediction, prices, savings
 
@@ -276,9 +277,7 @@ def test_every_k_is_priced_on_a_mesh_too(pair, tmp_path, quick_compilation):
   decoding = dataclasses.replace(
     config.decoding,
     num_draft_tokens=1,
-    adaptive=engine.AdaptiveConfig(
-      costs=(adaptive.RoundCosts((1.0, 2.0, 3.0, 4.0, 5.0)),)
-    ),
+    adaptive=engine.AdaptiveConfig(costs=(RoundCosts((1.0, 2.0, 3.0, 4.0, 5.0)),)),
   )
   mesh = sharding.PartitionConfig(data=2, model=2)
   with Server(config.pair, decoding, config.learning, mesh) as server:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import base, metrics, pairs, sharding, writers
+from osd_jax import base, pairs, sharding, writers
+from osd_jax.costs.table import expected_tokens
 from osd_jax.engine import adaptive
 from osd_tools import ahead_of_time, chips, hlo
 from osd_tools.ahead_of_time import estimates, plan, programs
@@ -90,9 +91,8 @@ def test_estimates_follow_from_the_figures(compiled):
 def test_break_even_is_the_least_rate_that_pays(drafted, ratio):
   rate = estimates.break_even(drafted, ratio)
   assert rate is not None
-  expected = metrics.expected_tokens_per_target_call
-  assert expected(rate, drafted) >= ratio - 1e-9
-  assert rate == 0 or expected(rate - 0.002, drafted) < ratio
+  assert expected_tokens(rate, drafted) >= ratio - 1e-9
+  assert rate == 0 or expected_tokens(rate - 0.002, drafted) < ratio
   assert estimates.break_even(drafted, drafted + 1.1) is None
 
 

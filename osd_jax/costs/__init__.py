@@ -1,0 +1,1 @@
+"""What serving and learning cost on this machine: one table, one measurement."""

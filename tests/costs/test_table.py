@@ -1,0 +1,74 @@
+"""Tables of measured costs, and the number of tokens that a round emits."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from osd_jax import base
+from osd_jax.costs import table
+
+ROUNDS = table.RoundCosts((4.0, 7.0, 11.0), num_draft_tokens=(0, 3, 7))
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 8])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.85, 1.0])
+def test_expected_tokens_match_a_simulation(acceptance, num_draft_tokens):
+  rng = np.random.default_rng(0)
+  accepted = rng.random((20_000, num_draft_tokens)) < acceptance
+  emitted = 1 + np.cumprod(accepted, axis=1).sum(axis=1).mean()
+  found = table.expected_tokens(acceptance, num_draft_tokens)
+  assert found == pytest.approx(emitted, rel=0.02)
+  if acceptance < 1:
+    closed = (1 - acceptance ** (num_draft_tokens + 1)) / (1 - acceptance)
+    assert found == pytest.approx(closed)
+
+
+def test_rounds_between_two_ks_are_interpolated():
+  assert ROUNDS.at(1.5) == pytest.approx(5.5) and ROUNDS.at(7) == 11.0
+
+
+def test_token_time_uses_the_fastest_k_and_all_rows():
+  fixed = table.RoundCosts((11.0,), num_draft_tokens=(7,))
+  assert fixed.token_ms(0.0) == 11.0
+  assert fixed.token_ms(1.0) == pytest.approx(11.0 / 8)
+  assert fixed.token_ms(0.5) == pytest.approx(11.0 / (2 - 0.5**7))
+  both = table.RoundCosts((4.0, 6.0, 11.0), num_draft_tokens=(0, 1, 7), rows=2)
+  assert both.token_ms(0.1) == 2.0  # plain
+  assert both.token_ms(1.0) == pytest.approx(11.0 / 8 / 2)
+
+
+def test_costs_survive_json():
+  costs = table.Costs(ROUNDS, 60.0, plain=ROUNDS, update_ms=120.0, slices=6)
+  fields = json.loads(json.dumps(dataclasses.asdict(costs)))
+  assert table.Costs.from_json({"kind": "costs", **fields}) == costs
+
+
+def test_the_report_lists_what_an_update_takes_only_where_there_are_updates():
+  calls = [row["call"] for row in table.Costs(ROUNDS).table()]
+  assert "round, K = 3" in calls and not any("update" in call for call in calls)
+  learning = table.Costs(ROUNDS, 60.0, update_ms=120.0, slices=6).table()
+  assert learning[-1]["milliseconds"] == 60.0
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    ({"round_ms": ()}, "RoundCosts.round_ms"),
+    ({"round_ms": (0.0, 1.0, 2.0)}, "RoundCosts.round_ms"),
+    ({"num_draft_tokens": (0, 3)}, "RoundCosts.num_draft_tokens"),
+    ({"rows": 0}, "RoundCosts.rows"),
+    ({"request_ms": -1.0}, "RoundCosts.request_ms"),
+  ],
+)
+def test_bad_fields_are_named(fields, message):
+  with pytest.raises(base.InputError, match=message):
+    dataclasses.replace(ROUNDS, **fields)
+
+
+def test_bad_costs_are_named():
+  with pytest.raises(base.InputError, match="Costs.lost_ms"):
+    table.Costs(ROUNDS, -1.0)
+  with pytest.raises(base.InputError, match="Costs.online"):
+    table.Costs(table.RoundCosts((1.0,)))

@@ -102,11 +102,11 @@ def configs(given: argparse.Namespace, seed: int) -> dict:
 
 def serve(config, requests: int | None = None) -> Run:
   """Serves the stream, or its first requests, and times every step."""
-  from osd_jax import online, sharding, writers
+  from osd_jax import online, runs, sharding
 
   sharding.make(config.partition)  # first: JAX starts as the config says
   with tempfile.TemporaryDirectory() as folder:
-    directory = writers.RunDirectory.start(folder)
+    directory = runs.RunDirectory.start(folder)
     config = dataclasses.replace(config, run_directory=folder)
     loop = online.OnlineLoop(config, directory)
     last = min(requests or len(loop.stream), len(loop.stream))
@@ -123,7 +123,7 @@ def serve(config, requests: int | None = None) -> Run:
     loop.wait()
     seconds = time.perf_counter() - began
     loop.close(seconds)
-    rows = list(writers.read(directory.metrics_path))
+    rows = list(runs.read(directory.metrics_path))
   return Run(
     seconds,
     np.array(steps),

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax.writers import canvas, series
+from osd_jax.report import canvas, series
 
 HERE = pathlib.Path(__file__).resolve().parent
 FIGURES = HERE.parent / "docs" / "figures"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from osd_jax import base, online, pairs, sharding, writers
+from osd_jax import base, online, pairs, runs, sharding
 from osd_jax.data import streams
 from osd_jax.engine import engine
 from osd_jax.engine.server import Server
@@ -72,7 +72,7 @@ class Learning:
       config: the run; measures of the floor draft and comparisons are left out.
       folder: of the run.
     """
-    self._directory = writers.RunDirectory.start(folder)
+    self._directory = runs.RunDirectory.start(folder)
     self._loop = online.OnlineLoop(bare(config, pair, folder), self._directory)
 
   def serve(self, start: int, stop: int) -> None:
@@ -85,7 +85,7 @@ class Learning:
   def close(self) -> dict[str, float]:
     """Ends the run; figures of all of it."""
     self._loop.close(self._loop.seconds)
-    rows = list(writers.read(self._directory.metrics_path))
+    rows = list(runs.read(self._directory.metrics_path))
     requests = [row for row in rows if row["kind"] == "request"]
     updates = [row for row in rows if row["kind"] == "update"]
     return {

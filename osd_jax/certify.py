@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import rich.console
 
-from osd_jax import base, corpus, metrics, pairs, sharding, writers
+from osd_jax import base, corpus, metrics, pairs, runs, sharding
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.engine import engine
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate, progress, summaries
+from osd_jax.measuring import certificate
+from osd_jax.report import progress, summaries
 
 _SWAP_ROUNDS = 3  # rounds between two swaps
 _NOISE = 0.1  # of a perturbed copy, in standard deviations of each array
@@ -103,7 +104,7 @@ def perturbed(params: base.Params, scale: float, seed: int = 0) -> base.Params:
   )
 
 
-def run(config: CertifyConfig, operative_config: str = "") -> writers.RunResult:
+def run(config: CertifyConfig, operative_config: str = "") -> runs.RunResult:
   """Decodes, judges, prints and writes the verdict.
 
   Args:
@@ -114,7 +115,7 @@ def run(config: CertifyConfig, operative_config: str = "") -> writers.RunResult:
     The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
-  with writers.RunDirectory.start(
+  with runs.RunDirectory.start(
     config.run_directory,
     config,
     operative_config=operative_config,
@@ -124,17 +125,17 @@ def run(config: CertifyConfig, operative_config: str = "") -> writers.RunResult:
     if directory.finished:
       return summaries.leave_alone(directory, console)
     total = _certified(config, directory, console)
-    return certificate.result(total, directory, console)
+    return summaries.result(total, directory, console)
 
 
 def _certified(
-  config: CertifyConfig, directory: writers.RunDirectory, console: rich.console.Console
+  config: CertifyConfig, directory: runs.RunDirectory, console: rich.console.Console
 ) -> certificate.Certificate:
   """Logs a row for every arrangement; returns the verdict over all of them."""
   grid = Grid(config)
   total = certificate.Certificate()
   with (
-    writers.MetricsLog(directory.metrics_path) as log,
+    runs.MetricsLog(directory.metrics_path) as log,
     progress.bar(console) as bar,
   ):
     log.truncate(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich.console
 
-from osd_jax import assets, base, pairs, writers
+from osd_jax import assets, base, pairs, runs
 from osd_jax.data import tokenizers
 from osd_jax.data import vocabulary as vocabularies
 from osd_jax.models import convert, weights
@@ -57,7 +57,7 @@ class ConvertConfig:
       _shape(self)
 
 
-def run(config: ConvertConfig, operative_config: str = "") -> writers.RunResult:
+def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   """Reads, checks and writes; what is written appears complete or not at all.
 
   Args:
@@ -94,7 +94,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> writers.RunResult:
   console.print(f"{kind} {source} -> {config.output_kind} {written}", highlight=False)
   if to_folder and not tokenizer:
     console.print("without a tokenizer: ConvertConfig.vocabulary names none")
-  return writers.RunResult(written)
+  return runs.RunResult(written)
 
 
 _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {

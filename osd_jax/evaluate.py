@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from osd_jax import base, metrics, pairs, sharding, writers
+from osd_jax import base, metrics, pairs, runs, sharding
 from osd_jax import corpus as texts
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine import agreement, engine
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate, progress, summaries, timing
+from osd_jax.measuring import certificate, timing
+from osd_jax.report import progress, summaries
 
 CHECKED = 16  # prompts decoded greedily for the check where requests are sampled
 
@@ -68,7 +69,7 @@ class EvaluateConfig:
     self.decoding.check_sources(self.prompts, "EvaluateConfig.prompts")
 
 
-def run(config: EvaluateConfig, operative_config: str = "") -> writers.RunResult:
+def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
   """Measures everything, from the beginning if it was interrupted.
 
   Args:
@@ -79,7 +80,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> writers.RunResult
     The run directory, and whether every output checked is the target's.
   """
   console = rich.console.Console(stderr=True)
-  with writers.RunDirectory.start(
+  with runs.RunDirectory.start(
     config.run_directory,
     config,
     operative_config=operative_config,
@@ -89,15 +90,15 @@ def run(config: EvaluateConfig, operative_config: str = "") -> writers.RunResult
     if directory.finished:
       return summaries.leave_alone(directory, console)
     verdict = _measure(config, directory, console)
-    return certificate.result(verdict, directory, console)
+    return summaries.result(verdict, directory, console)
 
 
 def _measure(
-  config: EvaluateConfig, directory: writers.RunDirectory, console: rich.console.Console
+  config: EvaluateConfig, directory: runs.RunDirectory, console: rich.console.Console
 ) -> certificate.Certificate:
   """Logs every table of the evaluation; returns the verdict over all drafts."""
   bench = Bench(config)
-  with writers.MetricsLog(directory.metrics_path) as log:
+  with runs.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)
     summaries.note_data(bench.prompts, log, console)
     with progress.status(console, "the target answers"):

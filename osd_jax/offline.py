@@ -9,15 +9,15 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from osd_jax import base, checkpoints, pairs, sharding, writers
+from osd_jax import base, pairs, runs, sharding
 from osd_jax import corpus as texts_lib
-from osd_jax.checkpoints import signals
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts as prompts_lib
 from osd_jax.distillation import update as updates
 from osd_jax.engine import agreement, engine
-from osd_jax.measuring import progress, summaries
 from osd_jax.models import weights
+from osd_jax.report import progress, summaries
+from osd_jax.runs import signals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class OfflineConfig:
     self.decoding.check_sources(self.evaluation, "OfflineConfig.evaluation")
 
 
-def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
+def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
   """Writes texts, learns on them, saves the draft; continues an interrupted run.
 
   Args:
@@ -106,7 +106,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
   """
   weights.check_output("OfflineConfig.output", config.output)
   console = rich.console.Console(stderr=True)
-  with writers.RunDirectory.start(
+  with runs.RunDirectory.start(
     config.run_directory,
     config,
     operative_config=operative_config,
@@ -137,7 +137,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> writers.RunResult:
     console.print(
       f"weights: {config.output}\nrun directory: {directory.path}", soft_wrap=True
     )
-    return writers.RunResult(directory.path)
+    return runs.RunResult(directory.path)
 
 
 class OfflineLoop:
@@ -146,7 +146,7 @@ class OfflineLoop:
   def __init__(
     self,
     config: OfflineConfig,
-    directory: writers.RunDirectory,
+    directory: runs.RunDirectory,
     bar: rich.progress.Progress,
   ):
     """Loads the pair and restores a checkpoint if there is one."""
@@ -160,9 +160,9 @@ class OfflineLoop:
     self.loss = self.overlap = float("nan")
     self._losses: list[Any] = []
     self._writer = trained  # what wrote the draft's texts
-    self._log = writers.MetricsLog(directory.metrics_path)
-    self._saved = checkpoints.Checkpointer(
-      checkpoints.CheckpointConfig(str(directory.checkpoints_path))
+    self._log = runs.MetricsLog(directory.metrics_path)
+    self._saved = runs.Checkpointer(
+      runs.CheckpointConfig(str(directory.checkpoints_path))
     )
     if self._saved.latest_step() is None:
       self._log.truncate(0)

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import rich.console
 
-from osd_jax import background, base, checkpoints, corpus, pairs, sharding, writers
-from osd_jax.checkpoints import signals
+from osd_jax import background, base, corpus, pairs, runs, sharding
 from osd_jax.data import batches as batches_lib
 from osd_jax.data import prompts, streams
 from osd_jax.data.vocabulary import Vocabulary
@@ -24,9 +23,9 @@ from osd_jax.measuring import (
   logbook,
   metering,
   prices,
-  progress,
-  summaries,
 )
+from osd_jax.report import progress, summaries
+from osd_jax.runs import signals
 
 BEHIND = 8  # answers a row that may wait to be learnt from, where serving goes on
 
@@ -84,7 +83,7 @@ class OnlineConfig:
     base.check_types(self)
     base.check_counts(self, "checkpoint_every")
     base.check_counts(self, "compare_every", least=0)
-    base.check_choices(self, keep_outputs=writers.OUTPUTS_KEPT)
+    base.check_choices(self, keep_outputs=runs.OUTPUTS_KEPT)
     schedule = self.learning.schedule
     unpriced = self.learn and isinstance(schedule, WorthConfig) and not schedule.costs
     priced = self.prices and not self.replicas.count
@@ -106,7 +105,7 @@ class OnlineConfig:
       self.decoding.check_sources(self.stream, "OnlineConfig.stream")
 
 
-def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
+def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
   """Serves the whole stream; continues an interrupted run of the same directory.
 
   Args:
@@ -118,7 +117,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
   """
   console = rich.console.Console(stderr=True)
   sharding.make(config.partition)  # first: JAX starts as the config says
-  with writers.RunDirectory.start(
+  with runs.RunDirectory.start(
     config.run_directory,
     config,
     operative_config=operative_config,
@@ -142,9 +141,9 @@ def run(config: OnlineConfig, operative_config: str = "") -> writers.RunResult:
     finally:
       loop.wait()  # an interrupted run, too, leaves its last checkpoint whole
     loop.close(loop.seconds)
-    verdict = certificate.of_rows(writers.read(directory.metrics_path))
+    verdict = certificate.of_rows(runs.read(directory.metrics_path))
     unchecked = certificate.promise(config.decoding)
-    return certificate.result(verdict, directory, console, unchecked)
+    return summaries.result(verdict, directory, console, unchecked)
 
 
 class OnlineLoop:
@@ -153,7 +152,7 @@ class OnlineLoop:
   def __init__(
     self,
     config: OnlineConfig,
-    directory: writers.RunDirectory,
+    directory: runs.RunDirectory,
     announce: Callable[[str], object] = lambda text: None,
   ):
     """Loads the pair, seeds the buffer, and restores a checkpoint if there is one.
@@ -178,14 +177,12 @@ class OnlineLoop:
       config.compare_every,
       config.partition,
     )
-    self._models = checkpoints.fingerprint(
-      (self.pair.target_params, self.pair.draft_params)
-    )
+    self._models = runs.fingerprint((self.pair.target_params, self.pair.draft_params))
     self._log = logbook.Logbook(
       directory, config.keep_outputs, config.tensorboard, announce
     )
-    self._saved = checkpoints.Checkpointer(
-      checkpoints.CheckpointConfig(
+    self._saved = runs.Checkpointer(
+      runs.CheckpointConfig(
         str(directory.checkpoints_path), every_requests=config.checkpoint_every
       )
     )
@@ -382,7 +379,7 @@ class OnlineLoop:
     arrays, host = self._saved.restore(
       None, lambda host: self.server.structure(host["server"])
     )
-    checkpoints.check_fingerprint(host["models"], self._models)
+    runs.check_fingerprint(host["models"], self._models)
     self.stream.restore(host["stream"])
     self.finished, self._submitted = host["finished"], host["submitted"]
     self.server.restore(arrays, host["server"], self._request)

@@ -13,13 +13,13 @@ import numpy as np
 import optax
 import rich.console
 
-from osd_jax import assets, base, checkpoints, sharding, writers
+from osd_jax import assets, base, runs, sharding
 from osd_jax.data import batches as data_batches
 from osd_jax.data import tokenizers
 from osd_jax.distillation import optimizers, update
-from osd_jax.measuring import progress, summaries
 from osd_jax.models import families, tensors, weights
 from osd_jax.models.shapes import LlamaConfig, T5Config
+from osd_jax.report import progress, summaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PretrainConfig:
     base.check_fields(self, {f: (getattr(self, f).strip(), "a path") for f in paths})
 
 
-def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult:
+def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
   """Trains, evaluates, writes `config.output`; continues an interrupted run.
 
   Args:
@@ -104,7 +104,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
     )
   model = families.build(config.model, "model")
   state = initial_state(config, model)
-  with writers.RunDirectory.start(
+  with runs.RunDirectory.start(
     config.run_directory,
     config,
     operative_config=operative_config,
@@ -114,10 +114,10 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
     if directory.finished:
       return summaries.leave_alone(directory, console)
     with (
-      checkpoints.Checkpointer(
-        checkpoints.CheckpointConfig(str(directory.checkpoints_path))
+      runs.Checkpointer(
+        runs.CheckpointConfig(str(directory.checkpoints_path))
       ) as saved,
-      writers.MetricsLog(directory.metrics_path) as log,
+      runs.MetricsLog(directory.metrics_path) as log,
     ):
       if saved.latest_step() is None:
         log.truncate(0)
@@ -140,7 +140,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> writers.RunResult
     console.print(
       f"weights: {config.output}\nrun directory: {directory.path}", soft_wrap=True
     )
-    return writers.RunResult(directory.path)
+    return runs.RunResult(directory.path)
 
 
 def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:

@@ -51,8 +51,8 @@ TOLD = "tests/engine/test_drafting_told.py"
 ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
 NARROWING = "tests/distillation/test_subsample.py"
-CHECKPOINTS = "tests/checkpoints/test_checkpointer.py"
-WRITTEN = "tests/checkpoints/test_written_beside.py"
+CHECKPOINTS = "tests/runs/test_checkpointer.py"
+WRITTEN = "tests/runs/test_written_beside.py"
 LLAMA = "tests/models/test_llama.py"
 LEARNER = "tests/distillation/test_learner.py"
 STATE = "tests/decoding/test_state.py"
@@ -389,7 +389,7 @@ FAULTS = [
     "other models go on with saved rows",
     "if saved not in (None, own):",
     "if False:",
-    "tests/checkpoints tests/test_online.py tests/test_faults.py",
+    "tests/runs tests/test_online.py tests/test_faults.py",
   ),
   Fault(
     "a draft that was learnt beside serving is never swapped in",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import corpus, online, pairs, sharding, writers
+from osd_jax import corpus, online, pairs, runs, sharding
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data import prompts
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
@@ -65,7 +65,7 @@ def outputs(path):
 def timeless(path, kind):
   return [
     {name: value for name, value in row.items() if not name.endswith(TIMES)}
-    for row in writers.read(path / "metrics.jsonl")
+    for row in runs.read(path / "metrics.jsonl")
     if row["kind"] == kind
   ]
 

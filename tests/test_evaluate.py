@@ -7,7 +7,7 @@ import pytest
 import tabular_pair
 import tiny_pair
 
-from osd_jax import base, evaluate, metrics, writers
+from osd_jax import base, evaluate, metrics, runs
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data import prompts
 from osd_jax.data.batches import BatchConfig
@@ -59,7 +59,7 @@ def config(tmp_path_factory) -> evaluate.EvaluateConfig:
 def rows(config):
   path = evaluate.run(config).path
   assert (path / "report.html").is_file()
-  return list(writers.read(path / "metrics.jsonl"))
+  return list(runs.read(path / "metrics.jsonl"))
 
 
 def of(rows, kind, **where):
@@ -108,7 +108,7 @@ def test_sampled_runs_are_checked_greedily_too(config, tmp_path):
     run_directory=str(tmp_path / "r"),
   )
   evaluate.run(sampled)
-  found = list(writers.read(tmp_path / "r" / "metrics.jsonl"))
+  found = list(runs.read(tmp_path / "r" / "metrics.jsonl"))
   (verdict,) = of(found, "certificate")
   assert verdict["equal"] == verdict["outputs"] == 6
   assert not of(found, "speed")
@@ -141,7 +141,7 @@ def test_an_adaptive_k_is_measured_but_not_predicted(config, tmp_path):
     run_directory=str(tmp_path / "r"),
   )
   path = evaluate.run(adapting).path
-  found = list(writers.read(path / "metrics.jsonl"))
+  found = list(runs.read(path / "metrics.jsonl"))
   (verdict,), (speed,) = of(found, "certificate"), of(found, "speed")
   assert verdict["equal"] == verdict["outputs"] == 6
   assert speed["predicted"] is None and speed["speed_up"] > 0

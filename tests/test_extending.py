@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import online, writers
+from osd_jax import online, runs
 from osd_jax.distillation import losses
 from osd_jax.engine import engine
 
@@ -26,7 +26,7 @@ def ran(repository, tmp_path_factory):
   }
   for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
     exec(block, names)
-  names["rows"] = list(writers.read(names["result"].path / "metrics.jsonl"))
+  names["rows"] = list(runs.read(names["result"].path / "metrics.jsonl"))
   return names
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import checkpoints, online, pairs, sharding, writers
+from osd_jax import online, pairs, runs, sharding
 from osd_jax.models import weights
-from osd_jax.writers import stored_config
+from osd_jax.report import plots
+from osd_jax.runs import stored_config
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def serve(pair):
 
   def served(folder, models=loaded):
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(writers, "draw_plots_if_available", lambda *_: ([], ""))
+      patch.setattr(plots, "draw_plots_if_available", lambda *_: ([], ""))
       return online.run(tiny_online.config(models, folder, **QUICK)).path
 
   served.loaded = loaded
@@ -84,7 +85,7 @@ def assert_equal_to(whole, folder):
   queries = [
     [
       row["query"]
-      for row in writers.read(path / "metrics.jsonl")
+      for row in runs.read(path / "metrics.jsonl")
       if row["kind"] == "request"
     ]
     for path in (whole, folder)
@@ -171,9 +172,9 @@ def test_a_checkpoint_of_another_shape_is_refused(serve, copied, unnoticed):
 
 def test_fingerprints_tell_models_apart():
   params = {"a": np.ones((3, 4), np.float32), "b": np.zeros(2, np.float32)}
-  own = checkpoints.fingerprint(params)
-  assert own == checkpoints.fingerprint(jax.tree.map(jax.numpy.asarray, params))
+  own = runs.fingerprint(params)
+  assert own == runs.fingerprint(jax.tree.map(jax.numpy.asarray, params))
   for change in ({"a": params["a"] * 2}, {"b": params["b"] + 1}):
-    assert checkpoints.fingerprint(params | change) != own
-  checkpoints.check_fingerprint(None, own)  # a checkpoint from before it was noted
-  checkpoints.check_fingerprint(own, own)
+    assert runs.fingerprint(params | change) != own
+  runs.check_fingerprint(None, own)  # a checkpoint from before it was noted
+  runs.check_fingerprint(own, own)

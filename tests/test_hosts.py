@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 from osd_jax import main as cli
-from osd_jax import writers
+from osd_jax import runs
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def served(directory):
 
 
 def learnt(directory):
-  rows = writers.read(directory / "metrics.jsonl")
+  rows = runs.read(directory / "metrics.jsonl")
   return [(row["version"], row["loss"]) for row in rows if row["kind"] == "update"]
 
 
@@ -198,7 +198,7 @@ def test_the_other_commands_do_what_they_do_alone(tmp_path):
 def figures(directory):
   """Losses and held-out figures of a run."""
   found = []
-  for row in writers.read(directory / "metrics.jsonl"):
+  for row in runs.read(directory / "metrics.jsonl"):
     if row["kind"] == "step":
       found.append(row["loss"])
     for task in row.get("tasks", {}).values() if row["kind"] == "evaluation" else ():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import base, pairs, writers
+from osd_jax import base, pairs, runs
 from osd_jax.distillation.learner import Learner, LearningConfig
 from osd_jax.engine import engine, replicas
 
@@ -51,7 +51,7 @@ def test_a_k_chosen_by_costs_that_each_would_measure(loaded, two):
 
 def test_a_run_directory_at_an_address(two):
   with pytest.raises(base.InputError, match=r"run_directory.*mount the bucket"):
-    writers.RunDirectory.start("memory://bucket/run")
+    runs.RunDirectory.start("memory://bucket/run")
 
 
 def test_replicas(lively_pair, loaded, two):

@@ -11,7 +11,7 @@ import tiny_pair
 from whole_run import COUNT, INTERRUPTED, run
 
 import osd_jax
-from osd_jax import base, certify, convert, evaluate, offline, pairs, testing, writers
+from osd_jax import base, certify, convert, evaluate, offline, pairs, runs, testing
 from osd_jax import main as cli
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data import tokenizers
@@ -95,13 +95,13 @@ def test_a_certificate(pair, tmp_path):
   )
   made = certify.run(config)
   assert made.exact
-  found = [r for r in writers.read(made.path / "metrics.jsonl") if "equal" in r]
+  found = [r for r in runs.read(made.path / "metrics.jsonl") if "equal" in r]
   assert all(row["outputs"] == row["equal"] > 0 for row in found) and len(found) > 2
 
 
 def test_an_evaluation(pair, tmp_path):
   made = evaluate.run(evaluate.EvaluateConfig(**asked(pair, tmp_path)))
-  assert [r for r in writers.read(made.path / "metrics.jsonl") if r["kind"] == "draft"]
+  assert [r for r in runs.read(made.path / "metrics.jsonl") if r["kind"] == "draft"]
 
 
 @pytest.mark.parametrize("draft", ["independent", "attached"])
@@ -122,7 +122,7 @@ def test_distilled_offline_it_agrees_more_and_serves(pair, tmp_path, draft):
     run_directory=str(tmp_path / "run"),
   )
   made = offline.run(config)
-  rows = writers.of_kind(list(writers.read(made.path / "metrics.jsonl")), "evaluation")
+  rows = runs.of_kind(list(runs.read(made.path / "metrics.jsonl")), "evaluation")
   overlaps = [
     np.mean([task["distribution_overlap"] for task in row["tasks"].values()])
     for row in rows
@@ -204,8 +204,8 @@ def test_the_papers_pair_runs_from_a_folder_of_its_layout(
     "PairConfig__draft": draft,
   }
   assert osd("online", "experiments/vicuna_7b_gsm8k.gin", **settings) == 0
-  rows = list(writers.read(data / "run/metrics.jsonl"))
-  assert writers.of_kind(rows, "update")
+  rows = list(runs.read(data / "run/metrics.jsonl"))
+  assert runs.of_kind(rows, "update")
   if draft == "attached":
     return
   home = data / "adapted"

@@ -16,15 +16,15 @@ import jax
 import pytest
 from gin_run import CONFIGS, RUN, complaint, load
 
-from osd_jax import base, writers
+from osd_jax import base, runs
 from osd_jax import main as cli
 from osd_jax.data import sources
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.main import commands, factory, fields, settings
-from osd_jax.measuring import summaries
 from osd_jax.models import weights
 from osd_jax.models.t5 import T5Config
+from osd_jax.report import summaries
 from osd_tools import pretrain, sizes
 
 
@@ -347,7 +347,7 @@ def test_dry_run_prints_the_settings_and_runs_nothing(
 
 def test_the_run_gets_config_and_text(written, unprepared, monkeypatch):
   got = []
-  result = writers.RunResult(pathlib.Path("run"))
+  result = runs.RunResult(pathlib.Path("run"))
   monkeypatch.setattr(
     pretrain, "run", lambda *arguments: got.extend(arguments) or result
   )
@@ -372,7 +372,7 @@ def ended(written, unprepared, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("exact", "code"), [(True, 0), (False, 1)])
 def test_an_output_that_is_not_the_targets_ends_with_1(ended, exact, code):
-  result = writers.RunResult(pathlib.Path("run"), exact)
+  result = runs.RunResult(pathlib.Path("run"), exact)
   assert ended(lambda *_: result)[0] == code
 
 
@@ -453,7 +453,7 @@ def test_a_path_that_cannot_be_used_is_named_by_its_setting(
 ):
   path = written("a file", "file") + inside
   code, errors = ended(
-    lambda config, _: writers.RunDirectory.start(config.run_directory, config),
+    lambda config, _: runs.RunDirectory.start(config.run_directory, config),
     f"--gin.PretrainConfig.run_directory={path!r}",
   )
   assert code == 2
@@ -540,7 +540,7 @@ def drawn(monkeypatch):
 def test_runs_are_drawn_anew_and_compared(drawn, tmp_path, capsys):
   runs = [tmp_path / "one", tmp_path / "two"]
   for run in runs:
-    writers.RunDirectory.start(run).metrics_path.write_text("")
+    runs.RunDirectory.start(run).metrics_path.write_text("")
   one, two = map(str, runs)
   assert cli.main(["report", one]) == 0
   assert cli.main(["compare", one, two]) == 0

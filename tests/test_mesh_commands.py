@@ -7,7 +7,7 @@ import pytest
 import tiny_online
 
 import osd_jax
-from osd_jax import certify, evaluate, sharding, writers
+from osd_jax import certify, evaluate, runs, sharding
 from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
 from osd_jax.engine import engine
@@ -46,7 +46,7 @@ def asked(pair, folder, mesh):
 
 
 def rows_of(path, kind):
-  return [row for row in writers.read(path / "metrics.jsonl") if row["kind"] == kind]
+  return [row for row in runs.read(path / "metrics.jsonl") if row["kind"] == kind]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from whole_run import COUNT, INTERRUPTED, run
 
-from osd_jax import writers
+from osd_jax import runs
 from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import adaptive
 
@@ -51,7 +51,7 @@ def test_split_by_weights_alone_with_a_k_of_its_own(alone, lively_pair, tmp_path
     candidates=(0, 2), rounds_per_call=1, costs=(RoundCosts((1.0, 4.0)),)
   )
   found, updates = run(lively_pair, tmp_path / "run", (1, 4), adaptive=chosen)
-  (row,) = writers.of_kind(list(writers.read(tmp_path / "run/metrics.jsonl")), "mesh")
+  (row,) = runs.of_kind(list(runs.read(tmp_path / "run/metrics.jsonl")), "mesh")
   assert "its 2 heads" in row["said"]  # on four devices: they stay together
   assert "its 2 heads" in (tmp_path / "run/report.html").read_text()
   assert found == alone[0]

@@ -27,7 +27,7 @@ PROGRESS = """
 import sys
 sys.modules["ipywidgets"] = None  # as where it is not installed
 import rich.console, rich.progress
-from osd_jax.measuring import progress
+from osd_jax.report import progress
 with {progress} as bar:
   task = bar.add_task("serve", total=2, figures="")
   bar.update(task, completed=2)

@@ -8,7 +8,7 @@ import rich.progress
 import tabular_pair
 import tiny_pair
 
-from osd_jax import base, corpus, offline, sharding, writers
+from osd_jax import base, corpus, offline, runs, sharding
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
 from osd_jax.distillation import update as updates
@@ -199,7 +199,7 @@ def finished(config):
 
 
 def logged(path):
-  return list(writers.read(path / "metrics.jsonl"))
+  return list(runs.read(path / "metrics.jsonl"))
 
 
 def test_learning_raises_held_out_overlap(config, finished):

@@ -12,11 +12,11 @@ import pytest
 import tiny_online
 from compilations import Compilations
 
-from osd_jax import background, base, online, writers
+from osd_jax import background, base, online, runs
 from osd_jax.distillation import learner as learner_lib
 from osd_jax.distillation import update
 from osd_jax.engine import engine
-from osd_jax.measuring import metering
+from osd_jax.measuring import ledger, metering
 from osd_jax.models import weights
 
 TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
@@ -51,7 +51,7 @@ def run(config):
     patch.setattr(metering.Meter, "row", measure)
     path = online.run(config).path
   compiled.append(watched.count)
-  rows = list(writers.read(path / "metrics.jsonl"))
+  rows = list(runs.read(path / "metrics.jsonl"))
   kinds = [
     [row for row in rows if row["kind"] == kind]
     for kind in ("request", "update", "summary")
@@ -238,7 +238,7 @@ def test_a_free_run_that_is_left_goes_on(learned, pair, tmp_path, monkeypatch):
   config = tiny_online.config(
     pair, tmp_path / "run", free_updates=True, compare_every=0
   )
-  with writers.RunDirectory.start(config.run_directory, config) as directory:
+  with runs.RunDirectory.start(config.run_directory, config) as directory:
     loop = online.OnlineLoop(config, directory)
     monkeypatch.setattr(metering.Meter, "row", slow)
     while loop._answered < 8:
@@ -324,7 +324,7 @@ def test_a_broken_update_is_counted_and_serving_goes_on(learned, make, monkeypat
 
 
 def test_the_average_is_what_serves(pair, tmp_path):
-  directory = writers.RunDirectory.start(tmp_path / "run")
+  directory = runs.RunDirectory.start(tmp_path / "run")
   loop = online.OnlineLoop(tiny_online.config(pair, directory.path), directory)
   while not loop.server.engine.draft_version:
     loop.step()
@@ -339,7 +339,7 @@ def test_a_run_goes_on_with_the_draft_and_the_shortlist_that_served(
 ):
   """Not with the newest average: a skipped update moves it and swaps nothing in."""
   spoil_draw(monkeypatch, 3)  # the second update
-  directory = writers.RunDirectory.start(tmp_path / "run")
+  directory = runs.RunDirectory.start(tmp_path / "run")
   config = tiny_online.config(pair, directory.path, checkpoint_every=1)
   loop = online.OnlineLoop(config, directory)
   while not loop.server.learner.state()[0]["learner"].skipped:
@@ -412,7 +412,7 @@ def test_a_run_directory_is_named(pair):
 
 
 def test_the_account_adds_up_to_the_wall_time(learned):
-  account = writers.Ledger.of([*learned.requests, *learned.updates, *learned.summary])
+  account = ledger.Ledger.of([*learned.requests, *learned.updates, *learned.summary])
   assert sum(account.parts.values()) == pytest.approx(account.wall)
   assert account.wall == learned.summary[0]["wall_seconds"]
   assert account.parts["rest"] > 0 and account.learning > 0

@@ -16,10 +16,11 @@ import tiny_online
 import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
-from osd_jax import metrics, online, pairs, sharding, writers
+from osd_jax import metrics, online, pairs, runs, sharding
 from osd_jax.distillation import buffer
 from osd_jax.engine import engine
 from osd_jax.measuring import metering
+from osd_jax.report import plots
 
 pytestmark = pytest.mark.slow
 
@@ -99,9 +100,9 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(metering.Meter, "row", note)
-    patch.setattr(writers, "draw_plots_if_available", lambda *_: ([], ""))
+    patch.setattr(plots, "draw_plots_if_available", lambda *_: ([], ""))
     path = online.run(config).path
-  rows = list(writers.read(path / "metrics.jsonl"))
+  rows = list(runs.read(path / "metrics.jsonl"))
   kinds = (
     [row for row in rows if row["kind"] == kind]
     for kind in ("request", "update", "alarm")

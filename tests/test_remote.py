@@ -12,7 +12,7 @@ import tiny_online
 import tiny_pair
 from test_attached_runs import configured, outputs
 
-from osd_jax import base, main, online, pairs, remote, writers
+from osd_jax import base, main, online, pairs, remote, runs
 from osd_jax.data import sources
 from osd_jax.engine import engine
 from osd_jax.models import weights
@@ -185,7 +185,7 @@ def test_a_run_goes_on_where_another_machine_left_it(
   assert outputs(result.path) == alone and "another machine" in str(result.path)
   rows = [json.loads(line) for line in get(f"{address}/metrics.jsonl").splitlines()]
   assert [r["index"] for r in rows if r["kind"] == "request"] == list(range(len(alone)))
-  assert len(writers.of_kind(rows, "data")) == 1  # continued, not begun
+  assert len(runs.of_kind(rows, "data")) == 1  # continued, not begun
   for name in ("report.html", "draft.safetensors", "provenance.json", "outputs.jsonl"):
     assert BUCKET.cat(f"{address}/{name}") == (result.path / name).read_bytes()
   assert not BUCKET.exists(f"{address}/.lock")

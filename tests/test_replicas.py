@@ -10,7 +10,7 @@ import pytest
 import tiny_online
 from test_attached_runs import configured, outputs
 
-from osd_jax import base, main, online, pairs, writers
+from osd_jax import base, main, online, pairs, runs
 from osd_jax.engine import replicas, requests
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.models.shapes import DraftServing
@@ -66,7 +66,7 @@ def at_step(monkeypatch, number, event):
 
 
 def rows_of(path, kind):
-  return [row for row in writers.read(path / "metrics.jsonl") if row["kind"] == kind]
+  return [row for row in runs.read(path / "metrics.jsonl") if row["kind"] == kind]
 
 
 def each_once(path):

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 import tiny_online
 
-from osd_jax import writers
+from osd_jax import runs
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ def finish(process):
 def timeless(path, kind):
   return [
     {name: value for name, value in row.items() if not name.endswith(TIMES)}
-    for row in writers.read(path / "metrics.jsonl")
+    for row in runs.read(path / "metrics.jsonl")
     if row["kind"] == kind
   ]
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import tiny_online
 
-from osd_jax import online, writers
+from osd_jax import online, runs
 from osd_jax.distillation import worth
 from osd_jax.main import settings
 
@@ -28,7 +28,7 @@ def load(pair, folder):
 def timeless(path, kind):
   return [
     {name: value for name, value in row.items() if not name.endswith(TIMES)}
-    for row in writers.read(path / "metrics.jsonl")
+    for row in runs.read(path / "metrics.jsonl")
     if row["kind"] == kind
   ]
 
@@ -38,7 +38,7 @@ def test_by_given_costs_an_interrupted_run_ends_as_a_whole_one(tmp_path):
   config = load(pair, tmp_path / "run")
   schedule = config.learning.schedule
   assert isinstance(schedule, worth.WorthConfig) and schedule.costs.update_ms == 1.0
-  with writers.RunDirectory.start(config.run_directory, config) as directory:
+  with runs.RunDirectory.start(config.run_directory, config) as directory:
     loop = online.OnlineLoop(config, directory)
     while loop.finished < 7:
       loop.step()

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import tiny_online
 
-from osd_jax import online, sharding, writers
+from osd_jax import online, runs, sharding
 from osd_jax.distillation import optimizers, update
 from osd_jax.engine import engine
 
@@ -58,7 +58,7 @@ def run(pair, folder, mesh, interrupted_at=None, goes_on_with=None, **decoding):
     assert not (folder / "draft.safetensors").exists()
   partition = sharding.PartitionConfig(*(goes_on_with or mesh))
   serve(dataclasses.replace(config, partition=partition), outputs)
-  rows = writers.read(folder / "metrics.jsonl")
+  rows = runs.read(folder / "metrics.jsonl")
   return [outputs[tag] for tag in range(COUNT)], [
     (row["version"], row["loss"]) for row in rows if row["kind"] == "update"
   ]

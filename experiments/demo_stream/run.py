@@ -17,12 +17,13 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import corpus, metrics, offline, online, pairs, sharding, writers
+from osd_jax import corpus, metrics, offline, online, pairs, runs, sharding
 from osd_jax.data import streams
 from osd_jax.data.prompts import prompts
 from osd_jax.engine import agreement
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
+from osd_jax.report import series
 
 HELD_OUT = 100  # prompts a topic
 
@@ -79,9 +80,9 @@ def served(
 
 def curves(path: pathlib.Path, level: dict[str, float]) -> dict[str, dict]:
   """Per topic: means, first and last 50, and requests to recover."""
-  requests = [r for r in writers.read(path / "metrics.jsonl") if r["kind"] == "request"]
+  requests = [r for r in runs.read(path / "metrics.jsonl") if r["kind"] == "request"]
   found = {}
-  for label, rows in writers.by_segment(requests):
+  for label, rows in series.by_segment(requests):
     row = metrics.segment_summary(rows, 50)
     row["recovery"] = metrics.recovery_requests(
       [r["overlap"] for r in rows], level[label]
@@ -137,7 +138,7 @@ def main() -> None:
 
 def keep(run: pathlib.Path, shifts, path: pathlib.Path) -> None:
   """Writes overlap by request of both drafts as one line of JSON."""
-  rows = [r for r in writers.read(run / "metrics.jsonl") if r["kind"] == "request"]
+  rows = [r for r in runs.read(run / "metrics.jsonl") if r["kind"] == "request"]
   rows.sort(key=lambda row: row["query"])
   columns = {"online": "overlap", "frozen": "floor_overlap"}
   line = {name: [round(r[field], 3) for r in rows] for name, field in columns.items()}

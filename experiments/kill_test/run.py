@@ -30,7 +30,7 @@ import rich.console
 import rich.table
 import safetensors.numpy
 
-from osd_jax import writers
+from osd_jax import runs
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tests" / "tiny_online.py"
@@ -119,7 +119,7 @@ def timeless(run: pathlib.Path, kind: str) -> list[dict]:
   """Rows of a kind without what a clock measured."""
   return [
     {name: value for name, value in row.items() if not name.endswith(TIMES)}
-    for row in writers.read(run / "metrics.jsonl")
+    for row in runs.read(run / "metrics.jsonl")
     if row["kind"] == kind
   ]
 

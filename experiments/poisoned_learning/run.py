@@ -34,7 +34,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import online, pairs, sharding, writers
+from osd_jax import online, pairs, runs, sharding
 from osd_jax.distillation import buffer, update
 from osd_jax.engine import engine
 from osd_jax.main import settings
@@ -113,9 +113,7 @@ def serve(config: online.OnlineConfig, way: str):
     outputs[query.index] = done.tokens.tolist()
     return measure(meter, done, query, *others)
 
-  directory = writers.RunDirectory.start(
-    config.run_directory, seed=config.learning.seed
-  )
+  directory = runs.RunDirectory.start(config.run_directory, seed=config.learning.seed)
   with contextlib.ExitStack() as patches:
     patches.enter_context(mock.patch.object(metering.Meter, "row", note))
     if way == "nan rows":
@@ -127,7 +125,7 @@ def serve(config: online.OnlineConfig, way: str):
       loop.step()
     loop.close(0.0)
   directory.finish()
-  return outputs, list(writers.read(directory.metrics_path))
+  return outputs, list(runs.read(directory.metrics_path))
 
 
 def figures(rows: list[dict]) -> dict[str, object]:

@@ -22,14 +22,14 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import metrics, writers
+from osd_jax import metrics, runs
 
 WINDOW = 25
 
 
 def segments(path: pathlib.Path) -> list[tuple[str, list[dict]]]:
   """(domain, its requests in order of finishing)."""
-  rows = [row for row in writers.read(path) if row["kind"] == "request"]
+  rows = [row for row in runs.read(path) if row["kind"] == "request"]
   grouped = itertools.groupby(rows, key=lambda row: row["source"])
   return [(label, list(part)) for label, part in grouped]
 

@@ -137,7 +137,7 @@ def _about_runs(arguments: argparse.Namespace) -> int:
       )
   import rich.console
 
-  from osd_jax.measuring import summaries
+  from osd_jax.report import summaries
 
   if arguments.command == "report":
     page = summaries.redraw(paths[0])

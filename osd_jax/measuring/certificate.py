@@ -15,12 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
 
-from osd_jax import base, pairs, writers
+from osd_jax import base, pairs, runs
 from osd_jax.decoding import accept, sampling
 from osd_jax.engine import engine
-from osd_jax.measuring import summaries
 
 # Promised, not tuned: a difference beyond them is a fault to find.
 NEAR_TIE = 1e-5  # relative distance of two scores
@@ -152,7 +150,7 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Certificate:
   return total
 
 
-def conclude(verdict: Certificate, directory: writers.RunDirectory) -> bool:
+def conclude(verdict: Certificate, directory: runs.RunDirectory) -> bool:
   """Writes certificate.json; notes the run as finished unless an output differs.
 
   A run with an output that is not the target's stays open: the same command says so
@@ -176,26 +174,6 @@ def conclude(verdict: Certificate, directory: writers.RunDirectory) -> bool:
     },
   )
   return verdict.passed
-
-
-def result(
-  verdict: Certificate,
-  directory: writers.RunDirectory,
-  console: rich.console.Console,
-  unchecked: str = "",
-) -> writers.RunResult:
-  """The end of a run whose outputs were checked: `conclude`, report, last words.
-
-  Args:
-    verdict: over all of its outputs.
-    directory: where it stands.
-    console: where to print.
-    unchecked: what is said where the verdict is over nothing.
-  """
-  exact = conclude(verdict, directory)
-  summaries.conclude(directory, console, verdict.sentence() or unchecked)
-  console.print(f"run directory: {directory.path}", soft_wrap=True)
-  return writers.RunResult(directory.path, exact)
 
 
 def applies(sampling: engine.SamplingConfig, decoding: engine.DecodingConfig) -> bool:

@@ -8,11 +8,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from osd_jax import writers
+from osd_jax import runs
 from osd_jax.data import streams
 from osd_jax.engine.requests import Finished
-from osd_jax.measuring import alarms, savings
+from osd_jax.measuring import savings
 from osd_jax.measuring.prices import Prices
+from osd_jax.runs import alarms
 
 
 class Logbook:
@@ -24,7 +25,7 @@ class Logbook:
 
   def __init__(
     self,
-    directory: writers.RunDirectory,
+    directory: runs.RunDirectory,
     keep_outputs: str,
     tensorboard: bool,
     announce: Callable[[str], object],
@@ -39,10 +40,10 @@ class Logbook:
     """
     self.prices: Prices | None = None
     self._path, self._announce = directory.metrics_path, announce
-    self._rows = writers.MetricsLog(
+    self._rows = runs.MetricsLog(
       directory.metrics_path, directory.tensorboard_path if tensorboard else None
     )
-    self._outputs = writers.OutputsLog(directory.outputs_path, keep_outputs)
+    self._outputs = runs.OutputsLog(directory.outputs_path, keep_outputs)
     self._savings, self._alarms = savings.Savings(), alarms.AlarmState()
 
   def begin(self) -> None:
@@ -90,7 +91,7 @@ class Logbook:
       text: of the answer.
     """
     self._outputs.write(
-      writers.Output(
+      runs.Output(
         index=row["index"],
         query=query.index,
         task=query.task,
@@ -122,7 +123,7 @@ class Logbook:
     """
     self._rows.truncate(host["metrics_bytes"])
     self._outputs.truncate(host["outputs_bytes"])
-    rows = list(writers.read(self._path))
+    rows = list(runs.read(self._path))
     self._alarms = alarms.replay(rows)
     if host.get("prices"):  # runs that began before there were any have none
       self.prices = Prices.from_json(host["prices"])

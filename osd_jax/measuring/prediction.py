@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from osd_jax import writers
+from osd_jax import runs
 from osd_jax.measuring.prices import CallPrices, Prices
 
 Row = Mapping[str, Any]
@@ -53,7 +53,7 @@ def table(prices: Prices, rows: Sequence[Row]) -> list[dict[str, Any]]:
     prices: of the run.
     rows: of its metrics.jsonl.
   """
-  requests = [row for row in writers.request_rows(rows) if row["output_tokens"]]
+  requests = [row for row in runs.request_rows(rows) if row["output_tokens"]]
   served = ("plain_ms_per_token", "floor_ms_per_token", "floor_tokens_per_target_call")
   compared = [row for row in requests if all(map(row.get, served))]
   lines = []
@@ -75,7 +75,7 @@ def table(prices: Prices, rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def operations(prices: Prices, rows: Sequence[Row]) -> str:
   """A sentence on floating-point operations; "" where they or updates are missing."""
-  requests, updates = writers.request_rows(rows), writers.of_kind(rows, "update")
+  requests, updates = runs.request_rows(rows), runs.of_kind(rows, "update")
   if prices.flops is None or not updates or not requests:
     return ""
   learning = prices.flops.slice * sum(row["steps"] for row in updates)
@@ -91,7 +91,7 @@ def operations(prices: Prices, rows: Sequence[Row]) -> str:
 
 def _online(prices: Prices, requests: Sequence[Row], rows: Sequence[Row]) -> Seen:
   """Of all requests; learning takes from decoding what it does not from the rest."""
-  updates = writers.of_kind(rows, "update")
+  updates = runs.of_kind(rows, "update")
   beside = [_sum(requests, name) for name in ("metering_ms", "compare_ms")]
   decoding = _sum(requests, "decode_ms")
   share = decoding / (decoding + sum(beside)) if decoding else 1.0

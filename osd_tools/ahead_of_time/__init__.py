@@ -10,8 +10,8 @@ import dataclasses
 import jax
 import rich.console
 
-from osd_jax import base, online, pairs, writers
-from osd_jax.measuring import progress, summaries
+from osd_jax import base, online, pairs, runs
+from osd_jax.report import progress, summaries
 from osd_tools import chips
 from osd_tools.ahead_of_time import estimates
 from osd_tools.ahead_of_time import plan as plan_lib
@@ -61,7 +61,7 @@ class CompileConfig:
     )
 
 
-def run(config: CompileConfig, operative_config: str = "") -> writers.RunResult:
+def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
   """Compiles every program, prints the tables and writes the report.
 
   Args:
@@ -72,7 +72,7 @@ def run(config: CompileConfig, operative_config: str = "") -> writers.RunResult:
   jax.config.update("jax_enable_compilation_cache", False)  # times would be of reading
   topology = chips.Topology(config.topology)
   plan = plan_lib.Plan(config.run, topology, config.layers)
-  with writers.RunDirectory.start(
+  with runs.RunDirectory.start(
     config.run_directory,
     config,
     operative_config=operative_config,
@@ -82,7 +82,7 @@ def run(config: CompileConfig, operative_config: str = "") -> writers.RunResult:
     if directory.finished:
       return summaries.leave_alone(directory, console)
     with (
-      writers.MetricsLog(directory.metrics_path) as log,
+      runs.MetricsLog(directory.metrics_path) as log,
       progress.bar(console) as bar,
     ):
       log.truncate(0)
@@ -102,4 +102,4 @@ def run(config: CompileConfig, operative_config: str = "") -> writers.RunResult:
         log.write_rows(kind, rows)
     directory.finish()
     summaries.conclude(directory, console)
-    return writers.RunResult(directory.path)
+    return runs.RunResult(directory.path)

@@ -9,7 +9,7 @@ import pytest
 import tabular_pair
 import tiny_online
 
-from osd_jax import base, certify, corpus, pairs, sharding, testing, writers
+from osd_jax import base, certify, corpus, pairs, runs, sharding, testing
 from osd_jax.data.batches import BatchConfig
 from osd_jax.engine import engine
 from osd_jax.engine.server import Server
@@ -137,7 +137,7 @@ def test_the_verdict_of_a_log_is_that_of_its_rows(tmp_path):
   bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
   rows = [{"certificate": dataclasses.asdict(c)} for c in (good, good, bad)]
   rows = json.loads(json.dumps([*rows, {"kind": "update"}]))
-  directory = writers.RunDirectory.start(tmp_path / "run")
+  directory = runs.RunDirectory.start(tmp_path / "run")
   assert certificate.conclude(certificate.of_rows(rows[:2]), directory)
   written = json.loads((directory.path / "certificate.json").read_text())
   assert written["passed"] and written["equal"] == written["outputs"] == 2
@@ -152,10 +152,10 @@ def test_scores_that_are_not_finite_are_not_exact_also_read_back(tmp_path, score
   wrong = certificate.Difference(3, 2, 5, 6, 1.0, score, False)
   bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
   assert "NOT EXACT" in bad.sentence()
-  directory = writers.RunDirectory.start(tmp_path / "run")
-  with writers.MetricsLog(directory.metrics_path) as log:
+  directory = runs.RunDirectory.start(tmp_path / "run")
+  with runs.MetricsLog(directory.metrics_path) as log:
     log.write("request", {"certificate": dataclasses.asdict(bad)})
-  verdict = certificate.of_rows(writers.read(directory.metrics_path))
+  verdict = certificate.of_rows(runs.read(directory.metrics_path))
   assert not verdict.passed and verdict.failures[0].emitted_score is None
   said = verdict.sentence()
   assert "NOT EXACT" in said and "emitted 6 (score not finite)" in said

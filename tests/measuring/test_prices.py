@@ -9,14 +9,15 @@ import jax
 import numpy as np
 import pytest
 import tiny_online
-from writers import synthetic_run
+from report import synthetic_run
 
-from osd_jax import online, sharding, writers
+from osd_jax import online, runs, sharding
 from osd_jax.costs.table import RoundCosts
 from osd_jax.distillation import worth
 from osd_jax.engine import engine, steps
 from osd_jax.engine.server import Server
-from osd_jax.measuring import operations, pages, prediction, prices, savings
+from osd_jax.measuring import operations, prediction, prices, savings
+from osd_jax.report import pages
 
 PLAIN = prices.CallPrices(1, (0,), (4.0,), 5.0)
 ONLINE = prices.CallPrices(1, (7,), (11.0,), 10.0)
@@ -207,7 +208,7 @@ def test_rounds_are_priced_as_the_stream_is_sampled(pair, tmp_path, monkeypatch)
     monkeypatch.setattr(prices, "calls", changed)
     folder = tmp_path / str(expected)
     run_config = dataclasses.replace(run_config, run_directory=str(folder))
-    with writers.RunDirectory.start(run_config.run_directory, run_config) as directory:
+    with runs.RunDirectory.start(run_config.run_directory, run_config) as directory:
       loop = online.OnlineLoop(run_config, directory)
       loop.leave()
       loop.server.close()
@@ -216,7 +217,7 @@ def test_rounds_are_priced_as_the_stream_is_sampled(pair, tmp_path, monkeypatch)
 
 def run(config):
   path = online.run(config).path
-  return path, list(writers.read(path / "metrics.jsonl"))
+  return path, list(runs.read(path / "metrics.jsonl"))
 
 
 def timeless(rows, kind):
@@ -239,7 +240,7 @@ def test_a_run_by_measured_prices_goes_on_with_them_after_an_interruption(
   pair, tmp_path, monkeypatch
 ):
   config = worth_config(pair, tmp_path / "run")
-  with writers.RunDirectory.start(config.run_directory, config) as directory:
+  with runs.RunDirectory.start(config.run_directory, config) as directory:
     loop = online.OnlineLoop(config, directory)
     while loop.finished < 12:
       loop.step()

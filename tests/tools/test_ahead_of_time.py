@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import base, pairs, sharding, writers
+from osd_jax import base, pairs, runs, sharding
 from osd_jax.costs.table import expected_tokens
 from osd_jax.engine import adaptive
 from osd_tools import ahead_of_time, chips, hlo
@@ -34,7 +34,7 @@ def compile_config(pair, folder, topology="cpu:1", mesh=(1, 1), **changes):
 
 
 def rows_of(found, kind):
-  return writers.of_kind(list(writers.read(found.path / "metrics.jsonl")), kind)
+  return runs.of_kind(list(runs.read(found.path / "metrics.jsonl")), kind)
 
 
 @pytest.fixture(scope="module")

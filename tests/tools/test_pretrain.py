@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from osd_jax import base, sharding, testing, writers
+from osd_jax import base, runs, sharding, testing
 from osd_jax.data import generated
 from osd_jax.data.batches import BatchConfig, BatchStream
 from osd_jax.data.sources import TaskConfig
@@ -110,7 +110,7 @@ def test_judge_says_what_greedy_decoding_would_write():
 
 def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path):
   pretrain.run(config(tmp_path / "whole"))
-  rows = list(writers.read(tmp_path / "whole" / "run" / "metrics.jsonl"))
+  rows = list(runs.read(tmp_path / "whole" / "run" / "metrics.jsonl"))
   losses = [row["loss"] for row in rows if row["kind"] == "step"]
   assert len(losses) == 3 and losses[-1] < losses[0]
 
@@ -134,7 +134,7 @@ def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path)
     np.testing.assert_array_equal(one, other)
   steps = [
     row["step"]
-    for row in writers.read(tmp_path / "cut" / "run" / "metrics.jsonl")
+    for row in runs.read(tmp_path / "cut" / "run" / "metrics.jsonl")
     if row["kind"] == "step"
   ]
   assert steps == [4, 8, 12]
@@ -148,7 +148,7 @@ def test_four_devices_train_as_one(tmp_path, mesh):
   def losses(name, partition):
     changes = {"steps": 2, "log_every": 1, "partition": partition}
     pretrain.run(config(tmp_path / name, **changes))
-    rows = writers.read(tmp_path / name / "run" / "metrics.jsonl")
+    rows = runs.read(tmp_path / name / "run" / "metrics.jsonl")
     return [row["loss"] for row in rows if row["kind"] == "step"]
 
   one = losses("one", sharding.PartitionConfig())

@@ -1,0 +1,1 @@
+"""Tables, plots and report.html, made from the rows of metrics.jsonl."""

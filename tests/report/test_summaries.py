@@ -1,0 +1,229 @@
+"""The words of a run: figures as they were logged; drawn anew; runs compared."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+import rich.console
+from measuring.test_prices import PRICES
+
+from osd_jax import base, runs
+from osd_jax.report import pages, series, summaries
+
+
+def requests() -> list[dict]:
+  """120 requests; overlap jumps at 10 of each segment; every fourth is compared."""
+  rows = []
+  for index in range(120):
+    row = {
+      "kind": "request",
+      "index": index,
+      "query": index,
+      "source": "maths" if index < 60 else "sql",
+      "overlap": 0.5 if index % 60 < 10 else 0.9,
+      "floor_overlap": 0.5,
+      "draft_acceptance_rate": 0.7,
+      "tokens_per_target_call": 4.0,
+      "output_tokens": 10 if index % 8 else 30,
+      "decode_ms": 20.0,
+      "online_ms_per_token": 2.0,
+      "metering_ms": 1.0,
+    }
+    if index % 4 == 0:
+      row |= {"plain_ms_per_token": 4.0, "floor_ms_per_token": 3.0}
+    rows.append(row)
+  update = {
+    "kind": "update",
+    "finished": 8,
+    "version": 1,
+    "loss": 1.0,
+    "update_ms": 500.0,
+    "wait_ms": 100.0,
+    "skipped": 2,
+    "steps": 2,
+  }
+  return [*rows, update, {"kind": "summary", "wall_seconds": 3.0}]
+
+
+def logged(path, rows) -> runs.RunDirectory:
+  directory = runs.RunDirectory.start(path)
+  with runs.MetricsLog(directory.metrics_path) as log:
+    for row in rows:
+      values = {name: value for name, value in row.items() if name != "kind"}
+      log.write(row["kind"], values)
+  directory.close()
+  return directory
+
+
+def segments(rows=None):
+  return series.by_segment([row for row in rows or requests() if "query" in row])
+
+
+def test_the_table_holds_first_and_last_means():
+  table = pages.agreement_table(segments())
+  first = (10 * 0.5 + 40 * 0.9) / 50
+  assert [row["topic"] for row in table] == ["maths", "sql"]
+  assert table[0]["overlap first 50"] == pytest.approx(first, abs=1e-3)
+  assert table[0]["overlap last 50"] == pytest.approx(0.9)
+  assert table[0]["frozen last 50"] == pytest.approx(0.5)
+
+
+def test_speeds_are_weighted_by_tokens_and_over_the_same_requests():
+  rows = [row for row in requests() if row["kind"] == "request"]
+  rows[0]["plain_ms_per_token"] = 8.0  # 30 of the compared requests' 600 tokens
+  rows[0]["online_ms_per_token"] = 2.0
+  for row in rows:
+    if "plain_ms_per_token" not in row:
+      row["online_ms_per_token"] = 1000.0  # was not compared: must not count
+  text = " ".join(pages.headline(segments(rows)))
+  expected = 4.0 + 4.0 * 30 / 600
+  assert f"plain decoding {expected:.2f} ms/token," in text
+  assert f"{expected / 2:.2f}x plain, 1.50x the frozen draft" in text
+
+
+def test_plain_decoding_beside_the_learner_is_told_apart():
+  rows = [row for row in requests() if row["kind"] == "request"]
+  for row in rows:
+    if "plain_ms_per_token" in row:
+      row["learner_busy"] = row["index"] < 60
+      row["plain_ms_per_token"] = 8.0 if row["learner_busy"] else 4.0
+  text = " ".join(pages.headline(segments(rows)))
+  assert "ms/token (4.00 while the learner rested, 8.00 while it worked)" in text
+  table = pages.speed_table(segments(rows))
+  assert [row["plain, learner busy"] for row in table] == [8.0, None]
+  assert [row["plain, learner idle"] for row in table] == [None, 4.0]
+  assert "plain, learner busy" not in pages.speed_table(segments())[0]
+
+
+def test_the_account_is_told_with_learning_beside_it():
+  sentences = pages.page(requests()).sentences
+  (cost,) = (text for text in sentences if text.startswith("Wall time"))
+  assert cost == (
+    "Wall time 3.0 s: serving 2.4, waiting for updates 0.1, comparing 0.0, metering"
+    " 0.1, rest 0.4. Learning took 0.5 s (1 updates, 2 steps skipped), 13% of the wall"
+    " time beside serving."
+  )
+
+
+def judged(overlap):
+  return {
+    "sql": {
+      "requests": 8,
+      "distribution_overlap": overlap,
+      "distribution_overlap_upper": 0.9,
+      "acceptance_rate": 0.5,
+    }
+  }
+
+
+OFFLINE = [
+  {"kind": "evaluation", "step": 0, "tasks": judged(0.25)},
+  {"kind": "step", "step": 5, "loss": 2.0, "skipped": 0},
+  {"kind": "step", "step": 10, "loss": 1.0, "skipped": 3},
+  {"kind": "evaluation", "step": 10, "tasks": judged(0.75)},
+]
+RIGHT = {"sql": {"rows": 8, "token_accuracy": 0.75, "exact_match": 0.5}}
+PRETRAIN = [*OFFLINE[1:3], {"kind": "evaluation", "step": 10, "tasks": RIGHT}]
+CHECK = {"outputs": 4, "equal": 4, "near_ties": 0, "passed": True}
+CERTIFY = [{"kind": "certificate", "K": 3, "rows": 1, "draft": "pair", **CHECK}]
+SPEEDS = {"speed_up": 1.25, "predicted": 1.5, "predicted_paper": 2.0}
+EVALUATE = [
+  {"kind": "quality", "task": "sql", "exact_match": 0.5},
+  {"kind": "draft", "task": "sql", "draft": "first", "distribution_overlap": 0.4},
+  {"kind": "speed", "rows": 1, "draft": "first", **SPEEDS},
+]
+
+
+@pytest.mark.parametrize(
+  ("rows", "title", "words"),
+  [
+    (requests(), "Online speculative decoding", ["maths: overlap 0.82", "1.50x the"]),
+    (OFFLINE, "Offline distillation", ["10 steps: loss 2.0000", "3 steps", "0.250"]),
+    (PRETRAIN, "Supervised training", ["loss 2.0000", "Exact match over", "0.500"]),
+    (CERTIFY, "Certificate", ["near ties", "pair"]),
+    (EVALUATE, "Evaluation", ["1.25x plain decoding (1.50x predicted", "Drafts"]),
+    ([], "Run", ["Nothing was measured yet"]),
+  ],
+)
+def test_every_kind_of_run_is_told_and_drawn_anew(tmp_path, rows, title, words):
+  directory = logged(tmp_path / "run", rows)
+  shown = io.StringIO()
+  console = rich.console.Console(file=shown, width=200)
+  report = summaries.conclude(directory, console, "token-for-token equal")
+  page = report.read_text(encoding="utf-8")
+  assert f"<h1>{title}</h1>" in page and "http" not in page.split("<pre>")[0]
+  for word in [*words, "token-for-token equal"]:
+    assert word in page
+  assert "token-for-token equal" in shown.getvalue()
+  report.unlink()
+  (directory.path / "certificate.json").write_text(
+    json.dumps({"sentence": "token-for-token equal"})
+  )
+  assert summaries.redraw(directory.path) == report
+  assert report.read_text(encoding="utf-8") == page
+
+
+def test_what_is_no_run_cannot_be_drawn(tmp_path):
+  with pytest.raises(base.InputError, match=r"provenance\.json"):
+    summaries.redraw(tmp_path)
+  runs.RunDirectory.start(tmp_path / "run")
+  with pytest.raises(base.InputError, match=r"metrics\.jsonl"):
+    summaries.redraw(tmp_path / "run")
+
+
+def test_runs_are_put_side_by_side(tmp_path):
+  for name, scale in (("one", 1.0), ("two", 2.0)):
+    rows = requests()
+    for row in rows:
+      if row["kind"] == "request":
+        row |= {"decode_ms": scale * row["decode_ms"], "target_calls": 5}
+    logged(tmp_path / name, rows)
+  page = summaries.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+  text = page.read_text(encoding="utf-8")
+  assert page == tmp_path / "out" / "report.html" and "data:image/png" in text
+  tokens = sum(r["output_tokens"] for r in requests() if r["kind"] == "request")
+  for scale in (1, 2):
+    assert f"{round(scale * 120 * 20.0 / tokens, 2):.3f}" in text
+  assert ">one<" in text and ">two<" in text
+
+
+def test_beside_the_runs_stands_what_learning_was_worth(tmp_path):
+  """The frozen draft's columns; in words, where prices are known."""
+  rows = requests()
+  for row in rows:
+    if row["kind"] == "request":
+      rates = {"acceptance_rate": 0.9, "floor_acceptance_rate": 0.5}
+      row |= {"target_calls": 5, "drafted": 35, **rates}
+  priced = {"kind": "prices", **dataclasses.asdict(PRICES)}
+  logged(tmp_path / "priced", [priced, *rows])
+  without = [{k: v for k, v in r.items() if k != "floor_overlap"} for r in rows]
+  logged(tmp_path / "frozen", without)
+  shown = rich.console.Console(file=io.StringIO(), width=200)
+  paths = [tmp_path / "priced", tmp_path / "frozen"]
+  page = summaries.compare(paths, tmp_path / "out", shown)
+  for text in (shown.file.getvalue(), page.read_text(encoding="utf-8")):
+    assert "priced: By the prices, learning took" in text
+    assert "frozen: By the prices" not in text
+  first, second = (summaries.comparison_row("", r) for r in ([priced, *rows], without))
+  assert (first["overlap"], first["frozen overlap"]) == (0.833, 0.5)
+  assert (first["frozen ms/token"], second["frozen overlap"]) == (3.0, None)
+
+
+def test_what_cannot_be_compared_is_named(tmp_path):
+  logged(tmp_path / "one", requests())
+  logged(tmp_path / "two", OFFLINE)
+  with pytest.raises(base.InputError, match="received two, which served no requests"):
+    summaries.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+  with pytest.raises(base.InputError, match="received 1 runs, expected two or more"):
+    summaries.compare([tmp_path / "one"])
+  assert not (tmp_path / "out").exists()
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+  rows = [row | {"target_calls": 5} for row in requests()]
+  paths = [tmp_path / parent / "run" for parent in ("a", "b")]
+  for path in paths:
+    logged(path, rows)
+  text = summaries.compare(paths, tmp_path / "out").read_text(encoding="utf-8")
+  assert all(str(path) in text for path in paths)

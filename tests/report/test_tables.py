@@ -1,0 +1,48 @@
+"""Tables are readable at any width: every number whole, every column there."""
+
+import io
+
+import pytest
+import rich.console
+
+from osd_jax.report import tables
+
+WIDE = [
+  {
+    "task": "generated_python",
+    "draft": "adapted_draft",
+    **{f"a long heading {i}": 1000.125 + i for i in range(12)},
+    "nothing": None,
+  }
+]
+
+
+def shown(table, width, title=""):
+  stream = io.StringIO()
+  console = rich.console.Console(file=stream, width=width)
+  tables.print_table(table, console, title)
+  return stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_numbers_are_whole_and_lines_fit(width):
+  text = shown(WIDE, width, "Speed")
+  assert max(map(len, text.splitlines())) <= width
+  for i in range(12):
+    assert str(1000.125 + i) in text
+  assert text.lstrip().startswith("Speed")
+
+
+def test_what_does_not_fit_comes_below_behind_the_same_names():
+  narrow, wide = shown(WIDE, 80), shown(WIDE, 200)
+  assert wide.count("generated_python") == 1
+  assert narrow.count("generated_python") == narrow.count("adapted_draft") > 1
+  assert "…" not in narrow
+
+
+def test_numbers_stand_right_words_left_and_none_is_a_dash():
+  lines = shown([{"a": "x", "b": 1}, {"a": "long", "b": None}], 80).splitlines()
+  rows = [line.rstrip() for line in lines if line.strip()][-2:]
+  assert rows[0].startswith("x ") and rows[0].endswith(" 1")
+  assert rows[1].startswith("long") and rows[1].endswith(" -")
+  assert shown([], 80) == ""

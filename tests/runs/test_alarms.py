@@ -1,0 +1,125 @@
+"""Alarms: each starts and ends once, at the right row, and not without cause."""
+
+import dataclasses
+import random
+
+import pytest
+
+from osd_jax.runs import alarms
+
+
+def request(drafted=5, accepted=2, loops=False):
+  return {"kind": "request", "drafted": drafted, "accepted": accepted, "loops": loops}
+
+
+def update(skipped=0):
+  return {"kind": "update", "skipped": skipped}
+
+
+def told(rows):
+  """(place, name, active) of every alarm."""
+  state, found = alarms.AlarmState(), []
+  for place, row in enumerate(rows, 1):
+    state, new = alarms.observe(state, row["kind"], row)
+    found += [(place, alarm.alarm, alarm.active) for alarm in new]
+  return found
+
+
+NOTHING, ALL = request(accepted=0), request(accepted=5)
+
+
+@pytest.mark.parametrize(
+  ("row", "name"),
+  [(NOTHING, "acceptance_pinned_at_0"), (ALL, "acceptance_pinned_at_1")],
+)
+def test_pinned_acceptance_is_told_once_per_start_and_end(row, name):
+  window = alarms.WINDOW
+  assert told([row] * (window - 1)) == []  # not yet sure
+  assert told([row] * (3 * window)) == [(window, name, True)]
+  once_over = [*[row] * (window + 4), request(), *[row] * (window - 1)]
+  assert told(once_over) == [(window, name, True), (window + 5, name, False)]
+  again = [*once_over, row]
+  assert told(again)[2:] == [(2 * window + 5, name, True)]
+
+
+@pytest.mark.parametrize(
+  "rows",
+  [
+    [request()] * 60,
+    [NOTHING, ALL] * 30,
+    [request(drafted=0, accepted=0)] * 60,  # nothing was drafted at all
+    [*[NOTHING] * 24, request(accepted=1), *[NOTHING] * 24],
+    [*[ALL] * 24, request(accepted=4), *[ALL] * 24],
+    [update()] * 9,
+    [{"kind": "summary", "wall_seconds": 1.0}, {"kind": "alarm"}],
+  ],
+)
+def test_a_sound_run_raises_none(rows):
+  assert told(rows) == []
+
+
+def test_one_empty_request_hides_no_pinned_acceptance():
+  rows = [NOTHING, request(drafted=0, accepted=0)] * 20
+  assert told(rows) == [(alarms.WINDOW, "acceptance_pinned_at_0", True)]
+
+
+def test_a_step_that_was_left_out_is_told_until_an_update_is_sound():
+  rows = [update(), update(1), request(), update(2), update(), request(), update(1)]
+  name = "update_not_finite"
+  assert told(rows) == [(2, name, True), (5, name, False), (7, name, True)]
+
+
+def test_a_loop_is_told_until_a_window_is_free_of_loops():
+  loop, plain = request(loops=True), request()
+  rows = [plain, loop, plain, loop, *[plain] * 30]
+  assert told(rows) == [
+    (2, "output_loops", True),
+    (4 + alarms.WINDOW, "output_loops", False),
+  ]
+  older = {"kind": "request", "drafted": 5, "accepted": 2}  # a log without the field
+  assert told([older] * 30) == []
+
+
+def test_a_replay_knows_what_the_run_knew():
+  rng = random.Random(0)
+  rows, state = [], alarms.AlarmState()
+  for _ in range(300):
+    row = rng.choice(
+      [NOTHING] * 40 + [ALL, request(loops=True), update(1), update(), update()]
+    )
+    state, new = alarms.observe(state, row["kind"], row)
+    rows += [row, *({"kind": "alarm", **dataclasses.asdict(one)} for one in new)]
+    assert alarms.replay(rows) == state
+  kinds = {row["alarm"] for row in rows if row["kind"] == "alarm"}
+  assert {"acceptance_pinned_at_0", "output_loops", "update_not_finite"} <= kinds
+  assert alarms.replay(rows[:40]) != state  # the comparison can fail
+
+
+def test_every_alarm_says_what_it_means_in_one_line():
+  for rows in ([NOTHING] * 25, [ALL] * 25, [update(1)], [request(loops=True)]):
+    state = alarms.replay(rows[:-1])
+    _, [alarm] = alarms.observe(state, rows[-1]["kind"], rows[-1])
+    assert alarms.MEANINGS[alarm.alarm] in alarm.text and "\n" not in alarm.text
+    notice = alarm.alarm == "acceptance_pinned_at_1"
+    assert alarm.text.startswith("notice:" if notice else "alarm:")
+
+
+def test_the_sentence_names_spans():
+  row = lambda name, active, finished: {
+    "kind": "alarm",
+    "alarm": name,
+    "active": active,
+    "finished": finished,
+  }
+  rows = [
+    request(),
+    row("acceptance_pinned_at_0", True, 30),
+    row("output_loops", True, 31),
+    row("acceptance_pinned_at_0", False, 55),
+    row("acceptance_pinned_at_0", True, 90),
+  ]
+  assert alarms.sentence(rows) == (
+    "Alarms: acceptance pinned at 0 from request 30 to 55; output loops from request"
+    " 31 to the end; acceptance pinned at 0 from request 90 to the end."
+  )
+  assert alarms.sentence([request(), update()]) == "Alarms: none."

@@ -1,0 +1,82 @@
+"""One process writes to a run directory; a dead one keeps nobody out."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from osd_jax import base
+from osd_jax.runs import lock
+from osd_jax.runs import RunDirectory
+
+HOLD = """
+import pathlib, sys, time
+from osd_jax.runs import lock
+held = lock.Lock(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(120)
+"""
+TRY = """
+import pathlib, sys
+from osd_jax import base
+from osd_jax.runs import lock
+try:
+  lock.Lock(pathlib.Path(sys.argv[1]))
+  print("taken")
+except base.InputError as error:
+  print(error)
+"""
+
+
+def attempt(folder) -> str:
+  words = [sys.executable, "-c", TRY, str(folder)]
+  return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def holder(tmp_path):
+  """Another process that holds the lock."""
+  words = [sys.executable, "-c", HOLD, str(tmp_path), "--steps=7"]
+  with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+
+
+def test_the_second_process_is_refused_and_a_killed_one_keeps_nobody_out(
+  tmp_path, holder
+):
+  with pytest.raises(base.InputError, match=f"process {holder.pid} on .*--steps=7"):
+    lock.Lock(tmp_path)
+  with pytest.raises(base.InputError, match=f"process {holder.pid}"):
+    RunDirectory.start(tmp_path)
+  assert not (tmp_path / "provenance.json").exists()
+  holder.send_signal(signal.SIGKILL)
+  holder.wait()
+  run = RunDirectory.start(tmp_path)  # takes over, though the file still names it
+  said = attempt(tmp_path)
+  assert f"process {os.getpid()} on" in said and "since" in said
+  run.close()
+  assert attempt(tmp_path) == "taken\n"
+
+
+def test_a_lock_is_given_back_once_and_by_whoever_forgets_it(tmp_path):
+  held = lock.Lock(tmp_path)
+  held.release()
+  held.release()
+  again = lock.Lock(tmp_path)
+  with pytest.raises(base.InputError, match="is being written by process"):
+    lock.Lock(tmp_path)
+  del again
+  lock.Lock(tmp_path)
+
+
+def test_a_holder_that_did_not_sign_yet_is_another_process(tmp_path):
+  held = lock.Lock(tmp_path)
+  (tmp_path / lock.NAME).write_text("")
+  with pytest.raises(base.InputError, match="written by another process; wait"):
+    lock.Lock(tmp_path)
+  held.release()

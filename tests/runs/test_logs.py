@@ -1,0 +1,286 @@
+"""metrics.jsonl and outputs.jsonl are strict JSON, survive torn lines, are cut back."""
+
+import dataclasses
+import enum
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from osd_jax.runs import outputs_log
+from osd_jax.runs import MetricsLog, Output, OutputsLog, read
+
+
+class Colour(enum.IntEnum):
+  BLUE = 2
+
+
+def _strict(text: str):
+  def refuse(constant):
+    raise AssertionError(f"{constant} is not strict JSON")
+
+  return json.loads(text, parse_constant=refuse)
+
+
+def test_rows_come_back_as_plain_values(tmp_path):
+  values = {
+    "index": 3,
+    "source": "maths \u03bc",
+    "overlap": np.float32(0.5),
+    "flag": True,
+    "loss": jnp.float32(0.25),
+    "bf16": jnp.asarray([1.5, 2], jnp.bfloat16),
+    "counts": np.arange(3),
+    "nested": {"a": (1, None)},
+    "reason": Colour.BLUE,
+    "switch": np.bool_(False),
+  }
+  with MetricsLog(tmp_path / "m.jsonl") as log:
+    log.write("request", values)
+    log.write("update", {})
+  assert list(read(log.path)) == [
+    {
+      "kind": "request",
+      "index": 3,
+      "source": "maths \u03bc",
+      "overlap": 0.5,
+      "flag": True,
+      "loss": 0.25,
+      "bf16": [1.5, 2.0],
+      "counts": [0, 1, 2],
+      "nested": {"a": [1, None]},
+      "reason": 2,
+      "switch": False,
+    },
+    {"kind": "update"},
+  ]
+
+
+def test_floats_that_are_not_finite_become_null_and_are_named(tmp_path):
+  with MetricsLog(tmp_path / "m.jsonl") as log:
+    log.write(
+      "update",
+      {
+        "loss": float("nan"),
+        "grad_norm": jnp.float32(np.inf),
+        "step": 1.0,
+        "per": {"position": np.array([0.5, -np.inf])},
+      },
+    )
+  row = _strict(log.path.read_text())
+  assert row["loss"] is None and row["grad_norm"] is None and row["step"] == 1.0
+  assert row["per"]["position"] == [0.5, None]
+  assert row["nonfinite"] == ["loss", "grad_norm", "per.position.1"]
+
+
+@pytest.mark.parametrize(
+  "values, words",
+  [
+    ({"kind": 1}, "named 'kind'"),
+    ({"nonfinite": []}, "named 'nonfinite'"),
+    ({"x": {1}}, "received set as 'x'"),
+    ({"x": {3: 1}}, "the key 3 in 'x'"),
+    ({"x": np.array(["a"])}, "array of <U1 as 'x'"),
+  ],
+)
+def test_a_bad_row_is_refused_by_name_and_not_written(tmp_path, values, words):
+  with MetricsLog(tmp_path / "m.jsonl") as log:
+    with pytest.raises(ValueError, match=words):
+      log.write("request", values)
+    assert log.length == 0
+
+
+def test_length_counts_bytes_and_truncate_cuts_back_to_it(tmp_path):
+  path = tmp_path / "m.jsonl"
+  with MetricsLog(path) as log:
+    lengths = [log.length]
+    for i in range(4):
+      log.write("request", {"index": i, "text": "\u00e9" * i})
+      lengths.append(log.length)
+      assert log.length == path.stat().st_size  # flushed line by line
+    log.sync()
+  with MetricsLog(path) as log:
+    assert (log.length, log.lines) == (lengths[4], 4)
+    log.truncate(lengths[2])
+    assert (log.length, log.lines) == (lengths[2], 2)
+    log.write("request", {"index": "again"})
+    for wrong in (lengths[1] + 1, log.length + 1, -1):
+      with pytest.raises(ValueError, match="m log: received"):
+        log.truncate(wrong)
+    assert [row["index"] for row in read(path)] == [0, 1, "again"]
+    log.truncate(0)
+    assert log.lines == 0 and list(read(path)) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_is_named_with_the_row_and_what_to_do(tmp_path):
+  log = MetricsLog(tmp_path / "metrics.jsonl")
+  log.write("request", {"index": 0})
+  log._file = open("/dev/full", "ab", buffering=0)
+  with pytest.raises(OSError, match=r"row 1 \('request'\).*No space left.*again"):
+    log.write("request", {"index": 1})
+  assert [row["index"] for row in read(tmp_path / "metrics.jsonl")] == [0]
+
+
+def test_a_torn_last_line_is_left_out_and_cut_on_opening(tmp_path):
+  path = tmp_path / "m.jsonl"
+  with MetricsLog(path) as log:
+    log.write("request", {"index": 0})
+    whole = log.length
+  with open(path, "ab") as file:
+    file.write(b'{"kind": "request", "ind')
+  assert [row["index"] for row in read(path)] == [0]
+  with MetricsLog(path) as log:
+    assert (log.length, log.lines) == (whole, 1)
+    log.write("request", {"index": 1})
+  assert [row["index"] for row in read(path)] == [0, 1]
+
+
+@pytest.mark.parametrize("line", [b"{no json}\n", b"[1]\n"])
+def test_a_broken_whole_line_is_named_with_its_number(tmp_path, line):
+  path = tmp_path / "m.jsonl"
+  path.write_bytes(b'{"kind": "x"}\n' + line)
+  with pytest.raises(ValueError, match=r"m\.jsonl line 2"):
+    list(read(path))
+
+
+def served(index, task="sql", **changes):
+  row = Output(
+    index=index,
+    query=index + 1,
+    task=task,
+    prompt=f"how many? {index}",
+    text=f"answer {index} \u00e9",
+    stop_reason="EOS",
+    tokens=3,
+    tokens_per_target_call=1.5,
+    prompt_ids=np.arange(2),
+    output_ids=np.arange(3),
+  )
+  return dataclasses.replace(row, **changes)
+
+
+def test_what_was_served_is_kept_and_cut_back(tmp_path):
+  path = tmp_path / "outputs.jsonl"
+  with OutputsLog(path) as log:
+    log.write(served(0))
+    length = log.length
+    log.write(served(1))
+  with OutputsLog(path) as log:
+    log.truncate(length)
+    log.write(served(2))
+  rows = list(read(path))
+  assert [row["text"] for row in rows] == ["answer 0 \u00e9", "answer 2 \u00e9"]
+  assert rows[0] == {
+    "index": 0,
+    "query": 1,
+    "task": "sql",
+    "prompt": "how many? 0",
+    "text": "answer 0 \u00e9",
+    "stop_reason": "EOS",
+    "tokens": 3,
+    "tokens_per_target_call": 1.5,
+  }
+
+
+def test_ids_are_kept_on_request_and_nothing_where_it_is_off(tmp_path):
+  with OutputsLog(tmp_path / "ids", "ids") as log:
+    log.write(served(0))
+  (row,) = read(tmp_path / "ids")
+  assert row["prompt_ids"] == [0, 1] and row["output_ids"] == [0, 1, 2]
+  with OutputsLog(tmp_path / "none", "none") as log:
+    log.write(served(0))
+    assert log.length == 0
+  with pytest.raises(ValueError, match="keep: received 'all', expected one of 'none'"):
+    OutputsLog(tmp_path / "x", "all")
+
+
+def test_samples_are_of_both_ends_and_the_middle_of_every_task():
+  rows = [dataclasses.asdict(served(i, "a" if i < 7 else "b")) for i in range(8)]
+  rows[0]["prompt"] = "long " * 200
+  found = outputs_log.samples(rows)
+  assert [(row["topic"], row["request"]) for row in found] == [
+    ("a", 1),
+    ("a", 4),
+    ("a", 7),
+    ("b", 8),
+  ]
+  assert len(found[0]["prompt"]) < 410
+
+
+def test_tensorboard_has_every_kind_of_row_and_is_closed(tmp_path):
+  pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
+  with MetricsLog(tmp_path / "m.jsonl", tmp_path / "events") as log:
+    log.write("request", {"index": 0, "overlap": 0.5, "source": "sql"})
+    log.write("update", {"finished": 1, "loss": float("nan"), "steps": 2})
+    log.write("alarm", {"finished": 1, "active": True, "text": "alarm: a loop"})
+    log.write("evaluation", {"step": 4, "tasks": {"sql": {"exact_match": 0.5}}})
+    log.write("summary", {"wall_seconds": 2.0})
+  found = scalars(tmp_path / "events")
+  assert found == {
+    "request/index": {1: 0.0},
+    "request/overlap": {1: 0.5},
+    "update/finished": {1: 1.0},
+    "update/steps": {1: 2.0},
+    "alarm/finished": {1: 1.0},
+    "alarm/active": {1: 1.0},
+    "evaluation/step": {4: 4.0},
+    "evaluation/tasks/sql/exact_match": {4: 0.5},
+    "summary/wall_seconds": {4: 2.0},
+  }
+
+
+def test_tensorboard_forgets_what_a_killed_session_wrote_behind_its_checkpoint(
+  tmp_path,
+):
+  pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
+  path, events, lengths = tmp_path / "m.jsonl", tmp_path / "events", []
+  with MetricsLog(path, events) as log:
+    for index in range(6):
+      log.write("request", {"index": index, "overlap": 0.25})
+      lengths.append(log.length)
+  with MetricsLog(path, events) as log:
+    log.truncate(lengths[2])
+    for index in range(3, 5):
+      log.write("request", {"index": index, "overlap": 0.75})
+  found = scalars(events)["request/overlap"]
+  assert found == {1: 0.25, 2: 0.25, 3: 0.25, 4: 0.75, 5: 0.75}
+
+
+def scalars(folder):
+  """{tag: {step: value}} as TensorBoard shows them: purged steps are gone."""
+  from tensorboardX.proto import event_pb2
+
+  found: dict[str, dict[int, float]] = {}
+  for path in sorted(folder.iterdir()):
+    data, place = path.read_bytes(), 0
+    while place < len(data):
+      (size,) = struct.unpack("<Q", data[place : place + 8])
+      event = event_pb2.Event.FromString(data[place + 12 : place + 12 + size])
+      place += 12 + size + 4
+      if event.session_log.status == event_pb2.SessionLog.START:
+        for steps in found.values():
+          for step in [step for step in steps if step >= event.step]:
+            del steps[step]
+      for value in event.summary.value:
+        if value.WhichOneof("value") == "simple_value":
+          found.setdefault(value.tag, {})[event.step] = value.simple_value
+  return found
+
+
+def test_without_tensorboardx_the_error_says_what_to_install(tmp_path):
+  code = (
+    "import sys; sys.modules['tensorboardX'] = None\n"
+    "import pathlib\n"
+    "from osd_jax.runs import MetricsLog\n"
+    f"path = pathlib.Path({str(tmp_path)!r})\n"
+    "try: MetricsLog(path / 'm.jsonl', path / 'events')\n"
+    "except ImportError as error: print(error)"
+  )
+  out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+  assert "pip install osd-jax[log]" in out.stdout, out.stderr

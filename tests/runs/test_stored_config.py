@@ -1,0 +1,104 @@
+"""A stored config tells settings apart by name, and nothing else."""
+
+import dataclasses
+import enum
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from osd_jax.runs import stored_config
+
+
+class Colour(enum.IntEnum):
+  BLUE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+  rate: float = 0.1
+  names: tuple[str, ...] = ("a", "b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+  rate: float = 0.1
+  names: tuple[str, ...] = ("a", "b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  inner: Any = Inner()
+  steps: int = 3
+  made: Any = None
+  run_directory: str = "a"
+  overwrite: bool = False
+
+
+def square(x):
+  return x * x
+
+
+def differing(one: Config, other: Config) -> list[str]:
+  stored = json.loads(json.dumps(stored_config.described(one)))
+  given = stored_config.described(other)
+  return [name for name, _, _ in stored_config.differences(stored, given)]
+
+
+def test_every_field_is_there_with_the_names_of_the_classes():
+  assert stored_config.described(Config(made=square)) == {
+    "class": "Config",
+    "inner": {"class": "Inner", "rate": 0.1, "names": ["a", "b"]},
+    "steps": 3,
+    "made": f"{__name__}.square",
+    "run_directory": "a",
+    "overwrite": False,
+  }
+  assert stored_config.described(None) == {}
+
+
+@pytest.mark.parametrize(
+  ("change", "names"),
+  [
+    ({}, []),
+    ({"run_directory": "b", "overwrite": True}, []),  # where it is, and what to do
+    ({"steps": 4}, ["steps"]),
+    ({"inner": Inner(rate=0.2)}, ["inner.rate"]),
+    ({"inner": Inner(names=("a",))}, ["inner.names.1"]),
+    ({"inner": Inner(names=())}, ["inner.names.0", "inner.names.1", "inner.names"]),
+    ({"inner": Other()}, ["inner.class"]),
+    ({"inner": None}, ["inner.class", "inner.rate", "inner.names.0", "inner.names.1"]),
+    ({"made": square}, ["made"]),
+  ],
+)
+def test_differences_are_named(change, names):
+  found = differing(Config(), Config(**change))
+  assert [name for name in found if name != "inner" or "inner" in names] == names
+
+
+@pytest.mark.parametrize(
+  ("one", "other"),
+  [
+    (square, differing),
+    (functools.partial(square, 1), functools.partial(square, 2)),
+    (np.zeros(3), np.ones(3)),
+    (np.zeros(3), np.zeros(4)),
+    (Colour.BLUE, 2),
+    (Path("a"), Path("b")),
+    (math.nan, math.inf),
+    ({"x": 1}, {"x": 2}),
+    (object(), Path("a")),
+  ],
+)
+def test_values_without_a_json_form_are_told_apart(one, other):
+  assert differing(Config(made=one), Config(made=one)) == []
+  assert differing(Config(made=one), Config(made=other))
+
+
+def test_objects_are_the_same_in_the_next_process():
+  text = json.dumps(stored_config.described(Config(made=object())))
+  assert "0x" not in text and "builtins.object" in text

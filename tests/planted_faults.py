@@ -100,8 +100,8 @@ FAULTS = [
   ),
   Fault(
     "waiting counts as time that serving took",
-    "self._behind = started - self._launched_at - self._waited < spent",
-    "self._behind = started - self._launched_at < spent",
+    "self._behind = started - self._launched_at - self._waited < self._seconds",
+    "self._behind = started - self._launched_at < self._seconds",
     RUNNERS,
   ),
   Fault(
@@ -460,7 +460,7 @@ FAULTS = [
   ),
   Fault(
     "a shorter update is continued whole",
-    '[: host.get("slices")]',
+    '[: host["slices"]]',
     "",
     LEARNER,
   ),

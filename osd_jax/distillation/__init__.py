@@ -1,5 +1,6 @@
-"""How the draft learns: rolling buffer, losses on truncated rows, updates, schedule.
+"""How the draft learns from the requests it serves.
 
-In the data's order: `buffer.append`, `buffer.sample`, `losses.distillation_loss`,
-`update.update`; `schedule` decides on the host when an update is due.
+In the order of the data: `buffer.append`, `buffer.sample`, `losses.distillation_loss`,
+`update.update`. `schedule` decides on the host when an update is due, and `learner`
+ties them together.
 """

@@ -1,7 +1,14 @@
-"""The rolling buffer: finished requests with the target's records, in a fixed ring.
+"""The replay buffer: finished requests and the target's records, in a ring of N rows.
 
-Everything is a pure function of arrays and runs inside jit. Nothing is emptied by an
-update: a row leaves only when a newer one takes its slot.
+    N = 4, after 6 appended rows (added = 6), with since = 4
+
+      slot      0      1      2      3
+      row       4      5      2      3      row i is in slot i mod N
+      age       1      0      3      2      0 is the newest
+      new       yes    yes    no     no     rows added after the last update
+
+An update removes nothing: a row leaves only when a newer one takes its slot. All
+functions are pure and run inside jit.
 """
 
 import dataclasses
@@ -15,19 +22,21 @@ from jaxtyping import Array, Int, Key
 
 from osd_jax import base
 
-SHORTLIST_RANKS = 16  # recorded tokens of a position; the others have hardly any mass
+# Recorded tokens per position that the shortlist counts; the others have little mass.
+SHORTLIST_RANKS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferConfig:
-  """Size of the buffer and how replayed rows are drawn.
+  """Size of the buffer and the weights of replayed rows.
 
   Attributes:
-    capacity: N, rows kept.
-    recency_half_life: age in rows at which a row is drawn half as often; None draws
-      all rows alike.
-    keep_target_states: store the target states of each source for an attached draft,
-      2 E bytes a source token (E: the target's width). False reads anew in each slice.
+    capacity: N, number of rows.
+    recency_half_life: age in rows at which a row is drawn half as often as the newest;
+      None draws all rows equally often.
+    keep_target_states: for an attached draft, store the target's hidden states of each
+      source: 2 E bytes per source token (E: width of the target). False computes them
+      again in each slice.
   """
 
   capacity: int = 1024
@@ -47,10 +56,10 @@ class ReplayBuffer:
   """A ring of N rows.
 
   Attributes:
-    data: `DistillationBatch` with leading axis N in place of R; the i-th row ever
-      added lies in slot i mod N. Readings are kept as their bits, uint16: XLA CPU would
-      turn a whole ring of bfloat16 into float32 and back for each row that is written.
-    added: [] int32; rows ever added.
+    data: `DistillationBatch` with leading axis N instead of R. `target_states` is stored as
+      uint16 with the bits of bfloat16: XLA CPU would convert a whole bfloat16 ring to
+      float32 and back for every row that is written.
+    added: [] int32; number of rows ever appended.
   """
 
   data: base.DistillationBatch
@@ -63,20 +72,12 @@ class ReplayBuffer:
 
   @property
   def filled(self) -> jax.Array:
-    """[] int32; slots that hold a row."""
+    """[] int32; number of slots that hold a row."""
     return jnp.minimum(self.added, self.capacity)
 
 
 def record_bytes_per_token(record_top_k: int, vocab_size: int) -> int:
-  """Bytes that the target's record of one position takes.
-
-  Args:
-    record_top_k: k asked for; never more than V are kept.
-    vocab_size: V.
-
-  Returns:
-    Bytes of log-probabilities, ids, tail and error flag.
-  """
+  """Returns the bytes that one position's record takes; k is cut to V."""
   one = _empty_records((1,), record_top_k, vocab_size, np.empty)
   return sum(leaf.nbytes for leaf in jax.tree.leaves(one))
 
@@ -89,21 +90,18 @@ def init(
   vocab_size: int,
   state_width: int = 0,
 ) -> ReplayBuffer:
-  """An empty buffer.
+  """Returns an empty buffer.
 
   Args:
-    config: says how many rows, N.
+    config: number of rows, N.
     source_length: S.
     target_length: T.
     record_top_k: k; cut to V.
     vocab_size: V; ids are uint16 up to 65,536, else int32.
-    state_width: E of the target states to store; 0 stores none.
-
-  Returns:
-    A buffer with `added` = 0.
+    state_width: E of the target's hidden states; 0 stores none.
 
   Raises:
-    ValueError: if a length is below 1.
+    InputError: a length is below 1.
   """
   lengths = {
     "source_length": source_length,
@@ -123,32 +121,34 @@ def init(
     mask=jnp.zeros(positions, bool),
     records=_empty_records(positions, record_top_k, vocab_size, jnp.zeros),
     weight=jnp.zeros(rows, jnp.float32),
-    target_states=_empty_states(rows, source_length, state_width),
+    target_states=(
+      jnp.zeros((*rows, source_length, state_width), jnp.uint16)
+      if state_width
+      else None
+    ),
   )
   return ReplayBuffer(data=data, added=jnp.zeros((), jnp.int32))
 
 
 def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
-  """Adds the rows of a batch, oldest first; rows of weight 0 are not added.
+  """Appends the rows of a batch, oldest first; rows of weight 0 are left out.
 
-  Donate `buffer` when jitting (`jax.jit(append, donate_argnums=0)`): the rows are
-  then written in place, at a cost that does not depend on N.
+  Donate `buffer` when jitting (`jax.jit(append, donate_argnums=0)`): rows are then
+  written in place, at a cost that does not depend on N.
 
   Args:
     buffer: N rows.
     batch: R <= N rows with the buffer's S, T and k.
 
-  Returns:
-    The buffer with the new rows in place of the oldest.
-
   Raises:
-    ValueError: if the batch has more rows than the buffer or other lengths.
+    InputError: the batch has more rows than the buffer, or other lengths.
   """
   _check_batch(buffer, batch)
   size, rows = buffer.capacity, batch.weight.shape[0]
   valid = batch.weight > 0
   rank = jnp.cumsum(valid, dtype=jnp.int32)
-  # Rows to leave out get distinct slots past the end, which `drop` ignores.
+  # Rows of weight 0 get distinct slots past the end, which mode="drop" ignores;
+  # distinct because of unique_indices.
   outside = size + jnp.arange(rows, dtype=jnp.int32)
   slots = jnp.where(valid, (buffer.added + rank - 1) % size, outside)
 
@@ -169,16 +169,16 @@ def sample(
   config: BufferConfig,
   since: Int[Array, ""] | int,
 ) -> base.DistillationBatch:
-  """Draws rows for one step: some of the new ones, some of all.
+  """Draws the rows of one step: some new ones, and some from the whole buffer.
 
-  Within each part no row comes twice; a new row may be replayed as well. Where a part
-  has fewer rows to draw from than asked, the missing ones have weight 0.
+  Each part is drawn without replacement, but a new row may also be replayed. If a part
+  has fewer rows than were asked for, the missing ones have weight 0.
 
   Args:
     buffer: N rows.
     key: random key.
-    num_new: rows drawn uniformly from those added as `since`-th or later (static).
-    num_replay: rows drawn from all, as `config` weighs them by age (static).
+    num_new: number of rows drawn uniformly from those added since `since` (static).
+    num_replay: number of rows drawn from all, weighted by age (static).
     config: recency.
     since: [] int32; `buffer.added` at the last update.
 
@@ -186,7 +186,7 @@ def sample(
     A batch of num_new + num_replay rows, new ones first.
 
   Raises:
-    ValueError: if a number is negative, their sum 0, or one exceeds N.
+    InputError: a number is negative or exceeds N, or both are 0.
   """
   _check_counts(buffer, num_new, num_replay)
   key_new, key_replay = jax.random.split(key)
@@ -207,20 +207,18 @@ def sample(
 
 
 def shortlist(model: base.Model, buffer: ReplayBuffer) -> np.ndarray | None:
-  """The shortlist of a draft for the rows of the buffer.
+  """Returns the tokens that a draft with a short output head should cover.
 
-  Args:
-    model: the draft.
-    buffer: N rows.
+  Any choice is exact: the draft gives other tokens no mass, and rejected positions are
+  resampled from the whole vocabulary. A good choice raises acceptance.
 
   Returns:
-    [N] int32; None if the draft covers the whole vocabulary.
+    [n] int32 with n = `model.shortlist`; None if the head covers the whole vocabulary.
   """
   if not model.shortlist:
     return None
-  return np.asarray(
-    likeliest_tokens(buffer, model.vocab_size, model.shortlist, model.eos_ids)
-  )
+  chosen = likeliest_tokens(buffer, model.vocab_size, model.shortlist, model.eos_ids)
+  return np.asarray(chosen)
 
 
 @functools.partial(jax.jit, static_argnames=("vocab_size", "size", "eos_ids"))
@@ -230,20 +228,14 @@ def likeliest_tokens(
   size: int,
   eos_ids: tuple[int, ...] = (base.EOS_ID,),
 ) -> Int[Array, " size"]:
-  """The tokens to which the target gave most mass in the rows of the buffer.
+  """Returns the tokens to which the target gave most mass in the buffer's rows.
 
-  Only the first `SHORTLIST_RANKS` recorded tokens of a position count: serving waits.
-  End-of-sequence is always among them. Tokens that the target has not thought of fill
-  what is left, lowest ids first: SentencePiece orders them by frequency.
-
-  Args:
-    buffer: N rows.
-    vocab_size: V (static).
-    size: tokens to choose, at most V (static).
-    eos_ids: tokens that end a sequence (static).
+  Only the first `SHORTLIST_RANKS` tokens of a record are counted, because serving
+  waits for the result. End-of-sequence tokens are always included. Tokens that no
+  record holds fill the rest, lowest ids first: SentencePiece sorts ids by frequency.
 
   Returns:
-    [size] int32, distinct, in ascending order.
+    [size] int32, distinct, ascending.
   """
   records, rows = buffer.data.records, buffer.data.weight
   counted = buffer.data.mask & (rows[:, None] > 0)
@@ -255,7 +247,7 @@ def likeliest_tokens(
   expected = jnp.zeros(vocab_size, jnp.float32)
   expected = expected.at[ids.astype(jnp.int32)].add(mass)
   expected = expected.at[np.asarray(eos_ids)].set(jnp.inf)
-  # top_k takes the lower of two equal entries first.
+  # Of equal entries, top_k returns the one with the lower index first.
   _, chosen = jax.lax.top_k(expected, size)
   return jnp.sort(chosen).astype(jnp.int32)
 
@@ -263,23 +255,24 @@ def likeliest_tokens(
 def _draw(
   key: Key[Array, ""], size: Int[Array, ""], fading: float, count: int
 ) -> Int[Array, " count"]:
-  """Draws different ages below `size`, one after another; many cost what few do.
+  """Draws distinct ages below `size`, weighted by exp(fading * age).
 
-  The weight of an age is exp(fading * age), so that all below age a weigh
-  (exp(fading * a) - 1) / (exp(fading) - 1): what is left of that is inverted.
+  The ages are drawn one after another by inverting the cumulative weight of all ages
+  that are still left, so the cost does not depend on the buffer's size. All ages below
+  a weigh (exp(fading * a) - 1) / (exp(fading) - 1) together.
 
   Args:
     key: random key.
     size: [] int32.
-    fading: log of an age's weight over that of the age before; at most 0.
-    count: ages to draw (static).
+    fading: log of the ratio of consecutive weights; at most 0.
+    count: number of ages to draw (static).
 
   Returns:
-    [count] int32; `size` or more where too few ages were left.
+    [count] int32; `size` or more once no age is left.
   """
   if not count:
     return jnp.zeros((0,), jnp.int32)
-  nothing = jnp.iinfo(jnp.int32).max
+  unused = jnp.iinfo(jnp.int32).max
 
   def weight_below(age):
     return jnp.expm1(fading * age) / np.expm1(fading) if fading else age
@@ -287,31 +280,34 @@ def _draw(
   def age_at(weight):
     return jnp.log1p(weight * np.expm1(fading)) / fading if fading else weight
 
-  def draw(taken, uniform):  # taken: [count] ascending, `nothing` at the end
-    is_age = taken < nothing
+  def draw(taken, uniform):  # taken: [count] ascending, `unused` at the end
+    is_age = taken < unused
     below = weight_below(taken.astype(jnp.float32))
     weights = jnp.where(is_age, weight_below(taken + 1.0) - below, 0.0)
     total = weight_below(size.astype(jnp.float32))
     remaining = total - jnp.sum(weights)
+    # Walk along the weights that are left, and skip each taken age that comes before
+    # the drawn point.
     point = uniform * remaining
     passed = is_age & (point >= below - (jnp.cumsum(weights) - weights))
     age = age_at(point + jnp.sum(jnp.where(passed, weights, 0.0)))
     age = jnp.clip(age, 0, size - 1).astype(jnp.int32)
-    # Its place among the ages left: rounding does not find what is taken.
+    # Rounding may have returned a taken age. Convert to the rank among the ages that
+    # are left, and back, which always yields one of those.
     left = size - jnp.sum(is_age)
     place = jnp.clip(age - jnp.sum(taken < age), 0, left - 1)
-    # Where rounding has lost what remains, the newest comes.
+    # If rounding has consumed the remaining weight, take the newest age left.
     place = jnp.where(remaining > 1e-5 * total, place, 0)
     age = place + jnp.sum(taken - jnp.arange(count) <= place)
     age = jnp.where(left > 0, age, size)
     return jnp.sort(taken.at[-1].set(age)), age
 
-  start = jnp.full((count,), nothing, jnp.int32)
+  start = jnp.full((count,), unused, jnp.int32)
   return jax.lax.scan(draw, start, jax.random.uniform(key, (count,)))[1]
 
 
 def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Records:
-  """Records of the buffer's types, filled by `make(shape, dtype)`."""
+  """Returns records in the buffer's dtypes; `make(shape, dtype)` makes each leaf."""
   kept = (*leading, min(record_top_k, vocab_size))
   return base.Records(
     log_probs=make(kept, np.float32),
@@ -321,18 +317,12 @@ def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Re
   )
 
 
-def _empty_states(rows: tuple[int], source_length: int, width: int) -> jax.Array | None:
-  shape = (*rows, source_length, width)
-  return jnp.zeros(shape, jnp.uint16) if width else None
-
-
 def _bits(x: jax.Array) -> jax.Array:
-  """bfloat16 as the integers that its bits are; integers as they are."""
+  """Reinterprets bfloat16 as uint16; leaves integers alone."""
   return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 def _check_batch(buffer: ReplayBuffer, batch: base.DistillationBatch) -> None:
-  """Refuses a batch that does not fit the ring."""
   rows = batch.weight.shape[0]
   if rows > buffer.capacity:
     raise base.InputError(
@@ -349,7 +339,6 @@ def _check_batch(buffer: ReplayBuffer, batch: base.DistillationBatch) -> None:
 
 
 def _check_counts(buffer: ReplayBuffer, num_new: int, num_replay: int) -> None:
-  """Refuses numbers of rows that the ring cannot give."""
   for name, count in (("num_new", num_new), ("num_replay", num_replay)):
     if not 0 <= count <= buffer.capacity:
       raise base.InputError(

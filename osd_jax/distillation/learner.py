@@ -1,8 +1,18 @@
-"""The draft that learns: takes finished requests, hands out drafts.
+"""The learner: finished requests go in, new versions of the draft come out.
 
-    finished request --> buffer --> (schedule: now?) --> slices --> a draft
+    finished request --> buffer --> (schedule: now?) --> slices --> new draft
 
-Whoever serves calls `observe` after each request and serves what it hands out.
+The server calls `Learner.observe` after each request. It returns the update that is
+due, if there is one, and the server then swaps in `Learner.serving`.
+
+An update draws its rows when it is launched and donates nothing, so serving and
+appending go on while it runs. The request at which its result is taken depends on the
+number of finished requests alone (reproducible), or on when it is ready (free).
+
+On one device, updates run on a thread of their own: decoding is bound by memory, so it
+leaves a core to them. On a mesh, slices run between the calls of serving. Both are
+programs of all devices with collectives inside, so every device must run them in the
+same order, and two threads cannot guarantee one.
 """
 
 import abc
@@ -28,7 +38,7 @@ from osd_jax.distillation import worth as worth_lib
 
 @dataclasses.dataclass(frozen=True)
 class LearningConfig:
-  """How a draft learns from what it serves.
+  """How a draft learns from the requests it serves.
 
   >>> LearningConfig(schedule=schedule_lib.ScheduleConfig(update_interval=4)).seed
   0
@@ -36,12 +46,13 @@ class LearningConfig:
   Attributes:
     buffer: the replay buffer.
     update: one update.
-    schedule: when updates happen; a `ScheduleConfig`, a `WorthConfig` (where they pay),
-      or a `Schedule` of your own.
-    free_updates: swap an update in as soon as it is ready; updates, and in online runs
-      measuring, learning from and logging an answer, use the core that serving leaves
-      idle. False waits for request n + I exactly, which makes runs repeat bit by bit.
-    seed: of replay.
+    schedule: when updates happen: a `ScheduleConfig`, a `WorthConfig` (only where they
+      pay), or your own `Schedule`.
+    free_updates: swap in each update as soon as it is ready. Updates, and in online
+      runs also measuring, learning from and logging an answer, then use whatever
+      core serving leaves idle. False waits for request n + I exactly, which makes
+      runs reproducible bit by bit.
+    seed: seed of the replay draws.
   """
 
   buffer: buffer_lib.BufferConfig = buffer_lib.BufferConfig()
@@ -62,14 +73,14 @@ class Outcome:
   """A finished update.
 
   Attributes:
-    learner: state after it.
-    launched: finished requests when it was launched.
-    losses: per slice, before its step.
-    grad_norms: per slice.
-    skipped: slices left out because they were not finite.
-    update_ms: time it ran.
-    wait_ms: time serving waited for it, slice by slice and at the end.
-    changed: whether it made a new version; False where every slice was skipped.
+    learner: state after the update.
+    launched: number of finished requests when the update was launched.
+    losses: loss of each slice before its step.
+    grad_norms: gradient norm of each slice.
+    skipped: number of slices skipped because they were not finite.
+    update_ms: time the update ran.
+    wait_ms: time serving waited for it, between slices and at the end.
+    changed: whether there is a new version; False if every slice was skipped.
   """
 
   learner: update_lib.LearnerState
@@ -83,11 +94,11 @@ class Outcome:
 
   @property
   def version(self) -> int:
-    """Of the draft after it."""
+    """Version of the draft after the update."""
     return int(self.learner.version)
 
   def figures(self) -> dict[str, float]:
-    """What metrics.jsonl keeps of it: means over the slices, counts, times."""
+    """Returns the fields of an update record in metrics.jsonl."""
     return {
       "loss": float(np.mean(self.losses)),
       "grad_norm": float(np.mean(self.grad_norms)),
@@ -99,10 +110,10 @@ class Outcome:
 
 
 class UpdateRunner(abc.ABC):
-  """One update at a time: launched, taken when it is due.
+  """Runs one update at a time, slice by slice.
 
   Attributes:
-    learner: state before the update under way.
+    learner: state before the update in progress.
   """
 
   def __init__(
@@ -114,23 +125,25 @@ class UpdateRunner(abc.ABC):
     free: bool = False,
     frozen: base.Params = None,
   ):
-    """Holds the learner's state.
+    """Stores the learner's state; nothing runs yet.
 
     Args:
       model: the draft.
-      config: of updates.
-      learner: state to begin with.
+      config: settings of an update.
+      learner: initial state.
       interval: an update launched after request n is taken at request n + interval.
-      free: take it when it is ready instead; beside serving, runs are then not
-        bit-reproducible.
-      frozen: what of the draft is the target's; see `base.Model.split`.
+      free: take it as soon as it is ready instead. On a background thread, runs are
+        then not reproducible bit by bit.
+      frozen: parameters of the draft that belong to the target, see `base.Model.split`.
     """
     self.learner = learner
-    self._frozen = frozen
-    self._model, self._config = model, config
+    self._model, self._config, self._frozen = model, config, frozen
     self._interval, self._free = interval, free
     self._launched: int | None = None
     self._batches: tuple[base.DistillationBatch, ...] = ()
+    self._state = learner  # state after the slices that have run
+    self._metrics: list[update_lib.UpdateMetrics] = []  # one entry per slice
+    self._seconds = 0.0  # time spent in those slices
 
   @property
   def busy(self) -> bool:
@@ -138,20 +151,20 @@ class UpdateRunner(abc.ABC):
     return self._launched is not None
 
   @property
-  @abc.abstractmethod
   def is_running(self) -> bool:
-    """Whether an update computes at this moment, beside whoever asks."""
+    """Whether another thread is computing an update at this moment."""
+    return False
 
   def pending(self) -> tuple[int, tuple[base.DistillationBatch, ...]] | None:
-    """Launch number and inputs of the update under way, for a checkpoint."""
+    """Returns launch number and inputs of the update in progress, for a checkpoint."""
     return None if self._launched is None else (self._launched, self._batches)
 
   def launch(self, batches: Sequence[base.DistillationBatch], finished: int) -> None:
     """Starts an update on these micro-batches after `finished` requests."""
     if self.busy:
-      raise RuntimeError("distillation: an update is under way; take it first")
+      raise RuntimeError("distillation: an update is in progress; take it first")
     self._batches, self._launched = tuple(batches), finished
-    self._begin()
+    self._state, self._metrics, self._seconds = self.learner, [], 0.0
 
   def due(self, finished: int) -> bool:
     """Whether `take` should be called after `finished` requests."""
@@ -161,25 +174,28 @@ class UpdateRunner(abc.ABC):
 
   @abc.abstractmethod
   def wait_if_behind(self, finished: int, in_flight: int) -> None:
-    """Lets the update come along, before a step of serving; what it computes stays.
+    """Gives the update in progress time; called before each step of serving.
 
     Args:
-      finished: requests.
-      in_flight: requests that the step may finish.
+      finished: number of finished requests.
+      in_flight: number of requests that the step may finish.
     """
 
   def take(self) -> Outcome:
-    """Waits for the update under way; its state becomes `learner`."""
+    """Waits for the update in progress; its state becomes `learner`."""
     assert self._launched is not None
-    learner, metrics, update_ms, wait_ms = self._end()
+    waited = self._complete()
+    learner, metrics = update_lib.finish_update(
+      self.learner, self._state, self._metrics
+    )
     outcome = Outcome(
       learner=learner,
       launched=self._launched,
       losses=[float(x) for x in metrics.loss],
       grad_norms=[float(x) for x in metrics.grad_norm],
       skipped=int(np.sum(~metrics.finite)),
-      update_ms=update_ms,
-      wait_ms=wait_ms,
+      update_ms=self._seconds * 1e3,
+      wait_ms=waited * 1e3,
       changed=int(learner.version) != int(self.learner.version),
     )
     self._launched, self._batches, self.learner = None, (), learner
@@ -191,61 +207,62 @@ class UpdateRunner(abc.ABC):
 
   @abc.abstractmethod
   def close(self) -> None:
-    """Leaves nothing running; an update under way is dropped."""
+    """Stops; an update in progress is dropped."""
 
   def _left(self, finished: int) -> int:
-    """Requests until the update is due."""
+    """Returns the number of requests until the update is due."""
     assert self._launched is not None
     return self._launched + self._interval - finished
 
-  @abc.abstractmethod
-  def _begin(self) -> None:
-    """Starts on `_batches`."""
+  def _remaining(self) -> Sequence[base.DistillationBatch]:
+    """Returns the micro-batches whose slices have not run yet."""
+    return self._batches[len(self._metrics) :]
+
+  def _run_slices(self, count: int) -> None:
+    """Runs the next `count` slices on the calling thread."""
+    started, batches = time.perf_counter(), self._remaining()[:count]
+    for state, metrics in update_lib.slices(
+      self._model, self._config, self._state, batches, self._frozen
+    ):
+      self._state = state
+      self._metrics.append(metrics)
+    self._seconds += time.perf_counter() - started
 
   @abc.abstractmethod
   def _is_ready(self) -> bool:
-    """Whether taking it would not wait."""
+    """Whether `take` would return without waiting."""
 
   @abc.abstractmethod
-  def _end(
-    self,
-  ) -> tuple[update_lib.LearnerState, update_lib.UpdateMetrics, float, float]:
-    """Waits for it: state, metrics [slices], milliseconds it ran and serving waited."""
+  def _complete(self) -> float:
+    """Lets all slices finish; returns the seconds that serving waited for them."""
 
 
 class BackgroundRunner(UpdateRunner):
-  """Updates on a thread of their own; serving waits only where they fall behind.
+  """Runs updates on a thread of their own.
 
-  One that takes longer than its interval is waited for slice by slice, not all at once.
+  If an update takes longer than its interval, serving waits for it one slice at a
+  time. Otherwise the request that completes the interval would wait for all of it.
   """
 
   def __init__(self, *arguments: Any, **named: Any):
-    """As `UpdateRunner`."""
+    """Takes the arguments of `UpdateRunner`."""
     super().__init__(*arguments, **named)
-    # Where serving waits for updates at times, giving way to others would delay it.
+    # If serving sometimes waits for updates, a low priority would delay serving too.
     self._thread = background.Worker("learner", low_priority=self._free)
     self._future: concurrent.futures.Future | None = None
     self._launched_at = 0.0
-    self._slices = threading.Semaphore(0)  # finished ones that no step asked for yet
-    self._asked = 0
-    self._waited = 0.0
+    self._slices = threading.Semaphore(0)  # finished slices that no step waited for
+    self._asked = 0  # slices that steps have waited for
+    self._waited = 0.0  # seconds they waited
     self._behind = False  # the last update took longer than serving its interval
 
   @property
   def is_running(self) -> bool:
-    """Whether the thread computes at this moment."""
+    """Whether the thread is computing at this moment."""
     return self._future is not None and not self._future.done()
 
   def wait_if_behind(self, finished: int, in_flight: int) -> None:
-    """Waits for one slice where learning is behind: a step of serving asks for one.
-
-    Otherwise the step that finishes an interval would wait for all that is left. Never
-    waits where the last update was ready in time.
-
-    Args:
-      finished: requests.
-      in_flight: requests that the step may finish.
-    """
+    """Waits for one slice if the last update was late and this one may be due."""
     late = self._behind and not self._free and self._asked < len(self._batches)
     if late and self._left(finished + in_flight) <= 0:
       started = time.perf_counter()
@@ -259,104 +276,71 @@ class BackgroundRunner(UpdateRunner):
       concurrent.futures.wait([self._future])
 
   def close(self) -> None:
-    """Ends the thread; an update under way is finished and dropped."""
+    """Ends the thread; an update in progress is finished and dropped."""
     self._thread.shutdown()
 
-  def _begin(self):
+  def launch(self, batches: Sequence[base.DistillationBatch], finished: int) -> None:
+    """Starts an update on the thread."""
+    super().launch(batches, finished)
     self._launched_at = time.perf_counter()
     self._slices, self._asked, self._waited = threading.Semaphore(0), 0, 0.0
-    self._future = self._thread.submit(self._work, self._batches)
+    self._future = self._thread.submit(self._work, self._slices)
 
-  def _is_ready(self):
+  def _is_ready(self) -> bool:
     return self._future is not None and self._future.done()
 
-  def _end(self):
+  def _complete(self) -> float:
     assert self._future is not None
     started = time.perf_counter()
-    learner, metrics, spent = self._future.result()
-    self._behind = started - self._launched_at - self._waited < spent
+    self._future.result()
+    # Time that steps spent waiting for slices is not time that serving needed.
+    self._behind = started - self._launched_at - self._waited < self._seconds
     self._future = None
-    waited = self._waited + time.perf_counter() - started
-    return learner, metrics, spent * 1e3, waited * 1e3
+    return self._waited + time.perf_counter() - started
 
-  def _work(self, batches):
-    slices, started = self._slices, time.perf_counter()
-
-    def after_slice(learner):
-      del learner
-      slices.release()
-
+  def _work(self, slices: threading.Semaphore) -> None:
     try:
-      learner, metrics = update_lib.update(
-        self._model, self._config, self.learner, batches, after_slice, self._frozen
-      )
+      for _ in self._batches:
+        self._run_slices(1)
+        slices.release()
     finally:
-      slices.release(len(batches))  # who waits hears of an error from `take`
-    return learner, metrics, time.perf_counter() - started
+      # After an error no step may wait forever; `take` raises the error.
+      slices.release(len(self._batches))
 
 
 class InterleavedRunner(UpdateRunner):
-  """Updates whose slices are taken by the thread that serves, between its calls.
+  """Runs slices on the serving thread, between its calls.
 
-  As many before each call as are left for every request until the update is due. What
-  they take, serving waits for.
+  Before each call it runs the remaining slices divided by the remaining requests, so
+  that the work is spread evenly until the update is due. Serving waits for all of it.
   """
 
-  @property
-  def is_running(self) -> bool:
-    """Never, beside whoever asks."""
-    return False
-
   def wait_if_behind(self, finished: int, in_flight: int) -> None:
-    """Takes its share of the slices that are left; see the class.
-
-    Args:
-      finished: requests.
-      in_flight: requests that the step may finish.
-    """
+    """Runs the share of the remaining slices that belongs to this request."""
     if self._launched is not None:
       requests = max(self._left(finished), 1)
-      self._take_slices(math.ceil(len(self._remaining()) / requests))
+      self._run_slices(math.ceil(len(self._remaining()) / requests))
 
   def wait(self) -> None:
-    """Nothing runs by itself."""
+    """Returns at once: nothing runs between calls."""
 
   def close(self) -> None:
-    """Nothing runs by itself."""
+    """Does nothing: there is no thread."""
 
-  def _begin(self):
-    self._state, self._spent = self.learner, 0.0
-    self._reports: list[update_lib.UpdateMetrics] = []
-
-  def _is_ready(self):
+  def _is_ready(self) -> bool:
     return not self._remaining()
 
-  def _end(self):
-    self._take_slices(len(self._batches))
-    learner, metrics = update_lib.finish_update(
-      self.learner, self._state, self._reports
-    )
-    return learner, metrics, self._spent * 1e3, self._spent * 1e3
-
-  def _remaining(self) -> Sequence[base.DistillationBatch]:
-    return self._batches[len(self._reports) :]
-
-  def _take_slices(self, count: int) -> None:
-    started, batches = time.perf_counter(), self._remaining()[:count]
-    for state, report in update_lib.slices(
-      self._model, self._config, self._state, batches, self._frozen
-    ):
-      self._state = state
-      self._reports.append(report)
-    self._spent += time.perf_counter() - started
+  def _complete(self) -> float:
+    self._run_slices(len(self._batches))
+    return self._seconds
 
 
 class Learner:
-  """One draft's learning: buffer, schedule, and the update under way.
+  """Learning for one draft: buffer, schedule, and the update in progress.
 
   Attributes:
-    finished: requests taken in.
-    serving: parameters of the draft that was handed out last.
+    finished: number of requests observed.
+    serving: parameters of the newest draft that was returned by `observe`.
   """
 
   def __init__(
@@ -368,25 +352,25 @@ class Learner:
     target_length: int,
     record_top_k: int,
   ):
-    """An empty buffer, and the draft as it is at version 0.
+    """Starts with an empty buffer and the draft as version 0.
 
     Args:
       draft: the draft.
       params: its parameters.
       config: how it learns.
-      source_length: S of the rows it will be given.
-      target_length: T.
-      record_top_k: k.
+      source_length: S of the observed rows.
+      target_length: T of the observed rows.
+      record_top_k: k of their records.
     """
     if jax.process_count() > 1 and config.free_updates:
       raise base.InputError(
-        "LearningConfig.free_updates: received True, expected False where several"
+        "LearningConfig.free_updates: received True, expected False when several"
         " processes serve together: all must take an update at the same request."
       )
     self._draft, self._config = draft, config
     self.finished, self.serving = 0, params
     trained, self._frozen = draft.split(params)
-    self._since = 0  # rows added to the buffer when an update was last launched
+    self._since = 0  # rows added to the buffer before the last launch
     self._schedule: Any = config.schedule.initial()
     runner = (
       InterleavedRunner
@@ -411,7 +395,8 @@ class Learner:
       draft.vocab_size,
       self._state_width,
     )
-    # Where rows come from: a first append would move it, and all would compile anew.
+    # The rows come from the draft's mesh. The first append would move the buffer
+    # there, and everything that reads it would be compiled a second time.
     self._buffer = sharding.copy_to_mesh_of(params, buffer)
 
   @property
@@ -421,78 +406,79 @@ class Learner:
 
   @property
   def busy(self) -> bool:
-    """Whether an update is under way."""
+    """Whether an update is in progress."""
     return self._runner.busy
 
   @property
   def is_running(self) -> bool:
-    """Whether an update computes at this moment, beside whoever asks."""
+    """Whether a background thread is computing an update at this moment."""
     return self._runner.is_running
 
   @property
   def in_background(self) -> bool:
-    """Whether updates run beside serving, not between its calls."""
+    """Whether updates run on a thread of their own, not between serving's calls."""
     return isinstance(self._runner, BackgroundRunner)
 
+  @property
+  def update_config(self) -> update_lib.UpdateConfig:
+    """Settings of one update."""
+    return self._config.update
+
   def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
-    """Fills the buffer before the first request; none of it counts as new."""
+    """Fills the buffer before the first request; these rows do not count as new."""
     for batch in batches:
       self._buffer = self._append(self._buffer, self._with_states(batch))
-      jax.block_until_ready(self._buffer.added)  # of a mesh, few may be in flight
+      # A mesh can only hold few programs in flight: wait for each one.
+      jax.block_until_ready(self._buffer.added)
     self._since = int(self._buffer.added)
 
   def warm_up(self, batches: Iterable[base.DistillationBatch] = ()) -> None:
-    """Compiles whatever an update runs, and taking in such batches; changes nothing."""
+    """Compiles an update and the append of such batches; changes no state."""
     for batch in batches:  # rows of weight 0 are not added
       weightless = self._with_states(batch).replace(weight=batch.weight * 0)
       self._buffer = self._append(self._buffer, weightless)
     config, drawn = self._config.update, self._draw()
     state = self._runner.learner
-    update_lib.update(self._draft, config, state, drawn, frozen=self._frozen)
+    update_lib.update(self._draft, config, state, drawn, self._frozen)
     update_lib.warm_up(self._draft, config, state, drawn[0], self._frozen)
 
   def price(self, costs: costs_lib.UpdateCosts) -> None:
-    """Tells a schedule that goes by costs what they are; others do not ask."""
+    """Passes measured costs to the schedule, if it uses costs."""
     if isinstance(self._config.schedule, costs_lib.Priced):
       self._schedule = self._config.schedule.priced(self._schedule, costs)
 
-  @property
-  def update_config(self) -> update_lib.UpdateConfig:
-    """How an update is made."""
-    return self._config.update
-
   def try_update(self) -> None:
-    """Runs an update on what the buffer holds, and forgets it: to be timed."""
+    """Runs an update on the buffer's rows and discards it, so it can be timed."""
     batches = self._draw()
-    if not int(self._buffer.added):  # rows to come are longer than none
+    if not int(self._buffer.added):  # unlike empty rows, real ones have full length
       batches = [batch.replace(mask=batch.mask | True) for batch in batches]
     state, config = self._runner.learner, self._config.update
     jax.block_until_ready(
-      update_lib.update(self._draft, config, state, batches, frozen=self._frozen)
+      update_lib.update(self._draft, config, state, batches, self._frozen)
     )
 
   def slice_inputs(
     self,
   ) -> tuple[update_lib.LearnerState, base.DistillationBatch, base.Params]:
-    """The state, a micro-batch, and what is not trained, as a slice takes them."""
+    """Returns the arguments of one slice: state, micro-batch, frozen parameters."""
     return self._runner.learner, self._draw()[0], self._frozen
 
   def wait_if_behind(self, in_flight: int) -> None:
-    """Lets an update come along; called before a step of `in_flight` rows."""
+    """Gives an update in progress time; called before a step of `in_flight` rows."""
     self._runner.wait_if_behind(self.finished, in_flight)
 
   def observe(self, batch: base.DistillationBatch, overlap: float) -> Outcome | None:
-    """Learns from a finished request.
+    """Adds a finished request and launches an update if one is due.
 
     Args:
       batch: one row.
-      overlap: of the draft that served with it, before it has trained on it.
+      overlap: overlap of the draft that served it, before it trains on the row.
 
     Returns:
-      The update that is due now, if one is: `serving` is its draft.
+      The update that is due now, if any; `serving` is its draft.
 
     Raises:
-      InputError: the overlap is no number: the draft is broken.
+      InputError: the overlap is not finite, which means that the draft is broken.
     """
     if not np.isfinite(overlap):
       raise base.InputError(
@@ -504,7 +490,7 @@ class Learner:
     self._buffer = self._append(self._buffer, self._with_states(batch))
     schedule = self._config.schedule
     if isinstance(schedule, costs_lib.Priced):
-      # On the host: numpy would have XLA sum an array of JAX.
+      # Count on the host: numpy would make XLA sum a jax array.
       tokens = int(np.count_nonzero(np.asarray(batch.mask)))
       self._schedule = schedule.emitted(self._schedule, tokens)
     self._schedule = schedule.observe(self._schedule, overlap)
@@ -513,26 +499,27 @@ class Learner:
     return outcome
 
   def finish(self) -> Outcome | None:
-    """Takes the update under way, if there is one, whether it is due or not."""
+    """Waits for the update in progress and takes it, even if it is not due yet."""
     return self._take() if self.busy else None
 
   def shortlist(self) -> np.ndarray | None:
-    """Tokens for the head of a draft with a short one; None where it has all."""
+    """Returns tokens for a draft with a short head; None if its head is complete."""
     return buffer_lib.shortlist(self._draft, self._buffer)
 
   def wait(self) -> None:
-    """Waits until no update computes, without taking its result."""
+    """Waits until no update computes, without taking the result."""
     self._runner.wait()
 
   def close(self) -> None:
-    """Leaves nothing running; an update under way is dropped."""
+    """Stops all threads; an update in progress is dropped."""
     self._runner.close()
 
   def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint keeps: arrays, and what the host knows."""
+    """Returns what a checkpoint stores: (arrays, JSON values)."""
     launched, inputs = self._runner.pending() or (None, None)
     arrays = {
       "learner": self._runner.learner,
+      # While an update is in progress, `learner` may be newer than what serves.
       "serving": self._draft.split(self.serving)[0],
       "buffer": self._buffer,
       "pending": inputs,
@@ -547,14 +534,14 @@ class Learner:
     return arrays, host
 
   def structure(self, host: dict[str, Any]) -> dict[str, Any]:
-    """Shapes of the arrays that `state` gave with `host`."""
+    """Returns a tree shaped like the arrays that `state` returned with `host`."""
     arrays, _ = self.state()
     if host["launched"] is not None:
-      arrays["pending"] = jax.eval_shape(self._draw)[: host.get("slices")]
+      arrays["pending"] = jax.eval_shape(self._draw)[: host["slices"]]
     return arrays
 
   def restore(self, arrays: dict[str, Any], host: dict[str, Any]) -> None:
-    """Continues from what `state` gave; an update under way is launched again."""
+    """Restores what `state` returned; launches the update in progress again."""
     self._runner.learner = arrays["learner"]
     self.serving = self._draft.join(arrays["serving"], self._frozen)
     self._buffer = arrays["buffer"]
@@ -564,7 +551,7 @@ class Learner:
       self._runner.launch(arrays["pending"], host["launched"])
 
   def _with_states(self, batch: base.DistillationBatch) -> base.DistillationBatch:
-    """The batch with its target states, where the buffer keeps them."""
+    """Returns the batch with the target's hidden states, if the buffer keeps them."""
     if not self._state_width:
       return batch.replace(target_states=None)
     if batch.target_states is not None:
@@ -577,13 +564,14 @@ class Learner:
     if isinstance(schedule, schedule_lib.Sparing):
       share = schedule.share(self._schedule)
     batches = self._draw(share)
-    jax.block_until_ready(batches)  # appending writes the buffer in place
+    # The next append overwrites the buffer in place, so drawing must be done first.
+    jax.block_until_ready(batches)
     self._runner.launch(batches, self.finished)
     self._since = int(self._buffer.added)
     self._schedule = schedule.launched(self._schedule)
 
   def _draw(self, share: float = 1.0) -> tuple[base.DistillationBatch, ...]:
-    """The micro-batches of an update launched now, or a share of them."""
+    """Draws the micro-batches of an update, or of a share of its slices."""
     config = self._config
     key = jax.random.fold_in(jax.random.key(config.seed), self.finished)
     return update_lib.draw_update(
@@ -599,6 +587,6 @@ class Learner:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _read(draft: base.Model, params: base.Params, source: jax.Array) -> jax.Array:
-  """Target states of sources [R, S], computed from the frozen part of the draft."""
+  """Computes the target's hidden states of sources [R, S] for an attached draft."""
   assert draft.encode_for_draft is not None
   return draft.encode_for_draft(params, source, draft.mask(source))

@@ -1,9 +1,18 @@
-"""Divergences between the target's recorded rows and the draft's rows.
+"""Divergences between the target's recorded distributions and the draft's.
 
-A recorded row holds the target's k most probable tokens and the mass of all others.
-The loss sees k + 1 buckets: one for each kept token and a last one for the tail. With
-k = V the tail is empty and the rows are the full distributions: one code path. By the
-data-processing inequality the bucketed divergence never exceeds the full one.
+A record holds the target's k most probable tokens and the total mass of all others,
+so a divergence is taken over k + 1 buckets: one per kept token, and the tail.
+
+    V = 6, k = 2                token    0    1    2    3    4    5
+    target probabilities               .02  .60  .05  .30  .02  .01
+    draft probabilities                .10  .40  .10  .20  .10  .10
+
+    record: ids [1, 3], tail .10       target buckets  [.60, .30, .10]
+                                       draft buckets   [.40, .20, .40]
+
+With k = V the tail is empty and the buckets are the full distributions, so there is
+one code path. By the data-processing inequality, the divergence over buckets is at
+most the full one.
 """
 
 import dataclasses
@@ -17,10 +26,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from osd_jax import base
 
-# log of the smallest mass float32 holds: what a recorded mass of 0 is taken for.
+# Recorded masses of 0 are replaced by the smallest normal float32.
 TARGET_FLOOR = float(np.log(np.finfo(np.float32).tiny))
-# The draft's log-probabilities stay exact (their gradient matters most where they are
-# lowest); only the empty tail bucket of a full row is this low.
+# The draft's log-probabilities are not floored in practice, because their gradient
+# matters most where they are lowest. Only the empty tail of a full row is this low.
 DRAFT_FLOOR = -1e9
 _MASKED = -1e30
 
@@ -29,13 +38,10 @@ Divergence = Callable[[Buckets, Buckets], Float[Array, "*rows"]]
 
 
 def target_buckets(records: base.Records) -> Buckets:
-  """The target's log-masses over the k kept tokens and the tail.
-
-  Args:
-    records: leading axes [...], k entries a row.
+  """Returns the target's log-masses of the k kept tokens and the tail.
 
   Returns:
-    [..., k + 1] float32, natural log, the tail last, nothing below `TARGET_FLOOR`.
+    [..., k + 1] float32, natural log, tail last, nothing below `TARGET_FLOOR`.
   """
   kept = records.log_probs.astype(jnp.float32)
   tail = jnp.maximum(records.tail.astype(jnp.float32), np.finfo(np.float32).tiny)
@@ -46,20 +52,20 @@ def target_buckets(records: base.Records) -> Buckets:
 def draft_log_probs_on(
   records: base.Records, logits: Float[Array, "*rows V"]
 ) -> Buckets:
-  """The draft's log-masses in the buckets of the target's records.
+  """Returns the draft's log-masses in the buckets of the target's records.
 
   Args:
-    records: leading axes [...], k entries a row.
+    records: leading axes [...], k entries per row.
     logits: [..., V], raw, any float type.
 
   Returns:
-    [..., k + 1] float32, natural log, the tail last, nothing below `DRAFT_FLOOR`.
+    [..., k + 1] float32, natural log, tail last, nothing below `DRAFT_FLOOR`.
   """
   return _normalized(_draft_buckets(records, logits))
 
 
 def _draft_buckets(records: base.Records, logits: Float[Array, "*rows V"]) -> Buckets:
-  """`draft_log_probs_on` up to a constant a row: kept logits, and the tail's."""
+  """Like `draft_log_probs_on`, up to a constant per row."""
   return _kept_and_tail(logits.astype(jnp.float32), records.ids.astype(jnp.int32))
 
 
@@ -72,17 +78,11 @@ def _normalized(buckets: Buckets) -> Buckets:
 def _kept_and_tail(
   logits: Float[Array, "*rows V"], ids: Int[Array, "*rows k"]
 ) -> Float[Array, "*rows k+1"]:
-  """The logits of k tokens, and the logsumexp over those of all others.
+  """Returns the logits of k tokens, and the logsumexp over those of all others.
 
-  The tail is never one minus a sum, so that it and its gradient are right however
-  small it is. Differentiated by hand: one pass over all of V, where JAX takes several.
-
-  Args:
-    logits: [..., V] float32.
-    ids: [..., k] int32.
-
-  Returns:
-    [..., k + 1] float32
+  The tail is summed directly, never computed as one minus the kept mass, so value and
+  gradient are accurate even if it is tiny. The custom gradient takes one pass over V;
+  JAX's own takes several.
   """
   return _kept_and_tail_forward(logits, ids)[0]
 
@@ -97,7 +97,7 @@ def _kept_and_tail_forward(logits, ids):
 def _kept_and_tail_backward(saved, gradient):
   others, ids, tail = saved
   kept, of_tail = gradient[..., :-1], gradient[..., -1:]
-  # A row that nobody asks for may hold nan.
+  # Rows that the loss ignores have gradient 0, but their logits may be NaN.
   rest = jnp.where(of_tail == 0, 0.0, of_tail * jnp.exp(others - tail))
   return jnp.put_along_axis(rest, ids, kept, axis=-1, inplace=False), None
 
@@ -106,59 +106,33 @@ _kept_and_tail.defvjp(_kept_and_tail_forward, _kept_and_tail_backward)
 
 
 def forward_kl(target: Buckets, draft: Buckets) -> Float[Array, "*rows"]:
-  """KL(target || draft) = sum target * log(target / draft).
-
-  Args:
-    target: [..., k + 1] log-masses.
-    draft: [..., k + 1] log-masses in the same buckets.
-
-  Returns:
-    [...] in nats.
-  """
+  """KL(target || draft) = sum target * log(target / draft), in nats."""
   return jnp.sum(jnp.exp(target) * (target - draft), axis=-1)
 
 
 def reverse_kl(target: Buckets, draft: Buckets) -> Float[Array, "*rows"]:
-  """KL(draft || target) = sum draft * log(draft / target).
-
-  Args:
-    target: [..., k + 1] log-masses.
-    draft: [..., k + 1] log-masses in the same buckets.
-
-  Returns:
-    [...] in nats.
-  """
+  """KL(draft || target) = sum draft * log(draft / target), in nats."""
   return forward_kl(draft, target)
 
 
 def jsd(target: Buckets, draft: Buckets, beta: float = 0.5) -> Float[Array, "*rows"]:
-  """Jensen-Shannon divergence through the true mixture.
+  """Generalised Jensen-Shannon divergence, in nats.
 
   With M = beta * target + (1 - beta) * draft,
   JSD = beta * KL(target || M) + (1 - beta) * KL(draft || M).
+  It is at most the entropy of (beta, 1 - beta).
 
   Args:
     target: [..., k + 1] log-masses.
     draft: [..., k + 1] log-masses in the same buckets.
     beta: weight of the target, strictly between 0 and 1.
-
-  Returns:
-    [...] in nats, at most the entropy of (beta, 1 - beta).
   """
   mixture = jnp.logaddexp(np.log(beta) + target, np.log1p(-beta) + draft)
   return beta * forward_kl(target, mixture) + (1 - beta) * forward_kl(draft, mixture)
 
 
 def total_variation(target: Buckets, draft: Buckets) -> Float[Array, "*rows"]:
-  """Half the sum of |target - draft|: one minus the overlap of the two.
-
-  Args:
-    target: [..., k + 1] log-masses.
-    draft: [..., k + 1] log-masses in the same buckets.
-
-  Returns:
-    [...] in 0..1.
-  """
+  """Half the sum of |target - draft|, in [0, 1]; one minus the overlap of the two."""
   return 0.5 * jnp.sum(jnp.abs(jnp.exp(target) - jnp.exp(draft)), axis=-1)
 
 
@@ -173,17 +147,19 @@ POSITIONS = ("all", "error")
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-  """Which divergence, over which positions.
+  """Which divergence is minimised, and over which positions and tokens.
 
   Attributes:
-    divergence: a key of `DIVERGENCES`, or a function of your own like those.
+    divergence: a key of `DIVERGENCES`, or your own function of two `Buckets`.
     jsd_beta: weight of the target in the mixture of "jsd", in (0, 1).
-    positions: "all" emitted positions, or those where the draft "error"ed.
-    num_positions: P, random ones of them that a slice looks at in each row; 0 all.
-    num_tokens: the tokens with most of the target's mass in a micro-batch, over which
-      a slice compares; 0 all.
-    num_negatives: random other tokens that stand for all others; without any, the draft
-      is not told what it gives them.
+    positions: "all" emitted positions, or only those where the draft was rejected
+      ("error").
+    num_positions: P, number of these positions that a slice samples per row; 0 uses
+      all.
+    num_tokens: number of tokens that a slice compares, those with most of the
+      target's mass in its micro-batch; 0 uses the whole vocabulary.
+    num_negatives: number of random tokens that represent all others. With 0, the loss
+      does not see the mass that the draft gives to tokens outside `num_tokens`.
   """
 
   divergence: str | Divergence = "forward_kl"
@@ -194,25 +170,31 @@ class LossConfig:
   num_negatives: int = 0
 
   @property
-  def narrows(self) -> bool:
-    """Whether a slice looks at a part of its rows; see `narrowing`."""
+  def subsamples(self) -> bool:
+    """Whether a slice uses only a part of its positions or tokens."""
     return bool(self.num_positions or self.num_tokens)
 
   def __post_init__(self):
     base.check_types(self)
     base.check_counts(self, "num_positions", "num_tokens", "num_negatives", least=0)
-    alone = self.num_negatives and not self.num_tokens
-    beside = "0 without num_tokens: negatives stand for the tokens left out"
-    base.check_fields(self, {"num_negatives": (not alone, beside)})
     if isinstance(self.divergence, str):
       base.check_choices(self, divergence=DIVERGENCES)
     base.check_choices(self, positions=POSITIONS)
-    expected = "a number between 0 and 1; their limits are forward_kl and reverse_kl"
-    base.check_fields(self, {"jsd_beta": (0.0 < self.jsd_beta < 1.0, expected)})
+    checks = {
+      "num_negatives": (
+        self.num_tokens or not self.num_negatives,
+        "0 without num_tokens: negatives represent the tokens that it leaves out",
+      ),
+      "jsd_beta": (
+        0.0 < self.jsd_beta < 1.0,
+        "a number between 0 and 1; the limits are forward_kl and reverse_kl",
+      ),
+    }
+    base.check_fields(self, checks)
 
 
 def divergence(config: LossConfig) -> Divergence:
-  """The divergence that the config names, as a function of two bucketed rows."""
+  """Returns the configured divergence as a function of two `Buckets`."""
   if config.divergence == "jsd":
     return functools.partial(jsd, beta=config.jsd_beta)
   if isinstance(config.divergence, str):
@@ -223,15 +205,7 @@ def divergence(config: LossConfig) -> Divergence:
 def chosen_positions(
   config: LossConfig, batch: base.DistillationBatch
 ) -> Bool[Array, "R T"]:
-  """Which positions the loss reads.
-
-  Args:
-    config: says "all" or "error".
-    batch: R rows of T positions.
-
-  Returns:
-    [R, T] bool; false outside the mask and in rows of weight 0.
-  """
+  """Returns which positions the loss reads; never padding, never rows of weight 0."""
   chosen = batch.mask & (batch.weight > 0)[:, None]
   if config.positions == "error":
     chosen = chosen & batch.records.error
@@ -243,9 +217,9 @@ def position_divergences(
   draft_logits: Float[Array, "R T V"],
   batch: base.DistillationBatch,
 ) -> Float[Array, "R T"]:
-  """The divergence at every position that the loss reads, 0 elsewhere.
+  """Computes the divergence at each position that the loss reads, 0 elsewhere.
 
-  What lies at other positions, even nan, reaches neither value nor gradient.
+  Values at other positions, even NaN, affect neither the result nor its gradient.
 
   Args:
     config: divergence and positions.
@@ -253,14 +227,16 @@ def position_divergences(
     batch: R rows of T positions.
 
   Returns:
-    [R, T] float32 in nats (total variation: 0..1).
+    [R, T] float32, in nats (total variation: in [0, 1]).
 
   Raises:
-    ValueError: if logits and batch differ in shape.
+    InputError: the shapes of logits and batch differ.
   """
   _check_shapes(draft_logits, batch)
   chosen = chosen_positions(config, batch)
   keep = chosen[..., None]
+  # Replace unread entries before and after the logits enter: `where` on the result
+  # alone would still multiply NaN by a zero gradient.
   records = batch.records.replace(
     log_probs=jnp.where(keep, batch.records.log_probs, 0.0),
     tail=jnp.where(chosen, batch.records.tail, 0.0),
@@ -275,18 +251,19 @@ def distillation_loss(
   draft_logits: Float[Array, "R T V"],
   batch: base.DistillationBatch,
 ) -> Float[Array, ""]:
-  """Mean of D(target || draft) over the chosen positions, weighted by row.
+  """Mean divergence over the chosen positions, weighted by row.
 
   Args:
     config: divergence and positions.
-    draft_logits: [R, T, V], raw, any float type; row t judges `batch.target[:, t]`.
+    draft_logits: [R, T, V], raw, any float type; entry t predicts
+      `batch.target[:, t]`.
     batch: R rows with the target's records.
 
   Returns:
-    Scalar float32; 0 where no position is chosen.
+    [] float32; 0 if no position is chosen.
 
   Raises:
-    ValueError: if logits and batch differ in shape.
+    InputError: the shapes of logits and batch differ.
   """
   values = position_divergences(config, draft_logits, batch)
   weights = jnp.where(chosen_positions(config, batch), batch.weight[:, None], 0.0)
@@ -296,18 +273,17 @@ def distillation_loss(
 
 
 def _check_shapes(logits: jax.Array, batch: base.DistillationBatch) -> None:
-  """Refuses logits that cannot belong to the batch."""
   rows_and_length = batch.mask.shape
   kept = batch.records.ids.shape[-1]
   if logits.shape[:-1] != rows_and_length or logits.shape[-1] < kept:
     raise base.InputError(
       f"distillation_loss: draft_logits has shape {logits.shape}, expected [R, T] = "
       f"{rows_and_length} and V >= k = {kept}; score the draft on `batch.target`, "
-      "with the vocabulary that the records were taken with."
+      "with the vocabulary of the records."
     )
   if batch.records.log_probs.shape[:-1] != rows_and_length:
     raise base.InputError(
       f"distillation_loss: records.log_probs has shape "
       f"{batch.records.log_probs.shape}, expected [R, T] = {rows_and_length} first; "
-      "cut records and mask to one target length."
+      "cut records and mask to the same target length."
     )

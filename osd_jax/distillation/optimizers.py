@@ -1,4 +1,4 @@
-"""Optimisers by name, for distillation and for supervised training alike."""
+"""Optimisers by name, for distillation and supervised training."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import optax
 
 from osd_jax import base
 
-# Each makes (learning-rate schedule, weight decay) -> optax transformation.
+# Functions from (learning-rate schedule, weight decay) to an optax transformation.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "adafactor": lambda rate, decay: optax.adafactor(
     rate, weight_decay_rate=decay or None
@@ -22,12 +22,12 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   ),
 }
 
-# Each makes (peak rate, steps until 0) -> optax schedule.
+# Functions from (peak rate, steps until the rate is 0) to an optax schedule.
 SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
   "constant": lambda peak, steps: optax.constant_schedule(peak),
   "cosine": lambda peak, steps: optax.cosine_decay_schedule(peak, steps),
   "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
-  # Constant, then falling linearly over the second half.
+  # Constant for the first half, then linear to 0.
   "trapezoid": lambda peak, steps: (
     lambda step: jnp.minimum(peak, optax.linear_schedule(2 * peak, 0.0, steps)(step))
   ),
@@ -36,22 +36,23 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """An optimiser, for distillation and for supervised training alike.
+  """An optimiser and its learning-rate schedule.
 
   Attributes:
     name: a key of `OPTIMIZERS`.
     learning_rate: peak rate.
-    weight_decay: decoupled, per step and unit of rate (adafactor: per step).
+    weight_decay: decoupled, per step and multiplied by the rate (adafactor: per step).
     clip_norm: largest global gradient norm; None does not clip.
     warmup_steps: steps over which the rate rises linearly to its peak.
     schedule: a key of `SCHEDULES`.
-    total_steps: steps until the schedule ends; only "constant" may leave it None.
+    total_steps: steps until the schedule ends; may be None for "constant" only.
     embedding_multiplier: factor on the updates of every parameter whose path contains
-      "embedding" (token embeddings and relative biases, `rel_embedding`).
-    query_multiplier: the same for every path that contains "query". T5 draws its
-      queries head_dim ** -.5 smaller in place of scaling attention; with that number
-      here an optimiser of fixed step size, as AdamW is, changes them no faster, in
-      proportion, than the rest, and bears larger rates.
+      "embedding" (token embeddings, and relative biases as `rel_embedding`).
+    query_multiplier: factor on the updates of every parameter whose path contains
+      "query". T5 does not scale attention; its query kernels are initialised
+      head_dim ** -.5 times smaller instead. Optimisers with a fixed step size, like
+      AdamW, then change them too fast; head_dim ** -.5 here corrects that and allows
+      larger rates.
   """
 
   name: str = "adamw"
@@ -77,8 +78,8 @@ class OptimizerConfig:
       ),
       "total_steps": (
         self.schedule == "constant" if end is None else base.is_count(end, least),
-        f"an integer above warmup_steps ({self.warmup_steps}), as the schedule is "
-        f"{self.schedule!r}",
+        f"an integer above warmup_steps ({self.warmup_steps}), because the schedule is"
+        f" {self.schedule!r}",
       ),
       "embedding_multiplier": (self.embedding_multiplier > 0, "a number > 0"),
       "query_multiplier": (self.query_multiplier > 0, "a number > 0"),
@@ -87,13 +88,9 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig) -> optax.Schedule:
-  """The learning rate by step, the first being step 0.
+  """Returns the learning rate as a function of the step, counted from 0.
 
-  Args:
-    config: peak, warm-up and schedule.
-
-  Returns:
-    An optax schedule; the last step of the warm-up has the peak.
+  The last step of the warm-up has the peak rate.
   """
   peak, warmup = config.learning_rate, config.warmup_steps
   steps = (config.total_steps or warmup + 1) - warmup
@@ -105,30 +102,28 @@ def learning_rate(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Clip, then the named optimiser, then the multipliers.
-
-  Args:
-    config: the optimiser.
+  """Chains clipping, the optimiser and the multipliers.
 
   Returns:
-    An optax transformation; `update` needs the parameters as its third argument.
+    An optax transformation whose `update` needs the parameters as third argument.
   """
   parts = [OPTIMIZERS[config.name](learning_rate(config), config.weight_decay)]
   if config.clip_norm is not None:
     parts.insert(0, optax.clip_by_global_norm(config.clip_norm))
+  # Scale last: Adam divides by the gradient's size, so scaling gradients does nothing.
   multipliers = {
     "embedding": config.embedding_multiplier,
     "query": config.query_multiplier,
   }
   for part, multiplier in multipliers.items():
     if multiplier != 1.0:
-      mask = functools.partial(path_mask, part)
+      mask = functools.partial(_path_contains, part)
       parts.append(optax.masked(optax.scale(multiplier), mask))
   return optax.chain(*parts)
 
 
-def path_mask(part: str, params: base.Params) -> base.Params:
-  """A tree like `params` of bools: whether the path contains `part`."""
+def _path_contains(part: str, params: base.Params) -> base.Params:
+  """Returns a tree like `params` of bools."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: part in jax.tree_util.keystr(path), params
   )

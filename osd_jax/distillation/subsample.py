@@ -1,9 +1,20 @@
-"""What of a micro-batch a slice looks at: some positions of each row, some tokens.
+"""Subsampling for a slice: some positions of each row, some tokens of the vocabulary.
 
-Neighbouring positions of a row teach much the same, and of a large vocabulary the
-target thinks of few tokens. Both subsets together make a slice several times cheaper.
-The mass that the draft gives all other tokens is estimated from random ones, so that
-it does not grow unseen.
+Neighbouring positions teach nearly the same, and the target gives most of its mass to
+few tokens. Using a part of both makes a slice several times cheaper. Random other
+tokens estimate the mass that the draft gives to the rest of the vocabulary; without
+them that mass could grow unnoticed.
+
+    one row, T = 6, P = 2              V = 8, num_tokens = 3, num_negatives = 2
+
+      position   0  1  2  3  4  5        token    5  2  7 | 4   2
+      mask       1  1  1  1  0  0        log w    0  0  0 | a  -inf
+      sampled       ^     ^              column   0  1  2 | 3   4  | 5
+
+    `positions` is [[1, 3]]. Tokens 5, 2, 7 have most of the target's mass. Tokens 4
+    and 2 were drawn at random; each random token stands for 8 / 2 tokens (a = log 4),
+    but 2 has a column already, so its weight is 0. Column 5 stands for none of them:
+    recorded ids without a column point there.
 """
 
 import flax.struct
@@ -15,20 +26,20 @@ from jaxtyping import Array, Float, Int, Key
 from osd_jax import base
 from osd_jax.distillation import losses
 
-_NOTHING = -1e30  # logit of a token that is not there
+_NO_LOGIT = -1e30  # finite, so that sums and gradients stay free of NaN
 
 
 @flax.struct.dataclass
-class Narrowed:
-  """A micro-batch, and what of it is looked at.
+class Subsample:
+  """A micro-batch restricted to some positions and tokens.
 
   Attributes:
-    batch: R rows whose records and mask are those of the positions; the ids of the
-      records say which of the tokens. What the target gives others is in the tail.
-    positions: [R, P] int32, distinct in each row; None: all of them, in order.
-    tokens: [C] int32; None: the whole vocabulary.
-    log_weights: [C] float32, log of how many tokens each of them stands for; None
-      where each stands for itself.
+    batch: R rows; mask and records are [R, P, ...], and the ids of the records are
+      columns of `tokens`. The target's mass on other tokens is added to the tail.
+    positions: [R, P] int32, distinct within a row; None keeps all, in order.
+    tokens: [C] int32; None keeps the whole vocabulary.
+    log_weights: [C] float32, log of the number of tokens that each one represents;
+      None if each represents itself.
   """
 
   batch: base.DistillationBatch
@@ -37,16 +48,16 @@ class Narrowed:
   log_weights: jax.Array | None
 
 
-def narrow(
+def subsample(
   config: losses.LossConfig,
   batch: base.DistillationBatch,
   key: Key[Array, ""],
   vocab_size: int,
-) -> Narrowed:
-  """Chooses positions and tokens at random; all of them where the config says 0.
+) -> Subsample:
+  """Draws positions and tokens; keeps all of them where the config says 0.
 
   Args:
-    config: how many.
+    config: how many positions, tokens and negatives.
     batch: R rows of T positions.
     key: random key of the slice.
     vocab_size: V.
@@ -54,28 +65,27 @@ def narrow(
   key_positions, key_tokens = jax.random.split(key)
   positions = tokens = log_weights = None
   if 0 < config.num_positions < batch.mask.shape[1]:
-    positions = _positions(config, batch, key_positions)
-    batch = _at(batch, positions)
+    positions = _draw_positions(config, batch, key_positions)
+    batch = _at_positions(batch, positions)
   if 0 < config.num_tokens < vocab_size:
-    tokens, log_weights = _tokens(config, batch, key_tokens, vocab_size)
-    batch = _among(batch, tokens[: config.num_tokens], len(tokens), vocab_size)
-  return Narrowed(batch, positions, tokens, log_weights)
+    tokens, log_weights = _draw_tokens(config, batch, key_tokens, vocab_size)
+    batch = _with_token_columns(
+      batch, tokens[: config.num_tokens], len(tokens), vocab_size
+    )
+  return Subsample(batch, positions, tokens, log_weights)
 
 
 def logits_of(
-  model: base.Model, params: base.Params, narrowed: Narrowed
+  model: base.Model, params: base.Params, sampled: Subsample
 ) -> Float[Array, "R P C"]:
-  """The draft's logits where `narrowed` looks, for `losses.distillation_loss`.
+  """Computes the draft's logits for `losses.distillation_loss`.
 
-  Args:
-    model: the draft; one without `score_at` computes all and leaves out the rest.
-    params: its parameters, frozen ones too.
-    narrowed: where to look.
+  A model without `score_at` computes all logits and drops the rest.
 
   Returns:
-    [R, P, C + 1] where tokens were chosen: the last one is none of them.
+    [R, P, C + 1] if tokens were drawn; the last column stands for no token.
   """
-  batch, positions, tokens = narrowed.batch, narrowed.positions, narrowed.tokens
+  batch, positions, tokens = sampled.batch, sampled.positions, sampled.tokens
   arguments = (params, batch.source, model.mask(batch.source), batch.target)
   if model.score_at is not None:
     logits = model.score_at(*arguments, positions, tokens, **batch.score_inputs)
@@ -85,26 +95,29 @@ def logits_of(
       logits = jnp.take_along_axis(logits, positions[..., None], axis=1)
     if tokens is not None:
       logits = logits[..., tokens]
-  if narrowed.log_weights is None:
+  if sampled.log_weights is None:
     return logits
-  nothing = ((0, 0), (0, 0), (0, 1))
-  weighted = logits + narrowed.log_weights[None, None]
-  return jnp.pad(weighted, nothing, constant_values=_NOTHING)
+  # A token that represents w tokens counts w times in the normaliser, so its logit
+  # grows by log w.
+  weighted = logits + sampled.log_weights[None, None]
+  return jnp.pad(weighted, ((0, 0), (0, 0), (0, 1)), constant_values=_NO_LOGIT)
 
 
-def _positions(
+def _draw_positions(
   config: losses.LossConfig, batch: base.DistillationBatch, key: Key[Array, ""]
 ) -> Int[Array, "R P"]:
-  """Positions that the loss would read; where a row has too few, others too."""
+  """Draws P distinct positions per row, those that the loss reads first."""
   chosen = losses.chosen_positions(config, batch)
+  # Uniform noise in [0, 1) plus 1 for chosen positions: the P largest are random
+  # chosen ones, and other positions fill up rows that have fewer than P.
   draws = jax.random.uniform(key, chosen.shape) + chosen
   return jax.lax.top_k(draws, config.num_positions)[1]
 
 
-def _at(
+def _at_positions(
   batch: base.DistillationBatch, positions: Int[Array, "R P"]
 ) -> base.DistillationBatch:
-  """The batch with the records and mask of some positions."""
+  """Takes mask and records at some positions; the target stays whole to be scored."""
 
   def take(leaf):
     index = positions.reshape(*positions.shape, *(1,) * (leaf.ndim - 2))
@@ -113,43 +126,44 @@ def _at(
   return batch.replace(mask=take(batch.mask), records=jax.tree.map(take, batch.records))
 
 
-def _tokens(
+def _draw_tokens(
   config: losses.LossConfig,
   batch: base.DistillationBatch,
   key: Key[Array, ""],
   vocab_size: int,
 ) -> tuple[Int[Array, " C"], Float[Array, " C"]]:
-  """The tokens with most of the target's mass, then random ones, and log-weights.
+  """Returns the tokens with most of the target's mass, then negatives; log-weights.
 
-  Random ones are drawn with replacement from all; those that are among the first count
-  nothing. Their weighted sum is then right in the mean.
+  Negatives are drawn with replacement from the whole vocabulary. Those that are among
+  the likeliest get weight 0, which makes the weighted sum over the others unbiased.
   """
   records, counted = batch.records, losses.chosen_positions(config, batch)
   mass = jnp.where(counted[..., None], jnp.exp(records.log_probs), 0.0)
   expected = jnp.zeros(vocab_size).at[records.ids.astype(jnp.int32)].add(mass)
   likeliest = jax.lax.top_k(expected, config.num_tokens)[1]
-  own = jnp.zeros(config.num_tokens)
+  own = jnp.zeros(config.num_tokens)  # each represents itself: log 1
   if not config.num_negatives:
     return likeliest, own
   negatives = jax.random.randint(key, (config.num_negatives,), 0, vocab_size)
   doubled = jnp.zeros(vocab_size, bool).at[likeliest].set(True)[negatives]
   stands_for = np.log(vocab_size / config.num_negatives)
-  weights = jnp.where(doubled, _NOTHING, stands_for)
+  weights = jnp.where(doubled, _NO_LOGIT, stands_for)
   return jnp.concatenate([likeliest, negatives]), jnp.concatenate([own, weights])
 
 
-def _among(
+def _with_token_columns(
   batch: base.DistillationBatch,
   tokens: Int[Array, " n"],
   outside: int,
   vocab_size: int,
 ) -> base.DistillationBatch:
-  """The batch with records over some tokens; ids count those, `outside` is another."""
+  """Replaces recorded ids by their index in `tokens`, or by `outside`."""
   order = jnp.arange(len(tokens))
-  slots = jnp.full(vocab_size, outside, jnp.int32).at[tokens].set(order)
+  columns = jnp.full(vocab_size, outside, jnp.int32).at[tokens].set(order)
   records = batch.records
-  ids = slots[records.ids.astype(jnp.int32)]
+  ids = columns[records.ids.astype(jnp.int32)]
   is_outside = ids == outside
+  # The target's mass on tokens without a column moves to the tail.
   lost = jnp.sum(jnp.where(is_outside, jnp.exp(records.log_probs), 0.0), axis=-1)
   return batch.replace(
     records=records.replace(

@@ -1,14 +1,14 @@
-"""Bounded steps that teach the draft what the buffer holds.
+"""Bounded training steps of the draft on rows of the buffer.
 
-One slice is one micro-batch gradient, so that an update can be spread over the gaps
-that serving leaves. A step with a non-finite loss or gradient changes nothing and is
+A slice is one gradient step on one micro-batch, so an update can be spread over the
+gaps that serving leaves. A step with a non-finite loss or gradient is skipped and
 counted. No argument is ever donated: serving may still read the old parameters.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import flax.struct
 import jax
@@ -29,14 +29,13 @@ class UpdateConfig:
   Attributes:
     optimizer: how a gradient becomes a step.
     loss: which divergence, over which positions.
-    steps_per_update: slices of one update; see `ScheduleConfig.much_to_gain` for fewer.
-    num_new: rows a slice takes from those added since the last update.
-    num_replay: rows a slice takes from the whole buffer.
-    length_multiple: a slice is cut to its longest row, rounded up to a multiple of
-      this; every length is compiled once, before serving. 0 leaves the padding.
-    ema_decay: the served draft is the moving average of the learner's parameters
-      that keeps this share of itself at a slice: calmer, a few slices late. 0 serves
-      the newest parameters.
+    steps_per_update: slices per update; `ScheduleConfig.much_to_gain` can lower it.
+    num_new: rows per slice from those added since the last update.
+    num_replay: rows per slice from the whole buffer.
+    length_multiple: each micro-batch is cut to its longest row, rounded up to a
+      multiple of this. Every length is compiled once, before serving. 0 does not cut.
+    ema_decay: decay per slice of the moving average of the parameters that serves as
+      the draft: calmer, but a few slices late. 0 serves the newest parameters.
   """
 
   optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
@@ -53,24 +52,24 @@ class UpdateConfig:
     checks = {
       "num_replay": (
         self.num_new + self.num_replay >= 1,
-        f"with num_new ({self.num_new}) at least one row together",
+        f"num_new ({self.num_new}) + num_replay to be at least 1",
       ),
-      "ema_decay": (0 <= self.ema_decay < 1, "a number in 0..1, below 1"),
+      "ema_decay": (0 <= self.ema_decay < 1, "a number in [0, 1)"),
     }
     base.check_fields(self, checks)
 
 
 @flax.struct.dataclass
 class LearnerState:
-  """What learning carries.
+  """The state that training carries from slice to slice.
 
   Attributes:
-    params: the newest good parameters of the draft.
+    params: the newest finite parameters of the draft.
     opt_state: optax state.
-    version: [] int32; updates that changed the parameters.
-    step: [] int32; slices taken.
-    skipped: [] int32; slices left out because loss or gradient were not finite.
-    ema: moving average of `params`, None where it is not kept.
+    version: [] int32; number of updates that changed the parameters.
+    step: [] int32; number of slices taken.
+    skipped: [] int32; number of slices skipped because they were not finite.
+    ema: moving average of `params`; None if `ema_decay` is 0.
   """
 
   params: base.Params
@@ -82,18 +81,18 @@ class LearnerState:
 
   @property
   def served(self) -> base.Params:
-    """The parameters that draft: the average where one is kept."""
+    """The parameters that draft: the moving average if there is one."""
     return self.params if self.ema is None else self.ema
 
 
 @flax.struct.dataclass
 class UpdateMetrics:
-  """What steps report; one slice has scalars, an update has [slices].
+  """Metrics of one slice (scalars), or of all slices of an update ([slices]).
 
   Attributes:
-    loss: [...] float32, before the step.
-    grad_norm: [...] float32, global, before clipping.
-    finite: [...] bool; false where the step was skipped.
+    loss: float32, before the step.
+    grad_norm: float32, global norm before clipping.
+    finite: bool; False if the step was skipped.
   """
 
   loss: jax.Array
@@ -102,13 +101,8 @@ class UpdateMetrics:
 
 
 def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:
-  """A learner at version 0 that starts from `params`, on their devices.
-
-  Args:
-    config: says which optimiser.
-    params: the draft's parameters, those that are trained.
-  """
-  # A buffer of its own for each counter: training donates them.
+  """Returns the state before any update, on the devices of `params`."""
+  # Separate buffers for the counters: other training loops donate the state.
   version, step, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
   opt_state = optimizers.make_optimizer(config.optimizer).init(params)
   ema = params if config.ema_decay else None
@@ -125,29 +119,29 @@ def loss_and_grad(
   frozen: base.Params = None,
   step: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, ""], base.Params]:
-  """The distillation loss of a batch and its gradient by the parameters.
+  """The distillation loss of a batch and its gradient.
 
   Args:
     model: the draft.
-    config: the loss.
-    params: the draft's parameters, those that are trained.
+    config: divergence and subsampling.
+    params: trained parameters of the draft.
     batch: R rows.
-    frozen: those that are not; see `base.Model.split`.
-    step: [] int32, slices taken; what a slice looks at is a function of it.
+    frozen: its other parameters, see `base.Model.split`.
+    step: [] int32, slices taken so far; seeds the subsampling.
 
   Returns:
     (loss [] float32, gradient shaped like params).
   """
-  if config.loss.narrows:
+  if config.loss.subsamples:
     key = jax.random.fold_in(jax.random.key(0), step)
-    narrowed = subsample.narrow(config.loss, batch, key, model.vocab_size)
+    sampled = subsample.subsample(config.loss, batch, key, model.vocab_size)
   else:
-    narrowed = subsample.Narrowed(batch, None, None, None)
+    sampled = subsample.Subsample(batch, None, None, None)
 
   def loss(params):
     whole = model.join(params, frozen)
-    logits = subsample.logits_of(model, whole, narrowed)
-    return losses.distillation_loss(config.loss, logits, narrowed.batch)
+    logits = subsample.logits_of(model, whole, sampled)
+    return losses.distillation_loss(config.loss, logits, sampled.batch)
 
   return jax.value_and_grad(loss)(params)
 
@@ -158,23 +152,17 @@ def apply_gradients(
   loss: Float[Array, ""],
   gradients: base.Params,
 ) -> tuple[LearnerState, UpdateMetrics]:
-  """One optimiser step, or none: the guard that all training goes through.
-
-  Args:
-    config: the optimiser.
-    learner: state before the step.
-    loss: [] float32.
-    gradients: shaped like `learner.params`.
+  """Takes one optimiser step, or skips it if anything is not finite.
 
   Returns:
-    (state, metrics); where loss, gradient or step is not finite, parameters and
-    optimiser state are those from before and `skipped` is one more.
+    (state, metrics). If loss, gradient or step is not finite, parameters and
+    optimiser state stay as they were and `skipped` increases by one.
   """
   grad_norm = optax.tree.norm(gradients).astype(jnp.float32)
   changes, opt_state = optimizers.make_optimizer(config).update(
     gradients, learner.opt_state, learner.params
   )
-  # The step itself is judged too: a rate can be too large for a sound gradient.
+  # Check the step too: a finite gradient times a huge learning rate can overflow.
   norms = jnp.stack([loss, grad_norm, optax.tree.norm(changes)])
   finite = jnp.all(jnp.isfinite(norms))
   params = optax.apply_updates(learner.params, changes)
@@ -199,17 +187,9 @@ def slice_step(
   batch: base.DistillationBatch,
   frozen: base.Params = None,
 ) -> tuple[LearnerState, UpdateMetrics]:
-  """One bounded step on one micro-batch; pure, jit with `model`, `config` static.
+  """Takes one step on one micro-batch of R rows; pure, `model` and `config` static.
 
-  Args:
-    model: the draft.
-    config: loss and optimiser.
-    learner: state before the step; its version stays.
-    batch: R rows.
-    frozen: what of the draft is the target's; see `base.Model.split`.
-
-  Returns:
-    (state, metrics of scalars).
+  The version does not change here: an update of several slices makes one version.
   """
   loss, gradients = loss_and_grad(
     model, config, learner.params, batch, frozen, learner.step
@@ -225,21 +205,13 @@ take_slice = jax.jit(slice_step, static_argnames=("model", "config"))
 
 
 def cut(config: UpdateConfig, batch: base.DistillationBatch) -> base.DistillationBatch:
-  """Cuts the padding that all rows of a micro-batch share; waits for the batch.
-
-  Args:
-    config: its `length_multiple`.
-    batch: R rows of T positions.
-
-  Returns:
-    The same rows with T as short as the longest of them allows.
-  """
+  """Cuts T to the longest row, rounded up to `length_multiple`; waits for the batch."""
   if not config.length_multiple:
     return batch
-  # By the mask: a target may emit the id that pads.
+  # Use the mask, not the tokens: the target may emit the padding id.
   judged = np.flatnonzero(np.any(np.asarray(batch.mask), axis=0))
   longest = int(judged[-1]) + 1 if len(judged) else 1
-  return _cut_to(batch, _rounded_up(longest, config.length_multiple))
+  return _cut_to(batch, _round_up(longest, config.length_multiple))
 
 
 def warm_up(
@@ -249,18 +221,10 @@ def warm_up(
   batch: base.DistillationBatch,
   frozen: base.Params = None,
 ) -> None:
-  """Compiles a slice of every length that `cut` can leave; changes nothing.
-
-  Args:
-    model: the draft.
-    config: loss and optimiser.
-    learner: any state.
-    batch: a micro-batch from `draw_slice`.
-    frozen: what of the draft is the target's.
-  """
+  """Compiles a slice for every length that `cut` can return; changes nothing."""
   full = batch.target.shape[1]
   step = config.length_multiple or full
-  for length in range(step, _rounded_up(full, step) + 1, step):
+  for length in range(step, _round_up(full, step) + 1, step):
     take_slice(model, config, learner, _cut_to(batch, length), frozen)
 
 
@@ -272,7 +236,7 @@ def _cut_to(batch: base.DistillationBatch, length: int) -> base.DistillationBatc
   return batch.replace(target=target, mask=mask, records=records)
 
 
-def _rounded_up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
   return -(-number // multiple) * multiple
 
 
@@ -285,16 +249,16 @@ def draw_slice(
   since: Int[Array, ""] | int,
   index: Int[Array, ""] | int,
 ) -> base.DistillationBatch:
-  """Samples the micro-batch of one slice, in one compiled call.
+  """Samples the micro-batch of one slice in one compiled call.
 
   Args:
-    config: numbers of rows (static).
-    buffer_config: how replayed rows are weighed (static).
-    buffer: rows to draw from; not changed, and not read again by the slice, so that
-      appending may go on while the slice runs.
+    config: number of new and of replayed rows (static).
+    buffer_config: recency weighting of replayed rows (static).
+    buffer: the rows. They are copied, so the buffer can be appended to while the
+      slice runs.
     key: random key of the update.
     since: [] int32; `buffer.added` at the last update.
-    index: [] int32; slices of the update before this one.
+    index: [] int32; position of the slice within the update.
 
   Returns:
     A batch of num_new + num_replay rows.
@@ -313,20 +277,14 @@ def draw_update(
   since: Int[Array, ""] | int,
   share: float = 1.0,
 ) -> tuple[base.DistillationBatch, ...]:
-  """Samples the micro-batches of an update; see `draw_slice`.
+  """Samples the micro-batches of an update, see `draw_slice`.
 
-  Args:
-    config: as there, and the number of slices.
-    buffer_config: as there.
-    buffer: as there.
-    key: random key of the update.
-    since: as there.
-    share: of the slices, rounded up.
+  `share` is the fraction of `steps_per_update` to draw; at least one slice is drawn.
   """
-  slices = max(1, math.ceil(config.steps_per_update * share))
+  count = max(1, math.ceil(config.steps_per_update * share))
   return tuple(
     draw_slice(config, buffer_config, buffer, key, since, index)
-    for index in range(slices)
+    for index in range(count)
   )
 
 
@@ -335,27 +293,18 @@ def update(
   config: UpdateConfig,
   learner: LearnerState,
   batches: Sequence[base.DistillationBatch],
-  after_slice: Callable[[LearnerState], object] = lambda learner: None,
   frozen: base.Params = None,
 ) -> tuple[LearnerState, UpdateMetrics]:
-  """A whole update: a slice per micro-batch, then a new version.
-
-  Args:
-    model: the draft.
-    config: loss and optimiser.
-    learner: state before the update.
-    batches: from `draw_update`.
-    after_slice: told of the state that a slice leaves, computed.
-    frozen: what of the draft is the target's; see `base.Model.split`.
+  """Runs a whole update: one slice per micro-batch, then a new version.
 
   Returns:
     (state, metrics [slices]).
   """
-  state, reports = learner, []
-  for state, report in slices(model, config, learner, batches, frozen):
-    reports.append(report)
-    after_slice(state)
-  return finish_update(learner, state, reports)
+  after, metrics = learner, []
+  for state, of_slice in slices(model, config, learner, batches, frozen):
+    after = state
+    metrics.append(of_slice)
+  return finish_update(learner, after, metrics)
 
 
 def slices(
@@ -365,27 +314,25 @@ def slices(
   batches: Sequence[base.DistillationBatch],
   frozen: base.Params = None,
 ) -> Iterator[tuple[LearnerState, UpdateMetrics]]:
-  """The slices of `update`, each taken when it is asked for.
+  """Runs the slices of an update one by one.
 
   Yields:
-    (state behind a slice, its metrics, scalars), computed.
+    (state after a slice, its metrics as scalars), both computed.
   """
   for batch in batches:
-    state, report = take_slice(model, config, learner, cut(config, batch), frozen)
+    state, metrics = take_slice(model, config, learner, cut(config, batch), frozen)
+    # Results must not move: the next slice, and serving, would be compiled again.
     learner = jax.block_until_ready(sharding.place_like(learner, state))
-    yield learner, report
+    yield learner, metrics
 
 
 def finish_update(
-  before: LearnerState, after: LearnerState, reports: Sequence[UpdateMetrics]
+  before: LearnerState, after: LearnerState, metrics: Sequence[UpdateMetrics]
 ) -> tuple[LearnerState, UpdateMetrics]:
-  """What an update leaves: the state with its version, metrics [slices].
+  """Returns the state of a completed update and its metrics, stacked to [slices].
 
-  Args:
-    before: state when the update began.
-    after: state behind its last slice; one version later if any was not skipped.
-    reports: of the slices, one at least.
+  The version increases by one unless every slice was skipped.
   """
-  # By numpy: for every number of slices it would be compiled once.
-  stacked = jax.tree.map(lambda *values: np.stack(jax.device_get(values)), *reports)
+  # Stack with numpy: XLA would compile a program for every number of slices.
+  stacked = jax.tree.map(lambda *values: np.stack(jax.device_get(values)), *metrics)
   return after.replace(version=before.version + (after.step > before.step)), stacked

@@ -18,7 +18,7 @@ from osd_jax.models.shapes import AttachedConfig
 
 ROWS, LENGTH, TOP_K, VOCAB = 3, 8, 5, 40
 KEY = jax.random.key(0)
-narrow = jax.jit(subsample.narrow, static_argnums=(0, 3))
+draw = jax.jit(subsample.subsample, static_argnums=(0, 3))
 
 
 def batch_of(seed=0, lengths=(8, 5, 2)):
@@ -51,9 +51,9 @@ LOGITS = jnp.asarray(np.random.default_rng(9).normal(0, 2, (ROWS, LENGTH, VOCAB)
 
 
 def loss(config, batch, logits=LOGITS, key=KEY):
-  narrowed = narrow(config, batch, key, VOCAB)
-  part = subsample.logits_of(model_of(logits), {}, narrowed)
-  return float(losses.distillation_loss(config, part, narrowed.batch))
+  sampled = draw(config, batch, key, VOCAB)
+  part = subsample.logits_of(model_of(logits), {}, sampled)
+  return float(losses.distillation_loss(config, part, sampled.batch))
 
 
 ANY = functools.partial(losses.LossConfig, divergence="jsd", jsd_beta=0.1)
@@ -70,30 +70,30 @@ def test_all_of_both_is_the_whole_loss(config):
 
 def test_positions_differ_and_are_emitted_ones():
   batch, config = batch_of(), ANY(num_positions=4)
-  narrowed = narrow(config, batch, KEY, VOCAB)
+  sampled = draw(config, batch, KEY, VOCAB)
   emitted = [8, 5, 2]
-  for row, positions in enumerate(np.asarray(narrowed.positions)):
+  for row, positions in enumerate(np.asarray(sampled.positions)):
     assert len(set(positions.tolist())) == 4
     within = positions < emitted[row]
-    np.testing.assert_array_equal(narrowed.batch.mask[row], within)
+    np.testing.assert_array_equal(sampled.batch.mask[row], within)
     assert within.sum() == min(4, emitted[row])
-  taken = np.take_along_axis(batch.records.tail, narrowed.positions, axis=1)
-  np.testing.assert_array_equal(narrowed.batch.records.tail, taken)
-  np.testing.assert_array_equal(narrowed.batch.target, batch.target)
+  taken = np.take_along_axis(batch.records.tail, sampled.positions, axis=1)
+  np.testing.assert_array_equal(sampled.batch.records.tail, taken)
+  np.testing.assert_array_equal(sampled.batch.target, batch.target)
 
 
 def test_other_slices_look_elsewhere():
   batch, config = batch_of(), ANY(num_positions=4)
   keys = jax.random.split(KEY, 2)
-  one, other = (narrow(config, batch, key, VOCAB).positions for key in keys)
+  one, other = (draw(config, batch, key, VOCAB).positions for key in keys)
   assert not np.array_equal(one, other)
 
 
 def test_errors_alone_are_looked_at_where_asked():
   batch = batch_of(lengths=(8, 8, 8))
   config = ANY(positions="error", num_positions=2)
-  narrowed = narrow(config, batch, KEY, VOCAB)
-  judged = losses.chosen_positions(config, narrowed.batch)
+  sampled = draw(config, batch, KEY, VOCAB)
+  judged = losses.chosen_positions(config, sampled.batch)
   assert np.all(np.sum(judged, 1) == np.minimum(2, np.sum(batch.records.error, 1)))
 
 
@@ -110,25 +110,25 @@ def test_the_mean_over_slices_is_the_whole_loss():
 
 def test_the_likeliest_tokens_are_taken():
   batch = batch_of()
-  narrowed = narrow(ANY(num_tokens=6), batch, KEY, VOCAB)
+  sampled = draw(ANY(num_tokens=6), batch, KEY, VOCAB)
   mass = np.zeros(VOCAB)
   for row, length in enumerate((8, 5, 2)):
     for t in range(length):
       entries = batch.records.ids[row, t], batch.records.log_probs[row, t]
       np.add.at(mass, np.asarray(entries[0]), np.exp(entries[1]))
-  assert set(np.asarray(narrowed.tokens).tolist()) == set(np.argsort(-mass)[:6])
+  assert set(np.asarray(sampled.tokens).tolist()) == set(np.argsort(-mass)[:6])
 
 
 def test_mass_of_tokens_left_out_goes_to_the_tail():
   batch = batch_of()
-  narrowed = narrow(ANY(num_tokens=6), batch, KEY, VOCAB)
-  kept = np.asarray(narrowed.batch.records.log_probs)
-  total = np.exp(kept).sum(-1) + narrowed.batch.records.tail
+  sampled = draw(ANY(num_tokens=6), batch, KEY, VOCAB)
+  kept = np.asarray(sampled.batch.records.log_probs)
+  total = np.exp(kept).sum(-1) + sampled.batch.records.tail
   np.testing.assert_allclose(total, 1, atol=1e-5)
-  assert np.any(narrowed.batch.records.tail > batch.records.tail + 0.05)
+  assert np.any(sampled.batch.records.tail > batch.records.tail + 0.05)
   # and every id still says the same token
-  tokens = np.append(narrowed.tokens, -1)
-  said, meant = tokens[narrowed.batch.records.ids], np.asarray(batch.records.ids)
+  tokens = np.append(sampled.tokens, -1)
+  said, meant = tokens[sampled.batch.records.ids], np.asarray(batch.records.ids)
   is_kept = said >= 0
   np.testing.assert_array_equal(said[is_kept], meant[is_kept])
   assert 0 < is_kept.mean() < 1
@@ -139,8 +139,8 @@ def test_negatives_estimate_what_the_draft_gives_all_others():
   config = ANY(num_tokens=10, num_negatives=8)
 
   def total(key):
-    narrowed = narrow(config, batch, key, VOCAB)
-    part = subsample.logits_of(model_of(LOGITS), {}, narrowed)
+    sampled = draw(config, batch, key, VOCAB)
+    part = subsample.logits_of(model_of(LOGITS), {}, sampled)
     return jnp.sum(jnp.exp(part), -1)
 
   sums = np.stack([total(key) for key in jax.random.split(KEY, 400)])
@@ -148,9 +148,7 @@ def test_negatives_estimate_what_the_draft_gives_all_others():
   error = sums.std(0) / np.sqrt(len(sums))
   assert np.all(np.abs(sums.mean(0) - expected) < 5 * error)
   # without them the rest is missing
-  few = np.asarray(LOGITS)[
-    ..., np.asarray(narrow(config, batch, KEY, VOCAB).tokens[:10])
-  ]
+  few = np.asarray(LOGITS)[..., np.asarray(draw(config, batch, KEY, VOCAB).tokens[:10])]
   assert np.mean(np.exp(few).sum(-1) < 0.8 * expected) > 0.5
 
 

@@ -212,17 +212,14 @@ def test_version_rises_by_one_an_update_and_not_when_all_was_skipped():
   assert not np.asarray(metrics.finite).any() and same(after.params, learner.params)
 
 
-def test_an_update_holds_the_newest_state_alone():
-  """Parameters and moments of every slice would be many times a draft."""
+def test_slices_keep_only_the_newest_state_alive():
+  """Parameters and moments of all slices would take many times a draft's memory."""
   config, buffer = config_of(steps_per_update=4), filled_buffer()
   learner, seen = learner_of(config), []
-
-  def after_slice(state):
+  batches = update.draw_update(config, BUFFER_CONFIG, buffer, jax.random.key(5), 2)
+  for state, _ in update.slices(MODEL, config, learner, batches):
     seen.append(weakref.ref(state))
     assert [ref() is None for ref in seen[:-1]] == [True] * (len(seen) - 1)
-
-  batches = update.draw_update(config, BUFFER_CONFIG, buffer, jax.random.key(5), 2)
-  update.update(MODEL, config, learner, batches, after_slice)
   assert len(seen) == 4
 
 

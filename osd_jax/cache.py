@@ -1,15 +1,20 @@
-"""Key/value caches as plain pytrees: written at per-row offsets, rewound by length.
+"""Key/value caches as plain pytrees, written at per-row offsets, rewound by length.
 
-    self keys of one row, T = 6, K = 3, after a round that kept one draft token
+    self keys of the target in one row, T = 6, K = 3
 
-        position   0    1    2    3    4    5   6  7  8  9      T + K + 1 slots
-        content   BOS  t0   t1   d1   d2   d3   .  .  .  .
-        valid     <----- length = 4 ----->                      d2, d3 are stale
+      position                0    1    2    3    4    5    6    7   8  9   T + K + 1
+      t0, t1 were emitted    BOS  t0    .    .    .    .    .    .   .  .   length 2
+      a round feeds 4        BOS  t0   t1   d1   d2   d3    .    .   .  .   length 6
+      it accepts only d1     BOS  t0   t1   d1   d2   d3    .    .   .  .   length 4
+      the next round feeds   BOS  t0   t1   d1   r1   e1   e2   e3   .  .   length 8
 
-Stale entries are never read (attention masks positions >= length) and are
-overwritten by the next round. The buffer is K + 1 longer than the output limit
-because `dynamic_update_slice` clamps: a write that ran past the end would
-silently land on earlier positions.
+Rewinding only sets `length`: the rejected d2, d3 stay in memory, but attention masks
+positions >= length, and the next round overwrites them. It feeds the recovered token
+r1, which replaced d2, and its own drafted tokens e1, e2, e3.
+
+The buffer has K + 1 positions more than the output limit because
+`dynamic_update_slice` clamps its start: a write past the end would silently overwrite
+earlier positions.
 """
 
 import functools
@@ -23,17 +28,17 @@ from osd_jax import native
 
 @flax.struct.dataclass
 class KVCache:
-  """What a target or draft remembers of its rows; in `cross_*` what prefill fixed.
+  """Keys and values of a target or draft; `cross_*` does not change after prefill.
 
   Attributes:
     self_keys: per layer [B, H, T + K + 1, D]; tokens fed so far.
     self_values: like self_keys.
-    cross_keys: per layer [B, H, S, D]; fixed after prefill.
+    cross_keys: per layer [B, H, S, D].
     cross_values: like cross_keys.
     cross_mask: [B, S] bool; real source tokens.
-    length: [B] int32; valid entries of self_keys in each row.
-    target_states: [B, S, E] bfloat16; hidden states of the source, for a draft that
-      is attached to it; None where nobody asks.
+    length: [B] int32; number of valid entries of self_keys in each row.
+    target_states: [B, S, E] bfloat16; the target's hidden states of the source, for an
+      attached draft; None if there is none.
   """
 
   self_keys: tuple[jax.Array, ...]
@@ -46,23 +51,20 @@ class KVCache:
 
 
 def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
-  """Writes n new positions of every row at the row's own offset.
+  """Writes n new positions into each row, starting at the row's own length.
 
   Args:
     stored: [B, H, T, D].
     new: [B, H, n, D].
     length: [B] int32; position of the first new entry. The caller guarantees
       length + n <= T.
-
-  Returns:
-    [B, H, T, D]
   """
   new = new.astype(stored.dtype)
   if not native.forms():
     return select(stored, new, length, axis=2)
   if stored.shape[0] == 1:
-    # One write a head, which makes a scatter: a single write is fused with what reads
-    # it, and XLA CPU then copies the whole cache several times a step.
+    # Write each head separately, which compiles to a scatter. XLA CPU would fuse a
+    # single write with its readers and copy the whole cache several times per step.
     starts = jnp.full(stored.shape[1], length[0])
     write_head = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
     return jax.vmap(write_head)(stored[0], new[0], starts)[None]
@@ -72,18 +74,15 @@ def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
 
 
 def select(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> jax.Array:
-  """`write` along any axis, without slices: one pass over what is stored.
+  """Like `write` along any axis, but in one pass over `stored`, without slices.
 
-  No loop over rows, and nothing to move where heads or rows are split over devices.
+  There is no loop over rows, and nothing moves if heads or rows are split over devices.
 
   Args:
     stored: [B, ..., T, ...].
     new: [B, ..., n, ...], n small.
-    start: [B] int32; of a row whose start is T or more nothing is written.
-    axis: of the positions.
-
-  Returns:
-    Like `stored`.
+    start: [B] int32; rows whose start is T or more are not written.
+    axis: axis of the positions.
   """
   return jax.lax.platform_dependent(
     stored,
@@ -97,7 +96,7 @@ def select(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> ja
 def _chosen(
   stored: jax.Array, new: jax.Array, start: jax.Array, axis: int
 ) -> jax.Array:
-  """`select`, an entry after the other; a GPU would cut each out by a kernel."""
+  """`select`, one entry at a time; slow on GPUs, which launch a kernel per slice."""
   position = jax.lax.broadcasted_iota(jnp.int32, stored.shape, axis)
   start = start.reshape(-1, *(1,) * (stored.ndim - 1))
   for index in range(new.shape[axis]):
@@ -109,15 +108,16 @@ def _chosen(
 def _summed(
   stored: jax.Array, new: jax.Array, start: jax.Array, axis: int
 ) -> jax.Array:
-  """`select`, all entries at once; a TPU would copy the cache for it.
+  """`select`, all entries at once; slow on TPUs, which copy the cache for it.
 
-  A sum of one entry and zeros, no product: what is broken stays where it is.
+  Sums one entry and zeros instead of multiplying by a mask, because 0 * NaN would
+  spread a broken entry to other positions.
   """
   rows, positions, count = stored.shape[0], stored.shape[axis], new.shape[axis]
   entry = start[:, None, None] + jnp.arange(count)[None, None]
   here = jnp.arange(positions)[None, :, None] == entry
-  before, behind = (1,) * (axis - 1), (1,) * (stored.ndim - axis - 1)
-  here = here.reshape(rows, *before, positions, count, *behind)
+  before, after = (1,) * (axis - 1), (1,) * (stored.ndim - axis - 1)
+  here = here.reshape(rows, *before, positions, count, *after)
   entries = jnp.where(here, jnp.expand_dims(new, axis), jnp.zeros((), new.dtype))
   if stored.dtype == bool:
     written = jnp.any(entries, axis=axis + 1)
@@ -127,15 +127,12 @@ def _summed(
 
 
 def insert_row(batch, row, slot: jax.Array):
-  """Replaces row `slot` of every leaf of a pytree by the only row of another.
+  """Returns the pytree with row `slot` replaced by the only row of another.
 
   Args:
     batch: pytree whose leaves are [B, ...].
     row: the same pytree with leaves [1, ...].
     slot: [1] int32.
-
-  Returns:
-    The pytree with the row replaced; its other rows are untouched.
   """
   return jax.tree.map(
     lambda many, one: jax.lax.dynamic_update_slice_in_dim(
@@ -147,7 +144,7 @@ def insert_row(batch, row, slot: jax.Array):
 
 
 def take_row(batch, slot: jax.Array):
-  """Leaves [1, ...] of row `slot` [1] of a pytree of [B, ...]."""
+  """Returns leaves [1, ...]: row `slot` [1] of a pytree of [B, ...]."""
   return jax.tree.map(
     lambda many: jax.lax.dynamic_slice_in_dim(many, slot[0], 1, axis=0), batch
   )
@@ -156,5 +153,5 @@ def take_row(batch, slot: jax.Array):
 def empty_self_entries(
   num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
-  """Zeroed self keys or values: `num_layers` arrays of `shape` [B, H, T, D]."""
+  """Returns zeroed self keys or values: `num_layers` arrays of `shape` [B, H, T, D]."""
   return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))

@@ -1,7 +1,12 @@
-"""Where arrays live: a mesh of (data, model) and the rules that place every array.
+"""Sharding: a mesh with axes (data, model) and the rules that place arrays on it.
 
-Logical axis names come from the models, rules are resolved only here. On one device
-everything is a no-op.
+    mesh (data 2, model 2)           model 0        model 1
+      data 0   rows 0 .. B/2 - 1     heads 0, 1     heads 2, 3
+      data 1   rows B/2 .. B - 1     heads 0, 1     heads 2, 3
+
+Models name the logical axes of their parameters; only this module maps them to the
+mesh. A dimension that the mesh does not divide stays whole on every device. With one
+device everything here is a no-op.
 """
 
 import contextlib
@@ -21,7 +26,7 @@ from osd_jax import base
 from osd_jax.cache import KVCache
 
 # t5x's standard rules for (data, model): weights are split by heads, hidden units and
-# vocabulary; activations and rows in flight by row.
+# vocabulary, and rows in flight over "data".
 RULES: dict[str, str | None] = {
   "vocab": "model",
   "embed": None,
@@ -31,23 +36,24 @@ RULES: dict[str, str | None] = {
   "relpos_buckets": None,
 }
 
-_CALLED = {"vocab": "token ids", "joined_kv": "heads", "mlp": "hidden units"}
+# Names for messages about axes that could not be split.
+_AXIS_NAMES = {"vocab": "token ids", "joined_kv": "heads", "mlp": "hidden units"}
 
 
 @dataclasses.dataclass(frozen=True)
 class PartitionConfig:
-  """Shape of the mesh.
+  """Shape of the mesh; data * model devices are used.
 
   Attributes:
-    data: devices that rows are split over.
-    model: devices that weights are split over. data * model devices are used.
-    whole_draft: a draft of at most so many parameters is whole on every device: its
-      steps are too short to wait for one another's sums. 0 splits every draft.
-    cpu_threads: threads that a computation on a CPU is split over; None: as many as
-      there are cores. With 1 the learner and serving have a core each and never wait
-      for each other's parts: better as long as learning is under way most of the time,
-      that is with small targets. Read when JAX starts: the first one in a process
-      counts.
+    data: number of devices that rows are split over.
+    model: number of devices that weights are split over.
+    whole_draft: a draft with at most this many parameters is replicated instead of
+      split: its steps are too short to wait for sums over devices. 0 splits every
+      draft.
+    cpu_threads: number of threads per computation on a CPU; None uses all cores. With
+      1, learning and serving have a core each and never wait in the same thread pool,
+      which pays if the target is small, so that the learner is busy most of the time.
+      Takes effect when JAX starts, so the first config in a process counts.
   """
 
   data: int = 1
@@ -64,10 +70,10 @@ class PartitionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Partitioner:
-  """Places parameters and rows on a mesh. Hashable: a static argument.
+  """Places parameters and rows on a mesh. Hashable, so it can be a static argument.
 
   Attributes:
-    mesh: axes "data" and "model".
+    mesh: mesh with axes "data" and "model".
     whole_draft: see `PartitionConfig`.
   """
 
@@ -76,10 +82,11 @@ class Partitioner:
 
   @property
   def replicated(self) -> NamedSharding:
+    """The sharding of an array that is whole on every device."""
     return NamedSharding(self.mesh, PartitionSpec())
 
   def params(self, model: base.Model) -> Any:
-    """Shardings shaped like the parameters of `model`."""
+    """Returns a tree of shardings shaped like the parameters of `model`."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     return jax.tree.map(
       lambda spec, shape: self._resolved(spec, shape.shape, model.head_dim),
@@ -89,66 +96,66 @@ class Partitioner:
     )
 
   def place_params(self, model: base.Model, params: base.Params) -> base.Params:
-    """Parameters split by the rules."""
+    """Puts parameters on the mesh, split by `RULES`."""
     if self.mesh.size == 1:
       return jax.device_put(params)
     return jax.device_put(params, self.params(model))
 
   def unsplit(self, model: base.Model) -> str:
-    """Which axes of a model stay whole because they do not divide; "" where all do."""
+    """Returns a message about axes that the mesh does not divide, or ""."""
     if self.mesh.shape["model"] == 1:
       return ""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     whole = {}
 
-    def look(spec, shape):
+    def check(spec, shape):
       for name, axis, units in _units(spec, shape.shape, model.head_dim):
         if axis and units % self.mesh.shape[axis]:
-          whole[_CALLED[name]] = units
+          whole[_AXIS_NAMES[name]] = units
 
     axes = model.logical_axes()
-    jax.tree.map(look, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    jax.tree.map(check, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
     if not whole:
       return ""
     named = " and ".join(f"its {count} {what}" for what, count in whole.items())
     return (
       f"The {model.name} is not split by {named}: PartitionConfig.model ="
-      f" {self.mesh.shape['model']} does not divide them, so that every device has all."
+      f" {self.mesh.shape['model']} does not divide them, so every device holds all."
     )
 
   def draft_params(self, model: base.Model) -> Any:
-    """`params` of a draft: whole on every device where it is small."""
+    """Returns shardings of a draft's parameters; small drafts are replicated."""
     shardings = self.params(model)
     if not self.is_whole(model):
       return shardings
     return jax.tree.map(lambda _: self.replicated, shardings)
 
   def place_draft(self, model: base.Model, params: base.Params) -> base.Params:
-    """Parameters of a draft where `draft_params` wants them."""
+    """Puts a draft's parameters on the mesh as `draft_params` says."""
     if self.mesh.size == 1:
       return jax.device_put(params)
     return jax.device_put(params, self.draft_params(model))
 
   def is_whole(self, model: base.Model) -> bool:
-    """Whether a draft has no more than `whole_draft` parameters of its own."""
+    """Whether a draft is small enough to be replicated."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes)) <= self.whole_draft
 
   def place_rows(self, tree: Any) -> Any:
-    """A tree of [rows, ...] arrays split over "data"; whole where that cannot be."""
+    """Puts [rows, ...] arrays on the mesh, split over "data" if that divides them."""
     if self.mesh.size == 1:
       return jax.device_put(tree)
     return jax.device_put(tree, self.of_rows(tree))
 
   def own_rows(self, rows: int) -> np.ndarray:
-    """Which of [rows, ...], placed by row, devices of this process hold; ascending."""
+    """Returns the indices of the rows that this process's devices hold, ascending."""
     if self.mesh.size == 1:
       return np.arange(rows)
     held = self._fitting(("data",), (rows,)).addressable_devices_indices_map((rows,))
     return np.unique(np.concatenate([np.arange(rows)[at] for at in held.values()]))
 
   def place_own_rows(self, rows: int, tree: Any) -> Any:
-    """`place_rows` of arrays [rows, ...], of which `tree` has `own_rows` alone."""
+    """Like `place_rows`, but `tree` holds only the rows in `own_rows(rows)`."""
     if self.mesh.size == 1:
       return jax.device_put(tree)
     return jax.tree.map(
@@ -159,14 +166,14 @@ class Partitioner:
     )
 
   def parts(self, rows: int) -> int:
-    """Parts that rows are split into; 1 where they cannot be."""
+    """Returns the number of parts that rows are split into; 1 if they do not divide."""
     data = self.mesh.shape["data"]
     return 1 if rows % data else data
 
   def by_part(self, function: Callable[..., Any], *trees: Any) -> Any:
-    """`function` of [rows, ...] leaves for every part's rows; inside jit.
+    """Applies `function` to each part's rows separately; call it inside jit.
 
-    What it gives has rows, too. Over "model" XLA goes on deciding.
+    Leaves and results are [rows, ...]. Over "model", XLA still chooses the sharding.
     """
     by_row = PartitionSpec("data")
     split = jax.shard_map(
@@ -180,7 +187,7 @@ class Partitioner:
     return split(*trees)
 
   def of_draft_rows(self, model: base.Model | None, cache: Any) -> Any:
-    """`of_rows` of a draft's cache: heads stay together where the draft does."""
+    """Like `of_rows` for a draft's cache; replicated drafts keep all heads together."""
     if model is None or not self.is_whole(model):
       return self.of_rows(cache)
     placed = jax.tree.map(self._by_row, cache)
@@ -192,7 +199,7 @@ class Partitioner:
     return self._fitting(("data",), leaf.shape)
 
   def of_rows(self, tree: Any) -> Any:
-    """Shardings: rows over "data", the heads of a cache over "model"."""
+    """Returns shardings: rows over "data", and heads of a `KVCache` over "model"."""
 
     def by_head(leaf):
       return self._fitting(("data", "model"), leaf.shape)
@@ -203,12 +210,12 @@ class Partitioner:
       heads = ("self_keys", "self_values", "cross_keys", "cross_values")
       split = {name: jax.tree.map(by_head, getattr(node, name)) for name in heads}
       whole = jax.tree.map(self._by_row, node)
-      return whole.replace(length=self.replicated, **split)  # hosts read lengths
+      return whole.replace(length=self.replicated, **split)  # every host reads lengths
 
     return jax.tree.map(placed, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
   def _fitting(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """The first dimensions split over these axes; whole where that cannot be."""
+    """Splits the first dimensions over `axes`, each only if the mesh divides it."""
     fits = [
       axis if size % self.mesh.shape[axis] == 0 else None
       for axis, size in zip(axes, shape, strict=False)
@@ -228,7 +235,10 @@ class Partitioner:
 def _units(
   spec: PartitionSpec, shape: tuple[int, ...], head_dim: int
 ) -> Iterator[tuple[str, str | None, int]]:
-  """Of every dimension: logical name, axis of the mesh, parts that it may come in."""
+  """Yields (logical name, mesh axis, number of units) for each dimension.
+
+  A head is one unit: its D entries are never split over devices.
+  """
   for named, size in zip(spec, shape, strict=False):
     name = str(named)
     yield name, RULES.get(name), size // head_dim if name == "joined_kv" else size
@@ -236,10 +246,10 @@ def _units(
 
 @functools.cache
 def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
-  """A partitioner over the first data * model devices.
+  """Returns a partitioner over the first data * model devices.
 
   Raises:
-    InputError: there are fewer devices.
+    InputError: there are not enough devices.
   """
   if config.cpu_threads is not None:
     _start(config.cpu_threads)
@@ -247,13 +257,13 @@ def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
 
 
 def over(config: PartitionConfig, devices: Sequence[Any]) -> Partitioner:
-  """`make` over the first of the given devices, which need not be there."""
+  """Like `make`, for given devices, which need not exist: compilers describe them."""
   needed = config.data * config.model
   if len(devices) < needed:
     raise base.InputError(
-      f"partitioning: received data={config.data}, model={config.model}, which needs"
+      f"PartitionConfig: received data={config.data}, model={config.model}, which needs"
       f" {needed} devices, but there are {len(devices)} ({devices[0].platform});"
-      " lower PartitionConfig."
+      " lower data or model."
     )
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
   mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -261,7 +271,7 @@ def over(config: PartitionConfig, devices: Sequence[Any]) -> Partitioner:
 
 
 def on_host(tree: Any) -> Any:
-  """Values of arrays on every host; where they are split over hosts, all call this."""
+  """Fetches arrays to every host. If they span hosts, all hosts must call this."""
 
   def value(leaf):
     split = isinstance(leaf, jax.Array) and not (
@@ -277,19 +287,19 @@ def join(
   num_processes: int | None = None,
   process_id: int | None = None,
 ) -> None:
-  """Makes this process one of several that serve together; before JAX starts.
+  """Connects this process to the others that serve together; call before JAX starts.
 
-  All run the same program over the same stream, each on devices of its own, and the
-  mesh has those of all.
+  All processes run the same program over the same stream. Each has devices of its own,
+  and the mesh spans the devices of all.
 
   Args:
-    coordinator: "HOST:PORT" of the first process; None where the cluster says all
-      (TPU pods, Slurm, Open MPI).
-    num_processes: of all.
-    process_id: of this one, from 0.
+    coordinator: "HOST:PORT" of the first process; None lets the cluster provide all
+      three arguments (TPU pods, Slurm, Open MPI).
+    num_processes: number of processes.
+    process_id: index of this process, starting at 0.
 
   Raises:
-    InputError: the others were not met.
+    InputError: the processes could not connect.
   """
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   try:
@@ -298,42 +308,43 @@ def join(
     )
   except (RuntimeError, ValueError) as error:
     raise base.InputError(
-      f"--multihost: the processes did not meet ({str(error).splitlines()[0]});"
-      " give --coordinator HOST:PORT, --num_processes and --process_id to each."
+      f"--multihost: the processes could not connect ({str(error).splitlines()[0]});"
+      " pass --coordinator HOST:PORT, --num_processes and --process_id to each."
     ) from error
 
 
-_HEARTBEAT = 30  # seconds of silence after which the other processes end, too
+# If a process is silent for this many seconds, the others stop too.
+_HEARTBEAT = 30
 
 
 def _start(cpu_threads: int) -> None:
-  """Starts JAX with so many threads a computation on a CPU, if that can still be."""
+  """Starts JAX with this many threads per CPU computation; warns if it is too late."""
   if _has_started():
     warnings.warn(
-      f"PartitionConfig.cpu_threads: JAX has started already, so that {cpu_threads}"
-      " changes nothing; make the server before anything else is computed.",
+      f"PartitionConfig.cpu_threads: JAX has started already, so {cpu_threads} has no"
+      " effect; create the server before anything else is computed.",
       stacklevel=4,
     )
     return
-  # Who calls computes: with one thread all would else take turns on a single other one.
+  # Run computations on the calling thread; otherwise all of them share one worker.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   with _environment(
-    NPROC=str(cpu_threads),  # XLA takes it for the number of cores
+    NPROC=str(cpu_threads),  # XLA reads this as the number of cores
     XLA_FLAGS=" ".join(
-      [*_IN_TURN[: cpu_threads == 1], os.environ.get("XLA_FLAGS", "")]
+      [*_SEQUENTIAL[: cpu_threads == 1], os.environ.get("XLA_FLAGS", "")]
     ),
   ):
     jax.devices()
 
 
-# What could run side by side XLA gives to its pool, too. Of one thread, that is busy
-# with an update, and a prompt would wait for a slice.
-_IN_TURN = ("--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",)
+# With a single thread, XLA would queue parallel operations behind a running update, and
+# prompts would wait for it. This scheduler runs them in sequence on the caller.
+_SEQUENTIAL = ("--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",)
 
 
 @contextlib.contextmanager
 def _environment(**changes: str) -> Iterator[None]:
-  """Environment variables that are others within."""
+  """Sets environment variables inside the context."""
   before = {name: os.environ.get(name) for name in changes}
   os.environ.update(changes)
   try:
@@ -346,7 +357,7 @@ def _environment(**changes: str) -> Iterator[None]:
 
 
 def _has_started() -> bool:
-  """Whether JAX has its devices: their number can then no longer be set."""
+  """Whether JAX has created its devices; their number cannot be set after that."""
   before = jax.config.jax_num_cpu_devices
   try:
     jax.config.update("jax_num_cpu_devices", before + 1)
@@ -357,12 +368,7 @@ def _has_started() -> bool:
 
 
 def copy_to_mesh_of(params: base.Params, tree: Any) -> Any:
-  """The arrays of `tree`, those of one device copied to every device of `params`.
-
-  Args:
-    params: arrays, of one device or split over a mesh.
-    tree: of arrays.
-  """
+  """Copies single-device arrays of `tree` to every device of the mesh of `params`."""
   mesh = _mesh(params)
   if mesh is None:
     return tree
@@ -373,15 +379,15 @@ def copy_to_mesh_of(params: base.Params, tree: Any) -> Any:
 
 
 def is_distributed(params: base.Params) -> bool:
-  """Whether arrays are on several devices, so that programs of all devices use them."""
+  """Whether parameters are on several devices, so programs that use them span these."""
   leaf = jax.tree.leaves(params)[0]
   return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
 
 
 def place_like(before: Any, after: Any) -> Any:
-  """`after` where `before` was: XLA places results as it likes.
+  """Moves `after` to the shardings of `before`; XLA may have chosen other ones.
 
-  Else the next slice, and whoever serves the draft, would be compiled once more.
+  Without this, the next slice and serving would be compiled a second time.
   """
   if _mesh(before) is None:
     return after
@@ -389,13 +395,13 @@ def place_like(before: Any, after: Any) -> Any:
 
 
 def _mesh(tree: Any) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
-  """The mesh of a tree's first array; None where that is traced or on one device."""
+  """Returns the mesh of a tree's first array; None if it is traced or on one device."""
   sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
   return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def vocab_shards(size: int) -> int:
-  """Devices that a vocabulary of this size is split over."""
+  """Returns the number of devices that a vocabulary of this size is split over."""
   mesh = jax.sharding.get_abstract_mesh()
   return 1 if mesh.empty or size % mesh.shape["model"] else mesh.shape["model"]
 
@@ -403,12 +409,13 @@ def vocab_shards(size: int) -> int:
 def map_vocab_shards(
   compute: Callable[[jax.Array, jax.Array], Any], logits: jax.Array
 ) -> Any:
-  """What every device computes of its part of the vocabulary, and of the others' words.
+  """Runs `compute` on each vocabulary shard; call it while tracing within a mesh.
 
   Args:
-    compute: (part [b, n, V / parts], its number []) -> arrays [b, n, ...], the same on
-      all devices that have parts of the same rows (`jax.lax.all_gather` over "model").
-    logits: [B, n, V]; V is split (`vocab_shards`).
+    compute: (part [b, n, V / shards], index of the part []) -> arrays [b, n, ...].
+      They must be equal on all devices that hold parts of the same rows, which
+      `jax.lax.all_gather` over "model" ensures.
+    logits: [B, n, V]; the mesh divides V (`vocab_shards`).
   """
   mesh = jax.sharding.get_abstract_mesh()
   rows = None if logits.shape[0] % mesh.shape["data"] else "data"
@@ -416,12 +423,12 @@ def map_vocab_shards(
     lambda part: compute(part, jax.lax.axis_index("model")),
     in_specs=PartitionSpec(rows, None, "model"),
     out_specs=PartitionSpec(rows),
-    check_vma=False,  # that all devices say the same is not seen
+    check_vma=False,  # JAX cannot see that the results are equal
   )(logits)
 
 
 def split_rows_only(x: jax.Array) -> jax.Array:
-  """x [B, ...], rows where they are, all else on every device."""
+  """Replicates x [B, ...] over the mesh except for its rows, which stay split."""
   if jax.sharding.get_abstract_mesh().empty:
     return x
   spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, *(None,) * (x.ndim - 1))

@@ -1,7 +1,7 @@
-"""Models with known distributions, and tiny ones: what tests and notebooks run on.
+"""Models with known distributions, and tiny transformers, for tests and notebooks.
 
-Part of the product: whoever writes a model or an acceptance rule can check it with
-the tools that the package itself is checked with.
+They are part of the package so that you can check your own model or acceptance rule
+with the tools that check this one.
 """
 
 import functools
@@ -65,7 +65,7 @@ TINY_LLAMA_DRAFT = shapes.LlamaConfig(
 
 @flax.struct.dataclass
 class TabularCache:
-  """The tokens that a tabular model has been fed.
+  """Tokens that were fed to a tabular model.
 
   Attributes:
     tokens: [B, T] int32.
@@ -78,15 +78,15 @@ class TabularCache:
 
 @functools.cache
 def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
-  """A model that looks its logits up by the last two tokens it was fed.
+  """Returns a model that looks its logits up by the last two tokens.
 
-  Its parameters are the table [V, V, V] float32: `table[before_last, last]` are the
-  logits of the next token. The source is ignored. Two tokens of context make a
-  wrong rewind or a cache that is one position off visible in the output law.
+  Its parameters are a table [V, V, V] float32: `table[before_last, last]` are the
+  logits of the next token. The source is ignored. With two tokens of context, a wrong
+  rewind or a cache that is off by one position changes the output distribution.
 
   Args:
     vocab_size: V.
-    name: for error texts.
+    name: name in error messages.
   """
 
   def prefill(table, source, mask, cache_length):
@@ -125,12 +125,12 @@ def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
 
 
 def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.ndarray:
-  """A table of logits [V, V, V] for `tabular_model`; never emits end-of-sequence.
+  """Returns logits [V, V, V] for `tabular_model`; end-of-sequence is never emitted.
 
   Args:
     vocab_size: V.
-    seed: of the logits.
-    sharpness: their standard deviation.
+    seed: seed of the logits.
+    sharpness: standard deviation of the logits.
   """
   rng = np.random.default_rng(seed)
   table = sharpness * rng.normal(size=(vocab_size,) * 3)
@@ -141,9 +141,9 @@ def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.nd
 def random_sources(
   rows: int, length: int, vocab_size: int, seed: int, pad_id: int = base.PAD_ID
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Ragged prompts [rows, length] int32, padded with `pad_id`, and their mask.
+  """Returns prompts [rows, length] int32 of random lengths, and their mask.
 
-  Every prompt has at least two tokens and ends in end-of-sequence.
+  Prompts have at least two tokens, end in end-of-sequence and are padded with `pad_id`.
   """
   rng = np.random.default_rng(seed)
   source = rng.integers(3, vocab_size, size=(rows, length)).astype(np.int32)

@@ -56,8 +56,8 @@ class ReplayBuffer:
   """A ring of N rows.
 
   Attributes:
-    data: `DistillationBatch` with leading axis N instead of R. `target_states` is stored as
-      uint16 with the bits of bfloat16: XLA CPU would convert a whole bfloat16 ring to
+    data: `DistillationBatch` with leading axis N instead of R. `target_states` holds
+      the bits of bfloat16 as uint16: XLA CPU would convert a whole bfloat16 ring to
       float32 and back for every row that is written.
     added: [] int32; number of rows ever appended.
   """

@@ -556,7 +556,9 @@ class Learner:
       return batch.replace(target_states=None)
     if batch.target_states is not None:
       return batch
-    return batch.replace(target_states=_read(self._draft, self.serving, batch.source))
+    return batch.replace(
+      target_states=_target_states(self._draft, self.serving, batch.source)
+    )
 
   def _launch(self) -> None:
     schedule = self._config.schedule
@@ -586,7 +588,9 @@ class Learner:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _read(draft: base.Model, params: base.Params, source: jax.Array) -> jax.Array:
+def _target_states(
+  draft: base.Model, params: base.Params, source: jax.Array
+) -> jax.Array:
   """Computes the target's hidden states of sources [R, S] for an attached draft."""
   assert draft.encode_for_draft is not None
   return draft.encode_for_draft(params, source, draft.mask(source))

@@ -91,13 +91,13 @@ def test_serving_parameters_stay(learner):
 
 
 def test_free_mode_takes_it_when_ready(learner, monkeypatch):
-  gate, real = threading.Event(), update.update
+  gate, real = threading.Event(), update.take_slice
 
   def slow(*arguments):
     assert gate.wait(30)
     return real(*arguments)
 
-  monkeypatch.setattr(update, "update", slow)
+  monkeypatch.setattr(update, "take_slice", slow)
   one = learner(free=True)
   one.launch(batches(), finished=0)
   assert not one.due(1000)  # however many requests have finished
@@ -108,8 +108,9 @@ def test_free_mode_takes_it_when_ready(learner, monkeypatch):
 
 
 def test_waiting_is_counted(learner, monkeypatch):
-  gate, real = threading.Event(), update.update
-  monkeypatch.setattr(update, "update", lambda *args: (gate.wait(30), real(*args))[1])
+  gate, real = threading.Event(), update.take_slice
+  wait_first = lambda *arguments: (gate.wait(30), real(*arguments))[1]
+  monkeypatch.setattr(update, "take_slice", wait_first)
   one = learner()
   one.launch(batches(), finished=0)
   threading.Timer(0.2, gate.set).start()
@@ -220,7 +221,7 @@ def test_a_checkpoint_gets_the_inputs(learner):
 def test_one_update_at_a_time(learner):
   one = learner()
   one.launch(batches(), finished=0)
-  with pytest.raises(RuntimeError, match="under way"):
+  with pytest.raises(RuntimeError, match="in progress"):
     one.launch(batches(), finished=1)
 
 

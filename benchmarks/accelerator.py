@@ -35,7 +35,7 @@ from osd_jax.decoding import state as state_lib
 from osd_jax.distillation import update
 from osd_jax.engine import engine, steps
 from osd_jax.measuring import timing
-from osd_jax.models import t5
+from osd_jax.models import families, t5
 
 NAME, CLOCK = "accelerator", "wall"
 ASKED = {  # at one row
@@ -51,7 +51,7 @@ def random_pair(config: t5.T5Config, seed: int) -> Pair:
 
   A program that makes all of them at once compiles for minutes.
   """
-  model, key = t5.build(config), jax.random.key(seed)
+  model, key = families.build(config), jax.random.key(seed)
 
   def leaf(path, shape):
     name = path[-1].key

@@ -30,7 +30,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.engine import engine, steps
-from osd_jax.models import t5
+from osd_jax.models import families
 
 CALLS = ("prepare", "empty", "insert", "advance", "read_row")
 COMPILED = "/jax/core/compile/backend_compile_duration"  # reading the cache included
@@ -86,7 +86,7 @@ class Stopwatch:
 
 def cheap_model(name: str, seed: int = 0) -> tuple[base.Model, base.Params]:
   """A model whose weights repeat one block of random numbers, in memory."""
-  model = t5.build(contenders.shape(name))
+  model = families.build(contenders.shape(name))
   block = 0.05 * np.random.default_rng(seed).standard_normal(2**20 + 1, np.float32)
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
   params = jax.tree.map(

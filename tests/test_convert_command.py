@@ -12,7 +12,7 @@ from osd_jax import assets, base, convert, pairs, sharding, testing
 from osd_jax import main as cli
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import convert as formats
-from osd_jax.models import t5, weights
+from osd_jax.models import families, t5, weights
 
 VOCABULARY = "shipped:demo_vocabulary.model"
 VOCAB_SIZE = 1664  # 1,536 pieces, 100 sentinels, and padding as published models have
@@ -21,7 +21,7 @@ VOCAB_SIZE = 1664  # 1,536 pieces, 100 sentinels, and padding as published model
 @pytest.fixture(scope="module")
 def given():
   config = dataclasses.replace(testing.TINY_T5, vocab_size=VOCAB_SIZE)
-  params = jax.jit(t5.build(config).init)(jax.random.key(0))
+  params = jax.jit(families.build(config).init)(jax.random.key(0))
   return weights.Weights(config, params)
 
 
@@ -159,7 +159,7 @@ def checkpoints(given, tmp_path):
     mlp_activations=("relu",),  # the draft is a T5 1.0, the target a T5 1.1
     tied_head=True,
   )
-  params = jax.jit(t5.build(config).init)(jax.random.key(1))
+  params = jax.jit(families.build(config).init)(jax.random.key(1))
   formats.write_hugging_face(folder / "t5-small", weights.Weights(config, params))
   return folder
 

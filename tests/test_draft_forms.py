@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from osd_jax import base, testing
 from osd_jax.distillation import optimizers
-from osd_jax.models import llama, weights
+from osd_jax.models import families, weights
 
 sys.path.append(str(ROOT / "experiments" / "draft_forms"))
 
@@ -106,7 +106,7 @@ TARGET = np.array([[11, 12, 13, 1], [14, 1, -1, -1]], np.int32)
 @pytest.fixture(scope="module")
 def judge():
   """A tiny decoder-only target."""
-  params = llama.build(testing.TINY_LLAMA).init(jax.random.key(0))
+  params = families.build(testing.TINY_LLAMA).init(jax.random.key(0))
   return run.Judge(weights.Weights(testing.TINY_LLAMA, params, "none", "drawn"), -1)
 
 
@@ -119,7 +119,7 @@ def as_the_program_runs():
 
 def test_the_target_is_judged_by_what_it_would_say(judge):
   rows = judge.rows(SOURCE, TARGET)
-  model = llama.build(testing.TINY_LLAMA)
+  model = families.build(testing.TINY_LLAMA)
   said = jax.nn.log_softmax(model.score(judge.params, SOURCE, SOURCE != -1, TARGET))
   mask = TARGET != -1
   np.testing.assert_allclose(rows.log_probs[mask], said[mask], atol=1e-5)

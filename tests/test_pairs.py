@@ -12,7 +12,7 @@ import tiny_pair
 
 from osd_jax import base, pairs, sharding
 from osd_jax.data import vocabulary as vocabularies
-from osd_jax.models import convert, t5, weights
+from osd_jax.models import convert, families, t5, weights
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_another_vocabulary_is_refused(config, field, tmp_path):
 def test_sizes_must_agree(config, tmp_path):
   found = weights.load(config.draft)
   wider = dataclasses.replace(found.config, vocab_size=tiny_pair.VOCAB_SIZE + 64)
-  params = t5.build(wider).init(jax.random.key(0))
+  params = families.build(wider).init(jax.random.key(0))
   changed = rewritten(config, "draft", tmp_path, config=wider, params=params)
   with pytest.raises(ValueError, match="has 1536 token ids, draft .* has 1600"):
     load(changed)
@@ -155,7 +155,7 @@ def test_sizes_of_folders_must_agree(config, tmp_path):
   there = as_folders(config, tmp_path)
   found = weights.load(config.draft)
   wider = dataclasses.replace(found.config, vocab_size=tiny_pair.VOCAB_SIZE + 64)
-  params = t5.build(wider).init(jax.random.key(0))
+  params = families.build(wider).init(jax.random.key(0))
   convert.write_hugging_face(tmp_path / "wide", weights.Weights(wider, params))
   with pytest.raises(ValueError, match="has 1536 token ids, draft wide has 1600"):
     load(dataclasses.replace(there, draft="wide"))
@@ -193,7 +193,7 @@ def test_the_sentinels_that_weights_were_trained_with_are_asked_for(config, tmp_
       field,
       tmp_path,
       config=wider,
-      params=t5.build(wider).init(jax.random.key(0)),
+      params=families.build(wider).init(jax.random.key(0)),
       vocabulary=fingerprint,
     )
   with pytest.raises(base.InputError, match=r"extra_ids: received 0, expected 100 for"):

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.real_cost import embed
 from osd_jax import base, testing
-from osd_jax.models import attached, t5, weights
+from osd_jax.models import attached, families, weights
 from osd_jax.models.shapes import AttachedConfig
 from osd_tools import sizes
 
@@ -22,7 +22,7 @@ BIG = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def held():
-  params = t5.build(SMALL).init(jax.random.key(0))
+  params = families.build(SMALL).init(jax.random.key(0))
   return weights.Weights(SMALL, params, "a vocabulary", "drawn")
 
 
@@ -50,7 +50,7 @@ def is_added(name):
 def test_logits_are_the_same(held, made):
   assert made.config == BIG and made.vocabulary == held.vocabulary
   assert jax.tree.map(np.shape, made.params) == jax.tree.map(
-    np.shape, jax.eval_shape(t5.build(BIG).init, jax.random.key(0))
+    np.shape, jax.eval_shape(families.build(BIG).init, jax.random.key(0))
   )
   assert is_same(held, made)
 

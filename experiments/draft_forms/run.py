@@ -36,7 +36,7 @@ from osd_jax import base, corpus, offline, pairs, sharding
 from osd_jax.data import batches, prompts
 from osd_jax.distillation import optimizers
 from osd_jax.main import settings
-from osd_jax.models import attached, llama, llama_layers, shapes, t5_layers, weights
+from osd_jax.models import attached, families, layers, llama, shapes, weights
 
 K = 7
 TURNS = 20
@@ -125,7 +125,7 @@ class Judge:
       tokens=tokens,
       positions=positions,
       fed=fed,
-      target_states=llama.encode_for_draft(
+      target_states=families.encode_for_draft(
         self.config, self.frozen["encoder"], source, mask
       ),
     )
@@ -137,11 +137,11 @@ class Judge:
 
 def _all_states(module: llama.Llama, source, mask, target):
   """What `Llama.score` feeds, and the states behind all of it, after the last norm."""
-  inputs = t5_layers.inputs_of(target, llama.last_token(source, mask))
+  inputs = layers.inputs_of(target, llama.last_token(source, mask))
   kept = llama.without_last(mask)
   behind = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(inputs.shape[1])
   tokens = jnp.concatenate([source, inputs], axis=1)
-  positions = jnp.concatenate([llama_layers.prompt_positions(mask), behind], axis=1)
+  positions = jnp.concatenate([llama.prompt_positions(mask), behind], axis=1)
   fed = jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1)
   x = module.decoder.over(module.token_embedder(tokens), fed, positions)
   return tokens, positions, fed, module.decoder.decoder_norm(x)

@@ -1,12 +1,12 @@
-"""A draft attached to its target: it reads what the target has read of the prompt.
+"""A draft attached to its target: it takes the target's hidden states of the prompt.
 
-    prompt -> target's encoder, or layers -> target states [B, S, E] -----> |
+    prompt -> target's encoder or layers -> target states [B, S, E] ------> |
     tokens -> target's embedding -> inward -> decoder layers -> outward -> target's head
 
-A draft of its own has to learn reading, copying and the vocabulary again. This one
-takes all three from the target, frozen, and learns what lies between: a fraction of the
-parameters, and of the time of an update. Source: this project; EAGLE (arXiv 2401.15077)
-takes embedding and head from the target too.
+An independent draft has to learn reading, copying and the vocabulary again. An attached
+draft takes all three from the target, frozen, and trains only what lies between. That
+is a fraction of the parameters and of the time of an update. Source: this project;
+EAGLE (arXiv 2401.15077) also takes embedding and head from the target.
 """
 
 import dataclasses
@@ -19,21 +19,20 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import families, layers, served, t5_layers
+from osd_jax.models import families, layers, served, t5
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import AttachedConfig, DraftServing
+from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig, DraftServing
 
-FROZEN = "target"  # the name of what belongs to the target among the parameters
-_WHOLE = DraftServing()  # leaves nothing out
+FROZEN = "target"  # key of the target's part in the draft's parameters
 
 
 class Attached(nn.Module):
-  """What lies between the target's embedding, its states and its head.
+  """The draft's own layers, between the target's embedding, states and head.
 
   Attributes:
-    config: the shape.
+    config: shape of the draft.
     target: shape of the target.
-    serving: reads the copy that `prepare` made for it; None reads what is trained.
+    serving: run the copy that `prepare` made; None runs the trained parameters.
   """
 
   config: AttachedConfig
@@ -46,15 +45,14 @@ class Attached(nn.Module):
     dtype = jnp.dtype(self.target.dtype)
     project = functools.partial(layers.Projection, dtype=dtype, layout=layout)
     self.inward = project((width, inner.width), ("embed", "embed"))
-    self.decoder = t5_layers.Decoder(inner, layout, own_head=False, memory_width=width)
-    # Small at first: the target's head is as large as it has grown.
+    self.decoder = t5.Decoder(inner, layout, own_head=False, memory_width=width)
+    # Small at first, because the head is a trained one with large weights.
     self.outward = project((inner.width, width), ("embed", "embed"), init_scale=0.3)
     self.draft_head = served.draft_head_of(self.target, self.serving)
 
   def prefill(self, target_states, mask, cache_length: int) -> cache_lib.KVCache:
-    """See `base.Model.prefill`; of what the target has read, [B, S, E]."""
-    inner = self.config.decoder(self.target)
-    return t5_layers.empty_cache(inner, self._cross(target_states), mask, cache_length)
+    """See `base.Model.prefill`; takes target states [B, S, E] instead of tokens."""
+    return layers.empty_cache(self._cross(target_states), mask, cache_length)
 
   def decode(self, frozen, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
@@ -62,19 +60,19 @@ class Attached(nn.Module):
     return self._logits(frozen, self.outward(x)), cache
 
   def score(self, frozen, target_states, mask, inputs, positions=None, tokens=None):
-    """See `base.Model.score` and `base.Model.score_at`; inputs are what is fed."""
+    """See `base.Model.score_at`; `inputs` are decoder inputs, not targets."""
     x = self._embed(frozen, inputs)
     x = self.decoder.at(x, self._cross(target_states), mask, positions)
     return self._logits(frozen, self.outward(x), tokens)
 
   def _cross(self, target_states):
-    """Keys and values of every layer from what the target has read."""
-    dtype = jnp.dtype(self.target.dtype)
-    return self.decoder.cross_keys_values(
-      layers.normalized(target_states.astype(dtype))
-    )
+    """Cross-attention keys and values of every layer."""
+    states = target_states.astype(jnp.dtype(self.target.dtype))
+    return self.decoder.cross_keys_values(layers.normalized(states))
 
   def _embed(self, frozen, tokens):
+    # Normalised, since the scale of embeddings differs by orders of magnitude between
+    # targets, and the initial kernel of `inward` expects a scale of 1.
     return self.inward(layers.normalized(frozen["embedding"][tokens]))
 
   def _logits(self, frozen, x, tokens=None):
@@ -83,26 +81,26 @@ class Attached(nn.Module):
       logits = self.draft_head(x)
     else:
       head = frozen["head"] if tokens is None else frozen["head"][tokens]
-      trained = self.serving is None
-      logits = (layers.kernel_first_matmul if trained else layers.served_matmul)(
-        x, head.astype(x.dtype)
-      )
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+      trained = self.serving is None  # the native product has no gradient
+      product = layers.kernel_first_matmul if trained else layers.served_matmul
+      logits = product(x, head.astype(x.dtype))
+    return logits.astype(layers.at_least_float32(logits.dtype))
 
 
 def frozen_of(
-  target: ModelConfig, params: base.Params, serving: DraftServing = _WHOLE
+  target: ModelConfig, params: base.Params, serving: DraftServing = EXACT_SERVING
 ) -> base.Params:
-  """What an attached draft takes from its target: tables, and the way it reads.
+  """The target's part in the parameters of an attached draft.
 
   Args:
     target: shape of the target.
-    params: as trained.
-    serving: what the draft's served copy leaves out.
+    params: the target's trained parameters.
+    serving: how the draft is served.
 
   Returns:
-    embedding [V, E] and head [V, E] in the compute type, what `read` needs, and the
-    head in 8 bits where all of it is served so: swaps find it made.
+    "embedding" [V, E] and "head" [V, E] in the target's dtype, and "encoder" for
+    `families.encode_for_draft`. If the draft is served with the whole head in 8 bits,
+    also "draft_head", so that swaps need not quantise it again.
   """
   dtype, embedder = jnp.dtype(target.dtype), params["token_embedder"]
   embedding = jnp.asarray(embedder["embedding"], dtype)
@@ -124,24 +122,23 @@ def build(
   config: AttachedConfig,
   target: ModelConfig,
   name: str = "attached",
-  serving: DraftServing = _WHOLE,
+  serving: DraftServing = EXACT_SERVING,
 ) -> base.Model:
-  """The functions of `base.Model`; parameters hold what is the target's as "target".
+  """The functions of `base.Model`, with the target's parameters under "target".
 
   Args:
-    config: the shape.
+    config: shape of the draft.
     target: shape of the target.
-    name: what error texts call it.
-    serving: what its served copy leaves out.
+    name: name for error messages.
+    serving: approximations of the served copy.
   """
   if serving.shortlist >= target.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
   training = Attached(config, target)
   decoding = Attached(config, target, serving)
-  of_target = families.build(target, "target of a draft")
+  target_model = families.build(target, "target of a draft")
 
   def apply(module, params, *arguments, method) -> Any:
-    """Runs a module on what is the draft's own."""
     own = {name: part for name, part in params.items() if name != FROZEN}
     return module.apply({"params": own}, *arguments, method=method)
 
@@ -161,44 +158,40 @@ def build(
   ):
     if target_states is None:
       target_states = encode_for_draft(params, source, mask)
-    inputs = t5_layers.inputs_of(text, of_target.starts(source))
+    inputs = layers.inputs_of(text, target_model.starts(source))
     arguments = (params[FROZEN], target_states, mask, inputs, positions, tokens)
     return apply(training, params, *arguments, method=Attached.score)
+
+  def init_boxed(key):
+    # The shapes of the frozen tables do not influence the parameters of the draft.
+    table = jnp.zeros((2, target.width), jnp.dtype(target.dtype))
+    token, states = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, target.width))
+    arguments = ({"embedding": table, "head": table}, states, token == 0, token)
+    return training.init(key, *arguments, method=Attached.score)["params"]
+
+  def logical_axes():
+    return nn.get_partition_spec(jax.eval_shape(init_boxed, jax.random.key(0)))
 
   return base.Model(
     name=name,
     vocab_size=target.vocab_size,
-    init=lambda key: nn.unbox(_init_boxed(training, key)),
+    init=lambda key: nn.unbox(init_boxed(key)),
     prefill=prefill,
     decode=decode,
     score=score,
     prepare=functools.partial(_prepare, target, serving),
-    logical_axes=functools.partial(_logical_axes, training),
+    logical_axes=logical_axes,
     shortlist=serving.shortlist,
     score_at=score,
     frozen=FROZEN,
     state_width=target.width,
     encode_for_draft=encode_for_draft,
     head_dim=config.decoder(target).head_dim,
-    eos_ids=of_target.eos_ids,
-    pad_id=of_target.pad_id,
-    start=of_target.start,
-    max_positions=of_target.max_positions,
+    eos_ids=target_model.eos_ids,
+    pad_id=target_model.pad_id,
+    start=target_model.start,
+    max_positions=target_model.max_positions,
   )
-
-
-def _init_boxed(module: Attached, key: jax.Array):
-  target = module.target
-  table = jnp.zeros((2, target.width), jnp.dtype(target.dtype))
-  token, target_states = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, target.width))
-  frozen = {"embedding": table, "head": table}
-  arguments = (frozen, target_states, token == 0, token)
-  return module.init(key, *arguments, method=Attached.score)["params"]
-
-
-def _logical_axes(module: Attached):
-  boxed = jax.eval_shape(functools.partial(_init_boxed, module), jax.random.key(0))
-  return nn.get_partition_spec(boxed)
 
 
 def _prepare(
@@ -207,7 +200,7 @@ def _prepare(
   params: base.Params,
   shortlist: jax.Array | None = None,
 ) -> base.Params:
-  """The served copy; the target's tables are shared, a short head is made."""
+  """The served copy; it shares the target's embedding and full head."""
   dtype, frozen = jnp.dtype(target.dtype), params[FROZEN]
   own = {name: part for name, part in params.items() if name != FROZEN}
   own = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), own)
@@ -216,9 +209,8 @@ def _prepare(
   if "draft_head" in frozen:
     copy["draft_head"] = frozen["draft_head"]
   elif served.has_draft_head(target, serving):
-    copy["draft_head"] = served.draft_head(
-      target, serving, frozen["head"], True, shortlist
-    )
+    head = frozen["head"]
+    copy["draft_head"] = served.draft_head(target, serving, head, True, shortlist)
   else:
     tables["head"] = frozen["head"]
   return {**copy, FROZEN: tables}

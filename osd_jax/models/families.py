@@ -1,49 +1,91 @@
-"""The families of models: who runs which shape."""
+"""The families of models that this package implements, as `base.Model`s."""
 
+import dataclasses
+import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from osd_jax import base
-from osd_jax.models import llama, t5
-from osd_jax.models.shapes import DraftServing, LlamaConfig, T5Config
+from osd_jax.models import llama, served, t5
+from osd_jax.models.shapes import EXACT_SERVING, DraftServing, LlamaConfig, T5Config
 
 ModelConfig = T5Config | LlamaConfig
 
-_WHOLE = DraftServing()
+_MODULES: dict[type, Any] = {T5Config: t5.T5, LlamaConfig: llama.Llama}
 
 
+@functools.cache
 def build(
   config: ModelConfig,
-  name: str,
-  serving: DraftServing = _WHOLE,
+  name: str = "model",
+  serving: DraftServing = EXACT_SERVING,
   return_states: bool = False,
 ) -> base.Model:
-  """The functions of `base.Model` for one configuration; see `t5.build`.
+  """The functions of `base.Model` for one configuration.
 
-  >>> build(LlamaConfig(num_layers=2), "a Llama").eos_ids
+  The result is cached. Models are static arguments of jitted functions and compared by
+  identity, so that equal configurations must give the same object.
+
+  >>> build(LlamaConfig(num_layers=2)).eos_ids
   (2,)
 
   Args:
-    config: the shape.
-    name: what error texts call it.
-    serving: what its served copy leaves out; for drafts only.
-    return_states: prefill leaves in the cache what it has read, for an attached draft.
+    config: shape of the model.
+    name: name for error messages.
+    serving: approximations of the served copy; for drafts only.
+    return_states: prefill stores the target states in the cache, for an attached draft.
   """
-  return _family(config).build(config, name, serving, return_states)
+  if serving.shortlist >= config.vocab_size:
+    serving = dataclasses.replace(serving, shortlist=0)
+  kind = _MODULES[type(config)]
+  training, decoding = kind(config), kind(config, serving, return_states)
+
+  def apply(module, params, *args, method):
+    return module.apply({"params": params}, *args, method=method)
+
+  def init_boxed(key):
+    token = jnp.zeros((1, 1), jnp.int32)
+    arguments = (token, token == 0, token)
+    return training.init(key, *arguments, method="score")["params"]
+
+  def logical_axes():
+    return nn.get_partition_spec(jax.eval_shape(init_boxed, jax.random.key(0)))
+
+  score = functools.partial(apply, training, method="score")
+  return base.Model(
+    name=name,
+    vocab_size=config.vocab_size,
+    init=lambda key: nn.unbox(init_boxed(key)),
+    prefill=functools.partial(apply, decoding, method="prefill"),
+    decode=functools.partial(apply, decoding, method="decode"),
+    score=score,
+    prepare=functools.partial(served.prepare, config, serving),
+    logical_axes=logical_axes,
+    shortlist=serving.shortlist,
+    score_at=score,
+    head_dim=config.head_dim,
+    **kind.model_fields(config),
+  )
 
 
 def encoder_params(config: ModelConfig, params: base.Params) -> base.Params:
-  """The part of a target's parameters that `read` needs."""
-  return _family(config).encoder_params(config, params)
+  """The part of a target's parameters that `encode_for_draft` needs."""
+  return _MODULES[type(config)].encoder_params(config, params)
 
 
 def encode_for_draft(
-  config: ModelConfig, params: base.Params, source, mask
+  config: ModelConfig, params: base.Params, source: jax.Array, mask: jax.Array
 ) -> jax.Array:
-  """What a target reads of prompts [B, S] for an attached draft, [B, S, E] bfloat16."""
-  return _family(config).encode_for_draft(config, params, source, mask)
+  """Target states [B, S, E] bfloat16 of prompts [B, S], for an attached draft.
 
-
-def _family(config: ModelConfig) -> Any:
-  return t5 if isinstance(config, T5Config) else llama
+  Args:
+    config: shape of the target.
+    params: from `encoder_params`.
+    source: [B, S] int32.
+    mask: [B, S] bool.
+  """
+  module = _MODULES[type(config)](config)
+  return module.apply({"params": params}, source, mask, method="encode_for_draft")

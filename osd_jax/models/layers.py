@@ -1,7 +1,7 @@
-"""Layers of the models with t5x's parameter names and logical axes.
+"""Layers shared by all models, with t5x's parameter names and logical axes.
 
-Parameters are t5x's: kernels `[in, out]`. The served copy (`base.Model.prepare`)
-holds kernels in another `Layout`, which the modules are told.
+Trained kernels are `[in, out]`, as in t5x. The served copy of a model
+(`base.Model.prepare`) may store them in another `Layout`.
 """
 
 import enum
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import native
+from osd_jax import base, native
+from osd_jax import cache as cache_lib
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu": jax.nn.relu,
@@ -23,38 +24,31 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "linear": lambda x: x,
 }
 
-_MASKED = -1e9  # added to attention logits that must get no weight
+_MASKED = -1e9  # added to masked attention logits; -inf would give NaN in empty rows
 
 
 class Layout(enum.Enum):
-  """How kernels are stored; see `matmul`, `served_matmul` and `int8_matmul`."""
+  """How a kernel is stored; see `matmul`, `served_matmul` and `int8_matmul`."""
 
   TRAINED = "[in, out]"
   SERVED = "[out, in]"
-  INT8 = "[out, in] of int8, and a float32 scale for each output"
+  INT8 = "[out, in] in int8, with one float32 scale per output"
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """x times a kernel `[in, out]`: the layout of training.
+  """Multiplies x by a kernel [in, out], the layout of training.
 
-  Float32 operands are multiplied in full float32 on every backend; GPUs and
-  TPUs would otherwise silently use fewer bits.
+  Float32 operands are multiplied in full float32 on every backend. GPUs and TPUs use
+  fewer bits by default.
   """
   return jnp.matmul(x, kernel, precision=precision_of(x.dtype))
 
 
 def served_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """x times a kernel `[out, in]`: the layout of decoding.
+  """Multiplies x [..., in] by a kernel [out, in], the layout of decoding on CPUs.
 
-  A step multiplies few columns (B * n) by large kernels: on a CPU with `native`
-  products, which read a kernel once but have no gradient.
-
-  Args:
-    x: [..., in].
-    kernel: [out, in].
-
-  Returns:
-    [..., out]
+  A decoding step multiplies few columns (B * n) by large kernels, so reading the kernel
+  limits its speed. The `native` product reads it once, but has no gradient.
   """
   columns = x.reshape(-1, x.shape[-1])
   if native.covers(columns, kernel):
@@ -63,15 +57,12 @@ def served_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def kernel_first_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """`served_matmul` in XLA alone.
-
-  XLA CPU comes nearest to the memory bound if the kernel is the left operand and the
-  columns come in fours; the barrier keeps it from folding the transpose back into the
-  product. Elsewhere it is left to choose.
-  """
+  """`served_matmul` without the `native` product: differentiable, for any backend."""
   if not native.forms():
     contracted = ((x.ndim - 1,), (1,)), ((), ())
     return jax.lax.dot_general(x, kernel, contracted, precision=precision_of(x.dtype))
+  # XLA CPU comes closest to the memory bandwidth when the kernel is the left operand
+  # and the number of columns is a multiple of four.
   columns = x.reshape(-1, x.shape[-1])
   count = columns.shape[0]
   if count > 1:
@@ -79,16 +70,16 @@ def kernel_first_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   product = jax.lax.dot_general(
     kernel, columns, (((1,), (1,)), ((), ())), precision=precision_of(x.dtype)
   )
+  # Without the barrier XLA would fold this transpose back into the product.
   product = jax.lax.optimization_barrier(product).T[:count]
   return product.reshape(*x.shape[:-1], kernel.shape[0])
 
 
 def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-  """x times a quantised kernel: a fraction of a float32 product's time on a CPU.
+  """Multiplies x by a quantised kernel.
 
-  x is quantised too, with one scale a column, so that the product is one of integers,
-  a `native` one where it can be; XLA CPU likes the columns on the left. Good enough to
-  draft with; never for the target, whose tokens it would change.
+  x is quantised too, with one scale per column, so that the product is one of integers.
+  Used for drafts only: in a target it would change the emitted tokens.
 
   Args:
     x: [..., in].
@@ -103,7 +94,7 @@ def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     product = native.int8_product(columns, kernel, scale)
     return product.reshape(*x.shape[:-1], kernel.shape[0])
   count = columns.shape[0]
-  if native.forms():  # a single one is not vectorised
+  if native.forms():  # XLA CPU does not vectorise the product of a single column
     columns = jnp.pad(columns, ((0, count % 2), (0, 0)))
   step = jnp.max(jnp.abs(columns), axis=-1, keepdims=True) / 127
   step = jnp.where(step == 0, 1.0, step)
@@ -119,26 +110,26 @@ def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
 
 @jax.jit
 def transposed(kernel: jax.Array) -> dict[str, jax.Array]:
-  """The parameters of a `Layout.SERVED` projection from a kernel [in, out]."""
+  """Parameters of a `Layout.SERVED` projection, from a kernel [in, out]."""
   return {"kernel": kernel.T}
 
 
 @jax.jit
 def quantized(kernel: jax.Array) -> dict[str, jax.Array]:
-  """The parameters of a `Layout.INT8` projection from a kernel [in, out]."""
+  """Parameters of a `Layout.INT8` projection, from a kernel [in, out]."""
   scale = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=0) / 127
-  scale = jnp.where(scale == 0, 1.0, scale)
+  scale = jnp.where(scale == 0, 1.0, scale)  # an output whose weights are all 0
   rounded = jnp.round(kernel / scale[None]).astype(jnp.int8)
   return {"kernel": rounded.T, "scale": scale}
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
-  """float32 for bfloat16; float64 stays what it is."""
+  """Returns float32 for bfloat16 and float32, and float64 for float64."""
   return jnp.promote_types(dtype, jnp.float32)
 
 
 def precision_of(dtype: jnp.dtype) -> jax.lax.Precision:
-  """How many bits products of a type keep; see `matmul`."""
+  """The precision of products of a dtype; see `matmul`."""
   if dtype == jnp.float32:
     return jax.lax.Precision.HIGHEST
   return jax.lax.Precision.DEFAULT
@@ -150,10 +141,10 @@ class Projection(nn.Module):
   Attributes:
     shape: (in, out).
     axes: logical names of both axes.
-    dtype: compute type.
+    dtype: type of the product.
     layout: how the kernel is stored.
-    init_scale: standard deviation of the initial kernel times sqrt(in).
-    bias: adds one to every output.
+    init_scale: standard deviation of the initial kernel, times sqrt(in).
+    bias: whether to add a bias.
   """
 
   shape: tuple[int, int]
@@ -165,7 +156,12 @@ class Projection(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
-    """Maps x [..., in] to [..., out], or to some of the outputs of a trained kernel."""
+    """Maps x [..., in] to [..., out].
+
+    Args:
+      x: [..., in].
+      outputs: [C] int32; compute these outputs only. For `Layout.TRAINED` only.
+    """
     product = self._product(x, outputs)
     if not self.bias:
       return product
@@ -194,14 +190,14 @@ class Projection(nn.Module):
 
 
 class HeadsProjection(Projection):
-  """A linear map of what heads have gathered, whose inputs are theirs side by side.
+  """The output projection of an attention, over heads and their components.
 
-  Of [B, H, n, D] it sums over heads and their components where they are: to bring those
-  of a position together first is two copies a layer of a TPU's step.
+  Trained kernels are contracted with [B, H, n, D] directly. Transposing to
+  [B, n, H * D] first would cost two copies per layer and step on a TPU.
   """
 
   def _product(self, x: jax.Array, outputs: jax.Array | None) -> jax.Array:
-    """Maps x, [B, H, n, D] to [B, n, out]; or what stands side by side already."""
+    """Maps x [B, H, n, D], or [B, n, H * D], to [B, n, out]."""
     if x.ndim == 3:
       return super()._product(x, outputs)
     rows, heads, count, size = x.shape
@@ -217,19 +213,19 @@ class HeadsProjection(Projection):
 
 
 def normalized(x: jax.Array) -> jax.Array:
-  """x [..., E] over its root mean square; computed in float32 at least."""
+  """Divides x [..., E] by its root mean square, in float32 or more."""
   wide = x.astype(at_least_float32(x.dtype))
   mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
   return (wide * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype)
 
 
 class RMSNorm(nn.Module):
-  """A norm without mean and bias; computed in float32 at least.
+  """RMS norm with a learned scale, computed in float32 or more.
 
   Attributes:
     dtype: type of the result.
-    epsilon: added to the mean square; T5's by custom.
-    axis: logical name of what is normalised.
+    epsilon: added to the mean square; the default is T5's.
+    axis: logical name of the normalised axis.
   """
 
   dtype: jnp.dtype
@@ -247,16 +243,16 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-  """Multi-head attention without scaling of the logits (T5 folds it into init).
+  """Multi-head attention with unscaled logits; T5 folds the scale into the init.
 
   Attributes:
     width: E.
     num_heads: H.
     head_dim: D.
-    dtype: compute type.
-    layout: of the kernels of query and output.
-    memory_layout: of the kernels of keys and values.
-    memory_width: width of what keys and values are made of; 0: E.
+    dtype: type to compute in.
+    layout: layout of the query and output kernels.
+    memory_layout: layout of the key and value kernels.
+    memory_width: input width of the key and value kernels; 0 means E.
   """
 
   width: int
@@ -295,7 +291,7 @@ class Attention(nn.Module):
       x: [B, n, E].
       keys: [B, H, T, D].
       values: [B, H, T, D].
-      bias: [B or 1, H or 1, n or 1, T] float32; position bias plus mask.
+      bias: [B or 1, H or 1, n or 1, T] float32; sum of position bias and mask.
 
     Returns:
       [B, n, E]
@@ -322,15 +318,15 @@ def _attended(query, keys, values, bias):
 def never_alone(
   attend: Callable[..., jax.Array], query: jax.Array, *memory: Any
 ) -> jax.Array:
-  """What `attend` gives; a TPU is asked for a single query as if there were two.
+  """Calls `attend(query, *memory)`, doubling a single query on TPUs.
 
-  The product of one query and a row's keys becomes sums on a TPU's vector unit, which
-  its compiler holds for four times as long as a product of two.
+  On a TPU the product of one query with a row's keys becomes sums on the vector unit.
+  The TPU compiler estimates them at four times the time of a product of two queries.
 
   Args:
-    attend: (query, *memory) -> [..., n, D]; a query at a time.
+    attend: (query [..., n, D], *memory) -> [..., n, D], one query at a time.
     query: [..., n, D].
-    memory: pytrees that it attends to.
+    *memory: pytrees to attend to.
   """
   if native.forms() or query.shape[-2] > 1:
     return attend(query, *memory)
@@ -343,15 +339,15 @@ def never_alone(
 
 
 class Mlp(nn.Module):
-  """Feed-forward block: `wi` -> activation -> `wo`, gated if two activations.
+  """Feed-forward block: `wi`, activation, `wo`; gated if there are two activations.
 
   Attributes:
     width: E.
     hidden: inner width.
-    activations: ("relu",) for T5 1.0, ("gelu", "linear") for T5 1.1 and Flan, ("silu",
-      "linear") for Llama.
-    dtype: compute type.
-    layout: of the kernels.
+    activations: ("relu",) for T5 1.0, ("gelu", "linear") for T5 1.1 and Flan-T5,
+      ("silu", "linear") for Llama.
+    dtype: type to compute in.
+    layout: layout of the kernels.
   """
 
   width: int
@@ -381,5 +377,110 @@ class Mlp(nn.Module):
 
 
 def mask_bias(mask: jax.Array) -> jax.Array:
-  """Additive float32 bias: 0 where `mask` allows, very negative elsewhere."""
+  """Float32 bias for attention logits: 0 where `mask`, very negative elsewhere."""
   return jnp.where(mask, 0.0, _MASKED).astype(jnp.float32)
+
+
+class Embedding(nn.Module):
+  """Token embedding, and the output head of tied models.
+
+  Attributes:
+    vocab_size: V.
+    width: E.
+    dtype: type of the result.
+    init_scale: standard deviation of the initial embedding.
+  """
+
+  vocab_size: int
+  width: int
+  dtype: jnp.dtype
+  init_scale: float
+
+  def setup(self):
+    init = nn.with_logical_partitioning(
+      nn.initializers.normal(self.init_scale), ("vocab", "embed")
+    )
+    self.embedding = self.param("embedding", init, (self.vocab_size, self.width))
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Embeds tokens [B, n] as [B, n, E]."""
+    return self.embedding[tokens].astype(self.dtype)
+
+  def attend(self, x: jax.Array, product, tokens=None) -> jax.Array:
+    """Logits [B, n, V] of x [B, n, E], or [B, n, C] if `tokens` [C] are given."""
+    kernel = self.embedding if tokens is None else self.embedding[tokens]
+    return product(x, kernel.astype(x.dtype))
+
+
+def inputs_of(target: jax.Array, start: jax.Array | int = base.PAD_ID) -> jax.Array:
+  """Decoder inputs for teacher forcing: the start token, then all targets but the last.
+
+  Args:
+    target: [B, T] int32.
+    start: [B] int32, or one token for all rows.
+  """
+  first = jnp.broadcast_to(start, target.shape[:1])[:, None]
+  return jnp.concatenate([first.astype(target.dtype), target[:, :-1]], axis=1)
+
+
+def empty_cache(cross: Sequence, mask: jax.Array, length: int) -> cache_lib.KVCache:
+  """The cache of rows after prefill, before any token is fed.
+
+  Args:
+    cross: per layer, keys and values [B, H, S, D] that prefill computed. The entries of
+      fed tokens get the same number of heads, size and type.
+    mask: [B, S] bool; which of them may be attended to.
+    length: number of tokens per row that can be fed.
+  """
+  rows, heads, _, size = cross[0][0].shape
+  empty = functools.partial(
+    cache_lib.empty_self_entries,
+    len(cross),
+    (rows, heads, length, size),
+    cross[0][0].dtype,
+  )
+  return cache_lib.KVCache(
+    self_keys=empty(),
+    self_values=empty(),
+    cross_keys=tuple(keys for keys, _ in cross),
+    cross_values=tuple(values for _, values in cross),
+    cross_mask=mask,
+    length=jnp.zeros((rows,), jnp.int32),
+  )
+
+
+def advanced_cache(
+  cache: cache_lib.KVCache, written: Sequence, count: int
+) -> cache_lib.KVCache:
+  """The cache after a step of `count` tokens that wrote self keys and values."""
+  return cache.replace(
+    self_keys=tuple(keys for keys, _ in written),
+    self_values=tuple(values for _, values in written),
+    length=cache.length + count,
+  )
+
+
+def as_target_states(states: jax.Array) -> jax.Array:
+  """Hidden states as attached drafts take them: [B, S, E] bfloat16.
+
+  The barrier keeps XLA from fusing the rounding into the model, so that serving and
+  training see the same bits.
+  """
+  return jax.lax.optimization_barrier(states).astype(jnp.bfloat16)
+
+
+def traced_once(layer: nn.Module, method: Callable, *args: Any) -> Any:
+  """Calls `method(layer, *args)`; layers of equal shape share one trace.
+
+  Tracing every layer of a stack takes most of the start of a process whose programs are
+  in the compilation cache. Layers differ only in their parameters, which are arguments.
+  """
+  if layer.is_initializing():
+    return method(layer, *args)
+  anonymous = layer.clone(parent=None, name=None)
+  return _call(anonymous, method, layer.variables, *args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _call(layer: nn.Module, method, variables, *args):
+  return layer.apply(variables, *args, method=method)

@@ -1,153 +1,442 @@
-"""Llama 1 to 3, Vicuna, Mistral, Qwen2 and Qwen3 as the functions of `base.Model`.
+"""Llama 1 to 3, Vicuna, Mistral, Qwen2 and Qwen3: layers, stack and whole model.
 
-Source: Touvron et al., 2023 (arXiv 2302.13971), and transformers' implementations.
-Parameters carry t5x's names, as those of the T5 do.
+    prompt slots   p0 p1 p2 [p3] .  .    keys written by prefill, never changed
+    output slots   p3 t0 t1 d0 d1 .  .   keys written at the row's own length
+
+The last token of a prompt (p3) is the first input of decoding, as the start token is
+for a T5 decoder. Its key is written to the first output slot, so its slot among the
+prompt's keys is masked, like padding.
+
+Sources: Touvron et al., 2023 (arXiv 2302.13971); grouped-query attention: Ainslie et
+al., 2023 (arXiv 2305.13245); rotary positions: Su et al., 2021 (arXiv 2104.09864) in
+the layout of transformers, where the first half of a head's components is rotated
+against the second; the scaling is Llama 3.1's. Parameters carry t5x's names.
 """
 
-import functools
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from osd_jax import base
+from osd_jax import base, native
 from osd_jax import cache as cache_lib
-from osd_jax.models import embedding, functions, layers, llama_layers, served, t5_layers
-from osd_jax.models.shapes import DraftServing, LlamaConfig
+from osd_jax.models import layers, served
+from osd_jax.models.shapes import LlamaConfig, RopeScaling
+
+CHUNK = 512  # longer prompts are prefilled in chunks of this many tokens
+
+Rotation = tuple[jax.Array, jax.Array]  # cosines and sines, [B, n, D / 2] float32
 
 
-class Llama(nn.Module):
-  """The whole model.
+def rotation(config: LlamaConfig, positions: jax.Array) -> Rotation:
+  """Cosines and sines of the rotation at positions [B, n] int32."""
+  angles = positions[..., None].astype(jnp.float32) * frequencies(config)[None, None]
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotated(x: jax.Array, by: Rotation) -> jax.Array:
+  """Rotates the heads of x [B, H, n, D], in float32 or more."""
+  cosines, sines = (part[:, None] for part in by)
+  first, second = jnp.split(x.astype(layers.at_least_float32(x.dtype)), 2, axis=-1)
+  turned = (first * cosines - second * sines, second * cosines + first * sines)
+  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def frequencies(config: LlamaConfig) -> np.ndarray:
+  """Angle per position of each pair of components, [D / 2] float32, in radians."""
+  exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+  plain = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+  if config.rope_scaling is None:
+    return plain
+  return _stretched(plain, config.rope_scaling).astype(np.float32)
+
+
+def _stretched(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+  """Divides low frequencies by `factor`, keeps high ones and interpolates between."""
+  turns = scaling.original_positions * plain / (2 * np.pi)  # in the original context
+  low, high = scaling.low_freq_factor, scaling.high_freq_factor
+  share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+  return share * plain + (1 - share) * plain / scaling.factor
+
+
+class Memory(NamedTuple):
+  """Keys and values that queries attend to.
 
   Attributes:
-    config: the shape.
-    serving: reads the copy that `prepare` made for it; None reads what is trained.
-    return_states: prefill leaves in the cache what was read, for an attached draft.
+    keys: [B, KV heads, T, D].
+    values: like keys.
+    bias: [B or 1, 1, n or 1, T] float32, very negative where masked.
   """
 
+  keys: jax.Array
+  values: jax.Array
+  bias: jax.Array
+
+
+class Attention(nn.Module):
+  """Grouped-query attention with rotary positions."""
+
   config: LlamaConfig
-  serving: DraftServing | None = None
-  return_states: bool = False
+  layout: layers.Layout
 
   def setup(self):
-    config, serving = self.config, self.serving
-    layout = layers.Layout.TRAINED if serving is None else serving.layout
-    self.token_embedder = embedding.Embedding(config)
-    draft_head = served.draft_head_of(config, serving)
-    self.draft_head = draft_head
-    own_head = not config.tied_head and draft_head is None
-    self.decoder = llama_layers.Decoder(config, layout, own_head)
+    config, dtype = self.config, jnp.dtype(self.config.dtype)
+
+    def inward(heads):
+      shape = (config.width, heads * config.head_dim)
+      axes, bias = ("embed", "joined_kv"), config.attention_bias
+      return layers.Projection(shape, axes, dtype, self.layout, bias=bias)
+
+    self.query = inward(config.num_heads)
+    self.key = inward(config.num_kv_heads)
+    self.value = inward(config.num_kv_heads)
+    self.out = layers.HeadsProjection(
+      (config.num_heads * config.head_dim, config.width),
+      ("joined_kv", "embed"),
+      dtype,
+      self.layout,
+      bias=config.output_bias,
+    )
+    if config.query_key_norm:
+      norm = (dtype, config.norm_epsilon, "kv")
+      self.query_norm, self.key_norm = layers.RMSNorm(*norm), layers.RMSNorm(*norm)
+
+  def keys_values(self, x: jax.Array, by: Rotation):
+    """Rotated keys, and values, [B, KV heads, n, D] of x [B, n, E]."""
+    keys, values = self._split(self.key(x)), self._split(self.value(x))
+    if self.config.query_key_norm:
+      keys = self.key_norm(keys)
+    return rotated(keys, by), values
+
+  def __call__(self, x: jax.Array, by: Rotation, *memories: Memory) -> jax.Array:
+    """Attends from x [B, n, E] to all memories; returns [B, n, E]."""
+    query = self._split(self.query(x))
+    if self.config.query_key_norm:
+      query = self.query_norm(query)
+    query = rotated(query, by) * self.config.head_dim**-0.5
+    # Query heads that share keys are consecutive: [B, KV heads, sharing, n, D].
+    shared = (self.config.num_kv_heads, self.config.queries_per_head)
+    query = query.reshape(x.shape[0], *shared, *query.shape[2:])
+    if self.layout is not layers.Layout.TRAINED and _attends(query, memories):
+      return self.out(_native(query, memories))
+    context = layers.never_alone(_attended, query, memories)
+    return self.out(context.reshape(context.shape[0], -1, *context.shape[3:]))
+
+  def _split(self, x: jax.Array) -> jax.Array:
+    heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
+    return heads.transpose(0, 2, 1, 3)
+
+
+def _attended(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
+  """Context [B, KV heads, sharing, n, D] of one softmax over all memories.
+
+  The logits of the memories are concatenated and their keys are not, which would copy
+  the whole cache in every step.
+  """
+  dtype = query.dtype
+  precision = layers.precision_of(dtype)
+  logits = []
+  for keys, _, bias in memories:
+    product = jnp.einsum("bhgnd,bhtd->bhgnt", query, keys, precision=precision)
+    logits.append(product.astype(layers.at_least_float32(dtype)) + bias[:, :, None])
+  weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1).astype(dtype)
+  context, start = jnp.zeros((), dtype), 0
+  for _, values, bias in memories:
+    part = weights[..., start : start + bias.shape[-1]]
+    start += bias.shape[-1]
+    context += jnp.einsum("bhgnt,bhtd->bhgnd", part, values, precision=precision)
+  return context
+
+
+def _attends(query: jax.Array, memories: tuple[Memory, ...]) -> bool:
+  rows, _, sharing, count, _ = query.shape
+  flat = query.reshape(rows, count * sharing, -1)  # the shape that `_native` passes on
+  return native.attends(flat, memories[0].keys)
+
+
+def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
+  """Context [B, n, H * D] from the `native` attention of a CPU.
+
+  That attention has one query head per key head. The query heads that share keys become
+  additional query positions instead.
+  """
+  rows, heads, sharing, count, size = query.shape
+  folded = query.transpose(0, 3, 2, 1, 4).reshape(rows, count * sharing, heads * size)
+  keys, values = (
+    jnp.concatenate([memory[part] for memory in memories], axis=2) for part in (0, 1)
+  )
+  wide = [
+    jnp.broadcast_to(memory.bias, (*memory.bias.shape[:2], count, memory.bias.shape[3]))
+    for memory in memories
+  ]
+  most = max(bias.shape[0] for bias in wide)
+  wide = [jnp.broadcast_to(bias, (most, *bias.shape[1:])) for bias in wide]
+  bias = jnp.repeat(jnp.concatenate(wide, axis=-1), sharing, axis=2)
+  context = native.attention(folded, keys, values, bias)
+  context = context.reshape(rows, count, sharing, heads, size)
+  return context.transpose(0, 1, 3, 2, 4).reshape(rows, count, -1)
+
+
+class Layer(nn.Module):
+  """Pre-norm attention and feed-forward block."""
+
+  config: LlamaConfig
+  layout: layers.Layout
+
+  def setup(self):
+    config, dtype = self.config, jnp.dtype(self.config.dtype)
+    self.pre_self_attention_layer_norm = layers.RMSNorm(dtype, config.norm_epsilon)
+    self.self_attention = Attention(config, self.layout)
+    self.pre_mlp_layer_norm = layers.RMSNorm(dtype, config.norm_epsilon)
+    activations = ("silu", "linear")
+    self.mlp = layers.Mlp(config.width, config.mlp_dim, activations, dtype, self.layout)
+
+  def over(self, x: jax.Array, by: Rotation, bias: jax.Array):
+    """Applies the layer to all positions of x [B, n, E]; also returns keys, values."""
+    h = self.pre_self_attention_layer_norm(x)
+    keys, values = self.self_attention.keys_values(h, by)
+    return self._attend(x, h, by, Memory(keys, values, bias)), (keys, values)
+
+  def over_chunk(self, x, by, bias, keys, values, start):
+    """Applies the layer to a chunk of a prompt.
+
+    Args:
+      x: [B, n, E].
+      by: rotation at the positions of the chunk.
+      bias: [B, 1, n, S] float32.
+      keys: [B, KV heads, S, D]; those of earlier chunks are filled in.
+      values: like keys.
+      start: [] int32, first slot of the chunk.
+
+    Returns:
+      [B, n, E], and the keys and values with those of the chunk written at `start`.
+    """
+    h = self.pre_self_attention_layer_norm(x)
+    kept = [
+      jax.lax.dynamic_update_slice_in_dim(stored, new.astype(stored.dtype), start, 2)
+      for stored, new in zip((keys, values), self.self_attention.keys_values(h, by))
+    ]
+    return self._attend(x, h, by, Memory(*kept, bias)), tuple(kept)
+
+  def step(self, x, by, prompt: Memory, bias, past):
+    """Applies the layer to n new tokens after a prompt.
+
+    Args:
+      x: [B, n, E].
+      by: rotation at the positions of the tokens.
+      prompt: keys and values that prefill wrote.
+      bias: [B, 1, n, T] float32, for the output slots.
+      past: (keys, values, length) of the output slots; the new entries are written at
+        `length` before attending.
+    """
+    h = self.pre_self_attention_layer_norm(x)
+    keys, values, length = past
+    new_keys, new_values = self.self_attention.keys_values(h, by)
+    keys = cache_lib.write(keys, new_keys, length)
+    values = cache_lib.write(values, new_values, length)
+    x = self._attend(x, h, by, prompt, Memory(keys, values, bias))
+    return x, (keys, values)
+
+  def _attend(self, x, h, by, *memories):
+    x = x + self.self_attention(h, by, *memories)
+    return x + self.mlp(self.pre_mlp_layer_norm(x))
+
+
+class Decoder(nn.Module):
+  """All layers, the final norm, and the output head of untied models."""
+
+  config: LlamaConfig
+  layout: layers.Layout
+  own_head: bool
+
+  def setup(self):
+    config, dtype = self.config, jnp.dtype(self.config.dtype)
+    self.layers = [Layer(config, self.layout) for _ in range(config.num_layers)]
+    self.decoder_norm = layers.RMSNorm(dtype, config.norm_epsilon)
+    if self.own_head:
+      self.logits_dense = layers.Projection(
+        (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
+      )
+
+  def over(self, x: jax.Array, mask: jax.Array, positions: jax.Array, depth: int = 0):
+    """Applies layers to a whole sequence, with a causal mask over slots.
+
+    Args:
+      x: [B, n, E] embedded tokens.
+      mask: [B, n] bool; slots that may be attended to.
+      positions: [B, n] int32.
+      depth: number of layers to apply; 0 means all.
+
+    Returns:
+      [B, n, E] before the final norm.
+    """
+    by, bias = rotation(self.config, positions), causal_bias(mask, mask.shape[1])
+    for layer in self.layers[: depth or None]:
+      x, _ = layers.traced_once(layer, Layer.over, x, by, bias)
+    return x
+
+  def prefill(self, x: jax.Array, mask: jax.Array):
+    """Computes the keys and values of a prompt, in chunks if it is long.
+
+    Args:
+      x: [B, S, E] embedded tokens.
+      mask: [B, S] bool; which of them are tokens.
+
+    Returns:
+      Keys and values [B, KV heads, S, D] of every layer, and the target states
+      [B, S, E] of `LlamaConfig.state_layer`.
+    """
+    length = x.shape[1]
+    if length <= CHUNK:
+      return self._whole(x, mask)
+    spare = -length % CHUNK
+    x = jnp.pad(x, ((0, 0), (0, spare), (0, 0)))
+    kept, states = self._by_chunks(x, jnp.pad(mask, ((0, 0), (0, spare))))
+    return jax.tree.map(lambda leaf: leaf[:, :, :length], kept), states[:, :length]
+
+  def _whole(self, x, mask):
+    by = rotation(self.config, prompt_positions(mask))
+    bias, kept, states = causal_bias(mask, mask.shape[1]), [], x
+    for index, layer in enumerate(self.layers):
+      x, entries = layers.traced_once(layer, Layer.over, x, by, bias)
+      kept.append(entries)
+      states = x if index + 1 == self.config.last_state_layer else states
+    return kept, states
+
+  def _by_chunks(self, x, mask):
+    """`_whole` as a scan over chunks, which keeps the attention logits small."""
+    config, (rows, length) = self.config, mask.shape
+    positions = prompt_positions(mask)
+    shape = (rows, config.num_kv_heads, length, config.head_dim)
+    empty = jnp.zeros(shape, jnp.dtype(config.dtype))
+    # A bound module cannot be called in the scan, so one unbound layer is applied with
+    # the variables of each.
+    layer_variables = [layer.variables for layer in self.layers]
+    anonymous = self.layers[0].clone(parent=None, name=None)
+
+    def prefill_chunk(kept, start):
+      chunk = jax.lax.dynamic_slice_in_dim(x, start, CHUNK, axis=1)
+      at = jax.lax.dynamic_slice_in_dim(positions, start, CHUNK, axis=1)
+      by = rotation(config, at)
+      slots = jnp.arange(length)[None] <= start + jnp.arange(CHUNK)[:, None]
+      bias = layers.mask_bias(mask[:, None, None] & slots[None, None])
+      after, states = [], chunk
+      for index, entries in enumerate(kept):
+        chunk, entries = anonymous.apply(
+          layer_variables[index],
+          *(chunk, by, bias, *entries, start),
+          method=Layer.over_chunk,
+        )
+        after.append(entries)
+        states = chunk if index + 1 == config.last_state_layer else states
+      return after, states
+
+    starts = jnp.arange(0, length, CHUNK)
+    kept = [(empty, empty)] * config.num_layers
+    kept, states = jax.lax.scan(prefill_chunk, kept, starts)
+    return kept, states.swapaxes(0, 1).reshape(rows, length, config.width)
+
+  def step(self, x: jax.Array, cache: cache_lib.KVCache):
+    """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
+
+    Returns:
+      [B, n, E] after the final norm, and the cache with `length` advanced by n.
+    """
+    count, slots = x.shape[1], cache.self_keys[0].shape[2]
+    slot = cache.length[:, None] + jnp.arange(count)[None]
+    # `cross_mask` leaves out the prompt's last token, whose position is thus the number
+    # of tokens before it, and whose slot is output slot 0.
+    before = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
+    by = rotation(self.config, before[:, None] + slot)
+    prompt_bias = layers.mask_bias(cache.cross_mask)[:, None, None]
+    causal = jnp.arange(slots)[None, None] <= slot[:, :, None]
+    bias = layers.mask_bias(causal)[:, None]
+    written = []
+    for index, layer in enumerate(self.layers):
+      prompt = Memory(cache.cross_keys[index], cache.cross_values[index], prompt_bias)
+      past = (cache.self_keys[index], cache.self_values[index], cache.length)
+      x, entries = layers.traced_once(layer, Layer.step, x, by, prompt, bias, past)
+      written.append(entries)
+    return self.decoder_norm(x), layers.advanced_cache(cache, written, count)
+
+
+class Llama(served.LanguageModel):
+  """The whole model; see `served.LanguageModel` for its attributes."""
+
+  config: LlamaConfig
+
+  def setup(self):
+    self.token_embedder = self._embedder()
+    self.draft_head = served.draft_head_of(self.config, self.serving)
+    self.decoder = Decoder(self.config, self._layout, self._has_own_head)
 
   def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
-    """See `base.Model.prefill`; `cross_keys` are those of the prompt but its last."""
-    config = self.config
-    kept, target_states = self.decoder.prefill(self.token_embedder(source), mask)
-    empty = functools.partial(
-      cache_lib.empty_self_entries,
-      config.num_layers,
-      (source.shape[0], config.num_kv_heads, cache_length, config.head_dim),
-      jnp.dtype(config.dtype),
-    )
-    return cache_lib.KVCache(
-      self_keys=empty(),
-      self_values=empty(),
-      cross_keys=tuple(keys for keys, _ in kept),
-      cross_values=tuple(values for _, values in kept),
-      cross_mask=without_last(mask),
-      length=jnp.zeros(source.shape[:1], jnp.int32),
-      target_states=embedding.as_target_states(target_states)
-      if self.return_states
-      else None,
-    )
+    """See `base.Model.prefill`; `cross_keys` hold the prompt but its last token."""
+    kept, states = self.decoder.prefill(self.token_embedder(source), mask)
+    cache = layers.empty_cache(kept, without_last(mask), cache_length)
+    if self.return_states:
+      cache = cache.replace(target_states=layers.as_target_states(states))
+    return cache
 
   def encode_for_draft(self, source, mask):
     """See `base.Model.encode_for_draft`."""
-    x, positions = self.token_embedder(source), llama_layers.prompt_positions(mask)
+    x, positions = self.token_embedder(source), prompt_positions(mask)
     depth = self.config.last_state_layer
-    return embedding.as_target_states(self.decoder.over(x, mask, positions, depth))
-
-  def decode(self, tokens, cache: cache_lib.KVCache):
-    """See `base.Model.decode`."""
-    x, cache = self.decoder.step(self.token_embedder(tokens), cache)
-    return self._logits(x), cache
+    return layers.as_target_states(self.decoder.over(x, mask, positions, depth))
 
   def score(self, source, mask, target, positions=None, tokens=None):
     """See `base.Model.score` and `base.Model.score_at`."""
-    inputs = t5_layers.inputs_of(target, last_token(source, mask))
+    inputs = layers.inputs_of(target, last_token(source, mask))
     kept, length = without_last(mask), source.shape[1]
     before = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None]
-    behind = before + jnp.arange(target.shape[1])[None]
+    after = before + jnp.arange(target.shape[1])[None]
     x = self.decoder.over(
       self.token_embedder(jnp.concatenate([source, inputs], axis=1)),
       jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1),
-      jnp.concatenate([llama_layers.prompt_positions(mask), behind], axis=1),
+      jnp.concatenate([prompt_positions(mask), after], axis=1),
     )[:, length:]
     if positions is not None:
       x = jnp.take_along_axis(x, positions[..., None], axis=1)
     return self._logits(self.decoder.decoder_norm(x), tokens)
 
-  def _logits(self, x, tokens=None):
-    dense = None
-    if not self.config.tied_head and self.draft_head is None:
-      dense = self.decoder.logits_dense
-    trained = self.serving is None
-    return embedding.logits_of(
-      x, self.token_embedder, dense, self.draft_head, trained, tokens
-    )
+  @staticmethod
+  def model_fields(config: LlamaConfig) -> dict[str, Any]:
+    """Fields of `base.Model` that differ between families."""
+    return {
+      "eos_ids": config.eos_ids,
+      "pad_id": base.NO_TOKEN,
+      "start": last_token,
+      "max_positions": config.max_positions,
+    }
+
+  @staticmethod
+  def encoder_params(config: LlamaConfig, params: base.Params) -> base.Params:
+    """See `families.encoder_params`."""
+    names = [f"layers_{index}" for index in range(config.last_state_layer)]
+    decoder = {name: params["decoder"][name] for name in names}
+    return {"token_embedder": params["token_embedder"], "decoder": decoder}
 
 
 def last_token(source: jax.Array, mask: jax.Array) -> jax.Array:
-  """[B] int32; the last token of prompts [B, S], padded wherever."""
+  """[B] int32; the last token of prompts [B, S], which may be padded on either side."""
   at = source.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
   return jnp.take_along_axis(source, at[:, None], axis=1)[:, 0]
 
 
 def without_last(mask: jax.Array) -> jax.Array:
-  """[B, S] bool; the tokens of prompts but the last one of each."""
-  left = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here on
+  """[B, S] bool; all tokens of prompts but the last one of each."""
+  left = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here to the end
   return mask & (left > 1)
 
 
-_WHOLE = DraftServing()  # leaves nothing out
+def prompt_positions(mask: jax.Array) -> jax.Array:
+  """[B, S] int32; the position of every token of prompts with mask [B, S]."""
+  return jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
 
 
-@functools.cache
-def build(
-  config: LlamaConfig,
-  name: str = "llama",
-  serving: DraftServing = _WHOLE,
-  return_states: bool = False,
-) -> base.Model:
-  """The functions of `base.Model` for one configuration; cached, see `t5.build`.
-
-  Args:
-    config: the shape.
-    name: what error texts call it.
-    serving: what its served copy leaves out; for drafts only.
-    return_states: prefill leaves in the cache what it has read, for an attached draft.
-  """
-  return functions.of_module(
-    Llama,
-    config,
-    name,
-    serving,
-    return_states,
-    eos_ids=config.eos_ids,
-    pad_id=base.NO_TOKEN,
-    start=last_token,
-    max_positions=config.max_positions,
-  )
-
-
-def encoder_params(config: LlamaConfig, params: base.Params) -> base.Params:
-  """The part of a model's parameters that `read` needs."""
-  names = [f"layers_{index}" for index in range(config.last_state_layer)]
-  decoder = {name: params["decoder"][name] for name in names}
-  return {"token_embedder": params["token_embedder"], "decoder": decoder}
-
-
-def encode_for_draft(config: LlamaConfig, params: base.Params, source, mask):
-  """See `base.Model.encode_for_draft`, from `encoder_params`."""
-  return Llama(config).apply(
-    {"params": params}, source, mask, method=Llama.encode_for_draft
-  )
+def causal_bias(mask: jax.Array, count: int) -> jax.Array:
+  """[B, 1, n, n] float32; each slot attends to itself and earlier slots in `mask`."""
+  causal = jnp.tril(jnp.ones((count, count), bool))
+  return layers.mask_bias(mask[:, None, None] & causal[None, None])

@@ -1,30 +1,29 @@
-"""Two models that take turns by a coin, token by token: the paper's `mix_token`."""
+"""The paper's `mix_token`: each token comes from the target or the draft, at random."""
 
 import functools
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from osd_jax import base
-
-_FACTOR = 16777619  # of the FNV-1a hash
+from osd_jax.cache import KVCache
 
 
 @flax.struct.dataclass
 class MixtureCache:
-  """What both models remember.
+  """The caches of both models.
 
   Attributes:
-    target: the target's cache.
-    draft: the draft's cache.
-    fingerprint: [B] uint32; hash of the row's prompt, which its coins depend on.
-    length: [B] int32; tokens fed; the caches inside follow it.
+    target: cache of the target.
+    draft: cache of the draft.
+    fingerprint: [B] uint32; hash of the row's prompt, which seeds its random draws.
+    length: [B] int32; tokens fed. It overrides the lengths of the two caches, so that
+      rewinding the mixture rewinds both.
   """
 
-  target: Any
-  draft: Any
+  target: KVCache
+  draft: KVCache
   fingerprint: jax.Array
   length: jax.Array
 
@@ -33,55 +32,70 @@ class MixtureCache:
 def mix(
   target: base.Model, draft: base.Model, draft_share: float, seed: int
 ) -> base.Model:
-  """A model whose every next token comes from the target or from the draft.
+  """A model that takes each next-token distribution from the target or the draft.
 
-  Its parameters are `{"target": ..., "draft": ...}`. The coin of a token is a function
-  of (seed, prompt, position): a text depends neither on the row it is decoded in nor
-  on its batch mates.
+  Its parameters are `{"target": ..., "draft": ...}`. The choice at a position is a
+  function of (seed, prompt, position), so that a text depends neither on its row nor on
+  the other rows of the batch.
 
   Args:
     target: the target model.
     draft: the draft model, with the same vocabulary.
-    draft_share: probability that the draft gives a token.
-    seed: of the coins.
+    draft_share: probability that the draft's distribution is taken.
+    seed: seed of the choices.
   """
-  from_draft = functools.partial(_coins, seed, draft_share)
-  both = functools.partial(_both, target, draft)
+  models = {"target": target, "draft": draft}
+
+  def mixed(logits, prompts, position):
+    """Selects from {"target", "draft"} -> logits [B, n, V] at positions [B, n]."""
+
+    def from_draft(prompt, position):
+      key = jax.random.fold_in(jax.random.key(seed), prompt)
+      return jax.random.uniform(jax.random.fold_in(key, position)) < draft_share
+
+    rows = jax.vmap(jax.vmap(from_draft, in_axes=(None, 0)))(prompts, position)
+    return jnp.where(rows[..., None], logits["draft"], logits["target"])
 
   def prefill(served, source, mask, cache_length):
+    caches = {
+      name: model.prefill(served[name], source, mask, cache_length)
+      for name, model in models.items()
+    }
+    prompts = fingerprint(source, target.pad_id)
     return MixtureCache(
-      target=target.prefill(served["target"], source, mask, cache_length),
-      draft=draft.prefill(served["draft"], source, mask, cache_length),
-      fingerprint=fingerprint(source, target.pad_id),
-      length=jnp.zeros(source.shape[0], jnp.int32),
+      fingerprint=prompts, length=jnp.zeros(prompts.shape, jnp.int32), **caches
     )
 
   def decode(served, tokens, cache):
-    inner = [c.replace(length=cache.length) for c in (cache.target, cache.draft)]
-    target_logits, target_cache = target.decode(served["target"], tokens, inner[0])
-    draft_logits, draft_cache = draft.decode(served["draft"], tokens, inner[1])
+    logits, caches = {}, {}
+    for name, model in models.items():
+      inner = getattr(cache, name).replace(length=cache.length)
+      logits[name], caches[name] = model.decode(served[name], tokens, inner)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
-    coins = from_draft(cache.fingerprint, position)
-    logits = jnp.where(coins[..., None], draft_logits, target_logits)
     length = cache.length + tokens.shape[1]
-    return logits, MixtureCache(target_cache, draft_cache, cache.fingerprint, length)
+    chosen = mixed(logits, cache.fingerprint, position)
+    return chosen, cache.replace(length=length, **caches)
 
   def score(params, source, mask, tokens):
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    coins = from_draft(fingerprint(source, target.pad_id), position)
-    target_logits = target.score(params["target"], source, mask, tokens)
-    draft_logits = draft.score(params["draft"], source, mask, tokens)
-    return jnp.where(coins[..., None], draft_logits, target_logits)
+    logits = {
+      name: model.score(params[name], source, mask, tokens)
+      for name, model in models.items()
+    }
+    return mixed(logits, fingerprint(source, target.pad_id), position)
+
+  def prepare(params):
+    return {name: model.prepare(params[name]) for name, model in models.items()}
 
   return base.Model(
     name=f"mixture of {target.name} and {draft.name}",
     vocab_size=target.vocab_size,
-    init=lambda key: both(lambda model, _: model.init(key)),
+    init=lambda key: {name: model.init(key) for name, model in models.items()},
     prefill=prefill,
     decode=decode,
     score=score,
-    prepare=lambda params: both(lambda model, name: model.prepare(params[name])),
-    logical_axes=lambda: both(lambda model, _: model.logical_axes()),
+    prepare=prepare,
+    logical_axes=lambda: {name: m.logical_axes() for name, m in models.items()},
     eos_ids=target.eos_ids,
     pad_id=target.pad_id,
     start=target.start,
@@ -90,33 +104,11 @@ def mix(
 
 
 def fingerprint(source: jax.Array, pad_id: int = base.PAD_ID) -> jax.Array:
-  """A hash of every prompt that does not depend on its padding.
-
-  Args:
-    source: [B, S] int32, padded.
-    pad_id: with what.
-
-  Returns:
-    [B] uint32
-  """
+  """FNV-1a hash of prompts [B, S], ignoring padding; [B] uint32."""
 
   def add(digest, token):
-    mixed = (digest ^ token.astype(jnp.uint32)) * jnp.uint32(_FACTOR)
+    mixed = (digest ^ token.astype(jnp.uint32)) * jnp.uint32(16777619)
     return jnp.where(token == pad_id, digest, mixed), None
 
   start = jnp.full(source.shape[0], 2166136261, jnp.uint32)
   return jax.lax.scan(add, start, source.T)[0]
-
-
-def _coins(seed: int, draft_share: float, prompt: jax.Array, position: jax.Array):
-  """Whether the draft gives a token, [B, n] bool."""
-
-  def one(prompt, position):
-    key = jax.random.fold_in(jax.random.key(seed), prompt)
-    return jax.random.uniform(jax.random.fold_in(key, position)) < draft_share
-
-  return jax.vmap(lambda p, row: jax.vmap(lambda at: one(p, at))(row))(prompt, position)
-
-
-def _both(target: base.Model, draft: base.Model, function: Any) -> dict[str, Any]:
-  return {"target": function(target, "target"), "draft": function(draft, "draft")}

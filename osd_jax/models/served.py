@@ -1,4 +1,8 @@
-"""The served copy of a model: kernels as decoding wants them, lighter for drafts."""
+"""The served copy of a model, and what models of every family share.
+
+`prepare` copies trained parameters into the layout that decoding reads fastest. For a
+draft it may also quantise them and shorten the output head (`DraftServing`).
+"""
 
 import functools
 from collections.abc import Sequence
@@ -8,16 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from osd_jax import base, native
+from osd_jax import cache as cache_lib
 from osd_jax.models import layers
 from osd_jax.models.shapes import DraftServing, LlamaConfig, T5Config
 
 
 class DraftHead(nn.Module):
-  """The output head of a served draft: quantised, for some tokens only, or both.
+  """The output head of a served draft: quantised, shortened, or both.
 
   Attributes:
-    config: the shape.
-    serving: at least one of its fields is set.
+    config: shape of the model whose head this is.
+    serving: sets int8 or shortlist.
   """
 
   config: T5Config | LlamaConfig
@@ -40,18 +45,79 @@ class DraftHead(nn.Module):
     return scatter_to_vocab(logits, ids, config.vocab_size)
 
 
+class LanguageModel(nn.Module):
+  """What T5 and Llama have in common: embedding, decoder and output head.
+
+  Subclasses create `token_embedder`, `decoder` and `draft_head` in `setup`.
+
+  Attributes:
+    config: shape of the model.
+    serving: run the copy that `prepare` made; None runs the trained parameters.
+    return_states: prefill stores the target states in the cache, for an attached draft.
+  """
+
+  config: T5Config | LlamaConfig
+  serving: DraftServing | None = None
+  return_states: bool = False
+
+  def decode(self, tokens: jax.Array, cache: cache_lib.KVCache):
+    """See `base.Model.decode`."""
+    x, cache = self.decoder.step(self.token_embedder(tokens), cache)
+    return self._logits(x), cache
+
+  @property
+  def _layout(self) -> layers.Layout:
+    return layers.Layout.TRAINED if self.serving is None else self.serving.layout
+
+  @property
+  def _has_own_head(self) -> bool:
+    return (
+      not self.config.tied_head and draft_head_of(self.config, self.serving) is None
+    )
+
+  def _embedder(self) -> layers.Embedding:
+    config = self.config
+    return layers.Embedding(
+      config.vocab_size, config.width, jnp.dtype(config.dtype), config.embedding_std
+    )
+
+  def _logits(self, x: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
+    """Logits of decoder outputs x [B, n, E], in float32 or more.
+
+    Args:
+      x: after the final norm.
+      tokens: [C] int32; compute the logits of these tokens only. Not for served copies.
+    """
+    x = x * self.config.head_scale
+    if self.draft_head is not None:
+      logits = self.draft_head(x)
+    elif not self.config.tied_head:
+      logits = self.decoder.logits_dense(x, tokens)
+    else:
+      # The trained embedding is [V, E] = [out, in] already. Only the native product has
+      # no gradient, so training must not use it.
+      trained = self.serving is None
+      product = layers.kernel_first_matmul if trained else layers.served_matmul
+      logits = self.token_embedder.attend(x, product, tokens)
+    return logits.astype(layers.at_least_float32(logits.dtype))
+
+
 def scatter_to_vocab(logits: jax.Array, ids: jax.Array, size: int) -> jax.Array:
-  """Logits [B, n, V] of some tokens' [B, n, N]; -inf for the others.
+  """Spreads logits of some tokens over the vocabulary; the others get -inf.
 
   Args:
     logits: [B, n, N].
-    ids: [N] int32, rising.
+    ids: [N] int32, in increasing order.
     size: V.
+
+  Returns:
+    [B, n, V]
   """
   if native.forms():
     empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
     return empty.at[..., ids].set(logits, unique_indices=True, indices_are_sorted=True)
-  # A TPU writes whole rows, and would go on with rows of the vocabulary [V, n, B].
+  # A TPU scatters whole rows, so the vocabulary is the leading axis here. The barrier
+  # keeps the layout [V, n, B] from spreading into the operations that follow.
   flat = logits.reshape(-1, logits.shape[-1])
   empty = jnp.full((size, flat.shape[0]), -jnp.inf, logits.dtype)
   filled = empty.at[ids].set(flat.T, unique_indices=True, indices_are_sorted=True)
@@ -60,14 +126,14 @@ def scatter_to_vocab(logits: jax.Array, ids: jax.Array, size: int) -> jax.Array:
 
 
 def has_draft_head(config: T5Config | LlamaConfig, serving: DraftServing) -> bool:
-  """Whether drafts are served with a `DraftHead` in place of their own."""
+  """Whether a draft is served with a `DraftHead` instead of its own head."""
   return serving.int8 or 0 < serving.shortlist < config.vocab_size
 
 
 def draft_head_of(
   config: T5Config | LlamaConfig, serving: DraftServing | None
 ) -> DraftHead | None:
-  """The head of a served draft, None where it keeps its own."""
+  """The `DraftHead` of a served draft, or None if it keeps its own head."""
   if serving is None or not has_draft_head(config, serving):
     return None
   return DraftHead(config, serving)
@@ -79,20 +145,18 @@ def prepare(
   params: base.Params,
   shortlist: jax.Array | None = None,
 ) -> base.Params:
-  """The served copy: compute type, kernels as the backend's steps read them best.
+  """The served copy of trained parameters; see `base.Model.prepare`.
 
-  What decoding reads as it was trained (the encoder, most of all) is not copied: those
-  leaves are the given ones.
+  Parameters that keep their layout and type, such as those of an encoder, are shared
+  with `params` and not copied.
 
   Args:
-    config: the shape.
-    serving: what the copy leaves out.
-    params: as trained.
-    shortlist: [N] int32 distinct tokens that the output head covers, end-of-sequence
-      among them; None takes the first N, and what ends a sequence.
-
-  Returns:
-    Parameters of the model with that serving.
+    config: shape of the model.
+    serving: how the copy is served.
+    params: trained parameters.
+    shortlist: [N] int32, the distinct tokens that the output head covers; they must
+      include end-of-sequence. None takes the first N ids and all
+      end-of-sequence tokens.
   """
   dtype = jnp.dtype(config.dtype)
   copy = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
@@ -114,24 +178,23 @@ def draft_head(
   """The parameters of a `DraftHead`.
 
   Args:
-    config: the shape whose head it is.
-    serving: what the head leaves out.
-    kernel: the whole head, [E, V].
-    vocabulary_first: it is [V, E] instead.
+    config: shape of the model whose head this is.
+    serving: how the head is served.
+    kernel: the full head, [V, E] if vocabulary_first, else [E, V].
+    vocabulary_first: layout of `kernel`.
     shortlist: see `prepare`.
   """
   head = {}
   if serving.shortlist:
     if shortlist is None:
       shortlist = first_tokens(serving.shortlist, config.eos_ids)
-    ids = jnp.sort(shortlist)
-    head["ids"] = ids  # in order: a TPU would sort them at every step
+    head["ids"] = jnp.sort(shortlist)  # sorted once here, or in every step on a TPU
   head["projection"] = _head(kernel, head.get("ids"), vocabulary_first, serving.layout)
   return head
 
 
 def first_tokens(count: int, ends: Sequence[int]) -> jax.Array:
-  """[count] int32; the lowest ids, which are frequent ones, and what ends a sequence.
+  """The lowest ids, which are often the frequent ones, and all end-of-sequence ids.
 
   >>> first_tokens(4, (1, 9)).tolist()
   [0, 1, 2, 9]
@@ -157,19 +220,20 @@ _STORED = {
 def for_steps(
   decoder: base.Params, serving: DraftServing, within: tuple[str, ...] = ()
 ) -> base.Params:
-  """A decoder's kernels as steps read them; but for those that only prefill reads.
+  """Stores the kernels of a decoder in the layout that steps read.
 
   Args:
-    decoder: a tree of parameters.
-    serving: says how kernels are stored.
-    within: names of the trees around it.
+    decoder: parameters of the decoder, or of a part of it.
+    serving: determines the layout.
+    within: path of that part in the decoder.
   """
-  stored = _STORED[serving.layout]
   if "kernel" in decoder:
+    # Keys and values of the source are computed by prefill, from the trained kernels.
     prefilled = within[-2:] in (
       ("encoder_decoder_attention", "key"),
       ("encoder_decoder_attention", "value"),
     )
+    stored = _STORED[serving.layout]
     return decoder if prefilled else {**decoder, **stored(decoder["kernel"])}
   return {
     name: for_steps(inner, serving, (*within, name))

@@ -1,4 +1,4 @@
-"""What a T5 is made of, and what a served draft leaves out: checked numbers."""
+"""Configurations of the models: their shapes, and how a draft is served."""
 
 import dataclasses
 
@@ -12,19 +12,20 @@ class T5Config:
 
   Attributes:
     vocab_size: V, rows of the embedding (checkpoints pad 32,100 to 32,128).
-    width: E, size of a token's vector.
-    num_heads: H, heads of every attention.
+    width: E, size of the embeddings and of the residual stream.
+    num_heads: H, attention heads.
     head_dim: D, size of one head.
-    mlp_dim: inner width of the feed-forward block.
+    mlp_dim: inner width of the feed-forward blocks.
     num_encoder_layers: encoder layers.
     num_decoder_layers: L, decoder layers.
-    mlp_activations: ("relu",) for 1.0, ("gelu", "linear") for 1.1 and Flan.
-    tied_head: the output head is the embedding, scaled by width ** -0.5.
-    relative_buckets: entries of the relative position bias.
-    relative_max_distance: distances from here on share a bucket.
-    dtype: "float32" or "bfloat16"; compute type and type of the served copy. "float64"
-      is for rescoring alone and needs `jax.enable_x64`.
-    embedding_std: standard deviation of the initial embedding (t5x: 1).
+    mlp_activations: ("relu",) for T5 1.0, ("gelu", "linear") for T5 1.1 and Flan-T5.
+    tied_head: the embedding is also the output head, applied to the decoder's output
+      times width ** -0.5.
+    relative_buckets: entries of the relative position bias per head.
+    relative_max_distance: all distances of at least this many tokens share a bucket.
+    dtype: "float32" or "bfloat16"; the type that the model computes in and that its
+      served copy has. "float64" is used for rescoring and needs `jax.enable_x64`.
+    embedding_std: standard deviation of the initial embedding (1 in t5x).
   """
 
   vocab_size: int = 32128
@@ -69,24 +70,25 @@ class T5Config:
 
   @property
   def head_scale(self) -> float:
-    """What the decoder's output is multiplied with before the head."""
+    """Factor on the decoder's output before the output head."""
     return self.width**-0.5 if self.tied_head else 1.0
 
   @property
   def eos_ids(self) -> tuple[int, ...]:
-    """Tokens that end a sequence; every T5 has the same."""
+    """Tokens that end a sequence, the same for every T5."""
     return (base.EOS_ID,)
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-  """Stretched rotary positions, as Llama 3.1 introduced them ("llama3").
+  """Stretched rotary positions, as introduced by Llama 3.1 ("llama3").
 
   Attributes:
-    factor: wavelengths far beyond the original context are longer by this.
-    low_freq_factor: the original context over this is the shortest of them.
-    high_freq_factor: wavelengths below the original context over this stay.
-    original_positions: length of the context before.
+    factor: long wavelengths are multiplied by this.
+    low_freq_factor: wavelengths above original_positions / low_freq_factor are long.
+    high_freq_factor: wavelengths below original_positions / high_freq_factor are short
+      and stay as they are; between the two limits the factor is interpolated.
+    original_positions: context length before stretching.
   """
 
   factor: float = 8.0
@@ -108,24 +110,27 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-  """Shape of a decoder-only model: Llama, Vicuna, Mistral, Qwen2, Qwen3. Llama-2-7B's.
+  """Shape of a decoder-only model: Llama, Vicuna, Mistral, Qwen2 or Qwen3.
+
+  The defaults are Llama-2-7B's.
 
   Attributes:
     vocab_size: V, rows of the embedding.
     width: E, size of a token's vector.
-    num_heads: H, heads of the queries.
-    num_kv_heads: heads of keys and values, a divisor of H; each serves H / that many.
+    num_heads: H, query heads.
+    num_kv_heads: heads of keys and values, a divisor of H. Each is shared by
+      H / num_kv_heads query heads.
     head_dim: D, size of one head.
-    mlp_dim: inner width of the feed-forward block.
+    mlp_dim: inner width of the feed-forward blocks.
     num_layers: L, decoder layers.
-    tied_head: the output head is the embedding.
-    rope_theta: base of the rotary positions' wavelengths.
-    rope_scaling: stretches them; None does not.
-    norm_epsilon: added to mean squares.
-    attention_bias: queries, keys and values have a bias (Qwen2).
-    output_bias: the attention's output has one too.
-    query_key_norm: queries and keys of every head are normalised (Qwen3).
-    max_positions: of prompt and output together.
+    tied_head: the embedding is also the output head.
+    rope_theta: base of the rotary wavelengths.
+    rope_scaling: stretches the wavelengths; None leaves them as they are.
+    norm_epsilon: added to mean squares before the root.
+    attention_bias: query, key and value projections have a bias (Qwen2).
+    output_bias: the output projection of the attention has a bias.
+    query_key_norm: queries and keys are normalised per head (Qwen3).
+    max_positions: longest prompt and output together, in tokens.
     eos_ids: tokens that end a sequence.
     state_layer: an attached draft takes the hidden states after this many layers; 0
       means after all of them.
@@ -154,7 +159,7 @@ class LlamaConfig:
   embedding_std: float = 1.0
 
   def __post_init__(self):
-    if isinstance(self.rope_scaling, dict):  # read from a file
+    if isinstance(self.rope_scaling, dict):  # JSON has no RopeScaling
       object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
     object.__setattr__(self, "eos_ids", tuple(self.eos_ids))
     base.check_types(self)
@@ -170,7 +175,7 @@ class LlamaConfig:
           heads % self.num_kv_heads == 0,
           f"a divisor of num_heads ({heads})",
         ),
-        "head_dim": (self.head_dim % 2 == 0, "an even number: halves are rotated"),
+        "head_dim": (self.head_dim % 2 == 0, "an even number, for rotary positions"),
         "rope_theta": (self.rope_theta > 0, "a number > 0"),
         "norm_epsilon": (0 < self.norm_epsilon < 1, "a small number > 0"),
         "eos_ids": (
@@ -187,32 +192,32 @@ class LlamaConfig:
 
   @property
   def head_scale(self) -> float:
-    """What the decoder's output is multiplied with before the head."""
+    """Factor on the decoder's output before the output head."""
     return 1.0
 
   @property
   def queries_per_head(self) -> int:
-    """Heads of queries that share one head of keys and values."""
+    """Query heads that share one head of keys and values."""
     return self.num_heads // self.num_kv_heads
 
   @property
   def last_state_layer(self) -> int:
-    """Number of layers before the hidden states that an attached draft takes."""
+    """`state_layer` as a number in 1..num_layers."""
     return self.state_layer or self.num_layers
 
 
 @dataclasses.dataclass(frozen=True)
 class AttachedConfig:
-  """Shape of a draft that is attached to a target; see `models/attached.py`.
+  """Shape of an attached draft; see `models/attached.py`.
 
   >>> AttachedConfig(width=64, num_heads=2).decoder(T5Config()).num_decoder_layers
   1
 
   Attributes:
-    width: size of a token's vector between the target's embedding and its head.
+    width: size of the draft's own residual stream.
     num_heads: H, heads of every attention.
     head_dim: D, size of one head.
-    mlp_dim: inner width of the feed-forward block.
+    mlp_dim: inner width of the feed-forward blocks.
     num_layers: L, decoder layers.
     mlp_activations: as in `T5Config`.
     relative_buckets: as in `T5Config`.
@@ -235,14 +240,14 @@ class AttachedConfig:
     self.decoder(T5Config())  # checks the rest
 
   def decoder(self, target: T5Config | LlamaConfig) -> T5Config:
-    """The shape of its decoder layers, in the compute type of a target."""
+    """The shape of the decoder layers, computing in the dtype of a target."""
     return T5Config(
       vocab_size=target.vocab_size,
       width=self.width,
       num_heads=self.num_heads,
       head_dim=self.head_dim,
       mlp_dim=self.mlp_dim,
-      num_encoder_layers=1,  # never built
+      num_encoder_layers=1,  # T5Config needs one; no encoder is built
       num_decoder_layers=self.num_layers,
       mlp_activations=self.mlp_activations,
       relative_buckets=self.relative_buckets,
@@ -253,11 +258,15 @@ class AttachedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DraftServing:
-  """What a served draft may leave out: only the target decides what is emitted.
+  """Approximations in the copy of a draft that serves requests.
+
+  They change which tokens are proposed and never which are emitted, because the target
+  verifies every token. The learner trains the full draft.
 
   Attributes:
-    int8: decoder and output head are quantised to 8 bits; the learner keeps its own.
-    shortlist: N, tokens that the output head covers; others get no mass. 0 covers all.
+    int8: quantise the decoder and the output head to 8 bits.
+    shortlist: N, number of tokens that the output head covers; all other tokens have
+      probability 0. 0 covers the whole vocabulary.
   """
 
   int8: bool = False
@@ -271,7 +280,14 @@ class DraftServing:
 
   @property
   def layout(self) -> layers.Layout:
-    """Of the decoder's kernels; but for CPUs, as they were trained: no second copy."""
+    """How the served decoder stores its kernels.
+
+    Only CPUs gain from the transposed layout. Elsewhere the trained kernels are served,
+    which saves a second copy.
+    """
     if self.int8:
       return layers.Layout.INT8
     return layers.Layout.SERVED if native.forms() else layers.Layout.TRAINED
+
+
+EXACT_SERVING = DraftServing()  # no approximation

@@ -10,7 +10,7 @@ import pytest
 from osd_jax import base, testing
 from osd_jax.decoding import rounds as rounds_lib
 from osd_jax.decoding import state as state_lib
-from osd_jax.models import families, llama, t5
+from osd_jax.models import families
 from osd_jax.models.shapes import DraftServing
 
 MANY = 10_000  # rounds; no test needs more
@@ -20,10 +20,10 @@ LIVELY = 3  # the seed of the T5 target
 # each K.
 TABLE_ROWS, TABLE_LENGTH = 6, 60
 
-TARGET = t5.build(testing.TINY_T5)
-DRAFT = t5.build(testing.TINY_DRAFT)
-LLAMA = llama.build(testing.TINY_LLAMA)
-LLAMA_DRAFT = llama.build(testing.TINY_LLAMA_DRAFT)
+TARGET = families.build(testing.TINY_T5)
+DRAFT = families.build(testing.TINY_DRAFT)
+LLAMA = families.build(testing.TINY_LLAMA)
+LLAMA_DRAFT = families.build(testing.TINY_LLAMA_DRAFT)
 FAMILIES = {"t5": (TARGET, DRAFT), "llama": (LLAMA, LLAMA_DRAFT)}
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from osd_jax import base, testing
 from osd_jax.distillation import buffer, costs, learner, schedule, update, worth
-from osd_jax.models import t5
+from osd_jax.models import families
 
 SOURCE, TARGET, KEPT, SLICES, INTERVAL = 5, 6, 4, 8, 3
-MODEL = t5.build(testing.TINY_DRAFT)
+MODEL = families.build(testing.TINY_DRAFT)
 
 
 def row(seed):

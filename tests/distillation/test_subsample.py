@@ -13,7 +13,7 @@ import pytest
 from osd_jax import base, testing
 from osd_jax.decoding import records
 from osd_jax.distillation import losses, optimizers, subsample, update
-from osd_jax.models import attached, t5
+from osd_jax.models import attached, families
 from osd_jax.models.shapes import AttachedConfig
 
 ROWS, LENGTH, TOP_K, VOCAB = 3, 8, 5, 40
@@ -166,7 +166,7 @@ SHAPE = dataclasses.replace(testing.TINY_DRAFT, vocab_size=LARGE)
 @functools.cache
 def large_pair():
   """A target whose rows are sharp, its attached draft, and rows to learn."""
-  target = t5.build(SHAPE)
+  target = families.build(SHAPE)
   params = jax.jit(target.init)(jax.random.key(0))
   head = params["decoder"]["logits_dense"]
   head["kernel"] = 3 * head["kernel"]

@@ -10,7 +10,7 @@ from compilations import Compilations
 
 from osd_jax import testing
 from osd_jax.engine import agreement, engine, server
-from osd_jax.models import t5
+from osd_jax.models import families
 
 LENGTH = 12
 DECODING = engine.DecodingConfig(
@@ -127,7 +127,7 @@ def test_of_a_short_head_only_the_tokens_that_it_covers_have_mass(
 
 
 def test_a_draft_that_scores_chosen_tokens_scores_no_others(answers):
-  model = t5.build(dataclasses.replace(testing.TINY_DRAFT, vocab_size=1000))
+  model = families.build(dataclasses.replace(testing.TINY_DRAFT, vocab_size=1000))
   params = model.init(jax.random.key(3))
   covered = np.array([1, 5, 9, 300, 301], np.int32)
   done = next(done for done in answers if len(done.tokens) == LENGTH)

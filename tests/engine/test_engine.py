@@ -15,7 +15,7 @@ from decoding import harness
 from osd_jax import base, sharding, testing
 from osd_jax.base import EOS_ID, StopReason
 from osd_jax.engine import engine, steps
-from osd_jax.models import t5
+from osd_jax.models import families
 
 VOCAB, LENGTH, K = 64, 12, 3
 BUCKETS = (6, 10)
@@ -513,7 +513,9 @@ def test_a_length_limit_is_at_least_one(limit):
 
 
 def test_target_and_draft_share_the_vocabulary():
-  other = t5.build(dataclasses.replace(testing.TINY_DRAFT, vocab_size=48), "small")
+  other = families.build(
+    dataclasses.replace(testing.TINY_DRAFT, vocab_size=48), "small"
+  )
   with pytest.raises(ValueError, match="'small' has 48 token ids.*64"):
     engine.Engine(config_of(1), TARGET, target_params(), other, None)
 

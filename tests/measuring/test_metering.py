@@ -11,7 +11,7 @@ from osd_jax import sharding, testing
 from osd_jax.base import EOS_ID
 from osd_jax.engine import engine
 from osd_jax.measuring import metering
-from osd_jax.models import t5
+from osd_jax.models import families, t5
 
 VOCAB = testing.TINY_T5.vocab_size
 
@@ -22,7 +22,7 @@ def params():
 
 
 def light_draft(size):
-  return t5.build(testing.TINY_T5, "light draft", t5.DraftServing(shortlist=size))
+  return families.build(testing.TINY_T5, "light draft", t5.DraftServing(shortlist=size))
 
 
 def config():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base, pairs, testing
-from osd_jax.models import attached, families, t5, weights
+from osd_jax.models import attached, families, weights
 from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
@@ -144,7 +144,7 @@ def test_some_positions_and_tokens_are_those_of_all(config):
 
 @pytest.mark.parametrize("shape", [testing.TINY_T5, TIED], ids=["untied", "tied"])
 def test_so_are_those_of_an_independent_draft(runner, shape):
-  model = t5.build(shape)
+  model = families.build(shape)
   params = draw(model, jax.random.key(0))
   arguments = (params, runner.source, runner.mask, runner.tokens)
   positions, tokens = jnp.asarray([[5, 0], [2, 3], [1, 1]]), jnp.asarray([60, 1, 7])

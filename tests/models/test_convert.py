@@ -16,7 +16,7 @@ import safetensors.flax
 from models import tiny
 
 from osd_jax.base import EOS_ID
-from osd_jax.models import convert, t5
+from osd_jax.models import convert, families
 from osd_tools import sizes
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -172,7 +172,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tree_and_shapes_are_those_of_init(kind):
   weights = convert.read_hugging_face(folder_of(kind))
-  init = jax.eval_shape(t5.build(weights.config).init, jax.random.key(0))
+  init = jax.eval_shape(families.build(weights.config).init, jax.random.key(0))
   assert jax.tree.map(np.shape, weights.params) == jax.tree.map(np.shape, init)
 
 

@@ -21,7 +21,7 @@ TOKENS = np.array([[0, 6, 11], [0, 8, 2]], np.int32)
 
 def logits(config, serving, *shortlist):
   """Logits of three fed tokens and parameters, by a model served that way."""
-  model = t5.build(config, serving=serving)
+  model = families.build(config, serving=serving)
   params = jax.tree.map(jnp.asarray, tiny.random_params(config, 3))
   copy = model.prepare(params, *shortlist)
   cache = model.prefill(copy, SOURCE, SOURCE != 0, 8)
@@ -98,7 +98,7 @@ def test_a_shortlist_that_nobody_gave_covers_what_ends_a_sequence():
 
 def test_a_new_shortlist_compiles_nothing():
   config, serving = tiny.CONFIG, t5.DraftServing(shortlist=3)
-  model = t5.build(config, serving=serving)
+  model = families.build(config, serving=serving)
   prepare = jax.jit(model.prepare)
   params = jax.tree.map(jnp.asarray, tiny.random_params(config, 3))
   for chosen in ([1, 2, 3], [1, 5, 9]):
@@ -108,7 +108,7 @@ def test_a_new_shortlist_compiles_nothing():
 
 def test_a_shortlist_of_the_whole_vocabulary_is_none():
   config = tiny.CONFIG
-  model = t5.build(config, serving=t5.DraftServing(shortlist=config.vocab_size))
+  model = families.build(config, serving=t5.DraftServing(shortlist=config.vocab_size))
   assert model.shortlist == 0
   np.testing.assert_array_equal(
     logits(config, t5.DraftServing(shortlist=config.vocab_size)),
@@ -120,7 +120,9 @@ def test_training_sees_the_whole_draft():
   """What is left out when serving is not left out of the loss."""
   params = jax.tree.map(jnp.asarray, tiny.random_params(tiny.CONFIG, 3))
   scores = [
-    t5.build(tiny.CONFIG, serving=serving).score(params, SOURCE, SOURCE != 0, TOKENS)
+    families.build(tiny.CONFIG, serving=serving).score(
+      params, SOURCE, SOURCE != 0, TOKENS
+    )
     for serving in (t5.DraftServing(), t5.DraftServing(int8=True, shortlist=4))
   ]
   np.testing.assert_array_equal(*scores)

@@ -16,7 +16,7 @@ from models.fixtures import make_hugging_face as maker
 
 from osd_jax import assets
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
-from osd_jax.models import convert, relative
+from osd_jax.models import convert, t5
 
 pytestmark = pytest.mark.hf
 
@@ -191,7 +191,7 @@ def test_relative_position_buckets_are_transformers(bidirectional):
     expected = T5Attention._relative_position_bucket(
       torch.from_numpy(distances), bidirectional, buckets, distance
     )
-    found = relative.relative_position_bucket(
+    found = t5.relative_position_bucket(
       jnp.asarray(distances), bidirectional, buckets, distance
     )
     np.testing.assert_array_equal(found, expected.numpy())

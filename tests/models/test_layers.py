@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from osd_jax import native
-from osd_jax.models import layers, relative
+from osd_jax.models import layers, t5
 
 F32 = jnp.dtype("float32")
 
@@ -40,7 +40,7 @@ def exact_bucket(relative, bidirectional, num_buckets, max_distance):
 @pytest.mark.parametrize("num_buckets,max_distance", [(32, 128), (8, 10), (16, 40)])
 def test_bucket_is_t5s_formula(bidirectional, num_buckets, max_distance):
   distances = np.arange(-300, 301)
-  got = relative.relative_position_bucket(
+  got = t5.relative_position_bucket(
     jnp.asarray(distances), bidirectional, num_buckets, max_distance
   )
   want = [
@@ -52,9 +52,9 @@ def test_bucket_is_t5s_formula(bidirectional, num_buckets, max_distance):
 
 def test_bucket_directions_differ_only_where_they_should():
   future = jnp.arange(1, 200)
-  both = relative.relative_position_bucket(future, True, 32, 128)
-  causal = relative.relative_position_bucket(future, False, 32, 128)
-  mirrored = relative.relative_position_bucket(-future, True, 32, 128)
+  both = t5.relative_position_bucket(future, True, 32, 128)
+  causal = t5.relative_position_bucket(future, False, 32, 128)
+  mirrored = t5.relative_position_bucket(-future, True, 32, 128)
   np.testing.assert_array_equal(both, mirrored + 16)
   np.testing.assert_array_equal(causal, np.zeros(199))
 
@@ -159,7 +159,7 @@ def test_mlp_is_its_formula(activations):
 
 
 def test_position_bias_looks_up_every_rows_own_offset():
-  module = relative.RelativePositionBias(2, 8, 10, bidirectional=False)
+  module = t5.RelativePositionBias(2, 8, 10, bidirectional=False)
   table = np.random.default_rng(3).normal(size=(2, 8)).astype(np.float32)
   query, key = np.array([[0, 1], [5, 6], [2, 3]]), np.arange(9)
   got = module.apply({"params": {"rel_embedding": table}}, query, key)

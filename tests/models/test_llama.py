@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base, native, testing
-from osd_jax.models import llama, llama_layers, rotary
+from osd_jax.models import families, llama
 from osd_jax.models.shapes import DraftServing, LlamaConfig, RopeScaling
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 9, 4
@@ -52,7 +52,7 @@ class Runner:
   def __init__(self, config, serving=None):
     self.config, self.model = (
       config,
-      llama.build(config, serving=serving or DraftServing()),
+      families.build(config, serving=serving or DraftServing()),
     )
     self.params = random_params(self.model)
     self.source, self.mask = testing.random_sources(ROWS, SOURCE, 64, 1, base.NO_TOKEN)
@@ -205,7 +205,7 @@ def test_padding_on_either_side_changes_nothing(runner):
 def test_a_long_prompt_is_read_in_chunks(runner, chunk, monkeypatch):
   whole, cache = runner.feed(2)
   shape = dataclasses.replace(runner.config, max_positions=100 + chunk)  # traced anew
-  monkeypatch.setattr(llama_layers, "CHUNK", chunk)
+  monkeypatch.setattr(llama, "CHUNK", chunk)
   other = Runner(shape)
   arguments = (other.model.prepare(other.params), other.source, other.mask, 13)
   text = prefill.lower(other.model, *arguments).as_text()
@@ -258,8 +258,8 @@ def test_a_prompt_of_one_token_is_enough():
 
 def test_frequencies_of_scaled_positions_are_stretched_where_waves_are_long():
   config = SHAPES["scaled"]
-  plain = rotary.frequencies(dataclasses.replace(config, rope_scaling=None))
-  ratio = plain / rotary.frequencies(config)
+  plain = llama.frequencies(dataclasses.replace(config, rope_scaling=None))
+  ratio = plain / llama.frequencies(config)
   assert ratio[0] == 1 and ratio[-1] == pytest.approx(4.0)
   assert np.all(np.diff(ratio) >= 0) and len(set(ratio.round(3))) > 2
 

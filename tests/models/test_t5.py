@@ -11,7 +11,7 @@ import pytest
 from models import tiny
 
 from osd_jax import native, testing
-from osd_jax.models import t5
+from osd_jax.models import families
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
 CONFIG = tiny.CONFIG
@@ -25,7 +25,7 @@ class Runner:
   """A tiny model with its parameters, its functions jitted once for all tests."""
 
   def __init__(self, config):
-    self.model = t5.build(config)
+    self.model = families.build(config)
     self.params = tiny.random_params(config, 0)
     self.served = self.model.prepare(jax.tree.map(jnp.asarray, self.params))
     self.prefill = jax.jit(self.model.prefill, static_argnums=3)
@@ -97,7 +97,7 @@ def test_tied_head_is_the_scaled_embedding(batch):
     **tied.params,
     "decoder": {**tied.params["decoder"], "logits_dense": {"kernel": head}},
   }
-  model = t5.build(untied_config)
+  model = families.build(untied_config)
   args = batch.source, batch.mask, batch.target
   SAME(jax.jit(model.score)(params, *args), tied.score(tied.params, *args))
 
@@ -202,7 +202,7 @@ def test_bfloat16_runs_and_is_close(untied, batch, forced):
 
 def _call(config, name):
   """A function of a model and the shapes of its arguments."""
-  model = t5.build(config)
+  model = families.build(config)
   params = jax.eval_shape(model.init, jax.random.key(0))
   served = jax.eval_shape(model.prepare, params)
   tokens = jax.ShapeDtypeStruct((2, 3), jnp.int32)
@@ -279,7 +279,7 @@ def test_logical_axes_fit_the_parameters(untied):
 
 
 def test_init_makes_the_shapes_that_it_promises():
-  model = t5.build(testing.TINY_DRAFT)
+  model = families.build(testing.TINY_DRAFT)
   params = jax.jit(model.init)(jax.random.key(0))
   again = jax.jit(model.init)(jax.random.key(1))
   promised = jax.eval_shape(model.init, jax.random.key(0))
@@ -291,8 +291,8 @@ def test_init_makes_the_shapes_that_it_promises():
 
 def test_one_configuration_is_one_model():
   twin = dataclasses.replace(CONFIG)
-  assert t5.build(CONFIG) is t5.build(twin)
-  assert t5.build(CONFIG) is not t5.build(TIED)
+  assert families.build(CONFIG) is families.build(twin)
+  assert families.build(CONFIG) is not families.build(TIED)
 
 
 def test_activations_from_a_list_are_hashable():

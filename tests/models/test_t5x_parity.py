@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from osd_jax.models import t5
+from osd_jax.models import families, t5
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 CONFIG = t5.T5Config(
@@ -42,12 +42,12 @@ def params(oracle):
 
 
 def test_tree_and_shapes_are_t5xs(params):
-  ours = jax.eval_shape(t5.build(CONFIG).init, jax.random.key(0))
+  ours = jax.eval_shape(families.build(CONFIG).init, jax.random.key(0))
   assert jax.tree.map(np.shape, ours) == jax.tree.map(np.shape, params)
 
 
 def test_logical_axes_are_t5xs():
-  axes = flax.traverse_util.flatten_dict(t5.build(CONFIG).logical_axes(), sep="/")
+  axes = flax.traverse_util.flatten_dict(families.build(CONFIG).logical_axes(), sep="/")
   expected = json.loads((FIXTURES / "t5x_param_axes.json").read_text())
   assert {name: list(spec) for name, spec in axes.items()} == {
     name: names for name, (_, names) in expected.items()
@@ -56,7 +56,7 @@ def test_logical_axes_are_t5xs():
 
 def run(oracle, params):
   """Our logits, by feeding t5x's decoder inputs in one call."""
-  model = t5.build(CONFIG)
+  model = families.build(CONFIG)
   source = jnp.asarray(oracle["in/encoder_input_tokens"])
   tokens = jnp.asarray(oracle["in/decoder_input_tokens"])
   served = model.prepare(jax.tree.map(jnp.asarray, params))

@@ -12,7 +12,7 @@ import pytest
 import safetensors.flax
 
 from osd_jax import base
-from osd_jax.models import t5, weights
+from osd_jax.models import families, t5, weights
 
 CONFIG = t5.T5Config(
   vocab_size=11,
@@ -30,7 +30,7 @@ CONFIG = t5.T5Config(
 
 def random_params(config, seed):
   rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(t5.build(config).init, jax.random.key(0))
+  shapes = jax.eval_shape(families.build(config).init, jax.random.key(0))
   return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
 
 

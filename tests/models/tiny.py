@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from osd_jax.base import EOS_ID
-from osd_jax.models import t5
+from osd_jax.models import families
 from osd_jax.testing import TINY_T5
 
 # Few buckets and a short maximal distance, so that short sequences use them all.
@@ -16,7 +16,7 @@ CONFIG = dataclasses.replace(TINY_T5, relative_buckets=8, relative_max_distance=
 def random_params(config, seed):
   """Parameters of `config` as numpy arrays, made without running the model."""
   rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(t5.build(config).init, jax.random.key(0))
+  shapes = jax.eval_shape(families.build(config).init, jax.random.key(0))
 
   def leaf(path, shape):
     noise = rng.normal(size=shape.shape).astype(np.float32)

@@ -9,7 +9,7 @@ import pytest
 from models import tiny
 
 from osd_jax import native
-from osd_jax.models import layers, t5
+from osd_jax.models import families, layers
 
 MASKED = -1e9
 # B, H, n, T, D; odd ones too: vectors and what is left of them.
@@ -151,7 +151,7 @@ def test_only_few_served_float32_queries_attend_here():
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_decodes_what_it_decodes_in_xla(tied):
   config = dataclasses.replace(tiny.CONFIG, tied_head=tied)
-  model = t5.build(config)
+  model = families.build(config)
   params = tiny.random_params(config, 1)
   rng = np.random.default_rng(2)
   source = rng.integers(3, config.vocab_size, (2, 9))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from osd_jax import native
-from osd_jax.models import layers, t5
+from osd_jax.models import families, layers, t5
 from osd_jax.native import build
 from osd_tools import hlo
 
@@ -136,7 +136,7 @@ def test_training_is_differentiable_with_few_columns():
     vocab_size=32, width=8, num_heads=2, head_dim=4, mlp_dim=8,
     num_encoder_layers=1, num_decoder_layers=1,
   )  # fmt: skip
-  model = t5.build(config)
+  model = families.build(config)
   params = model.init(jax.random.key(0))
   token = jnp.ones((1, 2), jnp.int32)
   loss = lambda params: jnp.mean(model.score(params, token, token == 1, token) ** 2)

@@ -16,7 +16,7 @@ from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation.optimizers import OptimizerConfig
-from osd_jax.models import t5, weights
+from osd_jax.models import families, weights
 from osd_tools import pretrain
 
 MODEL = dataclasses.replace(testing.TINY_DRAFT, vocab_size=1536)
@@ -86,7 +86,7 @@ def test_rows_of_like_length_come_together(stream):
 
 
 def test_judge_says_what_greedy_decoding_would_write():
-  model = t5.build(testing.TINY_DRAFT)
+  model = families.build(testing.TINY_DRAFT)
   params = jax.tree.map(lambda x: 2 * x, model.init(jax.random.key(3)))
   source, mask = testing.random_sources(4, 6, 64, seed=0)
   served, length = model.prepare(params), 8
@@ -162,7 +162,7 @@ def test_training_goes_on_from_given_weights(tmp_path):
   path = sorted(tmp_path.glob("*.safetensors"))[0]
   start = weights.load(path)
   asked = config(tmp_path, model=start.config, initial=str(path))
-  state = pretrain.initial_state(asked, t5.build(start.config))
+  state = pretrain.initial_state(asked, families.build(start.config))
   for one, other in zip(
     jax.tree.leaves(state.params), jax.tree.leaves(start.params), strict=True
   ):
@@ -170,7 +170,7 @@ def test_training_goes_on_from_given_weights(tmp_path):
   other_shape = dataclasses.replace(start.config, width=2 * start.config.width)
   with pytest.raises(ValueError, match="expected"):
     wrong = dataclasses.replace(asked, model=other_shape)
-    pretrain.initial_state(wrong, t5.build(other_shape))
+    pretrain.initial_state(wrong, families.build(other_shape))
 
 
 def test_a_vocabulary_that_does_not_fit_is_named(tmp_path):

@@ -123,7 +123,7 @@ def check(
     f"{type(mine).__name__}.{field.name}"
     for mine, its, own in (
       (one, other, (*OF_A_DRAFT, "pair", "run_directory")),
-      (one.pair, other.pair, ("draft", "draft_serving", "attached", "draft_seed")),
+      (one.pair, other.pair, ("draft", "draft_serving", "attached")),
     )
     for field in dataclasses.fields(mine)
     if field.name not in own and getattr(mine, field.name) != getattr(its, field.name)

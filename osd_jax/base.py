@@ -9,8 +9,8 @@ Axis legend, used in every shape comment and docstring:
   V  vocabulary                            N  rows of the replay buffer
   k  entries kept of a target distribution R  rows of a training batch
 
-Token ids of T5: 0 pads and starts every decoder, 1 ends a sequence. Other families
-say theirs in `Model`.
+In T5, token 0 is padding and the first decoder input, and token 1 ends a sequence. For
+other families see the fields of `Model`.
 """
 
 import collections.abc
@@ -29,11 +29,11 @@ import jax.numpy as jnp
 
 PAD_ID = 0
 EOS_ID = 1
-NO_TOKEN = -1  # pads where 0 is a token of text
+NO_TOKEN = -1  # padding in families where 0 is an ordinary token
 
 
 def id_dtype(vocab_size: int) -> jnp.dtype:
-  """The smallest type that stores every token id of a vocabulary in records."""
+  """The smallest type that can store the token ids of a vocabulary."""
   return jnp.dtype(jnp.uint16 if vocab_size <= 2**16 else jnp.int32)
 
 
@@ -41,14 +41,14 @@ Params = Any  # a nested dict of arrays, with t5x's names for T5
 
 
 class UserError(Exception):
-  """Something that whoever called can put right; its text says how, a line a mistake.
+  """An error that the user can fix. The message says how, with one line per mistake.
 
-  The command line prints these without a traceback; every other error is a fault.
+  The command line prints these errors without a traceback.
   """
 
 
 class InputError(UserError, ValueError):
-  """A setting, file or request that cannot be used: where, what came, what to do.
+  """An invalid setting, file or request. The message says where, and what to do.
 
   >>> raise InputError("DecodingConfig.rows: received 0, expected an integer >= 1.")
   Traceback (most recent call last):
@@ -57,11 +57,11 @@ class InputError(UserError, ValueError):
 
 
 class MissingExtraError(UserError, ImportError):
-  """A library that is not installed, with the extra that installs it."""
+  """A missing library. The message names the extra that installs it."""
 
 
 class DiskError(UserError, OSError):
-  """A file of a run that cannot be written, as on a full disk."""
+  """A file that cannot be written, for example because the disk is full."""
 
 
 def check_fields(config: Any, checks: Mapping[str, tuple[Any, str]]) -> None:
@@ -154,14 +154,14 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 
 class StopReason(enum.IntEnum):
-  """Why a row emits no more tokens. Data, carried per row, never a log line."""
+  """Why a row emits no more tokens; carried per row in the decoding state."""
 
   RUNNING = 0
   EOS = 1
   LENGTH = 2
   EMPTY = 3  # no request occupies this row
   STOP_STRING = 4
-  NOT_FINITE = 5  # the target is broken: no verdict passes over it
+  NOT_FINITE = 5  # the target's logits were NaN or infinite
 
   @property
   def message(self) -> str:
@@ -177,46 +177,55 @@ class StopReason(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A language model as the pure functions that decoding and distillation call.
+  """A language model, as the pure functions that decoding and distillation call.
 
-  `decoding/` and `distillation/` know models only through this type, so a
-  lookup table with known distributions (`testing.py`) runs through the very
-  loop that T5 runs through. Frozen and hashed by identity: a static argument.
+  `decoding/` and `distillation/` import no model. They receive this type, so that a
+  lookup table with known distributions (`testing.py`) runs through the same code as a
+  T5. Models are static arguments of jitted functions: they are frozen, and compared and
+  hashed by identity.
+
+  The names in the signatures below: `params` are trained parameters; `served` is the
+  copy that `prepare` makes of them; `source` [B, S] int32 are padded prompts; `mask`
+  [B, S] bool marks their tokens; `target` [B, T] int32 are emitted tokens.
 
   Attributes:
-    name: what error texts and provenance call it.
-    vocab_size: V, number of token ids.
-    init: `(key) -> params`.
-    prefill: `(served, source [B, S], mask [B, S], cache_length) -> cache`;
-      `cache_length` is static, the cache has length 0 in every row.
-    decode: `(served, tokens [B, n], cache) -> (logits [B, n, V] float32,
-      cache)` with `cache.length` advanced by n in every row.
-    score: `(params, source [B, S], mask [B, S], target [B, T]) -> logits
-      [B, T, V] float32`; teacher-forced, row t is the distribution of
-      `target[:, t]` given `target[:, :t]`. A draft attached to its target takes
-      `target_states=` [B, S, E] too, and computes them if they are not given.
-    prepare: `(params) -> served`; the copy that prefill and decode read
-      (fused, transposed: whatever the backend likes); what needs no change may be
-      shared with params. Made once at load and at each swap, never inside a step.
-      With a shortlist, `(params, tokens [N])` too.
-    logical_axes: `() -> tree` of logical axis names, shaped like what `init` makes.
-    shortlist: N, tokens that `decode` gives mass to; 0 for all.
-    score_at: `(params, source, mask, target, positions [B, P] or None, tokens [C] or
-      None) -> logits [B, P, C]`; `score` at some positions, of some tokens. None:
-      whoever wants that leaves out the rest of `score`.
-    frozen: the name in params of what belongs to the target and is never trained; ""
-      where there is no such thing.
-    state_width: E, width of the target's hidden states that an attached draft takes:
-      its `prefill` gets `cache.target_states` [B, S, E] in place of the source. 0: the
-      model takes the source itself.
-    encode_for_draft: `(params, source, mask) -> [B, S, E]`; for an attached draft only:
-      computes the target states of prompts.
-    head_dim: D, entries of the logical axis "joined_kv" that belong together.
+    name: name for error messages and logs.
+    vocab_size: V.
+    init: `(key) -> params`. Makes random parameters.
+    prefill: `(served, source, mask, cache_length) -> cache`. Processes the prompts and
+      returns a cache with room for `cache_length` tokens (static) and length 0 in every
+      row. For an attached draft, see `state_width`.
+    decode: `(served, tokens [B, n], cache) -> (logits [B, n, V] float32, cache)`. Feeds
+      n tokens to every row, starting at the row's `cache.length`, and advances the
+      length by n. The logits at index i are for the token after `tokens[:, i]`.
+    score: `(params, source, mask, target) -> logits [B, T, V] float32`. Teacher
+      forcing: the logits at index t are for `target[:, t]`, given `target[:, :t]`. For
+      an attached draft it also takes `target_states=` [B, S, E], and computes them if
+      they are not given.
+    prepare: `(params) -> served`. Makes the copy that `prefill` and `decode` read, in
+      the layout that is fastest on the backend. It is called once when a model is
+      loaded and at each swap of the draft. Arrays that need no change may be shared
+      with params. If `shortlist` is set, it also accepts `(params, tokens [N])`.
+    logical_axes: `() -> tree`. Logical axis names for each parameter, for sharding.
+    shortlist: N, number of tokens whose logits `decode` computes; the others get -inf.
+      0 means all tokens.
+    score_at: `(params, source, mask, target, positions, tokens) -> logits [B, P, C]`.
+      Like `score`, for positions [B, P] and tokens [C] only; None means all. If
+      `score_at` is None, callers use `score` and select from its result.
+    frozen: key in params of the parameters that belong to the target and are never
+      trained; "" if there are none.
+    state_width: E of the target states that an attached draft needs. Its `prefill`
+      takes the `target_states` [B, S, E] of the target's cache instead of `source`. 0
+      for models that take the source.
+    encode_for_draft: `(params, source, mask) -> [B, S, E]`. Computes the target states
+      of prompts with the frozen parameters of an attached draft. None for other models.
+    head_dim: D, size of the groups on the logical axis "joined_kv" that sharding must
+      not split.
     eos_ids: tokens that end a sequence.
-    pad_id: what prompts are filled up with; no token that a prompt may hold.
-    start: `(source, mask) -> [B] int32`, the first input of `decode`, whose logits are
-      those of the first emitted token; None: `PAD_ID`, as in encoder-decoders.
-    max_positions: tokens of prompt and output together that it can place; 0: any.
+    pad_id: padding of prompts; it must not occur as a token of a prompt.
+    start: `(source, mask) -> [B] int32`. The first input of `decode`, whose logits are
+      for the first emitted token. None means `PAD_ID`, as in encoder-decoders.
+    max_positions: longest prompt and output together, in tokens; 0 means no limit.
   """
 
   name: str
@@ -239,24 +248,24 @@ class Model:
   max_positions: int = 0
 
   def mask(self, source: Any) -> Any:
-    """[B, S] bool; which entries of sources [B, S] are tokens."""
+    """[B, S] bool; which entries of sources [B, S] are tokens, not padding."""
     return source != self.pad_id
 
   def starts(self, source: jax.Array) -> jax.Array:
-    """[B] int32; the first input of `decode` after prompts [B, S]."""
+    """[B] int32; the first decoder input of prompts [B, S]."""
     if self.start is None:
       return jnp.full(source.shape[:1], PAD_ID, jnp.int32)
     return self.start(source, self.mask(source))
 
   def split(self, params: Params) -> tuple[Params, Params]:
-    """What is trained, and what is the target's; None where nothing is."""
+    """Splits parameters into (trained, frozen); frozen is None if `frozen` is ""."""
     if not self.frozen:
       return params, None
     trained = {name: leaf for name, leaf in params.items() if name != self.frozen}
     return trained, params[self.frozen]
 
   def join(self, trained: Params, frozen: Params) -> Params:
-    """The parameters that `split` took apart."""
+    """The inverse of `split`."""
     return {**trained, self.frozen: frozen} if self.frozen else trained
 
   __hash__ = object.__hash__
@@ -267,14 +276,14 @@ class Model:
 
 @flax.struct.dataclass
 class SamplingSettings:
-  """Per-request sampling, as arrays: changing one compiles nothing.
+  """Sampling settings of each row, as arrays, so that changing one recompiles nothing.
 
   Attributes:
-    temperature: [B] float32; 0 is greedy.
-    top_k: [B] int32; keep the k most probable tokens, 0 keeps all.
-    top_p: [B] float32; nucleus mass, 1 keeps all.
-    seed: [B] uint32; random draws are a function of (seed, position, purpose).
-    max_length: [B] int32; at most this many tokens are emitted.
+    temperature: [B] float32; 0 means greedy.
+    top_k: [B] int32; keep the k most probable tokens; 0 keeps all.
+    top_p: [B] float32; keep the nucleus of this mass; 1 keeps all.
+    seed: [B] uint32; every random draw is a function of (seed, position, purpose).
+    max_length: [B] int32; maximum number of emitted tokens.
   """
 
   temperature: jax.Array
@@ -286,11 +295,11 @@ class SamplingSettings:
 
 @flax.struct.dataclass
 class Proposal:
-  """What the draft wrote in one round.
+  """The tokens that the draft proposes in one round.
 
   Attributes:
     tokens: [B, K] int32.
-    logits: [B, K, V] float32, raw; row i is what `tokens[:, i]` was drawn from.
+    logits: [B, K, V] float32, raw; `tokens[:, i]` was drawn from `logits[:, i]`.
   """
 
   tokens: jax.Array
@@ -299,10 +308,10 @@ class Proposal:
 
 @flax.struct.dataclass
 class Verification:
-  """The target's judgement of one round: row i judges the i-th emitted token.
+  """The target's distributions in one round.
 
   Attributes:
-    logits: [B, K + 1, V] float32, raw.
+    logits: [B, K + 1, V] float32, raw; `logits[:, i]` is for the i-th emitted token.
   """
 
   logits: jax.Array
@@ -310,11 +319,11 @@ class Verification:
 
 @flax.struct.dataclass
 class Acceptance:
-  """The tokens that one round emits, before end-of-sequence and limits cut it.
+  """The tokens that one round emits, before they are cut at end-of-sequence or limits.
 
   Attributes:
-    tokens: [B, K + 1] int32; the accepted tokens, then the recovered or the
-      bonus token at index `accepted`; what follows is undefined.
+    tokens: [B, K + 1] int32; the accepted tokens, then the recovered or bonus token at
+      index `accepted`. Later entries are undefined.
     accepted: [B] int32 in 0..K; length of the accepted prefix.
   """
 
@@ -324,17 +333,17 @@ class Acceptance:
 
 @flax.struct.dataclass
 class Records:
-  """The target's distributions at emitted positions, as verification saw them.
+  """The target's distributions at emitted positions, recorded during verification.
 
-  Raw log-softmax (temperature 1, before top-k and top-p), truncated to the k
-  most probable tokens with the remaining mass as one bucket. `log_probs`
-  is sorted, most probable first. Position t judged the t-th emitted token.
+  Raw log-softmax (temperature 1, before top-k and top-p) of the k most probable tokens,
+  in descending order, and the total probability of all others. Position t holds the
+  distribution of the t-th emitted token.
 
   Attributes:
     log_probs: [..., T, k] float32.
     ids: [..., T, k] uint16 or int32.
-    tail: [..., T] float32; probability mass outside `ids`, 0 if k = V.
-    error: [..., T] bool; a drafted token was rejected here.
+    tail: [..., T] float32; total probability of tokens outside `ids`, 0 if k = V.
+    error: [..., T] bool; True where a drafted token was rejected.
   """
 
   log_probs: jax.Array
@@ -345,14 +354,14 @@ class Records:
 
 @flax.struct.dataclass
 class DistillationBatch:
-  """Rows for the distillation loss: finished requests with their records.
+  """Finished requests with their records, as rows for the distillation loss.
 
   Attributes:
     source: [R, S] int32, padded with `Model.pad_id`.
-    target: [R, T] int32, emitted tokens padded likewise.
-    mask: [R, T] bool; emitted positions, up to and including end-of-sequence.
+    target: [R, T] int32, emitted tokens with the same padding.
+    mask: [R, T] bool; emitted positions, including end-of-sequence.
     records: `Records` with leading axis R.
-    weight: [R] float32; 0 for rows that only fill the batch.
+    weight: [R] float32; 0 for rows that only pad the batch.
     target_states: [R, S, E] bfloat16, the target's hidden states of the source, for an
       attached draft; None where they are not kept.
   """

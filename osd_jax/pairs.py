@@ -1,4 +1,4 @@
-"""A target and its draft with the vocabulary they share: loaded, checked, placed."""
+"""Loads a target, its draft and their vocabulary, checks and places them."""
 
 import dataclasses
 from pathlib import Path
@@ -14,37 +14,39 @@ from osd_jax.models import attached, convert, families, weights
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
 
-ATTACHED = "attached"  # in place of a file
+ATTACHED = "attached"  # value of `PairConfig.draft`: a new draft instead of a file
+_SEED = 0  # of the parameters of a new attached draft
 
 
 @dataclasses.dataclass(frozen=True)
 class PairConfig:
-  """Which files make the pair.
+  """The files of a pair.
 
-  "shipped:NAME" is a file of the package, gs://BUCKET/NAME one in a bucket.
+  A path may be "shipped:NAME" for a file of this package, or an address such as
+  gs://BUCKET/NAME.
 
   >>> bring_only_a_target = PairConfig(target="flan-t5-large", draft="attached")
   >>> bring_only_a_target.attached.width
   128
 
   Attributes:
-    target: weights of the target: a file of this package, or a folder of transformers
-      (config.json beside safetensors), here or on the Hugging Face hub.
-    draft: weights of the draft, likewise; or "attached": a draft that stands on the
-      target, from random parameters. It grows from what it serves.
-    vocabulary: what both read and write: a SentencePiece model, a tokenizer.json, or a
-      folder that holds one (spiece.model, tokenizer.json, tokenizer.model).
-    extra_ids: sentinels behind a T5's pieces, see `Vocabulary.load`.
-    chat_template: of decoder-only models: "own" puts every prompt into the chat
-      template of the vocabulary's folder; any other text is such a template; "" does
-      nothing.
-    dtype: "float32" or "bfloat16"; what both models compute in.
-    draft_serving: what the served draft leaves out; the learner trains all of it.
-    folder: where the paths above begin, unless they are absolute or shipped.
-    attached: shape of an attached draft that begins at random; a file says its own.
-    draft_seed: of its parameters.
-    state_layer: layers of a decoder-only target that a prompt has passed where an
-      attached draft reads it; 0: what the target's file says, mostly all.
+    target: weights of the target: a file that this package wrote, a folder of
+      transformers with config.json and safetensors, or its name on the Hugging Face
+      hub.
+    draft: weights of the draft, as for the target. "attached" creates an attached draft
+      with random parameters, which learns while it serves.
+    vocabulary: the vocabulary of both: a SentencePiece model, a tokenizer.json, or a
+      folder with spiece.model, tokenizer.json or tokenizer.model.
+    extra_ids: number of sentinel tokens of a T5; see `Vocabulary.load`.
+    chat_template: for decoder-only models: "own" applies the chat template in the
+      vocabulary's folder to every prompt; any other text is the template itself; ""
+      applies none.
+    dtype: "float32" or "bfloat16", the type that both models compute in.
+    draft_serving: approximations in the served draft; the learner trains all of it.
+    folder: prefix of the paths above, unless they are absolute or shipped.
+    attached: shape of a new attached draft; files contain their own.
+    state_layer: for a decoder-only target, the layer whose hidden states an attached
+      draft takes; 0 means the layer in the target's file, usually the last.
   """
 
   target: str = "shipped:demo_target.safetensors"
@@ -56,18 +58,17 @@ class PairConfig:
   draft_serving: DraftServing = DraftServing()
   folder: str = ""
   attached: AttachedConfig = AttachedConfig()
-  draft_seed: int = 0
   state_layer: int = 0
 
   def __post_init__(self):
     base.check_types(self)
     base.check_choices(self, dtype=("float32", "bfloat16"))
-    base.check_counts(self, "extra_ids", "draft_seed", "state_layer", least=0)
+    base.check_counts(self, "extra_ids", "state_layer", least=0)
     paths = ("target", "draft", "vocabulary")
     base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
 
   def path(self, field: str) -> Path:
-    """The file or folder that "target", "draft" or "vocabulary" means."""
+    """Resolves the path in field "target", "draft" or "vocabulary"."""
     value = getattr(self, field)
     if self.folder and not value.startswith(assets.PREFIX):
       if not remote.is_remote(self.folder) or remote.is_remote(value):
@@ -81,14 +82,15 @@ class Pair:
   """A loaded pair, placed on the mesh.
 
   Attributes:
-    target: functions of the target.
-    target_params: its parameters, in the type that it computes in.
+    target: the target model.
+    target_params: its parameters, in `PairConfig.dtype`.
     rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
-    draft: functions of the draft; of `plain()` None.
+    draft: the draft model; None in `plain()`.
     draft_params: its parameters.
-    draft_config: shape of the draft, to write it back; None for a kind of your own.
-    vocabulary: shared by both.
-    identity: of the target, that an attached draft may stand on; None: it is not ours.
+    draft_config: shape of the draft, for `save_draft`; None for user-defined drafts.
+    vocabulary: the vocabulary of both.
+    identity: identity of the target, for attached drafts; None for user-defined
+      targets.
   """
 
   target: base.Model
@@ -101,7 +103,7 @@ class Pair:
   identity: weights.Identity | None = None
 
   def plain(self) -> "Pair":
-    """The target alone."""
+    """The pair without its draft."""
     return dataclasses.replace(self, draft=None, draft_params=None)
 
   def with_draft(self, draft: base.Model, params: base.Params) -> "Pair":
@@ -117,7 +119,10 @@ class Pair:
     notes: str,
     storage: str = "float32",
   ) -> Path:
-    """Writes adapted parameters of the draft; `PairConfig.draft` reads our kinds."""
+    """Writes parameters of the draft to a file.
+
+    `PairConfig.draft` accepts the file, unless the draft is user-defined.
+    """
     trained, _ = self.draft.split(params)
     match self.draft_config:
       case None:
@@ -134,10 +139,10 @@ class Pair:
     return weights.save(path, kept, storage)
 
   def load_draft(self, path: str | Path) -> base.Params:
-    """Parameters that `save_draft` wrote of a draft of this pair, of a kind of ours.
+    """Reads parameters that `save_draft` wrote for the draft of this pair.
 
     Raises:
-      InputError: the file holds no such draft.
+      InputError: the file does not contain such a draft.
     """
     if isinstance(self.draft_config, AttachedConfig):
       assert self.identity is not None
@@ -149,14 +154,14 @@ class Pair:
 def load_pair(
   config: PairConfig | Pair, partitioner: sharding.Partitioner | None = None
 ) -> Pair:
-  """Reads the three files or folders; a loaded pair stays as it is.
+  """Loads a pair; a loaded pair is returned unchanged.
 
   >>> load_pair(PairConfig()).vocabulary.size
   1536
 
   Raises:
-    ValueError: a file is missing or holds no weights, or target, draft and vocabulary
-      do not belong together.
+    InputError: a file is missing or does not contain weights, or target, draft and
+      vocabulary do not fit together.
   """
   if isinstance(config, Pair):
     return config
@@ -165,12 +170,12 @@ def load_pair(
     config.path("vocabulary"), config.extra_ids, config.chat_template
   )
   target = _read(config, "target", config.path("target"), vocabulary)
-  target = dataclasses.replace(target, config=handing_out(config, target.config))
+  target = dataclasses.replace(target, config=with_state_layer(config, target.config))
   identity = weights.identity(target, Path(config.target).name)
   draft = _draft(config, target, identity, vocabulary)
   is_attached = isinstance(draft, weights.AttachedWeights)
   target_model = families.build(target.config, "target", return_states=is_attached)
-  # It is never trained: more bits than it computes with would only take room.
+  # The target is never trained, so float32 copies of its parameters have no use.
   params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), target.params)
   target_params = partitioner.place_params(target_model, params)
   if is_attached:
@@ -198,10 +203,10 @@ def load_pair(
 
 
 def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
-  """The shape of "target" or "draft" as a file, or a folder's config.json, states it.
+  """The shape of "target" or "draft", from the header of its file or config.json.
 
   Raises:
-    InputError: there is no such file.
+    InputError: the file is missing or has no shape.
   """
   path = config.path(field)
   try:
@@ -212,11 +217,11 @@ def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
     raise base.InputError(f"PairConfig.{field}: {error}") from error
 
 
-def handing_out(config: PairConfig, shape: ModelConfig) -> ModelConfig:
+def with_state_layer(config: PairConfig, shape: ModelConfig) -> ModelConfig:
   """The target's shape with `PairConfig.state_layer`.
 
   Raises:
-    InputError: it has no such layer, or an encoder, which is read whole.
+    InputError: the target has no such layer, or it has an encoder.
   """
   if not config.state_layer:
     return shape
@@ -224,8 +229,8 @@ def handing_out(config: PairConfig, shape: ModelConfig) -> ModelConfig:
     layers = "an encoder" if isinstance(shape, T5Config) else shape.num_layers
     raise base.InputError(
       f"PairConfig.state_layer: received {config.state_layer}, expected at most the"
-      f" layers of a decoder-only target; {config.target} has {layers}. 0 reads what"
-      " has passed all."
+      f" number of layers of a decoder-only target; {config.target} has {layers}. Set"
+      " 0 for the last layer."
     )
   return dataclasses.replace(shape, state_layer=config.state_layer)
 
@@ -233,11 +238,12 @@ def handing_out(config: PairConfig, shape: ModelConfig) -> ModelConfig:
 def check_vocabulary(
   config: Any, field: str, held: weights.Weights, vocabulary: Vocabulary
 ) -> None:
-  """Raises InputError unless weights can be those of a vocabulary.
+  """Raises InputError unless weights fit a vocabulary.
 
   Args:
-    config: has fields `vocabulary` and `extra_ids`, which made it.
-    field: the field of `config` that names the weights.
+    config: the config with the path of the weights, and the fields `vocabulary` and
+      `extra_ids` that the vocabulary was loaded from.
+    field: the field of `config` with the path of the weights.
     held: the weights.
     vocabulary: the vocabulary.
   """
@@ -246,16 +252,16 @@ def check_vocabulary(
   size, wanted = held.config.vocab_size, _wanted_extra_ids(held, vocabulary)
   if wanted not in (None, config.extra_ids):
     raise base.InputError(
-      f"{name}.extra_ids: received {config.extra_ids}, expected {wanted} for {path}: so"
-      " many sentinels stand behind the pieces of its vocabulary."
+      f"{name}.extra_ids: received {config.extra_ids}, expected {wanted} for {path},"
+      " the number of sentinel tokens in its vocabulary."
     )
   if held.vocabulary not in ("", vocabulary.fingerprint):
     raise base.InputError(
       f"{name}.{field}: {path} was trained with the vocabulary"
       f" {held.vocabulary[:12]}..., but {name}.vocabulary {config.vocabulary} with"
       f" extra_ids {config.extra_ids} is {vocabulary.fingerprint[:12]}..."
-      f" ({vocabulary.size} ids); expected the same. Name the vocabulary that the"
-      " weights were trained with."
+      f" ({vocabulary.size} ids); expected the same. Name the vocabulary"
+      " of the weights."
     )
   if size < vocabulary.size:
     raise base.InputError(
@@ -267,7 +273,7 @@ def check_vocabulary(
 def _check_family(
   config: Any, field: str, held: weights.Weights, vocabulary: Vocabulary
 ) -> None:
-  """Raises InputError where weights and vocabulary are of different families."""
+  """Raises InputError if weights and vocabulary belong to different families."""
   name, path = type(config).__name__, getattr(config, field)
   is_causal = not isinstance(held.config, T5Config)
   if is_causal != vocabulary.is_causal:
@@ -275,7 +281,7 @@ def _check_family(
     raise base.InputError(
       f"{name}.{field}: {path} is a {kinds[is_causal]}, but {name}.vocabulary"
       f" {config.vocabulary} is the vocabulary of a {kinds[vocabulary.is_causal]};"
-      " name the one that the weights were trained with."
+      " name the vocabulary of the weights."
     )
   if not isinstance(held.config, T5Config) and vocabulary.eos_ids[0] not in (
     held.config.eos_ids
@@ -283,13 +289,12 @@ def _check_family(
     raise base.InputError(
       f"{name}.{field}: {path} ends a sequence with {held.config.eos_ids}, but"
       f" {name}.vocabulary {config.vocabulary} with {vocabulary.eos_ids[0]}; expected"
-      " one of them. Put the eos_token_id right in the folder's"
-      " generation_config.json."
+      " one of them. Correct eos_token_id in generation_config.json of the folder."
     )
 
 
 def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | None:
-  """How many sentinels a vocabulary must have for some weights, None if unknown."""
+  """The number of sentinel tokens that weights need, None if unknown."""
   if vocabulary.is_causal:
     return None
   if held.vocabulary:
@@ -299,7 +304,7 @@ def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | No
         return count
     return None
   pieces = vocabulary.size - vocabulary.extra_ids
-  # Published models say so in their tokenizer's settings or have T5's own numbers.
+  # Published models state it in their tokenizer's settings, or have the sizes of T5.
   is_t5 = pieces == 32_000 and held.config.vocab_size in (32_100, 32_128)
   stated = stated_extra_ids(vocabulary)
   return 100 if is_t5 and stated is None else stated
@@ -311,10 +316,10 @@ def _draft(
   identity: weights.Identity,
   vocabulary: Vocabulary,
 ) -> weights.Weights | weights.AttachedWeights:
-  """The draft of a file, or one that stands on the target from random parameters."""
+  """Loads the draft, or creates an attached one."""
   if config.draft == ATTACHED:
     model = attached.build(config.attached, target.config)
-    params = jax.jit(model.init)(jax.random.key(config.draft_seed))
+    params = jax.jit(model.init)(jax.random.key(_SEED))
     return weights.AttachedWeights(config.attached, params, identity.fingerprint)
   path = config.path("draft")
   if weights.is_attached(path):

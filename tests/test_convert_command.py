@@ -98,11 +98,11 @@ def test_t5x_needs_a_shape(tmp_path, repository):
     ({"extra_ids": 2.0}, "ConvertConfig.extra_ids"),
     ({"allow_torch_bin": "no"}, "ConvertConfig.allow_torch_bin"),
     ({"output": "/dev/null/w"}, "ConvertConfig.output: received '/dev/null/w'"),
-    ({"output": "/dev/null/a/w"}, "/dev/null is no folder"),
+    ({"output": "/dev/null/a/w"}, "/dev/null is not a folder"),
     ({"output": "."}, "it is a folder"),
     ({"output": "a\0b"}, "ConvertConfig.output"),
     ({"output": "a" * 300}, "ConvertConfig.output"),
-    ({"output": ".", "output_kind": "hugging_face"}, "it is in use"),
+    ({"output": ".", "output_kind": "hugging_face"}, "it exists already"),
     ({"model": t5.T5Config()}, "leave the model out"),
   ],
 )

@@ -1,4 +1,4 @@
-"""Where files lie: shipped with the package, on this machine, in a bucket, on a hub."""
+"""Resolves paths of files: shipped, local, in a bucket or on the Hugging Face hub."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from osd_jax import base, remote
 
 PREFIX = "shipped:"
-_HUB_NAME = r"[\w-][\w.-]*(/[\w.-]+)?"  # owner/name, or a name alone as "t5-small"
+_HUB_NAME = r"[\w-][\w.-]*(/[\w.-]+)?"  # owner/name, or a name such as "t5-small"
 _WANTED = (
   "*.json",
   "*.safetensors",
@@ -18,17 +18,17 @@ _WANTED = (
 
 
 def resolve(path: str, setting: str = "assets") -> Path:
-  """The file or folder that a configured path means.
+  """The local file or folder of a path.
 
   Args:
-    path: "shipped:NAME" for a file of this package; an address (gs://, see `remote`),
-      whose local copy it is; else a path. Where there is
-      nothing, one that may be a name on the Hugging Face hub ("google/flan-t5-small")
-      is downloaded, if huggingface_hub is installed.
-    setting: name of the field that holds it, for error texts.
+    path: "shipped:NAME" for a file of this package, a remote address (see `remote`)
+      that is copied to this machine, or a local path. If the path does not exist and
+      may be a name on the Hugging Face hub, such as "google/flan-t5-small", it is
+      downloaded; this needs huggingface_hub.
+    setting: name of the field with the path, for error messages.
 
   Raises:
-    InputError: no such shipped file, or no such file and nothing to download.
+    InputError: there is no such file, and it cannot be downloaded.
   """
   if path.startswith(PREFIX):
     return _shipped(path, setting)
@@ -52,18 +52,18 @@ def _shipped(path: str, setting: str) -> Path:
 
 
 def _downloaded(name: str, setting: str) -> Path:
-  """The local copy of a folder of the hub."""
+  """Downloads a folder from the hub and returns its path."""
   said = f"{setting}: received {name!r}, expected a local file or folder: it is absent"
   try:
     import huggingface_hub
   except ImportError as error:
     raise base.InputError(
       f"{said}. If it is a name on the Hugging Face hub, download it, or install"
-      " huggingface_hub (pip install huggingface_hub), which then does."
+      " huggingface_hub (pip install huggingface_hub) to download it automatically."
     ) from error
   try:
     return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_WANTED)))
-  except Exception as error:  # it raises many kinds
+  except Exception as error:  # it raises many types
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     raise base.InputError(f"{said}, and from the hub: {reason}") from error
 

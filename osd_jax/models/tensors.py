@@ -1,7 +1,6 @@
-"""Tensors of a checkpoint: their shapes at once, their values one at a time.
+"""Tensors of a checkpoint, with their shapes known and their values read on demand.
 
-Reading holds the model that is being made and one tensor more, whatever the size of
-the file.
+Reading a model needs memory for its parameters and for one tensor of the file.
 """
 
 import collections
@@ -36,12 +35,12 @@ _ALIGNMENT = 64  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-  """What a checkpoint holds.
+  """The tensors of a checkpoint.
 
   Attributes:
-    shapes: name -> shape of every tensor.
-    read: name -> its value, read when called.
-    place: name -> the file or folder it is read from, for error texts.
+    shapes: name -> shape.
+    read: name -> value; reads the tensor at every call.
+    place: name -> file or folder of the tensor, for error messages.
   """
 
   shapes: Mapping[str, Shape]
@@ -49,7 +48,7 @@ class Tensors:
   place: Callable[[str], object]
 
   def also(self, name: str, of: str) -> "Tensors":
-    """The same, one of them under a second name too."""
+    """These tensors, with the tensor `of` also available as `name`."""
     actual = lambda wanted: of if wanted == name else wanted
     return Tensors(
       {**self.shapes, name: self.shapes[of]},
@@ -59,26 +58,26 @@ class Tensors:
 
 
 def of_arrays(arrays: Mapping[str, Any], place: object = "memory") -> Tensors:
-  """Arrays that are there: in memory, or stores that read when they are indexed."""
+  """Tensors from arrays in memory."""
   shapes = {name: tuple(x.shape) for name, x in arrays.items()}
   return Tensors(shapes, arrays.__getitem__, lambda name: place)
 
 
 def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
-  """Opens a file; reads by offset, since a mapped file would count as memory.
+  """Opens a safetensors file.
 
-  Args:
-    path: the file.
+  Tensors are read at their offset. Pages of a memory-mapped file would count as memory
+  of the process until all tensors are read.
 
   Returns:
-    Its tensors, and the texts in its header.
+    The tensors, and the metadata in the header.
 
   Raises:
-    InputError: it cannot be read, or holds a name twice.
+    InputError: the file cannot be read, or contains a name twice.
   """
   try:
     with safetensors.safe_open(path, framework="numpy") as file:
-      names = file.keys()  # and the whole header was checked
+      names = file.keys()  # opening has checked the whole header
     with path.open("rb") as file:
       length = int.from_bytes(file.read(8), "little")
       header = parse_json(file.read(length), path)
@@ -90,12 +89,12 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
     if about["dtype"] not in _DTYPES:
       raise _not_floating(name, path, about["dtype"])
     start, stop = about["data_offsets"]
-    # pages of its own, which go back to the system with the tensor
+    # An mmap of its own: its pages are returned to the system with the tensor.
     buffer = mmap.mmap(-1, max(1, stop - start))
     with path.open("rb") as file:
       file.seek(8 + length + start)
       if file.readinto(memoryview(buffer)[: stop - start]) < stop - start:
-        raise _incomplete(path, f"it ends within {name}")
+        raise _incomplete(path, f"it ends inside tensor {name}")
     count = math.prod(about["shape"])
     array = np.frombuffer(buffer, _DTYPES[about["dtype"]], count)
     return array.reshape(about["shape"])
@@ -105,46 +104,45 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
 
 
 def format_of(path: Path) -> str:
-  """The format that a file's header states, "" where it states none."""
+  """The format in the header of a file, "" if there is none."""
   try:
     with safetensors.safe_open(path, framework="numpy") as file:
       return (file.metadata() or {}).get("format", "")
   except (OSError, safetensors.SafetensorError):
-    return ""  # whoever reads it says what is wrong
+    return ""  # reading the file will report the error
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:
-  """The object in a JSON file.
+  """Parses a JSON object.
 
   Raises:
-    InputError: there is none, or it names something twice.
+    InputError: it is not a JSON object, or contains a name twice.
   """
 
   def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     counts = collections.Counter(name for name, _ in pairs)
     if doubled := [name for name, count in counts.items() if count > 1]:
-      raise ValueError(f"it names {doubled[0]!r} twice")
+      raise ValueError(f"it contains {doubled[0]!r} twice")
     return dict(pairs)
 
   try:
     content = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     if not isinstance(content, dict):
-      raise ValueError(f"it holds a {type(content).__name__}")
+      raise ValueError(f"it contains a {type(content).__name__}")
   except (ValueError, RecursionError) as error:
     raise base.InputError(
-      f"weights: cannot read {path}: {error}; expected a JSON object that names"
-      " everything once."
+      f"weights: cannot read {path}: {error}; expected a JSON object with unique names."
     ) from error
   return content
 
 
 def expected_shapes(config: families.ModelConfig) -> dict[str, Shape]:
-  """Path ("encoder/layers_0/...") -> shape of every parameter of a model."""
+  """Path ("encoder/layers_0/...") -> shape of the parameters of a model."""
   return shapes(jax.eval_shape(families.build(config, "model").init, jax.random.key(0)))
 
 
 def shapes(params: base.Params) -> dict[str, Shape]:
-  """Path -> shape of every leaf of a parameter tree."""
+  """Path -> shape of the leaves of a parameter tree."""
   return {path: tuple(x.shape) for path, x in flat(params).items()}
 
 
@@ -156,7 +154,7 @@ def flat(params: base.Params) -> dict[str, Any]:
 def check(
   found: Mapping[str, Shape], expected: Mapping[str, Shape], origin: object
 ) -> None:
-  """Raises InputError that names the tensors which are not as expected."""
+  """Raises InputError that lists missing, unexpected and misshapen tensors."""
   wrong = [
     f"{name}: found {found.get(name, 'nothing')}, expected"
     f" {expected.get(name, 'nothing')}"
@@ -168,7 +166,7 @@ def check(
     raise base.InputError(
       f"weights: {origin}: tensors do not fit the configuration:"
       f" {'; '.join(wrong[:5])}{more}. Check that the configuration and the tensors"
-      " belong to one model."
+      " belong to the same model."
     )
 
 
@@ -177,22 +175,20 @@ def read_params(
   names: Mapping[str, str],
   orient: Callable[[str, np.ndarray], np.ndarray] = lambda path, x: x,
 ) -> base.Params:
-  """Reads parameters one after another.
+  """Reads a parameter tree in float32, one tensor at a time.
 
   Args:
     tensors: the checkpoint.
     names: path of a parameter -> name of its tensor.
-    orient: turns the tensor of a path into the parameter's shape.
-
-  Returns:
-    The tree, float32.
+    orient: (path, tensor) -> the tensor in the parameter's shape.
 
   Raises:
-    InputError: a tensor holds no floating-point numbers, or some that are not finite.
+    InputError: a tensor is not of a floating-point type, or is not finite.
   """
 
   def read(path: str, name: str) -> jax.Array:
-    # no name that would outlive its use, and no jnp.asarray, which copies
+    # Without local names, which would keep a tensor alive while the next one is read,
+    # and with device_put, because jnp.asarray copies.
     return jax.block_until_ready(
       jax.device_put(
         _finite_float32(name, tensors.place(name), orient(path, tensors.read(name)))
@@ -206,31 +202,32 @@ def read_params(
 def _finite_float32(name: str, place: object, tensor: np.ndarray) -> np.ndarray:
   if not jnp.issubdtype(tensor.dtype, jnp.floating):
     raise _not_floating(name, place, str(tensor.dtype))
-  # Aligned as XLA wants it: on a CPU the parameter is this array, and no copy of it.
+  # XLA on a CPU uses an aligned array as it is, and copies any other.
   buffer = np.empty(tensor.size + _ALIGNMENT // 4, np.float32)
   start = -buffer.ctypes.data % _ALIGNMENT // 4
   array = buffer[start : start + tensor.size].reshape(tensor.shape)
-  with np.errstate(all="ignore"):  # what overflows is found below
+  with np.errstate(all="ignore"):  # overflows are reported below
     array[...] = tensor
     total = array.sum()
-  # One pass that needs no memory. A sum may overflow where no summand is infinite.
+  # The sum needs no memory. It may overflow although every element is finite, so only
+  # then are the elements checked.
   if not np.isfinite(total) and not (finite := np.isfinite(array)).all():
     raise base.InputError(
-      f"weights: {place}: tensor {name}: {np.sum(~finite)} of its {array.size} numbers"
-      " are NaN or infinite, expected finite ones: a training that diverged, or a"
-      " damaged file."
+      f"weights: {place}: tensor {name}: {np.sum(~finite)} of its {array.size} values"
+      " are NaN or infinite, expected finite ones. The training diverged, or the file"
+      " is damaged."
     )
   return array
 
 
 def _incomplete(path: Path, error: object) -> base.InputError:
   return base.InputError(
-    f"weights: cannot read {path}: {error}; expected a safetensors file, complete."
+    f"weights: cannot read {path}: {error}; expected a complete safetensors file."
   )
 
 
 def _not_floating(name: str, place: object, received: str) -> base.InputError:
   return base.InputError(
     f"weights: {place}: tensor {name}: found {received}, expected floating-point"
-    " numbers of 16, 32 or 64 bits; quantised checkpoints cannot be converted."
+    " numbers of 16, 32 or 64 bits. Quantised checkpoints cannot be converted."
   )

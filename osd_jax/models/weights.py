@@ -1,8 +1,8 @@
-"""Weights of our own models: one safetensors file that also says its shape.
+"""Weights in this package's own format: one safetensors file with its configuration.
 
-Tensors carry t5x's names, joined by "/"; the header's metadata hold the config
-and the fingerprint of the vocabulary the model was trained with; or the AttachedConfig
-and the fingerprint of the target that a draft is attached to.
+Tensors have t5x's names, joined by "/". The metadata in the header hold the
+configuration and the fingerprint of the vocabulary. For an attached draft they hold the
+AttachedConfig and the fingerprint of the target.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ _FIELDS_IN_FILES = {"state_layer": "handed_out"}
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """What a weights file holds.
+  """The content of a weights file.
 
   Attributes:
     config: shape of the model.
-    params: t5x's tree, float32.
+    params: parameters in float32, with t5x's names.
     vocabulary: fingerprint of the vocabulary, "" if unknown.
-    notes: how the weights came to be.
+    notes: how the weights were made.
   """
 
   config: ModelConfig
@@ -56,20 +56,20 @@ class Weights:
 
   @property
   def model(self) -> base.Model:
-    """The functions that run these weights."""
+    """The model of these weights."""
     return families.build(self.config, "model")
 
 
 @dataclasses.dataclass(frozen=True)
 class AttachedWeights:
-  """What the weights file of an attached draft holds.
+  """The content of the weights file of an attached draft.
 
   Attributes:
     config: shape of the draft.
-    params: what is the draft's own, float32.
-    target: `Identity.fingerprint` of the target that it is attached to.
-    target_name: what that target was called, for error texts.
-    notes: how the weights came to be.
+    params: the draft's own parameters in float32.
+    target: `Identity.fingerprint` of its target.
+    target_name: name of that target, for error messages.
+    notes: how the weights were made.
   """
 
   config: AttachedConfig
@@ -81,12 +81,12 @@ class AttachedWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-  """What tells a target from others.
+  """Identifies a target.
 
   Attributes:
-    config: its shape.
-    fingerprint: of what an attached draft takes from it.
-    name: what it is called, for error texts.
+    config: shape of the target.
+    fingerprint: hash of the parameters that an attached draft takes.
+    name: name for error messages.
   """
 
   config: ModelConfig
@@ -95,8 +95,14 @@ class Identity:
 
 
 def identity(target: Weights, name: str) -> Identity:
-  """The identity of a target: its shape, and some rows of all that a draft takes."""
-  shape = dataclasses.replace(target.config, dtype="float32")  # a draft serves in any
+  """Computes the identity of a target.
+
+  The fingerprint covers the shape and the first rows of every parameter that an
+  attached draft takes. Hashing all rows of a large target would take seconds.
+  """
+  shape = dataclasses.replace(
+    target.config, dtype="float32"
+  )  # the fingerprint is independent of it
   digest = hashlib.sha256(_config_json(shape).encode())
   frozen = {
     **families.encoder_params(target.config, target.params),
@@ -111,12 +117,12 @@ def identity(target: Weights, name: str) -> Identity:
 def save(
   path: str | Path, weights: Weights | AttachedWeights, storage: str = "float32"
 ) -> Path:
-  """Writes weights to one file; the file appears complete or not at all.
+  """Writes weights to one file, atomically.
 
   Args:
-    path: the file, by custom `*.safetensors`.
-    weights: what to write.
-    storage: "float32", or "bfloat16" for half the size (rounded).
+    path: the file, usually `*.safetensors`.
+    weights: the weights.
+    storage: "float32", or "bfloat16" for half the size.
 
   Returns:
     The path.
@@ -141,7 +147,7 @@ def save(
 def save_tree(
   path: str | Path, params: base.Params, notes: str, storage: str = "float32"
 ) -> Path:
-  """Writes parameters of any model, named by their paths in the tree; see `save`."""
+  """Writes the parameters of any model, named by their paths; see `save`."""
   named, _ = jax.tree_util.tree_flatten_with_path(params)
   flat = {jax.tree_util.keystr(place) or "params": leaf for place, leaf in named}
   metadata = {"format": "osd_jax.tree", "notes": notes}
@@ -151,7 +157,7 @@ def save_tree(
 def _write(
   given: str | Path, flat: dict[str, Any], storage: str, metadata: dict[str, str]
 ) -> Path:
-  """Writes tensors to a file, or to an address."""
+  """Writes tensors to a local or remote file."""
   tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
   with remote.stored(given) as path:
     _put(path, tensors, metadata)
@@ -159,11 +165,11 @@ def _write(
 
 
 def _put(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
-  """Writes tensors to a file beside the path, then puts it there."""
+  """Writes to a temporary file in the same folder, then renames it."""
   partial = path.with_name(path.name + ".partial")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial.touch()  # as readable as umask says; the library's own file is private
+    partial.touch()  # with the permissions of umask; safetensors makes private files
     mode = partial.stat().st_mode
     safetensors.flax.save_file(tensors, partial, metadata=metadata)
     partial.chmod(mode)
@@ -175,21 +181,18 @@ def _put(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
 
 
 def check_output(setting: str, path: str, folder: bool = False) -> None:
-  """Checks, before any work, that what it makes can be written.
+  """Raises InputError if an output cannot be written, before any work is done.
 
   Args:
-    setting: name of the field that holds the path, for the error text.
-    path: where the file or folder shall be.
-    folder: it is a folder; one that is there must be empty.
-
-  Raises:
-    InputError: there is something else, or the path leads through no folder.
+    setting: name of the field with the path, for the error message.
+    path: the file or folder to be written.
+    folder: it is a folder, which may exist if it is empty.
   """
   if remote.is_remote(path):
-    return  # found out when it is written; what was made is then still here
+    return  # only writing can tell, and a local copy is kept if it fails
   try:
     reason = _not_writable(Path(path), folder) if path else "it is empty"
-  except OSError as error:  # too long
+  except OSError as error:  # such as a path that is too long
     reason = str(error.strerror)
   if reason:
     raise base.InputError(
@@ -199,37 +202,31 @@ def check_output(setting: str, path: str, folder: bool = False) -> None:
 
 
 def _not_writable(path: Path, folder: bool) -> str:
-  """Why a file or folder cannot be written, "" if it can."""
+  """The reason why a file or folder cannot be written, "" if it can."""
   if "\0" in str(path):
-    return "it holds a NUL"
+    return "it contains a NUL character"
   if path.is_dir() and not folder:
     return "it is a folder"
   if folder and path.exists() and not (path.is_dir() and not any(path.iterdir())):
-    return "it is in use"
+    return "it exists already"
   parent = next(p for p in path.absolute().parents if p.exists())
   if not parent.is_dir():
-    return f"{parent} is no folder"
-  return "" if os.access(parent, os.W_OK) else f"nothing may be written to {parent}"
+    return f"{parent} is not a folder"
+  return "" if os.access(parent, os.W_OK) else f"{parent} is not writable"
 
 
 def unwritable(path: Path, error: Exception) -> base.DiskError:
-  """What to raise where a file of weights cannot be written."""
+  """The error for weights that cannot be written."""
   reason = getattr(error, "strerror", None) or error
   return base.DiskError(f"weights: {path} cannot be written: {reason}.")
 
 
 def load(path: str | Path) -> Weights:
-  """Reads a file that `save` wrote.
-
-  Args:
-    path: the file.
-
-  Returns:
-    Weights with float32 parameters.
+  """Reads a file that `save` wrote, in float32.
 
   Raises:
-    ValueError: no such file, another format, or tensors that do not fit the
-      configuration in the header.
+    InputError: the file is missing or has another format, or its tensors do not fit the
+      configuration in its header.
   """
   tensors, header = _opened(Path(path), _MODELS)
   config = _config(_KINDS[header["format"]], header.get("config", ""), path)
@@ -238,29 +235,25 @@ def load(path: str | Path) -> Weights:
 
 
 def shape_of(path: str | Path) -> ModelConfig | AttachedConfig:
-  """The shape that a file's header states; no tensor is read.
+  """The configuration in the header of a file; reads no tensors.
 
   Raises:
-    InputError: as `load` does.
+    InputError: see `load`.
   """
   _, header = _opened(Path(path), tuple(_KINDS))
   return _config(_KINDS[header["format"]], header.get("config", ""), path)
 
 
 def is_attached(path: Path) -> bool:
-  """Whether a file, if it can be read, holds an attached draft."""
+  """Whether a file exists and contains an attached draft."""
   return path.is_file() and tensors_lib.format_of(path) == _ATTACHED
 
 
 def load_attached(path: str | Path, target: Identity) -> AttachedWeights:
   """Reads the file of an attached draft; see `load`.
 
-  Args:
-    path: the file.
-    target: the target that it shall be attached to.
-
   Raises:
-    InputError: as `load` does, or the draft is attached to another target.
+    InputError: see `load`; or the draft is attached to another target.
   """
   tensors, header = _opened(Path(path), (_ATTACHED,))
   config = _config(AttachedConfig, header.get("config", ""), path)
@@ -268,9 +261,9 @@ def load_attached(path: str | Path, target: Identity) -> AttachedWeights:
   if stated != target.fingerprint:
     raise base.InputError(
       f"{path} is attached to the target {header.get('target_name') or 'unknown'}"
-      f" ({stated[:12]}...), received {target.name} ({target.fingerprint[:12]}...):"
-      " a draft reads what its own target reads. Name that target, or begin with draft"
-      " 'attached'."
+      f" ({stated[:12]}...), received {target.name} ({target.fingerprint[:12]}...)."
+      " An attached draft works with its own target only. Name that target, or start a"
+      " new draft with draft = 'attached'."
     )
   model = attached.build(config, target.config)
   expected = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
@@ -284,9 +277,9 @@ def _opened(
   tensors, header = tensors_lib.of_safetensors(path)
   if header.get("format") not in wanted:
     raise base.InputError(
-      f"weights: {path} says format {header.get('format')!r}, expected"
-      f" {' or '.join(map(repr, wanted))}; write it with `osd"
-      " pretrain` or `osd offline`."
+      f"weights: {path} has format {header.get('format')!r}, expected"
+      f" {' or '.join(map(repr, wanted))}. `osd pretrain`, `osd offline` and `osd"
+      " convert` write such files."
     )
   return tensors, header
 
@@ -308,6 +301,6 @@ def _config(kind: type, text: str, path: str | Path) -> Any:
   except (AttributeError, TypeError, ValueError) as error:
     raise base.InputError(
       f"weights: {path}: config in the header: received {text!r}, expected the"
-      f" fields of a {kind.__name__} ({error}); the file may be of another version of"
+      f" fields of {kind.__name__} ({error}). The file may come from another version of"
       " this package."
     ) from error

@@ -1,8 +1,16 @@
-"""What a decoding step computes on a CPU, in C++: `step.cc` says how and why.
+"""Matrix products and attention in C++ for decoding steps on a CPU; see `step.cc`.
 
-It is compiled where it runs, at its first use, and kept; without a compiler, and on
-every other backend, XLA computes the same instead (`models/layers.py`), summing in
-another order.
+The C++ code is compiled on the machine that runs it, at the first use, and cached.
+Without a compiler, and on other backends, XLA computes the same functions
+(`models/layers.py`), up to rounding.
+
+This module also owns the one ambient switch of the package. Some operations have two
+implementations with equal results: one that is fast on a single CPU and one for all
+other backends and for meshes. `forms()` says which one to trace. It is not an argument,
+because the operations are deep inside the models and the decoding loop, and every
+function on the way would have to pass it on. The switch is a JAX user context, which is
+part of the key of the compilation cache, so a function traced under one setting is
+never reused under the other.
 """
 
 import contextlib
@@ -12,15 +20,17 @@ import jax.numpy as jnp
 
 from osd_jax.native import build
 
-MOST_COLUMNS = 32  # beyond, the blocks of XLA's products are faster
+MOST_COLUMNS = 32  # XLA's blocked products are faster for more columns
 
 PARTS = ("products", "attention")
 
-_off = jax.make_user_context(())  # compiled calls know what they were traced with
+_off = jax.make_user_context(())  # names of the disabled parts
 
 
 def covers(columns: jax.Array, kernel: jax.Array) -> bool:
-  """Whether a product is computed here, on this machine; builds at the first call.
+  """Whether `product` or `int8_product` can compute a product of these operands.
+
+  The first call compiles the library.
 
   Args:
     columns: [n, in].
@@ -37,19 +47,19 @@ def covers(columns: jax.Array, kernel: jax.Array) -> bool:
 
 
 def product(columns: jax.Array, kernel: jax.Array) -> jax.Array:
-  """columns [n, in] times a kernel [out, in], all float32: [n, out]."""
+  """Multiplies columns [n, in] by a kernel [out, in], in float32: [n, out]."""
   shape = (columns.shape[0], kernel.shape[0])
   return _call("ProductFloat32", shape, columns, kernel)
 
 
 def int8_product(columns: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-  """`layers.int8_matmul` of columns [n, in], a kernel [out, in] and a scale [out]."""
+  """See `layers.int8_matmul`; takes columns [n, in] float32 and returns [n, out]."""
   shape = (columns.shape[0], kernel.shape[0])
   return _call("ProductInt8", shape, columns, kernel, scale)
 
 
 def attends(query: jax.Array, keys: jax.Array) -> bool:
-  """Whether attention is computed here, as `covers`; shapes as in `attention`."""
+  """Whether `attention` can be called with these arguments."""
   return (
     query.shape[1] <= MOST_COLUMNS
     and (query.dtype, keys.dtype) == (jnp.float32, jnp.float32)
@@ -61,7 +71,9 @@ def attends(query: jax.Array, keys: jax.Array) -> bool:
 def attention(
   query: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
 ) -> jax.Array:
-  """Unscaled attention of few queries; what is masked behind the rest is not read.
+  """Attention of a few queries, with unscaled logits.
+
+  Keys and values after the last unmasked position of a row are not read.
 
   Args:
     query: [B, n, H D] float32.
@@ -77,23 +89,24 @@ def attention(
 
 @contextlib.contextmanager
 def off(*parts: str):
-  """Within, XLA computes these `PARTS`, all if none is named; for comparisons."""
+  """Disables these `PARTS`, or all of them, so that XLA computes them instead."""
   with _off(parts or PARTS):
     yield
 
 
 @contextlib.contextmanager
 def portable():
-  """Within, XLA computes all, as on any backend: for meshes and other compilers."""
+  """Selects the implementations for meshes and for backends other than the CPU."""
   with _off((*PARTS, "forms")):
     yield
 
 
 def forms() -> bool:
-  """Whether XLA is given the forms that suit a single CPU, not those for all else.
+  """Whether to trace the implementations for a single CPU; see the module's docstring.
 
-  Writing a slice a row, and sums and searches by blocks, are fast on a CPU. Elsewhere
-  the one becomes a loop over rows, and the other gathers what is split over devices.
+  For example, one `dynamic_update_slice` per row is fast on a CPU, and becomes a loop
+  on other backends. Sums and searches by blocks are fast on a CPU, and on a mesh they
+  gather arrays that are split over devices.
   """
   return jax.default_backend() == "cpu" and "forms" not in _off.value
 

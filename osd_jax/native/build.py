@@ -1,4 +1,4 @@
-"""Compiles `step.cc` for this machine, once, and makes JAX know it."""
+"""Compiles `step.cc` for this machine and registers its functions with JAX."""
 
 import ctypes
 import functools
@@ -24,13 +24,13 @@ _FOLDER = pathlib.Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast")
 _LIBRARY = ("-fPIC", "-shared", "-w")
-_PATIENCE = 120  # seconds; it takes six
+_TIMEOUT = 120  # seconds; compiling takes about six
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 
 
 def load() -> bool:
-  """Whether what is there can be called; compiles and loads them at the first call."""
+  """Whether the functions can be called. The first call compiles and loads them."""
   with _lock:
     return _loaded()
 
@@ -39,7 +39,9 @@ def load() -> bool:
 def _loaded() -> bool:
   compiler = _compiler()
   if compiler is None:
-    _log.info("No C++ compiler: XLA alone computes steps, slower on a CPU.")
+    _log.info(
+      "No C++ compiler found. Decoding on the CPU uses XLA only, which is slower."
+    )
     return False
   try:
     library = ctypes.CDLL(str(built(compiler, pathlib.Path(FOLDER).expanduser())))
@@ -49,8 +51,8 @@ def _loaded() -> bool:
   except (OSError, RuntimeError, subprocess.SubprocessError) as error:
     said = getattr(error, "stderr", "") or ""
     _log.warning(
-      "step.cc could not be built with %s: XLA alone computes steps, slower on a CPU."
-      " %s %s",
+      "step.cc could not be built with %s. Decoding on the CPU uses XLA only, which is"
+      " slower. %s %s",
       compiler,
       error,
       said[-500:],
@@ -60,15 +62,15 @@ def _loaded() -> bool:
 
 
 def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
-  """The library for this source, compiler, JAX and processor; compiled if new.
+  """Path of the library for this source, compiler, JAX and processor.
 
   Args:
-    compiler: a command.
-    folder: where libraries are kept.
+    compiler: command that runs the compiler.
+    folder: cache of compiled libraries.
 
   Raises:
-    OSError: the folder cannot be written, or the compiler not run.
-    subprocess.SubprocessError: it failed.
+    OSError: the folder cannot be written, or the compiler cannot be run.
+    subprocess.SubprocessError: compiling failed.
   """
   command = (compiler, *_FLAGS, *_LIBRARY)
   path = folder / f"step-{_key(command)}.so"
@@ -82,9 +84,9 @@ def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
         check=True,
         capture_output=True,
         text=True,
-        timeout=_PATIENCE,
+        timeout=_TIMEOUT,
       )
-      os.replace(made, path)  # another process may have been faster: either will do
+      os.replace(made, path)  # replaces an equal file if another process was faster
   return path
 
 
@@ -98,7 +100,7 @@ def _compiler() -> str | None:
 
 
 def _key(command: tuple[str, ...]) -> str:
-  """Changes with whatever makes another library, and with the processor."""
+  """Hash of everything that the library depends on."""
   parts = (*command, jax.__version__, platform.machine(), _processor())
   sources = sorted((*_FOLDER.glob("*.cc"), *_FOLDER.glob("*.h")))
   texts = (part.encode() for part in parts)
@@ -107,7 +109,7 @@ def _key(command: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-  """What the processor can do; its name where Linux does not tell."""
+  """The features of the processor from /proc/cpuinfo, or its name."""
   try:
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
   except OSError:

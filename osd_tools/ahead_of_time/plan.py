@@ -158,7 +158,7 @@ def _shapes(
   target, draft = _shape(pair, "target", layers), _shape(pair, "draft", layers)
   assert not isinstance(target, AttachedConfig)
   if not layers:
-    target = pairs.handing_out(pair, target)
+    target = pairs.with_state_layer(pair, target)
   if not isinstance(draft, AttachedConfig) and target.vocab_size != draft.vocab_size:
     raise base.InputError(
       f"PairConfig: target {pair.target} has {target.vocab_size} token ids, draft"

@@ -276,7 +276,4 @@ def test_only_a_target_is_needed():
   jax.tree.map(
     np.testing.assert_array_equal, own, same.draft.split(same.draft_params)[0]
   )
-  other = pairs.load_pair(dataclasses.replace(config, draft_seed=1))
-  kernels = [p.draft_params["inward"]["kernel"] for p in (one, other)]
-  assert not np.array_equal(*kernels)
   assert one.target.vocab_size == frozen["head"].shape[0]

@@ -131,7 +131,7 @@ def test_other_format_is_named(saved, tmp_path):
   path = rewrite(
     tmp_path / "x.safetensors", saved, lambda header: header.update(format="pt")
   )
-  with pytest.raises(ValueError, match="says format 'pt', expected 'osd_jax.t5'"):
+  with pytest.raises(ValueError, match="has format 'pt', expected 'osd_jax.t5'"):
     weights.load(path)
 
 
@@ -193,7 +193,7 @@ def spoilt(value):
 def test_numbers_that_are_not_finite_are_named_with_their_file(saved, tmp_path, value):
   path = rewrite(tmp_path / "x.safetensors", saved, change_tensors=spoilt(value))
   with pytest.raises(
-    base.InputError, match=rf"x\.safetensors: tensor {KERNEL}: 1 of its 30 numbers are"
+    base.InputError, match=rf"x\.safetensors: tensor {KERNEL}: 1 of its 30 values are"
   ):
     weights.load(path)
 

@@ -1,4 +1,4 @@
-"""Weights of other libraries: Hugging Face's T5 both ways, t5x's in."""
+"""Conversion of weights from and to Hugging Face's format, and from t5x's."""
 
 from osd_jax.models.convert.hugging_face import (
   config_from_hugging_face,

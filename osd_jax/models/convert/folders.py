@@ -1,32 +1,35 @@
-"""Files of a Hugging Face folder: tensors whole, in shards, or pickled by torch."""
+"""Files of a Hugging Face folder: config.json, and tensors in one file or in shards."""
 
-from collections.abc import Callable
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from osd_jax import base
-from osd_jax.models.convert import torch_bin
 from osd_jax.models.tensors import Tensors, of_safetensors, parse_json
 
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 
 
 def open_folder(folder: Path, allow_torch_bin: bool = False) -> Tensors:
-  """Tensors of a Hugging Face folder, whole or in shards.
+  """Opens the tensors of a Hugging Face folder, in one file or in shards.
 
   Args:
-    folder: holds `model.safetensors` or its index, or `pytorch_model.bin`.
-    allow_torch_bin: read `pytorch_model.bin`, a pickle, where there is nothing else.
+    folder: contains `model.safetensors` or its index, or `pytorch_model.bin`.
+    allow_torch_bin: read `pytorch_model.bin`, a pickle, if there is no other file.
 
   Raises:
-    InputError: there are no such files, or they cannot be read.
+    InputError: the files are missing or cannot be read.
     MissingExtraError: torch is needed and not installed.
   """
   whole: dict[str, Callable[[Path], Tensors]] = {
     _SAFETENSORS: lambda path: of_safetensors(path)[0]
   }
   if allow_torch_bin:
-    whole[_TORCH] = torch_bin.open_bin
+    whole[_TORCH] = _open_torch_bin
   for name, read in whole.items():
     if (folder / name).exists():
       return read(folder / name)
@@ -35,17 +38,18 @@ def open_folder(folder: Path, allow_torch_bin: bool = False) -> Tensors:
   if any((folder / f"{_TORCH}{end}").exists() for end in ("", ".index.json")):
     raise base.InputError(
       f"convert: {folder} holds its tensors in {_TORCH}, a pickle, expected"
-      f" {_SAFETENSORS}; if you trust where it comes from, set allow_torch_bin"
-      " (it needs torch and runs nothing but torch's weights_only reader)."
+      f" {_SAFETENSORS}. If you trust its source, set allow_torch_bin, which needs"
+      " torch and uses torch's weights_only reader."
     )
   raise base.InputError(
-    f"convert: cannot read {folder / _SAFETENSORS}: it is not there, nor is"
-    f" {_SAFETENSORS}.index.json; expected a model folder that transformers wrote."
+    f"convert: cannot read {folder / _SAFETENSORS}: neither it nor"
+    f" {_SAFETENSORS}.index.json exists; expected a model folder that"
+    " transformers wrote."
   )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-  """The object in a JSON file; InputError if there is none."""
+  """Reads the object in a JSON file; InputError if that fails."""
   try:
     return parse_json(path.read_bytes(), path)
   except OSError as error:
@@ -56,30 +60,96 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
-  """Tensors of several files, each of which an index names with its file."""
+  """Opens the shards that an index lists."""
   places = read_json(index).get("weight_map")
   if not isinstance(places, dict) or not places:
     raise base.InputError(
-      f"convert: {index}: weight_map: received {places!r}, expected the file of every"
-      " tensor; download the folder again."
+      f"convert: {index}: weight_map: received {places!r}, expected a mapping from"
+      " tensors to files; download the folder again."
     )
   for name, file in places.items():
     if not isinstance(file, str) or Path(file).name != file:
       raise base.InputError(
         f"convert: {index}: tensor {name}: received file {file!r}, expected the name"
-        " of a file in this folder; the index may not lead outside."
+        " of a file in this folder; other files are not opened."
       )
   shards = {file: read(index.parent / file) for file in sorted(set(places.values()))}
   listed = set(places.items())
   held = {(name, file) for file, shard in shards.items() for name in shard.shapes}
   for name, file in sorted(listed - held) + sorted(held - listed):
-    fault = "found nothing" if (name, file) in listed else "found one more"
+    fault = (
+      "missing" if (name, file) in listed else "not listed by the index, but found"
+    )
     raise base.InputError(
       f"convert: {index}: tensor {name}: {fault} in {file}, expected it in"
-      f" {places.get(name, 'no file')} alone; download the folder again."
+      f" {places.get(name, 'no file')} only; download the folder again."
     )
   return Tensors(
     {name: shards[file].shapes[name] for name, file in places.items()},
     lambda name: shards[places[name]].read(name),
     lambda name: index.parent / places[name],
   )
+
+
+def _open_torch_bin(path: Path) -> Tensors:
+  """Opens `pytorch_model.bin` with torch's `weights_only` reader."""
+  try:
+    import torch
+  except ImportError as error:
+    raise base.MissingExtraError(
+      f"convert: {path} can only be read with torch, which is not installed. Install"
+      " torch, or convert the file to safetensors on a machine that has it."
+    ) from error
+  try:
+    state = torch.load(
+      path,
+      map_location="cpu",
+      weights_only=True,
+      mmap=zipfile.is_zipfile(path),  # torch 1.5 and earlier wrote no zip files
+    )
+  except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    raise base.InputError(
+      f"convert: cannot read {path}: {str(error).splitlines()[0]}; expected a state"
+      " dictionary of tensors, as torch.save writes it. Files with other objects are"
+      " not opened."
+    ) from error
+  if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
+    raise base.InputError(
+      f"convert: cannot read {path}: it does not hold a mapping of names to"
+      " tensors; expected a state dictionary."
+    )
+  shapes = {name: tuple(x.shape) for name, x in state.items()}
+  return Tensors(shapes, lambda name: _numpy(state[name]), lambda name: path)
+
+
+def _numpy(tensor: Any) -> np.ndarray:
+  return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+
+
+def required(config: Mapping[str, Any], field: str) -> Any:
+  """The value of a required field of config.json; InputError if it is missing."""
+  if config.get(field) is None:
+    raise base.InputError(
+      f"convert: config.json: field {field}: received nothing, expected an"
+      " integer; check that the folder holds a model of transformers."
+    )
+  return config[field]
+
+
+def check_field(
+  says: str, field: str, received: Any, expected: tuple[Any, ...]
+) -> None:
+  """Raises InputError unless a field of config.json has a supported value.
+
+  Args:
+    says: which models can be converted, for the error message.
+    field: name of the field.
+    received: its value.
+    expected: the supported values.
+  """
+  if received not in expected:
+    wanted = " or ".join(repr(value) for value in expected)
+    raise base.InputError(
+      f"convert: config.json: field {field}: received {received!r}, expected"
+      f" {wanted}; {says}."
+    )

@@ -1,6 +1,6 @@
-"""Model folders of transformers, both ways: T5s and decoder-only models.
+"""Reads and writes model folders of transformers.
 
-What their fields and tensors are called is in a module for each family.
+`t5.py` and `llama.py` hold the names of fields and tensors of each family.
 """
 
 import json
@@ -19,74 +19,60 @@ import safetensors.numpy
 from osd_jax import base
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models import weights as weights_lib
-from osd_jax.models.convert import fields as fields_lib
 from osd_jax.models.convert import llama, t5
-from osd_jax.models.convert.folders import open_folder, read_json
+from osd_jax.models.convert.folders import check_field, open_folder, read_json
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import T5Config
+from osd_jax.models.shapes import LlamaConfig, T5Config
 from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
-_FAMILIES = (t5, llama)
+_FAMILIES: dict[type, Any] = {T5Config: t5, LlamaConfig: llama}
 _INDEX = "model.safetensors.index.json"
-_SHARD = 5 * 10**9  # bytes of a file that is written, as transformers has it
+_SHARD = 5 * 10**9  # largest file in bytes, as in transformers
 
 
 def config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
-  """The shape that a Hugging Face `config.json` describes.
-
-  Args:
-    config: the parsed file.
-
-  Returns:
-    A T5Config or LlamaConfig, float32.
+  """The shape that a parsed Hugging Face `config.json` describes, in float32.
 
   Raises:
-    InputError: a field is missing or describes a model that there is not here.
+    InputError: a field is missing or describes an unsupported model.
   """
-  kinds = {kind: family for family in _FAMILIES for kind in family.MODEL_TYPES}
+  kinds = {kind: family for family in _FAMILIES.values() for kind in family.MODEL_TYPES}
   kind = config.get("model_type")
-  says = "no other architecture can be converted"
-  fields_lib.check(says, "model_type", kind, tuple(kinds))
+  says = "other architectures cannot be converted"
+  check_field(says, "model_type", kind, tuple(kinds))
   return kinds[kind].config_from(config)
 
 
 def shape_of_hugging_face(folder: str | Path) -> ModelConfig:
-  """The shape that a folder's config.json states; no weights are read."""
+  """The shape in a folder's config.json; reads no weights."""
   return config_from_hugging_face(_fields(Path(folder)))
 
 
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
-  """The `config.json` of a shape, for transformers 4 and 5.
+  """The fields of `config.json` for a shape, for transformers 4 and 5.
 
-  Args:
-    config: the shape; its compute type and initial values have no place there.
-
-  Returns:
-    The fields.
+  `dtype` and `embedding_std` are not written.
 
   Raises:
     InputError: transformers has no such model.
   """
-  return _family(config).config_to(config)
+  return _FAMILIES[type(config)].config_to(config)
 
 
 def params_from_hugging_face(
   tensors: Mapping[str, np.ndarray], config: ModelConfig
 ) -> base.Params:
-  """Hugging Face's tensors as t5x's parameter tree.
+  """Converts Hugging Face's tensors to t5x's parameter tree, in float32.
 
   Args:
     tensors: name -> array of any floating type.
-    config: the model's shape; `tied_head` decides whether `lm_head.weight` is a
-      parameter or a copy of the embedding.
-
-  Returns:
-    The tree, float32.
+    config: shape of the model; `tied_head` says whether `lm_head.weight` is a parameter
+      or a copy of the embedding.
 
   Raises:
-    ValueError: tensors are missing, of another shape, unexpected, or copies of the
-      embedding that differ from it.
+    InputError: a tensor is missing, unexpected or has another shape, or a copy of the
+      embedding differs from it.
   """
   return _params(tensors_lib.of_arrays(tensors), config, "memory")
 
@@ -95,23 +81,22 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
   """Reads a model folder that transformers wrote, one tensor at a time.
 
   Args:
-    folder: holds `config.json`, and `model.safetensors` whole or in shards.
-    allow_torch_bin: read `pytorch_model.bin`, a pickle, where there is nothing else;
+    folder: contains `config.json`, and `model.safetensors` in one file or in shards.
+    allow_torch_bin: read `pytorch_model.bin`, a pickle, if there is no other file. It
       needs torch.
 
   Returns:
-    Weights with float32 parameters; the vocabulary's fingerprint is unknown.
+    Weights in float32, without the fingerprint of a vocabulary.
 
   Raises:
-    ValueError: a file is missing or cannot be read, or describes a model that is
-      of no family that there is here.
-    ImportError: torch is needed and not installed.
+    InputError: a file is missing or cannot be read, or the model is not supported.
+    MissingExtraError: torch is needed and not installed.
   """
   folder = Path(folder)
   fields = _fields(folder)
   config = config_from_hugging_face(fields)
   tensors = open_folder(folder, allow_torch_bin)
-  tensors = _family(config).completed(tensors, config, fields)
+  tensors = _FAMILIES[type(config)].completed(tensors, config, fields)
   notes = f"converted from the Hugging Face folder {folder.name}"
   return Weights(config, _params(tensors, config, folder), notes=notes)
 
@@ -124,35 +109,34 @@ def write_hugging_face(
   """Writes a folder that transformers loads; it appears complete or not at all.
 
   Args:
-    folder: the folder, not there yet or empty.
-    weights: what to write, float32. A tied model gets no `lm_head.weight`.
-    tokenizer: name -> content of files to put beside it; see
-      `vocabularies.tokenizer_files`.
+    folder: a path that does not exist yet, or an empty folder.
+    weights: the weights. For tied models `lm_head.weight` is not written.
+    tokenizer: name -> content of further files; see `tokenizers.tokenizer_files`.
 
   Returns:
     The folder.
 
   Raises:
-    InputError: the folder is in use, or transformers has no such model.
-    DiskError: it cannot be written.
+    InputError: the folder is not empty, or transformers has no such model.
+    DiskError: the folder cannot be written.
   """
   folder = Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise base.InputError(
-      f"convert: output {folder} is in use, expected a folder that is not there yet"
-      " or is empty; remove it or choose another."
+      f"convert: output {folder} is in use, expected a new or empty folder;"
+      " remove it or choose another."
     )
   fields = config_to_hugging_face(weights.config)
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
   tensors_lib.check(
     tensors_lib.shapes(weights.params),
     tensors_lib.expected_shapes(weights.config),
-    "what shall be written",
+    "the weights to write",
   )
-  family = _family(weights.config)
+  family = _FAMILIES[type(weights.config)]
   tensors = {
     family.tensor_name(path): np.ascontiguousarray(
-      _turned(family, path, np.asarray(x, np.float32))
+      _oriented(family, path, np.asarray(x, np.float32))
     )
     for path, x in flat.items()
   }
@@ -174,7 +158,7 @@ def write_hugging_face(
 
 
 def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
-  """One file, or shards and their index where they are more than `_SHARD` bytes."""
+  """Writes one file, or shards of at most `_SHARD` bytes and their index."""
   shards: list[dict[str, np.ndarray]] = [{}]
   for name, tensor in tensors.items():
     held = sum(other.nbytes for other in shards[-1].values())
@@ -197,23 +181,19 @@ def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
 
 
 def tensor_name(path: str, config: ModelConfig) -> str:
-  """The name that transformers gives to the parameter of a path."""
-  return _family(config).tensor_name(path)
+  """The name in transformers of the parameter at a path."""
+  return _FAMILIES[type(config)].tensor_name(path)
 
 
 def file_shape(
   path: str, shape: tuple[int, ...], config: ModelConfig
 ) -> tuple[int, ...]:
-  """The shape in a file of the parameter of a path."""
-  return tuple(shape[::-1] if _family(config).is_turned(path) else shape)
-
-
-def _family(config: ModelConfig) -> Any:
-  return t5 if isinstance(config, T5Config) else llama
+  """The shape in transformers of the parameter at a path."""
+  return tuple(shape[::-1] if _FAMILIES[type(config)].is_transposed(path) else shape)
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-  """config.json; what generation stops at, where a file of its own says so."""
+  """The fields of config.json, with the eos_token_id of generation_config.json."""
   fields = read_json(folder / "config.json")
   if (folder / "generation_config.json").exists():
     ends = read_json(folder / "generation_config.json").get("eos_token_id")
@@ -223,7 +203,7 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 
 def _params(tensors: Tensors, config: ModelConfig, origin: object) -> base.Params:
-  family = _family(config)
+  family = _FAMILIES[type(config)]
   tensors = family.without_copies(tensors, config)
   expected = tensors_lib.expected_shapes(config)
   names = {path: family.tensor_name(path) for path in expected}
@@ -233,10 +213,10 @@ def _params(tensors: Tensors, config: ModelConfig, origin: object) -> base.Param
   tensors_lib.check(tensors.shapes, shapes, origin)
 
   def turn(path: str, tensor: np.ndarray) -> np.ndarray:
-    return _turned(family, path, tensor)
+    return _oriented(family, path, tensor)
 
   return tensors_lib.read_params(tensors, names, turn)
 
 
-def _turned(family: Any, path: str, tensor: np.ndarray) -> np.ndarray:
-  return tensor.T if family.is_turned(path) else tensor
+def _oriented(family: Any, path: str, tensor: np.ndarray) -> np.ndarray:
+  return tensor.T if family.is_transposed(path) else tensor

@@ -1,6 +1,6 @@
-"""Hugging Face's Llama, Mistral, Qwen2, Qwen3: fields of config.json, tensor names.
+"""Llama, Mistral, Qwen2 and Qwen3 in Hugging Face's format: fields and tensor names.
 
-A tensor of a torch linear layer is `[out, in]`, a kernel here is `[in, out]`.
+Weights of torch's linear layers are `[out, in]`, kernels here are `[in, out]`.
 """
 
 import dataclasses
@@ -10,22 +10,23 @@ from typing import Any
 import numpy as np
 
 from osd_jax import base
-from osd_jax.models.convert import fields
+from osd_jax.models.convert.folders import check_field, required
 from osd_jax.models.shapes import LlamaConfig, RopeScaling
 from osd_jax.models.tensors import Tensors
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _SAYS = "only dense Llama, Vicuna, Mistral, Qwen2 and Qwen3 models can be converted"
 
-# What this code takes for granted: value, and the library's default.
+# Fields with one supported value: (that value, default in transformers).
 _FIXED = {"hidden_act": ("silu", "silu"), "pretraining_tp": (1, 1)}
+# Fields that must be empty, with what they stand for.
 _REFUSED = {
   "quantization_config": "a quantised checkpoint",
   "num_local_experts": "a mixture of experts",
   "num_experts": "a mixture of experts",
   "mlp_bias": "feed-forward blocks with biases",
 }
-# Where a configuration leaves a field out.
+# Defaults of fields that a configuration may leave out.
 _HEAD_DIMS = {"qwen3": 128}
 _THETA = 10000.0
 
@@ -45,41 +46,41 @@ _LAYER_NAMES = {
   "mlp/wo/kernel": "mlp.down_proj.weight",
 }
 _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
-_UNUSED = "rotary_emb.inv_freq"  # in old files; computed
+_UNUSED = "rotary_emb.inv_freq"  # a constant that old files contain
 
 
 def config_from(config: Mapping[str, Any]) -> LlamaConfig:
-  """The shape that a `config.json` describes.
+  """The shape that a parsed `config.json` describes.
 
-  Attention within a sliding window is full attention while prompt and output together
-  are no longer: the window is the limit then.
+  Sliding-window attention equals full attention up to the length of the window, so the
+  window becomes `max_positions`.
 
   Raises:
-    InputError: a field is missing, or describes a model that there is not here.
+    InputError: a field is missing or describes an unsupported model.
   """
   kind = config["model_type"]
   for field, (expected, default) in _FIXED.items():
-    fields.check(_SAYS, field, config.get(field, default), (expected,))
+    check_field(_SAYS, field, config.get(field, default), (expected,))
   for field, what in _REFUSED.items():
     if config.get(field):
       raise base.InputError(
         f"convert: config.json: field {field}: received {config[field]!r}, {what};"
         f" expected nothing; {_SAYS}."
       )
-  num_heads = fields.required(config, "num_attention_heads")
-  width = fields.required(config, "hidden_size")
+  num_heads = required(config, "num_attention_heads")
+  width = required(config, "hidden_size")
   head_dim: int = config.get("head_dim") or _HEAD_DIMS.get(kind, 0)
   head_dim = head_dim or width // num_heads
   own_bias = config.get("attention_bias", False) if kind != "mistral" else False
   scaling, theta = _rope(config)
   return LlamaConfig(
-    vocab_size=fields.required(config, "vocab_size"),
+    vocab_size=required(config, "vocab_size"),
     width=width,
     num_heads=num_heads,
     num_kv_heads=config.get("num_key_value_heads") or num_heads,
     head_dim=head_dim,
-    mlp_dim=fields.required(config, "intermediate_size"),
-    num_layers=fields.required(config, "num_hidden_layers"),
+    mlp_dim=required(config, "intermediate_size"),
+    num_layers=required(config, "num_hidden_layers"),
     tied_head=bool(config.get("tie_word_embeddings", False)),
     rope_theta=theta,
     rope_scaling=scaling,
@@ -93,47 +94,47 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-  """Tokens that end a sequence: one, or several."""
+  """The end-of-sequence tokens; config.json has one or a list."""
   stated = config.get("eos_token_id")
   ids: tuple[Any, ...] = tuple(stated) if isinstance(stated, list) else (stated,)
   if not all(base.is_count(token, least=0) for token in ids):
-    fields.check(_SAYS, "eos_token_id", stated, ("a token id, or a list of them",))
+    check_field(_SAYS, "eos_token_id", stated, ("a token id, or a list of them",))
   return ids
 
 
 def _positions(config: Mapping[str, Any]) -> int:
-  """Tokens within which attention is full."""
-  limit = fields.required(config, "max_position_embeddings")
+  """The longest sequence with full attention, in tokens."""
+  limit = required(config, "max_position_embeddings")
   window = config.get("sliding_window")
   slides = config["model_type"] == "mistral" or config.get("use_sliding_window", False)
   if slides and window:
     return min(limit, window)
   kinds = set(config.get("layer_types") or ())
-  fields.check(_SAYS, "layer_types", kinds - {"full_attention"}, (set(),))
+  check_field(_SAYS, "layer_types", kinds - {"full_attention"}, (set(),))
   return limit
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[RopeScaling | None, float]:
-  """Scaling and base of the rotary positions, in one field since transformers 5."""
+  """Scaling and base of the rotary positions; one field since transformers 5."""
   stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
   theta = float(stated.get("rope_theta", config.get("rope_theta", _THETA)))
   kind = stated.get("rope_type", stated.get("type", "default"))
-  fields.check(_SAYS, "rope_scaling.rope_type", kind, ("default", "llama3"))
+  check_field(_SAYS, "rope_scaling.rope_type", kind, ("default", "llama3"))
   share = config.get("partial_rotary_factor") or stated.get("partial_rotary_factor")
-  fields.check(_SAYS, "partial_rotary_factor", share, (None, 1.0))
+  check_field(_SAYS, "partial_rotary_factor", share, (None, 1.0))
   if kind == "default":
     return None, theta
   scaling = RopeScaling(
-    factor=float(fields.required(stated, "factor")),
-    low_freq_factor=float(fields.required(stated, "low_freq_factor")),
-    high_freq_factor=float(fields.required(stated, "high_freq_factor")),
-    original_positions=fields.required(stated, "original_max_position_embeddings"),
+    factor=float(required(stated, "factor")),
+    low_freq_factor=float(required(stated, "low_freq_factor")),
+    high_freq_factor=float(required(stated, "high_freq_factor")),
+    original_positions=required(stated, "original_max_position_embeddings"),
   )
   return scaling, theta
 
 
 def config_to(config: LlamaConfig) -> dict[str, Any]:
-  """The `config.json` of a shape.
+  """The fields of `config.json` for a shape.
 
   Raises:
     InputError: transformers has no such model.
@@ -177,7 +178,7 @@ def config_to(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _kind(config: LlamaConfig) -> str:
-  """The architecture of transformers that computes a shape."""
+  """The model type in transformers for a shape."""
   biases = config.attention_bias, config.output_bias
   if config.query_key_norm and biases[0] == biases[1]:
     return "qwen3"
@@ -188,12 +189,12 @@ def _kind(config: LlamaConfig) -> str:
   raise base.InputError(
     f"convert: LlamaConfig: received attention_bias {biases[0]}, output_bias"
     f" {biases[1]}, query_key_norm {config.query_key_norm}: transformers has no such"
-    " model; expected those of a Llama, Qwen2 or Qwen3."
+    " model; expected the values of a Llama, Qwen2 or Qwen3."
   )
 
 
 def tensor_name(path: str) -> str:
-  """The name that transformers gives to the parameter of a path."""
+  """The name in transformers of the parameter at a path."""
   if path in _NAMES:
     return _NAMES[path]
   _, layer, rest = path.split("/", 2)
@@ -205,29 +206,29 @@ def tensor_name(path: str) -> str:
   return f"{prefix}.self_attn.{_PROJECTIONS[projection]}.{suffix}"
 
 
-def is_turned(path: str) -> bool:
-  """Whether a file holds the transposed parameter."""
+def is_transposed(path: str) -> bool:
+  """Whether transformers stores the parameter transposed."""
   return path.endswith("/kernel")
 
 
 def completed(
   tensors: Tensors, config: LlamaConfig, document: Mapping[str, Any]
 ) -> Tensors:
-  """Tensors that a file leaves out: none."""
+  """Returns the tensors; files of these models are complete."""
   del config, document
   return tensors
 
 
 def without_copies(tensors: Tensors, config: LlamaConfig) -> Tensors:
-  """Leaves out what is computed, and the second name of a tied head."""
+  """Removes constants, and the head of tied models if it equals the embedding."""
   kept = {name: s for name, s in tensors.shapes.items() if not name.endswith(_UNUSED)}
   if config.tied_head and _HEAD in kept and _EMBEDDING in kept:
     first, copy = tensors.read(_EMBEDDING), tensors.read(_HEAD)
-    if not np.array_equal(first, copy, equal_nan=True):  # NaN is for later
+    if not np.array_equal(first, copy, equal_nan=True):  # NaNs are reported later
       raise base.InputError(
         f"convert: tensor {_HEAD}: differs from {_EMBEDDING}, expected a copy of it in"
-        " this model; if the head was trained apart, set tie_word_embeddings to false"
-        " in config.json."
+        " this model; if the head was trained separately, set tie_word_embeddings to"
+        " false in config.json."
       )
     del kept[_HEAD]
   return dataclasses.replace(tensors, shapes=kept)

@@ -1,6 +1,6 @@
-"""Hugging Face's T5 1.0, T5 1.1 and Flan-T5: fields of config.json, names of tensors.
+"""T5 1.0, T5 1.1 and Flan-T5 in Hugging Face's format: fields and tensor names.
 
-A tensor of a torch linear layer is `[out, in]`, a kernel here is `[in, out]`;
+Weights of torch's linear layers are `[out, in]`, kernels here are `[in, out]`;
 `relative_attention_bias` is `[buckets, H]`, `rel_embedding` is `[H, buckets]`.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from osd_jax import base
-from osd_jax.models.convert import fields
+from osd_jax.models.convert.folders import check_field, required
 from osd_jax.models.shapes import T5Config
 from osd_jax.models.tensors import Tensors
 
@@ -34,8 +34,7 @@ _PROJECTIONS = {
   ("gelu", "linear"): "gated-gelu",
 }
 
-# What this code takes for granted: value, and the library's default where a
-# configuration may leave the field out.
+# Fields with one supported value: (that value, default in transformers).
 _FIXED = {
   "model_type": ("t5", None),
   "is_encoder_decoder": (True, True),
@@ -79,37 +78,31 @@ _PROJECTION_NAMES = {"query": "q", "key": "k", "value": "v", "out": "o"}
 
 
 def config_from(config: Mapping[str, Any]) -> T5Config:
-  """The shape that a Hugging Face `config.json` describes.
+  """The shape that a parsed `config.json` describes.
 
-  T5 1.0 scales the decoder's output by width ** -0.5 and ties the head; T5 1.1
-  does neither. Files of transformers 4 say so by `tie_word_embeddings`; those of
-  transformers 5 call every model tied and have `scale_decoder_outputs` instead.
-
-  Args:
-    config: the parsed file.
-
-  Returns:
-    The T5Config, float32.
+  T5 1.0 scales the decoder's output by width ** -0.5 and ties the head; T5 1.1 does
+  neither. Transformers 4 distinguishes them by `tie_word_embeddings`. Transformers 5
+  sets that to true for every T5 and has `scale_decoder_outputs` instead.
 
   Raises:
-    ValueError: a field is missing or describes a model that is not T5 1.0 or 1.1.
+    InputError: a field is missing or describes a model that is not T5 1.0 or 1.1.
   """
   for field, (expected, default) in _FIXED.items():
     received = config.get(field)
     received = default if received is None else received
-    fields.check(
+    check_field(
       _SAYS, field, expected if received == [expected] else received, (expected,)
     )
   activation = config.get("feed_forward_proj", "relu")
-  fields.check(_SAYS, "feed_forward_proj", activation, tuple(_ACTIVATIONS))
-  num_layers = fields.required(config, "num_layers")
+  check_field(_SAYS, "feed_forward_proj", activation, tuple(_ACTIVATIONS))
+  num_layers = required(config, "num_layers")
   num_decoder_layers = config.get("num_decoder_layers")
   return T5Config(
-    vocab_size=fields.required(config, "vocab_size"),
-    width=fields.required(config, "d_model"),
-    num_heads=fields.required(config, "num_heads"),
-    head_dim=fields.required(config, "d_kv"),
-    mlp_dim=fields.required(config, "d_ff"),
+    vocab_size=required(config, "vocab_size"),
+    width=required(config, "d_model"),
+    num_heads=required(config, "num_heads"),
+    head_dim=required(config, "d_kv"),
+    mlp_dim=required(config, "d_ff"),
     num_encoder_layers=num_layers,
     num_decoder_layers=(
       num_layers if num_decoder_layers is None else num_decoder_layers
@@ -122,7 +115,7 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
 
 
 def config_to(config: T5Config) -> dict[str, Any]:
-  """The `config.json` of a shape.
+  """The fields of `config.json` for a shape.
 
   Raises:
     InputError: transformers has no such feed-forward block.
@@ -155,7 +148,7 @@ def config_to(config: T5Config) -> dict[str, Any]:
 
 
 def tensor_name(path: str) -> str:
-  """The name that transformers gives to the parameter of a path."""
+  """The name in transformers of the parameter at a path."""
   if path in _NAMES:
     return _NAMES[path]
   stack, layer, block, *rest = path.split("/")
@@ -164,8 +157,8 @@ def tensor_name(path: str) -> str:
   return ".".join([prefix, _LAYER_NAMES[stack, block], *inner, "weight"])
 
 
-def is_turned(path: str) -> bool:
-  """Whether a file holds the transposed parameter."""
+def is_transposed(path: str) -> bool:
+  """Whether transformers stores the parameter transposed."""
   return path.endswith(("/kernel", "/rel_embedding"))
 
 
@@ -177,9 +170,9 @@ def _scaled(config: Mapping[str, Any]) -> bool:
 def completed(
   tensors: Tensors, config: T5Config, document: Mapping[str, Any]
 ) -> Tensors:
-  """Gives a model of transformers 5 the head that it does not write.
+  """Adds the head that transformers 5 leaves out if it shares the embedding.
 
-  It makes T5 1.1 with the embedding as its unscaled head.
+  Such a model is a T5 1.1 whose unscaled head equals its embedding.
   """
   shares = not config.tied_head and document.get("tie_word_embeddings", True)
   if shares and _HEAD not in tensors.shapes and _EMBEDDING in tensors.shapes:
@@ -188,15 +181,15 @@ def completed(
 
 
 def without_copies(tensors: Tensors, config: T5Config) -> Tensors:
-  """Keeps the embedding under one name, whichever names the file gives it."""
+  """Keeps one name of the embedding, of the several that files may use."""
   aliases = (*_COPIES, _HEAD) if config.tied_head else _COPIES
   found = [name for name in (_EMBEDDING, *aliases) if name in tensors.shapes]
   for alias in found[1:]:
     first, copy = tensors.read(found[0]), tensors.read(alias)
-    if not np.array_equal(first, copy, equal_nan=True):  # NaN is for later
+    if not np.array_equal(first, copy, equal_nan=True):  # NaNs are reported later
       raise base.InputError(
         f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
-        " it in this model; if the head was trained apart, set both"
+        " it in this model; if the head was trained separately, set both"
         " tie_word_embeddings and scale_decoder_outputs to false in config.json."
       )
   if found:

@@ -1,9 +1,9 @@
-"""Checkpoints of t5x, read without t5x: its native format and the one with orbax.
+"""Reads checkpoints of t5x without t5x, in its native format or written by orbax.
 
 A native checkpoint is a folder with a msgpack file `checkpoint`, whose leaves are
-arrays or descriptions of zarr folders beside it; with orbax, `state/` is a key-value
-store (OCDBT) of such zarr folders. What a file says of drivers and places is checked,
-never followed: zarr folders inside the checkpoint are all that is opened.
+arrays, or descriptions of zarr folders in the same folder. With orbax, `state/` is a
+key-value store (OCDBT) of such zarr folders. The drivers and paths in a description are
+checked and never followed: only zarr folders inside the checkpoint are opened.
 """
 
 import dataclasses
@@ -17,32 +17,32 @@ import numpy as np
 import tensorstore
 
 from osd_jax import base
-from osd_jax.models import t5
 from osd_jax.models import tensors as tensors_lib
+from osd_jax.models.shapes import T5Config
 from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
 _TARGET = "target."
-# t5x names this bucket where it means "wherever the checkpoint is".
+# t5x writes this bucket as a placeholder for the folder of the checkpoint.
 _PLACEHOLDER = {"driver": "gcs", "bucket": "t5x-dummy-bucket"}
 _LOCAL = ({"driver": "file"}, {"driver": "gfile"}, _PLACEHOLDER)
-# Where layers that t5x scans over are stacked in one array.
+# Prefixes of parameters that t5x stacked over layers, for `scan_layers`.
 _SCANNED = ("encoder/encoder/", "decoder/decoder/")
 
 
-def read_t5x(folder: str | Path, config: t5.T5Config) -> Weights:
+def read_t5x(folder: str | Path, config: T5Config) -> Weights:
   """Reads a checkpoint that t5x wrote, one parameter at a time.
 
   Args:
     folder: `checkpoint_STEP`, with a file `checkpoint` or a folder `state`.
-    config: the model's shape, which t5x's checkpoints do not say.
+    config: shape of the model, which t5x's checkpoints do not contain.
 
   Returns:
-    Weights with float32 parameters; the vocabulary's fingerprint is unknown.
+    Weights in float32, without the fingerprint of a vocabulary.
 
   Raises:
-    ValueError: the folder holds no such checkpoint, its parameters are not those of
-      `config`, or it asks for anything but zarr folders inside it.
+    InputError: the folder is not such a checkpoint, its parameters do not fit `config`,
+      or it refers to anything but zarr folders inside it.
   """
   folder = Path(folder)
   _check_links(folder)
@@ -52,8 +52,8 @@ def read_t5x(folder: str | Path, config: t5.T5Config) -> Weights:
     tensors = _open_orbax(folder / "state")
   else:
     raise base.InputError(
-      f"convert: {folder}: found neither a file checkpoint nor a folder state,"
-      " expected what t5x writes; name the folder checkpoint_STEP itself."
+      f"convert: {folder}: found neither a file checkpoint nor a folder state;"
+      " expected a folder checkpoint_STEP that t5x wrote."
     )
   _check_unscanned(folder, tensors)
   expected = tensors_lib.expected_shapes(config)
@@ -67,8 +67,8 @@ def _check_links(folder: Path) -> None:
   for path in folder.rglob("*"):
     if path.is_symlink() and not path.resolve().is_relative_to(inside):
       raise base.InputError(
-        f"convert: {path} is a link to {path.resolve()}, expected a checkpoint that"
-        " stays in its folder; copy what it links to if you trust it."
+        f"convert: {path} is a link to {path.resolve()}, expected a checkpoint"
+        " without links to other folders. Copy the linked file if you trust it."
       )
 
 
@@ -77,7 +77,7 @@ def _check_unscanned(folder: Path, tensors: Tensors) -> None:
   if scanned:
     raise base.InputError(
       f"convert: {folder}: parameter {scanned[0]}: found layers stacked in one array"
-      " (t5x's scan_layers), expected one array a layer, as encoder/layers_0/...;"
+      " (t5x's scan_layers), expected one array per layer, as encoder/layers_0/...;"
       " write the checkpoint with scan_layers = False."
     )
 
@@ -96,7 +96,7 @@ def _open_native(folder: Path) -> Tensors:
 
 
 def _native_leaves(path: Path) -> dict[str, Any]:
-  """Path -> array or description of every parameter."""
+  """Path -> array, or description of a zarr folder, of every parameter."""
   data = path.read_bytes()
   try:
     tree = flax.serialization.msgpack_restore(data)
@@ -107,7 +107,7 @@ def _native_leaves(path: Path) -> dict[str, Any]:
     return _unique(path, (("/".join(keys), leaf) for keys, leaf in leaves.items()))
   except base.InputError:
     raise
-  except Exception as error:  # msgpack, flax and numpy raise many kinds
+  except Exception as error:  # msgpack, flax and numpy raise many types
     pickled = data[:1] == b"\x80" or data[:2] == b"PK"
     raise base.InputError(
       f"convert: cannot read {path}: {'a pickle' if pickled else repr(error)},"
@@ -116,7 +116,7 @@ def _native_leaves(path: Path) -> dict[str, Any]:
 
 
 def _place(folder: Path, name: str, leaf: Any) -> Path:
-  """The zarr folder that a description means."""
+  """The zarr folder that a description names."""
   store = leaf.get("kvstore") if isinstance(leaf, Mapping) else None
   store = dict(store) if isinstance(store, Mapping) else {}
   place = store.pop("path", None)
@@ -124,14 +124,14 @@ def _place(folder: Path, name: str, leaf: Any) -> Path:
   if not local or store not in _LOCAL or not isinstance(place, str):
     raise base.InputError(
       f"convert: {folder}: parameter {name}: received {leaf!r}, expected the driver"
-      " zarr on local files; other stores are not opened."
+      " zarr on local files. Other stores are not opened."
     )
   path = folder / place
   inside = path.resolve().is_relative_to(folder.resolve())
   if Path(place).is_absolute() or ".." in Path(place).parts or not inside:
     raise base.InputError(
       f"convert: {folder}: parameter {name}: received path {place!r}, expected one"
-      " inside the checkpoint's folder; nothing outside it is opened."
+      " inside the folder of the checkpoint. Other folders are not opened."
     )
   return path
 
@@ -145,8 +145,8 @@ def _open_orbax(folder: Path) -> Tensors:
     names = [path.parent.name for path in folder.glob(f"{_TARGET}*/.zarray")]
   if not names:
     raise base.InputError(
-      f"convert: {folder}: found no parameters called {_TARGET}..., expected zarr"
-      " arrays as t5x writes them with orbax."
+      f"convert: {folder}: found no parameters called {_TARGET}...; expected zarr"
+      " arrays that t5x wrote with orbax."
     )
   places = _unique(
     folder,
@@ -168,7 +168,7 @@ def _open_orbax(folder: Path) -> Tensors:
 
 
 def _unique(origin: Path, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-  """A dict of the pairs; InputError if two are of one parameter."""
+  """A dict of the pairs; InputError if a parameter occurs twice."""
   held: dict[str, Any] = {}
   for path, leaf in pairs:
     if path in held:
@@ -204,7 +204,7 @@ def _open_zarr(where: str, store: Mapping[str, Any]) -> Any:
 
 
 def _tensors(folder: Path, leaves: Mapping[str, Any]) -> Tensors:
-  """Of arrays and of opened zarr folders."""
+  """Tensors from arrays and opened zarr folders."""
 
   def read(name: str) -> np.ndarray:
     if isinstance(leaves[name], np.ndarray):
@@ -220,5 +220,5 @@ def _tensors(folder: Path, leaves: Mapping[str, Any]) -> Tensors:
 def _unreadable(where: str, error: ValueError) -> base.InputError:
   return base.InputError(
     f"convert: {where}: cannot be read: {str(error).splitlines()[0]}; expected zarr"
-    " as t5x writes it; copy the checkpoint again."
+    " that t5x wrote. Copy the checkpoint again."
   )

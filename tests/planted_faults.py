@@ -380,6 +380,12 @@ FAULTS = [
     NARROWING,
   ),
   Fault(
+    "an attached draft does not normalise the target's embedding",
+    'self.inward(layers.normalized(frozen["embedding"][tokens]))',
+    'self.inward(frozen["embedding"][tokens])',
+    "tests/models/test_attached.py",
+  ),
+  Fault(
     "a late prefill reads another row",
     "program.by_part(cache.take_row, stored, slots)",
     "program.by_part(cache.take_row, stored, slots * 0)",

@@ -1,4 +1,4 @@
-"""An attached draft decodes as it scores, and reads what its target has read."""
+"""Attached drafts: decoding equals scoring, target states, files."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ draw = jax.jit(lambda model, key: model.init(key), static_argnums=0)
 
 
 class Runner:
-  """A target, its attached draft, and a batch; parameters under which all matters."""
+  """A target, its attached draft and a batch, with noise on all parameters."""
 
   def __init__(self, target=testing.TINY_T5, config=CONFIG, serving=None):
     self.shape = target
@@ -58,7 +58,7 @@ class Runner:
       score_at(self.draft, *arguments, target_states=target_states, **at)
     )
 
-  def score_anew(self):
+  def score_from_source(self):
     arguments = (self.params, self.source, self.mask, self.tokens)
     return np.asarray(score_at(self.draft, *arguments))
 
@@ -95,45 +95,55 @@ def test_decoding_agrees_with_teacher_forcing(runner, stride):
 @pytest.mark.parametrize(
   "target, config", [(TIED, CONFIG), (testing.TINY_T5, DEEP)], ids=["tied", "deep"]
 )
-def test_other_shapes_agree_too(target, config):
+def test_tied_targets_and_deep_drafts_decode_as_they_score(target, config):
   other = Runner(target, config)
   np.testing.assert_allclose(other.feed(2)[0], other.score(), **CLOSE)
 
 
-def test_in_bfloat16_it_is_close_to_float32(runner):
+def test_bfloat16_is_close_to_float32(runner):
   half = Runner(dataclasses.replace(runner.shape, dtype="bfloat16"))
-  exact = runner.score_anew()
+  exact = runner.score_from_source()
   apart = np.abs(half.feed(2)[0] - exact)
   assert np.mean(apart) < 0.05 * np.std(exact)
-  assert np.max(apart) > 0  # it is another type
+  assert np.max(apart) > 0  # the types differ
   assert half.params["target"]["embedding"].dtype == jnp.bfloat16
 
 
-def test_it_reads_what_the_target_hands_out(runner):
+def test_target_states_are_all_that_the_draft_takes_of_the_source(runner):
   if isinstance(runner.shape, T5Config):
-    np.testing.assert_array_equal(runner.score(), runner.score_anew())
-  else:  # a step's products sum in another order, and bfloat16 rounds a few otherwise
-    kept, anew = runner.score(), runner.score_anew()
-    np.testing.assert_allclose(kept, anew, rtol=2e-2, atol=2e-2)
-    assert np.mean(np.abs(kept - anew)) < 1e-3
+    np.testing.assert_array_equal(runner.score(), runner.score_from_source())
+  else:  # prefill sums in another order, so bfloat16 rounds some values differently
+    kept, computed = runner.score(), runner.score_from_source()
+    np.testing.assert_allclose(kept, computed, rtol=2e-2, atol=2e-2)
+    assert np.mean(np.abs(kept - computed)) < 1e-3
   target_states = runner.target_states()
   assert target_states.dtype == jnp.bfloat16
   assert target_states.shape == (ROWS, SOURCE, runner.draft.state_width)
-  # and nothing else of the source
+  # Negative control: other states change the scores of every row.
   changed = runner.source.copy()
   changed[:, 0] = 3 + (changed[:, 0] + 5) % 40
   other = runner.score(runner.target_states(changed))
   assert np.all(np.max(np.abs(other - runner.score()), axis=(1, 2)) > 1e-2)
 
 
-def test_a_target_hands_nothing_out_unasked(runner):
+def test_scores_do_not_depend_on_the_scale_of_the_targets_embedding():
+  """Embeddings of published models differ in scale by orders of magnitude."""
+  one = Runner()
+  frozen = one.params["target"]
+  for name, equal in (("embedding", True), ("head", False)):  # the head as a control
+    changed = {**one.params, "target": {**frozen, name: 100 * frozen[name]}}
+    close = np.allclose(one.score(params=changed), one.score(), **CLOSE)
+    assert close == equal, name
+
+
+def test_a_target_returns_no_states_by_default(runner):
   alone = families.build(runner.shape, "alone")
   served = alone.prepare(runner.target_params)
   assert prefill(alone, served, runner.source, runner.mask, 4).target_states is None
 
 
 @pytest.mark.parametrize("config", [CONFIG, DEEP], ids=["one", "two"])
-def test_some_positions_and_tokens_are_those_of_all(config):
+def test_score_at_selects_from_score(config):
   some = Runner(config=config)
   positions = jnp.asarray([[5, 0], [2, 3], [1, 1]])
   tokens = jnp.asarray([60, 1, 7])
@@ -143,7 +153,7 @@ def test_some_positions_and_tokens_are_those_of_all(config):
 
 
 @pytest.mark.parametrize("shape", [testing.TINY_T5, TIED], ids=["untied", "tied"])
-def test_so_are_those_of_an_independent_draft(runner, shape):
+def test_score_at_selects_from_score_for_independent_drafts(runner, shape):
   model = families.build(shape)
   params = draw(model, jax.random.key(0))
   arguments = (params, runner.source, runner.mask, runner.tokens)
@@ -153,8 +163,7 @@ def test_so_are_those_of_an_independent_draft(runner, shape):
   np.testing.assert_allclose(part, whole[..., tokens], **CLOSE)
 
 
-def test_what_is_the_targets_stays_the_targets(runner):
-  """No copy of the embedding, nothing of it among what is trained."""
+def test_frozen_parameters_are_shared_and_not_trained(runner):
   own, frozen = runner.draft.split(runner.params)
   embedding = runner.target_params["token_embedder"]["embedding"]
   assert frozen["embedding"] is embedding
@@ -172,7 +181,7 @@ def test_what_is_the_targets_stays_the_targets(runner):
   [DraftServing(int8=True), DraftServing(shortlist=40), DraftServing(True, 40)],
   ids=["int8", "shortlist", "both"],
 )
-def test_lighter_copies_are_close(serving):
+def test_approximate_copies_are_close(serving):
   light, whole = Runner(serving=serving), Runner()
   served, expected = light.feed(1)[0], whole.feed(1)[0]
   covered = serving.shortlist or 64
@@ -192,8 +201,8 @@ def test_a_swapped_shortlist_covers_its_tokens():
   assert np.isneginf(logits).sum() == ROWS * 60
 
 
-def test_a_swap_finds_the_targets_head_in_8_bits_already_made():
-  """It is the target's, frozen: with a large vocabulary the most of a copy to make."""
+def test_a_swap_reuses_the_quantised_head_of_the_target():
+  """Quantising a head with a large vocabulary would be most of the work of a swap."""
   light = Runner(serving=DraftServing(int8=True))
   moved = jax.tree.map(lambda leaf: leaf * 1.01, light.draft.split(light.params)[0])
   swapped = light.draft.prepare(light.draft.join(moved, light.params[attached.FROZEN]))
@@ -203,7 +212,7 @@ def test_a_swap_finds_the_targets_head_in_8_bits_already_made():
   )
   assert len(before) == 2 and all(a is b for a, b in zip(before, after, strict=True))
   short = Runner(serving=DraftServing(int8=True, shortlist=4))
-  assert "draft_head" not in short.params[attached.FROZEN]  # its tokens change
+  assert "draft_head" not in short.params[attached.FROZEN]  # its tokens change at swaps
 
 
 # ---- Files
@@ -223,7 +232,7 @@ def identity(runner, name="target", dtype="float32", **changes):
   return weights.identity(weights.Weights(shape, params), name)
 
 
-def test_a_file_holds_what_is_the_drafts_own(runner, tmp_path):
+def test_a_file_contains_only_trained_parameters(runner, tmp_path):
   path, own = written(runner, tmp_path)
   held = weights.load_attached(path, identity(runner))
   jax.tree.map(np.testing.assert_array_equal, held.params, own)
@@ -239,12 +248,12 @@ def test_another_target_is_refused_by_name(runner, tmp_path):
   other = identity(runner, "other.x", token_embedder=embedding)
   with pytest.raises(base.InputError, match=r"big\.safetensors .*received other\.x"):
     weights.load_attached(path, other)
-  # one that computes in another type is the same target
+  # The dtype is not part of the identity.
   same = identity(runner, dtype="bfloat16")
   assert weights.load_attached(path, same).config == CONFIG
 
 
-def test_an_attached_draft_is_no_t5(runner, tmp_path):
+def test_the_file_of_an_attached_draft_is_not_loaded_as_a_t5(runner, tmp_path):
   path, _ = written(runner, tmp_path)
   with pytest.raises(base.InputError, match="osd_jax.attached"):
     weights.load(path)
@@ -267,8 +276,8 @@ def test_impossible_shapes_are_refused(field, value):
     AttachedConfig(**{field: value})
 
 
-def test_only_a_target_is_needed():
-  """The shipped target and no draft: .377 M parameters, drawn from the seed."""
+def test_a_new_attached_draft_needs_only_a_target():
+  """The same random draft is created for the shipped target every time."""
   config = pairs.PairConfig(draft="attached")
   one, same = pairs.load_pair(config), pairs.load_pair(config)
   own, frozen = one.draft.split(one.draft_params)

@@ -1,4 +1,4 @@
-"""The other commands in one of several processes, or in the only one; tests start it.
+"""Runs the other commands in one of several processes; started by test_hosts.py.
 
 python host_commands.py FOLDER PORT PROCESSES PROCESS
 """
@@ -21,7 +21,7 @@ DecodingConfig.target_length = 16
 
 
 def commands(folder: Path):
-  """A model is trained, distilled into itself, evaluated and certified."""
+  """Yields commands that train a model, distil it into itself, evaluate and certify."""
   made = f"'{folder / 'model.safetensors'}'"
   mesh = {"PartitionConfig.data": 2, "PartitionConfig.model": 2}
   pair = {"PairConfig.target": made, "PairConfig.draft": made, "DecodingConfig.rows": 2}
@@ -42,7 +42,7 @@ def commands(folder: Path):
 
 
 def encoded_prompts():
-  """The prompts that this process writes the ids of from now on, each once."""
+  """Returns a set that collects the prompts this process encodes from now on."""
   from osd_jax.data.vocabulary import Vocabulary
 
   encode, found = Vocabulary.encode_prompt, set()

@@ -1,4 +1,4 @@
-"""One of several processes of an online run, or the only one; what tests start.
+"""Runs one of several processes of an online run; started by test_hosts.py.
 
 python host_run.py PAIR_FOLDER RUN_DIRECTORY KIND PORT|cluster PROCESSES PROCESS
 """
@@ -27,7 +27,7 @@ from osd_jax import (  # noqa: E402
 
 
 def config(pair, directory, kind):
-  """16 requests, 4 updates, on two rows of two devices."""
+  """16 requests and 4 updates on a mesh of two by two devices."""
   if kind == "attached":
     pair = tiny_online.attached(pair)
   made = tiny_online.config(pair, directory)
@@ -43,7 +43,7 @@ def config(pair, directory, kind):
 
 def main():
   if port == "cluster":
-    sharding.join()  # the environment says it all
+    sharding.join()  # the environment holds all arguments
   elif int(processes) > 1:
     sharding.join(f"localhost:{port}", int(processes), int(process))
   jax.config.update("jax_disable_most_optimizations", True)

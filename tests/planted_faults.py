@@ -42,7 +42,6 @@ class Fault(NamedTuple):
 SCHEDULE = "tests/distillation/test_schedule.py"
 ADAPTIVE = "tests/engine/test_adaptive.py"
 BUFFER = "tests/distillation/test_buffer.py"
-RUNNERS = "tests/distillation/test_update_runners.py"
 UPDATE = "tests/distillation/test_update.py"
 ONLINE = "tests/test_online.py"
 SLOTS = "tests/engine/test_engine.py"
@@ -96,13 +95,13 @@ FAULTS = [
     "slices asked for are not forgotten at a launch",
     "self._slices, self._asked, self._waited = threading.Semaphore(0), 0, 0.0",
     "self._slices, self._waited = threading.Semaphore(0), 0.0",
-    RUNNERS,
+    LEARNER,
   ),
   Fault(
     "waiting counts as time that serving took",
     "self._behind = started - self._launched_at - self._waited < self._seconds",
     "self._behind = started - self._launched_at < self._seconds",
-    RUNNERS,
+    LEARNER,
   ),
   Fault(
     "the level of a pause is the newer window's",
@@ -474,7 +473,7 @@ FAULTS = [
     "between calls, what is left is taken at once",
     "      requests = max(self._left(finished), 1)",
     "      requests = 1",
-    RUNNERS,
+    LEARNER,
   ),
   Fault(
     "on a mesh updates run beside serving",
@@ -493,6 +492,19 @@ FAULTS = [
     "np.count_nonzero(np.asarray(batch.mask))",
     "np.asarray(batch.mask).size",
     LEARNER,
+  ),
+  Fault(
+    "a launch does not move the mark between old and new rows",
+    "    self._runner.launch(batches, self.finished)\n"
+    "    self._since = int(self._buffer.added)\n",
+    "    self._runner.launch(batches, self.finished)\n",
+    f"{LEARNER} -k new_rows",
+  ),
+  Fault(
+    "a restored learner serves its newest parameters",
+    'self._draft.join(arrays["serving"], self._frozen)',
+    'self._draft.join(arrays["learner"].params, self._frozen)',
+    f"{LEARNER} -k restored_learner",
   ),
   Fault(
     "every slice of an update draws the same rows",

@@ -1,4 +1,4 @@
-"""Cache writes and row replacement against slow oracles; rewinding sets a length."""
+"""Cache writes, rewinds and row replacement against slow oracles."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,6 +15,18 @@ from osd_jax import testing
 HEADS, LENGTH, SIZE = 2, 9, 3
 write = jax.jit(cache_lib.write)
 insert_row = jax.jit(cache_lib.insert_row)
+
+# Rounds of writes and rewinds; BLOCK is K + 1.
+ROWS, LIMIT, BLOCK = 3, 10, 4
+EXAMPLES = hypothesis.settings(
+  max_examples=40, deadline=None, derandomize=True, database=None
+)
+# The number of entries that each row keeps of the block it writes, round by round.
+KEPT = st.lists(
+  st.lists(st.integers(0, BLOCK), min_size=ROWS, max_size=ROWS),
+  min_size=1,
+  max_size=8,
+)
 
 
 @hypothesis.settings(
@@ -34,14 +46,14 @@ def test_write_equals_the_oracle(forms, data):
   np.testing.assert_array_equal(found, oracles.write(stored, new, length))
 
 
-def test_write_keeps_the_type_of_the_cache(forms):
+def test_write_keeps_the_dtype_of_the_cache(forms):
   stored = jnp.zeros((2, HEADS, LENGTH, SIZE), jnp.bfloat16)
   new = jnp.ones((2, HEADS, 1, SIZE), jnp.float32)
   assert cache_lib.write(stored, new, jnp.zeros(2, jnp.int32)).dtype == jnp.bfloat16
 
 
-def test_what_is_broken_stays_where_it_was_written(forms):
-  """A product with zeros would spread it over the row."""
+def test_nan_stays_where_it_was_written(forms):
+  """Multiplying by a mask would spread it over the row, because 0 * nan is nan."""
   stored, new = np.ones((2, HEADS, LENGTH, SIZE)), np.full((2, HEADS, 2, SIZE), np.nan)
   found = write(jnp.asarray(stored), jnp.asarray(new), jnp.array([0, 5]))
   broken = np.isnan(found).all(axis=(1, 3))
@@ -52,8 +64,8 @@ def test_what_is_broken_stays_where_it_was_written(forms):
 
 @pytest.mark.parametrize("form", [cache_lib._chosen, cache_lib._summed])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16, bool])
-def test_every_form_of_a_write_equals_the_oracle(form, dtype):
-  """Broken entries spread nowhere, a row that starts behind the end stays as it is."""
+def test_both_forms_of_select_write_at_the_start_of_each_row(form, dtype):
+  """NaN does not spread, and a row whose start is past the end is not written."""
   rng = np.random.default_rng(0)
   stored = rng.integers(0, 2, (3, LENGTH, SIZE)).astype(dtype)
   new = rng.integers(0, 2, (3, 4, SIZE)).astype(dtype)
@@ -69,7 +81,7 @@ def test_every_form_of_a_write_equals_the_oracle(form, dtype):
 
 @hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(slot=st.integers(0, 3), seed=st.integers(0, 2**31))
-def test_insert_row_replaces_one_row_and_no_other(slot, seed):
+def test_insert_row_replaces_that_row_alone(slot, seed):
   rng = np.random.default_rng(seed)
 
   def tree(rows):
@@ -110,8 +122,8 @@ def models():
 
 
 @pytest.mark.parametrize("name", ["tabular", "t5"])
-def test_rewinding_is_setting_the_length(models, name):
-  """After a rewind by another amount in each row nothing of the rest is seen."""
+def test_setting_the_length_rewinds_each_row(models, name):
+  """Rows are rewound by different amounts; rejected entries have no effect."""
   model, served, source, mask, tolerance = models[name]
   decode = jax.jit(model.decode)
   rng = np.random.default_rng(1)
@@ -122,7 +134,7 @@ def test_rewinding_is_setting_the_length(models, name):
   _, cache = decode(served, first, empty)
   _, ahead = decode(served, rejected, cache)
   assert (np.asarray(ahead.length) == 6).all()
-  kept = np.array([3, 4, 5])  # row r keeps r of the tokens that were rejected
+  kept = np.array([3, 4, 5])  # row r keeps r of the rejected tokens
   found, _ = decode(served, second, ahead.replace(length=jnp.asarray(kept, jnp.int32)))
   for row in range(3):
     fed = np.concatenate([first[row], rejected[row, :row], second[row]])
@@ -133,3 +145,60 @@ def test_rewinding_is_setting_the_length(models, name):
     )
   not_rewound, _ = decode(served, second, ahead)
   assert not np.allclose(not_rewound[0], found[0], atol=1e-2)
+
+
+def block_of(number):
+  """Returns [B, H, n, D] values that are unique over rounds, rows, heads, positions."""
+  shape = (ROWS, HEADS, BLOCK, SIZE)
+  return (1 + number * np.prod(shape) + np.arange(np.prod(shape))).reshape(shape)
+
+
+def play(rounds, length, keep=lambda kept: kept):
+  """Writes and rewinds; returns (cache, lengths, lists of the expected entries).
+
+  A finished row (length LIMIT) keeps writing, as rows do while others continue.
+  """
+  stored = jnp.zeros((ROWS, HEADS, length, SIZE), jnp.float32)
+  lengths = np.zeros(ROWS, np.int32)
+  entries = [[] for _ in range(ROWS)]
+  for number, kept in enumerate(rounds):
+    block = block_of(number)
+    stored = write(stored, jnp.asarray(block, jnp.float32), jnp.asarray(lengths))
+    for row in range(ROWS):
+      count = min(kept[row], LIMIT - int(lengths[row]))
+      entries[row] += [block[row, :, place] for place in range(count)]
+      lengths[row] += keep(count)
+  return np.asarray(stored), lengths, entries
+
+
+def agrees(stored, lengths, entries):
+  return all(
+    len(entries[row]) == lengths[row]
+    and all(
+      np.array_equal(stored[row, :, place], entry)
+      for place, entry in enumerate(entries[row])
+    )
+    for row in range(ROWS)
+  )
+
+
+@EXAMPLES
+@hypothesis.given(rounds=KEPT)
+def test_entries_below_the_length_are_those_that_were_kept(rounds):
+  assert agrees(*play(rounds, LIMIT + BLOCK))
+
+
+@pytest.mark.parametrize(
+  ("length", "keep"),
+  [
+    (LIMIT, lambda kept: kept),  # no room past the limit: writes are clamped
+    (LIMIT + BLOCK, lambda kept: max(kept - 1, 0)),  # the length is one too small
+  ],
+)
+def test_rounds_reveal_a_short_cache_and_a_wrong_length(length, keep):
+  """Negative controls."""
+  hypothesis.find(
+    KEPT,
+    lambda rounds: not agrees(*play(rounds, length, keep)),
+    settings=hypothesis.settings(EXAMPLES, max_examples=300),
+  )

@@ -1,4 +1,4 @@
-"""How many threads a computation gets is settled when JAX starts."""
+"""PartitionConfig.cpu_threads sets the threads per computation when JAX starts."""
 
 import os
 import pathlib
@@ -41,7 +41,7 @@ print("".join(re.findall(r"%wrapped_(sin|tanh)\\S* =", text.split("ENTRY")[1])))
 def pool(
   threads: int | None, before: str = "", then: str = ""
 ) -> subprocess.CompletedProcess:
-  """Prints the threads that XLA shares a computation with, in a process of its own."""
+  """Runs a process that prints the number of XLA's pool threads."""
   environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
   code = STARTED.format(threads=threads, before=before, then=then)
   command = (sys.executable, "-c", code)
@@ -49,19 +49,19 @@ def pool(
 
 
 @pytest.mark.skipif(not TASKS.exists(), reason="threads are counted in /proc")
-def test_a_computation_is_split_over_that_many_threads():
+def test_a_computation_uses_that_many_threads():
   assert int(pool(1).stdout) == 1
   assert int(pool(3).stdout) == 3
   assert int(pool(None).stdout) == len(os.sched_getaffinity(0))
 
 
-def test_too_late_is_said_and_not_silent():
+def test_setting_threads_after_jax_has_started_warns():
   done = pool(1, before="import jax; jax.devices()")
   assert done.returncode and "JAX has started already" in done.stderr
 
 
-def test_with_one_thread_what_could_run_side_by_side_runs_in_turn():
-  """Else XLA gives it to the pool's only thread, which an update may keep busy."""
+def test_with_one_thread_independent_operations_run_in_sequence():
+  """Otherwise they would queue behind an update on the pool's only thread."""
   alone, shared = (pool(n, then=TWO_CHAINS).stdout.split()[0] for n in (1, None))
   assert alone in ("sinsinsintanhtanhtanh", "tanhtanhtanhsinsinsin")
   assert sorted(shared) == sorted(alone) != shared
@@ -75,28 +75,28 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 """
 
 
-def test_programs_kept_on_disk_are_of_so_many_threads(tmp_path):
-  """A run with one thread that took those of two would run side by side again."""
+def test_cached_programs_are_separate_for_each_thread_count(tmp_path):
+  """A run with one thread must not load the parallel program of two threads."""
   kept = KEPT.format(folder=str(tmp_path))
   orders = [pool(n, kept, TWO_CHAINS).stdout.split()[0] for n in (None, 1, None, 1)]
   assert orders[0] == orders[2] != orders[1] == orders[3]
   assert any(tmp_path.iterdir())
 
 
-def test_a_scheduler_of_ones_own_is_kept():
+def test_a_scheduler_set_by_the_user_is_kept():
   chosen = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
   before = f"import os; os.environ['XLA_FLAGS'] = '{chosen}'"
   own = pool(1, before, TWO_CHAINS).stdout.split()[0]
   assert own == pool(None, then=TWO_CHAINS).stdout.split()[0]
 
 
-def test_the_environment_is_left_as_it_was():
+def test_the_environment_is_restored():
   code = "import os; os.environ['NPROC'] = '7'; import atexit;"
   code += " atexit.register(lambda: print(os.environ['NPROC']))"
   code += "; atexit.register(lambda: print('XLA_FLAGS' in os.environ))"
   assert pool(1, before=code).stdout.split()[-2:] == ["False", "7"]
 
 
-def test_no_threads_are_refused():
+def test_zero_threads_are_refused():
   with pytest.raises(base.InputError, match="PartitionConfig.cpu_threads: received 0"):
     sharding.PartitionConfig(cpu_threads=0)

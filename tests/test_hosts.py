@@ -1,4 +1,4 @@
-"""Two processes serve and learn together as one does with the devices of both."""
+"""Two processes serve and learn like one process with the devices of both."""
 
 import functools
 import json
@@ -32,7 +32,7 @@ def free_port():
 
 
 def step_of_slurm(processes, number):
-  """What Slurm tells a task of a job step; the port follows from the job's number."""
+  """The environment of a Slurm task; the port follows from the job id."""
   return {
     "SLURM_JOB_ID": str(os.getpid()),
     "SLURM_STEP_NODELIST": "localhost",
@@ -43,7 +43,7 @@ def step_of_slurm(processes, number):
 
 
 def job_of_open_mpi(processes, number):
-  """What mpirun tells a process; the port follows from the job's number, too."""
+  """The environment of an mpirun process; the port follows from the job id too."""
   return {
     "OMPI_MCA_orte_hnp_uri": f"{os.getpid() << 12}.0;tcp://127.0.0.1:1",
     "OMPI_COMM_WORLD_SIZE": str(processes),
@@ -53,7 +53,7 @@ def job_of_open_mpi(processes, number):
 
 
 def started(folder, directory, kind="independent", processes=2, cluster=None):
-  """The processes of a run, under way; a cluster says who is who, or a port."""
+  """Starts the processes of a run, which find each other by `cluster` or a port."""
   port = "cluster" if cluster else str(free_port())
   environment = {**os.environ, "XLA_FLAGS": ""}
   return [
@@ -73,7 +73,7 @@ def started(folder, directory, kind="independent", processes=2, cluster=None):
 
 
 def finished(running):
-  """Waits for all; what they printed if one failed."""
+  """Waits for all processes; prints their output if one failed."""
   printed = [process.communicate(timeout=PATIENCE)[0] for process in running]
   codes = [process.returncode for process in running]
   assert not any(codes), f"{codes}\n" + "\n".join(printed)
@@ -96,7 +96,7 @@ def folder(lively_pair):
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
-  """What one process does with all devices, by the kind of its draft."""
+  """Runs one process with all devices, once for each kind of draft."""
 
   @functools.cache
   def run(kind):
@@ -111,14 +111,16 @@ def alone(folder, tmp_path_factory):
 @pytest.mark.parametrize(
   ("kind", "cluster"), [("independent", job_of_open_mpi), ("attached", step_of_slurm)]
 )
-def test_two_processes_do_what_one_does(alone, folder, tmp_path, kind, cluster):
+def test_two_processes_serve_and_learn_like_one(alone, folder, tmp_path, kind, cluster):
   expected, directory = alone(kind), tmp_path / "run"
   finished(started(folder, directory, kind, cluster=cluster))
   other = tmp_path / "run.process_1"
   assert served(directory) == served(other) == served(expected)
   np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)
   assert learnt(other) == learnt(directory)
-  assert not (other / "checkpoints").exists()  # both write into the first one's
+  assert not (
+    other / "checkpoints"
+  ).exists()  # both write into the first process's folder
   for step in (directory / "checkpoints").glob("[0-9]*"):
     wrote = {path.name for path in step.glob("**/ocdbt.process_*")}
     assert wrote == {"ocdbt.process_0", "ocdbt.process_1"}
@@ -130,10 +132,8 @@ def test_two_processes_do_what_one_does(alone, folder, tmp_path, kind, cluster):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_of_two_processes_one_is_killed_and_both_continue(
-  alone, folder, tmp_path, victim
-):
-  """The other one ends within a minute; what is served is as if nothing had been."""
+def test_both_processes_continue_after_one_was_killed(alone, folder, tmp_path, victim):
+  """The other process stops within a minute; a restart serves the same outputs."""
   expected, directory = alone("independent"), tmp_path / "run"
   running = started(folder, directory)
   until = time.monotonic() + PATIENCE
@@ -152,8 +152,8 @@ def test_of_two_processes_one_is_killed_and_both_continue(
   np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)
 
 
-def test_the_other_commands_do_what_they_do_alone(tmp_path):
-  """Trained, distilled, evaluated, certified: figures, weights, verdicts are equal."""
+def test_other_commands_in_two_processes_match_one(tmp_path):
+  """Pretraining, distillation, evaluation and certificate give equal results."""
   folders = {count: tmp_path / str(count) for count in (1, 2)}
   for count, folder in folders.items():
     folder.mkdir()
@@ -171,8 +171,9 @@ def test_the_other_commands_do_what_they_do_alone(tmp_path):
     ]
     finished(running)
   alone, together = folders.values()
-  every = int((alone / "encoded_0").read_text())  # of training and held-out rows
-  for number in range(2):  # half of them for their lengths, and those of its devices
+  # Each process encodes its own training rows, and half of the others' for lengths.
+  every = int((alone / "encoded_0").read_text())
+  for number in range(2):
     assert int((together / f"encoded_{number}").read_text()) < 0.8 * every
   for name in ("model", "draft"):
     one, two = (
@@ -196,7 +197,7 @@ def test_the_other_commands_do_what_they_do_alone(tmp_path):
 
 
 def figures(directory):
-  """Losses and held-out figures of a run."""
+  """Returns losses and held-out metrics of a run."""
   found = []
   for row in runs.read(directory / "metrics.jsonl"):
     if row["kind"] == "step":
@@ -216,7 +217,7 @@ def figures(directory):
     (["convert", "--process_id", "0"], "several can run osd online, pretrain"),
   ],
 )
-def test_who_does_not_say_enough_is_told(words, said, unprepared, capsys):
+def test_incomplete_process_options_are_refused(words, said, unprepared, capsys):
   assert cli.main(words) == 2
   printed = capsys.readouterr().err
   assert said in printed and len(printed.splitlines()) == 1

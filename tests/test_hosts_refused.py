@@ -1,4 +1,4 @@
-"""What several processes cannot do together is refused by name, before it hangs."""
+"""Settings that several processes cannot share are refused before they hang."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def loaded(lively_pair):
 
 @pytest.fixture
 def two(monkeypatch):
-  """As if another process were there."""
+  """Pretends that there are two processes."""
   monkeypatch.setattr(jax, "process_count", lambda: 2)
 
 
@@ -39,22 +39,22 @@ def adaptive(loaded):
   engine.Engine(config, *models).run([engine.Request(np.asarray([5], np.int32))])
 
 
-def test_updates_that_are_swapped_in_when_they_are_ready(loaded, two):
+def test_free_updates_are_refused(loaded, two):
   with pytest.raises(base.InputError, match=r"LearningConfig\.free_updates.*several"):
     learner(loaded)
 
 
-def test_a_k_chosen_by_costs_that_each_would_measure(loaded, two):
+def test_adaptive_k_without_given_costs_is_refused(loaded, two):
   with pytest.raises(base.InputError, match=r"AdaptiveConfig\.costs.*each would"):
     adaptive(loaded)
 
 
-def test_a_run_directory_at_an_address(two):
+def test_a_remote_run_directory_is_refused(two):
   with pytest.raises(base.InputError, match=r"run_directory.*mount the bucket"):
     runs.RunDirectory.start("memory://bucket/run")
 
 
-def test_replicas(lively_pair, loaded, two):
+def test_replicas_are_refused(lively_pair, loaded, two):
   config = tiny_online.config(lively_pair, "nowhere")
   with pytest.raises(base.InputError, match=r"ReplicaConfig\.count.*expected 0"):
     replicas.Replicas(
@@ -62,7 +62,7 @@ def test_replicas(lively_pair, loaded, two):
     )
 
 
-def test_one_process_may(loaded):
-  """Control of the tests above."""
+def test_one_process_accepts_these_settings(loaded):
+  """Negative control."""
   learner(loaded)
   adaptive(loaded)

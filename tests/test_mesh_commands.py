@@ -1,18 +1,15 @@
-"""`osd certify`, `evaluate` and `generate` on a mesh say what one device says."""
-
-import dataclasses
+"""`osd certify`, `evaluate` and `generate` give the same results on any mesh."""
 
 import jax
 import pytest
 import tiny_online
 
-import osd_jax
 from osd_jax import certify, evaluate, runs, sharding
 from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
 from osd_jax.engine import engine
 
-MESHES = [(4, 1), (2, 2), (1, 4)]
+MESHES = [(2, 2), (1, 4)]  # test_mesh_runs.py has (4, 1)
 DECODING = engine.DecodingConfig(
   rows=4,
   num_draft_tokens=2,
@@ -31,7 +28,7 @@ pytestmark = [
 
 
 def asked(pair, folder, mesh):
-  """What certificate and evaluation are given alike."""
+  """Fields that both configs share."""
   tasks = tiny_online.tasks("eval", 2)
   return {
     "prompts": BatchConfig(
@@ -50,7 +47,7 @@ def rows_of(path, kind):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_certificate(lively_pair, tmp_path, mesh):
+def test_a_certificate_on_a_mesh_is_exact(lively_pair, tmp_path, mesh):
   config = certify.CertifyConfig(
     **asked(lively_pair, tmp_path, mesh),
     num_draft_tokens=(2,),
@@ -74,7 +71,7 @@ def alone(lively_pair, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_an_evaluation(alone, lively_pair, tmp_path, mesh):
+def test_an_evaluation_on_a_mesh_matches_one_device(alone, lively_pair, tmp_path, mesh):
   found = evaluated(lively_pair, tmp_path, mesh)
   assert len(found) == len(alone) > 0
   for row, expected in zip(found, alone, strict=True):
@@ -83,8 +80,7 @@ def test_an_evaluation(alone, lively_pair, tmp_path, mesh):
     assert figures and {n: row[n] for n in figures} == pytest.approx(figures, abs=1e-4)
 
 
-def test_generate(unprepared, capsys, tmp_path):
-  """The command: the same lines on every mesh."""
+def test_generate_prints_the_same_on_every_mesh(unprepared, capsys, tmp_path):
   (tmp_path / "prompts.txt").write_text("add 2 and 3\nlist all singers\n")
 
   def printed(mesh):
@@ -97,18 +93,5 @@ def test_generate(unprepared, capsys, tmp_path):
   assert len(alone.splitlines()) == 2
   for mesh in MESHES:
     assert printed(mesh) == alone
-  # The control: what is asked of the mesh is heard.
+  # Negative control: the option reaches the mesh.
   assert cli.main(["generate", "x", "--gin.PartitionConfig.data=64"]) == 2
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_corpus(lively_pair, mesh):
-  questions = ["add 2 and 3", "list all singers", "def f(x):"]
-
-  def texts(mesh):
-    partition = sharding.PartitionConfig(*mesh)
-    decoding = dataclasses.replace(DECODING, rows=2)
-    with osd_jax.Server(lively_pair, decoding, partition=partition) as server:
-      return [answer.text for answer in server.generate(questions)]
-
-  assert texts(mesh) == texts((1, 1))

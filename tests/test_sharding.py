@@ -1,4 +1,4 @@
-"""One device and four (data 2 x model 2) agree; parameters really are split."""
+"""One device and four (data 2 x model 2) agree, and parameters really are split."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def served(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole draft", "split"])
-def test_a_frozen_draft_gives_the_same_tokens_and_logits(config):
+def test_one_and_four_devices_emit_the_same_tokens_and_records(config):
   _, one = served(sharding.PartitionConfig())
   _, four = served(config)
   for single, split in zip(one, four, strict=True):
@@ -71,7 +71,7 @@ def test_a_frozen_draft_gives_the_same_tokens_and_logits(config):
   assert len({tuple(done.tokens) for done in one}) > 1
 
 
-def test_rows_in_flight_are_split_over_data_but_for_what_a_host_reads():
+def test_rows_in_flight_are_split_except_for_what_the_host_reads():
   decoder, _ = served(FOUR)
   state = decoder.state()[0]
   for leaf in jax.tree.leaves((state.records, state.target_cache.cross_mask)):
@@ -82,13 +82,13 @@ def test_rows_in_flight_are_split_over_data_but_for_what_a_host_reads():
 
 
 def gathered(text: str) -> list[set[str]]:
-  """Dimensions of what the all-gathers of a compiled program give, in any order."""
+  """Returns the sets of dimensions of all all-gather results in compiled text."""
   shapes = re.findall(r"\w+\[([\d,]+)\]\S* all-gather\(", text)
   return [set(shape.split(",")) for shape in shapes]
 
 
-def test_caches_are_split_by_head_and_are_never_gathered():
-  """Each device keeps its heads of its rows: a cache is what grows with a model."""
+def test_caches_are_split_by_head_and_never_gathered():
+  """Each device holds its own heads and rows, since caches grow with the model."""
   decoder, _ = served(FOUR)
   state = decoder.state()[0]
   keys = state.target_cache.self_keys[0]
@@ -98,7 +98,7 @@ def test_caches_are_split_by_head_and_are_never_gathered():
   }
   arguments = (decoder.program, 3, decoder.served, np.int32(4), state)
   text = steps.advance.lower(*arguments).compile().as_text()
-  assert "all-reduce" in text  # it is a program of several devices
+  assert "all-reduce" in text  # the program spans devices
   of_a_cache = {str(size) for size in rest}  # positions, size of a head
   assert not [dims for dims in gathered(text) if of_a_cache <= dims]
   whole = NamedSharding(keys.sharding.mesh, PartitionSpec())
@@ -108,7 +108,7 @@ def test_caches_are_split_by_head_and_are_never_gathered():
 
 @functools.cache
 def rounds_of(config, record_top_k=8):
-  """The operations of a call of three drafted tokens to greedy rows, on a mesh."""
+  """Returns the compiled program of a greedy call with three drafted tokens."""
   partitioner, target, draft = placed(config)
   decoding = dataclasses.replace(DECODING, record_top_k=record_top_k)
   decoder = engine.Engine(decoding, TARGET, target, DRAFT, draft, partitioner)
@@ -118,21 +118,21 @@ def rounds_of(config, record_top_k=8):
   return hlo.HloProgram(text, branch=0)
 
 
-def test_of_a_round_only_sums_and_few_candidates_travel():
-  """No device is sent another's logits: a split vocabulary is reduced where it is."""
+def test_a_round_only_communicates_sums_and_few_candidates():
+  """Logits stay on their device: each device reduces its part of the vocabulary."""
   program = rounds_of(FOUR)
   assert not program.of("all-to-all", "collective-permute")
   assert program.of("all-reduce")
-  candidates = 4 * DECODING.rows * 2 * 8  # of four tokens, two parts' first eight
+  candidates = 4 * DECODING.rows * 2 * 8  # 4 tokens, 2 shards, top 8
   gathers = program.of("all-gather")
   assert gathers and max(found.bytes for found in gathers) <= 4 * candidates
-  # Keeping more than a part has makes every device look at the whole.
+  # Negative control: a record wider than a shard needs all logits on every device.
   control = rounds_of(FOUR, record_top_k=VOCAB)
   assert max(found.bytes for found in control.of("all-gather")) > 4 * candidates
 
 
-def test_a_small_draft_waits_for_no_other_device():
-  """The loop in the loop over rounds is that over draft steps."""
+def test_a_small_draft_does_not_communicate():
+  """Draft steps are the inner loop of the loop over rounds."""
 
   def within_drafting(config):
     return [x for x in rounds_of(config).of(*hlo.COLLECTIVES) if x.depth == 2]
@@ -152,7 +152,7 @@ def learning_batch():
 
 
 @pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4)], ids=str)
-def test_the_first_update_agrees(mesh):
+def test_loss_and_gradient_agree_with_one_device(mesh):
   batch = learning_batch()
   gradient = jax.jit(update.loss_and_grad, static_argnums=(0, 1))
   found = []
@@ -191,7 +191,7 @@ def test_parameters_are_split_by_the_rules():
   assert kernel.addressable_shards[0].data.shape == (32, 16)
 
 
-def test_what_cannot_be_split_stays_whole():
+def test_dimensions_that_do_not_divide_stay_whole():
   partitioner = sharding.make(FOUR)
   odd = partitioner.place_rows(np.zeros((3, 4)))
   even = partitioner.place_rows(np.zeros((4, 4)))
@@ -204,8 +204,8 @@ def test_what_cannot_be_split_stays_whole():
 
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("rows", [8, 3])
-def test_own_rows_placed_are_all_rows_placed(mesh, rows):
-  """In one process all rows are its own; `test_hosts` has two."""
+def test_placing_own_rows_equals_placing_all_rows(mesh, rows):
+  """A single process owns all rows; test_hosts.py covers two."""
   partitioner = sharding.make(sharding.PartitionConfig(*mesh))
   whole = np.arange(rows * 2).reshape(rows, 2)
   own = partitioner.own_rows(rows)
@@ -216,8 +216,8 @@ def test_own_rows_placed_are_all_rows_placed(mesh, rows):
   np.testing.assert_array_equal(placed, whole)
 
 
-def test_heads_are_never_taken_apart():
-  """Two heads on four devices: of 16 entries each, which would divide."""
+def test_heads_are_never_split():
+  """Two heads of 16 entries on four devices: the 32 entries would divide."""
   partitioner = sharding.make(sharding.PartitionConfig(model=4))
   assert TARGET.head_dim > 1
   kernel = partitioner.params(TARGET)["decoder"]["layers_0"]["self_attention"]["query"]
@@ -227,20 +227,20 @@ def test_heads_are_never_taken_apart():
   assert not sharding.make(FOUR).unsplit(TARGET)
 
 
-def test_too_few_devices_are_named():
+def test_too_few_devices_are_refused():
   with pytest.raises(ValueError, match=r"data=64, model=2, which needs 128 devices"):
     sharding.make(sharding.PartitionConfig(data=64, model=2))
 
 
 @pytest.mark.parametrize("field", ["data", "model"])
-def test_a_mesh_has_at_least_one_device_each_way(field):
+def test_a_mesh_needs_at_least_one_device_per_axis(field):
   with pytest.raises(ValueError, match=rf"PartitionConfig\.{field}: received 0"):
     sharding.PartitionConfig(**{field: 0})
 
 
 @pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole", "split"])
-def test_an_update_leaves_everything_where_it_was(config):
-  """Else serving its draft, and the next update, would compile anew."""
+def test_an_update_keeps_all_shardings(config):
+  """Otherwise serving and the next update would be compiled again."""
   _, _, draft = placed(config)
   learning = update.UpdateConfig(ema_decay=0.5)
   learner = update.init_learner(learning, draft)

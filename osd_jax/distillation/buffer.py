@@ -293,7 +293,7 @@ def _draw(
     age = age_at(point + jnp.sum(jnp.where(passed, weights, 0.0)))
     age = jnp.clip(age, 0, size - 1).astype(jnp.int32)
     # Rounding may have returned a taken age. Convert to the rank among the ages that
-    # are left, and back, which always yields one of those.
+    # are left, and back: the result is always one of them.
     left = size - jnp.sum(is_age)
     place = jnp.clip(age - jnp.sum(taken < age), 0, left - 1)
     # If rounding has consumed the remaining weight, take the newest age left.

@@ -325,7 +325,7 @@ class InterleavedRunner(UpdateRunner):
     """Returns at once: nothing runs between calls."""
 
   def close(self) -> None:
-    """Does nothing: there is no thread."""
+    """There is no thread to end."""
 
   def _is_ready(self) -> bool:
     return not self._remaining()
@@ -519,7 +519,8 @@ class Learner:
     launched, inputs = self._runner.pending() or (None, None)
     arrays = {
       "learner": self._runner.learner,
-      # While an update is in progress, `learner` may be newer than what serves.
+      # Not always `learner.served`: a moving average moves even if every slice of an
+      # update was skipped, and such an update is not swapped in.
       "serving": self._draft.split(self.serving)[0],
       "buffer": self._buffer,
       "pending": inputs,

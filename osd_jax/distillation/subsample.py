@@ -54,7 +54,7 @@ def subsample(
   key: Key[Array, ""],
   vocab_size: int,
 ) -> Subsample:
-  """Draws positions and tokens; keeps all of them where the config says 0.
+  """Draws positions and tokens; a count of 0 keeps all of them.
 
   Args:
     config: how many positions, tokens and negatives.

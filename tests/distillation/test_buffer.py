@@ -1,4 +1,4 @@
-"""The replay buffer against a Python list, and the laws of its sampling."""
+"""The replay buffer against a Python list, the laws of its draws, and the shortlist."""
 
 import functools
 import itertools
@@ -15,10 +15,18 @@ from osd_jax import base
 from osd_jax.distillation import buffer as replay
 
 SOURCE, LENGTH, TOP_K, VOCAB = 2, 3, 2, 9
-
+CAPACITY, ROWS, NEW, REPLAY = 5, 3, 2, 3
+CONFIG = replay.BufferConfig(CAPACITY, recency_half_life=2.0)
+EXAMPLES = hypothesis.settings(
+  max_examples=40, deadline=None, derandomize=True, database=None
+)
 append = jax.jit(replay.append)
-drawn_ages = jax.jit(replay._draw, static_argnums=(2, 3))
-sample = jax.jit(replay.sample, static_argnames=("num_new", "num_replay", "config"))
+draw_ages = jax.jit(replay._draw, static_argnums=(2, 3))
+sample = jax.jit(replay.sample, static_argnums=(2, 3, 4))
+
+# Rows of weight 0 only fill a batch; they must never be stored or drawn.
+WEIGHTS = st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=ROWS, max_size=ROWS)
+HISTORIES = st.lists(WEIGHTS, max_size=9)
 
 
 def empty(capacity):
@@ -26,7 +34,7 @@ def empty(capacity):
 
 
 def batch_of(values, weights=None):
-  """Rows told apart by a number that every one of their fields is made from."""
+  """Rows whose fields are all made from one number, so that mixed rows show."""
   values = np.asarray(values)
   rows = len(values)
   positions = np.broadcast_to(values[:, None], (rows, LENGTH))
@@ -59,61 +67,78 @@ def same(a, b):
   )
 
 
-appends = st.lists(
-  st.lists(st.sampled_from([0.0, 0.0, 1.0, 0.5]), min_size=3, max_size=3), max_size=8
+def play(history, weights_of=lambda weights: weights):
+  """Returns ring and oracle after a history, and `added` before each append."""
+  ring, oracle, marks = empty(CAPACITY), oracles.ListBuffer(CAPACITY), [0]
+  for number, weights in enumerate(history):
+    values = [1 + ROWS * number + place for place in range(ROWS)]
+    ring = append(ring, batch_of(values, weights_of(weights)))
+    oracle.append(values, weights)
+    marks.append(oracle.added)
+  return ring, oracle, marks
+
+
+def stored(ring):
+  """Returns (value, weight) per row, oldest first; checks that every row is whole."""
+  added, filled = int(ring.added), int(ring.filled)
+  slots = np.arange(added - filled, added) % CAPACITY
+  rows = jax.tree.map(lambda leaf: leaf[slots], jax.device_get(ring.data))
+  assert same(rows, batch_of(rows.source[:, 0], rows.weight))
+  return list(zip(rows.source[:, 0].tolist(), rows.weight.tolist(), strict=True))
+
+
+def listed(oracle):
+  return [(value, weight) for _, value, weight in oracle.rows]
+
+
+@EXAMPLES
+@hypothesis.given(history=HISTORIES)
+def test_the_ring_holds_the_newest_rows_in_order(history):
+  ring, oracle, _ = play(history)
+  assert int(ring.added) == oracle.added
+  assert stored(ring) == listed(oracle)
+
+
+@EXAMPLES
+@hypothesis.given(history=HISTORIES, data=st.data(), seed=st.integers(0, 2**31))
+def test_a_sample_has_new_rows_then_any_rows_each_at_most_once(history, data, seed):
+  ring, oracle, marks = play(history)
+  since = data.draw(st.sampled_from(marks))
+  rows = sample(ring, jax.random.key(seed), NEW, REPLAY, CONFIG, since)
+  rows = jax.device_get(rows)
+  present = rows.weight > 0
+  whole = jax.tree.map(lambda leaf: leaf[present], rows)
+  assert same(whole, batch_of(whole.source[:, 0], whole.weight))  # no mixed rows
+  parts = (slice(0, NEW), oracle.since(since)), (slice(NEW, None), oracle.since(0))
+  for part, allowed in parts:
+    drawn = rows.source[part, 0][present[part]].tolist()
+    count = part.stop or NEW + REPLAY
+    assert len(drawn) == min(count - part.start, len(allowed))
+    assert len(set(drawn)) == len(drawn)
+    found = set(zip(drawn, rows.weight[part][present[part]].tolist(), strict=True))
+    assert found <= {(value, weight) for _, value, weight in allowed}
+
+
+@pytest.mark.parametrize(
+  "fault",
+  [
+    lambda weights: [1.0] * ROWS,  # stores rows that only fill the batch
+    lambda weights: [*weights[:-1], 0.0],  # loses the last row
+  ],
 )
+def test_histories_reveal_stored_padding_and_lost_rows(fault):
+  """Negative controls."""
+
+  def differs(history):
+    ring, oracle, _ = play(history, fault)
+    return stored(ring) != listed(oracle)
+
+  hypothesis.find(
+    HISTORIES, differs, settings=hypothesis.settings(EXAMPLES, max_examples=300)
+  )
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(
-  capacity=st.sampled_from([3, 4, 7]),
-  weights=appends,
-  since=st.integers(0, 26),
-  seed=st.integers(0, 2**31),
-)
-def test_ring_and_samples_agree_with_a_list(capacity, weights, since, seed):
-  buffer, oracle = empty(capacity), oracles.ListBuffer(capacity)
-  for index, row_weights in enumerate(weights):
-    values = [10 * index + offset + 1 for offset in range(3)]
-    buffer = append(buffer, batch_of(values, row_weights))
-    oracle.append(values, row_weights)
-  assert int(buffer.added) == oracle.added
-  assert int(buffer.filled) == len(oracle.rows)
-  for serial, value, weight in oracle.rows:
-    slot = jax.tree.map(lambda ring, slot=serial % capacity: ring[slot], buffer.data)
-    assert same(slot, jax.tree.map(lambda leaf: leaf[0], batch_of([value], [weight])))
-
-  config = replay.BufferConfig(capacity, recency_half_life=2.0)
-  rows = sample(buffer, jax.random.key(seed), 2, 3, config, since)
-  drawn = np.where(rows.weight > 0, rows.source[:, 0], -1)
-  for part, allowed in (
-    (drawn[:2], oracle.since(since)),
-    (drawn[2:], oracle.since(0)),
-  ):
-    present = [value for value in part if value >= 0]
-    assert len(present) == len(set(present)) == min(len(part), len(allowed))
-    assert set(present) <= {value for _, value, _ in allowed}
-  by_value = {value: weight for _, value, weight in oracle.rows}
-  for value, weight in zip(drawn, np.asarray(rows.weight), strict=True):
-    assert weight == by_value.get(value, 0.0)
-
-
-def test_every_field_of_a_sampled_row_comes_from_one_row():
-  buffer = filled_with(8, 11)
-  rows = sample(buffer, jax.random.key(0), 2, 4, replay.BufferConfig(8), 9)
-  values = np.asarray(rows.source[:, 0])
-  assert same(rows, batch_of(values))
-  assert set(values[:2]) == {10, 11} and set(values[2:]) <= set(range(4, 12))
-
-
-def test_nothing_is_drawn_from_an_empty_buffer_and_padding_fills_no_slot():
-  buffer = append(empty(4), batch_of([5, 6], [0.0, 0.0]))
-  assert int(buffer.added) == 0 and same(buffer, empty(4))
-  rows = sample(buffer, jax.random.key(0), 2, 2, replay.BufferConfig(4), 0)
-  assert not np.asarray(rows.weight).any()
-
-
-def test_sampling_leaves_the_buffer_and_repeats_with_its_key():
+def test_sampling_does_not_change_the_buffer_and_repeats_with_its_key():
   buffer = filled_with(6, 6)
   config = replay.BufferConfig(6)
   draw = lambda seed: sample(buffer, jax.random.key(seed), 1, 3, config, 4)
@@ -136,7 +161,7 @@ def chi_square(counts, probs):
   return ((counts - expected) ** 2 / expected).sum()
 
 
-def test_replay_follows_the_recency_law_and_not_the_other_one():
+def test_replay_follows_the_configured_recency():
   ages = np.arange(5, -1, -1)
   recent = 2.0 ** (-ages / 1.5)
   recent, uniform = recent / recent.sum(), np.full(6, 1 / 6)
@@ -147,27 +172,8 @@ def test_replay_follows_the_recency_law_and_not_the_other_one():
   assert chi_square(replayed_counts(None), recent) > limit
 
 
-def test_two_rows_follow_the_law_of_drawing_without_replacement():
-  buffer, capacity = filled_with(4, 4), 4
-  config = replay.BufferConfig(capacity, 2.0)
-  two = lambda key: replay.sample(buffer, key, 0, 2, config, 0).source[:, 0]
-  values = np.asarray(jax.jit(jax.vmap(two))(jax.random.split(jax.random.key(5), 6000)))
-  first, second = (4 - values).T  # ages
-  counts = np.bincount(first * capacity + second, minlength=capacity**2)
-  weights = 2.0 ** (-np.arange(capacity) / 2)
-  weights /= weights.sum()
-  differ = ~np.eye(capacity, dtype=bool)
-  found = counts.reshape(capacity, capacity)[differ]
-  control = np.outer(weights, weights)[differ]  # independent draws that differ
-  law = (np.outer(weights, weights) / (1 - weights)[:, None])[differ]
-  assert found.sum() == len(values)
-  limit = 42.0  # chi-square with 11 degrees of freedom, p = 1.6e-5
-  assert chi_square(found, law) < limit
-  assert chi_square(found, control / control.sum()) > limit
-
-
 def without_replacement(weights, count):
-  """Law of `count` draws one after another: probabilities by tuple of indices."""
+  """Probabilities of `count` successive draws, by tuple of indices."""
   law = {}
   for drawn in itertools.permutations(range(len(weights)), count):
     rest, law[drawn] = 1.0, 1.0
@@ -178,7 +184,7 @@ def without_replacement(weights, count):
 
 
 @pytest.mark.parametrize("half_life", [0.8, 3.0])
-def test_four_fading_rows_follow_the_law_of_drawing_without_replacement(half_life):
+def test_draws_follow_the_law_of_drawing_without_replacement(half_life):
   size, count, draws = 6, 4, 40_000
   fading = -np.log(2.0) / half_life
   keys = jax.random.split(jax.random.key(6), draws)
@@ -190,19 +196,22 @@ def test_four_fading_rows_follow_the_law_of_drawing_without_replacement(half_lif
   counts = np.bincount([place[tuple(row)] for row in np.asarray(ages).tolist()])
   counts = np.pad(counts, (0, len(law) - len(counts)))
   found, expected = by_size(counts, np.array(list(law.values())), 20 / draws)
+  independent = np.array([np.prod(weights[list(drawn)]) for drawn in law])
+  control = by_size(counts, independent / independent.sum(), 20 / draws)
   degrees = len(found) - 1  # p below 1e-5: Wilson and Hilferty's approximation
   limit = degrees * (1 - 2 / (9 * degrees) + 4.27 * np.sqrt(2 / (9 * degrees))) ** 3
   assert degrees > 30 and chi_square(found, expected) < limit
+  assert chi_square(*control) > 2 * limit  # independent draws that happen to differ
 
 
 def by_size(counts, probs, least):
-  """Cells of less than `least` are put together, so that chi-square holds."""
+  """Merges cells below `least`, so that the chi-square approximation holds."""
   large = probs >= least
   together = [np.append(part[large], part[~large].sum()) for part in (counts, probs)]
   return together if not large.all() else (counts, probs)
 
 
-def test_new_and_replayed_rows_are_drawn_with_noise_of_their_own():
+def test_new_and_replayed_rows_use_independent_noise():
   buffer, config = filled_with(6, 6), replay.BufferConfig(6)
   drawn = [
     np.asarray(sample(buffer, jax.random.key(seed), 3, 3, config, 0).source[:, 0])
@@ -217,9 +226,9 @@ def test_new_and_replayed_rows_are_drawn_with_noise_of_their_own():
   half_life=st.sampled_from([None, 0.02, 0.5, 3.0, 200.0, 1e7]),
   seed=st.integers(0, 2**31),
 )
-def test_ages_differ_and_none_is_missing_whatever_the_rounding(size, half_life, seed):
+def test_ages_are_distinct_and_complete_despite_rounding(size, half_life, seed):
   fading = 0.0 if half_life is None else -np.log(2.0) / half_life
-  ages = np.asarray(drawn_ages(jax.random.key(seed), jnp.int32(size), fading, 16))
+  ages = np.asarray(draw_ages(jax.random.key(seed), jnp.int32(size), fading, 16))
   present = ages[ages < size]
   assert len(set(present)) == len(present) == min(size, 16)
   assert (ages >= 0).all()
@@ -227,7 +236,7 @@ def test_ages_differ_and_none_is_missing_whatever_the_rounding(size, half_life, 
     assert set(ages) == set(range(16))
 
 
-def test_new_rows_are_drawn_uniformly_whatever_the_half_life():
+def test_new_rows_are_drawn_uniformly_for_any_half_life():
   buffer = filled_with(6, 9)
   config = replay.BufferConfig(6, 0.5)
   one = lambda key: replay.sample(buffer, key, 1, 0, config, 6).source[0, 0]
@@ -237,7 +246,7 @@ def test_new_rows_are_drawn_uniformly_whatever_the_half_life():
   assert chi_square(counts[7:], np.full(3, 1 / 3)) < 23.1  # 2 degrees, p = 1e-5
 
 
-def test_a_donated_append_writes_in_place_whatever_the_capacity():
+def test_a_donated_append_writes_in_place_at_any_capacity():
   def temporaries(capacity, **jit):
     shapes = jax.eval_shape(functools.partial(empty, capacity))
     rows = jax.eval_shape(lambda: batch_of([1, 2]))
@@ -262,15 +271,7 @@ def test_a_second_append_and_sample_compile_nothing():
   assert (append._cache_size(), sample._cache_size()) == sizes
 
 
-def test_jit_and_no_jit_give_the_same_bits():
-  buffer = filled_with(5, 4)
-  batch = batch_of([7, 8, 9], [1.0, 0.0, 1.0])
-  assert same(append(buffer, batch), replay.append(buffer, batch))
-  arguments = (buffer, jax.random.key(2), 1, 3, replay.BufferConfig(5, 3.0), 2)
-  assert same(sample(*arguments), replay.sample(*arguments))
-
-
-def test_a_record_takes_389_bytes_and_what_the_buffer_really_holds():
+def test_record_bytes_equal_the_bytes_that_the_buffer_holds():
   assert replay.record_bytes_per_token(64, 32_128) == 389
   assert replay.record_bytes_per_token(64, 100_000) > 389  # ids need four bytes
   buffer = replay.init(replay.BufferConfig(4), 2, 5, 64, 32_128)
@@ -316,7 +317,7 @@ def test_bad_input_is_refused_by_name(call, named):
 
 
 def test_target_states_are_stored_bit_for_bit():
-  """They are kept as integers, for the sake of the time that writing a row takes."""
+  """The ring holds them as integers, which are faster to write."""
   config = replay.BufferConfig(capacity=3)
   ring = replay.init(config, 2, LENGTH, TOP_K, VOCAB, state_width=4)
   noise = np.random.default_rng(0).normal(size=(5, 2, 4))
@@ -335,3 +336,80 @@ def test_target_states_are_stored_bit_for_bit():
   np.testing.assert_array_equal(
     np.asarray(drawn.target_states, np.float32)[order], expected
   )
+
+
+WORDS, STEPS, RANKS = 24, 5, 3  # vocabulary, positions and kept tokens
+
+
+def recorded(rng, rows, tokens):
+  """A buffer whose records hold only ids from `tokens`, with ids, masses and mask."""
+  buffer = replay.init(replay.BufferConfig(capacity=8), 4, STEPS, RANKS, WORDS)
+  ids = np.stack(
+    [
+      [rng.choice(tokens, RANKS, replace=False) for _ in range(STEPS)]
+      for _ in range(rows)
+    ]
+  )
+  probs = np.sort(rng.dirichlet(np.ones(RANKS + 1), (rows, STEPS)))[..., ::-1]
+  mask = np.arange(STEPS) < rng.integers(1, STEPS + 1, rows)[:, None]
+  batch = base.DistillationBatch(
+    source=jnp.ones((rows, 4), jnp.int32),
+    target=jnp.where(mask, jnp.asarray(ids[..., 0]), 0).astype(jnp.int32),
+    mask=jnp.asarray(mask),
+    records=base.Records(
+      log_probs=jnp.log(probs[..., :RANKS]).astype(jnp.float32),
+      ids=jnp.asarray(ids, jnp.uint16),
+      tail=jnp.asarray(probs[..., RANKS], jnp.float32),
+      error=jnp.zeros((rows, STEPS), bool),
+    ),
+    weight=jnp.ones(rows, jnp.float32),
+  )
+  return replay.append(buffer, batch), ids, probs, mask
+
+
+def counted(ids, probs, mask):
+  mass = np.zeros(WORDS)
+  for row, column in zip(*np.nonzero(mask), strict=True):
+    for rank in range(RANKS):
+      mass[ids[row, column, rank]] += probs[row, column, rank]
+  return mass
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_shortlist_holds_the_tokens_with_most_mass(seed):
+  rng = np.random.default_rng(seed)
+  buffer, ids, probs, mask = recorded(rng, 6, np.arange(5, WORDS))
+  found = np.asarray(replay.likeliest_tokens(buffer, WORDS, 6))
+  mass = counted(ids, probs, mask)
+  assert len(set(found.tolist())) == 6 and base.EOS_ID in found
+  others = [token for token in found if token != base.EOS_ID]
+  left = [t for t in range(WORDS) if t not in found]
+  assert min(mass[others]) >= max(mass[left])
+
+
+def test_the_shortlist_holds_every_end_of_sequence_token():
+  buffer, *_ = recorded(np.random.default_rng(0), 6, np.arange(5, WORDS))
+  found = np.asarray(replay.likeliest_tokens(buffer, WORDS, 6, (0, 3)))
+  assert {0, 3} <= set(found.tolist()) and base.EOS_ID not in found
+
+
+def test_the_shortlist_is_filled_up_with_the_lowest_ids():
+  rng = np.random.default_rng(0)
+  buffer, ids, _, mask = recorded(rng, 4, np.array([20, 21, 22]))
+  found = np.asarray(replay.likeliest_tokens(buffer, WORDS, 8)).tolist()
+  assert set(ids[mask].ravel().tolist()) <= set(found)
+  assert found == sorted({0, 1, 2, 3, 4, 20, 21, 22})
+
+
+def test_an_empty_buffer_gives_the_first_tokens():
+  buffer = replay.init(replay.BufferConfig(capacity=2), 4, STEPS, RANKS, WORDS)
+  assert replay.likeliest_tokens(buffer, WORDS, 4).tolist() == [0, 1, 2, 3]
+
+
+def test_the_shortlist_ignores_masked_positions():
+  rng = np.random.default_rng(1)
+  buffer, ids, _, mask = recorded(rng, 6, np.arange(5, WORDS))
+  blind = buffer.replace(
+    data=buffer.data.replace(mask=jnp.zeros_like(buffer.data.mask))
+  )
+  assert replay.likeliest_tokens(blind, WORDS, 6).tolist() == [0, 1, 2, 3, 4, 5]

@@ -1,6 +1,8 @@
-"""What a draft learns at a time, and how it is continued in between."""
+"""The learner and its runners: updates come on time and equal direct updates."""
 
 import math
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -8,48 +10,76 @@ import numpy as np
 import pytest
 
 from osd_jax import base, testing
-from osd_jax.distillation import buffer, costs, learner, schedule, update, worth
-from osd_jax.models import families
+from osd_jax.decoding import records
+from osd_jax.distillation import (
+  buffer,
+  costs,
+  learner,
+  optimizers,
+  schedule,
+  update,
+  worth,
+)
 
-SOURCE, TARGET, KEPT, SLICES, INTERVAL = 5, 6, 4, 8, 3
-MODEL = families.build(testing.TINY_DRAFT)
+SOURCE, VOCAB, LENGTH, KEPT, INTERVAL = 5, 8, 6, 4, 3
+SLICES = 8  # of an update by `learner_of`
+MODEL = testing.tabular_model(VOCAB)
+CONFIG = update.UpdateConfig(
+  optimizer=optimizers.OptimizerConfig(learning_rate=0.05), steps_per_update=2
+)
+
+
+def params():
+  return jnp.asarray(testing.random_table(VOCAB, 1)).at[:, :, 1].set(-3.0)
+
+
+def assert_same_bits(found, wanted):
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def row(seed):
   """A finished request with made-up records."""
   rng = np.random.default_rng(seed)
-  ids = np.stack([rng.choice(64, KEPT, replace=False) for _ in range(TARGET)])
-  masses = -np.sort(-rng.dirichlet(np.ones(KEPT), TARGET))
-  records = base.Records(
-    log_probs=jnp.log(jnp.asarray(masses[None], jnp.float32)),
-    ids=jnp.asarray(ids[None], jnp.uint16),
-    tail=jnp.zeros((1, TARGET), jnp.float32),
-    error=jnp.zeros((1, TARGET), bool),
-  )
+  ids = np.stack([rng.choice(VOCAB, KEPT, replace=False) for _ in range(LENGTH)])
+  masses = -np.sort(-rng.dirichlet(np.ones(KEPT), LENGTH))
   return base.DistillationBatch(
-    source=jnp.asarray(rng.integers(2, 64, (1, SOURCE)), jnp.int32),
-    target=jnp.asarray(rng.integers(2, 64, (1, TARGET)), jnp.int32),
-    mask=jnp.ones((1, TARGET), bool),
-    records=records,
+    source=jnp.asarray(rng.integers(2, VOCAB, (1, SOURCE)), jnp.int32),
+    target=jnp.asarray(rng.integers(2, VOCAB, (1, LENGTH)), jnp.int32),
+    mask=jnp.ones((1, LENGTH), bool),
+    records=base.Records(
+      log_probs=jnp.log(jnp.asarray(masses[None], jnp.float32)),
+      ids=jnp.asarray(ids[None], jnp.uint16),
+      tail=jnp.zeros((1, LENGTH), jnp.float32),
+      error=jnp.zeros((1, LENGTH), bool),
+    ),
     weight=jnp.ones((1,), jnp.float32),
   )
 
 
-def made(when=None, **changes):
-  config = learner.LearningConfig(
-    buffer=buffer.BufferConfig(capacity=16),
-    update=update.UpdateConfig(steps_per_update=SLICES, num_new=2, num_replay=2),
-    schedule=when
-    or schedule.ScheduleConfig(
-      update_interval=INTERVAL, resume_window=2, pause=False, **changes
-    ),
-  )
-  params = MODEL.init(jax.random.key(0))
-  return learner.Learner(MODEL, params, config, SOURCE, TARGET, KEPT)
+@pytest.fixture
+def learner_of():
+  """Makes learners with these updates, and closes them at the end."""
+  made = []
+
+  def make(when=None, ema_decay=0.0, **changes):
+    always = {"update_interval": INTERVAL, "resume_window": 2, "pause": False}
+    config = learner.LearningConfig(
+      buffer=buffer.BufferConfig(capacity=16),
+      update=update.UpdateConfig(
+        steps_per_update=SLICES, num_new=2, num_replay=2, ema_decay=ema_decay
+      ),
+      schedule=when or schedule.ScheduleConfig(**always | changes),
+    )
+    made.append(learner.Learner(MODEL, params(), config, SOURCE, LENGTH, KEPT))
+    return made[-1]
+
+  yield make
+  for one in made:
+    one.close()
 
 
-def fed(one, overlaps):
-  """Figures of the updates that come of requests of these overlaps."""
+def feed(one, overlaps):
+  """Observes requests with these overlaps; returns the figures of all updates."""
   outcomes = [one.observe(row(one.finished), overlap) for overlap in overlaps]
   outcomes.append(one.finish())
   return [outcome.figures() for outcome in outcomes if outcome is not None]
@@ -59,51 +89,374 @@ def fed(one, overlaps):
   "much, overlap, share",
   [(0.0, 0.99, 1.0), (0.4, 0.2, 1.0), (0.4, 0.9, 0.25), (0.4, 0.999, 0.0025)],
 )
-def test_an_update_is_as_long_as_there_is_something_to_gain(much, overlap, share):
-  one = made(much_to_gain=much)
-  (figures,) = fed(one, [overlap] * INTERVAL)
-  one.close()
+def test_the_number_of_slices_follows_what_is_left_to_gain(
+  learner_of, much, overlap, share
+):
+  (figures,) = feed(learner_of(much_to_gain=much), [overlap] * INTERVAL)
   assert figures["steps"] == max(1, math.ceil(SLICES * share))
 
 
-def test_only_the_last_requests_say_what_is_to_be_gained():
-  one = made(much_to_gain=0.4)
-  (figures,) = fed(one, [0.1, 0.9, 0.9])
-  one.close()
+def test_only_the_last_requests_decide_the_number_of_slices(learner_of):
+  (figures,) = feed(learner_of(much_to_gain=0.4), [0.1, 0.9, 0.9])
   assert figures["steps"] == SLICES // 4
 
 
-@pytest.mark.parametrize("overlap", [0.2, 0.8])
-def test_a_shorter_update_is_continued_as_it_was_begun(overlap):
-  whole, broken = made(much_to_gain=0.4), made(much_to_gain=0.4)
-  before, after = [overlap] * INTERVAL, [overlap] * (INTERVAL + 1)
-  for one in (whole, broken):
-    for value in before:
-      assert one.observe(row(one.finished), value) is None
-  arrays, host = broken.state()
-  continued = made(much_to_gain=0.4)
-  shapes = continued.structure(host)
+def test_new_rows_of_an_update_arrived_after_the_last_launch(learner_of):
+  one = learner_of()
+  for _ in range(2 * INTERVAL):  # the second update is launched with the last request
+    one.observe(row(one.finished), 0.5)
+  pending = one.state()[0]["pending"]
+  new = np.concatenate([batch.source[:2] for batch in pending])
+  arrived = [row(index).source[0] for index in range(INTERVAL, 2 * INTERVAL)]
+  assert len(new) == 2 * SLICES
+  assert all(any(np.array_equal(x, y) for y in arrived) for x in new)
+
+
+def restored(state, make):
+  arrays, host = state
+  one = make()
+  shapes = one.structure(host)
   jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), arrays, shapes)
-  assert len(arrays["pending"]) == (SLICES if overlap < 0.5 else SLICES // 2)
-  continued.restore(jax.tree.map(jnp.array, arrays), host)
-  assert fed(continued, after)[0]["loss"] == fed(whole, after)[0]["loss"]
-  jax.tree.map(np.testing.assert_array_equal, continued.serving, whole.serving)
-  for one in (whole, broken, continued):
+  one.restore(jax.tree.map(jnp.array, arrays), host)
+  return one
+
+
+@pytest.mark.parametrize("overlap", [0.2, 0.8])
+def test_a_restored_update_has_as_many_slices_as_it_was_launched_with(
+  learner_of, overlap
+):
+  make = lambda: learner_of(much_to_gain=0.4)
+  whole, interrupted = make(), make()
+  for one in (whole, interrupted):
+    for _ in range(INTERVAL):
+      assert one.observe(row(one.finished), overlap) is None
+  state = interrupted.state()
+  assert len(state[0]["pending"]) == (SLICES if overlap < 0.5 else SLICES // 2)
+  continued = restored(state, make)
+  rest = [overlap] * (INTERVAL + 1)
+  assert feed(continued, rest)[0]["loss"] == feed(whole, rest)[0]["loss"]
+  assert_same_bits(continued.serving, whole.serving)
+
+
+def test_a_restored_learner_serves_the_parameters_that_served(learner_of):
+  """With a moving average, the newest parameters are not those that serve."""
+  make = lambda: learner_of(ema_decay=0.5)
+  one = make()
+  feed(one, [0.5] * INTERVAL)
+  again = restored(one.state(), make)
+  assert_same_bits(again.serving, one.serving)
+  newest = one.state()[0]["learner"].params
+  assert not np.array_equal(again.serving, newest)
+  assert not np.array_equal(again.serving, params())
+
+
+def test_a_schedule_with_costs_gets_the_number_of_emitted_tokens(learner_of):
+  """Not the length of the row, which is padded."""
+  prices = costs.UpdateCosts(round_ms=(11.0,), update_ms=1e9)
+  one = learner_of(worth.WorthConfig(costs=prices))
+  one.observe(row(0).replace(mask=jnp.arange(LENGTH)[None] < 2), 0.5)
+  assert one.state()[1]["schedule"]["tokens"] == 2.0
+  one.observe(row(1), 0.5)
+  assert one.state()[1]["schedule"]["tokens"] == 2.0 + (LENGTH - 2.0) / 20
+
+
+def test_a_negative_much_to_gain_is_refused():
+  with pytest.raises(base.InputError, match="much_to_gain: received -0.1"):
+    schedule.ScheduleConfig(much_to_gain=-0.1)
+
+
+def batches(seed=0):
+  """Two micro-batches with records of a target."""
+  table = jnp.asarray(testing.random_table(VOCAB, 7)).at[:, :, 1].set(-3.0)
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(2, VOCAB, (2, 4, LENGTH)).astype(np.int32)
+  source = np.full((4, 2), 3, np.int32)
+  return tuple(
+    records.teacher_forced(MODEL, table, source, part, VOCAB) for part in tokens
+  )
+
+
+@pytest.fixture
+def runner_of():
+  """Makes background runners, and closes them at the end."""
+  made = []
+
+  def make(free=False):
+    start = update.init_learner(CONFIG, params())
+    made.append(learner.BackgroundRunner(MODEL, CONFIG, start, INTERVAL, free))
+    return made[-1]
+
+  yield make
+  for one in made:
     one.close()
 
 
-def test_a_schedule_by_costs_is_told_how_many_tokens_a_request_has():
-  """Those that were emitted, not the room that an answer had."""
-  prices = costs.UpdateCosts(round_ms=(11.0,), update_ms=1e9)
-  one = made(worth.WorthConfig(costs=prices))
-  short = row(0).replace(mask=jnp.arange(TARGET)[None] < 2)
-  one.observe(short, 0.5)
-  assert one.state()[1]["schedule"]["tokens"] == 2.0
-  one.observe(row(1), 0.5)
-  assert one.state()[1]["schedule"]["tokens"] == 2.0 + (TARGET - 2.0) / 20
-  one.close()
+def test_an_update_is_due_one_interval_after_its_launch(runner_of):
+  one = runner_of()
+  assert not one.busy and not one.due(100) and one.pending() is None
+  one.launch(batches(), finished=4)
+  one._future.result()  # ready long before it may be taken
+  assert one.busy and [one.due(n) for n in (4, 5, 6, 7, 8)] == [False] * 3 + [True] * 2
+  outcome = one.take()
+  assert outcome.launched == 4 and not one.busy and not one.due(100)
+  assert outcome.learner is one.learner
 
 
-def test_a_negative_lack_is_refused():
-  with pytest.raises(base.InputError, match="much_to_gain: received -0.1"):
-    schedule.ScheduleConfig(much_to_gain=-0.1)
+def test_a_background_update_equals_the_direct_one_bit_by_bit(runner_of):
+  one, direct = runner_of(), update.init_learner(CONFIG, params())
+  for seed in range(3):
+    one.launch(batches(seed), finished=seed)
+    outcome = one.take()
+    direct, report = update.update(MODEL, CONFIG, direct, batches(seed))
+    assert_same_bits(outcome.learner, direct)
+    assert outcome.losses == np.asarray(report.loss).tolist()
+    assert outcome.grad_norms == np.asarray(report.grad_norm).tolist()
+    assert outcome.skipped == 0 and int(outcome.learner.version) == seed + 1
+  assert not np.array_equal(direct.params, params())
+  other, _ = update.update(MODEL, CONFIG, direct, batches(9))
+  assert not np.array_equal(other.params, direct.params)  # the batches matter
+
+
+def test_an_update_does_not_change_the_parameters_that_serve(runner_of):
+  one = runner_of()
+  serving = one.learner.params
+  before = np.array(serving)
+  one.launch(batches(), finished=0)
+  assert one.learner.params is serving  # until it is taken
+  one.take()
+  np.testing.assert_array_equal(serving, before)
+  assert one.learner.params is not serving
+
+
+def test_a_free_update_is_due_when_it_is_ready(runner_of, monkeypatch):
+  gate, real = threading.Event(), update.take_slice
+
+  def slow(*arguments):
+    assert gate.wait(30)
+    return real(*arguments)
+
+  monkeypatch.setattr(update, "take_slice", slow)
+  one = runner_of(free=True)
+  one.launch(batches(), finished=0)
+  assert not one.due(1000)  # however many requests have finished
+  gate.set()
+  one._future.result()
+  assert one.due(0)
+  assert int(one.take().learner.version) == 1
+
+
+def test_time_that_serving_waits_is_reported(runner_of, monkeypatch):
+  gate, real = threading.Event(), update.take_slice
+  wait_first = lambda *arguments: (gate.wait(30), real(*arguments))[1]
+  monkeypatch.setattr(update, "take_slice", wait_first)
+  one = runner_of()
+  one.launch(batches(), finished=0)
+  threading.Timer(0.2, gate.set).start()
+  outcome = one.take()
+  assert outcome.wait_ms > 100 and outcome.update_ms > 100
+
+
+@pytest.fixture
+def gated(monkeypatch):
+  """Returns a function that makes each slice wait for a `release` of its result."""
+  gate, real = threading.Semaphore(0), update.take_slice
+
+  def slow(*arguments):
+    assert gate.acquire(timeout=30)
+    return real(*arguments)
+
+  def close():
+    monkeypatch.setattr(update, "take_slice", slow)
+    return gate
+
+  return close
+
+
+def fall_behind(one, gate):
+  """Runs an update of .1 s and takes it at once, so that learning is behind."""
+  one.launch(batches(), finished=0)
+  threading.Timer(0.1, gate.release, [CONFIG.steps_per_update]).start()
+  one.take()
+
+
+def test_a_step_waits_for_one_slice_if_the_last_update_was_late(runner_of, gated):
+  one, gate = runner_of(), gated()
+  fall_behind(one, gate)
+  before = one.learner
+  one.launch(batches(1), finished=0)
+  one.wait_if_behind(
+    0, INTERVAL - 1
+  )  # this step finishes no interval: waits for nothing
+  timer = threading.Timer(0.2, gate.release)
+  timer.start()
+  one.wait_if_behind(0, INTERVAL)
+  timer.join()
+  assert not one._future.done()  # one of two slices
+  gate.release()
+  one.wait_if_behind(0, INTERVAL)
+  one.wait_if_behind(0, INTERVAL)  # none is left
+  outcome = one.take()
+  assert outcome.wait_ms > 100
+  gate.release(CONFIG.steps_per_update)
+  wanted, _ = update.update(MODEL, CONFIG, before, batches(1))
+  assert_same_bits(outcome.learner, wanted)
+
+
+def test_time_spent_waiting_does_not_count_as_serving(runner_of, gated):
+  """Otherwise a late update would look punctual, and the next step would not wait."""
+  one, gate = runner_of(), gated()
+  fall_behind(one, gate)
+  for seed in (1, 2):
+    one.launch(batches(seed), finished=0)
+    for _ in range(CONFIG.steps_per_update):
+      threading.Timer(0.1, gate.release).start()
+      started = time.perf_counter()
+      one.wait_if_behind(0, INTERVAL)
+      assert time.perf_counter() - started > 0.05
+    one.wait()
+    assert one.take().wait_ms > 100
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_no_step_waits_if_updates_are_on_time_or_free(runner_of, gated, free):
+  one, gate = runner_of(free), gated()
+  if free:
+    fall_behind(one, gate)
+  else:
+    gate.release(CONFIG.steps_per_update)
+    one.launch(batches(), finished=0)
+    one.wait()  # serving has taken longer than the update
+    one.take()
+  one.launch(batches(1), finished=0)
+  one.wait_if_behind(0, 100)
+  assert not one._future.done()
+  gate.release(CONFIG.steps_per_update)
+
+
+def test_a_step_does_not_wait_for_an_update_that_failed(runner_of, gated, monkeypatch):
+  one = runner_of()
+  fall_behind(one, gated())
+
+  def fails(*arguments):
+    raise RuntimeError("out of memory")
+
+  monkeypatch.setattr(update, "take_slice", fails)
+  one.launch(batches(1), finished=0)
+  one.wait_if_behind(0, INTERVAL)
+  with pytest.raises(RuntimeError, match="out of memory"):
+    one.take()
+
+
+def test_pending_returns_the_inputs_to_launch_again(runner_of):
+  one, again = runner_of(), runner_of()
+  one.launch(batches(), finished=5)
+  launched, inputs = one.pending()
+  assert launched == 5
+  again.launch(inputs, launched)
+  assert_same_bits(again.take().learner, one.take().learner)
+
+
+def test_a_second_launch_is_refused(runner_of):
+  one = runner_of()
+  one.launch(batches(), finished=0)
+  with pytest.raises(RuntimeError, match="in progress"):
+    one.launch(batches(), finished=1)
+
+
+def test_slices_that_are_not_finite_are_skipped_and_counted(runner_of):
+  one = runner_of()
+  bad, good = batches()
+  broken = bad.records.replace(log_probs=bad.records.log_probs * jnp.nan)
+  spoilt = bad.replace(records=broken)
+  one.launch((spoilt, good), finished=0)
+  outcome = one.take()
+  assert outcome.skipped == 1 and int(outcome.learner.version) == 1
+  one.launch((spoilt, spoilt), finished=1)
+  after = one.take()
+  assert after.skipped == 2 and int(after.learner.version) == 1
+  assert_same_bits(after.learner.params, outcome.learner.params)
+
+
+def test_an_error_in_the_thread_is_raised_by_take(runner_of):
+  one = runner_of()
+  one.launch([batches()[0].replace(target=None)], finished=0)
+  with pytest.raises(Exception, match="NoneType"):
+    one.take()
+
+
+@pytest.fixture
+def interleaved(monkeypatch):
+  """Makes (interleaved runner, list of the threads that ran its slices)."""
+  taken, real = [], update.take_slice
+
+  def noted(*arguments):
+    taken.append(threading.current_thread())
+    return real(*arguments)
+
+  monkeypatch.setattr(update, "take_slice", noted)
+
+  def make(free=False):
+    start = update.init_learner(CONFIG, params())
+    return learner.InterleavedRunner(MODEL, CONFIG, start, INTERVAL, free), taken
+
+  return make
+
+
+def test_interleaved_slices_are_spread_over_the_requests_until_due(interleaved):
+  one, taken = interleaved()
+  one.wait_if_behind(0, 1)
+  assert not taken and not one.due(100) and one.pending() is None
+  one.launch((*batches(0), *batches(1), *batches(2)), finished=4)
+  counts = []
+  for finished in (4, 4, 5, 6, 6):
+    one.wait_if_behind(finished, in_flight=8)  # how many may finish does not matter
+    counts.append(len(taken))
+  # Six over three requests, then four over three, two over two, one over one.
+  assert counts == [2, 4, 5, 6, 6]
+  assert set(taken) == {threading.current_thread()} and not one.is_running
+  assert [one.due(n) for n in (6, 7)] == [False, True]
+
+
+def test_interleaved_updates_equal_the_direct_one_bit_by_bit(interleaved):
+  for calls in range(3):
+    one, taken = interleaved()
+    del taken[:]
+    before = one.learner
+    one.launch(batches(), finished=0)
+    for _ in range(calls):
+      one.wait_if_behind(0, 1)
+    assert one.learner is before and one.pending()[0] == 0
+    outcome = one.take()
+    assert len(taken) == CONFIG.steps_per_update
+    wanted, report = update.update(MODEL, CONFIG, before, batches())
+    assert_same_bits(outcome.learner, wanted)
+    assert outcome.losses == np.asarray(report.loss).tolist()
+    assert outcome.version == 1 and outcome.wait_ms == outcome.update_ms > 0
+    assert not one.busy and one.pending() is None
+
+
+def test_a_free_interleaved_update_is_due_when_all_slices_have_run(interleaved):
+  one, _ = interleaved(free=True)
+  one.launch(batches(), finished=0)
+  assert not one.due(1000)
+  one.wait_if_behind(0, 1)
+  assert not one.due(1000)
+  one.wait_if_behind(INTERVAL - 1, 1)
+  assert one.due(0)
+
+
+def test_an_interleaved_slice_that_failed_runs_again(interleaved, monkeypatch):
+  one, _ = interleaved()
+  before, real = one.learner, update.take_slice
+  one.launch(batches(), finished=0)
+  one.wait_if_behind(0, 1)
+
+  def fails(*arguments):
+    raise RuntimeError("out of memory")
+
+  monkeypatch.setattr(update, "take_slice", fails)
+  with pytest.raises(RuntimeError, match="out of memory"):
+    one.take()
+  monkeypatch.setattr(update, "take_slice", real)
+  wanted, _ = update.update(MODEL, CONFIG, before, batches())
+  assert_same_bits(one.take().learner, wanted)

@@ -1,4 +1,4 @@
-"""Losses: closed forms, a float64 oracle, the data-processing bound, gradients."""
+"""Losses: closed forms, float64 oracles, the data-processing bound, gradients."""
 
 import functools
 
@@ -10,12 +10,25 @@ import jax.test_util
 import numpy as np
 import oracles
 import pytest
+from hypothesis.extra import numpy as hnp
 
 from osd_jax import base
 from osd_jax.distillation import losses
 
 NAMES = sorted(losses.DIVERGENCES)
 ROWS, LENGTH, VOCAB = 2, 3, 11
+TOP_K, BETA = 4, 0.3
+EXAMPLES = hypothesis.settings(
+  max_examples=30, deadline=None, derandomize=True, database=None
+)
+# Ties, one-hot rows and masses near 1e-12; float32 must be accurate for all of them.
+LOGITS = hnp.arrays(
+  np.float32,
+  (ROWS, LENGTH, VOCAB),
+  elements=st.sampled_from([0.0, 0.0, 0.5, -1.25, 3.0, -9.0, 14.0]),
+)
+FLAGS = hnp.arrays(bool, (ROWS, LENGTH))
+WEIGHTS = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([0.0, 1.0, 0.25, 3.0]))
 
 
 def records_of(target_logits, k, dtype=np.uint16):
@@ -44,7 +57,7 @@ def random_logits(seed, shape=(ROWS, LENGTH, VOCAB), scale=2.0):
 
 
 def config_of(name, **fields):
-  return losses.LossConfig(divergence=name, jsd_beta=0.3, **fields)
+  return losses.LossConfig(divergence=name, jsd_beta=BETA, **fields)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -75,11 +88,11 @@ def test_closed_forms_of_a_coin():
     np.testing.assert_allclose(got, value, rtol=1e-5)
 
 
-def test_jsd_of_disjoint_rows_is_the_entropy_of_beta_not_a_weighted_sum_of_kls():
+def test_jsd_of_disjoint_rows_is_the_entropy_of_beta():
   beta = 0.3
   got = losses.jsd(jnp.array([0.0, -80.0]), jnp.array([-80.0, 0.0]), beta)
   entropy = -beta * np.log(beta) - (1 - beta) * np.log(1 - beta)
-  np.testing.assert_allclose(got, entropy, rtol=1e-5)  # the weighted sum gives 80
+  np.testing.assert_allclose(got, entropy, rtol=1e-5)  # a weighted sum of KLs gives 80
 
 
 @pytest.mark.parametrize(
@@ -94,13 +107,13 @@ def test_matches_the_float64_oracle(k, dtype):
   target = oracles.bucket(oracles.softmax(target_logits), ids)
   draft = oracles.bucket(oracles.softmax(np.asarray(draft_logits, np.float64)), ids)
   for name, loss in all_losses(draft_logits, batch_of(records)).items():
-    expected = oracles.divergence(name, target, draft, beta=0.3).mean()
+    expected = oracles.divergence(name, target, draft, beta=BETA).mean()
     assert loss.dtype == jnp.float32
     np.testing.assert_allclose(loss, expected, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("k", [4, VOCAB])
-def test_is_zero_where_the_draft_is_the_target_and_positive_elsewhere(k):
+def test_is_zero_only_if_the_draft_equals_the_target(k):
   logits = random_logits(2)
   batch = batch_of(records_of(logits, k))
   same = all_losses(jnp.asarray(logits), batch)
@@ -112,7 +125,7 @@ def test_is_zero_where_the_draft_is_the_target_and_positive_elsewhere(k):
 
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31), scale=st.sampled_from([0.1, 2.0, 15.0]))
-def test_fewer_buckets_never_show_more(seed, scale):
+def test_fewer_buckets_never_increase_a_divergence(seed, scale):
   target = random_logits(seed, scale=scale)
   draft = jnp.asarray(random_logits(seed + 1, scale=scale))
   by_k = [all_losses(draft, batch_of(records_of(target, k))) for k in (1, 4, VOCAB)]
@@ -122,7 +135,7 @@ def test_fewer_buckets_never_show_more(seed, scale):
     assert values[0] <= values[1] + slack and values[1] <= values[2] + slack, name
 
 
-def test_the_bound_is_not_an_equality():
+def test_fewer_buckets_usually_decrease_it():
   target, draft = random_logits(3), jnp.asarray(random_logits(4))
   coarse = all_losses(draft, batch_of(records_of(target, 1)))
   full = all_losses(draft, batch_of(records_of(target, VOCAB)))
@@ -130,7 +143,7 @@ def test_the_bound_is_not_an_equality():
     assert coarse[name] < 0.98 * full[name], name
 
 
-def test_full_rows_may_be_in_any_order():
+def test_the_order_of_recorded_tokens_does_not_matter():
   target, draft = random_logits(5), jnp.asarray(random_logits(6))
   ordered = records_of(target, VOCAB)
   arange = jnp.broadcast_to(jnp.arange(VOCAB, dtype=jnp.uint16), target.shape)
@@ -145,7 +158,7 @@ def test_full_rows_may_be_in_any_order():
 @pytest.mark.parametrize("k", [4, VOCAB])
 def test_gradient_agrees_with_finite_differences(name, k):
   batch = batch_of(records_of(random_logits(7, scale=1.0), k))
-  # Jitted: the check hands over numpy arrays.
+  # The check passes numpy arrays, which only a jitted function accepts here.
   loss = jax.jit(
     functools.partial(losses.distillation_loss, config_of(name), batch=batch)
   )
@@ -180,7 +193,7 @@ def degenerate_cases():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", sorted(degenerate_cases()))
-def test_value_and_gradient_are_finite_at_the_edges(name, case):
+def test_value_and_gradient_are_finite_in_degenerate_cases(name, case):
   batch = batch_of(degenerate_cases()[case])
   extreme = np.full((ROWS, LENGTH, VOCAB), -300.0, np.float32)
   extreme[..., 0] = 300.0
@@ -192,7 +205,7 @@ def test_value_and_gradient_are_finite_at_the_edges(name, case):
     assert np.isfinite(gradient).all(), (name, case)
 
 
-def test_tail_is_right_where_one_minus_the_sum_would_be_zero():
+def test_a_tail_below_float32_resolution_is_accurate():
   logits = np.array([[0.0, -1.0, -40.0, -41.0]], np.float32)
   records = records_of(logits, 2)
   got = losses.draft_log_probs_on(records, jnp.asarray(logits))[0, -1]
@@ -204,7 +217,7 @@ def test_tail_is_right_where_one_minus_the_sum_would_be_zero():
   assert np.float32(1.0) - kept.sum(dtype=np.float32) <= 1e-7  # the naive tail
 
 
-def test_ids_beyond_the_signed_range_of_sixteen_bits_find_their_logits():
+def test_uint16_ids_above_32767_select_their_logits():
   logits = np.zeros((1, 1, 40_000), np.float32)
   logits[..., 39_999] = 12.0
   records = records_of(logits, 1)
@@ -214,7 +227,7 @@ def test_ids_beyond_the_signed_range_of_sixteen_bits_find_their_logits():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_error_positions_receive_all_of_the_gradient_and_no_other_row_any(name):
+def test_only_error_positions_receive_a_gradient(name):
   records = records_of(random_logits(13), 4)
   records = records.replace(error=records.error.at[1, 2].set(True))
   draft = jnp.asarray(random_logits(14))
@@ -228,7 +241,7 @@ def test_error_positions_receive_all_of_the_gradient_and_no_other_row_any(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_lies_outside_mask_and_weight_reaches_nothing(name):
+def test_nan_outside_mask_and_weight_has_no_effect(name):
   mask = np.array([[True, True, False], [True, False, False]])
   weight = [1.0, 0.0]
   records, draft = records_of(random_logits(15), 4), random_logits(16)
@@ -249,19 +262,8 @@ def test_what_lies_outside_mask_and_weight_reaches_nothing(name):
   assert not np.asarray(clean[1])[~inside].any()
 
 
-def test_an_error_flag_outside_the_mask_is_no_position():
-  records = records_of(random_logits(15), 4)
-  records = records.replace(error=records.error.at[0, 2].set(True))
-  mask = np.array([[True, True, False], [True, True, True]])
-  config = losses.LossConfig(positions="error")
-  loss, gradient = value_and_grad(
-    config, jnp.asarray(random_logits(16)), batch_of(records, mask)
-  )
-  assert loss == 0.0 and not np.asarray(gradient).any()
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_no_position_gives_zero_and_a_zero_gradient(name):
+def test_without_positions_loss_and_gradient_are_zero(name):
   records, draft = records_of(random_logits(17), 4), jnp.asarray(random_logits(18))
   nothing = batch_of(records, weight=[0.0, 0.0])
   for config, batch in (
@@ -272,14 +274,81 @@ def test_no_position_gives_zero_and_a_zero_gradient(name):
     assert loss == 0.0 and not np.asarray(gradient).any()
 
 
-def test_mean_is_over_positions_weighted_by_row():
-  records, draft = records_of(random_logits(19), 4), jnp.asarray(random_logits(20))
+def drawn_batch(target, mask, error, weight):
+  records = records_of(target, TOP_K).replace(error=error)
+  return jax.tree.map(np.asarray, batch_of(records, mask, weight))
+
+
+def expected_loss(config, draft_logits, batch):
+  """The loss in float64: buckets of both, then the mean over the chosen positions."""
+  ids = np.asarray(batch.records.ids, int)
+  target = np.concatenate(
+    [np.exp(np.float64(batch.records.log_probs)), batch.records.tail[..., None]], -1
+  )
+  draft = oracles.bucket(oracles.softmax(draft_logits), ids)
+  values = oracles.divergence(config.divergence, target, draft, config.jsd_beta)
+  chosen = batch.mask & (batch.weight > 0)[:, None]
+  if config.positions == "error":
+    chosen = chosen & batch.records.error
+  weights = chosen * np.float64(batch.weight)[:, None]
+  return float((weights * values).sum() / weights.sum()) if weights.sum() else 0.0
+
+
+@pytest.mark.parametrize("positions", losses.POSITIONS)
+@pytest.mark.parametrize("name", NAMES)
+@EXAMPLES
+@hypothesis.given(target=LOGITS, draft=LOGITS, mask=FLAGS, error=FLAGS, weight=WEIGHTS)
+def test_the_mean_over_chosen_positions_equals_float64(
+  name, positions, target, draft, mask, error, weight
+):
+  config = config_of(name, positions=positions)
+  batch = drawn_batch(target, mask, error, weight)
+  found, _ = value_and_grad(config, draft, batch)
+  expected = expected_loss(config, np.float64(draft), batch)
+  np.testing.assert_allclose(found, expected, rtol=3e-5, atol=3e-6)
+
+
+@EXAMPLES
+@hypothesis.given(
+  target=LOGITS, draft=LOGITS, shift=st.sampled_from([-30.0, 0.5, 30.0])
+)
+def test_a_constant_added_to_all_logits_of_a_row_changes_nothing(target, draft, shift):
+  batch = batch_of(records_of(target, TOP_K))
+  plain, gradient = value_and_grad(config_of("jsd"), draft, batch)
+  moved, same = value_and_grad(config_of("jsd"), draft + np.float32(shift), batch)
+  np.testing.assert_allclose(moved, plain, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(same, gradient, atol=1e-5)
+  np.testing.assert_allclose(np.sum(gradient, -1), 0, atol=1e-5)
+
+
+def _mean_of_all(config, draft_logits, batch):
+  """A fault: masked positions count too."""
+  everywhere = batch.replace(mask=np.ones((ROWS, LENGTH), bool))
+  return expected_loss(config, draft_logits, everywhere)
+
+
+def _no_tail(config, draft_logits, batch):
+  """A fault: the target's tail is missing."""
+  records = batch.records.replace(tail=0 * batch.records.tail)
+  return expected_loss(config, draft_logits, batch.replace(records=records))
+
+
+@pytest.mark.parametrize("fault", [_mean_of_all, _no_tail])
+def test_drawn_rows_reveal_a_faulty_loss(fault):
+  """Negative controls."""
   config = losses.LossConfig()
-  mask = np.array([[True, False, False], [True, True, True]])
-  batch = batch_of(records, mask, [3.0, 1.0])
-  loss, _ = value_and_grad(config, draft, batch)
-  values = np.asarray(losses.position_divergences(config, draft, batch))
-  np.testing.assert_allclose(loss, (3 * values[0, 0] + values[1].sum()) / 6, rtol=1e-6)
+
+  def differs(drawn):
+    target, draft, mask = drawn
+    batch = drawn_batch(target, mask, mask, np.ones(ROWS, np.float32))
+    found, _ = value_and_grad(config, jnp.asarray(draft), batch)
+    return abs(float(found) - fault(config, np.float64(draft), batch)) > 1e-2
+
+  hypothesis.find(
+    st.tuples(LOGITS, LOGITS, FLAGS),
+    differs,
+    settings=hypothesis.settings(EXAMPLES, max_examples=300),
+  )
 
 
 @pytest.mark.parametrize(

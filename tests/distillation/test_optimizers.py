@@ -1,4 +1,4 @@
-"""Optimisers by name: schedules, multipliers, checks. That they learn: test_update."""
+"""Optimisers by name: schedules, multipliers and checks; test_update trains them."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def closed_form(peak, warmup, schedule, end, step):
 @pytest.mark.parametrize(
   "settings",
   [
-    # Of the shipped gin files.
+    # From the shipped gin files.
     (2e-3, 100, "trapezoid", 900),
     (1e-3, 200, "trapezoid", 4500),
     (1e-3, 100, "trapezoid", 2000),
@@ -80,13 +80,13 @@ def closed_form(peak, warmup, schedule, end, step):
     (1e-3, 0, "cosine", 9),
     (1e-3, 20, "constant", None),
     (2e-5, 0, "constant", None),
-    # Odd ends, short warm-ups.
+    # Odd numbers of steps and short warm-ups.
     (0.5, 2, "trapezoid", 9),
     (0.5, 1, "linear", 8),
     (0.5, 3, "cosine", 4),
   ],
 )
-def test_rates_are_the_closed_form_at_every_step(settings):
+def test_rates_equal_the_closed_form_at_every_step(settings):
   peak, warmup, name, end = settings
   config = optimizers.OptimizerConfig(
     learning_rate=peak, warmup_steps=warmup, schedule=name, total_steps=end

@@ -1,4 +1,4 @@
-"""Some positions and tokens: the loss of the rest is left out, none of it distorted."""
+"""Subsampled positions and tokens estimate the whole loss without bias."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def batch_of(seed=0, lengths=(8, 5, 2)):
 
 
 def model_of(logits):
-  """A model that knows only `score`: whatever it reads, it gives these logits."""
+  """A model with only `score`, which returns these logits for any input."""
   unused = None
   return base.Model(
     "fixed", VOCAB, unused, unused, unused, lambda *_: logits, unused, unused
@@ -62,13 +62,13 @@ ANY = functools.partial(losses.LossConfig, divergence="jsd", jsd_beta=0.1)
 @pytest.mark.parametrize(
   "config", [ANY(), ANY(num_positions=LENGTH), ANY(num_tokens=VOCAB)], ids=str
 )
-def test_all_of_both_is_the_whole_loss(config):
+def test_sampling_everything_gives_the_whole_loss(config):
   batch = batch_of()
   whole = float(losses.distillation_loss(config, LOGITS, batch))
   assert loss(config, batch) == pytest.approx(whole, rel=1e-6)
 
 
-def test_positions_differ_and_are_emitted_ones():
+def test_positions_are_distinct_and_emitted():
   batch, config = batch_of(), ANY(num_positions=4)
   sampled = draw(config, batch, KEY, VOCAB)
   emitted = [8, 5, 2]
@@ -82,14 +82,14 @@ def test_positions_differ_and_are_emitted_ones():
   np.testing.assert_array_equal(sampled.batch.target, batch.target)
 
 
-def test_other_slices_look_elsewhere():
+def test_other_keys_draw_other_positions():
   batch, config = batch_of(), ANY(num_positions=4)
   keys = jax.random.split(KEY, 2)
   one, other = (draw(config, batch, key, VOCAB).positions for key in keys)
   assert not np.array_equal(one, other)
 
 
-def test_errors_alone_are_looked_at_where_asked():
+def test_only_error_positions_are_drawn_if_configured():
   batch = batch_of(lengths=(8, 8, 8))
   config = ANY(positions="error", num_positions=2)
   sampled = draw(config, batch, KEY, VOCAB)
@@ -97,18 +97,18 @@ def test_errors_alone_are_looked_at_where_asked():
   assert np.all(np.sum(judged, 1) == np.minimum(2, np.sum(batch.records.error, 1)))
 
 
-def test_the_mean_over_slices_is_the_whole_loss():
-  """Rows of one length: each position then counts the same."""
+def test_the_mean_over_slices_estimates_the_whole_loss():
+  """Rows have the same length, so every position has the same weight."""
   batch = batch_of(lengths=(8, 8, 8))
   whole = loss(ANY(), batch)
   config = ANY(num_positions=2)
   parts = [loss(config, batch, key=k) for k in jax.random.split(KEY, 300)]
   error = np.std(parts) / np.sqrt(len(parts))
   assert abs(np.mean(parts) - whole) < 4 * error
-  assert error < 0.02 * whole  # else anything would pass
+  assert error < 0.02 * whole  # otherwise any value would pass
 
 
-def test_the_likeliest_tokens_are_taken():
+def test_the_tokens_with_most_mass_are_drawn():
   batch = batch_of()
   sampled = draw(ANY(num_tokens=6), batch, KEY, VOCAB)
   mass = np.zeros(VOCAB)
@@ -119,22 +119,22 @@ def test_the_likeliest_tokens_are_taken():
   assert set(np.asarray(sampled.tokens).tolist()) == set(np.argsort(-mass)[:6])
 
 
-def test_mass_of_tokens_left_out_goes_to_the_tail():
+def test_mass_of_other_tokens_moves_to_the_tail():
   batch = batch_of()
   sampled = draw(ANY(num_tokens=6), batch, KEY, VOCAB)
   kept = np.asarray(sampled.batch.records.log_probs)
   total = np.exp(kept).sum(-1) + sampled.batch.records.tail
   np.testing.assert_allclose(total, 1, atol=1e-5)
   assert np.any(sampled.batch.records.tail > batch.records.tail + 0.05)
-  # and every id still says the same token
+  # Every remaining id still refers to the same token.
   tokens = np.append(sampled.tokens, -1)
-  said, meant = tokens[sampled.batch.records.ids], np.asarray(batch.records.ids)
-  is_kept = said >= 0
-  np.testing.assert_array_equal(said[is_kept], meant[is_kept])
+  found, expected = tokens[sampled.batch.records.ids], np.asarray(batch.records.ids)
+  is_kept = found >= 0
+  np.testing.assert_array_equal(found[is_kept], expected[is_kept])
   assert 0 < is_kept.mean() < 1
 
 
-def test_negatives_estimate_what_the_draft_gives_all_others():
+def test_negatives_estimate_the_draft_mass_on_other_tokens():
   batch = batch_of()
   config = ANY(num_tokens=10, num_negatives=8)
 
@@ -147,12 +147,12 @@ def test_negatives_estimate_what_the_draft_gives_all_others():
   expected = np.exp(np.asarray(LOGITS)).sum(-1)
   error = sums.std(0) / np.sqrt(len(sums))
   assert np.all(np.abs(sums.mean(0) - expected) < 5 * error)
-  # without them the rest is missing
+  # Negative control: without negatives, the mass of other tokens is missing.
   few = np.asarray(LOGITS)[..., np.asarray(draw(config, batch, KEY, VOCAB).tokens[:10])]
   assert np.mean(np.exp(few).sum(-1) < 0.8 * expected) > 0.5
 
 
-def test_negatives_need_tokens_to_stand_beside():
+def test_negatives_without_tokens_are_refused():
   with pytest.raises(base.InputError, match="num_negatives"):
     losses.LossConfig(num_negatives=4)
 
@@ -165,7 +165,7 @@ SHAPE = dataclasses.replace(testing.TINY_DRAFT, vocab_size=LARGE)
 
 @functools.cache
 def large_pair():
-  """A target whose rows are sharp, its attached draft, and rows to learn."""
+  """A target with sharp distributions, its attached draft, and rows to learn."""
   target = families.build(SHAPE)
   params = jax.jit(target.init)(jax.random.key(0))
   head = params["decoder"]["logits_dense"]
@@ -201,14 +201,14 @@ def mass_outside(num_negatives, steps=40):
   return before, outside()
 
 
-def test_of_a_large_vocabulary_no_mass_grows_unseen():
+def test_negatives_keep_mass_outside_the_records_from_growing():
   before, after = mass_outside(num_negatives=128)
   assert after < 0.8 * before
   _, unseen = mass_outside(num_negatives=0)
-  assert unseen > after + 0.1  # nobody told that draft
+  assert unseen > after + 0.1  # that loss does not see it
 
 
-def test_frozen_tables_are_neither_trained_nor_kept():
+def test_frozen_tables_are_neither_trained_nor_stored():
   draft, frozen, batch = large_pair()
   config = update.UpdateConfig(loss=ANY(num_tokens=64, num_negatives=16), ema_decay=0.5)
   learner = update.init_learner(config, jax.jit(draft.init)(jax.random.key(2)))

@@ -1,4 +1,4 @@
-"""Whole online runs with an attached draft: the outputs are those of any draft."""
+"""Online runs with an attached draft: it learns, and the outputs stay the target's."""
 
 import dataclasses
 import json
@@ -19,12 +19,12 @@ from osd_jax.models.shapes import DraftServing
 
 pytestmark = pytest.mark.slow
 
-TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # as the clock has it
 COSTS = RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
 ADAPTIVE = adaptive.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
 
 
-# What 24 requests gain at least. Random Llamas are hardly sure of a token: less.
+# Least gain of the overlap over 24 requests. The random Llama has flatter
+# distributions, which are harder to learn.
 GAINS = {"t5": 1.2, "llama": 1.05}
 
 
@@ -35,7 +35,7 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def pair(family, tmp_path_factory):
-  """The tiny target, and a draft that stands on it from nothing."""
+  """A tiny target with an independent draft, and with a new attached draft."""
   folder = tmp_path_factory.mktemp("pair")
   independent = tiny_online.save_lively_pair(folder, family)
   attached = tiny_online.attached(independent)
@@ -62,17 +62,13 @@ def outputs(path):
   return {row["query"]: row["output_ids"] for row in rows}
 
 
-def timeless(path, kind):
-  return [
-    {name: value for name, value in row.items() if not name.endswith(TIMES)}
-    for row in runs.read(path / "metrics.jsonl")
-    if row["kind"] == kind
-  ]
+def requests(path):
+  return [row for row in runs.read(path / "metrics.jsonl") if row["kind"] == "request"]
 
 
 @pytest.fixture(scope="module")
 def plain(pair, tmp_path_factory):
-  """Outputs with the independent draft, frozen."""
+  """Outputs with the frozen independent draft."""
   folder = tmp_path_factory.mktemp("plain")
   config = configured(pair[0], folder / "run", learn=False, compare_every=0)
   return outputs(online.run(config).path)
@@ -86,23 +82,22 @@ def learned(pair, tmp_path_factory):
   return result.path
 
 
-def test_it_learns_and_changes_no_output(learned, plain, family):
+def test_an_attached_draft_learns_and_changes_no_output(learned, plain, family):
   assert outputs(learned) == plain
-  overlaps = [row["overlap"] for row in timeless(learned, "request")]
-  gain = GAINS[family]
+  rows, gain = requests(learned), GAINS[family]
+  overlaps = [row["overlap"] for row in rows]
   assert np.mean(overlaps[-8:]) > gain * np.mean(overlaps[:8])
-  floor = [row["floor_overlap"] for row in timeless(learned, "request")]
-  least = 1 + (gain - 1) / 2
-  assert np.mean(floor[-8:]) < least * np.mean(floor[:8])  # the frozen one does not
-  assert timeless(learned, "update")
+  # Negative control: the frozen draft does not improve.
+  frozen = [row["floor_overlap"] for row in rows]
+  assert np.mean(frozen[-8:]) < (1 + gain) / 2 * np.mean(frozen[:8])
 
 
 LIGHT = DraftServing(int8=True, shortlist=700)
-READ_ANEW = buffer.BufferConfig(capacity=32, keep_target_states=False)
+WITHOUT_STATES = buffer.BufferConfig(capacity=32, keep_target_states=False)
 
 
-def of_one_row_and_light(config):
-  """One row, K chosen by costs, an 8-bit draft with a short head."""
+def with_adaptive_k_and_approximate_draft(config):
+  """One row, an adaptive K, and an 8-bit draft with a shortlist."""
   return dataclasses.replace(
     config,
     pair=dataclasses.replace(config.pair, draft_serving=LIGHT),
@@ -110,53 +105,34 @@ def of_one_row_and_light(config):
   )
 
 
-def of_a_mesh_that_reads_anew(config):
-  """Four devices, a buffer that does not keep what the target has read."""
+def on_a_mesh_without_stored_states(config):
+  """Four devices, and a buffer that does not store target states."""
   return dataclasses.replace(
     config,
     partition=sharding.PartitionConfig(2, 2),
-    learning=dataclasses.replace(config.learning, buffer=READ_ANEW),
+    learning=dataclasses.replace(config.learning, buffer=WITHOUT_STATES),
   )
 
 
-def of_a_mesh_of_parts_and_light(config):
-  """The target in four parts, an 8-bit draft with a short head."""
-  return dataclasses.replace(
-    config,
-    pair=dataclasses.replace(config.pair, draft_serving=LIGHT),
-    partition=sharding.PartitionConfig(1, 4),
-  )
-
-
-def of_a_mesh_of_rows(config):
-  """Four rows, each on a device of its own."""
-  return dataclasses.replace(
-    config,
-    decoding=dataclasses.replace(config.decoding, rows=4),
-    partition=sharding.PartitionConfig(4, 1),
-  )
-
-
-MODES = [
-  of_one_row_and_light,
-  of_a_mesh_that_reads_anew,
-  of_a_mesh_of_parts_and_light,
-  of_a_mesh_of_rows,
-]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_in_every_mode_the_outputs_are_the_same(mode, pair, plain, tmp_path):
+@pytest.mark.parametrize(
+  "family, mode",
+  [
+    ("t5", on_a_mesh_without_stored_states),
+    ("llama", with_adaptive_k_and_approximate_draft),
+  ],
+  indirect=["family"],
+)
+def test_modes_change_no_output(family, mode, pair, plain, tmp_path):
   result = online.run(mode(configured(pair[1], tmp_path / "run")))
   assert result.exact
   assert outputs(result.path) == plain
-  overlaps = [row["overlap"] for row in timeless(result.path, "request")]
+  overlaps = [row["overlap"] for row in requests(result.path)]
   assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
-def test_a_long_warm_start_is_read_on_a_mesh():
-  """Of XLA's CPU devices, piled up computations wait for one another for ever."""
+def test_a_long_warm_start_finishes_on_a_mesh():
+  """Queued computations on several CPU devices of XLA can deadlock."""
   decoding = engine.DecodingConfig(source_lengths=(40,), target_length=64)
   mesh = sharding.PartitionConfig(2, 2)
   with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
@@ -195,39 +171,7 @@ def test_a_late_prefill_reads_its_own_row(pair, data):
   assert not np.array_equal(keys[0], keys[1])
 
 
-class Interrupted(Exception):
-  """A run that ends between two steps, as a killed one does."""
-
-
-def interrupted(config, count):
-  step = engine.Engine.step
-
-  def counted(self):
-    nonlocal count
-    done = step(self)
-    count -= len(done)
-    if count < 0:
-      raise Interrupted
-    return done
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(engine.Engine, "step", counted)
-    with pytest.raises(Interrupted):
-      online.run(config)
-
-
-def test_resumed_it_ends_bit_equal(pair, learned, tmp_path):
-  config = configured(pair[1], tmp_path / "run")
-  interrupted(config, 13)
-  path = online.run(config).path
-  assert timeless(path, "request") == timeless(learned, "request")
-  assert timeless(path, "update") == timeless(learned, "update")
-  loaded = pairs.load_pair(pair[1])
-  one, other = (loaded.load_draft(run / "draft.safetensors") for run in (path, learned))
-  jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def test_the_adapted_draft_belongs_to_its_target(pair, learned):
+def test_an_adapted_draft_loads_with_its_own_target_only(pair, learned):
   path = str(learned / "draft.safetensors")
   adapted = pairs.load_pair(dataclasses.replace(pair[1], draft=path))
   held = pairs.load_pair(pair[1]).load_draft(path)
@@ -236,8 +180,8 @@ def test_the_adapted_draft_belongs_to_its_target(pair, learned):
     pairs.load_pair(pairs.PairConfig(draft=path))
 
 
-def test_checkpoints_hold_nothing_of_the_targets(pair):
-  """No array over the vocabulary, as the embedding and the head are."""
+def test_checkpoints_contain_no_frozen_parameters(pair):
+  """The frozen embedding and head are the only arrays over the vocabulary."""
   loaded = pairs.load_pair(pair[1])
   config = learner.LearningConfig(update=update.UpdateConfig(ema_decay=0.5))
   learning = learner.Learner(loaded.draft, loaded.draft_params, config, 8, 4, 2)
@@ -252,4 +196,4 @@ def test_checkpoints_hold_nothing_of_the_targets(pair):
     ]
 
   assert over_the_vocabulary(arrays) == []
-  assert len(over_the_vocabulary(learning.serving)) == 3  # what drafts has them all
+  assert len(over_the_vocabulary(learning.serving)) == 3

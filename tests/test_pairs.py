@@ -1,4 +1,4 @@
-"""A pair is loaded as it was written, and does not load what does not fit."""
+"""Loading pairs: files and folders, and errors for files that do not fit together."""
 
 import dataclasses
 import sys
@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_online
 import tiny_pair
 
-from osd_jax import base, pairs, sharding
+import osd_jax
+from osd_jax import base, pairs, sharding, testing
 from osd_jax.data import vocabulary as vocabularies
+from osd_jax.engine import engine
 from osd_jax.models import convert, families, t5, weights
 
 
@@ -36,7 +39,7 @@ def assert_same(found, wanted):
   jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-def test_a_pair_is_what_its_files_hold(config):
+def test_a_pair_has_the_parameters_of_its_files(config):
   pair = load(config)
   assert_same(pair.target_params, weights.load(config.target).params)
   assert_same(pair.draft_params, weights.load(config.draft).params)
@@ -44,8 +47,8 @@ def test_a_pair_is_what_its_files_hold(config):
   assert (pair.target.name, pair.draft.name) == ("target", "draft")
 
 
-def test_loading_again_gives_the_same_functions(config):
-  one, again = load(config), load(config)  # so that nothing compiles twice
+def test_loading_again_gives_the_same_models(config):
+  one, again = load(config), load(config)
   assert one.target is again.target and one.draft is again.draft
 
 
@@ -59,16 +62,16 @@ def test_an_adapted_draft_loads_like_the_first(config, tmp_path):
   assert again.draft_config == pair.draft_config
 
 
-def test_the_shipped_vocabulary_reads_and_writes(config):
+def test_the_shipped_vocabulary_encodes_and_decodes(config):
   vocabulary = load(config).vocabulary
   ids = vocabulary.encode("SELECT name")
   assert vocabulary.decode(ids) == "SELECT name"
 
 
-def test_both_models_compute_in_the_wanted_type(config):
+def test_dtype_applies_to_both_models(config):
   pair = load(dataclasses.replace(config, dtype="bfloat16"))
   assert pair.draft_config.dtype == "bfloat16"
-  # The target is never trained: no bits that it does not compute with, no second copy.
+  # The target is not trained, so it has no float32 parameters and no second copy.
   served = pair.target.prepare(pair.target_params)
   assert {leaf.dtype for leaf in jax.tree.leaves(pair.target_params)} == {
     jnp.dtype("bfloat16")
@@ -79,7 +82,7 @@ def test_both_models_compute_in_the_wanted_type(config):
       params = params[name]
     assert params is pair.target_params["encoder"]["encoder_norm"]["scale"]
   drafts = {leaf.dtype for leaf in jax.tree.leaves(pair.draft_params)}
-  assert drafts == {jnp.dtype("float32")}  # which is
+  assert drafts == {jnp.dtype("float32")}  # is trained
   assert pair.target is not load(config).target
 
 
@@ -90,7 +93,7 @@ def test_another_vocabulary_is_refused(config, field, tmp_path):
     load(changed)
 
 
-def test_sizes_must_agree(config, tmp_path):
+def test_vocabulary_sizes_must_agree(config, tmp_path):
   found = weights.load(config.draft)
   wider = dataclasses.replace(found.config, vocab_size=tiny_pair.VOCAB_SIZE + 64)
   params = families.build(wider).init(jax.random.key(0))
@@ -99,7 +102,7 @@ def test_sizes_must_agree(config, tmp_path):
     load(changed)
 
 
-def test_a_model_must_know_every_id_of_the_vocabulary(config, tmp_path):
+def test_a_model_must_cover_every_id_of_the_vocabulary(config, tmp_path):
   unnamed = rewritten(config, "target", tmp_path, vocabulary="")
   with pytest.raises(ValueError, match=r"PairConfig\.target: .*1536 token ids, .*1636"):
     load(dataclasses.replace(unnamed, extra_ids=100))
@@ -111,7 +114,7 @@ def test_missing_files_are_named(config, field):
     load(dataclasses.replace(config, **{field: "nowhere/at_all.safetensors"}))
 
 
-def test_a_file_of_something_else_is_refused(config, tmp_path):
+def test_other_files_are_refused(config, tmp_path):
   path = tmp_path / "text.safetensors"
   path.write_text("no weights")
   with pytest.raises(ValueError, match="text.safetensors"):
@@ -133,7 +136,7 @@ def as_folders(config, folder):
   )
 
 
-def test_folders_of_transformers_are_the_same_pair(config, tmp_path):
+def test_folders_of_transformers_give_the_same_pair(config, tmp_path):
   pair, files = load(as_folders(config, tmp_path)), load(config)
   assert_same(pair.target_params, files.target_params)
   assert_same(pair.draft_params, files.draft_params)
@@ -142,7 +145,7 @@ def test_folders_of_transformers_are_the_same_pair(config, tmp_path):
   assert weights.load(saved).vocabulary
 
 
-def test_the_folder_leads_to_relative_paths_only(config, tmp_path):
+def test_folder_applies_to_relative_paths_only(config, tmp_path):
   there = as_folders(config, tmp_path)
   shipped = "shipped:demo_vocabulary.model"
   mixed = dataclasses.replace(there, draft=config.draft, vocabulary=shipped)
@@ -151,7 +154,7 @@ def test_the_folder_leads_to_relative_paths_only(config, tmp_path):
     load(dataclasses.replace(there, target="."))
 
 
-def test_sizes_of_folders_must_agree(config, tmp_path):
+def test_vocabulary_sizes_of_folders_must_agree(config, tmp_path):
   there = as_folders(config, tmp_path)
   found = weights.load(config.draft)
   wider = dataclasses.replace(found.config, vocab_size=tiny_pair.VOCAB_SIZE + 64)
@@ -163,16 +166,16 @@ def test_sizes_of_folders_must_agree(config, tmp_path):
     load(dataclasses.replace(there, extra_ids=100))
 
 
-def test_a_type_that_is_for_rescoring_only_is_refused():
+def test_float64_is_refused_for_a_pair():
   with pytest.raises(ValueError, match="PairConfig.dtype: received 'float64'"):
     pairs.PairConfig(dtype="float64")
 
 
-# ---- What is named
+# ---- Errors
 
 
 @pytest.mark.parametrize("field", ["target", "draft"])
-def test_a_nan_is_named_with_its_setting_file_and_tensor(config, field, tmp_path):
+def test_nan_error_names_field_file_and_tensor(config, field, tmp_path):
   params = weights.load(getattr(config, field)).params
   path = "decoder/decoder_norm/scale"
   params["decoder"]["decoder_norm"]["scale"] *= np.nan
@@ -182,7 +185,7 @@ def test_a_nan_is_named_with_its_setting_file_and_tensor(config, field, tmp_path
     load(changed)
 
 
-def test_the_sentinels_that_weights_were_trained_with_are_asked_for(config, tmp_path):
+def test_extra_ids_must_match_the_weights(config, tmp_path):
   with_sentinels = vocabularies.Vocabulary.load(config.path("vocabulary"), 100)
   fingerprint = with_sentinels.fingerprint
   for field in ("target", "draft"):
@@ -201,7 +204,7 @@ def test_the_sentinels_that_weights_were_trained_with_are_asked_for(config, tmp_
   assert load(dataclasses.replace(config, extra_ids=100)).vocabulary == with_sentinels
 
 
-def test_the_sentinels_that_a_folder_states_are_asked_for(config, tmp_path):
+def test_extra_ids_must_match_the_tokenizer_settings(config, tmp_path):
   there = as_folders(config, tmp_path)
   settings = tmp_path / "target" / "tokenizer_config.json"
   settings.write_text('{"extra_ids": 100}')
@@ -212,8 +215,8 @@ def test_the_sentinels_that_a_folder_states_are_asked_for(config, tmp_path):
     assert load(there)
 
 
-def test_published_t5s_want_their_sentinels(monkeypatch):
-  """32,128 rows for 32,000 pieces: nothing else says that there are 100 more."""
+def test_extra_ids_are_known_for_published_t5s(monkeypatch):
+  """With 32,000 pieces, 32,128 or 32,100 rows imply 100 sentinel tokens."""
   pieces = vocabularies.Vocabulary("f", 32_000, "nowhere/spiece.model", 0, None)
   config = pairs.PairConfig(target="flan-t5-small")
   for size in (32_128, 32_100, 32_000, 33_000):
@@ -227,7 +230,7 @@ def test_published_t5s_want_their_sentinels(monkeypatch):
 
 @pytest.mark.parametrize("field", ["target", "draft", "vocabulary"])
 @pytest.mark.parametrize("name", ["google/flan-t5-small", "t5-small"])
-def test_a_name_on_the_hub_is_downloaded_where_that_is_possible(
+def test_a_name_on_the_hub_is_downloaded_if_possible(
   config, field, name, tmp_path, monkeypatch
 ):
   folders = as_folders(config, tmp_path)
@@ -240,7 +243,7 @@ def test_a_name_on_the_hub_is_downloaded_where_that_is_possible(
   hub = types.ModuleType("huggingface_hub")
   hub.snapshot_download = snapshot_download
   changed = dataclasses.replace(config, **{field: name})
-  monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were absent
+  monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # not installed
   with pytest.raises(
     base.InputError,
     match=rf"PairConfig\.{field}: received '{name}'.*local.*pip install",
@@ -276,3 +279,64 @@ def test_a_name_on_the_hub_is_downloaded_where_that_is_possible(
 def test_bad_settings_are_named(changes, named):
   with pytest.raises(base.InputError, match=rf"PairConfig\.{named}: received"):
     pairs.PairConfig(**changes)
+
+
+# ---- Decoder-only pairs
+
+
+@pytest.fixture(scope="module")
+def llama_pair(tmp_path_factory):
+  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def refused(pair, match, **changes):
+  with pytest.raises(base.InputError, match=match):
+    pairs.load_pair(dataclasses.replace(pair, **changes))
+
+
+def test_pairs_of_two_families_are_refused(llama_pair, tmp_path):
+  other = tiny_pair.save_tiny_pair(tmp_path)
+  match = r"PairConfig.draft.* is a T5, but .* of a decoder-only"
+  refused(llama_pair, match, draft=other.draft)
+  refused(other, r"is a decoder-only model, but .* of a T5", target=llama_pair.target)
+
+
+def test_different_end_of_sequence_tokens_are_refused(llama_pair, tmp_path):
+  found = weights.load(llama_pair.target)
+  config = dataclasses.replace(found.config, eos_ids=(7,))
+  other = tmp_path / "other.safetensors"
+  weights.save(other, dataclasses.replace(found, config=config))
+  refused(llama_pair, r"ends a sequence with \(7,\)", target=str(other))
+
+
+def test_state_layer_selects_the_states_of_an_attached_draft(llama_pair, tmp_path):
+  source = np.arange(3, 11, dtype=np.int32)[None]
+
+  def loaded(layer, draft="attached"):
+    config = dataclasses.replace(tiny_online.attached(llama_pair), state_layer=layer)
+    return pairs.load_pair(dataclasses.replace(config, draft=draft))
+
+  def target_states(found):
+    served = found.target.prepare(found.target_params)
+    return found.target.prefill(
+      served, source, found.target.mask(source), 12
+    ).target_states
+
+  after_all, first = loaded(0), loaded(1)
+  assert not np.array_equal(target_states(first), target_states(after_all))
+  last = loaded(testing.TINY_LLAMA.num_layers)
+  np.testing.assert_array_equal(target_states(last), target_states(after_all))
+  path = first.save_draft(tmp_path / "draft.safetensors", first.draft_params, "")
+  assert loaded(1, str(path)).draft_config == tiny_online.SHAPE
+  with pytest.raises(base.InputError, match="attached to the target"):
+    loaded(0, str(path))
+  with pytest.raises(base.InputError, match=r"PairConfig\.state_layer: received 9"):
+    loaded(9)
+  with pytest.raises(base.InputError, match=r"state_layer: received 1.*an encoder"):
+    pairs.load_pair(pairs.PairConfig(state_layer=1))
+
+
+def test_more_tokens_than_positions_are_refused(llama_pair):
+  long = engine.DecodingConfig(source_lengths=(200,), target_length=60)
+  with pytest.raises(base.InputError, match="are 260 tokens, expected at most the 256"):
+    osd_jax.Server(llama_pair, long)

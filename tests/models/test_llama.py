@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base, native, testing
-from osd_jax.models import families, llama
+from osd_jax.models import convert, families, llama
 from osd_jax.models.shapes import DraftServing, LlamaConfig, RopeScaling
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 9, 4
@@ -293,3 +293,34 @@ def test_a_shape_survives_json():
   config = SHAPES["scaled"]
   again = LlamaConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
   assert again == config
+
+
+@pytest.mark.parametrize(
+  "changes, match",
+  [
+    ({"model_type": "gpt2"}, "model_type: received 'gpt2'"),
+    ({"hidden_act": "gelu"}, "hidden_act: received 'gelu'"),
+    ({"quantization_config": {"bits": 4}}, "quantised"),
+    ({"num_local_experts": 8}, "mixture of experts"),
+    ({"mlp_bias": True}, "mlp_bias.*biases"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type.*'yarn'"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ({"eos_token_id": None}, "eos_token_id"),
+    ({"hidden_size": None}, "hidden_size: received nothing"),
+  ],
+)
+def test_unsupported_fields_of_config_json_are_refused(changes, match):
+  fields = convert.config_to_hugging_face(testing.TINY_LLAMA)
+  fields.pop("rope_parameters")
+  assert convert.config_from_hugging_face(fields) == testing.TINY_LLAMA
+  with pytest.raises(base.InputError, match=match):
+    convert.config_from_hugging_face({**fields, **changes})
+
+
+def test_sliding_window_limits_max_positions():
+  fields = convert.config_to_hugging_face(testing.TINY_LLAMA)
+  window = {"sliding_window": 32}
+  mistral = {**fields, "model_type": "mistral", **window}
+  assert convert.config_from_hugging_face(mistral).max_positions == 32
+  qwen = {**fields, "model_type": "qwen2", **window}  # off by default
+  assert convert.config_from_hugging_face(qwen).max_positions == 256

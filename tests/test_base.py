@@ -1,4 +1,4 @@
-"""Configs are checked by one set of helpers: every mistake names its field."""
+"""Checks of configs: every error names its field."""
 
 import dataclasses
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class Config:
     {"made": lambda text: Inner(len(text))},
   ],
 )
-def test_what_is_of_its_type_is_taken(changes):
+def test_values_of_the_declared_type_are_accepted(changes):
   for field, value in changes.items():
     assert getattr(Config(**changes), field) == value
 
@@ -74,7 +74,7 @@ def test_what_is_of_its_type_is_taken(changes):
     ({"made": "Inner"}, "Inner | Callable[[str], Inner]"),
   ],
 )
-def test_what_is_not_is_named_with_what_was_expected(changes, expected):
+def test_invalid_values_are_named_with_the_expected_type(changes, expected):
   with pytest.raises(base.InputError) as caught:
     Config(**changes)
   ((field, value),) = changes.items()

@@ -1,4 +1,4 @@
-"""`osd convert`, and the paper's own pair from folders of transformers, end to end."""
+"""`osd convert`, and the paper's T5 pair from folders of transformers, end to end."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def assert_same(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 
-def test_there_and_back_is_the_same_folder(folder, tmp_path):
+def test_round_trip_gives_the_same_folder(folder, tmp_path):
   file = tmp_path / "w.safetensors"
   ours = convert.run(convert.ConvertConfig(str(folder), str(file))).path
   back = convert.run(
@@ -45,7 +45,7 @@ def test_there_and_back_is_the_same_folder(folder, tmp_path):
     assert (back / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_the_vocabulary_is_noted_or_goes_along(folder, tmp_path, given):
+def test_the_vocabulary_is_recorded_or_written(folder, tmp_path, given):
   fingerprint = Vocabulary.load(assets.resolve(VOCABULARY), 100).fingerprint
   config = convert.ConvertConfig(
     str(folder), str(tmp_path / "w.safetensors"), vocabulary=VOCABULARY, extra_ids=100
@@ -71,7 +71,7 @@ def test_the_vocabulary_is_noted_or_goes_along(folder, tmp_path, given):
   assert not (tmp_path / "no").exists()
 
 
-def test_t5x_needs_a_shape(tmp_path, repository):
+def test_t5x_checkpoints_need_a_shape(tmp_path, repository):
   from models import test_t5x_parity as parity
 
   source = repository.parent / "shared/fixtures/t5x/native/checkpoint_7"
@@ -106,7 +106,7 @@ def test_t5x_needs_a_shape(tmp_path, repository):
     ({"model": t5.T5Config()}, "leave the model out"),
   ],
 )
-def test_mistakes_are_named_and_write_nothing(folder, tmp_path, changes, named):
+def test_invalid_settings_are_named_and_write_nothing(folder, tmp_path, changes, named):
   fields = {"source": str(folder), "output": str(tmp_path / "w"), **changes}
   with pytest.raises(base.InputError) as caught:
     convert.run(convert.ConvertConfig(**fields))
@@ -119,7 +119,7 @@ def test_mistakes_are_named_and_write_nothing(folder, tmp_path, changes, named):
 
 @pytest.fixture
 def unprepared(monkeypatch):
-  """Keeps the test process's own JAX settings."""
+  """Keeps the JAX settings of the test process."""
   monkeypatch.setattr(cli, "_prepare_jax", lambda: None)
 
 
@@ -149,7 +149,7 @@ def test_the_command_names_a_wrong_tensor_with_both_shapes(
 
 @pytest.fixture
 def checkpoints(given, tmp_path):
-  """What CHECKPOINTS holds, tiny: flan-t5-xl/ and t5-small/."""
+  """A tiny CHECKPOINTS folder with flan-t5-xl/ and t5-small/."""
   folder = tmp_path / "checkpoints"
   files = tokenizer_files(Vocabulary.load(assets.resolve(VOCABULARY), 100))
   formats.write_hugging_face(folder / "flan-t5-xl", given, files)
@@ -175,16 +175,16 @@ def data(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_papers_pair_runs_from_a_folder_of_its_layout(
+def test_the_papers_pair_runs_and_converts_back(
   checkpoints, data, tmp_path, unprepared
 ):
-  """The one gin file, the two folders, an adapted draft, and the way back."""
+  """An online run from two folders, and its draft converted back."""
   run = tmp_path / "run"
   settings = {
     "CHECKPOINTS": str(checkpoints),
     "DATA_DIR": str(data),
     "OnlineConfig__run_directory": str(run),
-    # small: what the file says otherwise takes 3 B parameters' time
+    # much smaller than the sizes in the gin file
     "StreamConfig__requests_per_task": 6,
     "StreamConfig__source_length": 32,
     "StreamConfig__reader": "plain",
@@ -197,7 +197,7 @@ def test_the_papers_pair_runs_from_a_folder_of_its_layout(
   adapted = weights.load(run / "draft.safetensors")
   assert adapted.config == first.config
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), adapted.params, first.params)
-  assert any(jax.tree.leaves(moved))  # it learnt
+  assert any(jax.tree.leaves(moved))
   home = tmp_path / "adapted"
   settings = {
     "ConvertConfig__source": str(run / "draft.safetensors"),
@@ -213,9 +213,7 @@ def test_the_papers_pair_runs_from_a_folder_of_its_layout(
   jax.tree.map(np.testing.assert_array_equal, loaded.draft_params, adapted.params)
 
 
-def test_the_checkpoints_are_all_that_the_file_asks_for(
-  checkpoints, unprepared, capsys
-):
+def test_the_gin_files_require_only_checkpoints(checkpoints, unprepared, capsys):
   assert osd("online", "experiments/flan_t5_xl_gsm8k.gin") == 2
   error = capsys.readouterr().err
   assert "--gin.CHECKPOINTS=" in error and len(error.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""EAGLE's form of a draft, as `experiments/draft_forms` compares it with ours."""
+"""The draft forms that `experiments/draft_forms` compares: ours and EAGLE's."""
 
 import sys
 
@@ -53,10 +53,8 @@ def drafter(given):
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_a_step_is_that_of_a_draft_that_goes_on_from_its_own_states(
-  drafter, given, start
-):
-  """The oracle drafts one by one, and has what it said in the target's place."""
+def test_scores_equal_drafting_step_by_step(drafter, given, start):
+  """The oracle drafts one token at a time, from its own states."""
   at_once = drafter(4, given[1])
   before = given[1].copy()
   for step in range(4):
@@ -65,7 +63,7 @@ def test_a_step_is_that_of_a_draft_that_goes_on_from_its_own_states(
     before[:, PROMPT + start + step + 1] = one
 
 
-def test_the_targets_later_states_are_not_seen(drafter, given):
+def test_later_target_states_are_not_used(drafter, given):
   before = given[1].copy()
   before[:, PROMPT + 3 :] = 7.0
   for step, (mine, other) in enumerate(zip(drafter(3, given[1]), drafter(3, before))):
@@ -73,7 +71,7 @@ def test_the_targets_later_states_are_not_seen(drafter, given):
     assert not np.allclose(mine[:, 3 + step], other[:, 3 + step])
 
 
-def test_padding_is_not_seen(drafter, given):
+def test_padding_is_not_used(drafter, given):
   before = given[1].copy()
   before[0, PROMPT - 2 : PROMPT] = 7.0
   for mine, other in zip(drafter(3, given[1]), drafter(3, before)):
@@ -93,7 +91,7 @@ def test_calls_of_an_answer(right, length, calls):
   assert run.calls_of(right.astype(bool), length) == calls
 
 
-def test_overlaps_are_of_the_places_that_a_step_can_be_at():
+def test_overlaps_cover_the_reachable_positions():
   mask = jnp.arange(5)[None] < jnp.asarray([[3], [5]])
   seen = np.asarray(run.places(mask, 2))
   assert seen.tolist() == [[0, 0, 1, 0, 0], [0, 0, 1, 1, 1]]
@@ -112,12 +110,12 @@ def judge():
 
 @pytest.fixture(autouse=True)
 def as_the_program_runs():
-  """What the package is held to in tests is no rule for the program."""
+  """The experiment does not use the strict settings of the tests."""
   with jax.numpy_rank_promotion("allow"):
     yield
 
 
-def test_the_target_is_judged_by_what_it_would_say(judge):
+def test_overlap_uses_the_target_distribution(judge):
   rows = judge.rows(SOURCE, TARGET)
   model = families.build(testing.TINY_LLAMA)
   said = jax.nn.log_softmax(model.score(judge.params, SOURCE, SOURCE != -1, TARGET))
@@ -127,8 +125,8 @@ def test_the_target_is_judged_by_what_it_would_say(judge):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_state_before_a_token_knows_nothing_of_it(judge, place):
-  """A form that saw one state too many would look better than it is."""
+def test_the_state_before_a_token_does_not_depend_on_it(judge, place):
+  """A form that saw a later state would look better than it is."""
   other = TARGET.copy()
   other[0, place] = 20
   mine, changed = judge.rows(SOURCE, TARGET), judge.rows(SOURCE, other)
@@ -139,7 +137,7 @@ def test_the_state_before_a_token_knows_nothing_of_it(judge, place):
     assert not np.allclose(mine.before[0, fed + 1], changed.before[0, fed + 1])
 
 
-def test_the_state_before_an_answer_is_behind_the_prompt_but_its_last(judge):
+def test_the_state_before_an_answer_does_not_depend_on_padding(judge):
   """Whatever fills the prompt up."""
   wide = np.pad(SOURCE, ((0, 0), (0, 3)), constant_values=-1)
   mine, padded = judge.rows(SOURCE, TARGET), judge.rows(wide, TARGET)
@@ -166,7 +164,7 @@ def test_every_form_learns(judge):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_forms_are_chosen_by_name():
+def test_forms_are_selected_by_name():
   made = {"prompt": 1, "states": 2}
   assert run.chosen(made, None) == made
   assert run.chosen(made, ["states"]) == {"states": 2}

@@ -1,4 +1,4 @@
-"""docs/how_to/extend.md: every block runs, and does what the text says."""
+"""docs/how_to/extend.md: every block runs and does what the text says."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def ran(repository, tmp_path_factory):
-  """The names that the blocks leave behind, run in their order."""
+  """The namespace after running all blocks in order."""
   folder = tmp_path_factory.mktemp("extending")
   text = (repository / "docs" / "how_to" / "extend.md").read_text()
   names = {
@@ -34,7 +34,7 @@ def of(rows, kind):
   return [row for row in rows if row["kind"] == kind]
 
 
-def test_the_run_served_the_stream_and_learned_by_the_schedule(ran):
+def test_the_run_serves_the_stream_and_follows_the_schedule(ran):
   requests, updates = of(ran["rows"], "request"), of(ran["rows"], "update")
   assert [row["query"] for row in requests] == list(range(12))
   assert {row["source"] for row in requests} == {"support"}
@@ -43,8 +43,8 @@ def test_the_run_served_the_stream_and_learned_by_the_schedule(ran):
   assert not ran["questions"]
 
 
-def test_the_bigram_learned(ran):
-  """It begins with no opinion: any update moves its table."""
+def test_the_bigram_learns(ran):
+  """Its table is zero at first."""
   before = ran["pair"].draft_params
   overlaps = [row["overlap"] for row in of(ran["rows"], "request")]
   floors = [row["floor_overlap"] for row in of(ran["rows"], "request")]
@@ -52,7 +52,7 @@ def test_the_bigram_learned(ran):
   assert overlaps[0] == floors[0] and overlaps[-1] > floors[-1]
 
 
-def test_a_rule_without_a_promise_says_so_in_the_verdict(ran, tmp_path):
+def test_the_verdict_reports_an_inexact_rule(ran, tmp_path):
   page = (ran["result"].path / "report.html").read_text()
   assert "NOT EXACT by choice" in page
   exact = dataclasses.replace(
@@ -67,8 +67,8 @@ def test_a_rule_without_a_promise_says_so_in_the_verdict(ran, tmp_path):
   assert "NOT EXACT" not in page
 
 
-def test_the_lenient_rule_accepts_more_and_is_not_exact(ran):
-  """On a draft that is often second best; the rule is asked though rows are greedy."""
+def test_the_lenient_rule_accepts_more_and_is_inexact(ran):
+  """The draft often proposes the second-best token; rules apply to greedy rows too."""
   pair, counts, texts = ran["pair"], [], []
   prompt = engine.Request(np.array([5, 9, 7, 1], np.int32), max_length=12)
   for rule in ("rejection", ran["lenient"]):
@@ -91,7 +91,7 @@ def jax_noise(params):
   )
 
 
-def test_a_divergence_of_ones_own_is_what_the_loss_computes(ran):
+def test_the_loss_uses_a_user_defined_divergence(ran):
   target = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
   draft = jnp.log(jnp.array([[0.2, 0.3, 0.5]]))
   found = losses.divergence(ran["loss"])(target, draft)

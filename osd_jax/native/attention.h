@@ -1,4 +1,4 @@
-// Few queries attending to a cache, head by head.
+// Attention of a few queries to a cache, one head at a time.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace osd {
 
-// What is added to a masked score is below; it leaves no weight.
+// Biases below this mask a position.
 constexpr float kMasked = -5e8;
 
 // One head of one row.
@@ -23,7 +23,7 @@ struct Head {
   int64_t query_stride, bias_stride;  // from one query to the next
   int64_t queries, size;              // n, D
 
-  // How many of the first positions hold all that is not masked; all if none is.
+  // Number of positions up to the last unmasked one; all positions if none is unmasked.
   int64_t Reach(int64_t positions) const {
     int64_t reach = 0;
     for (int64_t n = 0; n < queries; ++n) {
@@ -35,7 +35,7 @@ struct Head {
     return reach == 0 ? positions : reach;
   }
 
-  // Scores of one query, turned into weights; returns their sum.
+  // Turns the scores of one query into unnormalised weights and returns their sum.
   float Weigh(int64_t n, int64_t reach, float* weights) const {
     const float* row = bias + n * bias_stride;
     float largest = -std::numeric_limits<float>::infinity();
@@ -53,7 +53,7 @@ struct Head {
     return Sum(sum);
   }
 
-  // The weighted sum of `kVectors` vectors of every value.
+  // Weighted sum over the values, `kVectors` vectors of components at a time.
   template <int kVectors>
   void Gather(int64_t n, int64_t reach, const float* weights, float total,
               int64_t first) const {

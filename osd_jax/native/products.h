@@ -1,4 +1,4 @@
-// Few columns times a large kernel, of float32 or of 8 bits.
+// Products of a few columns and a large kernel, in float32 or 8 bits.
 
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace osd {
 
-// Of a tile: the sums of kRows x kColumns stay in registers.
+// Size of a tile: its kRows x kColumns sums stay in registers.
 #if defined(__AVX512F__)
 constexpr int kRows = 4;
 constexpr int kColumns = 8;
@@ -29,7 +29,7 @@ constexpr int kColumns = 4;
 constexpr int kInt8Columns = 4;
 constexpr int64_t kAhead = 32768;  // bytes between what is read and what is fetched
 
-// Calls `body` with `count` as a constant of the compiler, 1 <= count <= kMost.
+// Calls `body` with `count` as a compile-time constant, 1 <= count <= kMost.
 template <int kMost, typename Body>
 void WithConstant(int64_t count, const Body& body) {
   if constexpr (kMost > 1) {
@@ -47,7 +47,7 @@ void ForColumns(int64_t columns, const Body& body) {
   }
 }
 
-// Calls `body(row, count)` for tiles of kRows rows, then for single ones.
+// Calls `body(row, count)` for tiles of kRows rows, then for the remaining single rows.
 template <typename Body>
 void ForRows(int64_t begin, int64_t end, const Body& body) {
   int64_t row = begin;
@@ -57,22 +57,22 @@ void ForRows(int64_t begin, int64_t end, const Body& body) {
   for (; row < end; ++row) body(row, std::integral_constant<int, 1>());
 }
 
-// Where what is kAhead behind a tile lies, null if that is no part of the kernel. It is
-// fetched into the second cache (the first is full of inputs) and in the order of
-// memory: rows that are read side by side look like chance to a processor.
+// Address of the data kAhead after a tile, or null past the end of the kernel. It is
+// prefetched into the second-level cache, because the first is full of inputs, and in the
+// order of memory: several rows read in parallel look random to the hardware prefetcher.
 template <typename Weight>
 const char* Ahead(const Weight* tile, const Weight* end) {
   const char* ahead = reinterpret_cast<const char*>(tile) + kAhead;
   return ahead < reinterpret_cast<const char*>(end) ? ahead : nullptr;
 }
 
-// Fetches `lines` lines of 64 bytes.
+// Prefetches `lines` cache lines of 64 bytes.
 inline void Fetch(const char* from, int lines) {
   for (int i = 0; i < lines; ++i) __builtin_prefetch(from + i * 64, 0, 2);
 }
 
-// A tile's columns, a vector of each in turn, zeros behind their end: read in order,
-// however far apart the columns are.
+// The columns of a tile, interleaved by vectors and padded with zeros, so that they are
+// read sequentially.
 inline void Interleave(const float* x, int64_t columns, int64_t in, float* packed) {
   for (int64_t i = 0; i < in; i += kLanes) {
     for (int64_t c = 0; c < columns; ++c, packed += kLanes) {
@@ -143,8 +143,8 @@ inline ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
 }
 
 #ifdef OSD_VNNI
-// The instruction multiplies unsigned by signed bytes: inputs are stored with an offset,
-// whose share in the sum is taken off again.
+// The instruction multiplies unsigned by signed bytes. Inputs are stored with an offset,
+// whose contribution is subtracted from the sum.
 using Input = uint8_t;
 constexpr int kOffset = 128;
 
@@ -207,9 +207,9 @@ void Int8Tile(const int8_t* kernel, const Input* x, int64_t in, const char* ahea
 
 typedef Input InputVector __attribute__((vector_size(kLanes * sizeof(Input))));
 
-// Rounds x [in] to 8 bits, half to even; returns its scale, NaN if x has one.
+// Rounds x [in] to 8 bits, half to even. Returns the scale, which is NaN if x has a NaN.
 inline float Quantize(const float* x, int64_t in, Input* rounded) {
-  // Adding and taking it off leaves no room for a fraction.
+  // Adding and subtracting a number this large rounds to an integer.
   const Vector no_fraction = Vector{} + 0x1.8p23f;
   Vector largest = {};
   IntVector broken = {};

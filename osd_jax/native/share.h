@@ -1,4 +1,4 @@
-// Work shared with the threads of XLA.
+// Work shared with the threads of XLA's pool.
 
 #pragma once
 
@@ -17,8 +17,8 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t kShare = 128 * 1024;  // bytes to read that are worth a thread
 
-// Runs `work(begin, end)` over all rows, shared with the threads of XLA. Nobody waits
-// for a thread that has not begun: whoever is free takes the next part.
+// Runs `work(begin, end)` over all rows on the calling thread and the threads of XLA's
+// pool. A free thread takes the next part, so a busy pool delays nothing.
 inline void Share(ffi::ThreadPool& pool, int64_t rows, int64_t row_bytes,
            std::function<void(int64_t, int64_t)> work) {
   const int64_t threads =

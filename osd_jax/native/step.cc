@@ -1,15 +1,15 @@
-// What a decoding step computes on a CPU: few columns times large kernels, few queries
-// attending to a cache.
+// The operations of a decoding step on a CPU: products of a few columns and large
+// kernels, and attention of a few queries to a cache.
 //
 //   ProductFloat32  y[c, o] = sum_i x[c, i] kernel[o, i]
-//   ProductInt8     the same with a kernel of 8 bits and a scale for each of its rows;
-//                   x is rounded to 8 bits too, with one scale for each of its rows
+//   ProductInt8     the same with an 8-bit kernel and one scale per kernel row;
+//                   x is rounded to 8 bits too, with one scale per row
 //   Attention       softmax(query keys^T + bias) values, for each head
 //
-// Reading the kernel is what a step waits for, so it is read once: some rows of it times
-// all columns, while the rows that follow are fetched. How a sum is ordered depends on
-// its length alone: a column's result has the same bits whatever is computed beside it,
-// in one call or several, with one thread or several.
+// A step spends most of its time reading kernels, so each kernel is read once: a few rows
+// are multiplied by all columns while the next rows are prefetched. The order of a sum
+// depends only on its length, so a column has the same bits whether it is computed alone
+// or with others, in one call or several, with one thread or several.
 
 #include "attention.h"
 #include "products.h"

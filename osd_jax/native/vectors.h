@@ -1,4 +1,4 @@
-// Numbers side by side, as wide as the processor takes them.
+// Vectors of floats in the width of the processor.
 
 #pragma once
 
@@ -27,15 +27,15 @@ inline Vector Load(const float* from) {
   return found;
 }
 
-// The first `count` numbers, and zeros behind them.
+// Loads the first `count` numbers; the others are zero.
 inline Vector LoadSome(const float* from, int64_t count) {
   Vector found = {};
   std::memcpy(&found, from, count * sizeof(float));
   return found;
 }
 
-// The same numbers, of which the compiler does not know that memory has them too: it
-// would read them anew for each product, and reading is what limits a core here.
+// Hides from the compiler that the values are also in memory. Otherwise it would load
+// them again for every product, and loads are the bottleneck here.
 template <typename Any>
 Any InRegister(Any vector) {
 #if defined(__x86_64__)
@@ -44,8 +44,8 @@ Any InRegister(Any vector) {
   return vector;
 }
 
-// left * right + sum, rounded once. Said outright: whether a compiler joins the two
-// depends on what stands around them, and a sum's bits must not.
+// left * right + sum, rounded once. Explicit, because a compiler's choice to fuse the two
+// depends on the surrounding code, and the bits of a sum must not.
 inline Vector MultiplyAdd(Vector left, Vector right, Vector sum) {
 #if defined(__AVX512F__)
   return (Vector)_mm512_fmadd_ps((__m512)left, (__m512)right, (__m512)sum);
@@ -59,7 +59,7 @@ inline Vector MultiplyAdd(Vector left, Vector right, Vector sum) {
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
 
-// The first half plus the second.
+// First half plus second half.
 template <typename Half, typename Whole>
 Half Folded(const Whole& whole) {
   Half halves[2];
@@ -68,7 +68,7 @@ Half Folded(const Whole& whole) {
   return halves[0] + halves[1];
 }
 
-// Pairwise, in an order that is always the same.
+// Sums pairwise, always in the same order.
 inline float Sum(Vector vector) {
 #if defined(__AVX512F__)
   const Eight eight = Folded<Eight>(vector);
@@ -79,7 +79,7 @@ inline float Sum(Vector vector) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// e^x, to some 2e-7 of it; 0 where that is below what float32 stores in full.
+// e^x with a relative error of about 2e-7; 0 where the result would be subnormal.
 inline Vector Exp(Vector x) {
   const Vector round = Vector{} + 0x1.8p23f;
   const Vector power = (x * 0x1.715476p0f + round) - round;  // x / log(2)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints become ours, and anything amiss in them is named.
+"""Conversion of Hugging Face checkpoints, and errors for files that do not fit.
 
 The two folders under fixtures and the outputs beside them were written by
 `fixtures/make_hugging_face.py` with torch and transformers.
@@ -28,7 +28,7 @@ def folder_of(kind):
 
 
 def read_raw(kind):
-  """Fields of config.json and all tensors, as they are in the folder."""
+  """The fields of config.json and all tensors of a fixture."""
   fields = json.loads((folder_of(kind) / "config.json").read_text())
   tensors = safetensors.flax.load_file(folder_of(kind) / "model.safetensors")
   return fields, {name: np.asarray(x) for name, x in tensors.items()}
@@ -42,7 +42,7 @@ def pair(request):
     return weights, dict(file)
 
 
-def test_logits_are_torchs(pair):
+def test_logits_equal_torch(pair):
   weights, torch = pair
   source = torch["source"]
   score = jax.jit(weights.model.score)
@@ -51,7 +51,7 @@ def test_logits_are_torchs(pair):
   assert np.std(torch["logits"]) > 0.1
 
 
-def test_greedy_tokens_are_torchs(pair):
+def test_greedy_tokens_equal_torch(pair):
   weights, torch = pair
   expected = torch["greedy"]
   assert len(np.unique(expected)) > 8
@@ -60,7 +60,7 @@ def test_greedy_tokens_are_torchs(pair):
   )
 
 
-def test_some_greedy_rows_of_torch_end():
+def test_fixtures_contain_rows_that_end_early():
   with np.load(folder_of("t5_1_1") / "outputs.npz") as file:
     assert np.any(file["greedy"][:, :-1] == EOS_ID)
 
@@ -95,11 +95,11 @@ def _fields(**changes):
   return {**fields, **changes}
 
 
-def test_config_of_flan_t5_small_is_its_size():
+def test_config_of_flan_t5_small_equals_its_published_size():
   assert convert.config_from_hugging_face(_fields()) == sizes.SIZES["flan-t5-small"]
 
 
-def test_config_of_t5_small_is_its_size_with_the_librarys_defaults():
+def test_config_of_t5_small_uses_the_defaults_of_transformers():
   fields = {
     "model_type": "t5",
     "vocab_size": 32128,
@@ -121,7 +121,7 @@ def test_config_of_t5_small_is_its_size_with_the_librarys_defaults():
     ({"tie_word_embeddings": True, "scale_decoder_outputs": True}, True),  # 5, 1.0
   ],
 )
-def test_head_is_known_from_files_of_both_major_versions(changes, tied):
+def test_tied_head_is_read_from_files_of_transformers_4_and_5(changes, tied):
   assert convert.config_from_hugging_face(_fields(**changes)).tied_head is tied
 
 
@@ -170,7 +170,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tree_and_shapes_are_those_of_init(kind):
+def test_tree_and_shapes_equal_those_of_init(kind):
   weights = convert.read_hugging_face(folder_of(kind))
   init = jax.eval_shape(families.build(weights.config).init, jax.random.key(0))
   assert jax.tree.map(np.shape, weights.params) == jax.tree.map(np.shape, init)
@@ -204,7 +204,7 @@ def test_unexpected_tensor_is_named():
     converted("t5_1_0", add)
 
 
-def test_many_faults_are_counted():
+def test_error_lists_five_tensors_and_counts_the_rest():
   with pytest.raises(ValueError, match="and 55 more. Check that the configuration"):
     converted("t5_1_0", lambda tensors: tensors.clear())
 
@@ -228,7 +228,7 @@ def test_embedding_under_another_name_only_is_found():
   assert_same(converted("t5_1_0", rename), converted("t5_1_0", lambda _: None))
 
 
-def test_bias_that_nobody_reads_is_dropped():
+def test_unused_bias_is_dropped():
   def add(tensors):
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tensors[name] = np.ones((8, 3), np.float32)
@@ -236,7 +236,7 @@ def test_bias_that_nobody_reads_is_dropped():
   assert_same(converted("t5_1_0", add), converted("t5_1_0", lambda _: None))
 
 
-def test_head_trained_apart_in_a_tied_model_is_refused():
+def test_separately_trained_head_in_a_tied_model_is_refused():
   def change(tensors):
     tensors["lm_head.weight"] = tensors["shared.weight"] + 1
 
@@ -256,8 +256,8 @@ def edited(tmp_path, kind, fields=None, tensors=None):
   return folder
 
 
-def test_unscaled_tied_model_of_transformers_5_heads_with_its_embedding(tmp_path):
-  """T5 1.1 built (not loaded) there ties its head and then writes none."""
+def test_missing_head_of_transformers_5_is_the_embedding(tmp_path):
+  """Transformers 5 ties the head of a new T5 1.1 and does not write it."""
   fields, tensors = read_raw("t5_1_1")
   del tensors["lm_head.weight"]
   assert fields["tie_word_embeddings"] and not fields["scale_decoder_outputs"]
@@ -268,7 +268,7 @@ def test_unscaled_tied_model_of_transformers_5_heads_with_its_embedding(tmp_path
   )
 
 
-def test_lost_head_of_an_untied_model_is_missed(tmp_path):
+def test_missing_head_of_an_untied_model_is_refused(tmp_path):
   fields, tensors = read_raw("t5_1_1")
   del tensors["lm_head.weight"], fields["scale_decoder_outputs"]
   fields["tie_word_embeddings"] = False

@@ -1,4 +1,4 @@
-"""Hugging Face folders: shards, pickles, what is written back, and memory."""
+"""Hugging Face folders: shards, pickles, writing, and memory use."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def copied(tmp_path, kind):
 
 
 def shard(folder, count=3):
-  """Deals the tensors of a folder out among files; returns tensor -> file."""
+  """Splits the tensors of a folder into shards; returns tensor -> file."""
   tensors = safetensors.flax.load_file(folder / "model.safetensors")
   (folder / "model.safetensors").unlink()
   files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -59,7 +59,7 @@ def write_index(folder, places):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sharded_folder_is_the_whole_one(tmp_path, kind):
+def test_shards_equal_one_file(tmp_path, kind):
   whole = convert.read_hugging_face(FIXTURES / f"hugging_face_{kind}")
   folder = copied(tmp_path, kind)
   shard(folder)
@@ -72,7 +72,7 @@ def refusal(folder, **options):
   return str(caught.value)
 
 
-def test_an_index_does_not_lead_outside(tmp_path):
+def test_an_index_must_not_name_files_outside_the_folder(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   places = shard(folder)
   name, file = sorted(places.items())[0]
@@ -83,7 +83,7 @@ def test_an_index_does_not_lead_outside(tmp_path):
     assert name in found and "other files are not opened" in found
 
 
-def test_faults_of_shards_are_named(tmp_path):
+def test_errors_in_shards_are_named(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   places = shard(folder)
   names = sorted(places)
@@ -91,9 +91,7 @@ def test_faults_of_shards_are_named(tmp_path):
   found = refusal(folder)
   assert names[0] in found and f"found nothing in {places[names[1]]}" in found
   write_index(folder, {n: f for n, f in places.items() if n != "shared.weight"})
-  assert "shared.weight: not listed by the index, but found in model-" in refusal(
-    folder
-  )
+  assert "shared.weight: found an unlisted copy in model-" in refusal(folder)
   write_index(folder, places)
   (folder / places[names[0]]).unlink()
   assert places[names[0]] in refusal(folder)
@@ -109,7 +107,7 @@ def test_an_incomplete_file_is_refused(tmp_path):
   assert "expected a complete safetensors file" in refusal(folder)
 
 
-def test_tensors_of_all_floating_types_are_read_to_the_bit(tmp_path):
+def test_all_floating_types_are_read_exactly(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   tensors = safetensors.numpy.load_file(folder / "model.safetensors")
   for kind in ("float16", "float64", "bfloat16"):
@@ -121,7 +119,7 @@ def test_tensors_of_all_floating_types_are_read_to_the_bit(tmp_path):
     assert found.dtype == np.float32
 
 
-def test_whole_numbers_are_refused(tmp_path):
+def test_integer_tensors_are_refused(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   tensors = safetensors.numpy.load_file(folder / "model.safetensors")
   tensors["shared.weight"] = tensors["shared.weight"].astype(np.int8)
@@ -138,7 +136,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
   held[name] = safetensors.flax.load_file(folder / file)[name] + 1
   safetensors.flax.save_file(held, folder / other)
   found = refusal(folder)
-  assert f"tensor {name}: not listed by the index, but found in {other}" in found
+  assert f"tensor {name}: found an unlisted copy in {other}" in found
   assert f"expected it in {file} only" in found
 
 
@@ -151,7 +149,7 @@ def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
-def test_numbers_that_are_not_finite_are_named_with_their_shard(tmp_path, kind):
+def test_non_finite_values_are_named_with_their_shard(tmp_path, kind):
   folder = copied(tmp_path, "t5_1_1")
   places = shard(folder)
   name = "decoder.block.0.layer.2.DenseReluDense.wo.weight"
@@ -163,7 +161,7 @@ def test_numbers_that_are_not_finite_are_named_with_their_shard(tmp_path, kind):
   assert f"{places[name]}: tensor {name}: 2 of its" in found
 
 
-def test_a_copied_embedding_with_a_nan_is_called_that_and_no_other_copy(tmp_path):
+def test_nan_in_a_copied_embedding_is_reported_as_a_nan(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   tensors = safetensors.flax.load_file(folder / "model.safetensors")
   tensors["shared.weight"] = tensors["shared.weight"].at[0, 0].set(jnp.nan)
@@ -176,7 +174,7 @@ def test_a_copied_embedding_with_a_nan_is_called_that_and_no_other_copy(tmp_path
 
 
 def test_a_pickle_is_read_only_if_allowed(tmp_path):
-  """Reading one needs torch: see test_hf_parity.py."""
+  """test_hf_parity.py reads one with torch."""
   folder = copied(tmp_path, "t5_1_0")
   (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
   assert "set allow_torch_bin" in refusal(folder)
@@ -202,7 +200,7 @@ def random_weights(tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_written_is_read_to_the_bit(tmp_path, tied):
+def test_written_folders_are_read_exactly(tmp_path, tied):
   given = random_weights(tied)
   folder = convert.write_hugging_face(tmp_path / "a" / "model", given)
   assert_same(convert.read_hugging_face(folder), given)
@@ -234,8 +232,8 @@ def test_large_weights_are_written_in_shards_and_read_again(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_of_transformers_survives_the_round_trip(tmp_path, kind):
-  """Every tensor under its name, to the bit (bfloat16 as float32)."""
+def test_round_trip_of_a_transformers_folder_is_exact(tmp_path, kind):
+  """Every tensor keeps its name and bits; bfloat16 becomes float32."""
   original = FIXTURES / f"hugging_face_{kind}"
   folder = convert.write_hugging_face(
     tmp_path / "model", convert.read_hugging_face(original)
@@ -253,13 +251,13 @@ def test_a_folder_of_transformers_survives_the_round_trip(tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", sizes.SIZES)
-def test_every_size_has_a_config_that_is_read_back(name):
+def test_configs_of_all_published_sizes_round_trip(name):
   config = sizes.size(name)
   found = convert.config_from_hugging_face(convert.config_to_hugging_face(config))
   assert found == dataclasses.replace(config, embedding_std=1.0)
 
 
-def test_a_block_that_transformers_lacks_is_refused(tmp_path):
+def test_feed_forward_blocks_unknown_to_transformers_are_refused(tmp_path):
   given = random_weights(tied=True)
   config = dataclasses.replace(given.config, mlp_activations=("gelu", "gelu"))
   given = dataclasses.replace(given, config=config)
@@ -269,7 +267,7 @@ def test_a_block_that_transformers_lacks_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("extra_ids", [0, 100])
-def test_the_tokenizer_goes_along(tmp_path, extra_ids):
+def test_the_tokenizer_is_written_too(tmp_path, extra_ids):
   vocabulary = Vocabulary.load(
     assets.resolve("shipped:demo_vocabulary.model"), extra_ids
   )
@@ -291,7 +289,7 @@ def test_the_tokenizer_goes_along(tmp_path, extra_ids):
 
 
 @pytest.mark.parametrize("fault", ["tokenizer", "tensors", "disk"])
-def test_nothing_partial_is_left(tmp_path, monkeypatch, fault):
+def test_failed_writes_leave_no_files(tmp_path, monkeypatch, fault):
   given, tokenizer = random_weights(False), {}
   if fault == "tokenizer":
     tokenizer = {"no/such/folder": b""}
@@ -323,7 +321,7 @@ def test_a_folder_in_use_is_not_overwritten(tmp_path):
 
 
 def most_alive(monkeypatch, eager):
-  """How many tensors of a file are in memory at once while it is read."""
+  """The largest number of tensors in memory while a file is read."""
   alive, most, opened = [], 0, folders.open_folder
 
   def watched(*arguments):
@@ -344,11 +342,11 @@ def most_alive(monkeypatch, eager):
   return most
 
 
-def test_no_tensor_is_held_while_the_next_is_read(monkeypatch):
-  """True at any size: tensors are counted, not bytes."""
+def test_one_tensor_is_in_memory_at_a_time(monkeypatch):
+  """Counts tensors and not bytes, so it holds for any size."""
   assert most_alive(monkeypatch, eager=False) == 1
 
 
-def test_held_tensors_would_be_seen(monkeypatch):
+def test_tensors_kept_in_memory_are_detected(monkeypatch):
   """Negative control: a reader that loads the whole file first."""
   assert most_alive(monkeypatch, eager=True) > 50

@@ -38,7 +38,9 @@ def exact_bucket(relative, bidirectional, num_buckets, max_distance):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("num_buckets,max_distance", [(32, 128), (8, 10), (16, 40)])
-def test_bucket_is_t5s_formula(bidirectional, num_buckets, max_distance):
+def test_relative_position_bucket_equals_the_formula(
+  bidirectional, num_buckets, max_distance
+):
   distances = np.arange(-300, 301)
   got = t5.relative_position_bucket(
     jnp.asarray(distances), bidirectional, num_buckets, max_distance
@@ -50,7 +52,7 @@ def test_bucket_is_t5s_formula(bidirectional, num_buckets, max_distance):
   assert set(want) >= set(range(num_buckets)) - {num_buckets // 2}
 
 
-def test_bucket_directions_differ_only_where_they_should():
+def test_causal_buckets_ignore_later_keys():
   future = jnp.arange(1, 200)
   both = t5.relative_position_bucket(future, True, 32, 128)
   causal = t5.relative_position_bucket(future, False, 32, 128)
@@ -60,7 +62,7 @@ def test_bucket_directions_differ_only_where_they_should():
 
 
 @pytest.mark.parametrize("columns", range(1, 10))
-def test_served_matmul_is_the_plain_product(columns):
+def test_served_matmul_equals_numpy(columns):
   rng = np.random.default_rng(columns)
   x = rng.normal(size=(columns, 12)).astype(np.float32)
   kernel = rng.normal(size=(12, 7)).astype(np.float32)
@@ -78,7 +80,7 @@ def test_served_matmul_keeps_leading_axes():
   np.testing.assert_allclose(got, np.einsum("bni,oi->bno", x, kernel), atol=1e-5)
 
 
-def test_norm_divides_by_the_root_mean_square_only():
+def test_norm_divides_by_the_root_mean_square():
   x = np.random.default_rng(0).normal(3, 2, (4, 6)).astype(np.float32)
   scale = np.linspace(0.5, 2, 6).astype(np.float32)
   got = layers.RMSNorm(F32).apply({"params": {"scale": scale}}, x)
@@ -142,7 +144,7 @@ def _gelu(x):
 
 
 @pytest.mark.parametrize("activations", [("relu",), ("gelu", "linear")])
-def test_mlp_is_its_formula(activations):
+def test_mlp_equals_numpy(activations):
   rng = np.random.default_rng(2)
   inward = rng.normal(size=(len(activations), 5, 7)).astype(np.float32)
   wo = rng.normal(size=(7, 5)).astype(np.float32)
@@ -158,7 +160,7 @@ def test_mlp_is_its_formula(activations):
   np.testing.assert_allclose(got, hidden @ wo, atol=1e-4)
 
 
-def test_position_bias_looks_up_every_rows_own_offset():
+def test_position_bias_uses_the_offset_of_each_row():
   module = t5.RelativePositionBias(2, 8, 10, bidirectional=False)
   table = np.random.default_rng(3).normal(size=(2, 8)).astype(np.float32)
   query, key = np.array([[0, 1], [5, 6], [2, 3]]), np.arange(9)
@@ -171,7 +173,7 @@ def test_position_bias_looks_up_every_rows_own_offset():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_heads_are_summed_as_if_they_stood_side_by_side(forms, bias):
+def test_heads_projection_equals_projection_of_joined_heads(forms, bias):
   heads = np.random.default_rng(0).normal(size=(2, 3, 5, 4)).astype(np.float32)
   module = layers.HeadsProjection((12, 7), ("joined_kv", "embed"), F32, bias=bias)
   params = jax.jit(module.init)(jax.random.key(0), heads)
@@ -184,8 +186,8 @@ def test_heads_are_summed_as_if_they_stood_side_by_side(forms, bias):
   assert not np.allclose(module.apply(params, wrong), found, atol=1e-2)
 
 
-def test_a_tpu_is_never_asked_for_a_single_query(monkeypatch):
-  """Its branch computes what the others do; more queries stay as they are."""
+def test_a_single_query_is_doubled_on_tpus(monkeypatch):
+  """The result is the same, and several queries are not changed."""
   rng, asked = np.random.default_rng(0), []
   query, keys = rng.normal(size=(2, 3, 1, 4)), rng.normal(size=(2, 3, 5, 4))
 

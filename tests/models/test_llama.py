@@ -1,4 +1,4 @@
-"""A decoder-only model decodes as it scores and as plain numpy does, however padded."""
+"""Decoder-only models: decoding, scoring and a numpy model agree for any padding."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ prefill = jax.jit(lambda model, *a: model.prefill(*a), static_argnums=(0, 4))
 
 
 def random_params(model, seed=0):
-  """Parameters under which everything matters."""
+  """Parameters with noise, so that none of them has no effect."""
   rng = np.random.default_rng(seed)
 
   def leaf(path, like):
@@ -47,7 +47,7 @@ def random_params(model, seed=0):
 
 
 class Runner:
-  """A model and a batch of ragged prompts with texts behind them."""
+  """A model and a batch of prompts of different lengths, with outputs."""
 
   def __init__(self, config, serving=None):
     self.config, self.model = (
@@ -149,7 +149,7 @@ def oracle(config, params, tokens):
   return x @ table.T if config.tied_head else linear(decoder["logits_dense"], x)
 
 
-def test_it_is_what_a_plain_numpy_model_computes(runner):
+def test_scores_equal_a_numpy_model(runner):
   found = runner.score()
   for row, keep in enumerate(runner.mask):
     prompt = runner.source[row][keep]
@@ -170,15 +170,15 @@ def test_decoding_agrees_with_teacher_forcing(runner, stride):
   assert logits.dtype == np.float32
 
 
-def test_by_xla_alone_it_decodes_the_same(runner):
+def test_decoding_without_native_code_is_the_same(runner):
   logits, _ = runner.feed(2)
   with native.portable():
     portable, _ = Runner(runner.config).feed(2)
   np.testing.assert_allclose(logits, portable, **CLOSE)
 
 
-def test_records_one_position_off_would_be_seen(runner):
-  """Control: fed what was emitted instead of what came before, all rows move."""
+def test_scores_one_position_off_differ(runner):
+  """Negative control: every row changes if inputs are shifted by one position."""
   logits, _ = runner.feed(1, fed=runner.target)
   apart = np.max(np.abs(logits - runner.score()), axis=2)
   assert np.mean(apart > 0.1) > 0.9
@@ -202,7 +202,7 @@ def test_padding_on_either_side_changes_nothing(runner):
 
 
 @pytest.mark.parametrize("chunk", [3, 4])
-def test_a_long_prompt_is_read_in_chunks(runner, chunk, monkeypatch):
+def test_chunked_prefill_equals_whole_prefill(runner, chunk, monkeypatch):
   whole, cache = runner.feed(2)
   shape = dataclasses.replace(runner.config, max_positions=100 + chunk)  # traced anew
   monkeypatch.setattr(llama, "CHUNK", chunk)
@@ -215,7 +215,7 @@ def test_a_long_prompt_is_read_in_chunks(runner, chunk, monkeypatch):
   np.testing.assert_array_equal(kept.cross_mask, cache.cross_mask)
 
 
-def test_some_positions_and_tokens_are_those_of_all(runner):
+def test_score_at_selects_from_score(runner):
   positions, tokens = jnp.asarray([[5, 0], [2, 3], [1, 1]]), jnp.asarray([60, 1, 7])
   arguments = (runner.params, runner.source, runner.mask, runner.target)
   part = score_at(runner.model, *arguments, positions, tokens)
@@ -228,7 +228,7 @@ def test_some_positions_and_tokens_are_those_of_all(runner):
   [DraftServing(int8=True), DraftServing(shortlist=40), DraftServing(True, 40)],
   ids=["int8", "shortlist", "both"],
 )
-def test_lighter_copies_are_close(runner, serving):
+def test_approximate_copies_are_close(runner, serving):
   served, expected = Runner(runner.config, serving).feed(1)[0], runner.score()
   covered = serving.shortlist or 64
   assert np.all(np.isneginf(served[..., covered:]))
@@ -236,13 +236,13 @@ def test_lighter_copies_are_close(runner, serving):
   assert np.mean(apart) < (0.15 * np.std(expected) if serving.int8 else 1e-4)
 
 
-def test_in_bfloat16_it_is_close_to_float32(runner):
+def test_bfloat16_is_close_to_float32(runner):
   half = Runner(dataclasses.replace(runner.config, dtype="bfloat16"))
   apart = np.abs(half.feed(2)[0] - runner.score())
   assert 0 < np.mean(apart) < 0.1 * np.std(runner.score())
 
 
-def test_its_first_input_is_the_last_token_of_the_prompt(runner):
+def test_first_input_is_the_last_token_of_the_prompt(runner):
   np.testing.assert_array_equal(runner.model.starts(runner.source), runner.fed()[:, 0])
   kept = llama.without_last(jnp.asarray(runner.mask))
   np.testing.assert_array_equal(kept.sum(1), runner.mask.sum(1) - 1)

@@ -1,4 +1,4 @@
-"""t5x's checkpoints are read to the bit, and what they may not ask for is refused.
+"""t5x checkpoints are read exactly, and unsafe content is refused.
 
 ../shared/fixtures/t5x holds one tiny model as t5x itself wrote it, natively and with
 orbax. Other checkpoints are made here, in the same form.
@@ -52,13 +52,13 @@ def assert_same(found, expected):
     np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-def test_parameters_of_t5x_are_read_to_the_bit(checkpoint, params):
+def test_parameters_are_read_exactly(checkpoint, params):
   found = convert.read_t5x(checkpoint, CONFIG)
   assert_same(flat(found), params)
   assert (found.config, found.vocabulary) == (CONFIG, "")
 
 
-def test_logits_are_t5xs(checkpoint, oracle):
+def test_logits_equal_t5x(checkpoint, oracle):
   weights = convert.read_t5x(checkpoint, CONFIG)
   judged = oracle["in/decoder_target_tokens"] != 0
   logits = parity.run(oracle, weights.params)
@@ -94,7 +94,7 @@ def write_leaves(folder, leaves):
 
 
 def write_native(folder, params, changes=None):
-  """A native checkpoint: matrices beside the file, vectors inside it.
+  """A native checkpoint: matrices in zarr folders, vectors inside the file.
 
   Args:
     folder: where, made here.
@@ -121,8 +121,8 @@ def made(tmp_path, params):
   return write_native(tmp_path / "outer" / "checkpoint_1", params)
 
 
-def test_a_checkpoint_made_here_is_read_to_the_bit(made, params):
-  """Positive control of the refusals below."""
+def test_a_checkpoint_written_by_the_tests_is_read_exactly(made, params):
+  """Positive control for the refusals below."""
   assert_same(flat(convert.read_t5x(made, CONFIG)), params)
 
 
@@ -133,7 +133,7 @@ def test_bfloat16_is_widened(tmp_path, params):
 
 
 @pytest.mark.parametrize("driver", ["gfile", "gcs"])
-def test_names_that_t5x_gives_to_local_files_are_understood(tmp_path, params, driver):
+def test_t5x_names_of_local_stores_are_accepted(tmp_path, params, driver):
   store = {"driver": driver, "path": f"target.{KERNEL.replace('/', '.')}"}
   if driver == "gcs":
     store["bucket"] = "t5x-dummy-bucket"
@@ -233,7 +233,7 @@ def test_arrays_of_objects_are_refused(made):
   assert KERNEL in found and "cannot be read" in found
 
 
-def test_whole_numbers_are_refused(tmp_path, params):
+def test_integer_parameters_are_refused(tmp_path, params):
   counts = {**params, KERNEL: np.ones(params[KERNEL].shape, np.int32)}
   assert "found int32, expected floating-point" in refusal(
     write_native(tmp_path / "c", counts)
@@ -241,14 +241,14 @@ def test_whole_numbers_are_refused(tmp_path, params):
 
 
 @pytest.mark.parametrize("name", [KERNEL, "decoder/decoder_norm/scale"])
-def test_numbers_that_are_not_finite_are_named(tmp_path, params, name):
+def test_non_finite_values_are_named(tmp_path, params, name):
   spoilt = params[name].copy()
   spoilt.flat[3] = np.nan
   folder = write_native(tmp_path / "c", {**params, name: spoilt})
   assert f"{folder}: tensor {name}: 1 of its" in refusal(folder)
 
 
-def test_two_parameters_of_one_name_are_refused(made, params):
+def test_duplicate_parameters_are_refused(made, params):
   leaves = {name: np.asarray(array) for name, array in params.items()}
   target = flax.traverse_util.unflatten_dict(leaves, sep="/")
   target[KERNEL] = leaves[KERNEL]  # beside encoder -> layers_1 -> ...
@@ -277,7 +277,7 @@ def test_scanned_layers_are_refused(tmp_path, params):
   assert "scan_layers = False" in refusal(write_native(tmp_path / "c", stacked))
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
+def test_other_folders_are_refused(tmp_path):
   assert "neither a file checkpoint nor a folder state" in refusal(tmp_path)
   (tmp_path / "state").mkdir()
   assert "found no parameters called target." in refusal(tmp_path)
@@ -285,7 +285,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
   assert "cannot be read" in refusal(tmp_path)
 
 
-def test_damage_is_named(made):
+def test_damaged_files_are_named(made):
   chunk = made / f"target.{KERNEL.replace('/', '.')}" / "0.0"
   chunk.write_bytes(b"damaged")
   found = refusal(made)
@@ -293,8 +293,8 @@ def test_damage_is_named(made):
 
 
 @pytest.mark.parametrize("ocdbt", [True, False])
-def test_state_folders_are_read_in_both_forms(tmp_path, params, ocdbt):
-  """orbax keeps arrays in one store (OCDBT), or each in a folder."""
+def test_orbax_folders_are_read_with_and_without_ocdbt(tmp_path, params, ocdbt):
+  """orbax stores arrays in one OCDBT store, or each in a folder."""
   state = tmp_path / "checkpoint_2" / "state"
   state.mkdir(parents=True)
   base = {"driver": "file", "path": f"{state}/"}

@@ -1,4 +1,4 @@
-"""The tree, the logical axes and the logits are t5x's own, as t5x wrote them.
+"""Parameter tree, logical axes and logits equal those of t5x.
 
 `t5x_oracle.npz` holds a tiny T5 1.1 that t5x initialised, a batch and t5x's logits;
 `t5x_param_axes.json` the shape and logical axes of every parameter.
@@ -41,12 +41,12 @@ def params(oracle):
   return flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
-def test_tree_and_shapes_are_t5xs(params):
+def test_tree_and_shapes_equal_t5x(params):
   ours = jax.eval_shape(families.build(CONFIG).init, jax.random.key(0))
   assert jax.tree.map(np.shape, ours) == jax.tree.map(np.shape, params)
 
 
-def test_logical_axes_are_t5xs():
+def test_logical_axes_equal_t5x():
   axes = flax.traverse_util.flatten_dict(families.build(CONFIG).logical_axes(), sep="/")
   expected = json.loads((FIXTURES / "t5x_param_axes.json").read_text())
   assert {name: list(spec) for name, spec in axes.items()} == {
@@ -55,7 +55,7 @@ def test_logical_axes_are_t5xs():
 
 
 def run(oracle, params):
-  """Our logits, by feeding t5x's decoder inputs in one call."""
+  """Our logits for t5x's decoder inputs."""
   model = families.build(CONFIG)
   source = jnp.asarray(oracle["in/encoder_input_tokens"])
   tokens = jnp.asarray(oracle["in/decoder_input_tokens"])
@@ -66,7 +66,7 @@ def run(oracle, params):
   return np.asarray(jax.jit(model.decode)(served, tokens, cache)[0])
 
 
-def test_logits_are_t5xs(oracle, params):
+def test_logits_equal_t5x(oracle, params):
   assert np.any(oracle["in/encoder_input_tokens"] == 0)  # padding is part of it
   judged = oracle["in/decoder_target_tokens"] != 0
   assert judged.sum() > judged.size / 2
@@ -74,8 +74,8 @@ def test_logits_are_t5xs(oracle, params):
   np.testing.assert_allclose(logits[judged], oracle["logits"][judged], atol=1e-5)
 
 
-def test_comparison_notices_a_moved_relative_bias(oracle, params):
-  """Negative control: the initial bias is small, yet a shift of it is seen."""
+def test_a_shifted_relative_bias_is_detected(oracle, params):
+  """Negative control: even a shift of the small initial bias is detected."""
   table = np.roll(params["decoder"]["relpos_bias"]["rel_embedding"], 1, axis=1)
   moved = {
     **params,

@@ -1,4 +1,4 @@
-"""A weights file gives back what was saved, or says what is wrong with it."""
+"""Weights files: round trips, and errors for files that cannot be read."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def assert_same(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_float32_comes_back_bit_for_bit(saved, tmp_path):
+def test_float32_round_trip_is_exact(saved, tmp_path):
   path = weights.save(tmp_path / "new" / "folder" / "target.safetensors", saved)
   loaded = weights.load(path)
   assert_same(loaded.params, saved.params)
@@ -54,7 +54,7 @@ def test_float32_comes_back_bit_for_bit(saved, tmp_path):
   assert loaded.model is saved.model  # nothing is compiled twice
 
 
-def test_the_file_is_as_readable_as_the_umask_says(saved, tmp_path):
+def test_files_have_the_permissions_of_the_umask(saved, tmp_path):
   before = os.umask(0o022)
   try:
     path = weights.save(tmp_path / "a.safetensors", saved)
@@ -103,12 +103,12 @@ def test_failed_save_leaves_the_old_file_and_no_partial_one(
   assert path.read_bytes() == before
 
 
-def test_absent_file_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
   with pytest.raises(ValueError, match=r"cannot read .*absent\.saf"):
     weights.load(tmp_path / "absent.safetensors")
 
 
-def test_file_that_is_no_safetensors_is_named(tmp_path):
+def test_invalid_safetensors_file_is_named(tmp_path):
   path = tmp_path / "text.safetensors"
   path.write_text("not tensors at all")
   with pytest.raises(ValueError, match=r"cannot read .*text\.safetensors"):
@@ -116,7 +116,7 @@ def test_file_that_is_no_safetensors_is_named(tmp_path):
 
 
 def rewrite(path, saved, change_metadata=None, change_tensors=None):
-  """A file like `save`'s with its header or tensors changed."""
+  """A file of `save` with a changed header or changed tensors."""
   weights.save(path, saved)
   with safetensors.safe_open(path, framework="flax") as file:
     metadata = file.metadata()
@@ -143,7 +143,7 @@ def test_other_format_is_named(saved, tmp_path):
     ("{", "config in the header"),
   ],
 )
-def test_header_that_is_no_config_is_named(saved, tmp_path, config, named):
+def test_invalid_config_in_the_header_is_named(saved, tmp_path, config, named):
   path = rewrite(
     tmp_path / "x.safetensors", saved, lambda header: header.update(config=config)
   )
@@ -190,7 +190,7 @@ def spoilt(value):
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-def test_numbers_that_are_not_finite_are_named_with_their_file(saved, tmp_path, value):
+def test_non_finite_values_are_named_with_their_file(saved, tmp_path, value):
   path = rewrite(tmp_path / "x.safetensors", saved, change_tensors=spoilt(value))
   with pytest.raises(
     base.InputError, match=rf"x\.safetensors: tensor {KERNEL}: 1 of its 30 values are"
@@ -198,8 +198,8 @@ def test_numbers_that_are_not_finite_are_named_with_their_file(saved, tmp_path, 
     weights.load(path)
 
 
-def test_finite_numbers_whose_sum_is_not_are_read(saved, tmp_path):
-  """Negative control: large is not infinite."""
+def test_finite_values_with_an_infinite_sum_are_read(saved, tmp_path):
+  """Negative control: large values are not infinite."""
 
   def change(tensors):
     tensors[KERNEL] = jnp.full_like(tensors[KERNEL], 3e38)
@@ -209,7 +209,7 @@ def test_finite_numbers_whose_sum_is_not_are_read(saved, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [jnp.int32, jnp.int8, jnp.bool_])
-def test_whole_numbers_are_named(saved, tmp_path, kind):
+def test_integer_tensors_are_refused(saved, tmp_path, kind):
   path = rewrite(
     tmp_path / "x.safetensors",
     saved,
@@ -221,7 +221,7 @@ def test_whole_numbers_are_named(saved, tmp_path, kind):
     weights.load(path)
 
 
-def test_a_name_that_stands_twice_in_the_header_is_refused(saved, tmp_path):
+def test_duplicate_names_in_the_header_are_refused(saved, tmp_path):
   path = weights.save(tmp_path / "x.safetensors", saved)
   data = path.read_bytes()
   length = int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""Tiny T5s: parameters under which every part matters, and plain greedy decoding."""
+"""Tiny T5s with noisy parameters, and plain greedy decoding."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ CONFIG = dataclasses.replace(TINY_T5, relative_buckets=8, relative_max_distance=
 
 
 def random_params(config, seed):
-  """Parameters of `config` as numpy arrays, made without running the model."""
+  """Random numpy parameters of `config`."""
   rng = np.random.default_rng(seed)
   shapes = jax.eval_shape(families.build(config).init, jax.random.key(0))
 
@@ -29,7 +29,7 @@ def random_params(config, seed):
 
 
 def greedy(weights, source, count):
-  """Plain greedy decoding, one token a call; [B, count], after the end 0."""
+  """Greedy decoding, one token per call; [B, count], 0 after end-of-sequence."""
   model = weights.model
   served = model.prepare(weights.params)
   decode = jax.jit(model.decode)

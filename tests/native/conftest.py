@@ -1,4 +1,4 @@
-"""What is computed in C++, as built here and as most processors would have it."""
+"""The C++ library, compiled for this processor and for older ones."""
 
 import ctypes
 import platform
@@ -13,7 +13,7 @@ from osd_jax.native import build
 
 @pytest.fixture(params=["this processor", "most processors"])
 def library(request):
-  """Something with the functions of `native`, with and without new instructions."""
+  """The functions of `native`, compiled with and without recent instructions."""
   if not build.load():
     pytest.skip("no C++ compiler here")
   if request.param == "this processor":
@@ -23,7 +23,7 @@ def library(request):
 
 @pytest.fixture(scope="session")
 def plain_library(tmp_path_factory):
-  """Built for x86-64 of the last ten years."""
+  """Compiled for x86-64 processors of the last ten years."""
   if platform.machine() != "x86_64":
     pytest.skip("names instructions of x86-64")
   with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Attention in C++ against numpy, against XLA's, and against itself."""
+"""Attention in C++ compared with numpy, with XLA and with itself."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def arguments(shape, seed=0):
 
 
 def bias_of(shape, axes, reach, seed=0):
-  """A bias over the axes that it has, masked from `reach` on and at some places."""
+  """A bias over the given axes, masked from `reach` on and at some other positions."""
   rows, heads, queries, positions, _ = shape
   extents = [n if axis in axes else 1 for axis, n in zip("BHn", shape[:3])]
   rng = np.random.default_rng((seed, *shape))
@@ -50,7 +50,7 @@ def exact(query, keys, values, bias):
 
 @pytest.mark.parametrize("axes", ["", "B", "H", "BHn", "Hn"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_softmax_attention(library, shape, axes):
+def test_attention_equals_numpy(library, shape, axes):
   given = arguments(shape)
   for reach in (1, shape[3] // 2 + 1, shape[3]):
     bias = bias_of(shape, axes, reach)
@@ -58,15 +58,15 @@ def test_it_is_softmax_attention(library, shape, axes):
     np.testing.assert_allclose(got, exact(*given, bias), atol=1e-5)
 
 
-def test_weights_that_are_very_small_or_one_are_right(library):
-  """Scores from -300 to 300: exp underflows for nearly all, and is 1 for one."""
+def test_extreme_scores_are_exact(library):
+  """With scores from -300 to 300, exp underflows for all but a few."""
   query, keys, values = arguments((1, 1, 2, 50, 16))
   bias = np.linspace(-300, 300, 50, dtype=np.float32)[None, None, None]
   got = library.attention(query, keys, values, bias)
   np.testing.assert_allclose(got, exact(query, keys, values, bias), atol=1e-5)
 
 
-def test_a_row_with_nothing_to_attend_to_stays_finite(library):
+def test_a_fully_masked_row_stays_finite(library):
   shape = (2, 2, 3, 20, 8)
   query, keys, values = arguments(shape)
   bias = bias_of(shape, "B", 20)
@@ -77,7 +77,7 @@ def test_a_row_with_nothing_to_attend_to_stays_finite(library):
   np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_what_is_broken_stays_broken_and_what_is_masked_behind_it_does_not_matter(
+def test_nan_propagates_unless_it_is_masked_at_the_end(
   library,
 ):
   shape = (2, 1, 2, 20, 8)
@@ -94,7 +94,7 @@ def test_what_is_broken_stays_broken_and_what_is_masked_behind_it_does_not_matte
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_query_has_the_same_bits_whatever_is_asked_beside_it(library, shape):
+def test_the_bits_of_a_query_do_not_depend_on_others(library, shape):
   """Alone, in another row, and with a longer cache whose end is masked."""
   query, keys, values = arguments(shape)
   bias = bias_of(shape, "BHn", shape[3] - 2)
@@ -112,8 +112,8 @@ def test_a_query_has_the_same_bits_whatever_is_asked_beside_it(library, shape):
       np.testing.assert_array_equal(alone[0, 0], together[row, n])
 
 
-def test_bits_tell_the_order_of_the_positions():
-  """Control of the test above: the same positions in another order show in them."""
+def test_bits_depend_on_the_order_of_positions():
+  """Negative control for the test above."""
   query, keys, values = arguments(SHAPES[0])
   bias = bias_of(SHAPES[0], "BHn", 132)
   got = native.attention(query, keys, values, bias)
@@ -133,7 +133,7 @@ def lowered(layout, queries, dtype="float32"):
   return jax.jit(attention.apply).lower(params, *given).as_text()
 
 
-def test_only_few_served_float32_queries_attend_here():
+def test_native_attention_is_used_for_few_float32_queries_only():
   served, trained = layers.Layout.SERVED, layers.Layout.TRAINED
   assert "osd_jax_attention" in lowered(served, 1)
   assert "osd_jax_attention" in lowered(served, native.MOST_COLUMNS)
@@ -149,7 +149,7 @@ def test_only_few_served_float32_queries_attend_here():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_decodes_what_it_decodes_in_xla(tied):
+def test_a_model_decodes_as_with_xla(tied):
   config = dataclasses.replace(tiny.CONFIG, tied_head=tied)
   model = families.build(config)
   params = tiny.random_params(config, 1)

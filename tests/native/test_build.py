@@ -1,4 +1,4 @@
-"""How the library comes to be, and what happens where it does not."""
+"""Compiling the library, and falling back to XLA."""
 
 import logging
 import pathlib
@@ -13,7 +13,7 @@ from osd_jax.native import build
 
 @pytest.fixture
 def unbuilt(monkeypatch, tmp_path):
-  """A machine on which nothing was built yet."""
+  """An empty cache of compiled libraries."""
   monkeypatch.setattr(build, "FOLDER", str(tmp_path / "native"))
   build._loaded.cache_clear()
   yield tmp_path / "native"
@@ -31,7 +31,7 @@ def test_without_a_compiler_xla_is_used(unbuilt, monkeypatch):
   )
 
 
-def test_a_compiler_that_fails_is_named_and_leaves_nothing(
+def test_a_failing_compiler_is_named_and_leaves_no_files(
   unbuilt, monkeypatch, tmp_path, caplog
 ):
   broken = tmp_path / "broken-c++"
@@ -44,7 +44,7 @@ def test_a_compiler_that_fails_is_named_and_leaves_nothing(
   assert not list(unbuilt.iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_named(unbuilt, monkeypatch, tmp_path, caplog):
+def test_an_unwritable_folder_is_named(unbuilt, monkeypatch, tmp_path, caplog):
   (tmp_path / "file").write_text("")
   monkeypatch.setattr(build, "FOLDER", str(tmp_path / "file" / "native"))
   with caplog.at_level(logging.WARNING):
@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_made_is_named(unbuilt, monkeypatch, tmp_path, c
   assert "XLA alone computes steps" in caplog.text
 
 
-def test_what_was_built_is_kept_until_something_changes(tmp_path, monkeypatch):
+def test_the_library_is_cached_until_an_input_changes(tmp_path, monkeypatch):
   fake = tmp_path / "c++"
   fake.write_text(
     f"#!/bin/sh\necho run >> {tmp_path}/runs\nfor last; do :; done\necho > $last\n"

@@ -1,4 +1,4 @@
-"""The products in C++ against numpy, against XLA's, and against themselves."""
+"""Products in C++ compared with numpy, with XLA and with themselves."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def factors(out: int, width: int, columns: int, seed: int = 0):
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_float32_is_the_product(library, shape, columns):
+def test_float32_product_equals_numpy(library, shape, columns):
   x, kernel = factors(*shape, columns)
   exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
   got = np.asarray(library.product(x, kernel))
@@ -33,7 +33,7 @@ def test_float32_is_the_product(library, shape, columns):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_column_has_the_same_bits_whatever_stands_beside_it(library, shape):
+def test_the_bits_of_a_column_do_not_depend_on_others(library, shape):
   x, kernel = factors(*shape, native.MOST_COLUMNS)
   together = np.asarray(library.product(x, kernel))
   for count in COLUMNS:
@@ -42,14 +42,14 @@ def test_a_column_has_the_same_bits_whatever_stands_beside_it(library, shape):
       np.testing.assert_array_equal(got, together[some])
 
 
-def test_bits_tell_the_order_of_a_sum():
-  """Control of the tests of bits: another order of the inputs shows in them."""
+def test_bits_depend_on_the_order_of_a_sum():
+  """Negative control for the tests of bits."""
   x, kernel = factors(515, 769, 1)
   turned = native.product(x[:, ::-1], kernel[:, ::-1])
   assert np.any(np.asarray(turned) != np.asarray(native.product(x, kernel)))
 
 
-def test_it_is_seen_in_a_compiled_program():
+def test_native_calls_are_listed_in_a_compiled_program():
   """`osd compile` counts it as foreign; programs for other machines have none."""
   if not build.load():
     pytest.skip("no C++ compiler here")
@@ -63,8 +63,8 @@ def test_it_is_seen_in_a_compiled_program():
 
 
 @pytest.mark.parametrize("columns", [1, 4, 8])
-def test_threads_change_no_bit(library, columns):
-  """What is large enough to be shared by threads equals its parts, which are not."""
+def test_threads_do_not_change_bits(library, columns):
+  """A product shared by threads equals its parts, which one thread computes."""
   x, kernel = factors(2049, 256, columns)  # 2 MiB
   whole = np.asarray(library.product(x, kernel))
   stored = layers.quantized(kernel.T)
@@ -77,7 +77,7 @@ def test_threads_change_no_bit(library, columns):
 
 
 def rounded_product(x, kernel, scale):
-  """The 8-bit product, step by step in float32 and whole numbers."""
+  """The 8-bit product in numpy."""
   x, scale = np.asarray(x), np.asarray(scale)
   step = np.max(np.abs(x), axis=-1, keepdims=True) / np.float32(127)
   step = np.where(step == 0, np.float32(1), step)
@@ -87,7 +87,7 @@ def rounded_product(x, kernel, scale):
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_int8_is_the_rounded_product(library, shape, columns):
+def test_int8_product_equals_numpy(library, shape, columns):
   x, kernel = factors(*shape, columns)
   stored = layers.quantized(kernel.T)
   x = x.at[0].multiply(1e6).at[-1].multiply(1e-6)
@@ -98,8 +98,8 @@ def test_int8_is_the_rounded_product(library, shape, columns):
   np.testing.assert_allclose(got, other, rtol=5e-7)
 
 
-def test_int8_of_what_is_hard_to_round(library):
-  """Halves, both ends of the range, zeros, and what is broken stays broken."""
+def test_int8_product_of_edge_cases(library):
+  """Halves, both ends of the range, zeros and NaN."""
   x = np.zeros((4, 256), np.float32)
   x[0] = np.linspace(-127, 127, 256)
   x[1, :100] = np.arange(100) / 2
@@ -120,7 +120,7 @@ def lowered(columns, dtype=jnp.float32) -> str:
   return jax.jit(layers.served_matmul).lower(x, kernel).as_text()
 
 
-def test_few_float32_columns_are_multiplied_here_and_all_else_by_xla():
+def test_native_products_are_used_for_few_float32_columns_only():
   for columns in (1, native.MOST_COLUMNS):
     assert build.TARGETS["ProductFloat32"] in lowered(columns)
   assert "custom_call" not in lowered(native.MOST_COLUMNS + 1)
@@ -131,7 +131,7 @@ def test_few_float32_columns_are_multiplied_here_and_all_else_by_xla():
 
 
 def test_training_is_differentiable_with_few_columns():
-  """The embedding is a tied model's output head: it is trained, and served."""
+  """The output head of a tied model must use a differentiable product."""
   config = t5.T5Config(
     vocab_size=32, width=8, num_heads=2, head_dim=4, mlp_dim=8,
     num_encoder_layers=1, num_decoder_layers=1,

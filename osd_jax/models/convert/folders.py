@@ -77,11 +77,9 @@ def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
   listed = set(places.items())
   held = {(name, file) for file, shard in shards.items() for name in shard.shapes}
   for name, file in sorted(listed - held) + sorted(held - listed):
-    fault = (
-      "missing" if (name, file) in listed else "not listed by the index, but found"
-    )
+    received = "found nothing" if (name, file) in listed else "found an unlisted copy"
     raise base.InputError(
-      f"convert: {index}: tensor {name}: {fault} in {file}, expected it in"
+      f"convert: {index}: tensor {name}: {received} in {file}, expected it in"
       f" {places.get(name, 'no file')} only; download the folder again."
     )
   return Tensors(

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors; at run time `__getattr__` finds them
-  from osd_jax import certify, convert, evaluate, offline, online
+  from osd_jax import convert, evaluate, offline, online
   from osd_jax.base import InputError
   from osd_jax.data.sources import TaskConfig
   from osd_jax.data.streams import StreamConfig
@@ -36,7 +36,6 @@ __all__ = [
   "Server",
   "StreamConfig",
   "TaskConfig",
-  "certify",
   "convert",
   "evaluate",
   "load_pair",

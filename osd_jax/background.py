@@ -67,16 +67,22 @@ class OrderedCalls:
     """Whether calls run on a thread of their own."""
     return self._worker is not None
 
-  def add(self, call: Callable[..., Any], *arguments: Any) -> None:
+  def add(self, call: Callable[..., Any], *arguments: Any, alone: bool = False) -> None:
     """Runs the call now, or after all calls that were added before it.
+
+    Args:
+      call: function to call.
+      *arguments: its arguments.
+      alone: wait for the earlier calls and run the call inside `add`.
 
     Raises:
       Exception: raised by the call, if it runs now.
     """
     if self._worker is None:
-      done: concurrent.futures.Future[Any] = concurrent.futures.Future()
-      done.set_result(call(*arguments))
-      self._calls.append(done)
+      self._calls.append(_done(call(*arguments)))
+    elif alone:
+      concurrent.futures.wait(self._calls)
+      self._calls.append(_done(self._run(call, *arguments)))
     else:
       self._calls.append(self._worker.submit(self._run, call, *arguments))
 
@@ -115,3 +121,9 @@ class OrderedCalls:
     except Exception:
       self._failed = True
       raise
+
+
+def _done(result: Any) -> concurrent.futures.Future[Any]:
+  future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+  future.set_result(result)
+  return future

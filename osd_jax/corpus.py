@@ -1,11 +1,11 @@
-"""Texts in bulk: who writes the answers to a corpus, and what the target says of them.
+"""Generates a distillation corpus: texts and the target's distributions along them.
 
-The paper's four sampling sources; "teacher" and "student" name nothing else here.
+The texts come from one of the paper's four sampling sources. The paper calls the target
+"teacher" and the draft "student"; these two words are used for nothing else.
 """
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ import rich.progress
 from osd_jax import base, pairs, sharding
 from osd_jax.data.prompts import Prompt
 from osd_jax.decoding import records
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
 from osd_jax.models import mixture
 
@@ -25,13 +25,13 @@ SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 
 @dataclasses.dataclass(frozen=True)
 class TextsConfig:
-  """Who writes.
+  """Which model generates the texts.
 
   Attributes:
-    sample_source: "teacher": the target writes; "student": the draft writes;
-      "mix_request": one of them, chosen for each prompt; "mix_token": for each token.
-    mix_share: share of prompts or tokens that the draft writes in a mix.
-    seed: of the coins of a mix.
+    sample_source: "teacher": the target; "student": the draft; "mix_request": one of
+      the two, drawn for each prompt; "mix_token": one of the two, drawn for each token.
+    mix_share: probability of the draft in a mix.
+    seed: seed of the draws of a mix.
   """
 
   sample_source: str = "teacher"
@@ -45,125 +45,113 @@ class TextsConfig:
     base.check_fields(self, {"mix_share": (0 <= share <= 1, "a number in 0..1")})
 
 
-class Texts:
-  """Texts of a corpus, with the target's distributions."""
+def generate(
+  config: TextsConfig,
+  decoding: DecodingConfig,
+  sampling: SamplingConfig,
+  pair: pairs.Pair,
+  partition: sharding.PartitionConfig,
+  prompts: Sequence[Prompt],
+  bar: rich.progress.Progress,
+) -> base.DistillationBatch:
+  """Generates one row per prompt, in the order of the prompts.
 
-  def __init__(
-    self,
-    config: TextsConfig,
-    decoding: engine.DecodingConfig,
-    sampling: engine.SamplingConfig,
-    pair: pairs.Pair,
-    partition: sharding.PartitionConfig,
-    prompts: Sequence[Prompt],
-    bar: rich.progress.Progress,
-  ):
-    """Writes nothing yet."""
-    self.config, self.pair, self.prompts = config, pair, prompts
-    self._decoding, self._sampling = decoding, sampling
-    self._partition, self._bar = partition, bar
+  Args:
+    config: which model generates.
+    decoding: shapes of decoding.
+    sampling: the i-th prompt that a model answers draws with seed + i.
+    pair: target and draft.
+    partition: device mesh.
+    prompts: N prompts.
+    bar: shows the progress.
 
-  def rows(self, draft_params: base.Params) -> base.DistillationBatch:
-    """All rows in the order of the prompts.
+  Returns:
+    A batch of N rows of numpy arrays.
+  """
+  by_draft = _by_draft(config, len(prompts))
 
-    Args:
-      draft_params: the draft that writes, where it does.
+  def answer(server: Server, indices: np.ndarray) -> list[Finished]:
+    part = [prompts[index] for index in indices]
+    with counting(bar, "texts", len(part)) as count:
+      return server.run(requests(part, sampling), count)
 
-    Returns:
-      A batch of [N] rows of numpy arrays.
-    """
-    by_draft = self.draft_writes()
-    parts: list[Any] = [None] * len(self.prompts)
-    for index, row in zip(np.flatnonzero(~by_draft), self._by_target, strict=True):
-      parts[index] = row
-    places = np.flatnonzero(by_draft)
-    for index, row in zip(places, self._by_draft(places, draft_params), strict=True):
-      parts[index] = row
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+  rows: dict[Any, base.DistillationBatch] = {}
+  if not by_draft.all():
+    indices = np.flatnonzero(~by_draft)
+    answers = answer(plain_server(pair, decoding, partition), indices)
+    # Decoding recorded the target's distributions, so these rows are complete.
+    parts = [jax.device_get(done.batch) for done in answers]
+    rows.update(zip(indices, parts, strict=True))
+  if by_draft.any():
+    indices = np.flatnonzero(by_draft)
+    unrecorded = dataclasses.replace(decoding, record_top_k=0)
+    server = plain_server(_writer(config, pair), unrecorded, partition)
+    texts = [done.batch for done in answer(server, indices)]
+    rows.update(zip(indices, _score(pair, decoding, texts), strict=True))
+  return stack([rows[index] for index in range(len(prompts))])
 
-  def draft_writes(self) -> np.ndarray:
-    """Which prompts the draft (or a mix by token) writes, [N] bool."""
-    share = {"teacher": 0.0, "mix_request": self.config.mix_share}
-    rng = np.random.default_rng([self.config.seed, 1])
-    coins = rng.random(len(self.prompts))
-    return coins < share.get(self.config.sample_source, 1.0)
 
-  @functools.cached_property
-  def _by_target(self) -> list[base.DistillationBatch]:
-    """Rows of the target's own texts: decoding them recorded its distributions."""
-    places = np.flatnonzero(~self.draft_writes())
-    if not len(places):
-      return []
-    server = plain_server(self.pair, self._decoding, self._partition)
-    return [jax.device_get(done.batch) for done in self._answer(server, places)]
+def _by_draft(config: TextsConfig, count: int) -> np.ndarray:
+  """[count] bool; prompts that the draft, or the token mix, answers."""
+  share = {"teacher": 0.0, "mix_request": config.mix_share}
+  draws = np.random.default_rng([config.seed, 1]).random(count)
+  return draws < share.get(config.sample_source, 1.0)
 
-  def _by_draft(
-    self, places: np.ndarray, params: base.Params
-  ) -> Iterator[base.DistillationBatch]:
-    """Rows of texts by the draft or the mix, through one target pass each."""
-    if not len(places):
-      return
-    writer = self.pair.draft
-    if self.config.sample_source == "mix_token":
-      writer = mixture.mix(
-        self.pair.target, writer, self.config.mix_share, self.config.seed
-      )
-      params = {"target": self.pair.target_params, "draft": params}
-    alone = dataclasses.replace(self.pair, target=writer, target_params=params)
-    unrecorded = dataclasses.replace(self._decoding, record_top_k=0)
-    answers = self._answer(plain_server(alone, unrecorded, self._partition), places)
-    size = self._decoding.rows
-    for start in range(0, len(answers), size):
-      yield from self._judged([d.batch for d in answers[start : start + size]], size)
 
-  def _judged(
-    self, texts: list[base.DistillationBatch], size: int
-  ) -> Iterator[base.DistillationBatch]:
-    """The same rows with the target's distributions; `size` fixes the shape."""
-    filled = stack(texts + texts[-1:] * (size - len(texts)))
-    judged = records.teacher_forced(
-      self.pair.target,
-      self.pair.target_params,
+def _writer(config: TextsConfig, pair: pairs.Pair) -> pairs.Pair:
+  """A pair whose target is the draft, or the token mix of target and draft."""
+  model, params = pair.draft, pair.draft_params
+  if config.sample_source == "mix_token":
+    model = mixture.mix(pair.target, model, config.mix_share, config.seed)
+    params = {"target": pair.target_params, "draft": params}
+  return dataclasses.replace(pair, target=model, target_params=params)
+
+
+def _score(
+  pair: pairs.Pair, decoding: DecodingConfig, texts: list[base.DistillationBatch]
+) -> Iterator[base.DistillationBatch]:
+  """Yields each text with the target's distributions along it."""
+  size = decoding.rows
+  for start in range(0, len(texts), size):
+    part = texts[start : start + size]
+    # The last part is filled up with copies, so that one shape is compiled.
+    filled = stack(part + part[-1:] * (size - len(part)))
+    scored = records.teacher_forced(
+      pair.target,
+      pair.target_params,
       filled.source,
       filled.target,
-      self._decoding.record_top_k,
+      decoding.record_top_k,
     )
-    host = jax.device_get(filled.replace(records=judged.records))
-    for row in range(len(texts)):
+    host = jax.device_get(filled.replace(records=scored.records))
+    for row in range(len(part)):
       yield jax.tree.map(lambda leaf, at=row: leaf[at : at + 1], host)
-
-  def _answer(self, server: Server, places: np.ndarray) -> list[engine.Finished]:
-    prompts = [self.prompts[place] for place in places]
-    with counting(self._bar, "texts", len(prompts)) as count:
-      return server.run(requests(prompts, self._sampling), count)
 
 
 @contextlib.contextmanager
 def counting(
   bar: rich.progress.Progress, label: str, total: int
-) -> Iterator[Callable[[engine.Finished], None]]:
-  """A line of its own below the bar, for prompts being answered."""
+) -> Iterator[Callable[[Finished], None]]:
+  """Adds a task to the bar and yields a function that counts one answer."""
   task = bar.add_task(label, total=total, figures="")
   yield lambda done: bar.advance(task)
   bar.remove_task(task)
 
 
 def plain_server(
-  pair: pairs.Pair,
-  decoding: engine.DecodingConfig,
-  partition: sharding.PartitionConfig,
+  pair: pairs.Pair, decoding: DecodingConfig, partition: sharding.PartitionConfig
 ) -> Server:
-  """The target alone; a call may take as many steps as an answer has tokens."""
+  """A server that decodes with the target alone."""
+  # One call may decode a whole answer: without a draft there is no reason to return
+  # to the host earlier.
   config = dataclasses.replace(decoding, max_rounds=decoding.target_length)
   return Server(pair.plain(), config, partition=partition)
 
 
-def requests(
-  prompts: Sequence[Prompt], sampling: engine.SamplingConfig
-) -> list[engine.Request]:
-  """The i-th prompt draws with seed + i; tags are the numbers of the tasks."""
+def requests(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Request]:
+  """One request per prompt, tagged with the task id; prompt i draws with seed + i."""
   return [
-    engine.Request(prompt.tokens, sampling.of_request(index), tag=prompt.task_id)
+    Request(prompt.tokens, sampling.of_request(index), tag=prompt.task_id)
     for index, prompt in enumerate(prompts)
   ]
 
@@ -171,16 +159,16 @@ def requests(
 def reference_rows(
   pair: pairs.Pair,
   prompts: Sequence[Prompt],
-  decoding: engine.DecodingConfig,
+  decoding: DecodingConfig,
   rows: int = 8,
 ) -> Iterator[base.DistillationBatch]:
-  """The target's distributions along the references of prompts, teacher-forced.
+  """Scores the prompts' references with the target (teacher forcing).
 
   Args:
-    pair: its target judges.
-    prompts: those without reference get weight 0.
-    decoding: lengths and k of the rows.
-    rows: R of each batch; the last one is filled up with rows of weight 0.
+    pair: pair whose target scores.
+    prompts: a prompt without reference makes a row of weight 0.
+    decoding: lengths, and k of the records.
+    rows: R of each batch; the last batch is filled up with rows of weight 0.
 
   Yields:
     Batches of R rows.
@@ -194,7 +182,8 @@ def reference_rows(
       source[row, : len(prompt.tokens)] = prompt.tokens[:source_length]
       reference = prompt.reference[: decoding.target_length]
       tokens[row, : len(reference)] = reference
-    yield jax.block_until_ready(  # of a mesh, few may be in flight
+    # Waits for each batch, because a mesh allows only few computations in flight.
+    yield jax.block_until_ready(
       records.teacher_forced(
         pair.target, pair.target_params, source, tokens, decoding.record_top_k
       )
@@ -202,5 +191,5 @@ def reference_rows(
 
 
 def stack(rows: Sequence[base.DistillationBatch]) -> base.DistillationBatch:
-  """One batch of all rows."""
+  """Concatenates batches along the row axis."""
   return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)

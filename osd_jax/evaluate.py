@@ -1,52 +1,59 @@
-"""Measures a target and its drafts on held-out prompts; nothing learns."""
+"""`osd evaluate` measures drafts on held-out prompts; `osd certify` checks exactness.
+
+Both decode a fixed set of prompts plainly and speculatively, and neither trains.
+"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import rich.console
 
-from osd_jax import base, metrics, pairs, runs, sharding
-from osd_jax import corpus as texts
-from osd_jax.data import batches as batches_lib
+from osd_jax import base, corpus, metrics, pairs, runs, session, sharding
 from osd_jax.data import prompts as prompts_lib
+from osd_jax.data.batches import BatchConfig
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.engine import agreement, engine
+from osd_jax.engine import agreement
+from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate, timing
 from osd_jax.report import progress, summaries
 
-CHECKED = 16  # prompts decoded greedily for the check where requests are sampled
+_CHECKED = 16  # prompts decoded greedily for the certificate when requests are sampled
+_SWAP_ROUNDS = 3  # rounds between two swaps of the draft in `certify`
+_NOISE = 0.1  # of a perturbed copy, in standard deviations of each array
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-  """One evaluation.
+  """One evaluation of one or several drafts.
 
   Attributes:
-    prompts: held-out prompts, with references where there are any.
-    count: how many of them.
+    prompts: held-out prompts; references are used where a task has them.
+    count: number of prompts.
     pair: target, draft and vocabulary.
-    drafts: weights files of further drafts, compared with that of the pair; with the
-      drafts from before and after a run, the difference is what it gained or forgot.
-    decoding: shapes of decoding, K among them; its rows answer the prompts.
-    sampling: the i-th prompt draws with seed + i.
-    speed_requests: prompts that are timed: plain and with each draft by turns, one
-      row at a time and `batch_rows` at a time. 0 times nothing.
+    drafts: weights files of further drafts, each compared with the draft of `pair`.
+      With the drafts from before and after a run, the differences show what the run
+      gained or forgot.
+    decoding: shapes of decoding and K; `decoding.rows` prompts are in flight.
+    sampling: prompt i draws with seed + i.
+    speed_requests: prompts to time, with plain decoding and each draft in turn, once
+      with one row and once with `batch_rows` rows. 0 skips the timing.
     batch_rows: rows of the second timing.
-    run_directory: where everything goes.
-    overwrite: remove the run that the directory holds, and begin anew.
-    partition: mesh.
+    run_directory: folder for the results.
+    overwrite: remove the run in this folder and start over.
+    partition: device mesh.
   """
 
-  prompts: batches_lib.BatchConfig
+  prompts: BatchConfig
   count: int = 256
   pair: pairs.PairConfig = pairs.PairConfig()
   drafts: tuple[str, ...] = ()
-  decoding: engine.DecodingConfig = engine.DecodingConfig(rows=8)
-  sampling: engine.SamplingConfig = engine.SamplingConfig()
+  decoding: DecodingConfig = DecodingConfig(rows=8)
+  sampling: SamplingConfig = SamplingConfig()
   speed_requests: int = 32
   batch_rows: int = 4
   run_directory: str = "runs/evaluate"
@@ -69,31 +76,94 @@ class EvaluateConfig:
     self.decoding.check_sources(self.prompts, "EvaluateConfig.prompts")
 
 
+@dataclasses.dataclass(frozen=True)
+class CertifyConfig:
+  """One certificate: every K, over several numbers of rows and kinds of draft.
+
+  The draft is swapped with a perturbed copy every few rounds, so that it changes in
+  the middle of requests.
+
+  Attributes:
+    prompts: prompts to decode; references are not used.
+    count: number of prompts for each K.
+    pair: target, draft and vocabulary.
+    decoding: shapes of decoding. `decoding.rows` applies to plain decoding; the
+      speculative runs take K and rows from the fields below.
+    sampling: prompt i draws with seed + i. Sampling needs
+      DecodingConfig.acceptance_rule = "coupling".
+    num_draft_tokens: every K to certify.
+    rows: numbers of rows in flight; the prompts are split evenly among them.
+    drafts: keys of `DRAFTS`; each combination of K and rows takes the next one.
+    run_directory: folder for certificate.json.
+    overwrite: remove the run in this folder and start over.
+    partition: device mesh.
+  """
+
+  prompts: BatchConfig
+  count: int = 64
+  pair: pairs.PairConfig = pairs.PairConfig()
+  decoding: DecodingConfig = DecodingConfig(rows=8)
+  sampling: SamplingConfig = SamplingConfig()
+  num_draft_tokens: tuple[int, ...] = (3, 7)
+  rows: tuple[int, ...] = (1, 5)
+  drafts: tuple[str, ...] = ("pair", "perturbed")
+  run_directory: str = "runs/certify"
+  overwrite: bool = False
+  partition: sharding.PartitionConfig = sharding.PartitionConfig()
+
+  def __post_init__(self):
+    base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
+    base.check_counts(self, "count", least=len(self.rows))
+    base.check_fields(
+      self,
+      {
+        "num_draft_tokens": (self.num_draft_tokens, "at least one K"),
+        "rows": (self.rows and all(map(base.is_count, self.rows)), "integers >= 1"),
+        "drafts": (
+          self.drafts and set(self.drafts) <= set(DRAFTS),
+          f"names out of {sorted(DRAFTS)}",
+        ),
+        "sampling": (
+          certificate.applies(self.sampling, self.decoding),
+          "temperature 0, or DecodingConfig.acceptance_rule = 'coupling': under the"
+          " other rules sampled outputs differ from plain decoding's",
+        ),
+      },
+    )
+
+
 def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
-  """Measures everything, from the beginning if it was interrupted.
+  """Measures every draft; an interrupted evaluation starts over.
 
   Args:
-    config: the run.
-    operative_config: text stored beside the results.
-
-  Returns:
-    The run directory, and whether every output checked is the target's.
+    config: the evaluation.
+    operative_config: gin text stored in the run directory.
   """
-  console = rich.console.Console(stderr=True)
-  with runs.RunDirectory.start(
-    config.run_directory,
-    config,
-    operative_config=operative_config,
-    seed=config.sampling.seed,
-    overwrite=config.overwrite,
-  ) as directory:
-    if directory.finished:
-      return summaries.leave_alone(directory, console)
-    verdict = _measure(config, directory, console)
-    return summaries.result(verdict, directory, console)
+
+  def body(directory, console):
+    return _evaluate(config, directory, console), ""
+
+  return session.run(config, operative_config, config.sampling.seed, body)
 
 
-def _measure(
+def certify(config: CertifyConfig, operative_config: str = "") -> runs.RunResult:
+  """Checks that speculative outputs equal plain decoding's; see `RunResult.exact`.
+
+  Args:
+    config: the certificate.
+    operative_config: gin text stored in the run directory.
+  """
+
+  def body(directory, console):
+    return _certify(config, directory, console), ""
+
+  return session.run(config, operative_config, config.sampling.seed, body)
+
+
+# --- osd evaluate -------------------------------------------------------------------
+
+
+def _evaluate(
   config: EvaluateConfig, directory: runs.RunDirectory, console: rich.console.Console
 ) -> certificate.Certificate:
   """Logs every table of the evaluation; returns the verdict over all drafts."""
@@ -101,10 +171,10 @@ def _measure(
   with runs.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)
     summaries.note_data(bench.prompts, log, console)
-    with progress.status(console, "the target answers"):
+    with progress.status(console, "decoding with the target"):
       answers = bench.answers()
     log.write_rows("quality", bench.quality(answers))
-    with progress.status(console, "the drafts answer"):
+    with progress.status(console, "decoding with each draft"):
       by_draft, checks = bench.drafts(answers)
     log.write_rows("draft", by_draft)
     log.write_rows("change", differences(by_draft))
@@ -120,13 +190,13 @@ def _measure(
 
 
 class Bench:
-  """A target, its drafts and the prompts."""
+  """The target, its drafts and the prompts of one evaluation."""
 
   def __init__(self, config: EvaluateConfig):
-    """Loads all of them.
+    """Loads the pairs and reads the prompts.
 
     Raises:
-      ValueError: a draft does not belong to the target.
+      ValueError: a draft does not fit the target.
     """
     self.config = config
     paths = (config.pair.draft, *config.drafts)
@@ -135,18 +205,19 @@ class Bench:
     for path in paths:
       named = dataclasses.replace(config.pair, draft=path)
       pair = pairs.load_pair(named, sharding.make(config.partition))
-      first = self.pairs[0] if self.pairs else pair  # one copy of the target
+      # All pairs share the first copy of the target, so that it is in memory once.
+      first = self.pairs[0] if self.pairs else pair
       self.pairs.append(dataclasses.replace(pair, target_params=first.target_params))
     self.vocabulary = self.pairs[0].vocabulary
     self.prompts = prompts_lib.prompts(config.prompts, self.vocabulary, config.count)
-    self.requests = texts.requests(self.prompts, config.sampling)
+    self.requests = corpus.requests(self.prompts, config.sampling)
 
-  def answers(self) -> list[engine.Finished]:
+  def answers(self) -> list[Finished]:
     """The target's own answers, with records."""
     return self._plain(self.config.decoding).run(self.requests)
 
-  def quality(self, answers: Sequence[engine.Finished]) -> list[dict[str, Any]]:
-    """What the target's answers are worth, a row a task."""
+  def quality(self, answers: Sequence[Finished]) -> list[dict[str, Any]]:
+    """One row per task: how good the target's answers are."""
     right = self._token_accuracies()
     rows = []
     for task_id, places in self._tasks():
@@ -163,12 +234,16 @@ class Bench:
     return rows
 
   def drafts(
-    self, answers: Sequence[engine.Finished]
+    self, answers: Sequence[Finished]
   ) -> tuple[list[dict[str, Any]], list[certificate.Certificate]]:
-    """Agreement of every draft a task, and the certificate of its outputs."""
+    """One row per draft and task, and one certificate per draft.
+
+    Every draft is scored on the target's answers, not on its own, so that all drafts
+    are compared on the same positions.
+    """
     rows, checks = [], []
     for label, pair in zip(self.labels, self.pairs, strict=True):
-      server = self._speculative(self.config.decoding, pair)
+      server = Server(pair, self.config.decoding, partition=self.config.partition)
       served = server.run(self.requests)
       agreed = agreement.mean_agreement(pair.draft, pair.draft_params, answers)
       for task_id, places in self._tasks():
@@ -180,15 +255,17 @@ class Bench:
     return rows, checks
 
   def speeds(self) -> list[dict[str, Any]]:
-    """Wall time plain and with every draft, one row at a time and several."""
+    """Measured time of plain decoding and of every draft, for one row and several."""
     rows = []
     for count in dict.fromkeys((1, self.config.batch_rows)):
       config = dataclasses.replace(self.config.decoding, rows=count)
       unrecorded = dataclasses.replace(config, record_top_k=0)
       servers = [self._plain(unrecorded)]
-      servers += [self._speculative(config, pair) for pair in self.pairs]
+      servers += [
+        Server(pair, config, partition=self.config.partition) for pair in self.pairs
+      ]
       timed_requests = self.requests[: self.config.speed_requests]
-      # A block is long enough to keep the rows filled for most of its time.
+      # With several rows a block is long enough to keep them filled most of the time.
       timed = timing.timings(servers, timed_requests, 4 * count if count > 1 else 1)
       plain_ms = timed[0].ms_per_token
       for label, pair, found in zip(self.labels, self.pairs, timed[1:], strict=True):
@@ -205,7 +282,7 @@ class Bench:
     return rows
 
   def _predicted(
-    self, config: engine.DecodingConfig, pair: pairs.Pair, tau: float
+    self, config: DecodingConfig, pair: pairs.Pair, tau: float
   ) -> dict[str, float | None]:
     shape = (config.rows, config.source_lengths[-1])
     source = np.full(shape, pair.target.pad_id, np.int32)
@@ -222,7 +299,7 @@ class Bench:
     )
     c, v, drafted = found.cost_ratio, found.verify_ratio, config.num_draft_tokens
     predicted = metrics.predicted_speed_up
-    fixed = config.adaptive is None  # both formulas are of one K
+    fixed = config.adaptive is None  # both formulas assume one K
     return {
       "predicted": predicted(tau, drafted, c, v) if fixed else None,
       "predicted_paper": predicted(tau, drafted, c) if fixed else None,
@@ -233,24 +310,21 @@ class Bench:
     }
 
   def _check(
-    self,
-    answers: Sequence[engine.Finished],
-    served: Sequence[engine.Finished],
-    server: Server,
+    self, answers: Sequence[Finished], served: Sequence[Finished], server: Server
   ) -> certificate.Certificate:
-    """The certificate of a draft's outputs, or of some greedy ones beside them."""
+    """Certificate of a draft's outputs; decodes some greedily if they were sampled."""
     if not certificate.applies(self.config.sampling, self.config.decoding):
-      greedy = texts.requests(self.prompts[:CHECKED], engine.SamplingConfig())
+      greedy = corpus.requests(self.prompts[:_CHECKED], SamplingConfig())
       answers = self._plain(self.config.decoding).run(greedy)
       served = server.run(greedy)
     certifier = certificate.Certifier(self.pairs[0])
     return certifier.judge(zip(answers, served, strict=True))
 
   def _token_accuracies(self) -> list[float | None]:
-    """Share of reference tokens that are the target's first choice, a prompt."""
+    """Share of reference tokens that are the target's first choice, per prompt."""
     config = dataclasses.replace(self.config.decoding, record_top_k=1)
     shares: list[float | None] = []
-    for batch in texts.reference_rows(self.pairs[0], self.prompts, config):
+    for batch in corpus.reference_rows(self.pairs[0], self.prompts, config):
       mask = np.asarray(batch.mask)
       right = (np.asarray(batch.records.ids[..., 0]) == np.asarray(batch.target)) & mask
       shares += [
@@ -260,7 +334,7 @@ class Bench:
     return shares[: len(self.prompts)]
 
   def _tasks(self) -> list[tuple[int, list[int]]]:
-    """Places of the prompts of every task."""
+    """(task id, indices of its prompts), sorted by task id."""
     places: dict[int, list[int]] = {}
     for place, prompt in enumerate(self.prompts):
       places.setdefault(prompt.task_id, []).append(place)
@@ -269,15 +343,12 @@ class Bench:
   def _label(self, task_id: int) -> str:
     return self.config.prompts.tasks[task_id].label
 
-  def _plain(self, decoding: engine.DecodingConfig) -> Server:
-    return texts.plain_server(self.pairs[0], decoding, self.config.partition)
-
-  def _speculative(self, decoding: engine.DecodingConfig, pair: pairs.Pair) -> Server:
-    return Server(pair, decoding, partition=self.config.partition)
+  def _plain(self, decoding: DecodingConfig) -> Server:
+    return corpus.plain_server(self.pairs[0], decoding, self.config.partition)
 
 
-def acceptance(served: Sequence[engine.Finished]) -> dict[str, float | None]:
-  """The counters of requests added up, as rates."""
+def acceptance(served: Sequence[Finished]) -> dict[str, float | None]:
+  """Acceptance rates of several requests, from the sums of their counters."""
   accepted, drafted, tokens, calls = (
     sum(counts)
     for counts in zip(
@@ -292,18 +363,19 @@ def acceptance(served: Sequence[engine.Finished]) -> dict[str, float | None]:
 
 
 def quality(
-  part: Sequence[tuple[prompts_lib.Prompt, engine.Finished]], vocabulary: Vocabulary
+  part: Sequence[tuple[prompts_lib.Prompt, Finished]], vocabulary: Vocabulary
 ) -> dict[str, Any]:
-  """What answers are worth beside the references.
+  """Compares answers with references and describes their form.
 
   Args:
     part: prompts with their answers.
-    vocabulary: reads the ids; exact match compares texts.
+    vocabulary: decodes both; exact match compares stripped texts.
 
   Returns:
-    `references` that are whole (none is missing or cut) and the share of them that
-    was answered to the letter; shares of answers that end in end-of-sequence, that
-    loop, and of different texts among all answers; mean length in tokens.
+    `references`: the number of complete references (present and not truncated).
+    `exact_match`: share of those that the answer matches exactly. `ended`, `looping`:
+    shares of answers that end with end-of-sequence, and that repeat themselves.
+    `distinct`: distinct texts / answers. `output_tokens`: mean length.
   """
   texts = [vocabulary.decode(done.tokens).strip() for _, done in part]
   exact = [
@@ -323,7 +395,7 @@ def quality(
 
 
 def differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Every further draft less the first one, a task; negative is forgotten."""
+  """Each further draft minus the first draft, per task; negative means forgotten."""
   first: dict[str, Mapping[str, Any]] = {}
   changes = []
   for row in rows:
@@ -344,9 +416,114 @@ def differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draft_labels(paths: Sequence[str]) -> list[str]:
-  """File names without their ending, or whole paths where two are alike."""
+  """File names without suffix, or the whole paths if two files have the same name."""
   stems = [Path(path.partition(":")[2] or path).stem for path in paths]
   return [
     stem if stems.count(stem) == 1 else path
     for stem, path in zip(stems, paths, strict=True)
   ]
+
+
+# --- osd certify --------------------------------------------------------------------
+
+Draft = tuple[base.Model, base.Params]
+
+
+def _unrelated(pair: pairs.Pair) -> Draft:
+  return pair.target, jax.jit(pair.target.init)(jax.random.key(9))
+
+
+# Drafts to certify with. Exactness must not depend on the quality of the draft, so the
+# list runs from the target itself to a model with random parameters.
+DRAFTS: dict[str, Callable[[pairs.Pair], Draft]] = {
+  "pair": lambda pair: (pair.draft, pair.draft_params),
+  "target": lambda pair: (pair.target, pair.target_params),
+  "perturbed": lambda pair: (pair.target, perturbed(pair.target_params, _NOISE)),
+  "unrelated": _unrelated,
+}
+
+
+def perturbed(params: base.Params, scale: float, seed: int = 0) -> base.Params:
+  """A copy with normal noise of `scale` standard deviations of each array."""
+  leaves, tree = jax.tree.flatten(params)
+  rng = np.random.default_rng(seed)
+  return jax.tree.unflatten(
+    tree,
+    [
+      leaf + scale * np.std(leaf) * rng.normal(size=leaf.shape).astype(leaf.dtype)
+      for leaf in map(np.asarray, leaves)
+    ],
+  )
+
+
+def _certify(
+  config: CertifyConfig, directory: runs.RunDirectory, console: rich.console.Console
+) -> certificate.Certificate:
+  """Logs one row per combination of K and rows; returns the verdict over all."""
+  pair = pairs.load_pair(config.pair, sharding.make(config.partition))
+  prompts = prompts_lib.prompts(config.prompts, pair.vocabulary, config.count)
+  requests = corpus.requests(prompts, config.sampling)
+  certifier = certificate.Certifier(pair)
+  plain = dataclasses.replace(config.decoding, record_top_k=0)
+  total = certificate.Certificate()
+  with runs.MetricsLog(directory.metrics_path) as log, progress.bar(console) as bar:
+    log.truncate(0)
+    summaries.note_data(prompts, log, console)
+    count = len(config.num_draft_tokens) * len(requests)
+    task = bar.add_task("plain", total=count, figures="")
+    expected = corpus.plain_server(pair, plain, config.partition).run(requests)
+    for decoding, name, places in _combinations(config, plain, len(requests)):
+      answers = speculative_answers(
+        pair.with_draft(*DRAFTS[name](pair)),
+        decoding,
+        [requests[place] for place in places],
+        config.partition,
+        lambda done: bar.advance(task),
+      )
+      both = zip((expected[place] for place in places), answers, strict=True)
+      judged = certifier.judge(both, int(places[0]))
+      total += judged
+      row = {"K": decoding.num_draft_tokens, "rows": decoding.rows, "draft": name}
+      bar.update(task, description=f"K {row['K']}, rows {row['rows']}")
+      row |= judged.row() | acceptance(answers)
+      for unlogged in ("check", "tokens_per_target_call"):
+        row.pop(unlogged)
+      log.write("certificate", row)
+  return total
+
+
+def _combinations(
+  config: CertifyConfig, decoding: DecodingConfig, count: int
+) -> Iterator[tuple[DecodingConfig, str, np.ndarray]]:
+  """Yields (decoding, name of the draft, indices of the prompts) for K and rows."""
+  parts = np.array_split(np.arange(count), len(config.rows))
+  for turn, drafted in enumerate(config.num_draft_tokens):
+    for group, rows in enumerate(config.rows):
+      name = config.drafts[(turn + group) % len(config.drafts)]
+      yield (
+        dataclasses.replace(decoding, num_draft_tokens=drafted, rows=rows),
+        name,
+        parts[group],
+      )
+
+
+def speculative_answers(
+  pair: pairs.Pair,
+  decoding: DecodingConfig,
+  requests: Sequence[Request],
+  partition: sharding.PartitionConfig,
+  on_finished: Callable[[Finished], object] = lambda done: None,
+) -> list[Finished]:
+  """Answers in the order of the requests; the draft is swapped every few rounds."""
+  server = Server(
+    pair, dataclasses.replace(decoding, max_rounds=_SWAP_ROUNDS), partition=partition
+  )
+  versions = [pair.draft_params, perturbed(pair.draft_params, _NOISE, seed=1)]
+  answers: dict[int, Finished] = {}
+  for finished in server.turns(requests):
+    for done in finished:
+      on_finished(done)
+      answers[id(done.request)] = done
+    version = server.engine.draft_version + 1
+    server.engine.swap(versions[version % 2], version)
+  return [answers[id(request)] for request in requests]

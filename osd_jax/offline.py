@@ -9,15 +9,16 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from osd_jax import base, pairs, runs, sharding
-from osd_jax import corpus as texts_lib
-from osd_jax.data import batches as batches_lib
+from osd_jax import base, pairs, runs, session, sharding
+from osd_jax import corpus as corpus_lib
 from osd_jax.data import prompts as prompts_lib
+from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import update as updates
-from osd_jax.engine import agreement, engine
+from osd_jax.engine import agreement
+from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
+from osd_jax.measuring import certificate
 from osd_jax.models import weights
 from osd_jax.report import progress, summaries
-from osd_jax.runs import signals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,39 +26,38 @@ class OfflineConfig:
   """One offline run.
 
   Attributes:
-    corpus: prompts to learn on; `limit_rows` makes a thin corpus. References are
-      not read.
-    evaluation: held-out prompts, answered once by the target.
-    output: weights file of the distilled draft.
-    evaluation_prompts: how many held-out prompts.
+    corpus: prompts to learn on; `limit_rows` makes a small corpus. Their references
+      are not used.
+    evaluation: held-out prompts; the target answers them once.
+    output: weights file for the distilled draft.
+    evaluation_prompts: number of held-out prompts.
     pair: target, vocabulary, and the draft to start from.
-    decoding: shapes of the answers; many rows suit bulk decoding.
+    decoding: shapes of the answers; many rows make bulk decoding faster.
     sampling: the i-th prompt that a model answers draws with seed + i.
-    texts: who writes what the draft learns on.
-    resample_every: steps after which the draft as it is by then writes its part
-      anew; 0 keeps the texts of the first draft.
-    update: loss and optimiser; num_new + num_replay rows make a step.
+    texts: which model generates the texts to learn on.
+    update: loss and optimiser; each step takes num_new + num_replay rows.
     steps: optimiser steps.
     log_every: steps between log rows.
-    evaluate_every: steps between evaluations; first and last are always evaluated.
+    evaluate_every: steps between evaluations; the first and the last step are always
+      evaluated.
     checkpoint_every: steps between checkpoints.
-    seed: of the order of rows.
+    seed: seed of the order of rows.
     storage: "float32", or "bfloat16" for an output of half the size.
-    run_directory: where everything goes; a run killed there continues. Texts are not
-      part of a checkpoint but written again, the same ones.
-    overwrite: remove the run that the directory holds, and begin anew.
-    partition: mesh.
+    run_directory: folder for logs and checkpoints; the same command continues a run
+      that was interrupted. Texts are not stored in checkpoints: a continued run
+      generates the same ones again.
+    overwrite: remove the run in this folder and start over.
+    partition: device mesh.
   """
 
-  corpus: batches_lib.BatchConfig
-  evaluation: batches_lib.BatchConfig
+  corpus: BatchConfig
+  evaluation: BatchConfig
   output: str
   evaluation_prompts: int = 128
   pair: pairs.PairConfig = pairs.PairConfig()
-  decoding: engine.DecodingConfig = engine.DecodingConfig(rows=8)
-  sampling: engine.SamplingConfig = engine.SamplingConfig()
-  texts: texts_lib.TextsConfig = texts_lib.TextsConfig()
-  resample_every: int = 0
+  decoding: DecodingConfig = DecodingConfig(rows=8)
+  sampling: SamplingConfig = SamplingConfig()
+  texts: corpus_lib.TextsConfig = corpus_lib.TextsConfig()
   update: updates.UpdateConfig = updates.UpdateConfig()
   steps: int = 1000
   log_every: int = 20
@@ -75,7 +75,7 @@ class OfflineConfig:
       self, "evaluation_prompts", "steps", "log_every", "evaluate_every"
     )
     base.check_counts(self, "checkpoint_every")
-    base.check_counts(self, "resample_every", "seed", least=0)
+    base.check_counts(self, "seed", least=0)
     base.check_choices(self, storage=("float32", "bfloat16"))
     base.check_fields(
       self,
@@ -93,55 +93,41 @@ class OfflineConfig:
     self.decoding.check_sources(self.corpus, "OfflineConfig.corpus")
     self.decoding.check_sources(self.evaluation, "OfflineConfig.evaluation")
 
+  @property
+  def rows_per_step(self) -> int:
+    """Rows of one optimiser step."""
+    return self.update.num_new + self.update.num_replay
+
 
 def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
-  """Writes texts, learns on them, saves the draft; continues an interrupted run.
+  """Generates texts, learns on them and saves the draft.
 
   Args:
     config: the run.
-    operative_config: text stored beside the results.
-
-  Returns:
-    The run directory.
+    operative_config: gin text stored in the run directory.
   """
   weights.check_output("OfflineConfig.output", config.output)
-  console = rich.console.Console(stderr=True)
-  with runs.RunDirectory.start(
-    config.run_directory,
-    config,
-    operative_config=operative_config,
-    seed=config.seed,
-    overwrite=config.overwrite,
-  ) as directory:
-    if directory.finished:
-      return summaries.leave_alone(directory, console)
+
+  def body(directory, console):
     with progress.bar(console) as bar:
       loop = OfflineLoop(config, directory, bar)
-      if resumed := loop.resumed:
-        console.print(resumed, highlight=False, soft_wrap=True)
+      if loop.resumed:
+        console.print(loop.resumed, highlight=False, soft_wrap=True)
       task = bar.add_task(
-        "distil", total=config.steps, completed=loop.taken, figures=""
+        "distil", total=config.steps, completed=loop.steps_taken, figures=""
       )
-      loop.evaluate_if_first()
-      try:
-        with signals.Deferred() as interruption:
-          while loop.taken < config.steps:
-            loop.step()
-            bar.update(task, completed=loop.taken, figures=loop.figures)
-            interruption.deliver(loop.leave)
-      finally:
-        loop.wait()  # an interrupted run, too, leaves its last checkpoint whole
+      session.run_steps(
+        loop,
+        lambda figures: bar.update(task, completed=loop.steps_taken, figures=figures),
+      )
     loop.close()
-    directory.finish()
-    summaries.conclude(directory, console)
-    console.print(
-      f"weights: {config.output}\nrun directory: {directory.path}", soft_wrap=True
-    )
-    return runs.RunResult(directory.path)
+    return certificate.Certificate(), f"weights: {config.output}"
+
+  return session.run(config, operative_config, config.seed, body)
 
 
 class OfflineLoop:
-  """The state of an offline run; `step` is one optimiser step."""
+  """The state of an offline run; `step` makes one optimiser step."""
 
   def __init__(
     self,
@@ -149,34 +135,35 @@ class OfflineLoop:
     directory: runs.RunDirectory,
     bar: rich.progress.Progress,
   ):
-    """Loads the pair and restores a checkpoint if there is one."""
+    """Loads the pair, and restores a checkpoint if there is one."""
     self.config = config
     self._bar = bar
     self._partitioner = sharding.make(config.partition)
     self.pair = pairs.load_pair(config.pair, self._partitioner)
     trained, self._frozen = self.pair.draft.split(self.pair.draft_params)
     self.learner = updates.init_learner(config.update, trained)
-    self.taken = 0
+    self.steps_taken = 0
     self.loss = self.overlap = float("nan")
     self._losses: list[Any] = []
-    self._writer = trained  # what wrote the draft's texts
     self._log = runs.MetricsLog(directory.metrics_path)
-    self._saved = runs.Checkpointer(
+    self._checkpointer = runs.Checkpointer(
       runs.CheckpointConfig(str(directory.checkpoints_path))
     )
-    if self._saved.latest_step() is None:
+    if self._checkpointer.latest_step() is None:
       self._log.truncate(0)
     else:
       self._restore()
 
+  # Corpus and held-out answers are made when first needed, so that a run which only
+  # has to write its output again generates nothing.
   @functools.cached_property
-  def texts(self) -> texts_lib.Texts:
-    """The corpus; only read if there is something left to learn."""
+  def rows(self) -> base.DistillationBatch:
+    """The corpus: texts and the target's distributions, in host memory."""
     config = self.config
     prompts = prompts_lib.prompts(config.corpus, self.pair.vocabulary)
-    if not self.taken:  # a continued run has said it
+    if not self.steps_taken:  # a continued run has logged this before
       summaries.note_data(prompts, self._log, self._bar.console)
-    return texts_lib.Texts(
+    return corpus_lib.generate(
       config.texts,
       config.decoding,
       config.sampling,
@@ -187,162 +174,143 @@ class OfflineLoop:
     )
 
   @functools.cached_property
-  def rows(self) -> base.DistillationBatch:
-    """The texts with the target's distributions, on the host."""
-    return self.texts.rows(self.pair.draft.join(self._writer, self._frozen))
-
-  @functools.cached_property
-  def held_out(self) -> list[engine.Finished]:
+  def held_out(self) -> list[Finished]:
     """The target's answers to the held-out prompts."""
     config = self.config
     prompts = prompts_lib.prompts(
       config.evaluation, self.pair.vocabulary, config.evaluation_prompts
     )
-    server = texts_lib.plain_server(self.pair, config.decoding, config.partition)
-    with texts_lib.counting(self._bar, "held-out prompts", len(prompts)) as count:
-      return server.run(texts_lib.requests(prompts, config.sampling), count)
+    server = corpus_lib.plain_server(self.pair, config.decoding, config.partition)
+    with corpus_lib.counting(self._bar, "held-out prompts", len(prompts)) as count:
+      return server.run(corpus_lib.requests(prompts, config.sampling), count)
 
   @property
-  def _served_params(self) -> base.Params:
-    """All parameters of the draft as it is by now."""
+  def _draft_params(self) -> base.Params:
     return self.pair.draft.join(self.learner.served, self._frozen)
 
   @property
-  def figures(self) -> str:
-    """What the progress line says: what is known by now."""
-    figures = (("loss", self.loss, 4), ("held-out overlap", self.overlap, 3))
-    return "  ".join(
-      f"{name} {value:.{digits}f}"
-      for name, value, digits in figures
-      if not np.isnan(value)
-    )
+  def resumed(self) -> str:
+    """A sentence that says where the run continues, "" for a new run."""
+    return self._checkpointer.resumed("step", self.config.steps)
 
-  def step(self) -> None:
-    """One optimiser step and whatever is due after it."""
+  def step(self) -> str | None:
+    """One optimiser step, and the logs and checkpoints that are due after it.
+
+    Returns:
+      Figures for the progress bar; None after the last step.
+    """
     config = self.config
-    if self._resamples():
-      self._writer = self.learner.served
-      vars(self).pop("rows", None)  # the new draft writes them
-    drawn = updates.cut(config.update, self._batch(self.taken))
+    if self.steps_taken == config.steps:
+      return None
+    if self.steps_taken == 0:
+      self._evaluate()
+    drawn = updates.cut(config.update, self._batch(self.steps_taken))
     batch = self._partitioner.place_rows(drawn)
     self.learner, found = updates.take_slice(
       self.pair.draft, config.update, self.learner, batch, self._frozen
     )
     self._losses.append(found.loss)
-    jax.block_until_ready(self._losses[-2:-1])  # one step ahead of the devices
-    self.taken += 1
-    last = self.taken == config.steps
-    if self.taken % config.log_every == 0 or last:
+    # Waits for the step before this one, so that the host is at most one step ahead.
+    jax.block_until_ready(self._losses[-2:-1])
+    self.steps_taken += 1
+    last = self.steps_taken == config.steps
+    if self.steps_taken % config.log_every == 0 or last:
       self._log_step()
-    if self.taken % config.evaluate_every == 0 or last:
+    if self.steps_taken % config.evaluate_every == 0 or last:
       self._evaluate()
-    if self.taken % config.checkpoint_every == 0 or last:
+    if self.steps_taken % config.checkpoint_every == 0 or last:
       self.checkpoint()
-
-  def evaluate_if_first(self) -> None:
-    """Evaluates the draft that the run starts from."""
-    if self.taken == 0:
-      self._evaluate()
-
-  @property
-  def resumed(self) -> str:
-    """Where the run continues from, "" if it begins."""
-    return self._saved.resumed("step", self.config.steps)
-
-  def leave(self) -> None:
-    """Checkpoints the present step, whole on disk, before the process may end."""
-    self.checkpoint()
-    self.wait()
-
-  def wait(self) -> None:
-    """Waits until the last checkpoint is complete on disk."""
-    self._saved.wait()
-
-  def close(self) -> None:
-    """Saves the draft."""
-    self._saved.close()  # first: without its checkpoints no run is complete
-    notes = (
-      f"osd offline, {self.taken} steps of {_rows_per_step(self.config)} rows,"
-      f" {self.config.texts.sample_source} texts"
-    )
-    params = sharding.on_host(self._served_params)
-    if jax.process_index() == 0:
-      self.pair.save_draft(self.config.output, params, notes, self.config.storage)
-    self._log.close()
-
-  def _resamples(self) -> bool:
-    every = self.config.resample_every
-    due = every > 0 and self.taken > 0 and self.taken % every == 0
-    return due and self.config.texts.sample_source != "teacher"
-
-  def _batch(self, step: int) -> base.DistillationBatch:
-    """Rows of a step: places of an endless sequence of shuffled epochs."""
-    size, count = _rows_per_step(self.config), len(self.rows.weight)
-    order = shuffled(count, step * size, size, self.config.seed)
-    return jax.tree.map(lambda leaf: leaf[order], self.rows)
-
-  def _log_step(self) -> None:
-    losses = np.asarray(jax.device_get(self._losses), np.float64)
-    finite = losses[np.isfinite(losses)]  # the other steps were skipped
-    self.loss = float(np.mean(finite)) if len(finite) else float("nan")
-    self._losses.clear()
-    skipped = int(self.learner.skipped)
-    row = {"step": self.taken, "loss": self.loss, "skipped": skipped}
-    self._log.write("step", row)
-
-  def _evaluate(self) -> None:
-    agreed = agreement.mean_agreement(
-      self.pair.draft, self._served_params, self.held_out
-    )
-    labels = [task.label for task in self.config.evaluation.tasks]
-    tasks = {labels[task_id]: row for task_id, row in agreed.items()}
-    self._log.write("evaluation", {"step": self.taken, "tasks": tasks})
-    overlaps = [row["distribution_overlap"] for row in tasks.values()]
-    self.overlap = float(np.mean(overlaps))
+    return self._figures()
 
   def checkpoint(self) -> None:
-    """Saves what the run carries onwards, if this step was not saved yet."""
-    if self.taken in self._saved.steps():
+    """Saves the current step if it has not been saved yet."""
+    if self.steps_taken in self._checkpointer.steps():
       return
+    self._log.sync()
     host = {
-      "taken": self.taken,
+      "steps_taken": self.steps_taken,
       "loss": self.loss,
       "overlap": self.overlap,
       "losses": [float(loss) for loss in self._losses],
       "metrics_bytes": self._log.length,
     }
-    self._log.sync()
-    arrays = {"learner": self.learner, "writer": self._writer}
-    self._saved.save(self.taken, arrays, host)
+    self._checkpointer.save(self.steps_taken, self.learner, host)
+
+  def wait(self) -> None:
+    """Waits until the last checkpoint is complete on disk."""
+    self._checkpointer.wait()
+
+  def close(self) -> None:
+    """Saves the draft."""
+    # The checkpoints are completed first, so that a failed write is reported before
+    # the output exists.
+    self._checkpointer.close()
+    notes = (
+      f"osd offline, {self.steps_taken} steps of {self.config.rows_per_step} rows,"
+      f" {self.config.texts.sample_source} texts"
+    )
+    params = sharding.on_host(self._draft_params)
+    if jax.process_index() == 0:
+      self.pair.save_draft(self.config.output, params, notes, self.config.storage)
+    self._log.close()
+
+  def _figures(self) -> str:
+    figures = (("loss", self.loss, 4), ("held-out overlap", self.overlap, 3))
+    return "  ".join(
+      f"{name} {value:.{digits}f}"
+      for name, value, digits in figures
+      if not np.isnan(value)  # not measured yet
+    )
+
+  def _batch(self, step: int) -> base.DistillationBatch:
+    """The rows of a step, from an endless sequence of shuffled epochs."""
+    size, count = self.config.rows_per_step, len(self.rows.weight)
+    order = shuffled(count, step * size, size, self.config.seed)
+    return jax.tree.map(lambda leaf: leaf[order], self.rows)
+
+  def _log_step(self) -> None:
+    losses = np.asarray(jax.device_get(self._losses), np.float64)
+    finite = losses[np.isfinite(losses)]  # steps with other losses were skipped
+    self.loss = float(np.mean(finite)) if len(finite) else float("nan")
+    self._losses.clear()
+    skipped = int(self.learner.skipped)
+    row = {"step": self.steps_taken, "loss": self.loss, "skipped": skipped}
+    self._log.write("step", row)
+
+  def _evaluate(self) -> None:
+    agreed = agreement.mean_agreement(
+      self.pair.draft, self._draft_params, self.held_out
+    )
+    labels = [task.label for task in self.config.evaluation.tasks]
+    tasks = {labels[task_id]: row for task_id, row in agreed.items()}
+    self._log.write("evaluation", {"step": self.steps_taken, "tasks": tasks})
+    overlaps = [row["distribution_overlap"] for row in tasks.values()]
+    self.overlap = float(np.mean(overlaps))
 
   def _restore(self) -> None:
-    arrays, host = self._saved.restore(
-      None, {"learner": self.learner, "writer": self._writer}
-    )
-    self.learner, self._writer = arrays["learner"], arrays["writer"]
-    self.taken, self.loss = host["taken"], host["loss"]
+    self.learner, host = self._checkpointer.restore(None, self.learner)
+    self.steps_taken, self.loss = host["steps_taken"], host["loss"]
     self.overlap = host["overlap"]
     self._losses = list(host["losses"])
     self._log.truncate(host["metrics_bytes"])
 
 
 def shuffled(count: int, start: int, size: int, seed: int) -> np.ndarray:
-  """A stretch of the endless sequence of shuffled epochs of `count` rows.
+  """Part of the endless sequence of shuffled epochs of `count` rows.
+
+  The order of an epoch depends only on the seed and the number of the epoch, so a
+  continued run draws the same rows.
 
   Args:
     count: rows of an epoch.
-    start: first place.
-    size: places.
-    seed: each epoch's order is a function of the seed and its number.
+    start: first position.
+    size: number of positions.
+    seed: seed of the shuffles.
 
   Returns:
-    [size] row numbers.
+    [size] row indices.
   """
   epochs = range(start // count, (start + size - 1) // count + 1)
   orders = [np.random.default_rng([seed, 2, e]).permutation(count) for e in epochs]
   first = start % count
   return np.concatenate(orders)[first : first + size]
-
-
-def _rows_per_step(config: OfflineConfig) -> int:
-  return config.update.num_new + config.update.num_replay

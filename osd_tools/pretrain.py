@@ -112,7 +112,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
     overwrite=config.overwrite,
   ) as directory:
     if directory.finished:
-      return summaries.leave_alone(directory, console)
+      return summaries.report_finished(directory, console)
     with (
       runs.Checkpointer(
         runs.CheckpointConfig(str(directory.checkpoints_path))

@@ -11,7 +11,7 @@ import tiny_pair
 from whole_run import COUNT, INTERRUPTED, run
 
 import osd_jax
-from osd_jax import certify, convert, offline, runs
+from osd_jax import convert, evaluate, offline, runs
 from osd_jax import main as cli
 from osd_jax.data import tokenizers
 from osd_jax.data.batches import BatchConfig
@@ -77,10 +77,10 @@ def asked(pair, folder):
 
 
 def test_certificate_finds_equal_outputs(pair, tmp_path):
-  config = certify.CertifyConfig(
+  config = evaluate.CertifyConfig(
     **asked(pair, tmp_path), num_draft_tokens=(2, 5), rows=(1, 2), drafts=("pair",)
   )
-  made = certify.run(config)
+  made = evaluate.certify(config)
   assert made.exact
   found = [r for r in runs.read(made.path / "metrics.jsonl") if "equal" in r]
   assert all(row["outputs"] == row["equal"] > 0 for row in found) and len(found) > 2

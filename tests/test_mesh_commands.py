@@ -4,7 +4,7 @@ import jax
 import pytest
 import tiny_online
 
-from osd_jax import certify, evaluate, runs, sharding
+from osd_jax import evaluate, runs, sharding
 from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
 from osd_jax.engine import engine
@@ -48,13 +48,13 @@ def rows_of(path, kind):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_certificate_on_a_mesh_is_exact(lively_pair, tmp_path, mesh):
-  config = certify.CertifyConfig(
+  config = evaluate.CertifyConfig(
     **asked(lively_pair, tmp_path, mesh),
     num_draft_tokens=(2,),
     rows=(4,),
     drafts=("pair",),
   )
-  made = certify.run(config)
+  made = evaluate.certify(config)
   assert made.exact
   (found,) = rows_of(made.path, "certificate")
   assert found["outputs"] == found["equal"] == 5 and found["tokens"] > 5

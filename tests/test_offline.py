@@ -48,7 +48,7 @@ def plain(pair):
 
 
 def written(pair, rows=3, temperature=0.0, **values):
-  made = corpus.Texts(
+  return corpus.generate(
     corpus.TextsConfig(**values),
     dataclasses.replace(DECODING, rows=rows),
     engine.SamplingConfig(temperature=temperature),
@@ -57,7 +57,6 @@ def written(pair, rows=3, temperature=0.0, **values):
     tabular_pair.prompts(COUNT),
     rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}")),
   )
-  return made.rows(pair.draft_params)
 
 
 def test_teacher_texts_are_the_targets_and_student_texts_the_drafts(pair, plain):
@@ -183,7 +182,6 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
       record_top_k=tiny_pair.VOCAB_SIZE,
     ),
     texts=corpus.TextsConfig(sample_source="mix_request"),
-    resample_every=5,
     update=updates.UpdateConfig(num_new=2, num_replay=2),
     steps=12,
     log_every=5,
@@ -252,10 +250,10 @@ def test_a_run_killed_between_checkpoints_ends_in_the_same_bits(
   step, said = offline.OfflineLoop.step, []
 
   def killed(loop):
-    said.append(loop.figures)
-    if loop.taken == 7:  # past a checkpoint, a resampling and an evaluation
+    said.append(loop._figures())
+    if loop.steps_taken == 7:  # past a checkpoint and an evaluation
       raise KeyboardInterrupt
-    step(loop)
+    return step(loop)
 
   with monkeypatch.context() as patch:
     patch.setattr(offline.OfflineLoop, "step", killed)
@@ -275,7 +273,7 @@ def test_a_finished_run_started_again_writes_the_same_and_learns_nothing(
 ):
   before = logged(finished)
   monkeypatch.setattr(offline.OfflineLoop, "step", None)  # would fail
-  monkeypatch.setattr(corpus.Texts, "rows", None)
+  monkeypatch.setattr(corpus, "generate", None)
   offline.run(config)
   assert logged(finished) == before
 
@@ -311,7 +309,6 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
     ("storage", "float16"),
     ("output", ""),
     ("output", "shipped:demo_attached_draft.safetensors"),  # would overwrite the start
-    ("resample_every", -1),
     ("decoding", engine.DecodingConfig(record_top_k=0)),
     ("corpus", dataclasses.replace(generated("train"), source_length=65)),
   ],

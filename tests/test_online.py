@@ -245,8 +245,9 @@ def test_a_free_run_that_is_left_goes_on(learned, pair, tmp_path, monkeypatch):
       loop.step()
     while loop.finished < 7:
       time.sleep(0.001)
-    assert loop._saved.latest_step() < loop.finished < loop._answered
-    loop.leave()
+    assert loop._checkpointer.latest_step() < loop.finished < loop._answered
+    loop.checkpoint()
+    loop.wait()
     loop.server.close()
     monkeypatch.undo()
   ended = run(config)

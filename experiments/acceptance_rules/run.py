@@ -15,7 +15,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import certify, corpus, pairs, sharding
+from osd_jax import corpus, evaluate, pairs, sharding
 from osd_jax.data.prompts import Prompt, prompts
 from osd_jax.decoding import accept
 from osd_jax.engine import agreement, engine
@@ -72,7 +72,7 @@ def main() -> None:
   parser.add_argument("--draft", help="weights file; the shipped draft if left out")
   given = parser.parse_args()
   config, _ = settings.load(
-    certify.CertifyConfig,
+    evaluate.CertifyConfig,
     ["experiments/certify_shipped.gin"],
     [f"BatchConfig.limit_rows={-(-given.count // 4)}"],
   )

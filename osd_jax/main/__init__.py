@@ -113,7 +113,7 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
   try:
     if arguments.command == "generate":
       return module.run(config, arguments)
-    return 0 if module.run(config, text).exact else 1
+    return 0 if getattr(module, command.function)(config, text).exact else 1
   except OSError as error:
     setting = fields.naming_path(config, error.filename2 or error.filename)
     if setting and not _is_for_the_user(error):

@@ -12,10 +12,11 @@ class Command:
 
   Attributes:
     config: name of its config class.
-    module: where that and the command's `run` are.
+    module: module of the config class and of the command's function.
     summary: one line.
     example: lines of shell.
     continues: whether the same command continues a run that was interrupted.
+    function: name of the function that runs the command.
   """
 
   config: str
@@ -23,6 +24,7 @@ class Command:
   summary: str
   example: str
   continues: bool = False
+  function: str = "run"
 
 
 COMMANDS = {
@@ -65,10 +67,11 @@ COMMANDS = {
   ),
   "certify": Command(
     "CertifyConfig",
-    "osd_jax.certify",
+    "osd_jax.evaluate",
     "check that speculative outputs are exactly the target's",
     "osd certify --gin_file=experiments/certify_shipped.gin\n"
     "  osd certify --gin_file=my_run.gin --gin.PairConfig.dtype='\"bfloat16\"'",
+    function="certify",
   ),
   "compile": Command(
     "CompileConfig",

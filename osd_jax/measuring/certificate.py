@@ -1,11 +1,14 @@
-"""The certificate: what speculation wrote is what plain decoding writes, or why not.
+"""The certificate: checks that speculative outputs are what plain decoding writes.
 
-float32: token equality. Two sums of the same numbers in another order may round
-differently, so a first difference passes if both tokens, rescored in float64 with
-their noise and the top-k/top-p cut-off, lie within 1e-5 relative of each other; such
-near ties are counted, and more than one in 100,000 tokens fails. bfloat16 has no token
-equality to offer: every emitted token is teacher-forced through the target and must be
-its choice, or within a stated gap of it.
+In float32 the outputs must be equal token for token. Two sums of the same numbers in a
+different order may round differently, so the first difference of an output passes if it
+is a near tie: both tokens are scored again in float64, with the noise and the top-k and
+top-p cut-off of the request, and their scores differ by at most 1e-5 relative. Near
+ties are counted; more than one in 100,000 tokens fails.
+
+In bfloat16 token equality cannot be promised. Instead, the target scores every emitted
+token by teacher forcing, and each token must be the target's choice or lie within a
+stated gap of it.
 """
 
 import dataclasses
@@ -18,29 +21,31 @@ import numpy as np
 
 from osd_jax import base, pairs, runs
 from osd_jax.decoding import accept, sampling
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
 
-# Promised, not tuned: a difference beyond them is a fault to find.
+# These limits are part of the promise. A difference beyond them is a bug to find; do
+# not raise a limit to make a certificate pass.
 NEAR_TIE = 1e-5  # relative distance of two scores
 NEAR_TIES_PER_TOKEN = 1e-5
-SHOWN = 20  # failures written to certificate.json
-BFLOAT16_GAP = 2.0**-5  # of the row's largest |logit|: eight steps of bfloat16
+BFLOAT16_GAP = 2.0**-5  # share of the row's largest |logit|: eight bfloat16 steps
+_SHOWN = 20  # failures written to certificate.json
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """The first token of an output that is not the expected one.
+  """The first token of an output that differs from the expected token.
 
   Attributes:
-    prompt: place of the prompt.
+    prompt: index of the prompt.
     position: index in the output.
     expected: token of plain decoding (bfloat16: the target's choice); None if plain
-      decoding ended before.
-    emitted: token of the speculative output; None if it ended before.
-    expected_score: its rescored logit; divided by the temperature and with its noise
-      where the request is sampled. None in rows read back where it was not finite.
-    emitted_score: likewise; -inf where the cut-off leaves the token out.
-    passes: whether it is a near tie.
+      decoding had ended.
+    emitted: token of the speculative output; None if it had ended.
+    expected_score: float64 logit of the expected token. For a sampled request it is
+      divided by the temperature and includes the noise. None if the score was not
+      finite and was read back from a log.
+    emitted_score: the same for the emitted token; -inf outside top-k or top-p.
+    passes: whether the difference is a near tie.
   """
 
   prompt: int
@@ -64,15 +69,15 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-  """A verdict over outputs; `a + b` is that over both.
+  """The verdict over some outputs; `a + b` is the verdict over both sets.
 
   Attributes:
     check: "token equality" or "near-tie audit".
-    outputs: outputs checked.
-    equal: of those, token for token what was expected.
-    tokens: tokens checked.
+    outputs: number of outputs checked.
+    equal: outputs that are token for token as expected.
+    tokens: number of tokens checked.
     near_ties: differences that pass.
-    failures: those that do not, first of each output.
+    failures: differences that do not pass, at most one per output.
     broken: outputs that ended because the target's logits were not finite.
   """
 
@@ -86,10 +91,10 @@ class Certificate:
 
   @property
   def passed(self) -> bool:
-    """No failure, and no more near ties than promised (one is always allowed)."""
+    """Whether no output failed and near ties are as rare as promised."""
     if self.failures or self.broken:
       return False
-    allowed = max(1.0, NEAR_TIES_PER_TOKEN * self.tokens)
+    allowed = max(1.0, NEAR_TIES_PER_TOKEN * self.tokens)  # few tokens may have one
     return self.check == "near-tie audit" or self.near_ties <= allowed
 
   def __add__(self, other: "Certificate") -> "Certificate":
@@ -104,7 +109,7 @@ class Certificate:
     )
 
   def row(self) -> dict[str, Any]:
-    """For tables and certificate.json: failures counted."""
+    """Fields for a table; `failures` is a count."""
     return {
       **dataclasses.asdict(self),
       "failures": len(self.failures),
@@ -112,7 +117,7 @@ class Certificate:
     }
 
   def sentence(self) -> str:
-    """The verdict in plain words, "" over nothing."""
+    """The verdict in one sentence, "" if nothing was checked."""
     if not self.outputs:
       return ""
     if self.check == "token equality":
@@ -140,7 +145,7 @@ class Certificate:
 
 
 def of_rows(rows: Iterable[Mapping[str, Any]]) -> Certificate:
-  """The verdict over all rows of metrics.jsonl that hold a "certificate"."""
+  """Adds up the certificates in the rows of metrics.jsonl."""
   total = Certificate()
   for row in rows:
     if "certificate" in row:
@@ -150,20 +155,20 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Certificate:
   return total
 
 
-def conclude(verdict: Certificate, directory: runs.RunDirectory) -> bool:
-  """Writes certificate.json; notes the run as finished unless an output differs.
+def finish(verdict: Certificate, directory: runs.RunDirectory) -> bool:
+  """Writes certificate.json, and marks the run as finished unless the verdict failed.
 
-  A run with an output that is not the target's stays open: the same command says so
-  again.
+  A failed run stays unfinished, so that repeating its command reports the failure
+  again instead of saying that there is nothing to do.
 
   Returns:
-    Whether the verdict is passed, or over nothing.
+    Whether the verdict passed or nothing was checked.
   """
   if verdict.passed or not verdict.outputs:
     directory.finish()
   if not verdict.outputs:
     return True
-  failures = [dataclasses.asdict(failure) for failure in verdict.failures[:SHOWN]]
+  failures = [dataclasses.asdict(failure) for failure in verdict.failures[:_SHOWN]]
   directory.write_json(
     "certificate.json",
     {
@@ -176,14 +181,14 @@ def conclude(verdict: Certificate, directory: runs.RunDirectory) -> bool:
   return verdict.passed
 
 
-def applies(sampling: engine.SamplingConfig, decoding: engine.DecodingConfig) -> bool:
-  """Whether outputs are to equal plain decoding's; else they agree in law only."""
+def applies(sampling: SamplingConfig, decoding: DecodingConfig) -> bool:
+  """Whether outputs must equal plain decoding's, instead of only having its law."""
   rule = accept.rule_of(decoding.acceptance_rule)
   return rule.exact and (sampling.temperature == 0 or rule.coupled)
 
 
-def promise(decoding: engine.DecodingConfig) -> str:
-  """What is to be said where a rule promises nothing; "" of an exact one."""
+def promise(decoding: DecodingConfig) -> str:
+  """A warning if the acceptance rule is not exact, else ""."""
   if accept.rule_of(decoding.acceptance_rule).exact:
     return ""
   return (
@@ -193,24 +198,29 @@ def promise(decoding: engine.DecodingConfig) -> str:
 
 
 class Certifier:
-  """Judges outputs of a pair's target."""
+  """Judges outputs of a pair's target.
+
+  Attributes:
+    check: "token equality", or "near-tie audit" if the target computes in bfloat16.
+  """
 
   def __init__(self, pair: pairs.Pair):
-    """Compiles nothing until there is something to rescore."""
+    """Compiles nothing; the target is compiled for the first output to score."""
     self._pair = pair
     served = jax.eval_shape(pair.target.prepare, pair.target_params)
     rounded = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(served))
     self.check = "near-tie audit" if rounded else "token equality"
 
   def judge(
-    self, answered: Iterable[tuple[engine.Finished, engine.Finished]], first: int = 0
+    self, answered: Iterable[tuple[Finished, Finished]], first: int = 0
   ) -> Certificate:
-    """The certificate of outputs.
+    """Returns the certificate of some outputs.
 
     Args:
-      answered: (plain, speculative) answers to the same requests, greedy or under the
-        coupling rule; sampled answers of the rejection rule agree in law only.
-      first: place of the first prompt, for the failures' sake.
+      answered: (plain, speculative) answers to the same requests. They are greedy or
+        use the coupling rule; under the rejection rule sampled answers agree in law
+        only and cannot be compared.
+      first: index of the first prompt, used in failures.
     """
     total = Certificate(self.check)
     judge = self._by_equality if self.check == "token equality" else self._by_audit
@@ -221,12 +231,10 @@ class Certifier:
     return total
 
   def broken(self) -> Certificate:
-    """The certificate of an output that a broken target ended."""
+    """The certificate of an output that ended at logits that are not finite."""
     return Certificate(self.check, outputs=1, broken=1)
 
-  def _by_equality(
-    self, place: int, plain: engine.Finished, fast: engine.Finished
-  ) -> Certificate:
+  def _by_equality(self, place: int, plain: Finished, fast: Finished) -> Certificate:
     found = Certificate(self.check, outputs=1, tokens=len(fast.tokens))
     at = first_difference(plain.tokens, fast.tokens)
     if at is None:
@@ -234,49 +242,42 @@ class Certifier:
     expected, emitted = (
       int(done.tokens[at]) if at < len(done.tokens) else None for done in (plain, fast)
     )
-    longer = plain if expected is not None else fast
-    scores = self._rescored(longer, at)
+    # Both outputs are equal before `at`, so either gives the scores at that position.
+    scores = self._scores_in_float64(plain if expected is not None else fast, at)
     a, b = (-np.inf if t is None else float(scores[t]) for t in (expected, emitted))
     difference = Difference(place, at, expected, emitted, a, b, near(a, b))
     if difference.passes:
       return dataclasses.replace(found, near_ties=1)
     return dataclasses.replace(found, failures=(difference,))
 
-  def _rescored(self, done: engine.Finished, at: int) -> np.ndarray:
-    """Scores [V] of the tokens that may stand at a position, in float64."""
+  def _scores_in_float64(self, done: Finished, at: int) -> np.ndarray:
     with jax.enable_x64(True):
       params = jax.tree.map(
         lambda leaf: np.asarray(leaf, np.float64), self._pair.target_params
       )
-      source = np.asarray(done.batch.source)
-      mask = self._pair.target.mask(source)
-      target = np.asarray(done.batch.target)
-      logits = _score(self._pair.rescoring_target, params, source, mask, target)
-      row = np.asarray(logits)[0, at]
-    return scores(row, done.settings, at)
+      logits = self._logits(self._pair.rescoring_target, params, done)
+    return scores(logits[at], done.settings, at)
 
-  def _by_audit(
-    self, place: int, plain: engine.Finished, fast: engine.Finished
-  ) -> Certificate:
+  def _logits(
+    self, target: base.Model, params: base.Params, done: Finished
+  ) -> np.ndarray:
+    """Teacher-forced logits [T, V] of an answer."""
+    source = np.asarray(done.batch.source)
+    mask = self._pair.target.mask(source)
+    logits = _score(target, params, source, mask, np.asarray(done.batch.target))
+    return np.asarray(logits)[0]
+
+  def _by_audit(self, place: int, plain: Finished, fast: Finished) -> Certificate:
     del plain
-    batch = fast.batch
-    source = np.asarray(batch.source)
-    logits = np.asarray(
-      _score(
-        self._pair.target,
-        self._pair.target_params,
-        source,
-        self._pair.target.mask(source),
-        np.asarray(batch.target),
-      )
-    )[0]
+    logits = self._logits(self._pair.target, self._pair.target_params, fast)
     near_ties, failures = 0, []
     for at, token in enumerate(fast.tokens):
       row = scores(logits[at].astype(np.float64), fast.settings, at, BFLOAT16_GAP)
       choice = int(np.argmax(row))
       if token == choice:
         continue
-      allowed = BFLOAT16_GAP * np.max(np.abs(logits[at])) / _divisor(fast.settings)
+      divisor = float(fast.settings.temperature[0]) or 1.0  # scores are divided by it
+      allowed = BFLOAT16_GAP * np.max(np.abs(logits[at])) / divisor
       expected, emitted = float(row[choice]), float(row[token])
       if expected - emitted <= allowed:
         near_ties += 1
@@ -295,7 +296,7 @@ class Certifier:
 
 
 def first_difference(expected: np.ndarray, emitted: np.ndarray) -> int | None:
-  """Where two outputs first differ, in length too; None if they are equal."""
+  """First position where two outputs differ, also in length; None if they are equal."""
   shared = min(len(expected), len(emitted))
   differs = np.flatnonzero(expected[:shared] != emitted[:shared])
   if len(differs):
@@ -316,17 +317,17 @@ def scores(
   position: int,
   tolerance: float = NEAR_TIE,
 ) -> np.ndarray:
-  """What the draw at a position takes the arg max of, in float64.
+  """The values whose arg max decoding emits at a position, in float64.
 
   Args:
-    logits: [V] float64, raw.
+    logits: [V] float64.
     settings: [1] settings of the request.
     position: index in the output.
-    tolerance: relative; a token this close below the cut-off counts as inside.
+    tolerance: a token this close (relative) below the cut-off counts as inside.
 
   Returns:
-    [V] float64: logits of a greedy request; else logits / temperature plus the noise of
-    (seed, position), -inf outside top-k and top-p.
+    [V] float64. For a greedy request the logits; otherwise logits / temperature plus
+    the Gumbel noise of (seed, position), and -inf outside top-k and top-p.
   """
   temperature = float(settings.temperature[0])
   if temperature == 0:
@@ -338,6 +339,7 @@ def scores(
     jnp.full((1, 1), position, jnp.int32),
     sampling.Purpose.EMIT,
   )[0, 0]
+  # Decoding draws float32 noise; float64 noise would be a different draw.
   noise = np.asarray(jax.random.gumbel(key, logits.shape, jnp.float32), np.float64)
   return np.where(kept, scaled + noise, -np.inf)
 
@@ -345,7 +347,7 @@ def scores(
 def _inside(
   scaled: np.ndarray, top_k: int, top_p: float, tolerance: float
 ) -> np.ndarray:
-  """Which tokens the cut-off keeps, those just below it too."""
+  """[V] bool; tokens that top-k and top-p keep, and those just below the cut-off."""
   order = np.argsort(-scaled, kind="stable")
   count = top_k if 0 < top_k < len(scaled) else len(scaled)
   probs = np.exp(scaled[order][:count] - scaled[order[0]])
@@ -355,10 +357,6 @@ def _inside(
     count = int(np.sum(before < top_p + tolerance))
   threshold = scaled[order[count - 1]]
   return scaled >= threshold - tolerance * abs(threshold)
-
-
-def _divisor(settings: base.SamplingSettings) -> float:
-  return float(settings.temperature[0]) or 1.0
 
 
 _score = jax.jit(

@@ -74,12 +74,12 @@ class Logbook:
       self._rows.write("alarm", told)
       self._announce(alarm.text)
 
-  def tell(self, kind: str, said: str, **fields: Any) -> None:
+  def log_event(self, kind: str, said: str, **fields: Any) -> None:
     """Logs a sentence, and shows it."""
     self._announce(said)
     self._rows.write(kind, {**fields, "said": said})
 
-  def keep(
+  def log_output(
     self, row: Mapping[str, Any], query: streams.Query, done: Finished, text: str
   ) -> None:
     """Logs a prompt and its answer.

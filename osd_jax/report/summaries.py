@@ -39,7 +39,7 @@ def conclude(
   return report
 
 
-def result(
+def finish(
   verdict: certificate.Certificate,
   directory: runs.RunDirectory,
   console: rich.console.Console,
@@ -53,13 +53,13 @@ def result(
     console: where to print.
     unchecked: what is said where the verdict is over nothing.
   """
-  exact = certificate.conclude(verdict, directory)
+  exact = certificate.finish(verdict, directory)
   conclude(directory, console, verdict.sentence() or unchecked)
   console.print(f"run directory: {directory.path}", soft_wrap=True)
   return runs.RunResult(directory.path, exact)
 
 
-def leave_alone(
+def report_finished(
   directory: runs.RunDirectory, console: rich.console.Console
 ) -> runs.RunResult:
   """Says that a run is finished and stays as it is; draws its report if it has none."""

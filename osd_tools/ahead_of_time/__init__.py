@@ -80,7 +80,7 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
     overwrite=config.overwrite,
   ) as directory:
     if directory.finished:
-      return summaries.leave_alone(directory, console)
+      return summaries.report_finished(directory, console)
     with (
       runs.MetricsLog(directory.metrics_path) as log,
       progress.bar(console) as bar,

@@ -9,7 +9,7 @@ import pytest
 import tabular_pair
 import tiny_online
 
-from osd_jax import base, certify, corpus, pairs, runs, sharding, testing
+from osd_jax import base, corpus, evaluate, pairs, runs, sharding, testing
 from osd_jax.data.batches import BatchConfig
 from osd_jax.engine import engine
 from osd_jax.engine.server import Server
@@ -138,13 +138,13 @@ def test_the_verdict_of_a_log_is_that_of_its_rows(tmp_path):
   rows = [{"certificate": dataclasses.asdict(c)} for c in (good, good, bad)]
   rows = json.loads(json.dumps([*rows, {"kind": "update"}]))
   directory = runs.RunDirectory.start(tmp_path / "run")
-  assert certificate.conclude(certificate.of_rows(rows[:2]), directory)
+  assert certificate.finish(certificate.of_rows(rows[:2]), directory)
   written = json.loads((directory.path / "certificate.json").read_text())
   assert written["passed"] and written["equal"] == written["outputs"] == 2
   verdict = certificate.of_rows(rows)
   assert verdict.failures == (wrong,) and verdict.tokens == 30
-  assert not certificate.conclude(verdict, directory)
-  assert certificate.conclude(certificate.of_rows([]), directory)  # nothing to check
+  assert not certificate.finish(verdict, directory)
+  assert certificate.finish(certificate.of_rows([]), directory)  # nothing to check
 
 
 @pytest.mark.parametrize("score", [-np.inf, np.inf, np.nan])
@@ -160,7 +160,7 @@ def test_scores_that_are_not_finite_are_not_exact_also_read_back(tmp_path, score
   said = verdict.sentence()
   assert "NOT EXACT" in said and "emitted 6 (score not finite)" in said
   for found in (verdict, bad):
-    assert not certificate.conclude(found, directory)
+    assert not certificate.finish(found, directory)
   text = (directory.path / "certificate.json").read_text()
   assert "Infinity" not in text and "NaN" not in text
   assert "NOT EXACT" in json.loads(text)["sentence"]
@@ -174,16 +174,20 @@ def pair_config(tmp_path_factory):
   return tiny_online.save_lively_pair(tmp_path_factory.mktemp("certificate"))
 
 
+def decoding_of_t5() -> engine.DecodingConfig:
+  return engine.DecodingConfig(rows=2, source_lengths=(40,), target_length=10)
+
+
 def certify_config(pair_config, folder, **changes):
   tasks = tiny_online.tasks("eval", 3)
-  made = certify.CertifyConfig(
+  made = evaluate.CertifyConfig(
     prompts=BatchConfig(tasks=tasks, source_length=40, reader="plain"),
     count=6,
     pair=pair_config,
     rows=(1, 3),
     num_draft_tokens=(2,),
     drafts=("pair", "perturbed"),
-    decoding=engine.DecodingConfig(rows=2, source_lengths=(40,), target_length=10),
+    decoding=decoding_of_t5(),
     run_directory=str(folder / "run"),
   )
   return dataclasses.replace(made, **changes)
@@ -204,7 +208,7 @@ def test_float64_rescoring_agrees_with_float32(pair_config):
 
 
 def test_a_pair_is_certified(pair_config, tmp_path):
-  result = certify.run(certify_config(pair_config, tmp_path))
+  result = evaluate.certify(certify_config(pair_config, tmp_path))
   path = result.path
   verdict = json.loads((path / "certificate.json").read_text())
   assert verdict["passed"] and verdict["equal"] == verdict["outputs"] == 6
@@ -214,15 +218,15 @@ def test_a_pair_is_certified(pair_config, tmp_path):
 
 def test_a_wrong_output_is_told(pair_config, tmp_path, monkeypatch):
   """Negative control, and nothing is lost: the files are there."""
-  real = certify.Grid.answers
+  real = evaluate.speculative_answers
 
-  def faulty(self, *args):
-    first, *others = real(self, *args)
+  def faulty(*args):
+    first, *others = real(*args)
     return [altered(first, 1, (first.tokens[1] + 1) % 99), *others]
 
-  monkeypatch.setattr(certify.Grid, "answers", faulty)
+  monkeypatch.setattr(evaluate, "speculative_answers", faulty)
   config = certify_config(pair_config, tmp_path, rows=(3,), drafts=("pair",))
-  assert not certify.run(config).exact
+  assert not evaluate.certify(config).exact
   verdict = json.loads((tmp_path / "run" / "certificate.json").read_text())
   assert not verdict["passed"] and verdict["first_failures"][0]["position"] == 1
 
@@ -239,8 +243,8 @@ def test_a_target_of_nans_is_never_certified(pair_config, tmp_path, whole):
 
   params = jax.tree_util.tree_map_with_path(broken, pair.target_params)
   nan = dataclasses.replace(pair, target_params=params)
-  config = certify_config(nan, tmp_path, rows=(2,), drafts=("pair",), swap=False)
-  assert not certify.run(config).exact
+  config = certify_config(nan, tmp_path, rows=(2,), drafts=("pair",))
+  assert not evaluate.certify(config).exact
   verdict = json.loads((tmp_path / "run" / "certificate.json").read_text())
   assert verdict["broken"] == verdict["outputs"] and not verdict["passed"]
   page = (tmp_path / "run" / "report.html").read_text()
@@ -249,15 +253,18 @@ def test_a_target_of_nans_is_never_certified(pair_config, tmp_path, whole):
 
 def test_bfloat16_is_audited(pair_config, tmp_path):
   config = dataclasses.replace(pair_config, dtype="bfloat16")
-  path = certify.run(
-    certify_config(config, tmp_path, rows=(3,), drafts=("pair",), swap=False)
+  path = evaluate.certify(
+    certify_config(config, tmp_path, rows=(3,), drafts=("pair",))
   ).path
   verdict = json.loads((path / "certificate.json").read_text())
   assert verdict["check"] == "near-tie audit" and verdict["passed"]
-  grid = certify.Grid(certify_config(config, tmp_path, swap=False))
-  (done,) = grid.answers(grid.config.decoding, "pair", np.arange(1))
+  pair = pairs.load_pair(config)
+  request = engine.Request(np.int32([7, 8, 1]))
+  (done,) = Server(pair, decoding_of_t5()).run([request])
   worst = np.asarray(done.batch.target)[0]
-  judged = grid._certifier.judge([(done, altered(done, 2, (worst[2] + 7) % 999))])
+  judged = certificate.Certifier(pair).judge(
+    [(done, altered(done, 2, (worst[2] + 7) % 999))]
+  )
   assert not judged.passed
 
 
@@ -270,6 +277,6 @@ def test_sampled_requests_of_the_rejection_rule_are_refused(pair_config, tmp_pat
 
 def test_perturbed_copies_differ_and_repeat():
   params = {"a": np.arange(6, dtype=np.float32)}
-  first, again = certify.perturbed(params, 0.1), certify.perturbed(params, 0.1)
+  first, again = evaluate.perturbed(params, 0.1), evaluate.perturbed(params, 0.1)
   np.testing.assert_array_equal(first["a"], again["a"])
   assert 0 < np.abs(first["a"] - params["a"]).max() < 1

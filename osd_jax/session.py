@@ -1,0 +1,80 @@
+"""What all commands share: start a run directory, run, finish, write the report.
+
+A command passes `run` a function with its own work. Commands that go step by step also
+pass their loop to `run_steps`, which shows progress and handles signals.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import rich.console
+
+from osd_jax import runs
+from osd_jax.measuring import certificate
+from osd_jax.report import summaries
+from osd_jax.runs import signals
+
+# Does the work of a command in its run directory. Returns the verdict over the outputs
+# that were checked, and a sentence to print if there were none.
+Body = Callable[
+  [runs.RunDirectory, rich.console.Console], tuple[certificate.Certificate, str]
+]
+
+
+def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunResult:
+  """Runs a command in its run directory, unless that run is already finished.
+
+  Args:
+    config: config of the command; has `run_directory` and `overwrite`.
+    operative_config: gin text stored in the run directory.
+    seed: stored in provenance.json.
+    body: the work of the command.
+
+  Returns:
+    The run directory, and whether all checked outputs equal the target's.
+  """
+  console = rich.console.Console(stderr=True)
+  with runs.RunDirectory.start(
+    config.run_directory,
+    config,
+    operative_config=operative_config,
+    seed=seed,
+    overwrite=config.overwrite,
+  ) as directory:
+    if directory.finished:
+      return summaries.report_finished(directory, console)
+    verdict, sentence = body(directory, console)
+    return summaries.finish(verdict, directory, console, sentence)
+
+
+class Loop(Protocol):
+  """A command that goes step by step."""
+
+  def step(self) -> Any:
+    """Makes one step; returns what `run_steps` shows, or None after the last step."""
+
+  def checkpoint(self) -> None:
+    """Saves the current step if it has not been saved yet."""
+
+  def wait(self) -> None:
+    """Waits for all background work, the write of the last checkpoint included."""
+
+
+def run_steps(loop: Loop, show: Callable[[Any], object]) -> None:
+  """Calls `loop.step` until it returns None.
+
+  A SIGINT or SIGTERM takes effect after the current step and a checkpoint of it.
+  """
+
+  def leave() -> None:
+    loop.checkpoint()
+    loop.wait()
+
+  try:
+    with signals.Deferred() as interruption:
+      while (shown := loop.step()) is not None:
+        show(shown)
+        interruption.deliver(leave)
+  finally:
+    # If a step raised an error, the last checkpoint is still written completely.
+    loop.wait()

@@ -403,8 +403,8 @@ FAULTS = [
     "tests/engine/test_server.py",
   ),
   Fault(
-    "a checkpoint does not wait for what follows the answers",
-    "    self._conclude()\n    self.server.swap_pending()\n",
+    "a checkpoint does not wait until all answers are processed",
+    "    self._finish_processing()\n    self.server.swap_pending()\n",
     "    self.server.swap_pending()\n",
     ONLINE,
   ),

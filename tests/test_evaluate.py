@@ -12,7 +12,7 @@ from osd_jax.costs.table import RoundCosts
 from osd_jax.data import prompts
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.sources import TaskConfig
-from osd_jax.engine import engine as slots
+from osd_jax.engine import engine
 from osd_jax.measuring import timing
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ K = 2
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> evaluate.EvaluateConfig:
-  """The further draft is the target itself."""
+  """The second draft is the target itself."""
   folder = tmp_path_factory.mktemp("evaluate")
   pair = tiny_pair.save_tiny_pair(folder)
   return evaluate.EvaluateConfig(
@@ -42,7 +42,7 @@ def config(tmp_path_factory) -> evaluate.EvaluateConfig:
     count=6,
     pair=pair,
     drafts=(pair.target,),
-    decoding=slots.DecodingConfig(
+    decoding=engine.DecodingConfig(
       rows=1,
       num_draft_tokens=K,
       source_lengths=(48,),
@@ -70,7 +70,7 @@ def of(rows, kind, **where):
   ]
 
 
-def test_a_draft_equal_to_the_target_is_accepted_entirely(rows):
+def test_draft_equal_to_the_target_is_always_accepted(rows):
   for topic in ("maths", "sql"):
     equal = of(rows, "draft", draft="target", task=topic)[0]
     other = of(rows, "draft", draft="draft", task=topic)[0]
@@ -82,7 +82,7 @@ def test_a_draft_equal_to_the_target_is_accepted_entirely(rows):
     assert other["tokens_per_target_call"] < 2
 
 
-def test_differences_are_those_between_the_drafts(rows):
+def test_change_rows_are_differences_of_draft_rows(rows):
   for change in of(rows, "change"):
     before = of(rows, "draft", draft="draft", task=change["task"])[0]
     after = of(rows, "draft", draft=change["draft"], task=change["task"])[0]
@@ -92,17 +92,17 @@ def test_differences_are_those_between_the_drafts(rows):
   assert len(of(rows, "change")) == 2
 
 
-def test_every_output_equals_plain_greedy_decoding(config, rows):
+def test_outputs_equal_plain_greedy_decoding(config, rows):
   found = {
     row["draft"]: (row["outputs"], row["equal"]) for row in of(rows, "certificate")
   }
   assert found == {"draft": (6, 6), "target": (6, 6)}
 
 
-def test_sampled_runs_are_checked_greedily_too(config, tmp_path):
+def test_sampled_evaluation_certifies_greedy_outputs(config, tmp_path):
   sampled = dataclasses.replace(
     config,
-    sampling=slots.SamplingConfig(temperature=1.0),
+    sampling=engine.SamplingConfig(temperature=1.0),
     drafts=(),
     speed_requests=0,
     run_directory=str(tmp_path / "r"),
@@ -114,7 +114,7 @@ def test_sampled_runs_are_checked_greedily_too(config, tmp_path):
   assert not of(found, "speed")
 
 
-def test_speeds_are_consistent_with_their_parts(rows):
+def test_speed_rows_are_consistent(rows):
   speeds = of(rows, "speed")
   assert [row["draft"] for row in speeds] == ["draft", "target"]
   for row in speeds:
@@ -129,10 +129,10 @@ def test_speeds_are_consistent_with_their_parts(rows):
     assert row["ms_per_token"] > 0
 
 
-def test_an_adaptive_k_is_measured_but_not_predicted(config, tmp_path):
-  """Both formulas are of one K."""
+def test_adaptive_k_has_no_prediction(config, tmp_path):
+  """Both formulas assume one K."""
   table = RoundCosts((1.0, 1.2))
-  policy = slots.AdaptiveConfig(candidates=(0, K), costs=(table,))
+  policy = engine.AdaptiveConfig(candidates=(0, K), costs=(table,))
   adapting = dataclasses.replace(
     config,
     drafts=(),
@@ -149,9 +149,9 @@ def test_an_adaptive_k_is_measured_but_not_predicted(config, tmp_path):
 
 
 class FakeServer:
-  """Notes which requests it served."""
+  """Records which requests it served."""
 
-  slots = types.SimpleNamespace(config=slots.DecodingConfig(source_lengths=(4, 8)))
+  engine = types.SimpleNamespace(config=engine.DecodingConfig(source_lengths=(4, 8)))
 
   def __init__(self, name, calls):
     self._name, self._calls = name, calls
@@ -162,25 +162,25 @@ class FakeServer:
     return [done] * len(requests)
 
 
-def test_servers_take_turns_and_each_serves_every_request_once():
+def test_timing_alternates_servers_and_serves_each_request_once():
   calls = []
   requests = [
-    slots.Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
+    engine.Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
   ]
   found = timing.timings([FakeServer(n, calls) for n in "ab"], requests, block=2)
   warm, timed = calls[:2], calls[2:]
-  assert all(len(tags) == 2 for _, tags in warm)  # one a bucket
+  assert all(len(tags) == 2 for _, tags in warm)  # one request per bucket
   assert [name for name, _ in timed] == ["a", "b", "b", "a", "a", "b"]
   for name in "ab":
     assert sum((tags for n, tags in timed if n == name), []) == [0, 1, 2, 3, 4]
   assert [timing.tokens_per_target_call for timing in found] == [3, 3]
 
 
-def test_measured_costs_of_equal_models_are_alike():
-  """The same model as draft costs about as much a step."""
+def test_equal_models_have_similar_costs():
+  """A draft step costs about as much as a target step of the same model."""
   pair = tabular_pair.make()
   source = np.asarray([[4, 5, 1, 0]], np.int32)
-  config = slots.DecodingConfig(num_draft_tokens=8, target_length=8)
+  config = engine.DecodingConfig(num_draft_tokens=8, target_length=8)
   sides = (pair.target, pair.target_params)
   found = timing.measure(config, *sides, *sides, source, calls=64)
   assert 0.1 < found.cost_ratio < 10
@@ -200,7 +200,7 @@ def test_measured_costs_of_equal_models_are_alike():
     ([], False),
   ],
 )
-def test_loops_are_windows_that_come_back(tokens, expected):
+def test_loop_is_a_window_that_occurs_four_times(tokens, expected):
   assert metrics.loops(np.asarray(tokens)) is expected
 
 
@@ -210,7 +210,7 @@ def answered(vocabulary, prompt, reference, text, reason):
   return found, types.SimpleNamespace(tokens=tokens, stop_reason=reason)
 
 
-def test_quality_counts_what_it_says():
+def test_quality_counts_references_and_forms():
   bench = evaluate.Vocabulary.load(
     evaluate.pairs.assets.resolve("shipped:demo_vocabulary.model")
   )
@@ -219,8 +219,8 @@ def test_quality_counts_what_it_says():
   part = [
     answered(bench, "one", whole, "the sum is 7", eos),
     answered(bench, "two", whole, "the sum is 8", eos),
-    answered(bench, "three", whole[:-1], "the sum is 7", length),  # cut: left out
-    answered(bench, "four", whole[:0], "a a", eos),  # none: left out
+    answered(bench, "three", whole[:-1], "the sum is 7", length),  # truncated
+    answered(bench, "four", whole[:0], "a a", eos),  # no reference
   ]
   found = evaluate.quality(part, bench)
   assert found["references"] == 2
@@ -231,7 +231,7 @@ def test_quality_counts_what_it_says():
   assert evaluate.quality(part[3:], bench)["exact_match"] is None
 
 
-def test_acceptance_adds_counters_before_it_divides():
+def test_acceptance_divides_sums_of_counters():
   done = [
     types.SimpleNamespace(accepted=a, drafted=d, tokens=np.zeros(n), target_calls=c)
     for a, d, n, c in ((1, 2, 3, 2), (9, 10, 12, 3))
@@ -241,13 +241,12 @@ def test_acceptance_adds_counters_before_it_divides():
   assert found["tokens_per_target_call"] == 3
 
 
-def test_drafts_of_one_file_name_are_told_apart():
+def test_labels_of_equal_file_names_are_paths():
   labels = evaluate.draft_labels(["shipped:demo_draft.safetensors", "a/x.st", "b/x.st"])
   assert labels == ["demo_draft", "a/x.st", "b/x.st"]
 
 
-def test_token_accuracy_is_the_targets_first_choice(config):
-  """Where the references are the target's own answers it is 1."""
+def test_token_accuracy_is_one_on_the_targets_own_answers(config):
   bench = evaluate.Bench(dataclasses.replace(config, drafts=()))
   answers = bench.answers()
   before = [found for found in bench._token_accuracies() if found is not None]
@@ -265,16 +264,16 @@ def test_token_accuracy_is_the_targets_first_choice(config):
     ("count", 0),
     ("batch_rows", 0),
     ("speed_requests", -1),
-    ("decoding", slots.DecodingConfig(record_top_k=0)),
+    ("decoding", engine.DecodingConfig(record_top_k=0)),
     ("prompts", dataclasses.replace(PROMPTS, source_length=65)),
   ],
 )
-def test_bad_values_are_named(field, value):
+def test_error_names_the_bad_field(field, value):
   with pytest.raises(ValueError, match=f"EvaluateConfig.{field}: received"):
     evaluate.EvaluateConfig(**{"prompts": PROMPTS, field: value})
 
 
-def test_the_drafts_share_one_copy_of_the_target(config):
+def test_drafts_share_one_copy_of_the_target(config):
   bench = evaluate.Bench(config)
   leaves = [jax.tree.leaves(pair.target_params) for pair in bench.pairs]
   assert all(one is other for one, other in zip(*leaves, strict=True))

@@ -36,6 +36,10 @@ RULES: dict[str, str | None] = {
   "relpos_buckets": None,
 }
 
+# Drafts with at most this many parameters are replicated instead of split: their steps
+# are too short to wait for sums over devices.
+WHOLE_DRAFT = 100_000_000
+
 # Names for messages about axes that could not be split.
 _AXIS_NAMES = {"vocab": "token ids", "joined_kv": "heads", "mlp": "hidden units"}
 
@@ -47,9 +51,6 @@ class PartitionConfig:
   Attributes:
     data: number of devices that rows are split over.
     model: number of devices that weights are split over.
-    whole_draft: a draft with at most this many parameters is replicated instead of
-      split: its steps are too short to wait for sums over devices. 0 splits every
-      draft.
     cpu_threads: number of threads per computation on a CPU; None uses all cores. With
       1, learning and serving have a core each and never wait in the same thread pool,
       which pays if the target is small, so that the learner is busy most of the time.
@@ -58,12 +59,10 @@ class PartitionConfig:
 
   data: int = 1
   model: int = 1
-  whole_draft: int = 100_000_000
   cpu_threads: int | None = None
 
   def __post_init__(self):
     base.check_counts(self, "data", "model")
-    base.check_counts(self, "whole_draft", least=0)
     if self.cpu_threads is not None:
       base.check_counts(self, "cpu_threads")
 
@@ -74,11 +73,11 @@ class Partitioner:
 
   Attributes:
     mesh: mesh with axes "data" and "model".
-    whole_draft: see `PartitionConfig`.
+    whole_draft: a draft with at most this many parameters is replicated.
   """
 
   mesh: Mesh
-  whole_draft: int = PartitionConfig.whole_draft
+  whole_draft: int = WHOLE_DRAFT
 
   @property
   def replicated(self) -> NamedSharding:
@@ -267,7 +266,7 @@ def over(config: PartitionConfig, devices: Sequence[Any]) -> Partitioner:
     )
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
   mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-  return Partitioner(mesh, config.whole_draft)
+  return Partitioner(mesh, WHOLE_DRAFT)
 
 
 def on_host(tree: Any) -> Any:

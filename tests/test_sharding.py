@@ -18,7 +18,7 @@ from osd_tools import hlo
 
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = sharding.PartitionConfig(data=2, model=2)
-ALL_SPLIT = sharding.PartitionConfig(data=2, model=2, whole_draft=0)
+ALL_SPLIT = (FOUR, 0)  # drafts of more than 0 parameters are split
 DECODING = engine.DecodingConfig(
   rows=2,
   num_draft_tokens=3,
@@ -32,9 +32,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def placed(config):
-  """A partitioner with target and draft parameters on it."""
+def placed(mesh):
+  """A partitioner of a config, or (config, limit), with target and draft on it."""
+  config, *limit = mesh if isinstance(mesh, tuple) else (mesh,)
   partitioner = sharding.make(config)
+  for whole_draft in limit:
+    partitioner = dataclasses.replace(partitioner, whole_draft=whole_draft)
   target, draft = map(harness.lively_params, (TARGET, DRAFT))
   return (
     partitioner,

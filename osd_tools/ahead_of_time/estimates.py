@@ -60,7 +60,7 @@ def advice(plan: Plan, held: Mapping[str, float]) -> str:
     "replay buffer": "BufferConfig.capacity, BufferConfig.keep_target_states",
     "temporaries": "DecodingConfig.rows, UpdateConfig.num_new or num_replay",
   }
-  named = settings.get(largest, "PartitionConfig.whole_draft = 0")
+  named = settings.get(largest, 'OptimizerConfig.name = "adafactor", which stores less')
   return f"smaller: {named}"
 
 

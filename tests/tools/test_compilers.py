@@ -51,8 +51,10 @@ def plan(topology, mesh, pair=WIDE, layers=LAYERS, decoding=DECODING):
 
 
 @functools.cache
-def wide(topology, mesh, pair=WIDE):
-  return plan(topology, mesh, pair)
+def wide(topology, mesh, pair=WIDE, whole_draft=sharding.WHOLE_DRAFT):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sharding, "WHOLE_DRAFT", whole_draft)
+    return plan(topology, mesh, pair)
 
 
 def round_of(found, record_top_k=64) -> Any:
@@ -66,9 +68,9 @@ def round_of(found, record_top_k=64) -> Any:
 
 
 @functools.cache
-def greedy_round(topology, mesh, record_top_k=64, pair=WIDE):
+def greedy_round(topology, mesh, record_top_k=64, pair=WIDE, **changes):
   """The operations of a call of greedy rounds."""
-  made = round_of(wide(topology, mesh, pair), record_top_k)
+  made = round_of(wide(topology, mesh, pair, **changes), record_top_k)
   return hlo.HloProgram(made.as_text(), branch=0)
 
 
@@ -115,9 +117,9 @@ def test_the_forms_of_a_cpu_would_loop_over_rows():
   assert len(inner_loops(program)) > 1
 
 
-def split_draft():
+def round_with_split_draft():
   """The mesh of TENSOR_PARALLEL with a draft that is split as well."""
-  return dataclasses.replace(TENSOR_PARALLEL, whole_draft=0)
+  return greedy_round("v5e:2x2", TENSOR_PARALLEL, whole_draft=0)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def sums_of(program):
 def test_a_draft_that_is_split_would_sum_more_often():
   """The control of the few numbers that travel."""
   few = sums_of(greedy_round("v5e:2x2", TENSOR_PARALLEL))
-  assert len(sums_of(greedy_round("v5e:2x2", split_draft()))) > len(few) + 6
+  assert len(sums_of(round_with_split_draft())) > len(few) + 6
 
 
 def test_drafting_waits_for_nobody():
@@ -159,7 +161,7 @@ def test_drafting_waits_for_nobody():
     return [x for x in program.of(*hlo.COLLECTIVES) if x.depth > 1]
 
   assert not within_drafting(greedy_round("v5e:2x2", TENSOR_PARALLEL))
-  assert within_drafting(greedy_round("v5e:2x2", split_draft()))
+  assert within_drafting(round_with_split_draft())
 
 
 def test_every_chip_has_its_heads_of_a_cache_and_none_is_gathered():

@@ -37,7 +37,7 @@ def id_dtype(vocab_size: int) -> jnp.dtype:
   return jnp.dtype(jnp.uint16 if vocab_size <= 2**16 else jnp.int32)
 
 
-Params = Any  # a nested dict of arrays, with t5x's names for T5
+Params = Any  # a nested dict of arrays; models of this package use t5x's names
 
 
 class UserError(Exception):

@@ -123,6 +123,7 @@ class Pair:
 
     `PairConfig.draft` accepts the file, unless the draft is user-defined.
     """
+    # The frozen part belongs to the target, whose file contains it already.
     trained, _ = self.draft.split(params)
     match self.draft_config:
       case None:
@@ -169,6 +170,8 @@ def load_pair(
   vocabulary = tokenizers.load_any(
     config.path("vocabulary"), config.extra_ids, config.chat_template
   )
+  # The identity of a target includes its state layer, since a draft that was trained on
+  # one layer's states cannot use those of another.
   target = _read(config, "target", config.path("target"), vocabulary)
   target = dataclasses.replace(target, config=with_state_layer(config, target.config))
   identity = weights.identity(target, Path(config.target).name)
@@ -184,6 +187,7 @@ def load_pair(
     )
   else:
     draft_model = families.build(draft.config, "draft", config.draft_serving)
+  # The draft stays in float32 because it is trained.
   draft_params = partitioner.place_draft(draft_model, draft.params)
   if is_attached:
     frozen = attached.frozen_of(target.config, target_params, config.draft_serving)
@@ -241,15 +245,16 @@ def check_vocabulary(
   """Raises InputError unless weights fit a vocabulary.
 
   Args:
-    config: the config with the path of the weights, and the fields `vocabulary` and
-      `extra_ids` that the vocabulary was loaded from.
-    field: the field of `config` with the path of the weights.
+    config: a config with the fields `vocabulary` and `extra_ids`, for the error
+      message.
+    field: its field with the path of the weights.
     held: the weights.
-    vocabulary: the vocabulary.
+    vocabulary: the vocabulary that was loaded from the config.
   """
   name, path = type(config).__name__, getattr(config, field)
   _check_family(config, field, held, vocabulary)
   size, wanted = held.config.vocab_size, _wanted_extra_ids(held, vocabulary)
+  # Reported before the fingerprints, which differ whenever extra_ids is wrong.
   if wanted not in (None, config.extra_ids):
     raise base.InputError(
       f"{name}.extra_ids: received {config.extra_ids}, expected {wanted} for {path},"
@@ -263,6 +268,7 @@ def check_vocabulary(
       f" ({vocabulary.size} ids); expected the same. Name the vocabulary"
       " of the weights."
     )
+  # Published models pad their embedding, so that it may be larger than the vocabulary.
   if size < vocabulary.size:
     raise base.InputError(
       f"{name}.{field}: {path} has {size} token ids, expected at least the"

@@ -29,10 +29,7 @@ FROZEN = "target"  # key of the target's part in the draft's parameters
 class Attached(nn.Module):
   """The draft's own layers, between the target's embedding, states and head.
 
-  Attributes:
-    config: shape of the draft.
-    target: shape of the target.
-    serving: run the copy that `prepare` made; None runs the trained parameters.
+  With `serving` it runs the copy that `prepare` made, else the trained parameters.
   """
 
   config: AttachedConfig
@@ -90,12 +87,7 @@ class Attached(nn.Module):
 def frozen_of(
   target: ModelConfig, params: base.Params, serving: DraftServing = EXACT_SERVING
 ) -> base.Params:
-  """The target's part in the parameters of an attached draft.
-
-  Args:
-    target: shape of the target.
-    params: the target's trained parameters.
-    serving: how the draft is served.
+  """The target's part in the parameters of an attached draft, from the target's params.
 
   Returns:
     "embedding" [V, E] and "head" [V, E] in the target's dtype, and "encoder" for
@@ -124,13 +116,9 @@ def build(
   name: str = "attached",
   serving: DraftServing = EXACT_SERVING,
 ) -> base.Model:
-  """The functions of `base.Model`, with the target's parameters under "target".
+  """The functions of `base.Model`; `params["target"]` comes from `frozen_of`.
 
-  Args:
-    config: shape of the draft.
-    target: shape of the target.
-    name: name for error messages.
-    serving: approximations of the served copy.
+  The result is cached, see `families.build`.
   """
   if serving.shortlist >= target.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)

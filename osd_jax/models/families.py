@@ -34,8 +34,8 @@ def build(
 
   Args:
     config: shape of the model.
-    name: name for error messages.
-    serving: approximations of the served copy; for drafts only.
+    name: name for error messages and logs.
+    serving: approximations of the served copy, for drafts only.
     return_states: prefill stores the target states in the cache, for an attached draft.
   """
   if serving.shortlist >= config.vocab_size:
@@ -79,13 +79,6 @@ def encoder_params(config: ModelConfig, params: base.Params) -> base.Params:
 def encode_for_draft(
   config: ModelConfig, params: base.Params, source: jax.Array, mask: jax.Array
 ) -> jax.Array:
-  """Target states [B, S, E] bfloat16 of prompts [B, S], for an attached draft.
-
-  Args:
-    config: shape of the target.
-    params: from `encoder_params`.
-    source: [B, S] int32.
-    mask: [B, S] bool.
-  """
+  """Target states [B, S, E] bfloat16 of prompts, from `encoder_params`."""
   module = _MODULES[type(config)](config)
   return module.apply({"params": params}, source, mask, method="encode_for_draft")

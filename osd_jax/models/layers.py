@@ -76,18 +76,10 @@ def kernel_first_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-  """Multiplies x by a quantised kernel.
+  """Multiplies x [..., in] by an int8 kernel [out, in] with scales [out]; float32.
 
   x is quantised too, with one scale per column, so that the product is one of integers.
   Used for drafts only: in a target it would change the emitted tokens.
-
-  Args:
-    x: [..., in].
-    kernel: [out, in] int8.
-    scale: [out] float32.
-
-  Returns:
-    [..., out] float32
   """
   columns = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
   if native.covers(columns, kernel):
@@ -96,6 +88,7 @@ def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   count = columns.shape[0]
   if native.forms():  # XLA CPU does not vectorise the product of a single column
     columns = jnp.pad(columns, ((0, count % 2), (0, 0)))
+  # Symmetric quantisation: the largest component of a column becomes 127.
   step = jnp.max(jnp.abs(columns), axis=-1, keepdims=True) / 127
   step = jnp.where(step == 0, 1.0, step)
   product = jax.lax.dot_general(
@@ -198,7 +191,7 @@ class HeadsProjection(Projection):
 
   def _product(self, x: jax.Array, outputs: jax.Array | None) -> jax.Array:
     """Maps x [B, H, n, D], or [B, n, H * D], to [B, n, out]."""
-    if x.ndim == 3:
+    if x.ndim == 3:  # the native attention returns joined heads
       return super()._product(x, outputs)
     rows, heads, count, size = x.shape
     if native.forms() or self.layout is not Layout.TRAINED:
@@ -285,18 +278,12 @@ class Attention(nn.Module):
   def __call__(
     self, x: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
   ) -> jax.Array:
-    """Attends from x to keys and values.
+    """Attends from x [B, n, E] to keys and values [B, H, T, D]; returns [B, n, E].
 
-    Args:
-      x: [B, n, E].
-      keys: [B, H, T, D].
-      values: [B, H, T, D].
-      bias: [B or 1, H or 1, n or 1, T] float32; sum of position bias and mask.
-
-    Returns:
-      [B, n, E]
+    `bias` [B or 1, H or 1, n or 1, T] float32 is the position bias plus the mask.
     """
     query = self.query(x)
+    # Only served copies may use the native attention, which has no gradient.
     if self.layout is not Layout.TRAINED and native.attends(query, keys):
       return self.out(native.attention(query, keys, values, bias))
     return self.out(never_alone(_attended, self._split(query), keys, values, bias))
@@ -323,10 +310,7 @@ def never_alone(
   On a TPU the product of one query with a row's keys becomes sums on the vector unit.
   The TPU compiler estimates them at four times the time of a product of two queries.
 
-  Args:
-    attend: (query [..., n, D], *memory) -> [..., n, D], one query at a time.
-    query: [..., n, D].
-    *memory: pytrees to attend to.
+  `attend` maps queries [..., n, D] and pytrees to [..., n, D], one query at a time.
   """
   if native.forms() or query.shape[-2] > 1:
     return attend(query, *memory)
@@ -370,7 +354,7 @@ class Mlp(nn.Module):
         name=name,
       )
       branches.append(ACTIVATIONS[activation](inward(x)))
-    hidden = functools.reduce(jnp.multiply, branches)
+    hidden = functools.reduce(jnp.multiply, branches)  # the second gates the first
     return Projection(
       (self.hidden, self.width), ("mlp", "embed"), self.dtype, self.layout, name="wo"
     )(hidden)
@@ -415,9 +399,7 @@ class Embedding(nn.Module):
 def inputs_of(target: jax.Array, start: jax.Array | int = base.PAD_ID) -> jax.Array:
   """Decoder inputs for teacher forcing: the start token, then all targets but the last.
 
-  Args:
-    target: [B, T] int32.
-    start: [B] int32, or one token for all rows.
+  Takes targets [B, T] and a start token for each row [B], or one for all.
   """
   first = jnp.broadcast_to(start, target.shape[:1])[:, None]
   return jnp.concatenate([first.astype(target.dtype), target[:, :-1]], axis=1)

@@ -115,6 +115,7 @@ class Attention(nn.Module):
     query = self._split(self.query(x))
     if self.config.query_key_norm:
       query = self.query_norm(query)
+    # Scaling the queries is cheaper than scaling the logits of every key.
     query = rotated(query, by) * self.config.head_dim**-0.5
     # Query heads that share keys are consecutive: [B, KV heads, sharing, n, D].
     shared = (self.config.num_kv_heads, self.config.queries_per_head)
@@ -164,6 +165,7 @@ def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
   """
   rows, heads, sharing, count, size = query.shape
   folded = query.transpose(0, 3, 2, 1, 4).reshape(rows, count * sharing, heads * size)
+  # The C++ code takes one contiguous memory.
   keys, values = (
     jnp.concatenate([memory[part] for memory in memories], axis=2) for part in (0, 1)
   )
@@ -291,7 +293,7 @@ class Decoder(nn.Module):
     length = x.shape[1]
     if length <= CHUNK:
       return self._whole(x, mask)
-    spare = -length % CHUNK
+    spare = -length % CHUNK  # padding at the end, masked like any other
     x = jnp.pad(x, ((0, 0), (0, spare), (0, 0)))
     kept, states = self._by_chunks(x, jnp.pad(mask, ((0, 0), (0, spare))))
     return jax.tree.map(lambda leaf: leaf[:, :, :length], kept), states[:, :length]

@@ -53,6 +53,7 @@ def mix(
       key = jax.random.fold_in(jax.random.key(seed), prompt)
       return jax.random.uniform(jax.random.fold_in(key, position)) < draft_share
 
+    # Both models decode every token, so that both caches stay complete.
     rows = jax.vmap(jax.vmap(from_draft, in_axes=(None, 0)))(prompts, position)
     return jnp.where(rows[..., None], logits["draft"], logits["target"])
 

@@ -18,12 +18,7 @@ from osd_jax.models.shapes import DraftServing, LlamaConfig, T5Config
 
 
 class DraftHead(nn.Module):
-  """The output head of a served draft: quantised, shortened, or both.
-
-  Attributes:
-    config: shape of the model whose head this is.
-    serving: sets int8 or shortlist.
-  """
+  """The output head of a served draft: quantised, shortened, or both."""
 
   config: T5Config | LlamaConfig
   serving: DraftServing
@@ -82,11 +77,9 @@ class LanguageModel(nn.Module):
     )
 
   def _logits(self, x: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
-    """Logits of decoder outputs x [B, n, E], in float32 or more.
+    """Logits of decoder outputs [B, n, E] after the final norm, in float32 or more.
 
-    Args:
-      x: after the final norm.
-      tokens: [C] int32; compute the logits of these tokens only. Not for served copies.
+    If `tokens` [C] are given, returns [B, n, C]; this is not for served copies.
     """
     x = x * self.config.head_scale
     if self.draft_head is not None:
@@ -103,16 +96,7 @@ class LanguageModel(nn.Module):
 
 
 def scatter_to_vocab(logits: jax.Array, ids: jax.Array, size: int) -> jax.Array:
-  """Spreads logits of some tokens over the vocabulary; the others get -inf.
-
-  Args:
-    logits: [B, n, N].
-    ids: [N] int32, in increasing order.
-    size: V.
-
-  Returns:
-    [B, n, V]
-  """
+  """Expands logits [B, n, N] of increasing ids [N] to [B, n, size]; others get -inf."""
   if native.forms():
     empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
     return empty.at[..., ids].set(logits, unique_indices=True, indices_are_sorted=True)
@@ -159,10 +143,11 @@ def prepare(
       end-of-sequence tokens.
   """
   dtype = jnp.dtype(config.dtype)
+  # asarray returns the same array if the type is right already.
   copy = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
   decoder = dict(copy["decoder"])
   if has_draft_head(config, serving):
-    dense = decoder.pop("logits_dense", None)
+    dense = decoder.pop("logits_dense", None)  # absent in tied models
     kernel = copy["token_embedder"]["embedding"] if dense is None else dense["kernel"]
     copy["draft_head"] = draft_head(config, serving, kernel, dense is None, shortlist)
   return {**copy, "decoder": for_steps(decoder, serving)}
@@ -175,14 +160,9 @@ def draft_head(
   vocabulary_first: bool,
   shortlist: jax.Array | None,
 ) -> base.Params:
-  """The parameters of a `DraftHead`.
+  """The parameters of a `DraftHead`, for a shortlist as in `prepare`.
 
-  Args:
-    config: shape of the model whose head this is.
-    serving: how the head is served.
-    kernel: the full head, [V, E] if vocabulary_first, else [E, V].
-    vocabulary_first: layout of `kernel`.
-    shortlist: see `prepare`.
+  `kernel` is the full head, [V, E] if vocabulary_first, else [E, V].
   """
   head = {}
   if serving.shortlist:
@@ -220,13 +200,7 @@ _STORED = {
 def for_steps(
   decoder: base.Params, serving: DraftServing, within: tuple[str, ...] = ()
 ) -> base.Params:
-  """Stores the kernels of a decoder in the layout that steps read.
-
-  Args:
-    decoder: parameters of the decoder, or of a part of it.
-    serving: determines the layout.
-    within: path of that part in the decoder.
-  """
+  """Stores the kernels of a decoder, or of its part at path `within`, for steps."""
   if "kernel" in decoder:
     # Keys and values of the source are computed by prefill, from the trained kernels.
     prefilled = within[-2:] in (

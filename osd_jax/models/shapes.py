@@ -43,6 +43,7 @@ class T5Config:
   embedding_std: float = 1.0
 
   def __post_init__(self):
+    # gin and JSON give lists, which are not hashable.
     object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
     base.check_types(self)
     base.check_choices(self, dtype=("float32", "bfloat16", "float64"))
@@ -237,7 +238,7 @@ class AttachedConfig:
     object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
     base.check_types(self)
     base.check_counts(self, "num_layers")
-    self.decoder(T5Config())  # checks the rest
+    self.decoder(T5Config())  # T5Config checks the other fields
 
   def decoder(self, target: T5Config | LlamaConfig) -> T5Config:
     """The shape of the decoder layers, computing in the dtype of a target."""
@@ -274,6 +275,7 @@ class DraftServing:
 
   def __post_init__(self):
     base.check_types(self)
+    # One token would be end-of-sequence, which a shortlist always contains.
     fits = self.shortlist == 0 or self.shortlist >= 2
     expected = "at least 2 tokens (end-of-sequence is one), or 0 for all"
     base.check_fields(self, {"shortlist": (fits, expected)})

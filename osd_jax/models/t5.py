@@ -84,7 +84,7 @@ def relative_position_bucket(
     distance = jnp.abs(distance)
   else:
     distance = jnp.maximum(distance, 0)
-  exact = num_buckets // 2
+  exact = num_buckets // 2  # distances below this have a bucket each
   # The maximum keeps log finite at distance 0, which has an exact bucket anyway.
   ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact + 1e-6)
   log_bucket = exact + (
@@ -282,6 +282,7 @@ class Decoder(nn.Module):
       return self(x, cross, cross_mask, length)[0]
     cross_bias = layers.mask_bias(cross_mask)[:, None, None, :]
     everywhere = self._self_bias(jnp.arange(length)[None], length)
+    # Layers before the last need every position, because later layers attend to them.
     *before, last = self.layers
     for index, layer in enumerate(before):
       x, _ = layer(x, everywhere, cross[index], cross_bias)

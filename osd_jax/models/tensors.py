@@ -79,6 +79,8 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
     with safetensors.safe_open(path, framework="numpy") as file:
       names = file.keys()  # opening has checked the whole header
     with path.open("rb") as file:
+      # The file starts with the length of its JSON header. The header is parsed again
+      # here because safe_open does not report duplicate names or offsets.
       length = int.from_bytes(file.read(8), "little")
       header = parse_json(file.read(length), path)
   except (OSError, safetensors.SafetensorError) as error:

@@ -108,6 +108,7 @@ def identity(target: Weights, name: str) -> Identity:
     **families.encoder_params(target.config, target.params),
     "logits_dense": target.params["decoder"].get("logits_dense", {}),
   }
+  # Eight rows of each parameter are enough to tell two trainings apart.
   for path, leaf in sorted(tensors_lib.flat(frozen).items()):
     digest.update(path.encode())
     digest.update(np.asarray(leaf[:8], np.float32).tobytes())
@@ -120,12 +121,9 @@ def save(
   """Writes weights to one file, atomically.
 
   Args:
-    path: the file, usually `*.safetensors`.
+    path: a local or remote file.
     weights: the weights.
     storage: "float32", or "bfloat16" for half the size.
-
-  Returns:
-    The path.
 
   Raises:
     InputError: unknown storage.
@@ -135,6 +133,7 @@ def save(
     raise base.InputError(
       f"weights: save: storage: received {storage!r}, expected 'float32' or 'bfloat16'."
     )
+  # Every text field of the dataclass is stored under its own name.
   named = dataclasses.asdict(dataclasses.replace(weights, params={}))
   metadata = {
     "format": _FORMATS[type(weights.config)],

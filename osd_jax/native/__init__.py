@@ -28,13 +28,9 @@ _off = jax.make_user_context(())  # names of the disabled parts
 
 
 def covers(columns: jax.Array, kernel: jax.Array) -> bool:
-  """Whether `product` or `int8_product` can compute a product of these operands.
+  """Whether `product` or `int8_product` supports columns [n, in], kernel [out, in].
 
   The first call compiles the library.
-
-  Args:
-    columns: [n, in].
-    kernel: [out, in].
   """
   types = (columns.dtype, kernel.dtype)
   return (

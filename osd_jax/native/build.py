@@ -22,6 +22,7 @@ TARGETS = {
 }
 _FOLDER = pathlib.Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
+# -march=native is safe, since the library runs on the machine that compiles it.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast")
 _LIBRARY = ("-fPIC", "-shared", "-w")
 _TIMEOUT = 120  # seconds; compiling takes about six
@@ -77,6 +78,7 @@ def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
   if not path.exists():
     folder.mkdir(parents=True, exist_ok=True)
     parts = (f"-I{jax.ffi.include_dir()}", str(_FOLDER / "step.cc"))
+    # Compiled in the same file system, so that the rename below is atomic.
     with tempfile.TemporaryDirectory(dir=folder) as private:
       made = os.path.join(private, path.name)
       subprocess.run(

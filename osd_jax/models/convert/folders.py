@@ -137,13 +137,9 @@ def required(config: Mapping[str, Any], field: str) -> Any:
 def check_field(
   says: str, field: str, received: Any, expected: tuple[Any, ...]
 ) -> None:
-  """Raises InputError unless a field of config.json has a supported value.
+  """Raises InputError unless a field of config.json has one of the expected values.
 
-  Args:
-    says: which models can be converted, for the error message.
-    field: name of the field.
-    received: its value.
-    expected: the supported values.
+  `says` names the models that can be converted, for the error message.
   """
   if received not in expected:
     wanted = " or ".join(repr(value) for value in expected)

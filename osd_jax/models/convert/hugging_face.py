@@ -140,11 +140,13 @@ def write_hugging_face(
     )
     for path, x in flat.items()
   }
+  # Written next to the final folder and renamed, so that no reader sees a part of it.
   partial = folder.with_name(folder.name + ".partial")
   shutil.rmtree(partial, ignore_errors=True)
   try:
     partial.mkdir(parents=True)
     (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    # The safetensors library makes private files; give them the usual mode.
     for path in _save(tensors, partial):
       shutil.copymode(partial / "config.json", path)
     for name, content in tokenizer.items():
@@ -176,6 +178,7 @@ def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
   paths = [folder / name for name in names]
   for path, shard in zip(paths, shards, strict=True):
+    # The format that transformers writes and checks when it loads.
     safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
   return paths
 
@@ -197,6 +200,7 @@ def _fields(folder: Path) -> dict[str, Any]:
   fields = read_json(folder / "config.json")
   if (folder / "generation_config.json").exists():
     ends = read_json(folder / "generation_config.json").get("eos_token_id")
+    # Chat models often list further end tokens there, such as <|eot_id|> of Llama 3.
     if ends is not None and fields.get("model_type") in llama.MODEL_TYPES:
       fields["eos_token_id"] = ends
   return fields

@@ -71,6 +71,8 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
   width = required(config, "hidden_size")
   head_dim: int = config.get("head_dim") or _HEAD_DIMS.get(kind, 0)
   head_dim = head_dim or width // num_heads
+  # Qwen2 always has biases in query, key and value, and none in the output. Its files
+  # need not contain the field.
   own_bias = config.get("attention_bias", False) if kind != "mistral" else False
   scaling, theta = _rope(config)
   return LlamaConfig(

@@ -96,7 +96,7 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
   activation = config.get("feed_forward_proj", "relu")
   check_field(_SAYS, "feed_forward_proj", activation, tuple(_ACTIVATIONS))
   num_layers = required(config, "num_layers")
-  num_decoder_layers = config.get("num_decoder_layers")
+  num_decoder_layers = config.get("num_decoder_layers")  # null means num_layers
   return T5Config(
     vocab_size=required(config, "vocab_size"),
     width=required(config, "d_model"),

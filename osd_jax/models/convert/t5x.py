@@ -45,7 +45,7 @@ def read_t5x(folder: str | Path, config: T5Config) -> Weights:
       or it refers to anything but zarr folders inside it.
   """
   folder = Path(folder)
-  _check_links(folder)
+  _check_links(folder)  # before anything is opened
   if (folder / "checkpoint").is_file():
     tensors = _open_native(folder)
   elif (folder / "state").is_dir():
@@ -63,6 +63,7 @@ def read_t5x(folder: str | Path, config: T5Config) -> Weights:
 
 
 def _check_links(folder: Path) -> None:
+  # A link could make a zarr folder inside the checkpoint point to any file.
   inside = folder.resolve()
   for path in folder.rglob("*"):
     if path.is_symlink() and not path.resolve().is_relative_to(inside):

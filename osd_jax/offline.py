@@ -146,9 +146,7 @@ class OfflineLoop:
     self.loss = self.overlap = float("nan")
     self._losses: list[Any] = []
     self._log = runs.MetricsLog(directory.metrics_path)
-    self._checkpointer = runs.Checkpointer(
-      runs.CheckpointConfig(str(directory.checkpoints_path))
-    )
+    self._checkpointer = runs.Checkpointer(directory.checkpoints_path)
     if self._checkpointer.latest_step() is None:
       self._log.truncate(0)
     else:

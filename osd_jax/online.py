@@ -170,9 +170,7 @@ class OnlineLoop:
       directory, config.keep_outputs, config.tensorboard, announce
     )
     self._checkpointer = runs.Checkpointer(
-      runs.CheckpointConfig(
-        str(directory.checkpoints_path), every_requests=config.checkpoint_every
-      )
+      directory.checkpoints_path, config.checkpoint_every
     )
     self._fingerprint = runs.fingerprint(
       (self.pair.target_params, self.pair.draft_params)

@@ -114,9 +114,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
     if directory.finished:
       return summaries.report_finished(directory, console)
     with (
-      runs.Checkpointer(
-        runs.CheckpointConfig(str(directory.checkpoints_path))
-      ) as saved,
+      runs.Checkpointer(directory.checkpoints_path) as saved,
       runs.MetricsLog(directory.metrics_path) as log,
     ):
       if saved.latest_step() is None:

@@ -50,8 +50,7 @@ TOLD = "tests/engine/test_drafting_told.py"
 ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
 NARROWING = "tests/distillation/test_subsample.py"
-CHECKPOINTS = "tests/runs/test_checkpointer.py"
-WRITTEN = "tests/runs/test_written_beside.py"
+CHECKPOINTS = "tests/runs/test_checkpoint.py"
 LLAMA = "tests/models/test_llama.py"
 LEARNER = "tests/distillation/test_learner.py"
 STATE = "tests/decoding/test_state.py"
@@ -320,7 +319,7 @@ FAULTS = [
   # Checkpoints.
   Fault(
     "checksums are not compared",
-    "if checksum is not None and leaves.checksum(array) != checksum:",
+    "if checksum is not None and _checksum(array) != checksum:",
     "if False:",
     CHECKPOINTS,
   ),
@@ -334,13 +333,13 @@ FAULTS = [
     "the step being written is forgotten in what is due",
     "newest, written = self._writing",
     "newest, written = self.latest_step() or 0, self._writing[1]",
-    WRITTEN,
+    CHECKPOINTS,
   ),
   Fault(
     "an error of the writing thread is lost",
     "    written.result()\n",
     "",
-    WRITTEN,
+    CHECKPOINTS,
   ),
   Fault(
     "a damaged step stays in the way",
@@ -352,7 +351,7 @@ FAULTS = [
     "checkpoints take a core from serving",
     'background.Worker("checkpoints", low_priority=True)',
     'background.Worker("checkpoints")',
-    WRITTEN,
+    CHECKPOINTS,
   ),
   Fault(
     "many rows are kept for every bucket",
@@ -362,9 +361,9 @@ FAULTS = [
   ),
   Fault(
     "a checkpoint is not copied before it is written",
-    "copied = leaves.copied(named), _copied_json(host)",
+    "copied = _copied(named), _copied_json(host)",
     "copied = named, _copied_json(host)",
-    WRITTEN,
+    CHECKPOINTS,
   ),
   Fault(
     "negatives stand for themselves alone",

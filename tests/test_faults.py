@@ -16,7 +16,7 @@ import tiny_online
 from osd_jax import online, pairs, runs, sharding
 from osd_jax.models import weights
 from osd_jax.report import plots
-from osd_jax.runs import stored_config
+from osd_jax.runs import directory
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +147,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(serve, copied, wh
 @pytest.fixture
 def unnoticed(monkeypatch):
   """As where files of the same names hold other weights: no setting differs."""
-  monkeypatch.setattr(stored_config, "differences", lambda *_: [])
+  monkeypatch.setattr(directory, "differences", lambda *_: [])
 
 
 def test_a_checkpoint_of_other_weights_is_refused(serve, copied, unnoticed):

@@ -3,12 +3,11 @@
 import base64
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from osd_jax import base
-from osd_jax.runs import json_lines, outputs_log
+from osd_jax import base, runs
 from osd_jax.runs.directory import RunDirectory, write_text
 
 _CSS = """
@@ -61,7 +60,7 @@ def write_report(
   provenance = run_directory.provenance()
   samples = []
   if run_directory.outputs_path.exists():
-    samples = outputs_log.samples(json_lines.read(run_directory.outputs_path))
+    samples = _samples(runs.read(run_directory.outputs_path))
   return write_page(
     run_directory.report_path,
     headline,
@@ -195,3 +194,33 @@ def _image(path: Path) -> str:
 
 def _text(text: str) -> str:
   return html.escape(str(text), quote=True)
+
+
+def _samples(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """The first answer of every task, one in the middle, and the last one.
+
+  Args:
+    rows: of outputs.jsonl.
+
+  Returns:
+    Rows of a table, task after task.
+  """
+  by_task: dict[str, list[Mapping[str, Any]]] = {}
+  for row in rows:
+    by_task.setdefault(row["task"], []).append(row)
+  return [
+    {
+      "topic": task,
+      "request": part[place]["query"],
+      "prompt": _cut(part[place]["prompt"]),
+      "output": _cut(part[place]["text"]),
+      "ended by": part[place]["stop_reason"],
+      "tokens per target call": part[place]["tokens_per_target_call"],
+    }
+    for task, part in by_task.items()
+    for place in sorted({0, len(part) // 2, len(part) - 1})
+  ]
+
+
+def _cut(text: str, limit: int = 400) -> str:
+  return text if len(text) <= limit else text[:limit] + " ..."

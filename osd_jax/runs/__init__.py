@@ -3,21 +3,22 @@
 Importing this package loads neither orbax nor tensorboardX.
 """
 
-from osd_jax.runs.checkpoint import (
-  CheckpointConfig,
-  Checkpointer,
-  check_fingerprint,
-  fingerprint,
-)
+from osd_jax.runs.checkpoint import Checkpointer, check_fingerprint, fingerprint
 from osd_jax.runs.directory import RunDirectory, RunResult
-from osd_jax.runs.json_lines import column, of_kind, place, read, request_rows
-from osd_jax.runs.metrics_log import MetricsLog
-from osd_jax.runs.outputs_log import KEPT as OUTPUTS_KEPT
-from osd_jax.runs.outputs_log import Output, OutputsLog
+from osd_jax.runs.log import (
+  OUTPUTS_KEPT,
+  MetricsLog,
+  Output,
+  OutputsLog,
+  column,
+  of_kind,
+  place,
+  read,
+  request_rows,
+)
 
 __all__ = [
   "OUTPUTS_KEPT",
-  "CheckpointConfig",
   "Checkpointer",
   "MetricsLog",
   "Output",

@@ -1,34 +1,34 @@
-"""Alarms: what an online run must not go through in silence.
+"""Alarms: faults of an online run that would otherwise go unnoticed.
 
-Exactness hides faults of the draft: outputs stay the target's while nothing drafted is
-accepted, or while no update changes anything. Each alarm is told twice, when it starts
-and when it ends. What is known is a fold over the rows of metrics.jsonl, so a run that
-is resumed rebuilds it from the rows that survived.
+Outputs are exact, so they hide faults of the draft: they stay the target's even if no
+drafted token is accepted or no update changes anything. Every alarm is logged when it
+starts and when it ends. The state is a fold over the rows of metrics.jsonl, so that a
+resumed run rebuilds it from the rows it kept.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-WINDOW = 25  # trailing requests that acceptance and loops are judged over
+WINDOW = 25  # acceptance and loops are judged over this many trailing requests
 
-# What each alarm says when it starts.
+# The text of each alarm when it starts.
 MEANINGS = {
   "acceptance_pinned_at_0": (
-    f"nothing that was drafted in {WINDOW} requests was accepted; the draft costs"
-    " time and saves none. Look at its updates, or start it anew"
+    f"no token drafted in the last {WINDOW} requests was accepted, so the draft costs"
+    " time and saves none. Look at its updates, or start it again"
   ),
   "acceptance_pinned_at_1": (
-    f"all that was drafted in {WINDOW} requests was accepted; right for a draft"
-    " that equals the target, else a sign that nothing is judged"
+    f"every token drafted in the last {WINDOW} requests was accepted. This is right"
+    " for a draft that equals the target; otherwise drafts are not being verified"
   ),
   "update_not_finite": (
-    "an update had steps with a loss, gradient or step that was not finite, and"
-    " left them out; lower the learning rate if it goes on"
+    "an update skipped steps because their loss, gradient or step was not finite;"
+    " lower the learning rate if this continues"
   ),
   "output_loops": (
-    "an output repeats itself; the target does so alone too (outputs are its"
-    " own), and loops flatter the acceptance"
+    "an output repeats itself. The outputs are the target's own, so the target does"
+    " this without a draft too, but loops inflate the acceptance rate"
   ),
 }
 
@@ -39,8 +39,8 @@ class Alarm:
 
   Attributes:
     alarm: a key of `MEANINGS`.
-    active: True at its start, False at its end.
-    text: one line for people.
+    active: True when the alarm starts, False when it ends.
+    text: one line for the user.
   """
 
   alarm: str
@@ -50,7 +50,7 @@ class Alarm:
 
 @dataclasses.dataclass(frozen=True)
 class AlarmState:
-  """What alarms remember.
+  """State of the alarms.
 
   Attributes:
     recent: (drafted, accepted, loops) of the last `WINDOW` requests, oldest first.
@@ -64,15 +64,15 @@ class AlarmState:
 def observe(
   state: AlarmState, kind: str, row: Mapping[str, Any]
 ) -> tuple[AlarmState, list[Alarm]]:
-  """Takes in one row of metrics.jsonl, in the order of the file.
+  """Updates the state with one row of metrics.jsonl, in the order of the file.
 
   Args:
-    state: what is known.
-    kind: of the row; others than "request" and "update" change nothing.
-    row: its `drafted`, `accepted` and `loops`, or its `skipped`, are read.
+    state: the state before the row.
+    kind: the row's kind; only "request" and "update" change anything.
+    row: a request's `drafted`, `accepted` and `loops`, or an update's `skipped`.
 
   Returns:
-    What is known now, and the alarms that start or end here.
+    The new state, and the alarms that start or end with this row.
   """
   judged: dict[str, bool] = {}
   recent = state.recent
@@ -88,7 +88,7 @@ def observe(
 
 
 def replay(rows: Iterable[Mapping[str, Any]]) -> AlarmState:
-  """What is known after the rows of a log."""
+  """Computes the state after the rows of a log."""
   state = AlarmState()
   for row in rows:
     state, _ = observe(state, row["kind"], row)
@@ -96,14 +96,7 @@ def replay(rows: Iterable[Mapping[str, Any]]) -> AlarmState:
 
 
 def sentence(rows: Iterable[Mapping[str, Any]]) -> str:
-  """The alarms of a run in words, in the order of their start.
-
-  Args:
-    rows: of metrics.jsonl.
-
-  Returns:
-    "Alarms: ..." with the numbers of finished requests between which each held.
-  """
+  """Lists the alarms of a log, with the requests between which each was active."""
   spans: list[str] = []
   open_spans: dict[str, int] = {}
   for row in rows:

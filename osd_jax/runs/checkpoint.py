@@ -1,76 +1,67 @@
-"""Checkpoints: all that a run needs to continue, in one atomic step.
+"""Checkpoints: everything a run needs to continue, written in one atomic step.
 
-A step holds two things that are written together or not at all: a pytree of
-arrays (draft, optimiser, buffer, rows in flight) and a JSON object for the host
-(stream position, schedule, length of metrics.jsonl). Orbax writes into a
-temporary folder and renames it, so a killed process leaves either the whole
-step or none of it. Beside the arrays stands a table of their shapes, dtypes
-and checksums: a step that was damaged later is noticed and skipped.
+A step holds a pytree of arrays (draft, optimiser, buffer, rows in flight) and a JSON
+object for the host (stream position, schedule, lengths of the logs). Orbax's
+CheckpointManager writes both into a temporary folder and renames it, so a killed
+process leaves either the whole step or none of it. The JSON item also holds the shape,
+dtype and CRC-32 of every array: a step that was damaged later is detected and skipped.
 
-Who saves waits for a copy in host memory alone: one thread beside it computes the
-checksums and writes, one step after the other.
+`save` waits only for a copy in host memory. One low-priority thread computes the
+checksums and writes, one step after another, so that serving keeps its core.
 """
 
 import concurrent.futures
-import dataclasses
+import contextlib
 import errno
 import json
+import logging
 import os
+import sys
+import threading
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import background, base
-from osd_jax.runs import leaves, quiet
 
+KEEP = 2  # steps on disk: if the newest one is damaged, the one before is used
 _ARRAYS, _HOST = "arrays", "host"
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-  """Where checkpoints lie, how many are kept, how often one is taken.
-
-  Attributes:
-    directory: folder of the steps, made if absent.
-    keep: the newest `keep` steps stay on disk; 2 or more survive a damaged one.
-    every_requests: a checkpoint is due after this many finished requests.
-  """
-
-  directory: str
-  keep: int = 2
-  every_requests: int = 50
-
-  def __post_init__(self):
-    base.check_fields(self, {"directory": (self.directory, "a folder")})
-    base.check_counts(self, "keep", "every_requests")
-
-
 class Checkpointer:
-  """Saves and restores steps of one directory; one writer at a time.
+  """Saves and restores the steps in one folder; only one process may write there.
 
-  Where a step cannot be written, `due` becomes true, and the next `save`, `wait`,
-  `restore` or `close` raises it.
+  If a step cannot be written, `due` becomes true, and the next call of `save`, `wait`,
+  `restore` or `close` raises the error.
   """
 
-  def __init__(self, config: CheckpointConfig):
-    import orbax.checkpoint as ocp  # imported late: it costs .3 s
+  def __init__(self, directory: str | Path, every: int = 50):
+    """Opens a folder of steps, and creates it if needed.
 
-    self.config = config
-    self._directory = Path(config.directory).absolute()
-    self._ocp = ocp
+    Args:
+      directory: the folder.
+      every: a checkpoint is due after this many finished requests.
+    """
+    import orbax.checkpoint as ocp  # imported late, because it takes 0.3 s
+
+    self._every = every
+    self._directory = Path(directory).absolute()
+    self._args = ocp.args
     self._manager = ocp.CheckpointManager(
       self._directory,
       item_names=(_ARRAYS, _HOST),
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=config.keep, create=True, enable_async_checkpointing=False
+        max_to_keep=KEEP, create=True, enable_async_checkpointing=False
       ),
     )
     self._thread = background.Worker("checkpoints", low_priority=True)
+    # The manager belongs to the thread while a step is being written.
     self._writing: tuple[int, concurrent.futures.Future] | None = None
     self._restored: int | None = None
 
@@ -81,10 +72,10 @@ class Checkpointer:
     self.close()
 
   def close(self) -> None:
-    """Waits for the step being written, then ends all threads.
+    """Waits for the step being written, then stops the thread.
 
     Raises:
-      ValueError: that step cannot be written; the steps before it are whole.
+      InputError: that step cannot be written; older steps are complete.
     """
     try:
       self.wait()
@@ -93,36 +84,33 @@ class Checkpointer:
       self._manager.close()
 
   def wait(self) -> None:
-    """Waits until the step saved last is complete on disk.
+    """Waits until the last saved step is complete on disk.
 
     Raises:
-      ValueError: it cannot be written; the steps before it are whole.
+      InputError: that step cannot be written; older steps are complete.
     """
     if self._writing is None:
       return
     _, written = self._writing
     concurrent.futures.wait([written])
-    self._writing = None  # orbax's manager is this thread's again
+    self._writing = None
     written.result()
 
   def steps(self) -> list[int]:
-    """The complete steps on disk, oldest first; waits for the one being written."""
+    """Complete steps on disk, oldest first. Waits for the step being written."""
     self.wait()
     return sorted(self._manager.all_steps())
 
   def latest_step(self) -> int | None:
-    """The newest complete step, None if there is none; waits as `steps` does."""
+    """The newest complete step; None if there is none. Waits like `steps`."""
     return max(self.steps(), default=None)
 
   def resumed(self, unit: str, total: int | None) -> str:
-    """Says where a run continues that counts its steps in these units.
+    """Says where the run continues; "" if no step was restored.
 
     Args:
-      unit: what is counted, in the singular.
-      total: how many the run has; None where nobody knows.
-
-    Returns:
-      One sentence, "" where nothing was restored.
+      unit: what a step counts, in the singular.
+      total: the run's length; None if it is unknown.
     """
     if self._restored is None:
       return ""
@@ -131,11 +119,11 @@ class Checkpointer:
     return f"continues at {unit} {self._restored}{of_all} from checkpoint {where}"
 
   def due(self, finished: int) -> bool:
-    """Whether a checkpoint is due after `finished` requests; waits for nothing.
+    """Whether a checkpoint is due after `finished` requests. Never waits.
 
-    Counts from the newest step saved, be it still being written, so a run that
-    finishes several requests in one call never steps over a checkpoint. Due at once
-    where that step could not be written: `save` then says so.
+    Counts from the newest saved step, also while it is being written, so a run that
+    finishes several requests in one call cannot miss a checkpoint. Returns True at
+    once if that step could not be written, because `save` then raises the error.
     """
     if self._writing is None:
       newest = self.latest_step() or 0
@@ -143,23 +131,22 @@ class Checkpointer:
       newest, written = self._writing
       if written.done() and written.exception() is not None:
         return True
-    return finished - newest >= self.config.every_requests
+    return finished - newest >= self._every
 
-  def save(self, step: int, arrays: Any, host: Mapping[str, Any]) -> None:
-    """Copies one step and has it written; `wait` until it is complete on disk.
+  def save(self, step: int, tree: Any, host: Mapping[str, Any]) -> None:
+    """Copies one step and queues it for writing.
 
-    The step is of this moment, whatever becomes of the arrays and of `host`. A step
-    that is still being written is waited for first.
+    Later changes to `tree` and `host` do not reach the step. If the step before is
+    still being written, `save` waits for it.
 
     Args:
-      step: number of the step, greater than every step on disk (the number of
-        finished requests does well).
-      arrays: pytree whose leaves are jax or numpy arrays.
-      host: JSON object; tuples come back as lists and keys as text.
+      step: its number, greater than every step on disk.
+      tree: pytree of jax or numpy arrays.
+      host: JSON object. Tuples are restored as lists, and keys as text.
 
     Raises:
-      ValueError: a leaf is no array, `host` is no JSON, `step` is not new, or the
-        disk did not take the step before; older ones are whole in any case.
+      InputError: a leaf is not an array, `host` is not JSON, `step` is not new, or the
+        step before could not be written. Older steps are complete in any case.
     """
     latest = self.latest_step()
     if step < 0 or (latest is not None and step <= latest):
@@ -168,11 +155,12 @@ class Checkpointer:
         f" latest, {latest}, in {self._directory}; continue from the latest step"
         " or remove the newer ones."
       )
-    named = leaves.named(arrays)
-    leaves.check_plain(named)
-    copied = leaves.copied(named), _copied_json(host)
+    named = _named(tree)
+    _check_plain(named)
+    copied = _copied(named), _copied_json(host)
     self._writing = step, self._thread.submit(self._write, step, latest, *copied)
-    if jax.process_count() > 1:  # orbax computes on all: in one order everywhere
+    # With several processes orbax runs collectives, which need the same order on all.
+    if jax.process_count() > 1:
       self.wait()
 
   def _write(
@@ -182,59 +170,57 @@ class Checkpointer:
     arrays: Mapping[str, Any],
     host: Mapping[str, Any],
   ) -> None:
-    """Runs on the thread; orbax's manager is that thread's until `wait`."""
-    payload = {"host": host, "arrays": leaves.described(arrays)}
+    payload = {"host": host, "arrays": _described(arrays)}
     stored = {name: leaf for name, leaf in arrays.items() if leaf.size}
-    args = self._ocp.args
-    whole = args.Composite(
-      arrays=args.StandardSave(stored), host=args.JsonSave(payload)
+    whole = self._args.Composite(
+      arrays=self._args.StandardSave(stored), host=self._args.JsonSave(payload)
     )
     try:
-      with quiet.echoes_of_failure():
+      with _without_echoes():
         self._manager.save(step, args=whole, force=True)
-    except Exception as error:  # whatever the writers raise: it is not on disk
+    except Exception as error:  # orbax and tensorstore raise many types
       raise base.InputError(
         f"checkpoint save: step {step} cannot be written to {self._directory}"
-        f" ({_cause(error)}); the last good one is step {latest}. Make room or"
-        " allow writing there, then repeat the command to continue from it."
+        f" ({_cause(error)}); the last good one is step {latest}. Free some space or"
+        " allow writing there, then repeat the command to continue from that step."
       ) from error
 
-  def restore(self, step: int | None, target: Any) -> tuple[Any, dict[str, Any]]:
-    """Reads one step into the structure of `target`.
+  def restore(self, step: int | None, like: Any) -> tuple[Any, dict[str, Any]]:
+    """Reads one step.
 
-    With `step=None` the newest readable step is taken. A newer one that cannot
-    be read is reported by a warning and moved aside to `damaged_<step>`, so that
-    the run can write that step anew.
+    With `step=None` the newest readable step is used. A newer step that cannot be
+    read is reported by a warning and renamed to `damaged_<step>`, so that the run can
+    write that step again.
 
     Args:
-      step: the step to read, None for the newest readable one.
-      target: pytree of arrays or `jax.ShapeDtypeStruct`; its shapes and dtypes
-        must be those saved. The sharding of a leaf that has one is honoured;
-        where it has none, or is an uncommitted array, so is the array returned.
-        Or a function that makes that pytree from the host object, for states whose
-        structure depends on what was under way.
+      step: the step to read, or None.
+      like: pytree of arrays or `jax.ShapeDtypeStruct` with the saved shapes and
+        dtypes. Arrays are restored with the sharding of their leaf; a leaf without
+        one, or an uncommitted array, gives an uncommitted array. It may also be a
+        function from the host object to that pytree, for states whose structure
+        depends on what was in progress.
 
     Returns:
-      The arrays, as jax arrays in the structure of `target`, and the host object.
+      The arrays, as jax arrays in the structure of `like`, and the host object.
 
     Raises:
-      ValueError: no such step, none is readable, or `target` does not fit.
+      InputError: the step does not exist, no step is readable, or `like` does not fit.
     """
     steps = self.steps()
     if not steps or (step is not None and step not in steps):
       raise base.InputError(
         f"checkpoint restore: received step {step}, expected one of {steps} in"
-        f" {self._directory}; start the run anew if there is none."
+        f" {self._directory}; start the run again if there is none."
       )
     damaged: dict[int, str] = {}
     for candidate in [step] if step is not None else reversed(steps):
       try:
         payload = self._read_host(candidate)
-      except Exception as error:  # whatever the readers raise: it is unreadable
+      except Exception as error:  # orbax raises many types for unreadable files
         damaged[candidate] = _first_line(error)
         continue
-      wanted = target(payload["host"]) if callable(target) else target
-      leaves.check_target(candidate, payload["arrays"], wanted)
+      wanted = like(payload["host"]) if callable(like) else like
+      _check_fits(candidate, payload["arrays"], wanted)
       try:
         arrays = self._read_arrays(candidate, payload["arrays"], wanted)
       except Exception as error:
@@ -245,45 +231,48 @@ class Checkpointer:
       return arrays, payload["host"]
     raise base.InputError(
       f"checkpoint restore: no readable step in {self._directory}, tried"
-      f" {damaged}; remove the folder to start anew."
+      f" {damaged}; remove the folder to start again."
     )
 
   def _read_host(self, step: int) -> dict[str, Any]:
-    args = self._ocp.args
     payload = self._manager.restore(
-      step, args=args.Composite(host=args.JsonRestore())
+      step, args=self._args.Composite(host=self._args.JsonRestore())
     ).host
     if not isinstance(payload, dict) or payload.keys() != {"host", "arrays"}:
-      raise base.InputError("the host object is not one that save() wrote")
+      raise base.InputError("the host object was not written by save()")
     return payload
 
-  def _read_arrays(self, step: int, table: Mapping[str, Any], target: Any) -> Any:
-    wanted = leaves.abstract(leaves.named(target))
-    args = self._ocp.args
+  def _read_arrays(self, step: int, table: Mapping[str, Any], like: Any) -> Any:
+    wanted = {name: _abstract(leaf) for name, leaf in _named(like).items()}
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     stored = {
       name: leaf.update(sharding=leaf.sharding or one_device)
       for name, leaf in wanted.items()
-      if leaf.size
+      if leaf.size  # orbax does not store empty arrays
     }
     restored = self._manager.restore(
-      step, args=args.Composite(arrays=args.StandardRestore(stored))
+      step, args=self._args.Composite(arrays=self._args.StandardRestore(stored))
     ).arrays
     placed = []
     for name, leaf in wanted.items():
       array = restored[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype)
       checksum = table[name]["crc32"]
-      if checksum is not None and leaves.checksum(array) != checksum:
+      if checksum is not None and _checksum(array) != checksum:
         raise base.InputError(f"checksum of {name} differs from the one saved")
-      placed.append(leaves.placed(array, leaf.sharding))
-    return jax.tree.unflatten(jax.tree.structure(target), placed)
+      placed.append(
+        # Uncommitted arrays may meet any mesh inside jit.
+        jnp.array(np.asarray(array))
+        if leaf.sharding is None
+        else jax.device_put(array, leaf.sharding)
+      )
+    return jax.tree.unflatten(jax.tree.structure(like), placed)
 
   def _set_aside(self, damaged: Mapping[int, str], used: int) -> None:
     for step, reason in damaged.items():
       aside = self._directory / f"damaged_{step}"
       warnings.warn(
         f"checkpoint restore: step {step} in {self._directory} cannot be read"
-        f" ({reason}); moved to {aside.name}, continuing from step {used}.",
+        f" ({reason}); renamed to {aside.name}, continuing from step {used}.",
         RuntimeWarning,
         stacklevel=3,
       )
@@ -294,14 +283,13 @@ class Checkpointer:
 
 
 def fingerprint(models: Any) -> int:
-  """A number that tells parameters of equal shapes apart, from a row of each leaf.
+  """A checksum of the first row of every array, to tell models of one shape apart.
 
-  Args:
-    models: pytree of arrays; what other processes hold is left out.
+  Arrays that are spread over several processes are skipped.
   """
   found = 0
-  for name, leaf in leaves.named(models).items():
-    if not leaves.is_whole(leaf):
+  for name, leaf in _named(models).items():
+    if not _is_whole(leaf):
       continue
     data = np.asarray(leaf[:1] if leaf.ndim > 1 else leaf).tobytes()
     found = zlib.crc32(data, zlib.crc32(name.encode(), found))
@@ -309,20 +297,110 @@ def fingerprint(models: Any) -> int:
 
 
 def check_fingerprint(saved: int | None, own: int) -> None:
-  """Refuses a checkpoint of other models; their rows in flight would go on here.
-
-  Args:
-    saved: `fingerprint` of the models that it was taken with; None was not noted.
-    own: that of the models of this run.
+  """Refuses a checkpoint of other models, whose rows in flight would continue here.
 
   Raises:
-    ValueError: they differ.
+    InputError: the fingerprints differ. A `saved` of None is accepted.
   """
   if saved not in (None, own):
     raise base.InputError(
       f"checkpoint restore: it was taken with other models (fingerprint {saved},"
-      f" expected {own}): the weights of target or first draft have changed since."
-      " Continue with the files that the run began with, or in a new directory."
+      f" expected {own}): the weights of the target or of the first draft have changed."
+      " Continue with the original files, or start in a new directory."
+    )
+
+
+# --- Arrays by name -------------------------------------------------------------------
+
+
+def _named(tree: Any) -> dict[str, Any]:
+  """Leaves by dotted path, in the order of `jax.tree.leaves`."""
+  paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+  found = {
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths
+  }
+  if len(found) != len(paths) or not found:
+    raise base.InputError(
+      f"checkpoint: received a tree of {len(paths)} leaves with {len(found)}"
+      " distinct paths, expected at least one leaf and no '.' that makes two"
+      " paths equal; rename the keys."
+    )
+  return found
+
+
+def _check_plain(arrays: Mapping[str, Any]) -> None:
+  for name, leaf in arrays.items():
+    plain = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    if plain and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+      if jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
+        continue
+    typed = hasattr(leaf, "dtype")
+    found = f"{leaf.dtype.name} array" if typed else type(leaf).__name__
+    raise base.InputError(
+      f"checkpoint save: received {found} at {name}, expected an array of a dtype"
+      " that jax keeps (at most 32 bits, no typed random key); put Python values"
+      " into `host`."
+    )
+
+
+def _copied(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Copies to numpy, or on the device if other processes hold parts of an array."""
+  here = {name: leaf for name, leaf in arrays.items() if _is_whole(leaf)}
+  # On a CPU, device_get returns views of buffers that may be donated later.
+  here = jax.device_get(here)
+  return {
+    name: np.array(here[name]) if name in here else leaf.copy()
+    for name, leaf in arrays.items()
+  }
+
+
+def _described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Shape, dtype and checksum of each array; no checksum if it is not whole here."""
+  return {
+    name: {
+      "shape": list(leaf.shape),
+      "dtype": leaf.dtype.name,
+      "crc32": _checksum(leaf) if _is_whole(leaf) else None,
+    }
+    for name, leaf in arrays.items()
+  }
+
+
+def _checksum(leaf: Any) -> int:
+  data = np.ascontiguousarray(np.asarray(leaf))
+  return zlib.crc32(data.reshape(-1).view(np.uint8)) if data.size else 0
+
+
+def _is_whole(leaf: Any) -> bool:
+  return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+  sharding = getattr(leaf, "sharding", None)
+  if isinstance(leaf, jax.Array) and not leaf.committed:
+    sharding = None
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_fits(step: int, table: Mapping[str, Any], like: Any) -> None:
+  """Raises InputError unless names, shapes and dtypes are those saved."""
+  wanted = {
+    name: f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+    for name, leaf in _named(like).items()
+  }
+  saved = {name: f"{row['dtype']}{row['shape']}" for name, row in table.items()}
+  faults = [
+    f"{name}: expected {wanted.get(name, 'nothing')}, found"
+    f" {saved.get(name, 'nothing')}"
+    for name in sorted(wanted.keys() | saved.keys())
+    if wanted.get(name) != saved.get(name)
+  ]
+  if faults:
+    more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+    raise base.InputError(
+      f"checkpoint restore: step {step} does not fit this run: "
+      + "; ".join(faults[:5])
+      + f"{more}. Start with the config that wrote it, or in a new directory."
     )
 
 
@@ -331,13 +409,16 @@ def _copied_json(value: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(value))
   except (TypeError, ValueError) as error:
     raise base.InputError(
-      f"checkpoint save: received a host object that is no JSON ({error}),"
+      f"checkpoint save: received a host object that is not JSON ({error}),"
       " expected text, numbers, booleans, None, lists and dicts; convert it."
     ) from error
 
 
+# --- Errors ---------------------------------------------------------------------------
+
+
 def _cause(error: Exception) -> str:
-  """The system's own words, which tensorstore puts far behind."""
+  """The operating system's message, which tensorstore hides in a long text."""
   codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
   words = [os.strerror(code) for code in codes if os.strerror(code) in str(error)]
   return words[0] if words else _first_line(error)
@@ -346,3 +427,36 @@ def _cause(error: Exception) -> str:
 def _first_line(error: Exception) -> str:
   text = str(error).strip().splitlines()
   return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+
+
+@contextlib.contextmanager
+def _without_echoes() -> Iterator[None]:
+  """Suppresses orbax's tracebacks of a failed write.
+
+  If one array cannot be written, orbax closes its event loop while the other arrays
+  are still being written. Each of them then prints a traceback from its own thread,
+  after the error that matters has been raised.
+  """
+  before = sys.unraisablehook
+
+  def hook(echo: Any) -> None:
+    closed = "Event loop is closed" in str(echo.exc_value)
+    if not (isinstance(echo.exc_value, RuntimeError) and closed):
+      before(echo)
+
+  sys.unraisablehook = hook
+  older = {thread.ident for thread in threading.enumerate()}
+  older.discard(threading.get_ident())
+
+  def keep(record: logging.LogRecord) -> bool:
+    """Keeps everything below ERROR, and all records of threads that ran before."""
+    return record.levelno < logging.ERROR or record.thread in older
+
+  logger = logging.getLogger("absl")  # orbax logs through absl
+  logger.addFilter(keep)
+  try:
+    yield
+    # After a failure the hook stays, because more echoes may follow.
+    sys.unraisablehook = before
+  finally:
+    logger.removeFilter(keep)

@@ -1,32 +1,40 @@
-"""The run directory: what a run leaves behind, and what it continues from.
+"""The run directory: what a run leaves behind and what it continues from.
 
-`config.json` holds every setting, `operative_config.gin` those of the command line;
-`provenance.json` code, versions, command, seed, device, hours, and whether the run is
-finished; `metrics.jsonl` one row a request, update or step (`MetricsLog`);
-`outputs.jsonl` what was served (`OutputsLog`); `tensorboard/` events, optional;
-`checkpoints/` orbax steps (`osd_jax.runs.checkpoint`); `plots/` and `report.html` come at
-the end. `.lock` says which process writes.
+`config.json` holds every setting and `operative_config.gin` the command line's;
+`provenance.json` holds code, versions, command, seed, device, hours, and whether the
+run is finished. `metrics.jsonl` and `outputs.jsonl` are the logs (`runs.log`),
+`checkpoints/` the steps (`runs.checkpoint`), `tensorboard/` optional events. `plots/`
+and `report.html` are written at the end. `.lock` names the process that writes.
 """
 
 import dataclasses
 import datetime
+import enum
+import functools
 import html
+import importlib.metadata
 import json
+import math
+import os
+import platform
 import shutil
-from collections.abc import Mapping, Sequence
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import filelock
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from osd_jax import base, remote
-from osd_jax.runs import json_lines
-from osd_jax.runs import provenance
-from osd_jax.runs import stored_config
-from osd_jax.runs import lock as locks
+from osd_jax.runs import log
 
-# What a run writes, at its start and later; nothing else is ever removed.
+# Only these names are ever removed: what a run writes at its start, and later.
 _FIRST = (
   "config.json",
   "operative_config.gin",
@@ -37,95 +45,74 @@ _FIRST = (
   "tensorboard",
 )
 _RESULTS = ("certificate.json", "draft.safetensors", "drafts", "plots", "report.html")
+_LOCK = ".lock"
+
+# Settings that may change when a run continues. Another mesh rounds sums differently.
+FREE = ("run_directory", "overwrite", "partition", "replicas")
+
+_PACKAGES = ("osd-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-  """What the `run` of every command returns.
+  """What the `run` function of every command returns.
 
   Attributes:
-    path: the run directory; of a conversion, what it wrote.
-    exact: False if an output was checked and is not the target's.
+    path: the run directory. For a conversion: the file that was written.
+    exact: False if a checked output differs from the target's own.
   """
 
   path: Path
   exact: bool = True
 
   def _repr_html_(self) -> str | None:
-    """The report, where a notebook shows the result; None where there is none."""
+    """Shows the report in a notebook; None if there is no report yet."""
     report = RunDirectory(self.path).report_path
     if not report.is_file():
       return None
-    # In a frame, so that the page's style stays its own.
+    # The page goes into a frame, so that its style does not leak into the notebook.
     page = html.escape(report.read_text(encoding="utf-8"), quote=True)
     style = "width: 100%; height: 40rem; border: 1px solid #ddd"
     return f'<iframe srcdoc="{page}" style="{style}"></iframe>'
 
 
 class RunDirectory:
-  """The paths of a run. `start` makes one that this process alone may write to.
+  """The paths of a run. `start` opens one for writing, by this process alone.
 
-  As a context manager it lets others write afterwards, and removes what it made if
-  an error came before anything was measured.
+  Leaving the context releases the lock. If an error comes before anything was
+  measured, the files that `start` made are removed again.
 
   Attributes:
-    path: the folder.
+    path: the folder. The attributes that end in `_path` name the files in it.
   """
 
   def __init__(self, path: str | Path):
-    """Names a folder, to read from it; neither makes nor locks it."""
+    """Names a folder for reading: nothing is created or locked."""
     self.path = Path(path)
-    self._lock: locks.Lock | None = None
+    self.metrics_path = self.path / "metrics.jsonl"
+    self.outputs_path = self.path / "outputs.jsonl"
+    self.checkpoints_path = self.path / "checkpoints"
+    self.tensorboard_path = self.path / "tensorboard"
+    self.plots_path = self.path / "plots"
+    self.report_path = self.path / "report.html"
+    self.config_path = self.path / "config.json"
+    self.operative_config_path = self.path / "operative_config.gin"
+    self.provenance_path = self.path / "provenance.json"
+    self._lock: filelock.BaseFileLock | None = None
     self._mirror: remote.Mirror | None = None
-    self._made: list[Path] = []  # folders that were not there before, inner ones first
+    self._made: list[Path] = []  # folders that `start` created, innermost first
     self._is_new = False
-    self._checkpoints = self.path / "checkpoints"
 
   @classmethod
   def of_process(cls, path: str | Path, number: int) -> "RunDirectory":
-    """Of several processes the first writes to the folder, the others beside it.
+    """The directory that process `number` of a multi-host run writes to.
 
-    Checkpoints are all processes' together.
+    Process 0 writes to `path`, the others to `path.process_<number>`. All of them
+    share the checkpoints in `path`, because every process saves its own shards.
     """
     run = cls(f"{path}.process_{number}" if number else path)
-    run._checkpoints = Path(path) / "checkpoints"
+    run.checkpoints_path = Path(path) / "checkpoints"
     return run
-
-  @property
-  def metrics_path(self) -> Path:
-    return self.path / "metrics.jsonl"
-
-  @property
-  def outputs_path(self) -> Path:
-    return self.path / "outputs.jsonl"
-
-  @property
-  def checkpoints_path(self) -> Path:
-    return self._checkpoints
-
-  @property
-  def tensorboard_path(self) -> Path:
-    return self.path / "tensorboard"
-
-  @property
-  def plots_path(self) -> Path:
-    return self.path / "plots"
-
-  @property
-  def report_path(self) -> Path:
-    return self.path / "report.html"
-
-  @property
-  def config_path(self) -> Path:
-    return self.path / "config.json"
-
-  @property
-  def operative_config_path(self) -> Path:
-    return self.path / "operative_config.gin"
-
-  @property
-  def provenance_path(self) -> Path:
-    return self.path / "provenance.json"
 
   @classmethod
   def start(
@@ -138,22 +125,23 @@ class RunDirectory:
     overwrite: bool = False,
     argv: Sequence[str] | None = None,
   ) -> "RunDirectory":
-    """Continues the run of this folder if it holds one, else begins one.
+    """Continues the run in this folder, or begins one if there is none.
 
-    A run that is finished stays as it is: see `finished`.
+    A finished run is left as it is: check `finished`.
 
     Args:
-      path: the folder, made with its parents. An address (gs://BUCKET/RUN): the run
-        is written here, at `path`, and copied there every minute and at its end.
-      config: the run's dataclass; stored, and compared with the one stored.
-      operative_config: text of the command line's settings, stored beside it.
+      path: the folder, created with its parents. A URL (gs://BUCKET/RUN) is mirrored:
+        the run is written to a local folder and copied there every minute and at its
+        end.
+      config: the run's dataclass. It is stored, and compared when a run continues.
+      operative_config: the command line's settings, stored as text.
       seed: the run's seed.
-      overwrite: remove what a run left here, and begin anew.
-      argv: the command line, this process's own by default.
+      overwrite: remove the run in this folder and begin again.
+      argv: the command line; `sys.argv` by default.
 
     Raises:
-      InputError: the folder cannot be written to, another process writes to it, or
-        its run has another config.
+      InputError: the folder cannot be written to, another process is writing to it,
+        or its run has other settings.
     """
     mirror = remote.Mirror(str(path)) if remote.is_remote(path) else None
     if mirror is not None and jax.process_count() > 1:
@@ -175,14 +163,14 @@ class RunDirectory:
       run.close()
       raise base.InputError(
         f"{_owner(config)}run_directory: received {str(path)!r}, expected a folder"
-        f" that can be made and written to ({error.strerror}); choose another."
+        f" that can be created and written to ({error.strerror}); choose another."
       ) from error
     except BaseException:
       run.close()
       raise
     if mirror is not None:
       mirror.begin()
-    if jax.process_count() > 1:  # else one might look for what another still removes
+    if jax.process_count() > 1:  # no process may read what another still removes
       multihost_utils.sync_global_devices("run directory")
     return run
 
@@ -191,14 +179,14 @@ class RunDirectory:
 
   def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
     if error is not None and self._is_new and not self._has_rows():
-      self._remove(*_FIRST, locks.NAME)
+      self._remove(*_FIRST, _LOCK)
       for folder in self._made:
         if not any(folder.iterdir()):
           folder.rmdir()
     self.close()
 
   def close(self) -> None:
-    """Lets other processes write here; a copy elsewhere is brought up to date."""
+    """Releases the lock and brings a remote copy up to date."""
     try:
       if self._mirror is not None:
         self._mirror.end()
@@ -208,54 +196,53 @@ class RunDirectory:
 
   @property
   def finished(self) -> str | None:
-    """When the run was finished, None if it was not."""
+    """When the run was finished; None if it is not."""
     return self.provenance().get("finished")
 
   def provenance(self) -> dict[str, Any]:
-    """The content of provenance.json.
+    """Reads provenance.json.
 
     Raises:
-      InputError: there is none, or it is no JSON.
+      InputError: the file is missing or not JSON.
     """
     try:
       return json.loads(self.provenance_path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
       raise base.InputError(
         f"run directory: received {self.path}, expected a folder with a readable"
-        f" provenance.json ({error}); every command that runs makes one."
+        f" provenance.json ({error}); every run writes one."
       ) from error
 
   def config(self) -> dict[str, Any]:
-    """The stored config by field, {} if there is none."""
+    """Reads the stored config; {} if there is none."""
     if not self.config_path.exists():
       return {}
     return json.loads(self.config_path.read_text(encoding="utf-8"))
 
   def operative_config(self) -> str:
-    """The stored text of the command line's settings, "" if there is none."""
+    """Reads the command line's settings; "" if there are none."""
     if not self.operative_config_path.exists():
       return ""
     return self.operative_config_path.read_text(encoding="utf-8")
 
   def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
-    """Writes a file of results beside the run; returns where it is."""
-    plain, _ = json_lines.strict(content, name)
+    """Writes a JSON file into the directory and returns its path."""
+    plain, _ = log.strict(content, name)
     write_text(self.path / name, json.dumps(plain, indent=2) + "\n")
     return self.path / name
 
   def finish(self) -> None:
-    """Notes that the run is complete, when this session ended, and the hours of all."""
+    """Marks the run as finished and adds up the hours of its sessions."""
     notes = self.provenance()
-    provenance.end(notes, provenance.now(), interrupted=False)
-    notes["finished"] = provenance.now().isoformat(timespec="seconds")
-    self._write_provenance(notes)
+    _end_session(notes, now(), interrupted=False)
+    notes["finished"] = now().isoformat(timespec="seconds")
+    self.write_json(self.provenance_path.name, notes)
 
   def _open(self) -> None:
-    """Makes and locks the folder."""
     above = [self.path, *self.path.parents]
     self._made = [folder for folder in above if not folder.exists()]
     self.path.mkdir(parents=True, exist_ok=True)
-    self._lock = locks.Lock(self.path)
+    self._lock = lock(self.path)
     if self._mirror is not None:
       self._mirror.pull(self.provenance_path.name)
 
@@ -267,24 +254,24 @@ class RunDirectory:
     argv: Sequence[str] | None,
   ) -> None:
     self._is_new = True
-    self.write_json(self.config_path.name, stored_config.described(config))
+    self.write_json(self.config_path.name, described(config))
     if operative_config:
       write_text(self.operative_config_path, operative_config)
-    begun = {"seed": seed, "finished": None, **provenance.session(argv)}
-    self._write_provenance({**begun, "resumed": []})  # last: from now on it is a run
+    # provenance.json is written last, because its presence makes this folder a run.
+    notes = {"seed": seed, "finished": None, **_session(argv), "resumed": []}
+    self.write_json(self.provenance_path.name, notes)
 
   def _continue(self, config: Any, argv: Sequence[str] | None) -> None:
     self._check_config(config)
     notes = self.provenance()
     if notes.get("finished"):
       return
-    provenance.end(notes, self._last_sign_of_life(notes), interrupted=True)
-    notes["resumed"].append(provenance.session(argv))
-    self._write_provenance(notes)
+    _end_session(notes, self._last_written(notes), interrupted=True)
+    notes["resumed"].append(_session(argv))
+    self.write_json(self.provenance_path.name, notes)
 
   def _check_config(self, config: Any) -> None:
-    given = stored_config.described(config)
-    different = stored_config.differences(self.config(), given)
+    different = differences(self.config(), described(config))
     if different:
       shown = [
         f"{_owner(config)}{name}: stored {stored!r}, given {now!r}"
@@ -292,21 +279,18 @@ class RunDirectory:
       ]
       more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
       raise base.InputError(
-        f"run directory: {self.path} holds a run of other settings: "
+        f"run directory: {self.path} holds a run with other settings: "
         + "; ".join(shown)
-        + f"{more}. Repeat its settings, choose a new directory, or set"
-        f" {_owner(config)}overwrite = True to remove that run and begin anew."
+        + f"{more}. Use the same settings, choose a new directory, or set"
+        f" {_owner(config)}overwrite = True to remove that run and begin again."
       )
 
-  def _last_sign_of_life(self, notes: Mapping[str, Any]) -> datetime.datetime:
-    """When a session that was killed last wrote metrics."""
+  def _last_written(self, notes: Mapping[str, Any]) -> datetime.datetime:
+    """When a killed session last wrote a row, which is the end we know of it."""
     if not self.metrics_path.exists():
       return datetime.datetime.fromisoformat([notes, *notes["resumed"]][-1]["started"])
     seconds = self.metrics_path.stat().st_mtime
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-
-  def _write_provenance(self, notes: Mapping[str, Any]) -> None:
-    self.write_json(self.provenance_path.name, notes)
 
   def _has_rows(self) -> bool:
     return self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
@@ -319,13 +303,188 @@ class RunDirectory:
         (self.path / name).unlink(missing_ok=True)
 
 
+def lock(folder: Path) -> filelock.BaseFileLock:
+  """Locks a folder for this process; the kernel releases the lock if it is killed.
+
+  Raises:
+    InputError: another process holds the lock; the error names that process.
+  """
+  path = folder / _LOCK
+  taken = filelock.FileLock(path, thread_local=False)
+  try:
+    taken.acquire(blocking=False)
+  except filelock.Timeout:
+    raise base.InputError(
+      f"run directory: {folder} is being written by {_holder(path)}; wait for it, stop"
+      " it, or choose another directory."
+    ) from None
+  command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:400]
+  # Only for the error above. The file says nothing about whether the lock is held.
+  path.write_text(
+    f"process {os.getpid()} on {socket.gethostname()} ({command}, since"
+    f" {now().isoformat(timespec='seconds')})",
+    encoding="utf-8",
+  )
+  return taken
+
+
+def _holder(path: Path) -> str:
+  try:
+    return path.read_text(encoding="utf-8") or "another process"
+  except OSError:
+    return "another process"
+
+
 def write_text(path: Path, text: str) -> None:
-  """Writes beside the file and renames, so that readers see all or nothing."""
+  """Writes a temporary file and renames it, so that readers see all or nothing."""
   temporary = path.with_name(path.name + ".tmp")
   temporary.write_text(text, encoding="utf-8")
   temporary.replace(path)
 
 
 def _owner(config: Any) -> str:
-  """What comes before a field's name in an error."""
+  """The prefix of a field's name in an error."""
   return "" if config is None else f"{type(config).__name__}."
+
+
+# --- Provenance -----------------------------------------------------------------------
+
+
+def now() -> datetime.datetime:
+  """The time, in UTC."""
+  return datetime.datetime.now(datetime.UTC)
+
+
+def _session(argv: Sequence[str] | None) -> dict[str, Any]:
+  """Describes this process when it starts to work on a run."""
+  threads = (
+    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+  )
+  return {
+    "argv": list(sys.argv if argv is None else argv),
+    **git_state(),
+    "versions": {
+      "python": platform.python_version(),
+      **{name: _version(name) for name in _PACKAGES},
+    },
+    "device_kind": jax.devices()[0].device_kind,
+    "device_count": jax.device_count(),
+    "process_count": jax.process_count(),
+    "thread_count": threads,
+    "thread_settings": {
+      name: os.environ[name]
+      for name in ("XLA_FLAGS", "OMP_NUM_THREADS")
+      if name in os.environ
+    },
+    "started": now().isoformat(timespec="seconds"),
+    "ended": None,
+    "hours": None,
+  }
+
+
+def _end_session(
+  notes: dict[str, Any], at: datetime.datetime, *, interrupted: bool
+) -> None:
+  """Adds the end of the last session, unless it has one, and the hours of all."""
+  sessions = [notes, *notes["resumed"]]
+  last = sessions[-1]
+  if last["ended"] is not None:
+    return
+  begin = datetime.datetime.fromisoformat(last["started"])
+  at = max(begin, at)
+  last["ended"] = at.isoformat(timespec="seconds")
+  last["interrupted"] = interrupted
+  last["hours"] = round((at - begin).total_seconds() / 3600, 4)
+  notes["total_hours"] = round(sum(s["hours"] or 0 for s in sessions), 4)
+
+
+def git_state() -> dict[str, Any]:
+  """Commit of the package's own git checkout; None if it was installed."""
+  package = Path(__file__).resolve().parents[1]
+
+  def git(*args: str) -> str:
+    command = ["git", "-C", str(package), *args]
+    return subprocess.run(
+      command, capture_output=True, text=True, check=True, timeout=20
+    ).stdout.strip()
+
+  try:
+    # A package installed inside some other checkout must not report its commit.
+    git("ls-files", "--error-unmatch", "base.py")
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {"git_sha": git("rev-parse", "HEAD"), "git_dirty": bool(changed)}
+  except (OSError, subprocess.SubprocessError):
+    return {"git_sha": None, "git_dirty": None}
+
+
+def _version(package: str) -> str | None:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+# --- The stored config ----------------------------------------------------------------
+
+
+def described(config: Any) -> dict[str, Any]:
+  """Converts a frozen dataclass to JSON, with its nested fields and class names.
+
+  Functions are described by their names, and other objects without a JSON form by
+  their class, so that two processes describe equal settings equally.
+  """
+  if config is None:
+    return {}
+  return json.loads(json.dumps(_plain(config), allow_nan=False))
+
+
+def differences(
+  stored: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+  """Lists (field, stored value, given value) for all fields outside `FREE`."""
+  before, after = dict(_leaves(stored)), dict(_leaves(given))
+  return [
+    (name, before.get(name, "nothing"), after.get(name, "nothing"))
+    for name in dict.fromkeys((*before, *after))
+    if name.partition(".")[0] not in FREE
+    and before.get(name, "nothing") != after.get(name, "nothing")
+  ]
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, enum.Enum):
+    return value.name
+  if value is None or isinstance(value, bool | str | int):
+    return value
+  if isinstance(value, float):
+    return value if math.isfinite(value) else repr(value)
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    fields = dataclasses.fields(value)
+    values = {field.name: _plain(getattr(value, field.name)) for field in fields}
+    return {"class": type(value).__name__, **values}
+  if isinstance(value, Mapping):
+    return {str(key): _plain(one) for key, one in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(one) for one in value]
+  if isinstance(value, Path):
+    return str(value)
+  if isinstance(value, functools.partial):
+    return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
+  if hasattr(value, "dtype") and hasattr(value, "shape"):
+    array = np.asarray(value)
+    return f"{array.dtype}{list(array.shape)} {zlib.crc32(array.tobytes()):08x}"
+  named = value if hasattr(value, "__qualname__") else type(value)
+  return f"{named.__module__}.{named.__qualname__}"
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+  """Yields (dotted name, value); an empty list counts as a value."""
+  if isinstance(value, Mapping):
+    parts = value.items()
+  elif isinstance(value, list) and value:
+    parts = enumerate(value)
+  else:
+    yield name, value
+    return
+  for key, part in parts:
+    yield from _leaves(part, f"{name}.{key}" if name else str(key))

@@ -1,4 +1,4 @@
-"""Signals that end a process wait until a step is over and a checkpoint is written."""
+"""Defers SIGINT and SIGTERM until a step is over and a checkpoint is written."""
 
 import signal
 import threading
@@ -9,10 +9,10 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Deferred:
-  """Holds SIGINT and SIGTERM back between its `__enter__` and `deliver`.
+  """Holds SIGINT and SIGTERM back from `__enter__` until `deliver`.
 
-  A second signal does not wait. Outside the main thread, where Python delivers none,
-  nothing is held.
+  A second signal takes effect at once. Outside the main thread nothing is held back,
+  because Python delivers signals only to the main thread.
   """
 
   def __init__(self):
@@ -29,7 +29,7 @@ class Deferred:
       signal.signal(*self._handlers.popitem())
 
   def deliver(self, before: Callable[[], object]) -> None:
-    """Where a signal came: calls `before`, then lets the signal do what it does."""
+    """If a signal arrived, calls `before` and then lets the signal take effect."""
     if self._noted is not None:
       noted, self._noted = self._noted, None
       before()

@@ -30,7 +30,7 @@ def learner(seed: int = 0) -> Learner:
 
 
 def opened(path: Path, **kwargs) -> runs.Checkpointer:
-  return runs.Checkpointer(runs.CheckpointConfig(str(path), **kwargs))
+  return runs.Checkpointer(path, **kwargs)
 
 
 def abstract(tree):

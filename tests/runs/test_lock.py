@@ -8,22 +8,21 @@ import sys
 import pytest
 
 from osd_jax import base
-from osd_jax.runs import lock
-from osd_jax.runs import RunDirectory
+from osd_jax.runs import RunDirectory, directory
 
 HOLD = """
 import pathlib, sys, time
-from osd_jax.runs import lock
-held = lock.Lock(pathlib.Path(sys.argv[1]))
+from osd_jax.runs import directory
+held = directory.lock(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(120)
 """
 TRY = """
 import pathlib, sys
 from osd_jax import base
-from osd_jax.runs import lock
+from osd_jax.runs import directory
 try:
-  lock.Lock(pathlib.Path(sys.argv[1]))
+  directory.lock(pathlib.Path(sys.argv[1]))
   print("taken")
 except base.InputError as error:
   print(error)
@@ -50,7 +49,7 @@ def test_the_second_process_is_refused_and_a_killed_one_keeps_nobody_out(
   tmp_path, holder
 ):
   with pytest.raises(base.InputError, match=f"process {holder.pid} on .*--steps=7"):
-    lock.Lock(tmp_path)
+    directory.lock(tmp_path)
   with pytest.raises(base.InputError, match=f"process {holder.pid}"):
     RunDirectory.start(tmp_path)
   assert not (tmp_path / "provenance.json").exists()
@@ -64,19 +63,19 @@ def test_the_second_process_is_refused_and_a_killed_one_keeps_nobody_out(
 
 
 def test_a_lock_is_given_back_once_and_by_whoever_forgets_it(tmp_path):
-  held = lock.Lock(tmp_path)
+  held = directory.lock(tmp_path)
   held.release()
   held.release()
-  again = lock.Lock(tmp_path)
+  again = directory.lock(tmp_path)
   with pytest.raises(base.InputError, match="is being written by process"):
-    lock.Lock(tmp_path)
+    directory.lock(tmp_path)
   del again
-  lock.Lock(tmp_path)
+  directory.lock(tmp_path)
 
 
 def test_a_holder_that_did_not_sign_yet_is_another_process(tmp_path):
-  held = lock.Lock(tmp_path)
-  (tmp_path / lock.NAME).write_text("")
+  held = directory.lock(tmp_path)
+  (tmp_path / ".lock").write_text("")
   with pytest.raises(base.InputError, match="written by another process; wait"):
-    lock.Lock(tmp_path)
+    directory.lock(tmp_path)
   held.release()

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from osd_jax.runs import outputs_log
 from osd_jax.runs import MetricsLog, Output, OutputsLog, read
 
 
@@ -198,19 +197,6 @@ def test_ids_are_kept_on_request_and_nothing_where_it_is_off(tmp_path):
     assert log.length == 0
   with pytest.raises(ValueError, match="keep: received 'all', expected one of 'none'"):
     OutputsLog(tmp_path / "x", "all")
-
-
-def test_samples_are_of_both_ends_and_the_middle_of_every_task():
-  rows = [dataclasses.asdict(served(i, "a" if i < 7 else "b")) for i in range(8)]
-  rows[0]["prompt"] = "long " * 200
-  found = outputs_log.samples(rows)
-  assert [(row["topic"], row["request"]) for row in found] == [
-    ("a", 1),
-    ("a", 4),
-    ("a", 7),
-    ("b", 8),
-  ]
-  assert len(found[0]["prompt"]) < 410
 
 
 def test_tensorboard_has_every_kind_of_row_and_is_closed(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base
-from osd_jax.runs import provenance
+from osd_jax.runs import directory
 from osd_jax.runs import MetricsLog, RunDirectory, RunResult
 
 TEXT = "# made by a test\nonline.seed = 3\n"
@@ -55,12 +55,12 @@ def test_a_new_run_has_config_and_provenance(tmp_path):
 
 
 def test_git_sha_is_that_of_the_packages_own_checkout_only(tmp_path, monkeypatch):
-  state = provenance.git_state()
+  state = directory.git_state()
   assert state["git_sha"] is None or len(state["git_sha"]) == 40
-  stray = tmp_path / "pkg" / "writers"
+  stray = tmp_path / "pkg" / "runs"
   stray.mkdir(parents=True)
-  monkeypatch.setattr(provenance, "__file__", str(stray / "provenance.py"))
-  assert provenance.git_state() == {"git_sha": None, "git_dirty": None}
+  monkeypatch.setattr(directory, "__file__", str(stray / "provenance.py"))
+  assert directory.git_state() == {"git_sha": None, "git_dirty": None}
 
 
 def test_what_is_no_run_is_not_read_as_one(tmp_path):
@@ -162,15 +162,15 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path):
 def test_hours_add_up_over_an_interrupted_session(tmp_path, monkeypatch):
   begin = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
   hour = datetime.timedelta(hours=1)
-  monkeypatch.setattr(provenance, "now", lambda: begin)
+  monkeypatch.setattr(directory, "now", lambda: begin)
   run = start(tmp_path / "run")
   run.close()
   run.metrics_path.write_text("")
   killed = (begin + 2 * hour).timestamp()
   os.utime(run.metrics_path, (killed, killed))  # last row, then killed
-  monkeypatch.setattr(provenance, "now", lambda: begin + 10 * hour)
+  monkeypatch.setattr(directory, "now", lambda: begin + 10 * hour)
   run = start(run.path)
-  monkeypatch.setattr(provenance, "now", lambda: begin + 11 * hour)
+  monkeypatch.setattr(directory, "now", lambda: begin + 11 * hour)
   run.finish()
   made = run.provenance()
   assert made["interrupted"] is True and made["hours"] == 2.0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from osd_jax.runs import stored_config
+from osd_jax.runs import directory
 
 
 class Colour(enum.IntEnum):
@@ -44,13 +44,13 @@ def square(x):
 
 
 def differing(one: Config, other: Config) -> list[str]:
-  stored = json.loads(json.dumps(stored_config.described(one)))
-  given = stored_config.described(other)
-  return [name for name, _, _ in stored_config.differences(stored, given)]
+  stored = json.loads(json.dumps(directory.described(one)))
+  given = directory.described(other)
+  return [name for name, _, _ in directory.differences(stored, given)]
 
 
 def test_every_field_is_there_with_the_names_of_the_classes():
-  assert stored_config.described(Config(made=square)) == {
+  assert directory.described(Config(made=square)) == {
     "class": "Config",
     "inner": {"class": "Inner", "rate": 0.1, "names": ["a", "b"]},
     "steps": 3,
@@ -58,7 +58,7 @@ def test_every_field_is_there_with_the_names_of_the_classes():
     "run_directory": "a",
     "overwrite": False,
   }
-  assert stored_config.described(None) == {}
+  assert directory.described(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -100,5 +100,5 @@ def test_values_without_a_json_form_are_told_apart(one, other):
 
 
 def test_objects_are_the_same_in_the_next_process():
-  text = json.dumps(stored_config.described(Config(made=object())))
+  text = json.dumps(directory.described(Config(made=object())))
   assert "0x" not in text and "builtins.object" in text

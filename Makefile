@@ -21,7 +21,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # mkdocs-material announces another generator at every build.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help install demo docs site figures test test-slow test-hf test-aot lint format bench clean
+.PHONY: help install demo docs site figures test test-slow durations test-hf test-aot lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -63,11 +63,21 @@ site: $(STAMP) ## build the docs into site/, notebooks executed
 figures: $(STAMP) ## draw the pictures of the results page from committed results
 	$(BIN)/python benchmarks/figures.py
 
+# Small tests spend their time in XLA's compiler: optimising little takes a third of it.
+# The slow tests run with the compiler as users have it.
+QUICK_XLA := --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 \
+  --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=2
+PYTEST := $(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile
+
 test: lint ## lint, then the tests of parts
-	$(BIN)/python -m pytest -m "not slow and not hf and not aot" --durations=10 -n $(TEST_JOBS) --dist loadfile
+	XLA_FLAGS="$(QUICK_XLA)" $(PYTEST) -m "not slow and not hf and not aot" $(RECORD_QUICK)
 
 test-slow: $(STAMP) ## tests of whole runs, of several processes, and of the docs
-	$(BIN)/python -m pytest -m "slow and not hf and not aot" --durations=10 -n $(TEST_JOBS) --dist loadfile
+	$(PYTEST) -m "slow and not hf and not aot" $(RECORD_SLOW)
+
+durations: ## run both suites and record the seconds of every file in tests/durations.csv
+	$(MAKE) test RECORD_QUICK=--record-durations=quick
+	$(MAKE) test-slow RECORD_SLOW=--record-durations=slow
 
 test-hf: $(STAMP) ## live comparison with torch and transformers (Python 3.11)
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \

@@ -1,6 +1,8 @@
 """Settings for all tests: four fake CPU devices, strict JAX, a compile cache."""
 
+import collections
 import contextlib
+import csv
 import gc
 import os
 import pathlib
@@ -45,6 +47,51 @@ def few_memory_maps():
   if maps.exists() and maps.read_text().count("\n") > MANY_MAPS:
     jax.clear_caches()
     gc.collect()
+
+
+DURATIONS = pathlib.Path(__file__).with_name("durations.csv")
+
+
+def recorded_durations() -> dict[tuple[str, str], float]:
+  """Seconds by (suite, test file), as `make durations` last recorded them."""
+  if not DURATIONS.exists():
+    return {}
+  rows = csv.reader(DURATIONS.read_text().splitlines()[1:])
+  return {(suite, file): float(seconds) for suite, file, seconds in rows}
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+    "--record-durations",
+    metavar="SUITE",
+    help="record the seconds of every test file in tests/durations.csv",
+  )
+
+
+def pytest_collection_modifyitems(items):
+  """Starts the longest files first, so that two workers finish at the same time."""
+  seconds: collections.Counter[str] = collections.Counter()
+  for (_, file), spent in recorded_durations().items():
+    seconds[file] += spent
+  items.sort(key=lambda item: -seconds[item.location[0]])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+  """Replaces the rows of one suite in tests/durations.csv, if asked to."""
+  suite = config.getoption("--record-durations")
+  if not suite:
+    return
+  spent: collections.Counter[tuple[str, str]] = collections.Counter()
+  for reports in terminalreporter.stats.values():
+    for report in reports:
+      if hasattr(report, "duration"):
+        spent[suite, report.location[0]] += report.duration
+  others = {key: sec for key, sec in recorded_durations().items() if key[0] != suite}
+  rows = sorted((others | spent).items(), key=lambda row: (row[0][0], -row[1]))
+  with DURATIONS.open("w", newline="") as out:
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("suite", "file", "seconds"))
+    writer.writerows((*key, f"{seconds:.1f}") for key, seconds in rows)
 
 
 @pytest.fixture(scope="session")

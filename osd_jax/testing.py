@@ -102,12 +102,14 @@ def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
     stored = write(cache.tokens, tokens, cache.length)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
     before = jnp.take_along_axis(stored, jnp.maximum(position - 1, 0), axis=1)
+    # The first token has no predecessor; `maximum` above only avoids the index -1.
     before = jnp.where(position == 0, base.PAD_ID, before)
     logits = table[before, tokens]
     return logits, TabularCache(stored, cache.length + tokens.shape[1])
 
   def score(table, source, mask, target):
     del source, mask
+    # Entry t is predicted from the two tokens before it; PAD_ID starts every target.
     fed = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
     before = jnp.pad(fed[:, :-1], ((0, 0), (1, 0)))
     return table[before, fed]
@@ -120,6 +122,7 @@ def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
     decode=decode,
     score=score,
     prepare=lambda table: table,
+    # Split over the last axis, like the output head of a transformer.
     logical_axes=lambda: jax.sharding.PartitionSpec(None, None, "vocab"),
   )
 
@@ -134,6 +137,7 @@ def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.nd
   """
   rng = np.random.default_rng(seed)
   table = sharpness * rng.normal(size=(vocab_size,) * 3)
+  # Outputs then have their full length, which makes counts of tokens predictable.
   table[:, :, base.EOS_ID] = -np.inf
   return table.astype(np.float32)
 

@@ -190,6 +190,7 @@ def sample(
   """
   _check_counts(buffer, num_new, num_replay)
   key_new, key_replay = jax.random.split(key)
+  # After a long pause, more rows may have arrived than the ring holds.
   newest = jnp.clip(buffer.added - since, 0, buffer.filled)
   half_life = config.recency_half_life
   fading = 0.0 if half_life is None else -np.log(2.0) / half_life
@@ -197,6 +198,7 @@ def sample(
     _draw(key_new, newest, 0.0, num_new),
     _draw(key_replay, buffer.filled, fading, num_replay),
   )
+  # `_draw` returns ages past the end if it runs out of rows.
   present = jnp.concatenate([ages[0] < newest, ages[1] < buffer.filled])
   slots = (buffer.added - 1 - jnp.concatenate(ages)) % buffer.capacity
   rows = jax.tree.map(lambda ring: ring[slots], buffer.data)

@@ -434,7 +434,8 @@ class Learner:
 
   def warm_up(self, batches: Iterable[base.DistillationBatch] = ()) -> None:
     """Compiles an update and the append of such batches; changes no state."""
-    for batch in batches:  # rows of weight 0 are not added
+    for batch in batches:
+      # Rows of weight 0 are compiled like others but not added.
       weightless = self._with_states(batch).replace(weight=batch.weight * 0)
       self._buffer = self._append(self._buffer, weightless)
     config, drawn = self._config.update, self._draw()
@@ -486,6 +487,7 @@ class Learner:
         f" (its overlap on request {self.finished} is {overlap}); check its weights."
       )
     self.finished += 1
+    # Take a due update first, because the schedule may launch the next one below.
     outcome = self._take() if self._runner.due(self.finished) else None
     self._buffer = self._append(self._buffer, self._with_states(batch))
     schedule = self._config.schedule

@@ -44,6 +44,7 @@ def target_buckets(records: base.Records) -> Buckets:
     [..., k + 1] float32, natural log, tail last, nothing below `TARGET_FLOOR`.
   """
   kept = records.log_probs.astype(jnp.float32)
+  # Floor before the logarithm; k = V has an exact 0 here.
   tail = jnp.maximum(records.tail.astype(jnp.float32), np.finfo(np.float32).tiny)
   buckets = jnp.concatenate([kept, jnp.log(tail)[..., None]], axis=-1)
   return jnp.maximum(buckets, TARGET_FLOOR)
@@ -268,6 +269,7 @@ def distillation_loss(
   values = position_divergences(config, draft_logits, batch)
   weights = jnp.where(chosen_positions(config, batch), batch.weight[:, None], 0.0)
   total = jnp.sum(weights)
+  # Divide by 1 if nothing is chosen: 0 / 0 would make the gradient NaN.
   mean = jnp.sum(weights * values) / jnp.where(total > 0, total, 1.0)
   return jnp.where(total > 0, mean, 0.0)
 

@@ -97,6 +97,7 @@ def learning_rate(config: OptimizerConfig) -> optax.Schedule:
   after = SCHEDULES[config.schedule](peak, steps)
   if not warmup:
     return after
+  # Start at peak / warmup instead of 0: a step at rate 0 would be wasted.
   rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)
   return optax.join_schedules([rising, after], [warmup])
 

@@ -133,6 +133,7 @@ def loss_and_grad(
     (loss [] float32, gradient shaped like params).
   """
   if config.loss.subsamples:
+    # A function of the step, so that a resumed run draws the same subsamples.
     key = jax.random.fold_in(jax.random.key(0), step)
     sampled = subsample.subsample(config.loss, batch, key, model.vocab_size)
   else:
@@ -166,6 +167,7 @@ def apply_gradients(
   norms = jnp.stack([loss, grad_norm, optax.tree.norm(changes)])
   finite = jnp.all(jnp.isfinite(norms))
   params = optax.apply_updates(learner.params, changes)
+  # `where` instead of `cond`: both results exist already, and it does not branch.
   params, opt_state = jax.tree.map(
     lambda new, old: jnp.where(finite, new, old),
     (params, opt_state),
@@ -196,6 +198,7 @@ def slice_step(
   )
   learner, metrics = apply_gradients(config.optimizer, learner, loss, gradients)
   if learner.ema is not None:
+    # This runs after skipped steps too, and moves the average towards good parameters.
     ema = optax.incremental_update(learner.params, learner.ema, 1 - config.ema_decay)
     learner = learner.replace(ema=ema)
   return learner, metrics
@@ -222,6 +225,7 @@ def warm_up(
   frozen: base.Params = None,
 ) -> None:
   """Compiles a slice for every length that `cut` can return; changes nothing."""
+  # Compiling during serving would stall it for seconds.
   full = batch.target.shape[1]
   step = config.length_multiple or full
   for length in range(step, _round_up(full, step) + 1, step):
@@ -229,6 +233,7 @@ def warm_up(
 
 
 def _cut_to(batch: base.DistillationBatch, length: int) -> base.DistillationBatch:
+  # Only T is cut: cutting S too would multiply the number of programs to compile.
   shorter = jax.tree.map(
     lambda leaf: leaf[:, :length], (batch.target, batch.mask, batch.records)
   )
@@ -282,6 +287,7 @@ def draw_update(
   `share` is the fraction of `steps_per_update` to draw; at least one slice is drawn.
   """
   count = max(1, math.ceil(config.steps_per_update * share))
+  # One call per slice: the number of slices then compiles nothing.
   return tuple(
     draw_slice(config, buffer_config, buffer, key, since, index)
     for index in range(count)

@@ -21,7 +21,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import flax.struct
@@ -92,6 +92,11 @@ def AtLeast(bound: float) -> Constraint:
 def Above(bound: float) -> Constraint:
   """Requires a finite number > bound."""
   return Constraint(f"> {bound}", lambda x: bound < x < math.inf)
+
+
+def AtMost(bound: float) -> Constraint:
+  """Requires a number <= bound."""
+  return Constraint(f"<= {bound}", lambda x: x <= bound)
 
 
 def Below(bound: float) -> Constraint:
@@ -251,58 +256,6 @@ def as_tuples(value: Any) -> Any:
 def is_count(value: Any, least: int = 1) -> bool:
   """Whether a value is an integer of at least `least`; True and 2.0 are none."""
   return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check_fields(config: Any, checks: Mapping[str, tuple[Any, str]]) -> None:
-  """Raises for the first field of a config that does not hold.
-
-  Args:
-    config: a dataclass.
-    checks: (holds, expected) by field.
-
-  Raises:
-    InputError: naming config, field, what came and what was expected.
-  """
-  for field, (holds, expected) in checks.items():
-    if not holds:
-      raise InputError(
-        f"{type(config).__name__}.{field}: received {getattr(config, field)!r},"
-        f" expected {expected}."
-      )
-
-
-def check_types(config: Any) -> None:
-  """Raises for the first field of a config that is not of its annotated type.
-
-  A list is no tuple, True is no number, and an integer does where a float is asked for.
-  """
-  check_fields(
-    config,
-    {
-      field: (is_of_type(getattr(config, field), hint), type_text(hint))
-      for field, hint in field_types(type(config)).items()
-    },
-  )
-
-
-def check_counts(config: Any, *fields: str, least: int = 1) -> None:
-  """Raises for the first of the fields that is no integer of at least `least`."""
-  expected = f"an integer >= {least}"
-  check_fields(
-    config,
-    {field: (is_count(getattr(config, field), least), expected) for field in fields},
-  )
-
-
-def check_choices(config: Any, **choices: Iterable[str]) -> None:
-  """Raises for the first field whose value is not among its choices."""
-  check_fields(
-    config,
-    {
-      field: (getattr(config, field) in known, f"one of {', '.join(map(repr, known))}")
-      for field, known in choices.items()
-    },
-  )
 
 
 class StopReason(enum.IntEnum):

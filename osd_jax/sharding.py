@@ -45,7 +45,7 @@ _AXIS_NAMES = {"vocab": "token ids", "joined_kv": "heads", "mlp": "hidden units"
 
 
 @dataclasses.dataclass(frozen=True)
-class PartitionConfig:
+class PartitionConfig(base.Config):
   """Shape of the mesh; data * model devices are used.
 
   Attributes:
@@ -57,14 +57,9 @@ class PartitionConfig:
       Takes effect when JAX starts, so the first config in a process counts.
   """
 
-  data: int = 1
-  model: int = 1
-  cpu_threads: int | None = None
-
-  def __post_init__(self):
-    base.check_counts(self, "data", "model")
-    if self.cpu_threads is not None:
-      base.check_counts(self, "cpu_threads")
+  data: base.Count = 1
+  model: base.Count = 1
+  cpu_threads: base.Count | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ SHORTLIST_RANKS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class BufferConfig:
+class BufferConfig(base.Config):
   """Size of the buffer and the weights of replayed rows.
 
   Attributes:
@@ -39,16 +39,9 @@ class BufferConfig:
       again in each slice.
   """
 
-  capacity: int = 1024
-  recency_half_life: float | None = None
+  capacity: base.Count = 1024
+  recency_half_life: base.Positive | None = None
   keep_target_states: bool = True
-
-  def __post_init__(self):
-    base.check_counts(self, "capacity")
-    half_life = self.recency_half_life
-    fades = half_life is None or half_life > 0
-    expected = "a number of rows > 0, or None for uniform"
-    base.check_fields(self, {"recency_half_life": (fades, expected)})
 
 
 @flax.struct.dataclass

@@ -37,7 +37,7 @@ from osd_jax.distillation import worth as worth_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class LearningConfig:
+class LearningConfig(base.Config):
   """How a draft learns from the requests it serves.
 
   >>> LearningConfig(schedule=schedule_lib.ScheduleConfig(update_interval=4)).seed
@@ -61,11 +61,7 @@ class LearningConfig:
     schedule_lib.ScheduleConfig | worth_lib.WorthConfig | schedule_lib.Schedule
   ) = schedule_lib.ScheduleConfig()
   free_updates: bool = False
-  seed: int = 0
-
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_counts(self, "seed", least=0)
+  seed: base.CountOrZero = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import flax.struct
 import jax
@@ -23,7 +24,7 @@ from osd_jax.distillation import losses, optimizers, subsample
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateConfig:
+class UpdateConfig(base.Config):
   """One update: a few bounded steps over new and replayed rows.
 
   Attributes:
@@ -40,23 +41,15 @@ class UpdateConfig:
 
   optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
   loss: losses.LossConfig = dataclasses.field(default_factory=losses.LossConfig)
-  steps_per_update: int = 2
-  num_new: int = 4
-  num_replay: int = 4
-  length_multiple: int = 0
-  ema_decay: float = 0.0
+  steps_per_update: base.Count = 2
+  num_new: base.CountOrZero = 4
+  num_replay: base.CountOrZero = 4
+  length_multiple: base.CountOrZero = 0
+  ema_decay: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.0
 
-  def __post_init__(self):
-    base.check_counts(self, "steps_per_update")
-    base.check_counts(self, "num_new", "num_replay", "length_multiple", least=0)
-    checks = {
-      "num_replay": (
-        self.num_new + self.num_replay >= 1,
-        f"num_new ({self.num_new}) + num_replay to be at least 1",
-      ),
-      "ema_decay": (0 <= self.ema_decay < 1, "a number in [0, 1)"),
-    }
-    base.check_fields(self, checks)
+  def checks(self):
+    total = self.num_new + self.num_replay
+    return {"num_replay": (total >= 1, "num_new + num_replay of at least 1")}
 
 
 @flax.struct.dataclass

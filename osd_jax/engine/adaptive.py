@@ -16,7 +16,7 @@ are the same tokens, sampled ones of the rejection rule have the same law.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from osd_jax import base
 from osd_jax.costs.table import RoundCosts, expected_tokens
@@ -31,7 +31,7 @@ DEBT = 512  # plain steps after which whatever drafting lost is forgiven
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveConfig:
+class AdaptiveConfig(base.Config):
   """K chosen between two calls, by measured costs and running acceptance.
 
   Attributes:
@@ -52,30 +52,25 @@ class AdaptiveConfig:
   """
 
   candidates: tuple[int, ...] = (0, 1, 3, 5, 7)
-  rounds_per_call: int = 8
-  memory: float = 200.0
-  margin: float = 0.01
-  probe_share: float = 0.015
+  rounds_per_call: base.Count = 8
+  memory: Annotated[float, base.AtLeast(1)] = 200.0
+  margin: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.01
+  probe_share: Annotated[float, base.Above(0), base.Below(1)] = 0.015
   costs: tuple[RoundCosts, ...] = ()
 
-  def __post_init__(self):
-    base.check_counts(self, "rounds_per_call")
+  def checks(self):
     largest = state_lib.MAX_DRAFT_TOKENS
     known = sorted(set(self.candidates) & set(range(largest + 1)))
-    checks = {
+    return {
       "candidates": (
         list(self.candidates) == known and known[:1] == [0] and len(known) > 1,
         f"0 and other integers up to {largest}, ascending",
       ),
-      "memory": (self.memory >= 1, "a number >= 1"),
-      "margin": (0 <= self.margin < 1, "a share in [0, 1)"),
-      "probe_share": (0 < self.probe_share < 1, "a share in (0, 1)"),
       "costs": (
         all(len(table.round_ms) == len(known) for table in self.costs),
-        "tables of as many round_ms as there are candidates",
+        "tables with one entry of round_ms per candidate",
       ),
     }
-    base.check_fields(self, checks)
 
   def up_to(self, num_draft_tokens: int) -> "AdaptiveConfig":
     """Without candidates above K, and their costs."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from osd_jax.engine.requests import Finished, SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class Prompt(base.Config):
   """A text to answer, with settings of its own.
 
   >>> Prompt("Which singers are older than 30?", temperature=0.7, seed=3).sampling.seed
@@ -28,34 +28,18 @@ class Prompt:
     learn: False keeps it out of the draft's learning.
   """
 
-  text: str
+  text: Annotated[str, base.NonEmpty("a text")]
   temperature: float = 0.0
   top_k: int = 0
   top_p: float = 1.0
   seed: int = 0
-  max_length: int | None = None
-  stop: tuple[str, ...] = ()
+  max_length: base.Count | None = None
+  stop: tuple[Annotated[str, base.NonEmpty("a text that is not empty")], ...] = ()
   learn: bool = True
 
-  def __post_init__(self):
-    if isinstance(self.stop, list):
-      object.__setattr__(self, "stop", tuple(self.stop))
-    limit, stop = self.max_length, self.stop
-    base.check_fields(
-      self,
-      {
-        "text": (isinstance(self.text, str) and self.text.strip(), "a text"),
-        "max_length": (
-          limit is None or base.is_count(limit),
-          "an integer >= 1, or None",
-        ),
-        "stop": (
-          isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop),
-          "a tuple of texts that are not empty",
-        ),
-      },
-    )
-    _ = self.sampling  # checks itself
+  def checks(self):
+    _ = self.sampling  # checks its own fields
+    return {}
 
   @property
   def sampling(self) -> SamplingConfig:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from osd_jax.engine.adaptive import AdaptiveConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodingConfig:
+class DecodingConfig(base.Config):
   """Shapes of decoding, and how much is drafted.
 
   >>> DecodingConfig(source_lengths=(64, 16)).bucket(20)
@@ -34,44 +34,27 @@ class DecodingConfig:
     adaptive: chooses K between two calls, plain decoding included; None keeps K.
   """
 
-  rows: int = 1
-  num_draft_tokens: int = 5
-  acceptance_rule: str | accept.Rule = "rejection"
-  source_lengths: tuple[int, ...] = (64,)
-  target_length: int = 96
-  record_top_k: int = 64
-  max_rounds: int = 256
+  rows: base.Count = 1
+  num_draft_tokens: Annotated[int, base.Between(1, state_lib.MAX_DRAFT_TOKENS)] = 5
+  acceptance_rule: Annotated[str, base.OneOf(*accept.RULES)] | accept.Rule = "rejection"
+  source_lengths: Annotated[
+    tuple[Annotated[int, base.AtLeast(2)], ...], base.NonEmpty("integers >= 2")
+  ] = (64,)
+  target_length: base.Count = 96
+  record_top_k: base.CountOrZero = 64
+  max_rounds: base.Count = 256
   adaptive: AdaptiveConfig | None = None
 
-  def __post_init__(self):
-    base.check_counts(self, "rows", "target_length", "max_rounds")
-    base.check_counts(self, "record_top_k", least=0)
-    lengths = self.source_lengths
-    base.check_fields(
-      self,
-      {
-        "num_draft_tokens": (
-          base.is_count(self.num_draft_tokens)
-          and self.num_draft_tokens <= state_lib.MAX_DRAFT_TOKENS,
-          f"an integer in 1..{state_lib.MAX_DRAFT_TOKENS}",
-        ),
-        "acceptance_rule": (
-          isinstance(self.acceptance_rule, accept.Rule)
-          or self.acceptance_rule in accept.RULES,
-          f"one of {sorted(accept.RULES)}, or an accept.Rule",
-        ),
-        "source_lengths": (
-          lengths and all(base.is_count(length, 2) for length in lengths),
-          "a tuple of integers >= 2",
-        ),
-        "adaptive": (
-          self.adaptive is None or self._takes(self.adaptive),
-          f"a candidate in 1..{self.num_draft_tokens} (num_draft_tokens) and as many"
-          f" costs as source_lengths ({len(lengths)}), or none",
-        ),
-      },
-    )
-    object.__setattr__(self, "source_lengths", tuple(sorted(lengths)))
+  def checks(self):
+    lengths, most = self.source_lengths, self.num_draft_tokens
+    return {
+      "source_lengths": (list(lengths) == sorted(set(lengths)), "ascending integers"),
+      "adaptive": (
+        self.adaptive is None or self._takes(self.adaptive),
+        f"a candidate in 1..{most} (num_draft_tokens) and no costs or one table for"
+        f" each of the {len(lengths)} source_lengths",
+      ),
+    }
 
   def bucket(self, count: int) -> int:
     """The smallest of `source_lengths` that holds a prompt of `count` tokens."""
@@ -118,7 +101,7 @@ class DecodingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(base.Config):
   """Sampling of every request of a run; see `base.SamplingSettings`.
 
   Attributes:
@@ -129,28 +112,19 @@ class SamplingConfig:
   """
 
   temperature: float = 0.0
-  top_k: int = 0
-  top_p: float = 1.0
-  seed: int = 0
+  top_k: base.CountOrZero = 0
+  top_p: Annotated[float, base.Between(1e-30, 1)] = 1.0
+  seed: Annotated[int, base.Between(0, 2**32 - 1)] = 0
 
-  def __post_init__(self):
-    # Smaller numbers are no float32: they would read as greedy, or as no mass at all.
-    warm = _is_number(self.temperature) and 1e-30 <= self.temperature <= 1e30
-    base.check_fields(
-      self,
-      {
-        "temperature": (self.temperature == 0 or warm, "0, or a number in 1e-30..1e30"),
-        "top_k": (base.is_count(self.top_k, 0), "an integer >= 0 (0 keeps all)"),
-        "top_p": (
-          _is_number(self.top_p) and 1e-30 <= self.top_p <= 1,
-          "a number in 1e-30..1 (1 keeps all)",
-        ),
-        "seed": (
-          base.is_count(self.seed, 0) and self.seed < 2**32,
-          "an integer in 0..2**32 - 1",
-        ),
-      },
-    )
+  def checks(self):
+    # Smaller numbers than 1e-30 underflow float32: they would read as 0.
+    is_warm = 1e-30 <= self.temperature <= 1e30
+    return {
+      "temperature": (
+        self.temperature == 0 or is_warm,
+        "0, or a number in 1e-30..1e30",
+      )
+    }
 
   def of_request(self, index: int) -> "SamplingConfig":
     """The sampling of the index-th request, with a seed of its own."""
@@ -166,10 +140,6 @@ class SamplingConfig:
       seed=self.seed,
       max_length=max_length,
     )
-
-
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -183,10 +183,10 @@ def test_a_file_that_includes_itself_is_named(written, tmp_path):
     ("include 'x.gin'=3", ["include"]),
     (
       "PretrainConfig.steps='many'",
-      ["PretrainConfig.steps: received 'many', expected int"],
+      ["PretrainConfig.steps: received 'many', expected an integer >= 1"],
     ),
-    ("T5Config.width=64.5", ["T5Config.width: received 64.5, expected int"]),
-    ("T5Config.width=True", ["T5Config.width: received True, expected int"]),
+    ("T5Config.width=64.5", ["T5Config.width: received 64.5, expected an integer"]),
+    ("T5Config.width=True", ["T5Config.width: received True, expected an integer"]),
     ("T5Config.num_heads=0", ["T5Config.num_heads: received 0"]),
     ("PretrainConfig.model=@T5Config", ["PretrainConfig.model", "@T5Config()"]),
     ("PretrainConfig.model=@BatchConfig()", ["BatchConfig.tasks needs a value"]),

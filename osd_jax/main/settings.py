@@ -214,7 +214,10 @@ class _Settings:
     if field:
       key = _Key(scope, selector.rpartition(".")[2], field)
       if problem := self._unknown(key):
-        self._problems.append(f"{place}: {key}: {problem}")
+        # A library may set configs of other commands, but not misspelt ones.
+        close = difflib.get_close_matches(key.name, self._makers, 1, 0.85)
+        if close or not library:
+          self._problems.append(f"{place}: {key}: {problem}")
         return
     else:
       key = _Key("", _MACRO, f"{scope}/{selector}" if scope else selector)

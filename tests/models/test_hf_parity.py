@@ -173,7 +173,7 @@ def test_a_torch_file_that_runs_code_is_refused(pair, tmp_path):
   trap = tmp_path / "sprung"
   state = {**model.state_dict(), "trap": Trap(trap)}
   torch.save(state, tmp_path / "pytorch_model.bin")
-  with pytest.raises(ValueError, match="is not opened"):
+  with pytest.raises(ValueError, match="not opened"):
     convert.read_hugging_face(tmp_path, allow_torch_bin=True)
   assert not trap.exists()
   # negative control: the trap works

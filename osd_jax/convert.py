@@ -22,16 +22,16 @@ class ConvertConfig(base.Config):
   """One conversion.
 
   Attributes:
-    source: a folder of transformers, a folder of t5x (checkpoint_STEP), or weights of
+    source: a transformers folder, a t5x folder (checkpoint_STEP), or a weights file of
       this package.
-    output: file to write, or folder where `output_kind` is "hugging_face".
-    kind: of the source: "hugging_face", "t5x", "osd", or "auto" to see by its files.
+    output: file to write, or a folder if `output_kind` is "hugging_face".
+    kind: format of the source: "hugging_face", "t5x" or "osd"; "auto" detects it.
     output_kind: "osd" or "hugging_face".
-    model: shape of the source; t5x's checkpoints do not say it, others do.
-    vocabulary: of the weights, see `PairConfig.vocabulary`; "" if
-      unknown. Stored as a fingerprint, or as the tokenizer of Hugging Face's.
-    extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
-    allow_torch_bin: read pytorch_model.bin, a pickle, where there is nothing else.
+    model: shape of the model; required for t5x, whose checkpoints do not store it.
+    vocabulary: vocabulary of the weights, see `PairConfig.vocabulary`; "" if unknown.
+      A weights file stores its fingerprint, a transformers folder its tokenizer.
+    extra_ids: sentinels after the pieces of the vocabulary, see `Vocabulary.load`.
+    allow_torch_bin: read pytorch_model.bin, a pickle, if there is no safe format.
   """
 
   source: base.Path
@@ -50,18 +50,18 @@ class ConvertConfig(base.Config):
 
 
 def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
-  """Reads, checks and writes; what is written appears complete or not at all.
+  """Converts weights; the output is written completely or not at all.
 
   Args:
     config: the conversion.
-    operative_config: text of the settings; kept nowhere.
+    operative_config: not used; every command takes it.
 
   Returns:
     The file or folder that was written.
 
   Raises:
     ValueError: the source cannot be read, or its tensors, its shape and the vocabulary
-      do not belong together.
+      do not fit together.
   """
   to_folder = config.output_kind == _HUGGING_FACE
   weights.check_output("ConvertConfig.output", config.output, to_folder)
@@ -85,7 +85,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   console = rich.console.Console(stderr=True)
   console.print(f"{kind} {source} -> {config.output_kind} {written}", highlight=False)
   if to_folder and not tokenizer:
-    console.print("without a tokenizer: ConvertConfig.vocabulary names none")
+    console.print("no tokenizer is written, as ConvertConfig.vocabulary is empty")
   return runs.RunResult(written)
 
 
@@ -105,34 +105,34 @@ def _kind_of(source: Path) -> str:
     return _HUGGING_FACE
   if (source / "checkpoint").is_file() or (source / "state").is_dir():
     return _T5X
-  names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
-  there = (
-    f"holds {', '.join(names[:5]) or 'nothing'}" if source.is_dir() else "is absent"
-  )
+  found = "does not exist"
+  if source.is_dir():
+    names = sorted(path.name for path in source.iterdir())
+    found = f"holds {', '.join(names[:5]) or 'nothing'}"
   raise base.InputError(
-    f"ConvertConfig.source: received {source}, which {there}; expected a folder with"
+    f"ConvertConfig.source: received {source}, which {found}; expected a folder with"
     " config.json (transformers), checkpoint or state (t5x's checkpoint_STEP), or a"
     " weights file."
   )
 
 
 def _shape(config: ConvertConfig) -> T5Config:
-  """The shape of a checkpoint of t5x; InputError if it is not given."""
+  """The model's shape from the config; a t5x checkpoint does not store it."""
   if not isinstance(config.model, T5Config):
     raise base.InputError(
       f"ConvertConfig.model: received {config.model} for {config.source}, expected a"
-      " T5Config:"
-      " t5x's checkpoints do not say their shape; include one of models/ and bind"
-      " ConvertConfig.model = @T5Config()."
+      " T5Config, because a t5x checkpoint does not store its shape; include one of"
+      " models/ and bind ConvertConfig.model = @T5Config()."
     )
   return config.model
 
 
 def _check_model(config: ConvertConfig, found: ModelConfig) -> None:
+  # embedding_std only matters for initialisation, and no format stores it.
   if dataclasses.replace(found, embedding_std=1.0) != dataclasses.replace(
     config.model or found, embedding_std=1.0
   ):
     raise base.InputError(
-      f"ConvertConfig.model: received {config.model}, but {config.source} is of"
-      f" shape {found}; leave the model out."
+      f"ConvertConfig.model: received {config.model}, but {config.source} has the"
+      f" shape {found}; leave ConvertConfig.model unset."
     )

@@ -1,4 +1,4 @@
-"""Every metric that is a formula of numbers, defined once.
+"""Metrics computed from counts and logged rows, each defined once.
 
 `engine/agreement` measures how well a draft agrees with the target.
 """
@@ -9,33 +9,33 @@ import numpy as np
 
 
 def draft_acceptance_rate(accepted: int, drafted: int) -> float | None:
-  """Accepted / drafted tokens; None where nothing was drafted."""
+  """Accepted / drafted tokens; None if nothing was drafted."""
   return accepted / drafted if drafted else None
 
 
 def tokens_per_target_call(emitted: int, target_calls: int) -> float | None:
-  """Block efficiency tau: emitted / target calls, bonus and recovered included."""
+  """Emitted tokens / target calls, including recovered and bonus tokens (tau)."""
   return emitted / target_calls if target_calls else None
 
 
 def predicted_speed_up(
   tau: float, num_draft_tokens: int, cost_ratio: float, verify_ratio: float = 1.0
 ) -> float:
-  """tau / (K c + v); the paper's figure takes v = 1.
+  """Speed-up over plain decoding, tau / (K c + v); the paper assumes v = 1.
 
   Args:
     tau: tokens per target call.
     num_draft_tokens: K.
-    cost_ratio: c, draft step / plain target step.
-    verify_ratio: v, verification / plain target step.
+    cost_ratio: c, time of a draft step / time of a plain target step.
+    verify_ratio: v, time of a verification / time of a plain target step.
   """
   return tau / (num_draft_tokens * cost_ratio + verify_ratio)
 
 
 def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
-  """Whether a text repeats itself: some `size` tokens in a row occur `times` times.
+  """Whether some sequence of `size` tokens occurs at least `times` times.
 
-  Occurrences may overlap, so that one token repeated for ever is a loop as well.
+  Occurrences may overlap, so one token that is repeated many times is a loop too.
   """
   seen: dict[tuple[int, ...], int] = {}
   for start in range(len(tokens) - size + 1):
@@ -47,14 +47,15 @@ def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
 def segment_summary(
   rows: list[Mapping[str, float]], edge: int = 50
 ) -> dict[str, float | int]:
-  """One line per topic: the first and the last requests of a segment.
+  """Means over the first, the last and all requests of a segment.
 
   Args:
     rows: request rows of one segment, in order.
-    edge: how many requests the first and last means take.
+    edge: number of requests in the first and in the last mean.
 
   Returns:
-    Means of overlap and draft acceptance, online and floor, first and last.
+    The number of requests, and `FIELD_first`, `FIELD_last` and `FIELD_mean` for four
+    fields; NaN if no row has the field.
   """
 
   def mean(part, name):
@@ -73,14 +74,14 @@ def segment_summary(
 def recovery_requests(
   overlaps: list[float], level: float, window: int = 25, share: float = 0.9
 ) -> int | None:
-  """Requests until the trailing window is at `share` of `level`; None if never.
+  """Requests until the trailing mean reaches `share` of `level`; None if never.
 
   Args:
-    overlaps: prequential overlap of a segment's requests, in order.
-    level: the offline-distilled overlap on that topic.
-    window: trailing requests; shorter at the beginning of the segment, where at
-      least `window` // 2 requests must have been seen.
-    share: of the level to reach.
+    overlaps: prequential overlaps of a segment's requests, in order.
+    level: overlap of the offline-distilled draft on the topic.
+    window: requests in the trailing mean. Near the start of the segment the mean takes
+      the requests so far, but at least `window` // 2.
+    share: share of `level` to reach.
   """
   for count in range(max(window // 2, 1), len(overlaps) + 1):
     if np.mean(overlaps[max(0, count - window) : count]) >= share * level:

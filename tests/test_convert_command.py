@@ -94,7 +94,7 @@ def test_t5x_checkpoints_need_a_shape(tmp_path, repository):
     ({"output_kind": "t5x"}, "ConvertConfig.output_kind: received 't5x'"),
     ({"source": ""}, "ConvertConfig.source"),
     ({"source": "nowhere"}, "expected a local file or folder"),
-    ({"source": "nowhere/at/all"}, "which is absent"),
+    ({"source": "nowhere/at/all"}, "which does not exist"),
     ({"extra_ids": 2.0}, "ConvertConfig.extra_ids"),
     ({"allow_torch_bin": "no"}, "ConvertConfig.allow_torch_bin"),
     ({"output": "/dev/null/w"}, "ConvertConfig.output: received '/dev/null/w'"),
@@ -103,7 +103,7 @@ def test_t5x_checkpoints_need_a_shape(tmp_path, repository):
     ({"output": "a\0b"}, "ConvertConfig.output"),
     ({"output": "a" * 300}, "ConvertConfig.output"),
     ({"output": ".", "output_kind": "hugging_face"}, "it exists already"),
-    ({"model": t5.T5Config()}, "leave the model out"),
+    ({"model": t5.T5Config()}, "leave ConvertConfig.model unset"),
   ],
 )
 def test_invalid_settings_are_named_and_write_nothing(folder, tmp_path, changes, named):

@@ -1,14 +1,17 @@
-"""Texts in bulk: answers in order, and what the target says of references."""
+"""Generation of a corpus: which model writes, and what the target records."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.progress
 import tabular_pair
 
 from osd_jax import base, corpus, sharding
 from osd_jax.engine import engine
+from osd_jax.models import mixture
 
 ONE_DEVICE = sharding.PartitionConfig()
 DECODING = engine.DecodingConfig(
@@ -17,6 +20,7 @@ DECODING = engine.DecodingConfig(
   target_length=tabular_pair.TARGET_LENGTH,
   record_top_k=tabular_pair.VOCAB_SIZE,
 )
+COUNT = 12
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +28,43 @@ def pair():
   return tabular_pair.make()
 
 
-def test_answers_come_in_the_order_of_the_prompts(pair):
-  """Each equals the same prompt answered alone: rows mix nothing up."""
+@pytest.fixture(scope="module")
+def plain(pair):
+  """Greedy texts of target and draft, [N, T] each."""
+
+  def tokens(model, params):
+    prompts = tabular_pair.prompts(COUNT)
+    answers = engine.Engine(DECODING, model, params).run(
+      corpus.requests(prompts, engine.SamplingConfig())
+    )
+    return np.stack([done.tokens for done in answers])
+
+  target = tokens(pair.target, pair.target_params)
+  draft = tokens(pair.draft, pair.draft_params)
+  assert (target != draft).any(axis=1).all()
+  return target, draft
+
+
+def generated(pair, rows=3, temperature=0.0, **values):
+  return corpus.generate(
+    corpus.TextsConfig(**values),
+    dataclasses.replace(DECODING, rows=rows),
+    engine.SamplingConfig(temperature=temperature),
+    pair,
+    ONE_DEVICE,
+    tabular_pair.prompts(COUNT),
+    rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}")),
+  )
+
+
+def test_answers_keep_the_order_of_prompts(pair):
+  """Each answer equals that of the same prompt decoded alone."""
   found = tabular_pair.prompts(7)
   sampling = engine.SamplingConfig(temperature=1.0, seed=5)
   server = corpus.plain_server(pair, DECODING, ONE_DEVICE)
-  together = server.run(corpus.requests(found, sampling))
+  seen = []
+  together = server.run(corpus.requests(found, sampling), seen.append)
+  assert len(seen) == 7  # each is reported when it finishes
   single = engine.Engine(
     dataclasses.replace(DECODING, rows=1), pair.target, pair.target_params
   )
@@ -41,15 +76,7 @@ def test_answers_come_in_the_order_of_the_prompts(pair):
   assert len({done.tokens.tobytes() for done in together}) > 1
 
 
-def test_answer_reports_each_prompt_as_it_finishes(pair):
-  seen = []
-  server = corpus.plain_server(pair, DECODING, ONE_DEVICE)
-  requests = corpus.requests(tabular_pair.prompts(5), engine.SamplingConfig())
-  server.run(requests, seen.append)
-  assert len(seen) == 5
-
-
-def test_reference_rows_hold_what_the_target_says_of_the_references(pair):
+def test_reference_rows_hold_the_targets_distributions(pair):
   found = tabular_pair.prompts(5)
   found[2] = dataclasses.replace(found[2], reference=np.zeros(0, np.int32))
   parts = list(corpus.reference_rows(pair, found, DECODING, rows=4))
@@ -67,3 +94,94 @@ def test_reference_rows_hold_what_the_target_says_of_the_references(pair):
     np.asarray(whole.records.log_probs)[where], kept[where], rtol=1e-5
   )
   assert where.sum() == 3 * 4
+
+
+@pytest.mark.parametrize("source", corpus.SAMPLE_SOURCES)
+def test_target_scores_texts_of_every_source(pair, source):
+  rows = generated(pair, sample_source=source)
+  logits = pair.target.score(pair.target_params, rows.source, None, rows.target)
+  expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+  found = np.zeros_like(expected)
+  ids = rows.records.ids.astype(np.int64)
+  np.put_along_axis(found, ids, rows.records.log_probs, axis=-1)
+  possible = expected > -1e6  # these tables exclude end-of-sequence and padding
+  np.testing.assert_allclose(found[possible], expected[possible], rtol=1e-4, atol=1e-5)
+  assert rows.weight.tolist() == [1] * COUNT
+  assert (rows.target[~rows.mask] == base.PAD_ID).all()
+  assert rows.mask.all()  # these models never end before the limit
+
+
+@pytest.mark.parametrize(
+  ("values", "writer"),
+  [
+    ({"sample_source": "teacher"}, 0),
+    ({"sample_source": "student"}, 1),
+    ({"sample_source": "mix_request", "mix_share": 0.0}, 0),
+    ({"sample_source": "mix_request", "mix_share": 1.0}, 1),
+    ({"sample_source": "mix_token", "mix_share": 0.0}, 0),
+    ({"sample_source": "mix_token", "mix_share": 1.0}, 1),
+  ],
+)
+def test_texts_of_one_writer_are_its_greedy_texts(pair, plain, values, writer):
+  np.testing.assert_array_equal(generated(pair, **values).target, plain[writer])
+
+
+def test_mix_request_takes_each_text_from_one_model(pair, plain):
+  rows = generated(pair, sample_source="mix_request", seed=1)
+  by_target, by_draft = ((rows.target == texts).all(axis=1) for texts in plain)
+  assert (by_target ^ by_draft).all()
+  assert by_target.any() and by_draft.any()
+  other = generated(pair, sample_source="mix_request", seed=2)
+  assert (rows.target != other.target).any()
+
+
+def test_mix_token_takes_each_token_from_one_model(pair):
+  rows = generated(pair, sample_source="mix_token", seed=1)
+  target, draft = (
+    np.asarray(model.score(params, rows.source, None, rows.target).argmax(-1))
+    for model, params in (
+      (pair.target, pair.target_params),
+      (pair.draft, pair.draft_params),
+    )
+  )
+  by_target, by_draft = rows.target == target, rows.target == draft
+  assert (by_target | by_draft).all()
+  differ = target != draft
+  assert differ.sum() > 50 and 0.25 < by_draft[differ].mean() < 0.75
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_mix_token_texts_do_not_depend_on_their_batch(pair, temperature):
+  values = {"sample_source": "mix_token", "temperature": temperature, "seed": 1}
+  rows = generated(pair, **values)
+  np.testing.assert_array_equal(rows.target, generated(pair, rows=1, **values).target)
+  # Negative control: they depend on the seed of the draws.
+  assert (rows.target != generated(pair, **{**values, "seed": 9}).target).any()
+
+
+def test_mixture_scores_with_the_draws_of_decoding(pair):
+  rows = generated(pair, sample_source="mix_token", seed=1)
+  params = {"target": pair.target_params, "draft": pair.draft_params}
+
+  def first_choices(seed):
+    mixed = mixture.mix(pair.target, pair.draft, 0.5, seed)
+    source = jnp.asarray(rows.source)
+    return np.asarray(mixed.score(params, source, None, rows.target).argmax(-1))
+
+  np.testing.assert_array_equal(first_choices(1), rows.target)
+  assert (first_choices(9) != rows.target).any()
+
+
+def test_hash_of_a_prompt_ignores_padding():
+  source = jnp.asarray([[4, 5, 1, 0], [5, 4, 1, 0]], jnp.int32)
+  short, long = mixture.fingerprint(source[:, :3]), mixture.fingerprint(source)
+  np.testing.assert_array_equal(short, long)
+  assert short[0] != short[1]
+
+
+@pytest.mark.parametrize(
+  ("field", "value"), [("sample_source", "target"), ("mix_share", 1.5), ("seed", -1)]
+)
+def test_error_names_the_bad_field(field, value):
+  with pytest.raises(ValueError, match=f"TextsConfig.{field}: received"):
+    corpus.TextsConfig(**{field: value})

@@ -1,6 +1,6 @@
-"""A full disk, a torn checkpoint and another model's: stopped or continued, and said.
+"""A full disk, a damaged checkpoint, and a checkpoint of another model.
 
-What a run does after each is compared with a run to which nothing happened.
+After each, the continued run is compared with an undisturbed run.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serve(pair):
-  """Runs in a folder; the pair is one object, so that runs share what they compile."""
+  """Runs in a folder; the pair is one object, so that runs share compiled code."""
   loaded = pairs.load_pair(pair, sharding.make(sharding.PartitionConfig()))
 
   def served(folder, models=loaded):
@@ -48,7 +48,7 @@ def whole(serve, tmp_path_factory):
 
 
 def full_after(patch, step):
-  """From checkpoint `step` on, the disk takes the beginning of a step and no more."""
+  """From checkpoint `step` on, the disk is full after the first bytes of a step."""
   orbax = pytest.importorskip("orbax.checkpoint")
   real = orbax.CheckpointManager.save
 
@@ -65,7 +65,7 @@ def full_after(patch, step):
 
 @pytest.fixture(scope="module")
 def stopped(serve, tmp_path_factory):
-  """A run that ended at its third checkpoint, and how."""
+  """A run that failed at its third checkpoint, and its error message."""
   folder = tmp_path_factory.mktemp("stopped") / "run"
   with pytest.MonkeyPatch.context() as patch:
     full_after(patch, 13)
@@ -81,7 +81,7 @@ def steps(folder):
 
 
 def assert_equal_to(whole, folder):
-  """The same requests, each once, and the same draft."""
+  """Both runs served the same requests, each once, and learnt the same draft."""
   queries = [
     [
       row["query"]
@@ -96,7 +96,7 @@ def assert_equal_to(whole, folder):
   jax.tree.map(np.testing.assert_array_equal, *drafts)
 
 
-def test_an_interrupted_run_leaves_the_checkpoint_that_it_had_begun(serve, tmp_path):
+def test_interrupted_run_completes_the_checkpoint_it_started(serve, tmp_path):
   save, begun = online.OnlineLoop.checkpoint, []
 
   def interrupted(loop):
@@ -119,7 +119,7 @@ def copied(stopped, tmp_path):
   return tmp_path / "run"
 
 
-def test_a_full_disk_stops_the_run_with_the_reason_and_the_way_on(stopped):
+def test_full_disk_stops_the_run_and_says_how_to_continue(stopped):
   folder, said = stopped
   last = steps(folder)[-1]
   assert "No space left on device" in said
@@ -128,12 +128,12 @@ def test_a_full_disk_stops_the_run_with_the_reason_and_the_way_on(stopped):
   assert not (folder / "draft.safetensors").exists()
 
 
-def test_the_last_good_checkpoint_is_used_once_there_is_room(serve, copied, whole):
+def test_run_continues_from_the_last_good_checkpoint(serve, copied, whole):
   serve(copied)
   assert_equal_to(whole, copied)
 
 
-def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(serve, copied, whole):
+def test_damaged_checkpoint_is_reported_and_skipped(serve, copied, whole):
   newest = copied / "checkpoints" / str(steps(copied)[-1])
   largest = max((newest / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
   os.truncate(largest, largest.stat().st_size // 2)
@@ -146,12 +146,12 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(serve, copied, wh
 
 @pytest.fixture
 def unnoticed(monkeypatch):
-  """As where files of the same names hold other weights: no setting differs."""
+  """Hides changed settings, as if files of the same names had other contents."""
   monkeypatch.setattr(directory, "differences", lambda *_: [])
 
 
-def test_a_checkpoint_of_other_weights_is_refused(serve, copied, unnoticed):
-  """Equal in shape: its rows in flight would go on under another target."""
+def test_checkpoint_of_other_weights_is_refused(serve, copied, unnoticed):
+  """The shapes are equal, so rows in flight would continue under another target."""
   loaded = serve.loaded
   changed = jax.tree.map(lambda leaf: leaf * 1.5, loaded.target_params)
   other = dataclasses.replace(loaded, target_params=changed)
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_other_weights_is_refused(serve, copied, unnoticed):
   assert steps(copied) == before
 
 
-def test_a_checkpoint_of_another_shape_is_refused(serve, copied, unnoticed):
+def test_checkpoint_of_another_shape_is_refused(serve, copied, unnoticed):
   loaded = serve.loaded
   other = dataclasses.replace(
     loaded, draft=loaded.target, draft_params=loaded.target_params
@@ -170,11 +170,11 @@ def test_a_checkpoint_of_another_shape_is_refused(serve, copied, unnoticed):
     serve(copied, other)
 
 
-def test_fingerprints_tell_models_apart():
+def test_fingerprint_changes_with_the_weights():
   params = {"a": np.ones((3, 4), np.float32), "b": np.zeros(2, np.float32)}
   own = runs.fingerprint(params)
   assert own == runs.fingerprint(jax.tree.map(jax.numpy.asarray, params))
   for change in ({"a": params["a"] * 2}, {"b": params["b"] + 1}):
     assert runs.fingerprint(params | change) != own
-  runs.check_fingerprint(None, own)  # a checkpoint from before it was noted
+  runs.check_fingerprint(None, own)  # a checkpoint without fingerprint
   runs.check_fingerprint(own, own)

@@ -1,7 +1,7 @@
-"""Poisoned learning costs speed, is noticed, and changes no output.
+"""Poisoned learning costs speed, raises an alarm, and changes no output.
 
-A draft that learns nonsense is the worst that online learning can do. Greedy outputs,
-and sampled ones under the coupling rule, stay those of a draft that never learns.
+A draft that learns nonsense is the worst outcome of online learning. Greedy outputs,
+and sampled ones under the coupling rule, must equal those of a draft that never learns.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from osd_jax.report import plots
 pytestmark = pytest.mark.slow
 
 PER_TASK = 14  # requests of each of the four topics: two alarm windows
-RATE = 3e-3  # what a sound run learns with
+RATE = 3e-3  # learning rate of the healthy run
 SAMPLED = engine.SamplingConfig(temperature=0.8, seed=3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-  """Outputs by query, rows by kind, the text of the page."""
+  """A finished run: outputs by query, log rows by kind, and the text of the report."""
 
   outputs: dict
   requests: list
@@ -51,7 +51,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def twins(pair):
-  """A draft equal to its target, as one object: runs share what they compile."""
+  """A draft equal to its target, as one object, so that runs share compiled code."""
   found = pairs.load_pair(pair, sharding.make(sharding.PartitionConfig()))
   return dataclasses.replace(
     found, draft=found.target, draft_params=found.target_params
@@ -60,7 +60,7 @@ def twins(pair):
 
 @pytest.fixture(scope="module")
 def loaded(twins):
-  """A draft that begins near its target, so that it has something to lose."""
+  """A draft that starts close to its target, so that poison can make it worse."""
   keys = iter(jax.random.split(jax.random.key(5), 99))
 
   def near(leaf):
@@ -111,7 +111,7 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
 
 
 def nan_in_a_row():
-  """One row of the buffer holds NaN; it is drawn now and then, until it is old."""
+  """Puts NaN into one row of the buffer, which is drawn until newer rows replace it."""
   real = buffer.append
 
   def append(ring, batch):
@@ -142,7 +142,7 @@ def make(pair, loaded, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def frozen(make):
-  """What a draft that never learns serves: greedy, and sampled under each rule."""
+  """Runs of a draft that never learns: greedy, and sampled under each rule."""
   return {
     "greedy": make(learn=False),
     "coupling": make(learn=False, rule="coupling", sampling=SAMPLED),
@@ -161,7 +161,7 @@ def healthy(make):
 
 
 @pytest.mark.parametrize("name", POISONS)
-def test_no_greedy_output_changes(frozen, poisoned, name):
+def test_greedy_outputs_do_not_change(frozen, poisoned, name):
   found = poisoned[name]
   assert found.updates and found.requests[-1]["draft_version"] > 0
   assert found.outputs == frozen["greedy"].outputs
@@ -169,7 +169,7 @@ def test_no_greedy_output_changes(frozen, poisoned, name):
 
 
 @pytest.mark.parametrize("name", POISONS)
-def test_no_coupled_output_changes(frozen, make, name):
+def test_coupled_outputs_do_not_change(frozen, make, name):
   poison, rate = POISONS[name]
   found = make(poison, rate=rate, rule="coupling", sampling=SAMPLED)
   assert found.requests[-1]["draft_version"] > 0
@@ -180,8 +180,7 @@ def test_no_coupled_output_changes(frozen, make, name):
   ("name", "changes"),
   [("greedy", {}), ("coupling", {"rule": "coupling", "sampling": SAMPLED})],
 )
-def test_no_output_of_an_attached_draft_changes(frozen, pair, tmp_path, name, changes):
-  """The outputs are the target's: those beside any other draft, too."""
+def test_outputs_of_attached_draft_do_not_change(frozen, pair, tmp_path, name, changes):
   attached = pairs.load_pair(tiny_online.attached(pair))
   with POISONS["shuffled"][0]():
     found = serve(attached, attached, tmp_path, rate=10 * RATE, **changes)
@@ -189,15 +188,15 @@ def test_no_output_of_an_attached_draft_changes(frozen, pair, tmp_path, name, ch
   assert found.outputs == frozen[name].outputs
 
 
-def test_rejection_keeps_the_law_alone(frozen, make):
-  """Negative control: nothing ties sampled outputs to the target's own draws here."""
+def test_outputs_under_rejection_change_with_the_draft(frozen, make):
+  """Negative control: the rejection rule keeps the law, but not the tokens."""
   poison, rate = POISONS["shuffled"]
   found = make(poison, rate=rate, sampling=SAMPLED)
   assert found.outputs != frozen["rejection"].outputs
   assert frozen["rejection"].outputs != frozen["coupling"].outputs
 
 
-def test_the_poison_costs_what_learning_had_gained(healthy, poisoned):
+def test_poison_lowers_acceptance(healthy, poisoned):
   """Negative control: the poisons work."""
   assert healthy.accepted() > 0.3
   for name in ("shuffled", "rate x 1000"):
@@ -208,7 +207,7 @@ def names_of(ran, active=True):
   return [row["alarm"] for row in ran.alarms if row["active"] is active]
 
 
-def test_nan_is_noticed_at_its_update_and_learning_goes_on(poisoned):
+def test_nan_raises_an_alarm_and_learning_continues(poisoned):
   found = poisoned["nan"]
   skipped = [row for row in found.updates if row["skipped"]]
   assert skipped and len(skipped) < len(found.updates)
@@ -218,24 +217,24 @@ def test_nan_is_noticed_at_its_update_and_learning_goes_on(poisoned):
   assert "Alarms: " in found.page and "update not finite from request" in found.page
 
 
-def test_a_draft_that_nothing_accepts_is_noticed(poisoned):
+def test_draft_that_is_never_accepted_raises_an_alarm(poisoned):
   found = poisoned["rate x 1000"]
   assert "acceptance_pinned_at_0" in names_of(found)
   assert "acceptance pinned at 0 from request" in found.page
 
 
-def test_a_sound_run_raises_none_of_these_alarms(healthy):
+def test_healthy_run_raises_none_of_these_alarms(healthy):
   assert not {"acceptance_pinned_at_0", "update_not_finite"} & set(names_of(healthy))
 
 
-def test_a_draft_equal_to_the_target_is_noticed(pair, twins, tmp_path):
+def test_draft_equal_to_the_target_raises_an_alarm(pair, twins, tmp_path):
   found = serve(pair, twins, tmp_path, learn=False)
   assert found.accepted(slice(None)) == 1.0
   at = [row for row in found.alarms if row["alarm"] == "acceptance_pinned_at_1"]
   assert [row["finished"] for row in at] == [25]
 
 
-def test_loops_are_those_of_the_outputs(frozen):
+def test_loops_are_logged_for_looping_outputs(frozen):
   ran = frozen["greedy"]
   for row in ran.requests:
     assert row["loops"] == metrics.loops(np.array(ran.outputs[row["query"]]))

@@ -1,10 +1,10 @@
-"""The type checker of the import hook in conftest.py."""
+"""The type checker that the import hook of conftest.py installs."""
 
 from collections.abc import Callable
 
 import beartype
 
-# An int may stand where a float is asked for, as everywhere in Python.
+# Accepts an int for a float, as Python does.
 _check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
 
 

@@ -1,4 +1,4 @@
-"""A pretraining in gin, and reading it: what the tests of gin files share."""
+"""A gin file of `osd pretrain` and functions that load it, shared by tests."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Slow, obvious numpy versions, in float64, of what the package does fast."""
+"""Slow and simple float64 numpy versions of functions of the package."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def truncate(logits, k):
 
 
 def bucket(probs, ids):
-  """Masses of the tokens in `ids` and, last, of all others: [..., k + 1]."""
+  """Probabilities of the tokens in `ids`, then the sum of all others: [..., k + 1]."""
   kept = np.take_along_axis(probs, ids, -1)
   others = np.array(probs)
   np.put_along_axis(others, ids, 0.0, -1)
@@ -35,7 +35,7 @@ def kl(a, b):
 
 
 def divergence(name, target, draft, beta=0.5):
-  """The four divergences of two arrays of probabilities, over the last axis."""
+  """One of four divergences of two probability arrays, over the last axis."""
   mixture = beta * target + (1 - beta) * draft
   return {
     "forward_kl": lambda: kl(target, draft),
@@ -63,7 +63,7 @@ class ListBuffer:
 
 
 def processed_probs(logits, temperature, top_k=0, top_p=1.0):
-  """Temperature, top-k, top-p, softmax of one row; ties with the last one stay in."""
+  """Temperature, top-k, top-p and softmax of one row; ties at the cut-off are kept."""
   logits = np.asarray(logits, np.float64)
   if not (logits.max() < np.inf and logits.max() > -np.inf):
     return np.zeros(len(logits))
@@ -80,9 +80,9 @@ def processed_probs(logits, temperature, top_k=0, top_p=1.0):
 
 
 def joint_law(table, count, **settings):
-  """Exact law [V] * count of the first tokens of a tabular model.
+  """Exact law [V] * count of the first `count` tokens of a tabular model.
 
-  After end-of-sequence (1) comes padding (0) with certainty.
+  End-of-sequence (1) is always followed by padding (0).
   """
   size = len(table)
   law = np.zeros((size,) * count)
@@ -103,16 +103,16 @@ def joint_law(table, count, **settings):
 
 
 def joint_counts(tokens, vocab_size):
-  """How often each sequence occurs among tokens [draws, count]: [V] * count."""
+  """Counts each sequence in tokens [draws, count]; returns [V] * count."""
   counts = np.zeros((vocab_size,) * tokens.shape[1])
   np.add.at(counts, tuple(np.asarray(tokens).T), 1)
   return counts
 
 
 def chi_square(counts, law, smallest=5.0):
-  """P-value of counts under a law; cells that expect < `smallest` are one cell.
+  """P-value of counts under a law; 0 if something of probability 0 occurred.
 
-  0 if something occurred that the law excludes.
+  Cells whose expected count is below `smallest` are pooled.
   """
   from scipy import stats
 
@@ -122,7 +122,7 @@ def chi_square(counts, law, smallest=5.0):
   expected = law * counts.sum()
   order = np.argsort(expected)
   pooled = int((expected < smallest).sum())
-  # A pool that is still too small takes in the next cells.
+  # If the pool is still too small, it takes the next cells.
   while 0 < pooled < len(law) and expected[order[:pooled]].sum() < smallest:
     pooled += 1
   cells = [order[:pooled], *order[pooled:, None]] if pooled else order[:, None]
@@ -134,7 +134,7 @@ def chi_square(counts, law, smallest=5.0):
 
 
 def accept(drafted, target_probs, draft_probs, uniforms):
-  """One row of the rejection rule: accepted count and weights of the token behind."""
+  """The rejection rule for one row: number accepted, and weights of the next token."""
   for index, (token, u) in enumerate(zip(drafted, uniforms, strict=True)):
     target, draft = target_probs[index], draft_probs[index]
     if draft[token] == 0 or u * draft[token] >= target[token]:

@@ -1,4 +1,4 @@
-"""A pair of tabular models, for whatever needs no weights file and no long compile."""
+"""A pair of tabular models: no weights files, and quick to compile."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +11,13 @@ SOURCE_LENGTH, TARGET_LENGTH = 6, 10
 
 
 def make(sharpness: float = 2.0) -> pairs.Pair:
-  """Target and draft look up different tables; neither ends before the limit."""
+  """Target and draft use different tables; neither ends before the length limit."""
   tables = [
     jnp.asarray(testing.random_table(VOCAB_SIZE, seed, sharpness=sharpness))
     for seed in (0, 1)
   ]
   for place, table in enumerate(tables):
-    tables[place] = table.at[..., base.PAD_ID].set(-1e9)  # padding is no text
+    tables[place] = table.at[..., base.PAD_ID].set(-1e9)  # never emitted
   return pairs.Pair(
     target=testing.tabular_model(VOCAB_SIZE, "target"),
     target_params=tables[0],
@@ -30,7 +30,7 @@ def make(sharpness: float = 2.0) -> pairs.Pair:
 
 
 def prompts(count: int) -> list[Prompt]:
-  """Different prompts of ragged lengths, of tasks 0 and 1 by turns."""
+  """Different prompts of different lengths, alternately of task 0 and task 1."""
   source, mask = testing.random_sources(count, SOURCE_LENGTH, VOCAB_SIZE, seed=3)
   return [
     Prompt(source[row][mask[row]], row % 2, np.asarray([5, 6, 1], np.int32))

@@ -1,6 +1,7 @@
-"""A small online run: what the tests of runs and of resuming share.
+"""A small online run, shared by many tests.
 
-As a script it is the process that a test kills: PAIR_FOLDER RUN_DIRECTORY KIND.
+As a script, with arguments PAIR_FOLDER RUN_DIRECTORY, it is the process that
+`test_resume` kills.
 """
 
 import dataclasses
@@ -24,9 +25,10 @@ SERVING = t5.DraftServing(int8=True, shortlist=700)  # half of the vocabulary
 
 
 def save_lively_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
-  """The tiny pair, its target such that its outputs vary.
+  """Saves the tiny pair with a target whose outputs differ between prompts.
 
-  A T5's relative bias is large, a Llama's attention weighs more than its input.
+  An untrained target would repeat one token. A large relative bias (T5), or attention
+  that outweighs the residual stream (Llama), prevents that.
   """
   pair = tiny_pair.save_tiny_pair(folder, family)
   found = weights.load(pair.target)
@@ -43,7 +45,7 @@ def save_lively_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
 
 
 def attached(pair: pairs.PairConfig) -> pairs.PairConfig:
-  """The same target with a draft that stands on it from nothing."""
+  """The same target with an attached draft of random parameters."""
   return dataclasses.replace(pair, draft=pairs.ATTACHED, attached=SHAPE)
 
 
@@ -114,7 +116,6 @@ def config(
 
 
 if __name__ == "__main__":
-  folder, directory, kind = sys.argv[1:]
+  folder, directory = sys.argv[1:]
   files = {n: str(Path(folder) / f"{n}.safetensors") for n in ("target", "draft")}
-  pair = pairs.PairConfig(**files)
-  online.run(config(attached(pair) if kind == "attached" else pair, Path(directory)))
+  online.run(config(pairs.PairConfig(**files), Path(directory)))

@@ -1,4 +1,4 @@
-"""A tiny untrained pair of either family, as weights files."""
+"""Weights files of a tiny untrained pair, T5 or Llama."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ SHAPES = {
 
 @functools.cache
 def llama_tokenizer() -> bytes:
-  """A `tokenizer.model` of the generated topics, with Llama's special ids."""
+  """A `tokenizer.model` trained on the generated topics, with Llama's special ids."""
   texts = [
     text
     for topic in generated.TOPICS
@@ -54,7 +54,7 @@ def llama_tokenizer() -> bytes:
 def save_tiny_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
   """Writes `target.safetensors` and `draft.safetensors`; returns their config.
 
-  The models are drawn, not trained: their outputs run to the length limit.
+  The models are untrained, so their outputs run to the length limit.
   """
   path = pairs.PairConfig().vocabulary
   if family == "llama":

@@ -1,4 +1,4 @@
-"""A small whole online run on a mesh, broken off and continued: what tests share."""
+"""A small online run on a mesh, optionally interrupted and continued on another."""
 
 import dataclasses
 
@@ -13,11 +13,11 @@ COUNT, INTERRUPTED = 16, 9
 
 
 class Interrupted(Exception):
-  """A run that ends between two steps, as a killed one does."""
+  """Ends a run between two steps, as a kill would."""
 
 
 def serve(config, outputs, limit=10**6):
-  """Runs, noting tokens by number of the request; breaks off behind `limit` of them."""
+  """Runs and collects tokens by request number; interrupts after `limit` requests."""
   step = engine.Engine.step
 
   def noted(self):
@@ -33,11 +33,11 @@ def serve(config, outputs, limit=10**6):
 
 
 def run(pair, folder, mesh, interrupted_at=None, goes_on_with=None, **decoding):
-  """Outputs of the requests, in order, and the rows of the updates."""
+  """Returns outputs in the order of requests, and (version, loss) of each update."""
   config = tiny_online.config(pair, folder)
   config = dataclasses.replace(
     config,
-    pair=pair,  # the whole draft: fewer programs
+    pair=pair,  # the whole draft: less to compile
     partition=sharding.PartitionConfig(*mesh),
     stream=dataclasses.replace(config.stream, requests_per_task=COUNT // 4),
     decoding=dataclasses.replace(config.decoding, num_draft_tokens=2, **decoding),

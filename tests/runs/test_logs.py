@@ -121,7 +121,7 @@ def test_a_full_disk_is_named_with_the_row_and_what_to_do(tmp_path):
   log = MetricsLog(tmp_path / "metrics.jsonl")
   log.write("request", {"index": 0})
   log._file = open("/dev/full", "ab", buffering=0)
-  with pytest.raises(OSError, match=r"row 1 \('request'\).*No space left.*again"):
+  with pytest.raises(OSError, match=r"row 1 \('request'\).*No space left.*repeat"):
     log.write("request", {"index": 1})
   assert [row["index"] for row in read(tmp_path / "metrics.jsonl")] == [0]
 

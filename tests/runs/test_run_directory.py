@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_the_same_settings_only(tmp_path):
   words = r"Config\.steps: stored 3, given 9; Config\.rate: stored 0\.5, given 1.*over"
   with pytest.raises(base.InputError, match=words):
     start(path, Config(steps=9, rate=1))
-  with pytest.raises(base.InputError, match="holds a run of other settings"):
+  with pytest.raises(base.InputError, match="holds a run with other settings"):
     RunDirectory.start(path)
   assert contents(path) == before
 

@@ -1,7 +1,10 @@
-"""Addresses such as gs://BUCKET/PATH: what lies there is used through a copy here.
+"""URLs such as gs://BUCKET/PATH in place of local paths, through fsspec.
 
-Whatever fsspec knows will do: gs:// with gcsfs, s3:// with s3fs. Files are read and
-written on this machine's disk, so that nothing else of the package knows of buckets.
+Files are read through a local copy, and written locally before they are uploaded, so
+that no other module needs to handle buckets. A bucket cannot append to a file, which
+the logs of a run do at every request; a run directory with a URL is therefore a local
+folder that is mirrored there. fsspec needs a package for each protocol: gs:// needs
+gcsfs, s3:// needs s3fs.
 """
 
 import contextlib
@@ -18,25 +21,26 @@ from typing import Any
 from osd_jax import base
 
 CACHE = "~/.cache/osd_jax/remote"
-EVERY_SECONDS = 60.0  # between two copies of a run directory
-_TOLD_APART_BY = ("size", "etag", "ETag", "crc32c", "md5Hash", "mtime", "created")
-_UNSHARED = re.compile(r"(^|/)\.lock$|\.tmp$|orbax-checkpoint-tmp")
+EVERY_SECONDS = 60.0  # between two uploads of a run directory
+# A remote file has changed if one of these differs; file systems fill different ones.
+_VERSION = ("size", "etag", "ETag", "crc32c", "md5Hash", "mtime", "created")
+_LOCAL_ONLY = re.compile(r"(^|/)\.lock$|\.tmp$|orbax-checkpoint-tmp")
 
 
 def is_remote(path: str | Path) -> bool:
-  """Whether a path is an address of somewhere else."""
+  """Whether a path is a URL."""
   return bool(re.match(r"[a-z][a-z\d+.-]*://", str(path)))
 
 
 def fetched(address: str, setting: str) -> Path:
-  """The local copy of a file or folder; what changed there since is copied again.
+  """Returns a local copy of a remote file or folder; only changed files are copied.
 
   Args:
-    address: of it.
-    setting: name of the field that holds it, for error texts.
+    address: URL of the file or folder.
+    setting: name of the field that holds the URL, for errors.
 
   Raises:
-    InputError: there is nothing, or it cannot be read.
+    InputError: the URL does not exist or cannot be read.
   """
   folder = _cache(address)
   target = folder / _name(address)
@@ -47,10 +51,9 @@ def fetched(address: str, setting: str) -> Path:
     known = _read(folder / "copied.json")
     for inside, info in found.items():
       file = target / inside if inside else target
-      token = _token(info)
-      if known.get(inside) != token or not file.is_file():
+      if known.get(inside) != _version(info) or not file.is_file():
         _get(address, info["name"], file)
-        known[inside] = token
+        known[inside] = _version(info)
     for inside in known.keys() - found.keys():
       (target / inside).unlink(missing_ok=True)
     _write(folder / "copied.json", {name: known[name] for name in found})
@@ -58,7 +61,7 @@ def fetched(address: str, setting: str) -> Path:
 
 
 def matching(address: str, pattern: str, setting: str) -> list[str]:
-  """Addresses of the files in a folder that a glob names, in sorted order."""
+  """URLs of the files in a remote folder that match a glob, sorted."""
   with _errors(address, setting):
     system, root = _system(address)
     found = sorted(system.glob(f"{root}/{pattern}"))
@@ -67,10 +70,10 @@ def matching(address: str, pattern: str, setting: str) -> list[str]:
 
 @contextlib.contextmanager
 def stored(path: str | Path) -> Iterator[Path]:
-  """Where to write a file so that it is at `path` afterwards.
+  """Yields a local path to write to; a URL is uploaded when the body ends.
 
   Raises:
-    InputError: the address cannot be written to.
+    InputError: the URL cannot be written to; names the local file, which is kept.
   """
   if not is_remote(path):
     yield Path(path)
@@ -88,40 +91,40 @@ def stored(path: str | Path) -> Iterator[Path]:
 
 
 class Mirror:
-  """A folder here that is copied to an address, and was there before, perhaps.
+  """A local folder that is mirrored to a URL.
 
   Attributes:
-    address: of the copy.
-    folder: here.
+    address: the URL.
+    folder: the local folder.
   """
 
   def __init__(self, address: str):
-    """Copies nothing yet.
+    """Names the folder of a URL; copies nothing yet.
 
     Raises:
-      InputError: nothing can read or write such an address.
+      InputError: fsspec does not support such a URL.
     """
     self.address = address.rstrip("/")
     self.folder = _cache(self.address) / _name(self.address)
     self._notes = self.folder.parent / "mirrored.json"
     self._ended = threading.Event()
     self._thread: threading.Thread | None = None
-    self._one_at_a_time = threading.Lock()
-    with _errors(address, "run_directory"):
-      _system(address)
+    self._pushing = threading.Lock()
+    with _errors(self.address, "run_directory"):
+      _system(self.address)
 
   def pull(self, sign: str) -> None:
-    """Takes what is there, unless it is what was last copied from here.
+    """Downloads the remote folder unless it is what this machine last uploaded.
 
-    What was copied there once and has been removed since is begun anew. What was here
-    is put aside, into the folder `removed`.
+    If the remote folder was removed after an upload, the run begins again. Local files
+    that are replaced are moved into the folder `removed`, so that nothing is lost.
 
     Args:
-      sign: name of a file; where it is absent, what is there is not ours.
+      sign: name of a file; a remote folder without it is not a run and is ignored.
     """
     with _errors(self.address, "run_directory"):
       found = _files(self.address)
-      there = {inside: _token(info) for inside, info in found.items()}
+      there = {inside: _version(info) for inside, info in found.items()}
       before = _read(self._notes).get("there", {})
       if sign not in there and sign in before:
         self._put_aside()
@@ -133,30 +136,32 @@ class Mirror:
       _write(self._notes, {"there": there, "here": self._here()})
 
   def push(self) -> None:
-    """Copies what has changed here since, and removes there what was removed here."""
-    with self._one_at_a_time, _errors(self.address, "run_directory"):
+    """Uploads changed files, and removes remote copies of files removed here."""
+    with self._pushing, _errors(self.address, "run_directory"):
       system, root = _system(self.address)
       before, here = _read(self._notes).get("here", {}), self._here()
       for inside, stamp in here.items():
         file = self.folder / inside
-        if before.get(inside) != stamp and file.exists():  # else it passed through
+        # A temporary file may have been renamed since `here` was listed.
+        if before.get(inside) != stamp and file.exists():
           _put(file, system, f"{root}/{inside}")
       there = _files(self.address)
+      # Only files that were uploaded from here are removed; others are not ours.
       for inside in there.keys() & (before.keys() - here.keys()):
         system.rm_file(there.pop(inside)["name"])
-      tokens = {inside: _token(info) for inside, info in there.items()}
-      _write(self._notes, {"there": tokens, "here": here})
+      versions = {inside: _version(info) for inside, info in there.items()}
+      _write(self._notes, {"there": versions, "here": here})
 
   def begin(self) -> None:
-    """Copies now and then, beside whatever else goes on."""
+    """Starts a thread that uploads every `EVERY_SECONDS`."""
     self._thread = threading.Thread(target=self._work, daemon=True)
     self._thread.start()
 
   def end(self) -> None:
-    """Copies for the last time; nothing where `begin` was not reached.
+    """Uploads for the last time. Does nothing if `begin` was never called.
 
     Raises:
-      InputError: it could not be written; all is still here.
+      InputError: the upload failed; the local folder is complete.
     """
     if self._thread is None:
       return
@@ -170,39 +175,40 @@ class Mirror:
       ) from error
 
   def _put_aside(self) -> None:
-    """Empties the folder but for its lock."""
+    """Moves everything but the lock to the folder `removed`."""
     aside = self.folder.parent / "removed"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     for child in self.folder.iterdir():
-      if not _UNSHARED.search(child.name):
+      if not _LOCAL_ONLY.search(child.name):
         child.rename(aside / child.name)
     self._notes.unlink(missing_ok=True)
 
   def _work(self) -> None:
     while not self._ended.wait(EVERY_SECONDS):
-      with contextlib.suppress(base.InputError):  # `end` says so, if it stays
+      # A network may recover; an error that persists is raised by `end`.
+      with contextlib.suppress(base.InputError):
         self.push()
 
   def _here(self) -> dict[str, list[int]]:
-    """Size and time of every file here, by its place in the folder."""
+    """Size and modification time of every local file, by relative path."""
     found = {}
     for file in self.folder.rglob("*"):
       inside = file.relative_to(self.folder).as_posix()
       with contextlib.suppress(FileNotFoundError):
-        if file.is_file() and not _UNSHARED.search(inside):
+        if file.is_file() and not _LOCAL_ONLY.search(inside):
           found[inside] = [file.stat().st_size, file.stat().st_mtime_ns]
     return dict(sorted(found.items()))
 
 
 @contextlib.contextmanager
 def _errors(address: str, setting: str) -> Iterator[None]:
-  """Whatever a file system raises, as one kind of error."""
+  """Turns the many errors of file systems into InputError."""
   try:
     yield
   except base.InputError:
     raise
-  except Exception as error:  # they raise many kinds
+  except Exception as error:
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     raise base.InputError(
       f"{setting}: received {address!r}, expected an address that can be read and"
@@ -211,16 +217,16 @@ def _errors(address: str, setting: str) -> Iterator[None]:
 
 
 def _system(address: str) -> tuple[Any, str]:
-  """The file system of an address, and the path on it."""
-  import fsspec  # here: most runs have no need of it
+  """The fsspec file system of a URL, and the path on it."""
+  import fsspec  # imported late, because most runs do not need it
 
   system, root = fsspec.core.url_to_fs(address)
-  system.invalidate_cache()  # others write there, too
+  system.invalidate_cache()  # other machines write there too
   return system, root.rstrip("/")
 
 
 def _files(address: str) -> dict[str, dict[str, Any]]:
-  """What is known of every file below an address, by its place there; "" is itself."""
+  """Information on every remote file, by relative path; "" if `address` is a file."""
   system, root = _system(address)
   found = system.find(root, detail=True)
   return {
@@ -230,27 +236,27 @@ def _files(address: str) -> dict[str, dict[str, Any]]:
 
 
 def _get(address: str, name: str, file: Path) -> None:
-  """Copies one file; it appears complete or not at all."""
+  """Downloads one file; it appears complete or not at all."""
   system, _ = _system(address)
   file.parent.mkdir(parents=True, exist_ok=True)
-  passing = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-  system.get_file(name, str(passing))
-  passing.replace(file)
+  temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+  system.get_file(name, str(temporary))
+  temporary.replace(file)
 
 
 def _put(file: Path, system: Any, path: str) -> None:
-  """Copies one file to a file system; a bucket that is not there is not made."""
+  """Uploads one file. Creates folders on file systems, but never a bucket."""
   if getattr(system, "local_file", False):
     system.makedirs(path.rpartition("/")[0], exist_ok=True)
   system.put_file(str(file), path)
 
 
-def _token(info: Mapping[str, Any]) -> str:
-  return repr([str(info.get(name)) for name in _TOLD_APART_BY])
+def _version(info: Mapping[str, Any]) -> str:
+  return repr([str(info.get(name)) for name in _VERSION])
 
 
 def _cache(address: str) -> Path:
-  """A folder of this address's own."""
+  """A local folder for this URL alone."""
   digest = hashlib.sha256(address.encode()).hexdigest()[:16]
   return Path(CACHE).expanduser() / digest
 

@@ -64,8 +64,8 @@ def per_step(
     return served, state
 
   def steps(served, state):
-    plain = rounds.Speculation(model, None, 0)
-    return rounds.run_rounds(plain, served, None, jnp.int32(target), state)
+    spec = rounds.DecodeSpec(model, rows=rows)
+    return rounds.run_rounds(spec, 0, served, None, jnp.int32(target), state)
 
   shapes = jax.eval_shape(prefilled, params)
   compiled = jax.jit(steps, donate_argnums=1).lower(*shapes).compile()

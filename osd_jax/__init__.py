@@ -19,8 +19,7 @@ if TYPE_CHECKING:  # for editors; at run time `__getattr__` finds them
   from osd_jax.data.sources import TaskConfig
   from osd_jax.data.streams import StreamConfig
   from osd_jax.distillation.learner import LearningConfig
-  from osd_jax.engine.answers import Answer, Prompt
-  from osd_jax.engine.requests import DecodingConfig
+  from osd_jax.engine.requests import Answer, DecodingConfig, Prompt
   from osd_jax.engine.server import Server
   from osd_jax.pairs import PairConfig, load_pair
 
@@ -45,12 +44,12 @@ __all__ = [
 
 # Where each is defined; the commands are modules: `online.run(config)`.
 _HOMES = {
-  "Answer": "engine.answers",
+  "Answer": "engine.requests",
   "DecodingConfig": "engine.requests",
   "InputError": "base",
   "LearningConfig": "distillation.learner",
   "PairConfig": "pairs",
-  "Prompt": "engine.answers",
+  "Prompt": "engine.requests",
   "Server": "engine.server",
   "StreamConfig": "data.streams",
   "TaskConfig": "data.sources",

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 
@@ -24,7 +24,7 @@ _MAX_PENDING = 8  # answers per row that may wait to be processed in the backgro
 
 
 @dataclasses.dataclass(frozen=True)
-class OnlineConfig(base.Config):
+class OnlineConfig:
   """One online run.
 
   Attributes:
@@ -65,32 +65,41 @@ class OnlineConfig(base.Config):
   replicas: ReplicaConfig = ReplicaConfig()
   learn: bool = True
   floor_metering: bool = True
-  compare_every: base.CountOrZero = 4
+  compare_every: int = 4
   prices: bool = True
   keep_drafts: bool = False
-  keep_outputs: Annotated[str, base.OneOf(*runs.OUTPUTS_KEPT)] = "text"
-  checkpoint_every: base.Count = 100
-  run_directory: base.Folder = "runs/online"
+  keep_outputs: str = "text"
+  checkpoint_every: int = 100
+  run_directory: str = "runs/online"
   overwrite: bool = False
   tensorboard: bool = False
 
-  def checks(self):
-    if isinstance(self.stream, streams.StreamConfig):
-      self.decoding.check_sources(self.stream, "OnlineConfig.stream")
+  def __post_init__(self):
+    base.check_types(self)
+    base.check_counts(self, "checkpoint_every")
+    base.check_counts(self, "compare_every", least=0)
+    base.check_choices(self, keep_outputs=runs.OUTPUTS_KEPT)
     schedule = self.learning.schedule
-    needs_prices = (
+    needs_costs = (
       self.learn and isinstance(schedule, WorthConfig) and not schedule.costs
     )
-    return {
-      "decoding": (
-        self.decoding.record_top_k >= 1,
-        "record_top_k >= 1: the draft learns from the records",
-      ),
-      "prices": (
-        not needs_prices or (self.prices and not self.replicas.count),
-        "True and no replicas: WorthConfig needs costs, or set WorthConfig.costs",
-      ),
-    }
+    measures_costs = self.prices and not self.replicas.count
+    base.check_fields(
+      self,
+      {
+        "run_directory": (self.run_directory.strip(), "a folder"),
+        "decoding": (
+          self.decoding.record_top_k >= 1,
+          "record_top_k >= 1: the draft learns from the records",
+        ),
+        "prices": (
+          measures_costs or not needs_costs,
+          "True and no replicas, or WorthConfig.costs: this schedule needs costs",
+        ),
+      },
+    )
+    if isinstance(self.stream, streams.StreamConfig):
+      self.decoding.check_sources(self.stream, "OnlineConfig.stream")
 
 
 def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
@@ -178,7 +187,7 @@ class OnlineLoop:
     )
     self._answered = self.finished
     self._rows: list[dict[str, Any]] = []  # logged, but not yet returned by `step`
-    self._served = self.server.turns(self._requests())
+    self._served = self.server.serve(self._requests())
     self._started = time.perf_counter()
 
   @property

@@ -70,31 +70,46 @@ class TabularCache:
   Attributes:
     tokens: [B, T] int32.
     length: [B] int32.
+    shift: [B] int32, what the prompt adds to the context; None if it is ignored.
   """
 
   tokens: jax.Array
   length: jax.Array
+  shift: jax.Array | None = None
 
 
 @functools.cache
-def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
+def tabular_model(
+  vocab_size: int, name: str = "tabular", reads_source: bool = False
+) -> base.Model:
   """Returns a model that looks its logits up by the last two tokens.
 
   Its parameters are a table [V, V, V] float32: `table[before_last, last]` are the
-  logits of the next token. The source is ignored. With two tokens of context, a wrong
-  rewind or a cache that is off by one position changes the output distribution.
+  logits of the next token. With two tokens of context, a wrong rewind or a cache that
+  is off by one position changes the output distribution.
 
   Args:
     vocab_size: V.
     name: name in error messages.
+    reads_source: adds the sum of the prompt's tokens, modulo V, to `before_last`.
+      Otherwise the prompt is ignored.
   """
 
+  def shift_of(source, mask):
+    return jnp.sum(jnp.where(mask, source, 0), axis=1) if reads_source else None
+
+  def look_up(table, before, last, shift):
+    if shift is not None:
+      before = (before + shift[:, None]) % vocab_size
+    return table[before, last]
+
   def prefill(table, source, mask, cache_length):
-    del table, mask
+    del table
     rows = source.shape[0]
     return TabularCache(
       tokens=jnp.zeros((rows, cache_length), jnp.int32),
       length=jnp.zeros((rows,), jnp.int32),
+      shift=shift_of(source, mask),
     )
 
   def decode(table, tokens, cache):
@@ -102,17 +117,14 @@ def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
     stored = write(cache.tokens, tokens, cache.length)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
     before = jnp.take_along_axis(stored, jnp.maximum(position - 1, 0), axis=1)
-    # The first token has no predecessor; `maximum` above only avoids the index -1.
     before = jnp.where(position == 0, base.PAD_ID, before)
-    logits = table[before, tokens]
-    return logits, TabularCache(stored, cache.length + tokens.shape[1])
+    logits = look_up(table, before, tokens, cache.shift)
+    return logits, cache.replace(tokens=stored, length=cache.length + tokens.shape[1])
 
   def score(table, source, mask, target):
-    del source, mask
-    # Entry t is predicted from the two tokens before it; PAD_ID starts every target.
     fed = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
     before = jnp.pad(fed[:, :-1], ((0, 0), (1, 0)))
-    return table[before, fed]
+    return look_up(table, before, fed, shift_of(source, mask))
 
   return base.Model(
     name=name,
@@ -122,7 +134,6 @@ def tabular_model(vocab_size: int, name: str = "tabular") -> base.Model:
     decode=decode,
     score=score,
     prepare=lambda table: table,
-    # Split over the last axis, like the output head of a transformer.
     logical_axes=lambda: jax.sharding.PartitionSpec(None, None, "vocab"),
   )
 
@@ -137,7 +148,6 @@ def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.nd
   """
   rng = np.random.default_rng(seed)
   table = sharpness * rng.normal(size=(vocab_size,) * 3)
-  # Outputs then have their full length, which makes counts of tokens predictable.
   table[:, :, base.EOS_ID] = -np.inf
   return table.astype(np.float32)
 

@@ -40,15 +40,19 @@ class Fault(NamedTuple):
 
 
 SCHEDULE = "tests/distillation/test_schedule.py"
-ADAPTIVE = "tests/engine/test_adaptive.py"
+CONTROLLER = "tests/engine/test_controller.py"
 BUFFER = "tests/distillation/test_buffer.py"
 UPDATE = "tests/distillation/test_update.py"
 ONLINE = "tests/test_online.py"
-SLOTS = "tests/engine/test_engine.py"
+ENGINE = "tests/engine/test_engine.py"
+FAMILIES = "tests/engine/test_families.py"
 DRAFTING = "tests/engine/test_drafting.py"
 TOLD = "tests/engine/test_drafting_told.py"
 ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
+ACCEPT = "tests/decoding/test_accept.py"
+DRAFTERS = "tests/decoding/test_drafters.py"
+RECORDS = "tests/decoding/test_records.py"
 NARROWING = "tests/distillation/test_subsample.py"
 CHECKPOINTS = "tests/runs/test_checkpoint.py"
 LLAMA = "tests/models/test_llama.py"
@@ -60,8 +64,8 @@ FAULTS = [
   # Those that survived once.
   Fault(
     "resume drops the saved shortlist",
-    "    shortlist = None if kept is None else np.asarray(kept, np.int32)",
-    "    shortlist = None",
+    '    shortlist = host["shortlist"]\n',
+    "    shortlist = None\n",
     f"{ONLINE} -k goes_on_with",
   ),
   Fault(
@@ -73,10 +77,10 @@ FAULTS = [
   Fault(
     "a swap without a shortlist resets it",
     "    if shortlist is not None:\n      size =",
-    "    if shortlist is None and self._program.draft.shortlist:\n"
-    "      shortlist = np.arange(self._program.draft.shortlist)\n"
+    "    if shortlist is None and self.spec.draft.shortlist:\n"
+    "      shortlist = np.arange(self.spec.draft.shortlist)\n"
     "    if shortlist is not None:\n      size =",
-    f"{SLOTS} -k shortlist",
+    f"{FAMILIES} -k shortlist",
   ),
   Fault(
     "replay is drawn with the key of the new rows",
@@ -124,13 +128,13 @@ FAULTS = [
     "a probe is priced without its tokens",
     "costs.round_ms[1] - tokens * costs.round_ms[0]",
     "costs.round_ms[1] - costs.round_ms[0]",
-    ADAPTIVE,
+    CONTROLLER,
   ),
   Fault(
     "debt has no floor",
     "return max(state.saved_ms + change, floor)",
     "return state.saved_ms + change",
-    ADAPTIVE,
+    CONTROLLER,
   ),
   Fault(
     "low temperatures are greedy in distributions",
@@ -171,7 +175,7 @@ FAULTS = [
   ),
   Fault(
     "a bonus token counts as an error",
-    "(offset == acceptance.accepted[:, None]) & (offset < num_draft_tokens)",
+    "(offset == acceptance.accepted[:, None]) & proposed",
     "offset == acceptance.accepted[:, None]",
     "tests/decoding/test_state.py",
   ),
@@ -194,12 +198,42 @@ FAULTS = [
     f"{ROUNDS} -k returns_when",
   ),
   Fault(
+    "an empty residual has no fallback",
+    "jnp.where(empty, target_row, residual)",
+    "residual",
+    ACCEPT,
+  ),
+  Fault(
+    "tokens after a row's length are accepted",
+    "  passes = passes & proposal.is_proposed\n",
+    "",
+    DRAFTERS,
+  ),
+  Fault(
+    "the bonus token after a row's length is drawn from a residual",
+    "  return jnp.where(row < proposal.lengths[:, None], found, 0.0)",
+    "  return found",
+    DRAFTERS,
+  ),
+  Fault(
+    "a rejected guess may be recovered",
+    "    return jax.nn.one_hot(token, vocab_size)",
+    "    return 0 * jax.nn.one_hot(token, vocab_size)",
+    DRAFTERS,
+  ),
+  Fault(
     "the residual is the whole target row",
     "jnp.maximum(target_row - draft_row, 0.0)",
     "target_row",
     LAW,
   ),
   # Records and learning.
+  Fault(
+    "blocks of entries that tie are left unsorted",
+    "  chosen = jnp.sort(chosen, axis=-1)  # of entries that tie the first are kept\n",
+    "",
+    RECORDS,
+  ),
   Fault(
     "the tail counts the last token kept too",
     "jnp.where(logits < least, masses, 0.0)",
@@ -257,8 +291,8 @@ FAULTS = [
   ),
   Fault(
     "chunks begin an input late",
-    "tokens = state_lib.inputs_at(state, cache.length, CHUNK)",
-    "tokens = state_lib.inputs_at(state, cache.length + 1, CHUNK)",
+    "tokens = state_lib.inputs_at(rows, cache.length, CHUNK)",
+    "tokens = state_lib.inputs_at(rows, cache.length + 1, CHUNK)",
     DRAFTING,
   ),
   Fault(
@@ -276,14 +310,14 @@ FAULTS = [
   ),
   Fault(
     "a started chunk is not counted",
-    "return max(-(-lag // catch_up.CHUNK), 0), prefills",
-    "return max(lag // catch_up.CHUNK, 0), prefills",
+    "return max(-(-lag // drafters.CHUNK), 0), prefills",
+    "return max(lag // drafters.CHUNK, 0), prefills",
     DRAFTING,
   ),
   Fault(
     "prefills are done again and again",
-    "    self._undrafted.clear()\n",
-    "",
+    "      slot.lacks_draft = False\n",
+    "      pass\n",
     TOLD,
   ),
   Fault(
@@ -294,26 +328,26 @@ FAULTS = [
   ),
   Fault(
     "a new request is taken for the one before",
-    "      counts[slot] = 0\n",
+    "        counts[number] = 0\n",
     "      pass\n",
     TOLD,
   ),
   Fault(
     "a probe prefills at once",
-    "if not self.state.num_draft_tokens or self.state.probing:",
-    "if not self.state.num_draft_tokens:",
+    "return self.state.num_draft_tokens > 0 and not self.state.probing",
+    "return self.state.num_draft_tokens > 0",
     TOLD,
   ),
   Fault(
     "a resumed policy does not know its rows",
-    "      self._before = progress(state)\n",
+    "      self._progress = read_progress(arrays)\n",
     "      pass\n",
     DRAFTING,
   ),
   Fault(
     "a resumed policy forgets who lacks a prefill",
-    'for slot, source in held["undrafted"].items()',
-    "for slot, source in ()",
+    'slot.lacks_draft = saved["lacks_draft"]',
+    "slot.lacks_draft = False",
     DRAFTING,
   ),
   # Checkpoints.
@@ -357,7 +391,7 @@ FAULTS = [
     "many rows are kept for every bucket",
     "if self._state is not None and self.config.rows == 1:",
     "if self._state is not None:",
-    SLOTS,
+    ENGINE,
   ),
   Fault(
     "a checkpoint is not copied before it is written",
@@ -385,8 +419,8 @@ FAULTS = [
   ),
   Fault(
     "a late prefill reads another row",
-    "program.by_part(cache.take_row, stored, slots)",
-    "program.by_part(cache.take_row, stored, slots * 0)",
+    "spec.by_part(cache.take_row, stored, slots)",
+    "spec.by_part(cache.take_row, stored, slots * 0)",
     "tests/test_attached_runs.py -k late",
   ),
   Fault(
@@ -397,8 +431,8 @@ FAULTS = [
   ),
   Fault(
     "a draft that was learnt beside serving is never swapped in",
-    "    self.swap_pending()\n    if self._learner is not None:",
-    "    if self._learner is not None:",
+    "        self.swap_pending()\n        if self._learner is not None:",
+    "        if self._learner is not None:",
     "tests/engine/test_server.py",
   ),
   Fault(
@@ -448,7 +482,7 @@ FAULTS = [
     "the first input of a llama's draft is padding",
     "  return jnp.where(position == 0, state.start[:, None], before)",
     "  return jnp.where(position == 0, base.PAD_ID, before)",
-    f"{ROUNDS} -k llama",
+    f"{FAMILIES} -k llama",
   ),
   Fault(
     "only the first end of a sequence ends it",

@@ -12,15 +12,15 @@ from osd_jax import corpus, online, pairs, runs, sharding
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data import prompts
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
-from osd_jax.engine import adaptive, engine, steps
-from osd_jax.engine.prompts import Prompt
+from osd_jax.engine import engine, steps
 from osd_jax.engine.server import Server
+from osd_jax.engine.steps import PaddedPrompt
 from osd_jax.models.shapes import DraftServing
 
 pytestmark = pytest.mark.slow
 
 COSTS = RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
-ADAPTIVE = adaptive.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
+ADAPTIVE = engine.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
 
 
 # Least gain of the overlap over 24 requests. The random Llama has flatter
@@ -136,7 +136,7 @@ def test_a_long_warm_start_finishes_on_a_mesh():
   decoding = engine.DecodingConfig(source_lengths=(40,), target_length=64)
   mesh = sharding.PartitionConfig(2, 2)
   with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
-    asked = [prompts.Prompt(np.full(30, 9), 0, np.full(40, 9))] * 1600
+    asked = [prompts.PaddedPrompt(np.full(30, 9), 0, np.full(40, 9))] * 1600
     server.seed(list(corpus.reference_rows(server.pair, asked, decoding)))
     assert int(server.learner.state()[0]["buffer"].added) == 1600
 
@@ -149,19 +149,21 @@ def test_a_late_prefill_reads_its_own_row(pair, data):
   mesh = sharding.make(sharding.PartitionConfig(data)) if data > 1 else None
   loaded = pairs.load_pair(pair[1])
   config = engine.DecodingConfig(rows=2, source_lengths=(8,), target_length=4)
-  program = steps.Program(config.shapes(), loaded.target, loaded.draft, mesh)
+  spec = config.spec(loaded.target, loaded.draft, mesh)
   served = steps.Served(
-    steps.prepare(loaded.target, loaded.target_params, program=program),
-    steps.prepare(loaded.draft, loaded.draft_params, program=program),
+    steps.prepare(loaded.target, loaded.target_params, spec=spec),
+    steps.prepare(loaded.draft, loaded.draft_params, spec=spec),
   )
   settings = engine.SamplingConfig().settings(4)
 
   def filled(insert, prefill_draft):
-    state = steps.empty(program, served, 8)
-    prompts = {s: Prompt(np.full((1, 8), 5 + s, np.int32), settings) for s in (0, 1)}
-    for batch in program.batches(prompts):
-      state = insert(program, served, state, batch)
-      state = prefill_draft(program, served, state, batch)
+    state = steps.empty(spec, served, 8)
+    prompts = {
+      s: PaddedPrompt(np.full((1, 8), 5 + s, np.int32), settings) for s in (0, 1)
+    }
+    for batch in steps.prefill_batches(prompts, 8, 2, spec.parts):
+      state = insert(spec, served, state, batch)
+      state = prefill_draft(spec, served, state, batch)
     return state.draft_cache
 
   at_once = filled(steps.insert, lambda *arguments: arguments[2])

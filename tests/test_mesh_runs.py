@@ -7,7 +7,7 @@ from whole_run import COUNT, INTERRUPTED, run
 
 from osd_jax import runs
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import adaptive
+from osd_jax.engine import engine
 
 pytestmark = [
   pytest.mark.slow,
@@ -47,9 +47,7 @@ def test_a_run_continues_on_another_mesh(alone, lively_pair, tmp_path, other):
 
 def test_adaptive_k_with_split_weights_matches_one_device(alone, lively_pair, tmp_path):
   """The costs make it draft at first and decode plainly later."""
-  chosen = adaptive.AdaptiveConfig(
-    candidates=(0, 2), rounds_per_call=1, costs=(RoundCosts((1.0, 4.0)),)
-  )
+  chosen = engine.AdaptiveConfig(candidates=(0, 2), costs=(RoundCosts((1.0, 4.0)),))
   found, updates = run(lively_pair, tmp_path / "run", (1, 4), adaptive=chosen)
   (row,) = runs.of_kind(list(runs.read(tmp_path / "run/metrics.jsonl")), "mesh")
   assert "its 2 heads" in row["said"]  # which four devices cannot split

@@ -98,7 +98,7 @@ def test_one_of_three_is_killed_and_nobody_notices(pair, alone, tmp_path, monkey
   each_once(result.path)
   assert int(learners[0]._buffer.added) == COUNT
   (said,) = rows_of(result.path, "replica")
-  assert f"its {len(lost)} requests go to others" in said["said"]
+  assert f"its {len(lost)} requests go to other replicas" in said["said"]
   versions = [row["draft_version"] for row in rows_of(result.path, "request")]
   assert len(rows_of(result.path, "update")) > 2 and max(versions) > 1
 
@@ -133,7 +133,7 @@ def test_one_that_dies_while_it_loads_is_replaced(pair, monkeypatch, tmp_path):
   monkeypatch.setattr(replicas, "Replica", Frail)
   found = held(pair)
   assert found.warm_up() and len(found.messages()) == 1
-  (done,) = found.run([requests.Request(np.asarray([5], np.int32))])
+  (done,) = answers_of(found)
   assert len(done.tokens)
 
 
@@ -159,8 +159,8 @@ def test_an_interrupted_run_goes_on_with_fewer_or_none(
 
 
 def test_rows_that_one_process_held_are_not_given_to_replicas(pair, tmp_path):
-  with pytest.raises(base.InputError, match=r"ReplicaConfig\.count.*go on without"):
-    held(pair).structure({"tags": [3, None]})
+  with pytest.raises(base.InputError, match=r"ReplicaConfig\.count.*continue without"):
+    held(pair).structure({"slots": [{"tag": 3}, None]})
 
 
 def held(given, **devices):
@@ -171,9 +171,18 @@ def held(given, **devices):
   )
 
 
+def answers_of(found):
+  """Answers of replicas to one request."""
+  found.submit(requests.Request(np.asarray([5], np.int32)))
+  answers = []
+  while found.in_flight:
+    answers += found.step()
+  return answers
+
+
 def test_a_replica_has_its_gpus_and_chips_to_itself(pair):
   found = held(pair, gpus=1.0, tpus=4.0)
-  assert found.run([requests.Request(np.asarray([5], np.int32))])
+  assert answers_of(found)
   left = ray.available_resources()
   assert (left["GPU"], left["TPU"]) == (1.0, 4.0)
   found.close()
@@ -190,8 +199,8 @@ def test_whoever_dies_again_and_again_ends_the_run(pair, monkeypatch):
       os._exit(1)
 
   monkeypatch.setattr(replicas, "Replica", Dying)
-  with pytest.raises(base.UserError, match="4 were lost one after the other"):
-    held(pair).run([requests.Request(np.asarray([5], np.int32))])
+  with pytest.raises(base.UserError, match="4 replicas were lost in a row"):
+    answers_of(held(pair))
 
 
 def test_what_replicas_raise_arrives_as_it_was(pair, monkeypatch):
@@ -209,7 +218,7 @@ def test_a_loaded_pair_and_a_watched_request_are_refused(pair):
   with pytest.raises(base.InputError, match=r"expected a PairConfig"):
     held(loaded)
   watched = requests.Request(np.asarray([5], np.int32), watch=lambda tokens: None)
-  with pytest.raises(base.InputError, match="somebody watches"):
+  with pytest.raises(base.InputError, match="stop strings or streamed text"):
     held(pair).submit(watched)
 
 

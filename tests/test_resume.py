@@ -26,7 +26,7 @@ from osd_jax.costs import table
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import update, worth
 from osd_jax.distillation.costs import UpdateCosts
-from osd_jax.engine import adaptive, engine
+from osd_jax.engine import engine
 from osd_jax.report import progress
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ def offline_config(files, folder):
   )
 
 
-CHOICE = adaptive.AdaptiveConfig(
+CHOICE = engine.AdaptiveConfig(
   candidates=(0, 1, 3), costs=(table.RoundCosts((1.0, 1.1, 1.3), 0.2, 0.1),)
 )
 PAYING = worth.WorthConfig(

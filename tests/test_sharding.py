@@ -99,7 +99,7 @@ def test_caches_are_split_by_head_and_never_gathered():
   assert {shard.data.shape for shard in keys.addressable_shards} == {
     (rows // 2, heads // 2, *rest)
   }
-  arguments = (decoder.program, 3, decoder.served, np.int32(4), state)
+  arguments = (decoder.spec, 3, decoder.served, np.int32(4), state)
   text = steps.advance.lower(*arguments).compile().as_text()
   assert "all-reduce" in text  # the program spans devices
   of_a_cache = {str(size) for size in rest}  # positions, size of a head
@@ -116,7 +116,7 @@ def rounds_of(config, record_top_k=8):
   decoding = dataclasses.replace(DECODING, record_top_k=record_top_k)
   decoder = engine.Engine(decoding, TARGET, target, DRAFT, draft, partitioner)
   state = decoder.state()[0] if decoder.run([engine.Request([5, 6, 1])]) else None
-  arguments = (decoder.program, 3, decoder.served, np.int32(4), state)
+  arguments = (decoder.spec, 3, decoder.served, np.int32(4), state)
   text = steps.advance.lower(*arguments).compile().as_text()
   return hlo.HloProgram(text, branch=0)
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from osd_jax import base
 from osd_jax.data import generated, jsonl, preprocessors
@@ -20,7 +20,7 @@ KINDS = {"jsonl": "pattern", "tfds": "tfds_name", "generated": "topic"}
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskConfig(base.Config):
+class TaskConfig:
   """One source of examples.
 
   >>> TaskConfig(name="ours", pattern="ours.jsonl", source="support").label
@@ -45,36 +45,40 @@ class TaskConfig(base.Config):
   """
 
   name: str
-  kind: Annotated[str, base.OneOf(*KINDS)] = "jsonl"
+  kind: str = "jsonl"
   source: str = ""
   split: str = "train"
-  preprocessor: Annotated[str, base.OneOf(*PREPROCESSORS)] = "identity"
+  preprocessor: str = "identity"
   prompt: str = "{prompt}"
   reference: str = "{reference}"
   data_dir: str = ""
   pattern: str = ""
   tfds_name: str = ""
   topic: str = ""
-  rows: base.Count | None = None
+  rows: int | None = None
 
-  def checks(self):
+  def __post_init__(self) -> None:
+    base.check_types(self)
+    base.check_choices(self, kind=KINDS, preprocessor=PREPROCESSORS)
     needed, is_generated = KINDS[self.kind], self.kind == "generated"
-    checks = {
-      "name": (
-        re.fullmatch(r"[\w.:]+", self.name, re.ASCII),
-        "letters, digits, '_', '.' or ':'",
-      ),
-      needed: (getattr(self, needed), f"a value, since kind is {self.kind!r}"),
-      **{name: self._template(name) for name in ("prompt", "reference")},
-    }
+    base.check_fields(
+      self,
+      {
+        "name": (
+          re.fullmatch(r"[\w.:]+", self.name, re.ASCII),
+          "letters, digits, '_', '.' or ':'",
+        ),
+        needed: (getattr(self, needed), f"a value, since kind is {self.kind!r}"),
+        "rows": (
+          self.rows is None and not is_generated or base.is_count(self.rows),
+          "an integer >= 1"
+          + (", since topics have no end" if is_generated else ", or None for all"),
+        ),
+        **{name: self._template(name) for name in ("prompt", "reference")},
+      },
+    )
     if is_generated:
-      topics, splits = generated.TOPICS, generated.SPLITS
-      checks |= {
-        "rows": (self.rows, "an integer >= 1, since topics have no end"),
-        "topic": (self.topic in topics, base.OneOf(*topics).text),
-        "split": (self.split in splits, base.OneOf(*splits).text),
-      }
-    return checks
+      base.check_choices(self, topic=generated.TOPICS, split=generated.SPLITS)
 
   @property
   def label(self) -> str:

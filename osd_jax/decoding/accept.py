@@ -1,16 +1,19 @@
-"""Accept: which drafted tokens stand, and the token that the target adds.
+"""Accepts or rejects drafted tokens, and adds the token that the target emits.
 
-Two rules, both exact; greedy rows are served alike by both:
+There are two rules. Both are exact, and they treat greedy rows alike:
 
   rejection  Leviathan et al.'s and the paper's (algorithm 1, lines 7-14): accept a
              drafted token with probability min(1, target / draft); at the first
-             rejection draw from norm(max(target - draft, 0)); if all stand, draw a
-             bonus token from row K + 1. The output has the target's law, and more
-             drafted tokens are accepted than by any other rule.
+             rejection draw from norm(max(target - draft, 0)); if all are accepted, draw
+             a bonus token from row K + 1. The output has the target's law, and no other
+             rule accepts more drafted tokens.
   coupling   drafter-invariant sampling (Daliri, Musco, Suresh, arXiv 2408.07978): draft
-             and target draw with the same Gumbel noise, and a drafted token stands if
-             the target draws it too. The output is token for token that of plain
-             decoding with the same seed, whatever was drafted.
+             and target draw with the same Gumbel noise, and a drafted token is accepted
+             if the target draws it too. The output equals plain decoding with the same
+             seed token for token, whatever was drafted.
+
+A deterministic proposal (no logits) has one-hot draft distributions, so rejection
+accepts a token with the probability that the target gives it.
 """
 
 from collections.abc import Callable
@@ -34,23 +37,22 @@ def accept(
   """Applies a rule; under an exact one the emitted tokens follow the target's law.
 
   Args:
-    proposal: K drafted tokens and the logits that they were drawn from; K may be 0,
-      which is plain decoding.
+    proposal: drafted tokens; K may be 0, which is plain decoding.
     verification: K + 1 rows of target logits.
-    settings: per-row sampling. Greedy rows accept what equals the arg max.
+    settings: per-row sampling. Greedy rows accept a token that equals the arg max.
     position: [B] int32; output index of the first drafted token.
     rule: a key of `RULES`, or a rule of your own (static).
 
   Returns:
-    The accepted prefix and the recovered or bonus token behind it.
+    The accepted prefix and the recovered or bonus token after it.
   """
-  chosen = rule_of(rule)
-  judged = (proposal, verification, settings, position)
-  if not chosen.exact:  # it may treat greedy rows otherwise, too
-    return chosen.accept(*judged)
+  chosen = resolve(rule)
+  arguments = (proposal, verification, settings, position)
+  if not chosen.exact:  # its greedy rows may follow other rules, too
+    return chosen.accept(*arguments)
   return jax.lax.cond(
     jnp.any(settings.temperature > 0),
-    lambda: chosen.accept(*judged),
+    lambda: chosen.accept(*arguments),
     lambda: accept_greedy(proposal, verification),
   )
 
@@ -58,10 +60,9 @@ def accept(
 def accept_greedy(
   proposal: base.Proposal, verification: base.Verification
 ) -> base.Acceptance:
-  """The rule where all rows are greedy: compare with the target's arg max."""
+  """Compares with the target's arg max; applies if all rows are greedy."""
   choice = sampling.arg_max(verification.logits)
-  agrees = proposal.tokens == choice[:, :-1]
-  return base.Acceptance(tokens=choice, accepted=_prefix_length(agrees))
+  return _accept_equal(proposal, choice)
 
 
 def accept_by_rejection(
@@ -71,24 +72,25 @@ def accept_by_rejection(
   position: Int[Array, " B"],
 ) -> base.Acceptance:
   """Rejection sampling; greedy rows are one-hot distributions. See `accept`."""
-  rows, num_draft_tokens = proposal.tokens.shape
+  num_draft_tokens = proposal.tokens.shape[1]
   target_probs = sampling.processed_probs(verification.logits, settings)
-  draft_probs = sampling.processed_probs(proposal.logits, settings)
+  draft_probs = None
+  if proposal.logits is not None:
+    draft_probs = sampling.processed_probs(proposal.logits, settings)
 
   index = proposal.tokens[..., None]
   target_at = jnp.take_along_axis(target_probs[:, :-1], index, axis=-1)[..., 0]
-  draft_at = jnp.take_along_axis(draft_probs, index, axis=-1)[..., 0]
+  draft_at = jnp.ones_like(target_at)
+  if draft_probs is not None:
+    draft_at = jnp.take_along_axis(draft_probs, index, axis=-1)[..., 0]
   offsets = position[:, None] + jnp.arange(num_draft_tokens)[None]
   u = _uniform(settings.seed, offsets)
-  # Strict, so that u = 0 never accepts a token the target cannot emit; a broken
+  # Strict, so that u = 0 never accepts a token that the target cannot emit. A broken
   # draft row has no mass and is rejected.
-  accepted = _prefix_length((u * draft_at < target_at) & (draft_at > 0))
+  accepted = _count_prefix(proposal, (u * draft_at < target_at) & (draft_at > 0))
 
-  row = accepted[:, None, None]
-  target_row = jnp.take_along_axis(target_probs, row, axis=1)[:, 0]
-  # No draft behind the last one: zeros make the bonus token a recovered one.
-  draft_rows = jnp.take_along_axis(draft_probs, row, axis=1, mode="fill", fill_value=0)
-  draft_row = draft_rows[:, 0]
+  target_row = jnp.take_along_axis(target_probs, accepted[:, None, None], axis=1)[:, 0]
+  draft_row = _draft_row(proposal, draft_probs, accepted, target_row.shape[-1])
   residual = jnp.maximum(target_row - draft_row, 0.0)
   # Rounding can leave no residual although a token was rejected.
   empty = jnp.sum(residual, -1, keepdims=True) <= 0
@@ -110,9 +112,10 @@ def accept_by_coupling(
   settings: base.SamplingSettings,
   position: Int[Array, " B"],
 ) -> base.Acceptance:
-  """The target draws every row with the noise that the draft drew with.
+  """Draws every target row with the noise that the draft drew with.
 
-  A drafted token stands with probability (1 - TV) / (1 + TV) at least; see `accept`.
+  A drafted token is accepted with probability (1 - TV) / (1 + TV) at least, where TV is
+  the total variation distance between the two distributions; see `accept`.
   """
   probs = sampling.processed_probs(verification.logits, settings)
   offsets = position[:, None] + jnp.arange(probs.shape[1])[None]
@@ -121,20 +124,20 @@ def accept_by_coupling(
     in_axes=1,
     out_axes=1,
   )(probs, offsets)
-  agrees = proposal.tokens == choice[:, :-1]
-  return base.Acceptance(tokens=choice, accepted=_prefix_length(agrees))
+  return _accept_equal(proposal, choice)
 
 
 class Rule(NamedTuple):
   """An acceptance rule.
 
   Attributes:
-    accept: (proposal, verification, settings, position) -> acceptance.
+    accept: (proposal, verification, settings, position) -> acceptance. It accepts none
+      of the tokens that `Proposal.is_proposed` excludes.
     draft_noise: purpose of the draft's draws. Under rejection they must be independent
-      of the recovered token's; under coupling they are the target's own.
+      of the recovered token's draw; under coupling they use the target's own noise.
     exact: outputs have the target's law, and greedy rows are the target's arg max
-      token for token (`accept` is not asked where all rows are greedy).
-    coupled: sampled outputs, too, are plain decoding's token for token.
+      token for token (`accept` is not called if all rows are greedy).
+    coupled: sampled outputs, too, equal plain decoding token for token.
   """
 
   accept: Callable[..., base.Acceptance]
@@ -149,14 +152,54 @@ RULES: dict[str, Rule] = {
 }
 
 
-def rule_of(rule: str | Rule) -> Rule:
-  """The rule of that name in `RULES`, or the rule itself."""
+def resolve(rule: str | Rule) -> Rule:
+  """Returns the rule of that name in `RULES`, or the rule itself."""
   return RULES[rule] if isinstance(rule, str) else rule
 
 
-def _prefix_length(passes: Bool[Array, "B K"]) -> Int[Array, " B"]:
-  """Length [B] of the leading run of True in [B, K]."""
+def _accept_equal(
+  proposal: base.Proposal, choice: Int[Array, "B n"]
+) -> base.Acceptance:
+  """Accepts the drafted tokens that equal the target's choice, up to a difference."""
+  accepted = _count_prefix(proposal, proposal.tokens == choice[:, :-1])
+  return base.Acceptance(tokens=choice, accepted=accepted)
+
+
+def _count_prefix(
+  proposal: base.Proposal, passes: Bool[Array, "B K"]
+) -> Int[Array, " B"]:
+  """Length of the leading run of True, within the tokens that a row proposes."""
+  passes = passes & proposal.is_proposed
   return jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1)
+
+
+def _draft_row(
+  proposal: base.Proposal,
+  draft_probs: Float[Array, "B K V"] | None,
+  accepted: Int[Array, " B"],
+  vocab_size: int,
+) -> Float[Array, "B V"]:
+  """Draft distribution at the first rejected token, zeros if none was rejected.
+
+  With zeros the residual is the whole target row, the law of the bonus token.
+  """
+  row = accepted[:, None]
+  if draft_probs is None:
+    # -1 is outside the vocabulary: a row of zeros.
+    token = jnp.take_along_axis(
+      jnp.where(proposal.is_proposed, proposal.tokens, -1),
+      row,
+      axis=1,
+      mode="fill",
+      fill_value=-1,
+    )[:, 0]
+    return jax.nn.one_hot(token, vocab_size)
+  found = jnp.take_along_axis(
+    draft_probs, row[..., None], axis=1, mode="fill", fill_value=0
+  )[:, 0]
+  if proposal.lengths is None:
+    return found
+  return jnp.where(row < proposal.lengths[:, None], found, 0.0)
 
 
 def _uniform(

@@ -6,44 +6,125 @@
     accept          d0 d1 | r                     d2 is rejected, r drawn from row 2
     append          t0 t1 t2 d0 d1 r              caches rewound to what was emitted
 
-K = 0 is plain decoding: the same round with nothing proposed. Read downwards:
-`run_rounds` is the loop, what it calls stands below it in the order it happens.
+K = 0 is plain decoding: the same round with an empty proposal.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from osd_jax import base, sharding
+from osd_jax import base, native
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import sampling
+from osd_jax.decoding import drafters
 from osd_jax.decoding import state as state_lib
+
+# Small fields that the host reads after every call, and the settings, which every draft
+# step reads. On a mesh every device holds them whole.
+_READ_BY_HOST = ("tokens", "length", "stop_reason", "settings", "counters")
 
 
 @dataclasses.dataclass(frozen=True)
-class Speculation:
-  """Who drafts for whom, and how; a static argument.
+class DecodeSpec:
+  """The static description of decoding: every compiled call takes one.
+
+  Two specs that compare equal share their compiled calls. K, the bucket of prompt
+  lengths and the number of rounds are arguments of the calls themselves.
 
   Attributes:
     target: the target model.
-    draft: the draft model; None only where nothing is drafted.
-    num_draft_tokens: K in 0..8; 0 decodes plainly.
+    drafter: how tokens are drafted; None for plain decoding only.
+    rows: B, requests in flight.
+    target_length: T, the upper limit of every request's length limit.
+    record_top_k: k, entries kept of every target distribution; 0 records nothing.
     rule: acceptance rule, a key of `accept.RULES` or a rule of your own.
-    draft_is_whole: on a mesh, every device has the whole draft. Its logits are kept
-      whole then: XLA would split its head to suit the target's.
+    partitioner: a `sharding.Partitioner`; None for one device.
   """
 
   target: base.Model
-  draft: base.Model | None
-  num_draft_tokens: int
+  drafter: drafters.Drafter | None = None
+  rows: int = 1
+  target_length: int = 96
+  record_top_k: int = 0
   rule: str | accept_lib.Rule = "rejection"
-  draft_is_whole: bool = False
+  partitioner: Any = None
+
+  @classmethod
+  def of(
+    cls,
+    target: base.Model,
+    draft: base.Model | None = None,
+    partitioner: Any = None,
+    **settings: Any,
+  ) -> "DecodeSpec":
+    """Returns the spec of a pair of models; `settings` are the other fields."""
+    drafter = None
+    if draft is not None:
+      # The head of an attached draft is the target's, which stays split.
+      whole = (
+        partitioner is not None and not draft.frozen and partitioner.is_whole(draft)
+      )
+      drafter = drafters.from_model(draft, whole)
+    return cls(target, drafter, partitioner=partitioner, **settings)
+
+  @property
+  def draft(self) -> base.Model | None:
+    """The draft model, None if there is none."""
+    return None if self.drafter is None else self.drafter.model
+
+  @property
+  def parts(self) -> int:
+    """Number of parts that a mesh splits the rows into; each prefills its own."""
+    return 1 if self.partitioner is None else self.partitioner.parts(self.rows)
+
+  def by_part(self, function: Callable[..., Any], *trees: Any) -> Any:
+    """Applies a function of [rows, ...] leaves to each part, inside jit."""
+    if self.parts == 1:
+      return function(*trees)
+    return self.partitioner.by_part(function, *trees)
+
+  def place(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
+    """Constrains the rows to their shardings, inside jit."""
+    if self.partitioner is None:
+      return state
+    return jax.lax.with_sharding_constraint(state, self.shardings(state))
+
+  def shardings(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
+    """Returns the shardings of the rows; needs a partitioner."""
+    rows = self.partitioner.of_rows(state.replace(draft_cache=None))
+    read = {name: getattr(state, name) for name in _READ_BY_HOST}
+    return rows.replace(
+      draft_cache=self.partitioner.of_draft_rows(self.draft, state.draft_cache),
+      **jax.tree.map(lambda _: self.partitioner.replicated, read),
+    )
+
+  def replicate(self, tree: Any) -> Any:
+    """Keeps small arrays whole on every device, inside jit."""
+    if self.partitioner is None:
+      return tree
+    return jax.lax.with_sharding_constraint(tree, self.partitioner.replicated)
+
+  @contextlib.contextmanager
+  def traced(self) -> Iterator[None]:
+    """Context in which models and rounds are traced.
+
+    XLA cannot split a foreign call: on a mesh it would gather every kernel and cache
+    for it. So the native products are off there.
+    """
+    if self.partitioner is None:
+      yield
+      return
+    mesh = self.partitioner.mesh.abstract_mesh
+    with native.portable(), jax.sharding.use_abstract_mesh(mesh):
+      yield
 
 
 def run_rounds(
-  speculation: Speculation,
+  spec: DecodeSpec,
+  num_draft_tokens: int,
   target_served: base.Params,
   draft_served: base.Params,
   max_rounds: jax.Array,
@@ -51,13 +132,14 @@ def run_rounds(
 ) -> state_lib.DecodeState:
   """Runs rounds until any running row stops or `max_rounds` have passed.
 
-  Nothing is read back to the host inside. One compilation per pair, K and bucket of
-  lengths; none for new settings, requests or draft parameters.
+  Nothing is read back to the host inside. New settings, requests or draft parameters
+  compile nothing.
 
   Args:
-    speculation: the pair, K and the rule (static).
+    spec: static description of decoding.
+    num_draft_tokens: K in 0..8 (static); 0 decodes plainly.
     target_served: prepared parameters of the target.
-    draft_served: prepared parameters of the draft; not read where K is 0.
+    draft_served: prepared parameters of the draft; not read if K is 0.
     max_rounds: [] int32.
     state: rows in flight.
 
@@ -66,10 +148,11 @@ def run_rounds(
   """
   running_at_start = state.stop_reason == base.StopReason.RUNNING
   idle_cache = state.draft_cache
-  if not speculation.num_draft_tokens:
-    state = state.replace(draft_cache=None)  # carried by the loop it would be copied
+  if not num_draft_tokens:
+    # The loop would copy what it carries, so an unused cache stays outside.
+    state = state.replace(draft_cache=None)
 
-  def goes_on(carry):
+  def continues(carry):
     done, state = carry
     running = state.stop_reason == base.StopReason.RUNNING
     none_stopped = jnp.any(running) & jnp.all(running == running_at_start)
@@ -77,93 +160,46 @@ def run_rounds(
 
   def body(carry):
     done, state = carry
-    return done + 1, one_round(speculation, target_served, draft_served, state)
+    state = one_round(spec, num_draft_tokens, target_served, draft_served, state)
+    return done + 1, state
 
-  _, state = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state))
-  if not speculation.num_draft_tokens:
+  _, state = jax.lax.while_loop(continues, body, (jnp.int32(0), state))
+  if not num_draft_tokens:
     state = state.replace(draft_cache=idle_cache)
   return state
 
 
 def one_round(
-  speculation: Speculation,
+  spec: DecodeSpec,
+  num_draft_tokens: int,
   target_served: base.Params,
   draft_served: base.Params,
   state: state_lib.DecodeState,
 ) -> state_lib.DecodeState:
-  """One round of algorithm 1, lines 4 to 14; stopped rows stay as they are."""
-  proposal, draft_cache = propose(speculation, draft_served, state)
+  """Runs one round of algorithm 1, lines 4 to 14; stopped rows do not change."""
+  drafter, draft_cache = spec.drafter, state.draft_cache
+  if not num_draft_tokens:
+    drafter = None
+  if drafter is not None:
+    noise = accept_lib.resolve(spec.rule).draft_noise
+    proposal, draft_cache = drafter.propose(
+      draft_served, draft_cache, state, num_draft_tokens, noise
+    )
+  else:
+    proposal = _empty_proposal(spec.target, state)
   verification, target_cache = verify(
-    speculation.target, target_served, state.target_cache, state.last_token, proposal
+    spec.target, target_served, state.target_cache, state.last_token, proposal
   )
   acceptance = accept_lib.accept(
-    proposal, verification, state.settings, state.length, speculation.rule
+    proposal, verification, state.settings, state.length, spec.rule
   )
   state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
-  return state_lib.append(
-    state,
-    acceptance,
-    verification,
-    speculation.num_draft_tokens,
-    speculation.target.eos_ids,
+  state = state_lib.append(
+    state, acceptance, verification, proposal, spec.target.eos_ids
   )
-
-
-def propose(
-  speculation: Speculation, draft_served: base.Params, state: state_lib.DecodeState
-) -> tuple[base.Proposal, Any]:
-  """Drafts K tokens per row, one at a time (algorithm 1, "run the draft").
-
-  The first step of a round reads the two newest inputs: the last drafted token of the
-  round before was never fed, and is in the text if all were accepted. So K steps draft
-  K tokens, and a second column costs hardly more than one.
-
-  Args:
-    speculation: the draft, K, and the rule that says what the draws are for.
-    draft_served: prepared parameters of the draft.
-    state: rows in flight; the draft's cache has length c per row, all inputs but the
-      two newest (at position 0: none of them).
-
-  Returns:
-    The proposal, and the cache of length c + K + 1 (c + K at position 0): all but the
-    last drafted token is fed. For K = 0 nothing, and the cache as it was.
-  """
-  draft, num_draft_tokens = speculation.draft, speculation.num_draft_tokens
-  if draft is None or not num_draft_tokens:
-    return _nothing(speculation.target, state), state.draft_cache
-  position, noise = state.length, accept_lib.rule_of(speculation.rule).draft_noise
-
-  def draw(logits, offset):
-    return sampling.sample(logits, state.settings, position + offset, noise)
-
-  def kept(logits):
-    return sharding.split_rows_only(logits) if speculation.draft_is_whole else logits
-
-  def step(carry, offset):
-    token, cache = carry
-    logits, cache = draft.decode(draft_served, token[:, None], cache)
-    logits = kept(logits)
-    token = draw(logits[:, 0], offset)
-    return (token, cache), (token, logits[:, 0])
-
-  newest = state_lib.inputs_at(state, state_lib.fed_to_draft(position), 2)
-  begun = (position > 0).astype(jnp.int32)  # at position 0 the second one is stale
-  length = state.draft_cache.length + begun + 1
-  both, cache = draft.decode(draft_served, newest, state.draft_cache)
-  cache = cache.replace(length=length)
-  logits = kept(jnp.take_along_axis(both, begun[:, None, None], axis=1))
-  first = draw(logits[:, 0], 0)
-  if num_draft_tokens == 1:
-    return base.Proposal(first[:, None], logits), cache
-  (_, cache), (tokens, later) = jax.lax.scan(
-    step, (first, cache), jnp.arange(1, num_draft_tokens)
-  )
-  tokens, later = jnp.swapaxes(tokens, 0, 1), jnp.swapaxes(later, 0, 1)
-  proposal = base.Proposal(
-    tokens=jnp.concatenate([first[:, None], tokens], axis=1),
-    logits=jnp.concatenate([logits, later], axis=1),
-  )
-  return proposal, cache
+  if drafter is not None:
+    state = state.replace(draft_cache=drafter.observe(state.draft_cache, state))
+  return state
 
 
 def verify(
@@ -191,8 +227,7 @@ def verify(
   return base.Verification(logits), cache
 
 
-def _nothing(target: base.Model, state: state_lib.DecodeState) -> base.Proposal:
-  """A proposal of no tokens."""
+def _empty_proposal(target: base.Model, state: state_lib.DecodeState) -> base.Proposal:
   rows = state.length.shape[0]
   return base.Proposal(
     tokens=jnp.zeros((rows, 0), jnp.int32),

@@ -141,7 +141,7 @@ def append(
   state: DecodeState,
   acceptance: base.Acceptance,
   verification: base.Verification,
-  num_draft_tokens: int,
+  proposal: base.Proposal,
   eos_ids: tuple[int, ...] = (base.EOS_ID,),
 ) -> DecodeState:
   """Adds a round's tokens and records; cuts at end-of-sequence and at the limit.
@@ -153,21 +153,24 @@ def append(
     state: rows before the round; their caches may already be those after it.
     acceptance: tokens of the round.
     verification: target logits; row i judged the i-th token.
-    num_draft_tokens: K.
+    proposal: the drafted tokens; K may be 0.
     eos_ids: tokens that end a sequence.
 
   Returns:
-    The rows after the round, with caches rewound to what was really emitted; the
-    draft's stays as it is if it did not draft. Rows that had stopped are unchanged.
+    The rows after the round, with the target's cache rewound to the emitted tokens. The
+    draft's cache is left to `Drafter.observe`. Stopped rows do not change.
   """
   tokens = acceptance.tokens
+  num_draft_tokens = tokens.shape[1] - 1
   offset = jnp.arange(tokens.shape[1])[None]
   running = state.stop_reason == base.StopReason.RUNNING
   count, stop_reason = _cut(state, acceptance, verification, eos_ids)
   length = state.length + count
   last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-  error = (offset == acceptance.accepted[:, None]) & (offset < num_draft_tokens)
-  counted = offset[:, :-1] < count[:, None]
+  # The bonus token, at index K or after the last proposed token, is no error.
+  proposed = jnp.pad(proposal.is_proposed, ((0, 0), (0, 1)))
+  error = (offset == acceptance.accepted[:, None]) & proposed
+  counted = (offset[:, :-1] < count[:, None]) & proposal.is_proposed
   passed = counted & (offset[:, :-1] < acceptance.accepted[:, None])
   spare = MAX_DRAFT_TOKENS - num_draft_tokens
   counters = Counters(
@@ -185,15 +188,9 @@ def append(
     # Length before the round = tokens emitted: the start token is fed, the last
     # emitted one is not.
     target_cache=state.target_cache.replace(length=length),
-    draft_cache=_rewound(state.draft_cache, length, num_draft_tokens),
     records=_record(state, verification, error, running),
     counters=counters,
   )
-
-
-def _rewound(cache: Any, length: jax.Array, num_draft_tokens: int) -> Any:
-  """The draft's cache after a round that drafted, or as it was."""
-  return cache.replace(length=fed_to_draft(length)) if num_draft_tokens else cache
 
 
 def _cut(

@@ -16,10 +16,11 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.costs.table import RoundCosts
-from osd_jax.decoding import sampling
+from osd_jax.decoding import drafters, sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import catch_up, steps
-from osd_jax.engine.prompts import Prompt, PromptBatch
+from osd_jax.decoding.rounds import DecodeSpec
+from osd_jax.engine import steps
+from osd_jax.engine.steps import PaddedPrompt, PromptBatch
 
 ROUNDS = 2  # of a timed call
 LEAST, MOST, SECONDS = 16, 60, 3.0  # turns: at least, at most, and for how long else
@@ -27,31 +28,33 @@ TEMPERATURES = (0.0, 1.0)  # of greedy and of sampled rows
 
 
 def warm_up(
-  program: steps.Program,
+  spec: DecodeSpec,
   candidates: Sequence[int],
   served: steps.Served,
   bucket: int,
 ) -> state_lib.DecodeState:
   """Compiles every call of a bucket; returns rows that hold a made-up prompt each."""
-  state = steps.empty(program, served, bucket)
-  for batch in _made_up(program, bucket):
-    state = steps.insert_undrafted(program, served, state, batch)
-    state = steps.prefill_draft(program, served, state, batch)
-  state = steps.insert(program, served, state, batch)
+  state = steps.empty(spec, served, bucket)
+  for batch in _made_up(spec, bucket):
+    state = steps.insert_undrafted(spec, served, state, batch)
+    state = steps.prefill_draft(spec, served, state, batch)
+  state = steps.insert(spec, served, state, batch)
   for num_draft_tokens in candidates:
-    state = _advance(program, num_draft_tokens, served, 0, state)
-  return steps.catch_up(program, served, state)
+    state = _advance(spec, num_draft_tokens, served, 0, state)
+  return steps.catch_up(spec, served, state)
 
 
-def _made_up(program: steps.Program, bucket: int) -> Iterator[PromptBatch]:
+def _made_up(spec: DecodeSpec, bucket: int) -> Iterator[PromptBatch]:
   """A prompt for every row."""
-  settings = sampling.make_settings(1, max_length=program.config.target_length)
-  prompt = Prompt(np.full((1, bucket), base.EOS_ID, np.int32), settings)
-  return program.batches(dict.fromkeys(range(program.config.rows), prompt))
+  settings = sampling.make_settings(1, max_length=spec.target_length)
+  prompt = PaddedPrompt(np.full((1, bucket), base.EOS_ID, np.int32), settings)
+  return steps.prefill_batches(
+    dict.fromkeys(range(spec.rows), prompt), bucket, spec.rows, spec.parts
+  )
 
 
 def measure(
-  program: steps.Program,
+  spec: DecodeSpec,
   candidates: Sequence[int],
   served: steps.Served,
   bucket: int,
@@ -59,15 +62,15 @@ def measure(
   """Times the calls of a bucket, of greedy and of sampled rows; see `table`.
 
   Args:
-    program: with a draft.
+    spec: with a draft.
     candidates: the Ks.
     served: prepared parameters.
     bucket: source length of the made-up rows.
   """
-  state = warm_up(program, candidates, served, bucket)
-  batch = next(_made_up(program, bucket))
-  lag = min(catch_up.CHUNK + 1, program.config.target_length)
-  feed = functools.partial(steps.catch_up, program, served)
+  state = warm_up(spec, candidates, served, bucket)
+  batch = next(_made_up(spec, bucket))
+  lag = min(drafters.CHUNK + 1, spec.target_length)
+  feed = functools.partial(steps.catch_up, spec, served)
   turns: list[list[list[float]]] = []
   started = time.perf_counter()
   while len(turns) < LEAST or (
@@ -76,12 +79,12 @@ def measure(
     times: tuple[list[float], list[float]] = ([], [])
     for k in candidates:
       for kind, temperature in zip(times, TEMPERATURES, strict=True):
-        state, ms = _round_ms(program, k, served, state, temperature)
+        state, ms = _round_ms(spec, k, served, state, temperature)
         kind.extend(ms)
-    state, nothing = _timed(feed, _rewound(program, state, 0))
-    state, chunk = _timed(feed, _rewound(program, state, lag))
+    state, nothing = _timed(feed, _rewound(spec, state, 0))
+    state, chunk = _timed(feed, _rewound(spec, state, lag))
     state, prefill = _timed(
-      lambda state: steps.prefill_draft(program, served, state, batch), state
+      lambda state: steps.prefill_draft(spec, served, state, batch), state
     )
     turns.append([[*kind, nothing, chunk, prefill] for kind in times])
   greedy, sampled = np.moveaxis(np.asarray(turns), 1, 0)
@@ -109,7 +112,7 @@ def table(turns: np.ndarray) -> RoundCosts:
 
 
 def _round_ms(
-  program: steps.Program,
+  spec: DecodeSpec,
   num_draft_tokens: int,
   served: steps.Served,
   state: state_lib.DecodeState,
@@ -119,9 +122,9 @@ def _round_ms(
 
   Rows may stop early, so rounds are counted.
   """
-  state = _rewound(program, state, 0, temperature)
+  state = _rewound(spec, state, 0, temperature)
   before = np.asarray(state.counters.rounds)
-  call = functools.partial(_advance, program, num_draft_tokens, served)
+  call = functools.partial(_advance, spec, num_draft_tokens, served)
   state, idle = _timed(functools.partial(call, 0), state)
   state, full = _timed(functools.partial(call, ROUNDS), state)
   return state, (idle, full, float(np.max(state.counters.rounds - before)))
@@ -136,8 +139,8 @@ def _typical(times: np.ndarray) -> np.ndarray:
   return np.mean(np.sort(times, axis=0)[: (len(times) + 1) // 2], axis=0)
 
 
-def _advance(program, num_draft_tokens, served, rounds, state):
-  return steps.advance(program, num_draft_tokens, served, np.int32(rounds), state)
+def _advance(spec, num_draft_tokens, served, rounds, state):
+  return steps.advance(spec, num_draft_tokens, served, np.int32(rounds), state)
 
 
 def _timed(
@@ -153,7 +156,7 @@ def _timed(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _rewound(
-  program: steps.Program,
+  spec: DecodeSpec,
   state: state_lib.DecodeState,
   lag: jax.Array,
   temperature: float = 0.0,
@@ -168,4 +171,4 @@ def _rewound(
     target_cache=state.target_cache.replace(length=length),
     draft_cache=state.draft_cache.replace(length=jnp.zeros_like(length)),
   )
-  return program.placed(state)
+  return spec.place(state)

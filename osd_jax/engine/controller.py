@@ -1,324 +1,339 @@
-"""Who drafts how much in the next call: one K for all, or one chosen before each.
+"""Chooses how many tokens to draft next: costs and acceptance in, K out.
 
-`Engine` knows one interface, of which there are two:
+    drafting   K > 0, chosen by the fewest milliseconds per token
+       | plain decoding is faster by the margin, even if the draft has been unlucky
+       v
+    plain      K = 0; the draft falls behind, and its acceptance is not observed
+       | enough time has been saved for a probe: PROBE_SHARE of plain decoding's time
+       v
+    probing    one call with the smallest K > 0, then drafting or plain again
 
-    insert    prefills requests into rows
-    advance   one compiled call for all rows
-    release   a row's request has ended
-    candidates  every K that a call may have
-    warm_up   compiles the calls of a bucket at its first use
-    reset     forgets what was decoded
-    held      what a checkpoint keeps as JSON; `restore` takes it back
+A fixed K is a controller with one candidate: it needs no costs and always returns it.
 
-With an adaptive K the draft idles while decoding is plain. What it misses is done when
-it drafts again: prefills of requests that came meanwhile, then the tokens, in chunks.
+The choice is a pure function of the decoded tokens and of a table of costs, so a run
+with the same table repeats. Outputs do not depend on K: greedy and coupled outputs are
+the same tokens, sampled outputs of the rejection rule have the same law.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any
 
-import jax
-import numpy as np
-
-from osd_jax import base
-from osd_jax.costs.table import RoundCosts
-from osd_jax.decoding import sampling
-from osd_jax.decoding import state as state_lib
-from osd_jax.engine import adaptive, calibration, catch_up, steps
-from osd_jax.engine.adaptive import AdaptiveConfig
-from osd_jax.engine.prompts import Prompt
+from osd_jax.costs.table import RoundCosts, expected_tokens
 from osd_jax.engine.requests import DecodingConfig
 
-
-class Progress(NamedTuple):
-  """How far the rows are, on the host.
-
-  Attributes:
-    stop_reason: [B] int32.
-    length: [B] int32.
-    fed: [B] int32; how far the draft was fed.
-    rounds: [B] int32.
-    drafted: [B] int32; judged tokens of the draft.
-    accepted: [B] int32.
-  """
-
-  stop_reason: np.ndarray
-  length: np.ndarray
-  fed: np.ndarray
-  rounds: np.ndarray
-  drafted: np.ndarray
-  accepted: np.ndarray
+ROUNDS_PER_CALL = 8  # rounds between two choices
+MEMORY = 200.0  # drafted tokens over which acceptance is averaged
+MARGIN = 0.01  # share by which plain decoding must be faster to replace drafting
+PROBE_SHARE = 0.015  # share of plain decoding's time that is spent on probes
+POOLED = 32.0  # weight of the acceptance of all rows in that of each, in judged tokens
+KEPT = 8.0  # weight that old evidence of all rows never falls below, in judged tokens
+START = 0.8  # acceptance assumed at the start: high, because drafting corrects it
+DOUBT = 1.0  # standard errors granted to the draft before it is given up
+CALL_SHARE = 0.005  # share of a call's time that its fixed cost may take
+DEBT = 512  # plain steps after which any loss of drafting is forgiven
 
 
-def progress(state: state_lib.DecodeState) -> Progress:
-  """Reads it back; waits for the call that made the state."""
-  counters = state.counters
-  read = jax.device_get(
-    (
-      state.stop_reason,
-      state.length,
-      state.draft_cache.length,
-      counters.rounds,
-      counters.drafted,
-      counters.accepted,
-    )
-  )
-  return Progress(*map(np.array, read))
-
-
-class FixedDrafting:
-  """The same K in every call, 0 where there is no draft."""
-
-  def __init__(self, program: steps.Program, num_draft_tokens: int):
-    """Holds both; compiles nothing."""
-    self._program = program
-    self._num_draft_tokens = 0 if program.draft is None else num_draft_tokens
-
-  @property
-  def candidates(self) -> tuple[int, ...]:
-    """The one K there is."""
-    return (self._num_draft_tokens,)
-
-  def insert(
-    self,
-    served: steps.Served,
-    state: state_lib.DecodeState,
-    given: Mapping[int, Prompt],
-  ) -> state_lib.DecodeState:
-    """Prefills one call's prompts, by slot; for the draft too."""
-    (batch,) = self._program.batches(given)
-    return steps.insert(self._program, served, state, batch)
-
-  def advance(
-    self,
-    served: steps.Served,
-    state: state_lib.DecodeState,
-    bucket: int,
-    rows: Sequence[int],
-    max_rounds: int,
-  ) -> tuple[state_lib.DecodeState, np.ndarray]:
-    """One call; the rows after it and their stop reasons [B]."""
-    del bucket, rows
-    state = steps.advance(
-      self._program, self._num_draft_tokens, served, np.int32(max_rounds), state
-    )
-    return state, np.array(state.stop_reason)
-
-  def release(self, row: int, tokens: int) -> None:
-    """Nothing is known of a row."""
-
-  def warm_up(self, served: steps.Served, bucket: int) -> None:
-    """The first request compiles all there is."""
-
-  def reset(self) -> None:
-    """Nothing is remembered."""
-
-  def held(self) -> None:
-    """Nothing is kept."""
-
-  def restore(self, held: None, state: state_lib.DecodeState | None) -> None:
-    """Nothing is taken back."""
-
-
-class AdaptiveDrafting:
-  """Chooses K before every call and makes the draft ready for it.
+@dataclasses.dataclass(frozen=True)
+class ControllerState:
+  """The state of the choice, in plain numbers, so that a checkpoint keeps it as JSON.
 
   Attributes:
-    config: the policy, its candidates cut to `DecodingConfig.num_draft_tokens`.
-    costs: the tables by bucket and whether a row is sampled, given or measured.
-    state: of the policy.
+    accepted: [B] decayed count of accepted tokens of each row's present request.
+    judged: [B] decayed count of its drafted tokens that were judged.
+    pool_accepted: decayed count of accepted tokens over all rows and requests.
+    pool_judged: decayed count of judged tokens over all rows and requests.
+    requests: decayed count of finished requests.
+    tokens: decayed count of their tokens.
+    saved_ms: time available for a probe; negative if drafting has cost more than plain
+      decoding would have.
+    num_draft_tokens: K of the next call.
+    probing: whether that call is a probe.
   """
 
-  def __init__(
-    self, program: steps.Program, decoding: DecodingConfig, policy: AdaptiveConfig
-  ):
-    """Measures nothing yet.
+  accepted: tuple[float, ...]
+  judged: tuple[float, ...]
+  pool_accepted: float = START * KEPT
+  pool_judged: float = KEPT
+  requests: float = 0.0
+  tokens: float = 1.0
+  saved_ms: float = 0.0
+  num_draft_tokens: int = 0
+  probing: bool = False
 
-    Args:
-      program: with a draft.
-      decoding: the largest K, and how long a call may be.
-      policy: how K is chosen.
-    """
-    self.config = policy.up_to(decoding.num_draft_tokens)
+  def __post_init__(self):
+    # JSON has no tuples.
+    object.__setattr__(self, "accepted", tuple(self.accepted))
+    object.__setattr__(self, "judged", tuple(self.judged))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """Results of one compiled call, by row; 0 in rows that did not run.
+
+  Attributes:
+    rounds: number of rounds.
+    emitted: [B] tokens.
+    judged: [B] drafted tokens.
+    accepted: [B] accepted tokens.
+    catch_up_ms: cost of preparing the draft before the call, by the table.
+  """
+
+  rounds: int
+  emitted: tuple[int, ...]
+  judged: tuple[int, ...]
+  accepted: tuple[int, ...]
+  catch_up_ms: float = 0.0
+
+
+class Controller:
+  """Chooses K before every call of an engine.
+
+  Attributes:
+    candidates: every K that may be chosen, ascending.
+    costs: tables by (bucket, whether a row is sampled), given or measured.
+    state: state of the choice.
+  """
+
+  def __init__(self, decoding: DecodingConfig, has_draft: bool):
+    """Takes the tables that the config gives; measures nothing."""
     self.costs: dict[tuple[int, bool], RoundCosts] = {}
-    if self.config.costs:
-      tables = zip(decoding.source_lengths, self.config.costs, strict=True)
-      for (bucket, table), sampled in itertools.product(tables, (False, True)):
-        self.costs[bucket, sampled] = table
-    self._program = program
-    self._warm: set[int] = set()
+    self.candidates: tuple[int, ...] = (decoding.num_draft_tokens if has_draft else 0,)
+    self._rows = decoding.rows
+    if has_draft and decoding.adaptive is not None:
+      config = decoding.adaptive.up_to(decoding.num_draft_tokens)
+      self.candidates = config.candidates
+      for bucket, table in zip(decoding.source_lengths, config.costs, strict=False):
+        self.costs |= {(bucket, False): table, (bucket, True): table}
     self.reset()
 
-  @property
-  def candidates(self) -> tuple[int, ...]:
-    """Every K that may be chosen."""
-    return self.config.candidates
-
   def reset(self) -> None:
-    """Forgets what was decoded, not what it costs."""
-    rows = self._program.config.rows
-    self.state = adaptive.initial(self.config, rows)
-    self._before = Progress(*(np.zeros(rows, np.int32) for _ in Progress._fields))
-    self._sampled = np.zeros(rows, bool)
-    self._undrafted: dict[int, Prompt] = {}
+    """Forgets acceptance, but not costs."""
+    self.state = initial(self.candidates, self._rows)
+    self._spent_ms = 0.0  # on the draft since the last call
+
+  @property
+  def is_fixed(self) -> bool:
+    """Whether there is nothing to choose."""
+    return len(self.candidates) == 1
+
+  @property
+  def is_drafting(self) -> bool:
+    """Whether a prompt that arrives now is prefilled for the draft at once."""
+    return self.state.num_draft_tokens > 0 and not self.state.probing
+
+  def charge_prefill(self, bucket: int) -> None:
+    """Accounts for the draft's prefill of an arriving prompt."""
+    if not self.is_fixed:
+      self._spent_ms += self.costs[bucket, False].prefill_ms
+
+  def choose(
+    self,
+    bucket: int,
+    is_sampled: bool,
+    rows: Sequence[int],
+    chunks: int,
+    prefills: int,
+  ) -> tuple[int, int | None]:
+    """Returns K of the next call, and its number of rounds (None: no limit).
+
+    Args:
+      bucket: source length of the rows.
+      is_sampled: whether any of the rows is sampled.
+      rows: the rows that hold requests.
+      chunks: chunks of missed tokens that the draft needs before it can draft.
+      prefills: prefill calls that it needs.
+    """
+    if self.is_fixed:
+      return self.candidates[0], None
+    costs = self._table = self.costs[bucket, is_sampled]
+    missing_ms = chunks * costs.chunk_ms + prefills * costs.prefill_ms
+    self.state = choose(self.candidates, costs, self.state, rows, missing_ms)
+    if self.state.num_draft_tokens:
+      self._spent_ms += missing_ms
+    return self.state.num_draft_tokens, rounds(self.candidates, costs, self.state)
+
+  def observe(self, call: Call) -> None:
+    """Updates the state after a call with the chosen K."""
+    if not self.is_fixed:
+      call = dataclasses.replace(call, catch_up_ms=self._spent_ms)
+      self.state = observe(self.candidates, self._table, self.state, call)
     self._spent_ms = 0.0
 
-  def warm_up(self, served: steps.Served, bucket: int) -> None:
-    """Compiles all calls of a bucket at its first use; measures them without a table.
-
-    Later requests then wait for no compilation, whatever K they are decoded with.
-    """
-    if bucket in self._warm:
-      return
-    self._warm.add(bucket)
-    arguments = (self._program, self.config.candidates, served, bucket)
-    if (bucket, False) in self.costs:
-      calibration.warm_up(*arguments)
-    elif jax.process_count() > 1:
-      raise base.InputError(
-        "AdaptiveConfig.costs: received none, expected them where several processes"
-        " serve together: each would measure others, and choose another K."
-      )
-    else:
-      greedy, sampled = calibration.measure(*arguments)
-      self.costs |= {(bucket, False): greedy, (bucket, True): sampled}
-
-  def insert(
-    self,
-    served: steps.Served,
-    state: state_lib.DecodeState,
-    given: Mapping[int, Prompt],
-  ) -> state_lib.DecodeState:
-    """Prefills one call's prompts, by slot; for the draft too if it is drafting."""
-    for slot, prompt in given.items():
-      self._sampled[slot] = prompt.settings.temperature[0] > 0
-      for counts in self._before:
-        counts[slot] = 0
-      self._undrafted.pop(slot, None)
-    (batch,) = self._program.batches(given)
-    if not self.state.num_draft_tokens or self.state.probing:
-      self._undrafted.update(given)
-      return steps.insert_undrafted(self._program, served, state, batch)
-    self._spent_ms += self.costs[batch.source.shape[1], False].prefill_ms
-    return steps.insert(self._program, served, state, batch)
-
-  def advance(
-    self,
-    served: steps.Served,
-    state: state_lib.DecodeState,
-    bucket: int,
-    rows: Sequence[int],
-    max_rounds: int,
-  ) -> tuple[state_lib.DecodeState, np.ndarray]:
-    """One call with the K of the policy.
-
-    Args:
-      served: prepared parameters.
-      state: rows in flight.
-      bucket: their source length.
-      rows: the rows that hold requests.
-      max_rounds: of the call, at most.
-
-    Returns:
-      The rows after it and their stop reasons [B].
-    """
-    costs = self.costs[bucket, bool(self._sampled[list(rows)].any())]
-    chunks, prefills = self._missing(rows)
-    missing_ms = chunks * costs.chunk_ms + prefills * costs.prefill_ms
-    self.state = adaptive.choose(self.config, costs, self.state, rows, missing_ms)
-    if self.state.num_draft_tokens and (chunks or prefills):
-      state = self._ready(served, state)
-      self._spent_ms += missing_ms
-    rounds = adaptive.rounds(self.config, costs, self.state)
-    state = steps.advance(
-      self._program,
-      self.state.num_draft_tokens,
-      served,
-      np.int32(min(rounds, max_rounds)),
-      state,
-    )
-    self._observe(costs, progress(state))
-    return state, self._before.stop_reason
-
   def release(self, row: int, tokens: int) -> None:
-    """Tells the policy that a row's request has ended.
+    """Updates the state after a row's request ended with this many tokens."""
+    if not self.is_fixed:
+      self.state = release(self.state, row, tokens)
 
-    Args:
-      row: that held it.
-      tokens: that it emitted.
-    """
-    self.state = adaptive.release(self.config, self.state, row, tokens)
-    self._undrafted.pop(row, None)
-
-  def held(self) -> dict[str, Any]:
-    """What a checkpoint keeps: policy, costs, and who lacks a draft's prefill."""
+  def to_json(self) -> dict[str, Any]:
+    """Returns what a checkpoint keeps."""
     return {
       "state": dataclasses.asdict(self.state),
-      "costs": [[*of, dataclasses.asdict(table)] for of, table in self.costs.items()],
-      "sampled": self._sampled.tolist(),
-      "undrafted": {str(s): p.source[0].tolist() for s, p in self._undrafted.items()},
+      "costs": [[*key, dataclasses.asdict(table)] for key, table in self.costs.items()],
       "spent_ms": self._spent_ms,
     }
 
-  def restore(self, held: dict[str, Any], state: state_lib.DecodeState | None) -> None:
-    """Continues from `held()` with the rows in flight.
-
-    Raises:
-      InputError: a checkpoint of before sampled rounds had costs of their own.
-    """
-    if "sampled" not in held:
-      raise base.InputError(
-        "checkpoint: drafting: received costs of greedy rounds alone, as older versions"
-        " wrote them, expected those of sampled rounds too; begin anew, in another"
-        " OnlineConfig.run_directory."
-      )
-    self.state = adaptive.from_json(held["state"])
+  def from_json(self, saved: dict[str, Any]) -> None:
+    """Continues from `to_json`."""
+    self.state = ControllerState(**saved["state"])
     self.costs = {
-      (bucket, sampled): RoundCosts(**{**table, "round_ms": tuple(table["round_ms"])})
-      for bucket, sampled, table in held["costs"]
+      (bucket, is_sampled): RoundCosts(**table)
+      for bucket, is_sampled, table in saved["costs"]
     }
-    self._sampled = np.asarray(held["sampled"], bool)
-    settings = sampling.make_settings(1, max_length=1)  # none of a draft's prefill
-    self._undrafted = {
-      int(slot): Prompt(np.asarray([source], np.int32), settings)
-      for slot, source in held["undrafted"].items()
-    }
-    self._spent_ms = held["spent_ms"]
-    if state is not None:
-      self._before = progress(state)
+    self._spent_ms = saved["spent_ms"]
 
-  def _missing(self, rows: Sequence[int]) -> tuple[int, int]:
-    """Chunks and prefills that the draft needs before it can draft for all rows."""
-    lacking = {row: self._undrafted[row] for row in rows if row in self._undrafted}
-    prefills = len(list(self._program.batches(lacking)))
-    length, fed = self._before.length, self._before.fed.copy()
-    fed[list(lacking)] = 0
-    lag = max(int(length[row]) - 1 - int(fed[row]) for row in rows)
-    return max(-(-lag // catch_up.CHUNK), 0), prefills
 
-  def _ready(
-    self, served: steps.Served, state: state_lib.DecodeState
-  ) -> state_lib.DecodeState:
-    """Does for the draft what it missed."""
-    for batch in self._program.batches(self._undrafted):
-      state = steps.prefill_draft(self._program, served, state, batch)
-    self._undrafted.clear()
-    return steps.catch_up(self._program, served, state)
+def initial(candidates: Sequence[int], rows: int) -> ControllerState:
+  """Drafts with the smallest K > 0 at first, to observe its acceptance."""
+  zeros = (0.0,) * rows
+  return ControllerState(
+    zeros, zeros, num_draft_tokens=next(filter(None, candidates), 0)
+  )
 
-  def _observe(self, costs: RoundCosts, after: Progress) -> None:
-    """Tells the policy what the call did."""
-    done = {
-      name: getattr(after, name) - getattr(self._before, name)
-      for name in ("rounds", "length", "drafted", "accepted")
-    }
-    call = adaptive.Call(
-      rounds=int(done["rounds"].max()),
-      emitted=tuple(done["length"].tolist()),
-      judged=tuple(done["drafted"].tolist()),
-      accepted=tuple(done["accepted"].tolist()),
-      catch_up_ms=self._spent_ms,
-    )
-    self._before, self._spent_ms = after, 0.0
-    self.state = adaptive.observe(self.config, costs, self.state, call)
+
+def acceptance(state: ControllerState, row: int) -> float:
+  """Returns the running acceptance of a row, shrunk towards that of all rows."""
+  pooled = POOLED * state.pool_accepted / state.pool_judged
+  return (state.accepted[row] + pooled) / (state.judged[row] + POOLED)
+
+
+def token_ms(
+  candidates: Sequence[int],
+  costs: RoundCosts,
+  state: ControllerState,
+  rows: Sequence[int],
+  doubt: float = 0.0,
+) -> list[float]:
+  """Expected milliseconds in which every row emits one token, for each candidate.
+
+  Drafting also pays the draft's prefill of every request, spread over its tokens.
+
+  Args:
+    candidates: the Ks.
+    costs: table for this number of rows and bucket.
+    state: running acceptance.
+    rows: the rows that hold requests.
+    doubt: standard errors of the pooled acceptance that are added to each row's.
+  """
+  pooled = min(state.pool_accepted / state.pool_judged, 1.0)
+  more = doubt * math.sqrt(pooled * (1 - pooled) / state.pool_judged)
+  rates = [min(acceptance(state, row) + more, 1.0) for row in rows]
+  prefill = costs.prefill_ms * len(rows) * state.requests / state.tokens
+  found = []
+  for num_draft_tokens, ms in zip(candidates, costs.round_ms, strict=True):
+    tokens = sum(expected_tokens(rate, num_draft_tokens) for rate in rates)
+    found.append(ms * len(rates) / tokens + (prefill if num_draft_tokens else 0.0))
+  return found
+
+
+def choose(
+  candidates: Sequence[int],
+  costs: RoundCosts,
+  state: ControllerState,
+  rows: Sequence[int],
+  catch_up_ms: float = 0.0,
+) -> ControllerState:
+  """Returns the state with K of the next call.
+
+  Args:
+    candidates: the Ks, 0 first.
+    costs: table for this number of rows and bucket.
+    state: state after the last call.
+    rows: the rows that hold requests, at least one.
+    catch_up_ms: cost of preparing the draft before it can draft again.
+  """
+  plain, *drafting = token_ms(candidates, costs, state, rows)
+  best_ms, best = min(zip(drafting, candidates[1:], strict=True))
+  if state.num_draft_tokens and not state.probing:
+    # The way back is a probe, which has to be saved for. So drafting is given up only
+    # if it loses at an acceptance one standard error above the observed one.
+    hoped = min(token_ms(candidates, costs, state, rows, DOUBT)[1:])
+    chosen = 0 if plain * (1 + MARGIN) < hoped else best
+    return dataclasses.replace(state, num_draft_tokens=chosen)
+  if state.probing and best_ms * (1 + MARGIN) < plain:
+    return dataclasses.replace(state, num_draft_tokens=best, probing=False)
+  loss = ROUNDS_PER_CALL * _probe_loss(costs, state, rows)
+  probes = state.saved_ms >= catch_up_ms + costs.call_ms + loss
+  return dataclasses.replace(
+    state, num_draft_tokens=candidates[1] if probes else 0, probing=probes
+  )
+
+
+def rounds(candidates: Sequence[int], costs: RoundCosts, state: ControllerState) -> int:
+  """Returns the number of rounds of the next call; probes are short."""
+  if state.probing:
+    return ROUNDS_PER_CALL
+  round_ms = costs.round_ms[candidates.index(state.num_draft_tokens)]
+  # Where rounds are very short, a call's fixed cost is spread over more of them.
+  worthwhile = math.ceil(costs.call_ms / (CALL_SHARE * round_ms))
+  return max(ROUNDS_PER_CALL, worthwhile)
+
+
+def observe(
+  candidates: Sequence[int], costs: RoundCosts, state: ControllerState, call: Call
+) -> ControllerState:
+  """Returns the state after a call with its K."""
+  decay = 1 - 1 / MEMORY
+  total = sum(call.judged)
+  if state.num_draft_tokens:
+    kept = [decay**judged for judged in call.judged]
+    pool = decay**total
+  else:
+    # Evidence about the draft grows old while it does not draft.
+    kept = [decay**call.rounds] * len(call.judged)
+    pool = max(decay**call.rounds, min(1.0, KEPT / state.pool_judged))
+  return dataclasses.replace(
+    state,
+    accepted=_decayed(state.accepted, kept, call.accepted),
+    judged=_decayed(state.judged, kept, call.judged),
+    pool_accepted=pool * state.pool_accepted + sum(call.accepted),
+    pool_judged=pool * state.pool_judged + total,
+    saved_ms=_saved(candidates, costs, state, call),
+  )
+
+
+def release(state: ControllerState, row: int, tokens: int) -> ControllerState:
+  """Returns the state after a row's request ended with this many tokens."""
+  decay = 1 - 1 / MEMORY
+  return dataclasses.replace(
+    state,
+    accepted=_without(state.accepted, row),
+    judged=_without(state.judged, row),
+    requests=decay * state.requests + 1,
+    tokens=(decay * state.tokens if state.requests else 0.0) + tokens,
+  )
+
+
+def _probe_loss(
+  costs: RoundCosts, state: ControllerState, rows: Sequence[int]
+) -> float:
+  """Lower bound on the time that a round of a probe wastes."""
+  tokens = sum(expected_tokens(acceptance(state, row), 1) for row in rows) / len(rows)
+  return max(costs.round_ms[1] - tokens * costs.round_ms[0], 0.0)
+
+
+def _saved(
+  candidates: Sequence[int], costs: RoundCosts, state: ControllerState, call: Call
+) -> float:
+  """Savings after a call: gains only repay debt, and do not pay for later losses."""
+  running = sum(emitted > 0 for emitted in call.emitted)
+  plain_ms = costs.round_ms[0] * sum(call.emitted) / max(running, 1)
+  index = candidates.index(state.num_draft_tokens)
+  spent = call.rounds * costs.round_ms[index] + call.catch_up_ms
+  spent += costs.call_ms if state.probing else 0.0
+  change = (1 + PROBE_SHARE) * plain_ms - spent
+  if state.num_draft_tokens and change > 0:
+    return max(state.saved_ms, min(state.saved_ms + change, 0.0))
+  floor = -DEBT * PROBE_SHARE * costs.round_ms[0]
+  return max(state.saved_ms + change, floor)
+
+
+def _decayed(
+  counts: Sequence[float], kept: Sequence[float], new: Sequence[int]
+) -> tuple[float, ...]:
+  return tuple(c * k + n for c, k, n in zip(counts, kept, new, strict=True))
+
+
+def _without(counts: Sequence[float], row: int) -> tuple[float, ...]:
+  return tuple(0.0 if place == row else count for place, count in enumerate(counts))

@@ -1,45 +1,123 @@
-"""Rows in flight, from the host: requests in, finished requests out.
+"""The engine: rows in flight, from the host.
 
-The host, and only the host, refills rows, takes records and swaps the draft, between
-two compiled calls.
+One step admits waiting requests, chooses how much to draft, runs one compiled call and
+collects finished rows. The host refills rows, reads records and swaps the draft between
+two calls, never inside one.
+
+The path of a request through the calls:
+
+    Server.generate    texts to requests, finished requests to answers
+    Server.serve       submits requests as rows become free
+    Engine.step        one turn of all rows
+    steps.advance      one compiled call
+    rounds.run_rounds  the loop over rounds
+    rounds.one_round   propose, verify, accept, append
 """
 
+import dataclasses
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from osd_jax import base
+from osd_jax.decoding import drafters
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import controller, prompts, steps
-from osd_jax.engine.adaptive import AdaptiveConfig
+from osd_jax.engine import calibration, steps
+from osd_jax.engine.controller import Call, Controller
 from osd_jax.engine.requests import (
+  AdaptiveConfig,
   DecodingConfig,
   Finished,
   Request,
   SamplingConfig,
 )
-from osd_jax.engine.rows import Rows
+from osd_jax.engine.steps import PaddedPrompt, PromptBatch
 
 __all__ = [
   "AdaptiveConfig",
   "DecodingConfig",
+  "Engine",
   "Finished",
   "Request",
   "SamplingConfig",
-  "Engine",
 ]
 
-WATCHED_ROUNDS = 4  # of a call while somebody reads along or may come in
+# Rounds of a call while a caller watches a request's text, or may submit another one.
+WATCHED_ROUNDS = 4
 
 
-class Engine(Rows):
-  """B rows, each holding a request or empty.
+@dataclasses.dataclass
+class Slot:
+  """A row that holds a request, on the host.
 
-  Without a draft it decodes plainly: the baseline runs through the same host code.
+  Attributes:
+    request: the request.
+    prompt: its padded prompt.
+    milliseconds: wall time of its prefill and of its share of the calls.
+    lacks_draft: the draft has not been prefilled for it.
+  """
+
+  request: Request
+  prompt: PaddedPrompt
+  milliseconds: float = 0.0
+  lacks_draft: bool = False
+
+
+class Progress(NamedTuple):
+  """Progress of the rows, read back after a call; all [B] int32.
+
+  Attributes:
+    stop_reason: a `base.StopReason`.
+    length: emitted tokens.
+    fed: inputs that the drafter has seen.
+    rounds: target calls.
+    drafted: drafted tokens that were judged.
+    accepted: drafted tokens that were accepted.
+  """
+
+  stop_reason: np.ndarray
+  length: np.ndarray
+  fed: np.ndarray
+  rounds: np.ndarray
+  drafted: np.ndarray
+  accepted: np.ndarray
+
+
+def read_progress(state: state_lib.DecodeState) -> Progress:
+  """Reads the progress back; waits for the call that made the state."""
+  counters, draft = state.counters, state.draft_cache
+  # Without a draft the field is not used; the length saves a second kind of state.
+  fed = state.length if draft is None else draft.length
+  read = jax.device_get(
+    (
+      state.stop_reason,
+      state.length,
+      fed,
+      counters.rounds,
+      counters.drafted,
+      counters.accepted,
+    )
+  )
+  return Progress(*map(np.array, read))
+
+
+class Engine:
+  """B rows, each of which holds a request or is empty.
+
+  Without a draft it decodes plainly, so the baseline runs through the same host code.
+
+  Attributes:
+    config: shapes of decoding.
+    spec: static description of decoding.
+    served: prepared parameters.
+    shortlist: [N] int32, the tokens that the draft's output head covers; None: all.
+    draft_version: version of the draft that serves.
+    expecting: more requests may come soon, so calls are short.
   """
 
   def __init__(
@@ -54,75 +132,57 @@ class Engine(Rows):
     """Prepares the parameters; nothing is decoded yet.
 
     Args:
-      config: shapes.
+      config: shapes of decoding.
       target: the target model.
-      target_params: its parameters; the served copy is made here.
-      draft: the draft model, None for plain decoding.
+      target_params: its parameters.
+      draft: the draft model; None decodes plainly.
       draft_params: its parameters.
-      partitioner: a `partitioning.Partitioner`, None for one device.
+      partitioner: a `sharding.Partitioner`; None for one device.
 
     Raises:
-      InputError: target and draft have different vocabularies.
+      InputError: target and draft do not belong together, or a model has fewer
+        positions than the config needs.
     """
     if draft is not None and draft.vocab_size != target.vocab_size:
       raise base.InputError(
-        f"decoding: the draft {draft.name!r} has {draft.vocab_size} token ids, the"
-        f" target {target.name!r} has {target.vocab_size}; expected the same"
+        f"decoding: the target {target.name!r} has {target.vocab_size} token ids, the"
+        f" draft {draft.name!r} has {draft.vocab_size} token ids; expected the same"
         " vocabulary. Choose a draft trained with the target's vocabulary."
       )
     if draft is not None:
       steps.check_target_states(target, target_params, draft)
     for model in (target,) if draft is None else (target, draft):
       config.check(model)
-    self.config = config
     if partitioner is not None and partitioner.mesh.size == 1:
-      partitioner = None  # nothing to place, and one compilation with who has none
-    self._program = steps.Program(config.shapes(), target, draft, partitioner)
-    prepared = steps.prepare(target, target_params, program=self._program)
-    self._served = steps.Served(prepared)
+      partitioner = None  # so that both share their compiled calls
+    self.config = config
+    self.spec = config.spec(target, draft, partitioner)
+    self.served = steps.Served(steps.prepare(target, target_params, spec=self.spec))
     self.draft_version = 0
-    self._shortlist: np.ndarray | None = None
+    self.shortlist: np.ndarray | None = None
     if draft is not None:
       if draft.shortlist:
-        self._shortlist = np.arange(draft.shortlist, dtype=np.int32)
+        self.shortlist = np.arange(draft.shortlist, dtype=np.int32)
       self.swap(draft_params, 0)
-    self._drafting = (
-      controller.FixedDrafting(self._program, config.num_draft_tokens)
-      if draft is None or config.adaptive is None
-      else controller.AdaptiveDrafting(self._program, config, config.adaptive)
-    )
+    self._controller = Controller(config, has_draft=draft is not None)
+    self._warm: set[int] = set()  # buckets whose calls are compiled and measured
     self._waiting: deque[Request] = deque()
     self.clear()
 
   @property
   def capacity(self) -> int:
-    """B."""
+    """B, the requests that can be in flight."""
     return self.config.rows
 
   @property
   def in_flight(self) -> int:
-    """Requests held or waiting."""
-    return len(self._waiting) + sum(held is not None for held in self._held)
-
-  @property
-  def shortlist(self) -> np.ndarray | None:
-    """[N] int32, the tokens that the draft's output head covers; None: all."""
-    return self._shortlist
-
-  @property
-  def program(self) -> steps.Program:
-    """What is compiled into every call."""
-    return self._program
-
-  @property
-  def served(self) -> steps.Served:
-    """The prepared parameters."""
-    return self._served
+    """Requests in rows or waiting."""
+    return len(self._waiting) + len(self._occupied())
 
   @property
   def candidates(self) -> tuple[int, ...]:
     """Every K that a call may have, ascending."""
-    return self._drafting.candidates
+    return self._controller.candidates
 
   def swap(
     self,
@@ -130,39 +190,38 @@ class Engine(Rows):
     version: int,
     shortlist: np.ndarray | None = None,
   ) -> None:
-    """New draft parameters from the next call on; outputs do not depend on them.
+    """Serves new draft parameters from the next call on; outputs do not change.
 
-    The draft's cache entries of rows in flight stay those of the old draft: that can
+    The draft's cache of rows in flight keeps the entries of the old draft: that may
     cost acceptance for the rest of the request, never exactness.
 
     Args:
-      draft_params: of the draft.
+      draft_params: the draft's parameters.
       version: noted in the answers.
       shortlist: [N] int32, the tokens that the draft's output head covers from now on;
-        None keeps those it has. Only for a draft with a shortlist.
+        None keeps the present ones. Only for a draft with a shortlist.
 
     Raises:
-      InputError: the shortlist is of another length than the draft's.
+      InputError: the shortlist has another length than the draft's.
     """
-    assert self._program.draft is not None
+    assert self.spec.draft is not None
     if shortlist is not None:
-      size = self._program.draft.shortlist
+      size = self.spec.draft.shortlist
       if len(shortlist) != size:
         raise base.InputError(
           f"decoding: received a shortlist of {len(shortlist)} tokens, expected"
           f" {size}, DraftServing.shortlist of the draft."
         )
-      self._shortlist = np.asarray(shortlist, np.int32)
+      self.shortlist = np.asarray(shortlist, np.int32)
     draft_served = steps.prepare(
-      self._program.draft, draft_params, self._shortlist, self._program
+      self.spec.draft, draft_params, self.shortlist, self.spec
     )
-    self._served = self._served._replace(draft=draft_served)
+    self.served = self.served._replace(draft=draft_served)
     self.draft_version = version
 
   def check(self, request: Request) -> None:
-    """Raises `InputError` where a request cannot be decoded; see `Request.check`."""
-    longest = self.config.source_lengths[-1]
-    request.check(longest, self._program.target.vocab_size)
+    """Raises `InputError` if a request cannot be decoded; see `Request.check`."""
+    request.check(self.config.source_lengths[-1], self.spec.target.vocab_size)
 
   def submit(self, request: Request) -> None:
     """Queues a request, or raises as `check` does."""
@@ -170,60 +229,99 @@ class Engine(Rows):
     self._waiting.append(request)
 
   def step(self) -> list[Finished]:
-    """Fills empty rows, runs one compiled call, returns what finished, by slot."""
+    """Runs one turn of all rows; returns the requests that finished, by slot."""
     self._admit()
-    rows = [slot for slot, held in enumerate(self._held) if held is not None]
+    rows = self._occupied()
     if not rows:
       return []
     started = time.perf_counter()
-    reasons = self._advance(rows)
+    num_draft_tokens, max_rounds = self._choose(rows)
+    self._state = steps.advance(
+      self.spec, num_draft_tokens, self.served, np.int32(max_rounds), self._state
+    )
+    ended = self._observe(rows)
     spent = (time.perf_counter() - started) * 1e3
-    for slot in rows:
-      self._milliseconds[slot] += spent / len(rows)
-    ended = [slot for slot in rows if reasons[slot] != base.StopReason.RUNNING]
-    reads = [self._read(slot) for slot in ended]  # all asked for, then waited for
-    return [self._take(*row) for row in zip(ended, reads, strict=True)]
+    for _, slot in rows:
+      slot.milliseconds += spent / len(rows)
+    return self._collect(ended)
+
+  def run(
+    self,
+    requests: Sequence[Request],
+    on_finished: Callable[[Finished], object] = lambda done: None,
+  ) -> list[Finished]:
+    """Answers all requests; returns the results in order, or raises before the first.
+
+    Args:
+      requests: the requests.
+      on_finished: called as each one finishes, for progress.
+    """
+    for request in requests:
+      self.check(request)
+    self._waiting.extend(requests)
+    answers: dict[int, Finished] = {}
+    while self.in_flight:
+      for done in self.step():
+        on_finished(done)
+        answers[id(done.request)] = done
+    return [answers[id(request)] for request in requests]
 
   def clear(self) -> None:
-    """Drops whatever waits or is held; no call, draft or cost is forgotten."""
+    """Drops all requests; compiled calls, draft and costs stay."""
     self._waiting.clear()
     self.expecting = False
-    self._held: list[Request | None] = [None] * self.config.rows
-    self._milliseconds = [0.0] * self.config.rows
-    self._bucket, self._state = 0, None
+    self._slots: list[Slot | None] = [None] * self.config.rows
+    self._bucket = 0
+    self._state: state_lib.DecodeState | None = None
     self._idle: dict[int, state_lib.DecodeState] = {}  # by bucket
-    self._drafting.reset()
+    zeros = np.zeros(self.config.rows, np.int32)
+    self._progress = Progress(*(zeros.copy() for _ in Progress._fields))
+    self._controller.reset()
 
   def warm_up(self) -> list[Finished]:
-    """Compiles for every bucket, so that no request's time holds a compilation.
+    """Compiles the calls of every bucket, so that no request waits for a compilation.
 
     Returns:
-      Answers to made-up requests, to warm up what comes behind.
+      Answers to made-up requests, with which a caller may warm up its own calls.
     """
     made_up = (np.full(n, base.EOS_ID, np.int32) for n in self.config.source_lengths)
     answers = self.run([Request(prompt, max_length=1) for prompt in made_up])
     self.clear()
     return answers
 
+  def messages(self) -> list[str]:
+    """Returns messages for a run's log; an engine in this process has none."""
+    return []
+
+  def close(self) -> None:
+    """Drops all requests."""
+    self.clear()
+
   def state(self) -> tuple[state_lib.DecodeState | None, dict[str, Any]]:
-    """What a checkpoint keeps: the rows in flight, and what the host knows of them."""
+    """Returns what a checkpoint keeps: the rows in flight, and the host's part."""
+    saved = [
+      slot
+      and {
+        "tag": slot.request.tag,
+        "milliseconds": slot.milliseconds,
+        "lacks_draft": slot.lacks_draft,
+      }
+      for slot in self._slots
+    ]
     return self._state, {
-      "shortlist": None if self._shortlist is None else self._shortlist.tolist(),
+      "shortlist": None if self.shortlist is None else self.shortlist.tolist(),
       "draft_version": self.draft_version,
       "bucket": self._bucket,
-      "tags": [None if held is None else held.tag for held in self._held],
+      "slots": saved,
       "waiting": [request.tag for request in self._waiting],
-      "milliseconds": list(self._milliseconds),
-      "drafting": self._drafting.held(),
+      "controller": self._controller.to_json(),
     }
 
   def structure(self, host: dict[str, Any]) -> Any:
-    """Shapes of the rows that `state` gave with `host`, to read a checkpoint into."""
+    """Returns the shapes of the rows that `state` gave with `host`."""
     if host["bucket"] == 0:
       return None
-    return jax.eval_shape(
-      lambda: steps.empty(self._program, self._served, host["bucket"])
-    )
+    return jax.eval_shape(lambda: steps.empty(self.spec, self.served, host["bucket"]))
 
   def restore(
     self,
@@ -232,128 +330,227 @@ class Engine(Rows):
     request_of: Callable[[Any], Request],
     draft_params: base.Params,
   ) -> None:
-    """Continues from what `state` gave.
+    """Continues from the result of `state`.
 
     Args:
       arrays: the saved rows, None if there were none.
-      host: what went with them.
+      host: the host's part.
       request_of: makes the request of a tag again.
-      draft_params: of the draft that served.
+      draft_params: parameters of the draft that served.
     """
-    self.restore_draft(host, draft_params)
-    self._waiting = deque(request_of(tag) for tag in host["waiting"])
-    if not host["tags"]:
-      return  # replicas held the rows
+    shortlist = host["shortlist"]
+    self.swap(draft_params, host["draft_version"], shortlist)
+    self._waiting = deque(map(request_of, host["waiting"]))
+    if not host["slots"]:
+      return  # the checkpoint of a run with replicas, which held the rows
     self._bucket, self._state = host["bucket"], arrays
-    self._held = [None if tag is None else request_of(tag) for tag in host["tags"]]
-    self._milliseconds = list(host["milliseconds"])
-    self._drafting.restore(host["drafting"], arrays)
+    for number, saved in enumerate(host["slots"]):
+      if saved is not None:
+        request = request_of(saved["tag"])
+        slot = Slot(request, self._padded(request), saved["milliseconds"])
+        slot.lacks_draft = saved["lacks_draft"]
+        self._slots[number] = slot
+    self._controller.from_json(host["controller"])
+    if arrays is not None:
+      self._progress = read_progress(arrays)
+
+  def _occupied(self) -> list[tuple[int, Slot]]:
+    return [(n, slot) for n, slot in enumerate(self._slots) if slot is not None]
+
+  def _padded(self, request: Request) -> PaddedPrompt:
+    """Returns the request as arrays, padded to the longest bucket."""
+    limit, longest = request.max_length, self.config.source_lengths[-1]
+    source = np.full((1, longest), self.spec.target.pad_id, np.int32)
+    source[0, : len(request.tokens)] = request.tokens
+    limit = self.config.target_length if limit is None else limit
+    return PaddedPrompt(source, request.sampling.settings(limit))
+
+  # --- Admission ----------------------------------------------------------------------
 
   def _admit(self) -> None:
-    """Fills empty rows in order; rows in flight have one bucket of source lengths."""
-    rows, parts = self.config.rows, self._program.parts
-    while self._waiting and None in self._held:
-      free = [slot for slot, held in enumerate(self._held) if held is None]
-      needed = self._needed()
-      idle = len(free) == rows
-      if idle and needed != self._bucket:
+    """Fills empty rows in order; all rows in flight share one bucket."""
+    rows, parts = self.config.rows, self.spec.parts
+    while self._waiting and None in self._slots:
+      free = [number for number, slot in enumerate(self._slots) if slot is None]
+      needed = self._needed_bucket()
+      if len(free) == rows and needed != self._bucket:
         self._change_bucket(needed)
       if needed > self._bucket:
-        return  # its bucket comes when the present rows have finished
-      if prompts.defer_prefill(len(free), len(self._waiting), rows, parts):
+        return  # a longer bucket starts when the present rows have finished
+      if steps.defer_prefill(len(free), len(self._waiting), rows, parts):
         return
       taken = {}
-      for slot in prompts.first_free_slots(free, rows, parts):
-        if self._waiting and self._needed() <= self._bucket:
-          taken[slot] = self._waiting.popleft()
+      for number in steps.first_free_slots(free, rows, parts):
+        if self._waiting and self._needed_bucket() <= self._bucket:
+          request = self._waiting.popleft()
+          taken[number] = Slot(request, self._padded(request))
       self._prefill(taken)
 
+  def _needed_bucket(self) -> int:
+    """Bucket of the request that has waited longest."""
+    return self.config.bucket(len(self._waiting[0].tokens))
+
   def _change_bucket(self, needed: int) -> None:
-    """Rows for other lengths; one is kept for its bucket, many would fill a memory."""
+    """Makes rows for another bucket, or takes those that were used before.
+
+    A single row is kept for each bucket. Many rows would fill the memory.
+    """
     if self._state is not None and self.config.rows == 1:
       self._idle[self._bucket] = self._state
     self._bucket, self._state = needed, self._idle.pop(needed, None)
     if self._state is None:
-      self._state = steps.empty(self._program, self._served, needed)
-      self._drafting.warm_up(self._served, needed)
+      self._state = steps.empty(self.spec, self.served, needed)
+      self._warm_up_bucket(needed)
 
-  def _needed(self) -> int:
-    """The bucket of the request that waits longest."""
-    return self.config.bucket(len(self._waiting[0].tokens))
+  def _warm_up_bucket(self, bucket: int) -> None:
+    """Compiles every call of a bucket at its first use, and measures missing costs.
 
-  def _prefill(self, taken: Mapping[int, Request]) -> None:
-    """One call that prefills requests into their slots."""
+    A fixed K needs neither: the first request compiles all there is.
+    """
+    controller = self._controller
+    if controller.is_fixed or bucket in self._warm:
+      return
+    self._warm.add(bucket)
+    arguments = (self.spec, controller.candidates, self.served, bucket)
+    if (bucket, False) in controller.costs:
+      calibration.warm_up(*arguments)
+    elif jax.process_count() > 1:
+      raise base.InputError(
+        "AdaptiveConfig.costs: received no costs, expected a table for each bucket,"
+        " because several processes serve together: their own measurements would"
+        " differ, and they would choose different Ks."
+      )
+    else:
+      greedy, sampled = calibration.measure(*arguments)
+      controller.costs |= {(bucket, False): greedy, (bucket, True): sampled}
+
+  def _prefill(self, taken: Mapping[int, Slot]) -> None:
+    """Prefills requests into their slots, in one call."""
     started = time.perf_counter()
     assert self._state is not None
-    pad_id = self._program.target.pad_id
-    given = {
-      slot: prompts.pad_prompt(request, self.config, pad_id, self._bucket)
-      for slot, request in taken.items()
-    }
-    self._state = self._drafting.insert(self._served, self._state, given)
-    jax.block_until_ready(self._state.length)
+    (batch,) = self._batches(taken)
+    drafts = self.spec.drafter is None or self._controller.is_drafting
+    # An idle draft is prefilled when it drafts again, if the request is then in flight.
+    insert = steps.insert if drafts else steps.insert_undrafted
+    state = insert(self.spec, self.served, self._state, batch)
+    if drafts:
+      self._controller.charge_prefill(self._bucket)
+    self._state = state
+    jax.block_until_ready(state.length)
     spent = (time.perf_counter() - started) * 1e3
-    for slot, request in taken.items():
-      self._held[slot] = request
-      self._milliseconds[slot] = spent / len(taken)
+    for number, slot in taken.items():
+      slot.milliseconds = spent / len(taken)
+      slot.lacks_draft = not drafts
+      self._slots[number] = slot
+      for counts in self._progress:
+        counts[number] = 0
 
-  def _advance(self, rows: list[int]) -> np.ndarray:
-    """Runs one compiled call and waits for it; stop reasons [B]."""
-    assert self._state is not None
-    watching = {
-      slot: request.watch
-      for slot in rows
-      if (request := self._held[slot]) is not None and request.watch is not None
-    }
-    limit = self.config.max_rounds
-    self._state, reasons = self._drafting.advance(
-      self._served,
-      self._state,
-      self._bucket,
-      rows,
-      min(limit, WATCHED_ROUNDS) if watching or self.expecting else limit,
+  def _batches(self, slots: Mapping[int, Slot]) -> Iterator[PromptBatch]:
+    prompts = {number: slot.prompt for number, slot in slots.items()}
+    return steps.prefill_batches(
+      prompts, self._bucket, self.config.rows, self.spec.parts
     )
-    for slot, watch in watching.items():
-      if self._is_stopped(slot, watch):
-        reasons[slot] = base.StopReason.STOP_STRING
-    return reasons
 
-  def _is_stopped(self, slot: int, watch: Callable[[np.ndarray], int | None]) -> bool:
-    """Shows a row's tokens to whoever watches, and stops it if told so."""
+  # --- One call -----------------------------------------------------------------------
+
+  def _choose(self, rows: list[tuple[int, Slot]]) -> tuple[int, int]:
+    """Chooses K and the largest number of rounds, and prepares an idle draft."""
+    chunks, prefills = self._missing(rows)
+    is_sampled = any(slot.request.sampling.temperature > 0 for _, slot in rows)
+    num_draft_tokens, max_rounds = self._controller.choose(
+      self._bucket, is_sampled, [number for number, _ in rows], chunks, prefills
+    )
+    if num_draft_tokens and (chunks or prefills):
+      self._prepare_draft(rows)
+    is_short = self.expecting or any(slot.request.watch for _, slot in rows)
+    limits = (self.config.max_rounds, max_rounds, WATCHED_ROUNDS if is_short else None)
+    return num_draft_tokens, min(limit for limit in limits if limit is not None)
+
+  def _missing(self, rows: list[tuple[int, Slot]]) -> tuple[int, int]:
+    """Chunks and prefill calls that the draft needs before it can draft."""
+    if self._controller.is_fixed:
+      return 0, 0  # it drafts in every call, or in none
+    lacking = {number: slot for number, slot in rows if slot.lacks_draft}
+    prefills = len(list(self._batches(lacking)))
+    fed = self._progress.fed.copy()
+    fed[list(lacking)] = 0
+    lag = max(int(self._progress.length[n]) - 1 - int(fed[n]) for n, _ in rows)
+    return max(-(-lag // drafters.CHUNK), 0), prefills
+
+  def _prepare_draft(self, rows: list[tuple[int, Slot]]) -> None:
+    """Does the prefills that the draft has missed, and lets it catch up."""
+    lacking = {number: slot for number, slot in rows if slot.lacks_draft}
+    for batch in self._batches(lacking):
+      self._state = steps.prefill_draft(self.spec, self.served, self._state, batch)
+    for slot in lacking.values():
+      slot.lacks_draft = False
+    self._state = steps.catch_up(self.spec, self.served, self._state)
+
+  def _observe(self, rows: list[tuple[int, Slot]]) -> list[int]:
+    """Reads the progress of a call, informs the controller, and returns ended rows."""
     assert self._state is not None
-    tokens = np.asarray(self._state.tokens[slot])[: int(self._state.length[slot])]
-    count = watch(tokens)
+    before, after = self._progress, read_progress(self._state)
+    done = {
+      name: getattr(after, name) - getattr(before, name)
+      for name in ("rounds", "length", "drafted", "accepted")
+    }
+    self._progress = after
+    self._controller.observe(
+      Call(
+        rounds=int(done["rounds"].max()),
+        emitted=tuple(done["length"].tolist()),
+        judged=tuple(done["drafted"].tolist()),
+        accepted=tuple(done["accepted"].tolist()),
+      )
+    )
+    return [
+      number
+      for number, slot in rows
+      if self._is_stopped_by_watch(number, slot)
+      or after.stop_reason[number] != base.StopReason.RUNNING
+    ]
+
+  def _is_stopped_by_watch(self, number: int, slot: Slot) -> bool:
+    """Calls a row's `Request.watch`, and ends the row if it returns a number."""
+    if slot.request.watch is None:
+      return False
+    assert self._state is not None
+    length = int(self._progress.length[number])
+    count = slot.request.watch(np.asarray(self._state.tokens[number])[:length])
     if count is None:
       return False
     reason = np.int32(base.StopReason.STOP_STRING)
-    self._state = steps.stop_row(self._state, slot, np.int32(count), reason)
+    self._state = steps.stop_row(self._state, number, np.int32(count), reason)
     return True
 
-  def _read(self, slot: int) -> Any:
-    """What `steps.read_row` gives of a row."""
-    request = self._held[slot]
-    assert request is not None and self._state is not None
-    prompt = prompts.pad_prompt(request, self.config, self._program.target.pad_id)
-    return steps.read_row(self._program, self._state, prompt.source, slot)
+  def _collect(self, ended: list[int]) -> list[Finished]:
+    """Returns the answers of finished rows and empties their slots."""
+    # All reads are started before the host waits for the first.
+    reads = [self._read(number) for number in ended]
+    return list(itertools.starmap(self._finish, zip(ended, reads, strict=True)))
 
-  def _take(self, slot: int, read: Any) -> Finished:
-    """The answer of a finished row, whose slot is empty then."""
-    request, (batch, settings, figures) = self._held[slot], read
-    assert request is not None
-    self._held[slot] = None
+  def _read(self, number: int) -> Any:
+    slot = self._slots[number]
+    assert slot is not None and self._state is not None
+    return steps.read_row(self.spec, self._state, slot.prompt.source, number)
+
+  def _finish(self, number: int, read: Any) -> Finished:
+    slot, (batch, settings, figures) = self._slots[number], read
+    assert slot is not None
+    self._slots[number] = None
     tokens, length, reason, counters = jax.tree.map(
       lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
     )
-    self._drafting.release(slot, int(length))
+    self._controller.release(number, int(length))
     return Finished(
-      request=request,
+      request=slot.request,
       tokens=tokens[:length],
       stop_reason=base.StopReason(int(reason)),
       target_calls=int(counters.rounds),
       drafted=int(counters.drafted),
       accepted=int(counters.accepted),
       accepted_per_position=tuple(counters.accepted_per_position.tolist()),
-      milliseconds=self._milliseconds[slot],
+      milliseconds=slot.milliseconds,
       batch=batch,
       settings=settings,
       draft_version=self.draft_version,

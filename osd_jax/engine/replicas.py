@@ -1,4 +1,4 @@
-"""Rows held by other processes: replicas that serve, and one process that learns.
+"""Replicas: other processes serve, and this one learns.
 
     driver                                    replicas (Ray actors), each with its pair
     waiting --- requests, newest draft --->   Engine.step()
@@ -6,9 +6,13 @@
        |
        +--> buffer, updates --> next draft
 
-Requests and drafts go out, answers with their records come back; a replica never hears
-of another. The driver alone knows who holds what. So where a replica is lost, its
-requests are given to others, and every request is answered, and learnt from, once.
+Requests and drafts go out, answers with their records come back, and replicas do not
+communicate with each other. Only the driver knows which replica holds which request. So
+if a replica is lost, the driver gives its requests to others, and every request is
+answered and learnt from once.
+
+`Replicas` has the surface of `Engine` that a server uses: check, submit, step, swap,
+clear, warm_up, state, structure, restore, messages and close.
 """
 
 import collections
@@ -25,31 +29,38 @@ import numpy as np
 from osd_jax import base, pairs, sharding
 from osd_jax.engine.engine import Engine
 from osd_jax.engine.requests import DecodingConfig, Finished, Request
-from osd_jax.engine.rows import Rows
 
-_LIVES = 3  # replicas that may be lost one after the other without an answer between
+_LIVES = 3  # replicas that may be lost in a row, without an answer in between
 _INHERITED = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplicaConfig(base.Config):
-  """Processes that serve beside the one that learns; they need the extra `replicas`.
+class ReplicaConfig:
+  """Processes that serve while this one learns; they need the extra `replicas`.
 
   Attributes:
     count: replicas, each with `DecodingConfig.rows` rows; 0: this process serves.
-    cpus: cores of its host that each one takes; 0: they share what there is.
-    gpus: likewise GPUs.
-    tpus: likewise chips.
+    cpus: CPU cores that Ray reserves for each replica; 0 reserves none.
+    gpus: GPUs that Ray reserves for each replica.
+    tpus: TPU chips that Ray reserves for each replica.
   """
 
-  count: base.CountOrZero = 0
-  cpus: base.NonNegative = 0.0
-  gpus: base.NonNegative = 0.0
-  tpus: base.NonNegative = 0.0
+  count: int = 0
+  cpus: float = 0.0
+  gpus: float = 0.0
+  tpus: float = 0.0
+
+  def __post_init__(self):
+    base.check_types(self)
+    base.check_counts(self, "count", least=0)
+    shares = {
+      name: (getattr(self, name) >= 0, "0 or more") for name in ("cpus", "gpus", "tpus")
+    }
+    base.check_fields(self, shares)
 
 
 class Replica:
-  """What runs in an actor: a pair of its own and the rows that it serves."""
+  """Runs in an actor: a pair of its own and the engine that serves it."""
 
   def __init__(
     self,
@@ -61,62 +72,70 @@ class Replica:
     """Loads nothing yet.
 
     Args:
-      settings: of JAX.
-      pair: files of the pair, which the replica's host sees under the same names.
-      decoding: shapes.
-      partition: mesh of its devices.
+      settings: values for `jax.config`.
+      pair: files of the pair; the replica's host has them under the same names.
+      decoding: shapes of decoding.
+      partition: mesh of the replica's devices.
     """
     self._settings = settings
     self._given = pair, decoding, partition
 
   def load(self) -> list[Finished]:
-    """Loads the pair and compiles everything; answers to made-up requests."""
+    """Loads the pair and compiles everything; returns answers to made-up requests."""
     for name, value in self._settings.items():
       jax.config.update(name, value)
     given, decoding, partition = self._given
     partitioner = sharding.make(partition)
     pair = pairs.load_pair(given, partitioner)
     models = pair.target, pair.target_params, pair.draft, pair.draft_params
-    self._slots = Engine(decoding, *models, partitioner)
+    self._engine = Engine(decoding, *models, partitioner)
     self._draft, self._frozen = pair.draft, pair.draft.split(pair.draft_params)[1]
-    return [_on_host(done) for done in self._slots.warm_up()]
+    return [_on_host(done) for done in self._engine.warm_up()]
 
   def step(
     self, requests: list[Request], draft: tuple[Any, ...] | None, expecting: bool
   ) -> list[Finished]:
-    """One turn of its rows; see `Engine.step`.
+    """Runs one turn of its rows; see `Engine.step`.
 
     Args:
-      requests: to be put into free rows.
-      draft: (trained parameters, version, shortlist) to serve from now on; None keeps.
-      expecting: more may come soon.
+      requests: new requests for free rows.
+      draft: (trained parameters, version, shortlist) of a new draft; None keeps the
+        present one.
+      expecting: see `Engine.expecting`.
     """
     if draft is not None:
       trained, version, shortlist = draft
       params = self._draft.join(trained, self._frozen)
-      self._slots.swap(params, version, shortlist)
+      self._engine.swap(params, version, shortlist)
     for request in requests:
-      self._slots.submit(request)
-    self._slots.expecting = expecting
-    return [_on_host(done) for done in self._slots.step()]
+      self._engine.submit(request)
+    self._engine.expecting = expecting
+    return [_on_host(done) for done in self._engine.step()]
 
 
 @dataclasses.dataclass(eq=False)
 class _Handle:
-  """What the driver knows of a replica: who it is, what it holds, what it was told."""
+  """The driver's record of a replica.
+
+  Attributes:
+    actor: the Ray actor.
+    held: requests that it has not answered, by serial number.
+    draft: serial number of the draft that it serves.
+  """
 
   actor: Any
   held: dict[int, Request] = dataclasses.field(default_factory=dict)
   draft: int = 0
 
 
-class Replicas(Rows):
-  """B rows on each of N replicas; learning and metering stay with who owns this.
+class Replicas:
+  """B rows on each of N replicas.
 
   Attributes:
     config: shapes of decoding.
-    draft_version: of the draft that replicas are told to serve.
+    draft_version: version of the newest draft that replicas get.
     shortlist: [N] int32, the tokens that its output head covers; None: all.
+    expecting: see `Engine.expecting`; every replica has a value of its own.
   """
 
   def __init__(
@@ -127,29 +146,31 @@ class Replicas(Rows):
     pair: pairs.Pair,
     partition: sharding.PartitionConfig,
   ):
-    """Starts the actors; they load while the caller goes on.
+    """Starts the actors, which load in the background.
 
     Args:
-      replicas: how many, and what each takes.
-      decoding: shapes of each.
+      replicas: number of replicas, and the resources of each.
+      decoding: shapes of each replica.
       given: files of the pair.
-      pair: the same, loaded here.
-      partition: mesh of each.
+      pair: the pair, loaded in this process.
+      partition: mesh of each replica.
 
     Raises:
-      InputError: Ray is not installed, or the pair has no files.
+      InputError: Ray is not installed, the pair has no files, or several processes run
+        as one program.
     """
     if not isinstance(given, pairs.PairConfig):
       raise base.InputError(
-        "ReplicaConfig: received a loaded pair, expected a PairConfig: replicas read"
-        " its files for themselves."
+        "ReplicaConfig: received a loaded pair, expected a PairConfig, because every"
+        " replica reads the files itself."
       )
     if jax.process_count() > 1:
       raise base.InputError(
-        f"ReplicaConfig.count: received {replicas.count}, expected 0 where several"
-        " processes are one program; replicas are programs of their own."
+        f"ReplicaConfig.count: received {replicas.count}, expected 0 with several"
+        " processes (--multihost): each replica is a separate program."
       )
-    self._ray, self._began = _ray()
+    self.expecting = False
+    self._ray, self._started_ray = _ray()
     self.config, self._pair = decoding, pair
     self._vocab_size = pair.target.vocab_size
     self.draft_version, self.shortlist = 0, None
@@ -179,15 +200,15 @@ class Replicas(Rows):
 
   @property
   def in_flight(self) -> int:
-    """Requests held or waiting."""
+    """Requests in rows or waiting."""
     return len(self._waiting) + sum(len(one.held) for one in self._replicas)
 
   def check(self, request: Request) -> None:
-    """Raises `InputError` where a request cannot be decoded; see `Request.check`."""
+    """Raises `InputError` if a request cannot be decoded; see `Request.check`."""
     if request.watch is not None:
       raise base.InputError(
-        "ReplicaConfig: received a request that somebody watches (stop strings, text"
-        " piece by piece), expected none: its tokens are elsewhere until it ends."
+        "ReplicaConfig: received a request with stop strings or streamed text, expected"
+        " neither: its tokens stay in the replica until it ends."
       )
     request.check(self.config.source_lengths[-1], self._vocab_size)
 
@@ -203,7 +224,7 @@ class Replicas(Rows):
     version: int,
     shortlist: np.ndarray | None = None,
   ) -> None:
-    """New draft parameters, which each replica hears of before its next call."""
+    """Sends new draft parameters to each replica before its next call."""
     trained = jax.device_get(self._pair.draft.split(draft_params)[0])
     if shortlist is not None:
       self.shortlist = np.asarray(shortlist, np.int32)
@@ -211,10 +232,10 @@ class Replicas(Rows):
     self._draft_reference = self._ray.put((trained, version, self.shortlist))
 
   def step(self) -> list[Finished]:
-    """Gives waiting requests to replicas, and waits for one of them."""
-    self._hand_out()
+    """Gives waiting requests to replicas, and waits for one replica to return."""
+    self._dispatch()
     replica, answers = self._first()
-    finished = [  # those to the made-up requests of one that has loaded are nobody's
+    finished = [  # answers to warm-up requests are ignored
       dataclasses.replace(done, request=replica.held.pop(done.request.tag))
       for done in answers
       if done.request.tag in replica.held
@@ -226,7 +247,7 @@ class Replicas(Rows):
     """Waits until all replicas have loaded and compiled.
 
     Returns:
-      One's answers to made-up requests, to warm up what comes behind.
+      One replica's answers to made-up requests; see `Engine.warm_up`.
     """
     answers: list[Finished] = []
     while self._running:
@@ -235,7 +256,7 @@ class Replicas(Rows):
     return answers
 
   def clear(self) -> None:
-    """Drops whatever waits or is held; replicas that hold something begin anew."""
+    """Drops all requests; replicas that hold some are restarted."""
     self._waiting.clear()
     for replica in self._replicas:
       if replica.held:
@@ -243,42 +264,41 @@ class Replicas(Rows):
         self._restart(replica)
 
   def close(self) -> None:
-    """Ends the replicas."""
+    """Stops the replicas."""
     for replica in self._replicas:
       self._ray.kill(replica.actor)
-    if self._began:
+    if self._started_ray:
       self._ray.shutdown()
     self._replicas, self._running = [], {}
     self._waiting.clear()
 
   def messages(self) -> list[str]:
-    """Replicas that were lost since this was last asked."""
+    """Returns, once, a message for each replica that was lost."""
     said, self._messages = self._messages, []
     return said
 
   def state(self) -> tuple[None, dict[str, Any]]:
-    """What a checkpoint keeps: requests without an answer. They are decoded anew."""
+    """Returns what a checkpoint keeps: unanswered requests, to be decoded again."""
     unanswered = dict(self._waiting)
     for replica in self._replicas:
       unanswered |= replica.held
     return None, {
       "shortlist": None if self.shortlist is None else self.shortlist.tolist(),
       "draft_version": self.draft_version,
-      "bucket": 0,
-      "tags": [],
+      "slots": [],
       "waiting": [unanswered[serial].tag for serial in sorted(unanswered)],
     }
 
   def structure(self, host: dict[str, Any]) -> None:
-    """Nothing is read into.
+    """Returns None, because no arrays are saved.
 
     Raises:
-      InputError: the checkpoint is of a process that held the rows itself.
+      InputError: the checkpoint is from a run without replicas.
     """
-    if host["tags"]:
+    if host["slots"]:
       raise base.InputError(
-        "ReplicaConfig.count: received replicas for a run whose rows one process held,"
-        " expected 0; go on without replicas, or begin a run in a new directory."
+        "ReplicaConfig.count: received replicas for a run that was started without,"
+        " expected 0; continue without replicas, or start a run in a new directory."
       )
 
   def restore(
@@ -288,16 +308,16 @@ class Replicas(Rows):
     request_of: Callable[[Any], Request],
     draft_params: base.Params,
   ) -> None:
-    """Continues from what `state` gave."""
-    self.restore_draft(host, draft_params)
+    """Continues from the result of `state`."""
+    self.swap(draft_params, host["draft_version"], host["shortlist"])
     for tag in host["waiting"]:
       self.submit(request_of(tag))
 
   def _first(self) -> tuple[_Handle, list[Finished]]:
-    """Waits for a call of any replica; one that is lost is replaced.
+    """Waits for a call of any replica; replaces a replica that was lost.
 
     Returns:
-      The replica, and what it gave.
+      The replica, and the answers of its call.
     """
     (reference,), _ = self._ray.wait(list(self._running), num_returns=1)
     replica = self._running.pop(reference)
@@ -307,7 +327,7 @@ class Replicas(Rows):
       self._replace(replica, error)
       return replica, []
     except self._ray.exceptions.RayTaskError as error:
-      raise error.cause from None  # what was raised there, as if it were here
+      raise error.cause from None  # as if it was raised here
 
   def _started(self) -> _Handle:
     replica = _Handle(self._make())
@@ -315,32 +335,32 @@ class Replicas(Rows):
     return replica
 
   def _restart(self, replica: _Handle) -> None:
-    """A new process in the place of one that is gone."""
+    """Starts a new process in place of a lost one."""
     self._running = {r: one for r, one in self._running.items() if one is not replica}
     replica.actor, replica.held, replica.draft = self._make(), {}, 0
     self._running[replica.actor.load.remote()] = replica
 
   def _replace(self, replica: _Handle, error: Exception) -> None:
-    """Gives what a lost replica held to the others, first of all that waits."""
+    """Moves the requests of a lost replica to the front of the queue."""
     self._lost_in_turn += 1
     reason = str(error).strip().splitlines()[-1].partition(". ")[0].rstrip(".")
     if self._lost_in_turn > _LIVES:
       raise base.UserError(
-        f"replicas: {self._lost_in_turn} were lost one after the other without an"
-        f" answer between ({reason}); see Ray's own logs, then repeat the command."
+        f"replicas: {self._lost_in_turn} replicas were lost in a row without answering"
+        f" ({reason}); see Ray's logs, then repeat the command."
       )
     for serial in sorted(replica.held, reverse=True):
       self._waiting.appendleft((serial, replica.held[serial]))
     number = self._replicas.index(replica) + 1
     count = len(replica.held)
     self._messages.append(
-      f"Replica {number} was lost ({reason}); its {count} requests go to others, and a"
-      " new one takes its place."
+      f"Replica {number} was lost ({reason}); its {count} requests go to other"
+      " replicas, and a new replica replaces it."
     )
     self._restart(replica)
 
-  def _hand_out(self) -> None:
-    """Starts a call of every replica that has something to do and is not at it."""
+  def _dispatch(self) -> None:
+    """Starts a call of every idle replica that holds requests."""
     busy = set(self._running.values())
     idle = [one for one in self._replicas if one not in busy]
     given: dict[_Handle, list[Request]] = {replica: [] for replica in idle}
@@ -353,8 +373,8 @@ class Replicas(Rows):
       given[emptiest].append(dataclasses.replace(request, tag=serial))
     for replica, requests in given.items():
       if replica.held:
-        told = replica.draft == self._drafts
-        draft = None if told else self._draft_reference
+        is_current = replica.draft == self._drafts
+        draft = None if is_current else self._draft_reference
         replica.draft = self._drafts
         expecting = len(replica.held) < self.config.rows
         call = replica.actor.step.remote(requests, draft, expecting)
@@ -362,10 +382,10 @@ class Replicas(Rows):
 
 
 def _ray() -> tuple[Any, bool]:
-  """Ray, connected; and whether it was begun here.
+  """Returns Ray, connected, and whether it was started here.
 
   Raises:
-    InputError: it is not installed.
+    InputError: Ray is not installed.
   """
   try:
     import ray
@@ -378,11 +398,11 @@ def _ray() -> tuple[Any, bool]:
   before = signal.getsignal(signal.SIGTERM)
   ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
   if threading.current_thread() is threading.main_thread():
-    signal.signal(signal.SIGTERM, before)  # Ray would end the process by itself
+    signal.signal(signal.SIGTERM, before)  # Ray would end the process
   return ray, True
 
 
 def _on_host(done: Finished) -> Finished:
-  """An answer whose arrays can travel."""
+  """Copies an answer's arrays to the host, so that they can be sent."""
   batch, settings = jax.device_get((done.batch, done.settings))
   return dataclasses.replace(done, batch=batch, settings=settings)

@@ -1,19 +1,63 @@
-"""What goes into decoding and what comes out: configs, requests, answers."""
+"""What users pass and get: configs, prompts, requests and answers.
+
+A request changes form four times: a text or `Prompt`, a `Request`, a row of
+`DecodeState`, and an `Answer` (`Finished` for callers that work with tokens).
+"""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from osd_jax import base
+from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import accept, sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine.adaptive import AdaptiveConfig
+from osd_jax.decoding.rounds import DecodeSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodingConfig(base.Config):
+class AdaptiveConfig:
+  """K chosen between two calls, from measured costs and the running acceptance.
+
+  Attributes:
+    candidates: the Ks to choose from, including 0 (plain decoding); those above
+      `DecodingConfig.num_draft_tokens` are left out. One compilation each.
+    costs: one table for each of `DecodingConfig.source_lengths`, for greedy and sampled
+      rows alike. Without tables, both are measured before the first call. A run repeats
+      exactly only with given tables.
+  """
+
+  candidates: tuple[int, ...] = (0, 1, 3, 5, 7)
+  costs: tuple[RoundCosts, ...] = ()
+
+  def __post_init__(self):
+    largest = state_lib.MAX_DRAFT_TOKENS
+    known = sorted(set(self.candidates) & set(range(largest + 1)))
+    checks = {
+      "candidates": (
+        list(self.candidates) == known and known[:1] == [0] and len(known) > 1,
+        f"0 and other integers up to {largest}, ascending",
+      ),
+      "costs": (
+        all(len(table.round_ms) == len(known) for table in self.costs),
+        "tables whose round_ms has one entry for each candidate",
+      ),
+    }
+    base.check_fields(self, checks)
+
+  def up_to(self, num_draft_tokens: int) -> "AdaptiveConfig":
+    """Drops the candidates above K, and their costs."""
+    kept = sum(k <= num_draft_tokens for k in self.candidates)
+    costs = tuple(
+      dataclasses.replace(table, round_ms=table.round_ms[:kept]) for table in self.costs
+    )
+    return dataclasses.replace(self, candidates=self.candidates[:kept], costs=costs)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingConfig:
   """Shapes of decoding, and how much is drafted.
 
   >>> DecodingConfig(source_lengths=(64, 16)).bucket(20)
@@ -23,49 +67,84 @@ class DecodingConfig(base.Config):
     rows: B, requests in flight.
     num_draft_tokens: K in 1..8; with `adaptive` the largest.
     acceptance_rule: a key of `accept.RULES`, or an `accept.Rule` of your own.
-      "rejection" accepts most; by "coupling" sampled outputs too are plain decoding's,
-      whatever the draft.
-    source_lengths: buckets S that prompts are padded to; a batch holds one bucket.
+      "rejection" accepts most; with "coupling" sampled outputs, too, equal plain
+      decoding's, whatever the draft.
+    source_lengths: buckets S that prompts are padded to; all rows in flight share one.
     target_length: T, upper limit of every request's length limit.
     record_top_k: k, entries kept of every target distribution; 0 records nothing,
       V or more keeps full rows.
-    max_rounds: rounds after which a call returns to the host although no row has
+    max_rounds: rounds after which a call returns to the host even if no row has
       finished; bounds how long a swap or a new request waits.
-    adaptive: chooses K between two calls, plain decoding included; None keeps K.
+    adaptive: chooses K between two calls, including plain decoding; None keeps K.
   """
 
-  rows: base.Count = 1
-  num_draft_tokens: Annotated[int, base.Between(1, state_lib.MAX_DRAFT_TOKENS)] = 5
-  acceptance_rule: Annotated[str, base.OneOf(*accept.RULES)] | accept.Rule = "rejection"
-  source_lengths: Annotated[
-    tuple[Annotated[int, base.AtLeast(2)], ...], base.NonEmpty("integers >= 2")
-  ] = (64,)
-  target_length: base.Count = 96
-  record_top_k: base.CountOrZero = 64
-  max_rounds: base.Count = 256
+  rows: int = 1
+  num_draft_tokens: int = 5
+  acceptance_rule: str | accept.Rule = "rejection"
+  source_lengths: tuple[int, ...] = (64,)
+  target_length: int = 96
+  record_top_k: int = 64
+  max_rounds: int = 256
   adaptive: AdaptiveConfig | None = None
 
-  def checks(self):
-    lengths, most = self.source_lengths, self.num_draft_tokens
-    return {
-      "source_lengths": (list(lengths) == sorted(set(lengths)), "ascending integers"),
-      "adaptive": (
-        self.adaptive is None or self._takes(self.adaptive),
-        f"a candidate in 1..{most} (num_draft_tokens) and no costs or one table for"
-        f" each of the {len(lengths)} source_lengths",
-      ),
-    }
+  def __post_init__(self):
+    base.check_counts(self, "rows", "target_length", "max_rounds")
+    base.check_counts(self, "record_top_k", least=0)
+    lengths, adaptive = self.source_lengths, self.adaptive
+    base.check_fields(
+      self,
+      {
+        "num_draft_tokens": (
+          base.is_count(self.num_draft_tokens)
+          and self.num_draft_tokens <= state_lib.MAX_DRAFT_TOKENS,
+          f"an integer in 1..{state_lib.MAX_DRAFT_TOKENS}",
+        ),
+        "acceptance_rule": (
+          isinstance(self.acceptance_rule, accept.Rule)
+          or self.acceptance_rule in accept.RULES,
+          f"one of {sorted(accept.RULES)}, or an accept.Rule",
+        ),
+        "source_lengths": (
+          lengths and all(base.is_count(length, 2) for length in lengths),
+          "a tuple of integers >= 2",
+        ),
+        "adaptive": (
+          adaptive is None
+          or (
+            adaptive.candidates[1] <= self.num_draft_tokens
+            and len(adaptive.costs) in (0, len(lengths))
+          ),
+          f"a candidate in 1..{self.num_draft_tokens} (num_draft_tokens), and no costs"
+          f" or one table for each of the {len(lengths)} source_lengths",
+        ),
+      },
+    )
+    object.__setattr__(self, "source_lengths", tuple(sorted(lengths)))
 
   def bucket(self, count: int) -> int:
-    """The smallest of `source_lengths` that holds a prompt of `count` tokens."""
+    """Returns the smallest of `source_lengths` that holds `count` prompt tokens."""
     return next(length for length in self.source_lengths if length >= count)
 
+  def spec(
+    self, target: base.Model, draft: base.Model | None = None, partitioner: Any = None
+  ) -> DecodeSpec:
+    """Returns the static description that every compiled call takes."""
+    return DecodeSpec.of(
+      target,
+      draft,
+      partitioner,
+      rows=self.rows,
+      target_length=self.target_length,
+      record_top_k=self.record_top_k,
+      rule=self.acceptance_rule,
+    )
+
   def check_sources(self, config: Any, field: str) -> None:
-    """Raises InputError where a `source_length` is longer than every bucket.
+    """Raises InputError if a `source_length` is longer than every bucket.
 
     Args:
-      config: that has it.
-      field: where the config itself stands, for the error's text.
+      config: a config with a field `source_length`.
+      field: path of that config, for the error's text.
     """
     received, longest = config.source_length, self.source_lengths[-1]
     if received > longest:
@@ -75,33 +154,18 @@ class DecodingConfig(base.Config):
       )
 
   def check(self, model: base.Model) -> None:
-    """Raises InputError where the longest prompt and output are too many tokens."""
+    """Raises InputError if the longest prompt and output exceed a model's positions."""
     longest = self.source_lengths[-1] + self.target_length
     if model.max_positions and longest > model.max_positions:
       raise base.InputError(
         f"decoding: DecodingConfig.source_lengths {self.source_lengths} and"
-        f" target_length {self.target_length} are {longest} tokens, expected at most"
-        f" the {model.max_positions} that the {model.name} can place; lower one of"
-        " them."
+        f" target_length {self.target_length} add up to {longest} tokens, but the"
+        f" {model.name} has {model.max_positions} positions; lower one of them."
       )
-
-  def shapes(self) -> "DecodingConfig":
-    """What is compiled into every call: all but K and numbers of rounds."""
-    plain = DecodingConfig()
-    return dataclasses.replace(
-      self,
-      num_draft_tokens=plain.num_draft_tokens,
-      max_rounds=plain.max_rounds,
-      adaptive=None,
-    )
-
-  def _takes(self, adaptive: AdaptiveConfig) -> bool:
-    some = adaptive.candidates[1] <= self.num_draft_tokens
-    return some and len(adaptive.costs) in (0, len(self.source_lengths))
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingConfig(base.Config):
+class SamplingConfig:
   """Sampling of every request of a run; see `base.SamplingSettings`.
 
   Attributes:
@@ -112,26 +176,35 @@ class SamplingConfig(base.Config):
   """
 
   temperature: float = 0.0
-  top_k: base.CountOrZero = 0
-  top_p: Annotated[float, base.Between(1e-30, 1)] = 1.0
-  seed: Annotated[int, base.Between(0, 2**32 - 1)] = 0
+  top_k: int = 0
+  top_p: float = 1.0
+  seed: int = 0
 
-  def checks(self):
-    # Smaller numbers than 1e-30 underflow float32: they would read as 0.
-    is_warm = 1e-30 <= self.temperature <= 1e30
-    return {
-      "temperature": (
-        self.temperature == 0 or is_warm,
-        "0, or a number in 1e-30..1e30",
-      )
-    }
+  def __post_init__(self):
+    # Smaller numbers underflow in float32: they would read as greedy, or as no mass.
+    warm = _is_number(self.temperature) and 1e-30 <= self.temperature <= 1e30
+    base.check_fields(
+      self,
+      {
+        "temperature": (self.temperature == 0 or warm, "0, or a number in 1e-30..1e30"),
+        "top_k": (base.is_count(self.top_k, 0), "an integer >= 0 (0 keeps all)"),
+        "top_p": (
+          _is_number(self.top_p) and 1e-30 <= self.top_p <= 1,
+          "a number in 1e-30..1 (1 keeps all)",
+        ),
+        "seed": (
+          base.is_count(self.seed, 0) and self.seed < 2**32,
+          "an integer in 0..2**32 - 1",
+        ),
+      },
+    )
 
   def of_request(self, index: int) -> "SamplingConfig":
-    """The sampling of the index-th request, with a seed of its own."""
+    """Returns the sampling of the index-th request, which has its own seed."""
     return dataclasses.replace(self, seed=(self.seed + index) % 2**32)
 
   def settings(self, max_length: int) -> base.SamplingSettings:
-    """The same as arrays of one row."""
+    """Returns the same as arrays of one row."""
     return sampling.make_settings(
       1,
       temperature=self.temperature,
@@ -142,17 +215,92 @@ class SamplingConfig(base.Config):
     )
 
 
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """A text to answer, with its own settings.
+
+  >>> Prompt("Which singers are older than 30?", temperature=0.7, seed=3).sampling.seed
+  3
+
+  Attributes:
+    text: the prompt.
+    temperature: 0 is greedy.
+    top_k: 0 keeps all.
+    top_p: 1 keeps all.
+    seed: seed of its draws.
+    max_length: largest number of tokens; None takes `DecodingConfig.target_length`.
+    stop: texts that end the answer; it is cut before the first of them.
+    learn: False excludes it from the draft's learning.
+  """
+
+  text: str
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  seed: int = 0
+  max_length: int | None = None
+  stop: tuple[str, ...] = ()
+  learn: bool = True
+
+  def __post_init__(self):
+    if isinstance(self.stop, list):
+      object.__setattr__(self, "stop", tuple(self.stop))
+    limit, stop = self.max_length, self.stop
+    base.check_fields(
+      self,
+      {
+        "text": (isinstance(self.text, str) and self.text.strip(), "a non-empty text"),
+        "max_length": (
+          limit is None or base.is_count(limit),
+          "an integer >= 1, or None",
+        ),
+        "stop": (
+          isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop),
+          "a tuple of non-empty texts",
+        ),
+      },
+    )
+    _ = self.sampling  # checks itself
+
+  @property
+  def sampling(self) -> SamplingConfig:
+    """The sampling part of the settings."""
+    return SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed)
+
+  @classmethod
+  def of(cls, given: Any, index: int, settings: Mapping[str, Any]) -> "Prompt":
+    """Returns the index-th prompt of a call; texts take its settings and seed + index.
+
+    Raises:
+      InputError: `given` is neither a text nor a Prompt, or a setting is invalid.
+    """
+    if isinstance(given, cls):
+      return given
+    known = {field.name for field in dataclasses.fields(cls)} - {"text"}
+    for name in settings:
+      if name not in known:
+        raise base.InputError(
+          f"generate: received a setting {name!r}, expected some of {sorted(known)}."
+        )
+    prompt = cls(given, **settings)
+    return dataclasses.replace(prompt, seed=prompt.sampling.of_request(index).seed)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-  """One prompt to answer.
+  """One prompt in tokens.
 
   Attributes:
     tokens: [n] int32, prompt with end-of-sequence.
     sampling: how to draw; its seed is the request's own.
     max_length: at most this many tokens are emitted; None takes T.
-    tag: anything the caller wants back with the answer.
-    watch: shown the tokens emitted so far [m] after every call, which is short then; a
-      number ends the request behind that many of them.
+    tag: any value; it is returned with the answer.
+    watch: called after every call with the tokens emitted so far [m]; calls are short
+      then. If it returns a number, the request ends after that many tokens.
   """
 
   tokens: np.ndarray
@@ -162,15 +310,15 @@ class Request:
   watch: Callable[[np.ndarray], int | None] | None = None
 
   def check(self, longest: int, vocab_size: int) -> None:
-    """Raises where it cannot be decoded.
+    """Raises if the request cannot be decoded.
 
     Args:
-      longest: tokens of the longest prompt.
+      longest: largest number of prompt tokens.
       vocab_size: V.
 
     Raises:
-      InputError: the prompt is empty, too long or no ids of the vocabulary, or the
-        length limit is no integer >= 1.
+      InputError: the prompt is empty, too long or has ids outside the vocabulary, or
+        the length limit is not an integer >= 1.
     """
     tokens = np.asarray(self.tokens)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -201,16 +349,16 @@ class Finished:
 
   Attributes:
     request: the request.
-    tokens: [n] int32, emitted, end-of-sequence included.
+    tokens: [n] int32, emitted, including end-of-sequence.
     stop_reason: why it ended.
-    target_calls: verifications (plain decoding: steps) it took.
+    target_calls: number of verifications (plain decoding: steps).
     drafted: drafted tokens that were judged and could be emitted.
-    accepted: of those, accepted.
+    accepted: drafted tokens that were accepted and emitted.
     accepted_per_position: [8] rounds that accepted the i-th drafted token.
     milliseconds: wall time of its prefill and of its share of the calls.
-    batch: the same as a `DistillationBatch` of one row; records None if off.
+    batch: the same as a `DistillationBatch` of one row; records are None if off.
     settings: [1] sampling it was decoded with.
-    draft_version: of the draft that served when it ended.
+    draft_version: version of the draft that served when it ended.
   """
 
   request: Request
@@ -224,3 +372,117 @@ class Finished:
   batch: base.DistillationBatch
   settings: base.SamplingSettings
   draft_version: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+  """The target's answer to a prompt.
+
+  >>> reason = base.StopReason.EOS
+  >>> Answer(0, "Six?", "6", np.array([8, 7, 1]), reason, 2, 3, 1, 4.5, 0)
+  Answer('6', EOS, 1.50 tokens per target call)
+
+  Attributes:
+    index: index of the prompt in its call.
+    prompt: its text.
+    text: the answer, up to a stop string.
+    tokens: [n] int32, emitted, including end-of-sequence.
+    stop_reason: why it ended.
+    target_calls: number of verifications.
+    drafted: drafted tokens that were judged.
+    accepted: drafted tokens that were accepted.
+    milliseconds: wall time of its prefill and of its share of the calls.
+    draft_version: number of updates that the draft had seen when the answer ended.
+  """
+
+  index: int
+  prompt: str
+  text: str
+  tokens: np.ndarray
+  stop_reason: base.StopReason
+  target_calls: int
+  drafted: int
+  accepted: int
+  milliseconds: float
+  draft_version: int
+
+  @property
+  def tokens_per_target_call(self) -> float:
+    """Block efficiency: emitted tokens per verification."""
+    return len(self.tokens) / max(self.target_calls, 1)
+
+  def __repr__(self) -> str:
+    return (
+      f"Answer({self.text!r}, {self.stop_reason.name},"
+      f" {self.tokens_per_target_call:.2f} tokens per target call)"
+    )
+
+  @classmethod
+  def of(cls, index: int, prompt: Prompt, text: str, done: Finished) -> "Answer":
+    """Returns the answer of a finished request."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    copied = {name: getattr(done, name) for name in names - {"index", "prompt", "text"}}
+    return cls(index=index, prompt=prompt.text, text=text, **copied)
+
+
+class TextSoFar:
+  """The text of one request while its tokens are accepted.
+
+  Pieces that were given out are never taken back: the beginning of a stop string, or of
+  a character that takes several tokens, is held until the next tokens decide it.
+  """
+
+  def __init__(self, decode: Callable[[np.ndarray], str], stop: tuple[str, ...] = ()):
+    """Starts with an empty text.
+
+    Args:
+      decode: tokens to text.
+      stop: texts that end the answer.
+    """
+    self._decode, self._stop = decode, stop
+    self._searched = 0  # tokens without a stop string
+    self._text, self._given = "", 0
+
+  def watch(self, tokens: np.ndarray) -> int | None:
+    """Reads the tokens emitted so far, [n]; see `Request.watch`."""
+    if self._stop:
+      for count in range(self._searched + 1, len(tokens) + 1):
+        self._text = self._decode(tokens[:count])
+        if self._stop_at() is not None:
+          return count
+      self._searched = len(tokens)
+    self._text = self._decode(tokens)
+    return None
+
+  def next_piece(self) -> str:
+    """Returns the part of the text that is certain and was not given out yet."""
+    text = self._text[: self._stop_at()].rstrip("\ufffd")
+    return self._give(text[: len(text) - self._undecided(text)])
+
+  def finish(self, tokens: np.ndarray) -> tuple[str, str]:
+    """Returns the whole text, and the part that was not given out yet."""
+    self._text = self._decode(tokens)
+    text = self._text[: self._stop_at()]
+    return text, self._give(text)
+
+  def _give(self, text: str) -> str:
+    piece = text[self._given :]
+    self._given = max(self._given, len(text))
+    return piece
+
+  def _stop_at(self) -> int | None:
+    """Index of the first stop string in the text."""
+    places = [self._text.find(stop) for stop in self._stop]
+    return min((place for place in places if place >= 0), default=None)
+
+  def _undecided(self, text: str) -> int:
+    """Number of characters at the end that may begin a stop string."""
+    return max(
+      (
+        length
+        for stop in self._stop
+        for length in range(1, len(stop))
+        if text.endswith(stop[:length])
+      ),
+      default=0,
+    )

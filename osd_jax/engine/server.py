@@ -1,9 +1,11 @@
-"""The front door: prompts in, the target's answers out, by a draft that may learn.
+"""The front door: prompts in, the target's answers out, with a draft that may learn.
 
-Commands and services stand on this object: it alone submits requests, collects answers
-and swaps drafts. `generate` and `stream` speak text; `turns` and `run` speak tokens.
+Commands and services use this object: it alone submits requests, collects answers and
+swaps drafts. `generate` and `stream` take text; `serve` and `run` take tokens.
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,105 @@ from typing import Any
 import jax
 
 from osd_jax import base, pairs, sharding
+from osd_jax.distillation.buffer import BufferConfig
 from osd_jax.distillation.learner import Learner, LearningConfig, Outcome
+from osd_jax.distillation.losses import LossConfig
+from osd_jax.distillation.optimizers import OptimizerConfig
+from osd_jax.distillation.schedule import ScheduleConfig
+from osd_jax.distillation.update import UpdateConfig
 from osd_jax.engine import agreement
-from osd_jax.engine.answers import Answer, Prompt, TextSoFar, answer_of
-from osd_jax.engine.defaults import DECODING, LEARNING
 from osd_jax.engine.engine import Engine
 from osd_jax.engine.replicas import ReplicaConfig, Replicas
-from osd_jax.engine.requests import DecodingConfig, Finished, Request
-from osd_jax.engine.statistics import Statistics
+from osd_jax.engine.requests import (
+  Answer,
+  DecodingConfig,
+  Finished,
+  Prompt,
+  Request,
+  TextSoFar,
+)
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), sharding.PartitionConfig()
 HERE = ReplicaConfig()
 
+# One bucket, because the learner pads every prompt to the longest one.
+DECODING = DecodingConfig(num_draft_tokens=7)
+# As in `gin_configs/runs/demo.gin`.
+LEARNING = LearningConfig(
+  buffer=BufferConfig(recency_half_life=800.0),
+  update=UpdateConfig(
+    optimizer=OptimizerConfig(
+      learning_rate=8e-4, query_multiplier=0.18, warmup_steps=20
+    ),
+    loss=LossConfig(divergence="jsd", jsd_beta=0.1, num_positions=12, num_tokens=256),
+    steps_per_update=16,
+    num_new=4,
+    num_replay=12,
+    length_multiple=16,
+    ema_decay=0.9,
+  ),
+  schedule=ScheduleConfig(
+    update_interval=4,
+    window=40,
+    flat_tolerance=0.01,
+    pause_after_flat=15,
+    enough=0.95,
+    much_to_gain=0.25,
+  ),
+)
+
+_END: Any = object()  # of an iterator; None means that no request is waiting now
+
+
+@dataclasses.dataclass
+class Statistics:
+  """Totals of a server.
+
+  Attributes:
+    requests: answered requests.
+    tokens: emitted tokens.
+    target_calls: verifications.
+    drafted: drafted tokens that were judged.
+    accepted: drafted tokens that were accepted.
+    milliseconds: time of prefills and calls.
+    updates: updates of the draft.
+  """
+
+  requests: int = 0
+  tokens: int = 0
+  target_calls: int = 0
+  drafted: int = 0
+  accepted: int = 0
+  milliseconds: float = 0.0
+  updates: int = 0
+
+  @property
+  def tokens_per_target_call(self) -> float:
+    """Block efficiency: emitted tokens per verification."""
+    return self.tokens / max(self.target_calls, 1)
+
+  @property
+  def draft_acceptance_rate(self) -> float:
+    """Accepted / drafted tokens."""
+    return self.accepted / max(self.drafted, 1)
+
+  @property
+  def tokens_per_second(self) -> float:
+    """Emitted tokens over the time of decoding."""
+    return 1e3 * self.tokens / max(self.milliseconds, 1e-9)
+
+  def count(self, done: Finished) -> None:
+    """Adds an answered request."""
+    self.requests += 1
+    self.tokens += len(done.tokens)
+    self.target_calls += done.target_calls
+    self.drafted += done.drafted
+    self.accepted += done.accepted
+    self.milliseconds += done.milliseconds
+
 
 class Server:
-  """A target and its draft, answering.
+  """Serves a target with its draft.
 
   >>> prompt = "What is the average rating and the total price of hotels with price"
   >>> prompt += " above 44 and country 'Italy'?"
@@ -34,13 +120,13 @@ class Server:
   ...     print(answer.text)
   SELECT AVG(rating), SUM(price) FROM hotels WHERE price > 44 AND country = 'Italy';
 
-  One thread at a time may use it, for one call at a time; another one may call `learn`
-  meanwhile, `beside` it.
+  Only one thread may use it, for one call at a time. A second thread may call `learn`
+  in the `background` meanwhile.
 
   Attributes:
     pair: target, draft and vocabulary.
-    engine: the rows in flight, `Engine` or `Replicas`.
-    statistics: what was done so far.
+    engine: the rows in flight, an `Engine` or `Replicas`.
+    statistics: totals so far.
   """
 
   def __init__(
@@ -51,18 +137,18 @@ class Server:
     partition: sharding.PartitionConfig = ONE_DEVICE,
     replicas: ReplicaConfig = HERE,
   ):
-    """Loads the pair; what a prompt needs is compiled when one of its length comes.
+    """Loads the pair; calls are compiled when the first prompt of a bucket arrives.
 
     Args:
       pair: files of the pair, the shipped one by default, or a loaded pair; one
         without a draft decodes plainly.
       decoding: rows, K, lengths.
-      learning: how the draft learns where it is asked to.
-      partition: mesh; of every replica, where there are some.
-      replicas: processes that serve in place of this one, which learns.
+      learning: how the draft learns, if it learns.
+      partition: mesh, of each replica if there are replicas.
+      replicas: processes that serve instead of this one, which then only learns.
 
     Raises:
-      InputError: a file is missing or broken, or the three do not belong together.
+      InputError: a file is missing or broken, or the parts do not belong together.
     """
     partitioner = sharding.make(partition)
     self.pair = pairs.load_pair(pair, partitioner)
@@ -81,7 +167,8 @@ class Server:
     self.statistics = Statistics()
     self._learning = learning
     self._learner: Learner | None = None
-    # The newest draft: parameters, version, shortlist. Set by who learns, in one go.
+    # The newest draft: parameters, version, shortlist. The learning thread sets it in
+    # one assignment; the serving thread swaps it in between two calls.
     self._pending_draft: tuple[base.Params, int, Any] | None = None
     self._is_answering = self._is_closed = False
 
@@ -93,10 +180,10 @@ class Server:
 
   @property
   def learner(self) -> Learner:
-    """The draft that learns, made at its first use.
+    """The learner, made at its first use.
 
     Raises:
-      InputError: there is no draft, or nothing is recorded to learn from.
+      InputError: there is no draft, or no records to learn from.
     """
     if self._learner is None:
       config = self.engine.config
@@ -117,19 +204,18 @@ class Server:
 
   @property
   def draft_params(self) -> base.Params:
-    """Parameters of the draft that serves."""
+    """Parameters of the newest draft."""
     return self.pair.draft_params if self._learner is None else self._learner.serving
 
   @property
   def shortlist(self) -> Any:
     """[N] int32, the tokens that this draft's output head covers; None: all."""
-    return (
-      self.engine.shortlist if self._pending_draft is None else self._pending_draft[2]
-    )
+    pending = self._pending_draft
+    return self.engine.shortlist if pending is None else pending[2]
 
   @property
   def is_learning(self) -> bool:
-    """Whether an update is under way at this moment."""
+    """Whether an update is running."""
     return self._learner is not None and self._learner.is_running
 
   def generate(
@@ -140,62 +226,89 @@ class Server:
     ordered: bool = False,
     **settings: Any,
   ) -> Iterator[Answer]:
-    """Answers prompts; lazily, so that neither they nor the answers need an end.
+    """Answers prompts lazily, so both prompts and answers may be endless.
 
     Args:
-      prompts: texts, or `Prompt`s with settings of their own. As many are taken ahead
-        of the answers as there are rows. None says that at present nothing waits: an
-        iterator over a queue yields it, so that answers under way go on.
+      prompts: texts, or `Prompt`s with their own settings. At most one prompt per row
+        is taken before its predecessors are answered. None means that no prompt is
+        waiting now: an iterator over a queue yields it, so that rows in flight go on.
       learn: the draft learns from the answers.
-      ordered: answers come in the order of the prompts, not as they finish.
+      ordered: yields answers in the order of the prompts, not as they finish.
       **settings: fields of `Prompt` for the texts; the i-th draws with seed + i.
 
     Yields:
-      An answer a prompt.
+      One answer per prompt.
 
     Raises:
-      InputError: a prompt or a setting cannot be used; says which.
+      InputError: a prompt or a setting is invalid; the error names it.
     """
     if isinstance(prompts, str | Prompt):
       prompts = [prompts]
     early: dict[int, Answer] = {}
     place = 0
-    for finished in self._turns(self._requests(prompts, settings)):
-      for done in finished:
-        answer = self._conclude(done, learn)
-        if not ordered:
-          yield answer
-          continue
-        early[answer.index] = answer
-        while place in early:
-          yield early.pop(place)
-          place += 1
+    with self._one_call():
+      for finished in self.serve(self._requests(prompts, settings)):
+        for done in finished:
+          answer = self._answer(done, learn)
+          if not ordered:
+            yield answer
+            continue
+          early[answer.index] = answer
+          while place in early:
+            yield early.pop(place)
+            place += 1
 
   def stream(
     self, prompt: str | Prompt, *, learn: bool = False, **settings: Any
   ) -> Iterator[str]:
-    """The text of one answer, piece by piece while its tokens are accepted.
+    """Yields the text of one answer in pieces, while its tokens are accepted.
 
     Args:
-      prompt: the text, or a `Prompt`.
+      prompt: a text, or a `Prompt`.
       learn: the draft learns from the answer.
       **settings: as in `generate`.
 
     Yields:
       Pieces that together are the answer's text.
     """
-    request = self._request(0, prompt, settings, read_along=True)
-    _, _, text = request.tag
-    for finished in self._turns([request]):
-      piece = text.next_piece()
-      for done in finished:
-        piece += self._conclude(done, learn, piece=True)
-      if piece:
-        yield piece
+    request = self._request(0, prompt, settings, is_streamed=True)
+    _, given, text = request.tag
+    with self._one_call():
+      for finished in self.serve([request]):
+        piece = text.next_piece()
+        for done in finished:
+          piece += text.finish(done.tokens)[1]
+          if learn and given.learn:
+            self.learn(done)
+        if piece:
+          yield piece
 
-  def turns(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
-    """Answers requests of tokens and counts them; see `Engine.turns`."""
-    for finished in self.engine.turns(requests, self._keep_pace):
+  def serve(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
+    """Answers requests of tokens: submits them as rows become free, and collects.
+
+    Args:
+      requests: may be endless; no more are taken than there are free rows. None means
+        that no request is waiting now; rows in flight go on.
+
+    Yields:
+      The requests that finished in each call, possibly none.
+    """
+    coming, request, engine = iter(requests), None, self.engine
+    while True:
+      while engine.in_flight < engine.capacity:
+        request = next(coming, _END)
+        if request is None or request is _END:
+          break
+        engine.submit(request)
+      engine.expecting = request is None and engine.in_flight < engine.capacity
+      if request is _END and not engine.in_flight:
+        return
+      finished: list[Finished] = []
+      if engine.in_flight:
+        self.swap_pending()
+        if self._learner is not None:
+          self._learner.wait_if_behind(engine.in_flight)
+        finished = engine.step()
       for done in finished:
         self.statistics.count(done)
       yield finished
@@ -205,47 +318,50 @@ class Server:
     requests: Sequence[Request],
     on_finished: Callable[[Finished], object] = lambda done: None,
   ) -> list[Finished]:
-    """Answers all requests of tokens, in their order; see `Engine.run`."""
-
-    def counted(done):
-      self.statistics.count(done)
-      on_finished(done)
-
-    return self.engine.run(requests, counted)
+    """Answers all requests of tokens; see `Engine.run`."""
+    for request in requests:
+      self.engine.check(request)
+    answers: dict[int, Finished] = {}
+    for finished in self.serve(requests):
+      for done in finished:
+        on_finished(done)
+        answers[id(done.request)] = done
+    return [answers[id(request)] for request in requests]
 
   def learn(
-    self, done: Finished, overlap: float | None = None, beside: bool = False
+    self, done: Finished, overlap: float | None = None, background: bool = False
   ) -> Outcome | None:
-    """The draft learns from an answer; a draft that is due serves from now on.
+    """Passes an answer to the learner; swaps in a draft whose update has ended.
 
     Args:
       done: the answer.
-      overlap: of the serving draft with it; None measures it.
-      beside: another thread serves meanwhile; it swaps the draft in at its next call.
+      overlap: overlap of the serving draft with it; None measures it.
+      background: another thread serves meanwhile, and swaps the draft in at its next
+        call.
 
     Returns:
-      The update that was swapped in, if one was.
+      The update that was swapped in, if there was one.
     """
     if done.stop_reason == base.StopReason.NOT_FINITE or not len(done.tokens):
-      return None  # says nothing of the target
+      return None  # there is nothing to learn from it
     if overlap is None:
       measured = agreement.of_answer(
         self.pair.draft, self.learner.serving, done, self.shortlist
       )
       overlap = float(jax.device_get(measured.distribution_overlap)[0])
-    return self._swapped(self.learner.observe(done.batch, overlap), beside)
+    return self._publish(self.learner.observe(done.batch, overlap), background)
 
   def finish_learning(self) -> Outcome | None:
-    """Takes the update under way, if there is one."""
-    return None if self._learner is None else self._swapped(self._learner.finish())
+    """Waits for a running update and takes its draft."""
+    return None if self._learner is None else self._publish(self._learner.finish())
 
   def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
-    """Fills the buffer before the first request; a short head is chosen by it."""
+    """Fills the buffer before the first request, and chooses a short head from it."""
     self.learner.seed(batches)
     self.engine.swap(self.draft_params, 0, self.learner.shortlist())
 
   def warm_up(self, learn: bool = False) -> None:
-    """Compiles everything now, for every bucket, so that no request waits for it."""
+    """Compiles the calls of every bucket now, so that no request waits for it."""
     answers = self.engine.warm_up()
     if learn:
       self.learner.warm_up(done.batch for done in answers)
@@ -262,36 +378,32 @@ class Server:
           )
 
   def save(self, path: str | Path) -> Path:
-    """Writes the draft that serves now; `PairConfig.draft` reads the file."""
+    """Writes the newest draft; `PairConfig.draft` reads the file."""
     notes = f"adapted, after {self.statistics.requests} requests"
     return self.pair.save_draft(path, self.draft_params, notes)
 
   def wait(self) -> None:
-    """Waits until nothing runs beside serving."""
+    """Waits until no update is running."""
     if self._learner is not None:
       self._learner.wait()
 
   def close(self) -> None:
-    """Ends learning and drops what is in flight; nothing is left running."""
+    """Ends learning and drops requests in flight."""
     self._is_closed = True
     self.engine.close()
     if self._learner is not None:
       self._learner.close()
 
   def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint keeps: arrays, and what the host knows."""
-    parts: dict[str, tuple[Any, dict[str, Any]]] = {"slots": self.engine.state()}
-    if self._learner is not None:
-      parts["learner"] = self._learner.state()
-    arrays = {name: part[0] for name, part in parts.items()}
-    return arrays, {name: part[1] for name, part in parts.items()}
+    """Returns what a checkpoint keeps: arrays, and the host's part."""
+    parts = {name: part.state() for name, part in self._parts().items()}
+    arrays = {name: arrays for name, (arrays, _) in parts.items()}
+    return arrays, {name: host for name, (_, host) in parts.items()}
 
   def structure(self, host: dict[str, Any]) -> dict[str, Any]:
-    """Shapes of the arrays that `state` gave with `host`."""
-    shapes = {"slots": self.engine.structure(host["slots"])}
-    if "learner" in host:
-      shapes["learner"] = self.learner.structure(host["learner"])
-    return shapes
+    """Returns the shapes of the arrays that `state` gave with `host`."""
+    parts = self._parts("learner" in host)
+    return {name: part.structure(host[name]) for name, part in parts.items()}
 
   def restore(
     self,
@@ -299,13 +411,27 @@ class Server:
     host: dict[str, Any],
     request_of: Callable[[Any], Request],
   ) -> None:
-    """Continues from what `state` gave; `request_of` makes a tag's request again."""
+    """Continues from the result of `state`; `request_of` makes the request of a tag."""
     if "learner" in host:
       self.learner.restore(arrays["learner"], host["learner"])
-    self.engine.restore(arrays["slots"], host["slots"], request_of, self.draft_params)
+    # The engine needs the parameters of the draft that served, which the learner has.
+    self.engine.restore(arrays["engine"], host["engine"], request_of, self.draft_params)
 
-  def _turns(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
-    """`turns`, for one call at a time; whoever leaves early leaves nothing behind."""
+  def swap_pending(self) -> None:
+    """Swaps in the newest draft, on the serving thread."""
+    pending = self._pending_draft
+    if pending is not None and pending[1] != self.engine.draft_version:
+      self.engine.swap(*pending)
+
+  def _parts(self, learns: bool = False) -> dict[str, Any]:
+    """The parts that have a state."""
+    if self._learner is None and not learns:
+      return {"engine": self.engine}
+    return {"engine": self.engine, "learner": self.learner}
+
+  @contextlib.contextmanager
+  def _one_call(self) -> Iterator[None]:
+    """Allows one call at a time; a caller that leaves early drops its requests."""
     if self._is_closed or self._is_answering:
       state = "closed" if self._is_closed else "answering another call"
       raise base.InputError(
@@ -314,7 +440,7 @@ class Server:
       )
     self._is_answering = True
     try:
-      yield from self.turns(requests)
+      yield
     finally:
       self._is_answering = False
       self.engine.clear()
@@ -335,9 +461,9 @@ class Server:
     index: int,
     given: str | Prompt,
     settings: dict[str, Any],
-    read_along: bool = False,
+    is_streamed: bool = False,
   ) -> Request:
-    """The request of a prompt; its tag says what becomes of the answer."""
+    """Returns the request of a prompt; its tag holds what the answer needs."""
     try:
       prompt = Prompt.of(given, index, settings)
       text = TextSoFar(self.pair.vocabulary.decode, prompt.stop)
@@ -346,38 +472,29 @@ class Server:
         sampling=prompt.sampling,
         max_length=prompt.max_length,
         tag=(index, prompt, text),
-        watch=text.watch if prompt.stop or read_along else None,
+        watch=text.watch if prompt.stop or is_streamed else None,
       )
       self.engine.check(request)
     except base.InputError as error:
       raise base.InputError(f"prompt {index}: {error}") from None
     return request
 
-  def _conclude(self, done: Finished, learn: bool, piece: bool = False) -> Any:
-    """The answer, or the last piece of its text; the draft learns from it if asked."""
+  def _answer(self, done: Finished, learn: bool) -> Answer:
+    """Returns the answer of a finished request, after the draft has learnt from it."""
     index, prompt, text = done.request.tag
-    whole, rest = text.finish(done.tokens)
     if learn and prompt.learn:
       self.learn(done)
-    return rest if piece else answer_of(index, prompt, whole, done)
+    return Answer.of(index, prompt, text.finish(done.tokens)[0], done)
 
-  def swap_pending(self) -> None:
-    """Swaps in what was learnt beside serving; called by whoever serves."""
-    handed = self._pending_draft
-    if handed is not None and handed[1] != self.engine.draft_version:
-      self.engine.swap(*handed)
-
-  def _keep_pace(self) -> None:
-    self.swap_pending()
-    if self._learner is not None:
-      self._learner.wait_if_behind(self.engine.in_flight)
-
-  def _swapped(self, outcome: Outcome | None, beside: bool = False) -> Outcome | None:
+  def _publish(
+    self, outcome: Outcome | None, background: bool = False
+  ) -> Outcome | None:
+    """Makes the draft of an update the newest one."""
     if outcome is not None:
       self.statistics.updates += 1
       if outcome.changed:
         shortlist = self.learner.shortlist()
         self._pending_draft = self.learner.serving, outcome.version, shortlist
-        if not beside:
+        if not background:
           self.swap_pending()
     return outcome

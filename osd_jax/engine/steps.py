@@ -1,117 +1,125 @@
-"""The compiled calls behind the slots: prefill into a row, advance all rows, read one.
+"""The compiled calls of an engine, and how prompts are grouped for prefilling.
 
-Every call takes a `Program` as its static argument, `advance` K too: one compilation
-per program, bucket of source lengths, kind of call and K; none for requests, settings,
-versions or numbers of rounds.
+Every call takes a `DecodeSpec` as its static argument, `advance` also K. So there is
+one compilation per spec, bucket of prompt lengths, kind of call and K, and none for new
+requests, settings, draft versions or numbers of rounds.
+
+On a mesh, each part of the "data" axis prefills a prompt of its own, for a row that it
+holds, so that only the sums of split weights travel between devices:
+
+    data = 4, eight rows      part     0      1      2      3
+                              rows    0 1    2 3    4 5    6 7
+    free                                1    2 3             7
+    prompts a, b, c                     a    b               c      one call
+    prompt d                                   d                    the next one
+
+One device is one part, and prefills one prompt at a time.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base, cache, native
+from osd_jax import base, cache
 from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import catch_up as catch_up_lib
-from osd_jax.engine import prompts as prompts_lib
-from osd_jax.engine.prompts import Prompt, PromptBatch
-from osd_jax.engine.requests import DecodingConfig
+from osd_jax.decoding.rounds import DecodeSpec
 
-# What a host reads of the rows; and their settings, which every draft step asks for.
-_READ = ("tokens", "length", "stop_reason", "settings", "counters")
+# A mesh defers prefilling until one in this many of its rows is free, as long as there
+# are enough prompts for all of them.
+_PATIENCE = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-  """What is compiled in.
+class PaddedPrompt(NamedTuple):
+  """A request's prompt as arrays of one row.
 
   Attributes:
-    config: shapes of decoding, `DecodingConfig.shapes()`.
-    target: the target model.
-    draft: the draft model, None for plain decoding.
-    partitioner: a `partitioning.Partitioner`, None for one device.
+    source: [1, S] int32, padded to the longest bucket.
+    settings: [1] sampling.
   """
 
-  config: DecodingConfig
-  target: base.Model
-  draft: base.Model | None
-  partitioner: Any
+  source: np.ndarray
+  settings: base.SamplingSettings
 
-  @property
-  def parts(self) -> int:
-    """Parts of the rows that devices of their own hold; each prefills for itself."""
-    if self.partitioner is None:
-      return 1
-    return self.partitioner.parts(self.config.rows)
 
-  def batches(self, given: Mapping[int, Prompt]) -> Iterator[PromptBatch]:
-    """As few calls as prefill all these prompts, by slot."""
-    return prompts_lib.batches(given, self.config.rows, self.parts)
+class PromptBatch(NamedTuple):
+  """The prompts of one prefill call; P parts.
 
-  def by_part(self, function: Callable[..., Any], *trees: Any) -> Any:
-    """Inside jit: a function of [rows, ...] leaves, for each part on its own."""
-    if self.parts == 1:
-      return function(*trees)
-    return self.partitioner.by_part(function, *trees)
+  Attributes:
+    source: [P, S] int32.
+    settings: [P] sampling.
+    slots: [P] int32; for each part, which of its rows takes the prompt. -1: none does,
+      and the result for this part is dropped.
+  """
 
-  def placed(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
-    """The rows where the partitioner wants them, inside jit."""
-    if self.partitioner is None:
-      return state
-    return jax.lax.with_sharding_constraint(state, self.shardings(state))
+  source: Any  # numpy on the host, a tracer inside a call
+  settings: base.SamplingSettings
+  slots: Any
 
-  def shardings(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
-    """Where the rows are wanted; there is a partitioner.
 
-    What the host reads after every call is everywhere: another host has the rest.
-    """
-    rows = self.partitioner.of_rows(state.replace(draft_cache=None))
-    read = {name: getattr(state, name) for name in _READ}
-    return rows.replace(
-      draft_cache=self.partitioner.of_draft_rows(self.draft, state.draft_cache),
-      **jax.tree.map(lambda _: self.partitioner.replicated, read),
-    )
+def first_free_slots(free: Sequence[int], rows: int, parts: int) -> list[int]:
+  """Returns the first free row of each part, ascending."""
+  first = {slot * parts // rows: slot for slot in reversed(free)}
+  return sorted(first.values())
 
-  def everywhere(self, tree: Any) -> Any:
-    """Inside jit: small arrays, whole on every device."""
-    if self.partitioner is None:
-      return tree
-    return jax.lax.with_sharding_constraint(tree, self.partitioner.replicated)
 
-  @property
-  def draft_is_whole(self) -> bool:
-    """Whether no draft step has to wait for another device's part."""
-    draft, partitioner = self.draft, self.partitioner
-    if draft is None or partitioner is None or draft.frozen:  # its head is the target's
-      return False
-    return partitioner.is_whole(draft)
+def defer_prefill(free: int, waiting: int, rows: int, parts: int) -> bool:
+  """Returns whether to go on decoding until one call can prefill more prompts.
 
-  @contextlib.contextmanager
-  def traced(self) -> Iterator[None]:
-    """Where models and rounds are traced: on a mesh XLA computes all.
+  No row decodes during a prefill, which takes as long for one prompt as for one prompt
+  in every part. So if there is a prompt for every free row, up to an eighth of the rows
+  may stay empty for a while.
 
-    It cannot split a foreign call, and would gather every kernel and cache for it.
-    """
-    if self.partitioner is None:
-      yield
-      return
-    mesh = self.partitioner.mesh.abstract_mesh
-    with native.portable(), jax.sharding.use_abstract_mesh(mesh):
-      yield
+  Args:
+    free: number of rows without a request.
+    waiting: number of prompts.
+    rows: number of rows.
+    parts: number of parts, each of which prefills one prompt at a time.
+  """
+  return parts > 1 and waiting >= free and free * _PATIENCE < rows
+
+
+def prefill_batches(
+  prompts: Mapping[int, PaddedPrompt], bucket: int, rows: int, parts: int
+) -> Iterator[PromptBatch]:
+  """Yields the fewest calls that prefill prompts, given by slot, in a bucket."""
+  left: Collection[int] = sorted(prompts)
+  while left:
+    taken = first_free_slots(left, rows, parts)
+    yield _batch({slot: prompts[slot] for slot in taken}, bucket, rows, parts)
+    left = [slot for slot in left if slot not in taken]
+
+
+def _batch(
+  prompts: Mapping[int, PaddedPrompt], bucket: int, rows: int, parts: int
+) -> PromptBatch:
+  """Returns one call's prompts, at most one for each part."""
+  if parts == 1:
+    ((slot, (source, settings)),) = prompts.items()
+    return PromptBatch(source[:, :bucket], settings, np.asarray([slot], np.int32))
+  size, any_prompt = rows // parts, next(iter(prompts.values()))
+  by_part = {slot // size: (slot % size, prompt) for slot, prompt in prompts.items()}
+  # Every part computes, so a part without a prompt of its own repeats another's.
+  taken = [by_part.get(part, (-1, any_prompt)) for part in range(parts)]
+  source, settings = jax.tree.map(
+    lambda *leaves: np.concatenate(leaves), *(prompt for _, prompt in taken)
+  )
+  slots = np.asarray([slot for slot, _ in taken], np.int32)
+  return PromptBatch(source[:, :bucket], settings, slots)
 
 
 class Served(NamedTuple):
   """Prepared parameters.
 
   Attributes:
-    target: of the target.
-    draft: of the draft, None in plain decoding.
+    target: the target's.
+    draft: the draft's, None in plain decoding.
   """
 
   target: base.Params
@@ -122,17 +130,17 @@ def prepare(
   model: base.Model,
   params: base.Params,
   shortlist: np.ndarray | None = None,
-  program: Program | None = None,
+  spec: DecodeSpec | None = None,
 ) -> base.Params:
-  """The served copy of a model's parameters; see `base.Model.prepare`.
+  """Returns the served copy of a model's parameters; see `base.Model.prepare`.
 
   Args:
     model: target or draft.
     params: its parameters.
-    shortlist: of a draft with a short head.
-    program: that will read the copy; None is one device.
+    shortlist: [N] int32, for a draft with a short head.
+    spec: description of the calls that read the copy; None for one device.
   """
-  with contextlib.nullcontext() if program is None else program.traced():
+  with contextlib.nullcontext() if spec is None else spec.traced():
     return model.prepare(params, *(() if shortlist is None else (shortlist,)))
 
 
@@ -159,101 +167,90 @@ def check_target_states(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def empty(program: Program, served: Served, bucket: int) -> state_lib.DecodeState:
-  """Rows for sources of a bucket's length, all of them empty."""
-  config = program.config
-  source = jnp.zeros((config.rows, bucket), jnp.int32)
-  settings = sampling.make_settings(config.rows, max_length=config.target_length)
-  everyone = PromptBatch(source, settings, jnp.arange(config.rows))
-  shapes = jax.eval_shape(functools.partial(_prefilled, program), served, everyone)
+def empty(spec: DecodeSpec, served: Served, bucket: int) -> state_lib.DecodeState:
+  """Returns empty rows for prompts of a bucket's length."""
+  source = jnp.zeros((spec.rows, bucket), jnp.int32)
+  settings = sampling.make_settings(spec.rows, max_length=spec.target_length)
+  prompts = PromptBatch(source, settings, jnp.arange(spec.rows))
+  shapes = jax.eval_shape(functools.partial(_prefilled, spec), served, prompts)
   state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-  reason = jnp.full((config.rows,), int(base.StopReason.EMPTY), jnp.int32)
-  return program.placed(state.replace(stop_reason=reason))
+  reason = jnp.full((spec.rows,), int(base.StopReason.EMPTY), jnp.int32)
+  return spec.place(state.replace(stop_reason=reason))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def insert(
-  program: Program,
+  spec: DecodeSpec,
   served: Served,
   state: state_lib.DecodeState,
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
-  """Prefills a prompt for every part of the rows and puts each into its row."""
-  rows = _prefilled(program, served, prompts)
-  return program.placed(_inserted(program, state, rows, prompts.slots))
+  """Prefills target and draft, and puts each prompt into its row."""
+  rows = _prefilled(spec, served, prompts)
+  return spec.place(_inserted(spec, state, rows, prompts.slots))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def insert_undrafted(
-  program: Program,
+  spec: DecodeSpec,
   served: Served,
   state: state_lib.DecodeState,
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
   """`insert` without the draft's prefill, which `prefill_draft` does if needed."""
-  rows = _prefilled(dataclasses.replace(program, draft=None), served, prompts)
+  rows = _prefilled(dataclasses.replace(spec, drafter=None), served, prompts)
   others = state.replace(draft_cache=None)
-  found = _inserted(program, others, rows, prompts.slots)
-  return program.placed(found.replace(draft_cache=state.draft_cache))
+  found = _inserted(spec, others, rows, prompts.slots)
+  return spec.place(found.replace(draft_cache=state.draft_cache))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def prefill_draft(
-  program: Program,
+  spec: DecodeSpec,
   served: Served,
   state: state_lib.DecodeState,
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
-  """Prefills the draft for rows that have their prompt; none of their tokens is fed."""
+  """Prefills the draft for rows that have their prompt; feeds none of their tokens."""
   target_states, slots = None, prompts.slots
-  if program.draft is not None and program.draft.state_width:
+  if spec.draft is not None and spec.draft.state_width:
     stored = state.target_cache.target_states
-    target_states = program.by_part(cache.take_row, stored, slots)
-  rows = _draft_prefilled(
-    program, served, _split(program, prompts.source), target_states
-  )
-  found = _inserted(program, state.draft_cache, rows, slots)
-  return program.placed(state.replace(draft_cache=found))
+    target_states = spec.by_part(cache.take_row, stored, slots)
+  rows = _draft_prefilled(spec, served, _split(spec, prompts.source), target_states)
+  found = _inserted(spec, state.draft_cache, rows, slots)
+  return spec.place(state.replace(draft_cache=found))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def catch_up(
-  program: Program, served: Served, state: state_lib.DecodeState
+  spec: DecodeSpec, served: Served, state: state_lib.DecodeState
 ) -> state_lib.DecodeState:
-  """Feeds the draft what it missed in plain steps."""
-  assert program.draft is not None
-  with program.traced():
-    caught_up = catch_up_lib.catch_up(program.draft, served.draft, state)
-  return program.placed(caught_up)
+  """Lets the drafter see the tokens of plain steps; see `Drafter.catch_up`."""
+  assert spec.drafter is not None
+  with spec.traced():
+    draft_cache = spec.drafter.catch_up(served.draft, state.draft_cache, state)
+  return spec.place(state.replace(draft_cache=draft_cache))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def advance(
-  program: Program,
+  spec: DecodeSpec,
   num_draft_tokens: int,
   served: Served,
   max_rounds: jax.Array,
   state: state_lib.DecodeState,
 ) -> state_lib.DecodeState:
   """Runs rounds (K = 0: plain steps) until a row finishes or `max_rounds` passed."""
-  speculation = rounds.Speculation(
-    program.target,
-    program.draft,
-    num_draft_tokens,
-    program.config.acceptance_rule,
-    program.draft_is_whole,
-  )
-  models = served.target, served.draft
-  with program.traced():
-    state = rounds.run_rounds(speculation, *models, max_rounds, state)
-  return program.placed(state)
+  with spec.traced():
+    state = rounds.run_rounds(spec, num_draft_tokens, *served, max_rounds, state)
+  return spec.place(state)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def stop_row(
   state: state_lib.DecodeState, slot: jax.Array, length: jax.Array, reason: jax.Array
 ) -> state_lib.DecodeState:
-  """Ends a row's request behind its first `length` tokens."""
+  """Ends a row's request after its first `length` tokens."""
   return state.replace(
     length=state.length.at[slot].set(length),
     stop_reason=state.stop_reason.at[slot].set(reason),
@@ -262,12 +259,12 @@ def stop_row(
 
 @functools.partial(jax.jit, static_argnums=0)
 def read_row(
-  program: Program,
+  spec: DecodeSpec,
   state: state_lib.DecodeState,
   source: jax.Array,
   slot: jax.Array,
 ) -> tuple[base.DistillationBatch, base.SamplingSettings, Any]:
-  """One row: what the loss wants of it, its settings, and its figures for the host.
+  """Returns a row for the loss, its settings, and its counters for the host.
 
   One compiled call: eager operations would cost the host more than a draft step.
   """
@@ -276,35 +273,34 @@ def read_row(
     return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)
 
   def cut(leaf):
-    return take(leaf)[:, : program.config.target_length]
+    return take(leaf)[:, : spec.target_length]
 
   length = take(state.length)
-  mask = jnp.arange(program.config.target_length)[None] < length[:, None]
+  mask = jnp.arange(spec.target_length)[None] < length[:, None]
   batch = base.DistillationBatch(
     source=source,
-    target=jnp.where(mask, cut(state.tokens), program.target.pad_id),
+    target=jnp.where(mask, cut(state.tokens), spec.target.pad_id),
     mask=mask,
     records=jax.tree.map(cut, state.records),
     weight=jnp.ones((1,), jnp.float32),
-    target_states=_states_of(program, state, source.shape[1], take),
+    target_states=_stored_states(spec, state, source.shape[1], take),
   )
   settings, reason, counters = jax.tree.map(
     take, (state.settings, state.stop_reason, state.counters)
   )
-  return program.everywhere((batch, settings, (length, reason, counters)))
+  return spec.replicate((batch, settings, (length, reason, counters)))
 
 
-def _split(program: Program, source: jax.Array) -> jax.Array:
-  """Sources [P, S], each where its row is."""
-  if program.parts == 1:
+def _split(spec: DecodeSpec, source: jax.Array) -> jax.Array:
+  """Places sources [P, S] where their rows are."""
+  if spec.parts == 1:
     return source
-  rows = program.partitioner.of_rows(source)
-  return jax.lax.with_sharding_constraint(source, rows)
+  return jax.lax.with_sharding_constraint(source, spec.partitioner.of_rows(source))
 
 
-def _inserted(program: Program, tree: Any, rows: Any, slots: jax.Array) -> Any:
-  """Rows [P, ...] at their slots [P] of [B, ...]; nothing where a slot is -1."""
-  if program.parts == 1:
+def _inserted(spec: DecodeSpec, tree: Any, rows: Any, slots: jax.Array) -> Any:
+  """Writes rows [P, ...] at their slots [P] of [B, ...]; a slot of -1 is skipped."""
+  if spec.parts == 1:
     return cache.insert_row(tree, rows, slots)
 
   def inserted(tree, row, slot):
@@ -312,55 +308,46 @@ def _inserted(program: Program, tree: Any, rows: Any, slots: jax.Array) -> Any:
     row = jax.tree.map(lambda old, new: jnp.where(slot < 0, old, new), before, row)
     return cache.insert_row(tree, row, slot)
 
-  return program.by_part(inserted, tree, rows, slots)
+  return spec.by_part(inserted, tree, rows, slots)
 
 
 def _prefilled(
-  program: Program, served: Served, prompts: PromptBatch
+  spec: DecodeSpec, served: Served, prompts: PromptBatch
 ) -> state_lib.DecodeState:
-  """Rows after prefill: both models have read the prompts; empty self caches."""
-  config, source = program.config, _split(program, prompts.source)
-  mask = program.target.mask(source)
-  length = state_lib.buffer_length(config.target_length)
-  with program.traced():
-    target_cache = program.target.prefill(served.target, source, mask, length)
+  """Returns rows whose prompts both models have read, without any output."""
+  source = _split(spec, prompts.source)
+  length = state_lib.buffer_length(spec.target_length)
+  with spec.traced():
+    mask = spec.target.mask(source)
+    target_cache = spec.target.prefill(served.target, source, mask, length)
   draft_cache = None
-  if program.draft is not None:
-    target_states = target_cache.target_states if program.draft.state_width else None
-    draft_cache = _draft_prefilled(program, served, source, target_states)
+  if spec.draft is not None:
+    target_states = target_cache.target_states if spec.draft.state_width else None
+    draft_cache = _draft_prefilled(spec, served, source, target_states)
   return state_lib.initial_state(
-    program.target.starts(source),
+    spec.target.starts(source),
     prompts.settings,
     target_cache,
     draft_cache,
-    config.target_length,
-    config.record_top_k,
-    program.target.vocab_size,
+    spec.target_length,
+    spec.record_top_k,
+    spec.target.vocab_size,
   )
 
 
 def _draft_prefilled(
-  program: Program, served: Served, source: jax.Array, target_states: jax.Array | None
+  spec: DecodeSpec, served: Served, source: jax.Array, target_states: jax.Array | None
 ) -> Any:
-  """The draft's cache after prefill, of length 0.
-
-  Args:
-    program: with a draft.
-    served: prepared parameters.
-    source: [B, S] int32.
-    target_states: [B, S, E], target states of the source, for an attached draft.
-  """
-  assert program.draft is not None
-  length = state_lib.buffer_length(program.config.target_length)
-  read = source if target_states is None else target_states
-  with program.traced():
-    mask = program.draft.mask(source)
-    return program.draft.prefill(served.draft, read, mask, length)
+  """Returns the drafter's state after prefill; see `Drafter.init`."""
+  assert spec.drafter is not None
+  length = state_lib.buffer_length(spec.target_length)
+  with spec.traced():
+    return spec.drafter.init(served.draft, source, target_states, length)
 
 
-def _states_of(program: Program, state, length: int, take) -> jax.Array | None:
-  """Target states of a row, padded to `length`, for an attached draft."""
-  if program.draft is None or not program.draft.state_width:
+def _stored_states(spec: DecodeSpec, state, length: int, take) -> jax.Array | None:
+  """Returns a row's target states padded to `length`, for an attached draft."""
+  if spec.draft is None or not spec.draft.state_width:
     return None
-  target_states = take(state.target_cache.target_states)
-  return jnp.pad(target_states, ((0, 0), (0, length - target_states.shape[1]), (0, 0)))
+  states = take(state.target_cache.target_states)
+  return jnp.pad(states, ((0, 0), (0, length - states.shape[1]), (0, 0)))

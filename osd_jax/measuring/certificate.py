@@ -183,13 +183,13 @@ def finish(verdict: Certificate, directory: runs.RunDirectory) -> bool:
 
 def applies(sampling: SamplingConfig, decoding: DecodingConfig) -> bool:
   """Whether outputs must equal plain decoding's, instead of only having its law."""
-  rule = accept.rule_of(decoding.acceptance_rule)
+  rule = accept.resolve(decoding.acceptance_rule)
   return rule.exact and (sampling.temperature == 0 or rule.coupled)
 
 
 def promise(decoding: DecodingConfig) -> str:
   """A warning if the acceptance rule is not exact, else ""."""
-  if accept.rule_of(decoding.acceptance_rule).exact:
+  if accept.resolve(decoding.acceptance_rule).exact:
     return ""
   return (
     "NOT EXACT by choice: DecodingConfig.acceptance_rule is a rule that does not"

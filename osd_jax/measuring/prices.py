@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from osd_jax.decoding.rounds import DecodeSpec
 from osd_jax.distillation.costs import UpdateCosts
 from osd_jax.engine import steps as calls
 from osd_jax.engine.engine import Engine
-from osd_jax.engine.prompts import Prompt
 from osd_jax.engine.requests import SamplingConfig
 from osd_jax.engine.server import Server
+from osd_jax.engine.steps import PaddedPrompt as Prompt
 from osd_jax.measuring import operations, timing
 
 ROUNDS = 8  # of a timed call, at most: rows may end before
@@ -34,12 +35,12 @@ class Way(NamedTuple):
   """A way to decode.
 
   Attributes:
-    program: what is compiled in.
+    spec: static description of decoding.
     candidates: Ks, ascending; 0 is a plain step.
     served: prepared parameters.
   """
 
-  program: calls.Program
+  spec: DecodeSpec
   candidates: tuple[int, ...]
   served: calls.Served
 
@@ -235,22 +236,20 @@ def hidden_share(
 
 def _ways(slots: Engine) -> list[Way]:
   """As rivals are served, plainly and with a draft, one row each; and as the run is."""
-  shapes = dataclasses.replace(slots.program.config, rows=1)
-  alone = dataclasses.replace(slots.program, config=shapes)
-  unrecorded = dataclasses.replace(shapes, record_top_k=0)
-  plainly = dataclasses.replace(alone, config=unrecorded, draft=None)
+  alone = dataclasses.replace(slots.spec, rows=1)
+  plainly = dataclasses.replace(alone, record_top_k=0, drafter=None)
   found = [
     Way(plainly, (0,), calls.Served(slots.served.target)),
     Way(alone, slots.candidates, slots.served),
-    Way(slots.program, slots.candidates, slots.served),
+    Way(slots.spec, slots.candidates, slots.served),
   ]
-  return found[:2] if alone == slots.program else found
+  return found[:2] if alone == slots.spec else found
 
 
 def _summed_up(way: Way, times: np.ndarray) -> CallPrices:
   """The prices from [candidates, 3] of what `_turn` times."""
   insert, idle, round_ms = times.T
-  rows = way.program.config.rows
+  rows = way.spec.rows
   return CallPrices(
     rows=rows,
     num_draft_tokens=tuple(way.candidates),
@@ -291,25 +290,25 @@ def _turn(
   way: Way, prompt: Prompt, num_draft_tokens: int
 ) -> tuple[float, float, float]:
   """Milliseconds of a prefill, of a call without rounds, and of a round."""
-  program, _, served = way
-  config = program.config
-  everywhere = dict.fromkeys(range(config.rows), prompt)
-  state = calls.empty(program, served, prompt.source.shape[1])
+  spec, _, served = way
+  everywhere = dict.fromkeys(range(spec.rows), prompt)
+  state = calls.empty(spec, served, prompt.source.shape[1])
   jax.block_until_ready(state)
   started = time.perf_counter()
-  for batch in program.batches(everywhere):
-    state = calls.insert(program, served, state, batch)
+  bucket = prompt.source.shape[1]
+  for batch in calls.prefill_batches(everywhere, bucket, spec.rows, spec.parts):
+    state = calls.insert(spec, served, state, batch)
     jax.block_until_ready(state)
   inserted = time.perf_counter()
-  state = calls.advance(program, num_draft_tokens, served, np.int32(0), state)
+  state = calls.advance(spec, num_draft_tokens, served, np.int32(0), state)
   jax.block_until_ready(state)
   idle = time.perf_counter()
-  state = calls.advance(program, num_draft_tokens, served, np.int32(ROUNDS), state)
+  state = calls.advance(spec, num_draft_tokens, served, np.int32(ROUNDS), state)
   jax.block_until_ready(state)
   ended = time.perf_counter()
   rounds = int(np.max(state.counters.rounds))
   spent = (ended - idle) - (idle - inserted)
-  insert = (inserted - started) / config.rows
+  insert = (inserted - started) / spec.rows
   return insert * 1e3, (idle - inserted) * 1e3, spent / max(rounds, 1) * 1e3
 
 

@@ -76,8 +76,8 @@ def estimates(
   prefill, plain_ms, verify_ms, draft_ms = (
     float(made[name].least_ms or 0) for name in names
   )
-  prefill /= plan.program.parts  # that read a prompt each
-  rows = plan.program.config.rows
+  prefill /= plan.spec.parts  # that read a prompt each
+  rows = plan.spec.rows
   schedule = plan.run.learning.schedule
   learns = "slice" in made
   round_ms = drafted * draft_ms + verify_ms

@@ -12,6 +12,7 @@ import numpy as np
 
 from osd_jax import base, native, online, pairs
 from osd_jax import sharding as partitioning
+from osd_jax.decoding.rounds import DecodeSpec
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
 from osd_jax.engine import steps
@@ -78,10 +79,8 @@ class Plan:
         _result(self.target.prepare, self.target_params),
         _result(self.draft.prepare, whole),
       )
-      self.program = steps.Program(
-        decoding.shapes(), self.target, self.draft, self.partitioner
-      )
-      self.state = self._state(self.program, self.served)
+      self.spec = decoding.spec(self.target, self.draft, self.partitioner)
+      self.state = self._state(self.spec, self.served)
       self.learner, self.buffer = self._learning()
 
   def memory(self) -> dict[str, float]:
@@ -98,10 +97,10 @@ class Plan:
       held["replay buffer"] = self.buffer
     return {name: bytes_of(tree) / 1e9 for name, tree in held.items()}
 
-  def _state(self, program: steps.Program, served: steps.Served) -> Any:
-    bucket = program.config.source_lengths[-1]
-    state = jax.eval_shape(lambda s: steps.empty(program, s, bucket), served)
-    return jax.tree.map(_at, state, program.shardings(state))
+  def _state(self, spec: DecodeSpec, served: steps.Served) -> Any:
+    bucket = self.run.decoding.source_lengths[-1]
+    state = jax.eval_shape(lambda s: steps.empty(spec, s, bucket), served)
+    return jax.tree.map(_at, state, spec.shardings(state))
 
   def _learning(self) -> tuple[Any, Any]:
     """Shapes of the learner's state and of the buffer."""

@@ -15,7 +15,7 @@ from osd_jax.decoding import sampling
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
 from osd_jax.engine import steps
-from osd_jax.engine.prompts import PromptBatch
+from osd_jax.engine.steps import PromptBatch
 from osd_tools import hlo
 from osd_tools.ahead_of_time.plan import Plan, bytes_of
 
@@ -90,7 +90,7 @@ def programs(plan: Plan) -> dict[str, Lowering]:
   most = plan.run.decoding.num_draft_tokens
   data, model = plan.partitioner.mesh.shape.values()
   drafting = data if plan.partitioner.is_whole(plan.draft) else data * model
-  prefilling = plan.program.parts * model
+  prefilling = plan.spec.parts * model
   drafted = adaptive.candidates if adaptive else (most,)
   rounds = {
     f"round, K = {k}": Lowering(functools.partial(_advance, plan, k), 1)
@@ -178,7 +178,7 @@ def compiled(plan: Plan, program: Lowering) -> Made:
 
 def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
   """Calls of a draft that idles while decoding is plain."""
-  arguments = (plan.program, plan.served, plan.state, _prompts(plan))
+  arguments = (plan.spec, plan.served, plan.state, _prompts(plan))
 
   def of_draft() -> Any:
     return steps.prefill_draft.trace(*arguments)
@@ -187,9 +187,9 @@ def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
     return steps.insert_undrafted.trace(*arguments)
 
   def behind() -> Any:
-    return steps.catch_up.trace(plan.program, plan.served, plan.state)
+    return steps.catch_up.trace(plan.spec, plan.served, plan.state)
 
-  parts, model = plan.program.parts, plan.partitioner.mesh.shape["model"]
+  parts, model = plan.spec.parts, plan.partitioner.mesh.shape["model"]
   drafting = parts if plan.partitioner.is_whole(plan.draft) else parts * model
   return {
     "prefill of the target alone": Lowering(
@@ -204,7 +204,7 @@ def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
 
 def _prompts(plan: Plan) -> PromptBatch:
   """A prompt of the longest bucket for every part of the rows."""
-  config, parts = plan.program.config, plan.program.parts
+  config, parts = plan.run.decoding, plan.spec.parts
   settings = sampling.make_settings(parts, max_length=config.target_length)
   source = np.zeros((parts, config.source_lengths[-1]), np.int32)
   return jax.tree.map(
@@ -214,29 +214,27 @@ def _prompts(plan: Plan) -> PromptBatch:
 
 
 def _insert(plan: Plan) -> Any:
-  return steps.insert.trace(plan.program, plan.served, plan.state, _prompts(plan))
+  return steps.insert.trace(plan.spec, plan.served, plan.state, _prompts(plan))
 
 
 def _advance(plan: Plan, drafted: int) -> Any:
-  return steps.advance.trace(
-    plan.program, drafted, plan.served, plan.scalar(), plan.state
-  )
+  return steps.advance.trace(plan.spec, drafted, plan.served, plan.scalar(), plan.state)
 
 
 def _read(plan: Plan) -> Any:
-  bucket = plan.program.config.source_lengths[-1]
+  bucket = plan.run.decoding.source_lengths[-1]
   source = plan.everywhere((1, bucket), jnp.int32)
-  return steps.read_row.trace(plan.program, plan.state, source, plan.scalar())
+  return steps.read_row.trace(plan.spec, plan.state, source, plan.scalar())
 
 
 def _feed(plan: Plan, who: str, width: int) -> Any:
   """One call of a model on `width` tokens a row, without what decides on them."""
   model = getattr(plan, who)
   served, cache = getattr(plan.served, who), getattr(plan.state, f"{who}_cache")
-  tokens = plan.everywhere((plan.program.config.rows, width), jnp.int32)
+  tokens = plan.everywhere((plan.spec.rows, width), jnp.int32)
 
   def feed(served, tokens, cache):
-    with plan.program.traced():
+    with plan.spec.traced():
       logits, cache = model.decode(served, tokens, cache)
       return sampling.arg_max(logits), cache
 

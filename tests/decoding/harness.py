@@ -1,11 +1,10 @@
-"""What the decoding tests share: prompts to states, states to outputs, faults."""
+"""Helpers of the decoding tests: prompts to states, states to outputs, faults."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from osd_jax import base, testing
 from osd_jax.decoding import rounds as rounds_lib
@@ -29,37 +28,29 @@ FAMILIES = {"t5": (TARGET, DRAFT), "llama": (LLAMA, LLAMA_DRAFT)}
 
 SHAPES = {TARGET: testing.TINY_T5, LLAMA: testing.TINY_LLAMA}
 
+# A tabular model whose outputs depend on the prompt, as target and as draft: it
+# compiles in milliseconds. `test_families.py` runs T5 and Llama.
+READER_VOCAB = 16
+READER = testing.tabular_model(READER_VOCAB, "reader", reads_source=True)
+
+
+@functools.cache
+def reader_params(kind="target"):
+  """Tables for `READER`: the target's, which ends at times, and its drafts'."""
+  table = 2 * np.random.default_rng(5).normal(size=(READER_VOCAB,) * 3)
+  noise = {"target": 0.0, "same": 0.0, "close": 0.5, "far": 1.5, "unrelated": 9.0}[kind]
+  table = table + noise * np.random.default_rng(6).normal(size=table.shape)
+  return jnp.asarray(table, jnp.float32)
+
+
+def reader_sources(rows, length, seed):
+  """Ragged prompts for `READER` and their mask."""
+  return testing.random_sources(rows, length, READER_VOCAB, seed)
+
 
 def lighter(target, **left_out):
   """The target's shape as a draft that is served with something left out."""
   return families.build(SHAPES[target], "light", DraftServing(**left_out))
-
-
-def family_fixture(module, **options):
-  """A fixture that runs the tests of a module with each family of models.
-
-  It puts the family's pair where the module has TARGET and DRAFT, and empties the
-  caches of the module's functions; afterwards all is as before.
-
-  Args:
-    module: globals() of the module, or of the one whose pair its tests share.
-    **options: of the fixture.
-  """
-
-  @pytest.fixture(scope="module", params=list(FAMILIES), **options)
-  def family(request):
-    before = module["TARGET"], module["DRAFT"]
-    put(FAMILIES[request.param])
-    yield request.param
-    put(before)
-
-  def put(pair):
-    module["TARGET"], module["DRAFT"] = pair
-    for function in list(module.values()):
-      if hasattr(function, "cache_clear"):
-        function.cache_clear()
-
-  return family
 
 
 # Most of these tests' time is compiling. Without LLVM's optimisation it halves, and
@@ -71,7 +62,7 @@ def jitted_rounds(quick=True):
   """A compiled `run_rounds` with a cache of its own: planted faults need one."""
   return jax.jit(
     lambda *args: rounds_lib.run_rounds(*args),
-    static_argnums=0,
+    static_argnums=(0, 1),
     compiler_options=QUICK if quick else None,
   )
 
@@ -153,10 +144,10 @@ def rounds(
 
   A call ends when any row stops; not `until_all` makes but one.
   """
-  speculation = rounds_lib.Speculation(target, draft, k, rule)
+  spec = rounds_lib.DecodeSpec.of(target, draft, rule=rule)
   while True:
     before = int(jnp.max(state.counters.rounds))
-    state = run(speculation, served, draft_served, jnp.int32(limit), state)
+    state = run(spec, k, served, draft_served, jnp.int32(limit), state)
     limit -= int(jnp.max(state.counters.rounds)) - before
     running = np.asarray(state.stop_reason) == base.StopReason.RUNNING
     if not until_all or limit <= 0 or not running.any():

@@ -7,7 +7,7 @@ from decoding import harness
 
 from osd_jax import testing
 from osd_jax.base import EOS_ID
-from osd_jax.decoding import rounds
+from osd_jax.decoding import drafters
 from osd_jax.decoding import state as state_lib
 
 VOCAB = 8
@@ -38,7 +38,7 @@ def test_a_draft_that_never_sees_its_last_token_is_caught(monkeypatch):
     return state_lib.inputs_at(*args).at[:, 0].set(0)
 
   monkeypatch.setattr(
-    rounds, "state_lib", harness.Changed(state_lib, inputs_at=inputs_at)
+    drafters, "state_lib", harness.Changed(state_lib, inputs_at=inputs_at)
   )
   assert harness.draft_acceptance(self_draft(2, run=harness.jitted_rounds())) < 0.9
 

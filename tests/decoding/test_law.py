@@ -15,7 +15,7 @@ from decoding import harness
 
 from osd_jax import base, testing
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import rounds, sampling
+from osd_jax.decoding import drafters, rounds, sampling
 
 VOCAB, LENGTH, DRAWS = 6, 3, 100_000
 ROWS = 60_000  # of a batch, whatever the grid: one compilation for each K
@@ -147,6 +147,12 @@ def after_append(name, length):
   return (rounds, "state_lib", "append", wrong)
 
 
+def one_position_long(right, *args):
+  """The draft's cache keeps one more position than it was rewound to."""
+  cache = right(*args)
+  return cache.replace(length=cache.length + 1)
+
+
 def after_a_rejected_token(right, state, start, count):
   """The newest input comes after what the round before left behind the length."""
   cache = state.draft_cache
@@ -199,7 +205,7 @@ FAULTS = {
   # After a rejection the draft draws with the noise of the same positions again. If
   # it remembers what it drew there, its distribution depends on that noise.
   "rejected tokens left in the draft's cache": (
-    rounds,
+    drafters,
     "state_lib",
     "inputs_at",
     after_a_rejected_token,
@@ -221,8 +227,11 @@ FAULTS = {
 HARMLESS = {
   "none": (accept_lib, "_uniform", None, lambda right, *args: right(*args)),
   # What was emitted may reach the draft in any form: that decides its speed only.
-  "draft cache one position long": after_append(
-    "draft_cache", lambda now, written: now + 1
+  "draft cache one position long": (
+    drafters.IndependentDraft,
+    "observe",
+    None,
+    one_position_long,
   ),
 }
 # No chi-square sees these. Below 0 is as if u * draft <= target were accepted.
@@ -255,7 +264,7 @@ def rounds_with_faults(number, *args):
     return rounds.run_rounds(*args)
 
 
-FAULTY = jax.jit(rounds_with_faults, static_argnums=1)
+FAULTY = jax.jit(rounds_with_faults, static_argnums=(1, 2))
 
 
 def run_with(fault):

@@ -86,6 +86,17 @@ def test_large_vocabularies_are_searched_by_blocks(kept, ties):
     np.testing.assert_array_equal(found.ids, elsewhere.ids)
 
 
+def test_of_tied_entries_the_first_are_kept():
+  """As by a sort, although the block with the largest entry comes later."""
+  logits = np.zeros((1, 1, 512), np.float32)
+  logits[..., [100, 101]] = 2.0, 1.0
+  logits[..., 40] = 1.0  # ties with 101, in an earlier block
+  found = records.from_logits(jnp.asarray(logits), 2)
+  assert found.ids[0, 0].tolist() == [100, 40]
+  with native.portable():
+    assert records.from_logits(jnp.asarray(logits), 2).ids[0, 0].tolist() == [100, 40]
+
+
 def test_a_tiny_tail_is_kept_and_not_rounded_away():
   """1 minus the kept mass would be 0 here."""
   logits = np.array([[[30.0, 0.0, 0.0, 0.0]]])

@@ -7,28 +7,30 @@ import jax
 import numpy as np
 import pytest
 from decoding import harness
-from engine import test_engine
+from engine import cases
 from hypothesis import strategies as st
 
 from osd_jax import sharding
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import adaptive, controller, engine, prompts, steps
+from osd_jax.engine import controller, engine, steps
 
 ROWS = 8
-family = harness.family_fixture(vars(test_engine), autouse=True)
 
 
 def prompt(number):
   """One that is told from others by its only token."""
   settings = engine.SamplingConfig(seed=number).settings(4)
-  return prompts.Prompt(np.full((1, 6), number, np.int32), settings)
+  return steps.PaddedPrompt(np.full((1, 6), number, np.int32), settings)
 
 
 @hypothesis.given(
   parts=st.sampled_from([1, 2, 4, 8]), asked=st.sets(st.integers(0, ROWS - 1))
 )
 def test_every_prompt_is_read_once_in_its_own_part(parts, asked):
-  found, made = {}, list(prompts.batches({s: prompt(s) for s in asked}, ROWS, parts))
+  found, made = (
+    {},
+    list(steps.prefill_batches({s: prompt(s) for s in asked}, 6, ROWS, parts)),
+  )
   for batch in made:
     assert batch.source.shape == (parts, 6)
     for part, slot in enumerate(batch.slots):
@@ -43,13 +45,13 @@ def test_every_prompt_is_read_once_in_its_own_part(parts, asked):
 
 @hypothesis.given(free=st.sets(st.integers(0, ROWS - 1), min_size=1))
 def test_one_seat_a_part_and_the_first_there(free):
-  found = prompts.first_free_slots(sorted(free), ROWS, 4)
+  found = steps.first_free_slots(sorted(free), ROWS, 4)
   assert found == sorted({min(s for s in free if s // 2 == f // 2) for f in free})
 
 
 def test_a_mesh_waits_for_an_eighth_of_its_rows_and_only_if_all_are_wanted():
   def later(free, waiting, rows=32, parts=4):
-    return prompts.defer_prefill(free, waiting, rows, parts)
+    return steps.defer_prefill(free, waiting, rows, parts)
 
   assert [later(free, free) for free in (1, 3, 4, 32)] == [True, True, False, False]
   assert not later(3, 2)  # somebody came, and rows stay free anyway
@@ -66,23 +68,21 @@ def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
     pytest.skip("needs several devices; conftest.py fakes them")
   read = []
 
-  def insert(program, served, state, batch):
+  def insert(spec, served, state, batch):
     read.append(batch)
-    return steps.insert(program, served, state, batch)
+    return steps.insert(spec, served, state, batch)
 
   monkeypatch.setattr(controller, "calls", harness.Changed(steps, insert=insert))
   partitioner = sharding.make(sharding.PartitionConfig(data, model))
   decoder = engine.Engine(
-    dataclasses.replace(test_engine.config_of(rows), **decoding),
-    test_engine.TARGET,
-    test_engine.target_params(),
-    test_engine.TARGET,
-    test_engine.draft_params("close"),
+    dataclasses.replace(cases.config_of(rows), **decoding),
+    cases.TARGET,
+    cases.target_params(),
+    cases.TARGET,
+    cases.draft_params("close"),
     partitioner,
   )
-  requests = [
-    request for _ in range(times) for request in test_engine.greedy_requests()
-  ]
+  requests = [request for _ in range(times) for request in cases.greedy_requests()]
   return decoder.run(requests), read
 
 
@@ -90,21 +90,19 @@ def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
 @pytest.mark.parametrize(("data", "model", "rows"), [(4, 1, 8), (2, 2, 4)])
 def test_parts_read_for_themselves_and_outputs_stay(data, model, rows, monkeypatch):
   found, read = on_a_mesh(rows, data, model, monkeypatch)
-  assert test_engine.texts(found) == test_engine.expected()
+  assert cases.texts(found) == cases.expected()
   taken = [int((batch.slots >= 0).sum()) for batch in read]
   assert sum(taken) == len(found) and len(read) < len(found)
   assert max(taken) == data
 
 
 @pytest.mark.slow
-def test_patience_makes_fewer_calls_and_the_same_outputs(monkeypatch, family):
-  if family != "t5":
-    pytest.skip("of the host alone")
+def test_patience_makes_fewer_calls_and_the_same_outputs(monkeypatch):
   calls_made = []
   for patience in (2, 10**6):  # half of the rows; control: one row
-    monkeypatch.setattr(prompts, "_PATIENCE", patience)
+    monkeypatch.setattr(steps, "_PATIENCE", patience)
     found, read = on_a_mesh(8, 4, 1, monkeypatch, times=3)
-    assert test_engine.texts(found) == 3 * test_engine.expected()
+    assert cases.texts(found) == 3 * cases.expected()
     calls_made.append(len(read))
   assert 7 <= calls_made[0] < calls_made[1] - 2  # seven of four prompts each would do
 
@@ -112,7 +110,7 @@ def test_patience_makes_fewer_calls_and_the_same_outputs(monkeypatch, family):
 @pytest.mark.slow
 def test_rows_that_do_not_divide_are_read_one_by_one(monkeypatch):
   found, read = on_a_mesh(3, 2, 1, monkeypatch)
-  assert test_engine.texts(found) == test_engine.expected()
+  assert cases.texts(found) == cases.expected()
   assert all(batch.source.shape[0] == 1 for batch in read)
 
 
@@ -121,19 +119,18 @@ def test_a_part_that_is_given_nothing_keeps_its_rows(monkeypatch):
   if len(jax.devices()) < 2:
     pytest.skip("needs two devices; conftest.py fakes them")
   partitioner = sharding.make(sharding.PartitionConfig(data=2))
-  config = test_engine.config_of(2).shapes()
-  program = steps.Program(config, test_engine.TARGET, None, partitioner)
-  params = test_engine.target_params()
-  served = steps.Served(steps.prepare(test_engine.TARGET, params, program=program))
+  spec = cases.config_of(2).spec(cases.TARGET, None, partitioner)
+  params = cases.target_params()
+  served = steps.Served(steps.prepare(cases.TARGET, params, spec=spec))
 
   def after(second_slot):
-    state = steps.empty(program, served, 6)
-    (both,) = program.batches({0: prompt(5), 1: prompt(6)})
-    state = steps.insert(program, served, state, both)
-    (one,) = program.batches({0: prompt(7)})
+    state = steps.empty(spec, served, 6)
+    (both,) = steps.prefill_batches({0: prompt(5), 1: prompt(6)}, 6, 2, 2)
+    state = steps.insert(spec, served, state, both)
+    (one,) = steps.prefill_batches({0: prompt(7)}, 6, 2, 2)
     assert one.slots.tolist() == [0, -1]
     given = one._replace(slots=np.asarray([0, second_slot], np.int32))
-    state = steps.insert(program, served, state, given)
+    state = steps.insert(spec, served, state, given)
     return np.asarray(state.settings.seed).tolist()
 
   assert after(-1) == [7, 6]
@@ -144,10 +141,10 @@ def test_a_part_that_is_given_nothing_keeps_its_rows(monkeypatch):
 @pytest.mark.parametrize("turn", [0, 2])
 def test_a_k_of_its_own_reads_for_all_parts_too(turn, monkeypatch):
   """Prefilled with the draft, and without it and later."""
-  policy = adaptive.AdaptiveConfig(
+  monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 1)
+  policy = engine.AdaptiveConfig(
     candidates=(0, 2),
-    rounds_per_call=1,
     costs=(RoundCosts((1.0, 1.1 if turn else 4.0)),) * 2,
   )
   found, _ = on_a_mesh(4, 4, 1, monkeypatch, adaptive=policy)
-  assert test_engine.texts(found) == test_engine.expected()
+  assert cases.texts(found) == cases.expected()

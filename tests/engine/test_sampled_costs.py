@@ -6,26 +6,23 @@ import json
 import numpy as np
 import pytest
 from decoding import harness
-from engine import test_engine
+from engine import cases
 from engine.test_drafting import BUCKETS, KS, make, measured_policy
 
-from osd_jax import base
 from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import calibration, engine, steps
-
-family = harness.family_fixture(vars(test_engine), autouse=True)
 
 
 def test_greedy_and_sampled_rounds_are_timed_apart(monkeypatch):
   decoder, temperatures = make(policy=measured_policy()), []
 
-  def advance(program, num_draft_tokens, served, rounds, state):
+  def advance(spec, num_draft_tokens, served, rounds, state):
     temperatures.append(tuple(np.asarray(state.settings.temperature).tolist()))
-    return steps.advance(program, num_draft_tokens, served, rounds, state)
+    return steps.advance(spec, num_draft_tokens, served, rounds, state)
 
   changed = harness.Changed(steps, advance=advance)
   monkeypatch.setattr(calibration, "calls", changed)
-  decoder.run(test_engine.greedy_requests()[:1])
+  decoder.run(cases.greedy_requests()[:1])
   counts = {t: temperatures.count(t) for t in set(temperatures)}
   assert set(counts) == {(0.0,) * 3, (1.0,) * 3}
   # Greedy calls are what compiles, too.
@@ -37,9 +34,9 @@ def test_rows_are_decoded_by_the_table_of_their_kind(first):
   """Here a draft pays for greedy rows alone; a row beside a sampled one is no such."""
   pays, never = (RoundCosts((1.0, ms, ms)) for ms in (1.01, 1e3))
   decoder = make("same", rows=2)
-  decoder._drafting.costs |= {(bucket, True): never for bucket in BUCKETS}
-  decoder._drafting.costs |= {(bucket, False): pays for bucket in BUCKETS}
-  greedy = [dataclasses.replace(r, tag=None) for r in test_engine.greedy_requests()]
+  decoder._controller.costs |= {(bucket, True): never for bucket in BUCKETS}
+  decoder._controller.costs |= {(bucket, False): pays for bucket in BUCKETS}
+  greedy = [dataclasses.replace(r, tag=None) for r in cases.greedy_requests()]
   warm = engine.SamplingConfig(temperature=1.0)
   sampled = [dataclasses.replace(r, sampling=warm, tag="sampled") for r in greedy]
   batches = {"greedy": greedy, "sampled": sampled, "mixed": [*greedy, *sampled]}
@@ -51,14 +48,5 @@ def test_rows_are_decoded_by_the_table_of_their_kind(first):
     calls_made = sum(done.target_calls for done in found)
     shares[kind] = sum(done.drafted for done in found) / calls_made
   assert shares["greedy"] > 1.5 and max(shares["sampled"], shares["mixed"]) < 0.5
-  held = json.loads(json.dumps(decoder.state()[1]))["drafting"]
-  assert len(held["costs"]) == 2 * len(BUCKETS) and len(held["sampled"]) == 2
-
-
-def test_a_checkpoint_without_sampled_rounds_is_refused():
-  first = make()
-  arrays, held = first.state()
-  del held["drafting"]["sampled"]
-  params = test_engine.draft_params("close")
-  with pytest.raises(base.InputError, match="received costs of greedy rounds alone"):
-    make().restore(arrays, held, lambda tag: None, params)
+  held = json.loads(json.dumps(decoder.state()[1]))["controller"]
+  assert len(held["costs"]) == 2 * len(BUCKETS)

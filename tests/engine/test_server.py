@@ -1,8 +1,10 @@
 """The front door: texts in, the target's texts out, whatever is asked beside."""
 
 import dataclasses
+import inspect
 import itertools
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 import tiny_online
 
+import osd_jax
 from osd_jax import base, pairs
+from osd_jax.decoding import rounds
 from osd_jax.distillation import learner, schedule
 from osd_jax.engine import requests
-from osd_jax.engine.answers import Prompt
+from osd_jax.engine.requests import Prompt
 from osd_jax.engine.server import LEARNING, Server
 from osd_jax.models import weights
 
@@ -52,6 +56,27 @@ def test_answers_are_the_targets_in_any_order(server, plain):
   ordered = list(server.generate(iter(TEXTS), ordered=True))
   assert [a.index for a in ordered] == list(range(len(TEXTS)))
   assert [a.text for a in ordered] == plain
+
+
+def test_generate_reaches_a_round_in_five_calls(pair, monkeypatch):
+  """The path that `engine/engine.py` describes; closures belong to their function."""
+  folder, right, paths = str(Path(osd_jax.__file__).parent), rounds.one_round, []
+
+  def one_round(*args):
+    names = [
+      frame.f_code.co_qualname.partition(".<locals>")[0]
+      for frame, *_ in reversed(inspect.stack())
+      if frame.f_code.co_filename.startswith(folder)
+    ]
+    paths.append([name for name, _ in itertools.groupby(names)])
+    return right(*args)
+
+  monkeypatch.setattr(rounds, "one_round", one_round)
+  longer = dataclasses.replace(DECODING, target_length=17)  # so that it is traced here
+  with Server(pair, longer) as server:
+    assert next(server.generate(TEXTS[0])).text
+  path = ["Server.generate", "Server.serve", "Engine.step", "advance", "run_rounds"]
+  assert paths and all(found == path for found in paths)
 
 
 def test_one_text_is_a_list_of_one(server, plain):

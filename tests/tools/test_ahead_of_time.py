@@ -10,7 +10,7 @@ import tiny_online
 
 from osd_jax import base, pairs, runs, sharding
 from osd_jax.costs.table import expected_tokens
-from osd_jax.engine import adaptive
+from osd_jax.engine import engine
 from osd_tools import ahead_of_time, chips, hlo
 from osd_tools.ahead_of_time import estimates, plan, programs
 
@@ -126,7 +126,7 @@ def test_a_program_takes_as_long_as_what_bounds_it():
 
 def test_an_adaptive_k_has_calls_of_its_own(lively_pair, tmp_path):
   config = compile_config(lively_pair, tmp_path)
-  chosen = adaptive.AdaptiveConfig(candidates=(0, 2))
+  chosen = engine.AdaptiveConfig(candidates=(0, 2))
   decoding = dataclasses.replace(config.run.decoding, adaptive=chosen)
   run = dataclasses.replace(config.run, decoding=decoding)
   found = plan.Plan(run, chips.Topology("cpu:1"))

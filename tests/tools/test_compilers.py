@@ -59,12 +59,11 @@ def wide(topology, mesh, pair=WIDE, whole_draft=sharding.WHOLE_DRAFT):
 
 def round_of(found, record_top_k=64) -> Any:
   """A call of rounds, compiled."""
-  config = dataclasses.replace(found.program.config, record_top_k=record_top_k)
-  program = dataclasses.replace(found.program, config=config)
+  spec = dataclasses.replace(found.spec, record_top_k=record_top_k)
   state = found.state if record_top_k else found.state.replace(records=None)
   arguments = (found.served, found.scalar(), state)
   with native.portable():
-    return steps.advance.lower(program, DRAFTED, *arguments).compile()
+    return steps.advance.lower(spec, DRAFTED, *arguments).compile()
 
 
 @functools.cache
@@ -198,7 +197,7 @@ def prefilled(rows, pair):
   found = plan("v5e:2x2", GRID, pair, decoding=decoding)
   with native.portable():
     made = programs.programs(found)["prefill"].traced().lower().compile()
-  assert found.program.parts == (2 if rows % 2 == 0 else 1)
+  assert found.spec.parts == (2 if rows % 2 == 0 else 1)
   return hlo.HloProgram(made.as_text(), branch=0), made.cost_analysis()
 
 
@@ -210,7 +209,7 @@ def test_rows_are_written_in_place(topology):
   assert round_of(found).memory_analysis().alias_size_in_bytes >= held
 
   def kept(served, rounds, state):
-    return steps.advance(found.program, DRAFTED, served, rounds, state)
+    return steps.advance(found.spec, DRAFTED, served, rounds, state)
 
   with native.portable():
     control = jax.jit(kept).lower(found.served, found.scalar(), found.state).compile()

@@ -95,9 +95,9 @@ def test_judge_says_what_greedy_decoding_would_write():
   state = state_lib.initial_state(
     model.starts(source), settings, cache, None, length, 0, 64
   )
-  plain = rounds.Speculation(model, None, 0)
+  spec = rounds.DecodeSpec(model)
   while (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
-    state = rounds.run_rounds(plain, served, None, jnp.int32(99), state)
+    state = rounds.run_rounds(spec, 0, served, None, jnp.int32(99), state)
   written = np.asarray(state.tokens[:, :length])
   written = np.where(np.arange(length) < np.asarray(state.length)[:, None], written, 0)
   share, exact = pretrain.judge(model, params, source, written)

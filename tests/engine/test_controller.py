@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import adaptive, catch_up
+from osd_jax.decoding import drafters
+from osd_jax.engine import controller, requests
 
-CONFIG = adaptive.AdaptiveConfig()
+CONFIG = requests.AdaptiveConfig()
+KS = CONFIG.candidates
 LENGTH, TOKENS = 64, 4000
 QUICK = hypothesis.settings(
   max_examples=60, deadline=None, derandomize=True, database=None
@@ -20,7 +22,7 @@ QUICK = hypothesis.settings(
 
 def costs_of(draft, verify, chunk=0.27, prefill=1.5):
   """A table in plain steps: a draft step, what each verified token adds to a step."""
-  drafting = [k * draft + 0.6 * draft + 1 + k * verify for k in CONFIG.candidates[1:]]
+  drafting = [k * draft + 0.6 * draft + 1 + k * verify for k in KS[1:]]
   return RoundCosts((1.0, *drafting), chunk, prefill)
 
 
@@ -46,11 +48,11 @@ class Simulation:
     calls: (tokens before, K, whether it was a probe) of every call.
   """
 
-  def __init__(self, costs, rows=1, seed=0, fixed=None, config=CONFIG):
+  def __init__(self, costs, rows=1, seed=0, fixed=None, candidates=KS):
     """`fixed` is a K for all rounds; None asks the policy."""
-    self.costs, self.config, self._fixed = costs, config, fixed
+    self.costs, self.candidates, self._fixed = costs, candidates, fixed
     self.ms, self.tokens, self.calls = 0.0, 0, []
-    self.state = adaptive.initial(config, rows)
+    self.state = controller.initial(candidates, rows)
     self._rng = np.random.default_rng(seed)
     self._length, self._fed = np.zeros(rows, int), np.zeros(rows, int)
     self._undrafted, self._spent = set(), 0.0
@@ -84,11 +86,13 @@ class Simulation:
     if self._fixed is not None:
       return self._fixed
     fed = np.where(np.isin(np.arange(len(self._fed)), [*self._undrafted]), 0, self._fed)
-    chunks = -(-int(np.max(self._length - fed)) // catch_up.CHUNK)
+    chunks = -(-int(np.max(self._length - fed)) // drafters.CHUNK)
     missing = chunks * self.costs.chunk_ms
     missing += len(self._undrafted) * self.costs.prefill_ms
     rows = range(len(fed))
-    self.state = adaptive.choose(self.config, self.costs, self.state, rows, missing)
+    self.state = controller.choose(
+      self.candidates, self.costs, self.state, rows, missing
+    )
     if self.state.num_draft_tokens:
       self._spend(missing)
       self._undrafted.clear()
@@ -98,8 +102,8 @@ class Simulation:
     k = self._choose()
     self.calls.append((self.tokens, k, self.state.probing))
     done = np.zeros((3, len(self._length)), int)  # emitted, judged, accepted
-    rounds, round_ms = 0, self.costs.round_ms[self.config.candidates.index(k)]
-    limit = adaptive.rounds(self.config, self.costs, self.state)
+    rounds, round_ms = 0, self.costs.round_ms[self.candidates.index(k)]
+    limit = controller.rounds(self.candidates, self.costs, self.state)
     while rounds < limit and (self._length < LENGTH).all():
       rounds += 1
       for row in range(len(self._length)):
@@ -116,12 +120,14 @@ class Simulation:
 
   def _observe(self, rounds, done):
     if self._fixed is None:
-      call = adaptive.Call(rounds, *(tuple(row.tolist()) for row in done), self._spent)
-      self.state = adaptive.observe(self.config, self.costs, self.state, call)
+      call = controller.Call(
+        rounds, *(tuple(row.tolist()) for row in done), self._spent
+      )
+      self.state = controller.observe(self.candidates, self.costs, self.state, call)
     self._spent = 0.0
-    for row in np.flatnonzero(self._length >= LENGTH):
+    for row in np.flatnonzero(self._length >= LENGTH).tolist():
       if self._fixed is None:
-        self.state = adaptive.release(self.config, self.state, row, LENGTH)
+        self.state = controller.release(self.state, row, LENGTH)
         self._undrafted.discard(row)
       self._insert(row)
 
@@ -135,7 +141,7 @@ def best_fixed(costs, acceptance, rows):
         for seed in range(3)
       ]
     )
-    for k in CONFIG.candidates
+    for k in KS
   ]
   return min(found), found[0]
 
@@ -162,7 +168,7 @@ def test_as_fast_as_the_best_fixed_k(rows, costs, alpha):
 def test_a_useless_draft_costs_at_most_the_share_of_its_probes():
   for costs in TABLES.values():
     found = Simulation(costs).run(0.0, 5 * TOKENS)
-    assert found.ms_per_token <= 1 + CONFIG.probe_share + 0.002
+    assert found.ms_per_token <= 1 + controller.PROBE_SHARE + 0.002
     assert any(probing for _, _, probing in found.calls)  # it does probe
 
 
@@ -187,10 +193,10 @@ def test_stops_drafting_when_acceptance_falls(name):
   assert np.mean([k == 0 for at, k, _ in found.calls if at > start + 400]) > 0.9
 
 
-def test_without_probes_it_would_never_draft_again():
-  """Control: the recovery above is the probes' doing."""
-  rare = dataclasses.replace(CONFIG, probe_share=1e-9)
-  found = Simulation(TABLES["light draft"], config=rare).run(0.0, 2000)
+def test_without_probes_it_would_never_draft_again(monkeypatch):
+  """Control: the recovery above comes from the probes."""
+  monkeypatch.setattr(controller, "PROBE_SHARE", 1e-9)
+  found = Simulation(TABLES["light draft"]).run(0.0, 2000)
   assert {k for tokens, k, _ in found.run(0.9).calls if tokens > 2000} == {0}
 
 
@@ -201,13 +207,13 @@ def test_probes_wait_for_a_moment_when_the_draft_misses_little():
   assert len(places) > 20 and np.mean([place == 0 for place in places]) > 0.9
 
 
-def test_the_margin_keeps_it_from_flapping():
+def test_the_margin_keeps_it_from_flapping(monkeypatch):
   """Where plain and drafting cost the same it changes rarely, and never without one."""
   even = RoundCosts((1.0, 1.5, 2.5, 3.5, 4.5))  # alpha .5: K = 1 is even
 
   def changes(margin):
-    config = dataclasses.replace(CONFIG, margin=margin)
-    found = Simulation(even, config=config).run(0.5, 5 * TOKENS)
+    monkeypatch.setattr(controller, "MARGIN", margin)
+    found = Simulation(even).run(0.5, 5 * TOKENS)
     drafts = np.array([k > 0 and not probing for _, k, probing in found.calls])
     return int(np.sum(drafts[1:] != drafts[:-1]))
 
@@ -221,7 +227,7 @@ RATES = st.floats(0, 1)
 
 def state_of(rates, judged=1e12, **changes):
   """A state that has seen so many drafted tokens of each row; many leave no doubt."""
-  return adaptive.AdaptiveState(
+  return controller.ControllerState(
     tuple(judged * rate for rate in rates),
     (judged,) * len(rates),
     pool_accepted=judged * sum(rates),
@@ -240,14 +246,14 @@ TABLE = st.builds(
 @hypothesis.given(TABLE, st.lists(RATES, min_size=1, max_size=4))
 def test_the_chosen_k_has_the_fewest_milliseconds_a_token(costs, rates):
   state = state_of(rates, num_draft_tokens=3)
-  chosen = adaptive.choose(CONFIG, costs, state, range(len(rates)))
+  chosen = controller.choose(KS, costs, state, range(len(rates)))
   ms = [
     cost / np.mean([(sum(rate**i for i in range(k + 1))) for rate in rates])
-    for k, cost in zip(CONFIG.candidates, costs.round_ms, strict=True)
+    for k, cost in zip(KS, costs.round_ms, strict=True)
   ]
-  best = CONFIG.candidates[int(np.argmin(ms))]
-  margin = 1 + CONFIG.margin + 1e-6
-  found = ms[CONFIG.candidates.index(chosen.num_draft_tokens)]
+  best = KS[int(np.argmin(ms))]
+  margin = 1 + controller.MARGIN + 1e-6
+  found = ms[KS.index(chosen.num_draft_tokens)]
   assert chosen.num_draft_tokens == best or found <= min(ms) * margin
 
 
@@ -256,11 +262,11 @@ def test_a_draft_is_given_up_on_proof_only():
   costs = RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
   for judged, expected in ((20, 1), (20_000, 0)):
     state = state_of([0.45], judged, num_draft_tokens=1)
-    plain, *drafting = adaptive.token_ms(CONFIG, costs, state, [0])
-    assert plain * (1 + CONFIG.margin) < min(drafting)  # as far as is known
-    assert adaptive.choose(CONFIG, costs, state, [0]).num_draft_tokens == expected
+    plain, *drafting = controller.token_ms(KS, costs, state, [0])
+    assert plain * (1 + controller.MARGIN) < min(drafting)  # as far as is known
+    assert controller.choose(KS, costs, state, [0]).num_draft_tokens == expected
   hopeless = state_of([0.2], 20, num_draft_tokens=1)
-  assert adaptive.choose(CONFIG, costs, hopeless, [0]).num_draft_tokens == 0
+  assert controller.choose(KS, costs, hopeless, [0]).num_draft_tokens == 0
 
 
 def test_prefills_of_the_draft_count():
@@ -268,7 +274,7 @@ def test_prefills_of_the_draft_count():
   costs = RoundCosts((1.0, 1.7, 2.0, 3.0, 4.0), prefill_ms=2.0)
   for tokens, expected in ((8.0, 0), (1000.0, 3)):
     state = state_of([0.6], num_draft_tokens=3, requests=1.0, tokens=tokens)
-    chosen = adaptive.choose(CONFIG, costs, state, [0])
+    chosen = controller.choose(KS, costs, state, [0])
     assert chosen.num_draft_tokens == expected
 
 
@@ -277,7 +283,7 @@ def test_the_draft_waits_until_the_probe_is_paid_for():
   state = state_of([0.1], num_draft_tokens=0)
   for saved, missing, probes in ((5.0, 1.0, True), (5.0, 9.0, False), (0, 0, False)):
     saving = dataclasses.replace(state, saved_ms=saved)
-    chosen = adaptive.choose(CONFIG, costs, saving, [0], missing)
+    chosen = controller.choose(KS, costs, saving, [0], missing)
     assert chosen.probing == (chosen.num_draft_tokens > 0) == probes
 
 
@@ -287,19 +293,19 @@ def test_a_probe_is_priced_by_what_it_is_expected_to_emit():
   for rate, price in ((0.5, 0.0), (0.25, 8 * 0.25), (0.0, 8 * 0.5)):
     for saved, probes in ((price - 0.1, price == 0), (price + 0.1, True)):
       state = state_of([rate], saved_ms=max(saved, 0.0))
-      assert adaptive.choose(CONFIG, costs, state, [0]).probing == probes
+      assert controller.choose(KS, costs, state, [0]).probing == probes
 
 
 def test_debt_is_forgiven_after_so_many_plain_steps():
   costs = TABLES["light draft"]
   state = state_of([0.1], num_draft_tokens=7, saved_ms=1.0)
-  dear = adaptive.Call(8, (8,), (56,), (0,), catch_up_ms=1e6)
-  state = adaptive.observe(CONFIG, costs, state, dear)
-  owed = CONFIG.probe_share * adaptive.DEBT  # of plain steps of 1 ms
+  dear = controller.Call(8, (8,), (56,), (0,), catch_up_ms=1e6)
+  state = controller.observe(KS, costs, state, dear)
+  owed = controller.PROBE_SHARE * controller.DEBT  # of plain steps of 1 ms
   assert state.saved_ms == pytest.approx(-owed)
   state = dataclasses.replace(state, num_draft_tokens=0)
-  plain = adaptive.Call(adaptive.DEBT, (adaptive.DEBT,), (0,), (0,))
-  assert adaptive.observe(CONFIG, costs, state, plain).saved_ms == pytest.approx(0.0)
+  plain = controller.Call(controller.DEBT, (controller.DEBT,), (0,), (0,))
+  assert controller.observe(KS, costs, state, plain).saved_ms == pytest.approx(0.0)
 
 
 def test_calls_are_long_where_rounds_are_short():
@@ -307,15 +313,15 @@ def test_calls_are_long_where_rounds_are_short():
   state = state_of([0.5], num_draft_tokens=3)
   for call_ms, expected in ((0.0, 8), (0.01, 8), (1.0, 100)):
     costs = RoundCosts((1.0, 1.5, 2.0, 3.0, 4.0), call_ms=call_ms)
-    assert adaptive.rounds(CONFIG, costs, state) == expected
+    assert controller.rounds(KS, costs, state) == expected
     probe = dataclasses.replace(state, probing=True)
-    assert adaptive.rounds(CONFIG, costs, probe) == CONFIG.rounds_per_call
+    assert controller.rounds(KS, costs, probe) == controller.ROUNDS_PER_CALL
 
 
 def test_rows_have_acceptance_of_their_own():
-  call = adaptive.Call(8, (20, 10), (30, 30), (27, 3))
-  state = adaptive.observe(
-    CONFIG, TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
+  call = controller.Call(8, (20, 10), (30, 30), (27, 3))
+  state = controller.observe(
+    KS, TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
   )
   state = dataclasses.replace(
     state,
@@ -324,18 +330,18 @@ def test_rows_have_acceptance_of_their_own():
     pool_accepted=30.0,
     pool_judged=60.0,
   )
-  assert adaptive.acceptance(state, 0) > 0.6 > adaptive.acceptance(state, 1)
-  released = adaptive.release(CONFIG, state, 0, 20)
+  assert controller.acceptance(state, 0) > 0.6 > controller.acceptance(state, 1)
+  released = controller.release(state, 0, 20)
   pooled = state.pool_accepted / state.pool_judged
-  assert adaptive.acceptance(released, 0) == pytest.approx(pooled)
-  assert adaptive.acceptance(released, 1) == adaptive.acceptance(state, 1)
+  assert controller.acceptance(released, 0) == pytest.approx(pooled)
+  assert controller.acceptance(released, 1) == controller.acceptance(state, 1)
   assert released.tokens / released.requests == 20
 
 
 def test_a_state_survives_json_and_goes_on_alike():
   one = Simulation(TABLES["light draft"]).run(0.6, 700)
   text = json.dumps(dataclasses.asdict(one.state))
-  assert adaptive.from_json(json.loads(text)) == one.state
+  assert controller.ControllerState(**json.loads(text)) == one.state
 
 
 @QUICK
@@ -344,20 +350,20 @@ def test_a_state_survives_json_and_goes_on_alike():
   st.sampled_from([*TABLES]),
 )
 def test_whatever_happens_k_is_a_candidate_and_numbers_stay_finite(calls, name):
-  state, costs = adaptive.initial(CONFIG, 1), TABLES[name]
+  state, costs = controller.initial(KS, 1), TABLES[name]
   for rounds, accepted in calls:
-    state = adaptive.choose(CONFIG, costs, state, [0])
+    state = controller.choose(KS, costs, state, [0])
     k = state.num_draft_tokens
-    assert k in CONFIG.candidates and (k > 0 or not state.probing)
+    assert k in KS and (k > 0 or not state.probing)
     accepted = min(accepted, k)
-    call = adaptive.Call(
+    call = controller.Call(
       rounds,
       (rounds * (accepted + 1),),
       (rounds * min(accepted + 1, k),),
       (rounds * accepted,),
     )
-    state = adaptive.observe(CONFIG, costs, state, call)
-    assert 0 <= adaptive.acceptance(state, 0) <= 1
+    state = controller.observe(KS, costs, state, call)
+    assert 0 <= controller.acceptance(state, 0) <= 1
     assert np.isfinite(state.saved_ms) and state.pool_judged > 0
 
 
@@ -373,18 +379,12 @@ def test_whatever_happens_k_is_a_candidate_and_numbers_stay_finite(calls, name):
     ("candidates", (0, 3, 1)),
     ("candidates", (0, 3, 3)),
     ("candidates", (0, 9)),
-    ("rounds_per_call", 0),
-    ("memory", 0.5),
-    ("margin", -0.1),
-    ("margin", 1.0),
-    ("probe_share", 0.0),
-    ("probe_share", 1.0),
     ("costs", (RoundCosts((1.0, 2.0)),)),
   ],
 )
 def test_settings_out_of_range_are_named(field, value):
   with pytest.raises(ValueError, match=rf"AdaptiveConfig\.{field}: received"):
-    adaptive.AdaptiveConfig(**{field: value})
+    requests.AdaptiveConfig(**{field: value})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""Drafters: they propose tokens, which the target then verifies.
+
+A drafter is a frozen set of pure functions over a state that the decode loop carries in
+`DecodeState.draft_cache`:
+
+    init      prompts -> state                     when a request enters its row
+    propose   state, rows -> proposal, state       at the start of a round
+    observe   state, rows -> state                 after a round appended its tokens
+    catch_up  state, rows -> state                 before drafting resumes
+
+What a drafter proposes changes the speed of decoding, never its output.
+
+Implementations: a language model that reads the prompt, and a small model attached to
+the target's hidden states.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from osd_jax import base, sharding
+from osd_jax.decoding import sampling
+from osd_jax.decoding import state as state_lib
+
+# Positions that `catch_up` feeds at a time. A chunk at position T still ends in the
+# buffer.
+CHUNK = state_lib.MAX_DRAFT_TOKENS
+
+
+class Drafter(Protocol):
+  """Interface of a drafter; hashable and compared by value, as a static argument is.
+
+  Every leaf of the state has the row axis first, and `state.length` [B] is the number
+  of inputs that the drafter has seen in each row.
+  """
+
+  @property
+  def model(self) -> base.Model | None:
+    """The draft model whose served parameters the functions take, if there is one."""
+
+  def init(
+    self,
+    params: base.Params,
+    source: jax.Array,
+    target_states: jax.Array | None,
+    cache_length: int,
+  ) -> Any:
+    """Returns the state of rows that have their prompt and no output.
+
+    Args:
+      params: served parameters.
+      source: [B, S] int32, the prompts.
+      target_states: [B, S, E], the target's hidden states, for an attached draft.
+      cache_length: positions of the output buffer.
+    """
+
+  def propose(
+    self,
+    params: base.Params,
+    state: Any,
+    rows: state_lib.DecodeState,
+    num_draft_tokens: int,
+    noise: sampling.Purpose,
+  ) -> tuple[base.Proposal, Any]:
+    """Proposes up to `num_draft_tokens` (K >= 1) tokens for every row.
+
+    The draft distribution may depend on everything in `rows` and `state`, but not on a
+    token of this proposal that comes later. See `base.Proposal` for fewer tokens in
+    some rows and for proposals without logits.
+    """
+    raise NotImplementedError
+
+  def observe(self, state: Any, rows: state_lib.DecodeState) -> Any:
+    """Returns the state after a round, given the rows with their emitted tokens."""
+
+  def catch_up(
+    self, params: base.Params, state: Any, rows: state_lib.DecodeState
+  ) -> Any:
+    """Returns the state after the drafter has seen the tokens of plain steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IndependentDraft:
+  """A language model of its own that reads the prompt, as in the paper.
+
+  Attributes:
+    model: the draft model.
+    whole_logits: on a mesh, keeps the logits whole on every device. Otherwise XLA would
+      split a small draft's head the way the target's head is split.
+  """
+
+  model: base.Model
+  whole_logits: bool = False
+
+  def init(
+    self,
+    params: base.Params,
+    source: jax.Array,
+    target_states: jax.Array | None,
+    cache_length: int,
+  ) -> Any:
+    """Prefills the draft's cache; see `Drafter.init`."""
+    del target_states
+    return self.model.prefill(params, source, self.model.mask(source), cache_length)
+
+  def propose(
+    self,
+    params: base.Params,
+    state: Any,
+    rows: state_lib.DecodeState,
+    num_draft_tokens: int,
+    noise: sampling.Purpose,
+  ) -> tuple[base.Proposal, Any]:
+    """Drafts K tokens per row, one at a time (algorithm 1, "run the draft").
+
+    The first step of a round reads the two newest inputs: the last drafted token of the
+    round before was never fed, and it is in the text if every token was accepted. So K
+    steps draft K tokens, and the second column of the first step is almost free.
+
+    Returns:
+      The proposal, and the cache of length c + K + 1 (c + K at position 0), where c was
+      its length: every drafted token but the last has been fed.
+    """
+    position = rows.length
+
+    def draw(logits, offset):
+      return sampling.sample(logits, rows.settings, position + offset, noise)
+
+    def placed(logits):
+      return sharding.whole(logits) if self.whole_logits else logits
+
+    def step(carry, offset):
+      token, cache = carry
+      logits, cache = self.model.decode(params, token[:, None], cache)
+      logits = placed(logits)
+      token = draw(logits[:, 0], offset)
+      return (token, cache), (token, logits[:, 0])
+
+    newest = state_lib.inputs_at(rows, state_lib.fed_to_draft(position), 2)
+    begun = (position > 0).astype(jnp.int32)  # at position 0 the second one is stale
+    length = state.length + begun + 1
+    both, cache = self.model.decode(params, newest, state)
+    cache = cache.replace(length=length)
+    logits = placed(jnp.take_along_axis(both, begun[:, None, None], axis=1))
+    first = draw(logits[:, 0], 0)
+    if num_draft_tokens == 1:
+      return base.Proposal(first[:, None], logits), cache
+    (_, cache), (tokens, later) = jax.lax.scan(
+      step, (first, cache), jnp.arange(1, num_draft_tokens)
+    )
+    tokens, later = jnp.swapaxes(tokens, 0, 1), jnp.swapaxes(later, 0, 1)
+    proposal = base.Proposal(
+      tokens=jnp.concatenate([first[:, None], tokens], axis=1),
+      logits=jnp.concatenate([logits, later], axis=1),
+    )
+    return proposal, cache
+
+  def observe(self, state: Any, rows: state_lib.DecodeState) -> Any:
+    """Rewinds the cache to all but the two newest inputs, which `propose` feeds."""
+    return state.replace(length=state_lib.fed_to_draft(rows.length))
+
+  def catch_up(
+    self, params: base.Params, state: Any, rows: state_lib.DecodeState
+  ) -> Any:
+    """Feeds the tokens that were emitted while the draft did not draft.
+
+    A row that emitted t0 .. t9, whose draft was fed five inputs, in chunks of 3:
+
+        position       0    1    2    3    4    5    6    7    8    9   10
+        input         BOS   t0   t1   t2   t3   t4   t5   t6   t7   t8   t9
+        before        <----- length = 5 ---->
+        first chunk                            t4   t5   t6
+        second chunk                                          t7   t8   t9
+        after         <------------- length = 9 ---------------->
+
+    The two newest inputs are left to `propose`. Entries that a chunk writes at or after
+    the length are never read, and overwritten later. Rows may be behind by different
+    numbers of tokens; stopped rows are not waited for.
+    """
+    wanted = state_lib.fed_to_draft(rows.length)
+
+    def lags(cache) -> jax.Array:
+      running = rows.stop_reason == base.StopReason.RUNNING
+      return jnp.any(running & (cache.length < wanted))
+
+    def feed(cache):
+      tokens = state_lib.inputs_at(rows, cache.length, CHUNK)
+      end = jnp.minimum(cache.length + CHUNK, wanted)
+      _, cache = self.model.decode(params, tokens, cache)
+      return cache.replace(length=end)
+
+    return jax.lax.while_loop(lags, feed, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttachedDraft(IndependentDraft):
+  """A draft that reads the target's hidden states instead of the prompt."""
+
+  def init(
+    self,
+    params: base.Params,
+    source: jax.Array,
+    target_states: jax.Array | None,
+    cache_length: int,
+  ) -> Any:
+    """Prefills the draft's cache from the target's states; see `Drafter.init`."""
+    assert target_states is not None
+    mask = self.model.mask(source)
+    return self.model.prefill(params, target_states, mask, cache_length)
+
+
+def from_model(model: base.Model, whole_logits: bool = False) -> IndependentDraft:
+  """Returns the drafter of a draft model: attached if it takes target states."""
+  kind = AttachedDraft if model.state_width else IndependentDraft
+  return kind(model, whole_logits)

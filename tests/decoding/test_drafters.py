@@ -1,0 +1,168 @@
+"""Drafters: rows that propose fewer tokens, and proposals without logits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from decoding import harness
+
+from osd_jax import base, testing
+from osd_jax.decoding import accept as accept_lib
+from osd_jax.decoding import drafters, rounds
+
+VOCAB, LENGTH, K, ROWS = 6, 3, 3, 60_000
+THRESHOLD = 1e-6 / 20  # more comparisons than this file makes
+TARGET = testing.random_table(VOCAB, 1, sharpness=1.5)
+DRAFT = testing.random_table(VOCAB, 2, sharpness=1.5)
+MODEL = testing.tabular_model(VOCAB)
+
+
+@dataclasses.dataclass(frozen=True)
+class Varying(drafters.IndependentDraft):
+  """Proposes a number of tokens that depends on the row and on its position."""
+
+  def propose(self, params, state, rows, num_draft_tokens, noise):
+    proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
+    row = jnp.arange(rows.length.shape[0])
+    lengths = (row + rows.length) % (num_draft_tokens + 1)
+    # The tokens after a row's length are the target's own: tempting, but not proposed.
+    return proposal.replace(lengths=lengths.astype(jnp.int32)), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Guessing(drafters.IndependentDraft):
+  """Proposes each model's arg max, without logits, as a lookup would."""
+
+  def propose(self, params, state, rows, num_draft_tokens, noise):
+    greedy = rows.replace(
+      settings=rows.settings.replace(
+        temperature=jnp.zeros_like(rows.length, jnp.float32)
+      )
+    )
+    proposal, state = super().propose(params, state, greedy, num_draft_tokens, noise)
+    return base.Proposal(proposal.tokens, None), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Guessing):
+  """Guesses, with lengths of 0 to K."""
+
+  def propose(self, params, state, rows, num_draft_tokens, noise):
+    proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
+    row = jnp.arange(rows.length.shape[0])
+    lengths = (row + rows.length) % (num_draft_tokens + 1)
+    return proposal.replace(lengths=lengths.astype(jnp.int32)), state
+
+
+KINDS = {kind.__name__: kind for kind in (Varying, Guessing, Both)}
+
+
+def decoded(kind, settings, length, draft=DRAFT, rule="rejection", run=None):
+  """The finished state of rows that a kind of drafter drafts for."""
+  run = run or jax.jit(rounds.run_rounds, static_argnums=(0, 1))
+  spec = rounds.DecodeSpec(MODEL, kind(MODEL), rule=rule)
+  target, draft = jnp.asarray(TARGET), jnp.asarray(draft)
+  sources = harness.no_sources(settings.seed.shape[0])
+  state = harness.start(MODEL, target, *sources, settings, length, MODEL, draft)
+  while True:
+    state = run(spec, K, target, draft, jnp.int32(harness.MANY), state)
+    if not (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
+      return state
+
+
+def p_value(kind, **changes):
+  settings = harness.settings_of(ROWS, max_length=LENGTH, temperature=1.0, seed=5)
+  tokens = np.asarray(decoded(kind, settings, LENGTH, **changes).tokens[:, :LENGTH])
+  law = oracles.joint_law(TARGET, LENGTH, temperature=1.0)
+  return oracles.chi_square(oracles.joint_counts(tokens, VOCAB), law)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", accept_lib.RULES)
+def test_greedy_output_equals_plain(kind, rule):
+  settings = harness.settings_of(8, max_length=40)
+  plain = harness.tabular_steps(TARGET, settings, 40)
+  for draft in (TARGET, DRAFT):
+    found = decoded(KINDS[kind], settings, 40, draft, rule)
+    assert harness.outputs(found) == harness.outputs(plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_coupled_output_equals_plain_with_the_same_seed(kind):
+  settings = harness.settings_of(8, max_length=40, temperature=1.0)
+  plain = harness.tabular_steps(TARGET, settings, 40, rule="coupling")
+  found = decoded(KINDS[kind], settings, 40, rule="coupling")
+  assert harness.outputs(found) == harness.outputs(plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_output_has_the_law_of_the_target(kind):
+  assert p_value(KINDS[kind]) > THRESHOLD
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_residual_is_seen(monkeypatch, kind):
+  """Control: the bonus token after a row's length is drawn from a residual."""
+
+  def draft_row(proposal, draft_probs, accepted, vocab_size):
+    whole = proposal.replace(lengths=None)
+    if kind == "Guessing":  # a deterministic proposal whose token stays in the residual
+      return jnp.zeros((accepted.shape[0], vocab_size))
+    return RIGHT(whole, draft_probs, accepted, vocab_size)
+
+  monkeypatch.setattr(accept_lib, "_draft_row", draft_row)
+  run = jax.jit(lambda *args: rounds.run_rounds(*args), static_argnums=(0, 1))
+  assert p_value(KINDS[kind], run=run) < THRESHOLD
+
+
+RIGHT = accept_lib._draft_row
+
+
+def test_no_token_after_a_rows_length_is_accepted_or_counted():
+  """The draft is the target: it would accept every token that it proposes."""
+  settings = harness.settings_of(8, max_length=40)
+  final = decoded(Varying, settings, 40, draft=TARGET)
+  counters = jax.device_get(final.counters)
+  emitted = np.asarray(final.length)
+  np.testing.assert_array_equal(counters.accepted, counters.drafted)
+  for row in range(8):
+    length, expected, proposed = 0, 0, 0
+    while length < 40:
+      allowed = (row + length) % (K + 1)
+      proposed += min(allowed, 40 - length)
+      length += allowed + 1
+      expected += 1
+    assert counters.rounds[row] == expected and counters.drafted[row] == proposed
+  assert (emitted == 40).all()
+
+
+def test_a_guess_is_accepted_with_the_probability_that_the_target_gives_it():
+  settings = harness.settings_of(ROWS, max_length=1, temperature=1.0)
+  final = decoded(Guessing, settings, 1)
+  guess = int(DRAFT[0, 0].argmax())
+  probability = oracles.processed_probs(TARGET[0, 0], 1.0)[guess]
+  share = float(np.mean(final.counters.accepted))
+  assert share == pytest.approx(probability, abs=6 * (0.25 / ROWS) ** 0.5)
+
+
+def test_a_row_of_length_zero_decodes_plainly():
+  @dataclasses.dataclass(frozen=True)
+  class Nothing(drafters.IndependentDraft):
+    def propose(self, *args):
+      proposal, state = super().propose(*args)
+      return proposal.replace(lengths=jnp.zeros_like(args[2].length)), state
+
+  final = decoded(Nothing, harness.settings_of(4, max_length=20), 20, draft=TARGET)
+  assert not np.asarray(final.counters.drafted).any()
+  np.testing.assert_array_equal(final.counters.rounds, final.length)
+
+
+def test_the_drafter_follows_from_the_model():
+  independent = drafters.from_model(MODEL)
+  assert type(independent) is drafters.IndependentDraft
+  attached = drafters.from_model(dataclasses.replace(MODEL, state_width=4))
+  assert type(attached) is drafters.AttachedDraft
+  assert independent == drafters.from_model(MODEL)  # so that compiled calls are shared

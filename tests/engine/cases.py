@@ -1,0 +1,132 @@
+"""Requests, engines and expected outputs that the engine tests share.
+
+Everything runs on `harness.READER`, a tabular model whose outputs depend on the prompt.
+`test_families.py` runs T5 and Llama.
+"""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import numpy as np
+from decoding import harness
+
+from osd_jax import testing
+from osd_jax.base import EOS_ID
+from osd_jax.engine import engine
+
+VOCAB, LENGTH, K = harness.READER_VOCAB, 12, 3
+BUCKETS = (6, 10)
+LIMITS = (None, 1, 7, None, 3, 12, None, 5, 2)
+TARGET = harness.READER
+target_params = draft_params = harness.reader_params  # target, same, close, far
+
+
+def config_of(rows, **changes):
+  config = engine.DecodingConfig(
+    rows=rows,
+    num_draft_tokens=K,
+    source_lengths=BUCKETS,
+    target_length=LENGTH,
+    record_top_k=VOCAB,
+    max_rounds=2,
+  )
+  return dataclasses.replace(config, **changes)
+
+
+@functools.cache
+def decoder(rows, kind="close"):
+  """An engine that is empty again after each use."""
+  return engine.Engine(
+    config_of(rows), TARGET, target_params(), TARGET, draft_params(kind)
+  )
+
+
+def prompts(count=9, seed=0):
+  """Ragged prompts of both buckets."""
+  source, mask = testing.random_sources(count, BUCKETS[-1], VOCAB, seed, TARGET.pad_id)
+  return [row[keep] for row, keep in zip(source, mask, strict=True)]
+
+
+def greedy_requests(seed=0):
+  return [
+    engine.Request(tokens, max_length=limit, tag=index)
+    for index, (tokens, limit) in enumerate(
+      zip(prompts(seed=seed), LIMITS, strict=True)
+    )
+  ]
+
+
+_score = jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
+
+
+def score(tokens, written):
+  """Fresh teacher-forced logits [T, V] of the target for one prompt."""
+  source = np.full((1, BUCKETS[-1]), TARGET.pad_id, np.int32)
+  source[0, : len(tokens)] = tokens
+  target = np.zeros((1, LENGTH), np.int32)
+  target[0, : len(written)] = written
+  return np.asarray(
+    _score(TARGET, target_params(), source, TARGET.mask(source), target)
+  )[0]
+
+
+@functools.cache
+def expected(seed=0):
+  """What plain greedy decoding, one whole forward pass a token, writes."""
+  found = []
+  for request in greedy_requests(seed):
+    written = []
+    while len(written) < (request.max_length or LENGTH) and EOS_ID not in written:
+      written.append(int(score(request.tokens, written)[len(written)].argmax()))
+    found.append(written)
+  return found
+
+
+def texts(finished):
+  return [done.tokens.tolist() for done in finished]
+
+
+def by_tag(finished):
+  return texts(sorted(finished, key=lambda done: done.request.tag))
+
+
+def drained(decoder_):
+  found = []
+  while decoder_.in_flight:
+    found += decoder_.step()
+  return found
+
+
+def check_records(done):
+  """The row for the loss holds the texts, and fresh distributions of the target."""
+  count = len(done.tokens)
+  source = np.asarray(done.batch.source)[0]
+  assert source[: len(done.request.tokens)].tolist() == done.request.tokens.tolist()
+  assert (source[len(done.request.tokens) :] == TARGET.pad_id).all()
+  target = np.asarray(done.batch.target)[0]
+  assert target[:count].tolist() == done.tokens.tolist()
+  assert (target[count:] == TARGET.pad_id).all()
+  assert np.asarray(done.batch.mask)[0].tolist() == [t < count for t in range(LENGTH)]
+  logits = score(done.request.tokens, done.tokens)[:count]
+  log_probs = np.asarray(jax.nn.log_softmax(logits))
+  records = jax.tree.map(lambda leaf: np.asarray(leaf)[0], done.batch.records)
+  records = jax.tree.map(operator.itemgetter(slice(count)), records)
+  kept = np.take_along_axis(log_probs, records.ids.astype(int), axis=-1)
+  np.testing.assert_allclose(records.log_probs, kept, atol=2e-4)
+  np.testing.assert_array_equal(
+    np.sort(records.ids), np.broadcast_to(np.arange(VOCAB), records.ids.shape)
+  )
+  np.testing.assert_allclose(records.tail, 0, atol=1e-6)
+
+
+def sampled_requests(count=12):
+  return [
+    engine.Request(
+      np.array([3, EOS_ID], np.int32),
+      engine.SamplingConfig((0.0, 0.7, 1.0)[i % 3], (0, 3)[i % 2], 0.9, seed=i),
+      max_length=LIMITS[i % len(LIMITS)],
+    )
+    for i in range(count)
+  ]

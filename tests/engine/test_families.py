@@ -1,0 +1,168 @@
+"""T5 and Llama through the engine: one run of each kind of drafting per family."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from compilations import Compilations
+from decoding import harness
+
+from osd_jax import testing
+from osd_jax.base import EOS_ID
+from osd_jax.costs.table import RoundCosts
+from osd_jax.engine import controller, engine, steps
+
+VOCAB, LENGTH, K = 64, 12, 3
+BUCKETS = (6, 10)
+LIMITS = (None, 1, 7, None, 3, 12)
+TABLE = RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
+POLICY = engine.AdaptiveConfig(candidates=(0, 1, 3), costs=(TABLE,) * 2)
+CONFIG = engine.DecodingConfig(
+  rows=3,
+  num_draft_tokens=K,
+  source_lengths=BUCKETS,
+  target_length=LENGTH,
+  record_top_k=VOCAB,
+  max_rounds=2,
+)
+TARGETS = {name: target for name, (target, _) in harness.FAMILIES.items()}
+FAMILY = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+
+
+def requests(target):
+  sources = testing.random_sources(len(LIMITS), BUCKETS[-1], VOCAB, 0, target.pad_id)
+  rows = zip(*sources, LIMITS, strict=True)
+  return [engine.Request(row[keep], max_length=limit) for row, keep, limit in rows]
+
+
+@functools.cache
+def score():
+  return jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
+
+
+@functools.cache
+def expected(target):
+  """Greedy outputs by one whole forward pass per token, without caches."""
+  found, params = [], harness.lively_params(target)
+  for request in requests(target):
+    source = np.full((1, BUCKETS[-1]), target.pad_id, np.int32)
+    source[0, : len(request.tokens)] = request.tokens
+    written: list[int] = []
+    while len(written) < (request.max_length or LENGTH) and EOS_ID not in written:
+      text = np.zeros((1, LENGTH), np.int32)
+      text[0, : len(written)] = written
+      logits = score()(target, params, source, target.mask(source), text)
+      written.append(int(logits[0, len(written)].argmax()))
+    found.append(written)
+  return found
+
+
+def run(target, config=CONFIG, draft=None, params=None):
+  own = harness.lively_params(target)
+  params = own if params is None else params
+  served = engine.Engine(config, target, own, draft or target, params)
+  return served.run(requests(target))
+
+
+def tokens(found):
+  return [done.tokens.tolist() for done in found]
+
+
+def accepted_share(found):
+  drafted = sum(done.drafted for done in found)
+  assert drafted > 5
+  return sum(done.accepted for done in found) / drafted
+
+
+@FAMILY
+def test_greedy_output_equals_plain_whatever_the_draft(target):
+  draft = dict(harness.FAMILIES.values())[target]
+  far = harness.perturbed(harness.lively_params(target), 0.5)
+  assert len(set(map(tuple, expected(target)))) > 3
+  assert tokens(run(target, params=far)) == expected(target)
+  other = run(target, draft=draft, params=harness.lively_params(draft))
+  assert tokens(other) == expected(target)
+  same = run(target)
+  assert tokens(same) == expected(target) and accepted_share(same) == 1.0
+  records = same[0].batch.records
+  kept = np.asarray(records.log_probs)[0, : len(same[0].tokens)]
+  np.testing.assert_allclose(np.exp(kept).sum(-1), 1, atol=1e-4)
+
+
+def adaptive(target, monkeypatch, **faults):
+  """Accepted share of a draft equal to the target that idles in some calls."""
+  cycle = iter([0, 0, 3, 0, 3] * 99)
+  choose = lambda candidates, costs, state, rows, missing: dataclasses.replace(
+    state, num_draft_tokens=next(cycle)
+  )
+  monkeypatch.setattr(controller, "choose", choose)
+  monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 2)
+  monkeypatch.setattr(engine, "steps", harness.Changed(steps, **faults))
+  found = run(target, dataclasses.replace(CONFIG, adaptive=POLICY))
+  assert tokens(found) == expected(target)
+  return accepted_share(found)
+
+
+@FAMILY
+def test_a_draft_that_idled_accepts_everything_after_it_caught_up(target, monkeypatch):
+  assert adaptive(target, monkeypatch) == 1.0
+
+
+def test_without_the_prefill_it_does_not(monkeypatch):
+  """Control: cross-attention to another prompt."""
+
+  def pretend(spec, served, state, batch):
+    cache = state.draft_cache
+    found = cache.replace(length=cache.length.at[batch.slots[0]].set(0))
+    return state.replace(draft_cache=found)
+
+  assert adaptive(harness.TARGET, monkeypatch, prefill_draft=pretend) < 0.9
+
+
+# --- A draft that is served with something left out (T5) ------------------------------
+
+
+def light_draft(**left_out):
+  """The target as its own draft, served with something left out."""
+  target, params = harness.TARGET, harness.lively_params(harness.TARGET)
+  model = harness.lighter(target, **left_out)
+  config = dataclasses.replace(CONFIG, rows=2)
+  return engine.Engine(config, target, params, model, params)
+
+
+def covered():
+  return np.unique(np.concatenate([*expected(harness.TARGET), [EOS_ID]]))
+
+
+@pytest.mark.parametrize(
+  "left_out", [{"int8": True}, {"shortlist": 5}, {"int8": True, "shortlist": 20}]
+)
+def test_a_reduced_draft_changes_no_output(left_out):
+  found = light_draft(**left_out).run(requests(harness.TARGET))
+  assert tokens(found) == expected(harness.TARGET)
+
+
+def test_a_shortlist_accepts_the_tokens_that_it_covers():
+  """A swap without a shortlist keeps the present one."""
+  size, others = len(covered()), np.setdiff1d(np.arange(VOCAB), covered())
+  assert size <= len(others)
+  params = harness.lively_params(harness.TARGET)
+  served, rates = light_draft(shortlist=size), []
+  with Compilations() as made:
+    for version, chosen in enumerate([covered(), None, others[:size]]):
+      served.swap(params, version, chosen)
+      found = served.run(requests(harness.TARGET))
+      assert tokens(found) == expected(harness.TARGET)
+      rates.append(accepted_share(found))
+      made.count *= version > 0  # the first run compiles
+  assert rates[:2] == [1.0, 1.0] and rates[2] < 0.2
+  assert not made.count  # new shortlists compile nothing
+
+
+def test_a_shortlist_of_another_length_is_refused():
+  with pytest.raises(ValueError, match="shortlist of 3 tokens, expected 8"):
+    light_draft(shortlist=8).swap(
+      harness.lively_params(harness.TARGET), 1, np.arange(3)
+    )

@@ -292,7 +292,7 @@ def test_clipping_limits_large_gradients_only():
     ({"steps_per_update": 0}, "steps_per_update: received 0"),
     (
       {"num_new": 0, "num_replay": 0},
-      r"num_replay: received 0, expected num_new \(0\)",
+      "num_replay: received 0, expected num_new",
     ),
     ({"ema_decay": 1.0}, "ema_decay: received 1.0"),
     ({"length_multiple": -1}, "length_multiple: received -1"),

@@ -114,6 +114,7 @@ class OrderedCalls:
     return results
 
   def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    # The caller must see the error before anything that came after it has effects.
     if self._failed:
       return None
     try:

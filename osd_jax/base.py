@@ -17,11 +17,12 @@ import collections.abc
 import dataclasses
 import enum
 import functools
+import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import flax.struct
 import jax
@@ -64,48 +65,141 @@ class DiskError(UserError, OSError):
   """A file that cannot be written, for example because the disk is full."""
 
 
-def check_fields(config: Any, checks: Mapping[str, tuple[Any, str]]) -> None:
-  """Raises for the first field of a config that does not hold.
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+  """What a config field must satisfy besides its type.
 
-  Args:
-    config: a dataclass.
-    checks: (holds, expected) by field.
+  Constraints are declared on the field:
 
-  Raises:
-    InputError: naming config, field, what came and what was expected.
+      rows: Annotated[int, AtLeast(1)] = 1
+
+  Attributes:
+    text: completes "expected an integer ...", or stands alone if `is_complete`.
+    holds: whether a value of the right type satisfies the constraint.
+    is_complete: whether `text` needs no noun in front.
   """
-  for field, (holds, expected) in checks.items():
-    if not holds:
-      raise InputError(
-        f"{type(config).__name__}.{field}: received {getattr(config, field)!r},"
-        f" expected {expected}."
-      )
+
+  text: str
+  holds: Callable[[Any], bool]
+  is_complete: bool = False
 
 
-def check_types(config: Any) -> None:
-  """Raises for the first field of a config that is not of its annotated type.
+def AtLeast(bound: float) -> Constraint:
+  """Requires a finite number >= bound."""
+  return Constraint(f">= {bound}", lambda x: bound <= x < math.inf)
 
-  A list is no tuple, True is no number, and an integer does where a float is asked for.
+
+def Above(bound: float) -> Constraint:
+  """Requires a finite number > bound."""
+  return Constraint(f"> {bound}", lambda x: bound < x < math.inf)
+
+
+def AtMost(bound: float) -> Constraint:
+  """Requires a number <= bound."""
+  return Constraint(f"<= {bound}", lambda x: x <= bound)
+
+
+def Below(bound: float) -> Constraint:
+  """Requires a number < bound."""
+  return Constraint(f"< {bound}", lambda x: x < bound)
+
+
+def Between(low: float, high: float) -> Constraint:
+  """Requires a number in low..high, both included."""
+  return Constraint(f"in {low}..{high}", lambda x: low <= x <= high)
+
+
+def OneOf(*choices: str) -> Constraint:
+  """Requires one of some names."""
+  names = ", ".join(map(repr, choices))
+  return Constraint(f"one of {names}", lambda x: x in choices, True)
+
+
+def NonEmpty(expected: str) -> Constraint:
+  """Requires a text that is not blank, or a tuple with entries."""
+  not_blank = lambda x: bool(x.strip() if isinstance(x, str) else x)
+  return Constraint(expected, not_blank, True)
+
+
+Count = Annotated[int, AtLeast(1)]
+CountOrZero = Annotated[int, AtLeast(0)]
+Positive = Annotated[float, Above(0)]
+NonNegative = Annotated[float, AtLeast(0)]
+Share = Annotated[float, Between(0, 1)]
+Path = Annotated[str, NonEmpty("a path")]
+Folder = Annotated[str, NonEmpty("a folder")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Base class of all configs: checks types and constraints when one is made.
+
+  Subclasses are frozen dataclasses. Lists become tuples, because JSON has no tuples.
+
+  >>> @dataclasses.dataclass(frozen=True)
+  ... class Serving(Config):
+  ...   rows: Annotated[int, AtLeast(1)] = 1
+  >>> Serving(rows=0)
+  Traceback (most recent call last):
+  osd_jax.base.InputError: Serving.rows: received 0, expected an integer >= 1.
   """
-  check_fields(
-    config,
-    {
-      field: (is_of_type(getattr(config, field), hint), type_text(hint))
-      for field, hint in field_types(type(config)).items()
-    },
-  )
+
+  def __init_subclass__(cls, **arguments: Any):
+    super().__init_subclass__(**arguments)
+    if "__post_init__" in vars(cls):  # it would replace the checks
+      raise TypeError(f"{cls.__name__}: define `checks` instead of `__post_init__`.")
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = as_tuples(getattr(self, field.name))
+      object.__setattr__(self, field.name, value)
+    problems = [
+      problem
+      for field in dataclasses.fields(self)
+      if (problem := field_problem(type(self), field.name, getattr(self, field.name)))
+    ]
+    # Checks across fields may assume that every field has its type.
+    problems = problems or [
+      _problem(type(self), field, getattr(self, field), expected)
+      for field, (holds, expected) in self.checks().items()
+      if not holds
+    ]
+    if problems:
+      raise InputError("\n".join(problems))
+
+  def checks(self) -> Mapping[str, tuple[Any, str]]:
+    """Checks that need several fields: field -> (whether it holds, expectation)."""
+    return {}
+
+
+def field_problem(config_class: type, field: str, value: Any) -> str:
+  """Returns what is wrong with the value of a config field, "" if nothing is.
+
+  Lists are not tuples, bools are not numbers, and ints are accepted as floats.
+  """
+  hint = field_types(config_class)[field]
+  if is_of_type(value, hint):
+    return ""
+  return _problem(config_class, field, value, expectation(hint))
+
+
+def _problem(config_class: type, field: str, value: Any, expected: str) -> str:
+  return f"{config_class.__name__}.{field}: received {value!r}, expected {expected}."
 
 
 @functools.cache
 def field_types(config_class: type) -> dict[str, Any]:
-  """The type of every field of a dataclass."""
-  hints = typing.get_type_hints(config_class)
+  """Returns the type of every field of a dataclass, constraints included."""
+  hints = typing.get_type_hints(config_class, include_extras=True)
   return {f.name: hints[f.name] for f in dataclasses.fields(config_class)}
 
 
 def is_of_type(value: Any, hint: Any) -> bool:
-  """Whether a value is of a type, as configs write types."""
+  """Whether a value has a type and satisfies its constraints."""
   origin, inner = typing.get_origin(hint), typing.get_args(hint)
+  if origin is Annotated:
+    kind, *constraints = inner
+    return is_of_type(value, kind) and all(c.holds(value) for c in constraints)
   if origin in (typing.Union, types.UnionType):
     return any(is_of_type(value, part) for part in inner)
   if origin is tuple:
@@ -121,31 +215,42 @@ def is_of_type(value: Any, hint: Any) -> bool:
   return not isinstance(hint, type) or isinstance(value, hint)
 
 
+def expectation(hint: Any) -> str:
+  """Describes a type and its constraints: "an integer >= 1, or None"."""
+  inner = typing.get_args(hint)
+  if "Annotated" not in repr(hint):
+    return type_text(hint)
+  if typing.get_origin(hint) is Annotated:
+    kind, *constraints = inner
+    text = " and ".join(c.text for c in constraints)
+    noun = {int: "an integer", float: "a number"}.get(kind, type_text(kind))
+    return text if constraints[0].is_complete else f"{noun} {text}"
+  if typing.get_origin(hint) is tuple:
+    return f"a tuple, each entry {expectation(inner[0])}"
+  return ", or ".join(map(expectation, inner))
+
+
 def type_text(hint: Any) -> str:
-  """How error texts call a type: without its modules."""
-  if isinstance(hint, type) and not typing.get_args(hint):
-    return hint.__name__
+  """Returns a type as text, without modules and constraints."""
+  if isinstance(hint, type):
+    return "None" if hint is type(None) else hint.__name__
+  origin, inner = typing.get_origin(hint), typing.get_args(hint)
+  if origin is Annotated:
+    return type_text(inner[0])
+  if origin in (typing.Union, types.UnionType):
+    return " | ".join(map(type_text, inner))
+  if origin is tuple:
+    parts = ("..." if part is ... else type_text(part) for part in inner)
+    return f"tuple[{', '.join(parts)}]"
   return re.sub(r"\b[a-z_]\w*\.(?=\w)", "", str(hint))
 
 
-def check_counts(config: Any, *fields: str, least: int = 1) -> None:
-  """Raises for the first of the fields that is no integer of at least `least`."""
-  expected = f"an integer >= {least}"
-  check_fields(
-    config,
-    {field: (is_count(getattr(config, field), least), expected) for field in fields},
-  )
-
-
-def check_choices(config: Any, **choices: Iterable[str]) -> None:
-  """Raises for the first field whose value is not among its choices."""
-  check_fields(
-    config,
-    {
-      field: (getattr(config, field) in known, f"one of {', '.join(map(repr, known))}")
-      for field, known in choices.items()
-    },
-  )
+def as_tuples(value: Any) -> Any:
+  """Replaces lists by tuples, nested ones too."""
+  if isinstance(value, list | tuple):
+    items = map(as_tuples, value)
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+  return value
 
 
 def is_count(value: Any, least: int = 1) -> bool:

@@ -61,6 +61,7 @@ def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
   """
   new = new.astype(stored.dtype)
   if not native.forms():
+    # GPUs and TPUs, and meshes: per-row slices would become a loop over rows.
     return select(stored, new, length, axis=2)
   if stored.shape[0] == 1:
     # Write each head separately, which compiles to a scatter. XLA CPU would fuse a
@@ -97,6 +98,7 @@ def _chosen(
   stored: jax.Array, new: jax.Array, start: jax.Array, axis: int
 ) -> jax.Array:
   """`select`, one entry at a time; slow on GPUs, which launch a kernel per slice."""
+  # n is small, so this is n passes that XLA fuses into one.
   position = jax.lax.broadcasted_iota(jnp.int32, stored.shape, axis)
   start = start.reshape(-1, *(1,) * (stored.ndim - 1))
   for index in range(new.shape[axis]):
@@ -115,6 +117,7 @@ def _summed(
   """
   rows, positions, count = stored.shape[0], stored.shape[axis], new.shape[axis]
   entry = start[:, None, None] + jnp.arange(count)[None, None]
+  # here[b, t, i]: position t of row b receives the i-th new entry.
   here = jnp.arange(positions)[None, :, None] == entry
   before, after = (1,) * (axis - 1), (1,) * (stored.ndim - axis - 1)
   here = here.reshape(rows, *before, positions, count, *after)

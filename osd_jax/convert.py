@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import rich.console
 
@@ -17,7 +18,7 @@ _HUGGING_FACE, _T5X, _OSD = "hugging_face", "t5x", "osd"
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvertConfig:
+class ConvertConfig(base.Config):
   """One conversion.
 
   Attributes:
@@ -33,28 +34,19 @@ class ConvertConfig:
     allow_torch_bin: read pytorch_model.bin, a pickle, if there is no safe format.
   """
 
-  source: str
-  output: str
-  kind: str = "auto"
-  output_kind: str = _OSD
+  source: base.Path
+  output: base.Path
+  kind: Annotated[str, base.OneOf("auto", _HUGGING_FACE, _T5X, _OSD)] = "auto"
+  output_kind: Annotated[str, base.OneOf(_OSD, _HUGGING_FACE)] = _OSD
   model: ModelConfig | None = None
   vocabulary: str = ""
-  extra_ids: int = 0
+  extra_ids: base.CountOrZero = 0
   allow_torch_bin: bool = False
 
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_choices(
-      self,
-      kind=("auto", _HUGGING_FACE, _T5X, _OSD),
-      output_kind=(_OSD, _HUGGING_FACE),
-    )
-    base.check_counts(self, "extra_ids", least=0)
-    base.check_fields(
-      self, {field: (getattr(self, field), "a path") for field in ("source", "output")}
-    )
+  def checks(self):
     if self.kind == _T5X:
-      _shape(self)
+      _shape(self)  # raises if the model's shape is missing
+    return {}
 
 
 def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:

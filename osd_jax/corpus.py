@@ -7,7 +7,7 @@ The texts come from one of the paper's four sampling sources. The paper calls th
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 
 
 @dataclasses.dataclass(frozen=True)
-class TextsConfig:
+class TextsConfig(base.Config):
   """Which model generates the texts.
 
   Attributes:
@@ -34,15 +34,9 @@ class TextsConfig:
     seed: seed of the draws of a mix.
   """
 
-  sample_source: str = "teacher"
-  mix_share: float = 0.5
-  seed: int = 0
-
-  def __post_init__(self):
-    base.check_choices(self, sample_source=SAMPLE_SOURCES)
-    base.check_counts(self, "seed", least=0)
-    share = self.mix_share
-    base.check_fields(self, {"mix_share": (0 <= share <= 1, "a number in 0..1")})
+  sample_source: Annotated[str, base.OneOf(*SAMPLE_SOURCES)] = "teacher"
+  mix_share: base.Share = 0.5
+  seed: base.CountOrZero = 0
 
 
 def generate(

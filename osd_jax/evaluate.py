@@ -6,7 +6,7 @@ Both decode a fixed set of prompts plainly and speculatively, and neither trains
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ _NOISE = 0.1  # of a perturbed copy, in standard deviations of each array
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(base.Config):
   """One evaluation of one or several drafts.
 
   Attributes:
@@ -49,35 +49,29 @@ class EvaluateConfig:
   """
 
   prompts: BatchConfig
-  count: int = 256
+  count: base.Count = 256
   pair: pairs.PairConfig = pairs.PairConfig()
   drafts: tuple[str, ...] = ()
   decoding: DecodingConfig = DecodingConfig(rows=8)
   sampling: SamplingConfig = SamplingConfig()
-  speed_requests: int = 32
-  batch_rows: int = 4
-  run_directory: str = "runs/evaluate"
+  speed_requests: base.CountOrZero = 32
+  batch_rows: base.Count = 4
+  run_directory: base.Folder = "runs/evaluate"
   overwrite: bool = False
   partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
-  def __post_init__(self):
-    base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
-    base.check_counts(self, "count", "batch_rows")
-    base.check_counts(self, "speed_requests", least=0)
-    base.check_fields(
-      self,
-      {
-        "decoding": (
-          self.decoding.record_top_k >= 1,
-          "record_top_k >= 1: overlap is measured against the records",
-        ),
-      },
-    )
+  def checks(self):
     self.decoding.check_sources(self.prompts, "EvaluateConfig.prompts")
+    return {
+      "decoding": (
+        self.decoding.record_top_k >= 1,
+        "record_top_k >= 1: overlap is measured against the records",
+      ),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
-class CertifyConfig:
+class CertifyConfig(base.Config):
   """One certificate: every K, over several numbers of rows and kinds of draft.
 
   The draft is swapped with a perturbed copy every few rounds, so that it changes in
@@ -100,36 +94,33 @@ class CertifyConfig:
   """
 
   prompts: BatchConfig
-  count: int = 64
+  count: base.Count = 64
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig(rows=8)
   sampling: SamplingConfig = SamplingConfig()
-  num_draft_tokens: tuple[int, ...] = (3, 7)
-  rows: tuple[int, ...] = (1, 5)
-  drafts: tuple[str, ...] = ("pair", "perturbed")
-  run_directory: str = "runs/certify"
+  num_draft_tokens: Annotated[tuple[int, ...], base.NonEmpty("at least one K")] = (3, 7)
+  rows: Annotated[tuple[base.Count, ...], base.NonEmpty("integers >= 1")] = (1, 5)
+  drafts: Annotated[tuple[str, ...], base.NonEmpty("at least one name")] = (
+    "pair",
+    "perturbed",
+  )
+  run_directory: base.Folder = "runs/certify"
   overwrite: bool = False
   partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
-  def __post_init__(self):
-    base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
-    base.check_counts(self, "count", least=len(self.rows))
-    base.check_fields(
-      self,
-      {
-        "num_draft_tokens": (self.num_draft_tokens, "at least one K"),
-        "rows": (self.rows and all(map(base.is_count, self.rows)), "integers >= 1"),
-        "drafts": (
-          self.drafts and set(self.drafts) <= set(DRAFTS),
-          f"names out of {sorted(DRAFTS)}",
-        ),
-        "sampling": (
-          certificate.applies(self.sampling, self.decoding),
-          "temperature 0, or DecodingConfig.acceptance_rule = 'coupling': under the"
-          " other rules sampled outputs differ from plain decoding's",
-        ),
-      },
-    )
+  def checks(self):
+    return {
+      "count": (
+        self.count >= len(self.rows),
+        f"at least {len(self.rows)}, one for each entry of rows",
+      ),
+      "drafts": (set(self.drafts) <= set(DRAFTS), f"names out of {sorted(DRAFTS)}"),
+      "sampling": (
+        certificate.applies(self.sampling, self.decoding),
+        "temperature 0, or DecodingConfig.acceptance_rule = 'coupling': under the"
+        " other rules sampled outputs differ from plain decoding's",
+      ),
+    }
 
 
 def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:

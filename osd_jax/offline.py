@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from osd_jax.report import progress, summaries
 
 
 @dataclasses.dataclass(frozen=True)
-class OfflineConfig:
+class OfflineConfig(base.Config):
   """One offline run.
 
   Attributes:
@@ -52,46 +52,36 @@ class OfflineConfig:
 
   corpus: BatchConfig
   evaluation: BatchConfig
-  output: str
-  evaluation_prompts: int = 128
+  output: Annotated[str, base.NonEmpty("a weights file")]
+  evaluation_prompts: base.Count = 128
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig(rows=8)
   sampling: SamplingConfig = SamplingConfig()
   texts: corpus_lib.TextsConfig = corpus_lib.TextsConfig()
   update: updates.UpdateConfig = updates.UpdateConfig()
-  steps: int = 1000
-  log_every: int = 20
-  evaluate_every: int = 250
-  checkpoint_every: int = 250
-  seed: int = 0
-  storage: str = "float32"
-  run_directory: str = "runs/offline"
+  steps: base.Count = 1000
+  log_every: base.Count = 20
+  evaluate_every: base.Count = 250
+  checkpoint_every: base.Count = 250
+  seed: base.CountOrZero = 0
+  storage: Annotated[str, base.OneOf("float32", "bfloat16")] = "float32"
+  run_directory: base.Folder = "runs/offline"
   overwrite: bool = False
   partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
-  def __post_init__(self):
-    base.check_fields(self, {"run_directory": (self.run_directory.strip(), "a folder")})
-    base.check_counts(
-      self, "evaluation_prompts", "steps", "log_every", "evaluate_every"
-    )
-    base.check_counts(self, "checkpoint_every")
-    base.check_counts(self, "seed", least=0)
-    base.check_choices(self, storage=("float32", "bfloat16"))
-    base.check_fields(
-      self,
-      {
-        "output": (
-          self.output not in ("", self.pair.draft, self.pair.target),
-          "a weights file other than those of the pair",
-        ),
-        "decoding": (
-          self.decoding.record_top_k >= 1,
-          "record_top_k >= 1: the draft learns from records",
-        ),
-      },
-    )
+  def checks(self):
     self.decoding.check_sources(self.corpus, "OfflineConfig.corpus")
     self.decoding.check_sources(self.evaluation, "OfflineConfig.evaluation")
+    return {
+      "output": (
+        self.output not in (self.pair.draft, self.pair.target),
+        "a weights file other than those of the pair",
+      ),
+      "decoding": (
+        self.decoding.record_top_k >= 1,
+        "record_top_k >= 1: the draft learns from records",
+      ),
+    }
 
   @property
   def rows_per_step(self) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 
@@ -24,7 +24,7 @@ _MAX_PENDING = 8  # answers per row that may wait to be processed in the backgro
 
 
 @dataclasses.dataclass(frozen=True)
-class OnlineConfig:
+class OnlineConfig(base.Config):
   """One online run.
 
   Attributes:
@@ -65,41 +65,32 @@ class OnlineConfig:
   replicas: ReplicaConfig = ReplicaConfig()
   learn: bool = True
   floor_metering: bool = True
-  compare_every: int = 4
+  compare_every: base.CountOrZero = 4
   prices: bool = True
   keep_drafts: bool = False
-  keep_outputs: str = "text"
-  checkpoint_every: int = 100
-  run_directory: str = "runs/online"
+  keep_outputs: Annotated[str, base.OneOf(*runs.OUTPUTS_KEPT)] = "text"
+  checkpoint_every: base.Count = 100
+  run_directory: base.Folder = "runs/online"
   overwrite: bool = False
   tensorboard: bool = False
 
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_counts(self, "checkpoint_every")
-    base.check_counts(self, "compare_every", least=0)
-    base.check_choices(self, keep_outputs=runs.OUTPUTS_KEPT)
-    schedule = self.learning.schedule
-    needs_costs = (
-      self.learn and isinstance(schedule, WorthConfig) and not schedule.costs
-    )
-    measures_costs = self.prices and not self.replicas.count
-    base.check_fields(
-      self,
-      {
-        "run_directory": (self.run_directory.strip(), "a folder"),
-        "decoding": (
-          self.decoding.record_top_k >= 1,
-          "record_top_k >= 1: the draft learns from the records",
-        ),
-        "prices": (
-          measures_costs or not needs_costs,
-          "True and no replicas, or WorthConfig.costs: this schedule needs costs",
-        ),
-      },
-    )
+  def checks(self):
     if isinstance(self.stream, streams.StreamConfig):
       self.decoding.check_sources(self.stream, "OnlineConfig.stream")
+    schedule = self.learning.schedule
+    needs_prices = (
+      self.learn and isinstance(schedule, WorthConfig) and not schedule.costs
+    )
+    return {
+      "decoding": (
+        self.decoding.record_top_k >= 1,
+        "record_top_k >= 1: the draft learns from the records",
+      ),
+      "prices": (
+        not needs_prices or (self.prices and not self.replicas.count),
+        "True and no replicas: WorthConfig needs costs, or set WorthConfig.costs",
+      ),
+    }
 
 
 def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:

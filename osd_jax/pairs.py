@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ _SEED = 0  # of the parameters of a new attached draft
 
 
 @dataclasses.dataclass(frozen=True)
-class PairConfig:
+class PairConfig(base.Config):
   """The files of a pair.
 
   A path may be "shipped:NAME" for a file of this package, or an address such as
@@ -49,23 +49,16 @@ class PairConfig:
       draft takes; 0 means the layer in the target's file, usually the last.
   """
 
-  target: str = "shipped:demo_target.safetensors"
-  draft: str = "shipped:demo_attached_draft.safetensors"
-  vocabulary: str = "shipped:demo_vocabulary.model"
-  extra_ids: int = 0
+  target: base.Path = "shipped:demo_target.safetensors"
+  draft: base.Path = "shipped:demo_attached_draft.safetensors"
+  vocabulary: base.Path = "shipped:demo_vocabulary.model"
+  extra_ids: base.CountOrZero = 0
   chat_template: str = ""
-  dtype: str = "float32"
+  dtype: Annotated[str, base.OneOf("float32", "bfloat16")] = "float32"
   draft_serving: DraftServing = DraftServing()
   folder: str = ""
   attached: AttachedConfig = AttachedConfig()
-  state_layer: int = 0
-
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_choices(self, dtype=("float32", "bfloat16"))
-    base.check_counts(self, "extra_ids", "state_layer", least=0)
-    paths = ("target", "draft", "vocabulary")
-    base.check_fields(self, {f: (getattr(self, f), "a path") for f in paths})
+  state_layer: base.CountOrZero = 0
 
   def path(self, field: str) -> Path:
     """Resolves the path in field "target", "draft" or "vocabulary"."""

@@ -45,7 +45,7 @@ _AXIS_NAMES = {"vocab": "token ids", "joined_kv": "heads", "mlp": "hidden units"
 
 
 @dataclasses.dataclass(frozen=True)
-class PartitionConfig:
+class PartitionConfig(base.Config):
   """Shape of the mesh; data * model devices are used.
 
   Attributes:
@@ -57,14 +57,9 @@ class PartitionConfig:
       Takes effect when JAX starts, so the first config in a process counts.
   """
 
-  data: int = 1
-  model: int = 1
-  cpu_threads: int | None = None
-
-  def __post_init__(self):
-    base.check_counts(self, "data", "model")
-    if self.cpu_threads is not None:
-      base.check_counts(self, "cpu_threads")
+  data: base.Count = 1
+  model: base.Count = 1
+  cpu_threads: base.Count | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +81,15 @@ class Partitioner:
 
   def params(self, model: base.Model) -> Any:
     """Returns a tree of shardings shaped like the parameters of `model`."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    return jax.tree.map(
-      lambda spec, shape: self._resolved(spec, shape.shape, model.head_dim),
-      model.logical_axes(),
-      shapes,
-      is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )
+
+    def sharding(dimensions):
+      axes = [
+        None if axis is None or units % self.mesh.shape[axis] else axis
+        for _, axis, units in dimensions
+      ]
+      return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    return _map_dimensions(sharding, model)
 
   def place_params(self, model: base.Model, params: base.Params) -> base.Params:
     """Puts parameters on the mesh, split by `RULES`."""
@@ -104,16 +101,14 @@ class Partitioner:
     """Returns a message about axes that the mesh does not divide, or ""."""
     if self.mesh.shape["model"] == 1:
       return ""
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
     whole = {}
 
-    def check(spec, shape):
-      for name, axis, units in _units(spec, shape.shape, model.head_dim):
+    def check(dimensions):
+      for name, axis, units in dimensions:
         if axis and units % self.mesh.shape[axis]:
           whole[_AXIS_NAMES[name]] = units
 
-    axes = model.logical_axes()
-    jax.tree.map(check, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    _map_dimensions(check, model)
     if not whole:
       return ""
     named = " and ".join(f"its {count} {what}" for what, count in whole.items())
@@ -181,37 +176,35 @@ class Partitioner:
       in_specs=by_row,
       out_specs=by_row,
       axis_names={"data"},
-      check_vma=False,
+      check_vma=False,  # JAX cannot see that results are equal over "model"
     )
     return split(*trees)
 
-  def of_draft_rows(self, model: base.Model | None, cache: Any) -> Any:
-    """Like `of_rows` for a draft's cache; replicated drafts keep all heads together."""
-    if model is None or not self.is_whole(model):
-      return self.of_rows(cache)
-    placed = jax.tree.map(self._by_row, cache)
-    if isinstance(cache, KVCache):
-      placed = placed.replace(length=self.replicated)
-    return placed
-
-  def _by_row(self, leaf: Any) -> NamedSharding:
-    return self._fitting(("data",), leaf.shape)
-
-  def of_rows(self, tree: Any) -> Any:
+  def of_rows(self, tree: Any, split_heads: bool = True) -> Any:
     """Returns shardings: rows over "data", and heads of a `KVCache` over "model"."""
 
+    def by_row(leaf):
+      return self._fitting(("data",), leaf.shape)
+
     def by_head(leaf):
+      # Each device attends with its own heads, so no key or value ever moves.
       return self._fitting(("data", "model"), leaf.shape)
 
     def placed(node):
       if not isinstance(node, KVCache):
-        return self._by_row(node)
-      heads = ("self_keys", "self_values", "cross_keys", "cross_values")
-      split = {name: jax.tree.map(by_head, getattr(node, name)) for name in heads}
-      whole = jax.tree.map(self._by_row, node)
-      return whole.replace(length=self.replicated, **split)  # every host reads lengths
+        return by_row(node)
+      shardings = jax.tree.map(by_row, node)
+      if split_heads:
+        heads = ("self_keys", "self_values", "cross_keys", "cross_values")
+        split = {name: jax.tree.map(by_head, getattr(node, name)) for name in heads}
+        shardings = shardings.replace(**split)
+      return shardings.replace(length=self.replicated)  # every host reads lengths
 
     return jax.tree.map(placed, tree, is_leaf=lambda node: isinstance(node, KVCache))
+
+  def of_draft_rows(self, model: base.Model | None, cache: Any) -> Any:
+    """Like `of_rows` for a draft's cache; replicated drafts keep all heads together."""
+    return self.of_rows(cache, model is None or not self.is_whole(model))
 
   def _fitting(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
     """Splits the first dimensions over `axes`, each only if the mesh divides it."""
@@ -221,26 +214,22 @@ class Partitioner:
     ]
     return NamedSharding(self.mesh, PartitionSpec(*fits))
 
-  def _resolved(
-    self, spec: PartitionSpec, shape: tuple[int, ...], head_dim: int
-  ) -> NamedSharding:
-    axes = [
-      None if axis is None or units % self.mesh.shape[axis] else axis
-      for _, axis, units in _units(spec, shape, head_dim)
-    ]
-    return NamedSharding(self.mesh, PartitionSpec(*axes))
 
+def _map_dimensions(function: Callable[[Any], Any], model: base.Model) -> Any:
+  """Maps parameters to `function` of their dimensions: (name, mesh axis, units)."""
 
-def _units(
-  spec: PartitionSpec, shape: tuple[int, ...], head_dim: int
-) -> Iterator[tuple[str, str | None, int]]:
-  """Yields (logical name, mesh axis, number of units) for each dimension.
+  def dimensions(spec, shape):
+    for name, size in zip(map(str, spec), shape.shape, strict=False):
+      # A head is one unit: its D entries are never split over devices.
+      units = size // model.head_dim if name == "joined_kv" else size
+      yield name, RULES.get(name), units
 
-  A head is one unit: its D entries are never split over devices.
-  """
-  for named, size in zip(spec, shape, strict=False):
-    name = str(named)
-    yield name, RULES.get(name), size // head_dim if name == "joined_kv" else size
+  return jax.tree.map(
+    lambda spec, shape: function(dimensions(spec, shape)),
+    model.logical_axes(),
+    jax.eval_shape(model.init, jax.random.key(0)),
+    is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+  )
 
 
 @functools.cache
@@ -265,6 +254,7 @@ def over(config: PartitionConfig, devices: Sequence[Any]) -> Partitioner:
       " lower data or model."
     )
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
+  # Auto: XLA derives the shardings of intermediate arrays from those of the arguments.
   mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
   return Partitioner(mesh, WHOLE_DRAFT)
 
@@ -300,6 +290,7 @@ def join(
   Raises:
     InputError: the processes could not connect.
   """
+  # CPU devices of several processes need gloo; accelerators ignore this setting.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   try:
     jax.distributed.initialize(
@@ -357,6 +348,7 @@ def _environment(**changes: str) -> Iterator[None]:
 
 def _has_started() -> bool:
   """Whether JAX has created its devices; their number cannot be set after that."""
+  # JAX has no public query for this, but it refuses to change the number afterwards.
   before = jax.config.jax_num_cpu_devices
   try:
     jax.config.update("jax_num_cpu_devices", before + 1)

@@ -117,11 +117,13 @@ def tabular_model(
     stored = write(cache.tokens, tokens, cache.length)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
     before = jnp.take_along_axis(stored, jnp.maximum(position - 1, 0), axis=1)
+    # The first token has no predecessor; `maximum` above only avoids the index -1.
     before = jnp.where(position == 0, base.PAD_ID, before)
     logits = look_up(table, before, tokens, cache.shift)
     return logits, cache.replace(tokens=stored, length=cache.length + tokens.shape[1])
 
   def score(table, source, mask, target):
+    # Entry t is predicted from the two tokens before it; PAD_ID starts every target.
     fed = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
     before = jnp.pad(fed[:, :-1], ((0, 0), (1, 0)))
     return look_up(table, before, fed, shift_of(source, mask))
@@ -134,6 +136,7 @@ def tabular_model(
     decode=decode,
     score=score,
     prepare=lambda table: table,
+    # Split over the last axis, like the output head of a transformer.
     logical_axes=lambda: jax.sharding.PartitionSpec(None, None, "vocab"),
   )
 
@@ -148,6 +151,7 @@ def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.nd
   """
   rng = np.random.default_rng(seed)
   table = sharpness * rng.normal(size=(vocab_size,) * 3)
+  # Outputs then have their full length, which makes counts of tokens predictable.
   table[:, :, base.EOS_ID] = -np.inf
   return table.astype(np.float32)
 

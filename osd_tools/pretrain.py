@@ -5,7 +5,7 @@ The paper starts from published checkpoints; this makes a pair where none exists
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from osd_jax.report import progress, summaries
 
 
 @dataclasses.dataclass(frozen=True)
-class PretrainConfig:
+class PretrainConfig(base.Config):
   """One supervised training run.
 
   Attributes:
@@ -52,34 +52,25 @@ class PretrainConfig:
   """
 
   model: T5Config | LlamaConfig
-  vocabulary: str
+  vocabulary: base.Path
   data: data_batches.BatchConfig
   evaluation: data_batches.BatchConfig
-  output: str
-  extra_ids: int = 0
+  output: base.Path
+  extra_ids: base.CountOrZero = 0
   optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
-  steps: int = 1000
-  pool: int = 8
-  length_multiple: int = 8
+  steps: base.Count = 1000
+  pool: base.Count = 8
+  length_multiple: base.Count = 8
   initial: str = ""
-  seed: int = 0
-  log_every: int = 20
-  evaluate_every: int = 500
-  evaluation_batches: int = 8
-  checkpoint_every: int = 250
-  storage: str = "float32"
-  run_directory: str = "runs/pretrain"
+  seed: base.CountOrZero = 0
+  log_every: base.Count = 20
+  evaluate_every: base.Count = 500
+  evaluation_batches: base.Count = 8
+  checkpoint_every: base.Count = 250
+  storage: Annotated[str, base.OneOf("float32", "bfloat16")] = "float32"
+  run_directory: base.Folder = "runs/pretrain"
   overwrite: bool = False
   partition: sharding.PartitionConfig = sharding.PartitionConfig()
-
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_choices(self, storage=("float32", "bfloat16"))
-    base.check_counts(self, "steps", "pool", "length_multiple", "log_every")
-    base.check_counts(self, "evaluate_every", "evaluation_batches", "checkpoint_every")
-    base.check_counts(self, "extra_ids", "seed", least=0)
-    paths = ("vocabulary", "output", "run_directory")
-    base.check_fields(self, {f: (getattr(self, f).strip(), "a path") for f in paths})
 
 
 def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:

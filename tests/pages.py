@@ -131,7 +131,7 @@ def check_settings(text: str) -> None:
     def macro(self, scoped_name):
       return None
 
-  fields = {(factory.name, field) for factory in configs() for field in factory.hints}
+  fields = {(x.__name__, f.name) for x in configs() for f in dataclasses.fields(x)}
   for statement in config_parser.ConfigParser(text, Delegate()):
     if isinstance(statement, config_parser.BindingStatement) and statement.arg_name:
       name = (statement.selector.split(".")[-1], statement.arg_name)
@@ -139,14 +139,14 @@ def check_settings(text: str) -> None:
         raise ValueError(f"{'.'.join(name)} is no field of a config")
 
 
-def configs() -> list[Any]:
-  """The gin factories of every config that a command reads."""
-  from osd_jax.main import commands, factory
+def configs() -> list[type]:
+  """Every config class that a command reads."""
+  from osd_jax.main import commands, settings
 
   found = {}
   for command in commands.COMMANDS.values():
     root = getattr(importlib.import_module(command.module), command.config)
-    found |= {one.selector: one for one in factory.reachable(root)}
+    found |= settings.configs(root)
   return list(found.values())
 
 

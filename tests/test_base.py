@@ -1,7 +1,8 @@
-"""Checks of configs: every error names its field."""
+"""Configs check themselves: every mistake names its field, value and expectation."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import pytest
 
@@ -9,29 +10,30 @@ from osd_jax import base
 
 
 @dataclasses.dataclass(frozen=True)
-class Inner:
-  count: int = 1
-
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_counts(self, "count")
+class Inner(base.Config):
+  count: base.Count = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(base.Config):
   count: int = 1
   rate: float = 0.5
-  name: str = "a"
+  name: Annotated[str, base.OneOf("a", "b")] = "a"
   flag: bool = False
   pair: tuple[int, str] = (1, "a")
   many: tuple[Inner, ...] = ()
   either: int | tuple[int, ...] | None = None
   inner: Inner = Inner()
   made: Inner | Callable[[str], Inner] = Inner()
+  limit: base.Count | None = None
+  share: base.Share = 0.5
+  rates: Annotated[tuple[base.Positive, ...], base.NonEmpty("numbers > 0")] = (1.0,)
+  decay: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.0
+  folder: base.Folder = "x"
+  low: int = 0
 
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_choices(self, name=("a", "b"))
+  def checks(self):
+    return {"low": (self.low <= self.count, f"at most count ({self.count})")}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,9 @@ class Config:
     {"either": (3, 4)},
     {"made": Inner(3)},
     {"made": lambda text: Inner(len(text))},
+    {"limit": 1},
+    {"share": 1},
+    {"rates": (1, 2.5)},
   ],
 )
 def test_values_of_the_declared_type_are_accepted(changes):
@@ -62,16 +67,25 @@ def test_values_of_the_declared_type_are_accepted(changes):
     ({"count": True}, "int"),
     ({"rate": "fast"}, "float"),
     ({"rate": False}, "float"),
-    ({"name": None}, "str"),
+    ({"name": None}, "one of 'a', 'b'"),
     ({"name": "c"}, "one of 'a', 'b'"),
     ({"flag": 1}, "bool"),
     ({"pair": (1, 2)}, "tuple[int, str]"),
     ({"pair": (1, "a", "b")}, "tuple[int, str]"),
-    ({"many": [Inner()]}, "tuple[Inner, ...]"),
     ({"many": (1,)}, "tuple[Inner, ...]"),
     ({"either": (1, None)}, "int | tuple[int, ...] | None"),
     ({"inner": {"count": 1}}, "Inner"),
     ({"made": "Inner"}, "Inner | Callable[[str], Inner]"),
+    ({"limit": 0}, "an integer >= 1, or None"),
+    ({"limit": True}, "an integer >= 1, or None"),
+    ({"share": 1.1}, "a number in 0..1"),
+    ({"share": float("nan")}, "a number in 0..1"),
+    ({"rates": ()}, "numbers > 0"),
+    ({"rates": (1.0, 0.0)}, "numbers > 0"),
+    ({"rates": (float("inf"),)}, "numbers > 0"),
+    ({"decay": 1.0}, "a number >= 0 and < 1"),
+    ({"folder": " "}, "a folder"),
+    ({"low": 2}, "at most count (1)"),
   ],
 )
 def test_invalid_values_are_named_with_the_expected_type(changes, expected):
@@ -79,3 +93,24 @@ def test_invalid_values_are_named_with_the_expected_type(changes, expected):
     Config(**changes)
   ((field, value),) = changes.items()
   assert f"Config.{field}: received {value!r}, expected {expected}" in str(caught.value)
+
+
+def test_lists_become_tuples():
+  assert Config(rates=[1.0, 2.0], either=[1]) == Config(rates=(1.0, 2.0), either=(1,))
+
+
+def test_every_mistake_of_a_config_is_listed():
+  with pytest.raises(base.InputError) as caught:
+    Config(count=1.5, name="c")
+  assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+    "Config.count",
+    "Config.name",
+  ]
+
+
+def test_a_config_cannot_replace_its_checks():
+  with pytest.raises(TypeError, match="define `checks` instead"):
+
+    class Unchecked(base.Config):
+      def __post_init__(self):
+        pass

@@ -100,9 +100,9 @@ def test_every_field_of_every_config_is_in_the_reference():
   )
   made_in_python = {"Pair", "Model", "Vocabulary", "Identity"}  # gin cannot say them
   assert shown == {
-    factory.selector
-    for factory in pages.configs()
-    if factory.name not in made_in_python
+    f"{config.__module__}.{config.__name__}"
+    for config in pages.configs()
+    if config.__name__ not in made_in_python
   }
 
 

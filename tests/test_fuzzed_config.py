@@ -7,9 +7,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from osd_jax import base, online
 from osd_jax import main as cli
-from osd_jax import online
-from osd_jax.main import factory, settings
+from osd_jax.main import settings
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "gin_configs"
 EXAMPLES = hypothesis.settings(
@@ -22,8 +22,11 @@ EXAMPLES = hypothesis.settings(
 BASE = "testing/tiny_online.gin"
 PAIR = ("PairConfig.target='t'", "PairConfig.draft='d'")
 
-FACTORIES = factory.reachable(online.OnlineConfig)
-FIELDS = [f"{f.name}.{field}" for f in FACTORIES for field in f.hints]
+FIELDS = [
+  f"{name}.{field}"
+  for name, config in settings.configs(online.OnlineConfig).items()
+  for field in base.field_types(config)
+]
 NAMES = st.sampled_from(
   [
     *FIELDS,

@@ -7,11 +7,11 @@ import re
 import pytest
 from gin_run import CONFIGS, RUN, load
 
+from osd_jax import base, online
 from osd_jax import main as cli
-from osd_jax import online
 from osd_jax.data import generated
 from osd_jax.engine import server
-from osd_jax.main import commands, factory, settings
+from osd_jax.main import commands, settings
 from osd_jax.models import weights
 from osd_tools import pretrain, sizes
 
@@ -80,8 +80,8 @@ def test_comments_name_fields_that_there_are(name):
   known = {}
   for about in commands.COMMANDS.values():
     module = importlib.import_module(about.module)
-    for reached in factory.reachable(getattr(module, about.config)):
-      known[reached.name] = reached.hints
+    for config_name, reached in settings.configs(getattr(module, about.config)).items():
+      known[config_name] = base.field_types(reached)
   comments = "\n".join(re.findall(r"#.*", (CONFIGS / name).read_text()))
   for config, field in re.findall(r"\b(\w+Config)\.(\w+)", comments):
     assert field in known[config], f"{config}.{field}"

@@ -1,4 +1,4 @@
-"""Weights in a larger shape: the same logits, and every step as large as asked."""
+"""Weights embedded in a larger shape have the same logits and the larger sizes."""
 
 import dataclasses
 

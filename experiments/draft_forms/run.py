@@ -1,14 +1,16 @@
-"""Two forms of a draft that is attached to a decoder-only target, on the same rows.
+"""Compares two forms of a draft attached to a decoder-only target, on the same rows.
 
-"prompt": ours. It attends to what the target has read of the prompt, and goes on from
-tokens. "states": EAGLE's. It is given the target's state before each verified token
-besides; taught on these alone ("1 step"), or on its own of a draft too ("3 steps").
-Layers are of one size, and so are head, embedding, rows, loss (forward KL over all
-tokens, at every place of an answer) and optimiser. Held-out prompts are answered by the
-target; a draft of K tokens begins wherever the one before ended.
+"prompt" is the form of this package: it attends to the target's hidden states of the
+prompt and continues from tokens. "states" is EAGLE's form: it also gets the target's
+state before each verified token. It is trained on these states only ("1 step"), or also
+on its own states within a draft ("3 steps"). Everything else is equal: layer size,
+head, embedding, rows, loss (forward KL over all tokens, at every position of an answer)
+and optimiser. The target answers held-out prompts; a draft of K tokens starts wherever
+the previous one ended.
 
-What "states" would cost in serving: verification returns [B, K + 1, E], the buffer
-keeps E numbers a token, and a draft that is swapped out has to read prompts anew.
+Serving the form "states" would have further costs: verification returns [B, K + 1, E],
+the buffer stores E numbers per token, and a new draft has to process prompts again
+after each swap.
 
   python experiments/draft_forms/run.py [--steps 1500] [--forms "prompt"]
       [--rows 3000 25 3000 25] [--gin_file experiments/llama_attached_draft.gin]
@@ -45,7 +47,7 @@ SHOWN = (1, 2, 4, 7)  # drafted tokens
 
 @flax.struct.dataclass
 class Rows:
-  """Texts with all that the target makes of them.
+  """Texts with the target's states and distributions.
 
   Attributes:
     source: [R, S] int32.
@@ -54,9 +56,9 @@ class Rows:
     mask: [R, T] bool.
     log_probs: [R, T, V] float32, the target's.
     before: [R, S + T, E] float32, the target's state before each token.
-    tokens: [R, S + T] int32, as the target was fed.
+    tokens: [R, S + T] int32, the target's inputs.
     positions: [R, S + T] int32.
-    fed: [R, S + T] bool; slots that hold a token.
+    fed: [R, S + T] bool; slots with a token.
     target_states: [R, S, E] bfloat16, the target's hidden states of prompts.
   """
 
@@ -77,10 +79,10 @@ class Form:
   """A draft of one form.
 
   Attributes:
-    init: parameters of a key.
-    logits: of (parameters, rows, steps): [R, T, V] of every step of a draft.
-    taught: steps that it learns.
-    optimizer: of its parameters.
+    init: (key) -> parameters.
+    logits: (parameters, rows, steps) -> [R, T, V] for each step of a draft.
+    taught: number of steps of a draft in the loss.
+    optimizer: the optimiser.
   """
 
   init: Callable[[jax.Array], Any]
@@ -90,10 +92,10 @@ class Form:
 
 
 class Judge:
-  """The target, which says what drafts are to learn."""
+  """The target, which provides what drafts learn."""
 
   def __init__(self, kept: weights.Weights, pad_id: int):
-    """Takes a decoder-only target's shape and parameters; others are refused."""
+    """Raises InputError unless the target is decoder-only."""
     if not isinstance(kept.config, shapes.LlamaConfig):
       raise base.InputError(
         f"draft_forms: received a target of kind {type(kept.config).__name__}, expected"
@@ -110,7 +112,8 @@ class Judge:
     tokens, positions, fed, found = module.apply(
       {"params": self.params}, source, mask, target, method=_all_states
     )
-    # The state before the first token behind a prompt is that of its last one but one.
+    # The last token of a prompt is the first decoder input, so the state before it is
+    # that of the token before.
     last = length - 1 - jnp.argmax(fed[:, :length][:, ::-1], axis=1)
     end = jnp.take_along_axis(found, last[:, None, None], axis=1)
     before = states.later(found, 1)
@@ -136,26 +139,26 @@ class Judge:
 
 
 def _all_states(module: llama.Llama, source, mask, target):
-  """What `Llama.score` feeds, and the states behind all of it, after the last norm."""
+  """The inputs of `Llama.score`, and the states after the last norm."""
   inputs = layers.inputs_of(target, llama.last_token(source, mask))
   kept = llama.without_last(mask)
-  behind = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(inputs.shape[1])
+  after = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(inputs.shape[1])
   tokens = jnp.concatenate([source, inputs], axis=1)
-  positions = jnp.concatenate([llama.prompt_positions(mask), behind], axis=1)
+  positions = jnp.concatenate([llama.prompt_positions(mask), after], axis=1)
   fed = jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1)
   x = module.decoder.over(module.token_embedder(tokens), fed, positions)
   return tokens, positions, fed, module.decoder.decoder_norm(x)
 
 
 def forms(judge: Judge, config: optimizers.OptimizerConfig) -> dict[str, Form]:
-  """Every form by name."""
+  """All forms by name."""
   shape = attached.AttachedConfig()
   ours = attached.build(shape, judge.config)
 
   def by_prompt(params, rows: Rows, steps: int):
     whole = ours.join(params, judge.frozen)
     given = (rows.source, rows.source_mask, rows.target)
-    # From the right tokens it says the same at every step.
+    # Its output depends on tokens only, so it is the same at every step of a draft.
     return [ours.score(whole, *given, target_states=rows.target_states)] * steps
 
   theirs = states.States(
@@ -184,13 +187,13 @@ def forms(judge: Judge, config: optimizers.OptimizerConfig) -> dict[str, Form]:
 
 
 def places(mask: jax.Array, step: int) -> jax.Array:
-  """[R, T] bool; where a draft can be at its step, counted from 0."""
+  """[R, T] bool; positions that a step of a draft, counted from 0, can reach."""
   return mask & (jnp.arange(mask.shape[1]) >= step)[None]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def learn(form: Form, params, state, rows: Rows):
-  """One step of the optimiser; loss and what it leaves."""
+  """One optimiser step; returns loss, parameters and state."""
 
   def loss(params):
     total = count = 0.0
@@ -217,7 +220,7 @@ def judged(form: Form, params, rows: Rows):
 
 
 def calls_of(right: np.ndarray, length: int) -> int:
-  """Verifications of an answer of so many tokens; right is [K, T]."""
+  """Number of verifications for an answer, if `right` [K, T] tokens are accepted."""
   place = calls = 0
   while place < length:
     run = 0
@@ -228,7 +231,7 @@ def calls_of(right: np.ndarray, length: int) -> int:
 
 
 def figures(form: Form, params, rows: Rows) -> dict[str, float]:
-  """Overlaps by drafted token, and tokens a call of the target."""
+  """Overlap per drafted token, and tokens per target call."""
   overlap, right = map(np.asarray, judged(form, params, rows))
   mask = np.asarray(rows.mask)
   found = {}
@@ -258,7 +261,7 @@ def answered(pair: pairs.Pair, config: offline.OfflineConfig, judge: Judge) -> R
 def taught(
   form: Form, stream: batches.BatchStream, judge: Judge, steps: int, bar
 ) -> tuple[Any, Any]:
-  """Parameters and optimiser's state after so many steps over a corpus."""
+  """Parameters and optimiser state after training on a corpus."""
   params = form.init(jax.random.key(0))
   state = form.optimizer.init(params)
   for step in bar:
@@ -274,7 +277,7 @@ def taught(
 def step_ms(
   made: dict[str, Form], ends: dict[str, Any], rows: Rows
 ) -> dict[str, float]:
-  """CPU milliseconds of a step of the optimiser, by turns."""
+  """Median CPU milliseconds of an optimiser step; the forms take turns."""
   times: dict[str, list[float]] = {name: [] for name in made}
   for _ in range(TURNS):
     for name, form in made.items():
@@ -285,7 +288,7 @@ def step_ms(
 
 
 def chosen(made: dict[str, Form], names: list[str] | None) -> dict[str, Form]:
-  """The forms of those names; None: all."""
+  """The forms with these names; None means all."""
   unknown = set(names or ()) - made.keys()
   if unknown:
     raise base.InputError(
@@ -295,7 +298,7 @@ def chosen(made: dict[str, Form], names: list[str] | None) -> dict[str, Form]:
 
 
 def main() -> None:
-  """Teaches every form and prints the table."""
+  """Trains every form and prints a table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--gin_file", default="experiments/llama_attached_draft.gin")
   parser.add_argument("--steps", type=int, default=1500)

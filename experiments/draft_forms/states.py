@@ -1,4 +1,4 @@
-"""EAGLE's form of an attached draft: it goes on from the target's states."""
+"""EAGLE's form of an attached draft, which continues from the target's states."""
 
 import flax.linen as nn
 import jax
@@ -6,23 +6,23 @@ import jax.numpy as jnp
 
 from osd_jax.models import layers
 
-FAR = 128  # tokens apart, from which on distances are alike
+FAR = 128  # all distances of at least this share a bias
 
 
 class States(nn.Module):
-  """One layer between a token, the state before it, and that behind it.
+  """One layer that maps a token and the state before it to the next state.
 
       token        z_i      z_i+1       z_i+2
-      state before s_i-1    e_i         e_i+1     s: the target's, e: what it said
-      says         e_i      e_i+1       e_i+2     the head makes tokens of them
+      state before s_i-1    e_i         e_i+1     s: the target's, e: its own
+      output       e_i      e_i+1       e_i+2     the head maps these to tokens
 
-  A draft that begins at i has the target's states of all tokens before, and from its
-  second step on only its own; all these steps are taken for every place at once, as
-  EAGLE-3 does in training. Sources: arXiv 2401.15077, arXiv 2503.01840.
+  A draft that starts at i has the target's states of all earlier tokens. From its
+  second step on it has only its own states. All steps are computed for every position
+  at once, as in the training of EAGLE-3. Sources: arXiv 2401.15077, arXiv 2503.01840.
 
   Attributes:
     states: E, width of the target's states.
-    width: of the layer.
+    width: width of the layer.
     num_heads: H.
     head_dim: D.
     mlp_dim: inner width of the feed-forward block.
@@ -49,19 +49,19 @@ class States(nn.Module):
     self.distances = self.param("distances", nn.initializers.zeros_init(), shape)
 
   def __call__(self, embedded, before, positions, mask, first: int, steps: int):
-    """What it says at the n-th step of a draft, for n up to `steps`.
+    """Outputs of the first `steps` steps of a draft.
 
     Args:
-      embedded: [B, S + T, E], the tokens in the target's embedding.
-      before: [B, S + T, E], the target's state before each.
+      embedded: [B, S + T, E], the target's embeddings of the tokens.
+      before: [B, S + T, E], the target's state before each token.
       positions: [B, S + T] int32.
-      mask: [B, S + T] bool; slots that hold a token.
-      first: S, slots of the prompt.
+      mask: [B, S + T] bool; slots with a token.
+      first: S, number of prompt slots.
       steps: N.
 
     Returns:
-      N states [B, T, E]; that of the n-th step at place t is from a draft that began
-      at t - n, and means nothing before place n.
+      N states [B, T, E]. The state of step n at position t belongs to a draft that
+      started at t - n; it is undefined for t < n.
     """
     whole = self._inputs(embedded, before)
     given = self._keys_values(whole)  # of the target's states
@@ -87,11 +87,11 @@ class States(nn.Module):
     return self._split(self.key(h)), self._split(self.value(h))
 
   def _attended(self, x, given, own, positions, mask, first):
-    """Attends to what began a draft, and to its own steps since."""
+    """Attends to the target's states before a draft, and to the draft's own steps."""
     steps, count = len(own), x.shape[1]
     query = self._split(self.query(self.norm(x))) * self.head_dim**-0.5
     apart = positions[:, first:, None] - positions[:, None]
-    # A draft that is `steps` steps long began so many places before this one.
+    # A draft that is at step `steps` started that many positions earlier.
     slots = jnp.arange(positions.shape[1])
     before = slots[None] <= (first + jnp.arange(count) - steps)[:, None]
     bias = self.distances[:, jnp.clip(apart, 0, FAR - 1)].swapaxes(0, 1)
@@ -99,7 +99,7 @@ class States(nn.Module):
     logits = jnp.einsum("bhtd,bhsd->bhts", query, given[0]) + bias
     logits, values = [jnp.where(seen, logits, -1e9)], []
     for index, (keys, their_values) in enumerate(own):
-      ago = steps - 1 - index  # its place, seen from here
+      ago = steps - 1 - index  # distance to the position of that step
       product = jnp.sum(query * later(keys, ago, axis=2), axis=-1, keepdims=True)
       logits.append(product + self.distances[None, :, None, ago : ago + 1])
       values.append(later(their_values, ago, axis=2))
@@ -116,7 +116,7 @@ class States(nn.Module):
 
 
 def later(x: jax.Array, places: int, axis: int = 1) -> jax.Array:
-  """x moved so many places behind, zeros before."""
+  """Shifts x by `places` to later positions and fills with zeros."""
   padding = [(0, 0)] * x.ndim
   padding[axis] = (places, 0)
   return jax.lax.slice_in_dim(jnp.pad(x, padding), 0, x.shape[axis], axis=axis)

@@ -1,36 +1,38 @@
-"""Weights in a larger shape: outputs stay, a step costs what the larger model costs.
+"""Embeds weights in a larger shape: equal outputs at the cost of the larger model.
 
-The shipped pair is so small that what learning costs and saves says little of a real
-one; no trained pair of a real size comes with this package. So the shipped weights are
-laid into the shape of a published model, zeros around them:
+The shipped pair is too small to show what learning costs and saves for a real one, and
+this package has no trained pair of a real size. This script therefore embeds the
+shipped weights in the shape of a published model and fills up with zeros:
 
-- A matrix that grows is zero where it is new, within every head too: T5 does not scale
-  attention by the size of a head, so that zeros there change nothing.
-- A norm divides by the root of a mean over the width, in which new zeros count. What
-  is written (embedding, `out`, `wo`) is multiplied by sqrt(new width / old width), so
-  that the mean beside the norm's epsilon stays, and a norm's scale by the inverse.
-- Added layers read at random and write nothing: their `out` and `wo` kernels are zero.
+- New entries of a matrix are zero, also within a head. T5 does not scale attention by
+  the size of a head, so zeros there change nothing.
+- A norm divides by the root of a mean over the width, which now includes zeros. The
+  kernels that write to the residual stream (embedding, `out`, `wo`) are multiplied by
+  sqrt(new width / old width), so that the mean keeps its ratio to the norm's epsilon.
+  The scale of a norm is divided by the same factor.
+- Added layers have random input kernels, and zero `out` and `wo` kernels, so that they
+  add nothing.
 
-What is no size stays the weights' own: vocabulary, activations, an untied head. The
-output head therefore covers the tokens of the weights (1,536 for the shipped ones),
-not the 32,128 of a published model, and costs that much less. In a draft that learns
-added layers begin to write, and what is new in old layers has no gradient; an optimizer
-whose steps do not grow with the parameters moves what was multiplied by less, and norms
-by more.
+Vocabulary, activations and the untied head stay those of the weights. The output head
+covers the tokens of the weights (1,536 for the shipped ones) and not the 32,128 of a
+published model, and is cheaper by that factor. When a draft learns, its added layers
+start to contribute, and the new entries of old layers have no gradient. An optimizer
+whose steps do not scale with the parameters changes the multiplied kernels less, in
+proportion, and the norms more.
 
-A draft that is attached to the smaller target is attached to the larger one with
-`--attached`: it reads `growth` times what it read, and its kernels are divided by that.
+`--attached` also adapts a draft that is attached to the smaller target. It takes states
+and embeddings that are larger by `growth`, so its input kernels are divided by that.
 
   python experiments/real_cost/embed.py flan-t5-base \\
       --attached shipped:demo_attached_draft.safetensors
   python experiments/real_cost/embed.py t5-small \\
       --weights shipped:demo_draft.safetensors
 
-Writes runs/real_cost/demo_target_as_flan-t5-base.safetensors and likewise (an attached
-draft: ..._on_flan-t5-base), which PairConfig takes, and `--target`, `--draft` and
+Writes files such as runs/real_cost/demo_target_as_flan-t5-base.safetensors (for an
+attached draft: ..._on_flan-t5-base) for PairConfig, and for `--target`, `--draft` and
 `--attached` of benchmarks/bench_whole_run.py. Prints the largest difference of logits
-beside the largest logit; where float32 does not explain it, the code is 1 and the file
-is not written.
+and the largest logit. If the difference exceeds float32 rounding, the exit code is 1
+and no file is written.
 """
 
 import argparse
@@ -55,24 +57,24 @@ SIZES = (
   "num_encoder_layers",
   "num_decoder_layers",
 )
-# What adds to the residual stream.
+# Parameters that write to the residual stream.
 WRITERS = ("/out/kernel", "/wo/kernel", "/embedding")
-# What of an attached draft reads the target's vectors.
+# Parameters of an attached draft that take the target's states and embeddings.
 READERS = (
   "inward/kernel",
   "encoder_decoder_attention/key/kernel",
   "encoder_decoder_attention/value/kernel",
 )
-READING_STD = 0.02  # of what added layers read with
+READING_STD = 0.02  # of the input kernels of added layers
 TOLERANCE = 5e-4 / 15  # difference of logits over the largest logit
-ROWS, LENGTH = 4, 20  # prompts, and tokens of prompts and outputs, that are compared
+ROWS, LENGTH = 4, 20  # number of compared prompts, and length of prompts and outputs
 
 
 def grown(config: t5.T5Config, name: str) -> t5.T5Config:
-  """The sizes of a published model; all else as in `config`.
+  """`config` with the sizes of a published model.
 
   Raises:
-    InputError: no such model, or it is smaller somewhere.
+    InputError: there is no such model, or one of its sizes is smaller.
   """
   published = sizes.size(name)
   shape = dataclasses.replace(config, **{f: getattr(published, f) for f in SIZES})
@@ -81,7 +83,7 @@ def grown(config: t5.T5Config, name: str) -> t5.T5Config:
 
 
 def check(config: t5.T5Config, shape: t5.T5Config, name: str) -> None:
-  """Raises InputError where weights of one shape do not fit into another."""
+  """Raises InputError if weights of one shape do not fit into another."""
   if config.tied_head:
     raise base.InputError(
       "embed: tied_head: received weights whose output head is their embedding, scaled"
@@ -115,7 +117,7 @@ def embedded(held: weights.Weights, shape: t5.T5Config) -> weights.Weights:
 def padded(
   name: str, leaf: np.ndarray, config: t5.T5Config, shape: t5.T5Config
 ) -> np.ndarray:
-  """A tensor with zeros around it; an attention's kernel with its heads apart."""
+  """A tensor padded with zeros; heads of attention kernels are separate axes."""
   growth = growth_of(config, shape)
   if name.endswith("/scale"):
     leaf = leaf / growth
@@ -127,11 +129,11 @@ def padded(
 
 
 def axes(name: str, like: tuple[int, ...], config: t5.T5Config) -> tuple[int, ...]:
-  """The axes of a tensor of a model, heads apart from what is within one.
+  """The shape of a tensor, with the heads of attention kernels on separate axes.
 
   Args:
-    name: of the tensor.
-    like: its shape, for axes that are the same in every model.
+    name: name of the tensor.
+    like: its shape, for axes that have the same size in every model.
     config: shape of the model.
   """
   width, hidden = config.width, config.mlp_dim
@@ -153,7 +155,7 @@ def axes(name: str, like: tuple[int, ...], config: t5.T5Config) -> tuple[int, ..
 
 
 def added(name: str, sized: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-  """A tensor of an added layer, which reads and writes nothing."""
+  """A tensor of an added layer, which adds nothing to the residual stream."""
   if name.endswith("/scale"):
     return np.ones(sized, np.float32)
   if name.endswith(WRITERS):
@@ -162,14 +164,14 @@ def added(name: str, sized: tuple[int, ...], random: np.random.Generator) -> np.
 
 
 def growth_of(config: t5.T5Config, shape: t5.T5Config) -> np.float32:
-  """What is written is multiplied by this."""
+  """Factor on the parameters that write to the residual stream."""
   return np.float32(np.sqrt(shape.width / config.width))
 
 
 def reattached(
   draft: weights.AttachedWeights, held: weights.Weights, made: weights.Weights
 ) -> weights.AttachedWeights:
-  """A draft that is attached to a target, attached to the same one made larger."""
+  """Attaches a draft to the embedded version of its target."""
   growth = growth_of(held.config, made.config)
   more = made.config.width - held.config.width
   flat = tensors.flat(draft.params)
@@ -189,7 +191,7 @@ def reattached(
 def logits_of(
   target: weights.Weights, draft: weights.AttachedWeights | None = None
 ) -> np.ndarray:
-  """Logits [B, T, V] of a target, or of a draft that is attached to it."""
+  """Logits [B, T, V] of a target, or of a draft attached to it."""
   size = target.config.vocab_size
   source, mask = testing.random_sources(ROWS, LENGTH, size, seed=0)
   output, _ = testing.random_sources(ROWS, LENGTH, size, seed=1)
@@ -201,19 +203,19 @@ def logits_of(
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-  """The largest difference of logits, and the largest of the first."""
+  """The largest difference of logits, and the largest logit of the first."""
   return float(np.abs(one - other).max()), float(np.abs(one).max())
 
 
 def is_same(one: np.ndarray, other: np.ndarray) -> bool:
-  """Whether logits are the same but for rounding; says so."""
+  """Whether logits are equal up to rounding; prints the difference."""
   largest, logit = difference(one, other)
   bound = TOLERANCE * logit
   print(
-    f"largest difference of logits: {largest:.2g}, largest logit: {logit:.3g} (asked:"
-    f" at most {bound:.2g})"
+    f"largest difference of logits: {largest:.2g}, largest logit: {logit:.3g}"
+    f" (allowed difference: {bound:.2g})"
   )
-  return largest <= bound  # not if NaN
+  return largest <= bound  # False for NaN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ tables. They are plain numbers: a run with given tables reads no clock.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundCosts:
+class RoundCosts(base.Config):
   """Costs of one way to decode, for all rows at once.
 
   Attributes:
@@ -42,34 +42,19 @@ class RoundCosts:
     request_ms: a request without its rounds: prefill, and its share of the call.
   """
 
-  round_ms: tuple[float, ...]
-  chunk_ms: float = 0.0
-  prefill_ms: float = 0.0
-  call_ms: float = 0.0
-  num_draft_tokens: tuple[int, ...] = ()
-  rows: int = 1
-  request_ms: float = 0.0
+  round_ms: Annotated[
+    tuple[base.Positive, ...], base.NonEmpty("milliseconds > 0, one value for each K")
+  ]
+  chunk_ms: base.NonNegative = 0.0
+  prefill_ms: base.NonNegative = 0.0
+  call_ms: base.NonNegative = 0.0
+  num_draft_tokens: tuple[base.CountOrZero, ...] = ()
+  rows: base.Count = 1
+  request_ms: base.NonNegative = 0.0
 
-  def __post_init__(self):
-    # JSON has no tuples.
-    object.__setattr__(self, "round_ms", tuple(self.round_ms))
-    object.__setattr__(self, "num_draft_tokens", tuple(self.num_draft_tokens))
-    base.check_counts(self, "rows")
-    lengths = (len(self.round_ms), 0)
-    checks = {
-      "round_ms": (
-        self.round_ms and min(self.round_ms) > 0,
-        "milliseconds > 0, one value for each K",
-      ),
-      "num_draft_tokens": (
-        len(self.num_draft_tokens) in lengths
-        and all(base.is_count(k, 0) for k in self.num_draft_tokens),
-        "integers >= 0, one for each value of round_ms",
-      ),
-    }
-    for name in ("chunk_ms", "prefill_ms", "call_ms", "request_ms"):
-      checks[name] = (getattr(self, name) >= 0, "milliseconds >= 0")
-    base.check_fields(self, checks)
+  def checks(self):
+    fits = len(self.num_draft_tokens) in (len(self.round_ms), 0)
+    return {"num_draft_tokens": (fits, "one integer for each value of round_ms")}
 
   def at(self, num_draft_tokens: float) -> float:
     """Milliseconds of a round that drafts this many tokens on average."""
@@ -82,7 +67,7 @@ class RoundCosts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class Costs(base.Config):
   """Costs of a run on this machine.
 
   Attributes:
@@ -98,23 +83,18 @@ class Costs:
   """
 
   online: RoundCosts
-  lost_ms: float = 0.0
+  lost_ms: base.NonNegative = 0.0
   plain: RoundCosts | None = None
   frozen: RoundCosts | None = None
-  draft_ms: float = 0.0
-  step_ms: float = 0.0
-  verify_ms: float = 0.0
-  update_ms: float = 0.0
-  slices: int = 0
+  draft_ms: base.NonNegative = 0.0
+  step_ms: base.NonNegative = 0.0
+  verify_ms: base.NonNegative = 0.0
+  update_ms: base.NonNegative = 0.0
+  slices: base.CountOrZero = 0
 
-  def __post_init__(self):
-    times = ("lost_ms", "draft_ms", "step_ms", "verify_ms", "update_ms")
-    checks = {name: (getattr(self, name) >= 0, "milliseconds >= 0") for name in times}
-    checks["online"] = (
-      self.online.num_draft_tokens,
-      "RoundCosts with num_draft_tokens: the Ks that round_ms belongs to",
-    )
-    base.check_fields(self, checks)
+  def checks(self):
+    expected = "RoundCosts with num_draft_tokens: the Ks that round_ms belongs to"
+    return {"online": (self.online.num_draft_tokens, expected)}
 
   @classmethod
   def from_json(cls, fields: Mapping[str, Any]) -> "Costs":

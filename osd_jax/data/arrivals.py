@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import numpy as np
 
@@ -9,9 +10,11 @@ from osd_jax import base
 from osd_jax.data import rows
 from osd_jax.data.sources import TaskConfig
 
+KINDS = ("single", "sharp", "gradual", "mixture", "cyclic", "bursty")
+
 
 @dataclasses.dataclass(frozen=True)
-class StreamConfig:
+class StreamConfig(base.Config):
   """A stream of queries: how many each task asks, and in which order.
 
   >>> StreamConfig(tasks=(TaskConfig(name="ours", pattern="ours.jsonl"),)).kind
@@ -38,53 +41,40 @@ class StreamConfig:
   """
 
   tasks: tuple[TaskConfig, ...]
-  kind: str = "sharp"
-  requests_per_task: int | None = None
-  seed: int = 0
-  reader: str = "plain"
-  source_length: int = 64
+  kind: Annotated[str, base.OneOf(*KINDS)] = "sharp"
+  requests_per_task: base.Count | None = None
+  seed: base.CountOrZero = 0
+  reader: Annotated[str, base.OneOf(*rows.READERS)] = "plain"
+  source_length: Annotated[int, base.AtLeast(2)] = 64
   shuffle: bool = True
-  gradual_width: int = 100
-  period: int = 50
-  mean_burst: float = 8.0
+  gradual_width: base.Count = 100
+  period: base.Count = 50
+  mean_burst: Annotated[float, base.AtLeast(1)] = 8.0
   weights: tuple[float, ...] | None = None
 
-  def __post_init__(self) -> None:
-    base.check_types(self)
-    base.check_choices(self, kind=SCHEDULES, reader=rows.READERS)
-    base.check_counts(self, "seed", least=0)
-    base.check_counts(self, "gradual_width", "period")
-    base.check_counts(self, "source_length", least=2)
+  def checks(self):
+    rows.unique(self.tasks)  # raises if two tasks of one name differ
     count, per_task = len(self.tasks), self.requests_per_task
     fits, expected = {
       "single": (count == 1, "exactly one TaskConfig"),
       "cyclic": (count > 1, "two TaskConfigs or more"),
       "bursty": (count > 1, "two TaskConfigs or more"),
     }.get(self.kind, (count > 0, "at least one TaskConfig"))
-    base.check_fields(
-      self,
-      {
-        "tasks": (fits, f"{expected} for kind {self.kind!r}"),
-        "requests_per_task": (
-          per_task is None or base.is_count(per_task),
-          "an integer >= 1, or None for all rows once",
-        ),
-        "gradual_width": (
-          self.kind != "gradual" or self.gradual_width <= (per_task or np.inf),
-          "at most requests_per_task",
-        ),
-        "mean_burst": (1 <= self.mean_burst < np.inf, "a number >= 1"),
-        "weights": (
-          self.weights is None
-          or self.kind == "mixture"
-          and per_task
-          and rows.are_shares(self.weights, count),
-          'None, or a positive share for each task of a "mixture" whose'
-          " requests_per_task is a number",
-        ),
-      },
-    )
-    rows.unique(self.tasks)
+    return {
+      "tasks": (fits, f"{expected} for kind {self.kind!r}"),
+      "gradual_width": (
+        self.kind != "gradual" or self.gradual_width <= (per_task or np.inf),
+        "at most requests_per_task",
+      ),
+      "weights": (
+        self.weights is None
+        or self.kind == "mixture"
+        and per_task
+        and rows.are_shares(self.weights, count),
+        'None, or a positive share for each task of a "mixture" whose'
+        " requests_per_task is a number",
+      ),
+    }
 
 
 def schedule(config: StreamConfig, sizes: Sequence[int]) -> np.ndarray:

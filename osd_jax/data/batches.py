@@ -7,7 +7,7 @@ place, so batches resume from one number.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from osd_jax.data.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchConfig:
+class BatchConfig(base.Config):
   """What the batches hold.
 
   Attributes:
@@ -36,38 +36,27 @@ class BatchConfig:
   """
 
   tasks: tuple[TaskConfig, ...]
-  batch_size: int = 32
-  source_length: int = 64
-  target_length: int = 96
-  seed: int = 0
-  reader: str = "plain"
-  limit_rows: int | tuple[int, ...] | None = None
+  batch_size: base.Count = 32
+  source_length: Annotated[int, base.AtLeast(2)] = 64
+  target_length: base.Count = 96
+  seed: base.CountOrZero = 0
+  reader: Annotated[str, base.OneOf(*rows.READERS)] = "plain"
+  limit_rows: base.Count | tuple[base.Count | None, ...] | None = None
   weights: tuple[float, ...] | None = None
 
-  def __post_init__(self) -> None:
-    base.check_types(self)
-    base.check_choices(self, reader=rows.READERS)
-    base.check_counts(self, "batch_size", "target_length")
-    base.check_counts(self, "source_length", least=2)
-    base.check_counts(self, "seed", least=0)
-    every = len(self.tasks)
-    once = every > 0 and len(rows.unique(self.tasks)) == every
-    limits = self.limits()
-    base.check_fields(
-      self,
-      {
-        "tasks": (once, "at least one TaskConfig, every one once"),
-        "limit_rows": (
-          len(limits) == every
-          and all(limit is None or base.is_count(limit) for limit in limits),
-          "None, or an integer >= 1 for all tasks or for each",
-        ),
-        "weights": (
-          self.weights is None or rows.are_shares(self.weights, every),
-          "None or one positive number a task",
-        ),
-      },
-    )
+  def checks(self):
+    every, limits = len(self.tasks), self.limits()
+    return {
+      "tasks": (
+        every > 0 and len(rows.unique(self.tasks)) == every,
+        "at least one TaskConfig, every one once",
+      ),
+      "limit_rows": (len(limits) == every, "one limit for all tasks or one per task"),
+      "weights": (
+        self.weights is None or rows.are_shares(self.weights, every),
+        "None or one positive number per task",
+      ),
+    }
 
   def limits(self) -> tuple[int | None, ...]:
     """Returns the limit of every task."""

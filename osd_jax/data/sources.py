@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from osd_jax import base
 from osd_jax.data import generated, jsonl, preprocessors
@@ -20,7 +20,7 @@ KINDS = {"jsonl": "pattern", "tfds": "tfds_name", "generated": "topic"}
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskConfig:
+class TaskConfig(base.Config):
   """One source of examples.
 
   >>> TaskConfig(name="ours", pattern="ours.jsonl", source="support").label
@@ -45,40 +45,36 @@ class TaskConfig:
   """
 
   name: str
-  kind: str = "jsonl"
+  kind: Annotated[str, base.OneOf(*KINDS)] = "jsonl"
   source: str = ""
   split: str = "train"
-  preprocessor: str = "identity"
+  preprocessor: Annotated[str, base.OneOf(*PREPROCESSORS)] = "identity"
   prompt: str = "{prompt}"
   reference: str = "{reference}"
   data_dir: str = ""
   pattern: str = ""
   tfds_name: str = ""
   topic: str = ""
-  rows: int | None = None
+  rows: base.Count | None = None
 
-  def __post_init__(self) -> None:
-    base.check_types(self)
-    base.check_choices(self, kind=KINDS, preprocessor=PREPROCESSORS)
+  def checks(self):
     needed, is_generated = KINDS[self.kind], self.kind == "generated"
-    base.check_fields(
-      self,
-      {
-        "name": (
-          re.fullmatch(r"[\w.:]+", self.name, re.ASCII),
-          "letters, digits, '_', '.' or ':'",
-        ),
-        needed: (getattr(self, needed), f"a value, since kind is {self.kind!r}"),
-        "rows": (
-          self.rows is None and not is_generated or base.is_count(self.rows),
-          "an integer >= 1"
-          + (", since topics have no end" if is_generated else ", or None for all"),
-        ),
-        **{name: self._template(name) for name in ("prompt", "reference")},
-      },
-    )
+    checks = {
+      "name": (
+        re.fullmatch(r"[\w.:]+", self.name, re.ASCII),
+        "letters, digits, '_', '.' or ':'",
+      ),
+      needed: (getattr(self, needed), f"a value, since kind is {self.kind!r}"),
+      **{name: self._template(name) for name in ("prompt", "reference")},
+    }
     if is_generated:
-      base.check_choices(self, topic=generated.TOPICS, split=generated.SPLITS)
+      topics, splits = generated.TOPICS, generated.SPLITS
+      checks |= {
+        "rows": (self.rows, "an integer >= 1, since topics have no end"),
+        "topic": (self.topic in topics, base.OneOf(*topics).text),
+        "split": (self.split in splits, base.OneOf(*splits).text),
+      }
+    return checks
 
   @property
   def label(self) -> str:

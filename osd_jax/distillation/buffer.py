@@ -27,7 +27,7 @@ SHORTLIST_RANKS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class BufferConfig:
+class BufferConfig(base.Config):
   """Size of the buffer and the weights of replayed rows.
 
   Attributes:
@@ -39,16 +39,9 @@ class BufferConfig:
       again in each slice.
   """
 
-  capacity: int = 1024
-  recency_half_life: float | None = None
+  capacity: base.Count = 1024
+  recency_half_life: base.Positive | None = None
   keep_target_states: bool = True
-
-  def __post_init__(self):
-    base.check_counts(self, "capacity")
-    half_life = self.recency_half_life
-    fades = half_life is None or half_life > 0
-    expected = "a number of rows > 0, or None for uniform"
-    base.check_fields(self, {"recency_half_life": (fades, expected)})
 
 
 @flax.struct.dataclass
@@ -190,6 +183,7 @@ def sample(
   """
   _check_counts(buffer, num_new, num_replay)
   key_new, key_replay = jax.random.split(key)
+  # After a long pause, more rows may have arrived than the ring holds.
   newest = jnp.clip(buffer.added - since, 0, buffer.filled)
   half_life = config.recency_half_life
   fading = 0.0 if half_life is None else -np.log(2.0) / half_life
@@ -197,6 +191,7 @@ def sample(
     _draw(key_new, newest, 0.0, num_new),
     _draw(key_replay, buffer.filled, fading, num_replay),
   )
+  # `_draw` returns ages past the end if it runs out of rows.
   present = jnp.concatenate([ages[0] < newest, ages[1] < buffer.filled])
   slots = (buffer.added - 1 - jnp.concatenate(ages)) % buffer.capacity
   rows = jax.tree.map(lambda ring: ring[slots], buffer.data)

@@ -1,14 +1,14 @@
 """What an update costs and what overlap is worth: for schedules that go by prices."""
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from osd_jax import base
 from osd_jax.costs.table import expected_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateCosts:
+class UpdateCosts(base.Config):
   """What rounds and updates take on a machine, milliseconds.
 
   Attributes:
@@ -20,30 +20,17 @@ class UpdateCosts:
       device does it: 0 where serving waits meanwhile, 1 where it notices nothing.
   """
 
-  round_ms: tuple[float, ...]
-  update_ms: float
-  num_draft_tokens: tuple[int, ...] = (7,)
-  rows: int = 1
-  hidden: float = 0.5
+  round_ms: tuple[base.Positive, ...]
+  update_ms: base.NonNegative
+  num_draft_tokens: Annotated[
+    tuple[base.CountOrZero, ...], base.NonEmpty("integers >= 0")
+  ] = (7,)
+  rows: base.Count = 1
+  hidden: base.Share = 0.5
 
-  def __post_init__(self):
-    object.__setattr__(self, "round_ms", tuple(self.round_ms))  # JSON knows lists only
-    object.__setattr__(self, "num_draft_tokens", tuple(self.num_draft_tokens))
-    base.check_counts(self, "rows")
-    checks = {
-      "num_draft_tokens": (
-        self.num_draft_tokens
-        and all(base.is_count(k, 0) for k in self.num_draft_tokens),
-        "integers >= 0, one or more",
-      ),
-      "round_ms": (
-        len(self.round_ms) == len(self.num_draft_tokens) and min(self.round_ms) > 0,
-        "milliseconds > 0, as many as num_draft_tokens",
-      ),
-      "update_ms": (self.update_ms >= 0, "milliseconds >= 0"),
-      "hidden": (0 <= self.hidden <= 1, "a share in 0..1"),
-    }
-    base.check_fields(self, checks)
+  def checks(self):
+    fits = len(self.round_ms) == len(self.num_draft_tokens)
+    return {"round_ms": (fits, "one number for each of num_draft_tokens")}
 
   @property
   def lost_ms(self) -> float:

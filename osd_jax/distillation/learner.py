@@ -37,7 +37,7 @@ from osd_jax.distillation import worth as worth_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class LearningConfig:
+class LearningConfig(base.Config):
   """How a draft learns from the requests it serves.
 
   >>> LearningConfig(schedule=schedule_lib.ScheduleConfig(update_interval=4)).seed
@@ -61,11 +61,7 @@ class LearningConfig:
     schedule_lib.ScheduleConfig | worth_lib.WorthConfig | schedule_lib.Schedule
   ) = schedule_lib.ScheduleConfig()
   free_updates: bool = False
-  seed: int = 0
-
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_counts(self, "seed", least=0)
+  seed: base.CountOrZero = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,7 +430,8 @@ class Learner:
 
   def warm_up(self, batches: Iterable[base.DistillationBatch] = ()) -> None:
     """Compiles an update and the append of such batches; changes no state."""
-    for batch in batches:  # rows of weight 0 are not added
+    for batch in batches:
+      # Rows of weight 0 are compiled like others but not added.
       weightless = self._with_states(batch).replace(weight=batch.weight * 0)
       self._buffer = self._append(self._buffer, weightless)
     config, drawn = self._config.update, self._draw()
@@ -486,6 +483,7 @@ class Learner:
         f" (its overlap on request {self.finished} is {overlap}); check its weights."
       )
     self.finished += 1
+    # Take a due update first, because the schedule may launch the next one below.
     outcome = self._take() if self._runner.due(self.finished) else None
     self._buffer = self._append(self._buffer, self._with_states(batch))
     schedule = self._config.schedule

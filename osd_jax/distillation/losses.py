@@ -18,6 +18,7 @@ most the full one.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ def target_buckets(records: base.Records) -> Buckets:
     [..., k + 1] float32, natural log, tail last, nothing below `TARGET_FLOOR`.
   """
   kept = records.log_probs.astype(jnp.float32)
+  # Floor before the logarithm; k = V has an exact 0 here.
   tail = jnp.maximum(records.tail.astype(jnp.float32), np.finfo(np.float32).tiny)
   buckets = jnp.concatenate([kept, jnp.log(tail)[..., None]], axis=-1)
   return jnp.maximum(buckets, TARGET_FLOOR)
@@ -146,7 +148,7 @@ POSITIONS = ("all", "error")
 
 
 @dataclasses.dataclass(frozen=True)
-class LossConfig:
+class LossConfig(base.Config):
   """Which divergence is minimised, and over which positions and tokens.
 
   Attributes:
@@ -162,35 +164,25 @@ class LossConfig:
       does not see the mass that the draft gives to tokens outside `num_tokens`.
   """
 
-  divergence: str | Divergence = "forward_kl"
-  jsd_beta: float = 0.5
-  positions: str = "all"
-  num_positions: int = 0
-  num_tokens: int = 0
-  num_negatives: int = 0
+  divergence: Annotated[str, base.OneOf(*DIVERGENCES)] | Divergence = "forward_kl"
+  jsd_beta: Annotated[float, base.Above(0), base.Below(1)] = 0.5
+  positions: Annotated[str, base.OneOf(*POSITIONS)] = "all"
+  num_positions: base.CountOrZero = 0
+  num_tokens: base.CountOrZero = 0
+  num_negatives: base.CountOrZero = 0
 
   @property
   def subsamples(self) -> bool:
     """Whether a slice uses only a part of its positions or tokens."""
     return bool(self.num_positions or self.num_tokens)
 
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_counts(self, "num_positions", "num_tokens", "num_negatives", least=0)
-    if isinstance(self.divergence, str):
-      base.check_choices(self, divergence=DIVERGENCES)
-    base.check_choices(self, positions=POSITIONS)
-    checks = {
+  def checks(self):
+    return {
       "num_negatives": (
         self.num_tokens or not self.num_negatives,
-        "0 without num_tokens: negatives represent the tokens that it leaves out",
-      ),
-      "jsd_beta": (
-        0.0 < self.jsd_beta < 1.0,
-        "a number between 0 and 1; the limits are forward_kl and reverse_kl",
+        "0 without num_tokens: negatives represent the tokens that are left out",
       ),
     }
-    base.check_fields(self, checks)
 
 
 def divergence(config: LossConfig) -> Divergence:
@@ -268,6 +260,7 @@ def distillation_loss(
   values = position_divergences(config, draft_logits, batch)
   weights = jnp.where(chosen_positions(config, batch), batch.weight[:, None], 0.0)
   total = jnp.sum(weights)
+  # Divide by 1 if nothing is chosen: 0 / 0 would make the gradient NaN.
   mean = jnp.sum(weights * values) / jnp.where(total > 0, total, 1.0)
   return jnp.where(total > 0, mean, 0.0)
 

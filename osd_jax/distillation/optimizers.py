@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(base.Config):
   """An optimiser and its learning-rate schedule.
 
   Attributes:
@@ -55,36 +56,25 @@ class OptimizerConfig:
       larger rates.
   """
 
-  name: str = "adamw"
-  learning_rate: float = 1e-3
-  weight_decay: float = 0.0
-  clip_norm: float | None = 1.0
-  warmup_steps: int = 0
-  schedule: str = "constant"
+  name: Annotated[str, base.OneOf(*OPTIMIZERS)] = "adamw"
+  learning_rate: base.Positive = 1e-3
+  weight_decay: base.NonNegative = 0.0
+  clip_norm: base.Positive | None = 1.0
+  warmup_steps: base.CountOrZero = 0
+  schedule: Annotated[str, base.OneOf(*SCHEDULES)] = "constant"
   total_steps: int | None = None
-  embedding_multiplier: float = 1.0
-  query_multiplier: float = 1.0
+  embedding_multiplier: base.Positive = 1.0
+  query_multiplier: base.Positive = 1.0
 
-  def __post_init__(self):
-    base.check_choices(self, name=OPTIMIZERS, schedule=SCHEDULES)
-    base.check_counts(self, "warmup_steps", least=0)
-    end, least = self.total_steps, self.warmup_steps + 1
-    checks = {
-      "learning_rate": (self.learning_rate > 0, "a number > 0"),
-      "weight_decay": (self.weight_decay >= 0, "a number >= 0"),
-      "clip_norm": (
-        self.clip_norm is None or self.clip_norm > 0,
-        "a number > 0, or None",
-      ),
+  def checks(self):
+    end, warmup = self.total_steps, self.warmup_steps
+    return {
       "total_steps": (
-        self.schedule == "constant" if end is None else base.is_count(end, least),
-        f"an integer above warmup_steps ({self.warmup_steps}), because the schedule is"
+        self.schedule == "constant" if end is None else end > warmup,
+        f"an integer above warmup_steps ({warmup}), since the schedule is"
         f" {self.schedule!r}",
       ),
-      "embedding_multiplier": (self.embedding_multiplier > 0, "a number > 0"),
-      "query_multiplier": (self.query_multiplier > 0, "a number > 0"),
     }
-    base.check_fields(self, checks)
 
 
 def learning_rate(config: OptimizerConfig) -> optax.Schedule:
@@ -97,6 +87,7 @@ def learning_rate(config: OptimizerConfig) -> optax.Schedule:
   after = SCHEDULES[config.schedule](peak, steps)
   if not warmup:
     return after
+  # Start at peak / warmup instead of 0: a step at rate 0 would be wasted.
   rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)
   return optax.join_schedules([rising, after], [warmup])
 

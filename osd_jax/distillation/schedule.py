@@ -14,7 +14,7 @@ order, and never a clock, so a run repeats exactly. Overlap of one request is no
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from osd_jax import base
 
@@ -62,7 +62,7 @@ class Sparing(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(base.Config):
   """The rhythm of updates. All windows are counted in finished requests.
 
   The defaults fit noise of .15 a request: fewer than one false toggle in 1,000
@@ -84,30 +84,17 @@ class ScheduleConfig:
       0 takes all always.
   """
 
-  update_interval: int = 8
+  update_interval: base.Count = 8
   pause: bool = True
-  window: int = 25
-  flat_tolerance: float = 0.02
-  pause_after_flat: int = 25
-  enough: float = 1.0
-  resume_window: int = 8
-  resume_drop: float = 0.2
-  drift_window: int = 100
-  drift_drop: float = 0.075
-  much_to_gain: float = 0.0
-
-  def __post_init__(self):
-    counts = [f.name for f in dataclasses.fields(self) if type(f.default) is int]
-    shares = [f.name for f in dataclasses.fields(self) if type(f.default) is float]
-    base.check_counts(self, *counts)
-    base.check_fields(
-      self,
-      {name: (0 <= getattr(self, name) <= 1, "a number in 0..1") for name in shares},
-    )
-    drops = ("resume_drop", "drift_drop")
-    base.check_fields(
-      self, {name: (getattr(self, name) > 0, "a number > 0") for name in drops}
-    )
+  window: base.Count = 25
+  flat_tolerance: base.Share = 0.02
+  pause_after_flat: base.Count = 25
+  enough: base.Share = 1.0
+  resume_window: base.Count = 8
+  resume_drop: Annotated[float, base.Above(0), base.AtMost(1)] = 0.2
+  drift_window: base.Count = 100
+  drift_drop: Annotated[float, base.Above(0), base.AtMost(1)] = 0.075
+  much_to_gain: base.Share = 0.0
 
   def initial(self) -> "ScheduleState":
     """Before the first request."""

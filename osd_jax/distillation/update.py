@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import flax.struct
 import jax
@@ -23,7 +24,7 @@ from osd_jax.distillation import losses, optimizers, subsample
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateConfig:
+class UpdateConfig(base.Config):
   """One update: a few bounded steps over new and replayed rows.
 
   Attributes:
@@ -40,23 +41,15 @@ class UpdateConfig:
 
   optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
   loss: losses.LossConfig = dataclasses.field(default_factory=losses.LossConfig)
-  steps_per_update: int = 2
-  num_new: int = 4
-  num_replay: int = 4
-  length_multiple: int = 0
-  ema_decay: float = 0.0
+  steps_per_update: base.Count = 2
+  num_new: base.CountOrZero = 4
+  num_replay: base.CountOrZero = 4
+  length_multiple: base.CountOrZero = 0
+  ema_decay: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.0
 
-  def __post_init__(self):
-    base.check_counts(self, "steps_per_update")
-    base.check_counts(self, "num_new", "num_replay", "length_multiple", least=0)
-    checks = {
-      "num_replay": (
-        self.num_new + self.num_replay >= 1,
-        f"num_new ({self.num_new}) + num_replay to be at least 1",
-      ),
-      "ema_decay": (0 <= self.ema_decay < 1, "a number in [0, 1)"),
-    }
-    base.check_fields(self, checks)
+  def checks(self):
+    total = self.num_new + self.num_replay
+    return {"num_replay": (total >= 1, "num_new + num_replay of at least 1")}
 
 
 @flax.struct.dataclass
@@ -133,6 +126,7 @@ def loss_and_grad(
     (loss [] float32, gradient shaped like params).
   """
   if config.loss.subsamples:
+    # A function of the step, so that a resumed run draws the same subsamples.
     key = jax.random.fold_in(jax.random.key(0), step)
     sampled = subsample.subsample(config.loss, batch, key, model.vocab_size)
   else:
@@ -166,6 +160,7 @@ def apply_gradients(
   norms = jnp.stack([loss, grad_norm, optax.tree.norm(changes)])
   finite = jnp.all(jnp.isfinite(norms))
   params = optax.apply_updates(learner.params, changes)
+  # `where` instead of `cond`: both results exist already, and it does not branch.
   params, opt_state = jax.tree.map(
     lambda new, old: jnp.where(finite, new, old),
     (params, opt_state),
@@ -196,6 +191,7 @@ def slice_step(
   )
   learner, metrics = apply_gradients(config.optimizer, learner, loss, gradients)
   if learner.ema is not None:
+    # This runs after skipped steps too, and moves the average towards good parameters.
     ema = optax.incremental_update(learner.params, learner.ema, 1 - config.ema_decay)
     learner = learner.replace(ema=ema)
   return learner, metrics
@@ -222,6 +218,7 @@ def warm_up(
   frozen: base.Params = None,
 ) -> None:
   """Compiles a slice for every length that `cut` can return; changes nothing."""
+  # Compiling during serving would stall it for seconds.
   full = batch.target.shape[1]
   step = config.length_multiple or full
   for length in range(step, _round_up(full, step) + 1, step):
@@ -229,6 +226,7 @@ def warm_up(
 
 
 def _cut_to(batch: base.DistillationBatch, length: int) -> base.DistillationBatch:
+  # Only T is cut: cutting S too would multiply the number of programs to compile.
   shorter = jax.tree.map(
     lambda leaf: leaf[:, :length], (batch.target, batch.mask, batch.records)
   )
@@ -282,6 +280,7 @@ def draw_update(
   `share` is the fraction of `steps_per_update` to draw; at least one slice is drawn.
   """
   count = max(1, math.ceil(config.steps_per_update * share))
+  # One call per slice: the number of slices then compiles nothing.
   return tuple(
     draw_slice(config, buffer_config, buffer, key, since, index)
     for index in range(count)

@@ -23,7 +23,7 @@ reads a clock, so a run with given costs repeats exactly.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from osd_jax import base
 from osd_jax.distillation.costs import UpdateCosts
@@ -37,7 +37,7 @@ TOKENS = 24.0  # of a request, as long as nobody says
 
 
 @dataclasses.dataclass(frozen=True)
-class WorthConfig:
+class WorthConfig(base.Config):
   """When updates pay. A `Schedule`: `LearningConfig.schedule = WorthConfig()`.
 
   The defaults fit noise of .15 a request. Where learning gains nothing, a stream of
@@ -61,30 +61,17 @@ class WorthConfig:
     slow_drop: how far the mean of 48 falls below the level at the last pause.
   """
 
-  update_interval: int = 4
-  horizon: int = 20_000
+  update_interval: base.Count = 4
+  horizon: base.Count = 20_000
   costs: UpdateCosts | None = None
-  pace: float = 0.02
-  noise: float = 0.15
-  window: int = 24
-  trial_share: float = 0.015
-  probe_share: float = 0.01
-  probe_updates: int = 8
-  sharp_drop: float = 0.2
-  slow_drop: float = 0.1
-
-  def __post_init__(self):
-    base.check_counts(self, "update_interval", "horizon", "probe_updates")
-    base.check_counts(self, "window", least=3)
-    positive = ("pace", "noise", "sharp_drop", "slow_drop")
-    shares = ("trial_share", "probe_share")
-    checks = {
-      n: (0 < getattr(self, n) <= 1, "a number in 0..1, above 0") for n in positive
-    }
-    checks |= {
-      n: (0 <= getattr(self, n) < 1, "a share in 0..1, below 1") for n in shares
-    }
-    base.check_fields(self, checks)
+  pace: Annotated[float, base.Above(0), base.AtMost(1)] = 0.02
+  noise: Annotated[float, base.Above(0), base.AtMost(1)] = 0.15
+  window: Annotated[int, base.AtLeast(3)] = 24
+  trial_share: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.015
+  probe_share: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.01
+  probe_updates: base.Count = 8
+  sharp_drop: Annotated[float, base.Above(0), base.AtMost(1)] = 0.2
+  slow_drop: Annotated[float, base.Above(0), base.AtMost(1)] = 0.1
 
   def initial(self) -> "WorthState":
     """Before the first request."""

@@ -35,7 +35,7 @@ _INHERITED = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_tim
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplicaConfig:
+class ReplicaConfig(base.Config):
   """Processes that serve while this one learns; they need the extra `replicas`.
 
   Attributes:
@@ -45,18 +45,10 @@ class ReplicaConfig:
     tpus: TPU chips that Ray reserves for each replica.
   """
 
-  count: int = 0
-  cpus: float = 0.0
-  gpus: float = 0.0
-  tpus: float = 0.0
-
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_counts(self, "count", least=0)
-    shares = {
-      name: (getattr(self, name) >= 0, "0 or more") for name in ("cpus", "gpus", "tpus")
-    }
-    base.check_fields(self, shares)
+  count: base.CountOrZero = 0
+  cpus: base.NonNegative = 0.0
+  gpus: base.NonNegative = 0.0
+  tpus: base.NonNegative = 0.0
 
 
 class Replica:

@@ -6,7 +6,7 @@ A request changes form four times: a text or `Prompt`, a `Request`, a row of
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from osd_jax.decoding.rounds import DecodeSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveConfig:
+class AdaptiveConfig(base.Config):
   """K chosen between two calls, from measured costs and the running acceptance.
 
   Attributes:
@@ -32,10 +32,10 @@ class AdaptiveConfig:
   candidates: tuple[int, ...] = (0, 1, 3, 5, 7)
   costs: tuple[RoundCosts, ...] = ()
 
-  def __post_init__(self):
+  def checks(self):
     largest = state_lib.MAX_DRAFT_TOKENS
     known = sorted(set(self.candidates) & set(range(largest + 1)))
-    checks = {
+    return {
       "candidates": (
         list(self.candidates) == known and known[:1] == [0] and len(known) > 1,
         f"0 and other integers up to {largest}, ascending",
@@ -45,7 +45,6 @@ class AdaptiveConfig:
         "tables whose round_ms has one entry for each candidate",
       ),
     }
-    base.check_fields(self, checks)
 
   def up_to(self, num_draft_tokens: int) -> "AdaptiveConfig":
     """Drops the candidates above K, and their costs."""
@@ -57,7 +56,7 @@ class AdaptiveConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodingConfig:
+class DecodingConfig(base.Config):
   """Shapes of decoding, and how much is drafted.
 
   >>> DecodingConfig(source_lengths=(64, 16)).bucket(20)
@@ -78,48 +77,31 @@ class DecodingConfig:
     adaptive: chooses K between two calls, including plain decoding; None keeps K.
   """
 
-  rows: int = 1
-  num_draft_tokens: int = 5
-  acceptance_rule: str | accept.Rule = "rejection"
-  source_lengths: tuple[int, ...] = (64,)
-  target_length: int = 96
-  record_top_k: int = 64
-  max_rounds: int = 256
+  rows: base.Count = 1
+  num_draft_tokens: Annotated[int, base.Between(1, state_lib.MAX_DRAFT_TOKENS)] = 5
+  acceptance_rule: Annotated[str, base.OneOf(*accept.RULES)] | accept.Rule = "rejection"
+  source_lengths: Annotated[
+    tuple[Annotated[int, base.AtLeast(2)], ...], base.NonEmpty("integers >= 2")
+  ] = (64,)
+  target_length: base.Count = 96
+  record_top_k: base.CountOrZero = 64
+  max_rounds: base.Count = 256
   adaptive: AdaptiveConfig | None = None
 
-  def __post_init__(self):
-    base.check_counts(self, "rows", "target_length", "max_rounds")
-    base.check_counts(self, "record_top_k", least=0)
+  def checks(self):
     lengths, adaptive = self.source_lengths, self.adaptive
-    base.check_fields(
-      self,
-      {
-        "num_draft_tokens": (
-          base.is_count(self.num_draft_tokens)
-          and self.num_draft_tokens <= state_lib.MAX_DRAFT_TOKENS,
-          f"an integer in 1..{state_lib.MAX_DRAFT_TOKENS}",
+    return {
+      "source_lengths": (list(lengths) == sorted(set(lengths)), "ascending integers"),
+      "adaptive": (
+        adaptive is None
+        or (
+          adaptive.candidates[1] <= self.num_draft_tokens
+          and len(adaptive.costs) in (0, len(lengths))
         ),
-        "acceptance_rule": (
-          isinstance(self.acceptance_rule, accept.Rule)
-          or self.acceptance_rule in accept.RULES,
-          f"one of {sorted(accept.RULES)}, or an accept.Rule",
-        ),
-        "source_lengths": (
-          lengths and all(base.is_count(length, 2) for length in lengths),
-          "a tuple of integers >= 2",
-        ),
-        "adaptive": (
-          adaptive is None
-          or (
-            adaptive.candidates[1] <= self.num_draft_tokens
-            and len(adaptive.costs) in (0, len(lengths))
-          ),
-          f"a candidate in 1..{self.num_draft_tokens} (num_draft_tokens), and no costs"
-          f" or one table for each of the {len(lengths)} source_lengths",
-        ),
-      },
-    )
-    object.__setattr__(self, "source_lengths", tuple(sorted(lengths)))
+        f"a candidate in 1..{self.num_draft_tokens} (num_draft_tokens), and no costs"
+        f" or one table for each of the {len(lengths)} source_lengths",
+      ),
+    }
 
   def bucket(self, count: int) -> int:
     """Returns the smallest of `source_lengths` that holds `count` prompt tokens."""
@@ -165,7 +147,7 @@ class DecodingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(base.Config):
   """Sampling of every request of a run; see `base.SamplingSettings`.
 
   Attributes:
@@ -176,28 +158,15 @@ class SamplingConfig:
   """
 
   temperature: float = 0.0
-  top_k: int = 0
-  top_p: float = 1.0
-  seed: int = 0
+  top_k: base.CountOrZero = 0
+  top_p: Annotated[float, base.Between(1e-30, 1)] = 1.0
+  seed: Annotated[int, base.Between(0, 2**32 - 1)] = 0
 
-  def __post_init__(self):
-    # Smaller numbers underflow in float32: they would read as greedy, or as no mass.
-    warm = _is_number(self.temperature) and 1e-30 <= self.temperature <= 1e30
-    base.check_fields(
-      self,
-      {
-        "temperature": (self.temperature == 0 or warm, "0, or a number in 1e-30..1e30"),
-        "top_k": (base.is_count(self.top_k, 0), "an integer >= 0 (0 keeps all)"),
-        "top_p": (
-          _is_number(self.top_p) and 1e-30 <= self.top_p <= 1,
-          "a number in 1e-30..1 (1 keeps all)",
-        ),
-        "seed": (
-          base.is_count(self.seed, 0) and self.seed < 2**32,
-          "an integer in 0..2**32 - 1",
-        ),
-      },
-    )
+  def checks(self):
+    # Smaller numbers than 1e-30 underflow in float32: they would read as greedy.
+    is_warm = 1e-30 <= self.temperature <= 1e30
+    expected = "0, or a number in 1e-30..1e30"
+    return {"temperature": (self.temperature == 0 or is_warm, expected)}
 
   def of_request(self, index: int) -> "SamplingConfig":
     """Returns the sampling of the index-th request, which has its own seed."""
@@ -215,12 +184,8 @@ class SamplingConfig:
     )
 
 
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class Prompt(base.Config):
   """A text to answer, with its own settings.
 
   >>> Prompt("Which singers are older than 30?", temperature=0.7, seed=3).sampling.seed
@@ -237,34 +202,18 @@ class Prompt:
     learn: False excludes it from the draft's learning.
   """
 
-  text: str
+  text: Annotated[str, base.NonEmpty("a non-empty text")]
   temperature: float = 0.0
   top_k: int = 0
   top_p: float = 1.0
   seed: int = 0
-  max_length: int | None = None
-  stop: tuple[str, ...] = ()
+  max_length: base.Count | None = None
+  stop: tuple[Annotated[str, base.NonEmpty("non-empty texts")], ...] = ()
   learn: bool = True
 
-  def __post_init__(self):
-    if isinstance(self.stop, list):
-      object.__setattr__(self, "stop", tuple(self.stop))
-    limit, stop = self.max_length, self.stop
-    base.check_fields(
-      self,
-      {
-        "text": (isinstance(self.text, str) and self.text.strip(), "a non-empty text"),
-        "max_length": (
-          limit is None or base.is_count(limit),
-          "an integer >= 1, or None",
-        ),
-        "stop": (
-          isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop),
-          "a tuple of non-empty texts",
-        ),
-      },
-    )
-    _ = self.sampling  # checks itself
+  def checks(self):
+    _ = self.sampling  # checks its own fields
+    return {}
 
   @property
   def sampling(self) -> SamplingConfig:

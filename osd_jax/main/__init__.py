@@ -1,9 +1,8 @@
-"""The command `osd`: one subcommand a job, settings from gin files and flags.
+"""The command `osd`: one subcommand per job, with settings from gin files and flags.
 
-Most jobs are a function `run(config, operative_config)` of a frozen dataclass. This
-package is the only place that knows gin: `settings` reads files and flags, `factory`
-makes the dataclasses, which know nothing of it, `fields` describes them; `generate`
-is the one job that talks to whoever started it.
+Most jobs are a function `run(config, operative_config)` of a `base.Config`. Only this
+package knows gin: `settings` reads files and flags into configs, `commands` describes
+the command line, and `generate` is the one interactive job.
 """
 
 import argparse
@@ -14,25 +13,28 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from osd_jax.main import commands, fields, settings
+from osd_jax.main import commands, settings
 
-_CACHE_FROM = 0.1  # seconds of compiling; JAX's own 1.0 leaves half of a start to redo
+# Programs that compile faster than this are not cached. With JAX's own 1.0 seconds,
+# half of the compiling time of a start would be spent again.
+_CACHE_FROM = 0.1
 
 
 class Terminated(KeyboardInterrupt):
-  """SIGTERM: ends a command in the way of Ctrl-C."""
+  """SIGTERM, which ends a command as Ctrl-C does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line.
 
   Args:
-    argv: arguments after the program's name; None takes those of this process.
+    argv: arguments after the program's name; None reads those of this process.
 
   Returns:
-    Exit code: 0, 1 if an output is not the target's, 2 for bad input, 130 if
-    interrupted, 143 if terminated.
+    Exit code: 0 for success, 1 if an output differs from the target's, 2 for bad
+    input, 130 if interrupted, 143 if terminated.
   """
   parser = commands.parser()
   try:
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = "terminated" if terminated else "interrupted"
     print(f"\nosd {name}: {what}; {commands.after_interrupt(name)}", file=sys.stderr)
     return 143 if terminated else 130
-  except BrokenPipeError:  # as by `| head`: nobody reads on
+  except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except Exception as error:
@@ -61,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_gin_flags(argv: Iterable[str]) -> tuple[list[str], list[str]]:
-  """Takes `--gin.NAME=VALUE` out of a command line.
+  """Separates `--gin.NAME=VALUE` flags from the other arguments.
 
   Returns:
-    The other words, and "NAME=VALUE" of each such flag.
+    The other arguments, and "NAME=VALUE" for each flag.
 
   Raises:
     ConfigError: a flag has no "=".
@@ -83,9 +85,11 @@ def split_gin_flags(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
   if arguments.command in commands.OF_RUNS:
     if bindings:
-      raise settings.ConfigError(f"--gin.{bindings[0]}: no settings are read here.")
+      raise settings.ConfigError(
+        f"--gin.{bindings[0]}: osd {arguments.command} takes no settings."
+      )
     return _about_runs(arguments)
-  if arguments.command == "compile":  # nothing runs, and JAX shall not look for more
+  if arguments.command == "compile":  # nothing runs, so JAX needs no accelerator
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
   _prepare_jax()
   _join_others(arguments)
@@ -93,7 +97,7 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
   module = importlib.import_module(command.module)
   config_class = getattr(module, command.config)
   if arguments.help_config:
-    print(fields.describe(config_class), end="")
+    print(commands.describe(config_class), end="")
     return 0
   files = arguments.gin_file
   if arguments.command in commands.BEGUN:
@@ -104,7 +108,7 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
       config_class, files, bindings, arguments.gin_search_paths
     )
   except settings.ConfigError as error:
-    start = f"no gin file was given; one to start from: runs/{arguments.command}.gin"
+    start = f"no gin file was given; start from runs/{arguments.command}.gin"
     raise settings.ConfigError(str(error) if files else f"{error}\n{start}") from None
   text = f"# osd {arguments.command} --gin_file=THIS_FILE\n\n{text}"
   if arguments.dry_run:
@@ -115,14 +119,31 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
       return module.run(config, arguments)
     return 0 if getattr(module, command.function)(config, text).exact else 1
   except OSError as error:
-    setting = fields.naming_path(config, error.filename2 or error.filename)
+    setting = _setting_of_path(config, error.filename2 or error.filename)
     if setting and not _is_for_the_user(error):
       raise settings.ConfigError(f"{setting}: {error.strerror}.") from error
     raise
 
 
+def _setting_of_path(config: Any, path: str | bytes | int | None) -> str:
+  """Returns the setting that an `OSError.filename` comes from, "" if none does.
+
+  A path may be the value of a text field, something inside that folder, or a folder
+  that could not be made for it: "OnlineConfig.run_directory: received 'x'".
+  """
+  if not isinstance(path, str):
+    return ""
+  failed, named = os.path.abspath(path), []
+  for name, value in settings.values(type(config).__name__, config):
+    if isinstance(value, str) and value:
+      both = (os.path.abspath(value), failed)
+      if os.path.commonpath(both) in both and failed not in os.getcwd():
+        named.append((len(value), f"{name}: received {value!r}"))
+  return max(named, default=(0, ""))[1]
+
+
 def _about_runs(arguments: argparse.Namespace) -> int:
-  """`osd report` and `osd compare`."""
+  """Runs `osd report` and `osd compare`."""
   paths = [arguments.run] if arguments.command == "report" else arguments.runs
   from osd_jax import remote
 
@@ -149,7 +170,7 @@ def _about_runs(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-  """SIGTERM raises `Terminated` in here; only the main thread may ask for that."""
+  """Raises `Terminated` at SIGTERM; only the main thread can install a handler."""
   if threading.current_thread() is not threading.main_thread():
     yield
     return
@@ -165,7 +186,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def _prepare_jax() -> None:
-  """What must come before the first computation."""
+  """Sets JAX's compilation cache, which it reads before the first computation."""
   import jax
 
   for name, value in (
@@ -177,19 +198,19 @@ def _prepare_jax() -> None:
 
 
 def _join_others(arguments: argparse.Namespace) -> None:
-  """Meets the other processes, where there are some."""
+  """Connects to the other processes of a run, if there are any."""
   stated = (arguments.coordinator, arguments.num_processes, arguments.process_id)
   if not arguments.multihost and stated == (None, None, None):
     return
   if arguments.command not in commands.JOINED:
     raise settings.ConfigError(
-      f"--multihost: osd {arguments.command} is one process, on all devices of its"
-      f" host; several can run osd {', '.join(commands.JOINED)}."
+      f"--multihost: osd {arguments.command} runs as one process; several processes"
+      f" can run osd {', '.join(commands.JOINED)}."
     )
   if not arguments.multihost and None in stated:
     raise settings.ConfigError(
       "--coordinator, --num_processes, --process_id: expected all three, or --multihost"
-      " where the cluster says them."
+      " on a cluster from which JAX can detect them."
     )
   from osd_jax import sharding
 
@@ -197,6 +218,6 @@ def _join_others(arguments: argparse.Namespace) -> None:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-  from osd_jax import base  # here: it imports jax, which `osd --help` does without
+  from osd_jax import base  # imports jax, which `osd --help` does without
 
   return isinstance(error, settings.ConfigError | base.UserError)

@@ -1,21 +1,26 @@
-"""What the commands are called, what they take and what `--help` says of them."""
+"""The commands, their options and their help texts."""
 
 import argparse
 import dataclasses
+import inspect
+import re
+import textwrap
+from typing import Any, NamedTuple
 
 import osd_jax
+from osd_jax.main import settings
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-  """A command that is set by gin.
+class Command(NamedTuple):
+  """A command with gin settings.
 
   Attributes:
     config: name of its config class.
-    module: module of the config class and of the command's function.
+    module: module of that class and of the command's function, as text: it is
+      imported when the command runs.
     summary: one line.
     example: lines of shell.
-    continues: whether the same command continues a run that was interrupted.
+    continues: whether the same command continues an interrupted run.
     function: name of the function that runs the command.
   """
 
@@ -76,7 +81,7 @@ COMMANDS = {
   "compile": Command(
     "CompileConfig",
     "osd_tools.ahead_of_time",
-    "compile a run for a TPU or GPU that is not here: does it fit, how fast at most",
+    "compile a run for a TPU or GPU without having one: memory and speed limits",
     "osd compile --gin_file=runs/demo.gin --gin.CompileConfig.topology=\"'v5e:2x2'\"",
   ),
   "convert": Command(
@@ -87,34 +92,41 @@ COMMANDS = {
     "    --gin.ConvertConfig.output='\"t5_small.safetensors\"'",
   ),
 }
-# What several processes can run together.
+# Commands that several processes can run together.
 JOINED = ("online", "pretrain", "offline", "evaluate", "certify")
-BEGUN = ("generate", "compile")  # their file of runs/ is read before any other
+# Commands that read their own file of runs/ before any other.
+BEGUN = ("generate", "compile")
+# Commands that take run directories instead of settings.
 OF_RUNS = {
-  "report": "draw the report of a run anew",
-  "compare": "put runs side by side: a table and a plot",
+  "report": "redraw the report of a run",
+  "compare": "compare runs in a table and a plot",
 }
 
 CACHE = "~/.cache/osd_jax/jax"
 _NOTES = f"""\
 settings:
-  --gin_file         may be repeated; what comes later wins, flags come last
+  --gin_file         may be repeated; later files win, and flags win over files
   --gin.NAME=VALUE   NAME is a field (OptimizerConfig.learning_rate), a field in
                      a scope (train/BatchConfig.seed) or a macro (STEPS); VALUE
                      is a Python literal, so text needs its own quotes:
                      --gin.StreamConfig.kind='"gradual"'
   --help_config      lists every field of a command with type and default
 
-  Files are looked for in the current folder, in --gin_search_paths, and among
-  those of the package: runs/ has one file a command to start from.
+  Files are searched in the current folder, in --gin_search_paths and in the
+  package, whose runs/ has one file per command to start from.
 
-  A run writes a run directory and prints where it is. A run that was
-  interrupted is continued by the same command; what repeats it is
-  `osd COMMAND --gin_file=RUN/operative_config.gin`. Bad input ends with exit
-  code 2 and one line a mistake; an output that is not the target's with 1.
+  A run writes a run directory and prints its path. The same command continues
+  an interrupted run; `osd COMMAND --gin_file=RUN/operative_config.gin` repeats
+  a run. Exit code 2 means bad input, with one line per mistake, and exit code 1
+  means that an output differs from the target's.
 
-  Compiled programs are kept in {CACHE}; JAX_COMPILATION_CACHE_DIR
-  names another folder ("" keeps none)."""
+  Compiled programs are cached in {CACHE}; JAX_COMPILATION_CACHE_DIR
+  names another folder ("" turns the cache off)."""
+_FIELD_NOTES = """\
+CONFIG.FIELD = VALUE in a gin file, or --gin.CONFIG.FIELD=VALUE, sets a field of
+the configs that @CONFIG() makes; SCOPE/CONFIG.FIELD sets it for those that
+@SCOPE/CONFIG() makes. The files in runs/ make each config of a command.
+"""
 _SHORT = {
   "PairConfig": ("target", "draft", "vocabulary"),
   "DecodingConfig": ("rows", "num_draft_tokens"),
@@ -126,14 +138,14 @@ _SHAPE = {
 
 
 def after_interrupt(name: str) -> str:
-  """How to go on after a command was interrupted."""
+  """Says how to go on after a command was interrupted."""
   if name in COMMANDS and COMMANDS[name].continues:
     return "the same command continues the run from its last checkpoint."
-  return "the same command starts anew."
+  return "the same command starts again from the beginning."
 
 
 def bindings_of(arguments: argparse.Namespace) -> list[str]:
-  """Gin bindings that options of `osd generate` and `osd online` are short for."""
+  """Returns the gin bindings that options of a command stand for."""
   if arguments.command == "online" and arguments.replicas is not None:
     count = f"ReplicaConfig.count={arguments.replicas}"
     return ["OnlineConfig.replicas=@ReplicaConfig()", count]
@@ -148,7 +160,7 @@ def bindings_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-  """The parser of all commands, `--gin.NAME=VALUE` apart."""
+  """Returns the parser of all options except `--gin.NAME=VALUE`."""
   made = argparse.ArgumentParser(
     "osd",
     description="Online speculative decoding: the draft learns.",
@@ -172,28 +184,34 @@ def parser() -> argparse.ArgumentParser:
     _add_gin(sub)
     if name == "online":
       sub.add_argument(
-        "--replicas", type=int, metavar="N", help="N processes serve, this one learns"
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="N processes serve and this one learns",
       )
   report = subparsers.add_parser("report", help=OF_RUNS["report"], **_SHAPE)
   report.add_argument("run", metavar="RUN", help="a run directory")
   compare = subparsers.add_parser("compare", help=OF_RUNS["compare"], **_SHAPE)
   compare.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
   compare.add_argument(
-    "--output", default="comparison", metavar="DIR", help="where to (comparison)"
+    "--output",
+    default="comparison",
+    metavar="DIR",
+    help="output folder (default: comparison)",
   )
   return made
 
 
 def _add_gin(sub: argparse.ArgumentParser) -> None:
   sub.add_argument(
-    "--gin_file", action="append", default=[], metavar="FILE", help="read settings"
+    "--gin_file", action="append", default=[], metavar="FILE", help="file with settings"
   )
   sub.add_argument(
     "--gin_search_paths",
     type=lambda text: [part for part in text.split(",") if part],
     default=[],
     metavar="A,B",
-    help="more folders with gin files",
+    help="more folders to search for gin files",
   )
   sub.add_argument("--dry_run", action="store_true", help="print the settings and stop")
   sub.add_argument(
@@ -203,34 +221,45 @@ def _add_gin(sub: argparse.ArgumentParser) -> None:
     f"several processes, one program ({', '.join(JOINED)})"
   )
   hosts.add_argument(
-    "--multihost", action="store_true", help="the cluster says who and how many"
+    "--multihost", action="store_true", help="detect the processes from the cluster"
   )
-  hosts.add_argument("--coordinator", metavar="HOST:PORT", help="the first process")
-  hosts.add_argument("--num_processes", type=int, metavar="N", help="of all")
-  hosts.add_argument("--process_id", type=int, metavar="I", help="this one, from 0")
+  hosts.add_argument(
+    "--coordinator", metavar="HOST:PORT", help="address of the first process"
+  )
+  hosts.add_argument(
+    "--num_processes", type=int, metavar="N", help="number of processes"
+  )
+  hosts.add_argument(
+    "--process_id", type=int, metavar="I", help="index of this process, starting at 0"
+  )
 
 
 def _add_generate(sub: argparse.ArgumentParser) -> None:
   sub.add_argument(
-    "prompts", nargs="*", metavar="PROMPT", help="none: lines of standard input"
+    "prompts", nargs="*", metavar="PROMPT", help="without any, lines of standard input"
   )
   prompts = sub.add_argument_group("prompts and answers")
   prompts.add_argument(
-    "--file", metavar="FILE", help='a prompt a line; .jsonl: field "prompt"'
+    "--file",
+    metavar="FILE",
+    help='one prompt per line; of a .jsonl file, its field "prompt"',
   )
   prompts.add_argument(
-    "--format", choices=("text", "jsonl"), default="text", help="of answers (text)"
+    "--format",
+    choices=("text", "jsonl"),
+    default="text",
+    help="format of the answers (default: text)",
   )
   prompts.add_argument(
-    "--stream", action="store_true", help="print text while tokens are accepted"
+    "--stream", action="store_true", help="print text as soon as it is accepted"
   )
   sampling = sub.add_argument_group("sampling")
   for name, kind, default, text in (
-    ("temperature", float, 0.0, "0 is greedy (0)"),
-    ("top_k", int, 0, "keep the K likeliest tokens; 0 keeps all (0)"),
-    ("top_p", float, 1.0, "keep this much probability (1)"),
-    ("seed", int, 0, "of sampling (0)"),
-    ("max_length", int, None, "tokens of an answer at most"),
+    ("temperature", float, 0.0, "0 is greedy (default: 0)"),
+    ("top_k", int, 0, "keep the N most probable tokens; 0 keeps all (default: 0)"),
+    ("top_p", float, 1.0, "keep this much probability (default: 1)"),
+    ("seed", int, 0, "seed of sampling (default: 0)"),
+    ("max_length", int, None, "maximum number of tokens per answer"),
   ):
     sampling.add_argument(
       f"--{name}", type=kind, default=default, metavar="N", help=text
@@ -240,16 +269,16 @@ def _add_generate(sub: argparse.ArgumentParser) -> None:
     action="append",
     default=[],
     metavar="TEXT",
-    help="ends an answer (repeatable)",
+    help="end answers at this text (repeatable)",
   )
   learning = sub.add_argument_group("learning")
   learning.add_argument(
-    "--learn", action="store_true", help="the draft learns from what it serves"
+    "--learn", action="store_true", help="let the draft learn from the requests"
   )
   learning.add_argument(
     "--save",
     metavar="FILE",
-    help="where the adapted draft is kept (adapted_draft.safetensors)",
+    help="file for the adapted draft (default: adapted_draft.safetensors)",
   )
   pair = sub.add_argument_group("pair (the shipped one unless named)")
   for config, names in _SHORT.items():
@@ -258,3 +287,58 @@ def _add_generate(sub: argparse.ArgumentParser) -> None:
       pair.add_argument(
         f"--{name}", type=kind, metavar=shown, help=f"short for --gin.{config}.{name}"
       )
+
+
+def describe(config_class: type) -> str:
+  """Returns the text of `--help_config`: every config of a command, field by field."""
+  paragraphs = map(_paragraph, settings.configs(config_class).values())
+  return "\n".join([_FIELD_NOTES, *paragraphs])
+
+
+def documented(config_class: type) -> dict[str, str]:
+  """Returns what the `Attributes:` of a docstring say about each field."""
+  text = inspect.getdoc(config_class) or ""
+  section = re.search(r"^Attributes:\n((?:  .*\n?|\n)*)", text, re.M)
+  entries = re.split(r"^  (?=\S)", section[1], flags=re.M) if section else []
+  pairs = (" ".join(entry.split()).partition(": ") for entry in entries if entry)
+  return {name: meaning for name, _, meaning in pairs}
+
+
+def _paragraph(config_class: type) -> str:
+  from osd_jax import base  # imports jax, which `osd --help` does without
+
+  def wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, 80, initial_indent=indent, subsequent_indent=indent)
+
+  summary = (inspect.getdoc(config_class) or "").partition("\n\n")[0]
+  lines = [config_class.__name__, *wrapped(summary, "  "), ""]
+  meanings, hints = documented(config_class), base.field_types(config_class)
+  for field in dataclasses.fields(config_class):
+    value = f" = {_default(field)}"
+    kind = base.type_text(hints[field.name])
+    lines += wrapped(
+      f"{field.name}: {kind}{value.replace(' = ?', ' (required)')}", "  "
+    )
+    lines += wrapped(meanings.get(field.name, ""), "      ")
+  return "\n".join([*lines, ""])
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+  """Returns the text of a field's default, "" if it has none."""
+  value = field.default
+  if field.default_factory is not dataclasses.MISSING:
+    value = field.default_factory()
+  if value is dataclasses.MISSING:
+    return ""
+  kind = type(value)
+  if dataclasses.is_dataclass(kind) and value == _made(kind):
+    return f"{kind.__name__}()"
+  return repr(value)
+
+
+def _made(config_class: type) -> Any:
+  """Returns a config with all defaults, None if one of its fields has none."""
+  try:
+    return config_class()
+  except TypeError:
+    return None

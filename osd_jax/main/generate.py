@@ -16,7 +16,7 @@ from osd_jax.models import weights
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(base.Config):
   """What `osd generate` serves with.
 
   Attributes:

@@ -1,23 +1,28 @@
-"""Gin files and flags, read into the config of a command."""
+"""Gin files and flags, read into the config of a command.
+
+gin only parses here. The configs are built by walking the fields of the command's
+config class, so every mistake is reported with the line that made it, and config
+classes need to know nothing of gin.
+"""
 
 import dataclasses
 import difflib
+import importlib
+import inspect
 import re
 import tokenize
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import gin
 from gin import config_parser
 
 import osd_jax
-from osd_jax.main import factory, fields
 
 
 class ConfigError(ValueError):
-  """Settings that make no config; the text is meant for the user, a line a mistake."""
+  """Settings from which no config can be made; the text has one line per mistake."""
 
 
 def load(
@@ -29,19 +34,18 @@ def load(
   """Makes a config.
 
   Args:
-    config_class: a frozen dataclass of plain values and such dataclasses.
-    files: gin files, later ones win.
+    config_class: a `base.Config` of plain values and other configs.
+    files: gin files; later ones win.
     bindings: "NAME=VALUE" each; they win over files.
-    search_paths: folders to look for files in, after the current one.
+    search_paths: folders that are searched for files after the current folder.
 
   Returns:
-    The config, and gin text that makes it again: all settings that it was made
-    from, and as comments every field with its value.
+    The config, and gin text that makes it again: all settings in use, and as comments
+    every field with its value.
 
   Raises:
-    ConfigError: a line for each mistake.
+    ConfigError: one line per mistake.
   """
-  gin.clear_config()
   read = _Settings(config_class, search_paths)
   for file in files:
     read.read_file(file, library=False)
@@ -57,20 +61,83 @@ def load(
 
 
 def search_folders(search_paths: Sequence[str] = ()) -> list[Path]:
-  """Folders in which gin files are looked for, in this order."""
-  # A link in a checkout, a folder in a wheel; printed paths shall be those to edit.
+  """Returns the folders that are searched for gin files, in order."""
+  # gin_configs is a link in a checkout and a folder in a wheel. The resolved path is
+  # the one that a reader of an error can edit.
   shipped = (Path(osd_jax.__file__).parent / "gin_configs").resolve()
   return [Path(), *map(Path, search_paths), shipped, shipped.parent]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Bound:
-  """A value and where it is stated.
+def configs(config_class: type) -> dict[str, type]:
+  """Returns a config class and all that its fields lead to, by name."""
+  from osd_jax import base  # imports jax, which `osd --help` does without
 
-  Attributes:
-    value: as parsed, references unresolved.
-    place: "file:line" or the flag.
-    library: stated in an included file, which may state more than is used.
+  found: dict[str, type] = {}
+  waiting = [config_class]
+  while waiting:
+    current = waiting.pop(0)
+    if current.__name__ not in found:
+      found[current.__name__] = current
+      waiting += [c for hint in base.field_types(current).values() for c in _in(hint)]
+  return found
+
+
+def values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+  """Yields path and value of every plain field of a config and of its nested ones."""
+  if dataclasses.is_dataclass(value):
+    for field in dataclasses.fields(value):
+      yield from values(f"{name}.{field.name}", getattr(value, field.name))
+  elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+    for index, part in enumerate(value):
+      yield from values(f"{name}[{index}]", part)
+  else:
+    yield name, value
+
+
+class _Reference(NamedTuple):
+  """`@scope/NAME()`, `@NAME` or `%NAME` as a value."""
+
+  sign: str
+  name: str
+  is_call: bool = False
+
+  def __repr__(self) -> str:
+    return f"{self.sign}{self.name}{'()' if self.is_call else ''}"
+
+
+_REQUIRED = _Reference("%", "gin.REQUIRED")
+_MACRO = "%"  # class name in the keys of macros
+
+
+class _Delegate(config_parser.ParserDelegate):
+  """Keeps references as they are written."""
+
+  def configurable_reference(
+    self, scoped_configurable_name: str, evaluate: bool
+  ) -> Any:
+    return _Reference("@", scoped_configurable_name, evaluate)
+
+  def macro(self, macro_name):
+    return _Reference("%", macro_name)
+
+
+class _Key(NamedTuple):
+  """What a binding sets: a field of a class in a scope, or a macro."""
+
+  scope: str
+  name: str
+  field: str
+
+  def __str__(self) -> str:
+    if self.name == _MACRO:
+      return self.field
+    return f"{f'{self.scope}/' if self.scope else ''}{self.name}.{self.field}"
+
+
+class _Bound(NamedTuple):
+  """A value and where it is stated: "file:line" or the flag.
+
+  `library` marks included files, which may state more than a run uses.
   """
 
   value: Any
@@ -78,30 +145,46 @@ class _Bound:
   library: bool
 
 
+class _Failed:
+  """Stands for a config or value that could not be made."""
+
+
 class _Settings:
-  """What files and flags bind, until it is built. One at a time: gin is global."""
+  """The bindings of files and flags, and the config that is built from them."""
 
   def __init__(self, config_class: type, search_paths: Sequence[str]):
-    self._factories = {f.selector: f for f in factory.reachable(config_class)}
-    self._root = factory.of(config_class)
+    self._root = config_class.__name__
+    self._makers: dict[str, Callable[..., Any]] = dict(configs(config_class))
     self._folders = search_folders(search_paths)
-    self._bound: dict[tuple[str, str, str], _Bound] = {}
+    self._bound: dict[_Key, _Bound] = {}
     self._imports: list[str] = []
+    self._problems: list[str] = []
+    self._scopes: dict[str, set[str]] = {}  # class name -> scopes it was made in
+    self._macros: set[_Key] = set()  # macros that the build used
+
+  # ---- Reading
 
   def read_file(self, name: str, library: bool, opened: tuple[Path, ...] = ()) -> None:
-    """Reads a gin file and what it includes."""
+    """Reads a gin file and the files that it includes."""
     path = self._find(name)
     if path.resolve() in opened:
       raise ConfigError(f"gin file {name!r} includes itself.")
-    opened = (*opened, path.resolve())
     for statement in self._statements(_text(path), str(path)):
       place = f"{path}:{statement.location.line_num}"
       if isinstance(statement, config_parser.BindingStatement):
         self._bind(statement, place, library)
       elif isinstance(statement, config_parser.IncludeStatement):
-        self.read_file(statement.filename, True, opened)
+        self.read_file(statement.filename, True, (*opened, path.resolve()))
       elif isinstance(statement, config_parser.ImportStatement):
         self._import(statement, place)
+
+  def read_flag(self, binding: str) -> None:
+    """Reads the "NAME=VALUE" of one flag."""
+    flag = f"--gin.{binding}"
+    for statement in self._statements(binding, flag):
+      if not isinstance(statement, config_parser.BindingStatement):
+        raise ConfigError(f"{flag}: expected one --gin.NAME=VALUE.")
+      self._bind(statement, flag, False)
 
   def _find(self, name: str) -> Path:
     paths = [folder / name for folder in self._folders]
@@ -115,263 +198,268 @@ class _Settings:
     except OSError as error:
       raise ConfigError(f"gin file {name[:80]!r}: {error.strerror}.") from None
 
-  def read_flag(self, binding: str) -> None:
-    """Reads the "NAME=VALUE" of one flag."""
-    flag = f"--gin.{binding}"
-    for statement in self._statements(binding, flag):
-      if not isinstance(statement, config_parser.BindingStatement):
-        raise ConfigError(f"{flag}: expected one --gin.NAME=VALUE.")
-      self._bind(statement, flag, False)
-
-  def build(self) -> Any:
-    """Calls the root config; raises ConfigError with every mistake found."""
-    problems = [*self._undefined_macros()]
-    if not problems:
-      for known in self._factories.values():
-        known.scopes.clear()
-        known.problems.clear()
-      config = self._root.configurable()
-      problems = [
-        self._located(p) for f in self._factories.values() for p in f.problems
-      ]
-    if not problems:
-      problems = [*self._unused()]
-    if problems:
-      raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return config
-
-  def text(self, config: Any) -> str:
-    """Gin text of the settings in use, with all fields as comments."""
-    gin.clear_config()
-    gin.parse_config(self._imports)
-    used = {key for key in self._bound if self._is_used(key)}
-    while grown := self._macros(used) - used:
-      used |= grown
-    for key in used:
-      gin.bind_parameter(key, self._bound[key].value)
-    values = fields.values(type(config).__name__, config)
-    lines = [f"#   {name} = {value!r}" for name, value in values]
-    comments = "\n".join(["# Every field, defaults included:", *lines])
-    return f"{gin.config_str()}\n{comments}\n"
-
   def _statements(self, text: str, name: str) -> Iterator[Any]:
-    delegate = _Delegate({f.name for f in self._factories.values()})
     try:
-      yield from config_parser.ConfigParser(text, delegate)
-    except ConfigError as error:  # gin has added the line to it
-      line = re.search(r"\n  In .*line (\d+)", str(error))
-      place = name if name.startswith("--") or not line else f"{name}:{line[1]}"
-      raise ConfigError(f"{place}: {str(error).splitlines()[0]}") from None
+      yield from config_parser.ConfigParser(text, _Delegate())
     except (SyntaxError, tokenize.TokenError) as error:
       raise ConfigError(_syntax(error, name)) from None
     except (TypeError, ValueError) as error:  # {[]: 0}, or thousands of digits
-      raise ConfigError(f"{name}: no value: {' '.join(str(error).split())}") from None
+      if isinstance(error, ConfigError):
+        raise
+      message = " ".join(str(error).split())
+      raise ConfigError(f"{name}: cannot be read: {message}") from None
 
-  def _bind(
-    self, statement: config_parser.BindingStatement, place: str, library: bool
-  ) -> None:
+  def _bind(self, statement: Any, place: str, library: bool) -> None:
     scope, selector, field, value, _ = statement
-    if _has_reference_as_key(value):
-      raise ConfigError(f"{place}: a reference is no key of a dict; write its value.")
-    if not field:
-      key = (f"{scope}/{selector}" if scope else selector, _MACRO, "value")
+    if field:
+      key = _Key(scope, selector.rpartition(".")[2], field)
+      if problem := self._unknown(key):
+        # A library may set configs of other commands, but not misspelt ones.
+        close = difflib.get_close_matches(key.name, self._makers, 1, 0.85)
+        if close or not library:
+          self._problems.append(f"{place}: {key}: {problem}")
+        return
     else:
-      key = (scope, self._selector(selector, field, place), field)
-    if repr(value) == _REQUIRED and key in self._bound:
-      return  # asks for a value, and there is one
-    self._bound[key] = _Bound(value, place, library)
-    gin.bind_parameter(key, value)
+      key = _Key("", _MACRO, f"{scope}/{selector}" if scope else selector)
+    # REQUIRED asks for a value; it takes none away.
+    if value != _REQUIRED or key not in self._bound:
+      self._bound[key] = _Bound(value, place, library)
 
-  def _selector(self, selector: str, field: str, place: str) -> str:
-    """Full name of a config class whose field is bound, or of what an import made."""
-    for known in self._factories.values():
-      if f".{known.selector}".endswith(f".{selector}"):
-        if field in known.hints:
-          return known.selector
-        problem = f"{known.name} has no field {field!r}"
-        raise ConfigError(
-          f"{place}: {selector}.{field}: {problem}{_close(field, known.hints)}"
-        )
-    try:
-      return gin.config.ParsedBindingKey.parse(("", selector, field)).complete_selector
-    except (ValueError, KeyError):
-      names = [known.name for known in self._factories.values()]
-      raise ConfigError(
-        f"{place}: {selector}.{field}: no config is called {selector!r}"
-        + _close(selector, names)
-      ) from None
+  def _unknown(self, key: _Key) -> str:
+    """Says why no field belongs to a key; "" if one does."""
+    if key.name not in self._makers:
+      return f"no config is called {key.name!r}{_close(key.name, self._makers)}"
+    fields = _fields(self._makers[key.name])
+    if key.field not in fields:
+      return f"{key.name} has no field {key.field!r}{_close(key.field, fields)}"
+    return ""
 
-  def _import(self, statement: config_parser.ImportStatement, place: str) -> None:
+  def _import(self, statement: Any, place: str) -> None:
+    """Makes the functions and classes of a user's module available as @NAME()."""
     if statement.module.startswith("__gin__"):
       raise ConfigError(f"{place}: configs are registered already; remove this line.")
     try:
-      gin.parse_config(statement.format())
+      module = importlib.import_module(statement.module)
     except ImportError as error:
       raise ConfigError(f"{place}: {str(error).splitlines()[0]}") from None
+    for name, made in vars(module).items():
+      if callable(made) and getattr(made, "__module__", "") == module.__name__:
+        self._makers[name] = made
     self._imports.append(statement.format())
 
-  def _macros(self, keys: Iterable[tuple[str, str, str]]) -> set[tuple[str, str, str]]:
-    """Keys of the macros that the values of some keys name."""
-    values = [self._bound[key].value for key in keys if key in self._bound]
-    references = gin.config.iterate_references(values)
-    return {(*ref.config_key, "value") for ref in references if _is_macro(ref)}
+  # ---- Building
 
-  def _undefined_macros(self) -> Iterator[str]:
-    defined = [key[0] for key in self._bound if key[1] == _MACRO]
-    for key, bound in self._bound.items():
-      for name, _, _ in self._macros([key]):
-        if name not in defined:
-          yield f"{bound.place}: %{name} has no value{_close(name, defined)}"
+  def build(self) -> Any:
+    """Makes the config; raises ConfigError with every mistake found."""
+    config = self._make(self._root, "")
+    self._problems = self._problems or list(self._unused())
+    if self._problems:
+      raise ConfigError("\n".join(dict.fromkeys(self._problems)))
+    return config
 
-  def _is_used(self, key: tuple[str, str, str]) -> bool:
-    """Whether the build called the class in the binding's scope or inside it."""
-    scope, selector, _ = key
-    if selector not in self._factories:
-      return selector != _MACRO
-    called = self._factories[selector].scopes
-    return (
-      not scope
-      and bool(called)
-      or any(f"{name}/".startswith(f"{scope}/") for name in called)
+  def _make(self, name: str, scope: str) -> Any:
+    """Calls a config class with the values that are bound in a scope."""
+    self._scopes.setdefault(name, set()).add(scope)
+    maker, arguments = self._makers[name], {}
+    before = len(self._problems)
+    for field, (hint, is_required) in _fields(maker).items():
+      key = self._innermost(scope, name, field)
+      if key not in self._bound:
+        if is_required:
+          self._ask(key, hint)
+        continue
+      value = self._resolved(self._bound[key].value, scope, key, hint)
+      if dataclasses.is_dataclass(maker) and not _has_failed(value):
+        self._check(maker, field, value, key)
+      arguments[field] = value
+    if self._problems[before:] or any(map(_has_failed, arguments.values())):
+      return _Failed
+    try:
+      return maker(**arguments)
+    except (ValueError, TypeError) as error:
+      for line in str(error).splitlines():
+        named = re.match(rf"{name}\.(\w+)", line)
+        key = self._innermost(scope, name, named[1] if named else "")
+        line = line if name in line else f"{name}: {line}"
+        self._problems.append(line + self._placed(key, scope))
+      return _Failed
+
+  def _innermost(self, scope: str, name: str, field: str) -> _Key:
+    """Returns the key that sets a field in a scope: of a/b, a/b wins over a."""
+    parts = scope.split("/") if scope else []
+    keys = [
+      _Key("/".join(parts[:end]), name, field) for end in range(len(parts), -1, -1)
+    ]
+    return next((key for key in keys if key in self._bound), keys[0])
+
+  def _resolved(self, value: Any, scope: str, key: _Key, hint: Any) -> Any:
+    """Returns a value with its references replaced by what they stand for."""
+    if value == _REQUIRED:
+      self._ask(key, hint)
+      return _Failed
+    if isinstance(value, _Reference):
+      return self._referenced(value, scope, key, hint)
+    if isinstance(value, list | tuple):
+      return tuple(self._resolved(part, scope, key, hint) for part in value)
+    return value
+
+  def _referenced(self, value: _Reference, scope: str, key: _Key, hint: Any) -> Any:
+    if value.sign == "%":
+      macro = _Key("", _MACRO, value.name)
+      if macro in self._bound:
+        self._macros.add(macro)
+        return self._resolved(self._bound[macro].value, scope, macro, hint)
+      known = [k.field for k in self._bound if k.name == _MACRO]
+      problem = f"{value} has no value{_close(value.name, known)}"
+    else:
+      inner, _, name = value.name.rpartition("/")
+      name = name.rpartition(".")[2]
+      if name in self._makers and value.is_call:
+        return self._make(name, inner or scope)
+      problem = f"@{value.name}: no config is called {name!r}"
+      problem += _close(name, self._makers)
+      if name in self._makers:
+        if not isinstance(self._makers[name], type):
+          return self._makers[name]  # a function of the user's, as a divergence
+        problem = f"{key}: received {value}; a config is made by {value}()."
+    self._problems.append(f"{self._bound[key].place}: {problem}")
+    return _Failed
+
+  def _check(self, maker: Any, field: str, value: Any, key: _Key) -> None:
+    from osd_jax import base  # imports jax, which `osd --help` does without
+
+    if problem := base.field_problem(maker, field, value):
+      kind = base.type_text(base.field_types(maker)[field])
+      if kind.startswith("tuple") and not isinstance(value, tuple):
+        problem = f"{problem[:-1]} (one entry is written [x])."
+      self._problems.append(problem + self._placed(key, key.scope))
+
+  def _ask(self, key: _Key, hint: Any) -> None:
+    """Notes that a required value is missing."""
+    kinds = _in(hint)
+    example = f"@{kinds[0].__name__}()" if kinds else "VALUE"
+    self._problems.append(
+      f"{key} needs a value: in a gin file, or --gin.{key}={example}"
+      + self._placed(key, "")
     )
+
+  def _placed(self, key: _Key, scope: str) -> str:
+    """Returns where a value is stated; the place of the macro if it is one."""
+    if key not in self._bound:
+      return f" [scope {scope}]" if scope else ""
+    bound = self._bound[key]
+    if isinstance(bound.value, _Reference) and bound.value.sign == "%":
+      macro = _Key("", _MACRO, bound.value.name)
+      if macro in self._bound:
+        return self._placed(macro, scope)
+    return f" [{bound.place}]"
+
+  # ---- Settings without effect, and the text of those with one
+
+  def _is_used(self, key: _Key) -> bool:
+    """Whether the build made the class in the binding's scope or inside it."""
+    if key.name == _MACRO:
+      return key in self._macros
+    made = self._scopes.get(key.name, ())
+    return any(f"{name}/".startswith(f"{key.scope}/") or not key.scope for name in made)
 
   def _unused(self) -> Iterator[str]:
-    """Bindings without effect: mistakes, but for those of an included library.
+    """Yields a line for each flag, and for each file's first binding, without effect.
 
-    Yields:
-      A line for each flag, and for the first such binding of a file.
+    Included files are libraries: they may state more than a run uses.
     """
-    named = self._macros(self._bound)
-    files: dict[str, list[tuple[str, str, str]]] = {}
+    files: dict[str, list[_Key]] = {}
     for key, bound in self._bound.items():
-      if bound.library or self._is_used(key) or key in named:
+      if bound.library or self._is_used(key):
         continue
-      if bound.place.startswith("--") and key[1] == _MACRO:
-        names = [name for name, _, _ in named]
-        yield f"{bound.place}: no setting uses %{key[0]}{_close(key[0], names)}"
-      elif bound.place.startswith("--"):
-        yield f"{bound.place}: {self._without_effect(key)}."
-      elif key[1] != _MACRO:
-        files.setdefault(bound.place.rpartition(":")[0], []).append(key)
-    for keys in files.values():
-      more = f" (and {len(keys) - 1} more in this file)" if keys[1:] else ""
-      place, problem = self._bound[keys[0]].place, self._without_effect(keys[0])
-      yield f"{place}: {problem}; or include the file if it is a library{more}."
+      is_flag = bound.place.startswith("--")
+      if key.name != _MACRO:
+        where = bound.place if is_flag else bound.place.rpartition(":")[0]
+        files.setdefault(where, []).append(key)
+      elif is_flag:
+        known = [macro.field for macro in self._macros]
+        yield f"{bound.place}: no setting uses %{key.field}{_close(key.field, known)}"
+    for first, *others in files.values():
+      place, call = self._bound[first].place, f"@{first.name}()"
+      call = f"@{first.scope}/{first.name}()" if first.scope else call
+      holders = " or ".join(self._holders(first.name, call))
+      line = f"{place}: {first} has no effect, since nothing is made by {call}"
+      line += f"; write {holders}" if holders else ""
+      if not place.startswith("--"):
+        line += "; or include the file if it is a library"
+      yield line + (f" (and {len(others)} more in this file)." if others else ".")
 
-  def _without_effect(self, key: tuple[str, str, str]) -> str:
-    scope, selector, field = key
-    name = self._factories[selector].name
-    call = f"@{scope}/{name}()" if scope else f"@{name}()"
-    holders = " or ".join(self._holders(selector, call))
-    return (
-      f"{_key(scope, name, field)} has no effect, since nothing is made by {call};"
-      f" write {holders}"
-    )
-
-  def _holders(self, selector: str, call: str) -> Iterator[str]:
-    """Bindings that would call a config class."""
-    for known in self._factories.values():
-      for field, hint in known.hints.items():
-        if any(factory.of(c).selector == selector for c in factory.classes(hint)):
+  def _holders(self, name: str, call: str) -> Iterator[str]:
+    """Yields the bindings that would make a config."""
+    for holder, maker in self._makers.items():
+      for field, (hint, _) in _fields(maker).items():
+        if any(made.__name__ == name for made in _in(hint)):
           several = typing.get_origin(hint) is tuple
-          yield f"{known.name}.{field} = {f'[{call}]' if several else call}"
+          yield f"{holder}.{field} = {f'[{call}]' if several else call}"
 
-  def _located(self, problem: factory.Problem) -> str:
-    """A mistake with the place of the binding that made it."""
-    parts = problem.scope.split("/") if problem.scope else []
-    scopes = ["/".join(parts[:end]) for end in range(len(parts), -1, -1)]
-    keys = [(scope, problem.factory.selector, problem.field) for scope in scopes]
-    key = self._origin(next((key for key in keys if key in self._bound), keys[0]))
-    place = f" [{self._bound[key].place}]" if key in self._bound else ""
-    if problem.text:
-      scope = f" [scope {problem.scope}]" if problem.scope and not place else ""
-      return problem.text + place + scope
-    name = _key(key[0], problem.factory.name, problem.field)
-    name = key[0] if key[1] == _MACRO else name
-    kinds = list(factory.classes(problem.factory.hints[problem.field]))
-    value = f"@{kinds[0].__name__}()" if kinds else "VALUE"
-    return f"{name} needs a value: in a gin file, or --gin.{name}={value}{place}"
-
-  def _origin(self, key: tuple[str, str, str]) -> tuple[str, str, str]:
-    """The macro that a value comes from, where it is one or lacks one."""
-    for macro in sorted(self._macros([key])):
-      origin = self._origin(macro)
-      if repr(self._bound[key].value)[0] == "%" or self._asks(origin):
-        return origin
-    return key
-
-  def _asks(self, key: tuple[str, str, str]) -> bool:
-    return repr(self._bound[key].value) == _REQUIRED
+  def text(self, config: Any) -> str:
+    """Returns the settings in use as gin text, with all fields as comments."""
+    used = [key for key in self._bound if self._is_used(key)]
+    used.sort(key=lambda key: (key.name != _MACRO, key.name, key.scope, key.field))
+    lines = [*self._imports, *(f"{key} = {self._bound[key].value!r}" for key in used)]
+    lines += ["", "# Every field, defaults included:"]
+    lines += [f"#   {name} = {x!r}" for name, x in values(self._root, config)]
+    return "\n".join(lines) + "\n"
 
 
-_MACRO = "gin.macro"
-_REQUIRED = "%gin.REQUIRED"
+def _fields(maker: Any) -> dict[str, tuple[Any, bool]]:
+  """Returns (type, whether it is required) of the arguments of a class or function."""
+  if not dataclasses.is_dataclass(maker):
+    parameters = inspect.signature(maker).parameters.values()
+    return {x.name: (Any, x.default is inspect.Parameter.empty) for x in parameters}
+  from osd_jax import base  # imports jax, which `osd --help` does without
+
+  hints, missing = base.field_types(maker), dataclasses.MISSING
+  return {
+    field.name: (
+      hints[field.name],
+      field.default is missing and field.default_factory is missing,
+    )
+    for field in dataclasses.fields(maker)
+  }
 
 
-class _Delegate(gin.config.ParserDelegate):
-  """Makes references; names what is close to one that is unknown."""
+def _in(hint: Any) -> list[type]:
+  """Returns the config classes that a type names."""
+  if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    return [hint]
+  return [found for inner in typing.get_args(hint) for found in _in(inner)]
 
-  def __init__(self, names: Iterable[str]):
-    super().__init__()
-    self._names = names
 
-  def configurable_reference(self, scoped_selector: str, evaluate: bool) -> Any:
-    try:
-      return super().configurable_reference(scoped_selector, evaluate)
-    except (ValueError, KeyError):
-      name = scoped_selector.rpartition("/")[2]
-      raise ConfigError(
-        f"@{scoped_selector}: no config is called {name!r}{_close(name, self._names)}"
-      ) from None
+def _has_failed(value: Any) -> bool:
+  if isinstance(value, tuple):
+    return any(map(_has_failed, value))
+  return value is _Failed
 
 
 def _text(path: Path) -> str:
-  """Text of a file.
-
-  Raises:
-    ConfigError: it cannot be read, or is not UTF-8.
-  """
   try:
     return path.read_text(encoding="utf-8")
   except UnicodeDecodeError as error:
     raise ConfigError(
-      f"gin file {str(path)!r} is no text: not UTF-8 at byte {error.start}; save it"
-      " as UTF-8."
+      f"gin file {str(path)!r} is not UTF-8 (byte {error.start}); save it as UTF-8."
     ) from None
   except OSError as error:
     raise ConfigError(f"gin file {str(path)!r}: {error.strerror}.") from None
 
 
-def _is_macro(reference: Any) -> bool:
-  return reference.config_key[1] == _MACRO
-
-
-def _has_reference_as_key(value: Any) -> bool:
-  """Whether gin would have to resolve a key of a dict, where it looks for none."""
-  if isinstance(value, dict):
-    keys = gin.config.iterate_references(list(value))
-    return any(True for _ in keys) or any(map(_has_reference_as_key, value.values()))
-  return isinstance(value, list | tuple) and any(map(_has_reference_as_key, value))
-
-
-def _key(scope: str, name: str, field: str) -> str:
-  return f"{scope}/{name}.{field}" if scope else f"{name}.{field}"
-
-
 def _close(name: str, known: Iterable[str]) -> str:
   known = sorted(set(known))
-  close = difflib.get_close_matches(name, known, 3, 0.5)
-  if close:
+  if close := difflib.get_close_matches(name, known, 3, 0.5):
     return f"; did you mean {' or '.join(close)}?"
   return f"; known: {', '.join(known)}." if known else "."
 
 
 def _syntax(error: Exception, name: str) -> str:
-  """A syntax error on one line; text without quotes is the usual one."""
+  """Describes a syntax error in one line; most often, a text lacks its quotes."""
   message = str(error.args[0])
   line = getattr(error, "lineno", None) or (error.args[1:] or [[0]])[0][0]
   place = name if name.startswith("--") else f"{name}:{line}"
-  word = re.search(r"Failed to parse token '(.*)'", message)
-  if word:
+  if word := re.search(r"Failed to parse token '(.*)'", message):
     return f"{place}: cannot read {word[1]}; text needs quotes: '\"{word[1]}\"'"
   return f"{place}: {message.splitlines()[0]}"

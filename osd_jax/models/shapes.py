@@ -1,13 +1,20 @@
 """Configurations of the models: their shapes, and how a draft is served."""
 
 import dataclasses
+from typing import Annotated
 
 from osd_jax import base, native
 from osd_jax.models import layers
 
+ComputeType = Annotated[str, base.OneOf("float32", "bfloat16", "float64")]
+Activations = Annotated[
+  tuple[Annotated[str, base.OneOf(*layers.ACTIVATIONS)], ...],
+  base.NonEmpty("at least one name"),
+]
+
 
 @dataclasses.dataclass(frozen=True)
-class T5Config:
+class T5Config(base.Config):
   """Shape of a T5. The defaults are t5-small's (T5 1.0).
 
   Attributes:
@@ -28,46 +35,32 @@ class T5Config:
     embedding_std: standard deviation of the initial embedding (1 in t5x).
   """
 
-  vocab_size: int = 32128
-  width: int = 512
-  num_heads: int = 8
-  head_dim: int = 64
-  mlp_dim: int = 2048
-  num_encoder_layers: int = 6
-  num_decoder_layers: int = 6
-  mlp_activations: tuple[str, ...] = ("relu",)
+  vocab_size: base.Count = 32128
+  width: base.Count = 512
+  num_heads: base.Count = 8
+  head_dim: base.Count = 64
+  mlp_dim: base.Count = 2048
+  num_encoder_layers: base.Count = 6
+  num_decoder_layers: base.Count = 6
+  mlp_activations: Activations = ("relu",)
   tied_head: bool = True
   relative_buckets: int = 32
   relative_max_distance: int = 128
-  dtype: str = "float32"
-  embedding_std: float = 1.0
+  dtype: ComputeType = "float32"
+  embedding_std: base.Positive = 1.0
 
-  def __post_init__(self):
-    # gin and JSON give lists, which are not hashable.
-    object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
-    base.check_types(self)
-    base.check_choices(self, dtype=("float32", "bfloat16", "float64"))
-    base.check_counts(self, "vocab_size", "width", "num_heads", "head_dim", "mlp_dim")
-    base.check_counts(self, "num_encoder_layers", "num_decoder_layers")
-    half, known = self.relative_buckets // 2, layers.ACTIVATIONS
-    base.check_fields(
-      self,
-      {
-        "relative_buckets": (
-          half >= 2 and self.relative_buckets % 2 == 0,
-          "an even number >= 4 (the encoder halves it for both directions)",
-        ),
-        "relative_max_distance": (
-          self.relative_max_distance > half,
-          f"more than {half}, half of relative_buckets: those hold one distance each",
-        ),
-        "embedding_std": (0 < self.embedding_std < float("inf"), "a finite number > 0"),
-        "mlp_activations": (
-          self.mlp_activations and set(self.mlp_activations) <= known.keys(),
-          f"names out of {sorted(known)}",
-        ),
-      },
-    )
+  def checks(self):
+    half = self.relative_buckets // 2
+    return {
+      "relative_buckets": (
+        half >= 2 and self.relative_buckets % 2 == 0,
+        "an even number >= 4 (the encoder uses half of them for each direction)",
+      ),
+      "relative_max_distance": (
+        self.relative_max_distance > half,
+        f"more than {half}, half of relative_buckets: those hold one distance each",
+      ),
+    }
 
   @property
   def head_scale(self) -> float:
@@ -81,7 +74,7 @@ class T5Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(base.Config):
   """Stretched rotary positions, as introduced by Llama 3.1 ("llama3").
 
   Attributes:
@@ -92,25 +85,19 @@ class RopeScaling:
     original_positions: context length before stretching.
   """
 
-  factor: float = 8.0
-  low_freq_factor: float = 1.0
+  factor: Annotated[float, base.AtLeast(1)] = 8.0
+  low_freq_factor: base.Positive = 1.0
   high_freq_factor: float = 4.0
-  original_positions: int = 8192
+  original_positions: base.Count = 8192
 
-  def __post_init__(self):
-    base.check_types(self)
-    base.check_counts(self, "original_positions")
-    low, high = self.low_freq_factor, self.high_freq_factor
-    checks = {
-      "factor": (self.factor >= 1, "a number >= 1"),
-      "low_freq_factor": (low > 0, "a number > 0"),
-      "high_freq_factor": (high > low, f"more than low_freq_factor ({low})"),
-    }
-    base.check_fields(self, checks)
+  def checks(self):
+    low = self.low_freq_factor
+    high_enough = self.high_freq_factor > low
+    return {"high_freq_factor": (high_enough, f"more than low_freq_factor ({low})")}
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(base.Config):
   """Shape of a decoder-only model: Llama, Vicuna, Mistral, Qwen2 or Qwen3.
 
   The defaults are Llama-2-7B's.
@@ -139,57 +126,43 @@ class LlamaConfig:
     embedding_std: standard deviation of the initial embedding.
   """
 
-  vocab_size: int = 32000
-  width: int = 4096
-  num_heads: int = 32
-  num_kv_heads: int = 32
-  head_dim: int = 128
-  mlp_dim: int = 11008
-  num_layers: int = 32
+  vocab_size: base.Count = 32000
+  width: base.Count = 4096
+  num_heads: base.Count = 32
+  num_kv_heads: base.Count = 32
+  head_dim: base.Count = 128
+  mlp_dim: base.Count = 11008
+  num_layers: base.Count = 32
   tied_head: bool = False
-  rope_theta: float = 10000.0
+  rope_theta: base.Positive = 10000.0
   rope_scaling: RopeScaling | None = None
-  norm_epsilon: float = 1e-5
+  norm_epsilon: Annotated[float, base.Above(0), base.Below(1)] = 1e-5
   attention_bias: bool = False
   output_bias: bool = False
   query_key_norm: bool = False
-  max_positions: int = 4096
+  max_positions: base.Count = 4096
   eos_ids: tuple[int, ...] = (2,)
-  state_layer: int = 0
-  dtype: str = "float32"
-  embedding_std: float = 1.0
+  state_layer: base.CountOrZero = 0
+  dtype: ComputeType = "float32"
+  embedding_std: base.Positive = 1.0
 
-  def __post_init__(self):
-    if isinstance(self.rope_scaling, dict):  # JSON has no RopeScaling
-      object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-    object.__setattr__(self, "eos_ids", tuple(self.eos_ids))
-    base.check_types(self)
-    base.check_choices(self, dtype=("float32", "bfloat16", "float64"))
-    base.check_counts(self, "vocab_size", "width", "num_heads", "num_kv_heads")
-    base.check_counts(self, "head_dim", "mlp_dim", "num_layers", "max_positions")
-    base.check_counts(self, "state_layer", least=0)
-    heads, ends = self.num_heads, self.eos_ids
-    base.check_fields(
-      self,
-      {
-        "num_kv_heads": (
-          heads % self.num_kv_heads == 0,
-          f"a divisor of num_heads ({heads})",
-        ),
-        "head_dim": (self.head_dim % 2 == 0, "an even number, for rotary positions"),
-        "rope_theta": (self.rope_theta > 0, "a number > 0"),
-        "norm_epsilon": (0 < self.norm_epsilon < 1, "a small number > 0"),
-        "eos_ids": (
-          ends and all(base.is_count(i, 0) and i < self.vocab_size for i in ends),
-          f"ids in 0..{self.vocab_size - 1}, at least one",
-        ),
-        "state_layer": (
-          self.state_layer <= self.num_layers,
-          f"an integer in 0..num_layers ({self.num_layers})",
-        ),
-        "embedding_std": (0 < self.embedding_std < float("inf"), "a finite number > 0"),
-      },
-    )
+  def checks(self):
+    heads, vocab_size = self.num_heads, self.vocab_size
+    return {
+      "num_kv_heads": (
+        heads % self.num_kv_heads == 0,
+        f"a divisor of num_heads ({heads})",
+      ),
+      "head_dim": (self.head_dim % 2 == 0, "an even number: halves are rotated"),
+      "eos_ids": (
+        self.eos_ids and all(0 <= i < vocab_size for i in self.eos_ids),
+        f"ids in 0..{vocab_size - 1}, at least one",
+      ),
+      "state_layer": (
+        self.state_layer <= self.num_layers,
+        f"an integer in 0..num_layers ({self.num_layers})",
+      ),
+    }
 
   @property
   def head_scale(self) -> float:
@@ -208,7 +181,7 @@ class LlamaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttachedConfig:
+class AttachedConfig(base.Config):
   """Shape of an attached draft; see `models/attached.py`.
 
   >>> AttachedConfig(width=64, num_heads=2).decoder(T5Config()).num_decoder_layers
@@ -229,16 +202,14 @@ class AttachedConfig:
   num_heads: int = 4
   head_dim: int = 32
   mlp_dim: int = 384
-  num_layers: int = 1
-  mlp_activations: tuple[str, ...] = ("gelu", "linear")
+  num_layers: base.Count = 1
+  mlp_activations: Activations = ("gelu", "linear")
   relative_buckets: int = 32
   relative_max_distance: int = 128
 
-  def __post_init__(self):
-    object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
-    base.check_types(self)
-    base.check_counts(self, "num_layers")
-    self.decoder(T5Config())  # T5Config checks the other fields
+  def checks(self):
+    self.decoder(T5Config())  # raises if its layers cannot be built
+    return {}
 
   def decoder(self, target: T5Config | LlamaConfig) -> T5Config:
     """The shape of the decoder layers, computing in the dtype of a target."""
@@ -258,7 +229,7 @@ class AttachedConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftServing:
+class DraftServing(base.Config):
   """Approximations in the copy of a draft that serves requests.
 
   They change which tokens are proposed and never which are emitted, because the target
@@ -271,14 +242,12 @@ class DraftServing:
   """
 
   int8: bool = False
-  shortlist: int = 0
+  shortlist: base.CountOrZero = 0
 
-  def __post_init__(self):
-    base.check_types(self)
+  def checks(self):
     # One token would be end-of-sequence, which a shortlist always contains.
-    fits = self.shortlist == 0 or self.shortlist >= 2
     expected = "at least 2 tokens (end-of-sequence is one), or 0 for all"
-    base.check_fields(self, {"shortlist": (fits, expected)})
+    return {"shortlist": (self.shortlist != 1, expected)}
 
   @property
   def layout(self) -> layers.Layout:

@@ -6,6 +6,7 @@ published figures, and named so.
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import rich.console
@@ -19,7 +20,7 @@ from osd_tools.ahead_of_time import programs as programs_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class CompileConfig:
+class CompileConfig(base.Config):
   """A machine, and the run that is compiled for it.
 
   Attributes:
@@ -36,29 +37,21 @@ class CompileConfig:
 
   run: online.OnlineConfig
   topology: str = "v5e:2x2"
-  acceptance: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
-  request_tokens: int = 64
-  layers: int = 0
-  run_directory: str = "runs/compile"
+  acceptance: Annotated[tuple[base.Share, ...], base.NonEmpty("rates in 0..1")] = (
+    0.5,
+    0.7,
+    0.8,
+    0.9,
+  )
+  request_tokens: base.Count = 64
+  layers: base.CountOrZero = 0
+  run_directory: base.Folder = "runs/compile"
   overwrite: bool = False
 
-  def __post_init__(self):
-    base.check_types(self)
-    chips.Topology(self.topology)
-    base.check_counts(self, "request_tokens")
-    base.check_counts(self, "layers", least=0)
-    in_range = self.acceptance and all(0 <= rate <= 1 for rate in self.acceptance)
-    base.check_fields(
-      self,
-      {
-        "acceptance": (in_range, "rates in 0..1"),
-        "run_directory": (self.run_directory.strip(), "a folder"),
-        "run": (
-          isinstance(self.run.pair, pairs.PairConfig),
-          "an OnlineConfig whose pair is a PairConfig",
-        ),
-      },
-    )
+  def checks(self):
+    chips.Topology(self.topology)  # raises if there is no such machine
+    has_paths = isinstance(self.run.pair, pairs.PairConfig)
+    return {"run": (has_paths, "an OnlineConfig whose pair is a PairConfig")}
 
 
 def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:

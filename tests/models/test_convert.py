@@ -36,7 +36,7 @@ def read_raw(kind):
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request):
-  """Converted weights, and what torch computed with the original ones."""
+  """Converted weights, and recorded outputs of torch for the original ones."""
   weights = convert.read_hugging_face(folder_of(request.param))
   with np.load(folder_of(request.param) / "outputs.npz") as file:
     return weights, dict(file)

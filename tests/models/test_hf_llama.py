@@ -57,7 +57,7 @@ def transformers():
 
 
 def made(transformers, kind, **changes):
-  """A random model of a kind under which biases and norms matter, too."""
+  """A random model of a kind, with noise on biases and norms too."""
   import torch
 
   name, fields = KINDS[kind]
@@ -72,7 +72,7 @@ def made(transformers, kind, **changes):
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, transformers, tmp_path_factory):
-  """The torch model, and its weights as we read its folder."""
+  """The torch model, and the weights read from its folder."""
   model = made(transformers, request.param)
   folder = tmp_path_factory.mktemp("model")
   model.save_pretrained(folder)
@@ -93,7 +93,7 @@ def batch():
 
 
 def torch_logits(model, target):
-  """Their logits of the tokens behind each prompt, one prompt at a time."""
+  """Torch's logits of the output tokens, one prompt at a time."""
   import torch
 
   rows = []
@@ -111,7 +111,7 @@ def scored(weights):
 
 
 def greedy(weights, prompt, count):
-  """Plain greedy decoding of one prompt, a token a call."""
+  """Greedy decoding of one prompt, one token per call."""
   model = weights.model
   served = model.prepare(weights.params)
   source = np.asarray([prompt], np.int32)
@@ -125,7 +125,7 @@ def greedy(weights, prompt, count):
   return emitted
 
 
-def test_logits_are_torchs(pair):
+def test_logits_equal_torch(pair):
   model, weights = pair
   logits, target = scored(weights)
   np.testing.assert_allclose(logits, torch_logits(model, target), atol=1e-4)
@@ -134,7 +134,7 @@ def test_logits_are_torchs(pair):
   )
 
 
-def test_greedy_text_is_torchs(pair):
+def test_greedy_text_equals_torch(pair):
   import torch
 
   model, weights = pair
@@ -149,9 +149,7 @@ def test_greedy_text_is_torchs(pair):
   assert len(set(map(tuple, texts))) == ROWS
 
 
-def test_what_we_write_is_the_model_that_transformers_loads(
-  pair, transformers, tmp_path
-):
+def test_transformers_loads_written_folders(pair, transformers, tmp_path):
   _, weights = pair
   params = jax.tree.map(lambda leaf: 0.875 * leaf, weights.params)
   adapted = dataclasses.replace(weights, params=params)
@@ -168,7 +166,7 @@ def test_what_we_write_is_the_model_that_transformers_loads(
   jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
 
-def test_shards_are_the_whole(transformers, tmp_path):
+def test_shards_equal_one_file(transformers, tmp_path):
   model = made(transformers, "grouped heads")
   for name, size in (("whole", "1GB"), ("shards", "20KB")):
     model.save_pretrained(tmp_path / name, max_shard_size=size)
@@ -180,13 +178,13 @@ def test_shards_are_the_whole(transformers, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, whole.params, parts.params)
 
 
-def test_generation_stops_at_every_end_that_the_folder_names(transformers, tmp_path):
+def test_eos_ids_come_from_generation_config(transformers, tmp_path):
   model = made(transformers, "llama")
   model.generation_config.eos_token_id = [2, 7, 11]
   model.save_pretrained(tmp_path)
   assert convert.read_hugging_face(tmp_path).config.eos_ids == (2, 7, 11)
 
 
-def test_a_window_is_the_longest_context(transformers, tmp_path):
+def test_sliding_window_limits_max_positions(transformers, tmp_path):
   made(transformers, "mistral").save_pretrained(tmp_path)
   assert convert.shape_of_hugging_face(tmp_path).max_positions == 100

@@ -50,7 +50,7 @@ def pair(request, tmp_path_factory):
   return model, convert.read_hugging_face(folder), batch
 
 
-def test_logits_are_torchs(pair):
+def test_logits_equal_torch(pair):
   model, weights, (source, target) = pair
   logits = weights.model.score(weights.params, source, source != 0, target)
   expected = maker.outputs(model, source, target)["logits"]
@@ -60,7 +60,7 @@ def test_logits_are_torchs(pair):
   assert (head is shared) == weights.config.tied_head
 
 
-def test_greedy_text_is_torchs(pair):
+def test_greedy_text_equals_torch(pair):
   model, weights, (source, target) = pair
   expected = maker.outputs(model, source, target)["greedy"]
   found = tiny.greedy(weights, source, expected.shape[1])
@@ -72,7 +72,7 @@ def test_greedy_text_is_torchs(pair):
 
 
 def test_reloaded_model_is_the_same_model(pair, transformers, tmp_path):
-  """Transformers reads its own folder as we do: the fixture is no special case."""
+  """Transformers and this package read the same model from a folder."""
   model, weights, (source, target) = pair
   model.save_pretrained(tmp_path)
   again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
@@ -83,7 +83,7 @@ def test_reloaded_model_is_the_same_model(pair, transformers, tmp_path):
 
 
 def test_head_tied_by_transformers_5_is_read_as_it_computes(transformers, tmp_path):
-  """The trap: T5 1.1 made from a config alone gets a tied head, unscaled."""
+  """A T5 1.1 that transformers 5 creates from a config has a tied, unscaled head."""
   fields = {**maker.SHAPE, **maker.FIELDS["t5_1_1"]}
   model = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))
   model.eval().save_pretrained(tmp_path)
@@ -96,10 +96,8 @@ def test_head_tied_by_transformers_5_is_read_as_it_computes(transformers, tmp_pa
   np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-def test_what_we_write_is_the_model_that_transformers_loads(
-  pair, transformers, tmp_path
-):
-  """An adapted draft goes home: logits, greedy text, and every tensor to the bit."""
+def test_transformers_loads_written_folders(pair, transformers, tmp_path):
+  """Logits, greedy text and every tensor are equal."""
   _, weights, (source, target) = pair
   params = jax.tree.map(lambda leaf: 0.875 * leaf, weights.params)
   adapted = dataclasses.replace(weights, params=params)
@@ -122,7 +120,7 @@ def test_what_we_write_is_the_model_that_transformers_loads(
 
 
 @pytest.mark.parametrize("extra_ids", [0, 100])
-def test_the_tokenizer_of_a_written_folder_is_our_vocabulary(
+def test_the_tokenizer_of_a_written_folder_equals_the_vocabulary(
   pair, transformers, tmp_path, shared_data, extra_ids
 ):
   expected = Vocabulary.load(shared_data / "tokenizers/t5", extra_ids)
@@ -155,7 +153,7 @@ def test_torch_files_are_read_if_allowed(pair, tmp_path):
 
 
 class Trap:
-  """Makes a folder when it is unpickled."""
+  """Creates a folder when it is unpickled."""
 
   def __init__(self, path):
     self.path = path
@@ -173,7 +171,7 @@ def test_a_torch_file_that_runs_code_is_refused(pair, tmp_path):
   trap = tmp_path / "sprung"
   state = {**model.state_dict(), "trap": Trap(trap)}
   torch.save(state, tmp_path / "pytorch_model.bin")
-  with pytest.raises(ValueError, match="is not opened"):
+  with pytest.raises(ValueError, match="not opened"):
     convert.read_hugging_face(tmp_path, allow_torch_bin=True)
   assert not trap.exists()
   # negative control: the trap works
@@ -182,7 +180,7 @@ def test_a_torch_file_that_runs_code_is_refused(pair, tmp_path):
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_relative_position_buckets_are_transformers(bidirectional):
+def test_relative_position_buckets_equal_transformers(bidirectional):
   import torch
   from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -198,7 +196,7 @@ def test_relative_position_buckets_are_transformers(bidirectional):
 
 
 @pytest.mark.parametrize("kind", sorted(maker.SEEDS))
-def test_committed_outputs_are_what_the_script_makes(kind):
+def test_recorded_fixtures_are_reproducible(kind):
   seed = maker.SEEDS[kind]
   model = maker.tiny_model(kind, seed)
   source, target = maker.ragged_batch(48, seed)

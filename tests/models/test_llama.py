@@ -204,7 +204,7 @@ def test_padding_on_either_side_changes_nothing(runner):
 @pytest.mark.parametrize("chunk", [3, 4])
 def test_chunked_prefill_equals_whole_prefill(runner, chunk, monkeypatch):
   whole, cache = runner.feed(2)
-  shape = dataclasses.replace(runner.config, max_positions=100 + chunk)  # traced anew
+  shape = dataclasses.replace(runner.config, max_positions=100 + chunk)  # traced again
   monkeypatch.setattr(llama, "CHUNK", chunk)
   other = Runner(shape)
   arguments = (other.model.prepare(other.params), other.source, other.mask, 13)

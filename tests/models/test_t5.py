@@ -131,7 +131,7 @@ def test_entries_beyond_length_are_never_read(untied, batch, forced):
   SAME(logits, forced[:, 2:4])
 
 
-def test_padding_of_the_source_changes_nothing(untied, batch, forced):
+def test_padding_of_the_source_has_no_effect(untied, batch, forced):
   wide = np.pad(batch.source, ((0, 0), (0, 5)))
   SAME(untied.score(untied.params, wide, wide != 0, batch.target), forced)
   masked = np.where(batch.mask, batch.source, 9)
@@ -142,7 +142,7 @@ def test_padding_of_the_source_changes_nothing(untied, batch, forced):
   assert np.max(np.abs(read - forced)) > 1e-2
 
 
-def test_rows_do_not_see_one_another(untied, batch, forced):
+def test_rows_are_independent(untied, batch, forced):
   order = np.array([2, 0, 1])
   swapped = untied.score(
     untied.params, batch.source[order], batch.mask[order], batch.target[order]
@@ -150,7 +150,7 @@ def test_rows_do_not_see_one_another(untied, batch, forced):
   SAME(swapped, forced[order])
 
 
-def test_logits_depend_on_no_later_token(untied, batch, forced):
+def test_logits_do_not_depend_on_later_tokens(untied, batch, forced):
   target = batch.target.copy()
   target[:, 3] = 3 + (target[:, 3] + 7) % 50
   changed = untied.score(untied.params, batch.source, batch.mask, target)
@@ -161,7 +161,7 @@ def test_logits_depend_on_no_later_token(untied, batch, forced):
 def test_decoding_reads_neither_encoder_nor_cross_attention_projections(
   untied, batch, forced
 ):
-  """The encoder runs, and the source is projected, in prefill and nowhere else."""
+  """Only prefill runs the encoder and projects the source."""
   served = {name: x for name, x in untied.served.items() if name != "encoder"}
   decoder = dict(served["decoder"])
   for index in range(CONFIG.num_decoder_layers):
@@ -188,7 +188,7 @@ def test_jit_equals_no_jit(untied, batch):
   jax.tree.map(SAME, plain_cache, jitted_cache)
 
 
-def test_bfloat16_runs_and_is_close(untied, batch, forced):
+def test_bfloat16_is_close_to_float32(untied, batch, forced):
   half = Runner(dataclasses.replace(CONFIG, dtype="bfloat16"))
   logits, cache = half.feed(batch, 2)
   assert logits.dtype == np.float32
@@ -226,7 +226,7 @@ def _dots(config, name):
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "score"])
-def test_float32_asks_for_full_precision_and_bfloat16_does_not(name):
+def test_float32_products_use_full_precision(name):
   for config in (CONFIG, TIED):
     full = _dots(config, name)
     assert len(full) > 8 and all(line.count("HIGHEST") == 2 for line in full)
@@ -234,7 +234,7 @@ def test_float32_asks_for_full_precision_and_bfloat16_does_not(name):
   assert len(half) > 8 and not any("HIGHEST" in line for line in half)
 
 
-def test_prepare_transposes_what_a_step_reads_and_copies_nothing_else(untied):
+def test_prepare_transposes_step_kernels_and_copies_nothing_else(untied):
   params = jax.tree.map(jnp.asarray, untied.params)
   transposed = []
 
@@ -255,7 +255,7 @@ def test_prepare_transposes_what_a_step_reads_and_copies_nothing_else(untied):
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "score"])
 def test_layers_share_one_trace(name):
-  """A deeper model costs no more to trace: its layers call the same functions."""
+  """The layers of a deeper model call the same traced functions."""
   traced = []
   for depth in (2, 5):
     config = dataclasses.replace(
@@ -278,7 +278,7 @@ def test_logical_axes_fit_the_parameters(untied):
   )
 
 
-def test_init_makes_the_shapes_that_it_promises():
+def test_init_has_the_expected_shapes():
   model = families.build(testing.TINY_DRAFT)
   params = jax.jit(model.init)(jax.random.key(0))
   again = jax.jit(model.init)(jax.random.key(1))
@@ -289,7 +289,7 @@ def test_init_makes_the_shapes_that_it_promises():
   assert not np.array_equal(embedding(params), embedding(again))
 
 
-def test_one_configuration_is_one_model():
+def test_equal_configurations_give_the_same_model():
   twin = dataclasses.replace(CONFIG)
   assert families.build(CONFIG) is families.build(twin)
   assert families.build(CONFIG) is not families.build(TIED)

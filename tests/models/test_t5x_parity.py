@@ -67,7 +67,7 @@ def run(oracle, params):
 
 
 def test_logits_equal_t5x(oracle, params):
-  assert np.any(oracle["in/encoder_input_tokens"] == 0)  # padding is part of it
+  assert np.any(oracle["in/encoder_input_tokens"] == 0)  # includes padding
   judged = oracle["in/decoder_target_tokens"] != 0
   assert judged.sum() > judged.size / 2
   logits = run(oracle, params)

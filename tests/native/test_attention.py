@@ -12,7 +12,7 @@ from osd_jax import native
 from osd_jax.models import families, layers
 
 MASKED = -1e9
-# B, H, n, T, D; odd ones too: vectors and what is left of them.
+# B, H, n, T, D; odd sizes test the remainders of vectors.
 SHAPES = [(1, 12, 4, 132, 64), (2, 3, 1, 7, 16), (3, 2, 8, 40, 5), (4, 8, 5, 300, 80)]
 
 
@@ -70,7 +70,7 @@ def test_a_fully_masked_row_stays_finite(library):
   shape = (2, 2, 3, 20, 8)
   query, keys, values = arguments(shape)
   bias = bias_of(shape, "B", 20)
-  bias[1] = MASKED  # in float32 a score beside it is lost
+  bias[1] = MASKED  # in float32 adding a score to it changes nothing
   want = exact(query, keys, values, bias)
   want[1] = values[1].mean(axis=1).reshape(-1)
   got = library.attention(query, keys, values, bias)

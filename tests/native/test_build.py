@@ -49,7 +49,7 @@ def test_an_unwritable_folder_is_named(unbuilt, monkeypatch, tmp_path, caplog):
   monkeypatch.setattr(build, "FOLDER", str(tmp_path / "file" / "native"))
   with caplog.at_level(logging.WARNING):
     assert not build.load()
-  assert "XLA alone computes steps" in caplog.text
+  assert "uses XLA only" in caplog.text
 
 
 def test_the_library_is_cached_until_an_input_changes(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from osd_jax.models import families, layers, t5
 from osd_jax.native import build
 from osd_tools import hlo
 
-# Outputs and inputs, odd ones too: tiles, vectors and what is left of both.
+# Outputs and inputs; odd sizes test the remainders of tiles and vectors.
 SHAPES = [(1, 1), (7, 5), (8, 16), (33, 31), (64, 64), (130, 200), (515, 769)]
 COLUMNS = [*range(1, 10), 12, 17, native.MOST_COLUMNS]  # around the tiles of 4 and 8
 
@@ -50,7 +50,7 @@ def test_bits_depend_on_the_order_of_a_sum():
 
 
 def test_native_calls_are_listed_in_a_compiled_program():
-  """`osd compile` counts it as foreign; programs for other machines have none."""
+  """`osd compile` lists them as foreign calls; other backends have none."""
   if not build.load():
     pytest.skip("no C++ compiler here")
 

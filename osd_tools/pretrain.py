@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import rich.console
 
-from osd_jax import assets, base, runs, sharding
+from osd_jax import assets, base, runs, session, sharding
 from osd_jax.data import batches as data_batches
 from osd_jax.data import tokenizers
 from osd_jax.distillation import optimizers, update
+from osd_jax.measuring import certificate
 from osd_jax.models import families, tensors, weights
 from osd_jax.models.shapes import LlamaConfig, T5Config
-from osd_jax.report import progress, summaries
+from osd_jax.report import progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +78,8 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
 
   Args:
     config: the run.
-    operative_config: text stored beside the results.
-
-  Returns:
-    The run directory; the weights are in `config.output`.
+    operative_config: gin text stored in the run directory.
   """
-  console = rich.console.Console(stderr=True)
   weights.check_output("PretrainConfig.output", config.output)
   path = assets.resolve(config.vocabulary, "PretrainConfig.vocabulary")
   vocabulary = tokenizers.load_any(path, config.extra_ids)
@@ -94,16 +90,9 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
       f" {config.vocabulary}."
     )
   model = families.build(config.model, "model")
-  state = initial_state(config, model)
-  with runs.RunDirectory.start(
-    config.run_directory,
-    config,
-    operative_config=operative_config,
-    seed=config.seed,
-    overwrite=config.overwrite,
-  ) as directory:
-    if directory.finished:
-      return summaries.report_finished(directory, console)
+
+  def body(directory, console):
+    state = initial_state(config, model)
     with (
       runs.Checkpointer(directory.checkpoints_path) as saved,
       runs.MetricsLog(directory.metrics_path) as log,
@@ -124,12 +113,9 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
     )
     if jax.process_index() == 0:
       weights.save(config.output, trained, config.storage)
-    directory.finish()
-    summaries.conclude(directory, console)
-    console.print(
-      f"weights: {config.output}\nrun directory: {directory.path}", soft_wrap=True
-    )
-    return runs.RunResult(directory.path)
+    return certificate.Certificate(), f"weights: {config.output}"
+
+  return session.run(config, operative_config, config.seed, body)
 
 
 def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:

@@ -66,13 +66,13 @@ FAULTS = [
     "resume drops the saved shortlist",
     '    shortlist = host["shortlist"]\n',
     "    shortlist = None\n",
-    f"{ONLINE} -k goes_on_with",
+    f"{ONLINE} -k saved_draft",
   ),
   Fault(
     "resume serves the newest average",
     'self._draft.join(arrays["serving"], self._frozen)',
     'self._draft.join(arrays["learner"].served, self._frozen)',
-    f"{ONLINE} -k goes_on_with",
+    f"{ONLINE} -k saved_draft",
   ),
   Fault(
     "a swap without a shortlist resets it",

@@ -9,10 +9,10 @@ import dataclasses
 from typing import Annotated
 
 import jax
-import rich.console
 
-from osd_jax import base, online, pairs, runs
-from osd_jax.report import progress, summaries
+from osd_jax import base, online, pairs, runs, session
+from osd_jax.measuring import certificate
+from osd_jax.report import progress
 from osd_tools import chips
 from osd_tools.ahead_of_time import estimates
 from osd_tools.ahead_of_time import plan as plan_lib
@@ -59,21 +59,13 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
 
   Args:
     config: the machine and the run.
-    operative_config: text stored beside the results.
+    operative_config: gin text stored in the run directory.
   """
-  console = rich.console.Console(stderr=True)
   jax.config.update("jax_enable_compilation_cache", False)  # times would be of reading
   topology = chips.Topology(config.topology)
   plan = plan_lib.Plan(config.run, topology, config.layers)
-  with runs.RunDirectory.start(
-    config.run_directory,
-    config,
-    operative_config=operative_config,
-    seed=config.run.learning.seed,
-    overwrite=config.overwrite,
-  ) as directory:
-    if directory.finished:
-      return summaries.report_finished(directory, console)
+
+  def body(directory, console):
     with (
       runs.MetricsLog(directory.metrics_path) as log,
       progress.bar(console) as bar,
@@ -93,6 +85,6 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
       answers = estimates.Answers(config.request_tokens, config.acceptance)
       for kind, rows in estimates.conclusions(plan, made, answers).items():
         log.write_rows(kind, rows)
-    directory.finish()
-    summaries.conclude(directory, console)
-    return runs.RunResult(directory.path)
+    return certificate.Certificate(), ""
+
+  return session.run(config, operative_config, config.run.learning.seed, body)

@@ -1,4 +1,4 @@
-"""The certificate passes what is exact, near ties, and nothing else."""
+"""The certificate passes exact outputs and near ties, and fails everything else."""
 
 import dataclasses
 import json
@@ -40,14 +40,14 @@ def answers(pair, sampling=MIXED, draft=True, count=6):
 
 
 def altered(done, position, token):
-  """The answer with another token, and what followed it left as it was."""
+  """The answer with one token replaced."""
   tokens = done.tokens.copy()
   tokens[position] = token
   return dataclasses.replace(done, tokens=tokens)
 
 
 @pytest.mark.parametrize("sampling", [engine.SamplingConfig(), MIXED])
-def test_real_outputs_pass(sampling):
+def test_correct_outputs_pass(sampling):
   pair = tabular_pair.make()
   judged = zip(answers(pair, sampling, False), answers(pair, sampling), strict=True)
   found = certificate.Certifier(pair).judge(judged)
@@ -55,7 +55,7 @@ def test_real_outputs_pass(sampling):
   assert found.tokens == 6 * LENGTH and not found.near_ties
 
 
-def test_a_wrong_token_is_named_with_its_place_and_scores():
+def test_failure_names_prompt_position_tokens_and_scores():
   pair = tabular_pair.make()
   plain = answers(pair, engine.SamplingConfig(), False)
   right = int(plain[2].tokens[4])
@@ -86,7 +86,7 @@ def test_only_near_ties_pass(distance, passes):
   assert found.passed == passes and found.near_ties == passes
 
 
-def test_a_token_outside_the_cut_off_fails_however_lucky_its_noise():
+def test_token_outside_the_cut_off_fails():
   pair = tabular_pair.make()
   sampling = dataclasses.replace(MIXED, top_k=2, top_p=1.0)
   plain = answers(pair, sampling, False, 1)[0]
@@ -98,15 +98,14 @@ def test_a_token_outside_the_cut_off_fails_however_lucky_its_noise():
   assert judged.failures[0].emitted_score == -np.inf
 
 
-def test_a_token_just_below_the_cut_off_counts_as_inside():
+def test_token_just_below_the_cut_off_counts_as_inside():
   logits = np.array([3.0, 2.0, 2.0 - 1e-6, 1.0])
   settings = answers(tabular_pair.make(), MIXED, False, 1)[0].settings
   settings = settings.replace(top_k=np.int32([2]), top_p=np.float32([1.0]))
   assert np.isfinite(certificate.scores(logits, settings, 0)).sum() == 3
 
 
-def test_scores_are_what_plain_decoding_draws_from():
-  """Noise, temperature and cut-off: the arg max is the emitted token, everywhere."""
+def test_arg_max_of_scores_is_what_plain_decoding_emits():
   pair = tabular_pair.make()
   table = np.asarray(pair.target_params, np.float64)
   for done in answers(pair, MIXED, False):
@@ -116,7 +115,7 @@ def test_scores_are_what_plain_decoding_draws_from():
       assert np.argmax(certificate.scores(row, done.settings, position)) == token
 
 
-def test_an_output_that_ends_early_fails():
+def test_output_that_ends_early_fails():
   plain = answers(tabular_pair.make(), engine.SamplingConfig(), False, 1)[0]
   short = dataclasses.replace(plain, tokens=plain.tokens[:4])
   found = certificate.Certifier(tabular_pair.make()).judge([(plain, short)])
@@ -124,14 +123,13 @@ def test_an_output_that_ends_early_fails():
 
 
 @pytest.mark.parametrize(("ties", "passes"), [(0, True), (1, True), (2, False)])
-def test_more_near_ties_than_promised_fail(ties, passes):
+def test_too_many_near_ties_fail(ties, passes):
   assert certificate.Certificate(near_ties=ties, outputs=9, tokens=999).passed == passes
   many = certificate.Certificate(near_ties=5 * ties, outputs=9, tokens=10**6)
   assert many.passed  # 10 in a million are promised
 
 
-def test_the_verdict_of_a_log_is_that_of_its_rows(tmp_path):
-  """What an online run ends with: counts added up, a failure is told."""
+def test_verdict_adds_up_the_rows_of_a_log(tmp_path):
   good = certificate.Certificate(outputs=1, equal=1, tokens=10)
   wrong = certificate.Difference(3, 2, 5, 6, 1.0, 0.5, False)
   bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
@@ -148,7 +146,7 @@ def test_the_verdict_of_a_log_is_that_of_its_rows(tmp_path):
 
 
 @pytest.mark.parametrize("score", [-np.inf, np.inf, np.nan])
-def test_scores_that_are_not_finite_are_not_exact_also_read_back(tmp_path, score):
+def test_scores_that_are_not_finite_fail_after_reading_them_back(tmp_path, score):
   wrong = certificate.Difference(3, 2, 5, 6, 1.0, score, False)
   bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
   assert "NOT EXACT" in bad.sentence()
@@ -207,7 +205,7 @@ def test_float64_rescoring_agrees_with_float32(pair_config):
   assert np.any(single != double)
 
 
-def test_a_pair_is_certified(pair_config, tmp_path):
+def test_certify_passes_a_correct_pair(pair_config, tmp_path):
   result = evaluate.certify(certify_config(pair_config, tmp_path))
   path = result.path
   verdict = json.loads((path / "certificate.json").read_text())
@@ -216,8 +214,8 @@ def test_a_pair_is_certified(pair_config, tmp_path):
   assert (path / "report.html").is_file()
 
 
-def test_a_wrong_output_is_told(pair_config, tmp_path, monkeypatch):
-  """Negative control, and nothing is lost: the files are there."""
+def test_certify_reports_a_wrong_output(pair_config, tmp_path, monkeypatch):
+  """Negative control; the results are written all the same."""
   real = evaluate.speculative_answers
 
   def faulty(*args):
@@ -232,8 +230,11 @@ def test_a_wrong_output_is_told(pair_config, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_target_of_nans_is_never_certified(pair_config, tmp_path, whole):
-  """Whole: all of it NaN; else one number of its output head. Plain and fast agree."""
+def test_certify_fails_a_target_with_nan(pair_config, tmp_path, whole):
+  """Plain and speculative outputs agree, so equality alone would pass.
+
+  Either all weights are NaN, or one number of the output head is.
+  """
   pair = pairs.load_pair(pair_config, sharding.make())
 
   def broken(path, leaf):
@@ -251,7 +252,7 @@ def test_a_target_of_nans_is_never_certified(pair_config, tmp_path, whole):
   assert "NOT EXACT" in page and "not finite" in page
 
 
-def test_bfloat16_is_audited(pair_config, tmp_path):
+def test_bfloat16_target_is_audited(pair_config, tmp_path):
   config = dataclasses.replace(pair_config, dtype="bfloat16")
   path = evaluate.certify(
     certify_config(config, tmp_path, rows=(3,), drafts=("pair",))
@@ -268,14 +269,14 @@ def test_bfloat16_is_audited(pair_config, tmp_path):
   assert not judged.passed
 
 
-def test_sampled_requests_of_the_rejection_rule_are_refused(pair_config, tmp_path):
+def test_sampling_under_the_rejection_rule_is_refused(pair_config, tmp_path):
   with pytest.raises(ValueError, match="acceptance_rule = 'coupling'"):
     certify_config(
       pair_config, tmp_path, sampling=engine.SamplingConfig(temperature=1.0)
     )
 
 
-def test_perturbed_copies_differ_and_repeat():
+def test_perturbed_copy_differs_and_repeats():
   params = {"a": np.arange(6, dtype=np.float32)}
   first, again = evaluate.perturbed(params, 0.1), evaluate.perturbed(params, 0.1)
   np.testing.assert_array_equal(first["a"], again["a"])

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shutil
+import threading
 import time
 
 import jax
@@ -205,10 +206,11 @@ def test_free_updates_process_answers_in_the_background(learned, make):
 
 @TWO_CORES
 def test_interrupted_background_run_continues(learned, pair, tmp_path, monkeypatch):
-  real = metering.Meter.row
+  real, release = metering.Meter.row, threading.Event()
 
   def slow(meter, done, query, index, *others):
-    time.sleep(0.5 if index == 7 else 0)  # still pending when the run is interrupted
+    if index == 7:  # still pending when the run is interrupted
+      release.wait()
     return real(meter, done, query, index, *others)
 
   config = tiny_online.config(
@@ -222,6 +224,7 @@ def test_interrupted_background_run_continues(learned, pair, tmp_path, monkeypat
     while loop.finished < 7:
       time.sleep(0.001)
     assert loop._checkpointer.latest_step() < loop.finished < loop._answered
+    threading.Timer(0.5, release.set).start()  # the checkpoint has to wait for it
     loop.checkpoint()
     loop.wait()
     loop.server.close()

@@ -64,6 +64,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
       do not fit together.
   """
   to_folder = config.output_kind == _HUGGING_FACE
+  # Checked first: converting a large model takes minutes.
   weights.check_output("ConvertConfig.output", config.output, to_folder)
   source = assets.resolve(config.source, "ConvertConfig.source")
   kind = _kind_of(source) if config.kind == "auto" else config.kind
@@ -76,6 +77,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
     vocabulary = tokenizers.load_any(path, config.extra_ids)
     pairs.check_vocabulary(config, "source", held, vocabulary)
     held = dataclasses.replace(held, vocabulary=vocabulary.fingerprint)
+    # The two kinds of tokenizers are stored in different files.
     files = tokenizers if vocabulary.is_causal else vocabularies
     tokenizer = files.tokenizer_files(vocabulary)
   if to_folder:

@@ -160,7 +160,7 @@ def _evaluate(
   """Logs every table of the evaluation; returns the verdict over all drafts."""
   bench = Bench(config)
   with runs.MetricsLog(directory.metrics_path) as log:
-    log.truncate(0)
+    log.truncate(0)  # rows of an interrupted evaluation
     summaries.note_data(bench.prompts, log, console)
     with progress.status(console, "decoding with the target"):
       answers = bench.answers()
@@ -251,6 +251,7 @@ class Bench:
     for count in dict.fromkeys((1, self.config.batch_rows)):
       config = dataclasses.replace(self.config.decoding, rows=count)
       unrecorded = dataclasses.replace(config, record_top_k=0)
+      # Plain decoding has no use for records, so it does not pay for them.
       servers = [self._plain(unrecorded)]
       servers += [
         Server(pair, config, partition=self.config.partition) for pair in self.pairs
@@ -275,6 +276,7 @@ class Bench:
   def _predicted(
     self, config: DecodingConfig, pair: pairs.Pair, tau: float
   ) -> dict[str, float | None]:
+    # The costs are measured on real prompts, in the largest bucket.
     shape = (config.rows, config.source_lengths[-1])
     source = np.full(shape, pair.target.pad_id, np.int32)
     for row in range(config.rows):
@@ -313,6 +315,7 @@ class Bench:
 
   def _token_accuracies(self) -> list[float | None]:
     """Share of reference tokens that are the target's first choice, per prompt."""
+    # The first of the top-k tokens is enough: the reference is either it or not.
     config = dataclasses.replace(self.config.decoding, record_top_k=1)
     shares: list[float | None] = []
     for batch in corpus.reference_rows(self.pairs[0], self.prompts, config):
@@ -372,6 +375,7 @@ def quality(
   exact = [
     text == vocabulary.decode(prompt.reference).strip()
     for text, (prompt, _) in zip(texts, part, strict=True)
+    # A reference without end-of-sequence was truncated, so no answer can match it.
     if len(prompt.reference) > 1 and prompt.reference[-1] in vocabulary.eos_ids
   ]
   ended = [done.stop_reason == base.StopReason.EOS for _, done in part]
@@ -387,6 +391,7 @@ def quality(
 
 def differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   """Each further draft minus the first draft, per task; negative means forgotten."""
+  # Rows come draft by draft, so the first row of a task belongs to the first draft.
   first: dict[str, Mapping[str, Any]] = {}
   changes = []
   for row in rows:
@@ -455,6 +460,7 @@ def _certify(
   prompts = prompts_lib.prompts(config.prompts, pair.vocabulary, config.count)
   requests = corpus.requests(prompts, config.sampling)
   certifier = certificate.Certifier(pair)
+  # Nothing learns from these answers, so decoding records nothing.
   plain = dataclasses.replace(config.decoding, record_top_k=0)
   total = certificate.Certificate()
   with runs.MetricsLog(directory.metrics_path) as log, progress.bar(console) as bar:
@@ -477,6 +483,7 @@ def _certify(
       row = {"K": decoding.num_draft_tokens, "rows": decoding.rows, "draft": name}
       bar.update(task, description=f"K {row['K']}, rows {row['rows']}")
       row |= judged.row() | acceptance(answers)
+      # The same in every row, or meaningless while the draft is swapped.
       for unlogged in ("check", "tokens_per_target_call"):
         row.pop(unlogged)
       log.write("certificate", row)
@@ -490,6 +497,7 @@ def _combinations(
   parts = np.array_split(np.arange(count), len(config.rows))
   for turn, drafted in enumerate(config.num_draft_tokens):
     for group, rows in enumerate(config.rows):
+      # Shifting by K pairs every number of rows with different drafts.
       name = config.drafts[(turn + group) % len(config.drafts)]
       yield (
         dataclasses.replace(decoding, num_draft_tokens=drafted, rows=rows),
@@ -509,8 +517,9 @@ def speculative_answers(
   server = Server(
     pair, dataclasses.replace(decoding, max_rounds=_SWAP_ROUNDS), partition=partition
   )
+  # Each call runs few rounds, so that requests see several versions of the draft.
   versions = [pair.draft_params, perturbed(pair.draft_params, _NOISE, seed=1)]
-  answers: dict[int, Finished] = {}
+  answers: dict[int, Finished] = {}  # by identity, because answers come out of order
   for finished in server.serve(requests):
     for done in finished:
       on_finished(done)

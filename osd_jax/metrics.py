@@ -39,6 +39,7 @@ def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
   """
   seen: dict[tuple[int, ...], int] = {}
   for start in range(len(tokens) - size + 1):
+    # Counts n-grams: a loop of any period up to the text's length repeats its windows.
     window = tuple(int(token) for token in tokens[start : start + size])
     seen[window] = seen.get(window, 0) + 1
   return max(seen.values(), default=0) >= times
@@ -59,6 +60,7 @@ def segment_summary(
   """
 
   def mean(part, name):
+    # Some rows have no value: nothing was drafted, or the floor was not measured.
     values = [row[name] for row in part if row.get(name) is not None]
     return float(np.mean(values)) if values else float("nan")
 
@@ -83,6 +85,7 @@ def recovery_requests(
       the requests so far, but at least `window` // 2.
     share: share of `level` to reach.
   """
+  # A mean of very few requests would reach the level by chance.
   for count in range(max(window // 2, 1), len(overlaps) + 1):
     if np.mean(overlaps[max(0, count - window) : count]) >= share * level:
       return count

@@ -130,6 +130,7 @@ class OfflineLoop:
     self._bar = bar
     self._partitioner = sharding.make(config.partition)
     self.pair = pairs.load_pair(config.pair, self._partitioner)
+    # An attached draft holds frozen parameters of the target, which are not trained.
     trained, self._frozen = self.pair.draft.split(self.pair.draft_params)
     self.learner = updates.init_learner(config.update, trained)
     self.steps_taken = 0
@@ -138,7 +139,7 @@ class OfflineLoop:
     self._log = runs.MetricsLog(directory.metrics_path)
     self._checkpointer = runs.Checkpointer(directory.checkpoints_path)
     if self._checkpointer.latest_step() is None:
-      self._log.truncate(0)
+      self._log.truncate(0)  # rows of a run that ended before its first checkpoint
     else:
       self._restore()
 
@@ -214,6 +215,7 @@ class OfflineLoop:
     """Saves the current step if it has not been saved yet."""
     if self.steps_taken in self._checkpointer.steps():
       return
+    # A checkpoint stores the length of the log, so the log must be on disk first.
     self._log.sync()
     host = {
       "steps_taken": self.steps_taken,
@@ -238,7 +240,7 @@ class OfflineLoop:
       f" {self.config.texts.sample_source} texts"
     )
     params = sharding.on_host(self._draft_params)
-    if jax.process_index() == 0:
+    if jax.process_index() == 0:  # all processes hold the same draft
       self.pair.save_draft(self.config.output, params, notes, self.config.storage)
     self._log.close()
 
@@ -253,6 +255,7 @@ class OfflineLoop:
   def _batch(self, step: int) -> base.DistillationBatch:
     """The rows of a step, from an endless sequence of shuffled epochs."""
     size, count = self.config.rows_per_step, len(self.rows.weight)
+    # A function of the step, so a continued run draws what the whole run would draw.
     order = shuffled(count, step * size, size, self.config.seed)
     return jax.tree.map(lambda leaf: leaf[order], self.rows)
 

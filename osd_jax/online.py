@@ -168,6 +168,7 @@ class OnlineLoop:
     )
     self.finished = self._submitted = 0
     self._seconds_before = 0.0  # serving time of earlier sessions
+    # Everything is compiled before the first request is timed.
     self.server.warm_up(config.learn)
     if self._checkpointer.latest_step() is None:
       self._begin()
@@ -176,6 +177,8 @@ class OnlineLoop:
     self._calls = background.OrderedCalls(
       self._processes_in_background(), _MAX_PENDING * config.decoding.rows
     )
+    # `_submitted` >= `_answered` >= `finished`: requests in flight, then answers that
+    # wait to be processed.
     self._answered = self.finished
     self._rows: list[dict[str, Any]] = []  # logged, but not yet returned by `step`
     self._served = self.server.serve(self._requests())
@@ -209,6 +212,7 @@ class OnlineLoop:
     self._rows += self._calls.ready()
     if answers is None or self._checkpointer.due(self._answered):
       self._finish_processing()
+    # Without a new answer the state is that of the last checkpoint.
     if self._rows and self._checkpointer.due(self.finished):
       self.checkpoint()
     rows, self._rows = self._rows, []
@@ -253,6 +257,7 @@ class OnlineLoop:
   def checkpoint(self) -> None:
     """Saves the current step if it has not been saved yet."""
     self._finish_processing()
+    # The rows in flight must be saved with the draft that decodes them from here on.
     self.server.swap_pending()
     # The log files are synced first: a checkpoint stores their lengths, so what it
     # refers to must be on disk before it is.

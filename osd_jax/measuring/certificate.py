@@ -208,6 +208,7 @@ class Certifier:
     """Compiles nothing; the target is compiled for the first output to score."""
     self._pair = pair
     served = jax.eval_shape(pair.target.prepare, pair.target_params)
+    # The dtype that the target computes in, which may differ from that of its weights.
     rounded = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(served))
     self.check = "near-tie audit" if rounded else "token equality"
 
@@ -226,6 +227,7 @@ class Certifier:
     judge = self._by_equality if self.check == "token equality" else self._by_audit
     for place, (plain, fast) in enumerate(answered):
       reasons = (plain.stop_reason, fast.stop_reason)
+      # Two outputs of a broken target may be equal, and still say nothing.
       is_broken = base.StopReason.NOT_FINITE in reasons
       total += self.broken() if is_broken else judge(first + place, plain, fast)
     return total
@@ -268,7 +270,7 @@ class Certifier:
     return np.asarray(logits)[0]
 
   def _by_audit(self, place: int, plain: Finished, fast: Finished) -> Certificate:
-    del plain
+    del plain  # the target itself is the reference
     logits = self._logits(self._pair.target, self._pair.target_params, fast)
     near_ties, failures = 0, []
     for at, token in enumerate(fast.tokens):
@@ -291,7 +293,7 @@ class Certifier:
       equal=int(not near_ties and not failures),
       tokens=len(fast.tokens),
       near_ties=near_ties,
-      failures=tuple(failures[:1]),
+      failures=tuple(failures[:1]),  # later ones follow from the first
     )
 
 
@@ -348,6 +350,7 @@ def _inside(
   scaled: np.ndarray, top_k: int, top_p: float, tolerance: float
 ) -> np.ndarray:
   """[V] bool; tokens that top-k and top-p keep, and those just below the cut-off."""
+  # top-k first, then top-p on the renormalised rest, in the order that decoding uses.
   order = np.argsort(-scaled, kind="stable")
   count = top_k if 0 < top_k < len(scaled) else len(scaled)
   probs = np.exp(scaled[order][:count] - scaled[order[0]])

@@ -119,11 +119,21 @@ def priorities():
 
 
 @pytest.fixture(scope="module")
+def full_optimisation():
+  """Compiles with full optimisation, for tests that draw thousands of samples."""
+  before = jax.config.jax_disable_most_optimizations
+  jax.config.update("jax_disable_most_optimizations", False)
+  yield
+  jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
 def quick_compilation():
-  """Compiles with hardly an optimisation: a mesh's programs are many and run little."""
+  """Compiles with little optimisation: mesh programs are many and run briefly."""
+  before = jax.config.jax_disable_most_optimizations
   jax.config.update("jax_disable_most_optimizations", True)
   yield
-  jax.config.update("jax_disable_most_optimizations", False)
+  jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from osd_jax import base, testing
 from osd_jax.decoding import accept as accept_lib
 from osd_jax.decoding import drafters, rounds, sampling
 
+pytestmark = pytest.mark.usefixtures("full_optimisation")
+
 VOCAB, LENGTH, DRAWS = 6, 3, 100_000
 ROWS = 60_000  # of a batch, whatever the grid: one compilation for each K
 COMPARISONS = 200  # more than this file makes

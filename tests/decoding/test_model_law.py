@@ -21,6 +21,8 @@ from osd_jax.decoding import state as state_lib
 from osd_jax.models import attached, families
 from osd_jax.models.shapes import AttachedConfig, DraftServing
 
+pytestmark = pytest.mark.usefixtures("full_optimisation")
+
 ROWS, LENGTH, DRAFTED, VOCAB = 20_000, 3, 2, 12
 THRESHOLD = 1e-6
 SAMPLED = {"temperature": 1.2, "top_k": 8, "top_p": 1.0}

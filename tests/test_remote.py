@@ -1,4 +1,4 @@
-"""Addresses in place of paths: pairs, data and runs; the bucket is fsspec's memory."""
+"""URLs in place of paths for pairs, data and runs, on fsspec's memory file system."""
 
 import dataclasses
 import json
@@ -22,13 +22,13 @@ BUCKET = fsspec.filesystem("memory")
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-  """A machine that has copied nothing yet."""
+  """A machine with an empty cache."""
   monkeypatch.setattr(remote, "CACHE", str(tmp_path / "machine"))
 
 
 @pytest.fixture
 def bucket():
-  """An address of a folder that is empty."""
+  """URL of an empty folder."""
   return f"memory://{uuid.uuid4().hex}"
 
 
@@ -45,7 +45,7 @@ def get(address):
 # --- What is read ---------------------------------------------------------------------
 
 
-def test_a_copy_follows_what_is_there(bucket):
+def test_fetched_copy_follows_remote_changes(bucket):
   put(f"{bucket}/models/a.txt", "one")
   put(f"{bucket}/models/deep/b.txt", "two")
   copy = remote.fetched(f"{bucket}/models", "X.y")
@@ -62,7 +62,7 @@ def test_a_copy_follows_what_is_there(bucket):
   assert (copy / "deep/b.txt").read_text() == "another"
 
 
-def test_what_has_not_changed_is_not_copied_again(bucket, monkeypatch):
+def test_unchanged_files_are_not_copied_again(bucket, monkeypatch):
   put(f"{bucket}/a.txt", "one")
   copied = []
   get_file = type(BUCKET).get_file
@@ -75,18 +75,18 @@ def test_what_has_not_changed_is_not_copied_again(bucket, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["memory://nothing/here", "nowhere://at/all"])
-def test_what_cannot_be_read_is_named(address):
+def test_unreadable_url_error_names_the_setting(address):
   with pytest.raises(base.InputError, match=r"^PairConfig\.target: received '\w+://"):
     pairs.PairConfig(target=address).path("target")
 
 
-def test_paths_are_no_addresses():
+def test_local_paths_are_not_urls():
   for path in ("runs/demo", "/x/y", "C:/models", "google/flan-t5-small", "shipped:a"):
     assert not remote.is_remote(path)
   assert remote.is_remote("gs://bucket/run")
 
 
-def test_a_pair_and_data_in_a_bucket(bucket, tmp_path):
+def test_pair_and_data_are_read_from_a_bucket(bucket, tmp_path):
   here = tiny_pair.save_tiny_pair(tmp_path / "pair")
   BUCKET.put(str(tmp_path / "pair"), f"{bucket}/models", recursive=True)
   name = here.target.rpartition("/")[2]
@@ -115,7 +115,7 @@ def test_a_pair_and_data_in_a_bucket(bucket, tmp_path):
 # --- What is written ------------------------------------------------------------------
 
 
-def test_weights_go_to_an_address_and_come_back(bucket, tmp_path):
+def test_weights_are_written_to_a_url_and_read_back(bucket, tmp_path):
   here = tiny_pair.save_tiny_pair(tmp_path / "pair")
   found = weights.load(here.target)
   weights.check_output("X.output", f"{bucket}/copy.safetensors")
@@ -124,7 +124,7 @@ def test_weights_go_to_an_address_and_come_back(bucket, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
 
 
-def test_what_cannot_be_written_is_still_here(bucket, monkeypatch):
+def test_failed_upload_keeps_the_local_file(bucket, monkeypatch):
   def refuse(*args, **kwargs):
     raise PermissionError("403: not yours")
 
@@ -156,14 +156,12 @@ def alone(pair, tmp_path_factory):
 
 
 class Interrupted(Exception):
-  """A run that ends between two steps, as a killed one does."""
+  """Ends a run between two steps, like a kill."""
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_another_machine_left_it(
-  pair, alone, bucket, tmp_path, monkeypatch
-):
-  """Unrelated files there stay."""
+def test_run_continues_on_another_machine(pair, alone, bucket, tmp_path, monkeypatch):
+  """Files that do not belong to the run stay in the bucket."""
   address = f"{bucket}/runs/one"
   put(f"{address}/notes.txt", "mine")
   step, seen = engine.Engine.step, []
@@ -195,7 +193,7 @@ def test_a_run_goes_on_where_another_machine_left_it(
   assert main.main(["report", address]) == 0
 
 
-def test_a_run_of_other_settings_is_refused_and_nothing_there_changes(pair, bucket):
+def test_remote_run_with_other_settings_is_refused_and_unchanged(pair, bucket):
   address = f"{bucket}/run"
   online.run(frozen(pair, address))
   before = {name: BUCKET.cat(name) for name in BUCKET.find(address)}
@@ -208,8 +206,8 @@ def test_a_run_of_other_settings_is_refused_and_nothing_there_changes(pair, buck
   assert stored["sampling"]["seed"] == 3
 
 
-def test_an_address_that_fails_to_be_read_is_not_written_to(pair, bucket, monkeypatch):
-  """A run that could not be taken over would else be replaced by an empty one."""
+def test_url_that_cannot_be_read_is_not_written_to(pair, bucket, monkeypatch):
+  """Otherwise an empty run would replace one that could not be downloaded."""
   address = f"{bucket}/run"
   online.run(frozen(pair, address))
   before = BUCKET.find(address)
@@ -225,7 +223,7 @@ def test_an_address_that_fails_to_be_read_is_not_written_to(pair, bucket, monkey
   assert BUCKET.find(address) == before
 
 
-def test_a_run_that_was_removed_there_is_begun_anew(pair, bucket, alone):
+def test_run_that_was_removed_remotely_starts_again(pair, bucket, alone):
   address = f"{bucket}/run"
   first = online.run(frozen(pair, address))
   started = json.loads((first.path / "provenance.json").read_text())
@@ -238,8 +236,8 @@ def test_a_run_that_was_removed_there_is_begun_anew(pair, bucket, alone):
   assert json.loads((aside / "provenance.json").read_text()) == started
 
 
-def test_a_bucket_that_is_not_there_is_said(pair, bucket, monkeypatch):
-  """Nothing is noted as copied, and nothing of the run is lost."""
+def test_missing_bucket_is_an_error_and_loses_nothing(pair, bucket, monkeypatch):
+  """Nothing is recorded as uploaded, so the same command uploads everything."""
 
   def refuse(*args, **kwargs):
     raise FileNotFoundError("no bucket of that name")
@@ -252,7 +250,7 @@ def test_a_bucket_that_is_not_there_is_said(pair, bucket, monkeypatch):
   assert BUCKET.exists(f"{bucket}/run/draft.safetensors")
 
 
-def test_it_is_copied_meanwhile(bucket, monkeypatch, tmp_path):
+def test_run_is_uploaded_while_it_is_written(bucket, monkeypatch, tmp_path):
   monkeypatch.setattr(remote, "EVERY_SECONDS", 0.01)
   mirror = remote.Mirror(f"{bucket}/run")
   mirror.folder.mkdir(parents=True)

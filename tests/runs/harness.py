@@ -1,4 +1,4 @@
-"""What the tests of checkpoints save, and how they compare it."""
+"""Trees that the checkpoint tests save, and a bitwise comparison."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Alarms: each starts and ends once, at the right row, and not without cause."""
+"""Every alarm starts and ends once, at the right row."""
 
 import dataclasses
 import random
@@ -32,7 +32,7 @@ NOTHING, ALL = request(accepted=0), request(accepted=5)
   ("row", "name"),
   [(NOTHING, "acceptance_pinned_at_0"), (ALL, "acceptance_pinned_at_1")],
 )
-def test_pinned_acceptance_is_told_once_per_start_and_end(row, name):
+def test_pinned_acceptance_is_reported_once_at_start_and_end(row, name):
   window = alarms.WINDOW
   assert told([row] * (window - 1)) == []  # not yet sure
   assert told([row] * (3 * window)) == [(window, name, True)]
@@ -54,22 +54,22 @@ def test_pinned_acceptance_is_told_once_per_start_and_end(row, name):
     [{"kind": "summary", "wall_seconds": 1.0}, {"kind": "alarm"}],
   ],
 )
-def test_a_sound_run_raises_none(rows):
+def test_healthy_run_raises_no_alarm(rows):
   assert told(rows) == []
 
 
-def test_one_empty_request_hides_no_pinned_acceptance():
+def test_empty_request_does_not_hide_pinned_acceptance():
   rows = [NOTHING, request(drafted=0, accepted=0)] * 20
   assert told(rows) == [(alarms.WINDOW, "acceptance_pinned_at_0", True)]
 
 
-def test_a_step_that_was_left_out_is_told_until_an_update_is_sound():
+def test_skipped_step_alarm_ends_with_the_next_finite_update():
   rows = [update(), update(1), request(), update(2), update(), request(), update(1)]
   name = "update_not_finite"
   assert told(rows) == [(2, name, True), (5, name, False), (7, name, True)]
 
 
-def test_a_loop_is_told_until_a_window_is_free_of_loops():
+def test_loop_alarm_ends_after_a_window_without_loops():
   loop, plain = request(loops=True), request()
   rows = [plain, loop, plain, loop, *[plain] * 30]
   assert told(rows) == [
@@ -80,7 +80,7 @@ def test_a_loop_is_told_until_a_window_is_free_of_loops():
   assert told([older] * 30) == []
 
 
-def test_a_replay_knows_what_the_run_knew():
+def test_replay_equals_the_state_of_the_run():
   rng = random.Random(0)
   rows, state = [], alarms.AlarmState()
   for _ in range(300):
@@ -95,7 +95,7 @@ def test_a_replay_knows_what_the_run_knew():
   assert alarms.replay(rows[:40]) != state  # the comparison can fail
 
 
-def test_every_alarm_says_what_it_means_in_one_line():
+def test_every_alarm_has_its_meaning_in_one_line():
   for rows in ([NOTHING] * 25, [ALL] * 25, [update(1)], [request(loops=True)]):
     state = alarms.replay(rows[:-1])
     _, [alarm] = alarms.observe(state, rows[-1]["kind"], rows[-1])
@@ -104,7 +104,7 @@ def test_every_alarm_says_what_it_means_in_one_line():
     assert alarm.text.startswith("notice:" if notice else "alarm:")
 
 
-def test_the_sentence_names_spans():
+def test_sentence_names_the_spans():
   row = lambda name, active, finished: {
     "kind": "alarm",
     "alarm": name,

@@ -1,4 +1,4 @@
-"""Checkpoints: bit-exact, atomic, checked, and forgiving of a damaged last step."""
+"""Checkpoints are bit-exact and atomic, and survive a damaged newest step."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ from runs import harness
 from osd_jax.runs import checkpoint
 
 
-def test_every_dtype_comes_back_bit_for_bit(tmp_path):
+def test_every_dtype_is_restored_bit_for_bit(tmp_path):
   bits = np.random.default_rng(0).integers(0, 2**32, 64, dtype=np.uint32)
   tree = {
     "float32": bits.view(np.float32),  # NaN payloads and denormals included
@@ -40,7 +40,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path):
   assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays))
 
 
-def test_structure_of_dataclasses_and_optimiser_state_comes_back(tmp_path):
+def test_dataclasses_and_optimiser_state_are_restored(tmp_path):
   learner = harness.learner(3)
   with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(8, learner, {"stream": {"index": 8, "open": [1, 2]}})
@@ -52,7 +52,7 @@ def test_structure_of_dataclasses_and_optimiser_state_comes_back(tmp_path):
   assert host["stream"]["open"] == [1, 2]
 
 
-def test_the_sharding_of_the_target_is_honoured(tmp_path):
+def test_arrays_are_restored_with_the_requested_sharding(tmp_path):
   device = jax.devices()[-1]
   mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   split = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -71,7 +71,7 @@ def test_the_sharding_of_the_target_is_honoured(tmp_path):
   assert harness.same_bits(tree, arrays)
 
 
-def test_newest_steps_are_kept_and_due_counts_from_the_newest(tmp_path):
+def test_two_newest_steps_are_kept_and_due_counts_from_the_newest(tmp_path):
   with harness.opened(tmp_path, every=10) as checkpointer:
     assert checkpointer.latest_step() is None
     assert [checkpointer.due(n) for n in (0, 9, 10, 13)] == [False, False, True, True]
@@ -83,7 +83,7 @@ def test_newest_steps_are_kept_and_due_counts_from_the_newest(tmp_path):
     assert int(checkpointer.restore(None, harness.learner())[0].version) == 31
 
 
-def test_a_resumed_run_says_from_where(tmp_path):
+def test_resumed_names_step_and_folder(tmp_path):
   with harness.opened(tmp_path) as checkpointer:
     assert checkpointer.resumed("request", 800) == ""
     checkpointer.save(300, harness.learner(), {})
@@ -102,7 +102,7 @@ def test_a_resumed_run_says_from_where(tmp_path):
     (lambda t: {"a": t["a"]}, r"b: expected nothing, found int32\[\]"),
   ],
 )
-def test_a_target_that_does_not_fit_is_named(tmp_path, change, words):
+def test_mismatched_structure_is_an_error_that_names_the_array(tmp_path, change, words):
   tree = {"a": jnp.zeros((2, 3)), "b": jnp.int32(1)}
   with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(1, tree, {})
@@ -136,7 +136,7 @@ def _lose_arrays(step: Path) -> None:
 
 
 def _mix_up_arrays(step: Path) -> None:
-  """Files that Orbax finds nothing wrong with."""
+  """Copies the arrays of another step, which Orbax itself reads without an error."""
   _lose_arrays(step)
   shutil.copytree(step.parent / "1" / "arrays", step / "arrays", dirs_exist_ok=True)
 
@@ -144,7 +144,7 @@ def _mix_up_arrays(step: Path) -> None:
 @pytest.mark.parametrize(
   "harm", [_truncate, _flip_bits, _lose_host, _lose_arrays, _mix_up_arrays]
 )
-def test_a_damaged_newest_step_is_skipped_with_a_warning(tmp_path, harm):
+def test_damaged_newest_step_is_skipped_with_a_warning(tmp_path, harm):
   noise = {"x": jax.random.normal(jax.random.key(0), (64, 64))}
   with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(1, noise, {"n": 1})
@@ -158,7 +158,7 @@ def test_a_damaged_newest_step_is_skipped_with_a_warning(tmp_path, harm):
     assert checkpointer.restore(None, noise)[1] == {"n": 22}
 
 
-def test_nothing_readable_is_an_error_and_moves_nothing(tmp_path):
+def test_no_readable_step_is_an_error_and_renames_nothing(tmp_path):
   tree = {"x": jnp.ones(4)}
   with harness.opened(tmp_path) as checkpointer:
     with pytest.raises(ValueError, match="expected one of \\[\\]"):
@@ -181,14 +181,14 @@ def test_nothing_readable_is_an_error_and_moves_nothing(tmp_path):
     ({"n": np.zeros(2, np.int32)}, {"x": {1, 2}}, "not JSON"),
   ],
 )
-def test_what_cannot_be_saved_is_refused_by_name(tmp_path, arrays, host, words):
+def test_unsupported_values_are_refused_by_name(tmp_path, arrays, host, words):
   with harness.opened(tmp_path) as checkpointer:
     with pytest.raises(ValueError, match=words):
       checkpointer.save(1, arrays, host)
     assert checkpointer.latest_step() is None
 
 
-def test_a_step_is_never_written_behind_a_newer_one(tmp_path):
+def test_older_step_numbers_are_refused(tmp_path):
   with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(5, {"x": jnp.ones(1)}, {})
     for step in (5, 4, -1):
@@ -209,7 +209,7 @@ with runs.Checkpointer(sys.argv[1]) as writer:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_killed_writer_leaves_only_whole_steps(tmp_path):
+def test_killed_writer_leaves_only_complete_steps(tmp_path):
   rng = np.random.default_rng(0)
   target = {"x": np.zeros((128, 128), np.int32)}
   done = 0
@@ -238,7 +238,7 @@ def test_a_killed_writer_leaves_only_whole_steps(tmp_path):
 
 @pytest.fixture
 def gate(monkeypatch):
-  """Nothing is written until this event is set."""
+  """An event; no step is written before it is set."""
   opened, save = threading.Event(), orbax.checkpoint.CheckpointManager.save
 
   def held(manager, *arguments, **named):
@@ -250,7 +250,7 @@ def gate(monkeypatch):
   opened.set()
 
 
-def test_a_step_being_written_is_not_waited_for(tmp_path, gate):
+def test_due_does_not_wait_for_the_step_being_written(tmp_path, gate):
   with harness.opened(tmp_path, every=10) as checkpointer:
     checkpointer.save(10, harness.learner(), {})
     assert not checkpointer.due(19) and checkpointer.due(20)
@@ -261,7 +261,7 @@ def test_a_step_being_written_is_not_waited_for(tmp_path, gate):
     assert not checkpointer.due(19) and checkpointer.due(20)
 
 
-def test_the_next_step_waits_for_the_one_being_written(tmp_path, gate):
+def test_save_waits_for_the_step_before(tmp_path, gate):
   with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(1, harness.learner(), {})
     threading.Timer(0.2, gate.set).start()
@@ -270,7 +270,7 @@ def test_the_next_step_waits_for_the_one_being_written(tmp_path, gate):
     assert checkpointer.steps() == [1, 2]
 
 
-def test_what_is_stored_is_of_the_moment_of_save(tmp_path, gate):
+def test_later_changes_do_not_reach_a_saved_step(tmp_path, gate):
   passed_on = jax.jit(lambda leaf: leaf + 1, donate_argnums=0)
   tree = {"host": np.arange(5.0, dtype=np.float32), "device": jnp.arange(1000.0)}
   kept, host = jax.tree.map(np.array, tree), {"open": [1, 2]}
@@ -286,7 +286,7 @@ def test_what_is_stored_is_of_the_moment_of_save(tmp_path, gate):
   assert found == {"open": [1, 2]}
 
 
-def test_closing_waits_for_the_step_being_written(tmp_path, gate):
+def test_close_waits_for_the_step_being_written(tmp_path, gate):
   writer = harness.opened(tmp_path)
   writer.save(1, harness.learner(3), {"n": 1})
   threading.Timer(0.2, gate.set).start()
@@ -301,7 +301,7 @@ FULL = r"step 2 cannot be written .*No space left on device.* good one is step 1
 
 @pytest.fixture
 def full(tmp_path, monkeypatch):
-  """A checkpointer whose second step the disk did not take, and the patch."""
+  """A checkpointer whose second step met a full disk, and the patch that did it."""
 
   def save(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -316,7 +316,7 @@ def full(tmp_path, monkeypatch):
   checkpointer.close()
 
 
-def test_a_full_disk_is_said_at_the_next_step_which_is_due_at_once(full):
+def test_full_disk_is_raised_by_the_next_save_which_is_due_at_once(full):
   checkpointer, patch = full
   end = time.monotonic() + 60
   while not checkpointer.due(3):
@@ -337,7 +337,7 @@ def test_a_full_disk_is_said_at_the_next_step_which_is_due_at_once(full):
     lambda checkpointer: checkpointer.restore(None, harness.learner()),
   ],
 )
-def test_a_full_disk_is_said_at_the_end(full, how):
+def test_full_disk_is_raised_by_close_wait_and_restore(full, how):
   checkpointer, _ = full
   with pytest.raises(ValueError, match=FULL):
     how(checkpointer)
@@ -363,8 +363,8 @@ with runs.Checkpointer(sys.argv[1]) as writer:
 """
 
 
-def test_a_write_that_fails_is_said_in_one_line(tmp_path):
-  """Orbax and tensorstore would add a traceback for every array under way."""
+def test_failed_write_prints_one_line(tmp_path):
+  """Without the filter, Orbax prints a traceback for every other array."""
   words = [sys.executable, "-c", _SAVE_TOO_MUCH, str(tmp_path)]
   run = subprocess.run(words, capture_output=True, text=True, check=True)
   assert "Traceback" not in run.stderr
@@ -374,7 +374,7 @@ def test_a_write_that_fails_is_said_in_one_line(tmp_path):
 
 
 @pytest.mark.usefixtures("priorities")
-def test_a_step_is_written_on_a_thread_that_gives_way(tmp_path, monkeypatch):
+def test_steps_are_written_on_a_low_priority_thread(tmp_path, monkeypatch):
   niceness, described = [], checkpoint._described
 
   def noting(arrays):

@@ -1,4 +1,4 @@
-"""One process writes to a run directory; a dead one keeps nobody out."""
+"""Only one process may write to a run directory; a dead one holds no lock."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def holder(tmp_path):
     process.kill()
 
 
-def test_the_second_process_is_refused_and_a_killed_one_keeps_nobody_out(
+def test_second_process_is_refused_and_a_killed_one_releases_the_lock(
   tmp_path, holder
 ):
   with pytest.raises(base.InputError, match=f"process {holder.pid} on .*--steps=7"):
@@ -62,7 +62,7 @@ def test_the_second_process_is_refused_and_a_killed_one_keeps_nobody_out(
   assert attempt(tmp_path) == "taken\n"
 
 
-def test_a_lock_is_given_back_once_and_by_whoever_forgets_it(tmp_path):
+def test_lock_is_released_explicitly_and_when_it_is_deleted(tmp_path):
   held = directory.lock(tmp_path)
   held.release()
   held.release()
@@ -73,7 +73,7 @@ def test_a_lock_is_given_back_once_and_by_whoever_forgets_it(tmp_path):
   directory.lock(tmp_path)
 
 
-def test_a_holder_that_did_not_sign_yet_is_another_process(tmp_path):
+def test_lock_without_a_name_is_held_by_another_process(tmp_path):
   held = directory.lock(tmp_path)
   (tmp_path / ".lock").write_text("")
   with pytest.raises(base.InputError, match="written by another process; wait"):

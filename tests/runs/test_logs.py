@@ -1,4 +1,4 @@
-"""metrics.jsonl and outputs.jsonl are strict JSON, survive torn lines, are cut back."""
+"""Logs are strict JSON, survive incomplete lines and can be cut back."""
 
 import dataclasses
 import enum
@@ -26,7 +26,7 @@ def _strict(text: str):
   return json.loads(text, parse_constant=refuse)
 
 
-def test_rows_come_back_as_plain_values(tmp_path):
+def test_rows_are_read_as_plain_values(tmp_path):
   values = {
     "index": 3,
     "source": "maths \u03bc",
@@ -60,7 +60,7 @@ def test_rows_come_back_as_plain_values(tmp_path):
   ]
 
 
-def test_floats_that_are_not_finite_become_null_and_are_named(tmp_path):
+def test_nonfinite_floats_become_null_and_are_named(tmp_path):
   with MetricsLog(tmp_path / "m.jsonl") as log:
     log.write(
       "update",
@@ -87,14 +87,14 @@ def test_floats_that_are_not_finite_become_null_and_are_named(tmp_path):
     ({"x": np.array(["a"])}, "array of <U1 as 'x'"),
   ],
 )
-def test_a_bad_row_is_refused_by_name_and_not_written(tmp_path, values, words):
+def test_invalid_row_is_refused_and_not_written(tmp_path, values, words):
   with MetricsLog(tmp_path / "m.jsonl") as log:
     with pytest.raises(ValueError, match=words):
       log.write("request", values)
     assert log.length == 0
 
 
-def test_length_counts_bytes_and_truncate_cuts_back_to_it(tmp_path):
+def test_truncate_cuts_back_to_a_length(tmp_path):
   path = tmp_path / "m.jsonl"
   with MetricsLog(path) as log:
     lengths = [log.length]
@@ -117,7 +117,7 @@ def test_length_counts_bytes_and_truncate_cuts_back_to_it(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_is_named_with_the_row_and_what_to_do(tmp_path):
+def test_full_disk_error_names_the_row_and_the_remedy(tmp_path):
   log = MetricsLog(tmp_path / "metrics.jsonl")
   log.write("request", {"index": 0})
   log._file = open("/dev/full", "ab", buffering=0)
@@ -126,7 +126,7 @@ def test_a_full_disk_is_named_with_the_row_and_what_to_do(tmp_path):
   assert [row["index"] for row in read(tmp_path / "metrics.jsonl")] == [0]
 
 
-def test_a_torn_last_line_is_left_out_and_cut_on_opening(tmp_path):
+def test_incomplete_last_line_is_skipped_and_removed_on_opening(tmp_path):
   path = tmp_path / "m.jsonl"
   with MetricsLog(path) as log:
     log.write("request", {"index": 0})
@@ -141,7 +141,7 @@ def test_a_torn_last_line_is_left_out_and_cut_on_opening(tmp_path):
 
 
 @pytest.mark.parametrize("line", [b"{no json}\n", b"[1]\n"])
-def test_a_broken_whole_line_is_named_with_its_number(tmp_path, line):
+def test_invalid_line_is_an_error_with_its_number(tmp_path, line):
   path = tmp_path / "m.jsonl"
   path.write_bytes(b'{"kind": "x"}\n' + line)
   with pytest.raises(ValueError, match=r"m\.jsonl line 2"):
@@ -164,7 +164,7 @@ def served(index, task="sql", **changes):
   return dataclasses.replace(row, **changes)
 
 
-def test_what_was_served_is_kept_and_cut_back(tmp_path):
+def test_outputs_are_kept_and_cut_back(tmp_path):
   path = tmp_path / "outputs.jsonl"
   with OutputsLog(path) as log:
     log.write(served(0))
@@ -187,7 +187,7 @@ def test_what_was_served_is_kept_and_cut_back(tmp_path):
   }
 
 
-def test_ids_are_kept_on_request_and_nothing_where_it_is_off(tmp_path):
+def test_ids_and_nothing_are_kept_as_configured(tmp_path):
   with OutputsLog(tmp_path / "ids", "ids") as log:
     log.write(served(0))
   (row,) = read(tmp_path / "ids")
@@ -199,7 +199,7 @@ def test_ids_are_kept_on_request_and_nothing_where_it_is_off(tmp_path):
     OutputsLog(tmp_path / "x", "all")
 
 
-def test_tensorboard_has_every_kind_of_row_and_is_closed(tmp_path):
+def test_tensorboard_has_the_numbers_of_every_kind_of_row(tmp_path):
   pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
   with MetricsLog(tmp_path / "m.jsonl", tmp_path / "events") as log:
     log.write("request", {"index": 0, "overlap": 0.5, "source": "sql"})
@@ -221,7 +221,7 @@ def test_tensorboard_has_every_kind_of_row_and_is_closed(tmp_path):
   }
 
 
-def test_tensorboard_forgets_what_a_killed_session_wrote_behind_its_checkpoint(
+def test_tensorboard_hides_rows_that_were_cut_back(
   tmp_path,
 ):
   pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
@@ -239,7 +239,7 @@ def test_tensorboard_forgets_what_a_killed_session_wrote_behind_its_checkpoint(
 
 
 def scalars(folder):
-  """{tag: {step: value}} as TensorBoard shows them: purged steps are gone."""
+  """{tag: {step: value}} as TensorBoard shows them, without purged steps."""
   from tensorboardX.proto import event_pb2
 
   found: dict[str, dict[int, float]] = {}

@@ -1,4 +1,4 @@
-"""A run directory says how to repeat the run, and is continued only by its own."""
+"""A run directory describes its run and continues only with the same settings."""
 
 import dataclasses
 import datetime
@@ -18,7 +18,7 @@ TEXT = "# made by a test\nonline.seed = 3\n"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """A config as commands have them."""
+  """A config like those of the commands."""
 
   steps: int = 3
   rate: float = 0.5
@@ -34,7 +34,7 @@ def contents(path):
   return {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()}
 
 
-def test_a_new_run_has_config_and_provenance(tmp_path):
+def test_new_run_has_config_and_provenance(tmp_path):
   argv = ["osd", "online", "--gin_file=a.gin"]
   path = tmp_path / "a" / "b"
   run = start(path, operative_config=TEXT, seed=3, argv=argv)
@@ -54,7 +54,7 @@ def test_a_new_run_has_config_and_provenance(tmp_path):
   assert abs(age.total_seconds()) < 60
 
 
-def test_git_sha_is_that_of_the_packages_own_checkout_only(tmp_path, monkeypatch):
+def test_git_sha_is_that_of_the_packages_own_checkout(tmp_path, monkeypatch):
   state = directory.git_state()
   assert state["git_sha"] is None or len(state["git_sha"]) == 40
   stray = tmp_path / "pkg" / "runs"
@@ -63,12 +63,12 @@ def test_git_sha_is_that_of_the_packages_own_checkout_only(tmp_path, monkeypatch
   assert directory.git_state() == {"git_sha": None, "git_dirty": None}
 
 
-def test_what_is_no_run_is_not_read_as_one(tmp_path):
+def test_folder_without_provenance_is_refused(tmp_path):
   with pytest.raises(base.InputError, match="expected a folder with a readable"):
     RunDirectory(tmp_path).provenance()
 
 
-def test_a_run_goes_on_with_the_same_settings_only(tmp_path):
+def test_run_continues_with_the_same_settings_only(tmp_path):
   path = tmp_path / "run"
   start(path, operative_config=TEXT).close()
   again = start(path, Config(run_directory="elsewhere"))
@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_the_same_settings_only(tmp_path):
   assert contents(path) == before
 
 
-def test_a_finished_run_is_left_alone_and_says_so(tmp_path):
+def test_finished_run_is_left_unchanged(tmp_path):
   with start(tmp_path / "run") as run:
     run.finish()
   assert run.finished is not None
@@ -95,7 +95,7 @@ def test_a_finished_run_is_left_alone_and_says_so(tmp_path):
     start(run.path, Config(steps=4))
 
 
-def test_overwriting_is_asked_for_and_takes_nothing_but_the_run(tmp_path):
+def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
   (tmp_path / "draft.safetensors").write_text("mine")
   (tmp_path / "notes.txt").write_text("mine")
   with start(tmp_path, Config(), overwrite=True) as run:  # holds no run yet
@@ -110,7 +110,7 @@ def test_overwriting_is_asked_for_and_takes_nothing_but_the_run(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_start_that_failed_leaves_nothing_behind(tmp_path):
+def test_failed_start_removes_its_files(tmp_path):
   (tmp_path / "notes.txt").write_text("mine")
   for path in (tmp_path / "new" / "run", tmp_path):
     with pytest.raises(base.InputError, match="bad pair"):
@@ -121,7 +121,7 @@ def test_a_start_that_failed_leaves_nothing_behind(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_what_was_measured_outlives_an_error(tmp_path):
+def test_measured_rows_survive_an_error(tmp_path):
   def fail():
     with start(tmp_path / "run") as run, MetricsLog(run.metrics_path) as log:
       log.write("request", {"index": 0})
@@ -136,7 +136,7 @@ def test_what_was_measured_outlives_an_error(tmp_path):
   assert run.provenance_path.exists()
 
 
-def test_a_folder_that_cannot_be_used_is_one_line_with_the_settings_name(tmp_path):
+def test_unusable_folder_is_one_line_with_the_setting(tmp_path):
   (tmp_path / "file").write_text("")
   for path in (tmp_path / "file", tmp_path / "file" / "run"):
     with pytest.raises(base.InputError) as caught:
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_used_is_one_line_with_the_settings_name(tmp_pat
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_files_are_as_readable_as_the_umask_says(tmp_path):
+def test_files_follow_the_umask(tmp_path):
   before = os.umask(0o022)
   try:
     with start(tmp_path / "run") as run, MetricsLog(run.metrics_path):
@@ -179,7 +179,7 @@ def test_hours_add_up_over_an_interrupted_session(tmp_path, monkeypatch):
   assert made["total_hours"] == 3.0
 
 
-def test_a_notebook_shows_a_result_as_its_report(tmp_path):
+def test_notebook_shows_the_report(tmp_path):
   run = start(tmp_path / "run")
   assert RunResult(run.path)._repr_html_() is None  # and falls back on text
   page = '<style>body { color: red }</style><p title="a">1 &lt; 2</p>'

@@ -1,4 +1,4 @@
-"""A stored config tells settings apart by name, and nothing else."""
+"""Stored configs differ exactly where settings differ."""
 
 import dataclasses
 import enum
@@ -49,7 +49,7 @@ def differing(one: Config, other: Config) -> list[str]:
   return [name for name, _, _ in directory.differences(stored, given)]
 
 
-def test_every_field_is_there_with_the_names_of_the_classes():
+def test_described_holds_every_field_and_class_name():
   assert directory.described(Config(made=square)) == {
     "class": "Config",
     "inner": {"class": "Inner", "rate": 0.1, "names": ["a", "b"]},
@@ -75,7 +75,7 @@ def test_every_field_is_there_with_the_names_of_the_classes():
     ({"made": square}, ["made"]),
   ],
 )
-def test_differences_are_named(change, names):
+def test_differences_name_the_fields(change, names):
   found = differing(Config(), Config(**change))
   assert [name for name in found if name != "inner" or "inner" in names] == names
 
@@ -94,11 +94,11 @@ def test_differences_are_named(change, names):
     (object(), Path("a")),
   ],
 )
-def test_values_without_a_json_form_are_told_apart(one, other):
+def test_values_without_a_json_form_are_compared(one, other):
   assert differing(Config(made=one), Config(made=one)) == []
   assert differing(Config(made=one), Config(made=other))
 
 
-def test_objects_are_the_same_in_the_next_process():
+def test_objects_are_described_without_addresses():
   text = json.dumps(directory.described(Config(made=object())))
   assert "0x" not in text and "builtins.object" in text

@@ -61,7 +61,8 @@ class Checkpointer:
       ),
     )
     self._thread = background.Worker("checkpoints", low_priority=True)
-    # The manager belongs to the thread while a step is being written.
+    # While a step is being written, only the thread may use the manager: orbax's
+    # manager is not thread-safe.
     self._writing: tuple[int, concurrent.futures.Future] | None = None
     self._restored: int | None = None
 
@@ -77,6 +78,7 @@ class Checkpointer:
     Raises:
       InputError: that step cannot be written; older steps are complete.
     """
+    # Even if the last step failed, the threads must end, or the process would hang.
     try:
       self.wait()
     finally:
@@ -93,6 +95,7 @@ class Checkpointer:
       return
     _, written = self._writing
     concurrent.futures.wait([written])
+    # Cleared before the error is raised, so that it is raised only once.
     self._writing = None
     written.result()
 
@@ -102,7 +105,7 @@ class Checkpointer:
     return sorted(self._manager.all_steps())
 
   def latest_step(self) -> int | None:
-    """The newest complete step; None if there is none. Waits like `steps`."""
+    """The newest complete step, or None. Waits like `steps`."""
     return max(self.steps(), default=None)
 
   def resumed(self, unit: str, total: int | None) -> str:
@@ -171,6 +174,7 @@ class Checkpointer:
     host: Mapping[str, Any],
   ) -> None:
     payload = {"host": host, "arrays": _described(arrays)}
+    # Orbax refuses empty arrays; `_read_arrays` makes them from their shape.
     stored = {name: leaf for name, leaf in arrays.items() if leaf.size}
     whole = self._args.Composite(
       arrays=self._args.StandardSave(stored), host=self._args.JsonSave(payload)
@@ -220,6 +224,7 @@ class Checkpointer:
         damaged[candidate] = _first_line(error)
         continue
       wanted = like(payload["host"]) if callable(like) else like
+      # A mismatch is an error of the config. It must not set the step aside.
       _check_fits(candidate, payload["arrays"], wanted)
       try:
         arrays = self._read_arrays(candidate, payload["arrays"], wanted)
@@ -248,7 +253,7 @@ class Checkpointer:
     stored = {
       name: leaf.update(sharding=leaf.sharding or one_device)
       for name, leaf in wanted.items()
-      if leaf.size  # orbax does not store empty arrays
+      if leaf.size
     }
     restored = self._manager.restore(
       step, args=self._args.Composite(arrays=self._args.StandardRestore(stored))
@@ -276,6 +281,7 @@ class Checkpointer:
         RuntimeWarning,
         stacklevel=3,
       )
+      # An older damaged copy of the same step is kept; it may be worth a look.
       if not aside.exists():
         (self._directory / str(step)).rename(aside)
     if damaged:
@@ -287,6 +293,7 @@ def fingerprint(models: Any) -> int:
 
   Arrays that are spread over several processes are skipped.
   """
+  # One row per array is enough to detect another training, and takes no time.
   found = 0
   for name, leaf in _named(models).items():
     if not _is_whole(leaf):
@@ -419,6 +426,7 @@ def _copied_json(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cause(error: Exception) -> str:
   """The operating system's message, which tensorstore hides in a long text."""
+  # tensorstore wraps the message in its own error, without an errno.
   codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
   words = [os.strerror(code) for code in codes if os.strerror(code) in str(error)]
   return words[0] if words else _first_line(error)

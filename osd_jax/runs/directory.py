@@ -1,4 +1,4 @@
-"""The run directory: what a run leaves behind and what it continues from.
+"""The run directory: the files of a run, its lock, config and provenance.
 
 `config.json` holds every setting and `operative_config.gin` the command line's;
 `provenance.json` holds code, versions, command, seed, device, hours, and whether the
@@ -66,7 +66,7 @@ class RunResult:
   exact: bool = True
 
   def _repr_html_(self) -> str | None:
-    """Shows the report in a notebook; None if there is no report yet."""
+    """The report as HTML, which notebooks display; None before it is written."""
     report = RunDirectory(self.path).report_path
     if not report.is_file():
       return None
@@ -87,7 +87,7 @@ class RunDirectory:
   """
 
   def __init__(self, path: str | Path):
-    """Names a folder for reading: nothing is created or locked."""
+    """Names a folder for reading, without creating or locking it."""
     self.path = Path(path)
     self.metrics_path = self.path / "metrics.jsonl"
     self.outputs_path = self.path / "outputs.jsonl"
@@ -125,7 +125,7 @@ class RunDirectory:
     overwrite: bool = False,
     argv: Sequence[str] | None = None,
   ) -> "RunDirectory":
-    """Continues the run in this folder, or begins one if there is none.
+    """Continues the run in this folder, or begins a new one.
 
     A finished run is left as it is: check `finished`.
 
@@ -149,6 +149,8 @@ class RunDirectory:
         f"{_owner(config)}run_directory: received {str(path)!r}, expected a folder that"
         " all processes see; mount the bucket on every host."
       )
+    # Every process of a multi-host run gets logs of its own: files on shared disks
+    # cannot be appended to from two hosts.
     run = cls.of_process(mirror.folder if mirror else path, jax.process_index())
     run._mirror = mirror
     try:
@@ -178,6 +180,7 @@ class RunDirectory:
     return self
 
   def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    # A mistyped setting must not leave a folder that refuses the corrected one.
     if error is not None and self._is_new and not self._has_rows():
       self._remove(*_FIRST, _LOCK)
       for folder in self._made:
@@ -214,13 +217,13 @@ class RunDirectory:
       ) from error
 
   def config(self) -> dict[str, Any]:
-    """Reads the stored config; {} if there is none."""
+    """Reads the stored config; {} if the file is missing."""
     if not self.config_path.exists():
       return {}
     return json.loads(self.config_path.read_text(encoding="utf-8"))
 
   def operative_config(self) -> str:
-    """Reads the command line's settings; "" if there are none."""
+    """Reads the command line's settings; "" if the file is missing."""
     if not self.operative_config_path.exists():
       return ""
     return self.operative_config_path.read_text(encoding="utf-8")
@@ -239,10 +242,12 @@ class RunDirectory:
     self.write_json(self.provenance_path.name, notes)
 
   def _open(self) -> None:
+    # Remembered, so that a failed start removes the parents it created as well.
     above = [self.path, *self.path.parents]
     self._made = [folder for folder in above if not folder.exists()]
     self.path.mkdir(parents=True, exist_ok=True)
     self._lock = lock(self.path)
+    # Only after locking: another process may be uploading from the same folder.
     if self._mirror is not None:
       self._mirror.pull(self.provenance_path.name)
 
@@ -286,7 +291,7 @@ class RunDirectory:
       )
 
   def _last_written(self, notes: Mapping[str, Any]) -> datetime.datetime:
-    """When a killed session last wrote a row, which is the end we know of it."""
+    """When a killed session last wrote a row: the only record of its end."""
     if not self.metrics_path.exists():
       return datetime.datetime.fromisoformat([notes, *notes["resumed"]][-1]["started"])
     seconds = self.metrics_path.stat().st_mtime
@@ -310,6 +315,7 @@ def lock(folder: Path) -> filelock.BaseFileLock:
     InputError: another process holds the lock; the error names that process.
   """
   path = folder / _LOCK
+  # Not thread-local: a run may be closed from another thread than it was opened from.
   taken = filelock.FileLock(path, thread_local=False)
   try:
     taken.acquire(blocking=False)
@@ -391,6 +397,7 @@ def _end_session(
   if last["ended"] is not None:
     return
   begin = datetime.datetime.fromisoformat(last["started"])
+  # A session killed before its first row left only the rows of an earlier session.
   at = max(begin, at)
   last["ended"] = at.isoformat(timespec="seconds")
   last["interrupted"] = interrupted
@@ -442,6 +449,7 @@ def differences(
   stored: Mapping[str, Any], given: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
   """Lists (field, stored value, given value) for all fields outside `FREE`."""
+  # Compared leaf by leaf, so that an error can name the field that differs.
   before, after = dict(_leaves(stored)), dict(_leaves(given))
   return [
     (name, before.get(name, "nothing"), after.get(name, "nothing"))
@@ -452,12 +460,13 @@ def differences(
 
 
 def _plain(value: Any) -> Any:
+  # Before int: an IntEnum would otherwise be stored as its number.
   if isinstance(value, enum.Enum):
     return value.name
   if value is None or isinstance(value, bool | str | int):
     return value
   if isinstance(value, float):
-    return value if math.isfinite(value) else repr(value)
+    return value if math.isfinite(value) else repr(value)  # JSON has no nan or inf
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     fields = dataclasses.fields(value)
     values = {field.name: _plain(getattr(value, field.name)) for field in fields}
@@ -468,6 +477,7 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value]
   if isinstance(value, Path):
     return str(value)
+  # Two partials of one function are different settings.
   if isinstance(value, functools.partial):
     return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
   if hasattr(value, "dtype") and hasattr(value, "shape"):

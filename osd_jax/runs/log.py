@@ -33,6 +33,7 @@ class JsonLines:
     self.path = Path(path)
     self._file = open(self.path, "ab")  # closed by close()
     self._lines = 0
+    # A killed process may have written half a line, which would corrupt the next one.
     whole = 0
     with open(self.path, "rb") as existing:
       for line in existing:
@@ -90,6 +91,7 @@ class JsonLines:
     Raises:
       InputError: the file is shorter, or `n_bytes` is not the end of a row.
     """
+    # The bytes are checked, because a copied or edited log may belong to another run.
     with open(self.path, "rb") as existing:
       head = existing.read(max(n_bytes, 0))
     if n_bytes < 0 or len(head) < n_bytes or head[-1:] not in (b"", b"\n"):
@@ -172,6 +174,7 @@ class _Events:
     self._step = 0
 
   def write(self, kind: str, row: Row) -> None:
+    # A request has an index, other rows the number of finished requests or steps.
     if "index" in row:
       self._step = row["index"] + 1
     self._step = row.get("finished", row.get("step", self._step))
@@ -275,7 +278,7 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
   """
   with open(path, "rb") as lines:
     for number, line in enumerate(lines, start=1):
-      if not line.endswith(b"\n"):
+      if not line.endswith(b"\n"):  # the run is still writing it
         return
       try:
         row = json.loads(line)
@@ -347,6 +350,7 @@ def _plain(value: Any, where: str, name: str, nonfinite: list[str]) -> Any:
     return [_plain(v, where, _join(name, i), nonfinite) for i, v in parts]
   if isinstance(value, Path):
     return str(value)
+  # Not an isinstance check, which would have to import jax.
   if hasattr(value, "dtype") and hasattr(value, "shape"):
     return _plain(_array_to_python(value, where, name), where, name, nonfinite)
   raise base.InputError(

@@ -124,7 +124,7 @@ def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerSt
   params = jax.jit(model.init)(jax.random.key(config.seed))
   if config.initial:
     params = weights.load(config.initial).params
-    expected = tensors.expected_shapes(config.model)
+    expected = weights.expected_shapes(config.model)
     tensors.check(tensors.shapes(params), expected, config.initial)
   params = partitioner.place_params(model, params)
   return update.init_learner(update.UpdateConfig(optimizer=config.optimizer), params)

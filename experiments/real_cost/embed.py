@@ -103,7 +103,7 @@ def embedded(held: weights.Weights, shape: t5.T5Config) -> weights.Weights:
   old = flax.traverse_util.flatten_dict(held.params, sep="/")
   random = np.random.default_rng(0)
   new = {}
-  for name, sized in tensors.expected_shapes(shape).items():
+  for name, sized in weights.expected_shapes(shape).items():
     if name in old:
       leaf = padded(name, np.asarray(old[name]), held.config, shape).reshape(sized)
     else:

@@ -4,7 +4,6 @@ Trained kernels are `[in, out]`, as in t5x. The served copy of a model
 (`base.Model.prepare`) may store them in another `Layout`.
 """
 
-import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,23 +15,9 @@ import numpy as np
 
 from osd_jax import base, native
 from osd_jax import cache as cache_lib
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-  "relu": jax.nn.relu,
-  "gelu": functools.partial(jax.nn.gelu, approximate=True),
-  "silu": jax.nn.silu,
-  "linear": lambda x: x,
-}
+from osd_jax.models.shapes import ACTIVATIONS, Layout
 
 _MASKED = -1e9  # added to masked attention logits; -inf would give NaN in empty rows
-
-
-class Layout(enum.Enum):
-  """How a kernel is stored; see `matmul`, `served_matmul` and `int8_matmul`."""
-
-  TRAINED = "[in, out]"
-  SERVED = "[out, in]"
-  INT8 = "[out, in] in int8, with one float32 scale per output"
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -1,14 +1,35 @@
 """Configurations of the models: their shapes, and how a draft is served."""
 
 import dataclasses
+import enum
+import functools
+from collections.abc import Callable
 from typing import Annotated
 
+import jax
+
 from osd_jax import base, native
-from osd_jax.models import layers
+
+# Activation functions by the name in a configuration.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "relu": jax.nn.relu,
+  "gelu": functools.partial(jax.nn.gelu, approximate=True),
+  "silu": jax.nn.silu,
+  "linear": lambda x: x,
+}
+
+
+class Layout(enum.Enum):
+  """How a kernel is stored; `layers.py` has a product for each."""
+
+  TRAINED = "[in, out]"
+  SERVED = "[out, in]"
+  INT8 = "[out, in] in int8, with one float32 scale per output"
+
 
 ComputeType = Annotated[str, base.OneOf("float32", "bfloat16", "float64")]
 Activations = Annotated[
-  tuple[Annotated[str, base.OneOf(*layers.ACTIVATIONS)], ...],
+  tuple[Annotated[str, base.OneOf(*ACTIVATIONS)], ...],
   base.NonEmpty("at least one name"),
 ]
 
@@ -250,15 +271,15 @@ class DraftServing(base.Config):
     return {"shortlist": (self.shortlist != 1, expected)}
 
   @property
-  def layout(self) -> layers.Layout:
+  def layout(self) -> Layout:
     """How the served decoder stores its kernels.
 
     Only CPUs gain from the transposed layout. Elsewhere the trained kernels are served,
     which saves a second copy.
     """
     if self.int8:
-      return layers.Layout.INT8
-    return layers.Layout.SERVED if native.forms() else layers.Layout.TRAINED
+      return Layout.INT8
+    return Layout.SERVED if native.forms() else Layout.TRAINED
 
 
 EXACT_SERVING = DraftServing()  # no approximation

@@ -20,7 +20,6 @@ import numpy as np
 import safetensors
 
 from osd_jax import base
-from osd_jax.models import families
 
 Shape = tuple[int, ...]
 
@@ -136,11 +135,6 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
       f"weights: cannot read {path}: {error}; expected a JSON object with unique names."
     ) from error
   return content
-
-
-def expected_shapes(config: families.ModelConfig) -> dict[str, Shape]:
-  """Path ("encoder/layers_0/...") -> shape of the parameters of a model."""
-  return shapes(jax.eval_shape(families.build(config, "model").init, jax.random.key(0)))
 
 
 def shapes(params: base.Params) -> dict[str, Shape]:

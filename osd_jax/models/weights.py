@@ -115,6 +115,13 @@ def identity(target: Weights, name: str) -> Identity:
   return Identity(target.config, digest.hexdigest(), name)
 
 
+def expected_shapes(config: ModelConfig) -> dict[str, tensors_lib.Shape]:
+  """Path ("encoder/layers_0/...") -> shape of the parameters of a model."""
+  return tensors_lib.shapes(
+    jax.eval_shape(families.build(config, "model").init, jax.random.key(0))
+  )
+
+
 def save(
   path: str | Path, weights: Weights | AttachedWeights, storage: str = "float32"
 ) -> Path:
@@ -229,7 +236,7 @@ def load(path: str | Path) -> Weights:
   """
   tensors, header = _opened(Path(path), _MODELS)
   config = _config(_KINDS[header["format"]], header.get("config", ""), path)
-  params = _params(tensors, tensors_lib.expected_shapes(config), path)
+  params = _params(tensors, expected_shapes(config), path)
   return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 

@@ -8,13 +8,12 @@ import jax
 import pytest
 
 from osd_jax import native
-from osd_jax.native import build
 
 
 @pytest.fixture(params=["this processor", "most processors"])
 def library(request):
   """The functions of `native`, compiled with and without recent instructions."""
-  if not build.load():
+  if not native.load():
     pytest.skip("no C++ compiler here")
   if request.param == "this processor":
     return native
@@ -27,11 +26,11 @@ def plain_library(tmp_path_factory):
   if platform.machine() != "x86_64":
     pytest.skip("names instructions of x86-64")
   with pytest.MonkeyPatch.context() as patch:
-    flags = [flag.replace("=native", "=x86-64-v3") for flag in build._FLAGS]
-    patch.setattr(build, "_FLAGS", tuple(flags))
-    made = build.built(build._compiler(), tmp_path_factory.mktemp("native"))
+    flags = [flag.replace("=native", "=x86-64-v3") for flag in native._FLAGS]
+    patch.setattr(native, "_FLAGS", tuple(flags))
+    made = native.built(native._compiler(), tmp_path_factory.mktemp("native"))
   loaded = ctypes.CDLL(str(made))
-  targets = {symbol: f"plain_{target}" for symbol, target in build.TARGETS.items()}
+  targets = {symbol: f"plain_{target}" for symbol, target in native.TARGETS.items()}
   for symbol, target in targets.items():
     capsule = jax.ffi.pycapsule(getattr(loaded, symbol))
     jax.ffi.register_ffi_target(target, capsule, platform="cpu")
@@ -39,7 +38,7 @@ def plain_library(tmp_path_factory):
   def plain(function):
     def call(*arguments):
       with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "TARGETS", targets)
+        patch.setattr(native, "TARGETS", targets)
         return function(*arguments)
 
     return call

@@ -7,22 +7,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from osd_jax import native
 from osd_jax.models import layers
-from osd_jax.native import build
 
 
 @pytest.fixture
 def unbuilt(monkeypatch, tmp_path):
   """An empty cache of compiled libraries."""
-  monkeypatch.setattr(build, "FOLDER", str(tmp_path / "native"))
-  build._loaded.cache_clear()
+  monkeypatch.setattr(native, "FOLDER", str(tmp_path / "native"))
+  native._loaded.cache_clear()
   yield tmp_path / "native"
-  build._loaded.cache_clear()
+  native._loaded.cache_clear()
 
 
 def test_without_a_compiler_xla_is_used(unbuilt, monkeypatch):
   monkeypatch.setenv("CXX", "no-such-compiler")
-  assert not build.load() and not unbuilt.exists()
+  assert not native.load() and not unbuilt.exists()
   assert (
     "custom_call"
     not in jax.jit(lambda *a: layers.served_matmul(*a))
@@ -39,16 +39,16 @@ def test_a_failing_compiler_is_named_and_leaves_no_files(
   broken.chmod(0o755)
   monkeypatch.setenv("CXX", str(broken))
   with caplog.at_level(logging.WARNING):
-    assert not build.load()
+    assert not native.load()
   assert "broken-c++" in caplog.text and "unknown flag" in caplog.text
   assert not list(unbuilt.iterdir())
 
 
 def test_an_unwritable_folder_is_named(unbuilt, monkeypatch, tmp_path, caplog):
   (tmp_path / "file").write_text("")
-  monkeypatch.setattr(build, "FOLDER", str(tmp_path / "file" / "native"))
+  monkeypatch.setattr(native, "FOLDER", str(tmp_path / "file" / "native"))
   with caplog.at_level(logging.WARNING):
-    assert not build.load()
+    assert not native.load()
   assert "uses XLA only" in caplog.text
 
 
@@ -59,7 +59,7 @@ def test_the_library_is_cached_until_an_input_changes(tmp_path, monkeypatch):
   )
   fake.chmod(0o755)
   runs = lambda: len(pathlib.Path(tmp_path / "runs").read_text().split())
-  first = build.built(str(fake), tmp_path / "kept")
-  assert build.built(str(fake), tmp_path / "kept") == first and runs() == 1
-  monkeypatch.setattr(build, "_processor", lambda: "another processor")
-  assert build.built(str(fake), tmp_path / "kept") != first and runs() == 2
+  first = native.built(str(fake), tmp_path / "kept")
+  assert native.built(str(fake), tmp_path / "kept") == first and runs() == 1
+  monkeypatch.setattr(native, "_processor", lambda: "another processor")
+  assert native.built(str(fake), tmp_path / "kept") != first and runs() == 2

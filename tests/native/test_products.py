@@ -7,7 +7,6 @@ import pytest
 
 from osd_jax import native
 from osd_jax.models import families, layers, t5
-from osd_jax.native import build
 from osd_tools import hlo
 
 # Outputs and inputs; odd sizes test the remainders of tiles and vectors.
@@ -51,7 +50,7 @@ def test_bits_depend_on_the_order_of_a_sum():
 
 def test_native_calls_are_listed_in_a_compiled_program():
   """`osd compile` lists them as foreign calls; other backends have none."""
-  if not build.load():
+  if not native.load():
     pytest.skip("no C++ compiler here")
 
   def foreign(product):
@@ -122,12 +121,12 @@ def lowered(columns, dtype=jnp.float32) -> str:
 
 def test_native_products_are_used_for_few_float32_columns_only():
   for columns in (1, native.MOST_COLUMNS):
-    assert build.TARGETS["ProductFloat32"] in lowered(columns)
+    assert native.TARGETS["ProductFloat32"] in lowered(columns)
   assert "custom_call" not in lowered(native.MOST_COLUMNS + 1)
   assert "custom_call" not in lowered(1, jnp.bfloat16)
   with native.off():
     assert "custom_call" not in lowered(1)
-  assert build.TARGETS["ProductFloat32"] in lowered(1)
+  assert native.TARGETS["ProductFloat32"] in lowered(1)
 
 
 def test_training_is_differentiable_with_few_columns():

@@ -130,7 +130,7 @@ def write_hugging_face(
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
   tensors_lib.check(
     tensors_lib.shapes(weights.params),
-    tensors_lib.expected_shapes(weights.config),
+    weights_lib.expected_shapes(weights.config),
     "the weights to write",
   )
   family = _FAMILIES[type(weights.config)]
@@ -209,7 +209,7 @@ def _fields(folder: Path) -> dict[str, Any]:
 def _params(tensors: Tensors, config: ModelConfig, origin: object) -> base.Params:
   family = _FAMILIES[type(config)]
   tensors = family.without_copies(tensors, config)
-  expected = tensors_lib.expected_shapes(config)
+  expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path) for path in expected}
   shapes = {
     names[path]: file_shape(path, shape, config) for path, shape in expected.items()

@@ -20,7 +20,7 @@ from osd_jax import base
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.shapes import T5Config
 from osd_jax.models.tensors import Tensors
-from osd_jax.models.weights import Weights
+from osd_jax.models.weights import Weights, expected_shapes
 
 _TARGET = "target."
 # t5x writes this bucket as a placeholder for the folder of the checkpoint.
@@ -56,7 +56,7 @@ def read_t5x(folder: str | Path, config: T5Config) -> Weights:
       " expected a folder checkpoint_STEP that t5x wrote."
     )
   _check_unscanned(folder, tensors)
-  expected = tensors_lib.expected_shapes(config)
+  expected = expected_shapes(config)
   tensors_lib.check(tensors.shapes, expected, folder)
   params = tensors_lib.read_params(tensors, {path: path for path in expected})
   return Weights(config, params, notes=f"converted from t5x's {folder.name}")

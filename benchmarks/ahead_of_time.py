@@ -20,7 +20,7 @@ import jax
 import measure
 
 from osd_jax import base, online, pairs, sharding
-from osd_jax.data import streams, tasks
+from osd_jax.data import examples, streams
 from osd_jax.engine import engine
 from osd_tools import chips
 from osd_tools.ahead_of_time import estimates, plan, programs
@@ -46,7 +46,7 @@ ASKED = {  # of flan-t5-xl on v5e:2x2=4, and on h100:1=1
 def config(target: str, model: int, rows: int, drafted: int) -> online.OnlineConfig:
   """The run that is compiled."""
   stream = streams.StreamConfig(
-    (tasks.TaskConfig("none", kind="generated", topic="sql", rows=1),),
+    (examples.topic_task("sql", rows=1),),
     source_length=512,
   )
   draft = DRAFTS.get(target.partition("-")[0], "t5-small")

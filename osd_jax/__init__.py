@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors; at run time `__getattr__` finds them
   from osd_jax import convert, evaluate, offline, online
   from osd_jax.base import InputError
-  from osd_jax.data.sources import TaskConfig
+  from osd_jax.data.examples import TaskConfig
   from osd_jax.data.streams import StreamConfig
   from osd_jax.distillation.learner import LearningConfig
   from osd_jax.engine.requests import Answer, DecodingConfig, Prompt
@@ -52,7 +52,7 @@ _HOMES = {
   "Prompt": "engine.requests",
   "Server": "engine.server",
   "StreamConfig": "data.streams",
-  "TaskConfig": "data.sources",
+  "TaskConfig": "data.examples",
   "load_pair": "pairs",
 }
 

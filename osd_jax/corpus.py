@@ -14,7 +14,7 @@ import numpy as np
 import rich.progress
 
 from osd_jax import base, pairs, sharding
-from osd_jax.data.prompts import Prompt
+from osd_jax.data.batches import EncodedExample
 from osd_jax.decoding import records
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
@@ -45,7 +45,7 @@ def generate(
   sampling: SamplingConfig,
   pair: pairs.Pair,
   partition: sharding.PartitionConfig,
-  prompts: Sequence[Prompt],
+  prompts: Sequence[EncodedExample],
   bar: rich.progress.Progress,
 ) -> base.DistillationBatch:
   """Generates one row per prompt, in the order of the prompts.
@@ -142,7 +142,9 @@ def plain_server(
   return Server(pair.plain(), config, partition=partition)
 
 
-def requests(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Request]:
+def requests(
+  prompts: Sequence[EncodedExample], sampling: SamplingConfig
+) -> list[Request]:
   """One request per prompt, tagged with the task id; prompt i draws with seed + i."""
   return [
     Request(prompt.tokens, sampling.of_request(index), tag=prompt.task_id)
@@ -152,7 +154,7 @@ def requests(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Reques
 
 def reference_rows(
   pair: pairs.Pair,
-  prompts: Sequence[Prompt],
+  prompts: Sequence[EncodedExample],
   decoding: DecodingConfig,
   rows: int = 8,
 ) -> Iterator[base.DistillationBatch]:

@@ -13,8 +13,7 @@ import numpy as np
 import rich.console
 
 from osd_jax import base, corpus, metrics, pairs, runs, session, sharding
-from osd_jax.data import prompts as prompts_lib
-from osd_jax.data.batches import BatchConfig
+from osd_jax.data.batches import BatchConfig, EncodedExample, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine import agreement
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
@@ -200,7 +199,7 @@ class Bench:
       first = self.pairs[0] if self.pairs else pair
       self.pairs.append(dataclasses.replace(pair, target_params=first.target_params))
     self.vocabulary = self.pairs[0].vocabulary
-    self.prompts = prompts_lib.prompts(config.prompts, self.vocabulary, config.count)
+    self.prompts = read_corpus(config.prompts, self.vocabulary, config.count)
     self.requests = corpus.requests(self.prompts, config.sampling)
 
   def answers(self) -> list[Finished]:
@@ -357,7 +356,7 @@ def acceptance(served: Sequence[Finished]) -> dict[str, float | None]:
 
 
 def quality(
-  part: Sequence[tuple[prompts_lib.Prompt, Finished]], vocabulary: Vocabulary
+  part: Sequence[tuple[EncodedExample, Finished]], vocabulary: Vocabulary
 ) -> dict[str, Any]:
   """Compares answers with references and describes their form.
 
@@ -457,7 +456,7 @@ def _certify(
 ) -> certificate.Certificate:
   """Logs one row per combination of K and rows; returns the verdict over all."""
   pair = pairs.load_pair(config.pair, sharding.make(config.partition))
-  prompts = prompts_lib.prompts(config.prompts, pair.vocabulary, config.count)
+  prompts = read_corpus(config.prompts, pair.vocabulary, config.count)
   requests = corpus.requests(prompts, config.sampling)
   certifier = certificate.Certifier(pair)
   # Nothing learns from these answers, so decoding records nothing.

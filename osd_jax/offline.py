@@ -11,8 +11,7 @@ import rich.progress
 
 from osd_jax import base, pairs, runs, session, sharding
 from osd_jax import corpus as corpus_lib
-from osd_jax.data import prompts as prompts_lib
-from osd_jax.data.batches import BatchConfig
+from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation import update as updates
 from osd_jax.engine import agreement
 from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
@@ -149,7 +148,7 @@ class OfflineLoop:
   def rows(self) -> base.DistillationBatch:
     """The corpus: texts and the target's distributions, in host memory."""
     config = self.config
-    prompts = prompts_lib.prompts(config.corpus, self.pair.vocabulary)
+    prompts = read_corpus(config.corpus, self.pair.vocabulary)
     if not self.steps_taken:  # a continued run has logged this before
       summaries.note_data(prompts, self._log, self._bar.console)
     return corpus_lib.generate(
@@ -166,7 +165,7 @@ class OfflineLoop:
   def held_out(self) -> list[Finished]:
     """The target's answers to the held-out prompts."""
     config = self.config
-    prompts = prompts_lib.prompts(
+    prompts = read_corpus(
       config.evaluation, self.pair.vocabulary, config.evaluation_prompts
     )
     server = corpus_lib.plain_server(self.pair, config.decoding, config.partition)

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import jax
 
 from osd_jax import background, base, corpus, pairs, runs, session, sharding
-from osd_jax.data import prompts, streams
-from osd_jax.data.batches import BatchConfig
+from osd_jax.data import streams
+from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig, Outcome
 from osd_jax.distillation.worth import WorthConfig
@@ -334,7 +334,7 @@ class OnlineLoop:
     if config.learn:
       rows = []
       if config.warm_start is not None:
-        examples = prompts.prompts(config.warm_start, self.pair.vocabulary)
+        examples = read_corpus(config.warm_start, self.pair.vocabulary)
         rows = corpus.reference_rows(self.pair, examples, config.decoding)
       self.server.seed(rows)
     # Other processes would measure other costs, and decide differently by them.

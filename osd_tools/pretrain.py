@@ -13,13 +13,14 @@ import numpy as np
 import optax
 
 from osd_jax import assets, base, runs, session, sharding
-from osd_jax.data import batches as data_batches
 from osd_jax.data import tokenizers
+from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import optimizers, update
 from osd_jax.measuring import certificate
 from osd_jax.models import families, tensors, weights
 from osd_jax.models.shapes import LlamaConfig, T5Config
 from osd_jax.report import progress
+from osd_tools import batches as training_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,8 @@ class PretrainConfig(base.Config):
 
   model: T5Config | LlamaConfig
   vocabulary: base.Path
-  data: data_batches.BatchConfig
-  evaluation: data_batches.BatchConfig
+  data: BatchConfig
+  evaluation: BatchConfig
   output: base.Path
   extra_ids: base.CountOrZero = 0
   optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
@@ -178,8 +179,8 @@ def judge(
 
 
 def regrouped(
-  stream: data_batches.BatchStream, pool: int, index: int, multiple: int
-) -> list[data_batches.Batch]:
+  stream: training_batches.BatchStream, pool: int, index: int, multiple: int
+) -> list[training_batches.Batch]:
   """Regroups the rows of `pool` batches by target length and cuts their padding.
 
   Without this, short rows would be padded to the longest row of the corpus. Every row
@@ -209,7 +210,7 @@ def regrouped(
     return ids[rows, : min(longest, ids.shape[1])]
 
   batches = [
-    data_batches.Batch(
+    training_batches.Batch(
       cut(source, source_lengths, rows),
       cut(target, target_lengths, rows),
       task_id[rows],
@@ -220,15 +221,15 @@ def regrouped(
 
 
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
-  stream = data_batches.BatchStream(config.data, vocabulary)
-  held_out = data_batches.BatchStream(config.evaluation, vocabulary)
+  stream = training_batches.BatchStream(config.data, vocabulary)
+  held_out = training_batches.BatchStream(config.evaluation, vocabulary)
   for sentence in (*stream.sentences(), *held_out.sentences()):
     console.print(sentence, highlight=False)
   if log.lines == 0:
     log.write("data", {"train": stream.report(), "evaluation": held_out.report()})
   partitioner = sharding.make(config.partition)
   start = int(state.step + state.skipped)
-  pool: list[data_batches.Batch] = []
+  pool: list[training_batches.Batch] = []
   losses: list[jax.Array] = []
   with progress.bar(console) as bar:
     task = bar.add_task("pretrain", total=config.steps, completed=start, figures="")
@@ -261,7 +262,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
 def evaluate(
   config: PretrainConfig,
   model: base.Model,
-  held_out: data_batches.BatchStream,
+  held_out: training_batches.BatchStream,
   params: base.Params,
 ) -> dict[str, dict[str, float]]:
   """Token accuracy and greedy exact match on the held-out rows, per task."""
@@ -285,7 +286,7 @@ def evaluate(
 
 
 def _placed(
-  partitioner: sharding.Partitioner, batch: data_batches.Batch
+  partitioner: sharding.Partitioner, batch: training_batches.Batch
 ) -> tuple[jax.Array, jax.Array]:
   """Puts source [R, S] and target [R, T] on the mesh, split over its data axis."""
   size = len(batch.source)

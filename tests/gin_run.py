@@ -22,19 +22,17 @@ PretrainConfig:
 OptimizerConfig.total_steps = %STEPS
 OptimizerConfig.schedule = 'cosine'
 T5Config.mlp_activations = ['gelu', 'linear']
-BatchConfig.reader = 'plain'
 train/BatchConfig.tasks = [@maths/TaskConfig(), @sql/TaskConfig()]
 train/BatchConfig.weights = [1.0, 2.0]
 evaluation/BatchConfig.tasks = (@maths/held_out/TaskConfig(),)
-TaskConfig.kind = 'generated'
 TaskConfig.rows = 10
 maths/TaskConfig:
   name = 'm'
-  topic = 'maths'
+  pattern = 'maths.jsonl'
 maths/held_out/TaskConfig.split = 'eval'
 sql/TaskConfig:
   name = 's'
-  topic = 'sql'
+  pattern = 'sql.jsonl'
 """
 
 

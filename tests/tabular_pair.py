@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, pairs, testing
-from osd_jax.data.prompts import Prompt
+from osd_jax.data.batches import EncodedExample
 
 VOCAB_SIZE = 12
 SOURCE_LENGTH, TARGET_LENGTH = 6, 10
@@ -29,10 +29,10 @@ def make(sharpness: float = 2.0) -> pairs.Pair:
   )
 
 
-def prompts(count: int) -> list[Prompt]:
+def prompts(count: int) -> list[EncodedExample]:
   """Different prompts of different lengths, alternately of task 0 and task 1."""
   source, mask = testing.random_sources(count, SOURCE_LENGTH, VOCAB_SIZE, seed=3)
   return [
-    Prompt(source[row][mask[row]], row % 2, np.asarray([5, 6, 1], np.int32))
+    EncodedExample(source[row][mask[row]], row % 2, np.asarray([5, 6, 1], np.int32))
     for row in range(count)
   ]

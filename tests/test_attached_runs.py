@@ -10,7 +10,7 @@ import tiny_online
 
 from osd_jax import corpus, online, pairs, runs, sharding
 from osd_jax.costs.table import RoundCosts
-from osd_jax.data import prompts
+from osd_jax.data import batches
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
 from osd_jax.engine import engine, steps
 from osd_jax.engine.server import Server
@@ -136,7 +136,7 @@ def test_a_long_warm_start_finishes_on_a_mesh():
   decoding = engine.DecodingConfig(source_lengths=(40,), target_length=64)
   mesh = sharding.PartitionConfig(2, 2)
   with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
-    asked = [prompts.PaddedPrompt(np.full(30, 9), 0, np.full(40, 9))] * 1600
+    asked = [batches.EncodedExample(np.full(30, 9), 0, np.full(40, 9))] * 1600
     server.seed(list(corpus.reference_rows(server.pair, asked, decoding)))
     assert int(server.learner.state()[0]["buffer"].added) == 1600
 

@@ -9,26 +9,15 @@ import tiny_pair
 
 from osd_jax import base, evaluate, metrics, runs
 from osd_jax.costs.table import RoundCosts
-from osd_jax.data import prompts
-from osd_jax.data.batches import BatchConfig
-from osd_jax.data.sources import TaskConfig
+from osd_jax.data.batches import BatchConfig, EncodedExample
+from osd_jax.data.examples import topic_task
 from osd_jax.engine import engine
 from osd_jax.measuring import timing
 
 pytestmark = pytest.mark.slow
 
-TASKS = tuple(
-  TaskConfig(
-    name=f"generated_{topic}",
-    kind="generated",
-    topic=topic,
-    split="eval",
-    rows=5,
-    source=topic,
-  )
-  for topic in ("maths", "sql")
-)
-PROMPTS = BatchConfig(tasks=TASKS, source_length=48, reader="plain")
+TASKS = tuple(topic_task(topic, "eval", 5) for topic in ("maths", "sql"))
+PROMPTS = BatchConfig(tasks=TASKS, source_length=48)
 K = 2
 
 
@@ -206,7 +195,7 @@ def test_loop_is_a_window_that_occurs_four_times(tokens, expected):
 
 def answered(vocabulary, prompt, reference, text, reason):
   tokens = vocabulary.encode_with_eos(text)
-  found = prompts.Prompt(vocabulary.encode_with_eos(prompt), 0, reference)
+  found = EncodedExample(vocabulary.encode_with_eos(prompt), 0, reference)
   return found, types.SimpleNamespace(tokens=tokens, stop_reason=reason)
 
 

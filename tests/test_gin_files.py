@@ -9,7 +9,7 @@ from gin_run import CONFIGS, RUN, load
 
 from osd_jax import base, online
 from osd_jax import main as cli
-from osd_jax.data import generated
+from osd_jax.data import examples
 from osd_jax.engine import server
 from osd_jax.main import commands, settings
 from osd_jax.models import weights
@@ -24,8 +24,8 @@ FILLED = {
   "output": "'filled.output'",
 }
 LIBRARY = (
-  "filled/TaskConfig.name = 'filled'\nfilled/TaskConfig.kind = 'generated'\n"
-  "filled/TaskConfig.topic = 'sql'\nfilled/TaskConfig.rows = 4\n"
+  "filled/TaskConfig.name = 'filled'\nfilled/TaskConfig.pattern = 'filled.jsonl'\n"
+  "filled/TaskConfig.rows = 4\n"
   "filled/BatchConfig.tasks = [@filled/TaskConfig()]\n"
 )
 
@@ -129,15 +129,15 @@ def test_the_task_files_make_the_tasks_that_they_name(written):
     "PretrainConfig.vocabulary = 'v'\nPretrainConfig.output = 'w'\n"
   )
   sets = {}
-  for name in ("GENERATED_TRAIN", "GENERATED_EVAL", "GENERATED_STREAM"):
-    sets[name] = ("generated", generated.TOPICS)
+  for split in ("TRAIN", "EVAL", "STREAM", "SEEN"):
+    sets[f"GENERATED_{split}"] = (examples.TOPICS_DIR, examples.TOPICS)
   for name in ("JSONL_TRAIN", "JSONL_EVAL"):
-    sets[name] = ("jsonl", ("gsm8k", "spider", "finance_10k", "python"))
-  for name, (kind, labels) in sets.items():
+    sets[name] = ("folder", ("gsm8k", "spider", "finance_10k", "python"))
+  for name, (folder, labels) in sets.items():
     flags = [f"{scope}/BatchConfig.tasks=%{name}" for scope in ("train", "evaluation")]
     tasks = load([run], flags).data.tasks
     assert {task.label for task in tasks} == set(labels)
-    assert {task.kind for task in tasks} == {kind}
+    assert {task.data_dir for task in tasks} == {folder}
     assert {task.split for task in tasks} == {name.partition("_")[2].lower()}
 
 

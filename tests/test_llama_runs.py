@@ -62,7 +62,6 @@ def corpus(split, limit):
     batch_size=4,
     source_length=tiny_online.SOURCE,
     target_length=8,
-    reader="plain",
   )
 
 

@@ -18,8 +18,8 @@ from gin_run import CONFIGS, RUN, complaint, load
 
 from osd_jax import base, runs
 from osd_jax import main as cli
-from osd_jax.data import sources
 from osd_jax.data.batches import BatchConfig
+from osd_jax.data.examples import TaskConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.main import commands, settings
 from osd_jax.models import weights
@@ -28,10 +28,8 @@ from osd_jax.report import summaries
 from osd_tools import pretrain, sizes
 
 
-def task(name: str, topic: str, split: str = "train") -> sources.TaskConfig:
-  return sources.TaskConfig(
-    name=name, kind="generated", topic=topic, split=split, rows=10
-  )
+def task(name: str, topic: str, split: str = "train") -> TaskConfig:
+  return TaskConfig(name=name, pattern=f"{topic}.jsonl", split=split, rows=10)
 
 
 BY_HAND = pretrain.PretrainConfig(
@@ -40,9 +38,8 @@ BY_HAND = pretrain.PretrainConfig(
   data=BatchConfig(
     tasks=(task("m", "maths"), task("s", "sql")),
     weights=(1.0, 2.0),
-    reader="plain",
   ),
-  evaluation=BatchConfig(tasks=(task("m", "maths", "eval"),), reader="plain"),
+  evaluation=BatchConfig(tasks=(task("m", "maths", "eval"),)),
   output="w.safetensors",
   optimizer=OptimizerConfig(schedule="cosine", total_steps=7),
   steps=7,
@@ -110,9 +107,9 @@ def test_seqio_in_the_process_changes_nothing(written):
 
 def test_an_imported_module_may_make_values(written, tmp_path, monkeypatch):
   (tmp_path / "my_tasks_for_osd.py").write_text(
-    "from osd_jax.data.sources import TaskConfig\n"
+    "from osd_jax.data.examples import TaskConfig\n"
     "def my_task(name, rows=10):\n"
-    "  return TaskConfig(name, 'generated', topic='sql', rows=rows)\n"
+    "  return TaskConfig(name, pattern='sql.jsonl', rows=rows)\n"
   )
   monkeypatch.syspath_prepend(str(tmp_path))
   run = written(
@@ -196,8 +193,8 @@ def test_a_file_that_includes_itself_is_named(written, tmp_path):
       ["BatchConfig.tasks", "expected tuple[TaskConfig, ...]", "[x]"],
     ),
     (
-      "sql/TaskConfig.topic='sq'",
-      ["TaskConfig.topic", "received 'sq'", "'maths', 'sql'"],
+      "sql/TaskConfig.preprocessor='sq'",
+      ["TaskConfig.preprocessor", "received 'sq'", "'spider'"],
     ),
     ("STEPS=%STEPS", ["circle"]),
     ("sql/TaskConfig.name=%gin.REQUIRED", []),

@@ -31,9 +31,7 @@ def asked(pair, folder, mesh):
   """Fields that both configs share."""
   tasks = tiny_online.tasks("eval", 2)
   return {
-    "prompts": BatchConfig(
-      tasks=tasks, source_length=tiny_online.SOURCE, reader="plain"
-    ),
+    "prompts": BatchConfig(tasks=tasks, source_length=tiny_online.SOURCE),
     "count": 5,
     "pair": pair,
     "decoding": DECODING,

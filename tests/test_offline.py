@@ -12,7 +12,7 @@ import tiny_pair
 
 from osd_jax import corpus, offline, runs, sharding
 from osd_jax.data.batches import BatchConfig
-from osd_jax.data.sources import TaskConfig
+from osd_jax.data.examples import topic_task
 from osd_jax.distillation import update as updates
 from osd_jax.engine import engine
 from osd_jax.models import weights
@@ -36,13 +36,8 @@ def test_order_does_not_depend_on_where_it_starts():
 
 
 def generated(split: str) -> BatchConfig:
-  tasks = tuple(
-    TaskConfig(
-      name=f"generated_{topic}", kind="generated", topic=topic, split=split, rows=5
-    )
-    for topic in ("maths", "sql")
-  )
-  return BatchConfig(tasks=tasks, source_length=48, reader="plain")
+  tasks = tuple(topic_task(topic, split, 5) for topic in ("maths", "sql"))
+  return BatchConfig(tasks=tasks, source_length=48)
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ IMPORT_CORE = (
 import importlib, json, pkgutil
 import osd_jax
 
-NOT_CORE = ("osd_jax.main", "osd_jax.data.tasks")
+NOT_CORE = ("osd_jax.main",)
 names = [m.name for m in pkgutil.walk_packages(osd_jax.__path__, "osd_jax.")]
 core = [n for n in names if n not in NOT_CORE]
 for name in core:

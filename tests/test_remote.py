@@ -13,7 +13,7 @@ import tiny_pair
 from test_attached_runs import configured, outputs
 
 from osd_jax import base, main, online, pairs, remote, runs
-from osd_jax.data import sources
+from osd_jax.data import examples
 from osd_jax.engine import engine
 from osd_jax.models import weights
 
@@ -99,17 +99,17 @@ def test_pair_and_data_are_read_from_a_bucket(bucket, tmp_path):
     pairs.load_pair(here).target_params,
   )
   put(f"{bucket}/data/x.eval.jsonl", '{"prompt": "a", "reference": "b"}\n')
-  task = sources.TaskConfig(
+  task = examples.TaskConfig(
     name="x",
     source="x",
     data_dir=f"{bucket}/data",
     pattern="x.{split}.jsonl",
     split="eval",
   )
-  (line,) = sources.source_lines(task)
-  assert json.loads(line.data)["prompt"] == "a" and line.location.endswith(".jsonl:1")
+  (example,) = examples.texts(task)
+  assert example.prompt == "a" and example.location.endswith(".jsonl:1")
   with pytest.raises(base.InputError, match=r"TaskConfig\.pattern.*no file in 'memory"):
-    sources.paths(dataclasses.replace(task, pattern="y.jsonl"))
+    examples.find_files(dataclasses.replace(task, pattern="y.jsonl"))
 
 
 # --- What is written ------------------------------------------------------------------

@@ -13,7 +13,7 @@ import jax
 import tiny_pair
 
 from osd_jax import online, pairs
-from osd_jax.data import batches, generated, sources, streams
+from osd_jax.data import batches, examples, streams
 from osd_jax.distillation import buffer, learner, optimizers, schedule, update
 from osd_jax.engine import engine
 from osd_jax.models import t5, weights
@@ -49,19 +49,9 @@ def attached(pair: pairs.PairConfig) -> pairs.PairConfig:
   return dataclasses.replace(pair, draft=pairs.ATTACHED, attached=SHAPE)
 
 
-def tasks(split: str, limit: int) -> tuple[sources.TaskConfig, ...]:
+def tasks(split: str, limit: int) -> tuple[examples.TaskConfig, ...]:
   """The four generated topics."""
-  return tuple(
-    sources.TaskConfig(
-      name=f"generated_{topic}",
-      kind="generated",
-      source=topic,
-      topic=topic,
-      split=split,
-      rows=limit,
-    )
-    for topic in generated.TOPICS
-  )
+  return tuple(examples.topic_task(topic, split, limit) for topic in examples.TOPICS)
 
 
 def config(
@@ -77,7 +67,6 @@ def config(
       tasks=stream_tasks,
       requests_per_task=REQUESTS // len(stream_tasks),
       source_length=SOURCE,
-      reader="plain",
     ),
     pair=pair
     if isinstance(pair, pairs.Pair)
@@ -98,7 +87,6 @@ def config(
       tasks=tasks("train", 3),
       source_length=SOURCE,
       target_length=LENGTH,
-      reader="plain",
     ),
     compare_every=8,
     prices=False,

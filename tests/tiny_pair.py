@@ -9,7 +9,7 @@ import jax
 import sentencepiece
 
 from osd_jax import assets, pairs, testing
-from osd_jax.data import generated, tokenizers
+from osd_jax.data import examples, tokenizers
 from osd_jax.models import families, weights
 
 VOCAB_SIZE = 1536
@@ -27,8 +27,8 @@ def llama_tokenizer() -> bytes:
   """A `tokenizer.model` trained on the generated topics, with Llama's special ids."""
   texts = [
     text
-    for topic in generated.TOPICS
-    for example in generated.examples(topic, "train", 200, 0)
+    for topic in examples.TOPICS
+    for example in examples.topic_examples(topic, "train", 200)
     for text in (example.prompt, example.reference)
   ]
   model = io.BytesIO()

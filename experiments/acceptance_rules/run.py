@@ -16,7 +16,7 @@ import rich.console
 import rich.table
 
 from osd_jax import corpus, evaluate, pairs, sharding
-from osd_jax.data.prompts import Prompt, prompts
+from osd_jax.data.batches import EncodedExample, read_corpus
 from osd_jax.decoding import accept
 from osd_jax.engine import agreement, engine
 from osd_jax.engine.server import Server
@@ -27,7 +27,7 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 
 def measure(
   pair: pairs.Pair,
-  asked: list[Prompt],
+  asked: list[EncodedExample],
   decoding: engine.DecodingConfig,
   partition: sharding.PartitionConfig,
   temperature: float,
@@ -80,7 +80,7 @@ def main() -> None:
   if given.draft:
     named = dataclasses.replace(named, draft=given.draft)
   pair = pairs.load_pair(named, sharding.make(config.partition))
-  asked = prompts(config.prompts, pair.vocabulary, given.count)
+  asked = read_corpus(config.prompts, pair.vocabulary, given.count)
   # Full rows, so that the overlap is exact.
   decoding = dataclasses.replace(config.decoding, record_top_k=pair.target.vocab_size)
   console = rich.console.Console()

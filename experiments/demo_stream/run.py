@@ -19,7 +19,7 @@ import rich.table
 
 from osd_jax import corpus, metrics, offline, online, pairs, runs, sharding
 from osd_jax.data import streams
-from osd_jax.data.prompts import prompts
+from osd_jax.data.batches import read_corpus
 from osd_jax.engine import agreement
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
@@ -53,7 +53,7 @@ def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
   )
   decoding = dataclasses.replace(config.decoding, rows=8)
   server = Server(pair, decoding, partition=config.partition)
-  asked = prompts(evaluation.evaluation, pair.vocabulary)
+  asked = read_corpus(evaluation.evaluation, pair.vocabulary)
   labels = [task.label for task in evaluation.evaluation.tasks]
   return server.run(corpus.requests(asked, config.sampling)), labels
 

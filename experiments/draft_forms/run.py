@@ -35,10 +35,11 @@ import rich.table
 import states
 
 from osd_jax import base, corpus, offline, pairs, sharding
-from osd_jax.data import batches, prompts
+from osd_jax.data import batches
 from osd_jax.distillation import optimizers
 from osd_jax.main import settings
 from osd_jax.models import attached, families, layers, llama, shapes, weights
+from osd_tools import batches as training_batches
 
 K = 7
 TURNS = 20
@@ -246,7 +247,9 @@ def figures(form: Form, params, rows: Rows) -> dict[str, float]:
 
 def answered(pair: pairs.Pair, config: offline.OfflineConfig, judge: Judge) -> Rows:
   """Held-out prompts with the target's own answers."""
-  asked = prompts.prompts(config.evaluation, pair.vocabulary, config.evaluation_prompts)
+  asked = batches.read_corpus(
+    config.evaluation, pair.vocabulary, config.evaluation_prompts
+  )
   server = corpus.plain_server(pair, config.decoding, config.partition)
   done = server.run(corpus.requests(asked, config.sampling))
   length, pad_id = config.decoding.target_length, pair.vocabulary.pad_id
@@ -259,7 +262,7 @@ def answered(pair: pairs.Pair, config: offline.OfflineConfig, judge: Judge) -> R
 
 
 def taught(
-  form: Form, stream: batches.BatchStream, judge: Judge, steps: int, bar
+  form: Form, stream: training_batches.BatchStream, judge: Judge, steps: int, bar
 ) -> tuple[Any, Any]:
   """Parameters and optimiser state after training on a corpus."""
   params = form.init(jax.random.key(0))
@@ -316,7 +319,7 @@ def main() -> None:
   size = dataclasses.replace(
     config.corpus, batch_size=update.num_new + update.num_replay
   )
-  stream = batches.BatchStream(size, pair.vocabulary)
+  stream = training_batches.BatchStream(size, pair.vocabulary)
   held_out = answered(pair, config, judge)
   made = chosen(forms(judge, update.optimizer), given.forms)
   ends, found = {}, {}

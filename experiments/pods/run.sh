@@ -13,7 +13,6 @@ osd online --gin_file=experiments/flan_t5_xl_gsm8k.gin \
   --gin.CHECKPOINTS="\"${CHECKPOINTS:?}\"" \
   --gin.DATA_DIR="\"${DATA_DIR:?}\"" \
   --gin.OnlineConfig.run_directory="\"${RUNS:?}/flan_t5_xl_gsm8k\"" \
-  --gin.StreamConfig.reader='"plain"' \
   --gin.PairConfig.dtype='"bfloat16"' \
   --gin.DecodingConfig.rows="${ROWS:?}" \
   --gin.PartitionConfig.data="${DATA:?}" \

@@ -1,4 +1,4 @@
-"""Makes the demo's vocabulary from the train split of the generated tasks.
+"""Makes the demo's vocabulary from the train split of the demo's topics.
 
   python experiments/shipped_pair/make_vocabulary.py \\
       --out osd_jax/assets/demo_vocabulary.model
@@ -16,8 +16,7 @@ import pathlib
 from collections.abc import Iterator
 
 import sentencepiece
-
-from osd_jax.data import generated
+import topics
 
 VOCAB_SIZE = 1536
 # Special ids as each family of models has them.
@@ -39,8 +38,8 @@ def training_texts(rows: int, seed: int) -> Iterator[str]:
   Yields:
     Prompts and references, newlines kept.
   """
-  for topic in generated.TOPICS:
-    for example in generated.examples(topic, "train", rows, seed):
+  for topic in topics.TOPICS:
+    for example in topics.generate(topic, "train", rows, seed):
       yield example.prompt
       yield example.reference
 

@@ -42,7 +42,7 @@ def resolve(path: str, setting: str = "assets") -> Path:
 def _shipped(path: str, setting: str) -> Path:
   folder = Path(__file__).parent
   file = folder / path.removeprefix(PREFIX)
-  if not file.is_file():
+  if not file.exists():
     names = sorted(p.name for p in folder.iterdir() if p.suffix in _SUFFIXES)
     raise base.InputError(
       f"{setting}: received {path!r}, expected one of"

@@ -1,1 +1,1 @@
-"""Data: vocabularies, preprocessors, tasks, query streams, generated topics."""
+"""Data: vocabularies, tokenizers, examples of tasks, query streams and corpora."""

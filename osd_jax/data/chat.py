@@ -1,7 +1,7 @@
-"""Chat templates: a prompt as the only message of a user, in a model's own form.
+"""Chat templates: a prompt as a user's only message, in a model's own format.
 
-Templates are programs that come with weights. They run in Jinja's sandbox, with the
-functions and settings that transformers gives them, so that the same text comes out.
+Templates are programs that are published with weights. They run in Jinja's sandbox with
+the functions and settings that transformers provides, so the result is the same text.
 """
 
 import datetime
@@ -16,11 +16,12 @@ FILE, _FIELD = "chat_template.jinja", "chat_template"
 
 
 def own_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
-  """The template of a model folder.
+  """Returns the chat template of a model folder, or None.
 
   Args:
-    folder: may hold a `chat_template.jinja`.
-    settings: its `tokenizer_config.json`; of several templates "default" is taken.
+    folder: may contain a `chat_template.jinja`.
+    settings: its `tokenizer_config.json`; if it has several templates, the one named
+      "default" is used.
   """
   if (folder / FILE).exists():
     return (folder / FILE).read_text()
@@ -31,14 +32,14 @@ def own_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | Non
 
 
 def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], str]:
-  """A function that puts a prompt into a template, ready to be answered.
+  """Returns a function that applies a template to a prompt.
 
   Args:
-    template: Jinja, as models come with.
-    special_tokens: what it may write by name, as `bos_token`.
+    template: Jinja, in the form that transformers uses.
+    special_tokens: texts of the tokens that it may refer to, such as `bos_token`.
 
   Raises:
-    InputError: it is no template, or does not work on a prompt.
+    InputError: the template is invalid or fails on a prompt.
     MissingExtraError: jinja2 is not installed.
   """
   try:
@@ -57,7 +58,10 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
   class Generation(ext.Extension):
-    """{% generation %}: marks, for training, what the assistant said; writes it."""
+    """The tag {% generation %}, which marks the assistant's text for training.
+
+    It only renders its content.
+    """
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -88,12 +92,12 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
       )
     except (TemplateError, TypeError, ValueError) as error:
       raise base.InputError(
-        f"PairConfig.chat_template: the template failed ({error}); expected one that"
-        " writes a list of messages, as transformers uses them."
+        f"PairConfig.chat_template: the template failed ({error}); expected a Jinja"
+        " template for a list of messages, as transformers uses them."
       ) from error
 
   def write(prompt: str) -> str:
     return render([{"role": "user", "content": prompt}])
 
-  write("Hello")  # what is wrong with it is said before anything is loaded
+  write("Hello")  # reports a faulty template before any weights are loaded
   return write

@@ -1,16 +1,14 @@
-"""Raw example -> (prompt text, reference text), in pure Python.
+"""Preprocessors: the fields of one example -> (prompt text, reference text).
 
-The paper's T5 runs used no instruction, its decoder-only runs did: a set that
-has both comes under two names, `spider` and `spider_instruction`. Field names
-are those of the project's JSONL files (`prompt`, `reference`, finance_10k's
-`context`) or, failing these, those of the set's TFDS or original files.
+The paper's T5 runs used no instruction and its decoder-only runs did, so a data set
+that needs both has two names, such as `spider` and `spider_instruction`. Fields are
+called `prompt` and `reference` (and `context` in finance_10k), as in this project's
+JSONL files; if those are missing, the field names of the published set are tried.
 """
 
 import string
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from osd_jax.data.jsonl import UnusableRow
+from typing import Any, Literal
 
 Preprocessor = Callable[[Mapping[str, Any]], tuple[str, str]]
 
@@ -24,34 +22,40 @@ MBPP_INSTRUCTION = (
 )
 
 
+class UnusableExample(ValueError):
+  """Raised for an example that cannot be used; the text says why.
+
+  Attributes:
+    kind: "empty" if the line or prompt is blank, otherwise "malformed".
+  """
+
+  def __init__(self, kind: Literal["empty", "malformed"], reason: str):
+    super().__init__(reason)
+    self.kind = kind
+
+
 def text_field(raw: Mapping[str, Any], *names: str) -> str:
-  """Returns the first of the named fields that is there.
-
-  Args:
-    raw: the example.
-    *names: fields, best first.
-
-  Returns:
-    Its text, with at least one character that is not white space.
+  """Returns the text of the first of the named fields that exists.
 
   Raises:
-    UnusableRow: no such field, not a string, or blank.
+    UnusableExample: none of the fields exists, or the first one that does is blank or
+      not a string.
   """
   for name in names:
     if name in raw:
       value = raw[name]
       if not isinstance(value, str):
-        raise UnusableRow(
+        raise UnusableExample(
           "malformed", f"{name!r} is {type(value).__name__}, expected a string"
         )
       if not value.strip():
-        raise UnusableRow("empty", f"{name!r} is blank")
+        raise UnusableExample("empty", f"{name!r} is blank")
       return value
-  raise UnusableRow("malformed", f"no field {' or '.join(map(repr, names))}")
+  raise UnusableExample("malformed", f"no field {' or '.join(map(repr, names))}")
 
 
 def reference_field(raw: Mapping[str, Any], *names: str) -> str:
-  """Like `text_field`, but "" where the field is missing, null or blank."""
+  """Like `text_field`, but returns "" if the field is missing, null or blank."""
   for name in names:
     value = raw.get(name)
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -61,34 +65,25 @@ def reference_field(raw: Mapping[str, Any], *names: str) -> str:
 
 
 def fields_of(template: str) -> tuple[str, ...]:
-  """Returns the fields that a template names.
-
-  Args:
-    template: text with fields in braces, "{{" and "}}" for braces.
+  """Returns the field names in a template such as "summarize: {article}".
 
   Raises:
-    ValueError: a brace without its other, or more than a name between two.
+    ValueError: unbalanced braces, or something other than a name between two.
   """
   return tuple(name for _, name in _pieces(template) if name is not None)
 
 
-def prompt_of(raw: Mapping[str, Any], template: str) -> str:
-  """Returns a template with the fields of an example; see `text_field`."""
-  found = ""
-  for literal, name in _pieces(template):
-    found += literal + ("" if name is None else text_field(raw, name))
-  return found
-
-
-def reference_of(raw: Mapping[str, Any], template: str) -> str:
-  """Like `prompt_of`, but "" where a field is missing, null or blank."""
-  if all(reference_field(raw, name) for name in fields_of(template)):
-    return prompt_of(raw, template)
-  return ""
+def fill_template(raw: Mapping[str, Any], template: str) -> str:
+  """Returns the template with the fields of an example; see `text_field`."""
+  pieces = [
+    literal + ("" if name is None else text_field(raw, name))
+    for literal, name in _pieces(template)
+  ]
+  return "".join(pieces)
 
 
 def _pieces(template: str) -> list[tuple[str, str | None]]:
-  """Text, and the field behind it if there is one."""
+  """Splits a template into pairs of text and the field that follows it, if any."""
   pieces = []
   for literal, name, form, conversion in string.Formatter().parse(template):
     if name == "" or form or conversion:
@@ -100,92 +95,54 @@ def _pieces(template: str) -> list[tuple[str, str | None]]:
 def identity(
   raw: Mapping[str, Any], prompt: str = "{prompt}", reference: str = "{reference}"
 ) -> tuple[str, str]:
-  """`prompt` and `reference` as they stand, or what templates make of other fields."""
-  return prompt_of(raw, prompt), reference_of(raw, reference)
+  """Fills two templates; by default returns the fields `prompt` and `reference`.
 
-
-def spider(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """The question without its schema, as in the paper, and the query."""
-  return text_field(raw, "prompt", "question"), reference_field(
-    raw, "reference", "query"
-  )
-
-
-def spider_instruction(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """The paper's instruction before the question."""
-  prompt, reference = spider(raw)
-  return SPIDER_INSTRUCTION + prompt, reference
-
-
-def python(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """Docstring and function (CodeSearchNet Python)."""
-  return text_field(raw, "prompt", "func_documentation_string"), reference_field(
-    raw, "reference", "func_code_string"
-  )
-
-
-def python_instruction(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """The paper's instruction before the docstring."""
-  prompt, reference = python(raw)
-  return PYTHON_INSTRUCTION + prompt, reference
-
-
-def mbpp(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """Task text and code."""
-  return text_field(raw, "prompt", "text"), reference_field(raw, "reference", "code")
-
-
-def mbpp_instruction(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """The paper's instruction after the task text."""
-  prompt, reference = mbpp(raw)
-  return prompt + MBPP_INSTRUCTION, reference
-
-
-def gsm8k(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """Question and worked answer; the paper adds nothing."""
-  return text_field(raw, "prompt", "question"), reference_field(
-    raw, "reference", "answer"
-  )
-
-
-def finance(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """Instruction and answer; the paper adds nothing."""
-  return text_field(raw, "prompt", "instruction"), reference_field(
-    raw, "reference", "output"
+  The reference is "" if one of its fields is missing, null or blank.
+  """
+  has_reference = all(reference_field(raw, name) for name in fields_of(reference))
+  return (
+    fill_template(raw, prompt),
+    fill_template(raw, reference) if has_reference else "",
   )
 
 
 def finance_10k(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """Question with the passage that answers it, in T5's own reading format."""
+  """Returns the question with its passage, in T5's own reading format, and answer."""
   question = text_field(raw, "prompt", "question")
   context = text_field(raw, "context")
   reference = reference_field(raw, "reference", "answer")
   return f"question: {question} context: {context}", reference
 
 
-def cnn_dailymail(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """Article and highlights, with T5's prefix."""
-  article = text_field(raw, "prompt", "article")
-  return "summarize: " + article, reference_field(raw, "reference", "highlights")
+def _published(
+  prompt: str, reference: str, before: str = "", after: str = ""
+) -> Preprocessor:
+  """Reads two fields of a published set; may add text around the prompt."""
 
+  def preprocess(raw: Mapping[str, Any]) -> tuple[str, str]:
+    text = text_field(raw, "prompt", prompt)
+    return before + text + after, reference_field(raw, "reference", reference)
 
-def xsum(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """Document and summary, with T5's prefix."""
-  document = text_field(raw, "prompt", "document")
-  return "summarize: " + document, reference_field(raw, "reference", "summary")
+  return preprocess
 
 
 PREPROCESSORS: dict[str, Preprocessor] = {
   "identity": identity,
-  "spider": spider,
-  "spider_instruction": spider_instruction,
-  "python": python,
-  "python_instruction": python_instruction,
-  "mbpp": mbpp,
-  "mbpp_instruction": mbpp_instruction,
-  "gsm8k": gsm8k,
-  "finance": finance,
+  # The question without its schema, as in the paper, and the query.
+  "spider": _published("question", "query"),
+  "spider_instruction": _published("question", "query", before=SPIDER_INSTRUCTION),
+  # Docstring and function (CodeSearchNet Python).
+  "python": _published("func_documentation_string", "func_code_string"),
+  "python_instruction": _published(
+    "func_documentation_string", "func_code_string", before=PYTHON_INSTRUCTION
+  ),
+  "mbpp": _published("text", "code"),
+  "mbpp_instruction": _published("text", "code", after=MBPP_INSTRUCTION),
+  # For gsm8k and finance the paper adds no instruction.
+  "gsm8k": _published("question", "answer"),
+  "finance": _published("instruction", "output"),
   "finance_10k": finance_10k,
-  "cnn_dailymail": cnn_dailymail,
-  "xsum": xsum,
+  # T5's own prefix for summaries.
+  "cnn_dailymail": _published("article", "highlights", before="summarize: "),
+  "xsum": _published("document", "summary", before="summarize: "),
 }

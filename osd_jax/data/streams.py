@@ -1,34 +1,165 @@
-"""Query streams: which task asks next, and what it asks.
+"""Query streams: which task each request comes from, and what it asks.
 
-The whole schedule is a function of the config (so of its seed) and of the sizes of
-the tasks, and the n-th query of a task is a function of n: a query is found from its
-index alone, so a stream resumes from one number. `of_prompts` makes a stream of
-whatever prompts a caller has.
+The schedule is a function of the config (including its seed) and of the number of
+examples in each task, and the n-th query of a task is a function of n. So a query is
+found from its index alone, and a run resumes from one number. `of_prompts` makes a
+stream of a caller's own prompts.
 """
 
 import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 
 from osd_jax import base
-from osd_jax.data import arrivals, rows
-from osd_jax.data.arrivals import StreamConfig
+from osd_jax.data import examples
+from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.data.vocabulary import Vocabulary
 
-__all__ = [
-  "PromptStream",
-  "Query",
-  "QueryStream",
-  "Stream",
-  "StreamConfig",
-  "of_prompts",
-]
+KINDS = ("single", "sharp", "gradual", "mixture", "cyclic", "bursty")
+_GRADUAL_WIDTH = 100  # queries over which one task replaces another in "gradual"
+_PERIOD = 50  # consecutive queries of a task in "cyclic"
+_MEAN_BURST = 8.0  # mean length of a run of one task in "bursty", in queries
+# Queries that a `PromptStream` keeps in memory: more than can be in flight.
+_MAX_KEPT = 2**16
 
-_HELD = 2**16  # queries of a caller's own that stay in memory: more than are in flight
+
+@dataclasses.dataclass(frozen=True)
+class StreamConfig(base.Config):
+  """A stream of queries: how many come from each task, and in which order.
+
+  >>> StreamConfig(tasks=(TaskConfig(name="ours", pattern="ours.jsonl"),)).kind
+  'sharp'
+
+  Attributes:
+    tasks: in order of appearance; a task may occur more than once.
+    kind: one of `KINDS`: "single" (one task), "sharp" (one task after the other),
+      "gradual" (the next task's share rises linearly over 100 queries around each
+      boundary), "mixture" (tasks mixed at random), "cyclic" (50 queries of a task, then
+      the next, repeatedly), "bursty" (runs of random length, 8 queries on average).
+    requests_per_task: queries of each entry of `tasks`. A task with fewer examples
+      starts over; of a task with more, only a part is served. None serves every
+      example once.
+    seed: of the schedule and of the shuffling.
+    source_length: longest prompt in tokens, including end-of-sequence.
+    shuffle: a seeded order, different in each pass over a task; False keeps the order
+      of the source.
+    weights: share of each task in "mixture"; None gives equal shares. Needs
+      `requests_per_task`; without it the tasks' sizes are the shares.
+  """
+
+  tasks: tuple[TaskConfig, ...]
+  kind: Annotated[str, base.OneOf(*KINDS)] = "sharp"
+  requests_per_task: base.Count | None = None
+  seed: base.CountOrZero = 0
+  source_length: Annotated[int, base.AtLeast(2)] = 64
+  shuffle: bool = True
+  weights: tuple[float, ...] | None = None
+
+  def checks(self):
+    examples.unique_tasks(self.tasks)  # raises if two different tasks have one name
+    count = len(self.tasks)
+    fits, expected = {
+      "single": (count == 1, "exactly one TaskConfig"),
+      "cyclic": (count > 1, "two TaskConfigs or more"),
+      "bursty": (count > 1, "two TaskConfigs or more"),
+    }.get(self.kind, (count > 0, "at least one TaskConfig"))
+    return {
+      "tasks": (fits, f"{expected} for kind {self.kind!r}"),
+      "weights": (
+        self.weights is None
+        or self.kind == "mixture"
+        and self.requests_per_task
+        and examples.are_shares(self.weights, count),
+        'None, or a positive share for each task of a "mixture" whose'
+        " requests_per_task is a number",
+      ),
+    }
+
+
+# ---- Schedules: which entry of StreamConfig.tasks each query comes from
+
+
+def schedule(config: StreamConfig, sizes: Sequence[int]) -> np.ndarray:
+  """Returns for every query the index of its entry in `config.tasks`, [total] int32.
+
+  Args:
+    config: the stream.
+    sizes: number of examples of each entry.
+  """
+  per_task = config.requests_per_task
+  counts = np.asarray(sizes if per_task is None else _counts(config, per_task), int)
+  rng = np.random.default_rng([config.seed, 0])
+  return SCHEDULES[config.kind](counts, rng).astype(np.int32)
+
+
+def _counts(config: StreamConfig, per_task: int) -> np.ndarray:
+  """Returns the number of queries of each entry, [entries]."""
+  count = len(config.tasks)
+  if config.kind != "mixture" or config.weights is None:
+    return np.full(count, per_task)
+  ends = np.cumsum(config.weights) / sum(config.weights) * count * per_task
+  return np.diff(np.rint(ends), prepend=0)
+
+
+def _sharp(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  """Returns one entry after the other; nothing is random."""
+  del rng
+  return np.repeat(np.arange(len(counts)), counts)
+
+
+def _gradual(
+  counts: np.ndarray, rng: np.random.Generator, width: int = _GRADUAL_WIDTH
+) -> np.ndarray:
+  """Moves every query by up to half the width, which makes each share a linear ramp."""
+  entries = _sharp(counts, rng)
+  width = min(width, counts.min())  # a task must be over before it comes back
+  offset = width * (rng.random(len(entries)) - 0.5)
+  return entries[np.argsort(np.arange(len(entries)) + offset)]
+
+
+def _mixture(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  return rng.permutation(_sharp(counts, rng))
+
+
+def _cyclic(
+  counts: np.ndarray, rng: np.random.Generator, period: int = _PERIOD
+) -> np.ndarray:
+  """Sorts queries by cycle, then by entry; an entry without queries left is skipped."""
+  entries = _sharp(counts, rng)
+  return entries[np.lexsort((entries, examples.ordinals(entries) // period))]
+
+
+def _bursty(
+  counts: np.ndarray, rng: np.random.Generator, mean: float = _MEAN_BURST
+) -> np.ndarray:
+  """Ends a run with probability 1 / mean, and draws another entry with queries left."""
+  left, entries = counts.copy(), np.empty(counts.sum(), np.int64)
+  ends, draws = rng.random((2, len(entries)))
+  current = int(rng.integers(len(counts)))
+  for step in range(len(entries)):
+    others = [entry for entry in np.flatnonzero(left) if entry != current]
+    if left[current] == 0 or others and step and ends[step] < 1 / mean:
+      current = others[int(draws[step] * len(others))]
+    entries[step] = current
+    left[current] -= 1
+  return entries
+
+
+SCHEDULES: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
+  "single": _sharp,
+  "sharp": _sharp,
+  "gradual": _gradual,
+  "mixture": _mixture,
+  "cyclic": _cyclic,
+  "bursty": _bursty,
+}
+
+
+# ---- Streams
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,13 +167,13 @@ class Query:
   """One request of a stream.
 
   Attributes:
-    index: its place in the stream, from 0.
+    index: its position in the stream, starting at 0.
     task: label of its task.
     task_id: number of its task, in order of first appearance in the config.
     prompt: text.
-    reference: the data's answer, "" if it has none; the target does not see it.
-    tokens: [n] int32, n <= source_length, ends in end-of-sequence.
-    row_id: the example's own id, or its place in the data.
+    reference: the data set's own answer, "" if it has none; no model reads it.
+    tokens: [n] int32, the prompt's ids, n <= source_length.
+    row_id: the example's own id, or its location.
   """
 
   index: int
@@ -55,72 +186,69 @@ class Query:
 
 
 class Stream(Protocol):
-  """What is served: queries by their place. `QueryStream` and `PromptStream` are two.
-
-  Attributes:
-    total: how many there are, for progress; None where only the end will tell.
-  """
+  """Queries by their index; `QueryStream` and `PromptStream` implement it."""
 
   @property
-  def total(self) -> int | None: ...
+  def total(self) -> int | None:
+    """The number of queries, or None if it is unknown."""
+    ...
 
   def __getitem__(self, index: int) -> Query:
-    """Returns the query at a place; IndexError behind the last one.
+    """Returns the query at `index`, or raises IndexError after the last one.
 
-    Asked for in order, and again while the answer is not there.
+    Callers ask in order, and may ask again until the query has been answered.
     """
     ...
 
   def shifts(self) -> list[tuple[int, str]]:
-    """Returns (index, label) where a new segment starts, the first included."""
+    """Returns (index, label) of the start of every segment, including the first."""
     ...
 
   def state(self) -> dict[str, Any]:
-    """Returns what `restore` of the same stream needs, json-able."""
+    """Returns what `restore` of the same stream needs, JSON-able."""
     ...
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Makes the same queries available as when `state` was taken, or raises."""
+    """Makes the same queries available as when `state` was taken.
+
+    Raises:
+      InputError: the state belongs to other queries.
+    """
     ...
 
   def report(self) -> dict[str, Any]:
-    """Returns what was read and what happened to it, by task, json-able."""
+    """Returns by task what was read, skipped and cut, JSON-able."""
     ...
 
   def sentences(self) -> list[str]:
-    """Says the report in words, but for what went as anyone would expect."""
+    """Returns one sentence for each task with skipped, cut or repeated prompts."""
     ...
 
 
 class QueryStream:
-  """The queries of a config: `stream[index]`, or one after another in a loop.
+  """The queries of a config: `stream[index]`, or all of them in a loop.
 
-  A task that runs out of rows starts over, in a new order if shuffled.
+  A task that runs out of examples starts over, in a new order if `shuffle` is set.
   """
 
   def __init__(self, config: StreamConfig, vocabulary: Vocabulary):
     """Reads every task.
 
-    Args:
-      config: the stream.
-      vocabulary: writes the ids.
-
     Raises:
-      MissingExtraError: reader "seqio" without the extra `data`.
-      InputError: missing files, or a task without a usable line.
+      InputError: missing files, or a task without a usable example.
+      MissingExtraError: a TFDS or seqio source without the extra `data`.
     """
     self.config, self._vocabulary = config, vocabulary
-    tasks = rows.unique(config.tasks)
-    self._held = [rows.read(task, vocabulary, config.reader) for task in tasks]
-    numbers = [tasks.index(task) for task in config.tasks]
-    sizes = tuple(len(self._held[number].rows) for number in numbers)
-    self._entries = arrivals.schedule(config, sizes)
-    self._task_ids = np.asarray(numbers, np.int32)[self._entries]
-    self._ordinals = rows.ordinals(self._task_ids)
+    tasks = examples.unique_tasks(config.tasks)
+    self._tasks = [TaskExamples(task, vocabulary) for task in tasks]
+    task_ids = [tasks.index(task) for task in config.tasks]
+    self._entries = schedule(config, [len(self._tasks[i]) for i in task_ids])
+    self._task_ids = np.asarray(task_ids, np.int32)[self._entries]
+    self._ordinals = examples.ordinals(self._task_ids)
 
   @property
   def total(self) -> int:
-    """How many queries there are."""
+    """The number of queries."""
     return len(self)
 
   def __len__(self) -> int:
@@ -130,26 +258,26 @@ class QueryStream:
     if not 0 <= index < len(self):
       raise IndexError(f"query {index} of a stream of {len(self)}")
     task_id = int(self._task_ids[index])
-    held = self._held[task_id]
-    row = held.rows[self._row_number(task_id, int(self._ordinals[index]))]
+    read = self._tasks[task_id]
+    number = self._example_number(task_id, int(self._ordinals[index]))
+    example, (tokens, _) = read.examples[number], read.tokens(number)
     return Query(
       index=index,
-      task=held.task.label,
+      task=read.task.label,
       task_id=task_id,
-      prompt=row.prompt,
-      reference=row.reference,
-      tokens=self._vocabulary.cut_prompt(row.source, self.config.source_length),
-      row_id=row.row_id,
+      prompt=example.prompt,
+      reference=example.reference,
+      tokens=self._vocabulary.cut_prompt(tokens, self.config.source_length),
+      row_id=example.example_id,
     )
 
   def __iter__(self) -> Iterator[Query]:
     return map(self.__getitem__, range(len(self)))
 
   def shifts(self) -> list[tuple[int, str]]:
-    """Returns (index, label) where a new segment starts, the first included.
+    """Returns (index, label) of the start of every segment, including the first.
 
-    A gradual shift is named at its middle; a mixture is one segment without a
-    label of its own.
+    A gradual shift is reported at its middle. A mixture is one segment.
     """
     if self.config.kind == "mixture":
       return [(0, "mixture")]
@@ -160,65 +288,72 @@ class QueryStream:
     return [(int(i), self.config.tasks[entries[i]].label) for i in starts]
 
   def state(self) -> dict[str, Any]:
-    """Returns what `restore` needs, json-able."""
+    """Returns a fingerprint of the queries, JSON-able."""
     return {"fingerprint": self._fingerprint}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Checks that these are the queries that `state` was taken of.
+    """Checks that these are the queries from which `state` was taken.
 
     Raises:
       InputError: another stream's state, or the data changed.
     """
     if state.get("fingerprint") != self._fingerprint:
-      raise _another_stream(state, self.state())
+      raise _wrong_state(state, self.state())
 
   def report(self) -> dict[str, Any]:
-    """Returns what was read and what happens to it, json-able.
+    """Returns `examples.report` by name of the task.
 
-    Returns:
-      For every task's name what `rows.report` says: `rows` read, `skipped`,
-      `cut` (prompts longer than `source_length`); and `served`, queries of it.
+    The counts are `skipped`, `cut` (prompts longer than `source_length`) and `served`
+    (queries of the task).
     """
     longest = self.config.source_length
-    served = np.bincount(self._task_ids, minlength=len(self._held))
+    served = np.bincount(self._task_ids, minlength=len(self._tasks))
     return {
-      held.task.name: {
-        **rows.report(
-          held.task.label,
-          len(held.rows),
-          skipped=held.skipped,
-          cut=[row.location for row in held.rows if len(row.source) > longest],
+      read.task.name: {
+        **examples.report(
+          read.task.label,
+          len(read),
+          skipped=read.skipped,
+          cut=[
+            example.location
+            for number, example in enumerate(read.examples)
+            if len(read.tokens(number)[0]) > longest
+          ],
         ),
         "served": int(served[task_id]),
       }
-      for task_id, held in enumerate(self._held)
+      for task_id, read in enumerate(self._tasks)
     }
 
   def sentences(self) -> list[str]:
-    """The report in words: one sentence for each task with something to say."""
-    cut = _cut(self.config.source_length)
-    return rows.sentences(self.report(), {"cut": cut}, _repeats)
+    """Returns one sentence for each task with skipped, cut or repeated prompts."""
+    cut = _cut_clause(self.config.source_length)
+    return examples.sentences(self.report(), {"cut": cut}, _repetition_clause)
 
-  def _row_number(self, task_id: int, ordinal: int) -> int:
-    epoch, place = divmod(ordinal, len(self._held[task_id].rows))
+  def _example_number(self, task_id: int, ordinal: int) -> int:
+    epoch, place = divmod(ordinal, len(self._tasks[task_id]))
     return int(self._order(task_id, epoch)[place]) if self.config.shuffle else place
 
-  @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the run)
+  @functools.lru_cache(maxsize=64)  # noqa: B019 (a stream lives as long as its run)
   def _order(self, task_id: int, epoch: int) -> np.ndarray:
-    held = self._held[task_id]
-    return rows.order(held.task, len(held.rows), self.config.seed, epoch)
+    read = self._tasks[task_id]
+    return examples.order(read.task, len(read), self.config.seed, epoch)
 
   @functools.cached_property
   def _fingerprint(self) -> str:
-    held = [(part.task.name, part.fingerprint) for part in self._held]
     config = self.config
-    return rows.fingerprint(
-      (held, self._task_ids.tolist(), config.seed, config.shuffle, config.source_length)
+    parts = (
+      [(read.task.name, read.fingerprint) for read in self._tasks],
+      self._task_ids.tolist(),
+      config.seed,
+      config.shuffle,
+      config.source_length,
     )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 class PromptStream:
-  """A caller's own prompts, read as they are served. Made by `of_prompts`."""
+  """A caller's own prompts, read while they are served. Made by `of_prompts`."""
 
   def __init__(
     self,
@@ -231,49 +366,49 @@ class PromptStream:
     self.total = len(prompts) if isinstance(prompts, Sequence) else None
     self._prompts, self._vocabulary = iter(prompts), vocabulary
     self._label, self._longest = label, source_length
-    self._held: dict[int, Query] = {}
+    self._kept: dict[int, Query] = {}
     self._read, self._digest = 0, hashlib.sha256()
-    self._report = rows.report(label, 0, skipped=(), cut=())
+    self._report = examples.report(label, 0, skipped=(), cut=())
 
   def __getitem__(self, index: int) -> Query:
     while self._report["rows"] <= index:
       self._read_one()
-    if index not in self._held:
-      raise IndexError(f"query {index} is not held (any more)")
-    return self._held[index]
+    if index not in self._kept:
+      raise IndexError(f"query {index} is no longer in memory")
+    return self._kept[index]
 
   def shifts(self) -> list[tuple[int, str]]:
-    """Returns the one segment that there is."""
+    """Returns the start of the only segment."""
     return [(0, self._label)]
 
   def state(self) -> dict[str, Any]:
-    """Returns how many prompts were read, and what they were."""
+    """Returns the number of prompts read so far and a digest of them."""
     return {"read": self._read, "fingerprint": self._digest.hexdigest()[:16]}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Reads the prompts once more that had been read.
+    """Reads the prompts up to the state again.
 
     Raises:
-      InputError: these are others, or fewer.
+      InputError: the prompts are different, or there are fewer.
     """
     try:
       while self._read < state["read"]:
         self._read_one()
     except IndexError as error:
-      raise _another_stream(state, self.state()) from error
+      raise _wrong_state(state, self.state()) from error
     if self.state() != state:
-      raise _another_stream(state, self.state())
+      raise _wrong_state(state, self.state())
 
   def report(self) -> dict[str, Any]:
-    """Returns what was read so far, as `QueryStream.report` does."""
+    """Returns what was read so far; see `QueryStream.report`."""
     return {self._label: {**self._report, "served": self._report["rows"]}}
 
   def sentences(self) -> list[str]:
-    """The report in words."""
-    return rows.sentences(self.report(), {"cut": _cut(self._longest)})
+    """Returns a sentence if prompts were skipped or cut."""
+    return examples.sentences(self.report(), {"cut": _cut_clause(self._longest)})
 
   def _read_one(self) -> None:
-    """Takes one more prompt, which is the next query unless it is blank."""
+    """Reads one more prompt, which becomes the next query unless it is blank."""
     index = self._report["rows"]
     prompt = next((one for one in self._prompts if one is not None), None)
     if prompt is None:
@@ -281,28 +416,28 @@ class PromptStream:
     self._read += 1
     if not isinstance(prompt, str):
       raise base.InputError(
-        f"of_prompts: prompts: received {prompt!r} as number {self._read}, expected"
-        " text."
+        f"of_prompts: prompts: prompt {self._read} is {prompt!r}, expected text."
       )
-    text = prompt.encode("utf-8", "replace").decode()  # lone surrogates are no text
+    text = prompt.encode("utf-8", "replace").decode()  # replaces lone surrogates
     self._digest.update(f"{len(text)}:{text}".encode())
     place = f"{self._label}:{self._read}"
     tokens = self._vocabulary.encode_prompt(text)
     if self._vocabulary.is_blank(tokens) or not text.strip():
-      rows.note(self._report, "skipped", f"{place}: empty: the prompt is blank")
+      skipped = f"{place}: empty: the prompt is blank"
+      examples.add_to_report(self._report, "skipped", skipped)
       return
     if len(tokens) > self._longest:
-      rows.note(self._report, "cut", place)
+      examples.add_to_report(self._report, "cut", place)
     self._report["rows"] += 1
     cut = self._vocabulary.cut_prompt(tokens, self._longest)
-    self._held[index] = Query(index, self._label, 0, text, "", cut, place)
-    self._held.pop(index - _HELD, None)
+    self._kept[index] = Query(index, self._label, 0, text, "", cut, place)
+    self._kept.pop(index - _MAX_KEPT, None)
 
 
 def make(
   config: StreamConfig | Callable[[Vocabulary], Stream], vocabulary: Vocabulary
 ) -> Stream:
-  """The stream that a config describes, or that a function makes."""
+  """Returns the stream of a config, or calls a function that makes one."""
   if isinstance(config, StreamConfig):
     return QueryStream(config, vocabulary)
   return config(vocabulary)
@@ -316,18 +451,18 @@ def of_prompts(
 ) -> PromptStream:
   """Makes a stream of a caller's own prompts: a list, a generator, a queue's `get`.
 
-  They are read as they are served, so they may be without end. A run that is
-  continued reads them once more from the first on.
+  Prompts are read while they are served, so the iterable may be infinite. A run that is
+  resumed reads them again from the first.
 
   Args:
-    prompts: texts; blank ones are skipped and counted. None says that at present
-      nothing waits, and the next one is asked for.
-    vocabulary: writes the ids.
-    label: what tables call these requests.
-    source_length: longest prompt in tokens, end-of-sequence included.
+    prompts: texts; blank ones are skipped and counted. None means that no prompt is
+      waiting at the moment, and the next one is read.
+    vocabulary: encodes the prompts.
+    label: the name of these requests in tables.
+    source_length: longest prompt in tokens, including end-of-sequence.
 
   Raises:
-    InputError: `prompts` is one text, or a setting is no length.
+    InputError: `prompts` is a single text, or `source_length` is less than 2.
   """
   if isinstance(prompts, str) or not isinstance(prompts, Iterable):
     raise base.InputError(
@@ -340,22 +475,25 @@ def of_prompts(
   return PromptStream(prompts, vocabulary, label, source_length)
 
 
-def _cut(source_length: int) -> str:
+def _cut_clause(source_length: int) -> str:
   return f"{{count}} prompts cut to {source_length} tokens"
 
 
-def _repeats(task: dict[str, Any]) -> list[str]:
-  """The clause on prompts that are served again, or not at all."""
-  served, there = task["served"], task["rows"]
-  if served < there:
-    return [f"{served} of {there} prompts are served"]
-  turns, rest = divmod(served, there)
+def _repetition_clause(account: dict[str, Any]) -> list[str]:
+  """Says how often prompts are repeated, or how many are not served."""
+  served, available = account["served"], account["rows"]
+  if served < available:
+    return [f"{served} of {available} prompts are served"]
+  turns, rest = divmod(served, available)
   often = f"{turns} or {turns + 1}" if rest else f"{turns}"
-  return [f"each of {there} prompts is served {often} times"] if served > there else []
+  if served > available:
+    return [f"each of {available} prompts is served {often} times"]
+  return []
 
 
-def _another_stream(state: dict[str, Any], expected: dict[str, Any]) -> base.InputError:
+def _wrong_state(state: dict[str, Any], expected: dict[str, Any]) -> base.InputError:
   return base.InputError(
-    f"stream: received the state {state}, expected {expected}: it is of another stream"
-    " config, vocabulary or data. Resume with what the run began with."
+    f"stream: received the state {state}, expected {expected}: it belongs to another"
+    " stream config, vocabulary or data. Resume with the settings and data with which"
+    " the run began."
   )

@@ -1,7 +1,7 @@
-"""Tokenizers of decoder-only models: `tokenizer.json`, or a SentencePiece model.
+"""Tokenizers of decoder-only models: `tokenizer.json` or a SentencePiece model.
 
-A folder of transformers says in `tokenizer_config.json`, `generation_config.json` and
-`config.json` which tokens end a sequence, and how a chat is written; all are read here.
+The end-of-sequence tokens and the chat template come from `tokenizer_config.json`,
+`generation_config.json` and `config.json` in the same folder, as in transformers.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _ENDS = ("generation_config.json", "config.json")
 
 
 class Processor(Protocol):
-  """The functions of a SentencePiece processor that a `Vocabulary` calls."""
+  """The methods of a SentencePiece processor that `Vocabulary` uses."""
 
   def EncodeAsIds(self, text: str) -> list[int]: ...
   def DecodeIds(self, ids: Sequence[int]) -> str: ...
@@ -37,7 +37,7 @@ class Processor(Protocol):
 
 
 def holds_one(path: pathlib.Path) -> bool:
-  """Whether a path is a decoder-only model's tokenizer, or a folder with one."""
+  """Whether a path is the tokenizer of a decoder-only model, or a folder with one."""
   if path.is_dir():
     return any((path / name).exists() for name in (_JSON, _MODEL))
   return path.name in (_JSON, _MODEL)
@@ -46,39 +46,40 @@ def holds_one(path: pathlib.Path) -> bool:
 def load_any(
   path: str | os.PathLike[str], extra_ids: int = 0, template: str = ""
 ) -> Vocabulary:
-  """Reads the vocabulary of a T5, or the tokenizer of a decoder-only model.
+  """Loads the vocabulary of a T5 or the tokenizer of a decoder-only model.
 
   Args:
-    path: see `Vocabulary.load` and `load`; a folder that has both is a T5's.
-    extra_ids: sentinels of a T5.
-    template: chat template of a decoder-only model.
+    path: see `Vocabulary.load` and `load`; a folder with both is read as a T5's.
+    extra_ids: number of sentinels, only for T5.
+    template: chat template, only for decoder-only models.
 
   Raises:
-    InputError: as those do, or a setting is not one of this vocabulary.
+    InputError: the files cannot be read, or a setting is for the other family.
   """
   path = pathlib.Path(path)
   if (path / FOLDER_FILE).exists() or not holds_one(path):
     if template:
       raise base.InputError(
         f"PairConfig.chat_template: received {template[:40]!r} with {path}, the"
-        " vocabulary of a T5, expected '': only decoder-only models have such."
+        " vocabulary of a T5, expected '': chat templates are for decoder-only models."
       )
     return Vocabulary.load(path, extra_ids)
   if extra_ids:
     raise base.InputError(
-      f"Vocabulary.extra_ids: received {extra_ids} with {path}, expected 0: sentinels"
-      " are a T5's."
+      f"Vocabulary.extra_ids: received {extra_ids} with {path}, expected 0: only T5"
+      " has sentinels."
     )
   return load(path, template)
 
 
 def load(path: pathlib.Path, template: str = "") -> Vocabulary:
-  """Reads the tokenizer of a decoder-only model.
+  """Loads the tokenizer of a decoder-only model.
 
   Args:
-    path: a folder of transformers, or a `tokenizer.json` or `tokenizer.model`.
-    template: "" gives prompts as they are; "own" puts each into the chat template of
-      the folder, as its user's only message; any other text is such a template, Jinja.
+    path: a folder in transformers' format, or a `tokenizer.json` or `tokenizer.model`.
+    template: "" leaves prompts unchanged; "own" applies the chat template of the
+      folder, with the prompt as the user's only message; any other text is itself a
+      Jinja template.
 
   Returns:
     The vocabulary; the same object for the same unchanged files.
@@ -86,38 +87,39 @@ def load(path: pathlib.Path, template: str = "") -> Vocabulary:
   Raises:
     InputError: a file is missing or cannot be read, no token ends a sequence, or the
       folder has no chat template.
-    MissingExtraError: `tokenizer.json` without the extra "llama", or a chat template.
+    MissingExtraError: a `tokenizer.json` or chat template without the extra "llama".
   """
   if path.is_dir():
     path = next(path / name for name in (_JSON, _MODEL) if (path / name).exists())
   files = (path, *(path.with_name(name) for name in (_SETTINGS, *_ENDS)))
   try:
-    model, *beside = files  # what stands beside it may be absent
-    held = tuple(file.read_bytes() if file.exists() else b"" for file in beside)
-    held = (model.read_bytes(), *held)
+    model, *others = files
+    # Only the model itself is required.
+    contents = tuple(file.read_bytes() if file.exists() else b"" for file in others)
+    contents = (model.read_bytes(), *contents)
   except OSError as error:
     raise base.InputError(
       f"Vocabulary.path: {file_of(error, path)} cannot be read ({error.strerror});"
       " expected a tokenizer.json or tokenizer.model."
     ) from error
-  vocabulary = _build(path, held)
+  vocabulary = _build(path, contents)
   if not template:
     return vocabulary
-  settings = _object(held[1], files[1])
+  settings = _object(contents[1], files[1])
   own = chat.own_template(path.parent, settings)
   text = own if template == OWN_TEMPLATE else template
   if text is None:
     raise base.InputError(
-      f"PairConfig.chat_template: received 'own', but {path.parent} holds no chat"
+      f"PairConfig.chat_template: received 'own', but {path.parent} has no chat"
       " template (chat_template.jinja, or in tokenizer_config.json); give the text of"
-      " one, or '' to leave prompts as they are."
+      " a template, or '' to leave prompts unchanged."
     )
   write = chat.writer(text, _special_tokens(settings, path))
   return dataclasses.replace(vocabulary, chat_template=text, template=write)
 
 
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
-  """Name -> content of the files that the tokenizer of a model folder consists of."""
+  """Returns the tokenizer's files in a model folder, by name."""
   folder = pathlib.Path(vocabulary.path).parent
   names = (_JSON, _MODEL, _SETTINGS, _ENDS[0], chat.FILE)
   return {
@@ -126,13 +128,13 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
 
 
 def file_of(error: OSError, otherwise: pathlib.Path) -> str:
-  """The file that an error names."""
+  """Returns the file name in an OSError, or `otherwise`."""
   return str(error.filename or otherwise)
 
 
 @functools.lru_cache(maxsize=8)
-def _build(path: pathlib.Path, held: tuple[bytes, ...]) -> Vocabulary:
-  model, stated, *ends = held
+def _build(path: pathlib.Path, contents: tuple[bytes, ...]) -> Vocabulary:
+  model, stated, *ends = contents
   settings = _object(stated, path.with_name(_SETTINGS))
   read = _from_json if path.suffix == ".json" else _from_sentencepiece
   processor, prefix, own_end = read(path, model, settings)
@@ -143,7 +145,7 @@ def _build(path: pathlib.Path, held: tuple[bytes, ...]) -> Vocabulary:
   if not eos_ids:
     raise base.InputError(
       f"Vocabulary.path: {path}: no token ends a sequence; expected an eos_token in"
-      f" {_SETTINGS}, or an eos_token_id in {' or '.join(_ENDS)}, beside it."
+      f" {_SETTINGS}, or an eos_token_id in {' or '.join(_ENDS)}, in the same folder."
     )
   digest = hashlib.sha256(model)
   digest.update(repr((prefix, eos_ids)).encode())
@@ -163,7 +165,7 @@ def _build(path: pathlib.Path, held: tuple[bytes, ...]) -> Vocabulary:
 def _eos_ids(
   documents: Sequence[Mapping[str, Any]], own: int | None
 ) -> tuple[int, ...]:
-  """The tokenizer's own end first, then those that generation stops at."""
+  """Returns the ids that end generation, the tokenizer's own eos_token first."""
   for document in documents:
     stated = stated_eos_ids(document)
     if stated:
@@ -173,14 +175,14 @@ def _eos_ids(
 
 
 def stated_eos_ids(document: Mapping[str, Any]) -> tuple[int, ...]:
-  """The ids that a `config.json` or `generation_config.json` says end a sequence."""
+  """Returns `eos_token_id` of a config.json or generation_config.json as a tuple."""
   stated = document.get("eos_token_id")
   ids = stated if isinstance(stated, list) else [stated]
   return tuple(int(token) for token in ids if base.is_count(token, least=0))  # pyright: ignore[reportArgumentType]
 
 
 class _TokenizersProcessor:
-  """A `tokenizer.json`, read by the library that wrote it."""
+  """A `tokenizer.json`, read with the library tokenizers."""
 
   def __init__(self, tokenizer: Any, unknown: int):
     self.tokenizer, self._unknown = tokenizer, unknown
@@ -204,7 +206,7 @@ class _TokenizersProcessor:
 def _from_json(
   path: pathlib.Path, model: bytes, settings: Mapping[str, Any]
 ) -> tuple[Processor, tuple[int, ...], int | None]:
-  """Processor, ids before a prompt, and end-of-sequence of a `tokenizer.json`."""
+  """Returns processor, prompt prefix and end-of-sequence id of a `tokenizer.json`."""
   try:
     import tokenizers
   except ImportError as error:
@@ -233,14 +235,14 @@ def _from_json(
   return _TokenizersProcessor(tokenizer, unknown or 0), prefix, ends
 
 
-_BREAK = "\n"  # a byte, with which nothing is joined
+_BREAK = "\n"  # encoded as a byte, which is never merged with the following text
 
 
 class _SentencePieceProcessor:
-  """A SentencePiece model whose control pieces may stand in texts.
+  """A SentencePiece model that also encodes the names of its control pieces.
 
-  Behind such a piece a text begins without the space that begins a prompt; with
-  `legacy`, as transformers calls it, with one.
+  SentencePiece adds a space at the beginning of a prompt. After a control piece no
+  space is added, except with transformers' setting `legacy`.
   """
 
   def __init__(
@@ -261,11 +263,12 @@ class _SentencePieceProcessor:
       if part in self._specials:
         ids.append(self._specials[part])
       elif part:
-        ids += self._behind(part) if ids else self._processor.EncodeAsIds(part)
+        ids += self._after_special(part) if ids else self._processor.EncodeAsIds(part)
     return ids
 
-  def _behind(self, text: str) -> list[int]:
-    """The ids of a text that stands behind a special token."""
+  def _after_special(self, text: str) -> list[int]:
+    """Returns the ids of a text that follows a special token."""
+    # Encoding after a line break avoids the initial space; its ids are then removed.
     count = len(self._break)
     found = self._processor.EncodeAsIds(_BREAK + text)
     if self._legacy or found[:count] != self._break:
@@ -288,7 +291,7 @@ class _SentencePieceProcessor:
 def _from_sentencepiece(
   path: pathlib.Path, model: bytes, settings: Mapping[str, Any]
 ) -> tuple[Processor, tuple[int, ...], int | None]:
-  """Processor, ids before a prompt, and end-of-sequence of a `tokenizer.model`."""
+  """Returns processor, prompt prefix and end-of-sequence id of a `tokenizer.model`."""
   processor = sentencepiece.SentencePieceProcessor()
   try:
     if not model:
@@ -312,7 +315,7 @@ def _from_sentencepiece(
 
 
 def _special_tokens(settings: Mapping[str, Any], path: pathlib.Path) -> dict[str, str]:
-  """What a chat template may write by name: bos_token, eos_token and their like."""
+  """Returns bos_token, eos_token and similar texts that a chat template may use."""
   named = {
     name: text
     for name, value in settings.items()
@@ -324,14 +327,14 @@ def _special_tokens(settings: Mapping[str, Any], path: pathlib.Path) -> dict[str
 
 
 def _token_text(stated: Any) -> str | None:
-  """The text of a token that settings name plainly, or as an object."""
+  """Returns the text of a token, which settings give as a string or an object."""
   if isinstance(stated, Mapping):
     stated = stated.get("content")
   return stated if isinstance(stated, str) else None
 
 
 def _object(data: bytes, path: pathlib.Path) -> dict[str, Any]:
-  """The object in a JSON file that may be absent."""
+  """Parses a JSON object; the file may be missing, which gives {}."""
   if not data:
     return {}
   try:

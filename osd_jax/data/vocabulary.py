@@ -1,8 +1,4 @@
-"""SentencePiece vocabularies: one object shared by the target and its drafts.
-
-Needs `sentencepiece` only. `as_seqio` gives the same vocabulary to seqio, which
-must write the same ids (tested), whichever of the two reads a stream.
-"""
+"""Vocabularies: text to token ids and back, shared by the target and its drafts."""
 
 import dataclasses
 import functools
@@ -10,7 +6,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,25 +21,25 @@ _SETTINGS_FILE = "tokenizer_config.json"
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-  """Text to ids and back, as a family of models is used to it. Made by `load`.
+  """Encodes text in the form that a family of models expects. Made by `load`.
 
-  T5's prompts end in end-of-sequence. Those of decoder-only models begin with what
-  their tokenizer puts there, and may be put into a chat template before.
+  T5's prompts end in end-of-sequence. Prompts of decoder-only models begin with the
+  tokens that their tokenizer adds, and may be wrapped in a chat template.
 
-  Two vocabularies are equal when they write the same ids, wherever they lie.
+  Two vocabularies are equal if they encode to the same ids, whatever their paths.
 
   Attributes:
     fingerprint: sha256 of the model's bytes and of `extra_ids`.
-    size: number of ids, sentinels included; a model's V may be padded beyond.
-    path: where the model was read.
+    size: number of ids including sentinels; a model's V may be padded beyond it.
+    path: the file of the model.
     extra_ids: number of T5's sentinels (`<extra_id_0>`...) after the last piece.
-    processor: a SentencePiece processor, or what has the same functions.
-    pad_id: what rows of ids are filled up with; no id of a text.
-    eos_ids: ids that end a sequence, the first one written.
-    is_causal: of decoder-only models.
+    processor: a SentencePiece processor, or an object with the same functions.
+    pad_id: fills the end of rows; not the id of any text.
+    eos_ids: ids that end a sequence; the first one is appended by `encode_with_eos`.
+    is_causal: True for decoder-only models.
     prefix: ids before every prompt of a decoder-only model.
-    chat_template: text of the template that prompts are put into; "" for none.
-    template: does so.
+    chat_template: Jinja text of the chat template; "" for none.
+    template: applies the chat template to a prompt.
   """
 
   fingerprint: str
@@ -69,14 +65,14 @@ class Vocabulary:
     Args:
       path: the `.model` file, or a folder with a `spiece.model`, as published
         checkpoints have.
-      extra_ids: sentinels to add behind the pieces; 100 for T5's checkpoints
-        where text may hold sentinels, 0 otherwise.
+      extra_ids: sentinels to add after the pieces: 100 for T5's checkpoints if
+        texts may contain sentinels, otherwise 0.
 
     Returns:
       The vocabulary; the same object for the same unchanged file.
 
     Raises:
-      ValueError: no such file, not a SentencePiece model, negative `extra_ids`,
+      InputError: no such file, not a SentencePiece model, negative `extra_ids`,
         or special ids other than pad 0 and end-of-sequence 1.
     """
     if not isinstance(extra_ids, int) or extra_ids < 0:
@@ -97,28 +93,29 @@ class Vocabulary:
     return np.asarray([*self.encode(text), self.eos_ids[0]], np.int32)
 
   def encode_prompt(self, text: str) -> np.ndarray:
-    """Returns the ids of a prompt as its model is given them, [n] int32."""
+    """Returns the ids of a prompt in the form that its model reads, [n] int32."""
     if not self.is_causal:
       return self.encode_with_eos(text)
-    if self.template is not None:  # it writes its own beginning
+    if self.template is not None:  # it writes the prefix itself
       return np.asarray(self.encode(self.template(text)), np.int32)
     return np.asarray([*self.prefix, *self.encode(text)], np.int32)
 
   def is_blank(self, prompt: np.ndarray) -> bool:
-    """Whether the ids of a prompt hold no text."""
+    """Whether the ids of a prompt contain no text."""
     return len(prompt) <= (len(self.prefix) if self.is_causal else 1)
 
   def cut_prompt(self, prompt: np.ndarray, length: int) -> np.ndarray:
     """Cuts the ids of a prompt to `length`.
 
-    T5 keeps the beginning, and end-of-sequence at the end; a decoder-only model, which
-    writes on where the prompt ends, keeps the end and the prefix.
+    For T5, keeps the beginning and appends end-of-sequence. For a decoder-only model,
+    which continues where the prompt ends, keeps the prefix and the end.
     """
     if len(prompt) <= length:
       return prompt
     if not self.is_causal:
       return np.append(prompt[: length - 1], np.int32(EOS_ID))
     kept = min(len(self.prefix), length - 1)
+    # A chat template may not have written the prefix.
     begins = tuple(prompt[:kept]) == self.prefix[:kept]
     kept = kept if begins else 0
     return np.concatenate([prompt[:kept], prompt[kept - length :]])
@@ -126,12 +123,8 @@ class Vocabulary:
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of `ids` up to the first end-of-sequence.
 
-    Args:
-      ids: token ids; padding is dropped, ids beyond `size` (a model's padded
-        rows) read as unknown.
-
-    Returns:
-      The text.
+    Padding is dropped; ids outside the vocabulary (a model's padded rows) are decoded
+    as unknown.
     """
     kept: list[int] = []
     for token in ids:
@@ -144,7 +137,7 @@ class Vocabulary:
 
   @property
   def pieces(self) -> list[str]:
-    """The piece of every id, in id order."""
+    """The piece of every id, in order."""
     return [self.processor.IdToPiece(i) for i in range(self.size)]
 
   def __deepcopy__(self, memo: dict[int, Any]) -> "Vocabulary":
@@ -152,9 +145,10 @@ class Vocabulary:
 
 
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
-  """Name -> content of what `transformers.T5Tokenizer.from_pretrained` reads.
+  """Returns the files that `transformers.T5Tokenizer.from_pretrained` reads, by name.
 
-  It takes every model for a unigram model as T5's own; of those it writes the same ids.
+  T5Tokenizer treats every SentencePiece model as a unigram model, as T5's own is. For
+  unigram models it encodes to the same ids.
   """
   pieces, unknown = vocabulary.pieces, vocabulary.processor.unk_id()
   special = {
@@ -168,7 +162,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
   settings = {
     "tokenizer_class": "T5Tokenizer",
     "extra_ids": vocabulary.extra_ids,
-    "clean_up_tokenization_spaces": False,  # text comes back as it was
+    "clean_up_tokenization_spaces": False,  # decoding returns the text unchanged
     **special,
   }
   return {
@@ -178,7 +172,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
 
 
 def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
-  """Sentinels that the tokenizer's settings beside the model ask for, if they do."""
+  """Returns `extra_ids` of the settings file next to the model, or None."""
   path = pathlib.Path(vocabulary.path).with_name(_SETTINGS_FILE)
   try:
     stated = json.loads(path.read_bytes())["extra_ids"]
@@ -187,106 +181,8 @@ def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
   return stated if base.is_count(stated, least=0) else None
 
 
-def as_seqio(vocabulary: Vocabulary, is_prompt: bool = False) -> Any:
-  """Returns the same vocabulary as a `seqio.Vocabulary`.
-
-  Its `encode_tf` calls the same SentencePiece library as `encode`: the copy
-  inside tensorflow-text breaks ties between segmentations of one score otherwise
-  ("-------" is one such text), so that training and serving would differ.
-
-  Args:
-    vocabulary: what to hand over; its file must still be there.
-    is_prompt: write prompts, where those of a decoder-only model differ from texts.
-
-  Returns:
-    The seqio vocabulary.
-
-  Raises:
-    ImportError: seqio is not installed.
-    ValueError: the file changed since it was loaded.
-  """
-  if vocabulary.is_causal:
-    return _causal_seqio_class()(vocabulary, is_prompt)
-  if Vocabulary.load(vocabulary.path, vocabulary.extra_ids) != vocabulary:
-    raise base.InputError(
-      f"Vocabulary.path: {vocabulary.path} was loaded with fingerprint"
-      f" {vocabulary.fingerprint[:12]} and has changed since; load it again."
-    )
-  return _seqio_class()(vocabulary.path, vocabulary.extra_ids)
-
-
-@functools.cache
-def _seqio_class() -> Any:
-  import seqio
-
-  class SentencePieceVocabulary(seqio.SentencePieceVocabulary):
-    """seqio's, with one SentencePiece library for both of its ways."""
-
-    def _encode_tf(self, s: Any) -> Any:
-      return _in_tensorflow(self._encode, s)
-
-  return SentencePieceVocabulary
-
-
-@functools.cache
-def _causal_seqio_class() -> Any:
-  import seqio
-  import tensorflow as tf
-
-  class CausalVocabulary(seqio.Vocabulary):
-    """A decoder-only model's: prompts begin with a prefix, nothing ends them."""
-
-    def __init__(self, vocabulary: Vocabulary, is_prompt: bool):
-      super().__init__()
-      self.vocabulary = vocabulary
-      self._write = vocabulary.encode_prompt if is_prompt else vocabulary.encode
-
-    @property
-    def bos_id(self) -> int | None:
-      return None
-
-    @property
-    def eos_id(self) -> int:
-      return self.vocabulary.eos_ids[0]
-
-    @property
-    def unk_id(self) -> int | None:
-      return self.vocabulary.processor.unk_id()
-
-    @property
-    def _base_vocab_size(self) -> int:
-      return self.vocabulary.size
-
-    def _encode(self, s: str) -> list[int]:
-      return [int(token) for token in self._write(s)]
-
-    def _decode(self, ids: Iterable[int]) -> str:
-      return self.vocabulary.decode(ids)
-
-    def _encode_tf(self, s: Any) -> Any:
-      return _in_tensorflow(self._encode, s)
-
-    def _decode_tf(self, ids: Any) -> Any:
-      return tf.numpy_function(lambda row: self.decode(row).encode(), [ids], tf.string)
-
-  return CausalVocabulary
-
-
-def _in_tensorflow(encode: Callable[[str], Sequence[int]], text: Any) -> Any:
-  """The ids [n] of a text that is a tensor."""
-  import tensorflow as tf
-
-  def encoded(text: bytes | np.ndarray) -> np.ndarray:
-    plain = text if isinstance(text, bytes) else text.item()
-    return np.asarray(encode(plain.decode("utf-8")), np.int32)
-
-  ids = tf.numpy_function(encoded, [text], tf.int32)
-  ids.set_shape([None])
-  return ids
-
-
 def _read(path: str) -> bytes:
-  """Returns the file's bytes, or a ValueError that says what is wrong."""
+  """Returns the file's bytes, or raises InputError."""
   try:
     return pathlib.Path(path).read_bytes()
   except OSError as error:
@@ -298,7 +194,7 @@ def _read(path: str) -> bytes:
 
 @functools.lru_cache(maxsize=8)
 def _build(path: str, model: bytes, extra_ids: int) -> Vocabulary:
-  """Makes the vocabulary; cached, for a processor holds a few megabytes."""
+  """Makes the vocabulary; cached, because a processor takes a few megabytes."""
   processor = sentencepiece.SentencePieceProcessor()
   try:
     if not model:
@@ -315,7 +211,7 @@ def _build(path: str, model: bytes, extra_ids: int) -> Vocabulary:
 
 
 def _with_sentinels(model: bytes, extra_ids: int) -> bytes:
-  """Adds T5's sentinels behind the pieces, last first as T5 and seqio do."""
+  """Adds T5's sentinels after the pieces, the last one first as T5 and seqio do."""
   if not extra_ids:
     return model
   from sentencepiece import sentencepiece_model_pb2  # needs protobuf
@@ -330,7 +226,7 @@ def _with_sentinels(model: bytes, extra_ids: int) -> bytes:
 def _check_special_ids(
   path: str, processor: sentencepiece.SentencePieceProcessor
 ) -> None:
-  """Every decoder here starts with pad 0 and stops at end-of-sequence 1."""
+  """Checks pad 0 and end-of-sequence 1, which T5's decoder starts and stops with."""
   found = (processor.pad_id(), processor.eos_id())
   if found != (PAD_ID, EOS_ID):
     raise base.InputError(

@@ -8,7 +8,7 @@ from typing import Any
 import rich.console
 
 from osd_jax import base, runs
-from osd_jax.data import prompts
+from osd_jax.data import batches
 from osd_jax.measuring import certificate, ledger, savings
 from osd_jax.report import page as pages_html
 from osd_jax.report import pages, plots, tables
@@ -75,7 +75,7 @@ def report_finished(
 
 
 def note_data(
-  corpus: prompts.Corpus, log: runs.MetricsLog, console: rich.console.Console
+  corpus: batches.Corpus, log: runs.MetricsLog, console: rich.console.Console
 ) -> None:
   """Says what of a corpus was skipped, cut or left out, and logs the counts."""
   for sentence in corpus.sentences:

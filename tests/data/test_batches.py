@@ -1,4 +1,4 @@
-"""Batches: every row once an epoch, in the shares asked for, resumable."""
+"""Corpora and batches: every example once per epoch, shares, resuming, cutting."""
 
 import collections
 import dataclasses
@@ -7,14 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from osd_jax.data.batches import BatchConfig, BatchStream
-from osd_jax.data.sources import TaskConfig
+from osd_jax.data.batches import BatchConfig, read_corpus
+from osd_jax.data.examples import TaskConfig, topic_examples, topic_task
 from osd_jax.data.vocabulary import Vocabulary
+from osd_tools.batches import BatchStream
 
-TASKS = (
-  TaskConfig("sql", kind="generated", topic="sql", rows=60),
-  TaskConfig("maths", kind="generated", topic="maths", rows=20),
-)
+TASKS = (topic_task("sql", rows=60), topic_task("maths", rows=20))
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +21,7 @@ def vocabulary(repository) -> Vocabulary:
 
 
 def _config(**changes) -> BatchConfig:
-  fields = {"tasks": TASKS, "batch_size": 8, "reader": "plain"}
+  fields = {"tasks": TASKS, "batch_size": 8}
   return BatchConfig(**{**fields, **changes})
 
 
@@ -53,14 +51,6 @@ def _rows(found: list) -> list[tuple]:
   ]
 
 
-def test_seqio_and_plain_give_the_same_batches(vocabulary):
-  plain, seqio = (
-    BatchStream(_config(reader=r), vocabulary) for r in ("plain", "seqio")
-  )
-  _assert_same(_take(plain, 15), _take(seqio, 15))
-  assert plain.report() == seqio.report()
-
-
 def test_shapes_and_padding(vocabulary):
   batch = BatchStream(_config(), vocabulary)[0]
   assert batch.source.shape == (8, 64) and batch.target.shape == (8, 96)
@@ -71,12 +61,10 @@ def test_shapes_and_padding(vocabulary):
 
 
 def test_rows_pair_a_prompt_with_its_own_reference(vocabulary):
-  from osd_jax.data import generated
-
   known = {
     e.prompt: e.reference
     for topic, count in (("sql", 60), ("maths", 20))
-    for e in generated.examples(topic, "train", count, 0)
+    for e in topic_examples(topic, "train", count)
   }
   batch = BatchStream(_config(), vocabulary)[0]
   for source, target in zip(batch.source, batch.target, strict=True):
@@ -145,7 +133,7 @@ def test_cut_targets_lose_their_end_and_cut_prompts_keep_it(tmp_path, vocabulary
   batch = stream[0]
   row = int(batch.source[0, -1] == 0)  # the row whose prompt is long
   assert batch.source[row, -1] == 1 and (batch.source[row, :-1] > 1).all()
-  assert (batch.target[1 - row] > 1).all(), "nothing says that it ends here"
+  assert (batch.target[1 - row] > 1).all(), "cut, so without its end"
   assert 1 in batch.target[row]
   report = stream.report()["a"]
   assert (report["cut_prompts"], report["cut_references"]) == (1, 1)
@@ -155,15 +143,15 @@ def test_cut_targets_lose_their_end_and_cut_prompts_keep_it(tmp_path, vocabulary
   ]
 
 
-def test_rows_without_reference_are_left_out_and_counted(tmp_path, vocabulary):
+def test_examples_without_reference_are_left_out_and_counted(tmp_path, vocabulary):
   task = _write(tmp_path, {"prompt": "a", "reference": "b"}, {"prompt": "c"})
   stream = BatchStream(_config(tasks=(task,)), vocabulary)
   assert stream.rows_per_epoch == 1
   assert stream.report()["a"]["without_reference"] == 1
   assert stream.sentences() == ["a: 1 without reference left out: a.jsonl:2."]
-  kept = BatchStream(_config(tasks=(task,)), vocabulary, require_reference=False)
-  assert kept.rows_per_epoch == 2
-  assert kept.report()["a"]["without_reference"] == 0 and not kept.sentences()
+  kept = read_corpus(_config(tasks=(task,)), vocabulary)
+  assert len(kept) == 2
+  assert kept.report["a"]["without_reference"] == 0 and not kept.sentences
   task = _write(tmp_path, {"prompt": "c"})
   with pytest.raises(ValueError, match="none with a reference"):
     BatchStream(_config(tasks=(task,)), vocabulary)
@@ -173,12 +161,11 @@ def test_rows_without_reference_are_left_out_and_counted(tmp_path, vocabulary):
   ("fields", "message"),
   [
     ({"tasks": ()}, "BatchConfig.tasks"),
-    ({"tasks": (TASKS[0], TASKS[0])}, "BatchConfig.tasks.*every one once"),
+    ({"tasks": (TASKS[0], TASKS[0])}, "BatchConfig.tasks.*each of them once"),
     ({"batch_size": 0}, "BatchConfig.batch_size"),
     ({"source_length": 1}, "BatchConfig.source_length"),
     ({"target_length": 0}, "BatchConfig.target_length"),
     ({"seed": -1}, "BatchConfig.seed"),
-    ({"reader": "csv"}, "BatchConfig.reader"),
     ({"batch_size": 1.5}, "BatchConfig.batch_size.*int"),
     ({"seed": "0"}, "BatchConfig.seed"),
     ({"limit_rows": True}, "BatchConfig.limit_rows"),
@@ -192,3 +179,28 @@ def test_rows_without_reference_are_left_out_and_counted(tmp_path, vocabulary):
 def test_bad_configs_are_refused_by_field(fields, message):
   with pytest.raises(ValueError, match=message):
     _config(**fields)
+
+
+# ---- Corpora
+
+
+def _corpus(folder, lines) -> BatchConfig:
+  return _config(tasks=(_write(folder, *lines),), target_length=4)
+
+
+def test_a_corpus_has_every_example_once(vocabulary, tmp_path):
+  lines = [{"prompt": f"add {n} and 1", "reference": str(n + 1)} for n in range(9)]
+  config = _corpus(tmp_path, lines)
+  for count, expected in ((None, 9), (4, 4), (100, 9)):
+    found = read_corpus(config, vocabulary, count)
+    texts = [vocabulary.decode(example.tokens) for example in found]
+    assert len(texts) == len(set(texts)) == expected
+    assert set(texts) <= {line["prompt"] for line in lines}
+
+
+def test_an_example_without_reference_has_an_empty_one(vocabulary, tmp_path):
+  lines = [{"prompt": "one"}, {"prompt": "two", "reference": "2"}]
+  found = read_corpus(_corpus(tmp_path, lines), vocabulary)
+  lengths = {vocabulary.decode(e.tokens): len(e.reference) for e in found}
+  assert lengths["one"] == 0
+  assert lengths["two"] >= 2  # negative control: the text and end-of-sequence

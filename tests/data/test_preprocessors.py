@@ -1,9 +1,13 @@
-"""Each preprocessor asks what the paper asked, and refuses what is no text."""
+"""Every preprocessor writes the paper's prompt and refuses values without text."""
 
 import pytest
 
-from osd_jax.data.jsonl import UnusableRow
-from osd_jax.data.preprocessors import PREPROCESSORS, fields_of, identity
+from osd_jax.data.preprocessors import (
+  PREPROCESSORS,
+  UnusableExample,
+  fields_of,
+  identity,
+)
 
 EXAMPLE = {"prompt": "a question", "reference": "an answer", "context": "a passage"}
 
@@ -52,15 +56,15 @@ def test_prompt_and_reference(name):
     ({"reference": {"a": 1}}, "malformed"),
   ],
 )
-def test_unusable_rows_say_which_kind(name, change, kind):
-  with pytest.raises(UnusableRow) as caught:
+def test_unusable_examples_say_which_kind(name, change, kind):
+  with pytest.raises(UnusableExample) as caught:
     PREPROCESSORS[name]({**EXAMPLE, **change})
   assert caught.value.kind == kind
 
 
 @pytest.mark.parametrize("name", sorted(PROMPTS))
-def test_a_row_without_prompt_is_malformed_never_a_bare_instruction(name):
-  with pytest.raises(UnusableRow, match="no field 'prompt'"):
+def test_an_example_without_prompt_is_malformed_not_a_bare_instruction(name):
+  with pytest.raises(UnusableExample, match="no field 'prompt'"):
     PREPROCESSORS[name]({"reference": "an answer", "context": "a passage"})
 
 
@@ -70,7 +74,7 @@ def test_a_missing_reference_is_empty_text(missing):
 
 
 def test_finance_10k_needs_its_context():
-  with pytest.raises(UnusableRow, match="no field 'context'"):
+  with pytest.raises(UnusableExample, match="no field 'context'"):
     PREPROCESSORS["finance_10k"]({"prompt": "q", "reference": "a"})
 
 
@@ -84,7 +88,7 @@ def test_finance_10k_needs_its_context():
     ("python", {"func_documentation_string": "q", "func_code_string": "a"}),
   ],
 )
-def test_the_original_field_names_are_known(name, raw):
+def test_published_field_names_are_read(name, raw):
   assert PREPROCESSORS[name](raw) == ("q", "a")
 
 
@@ -97,7 +101,7 @@ def test_the_original_field_names_are_known(name, raw):
     ("{über}\n", "ü\n"),
   ],
 )
-def test_a_template_takes_other_fields(prompt, asked):
+def test_a_template_reads_other_fields(prompt, asked):
   raw = {"question": "why?", "a b": "two words", "über": "ü"}
   assert identity(raw, prompt) == (asked, "")
 
@@ -117,17 +121,17 @@ def test_a_reference_needs_every_field(raw, written):
 
 
 @pytest.mark.parametrize("value", [7, "", " ", None, ["a"], {"a": "b"}])
-def test_a_field_of_a_template_is_text(value):
-  with pytest.raises(UnusableRow, match="'question'"):
+def test_template_fields_must_be_text(value):
+  with pytest.raises(UnusableExample, match="'question'"):
     identity({"question": value}, "{question}")
 
 
 def test_an_absent_field_of_a_template_is_named():
-  with pytest.raises(UnusableRow, match="no field 'question'"):
+  with pytest.raises(UnusableExample, match="no field 'question'"):
     identity({"prompt": "a"}, "answer: {question}")
 
 
 @pytest.mark.parametrize("template", ["{", "}", "{}", "a {b", "{a!r}", "{a:3}", "{a}}"])
-def test_what_is_no_template(template):
+def test_malformed_templates_are_refused(template):
   with pytest.raises(ValueError):
     fields_of(template)

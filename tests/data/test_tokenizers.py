@@ -3,12 +3,11 @@
 import json
 import sys
 
-import numpy as np
 import pytest
 import sentencepiece
 
 from osd_jax import assets, base
-from osd_jax.data import rows, sources, tokenizers
+from osd_jax.data import tokenizers
 
 TEXTS = ["How many singers are older than 30?", "SELECT name FROM singer", "x = 3 + 4"]
 TEMPLATE = (
@@ -124,25 +123,6 @@ def test_equal_files_are_one_vocabulary(folder, model, tmp_path_factory):
   assert tokenizers.load_any(other) != one  # it ends elsewhere
 
 
-def test_both_readers_give_the_same_rows(folder, tmp_path):
-  pytest.importorskip("seqio")
-  lines = [{"prompt": text, "reference": text[::-1]} for text in TEXTS]
-  path = tmp_path / "data.jsonl"
-  path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-  task = sources.TaskConfig(
-    name="own", kind="jsonl", data_dir=str(tmp_path), pattern=path.name
-  )
-  for template in ("", "[INST] {{ messages[0]['content'] }} [/INST]"):
-    vocabulary = tokenizers.load_any(folder, template=template)
-    plain, seqio = (
-      rows.read(task, vocabulary, reader).rows for reader in rows.READERS[::-1]
-    )
-    for one, other in zip(plain, seqio, strict=True):
-      np.testing.assert_array_equal(one.source, other.source)
-      np.testing.assert_array_equal(one.target, other.target)
-      assert one.target[-1] == 2 and one.source[-1] != 2
-
-
 def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path):
   vocabulary = tokenizers.load_any(json_tokenizer(tmp_path))
   assert vocabulary.encode_prompt("a b <|end|> c").tolist() == [0, 4, 5, 3, 6]
@@ -180,7 +160,7 @@ def test_a_template_may_be_given_as_text(folder):
     ("{{ messages[0]['content'] ", "template failed"),
     ("{{ raise_exception('only pairs of turns') }}", "only pairs of turns"),
     ("{{ messages.__class__.__mro__ }}", "template failed.*unsafe"),
-    ("own", "holds no chat template"),
+    ("own", "has no chat template"),
   ],
 )
 def test_templates_that_cannot_be_used_are_named(folder, template, match):

@@ -179,7 +179,7 @@ def decoding_of_t5() -> engine.DecodingConfig:
 def certify_config(pair_config, folder, **changes):
   tasks = tiny_online.tasks("eval", 3)
   made = evaluate.CertifyConfig(
-    prompts=BatchConfig(tasks=tasks, source_length=40, reader="plain"),
+    prompts=BatchConfig(tasks=tasks, source_length=40),
     count=6,
     pair=pair_config,
     rows=(1, 3),

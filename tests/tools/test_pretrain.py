@@ -9,29 +9,26 @@ import pytest
 import tiny_pair
 
 from osd_jax import base, runs, sharding, testing
-from osd_jax.data import generated
-from osd_jax.data.batches import BatchConfig, BatchStream
-from osd_jax.data.sources import TaskConfig
+from osd_jax.data.batches import BatchConfig
+from osd_jax.data.examples import topic_task
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.models import families, weights
 from osd_tools import pretrain
+from osd_tools.batches import BatchStream
 
 MODEL = dataclasses.replace(testing.TINY_DRAFT, vocab_size=1536)
 
 
-TASKS = tuple(
-  TaskConfig(name=topic, kind="generated", topic=topic, rows=40)
-  for topic in generated.TOPICS[:2]
-)
+TASKS = tuple(topic_task(topic, rows=40) for topic in ("maths", "sql"))
 
 
 @pytest.fixture(scope="module")
 def stream(repository) -> BatchStream:
   vocabulary = Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
-  return BatchStream(BatchConfig(TASKS, 4, 48, 48, reader="plain"), vocabulary)
+  return BatchStream(BatchConfig(TASKS, 4, 48, 48), vocabulary)
 
 
 def without_padding(batch) -> list[tuple]:
@@ -42,7 +39,7 @@ def without_padding(batch) -> list[tuple]:
 
 def config(folder, **changes) -> pretrain.PretrainConfig:
   tasks = tuple(dataclasses.replace(task, rows=8) for task in TASKS)
-  data = BatchConfig(tasks, 4, source_length=32, target_length=32, reader="plain")
+  data = BatchConfig(tasks, 4, source_length=32, target_length=32)
   return pretrain.PretrainConfig(
     **{
       "model": MODEL,

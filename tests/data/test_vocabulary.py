@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from osd_jax.data.vocabulary import Vocabulary, as_seqio
+from osd_jax.data.vocabulary import Vocabulary
 
 TEXTS = (
   "How many singers are there?",
@@ -46,27 +46,8 @@ def small(tmp_path_factory) -> Vocabulary:
   return Vocabulary.load(_train(tmp_path_factory.mktemp("small") / "small.model"))
 
 
-def _assert_as_seqio(vocabulary: Vocabulary) -> None:
-  import tensorflow as tf
-
-  theirs = as_seqio(vocabulary)
-  for text in TEXTS:
-    in_graph = theirs.encode_tf(tf.constant(text))
-    assert vocabulary.encode(text) == theirs.encode(text), text
-    assert vocabulary.encode(text) == np.asarray(in_graph).tolist(), text
-    ids = [*vocabulary.encode(text), 1, 5]
-    assert vocabulary.decode(ids) == theirs.decode(ids).replace("</s>", "")
-
-
-def test_ids_equal_seqio(demo):
-  _assert_as_seqio(demo)
-
-
-def test_ids_equal_seqio_with_t5(shared_data):
-  path = shared_data / "tokenizers/t5/spiece.model"
-  _assert_as_seqio(Vocabulary.load(path))
-  t5 = Vocabulary.load(path, extra_ids=100)
-  _assert_as_seqio(t5)
+def test_sentinels_of_t5_have_their_published_ids(shared_data):
+  t5 = Vocabulary.load(shared_data / "tokenizers/t5/spiece.model", extra_ids=100)
   assert t5.size == 32_100
   assert t5.encode("Hello world") == [8774, 296]
   assert t5.encode("see <extra_id_0>") == [217, 32_099]
@@ -140,12 +121,3 @@ def test_other_special_ids_are_refused(tmp_path):
 def test_bad_extra_ids_are_refused(demo, extra_ids):
   with pytest.raises(ValueError, match="extra_ids"):
     Vocabulary.load(demo.path, extra_ids=extra_ids)
-
-
-def test_a_changed_file_is_noticed(tmp_path, small):
-  path = tmp_path / "v.model"
-  path.write_bytes(pathlib.Path(small.path).read_bytes())
-  loaded = Vocabulary.load(path)
-  _train(path, pad_id=0, model_type="bpe")
-  with pytest.raises(ValueError, match="has changed since"):
-    as_seqio(loaded)

@@ -1,9 +1,9 @@
-"""Four seeded grammar tasks: the embedded data of the demo, no download.
+"""Generators of the demo's four topics: seeded grammars, no download.
 
-Every reference is a correct, deterministic function of its prompt: template
-text, words and numbers copied in the prompt's order, and a few small facts
-(sums, plural to singular, a sector's advice). Splits are decided by a hash of
-the prompt, so no prompt is in two of them, whatever the seeds.
+Every reference is a correct, deterministic function of its prompt: template text, words
+and numbers copied in the prompt's order, and a few small facts (sums, the singular of a
+plural, the advice for a sector). The split of an example is a hash of its prompt, so no
+prompt is in two splits, whatever the seeds.
 """
 
 import dataclasses
@@ -11,9 +11,10 @@ import hashlib
 import random
 
 from osd_jax import base
-from osd_jax.data.generated import finance, maths, python, sql
 
-_GENERATORS = {
+from . import finance, maths, python, sql
+
+GENERATORS = {
   "maths": maths.generate,
   "sql": sql.generate,
   "python": python.generate,
@@ -21,19 +22,13 @@ _GENERATORS = {
 }
 _MAX_ATTEMPTS_PER_EXAMPLE = 200
 
-TOPICS: tuple[str, ...] = tuple(_GENERATORS)
+TOPICS: tuple[str, ...] = tuple(GENERATORS)
 SPLITS: tuple[str, ...] = ("train", "eval", "stream")
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-  """One query with its right answer.
-
-  Attributes:
-    prompt: what the user asks.
-    reference: the one right output.
-    topic: one of `TOPICS`.
-  """
+  """A prompt with its only correct answer."""
 
   prompt: str
   reference: str
@@ -41,7 +36,7 @@ class Example:
 
 
 def split_of(prompt: str) -> str:
-  """Returns the only split that may hold a prompt: 80 / 10 / 10 by its hash."""
+  """Returns the split of a prompt: 80 / 10 / 10 by its hash."""
   digest = hashlib.sha256(prompt.encode("utf-8")).digest()
   bucket = int.from_bytes(digest[:8], "big") % 10
   if bucket < 8:
@@ -49,28 +44,28 @@ def split_of(prompt: str) -> str:
   return "eval" if bucket == 8 else "stream"
 
 
-def examples(topic: str, split: str, count: int, seed: int = 0) -> list[Example]:
+def generate(topic: str, split: str, count: int, seed: int = 0) -> list[Example]:
   """Draws distinct examples of one topic from one split.
 
   Args:
     topic: one of `TOPICS`.
     split: one of `SPLITS`.
     count: number of examples, >= 0.
-    seed: same seed, same examples; a shorter call is a prefix of a longer one.
+    seed: same seed, same examples; a shorter call returns a prefix of a longer one.
 
   Returns:
-    `count` examples, no prompt twice.
+    `count` examples with different prompts.
 
   Raises:
-    ValueError: unknown topic or split, negative count, or more examples asked
-      for than the grammar has.
+    InputError: unknown topic or split, negative count, or more examples than the
+      grammar can make.
   """
   _check_choice("topic", topic, TOPICS)
   _check_choice("split", split, SPLITS)
   if count < 0:
     raise base.InputError(
-      f"generated.examples: count: received {count}, expected >= 0; "
-      "ask for a number of examples"
+      f"topics.generate: count: received {count}, expected >= 0; "
+      "give a number of examples"
     )
   rng = random.Random(f"{topic}/{split}/{seed}")
   found: dict[str, Example] = {}
@@ -79,10 +74,10 @@ def examples(topic: str, split: str, count: int, seed: int = 0) -> list[Example]
     attempts += 1
     if attempts > _MAX_ATTEMPTS_PER_EXAMPLE * (count + 10):
       raise base.InputError(
-        f"generated.examples: count: received {count}, but topic {topic!r}, "
-        f"split {split!r} gave only {len(found)} distinct prompts; ask for fewer"
+        f"topics.generate: count: received {count}, but topic {topic!r}, "
+        f"split {split!r} gave only {len(found)} distinct prompts; give a lower count"
       )
-    prompt, reference = _GENERATORS[topic](rng)
+    prompt, reference = GENERATORS[topic](rng)
     if prompt not in found and split_of(prompt) == split:
       found[prompt] = Example(prompt, reference, topic)
   return list(found.values())
@@ -91,6 +86,6 @@ def examples(topic: str, split: str, count: int, seed: int = 0) -> list[Example]
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
   if value not in choices:
     raise base.InputError(
-      f"generated.examples: {field}: received {value!r}, expected one of "
+      f"topics.generate: {field}: received {value!r}, expected one of "
       f"{', '.join(choices)}; choose one of these"
     )

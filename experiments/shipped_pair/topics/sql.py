@@ -12,13 +12,13 @@ SCHEMA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "films": (("title", "genre", "language"), ("length", "budget", "rating")),
   "books": (("title", "genre", "language"), ("price", "pages", "stock")),
   "cars": (("model", "brand", "color"), ("price", "speed", "weight")),
-  "flights": (("code", "city", "country"), ("price", "first_free_slots", "delay")),
+  "flights": (("code", "city", "country"), ("price", "seats", "delay")),
   "hotels": (("name", "city", "country"), ("price", "rooms", "rating")),
   "shops": (("name", "city", "manager"), ("staff", "sales", "rent")),
   "players": (("name", "team", "country"), ("age", "goals", "salary")),
   "matches": (("code", "team", "city"), ("goals", "fans", "delay")),
   "doctors": (("name", "city", "language"), ("age", "salary", "hours")),
-  "concerts": (("title", "city", "genre"), ("price", "first_free_slots", "fans")),
+  "concerts": (("title", "city", "genre"), ("price", "seats", "fans")),
   "pets": (("name", "color", "owner"), ("age", "weight", "visits")),
 }
 _PEOPLE = ("Maria", "Tom", "Anna", "Ben", "Clara", "David", "Emma", "Felix")

@@ -1,21 +1,29 @@
-"""Generated tasks: right answers, disjoint splits, a lossless vocabulary."""
+"""The demo's topics: right answers, disjoint splits, shipped files, vocabulary."""
 
 import ast
+import gzip
 import hashlib
-import importlib.util
 import operator
 import pathlib
 import random
 import re
 import sqlite3
+import sys
 
 import pytest
 import sentencepiece
 
-from osd_jax.data import generated
-from osd_jax.data.generated import finance, python, sql
+from osd_jax import assets, base
+from osd_jax.data import examples
 
 _ROOT = pathlib.Path(__file__).parents[2]
+_FOLDER = _ROOT / "experiments" / "shipped_pair"
+sys.path.insert(0, str(_FOLDER))
+import make_topics  # noqa: E402
+import make_vocabulary  # noqa: E402
+import topics  # noqa: E402
+from topics import finance, python, sql  # noqa: E402
+
 _SAMPLES = 2000
 _MAX_PROMPT, _MAX_REFERENCE = 64, 96  # tokens, end-of-sequence included
 _SIGNS = {"above": ">", "below": "<", "at least": ">=", "at most": "<="}
@@ -28,10 +36,9 @@ def vocabulary() -> sentencepiece.SentencePieceProcessor:
 
 
 @pytest.fixture(scope="module")
-def samples() -> dict[str, list[generated.Example]]:
+def samples() -> dict[str, list[topics.Example]]:
   return {
-    topic: generated.examples(topic, "eval", _SAMPLES, seed=7)
-    for topic in generated.TOPICS
+    topic: topics.generate(topic, "eval", _SAMPLES, seed=7) for topic in topics.TOPICS
   }
 
 
@@ -289,15 +296,15 @@ def test_finance_advice_is_that_of_the_sector(samples):
 
 
 def test_splits_are_disjoint_and_near_80_10_10():
-  for topic in generated.TOPICS:
+  for topic in topics.TOPICS:
     prompts = {
-      split: {e.prompt for e in generated.examples(topic, split, 3000, seed)}
-      for split, seed in zip(generated.SPLITS, (0, 1, 2), strict=True)
+      split: {e.prompt for e in topics.generate(topic, split, 3000, seed)}
+      for split, seed in zip(topics.SPLITS, (0, 1, 2), strict=True)
     }
     assert not prompts["train"] & prompts["eval"]
     assert not prompts["train"] & prompts["stream"]
     assert not prompts["eval"] & prompts["stream"]
-  drawn = [generated.split_of(f"prompt {i}") for i in range(5000)]
+  drawn = [topics.split_of(f"prompt {i}") for i in range(5000)]
   assert abs(drawn.count("train") / 5000 - 0.8) < 0.03
   assert abs(drawn.count("eval") / 5000 - 0.1) < 0.03
 
@@ -305,38 +312,38 @@ def test_splits_are_disjoint_and_near_80_10_10():
 def test_prompt_space_is_large():
   # n draws from a space of s prompts repeat about n^2 / 2s times: s > 1e6 means
   # fewer than 200 repeats in 20,000 draws.
-  for topic, generate in generated._GENERATORS.items():
+  for topic, generate in topics.GENERATORS.items():
     rng = random.Random(0)
     repeats = 20_000 - len({generate(rng)[0] for _ in range(20_000)})
     assert repeats < 200, (topic, repeats)
 
 
-@pytest.mark.parametrize("topic", generated.TOPICS)
+@pytest.mark.parametrize("topic", topics.TOPICS)
 def test_examples_are_distinct_seeded_and_prefix_stable(topic):
-  long = generated.examples(topic, "stream", 300, seed=5)
-  assert long[:100] == generated.examples(topic, "stream", 100, seed=5)
-  assert long != generated.examples(topic, "stream", 300, seed=6)
+  long = topics.generate(topic, "stream", 300, seed=5)
+  assert long[:100] == topics.generate(topic, "stream", 100, seed=5)
+  assert long != topics.generate(topic, "stream", 300, seed=6)
   assert len({example.prompt for example in long}) == 300
   assert {example.topic for example in long} == {topic}
-  assert generated.examples(topic, "stream", 0) == []
+  assert topics.generate(topic, "stream", 0) == []
 
 
 def test_examples_are_the_same_on_every_machine_and_version():
   text = "".join(
     example.prompt + example.reference
-    for topic in generated.TOPICS
-    for example in generated.examples(topic, "train", 50, seed=0)
+    for topic in topics.TOPICS
+    for example in topics.generate(topic, "train", 50, seed=0)
   )
   assert hashlib.sha256(text.encode()).hexdigest()[:16] == "90f6df474535bd41"
 
 
 def test_unknown_names_are_refused():
   with pytest.raises(ValueError, match="topic: received 'law', expected one of maths"):
-    generated.examples("law", "train", 1)
+    topics.generate("law", "train", 1)
   with pytest.raises(ValueError, match="split: received 'test', expected one of train"):
-    generated.examples("sql", "test", 1)
+    topics.generate("sql", "test", 1)
   with pytest.raises(ValueError, match="count: received -1"):
-    generated.examples("sql", "train", -1)
+    topics.generate("sql", "train", -1)
 
 
 def test_vocabulary_layout(vocabulary):
@@ -368,11 +375,38 @@ def test_token_counts_stay_in_their_bounds(samples, vocabulary):
     assert 16 <= min(references) and max(references) <= _MAX_REFERENCE
 
 
-def test_vocabulary_script_reads_train_examples_only():
-  path = _ROOT / "experiments" / "shipped_pair" / "make_vocabulary.py"
-  spec = importlib.util.spec_from_file_location("make_vocabulary", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  prompts = list(module.training_texts(rows=100, seed=0))[::2]
+def test_vocabulary_is_trained_on_train_examples_only():
+  prompts = list(make_vocabulary.training_texts(rows=100, seed=0))[::2]
   assert len(prompts) == 400
-  assert {generated.split_of(prompt) for prompt in prompts} == {"train"}
+  assert {topics.split_of(prompt) for prompt in prompts} == {"train"}
+
+
+def _shipped(topic: str, split: str) -> bytes:
+  path = assets.resolve(f"{examples.TOPICS_DIR}/{topic}.{split}.jsonl.gz")
+  return gzip.decompress(path.read_bytes())
+
+
+@pytest.mark.parametrize("topic", topics.TOPICS)
+def test_shipped_files_are_what_the_generators_write(topic):
+  for split, count in (("train", 4000), ("eval", 1200), ("stream", 400)):
+    found = topics.generate(topic, split, count)
+    assert _shipped(topic, split) == make_topics.to_lines(found)
+
+
+def test_shipped_topics_are_read_by_name():
+  assert examples.TOPICS == topics.TOPICS
+  found = examples.topic_examples("sql", "eval", 30)
+  expected = topics.generate("sql", "eval", 30)
+  assert [(e.prompt, e.reference) for e in found] == [
+    (e.prompt, e.reference) for e in expected
+  ]
+  with pytest.raises(base.InputError, match="count: received 401, .* has 400"):
+    examples.topic_examples("sql", "stream", 401)
+  with pytest.raises(base.InputError, match="TaskConfig.pattern.*poems"):
+    examples.topic_examples("poems", "train", 1)
+
+
+@pytest.mark.slow  # generates 60,000 examples of each topic
+def test_seen_examples_are_a_seeded_choice_of_the_trained_ones():
+  for topic in topics.TOPICS:
+    assert _shipped(topic, "seen") == make_topics.to_lines(make_topics.seen(topic))

@@ -1,0 +1,484 @@
+"""Examples: what a task reads, as text and as token ids.
+
+A `TaskConfig` names one source: JSONL files (plain or gzipped, on this machine, in a
+bucket or shipped with the package), a TFDS data set, or a registered seqio Task. All
+of them give a mapping of fields, which two templates or a published preprocessor turn
+into a prompt and a reference.
+
+No example can stop a run: an unusable one is skipped, counted and reported with its
+file and line.
+"""
+
+import dataclasses
+import functools
+import glob
+import gzip
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+
+from osd_jax import assets, base, remote
+from osd_jax.data import preprocessors, seqio_source
+from osd_jax.data.preprocessors import PREPROCESSORS, UnusableExample
+from osd_jax.data.vocabulary import Vocabulary
+
+# The demo's topics, shipped as NAME.SPLIT.jsonl.gz. experiments/shipped_pair has their
+# generators, which write any number of examples.
+TOPICS = ("maths", "sql", "python", "finance")
+TOPICS_DIR = "shipped:topics"
+
+_SOURCES = ("pattern", "tfds_name", "seqio_task")
+_MAX_REPORTED_PLACES = 100  # for each count in a report
+_MAX_NAMED_PLACES = 3  # for each count in a sentence
+_PLACE = r"(.+?:\d+)(?:: \w+: (.*))?"  # location, kind, reason
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig(base.Config):
+  """One source of examples: exactly one of `pattern`, `tfds_name` and `seqio_task`.
+
+  >>> TaskConfig(name="ours", pattern="ours.jsonl", source="support").label
+  'support'
+
+  Attributes:
+    name: unique among the tasks of a run; letters, digits, "_", "." and ":".
+    source: label of its requests in logs and tables; "" uses the name.
+    split: replaces "{split}" in `pattern`; the split of a TFDS set or seqio Task.
+    preprocessor: a key of `PREPROCESSORS`.
+    prompt: template of the prompt, with field names in braces, such as
+      "summarize: {article}". Only for preprocessor "identity".
+    reference: template of the reference, which is "" if a field is missing. Only for
+      preprocessor "identity".
+    data_dir: folder of the JSONL files, "shipped:topics" for the demo's, or TFDS's data
+      folder ("": its default).
+    pattern: file name or glob of JSONL files in `data_dir`; files that end in ".gz" are
+      decompressed.
+    tfds_name: name and version of a TFDS data set, such as "gsm8k:1.0.0".
+    seqio_task: name of a registered seqio Task or Mixture. Its text features are the
+      fields; its inputs and targets are also called `prompt` and `reference`.
+    rows: reads the first `rows` usable examples; None reads all. To serve only part
+      of the data, set `StreamConfig.requests_per_task`.
+  """
+
+  name: str
+  source: str = ""
+  split: str = "train"
+  preprocessor: Annotated[str, base.OneOf(*PREPROCESSORS)] = "identity"
+  prompt: str = "{prompt}"
+  reference: str = "{reference}"
+  data_dir: str = ""
+  pattern: str = ""
+  tfds_name: str = ""
+  seqio_task: str = ""
+  rows: base.Count | None = None
+
+  def checks(self):
+    chosen = [field for field in _SOURCES if getattr(self, field)]
+    return {
+      "name": (
+        re.fullmatch(r"[\w.:]+", self.name, re.ASCII),
+        "letters, digits, '_', '.' or ':'",
+      ),
+      "pattern": (
+        len(chosen) == 1,
+        f"a value for exactly one of {', '.join(_SOURCES)}",
+      ),
+      **{name: self._check_template(name) for name in ("prompt", "reference")},
+    }
+
+  @property
+  def label(self) -> str:
+    """The name of its requests in logs and tables."""
+    return self.source or self.name
+
+  def _check_template(self, name: str) -> tuple[bool, str]:
+    """Returns whether a template is valid, and what is expected instead."""
+    template, default = getattr(self, name), getattr(type(self), name)
+    if self.preprocessor != "identity":
+      expected = f"{default!r}, since preprocessor {self.preprocessor!r} writes it"
+      return template == default, expected
+    try:
+      has_fields = bool(preprocessors.fields_of(template))
+    except ValueError:
+      has_fields = False
+    return has_fields, f"text with names of fields in braces, such as {default!r}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """One usable example as text.
+
+  Attributes:
+    location: "file:line", or "name of the data set:number".
+    example_id: the example's own field `id`, or its location without the folder.
+    prompt: the text that the target answers.
+    reference: the data set's own answer; "" if it has none.
+  """
+
+  location: str
+  example_id: str
+  prompt: str
+  reference: str = ""
+
+
+def topic_task(topic: str, split: str = "train", rows: int | None = None) -> TaskConfig:
+  """Returns the task of one of the demo's `TOPICS`.
+
+  Args:
+    topic: one of `TOPICS`.
+    split: "train", "eval" or "stream"; "seen" holds the part of the train split that
+      warms up the learner of the demo.
+    rows: None reads all that is shipped.
+  """
+  return TaskConfig(
+    f"generated_{topic}",  # seeds the order, so stored results depend on it
+    source=topic,
+    data_dir=TOPICS_DIR,
+    pattern=f"{topic}.{{split}}.jsonl.gz",
+    split=split,
+    rows=rows,
+  )
+
+
+def topic_examples(topic: str, split: str, count: int) -> list[Example]:
+  """Returns the first `count` examples of one of the demo's topics."""
+  found = list(texts(topic_task(topic, split, count)))
+  if len(found) < count:
+    raise base.InputError(
+      f"topic_examples: count: received {count}, but {topic}.{split} has {len(found)}"
+      " examples. experiments/shipped_pair/make_topics.py writes more."
+    )
+  return found
+
+
+def texts(task: TaskConfig, skipped: list[str] | None = None) -> Iterator[Example]:
+  """Yields the usable examples of a task in the order of the source.
+
+  Args:
+    task: what to read; at most `rows` usable examples.
+    skipped: if given, "location: kind: reason" is appended for every unusable example.
+
+  Raises:
+    InputError: the files or the data set cannot be read.
+    MissingExtraError: a TFDS or seqio source without the extra `data`.
+  """
+  if task.pattern:
+    source = _json_lines(task)
+  elif task.tfds_name:
+    source = seqio_source.tfds_examples(
+      task.name, task.tfds_name, task.split, task.data_dir
+    )
+  else:
+    source = seqio_source.task_examples(task.name, task.seqio_task, task.split)
+  usable = 0
+  for location, raw in source:
+    if usable == task.rows:
+      return
+    try:
+      example = _example(task, location, raw)
+    except UnusableExample as error:
+      if skipped is not None:
+        skipped.append(f"{location}: {error.kind}: {error}")
+      continue
+    usable += 1
+    yield example
+
+
+class TaskExamples:
+  """The usable examples of a task, in the order of the source.
+
+  Attributes:
+    task: its config.
+    examples: the usable ones.
+    skipped: "location: kind: reason" of each unusable one; kind is "empty" (a blank
+      line or prompt) or "malformed".
+  """
+
+  def __init__(self, task: TaskConfig, vocabulary: Vocabulary):
+    """Reads the whole task; token ids are computed when they are needed.
+
+    Raises:
+      InputError: the source cannot be read, or has no usable example.
+      MissingExtraError: a TFDS or seqio source without the extra `data`.
+    """
+    self.task, self._vocabulary = task, vocabulary
+    self.examples: list[Example] = []
+    self.skipped: list[str] = []
+    self._tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for example in texts(task, self.skipped):
+      if self._is_blank(example.prompt):
+        reason = "empty: the prompt has no tokens"
+        self.skipped.append(f"{example.location}: {reason}")
+      else:
+        self.examples.append(example)
+    if not self.examples:
+      raise base.InputError(
+        f"TaskConfig (task {task.name!r}): no usable line; {len(self.skipped)} were"
+        f" skipped, the first: {self.skipped[:3]}. Expected one JSON object per line,"
+        f" with a non-blank prompt for preprocessor {task.preprocessor!r};"
+        " TaskConfig.prompt reads it from other fields."
+      )
+
+  def __len__(self) -> int:
+    return len(self.examples)
+
+  def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids of one example.
+
+    They are computed at the first call: often few examples of a large corpus are kept,
+    and tokenisation takes longer than reading.
+
+    Returns:
+      Prompt, [n] int32 in the form that the models read; and reference, [m] int32 with
+      end-of-sequence, m >= 1.
+    """
+    if number not in self._tokens:
+      example = self.examples[number]
+      self._tokens[number] = (
+        self._vocabulary.encode_prompt(example.prompt),
+        self._vocabulary.encode_with_eos(example.reference),
+      )
+    return self._tokens[number]
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    """A digest of all token ids."""
+    digest = hashlib.sha256()
+    for number in range(len(self)):
+      for ids in self.tokens(number):
+        digest.update(len(ids).to_bytes(4, "little") + ids.tobytes())
+    return digest.hexdigest()
+
+  def _is_blank(self, prompt: str) -> bool:
+    """Whether a prompt is empty after tokenisation."""
+    # In every vocabulary a letter or digit has a token; only the rest is encoded here.
+    return not re.search(r"[A-Za-z0-9]", prompt) and self._vocabulary.is_blank(
+      self._vocabulary.encode_prompt(prompt)
+    )
+
+
+# ---- JSONL files
+
+
+def find_files(task: TaskConfig) -> list[str]:
+  """Returns the JSONL files of a task in sorted order, at least one, all readable.
+
+  Raises:
+    InputError: the folder or a match is missing or cannot be read.
+  """
+  whose = f" (task {task.name!r})"
+  pattern = task.pattern.replace("{split}", task.split)
+  folder, setting = task.data_dir, f"TaskConfig.data_dir{whose}"
+  if folder.startswith(assets.PREFIX):
+    folder = str(assets.resolve(folder, setting))
+  if remote.is_remote(folder):
+    names: list[str] = []
+    paths = [
+      str(remote.fetched(address, setting))
+      for address in remote.matching(folder, pattern, setting)
+    ]
+  else:
+    try:
+      names = sorted(os.listdir(folder or "."))
+      paths = sorted(glob.glob(os.path.join(folder, pattern)))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the pattern
+      raise base.InputError(
+        f"{setting}: received {folder!r}, expected a readable folder ({error}); give"
+        " the folder of the JSONL files."
+      ) from error
+  if not paths:
+    json_names = [name for name in names if "json" in name]
+    raise base.InputError(
+      f"TaskConfig.pattern{whose}: received {pattern!r}, which no file in"
+      f" {folder!r} matches; its JSON files are {json_names[:20]}. Correct the pattern,"
+      " the split or data_dir."
+    )
+  for path in paths:
+    try:
+      with open(path, "rb"):
+        pass
+    except OSError as error:
+      raise base.InputError(
+        f"TaskConfig.pattern{whose}: received {pattern!r}, expected readable files, but"
+        f" {path} cannot be read ({error.strerror})."
+      ) from error
+  return paths
+
+
+def _json_lines(task: TaskConfig) -> Iterator[tuple[str, bytes]]:
+  """Yields "file:line number" and the undecoded line, for every line of the files."""
+  for path in find_files(task):
+    opened = gzip.open if path.endswith(".gz") else open
+    try:
+      with opened(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+          if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+          yield f"{path}:{number}", line
+    except (OSError, EOFError, zlib.error) as error:
+      raise base.InputError(
+        f"TaskConfig.pattern (task {task.name!r}): {path} cannot be read ({error});"
+        " expected a complete file, gzipped if its name ends in .gz."
+      ) from error
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+  """Returns the JSON object of one line.
+
+  Raises:
+    UnusableExample: a blank line, not UTF-8, not JSON, or not an object.
+  """
+  if not line.strip():
+    raise UnusableExample("empty", "blank line")
+  try:
+    raw = json.loads(line.decode("utf-8"))
+  except UnicodeDecodeError as error:
+    raise UnusableExample("malformed", f"not UTF-8 at byte {error.start}") from error
+  except RecursionError as error:
+    raise UnusableExample("malformed", "JSON nested too deeply") from error
+  except ValueError as error:
+    raise UnusableExample("malformed", f"not JSON: {error}") from error
+  if not isinstance(raw, dict):
+    raise UnusableExample(
+      "malformed", f"expected a JSON object, received {type(raw).__name__}"
+    )
+  return raw
+
+
+def _example(
+  task: TaskConfig, location: str, raw: bytes | Mapping[str, Any]
+) -> Example:
+  """Parses a line if it is one, and applies the task's preprocessor."""
+  if isinstance(raw, bytes):
+    raw = parse_line(raw)
+  if task.preprocessor == "identity":
+    prompt, reference = preprocessors.identity(raw, task.prompt, task.reference)
+  else:
+    prompt, reference = PREPROCESSORS[task.preprocessor](raw)
+  try:
+    (prompt + reference).encode("utf-8")
+  except UnicodeEncodeError as error:
+    reason = "a lone surrogate in prompt or reference is no text"
+    raise UnusableExample("malformed", reason) from error
+  own_id = raw.get("id")
+  if isinstance(own_id, bool) or not isinstance(own_id, str | int):
+    own_id = os.path.basename(location)
+  example_id = str(own_id).encode("utf-8", "replace").decode()
+  return Example(location, example_id, prompt, reference)
+
+
+# ---- What streams and batches share
+
+
+def unique_tasks(configs: Iterable[TaskConfig]) -> tuple[TaskConfig, ...]:
+  """Returns the different tasks in order of appearance.
+
+  Raises:
+    InputError: two different tasks have the same name.
+  """
+  found = tuple(dict.fromkeys(configs))
+  names = [task.name for task in found]
+  repeated = sorted({name for name in names if names.count(name) > 1})
+  if repeated:
+    raise base.InputError(
+      f"TaskConfig.name: two different tasks of one run are called {repeated}; give"
+      " each its own name (requests may share a `source` label)."
+    )
+  return found
+
+
+def order(task: TaskConfig, count: int, seed: int, epoch: int) -> np.ndarray:
+  """Returns the shuffled order of a task's examples in one epoch, [count].
+
+  It depends on the task's name but not on the other tasks of the run, so adding a task
+  does not reorder the others.
+  """
+  name = int.from_bytes(hashlib.sha256(task.name.encode()).digest()[:4], "big")
+  return np.random.default_rng([seed, name, epoch]).permutation(count)
+
+
+def ordinals(task_ids: np.ndarray) -> np.ndarray:
+  """Returns how often each entry occurred earlier in the array, [total] int64.
+
+  >>> ordinals(np.array([0, 0, 1, 0])).tolist()
+  [0, 1, 0, 2]
+  """
+  before = np.zeros(len(task_ids), np.int64)
+  for task_id in np.unique(task_ids):
+    same = task_ids == task_id
+    before[same] = np.arange(np.sum(same))
+  return before
+
+
+def are_shares(weights: Sequence[float], count: int) -> bool:
+  """Whether `weights` are `count` finite positive numbers."""
+  return len(weights) == count and all(0 < share < np.inf for share in weights)
+
+
+def report(source: str, rows: int, **places: Sequence[str]) -> dict[str, Any]:
+  """Returns a JSON-able account of what was read of a task.
+
+  Args:
+    source: label of its requests in tables.
+    rows: number of usable examples.
+    **places: for each name of a count, the locations of the examples counted.
+
+  Returns:
+    `source`, `rows`, one count per name, and `places`: the first 100 of each.
+  """
+  account = {"source": source, "rows": rows, **dict.fromkeys(places, 0), "places": {}}
+  for name, located in places.items():
+    for place in located:
+      add_to_report(account, name, place)
+  return account
+
+
+def add_to_report(account: dict[str, Any], name: str, place: str) -> None:
+  """Increments one count of a report."""
+  account[name] += 1
+  named = account["places"].setdefault(name, [])
+  if len(named) < _MAX_REPORTED_PLACES:
+    named.append(place)
+
+
+def sentences(
+  reports: Mapping[str, dict[str, Any]],
+  clauses: Mapping[str, str],
+  more_clauses: Callable[[dict[str, Any]], list[str]] = lambda account: [],
+) -> list[str]:
+  """Writes one sentence for each task whose examples were not all used as they are.
+
+  Args:
+    reports: the `report` of every task.
+    clauses: by name of the count, text with "{count}".
+    more_clauses: returns further clauses for one report.
+  """
+  found = []
+  for account in reports.values():
+    lines = account["rows"] + account["skipped"]
+    every = {"skipped": f"{{count}} of {lines} lines skipped", **clauses}
+    parts = [
+      f"{text.format(count=account[name])}: {_first_places(account, name)}"
+      for name, text in every.items()
+      if account[name]
+    ]
+    if parts := [*parts, *more_clauses(account)]:
+      found.append(f"{account['source']}: {'; '.join(parts)}.")
+  return found
+
+
+def _first_places(account: Mapping[str, Any], name: str) -> str:
+  """Names the first places of a count, without their folders."""
+  named = []
+  for place in account["places"][name][:_MAX_NAMED_PLACES]:
+    line = re.fullmatch(_PLACE, place, re.DOTALL)
+    location, reason = line.groups("") if line else (place, "")
+    named.append(f"{os.path.basename(location)} {reason}".strip())
+  more = account[name] - len(named)
+  return ", ".join([*named, f"and {more} more"] if more else named)

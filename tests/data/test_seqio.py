@@ -1,0 +1,275 @@
+"""TFDS data sets and seqio Tasks as sources, and our examples as a seqio Task."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny_pair
+
+from osd_jax import base
+from osd_jax.data import examples, tokenizers
+from osd_jax.data.examples import TaskConfig, TaskExamples
+from osd_jax.data.vocabulary import Vocabulary
+
+pytest.importorskip("seqio", reason="the extra `data` is not installed")
+
+LINES = [
+  json.dumps({"prompt": "How many?", "reference": "SELECT 1", "id": "own-1"}),
+  json.dumps({"prompt": "naïve 東京\u0000", "reference": "a\u0000"}),
+  "not json",
+  json.dumps({"prompt": "no reference"}),
+  json.dumps({"prompt": "-------", "reference": "-------"}),  # a tie of two encodings
+  json.dumps({"prompt": "x " * 400, "reference": "y " * 400, "id": 7}),
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(repository) -> Vocabulary:
+  return Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
+
+
+@pytest.fixture
+def jsonl_task(tmp_path) -> TaskConfig:
+  (tmp_path / "q.train.jsonl").write_text("\n".join(LINES) + "\n")
+  return TaskConfig("q", data_dir=str(tmp_path), pattern="q.{split}.jsonl")
+
+
+@pytest.fixture(scope="module")
+def tfds_task(tmp_path_factory) -> TaskConfig:
+  """A TFDS data set built for the test, with a field that is not text."""
+  from osd_jax.data import seqio_source
+
+  seqio_source.import_seqio()
+  import tensorflow_datasets as tfds
+
+  folder = str(tmp_path_factory.mktemp("tfds"))
+  rows = [
+    {"question": f"What is {i}?", "answer": f"It is {i}.", "level": i}
+    for i in range(20)
+  ]
+  rows[3]["question"] = "   "
+  tfds.dataset_builders.store_as_tfds_dataset(
+    name="tiny_qa",
+    version="1.0.0",
+    features=tfds.features.FeaturesDict(
+      {
+        "question": tfds.features.Text(),
+        "answer": tfds.features.Text(),
+        "level": np.int64,
+      }
+    ),
+    split_datasets={"train": list(enumerate(rows))},
+    data_dir=folder,
+  )
+  return TaskConfig(
+    "tiny", tfds_name="tiny_qa:1.0.0", data_dir=folder, preprocessor="gsm8k"
+  )
+
+
+def _run_python(code):
+  return subprocess.run(
+    [sys.executable, "-c", code],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=False,
+  )
+
+
+def test_importing_seqio_prints_nothing():
+  done = _run_python(
+    "import sys; from osd_jax.data import seqio_source; seqio_source.import_seqio();"
+    "print('heard', file=sys.stderr)"
+  )
+  assert done.stderr.strip() == "heard"
+
+
+def test_output_of_a_failed_import_is_shown():
+  done = _run_python(
+    "import os; from osd_jax.data import seqio_source\n"
+    "with seqio_source._silent_stderr():\n  os.write(2, b'the cause'); raise OSError"
+  )
+  assert "the cause" in done.stderr and "OSError" in done.stderr
+
+
+def test_without_seqio_the_error_names_the_extra(monkeypatch, tfds_task, vocabulary):
+  monkeypatch.setitem(sys.modules, "seqio", None)
+  with pytest.raises(base.MissingExtraError, match=r"osd-jax\[data\]"):
+    TaskExamples(tfds_task, vocabulary)
+
+
+# ---- Sources
+
+
+def test_tfds_examples_are_read_and_unusable_ones_skipped(tfds_task, vocabulary):
+  found = TaskExamples(tfds_task, vocabulary)
+  expected = {(f"What is {i}?", f"It is {i}.") for i in range(20) if i != 3}
+  assert {(e.prompt, e.reference) for e in found.examples} == expected
+  (skipped,) = found.skipped
+  assert skipped.startswith("tfds.tiny_qa:1.0.0.train:")
+  assert skipped.endswith(": empty: 'question' is blank")
+
+
+def test_templates_read_the_fields_of_tfds(tfds_task, vocabulary):
+  task = dataclasses.replace(
+    tfds_task,
+    preprocessor="identity",
+    prompt="answer: {question}",
+    reference="{answer} {{sure}}",
+    rows=5,
+  )
+  found = TaskExamples(task, vocabulary).examples
+  possible = {(f"answer: What is {i}?", f"It is {i}. {{sure}}") for i in range(20)}
+  assert len(found) == 5 and {(e.prompt, e.reference) for e in found} < possible
+
+
+@pytest.mark.parametrize("changes", [{"tfds_name": "no such set"}, {"split": "dev"}])
+def test_missing_tfds_set_is_named_in_one_line(tfds_task, changes):
+  task = dataclasses.replace(tfds_task, **changes)
+  match = rf"TaskConfig\.tfds_name .*{'.*'.join(changes.values())}"
+  with pytest.raises(base.InputError, match=match) as caught:
+    list(examples.texts(task))
+  assert len(str(caught.value).splitlines()) == 1
+
+
+def _add_task(name: str, *preprocessors) -> None:
+  """Registers a Task that someone else might have made, with seqio's vocabulary."""
+  import seqio
+  import tensorflow as tf
+
+  def dataset(split, shuffle_files, seed=None):
+    rows = {"inputs": ["Add 1.", " ", "Add 2."], "targets": ["2", "x", "3"]}
+    return tf.data.Dataset.from_tensor_slices({**rows, "level": [1, 2, 3]})
+
+  seqio.TaskRegistry.add(
+    name,
+    source=seqio.FunctionDataSource(dataset, splits=["test"]),
+    preprocessors=list(preprocessors),
+    output_features={
+      key: seqio.Feature(seqio.ByteVocabulary()) for key in ("inputs", "targets")
+    },
+  )
+
+
+def test_registered_seqio_task_is_a_source(vocabulary):
+  import seqio
+
+  whole = (seqio.preprocessors.tokenize, seqio.preprocessors.append_eos)
+  _add_task("theirs", *whole)
+  # This one keeps no texts, so they are decoded with the Task's own vocabulary.
+  drop = seqio.map_over_dataset(lambda x: {k: x[k] for k in ("inputs", "targets")})
+  _add_task("ids_only", *whole, drop)
+  for name in ("theirs", "ids_only"):
+    task = TaskConfig("t", seqio_task=name, split="test")
+    found = TaskExamples(task, vocabulary)
+    pairs = [(e.prompt, e.reference) for e in found.examples]
+    assert pairs == [("Add 1.", "2"), ("Add 2.", "3")]
+    assert found.skipped == [f"seqio.{name}.test:2: empty: 'prompt' is blank"]
+
+
+@pytest.mark.parametrize("fields", [{"seqio_task": "absent"}, {"split": "dev"}])
+def test_missing_seqio_task_is_named(fields):
+  import seqio
+
+  if "known" not in seqio.TaskRegistry.names():
+    _add_task("known")
+  with pytest.raises(base.InputError, match=r"TaskConfig\.seqio_task \(task 't'\)"):
+    list(examples.texts(TaskConfig("t", **{"seqio_task": "known", **fields})))
+
+
+# ---- Export
+
+
+def _exported(task: TaskConfig, vocabulary: Vocabulary, name: str) -> list:
+  import seqio
+
+  from osd_jax.data import seqio_export
+
+  assert seqio_export.register(task, vocabulary, name) == name
+  dataset = seqio.get_mixture_or_task(name).get_dataset(
+    sequence_length=None, split=task.split, shuffle=False
+  )
+  return list(dataset.as_numpy_iterator())
+
+
+def test_exported_task_has_the_ids_of_a_run(jsonl_task, vocabulary, tfds_task):
+  for task in (jsonl_task, dataclasses.replace(jsonl_task, rows=2), tfds_task):
+    expected = TaskExamples(task, vocabulary)
+    exported = _exported(task, vocabulary, f"export_{task.name}_{task.rows}")
+    assert len(exported) == len(expected) > 0
+    for number, (ours, theirs) in enumerate(
+      zip(expected.examples, exported, strict=True)
+    ):
+      prompt, reference = expected.tokens(number)
+      assert theirs["inputs"].tolist() == prompt.tolist()
+      assert theirs["targets"].tolist() == reference.tolist()
+      assert theirs["inputs_pretokenized"].decode() == ours.prompt
+      assert theirs["targets_pretokenized"].decode() == ours.reference
+      assert theirs["example_id"].decode() == ours.example_id
+      assert theirs["location"].decode() == ours.location
+
+
+def test_exported_task_of_a_decoder_only_model_leaves_prompts_open(
+  jsonl_task, tmp_path
+):
+  (tmp_path / "llama").mkdir()
+  path = tmp_path / "llama" / "tokenizer.model"
+  path.write_bytes(tiny_pair.llama_tokenizer())
+  for template in ("", "[INST] {{ messages[0]['content'] }} [/INST]"):
+    vocabulary = tokenizers.load_any(path, template=template)
+    ours = TaskExamples(jsonl_task, vocabulary)
+    exported = _exported(jsonl_task, vocabulary, f"llama{len(template)}")
+    assert len(exported) == len(ours)
+    for number, theirs in enumerate(exported):
+      prompt, reference = ours.tokens(number)
+      assert theirs["inputs"].tolist() == prompt.tolist() and prompt[-1] != 2
+      assert theirs["targets"].tolist() == reference.tolist() and reference[-1] == 2
+
+
+def test_exported_task_is_a_source_of_the_same_examples(jsonl_task, vocabulary):
+  _exported(jsonl_task, vocabulary, "there_and_back")
+  back = TaskExamples(TaskConfig("q", seqio_task="there_and_back"), vocabulary)
+  ours = TaskExamples(jsonl_task, vocabulary)
+  assert back.fingerprint == ours.fingerprint and len(back) == 5
+
+
+def test_exported_task_cuts_prompts_before_their_end(jsonl_task, vocabulary):
+  import seqio
+
+  from osd_jax.data import seqio_export
+
+  name = seqio_export.register(dataclasses.replace(jsonl_task, name="cut"), vocabulary)
+  task = seqio.get_mixture_or_task(name)
+  lengths = {"inputs": 16, "targets": 16}
+  dataset = task.get_dataset(lengths, split="train", shuffle=False)
+  *_, last = dataset.as_numpy_iterator()
+  assert last["inputs"].tolist() == [*vocabulary.encode("x " * 400)[:15], 1]
+  assert len(last["targets"]) == 16 and 1 not in last["targets"]
+  feature = task.output_features["inputs"]
+  assert feature.vocabulary.decode(last["inputs"].tolist()).startswith("x x")
+
+
+def test_registering_another_definition_is_refused(jsonl_task, vocabulary):
+  from osd_jax.data import seqio_export
+
+  task = dataclasses.replace(jsonl_task, name="again")
+  for _ in range(2):
+    seqio_export.register(task, vocabulary)
+  others = (
+    (dataclasses.replace(task, rows=1), vocabulary),
+    (task, Vocabulary.load(vocabulary.path, extra_ids=2)),
+  )
+  for other in others:
+    with pytest.raises(base.InputError, match="'again' is already registered"):
+      seqio_export.register(*other)
+
+
+def test_export_names_missing_files(tmp_path, vocabulary):
+  from osd_jax.data import seqio_export
+
+  task = TaskConfig("absent", data_dir=str(tmp_path), pattern="a.jsonl")
+  with pytest.raises(base.InputError, match=r"TaskConfig\.pattern .*a\.jsonl"):
+    seqio_export.register(task, vocabulary)

@@ -230,7 +230,7 @@ FAULTS = [
   # Records and learning.
   Fault(
     "blocks of entries that tie are left unsorted",
-    "  chosen = jnp.sort(chosen, axis=-1)  # of entries that tie the first are kept\n",
+    "  chosen = jnp.sort(chosen, axis=-1)\n",
     "",
     RECORDS,
   ),

@@ -1,4 +1,4 @@
-"""Records: what is kept of the target's distributions at emitted positions."""
+"""Records of the target's distributions at emitted positions."""
 
 import functools
 
@@ -8,26 +8,26 @@ from jaxtyping import Array, Float, Int
 
 from osd_jax import base, native, sharding
 
-_BLOCK = 32  # entries that `from_logits` takes the largest of at once
+_BLOCK = 32  # entries per block in the search for the largest
 
 
 def from_logits(logits: Float[Array, "B n V"], kept: int) -> base.Records:
-  """Truncates target rows to what the buffer keeps.
+  """Truncates target rows to their k most probable tokens.
 
   Args:
     logits: [B, n, V] raw target logits.
     kept: k <= V.
 
   Returns:
-    Records [B, n] with log-softmax at temperature 1, no errors.
-    The tail is a sum over the tokens left out, not 1 minus the others.
+    Records [B, n] with log-softmax at temperature 1, no errors. The tail is summed over
+    the tokens left out: 1 minus the kept mass would round a tiny tail away.
   """
   logits = logits.astype(jnp.float32)
   top, ids = _top_k(logits, kept)
   largest, least = top[..., :1], top[..., -1:]
   masses = jnp.exp(logits - largest)
   total = jnp.sum(masses, axis=-1)
-  # Of tokens that tie with the last one kept, some may be kept and some not.
+  # Some of the tokens that tie with the last kept one may be left out.
   ties = jnp.sum(logits == least, axis=-1) - jnp.sum(top == least, axis=-1)
   others = jnp.sum(jnp.where(logits < least, masses, 0.0), axis=-1)
   tail = (others + ties * jnp.exp(least - largest)[..., 0]) / total
@@ -42,7 +42,7 @@ def from_logits(logits: Float[Array, "B n V"], kept: int) -> base.Records:
 def _top_k(
   logits: Float[Array, "B n V"], kept: int
 ) -> tuple[Float[Array, "B n k"], Int[Array, "B n k"]]:
-  """`jax.lax.top_k`; where the vocabulary is split, each part's first, then theirs."""
+  """`jax.lax.top_k`; a split vocabulary is searched in each part first."""
   parts = sharding.vocab_shards(logits.shape[-1])
   if parts > 1 and kept <= logits.shape[-1] // parts:
     first = functools.partial(_first_of_all_parts, kept)
@@ -56,13 +56,15 @@ def _top_k(
 def _top_k_by_blocks(
   logits: Float[Array, "B n V"], kept: int
 ) -> tuple[Float[Array, "B n k"], Int[Array, "B n k"]]:
-  """Of the k blocks with the largest entries, in half the time: searches are scalar.
+  """Searches only the k blocks with the largest maxima, in half the time on a CPU.
 
-  Where entries that tie lie in more blocks than these, others of them may be kept.
+  XLA's search is scalar there, but maxima are vectorised. If tied entries are in more
+  than k blocks, other ones of them may be kept than by a search of the whole row.
   """
   blocks = logits.reshape(*logits.shape[:-1], -1, _BLOCK)
   _, chosen = _searched(jnp.max(blocks, axis=-1), kept)
-  chosen = jnp.sort(chosen, axis=-1)  # of entries that tie the first are kept
+  # In ascending order, so that the first of tied entries is kept, as by `top_k`.
+  chosen = jnp.sort(chosen, axis=-1)
   found = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
   top, at = _searched(found.reshape(*logits.shape[:-1], -1), kept)
   block = jnp.take_along_axis(chosen, at // _BLOCK, axis=-1)
@@ -72,16 +74,16 @@ def _top_k_by_blocks(
 def _searched(
   values: Float[Array, "B n V"], kept: int
 ) -> tuple[Float[Array, "B n k"], Int[Array, "B n k"]]:
-  """`jax.lax.top_k`, kept apart from what reads its result."""
-  # A barrier keeps XLA CPU from fusing the search with what reads its result, which
-  # turns it into a sort: ten times the cost of all the rest here. One for each result:
-  # over logits that are split by vocabulary, XLA dies of one for both.
+  """`jax.lax.top_k` behind a barrier."""
+  # Without a barrier XLA CPU fuses the search with its consumers and turns it into a
+  # sort, which costs ten times as much as everything else here. Each result has its own
+  # barrier, because one for both aborts XLA if the vocabulary is split.
   top, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(values, kept))
   return top, ids
 
 
 def _first_of_all_parts(kept: int, part: jax.Array, number: jax.Array):
-  """The largest entries and their ids, of one device's part and the others' largest."""
+  """The largest entries and their ids, from the candidates of every device's part."""
   top, ids = jax.lax.top_k(part, kept)
   ids = ids + number * part.shape[-1]
   top, ids = (jax.lax.all_gather(x, "model", axis=2, tiled=True) for x in (top, ids))
@@ -92,7 +94,7 @@ def _first_of_all_parts(kept: int, part: jax.Array, number: jax.Array):
 def empty(
   rows: int, positions: int, record_top_k: int, vocab_size: int
 ) -> base.Records | None:
-  """Zeroed records [rows, positions], None where k is 0."""
+  """Returns zeroed records [rows, positions], or None if k is 0."""
   if record_top_k == 0:
     return None
   shape = (rows, positions)
@@ -113,16 +115,16 @@ def teacher_forced(
   tokens: Int[Array, "R T"],
   record_top_k: int,
 ) -> base.DistillationBatch:
-  """Rows for the loss from given texts, by one forward pass of the target.
+  """Returns rows for the loss from given texts, by one forward pass of the target.
 
-  For texts that verification did not judge: references of a warm start, or text that
+  For texts without records of a verification: references of a warm start, or text that
   the draft wrote (`student` sampling).
 
   Args:
     target: the target model (static).
-    params: its parameters.
+    params: the target's parameters.
     source: [R, S] int32.
-    tokens: [R, T] int32, padded as sources are; padding with tokens behind it is one.
+    tokens: [R, T] int32, padded as sources are; a pad id before a token is a token.
     record_top_k: k (static).
 
   Returns:

@@ -1,8 +1,8 @@
 """Processed distributions and the random draws made from them.
 
-The distribution that is sampled is the distribution that is divided by: temperature,
-then top-k, then top-p, then softmax, in float32. Every draw is a function of (request
-seed, absolute position, purpose), so a row never depends on its batch mates.
+Sampling and acceptance use the same distributions: temperature, then top-k, then top-p,
+then softmax, in float32. Every draw is a function of (request seed, absolute position,
+purpose), so a row never depends on its batch mates.
 """
 
 import enum
@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 
 from osd_jax import base, native
 
-_BLOCK = 128  # entries that `arg_max` takes the largest of at once
+_BLOCK = 128  # entries per block in `arg_max` and `_at_share`
 
 
 class Purpose(enum.IntEnum):
-  """What a random draw is for; two purposes never share noise."""
+  """Purpose of a random draw; two purposes never share noise."""
 
   DRAFT = 0
   ACCEPT = 1
@@ -54,7 +54,8 @@ def make_settings(
       )
 
   def full(value: float, dtype: type) -> Any:
-    # numpy: made for every request, and each eager jnp call costs a dispatch.
+    # numpy, because settings are made for every request, and each eager jnp call would
+    # cost a dispatch.
     return np.full((rows,), value, dtype)
 
   return base.SamplingSettings(
@@ -69,46 +70,45 @@ def make_settings(
 def processed_probs(
   logits: Float[Array, "B n V"], settings: base.SamplingSettings
 ) -> Float[Array, "B n V"]:
-  """The distributions that decide sampling and acceptance.
+  """Returns the distributions that decide sampling and acceptance.
 
   Args:
     logits: [B, n, V] raw.
     settings: per-row settings. A greedy row becomes one-hot at its arg max.
 
   Returns:
-    [B, n, V] float32; each row sums to 1, or to 0 where a logit is NaN or +inf, or
-    all are -inf.
+    [B, n, V] float32; each row sums to 1, or to 0 if a logit is NaN or +inf, or all are
+    -inf.
   """
   logits = logits.astype(jnp.float32)
   temperature = settings.temperature[:, None, None]
   greedy = temperature == 0
   largest = jnp.max(logits, -1, keepdims=True)
-  # The largest becomes 0 first: no temperature, however small, makes it overflow.
+  # The largest becomes 0 first, so that no small temperature makes it overflow.
   scaled = (logits - largest) / jnp.where(greedy, 1.0, temperature)
   filters = jnp.any((settings.top_k > 0) | (settings.top_p < 1))
-  # The search is only paid for when some row asks for a filter.
+  # The search runs only if some row has a filter.
   scaled = jax.lax.cond(filters, _filter, lambda x, _: x, scaled, settings)
   choice = jax.lax.cond(jnp.any(greedy), arg_max, _no_choice, logits)[..., None]
   others = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) != choice
   masses = jnp.exp(scaled + jnp.where(greedy & others, -jnp.inf, 0.0))
-  # A NaN, also one that the maximum has lost (XLA CPU does), and +inf spoil the sum.
+  # A NaN or +inf makes the sum NaN, even where the maximum of XLA CPU loses a NaN.
   total = jnp.sum(masses, axis=-1, keepdims=True)
   return jnp.where(jnp.isfinite(total), masses / total, 0.0)
 
 
 def _no_choice(logits: Float[Array, "B n V"]) -> Int[Array, "B n"]:
-  """In place of `arg_max` where no row is greedy."""
+  """Stands in for `arg_max` if no row is greedy."""
   return jnp.zeros(logits.shape[:-1], jnp.int32)
 
 
 def _filter(
   logits: Float[Array, "B n V"], settings: base.SamplingSettings
 ) -> Float[Array, "B n V"]:
-  """Sets logits outside top-k, then outside top-p of what is left, to -inf.
+  """Sets logits outside top-k, then outside top-p of the rest, to -inf.
 
-  Ties with the last one stay in, and NaNs. The largest logit is 0. Nothing is sorted:
-  that takes five times as long on a CPU, and moves whole vocabularies where they are
-  split.
+  Ties with the last kept logit are kept, and so are NaNs. The largest logit must be 0.
+  A sort would take five times as long on a CPU, and would gather split vocabularies.
   """
   size, rank = logits.shape[-1], _ranks(logits)
   top_k, top_p = settings.top_k[:, None, None], settings.top_p[:, None, None]
@@ -116,14 +116,14 @@ def _filter(
   least = _least_rank(rank, jnp.ones_like(logits), kept)
   mass = jnp.where(rank >= least, jnp.exp(logits), 0.0)
   wanted = top_p * jnp.sum(mass, axis=-1, keepdims=True)
-  # A sum is rounded; a row without top-p loses nothing to that, so it does not notice
-  # whether a batch mate asked for a filter.
+  # Sums are rounded, so a row without top-p skips the search: its distribution must not
+  # depend on the filter of a batch mate.
   least = jnp.where(top_p < 1, _least_rank(rank, mass, wanted), least)
   return jnp.where((rank >= least) | jnp.isnan(logits), logits, -jnp.inf)
 
 
 def _ranks(values: Float[Array, "B n V"]) -> UInt32[Array, "B n V"]:
-  """Unsigned numbers in the order of the values: their bits, negatives turned over."""
+  """Unsigned integers in the order of the values: their bits, negatives inverted."""
   values = jnp.where(values == 0, 0.0, values)  # -0 and 0 are one value
   bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
   sign = jnp.uint32(1 << 31)
@@ -133,8 +133,9 @@ def _ranks(values: Float[Array, "B n V"]) -> UInt32[Array, "B n V"]:
 def _least_rank(
   rank: UInt32[Array, "B n V"], mass: Float[Array, "B n V"], wanted: Float[Array, "..."]
 ) -> UInt32[Array, "B n 1"]:
-  """The largest rank that has, with all above it, so much mass; bit by bit."""
+  """The largest rank such that it and all ranks above it have the wanted mass."""
 
+  # The rank is found bit by bit, from the highest.
   def with_bit(index, found):
     tried = found | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
     above = jnp.sum(jnp.where(rank >= tried, mass, 0.0), axis=-1, keepdims=True)
@@ -144,13 +145,13 @@ def _least_rank(
 
 
 def arg_max(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-  """The first of the largest entries of each row.
+  """Returns the first index of the largest entry of each row.
 
-  On a CPU block by block: XLA's arg max is not vectorised there, its maximum is, and
-  four rows of 32,128 take a twentieth of the time.
+  On a CPU it works block by block: XLA's maximum is vectorised there, its arg max is
+  not. Four rows of 32,128 take a twentieth of the time.
 
   Args:
-    values: [..., V]; of a row with a NaN it gives any index.
+    values: [..., V]; for a row with a NaN the result is any index.
 
   Returns:
     [...] int32
@@ -167,7 +168,7 @@ def arg_max(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 
 
 def _first_of_largest(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-  """`arg_max` by two reductions: over a split vocabulary, two numbers a row travel."""
+  """`arg_max` by two reductions, so that a split vocabulary is not gathered."""
   index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
   is_largest = values == jnp.max(values, axis=-1, keepdims=True)
   last = values.shape[-1] - 1
@@ -177,15 +178,12 @@ def _first_of_largest(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 def row_keys(
   seed: UInt32[Array, " B"], position: Int[Array, "B n"], purpose: Purpose
 ) -> Key[Array, "B n"]:
-  """Random keys of draws at absolute positions.
+  """Returns the random keys of draws at absolute positions.
 
   Args:
     seed: [B] uint32.
     position: [B, n] int32; index of the token in the row's output.
-    purpose: what is drawn.
-
-  Returns:
-    [B, n] keys.
+    purpose: purpose of the draws.
   """
 
   def one(seed, position):
@@ -201,17 +199,18 @@ def draw(
   position: Int[Array, " B"],
   purpose: Purpose,
 ) -> Int[Array, " B"]:
-  """Draws one token a row.
+  """Draws one token per row.
 
-  With Gumbel noise, so that draft and target may draw alike, and plain decoding as
-  either rule does. What the draft draws for itself is drawn on a CPU with a single
-  uniform number a row: noise for 32,128 tokens takes five times as long.
+  It uses Gumbel noise, so that draft and target can draw the same token, and plain
+  decoding draws as either rule does. Draws of the purpose DRAFT need no coupling: on a
+  CPU they use one uniform number per row, because noise for 32,128 tokens takes five
+  times as long.
 
   Args:
     probs: [B, V], not necessarily normalised; an entry of 0 is never drawn.
     seed: [B] uint32.
     position: [B] int32.
-    purpose: of the draw.
+    purpose: purpose of the draw.
 
   Returns:
     [B] int32
@@ -226,18 +225,12 @@ def draw(
 def _at_share(
   masses: Float[Array, "B V"], share: Float[Array, " B"]
 ) -> Int[Array, " B"]:
-  """The entry at a share of the row's mass, its entries laid end to end.
+  """Returns the entry at a share, in [0, 1), of the row's cumulated mass.
 
-  Their order is any: columns of every `_BLOCK`-th entry are added up first, which a CPU
-  does in vectors, then the entries of the one column. A share is a multiple of 2**-23,
-  and sums are rounded: probabilities are right to some 1e-7.
-
-  Args:
-    masses: [B, V], none negative.
-    share: [B] in [0, 1).
-
-  Returns:
-    [B] int32; of a row without mass any entry.
+  Any order of the entries gives the same law. This one cumulates columns of every
+  `_BLOCK`-th entry first, which a CPU does in vectors, then the entries of one column.
+  A share is a multiple of 2**-23 and sums are rounded, so probabilities are right to
+  about 1e-7. For a row without mass the result is any entry.
   """
   size = masses.shape[-1]
   padded = jnp.pad(masses, ((0, 0), (0, -size % _BLOCK)))
@@ -251,7 +244,7 @@ def _at_share(
 
 
 def _reached(masses, at):
-  """Where the sum of [B, n] masses passes [B] `at`, and the sum before that entry."""
+  """Index at which cumulated masses [B, n] exceed `at` [B], and the sum before it."""
   ends = jnp.cumsum(masses, axis=-1)
   has_mass = masses > 0
   passes = (ends > at[:, None]) & has_mass
@@ -267,13 +260,13 @@ def sample(
   position: Int[Array, " B"],
   purpose: Purpose,
 ) -> Int[Array, " B"]:
-  """Draws from the processed distribution, by arg max alone if all rows are greedy.
+  """Draws from the processed distribution; only takes an arg max if all are greedy.
 
   Args:
     logits: [B, V] raw.
     settings: per-row settings.
     position: [B] int32.
-    purpose: of the draw.
+    purpose: purpose of the draw.
 
   Returns:
     [B] int32

@@ -1,4 +1,4 @@
-"""What the decode loop carries, and how a round's tokens are appended to it."""
+"""The state that the decode loop carries, and how a round's tokens are appended."""
 
 import functools
 from typing import Any
@@ -16,12 +16,12 @@ MAX_DRAFT_TOKENS = 8  # every buffer leaves room for one round of the largest K
 
 @flax.struct.dataclass
 class Counters:
-  """What the rounds of a row added up to.
+  """Totals over the rounds of a row.
 
   Attributes:
     rounds: [B] int32; target calls.
     drafted: [B] int32; drafted tokens that were judged and could be emitted.
-    accepted: [B] int32; of those, accepted and emitted.
+    accepted: [B] int32; drafted tokens that were accepted and emitted.
     accepted_per_position: [B, MAX_DRAFT_TOKENS] int32; rounds that accepted the
       i-th drafted token.
   """
@@ -44,10 +44,10 @@ class DecodeState:
     stop_reason: [B] int32, a `base.StopReason`.
     settings: per-row sampling.
     target_cache: the target's cache.
-    draft_cache: the draft's cache, None without a draft. At most `fed_to_draft` of
-      the inputs; plain steps leave it behind, its own length says where.
+    draft_cache: state of the drafter (a model's cache), None without a draft. It has
+      seen at most `fed_to_draft` inputs; after plain steps its length is shorter.
     records: target distributions at emitted positions, valid to `length`, or None.
-    counters: what the rounds added up to.
+    counters: totals over the rounds.
   """
 
   start: jax.Array
@@ -72,7 +72,7 @@ def buffer_length(target_length: int) -> int:
 
 
 def fed_to_draft(length: jax.Array) -> jax.Array:
-  """Inputs that the draft of a row has been fed between rounds, all but the last two.
+  """Returns the inputs fed to a row's draft between rounds: all but the last two.
 
   Args:
     length: [B] emitted tokens.
@@ -81,7 +81,7 @@ def fed_to_draft(length: jax.Array) -> jax.Array:
 
 
 def inputs_at(state: DecodeState, start: jax.Array, count: int) -> jax.Array:
-  """The models' inputs at some positions: the start token, then what was emitted.
+  """Returns the models' inputs at some positions: start token, then emitted tokens.
 
   Args:
     state: rows in flight.
@@ -89,7 +89,7 @@ def inputs_at(state: DecodeState, start: jax.Array, count: int) -> jax.Array:
     count: n.
 
   Returns:
-    [B, n] int32; behind position `length`, anything.
+    [B, n] int32; undefined after position `length`.
   """
   position = start[:, None] + jnp.arange(count)[None]
   before = jnp.take_along_axis(state.tokens, jnp.maximum(position - 1, 0), axis=1)
@@ -105,7 +105,7 @@ def initial_state(
   record_top_k: int,
   vocab_size: int,
 ) -> DecodeState:
-  """Rows that have been prefilled and have emitted nothing.
+  """Returns rows that have been prefilled and have emitted nothing.
 
   Args:
     start: [B] int32; see `base.Model.starts`.
@@ -199,7 +199,7 @@ def _cut(
   verification: base.Verification,
   eos_ids: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-  """How many of a round's tokens are emitted [B], and the new stop reasons [B]."""
+  """Number of a round's tokens that are emitted [B], and the new stop reasons [B]."""
   running = state.stop_reason == base.StopReason.RUNNING
   offset = jnp.arange(acceptance.tokens.shape[1])[None]
   count = jnp.where(running, acceptance.accepted + 1, 0)
@@ -223,13 +223,14 @@ def _is_any(tokens: jax.Array, ids: tuple[int, ...]) -> jax.Array:
 
 
 def _broken(verification: base.Verification, acceptance: base.Acceptance) -> jax.Array:
-  """Which target rows [B, K + 1] say nothing: a NaN, a +inf, or no possible token.
+  """Which target rows [B, K + 1] are unusable: a NaN, a +inf, or no possible token.
 
-  -inf alone is a token that cannot come. One sum a row finds the others: summed over
-  blocks first, which a CPU does in vectors, where looking for NaNs is scalar.
+  A single -inf is a token that cannot be emitted, which is fine. One sum per row finds
+  the other values. Blocks are summed first, which a CPU does in vectors; a search for
+  NaNs would be scalar.
   """
   logits = verification.logits
-  # No maximum: that of XLA CPU loses a NaN.
+  # `jnp.maximum` would lose a NaN on XLA CPU.
   bounded = jnp.where(logits < _LEAST, _LEAST, logits)
   size = logits.shape[-1]
   if native.forms() and size % _LANES == 0:

@@ -1,7 +1,6 @@
-"""How well a draft agrees with the target on requests that were answered.
+"""Agreement of a draft with the target on answered requests.
 
-"Draft" is any draft; online and floor draft always go through the same function on the
-same positions.
+Online and floor draft go through the same function on the same positions.
 """
 
 import functools
@@ -20,20 +19,19 @@ from osd_jax.engine.requests import Finished
 
 @flax.struct.dataclass
 class Agreement:
-  """How well a draft agrees with the target, averaged over a row's emitted tokens.
+  """Agreement of a draft with the target, averaged over a row's emitted tokens.
 
-  All emitted positions count, end-of-sequence and bonus positions too.
+  All emitted positions count, including end-of-sequence and bonus positions.
 
   Attributes:
-    distribution_overlap: [R]; lower bound from the k kept tokens,
-      sum over them of min(target, draft) at temperature 1, no top-k or top-p. The
-      figure that is reported.
-    distribution_overlap_upper: [R]; the lower bound plus min of both tails. Equal
-      to the lower one where k = V.
-    acceptance_rate: [R]; the same sum over the distributions that decided
-      acceptance. At temperature 0 it is arg-max agreement; at temperature 1 without
-      filters it is distribution_overlap; else the draft's whole row and the target's
-      kept tokens are processed, which is exact where 0 < top_k <= k or k = V.
+    distribution_overlap: [R]; lower bound: the sum of min(target, draft) over the k kept
+      tokens, at temperature 1 without top-k or top-p. Reports show this one.
+    distribution_overlap_upper: [R]; the lower bound plus the smaller of both tails.
+      The bounds are equal if k = V.
+    acceptance_rate: [R]; the same sum over the distributions that decided acceptance.
+      At temperature 0 it is arg-max agreement; at temperature 1 without filters it is
+      distribution_overlap. Otherwise the draft's whole row and the target's kept tokens
+      are processed, which is exact if 0 < top_k <= k or k = V.
   """
 
   distribution_overlap: jax.Array
@@ -42,10 +40,10 @@ class Agreement:
 
 
 def lengths(target_length: int) -> tuple[int, ...]:
-  """Lengths that answers are measured at, of up to `target_length` tokens.
+  """Returns the lengths that answers are padded to for measuring.
 
-  Most answers are much shorter than they may be, and a draft's scores are most of what
-  measuring costs. One compilation each.
+  Most answers are much shorter than `target_length`, and the draft's scores are the
+  largest part of the cost of measuring. Each length is one compilation.
   """
   return tuple(sorted({-(-target_length // part) for part in (1, 2, 4)}))
 
@@ -56,7 +54,7 @@ def of_answer(
   done: Finished,
   covered: np.ndarray | None = None,
 ) -> Agreement:
-  """`agreement` on one answer, at the least of `lengths` that holds it."""
+  """Returns `agreement` on one answer, at the smallest of `lengths` that holds it."""
   longest, tokens = done.batch.target.shape[1], len(done.tokens)
   length = next(length for length in lengths(longest) if length >= tokens)
   return agreement(model, params, done.batch, done.settings, length, covered)
@@ -73,16 +71,16 @@ def agreement(
 ) -> Agreement:
   """Measures a draft on finished requests, by one teacher-forced forward pass.
 
-  No target call: the target's rows are those that verification recorded.
+  It makes no target call: the target's rows were recorded by the verification.
 
   Args:
     model: the draft.
     params: its parameters (not the served copy).
     batch: R finished requests with their records.
     settings: [R] as the requests were decoded.
-    length: tokens that are looked at, at least those of the longest; None: all places.
-    covered: [N] int32, distinct; the tokens that the served draft's output head covers,
-      if it is short: it gives no other token any mass. None: all.
+    length: positions to measure, at least the longest output; None: all positions.
+    covered: [N] int32, distinct; the tokens that a short output head covers. Other
+      tokens have no mass. None: all.
 
   Returns:
     Means per request.
@@ -155,14 +153,15 @@ def agreement_from_logits(
   vocab_size: int = 0,
   covered: Int[Array, " N"] | None = None,
 ) -> Agreement:
-  """`agreement` from draft logits [R, T, V], or those of `covered` [R, T, N]."""
+  """Returns `agreement` from draft logits [R, T, V], or [R, T, N] of `covered`."""
   records = batch.records
   ids = records.ids.astype(jnp.int32)
-  if covered is not None:  # their places among those, N where there is none
+  if covered is not None:
+    # Positions within `covered`; N for a token that is not covered.
     size = len(covered)
     ids = jnp.full(vocab_size, size, jnp.int32).at[covered].set(jnp.arange(size))[ids]
   logits = logits.astype(jnp.float32)
-  # Of a large vocabulary few tokens are looked at: no pass over it writes it.
+  # Only the sum over a large vocabulary is computed, not a normalised copy of it.
   total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
   draft_log_probs = _at(logits, ids, -jnp.inf) - total
   draft_tail = jnp.maximum(1.0 - jnp.sum(jnp.exp(draft_log_probs), -1), 0.0)

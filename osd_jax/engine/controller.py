@@ -115,7 +115,7 @@ class Controller:
 
   @property
   def is_fixed(self) -> bool:
-    """Whether there is nothing to choose."""
+    """Whether K is the same in every call."""
     return len(self.candidates) == 1
 
   @property

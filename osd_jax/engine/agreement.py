@@ -24,8 +24,8 @@ class Agreement:
   All emitted positions count, including end-of-sequence and bonus positions.
 
   Attributes:
-    distribution_overlap: [R]; lower bound: the sum of min(target, draft) over the k kept
-      tokens, at temperature 1 without top-k or top-p. Reports show this one.
+    distribution_overlap: [R]; lower bound: the sum of min(target, draft) over the k
+      kept tokens, at temperature 1 without top-k or top-p. Reports show this one.
     distribution_overlap_upper: [R]; the lower bound plus the smaller of both tails.
       The bounds are equal if k = V.
     acceptance_rate: [R]; the same sum over the distributions that decided acceptance.

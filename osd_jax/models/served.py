@@ -1,4 +1,4 @@
-"""The served copy of a model, and what models of every family share.
+"""Served copies of models, and the base class of all models.
 
 `prepare` copies trained parameters into the layout that decoding reads fastest. For a
 draft it may also quantise them and shorten the output head (`DraftServing`).

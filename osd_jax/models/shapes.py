@@ -1,4 +1,4 @@
-"""Configurations of the models: their shapes, and how a draft is served."""
+"""Configurations: shapes of models, and approximations in a served draft."""
 
 import dataclasses
 import enum

@@ -56,7 +56,7 @@ class Weights:
 
   @property
   def model(self) -> base.Model:
-    """The model of these weights."""
+    """The functions that run these weights."""
     return families.build(self.config, "model")
 
 

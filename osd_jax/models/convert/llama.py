@@ -19,7 +19,7 @@ _SAYS = "only dense Llama, Vicuna, Mistral, Qwen2 and Qwen3 models can be conver
 
 # Fields with one supported value: (that value, default in transformers).
 _FIXED = {"hidden_act": ("silu", "silu"), "pretraining_tp": (1, 1)}
-# Fields that must be empty, with what they stand for.
+# Fields that must be empty, with their meaning for the error message.
 _REFUSED = {
   "quantization_config": "a quantised checkpoint",
   "num_local_experts": "a mixture of experts",
@@ -216,7 +216,7 @@ def is_transposed(path: str) -> bool:
 def completed(
   tensors: Tensors, config: LlamaConfig, document: Mapping[str, Any]
 ) -> Tensors:
-  """Returns the tensors; files of these models are complete."""
+  """Returns the tensors unchanged, since files of these models are complete."""
   del config, document
   return tensors
 

@@ -1,7 +1,8 @@
-"""How every plot looks: one style, one size, colours told apart by everyone.
+"""The style of all plots.
 
-The colours are Okabe and Ito's; each series has a line style of its own besides.
-Matplotlib is imported only inside functions.
+The colours are those of Okabe and Ito, which people with colour blindness can tell
+apart, and every series has its own line style. Matplotlib is imported only inside
+functions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,14 +42,14 @@ def figure(
   height: float = HEIGHT,
   alike: bool = True,
 ) -> tuple[Any, list[Any]]:
-  """An empty figure with its title, and its axes row after row.
+  """Makes an empty figure and returns it with its axes, row by row.
 
   Args:
-    title: what is shown.
-    rows: of axes.
-    columns: likewise.
-    height: inches of all of it.
-    alike: axes share both scales; else each has its own.
+    title: printed above the axes.
+    rows: number of rows of axes.
+    columns: number of columns of axes.
+    height: height of the whole figure, in inches.
+    alike: whether the axes share their scales.
   """
   from matplotlib.figure import Figure  # not pyplot: no global state, no display
   from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -68,7 +69,7 @@ def figure(
 
 
 def legend(axes: Any) -> None:
-  """Names of the series, right above the plot, on the title's line."""
+  """Puts the names of the series above the plot, on the line of the title."""
   handles, _ = axes.get_legend_handles_labels()
   if not handles:
     return
@@ -91,13 +92,13 @@ def grouped_bars(
   values: Mapping[str, Any],
   colors: Sequence[str] = COLORS,
 ) -> None:
-  """Bars side by side in every group, each with its number.
+  """Draws the series as bars next to each other in every group, with their numbers.
 
   Args:
     axes: where to draw.
     groups: names along the axis.
-    values: series -> one number a group; NaN draws nothing.
-    colors: of the series.
+    values: series -> one number per group; NaN draws nothing.
+    colors: one per series.
   """
   width = 0.8 / max(len(values), 1)
   for place, (name, heights) in enumerate(values.items()):

@@ -1,7 +1,7 @@
-"""Plots of `osd compile`: what a chip holds, and how fast it may be at most.
+"""Plots of `osd compile`: the memory of a chip and its highest speed.
 
-Each takes the rows of metrics.jsonl and returns a figure, None where they hold nothing
-for it.
+Each function takes the rows of metrics.jsonl and returns a figure, or None if the rows
+have no data for it.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from osd_jax.report import canvas, series
 
 
 def memory(rows: Sequence[series.Row]) -> Any:
-  """Gigabytes of a chip by what holds them, and all that it has."""
+  """Gigabytes of a chip's memory, by what they hold."""
   held = [
     (row["what"], row["gigabytes_a_chip"]) for row in runs.of_kind(rows, "memory")
   ]
-  if not held or not runs.of_kind(rows, "fits"):  # of a run that was killed
+  if not held or not runs.of_kind(rows, "fits"):  # a killed run has no such row
     return None
   (fits,) = runs.of_kind(rows, "fits")
   names, sizes = zip(*held, strict=True)
@@ -29,7 +29,8 @@ def memory(rows: Sequence[series.Row]) -> Any:
   axes.invert_yaxis()
   axes.grid(axis="x")
   axes.grid(visible=False, axis="y")
-  if fits["needed_gb"] > fits["memory_gb"]:  # else the bars would be too short to see
+  # Below the limit, a line at the limit would make all bars too short to see.
+  if fits["needed_gb"] > fits["memory_gb"]:
     axes.axvline(fits["memory_gb"], color=canvas.FLOOR, lw=1.5, label="all of a chip")
     canvas.legend(axes)
   axes.set_xlabel("GB")
@@ -37,11 +38,13 @@ def memory(rows: Sequence[series.Row]) -> Any:
 
 
 def speeds(rows: Sequence[series.Row]) -> Any:
-  """Tokens per second at most, by acceptance: plain, frozen and online."""
+  """Highest tokens per second by acceptance: plain, frozen and online."""
   estimates = runs.of_kind(rows, "estimate")
   if not estimates:
     return None
-  figure, (axes,) = canvas.figure("Tokens per second at most, by the chip's figures")
+  figure, (axes,) = canvas.figure(
+    "Highest tokens per second, from the chip's data sheet"
+  )
   rates = [row["acceptance"] for row in estimates]
   for name, field, color, style in (
     ("online", "online_tokens_s", canvas.ONLINE, "o-"),

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page of a run; nothing is loaded from outside."""
+"""report.html: one self-contained page that loads nothing from outside."""
 
 import base64
 import html
@@ -41,21 +41,21 @@ def write_report(
   title: str,
   note: str = "",
 ) -> Path:
-  """Writes report.html of a run: headline, tables, plots, samples, provenance.
+  """Writes report.html: sentences, tables, plots, sample answers and provenance.
 
   Args:
-    run_directory: the run; its outputs, provenance and config are read.
-    headline: sentences in plain words on what came out.
-    tables: heading -> rows; the columns are the keys, in order of appearance.
-    plots: PNG files, in reading order; they are embedded.
+    run_directory: the run; its outputs, provenance and config are shown too.
+    headline: sentences that state the results.
+    tables: heading -> rows; the keys are the columns.
+    plots: PNG files in reading order; they are embedded.
     title: title of the page.
-    note: shown where the plots are, e.g. why there are none.
+    note: printed below the plots, for example why there are none.
 
   Returns:
     Path of the report.
 
   Raises:
-    InputError: a plot is no PNG file.
+    InputError: a plot is not a PNG file.
   """
   provenance = run_directory.provenance()
   samples = []
@@ -92,7 +92,7 @@ def write_page(
   note: str = "",
   below: Sequence[str] = (),
 ) -> Path:
-  """Writes a page like `write_report`, of anything; `below` is HTML that ends it."""
+  """Writes a page with sentences, tables and plots; `below` is HTML for its end."""
   parts = [
     f"<h1>{_text(title)}</h1>",
     f'<p class="faint">{_text(subtitle)}</p>',
@@ -171,7 +171,7 @@ def _is_numeric(values: Sequence[Any]) -> bool:
 
 
 def _format(value: Any) -> str:
-  """A number as a reader wants it: three decimals below 100, else one."""
+  """Formats a number with three decimals below 100, and with one above."""
   if value is None:
     return "–"
   if isinstance(value, float):
@@ -197,14 +197,7 @@ def _text(text: str) -> str:
 
 
 def _samples(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """The first answer of every task, one in the middle, and the last one.
-
-  Args:
-    rows: of outputs.jsonl.
-
-  Returns:
-    Rows of a table, task after task.
-  """
+  """The first, middle and last answer of every task, from the rows of outputs.jsonl."""
   by_task: dict[str, list[Mapping[str, Any]]] = {}
   for row in rows:
     by_task.setdefault(row["task"], []).append(row)

@@ -1,4 +1,4 @@
-"""The numbers behind plots and report, from the rows of metrics.jsonl."""
+"""Segments, means and counts of request rows, for plots and tables."""
 
 import dataclasses
 import itertools
@@ -18,13 +18,7 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-  """A stretch of the stream in which one source prevails.
-
-  Attributes:
-    source: label of the source.
-    start: position of its first request.
-    stop: position behind its last.
-  """
+  """Requests `start` to `stop` of the stream, most of which have one source."""
 
   source: str
   start: int
@@ -38,12 +32,11 @@ def trailing_mean(
 
   Args:
     values: [n]; NaN where nothing was measured.
-    window: number of positions, the current one included.
-    starts: positions at which the mean begins anew, rising from 0.
+    window: number of positions, including the current one.
+    starts: positions where the mean restarts, increasing from 0.
 
   Returns:
-    [n]; NaN where the window holds no measured value. The first windows are
-    shorter.
+    [n]; NaN where no value in the window was measured.
   """
   measured = np.isfinite(values)
   sums = np.concatenate([[0.0], np.cumsum(np.where(measured, values, 0.0))])
@@ -57,14 +50,14 @@ def trailing_mean(
 
 
 def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
-  """Splits the stream where a new source stays for `min_run` requests.
+  """Splits the stream where a new source lasts for `min_run` requests.
 
-  A stream that mixes its sources has no such place: it is one segment. Where no
-  source comes back after another, runs may be of any length.
+  A stream that mixes its sources has no such position and is one segment. If no source
+  returns after another one, runs may have any length.
 
   Args:
-    requests: in the order of the stream.
-    min_run: requests.
+    requests: request rows, in the order of the stream.
+    min_run: number of requests.
   """
   sources = [str(row.get("source", "")) for row in requests]
   if not sources:
@@ -85,28 +78,22 @@ def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
   first = starts[0][0]
   if first >= min_run:
     starts.insert(0, (0, "mixed"))
-  else:  # a few strays before the first long run belong to it
+  else:  # other requests before the first long run are part of it
     starts[0] = (0, starts[0][1])
   stops = [start for start, _ in starts[1:]] + [len(sources)]
   return [Segment(name, start, stop) for (start, name), stop in zip(starts, stops)]
 
 
 def by_segment(requests: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-  """(source, its requests) of every segment, in the order of the stream.
-
-  Args:
-    requests: request rows, in any order.
-  """
+  """(source, its requests) of every segment, in the order of the stream."""
   ordered = sorted(requests, key=runs.place)
   return [(part.source, ordered[part.start : part.stop]) for part in segments(ordered)]
 
 
 def edges(parts: Sequence[Segment], size: int = EDGE) -> tuple[list[int], list[int]]:
-  """Positions of the first and of the last requests of every segment.
+  """Positions of the first and of the last `size` requests of every segment.
 
-  Returns:
-    Two lists without a common position; in a segment shorter than 2 * `size`
-    each takes half.
+  The two lists have no common position: in a short segment each gets one half.
   """
   first: list[int] = []
   last: list[int] = []
@@ -120,9 +107,7 @@ def edges(parts: Sequence[Segment], size: int = EDGE) -> tuple[list[int], list[i
 def acceptance_per_position(requests: Sequence[Row]) -> np.ndarray:
   """Share of verifications that accepted the i-th drafted token.
 
-  `accepted_per_position` of a row counts the verifications that accepted
-  position i. Their number is the row's `target_calls`, or where that is absent
-  `output_tokens / tokens_per_target_call`.
+  `accepted_per_position` of a row counts the verifications that accepted position i.
 
   Returns:
     [K] float64, empty if no row has the counts.
@@ -141,7 +126,7 @@ def acceptance_per_position(requests: Sequence[Row]) -> np.ndarray:
 
 
 def accepted_per_round(requests: Sequence[Row]) -> np.ndarray:
-  """Verifications that accepted exactly 0, 1, .. K drafted tokens.
+  """Number of verifications that accepted exactly 0, 1, ..., K drafted tokens.
 
   Returns:
     [K + 1] float64, empty if no row has the counts.
@@ -150,7 +135,7 @@ def accepted_per_round(requests: Sequence[Row]) -> np.ndarray:
   for row in requests:
     counts, made = row.get("accepted_per_position"), _target_calls(row)
     if counts is not None and made:
-      # A prefix is accepted: who accepted position i accepted all before it.
+      # Accepted tokens form a prefix, so the counts say "at least i + 1 accepted".
       at_least = np.array([made, *counts, 0], np.float64)
       exactly = at_least[:-1] - at_least[1:]
       total = exactly if total is None else total + exactly

@@ -1,4 +1,4 @@
-"""Tables on a console: whole numbers and whole words, however narrow it is."""
+"""Tables on a console that never cut numbers, even if it is narrow."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,15 +13,10 @@ _PADDING = 2  # characters between two columns
 def print_table(
   table: Sequence[Mapping[str, Any]], console: rich.console.Console, title: str = ""
 ) -> None:
-  """Prints rows of equal keys; columns of text to the left, of numbers to the right.
+  """Prints rows with equal keys: text left-aligned, numbers right-aligned.
 
-  Columns that do not fit beside the others come in a table of their own below, behind
-  the same leading columns of text.
-
-  Args:
-    table: the rows.
-    console: where to print.
-    title: above it.
+  Numbers are never cut. Columns that do not fit go into another table below, which
+  repeats the leading text columns.
   """
   if not table:
     return
@@ -41,7 +36,7 @@ def print_table(
 
 
 def _parts(table: Sequence[Mapping[str, Any]], width: int) -> list[list[str]]:
-  """Names of columns that fit beside one another, the leading ones in each part."""
+  """Splits the columns into parts that fit the width; each starts with the text."""
   names = list(table[0])
   leading = []
   for name in names:
@@ -64,7 +59,7 @@ def _taken(table: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
 
 
 def _width(table: Sequence[Mapping[str, Any]], name: str) -> int:
-  """The least width: a cell is one line, a heading breaks between words."""
+  """Minimum width: cells stay on one line, headings may wrap between words."""
   return max(map(len, [*(_cell(row[name]) for row in table), *name.split()]))
 
 

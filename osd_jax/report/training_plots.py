@@ -27,7 +27,7 @@ def loss(rows: Sequence[series.Row]) -> Any:
 
 
 def held_out(rows: Sequence[series.Row]) -> Any:
-  """What each evaluation found on held-out prompts, a line a task."""
+  """The results of every evaluation on held-out prompts, one line per task."""
   evaluations = runs.of_kind(rows, "evaluation")
   if not evaluations:
     return None
@@ -60,7 +60,7 @@ def held_out(rows: Sequence[series.Row]) -> Any:
 
 
 def drafts(rows: Sequence[series.Row]) -> Any:
-  """Overlap of every draft with the target, a group of bars a task."""
+  """Overlap of every draft with the target, one group of bars per task."""
   return _by_draft(rows, "draft", "task", "distribution_overlap", "Overlap of drafts")
 
 
@@ -77,7 +77,7 @@ def speeds(rows: Sequence[series.Row]) -> Any:
 
 
 def certificate(rows: Sequence[series.Row]) -> Any:
-  """Share of outputs that equal plain decoding's, a bar an arrangement."""
+  """Share of outputs that equal plain decoding's, one bar per arrangement."""
   checks = runs.of_kind(rows, "certificate")
   if not checks:
     return None
@@ -110,7 +110,7 @@ def certificate(rows: Sequence[series.Row]) -> Any:
 def _by_draft(
   rows: Sequence[series.Row], kind: str, group: str, value: str, title: str
 ) -> Any:
-  """Groups of bars, one a draft; the numbers stand on them."""
+  """Groups of bars, one bar per draft."""
   chosen = [row for row in runs.of_kind(rows, kind) if row.get(value) is not None]
   if not chosen:
     return None
@@ -129,7 +129,7 @@ def _by_draft(
 
 
 def _legend_below(figure: Any, axes: Any) -> None:
-  """Names of many series, which would not fit beside the title."""
+  """A legend for many series, which would not fit next to the title."""
   handles, names = axes.get_legend_handles_labels()
   columns = max(1, min(len(names), 90 // (max(map(len, names)) + 6)))
   figure.legend(

@@ -295,7 +295,7 @@ class Model:
 
   Attributes:
     name: name for error messages and logs.
-    vocab_size: V.
+    vocab_size: V, number of token ids.
     init: `(key) -> params`. Makes random parameters.
     prefill: `(served, source, mask, cache_length) -> cache`. Processes the prompts and
       returns a cache with room for `cache_length` tokens (static) and length 0 in every

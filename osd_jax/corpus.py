@@ -7,7 +7,7 @@ The texts come from one of the paper's four sampling sources. The paper calls th
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,8 +23,7 @@ from osd_jax.models import mixture
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 
 
-@dataclasses.dataclass(frozen=True)
-class TextsConfig(base.Config):
+class TextSource(NamedTuple):
   """Which model generates the texts.
 
   Attributes:
@@ -34,13 +33,13 @@ class TextsConfig(base.Config):
     seed: seed of the draws of a mix.
   """
 
-  sample_source: Annotated[str, base.OneOf(*SAMPLE_SOURCES)] = "teacher"
-  mix_share: base.Share = 0.5
-  seed: base.CountOrZero = 0
+  sample_source: str = "teacher"
+  mix_share: float = 0.5
+  seed: int = 0
 
 
 def generate(
-  config: TextsConfig,
+  source: TextSource,
   decoding: DecodingConfig,
   sampling: SamplingConfig,
   pair: pairs.Pair,
@@ -51,7 +50,7 @@ def generate(
   """Generates one row per prompt, in the order of the prompts.
 
   Args:
-    config: which model generates.
+    source: which model generates.
     decoding: shapes of decoding.
     sampling: the i-th prompt that a model answers draws with seed + i.
     pair: target and draft.
@@ -62,7 +61,7 @@ def generate(
   Returns:
     A batch of N rows of numpy arrays.
   """
-  by_draft = _by_draft(config, len(prompts))
+  by_draft = _by_draft(source, len(prompts))
 
   def answer(server: Server, indices: np.ndarray) -> list[Finished]:
     part = [prompts[index] for index in indices]
@@ -79,24 +78,24 @@ def generate(
   if by_draft.any():
     indices = np.flatnonzero(by_draft)
     unrecorded = dataclasses.replace(decoding, record_top_k=0)
-    server = plain_server(_writer(config, pair), unrecorded, partition)
+    server = plain_server(_writer(source, pair), unrecorded, partition)
     texts = [done.batch for done in answer(server, indices)]
     rows.update(zip(indices, _score(pair, decoding, texts), strict=True))
   return stack([rows[index] for index in range(len(prompts))])
 
 
-def _by_draft(config: TextsConfig, count: int) -> np.ndarray:
+def _by_draft(source: TextSource, count: int) -> np.ndarray:
   """[count] bool; prompts that the draft, or the token mix, answers."""
-  share = {"teacher": 0.0, "mix_request": config.mix_share}
-  draws = np.random.default_rng([config.seed, 1]).random(count)
-  return draws < share.get(config.sample_source, 1.0)
+  share = {"teacher": 0.0, "mix_request": source.mix_share}
+  draws = np.random.default_rng([source.seed, 1]).random(count)
+  return draws < share.get(source.sample_source, 1.0)
 
 
-def _writer(config: TextsConfig, pair: pairs.Pair) -> pairs.Pair:
+def _writer(source: TextSource, pair: pairs.Pair) -> pairs.Pair:
   """A pair whose target is the draft, or the token mix of target and draft."""
   model, params = pair.draft, pair.draft_params
-  if config.sample_source == "mix_token":
-    model = mixture.mix(pair.target, model, config.mix_share, config.seed)
+  if source.sample_source == "mix_token":
+    model = mixture.mix(pair.target, model, source.mix_share, source.seed)
     params = {"target": pair.target_params, "draft": params}
   return dataclasses.replace(pair, target=model, target_params=params)
 

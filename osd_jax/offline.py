@@ -33,7 +33,9 @@ class OfflineConfig(base.Config):
     pair: target, vocabulary, and the draft to start from.
     decoding: shapes of the answers; many rows make bulk decoding faster.
     sampling: the i-th prompt that a model answers draws with seed + i.
-    texts: which model generates the texts to learn on.
+    sample_source: which model generates the texts: "teacher" is the target, "student"
+      the draft; "mix_request" draws one of the two for each prompt, "mix_token" for
+      each token, with equal probabilities.
     update: loss and optimiser; each step takes num_new + num_replay rows.
     steps: optimiser steps.
     log_every: steps between log rows.
@@ -56,7 +58,7 @@ class OfflineConfig(base.Config):
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig(rows=8)
   sampling: SamplingConfig = SamplingConfig()
-  texts: corpus_lib.TextsConfig = corpus_lib.TextsConfig()
+  sample_source: Annotated[str, base.OneOf(*corpus_lib.SAMPLE_SOURCES)] = "teacher"
   update: updates.UpdateConfig = updates.UpdateConfig()
   steps: base.Count = 1000
   log_every: base.Count = 20
@@ -152,7 +154,7 @@ class OfflineLoop:
     if not self.steps_taken:  # a continued run has logged this before
       summaries.note_data(prompts, self._log, self._bar.console)
     return corpus_lib.generate(
-      config.texts,
+      corpus_lib.TextSource(config.sample_source, seed=config.seed),
       config.decoding,
       config.sampling,
       self.pair,
@@ -236,7 +238,7 @@ class OfflineLoop:
     self._checkpointer.close()
     notes = (
       f"osd offline, {self.steps_taken} steps of {self.config.rows_per_step} rows,"
-      f" {self.config.texts.sample_source} texts"
+      f" {self.config.sample_source} texts"
     )
     params = sharding.on_host(self._draft_params)
     if jax.process_index() == 0:  # all processes hold the same draft

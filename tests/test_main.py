@@ -534,10 +534,9 @@ def drawn(monkeypatch):
 
 
 def test_runs_are_drawn_anew_and_compared(drawn, tmp_path, capsys):
-  runs = [tmp_path / "one", tmp_path / "two"]
-  for run in runs:
+  for run in (tmp_path / "one", tmp_path / "two"):
     runs.RunDirectory.start(run).metrics_path.write_text("")
-  one, two = map(str, runs)
+  one, two = str(tmp_path / "one"), str(tmp_path / "two")
   assert cli.main(["report", one]) == 0
   assert cli.main(["compare", one, two]) == 0
   assert cli.main(["compare", one, two, "--output", "there"]) == 0

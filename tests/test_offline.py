@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from osd_jax import corpus, offline, runs, sharding
+from osd_jax import offline, runs, sharding
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.examples import topic_task
 from osd_jax.distillation import update as updates
@@ -55,7 +55,7 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
       target_length=8,
       record_top_k=tiny_pair.VOCAB_SIZE,
     ),
-    texts=corpus.TextsConfig(sample_source="mix_request"),
+    sample_source="mix_request",
     update=updates.UpdateConfig(num_new=2, num_replay=2),
     steps=12,
     log_every=5,
@@ -123,7 +123,6 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
     config,
     output=str(tmp_path / "d.safetensors"),
     run_directory=str(tmp_path / "r"),
-    texts=corpus.TextsConfig(),
     steps=3,
   )
   batch, shown = offline.OfflineLoop._batch, []
@@ -150,6 +149,7 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
   [
     ("steps", 0),
     ("storage", "float16"),
+    ("sample_source", "target"),
     ("output", ""),
     ("output", "shipped:demo_attached_draft.safetensors"),  # would overwrite the start
     ("decoding", engine.DecodingConfig(record_top_k=0)),

@@ -21,7 +21,7 @@ import rich.console
 import safetensors.numpy
 import tiny_online
 
-from osd_jax import corpus, offline, online, pairs, runs, sharding
+from osd_jax import offline, online, pairs, runs, sharding
 from osd_jax.costs import table
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import update, worth
@@ -104,7 +104,7 @@ def offline_config(files, folder):
     decoding=engine.DecodingConfig(
       rows=2, source_lengths=(tiny_online.SOURCE,), target_length=8
     ),
-    texts=corpus.TextsConfig(sample_source="mix_request"),
+    sample_source="mix_request",
     update=update.UpdateConfig(num_new=2, num_replay=2),
     steps=COUNT,
     log_every=5,

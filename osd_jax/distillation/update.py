@@ -48,8 +48,8 @@ class UpdateConfig(base.Config):
   ema_decay: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.0
 
   def checks(self):
-    total = self.num_new + self.num_replay
-    return {"num_replay": (total >= 1, "num_new + num_replay of at least 1")}
+    expected = f"num_new ({self.num_new}) + num_replay to be at least 1"
+    return {"num_replay": (self.num_new + self.num_replay >= 1, expected)}
 
 
 @flax.struct.dataclass

@@ -40,13 +40,11 @@ class ReplicaConfig(base.Config):
 
   Attributes:
     count: replicas, each with `DecodingConfig.rows` rows; 0: this process serves.
-    cpus: CPU cores that Ray reserves for each replica; 0 reserves none.
     gpus: GPUs that Ray reserves for each replica.
     tpus: TPU chips that Ray reserves for each replica.
   """
 
   count: base.CountOrZero = 0
-  cpus: base.NonNegative = 0.0
   gpus: base.NonNegative = 0.0
   tpus: base.NonNegative = 0.0
 
@@ -171,7 +169,7 @@ class Replicas:
     self._make = lambda: (
       self._ray.remote(Replica)
       .options(
-        num_cpus=replicas.cpus,
+        num_cpus=0,  # replicas share the cores of their host
         num_gpus=replicas.gpus,
         resources=resources,
         scheduling_strategy="SPREAD",

@@ -59,7 +59,7 @@ class AdaptiveConfig(base.Config):
 class DecodingConfig(base.Config):
   """Shapes of decoding, and how much is drafted.
 
-  >>> DecodingConfig(source_lengths=(64, 16)).bucket(20)
+  >>> DecodingConfig(source_lengths=(16, 64)).bucket(20)
   64
 
   Attributes:

@@ -81,7 +81,7 @@ COMMANDS = {
   "compile": Command(
     "CompileConfig",
     "osd_tools.ahead_of_time",
-    "compile a run for a TPU or GPU without having one: memory and speed limits",
+    "compile a run for a TPU or GPU that is not here: memory and speed limits",
     "osd compile --gin_file=runs/demo.gin --gin.CompileConfig.topology=\"'v5e:2x2'\"",
   ),
   "convert": Command(
@@ -120,8 +120,8 @@ settings:
   a run. Exit code 2 means bad input, with one line per mistake, and exit code 1
   means that an output differs from the target's.
 
-  Compiled programs are cached in {CACHE}; JAX_COMPILATION_CACHE_DIR
-  names another folder ("" turns the cache off)."""
+  Compiled programs are cached in {CACHE}. Set
+  JAX_COMPILATION_CACHE_DIR for another folder ("" turns the cache off)."""
 _FIELD_NOTES = """\
 CONFIG.FIELD = VALUE in a gin file, or --gin.CONFIG.FIELD=VALUE, sets a field of
 the configs that @CONFIG() makes; SCOPE/CONFIG.FIELD sets it for those that

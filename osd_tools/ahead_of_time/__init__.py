@@ -6,7 +6,6 @@ published figures, and named so.
 """
 
 import dataclasses
-from typing import Annotated
 
 import jax
 
@@ -28,23 +27,12 @@ class CompileConfig(base.Config):
       whose path ends in a published name, as "flan-t5-xl", needs no weights.
     topology: the machine: "v5e:2x2", "v4:2x2x1", "v6e:2x4", "h100:4"; "cpu:1" needs
       no compiler that is not there. `PartitionConfig` says how many of its chips work.
-    acceptance: rates for which tokens per second are predicted.
-    request_tokens: of an answer, for the same.
-    layers: cuts published shapes to so many layers, to be quick; 0 leaves them.
     run_directory: where the report goes.
     overwrite: remove the run that the directory holds, and begin anew.
   """
 
   run: online.OnlineConfig
   topology: str = "v5e:2x2"
-  acceptance: Annotated[tuple[base.Share, ...], base.NonEmpty("rates in 0..1")] = (
-    0.5,
-    0.7,
-    0.8,
-    0.9,
-  )
-  request_tokens: base.Count = 64
-  layers: base.CountOrZero = 0
   run_directory: base.Folder = "runs/compile"
   overwrite: bool = False
 
@@ -63,7 +51,7 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
   """
   jax.config.update("jax_enable_compilation_cache", False)  # times would be of reading
   topology = chips.Topology(config.topology)
-  plan = plan_lib.Plan(config.run, topology, config.layers)
+  plan = plan_lib.Plan(config.run, topology)
 
   def body(directory, console):
     with (
@@ -82,8 +70,7 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
         except programs_lib.TooLarge as error:
           log.write("too_large", {"program": name, "said": str(error)})
         bar.advance(task)
-      answers = estimates.Answers(config.request_tokens, config.acceptance)
-      for kind, rows in estimates.conclusions(plan, made, answers).items():
+      for kind, rows in estimates.conclusions(plan, made).items():
         log.write_rows(kind, rows)
     return certificate.Certificate(), ""
 

@@ -15,19 +15,22 @@ from osd_tools.ahead_of_time.programs import Made
 
 
 class Answers(NamedTuple):
-  """What is served, for estimates.
+  """Answers that an estimate assumes.
 
   Attributes:
-    tokens: of an answer.
-    acceptance: rates.
+    tokens: length of an answer.
+    acceptance: acceptance rates, one row of the estimate each.
   """
 
-  tokens: int
-  acceptance: tuple[float, ...]
+  tokens: int = 64
+  acceptance: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
+
+
+ANSWERS = Answers()
 
 
 def conclusions(
-  plan: Plan, made: Mapping[str, Made], answers: Answers
+  plan: Plan, made: Mapping[str, Made], answers: Answers = ANSWERS
 ) -> dict[str, list[dict[str, Any]]]:
   """Rows on memory and, from the estimates, on speed."""
   held = plan.memory()

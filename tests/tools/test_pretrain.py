@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_pair
 
 from osd_jax import base, runs, sharding, testing
 from osd_jax.data.batches import BatchConfig
@@ -152,22 +151,6 @@ def test_four_devices_train_as_one(tmp_path, mesh):
   four = losses("four", sharding.PartitionConfig(*mesh))
   assert len(one) == 2 and one[0] != one[1]
   np.testing.assert_allclose(four, one, rtol=1e-5)
-
-
-def test_training_goes_on_from_given_weights(tmp_path):
-  tiny_pair.save_tiny_pair(tmp_path)
-  path = sorted(tmp_path.glob("*.safetensors"))[0]
-  start = weights.load(path)
-  asked = config(tmp_path, model=start.config, initial=str(path))
-  state = pretrain.initial_state(asked, families.build(start.config))
-  for one, other in zip(
-    jax.tree.leaves(state.params), jax.tree.leaves(start.params), strict=True
-  ):
-    np.testing.assert_array_equal(one, other)
-  other_shape = dataclasses.replace(start.config, width=2 * start.config.width)
-  with pytest.raises(ValueError, match="expected"):
-    wrong = dataclasses.replace(asked, model=other_shape)
-    pretrain.initial_state(wrong, families.build(other_shape))
 
 
 def test_a_vocabulary_that_does_not_fit_is_named(tmp_path):

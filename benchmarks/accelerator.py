@@ -33,8 +33,7 @@ from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation import update
-from osd_jax.engine import engine, steps
-from osd_jax.measuring import timing
+from osd_jax.engine import engine, measurement, steps
 from osd_jax.models import families, t5
 
 NAME, CLOCK = "accelerator", "wall"
@@ -255,7 +254,9 @@ def parts(bench: Bench, name: str, target: Pair, rows: int) -> None:
   given = bench.given
   sources = contenders.prompts(rows, given.source, target[0].vocab_size)
   config = contenders.decoding(rows, given.source, given.target, 1)
-  found = timing.measure(config, *target, *bench.draft, sources)
+  found = measurement.measure_steps(
+    config, measurement.Models(*target, *bench.draft), sources
+  )
   bench.report(
     case_of(name, rows),
     {
@@ -289,7 +290,9 @@ def verification(bench: Bench, name: str, target: Pair, rows: int) -> None:
 
 
 def _feed(model, width, served, cache):
-  return jax.block_until_ready(timing.feed(model, width, served, cache, np.int32(32)))
+  return jax.block_until_ready(
+    measurement.feed(model, width, served, cache, np.int32(32))
+  )
 
 
 def launches(bench: Bench, name: str, target: Pair, rows: int) -> None:

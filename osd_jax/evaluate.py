@@ -15,10 +15,10 @@ import rich.console
 from osd_jax import base, corpus, metrics, pairs, runs, session, sharding
 from osd_jax.data.batches import BatchConfig, EncodedExample, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.engine import agreement
+from osd_jax.engine import agreement, measurement
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate, timing
+from osd_jax.measuring import certificate
 from osd_jax.report import progress, summaries
 
 _CHECKED = 16  # prompts decoded greedily for the certificate when requests are sampled
@@ -257,7 +257,8 @@ class Bench:
       ]
       timed_requests = self.requests[: self.config.speed_requests]
       # With several rows a block is long enough to keep them filled most of the time.
-      timed = timing.timings(servers, timed_requests, 4 * count if count > 1 else 1)
+      block = 4 * count if count > 1 else 1
+      timed = measurement.time_requests(servers, timed_requests, block)
       plain_ms = timed[0].ms_per_token
       for label, pair, found in zip(self.labels, self.pairs, timed[1:], strict=True):
         rows.append(
@@ -281,14 +282,10 @@ class Bench:
     for row in range(config.rows):
       tokens = self.prompts[row % len(self.prompts)].tokens
       source[row, : len(tokens)] = tokens
-    found = timing.measure(
-      config,
-      pair.target,
-      pair.target_params,
-      pair.draft,
-      pair.draft_params,
-      source,
+    models = measurement.Models(
+      pair.target, pair.target_params, pair.draft, pair.draft_params
     )
+    found = measurement.measure_steps(config, models, source)
     c, v, drafted = found.cost_ratio, found.verify_ratio, config.num_draft_tokens
     predicted = metrics.predicted_speed_up
     fixed = config.adaptive is None  # both formulas assume one K

@@ -14,10 +14,11 @@ from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig, Outcome
 from osd_jax.distillation.worth import WorthConfig
+from osd_jax.engine import measurement
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate, logbook, metering, prices
+from osd_jax.measuring import certificate, logbook, metering
 from osd_jax.report import progress
 
 _MAX_PENDING = 8  # answers per row that may wait to be processed in the background
@@ -41,10 +42,11 @@ class OnlineConfig(base.Config):
     replicas: processes that serve while this process learns and measures.
     learn: False freezes the draft: a baseline with the same outputs and metrics.
     floor_metering: measure the floor draft on every request.
-    compare_every: also serve every n-th request with plain decoding and the floor
-      draft; 0 never does.
-    prices: measure the cost of calls and updates before the first request, and report
-      predictions next to measurements. A continued run keeps its measured costs.
+    compare_every: n; also serve one of n requests, chosen at random, with plain
+      decoding and with the floor draft. The verdict on learning is measured on these.
+      0 compares none.
+    measure_costs: measure the costs of calls and updates before the first request. A
+      continued run keeps its measured costs.
     keep_drafts: save the draft's weights at every shift of the stream and at the end.
     keep_outputs: what outputs.jsonl holds: "text" of prompts and answers, "ids" their
       tokens too, or "none".
@@ -66,7 +68,7 @@ class OnlineConfig(base.Config):
   learn: bool = True
   floor_metering: bool = True
   compare_every: base.CountOrZero = 4
-  prices: bool = True
+  measure_costs: bool = True
   keep_drafts: bool = False
   keep_outputs: Annotated[str, base.OneOf(*runs.OUTPUTS_KEPT)] = "text"
   checkpoint_every: base.Count = 100
@@ -78,7 +80,7 @@ class OnlineConfig(base.Config):
     if isinstance(self.stream, streams.StreamConfig):
       self.decoding.check_sources(self.stream, "OnlineConfig.stream")
     schedule = self.learning.schedule
-    needs_prices = (
+    needs_costs = (
       self.learn and isinstance(schedule, WorthConfig) and not schedule.costs
     )
     return {
@@ -86,8 +88,8 @@ class OnlineConfig(base.Config):
         self.decoding.record_top_k >= 1,
         "record_top_k >= 1: the draft learns from the records",
       ),
-      "prices": (
-        not needs_prices or (self.prices and not self.replicas.count),
+      "measure_costs": (
+        not needs_costs or (self.measure_costs and not self.replicas.count),
         "True and no replicas: WorthConfig needs costs, or set WorthConfig.costs",
       ),
     }
@@ -144,6 +146,7 @@ class OnlineLoop:
       announce: shows the text of an alarm.
     """
     self.config, self.directory = config, directory
+    started = time.perf_counter()
     self.server = Server(
       config.pair, config.decoding, config.learning, config.partition, config.replicas
     )
@@ -156,10 +159,12 @@ class OnlineLoop:
       config.floor_metering,
       config.compare_every,
       config.partition,
+      config.learning.seed,
     )
     self._log = logbook.Logbook(
-      directory, config.keep_outputs, config.tensorboard, announce
+      directory, config.keep_outputs, config.tensorboard, announce, config.learn
     )
+    self._announce = announce
     self._checkpointer = runs.Checkpointer(
       directory.checkpoints_path, config.checkpoint_every
     )
@@ -168,12 +173,21 @@ class OnlineLoop:
     )
     self.finished = self._submitted = 0
     self._seconds_before = 0.0  # serving time of earlier sessions
+    loaded = time.perf_counter()
     # Everything is compiled before the first request is timed.
     self.server.warm_up(config.learn)
+    self._meter.warm_up()
+    compiled, measuring_ms = time.perf_counter(), 0.0
     if self._checkpointer.latest_step() is None:
-      self._begin()
+      measuring_ms = self._begin()
     else:
       self._restore()
+    start = {
+      "loading_ms": (loaded - started) * 1e3,
+      "compiling_ms": (compiled - loaded) * 1e3,
+      "measuring_ms": measuring_ms,
+    }
+    self._log.write("start", start, self.finished)
     self._calls = background.OrderedCalls(
       self._processes_in_background(), _MAX_PENDING * config.decoding.rows
     )
@@ -324,8 +338,12 @@ class OnlineLoop:
     notes = f"osd online, after {self.finished} requests"
     self.pair.save_draft(path, self.server.draft_params, notes)
 
-  def _begin(self) -> None:
-    """Logs the data, fills the buffer, and measures costs before the first request."""
+  def _begin(self) -> float:
+    """Logs the data, fills the buffer, and measures costs before the first request.
+
+    Returns:
+      Milliseconds that measuring costs took.
+    """
     config = self.config
     self._log.begin()
     self._log.write("data", {"tasks": self.stream.report()}, self.finished)
@@ -338,18 +356,24 @@ class OnlineLoop:
         rows = corpus.reference_rows(self.pair, examples, config.decoding)
       self.server.seed(rows)
     # Other processes would measure other costs, and decide differently by them.
-    if config.prices and jax.process_count() == 1 and not config.replicas.count:
+    started = time.perf_counter()
+    if config.measure_costs and jax.process_count() == 1 and not config.replicas.count:
       self._measure_costs()
+    return (time.perf_counter() - started) * 1e3
 
   def _measure_costs(self) -> None:
     try:
       prompt = self.stream[0].tokens
     except IndexError:
       return  # an empty stream
-    found = prices.measure(self.server, prompt, self.config.learn, self.config.sampling)
-    self._log.price(found)
-    if self.config.learn:
-      self.server.learner.price(found.update_costs())
+    config = self.config
+    bucket = config.decoding.bucket(len(prompt))
+    found = measurement.measure(
+      self.server, bucket, config.learn, config.sampling, self._announce
+    )
+    self._log.write_costs(found)
+    if config.learn:
+      self.server.learner.costs = found
 
   def _restore(self) -> None:
     """Continues from the newest readable checkpoint."""

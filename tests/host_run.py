@@ -37,7 +37,7 @@ def config(pair, directory, kind):
     partition=sharding.PartitionConfig(2, 2),
     stream=dataclasses.replace(made.stream, requests_per_task=4),
     warm_start=None,
-    prices=False,
+    measure_costs=False,
   )
 
 

@@ -41,6 +41,7 @@ class Fault(NamedTuple):
 
 SCHEDULE = "tests/distillation/test_schedule.py"
 CONTROLLER = "tests/engine/test_controller.py"
+WORTH = "tests/distillation/test_worth.py"
 BUFFER = "tests/distillation/test_buffer.py"
 UPDATE = "tests/distillation/test_update.py"
 ONLINE = "tests/test_online.py"
@@ -512,7 +513,7 @@ FAULTS = [
     "on a mesh updates run beside serving",
     "if sharding.is_distributed(params) or jax.process_count() > 1",
     "if jax.process_count() > 1",
-    "tests/measuring/test_prices.py",
+    "tests/engine/test_measurement.py",
   ),
   Fault(
     "a token without a place in a short head counts as its last",
@@ -547,9 +548,27 @@ FAULTS = [
   ),
   Fault(
     "the share of an update is that of all requests",
-    "    recent = state.recent[-self.resume_window :]",
-    "    recent = state.recent",
-    LEARNER,
+    "  gap = 1.0 - _mean(state.recent[-RESUME_WINDOW:])",
+    "  gap = 1.0 - _mean(state.recent)",
+    SCHEDULE,
+  ),
+  Fault(
+    "a request from before a swap counts for the new version",
+    "  place = -2 if old and len(state.versions) > 1 else -1",
+    "  place = -1",
+    WORTH,
+  ),
+  Fault(
+    "what a pause saves has no upper bound",
+    "saved_ms=min(saved, most))",
+    "saved_ms=saved)",
+    WORTH,
+  ),
+  Fault(
+    "compared requests are at a fixed place",
+    "    return place == chosen",
+    "    return place == 0 * chosen",
+    "tests/measuring/test_metering.py",
   ),
 ]
 

@@ -17,13 +17,14 @@ import tiny_online
 from compilations import Compilations
 
 from osd_jax import background, base, online, runs
+from osd_jax.costs import account as account_lib
 from osd_jax.distillation import learner as learner_lib
 from osd_jax.distillation import update
 from osd_jax.engine import engine
-from osd_jax.measuring import ledger, metering
+from osd_jax.measuring import metering
 from osd_jax.models import weights
 
-TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # measured, so they vary
+TIMES = ("_ms", "_ms_per_token", "_seconds", "ahead_since")  # as the clock has it
 
 
 @dataclasses.dataclass
@@ -129,8 +130,8 @@ def test_metrics_reference_lists_exactly_the_logged_fields(learned, repository):
     always = {name for name, when in fields.items() if when.strip() == "always"}
     assert always <= row.keys() - {"kind"} <= fields.keys()
   found = set().union(*learned.requests) - {"kind"}
-  # This run learns, compares and measures the floor draft, but measures no costs.
-  assert found == {name for name, when in fields.items() if when.strip() != "priced"}
+  # This run learns, compares and measures the floor draft.
+  assert found == set(fields)
   for row in learned.updates:
     assert row.keys() - {"kind"} == documented(repository, "update").keys()
   assert learned.summary[0].keys() - {"kind"} == {"wall_seconds"}
@@ -390,7 +391,9 @@ def test_run_directory_must_have_a_name(pair):
 
 
 def test_account_adds_up_to_the_wall_time(learned):
-  account = ledger.Ledger.of([*learned.requests, *learned.updates, *learned.summary])
+  account = account_lib.Account.of(
+    [*learned.requests, *learned.updates, *learned.summary]
+  )
   assert sum(account.parts.values()) == pytest.approx(account.wall)
   assert account.wall == learned.summary[0]["wall_seconds"]
   assert account.parts["rest"] > 0 and account.learning > 0

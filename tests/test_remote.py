@@ -144,7 +144,7 @@ def pair(tmp_path_factory):
 
 
 def frozen(pair, folder, **changes):
-  config = configured(pair, folder, learn=False, compare_every=0, prices=False)
+  config = configured(pair, folder, learn=False, compare_every=0, measure_costs=False)
   return dataclasses.replace(config, floor_metering=False, **changes)
 
 

@@ -246,12 +246,14 @@ def test_without_ray_it_says_what_to_install(pair, monkeypatch):
     held(pair)
 
 
-def test_a_schedule_by_prices_needs_its_costs(pair, tmp_path):
+def test_a_schedule_that_needs_costs_is_refused_with_replicas(pair, tmp_path):
   from osd_jax.distillation.learner import LearningConfig
   from osd_jax.distillation.worth import WorthConfig
 
   learning = LearningConfig(schedule=WorthConfig())
-  with pytest.raises(base.InputError, match=r"OnlineConfig\.prices.*no replicas"):
+  with pytest.raises(
+    base.InputError, match=r"OnlineConfig\.measure_costs.*no replicas"
+  ):
     dataclasses.replace(
       configured(pair, tmp_path), replicas=ReplicaConfig(2), learning=learning
     )

@@ -25,14 +25,13 @@ from osd_jax import offline, online, pairs, runs, sharding
 from osd_jax.costs import table
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import update, worth
-from osd_jax.distillation.costs import UpdateCosts
 from osd_jax.engine import engine
 from osd_jax.report import progress
 
 pytestmark = pytest.mark.slow
 
 COUNT = 12  # requests of a run in the matrix
-TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy")  # measured, so they vary
+TIMES = ("_ms", "_ms_per_token", "_seconds", "ahead_since")  # measured, so they vary
 PATIENCE = 400  # seconds until a child process counts as stuck
 
 
@@ -119,7 +118,9 @@ CHOICE = engine.AdaptiveConfig(
 )
 PAYING = worth.WorthConfig(
   update_interval=2,
-  costs=UpdateCosts(round_ms=(2.0,), num_draft_tokens=(3,), update_ms=1.0, rows=2),
+  costs=table.Costs(
+    table.RoundCosts((2.0,), num_draft_tokens=(3,), rows=2), lost_ms=0.5
+  ),
 )
 FEATURES = {
   "independent draft": online_of(),

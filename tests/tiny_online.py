@@ -89,7 +89,7 @@ def config(
       target_length=LENGTH,
     ),
     compare_every=8,
-    prices=False,
+    measure_costs=False,
     checkpoint_every=CHECKPOINT,
     keep_drafts=True,
     run_directory=str(run_directory),

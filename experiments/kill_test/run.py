@@ -35,7 +35,7 @@ from osd_jax import runs
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tests" / "tiny_online.py"
 # What is a matter of the clock.
-TIMES = ("_ms", "_ms_per_token", "_seconds", "learner_busy", "even_since")
+TIMES = ("_ms", "_ms_per_token", "_seconds", "ahead_since")
 PATIENCE = 900  # seconds that a process may take to move on
 DRAFTS = ("independent", "attached")
 MOMENTS = ("start", "checkpoint", "anywhere", "anywhere")

@@ -22,15 +22,15 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from osd_jax import background, base, sharding
+from osd_jax.costs.table import Costs
 from osd_jax.distillation import buffer as buffer_lib
-from osd_jax.distillation import costs as costs_lib
 from osd_jax.distillation import schedule as schedule_lib
 from osd_jax.distillation import update as update_lib
 from osd_jax.distillation import worth as worth_lib
@@ -337,6 +337,7 @@ class Learner:
   Attributes:
     finished: number of requests observed.
     serving: parameters of the newest draft that was returned by `observe`.
+    costs: measured costs, for the schedule; None until somebody sets them.
   """
 
   def __init__(
@@ -367,7 +368,8 @@ class Learner:
     self.finished, self.serving = 0, params
     trained, self._frozen = draft.split(params)
     self._since = 0  # rows added to the buffer before the last launch
-    self._schedule: Any = config.schedule.initial()
+    self._schedule: Any = config.schedule.init()
+    self.costs: Costs | None = None
     runner = (
       InterleavedRunner
       if sharding.is_distributed(params) or jax.process_count() > 1
@@ -439,26 +441,30 @@ class Learner:
     update_lib.update(self._draft, config, state, drawn, self._frozen)
     update_lib.warm_up(self._draft, config, state, drawn[0], self._frozen)
 
-  def price(self, costs: costs_lib.UpdateCosts) -> None:
-    """Passes measured costs to the schedule, if it uses costs."""
-    if isinstance(self._config.schedule, costs_lib.Priced):
-      self._schedule = self._config.schedule.priced(self._schedule, costs)
+  @property
+  def config(self) -> LearningConfig:
+    """The configuration."""
+    return self._config
 
-  def try_update(self) -> None:
-    """Runs an update on the buffer's rows and discards it, so it can be timed."""
-    batches = self._draw()
-    if not int(self._buffer.added):  # unlike empty rows, real ones have full length
-      batches = [batch.replace(mask=batch.mask | True) for batch in batches]
-    state, config = self._runner.learner, self._config.update
-    jax.block_until_ready(
-      update_lib.update(self._draft, config, state, batches, self._frozen)
-    )
+  def try_update(self, slices: int, serve: Callable[[], bool] = lambda: False) -> None:
+    """Runs an update as serving does, and drops its result; used to measure its cost.
 
-  def slice_inputs(
-    self,
-  ) -> tuple[update_lib.LearnerState, base.DistillationBatch, base.Params]:
-    """Returns the arguments of one slice: state, micro-batch, frozen parameters."""
-    return self._runner.learner, self._draw()[0], self._frozen
+    Args:
+      slices: number of slices.
+      serve: runs one step of serving; called while the update runs, until it returns
+        False. Then this method waits for the update.
+    """
+    batches = self._draw(slices)
+    if not int(self._buffer.added):
+      # An empty buffer gives empty rows, which would be cheaper than any real ones.
+      batches = tuple(batch.replace(mask=batch.mask | True) for batch in batches)
+    jax.block_until_ready(batches)
+    before = self._runner.learner
+    self._runner.launch(batches, self.finished)
+    while self._runner.is_running and serve():
+      pass
+    self._runner.take()
+    self._runner.learner = before
 
   def wait_if_behind(self, in_flight: int) -> None:
     """Gives an update in progress time; called before a step of `in_flight` rows."""
@@ -486,14 +492,15 @@ class Learner:
     # Take a due update first, because the schedule may launch the next one below.
     outcome = self._take() if self._runner.due(self.finished) else None
     self._buffer = self._append(self._buffer, self._with_states(batch))
-    schedule = self._config.schedule
-    if isinstance(schedule, costs_lib.Priced):
-      # Count on the host: numpy would make XLA sum a jax array.
-      tokens = int(np.count_nonzero(np.asarray(batch.mask)))
-      self._schedule = schedule.emitted(self._schedule, tokens)
-    self._schedule = schedule.observe(self._schedule, overlap)
-    if not self.busy and schedule.is_due(self._schedule):
-      self._launch()
+    # Count on the host: numpy would make XLA sum a jax array.
+    tokens = int(np.count_nonzero(np.asarray(batch.mask)))
+    most = 0 if self.busy else self._config.update.steps_per_update
+    request = schedule_lib.Request(overlap, tokens, most)
+    self._schedule, slices = self._config.schedule.update(
+      self._schedule, request, self.costs
+    )
+    if slices:
+      self._launch(slices)
     return outcome
 
   def finish(self) -> Outcome | None:
@@ -527,6 +534,7 @@ class Learner:
       "finished": self.finished,
       "since": self._since,
       "schedule": dataclasses.asdict(self._schedule),
+      "costs": self.costs and dataclasses.asdict(self.costs),
       "launched": launched,
       "slices": 0 if inputs is None else len(inputs),
     }
@@ -545,7 +553,8 @@ class Learner:
     self.serving = self._draft.join(arrays["serving"], self._frozen)
     self._buffer = arrays["buffer"]
     self.finished, self._since = host["finished"], host["since"]
-    self._schedule = self._config.schedule.restored(host["schedule"])
+    self._schedule = type(self._schedule)(**host["schedule"])
+    self.costs = host["costs"] and Costs.from_json(host["costs"])
     if host["launched"] is not None:
       self._runner.launch(arrays["pending"], host["launched"])
 
@@ -559,24 +568,19 @@ class Learner:
       target_states=_target_states(self._draft, self.serving, batch.source)
     )
 
-  def _launch(self) -> None:
-    schedule = self._config.schedule
-    share = 1.0
-    if isinstance(schedule, schedule_lib.Sparing):
-      share = schedule.share(self._schedule)
-    batches = self._draw(share)
+  def _launch(self, slices: int) -> None:
+    batches = self._draw(slices)
     # The next append overwrites the buffer in place, so drawing must be done first.
     jax.block_until_ready(batches)
     self._runner.launch(batches, self.finished)
     self._since = int(self._buffer.added)
-    self._schedule = schedule.launched(self._schedule)
 
-  def _draw(self, share: float = 1.0) -> tuple[base.DistillationBatch, ...]:
-    """Draws the micro-batches of an update, or of a share of its slices."""
+  def _draw(self, slices: int | None = None) -> tuple[base.DistillationBatch, ...]:
+    """Draws the micro-batches of an update that starts now; all slices by default."""
     config = self._config
     key = jax.random.fold_in(jax.random.key(config.seed), self.finished)
     return update_lib.draw_update(
-      config.update, config.buffer, self._buffer, key, self._since, share
+      config.update, config.buffer, self._buffer, key, self._since, slices
     )
 
   def _take(self) -> Outcome:

@@ -1,72 +1,87 @@
-"""When an update is due: every I finished requests, paused while overlap is flat.
+"""When to update the draft: at a fixed interval, paused while overlap is flat.
 
-Host logic in plain Python. It reads nothing but the overlaps it is shown, in finish
-order, and never a clock, so a run repeats exactly. Overlap of one request is noisy
-(standard deviation about .15), hence means over windows and bands around them:
+A schedule is a pair of functions, as in optax:
 
-  active -> paused   for `pause_after_flat` requests in a row, the trailing window is
-                     neither better than the window before by `flat_tolerance` nor
-                     worse by `drift_drop`; or at once if its mean is `enough`
-  paused -> active   the mean of the last `resume_window` requests lies `resume_drop`
-                     below the level at pausing (a shift), or the mean of the last
-                     `drift_window` lies `drift_drop` below it (a slow drift)
+    state = schedule.init()
+    state, slices = schedule.update(state, Request(overlap, tokens, slices), costs)
+
+`update` is called once per finished request. It returns how many slices the update that
+starts now has, 0 for no update. Schedules are plain Python and never read a clock, so
+that a run repeats exactly.
+
+The overlap of a single request is noisy (standard deviation about 0.15), so
+`ScheduleConfig` compares means over windows:
+
+  active -> paused   for `pause_after_flat` requests in a row, the mean of the last
+                     window is neither better than that of the window before by
+                     `flat_tolerance` nor worse by `DRIFT_DROP`; or at once if it is
+                     at least `enough`
+  paused -> active   the mean of the last `RESUME_WINDOW` requests is `RESUME_DROP`
+                     below the level at the pause (a shift), or the mean of the last
+                     `DRIFT_WINDOW` is `DRIFT_DROP` below it (a drift)
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol, runtime_checkable
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from osd_jax import base
+from osd_jax.costs.table import Costs
+
+# With noise of 0.15 per request, these give less than one false resumption in 1,000
+# requests, and notice a drop of 0.3 within 8 requests.
+RESUME_WINDOW, RESUME_DROP = 8, 0.2
+DRIFT_WINDOW, DRIFT_DROP = 100, 0.075
+
+
+class Request(NamedTuple):
+  """A finished request, as a schedule sees it.
+
+  Attributes:
+    overlap: mean distribution overlap, 0..1, measured before the draft trained on it.
+    tokens: emitted tokens.
+    slices: the most slices that an update may have now; 0 while one is running.
+  """
+
+  overlap: float
+  tokens: int
+  slices: int
 
 
 @runtime_checkable
 class Schedule(Protocol):
-  """When updates happen; `ScheduleConfig` is one. Its states are dataclasses of JSON.
+  """Decides when updates happen.
 
-  A state has a field `paused`: whether updates are paused.
+  Its state is a dataclass of JSON values, with a field `paused`. A checkpoint stores
+  `dataclasses.asdict(state)`, and the class of the state accepts these fields again.
   """
 
   @property
   def update_interval(self) -> int:
-    """Requests from the launch of an update to its swap."""
+    """Requests from the start of an update until its draft serves."""
     ...
 
-  def initial(self) -> Any:
-    """The state before the first request."""
+  def init(self) -> Any:
+    """Returns the state before the first request."""
     ...
 
-  def restored(self, fields: Mapping[str, Any]) -> Any:
-    """The state that `dataclasses.asdict` made `fields` of."""
-    ...
+  def update(
+    self, state: Any, request: Request, costs: Costs | None
+  ) -> tuple[Any, int]:
+    """Returns the next state, and the slices of the update that starts now.
 
-  def observe(self, state: Any, overlap: float) -> Any:
-    """The state after one more request, of that overlap."""
-    ...
-
-  def is_due(self, state: Any) -> bool:
-    """Whether an update should start now."""
-    ...
-
-  def launched(self, state: Any) -> Any:
-    """The state after an update was started."""
-    ...
-
-
-@runtime_checkable
-class Sparing(Protocol):
-  """A `Schedule` whose updates are shorter where less is to be gained."""
-
-  def share(self, state: Any) -> float:
-    """Share of its slices that an update launched now shall take, in 0..1."""
+    Args:
+      state: the state before this request.
+      request: the request that finished.
+      costs: measured costs of this machine; None if nobody measured them.
+    """
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig(base.Config):
-  """The rhythm of updates. All windows are counted in finished requests.
-
-  The defaults fit noise of .15 a request: fewer than one false toggle in 1,000
-  requests, a drop of .3 seen within 8 requests. Calmer overlaps allow less.
+  """Updates at a fixed interval. All windows are counted in finished requests.
 
   Attributes:
     update_interval: I, requests from one update to the next.
@@ -74,14 +89,9 @@ class ScheduleConfig(base.Config):
     window: length of the two windows whose means are compared.
     flat_tolerance: improvement between the windows that still counts as flat.
     pause_after_flat: requests in a row that must look flat before a pause.
-    enough: mean overlap of a window that leaves too little to gain; 1 never.
-    resume_window: length of the short mean that sees a sharp drop.
-    resume_drop: how far the short mean falls below the level at pausing.
-    drift_window: length of the long mean that sees a slow drop.
-    drift_drop: how far the long mean falls below the level at pausing.
-    much_to_gain: overlap that the last `resume_window` requests lack for an update to
-      take all its slices; where they lack less it takes as much less, one at least.
-      0 takes all always.
+    enough: mean overlap of a window at which updates pause; 1 for never.
+    much_to_gain: gap to an overlap of 1 from which on an update has all its slices.
+      A smaller gap shortens it in proportion, to one slice at least. 0 never shortens.
   """
 
   update_interval: base.Count = 8
@@ -90,60 +100,52 @@ class ScheduleConfig(base.Config):
   flat_tolerance: base.Share = 0.02
   pause_after_flat: base.Count = 25
   enough: base.Share = 1.0
-  resume_window: base.Count = 8
-  resume_drop: Annotated[float, base.Above(0), base.AtMost(1)] = 0.2
-  drift_window: base.Count = 100
-  drift_drop: Annotated[float, base.Above(0), base.AtMost(1)] = 0.075
   much_to_gain: base.Share = 0.0
 
-  def initial(self) -> "ScheduleState":
-    """Before the first request."""
+  def init(self) -> "ScheduleState":
+    """Returns the state before the first request."""
     return ScheduleState()
 
-  def restored(self, fields: Mapping[str, Any]) -> "ScheduleState":
-    """The state that `dataclasses.asdict` made `fields` of."""
-    return ScheduleState(**fields)
-
-  def observe(self, state: "ScheduleState", overlap: float) -> "ScheduleState":
-    """See `observe`."""
-    return observe(self, state, overlap)
-
-  def is_due(self, state: "ScheduleState") -> bool:
-    """See `update_due`."""
-    return update_due(self, state)
-
-  def launched(self, state: "ScheduleState") -> "ScheduleState":
-    """See `updated`."""
-    return updated(self, state)
-
-  def share(self, state: "ScheduleState") -> float:
-    """See `Sparing`."""
-    recent = state.recent[-self.resume_window :]
-    if not self.much_to_gain or not recent:
-      return 1.0
-    return min(1.0, (1.0 - _mean(recent)) / self.much_to_gain)
+  def update(
+    self, state: "ScheduleState", request: Request, costs: Costs | None = None
+  ) -> tuple["ScheduleState", int]:
+    """See `Schedule.update`. Costs are not used."""
+    del costs
+    overlap = checked_overlap(state.finished, request.overlap)
+    recent = (*state.recent, overlap)[-self.history :]
+    state = dataclasses.replace(state, finished=state.finished + 1, recent=recent)
+    if self.pause:
+      state = _resume(state) if state.paused else _pause(self, state)
+    waited = state.finished - state.last_update
+    if state.paused or not request.slices or waited < self.update_interval:
+      return state, 0
+    launched = dataclasses.replace(
+      state, last_update=state.finished, updates=state.updates + 1
+    )
+    # Rounding must not turn 8.000000001 slices into 9.
+    slices = math.ceil(request.slices * _share(self, state) - 1e-6)
+    return launched, max(slices, 1)
 
   @property
   def history(self) -> int:
-    """How many overlaps the state keeps."""
-    return max(2 * self.window, self.resume_window, self.drift_window)
+    """Number of overlaps that the state keeps."""
+    return max(2 * self.window, RESUME_WINDOW, DRIFT_WINDOW)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleState:
-  """What the schedule carries; `ScheduleState(**json)` restores `asdict(state)`.
+  """State of `ScheduleConfig`.
 
   Attributes:
     finished: requests seen.
-    last_update: `finished` at the last update.
-    updates: updates made.
-    recent: overlaps of the last requests, oldest first, at most `history` of them.
+    last_update: `finished` when the last update started.
+    updates: updates started.
+    recent: overlaps of the last requests, oldest first.
     flat: requests in a row that looked flat.
     paused: whether updates are paused.
-    level: mean overlap at the last pause (of both windows, or of the one that had
-      enough); None before any.
+    level: mean overlap at the last pause; None before the first.
     changed: `finished` at the last pause or resumption.
-    pauses: pauses so far.
+    pauses: number of pauses.
   """
 
   finished: int = 0
@@ -157,93 +159,49 @@ class ScheduleState:
   pauses: int = 0
 
   def __post_init__(self):
-    object.__setattr__(self, "recent", tuple(self.recent))  # JSON knows lists only
-
-
-def observe(
-  config: ScheduleConfig, state: ScheduleState, overlap: float
-) -> ScheduleState:
-  """Takes in one finished request.
-
-  Args:
-    config: the rhythm.
-    state: state before.
-    overlap: the request's mean distribution overlap, 0..1, measured before the draft
-      trained on it.
-
-  Returns:
-    The state, paused or resumed where that is due.
-
-  Raises:
-    InputError: the overlap is no number in 0..1.
-  """
-  overlap = checked_overlap(state.finished, overlap)
-  recent = (*state.recent, overlap)[-config.history :]
-  state = dataclasses.replace(state, finished=state.finished + 1, recent=recent)
-  if not config.pause:
-    return state
-  return _maybe_resume(config, state) if state.paused else _maybe_pause(config, state)
+    object.__setattr__(self, "recent", tuple(self.recent))  # JSON has no tuples
 
 
 def checked_overlap(request: int, overlap: float) -> float:
-  """The overlap of a request, a number in 0..1.
+  """Returns the overlap of a request as a float.
 
   Raises:
-    InputError: it is none.
+    InputError: it is not a number in 0..1.
   """
   overlap = float(overlap)
+  # The sum over float32 probabilities may exceed 1 by rounding.
   if not 0.0 <= overlap <= 1.0 + 1e-3:
     raise base.InputError(
-      f"Schedule.observe: overlap of request {request} is {overlap!r}, expected a"
+      f"Schedule.update: overlap of request {request} is {overlap!r}, expected a"
       " number in 0..1; pass the mean over its emitted positions."
     )
   return overlap
 
 
-def update_due(config: ScheduleConfig, state: ScheduleState) -> bool:
-  """Whether an update should start now.
-
-  Args:
-    config: the rhythm.
-    state: after `observe` of the newest finished request.
-
-  Returns:
-    True if updates are not paused and I requests have finished since the last one.
-  """
-  waited = state.finished - state.last_update
-  return not state.paused and waited >= config.update_interval
+def _share(config: ScheduleConfig, state: ScheduleState) -> float:
+  """Share of its slices that an update takes, by what is left to gain."""
+  if not config.much_to_gain:
+    return 1.0
+  gap = 1.0 - _mean(state.recent[-RESUME_WINDOW:])
+  return min(gap / config.much_to_gain, 1.0)
 
 
-def updated(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
-  """Notes that an update was started.
-
-  Args:
-    config: the rhythm.
-    state: state before.
-
-  Returns:
-    The state; the next update is due I requests from now.
-  """
-  del config  # the three verbs are called alike
-  return dataclasses.replace(
-    state, last_update=state.finished, updates=state.updates + 1
-  )
-
-
-def _maybe_pause(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
-  """Pauses where there is enough, or after so many flat requests in a row."""
+def _pause(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
+  """Pauses if overlap is high enough, or has been flat for long enough."""
   size = config.window
   newer, older = state.recent[-size:], state.recent[-2 * size : -size]
+  # After a resumption the window must be full of requests that came since then.
   full = len(newer) == size and state.finished - state.changed >= size
   if full and config.enough < 1 and _mean(newer) >= config.enough:
     return _paused(state, _mean(newer))
   if len(older) < size:
     return state
   gain = _mean(newer) - _mean(older)
-  flat = state.flat + 1 if -config.drift_drop < gain < config.flat_tolerance else 0
+  flat = state.flat + 1 if -DRIFT_DROP < gain < config.flat_tolerance else 0
   if flat < config.pause_after_flat:
     return dataclasses.replace(state, flat=flat)
-  # Both windows: their mean says nothing of their difference, by which we chose.
+  # The mean of both windows is the level, because it does not depend on their
+  # difference, by which this moment was chosen.
   return _paused(state, _mean(older + newer))
 
 
@@ -258,14 +216,13 @@ def _paused(state: ScheduleState, level: float) -> ScheduleState:
   )
 
 
-def _maybe_resume(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
-  """Resumes where overlap has dropped, sharply or slowly."""
-  assumed = state.level if state.level is not None else 0.0
-  since_pause = state.finished - state.changed
-  short = _mean(state.recent[-config.resume_window :])
-  sharp = short < assumed - config.resume_drop
-  long = _mean(state.recent[-config.drift_window :])
-  slow = since_pause >= config.drift_window and long < assumed - config.drift_drop
+def _resume(state: ScheduleState) -> ScheduleState:
+  """Resumes if overlap has dropped, sharply or slowly."""
+  level = state.level if state.level is not None else 0.0
+  sharp = _mean(state.recent[-RESUME_WINDOW:]) < level - RESUME_DROP
+  # Overlaps from before the pause may be low: the long window must lie after it.
+  rested = state.finished - state.changed >= DRIFT_WINDOW
+  slow = rested and _mean(state.recent[-DRIFT_WINDOW:]) < level - DRIFT_DROP
   if not (sharp or slow):
     return state
   return dataclasses.replace(state, paused=False, flat=0, changed=state.finished)

@@ -7,7 +7,6 @@ counted. No argument is ever donated: serving may still read the old parameters.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
@@ -273,13 +272,13 @@ def draw_update(
   buffer: replay.ReplayBuffer,
   key: Key[Array, ""],
   since: Int[Array, ""] | int,
-  share: float = 1.0,
+  slices: int | None = None,
 ) -> tuple[base.DistillationBatch, ...]:
   """Samples the micro-batches of an update, see `draw_slice`.
 
-  `share` is the fraction of `steps_per_update` to draw; at least one slice is drawn.
+  `slices` is their number, `steps_per_update` by default.
   """
-  count = max(1, math.ceil(config.steps_per_update * share))
+  count = config.steps_per_update if slices is None else slices
   # One call per slice: the number of slices then compiles nothing.
   return tuple(
     draw_slice(config, buffer_config, buffer, key, since, index)

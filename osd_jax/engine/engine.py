@@ -27,7 +27,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.decoding import drafters
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import calibration, steps
+from osd_jax.engine import measurement, steps
 from osd_jax.engine.controller import Call, Controller
 from osd_jax.engine.requests import (
   AdaptiveConfig,
@@ -413,7 +413,7 @@ class Engine:
     self._warm.add(bucket)
     arguments = (self.spec, controller.candidates, self.served, bucket)
     if (bucket, False) in controller.costs:
-      calibration.warm_up(*arguments)
+      measurement.warm_up(*arguments)
     elif jax.process_count() > 1:
       raise base.InputError(
         "AdaptiveConfig.costs: received no costs, expected a table for each bucket,"
@@ -421,7 +421,7 @@ class Engine:
         " differ, and they would choose different Ks."
       )
     else:
-      greedy, sampled = calibration.measure(*arguments)
+      greedy, sampled = measurement.round_costs(*arguments)
       controller.costs |= {(bucket, False): greedy, (bucket, True): sampled}
 
   def _prefill(self, taken: Mapping[int, Slot]) -> None:

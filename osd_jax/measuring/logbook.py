@@ -1,4 +1,4 @@
-"""What a run writes down: rows, answers, what was saved so far, and alarms.
+"""What a run writes down: rows, answers, the verdict so far, and alarms.
 
 A checkpoint keeps how long both files were; a run that continues cuts them there and
 rebuilds the rest from their rows.
@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from osd_jax import runs
+from osd_jax.costs import account
+from osd_jax.costs.table import Costs
 from osd_jax.data import streams
 from osd_jax.engine.requests import Finished
-from osd_jax.measuring import savings
-from osd_jax.measuring.prices import Prices
 from osd_jax.runs import alarms
 
 
@@ -20,7 +20,7 @@ class Logbook:
   """The logs of one run, with what is folded over their rows.
 
   Attributes:
-    prices: of the run, once `price` was told them.
+    costs: measured costs of the run; None until `write_costs`.
   """
 
   def __init__(
@@ -29,6 +29,7 @@ class Logbook:
     keep_outputs: str,
     tensorboard: bool,
     announce: Callable[[str], object],
+    learns: bool = True,
   ):
     """Opens both logs.
 
@@ -36,37 +37,39 @@ class Logbook:
       directory: of the run.
       keep_outputs: what of prompts and answers is kept.
       tensorboard: write TensorBoard events too.
-      announce: shows a text to whoever looks.
+      announce: shows a text to the user.
+      learns: whether the draft learns, so that there is a verdict on learning.
     """
-    self.prices: Prices | None = None
+    self.costs: Costs | None = None
     self._path, self._announce = directory.metrics_path, announce
+    self._learns = learns
     self._rows = runs.MetricsLog(
       directory.metrics_path, directory.tensorboard_path if tensorboard else None
     )
     self._outputs = runs.OutputsLog(directory.outputs_path, keep_outputs)
-    self._savings, self._alarms = savings.Savings(), alarms.AlarmState()
+    self._verdict, self._alarms = account.Verdict(), alarms.AlarmState()
 
   def begin(self) -> None:
     """Empties both logs, which a run killed before its first checkpoint has left."""
     self._outputs.truncate(0)
     self._rows.truncate(0)
 
-  def price(self, prices: Prices) -> None:
-    """Notes the run's prices: savings are counted from here on."""
-    self.prices = prices
-    self._rows.write("prices", dataclasses.asdict(prices))
+  def write_costs(self, costs: Costs) -> None:
+    """Logs the run's measured costs."""
+    self.costs = costs
+    self._rows.write("costs", dataclasses.asdict(costs))
 
   def write(self, kind: str, row: dict[str, Any], finished: int) -> None:
-    """Logs a row, what was saved so far, and the alarms that start or end here.
+    """Logs a row, the verdict so far, and the alarms that start or end here.
 
     Args:
       kind: of the row.
-      row: its fields; a request's gets those of savings.
+      row: its fields; a request's row gets those of the verdict.
       finished: requests, for alarms.
     """
-    if self.prices is not None:
-      self._savings = savings.observe(self.prices, self._savings, kind, row)
-      row |= self._savings.fields() if kind == "request" else {}
+    self._verdict = account.observe(self._verdict, kind, row)
+    if kind == "request" and self._learns:
+      row |= self._verdict.fields()
     self._rows.write(kind, row)
     self._alarms, changed = alarms.observe(self._alarms, kind, row)
     for alarm in changed:
@@ -112,7 +115,7 @@ class Logbook:
     return {
       "metrics_bytes": self._rows.length,
       "outputs_bytes": self._outputs.length,
-      "prices": self.prices and dataclasses.asdict(self.prices),
+      "costs": self.costs and dataclasses.asdict(self.costs),
     }
 
   def restore(self, host: Mapping[str, Any]) -> float:
@@ -125,9 +128,8 @@ class Logbook:
     self._outputs.truncate(host["outputs_bytes"])
     rows = list(runs.read(self._path))
     self._alarms = alarms.replay(rows)
-    if host.get("prices"):  # runs that began before there were any have none
-      self.prices = Prices.from_json(host["prices"])
-      self._savings = savings.of_rows(rows) or self._savings
+    self.costs = host["costs"] and Costs.from_json(host["costs"])
+    self._verdict = account.verdict(rows)
     clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]
     return max(clocks, default=0.0)
 

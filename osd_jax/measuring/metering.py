@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import base, metrics, pairs, sharding
+from osd_jax import background, base, metrics, pairs, sharding
 from osd_jax.data import streams
 from osd_jax.engine import agreement
 from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
@@ -30,6 +30,7 @@ class Meter:
     floor: bool,
     compare_every: int,
     partition: sharding.PartitionConfig,
+    seed: int = 0,
   ):
     """Compiles nothing yet.
 
@@ -38,19 +39,34 @@ class Meter:
       decoding: shapes of decoding.
       sampling: says whether a certificate applies.
       floor: measure the floor draft on every request.
-      compare_every: serve every n-th request plainly and with the floor draft too;
-        0 never.
+      compare_every: n; one of n requests, chosen at random, is served plainly and
+        with the floor draft too. 0 for none.
       partition: mesh that the pair is on.
+      seed: seed of that choice.
     """
     self._partition = partition
     self._pair, self._decoding, self._sampling = pair, decoding, sampling
-    self._floor, self._compare_every = floor, compare_every
+    self._floor, self._compare_every, self._seed = floor, compare_every, seed
     self._certifier = certificate.Certifier(pair)
     self._rivals: Rivals | None = None
 
   def compares(self, index: int) -> bool:
-    """Whether a request is served by its rivals too, which are timed."""
-    return bool(self._compare_every) and index % self._compare_every == 0
+    """Whether a request is served by its rivals too, which are timed.
+
+    One request of every `compare_every` is chosen at random. A fixed place would line
+    up with the requests that an update slows down, and show all of them or none. The
+    choice depends on the index alone, so a resumed run compares the same requests.
+    """
+    if not self._compare_every:
+      return False
+    block, place = divmod(index, self._compare_every)
+    chosen = np.random.default_rng((self._seed, block)).integers(self._compare_every)
+    return place == chosen
+
+  def warm_up(self) -> None:
+    """Compiles the rivals, if any request is compared."""
+    if self._compare_every and self._rivals is None:
+      self._rivals = Rivals(self._pair, self._decoding, self._partition)
 
   def row(
     self, done: Finished, query: streams.Query, index: int, server: Server, beside: bool
@@ -121,10 +137,14 @@ class Meter:
 
   def _compared(self, done: Finished, server: Server) -> dict[str, Any]:
     """Fields of a request that was served plainly and with the floor draft too."""
-    if self._rivals is None:
-      self._rivals = Rivals(self._pair, self._decoding, self._partition)
-    started = time.perf_counter()  # what the rivals compiled is no comparing
-    learner_busy = server.is_learning  # plain decoding then shares the cores
+    self.warm_up()
+    assert self._rivals is not None
+    # Plain decoding must not share the cores with an update. The update then advances
+    # while nothing is served, and what serving would have lost meanwhile is charged.
+    waiting, share = time.perf_counter(), _lost_share(server)
+    server.wait()
+    started = time.perf_counter()
+    waited = (started - waiting) * 1e3
     plain, floor = self._rivals.serve(done, server.engine.shortlist)
     tokens = len(done.tokens)
     row = {
@@ -134,13 +154,24 @@ class Meter:
         floor.accepted, floor.drafted
       ),
       "floor_tokens_per_target_call": len(floor.tokens) / floor.target_calls,
-      "learner_busy": learner_busy,
+      "update_wait_ms": waited * share,
     }
     if certificate.applies(self._sampling, self._decoding):
       judged = self._certifier.judge([(plain, done)], done.request.tag)
       row["certificate"] = dataclasses.asdict(judged)
-    row["compare_ms"] = (time.perf_counter() - started) * 1e3
+    spent = (time.perf_counter() - waiting) * 1e3
+    row["compare_ms"] = spent - row["update_wait_ms"]
     return row
+
+
+def _lost_share(server: Server) -> float:
+  """Share of the running update's time that serving loses; 0 if none is running."""
+  if not server.is_learning:
+    return 0.0
+  costs = server.learner.costs
+  if costs is not None and costs.update_ms:
+    return min(costs.lost_ms / costs.update_ms, 1.0)
+  return 1.0 if background.cores() == 1 else 0.0
 
 
 class Rivals:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from osd_jax import metrics
-from osd_jax.measuring import ledger, prediction, savings
-from osd_jax.measuring.prices import Prices
+from osd_jax.costs import account as account_lib
+from osd_jax.costs.table import Costs
 from osd_jax.report import series
 from osd_jax.runs import alarms
 
@@ -51,15 +51,19 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Page:
     "Agreement per topic": agreement_table(segments),
     "Speed per topic": speed_table(segments),
   }
-  account = ledger.Ledger.of(rows)
+  verdict = account_lib.verdict(rows).sentence()
+  sentences = [*headline(segments), *([verdict] if verdict else [])]
+  account = account_lib.Account.of(rows)
   if account is not None:
     tables["Where the time went"] = account.table()
-  sentences = [*headline(segments), *_cost(account)]
-  if "prices" in by_kind:
-    prices = Prices.from_json(by_kind["prices"][0])
-    tables["Predicted and measured"] = prediction.table(prices, rows)
-    tables["Prices of this machine"] = prices.table()
-    sentences += _worth(prices, rows)
+    sentences.append(account.sentence())
+  if "costs" in by_kind:
+    costs = Costs.from_json(by_kind["costs"][0])
+    if predicted := account_lib.predictions(costs, rows):
+      tables["Predicted from the costs, and measured"] = predicted
+    tables["Costs on this machine"] = costs.table()
+    if not verdict and (said := account_lib.predicted_saving(costs, rows)):
+      sentences.append(said)
   sentences += [row["said"] for row in by_kind.get("mesh", ())[:1]]
   sentences += [row["said"] for row in by_kind.get("replica", ())[:3]]
   sentences.append(alarms.sentence(rows))
@@ -86,28 +90,20 @@ def agreement_table(segments: Segments) -> Table:
 
 
 def speed_table(segments: Segments) -> Table:
-  """One row per segment: the same requests served plainly, frozen and online.
-
-  Plain decoding that shared the cores with the learner stands apart, where it is known.
-  """
-  known = any(
-    row.get("learner_busy") is not None for _, part in segments for row in part
-  )
+  """One row per segment: the same requests served plainly, frozen and online."""
   table = []
   for label, rows in segments:
     speeds = _speeds(rows)
     edges = metrics.segment_summary(list(rows), EDGE)
-    row = {
-      "topic": label,
-      "tokens per target call": _rounded(edges["tokens_per_target_call_last"]),
-      "plain ms/token": _rounded(speeds["plain"]),
-      "frozen ms/token": _rounded(speeds["floor"]),
-      "online ms/token": _rounded(speeds["online"]),
-    }
-    if known:
-      row["plain, learner idle"] = _rounded(_plain_speed(rows, busy=False))
-      row["plain, learner busy"] = _rounded(_plain_speed(rows, busy=True))
-    table.append(row)
+    table.append(
+      {
+        "topic": label,
+        "tokens per target call": _rounded(edges["tokens_per_target_call_last"]),
+        "plain ms/token": _rounded(speeds["plain"]),
+        "frozen ms/token": _rounded(speeds["floor"]),
+        "online ms/token": _rounded(speeds["online"]),
+      }
+    )
   return table
 
 
@@ -122,16 +118,6 @@ def headline(segments: Segments) -> list[str]:
       f"{label}: overlap {edges['overlap_first']:.2f} in the first {EDGE} requests,"
       f" {edges['overlap_last']:.2f} in the last {EDGE}{beside}{_acceptance(edges)}."
     )
-  requests = [row for _, part in segments for row in part]
-  compared = [row for row in requests if row.get("plain_ms_per_token") is not None]
-  if compared:
-    speeds = _speeds(requests)
-    sentences.append(
-      f"On the same {len(compared)} requests: plain decoding {speeds['plain']:.2f}"
-      f" ms/token{_apart(compared)}, frozen draft {speeds['floor']:.2f}, online draft"
-      f" {speeds['online']:.2f}: {speeds['plain'] / speeds['online']:.2f}x plain,"
-      f" {speeds['floor'] / speeds['online']:.2f}x the frozen draft."
-    )
   return sentences
 
 
@@ -143,33 +129,6 @@ def _acceptance(edges: Mapping[str, float | int]) -> str:
   return f"; draft acceptance {first:.2f}, then {last:.2f}"
 
 
-def _apart(compared: Sequence[Row]) -> str:
-  """Plain decoding of quiet and of loaded moments, where there were both."""
-  quiet, loaded = (_plain_speed(compared, busy) for busy in (False, True))
-  if np.isnan(quiet) or np.isnan(loaded):
-    return ""
-  return f" ({quiet:.2f} while the learner rested, {loaded:.2f} while it worked)"
-
-
-def _cost(account: ledger.Ledger | None) -> list[str]:
-  if account is None:
-    return []
-  parts = ", ".join(f"{name} {value:.1f}" for name, value in account.parts.items())
-  skipped = f", {account.skipped} steps skipped" if account.skipped else ""
-  metered = f", and metering {account.metered:.1f} s" if account.metered else ""
-  return [
-    f"Wall time {account.wall:.1f} s: {parts}. Learning took"
-    f" {account.learning:.1f} s ({account.updates} updates{skipped}),"
-    f" {account.beside / account.wall:.0%} of the wall time beside serving{metered}."
-  ]
-
-
-def _worth(prices: Prices, rows: Sequence[Row]) -> list[str]:
-  """What learning took and saved, and what both computed."""
-  told = savings.sentence_of(rows), prediction.operations(prices, rows)
-  return [text for text in told if text]
-
-
 def _speeds(rows: Sequence[Row]) -> dict[str, float]:
   """Milliseconds per token over the requests that were served all three ways."""
   compared = [row for row in rows if row.get("plain_ms_per_token") is not None]
@@ -177,13 +136,6 @@ def _speeds(rows: Sequence[Row]) -> dict[str, float]:
     name: _per_token(compared, f"{name}_ms_per_token")
     for name in ("plain", "floor", "online")
   }
-
-
-def _plain_speed(rows: Sequence[Row], busy: bool) -> float:
-  """Milliseconds per token of plain decoding, by what the learner did meanwhile."""
-  part = [row for row in rows if row.get("learner_busy") == busy]
-  timed = [row for row in part if row.get("plain_ms_per_token") is not None]
-  return _per_token(timed, "plain_ms_per_token")
 
 
 def _per_token(rows: Sequence[Row], name: str) -> float:

@@ -19,7 +19,7 @@ PLOTS: dict[str, Callable[[Sequence[series.Row]], Any]] = {
   "tokens_per_round": serving_plots.rounds,
   "update_loss": serving_plots.loss,
   "time_saved": serving_plots.saved,
-  "cost_ledger": serving_plots.account,
+  "time_spent": serving_plots.account,
   "training_loss": training_plots.loss,
   "held_out": training_plots.held_out,
   "drafts": training_plots.drafts,

@@ -83,13 +83,11 @@ class Progress:
 
 
 def _saved(row: Mapping[str, Any]) -> str:
-  """What learning has saved so far; "" where that is not known."""
-  seconds = row.get("saved_seconds")
-  if seconds is None:
+  """Measured savings so far, against both rivals; "" before the first comparison."""
+  frozen, plain = row.get("saved_seconds"), row.get("saved_plain_seconds")
+  if frozen is None or plain is None:
     return ""
-  since = row.get("even_since")
-  paid = f", in profit since request {since}" if since else ""
-  return f"; learning {'saved' if seconds >= 0 else 'lost'} {abs(seconds):.1f} s{paid}"
+  return f"; saved {frozen:+.1f} s against frozen, {plain:+.1f} s against plain"
 
 
 class _Lines(rich.progress.Progress):

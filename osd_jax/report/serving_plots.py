@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from osd_jax import runs
-from osd_jax.measuring import ledger
+from osd_jax.costs import account as account_lib
 from osd_jax.report import canvas, series
 
 _WARM = 5  # requests behind a shift without a line: a mean of fewer says little
@@ -59,7 +59,7 @@ def milliseconds(rows: Sequence[series.Row]) -> Any:
 
 
 def saved(rows: Sequence[series.Row]) -> Any:
-  """Seconds that learning has saved so far, its own price included."""
+  """Seconds that learning has saved so far, updates included."""
   requests = runs.request_rows(rows)
   seconds = runs.column(requests, "saved_seconds")
   if not np.isfinite(seconds).any() or not seconds.any():
@@ -69,7 +69,7 @@ def saved(rows: Sequence[series.Row]) -> Any:
   _shade_pauses(axes, requests)
   axes.axhline(0.0, color=canvas.FLOOR, lw=1.2, ls="--")
   axes.plot(places(requests), seconds, color=canvas.ONLINE, lw=2.2)
-  axes.set_xlabel("request; by the prices measured at the start, learning included")
+  axes.set_xlabel("request; measured on compared requests, updates included")
   canvas.legend(axes)
   return figure
 
@@ -202,7 +202,7 @@ def rounds(rows: Sequence[series.Row]) -> Any:
 
 def account(rows: Sequence[series.Row]) -> Any:
   """Where the wall time went; learning, beside it or waited for, has its own bar."""
-  found = ledger.Ledger.of(rows)
+  found = account_lib.Account.of(rows)
   if found is None:
     return None
   figure, (axes,) = canvas.figure("Where the time went, seconds")
@@ -230,10 +230,8 @@ def account(rows: Sequence[series.Row]) -> Any:
 def _times(requests: Sequence[series.Row]) -> list[Line]:
   """Milliseconds per token, three ways."""
   plain = runs.column(requests, "plain_ms_per_token")
-  busy = runs.column(requests, "learner_busy") == 1
   return [
-    Line("plain", np.where(busy, np.nan, plain), canvas.PLAIN, ":"),
-    Line("plain, learner busy", np.where(busy, plain, np.nan), canvas.BUSY, "-."),
+    Line("plain", plain, canvas.PLAIN, ":"),
     Line("frozen", runs.column(requests, "floor_ms_per_token"), canvas.FLOOR, "--"),
     Line("online", _online_ms(requests), canvas.ONLINE),
   ]

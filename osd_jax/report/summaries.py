@@ -8,8 +8,9 @@ from typing import Any
 import rich.console
 
 from osd_jax import base, runs
+from osd_jax.costs import account as account_lib
 from osd_jax.data import batches
-from osd_jax.measuring import certificate, ledger, savings
+from osd_jax.measuring import certificate
 from osd_jax.report import page as pages_html
 from osd_jax.report import pages, plots, tables
 
@@ -148,7 +149,7 @@ def compare(
   saved = [
     f"{name}: {said}"
     for name, rows in served.items()
-    if (said := savings.sentence_of(rows))
+    if (said := account_lib.verdict(rows).sentence())
   ]
   if console is not None:
     tables.print_table(table, console)
@@ -172,7 +173,7 @@ def comparison_row(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
     rows: of its metrics.jsonl.
   """
   requests = runs.request_rows(rows)
-  account = ledger.Ledger.of(rows)
+  account = account_lib.Account.of(rows)
   spent = sum(row["decode_ms"] for row in requests)
   tokens = sum(row["output_tokens"] for row in requests)
   calls = sum(row["target_calls"] for row in requests)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from osd_jax import pairs
-from osd_jax.costs.table import expected_tokens
-from osd_jax.measuring import prediction
-from osd_jax.measuring.prices import CallPrices, Prices
+from osd_jax.costs.account import Seen, predict
+from osd_jax.costs.table import RoundCosts, expected_tokens
 from osd_tools.ahead_of_time.plan import Plan
 from osd_tools.ahead_of_time.programs import Made
 
@@ -84,34 +83,28 @@ def estimates(
   schedule = plan.run.learning.schedule
   learns = "slice" in made
   round_ms = drafted * draft_ms + verify_ms
-  speculative = CallPrices(rows, (drafted,), (round_ms,), prefill)
-  prices = Prices(
-    plain=CallPrices(rows, (0,), (plain_ms,), prefill),
-    frozen=speculative,
-    online=speculative,
-    draft_ms=draft_ms,
-    step_ms=plain_ms,
-    verify_ms=verify_ms,
-    slice_ms=float(made["slice"].least_ms or 0) if learns else 0.0,
-    slices=plan.run.learning.update.steps_per_update if learns else 0,
+  online = RoundCosts(
+    (round_ms,), num_draft_tokens=(drafted,), rows=rows, request_ms=prefill
   )
+  plain = RoundCosts((plain_ms,), num_draft_tokens=(0,), rows=rows, request_ms=prefill)
+  slices = plan.run.learning.update.steps_per_update if learns else 0
+  slice_ms = float(made["slice"].least_ms or 0) if learns else 0.0
   tokens = answers.tokens
-  plain = prediction.predict(prices.plain, prediction.Seen(tokens))
   for rate in answers.acceptance:
-    seen = prediction.Seen(
+    seen = Seen(
       tokens,
       expected_tokens(rate, drafted),
       drafted,
     )
-    learning = dataclasses.replace(
-      seen, lost_ms=prices.lost_ms / schedule.update_interval
-    )
+    # All devices take part in an update, so that serving waits for all of it.
+    lost_ms = slice_ms * slices / schedule.update_interval
+    learning = dataclasses.replace(seen, lost_ms=lost_ms)
     yield {
       "acceptance": rate,
-      "tokens_a_call": seen.tokens_a_round,
-      "plain_tokens_s": plain,
-      "frozen_tokens_s": prediction.predict(prices.frozen, seen),
-      "online_tokens_s": prediction.predict(prices.online, learning),
+      "tokens_a_call": seen.tokens_per_round,
+      "plain_tokens_s": predict(plain, Seen(tokens)),
+      "frozen_tokens_s": predict(online, seen),
+      "online_tokens_s": predict(online, learning),
       "c": draft_ms / plain_ms,
       "v": verify_ms / plain_ms,
       "break_even_acceptance": break_even(drafted, round_ms / plain_ms),

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from osd_jax import base, testing
+from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.decoding import records
 from osd_jax.distillation import (
   buffer,
-  costs,
   learner,
   optimizers,
   schedule,
@@ -62,7 +62,7 @@ def learner_of():
   made = []
 
   def make(when=None, ema_decay=0.0, **changes):
-    always = {"update_interval": INTERVAL, "resume_window": 2, "pause": False}
+    always = {"update_interval": INTERVAL, "pause": False}
     config = learner.LearningConfig(
       buffer=buffer.BufferConfig(capacity=16),
       update=update.UpdateConfig(
@@ -94,11 +94,6 @@ def test_the_number_of_slices_follows_what_is_left_to_gain(
 ):
   (figures,) = feed(learner_of(much_to_gain=much), [overlap] * INTERVAL)
   assert figures["steps"] == max(1, math.ceil(SLICES * share))
-
-
-def test_only_the_last_requests_decide_the_number_of_slices(learner_of):
-  (figures,) = feed(learner_of(much_to_gain=0.4), [0.1, 0.9, 0.9])
-  assert figures["steps"] == SLICES // 4
 
 
 def test_new_rows_of_an_update_arrived_after_the_last_launch(learner_of):
@@ -152,17 +147,12 @@ def test_a_restored_learner_serves_the_parameters_that_served(learner_of):
 
 def test_a_schedule_with_costs_gets_the_number_of_emitted_tokens(learner_of):
   """Not the length of the row, which is padded."""
-  prices = costs.UpdateCosts(round_ms=(11.0,), update_ms=1e9)
-  one = learner_of(worth.WorthConfig(costs=prices))
+  costs = Costs(RoundCosts((11.0,), num_draft_tokens=(7,)), lost_ms=1e9)
+  one = learner_of(worth.WorthConfig(costs=costs))
   one.observe(row(0).replace(mask=jnp.arange(LENGTH)[None] < 2), 0.5)
   assert one.state()[1]["schedule"]["tokens"] == 2.0
   one.observe(row(1), 0.5)
   assert one.state()[1]["schedule"]["tokens"] == 2.0 + (LENGTH - 2.0) / 20
-
-
-def test_a_negative_much_to_gain_is_refused():
-  with pytest.raises(base.InputError, match="much_to_gain: received -0.1"):
-    schedule.ScheduleConfig(much_to_gain=-0.1)
 
 
 def batches(seed=0):

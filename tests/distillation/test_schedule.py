@@ -11,15 +11,20 @@ from osd_jax.distillation import schedule
 NOISE = 0.15
 SEEDS = range(12)
 DEFAULT = schedule.ScheduleConfig()
+SLICES = 4  # of an update
+
+
+def observe(config, state, overlap, slices=0):
+  """State and slices after a request; with 0 slices no update can start."""
+  return config.update(state, schedule.Request(overlap, 20, slices))
 
 
 def run(config, overlaps):
   """Serves the curve; returns states after each request and requests of updates."""
-  state, states, updates = schedule.ScheduleState(), [], []
+  state, states, updates = config.init(), [], []
   for overlap in overlaps:
-    state = schedule.observe(config, state, overlap)
-    if schedule.update_due(config, state):
-      state = schedule.updated(config, state)
+    state, slices = observe(config, state, overlap, SLICES)
+    if slices:
       updates.append(state.finished)
     states.append(state)
   return states, updates
@@ -44,7 +49,7 @@ def paused_at_level(level):
 
 def requests_to_resume(state, overlaps):
   for count, overlap in enumerate(overlaps, start=1):
-    state = schedule.observe(DEFAULT, state, overlap)
+    state, _ = observe(DEFAULT, state, overlap)
     if not state.paused:
       return count
   return None
@@ -118,19 +123,19 @@ def test_a_drop_while_active_does_not_look_flat():
   assert not any(state.paused for state in states)
 
 
-def test_a_slow_drop_resumes_though_no_short_mean_sees_it():
+def test_a_slow_drop_resumes_though_no_short_mean_sees_it(monkeypatch):
   state = paused_at_level(0.75)
   slow = 0.75 - 0.0003 * np.arange(1000)
   count = requests_to_resume(state, slow)
-  assert count is not None and slow[count - 1] > 0.75 - DEFAULT.resume_drop
-  blind = dataclasses.replace(DEFAULT, drift_drop=1.0)  # the control: sharp rule only
+  assert count is not None and slow[count - 1] > 0.75 - schedule.RESUME_DROP
+  monkeypatch.setattr(schedule, "DRIFT_DROP", 1.0)  # the control: sharp rule only
   later = dataclasses.replace(state)
   for overlap in slow[:count]:
-    later = schedule.observe(blind, later, overlap)
+    later, _ = observe(DEFAULT, later, overlap)
   assert later.paused
 
 
-def test_noise_around_a_flat_mean_does_not_make_it_flap():
+def test_noise_around_a_flat_mean_does_not_make_it_flap(monkeypatch):
   flat = np.full(2000, 0.7)
   counts = [toggles(run(DEFAULT, noisy(flat, seed))[0]) for seed in SEEDS]
   assert np.mean(counts) <= 2.5 and max(counts) <= 5, counts
@@ -139,9 +144,9 @@ def test_noise_around_a_flat_mean_does_not_make_it_flap():
     for seed in SEEDS
   ]
   assert np.mean(shares) > 0.75, shares
-  nervous = schedule.ScheduleConfig(
-    window=4, pause_after_flat=1, flat_tolerance=0.5, resume_window=2, resume_drop=0.03
-  )
+  monkeypatch.setattr(schedule, "RESUME_WINDOW", 2)
+  monkeypatch.setattr(schedule, "RESUME_DROP", 0.03)
+  nervous = schedule.ScheduleConfig(window=4, pause_after_flat=1, flat_tolerance=0.5)
   assert toggles(run(nervous, noisy(flat, 0))[0]) > 100  # the control flaps
 
 
@@ -163,9 +168,7 @@ def test_state_survives_json_and_goes_on_alike():
   restored = schedule.ScheduleState(**json.loads(text))
   assert restored == states[119]
   for overlap in overlaps[120:]:
-    restored = schedule.observe(DEFAULT, restored, overlap)
-    if schedule.update_due(DEFAULT, restored):
-      restored = schedule.updated(DEFAULT, restored)
+    restored, _ = observe(DEFAULT, restored, overlap, SLICES)
   assert restored == states[-1]
 
 
@@ -180,7 +183,7 @@ def test_history_is_bounded():
     ({"update_interval": 0}, "ScheduleConfig.update_interval: received 0"),
     ({"window": 2.5}, "ScheduleConfig.window: received 2.5"),
     ({"flat_tolerance": -0.1}, "ScheduleConfig.flat_tolerance: received -0.1"),
-    ({"resume_drop": 0.0}, "ScheduleConfig.resume_drop: received 0.0"),
+    ({"much_to_gain": -0.1}, "ScheduleConfig.much_to_gain: received -0.1"),
   ],
 )
 def test_bad_config_is_refused_by_name(fields, named):
@@ -189,9 +192,27 @@ def test_bad_config_is_refused_by_name(fields, named):
 
 
 @pytest.mark.parametrize("overlap", [float("nan"), -0.1, 1.5])
-def test_an_overlap_that_is_none_is_refused(overlap):
-  with pytest.raises(ValueError, match="Schedule.observe: overlap of request 0"):
-    schedule.observe(DEFAULT, schedule.ScheduleState(), overlap)
+def test_an_overlap_outside_its_range_is_refused(overlap):
+  with pytest.raises(ValueError, match="Schedule.update: overlap of request 0"):
+    observe(DEFAULT, DEFAULT.init(), overlap)
+
+
+def test_no_update_starts_while_one_is_running():
+  state = DEFAULT.init()
+  for _ in range(3 * DEFAULT.update_interval):
+    state, slices = observe(DEFAULT, state, 0.5, slices=0)
+    assert not slices
+  state, slices = observe(DEFAULT, state, 0.5, SLICES)
+  assert slices == SLICES and state.updates == 1
+
+
+@pytest.mark.parametrize("overlap, expected", [(0.2, 16), (0.8, 8), (0.99, 1)])
+def test_updates_shorten_where_little_is_left_to_gain(overlap, expected):
+  config = schedule.ScheduleConfig(update_interval=8, much_to_gain=0.4)
+  state = config.init()
+  for _ in range(8):
+    state, slices = observe(config, state, overlap, 16)
+  assert slices == expected
 
 
 def test_the_level_of_a_pause_is_the_mean_of_both_windows():
@@ -214,3 +235,11 @@ def test_after_a_resumption_enough_waits_for_a_window_of_its_own():
   again = paused.index(True, resumed)
   assert again - resumed == config.window
   assert states[resumed].changed == resumed + 1
+
+
+def test_what_is_left_to_gain_is_judged_by_the_last_requests():
+  config = schedule.ScheduleConfig(update_interval=12, much_to_gain=0.4)
+  state = config.init()
+  for overlap in [0.1] * 4 + [0.9] * schedule.RESUME_WINDOW:
+    state, slices = observe(config, state, overlap, 8)
+  assert slices == 2

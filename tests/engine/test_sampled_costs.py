@@ -10,7 +10,7 @@ from engine import cases
 from engine.test_drafting import BUCKETS, KS, make, measured_policy
 
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import calibration, engine, steps
+from osd_jax.engine import engine, measurement, steps
 
 
 def test_greedy_and_sampled_rounds_are_timed_apart(monkeypatch):
@@ -21,12 +21,11 @@ def test_greedy_and_sampled_rounds_are_timed_apart(monkeypatch):
     return steps.advance(spec, num_draft_tokens, served, rounds, state)
 
   changed = harness.Changed(steps, advance=advance)
-  monkeypatch.setattr(calibration, "calls", changed)
+  monkeypatch.setattr(measurement, "steps", changed)
   decoder.run(cases.greedy_requests()[:1])
   counts = {t: temperatures.count(t) for t in set(temperatures)}
   assert set(counts) == {(0.0,) * 3, (1.0,) * 3}
-  # Greedy calls are what compiles, too.
-  assert 0 <= counts[(0.0,) * 3] - counts[(1.0,) * 3] <= len(KS)
+  assert min(counts.values()) >= len(KS)
 
 
 @pytest.mark.parametrize("first", ["greedy", "sampled"])

@@ -57,3 +57,28 @@ def test_the_floor_draft_has_the_shortlist_of_the_online_draft(params):
   assert plain.tokens.tolist() == done.tokens.tolist()
   assert alike.accepted / alike.drafted == done.accepted / done.drafted == 1.0
   assert unlike.accepted < unlike.drafted  # the first N tokens are others
+
+
+def meter(compare_every, seed=0):
+  return metering.Meter(
+    tabular_pair.make(),
+    config(),
+    engine.SamplingConfig(),
+    floor=True,
+    compare_every=compare_every,
+    partition=sharding.PartitionConfig(),
+    seed=seed,
+  )
+
+
+def test_compared_requests_are_a_fair_sample_of_all_places():
+  """With update_interval 8, a fixed place of 4 shows every slowed request."""
+  compared = np.array([meter(4).compares(index) for index in range(8000)])
+  for place in range(8):
+    assert compared[place::8].mean() == pytest.approx(0.25, abs=0.05)
+  blocks = compared.reshape(-1, 4).sum(axis=1)
+  assert (blocks == 1).all()  # one of every four
+  again = [meter(4).compares(index) for index in range(4000, 4100)]
+  assert again == compared[4000:4100].tolist()  # a resumed run compares the same
+  assert [meter(4, seed=1).compares(i) for i in range(100)] != compared[:100].tolist()
+  assert not meter(0).compares(0) and meter(1).compares(5)

@@ -67,7 +67,6 @@ def _request(
     frozen = 1 / (1 - noisy[0]) if noisy[0] < 0.85 else 6.0
     row |= {
       "plain_ms_per_token": (4.0 if paused else 7.0) + rng.gamma(2, 0.2),
-      "learner_busy": not paused,
       "compare_ms": 120.0,
       "floor_ms_per_token": 11.0 / frozen + rng.gamma(2, 0.2),
       "online_ms_per_token": 11.0 * calls / tokens + rng.gamma(2, 0.2),

@@ -93,15 +93,6 @@ def test_pauses_are_shaded_and_loss_lines_break_there():
   assert not serving_plots.overlap(without).axes[0].patches
 
 
-def test_plain_decoding_beside_the_learner_stands_apart():
-  rows = synthetic_run.rows(200)
-  names = ["plain", "plain, learner busy", "frozen", "online"]
-  assert legend(serving_plots.latency(rows).axes[0]) == names
-  assert legend(serving_plots.milliseconds(rows).axes[0])[1:] == names
-  unknown = [{k: v for k, v in row.items() if k != "learner_busy"} for row in rows]
-  assert legend(serving_plots.latency(unknown).axes[0]) == ["plain", "frozen", "online"]
-
-
 def test_percentiles_are_those_of_the_requests():
   rows = synthetic_run.rows(200)
   plain = [r["online_ms_per_token"] for r in rows if "online_ms_per_token" in r]

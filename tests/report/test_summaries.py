@@ -1,12 +1,10 @@
 """The words of a run: figures as they were logged; drawn anew; runs compared."""
 
-import dataclasses
 import io
 import json
 
 import pytest
 import rich.console
-from measuring.test_prices import PRICES
 
 from osd_jax import base, runs
 from osd_jax.report import pages, series, summaries
@@ -76,33 +74,18 @@ def test_speeds_are_weighted_by_tokens_and_over_the_same_requests():
   for row in rows:
     if "plain_ms_per_token" not in row:
       row["online_ms_per_token"] = 1000.0  # was not compared: must not count
-  text = " ".join(pages.headline(segments(rows)))
-  expected = 4.0 + 4.0 * 30 / 600
-  assert f"plain decoding {expected:.2f} ms/token," in text
-  assert f"{expected / 2:.2f}x plain, 1.50x the frozen draft" in text
+  (table,) = pages.speed_table([("all", rows)])
+  assert table["plain ms/token"] == pytest.approx(4.0 + 4.0 * 30 / 600)
+  assert table["online ms/token"] == 2.0
 
 
-def test_plain_decoding_beside_the_learner_is_told_apart():
-  rows = [row for row in requests() if row["kind"] == "request"]
-  for row in rows:
-    if "plain_ms_per_token" in row:
-      row["learner_busy"] = row["index"] < 60
-      row["plain_ms_per_token"] = 8.0 if row["learner_busy"] else 4.0
-  text = " ".join(pages.headline(segments(rows)))
-  assert "ms/token (4.00 while the learner rested, 8.00 while it worked)" in text
-  table = pages.speed_table(segments(rows))
-  assert [row["plain, learner busy"] for row in table] == [8.0, None]
-  assert [row["plain, learner idle"] for row in table] == [None, 4.0]
-  assert "plain, learner busy" not in pages.speed_table(segments())[0]
-
-
-def test_the_account_is_told_with_learning_beside_it():
+def test_the_page_says_where_the_time_went():
   sentences = pages.page(requests()).sentences
-  (cost,) = (text for text in sentences if text.startswith("Wall time"))
-  assert cost == (
+  (spent,) = (text for text in sentences if text.startswith("Wall time"))
+  assert spent == (
     "Wall time 3.0 s: serving 2.4, waiting for updates 0.1, comparing 0.0, metering"
-    " 0.1, rest 0.4. Learning took 0.5 s (1 updates, 2 steps skipped), 13% of the wall"
-    " time beside serving."
+    " 0.1, rest 0.4. Learning took 0.5 s (1 updates, 2 steps skipped); during 0.4 s of"
+    " them serving went on."
   )
 
 
@@ -138,7 +121,11 @@ EVALUATE = [
 @pytest.mark.parametrize(
   ("rows", "title", "words"),
   [
-    (requests(), "Online speculative decoding", ["maths: overlap 0.82", "1.50x the"]),
+    (
+      requests(),
+      "Online speculative decoding",
+      ["maths: overlap 0.82", "Measured over all"],
+    ),
     (OFFLINE, "Offline distillation", ["10 steps: loss 2.0000", "3 steps", "0.250"]),
     (PRETRAIN, "Supervised training", ["loss 2.0000", "Exact match over", "0.500"]),
     (CERTIFY, "Certificate", ["near ties", "pair"]),
@@ -188,24 +175,24 @@ def test_runs_are_put_side_by_side(tmp_path):
   assert ">one<" in text and ">two<" in text
 
 
-def test_beside_the_runs_stands_what_learning_was_worth(tmp_path):
-  """The frozen draft's columns; in words, where prices are known."""
+def test_compared_runs_show_their_verdicts(tmp_path):
   rows = requests()
   for row in rows:
     if row["kind"] == "request":
-      rates = {"acceptance_rate": 0.9, "floor_acceptance_rate": 0.5}
-      row |= {"target_calls": 5, "drafted": 35, **rates}
-  priced = {"kind": "prices", **dataclasses.asdict(PRICES)}
-  logged(tmp_path / "priced", [priced, *rows])
-  without = [{k: v for k, v in r.items() if k != "floor_overlap"} for r in rows]
-  logged(tmp_path / "frozen", without)
+      row |= {"target_calls": 5, "drafted": 35}
+  logged(tmp_path / "learned", rows)
+  without = [
+    {k: v for k, v in r.items() if k not in ("floor_overlap", "plain_ms_per_token")}
+    for r in rows
+  ]
+  logged(tmp_path / "unknown", without)
   shown = rich.console.Console(file=io.StringIO(), width=200)
-  paths = [tmp_path / "priced", tmp_path / "frozen"]
+  paths = [tmp_path / "learned", tmp_path / "unknown"]
   page = summaries.compare(paths, tmp_path / "out", shown)
   for text in (shown.file.getvalue(), page.read_text(encoding="utf-8")):
-    assert "priced: By the prices, learning took" in text
-    assert "frozen: By the prices" not in text
-  first, second = (summaries.comparison_row("", r) for r in ([priced, *rows], without))
+    assert "learned: Measured over all" in text
+    assert "unknown: Measured" not in text
+  first, second = (summaries.comparison_row("", r) for r in (rows, without))
   assert (first["overlap"], first["frozen overlap"]) == (0.833, 0.5)
   assert (first["frozen ms/token"], second["frozen overlap"]) == (3.0, None)
 

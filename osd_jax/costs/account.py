@@ -1,0 +1,375 @@
+"""What a run spent, and whether learning paid: from the rows of metrics.jsonl alone.
+
+The verdict is measured. Some requests, chosen at random, are served again by plain
+decoding and by the frozen draft. Each topic's mean time per token, weighted with all
+tokens of the topic, says what these would have taken for the whole stream. Predictions
+from the table of costs are labelled as such, and left out where they are wrong.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from osd_jax.costs.table import Costs, RoundCosts
+
+Row = Mapping[str, Any]
+
+TRUSTED = 0.25  # relative error up to which a prediction is shown
+
+
+# --- Where the time went ------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+  """Where the seconds of a run went.
+
+  Attributes:
+    parts: name -> seconds of the thread that serves, one thing at a time; they add up
+      to `wall`. Checkpoints and logs are the "rest".
+    wall: seconds from the start of the command to its last request, in all sessions.
+    learning: seconds that updates ran, on another thread and so not in `parts`.
+    metered: seconds that agreements were measured on another thread, likewise.
+    updates: number of updates.
+    skipped: steps of updates that were left out because they were not finite.
+  """
+
+  parts: Mapping[str, float]
+  wall: float
+  learning: float
+  metered: float
+  updates: int
+  skipped: int
+
+  @classmethod
+  def of(cls, rows: Iterable[Row]) -> "Account | None":
+    """Returns the account of a run; None if it served nothing or has no times."""
+    rows = list(rows)
+    requests, updates = _of_kind(rows, "request"), _of_kind(rows, "update")
+    # `run_seconds` counts from the first request, over all sessions.
+    clocks = [row.get("run_seconds") or row.get("wall_seconds") or 0.0 for row in rows]
+    served = max(clocks, default=0.0)
+    if not requests or not served:
+      return None
+    starts = _of_kind(rows, "start")
+    before = {
+      "loading": _sum(starts, "loading_ms") / 1e3,
+      "compiling": _sum(starts, "compiling_ms") / 1e3,
+      "measuring costs": _sum(starts, "measuring_ms") / 1e3,
+    }
+    parts = {
+      "serving": _sum(requests, "decode_ms") / 1e3,
+      "waiting for updates": _waited_ms(requests, updates) / 1e3,
+      "comparing": _sum(requests, "compare_ms") / 1e3,
+      "metering": _sum(requests, "metering_ms") / 1e3,
+    }
+    spent = sum(parts.values())
+    served = max(served, spent)  # the log may know the time of its last session only
+    before = {name: seconds for name, seconds in before.items() if seconds}
+    return cls(
+      parts={**before, **parts, "rest": served - spent},
+      wall=sum(before.values()) + served,
+      learning=_sum(updates, "update_ms") / 1e3,
+      metered=_sum(requests, "metering_beside_ms") / 1e3,
+      updates=len(updates),
+      skipped=int(_sum(updates, "skipped")),
+    )
+
+  @property
+  def overlapped(self) -> float:
+    """Seconds that updates ran while serving went on."""
+    return max(self.learning - self.parts["waiting for updates"], 0.0)
+
+  def sentence(self) -> str:
+    """Returns the account in words, with the numbers of `table`."""
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in self.parts.items())
+    skipped = f", {self.skipped} steps skipped" if self.skipped else ""
+    metered = f", and metering {self.metered:.1f} s" if self.metered else ""
+    return (
+      f"Wall time {self.wall:.1f} s: {parts}. Learning took {self.learning:.1f} s"
+      f" ({self.updates} updates{skipped}); during {self.overlapped:.1f} s of them"
+      f" serving went on{metered}."
+    )
+
+  def table(self) -> list[dict[str, Any]]:
+    """Returns rows of the parts, their sum, and learning below it."""
+    entries = [*self.parts.items(), ("wall time", self.wall)]
+    entries.append((f"learning ({self.updates} updates)", self.learning))
+    if self.metered:
+      entries.append(("metering on another thread", self.metered))
+    return [
+      {
+        "part": name,
+        "seconds": round(seconds, 2),
+        "share of wall": f"{seconds / self.wall:.1%}",
+      }
+      for name, seconds in entries
+    ]
+
+
+# --- Whether learning paid ----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Topic:
+  """Sums over the requests of a topic.
+
+  Attributes:
+    tokens: emitted tokens of all requests.
+    compared: emitted tokens of those that were served again.
+    plain_ms: time that plain decoding took for these.
+    frozen_ms: time that the frozen draft took for these.
+  """
+
+  tokens: int = 0
+  compared: int = 0
+  plain_ms: float = 0.0
+  frozen_ms: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """Learning against plain decoding and against the frozen draft, over all requests.
+
+  A fold over rows in the order of the file, so that a progress line, a resumed run and
+  the report say the same. An update that finishes after the last request counts for
+  nothing, as no request waited for it.
+
+  Attributes:
+    served_ms: decoding as it was, with the time that requests waited for updates.
+    waited_ms: time spent waiting for updates since the last request.
+    requests: number of finished requests.
+    compared: number of those that were served again.
+    topics: name -> sums.
+    behind: requests up to the last at which learning was not ahead of both.
+  """
+
+  served_ms: float = 0.0
+  waited_ms: float = 0.0
+  requests: int = 0
+  compared: int = 0
+  topics: Mapping[str, Topic] = dataclasses.field(default_factory=dict)
+  behind: int = 0
+
+  @property
+  def plain_ms(self) -> float | None:
+    """Time that plain decoding would have taken for all requests; None if unknown."""
+    return self._estimated("plain_ms")
+
+  @property
+  def frozen_ms(self) -> float | None:
+    """Time that the frozen draft would have taken; None if unknown."""
+    return self._estimated("frozen_ms")
+
+  @property
+  def ahead_since(self) -> int | None:
+    """Number of requests after which learning stayed ahead of both; None if never."""
+    return None if self.behind == self.requests else self.behind + 1
+
+  def fields(self) -> dict[str, Any]:
+    """Returns the fields of a request row; none before the first comparison."""
+    plain, frozen = self.plain_ms, self.frozen_ms
+    if plain is None or frozen is None:
+      return {}
+    return {
+      "saved_seconds": (frozen - self.served_ms) / 1e3,
+      "saved_plain_seconds": (plain - self.served_ms) / 1e3,
+      "ahead_since": self.ahead_since,
+    }
+
+  def sentence(self) -> str:
+    """Returns the verdict in words; "" if no request was compared."""
+    plain, frozen = self.plain_ms, self.frozen_ms
+    if plain is None or frozen is None or not self.served_ms:
+      return ""
+    seconds = [ms / 1e3 for ms in (self.served_ms, plain, frozen)]
+    ahead = (
+      f"ahead of both since request {self.ahead_since}"
+      if self.ahead_since
+      else "learning has not paid"
+    )
+    return (
+      f"Measured over all {self.requests} requests: serving with learning took"
+      f" {seconds[0]:.1f} s, waiting for updates included. Plain decoding would have"
+      f" taken {seconds[1]:.1f} s ({plain / self.served_ms:.2f}x plain), the frozen"
+      f" draft {seconds[2]:.1f} s ({frozen / self.served_ms:.2f}x the frozen draft), as"
+      f" {self.compared} requests chosen at random show; {ahead}."
+    )
+
+  def _estimated(self, name: str) -> float | None:
+    """Each topic's measured time per token, times all its tokens."""
+    compared = [topic for topic in self.topics.values() if topic.compared]
+    if not compared:
+      return None
+    # A topic without a comparison yet counts like the mean of the others.
+    tokens = sum(topic.compared for topic in compared)
+    mean = sum(getattr(topic, name) for topic in compared) / tokens
+    return sum(
+      topic.tokens * (getattr(topic, name) / topic.compared if topic.compared else mean)
+      for topic in self.topics.values()
+    )
+
+
+def observe(state: Verdict, kind: str, row: Row) -> Verdict:
+  """Adds one row of metrics.jsonl; kinds other than update and request are ignored."""
+  if kind == "update":
+    return dataclasses.replace(state, waited_ms=state.waited_ms + _ms(row, "wait_ms"))
+  if kind != "request":
+    return state
+  tokens, name = row["output_tokens"], row.get("source", "")
+  topic = state.topics.get(name, Topic())
+  plain, frozen = row.get("plain_ms_per_token"), row.get("floor_ms_per_token")
+  is_compared = bool(plain and frozen)
+  topic = dataclasses.replace(topic, tokens=topic.tokens + tokens)
+  if is_compared:
+    topic = dataclasses.replace(
+      topic,
+      compared=topic.compared + tokens,
+      plain_ms=topic.plain_ms + tokens * plain,
+      frozen_ms=topic.frozen_ms + tokens * frozen,
+    )
+  waited = state.waited_ms + _ms(row, "update_wait_ms")
+  state = dataclasses.replace(
+    state,
+    served_ms=state.served_ms + _ms(row, "decode_ms") + waited,
+    waited_ms=0.0,
+    requests=state.requests + 1,
+    compared=state.compared + is_compared,
+    topics={**state.topics, name: topic},
+  )
+  saved = [state.plain_ms, state.frozen_ms]
+  if all(ms is not None and ms > state.served_ms for ms in saved):
+    return state
+  return dataclasses.replace(state, behind=state.requests)
+
+
+def verdict(rows: Iterable[Row]) -> Verdict:
+  """Returns the verdict of a log."""
+  state = Verdict()
+  for row in rows:
+    state = observe(state, row["kind"], row)
+  return state
+
+
+# --- Predictions --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+  """What a prediction needs to know about the requests.
+
+  Attributes:
+    request_tokens: emitted per request, mean.
+    tokens_per_round: emitted per round, mean; 1 in plain decoding.
+    num_draft_tokens: drafted per round, mean; 0 in plain decoding.
+    lost_ms: time that updates take from a request.
+  """
+
+  request_tokens: float
+  tokens_per_round: float = 1.0
+  num_draft_tokens: float = 0.0
+  lost_ms: float = 0.0
+
+
+def predict(costs: RoundCosts, seen: Seen) -> float:
+  """Predicts tokens per second of one way to decode, all rows together."""
+  rounds = seen.request_tokens / seen.tokens_per_round
+  ms = costs.request_ms + rounds * costs.at(seen.num_draft_tokens) / costs.rows
+  return seen.request_tokens * 1e3 / (ms + seen.lost_ms)
+
+
+def predictions(costs: Costs, rows: Sequence[Row]) -> list[dict[str, Any]]:
+  """Compares predicted with measured tokens per second, for each way to decode.
+
+  Plain decoding and the frozen draft were measured on compared requests, the online
+  draft on all. A prediction that is wrong by more than `TRUSTED` is left out.
+  """
+  requests = [row for row in _of_kind(rows, "request") if row["output_tokens"]]
+  names = ("plain_ms_per_token", "floor_ms_per_token", "floor_tokens_per_target_call")
+  compared = [row for row in requests if all(map(row.get, names))]
+  lines = []
+  if compared and costs.plain is not None and costs.frozen is not None:
+    tokens = _sum(compared, "output_tokens")
+    seen = Seen(tokens / len(compared))
+    lines.append(_line("plain", costs.plain, seen, _spent(compared, names[0])))
+    if len(costs.frozen.num_draft_tokens) == 1:  # otherwise its K was not recorded
+      rounds = sum(row["output_tokens"] / row[names[2]] for row in compared)
+      drafted = costs.frozen.num_draft_tokens[0]
+      seen = Seen(tokens / len(compared), tokens / rounds, drafted)
+      lines.append(_line("frozen", costs.frozen, seen, _spent(compared, names[1])))
+  if requests:
+    calls = _sum(requests, "target_calls")
+    updates = _sum(_of_kind(rows, "update"), "steps") / max(costs.slices, 1)
+    seen = Seen(
+      _sum(requests, "output_tokens") / len(requests),
+      _sum(requests, "output_tokens") / calls,
+      _sum(requests, "drafted") / calls,
+      updates * costs.lost_ms / len(requests),
+    )
+    waited = _waited_ms(requests, _of_kind(rows, "update"))
+    spent = (_sum(requests, "decode_ms") + waited) / len(requests)
+    lines.append(_line("online", costs.online, seen, spent))
+  return [line for line in lines if abs(line.pop("error")) <= TRUSTED]
+
+
+def predicted_saving(costs: Costs, rows: Sequence[Row]) -> str:
+  """Predicts in words what learning saves; "" if the requests do not allow it.
+
+  For runs without comparisons: rounds as they were, and as many more as the frozen
+  draft's acceptance would have needed.
+  """
+  online = frozen = 0.0
+  for row in _of_kind(rows, "request"):
+    rounds = row["target_calls"]
+    rates = [row.get("acceptance_rate"), row.get("floor_acceptance_rate")]
+    known = [rate for rate in rates if rate is not None and math.isfinite(rate)]
+    if rounds and len(known) == 2:
+      spent = rounds * costs.online.at(row["drafted"] / rounds) / costs.online.rows
+      now, then = (costs.online.token_ms(rate) for rate in known)
+      online, frozen = online + spent, frozen + spent * then / now
+  steps = _sum(_of_kind(rows, "update"), "steps")
+  lost = steps / max(costs.slices, 1) * costs.lost_ms
+  if not frozen or not steps:
+    return ""
+  return (
+    f"Predicted from the costs, since no request was compared: serving with learning"
+    f" takes {(online + lost) / 1e3:.1f} s, {lost / 1e3:.1f} s of them lost to updates;"
+    f" the frozen draft takes {frozen / 1e3:.1f} s."
+  )
+
+
+def _line(
+  name: str, costs: RoundCosts, seen: Seen, request_ms: float
+) -> dict[str, Any]:
+  predicted, measured = predict(costs, seen), seen.request_tokens * 1e3 / request_ms
+  error = predicted / measured - 1
+  return {
+    "decoding": name,
+    "predicted tokens/s": round(predicted, 1),
+    "measured tokens/s": round(measured, 1),
+    "error": error,
+    "relative error": f"{error:+.1%}",
+  }
+
+
+def _spent(rows: Sequence[Row], name: str) -> float:
+  """Milliseconds of a request, from milliseconds per token."""
+  return sum(row[name] * row["output_tokens"] for row in rows) / len(rows)
+
+
+def _waited_ms(requests: Sequence[Row], updates: Sequence[Row]) -> float:
+  return _sum(updates, "wait_ms") + _sum(requests, "update_wait_ms")
+
+
+def _of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
+  return [row for row in rows if row["kind"] == kind]
+
+
+def _ms(row: Row, name: str) -> float:
+  value = row.get(name) or 0.0
+  return value if math.isfinite(value) else 0.0
+
+
+def _sum(rows: Iterable[Row], name: str) -> float:
+  return float(sum(_ms(row, name) for row in rows))

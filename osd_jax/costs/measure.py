@@ -1,0 +1,96 @@
+"""Times named calls against each other: interleaved, with one estimator, in a budget.
+
+The engine supplies the calls, so this module imports no model. Calls are run in turn,
+so that whatever else the machine does falls on all of them alike.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+LEAST, MOST = 16, 60  # turns that are enough, and turns that are plenty
+ENOUGH = 1.5  # seconds after which `LEAST` turns are enough
+REPEATS = 7  # of an update during serving, at most
+
+
+def typical(times: Sequence[float]) -> float:
+  """Mean of the faster half.
+
+  Other work of the machine only adds to a time. Ratios of these means to that of plain
+  steps vary a quarter less than ratios of medians.
+  """
+  ordered = np.sort(np.asarray(times, float))
+  return float(np.mean(ordered[: (len(ordered) + 1) // 2]))
+
+
+def interleaved(
+  calls: Mapping[Any, Callable[[], float]],
+  seconds: float,
+  clock: Callable[[], float] = time.perf_counter,
+) -> dict[Any, float]:
+  """Returns the typical milliseconds of each call.
+
+  Args:
+    calls: name -> function that runs the call once and returns its milliseconds.
+      Everything must be compiled.
+    seconds: the budget. A turn runs every call once. A first turn always happens, and
+      no turn begins that would end after the budget.
+    clock: returns seconds.
+  """
+  times: dict[Any, list[float]] = {name: [] for name in calls}
+  started = clock()
+  for turn in range(1, MOST + 1):
+    began = clock()
+    for name, call in calls.items():
+      times[name].append(call())
+    now = clock()
+    enough = turn >= LEAST and now - started >= ENOUGH
+    if enough or (now - started) + (now - began) > seconds:
+      break
+  return {name: typical(found) for name, found in times.items()}
+
+
+def lost_ms(
+  update: Callable[[Callable[[], bool]], object],
+  serve: Callable[[], object],
+  steps_until_due: int,
+  seconds: float,
+  clock: Callable[[], float] = time.perf_counter,
+) -> float:
+  """Milliseconds that serving loses to one update.
+
+  The same steps of serving are timed with an update and without one. The difference is
+  the loss, whatever causes it: shared cores, calls that queue behind a slice, or
+  serving that waits at the end because the update is due.
+
+  Args:
+    update: runs an update; calls its argument while the update runs, until that returns
+      False, and then waits for the update.
+    serve: runs one step of serving with a request in flight.
+    steps_until_due: steps after which serving waits for the update.
+    seconds: the budget; one measurement always happens.
+    clock: returns seconds.
+  """
+  found, started = [], clock()
+  for _ in range(REPEATS):
+    began, steps = clock(), 0
+
+    def step() -> bool:
+      nonlocal steps
+      serve()
+      steps += 1
+      return steps < steps_until_due
+
+    update(step)
+    both = clock() - began
+    began_alone = clock()
+    for _ in range(steps):
+      serve()
+    now = clock()
+    found.append(both - (now - began_alone))
+    if (now - started) + (now - began) > seconds:
+      break
+  # Differences are noisy in both directions, so that the faster half would be biased.
+  return max(float(np.median(found)) * 1e3, 0.0)

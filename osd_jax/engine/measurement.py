@@ -1,0 +1,495 @@
+"""Measures what an engine's own calls cost on this machine, before the first request.
+
+Calls are the ones that serve: prefill, rounds of every K with acceptance and records,
+the steps that rounds consist of, and updates. They run on a made-up prompt, in turn,
+and nothing that serves or learns changes. Greedy and sampled rows have tables of their
+own: with 32,128 tokens to draw from, sampled rounds of a small target take a quarter
+longer.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base
+from osd_jax.costs import measure as measure_lib
+from osd_jax.costs.table import Costs, RoundCosts
+from osd_jax.decoding import drafters, sampling
+from osd_jax.decoding import state as state_lib
+from osd_jax.decoding.rounds import DecodeSpec
+from osd_jax.engine import steps
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
+from osd_jax.engine.steps import PaddedPrompt, PromptBatch
+
+CALL_SECONDS, UPDATE_SECONDS = 4.0, 3.0  # budgets; together under 10 seconds
+CALL_MS, MOST_ROUNDS = 10.0, 8  # rounds of a timed call: until it takes this long
+TEMPERATURES = (0.0, 1.0)  # of greedy and of sampled rows
+STEPS = 4  # in a timed loop of single steps
+TOKENS_PER_REQUEST, TOKENS_PER_ROUND = 24, 2  # assumed, to say when an update is due
+
+
+class Way(NamedTuple):
+  """A way to decode.
+
+  Attributes:
+    spec: static arguments of the calls.
+    candidates: Ks in ascending order; 0 is a plain step.
+    served: prepared parameters.
+  """
+
+  spec: DecodeSpec
+  candidates: tuple[int, ...]
+  served: steps.Served
+
+
+def warm_up(
+  spec: DecodeSpec,
+  candidates: Sequence[int],
+  served: steps.Served,
+  bucket: int,
+  settings: base.SamplingSettings | None = None,
+) -> state_lib.DecodeState:
+  """Compiles every call of a bucket; returns rows that hold a made-up prompt each."""
+  state = steps.empty(spec, served, bucket)
+  for batch in _made_up(spec, bucket, settings):
+    if spec.draft is not None and 0 in candidates:
+      state = steps.insert_undrafted(spec, served, state, batch)
+      state = steps.prefill_draft(spec, served, state, batch)
+    state = steps.insert(spec, served, state, batch)
+  for num_draft_tokens in candidates:
+    state = steps.advance(spec, num_draft_tokens, served, np.int32(0), state)
+  if spec.draft is not None and 0 in candidates:
+    state = steps.catch_up(spec, served, state)
+  return state
+
+
+def round_costs(
+  spec: DecodeSpec,
+  candidates: Sequence[int],
+  served: steps.Served,
+  bucket: int,
+) -> tuple[RoundCosts, RoundCosts]:
+  """Measures the calls of a bucket, for greedy and for sampled rows.
+
+  Args:
+    spec: static arguments of the calls, with a draft.
+    candidates: the Ks.
+    served: prepared parameters.
+    bucket: source length of the made-up rows.
+  """
+  rows = _Rows(Way(spec, tuple(candidates), served), bucket)
+  found = measure_lib.interleaved(rows.calls(TEMPERATURES), CALL_SECONDS, clock)
+  greedy, sampled = (rows.table(found, temperature) for temperature in TEMPERATURES)
+  return greedy, sampled
+
+
+def clock() -> float:
+  """Seconds; tests replace it."""
+  return time.perf_counter()
+
+
+class _Rows:
+  """Rows of one way to decode, and the calls on them that are timed."""
+
+  def __init__(
+    self, way: Way, bucket: int, settings: base.SamplingSettings | None = None
+  ):
+    """Compiles all calls."""
+    self._way, self._settings = way, settings
+    self.state = warm_up(*way[:2], way.served, bucket, settings)
+    self._batches = list(_made_up(way.spec, bucket, settings))
+    self._lag = min(drafters.CHUNK + 1, way.spec.target_length)
+    # Short steps are timed in longer calls, so that the clock and the call itself
+    # matter less. A model with steps of 100 ms gets single rounds.
+    self.max_rounds = 1
+    for num_draft_tokens in way.candidates:
+      self.rounds(num_draft_tokens, 0.0)  # compiles what rewinding needs
+    step_ms = self.rounds(way.candidates[0], 0.0)
+    self.max_rounds = int(np.clip(math.ceil(CALL_MS / step_ms), 1, MOST_ROUNDS))
+    self._idle: list[float] = []
+
+  def calls(self, temperatures: Sequence[float]) -> dict[Any, Callable[[], float]]:
+    """Returns the calls to time by name, each of which returns its milliseconds."""
+    timed: dict[Any, Callable[[], float]] = {"idle": self.idle, "insert": self.insert}
+    for temperature in temperatures:
+      for k in self._way.candidates:
+        timed[k, temperature] = functools.partial(self.rounds, k, temperature)
+    if self._way.spec.draft is not None and 0 in self._way.candidates:
+      timed["nothing"] = functools.partial(self.feed, 0)
+      timed["chunk"] = functools.partial(self.feed, self._lag)
+      timed["prefill"] = self.prefill_draft
+    return timed
+
+  def table(self, found: Mapping[Any, float], temperature: float) -> RoundCosts:
+    """Makes the table from typical times of `calls`."""
+    rows = self._way.spec.rows
+    round_ms = [max(found[k, temperature], 1e-3) for k in self._way.candidates]
+    return RoundCosts(
+      # More draft tokens cost no less: noise that says otherwise is evened out.
+      round_ms=tuple(np.maximum.accumulate(round_ms).tolist()),
+      chunk_ms=max(found.get("chunk", 0.0) - found.get("nothing", 0.0), 0.0),
+      prefill_ms=found.get("prefill", 0.0),
+      call_ms=found["idle"],
+      num_draft_tokens=self._way.candidates,
+      rows=rows,
+      request_ms=found["insert"] + found["idle"] / rows,
+    )
+
+  def idle(self) -> float:
+    """Times a call without rounds."""
+    self._rewind(0)
+    self._idle.append(self._advance(self._way.candidates[-1], 0))
+    return self._idle[-1]
+
+  def rounds(self, num_draft_tokens: int, temperature: float) -> float:
+    """Times a round."""
+    self._rewind(0, temperature)
+    before = np.asarray(self.state.counters.rounds)
+    spent = self._advance(num_draft_tokens, self.max_rounds)
+    # A row may finish, which ends the call, so the rounds are counted.
+    ran = int(np.max(self.state.counters.rounds - before))
+    idle = float(np.median(self._idle)) if getattr(self, "_idle", None) else 0.0
+    return (spent - idle) / max(ran, 1)
+
+  def insert(self) -> float:
+    """Times the prefill of a row."""
+
+    def inserted(state):
+      for batch in self._batches:
+        state = steps.insert(self._way.spec, self._way.served, state, batch)
+      return state
+
+    return self._timed(inserted) / self._way.spec.rows
+
+  def feed(self, lag: int) -> float:
+    """Times a call that feeds the draft up to `lag` tokens."""
+    self._rewind(lag)
+    return self._timed(
+      functools.partial(steps.catch_up, self._way.spec, self._way.served)
+    )
+
+  def prefill_draft(self) -> float:
+    """Times the draft's prefill of a row."""
+    spec, _, served = self._way
+    batch = self._batches[0]
+    return self._timed(lambda state: steps.prefill_draft(spec, served, state, batch))
+
+  def serve(self) -> None:
+    """Runs one call with requests in flight, as serving does."""
+    self._rewind(0)
+    self._advance(self._way.candidates[-1], self.max_rounds)
+
+  def _advance(self, num_draft_tokens: int, max_rounds: int) -> float:
+    spec, _, served = self._way
+    rounds = np.int32(max_rounds)
+    return self._timed(
+      functools.partial(steps.advance, spec, num_draft_tokens, served, rounds)
+    )
+
+  def _rewind(self, lag: int, temperature: float = 0.0) -> None:
+    self.state = _rewound(self._way.spec, self.state, lag, temperature)
+
+  def _timed(self, call: Callable[[Any], state_lib.DecodeState]) -> float:
+    """Milliseconds of a call that consumes the state and returns the next one."""
+    jax.block_until_ready(self.state)
+    started = clock()
+    self.state = jax.block_until_ready(call(self.state))
+    return (clock() - started) * 1e3
+
+
+def _made_up(
+  spec: DecodeSpec, bucket: int, settings: base.SamplingSettings | None = None
+) -> Iterator[PromptBatch]:
+  """A prompt for every row."""
+  length = spec.target_length
+  settings = settings or sampling.make_settings(1, max_length=length)
+  prompt = PaddedPrompt(np.full((1, bucket), base.EOS_ID, np.int32), settings)
+  everywhere = dict.fromkeys(range(spec.rows), prompt)
+  return steps.prefill_batches(everywhere, bucket, spec.rows, spec.parts)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _rewound(
+  spec: DecodeSpec,
+  state: state_lib.DecodeState,
+  lag: jax.Array,
+  temperature: jax.Array,
+) -> state_lib.DecodeState:
+  """All rows running with `lag` tokens, none of which the draft was fed."""
+  length = jnp.zeros_like(state.length) + lag
+  warmth = jnp.zeros_like(state.settings.temperature) + temperature
+  state = state.replace(
+    length=length,
+    stop_reason=jnp.zeros_like(state.stop_reason) + int(base.StopReason.RUNNING),
+    settings=state.settings.replace(temperature=warmth),
+    target_cache=state.target_cache.replace(length=length),
+  )
+  if spec.draft is not None:
+    cache = state.draft_cache.replace(length=jnp.zeros_like(length))
+    state = state.replace(draft_cache=cache)
+  return spec.place(state)
+
+
+# --- A run's costs ------------------------------------------------------------------
+
+
+def measure(
+  server: Any,
+  bucket: int,
+  learn: bool,
+  sampled: SamplingConfig,
+  report: Callable[[str], object] = lambda text: None,
+) -> Costs:
+  """Measures the costs of a server that is warm and idle.
+
+  Args:
+    server: a server with a draft. What it holds does not change.
+    bucket: source length of the requests.
+    learn: whether updates are measured too; the draft does not change.
+    sampled: sampling of the requests.
+    report: shows a progress line.
+  """
+  report("Measuring costs on this machine: calls, at most 4 s ...")
+  settings = sampled.settings(server.engine.config.target_length)
+  ways = {n: _Rows(way, bucket, settings) for n, way in _ways(server.engine).items()}
+  calls: dict[Any, Callable[[], float]] = {
+    (name, call): timed
+    for name, rows in ways.items()
+    for call, timed in rows.calls((sampled.temperature,)).items()
+  }
+  calls |= {("step", n): timed for n, timed in _single_steps(server, bucket).items()}
+  found = measure_lib.interleaved(calls, CALL_SECONDS, clock)
+  tables = {
+    name: rows.table(
+      {call: ms for (owner, call), ms in found.items() if owner == name},
+      sampled.temperature,
+    )
+    for name, rows in ways.items()
+  }
+  costs = Costs(
+    tables["online"] if "online" in tables else tables["frozen"],
+    plain=tables["plain"],
+    frozen=tables["frozen"],
+    draft_ms=found["step", "draft"],
+    step_ms=found["step", "plain"],
+    verify_ms=found["step", "verify"],
+  )
+  if not learn:
+    return costs
+  report("Measuring costs on this machine: updates, at most 3 s ...")
+  return _with_updates(costs, server, ways.get("online", ways["frozen"]))
+
+
+def _ways(engine: Any) -> dict[str, Way]:
+  """Plain decoding and the frozen draft, one row each; and decoding as the run does."""
+  alone = dataclasses.replace(engine.spec, rows=1)
+  plain = dataclasses.replace(alone, record_top_k=0, drafter=None)
+  found = {
+    "plain": Way(plain, (0,), steps.Served(engine.served.target)),
+    "frozen": Way(alone, tuple(engine.candidates), engine.served),
+  }
+  if alone != engine.spec:
+    found["online"] = Way(engine.spec, tuple(engine.candidates), engine.served)
+  return found
+
+
+def _with_updates(costs: Costs, server: Any, rows: _Rows) -> Costs:
+  """Adds what an update takes, with nothing served and with requests in flight."""
+  learner = server.learner
+  total = learner.config.update.steps_per_update
+  slice_ms = _ms(lambda: learner.try_update(1))
+  # Of a long update only some slices are run, and the rest is extrapolated.
+  slices = int(np.clip(UPDATE_SECONDS * 1e3 / 12 // slice_ms, 1, total))
+  alone = measure_lib.typical(
+    [_ms(lambda: learner.try_update(slices)) for _ in range(2)]
+  )
+  update_ms = alone * total / slices
+  # Serving itself copies the new draft.
+  swap_ms = measure_lib.typical([_ms(lambda: _swap(server)) for _ in range(3)])
+  lost_ms = update_ms
+  if learner.in_background:
+    requests = learner.config.schedule.update_interval
+    rounds = requests * TOKENS_PER_REQUEST / TOKENS_PER_ROUND / costs.online.rows
+    due = max(round(rounds * slices / total / rows.max_rounds), 1)
+    if learner.config.free_updates:
+      due = max(due, round(UPDATE_SECONDS * 1e3 / costs.online.round_ms[-1]))
+    update = functools.partial(learner.try_update, slices)
+    lost = measure_lib.lost_ms(update, rows.serve, due, UPDATE_SECONDS / 2, clock)
+    lost_ms = lost * total / slices
+  return dataclasses.replace(
+    costs, update_ms=update_ms, slices=total, lost_ms=lost_ms + swap_ms
+  )
+
+
+def _swap(server: Any) -> None:
+  engine = server.engine
+  engine.swap(server.draft_params, engine.draft_version, engine.shortlist)
+  jax.block_until_ready(engine.served.draft)
+
+
+def _ms(call: Callable[[], object]) -> float:
+  started = clock()
+  call()
+  return (clock() - started) * 1e3
+
+
+# --- Single steps, and whole requests -----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+  """Milliseconds of one step for all rows together.
+
+  Attributes:
+    draft_step_ms: the draft is fed one token.
+    plain_step_ms: the target is fed one token.
+    verify_ms: the target is fed K + 1 tokens.
+  """
+
+  draft_step_ms: float
+  plain_step_ms: float
+  verify_ms: float
+
+  @property
+  def cost_ratio(self) -> float:
+    """c: draft step / plain step."""
+    return self.draft_step_ms / self.plain_step_ms
+
+  @property
+  def verify_ratio(self) -> float:
+    """v: verification / plain step."""
+    return self.verify_ms / self.plain_step_ms
+
+
+class Models(NamedTuple):
+  """Target and draft with their parameters."""
+
+  target: base.Model
+  target_params: base.Params
+  draft: base.Model
+  draft_params: base.Params
+
+
+def measure_steps(config: DecodingConfig, models: Models, source: np.ndarray):
+  """Returns the `StepCosts` of target and draft.
+
+  Every step reads the whole cache buffer, so its cost does not depend on how many
+  tokens were fed.
+
+  Args:
+    config: K and T.
+    models: target and draft.
+    source: [B, S] int32, prompts.
+  """
+  found = measure_lib.interleaved(_loops(config, models, source), CALL_SECONDS, clock)
+  return StepCosts(found["draft"], found["plain"], found["verify"])
+
+
+def _single_steps(server: Any, bucket: int) -> dict[str, Callable[[], float]]:
+  pair, config = server.pair, server.engine.config
+  models = Models(pair.target, pair.target_params, pair.draft, pair.draft_params)
+  source = np.full((config.rows, bucket), base.EOS_ID, np.int32)
+  return _loops(config, models, source)
+
+
+def _loops(
+  config: DecodingConfig, models: Models, source: np.ndarray
+) -> dict[str, Callable[[], float]]:
+  """Compiled loops of single steps, each of which returns milliseconds of a step."""
+  length = state_lib.buffer_length(config.target_length)
+  target, target_params, draft, draft_params = models
+  target_side = (target, *_prefilled(target, length, target_params, source, source))
+  read = target_side[2].target_states if draft.state_width else source
+  draft_side = (draft, *_prefilled(draft, length, draft_params, source, read))
+  widths = {
+    "draft": (*draft_side, 1),
+    "plain": (*target_side, 1),
+    "verify": (*target_side, config.num_draft_tokens + 1),
+  }
+
+  def timed(model, served, cache, width) -> float:
+    run = lambda: jax.block_until_ready(
+      feed(model, width, served, cache, np.int32(STEPS))
+    )
+    return _ms(run) / STEPS
+
+  loops = {n: functools.partial(timed, *side) for n, side in widths.items()}
+  for loop in loops.values():
+    loop()  # compiles
+  return loops
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefilled(model, length, params, source, read) -> tuple[base.Params, Any]:
+  """The served copy, and a cache after prefill of what the model reads."""
+  served = model.prepare(params)
+  return served, model.prefill(served, read, model.mask(source), length)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def feed(model, width, served, cache, calls):
+  """Feeds `width` tokens `calls` times, each choice depending on the last one."""
+
+  def body(_, carry):
+    token, cache = carry
+    tokens = jnp.broadcast_to(token[:, None], (token.shape[0], width))
+    start = cache.length
+    logits, cache = model.decode(served, tokens, cache)
+    token = sampling.arg_max(logits[:, -1])
+    return token, cache.replace(length=start)
+
+  token = jnp.zeros(cache.length.shape, jnp.int32)
+  return jax.lax.fori_loop(0, calls, body, (token, cache))
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """Speed of a server on the timed requests.
+
+  Attributes:
+    ms_per_token: wall time / emitted tokens of all requests.
+    tokens_per_target_call: emitted tokens / target calls of the requests.
+  """
+
+  ms_per_token: float
+  tokens_per_target_call: float
+
+
+def time_requests(
+  servers: Sequence[Any], requests: Sequence[Request], block: int
+) -> list[Timing]:
+  """Serves the same requests with each server, in blocks and in turn.
+
+  The server that begins changes from block to block, so that a machine that slows down
+  favours none of them. Everything is compiled before.
+
+  Args:
+    servers: servers with nothing in flight.
+    requests: the requests that each of them answers.
+    block: requests of a block.
+  """
+  for server in servers:
+    bucket = server.engine.config.bucket
+    one_a_bucket = {bucket(len(request.tokens)): request for request in requests}
+    server.run(list(one_a_bucket.values()))
+  seconds = np.zeros(len(servers))
+  tokens, calls = seconds.copy(), seconds.copy()
+  for turn, start in enumerate(range(0, len(requests), block)):
+    for offset in range(len(servers)):
+      index = (turn + offset) % len(servers)
+      started = clock()
+      answers = servers[index].run(requests[start : start + block])
+      seconds[index] += clock() - started
+      tokens[index] += sum(len(done.tokens) for done in answers)
+      calls[index] += sum(done.target_calls for done in answers)
+  return [
+    Timing(float(s * 1e3 / t), float(t / c))
+    for s, t, c in zip(seconds, tokens, calls, strict=True)
+  ]

@@ -1,0 +1,221 @@
+"""Where a run's time went, and whether learning paid, from rows of metrics.jsonl."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from osd_jax.costs import account
+from osd_jax.costs.table import Costs, RoundCosts
+
+ONLINE = RoundCosts((11.0,), num_draft_tokens=(7,), request_ms=10.0)
+PLAIN = RoundCosts((4.0,), num_draft_tokens=(0,), request_ms=5.0)
+COSTS = Costs(
+  ONLINE, 60.0, plain=PLAIN, frozen=ONLINE, step_ms=4.0, update_ms=120.0, slices=6
+)
+UPDATE = {"kind": "update", "steps": 6, "wait_ms": 0.0, "skipped": 0}
+
+ROWS = [
+  {"kind": "start", "loading_ms": 2e3, "compiling_ms": 30e3, "measuring_ms": 6e3},
+  {
+    "kind": "request",
+    "index": 0,
+    "decode_ms": 3000.0,
+    "metering_ms": 500.0,
+    "run_seconds": 4.0,
+  },
+  {
+    "kind": "request",
+    "index": 1,
+    "decode_ms": 1000.0,
+    "compare_ms": 750.0,
+    "update_wait_ms": 100.0,
+    "run_seconds": 9.0,
+  },
+  {"kind": "update", "update_ms": 20_000.0, "wait_ms": 250.0, "skipped": 2},
+  {"kind": "summary", "wall_seconds": 10.0},
+]
+
+
+def request(**changes):
+  row = {
+    "kind": "request",
+    "index": 0,
+    "source": "maths",
+    "target_calls": 10,
+    "drafted": 70,
+    "output_tokens": 30,
+    "acceptance_rate": 0.8,
+    "floor_acceptance_rate": 0.5,
+    "decode_ms": 10.0 + 110.0,
+  }
+  return {**row, **changes}
+
+
+def compared(plain=125 / 30, frozen=(10 + 15 * 11) / 30, **changes):
+  times = {"plain_ms_per_token": plain, "floor_ms_per_token": frozen}
+  return request(**times, floor_tokens_per_target_call=2.0, **changes)
+
+
+# --- Where the time went ------------------------------------------------------------
+
+
+def test_parts_add_up_to_the_wall_time_of_the_whole_command():
+  found = account.Account.of(ROWS)
+  assert found.parts == {
+    "loading": 2.0,
+    "compiling": 30.0,
+    "measuring costs": 6.0,
+    "serving": 4.0,
+    "waiting for updates": 0.35,
+    "comparing": 0.75,
+    "metering": 0.5,
+    "rest": pytest.approx(4.4),
+  }
+  assert found.wall == pytest.approx(48.0) == pytest.approx(sum(found.parts.values()))
+  assert (found.learning, found.updates, found.skipped) == (20.0, 1, 2)
+  assert found.overlapped == pytest.approx(19.65)
+
+
+def test_table_and_sentence_state_the_same_numbers():
+  found = account.Account.of(ROWS)
+  *parts, wall, learning = found.table()
+  assert sum(row["seconds"] for row in parts) == pytest.approx(wall["seconds"])
+  assert wall["share of wall"] == "100.0%" and learning["seconds"] == 20.0
+  sentence = found.sentence()
+  assert f"Wall time {wall['seconds']:.1f} s" in sentence
+  for row in parts:
+    assert f"{row['part']} {row['seconds']:.1f}" in sentence
+  assert "%" not in sentence  # shares are in the table alone, rounded once
+
+
+def test_metering_on_another_thread_is_not_one_of_the_parts():
+  rows = [dict(row) for row in ROWS]
+  rows[1] |= {"metering_ms": 0.0, "metering_beside_ms": 500.0}
+  found = account.Account.of(rows)
+  assert (found.metered, found.parts["metering"]) == (0.5, 0.0)
+  assert found.parts["rest"] == pytest.approx(4.9)
+
+
+def test_a_log_without_a_start_or_a_summary_counts_from_the_first_request():
+  assert account.Account.of(ROWS[1:4]).wall == 9.0
+  late = [*ROWS[1:4], {"kind": "summary", "wall_seconds": 1.0}]  # a resumed session
+  assert account.Account.of(late).wall == 9.0
+
+
+def test_without_requests_or_times_there_is_no_account():
+  assert account.Account.of([]) is None
+  assert account.Account.of(ROWS[3:]) is None
+  assert account.Account.of([request(decode_ms=1.0)]) is None
+
+
+# --- The verdict --------------------------------------------------------------------
+
+
+def test_the_verdict_compares_with_plain_and_with_frozen_over_all_requests():
+  rows = [compared(), request(), UPDATE | {"wait_ms": 40.0}, request()]
+  found = account.verdict(rows)
+  assert found.served_ms == 3 * 120 + 40
+  assert found.plain_ms == pytest.approx(3 * 125)
+  assert found.frozen_ms == pytest.approx(3 * 175)
+  assert found.ahead_since is None  # 375 ms of plain decoding are less than 400
+  text = found.sentence()
+  assert "all 3 requests" in text and "1 requests chosen at random" in text
+  assert "0.94x plain" in text and "1.31x the frozen draft" in text
+  assert "learning has not paid" in text
+
+
+def test_learning_that_beats_only_the_frozen_draft_has_not_paid():
+  """One sentence had said "0.10x plain" and "paid for good" of the same run."""
+  rows = [compared(plain=0.4, frozen=30.0)] * 20
+  found = account.verdict(rows)
+  assert found.frozen_ms > found.served_ms > found.plain_ms
+  assert found.ahead_since is None
+  good = account.verdict([compared(plain=10.0, frozen=5.0)] * 20)
+  assert good.ahead_since == 1 and "since request 1" in good.sentence()
+
+
+def test_topics_are_weighted_with_all_their_tokens():
+  """A topic with few compared requests counts for as much as it was served."""
+  rows = [compared(plain=10.0, frozen=10.0, source="a")]
+  rows += [compared(plain=1.0, frozen=1.0, source="b")] * 9
+  rows += [request(source="a")] * 9
+  found = account.verdict(rows)
+  assert found.plain_ms == pytest.approx(10 * 30 * 10.0 + 9 * 30 * 1.0)
+
+
+def test_the_estimate_of_random_comparisons_is_unbiased():
+  """Every eighth request waits for an update; a fixed place sees all or none of it."""
+  rng, errors = np.random.default_rng(0), []
+  for _ in range(200):
+    rows = [
+      compared(plain=slow, frozen=slow) if place == chosen else request()
+      for chosen in rng.integers(0, 4, 50)
+      for place, slow in enumerate(rng.gamma(4.0, 1.0, 4))
+    ]
+    errors.append(account.verdict(rows).plain_ms / (200 * 30 * 4.0) - 1)
+  assert abs(np.mean(errors)) < 0.02
+
+
+def test_an_update_after_the_last_request_counts_for_nothing():
+  """So the last progress line and the report say the same."""
+  rows = [compared(), UPDATE | {"wait_ms": 5.0}, compared()]
+  before = account.verdict(rows)
+  after = account.verdict([*rows, UPDATE | {"wait_ms": 1e6}])
+  assert before.fields() == after.fields() and before.sentence() == after.sentence()
+  assert before.served_ms == 245.0
+
+
+def test_time_that_an_update_ran_during_comparisons_is_charged():
+  found = account.verdict([compared(update_wait_ms=80.0)])
+  assert found.served_ms == 200.0
+
+
+def test_without_comparisons_there_is_no_verdict():
+  found = account.verdict([request(), request()])
+  assert not found.fields() and not found.sentence() and found.plain_ms is None
+
+
+def test_a_resumed_fold_equals_a_whole_one():
+  rows = [compared(), UPDATE | {"wait_ms": 3.0}, request(source="b"), compared()]
+  state = account.verdict(rows[:2])
+  for row in rows[2:]:
+    state = account.observe(state, row["kind"], row)
+  assert state == account.verdict(rows)
+
+
+# --- Predictions --------------------------------------------------------------------
+
+
+def test_a_prediction_is_tokens_over_time():
+  seen = account.Seen(request_tokens=30)
+  assert account.predict(PLAIN, seen) == pytest.approx(30e3 / (5 + 120))
+  drafted = account.Seen(30, tokens_per_round=3, num_draft_tokens=7, lost_ms=30.0)
+  assert account.predict(ONLINE, drafted) == pytest.approx(30e3 / (10 + 110 + 30))
+  both = dataclasses.replace(ONLINE, rows=2)
+  assert account.predict(both, drafted) == pytest.approx(30e3 / (10 + 55 + 30))
+
+
+def test_predictions_stand_next_to_measurements():
+  table = account.predictions(COSTS, [compared(), request()])
+  assert [line["decoding"] for line in table] == ["plain", "frozen", "online"]
+  assert [line["relative error"] for line in table] == ["+0.0%"] * 3
+  # Predicted: 120 + 60 ms for one request with one update; measured: 200 ms.
+  (line,) = account.predictions(COSTS, [request(decode_ms=200.0), UPDATE])
+  assert line["relative error"] == f"{200 / 180 - 1:+.1%}"
+
+
+def test_a_prediction_that_the_measurement_contradicts_is_left_out():
+  assert not account.predictions(COSTS, [request(decode_ms=400.0)])
+
+
+def test_without_comparisons_the_saving_is_predicted_and_says_so():
+  tokens = [sum(rate**i for i in range(8)) for rate in (0.8, 0.5)]
+  frozen = 110 * tokens[0] / tokens[1]
+  text = account.predicted_saving(COSTS, [request()] * 1000 + [UPDATE] * 500)
+  assert text.startswith("Predicted from the costs")
+  assert f"takes {110 + 30:.1f} s, 30.0 s of them lost" in text
+  assert f"the frozen draft takes {frozen:.1f} s" in text
+  assert not account.predicted_saving(COSTS, [request()])
+  unknown = request(floor_acceptance_rate=None)
+  assert not account.predicted_saving(COSTS, [unknown, UPDATE])

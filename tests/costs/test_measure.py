@@ -1,0 +1,114 @@
+"""From times of calls to costs, with a clock that stands still between calls."""
+
+import numpy as np
+import pytest
+
+from osd_jax.costs import measure
+
+
+class Clock:
+  """Seconds that pass only while somebody works."""
+
+  def __init__(self):
+    self.now = 0.0
+
+  def __call__(self):
+    return self.now
+
+  def work(self, ms):
+    self.now += ms / 1e3
+    return ms
+
+
+def test_calls_run_in_turn():
+  clock, order = Clock(), []
+
+  def call(name):
+    order.append(name)
+    return clock.work(1.0)
+
+  found = measure.interleaved(
+    {name: lambda name=name: call(name) for name in "abc"}, 1.0, clock
+  )
+  assert found == {"a": 1.0, "b": 1.0, "c": 1.0}
+  assert order[:6] == list("abcabc") and len(order) <= 3 * measure.MOST
+
+
+@pytest.mark.parametrize("ms", [0.01, 1.0, 100.0, 700.0, 20_000.0])
+def test_no_turn_begins_that_would_end_after_the_budget(ms):
+  clock, calls = Clock(), {"one": lambda: clock.work(ms), "two": lambda: clock.work(ms)}
+  measure.interleaved(calls, 5.0, clock)
+  assert clock.now <= max(5.0, 2 * ms / 1e3) + 1e-9
+
+
+def test_other_work_in_a_third_of_the_turns_changes_nothing():
+  rng = np.random.default_rng(0)
+  times = 20.0 * np.where(rng.random(60) < 0.33, rng.uniform(1, 9, 60), 1.0)
+  assert measure.typical(times) == pytest.approx(20.0)
+  assert np.mean(times) > 24.0  # the control: a mean would have changed
+
+
+def test_ratios_are_steadier_than_those_of_medians():
+  """Noise like that of a shared machine only adds, in every turn."""
+  rng, ratios = np.random.default_rng(1), []
+  for _ in range(300):
+    times = np.array([20.0, 43.0]) * (1 + rng.gamma(1.0, 0.12, (16, 2)))
+    ours = [measure.typical(column) for column in times.T]
+    medians = np.median(times, axis=0)
+    ratios.append((np.log(ours[1] / ours[0]), np.log(medians[1] / medians[0])))
+  ours, of_medians = np.std(ratios, axis=0)
+  assert ours < 0.9 * of_medians and ours < 0.03
+
+
+class Machine:
+  """Serves in steps of `step_ms`, while an update of `update_ms` may run.
+
+  Attributes:
+    cores: with one core, every call of serving waits for one slice of the update.
+  """
+
+  def __init__(self, cores, step_ms=5.0, update_ms=100.0, slice_ms=20.0):
+    self.clock, self.cores, self.step_ms = Clock(), cores, step_ms
+    self.update_ms, self.slice_ms = update_ms, slice_ms
+    self.left = 0.0
+
+  def serve(self):
+    if self.cores == 1 and self.left > 0:
+      self._run(min(self.slice_ms, self.left))  # the call queues behind a slice
+    before = self.clock.now
+    self.clock.work(self.step_ms)
+    if self.cores > 1:
+      self.left -= (self.clock.now - before) * 1e3
+
+  def update(self, step):
+    self.left = self.update_ms
+    while self.left > 0 and step():
+      pass
+    if self.left > 0:
+      self._run(self.left)
+
+  def _run(self, ms):
+    self.clock.work(ms)
+    self.left -= ms
+
+
+@pytest.mark.parametrize(
+  "cores, due, expected",
+  [
+    (1, 1000, 100.0),  # one core does the update, whoever asks for it
+    (2, 1000, 0.0),  # another core hides all of it
+    (2, 10, 50.0),  # serving waits for what is left when the update is due
+  ],
+)
+def test_the_loss_is_what_requests_in_flight_lose(cores, due, expected):
+  """Subtracting a call without rounds had hidden slices that every call waits for."""
+  machine = Machine(cores)
+  found = measure.lost_ms(machine.update, machine.serve, due, 2.0, machine.clock)
+  assert found == pytest.approx(expected)
+  assert machine.clock.now <= 2.0
+
+
+def test_a_long_update_is_measured_once():
+  machine = Machine(1, update_ms=5000.0)
+  found = measure.lost_ms(machine.update, machine.serve, 10_000, 2.0, machine.clock)
+  assert found == pytest.approx(5000.0) and machine.clock.now < 10.0

@@ -1,0 +1,157 @@
+"""Costs of an engine's own calls: what is measured, and how long that takes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny_online
+from decoding import harness
+
+from osd_jax import online, runs, sharding
+from osd_jax.costs.table import Costs, RoundCosts
+from osd_jax.distillation import worth
+from osd_jax.engine import engine, measurement, steps
+from osd_jax.engine.server import Server
+
+BUCKET = 6
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_calls_of_a_server_are_measured_and_nothing_changes(pair, tmp_path):
+  config = tiny_online.config(pair, tmp_path, rows=2)
+  lines = []
+  with Server(config.pair, config.decoding, config.learning) as server:
+    server.seed([])
+    before = np.asarray(server.learner.state()[0]["learner"].step)
+    found = measurement.measure(server, BUCKET, True, config.sampling, lines.append)
+    after = np.asarray(server.learner.state()[0]["learner"].step)
+  assert after == before and len(lines) == 2 and "Measuring costs" in lines[0]
+  assert (found.plain.rows, found.frozen.rows, found.online.rows) == (1, 1, 2)
+  assert found.plain.num_draft_tokens == (0,) and found.online.num_draft_tokens == (3,)
+  for way in (found.plain, found.frozen, found.online):
+    assert min(way.round_ms) > 0 and way.request_ms > 0
+  assert min(found.draft_ms, found.step_ms, found.verify_ms, found.update_ms) > 0
+  assert found.slices == 2 and found.lost_ms > 0
+
+
+@pytest.mark.parametrize("candidates", [None, (0, 1, 3)])
+def test_a_model_with_steps_of_100_ms_is_measured_in_10_seconds(
+  pair, tmp_path, monkeypatch, candidates
+):
+  """The clock moves only in the calls of the engine and of the learner."""
+  now = [0.0]
+
+  def slow(call, ms_of):
+    def timed(*arguments, **named):
+      now[0] += ms_of(*arguments) / 1e3
+      return call(*arguments, **named)
+
+    return timed
+
+  changed = harness.Changed(
+    steps,
+    advance=slow(steps.advance, lambda _, k, served, n, state: n * (100 + 8 * k)),
+    insert=slow(steps.insert, lambda *_: 120.0),
+    prefill_draft=slow(steps.prefill_draft, lambda *_: 20.0),
+    catch_up=slow(steps.catch_up, lambda *_: 15.0),
+  )
+  monkeypatch.setattr(measurement, "steps", changed)
+  monkeypatch.setattr(measurement, "feed", slow(measurement.feed, lambda *_: 400.0))
+  monkeypatch.setattr(measurement, "clock", lambda: now[0])
+  config = tiny_online.config(pair, tmp_path, rows=2)
+  decoding = config.decoding
+  if candidates:
+    costs = (RoundCosts((1.0, 1.0, 1.0)),)
+    adaptive = engine.AdaptiveConfig(candidates=candidates, costs=costs)
+    decoding = dataclasses.replace(decoding, adaptive=adaptive)
+  with Server(config.pair, decoding, config.learning) as server:
+    server.seed([])
+    learner = server.learner
+    learner.try_update = slow(learner.try_update, lambda slices, *_: 300.0 * slices)
+    now[0] = 0.0
+    found = measurement.measure(server, BUCKET, True, config.sampling)
+  assert now[0] <= 10.0
+  assert found.plain.round_ms == pytest.approx((100.0,))
+  assert found.online.round_ms[-1] == pytest.approx(124.0)
+  assert found.update_ms == pytest.approx(600.0)
+
+
+def test_rounds_are_measured_as_the_stream_is_sampled(pair, tmp_path, monkeypatch):
+  config = tiny_online.config(pair, tmp_path)
+  found = set()
+
+  def advance(program, num_draft_tokens, served, rounds, state):
+    if rounds:
+      found.update(np.asarray(state.settings.temperature).tolist())
+    return steps.advance(program, num_draft_tokens, served, rounds, state)
+
+  monkeypatch.setattr(measurement, "steps", harness.Changed(steps, advance=advance))
+  sampling = engine.SamplingConfig(temperature=0.7)
+  with Server(config.pair, config.decoding, config.learning) as server:
+    measurement.measure(server, BUCKET, False, sampling)
+  assert np.float32(0.7) in found
+
+
+def worth_config(pair, folder, **changes):
+  schedule = worth.WorthConfig(update_interval=3)
+  return tiny_online.config(
+    pair, folder, schedule=schedule, measure_costs=True, floor_metering=True, **changes
+  )
+
+
+def timeless(rows, kind):
+  times = ("_ms", "_ms_per_token", "_seconds", "ahead_since")
+  return [
+    {name: value for name, value in row.items() if not name.endswith(times)}
+    for row in rows
+    if row["kind"] == kind
+  ]
+
+
+def test_a_resumed_run_keeps_its_measured_costs(pair, tmp_path, monkeypatch):
+  config = worth_config(pair, tmp_path / "run")
+  with runs.RunDirectory.start(config.run_directory, config) as directory:
+    loop = online.OnlineLoop(config, directory)
+    while loop.finished < 12:
+      loop.step()
+    loop.leave()
+    loop.server.close()
+  monkeypatch.setattr(measurement, "measure", lambda *_: pytest.fail("measured again"))
+  path = online.run(config).path
+  rows = list(runs.read(path / "metrics.jsonl"))
+  (logged,) = [row for row in rows if row["kind"] == "costs"]
+  monkeypatch.setattr(measurement, "measure", lambda *_: Costs.from_json(logged))
+  whole = dataclasses.replace(config, run_directory=str(tmp_path / "whole"))
+  others = list(runs.read(online.run(whole).path / "metrics.jsonl"))
+  for kind in ("request", "update", "alarm"):
+    assert timeless(rows, kind) == timeless(others, kind)
+  assert len(timeless(rows, "update"))
+  assert "Costs on this machine" in (path / "report.html").read_text()
+
+
+def test_a_schedule_that_needs_costs_says_so(pair, tmp_path):
+  with pytest.raises(ValueError, match="OnlineConfig.measure_costs: received False"):
+    dataclasses.replace(worth_config(pair, tmp_path), measure_costs=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+def test_every_k_is_measured_on_a_mesh(pair, tmp_path, quick_compilation):
+  config = tiny_online.config(pair, tmp_path, rows=2)
+  decoding = dataclasses.replace(
+    config.decoding,
+    num_draft_tokens=1,
+    adaptive=engine.AdaptiveConfig(costs=(RoundCosts((1.0, 2.0, 3.0, 4.0, 5.0)),)),
+  )
+  mesh = sharding.PartitionConfig(data=2, model=2)
+  with Server(config.pair, decoding, config.learning, mesh) as server:
+    found = measurement.measure(server, BUCKET, True, config.sampling)
+    assert not server.learner.in_background
+  assert found.lost_ms >= found.update_ms > 0  # serving does all of an update
+  assert found.online.num_draft_tokens == found.frozen.num_draft_tokens == (0, 1)
+  assert found.online.rows == 2 and min(found.online.round_ms) > 0

@@ -119,7 +119,8 @@ def test_a_resumed_run_keeps_its_measured_costs(pair, tmp_path, monkeypatch):
     loop = online.OnlineLoop(config, directory)
     while loop.finished < 12:
       loop.step()
-    loop.leave()
+    loop.checkpoint()
+    loop.wait()
     loop.server.close()
   monkeypatch.setattr(measurement, "measure", lambda *_: pytest.fail("measured again"))
   path = online.run(config).path

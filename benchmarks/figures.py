@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax.report import canvas, series
+from osd_jax.report import plots, tables
 
 HERE = pathlib.Path(__file__).resolve().parent
 FIGURES = HERE.parent / "docs" / "figures"
@@ -46,7 +46,7 @@ class Theme:
   def style(self) -> dict[str, Any]:
     """As matplotlib takes it."""
     return {
-      **canvas.STYLE,
+      **plots.STYLE,
       "svg.fonttype": "none",
       "svg.hashsalt": "osd_jax",
       "text.color": self.ink,
@@ -92,7 +92,7 @@ def legend(made: Any, axes: Any, handles: Sequence[Any] = ()) -> None:
 
 def acceptance(rows: Sequence[Row]) -> Any:
   """Overlap over the demo's requests: frozen and online."""
-  made, (axes,) = canvas.figure("Overlap with the target, demo stream, attached draft")
+  made, (axes,) = plots.figure("Overlap with the target, demo stream, attached draft")
   (row,) = rows
   for name, values, color, style in (
     ("learns while it serves", row["online"], BLUE, "-"),
@@ -117,7 +117,7 @@ def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> np.n
   So no line crosses a shift, or begins with a single request.
   """
   starts = [start for start, _ in shifts]
-  means = series.trailing_mean(np.array(values), WINDOW, starts)
+  means = tables.trailing_mean(np.array(values), WINDOW, starts)
   for start in starts:
     means[start : start + FEW] = np.nan
   return means
@@ -126,7 +126,7 @@ def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> np.n
 def time_saved(rows: Sequence[Row]) -> Any:
   """Share of plain decoding's time saved over requests, for each target."""
   courses = dict(sorted(panels(rows).items(), reverse=True))
-  made, axes = canvas.figure(
+  made, axes = plots.figure(
     "Time saved over plain decoding, learning included",
     columns=len(courses),
     alike=False,
@@ -201,7 +201,7 @@ def beside_hugging_face(rows: Sequence[Row]) -> Any:
     "transformers, bfloat16": ("HF bfloat16, ms/token", "#B9B9B9"),
     "osd_jax, plain, float32": ("ours, ms/token", BLUE),
   }
-  made, (axes,) = canvas.figure("Plain decoding of one row, one core")
+  made, (axes,) = plots.figure("Plain decoding of one row, one core")
   width = 0.26
   for place, (name, (figure, color)) in enumerate(series.items()):
     values = [found[f"{shape}, 1 row", clock, figure] for shape in shapes]
@@ -221,9 +221,7 @@ def beside_hugging_face(rows: Sequence[Row]) -> Any:
 
 def speed_by_acceptance(rows: Sequence[Row]) -> Any:
   """What speculation gains at an acceptance: measured, and what theory says."""
-  made, axes = canvas.figure(
-    "Speculation over plain decoding, by acceptance", columns=2
-  )
+  made, axes = plots.figure("Speculation over plain decoding, by acceptance", columns=2)
   alphas = np.linspace(0.5, 0.95, 46)
   for panel, target in zip(axes, ("flan-t5-base", "flan-t5-large"), strict=True):
     panel.axhline(1, color=GREY, lw=1)
@@ -258,7 +256,7 @@ def tokens(alpha: Any, drafted: int) -> Any:
 
 def rows_in_flight(rows: Sequence[Row]) -> Any:
   """What speculation gains with several rows on one core."""
-  made, (axes,) = canvas.figure(
+  made, (axes,) = plots.figure(
     "flan-t5-base + t5-small (float32), K = 3, rows in flight"
   )
   axes.axhline(1, color=GREY, lw=1)
@@ -290,7 +288,7 @@ def learning_latency(rows: Sequence[Row]) -> Any:
   ]
   cases.sort(key=lambda case: -int(re.findall(r"\d+|$", case)[0] or 99))
   names = [case.removeprefix("demo pair, ").removesuffix(" draft") for case in cases]
-  made, (axes,) = canvas.figure("Time between tokens while the demo's draft learns")
+  made, (axes,) = plots.figure("Time between tokens while the demo's draft learns")
   for place, (what, color) in enumerate((("p50", BLUE), ("p99", ORANGE))):
     values = [
       next(v for (c, _, f), v in found.items() if (c, f) == (case, wanted))
@@ -320,7 +318,7 @@ def ahead_of_time(rows: Sequence[Row]) -> Any:
     )
   }
   fits = np.array(value["needed, GB a chip"]) <= np.array(value["of a chip's, GB"])
-  made, (axes,) = canvas.figure(
+  made, (axes,) = plots.figure(
     "Flan-T5-XL + t5-small, compiled for: tokens per second at most"
   )
   handles: list[Any] = []

@@ -19,7 +19,7 @@ from osd_jax.engine import agreement, measurement
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
 from osd_jax.measuring import certificate
-from osd_jax.report import progress, summaries
+from osd_jax.report import page, progress
 
 _CHECKED = 16  # prompts decoded greedily for the certificate when requests are sampled
 _SWAP_ROUNDS = 3  # rounds between two swaps of the draft in `certify`
@@ -160,7 +160,7 @@ def _evaluate(
   bench = Bench(config)
   with runs.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)  # rows of an interrupted evaluation
-    summaries.note_data(bench.prompts, log, console)
+    page.note_data(bench.prompts, log, console)
     with progress.status(console, "decoding with the target"):
       answers = bench.answers()
     log.write_rows("quality", bench.quality(answers))
@@ -461,7 +461,7 @@ def _certify(
   total = certificate.Certificate()
   with runs.MetricsLog(directory.metrics_path) as log, progress.bar(console) as bar:
     log.truncate(0)
-    summaries.note_data(prompts, log, console)
+    page.note_data(prompts, log, console)
     count = len(config.num_draft_tokens) * len(requests)
     task = bar.add_task("plain", total=count, figures="")
     expected = corpus.plain_server(pair, plain, config.partition).run(requests)

@@ -17,7 +17,7 @@ from osd_jax.engine import agreement
 from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
 from osd_jax.measuring import certificate
 from osd_jax.models import weights
-from osd_jax.report import progress, summaries
+from osd_jax.report import page, progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ class OfflineLoop:
     config = self.config
     prompts = read_corpus(config.corpus, self.pair.vocabulary)
     if not self.steps_taken:  # a continued run has logged this before
-      summaries.note_data(prompts, self._log, self._bar.console)
+      page.note_data(prompts, self._log, self._bar.console)
     return corpus_lib.generate(
       corpus_lib.TextSource(config.sample_source, seed=config.seed),
       config.decoding,

@@ -11,7 +11,7 @@ import rich.console
 
 from osd_jax import runs
 from osd_jax.measuring import certificate
-from osd_jax.report import summaries
+from osd_jax.report import page
 from osd_jax.runs import signals
 
 # Does the work of a command in its run directory. Returns the verdict over the outputs
@@ -42,9 +42,9 @@ def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunRe
     overwrite=config.overwrite,
   ) as directory:
     if directory.finished:
-      return summaries.report_finished(directory, console)
+      return page.report_finished(directory, console)
     verdict, sentence = body(directory, console)
-    return summaries.finish(verdict, directory, console, sentence)
+    return page.finish(verdict, directory, console, sentence)
 
 
 class Loop(Protocol):

@@ -24,7 +24,7 @@ from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.main import commands, settings
 from osd_jax.models import weights
 from osd_jax.models.t5 import T5Config
-from osd_jax.report import summaries
+from osd_jax.report import page
 from osd_tools import pretrain, sizes
 
 
@@ -529,7 +529,7 @@ def drawn(monkeypatch):
     return lambda *arguments: calls.append((name, *arguments[:2])) or "page.html"
 
   for name in ("redraw", "compare"):
-    monkeypatch.setattr(summaries, name, note(name), raising=False)
+    monkeypatch.setattr(page, name, note(name), raising=False)
   return calls
 
 

@@ -23,7 +23,7 @@ from osd_jax.data.batches import read_corpus
 from osd_jax.engine import agreement
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
-from osd_jax.report import series
+from osd_jax.report import tables
 
 HELD_OUT = 100  # prompts a topic
 
@@ -82,7 +82,7 @@ def curves(path: pathlib.Path, level: dict[str, float]) -> dict[str, dict]:
   """Per topic: means, first and last 50, and requests to recover."""
   requests = [r for r in runs.read(path / "metrics.jsonl") if r["kind"] == "request"]
   found = {}
-  for label, rows in series.by_segment(requests):
+  for label, rows in tables.by_segment(requests):
     row = metrics.segment_summary(rows, 50)
     row["recovery"] = metrics.recovery_requests(
       [r["overlap"] for r in rows], level[label]

@@ -158,13 +158,13 @@ def _about_runs(arguments: argparse.Namespace) -> int:
       )
   import rich.console
 
-  from osd_jax.report import summaries
+  from osd_jax.report import page
 
   if arguments.command == "report":
-    page = summaries.redraw(paths[0])
+    written = page.redraw(paths[0])
   else:
-    page = summaries.compare(paths, arguments.output, rich.console.Console())
-  print(f"report: {page}", file=sys.stderr)
+    written = page.compare(paths, arguments.output, rich.console.Console())
+  print(f"report: {written}", file=sys.stderr)
   return 0
 
 

@@ -1,4 +1,8 @@
-"""report.html: one self-contained page that loads nothing from outside."""
+"""The end of a run: tables and sentences on the console, and report.html.
+
+report.html is one self-contained page that loads nothing from outside. Everything it
+says about measurements comes from metrics.jsonl, so it can be written again later.
+"""
 
 import base64
 import html
@@ -7,8 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rich.console
+
 from osd_jax import base, runs
-from osd_jax.runs.directory import RunDirectory, write_text
+from osd_jax.costs import account as account_lib
+from osd_jax.data import batches
+from osd_jax.measuring import certificate
+from osd_jax.report import plots, tables
+from osd_jax.runs.directory import write_text
 
 _CSS = """
 :root { color-scheme: light; }
@@ -32,23 +42,198 @@ summary { cursor: pointer; font-weight: 600; }
 """
 
 
+def conclude(
+  directory: runs.RunDirectory, console: rich.console.Console, verdict: str = ""
+) -> Path:
+  """Prints the tables and sentences of a run and writes its report.
+
+  Args:
+    directory: a run of any command.
+    console: where to print.
+    verdict: the certificate's sentence; "" if no output was checked.
+
+  Returns:
+    Path of the report.
+  """
+  rows = list(runs.read(directory.metrics_path))
+  found = tables.summary(rows)
+  for title, table in found.tables.items():
+    tables.print_table(table, console, title)
+  for sentence in (*found.sentences, verdict):
+    if sentence:
+      console.print(sentence, highlight=False, markup=False)
+  report = _write(directory, rows, found, verdict)
+  console.print(f"report: {report}", highlight=False, soft_wrap=True)
+  return report
+
+
+def finish(
+  verdict: certificate.Certificate,
+  directory: runs.RunDirectory,
+  console: rich.console.Console,
+  unchecked: str = "",
+) -> runs.RunResult:
+  """Writes the certificate and the report of a run whose outputs were checked.
+
+  Args:
+    verdict: the certificate of all outputs.
+    directory: the run.
+    console: where to print.
+    unchecked: printed instead of the verdict if no output was checked.
+  """
+  exact = certificate.finish(verdict, directory)
+  conclude(directory, console, verdict.sentence() or unchecked)
+  console.print(f"run directory: {directory.path}", soft_wrap=True)
+  return runs.RunResult(directory.path, exact)
+
+
+def report_finished(
+  directory: runs.RunDirectory, console: rich.console.Console
+) -> runs.RunResult:
+  """Says that a run is already finished, and writes its report if it has none."""
+  console.print(
+    f"{directory.path} holds this run, finished {directory.finished}; nothing was done."
+    " To remove it and begin again, set overwrite = True.",
+    highlight=False,
+    soft_wrap=True,
+  )
+  # A run that was killed after its last step is finished but has no report.
+  if not directory.report_path.exists():
+    redraw(directory.path)
+  return runs.RunResult(directory.path)
+
+
+def note_data(
+  corpus: batches.Corpus, log: runs.MetricsLog, console: rich.console.Console
+) -> None:
+  """Prints and logs how many rows of a corpus were skipped, cut or left out."""
+  for sentence in corpus.sentences:
+    console.print(sentence, highlight=False, soft_wrap=True)
+  log.write("data", {"tasks": corpus.report})
+
+
+def redraw(path: str | Path) -> Path:
+  """Writes plots and report of a run again, whether it is finished or not.
+
+  Returns:
+    Path of the report.
+
+  Raises:
+    InputError: `path` is not a run directory, or has no metrics.jsonl.
+  """
+  directory = runs.RunDirectory(path)
+  directory.provenance()  # raises if this is not a run directory
+  rows = _rows(directory)
+  written = directory.path / "certificate.json"
+  verdict = ""
+  if written.exists():
+    verdict = json.loads(written.read_text(encoding="utf-8")).get("sentence", "")
+  return _write(directory, rows, tables.summary(rows), verdict)
+
+
+def compare(
+  paths: Sequence[str | Path],
+  output: str | Path = "comparison",
+  console: rich.console.Console | None = None,
+) -> Path:
+  """Compares online runs: one table, their verdicts and one plot.
+
+  Args:
+    paths: the run directories.
+    output: folder of the page, created if needed.
+    console: where to print the table too.
+
+  Returns:
+    Path of the page.
+
+  Raises:
+    InputError: fewer than two runs, or one of them served no requests.
+  """
+  if len(paths) < 2:
+    raise base.InputError(
+      f"compare: received {len(paths)} runs, expected two or more; name their folders."
+    )
+  served = {
+    name: _rows(runs.RunDirectory(path))
+    for name, path in zip(_names(paths), paths, strict=True)
+  }
+  for name, rows in served.items():
+    if not any(row["kind"] == "request" for row in rows):
+      raise base.InputError(
+        f"compare: received {name}, which served no requests, expected runs of"
+        " `osd online`; leave it out."
+      )
+  folder = Path(output)
+  folder.mkdir(parents=True, exist_ok=True)
+  drawn, note = [], ""
+  try:
+    drawn = [plots.draw_comparison(served, folder / "comparison.png")]
+  except ImportError as error:
+    note = f"Plots were left out: {error}"
+  table = [tables.comparison_row(name, rows) for name, rows in served.items()]
+  verdicts = [
+    f"{name}: {said}"
+    for name, rows in served.items()
+    if (said := account_lib.verdict(rows).sentence())
+  ]
+  if console is not None:
+    tables.print_table(table, console)
+    for sentence in verdicts:
+      console.print(sentence, highlight=False, markup=False)
+  found = tables.Summary(
+    "Comparison of runs",
+    [f"{len(served)} runs side by side.", *verdicts],
+    {"Runs": table},
+  )
+  return write_page(folder / "report.html", found, drawn, note=note)
+
+
+def _rows(directory: runs.RunDirectory) -> list[dict[str, Any]]:
+  try:
+    return list(runs.read(directory.metrics_path))
+  except OSError as error:
+    raise base.InputError(
+      f"report: received {directory.path}, expected the folder of a run with its"
+      f" metrics.jsonl ({error.strerror})."
+    ) from error
+
+
+def _names(paths: Sequence[str | Path]) -> list[str]:
+  """Names of the folders; a name that occurs twice is replaced by its whole path."""
+  names = [Path(path).resolve().name for path in paths]
+  return [
+    name if names.count(name) == 1 else str(path)
+    for name, path in zip(names, paths, strict=True)
+  ]
+
+
+def _write(
+  directory: runs.RunDirectory,
+  rows: Sequence[Mapping[str, Any]],
+  found: tables.Summary,
+  verdict: str,
+) -> Path:
+  drawn, note = plots.draw_plots_if_available(rows, directory.plots_path)
+  if verdict:
+    found = tables.Summary(found.title, [*found.sentences, verdict], found.tables)
+  return write_report(directory, found, drawn, note)
+
+
+# --- report.html ----------------------------------------------------------------------
+
+
 def write_report(
-  run_directory: RunDirectory,
-  headline: Sequence[str],
-  tables: Mapping[str, Sequence[Mapping[str, Any]]],
-  plots: Sequence[Path],
-  *,
-  title: str,
+  directory: runs.RunDirectory,
+  found: tables.Summary,
+  drawn: Sequence[Path],
   note: str = "",
 ) -> Path:
   """Writes report.html: sentences, tables, plots, sample answers and provenance.
 
   Args:
-    run_directory: the run; its outputs, provenance and config are shown too.
-    headline: sentences that state the results.
-    tables: heading -> rows; the keys are the columns.
-    plots: PNG files in reading order; they are embedded.
-    title: title of the page.
+    directory: the run; its outputs, provenance and config are shown too.
+    found: what the page says.
+    drawn: PNG files in reading order; they are embedded.
     note: printed below the plots, for example why there are none.
 
   Returns:
@@ -57,17 +242,15 @@ def write_report(
   Raises:
     InputError: a plot is not a PNG file.
   """
-  provenance = run_directory.provenance()
+  provenance = directory.provenance()
   samples = []
-  if run_directory.outputs_path.exists():
-    samples = _samples(runs.read(run_directory.outputs_path))
+  if directory.outputs_path.exists():
+    samples = _samples(runs.read(directory.outputs_path))
   return write_page(
-    run_directory.report_path,
-    headline,
-    tables,
-    plots,
-    title=title,
-    subtitle=_subtitle(run_directory.path, provenance),
+    directory.report_path,
+    found,
+    drawn,
+    subtitle=_subtitle(directory.path, provenance),
     note=note,
     below=[
       *(["<h2>What was served</h2>", _table(samples)] if samples else []),
@@ -75,53 +258,47 @@ def write_report(
       _details(
         "Provenance: code, versions, command, device", json.dumps(provenance, indent=2)
       ),
-      _details("Settings", json.dumps(run_directory.config(), indent=2)),
-      _details("Operative config", run_directory.operative_config() or "(none)"),
+      _details("Settings", json.dumps(directory.config(), indent=2)),
+      _details("Operative config", directory.operative_config() or "(none)"),
     ],
   )
 
 
 def write_page(
   path: Path,
-  headline: Sequence[str],
-  tables: Mapping[str, Sequence[Mapping[str, Any]]],
-  plots: Sequence[Path],
+  found: tables.Summary,
+  drawn: Sequence[Path],
   *,
-  title: str,
   subtitle: str = "",
   note: str = "",
   below: Sequence[str] = (),
 ) -> Path:
   """Writes a page with sentences, tables and plots; `below` is HTML for its end."""
   parts = [
-    f"<h1>{_text(title)}</h1>",
+    f"<h1>{_text(found.title)}</h1>",
     f'<p class="faint">{_text(subtitle)}</p>',
     '<div class="headline">',
-    *(f"<p>{_text(sentence)}</p>" for sentence in headline),
+    *(f"<p>{_text(sentence)}</p>" for sentence in found.sentences),
     "</div>",
   ]
-  for name, rows in tables.items():
+  for name, rows in found.tables.items():
     parts += [f"<h2>{_text(name)}</h2>", _table(rows)]
-  if plots or note:
+  if drawn or note:
     parts.append("<h2>Plots</h2>")
-  parts += [_image(Path(plot)) for plot in plots]
+  parts += [_image(Path(plot)) for plot in drawn]
   if note:
     parts.append(f'<p class="faint">{_text(note)}</p>')
-  write_text(path, _page(title, [*parts, *below]))
+  lines = [
+    "<!DOCTYPE html>",
+    '<html lang="en"><head><meta charset="utf-8">',
+    '<meta name="viewport" content="width=device-width, initial-scale=1">',
+    f"<title>{_text(found.title)}</title><style>{_CSS}</style></head><body>",
+    *parts,
+    *below,
+    "</body></html>\n",
+  ]
+  write_text(path, "\n".join(lines))
   return path
-
-
-def _page(title: str, parts: Sequence[str]) -> str:
-  return "\n".join(
-    [
-      "<!DOCTYPE html>",
-      '<html lang="en"><head><meta charset="utf-8">',
-      '<meta name="viewport" content="width=device-width, initial-scale=1">',
-      f"<title>{_text(title)}</title><style>{_CSS}</style></head><body>",
-      *parts,
-      "</body></html>\n",
-    ]
-  )
 
 
 def _subtitle(path: Path, provenance: Mapping[str, Any]) -> str:

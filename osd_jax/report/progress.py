@@ -1,7 +1,7 @@
-"""What a run says while it works: a live line, or plain ones where nobody watches.
+"""Progress of a run: a live line on a terminal, plain lines elsewhere.
 
-A terminal gets a bar. A log file or a notebook (where a live display would need
-ipywidgets) gets a plain line now and then.
+A log file or a notebook, where a live display would need ipywidgets, gets a plain line
+every `EVERY` seconds.
 """
 
 import contextlib
@@ -20,10 +20,11 @@ EVERY = 20.0  # seconds between plain lines
 
 
 def bar(console: rich.console.Console) -> rich.progress.Progress:
-  """A bar whose tasks have a description, a count, the time left, and `figures`."""
+  """Makes a bar: tasks show a description, a count, the time left and `figures`."""
   if not _is_live(console):
     return _Lines(console=console, disable=True)
-  whole = lambda: rich.table.Column(no_wrap=True)  # never cut; figures are, if need be
+  # On a narrow terminal only the figures are folded.
+  whole = lambda: rich.table.Column(no_wrap=True)
   return rich.progress.Progress(
     rich.progress.TextColumn("{task.description}", table_column=whole()),
     rich.progress.MofNCompleteColumn(table_column=whole()),
@@ -37,7 +38,7 @@ def bar(console: rich.console.Console) -> rich.progress.Progress:
 
 @contextlib.contextmanager
 def status(console: rich.console.Console, text: str) -> Iterator[None]:
-  """Says what is going on for as long as it does."""
+  """Shows `text` while the body runs."""
   if _is_live(console):
     with console.status(text):
       yield
@@ -47,10 +48,10 @@ def status(console: rich.console.Console, text: str) -> Iterator[None]:
 
 
 class Progress:
-  """Requests, overlap of draft and floor draft, tau, ms per token, as they come."""
+  """Shows requests, overlap of both drafts, tokens per call and ms per token."""
 
   def __init__(self, console: rich.console.Console, total: int | None, finished: int):
-    """Shows `finished` of `total` requests; None where nobody knows how many."""
+    """Starts at `finished` of `total` requests; a `total` of None is unknown."""
     self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
     self._finished = finished
     self._bar = bar(console)
@@ -66,7 +67,7 @@ class Progress:
     self._bar.stop()
 
   def show(self, row: Mapping[str, Any]) -> None:
-    """Takes in a request row."""
+    """Adds a request row to the figures and shows them."""
     self._recent.append(row)
     self._finished += 1
 
@@ -91,7 +92,7 @@ def _saved(row: Mapping[str, Any]) -> str:
 
 
 class _Lines(rich.progress.Progress):
-  """A task's state as a plain line: at its end, and every `EVERY` seconds before."""
+  """Prints a task as a plain line every `EVERY` seconds and at its end."""
 
   _said = 0.0
 

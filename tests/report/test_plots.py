@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from report import synthetic_run
 
-from osd_jax.report import compile_plots, plots, serving_plots, training_plots
+from osd_jax.report import plots
 
 pytest.importorskip("matplotlib", reason="the extra [plots] is not installed")
 
@@ -36,7 +36,7 @@ def test_a_full_run_gives_readable_pngs(tmp_path):
 
 def test_lines_are_the_trailing_means_of_the_rows_and_shifts_are_marked():
   rows = synthetic_run.rows(120)
-  axes = serving_plots.overlap(rows).axes[0]
+  axes = plots.overlap(rows).axes[0]
   lines = {line.get_label(): line for line in axes.get_lines()}
   requests = [row for row in rows if row["kind"] == "request"]
   for name, field in (("online draft", "overlap"), ("frozen draft", "floor_overlap")):
@@ -67,7 +67,7 @@ def test_a_frozen_draft_is_flat_behind_a_shift():
     }
     for i in range(80)
   ]
-  _, means = online_line(serving_plots.overlap(rows).axes[0])
+  _, means = online_line(plots.overlap(rows).axes[0])
   assert set(np.round(means[np.isfinite(means)], 6)) == {0.9, 0.3}
   gap = np.flatnonzero(np.isnan(means))
   assert 40 in gap  # no line from one topic to the next
@@ -75,7 +75,7 @@ def test_a_frozen_draft_is_flat_behind_a_shift():
 
 def test_pauses_are_shaded_and_loss_lines_break_there():
   rows = synthetic_run.rows(200)
-  figure = serving_plots.loss(rows)
+  figure = plots.update_loss(rows)
   spans = list(figure.axes[0].patches)
   assert len(spans) == len(synthetic_run.TOPICS)  # one a topic
   assert "learning paused" in legend(figure.axes[0])
@@ -90,25 +90,25 @@ def test_pauses_are_shaded_and_loss_lines_break_there():
     inside = np.flatnonzero((x[:-1] < left) & (x[1:] > right))
     assert not len(inside)  # no stroke crosses it
   without = [{**row, "paused": False} for row in rows]
-  assert not serving_plots.overlap(without).axes[0].patches
+  assert not plots.overlap(without).axes[0].patches
 
 
 def test_percentiles_are_those_of_the_requests():
   rows = synthetic_run.rows(200)
   plain = [r["online_ms_per_token"] for r in rows if "online_ms_per_token" in r]
-  figure = serving_plots.latency(rows)
+  figure = plots.latency(rows)
   heights = [bar.get_height() for bar in figure.axes[0].containers[-1]]
   np.testing.assert_allclose(heights, np.percentile(plain, [50, 95, 99]))
 
 
 def test_every_topic_has_a_panel_of_its_own():
-  figure = serving_plots.per_position(synthetic_run.rows(200))
+  figure = plots.per_position(synthetic_run.rows(200))
   titles = [axes.get_title() for axes in figure.axes]
   assert titles == list(synthetic_run.TOPICS)
 
 
 def test_shares_of_rounds_add_up_to_one():
-  figure = serving_plots.rounds(synthetic_run.rows(80))
+  figure = plots.rounds(synthetic_run.rows(80))
   for bars in figure.axes[0].containers:
     assert sum(bar.get_height() for bar in bars) == pytest.approx(1)
 
@@ -147,13 +147,11 @@ def test_runs_of_other_commands_have_their_picture(tmp_path, rows, names):
 
 
 def test_bars_stand_for_the_rows():
-  heights = [
-    bars[0].get_height() for bars in training_plots.drafts(MEASURED).axes[0].containers
-  ]
+  heights = [bars[0].get_height() for bars in plots.drafts(MEASURED).axes[0].containers]
   assert heights == [0.4, 0.6]
-  texts = [t.get_text() for t in training_plots.certificate(MEASURED).axes[0].texts]
+  texts = [t.get_text() for t in plots.certificate(MEASURED).axes[0].texts]
   assert texts == ["3 of 4, 1 near ties  NOT EXACT"]
-  line = training_plots.held_out(TRAINED).axes[0].get_lines()[0]
+  line = plots.held_out(TRAINED).axes[0].get_lines()[0]
   np.testing.assert_allclose(line.get_ydata(), [0.1, 0.4])
 
 
@@ -171,25 +169,23 @@ def test_nothing_is_drawn_of_what_was_not_measured(tmp_path):
   ]
   paths = plots.draw_plots(rows, tmp_path)
   assert [path.stem for path in paths] == ["distribution_overlap"]
-  names = [
-    t.get_text() for t in serving_plots.overlap(rows).axes[0].get_legend().get_texts()
-  ]
+  names = [t.get_text() for t in plots.overlap(rows).axes[0].get_legend().get_texts()]
   assert names == ["online draft"]
   assert plots.draw_plots([], tmp_path) == []
 
 
 def test_an_outlier_does_not_flatten_the_curves_and_is_counted():
-  axes = serving_plots.milliseconds(synthetic_run.rows(200)).axes[0]
+  axes = plots.milliseconds(synthetic_run.rows(200)).axes[0]
   assert axes.get_ylim()[1] < 30  # the row of 90 ms is above
   (hidden,) = re.findall(r"(\d+) dots above", axes.get_xlabel())
   assert int(hidden) >= 1
 
 
 def test_skipped_updates_are_shown():
-  axes = serving_plots.loss(synthetic_run.rows(800)).axes[0]
+  axes = plots.update_loss(synthetic_run.rows(800)).axes[0]
   assert "skipped, not finite" in legend(axes)
   assert "skipped, not finite" not in legend(
-    serving_plots.loss(synthetic_run.rows(80)).axes[0]
+    plots.update_loss(synthetic_run.rows(80)).axes[0]
   )
 
 
@@ -218,13 +214,13 @@ def test_importing_runs_and_report_loads_no_plotting():
 
 def test_time_saved_is_the_account_of_the_rows_and_zero_is_marked():
   rows = synthetic_run.rows(120)
-  axes = serving_plots.saved(rows).axes[0]
+  axes = plots.saved(rows).axes[0]
   zero, saved = axes.get_lines()[-2:]
   assert set(zero.get_ydata()) == {0.0}
   requests = [row["saved_seconds"] for row in rows if row["kind"] == "request"]
   assert saved.get_ydata().tolist() == requests
   unpriced = [{**row, "saved_seconds": None} for row in rows]
-  assert serving_plots.saved(unpriced) is None
+  assert plots.saved(unpriced) is None
 
 
 COMPILED = [
@@ -247,10 +243,10 @@ COMPILED = [
 def test_what_was_compiled_is_drawn(tmp_path):
   paths = plots.draw_plots(COMPILED, tmp_path)
   assert [path.stem for path in paths] == ["memory_of_a_chip", "tokens_per_second"]
-  (axes,) = compile_plots.memory(COMPILED).axes
+  (axes,) = plots.chip_memory(COMPILED).axes
   assert [bar.get_width() for bar in axes.patches] == [12.0, 8.5]
   assert [line.get_xdata()[0] for line in axes.get_lines()] == [16.0]  # does not fit
-  (axes,) = compile_plots.speeds(COMPILED).axes
+  (axes,) = plots.chip_speeds(COMPILED).axes
   assert [list(line.get_ydata()) for line in axes.get_lines()][2] == [100.0, 100.0]
   assert legend(axes) == ["online", "frozen", "plain"]
 
@@ -259,5 +255,5 @@ def test_a_chip_that_holds_all_has_no_line():
   """Negative control: far to the right it would leave the bars too short to see."""
   fits = {"kind": "fits", "needed_gb": 20.5, "memory_gb": 80.0, "advice": ""}
   rows = [row for row in COMPILED if row["kind"] == "memory"] + [fits]
-  assert not compile_plots.memory(rows).axes[0].get_lines()
-  assert compile_plots.speeds(rows) is None
+  assert not plots.chip_memory(rows).axes[0].get_lines()
+  assert plots.chip_speeds(rows) is None

@@ -4,7 +4,8 @@ import html.parser
 
 import pytest
 
-from osd_jax.report.page import write_report
+from osd_jax.report.page import _samples, write_report
+from osd_jax.report.tables import Summary
 from osd_jax.runs import Output, OutputsLog, RunDirectory
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\x00" * 40
@@ -59,7 +60,8 @@ def _report(run, title="A title", **kwargs):
     ],
     "None": [],
   }
-  path = write_report(run, [f"Faster {EVIL}"], tables, [plot], title=title, **kwargs)
+  found = Summary(title, [f"Faster {EVIL}"], tables)
+  path = write_report(run, found, [plot], **kwargs)
   assert path == run.report_path
   return path.read_text(encoding="utf-8")
 
@@ -109,7 +111,7 @@ def test_nothing_is_loaded_or_run(run):
 def test_a_report_needs_neither_plots_nor_outputs(run):
   run.outputs_path.unlink()
   note = "Plots were left out: no matplotlib"
-  page = _Page(write_report(run, [], {}, [], title="t", note=note).read_text())
+  page = _Page(write_report(run, Summary("t", [], {}), [], note).read_text())
   assert "Plots were left out" in page.text and "img" not in page.tags
   assert "What was served" not in page.text
 
@@ -126,4 +128,21 @@ def test_a_plot_that_is_no_png_is_named(run, content):
   if content is not None:
     plot.write_bytes(content)
   with pytest.raises(ValueError, match=r"odd\.png as a plot, expected a PNG"):
-    write_report(run, [], {}, [plot], title="t")
+    write_report(run, Summary("t", [], {}), [plot])
+
+
+def test_samples_are_the_first_middle_and_last_answer_of_every_task():
+  row = {"text": "t", "stop_reason": "EOS", "tokens_per_target_call": 1.5}
+  rows = [
+    {"query": i + 1, "task": "a" if i < 7 else "b", "prompt": "p", **row}
+    for i in range(8)
+  ]
+  rows[0]["prompt"] = "long " * 200
+  found = _samples(rows)
+  assert [(row["topic"], row["request"]) for row in found] == [
+    ("a", 1),
+    ("a", 4),
+    ("a", 7),
+    ("b", 8),
+  ]
+  assert len(found[0]["prompt"]) < 410

@@ -7,7 +7,7 @@ import pytest
 import rich.console
 
 from osd_jax import base, runs
-from osd_jax.report import pages, series, summaries
+from osd_jax.report import page, tables
 
 
 def requests() -> list[dict]:
@@ -55,11 +55,11 @@ def logged(path, rows) -> runs.RunDirectory:
 
 
 def segments(rows=None):
-  return series.by_segment([row for row in rows or requests() if "query" in row])
+  return tables.by_segment([row for row in rows or requests() if "query" in row])
 
 
 def test_the_table_holds_first_and_last_means():
-  table = pages.agreement_table(segments())
+  table = tables.agreement_table(segments())
   first = (10 * 0.5 + 40 * 0.9) / 50
   assert [row["topic"] for row in table] == ["maths", "sql"]
   assert table[0]["overlap first 50"] == pytest.approx(first, abs=1e-3)
@@ -74,13 +74,13 @@ def test_speeds_are_weighted_by_tokens_and_over_the_same_requests():
   for row in rows:
     if "plain_ms_per_token" not in row:
       row["online_ms_per_token"] = 1000.0  # was not compared: must not count
-  (table,) = pages.speed_table([("all", rows)])
+  (table,) = tables.speed_table([("all", rows)])
   assert table["plain ms/token"] == pytest.approx(4.0 + 4.0 * 30 / 600)
   assert table["online ms/token"] == 2.0
 
 
 def test_the_page_says_where_the_time_went():
-  sentences = pages.page(requests()).sentences
+  sentences = tables.summary(requests()).sentences
   (spent,) = (text for text in sentences if text.startswith("Wall time"))
   assert spent == (
     "Wall time 3.0 s: serving 2.4, waiting for updates 0.1, comparing 0.0, metering"
@@ -130,33 +130,35 @@ EVALUATE = [
     (PRETRAIN, "Supervised training", ["loss 2.0000", "Exact match over", "0.500"]),
     (CERTIFY, "Certificate", ["near ties", "pair"]),
     (EVALUATE, "Evaluation", ["1.25x plain decoding (1.50x predicted", "Drafts"]),
-    ([], "Run", ["Nothing was measured yet"]),
+    ([], "Run", ["No measurements yet"]),
   ],
 )
 def test_every_kind_of_run_is_told_and_drawn_anew(tmp_path, rows, title, words):
   directory = logged(tmp_path / "run", rows)
   shown = io.StringIO()
   console = rich.console.Console(file=shown, width=200)
-  report = summaries.conclude(directory, console, "token-for-token equal")
-  page = report.read_text(encoding="utf-8")
-  assert f"<h1>{title}</h1>" in page and "http" not in page.split("<pre>")[0]
+  report = page.conclude(directory, console, "token-for-token equal")
+  shown_page = report.read_text(encoding="utf-8")
+  assert (
+    f"<h1>{title}</h1>" in shown_page and "http" not in shown_page.split("<pre>")[0]
+  )
   for word in [*words, "token-for-token equal"]:
-    assert word in page
+    assert word in shown_page
   assert "token-for-token equal" in shown.getvalue()
   report.unlink()
   (directory.path / "certificate.json").write_text(
     json.dumps({"sentence": "token-for-token equal"})
   )
-  assert summaries.redraw(directory.path) == report
-  assert report.read_text(encoding="utf-8") == page
+  assert page.redraw(directory.path) == report
+  assert report.read_text(encoding="utf-8") == shown_page
 
 
 def test_what_is_no_run_cannot_be_drawn(tmp_path):
   with pytest.raises(base.InputError, match=r"provenance\.json"):
-    summaries.redraw(tmp_path)
+    page.redraw(tmp_path)
   runs.RunDirectory.start(tmp_path / "run")
   with pytest.raises(base.InputError, match=r"metrics\.jsonl"):
-    summaries.redraw(tmp_path / "run")
+    page.redraw(tmp_path / "run")
 
 
 def test_runs_are_put_side_by_side(tmp_path):
@@ -166,9 +168,9 @@ def test_runs_are_put_side_by_side(tmp_path):
       if row["kind"] == "request":
         row |= {"decode_ms": scale * row["decode_ms"], "target_calls": 5}
     logged(tmp_path / name, rows)
-  page = summaries.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
-  text = page.read_text(encoding="utf-8")
-  assert page == tmp_path / "out" / "report.html" and "data:image/png" in text
+  written = page.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+  text = written.read_text(encoding="utf-8")
+  assert written == tmp_path / "out" / "report.html" and "data:image/png" in text
   tokens = sum(r["output_tokens"] for r in requests() if r["kind"] == "request")
   for scale in (1, 2):
     assert f"{round(scale * 120 * 20.0 / tokens, 2):.3f}" in text
@@ -188,11 +190,11 @@ def test_compared_runs_show_their_verdicts(tmp_path):
   logged(tmp_path / "unknown", without)
   shown = rich.console.Console(file=io.StringIO(), width=200)
   paths = [tmp_path / "learned", tmp_path / "unknown"]
-  page = summaries.compare(paths, tmp_path / "out", shown)
-  for text in (shown.file.getvalue(), page.read_text(encoding="utf-8")):
+  written = page.compare(paths, tmp_path / "out", shown)
+  for text in (shown.file.getvalue(), written.read_text(encoding="utf-8")):
     assert "learned: Measured over all" in text
     assert "unknown: Measured" not in text
-  first, second = (summaries.comparison_row("", r) for r in (rows, without))
+  first, second = (tables.comparison_row("", r) for r in (rows, without))
   assert (first["overlap"], first["frozen overlap"]) == (0.833, 0.5)
   assert (first["frozen ms/token"], second["frozen overlap"]) == (3.0, None)
 
@@ -201,9 +203,9 @@ def test_what_cannot_be_compared_is_named(tmp_path):
   logged(tmp_path / "one", requests())
   logged(tmp_path / "two", OFFLINE)
   with pytest.raises(base.InputError, match="received two, which served no requests"):
-    summaries.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+    page.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
   with pytest.raises(base.InputError, match="received 1 runs, expected two or more"):
-    summaries.compare([tmp_path / "one"])
+    page.compare([tmp_path / "one"])
   assert not (tmp_path / "out").exists()
 
 
@@ -212,5 +214,5 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
   paths = [tmp_path / parent / "run" for parent in ("a", "b")]
   for path in paths:
     logged(path, rows)
-  text = summaries.compare(paths, tmp_path / "out").read_text(encoding="utf-8")
+  text = page.compare(paths, tmp_path / "out").read_text(encoding="utf-8")
   assert all(str(path) in text for path in paths)

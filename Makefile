@@ -51,8 +51,8 @@ install: $(STAMP) ## make .venv with the pinned dependencies
 
 demo: $(STAMP) ## serve 800 requests while a draft learns, with both kinds of draft
 	$(BIN)/osd online --gin_file=gin_configs/runs/demo_independent.gin
-	$(BIN)/osd online --gin_file=gin_configs/runs/demo.gin
-	$(BIN)/osd compare runs/demo_independent runs/demo --output runs/demo_compared
+	$(BIN)/osd online --gin_file=gin_configs/runs/demo_by_worth.gin
+	$(BIN)/osd compare runs/demo_independent runs/demo_by_worth --output runs/demo_compared
 
 docs: $(STAMP) ## serve the docs on this machine, drawn anew where a page changes
 	$(BIN)/python -m mkdocs serve

@@ -1,7 +1,7 @@
-"""Machines that nobody has at hand: their chips' figures, and their compilers' devices.
+"""Published figures of accelerators, and devices to compile for without having them.
 
-The compilers of JAX run without the device that they compile for. What a program takes
-there at least follows from a chip's published figures: never a measurement.
+JAX's compilers run without the device that they compile for. Lower bounds of run times
+follow from a chip's published figures; they are never measurements.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ class Chip:
   """Published figures of one chip.
 
   Attributes:
-    memory: bytes.
-    bandwidth: of its memory, bytes a second.
-    flops: of bfloat16 products, a second.
-    link: bytes a second to and from its neighbours, both ways together.
-    launch: seconds that a kernel takes however small it is.
+    memory: bytes of memory.
+    bandwidth: bytes of memory per second.
+    flops: floating-point operations per second in bfloat16 products.
+    link: bytes per second to and from the neighbours, both directions together.
+    launch: minimum seconds per kernel.
   """
 
   memory: float
@@ -35,28 +35,28 @@ class Chip:
   def least_seconds(
     self, read: float, flops: float, moved: float = 0.0, kernels: float = 0.0
   ) -> float:
-    """The roofline: no program of these figures can be faster.
+    """Returns the roofline: a lower bound of a program's seconds.
 
     Args:
-      read: bytes of memory, weights and caches once.
+      read: bytes read from memory; weights and caches count once.
       flops: floating-point operations.
-      moved: bytes that collectives give; an all-reduce passes each twice.
-      kernels: one after the other.
+      moved: bytes that collectives return; an all-reduce transfers each byte twice.
+      kernels: number of kernels, which run one after the other.
     """
     computed = max(read / self.bandwidth, flops / self.flops)
     return max(computed, kernels * self.launch) + 2 * moved / self.link
 
 
-# TPUs: Austin et al., "How to Scale Your Model" (2025), table of chips; v4 by core, of
-# which a chip has two, because its compiler counts those. H100: NVIDIA's data sheet
-# (SXM); a launch is what a graph of kernels takes for each of them.
+# TPUs: Austin et al., "How to Scale Your Model" (2025), table of chips. A v4 chip has
+# two cores and its compiler counts cores, so the figures of v4 are per core. H100:
+# NVIDIA's data sheet (SXM); `launch` is the time per kernel in a CUDA graph.
 CHIPS = {
   "v4": Chip(16e9, 6e11, 1.375e14, 9e10),
   "v5e": Chip(16e9, 8.1e11, 1.97e14, 9e10),
   "v5p": Chip(96e9, 2.8e12, 4.59e14, 1.8e11),
   "v6e": Chip(32e9, 1.6e12, 9.2e14, 1.8e11),
   "h100": Chip(80e9, 3.35e12, 9.9e14, 9e11, 2.5e-6),
-  "cpu": Chip(16e9, 2e10, 1e11, 1e10),  # of no make: to try a command
+  "cpu": Chip(16e9, 2e10, 1e11, 1e10),  # not a real chip; it makes the command testable
 }
 
 _CUDA = "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12"
@@ -81,7 +81,7 @@ class Topology:
   """A named machine: "v5e:2x2", "v4:2x2x1", "v6e:2x4", "h100:4", "cpu:4".
 
   Attributes:
-    name: kind of chip, a colon, and how many: TPUs by the sides of their grid.
+    name: kind of chip, a colon and the number of chips; for TPUs the sides of the grid.
   """
 
   name: str
@@ -104,10 +104,10 @@ class Topology:
     return CHIPS[self.kind]
 
   def devices(self) -> Sequence[Any]:
-    """Devices to compile for; there need be none.
+    """Returns devices to compile for, which need not exist.
 
     Raises:
-      InputError: the compiler is not installed, or knows no such machine.
+      InputError: the compiler is not installed or does not know the machine.
     """
     size = self.name.partition(":")[2]
     if self.kind == "cpu":
@@ -115,8 +115,10 @@ class Topology:
     if self.kind == "h100":
       options = {"target_config": _H100, "topology": f"1x1x{size}"}
       return self._described("cuda", "h100", _CUDA, options)
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor one to share
+    os.environ.setdefault(
+      "TPU_SKIP_MDS_QUERY", "1"
+    )  # do not wait for a TPU's metadata server
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is locked
     return self._described("tpu", self.name, "libtpu", {})
 
   def _described(
@@ -128,7 +130,7 @@ class Topology:
       found = topologies.get_topology_desc(
         platform=platform, topology_name=name, **options
       )
-    except Exception as error:  # of whatever kind a compiler's plug-in raises
+    except Exception as error:  # plug-ins raise different types
       said = str(error).splitlines()[0]
       raise base.InputError(
         f"CompileConfig.topology: no compiler for {self.name!r} ({said}). It comes"

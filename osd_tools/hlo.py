@@ -1,7 +1,7 @@
-"""What stands in a compiled program: how often each operation runs, and what it moves.
+"""Parses compiled programs: which operations they contain and how often each runs.
 
-The text of a program is what `jax.stages.Compiled.as_text` gives: computations, one of
-them the entry, whose operations call others (loops, conditionals, calls).
+The text of a program is `jax.stages.Compiled.as_text()`: a list of computations. One of
+them is the entry; loops, conditionals and calls refer to the others.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ class Operation:
   """One operation of a program.
 
   Attributes:
-    name: "fusion", "copy", "all-reduce", ...; of an asynchronous pair only the start
-      counts, and is named without its "-start". "copy-start" alone keeps its name: it
-      fetches ahead from one memory to another and makes nobody wait.
-    bytes: of its result on one device.
-    depth: loops around it.
-    line: as the compiler wrote it.
+    name: "fusion", "copy", "all-reduce", ... An asynchronous pair counts once, under
+      its name without "-start". Only "copy-start" keeps its name, because it prefetches
+      from one memory to another and does not block.
+    bytes: bytes of the result on one device.
+    depth: number of loops around the operation.
+    line: the compiler's text.
   """
 
   name: str
@@ -41,7 +41,7 @@ class Operation:
 
   @property
   def cycles(self) -> int:
-    """How long a TPU's compiler holds it for; 0 where it does not say."""
+    """Returns the estimate of a TPU's compiler, 0 if there is none."""
     said = re.search(r'"estimated_cycles":"(\d+)"', self.line)
     return int(said.group(1)) if said else 0
 
@@ -50,12 +50,12 @@ class HloProgram:
   """The operations of a compiled program."""
 
   def __init__(self, text: str, branch: int | None = None):
-    """Takes the program apart.
+    """Parses the text of a program.
 
     Args:
       text: `Compiled.as_text()`.
-      branch: what every conditional does; of `jax.lax.cond` 0 is the false branch,
-        which all-greedy rows take. None: all branches, one after the other.
+      branch: the branch that every conditional takes; 0 is the false branch of
+        `jax.lax.cond`, which greedy rows take. None counts all branches.
     """
     self._branch = branch
     self._computations: dict[str, list[str]] = {}
@@ -71,16 +71,16 @@ class HloProgram:
     self.operations = list(self._walk(entry, 0))
 
   def count(self, depth: int) -> Counter[str]:
-    """Operations by name within `depth` loops, and no more."""
+    """Counts operations by name that are inside exactly `depth` loops."""
     return Counter(found.name for found in self.operations if found.depth == depth)
 
   def of(self, *names: str) -> list[Operation]:
-    """The operations of these names."""
+    """Returns the operations with one of these names."""
     return [found for found in self.operations if found.name in names]
 
   @property
   def foreign_calls(self) -> int:
-    """Calls of code that is not the compiler's: of XLA's foreign function interface."""
+    """Returns the number of calls through XLA's foreign function interface."""
     return sum("ffi" in found.line for found in self.of("custom-call"))
 
   def _walk(self, name: str, depth: int) -> Iterator[Operation]:
@@ -102,7 +102,7 @@ class HloProgram:
           yield from self._walk(called, depth)
 
   def _called(self, line: str) -> list[str]:
-    """Computations of a conditional's branches that are taken, or of a call."""
+    """Returns the computations that a conditional or a call runs."""
     called = [
       name.strip().lstrip("%")
       for one, several in _CALLED.findall(line)
@@ -110,12 +110,12 @@ class HloProgram:
     ]
     if len(called) < 2 or self._branch is None:
       return called
-    by_name = "false_computation" in line  # there, what is true stands first
+    by_name = "false_computation" in line  # here, the true branch comes first
     return [called[-1 - self._branch] if by_name else called[self._branch]]
 
 
 def bytes_of(result: str) -> int:
-  """Bytes of a result, an array or a tuple of them, as the compiler writes it."""
+  """Returns the bytes of a result, an array or a tuple, as XLA writes it."""
   return sum(
     _BYTES.get(dtype, int(dtype.lstrip("abcdefghijklmnopqrstuvwxyz") or 32) // 8)
     * math.prod(int(size) for size in dims.split(",") if size)
@@ -124,7 +124,7 @@ def bytes_of(result: str) -> int:
 
 
 def dimensions(result: str) -> list[str]:
-  """Every dimension of a result's arrays, as the compiler writes them."""
+  """Returns every dimension of a result's arrays, as XLA writes them."""
   return [
     size for _, dims in _SHAPE.findall(result) for size in dims.split(",") if size
   ]

@@ -1,6 +1,6 @@
 """Supervised training on (prompt, reference): small targets and first drafts.
 
-The paper starts from published checkpoints; this makes a pair where none exists.
+The paper starts from published checkpoints. This command makes a pair if none exists.
 """
 
 import dataclasses
@@ -28,24 +28,25 @@ class PretrainConfig(base.Config):
   """One supervised training run.
 
   Attributes:
-    model: shape of the model, a T5 or decoder-only.
-    vocabulary: path of its vocabulary, see `PairConfig.vocabulary`.
-    extra_ids: sentinels behind its pieces, see `Vocabulary.load`.
+    model: shape of the model, a T5 or a decoder-only model.
+    vocabulary: path of the vocabulary, see `PairConfig.vocabulary`.
+    extra_ids: sentinels after the pieces of the vocabulary, see `Vocabulary.load`.
     data: training batches.
     evaluation: held-out batches; one pass over `evaluation_batches` of them.
     output: weights file written at the end.
     optimizer: optimiser and schedule; its `total_steps` is usually `steps`.
     steps: optimiser steps.
-    pool: batches drawn together, whose rows are regrouped by target length, so
-      that short rows are not padded to the longest of all. 1 keeps the order.
-    length_multiple: regrouped batches are as long as their rows need, rounded up to
-      this; every pair of lengths is compiled once, so long rows want a large one.
-    seed: of the initial weights.
+    pool: number of batches whose rows are regrouped by target length, so that short
+      rows are not padded to the longest row of all. 1 keeps the order.
+    length_multiple: regrouped batches are cut to their longest row, rounded up to a
+      multiple of this. Every pair of lengths is compiled once, so long rows need a
+      large multiple.
+    seed: seed of the initial weights.
     log_every: steps between log rows.
     evaluate_every: steps between evaluations; the last step is always evaluated.
-    evaluation_batches: batches of one evaluation.
+    evaluation_batches: number of batches per evaluation.
     checkpoint_every: steps between checkpoints.
-    storage: "float32", or "bfloat16" for an output of half the size.
+    storage: "float32", or "bfloat16" for an output file of half the size.
     run_directory: where metrics and checkpoints go; a run killed there continues.
     overwrite: remove the run that the directory holds, and begin anew.
     partition: mesh; the rows of a batch are split over its data axis.
@@ -133,7 +134,7 @@ def train_step(
   source: jax.Array,
   target: jax.Array,
 ) -> tuple[update.LearnerState, update.UpdateMetrics]:
-  """One guarded step on source [R, S] and target [R, T]."""
+  """Takes one step on source [R, S] and target [R, T]; skips it if not finite."""
   loss, gradient = jax.value_and_grad(_cross_entropy, argnums=1)(
     model, state.params, source, target
   )
@@ -151,19 +152,13 @@ def _cross_entropy(model, params, source, target):
 def judge(
   model: base.Model, params: base.Params, source: jax.Array, target: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Whether greedy decoding would write the reference.
+  """Checks whether greedy decoding would produce the reference.
 
-  A greedy output equals the reference if and only if the arg max is right at every
+  A greedy output equals the reference if and only if the arg max is correct at every
   position when the reference itself is fed, so no decoding is needed.
 
-  Args:
-    model: the model.
-    params: its parameters.
-    source: [R, S].
-    target: [R, T].
-
   Returns:
-    [R] share of right tokens, and [R] bool exact match.
+    [R] share of correct tokens, and [R] bool, whether all are correct.
   """
   logits = model.score(params, source, model.mask(source), target)
   mask = target != model.pad_id
@@ -259,7 +254,7 @@ def evaluate(
   held_out: training_batches.BatchStream,
   params: base.Params,
 ) -> dict[str, dict[str, float]]:
-  """Token accuracy and greedy exact match on the held-out rows, per task."""
+  """Returns token accuracy and greedy exact match on the held-out rows, per task."""
   partitioner = sharding.make(config.partition)
   found: dict[str, list[Any]] = {}
   for index in range(config.evaluation_batches):

@@ -1,8 +1,7 @@
 """Shapes of the published models and of the shipped pair, by name.
 
-Published shapes are those of the checkpoints, whose embedding has 32,128 rows for
-the 32,100 ids of T5's vocabulary. The Deep-Narrow "small" differs from t5-small in
-its training only.
+T5's published checkpoints have an embedding of 32,128 rows for the 32,100 ids of the
+vocabulary. The Deep-Narrow "small" differs from t5-small only in its training.
 """
 
 import dataclasses
@@ -130,16 +129,10 @@ SIZES: dict[str, ModelConfig] = {
 
 
 def size(name: str) -> ModelConfig:
-  """The shape called `name`.
-
-  Args:
-    name: a key of `SIZES`.
-
-  Returns:
-    Its T5Config or LlamaConfig.
+  """Returns the T5Config or LlamaConfig of a key of `SIZES`.
 
   Raises:
-    ValueError: no such name.
+    InputError: the name is unknown.
   """
   if name not in SIZES:
     raise base.InputError(

@@ -145,7 +145,7 @@ def after_interrupt(name: str) -> str:
 
 
 def bindings_of(arguments: argparse.Namespace) -> list[str]:
-  """Returns the gin bindings that options of a command stand for."""
+  """Translates the short options of a command into gin bindings."""
   if arguments.command == "online" and arguments.replicas is not None:
     count = f"ReplicaConfig.count={arguments.replicas}"
     return ["OnlineConfig.replicas=@ReplicaConfig()", count]

@@ -1,4 +1,4 @@
-"""`osd generate`: prompts in, answers out; what a person tries first."""
+"""`osd generate`: answers prompts; the first command that a new user tries."""
 
 import argparse
 import contextlib
@@ -21,10 +21,10 @@ class GenerateConfig(base.Config):
 
   Attributes:
     pair: target, draft and vocabulary.
-    decoding: shapes of decoding, K among them; `source_lengths` says how long a prompt
-      may be.
-    learning: how the draft learns where it is asked to.
-    partition: mesh.
+    decoding: shapes of decoding, including K; the last of `source_lengths` limits the
+      length of a prompt.
+    learning: how the draft learns with `--learn`.
+    partition: device mesh.
   """
 
   pair: pairs.PairConfig = pairs.PairConfig()
@@ -34,17 +34,17 @@ class GenerateConfig(base.Config):
 
 
 def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
-  """Answers the prompts of the command line, of a file or of standard input.
+  """Answers prompts from the command line, a file or standard input.
 
   Args:
-    config: what serves.
-    arguments: of the command line.
+    config: pair, decoding and learning.
+    arguments: parsed options of the command line.
 
   Returns:
-    Exit code.
+    The exit code.
 
   Raises:
-    InputError: options that do not go together, or a prompt that is none.
+    InputError: options contradict each other, or a prompt is invalid.
   """
   draft_path = "adapted_draft.safetensors" if arguments.save is None else arguments.save
   _check(arguments, draft_path)
@@ -73,14 +73,14 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
         )
         for answer in answers:
           print(_line(answer, arguments.format), flush=True)
-    finally:  # an interrupt keeps what was learnt
+    finally:  # also after Ctrl-C, so that the learned draft is saved
       if serving.statistics.requests:
         _conclude(serving, draft_path if arguments.learn else None)
   return 0
 
 
 def _conclude(server: Any, draft_path: str | None) -> None:
-  """Keeps the adapted draft, if there is one; says what was served."""
+  """Saves the adapted draft, if there is one, and prints a summary."""
   if draft_path is not None:
     server.finish_learning()
     print(f"adapted draft: {server.save(draft_path)}", file=sys.stderr)
@@ -94,23 +94,23 @@ def _conclude(server: Any, draft_path: str | None) -> None:
 
 
 def _check(arguments: argparse.Namespace, draft_path: str) -> None:
-  """Raises for what would fail only after everything is loaded and served."""
+  """Raises early for mistakes that would otherwise surface after serving."""
   if arguments.prompts and arguments.file is not None:
     raise base.InputError(
-      "--file: received prompts as arguments too; name a file or write prompts."
+      "--file: received prompts as arguments too; use one of the two."
     )
   if arguments.stream and arguments.format == "jsonl":
     raise base.InputError(
-      "--stream: received --format jsonl, whose lines are whole answers; leave one out."
+      "--stream: cannot be combined with --format jsonl, whose lines are whole answers."
     )
   if arguments.save is not None and not arguments.learn:
-    raise base.InputError("--save: the draft changes with --learn only; add that.")
+    raise base.InputError("--save: the draft changes only with --learn; add --learn.")
   if arguments.learn:
     weights.check_output("--save", draft_path)
 
 
 def _from_file(name: str) -> list[str]:
-  """The prompts of a file; read at once, so that its last line is wrong in time."""
+  """Reads all prompts of a file first, so that errors surface before serving."""
   try:
     with open(name, encoding="utf-8") as file:
       return [*_prompts(file, name)]
@@ -119,14 +119,14 @@ def _from_file(name: str) -> list[str]:
 
 
 def _prompts(lines: Iterable[str], name: str) -> Iterator[str]:
-  """Prompts of lines, read as they are asked for."""
+  """Yields the prompts of lines; reads a line only when it is needed."""
   try:
     for number, line in enumerate(lines, 1):
       if line.strip():
         yield _prompt(line, f"{name}:{number}", name.endswith(".jsonl"))
   except UnicodeDecodeError as error:
     raise base.InputError(
-      f"{name} is no text: not UTF-8 at byte {error.start}; save it as UTF-8."
+      f"{name} is not UTF-8 (byte {error.start}); save it as UTF-8."
     ) from None
 
 
@@ -136,7 +136,7 @@ def _prompt(line: str, place: str, is_json: bool) -> str:
   try:
     row = json.loads(line)
   except ValueError as error:
-    raise base.InputError(f"{place}: no JSON: {error}.") from None
+    raise base.InputError(f"{place}: invalid JSON: {error}.") from None
   prompt = row.get("prompt") if isinstance(row, dict) else None
   if not isinstance(prompt, str) or not prompt.strip():
     raise base.InputError(
@@ -146,17 +146,19 @@ def _prompt(line: str, place: str, is_json: bool) -> str:
 
 
 def _typed() -> Iterator[str]:
-  """Prompts that somebody types, until Ctrl-D or Ctrl-C."""
+  """Yields prompts typed in a terminal, until Ctrl-D or Ctrl-C."""
   with contextlib.suppress(ImportError):
-    import readline  # noqa: F401  `input` then edits lines and knows the last ones
-  print("A prompt a line; Ctrl-D ends.", file=sys.stderr)
+    import readline  # noqa: F401  gives `input` line editing and history
+  print("One prompt per line; Ctrl-D ends.", file=sys.stderr)
   while True:
     try:
       line = input("> ")
     except EOFError:
       break
     except KeyboardInterrupt as stop:
-      if type(stop) is not KeyboardInterrupt:  # SIGTERM is no answer to a prompt
+      if (
+        type(stop) is not KeyboardInterrupt
+      ):  # SIGTERM ends the command, not only the prompt
         raise
       break
     if line.strip():
@@ -171,7 +173,7 @@ def _stream(
   per_request: dict[str, Any],
   goes_on: bool,
 ) -> None:
-  """Prints each answer while it is written; a terminal goes on after a mistake."""
+  """Prints each answer while it is decoded; in a terminal, errors do not end it."""
   for index, prompt in enumerate(prompts):
     try:
       for piece in serving.stream(prompt, seed=seed + index, **per_request):
@@ -184,7 +186,7 @@ def _stream(
 
 
 def _line(answer: Any, form: str) -> str:
-  """An answer as text or as a line of JSON."""
+  """Formats an answer as text or as a line of JSON."""
   if form == "text":
     return answer.text
   row = {

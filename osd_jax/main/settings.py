@@ -135,7 +135,7 @@ class _Key(NamedTuple):
 
 
 class _Bound(NamedTuple):
-  """A value and where it is stated: "file:line" or the flag.
+  """A value and its place: "file:line" or the flag.
 
   `library` marks included files, which may state more than a run uses.
   """
@@ -146,7 +146,7 @@ class _Bound(NamedTuple):
 
 
 class _Failed:
-  """Stands for a config or value that could not be made."""
+  """Marks a config or value that could not be made."""
 
 
 class _Settings:
@@ -293,7 +293,7 @@ class _Settings:
     return next((key for key in keys if key in self._bound), keys[0])
 
   def _resolved(self, value: Any, scope: str, key: _Key, hint: Any) -> Any:
-    """Returns a value with its references replaced by what they stand for."""
+    """Replaces the references in a value by configs and values of macros."""
     if value == _REQUIRED:
       self._ask(key, hint)
       return _Failed

@@ -1,8 +1,8 @@
-"""What a run would be on a machine that is not at hand: compiled for it, never run.
+"""Compiles a run for a machine that is not available; nothing is executed.
 
-Every program of serving and of learning meets the compiler of the named topology. What
-it made of them is counted; what they take there at least is estimated from the chip's
-published figures, and named so.
+Every program of serving and learning is compiled for a named topology. The report
+counts operations of the compiled programs and bytes of memory. Times are lower bounds
+estimated from the chip's published figures, and the report labels them as estimates.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class CompileConfig(base.Config):
   overwrite: bool = False
 
   def checks(self):
-    chips.Topology(self.topology)  # raises if there is no such machine
+    chips.Topology(self.topology)  # raises InputError for an unknown machine
     has_paths = isinstance(self.run.pair, pairs.PairConfig)
     return {"run": (has_paths, "an OnlineConfig whose pair is a PairConfig")}
 

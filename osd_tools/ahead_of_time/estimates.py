@@ -1,4 +1,4 @@
-"""What follows from compiled programs: memory of a chip, tokens per second at most."""
+"""Memory per chip and upper bounds of tokens per second, from compiled programs."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ ANSWERS = Answers()
 def conclusions(
   plan: Plan, made: Mapping[str, Made], answers: Answers = ANSWERS
 ) -> dict[str, list[dict[str, Any]]]:
-  """Rows on memory and, from the estimates, on speed."""
+  """Returns records on memory and on estimated speed, by kind."""
   held = plan.memory()
   largest = max((program.temporaries_gb for program in made.values()), default=0.0)
   held["temporaries"] = largest
@@ -47,7 +47,7 @@ def conclusions(
 
 
 def advice(plan: Plan, held: Mapping[str, float]) -> str:
-  """Which setting makes what takes most smaller; "" where all fits."""
+  """Names a setting that shrinks the largest part; "" if everything fits."""
   if sum(held.values()) <= plan.topology.chip.memory / 1e9:
     return ""
   largest = max(held, key=lambda name: held[name])
@@ -69,7 +69,10 @@ def advice(plan: Plan, held: Mapping[str, float]) -> str:
 def estimates(
   plan: Plan, made: Mapping[str, Made], answers: Answers
 ) -> Iterator[dict[str, Any]]:
-  """Tokens per second at most, by rate of acceptance; none of what does not fit."""
+  """Yields upper bounds of tokens per second, one record per acceptance rate.
+
+  Yields nothing if one of the programs did not fit into memory.
+  """
   drafted = plan.run.decoding.num_draft_tokens
   verify = f"verification of {drafted + 1} tokens"
   names = ("prefill", "plain step", verify, "draft step")
@@ -78,7 +81,7 @@ def estimates(
   prefill, plain_ms, verify_ms, draft_ms = (
     float(made[name].least_ms or 0) for name in names
   )
-  prefill /= plan.spec.parts  # that read a prompt each
+  prefill /= plan.spec.parts  # each part reads one prompt
   rows = plan.spec.rows
   schedule = plan.run.learning.schedule
   learns = "slice" in made
@@ -112,7 +115,7 @@ def estimates(
 
 
 def break_even(num_draft_tokens: int, round_over_step: float) -> float | None:
-  """The least acceptance that pays for a round; None where none does."""
+  """Returns the lowest acceptance rate at which a round pays, None if none does."""
   rates = np.linspace(0, 1, 1001)
   pays = [expected_tokens(rate, num_draft_tokens) >= round_over_step for rate in rates]
   return float(rates[int(np.argmax(pays))]) if any(pays) else None

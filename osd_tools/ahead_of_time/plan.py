@@ -1,4 +1,4 @@
-"""What a run's programs are given: shapes of all arguments, and where they lie."""
+"""Shapes and shardings of the arguments of a run's programs."""
 
 import dataclasses
 import functools
@@ -23,18 +23,18 @@ from osd_tools import chips, sizes
 
 
 class Plan:
-  """Shapes and places of all that the programs of a run are given.
+  """Shapes and shardings of everything that the programs of a run take.
 
   Attributes:
-    run: the run.
-    topology: the machine.
-    partitioner: a mesh of its chips.
-    target: the target.
-    target_params: its parameters as they are loaded.
-    draft: the draft.
-    draft_params: its own parameters, those that are trained.
-    frozen: what of an attached draft is the target's; None for others.
-    served: the copies that steps read.
+    run: the run that is compiled.
+    topology: the machine to compile for.
+    partitioner: mesh of the machine's chips.
+    target: functions of the target.
+    target_params: parameters of the target as they are loaded.
+    draft: functions of the draft.
+    draft_params: trained parameters of the draft.
+    frozen: parameters that an attached draft shares with the target; None for others.
+    served: copies of the parameters that steps read.
     program: what is compiled into every call.
     state: rows in flight.
     learner: the learner's state.
@@ -44,15 +44,16 @@ class Plan:
   def __init__(
     self, run: online.OnlineConfig, topology: chips.Topology, layers: int = 0
   ):
-    """Finds the shapes; nothing is loaded but what says them.
+    """Finds the shapes, without loading any weights.
 
     Args:
-      run: its pair is a `PairConfig`.
-      topology: the machine.
-      layers: cuts both models to so many layers; 0 leaves them.
+      run: a run whose pair is a `PairConfig`.
+      topology: the machine to compile for.
+      layers: number of layers that both models are cut to; 0 keeps all.
 
     Raises:
-      InputError: no compiler for the topology, too few chips, or no shapes.
+      InputError: the topology has no compiler or too few chips, or a model's shape is
+        unknown.
     """
     self.run, self.topology = run, topology
     pair, decoding = run.pair, run.decoding
@@ -84,7 +85,7 @@ class Plan:
       self.learner, self.buffer = self._learning()
 
   def memory(self) -> dict[str, float]:
-    """Gigabytes on one chip, by what holds them; without temporaries."""
+    """Returns gigabytes per chip by purpose, without temporaries."""
     held = {
       "target, as loaded": self.target_params,
       "target, copies for steps": _copies(self.target.prepare, self.target_params),
@@ -103,7 +104,7 @@ class Plan:
     return jax.tree.map(_at, state, spec.shardings(state))
 
   def _learning(self) -> tuple[Any, Any]:
-    """Shapes of the learner's state and of the buffer."""
+    """Returns the shapes of the learner's state and of the buffer."""
     decoding = self.run.decoding
     config, everywhere = self.run.learning, self.partitioner.replicated
     state = jax.eval_shape(
@@ -115,7 +116,7 @@ class Plan:
       for path, leaf in jax.tree_util.tree_leaves_with_path(self.draft_params)
     }
 
-    def place(path, leaf):  # moments and averages lie where their parameter does
+    def place(path, leaf):  # moments and averages are sharded like their parameter
       name = jax.tree_util.keystr(path)
       found = [at for end, at in places.items() if name.endswith(end)]
       return _at(leaf, found[0] if found else everywhere)
@@ -135,25 +136,25 @@ class Plan:
     return learner, jax.tree.map(lambda leaf: _at(leaf, everywhere), buffer)
 
   def everywhere(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An array that is whole on every chip."""
+    """Returns the shape of an array that every chip holds completely."""
     return _at(jax.ShapeDtypeStruct(shape, dtype), self.partitioner.replicated)
 
   def batch(self, rows: int) -> base.DistillationBatch:
-    """Rows as the buffer has them."""
+    """Returns the shapes of a batch of rows from the buffer."""
     return jax.tree.map(
       lambda leaf: self.everywhere((rows, *leaf.shape[1:]), leaf.dtype),
       self.buffer.data,
     )
 
   def scalar(self) -> jax.ShapeDtypeStruct:
-    """An integer."""
+    """Returns the shape of an integer."""
     return self.everywhere((), jnp.int32)
 
 
 def _shapes(
   pair: pairs.PairConfig, layers: int
 ) -> tuple[ModelConfig, ModelConfig | AttachedConfig]:
-  """The shapes of target and draft, by their names or of their weights."""
+  """Returns the shapes of target and draft, by name or from their weights."""
   target, draft = _shape(pair, "target", layers), _shape(pair, "draft", layers)
   assert not isinstance(target, AttachedConfig)
   if not layers:
@@ -170,7 +171,7 @@ def _shapes(
 def _shape(
   pair: pairs.PairConfig, field: str, layers: int
 ) -> ModelConfig | AttachedConfig:
-  """The shape of "target" or "draft"."""
+  """Returns the shape of "target" or "draft"."""
   value = getattr(pair, field)
   if field == "draft" and value == pairs.ATTACHED:
     return pair.attached
@@ -188,7 +189,7 @@ def _shape(
 
 
 def _loaded(model: base.Model, shardings: Any, dtype: str = "float32") -> base.Params:
-  """Shapes of a model's parameters as they are loaded."""
+  """Returns the shapes of a model's parameters as they are loaded."""
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   typed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
   return jax.tree.map(_at, typed, shardings)
@@ -199,14 +200,14 @@ def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _result(function: Callable[..., Any], *arguments: Any) -> Any:
-  """Shapes of what a function gives, where the compiler puts it.
+  """Returns the shapes of a function's result, with the compiler's shardings.
 
   Raises:
-    InputError: what it gives and is given does not fit into the memory of a chip.
+    InputError: arguments and result do not fit into the memory of a chip.
   """
   shapes = jax.eval_shape(function, *arguments)
   given = jax.tree.leaves(arguments)[0].sharding
-  if len(given.device_set) == 1:  # there is one place
+  if len(given.device_set) == 1:  # a single device
     return jax.tree.map(lambda leaf: _at(leaf, given), shapes)
   try:
     places = jax.jit(function).lower(*arguments).compile().output_shardings
@@ -222,7 +223,7 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _copies(prepare: Callable[..., Any], params: base.Params) -> list[Any]:
-  """What of the served copy is not the given parameters themselves."""
+  """Returns the arrays of a served copy that are not the parameters themselves."""
   with native.portable():
     made = _result(prepare, params)
     jaxpr = jax.make_jaxpr(prepare)(params).jaxpr
@@ -232,7 +233,7 @@ def _copies(prepare: Callable[..., Any], params: base.Params) -> list[Any]:
 
 
 def bytes_of(tree: Any) -> int:
-  """Bytes on one chip."""
+  """Returns the bytes of a tree on one chip."""
   return sum(
     int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
     * leaf.dtype.itemsize

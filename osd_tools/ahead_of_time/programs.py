@@ -1,4 +1,4 @@
-"""The programs of a run, and what a compiler makes of them."""
+"""Compiles the programs of a run and counts what the compiled code contains."""
 
 import dataclasses
 import functools
@@ -23,13 +23,13 @@ KERNELS = ("fusion", "custom-call", "convolution", "dot", "reduce", "sort", "sca
 
 
 class Lowering(NamedTuple):
-  """A compiled call, not compiled yet.
+  """A jitted call that can be traced and compiled.
 
   Attributes:
-    traced: makes a `jax.stages.Traced`.
-    depth: loops around what the call repeats: 1 for rounds, 0 elsewhere.
-    untouched: of its arguments, what it reads or writes a few rows of.
-    chips: that share its products.
+    traced: returns a `jax.stages.Traced`.
+    depth: number of loops around the repeated part: 1 for rounds, 0 elsewhere.
+    untouched: arguments of which the call reads or writes only a few rows.
+    chips: number of chips that share the matrix products.
   """
 
   traced: Callable[[], Any]
@@ -40,27 +40,26 @@ class Lowering(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-  """What a compiler made of a program; counts are those of a round, or of the call.
+  """Counts of a compiled program, per round or, outside of rounds, per call.
 
-  All rows are greedy: what only sampled rows take is not counted.
+  All rows are greedy: operations that only sampled rows need are not counted.
 
   Attributes:
-    compile_s: seconds.
-    kernels: without those of inner loops.
-    inner_loops: loops within.
-    copies: that somebody waits for.
-    sorts: within, inner loops included.
-    collectives: within, without those of inner loops.
-    inner_collectives: within inner loops, that is in drafting.
-    moved_mb: megabytes that collectives give on one chip, inner loops once.
-    foreign_calls: calls of code that is not the compiler's.
-    arguments_gb: gigabytes on one chip.
-    temporaries_gb: likewise.
-    in_place_gb: of the arguments, given back in place.
-    read_again: bytes that XLA says are accessed, over the arguments.
-    least_ms: estimate: what the chip's published figures allow.
-    cycles: estimate: of a TPU's compiler, for what it computes outside inner loops;
-      None where there is none.
+    compile_s: seconds of compilation.
+    kernels: kernels outside of inner loops.
+    inner_loops: number of inner loops.
+    copies: blocking copies.
+    sorts: sorts, including inner loops.
+    collectives: collectives outside of inner loops.
+    inner_collectives: collectives in inner loops, that is, in drafting.
+    moved_mb: megabytes that collectives return on one chip, one iteration per loop.
+    foreign_calls: calls of code that XLA did not generate.
+    arguments_gb: gigabytes of the arguments on one chip.
+    temporaries_gb: gigabytes of temporaries on one chip.
+    in_place_gb: gigabytes of arguments that are updated in place.
+    read_again: bytes accessed according to XLA, divided by bytes of the arguments.
+    least_ms: estimated lower bound from the chip's published figures.
+    cycles: estimate of a TPU's compiler outside of inner loops; None on others.
   """
 
   compile_s: float
@@ -80,12 +79,12 @@ class Made:
   cycles: int | None
 
   def row(self) -> dict[str, Any]:
-    """A row of metrics.jsonl."""
+    """Returns the fields of a record in metrics.jsonl."""
     return dataclasses.asdict(self)
 
 
 def programs(plan: Plan) -> dict[str, Lowering]:
-  """Every program of the run, by name."""
+  """Returns every program of the run by name."""
   adaptive = plan.run.decoding.adaptive
   most = plan.run.decoding.num_draft_tokens
   data, model = plan.partitioner.mesh.shape.values()
@@ -122,14 +121,14 @@ def programs(plan: Plan) -> dict[str, Lowering]:
 
 
 class TooLarge(Exception):
-  """A program that needs more memory than a chip has, in the compiler's words."""
+  """A program needs more memory than a chip has; the text is the compiler's."""
 
 
 def compiled(plan: Plan, program: Lowering) -> Made:
-  """Meets the compiler of the plan's topology.
+  """Compiles a program for the plan's topology.
 
   Raises:
-    TooLarge: the compiler refuses.
+    TooLarge: the program does not fit into memory.
   """
   with native.portable():
     traced = program.traced()
@@ -177,7 +176,7 @@ def compiled(plan: Plan, program: Lowering) -> Made:
 
 
 def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
-  """Calls of a draft that idles while decoding is plain."""
+  """Returns the programs of a draft that is idle while decoding is plain."""
   arguments = (plan.spec, plan.served, plan.state, _prompts(plan))
 
   def of_draft() -> Any:
@@ -203,7 +202,7 @@ def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
 
 
 def _prompts(plan: Plan) -> PromptBatch:
-  """A prompt of the longest bucket for every part of the rows."""
+  """Returns one prompt of the longest bucket for every part of the rows."""
   config, parts = plan.run.decoding, plan.spec.parts
   settings = sampling.make_settings(parts, max_length=config.target_length)
   source = np.zeros((parts, config.source_lengths[-1]), np.int32)
@@ -228,7 +227,7 @@ def _read(plan: Plan) -> Any:
 
 
 def _feed(plan: Plan, who: str, width: int) -> Any:
-  """One call of a model on `width` tokens a row, without what decides on them."""
+  """Traces one call of a model on `width` tokens per row, followed by an arg max."""
   model = getattr(plan, who)
   served, cache = getattr(plan.served, who), getattr(plan.state, f"{who}_cache")
   tokens = plan.everywhere((plan.spec.rows, width), jnp.int32)

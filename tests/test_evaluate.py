@@ -11,8 +11,7 @@ from osd_jax import base, evaluate, metrics, runs
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data.batches import BatchConfig, EncodedExample
 from osd_jax.data.examples import topic_task
-from osd_jax.engine import engine
-from osd_jax.measuring import timing
+from osd_jax.engine import engine, measurement
 
 pytestmark = pytest.mark.slow
 
@@ -156,7 +155,8 @@ def test_timing_alternates_servers_and_serves_each_request_once():
   requests = [
     engine.Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
   ]
-  found = timing.timings([FakeServer(n, calls) for n in "ab"], requests, block=2)
+  servers = [FakeServer(n, calls) for n in "ab"]
+  found = measurement.time_requests(servers, requests, block=2)
   warm, timed = calls[:2], calls[2:]
   assert all(len(tags) == 2 for _, tags in warm)  # one request per bucket
   assert [name for name, _ in timed] == ["a", "b", "b", "a", "a", "b"]
@@ -171,7 +171,8 @@ def test_equal_models_have_similar_costs():
   source = np.asarray([[4, 5, 1, 0]], np.int32)
   config = engine.DecodingConfig(num_draft_tokens=8, target_length=8)
   sides = (pair.target, pair.target_params)
-  found = timing.measure(config, *sides, *sides, source, calls=64)
+  models = measurement.Models(*sides, *sides)
+  found = measurement.measure_steps(config, models, source)
   assert 0.1 < found.cost_ratio < 10
   assert found.verify_ms > 0 and found.verify_ratio == (
     found.verify_ms / found.plain_step_ms

@@ -134,17 +134,6 @@ def test_a_draft_equal_to_the_target_accepts_everything_after_it_idled(monkeypat
   assert accepted_shares(monkeypatch) == 1.0
 
 
-def test_without_catching_up_it_does_not(monkeypatch):
-  """Control; the outputs are the same even so."""
-
-  def pretend(spec, served, state):
-    length = state_lib.fed_to_draft(state.length)
-    found = state.draft_cache.replace(length=length)
-    return state.replace(draft_cache=found)
-
-  assert accepted_shares(monkeypatch, catch_up=pretend) < 0.9
-
-
 def test_without_the_prefill_it_does_not(monkeypatch):
   """Control: cross-attention to another prompt."""
 

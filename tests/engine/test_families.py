@@ -12,6 +12,7 @@ from decoding import harness
 from osd_jax import testing
 from osd_jax.base import EOS_ID
 from osd_jax.costs.table import RoundCosts
+from osd_jax.decoding import state as state_lib
 from osd_jax.engine import controller, engine, steps
 
 VOCAB, LENGTH, K = 64, 12, 3
@@ -108,6 +109,16 @@ def adaptive(target, monkeypatch, **faults):
 @FAMILY
 def test_a_draft_that_idled_accepts_everything_after_it_caught_up(target, monkeypatch):
   assert adaptive(target, monkeypatch) == 1.0
+
+
+def test_without_catching_up_it_does_not(monkeypatch):
+  """Control; the outputs are the same even so."""
+
+  def pretend(spec, served, state):
+    length = state_lib.fed_to_draft(state.length)
+    return state.replace(draft_cache=state.draft_cache.replace(length=length))
+
+  assert adaptive(harness.TARGET, monkeypatch, catch_up=pretend) < 0.9
 
 
 def test_without_the_prefill_it_does_not(monkeypatch):

@@ -129,7 +129,7 @@ class IndependentDraft:
       return sampling.sample(logits, rows.settings, position + offset, noise)
 
     def placed(logits):
-      return sharding.whole(logits) if self.whole_logits else logits
+      return sharding.split_rows_only(logits) if self.whole_logits else logits
 
     def step(carry, offset):
       token, cache = carry

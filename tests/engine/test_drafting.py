@@ -210,7 +210,7 @@ def test_a_chunk_at_the_limit_stays_in_the_buffer():
 
 def test_a_draft_equal_to_the_target_is_used_in_full_and_a_poor_one_not():
   drafted = {}
-  for kind in ("same", "far"):
+  for kind in ("same", "unrelated"):
     policy = dataclasses.replace(
       POLICY, costs=(RoundCosts((1.0, 1.4, 2.2), 0.1, 0.1),) * 2
     )
@@ -218,7 +218,7 @@ def test_a_draft_equal_to_the_target_is_used_in_full_and_a_poor_one_not():
     found = make(kind, policy=policy).run(requests)
     assert cases.texts(found) == cases.expected() * 3
     drafted[kind] = np.mean([done.drafted / done.target_calls for done in found[9:]])
-  assert drafted["far"] < 0.7 < 1.5 < drafted["same"]
+  assert drafted["unrelated"] < 0.7 < 1.5 < drafted["same"]
 
 
 def test_a_run_with_given_costs_repeats():
@@ -242,7 +242,9 @@ def test_rows_in_flight_continue_elsewhere(monkeypatch, turns):
   held, second = json.loads(json.dumps(held)), make(policy=measured_policy())
   second.restore(arrays, held, requests.__getitem__, cases.draft_params("close"))
   assert json.loads(json.dumps(second.state()[1])) == held
-  assert turns == 1 or any(slot["lacks_draft"] for slot in held["slots"] if slot)
+  assert any(slot["lacks_draft"] for slot in held["slots"] if slot) or not any(
+    held["slots"]
+  )
 
   def rest(decoder):
     scheduled(monkeypatch, (0, 3, 1, 0))

@@ -72,7 +72,7 @@ def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
     read.append(batch)
     return steps.insert(spec, served, state, batch)
 
-  monkeypatch.setattr(controller, "calls", harness.Changed(steps, insert=insert))
+  monkeypatch.setattr(engine, "steps", harness.Changed(steps, insert=insert))
   partitioner = sharding.make(sharding.PartitionConfig(data, model))
   decoder = engine.Engine(
     dataclasses.replace(cases.config_of(rows), **decoding),

@@ -150,7 +150,7 @@ def check(code, errors):
 @hypothesis.example(bindings=["OnlineConfig.stream={[]: 0}"])
 @hypothesis.example(bindings=["OnlineConfig.stream=[{%NOWHERE: 0}]"])
 @hypothesis.example(bindings=[f"LearningConfig.seed={'9' * 5000}"])
-def test_a_flag_is_taken_or_named(bindings):
+def test_fuzzed_flags_build_or_raise_config_error(bindings):
   try:
     config, text = settings.load(online.OnlineConfig, [BASE], [*PAIR, *bindings])
   except settings.ConfigError as error:
@@ -161,7 +161,7 @@ def test_a_flag_is_taken_or_named(bindings):
 
 @hypothesis.settings(EXAMPLES, max_examples=40)
 @hypothesis.given(binding=BINDINGS)
-def test_the_command_ends_with_0_or_2(dry, binding):
+def test_fuzzed_command_exits_with_0_or_2(dry, binding):
   pair = [f"--gin.{flag}" for flag in PAIR]
   check(*dry(f"--gin_file={BASE}", *pair, f"--gin.{binding}"))
 
@@ -190,7 +190,7 @@ TEXTS = [
 
 @EXAMPLES
 @hypothesis.given(text=damaged())
-def test_a_damaged_file_is_taken_or_named(dry, tmp_path, text):
+def test_damaged_file_builds_or_exits_with_2(dry, tmp_path, text):
   hypothesis.assume("import" not in text)
   path = tmp_path / "fuzzed.gin"
   path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -200,13 +200,13 @@ def test_a_damaged_file_is_taken_or_named(dry, tmp_path, text):
 @hypothesis.settings(EXAMPLES, max_examples=40)
 @hypothesis.given(data=st.binary(max_size=40))
 @hypothesis.example(data=b"\x80")
-def test_bytes_that_are_no_text_are_named(dry, tmp_path, data):
+def test_binary_file_exits_with_2(dry, tmp_path, data):
   path = tmp_path / "fuzzed.gin"
   path.write_bytes(data)
   check(*dry(f"--gin_file={path}"))
 
 
-def test_what_is_valid_stays_valid():
+def test_valid_settings_take_effect():
   """Negative control: not everything is refused, and what is given has its effect."""
   valid = ["LearningConfig.seed=5", "DecodingConfig.rows=3"]
   config, _ = settings.load(online.OnlineConfig, [BASE], [*PAIR, *valid])

@@ -76,7 +76,7 @@ def test_every_gin_file_builds(name, written):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_comments_name_fields_that_there_are(name):
+def test_comments_name_existing_fields(name):
   known = {}
   for about in commands.COMMANDS.values():
     module = importlib.import_module(about.module)
@@ -88,7 +88,7 @@ def test_comments_name_fields_that_there_are(name):
 
 
 @pytest.mark.parametrize("command", commands.COMMANDS)
-def test_run_files_keep_the_defaults(command, written):
+def test_run_files_do_not_change_defaults(command, written):
   """They call the nested configs, which must not change what these are."""
   name = f"runs/{command}.gin"
   root = config_class(name)
@@ -100,13 +100,13 @@ def test_run_files_keep_the_defaults(command, written):
       assert getattr(built, field.name) == field.default, field.name
 
 
-def test_a_server_learns_as_the_demo_does():
+def test_server_defaults_equal_the_demo():
   config, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"])
   assert config.learning == server.LEARNING
 
 
 @pytest.mark.parametrize("name", sizes.SIZES)
-def test_model_files_are_the_sizes_of_the_library(name, written):
+def test_model_files_equal_the_published_sizes(name, written):
   file = f"models/{name.replace('-', '_').replace('.', '_')}.gin"
   made = type(sizes.size(name)).__name__
   run = written(RUN.replace("T5Config.mlp_act", "#"))
@@ -114,7 +114,7 @@ def test_model_files_are_the_sizes_of_the_library(name, written):
   assert load([run, file], [flag]).model == sizes.size(name)
 
 
-def test_two_models_live_in_one_file_through_scopes(written):
+def test_scopes_allow_two_models_in_one_file(written):
   pair = written("draft/T5Config.width = 32\ntarget/T5Config.width = 48", "pair.gin")
   run = written(f"{RUN}\ninclude '{pair}'")
   for scope, width in (("draft", 32), ("target", 48)):
@@ -122,7 +122,7 @@ def test_two_models_live_in_one_file_through_scopes(written):
     assert load([run], [flag]).model.width == width
 
 
-def test_the_task_files_make_the_tasks_that_they_name(written):
+def test_task_files_make_the_named_tasks(written):
   run = written(
     "include 'runs/pretrain.gin'\ninclude 'tasks/generated.gin'\n"
     "include 'tasks/jsonl.gin'\nDATA_DIR = 'folder'\n"
@@ -141,7 +141,7 @@ def test_the_task_files_make_the_tasks_that_they_name(written):
     assert {task.split for task in tasks} == {name.partition("_")[2].lower()}
 
 
-def test_a_tiny_pretraining_runs_and_repeats(
+def test_tiny_pretraining_repeats_from_its_stored_settings(
   tmp_path, repository, unprepared, capfd, written
 ):
   paths = {

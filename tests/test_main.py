@@ -49,7 +49,7 @@ BY_HAND = pretrain.PretrainConfig(
 # ---- A config from gin is the config built by hand
 
 
-def test_a_gin_built_config_equals_the_hand_built_one(written):
+def test_gin_config_equals_the_one_built_in_python(written):
   built = load([written(RUN)])
   assert built == BY_HAND
   assert hash(built) == hash(BY_HAND)
@@ -57,7 +57,7 @@ def test_a_gin_built_config_equals_the_hand_built_one(written):
   assert load([written(RUN)], ["STEPS=8"]) != BY_HAND
 
 
-def test_library_classes_know_nothing_of_gin(written):
+def test_gin_bindings_do_not_change_config_classes(written):
   """Bindings reach what gin makes, never a class that Python code calls."""
   built = load([written(RUN)], ["T5Config.width=24"])
   assert built.model.width == 24
@@ -73,7 +73,7 @@ def test_flags_win_over_files_and_later_files_over_earlier(written):
   assert (built.data.batch_size, built.evaluation.batch_size) == (32, 3)
 
 
-def test_required_asks_for_a_value_and_takes_none_away(written):
+def test_required_does_not_remove_a_value(written):
   template = written(
     "PretrainConfig.output = %gin.REQUIRED\nSTEPS = %gin.REQUIRED", "template.gin"
   )
@@ -81,7 +81,7 @@ def test_required_asks_for_a_value_and_takes_none_away(written):
   assert load([run, template]) == load([template, run]) == BY_HAND
 
 
-def test_text_makes_the_config_again(written):
+def test_printed_settings_rebuild_the_config(written):
   library = written(
     "DATA = %gin.REQUIRED\nother/TaskConfig.data_dir = %DATA\nUNUSED = 3",
     "library.gin",
@@ -99,13 +99,13 @@ def test_text_makes_the_config_again(written):
   assert "#   PretrainConfig.data.tasks[1].rows = 10" in text.splitlines()
 
 
-def test_seqio_in_the_process_changes_nothing(written):
+def test_seqio_does_not_change_settings(written):
   """seqio registers with gin too."""
   pytest.importorskip("seqio", reason="the extra `data` is not installed")
   assert load([written(RUN)]) == BY_HAND
 
 
-def test_an_imported_module_may_make_values(written, tmp_path, monkeypatch):
+def test_functions_of_imported_modules_make_values(written, tmp_path, monkeypatch):
   (tmp_path / "my_tasks_for_osd.py").write_text(
     "from osd_jax.data.examples import TaskConfig\n"
     "def my_task(name, rows=10):\n"
@@ -129,7 +129,7 @@ def test_an_imported_module_may_make_values(written, tmp_path, monkeypatch):
 # ---- Files
 
 
-def test_files_are_found_in_order(written, tmp_path, monkeypatch):
+def test_search_paths_are_tried_in_order(written, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   written(RUN + "PretrainConfig.seed = 1", "one/models/t5_small.gin")
   written(RUN + "PretrainConfig.seed = 2", "two/models/t5_small.gin")
@@ -141,7 +141,7 @@ def test_files_are_found_in_order(written, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("prefix", ["", "gin_configs/"])
-def test_the_checkouts_files_are_found_from_anywhere(
+def test_shipped_gin_files_are_found_from_any_folder(
   written, tmp_path, monkeypatch, prefix
 ):
   monkeypatch.chdir(tmp_path)
@@ -149,14 +149,14 @@ def test_the_checkouts_files_are_found_from_anywhere(
   assert load([run]).model == sizes.size("flan-t5-base")
 
 
-def test_a_missing_file_lists_where_it_was_looked_for(tmp_path):
+def test_missing_file_error_lists_the_searched_folders(tmp_path):
   found = complaint(["nowhere.gin"], search_paths=[str(tmp_path), "here"])
   for part in ("'nowhere.gin'", str(tmp_path), str(pathlib.Path("here").absolute())):
     assert part in found
   assert str(CONFIGS) in found
 
 
-def test_a_file_that_includes_itself_is_named(written, tmp_path):
+def test_recursive_include_is_an_error(written, tmp_path):
   run = written(f"include '{tmp_path}/run.gin'")
   assert "includes itself" in complaint([run])
 
@@ -200,7 +200,7 @@ def test_a_file_that_includes_itself_is_named(written, tmp_path):
     ("sql/TaskConfig.name=%gin.REQUIRED", []),
   ],
 )
-def test_a_mistake_in_a_flag_is_named(written, flag, parts):
+def test_error_names_the_wrong_flag(written, flag, parts):
   run = written(RUN)
   if not parts:  # asks for what is there
     assert load([run], [flag]) == BY_HAND
@@ -229,7 +229,7 @@ def test_a_mistake_in_a_flag_is_named(written, flag, parts):
     ("from __gin__ import dynamic_registration", "registered already"),
   ],
 )
-def test_a_mistake_in_a_file_is_named_with_its_line(written, line, part):
+def test_error_names_file_and_line(written, line, part):
   run = written(f"{RUN}\n# comment\n{line}\nT5Config.head_dim = 8\n")
   number = 1 + len(f"{RUN}\n# comment".splitlines())
   found = complaint([run])
@@ -237,12 +237,12 @@ def test_a_mistake_in_a_file_is_named_with_its_line(written, line, part):
   assert part in found
 
 
-def test_a_mistake_behind_a_macro_is_named_where_the_macro_is_set(written):
+def test_error_names_the_place_of_the_macro(written):
   run = written(RUN)
   assert "[--gin.STEPS='x']" in complaint([run], ["STEPS='x'"])
 
 
-def test_missing_values_are_all_named_at_once(written):
+def test_all_missing_values_are_listed(written):
   assert re.findall(r"^PretrainConfig\.(\w+) needs a value", complaint(), re.M) == [
     field.name
     for field in dataclasses.fields(pretrain.PretrainConfig)
@@ -259,7 +259,7 @@ def test_missing_values_are_all_named_at_once(written):
   assert "--gin.PretrainConfig.data=@BatchConfig()" in complaint()
 
 
-def test_what_an_included_library_states_may_stay_unused(written):
+def test_included_files_may_have_unused_bindings(written):
   library = written("a/TaskConfig.name = 'a'\nb/TaskConfig.name = 'b'", "library.gin")
   run = written(RUN)
   found = complaint([run, library])
@@ -271,7 +271,7 @@ def test_what_an_included_library_states_may_stay_unused(written):
 # ---- The command
 
 
-def test_gin_flags_are_taken_out_in_order():
+def test_gin_flags_are_separated_in_order():
   words, bindings = cli.split_gin_flags(
     ["online", "--gin.a/B.c=d=e", "--gin_file=x", "--gin.M= 1", "--dry_run"]
   )
@@ -367,7 +367,7 @@ def ended(written, unprepared, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("exact", "code"), [(True, 0), (False, 1)])
-def test_an_output_that_is_not_the_targets_ends_with_1(ended, exact, code):
+def test_exit_code_is_1_if_outputs_differ(ended, exact, code):
   result = runs.RunResult(pathlib.Path("run"), exact)
   assert ended(lambda *_: result)[0] == code
 
@@ -384,7 +384,7 @@ def heard():
   ("number", "code", "word"),
   [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
-def test_a_signal_passes_through_the_run_and_says_how_to_continue(
+def test_signals_unwind_the_run_and_print_how_to_continue(
   ended, number, code, word, heard
 ):
   """What a run does at its end, as with a checkpoint, it does after both signals."""
@@ -411,7 +411,7 @@ def test_only_commands_that_continue_say_so():
   assert "from the beginning" in commands.after_interrupt("evaluate")
 
 
-def test_errors_made_for_the_user_are_one_line(ended):
+def test_user_errors_are_one_line(ended):
   code, errors = ended(lambda *_: sizes.size("t5-tiny"))
   assert code == 2 and errors.startswith("osd pretrain: sizes: received name 't5-ti")
   assert len(errors.splitlines()) == 1
@@ -437,16 +437,14 @@ def raises_in_the_package(error):
     raises_in_the_package(RuntimeError("a fault")),
   ],
 )
-def test_a_fault_keeps_its_traceback(ended, fault):
+def test_bugs_keep_their_traceback(ended, fault):
   """Negative control: the type decides, wherever the error was raised."""
   with pytest.raises((ValueError, TypeError, OSError, RuntimeError)):
     ended(fault)
 
 
 @pytest.mark.parametrize("inside", ["", "/deep/er"])
-def test_a_path_that_cannot_be_used_is_named_by_its_setting(
-  written, ended, tmp_path, inside
-):
+def test_path_errors_name_the_setting(written, ended, tmp_path, inside):
   path = written("a file", "file") + inside
   code, errors = ended(
     lambda config, _: runs.RunDirectory.start(config.run_directory, config),
@@ -461,7 +459,7 @@ def test_a_path_that_cannot_be_used_is_named_by_its_setting(
 
 @pytest.mark.parametrize("command", ["pretrain", "offline", "convert"])
 @pytest.mark.parametrize("path", ["", "file/weights", "."])
-def test_an_output_that_cannot_be_written_is_named_before_anything_is_done(
+def test_unwritable_output_is_refused_before_the_run(
   tmp_path, monkeypatch, command, path
 ):
   (tmp_path / "file").touch()
@@ -476,7 +474,7 @@ def test_an_output_that_cannot_be_written_is_named_before_anything_is_done(
     weights.check_output("output", good)
 
 
-def test_a_file_that_cannot_be_put_in_place_is_named(ended, tmp_path, written):
+def test_failed_rename_names_the_setting(ended, tmp_path, written):
   path = written("", "folder/x").removesuffix("/x")
   code, errors = ended(
     lambda config, _: os.replace(written("", "x"), config.output),
@@ -487,7 +485,7 @@ def test_a_file_that_cannot_be_put_in_place_is_named(ended, tmp_path, written):
 
 
 @pytest.mark.parametrize("path", ["", " "])
-def test_no_run_directory_is_refused(ended, path):
+def test_empty_run_directory_is_refused(ended, path):
   code, errors = ended(None, f"--gin.PretrainConfig.run_directory={path!r}")
   assert code == 2
   assert errors.startswith("osd pretrain: PretrainConfig.run_directory: received")
@@ -497,12 +495,12 @@ def test_no_run_directory_is_refused(ended, path):
   ("name", "part"),
   [("folder", "is a folder"), ("x" * 300, "too long"), ("a\0b", "not found")],
 )
-def test_a_gin_file_that_is_none_is_named(tmp_path, name, part):
+def test_invalid_gin_path_is_an_error(tmp_path, name, part):
   (tmp_path / "folder").mkdir()
   assert part in complaint([str(tmp_path / name)])
 
 
-def test_a_gin_file_that_cannot_be_read_is_named(written, monkeypatch):
+def test_unreadable_gin_file_is_an_error(written, monkeypatch):
   run = written(RUN)
 
   def denied(*_, **__):
@@ -512,7 +510,7 @@ def test_a_gin_file_that_cannot_be_read_is_named(written, monkeypatch):
   assert complaint([run]) == f"gin file {run!r}: Permission denied."
 
 
-def test_who_gives_no_gin_file_is_told_of_one(unprepared, capsys):
+def test_error_without_gin_file_suggests_one(unprepared, capsys):
   assert cli.main(["online"]) == 2
   assert "start from runs/online.gin" in capsys.readouterr().err
 
@@ -533,7 +531,7 @@ def drawn(monkeypatch):
   return calls
 
 
-def test_runs_are_drawn_anew_and_compared(drawn, tmp_path, capsys):
+def test_report_and_compare_call_the_report_module(drawn, tmp_path, capsys):
   for run in (tmp_path / "one", tmp_path / "two"):
     runs.RunDirectory.start(run).metrics_path.write_text("")
   one, two = str(tmp_path / "one"), str(tmp_path / "two")
@@ -549,13 +547,13 @@ def test_runs_are_drawn_anew_and_compared(drawn, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [["report", "nowhere"], ["compare", "a", "b"]])
-def test_what_is_no_run_is_named(drawn, words, capsys):
+def test_folder_without_metrics_is_an_error(drawn, words, capsys):
   assert cli.main(words) == 2
   assert f"RUN: received {words[1]!r}, expected" in capsys.readouterr().err
   assert not drawn
 
 
-def test_reports_take_no_settings(drawn, capsys):
+def test_report_rejects_gin_flags(drawn, capsys):
   assert cli.main(["report", "run", "--gin.OnlineConfig.seed=1"]) == 2
   assert "osd report takes no settings" in capsys.readouterr().err
 

@@ -150,7 +150,7 @@ def test_core_modules_import_without_the_optional_packages():
   assert "osd_jax.base" in core
 
 
-def test_an_online_run_needs_none_of_the_optional_packages(
+def test_online_run_needs_no_optional_package(
   tmp_path: pathlib.Path,
 ):
   """Serving, learning, metering, checkpoints, the report; only plots are left out."""
@@ -161,7 +161,7 @@ def test_an_online_run_needs_none_of_the_optional_packages(
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
-def test_the_block_blocks(name: str):
+def test_blocked_packages_cannot_be_imported(name: str):
   """Negative control of the tests above: no name is found, though installed."""
   with pytest.raises(AssertionError, match=f"No module named '{name}'"):
     run_python(f"{BLOCK}\nimport {name}")
@@ -228,7 +228,9 @@ def in_clean_place(
   return check_call(words, cwd=cwd, env=env)
 
 
-def test_the_clean_place_is_clean(installed: pathlib.Path, tmp_path: pathlib.Path):
+def test_wheel_environment_has_no_extras(
+  installed: pathlib.Path, tmp_path: pathlib.Path
+):
   """Negative control of what follows."""
   code = "import osd_jax; print(osd_jax.__file__)"
   place = in_clean_place(installed, tmp_path, [sys.executable, "-c", code])
@@ -238,7 +240,7 @@ def test_the_clean_place_is_clean(installed: pathlib.Path, tmp_path: pathlib.Pat
       in_clean_place(installed, tmp_path, [sys.executable, "-c", f"import {name}"])
 
 
-def test_the_wheel_holds_the_gin_files(
+def test_wheel_contains_the_gin_files(
   installed: pathlib.Path, repository: pathlib.Path
 ):
   def texts(folder):
@@ -253,7 +255,7 @@ def test_the_wheel_holds_the_gin_files(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "result"), COMMANDS, ids=lambda x: str(x)[:40])
-def test_the_wheel_runs_where_no_extra_is_installed(
+def test_wheel_runs_without_extras(
   installed: pathlib.Path, tmp_path: pathlib.Path, words, result
 ):
   printed = in_clean_place(installed, tmp_path, words)
@@ -269,7 +271,7 @@ def test_importing_the_package_imports_nothing_heavy():
   assert run_python(code).strip() == "[]"
 
 
-def test_import_takes_no_longer_than_jax_and_flax():
+def test_import_is_not_slower_than_jax_and_flax():
   def seconds(statement: str) -> float:
     code = "import time; start = time.perf_counter()"
     return float(run_python(f"{code}\n{statement}\nprint(time.perf_counter() - start)"))
@@ -279,7 +281,7 @@ def test_import_takes_no_longer_than_jax_and_flax():
   assert package <= libraries + 0.3
 
 
-def test_version_is_that_of_the_project(project: dict, repository):
+def test_version_equals_the_project_version(project: dict, repository):
   assert osd_jax.__version__ == project["version"]
   cited = (repository / "CITATION.cff").read_text()
   assert f"\nversion: {project['version']}\n" in cited
@@ -297,7 +299,9 @@ def test_every_dependency_is_pinned_within_its_range(project: dict, pins: dict):
     assert pins[name] in requirement.specifier, f"{name}: {pins[name]}"
 
 
-def test_published_files_name_no_index_and_no_machine(tracked_texts: dict[str, str]):
+def test_published_files_name_no_package_index_or_machine(
+  tracked_texts: dict[str, str],
+):
   found = {
     name: match.group()
     for name, text in tracked_texts.items()
@@ -315,7 +319,7 @@ def test_published_files_name_no_index_and_no_machine(tracked_texts: dict[str, s
     "see /" + "work/main/x",
   ],
 )
-def test_the_search_for_such_names_finds_them(text: str):
+def test_search_finds_planted_names(text: str):
   assert SPECIFIC.search(text)
 
 

@@ -16,13 +16,13 @@ SCRIPTS = sorted(FOLDER.glob("*.sh"))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_one(path):
+def test_scripts_are_valid_bash(path):
   assert path.read_text().startswith("#!/usr/bin/env bash\n# ")
   assert "set -euo pipefail" in path.read_text()
   subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-def test_a_broken_script_is_noticed(tmp_path):
+def test_broken_script_is_detected(tmp_path):
   (tmp_path / "broken.sh").write_text("if true; then\n")
   done = subprocess.run(
     ["bash", "-n", str(tmp_path / "broken.sh")], capture_output=True
@@ -30,7 +30,7 @@ def test_a_broken_script_is_noticed(tmp_path):
   assert done.returncode
 
 
-def test_the_task_is_one():
+def test_sky_task_is_valid():
   task = yaml.safe_load((FOLDER / "sky.yaml").read_text())
   assert task["num_nodes"] == 2 and "H100" in task["resources"]["accelerators"]
   subprocess.run(["bash", "-n", "-c", task["run"]], check=True)
@@ -54,12 +54,12 @@ ALL |= {"DATA": "4", "MODEL": "4"}
 
 
 @pytest.mark.parametrize("missing", ALL)
-def test_what_is_missing_is_named(tmp_path, missing):
+def test_missing_variable_is_named(tmp_path, missing):
   done = given(tmp_path, **{name: ALL[name] for name in ALL if name != missing})
   assert done.returncode and missing in done.stderr
 
 
-def test_the_command_is_one_that_osd_takes(tmp_path, unprepared, capsys):
+def test_scripts_run_an_existing_command(tmp_path, unprepared, capsys):
   """Every setting exists: the settings are read, and nothing is run."""
   words = given(tmp_path, "--multihost", **ALL).stdout.splitlines()
   assert words[0] in commands.JOINED and words[-1] == "--multihost"
@@ -70,7 +70,7 @@ def test_the_command_is_one_that_osd_takes(tmp_path, unprepared, capsys):
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_what_a_script_passes_on_is_what_the_run_takes(path):
+def test_scripts_pass_valid_settings(path):
   text = path.read_text()
   if "run.sh" not in text.partition("set -euo")[2]:
     return

@@ -59,7 +59,7 @@ def test_every_program_is_counted(compiled, lively_pair, tmp_path):
   assert drawn == {"memory_of_a_chip", "tokens_per_second"}
 
 
-def test_memory_is_that_of_the_arguments(compiled):
+def test_memory_equals_bytes_of_the_arguments(compiled):
   """Kinds add up to what the programs are given; the whole fits, and is said to."""
   held = {row["what"]: row["gigabytes_a_chip"] for row in rows_of(compiled, "memory")}
   given = {row["program"]: row["arguments_gb"] for row in rows_of(compiled, "program")}
@@ -88,7 +88,7 @@ def test_estimates_follow_from_the_figures(compiled):
 
 @pytest.mark.parametrize("drafted", [1, 5, 8])
 @pytest.mark.parametrize("ratio", [1.0, 1.3, 2.0])
-def test_break_even_is_the_least_rate_that_pays(drafted, ratio):
+def test_break_even_is_the_lowest_rate_that_pays(drafted, ratio):
   rate = estimates.break_even(drafted, ratio)
   assert rate is not None
   assert expected_tokens(rate, drafted) >= ratio - 1e-9
@@ -116,7 +116,7 @@ def test_products_are_counted_in_loops_and_branches():
     assert hlo.product_flops(traced.jaxpr) == times * once
 
 
-def test_a_program_takes_as_long_as_what_bounds_it():
+def test_roofline_is_the_largest_bound():
   chip = chips.Chip(memory=1, bandwidth=100.0, flops=1000.0, link=10.0, launch=0.5)
   assert chip.least_seconds(read=200, flops=100) == 2
   assert chip.least_seconds(read=200, flops=5000) == 5
@@ -124,7 +124,7 @@ def test_a_program_takes_as_long_as_what_bounds_it():
   assert chip.least_seconds(read=200, flops=100, moved=10) == 2 + 2  # there and back
 
 
-def test_an_adaptive_k_has_calls_of_its_own(lively_pair, tmp_path):
+def test_adaptive_k_adds_programs(lively_pair, tmp_path):
   config = compile_config(lively_pair, tmp_path)
   chosen = engine.AdaptiveConfig(candidates=(0, 2))
   decoding = dataclasses.replace(config.run.decoding, adaptive=chosen)
@@ -138,7 +138,7 @@ def test_an_adaptive_k_has_calls_of_its_own(lively_pair, tmp_path):
 
 
 @FOUR
-def test_weights_and_caches_are_split_over_the_chips(lively_pair, tmp_path):
+def test_weights_and_caches_are_sharded(lively_pair, tmp_path):
   def held(mesh):
     config = compile_config(lively_pair, tmp_path, "cpu:4", mesh)
     return plan.Plan(config.run, chips.Topology("cpu:4")).memory()
@@ -150,7 +150,7 @@ def test_weights_and_caches_are_split_over_the_chips(lively_pair, tmp_path):
 
 
 @FOUR
-def test_of_a_round_only_sums_travel(lively_pair, tmp_path):
+def test_rounds_communicate_only_sums(lively_pair, tmp_path):
   config = compile_config(lively_pair, tmp_path, "cpu:4", (1, 4))
   found = plan.Plan(config.run, chips.Topology("cpu:4"))
   drafted = config.run.decoding.num_draft_tokens
@@ -179,7 +179,7 @@ def test_published_names_need_no_weights(tmp_path):
 @pytest.mark.parametrize(
   ("dtype", "advised"), [("float32", "bfloat16"), ("bfloat16", "PartitionConfig.model")]
 )
-def test_what_does_not_fit_says_what_helps(lively_pair, tmp_path, dtype, advised):
+def test_report_says_what_reduces_memory(lively_pair, tmp_path, dtype, advised):
   pair = dataclasses.replace(lively_pair, dtype=dtype)
   found = plan.Plan(compile_config(pair, tmp_path).run, chips.Topology("cpu:1"))
   held = found.memory()
@@ -197,12 +197,12 @@ def test_what_does_not_fit_says_what_helps(lively_pair, tmp_path, dtype, advised
     ("", "a colon and a size"),
   ],
 )
-def test_a_machine_that_is_none_is_named(lively_pair, tmp_path, topology, said):
+def test_unknown_topology_is_an_error(lively_pair, tmp_path, topology, said):
   with pytest.raises(ValueError, match=f"CompileConfig.topology: received.*{said}"):
     compile_config(lively_pair, tmp_path, topology)
 
 
-def test_more_chips_than_there_are_is_an_error(lively_pair, tmp_path):
+def test_too_few_chips_is_an_error(lively_pair, tmp_path):
   config = compile_config(lively_pair, tmp_path, "cpu:1", (2, 2))
   with pytest.raises(ValueError, match="which needs 4 devices, but there are 1"):
     ahead_of_time.run(config)
@@ -212,19 +212,19 @@ def test_more_chips_than_there_are_is_an_error(lively_pair, tmp_path):
 @pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is not None, reason="the compiler is installed"
 )
-def test_a_compiler_that_is_not_installed_is_named(lively_pair, tmp_path):
+def test_missing_compiler_is_an_error(lively_pair, tmp_path):
   with pytest.raises(ValueError, match="pip install libtpu"):
     ahead_of_time.run(compile_config(lively_pair, tmp_path, "v5e:2x2"))
 
 
-def test_a_finished_report_is_left_alone(compiled, lively_pair):
+def test_finished_report_is_not_overwritten(compiled, lively_pair):
   before = (compiled.path / "metrics.jsonl").read_bytes()
   config = compile_config(lively_pair, compiled.path.parent)
   ahead_of_time.run(config)
   assert (compiled.path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_target_hands_out_the_layer_that_the_pair_asks_for():
+def test_target_returns_the_state_layer_of_the_pair():
   pair = pairs.PairConfig(target="vicuna-7b", draft="attached", state_layer=8)
   target, _ = plan._shapes(pair, 0)
   assert target.last_state_layer == 8

@@ -95,21 +95,19 @@ def inner_loops(program):
   ],
   ids=["t5", "llama", "t5 on a GPU"],
 )
-def test_a_greedy_round_loops_over_draft_steps_alone_and_sorts_nothing(
-  topology, mesh, pair
-):
+def test_greedy_round_loops_only_over_draft_steps_and_never_sorts(topology, mesh, pair):
   program = greedy_round(topology, mesh, 0, pair)
   assert len(inner_loops(program)) == 1
   assert not program.of("sort")
 
 
 @pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
-def test_records_sort_for_their_top_k_alone(pair):
+def test_records_sort_only_for_top_k(pair):
   recorded = greedy_round("v5e:2x2", TENSOR_PARALLEL, pair=pair).of("sort")
   assert recorded and all("top_k" in found.line for found in recorded)
 
 
-def test_the_forms_of_a_cpu_would_loop_over_rows():
+def test_cpu_forms_loop_over_rows():
   with forms_of_a_cpu():
     found = plan("v5e:2x2", TENSOR_PARALLEL)
     program = hlo.HloProgram(round_of(found, 0).as_text(), branch=0)
@@ -126,7 +124,7 @@ def round_with_split_draft():
   [(TENSOR_PARALLEL, WIDE, 2048, 3), (GRID, WIDE, 2048, 3), (GRID, CAUSAL, 4096, 2)],
   ids=["1 x 4", "2 x 2", "2 x 2, llama"],
 )
-def test_what_travels_are_the_sums_of_sub_blocks_and_a_few_numbers(
+def test_only_sums_of_sub_blocks_and_scalars_are_communicated(
   mesh, pair, width, blocks
 ):
   """A sum a sub-block and the embedding; then the arg max, and sums for records."""
@@ -149,13 +147,13 @@ def sums_of(program):
   return [found for found in program.of("all-reduce") if found.depth]
 
 
-def test_a_draft_that_is_split_would_sum_more_often():
+def test_sharded_draft_communicates_more_often():
   """The control of the few numbers that travel."""
   few = sums_of(greedy_round("v5e:2x2", TENSOR_PARALLEL))
   assert len(sums_of(round_with_split_draft())) > len(few) + 6
 
 
-def test_drafting_waits_for_nobody():
+def test_drafting_has_no_collectives():
   def within_drafting(program):
     return [x for x in program.of(*hlo.COLLECTIVES) if x.depth > 1]
 
@@ -163,7 +161,7 @@ def test_drafting_waits_for_nobody():
   assert within_drafting(round_with_split_draft())
 
 
-def test_every_chip_has_its_heads_of_a_cache_and_none_is_gathered():
+def test_caches_are_sharded_by_heads_and_never_gathered():
   found = wide("v5e:2x2", TENSOR_PARALLEL)
   keys = found.state.target_cache.self_keys[0]
   assert keys.sharding.shard_shape(keys.shape)[1] == keys.shape[1] // 4
@@ -177,7 +175,7 @@ def test_every_chip_has_its_heads_of_a_cache_and_none_is_gathered():
 
 
 @pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
-def test_parts_of_a_mesh_read_a_prompt_each(pair):
+def test_each_part_of_a_mesh_prefills_one_prompt(pair):
   """Two at a time for the products of one, and nothing of a cache travels."""
   found, more = prefilled(ROWS, pair)
   sums = found.of("all-reduce")
@@ -202,7 +200,7 @@ def prefilled(rows, pair):
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:1"])
-def test_rows_are_written_in_place(topology):
+def test_rows_are_updated_in_place(topology):
   mesh = ONE if topology == "h100:1" else TENSOR_PARALLEL
   found = wide(topology, mesh)
   held = plan_lib.bytes_of(found.state)
@@ -217,7 +215,7 @@ def test_rows_are_written_in_place(topology):
 
 
 @pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
-def test_a_step_of_one_token_takes_no_longer_than_one_of_several(pair, monkeypatch):
+def test_one_token_step_is_not_slower_than_several(pair, monkeypatch):
   """By the compiler's own estimate; attention of a single query would."""
   step = cycles(pair, "plain step")
   assert step < 1.05 * cycles(pair, f"verification of {DRAFTED + 1} tokens")
@@ -233,7 +231,7 @@ def cycles(pair, name):
   return programs.compiled(found, programs.programs(found)[name]).cycles
 
 
-def test_what_heads_gathered_is_not_moved_before_it_is_projected(monkeypatch):
+def test_attention_output_is_projected_without_a_copy(monkeypatch):
   """Copies of a verification, for every layer of the target."""
   name = f"verification of {DRAFTED + 1} tokens"
 
@@ -258,7 +256,7 @@ class Joined(layers.Projection):
     return super()._product(joined, outputs)
 
 
-def test_a_short_head_is_spread_by_rows_of_the_vocabulary(monkeypatch):
+def test_shortlist_logits_are_scattered_by_vocabulary_rows(monkeypatch):
   """A TPU lays the result out as it writes it, and the rows of a batch are few."""
 
   def scattered(logits, ids, size):
@@ -277,7 +275,7 @@ def test_a_short_head_is_spread_by_rows_of_the_vocabulary(monkeypatch):
   assert found < 0.8 * control
 
 
-def test_a_gpu_runs_few_kernels_a_layer():
+def test_gpu_runs_few_kernels_per_layer():
   """Of a plain step; 21 is what there is, and is to become less."""
   assert 0 < kernels_of_a_layer() <= 21
   with forms_of_a_cpu():
@@ -305,7 +303,7 @@ def test_every_program_of_the_shipped_pair_compiles(topology):
     assert not made.collectives, name
 
 
-def test_a_slice_learns_where_the_draft_is():
+def test_update_slice_runs_on_the_draft_shards():
   """A draft that is whole on every chip learns without asking the others."""
   found = wide("v5e:2x2", TENSOR_PARALLEL)
   config = update.UpdateConfig(optimizers.OptimizerConfig(), num_new=1, num_replay=0)

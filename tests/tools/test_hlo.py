@@ -42,7 +42,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
-def test_operations_are_counted_by_the_loops_around_them():
+def test_operations_are_counted_by_loop_depth():
   program = hlo.HloProgram(TEXT)
   assert program.count(0) == {"while": 1, "fusion": 1}
   inside = program.count(1)
@@ -51,7 +51,7 @@ def test_operations_are_counted_by_the_loops_around_them():
   assert program.count(2) == {"parameter": 1, "all-reduce": 1, "tuple": 1}
 
 
-def test_of_a_conditional_one_branch_is_taken():
+def test_only_the_chosen_branch_is_counted():
   assert hlo.HloProgram(TEXT, branch=0).count(1)["copy"] == 0
   assert hlo.HloProgram(TEXT, branch=0).count(1)["sort"] == 1
   assert hlo.HloProgram(TEXT, branch=1).count(1)["copy"] == 1
@@ -62,13 +62,13 @@ def test_of_a_conditional_one_branch_is_taken():
   assert hlo.HloProgram(by_name, branch=1).count(1)["sort"] == 1
 
 
-def test_what_is_fetched_ahead_is_no_copy():
+def test_prefetch_does_not_count_as_a_copy():
   text = TEXT.replace(" copy(", " copy-start(")
   assert hlo.HloProgram(text).count(1)["copy-start"] == 1
   assert hlo.HloProgram(text).count(1)["copy"] == 0
 
 
-def test_bytes_are_those_of_every_part_of_a_result():
+def test_bytes_include_every_part_of_a_tuple():
   (gather,) = hlo.HloProgram(TEXT).of("all-gather")
   assert gather.bytes == 2 * (2 * 3 + 4 * 3) and gather.depth == 1
   assert hlo.bytes_of("(s32[], f32[4]{0}, u8[3], pred[2])") == 4 + 16 + 3 + 2
@@ -76,7 +76,7 @@ def test_bytes_are_those_of_every_part_of_a_result():
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
-def test_a_real_program_is_read():
+def test_compiled_program_of_this_machine_is_parsed():
   mesh = Mesh(np.asarray(jax.devices()[:4]), ("model",))
   split = NamedSharding(mesh, PartitionSpec("model"))
   whole = NamedSharding(mesh, PartitionSpec())

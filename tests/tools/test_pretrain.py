@@ -74,14 +74,14 @@ def test_regrouping_keeps_every_row_once_and_shortens_batches(stream, pool):
     assert sorted(rows) == sorted(r for batch in drawn for r in without_padding(batch))
 
 
-def test_rows_of_like_length_come_together(stream):
+def test_regrouping_reduces_the_spread_of_lengths(stream):
   mixed = [stream[index].target for index in range(8)]
   spread = lambda targets: np.mean([np.ptp((t != 0).sum(1)) for t in targets])
   grouped = [x.target for x in pretrain.regrouped(stream, 8, 0, multiple=8)]
   assert spread(grouped) < 0.5 * spread(mixed)
 
 
-def test_judge_says_what_greedy_decoding_would_write():
+def test_judge_agrees_with_greedy_decoding():
   model = families.build(testing.TINY_DRAFT)
   params = jax.tree.map(lambda x: 2 * x, model.init(jax.random.key(3)))
   source, mask = testing.random_sources(4, 6, 64, seed=0)
@@ -138,7 +138,7 @@ def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path)
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 @pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4)], ids=str)
-def test_four_devices_train_as_one(tmp_path, mesh):
+def test_four_devices_give_the_losses_of_one(tmp_path, mesh):
   """The loss before any step and after the first one: its gradient agrees too."""
 
   def losses(name, partition):
@@ -153,7 +153,7 @@ def test_four_devices_train_as_one(tmp_path, mesh):
   np.testing.assert_allclose(four, one, rtol=1e-5)
 
 
-def test_a_vocabulary_that_does_not_fit_is_named(tmp_path):
+def test_too_large_vocabulary_is_an_error(tmp_path):
   small = dataclasses.replace(MODEL, vocab_size=64)
   with pytest.raises(ValueError, match="T5Config.vocab_size: received 64.*1536"):
     pretrain.run(config(tmp_path, model=small))
@@ -173,7 +173,7 @@ def test_a_vocabulary_that_does_not_fit_is_named(tmp_path):
     ({"output": "."}, "output"),
   ],
 )
-def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch, changes, named):
+def test_bad_settings_are_refused_before_the_run(tmp_path, monkeypatch, changes, named):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(base.InputError, match=rf"PretrainConfig\.{named}: received"):
     pretrain.run(config(tmp_path, **changes))

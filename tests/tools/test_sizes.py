@@ -40,20 +40,20 @@ def count(config):
     ("demo-draft", 1.1e6, 2),
   ],
 )
-def test_parameter_counts_are_the_published_ones(name, published, digits):
+def test_parameter_counts_equal_the_published_counts(name, published, digits):
   assert float(f"{count(sizes.SIZES[name]):.{digits - 1}e}") == published
 
 
-def test_no_two_flan_sizes_are_alike():
+def test_flan_sizes_differ():
   flan = [config for name, config in sizes.SIZES.items() if name.startswith("flan")]
   assert len(set(flan)) == len(flan) == 5
 
 
-def test_the_shipped_pair_shares_its_vocabulary():
+def test_shipped_pair_shares_one_vocabulary():
   target, draft = sizes.size("demo-target"), sizes.size("demo-draft")
   assert target.vocab_size == draft.vocab_size == 1536
 
 
-def test_unknown_size_is_named_with_the_known_ones():
+def test_error_for_unknown_size_lists_known_sizes():
   with pytest.raises(ValueError, match="sizes: received name 't6'.*flan-t5-xl"):
     sizes.size("t6")

@@ -89,11 +89,13 @@ class HloProgram:
       if not found:
         continue
       result, operation = found.groups()
+      # The matching "-start" has been counted.
       if operation.endswith("-done"):
         continue
       if operation != "copy-start":
         operation = operation.removesuffix("-start")
       yield Operation(operation, bytes_of(result), depth, line)
+      # Loop bodies are one level deeper; branches and calls stay on the same level.
       if operation == "while":
         body = re.search(r"body=%?([\w.\-]+)", line)
         yield from self._walk(body.group(1) if body else "", depth + 1)

@@ -190,6 +190,7 @@ def regrouped(
     np.concatenate([getattr(batch, name) for batch in drawn])
     for name in ("source", "target", "task_id")
   )
+  # Padding is at the end, so the number of other ids is the length.
   source_lengths, target_lengths = (
     np.sum(ids != stream.pad_id, axis=1) for ids in (source, target)
   )
@@ -224,6 +225,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
     task = bar.add_task("pretrain", total=config.steps, completed=start, figures="")
     for step in range(start + 1, config.steps + 1):
       index, place = divmod(step - 1, config.pool)
+      # A resumed run starts inside a pool and builds it again.
       if place == 0 or not pool:
         pool = regrouped(stream, config.pool, index, config.length_multiple)
       rows = _placed(partitioner, pool[place])
@@ -232,6 +234,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
       if step % config.log_every == 0:
         mean = float(np.mean(jax.device_get(losses)))
         losses.clear()
+        # `train_step` skips single bad steps; a mean that is not finite is divergence.
         if not np.isfinite(mean):
           raise base.InputError(
             f"pretrain: the loss of step {step} is {mean}; lower"

@@ -73,6 +73,7 @@ def configs(config_class: type) -> dict[str, type]:
   from osd_jax import base  # imports jax, which `osd --help` does without
 
   found: dict[str, type] = {}
+  # Breadth first, so that `--help_config` lists the command's own config first.
   waiting = [config_class]
   while waiting:
     current = waiting.pop(0)
@@ -261,6 +262,7 @@ class _Settings:
     """Calls a config class with the values that are bound in a scope."""
     self._scopes.setdefault(name, set()).add(scope)
     maker, arguments = self._makers[name], {}
+    # All fields are read first, so that every mistake is listed.
     before = len(self._problems)
     for field, (hint, is_required) in _fields(maker).items():
       key = self._innermost(scope, name, field)
@@ -286,6 +288,7 @@ class _Settings:
 
   def _innermost(self, scope: str, name: str, field: str) -> _Key:
     """Returns the key that sets a field in a scope: of a/b, a/b wins over a."""
+    # gin applies a binding of scope a to everything that is made inside a, as in a/b.
     parts = scope.split("/") if scope else []
     keys = [
       _Key("/".join(parts[:end]), name, field) for end in range(len(parts), -1, -1)

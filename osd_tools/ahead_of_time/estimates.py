@@ -75,6 +75,7 @@ def estimates(
   """
   drafted = plan.run.decoding.num_draft_tokens
   verify = f"verification of {drafted + 1} tokens"
+  # A program that does not fit into memory is missing from `made`.
   names = ("prefill", "plain step", verify, "draft step")
   if not all(name in made for name in names):
     return
@@ -116,6 +117,7 @@ def estimates(
 
 def break_even(num_draft_tokens: int, round_over_step: float) -> float | None:
   """Returns the lowest acceptance rate at which a round pays, None if none does."""
+  # The expected tokens grow with the rate, so the first rate that pays is the lowest.
   rates = np.linspace(0, 1, 1001)
   pays = [expected_tokens(rate, num_draft_tokens) >= round_over_step for rate in rates]
   return float(rates[int(np.argmax(pays))]) if any(pays) else None

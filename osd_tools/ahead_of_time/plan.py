@@ -63,6 +63,7 @@ class Plan:
     is_attached = isinstance(draft, AttachedConfig)
     self.target = families.build(target, "target", return_states=is_attached)
     serving = pair.draft_serving
+    # The layouts of the C++ kernels do not apply to other machines.
     with native.portable():
       shardings = self.partitioner.params(self.target)
       self.target_params = _loaded(self.target, shardings, pair.dtype)
@@ -229,6 +230,7 @@ def _copies(prepare: Callable[..., Any], params: base.Params) -> list[Any]:
     jaxpr = jax.make_jaxpr(prepare)(params).jaxpr
   given = set(jaxpr.invars)
   leaves = zip(jax.tree.leaves(made), jaxpr.outvars, strict=True)
+  # An output variable that is also an input needs no memory of its own.
   return [leaf for leaf, out in leaves if out not in given]
 
 

@@ -88,7 +88,10 @@ def programs(plan: Plan) -> dict[str, Lowering]:
   adaptive = plan.run.decoding.adaptive
   most = plan.run.decoding.num_draft_tokens
   data, model = plan.partitioner.mesh.shape.values()
+  # A draft that is whole on every chip uses only the data axis: the chips of the model
+  # axis repeat the same products.
   drafting = data if plan.partitioner.is_whole(plan.draft) else data * model
+  # Each part of the rows prefills one prompt at a time.
   prefilling = plan.spec.parts * model
   drafted = adaptive.candidates if adaptive else (most,)
   rounds = {
@@ -130,6 +133,7 @@ def compiled(plan: Plan, program: Lowering) -> Made:
   Raises:
     TooLarge: the program does not fit into memory.
   """
+  # The C++ kernels exist only on this machine's CPU; a topology needs XLA's own.
   with native.portable():
     traced = program.traced()
     lowered = traced.lower()
@@ -142,6 +146,7 @@ def compiled(plan: Plan, program: Lowering) -> Made:
         raise
       raise TooLarge(said.partition("RESOURCE_EXHAUSTED: ")[2]) from None
     seconds = time.perf_counter() - started
+  # Greedy rows take the false branch of each cond.
   counted = hlo.HloProgram(made.as_text(), branch=0)
   memory, costs = made.memory_analysis(), made.cost_analysis() or {}
   within = counted.count(program.depth)
@@ -151,8 +156,10 @@ def compiled(plan: Plan, program: Lowering) -> Made:
   kernels = sum(within[name] for name in KERNELS)
   cycles = sum(x.cycles for x in counted.operations if x.depth == program.depth)
   least = None
+  # Rounds have no bound: the number of their iterations is not known.
   if not program.depth:
     chip, flops = plan.topology.chip, hlo.product_flops(traced.jaxpr) / program.chips
+    # Arguments of which only a few rows are touched are not read from memory.
     read_whole = read - bytes_of(program.untouched)
     least = chip.least_seconds(read_whole, flops, moved, kernels) * 1e3
   accessed = costs.get("bytes accessed")

@@ -1,4 +1,4 @@
-"""Helpers of the decoding tests: prompts to states, states to outputs, faults."""
+"""Helpers of the decoding tests: build prompts and states, run rounds, read outputs."""
 
 import functools
 
@@ -13,10 +13,9 @@ from osd_jax.models import families
 from osd_jax.models.shapes import DraftServing
 
 MANY = 10_000  # rounds; no test needs more
-LIVELY = 3  # the seed of the T5 target
+LIVELY = 3  # seed of the T5 target
 
-# Tables run with these shapes wherever nothing else is said: one compilation for
-# each K.
+# Tables use these shapes unless a test sets others, so each K compiles once.
 TABLE_ROWS, TABLE_LENGTH = 6, 60
 
 TARGET = families.build(testing.TINY_T5)
@@ -28,7 +27,7 @@ FAMILIES = {"t5": (TARGET, DRAFT), "llama": (LLAMA, LLAMA_DRAFT)}
 
 SHAPES = {TARGET: testing.TINY_T5, LLAMA: testing.TINY_LLAMA}
 
-# A tabular model whose outputs depend on the prompt, as target and as draft: it
+# A tabular model whose outputs depend on the prompt, used as target and as draft. It
 # compiles in milliseconds. `test_families.py` runs T5 and Llama.
 READER_VOCAB = 16
 READER = testing.tabular_model(READER_VOCAB, "reader", reads_source=True)
@@ -36,7 +35,7 @@ READER = testing.tabular_model(READER_VOCAB, "reader", reads_source=True)
 
 @functools.cache
 def reader_params(kind="target"):
-  """Tables for `READER`: the target's, which ends at times, and its drafts'."""
+  """Tables for `READER`: a target that sometimes ends, and drafts for it."""
   table = 2 * np.random.default_rng(5).normal(size=(READER_VOCAB,) * 3)
   noise = {"target": 0.0, "same": 0.0, "close": 0.5, "far": 1.5, "unrelated": 9.0}[kind]
   table = table + noise * np.random.default_rng(6).normal(size=table.shape)
@@ -44,22 +43,22 @@ def reader_params(kind="target"):
 
 
 def reader_sources(rows, length, seed):
-  """Ragged prompts for `READER` and their mask."""
+  """Prompts of different lengths for `READER`, and their mask."""
   return testing.random_sources(rows, length, READER_VOCAB, seed)
 
 
 def lighter(target, **left_out):
-  """The target's shape as a draft that is served with something left out."""
+  """A draft of the target's shape, served with the given `DraftServing` options."""
   return families.build(SHAPES[target], "light", DraftServing(**left_out))
 
 
-# Most of these tests' time is compiling. Without LLVM's optimisation it halves, and
-# the program is the same; the tests of many draws ask for it.
+# These tests spend most of their time compiling. Without LLVM optimization that takes
+# half as long and the programs compute the same. Tests with many samples turn it on.
 QUICK = {"xla_backend_optimization_level": 0}
 
 
 def jitted_rounds(quick=True):
-  """A compiled `run_rounds` with a cache of its own: planted faults need one."""
+  """A compiled `run_rounds` with its own cache, so that planted faults are traced."""
   return jax.jit(
     lambda *args: rounds_lib.run_rounds(*args),
     static_argnums=(0, 1),
@@ -78,7 +77,7 @@ _score = jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
 
 
 def settings_of(rows, *, max_length, temperature=0.0, top_k=0, top_p=1.0, seed=0):
-  """Settings with a value for every row, or one for all; seeds count up."""
+  """Sampling settings per row; a scalar applies to all rows, and seeds count up."""
 
   def full(value, dtype):
     return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (rows,)))
@@ -95,7 +94,7 @@ def settings_of(rows, *, max_length, temperature=0.0, top_k=0, top_p=1.0, seed=0
 
 
 def take(tree, rows):
-  """The given rows of every leaf."""
+  """Selects the given rows of every leaf."""
   return jax.tree.map(lambda leaf: leaf[np.asarray(rows)], tree)
 
 
@@ -110,7 +109,7 @@ def start(
   draft_served=None,
   record=0,
 ):
-  """Prefilled rows that have emitted nothing; see `state.initial_state`."""
+  """Returns prefilled rows that have emitted nothing; see `state.initial_state`."""
   size = state_lib.buffer_length(length)
   cache = prefill(target, served, source, mask, size)
   draft_cache = (
@@ -142,7 +141,7 @@ def rounds(
 ):
   """Runs rounds of K = k until all rows have stopped or `limit` rounds passed.
 
-  A call ends when any row stops; not `until_all` makes but one.
+  A call returns when any row stops. With `until_all=False` only one call is made.
   """
   spec = rounds_lib.DecodeSpec.of(target, draft, rule=rule)
   while True:
@@ -168,7 +167,7 @@ def speculate(
   record=0,
   **kwargs,
 ):
-  """Prompts to the finished state of the speculative loop."""
+  """Decodes prompts speculatively and returns the final state."""
   state = start(
     target, served, source, mask, settings, length, draft, draft_served, record
   )
@@ -178,7 +177,7 @@ def speculate(
 def plain(
   target, served, source, mask, settings, length, record=0, limit=MANY, **kwargs
 ):
-  """Prompts to the finished state of plain decoding: K = 0."""
+  """Decodes prompts plainly (K = 0) and returns the final state."""
   state = start(target, served, source, mask, settings, length, record=record)
   return rounds(target, None, 0, served, None, state, limit=limit, **kwargs)
 
@@ -190,14 +189,14 @@ def outputs(state) -> list[list[int]]:
 
 
 def scored(target, params, source, mask, state):
-  """Fresh teacher-forced target logits [B, T', V] of what the rows emitted."""
+  """Teacher-forced target logits [B, T', V] of the emitted tokens, without a cache."""
   valid = np.arange(state.tokens.shape[1]) < np.asarray(state.length)[:, None]
   tokens = jnp.where(valid, state.tokens, base.PAD_ID)
   return np.asarray(_score(target, params, source, mask, tokens)), valid
 
 
 def no_sources(rows):
-  """The prompts of tabular models, which read none."""
+  """Empty prompts, because tabular models read none."""
   return jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1), bool)
 
 
@@ -231,12 +230,12 @@ def tabular_steps(table, settings, length, **kwargs):
 
 
 def table_settings(**settings):
-  """For `table_rounds`; at most TABLE_LENGTH tokens unless said otherwise."""
+  """Settings for `table_rounds`, with at most TABLE_LENGTH tokens by default."""
   return settings_of(TABLE_ROWS, **{"max_length": TABLE_LENGTH, **settings})
 
 
 def table_rounds(k, target_table, draft_table, settings, **kwargs):
-  """`tabular_rounds` of the usual length that records full rows."""
+  """`tabular_rounds` with the usual length and full records."""
   return tabular_rounds(
     k,
     target_table,
@@ -249,18 +248,18 @@ def table_rounds(k, target_table, draft_table, settings, **kwargs):
 
 
 def draft_acceptance(state):
-  """Accepted / drafted tokens of all rows."""
+  """Accepted / drafted tokens over all rows."""
   counters = state.counters
   return np.sum(counters.accepted) / max(np.sum(counters.drafted), 1)
 
 
 @functools.cache
 def lively_params(model, seed=LIVELY):
-  """Random weights whose greedy outputs vary, and at times end.
+  """Random weights whose greedy outputs vary and sometimes end.
 
-  A T5's large relative position bias, a Llama's strong attention: plain random weights
-  repeat one token. From numpy,
-  because compiling `init` takes seconds.
+  Plain random weights repeat one token. A large relative position bias (T5) or strong
+  attention (Llama) prevents that. The weights come from numpy because compiling `init`
+  takes seconds.
   """
   rng = np.random.default_rng(seed)
 
@@ -280,7 +279,7 @@ def lively_params(model, seed=LIVELY):
 
 
 def perturbed(params, scale, seed=0):
-  """The parameters with noise: a draft that agrees at times."""
+  """The parameters plus noise, for a draft that sometimes agrees with the target."""
   leaves, tree = jax.tree.flatten(params)
   keys = jax.random.split(jax.random.key(seed), len(leaves))
   return jax.tree.unflatten(
@@ -293,7 +292,7 @@ def perturbed(params, scale, seed=0):
 
 
 class Changed:
-  """A stand-in for a module inside another, some of its names replaced."""
+  """Stands in for a module, with some of its names replaced."""
 
   def __init__(self, module, **changes):
     self._module = module

@@ -1,4 +1,4 @@
-"""Acceptance rules: one round against slow oracles, limiting cases, and controls."""
+"""Acceptance rules: one round against slow oracles, limiting cases and controls."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -29,16 +29,16 @@ EXAMPLES = hypothesis.settings(
 
 @jax.jit
 def noise(seed, position):
-  """Gumbel noise [B, V] of the target's own draws."""
+  """Gumbel noise [B, V] that the target uses for its own draws."""
   keys = sampling.row_keys(seed, position[:, None], sampling.Purpose.EMIT)[:, 0]
   return jax.vmap(lambda key: jax.random.gumbel(key, (VOCAB,)))(keys)
 
 
 @st.composite
 def rounds(draw, lengths=False):
-  """A round: any drafted tokens, draft rows that may be broken, any settings.
+  """Draws a round with any tokens and settings; draft rows may be broken.
 
-  With `lengths`, rows propose fewer tokens, or proposals have no logits.
+  With `lengths`, rows may propose fewer tokens and proposals may have no logits.
   """
   target = draw(hnp.arrays(np.float32, (ROWS, K + 1, VOCAB), elements=LOGITS))
   target[..., 0] = np.where(np.isfinite(target).any(-1), target[..., 0], 0.0)
@@ -69,7 +69,7 @@ def rounds(draw, lengths=False):
 
 
 def law(logits, settings, row):
-  """The distributions that decide, [n, V], by the oracle."""
+  """The processed distributions [n, V] of one row, by the oracle."""
   return np.array(
     [
       oracles.processed_probs(
@@ -84,7 +84,7 @@ def law(logits, settings, row):
 
 
 def rejection_faults(one_round, found, oracle=oracles.accept):
-  """What is wrong with a round by the rejection rule, "" if nothing."""
+  """Describes how a round violates the rejection rule; "" if it does not."""
   proposal, verification, settings, position = jax.device_get(one_round)
   draws = uniform(one_round[2].seed, one_round[3][:, None] + jnp.arange(K)[None])
   for row in range(ROWS):
@@ -105,7 +105,8 @@ def rejection_faults(one_round, found, oracle=oracles.accept):
     if (tokens[:count] != proposal.tokens[row, :count]).any():
       return f"row {row} emits {tokens}, accepted {proposal.tokens[row, :count]}"
     added = tokens[count]
-    # No residual is left where the laws are equal and what was drafted is impossible.
+    # If both distributions are equal and the drafted token is impossible, the residual
+    # is empty and the oracle gives no weights; the target row alone decides.
     possible = weights[added] > 0 or weights.sum() < 1e-6
     if not (target[count, added] > 0 and possible):
       return f"row {row} adds {added}, whose weight is 0"
@@ -128,7 +129,7 @@ def test_rejection_within_row_lengths_equals_the_oracle(one_round):
 
 @EXAMPLES
 @hypothesis.given(one_round=rounds() | rounds(lengths=True))
-def test_coupling_is_the_targets_own_draw_whatever_was_drafted(one_round):
+def test_coupling_emits_the_targets_own_draw_for_any_proposal(one_round):
   proposal, verification, settings, position = one_round
   found = jax.device_get(accept(*one_round, rule="coupling"))
   choice = np.zeros((ROWS, K + 1), int)
@@ -149,7 +150,7 @@ def test_coupling_is_the_targets_own_draw_whatever_was_drafted(one_round):
 @pytest.mark.parametrize("rule", sorted(accept_lib.RULES))
 @EXAMPLES
 @hypothesis.given(one_round=rounds(), order=st.permutations(range(ROWS)))
-def test_batch_mates_change_no_row(rule, one_round, order):
+def test_accepted_tokens_do_not_depend_on_batch_mates(rule, one_round, order):
   found = accept(*one_round, rule=rule)
   moved = accept(*harness.take(one_round, order), rule=rule)
   for new, old in enumerate(order):
@@ -161,13 +162,13 @@ def test_batch_mates_change_no_row(rule, one_round, order):
 
 
 def _generous(drafted, target, draft, uniforms):
-  """A fault: a token that a broken draft row holds impossible is not turned down."""
+  """Fault: accepts a token to which a broken draft row gives probability 0."""
   draft = np.where(draft.sum(-1, keepdims=True) == 0, 1e-9, draft)
   return oracles.accept(drafted, target, draft, uniforms)
 
 
 def _wrong_sign(drafted, target, draft, uniforms):
-  """A fault: the recovered token is drawn from what the draft has too much of."""
+  """Fault: draws the recovered token from the excess mass of the draft."""
   count, weights = oracles.accept(drafted, target, draft, uniforms)
   if count < len(drafted):
     weights = np.maximum(draft[count] - target[count], 0)
@@ -175,13 +176,13 @@ def _wrong_sign(drafted, target, draft, uniforms):
 
 
 def _last_row(drafted, target, draft, uniforms):
-  """A fault: drafted tokens are judged by the row before their own."""
+  """Fault: judges each drafted token by the row before its own."""
   return oracles.accept(drafted, np.roll(target, 1, axis=0), draft, uniforms)
 
 
 @pytest.mark.parametrize("fault", [_generous, _wrong_sign, _last_row])
-def test_a_faulty_rule_is_told_apart(fault):
-  """Negative control: the same rounds tell a wrong oracle from the right one."""
+def test_faulty_rules_differ_from_the_oracle(fault):
+  """Negative control: the same rounds distinguish faulty rules from the right one."""
 
   def differs(one_round):
     found = accept(*one_round, rule="rejection")
@@ -193,7 +194,7 @@ def test_a_faulty_rule_is_told_apart(fault):
 
 
 def similar_round(seed, temperature=1.0):
-  """A round whose draft has the target's distributions; it drafted the arg max."""
+  """A round whose draft equals the target and drafted the arg max everywhere."""
   rng = np.random.default_rng(seed)
   target = jnp.asarray(rng.normal(0, 2, (ROWS, K + 1, VOCAB)), jnp.float32)
   settings = harness.settings_of(
@@ -207,8 +208,8 @@ def similar_round(seed, temperature=1.0):
 
 @EXAMPLES
 @hypothesis.given(seed=st.integers(0, 2**31 - 1))
-def test_greedy_rows_are_the_same_next_to_a_sampled_row(seed):
-  """Rounds of greedy rows alone take another code path."""
+def test_greedy_rows_do_not_depend_on_sampled_batch_mates(seed):
+  """A batch of only greedy rows takes another code path."""
   proposal, verification, settings, position = similar_round(seed, temperature=0.0)
   proposal = proposal.replace(tokens=proposal.tokens.at[:, 1].set(seed % VOCAB))
   mixed = settings.replace(temperature=settings.temperature.at[0].set(1.0))
@@ -221,7 +222,7 @@ def test_greedy_rows_are_the_same_next_to_a_sampled_row(seed):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_equal_distributions_accept_everything(temperature):
+def test_equal_distributions_accept_every_token(temperature):
   for seed in range(20):
     found = accept(*similar_round(seed, temperature))
     assert (np.asarray(found.accepted) == K).all()
@@ -234,11 +235,11 @@ def test_a_broken_draft_row_is_rejected_at_its_position(broken):
   assert (np.asarray(accept(proposal, *others).accepted) == 1).all()
 
 
-def test_an_empty_residual_falls_back_to_the_target():
+def test_empty_residual_falls_back_to_the_target():
   """Rounding can make both distributions equal although a token was rejected.
 
-  The draft gives token 2 a mass of 5e-14, which is less than the rounding error of the
-  other two. The recovered token then has the target's law: an even coin.
+  The draft gives token 2 a mass of 5e-14, below the rounding error of the other two.
+  The recovered token then follows the target, which is 50:50.
   """
   rows = 4000
   repeat = lambda row: jnp.tile(jnp.asarray(row, jnp.float32), (rows, 1, 1))
@@ -253,7 +254,7 @@ def test_an_empty_residual_falls_back_to_the_target():
   assert counts[2] == 0 and oracles.chi_square(counts[:2], np.full(2, 0.5)) > 1e-6
 
 
-def test_nothing_drafted_is_plain_decoding():
+def test_round_without_drafted_tokens_is_plain_decoding():
   _, verification, settings, position = similar_round(5)
   nothing = base.Proposal(
     jnp.zeros((ROWS, 0), jnp.int32), jnp.zeros((ROWS, 0, VOCAB), jnp.float32)
@@ -269,7 +270,7 @@ def test_nothing_drafted_is_plain_decoding():
   )
 
 
-def test_uniform_draws_are_even_and_fresh_at_every_position():
+def test_uniform_draws_are_uniform_and_independent_across_positions():
   draws = np.asarray(
     uniform(
       jnp.arange(2000, dtype=jnp.uint32), jnp.tile(jnp.arange(4)[None], (2000, 1))
@@ -282,8 +283,8 @@ def test_uniform_draws_are_even_and_fresh_at_every_position():
 
 
 @pytest.mark.parametrize("rule", accept_lib.RULES)
-def test_a_low_temperature_still_samples(rule):
-  """Only 0 is greedy: plain decoding draws two tokens that are close."""
+def test_low_temperature_still_samples(rule):
+  """Only temperature 0 is greedy: plain decoding draws both of two close tokens."""
   rows, temperature = 2000, 1e-4
   logits = jnp.tile(jnp.asarray([0.0, -temperature, -1.0]), (rows, 1, 1))
   nothing = base.Proposal(jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows, 0, 3)))

@@ -1,4 +1,4 @@
-"""How much is accepted: everything of an equal draft, else the closed form."""
+"""Acceptance is 1 for a draft equal to the target, and the closed form otherwise."""
 
 import numpy as np
 import oracles
@@ -31,8 +31,8 @@ def test_a_draft_equal_to_the_target_accepts_everything(k):
   np.testing.assert_array_equal(final.counters.rounds, expected)
 
 
-def test_a_draft_that_never_sees_its_last_token_is_caught(monkeypatch):
-  """The fault: a full acceptance leaves a hole where its last token was not fed."""
+def test_unfed_last_token_lowers_acceptance(monkeypatch):
+  """Fault: a fully accepted round leaves a hole where its last token was not fed."""
 
   def inputs_at(*args):
     return state_lib.inputs_at(*args).at[:, 0].set(0)
@@ -44,7 +44,7 @@ def test_a_draft_that_never_sees_its_last_token_is_caught(monkeypatch):
 
 
 def test_counters_equal_the_closed_form():
-  """Rows that repeat one distribution: accepted lengths are truncated geometric."""
+  """With one distribution for all rows, accepted lengths are truncated geometric."""
   k, rows, count = 3, 4000, 6
   rng = np.random.default_rng(0)
   target, draft = rng.normal(0, 1.2, (2, VOCAB))

@@ -1,4 +1,4 @@
-"""Drafter-invariant sampling: sampled outputs are plain decoding's, token for token."""
+"""Drafter-invariant sampling: sampled outputs equal those of plain decoding."""
 
 import functools
 
@@ -30,7 +30,7 @@ MIXED = {
 
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_sampled_tables_equal_plain_decoding_whatever_the_draft(k, kind):
+def test_sampled_tables_equal_plain_decoding_with_any_draft(k, kind):
   settings = harness.table_settings(**MIXED)
   plain = harness.tabular_steps(TABLE, settings, harness.TABLE_LENGTH)
   found = harness.table_rounds(k, TABLE, DRAFTS[kind], settings, rule="coupling")
@@ -39,16 +39,16 @@ def test_sampled_tables_equal_plain_decoding_whatever_the_draft(k, kind):
     assert harness.draft_acceptance(found) == 1.0
 
 
-def test_rejection_does_emit_other_tokens():
-  """Negative control of the test above: equality is the rule's doing."""
+def test_rejection_rule_emits_other_tokens_than_plain_decoding():
+  """Negative control of the test above: the coupling rule is what makes them equal."""
   settings = harness.table_settings(**MIXED)
   plain = harness.tabular_steps(TABLE, settings, harness.TABLE_LENGTH)
   found = harness.table_rounds(3, TABLE, DRAFTS["unrelated"], settings)
   assert harness.outputs(found) != harness.outputs(plain)
 
 
-def test_a_draft_with_noise_of_its_own_is_accepted_less(monkeypatch):
-  """The fault costs no exactness, and is seen in the acceptance alone."""
+def test_draft_with_independent_noise_is_accepted_less(monkeypatch):
+  """Outputs stay exact, so only the acceptance reveals the fault."""
   settings = harness.table_settings(temperature=1.0)
   run = functools.partial(
     harness.table_rounds, 2, TABLE, TABLE, settings, rule="coupling"
@@ -64,7 +64,7 @@ def test_a_draft_with_noise_of_its_own_is_accepted_less(monkeypatch):
 @pytest.mark.parametrize(
   ("kind", "rows"), [("perturbed", 5), ("unrelated", 5), ("perturbed", 1)]
 )
-def test_sampled_t5_equals_plain_whatever_the_draft_and_batch(kind, rows):
+def test_sampled_t5_equals_plain_decoding_with_any_draft_and_batch(kind, rows):
   params = harness.lively_params(TARGET)
   draft = {
     "perturbed": lambda: harness.perturbed(params, 0.03),
@@ -115,12 +115,12 @@ def test_acceptance_equals_the_closed_form_of_shared_noise():
   assert abs(harness.draft_acceptance(final) - expected) < 5 * deviation
 
 
-def test_an_unknown_rule_is_refused_by_name():
+def test_unknown_acceptance_rule_is_refused_by_name():
   with pytest.raises(ValueError, match=r"acceptance_rule: received 'greedy', expected"):
     requests.DecodingConfig(acceptance_rule="greedy")
 
 
-def test_rules_agree_on_greedy_rows_beside_sampled_ones():
+def test_rules_agree_on_greedy_rows_in_mixed_batches():
   settings = harness.table_settings(temperature=(0.0, 1.0, 0.0, 0.5, 0.0, 1.0))
   found = [
     harness.outputs(

@@ -22,19 +22,20 @@ MODEL = testing.tabular_model(VOCAB)
 
 @dataclasses.dataclass(frozen=True)
 class Varying(drafters.IndependentDraft):
-  """Proposes a number of tokens that depends on the row and on its position."""
+  """Proposes a number of tokens that depends on the row and its position."""
 
   def propose(self, params, state, rows, num_draft_tokens, noise):
     proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
     row = jnp.arange(rows.length.shape[0])
     lengths = (row + rows.length) % (num_draft_tokens + 1)
-    # The tokens after a row's length are the target's own: tempting, but not proposed.
+    # After a row's length the proposal holds the target's own tokens, which would be
+    # accepted if the length were ignored.
     return proposal.replace(lengths=lengths.astype(jnp.int32)), state
 
 
 @dataclasses.dataclass(frozen=True)
 class Guessing(drafters.IndependentDraft):
-  """Proposes each model's arg max, without logits, as a lookup would."""
+  """Proposes each model's arg max without logits, as a lookup drafter would."""
 
   def propose(self, params, state, rows, num_draft_tokens, noise):
     greedy = rows.replace(
@@ -48,7 +49,7 @@ class Guessing(drafters.IndependentDraft):
 
 @dataclasses.dataclass(frozen=True)
 class Both(Guessing):
-  """Guesses, with lengths of 0 to K."""
+  """Proposes 0 to K tokens without logits."""
 
   def propose(self, params, state, rows, num_draft_tokens, noise):
     proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
@@ -61,7 +62,7 @@ KINDS = {kind.__name__: kind for kind in (Varying, Guessing, Both)}
 
 
 def decoded(kind, settings, length, draft=DRAFT, rule="rejection", run=None):
-  """The finished state of rows that a kind of drafter drafts for."""
+  """The final state of rows that a drafter of this kind drafts for."""
   run = run or jax.jit(rounds.run_rounds, static_argnums=(0, 1))
   spec = rounds.DecodeSpec(MODEL, kind(MODEL), rule=rule)
   target, draft = jnp.asarray(TARGET), jnp.asarray(draft)
@@ -104,12 +105,12 @@ def test_sampled_output_has_the_law_of_the_target(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_residual_is_seen(monkeypatch, kind):
+def test_wrong_residual_fails_the_chi_square_test(monkeypatch, kind):
   """Control: the bonus token after a row's length is drawn from a residual."""
 
   def draft_row(proposal, draft_probs, accepted, vocab_size):
     whole = proposal.replace(lengths=None)
-    if kind == "Guessing":  # a deterministic proposal whose token stays in the residual
+    if kind == "Guessing":  # the proposed token stays in the residual
       return jnp.zeros((accepted.shape[0], vocab_size))
     return RIGHT(whole, draft_probs, accepted, vocab_size)
 
@@ -122,7 +123,7 @@ RIGHT = accept_lib._draft_row
 
 
 def test_no_token_after_a_rows_length_is_accepted_or_counted():
-  """The draft is the target: it would accept every token that it proposes."""
+  """The draft equals the target, so every proposed token would be accepted."""
   settings = harness.settings_of(8, max_length=40)
   final = decoded(Varying, settings, 40, draft=TARGET)
   counters = jax.device_get(final.counters)
@@ -139,7 +140,7 @@ def test_no_token_after_a_rows_length_is_accepted_or_counted():
   assert (emitted == 40).all()
 
 
-def test_a_guess_is_accepted_with_the_probability_that_the_target_gives_it():
+def test_guess_is_accepted_with_its_target_probability():
   settings = harness.settings_of(ROWS, max_length=1, temperature=1.0)
   final = decoded(Guessing, settings, 1)
   guess = int(DRAFT[0, 0].argmax())
@@ -160,9 +161,11 @@ def test_a_row_of_length_zero_decodes_plainly():
   np.testing.assert_array_equal(final.counters.rounds, final.length)
 
 
-def test_the_drafter_follows_from_the_model():
+def test_model_determines_the_drafter():
   independent = drafters.from_model(MODEL)
   assert type(independent) is drafters.IndependentDraft
   attached = drafters.from_model(dataclasses.replace(MODEL, state_width=4))
   assert type(attached) is drafters.AttachedDraft
-  assert independent == drafters.from_model(MODEL)  # so that compiled calls are shared
+  assert independent == drafters.from_model(
+    MODEL
+  )  # equal, so compiled calls are shared

@@ -1,9 +1,9 @@
-"""The law of what is emitted: exactly the target's, whatever the draft and settings.
+"""Emitted tokens have exactly the target's law, for any draft and any settings.
 
-Chi-square of the joint law of the first two and the first three tokens against the
-law computed in float64. Seeds are fixed; a true implementation fails one of all the
-tests of this file with probability 1e-6 at most (Bonferroni over COMPARISONS). The
-planted faults must be caught at the same threshold.
+Chi-square tests compare the joint counts of the first two and first three tokens with
+the law computed in float64. Seeds are fixed. The probability that a correct
+implementation fails any test of this file is at most 1e-6 (Bonferroni over
+COMPARISONS). The planted faults must be caught at the same threshold.
 """
 
 import jax
@@ -20,7 +20,7 @@ from osd_jax.decoding import drafters, rounds, sampling
 pytestmark = pytest.mark.usefixtures("full_optimisation")
 
 VOCAB, LENGTH, DRAWS = 6, 3, 100_000
-ROWS = 60_000  # of a batch, whatever the grid: one compilation for each K
+ROWS = 60_000  # rows of a batch for every grid, so each K compiles once
 COMPARISONS = 200  # more than this file makes
 THRESHOLD = 1e-6 / COMPARISONS
 TARGET = testing.random_table(VOCAB, 1, sharpness=1.5)
@@ -46,7 +46,7 @@ def ending(table):
 
 
 def mixed_settings(grid, rows, seed):
-  """Rows that take turns among the settings of the grid."""
+  """Settings of `rows` rows that cycle through the grid."""
   full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
   columns = {
     name: np.resize([{**full, **entry}[name] for entry in grid], rows) for name in full
@@ -55,13 +55,13 @@ def mixed_settings(grid, rows, seed):
 
 
 def first_tokens(final):
-  """The first LENGTH tokens of every row, padded behind its end."""
+  """The first LENGTH tokens of every row, padded after its end."""
   tokens = np.asarray(final.tokens[:, :LENGTH])
   return np.where(np.arange(LENGTH) < np.asarray(final.length)[:, None], tokens, 0)
 
 
 def p_values(tokens, target, settings):
-  """Of the joint laws of the first two and the first three tokens."""
+  """P-values of the joint laws of the first two and the first three tokens."""
   return [
     oracles.chi_square(
       oracles.joint_counts(tokens[:, :count], VOCAB),
@@ -72,7 +72,7 @@ def p_values(tokens, target, settings):
 
 
 def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS):
-  """P-values [settings, 2] of the loop; the settings share batches."""
+  """P-values [settings, 2] of speculative decoding; the settings share batches."""
   parts = []
   for part in range(-(-DRAWS * len(grid) // ROWS)):
     settings = mixed_settings(grid, ROWS, seed + part * ROWS)
@@ -91,13 +91,13 @@ def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS):
   ("k", "ends", "grid"),
   [(1, True, GRID[::2]), (2, False, GRID), (4, True, GRID[3:5])],
 )
-def test_the_loop_emits_the_law_of_the_target(k, ends, grid):
+def test_speculative_decoding_has_the_law_of_the_target(k, ends, grid):
   target, draft = (ending(TARGET), ending(DRAFT)) if ends else (TARGET, DRAFT)
   found = speculative_p_values(k, target, draft, grid, seed=7 * k)
   assert found.min() > THRESHOLD, found
 
 
-def test_plain_decoding_has_the_same_law():
+def test_plain_decoding_has_the_law_of_the_target():
   grid = GRID[:1] + GRID[4:]
   settings = mixed_settings(grid, DRAWS * len(grid), seed=11)
   tokens = first_tokens(harness.tabular_steps(ending(TARGET), settings, LENGTH))
@@ -116,7 +116,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_draft_that_broke_costs_speed_only(kind):
+def test_broken_draft_keeps_the_law_of_the_target(kind):
   draft = DRAFT.copy()
   draft[0, 0] = BROKEN[kind](draft[0, 0])
   draft[:, 2::2] = BROKEN[kind](draft[:, 2::2])
@@ -126,9 +126,10 @@ def test_a_draft_that_broke_costs_speed_only(kind):
 
 # --- Planted faults -----------------------------------------------------------------
 #
-# A fault is (module, name in it, attribute of that, the wrong function); the wrong
-# function gets the right one first. All are planted into one program, which a number
-# switches: compiling each by itself would take most of this file's time.
+# A fault is (module, name in the module, attribute of that object, wrong function).
+# The wrong function receives the right one as its first argument. One program contains
+# all faults and a number selects one: compiling a program for each fault would take
+# most of the time of this file.
 
 
 def bonus_from_the_row_before(right, *args):
@@ -138,7 +139,7 @@ def bonus_from_the_row_before(right, *args):
 
 
 def after_append(name, length):
-  """A cache has another length after each round: `length(now, as written)`."""
+  """Sets the cache length after each round to `length(now, as written)`."""
 
   def wrong(right, before, *args):
     after = right(before, *args)
@@ -150,13 +151,13 @@ def after_append(name, length):
 
 
 def one_position_long(right, *args):
-  """The draft's cache keeps one more position than it was rewound to."""
+  """Keeps one position more in the draft's cache than it was rewound to."""
   cache = right(*args)
   return cache.replace(length=cache.length + 1)
 
 
 def after_a_rejected_token(right, state, start, count):
-  """The newest input comes after what the round before left behind the length."""
+  """Reads the newest input after the tokens that the last round left behind."""
   cache = state.draft_cache
   at = (cache.length + 2)[:, None]
   left = jnp.take_along_axis(cache.tokens, at, axis=1)[:, 0]
@@ -164,7 +165,7 @@ def after_a_rejected_token(right, state, start, count):
 
 
 def draft_before_top_k(right, logits, settings):
-  if logits.shape[1] == K:  # K rows are the draft's, K + 1 the target's
+  if logits.shape[1] == K:  # the draft has K rows, the target K + 1
     settings = settings.replace(top_k=jnp.zeros_like(settings.top_k))
   return right(logits, settings)
 
@@ -204,8 +205,8 @@ FAULTS = {
   "rejected tokens left in the cache": after_append(
     "target_cache", lambda now, written: written
   ),
-  # After a rejection the draft draws with the noise of the same positions again. If
-  # it remembers what it drew there, its distribution depends on that noise.
+  # After a rejection the draft draws again with the noise of the same positions. If
+  # its cache contains the rejected tokens, its distribution depends on that noise.
   "rejected tokens left in the draft's cache": (
     drafters,
     "state_lib",
@@ -228,7 +229,7 @@ FAULTS = {
 }
 HARMLESS = {
   "none": (accept_lib, "_uniform", None, lambda right, *args: right(*args)),
-  # What was emitted may reach the draft in any form: that decides its speed only.
+  # The draft may see the emitted tokens in any form, because that only affects speed.
   "draft cache one position long": (
     drafters.IndependentDraft,
     "observe",
@@ -236,25 +237,27 @@ HARMLESS = {
     one_position_long,
   ),
 }
-# No chi-square sees these. Below 0 is as if u * draft <= target were accepted.
+# A chi-square test cannot see these. A draw below 0 amounts to accepting when
+# u * draft <= target.
 ZERO = {
   "u is 0": (accept_lib, "_uniform", None, always(0.0)),
   "u is below 0": (accept_lib, "_uniform", None, always(-1e-30)),
 }
 PLANTED = {**FAULTS, **HARMLESS, **ZERO}
-# The last drafted token is never fed, and the first one's noise never used again.
+# Needs three drafted tokens: the last one is never fed, and the noise of the first one
+# is not used again.
 DRAFTED = {"rejected tokens left in the draft's cache": 3}
 
 
 def switched(chosen, right, wrong):
-  """`right`, or `wrong` where the scalar `chosen` is true when the program runs."""
+  """Calls `wrong` if the scalar `chosen` is true at run time, otherwise `right`."""
   return lambda *args: jax.lax.cond(
     chosen, lambda: wrong(right, *args), lambda: right(*args)
   )
 
 
 def rounds_with_faults(number, *args):
-  """`run_rounds` with everything of PLANTED patched in, the number-th one active."""
+  """`run_rounds` with all of PLANTED patched in; only entry `number` is active."""
   with pytest.MonkeyPatch.context() as patch:
     for index, (module, name, attribute, wrong) in enumerate(PLANTED.values()):
       right = getattr(module, name)
@@ -275,7 +278,7 @@ def run_with(fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault):
+def test_planted_fault_fails_the_chi_square_test(fault):
   grid = ({"temperature": 1.0, "top_k": 4 if "top-k" in fault else 0},)
   k, run = DRAFTED.get(fault, K), run_with(fault)
   found = speculative_p_values(k, TARGET, DRAFT, grid, seed=23, run=run)
@@ -283,7 +286,7 @@ def test_a_planted_fault_is_caught(fault):
 
 
 @pytest.mark.parametrize("fault", HARMLESS)
-def test_what_is_no_fault_is_not_caught(fault):
+def test_harmless_change_passes_the_chi_square_test(fault):
   grid = ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 4})
   found = speculative_p_values(K, TARGET, DRAFT, grid, seed=23, run=run_with(fault))
   assert found.min() > THRESHOLD, found
@@ -292,7 +295,7 @@ def test_what_is_no_fault_is_not_caught(fault):
 @pytest.mark.parametrize(
   ("fault", "caught"), [("u is 0", False), ("u is below 0", True)]
 )
-def test_a_token_without_mass_is_never_accepted(fault, caught):
+def test_token_without_target_mass_is_never_accepted(fault, caught):
   grid = ({"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5})
   settings = mixed_settings(grid, ROWS, seed=31)
   tokens = first_tokens(
@@ -310,8 +313,8 @@ def test_a_token_without_mass_is_never_accepted(fault, caught):
 # --- The test itself ----------------------------------------------------------------
 
 
-def test_chi_square_has_the_right_level():
-  """P-values of draws from the law itself are spread evenly; a wrong law is seen."""
+def test_chi_square_p_values_are_uniform_under_the_law():
+  """P-values of draws from the law are uniform, and a wrong law is rejected."""
   rng = np.random.default_rng(0)
   law = oracles.joint_law(TARGET, 2, temperature=1.0).ravel()
   counts = rng.multinomial(DRAWS, law, size=400)

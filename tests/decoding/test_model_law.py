@@ -1,8 +1,8 @@
-"""Sampled outputs of whole models have the target's law, whatever kind of draft serves.
+"""Sampled outputs of whole models have the target's law with every kind of draft.
 
-test_law.py shows it on tables of logits, for every setting and planted fault. Here
-models read a prompt: drafts of their own, and drafts that read what the target has
-read, both replaced while every row is in the middle of its request.
+test_law.py tests tables of logits with all settings and planted faults. Here models
+read a prompt. The drafts are independent or attached to the target, and are replaced
+while every row is in the middle of its request.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def shape_of(family, draft=False):
 
 
 def lively(model, seed):
-  """Random weights under which every token matters to the next."""
+  """Random weights under which every token affects the next."""
   params = jax.jit(model.init)(jax.random.key(seed))
   rng = np.random.default_rng(seed)
   noisy = lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32)
@@ -84,14 +84,14 @@ def law(family):
 
 
 def after(ended, logits):
-  """The law of a next token: padding with certainty behind an end."""
+  """The law of the next token, which is padding after an end."""
   if ended:
     return np.eye(len(logits))[base.PAD_ID]
   return oracles.processed_probs(logits, **SAMPLED)
 
 
 def drawn(family, kind, run):
-  """Tokens [ROWS, LENGTH] of one prompt; another draft serves after one round."""
+  """Tokens [ROWS, LENGTH] of one prompt; the draft is replaced after one round."""
   model, params, source, mask = target_of(family)
   draft, draft_params = draft_of(family, kind, 1)
   settings = harness.settings_of(ROWS, max_length=LENGTH, seed=11, **SAMPLED)
@@ -113,7 +113,7 @@ def drawn(family, kind, run):
   go = functools.partial(harness.rounds, model, draft, DRAFTED, served, run=run)
   state = go(draft_served, state, limit=1)
   rejected = np.asarray(state.counters.drafted) > np.asarray(state.counters.accepted)
-  assert 0.05 < rejected.mean() < 1  # both ways of a round occur
+  assert 0.05 < rejected.mean() < 1  # rounds with and without a rejection occur
   other = draft.prepare(draft_of(family, kind, 2)[1])
   tokens = np.asarray(go(other, state).tokens[:, :LENGTH])
   ends = np.cumsum(tokens == base.EOS_ID, axis=1) - (tokens == base.EOS_ID)
@@ -127,13 +127,13 @@ def p_value(family, kind, run):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_law_is_the_targets_though_the_draft_is_replaced(family, kind):
+def test_law_is_the_targets_after_the_draft_is_replaced(family, kind):
   assert p_value(family, kind, harness.jitted_rounds()) > THRESHOLD
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_recovered_from_the_target_are_seen(monkeypatch, kind):
-  """The control: a wrong residual, planted."""
+def test_wrong_residual_fails_the_chi_square_test_of_models(monkeypatch, kind):
+  """Control: plants a wrong residual."""
   wrong = harness.Changed(accept.jnp, maximum=lambda a, b: 0 * a)
   monkeypatch.setattr(accept, "jnp", wrong)
   assert p_value("t5", kind, harness.jitted_rounds()) < THRESHOLD

@@ -1,4 +1,4 @@
-"""Plain decoding: the naive loop over whole-sequence calls, and when it stops."""
+"""Plain decoding equals a loop over whole-sequence calls, and stops when it should."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +16,8 @@ def table_that_ends(seed=0):
   return table.astype(np.float32)
 
 
-def test_greedy_t5_is_the_arg_max_of_whole_sequence_scores():
-  """No cache, no loop: the next token of every prefix is the arg max of `score`."""
+def test_greedy_t5_tokens_are_the_arg_max_of_whole_sequence_scores():
+  """The oracle has no cache: the arg max of `score` for every prefix."""
   target = harness.TARGET
   params = harness.lively_params(target)
   source, mask = testing.random_sources(5, 7, target.vocab_size, 0)
@@ -34,7 +34,7 @@ def test_greedy_t5_is_the_arg_max_of_whole_sequence_scores():
   logits, valid = harness.scored(target, params, source, mask, state)
   tokens = np.asarray(state.tokens)
   assert (tokens == logits.argmax(-1))[valid].all()
-  assert len(set(tokens[valid].tolist())) > 8  # the test sees more than one token
+  assert len(set(tokens[valid].tolist())) > 8  # the outputs are not constant
   for row, output in enumerate(harness.outputs(state)):
     assert EOS_ID not in output[:-1]
     ended = output[-1] == EOS_ID
@@ -43,7 +43,7 @@ def test_greedy_t5_is_the_arg_max_of_whole_sequence_scores():
     assert state.stop_reason[row] == expected
 
 
-def test_one_target_call_a_token_and_nothing_drafted():
+def test_plain_decoding_makes_one_target_call_per_token():
   settings = harness.settings_of(6, max_length=[1, 2, 3, 7, 20, 20], temperature=1.0)
   state = harness.tabular_steps(table_that_ends(), settings, 20, record=VOCAB)
   np.testing.assert_array_equal(state.counters.rounds, state.length)
@@ -52,7 +52,7 @@ def test_one_target_call_a_token_and_nothing_drafted():
   assert (np.asarray(state.length) <= np.asarray(settings.max_length)).all()
 
 
-def test_it_stops_when_any_row_stops_or_steps_run_out():
+def test_plain_decoding_stops_when_a_row_stops_or_steps_run_out():
   table = testing.random_table(VOCAB, 1)
   settings = harness.settings_of(3, max_length=[9, 4, 9])
   model = testing.tabular_model(VOCAB)
@@ -67,13 +67,13 @@ def test_it_stops_when_any_row_stops_or_steps_run_out():
   assert lengths(state, False, 3)[0] == [3, 3, 3]
   found, stopped = lengths(state, False, 99)
   assert found == [4, 4, 4]
-  # A row that had stopped before does not stop the call again.
+  # A row that had stopped before the call does not end it.
   found, _ = lengths(stopped, False, 99)
   assert found == [9, 4, 9]
   assert lengths(state, True, 99)[0] == [9, 4, 9]
 
 
-def test_records_hold_the_raw_distributions_whatever_the_sampling():
+def test_records_hold_unprocessed_distributions_under_any_sampling():
   table = table_that_ends(2)
   settings = harness.settings_of(
     4, max_length=12, temperature=[0.0, 0.3, 1.0, 2.0], top_k=[0, 2, 0, 3]

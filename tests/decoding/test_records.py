@@ -1,4 +1,4 @@
-"""Records: truncated log-softmax with an exact tail, against a sort."""
+"""Records: truncated log-softmax with an exact tail, compared with a sort."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -27,12 +27,12 @@ def test_ids_are_stored_in_the_smallest_type_that_holds_them(vocab_size, dtype):
   assert found.ids.dtype == dtype and found.ids[0, 0, 0] == vocab_size - 1
 
 
-def test_nothing_is_kept_where_nothing_is_asked_for():
+def test_zero_kept_tokens_store_nothing():
   assert records.empty(2, 5, 0, VOCAB) is None
   assert records.empty(2, 5, 99, VOCAB).ids.shape == (2, 5, VOCAB)
 
 
-def test_a_position_of_400_bytes_at_most():
+def test_position_takes_at_most_400_bytes():
   leaves = jax.tree.leaves(records.empty(1, 1, 64, 32_128))
   assert sum(leaf.nbytes for leaf in leaves) <= 400
 
@@ -46,10 +46,10 @@ def test_a_position_of_400_bytes_at_most():
     max_size=2 * VOCAB,
   ),
 )
-def test_a_record_is_the_truncated_log_softmax(kept, values):
-  """Ties at the cut and impossible tokens included: kept and tail add up to 1."""
+def test_record_is_the_truncated_log_softmax(kept, values):
+  """Includes ties at the cut and impossible tokens; kept and tail add up to 1."""
   logits = np.array(values).reshape(1, 2, VOCAB)
-  logits[..., 2] = 1.0  # something is possible
+  logits[..., 2] = 1.0  # at least one token is possible
   found = records.from_logits(jnp.asarray(logits, jnp.float32), kept)
   log_probs, _, tail = oracles.truncate(logits, kept)
   np.testing.assert_allclose(found.log_probs, log_probs, atol=1e-5)
@@ -64,13 +64,13 @@ def test_a_record_is_the_truncated_log_softmax(kept, values):
 
 @pytest.mark.parametrize("kept", [1, 3, 8])
 @pytest.mark.parametrize("ties", [False, True])
-def test_large_vocabularies_are_searched_by_blocks(kept, ties):
-  """As a sort does; of entries that tie at the cut, others may be kept."""
+def test_block_search_of_large_vocabularies_equals_a_sort(kept, ties):
+  """Equals a sort, except that ties at the cut may keep other entries."""
   logits = np.random.default_rng(kept).normal(size=(2, 3, 512)).astype(np.float32)
   if ties:
     logits = np.round(logits)
   logits[0, 0, 5:] = -np.inf
-  logits[1, 0, :64] += 9  # the largest lie in two blocks
+  logits[1, 0, :64] += 9  # the largest entries lie in two blocks
   found = jax.device_get(records.from_logits(jnp.asarray(logits), kept))
   log_probs, ids, tail = oracles.truncate(logits, kept)
   np.testing.assert_allclose(found.log_probs, log_probs, atol=1e-5)
@@ -86,8 +86,8 @@ def test_large_vocabularies_are_searched_by_blocks(kept, ties):
     np.testing.assert_array_equal(found.ids, elsewhere.ids)
 
 
-def test_of_tied_entries_the_first_are_kept():
-  """As by a sort, although the block with the largest entry comes later."""
+def test_first_of_tied_entries_is_kept():
+  """Equals a sort even though the block with the largest entry comes later."""
   logits = np.zeros((1, 1, 512), np.float32)
   logits[..., [100, 101]] = 2.0, 1.0
   logits[..., 40] = 1.0  # ties with 101, in an earlier block
@@ -97,17 +97,17 @@ def test_of_tied_entries_the_first_are_kept():
     assert records.from_logits(jnp.asarray(logits), 2).ids[0, 0].tolist() == [100, 40]
 
 
-def test_a_tiny_tail_is_kept_and_not_rounded_away():
-  """1 minus the kept mass would be 0 here."""
+def test_tiny_tail_is_not_rounded_to_zero():
+  """Here 1 minus the kept mass would round to 0."""
   logits = np.array([[[30.0, 0.0, 0.0, 0.0]]])
   tail = records.from_logits(jnp.asarray(logits, jnp.float32), 1).tail
   np.testing.assert_allclose(tail, 3 * np.exp(-30.0), rtol=1e-5)
 
 
-def test_teacher_forced_rows_judge_the_token_at_their_own_position():
+def test_teacher_forced_record_t_is_the_law_of_token_t():
   """Row t of the records is the law of token t given the tokens before it."""
   table = testing.random_table(VOCAB, 4)
-  # The 0 of the second row is a token: others come behind it.
+  # The 0 of the second row is a token, not padding, because more tokens follow it.
   tokens = np.array([[3, 5, 1, 0], [2, 0, 1, 0], [0, 0, 0, 0]], np.int32)
   source = np.array([[4, 1], [5, 1], [0, 0]], np.int32)
   batch = records.teacher_forced(

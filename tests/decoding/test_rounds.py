@@ -1,4 +1,4 @@
-"""The whole loop: greedy exactness, independence of rows, records, limits."""
+"""Whole loop: greedy exactness, independence of rows, records, limits, compilation."""
 
 import functools
 
@@ -21,12 +21,12 @@ params_of = harness.reader_params  # target, same, close, far, unrelated
 
 
 def sources(seed):
-  """Five ragged prompts and their mask."""
+  """Five prompts of different lengths and their mask."""
   return harness.reader_sources(5, SOURCE, seed)
 
 
 def started(rows, kind="same"):
-  """Five ragged prompts in turn under limits of their own, prefilled."""
+  """Prefilled rows that cycle through five prompts, each with its own limit."""
   source, mask = sources(0)
   turn = np.arange(rows) % 5
   return harness.start(
@@ -50,7 +50,7 @@ def run_rounds(k, state, kind="same", **kwargs):
 
 @functools.cache
 def plain_state():
-  """Plain decoding of all five prompts."""
+  """The final state of plain decoding for all five prompts."""
   settings = harness.settings_of(5, max_length=LIMITS)
   return harness.plain(TARGET, params_of(), *sources(0), settings, LENGTH, RECORD)
 
@@ -61,7 +61,7 @@ def plain_state():
 @pytest.mark.parametrize(
   ("k", "rows"), [(1, 2), (2, 64), (3, 5), (5, 1), (7, 16), (8, 5)]
 )
-def test_greedy_output_equals_plain_whatever_the_draft(k, rows):
+def test_greedy_output_equals_plain_decoding_with_any_draft(k, rows):
   acceptance = {}
   for kind in ("same", "close", "unrelated"):
     found = run_rounds(k, started(rows, kind), kind)
@@ -70,14 +70,14 @@ def test_greedy_output_equals_plain_whatever_the_draft(k, rows):
     reasons = np.resize(plain_state().stop_reason, rows)
     np.testing.assert_array_equal(found.stop_reason, reasons)
     acceptance[kind] = harness.draft_acceptance(found)
-  # Not vacuous: the drafts do differ.
+  # The drafts really differ.
   assert acceptance["same"] == 1.0
   assert acceptance["unrelated"] < 0.3
   assert rows < 5 or acceptance["unrelated"] < acceptance["close"] < 1
 
 
 @pytest.mark.parametrize("k", [2, 3, 8])
-def test_a_draft_swapped_within_requests_changes_no_greedy_token(k):
+def test_draft_swap_within_requests_changes_no_greedy_token(k):
   state = started(5, "close")
   for kind in ("close", "unrelated", "same"):
     limit = 1 if kind != "same" else harness.MANY
@@ -86,7 +86,7 @@ def test_a_draft_swapped_within_requests_changes_no_greedy_token(k):
 
 
 def greedy_walk(table, limit):
-  """The oracle: arg max by arg max."""
+  """The oracle: follows the arg max, token by token."""
   emitted = [0, 0]
   while len(emitted) - 2 < limit and (emitted[-1] != EOS_ID or len(emitted) == 2):
     emitted.append(int(table[emitted[-2], emitted[-1]].argmax()))
@@ -96,13 +96,13 @@ def greedy_walk(table, limit):
 @pytest.mark.parametrize(
   ("k", "rows"), [(1, 6), (2, 6), (3, 6), (5, 6), (8, 6), (3, 1)]
 )
-def test_greedy_tables_equal_the_walk_over_their_arg_max(k, rows):
+def test_greedy_tables_follow_the_arg_max(k, rows):
   limits = np.resize([60, 1, 7, 60, 33, 59], rows)
   settings = harness.settings_of(rows, max_length=limits)
   endings = 0
   for seed in range(12):
     rng = np.random.default_rng(seed)
-    # Steep in the last token, so that walks are long; some end by themselves.
+    # A strong dependence on the last token makes walks long; some end by themselves.
     table = rng.normal(size=(VOCAB,) * 3) - 0.5 * np.eye(VOCAB)[EOS_ID]
     draft = table + rng.normal(0, 0.5, table.shape)
     table, draft = table.astype(np.float32), draft.astype(np.float32)
@@ -114,10 +114,10 @@ def test_greedy_tables_equal_the_walk_over_their_arg_max(k, rows):
       endings += ended
       reason = StopReason.EOS if ended else StopReason.LENGTH
       assert int(found.stop_reason[row]) == reason
-  assert endings  # some did end
+  assert endings  # some walks end
 
 
-# --- Rows do not see one another ----------------------------------------------------
+# --- Rows are independent -----------------------------------------------------------
 
 MIXED = {
   "temperature": np.array([0.0, 1.0, 0.7, 0.0, 1.3]),
@@ -128,7 +128,7 @@ MIXED = {
 
 
 def mixed_start(order, kind="close"):
-  """The five requests of MIXED in another order."""
+  """The five requests of MIXED, in the given order."""
   source, mask = sources(3)
   order = np.asarray(order)
   settings = harness.settings_of(
@@ -153,14 +153,14 @@ def mixed_start(order, kind="close"):
   "order", [[4, 3, 2, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 3, 0], [2, 4, 1, 4, 2]]
 )
 def test_batch_mates_and_slot_change_no_output(order):
-  """Order, mates, their sampling, whether all are greedy or none filters."""
+  """Covers order, mates, their sampling, all-greedy batches and unfiltered batches."""
   alone = harness.outputs(run_rounds(3, mixed_start(range(5)), "close"))
   assert len(set(map(tuple, alone))) == 5
   found = harness.outputs(run_rounds(3, mixed_start(order), "close"))
   assert found == [alone[row] for row in order]
 
 
-def test_a_row_alone_equals_the_row_in_a_batch():
+def test_single_row_equals_the_row_in_a_batch():
   target, draft = testing.random_table(VOCAB, 6), testing.random_table(VOCAB, 7)
   columns = {
     name: np.resize(values, harness.TABLE_ROWS)
@@ -175,7 +175,7 @@ def test_a_row_alone_equals_the_row_in_a_batch():
     assert harness.outputs(alone) == [together[row]]
 
 
-def test_rounds_one_by_one_equal_one_call_and_leave_stopped_rows_alone():
+def test_single_rounds_equal_one_call_and_leave_stopped_rows_unchanged():
   at_once = run_rounds(3, mixed_start(range(5)), "close")
   state = mixed_start(range(5))
   saw_a_stopped_row = False
@@ -191,7 +191,7 @@ def test_rounds_one_by_one_equal_one_call_and_leave_stopped_rows_alone():
 
 
 def check_same_rows(expected, found, rows):
-  """All that is valid: everything but cache entries behind `length`."""
+  """Compares everything valid, which excludes cache entries after `length`."""
   for row in rows:
     one, other = harness.take(expected, [row]), harness.take(found, [row])
     no_caches = lambda state: state.replace(target_cache=None, draft_cache=None)
@@ -203,7 +203,7 @@ def check_same_rows(expected, found, rows):
       np.testing.assert_array_equal(a.tokens[:, :end], b.tokens[:, :end])
 
 
-def test_a_call_returns_when_any_running_row_stops():
+def test_call_returns_when_any_running_row_stops():
   table = testing.random_table(VOCAB, 1)
   settings = harness.settings_of(3, max_length=[20, 6, 20], temperature=1.0)
   model = testing.tabular_model(VOCAB)
@@ -215,9 +215,9 @@ def test_a_call_returns_when_any_running_row_stops():
   first = call(start)
   assert np.asarray(first.stop_reason).tolist() == [0, StopReason.LENGTH, 0]
   assert np.asarray(first.counters.rounds).tolist() == [2, 2, 2]
-  second = call(first)  # the stopped row does not stop it at once
+  second = call(first)  # the row that stopped earlier does not end it
   assert np.asarray(second.length).tolist() == [20, 6, 20]
-  # Nothing runs any more: nothing happens.
+  # No row is running, so nothing changes.
   jax.tree.map(np.testing.assert_array_equal, second, call(second))
 
 
@@ -236,7 +236,7 @@ def test_records_equal_a_fresh_scoring_pass(kind):
   np.testing.assert_allclose(found.log_probs[valid], log_probs[valid], atol=5e-5)
   np.testing.assert_allclose(found.log_probs[valid], at_ids[valid], atol=5e-5)
   np.testing.assert_allclose(found.tail[valid], tail[valid], atol=1e-5)
-  # A round that accepts less than K and is not cut has one error.
+  # A round has one error if it accepts less than K tokens and is not cut.
   errors = np.sum(found.error & valid, axis=1)
   rejected = np.asarray(state.counters.drafted - state.counters.accepted)
   np.testing.assert_array_equal(errors, rejected)
@@ -245,10 +245,10 @@ def test_records_equal_a_fresh_scoring_pass(kind):
 @pytest.mark.parametrize(
   ("k", "errors"), [(1, [2, 5]), (2, []), (8, [2, 5]), (5, [2, 5]), (3, [2, 5])]
 )
-def test_the_error_mask_marks_planted_rejections_and_nothing_else(k, errors):
-  """The target repeats 2 3 4; the draft is wrong behind 3. K = 2 never drafts there.
+def test_error_mask_marks_exactly_the_planted_rejections(k, errors):
+  """The target repeats 2 3 4, and the draft is wrong after 3.
 
-  k = 2 sees every third token as a bonus token, which is no error.
+  With K = 2 every third token is a bonus token, so the draft is never wrong.
   """
   target = np.zeros((VOCAB,) * 3, np.float32)
   for last, following in ((0, 2), (2, 3), (3, 4), (4, 2)):
@@ -265,7 +265,7 @@ def test_the_error_mask_marks_planted_rejections_and_nothing_else(k, errors):
 
 
 def run_to_the_limit():
-  """K = 8 beside limits that the last rounds overshoot."""
+  """K = 8 with limits that the last rounds exceed."""
   target = testing.random_table(VOCAB, 8)
   settings = harness.table_settings(max_length=[60, 59, 58, 60, 4, 60])
   noise = np.random.default_rng(1).normal(0, 0.4, target.shape).astype(np.float32)
@@ -274,7 +274,7 @@ def run_to_the_limit():
 
 
 def differences(expected, found):
-  """What differs between two final states, among all that is valid."""
+  """Names the valid parts in which two final states differ."""
   wrong = []
   for row, length in enumerate(np.asarray(expected.length)):
     fed = [0, *harness.outputs(expected)[row]][:length]
@@ -292,12 +292,12 @@ def differences(expected, found):
   return sorted(set(wrong))
 
 
-def test_a_round_that_overshoots_the_limit_overwrites_nothing():
+def test_round_past_the_limit_overwrites_nothing():
   assert differences(*run_to_the_limit()) == []
 
 
-def test_buffers_without_a_spare_round_are_caught(monkeypatch):
-  """Control: clamped writes land on earlier entries of every buffer."""
+def test_buffers_without_room_for_a_round_are_overwritten(monkeypatch):
+  """Control: clamped writes overwrite earlier entries of every buffer."""
   monkeypatch.setattr(state_lib, "buffer_length", lambda target_length: target_length)
   found = differences(*run_to_the_limit())
   assert {"tokens", "target cache", "records"} <= set(found)
@@ -326,7 +326,7 @@ def test_jit_equals_no_jit_for_one_round():
   assert (np.asarray(compiled.counters.rounds) == 1).all()
 
 
-def test_nothing_compiles_for_other_settings_requests_or_parameters():
+def test_other_settings_requests_and_parameters_compile_nothing():
   run = harness.jitted_rounds()
   model = testing.tabular_model(VOCAB)
 
@@ -342,7 +342,9 @@ def test_nothing_compiles_for_other_settings_requests_or_parameters():
   for seed in range(1, 5):
     call(seed, max_length=seed, temperature=seed / 2, top_k=seed, top_p=0.9, seed=seed)
   tables = [jnp.asarray(testing.random_table(VOCAB, 2))] * 2
-  harness.rounds(model, model, 2, *tables, state, run=run)  # its own result goes in
+  harness.rounds(
+    model, model, 2, *tables, state, run=run
+  )  # its own result is the next input
   assert run._cache_size() == 1
-  call(0, rows=4, max_length=9)  # the count does count
+  call(0, rows=4, max_length=9)  # another number of rows does compile
   assert run._cache_size() == 2

@@ -1,4 +1,4 @@
-"""Processed distributions against a slow oracle; draws are functions of their key."""
+"""Processed distributions equal a slow oracle; draws depend on their key alone."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -23,9 +23,11 @@ def probs_of(logits, **settings):
 
 
 @pytest.mark.parametrize("size", [100, 128, 32128])
-def test_arg_max_is_the_first_of_the_largest(forms, size):
+def test_arg_max_is_the_first_of_tied_entries(forms, size):
   rng = np.random.default_rng(size)
-  values = rng.integers(0, 9, (6, 3, size)).astype(np.float32)  # many are largest
+  values = rng.integers(0, 9, (6, 3, size)).astype(
+    np.float32
+  )  # many ties for the largest
   values[2, 0] = -np.inf
   values[2, 1, -1] = np.inf
   values[3, 0], values[3, 0, size // 2] = -1.0, -0.0
@@ -39,7 +41,7 @@ def test_arg_max_is_the_first_of_the_largest(forms, size):
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("size", [8, 1000, 1536, 32128])
-def test_a_broken_row_has_no_mass_whatever_the_vocabulary(size, temperature, broken):
+def test_broken_row_has_no_mass_in_any_vocabulary(size, temperature, broken):
   logits = np.random.default_rng(0).normal(size=(2, 3, size)).astype(np.float32)
   logits[0, 1, size - 3] = broken
   got = probs_of(logits, temperature=temperature)
@@ -49,7 +51,7 @@ def test_a_broken_row_has_no_mass_whatever_the_vocabulary(size, temperature, bro
 
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(
-  # Few distinct values: ties are the rule.
+  # Few distinct values, so most rows have ties.
   logits=st.lists(
     st.sampled_from([-np.inf, -3.0, -1.0, 0.0, 0.5, 1.0, 2.5]),
     min_size=ROWS * POSITIONS * VOCAB,
@@ -59,7 +61,7 @@ def test_a_broken_row_has_no_mass_whatever_the_vocabulary(size, temperature, bro
     st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=ROWS, max_size=ROWS
   ),
   top_k=st.lists(st.integers(0, VOCAB + 2), min_size=ROWS, max_size=ROWS),
-  # No value at which a sum of probabilities could round to either side.
+  # None of these is a sum of probabilities that could round either way.
   top_p=st.lists(
     st.sampled_from([0.0001, 0.3137, 0.7191, 0.9973, 1.0]),
     min_size=ROWS,
@@ -78,20 +80,20 @@ def test_processed_probs_equals_the_oracle(logits, temperature, top_k, top_p):
       assert ((found[row, position] > 0) == (expected > 0)).all()
 
 
-def test_ties_with_the_last_kept_token_are_kept():
+def test_ties_with_the_last_kept_token_are_also_kept():
   logits = np.array([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
   found = probs_of(logits, temperature=1.0, top_k=2)[0, 0]
   assert (found[:4] > 0).all() and found[4] == 0
 
 
-def test_a_cut_off_among_equals_does_not_tell_zero_from_minus_zero():
-  """A logit that the temperature makes vanish is as likely as the largest."""
+def test_cut_off_treats_zero_and_minus_zero_as_a_tie():
+  """At this temperature the second logit vanishes, so it ties with the largest."""
   logits = np.array([[[0.0, -1e-30, -1.0, -2.0]]])
   found = probs_of(logits, temperature=1e20, top_k=1)[0, 0]
   np.testing.assert_allclose(found, [0.5, 0.5, 0, 0])
 
 
-def test_filters_of_a_large_vocabulary_equal_the_oracle():
+def test_filters_equal_the_oracle_in_a_large_vocabulary():
   logits = np.random.default_rng(5).normal(0, 4, (4, 1, 32_128)).astype(np.float32)
   settings = [(50, 1.0), (0, 0.9), (200, 0.7), (1, 0.5)]
   top_k, top_p = zip(*settings, strict=True)
@@ -102,22 +104,22 @@ def test_filters_of_a_large_vocabulary_equal_the_oracle():
     np.testing.assert_allclose(found[row, 0], expected, atol=1e-6)
 
 
-def test_a_greedy_row_is_one_hot_at_its_first_arg_max():
+def test_greedy_row_is_one_hot_at_its_first_arg_max():
   logits = np.array([[[0.0, 3.0, 3.0, 1.0]], [[5.0, 3.0, 3.0, 1.0]]])
   found = probs_of(logits, temperature=[0.0, 0.0], top_k=[0, 3], top_p=[0.5, 1.0])
   np.testing.assert_array_equal(found[:, 0], np.eye(4)[[1, 0]])
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1.2e-38])
-def test_no_temperature_is_too_small(temperature):
+def test_tiny_temperatures_give_one_hot_distributions(temperature):
   logits = np.random.default_rng(0).normal(0, 30, (2, 1, VOCAB))
   found = probs_of(logits, temperature=temperature)
   np.testing.assert_array_equal(found, np.eye(VOCAB)[logits.argmax(-1)])
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-6])
-def test_a_low_temperature_still_samples(temperature):
-  """Only 0 is greedy: two tokens that are close are both drawn."""
+def test_low_temperature_still_samples(temperature):
+  """Only temperature 0 is greedy: both of two close tokens are drawn."""
   rows = 2000
   settings = harness.settings_of(rows, max_length=1, temperature=temperature)
   logits = jnp.tile(jnp.asarray([0.0, -temperature, -1.0]), (rows, 1))
@@ -133,7 +135,7 @@ def test_a_low_temperature_still_samples(temperature):
   [[np.nan, 0, 1], [0, 1, -np.nan], [np.inf, 0, 1], [-np.inf] * 3, [np.nan, np.inf, 0]],
 )
 @pytest.mark.parametrize("top_k", [0, 2])
-def test_a_broken_row_has_no_mass_and_leaves_its_mates_alone(broken, top_k):
+def test_broken_row_has_no_mass_and_does_not_affect_other_rows(broken, top_k):
   logits = np.array([[[0.0, 1.0, 2.0]], [broken]])
   for temperature in (0.0, 1.0):
     found = probs_of(logits, temperature=temperature, top_k=[0, top_k])
@@ -141,8 +143,8 @@ def test_a_broken_row_has_no_mass_and_leaves_its_mates_alone(broken, top_k):
     np.testing.assert_allclose(found[0].sum(), 1, atol=1e-6)
 
 
-def test_a_row_does_not_notice_the_filters_of_its_mates():
-  """Bit for bit, in a vocabulary where sums of probabilities round to 1 early."""
+def test_row_does_not_depend_on_filters_of_batch_mates():
+  """Bit for bit, in a vocabulary whose sums of probabilities round to 1 early."""
   logits = np.random.default_rng(1).normal(0, 6, (40, 1, 2000))
   alone = probs_of(logits, temperature=1.0)
   with_mates = probs_of(logits, temperature=1.0, top_k=np.arange(40) % 2)
@@ -151,7 +153,7 @@ def test_a_row_does_not_notice_the_filters_of_its_mates():
 
 
 def test_draws_depend_on_seed_position_and_purpose_alone():
-  """The same key gives the same draw in any row; any other part of it another."""
+  """Equal keys give equal draws in any row; changing any part of a key changes them."""
   rows = 400
   probs = jnp.full((rows, 50), 0.02)
 
@@ -183,13 +185,13 @@ def test_a_token_without_mass_is_never_drawn(size, purpose):
   assert (np.asarray(nothing) < size).all(), "an entry, whichever"
 
 
-# Shares at which a row ends, and between; the largest that float32 has below 1.
+# Bounds between entries, points between them, and the largest float32 below 1.
 SHARES = np.append(np.arange(512) / 512, 1 - 2.0**-24).astype(np.float32)
 
 
 @pytest.mark.parametrize("size", [1, 5, 128, 131, 1000])
-def test_shares_of_a_row_fall_to_its_entries_by_their_mass(size):
-  """All shares at equal distances: as many for each entry as its mass says."""
+def test_shares_select_entries_in_proportion_to_their_mass(size):
+  """Evenly spaced shares select each entry in proportion to its mass."""
   masses = np.random.default_rng(size).integers(0, 3, size).astype(np.float32)
   masses[-1] += 1
   masses *= np.float32(0.1)
@@ -203,8 +205,8 @@ def test_shares_of_a_row_fall_to_its_entries_by_their_mass(size):
 
 
 @pytest.mark.parametrize("size", [5, 300])
-def test_the_ends_of_a_row_are_entries_with_mass(size):
-  """Rounded sums leave no share without an entry, nor one whose mass is 0."""
+def test_every_share_selects_an_entry_with_mass(size):
+  """Despite rounded sums, every share selects an entry, and one with mass."""
   random = np.random.default_rng(3)
   masses = random.exponential(size=(len(SHARES), size)).astype(np.float32)
   masses[random.random(masses.shape) < 0.5] = 0
@@ -214,7 +216,7 @@ def test_the_ends_of_a_row_are_entries_with_mass(size):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_greedy_row_samples_its_arg_max_beside_any_mate(temperature):
+def test_greedy_row_samples_its_arg_max_with_any_batch_mate(temperature):
   logits = jnp.asarray(np.random.default_rng(2).normal(size=(6, VOCAB)), jnp.float32)
   settings = harness.settings_of(
     6, max_length=1, temperature=np.where(np.arange(6) % 2, temperature, 0.0)
@@ -250,7 +252,7 @@ def test_make_settings_fills_every_row():
     ("max_length", 0),
   ],
 )
-def test_a_value_out_of_range_is_named(field, value):
+def test_sampling_value_out_of_range_is_named(field, value):
   arguments = {"max_length": 4, field: value}
   with pytest.raises(ValueError) as caught:
     sampling.make_settings(2, **arguments)

@@ -1,4 +1,4 @@
-"""The import hook of conftest.py: annotated shapes are checked, in the tests alone."""
+"""The import hook of conftest.py checks annotated shapes, but only in tests."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def drawn(rows, seeds, dtype=jnp.uint32):
   )
 
 
-def test_shapes_and_types_that_do_not_fit_are_refused():
+def test_wrong_shapes_and_dtypes_are_refused():
   assert drawn(2, 2).shape == (2,)
   for arguments in ((2, 3), (2, 2, jnp.int32)):
     with pytest.raises(jaxtyping.TypeCheckError, match="seed"):
@@ -30,7 +30,7 @@ def test_shapes_and_types_that_do_not_fit_are_refused():
     losses.forward_kl(rows, rows[:, :4])
 
 
-def test_no_run_pays_for_it():
+def test_import_outside_tests_checks_no_shapes():
   code = (
     "import sys, osd_jax.decoding.sampling as s;"
     "assert 'beartype' not in sys.modules and not hasattr(s.draw, '__wrapped__')"

@@ -1,4 +1,4 @@
-"""Appending a round against a list-of-tokens oracle."""
+"""Appending a round equals an oracle that keeps a list of tokens."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -18,13 +18,13 @@ append = jax.jit(state_lib.append, static_argnums=4)
 
 
 def filled_state(rng, length, reason, max_length):
-  """Rows in the middle of decoding: every buffer holds something."""
+  """Rows in the middle of decoding, with data in every buffer."""
   slots = state_lib.buffer_length(LENGTH)
 
   def cache():
     return testing.TabularCache(
       jnp.asarray(rng.integers(2, VOCAB, (ROWS, slots)), jnp.int32),
-      jnp.asarray(length + 3, jnp.int32),  # as the round's calls left it
+      jnp.asarray(length + 3, jnp.int32),  # as the calls of the round leave it
     )
 
   state = state_lib.initial_state(
@@ -61,7 +61,7 @@ def emitted_by(tokens, accepted, room, ends=(EOS_ID,)):
 
 
 def a_round(data, k):
-  """A random round over rows of any length, running, stopped or empty."""
+  """A random round over rows of any length: running, stopped or empty."""
   ints = lambda low, high: st.lists(
     st.integers(low, high), min_size=ROWS, max_size=ROWS
   )
@@ -88,7 +88,7 @@ def a_round(data, k):
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(data=st.data())
 def test_append_equals_the_oracle(k, ends, data):
-  """With one end of a sequence, or several of which 1 is none."""
+  """With one end-of-sequence token, or several that do not include 1."""
   before, acceptance, verification = a_round(data, k)
   proposal = base.Proposal(acceptance.tokens[:, :k], None)
   after = append(before, acceptance, verification, proposal, ends)
@@ -154,7 +154,7 @@ def check_records(before, verification, after, row, start, end, accepted, k):
   np.testing.assert_array_equal(new.error, (offsets == accepted) & (offsets < k))
 
 
-def test_a_new_row_is_running_and_bound_by_the_buffer():
+def test_new_row_is_running_and_limited_by_the_buffer():
   state = state_lib.initial_state(
     jnp.zeros(2, jnp.int32),
     harness.settings_of(2, max_length=[3, 99]),
@@ -172,5 +172,5 @@ def test_a_new_row_is_running_and_bound_by_the_buffer():
   assert all(leaf.shape[0] == 2 for leaf in leaves)
 
 
-def test_every_stop_reason_explains_itself():
+def test_every_stop_reason_has_a_description():
   assert len({reason.message for reason in StopReason}) == len(StopReason)

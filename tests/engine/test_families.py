@@ -78,7 +78,7 @@ def accepted_share(found):
 
 
 @FAMILY
-def test_greedy_output_equals_plain_whatever_the_draft(target):
+def test_greedy_output_equals_plain_decoding_with_any_draft(target):
   draft = dict(harness.FAMILIES.values())[target]
   far = harness.perturbed(harness.lively_params(target), 0.5)
   assert len(set(map(tuple, expected(target)))) > 3

@@ -293,12 +293,6 @@ def shuffled(count: int, start: int, size: int, seed: int) -> np.ndarray:
   The order of an epoch depends only on the seed and the number of the epoch, so a
   continued run draws the same rows.
 
-  Args:
-    count: rows of an epoch.
-    start: first position.
-    size: number of positions.
-    seed: seed of the shuffles.
-
   Returns:
     [size] row indices.
   """

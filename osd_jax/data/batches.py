@@ -66,17 +66,14 @@ class BatchConfig(base.Config):
 
 
 class ExampleSequence:
-  """The kept examples of a corpus, shuffled anew in every epoch."""
+  """The kept examples of a corpus, with a new order in every epoch."""
 
   def __init__(
     self, config: BatchConfig, vocabulary: Vocabulary, require_reference: bool
   ):
     """Reads every task.
 
-    Args:
-      config: the corpus.
-      vocabulary: encodes the texts.
-      require_reference: leaves out examples without a reference.
+    With `require_reference`, examples without a reference are left out.
 
     Raises:
       InputError: missing files, or a task without usable examples.
@@ -85,6 +82,8 @@ class ExampleSequence:
     self.config, self.vocabulary = config, vocabulary
     self._require_reference = require_reference
     self.tasks = [TaskExamples(task, vocabulary) for task in config.tasks]
+    # Ids are computed later, on demand: of a large corpus only the kept examples are
+    # tokenised.
     # For every task, the numbers of the kept examples in the order of the source.
     self.kept: list[list[int]] = [
       self._choose(read, limit)
@@ -100,6 +99,9 @@ class ExampleSequence:
   def find(self, place: int) -> tuple[int, int]:
     """Returns the task and the index in its `kept` at a place of the sequence."""
     epoch, offset = divmod(place, self.rows_per_epoch)
+    # An example's number within its task counts the task's occurrences in all earlier
+    # epochs, so a task whose quota differs from its size continues where the last epoch
+    # ended instead of starting over.
     task_ids, ordinals = self._epoch(epoch)
     task_id = int(task_ids[offset])
     earlier = epoch * int(self._quotas[task_id]) + int(ordinals[offset])
@@ -171,6 +173,8 @@ class ExampleSequence:
       )
     if limit is None or limit >= len(usable):
       return usable
+    # Sorted, so that the choice depends on the seed but the order of the kept examples
+    # is still the source's, as without a limit.
     chosen = examples.order(read.task, len(usable), self.config.seed, epoch=0)[:limit]
     return [usable[place] for place in sorted(chosen)]
 
@@ -178,6 +182,8 @@ class ExampleSequence:
   def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the task at every place of an epoch, and its earlier occurrences."""
     task_ids = np.repeat(np.arange(len(self._quotas)), self._quotas)
+    # The 1 keeps this stream of random numbers apart from those of `examples.order`,
+    # which start from the same seed.
     task_ids = np.random.default_rng([self.config.seed, 1, epoch]).permutation(task_ids)
     return task_ids, examples.ordinals(task_ids)
 
@@ -204,11 +210,11 @@ class EncodedExample:
 
 
 class Corpus(list[EncodedExample]):
-  """The examples of a corpus, with an account of what was skipped and cut.
+  """The examples of a corpus, with a report on skipped and cut texts.
 
   Attributes:
     report: see `ExampleSequence.report`.
-    sentences: the same account in words.
+    sentences: the same report as sentences.
   """
 
   def __init__(self, found: Iterable[EncodedExample], sequence: ExampleSequence):
@@ -222,10 +228,7 @@ def read_corpus(
 ) -> Corpus:
   """Reads every example of a corpus once, in the order of its first epoch.
 
-  Args:
-    config: tasks and lengths; batch_size is ignored.
-    vocabulary: encodes the texts.
-    count: maximal number of examples; None for all.
+  `config.batch_size` is ignored. At most `count` examples are read; None reads all.
   """
   sequence = ExampleSequence(config, vocabulary, require_reference=False)
   total = sequence.rows_per_epoch
@@ -234,7 +237,9 @@ def read_corpus(
     task_id, index = sequence.find(place)
     prompt, reference = sequence.tokens(task_id, index)
     if len(reference) == 1 and reference[0] in vocabulary.eos_ids:
-      reference = reference[:0]  # the data have none
+      # Only end-of-sequence: the data set has no reference for this prompt. An empty
+      # array tells users so, whereas one token would be scored as an answer.
+      reference = reference[:0]
     found.append(EncodedExample(prompt, task_id, reference))
   return Corpus(found, sequence)
 
@@ -244,4 +249,6 @@ def _quotas(sizes: list[int], weights: tuple[float, ...] | None) -> np.ndarray:
   if weights is None:
     return np.asarray(sizes, np.int64)
   shares = np.asarray(weights, np.float64) / sum(weights) * sum(sizes)
+  # At least one example each: a task with a quota of 0 would never be read, although
+  # its weight is positive.
   return np.maximum(np.rint(shares), 1).astype(np.int64)

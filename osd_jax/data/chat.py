@@ -18,10 +18,9 @@ FILE, _FIELD = "chat_template.jinja", "chat_template"
 def own_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
   """Returns the chat template of a model folder, or None.
 
-  Args:
-    folder: may contain a `chat_template.jinja`.
-    settings: its `tokenizer_config.json`; if it has several templates, the one named
-      "default" is used.
+  The file `chat_template.jinja` takes precedence over `settings`, the content of
+  `tokenizer_config.json`. If the settings hold several templates, the one named
+  "default" is used.
   """
   if (folder / FILE).exists():
     return (folder / FILE).read_text()
@@ -70,6 +69,8 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
       body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
       return nodes.Scope(body, lineno=line)
 
+  # A template is code from a download. The sandbox denies it access to Python's
+  # internals; the trimming options are transformers' own and change the text.
   environment = ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
@@ -84,6 +85,7 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
   def render(messages: Sequence[Mapping[str, str]]) -> str:
     try:
       return environment.from_string(template).render(
+        # Templates test `tools is not none`, which an undefined name would pass.
         messages=messages,
         tools=None,
         documents=None,

@@ -98,7 +98,7 @@ class TaskConfig(base.Config):
     return self.source or self.name
 
   def _check_template(self, name: str) -> tuple[bool, str]:
-    """Returns whether a template is valid, and what is expected instead."""
+    """Returns whether a template is valid, and the text of what was expected."""
     template, default = getattr(self, name), getattr(type(self), name)
     if self.preprocessor != "identity":
       expected = f"{default!r}, since preprocessor {self.preprocessor!r} writes it"
@@ -130,11 +130,8 @@ class Example:
 def topic_task(topic: str, split: str = "train", rows: int | None = None) -> TaskConfig:
   """Returns the task of one of the demo's `TOPICS`.
 
-  Args:
-    topic: one of `TOPICS`.
-    split: "train", "eval" or "stream"; "seen" holds the part of the train split that
-      warms up the learner of the demo.
-    rows: None reads all that is shipped.
+  The splits are "train", "eval", "stream", and "seen", the part of the train split that
+  warms up the demo's learner. `rows=None` reads all shipped examples.
   """
   return TaskConfig(
     f"generated_{topic}",  # seeds the order, so stored results depend on it
@@ -176,8 +173,12 @@ def texts(task: TaskConfig, skipped: list[str] | None = None) -> Iterator[Exampl
     )
   else:
     source = seqio_source.task_examples(task.name, task.seqio_task, task.split)
+  # `rows` counts usable examples, so that a bad line in the data does not change how
+  # many examples a run gets.
   usable = 0
   for location, raw in source:
+    # Checked before the next example is parsed: an endless or remote source is not read
+    # further than needed.
     if usable == task.rows:
       return
     try:
@@ -211,6 +212,8 @@ class TaskExamples:
     self.examples: list[Example] = []
     self.skipped: list[str] = []
     self._tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    # A text can be non-blank and still have no tokens, for example if it consists of
+    # characters that the tokeniser removes. Only the vocabulary can tell.
     for example in texts(task, self.skipped):
       if self._is_blank(example.prompt):
         reason = "empty: the prompt has no tokens"
@@ -252,6 +255,7 @@ class TaskExamples:
     digest = hashlib.sha256()
     for number in range(len(self)):
       for ids in self.tokens(number):
+        # The length separates neighbours: [1, 2] [3] and [1] [2, 3] must not collide.
         digest.update(len(ids).to_bytes(4, "little") + ids.tobytes())
     return digest.hexdigest()
 
@@ -286,6 +290,8 @@ def find_files(task: TaskConfig) -> list[str]:
   else:
     try:
       names = sorted(os.listdir(folder or "."))
+      # Sorted, because the order of the examples, and with it a whole run, would
+      # otherwise depend on the file system.
       paths = sorted(glob.glob(os.path.join(folder, pattern)))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the pattern
       raise base.InputError(
@@ -299,6 +305,8 @@ def find_files(task: TaskConfig) -> list[str]:
       f" {folder!r} matches; its JSON files are {json_names[:20]}. Correct the pattern,"
       " the split or data_dir."
     )
+  # Opening every file now reports a missing permission at the start of a run, not when
+  # the stream reaches the file hours later.
   for path in paths:
     try:
       with open(path, "rb"):
@@ -362,10 +370,13 @@ def _example(
   else:
     prompt, reference = PREPROCESSORS[task.preprocessor](raw)
   try:
+    # JSON may escape half of a surrogate pair ("\ud83d"). Python decodes it, but
+    # neither the tokenisers nor the logs can encode it.
     (prompt + reference).encode("utf-8")
   except UnicodeEncodeError as error:
-    reason = "a lone surrogate in prompt or reference is no text"
+    reason = "prompt or reference holds a lone surrogate, which is not text"
     raise UnusableExample("malformed", reason) from error
+  # True is an int in Python but not an id.
   own_id = raw.get("id")
   if isinstance(own_id, bool) or not isinstance(own_id, str | int):
     own_id = os.path.basename(location)
@@ -399,6 +410,7 @@ def order(task: TaskConfig, count: int, seed: int, epoch: int) -> np.ndarray:
   It depends on the task's name but not on the other tasks of the run, so adding a task
   does not reorder the others.
   """
+  # `hash` of a text differs between processes, so it cannot seed a reproducible order.
   name = int.from_bytes(hashlib.sha256(task.name.encode()).digest()[:4], "big")
   return np.random.default_rng([seed, name, epoch]).permutation(count)
 
@@ -422,11 +434,11 @@ def are_shares(weights: Sequence[float], count: int) -> bool:
 
 
 def report(source: str, rows: int, **places: Sequence[str]) -> dict[str, Any]:
-  """Returns a JSON-able account of what was read of a task.
+  """Returns the counts of a task's examples, ready for JSON.
 
   Args:
-    source: label of its requests in tables.
-    rows: number of usable examples.
+    source: label under which tables list the task's requests.
+    rows: number of usable examples of the task.
     **places: for each name of a count, the locations of the examples counted.
 
   Returns:
@@ -443,6 +455,7 @@ def add_to_report(account: dict[str, Any], name: str, place: str) -> None:
   """Increments one count of a report."""
   account[name] += 1
   named = account["places"].setdefault(name, [])
+  # A file of the wrong format has an error in every line; the report names the first.
   if len(named) < _MAX_REPORTED_PLACES:
     named.append(place)
 

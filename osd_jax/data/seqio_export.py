@@ -31,8 +31,8 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
   Unusable examples are left out.
 
   Args:
-    task: what to read.
-    vocabulary: encodes the texts.
+    task: source of the examples; its preprocessor is applied.
+    vocabulary: encodes prompts and references, and appends end-of-sequence.
     name: the seqio name; None uses `task.name`.
 
   Returns:
@@ -54,7 +54,8 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
       " Give one of the two another name."
     )
   if task.pattern:
-    examples.find_files(task)  # inside tensorflow the error would be unreadable
+    # Checks the files here, where the error can name the setting.
+    examples.find_files(task)
   make = _vocabulary_class()
   add_eos = not vocabulary.is_causal
   seqio.TaskRegistry.add(
@@ -97,6 +98,8 @@ def _append_eos(dataset: Any, output_features: Any, sequence_length: Any = None)
   """Appends end-of-sequence after cutting inputs, but before cutting targets."""
   import seqio
 
+  # Inputs are complete texts, so they end in end-of-sequence even if they are cut. A
+  # cut target does not end there, and a model must not learn that it does.
   cut, whole = ({key: output_features[key]} for key in ("inputs", "targets"))
   dataset = seqio.preprocessors.append_eos_after_trim(dataset, cut, sequence_length)
   return seqio.preprocessors.append_eos(dataset, whole)
@@ -147,6 +150,7 @@ def _vocabulary_class() -> Any:
       ids = tf.numpy_function(
         lambda text: np.asarray(self._encode(_to_text(text)), np.int32), [s], tf.int32
       )
+      # numpy_function loses the rank, which seqio's cutting needs.
       ids.set_shape([None])
       return ids
 

@@ -45,11 +45,7 @@ def import_seqio() -> Any:
 def tfds_examples(task: str, tfds_name: str, split: str, data_dir: str) -> Source:
   """Yields the examples of a TFDS data set in the order of its files.
 
-  Args:
-    task: name of the task, for error messages.
-    tfds_name: name and version of the data set.
-    split: one of its splits.
-    data_dir: TFDS's data folder; "" for its default.
+  `task` is the name in error messages. An empty `data_dir` means TFDS's default.
 
   Raises:
     InputError: the data set, version or split cannot be read.
@@ -92,6 +88,7 @@ def task_examples(task: str, seqio_task: str, split: str) -> Source:
     fields = {name: _as_python(value) for name, value in raw.items()}
     for field, feature in (("prompt", "inputs"), ("reference", "targets")):
       if feature in raw:
+        # Prefer the original text: decoding ids loses spaces and unknown characters.
         text = fields.get(f"{feature}_pretokenized", fields[feature])
         if not isinstance(text, str):
           text = features[feature].vocabulary.decode(raw[feature].tolist())
@@ -115,7 +112,7 @@ def _as_python(value: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-  """The first line of an error's text, or its type if it has none."""
+  """Returns the first line of an error's text, or its type if the text is empty."""
   return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -132,10 +129,12 @@ def _silent_stderr() -> Iterator[None]:
   original = os.dup(2)
   try:
     with tempfile.TemporaryFile() as sink:
+      # Redirecting sys.stderr would not help: C++ writes to the file descriptor.
       os.dup2(sink.fileno(), 2)
       try:
         yield
       except BaseException:
+        # A failing import needs its messages, so they are replayed.
         sink.seek(0)
         os.write(original, sink.read())
         raise

@@ -1,4 +1,4 @@
-"""Query streams: which task each request comes from, and what it asks.
+"""Query streams: the task and the prompt of every request of a run.
 
 The schedule is a function of the config (including its seed) and of the number of
 examples in each task, and the n-th query of a task is a function of n. So a query is
@@ -86,9 +86,7 @@ class StreamConfig(base.Config):
 def schedule(config: StreamConfig, sizes: Sequence[int]) -> np.ndarray:
   """Returns for every query the index of its entry in `config.tasks`, [total] int32.
 
-  Args:
-    config: the stream.
-    sizes: number of examples of each entry.
+  `sizes` are the numbers of examples of the entries.
   """
   per_task = config.requests_per_task
   counts = np.asarray(sizes if per_task is None else _counts(config, per_task), int)
@@ -101,12 +99,14 @@ def _counts(config: StreamConfig, per_task: int) -> np.ndarray:
   count = len(config.tasks)
   if config.kind != "mixture" or config.weights is None:
     return np.full(count, per_task)
+  # Rounding the cumulative sums, not the shares, keeps the total exact.
   ends = np.cumsum(config.weights) / sum(config.weights) * count * per_task
   return np.diff(np.rint(ends), prepend=0)
 
 
 def _sharp(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Returns one entry after the other; nothing is random."""
+  """Returns all queries of the first entry, then those of the second, and so on."""
+  # Nothing is random here; the argument is that of all schedules.
   del rng
   return np.repeat(np.arange(len(counts)), counts)
 
@@ -116,7 +116,8 @@ def _gradual(
 ) -> np.ndarray:
   """Moves every query by up to half the width, which makes each share a linear ramp."""
   entries = _sharp(counts, rng)
-  width = min(width, counts.min())  # a task must be over before it comes back
+  # A wider ramp would reach past a whole task, and mix the tasks before and after it.
+  width = min(width, counts.min())
   offset = width * (rng.random(len(entries)) - 0.5)
   return entries[np.argsort(np.arange(len(entries)) + offset)]
 
@@ -138,9 +139,13 @@ def _bursty(
 ) -> np.ndarray:
   """Ends a run with probability 1 / mean, and draws another entry with queries left."""
   left, entries = counts.copy(), np.empty(counts.sum(), np.int64)
+  # Drawn for all steps at once: the numbers of a step do not depend on the branches
+  # that earlier steps took.
   ends, draws = rng.random((2, len(entries)))
   current = int(rng.integers(len(counts)))
   for step in range(len(entries)):
+    # Only entries with queries left: at the end of the stream a single one remains, and
+    # its run cannot end.
     others = [entry for entry in np.flatnonzero(left) if entry != current]
     if left[current] == 0 or others and step and ends[step] < 1 / mean:
       current = others[int(draws[step] * len(others))]
@@ -217,7 +222,7 @@ class Stream(Protocol):
     ...
 
   def report(self) -> dict[str, Any]:
-    """Returns by task what was read, skipped and cut, JSON-able."""
+    """Returns the counts of read, skipped and cut prompts by task, for JSON."""
     ...
 
   def sentences(self) -> list[str]:
@@ -226,7 +231,7 @@ class Stream(Protocol):
 
 
 class QueryStream:
-  """The queries of a config: `stream[index]`, or all of them in a loop.
+  """The queries of a config, read by index or in a loop.
 
   A task that runs out of examples starts over, in a new order if `shuffle` is set.
   """
@@ -282,6 +287,8 @@ class QueryStream:
     if self.config.kind == "mixture":
       return [(0, "mixture")]
     entries = self._entries
+    # Sorting gives the schedule without the ramp, whose boundaries are the ramps'
+    # middles.
     if self.config.kind == "gradual":
       entries = np.sort(entries)
     starts = np.flatnonzero(np.diff(entries, prepend=-1))
@@ -342,6 +349,8 @@ class QueryStream:
   @functools.cached_property
   def _fingerprint(self) -> str:
     config = self.config
+    # Everything that decides which query has which index. A changed file, vocabulary or
+    # seed must not continue another run's stream.
     parts = (
       [(read.task.name, read.fingerprint) for read in self._tasks],
       self._task_ids.tolist(),
@@ -382,7 +391,7 @@ class PromptStream:
     return [(0, self._label)]
 
   def state(self) -> dict[str, Any]:
-    """Returns the number of prompts read so far and a digest of them."""
+    """Returns the number of prompts read so far and their digest."""
     return {"read": self._read, "fingerprint": self._digest.hexdigest()[:16]}
 
   def restore(self, state: dict[str, Any]) -> None:
@@ -400,7 +409,7 @@ class PromptStream:
       raise _wrong_state(state, self.state())
 
   def report(self) -> dict[str, Any]:
-    """Returns what was read so far; see `QueryStream.report`."""
+    """Returns the report on the prompts read so far; see `QueryStream.report`."""
     return {self._label: {**self._report, "served": self._report["rows"]}}
 
   def sentences(self) -> list[str]:
@@ -418,7 +427,11 @@ class PromptStream:
       raise base.InputError(
         f"of_prompts: prompts: prompt {self._read} is {prompt!r}, expected text."
       )
-    text = prompt.encode("utf-8", "replace").decode()  # replaces lone surrogates
+    # Lone surrogates become "?": they cannot be encoded, and one bad prompt must not
+    # end a service.
+    text = prompt.encode("utf-8", "replace").decode()
+    # Skipped prompts count too: a resumed run must read the same sequence to reach the
+    # same place.
     self._digest.update(f"{len(text)}:{text}".encode())
     place = f"{self._label}:{self._read}"
     tokens = self._vocabulary.encode_prompt(text)
@@ -431,6 +444,8 @@ class PromptStream:
     self._report["rows"] += 1
     cut = self._vocabulary.cut_prompt(tokens, self._longest)
     self._kept[index] = Query(index, self._label, 0, text, "", cut, place)
+    # Only requests in flight are read again after a resumption, so older prompts can be
+    # dropped. An endless stream would otherwise fill the memory.
     self._kept.pop(index - _MAX_KEPT, None)
 
 
@@ -457,7 +472,7 @@ def of_prompts(
   Args:
     prompts: texts; blank ones are skipped and counted. None means that no prompt is
       waiting at the moment, and the next one is read.
-    vocabulary: encodes the prompts.
+    vocabulary: encodes the prompts as their model reads them.
     label: the name of these requests in tables.
     source_length: longest prompt in tokens, including end-of-sequence.
 

@@ -90,6 +90,8 @@ def load(path: pathlib.Path, template: str = "") -> Vocabulary:
     MissingExtraError: a `tokenizer.json` or chat template without the extra "llama".
   """
   if path.is_dir():
+    # tokenizer.json is preferred: it also holds the rules that a SentencePiece model
+    # leaves to the code of transformers.
     path = next(path / name for name in (_JSON, _MODEL) if (path / name).exists())
   files = (path, *(path.with_name(name) for name in (_SETTINGS, *_ENDS)))
   try:
@@ -148,6 +150,8 @@ def _build(path: pathlib.Path, contents: tuple[bytes, ...]) -> Vocabulary:
       f" {_SETTINGS}, or an eos_token_id in {' or '.join(_ENDS)}, in the same folder."
     )
   digest = hashlib.sha256(model)
+  # Two folders may share a model and differ in these, and then encode and stop
+  # differently.
   digest.update(repr((prefix, eos_ids)).encode())
   return Vocabulary(
     fingerprint=digest.hexdigest(),
@@ -167,6 +171,8 @@ def _eos_ids(
 ) -> tuple[int, ...]:
   """Returns the ids that end generation, the tokenizer's own eos_token first."""
   for document in documents:
+    # generation_config.json comes first: for chat models it lists the end of a turn,
+    # which config.json often lacks.
     stated = stated_eos_ids(document)
     if stated:
       first = [own] if own is not None and own in stated else []
@@ -221,6 +227,7 @@ def _from_json(
       f"Vocabulary.path: {path} is not a tokenizer ({error}); expected the"
       " tokenizer.json of a model folder."
     ) from error
+  # The file may enable both for training; prompts are padded and cut elsewhere.
   tokenizer.no_padding()
   tokenizer.no_truncation()
 
@@ -229,6 +236,8 @@ def _from_json(
     return None if text is None else tokenizer.token_to_id(text)
 
   ends = token_id("eos_token")
+  # The post-processor adds the same tokens to every text, so those of the empty text
+  # are the prefix. An end token that it adds belongs after an answer.
   prefix = tokenizer.encode("", add_special_tokens=True).ids
   prefix = tuple(token for token in prefix if token != ends)
   unknown = token_id("unk_token")
@@ -254,6 +263,7 @@ class _SentencePieceProcessor:
     self._processor, self._legacy, self._specials = processor, legacy, specials
     self._break = processor.EncodeAsIds(_BREAK)
     self._names = {token: text for text, token in specials.items()}
+    # Otherwise the alternation would match a name that is a prefix of another.
     longest_first = sorted(specials, key=len, reverse=True)
     self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
@@ -321,6 +331,7 @@ def _special_tokens(settings: Mapping[str, Any], path: pathlib.Path) -> dict[str
     for name, value in settings.items()
     if name.endswith("_token") and (text := _token_text(value)) is not None
   }
+  # SentencePiece models may come without settings; these are the family's names.
   if path.suffix != ".json":
     named = {"bos_token": "<s>", "eos_token": "</s>", **named}
   return named

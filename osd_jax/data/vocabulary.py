@@ -114,6 +114,7 @@ class Vocabulary:
       return prompt
     if not self.is_causal:
       return np.append(prompt[: length - 1], np.int32(EOS_ID))
+    # At least one token of the text survives, so that a cut prompt is never blank.
     kept = min(len(self.prefix), length - 1)
     # A chat template may not have written the prefix.
     begins = tuple(prompt[:kept]) == self.prefix[:kept]
@@ -131,7 +132,9 @@ class Vocabulary:
       token = int(token)
       if token in self.eos_ids:
         break
+      # An answer that reached its maximum length has padding but no end-of-sequence.
       if token != self.pad_id:
+        # A model's V is often rounded up, so its head can emit ids without a piece.
         kept.append(token if 0 <= token < self.size else self.processor.unk_id())
     return self.processor.DecodeIds(kept)
 

@@ -256,12 +256,6 @@ def _draw(
   that are still left, so the cost does not depend on the buffer's size. All ages below
   a weigh (exp(fading * a) - 1) / (exp(fading) - 1) together.
 
-  Args:
-    key: random key.
-    size: [] int32.
-    fading: log of the ratio of consecutive weights; at most 0.
-    count: number of ages to draw (static).
-
   Returns:
     [count] int32; `size` or more once no age is left.
   """

@@ -217,9 +217,7 @@ def _add_gin(sub: argparse.ArgumentParser) -> None:
   sub.add_argument(
     "--help_config", action="store_true", help="list every setting and stop"
   )
-  hosts = sub.add_argument_group(
-    f"several processes, one program ({', '.join(JOINED)})"
-  )
+  hosts = sub.add_argument_group(f"several processes ({', '.join(JOINED)})")
   hosts.add_argument(
     "--multihost", action="store_true", help="detect the processes from the cluster"
   )
@@ -280,7 +278,7 @@ def _add_generate(sub: argparse.ArgumentParser) -> None:
     metavar="FILE",
     help="file for the adapted draft (default: adapted_draft.safetensors)",
   )
-  pair = sub.add_argument_group("pair (the shipped one unless named)")
+  pair = sub.add_argument_group("pair (default: the shipped pair)")
   for config, names in _SHORT.items():
     for name in names:
       kind, shown = (str, "PATH") if config == "PairConfig" else (int, "N")

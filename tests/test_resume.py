@@ -93,7 +93,7 @@ def online_of(family="t5", is_attached=False, has_shortlist=False, **changes):
 
 def offline_config(files, folder):
   tasks = tiny_online.tasks
-  batch = {"source_length": tiny_online.SOURCE, "reader": "plain"}
+  batch = {"source_length": tiny_online.SOURCE}
   return offline.OfflineConfig(
     corpus=BatchConfig(tasks=tasks("train", 2), **batch),
     evaluation=BatchConfig(tasks=tasks("eval", 1), **batch),

@@ -1,4 +1,4 @@
-"""Corpora and batches: every example once per epoch, shares, resuming, cutting."""
+"""Corpora and batches: epochs, task shares, resumption, cut texts."""
 
 import collections
 import dataclasses
@@ -51,7 +51,7 @@ def _rows(found: list) -> list[tuple]:
   ]
 
 
-def test_shapes_and_padding(vocabulary):
+def test_batches_have_fixed_shapes_and_zero_padding(vocabulary):
   batch = BatchStream(_config(), vocabulary)[0]
   assert batch.source.shape == (8, 64) and batch.target.shape == (8, 96)
   assert batch.source.dtype == batch.target.dtype == batch.task_id.dtype == np.int32
@@ -71,7 +71,7 @@ def test_rows_pair_a_prompt_with_its_own_reference(vocabulary):
     assert known[vocabulary.decode(source)] == vocabulary.decode(target)
 
 
-def test_every_row_comes_once_an_epoch_in_a_new_order(vocabulary):
+def test_every_epoch_has_every_row_once_in_a_new_order(vocabulary):
   stream = BatchStream(_config(), vocabulary)
   assert stream.rows_per_epoch == 80
   first, second = _rows(_take(stream, 10)), _rows(_take(stream, 10, start=10))
@@ -84,10 +84,11 @@ def test_every_row_comes_once_an_epoch_in_a_new_order(vocabulary):
 def test_epochs_need_not_fall_on_a_batch_boundary(vocabulary):
   stream = BatchStream(_config(batch_size=7), vocabulary)
   counts = collections.Counter(_rows(_take(stream, 80)))
+  # 80 batches of 7 are 560 rows, which is 7 epochs of 80 rows.
   assert set(counts.values()) == {7} and len(counts) == 80
 
 
-def test_weights_set_the_shares_and_rows_still_rotate(vocabulary):
+def test_weights_set_task_shares_and_rows_are_used_evenly(vocabulary):
   stream = BatchStream(_config(weights=(1.0, 1.0)), vocabulary)
   found = _rows(_take(stream, 30))
   assert collections.Counter(row[2] for row in found) == {0: 120, 1: 120}
@@ -95,14 +96,14 @@ def test_weights_set_the_shares_and_rows_still_rotate(vocabulary):
   assert sorted(set(counts.values())) == [2, 6]  # 60 sql rows, 20 maths rows
 
 
-def test_a_batch_is_found_from_its_step_alone(vocabulary):
+def test_batches_depend_only_on_their_step(vocabulary):
   expected = _take(BatchStream(_config(batch_size=7), vocabulary), 40)
   other = BatchStream(_config(batch_size=7), vocabulary)
   _assert_same(_take(other, 23, start=17), expected[17:])
   _assert_same([other[3]], expected[3:4])
 
 
-def test_the_seed_decides_the_order(vocabulary):
+def test_order_depends_on_the_seed(vocabulary):
   same = [_take(BatchStream(_config(seed=3), vocabulary), 3) for _ in range(2)]
   _assert_same(*same)
   other = _take(BatchStream(_config(seed=4), vocabulary), 3)
@@ -110,7 +111,7 @@ def test_the_seed_decides_the_order(vocabulary):
 
 
 @pytest.mark.parametrize(("limit", "sizes"), [(10, (10, 10)), ((30, 500), (30, 20))])
-def test_limit_rows_keeps_a_seeded_choice(vocabulary, limit, sizes):
+def test_limit_rows_keeps_a_seeded_selection(vocabulary, limit, sizes):
   stream = BatchStream(_config(limit_rows=limit), vocabulary)
   assert stream.rows_per_epoch == sum(sizes)
   kept = {row for row in _rows(_take(stream, 20)) if row[2] == 0}
@@ -121,7 +122,9 @@ def test_limit_rows_keeps_a_seeded_choice(vocabulary, limit, sizes):
   assert {row for row in _rows(_take(other, 20)) if row[2] == 0} != kept
 
 
-def test_cut_targets_lose_their_end_and_cut_prompts_keep_it(tmp_path, vocabulary):
+def test_cut_prompts_keep_their_end_token_and_cut_references_lose_it(
+  tmp_path, vocabulary
+):
   long, short = "word " * 50, "word"
   task = _write(
     tmp_path,
@@ -133,7 +136,7 @@ def test_cut_targets_lose_their_end_and_cut_prompts_keep_it(tmp_path, vocabulary
   batch = stream[0]
   row = int(batch.source[0, -1] == 0)  # the row whose prompt is long
   assert batch.source[row, -1] == 1 and (batch.source[row, :-1] > 1).all()
-  assert (batch.target[1 - row] > 1).all(), "cut, so without its end"
+  assert (batch.target[1 - row] > 1).all(), "a cut reference has no end token"
   assert 1 in batch.target[row]
   report = stream.report()["a"]
   assert (report["cut_prompts"], report["cut_references"]) == (1, 1)
@@ -143,7 +146,7 @@ def test_cut_targets_lose_their_end_and_cut_prompts_keep_it(tmp_path, vocabulary
   ]
 
 
-def test_examples_without_reference_are_left_out_and_counted(tmp_path, vocabulary):
+def test_batches_omit_and_count_examples_without_reference(tmp_path, vocabulary):
   task = _write(tmp_path, {"prompt": "a", "reference": "b"}, {"prompt": "c"})
   stream = BatchStream(_config(tasks=(task,)), vocabulary)
   assert stream.rows_per_epoch == 1
@@ -176,7 +179,7 @@ def test_examples_without_reference_are_left_out_and_counted(tmp_path, vocabular
     ({"weights": (1.0, 0.0)}, "BatchConfig.weights"),
   ],
 )
-def test_bad_configs_are_refused_by_field(fields, message):
+def test_invalid_config_error_names_the_field(fields, message):
   with pytest.raises(ValueError, match=message):
     _config(**fields)
 
@@ -188,7 +191,7 @@ def _corpus(folder, lines) -> BatchConfig:
   return _config(tasks=(_write(folder, *lines),), target_length=4)
 
 
-def test_a_corpus_has_every_example_once(vocabulary, tmp_path):
+def test_corpus_has_every_example_once(vocabulary, tmp_path):
   lines = [{"prompt": f"add {n} and 1", "reference": str(n + 1)} for n in range(9)]
   config = _corpus(tmp_path, lines)
   for count, expected in ((None, 9), (4, 4), (100, 9)):
@@ -198,7 +201,7 @@ def test_a_corpus_has_every_example_once(vocabulary, tmp_path):
     assert set(texts) <= {line["prompt"] for line in lines}
 
 
-def test_an_example_without_reference_has_an_empty_one(vocabulary, tmp_path):
+def test_missing_reference_is_empty_in_a_corpus(vocabulary, tmp_path):
   lines = [{"prompt": "one"}, {"prompt": "two", "reference": "2"}]
   found = read_corpus(_corpus(tmp_path, lines), vocabulary)
   lengths = {vocabulary.decode(e.tokens): len(e.reference) for e in found}

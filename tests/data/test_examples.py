@@ -1,4 +1,4 @@
-"""Reading examples: configs, files, ids on demand, and lines of any content."""
+"""Reading examples: configs, files, lazy encoding, and lines with arbitrary content."""
 
 import dataclasses
 import gzip
@@ -41,7 +41,7 @@ def jsonl_task(tmp_path) -> TaskConfig:
 
 @pytest.fixture
 def encoded(monkeypatch):
-  """The prompts that are encoded during a test."""
+  """A list that receives every prompt encoded during the test."""
   encode, seen = Vocabulary.encode_prompt, []
 
   def recorded(self, text):
@@ -52,7 +52,7 @@ def encoded(monkeypatch):
   return seen
 
 
-def test_ids_are_computed_once_and_on_demand(jsonl_task, vocabulary, encoded):
+def test_prompts_are_encoded_once_and_only_on_demand(jsonl_task, vocabulary, encoded):
   found = TaskExamples(jsonl_task, vocabulary)
   assert not encoded
   example = found.examples[0]
@@ -64,12 +64,14 @@ def test_ids_are_computed_once_and_on_demand(jsonl_task, vocabulary, encoded):
 
 
 def test_prompts_without_tokens_are_skipped(tmp_path, vocabulary, encoded):
+  # A prompt with an ASCII letter or digit always has tokens, so reading the file skips
+  # encoding it; other prompts must be encoded to find out.
   assert not any(
     vocabulary.is_blank(vocabulary.encode_prompt(sign))
     for sign in string.ascii_letters + string.digits
   )
   del encoded[:]
-  prompts = ["\u200b", "?", "a"]  # a zero-width space has no token
+  prompts = ["\u200b", "?", "a"]  # a zero-width space has no tokens
   lines = [json.dumps({"prompt": prompt, "reference": ""}) for prompt in prompts]
   (tmp_path / "p.jsonl").write_text("\n".join(lines))
   task = TaskConfig("p", pattern=str(tmp_path / "p.jsonl"))
@@ -83,7 +85,7 @@ def test_prompts_without_tokens_are_skipped(tmp_path, vocabulary, encoded):
 
 
 @pytest.mark.parametrize("limit", [None, 2, 3])
-def test_usable_lines_are_read_and_the_others_named(jsonl_task, vocabulary, limit):
+def test_usable_lines_are_read_and_skipped_ones_reported(jsonl_task, vocabulary, limit):
   task = dataclasses.replace(jsonl_task, rows=limit)
   found = TaskExamples(task, vocabulary)
   ids = ["own-1", "q.train.jsonl:2", "q.train.jsonl:5", "7"]
@@ -96,13 +98,16 @@ def test_usable_lines_are_read_and_the_others_named(jsonl_task, vocabulary, limi
     ]
 
 
-def test_gzipped_files_are_read(jsonl_task, vocabulary, tmp_path):
+def test_gzipped_files_are_read_and_broken_ones_refused(
+  jsonl_task, vocabulary, tmp_path
+):
   plain = (tmp_path / "q.train.jsonl").read_bytes()
   packed = dataclasses.replace(jsonl_task, pattern="q.{split}.jsonl.gz")
   path = tmp_path / "q.train.jsonl.gz"
   path.write_bytes(gzip.compress(plain))
   found, expected = (TaskExamples(task, vocabulary) for task in (packed, jsonl_task))
   assert found.fingerprint == expected.fingerprint
+  # A truncated archive, and a file that is not gzip in spite of its name.
   for broken in (gzip.compress(plain)[:-9], plain):
     path.write_bytes(broken)
     _assert_refused(
@@ -119,7 +124,7 @@ def test_fingerprint_depends_on_the_ids(jsonl_task, vocabulary):
   assert one == same != other
 
 
-def test_published_files_are_read_with_their_preprocessors(shared_data):
+def test_published_data_sets_can_be_read(shared_data):
   t5 = Vocabulary.load(shared_data / "tokenizers/t5/spiece.model")
   for name in ("python", "finance_10k"):
     task = TaskConfig(
@@ -155,7 +160,7 @@ def test_published_files_are_read_with_their_preprocessors(shared_data):
     ),
   ],
 )
-def test_bad_configs_are_refused_by_field(fields, message):
+def test_invalid_config_error_names_the_field(fields, message):
   with pytest.raises(ValueError, match=message):
     TaskConfig(**{"name": "a", "pattern": "a.jsonl", **fields})
 
@@ -166,7 +171,7 @@ def _assert_refused(task, vocabulary, match):
   assert len(str(caught.value).splitlines()) == 1
 
 
-def test_missing_files_and_folders_are_named(tmp_path, vocabulary):
+def test_error_names_missing_files_and_folders(tmp_path, vocabulary):
   (tmp_path / "b.jsonl").write_text("{}")
   task = TaskConfig("absent", data_dir=str(tmp_path), pattern="a.*")
   match = r"TaskConfig\.pattern .*'absent'.*'a\.\*'.*b\.jsonl"
@@ -182,12 +187,12 @@ def test_missing_files_and_folders_are_named(tmp_path, vocabulary):
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "binary"])
-def test_unreadable_files_are_named_with_their_setting(tmp_path, vocabulary, kind):
+def test_error_names_an_unreadable_file_and_its_setting(tmp_path, vocabulary, kind):
   path, match = tmp_path / "x.jsonl", r"TaskConfig\.pattern .*x\.jsonl cannot"
   if kind == "folder":
     path.mkdir()
   elif kind == "link":
-    path.symlink_to(path)
+    path.symlink_to(path)  # a loop
   else:
     path.write_bytes(np.random.default_rng(0).bytes(4096))
     match = r"TaskConfig .*no usable line.*x\.jsonl:1: malformed: not UTF-8"
@@ -196,7 +201,7 @@ def test_unreadable_files_are_named_with_their_setting(tmp_path, vocabulary, kin
 
 
 @pytest.mark.parametrize("pattern", ["[", "**/", "a\0b", "../nowhere"])
-def test_patterns_without_a_match_are_named(tmp_path, vocabulary, pattern):
+def test_error_names_a_pattern_without_matches(tmp_path, vocabulary, pattern):
   task = TaskConfig("odd", data_dir=str(tmp_path), pattern=pattern)
   _assert_refused(task, vocabulary, r"TaskConfig\.(pattern|data_dir) ")
 
@@ -208,7 +213,7 @@ def test_several_files_are_read_in_sorted_order(tmp_path, vocabulary):
   assert [example.prompt for example in found.examples] == ["file a", "file b"]
 
 
-# ---- Lines of any content
+# ---- Lines with arbitrary content (property tests)
 
 SETTINGS = hypothesis.settings(
   max_examples=100,
@@ -230,6 +235,7 @@ GOOD = st.builds(
   lambda text: json.dumps({"prompt": f"ask {text}", "reference": "say"}).encode(),
   TEXTS,
 )
+# Lines that exceed limits of the JSON parser, break encodings or repeat keys.
 BOMBS = st.sampled_from(
   [
     b"[" * 100_000,
@@ -252,7 +258,7 @@ BOMBS = st.sampled_from(
 
 @st.composite
 def damaged(draw):
-  """A good line with bytes removed, inserted or cut off."""
+  """A good line with up to three places removed, replaced or filled with bytes."""
   line = bytearray(draw(GOOD))
   for _ in range(draw(st.integers(1, 3))):
     place = draw(st.integers(0, len(line)))
@@ -276,7 +282,7 @@ LINES = st.one_of(
 
 
 def is_good(line: bytes) -> bool:
-  """Whether a line is certainly usable, decided without the code under test."""
+  """Returns True only for usable lines, without calling the code under test."""
   try:
     raw = json.loads(line.decode("utf-8"))
     texts = [raw["prompt"], raw.get("reference") or ""]
@@ -297,13 +303,14 @@ def read(folder, lines, vocabulary, preprocessor="identity"):
   lines=st.lists(LINES, min_size=1, max_size=6),
   preprocessor=st.sampled_from(sorted(PREPROCESSORS)),
 )
-def test_every_line_is_an_example_or_skipped_and_named(
+def test_every_line_is_read_or_reported_as_skipped(
   tmp_path, vocabulary, lines, preprocessor
 ):
-  lines = [*lines, b"{}"]  # so that the file does not end in a line feed
+  # The reader drops an empty last line, which would make the counts differ.
+  lines = [*lines, b"{}"]
   try:
     path, found = read(tmp_path, lines, vocabulary, preprocessor)
-  except ValueError as error:  # nothing usable at all: file and line are named
+  except ValueError as error:  # no line was usable; the error names file and line
     assert type(error) is base.InputError
     assert f"{len(lines)} were skipped" in str(error)
     assert re.search(rf"{tmp_path}/a\.jsonl:1: \w", str(error))
@@ -320,7 +327,7 @@ def test_every_line_is_an_example_or_skipped_and_named(
 
 @SETTINGS
 @hypothesis.given(bad=st.lists(LINES, max_size=4), good=GOOD, at=st.integers(0, 4))
-def test_a_good_line_survives_bad_ones_around_it(tmp_path, vocabulary, bad, good, at):
+def test_good_line_is_read_between_bad_ones(tmp_path, vocabulary, bad, good, at):
   lines = [*bad[:at], good, *bad[at:], b"{}"]
   _, found = read(tmp_path, lines, vocabulary)
   assert json.loads(good)["prompt"] in [example.prompt for example in found.examples]
@@ -328,7 +335,7 @@ def test_a_good_line_survives_bad_ones_around_it(tmp_path, vocabulary, bad, good
 
 @SETTINGS
 @hypothesis.given(line=LINES)
-def test_parse_line_returns_an_object_or_says_why_not(line):
+def test_parse_line_returns_a_dict_or_raises_unusable_example(line):
   try:
     assert isinstance(examples.parse_line(line), dict)
   except UnusableExample as error:
@@ -336,7 +343,7 @@ def test_parse_line_returns_an_object_or_says_why_not(line):
 
 
 def test_drawn_lines_include_good_and_bad_ones():
-  """Negative control of the three tests above."""
+  """Negative control: the three tests above see lines of every kind."""
   for kind in ("good", "empty", "malformed"):
 
     def is_kind(line, kind=kind):

@@ -1,4 +1,4 @@
-"""Every preprocessor writes the paper's prompt and refuses values without text."""
+"""Preprocessors write the prompts of the paper and refuse values that are not text."""
 
 import pytest
 
@@ -35,12 +35,12 @@ PROMPTS = {
 }
 
 
-def test_every_preprocessor_is_specified_here():
+def test_prompts_above_cover_every_preprocessor():
   assert set(PROMPTS) == set(PREPROCESSORS)
 
 
 @pytest.mark.parametrize("name", sorted(PROMPTS))
-def test_prompt_and_reference(name):
+def test_preprocessor_writes_the_expected_prompt_and_reference(name):
   assert PREPROCESSORS[name](EXAMPLE) == (PROMPTS[name], "an answer")
 
 
@@ -56,24 +56,24 @@ def test_prompt_and_reference(name):
     ({"reference": {"a": 1}}, "malformed"),
   ],
 )
-def test_unusable_examples_say_which_kind(name, change, kind):
+def test_unusable_example_is_empty_or_malformed(name, change, kind):
   with pytest.raises(UnusableExample) as caught:
     PREPROCESSORS[name]({**EXAMPLE, **change})
   assert caught.value.kind == kind
 
 
 @pytest.mark.parametrize("name", sorted(PROMPTS))
-def test_an_example_without_prompt_is_malformed_not_a_bare_instruction(name):
+def test_example_without_a_prompt_is_refused(name):
   with pytest.raises(UnusableExample, match="no field 'prompt'"):
     PREPROCESSORS[name]({"reference": "an answer", "context": "a passage"})
 
 
 @pytest.mark.parametrize("missing", [{}, {"reference": None}, {"reference": "  "}])
-def test_a_missing_reference_is_empty_text(missing):
+def test_missing_reference_becomes_empty_text(missing):
   assert PREPROCESSORS["gsm8k"]({"prompt": "q", **missing}) == ("q", "")
 
 
-def test_finance_10k_needs_its_context():
+def test_finance_10k_requires_a_context():
   with pytest.raises(UnusableExample, match="no field 'context'"):
     PREPROCESSORS["finance_10k"]({"prompt": "q", "reference": "a"})
 
@@ -88,7 +88,7 @@ def test_finance_10k_needs_its_context():
     ("python", {"func_documentation_string": "q", "func_code_string": "a"}),
   ],
 )
-def test_published_field_names_are_read(name, raw):
+def test_field_names_of_published_data_sets_are_accepted(name, raw):
   assert PREPROCESSORS[name](raw) == ("q", "a")
 
 
@@ -101,7 +101,7 @@ def test_published_field_names_are_read(name, raw):
     ("{über}\n", "ü\n"),
   ],
 )
-def test_a_template_reads_other_fields(prompt, asked):
+def test_prompt_template_reads_any_field(prompt, asked):
   raw = {"question": "why?", "a b": "two words", "über": "ü"}
   assert identity(raw, prompt) == (asked, "")
 
@@ -115,7 +115,7 @@ def test_a_template_reads_other_fields(prompt, asked):
     ({"steps": " ", "answer": "2"}, ""),
   ],
 )
-def test_a_reference_needs_every_field(raw, written):
+def test_reference_is_empty_unless_every_template_field_has_text(raw, written):
   found = identity({"prompt": "a", **raw}, reference="{steps} = {answer}")
   assert found == ("a", written)
 
@@ -126,7 +126,7 @@ def test_template_fields_must_be_text(value):
     identity({"question": value}, "{question}")
 
 
-def test_an_absent_field_of_a_template_is_named():
+def test_error_names_a_template_field_missing_from_the_example():
   with pytest.raises(UnusableExample, match="no field 'question'"):
     identity({"prompt": "a"}, "answer: {question}")
 

@@ -1,4 +1,4 @@
-"""TFDS data sets and seqio Tasks as sources, and our examples as a seqio Task."""
+"""TFDS data sets and seqio Tasks as sources, and export of examples as a seqio Task."""
 
 import dataclasses
 import json
@@ -21,7 +21,8 @@ LINES = [
   json.dumps({"prompt": "naïve 東京\u0000", "reference": "a\u0000"}),
   "not json",
   json.dumps({"prompt": "no reference"}),
-  json.dumps({"prompt": "-------", "reference": "-------"}),  # a tie of two encodings
+  # SentencePiece has two segmentations with the same score for this text.
+  json.dumps({"prompt": "-------", "reference": "-------"}),
   json.dumps({"prompt": "x " * 400, "reference": "y " * 400, "id": 7}),
 ]
 
@@ -39,7 +40,7 @@ def jsonl_task(tmp_path) -> TaskConfig:
 
 @pytest.fixture(scope="module")
 def tfds_task(tmp_path_factory) -> TaskConfig:
-  """A TFDS data set built for the test, with a field that is not text."""
+  """A TFDS data set with a blank question and with a field that is not text."""
   from osd_jax.data import seqio_source
 
   seqio_source.import_seqio()
@@ -79,12 +80,13 @@ def _run_python(code):
   )
 
 
-def test_importing_seqio_prints_nothing():
+def test_importing_seqio_prints_nothing_to_stderr():
   done = _run_python(
     "import sys; from osd_jax.data import seqio_source; seqio_source.import_seqio();"
-    "print('heard', file=sys.stderr)"
+    "print('after', file=sys.stderr)"
   )
-  assert done.stderr.strip() == "heard"
+  # The line printed after the import shows that stderr works again.
+  assert done.stderr.strip() == "after"
 
 
 def test_output_of_a_failed_import_is_shown():
@@ -113,7 +115,7 @@ def test_tfds_examples_are_read_and_unusable_ones_skipped(tfds_task, vocabulary)
   assert skipped.endswith(": empty: 'question' is blank")
 
 
-def test_templates_read_the_fields_of_tfds(tfds_task, vocabulary):
+def test_templates_can_use_tfds_fields(tfds_task, vocabulary):
   task = dataclasses.replace(
     tfds_task,
     preprocessor="identity",
@@ -127,7 +129,7 @@ def test_templates_read_the_fields_of_tfds(tfds_task, vocabulary):
 
 
 @pytest.mark.parametrize("changes", [{"tfds_name": "no such set"}, {"split": "dev"}])
-def test_missing_tfds_set_is_named_in_one_line(tfds_task, changes):
+def test_missing_tfds_set_error_names_it_in_one_line(tfds_task, changes):
   task = dataclasses.replace(tfds_task, **changes)
   match = rf"TaskConfig\.tfds_name .*{'.*'.join(changes.values())}"
   with pytest.raises(base.InputError, match=match) as caught:
@@ -136,7 +138,7 @@ def test_missing_tfds_set_is_named_in_one_line(tfds_task, changes):
 
 
 def _add_task(name: str, *preprocessors) -> None:
-  """Registers a Task that someone else might have made, with seqio's vocabulary."""
+  """Registers a Task with seqio's byte vocabulary instead of ours."""
   import seqio
   import tensorflow as tf
 
@@ -154,12 +156,12 @@ def _add_task(name: str, *preprocessors) -> None:
   )
 
 
-def test_registered_seqio_task_is_a_source(vocabulary):
+def test_registered_seqio_task_can_be_read_as_a_source(vocabulary):
   import seqio
 
   whole = (seqio.preprocessors.tokenize, seqio.preprocessors.append_eos)
   _add_task("theirs", *whole)
-  # This one keeps no texts, so they are decoded with the Task's own vocabulary.
+  # "ids_only" has no text fields, so the ids are decoded with the Task's vocabulary.
   drop = seqio.map_over_dataset(lambda x: {k: x[k] for k in ("inputs", "targets")})
   _add_task("ids_only", *whole, drop)
   for name in ("theirs", "ids_only"):
@@ -171,7 +173,7 @@ def test_registered_seqio_task_is_a_source(vocabulary):
 
 
 @pytest.mark.parametrize("fields", [{"seqio_task": "absent"}, {"split": "dev"}])
-def test_missing_seqio_task_is_named(fields):
+def test_missing_seqio_task_error_names_the_field(fields):
   import seqio
 
   if "known" not in seqio.TaskRegistry.names():
@@ -195,7 +197,9 @@ def _exported(task: TaskConfig, vocabulary: Vocabulary, name: str) -> list:
   return list(dataset.as_numpy_iterator())
 
 
-def test_exported_task_has_the_ids_of_a_run(jsonl_task, vocabulary, tfds_task):
+def test_exported_task_has_the_same_ids_and_texts_as_task_examples(
+  jsonl_task, vocabulary, tfds_task
+):
   for task in (jsonl_task, dataclasses.replace(jsonl_task, rows=2), tfds_task):
     expected = TaskExamples(task, vocabulary)
     exported = _exported(task, vocabulary, f"export_{task.name}_{task.rows}")
@@ -212,7 +216,7 @@ def test_exported_task_has_the_ids_of_a_run(jsonl_task, vocabulary, tfds_task):
       assert theirs["location"].decode() == ours.location
 
 
-def test_exported_task_of_a_decoder_only_model_leaves_prompts_open(
+def test_exported_task_of_a_decoder_only_model_ends_only_references(
   jsonl_task, tmp_path
 ):
   (tmp_path / "llama").mkdir()
@@ -229,14 +233,14 @@ def test_exported_task_of_a_decoder_only_model_leaves_prompts_open(
       assert theirs["targets"].tolist() == reference.tolist() and reference[-1] == 2
 
 
-def test_exported_task_is_a_source_of_the_same_examples(jsonl_task, vocabulary):
+def test_exported_task_read_back_gives_the_same_examples(jsonl_task, vocabulary):
   _exported(jsonl_task, vocabulary, "there_and_back")
   back = TaskExamples(TaskConfig("q", seqio_task="there_and_back"), vocabulary)
   ours = TaskExamples(jsonl_task, vocabulary)
   assert back.fingerprint == ours.fingerprint and len(back) == 5
 
 
-def test_exported_task_cuts_prompts_before_their_end(jsonl_task, vocabulary):
+def test_exported_task_keeps_the_end_token_of_cut_prompts(jsonl_task, vocabulary):
   import seqio
 
   from osd_jax.data import seqio_export
@@ -252,7 +256,9 @@ def test_exported_task_cuts_prompts_before_their_end(jsonl_task, vocabulary):
   assert feature.vocabulary.decode(last["inputs"].tolist()).startswith("x x")
 
 
-def test_registering_another_definition_is_refused(jsonl_task, vocabulary):
+def test_registering_a_different_task_under_the_same_name_is_refused(
+  jsonl_task, vocabulary
+):
   from osd_jax.data import seqio_export
 
   task = dataclasses.replace(jsonl_task, name="again")
@@ -267,7 +273,7 @@ def test_registering_another_definition_is_refused(jsonl_task, vocabulary):
       seqio_export.register(*other)
 
 
-def test_export_names_missing_files(tmp_path, vocabulary):
+def test_export_of_missing_files_names_the_pattern(tmp_path, vocabulary):
   from osd_jax.data import seqio_export
 
   task = TaskConfig("absent", data_dir=str(tmp_path), pattern="a.jsonl")

@@ -1,4 +1,4 @@
-"""Streams: schedules, skipped and cut prompts are reported, resuming is exact."""
+"""Query streams: schedules, reports of skipped and cut prompts, exact resumption."""
 
 import dataclasses
 import functools
@@ -47,9 +47,10 @@ def _write(folder, *lines: bytes) -> TaskConfig:
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_any_query_is_found_from_its_index(vocabulary, kind):
+def test_queries_depend_only_on_their_index(vocabulary, kind):
   stream = QueryStream(_config(kind=kind), vocabulary)
-  late = _values([stream[37]])  # with kind "single" in the second pass over 30 examples
+  # A task has 30 examples, so with kind "single" query 37 is in the second pass.
+  late = _values([stream[37]])
   assert late == _values(list(stream)[37:38])
   assert late == _values([QueryStream(_config(kind=kind), vocabulary)[37]])
   for index in (-1, len(stream)):
@@ -58,13 +59,13 @@ def test_any_query_is_found_from_its_index(vocabulary, kind):
 
 
 @pytest.mark.parametrize("kind", ["gradual", "mixture", "bursty"])
-def test_the_seed_decides_the_schedule(kind):
+def test_schedule_depends_on_the_seed(kind):
   first, again = schedule(_config(kind=kind)), schedule(_config(kind=kind))
   np.testing.assert_array_equal(first, again)
   assert (schedule(_config(kind=kind, seed=1)) != first).any()
 
 
-def test_no_global_generator_is_used(vocabulary):
+def test_global_numpy_generator_is_not_used(vocabulary):
   legacy = np.random.mtrand._rand
   before = legacy.get_state(legacy=False)["state"]["key"].copy()
   list(QueryStream(_config(kind="bursty"), vocabulary))
@@ -72,11 +73,11 @@ def test_no_global_generator_is_used(vocabulary):
   np.testing.assert_array_equal(after, before)
 
 
-def test_sharp_changes_once_per_task():
+def test_sharp_schedule_serves_one_task_after_another():
   np.testing.assert_array_equal(schedule(_config()), np.repeat(np.arange(4), 40))
 
 
-def test_a_task_that_comes_back_continues_with_new_examples(vocabulary):
+def test_repeated_task_continues_with_unseen_examples(vocabulary):
   config = _config(tasks=(TASKS[0], TASKS[1], TASKS[0]), requests_per_task=15)
   stream = QueryStream(config, vocabulary)
   queries = list(stream)
@@ -90,30 +91,30 @@ def _rng() -> np.random.Generator:
   return np.random.default_rng(0)
 
 
-def test_gradual_rises_linearly_around_the_boundary():
+def test_gradual_share_rises_linearly_around_the_boundary():
   entries = streams._gradual(np.array([20_000, 20_000]), _rng(), width=20_000)
   assert not entries[:10_000].any() and entries[30_000:].all()
   shares = entries[10_000:30_000].reshape(10, 2000).mean(axis=1)
   np.testing.assert_allclose(shares, np.arange(0.05, 1, 0.1), atol=0.05)
 
 
-def test_gradual_shift_is_at_most_as_wide_as_the_shortest_task():
+def test_gradual_shift_is_no_wider_than_the_shortest_task():
   entries = streams._gradual(np.array([300, 30, 300]), _rng(), width=100)
   # A query moves by at most 15 places, so two of them swap within 30.
   assert not entries[:270].any() and (entries[360:] == 2).all()
   assert set(entries[285:345]) == {0, 1, 2}
 
 
-def test_mixture_keeps_its_shares():
+def test_mixture_has_the_configured_shares():
   weights = (4.0, 3.0, 2.0, 1.0)
   entries = schedule(_config(kind="mixture", requests_per_task=5000, weights=weights))
-  for part in np.split(entries, 4):  # mixed: the shares hold everywhere
+  for part in np.split(entries, 4):  # the shares hold in every part of the stream
     shares = np.bincount(part) / len(part)
     np.testing.assert_allclose(shares, [0.4, 0.3, 0.2, 0.1], atol=0.03)
   np.testing.assert_array_equal(np.bincount(entries), [8000, 6000, 4000, 2000])
 
 
-def test_cyclic_returns_after_every_period():
+def test_cyclic_schedule_repeats_with_its_period():
   counts = np.full(4, 40)
   entries = streams._cyclic(counts, _rng(), period=10)
   np.testing.assert_array_equal(entries[:40], np.repeat(np.arange(4), 10))
@@ -137,7 +138,7 @@ def test_bursts_have_their_mean_length_and_visit_all_tasks(mean):
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_every_task_has_its_number_of_queries(kind):
+def test_every_task_gets_the_requested_number_of_queries(kind):
   entries = schedule(_config(kind=kind))
   assert set(np.bincount(entries)) == {40}
   sizes = [31] if kind == "single" else [31, 20, 77, 45]
@@ -163,15 +164,17 @@ def test_every_example_is_served_once_by_default(tmp_path, vocabulary, kind):
   assert thrice.sentences() == ["a: each of 24 prompts is served 3 or 4 times."]
 
 
-def test_a_mixture_is_not_bursty():  # negative control of the mean burst length
+def test_mixture_has_no_bursts():
+  # Negative control of the test of mean burst lengths.
   entries = schedule(_config(kind="mixture", requests_per_task=10_000))
   assert _mean_run(entries) < 2
 
 
-def test_a_task_that_runs_out_starts_over_in_a_new_order(vocabulary):
+def test_exhausted_task_restarts_in_a_new_order(vocabulary):
   config = _config(tasks=TASKS[:1], kind="single", requests_per_task=75)
   stream = QueryStream(config, vocabulary)
   ids = [query.row_id for query in stream]
+  # 75 queries from 30 examples: two whole passes and half of a third.
   assert len(set(ids[:30])) == len(set(ids[30:60])) == 30
   assert ids[:30] != ids[30:60]
   task = stream.report()["generated_maths"]
@@ -179,13 +182,13 @@ def test_a_task_that_runs_out_starts_over_in_a_new_order(vocabulary):
   assert stream.sentences() == ["maths: each of 30 prompts is served 2 or 3 times."]
 
 
-def test_unshuffled_keeps_the_order_of_the_source(vocabulary):
+def test_unshuffled_stream_keeps_the_order_of_the_source(vocabulary):
   config = _config(tasks=TASKS[:1], kind="single", shuffle=False)
   ids = [q.row_id.rsplit(":", 1)[1] for q in QueryStream(config, vocabulary)]
   assert ids == [str(1 + i % 30) for i in range(40)]
 
 
-def test_the_order_of_a_task_does_not_depend_on_its_neighbours(vocabulary):
+def test_order_within_a_task_does_not_depend_on_other_tasks(vocabulary):
   alone = QueryStream(_config(tasks=TASKS[2:3], kind="single"), vocabulary)
   among = QueryStream(_config(), vocabulary)
   assert [q.prompt for q in alone] == [q.prompt for q in list(among)[80:120]]
@@ -194,10 +197,10 @@ def test_the_order_of_a_task_does_not_depend_on_its_neighbours(vocabulary):
 def test_long_prompts_are_cut_and_counted(vocabulary):
   whole = QueryStream(_config(), vocabulary)
   cut = QueryStream(_config(source_length=12), vocabulary)
-  told = cut.report().values()
+  reports = cut.report().values()
   assert all(task["cut"] == 0 for task in whole.report().values())
-  assert 0 < sum(task["cut"] for task in told) <= 120
-  for task, sentence in zip(told, cut.sentences(), strict=True):
+  assert 0 < sum(task["cut"] for task in reports) <= 120
+  for task, sentence in zip(reports, cut.sentences(), strict=True):
     first = os.path.basename(task["places"]["cut"][0])
     assert (
       f"{task['source']}: {task['cut']} prompts cut to 12 tokens: {first}" in sentence
@@ -226,13 +229,15 @@ BAD_LINES = {
   b'{"prompt": null}': "malformed",
   b'{"prompt": "ok", "reference": [1]}': "malformed",
   b'{"prompt": "\xff\xfe"}': "malformed",
-  b'{"prompt": "\\ud800"}': "malformed",
-  b"[" * 100_000: "malformed",
+  b'{"prompt": "\\ud800"}': "malformed",  # a lone surrogate cannot be encoded
+  b"[" * 100_000: "malformed",  # exceeds the recursion limit of the JSON parser
 }
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=lambda line: repr(line[:24]))
-def test_a_bad_line_is_skipped_and_counted_at_its_place(tmp_path, vocabulary, bad):
+def test_bad_line_is_skipped_and_reported_with_its_line_number(
+  tmp_path, vocabulary, bad
+):
   task = _write(tmp_path, b'{"prompt": "one"}', bad, b'{"prompt": "three"}')
   config = _config(tasks=(task,), kind="single", shuffle=False)
   stream = QueryStream(config, vocabulary)
@@ -248,7 +253,7 @@ def test_a_bad_line_is_skipped_and_counted_at_its_place(tmp_path, vocabulary, ba
   json.dumps(report)
 
 
-def test_all_bad_lines_together_are_counted_and_the_first_named(tmp_path, vocabulary):
+def test_report_counts_all_bad_lines_and_names_the_first_three(tmp_path, vocabulary):
   task = _write(tmp_path, *BAD_LINES, b'{"prompt": "last"}')
   config = _config(tasks=(task,), kind="single", requests_per_task=2)
   stream = QueryStream(config, vocabulary)
@@ -259,7 +264,7 @@ def test_all_bad_lines_together_are_counted_and_the_first_named(tmp_path, vocabu
   assert [q.prompt for q in stream] == ["last", "last"]
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path, vocabulary):
+def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path, vocabulary):
   task = _write(tmp_path, b'\xef\xbb\xbf{"prompt": "one"}\r', b'{"prompt": "two"}\r')
   stream = QueryStream(_config(tasks=(task,), kind="single", shuffle=False), vocabulary)
   assert [stream[index].prompt for index in range(2)] == ["one", "two"]
@@ -267,13 +272,13 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path, vocabulary):
 
 
 @pytest.mark.parametrize("lines", [(b"",), (b"nonsense", b'{"prompt": ""}')])
-def test_a_stream_without_a_usable_line_is_an_error(tmp_path, vocabulary, lines):
+def test_file_without_a_usable_line_is_an_error(tmp_path, vocabulary, lines):
   task = _write(tmp_path, *lines)
   with pytest.raises(ValueError, match=r"'a'\): no usable line"):
     QueryStream(_config(tasks=(task,), kind="single"), vocabulary)
 
 
-def test_a_state_of_another_stream_is_refused(tmp_path, vocabulary):
+def test_restore_refuses_the_state_of_another_stream(tmp_path, vocabulary):
   stream = QueryStream(_config(), vocabulary)
   state = stream.state()
   for other in (_config(seed=1), _config(kind="bursty"), _config(source_length=20)):
@@ -288,14 +293,14 @@ def test_a_state_of_another_stream_is_refused(tmp_path, vocabulary):
     QueryStream(config, vocabulary).restore(state)
 
 
-def test_labels_come_from_source(vocabulary):
+def test_task_labels_come_from_the_source_field(vocabulary):
   tasks = tuple(dataclasses.replace(t, source="demo " + t.source) for t in TASKS)
   stream = QueryStream(_config(tasks=tasks), vocabulary)
   assert stream[0].task == "demo maths"
   assert stream.shifts()[1] == (40, "demo sql")
 
 
-def test_the_config_is_hashable_and_compares_by_value():
+def test_config_is_hashable_and_compares_by_value():
   assert hash(_config()) == hash(_config()) and _config() == _config()
 
 
@@ -327,7 +332,7 @@ def test_the_config_is_hashable_and_compares_by_value():
     ),
   ],
 )
-def test_bad_configs_are_refused_by_field(fields, message):
+def test_invalid_config_error_names_the_field(fields, message):
   with pytest.raises(ValueError, match=message):
     _config(**fields)
 
@@ -335,7 +340,7 @@ def test_bad_configs_are_refused_by_field(fields, message):
 # ---- A caller's own prompts
 
 
-def test_own_prompts_are_served_in_order_and_cut(vocabulary):
+def test_own_prompts_are_served_in_order_and_cut_to_source_length(vocabulary):
   prompts = ["How many?", "x " * 80, "And then?"]
   stream = of_prompts(prompts, vocabulary, label="mine", source_length=16)
   queries = list(stream)
@@ -348,7 +353,7 @@ def test_own_prompts_are_served_in_order_and_cut(vocabulary):
   assert stream.sentences() == ["mine: 1 prompts cut to 16 tokens: mine:2."]
 
 
-def test_an_infinite_iterator_is_read_on_demand(vocabulary):
+def test_infinite_iterator_is_read_on_demand(vocabulary):
   taken = []
 
   def endless():
@@ -363,6 +368,7 @@ def test_an_infinite_iterator_is_read_on_demand(vocabulary):
 
 
 def test_blank_prompts_are_skipped_and_reported(vocabulary):
+  # The lone surrogate is replaced by "?"; only the two blank prompts are skipped.
   stream = of_prompts(["one", " ", "", "\ud800", "two"], vocabulary)
   assert [query.prompt for query in stream] == ["one", "?", "two"]
   (sentence,) = stream.sentences()
@@ -370,7 +376,7 @@ def test_blank_prompts_are_skipped_and_reported(vocabulary):
   assert [query.row_id for query in stream] == ["own:1", "own:4", "own:5"]
 
 
-def test_own_prompts_resume_where_they_stopped(vocabulary):
+def test_restored_stream_of_own_prompts_serves_the_same_queries(vocabulary):
   prompts = [f"add {number} and 1" for number in range(9)]
   stream = of_prompts(iter(prompts), vocabulary)
   expected = _values(stream[index] for index in range(5))
@@ -392,7 +398,7 @@ def test_own_prompts_resume_where_they_stopped(vocabulary):
     (([3],), "prompt 1 is 3"),
   ],
 )
-def test_values_that_are_not_prompts_are_refused(vocabulary, arguments, match):
+def test_values_other_than_texts_are_refused(vocabulary, arguments, match):
   with pytest.raises(base.InputError, match=match):
     of_prompts(*arguments, vocabulary)[0]
 

@@ -1,4 +1,4 @@
-"""Tokenizers of decoder-only models: prompts, ends, special tokens, chat templates."""
+"""Tokenizers of decoder-only models: special tokens, chat templates, broken files."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-  """A SentencePiece model with the special ids and byte fallback of Llama's."""
+  """The bytes of a SentencePiece model with Llama's special ids and byte fallback."""
   folder = tmp_path_factory.mktemp("spm")
   (folder / "text").write_text("\n".join(TEXTS * 40))
   sentencepiece.SentencePieceTrainer.Train(
@@ -47,7 +47,7 @@ def folder(model, tmp_path):
 
 
 def json_tokenizer(folder, **settings):
-  """A `tokenizer.json` of words, with a prefix token, made by the library itself."""
+  """Writes a word-level `tokenizer.json` that puts `<s>` in front of every text."""
   library = pytest.importorskip("tokenizers")
   words = {"<s>": 0, "</s>": 1, "<unk>": 2, "<|end|>": 3, "a": 4, "b": 5, "c": 6}
   made = library.Tokenizer(library.models.WordLevel(words, unk_token="<unk>"))
@@ -62,7 +62,7 @@ def json_tokenizer(folder, **settings):
   return folder
 
 
-def test_a_prompt_begins_and_does_not_end(folder):
+def test_prompt_has_a_prefix_token_and_no_end_token(folder):
   vocabulary = tokenizers.load_any(folder)
   prompt = vocabulary.encode_prompt(TEXTS[0])
   assert prompt[0] == 1 and 2 not in prompt
@@ -72,23 +72,25 @@ def test_a_prompt_begins_and_does_not_end(folder):
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "naïve 漢字 🙂", "  two  spaces ", "\t\n"])
-def test_text_comes_back(folder, text):
+def test_decode_inverts_encode_and_ignores_ids_after_the_end(folder, text):
   vocabulary = tokenizers.load_any(folder)
   ids = vocabulary.encode_with_eos(text)
-  assert vocabulary.decode([*ids, 5, 6]) == text  # nothing behind the end
+  assert vocabulary.decode([*ids, 5, 6]) == text  # ids after the end are ignored
   assert vocabulary.decode([-1, *ids]) == text
 
 
-def test_special_tokens_in_a_text_are_themselves(folder):
+def test_special_tokens_in_a_text_are_encoded_as_their_ids(folder):
   vocabulary = tokenizers.load_any(folder)
   ids = vocabulary.encode("<s>x = 3</s>")
   assert (ids[0], ids[-1]) == (1, 2)
-  assert vocabulary.encode("< s>x")[0] != 1
+  assert vocabulary.encode("< s>x")[0] != 1  # negative control
 
 
-def test_a_long_prompt_keeps_its_end(folder):
+def test_cut_prompt_keeps_the_right_end_for_each_family(folder):
   vocabulary = tokenizers.load_any(folder)
   prompt = vocabulary.encode_prompt(TEXTS[0])
+  # Llama's tokenizer keeps the prefix token and the last tokens, T5's keeps the first
+  # tokens and the end-of-sequence token.
   cut = vocabulary.cut_prompt(prompt, 5)
   assert cut.tolist() == [1, *prompt[-4:]]
   assert vocabulary.cut_prompt(prompt, len(prompt)) is prompt
@@ -97,33 +99,34 @@ def test_a_long_prompt_keeps_its_end(folder):
   assert t5.cut_prompt(ids, 4).tolist() == [*ids[:3], 1]
 
 
-def test_blank_prompts_are_seen(folder):
+def test_is_blank_is_true_only_for_prompts_without_text(folder):
   vocabulary = tokenizers.load_any(folder)
   assert vocabulary.is_blank(vocabulary.encode_prompt(""))
   assert not vocabulary.is_blank(vocabulary.encode_prompt("x"))
 
 
-def test_ends_come_from_what_generation_stops_at(folder):
+def test_end_tokens_come_from_the_generation_config(folder):
   (folder / "config.json").write_text(json.dumps({"eos_token_id": 2}))
   assert tokenizers.load_any(folder).eos_ids == (2,)
   ends = {"eos_token_id": [9, 2, 11]}
   (folder / "generation_config.json").write_text(json.dumps(ends))
   vocabulary = tokenizers.load_any(folder)
-  assert vocabulary.eos_ids == (2, 9, 11)  # its own is what it writes
+  # The tokenizer's own end token comes first, because encoding appends that one.
+  assert vocabulary.eos_ids == (2, 9, 11)
   for end in vocabulary.eos_ids:
     assert vocabulary.decode([*vocabulary.encode("x = 3"), end, 20]) == "x = 3"
 
 
-def test_equal_files_are_one_vocabulary(folder, model, tmp_path_factory):
+def test_equal_files_give_equal_vocabularies(folder, model, tmp_path_factory):
   other = tmp_path_factory.mktemp("copy")
   (other / "tokenizer.model").write_bytes(model)
   one, same = tokenizers.load_any(folder), tokenizers.load_any(other)
   assert one == same and hash(one) == hash(same)
   (other / "config.json").write_text(json.dumps({"eos_token_id": 5}))
-  assert tokenizers.load_any(other) != one  # it ends elsewhere
+  assert tokenizers.load_any(other) != one  # the end token differs
 
 
-def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path):
+def test_tokenizer_json_is_encoded_with_its_own_rules(tmp_path):
   vocabulary = tokenizers.load_any(json_tokenizer(tmp_path))
   assert vocabulary.encode_prompt("a b <|end|> c").tolist() == [0, 4, 5, 3, 6]
   assert (vocabulary.prefix, vocabulary.eos_ids, vocabulary.size) == ((0,), (1,), 7)
@@ -134,7 +137,7 @@ def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path):
 # ---- Chat templates
 
 
-def test_a_prompt_is_put_into_the_folders_template(folder):
+def test_template_own_uses_the_template_of_the_folder(folder):
   settings = {"chat_template": TEMPLATE, "bos_token": "<s>"}
   (folder / "tokenizer_config.json").write_text(json.dumps(settings))
   vocabulary = tokenizers.load_any(folder, template="own")
@@ -147,7 +150,7 @@ def test_a_prompt_is_put_into_the_folders_template(folder):
   assert tokenizers.load_any(folder).template is None
 
 
-def test_a_template_may_be_given_as_text(folder):
+def test_template_can_be_given_as_text(folder):
   text = "USER: {{ messages[0]['content'] }} ASSISTANT:"
   vocabulary = tokenizers.load_any(folder, template=text)
   assert vocabulary.template("hi") == "USER: hi ASSISTANT:"
@@ -163,7 +166,7 @@ def test_a_template_may_be_given_as_text(folder):
     ("own", "has no chat template"),
   ],
 )
-def test_templates_that_cannot_be_used_are_named(folder, template, match):
+def test_unusable_templates_are_refused_with_the_reason(folder, template, match):
   with pytest.raises(base.InputError, match=match):
     tokenizers.load_any(folder, template=template)
 
@@ -172,45 +175,46 @@ def test_templates_that_cannot_be_used_are_named(folder, template, match):
 
 
 @pytest.mark.parametrize("library, template", [("tokenizers", ""), ("jinja2", "own")])
-def test_a_library_that_is_not_there_is_named_with_its_extra(
+def test_missing_library_error_names_the_extra(
   tmp_path, library, template, monkeypatch
 ):
   json_tokenizer(tmp_path, chat_template="{{ messages[0]['content'] }}")
-  assert tokenizers.load_any(tmp_path, template=template)  # with it
+  # Negative control: with the library installed, loading succeeds.
+  assert tokenizers.load_any(tmp_path, template=template)
   tokenizers._build.cache_clear()
   monkeypatch.setitem(sys.modules, library, None)
   with pytest.raises(base.MissingExtraError, match=r"osd-jax\[llama\]"):
     tokenizers.load_any(tmp_path, template=template)
 
 
-def test_no_end_is_refused(tmp_path):
+def test_tokenizer_without_an_end_token_is_refused(tmp_path):
   json_tokenizer(tmp_path, eos_token=None)
   with pytest.raises(base.InputError, match="no token ends a sequence"):
     tokenizers.load_any(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
-def test_what_is_no_tokenizer_is_named(tmp_path, name):
+def test_file_that_is_not_a_tokenizer_is_refused_by_name(tmp_path, name):
   (tmp_path / name).write_bytes(b"{no tokenizer")
   with pytest.raises(base.InputError, match=f"{name} is not a"):
     tokenizers.load_any(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
-def test_a_file_that_is_not_there_is_called_so(tmp_path, name):
-  """Not an empty one."""
+def test_missing_file_is_reported_as_missing(tmp_path, name):
+  """The error says that the file is missing, not that it is empty."""
   missing = rf"{name} cannot be read \(No such file.*expected a tokenizer.json or"
   with pytest.raises(base.InputError, match=missing):
     tokenizers.load(tmp_path / "nowhere" / name)
 
 
-def test_broken_settings_are_named(folder):
+def test_malformed_tokenizer_config_is_refused_by_name(folder):
   (folder / "tokenizer_config.json").write_text("[1, 2]")
   with pytest.raises(base.InputError, match=r"tokenizer_config.json cannot be read"):
     tokenizers.load_any(folder)
 
 
-def test_settings_of_the_other_family_are_refused(folder):
+def test_settings_of_the_other_model_family_are_refused(folder):
   with pytest.raises(base.InputError, match="extra_ids: received 100"):
     tokenizers.load_any(folder, extra_ids=100)
   t5 = assets.resolve("shipped:demo_vocabulary.model")
@@ -218,11 +222,11 @@ def test_settings_of_the_other_family_are_refused(folder):
     tokenizers.load_any(t5, template="own")
 
 
-# ---- Live
+# ---- Comparison with transformers
 
 
 def real_lines(folder):
-  """Texts of all sets, of each a few."""
+  """Returns the texts of the first 80 lines of every data set."""
   found = []
   for path in sorted(folder.glob("*.jsonl")):
     for line in path.read_text().splitlines()[:80]:
@@ -231,7 +235,7 @@ def real_lines(folder):
 
 
 @pytest.mark.hf
-def test_ids_of_a_tokenizer_json_are_transformers(shared_data, tmp_path):
+def test_ids_of_a_tokenizer_json_equal_those_of_transformers(shared_data, tmp_path):
   transformers = pytest.importorskip("transformers")
   real = (shared_data / "tokenizers/llama2/tokenizer.model").read_bytes()
   (tmp_path / "tokenizer.model").write_bytes(real)
@@ -259,8 +263,10 @@ LLAMA3_SPLIT = (
 
 @pytest.mark.hf
 @pytest.mark.parametrize("begins", [True, False], ids=["llama 3", "qwen"])
-def test_ids_of_byte_level_pairs_are_transformers(shared_data, tmp_path, begins):
-  """As Llama 3 writes its `tokenizer.json`, and as Qwen does: without a first token."""
+def test_ids_of_byte_level_bpe_equal_those_of_transformers(
+  shared_data, tmp_path, begins
+):
+  """Llama 3's `tokenizer.json` adds a prefix token, Qwen's does not."""
   transformers = pytest.importorskip("transformers")
   library = pytest.importorskip("tokenizers")
   lines = real_lines(shared_data)[:1000]
@@ -303,12 +309,14 @@ def test_ids_of_byte_level_pairs_are_transformers(shared_data, tmp_path, begins)
 
 @pytest.mark.hf
 @pytest.mark.parametrize("legacy", [False, True])
-def test_llamas_ids_are_transformers(shared_data, tmp_path, legacy):
-  """On 1,000 real lines, and where bytes and special tokens come.
+def test_ids_of_llama_tokenizer_model_equal_those_of_transformers(
+  shared_data, tmp_path, legacy
+):
+  """Compares 1,000 real lines, byte-fallback characters and special tokens.
 
-  But for texts with two spaces in a row, or one before all: there transformers 5, which
-  orders the merges of a `tokenizer.model` by id and not by score, writes other ids than
-  SentencePiece, with which the models were trained.
+  Texts with two spaces in a row or a leading space are left out. transformers 5 orders
+  the merges of a `tokenizer.model` by id and not by score, so for those texts its ids
+  differ from SentencePiece's, which the models were trained with.
   """
   transformers = pytest.importorskip("transformers")
   real = (shared_data / "tokenizers/llama2/tokenizer.model").read_bytes()
@@ -331,8 +339,8 @@ def test_llamas_ids_are_transformers(shared_data, tmp_path, legacy):
 
 
 @pytest.mark.hf
-def test_templates_are_rendered_as_transformers_does(folder):
-  """What is trimmed, loops, and the functions that models' templates call."""
+def test_rendered_templates_equal_those_of_transformers(folder):
+  """Covers whitespace trimming, loops, and functions that published templates call."""
   transformers = pytest.importorskip("transformers")
   text = (
     "{%- for m in messages %}\n  {%- if m.role == 'user' %}\n"

@@ -1,4 +1,4 @@
-"""The demo's topics: right answers, disjoint splits, shipped files, vocabulary."""
+"""The demo topics: correct answers, disjoint splits, shipped files, vocabulary."""
 
 import ast
 import gzip
@@ -51,7 +51,7 @@ def _wrong_equations(text: str) -> list[str]:
   return wrong
 
 
-def test_maths_equations_hold_and_end_in_the_answer(samples):
+def test_maths_equations_are_correct_and_end_with_the_answer(samples):
   for example in samples["maths"]:
     assert _wrong_equations(example.reference) == [], example
     results = re.findall(r"= (\d+)", example.reference)
@@ -69,13 +69,13 @@ def test_maths_uses_every_number_of_the_question(samples):
     assert re.findall(r"\d+", example.prompt) == given, example
 
 
-def test_wrong_equations_are_noticed():
+def test_equation_check_finds_a_wrong_equation():
   assert _wrong_equations("3 + 4 = 8, so 2 * 5 = 10") == ["3 + 4 = 8"]
 
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, list[dict]]:
-  """Forty rows a table; numbers are distinct in a column, so sorts have no ties."""
+  """Tables of 40 rows; the numbers in a column are distinct, so sorts have no ties."""
   rng = random.Random(0)
   tables = {}
   for table, (text, numbers) in sql.SCHEMA.items():
@@ -100,14 +100,15 @@ def database(records):
   connection.close()
 
 
-def test_every_query_runs(samples, database):
+def test_every_sql_reference_is_valid(samples, database):
   for example in samples["sql"]:
     database.execute(example.reference)
+  # Negative control: SQLite refuses a column that the table does not have.
   with pytest.raises(sqlite3.OperationalError):
     database.execute("SELECT salary FROM clients;")
 
 
-def test_queries_say_what_was_asked(samples):
+def test_sql_references_contain_the_values_of_the_request(samples):
   for example in samples["sql"]:
     words, number = re.search(
       r"(above|below|at least|at most) (\d+)", example.prompt
@@ -143,7 +144,7 @@ def _selected(prompt: str, rows: list[dict]) -> list[dict]:
   ]
 
 
-def test_row_queries_select_and_sort_what_was_asked(samples, records, database):
+def test_sql_row_queries_return_the_requested_rows(samples, records, database):
   pattern = r"\w+ the ([\w, ]+) of (?:all )?(\w+) with .* sorted by (\w+) (\w+)"
   found = 0
   for example in samples["sql"]:
@@ -161,7 +162,7 @@ def test_row_queries_select_and_sort_what_was_asked(samples, records, database):
   assert found > 500
 
 
-def test_aggregate_queries_compute_what_was_asked(samples, records, database):
+def test_sql_aggregates_return_the_requested_values(samples, records, database):
   found = 0
   for example in samples["sql"]:
     count = re.match(r"How many (\w+) are", example.prompt)
@@ -182,7 +183,7 @@ def test_aggregate_queries_compute_what_was_asked(samples, records, database):
   assert found > 200
 
 
-def test_group_queries_compute_what_was_asked(samples, records, database):
+def test_sql_group_queries_return_the_requested_groups(samples, records, database):
   pattern = (
     r"For each (\w+) of (\w+) with (\w+) (above|below|at least|at most) (\d+), "
     r"give the (\w+) (\w+) and the count"
@@ -209,7 +210,10 @@ _DATA, _OTHER = [5, 40, 12, 97, 61, 40, 3], [1, 2, 3]
 
 
 def _expected(request: str):
-  """The request's meaning, written apart from the grammar; None if not covered."""
+  """Returns the pattern that matches the request and the result that it asks for.
+
+  The results are written independently of the grammar that generates the topic.
+  """
   numbers = [int(word) for word in re.findall(r"\d+", request)]
   n, m = numbers[0], numbers[-1]
   meanings = {
@@ -236,7 +240,7 @@ def _expected(request: str):
   return meaning, meanings[meaning]
 
 
-def test_every_function_does_what_was_asked(samples):
+def test_python_functions_compute_the_requested_result(samples):
   seen = set()
   for example in samples["python"]:
     name, arguments = re.search(r"(\w+_\w+)\(([\w, ]+)\)", example.prompt).groups()
@@ -254,7 +258,7 @@ def test_every_function_does_what_was_asked(samples):
   assert len(seen) == len(python._PATTERNS) >= 15
 
 
-def test_functions_handle_an_empty_list(samples):
+def test_python_functions_return_the_default_for_an_empty_list(samples):
   for example in samples["python"]:
     match = re.search(r"or (\d+) if there are none", example.prompt)
     if match:
@@ -283,7 +287,7 @@ def test_finance_figures_add_up(samples):
   assert kinds == {"difference", "total", "copy"}
 
 
-def test_finance_advice_is_that_of_the_sector(samples):
+def test_finance_advice_matches_the_sector(samples):
   for example in samples["finance"]:
     (sector,) = [
       value
@@ -295,7 +299,7 @@ def test_finance_advice_is_that_of_the_sector(samples):
     assert example.reference.endswith(sector[2]) == bad_news, example
 
 
-def test_splits_are_disjoint_and_near_80_10_10():
+def test_splits_are_disjoint_and_about_80_10_10():
   for topic in topics.TOPICS:
     prompts = {
       split: {e.prompt for e in topics.generate(topic, split, 3000, seed)}
@@ -309,9 +313,9 @@ def test_splits_are_disjoint_and_near_80_10_10():
   assert abs(drawn.count("eval") / 5000 - 0.1) < 0.03
 
 
-def test_prompt_space_is_large():
-  # n draws from a space of s prompts repeat about n^2 / 2s times: s > 1e6 means
-  # fewer than 200 repeats in 20,000 draws.
+def test_each_topic_has_over_a_million_prompts():
+  # n draws from s prompts contain about n^2 / 2s repeats, so s > 1e6 gives fewer than
+  # 200 repeats in 20,000 draws.
   for topic, generate in topics.GENERATORS.items():
     rng = random.Random(0)
     repeats = 20_000 - len({generate(rng)[0] for _ in range(20_000)})
@@ -334,10 +338,11 @@ def test_examples_are_the_same_on_every_machine_and_version():
     for topic in topics.TOPICS
     for example in topics.generate(topic, "train", 50, seed=0)
   )
+  # The shipped files and checkpoints were made from exactly these texts.
   assert hashlib.sha256(text.encode()).hexdigest()[:16] == "90f6df474535bd41"
 
 
-def test_unknown_names_are_refused():
+def test_invalid_arguments_of_generate_are_refused():
   with pytest.raises(ValueError, match="topic: received 'law', expected one of maths"):
     topics.generate("law", "train", 1)
   with pytest.raises(ValueError, match="split: received 'test', expected one of train"):
@@ -346,11 +351,12 @@ def test_unknown_names_are_refused():
     topics.generate("sql", "train", -1)
 
 
-def test_vocabulary_layout(vocabulary):
+def test_vocabulary_has_t5_special_ids_and_single_token_numbers(vocabulary):
   assert vocabulary.vocab_size() == 1536
   assert (vocabulary.pad_id(), vocabulary.eos_id(), vocabulary.unk_id()) == (0, 1, 2)
   assert vocabulary.bos_id() == -1
   assert vocabulary.id_to_piece(1) == "</s>"
+  # Numbers below 100 are single tokens, with and without a space before them.
   for number in range(100):
     assert len(vocabulary.encode(str(number))) == 1
     assert len(vocabulary.encode(f"is {number}.")) == len(vocabulary.encode("is ."))
@@ -367,7 +373,7 @@ def test_vocabulary_is_lossless_on_generated_and_foreign_text(samples, vocabular
     assert vocabulary.unk_id() not in ids
 
 
-def test_token_counts_stay_in_their_bounds(samples, vocabulary):
+def test_prompts_and_references_fit_the_default_lengths(samples, vocabulary):
   for topic in samples.values():
     prompts = [len(vocabulary.encode(e.prompt)) + 1 for e in topic]
     references = [len(vocabulary.encode(e.reference)) + 1 for e in topic]
@@ -387,7 +393,7 @@ def _shipped(topic: str, split: str) -> bytes:
 
 
 @pytest.mark.parametrize("topic", topics.TOPICS)
-def test_shipped_files_are_what_the_generators_write(topic):
+def test_shipped_files_equal_the_generated_ones(topic):
   for split, count in (("train", 4000), ("eval", 1200), ("stream", 400)):
     found = topics.generate(topic, split, count)
     assert _shipped(topic, split) == make_topics.to_lines(found)
@@ -407,6 +413,6 @@ def test_shipped_topics_are_read_by_name():
 
 
 @pytest.mark.slow  # generates 60,000 examples of each topic
-def test_seen_examples_are_a_seeded_choice_of_the_trained_ones():
+def test_shipped_seen_split_equals_the_generated_one():
   for topic in topics.TOPICS:
     assert _shipped(topic, "seen") == make_topics.to_lines(make_topics.seen(topic))

@@ -1,4 +1,4 @@
-"""One vocabulary writes one set of ids, and bad ones are refused by name."""
+"""Vocabulary: ids equal SentencePiece's, and invalid models are refused by name."""
 
 import io
 import pathlib
@@ -26,7 +26,7 @@ def demo(repository) -> Vocabulary:
 
 
 def _train(path: pathlib.Path, **settings) -> pathlib.Path:
-  """A small model trained on the spot, with T5's special ids unless told."""
+  """Trains a small model, with T5's special ids by default, and saves it to `path`."""
   ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, **settings}
   model = io.BytesIO()
   sentences = [f"{a} {b} number {n}" for a in "xyz" for b in "uvw" for n in range(50)]
@@ -46,15 +46,15 @@ def small(tmp_path_factory) -> Vocabulary:
   return Vocabulary.load(_train(tmp_path_factory.mktemp("small") / "small.model"))
 
 
-def test_sentinels_of_t5_have_their_published_ids(shared_data):
+def test_t5_sentinels_have_their_published_ids(shared_data):
   t5 = Vocabulary.load(shared_data / "tokenizers/t5/spiece.model", extra_ids=100)
   assert t5.size == 32_100
   assert t5.encode("Hello world") == [8774, 296]
   assert t5.encode("see <extra_id_0>") == [217, 32_099]
 
 
-def test_ids_equal_sentencepieces_with_t5(shared_data):
-  """The folder of a published checkpoint holds the model as spiece.model."""
+def test_t5_ids_equal_those_of_sentencepiece(shared_data):
+  """Published T5 checkpoints contain the model as spiece.model."""
   folder = shared_data / "tokenizers/t5"
   theirs = sentencepiece.SentencePieceProcessor(str(folder / "spiece.model"))
   for vocabulary in (Vocabulary.load(folder), Vocabulary.load(folder, extra_ids=100)):
@@ -66,7 +66,7 @@ def test_ids_equal_sentencepieces_with_t5(shared_data):
       )
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path):
+def test_folder_without_a_model_is_refused(tmp_path):
   with pytest.raises(ValueError, match=r"Vocabulary\.path.*spiece\.model"):
     Vocabulary.load(tmp_path)
 
@@ -80,7 +80,7 @@ def test_decode_inverts_encode_and_stops_at_the_first_eos(demo):
   assert demo.decode(np.asarray(demo.encode(text))) == text
 
 
-def test_ids_beyond_the_vocabulary_read_as_unknown(demo):
+def test_ids_beyond_the_vocabulary_decode_as_unknown(demo):
   unknown = demo.decode([demo.processor.unk_id()])
   assert demo.decode([demo.size + 7]) == unknown != ""
 
@@ -93,7 +93,7 @@ def test_pieces_are_in_id_order(demo):
   assert spelled.replace("▁", " ").strip() == "revenue rose"
 
 
-def test_equality_is_of_content_not_of_place(demo, small, tmp_path):
+def test_vocabularies_compare_by_content_and_not_by_path(demo, small, tmp_path):
   copy = tmp_path / "copy.model"
   copy.write_bytes(pathlib.Path(demo.path).read_bytes())
   assert Vocabulary.load(copy) == demo
@@ -103,7 +103,7 @@ def test_equality_is_of_content_not_of_place(demo, small, tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a model", b"\x0a" * 100])
-def test_no_model_is_refused(tmp_path, content):
+def test_missing_or_invalid_model_file_is_refused(tmp_path, content):
   path = tmp_path / "bad.model"
   if content is not None:
     path.write_bytes(content)
@@ -111,13 +111,13 @@ def test_no_model_is_refused(tmp_path, content):
     Vocabulary.load(path)
 
 
-def test_other_special_ids_are_refused(tmp_path):
+def test_special_ids_other_than_t5s_are_refused(tmp_path):
   path = _train(tmp_path / "llama.model", pad_id=-1, eos_id=2, unk_id=0, bos_id=1)
   with pytest.raises(ValueError, match="end-of-sequence id 2, expected 0 and 1"):
     Vocabulary.load(path)
 
 
 @pytest.mark.parametrize("extra_ids", [-1, 1.5, "3"])
-def test_bad_extra_ids_are_refused(demo, extra_ids):
+def test_invalid_extra_ids_are_refused(demo, extra_ids):
   with pytest.raises(ValueError, match="extra_ids"):
     Vocabulary.load(demo.path, extra_ids=extra_ids)

@@ -338,5 +338,5 @@ def test_state_layer_selects_the_states_of_an_attached_draft(llama_pair, tmp_pat
 
 def test_more_tokens_than_positions_are_refused(llama_pair):
   long = engine.DecodingConfig(source_lengths=(200,), target_length=60)
-  with pytest.raises(base.InputError, match="are 260 tokens, expected at most the 256"):
+  with pytest.raises(base.InputError, match="260 tokens, but the target has 256"):
     osd_jax.Server(llama_pair, long)

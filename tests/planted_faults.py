@@ -48,7 +48,7 @@ ONLINE = "tests/test_online.py"
 ENGINE = "tests/engine/test_engine.py"
 FAMILIES = "tests/engine/test_families.py"
 DRAFTING = "tests/engine/test_drafting.py"
-TOLD = "tests/engine/test_drafting_told.py"
+REPORTS = "tests/engine/test_drafting_reports.py"
 ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
 ACCEPT = "tests/decoding/test_accept.py"
@@ -307,7 +307,7 @@ FAULTS = [
     "a request without the draft's prefill counts as fed",
     "    fed[list(lacking)] = 0\n",
     "",
-    TOLD,
+    REPORTS,
   ),
   Fault(
     "a started chunk is not counted",
@@ -319,25 +319,25 @@ FAULTS = [
     "prefills are done again and again",
     "      slot.lacks_draft = False\n",
     "      pass\n",
-    TOLD,
+    REPORTS,
   ),
   Fault(
     "catching up is free to the policy",
     "      self._spent_ms += missing_ms\n",
     "",
-    TOLD,
+    REPORTS,
   ),
   Fault(
     "a new request is taken for the one before",
     "        counts[number] = 0\n",
     "      pass\n",
-    TOLD,
+    REPORTS,
   ),
   Fault(
     "a probe prefills at once",
     "return self.state.num_draft_tokens > 0 and not self.state.probing",
     "return self.state.num_draft_tokens > 0",
-    TOLD,
+    REPORTS,
   ),
   Fault(
     "a resumed policy does not know its rows",

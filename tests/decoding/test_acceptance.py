@@ -24,7 +24,7 @@ def self_draft(k, run=harness.ROUNDS):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
-def test_a_draft_equal_to_the_target_accepts_everything(k):
+def test_draft_equal_to_the_target_is_fully_accepted(k):
   final = self_draft(k)
   assert harness.draft_acceptance(final) == 1.0
   expected = -(-harness.TABLE_LENGTH // (k + 1))

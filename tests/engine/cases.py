@@ -37,14 +37,14 @@ def config_of(rows, **changes):
 
 @functools.cache
 def decoder(rows, kind="close"):
-  """An engine that is empty again after each use."""
+  """A shared engine; it is empty again after each use."""
   return engine.Engine(
     config_of(rows), TARGET, target_params(), TARGET, draft_params(kind)
   )
 
 
 def prompts(count=9, seed=0):
-  """Ragged prompts of both buckets."""
+  """Prompts of different lengths, some for each of the two buckets."""
   source, mask = testing.random_sources(count, BUCKETS[-1], VOCAB, seed, TARGET.pad_id)
   return [row[keep] for row, keep in zip(source, mask, strict=True)]
 
@@ -62,7 +62,7 @@ _score = jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
 
 
 def score(tokens, written):
-  """Fresh teacher-forced logits [T, V] of the target for one prompt."""
+  """Teacher-forced logits [T, V] of the target for one prompt, without a cache."""
   source = np.full((1, BUCKETS[-1]), TARGET.pad_id, np.int32)
   source[0, : len(tokens)] = tokens
   target = np.zeros((1, LENGTH), np.int32)
@@ -74,7 +74,7 @@ def score(tokens, written):
 
 @functools.cache
 def expected(seed=0):
-  """What plain greedy decoding, one whole forward pass a token, writes."""
+  """Greedy outputs of the target, from one whole forward pass per token."""
   found = []
   for request in greedy_requests(seed):
     written = []
@@ -100,7 +100,7 @@ def drained(decoder_):
 
 
 def check_records(done):
-  """The row for the loss holds the texts, and fresh distributions of the target."""
+  """Checks the mask, the tokens and the recorded distributions of an answer."""
   count = len(done.tokens)
   source = np.asarray(done.batch.source)[0]
   assert source[: len(done.request.tokens)].tolist() == done.request.tokens.tolist()

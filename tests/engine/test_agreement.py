@@ -1,4 +1,4 @@
-"""What is measured of an answer does not depend on how much room it had."""
+"""The measured agreement of an answer does not depend on the padded length."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def answers(pair):
-  """Of 1 to 12 tokens."""
+  """Answers of 1 to 12 tokens."""
   sampling = engine.SamplingConfig(temperature=1.0)
   prompts = tabular_pair.prompts(24)
   requests = [
@@ -40,30 +40,28 @@ def answers(pair):
 
 
 @pytest.mark.slow
-def test_the_least_length_that_holds_an_answer_gives_what_all_places_give(
-  pair, answers
-):
-  looked_at = []
+def test_shortest_padded_length_gives_the_same_agreement(pair, answers):
+  scored_lengths = []
 
   def score(params, source, mask, target, **given):
-    looked_at.append(target.shape[1])
+    scored_lengths.append(target.shape[1])
     return pair.draft.score(params, source, mask, target, **given)
 
-  told = dataclasses.replace(pair.draft, score=score)
+  draft = dataclasses.replace(pair.draft, score=score)
   for done in answers:
-    jax.clear_caches()  # each is traced
-    short = agreement.of_answer(told, pair.draft_params, done)
+    jax.clear_caches()  # so that `score` is traced for each answer
+    short = agreement.of_answer(draft, pair.draft_params, done)
     whole = agreement.agreement(
       pair.draft, pair.draft_params, done.batch, done.settings
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), short, whole)
     least = next(n for n in (3, 6, 12) if n >= len(done.tokens))
-    assert looked_at[-1] == least
-  assert set(looked_at) == {3, 6, 12} == set(agreement.lengths(LENGTH))
+    assert scored_lengths[-1] == least
+  assert set(scored_lengths) == {3, 6, 12} == set(agreement.lengths(LENGTH))
 
 
-def test_a_length_that_cuts_an_answer_gives_another_figure(pair, answers):
-  """Control: the places behind the cut count."""
+def test_length_that_cuts_the_answer_changes_the_agreement(pair, answers):
+  """Control: the positions after the cut contribute to the result."""
   longest = max(answers, key=lambda done: len(done.tokens))
   whole, cut = (
     agreement.agreement(
@@ -75,12 +73,12 @@ def test_a_length_that_cuts_an_answer_gives_another_figure(pair, answers):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 191])
-def test_lengths_end_with_all_places(length):
+def test_lengths_end_with_the_full_length(length):
   assert agreement.lengths(length)[-1] == length
   assert list(agreement.lengths(length)) == sorted(set(agreement.lengths(length)))
 
 
-def test_after_warm_up_no_answer_compiles_anything(pair):
+def test_measuring_compiles_nothing_after_warm_up(pair):
   model = testing.tabular_model(tabular_pair.VOCAB_SIZE, "tabular, measured anew")
   ready = server.Server(dataclasses.replace(pair, target=model, draft=model), DECODING)
   ready.warm_up(learn=True)
@@ -93,8 +91,8 @@ def test_after_warm_up_no_answer_compiles_anything(pair):
   assert measuring.count == 0
 
 
-def nothing_but(covered, model):
-  """The model, giving mass to no other token."""
+def restricted_to(covered, model):
+  """The model, with no mass on tokens outside `covered`."""
 
   def score(*arguments, **given):
     logits = model.score(*arguments, **given)
@@ -105,11 +103,9 @@ def nothing_but(covered, model):
 
 
 @pytest.mark.parametrize("temperature, top_k", [(0.0, 0), (1.0, 0), (0.7, 3)])
-def test_of_a_short_head_only_the_tokens_that_it_covers_have_mass(
-  pair, answers, temperature, top_k
-):
+def test_tokens_outside_a_short_head_have_no_mass(pair, answers, temperature, top_k):
   covered = np.array([1, 4, 2, 7], np.int32)
-  short = nothing_but(covered, pair.draft)
+  short = restricted_to(covered, pair.draft)
   settings = engine.SamplingConfig(temperature=temperature, top_k=top_k).settings(
     LENGTH
   )
@@ -123,10 +119,10 @@ def test_of_a_short_head_only_the_tokens_that_it_covers_have_mass(
     )
     whole.append(agreement.agreement(pair.draft, *arguments).distribution_overlap)
     assert found.distribution_overlap <= found.distribution_overlap_upper <= 1 + 1e-6
-    assert abs(found.distribution_overlap - whole[-1]) > 1e-3  # Control.
+    assert abs(found.distribution_overlap - whole[-1]) > 1e-3  # negative control
 
 
-def test_a_draft_that_scores_chosen_tokens_scores_no_others(answers):
+def test_draft_with_score_at_scores_only_covered_tokens(answers):
   model = families.build(dataclasses.replace(testing.TINY_DRAFT, vocab_size=1000))
   params = model.init(jax.random.key(3))
   covered = np.array([1, 5, 9, 300, 301], np.int32)
@@ -137,15 +133,17 @@ def test_a_draft_that_scores_chosen_tokens_scores_no_others(answers):
     agreement.agreement(model, *asked, covered),
     agreement.agreement(dataclasses.replace(model, score_at=None), *asked, covered),
   )
-  few, all_of_them = (
+  restricted, whole = (
     agreement.agreement.lower(model, *asked, tokens).as_text()
     for tokens in (covered, None)
   )
-  assert f"{LENGTH}x1000xf32" not in few and f"{LENGTH}x1000xf32" in all_of_them
+  assert f"{LENGTH}x1000xf32" not in restricted and f"{LENGTH}x1000xf32" in whole
 
 
-def test_a_server_measures_the_draft_as_it_serves(pair, answers, monkeypatch):
-  """With the tokens that its output head covers at present."""
+def test_server_measures_the_draft_with_its_current_shortlist(
+  pair, answers, monkeypatch
+):
+  """Agreement is restricted to the tokens that the output head covers at present."""
   seen, real = [], agreement.agreement
   monkeypatch.setattr(
     agreement, "agreement", lambda *given: (seen.append(given[5]), real(*given))[1]

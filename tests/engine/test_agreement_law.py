@@ -1,4 +1,4 @@
-"""Agreement of a draft with the target, compared with enumeration in float64."""
+"""Agreement of draft and target equals enumeration in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def test_full_rows_equal_enumeration():
   np.testing.assert_allclose(found.distribution_overlap_upper, overlap, atol=1e-5)
   accepted = enumerated(target, draft, batch, processed=True)
   np.testing.assert_allclose(found.acceptance_rate, accepted, atol=1e-5)
-  assert np.ptp(accepted - overlap) > 0.05  # the two are different figures
+  assert np.ptp(accepted - overlap) > 0.05  # the two figures differ
 
 
 @pytest.mark.parametrize("kept", [1, 3, 6])
@@ -100,8 +100,8 @@ def test_truncated_rows_bracket_the_overlap(kept):
   assert (np.asarray(width) > 1e-3).all()
 
 
-def test_truncated_rows_are_exact_where_the_request_keeps_no_more():
-  """A draft whose own top-k lies outside the kept tokens must not look good."""
+def test_truncated_rows_are_exact_if_the_request_keeps_no_more():
+  """A draft whose top-k lies outside the kept tokens must not get a high overlap."""
   target, draft = logits_of(4), logits_of(5)
   draft[0] = -target[0]
   draft[3] = -target[3]
@@ -117,7 +117,7 @@ def test_truncated_rows_are_exact_where_the_request_keeps_no_more():
 
 
 @pytest.mark.parametrize("kept", [4, VOCAB])
-def test_a_draft_equal_to_the_target_agrees(kept):
+def test_draft_equal_to_the_target_has_agreement_one(kept):
   target = logits_of(6)
   found = measured(target, batch_of(target, kept))
   np.testing.assert_allclose(found.distribution_overlap_upper, 1, atol=1e-5)
@@ -135,7 +135,7 @@ def test_positions_after_the_end_do_not_count():
   )
 
 
-def test_agreement_reads_the_draft_teacher_forced():
+def test_agreement_scores_the_draft_teacher_forced():
   model = testing.tabular_model(VOCAB)
   table = testing.random_table(VOCAB, 0)
   rng = np.random.default_rng(0)
@@ -170,7 +170,7 @@ def answers(pair):
   return server.run(corpus.requests(tabular_pair.prompts(7), sampling))
 
 
-def test_a_draft_equal_to_the_target_agrees_entirely(pair, answers):
+def test_draft_equal_to_the_target_has_mean_agreement_one(pair, answers):
   equal = agreement.mean_agreement(pair.target, pair.target_params, answers)
   other = agreement.mean_agreement(pair.draft, pair.draft_params, answers)
   assert equal.keys() == other.keys() == {0, 1}
@@ -180,15 +180,15 @@ def test_a_draft_equal_to_the_target_agrees_entirely(pair, answers):
   assert [equal[task]["requests"] for task in (0, 1)] == [4, 3]
 
 
-def test_mean_agreement_does_not_depend_on_the_rows_of_a_pass(pair, answers):
+def test_mean_agreement_does_not_depend_on_the_batch_size(pair, answers):
   few = agreement.mean_agreement(pair.draft, pair.draft_params, answers, rows=3)
   many = agreement.mean_agreement(pair.draft, pair.draft_params, answers, rows=16)
   for task in few:
     assert few[task] == pytest.approx(many[task], abs=1e-6)
 
 
-def test_mean_agreement_is_the_mean_over_requests_of_the_overlap(pair, answers):
-  """Against the formula, written out in numpy."""
+def test_mean_agreement_is_the_mean_overlap_of_requests(pair, answers):
+  """Against the formula, written in numpy."""
   overlaps = {0: [], 1: []}
   tables = [
     np.asarray(jax.nn.softmax(table, axis=-1), np.float64)

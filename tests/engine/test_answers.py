@@ -1,4 +1,4 @@
-"""Text while it is written: never taken back, and whole in the end."""
+"""Streamed text: no piece is ever taken back, and the pieces add up to the answer."""
 
 import hypothesis
 import numpy as np
@@ -15,7 +15,7 @@ SIZES = strategies.lists(strategies.integers(1, 5), min_size=1, max_size=24)
 
 
 def read(tokens, sizes, stop=()):
-  """Shows growing prefixes of the tokens; the pieces, the text, and where it ended."""
+  """Reads growing prefixes; returns the pieces, the whole text and the tokens used."""
   text, pieces, shown = answers.TextSoFar(VOCABULARY.decode, stop), [], 0
   for size in sizes:
     shown = min(shown + size, len(tokens))
@@ -29,24 +29,25 @@ def read(tokens, sizes, stop=()):
 
 
 @hypothesis.given(TOKENS, SIZES)
-def test_pieces_together_are_the_text(tokens, sizes):
+def test_pieces_add_up_to_the_text(tokens, sizes):
   pieces, whole, _ = read(tokens, sizes)
   assert "".join(pieces) == whole == VOCABULARY.decode(tokens)
 
 
 @hypothesis.given(TOKENS, SIZES, strategies.sampled_from(["a", "the", " 1", "e "]))
-def test_a_stop_string_ends_the_text_before_it_however_it_is_read(tokens, sizes, stop):
+def test_text_ends_before_the_stop_string_for_any_grouping(tokens, sizes, stop):
   sizes = [*sizes, len(tokens)]
   pieces, whole, read_tokens = read(tokens, sizes, (stop,))
   expected = VOCABULARY.decode(tokens).split(stop)[0]
   assert "".join(pieces) == whole == expected
   at_once, _, all_read = read(tokens, [len(tokens)] if tokens else [], (stop,))
-  assert all_read == read_tokens  # the same tokens, in however many parts they came
+  assert all_read == read_tokens  # however the tokens were grouped
   if stop in VOCABULARY.decode(tokens):
-    assert stop not in VOCABULARY.decode(read_tokens[:-1])  # not one token too many
+    # No more tokens are used than the stop string needs.
+    assert stop not in VOCABULARY.decode(read_tokens[:-1])
 
 
-def test_the_first_of_several_stop_strings_counts():
+def test_text_ends_before_the_first_stop_string_that_occurs():
   tokens = VOCABULARY.encode("How many hotels are there?")
   for stop in (("are", "many"), ("many", "are")):
     assert read(tokens, [1] * 30, stop)[1] == "How "
@@ -63,18 +64,18 @@ def test_the_first_of_several_stop_strings_counts():
     ({"temprature": 1}, r"a setting 'temprature', expected some of \['learn'"),
   ],
 )
-def test_settings_that_cannot_be_used_are_named(settings, said):
+def test_invalid_settings_are_named(settings, said):
   with pytest.raises(base.InputError, match=said):
     answers.Prompt.of("a text", 0, settings)
 
 
 @pytest.mark.parametrize("given", [3, None, "", "  "])
-def test_a_prompt_is_a_text(given):
+def test_prompt_must_be_a_text(given):
   with pytest.raises(base.InputError, match=r"Prompt\.text: received"):
     answers.Prompt.of(given, 0, {})
 
 
-def test_corpus_draw_with_seeds_that_count_up_and_prompts_with_their_own():
+def test_prompts_without_a_seed_get_consecutive_seeds():
   seeds = [answers.Prompt.of("a", i, {"seed": 2**32 - 1}).seed for i in range(2)]
   assert seeds == [2**32 - 1, 0]
   own = answers.Prompt("a", seed=7)

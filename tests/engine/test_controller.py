@@ -21,12 +21,13 @@ QUICK = hypothesis.settings(
 
 
 def costs_of(draft, verify, chunk=0.27, prefill=1.5):
-  """A table in plain steps: a draft step, what each verified token adds to a step."""
+  """Cost table in plain steps; `draft` is per draft step, `verify` per token."""
   drafting = [k * draft + 0.6 * draft + 1 + k * verify for k in KS[1:]]
   return RoundCosts((1.0, *drafting), chunk, prefill)
 
 
-# Draft step / plain step, a verified token / plain step: measured ones lie between.
+# Arguments: the cost of a draft step and of verifying a token, relative to a plain
+# step. Measured values lie within this range.
 TABLES = {
   "heavy draft": costs_of(0.36, 0.08),
   "light draft": costs_of(0.1, 0.05),
@@ -39,17 +40,17 @@ BATCHED = {
 
 
 class Simulation:
-  """Requests of LENGTH tokens, drafted tokens accepted independently.
+  """Decodes simulated requests of LENGTH tokens with independent acceptance.
 
   Attributes:
-    ms: spent, by the table.
-    tokens: emitted.
-    state: of the policy.
+    ms: time spent, by the cost table.
+    tokens: number of emitted tokens.
+    state: state of the policy.
     calls: (tokens before, K, whether it was a probe) of every call.
   """
 
   def __init__(self, costs, rows=1, seed=0, fixed=None, candidates=KS):
-    """`fixed` is a K for all rounds; None asks the policy."""
+    """If `fixed` is set, every round uses it as K; otherwise the policy chooses."""
     self.costs, self.candidates, self._fixed = costs, candidates, fixed
     self.ms, self.tokens, self.calls = 0.0, 0, []
     self.state = controller.initial(candidates, rows)
@@ -60,7 +61,7 @@ class Simulation:
       self._insert(row)
 
   def run(self, acceptance, tokens=TOKENS):
-    """Decodes so many tokens more; returns itself."""
+    """Decodes `tokens` more tokens; returns itself."""
     end = self.tokens + tokens
     while self.tokens < end:
       self._call(acceptance)
@@ -133,7 +134,7 @@ class Simulation:
 
 
 def best_fixed(costs, acceptance, rows):
-  """Milliseconds a token with the best K, plain decoding among them, and plain."""
+  """Milliseconds per token with the best K (0 included), and with K = 0."""
   found = [
     np.mean(
       [
@@ -156,8 +157,8 @@ def best_fixed(costs, acceptance, rows):
   + [(8, table) for table in BATCHED.values()],
   ids=[*TABLES, *(f"8 rows, {name}" for name in BATCHED)],
 )
-def test_as_fast_as_the_best_fixed_k(rows, costs, alpha):
-  """To .97, with all that probes cost; at .3 as plain decoding."""
+def test_policy_is_as_fast_as_the_best_fixed_k(rows, costs, alpha):
+  """At least .97 of the best speed, probes included; at .3 plain decoding is best."""
   best, plain = best_fixed(costs, alpha, rows)
   found = np.mean(
     [Simulation(costs, rows, seed).run(alpha).ms_per_token for seed in range(6)]
@@ -165,17 +166,17 @@ def test_as_fast_as_the_best_fixed_k(rows, costs, alpha):
   assert (plain if alpha == 0.3 else best) / found >= 0.97
 
 
-def test_a_useless_draft_costs_at_most_the_share_of_its_probes():
+def test_useless_draft_costs_at_most_the_share_of_its_probes():
   for costs in TABLES.values():
     found = Simulation(costs).run(0.0, 5 * TOKENS)
     assert found.ms_per_token <= 1 + controller.PROBE_SHARE + 0.002
-    assert any(probing for _, _, probing in found.calls)  # it does probe
+    assert any(probing for _, _, probing in found.calls)  # some calls are probes
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_drafts_again_when_acceptance_jumps(name):
+def test_policy_drafts_again_when_acceptance_rises(name):
   found = Simulation(TABLES[name]).run(0.1, 2000)
-  if name == "heavy draft":  # the others may pay even so
+  if name == "heavy draft":  # the other drafts may pay off even at this acceptance
     assert np.mean([k == 0 for _, k, _ in found.calls]) > 0.8
   start = found.tokens
   found.run(0.9, 2000)
@@ -184,7 +185,7 @@ def test_drafts_again_when_acceptance_jumps(name):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_stops_drafting_when_acceptance_falls(name):
+def test_policy_stops_drafting_when_acceptance_falls(name):
   found = Simulation(TABLES[name]).run(0.9, 2000)
   assert found.calls[-1][1] > 1
   spent, start = found.ms, found.tokens
@@ -193,23 +194,23 @@ def test_stops_drafting_when_acceptance_falls(name):
   assert np.mean([k == 0 for at, k, _ in found.calls if at > start + 400]) > 0.9
 
 
-def test_without_probes_it_would_never_draft_again(monkeypatch):
-  """Control: the recovery above comes from the probes."""
+def test_policy_without_probes_never_drafts_again(monkeypatch):
+  """Control: probes are what makes the recovery above possible."""
   monkeypatch.setattr(controller, "PROBE_SHARE", 1e-9)
   found = Simulation(TABLES["light draft"]).run(0.0, 2000)
   assert {k for tokens, k, _ in found.run(0.9).calls if tokens > 2000} == {0}
 
 
-def test_probes_wait_for_a_moment_when_the_draft_misses_little():
-  """At the start of a request its prefill alone is missing; later tokens too."""
+def test_probes_wait_until_the_draft_has_little_to_catch_up():
+  """Only the prefill is missing at the start of a request; later also tokens."""
   found = Simulation(costs_of(0.36, 0.08)).run(0.0, 10 * TOKENS)
   places = [tokens % LENGTH for tokens, _, probing in found.calls if probing]
   assert len(places) > 20 and np.mean([place == 0 for place in places]) > 0.9
 
 
-def test_the_margin_keeps_it_from_flapping(monkeypatch):
-  """Where plain and drafting cost the same it changes rarely, and never without one."""
-  even = RoundCosts((1.0, 1.5, 2.5, 3.5, 4.5))  # alpha .5: K = 1 is even
+def test_margin_reduces_switching_at_equal_costs(monkeypatch):
+  """If drafting and plain decoding cost the same, the margin prevents most changes."""
+  even = RoundCosts((1.0, 1.5, 2.5, 3.5, 4.5))  # at acceptance .5, K = 1 breaks even
 
   def changes(margin):
     monkeypatch.setattr(controller, "MARGIN", margin)
@@ -220,13 +221,13 @@ def test_the_margin_keeps_it_from_flapping(monkeypatch):
   assert changes(0.05) < changes(0.0)
 
 
-# --- Its parts ----------------------------------------------------------------------
+# --- Parts of the policy ------------------------------------------------------------
 
 RATES = st.floats(0, 1)
 
 
 def state_of(rates, judged=1e12, **changes):
-  """A state that has seen so many drafted tokens of each row; many leave no doubt."""
+  """A state after `judged` drafted tokens in each row; the default leaves no doubt."""
   return controller.ControllerState(
     tuple(judged * rate for rate in rates),
     (judged,) * len(rates),
@@ -244,7 +245,7 @@ TABLE = st.builds(
 
 @QUICK
 @hypothesis.given(TABLE, st.lists(RATES, min_size=1, max_size=4))
-def test_the_chosen_k_has_the_fewest_milliseconds_a_token(costs, rates):
+def test_chosen_k_minimizes_milliseconds_per_token(costs, rates):
   state = state_of(rates, num_draft_tokens=3)
   chosen = controller.choose(KS, costs, state, range(len(rates)))
   ms = [
@@ -257,20 +258,21 @@ def test_the_chosen_k_has_the_fewest_milliseconds_a_token(costs, rates):
   assert chosen.num_draft_tokens == best or found <= min(ms) * margin
 
 
-def test_a_draft_is_given_up_on_proof_only():
-  """The way back is a probe that has to be saved for."""
+def test_drafting_stops_only_with_enough_evidence():
+  """Going back to drafting takes a probe, which must be saved for first."""
   costs = RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
   for judged, expected in ((20, 1), (20_000, 0)):
     state = state_of([0.45], judged, num_draft_tokens=1)
     plain, *drafting = controller.token_ms(KS, costs, state, [0])
-    assert plain * (1 + controller.MARGIN) < min(drafting)  # as far as is known
+    # By the estimate alone, plain decoding is cheaper.
+    assert plain * (1 + controller.MARGIN) < min(drafting)
     assert controller.choose(KS, costs, state, [0]).num_draft_tokens == expected
   hopeless = state_of([0.2], 20, num_draft_tokens=1)
   assert controller.choose(KS, costs, hopeless, [0]).num_draft_tokens == 0
 
 
-def test_prefills_of_the_draft_count():
-  """A draft that pays by a little does not pay for short answers."""
+def test_prefill_cost_stops_drafting_for_short_answers():
+  """For short answers the prefill outweighs the small gain of this draft."""
   costs = RoundCosts((1.0, 1.7, 2.0, 3.0, 4.0), prefill_ms=2.0)
   for tokens, expected in ((8.0, 0), (1000.0, 3)):
     state = state_of([0.6], num_draft_tokens=3, requests=1.0, tokens=tokens)
@@ -278,7 +280,7 @@ def test_prefills_of_the_draft_count():
     assert chosen.num_draft_tokens == expected
 
 
-def test_the_draft_waits_until_the_probe_is_paid_for():
+def test_probe_waits_until_it_is_paid_for():
   costs = TABLES["light draft"]
   state = state_of([0.1], num_draft_tokens=0)
   for saved, missing, probes in ((5.0, 1.0, True), (5.0, 9.0, False), (0, 0, False)):
@@ -287,8 +289,8 @@ def test_the_draft_waits_until_the_probe_is_paid_for():
     assert chosen.probing == (chosen.num_draft_tokens > 0) == probes
 
 
-def test_a_probe_is_priced_by_what_it_is_expected_to_emit():
-  """Where its tokens are worth its rounds it costs nothing to try."""
+def test_price_of_a_probe_subtracts_its_expected_tokens():
+  """If the expected tokens are worth the rounds, a probe is free."""
   costs = RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
   for rate, price in ((0.5, 0.0), (0.25, 8 * 0.25), (0.0, 8 * 0.5)):
     for saved, probes in ((price - 0.1, price == 0), (price + 0.1, True)):
@@ -296,20 +298,20 @@ def test_a_probe_is_priced_by_what_it_is_expected_to_emit():
       assert controller.choose(KS, costs, state, [0]).probing == probes
 
 
-def test_debt_is_forgiven_after_so_many_plain_steps():
+def test_debt_is_repaid_after_a_fixed_number_of_plain_steps():
   costs = TABLES["light draft"]
   state = state_of([0.1], num_draft_tokens=7, saved_ms=1.0)
   dear = controller.Call(8, (8,), (56,), (0,), catch_up_ms=1e6)
   state = controller.observe(KS, costs, state, dear)
-  owed = controller.PROBE_SHARE * controller.DEBT  # of plain steps of 1 ms
+  owed = controller.PROBE_SHARE * controller.DEBT  # plain steps take 1 ms
   assert state.saved_ms == pytest.approx(-owed)
   state = dataclasses.replace(state, num_draft_tokens=0)
   plain = controller.Call(controller.DEBT, (controller.DEBT,), (0,), (0,))
   assert controller.observe(KS, costs, state, plain).saved_ms == pytest.approx(0.0)
 
 
-def test_calls_are_long_where_rounds_are_short():
-  """So long that they cost half a per cent; probes stay short."""
+def test_calls_get_more_rounds_if_their_overhead_is_large():
+  """Calls are so long that their overhead is half a percent; probes stay short."""
   state = state_of([0.5], num_draft_tokens=3)
   for call_ms, expected in ((0.0, 8), (0.01, 8), (1.0, 100)):
     costs = RoundCosts((1.0, 1.5, 2.0, 3.0, 4.0), call_ms=call_ms)
@@ -318,7 +320,7 @@ def test_calls_are_long_where_rounds_are_short():
     assert controller.rounds(KS, costs, probe) == controller.ROUNDS_PER_CALL
 
 
-def test_rows_have_acceptance_of_their_own():
+def test_acceptance_is_estimated_per_row():
   call = controller.Call(8, (20, 10), (30, 30), (27, 3))
   state = controller.observe(
     KS, TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
@@ -338,7 +340,7 @@ def test_rows_have_acceptance_of_their_own():
   assert released.tokens / released.requests == 20
 
 
-def test_a_state_survives_json_and_goes_on_alike():
+def test_state_survives_a_json_round_trip():
   one = Simulation(TABLES["light draft"]).run(0.6, 700)
   text = json.dumps(dataclasses.asdict(one.state))
   assert controller.ControllerState(**json.loads(text)) == one.state
@@ -349,7 +351,7 @@ def test_a_state_survives_json_and_goes_on_alike():
   st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60),
   st.sampled_from([*TABLES]),
 )
-def test_whatever_happens_k_is_a_candidate_and_numbers_stay_finite(calls, name):
+def test_k_is_a_candidate_and_state_is_finite_after_any_calls(calls, name):
   state, costs = controller.initial(KS, 1), TABLES[name]
   for rounds, accepted in calls:
     state = controller.choose(KS, costs, state, [0])
@@ -402,7 +404,7 @@ def test_costs_out_of_range_are_named(field, values):
     RoundCosts(**values)
 
 
-def test_candidates_above_the_largest_k_are_left_out_with_their_costs():
+def test_up_to_drops_larger_candidates_and_their_costs():
   cut = dataclasses.replace(CONFIG, costs=(TABLES["tiny draft"],)).up_to(4)
   assert cut.candidates == (0, 1, 3)
   assert cut.costs[0].round_ms == TABLES["tiny draft"].round_ms[:3]

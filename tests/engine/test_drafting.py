@@ -1,4 +1,4 @@
-"""An engine whose K changes: outputs, records and caches are those of a fixed K."""
+"""With a changing K, outputs, records and caches equal those of a fixed K."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ VOCAB = 8
 
 
 def scheduled(monkeypatch, cycle=CYCLE):
-  """Makes K follow a cycle, and notes what was called with it."""
+  """Makes K follow a cycle; returns a list of (K, missing_ms) of all choices."""
   turns, noted = itertools.cycle(cycle), []
 
   def choose(candidates, costs, state, rows, missing_ms=0.0):
@@ -57,8 +57,8 @@ def paired(model, params, config):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_outputs_and_records_equal_plain_whatever_k(monkeypatch, rows):
-  """Ragged rows, refills and swaps in the middle; K = 0 between drafting."""
+def test_greedy_outputs_and_records_equal_plain_decoding_with_any_k(monkeypatch, rows):
+  """Prompts of different lengths, refills and swaps, and K = 0 in between."""
   noted, decoder = scheduled(monkeypatch), make(rows=rows)
   for request in cases.greedy_requests():
     decoder.submit(request)
@@ -69,7 +69,7 @@ def test_greedy_outputs_and_records_equal_plain_whatever_k(monkeypatch, rows):
     decoder.swap(cases.draft_params(kinds[version % 3]), version)
   assert cases.by_tag(finished) == cases.expected()
   assert {k for k, _ in noted} == set(KS)
-  assert any(k and missing for k, missing in noted)  # it did catch up
+  assert any(k and missing for k, missing in noted)  # the draft caught up at least once
   for done in finished:
     cases.check_records(done)
     records = jax.tree.map(lambda leaf: np.asarray(leaf)[0], done.batch.records)
@@ -95,17 +95,17 @@ def test_coupled_outputs_equal_plain_with_the_same_seed(monkeypatch):
   assert any(done.drafted for done in found)
 
 
-def test_all_plain_writes_no_error_and_drafts_nothing(monkeypatch):
+def test_k_of_zero_drafts_nothing_and_marks_no_errors(monkeypatch):
   scheduled(monkeypatch, (0,))
   prefills = counted(monkeypatch, "prefill_draft")
   for done in make().run(cases.greedy_requests()):
     assert (done.drafted, done.target_calls) == (0, len(done.tokens))
     assert not np.asarray(done.batch.records.error).any()
-  assert not prefills  # the draft costs nothing at all
+  assert not prefills  # the draft did not even read a prompt
 
 
 def counted(monkeypatch, name, stand_in=None):
-  """Notes the calls of a compiled call, or replaces it."""
+  """Records the calls of a function of `steps`, which `stand_in` may replace."""
   made, function = [], stand_in or getattr(steps, name)
 
   def call(*args):
@@ -120,7 +120,7 @@ def counted(monkeypatch, name, stand_in=None):
 
 
 def accepted_shares(monkeypatch, **faults):
-  """Accepted / drafted of a draft equal to the target that idles now and then."""
+  """Accepted / drafted tokens of a draft equal to the target that pauses at times."""
   scheduled(monkeypatch, (0, 0, 3, 0, 3))
   for name, stand_in in faults.items():
     counted(monkeypatch, name, stand_in)
@@ -130,12 +130,12 @@ def accepted_shares(monkeypatch, **faults):
   return sum(d.accepted for d in found) / sum(d.drafted for d in found)
 
 
-def test_a_draft_equal_to_the_target_accepts_everything_after_it_idled(monkeypatch):
+def test_draft_equal_to_the_target_is_fully_accepted_after_pauses(monkeypatch):
   assert accepted_shares(monkeypatch) == 1.0
 
 
-def test_without_the_prefill_it_does_not(monkeypatch):
-  """Control: cross-attention to another prompt."""
+def test_skipped_draft_prefill_lowers_acceptance(monkeypatch):
+  """Control: the draft attends to the prompt of an earlier request."""
 
   def pretend(spec, served, state, batch):
     cache = state.draft_cache
@@ -146,9 +146,9 @@ def test_without_the_prefill_it_does_not(monkeypatch):
 
 
 def behind(lengths, fed, limit):
-  """Rows that emitted `lengths` tokens; `fed` of their inputs reached the draft.
+  """Rows that emitted `lengths` tokens and whose draft has read `fed` inputs.
 
-  Returns the rows, and the draft's cache as it is once every row has caught up.
+  Returns the rows, and the draft cache that is expected after catching up.
   """
   rows = len(lengths)
   source, mask = harness.reader_sources(rows, 6, 0)
@@ -173,7 +173,7 @@ def behind(lengths, fed, limit):
 
 
 def differing(found, expected):
-  """Rows whose lengths or valid entries differ."""
+  """Indices of the rows whose lengths or valid entries differ."""
   return {
     row
     for row, length in enumerate(np.asarray(expected.length))
@@ -187,28 +187,33 @@ def caught_up(state):
   return drafter.catch_up(cases.target_params(), state.draft_cache, state)
 
 
-def test_a_cache_that_caught_up_equals_a_complete_one():
-  """Rows are behind by several chunks, by nothing, or end at the limit."""
+def test_cache_after_catching_up_equals_a_complete_one():
+  """Rows lag by several chunks or not at all, or end at the limit."""
   state, expected = behind([20, 20, 3, 0, 17, 9], [0, 18, 2, 0, 1, 7], limit=20)
   assert not differing(caught_up(state), expected)
   level = state.draft_cache.replace(length=expected.length)
-  assert differing(level, expected) == {0, 1, 4, 5}  # control: nothing fed
+  assert differing(level, expected) == {
+    0,
+    1,
+    4,
+    5,
+  }  # control: only the lengths were set
 
 
-def test_stopped_rows_are_not_waited_for():
+def test_catching_up_ignores_stopped_rows():
   state, _ = behind([20, 5], [0, 4], limit=20)
   reasons = jnp.asarray([StopReason.EMPTY, StopReason.RUNNING], jnp.int32)
   assert caught_up(state.replace(stop_reason=reasons)).length.tolist() == [0, 4]
 
 
-def test_a_chunk_at_the_limit_stays_in_the_buffer():
+def test_buffer_has_room_for_a_chunk_at_the_limit():
   assert drafters.CHUNK <= state_lib.buffer_length(0)
 
 
 # --- With the policy ----------------------------------------------------------------
 
 
-def test_a_draft_equal_to_the_target_is_used_in_full_and_a_poor_one_not():
+def test_policy_drafts_with_a_good_draft_and_not_with_a_poor_one():
   drafted = {}
   for kind in ("same", "unrelated"):
     policy = dataclasses.replace(
@@ -221,7 +226,7 @@ def test_a_draft_equal_to_the_target_is_used_in_full_and_a_poor_one_not():
   assert drafted["unrelated"] < 0.7 < 1.5 < drafted["same"]
 
 
-def test_a_run_with_given_costs_repeats():
+def test_run_with_given_costs_is_repeatable():
   found = [
     [(done.target_calls, done.drafted) for done in make().run(requests)]
     for requests in (cases.greedy_requests(), cases.greedy_requests())
@@ -230,8 +235,8 @@ def test_a_run_with_given_costs_repeats():
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_rows_in_flight_continue_elsewhere(monkeypatch, turns):
-  """After plain calls: the policy, and who lacks a prefill, come along as JSON."""
+def test_rows_in_flight_continue_in_another_engine(monkeypatch, turns):
+  """The saved JSON holds the policy, and which rows still lack the draft prefill."""
   scheduled(monkeypatch, (0,))
   first, requests = make(), cases.greedy_requests()
   for request in requests:
@@ -263,7 +268,7 @@ def measured_policy():
   return dataclasses.replace(POLICY, costs=())
 
 
-def test_costs_are_measured_where_none_are_given():
+def test_costs_are_measured_if_none_are_given():
   decoder = make(policy=measured_policy())
   assert cases.texts(decoder.run(cases.greedy_requests())) == (cases.expected())
   tables = decoder.state()[1]["controller"]["costs"]
@@ -285,7 +290,7 @@ def test_plain_slots_ignore_the_policy():
 # --- Compilation, devices, settings -------------------------------------------------
 
 
-def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch):
+def test_no_k_compiles_anything_after_warm_up(monkeypatch):
   model = testing.tabular_model(VOCAB, "compiled here alone")
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1, 2)]
   config = cases.config_of(2, record_top_k=4, adaptive=POLICY)
@@ -294,9 +299,8 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch):
     ready.warm_up()
   assert warming.count > 0 and ready.in_flight == 0 and ready.state()[0] is None
   fresh = paired(model, tables, config).state()[1]["controller"]["state"]
-  assert (
-    ready.state()[1]["controller"]["state"] == fresh
-  )  # made-up requests taught nothing
+  # The warm-up requests do not change the state of the policy.
+  assert ready.state()[1]["controller"]["state"] == fresh
   noted = scheduled(monkeypatch)
   with Compilations() as serving:
     requests = zip(cases.sampled_requests(), cases.prompts(12), strict=True)
@@ -316,7 +320,7 @@ def test_after_warm_up_nothing_compiles_whatever_k(monkeypatch):
   assert more.count > 0
 
 
-def test_rows_split_over_devices_write_the_same(monkeypatch):
+def test_rows_split_over_devices_give_the_same_outputs(monkeypatch):
   scheduled(monkeypatch)
   partitioner = sharding.make(sharding.PartitionConfig(data=2))
   model = testing.tabular_model(VOCAB)
@@ -333,7 +337,7 @@ def test_rows_split_over_devices_write_the_same(monkeypatch):
   assert cases.texts(split.run(greedy)) == cases.texts(whole.run(greedy))
 
 
-def test_gin_makes_the_same_policy():
+def test_gin_builds_the_same_policy():
   found, _ = settings.load(OnlineConfig, ["testing/tiny_online.gin"], BINDINGS)
   table = RoundCosts((1.0, 1.5, 2.0), chunk_ms=0.5)
   expected = engine.AdaptiveConfig(candidates=(0, 2, 5), costs=(table,))
@@ -359,6 +363,6 @@ BINDINGS = (
     (dataclasses.replace(POLICY, costs=(TABLE,) * 3), 3),
   ],
 )
-def test_a_policy_must_fit_the_shapes(policy, largest):
+def test_policy_must_fit_the_decoding_shapes(policy, largest):
   with pytest.raises(ValueError, match=r"DecodingConfig\.adaptive: received"):
     cases.config_of(1, num_draft_tokens=largest, adaptive=policy)

@@ -1,4 +1,4 @@
-"""Continuous batching: who shares the rows, and when one came, changes no output."""
+"""Continuous batching: neither batch mates nor the time of arrival change outputs."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from osd_jax.engine import engine, steps
 from osd_jax.models import families
 
 
-def test_the_prompts_are_worth_running():
+def test_prompts_give_varied_outputs():
   lengths = {len(tokens) <= cases.BUCKETS[0] for tokens in cases.prompts()}
   assert lengths == {True, False}
   assert len({tuple(tokens) for tokens in cases.expected()}) > len(cases.LIMITS) // 2
@@ -24,7 +24,7 @@ def test_the_prompts_are_worth_running():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_outputs_equal_single_plain_decoding_in_the_order_asked(rows):
+def test_outputs_equal_single_plain_decoding_in_request_order(rows):
   requests = cases.greedy_requests()
   found = cases.decoder(rows).run(requests)
   assert [done.request for done in found] == requests
@@ -35,7 +35,7 @@ def test_outputs_equal_single_plain_decoding_in_the_order_asked(rows):
     assert ended or len(done.tokens) == (limit or cases.LENGTH)
 
 
-def test_plain_slots_write_the_same():
+def test_engine_without_a_draft_gives_the_same_outputs():
   plain = engine.Engine(
     cases.config_of(3, record_top_k=0), cases.TARGET, cases.target_params()
   )
@@ -46,7 +46,7 @@ def test_plain_slots_write_the_same():
     assert done.batch.records is None
 
 
-def test_requests_may_come_while_others_are_in_flight():
+def test_requests_can_be_submitted_while_others_are_in_flight():
   busy = cases.decoder(3)
   finished, waiting = [], cases.greedy_requests()
   while waiting or busy.in_flight:
@@ -60,8 +60,8 @@ def test_requests_may_come_while_others_are_in_flight():
   assert cases.by_tag(finished) == cases.expected()
 
 
-def test_a_reused_decoder_equals_a_fresh_one():
-  """Longer and sampled requests, other drafts: nothing of them is left behind."""
+def test_reused_engine_equals_a_fresh_one():
+  """Earlier requests were longer, sampled and used other drafts."""
   sampled = [
     dataclasses.replace(request, sampling=engine.SamplingConfig(1.0, seed=index))
     for index, request in enumerate(cases.greedy_requests())
@@ -82,7 +82,7 @@ def test_a_reused_decoder_equals_a_fresh_one():
   reused.swap(cases.draft_params("close"), 0)
   found, alike = reused.run(sampled), fresh.run(sampled)
   assert cases.texts(found) == cases.texts(alike)
-  assert cases.texts(found) != cases.expected()  # sampling changes what is written
+  assert cases.texts(found) != cases.expected()  # sampling changes the outputs
   for one, other in zip(found, alike, strict=True):
     jax.tree.map(np.testing.assert_array_equal, one.batch, other.batch)
     assert one.accepted == other.accepted
@@ -114,13 +114,13 @@ def test_records_equal_a_fresh_forward_pass(rows):
     cases.check_records(done)
 
 
-def test_counters_add_up():
+def test_counters_are_consistent_with_tokens_and_errors():
   found = cases.decoder(3).run(cases.greedy_requests())
   for done in found:
     count = len(done.tokens)
     assert done.accepted == sum(done.accepted_per_position) <= done.drafted
     assert done.drafted <= cases.K * done.target_calls
-    # Every call emits what it accepted and one more, but for a cut in the last.
+    # A call emits the accepted tokens and one more; only the last call may be cut.
     assert 0 <= done.accepted + done.target_calls - count <= 1
     errors = int(np.asarray(done.batch.records.error)[0, :count].sum())
     assert done.drafted - done.accepted == errors
@@ -131,7 +131,7 @@ def test_counters_add_up():
   assert 0 < sum(done.accepted for done in found) < sum(done.drafted for done in found)
 
 
-def test_a_draft_equal_to_the_target_accepts_everything():
+def test_draft_equal_to_the_target_is_fully_accepted():
   for done in cases.decoder(1, "same").run(cases.greedy_requests()):
     assert done.accepted == done.drafted
     assert done.target_calls == -(-len(done.tokens) // (cases.K + 1))
@@ -156,11 +156,11 @@ def test_sampled_outputs_do_not_depend_on_the_number_of_rows():
     for request in cases.sampled_requests()
   ]
   changed = run(3, reseeded)
-  assert changed != one  # seeds matter,
-  assert changed[::3] == one[::3]  # but not to greedy requests
+  assert changed != one  # seeds change sampled outputs
+  assert changed[::3] == one[::3]  # but not greedy ones
 
 
-def test_rows_in_flight_continue_elsewhere():
+def test_rows_in_flight_continue_in_another_engine():
   make = functools.partial(
     engine.Engine,
     cases.config_of(3),
@@ -183,8 +183,8 @@ def test_rows_in_flight_continue_elsewhere():
   assert cases.by_tag(finished + cases.drained(second)) == cases.expected()
 
 
-def test_after_warm_up_nothing_compiles():
-  model = testing.tabular_model(8, "warmed up")  # compiled here for the first time
+def test_serving_compiles_nothing_after_warm_up():
+  model = testing.tabular_model(8, "warmed up")  # compiled in this test alone
   tables = [jnp.asarray(testing.random_table(8, seed)) for seed in (0, 1, 2)]
   config = cases.config_of(2, record_top_k=4)
   ready = engine.Engine(config, model, tables[0], model, tables[1])
@@ -209,7 +209,7 @@ def test_after_warm_up_nothing_compiles():
   assert other.count > 0
 
 
-def test_a_partitioner_of_one_device_compiles_nothing_of_its_own():
+def test_partitioner_of_one_device_shares_compiled_programs():
   config = cases.config_of(1)
   arguments = (
     config,
@@ -225,8 +225,8 @@ def test_a_partitioner_of_one_device_compiles_nothing_of_its_own():
 
 
 @pytest.mark.parametrize(("rows", "made"), [(1, 2), (2, 4)])
-def test_a_row_is_made_once_for_a_bucket(monkeypatch, rows, made):
-  """Several are made anew: those of all buckets at once would fill a memory."""
+def test_single_row_state_is_allocated_once_per_bucket(monkeypatch, rows, made):
+  """States of several rows are allocated again, because keeping them takes memory."""
   short, long = (np.full(length, 7, np.int32) for length in cases.BUCKETS)
   alone = [
     cases.decoder(rows).run([engine.Request(p)])[0].tokens for p in (short, long)
@@ -240,7 +240,7 @@ def test_a_row_is_made_once_for_a_bucket(monkeypatch, rows, made):
   assert buckets == [*cases.BUCKETS, *cases.BUCKETS][:made]
 
 
-def test_a_prompt_must_fit_the_largest_bucket():
+def test_prompt_must_fit_the_largest_bucket():
   waiting = cases.decoder(1)
   for count in (0, cases.BUCKETS[-1] + 1):
     with pytest.raises(ValueError, match=rf"prompt has {count} tokens.*1 to 10"):
@@ -256,8 +256,8 @@ def test_a_prompt_must_fit_the_largest_bucket():
     ("top_k", -1),
     ("top_p", 0.0),
     ("top_p", 1.5),
-    ("top_p", 1e-50),  # would be no mass at all in float32
-    ("temperature", 1e-50),  # would be greedy
+    ("top_p", 1e-50),  # would leave no mass in float32
+    ("temperature", 1e-50),  # would be greedy in float32
     ("top_k", 2.0),
     ("seed", -1),
     ("seed", 2**32),
@@ -269,7 +269,7 @@ def test_sampling_values_out_of_range_are_named(field, value):
     engine.SamplingConfig(**{field: value})
 
 
-def test_the_largest_seed_has_a_successor():
+def test_seed_after_the_largest_wraps_around():
   last = engine.SamplingConfig(seed=2**32 - 3)
   assert [last.of_request(i).seed for i in (0, 2, 3)] == [2**32 - 3, 2**32 - 1, 0]
 
@@ -286,13 +286,13 @@ def test_the_largest_seed_has_a_successor():
     ([[3, 1]], r"array \(1, 2\)"),
   ],
 )
-def test_what_are_no_token_ids_is_refused(tokens, said):
+def test_invalid_token_ids_are_refused(tokens, said):
   with pytest.raises(base.InputError, match=said):
     cases.decoder(1).submit(engine.Request(np.asarray(tokens)))
   assert cases.decoder(1).in_flight == 0
 
 
-def test_a_refused_request_leaves_nothing_behind():
+def test_refused_request_leaves_the_engine_empty():
   good = engine.Request(np.array([3, 1], np.int32), tag=0)
   bad = engine.Request(np.zeros(0, np.int32), tag=1)
   with pytest.raises(base.InputError, match="0 tokens"):
@@ -301,8 +301,8 @@ def test_a_refused_request_leaves_nothing_behind():
   assert [done.request for done in cases.decoder(1).run([good])] == [good]
 
 
-def test_a_watched_request_ends_where_it_is_told_to():
-  """Behind as many tokens as asked, its records too; its mates do not notice."""
+def test_watched_request_ends_at_the_returned_length():
+  """The answer and its records are cut there, and other rows do not change."""
   requests, seen = cases.greedy_requests(), []
 
   def watch(tokens):
@@ -324,7 +324,7 @@ def test_a_watched_request_ends_where_it_is_told_to():
 
 
 @pytest.mark.parametrize("limit", [0, -3])
-def test_a_length_limit_is_at_least_one(limit):
+def test_length_limit_must_be_at_least_one(limit):
   request = engine.Request(np.array([3, 1], np.int32), max_length=limit)
   with pytest.raises(ValueError, match=r"received max_length="):
     cases.decoder(1).submit(request)
@@ -358,6 +358,6 @@ def test_shapes_out_of_range_are_named(field, value):
     engine.DecodingConfig(**{field: value})
 
 
-def test_an_empty_decoder_does_nothing():
+def test_step_of_an_empty_engine_does_nothing():
   assert cases.decoder(3).step() == [] and cases.decoder(3).run([]) == []
   assert base.StopReason.EMPTY.message

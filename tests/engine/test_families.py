@@ -1,4 +1,4 @@
-"""T5 and Llama through the engine: one run of each kind of drafting per family."""
+"""T5 and Llama in the engine: one run of each kind of drafting per family."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def score():
 
 @functools.cache
 def expected(target):
-  """Greedy outputs by one whole forward pass per token, without caches."""
+  """Greedy outputs from one whole forward pass per token, without caches."""
   found, params = [], harness.lively_params(target)
   for request in requests(target):
     source = np.full((1, BUCKETS[-1]), target.pad_id, np.int32)
@@ -93,7 +93,7 @@ def test_greedy_output_equals_plain_decoding_with_any_draft(target):
 
 
 def adaptive(target, monkeypatch, **faults):
-  """Accepted share of a draft equal to the target that idles in some calls."""
+  """Accepted share of a draft equal to the target that pauses in some calls."""
   cycle = iter([0, 0, 3, 0, 3] * 99)
   choose = lambda candidates, costs, state, rows, missing: dataclasses.replace(
     state, num_draft_tokens=next(cycle)
@@ -107,12 +107,14 @@ def adaptive(target, monkeypatch, **faults):
 
 
 @FAMILY
-def test_a_draft_that_idled_accepts_everything_after_it_caught_up(target, monkeypatch):
+def test_draft_equal_to_the_target_is_fully_accepted_after_catching_up(
+  target, monkeypatch
+):
   assert adaptive(target, monkeypatch) == 1.0
 
 
-def test_without_catching_up_it_does_not(monkeypatch):
-  """Control; the outputs are the same even so."""
+def test_skipped_catching_up_lowers_acceptance(monkeypatch):
+  """Control: acceptance falls. The outputs stay the same."""
 
   def pretend(spec, served, state):
     length = state_lib.fed_to_draft(state.length)
@@ -121,8 +123,8 @@ def test_without_catching_up_it_does_not(monkeypatch):
   assert adaptive(harness.TARGET, monkeypatch, catch_up=pretend) < 0.9
 
 
-def test_without_the_prefill_it_does_not(monkeypatch):
-  """Control: cross-attention to another prompt."""
+def test_skipped_draft_prefill_lowers_acceptance(monkeypatch):
+  """Control: the draft attends to the prompt of an earlier request."""
 
   def pretend(spec, served, state, batch):
     cache = state.draft_cache
@@ -132,11 +134,11 @@ def test_without_the_prefill_it_does_not(monkeypatch):
   assert adaptive(harness.TARGET, monkeypatch, prefill_draft=pretend) < 0.9
 
 
-# --- A draft that is served with something left out (T5) ------------------------------
+# --- A draft served with approximations (T5) ------------------------------------------
 
 
 def light_draft(**left_out):
-  """The target as its own draft, served with something left out."""
+  """The target as its own draft, served with the given `DraftServing` options."""
   target, params = harness.TARGET, harness.lively_params(harness.TARGET)
   model = harness.lighter(target, **left_out)
   config = dataclasses.replace(CONFIG, rows=2)
@@ -150,13 +152,13 @@ def covered():
 @pytest.mark.parametrize(
   "left_out", [{"int8": True}, {"shortlist": 5}, {"int8": True, "shortlist": 20}]
 )
-def test_a_reduced_draft_changes_no_output(left_out):
+def test_approximate_draft_changes_no_output(left_out):
   found = light_draft(**left_out).run(requests(harness.TARGET))
   assert tokens(found) == expected(harness.TARGET)
 
 
-def test_a_shortlist_accepts_the_tokens_that_it_covers():
-  """A swap without a shortlist keeps the present one."""
+def test_tokens_covered_by_a_shortlist_are_accepted():
+  """A swap without a shortlist keeps the current one."""
   size, others = len(covered()), np.setdiff1d(np.arange(VOCAB), covered())
   assert size <= len(others)
   params = harness.lively_params(harness.TARGET)
@@ -172,7 +174,7 @@ def test_a_shortlist_accepts_the_tokens_that_it_covers():
   assert not made.count  # new shortlists compile nothing
 
 
-def test_a_shortlist_of_another_length_is_refused():
+def test_shortlist_of_another_length_is_refused():
   with pytest.raises(ValueError, match="shortlist of 3 tokens, expected 8"):
     light_draft(shortlist=8).swap(
       harness.lively_params(harness.TARGET), 1, np.arange(3)

@@ -1,4 +1,4 @@
-"""Costs of an engine's own calls: what is measured, and how long that takes."""
+"""Measured costs of the engine's calls, and how long the measurement takes."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def pair(tmp_path_factory):
   return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
 
 
-def test_calls_of_a_server_are_measured_and_nothing_changes(pair, tmp_path):
+def test_measuring_a_server_changes_no_state(pair, tmp_path):
   config = tiny_online.config(pair, tmp_path, rows=2)
   lines = []
   with Server(config.pair, config.decoding, config.learning) as server:
@@ -40,10 +40,10 @@ def test_calls_of_a_server_are_measured_and_nothing_changes(pair, tmp_path):
 
 
 @pytest.mark.parametrize("candidates", [None, (0, 1, 3)])
-def test_a_model_with_steps_of_100_ms_is_measured_in_10_seconds(
+def test_model_with_100_ms_steps_is_measured_within_10_seconds(
   pair, tmp_path, monkeypatch, candidates
 ):
-  """The clock moves only in the calls of the engine and of the learner."""
+  """The clock advances only in calls of the engine and of the learner."""
   now = [0.0]
 
   def slow(call, ms_of):
@@ -81,7 +81,9 @@ def test_a_model_with_steps_of_100_ms_is_measured_in_10_seconds(
   assert found.update_ms == pytest.approx(600.0)
 
 
-def test_rounds_are_measured_as_the_stream_is_sampled(pair, tmp_path, monkeypatch):
+def test_rounds_are_measured_with_the_sampling_of_the_stream(
+  pair, tmp_path, monkeypatch
+):
   config = tiny_online.config(pair, tmp_path)
   found = set()
 
@@ -113,7 +115,7 @@ def timeless(rows, kind):
   ]
 
 
-def test_a_resumed_run_keeps_its_measured_costs(pair, tmp_path, monkeypatch):
+def test_resumed_run_keeps_its_measured_costs(pair, tmp_path, monkeypatch):
   config = worth_config(pair, tmp_path / "run")
   with runs.RunDirectory.start(config.run_directory, config) as directory:
     loop = online.OnlineLoop(config, directory)
@@ -135,7 +137,7 @@ def test_a_resumed_run_keeps_its_measured_costs(pair, tmp_path, monkeypatch):
   assert "Costs on this machine" in (path / "report.html").read_text()
 
 
-def test_a_schedule_that_needs_costs_says_so(pair, tmp_path):
+def test_cost_schedule_without_measured_costs_is_refused(pair, tmp_path):
   with pytest.raises(ValueError, match="OnlineConfig.measure_costs: received False"):
     dataclasses.replace(worth_config(pair, tmp_path), measure_costs=False)
 
@@ -153,6 +155,8 @@ def test_every_k_is_measured_on_a_mesh(pair, tmp_path, quick_compilation):
   with Server(config.pair, decoding, config.learning, mesh) as server:
     found = measurement.measure(server, BUCKET, True, config.sampling)
     assert not server.learner.in_background
-  assert found.lost_ms >= found.update_ms > 0  # serving does all of an update
+  assert (
+    found.lost_ms >= found.update_ms > 0
+  )  # on a mesh, serving waits for whole updates
   assert found.online.num_draft_tokens == found.frozen.num_draft_tokens == (0, 1)
   assert found.online.rows == 2 and min(found.online.round_ms) > 0

@@ -1,4 +1,4 @@
-"""Which prompts are read together: each in its own part, none twice, none forgotten."""
+"""Batched prefills on a mesh: each part reads its own prompts, each prompt once."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ ROWS = 8
 
 
 def prompt(number):
-  """One that is told from others by its only token."""
+  """A prompt of one repeated token and a seed, which both identify it."""
   settings = engine.SamplingConfig(seed=number).settings(4)
   return steps.PaddedPrompt(np.full((1, 6), number, np.int32), settings)
 
@@ -26,7 +26,7 @@ def prompt(number):
 @hypothesis.given(
   parts=st.sampled_from([1, 2, 4, 8]), asked=st.sets(st.integers(0, ROWS - 1))
 )
-def test_every_prompt_is_read_once_in_its_own_part(parts, asked):
+def test_every_prompt_is_prefilled_once_in_its_own_part(parts, asked):
   found, made = (
     {},
     list(steps.prefill_batches({s: prompt(s) for s in asked}, 6, ROWS, parts)),
@@ -40,22 +40,22 @@ def test_every_prompt_is_read_once_in_its_own_part(parts, asked):
         found[row] = (int(batch.source[part, 0]), int(batch.settings.seed[part]))
   assert found == {slot: (slot, slot) for slot in asked}
   of_part = [sum(s * parts // ROWS == part for s in asked) for part in range(parts)]
-  assert len(made) == max(of_part)  # no call more than the fullest part needs
+  assert len(made) == max(of_part)  # the fullest part decides the number of calls
 
 
 @hypothesis.given(free=st.sets(st.integers(0, ROWS - 1), min_size=1))
-def test_one_seat_a_part_and_the_first_there(free):
+def test_first_free_slot_of_every_part_is_used(free):
   found = steps.first_free_slots(sorted(free), ROWS, 4)
   assert found == sorted({min(s for s in free if s // 2 == f // 2) for f in free})
 
 
-def test_a_mesh_waits_for_an_eighth_of_its_rows_and_only_if_all_are_wanted():
+def test_prefill_waits_for_an_eighth_of_the_rows_if_prompts_fill_them():
   def later(free, waiting, rows=32, parts=4):
     return steps.defer_prefill(free, waiting, rows, parts)
 
   assert [later(free, free) for free in (1, 3, 4, 32)] == [True, True, False, False]
-  assert not later(3, 2)  # somebody came, and rows stay free anyway
-  assert not later(1, 1, parts=1)  # one device gains nothing by it
+  assert not later(3, 2)  # rows stay free even if it waits
+  assert not later(1, 1, parts=1)  # a single device gains nothing by waiting
   assert not later(1, 1, rows=8)  # an eighth is one row
 
 
@@ -63,7 +63,7 @@ def test_a_mesh_waits_for_an_eighth_of_its_rows_and_only_if_all_are_wanted():
 
 
 def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
-  """Answers of the usual requests, and what each prefill was given."""
+  """Returns the answers to the usual requests and the batches of all prefills."""
   if len(jax.devices()) < data * model:
     pytest.skip("needs several devices; conftest.py fakes them")
   read = []
@@ -88,7 +88,7 @@ def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "model", "rows"), [(4, 1, 8), (2, 2, 4)])
-def test_parts_read_for_themselves_and_outputs_stay(data, model, rows, monkeypatch):
+def test_parallel_prefill_changes_no_output(data, model, rows, monkeypatch):
   found, read = on_a_mesh(rows, data, model, monkeypatch)
   assert cases.texts(found) == cases.expected()
   taken = [int((batch.slots >= 0).sum()) for batch in read]
@@ -97,25 +97,27 @@ def test_parts_read_for_themselves_and_outputs_stay(data, model, rows, monkeypat
 
 
 @pytest.mark.slow
-def test_patience_makes_fewer_calls_and_the_same_outputs(monkeypatch):
+def test_waiting_saves_prefill_calls_and_changes_no_output(monkeypatch):
   calls_made = []
-  for patience in (2, 10**6):  # half of the rows; control: one row
+  for patience in (2, 10**6):  # wait for half of the rows; control: for one row
     monkeypatch.setattr(steps, "_PATIENCE", patience)
     found, read = on_a_mesh(8, 4, 1, monkeypatch, times=3)
     assert cases.texts(found) == 3 * cases.expected()
     calls_made.append(len(read))
-  assert 7 <= calls_made[0] < calls_made[1] - 2  # seven of four prompts each would do
+  assert (
+    7 <= calls_made[0] < calls_made[1] - 2
+  )  # seven calls with four prompts each suffice
 
 
 @pytest.mark.slow
-def test_rows_that_do_not_divide_are_read_one_by_one(monkeypatch):
+def test_prompts_are_prefilled_singly_if_rows_do_not_divide(monkeypatch):
   found, read = on_a_mesh(3, 2, 1, monkeypatch)
   assert cases.texts(found) == cases.expected()
   assert all(batch.source.shape[0] == 1 for batch in read)
 
 
-def test_a_part_that_is_given_nothing_keeps_its_rows(monkeypatch):
-  """What its devices compute meanwhile goes nowhere; control: it would, at slot 0."""
+def test_part_without_a_prompt_keeps_its_rows(monkeypatch):
+  """Such a part computes without storing. Control: slot 0 would be overwritten."""
   if len(jax.devices()) < 2:
     pytest.skip("needs two devices; conftest.py fakes them")
   partitioner = sharding.make(sharding.PartitionConfig(data=2))
@@ -139,8 +141,8 @@ def test_a_part_that_is_given_nothing_keeps_its_rows(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 2])
-def test_a_k_of_its_own_reads_for_all_parts_too(turn, monkeypatch):
-  """Prefilled with the draft, and without it and later."""
+def test_parallel_prefill_with_adaptive_k_changes_no_output(turn, monkeypatch):
+  """With the draft prefilled on insertion, and later."""
   monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 1)
   policy = engine.AdaptiveConfig(
     candidates=(0, 2),

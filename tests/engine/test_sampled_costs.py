@@ -1,4 +1,4 @@
-"""Greedy and sampled rounds cost differently: what is timed, which table decides."""
+"""Greedy and sampled rounds have separate cost tables."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import engine, measurement, steps
 
 
-def test_greedy_and_sampled_rounds_are_timed_apart(monkeypatch):
+def test_greedy_and_sampled_rounds_are_timed_separately(monkeypatch):
   decoder, temperatures = make(policy=measured_policy()), []
 
   def advance(spec, num_draft_tokens, served, rounds, state):
@@ -29,8 +29,8 @@ def test_greedy_and_sampled_rounds_are_timed_apart(monkeypatch):
 
 
 @pytest.mark.parametrize("first", ["greedy", "sampled"])
-def test_rows_are_decoded_by_the_table_of_their_kind(first):
-  """Here a draft pays for greedy rows alone; a row beside a sampled one is no such."""
+def test_sampled_batches_use_the_sampled_cost_table(first):
+  """Drafting pays for all-greedy batches alone; mixed batches use the sampled table."""
   pays, never = (RoundCosts((1.0, ms, ms)) for ms in (1.01, 1e3))
   decoder = make("same", rows=2)
   decoder._controller.costs |= {(bucket, True): never for bucket in BUCKETS}
@@ -40,7 +40,7 @@ def test_rows_are_decoded_by_the_table_of_their_kind(first):
   sampled = [dataclasses.replace(r, sampling=warm, tag="sampled") for r in greedy]
   batches = {"greedy": greedy, "sampled": sampled, "mixed": [*greedy, *sampled]}
   shares = {}
-  for kind in (first, *batches):  # the first calls find out
+  for kind in (first, *batches):  # the table is chosen in the first calls of a batch
     found = decoder.run(batches[kind])
     if kind == "mixed":
       found = [done for done in found if done.request.tag]

@@ -1,4 +1,4 @@
-"""The front door: texts in, the target's texts out, whatever is asked beside."""
+"""The server: answers are those of the target, with any settings and learning."""
 
 import dataclasses
 import inspect
@@ -43,12 +43,12 @@ def server(pair):
 
 @pytest.fixture(scope="module")
 def plain(pair):
-  """What the target alone answers to TEXTS."""
+  """Greedy answers of the target alone to TEXTS."""
   with Server(pair.plain(), DECODING) as alone:
     return [answer.text for answer in alone.generate(TEXTS, ordered=True)]
 
 
-def test_answers_are_the_targets_in_any_order(server, plain):
+def test_answers_equal_the_targets_in_either_order(server, plain):
   answers = list(server.generate(TEXTS))
   assert [a.text for a in sorted(answers, key=lambda a: a.index)] == plain
   assert sorted(a.prompt for a in answers) == sorted(TEXTS)
@@ -59,7 +59,7 @@ def test_answers_are_the_targets_in_any_order(server, plain):
 
 
 def test_generate_reaches_a_round_in_five_calls(pair, monkeypatch):
-  """The path that `engine/engine.py` describes; closures belong to their function."""
+  """The path described in `engine/engine.py`; closures count as their function."""
   folder, right, paths = str(Path(osd_jax.__file__).parent), rounds.one_round, []
 
   def one_round(*args):
@@ -72,19 +72,21 @@ def test_generate_reaches_a_round_in_five_calls(pair, monkeypatch):
     return right(*args)
 
   monkeypatch.setattr(rounds, "one_round", one_round)
-  longer = dataclasses.replace(DECODING, target_length=17)  # so that it is traced here
+  longer = dataclasses.replace(
+    DECODING, target_length=17
+  )  # a new shape, so that it is traced here
   with Server(pair, longer) as server:
     assert next(server.generate(TEXTS[0])).text
   path = ["Server.generate", "Server.serve", "Engine.step", "advance", "run_rounds"]
   assert paths and all(found == path for found in paths)
 
 
-def test_one_text_is_a_list_of_one(server, plain):
+def test_single_text_gives_a_single_answer(server, plain):
   (answer,) = server.generate(TEXTS[0])
   assert answer.text == plain[0] and answer.tokens_per_target_call >= 1
 
 
-def test_prompts_need_no_end_and_are_taken_as_rows_become_free(server, plain):
+def test_endless_prompts_are_read_as_rows_become_free(server, plain):
   taken = []
 
   def endless():
@@ -98,11 +100,11 @@ def test_prompts_need_no_end_and_are_taken_as_rows_become_free(server, plain):
   assert len(taken) <= 5 + 2 * DECODING.rows
   answers.close()
   assert server.engine.in_flight == 0
-  assert next(server.generate(TEXTS)).text in plain  # and it goes on serving
+  assert next(server.generate(TEXTS)).text in plain  # the server still works
 
 
-def test_answers_under_way_go_on_while_nothing_waits(server, plain):
-  """A queue whose second prompt comes after the first answer: two rows, no stall."""
+def test_running_answers_continue_while_no_prompt_is_waiting(server, plain):
+  """Two rows, and a second prompt that arrives after the first answer."""
   assert DECODING.rows == 2
   answered, asked = [], 0
 
@@ -113,23 +115,23 @@ def test_answers_under_way_go_on_while_nothing_waits(server, plain):
       asked += 1
       assert asked < 1000
       yield None
-    yield None  # nothing runs and nothing waits: that is no end
+    yield None  # None means no prompt yet, even while nothing is running
     yield TEXTS[1]
 
   for answer in server.generate(arriving()):
     answered.append((answer.index, answer.text))
   assert answered == [(0, plain[0]), (1, plain[1])]
-  assert asked >= 2  # calls were short, and it was asked between them
+  assert asked >= 2  # several calls, each followed by a request for prompts
 
 
-def test_pieces_of_a_stream_are_the_answer(server, plain):
+def test_streamed_pieces_add_up_to_the_answer(server, plain):
   for text, expected in zip(TEXTS[:3], plain, strict=False):
     pieces = list(server.stream(text))
     assert "".join(pieces) == expected
     assert len(pieces) > 1 or len(expected) < 4
 
 
-def test_an_answer_ends_before_a_stop_string(server, plain):
+def test_answer_ends_before_the_stop_string(server, plain):
   stop = plain[0][len(plain[0]) // 2 :][:3]
   for answer in server.generate(TEXTS, stop=[stop], ordered=True):
     assert answer.text == plain[answer.index].split(stop)[0]
@@ -139,7 +141,7 @@ def test_an_answer_ends_before_a_stop_string(server, plain):
   assert list(server.stream(TEXTS[0], stop=[plain[0][0]])) == []  # no empty piece
 
 
-def test_every_prompt_may_have_settings_of_its_own(server, plain):
+def test_each_prompt_can_have_its_own_settings(server, plain):
   sampled = Prompt(TEXTS[0], temperature=1.0, seed=5)
   short = Prompt(TEXTS[1], max_length=3)
   given = [TEXTS[0], sampled, short, sampled, dataclasses.replace(sampled, seed=6)]
@@ -148,10 +150,10 @@ def test_every_prompt_may_have_settings_of_its_own(server, plain):
   assert len(cut.tokens) == 3 and cut.stop_reason == base.StopReason.LENGTH
   assert one.tokens.tolist() != other.tokens.tolist()
   texts = {a.text for a in server.generate([TEXTS[0]] * 6, temperature=1.0, seed=5)}
-  assert len(texts) > 1  # texts of one call draw with seeds of their own
+  assert len(texts) > 1  # each text of a call has its own seed
 
 
-def test_it_learns_where_it_is_asked_to_and_the_texts_stay(pair, plain, tmp_path):
+def test_server_learns_only_on_request_and_texts_stay_equal(pair, plain, tmp_path):
   with Server(pair, DECODING, QUICK) as server:
     list(server.generate(TEXTS))
     assert server.draft_params is pair.draft_params
@@ -170,7 +172,7 @@ def test_it_learns_where_it_is_asked_to_and_the_texts_stay(pair, plain, tmp_path
   assert any((a != b).any() for a, b in zip(before, jax.tree.leaves(saved.params)))
 
 
-def test_nothing_is_left_running(pair):
+def test_closing_a_server_ends_its_threads(pair):
   before = set(threading.enumerate())
   with Server(pair, DECODING, QUICK) as server:
     next(server.generate(TEXTS, learn=True))
@@ -179,7 +181,7 @@ def test_nothing_is_left_running(pair):
     next(server.generate(TEXTS))
 
 
-def test_two_calls_at_a_time_are_refused(server):
+def test_concurrent_calls_are_refused(server):
   one = server.generate(TEXTS)
   next(one)
   with pytest.raises(base.InputError, match="answering another call"):
@@ -188,14 +190,14 @@ def test_two_calls_at_a_time_are_refused(server):
   assert next(server.generate(TEXTS)).text
 
 
-def test_a_prompt_that_cannot_be_used_is_named(server):
+def test_invalid_prompt_is_named(server):
   for bad, said in [("word " * 90, "prompt 1: .*expected 1 to 48"), ("", "prompt 1: ")]:
     with pytest.raises(base.InputError, match=said):
       list(server.generate([TEXTS[0], bad]))
     assert server.engine.in_flight == 0
 
 
-def test_what_is_learnt_beside_serving_is_swapped_in_by_who_serves(pair, plain):
+def test_draft_learnt_in_another_thread_is_swapped_in_while_serving(pair, plain):
   with Server(pair, DECODING, QUICK) as serving:
     stream = [serving._request(n, text, {}) for n, text in enumerate(TEXTS)]
     answered, swapped = serving.run(stream), []
@@ -223,7 +225,7 @@ def test_learning_needs_a_draft_and_records(pair):
 
 
 def broken(params, value=jnp.nan):
-  """The parameters with one number of the output head that is none."""
+  """The parameters with one broken number in the output head."""
   flat, tree = jax.tree_util.tree_flatten_with_path(params)
   leaves = [
     leaf.at[0, 5].set(value) if "logits_dense" in jax.tree_util.keystr(path) else leaf
@@ -234,7 +236,7 @@ def broken(params, value=jnp.nan):
 
 
 @pytest.mark.parametrize("speculates", [True, False])
-def test_a_target_that_broke_ends_its_answers_and_says_so(pair, speculates):
+def test_answers_of_a_broken_target_end_with_not_finite(pair, speculates):
   nan = dataclasses.replace(pair, target_params=broken(pair.target_params))
   with Server(nan if speculates else nan.plain(), DECODING) as server:
     for answer in server.generate(TEXTS[:2]):
@@ -242,7 +244,7 @@ def test_a_target_that_broke_ends_its_answers_and_says_so(pair, speculates):
       assert answer.text == "" and not len(answer.tokens)
 
 
-def test_a_draft_that_broke_is_named_and_changes_no_text(pair, plain):
+def test_broken_draft_is_named_and_changes_no_text(pair, plain):
   nan = dataclasses.replace(pair, draft_params=broken(pair.draft_params))
   with Server(nan, DECODING, QUICK) as server:
     assert [a.text for a in server.generate(TEXTS, ordered=True)] == plain
@@ -250,7 +252,7 @@ def test_a_draft_that_broke_is_named_and_changes_no_text(pair, plain):
       list(server.generate(TEXTS, learn=True))
 
 
-def test_statistics_add_up(pair):
+def test_statistics_agree_with_the_answers(pair):
   with Server(pair, DECODING) as server:
     answers = list(server.generate(TEXTS))
     found = server.statistics
@@ -261,7 +263,7 @@ def test_statistics_add_up(pair):
     assert found.tokens_per_second > 0
 
 
-def test_learning_config_is_a_value():
+def test_learning_configs_compare_by_value():
   assert learner.LearningConfig() == learner.LearningConfig()
   with pytest.raises(base.InputError, match=r"LearningConfig\.seed: received -1"):
     learner.LearningConfig(seed=-1)

@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminated = isinstance(stop, Terminated)
     what = "terminated" if terminated else "interrupted"
     print(f"\nosd {name}: {what}; {commands.after_interrupt(name)}", file=sys.stderr)
+    # 128 plus the signal's number, as shells report it.
     return 143 if terminated else 130
   except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,6 +95,7 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
   _prepare_jax()
   _join_others(arguments)
   command = commands.COMMANDS[arguments.command]
+  # Imported late, so that help texts and mistyped options do not wait for jax.
   module = importlib.import_module(command.module)
   config_class = getattr(module, command.config)
   if arguments.help_config:
@@ -101,6 +103,8 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
     return 0
   files = arguments.gin_file
   if arguments.command in commands.BEGUN:
+    # These commands have useful defaults, so they also work without a file. The user's
+    # files come later and win.
     files = [f"runs/{arguments.command}.gin", *files]
   bindings = [*commands.bindings_of(arguments), *bindings]
   try:
@@ -108,6 +112,7 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
       config_class, files, bindings, arguments.gin_search_paths
     )
   except settings.ConfigError as error:
+    # The list of missing fields is long then, and its cause is the missing file.
     start = f"no gin file was given; start from runs/{arguments.command}.gin"
     raise settings.ConfigError(str(error) if files else f"{error}\n{start}") from None
   text = f"# osd {arguments.command} --gin_file=THIS_FILE\n\n{text}"
@@ -136,9 +141,12 @@ def _setting_of_path(config: Any, path: str | bytes | int | None) -> str:
   failed, named = os.path.abspath(path), []
   for name, value in settings.values(type(config).__name__, config):
     if isinstance(value, str) and value:
+      # One path contains the other if their common path is one of the two. A folder
+      # above the working directory contains every relative path, so it proves nothing.
       both = (os.path.abspath(value), failed)
       if os.path.commonpath(both) in both and failed not in os.getcwd():
         named.append((len(value), f"{name}: received {value!r}"))
+  # The longest value is the most specific setting.
   return max(named, default=(0, ""))[1]
 
 
@@ -178,6 +186,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
   def terminate(*_) -> None:
     raise Terminated
 
+  # Restored afterwards: a program may run several commands in one process.
   before = signal.signal(signal.SIGTERM, terminate)
   try:
     yield
@@ -193,6 +202,7 @@ def _prepare_jax() -> None:
     ("jax_compilation_cache_dir", os.path.expanduser(commands.CACHE)),
     ("jax_persistent_cache_min_compile_time_secs", _CACHE_FROM),
   ):
+    # A variable that the user has set wins over this default.
     if name.upper() not in os.environ:
       jax.config.update(name, value)
 

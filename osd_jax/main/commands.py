@@ -133,6 +133,7 @@ _SHORT = {
 }
 _SHAPE = {
   "formatter_class": argparse.RawDescriptionHelpFormatter,
+  # An abbreviation that works today would be ambiguous after the next new option.
   "allow_abbrev": False,
 }
 
@@ -152,6 +153,7 @@ def bindings_of(arguments: argparse.Namespace) -> list[str]:
   if arguments.command != "generate":
     return []
   return [
+    # `repr` quotes texts, as values in gin need it.
     f"{config}.{name}={getattr(arguments, name)!r}"
     for config, names in _SHORT.items()
     for name in names
@@ -296,6 +298,8 @@ def describe(config_class: type) -> str:
 def documented(config_class: type) -> dict[str, str]:
   """Returns what the `Attributes:` of a docstring say about each field."""
   text = inspect.getdoc(config_class) or ""
+  # Docstrings are the only place that describes a field, so that the help text and the
+  # reference pages cannot disagree.
   section = re.search(r"^Attributes:\n((?:  .*\n?|\n)*)", text, re.M)
   entries = re.split(r"^  (?=\S)", section[1], flags=re.M) if section else []
   pairs = (" ".join(entry.split()).partition(": ") for entry in entries if entry)
@@ -322,20 +326,21 @@ def _paragraph(config_class: type) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-  """Returns the text of a field's default, "" if it has none."""
+  """Returns the text of a field's default, or "" if the field is required."""
   value = field.default
   if field.default_factory is not dataclasses.MISSING:
     value = field.default_factory()
   if value is dataclasses.MISSING:
     return ""
   kind = type(value)
+  # Every config has a paragraph of its own, so its name is enough here.
   if dataclasses.is_dataclass(kind) and value == _made(kind):
     return f"{kind.__name__}()"
   return repr(value)
 
 
 def _made(config_class: type) -> Any:
-  """Returns a config with all defaults, None if one of its fields has none."""
+  """Returns a config with all defaults, or None if a field is required."""
   try:
     return config_class()
   except TypeError:

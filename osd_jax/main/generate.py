@@ -36,10 +36,6 @@ class GenerateConfig(base.Config):
 def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   """Answers prompts from the command line, a file or standard input.
 
-  Args:
-    config: pair, decoding and learning.
-    arguments: parsed options of the command line.
-
   Returns:
     The exit code.
 
@@ -105,6 +101,8 @@ def _check(arguments: argparse.Namespace, draft_path: str) -> None:
     )
   if arguments.save is not None and not arguments.learn:
     raise base.InputError("--save: the draft changes only with --learn; add --learn.")
+  # Checked before the first prompt: hours of learning must not end in an error about a
+  # folder that does not exist.
   if arguments.learn:
     weights.check_output("--save", draft_path)
 
@@ -176,6 +174,7 @@ def _stream(
   """Prints each answer while it is decoded; in a terminal, errors do not end it."""
   for index, prompt in enumerate(prompts):
     try:
+      # Each prompt has its own seed; otherwise equal prompts would get equal samples.
       for piece in serving.stream(prompt, seed=seed + index, **per_request):
         print(piece, end="", flush=True)
       print(flush=True)

@@ -218,6 +218,8 @@ class _Settings:
         # A library may set configs of other commands, but not misspelt ones.
         close = difflib.get_close_matches(key.name, self._makers, 1, 0.85)
         if close or not library:
+          # Mistakes are collected and not raised, so that the user sees all of them at
+          # once.
           self._problems.append(f"{place}: {key}: {problem}")
         return
     else:
@@ -260,9 +262,11 @@ class _Settings:
 
   def _make(self, name: str, scope: str) -> Any:
     """Calls a config class with the values that are bound in a scope."""
+    # Needed by `_unused`: a binding has an effect if its class is made in its scope.
     self._scopes.setdefault(name, set()).add(scope)
     maker, arguments = self._makers[name], {}
     # All fields are read first, so that every mistake is listed.
+    # With a bad field the constructor would only report the same mistake again.
     before = len(self._problems)
     for field, (hint, is_required) in _fields(maker).items():
       key = self._innermost(scope, name, field)
@@ -303,6 +307,7 @@ class _Settings:
     if isinstance(value, _Reference):
       return self._referenced(value, scope, key, hint)
     if isinstance(value, list | tuple):
+      # Lists become tuples, because configs must be hashable.
       return tuple(self._resolved(part, scope, key, hint) for part in value)
     return value
 
@@ -318,6 +323,7 @@ class _Settings:
       inner, _, name = value.name.rpartition("/")
       name = name.rpartition(".")[2]
       if name in self._makers and value.is_call:
+        # A reference without a scope inherits the scope in which it is used, as in gin.
         return self._make(name, inner or scope)
       problem = f"@{value.name}: no config is called {name!r}"
       problem += _close(name, self._makers)
@@ -333,6 +339,7 @@ class _Settings:
 
     if problem := base.field_problem(maker, field, value):
       kind = base.type_text(base.field_types(maker)[field])
+      # The most common slip is a single entry without brackets.
       if kind.startswith("tuple") and not isinstance(value, tuple):
         problem = f"{problem[:-1]} (one entry is written [x])."
       self._problems.append(problem + self._placed(key, key.scope))
@@ -357,7 +364,7 @@ class _Settings:
         return self._placed(macro, scope)
     return f" [{bound.place}]"
 
-  # ---- Settings without effect, and the text of those with one
+  # ---- Unused settings, and the text of the used ones
 
   def _is_used(self, key: _Key) -> bool:
     """Whether the build made the class in the binding's scope or inside it."""
@@ -371,6 +378,7 @@ class _Settings:
 
     Included files are libraries: they may state more than a run uses.
     """
+    # One line per file: a file for another command would otherwise fill the screen.
     files: dict[str, list[_Key]] = {}
     for key, bound in self._bound.items():
       if bound.library or self._is_used(key):

@@ -120,6 +120,7 @@ def build(
 
   The result is cached, see `families.build`.
   """
+  # A shortlist of the whole vocabulary would only add a scatter to every step.
   if serving.shortlist >= target.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
   training = Attached(config, target)
@@ -144,6 +145,8 @@ def build(
   def score(
     params, source, mask, text, positions=None, tokens=None, target_states=None
   ):
+    # A buffer may store no states to save memory. They then cost a pass of the target's
+    # encoder in every slice.
     if target_states is None:
       target_states = encode_for_draft(params, source, mask)
     inputs = layers.inputs_of(text, target_model.starts(source))
@@ -193,6 +196,7 @@ def _prepare(
   own = {name: part for name, part in params.items() if name != FROZEN}
   own = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), own)
   copy = served.for_steps(own, serving)
+  # Without the encoder: when serving, the target's own prefill returns the states.
   tables = {"embedding": frozen["embedding"]}
   if "draft_head" in frozen:
     copy["draft_head"] = frozen["draft_head"]

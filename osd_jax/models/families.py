@@ -33,7 +33,7 @@ def build(
   (2,)
 
   Args:
-    config: shape of the model.
+    config: shape of the model; its class decides the family.
     name: name for error messages and logs.
     serving: approximations of the served copy, for drafts only.
     return_states: prefill stores the target states in the cache, for an attached draft.
@@ -41,12 +41,14 @@ def build(
   if serving.shortlist >= config.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
   kind = _MODULES[type(config)]
+  # Two modules, because the served copy stores its kernels in another layout.
   training, decoding = kind(config), kind(config, serving, return_states)
 
   def apply(module, params, *args, method):
     return module.apply({"params": params}, *args, method=method)
 
   def init_boxed(key):
+    # One token is enough: the parameters' shapes do not depend on the input.
     token = jnp.zeros((1, 1), jnp.int32)
     arguments = (token, token == 0, token)
     return training.init(key, *arguments, method="score")["params"]

@@ -137,7 +137,7 @@ class Projection(nn.Module):
     """Maps x [..., in] to [..., out].
 
     Args:
-      x: [..., in].
+      x: [..., in], of any floating-point type.
       outputs: [C] int32; compute these outputs only. For `Layout.TRAINED` only.
     """
     product = self._product(x, outputs)
@@ -153,6 +153,7 @@ class Projection(nn.Module):
       scale = self.param("scale", nn.initializers.ones, self.shape[1:])
       return int8_matmul(x, kernel, scale).astype(self.dtype)
     if outputs is not None:
+      # Selecting columns before the product makes subsampled slices cheap.
       kernel = kernel[:, outputs]
     product = matmul if self.layout is Layout.TRAINED else served_matmul
     return product(x.astype(self.dtype), kernel.astype(self.dtype))
@@ -160,6 +161,7 @@ class Projection(nn.Module):
   def _kernel(self) -> jax.Array:
     shape, axes = self.shape, self.axes
     if self.layout is not Layout.TRAINED:
+      # The logical axes turn with the kernel, so that a mesh splits the same axis.
       shape, axes = shape[::-1], axes[::-1]
     init = nn.initializers.normal(self.init_scale / np.sqrt(self.shape[0]))
     return jnp.asarray(
@@ -214,6 +216,7 @@ class RMSNorm(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     init = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
     scale = self.param("scale", init, (x.shape[-1],))
+    # A sum of bfloat16 squares would lose most of its bits.
     x = x.astype(at_least_float32(x.dtype))
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     normed = (x * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype)
@@ -282,6 +285,7 @@ class Attention(nn.Module):
 def _attended(query, keys, values, bias):
   precision = precision_of(query.dtype)
   logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
+  # The softmax needs float32 also in a bfloat16 model, whose logits have 8 bits.
   logits = logits.astype(at_least_float32(logits.dtype)) + bias
   weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
   return jnp.einsum("bhnt,bhtd->bhnd", weights, values, precision=precision)
@@ -302,6 +306,7 @@ def never_alone(
 
   def of_two(query, *memory):
     twice = jnp.concatenate([query, query], axis=-2)
+    # Without the barrier XLA could see that both queries are equal and drop one.
     return attend(jax.lax.optimization_barrier(twice), *memory)[..., :1, :]
 
   return jax.lax.platform_dependent(query, *memory, tpu=of_two, default=attend)
@@ -442,8 +447,11 @@ def traced_once(layer: nn.Module, method: Callable, *args: Any) -> Any:
   Tracing every layer of a stack takes most of the start of a process whose programs are
   in the compilation cache. Layers differ only in their parameters, which are arguments.
   """
+  # Parameters are created in the caller's scope, so `init` traces every layer.
   if layer.is_initializing():
     return method(layer, *args)
+  # Flax modules compare by value. Without parent and name, layers of equal shape are
+  # equal static arguments, and jit finds the trace of the first one.
   anonymous = layer.clone(parent=None, name=None)
   return _call(anonymous, method, layer.variables, *args)
 

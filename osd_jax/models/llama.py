@@ -1,4 +1,4 @@
-"""Llama 1 to 3, Vicuna, Mistral, Qwen2 and Qwen3: layers, stack and whole model.
+"""Llama 1 to 3, Vicuna, Mistral, Qwen2 and Qwen3: layers, stack and the whole model.
 
     prompt slots   p0 p1 p2 [p3] .  .    keys written by prefill, never changed
     output slots   p3 t0 t1 d0 d1 .  .   keys written at the row's own length
@@ -108,6 +108,7 @@ class Attention(nn.Module):
     keys, values = self._split(self.key(x)), self._split(self.value(x))
     if self.config.query_key_norm:
       keys = self.key_norm(keys)
+    # Keys are cached after the rotation, since their positions never change.
     return rotated(keys, by), values
 
   def __call__(self, x: jax.Array, by: Rotation, *memories: Memory) -> jax.Array:
@@ -205,11 +206,11 @@ class Layer(nn.Module):
     """Applies the layer to a chunk of a prompt.
 
     Args:
-      x: [B, n, E].
+      x: [B, n, E], the output of the layer below.
       by: rotation at the positions of the chunk.
-      bias: [B, 1, n, S] float32.
+      bias: [B, 1, n, S] float32, causal mask and padding.
       keys: [B, KV heads, S, D]; those of earlier chunks are filled in.
-      values: like keys.
+      values: like `keys`, with the values of earlier chunks.
       start: [] int32, first slot of the chunk.
 
     Returns:
@@ -226,7 +227,7 @@ class Layer(nn.Module):
     """Applies the layer to n new tokens after a prompt.
 
     Args:
-      x: [B, n, E].
+      x: [B, n, E], the output of the layer below.
       by: rotation at the positions of the tokens.
       prompt: keys and values that prefill wrote.
       bias: [B, 1, n, T] float32, for the output slots.
@@ -268,7 +269,7 @@ class Decoder(nn.Module):
     Args:
       x: [B, n, E] embedded tokens.
       mask: [B, n] bool; slots that may be attended to.
-      positions: [B, n] int32.
+      positions: [B, n] int32, positions for the rotation.
       depth: number of layers to apply; 0 means all.
 
     Returns:
@@ -322,6 +323,8 @@ class Decoder(nn.Module):
       chunk = jax.lax.dynamic_slice_in_dim(x, start, CHUNK, axis=1)
       at = jax.lax.dynamic_slice_in_dim(positions, start, CHUNK, axis=1)
       by = rotation(config, at)
+      # A scan needs one shape for all chunks, so each chunk attends to all S slots and
+      # masks the later ones.
       slots = jnp.arange(length)[None] <= start + jnp.arange(CHUNK)[:, None]
       bias = layers.mask_bias(mask[:, None, None] & slots[None, None])
       after, states = [], chunk
@@ -348,8 +351,8 @@ class Decoder(nn.Module):
     """
     count, slots = x.shape[1], cache.self_keys[0].shape[2]
     slot = cache.length[:, None] + jnp.arange(count)[None]
-    # `cross_mask` leaves out the prompt's last token, whose position is thus the number
-    # of tokens before it, and whose slot is output slot 0.
+    # `cross_mask` excludes the prompt's last token, because that token is fed to output
+    # slot 0. Its position is the number of tokens before it.
     before = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
     by = rotation(self.config, before[:, None] + slot)
     prompt_bias = layers.mask_bias(cache.cross_mask)[:, None, None]
@@ -385,6 +388,7 @@ class Llama(served.LanguageModel):
   def encode_for_draft(self, source, mask):
     """See `base.Model.encode_for_draft`."""
     x, positions = self.token_embedder(source), prompt_positions(mask)
+    # Layers above the states are not computed.
     depth = self.config.last_state_layer
     return layers.as_target_states(self.decoder.over(x, mask, positions, depth))
 
@@ -398,6 +402,7 @@ class Llama(served.LanguageModel):
       self.token_embedder(jnp.concatenate([source, inputs], axis=1)),
       jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1),
       jnp.concatenate([prompt_positions(mask), after], axis=1),
+      # The outputs at prompt slots predict no token of the target text.
     )[:, length:]
     if positions is not None:
       x = jnp.take_along_axis(x, positions[..., None], axis=1)
@@ -423,6 +428,7 @@ class Llama(served.LanguageModel):
 
 def last_token(source: jax.Array, mask: jax.Array) -> jax.Array:
   """[B] int32; the last token of prompts [B, S], which may be padded on either side."""
+  # `argmax` returns the first True, so the mask is searched from its end.
   at = source.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
   return jnp.take_along_axis(source, at[:, None], axis=1)[:, 0]
 

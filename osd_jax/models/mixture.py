@@ -39,10 +39,10 @@ def mix(
   the other rows of the batch.
 
   Args:
-    target: the target model.
+    target: the target, which also decides padding and end-of-sequence.
     draft: the draft model, with the same vocabulary.
     draft_share: probability that the draft's distribution is taken.
-    seed: seed of the choices.
+    seed: seed of the choices between the two models.
   """
   models = {"target": target, "draft": draft}
 
@@ -50,6 +50,7 @@ def mix(
     """Selects from {"target", "draft"} -> logits [B, n, V] at positions [B, n]."""
 
     def from_draft(prompt, position):
+      # No generator state is carried, so teacher forcing repeats decoding's choices.
       key = jax.random.fold_in(jax.random.key(seed), prompt)
       return jax.random.uniform(jax.random.fold_in(key, position)) < draft_share
 

@@ -81,6 +81,7 @@ class LanguageModel(nn.Module):
 
     If `tokens` [C] are given, returns [B, n, C]; this is not for served copies.
     """
+    # T5 1.0 scales by width ** -0.5 before its tied head; for other models this is 1.
     x = x * self.config.head_scale
     if self.draft_head is not None:
       logits = self.draft_head(x)
@@ -135,9 +136,9 @@ def prepare(
   with `params` and not copied.
 
   Args:
-    config: shape of the model.
-    serving: how the copy is served.
-    params: trained parameters.
+    config: shape of the model that is served.
+    serving: approximations that the copy makes.
+    params: trained parameters of the whole model.
     shortlist: [N] int32, the distinct tokens that the output head covers; they must
       include end-of-sequence. None takes the first N ids and all
       end-of-sequence tokens.
@@ -145,6 +146,7 @@ def prepare(
   dtype = jnp.dtype(config.dtype)
   # asarray returns the same array if the type is right already.
   copy = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+  # A shallow copy, because `pop` below must not change the tree of the caller.
   decoder = dict(copy["decoder"])
   if has_draft_head(config, serving):
     dense = decoder.pop("logits_dense", None)  # absent in tied models
@@ -179,6 +181,8 @@ def first_tokens(count: int, ends: Sequence[int]) -> jax.Array:
   >>> first_tokens(4, (1, 9)).tolist()
   [0, 1, 2, 9]
   """
+  # End-of-sequence can have a high id, as in Llama 3. A draft without it could never
+  # propose the last token of an answer.
   far = [end for end in ends if end >= count][:count]
   return jnp.array([*range(count - len(far)), *far], jnp.int32)
 

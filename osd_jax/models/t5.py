@@ -39,8 +39,8 @@ class RelativePositionBias(nn.Module):
     """Bias of every query position towards every key position.
 
     Args:
-      query: [B or 1, n] int32 absolute positions.
-      key: [T] int32 absolute positions.
+      query: [B or 1, n] int32, absolute positions of the queries.
+      key: [T] int32, absolute positions of the keys.
 
     Returns:
       [B or 1, H, n, T] float32
@@ -70,7 +70,7 @@ def relative_position_bucket(
   Args:
     relative: [...] int32, key position minus query position.
     bidirectional: keys after the query get half of the buckets.
-    num_buckets: number of buckets.
+    num_buckets: number of buckets, for both directions together.
     max_distance: all distances of at least this share the last bucket.
 
   Returns:
@@ -80,6 +80,7 @@ def relative_position_bucket(
   distance = -relative
   if bidirectional:
     num_buckets //= 2
+    # Keys after the query use the upper half of the buckets.
     offset = jnp.where(distance < 0, num_buckets, 0)
     distance = jnp.abs(distance)
   else:
@@ -119,6 +120,7 @@ class Encoder(nn.Module):
     """Encodes embedded tokens x [B, S, E] under mask [B, S] as [B, S, E]."""
     config = self.config
     positions = jnp.arange(x.shape[1])
+    # T5 shares one position bias among all layers of a stack.
     bias = _relative_bias(config, bidirectional=True)(positions[None], positions)
     bias = bias + layers.mask_bias(mask)[:, None, None, :]
     for index in range(config.num_encoder_layers):
@@ -159,10 +161,10 @@ class DecoderLayer(nn.Module):
     """Applies the layer to n new positions.
 
     Args:
-      x: [B, n, E].
-      self_bias: [B or 1, H, n, T] float32.
+      x: [B, n, E], the output of the layer below.
+      self_bias: [B or 1, H, n, T] float32, position bias and causal mask.
       cross: keys and values [B, H, S, D] of the encoded source.
-      cross_bias: [B, 1, 1, S] float32.
+      cross_bias: [B, 1, 1, S] float32, mask of the source's padding.
       past: (keys, values, length) of the self cache; the new entries are written at
         `length` before attending. None for teacher forcing: x holds all positions.
 
@@ -182,17 +184,18 @@ class DecoderLayer(nn.Module):
     """Applies the layer in teacher forcing and returns some positions only.
 
     Args:
-      x: [B, T, E].
-      positions: [B, P] int32.
+      x: [B, T, E], the output of the layer below.
+      positions: [B, P] int32, the positions to return.
       self_bias: [B, H, P, T] float32, at those positions.
       cross: keys and values [B, H, S, D] of the encoded source.
-      cross_bias: [B, 1, 1, S] float32.
+      cross_bias: [B, 1, 1, S] float32, mask of the source's padding.
 
     Returns:
       [B, P, E]
     """
     h = self.pre_self_attention_layer_norm(x)
     keys, values = self.self_attention.keys_values(h)
+    # Keys and values need every position; from here on only P are computed.
     x, h = (jnp.take_along_axis(a, positions[..., None], axis=1) for a in (x, h))
     return self._attend(x, h, keys, values, self_bias, cross, cross_bias)
 
@@ -244,7 +247,7 @@ class Decoder(nn.Module):
     Args:
       x: [B, n, E] embedded tokens.
       cross: per layer, keys and values [B, H, S, D].
-      cross_mask: [B, S] bool.
+      cross_mask: [B, S] bool, True where the source has a token.
       key_length: T, number of self keys to attend over (static).
       pasts: per layer, self keys and values [B, H, T, D], or None.
       length: [B] int32, valid self keys before this call; None means 0.
@@ -252,6 +255,7 @@ class Decoder(nn.Module):
     Returns:
       [B, n, E] after the final norm, and per layer the self keys and values.
     """
+    # Without a cache every row starts at 0, so one row of biases is enough for all.
     start = jnp.zeros((1,), jnp.int32) if length is None else length
     query = start[:, None] + jnp.arange(x.shape[1])[None]
     self_bias = self._self_bias(query, key_length)
@@ -271,7 +275,7 @@ class Decoder(nn.Module):
     Args:
       x: [B, T, E] embedded tokens.
       cross: per layer, keys and values [B, H, S, D].
-      cross_mask: [B, S] bool.
+      cross_mask: [B, S] bool, True where the source has a token.
       positions: [B, P] int32; None means all.
 
     Returns:
@@ -300,6 +304,7 @@ class Decoder(nn.Module):
       x,
       list(zip(cache.cross_keys, cache.cross_values, strict=True)),
       cache.cross_mask,
+      # The whole buffer is read at any length, so all steps are one program.
       cache.self_keys[0].shape[2],
       list(zip(cache.self_keys, cache.self_values, strict=True)),
       cache.length,

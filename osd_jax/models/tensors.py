@@ -105,7 +105,7 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
 
 
 def format_of(path: Path) -> str:
-  """The format in the header of a file, "" if there is none."""
+  """The format in the header of a file, or "" if the header states no format."""
   try:
     with safetensors.safe_open(path, framework="numpy") as file:
       return (file.metadata() or {}).get("format", "")
@@ -121,6 +121,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
   """
 
   def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    # `json.loads` keeps the last of two equal names, which would hide a damaged file.
     counts = collections.Counter(name for name, _ in pairs)
     if doubled := [name for name, count in counts.items() if count > 1]:
       raise ValueError(f"it contains {doubled[0]!r} twice")
@@ -174,7 +175,7 @@ def read_params(
   """Reads a parameter tree in float32, one tensor at a time.
 
   Args:
-    tensors: the checkpoint.
+    tensors: tensors of the checkpoint, read one by one.
     names: path of a parameter -> name of its tensor.
     orient: (path, tensor) -> the tensor in the parameter's shape.
 
@@ -198,7 +199,7 @@ def read_params(
 def _finite_float32(name: str, place: object, tensor: np.ndarray) -> np.ndarray:
   if not jnp.issubdtype(tensor.dtype, jnp.floating):
     raise _not_floating(name, place, str(tensor.dtype))
-  # XLA on a CPU uses an aligned array as it is, and copies any other.
+  # XLA on a CPU shares memory with an aligned array, and copies any other.
   buffer = np.empty(tensor.size + _ALIGNMENT // 4, np.float32)
   start = -buffer.ctypes.data % _ALIGNMENT // 4
   array = buffer[start : start + tensor.size].reshape(tensor.shape)

@@ -100,9 +100,8 @@ def identity(target: Weights, name: str) -> Identity:
   The fingerprint covers the shape and the first rows of every parameter that an
   attached draft takes. Hashing all rows of a large target would take seconds.
   """
-  shape = dataclasses.replace(
-    target.config, dtype="float32"
-  )  # the fingerprint is independent of it
+  # The type that the target computes in is not part of its identity.
+  shape = dataclasses.replace(target.config, dtype="float32")
   digest = hashlib.sha256(_config_json(shape).encode())
   frozen = {
     **families.encoder_params(target.config, target.params),
@@ -129,7 +128,7 @@ def save(
 
   Args:
     path: a local or remote file.
-    weights: the weights.
+    weights: weights of a model or of an attached draft, in float32.
     storage: "float32", or "bfloat16" for half the size.
 
   Raises:
@@ -179,6 +178,7 @@ def _put(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
     mode = partial.stat().st_mode
     safetensors.flax.save_file(tensors, partial, metadata=metadata)
     partial.chmod(mode)
+    # Renaming is atomic, so a reader finds the old file or the new one.
     os.replace(partial, path)
   except (OSError, safetensors.SafetensorError) as error:
     raise unwritable(path, error) from error
@@ -264,6 +264,8 @@ def load_attached(path: str | Path, target: Identity) -> AttachedWeights:
   tensors, header = _opened(Path(path), (_ATTACHED,))
   config = _config(AttachedConfig, header.get("config", ""), path)
   stated = header.get("target", "")
+  # The shapes may fit another target, but its states mean something else: the draft
+  # would run, and nearly all of its tokens would be rejected.
   if stated != target.fingerprint:
     raise base.InputError(
       f"{path} is attached to the target {header.get('target_name') or 'unknown'}"

@@ -68,6 +68,7 @@ def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
       " tensors to files; download the folder again."
     )
   for name, file in places.items():
+    # The index is downloaded, so a name such as ../x must not open another folder.
     if not isinstance(file, str) or Path(file).name != file:
       raise base.InputError(
         f"convert: {index}: tensor {name}: received file {file!r}, expected the name"
@@ -76,6 +77,8 @@ def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
   shards = {file: read(index.parent / file) for file in sorted(set(places.values()))}
   listed = set(places.items())
   held = {(name, file) for file, shard in shards.items() for name in shard.shapes}
+  # Compared in both directions: a tensor may be missing from its shard, or a shard may
+  # come from another version of the model.
   for name, file in sorted(listed - held) + sorted(held - listed):
     received = "found nothing" if (name, file) in listed else "found an unlisted copy"
     raise base.InputError(
@@ -102,6 +105,7 @@ def _open_torch_bin(path: Path) -> Tensors:
     state = torch.load(
       path,
       map_location="cpu",
+      # A pickle can run any code when it is read in full.
       weights_only=True,
       mmap=zipfile.is_zipfile(path),  # torch 1.5 and earlier wrote no zip files
     )

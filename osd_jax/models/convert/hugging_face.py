@@ -140,7 +140,7 @@ def write_hugging_face(
     )
     for path, x in flat.items()
   }
-  # Written next to the final folder and renamed, so that no reader sees a part of it.
+  # Write a temporary folder and rename it, so that readers see all files or none.
   partial = folder.with_name(folder.name + ".partial")
   shutil.rmtree(partial, ignore_errors=True)
   try:

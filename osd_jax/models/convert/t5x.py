@@ -102,6 +102,7 @@ def _native_leaves(path: Path) -> dict[str, Any]:
   try:
     tree = flax.serialization.msgpack_restore(data)
     target = tree["optimizer"]["target"]
+    # The description of a zarr folder is a dict as well, but it is a leaf.
     leaves = flax.traverse_util.flatten_dict(
       target, is_leaf=lambda _, x: not isinstance(x, dict) or "driver" in x
     )

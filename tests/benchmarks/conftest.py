@@ -1,4 +1,4 @@
-"""The benchmarks are programs beside the package: found by path, run as they are."""
+"""Puts the folder of the benchmark programs on the import path."""
 
 import sys
 
@@ -11,6 +11,6 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 @pytest.fixture(autouse=True)
 def as_the_programs_run():
-  """What the package is held to in tests is no rule for the programs."""
+  """Allows rank promotion, because the benchmark programs may use it."""
   with jax.numpy_rank_promotion("allow"):
     yield

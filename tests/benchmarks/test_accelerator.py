@@ -1,4 +1,4 @@
-"""The call for a machine with an accelerator, at the tiny size and as a program."""
+"""benchmarks/accelerator.py as a program, at the tiny size."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 FORBIDDEN = ("tensorflow", "seqio", "gin")
-# Without torch: that the rival is left out, and why, is part of the test.
+# torch is hidden, because the test checks that the comparison with it is skipped.
 PROGRAM = """
 import runpy, sys
 sys.modules["torch"] = None
@@ -23,7 +23,7 @@ print("forbidden:", [name for name in {names!r} if name in sys.modules])
 
 def run(repository, folder, *flags):
   program = repository / "benchmarks" / "accelerator.py"
-  # Optimising what runs for milliseconds takes most of the time.
+  # Compiling with optimisation would take longer than running.
   quick = "--xla_backend_optimization_level=0"
   done = subprocess.run(
     [
@@ -50,7 +50,7 @@ def run(repository, folder, *flags):
   return done.stdout
 
 
-def test_everything_is_measured_at_the_tiny_size(repository, tmp_path):
+def test_tiny_run_measures_every_figure(repository, tmp_path):
   output = run(repository, tmp_path)
   lines = (tmp_path / "accelerator.jsonl").read_text().splitlines()
   rows = {(row["case"], row["figure"]): row for row in map(json.loads, lines)}
@@ -77,7 +77,7 @@ def test_everything_is_measured_at_the_tiny_size(repository, tmp_path):
   assert "forbidden: []" in output
 
 
-def test_what_there_is_no_time_for_is_said(repository, tmp_path):
+def test_cases_beyond_the_time_limit_are_reported_and_skipped(repository, tmp_path):
   output = run(repository, tmp_path, "--seconds", "0")
   assert "left out, no time: serving of tiny, bfloat16, 1 row" in output
   assert "plain, ms/token" not in (tmp_path / "accelerator.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""The arithmetic behind the figures on learning."""
+"""The arithmetic of the figures in bench_learning."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import tiny_online
 
 
 def run(calls, updates=(), step=0.01):
-  """Requests of 10 tokens each; updates (finished, update_ms)."""
+  """Returns a run of requests with 10 tokens each and updates (finished, update_ms)."""
   requests = [{"target_calls": n, "output_tokens": 10} for n in calls]
   rows = [
     {"finished": at, "update_ms": ms, "steps": 2, "wait_ms": 1.0} for at, ms in updates
@@ -20,44 +20,46 @@ def run(calls, updates=(), step=0.01):
   return bench_learning.Run(float(steps.sum()), steps, emitted, requests, rows)
 
 
-def test_a_token_waits_for_its_share_of_a_step():
+def test_gap_between_tokens_is_the_step_time_per_token():
   found = run([5, 5])
   found.emitted = np.array([1, 4])
   assert found.gaps().tolist() == pytest.approx([10, 2.5, 2.5, 2.5, 2.5])
 
 
-def test_break_even_is_where_savings_stay_ahead():
+def test_break_even_is_where_savings_exceed_costs_for_good():
   frozen = run([10] * 6)  # a call takes 10 ms
   learned = run([10, 8, 8, 8, 8, 8], updates=[(1, 15.0), (3, 40.0)])
-  # Saved 0 20 40 60 80 100 ms, spent 15 15 55 55 55 55: ahead at 2, behind at 3.
+  # Saved so far: 0 20 40 60 80 100 ms; spent so far: 15 15 55 55 55 55. Learning is
+  # ahead at request 2, no longer at 3, and again from 4 on.
   assert bench_learning.break_even(learned, frozen) == 4
 
 
-def test_break_even_may_lie_beyond_the_run():
+def test_break_even_is_infinite_if_savings_never_exceed_costs():
   frozen, learned = run([10] * 3), run([10, 9, 9], updates=[(1, 100.0)])
   assert bench_learning.break_even(learned, frozen) == float("inf")
 
 
-def test_tokens_gained_are_those_that_the_frozen_draft_would_not_have_emitted():
+def test_tokens_gained_are_relative_to_the_frozen_draft():
   frozen, learned = run([10] * 4), run([5] * 4, updates=[(1, 10.0)])
   found = bench_learning.cost_of([learned], [frozen])
-  assert found["tokens gained"] == pytest.approx(40 - 20)  # 1 a call, 20 calls
+  # The frozen draft emits 1 token per call, so 20 in the 20 calls of the other run.
+  assert found["tokens gained"] == pytest.approx(40 - 20)
   assert found["slice, ms"] == 5
 
 
-def test_what_is_asked_is_p99_without_learning_and_a_slice():
+def test_latency_goal_is_p99_without_learning_plus_a_slice():
   frozen, learned = run([10] * 4), run([5] * 4, updates=[(1, 10.0)])
   name = "between tokens, p99, ms"
   found = bench_learning.figures("I = 8", [learned], [frozen])
   assert found[name] == (pytest.approx(1), "<= 6")
   found = bench_learning.figures("I = 4", [learned], [frozen])
-  assert found[name] == (pytest.approx(1), "<= 1.05"), "a twentieth more, no slice"
+  assert found[name] == (pytest.approx(1), "<= 1.05"), "5 % more, without a slice"
   assert bench_learning.figures("frozen", [frozen], [frozen])[name][1] == ""
 
 
 @pytest.mark.parametrize("free", [False, True], ids=["in turn", "free"])
-def test_every_token_is_emitted_in_one_step(free, tmp_path):
-  """Of free updates a request is logged some steps after it was answered."""
+def test_emitted_tokens_add_up_to_the_output_tokens(free, tmp_path):
+  """With free updates, a request is logged several steps after its last token."""
   pair = tiny_online.save_lively_pair(tmp_path)
   config = tiny_online.config(pair, tmp_path / "run", keep_drafts=False)
   learning = dataclasses.replace(config.learning, free_updates=free)

@@ -1,4 +1,4 @@
-"""Whole runs at the tiny size: five systems, one stream, what is reported and drawn."""
+"""bench_whole_run at the tiny size: five systems serve the same stream."""
 
 import dataclasses
 import subprocess
@@ -29,11 +29,11 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-  """Pairs, accounts and rows; the tiny draft stands in for an attached one."""
+  """Pairs, accounts and rows of one run; an independent draft replaces the attached."""
   folder = tmp_path_factory.mktemp("pair")
   pair = tiny_online.save_lively_pair(folder)
   config = tiny_online.config(pair, folder / "run", keep_drafts=False, warm_start=None)
-  config = dataclasses.replace(config, pair=pair)  # its draft whole
+  config = dataclasses.replace(config, pair=pair)  # a draft without shortlist
   made = {"independent": config, "attached": config}
   with jax.numpy_rank_promotion("allow"):
     loaded = systems.load(made)
@@ -47,21 +47,21 @@ def values(rows):
   return {row["figure"]: row["value"] for row in rows}
 
 
-def test_the_target_is_in_memory_once(ran):
+def test_pairs_share_the_target_in_memory(ran):
   one, other = ran[0].values()
   assert one.target_params is other.target_params
   served = [pair.target.prepare(pair.target_params) for pair in (one, other)]
   assert served[0] is served[1]
 
 
-def test_a_compiled_call_holds_no_copy_of_the_target(ran):
-  """Where a program prepares parameters itself, as the one that times steps does."""
+def test_compiled_calls_contain_no_copy_of_the_target(ran):
+  """Parameters are arguments, also in programs that prepare them, like step timing."""
   for pair in ran[0].values():
     assert not jax.make_jaxpr(pair.target.prepare)(pair.target_params).consts
 
 
-def test_rivals_compile_nothing_while_they_are_timed(ran):
-  """Whatever the first prompts are: here none of them is of the longer bucket."""
+def test_nothing_compiles_while_systems_are_timed(ran):
+  """Warming up compiles both buckets, though the first prompts need only one."""
   pair, run = (
     ran[0]["independent"],
     tiny_online.config(ran[0]["independent"], "nowhere"),
@@ -77,7 +77,7 @@ def test_rivals_compile_nothing_while_they_are_timed(ran):
     assert before.count and not timed.count
 
 
-def test_all_serve_the_whole_stream(ran):
+def test_all_systems_serve_the_whole_stream(ran):
   _, spent, rows = ran
   assert spent.block_ends == [10, 20, 24] and list(spent.seconds) == NAMES
   figures = values(rows)
@@ -91,7 +91,7 @@ def test_all_serve_the_whole_stream(ran):
   assert figures["plain, tokens per target call"] == 1
 
 
-def test_ratios_and_break_even_are_those_of_the_accounts(ran):
+def test_ratios_and_break_even_follow_from_the_accounts(ran):
   _, spent, rows = ran
   figures = values(rows)
   own = figures["attached online, over attached frozen"]
@@ -108,7 +108,7 @@ def test_ratios_and_break_even_are_those_of_the_accounts(ran):
   assert figures[never] == float("inf")
 
 
-def test_rows_hold_what_the_picture_needs(ran):
+def test_figure_can_be_drawn_from_the_rows(ran):
   _, spent, rows = ran
   drawn, served = list(map(by_worth, rows)), (24,)
   courses = [row for row in drawn if "setting" in row]
@@ -125,14 +125,14 @@ def test_rows_hold_what_the_picture_needs(ran):
   assert share[-1] == pytest.approx(100 * total)
 
 
-def test_without_seconds_by_block_nothing_is_drawn(ran):
-  """Negative control; rows of an older run are such."""
+def test_rows_without_seconds_per_block_are_not_drawn(ran):
+  """Negative control: rows without seconds per block, as in older runs."""
   rows = [by_worth(row) for row in ran[2] if "cumulated_seconds" not in row]
   assert rows and not pictures.panels(rows, (24,))
 
 
 def by_worth(row):
-  """A row of a run whose updates went by their prices."""
+  """Returns a row with the setting of a run whose schedule decides by worth."""
   setting = row.get("setting")
   return row | {"setting": f"{setting}, attached_gin demo_by_worth"} if setting else row
 
@@ -163,11 +163,11 @@ def test_options_reach_every_run(tmp_path):
   assert bench_whole_run.setting_of(given()) == "runs/demo_independent.gin"
 
 
-def test_some_may_be_left_out(ran):
+def test_systems_option_selects_a_subset(ran):
   loaded, spent, _ = ran
   said = given("--attached", "a", "--systems", "attached online", "plain")
   chosen = bench_whole_run.chosen_of(said)
-  assert chosen == ["plain", "attached online"], "in the order that all have"
+  assert chosen == ["plain", "attached online"], "the order of NAMES"
   assert bench_whole_run.chosen_of(given("--attached", "a")) == NAMES
   assert bench_whole_run.chosen_of(given()) == NAMES[:3]
   course = {name: spent.seconds[name] for name in chosen}
@@ -182,7 +182,7 @@ def test_some_may_be_left_out(ran):
     given("--systems", "attached")
 
 
-def test_bad_input_is_said_in_one_line():
+def test_invalid_option_prints_one_line():
   command = [sys.executable, bench_whole_run.__file__, "--systems", "attached online"]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   assert done.returncode == 1 and not done.stdout
@@ -190,7 +190,7 @@ def test_bad_input_is_said_in_one_line():
   assert "Traceback" not in done.stderr
 
 
-def test_only_who_is_chosen_serves(ran, tmp_path):
+def test_only_selected_systems_serve(ran, tmp_path):
   pair = ran[0]["independent"]
   config = tiny_online.config(pair, tmp_path, keep_drafts=False, warm_start=None)
   config = dataclasses.replace(config, pair=pair)
@@ -200,7 +200,7 @@ def test_only_who_is_chosen_serves(ran, tmp_path):
   assert all(name.startswith("independent frozen, ") for name in figures)
 
 
-def test_an_attached_draft_may_learn_in_its_own_way(written):
+def test_attached_gin_changes_only_the_attached_draft(written):
   own = written("OptimizerConfig.learning_rate = 0.5\n")
   said = given("--attached", "attached", "--attached_gin", own)
   made = bench_whole_run.configs(said, 0)
@@ -211,7 +211,7 @@ def test_an_attached_draft_may_learn_in_its_own_way(written):
   assert rates["attached"] == 0.5 != rates["independent"]
 
 
-def test_the_demo_s_own_attached_draft_is_compared():
+def test_attached_draft_of_the_demo_uses_its_own_config():
   said = given(
     "--attached", "shipped:demo_attached_draft.safetensors",
     "--attached_gin", "runs/demo.gin",
@@ -223,7 +223,7 @@ def test_the_demo_s_own_attached_draft_is_compared():
   assert narrowed["attached"] > 0 == narrowed["independent"]
 
 
-def test_an_attached_draft_is_not_taken_for_an_independent_one(ran):
+def test_attached_draft_is_refused_as_independent_draft(ran):
   pair = ran[0]["independent"]
   bench_whole_run.check_independent(pair)
   draft = dataclasses.replace(pair.draft, frozen="target")
@@ -231,7 +231,7 @@ def test_an_attached_draft_is_not_taken_for_an_independent_one(ran):
     bench_whole_run.check_independent(dataclasses.replace(pair, draft=draft))
 
 
-def test_another_stream_for_an_attached_draft_is_refused(written):
+def test_attached_gin_must_not_change_the_stream(written):
   other = written("StreamConfig.requests_per_task = 9\n")
   said = given("--attached", "attached", "--attached_gin", other)
   with pytest.raises(base.InputError, match="changes OnlineConfig.stream, expected"):
@@ -251,14 +251,14 @@ def test_another_stream_for_an_attached_draft_is_refused(written):
     ("experiments/shift_cpu.gin, attached a", "wall, 2 thread(s)", ">= 1.1"),
   ],
 )
-def test_what_is_asked_depends_on_the_target_and_the_clock(setting, clock, asked):
+def test_goal_depends_on_the_target_and_the_clock(setting, clock, asked):
   found = bench_whole_run.asked_of(f"{setting}, seed 0", clock)
   assert found.get("attached online, over plain") == asked
 
 
 @pytest.mark.parametrize("target", ["", ", target t_as_flan-t5-base"])
-def test_where_nothing_is_to_be_gained_learning_may_cost_little(target):
-  """However the target is shaped; the option is the one that chooses that topic."""
+def test_goal_for_maths_alone_bounds_the_cost_of_learning(target):
+  """For any target, if the bindings select only the maths topic."""
   topic = "StreamConfig.tasks=(@maths/stream/TaskConfig(),)"
   said = given("--bindings", topic)
   config = bench_whole_run.config_of(said, 0, [], None)

@@ -1,4 +1,4 @@
-"""The tables of experiments/README.md: one value and one commit a row."""
+"""The tables of experiments/README.md have one value and one commit per row."""
 
 import re
 
@@ -13,18 +13,18 @@ def cells(line):
   return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def is_one(line):
-  """Whether a row of results has one value and one commit."""
+def has_one_value_and_commit(line):
+  """Returns whether a row of results has one value and one commit."""
   *_, got, _, commit = cells(line)
   return bool(VALUE.fullmatch(got) and COMMIT.fullmatch(commit))
 
 
-def test_a_row_has_one_value_and_one_commit(repository):
+def test_every_row_has_one_value_and_one_commit(repository):
   lines = (repository / "experiments" / "README.md").read_text().splitlines()
   rows = [line for line in lines if line.startswith("|") and len(cells(line)) == 6]
   results = [row for row in rows if not row.startswith(("| experiment |", "|---"))]
   assert len(results) > 50
-  assert [row for row in results if not is_one(row)] == []
+  assert [row for row in results if not has_one_value_and_commit(row)] == []
   commands = {cells(line)[0] for line in lines if len(cells(line)) == 4}
   assert {cells(row)[0] for row in results} <= commands
 
@@ -32,6 +32,8 @@ def test_a_row_has_one_value_and_one_commit(repository):
 @pytest.mark.parametrize(
   ("old", "new"), [(".712", ".712 (before: .719)"), ("208bef6", "208bef6, b3d1533")]
 )
-def test_two_values_or_commits_are_found(old, new):
-  """Negative control."""
-  assert is_one(ALL) and not is_one(ALL.replace(old, new))
+def test_rows_with_two_values_or_commits_are_detected(old, new):
+  """Negative control of the test above."""
+  assert has_one_value_and_commit(ALL) and not has_one_value_and_commit(
+    ALL.replace(old, new)
+  )

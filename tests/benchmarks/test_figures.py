@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md: drawn from committed rows, and not stale."""
+"""The figures of docs/results.md are drawn from the committed rows."""
 
 import re
 
@@ -9,35 +9,35 @@ import pytest
 
 @pytest.mark.parametrize("theme", figures.THEMES)
 @pytest.mark.parametrize("name", figures.DRAWN)
-def test_a_committed_picture_is_that_of_the_committed_rows(name, theme):
+def test_committed_figures_match_the_committed_rows(name, theme):
   text = (figures.FIGURES / f"{name}.{theme}.svg").read_text()
   assert f"{figures.DRAWN[name][1]} {figures.source_hash(name)}" in text, (
     "drawn from other rows: make figures"
   )
 
 
-def test_the_page_shows_every_picture_and_no_other(repository):
+def test_results_page_shows_exactly_the_drawn_figures(repository):
   page = (repository / "docs" / "results.md").read_text()
   shown = set(re.findall(r"figures/(\w+\.\w+)\.svg#only-(?:light|dark)", page))
   expected = {f"{name}.{theme}" for name in figures.DRAWN for theme in figures.THEMES}
   assert shown == expected and len(figures.DRAWN) <= 10
 
 
-def test_a_picture_is_drawn_the_same_again(tmp_path):
+def test_drawing_is_deterministic(tmp_path):
   for path in figures.draw("learning_latency", tmp_path):
     again = path.read_text()
     assert again == (figures.draw("learning_latency", tmp_path) and path.read_text())
-    assert "<text" in again and "p99" in again  # text stays text
+    assert "<text" in again and "p99" in again  # text is not converted to paths
 
 
-def test_trailing_means_begin_anew_at_a_shift():
+def test_trailing_means_restart_at_a_shift():
   values = [1.0] * 30 + [0.0] * 30
   means = figures.trailing(values, [(0, "a"), (30, "b")])
   assert means[29] == 1.0 and means[35] == means[59] == 0.0
-  assert np.isnan(means[[0, 4, 30, 34]]).all()  # no line crosses a shift
+  assert np.isnan(means[[0, 4, 30, 34]]).all()  # the line has a gap at a shift
 
 
-def test_time_saved_is_a_share_of_all_of_plain_decoding():
+def test_time_saved_is_relative_to_the_total_of_plain_decoding():
   plain = {"cumulated_seconds": [5.0, 10.0]}
   row = {"cumulated_seconds": [4.0, 5.0], "block_ends": [100, 200]}
   places, share = figures.saved(plain, row)

@@ -1,4 +1,4 @@
-"""Launches counted in the text of a compiled program."""
+"""Kernel launches counted in the text of a compiled program."""
 
 import kernels
 
@@ -46,16 +46,16 @@ ENTRY %main (a: f32[4]) -> (s32[], f32[4]) {
 """
 
 
-def test_one_turn_of_the_loop_is_counted():
-  """The product, the copy, and the fusion of the greedy branch."""
+def test_kernels_of_one_loop_iteration_are_counted():
+  """Counts the product, the copy, and the fusion of the greedy branch."""
   assert kernels.in_loop(PROGRAM) == 3
 
 
-def test_branches_may_be_named_true_and_false():
+def test_branches_named_true_and_false_are_counted():
   named = "true_computation=%greedy, false_computation=%sampled"
   listed = "branch_computations={%greedy, %sampled}"
   assert kernels.in_loop(PROGRAM.replace(listed, named)) == 3
 
 
-def test_a_program_without_a_loop_has_none():
+def test_program_without_a_loop_returns_none():
   assert kernels.in_loop(PROGRAM.replace("while(", "custom-call(")) is None

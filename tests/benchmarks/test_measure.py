@@ -1,11 +1,11 @@
-"""What a row of results says of the code it was measured with."""
+"""The commit that a row of results is labelled with."""
 
 import subprocess
 
 import measure
 
 
-def test_new_results_are_no_new_code(tmp_path, monkeypatch):
+def test_commit_is_dirty_only_if_code_changed(tmp_path, monkeypatch):
   folder = tmp_path / "benchmarks"
   results = folder / "results"
   results.mkdir(parents=True)

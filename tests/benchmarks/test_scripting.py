@@ -1,4 +1,4 @@
-"""Scripted drafts: accepted with the probability that was asked for, nothing else."""
+"""Scripted drafts are accepted with the given probability and do not change outputs."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from osd_jax.costs.table import expected_tokens
 from osd_jax.engine import engine
 
 ROWS, SOURCE, LENGTH, K = 4, 8, 48, 3
-EACH = 12  # prompts of each alpha
+EACH = 12  # prompts per alpha
 ALPHAS = (0.0, 0.5, 0.8, 1.0)
 TOLERANCE = 0.08  # four standard deviations of a mean of 500 draws
 
@@ -28,7 +28,10 @@ def models(dtype="float32"):
 
 @functools.cache
 def served(dtype="float32"):
-  """What plain decoding and the scripted pair answer, an alpha for every EACH."""
+  """Returns the outputs of plain decoding and of the scripted pair.
+
+  Each alpha applies to EACH consecutive prompts.
+  """
   target, draft = models(dtype)
   config = contenders.decoding(ROWS, SOURCE, LENGTH, K)
   sources = contenders.prompts(EACH * len(ALPHAS), SOURCE, target[0].vocab_size)
@@ -55,25 +58,25 @@ def test_drafted_tokens_are_accepted_with_probability_alpha(alpha, dtype):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_tokens_per_target_call_follow_the_closed_form(alpha):
-  """Of each request the last round is cut; that is half a round of LENGTH tokens."""
+  """The tolerance allows for the last round of a request, which LENGTH cuts short."""
   emitted = EACH * LENGTH
   measured = emitted / sum(done.target_calls for done in of(alpha))
   expected = expected_tokens(alpha, K)
   assert measured == pytest.approx(expected, rel=0.12)
 
 
-def test_alpha_is_told_from_alpha():
-  """Negative control: the tolerances above tell the alphas apart."""
+def test_measured_acceptance_distinguishes_the_alphas():
+  """Negative control: the tolerance above is smaller than the steps of alpha."""
   for alpha, other in zip(ALPHAS, ALPHAS[1:], strict=False):
     assert abs(scripting.draft_acceptance(of(alpha)) - other) > TOLERANCE
 
 
-def test_outputs_are_those_of_plain_decoding():
+def test_outputs_equal_plain_decoding():
   plain, found = served()
   np.testing.assert_array_equal(plain, [done.tokens for done in found])
 
 
-def test_without_its_script_the_draft_is_worth_nothing():
+def test_draft_without_a_script_is_rarely_accepted():
   """Negative control: acceptance comes from the script, not from the draft."""
   target, draft = models()
   config = contenders.decoding(ROWS, SOURCE, LENGTH, K)
@@ -87,13 +90,13 @@ def answered(*target_calls):
   return [types.SimpleNamespace(target_calls=calls) for calls in target_calls]
 
 
-def test_rounds_are_those_of_rows_that_take_the_next_request():
+def test_rounds_are_counted_for_rows_that_take_the_next_request():
   assert scripting.rounds(answered(5, 2, 4), rows=2) == 6
   assert scripting.rounds(answered(5, 2, 4), rows=1) == 11
   assert scripting.rounds(answered(5, 2, 4), rows=3) == 5
 
 
-def test_a_round_is_what_is_left_without_first_tokens():
+def test_round_time_excludes_first_tokens():
   times = {
     "whole": measure.Times(np.full(3, 1.0), np.full(3, 2.0)),
     "first": measure.Times(np.full(3, 0.1), np.full(3, 0.2)),

@@ -1,4 +1,4 @@
-"""The page benchmarks/README.md and the table of accelerators in docs/results.md."""
+"""benchmarks/README.md and the table of accelerators in docs/results.md."""
 
 import json
 
@@ -17,7 +17,7 @@ ROW = {
 
 
 def page(folder, rows):
-  """The page that is written from these rows, measured on a made-up machine."""
+  """Writes the page for `rows` from an invented machine and returns its text."""
   note = {"cores": 2, "cpu": "abacus", "jax": "1", "commit": "0000000", "date": "d"}
   (folder / write_readme.NOTE).write_text(json.dumps(note))
   text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -41,7 +41,7 @@ def test_newest_row_of_a_figure_is_shown(tmp_path):
   assert "| 0.4 | met |" in text and "0.31" not in text
 
 
-def test_other_figures_stay_in_the_result_files(tmp_path):
+def test_other_figures_are_not_on_the_page(tmp_path):
   text = page(tmp_path, [ROW, {**ROW, "figure": "another figure"}])
   assert "another figure" not in text
 
@@ -54,7 +54,7 @@ def test_page_lists_every_program_and_fits_two_screens(tmp_path):
   assert len(text.splitlines()) < 80
 
 
-def test_every_shown_figure_has_a_committed_row():
+def test_committed_page_shows_the_committed_rows():
   rows = [
     row
     for path in write_readme.RESULTS.glob("*.jsonl")
@@ -67,7 +67,7 @@ def test_every_shown_figure_has_a_committed_row():
   ), "run python benchmarks/write_readme.py"
 
 
-def test_note_holds_machine_and_commit(tmp_path):
+def test_note_contains_machine_and_commit(tmp_path):
   write_readme.main(["--note", "--results", str(tmp_path)])
   note = json.loads((tmp_path / write_readme.NOTE).read_text())
   assert set(note) == {"cores", "cpu", "jax", "commit", "date"}
@@ -89,11 +89,11 @@ def test_note_holds_machine_and_commit(tmp_path):
     (3.0, "", ""),
   ],
 )
-def test_verdict(value, asked, expected):
+def test_verdict_compares_the_value_with_the_goal(value, asked, expected):
   assert write_readme.verdict({"value": value, "asked": asked}) == expected
 
 
-def test_results_page_has_the_table_of_the_committed_rows():
+def test_results_page_contains_the_table_of_the_committed_rows():
   made = write_readme.by_machine(
     write_readme.read(write_readme.RESULTS / "ahead_of_time.jsonl")
   )

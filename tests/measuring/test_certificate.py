@@ -35,12 +35,13 @@ def with_table(table) -> pairs.Pair:
 
 
 def answers(pair, sampling=MIXED, draft=True, count=6):
+  """Serves `count` prompts with the draft, or plainly if `draft` is False."""
   server = Server(pair if draft else pair.plain(), decoding())
   return server.run(corpus.requests(tabular_pair.prompts(count), sampling))
 
 
 def altered(done, position, token):
-  """The answer with one token replaced."""
+  """Returns the answer with one token replaced."""
   tokens = done.tokens.copy()
   tokens[position] = token
   return dataclasses.replace(done, tokens=tokens)
@@ -105,7 +106,7 @@ def test_token_just_below_the_cut_off_counts_as_inside():
   assert np.isfinite(certificate.scores(logits, settings, 0)).sum() == 3
 
 
-def test_arg_max_of_scores_is_what_plain_decoding_emits():
+def test_arg_max_of_scores_equals_the_token_of_plain_decoding():
   pair = tabular_pair.make()
   table = np.asarray(pair.target_params, np.float64)
   for done in answers(pair, MIXED, False):
@@ -126,10 +127,10 @@ def test_output_that_ends_early_fails():
 def test_too_many_near_ties_fail(ties, passes):
   assert certificate.Certificate(near_ties=ties, outputs=9, tokens=999).passed == passes
   many = certificate.Certificate(near_ties=5 * ties, outputs=9, tokens=10**6)
-  assert many.passed  # 10 in a million are promised
+  assert many.passed  # the limit is 10 near ties per million tokens
 
 
-def test_verdict_adds_up_the_rows_of_a_log(tmp_path):
+def test_verdict_sums_the_rows_of_a_log(tmp_path):
   good = certificate.Certificate(outputs=1, equal=1, tokens=10)
   wrong = certificate.Difference(3, 2, 5, 6, 1.0, 0.5, False)
   bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
@@ -146,7 +147,7 @@ def test_verdict_adds_up_the_rows_of_a_log(tmp_path):
 
 
 @pytest.mark.parametrize("score", [-np.inf, np.inf, np.nan])
-def test_scores_that_are_not_finite_fail_after_reading_them_back(tmp_path, score):
+def test_non_finite_scores_fail_also_when_read_from_a_log(tmp_path, score):
   wrong = certificate.Difference(3, 2, 5, 6, 1.0, score, False)
   bad = certificate.Certificate(outputs=1, tokens=10, failures=(wrong,))
   assert "NOT EXACT" in bad.sentence()
@@ -215,7 +216,7 @@ def test_certify_passes_a_correct_pair(pair_config, tmp_path):
 
 
 def test_certify_reports_a_wrong_output(pair_config, tmp_path, monkeypatch):
-  """Negative control; the results are written all the same."""
+  """Negative control: a wrong output is reported, and the results are still written."""
   real = evaluate.speculative_answers
 
   def faulty(*args):
@@ -231,9 +232,9 @@ def test_certify_reports_a_wrong_output(pair_config, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_certify_fails_a_target_with_nan(pair_config, tmp_path, whole):
-  """Plain and speculative outputs agree, so equality alone would pass.
+  """Plain and speculative outputs are equal, so equality alone would pass.
 
-  Either all weights are NaN, or one number of the output head is.
+  Either all weights are NaN, or one value of the output head is.
   """
   pair = pairs.load_pair(pair_config, sharding.make())
 

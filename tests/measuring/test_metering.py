@@ -1,4 +1,4 @@
-"""An online answer's rivals: the same request, plainly and with the floor draft."""
+"""Comparison requests: served plainly and with the floor draft, at random places."""
 
 import dataclasses
 
@@ -31,8 +31,8 @@ def config():
   )
 
 
-def test_the_floor_draft_has_the_shortlist_of_the_online_draft(params):
-  """The target's own weights as floor and online draft: nothing tells them apart."""
+def test_floor_draft_uses_the_shortlist_of_the_online_draft(params):
+  """Both drafts have the target's weights, so only their shortlists can differ."""
   request = engine.Request(np.array([5, 9, 7, EOS_ID]))
   plain = engine.Engine(config(), harness.TARGET, params).run([request])[0]
   covered = np.unique([*plain.tokens, EOS_ID])
@@ -56,7 +56,8 @@ def test_the_floor_draft_has_the_shortlist_of_the_online_draft(params):
 
   assert plain.tokens.tolist() == done.tokens.tolist()
   assert alike.accepted / alike.drafted == done.accepted / done.drafted == 1.0
-  assert unlike.accepted < unlike.drafted  # the first N tokens are others
+  # Negative control: the default shortlist lacks tokens of the output.
+  assert unlike.accepted < unlike.drafted
 
 
 def meter(compare_every, seed=0):
@@ -71,13 +72,13 @@ def meter(compare_every, seed=0):
   )
 
 
-def test_compared_requests_are_a_fair_sample_of_all_places():
-  """With update_interval 8, a fixed place of 4 shows every slowed request."""
+def test_compared_requests_are_spread_evenly_over_all_places():
+  """A fixed place in every 4 would always coincide with updates every 8 requests."""
   compared = np.array([meter(4).compares(index) for index in range(8000)])
   for place in range(8):
     assert compared[place::8].mean() == pytest.approx(0.25, abs=0.05)
   blocks = compared.reshape(-1, 4).sum(axis=1)
-  assert (blocks == 1).all()  # one of every four
+  assert (blocks == 1).all()  # one in each block of four
   again = [meter(4).compares(index) for index in range(4000, 4100)]
   assert again == compared[4000:4100].tolist()  # a resumed run compares the same
   assert [meter(4, seed=1).compares(i) for i in range(100)] != compared[:100].tolist()

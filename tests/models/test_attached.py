@@ -1,4 +1,4 @@
-"""Attached drafts: decoding equals scoring, target states, files."""
+"""Attached drafts: cached decoding, use of target states, weights files."""
 
 import dataclasses
 
@@ -25,7 +25,10 @@ draw = jax.jit(lambda model, key: model.init(key), static_argnums=0)
 
 
 class Runner:
-  """A target, its attached draft and a batch, with noise on all parameters."""
+  """A target, its attached draft and a batch.
+
+  The draft's parameters get noise, so that none of them is at a neutral value.
+  """
 
   def __init__(self, target=testing.TINY_T5, config=CONFIG, serving=None):
     self.shape = target
@@ -85,7 +88,7 @@ def runner(request):
 
 
 @pytest.mark.parametrize("stride", [1, 2, TARGET])
-def test_decoding_agrees_with_teacher_forcing(runner, stride):
+def test_decoding_equals_teacher_forcing(runner, stride):
   logits, cache = runner.feed(stride)
   np.testing.assert_allclose(logits, runner.score(), **CLOSE)
   np.testing.assert_array_equal(cache.length, [TARGET] * ROWS)
@@ -95,7 +98,7 @@ def test_decoding_agrees_with_teacher_forcing(runner, stride):
 @pytest.mark.parametrize(
   "target, config", [(TIED, CONFIG), (testing.TINY_T5, DEEP)], ids=["tied", "deep"]
 )
-def test_tied_targets_and_deep_drafts_decode_as_they_score(target, config):
+def test_decoding_equals_scoring_for_tied_targets_and_deep_drafts(target, config):
   other = Runner(target, config)
   np.testing.assert_allclose(other.feed(2)[0], other.score(), **CLOSE)
 
@@ -109,10 +112,11 @@ def test_bfloat16_is_close_to_float32(runner):
   assert half.params["target"]["embedding"].dtype == jnp.bfloat16
 
 
-def test_target_states_are_all_that_the_draft_takes_of_the_source(runner):
+def test_draft_depends_on_the_source_only_through_target_states(runner):
   if isinstance(runner.shape, T5Config):
     np.testing.assert_array_equal(runner.score(), runner.score_from_source())
-  else:  # prefill sums in another order, so bfloat16 rounds some values differently
+  else:
+    # Llama's prefill sums in another order, so bfloat16 rounds some values differently.
     kept, computed = runner.score(), runner.score_from_source()
     np.testing.assert_allclose(kept, computed, rtol=2e-2, atol=2e-2)
     assert np.mean(np.abs(kept - computed)) < 1e-3
@@ -126,17 +130,18 @@ def test_target_states_are_all_that_the_draft_takes_of_the_source(runner):
   assert np.all(np.max(np.abs(other - runner.score()), axis=(1, 2)) > 1e-2)
 
 
-def test_scores_do_not_depend_on_the_scale_of_the_targets_embedding():
+def test_scores_do_not_depend_on_the_scale_of_the_target_embedding():
   """Embeddings of published models differ in scale by orders of magnitude."""
   one = Runner()
   frozen = one.params["target"]
-  for name, equal in (("embedding", True), ("head", False)):  # the head as a control
+  # Negative control: scaling the head changes the scores.
+  for name, equal in (("embedding", True), ("head", False)):
     changed = {**one.params, "target": {**frozen, name: 100 * frozen[name]}}
     close = np.allclose(one.score(params=changed), one.score(), **CLOSE)
     assert close == equal, name
 
 
-def test_a_target_returns_no_states_by_default(runner):
+def test_target_returns_no_states_by_default(runner):
   alone = families.build(runner.shape, "alone")
   served = alone.prepare(runner.target_params)
   assert prefill(alone, served, runner.source, runner.mask, 4).target_states is None
@@ -181,7 +186,7 @@ def test_frozen_parameters_are_shared_and_not_trained(runner):
   [DraftServing(int8=True), DraftServing(shortlist=40), DraftServing(True, 40)],
   ids=["int8", "shortlist", "both"],
 )
-def test_approximate_copies_are_close(serving):
+def test_approximate_serving_is_close_to_exact_serving(serving):
   light, whole = Runner(serving=serving), Runner()
   served, expected = light.feed(1)[0], whole.feed(1)[0]
   covered = serving.shortlist or 64
@@ -190,7 +195,7 @@ def test_approximate_copies_are_close(serving):
   assert np.max(apart) < (0.15 * np.std(expected) if serving.int8 else 1e-3)
 
 
-def test_a_swapped_shortlist_covers_its_tokens():
+def test_swapped_shortlist_scores_exactly_its_tokens():
   short = Runner(serving=DraftServing(shortlist=4))
   tokens = jnp.asarray([1, 9, 33, 50])
   served = short.draft.prepare(short.params, tokens)
@@ -201,8 +206,8 @@ def test_a_swapped_shortlist_covers_its_tokens():
   assert np.isneginf(logits).sum() == ROWS * 60
 
 
-def test_a_swap_reuses_the_quantised_head_of_the_target():
-  """Quantising a head with a large vocabulary would be most of the work of a swap."""
+def test_swap_reuses_the_quantized_target_head():
+  """Quantizing the head again would dominate the time of a swap."""
   light = Runner(serving=DraftServing(int8=True))
   moved = jax.tree.map(lambda leaf: leaf * 1.01, light.draft.split(light.params)[0])
   swapped = light.draft.prepare(light.draft.join(moved, light.params[attached.FROZEN]))
@@ -212,13 +217,15 @@ def test_a_swap_reuses_the_quantised_head_of_the_target():
   )
   assert len(before) == 2 and all(a is b for a, b in zip(before, after, strict=True))
   short = Runner(serving=DraftServing(int8=True, shortlist=4))
-  assert "draft_head" not in short.params[attached.FROZEN]  # its tokens change at swaps
+  # A shortlisted head is quantized at each swap, because its tokens may change.
+  assert "draft_head" not in short.params[attached.FROZEN]
 
 
 # ---- Files
 
 
 def written(runner, folder, **changes):
+  """Saves the runner's draft; returns the path and the trained parameters."""
   own, _ = runner.draft.split(runner.params)
   target = identity(runner, "big.safetensors")
   held = weights.AttachedWeights(CONFIG, own, target.fingerprint, target.name, "notes")
@@ -232,17 +239,18 @@ def identity(runner, name="target", dtype="float32", **changes):
   return weights.identity(weights.Weights(shape, params), name)
 
 
-def test_a_file_contains_only_trained_parameters(runner, tmp_path):
+def test_file_contains_only_trained_parameters(runner, tmp_path):
   path, own = written(runner, tmp_path)
   held = weights.load_attached(path, identity(runner))
   jax.tree.map(np.testing.assert_array_equal, held.params, own)
   assert (held.config, held.notes) == (CONFIG, "notes")
   assert weights.is_attached(path) and not weights.is_attached(tmp_path / "none")
   count = sum(leaf.size for leaf in jax.tree.leaves(own))
-  assert path.stat().st_size < 4 * count + 4000  # no table of the target
+  # 4,000 bytes of header leave no room for the target's embedding.
+  assert path.stat().st_size < 4 * count + 4000
 
 
-def test_another_target_is_refused_by_name(runner, tmp_path):
+def test_loading_with_another_target_is_refused(runner, tmp_path):
   path, _ = written(runner, tmp_path)
   embedding = {"embedding": 1 + runner.target_params["token_embedder"]["embedding"]}
   other = identity(runner, "other.x", token_embedder=embedding)
@@ -253,13 +261,13 @@ def test_another_target_is_refused_by_name(runner, tmp_path):
   assert weights.load_attached(path, same).config == CONFIG
 
 
-def test_the_file_of_an_attached_draft_is_not_loaded_as_a_t5(runner, tmp_path):
+def test_attached_draft_file_is_refused_as_t5_weights(runner, tmp_path):
   path, _ = written(runner, tmp_path)
   with pytest.raises(base.InputError, match="osd_jax.attached"):
     weights.load(path)
 
 
-def test_tensors_that_do_not_fit_are_named(runner, tmp_path):
+def test_tensor_with_a_wrong_shape_is_named(runner, tmp_path):
   wider = dataclasses.replace(CONFIG, width=32)
   path, _ = written(runner, tmp_path, config=wider)
   with pytest.raises(
@@ -271,13 +279,13 @@ def test_tensors_that_do_not_fit_are_named(runner, tmp_path):
 @pytest.mark.parametrize(
   "field, value", [("width", 0), ("num_layers", 0), ("mlp_activations", ("tanh",))]
 )
-def test_impossible_shapes_are_refused(field, value):
+def test_invalid_config_error_names_the_field(field, value):
   with pytest.raises(base.InputError, match=field):
     AttachedConfig(**{field: value})
 
 
-def test_a_new_attached_draft_needs_only_a_target():
-  """The same random draft is created for the shipped target every time."""
+def test_new_attached_draft_needs_only_a_target():
+  """The random draft of the shipped target has the same parameters every time."""
   config = pairs.PairConfig(draft="attached")
   one, same = pairs.load_pair(config), pairs.load_pair(config)
   own, frozen = one.draft.split(one.draft_params)

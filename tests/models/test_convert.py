@@ -1,7 +1,7 @@
 """Conversion of Hugging Face checkpoints, and errors for files that do not fit.
 
-The two folders under fixtures and the outputs beside them were written by
-`fixtures/make_hugging_face.py` with torch and transformers.
+`fixtures/make_hugging_face.py` wrote the two folders under fixtures and the recorded
+outputs in them with torch and transformers.
 """
 
 import json
@@ -28,7 +28,7 @@ def folder_of(kind):
 
 
 def read_raw(kind):
-  """The fields of config.json and all tensors of a fixture."""
+  """Returns the fields of config.json and all tensors of a fixture."""
   fields = json.loads((folder_of(kind) / "config.json").read_text())
   tensors = safetensors.flax.load_file(folder_of(kind) / "model.safetensors")
   return fields, {name: np.asarray(x) for name, x in tensors.items()}
@@ -36,7 +36,7 @@ def read_raw(kind):
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request):
-  """Converted weights, and recorded outputs of torch for the original ones."""
+  """Converted weights, and the outputs that torch computed with the original ones."""
   weights = convert.read_hugging_face(folder_of(request.param))
   with np.load(folder_of(request.param) / "outputs.npz") as file:
     return weights, dict(file)
@@ -61,6 +61,7 @@ def test_greedy_tokens_equal_torch(pair):
 
 
 def test_fixtures_contain_rows_that_end_early():
+  # Without such rows, the test above would not cover the end of a sequence.
   with np.load(folder_of("t5_1_1") / "outputs.npz") as file:
     assert np.any(file["greedy"][:, :-1] == EOS_ID)
 
@@ -131,7 +132,7 @@ def test_tied_head_is_read_from_files_of_transformers_4_and_5(changes, tied):
     ("model_type", "bart"),
     ("model_type", None),
     ("is_encoder_decoder", False),
-    ("feed_forward_proj", "gelu"),  # the exact gelu, which no T5 uses
+    ("feed_forward_proj", "gelu"),  # the exact gelu; no T5 uses it
     ("feed_forward_proj", "gated-silu"),
     ("layer_norm_epsilon", 1e-5),
     ("pad_token_id", 3),
@@ -150,7 +151,7 @@ def test_single_end_of_sequence_in_a_list_is_accepted():
   assert convert.config_from_hugging_face(fields) == sizes.SIZES["flan-t5-small"]
 
 
-def test_missing_field_is_named():
+def test_missing_config_field_is_named():
   fields = _fields()
   del fields["d_kv"]
   with pytest.raises(ValueError, match="field d_kv: received nothing"):
@@ -211,7 +212,7 @@ def test_error_lists_five_tensors_and_counts_the_rest():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_of_the_embedding_are_accepted(kind):
-  """Files of older versions name the embedding up to four times."""
+  """Older versions of transformers store up to four copies of the embedding."""
 
   def copy(tensors):
     names = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
@@ -221,14 +222,14 @@ def test_copies_of_the_embedding_are_accepted(kind):
   assert_same(converted(kind, copy), converted(kind, lambda _: None))
 
 
-def test_embedding_under_another_name_only_is_found():
+def test_embedding_stored_only_under_another_name_is_found():
   def rename(tensors):
     tensors["encoder.embed_tokens.weight"] = tensors.pop("shared.weight")
 
   assert_same(converted("t5_1_0", rename), converted("t5_1_0", lambda _: None))
 
 
-def test_unused_bias_is_dropped():
+def test_unused_relative_attention_bias_is_ignored():
   def add(tensors):
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tensors[name] = np.ones((8, 3), np.float32)
@@ -245,7 +246,7 @@ def test_separately_trained_head_in_a_tied_model_is_refused():
 
 
 def edited(tmp_path, kind, fields=None, tensors=None):
-  """A copy of a fixture's folder with other fields or tensors in it."""
+  """Copies a fixture's folder and replaces its fields or tensors."""
   folder = tmp_path / "model"
   shutil.copytree(folder_of(kind), folder)
   if fields is not None:
@@ -256,7 +257,7 @@ def edited(tmp_path, kind, fields=None, tensors=None):
   return folder
 
 
-def test_missing_head_of_transformers_5_is_the_embedding(tmp_path):
+def test_missing_head_of_a_tied_t5_1_1_is_the_embedding(tmp_path):
   """Transformers 5 ties the head of a new T5 1.1 and does not write it."""
   fields, tensors = read_raw("t5_1_1")
   del tensors["lm_head.weight"]
@@ -277,7 +278,7 @@ def test_missing_head_of_an_untied_model_is_refused(tmp_path):
     convert.read_hugging_face(folder)
 
 
-def test_folder_without_its_files_is_named(tmp_path):
+def test_missing_or_invalid_files_of_a_folder_are_named(tmp_path):
   with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
     convert.read_hugging_face(tmp_path)
   folder = edited(tmp_path, "t5_1_0")

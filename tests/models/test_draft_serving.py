@@ -1,4 +1,4 @@
-"""Served drafts with 8-bit kernels, with a shortlist, and with both."""
+"""Draft serving with int8 kernels, a shortlist, or both."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ TOKENS = np.array([[0, 6, 11], [0, 8, 2]], np.int32)
 
 
 def logits(config, serving, *shortlist):
-  """Logits of three fed tokens with a given serving, and the parameters."""
+  """Returns the logits of three fed tokens for a draft served with `serving`."""
   model = families.build(config, serving=serving)
   params = jax.tree.map(jnp.asarray, tiny.random_params(config, 3))
   copy = model.prepare(params, *shortlist)
@@ -29,7 +29,7 @@ def logits(config, serving, *shortlist):
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 8])
-def test_int8_product_is_within_a_percent(columns):
+def test_int8_product_has_a_relative_error_below_1_5_percent(columns):
   rng = np.random.default_rng(columns)
   kernel = rng.normal(size=(48, 64)).astype(np.float32)
   x = rng.normal(size=(columns, 64)).astype(np.float32)
@@ -40,8 +40,8 @@ def test_int8_product_is_within_a_percent(columns):
   assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
 
 
-def test_columns_have_separate_scales():
-  """A large column does not reduce the precision of others, and zeros stay zeros."""
+def test_int8_columns_have_separate_scales():
+  """A large column does not reduce the precision of the others; zeros remain zeros."""
   rng = np.random.default_rng(0)
   stored = layers.quantized(jnp.asarray(rng.normal(size=(16, 8)), jnp.float32))
   small = rng.normal(size=(1, 16)).astype(np.float32)
@@ -52,7 +52,7 @@ def test_columns_have_separate_scales():
   np.testing.assert_array_equal(got[2], np.zeros(8))
 
 
-def test_quantised_zeros_stay_zeros():
+def test_quantized_zeros_are_zeros_with_finite_scales():
   stored = layers.quantized(jnp.zeros((4, 6)))
   assert np.all(np.isfinite(stored["scale"])) and not np.any(stored["kernel"])
 
@@ -77,7 +77,7 @@ def test_tokens_outside_the_shortlist_get_minus_infinity(shape):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_scatter_to_vocab(forms, count):
+def test_scatter_to_vocab_fills_other_tokens_with_minus_infinity(forms, count):
   ids = np.array([0, 1, 5, 8])
   short = np.random.default_rng(0).normal(size=(2, count, 4)).astype(np.float32)
   expected = np.full((2, count, 9), -np.inf, np.float32)
@@ -87,7 +87,7 @@ def test_scatter_to_vocab(forms, count):
 
 
 def test_default_shortlist_includes_end_of_sequence():
-  """The end-of-sequence tokens of Llama 3 have very high ids."""
+  """Llama 3's end-of-sequence ids are above 128,000, outside the first tokens."""
   assert served.first_tokens(4, (1,)).tolist() == [0, 1, 2, 3]
   assert served.first_tokens(4, (2, 9, 7)).tolist() == [0, 1, 9, 7]
   shape = dataclasses.replace(testing.TINY_LLAMA, eos_ids=(2, 19))
@@ -96,7 +96,7 @@ def test_default_shortlist_includes_end_of_sequence():
   assert params["draft_head"]["ids"].tolist() == [0, 1, 2, 19]
 
 
-def test_a_new_shortlist_does_not_recompile():
+def test_new_shortlist_does_not_recompile_prepare():
   config, serving = tiny.CONFIG, t5.DraftServing(shortlist=3)
   model = families.build(config, serving=serving)
   prepare = jax.jit(model.prepare)
@@ -106,7 +106,7 @@ def test_a_new_shortlist_does_not_recompile():
   assert prepare._cache_size() == 1
 
 
-def test_a_shortlist_of_the_whole_vocabulary_is_ignored():
+def test_shortlist_of_the_whole_vocabulary_is_ignored():
   config = tiny.CONFIG
   model = families.build(config, serving=t5.DraftServing(shortlist=config.vocab_size))
   assert model.shortlist == 0
@@ -116,8 +116,8 @@ def test_a_shortlist_of_the_whole_vocabulary_is_ignored():
   )
 
 
-def test_training_uses_the_full_draft():
-  """Approximations in serving do not change the loss."""
+def test_scores_do_not_depend_on_serving():
+  """int8 and the shortlist affect serving only, so the scores are identical."""
   params = jax.tree.map(jnp.asarray, tiny.random_params(tiny.CONFIG, 3))
   scores = [
     families.build(tiny.CONFIG, serving=serving).score(
@@ -132,6 +132,6 @@ def test_training_uses_the_full_draft():
   ("field", "value"),
   [("int8", 1), ("shortlist", -1), ("shortlist", 1), ("shortlist", 2.5)],
 )
-def test_invalid_fields_are_named(field, value):
+def test_invalid_field_error_names_the_field(field, value):
   with pytest.raises(ValueError, match=f"DraftServing.{field}: received"):
     t5.DraftServing(**{field: value})

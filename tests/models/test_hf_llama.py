@@ -1,6 +1,6 @@
 """Live comparison of decoder-only models with transformers (`make test-hf`).
 
-Tiny random models of every kind, through folders that transformers writes.
+Tiny random models of every supported kind, read from folders that transformers wrote.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def transformers():
 
 
 def made(transformers, kind, **changes):
-  """A random model of a kind, with noise on biases and norms too."""
+  """Creates a random model of a kind, with noise on biases and norms too."""
   import torch
 
   name, fields = KINDS[kind]
@@ -72,7 +72,7 @@ def made(transformers, kind, **changes):
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, transformers, tmp_path_factory):
-  """The torch model, and the weights read from its folder."""
+  """The torch model and the weights that we read from its folder."""
   model = made(transformers, request.param)
   folder = tmp_path_factory.mktemp("model")
   model.save_pretrained(folder)
@@ -93,7 +93,7 @@ def batch():
 
 
 def torch_logits(model, target):
-  """Torch's logits of the output tokens, one prompt at a time."""
+  """Returns torch's logits of the output tokens, computed one prompt at a time."""
   import torch
 
   rows = []

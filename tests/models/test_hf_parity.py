@@ -1,6 +1,6 @@
 """Live comparison with torch and transformers on tiny random models (`make test-hf`).
 
-Each model goes through a folder that transformers itself writes, as a user's does.
+Each model is read from a folder that transformers wrote, like a user's model.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def transformers():
   torch = pytest.importorskip(
     "torch", reason="torch absent: `make test-hf` installs it"
   )
-  torch.set_num_threads(1)  # tiny products only wait for one another
+  torch.set_num_threads(1)  # for tiny products, threads cost more than they save
   return pytest.importorskip(
     "transformers", reason="transformers absent: `make test-hf` installs it"
   )
@@ -55,7 +55,7 @@ def test_logits_equal_torch(pair):
   logits = weights.model.score(weights.params, source, source != 0, target)
   expected = maker.outputs(model, source, target)["logits"]
   np.testing.assert_allclose(logits, expected, atol=1e-4)
-  # a head that transformers tied behind our back would be seen here
+  # If transformers had tied the head silently, the logits would differ.
   head, shared = model.lm_head.weight, model.shared.weight
   assert (head is shared) == weights.config.tied_head
 
@@ -71,7 +71,9 @@ def test_greedy_text_equals_torch(pair):
   assert len(set(texts)) == len(texts)
 
 
-def test_reloaded_model_is_the_same_model(pair, transformers, tmp_path):
+def test_model_saved_again_by_transformers_is_read_equally(
+  pair, transformers, tmp_path
+):
   """Transformers and this package read the same model from a folder."""
   model, weights, (source, target) = pair
   model.save_pretrained(tmp_path)
@@ -82,7 +84,7 @@ def test_reloaded_model_is_the_same_model(pair, transformers, tmp_path):
   )
 
 
-def test_head_tied_by_transformers_5_is_read_as_it_computes(transformers, tmp_path):
+def test_head_tied_by_transformers_5_is_read_correctly(transformers, tmp_path):
   """A T5 1.1 that transformers 5 creates from a config has a tied, unscaled head."""
   fields = {**maker.SHAPE, **maker.FIELDS["t5_1_1"]}
   model = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))
@@ -97,7 +99,7 @@ def test_head_tied_by_transformers_5_is_read_as_it_computes(transformers, tmp_pa
 
 
 def test_transformers_loads_written_folders(pair, transformers, tmp_path):
-  """Logits, greedy text and every tensor are equal."""
+  """Logits, greedy text and all tensors are equal."""
   _, weights, (source, target) = pair
   params = jax.tree.map(lambda leaf: 0.875 * leaf, weights.params)
   adapted = dataclasses.replace(weights, params=params)
@@ -105,7 +107,7 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
   loaded, report = transformers.T5ForConditionalGeneration.from_pretrained(
     folder, output_loading_info=True
   )
-  assert not any(report.values()), report  # nothing missing, unexpected or made up
+  assert not any(report.values()), report  # no missing, unexpected or new tensors
   head, shared = loaded.lm_head.weight, loaded.shared.weight
   assert (head is shared) == adapted.config.tied_head
   expected = maker.outputs(loaded.eval(), source, target)
@@ -120,7 +122,7 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
 
 
 @pytest.mark.parametrize("extra_ids", [0, 100])
-def test_the_tokenizer_of_a_written_folder_equals_the_vocabulary(
+def test_tokenizer_of_a_written_folder_equals_the_vocabulary(
   pair, transformers, tmp_path, shared_data, extra_ids
 ):
   expected = Vocabulary.load(shared_data / "tokenizers/t5", extra_ids)
@@ -162,7 +164,7 @@ class Trap:
     return os.mkdir, (str(self.path),)
 
 
-def test_a_torch_file_that_runs_code_is_refused(pair, tmp_path):
+def test_torch_file_that_runs_code_is_refused(pair, tmp_path):
   import torch
 
   model, _, _ = pair
@@ -174,7 +176,7 @@ def test_a_torch_file_that_runs_code_is_refused(pair, tmp_path):
   with pytest.raises(ValueError, match="not opened"):
     convert.read_hugging_face(tmp_path, allow_torch_bin=True)
   assert not trap.exists()
-  # negative control: the trap works
+  # Negative control: an ordinary unpickling does run the code.
   torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
   assert trap.exists()
 
@@ -205,7 +207,8 @@ def test_recorded_fixtures_are_reproducible(kind):
   with np.load(folder / "outputs.npz") as committed:
     np.testing.assert_array_equal(committed["source"], source)
     np.testing.assert_array_equal(committed["greedy"], fresh["greedy"])
-    # Torch sums in another order on another processor: 2e-5 between two were seen.
+    # Torch's order of summation depends on the processor; 2e-5 is the largest
+    # difference measured between two processors.
     np.testing.assert_allclose(committed["logits"], fresh["logits"], atol=1e-4)
   weights = convert.read_hugging_face(folder)
   embedding = weights.params["token_embedder"]["embedding"]

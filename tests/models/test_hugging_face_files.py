@@ -67,12 +67,13 @@ def test_shards_equal_one_file(tmp_path, kind):
 
 
 def refusal(folder, **options):
+  """Returns the message of the error that reading the folder raises."""
   with pytest.raises(ValueError) as caught:
     convert.read_hugging_face(folder, **options)
   return str(caught.value)
 
 
-def test_an_index_must_not_name_files_outside_the_folder(tmp_path):
+def test_index_with_files_outside_the_folder_is_refused(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   places = shard(folder)
   name, file = sorted(places.items())[0]
@@ -83,7 +84,7 @@ def test_an_index_must_not_name_files_outside_the_folder(tmp_path):
     assert name in found and "other files are not opened" in found
 
 
-def test_errors_in_shards_are_named(tmp_path):
+def test_errors_in_shards_name_tensor_and_file(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   places = shard(folder)
   names = sorted(places)
@@ -100,7 +101,7 @@ def test_errors_in_shards_are_named(tmp_path):
     assert INDEX in refusal(folder)
 
 
-def test_an_incomplete_file_is_refused(tmp_path):
+def test_incomplete_file_is_refused(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   file = folder / "model.safetensors"
   file.write_bytes(file.read_bytes()[:-40])
@@ -127,7 +128,7 @@ def test_integer_tensors_are_refused(tmp_path):
   assert "shared.weight: found I8, expected floating-point" in refusal(folder)
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
+def test_tensor_in_two_shards_is_refused(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   places = shard(folder)
   name, file = sorted(places.items())[0]
@@ -140,7 +141,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
   assert f"expected it in {file} only" in found
 
 
-def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path):
+def test_index_with_a_duplicate_tensor_is_refused(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   places = sorted(shard(folder).items())
   pairs = ", ".join(f'"{name}": "{file}"' for name, file in [*places, places[0]])
@@ -173,8 +174,8 @@ def test_nan_in_a_copied_embedding_is_reported_as_a_nan(tmp_path):
 # ---- Pickles
 
 
-def test_a_pickle_is_read_only_if_allowed(tmp_path):
-  """test_hf_parity.py reads one with torch."""
+def test_pickle_is_refused_unless_allowed(tmp_path):
+  """Refusal without the option; test_hf_parity.py reads a pickle with torch."""
   folder = copied(tmp_path, "t5_1_0")
   (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
   assert "set allow_torch_bin" in refusal(folder)
@@ -183,7 +184,7 @@ def test_a_pickle_is_read_only_if_allowed(tmp_path):
       convert.read_hugging_face(folder, allow_torch_bin=True)
 
 
-# ---- Written back
+# ---- Writing
 
 
 def random_weights(tied):
@@ -200,7 +201,7 @@ def random_weights(tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_written_folders_are_read_exactly(tmp_path, tied):
+def test_written_folder_is_read_back_exactly(tmp_path, tied):
   given = random_weights(tied)
   folder = convert.write_hugging_face(tmp_path / "a" / "model", given)
   assert_same(convert.read_hugging_face(folder), given)
@@ -213,7 +214,9 @@ def test_written_folders_are_read_exactly(tmp_path, tied):
   assert [p.name for p in folder.parent.iterdir()] == ["model"]
 
 
-def test_large_weights_are_written_in_shards_and_read_again(tmp_path, monkeypatch):
+def test_large_weights_are_written_in_shards_and_read_back_exactly(
+  tmp_path, monkeypatch
+):
   given = random_weights(False)
   whole = convert.write_hugging_face(tmp_path / "whole", given)
   assert not list(whole.glob("*index*"))
@@ -246,6 +249,7 @@ def test_round_trip_of_a_transformers_folder_is_exact(tmp_path, kind):
     np.testing.assert_array_equal(found[name], tensor.astype(np.float32))
   theirs = json.loads((original / "config.json").read_text())
   ours = json.loads((folder / "config.json").read_text())
+  # These three fields differ between versions of transformers, not in meaning.
   differing = {name for name in ours if name in theirs and ours[name] != theirs[name]}
   assert differing <= {"dtype", "dropout_rate", "tie_word_embeddings"}
 
@@ -257,7 +261,7 @@ def test_configs_of_all_published_sizes_round_trip(name):
   assert found == dataclasses.replace(config, embedding_std=1.0)
 
 
-def test_feed_forward_blocks_unknown_to_transformers_are_refused(tmp_path):
+def test_writing_unsupported_activations_is_refused(tmp_path):
   given = random_weights(tied=True)
   config = dataclasses.replace(given.config, mlp_activations=("gelu", "gelu"))
   given = dataclasses.replace(given, config=config)
@@ -267,7 +271,7 @@ def test_feed_forward_blocks_unknown_to_transformers_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("extra_ids", [0, 100])
-def test_the_tokenizer_is_written_too(tmp_path, extra_ids):
+def test_written_tokenizer_equals_the_vocabulary(tmp_path, extra_ids):
   vocabulary = Vocabulary.load(
     assets.resolve("shipped:demo_vocabulary.model"), extra_ids
   )
@@ -308,7 +312,7 @@ def test_failed_writes_leave_no_files(tmp_path, monkeypatch, fault):
   assert not [path for path in tmp_path.rglob("*") if path.name != "out"]
 
 
-def test_a_folder_in_use_is_not_overwritten(tmp_path):
+def test_nonempty_folder_is_not_overwritten(tmp_path):
   (tmp_path / "empty").mkdir()
   convert.write_hugging_face(tmp_path / "empty", random_weights(True))
   before = (tmp_path / "empty" / "config.json").read_bytes()
@@ -321,7 +325,7 @@ def test_a_folder_in_use_is_not_overwritten(tmp_path):
 
 
 def most_alive(monkeypatch, eager):
-  """The largest number of tensors in memory while a file is read."""
+  """Returns the largest number of tensors in memory while a file is read."""
   alive, most, opened = [], 0, folders.open_folder
 
   def watched(*arguments):
@@ -342,11 +346,11 @@ def most_alive(monkeypatch, eager):
   return most
 
 
-def test_one_tensor_is_in_memory_at_a_time(monkeypatch):
-  """Counts tensors and not bytes, so it holds for any size."""
+def test_only_one_tensor_is_in_memory_at_a_time(monkeypatch):
+  """Counts tensors instead of bytes, so the result holds for models of any size."""
   assert most_alive(monkeypatch, eager=False) == 1
 
 
-def test_tensors_kept_in_memory_are_detected(monkeypatch):
+def test_memory_check_detects_an_eager_reader(monkeypatch):
   """Negative control: a reader that loads the whole file first."""
   assert most_alive(monkeypatch, eager=True) > 50

@@ -1,4 +1,4 @@
-"""Layers against slow numpy versions of the same formulas."""
+"""Layers equal slow numpy implementations of the same formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ F32 = jnp.dtype("float32")
 
 
 def exact_bucket(relative, bidirectional, num_buckets, max_distance):
-  """T5's bucket in exact integer arithmetic: no logarithm, no rounding.
+  """Computes T5's bucket in integer arithmetic, without logarithms or rounding.
 
   floor(log(d / e) / log(m / e) * r) >= k  <=>  d^r * e^k >= m^k * e^r
   """
@@ -38,7 +38,7 @@ def exact_bucket(relative, bidirectional, num_buckets, max_distance):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("num_buckets,max_distance", [(32, 128), (8, 10), (16, 40)])
-def test_relative_position_bucket_equals_the_formula(
+def test_relative_position_bucket_equals_exact_arithmetic(
   bidirectional, num_buckets, max_distance
 ):
   distances = np.arange(-300, 301)
@@ -52,7 +52,7 @@ def test_relative_position_bucket_equals_the_formula(
   assert set(want) >= set(range(num_buckets)) - {num_buckets // 2}
 
 
-def test_causal_buckets_ignore_later_keys():
+def test_causal_buckets_are_zero_for_later_keys():
   future = jnp.arange(1, 200)
   both = t5.relative_position_bucket(future, True, 32, 128)
   causal = t5.relative_position_bucket(future, False, 32, 128)
@@ -89,7 +89,8 @@ def test_norm_divides_by_the_root_mean_square():
 
 
 def test_norm_of_bfloat16_is_computed_in_float32():
-  x = jnp.full((1, 512), 300.0, jnp.bfloat16)  # the sum of squares needs float32
+  # 512 * 300^2 is 4.6e7, which a sum in bfloat16 would not reach.
+  x = jnp.full((1, 512), 300.0, jnp.bfloat16)
   got = layers.RMSNorm(jnp.dtype("bfloat16")).apply(
     {"params": {"scale": jnp.ones(512)}}, x
   )
@@ -182,17 +183,18 @@ def test_heads_projection_equals_projection_of_joined_heads(forms, bias):
   kernel = np.asarray(params["params"]["kernel"].unbox())
   np.testing.assert_allclose(found, joined @ kernel, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(module.apply(params, joined), found, rtol=1e-5, atol=1e-5)
-  wrong = heads.reshape(2, 5, 12)  # control: heads and positions mixed up
+  # Negative control: a reshape without the transpose mixes heads and positions.
+  wrong = heads.reshape(2, 5, 12)
   assert not np.allclose(module.apply(params, wrong), found, atol=1e-2)
 
 
-def test_a_single_query_is_doubled_on_tpus(monkeypatch):
-  """The result is the same, and several queries are not changed."""
-  rng, asked = np.random.default_rng(0), []
+def test_single_query_is_doubled_on_tpus(monkeypatch):
+  """On TPUs one query is computed as two; results and several queries do not change."""
+  rng, lengths = np.random.default_rng(0), []
   query, keys = rng.normal(size=(2, 3, 1, 4)), rng.normal(size=(2, 3, 5, 4))
 
   def attend(query, keys):
-    asked.append(query.shape[-2])
+    lengths.append(query.shape[-2])
     return jnp.einsum("bhnd,bhtd,bhtd->bhnd", query, keys, keys)
 
   def as_on(platform):
@@ -205,5 +207,6 @@ def test_a_single_query_is_doubled_on_tpus(monkeypatch):
       expected = np.einsum("bhnd,bhtd,bhtd->bhnd", query, keys, keys)
       np.testing.assert_allclose(found, expected, rtol=1e-5)
     layers.never_alone(attend, jnp.ones((2, 3, 6, 4)), jnp.asarray(keys))
-  layers.never_alone(attend, jnp.asarray(query), jnp.asarray(keys))  # of a CPU
-  assert asked == [2, 1, 6, 1]
+  layers.never_alone(attend, jnp.asarray(query), jnp.asarray(keys))  # on a CPU
+  # One query on TPU and CUDA, six queries, and one query with native code.
+  assert lengths == [2, 1, 6, 1]

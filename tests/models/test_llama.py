@@ -1,4 +1,4 @@
-"""Decoder-only models: decoding, scoring and a numpy model agree for any padding."""
+"""Decoder-only models: decoding and scoring equal a numpy model for any padding."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ PLAIN = testing.TINY_LLAMA
 SCALED = RopeScaling(factor=4.0, original_positions=64)
 SHAPES = {
   "grouped": PLAIN,
-  "every head its own": dataclasses.replace(PLAIN, num_kv_heads=4),
+  "ungrouped": dataclasses.replace(PLAIN, num_kv_heads=4),
   "tied": dataclasses.replace(PLAIN, tied_head=True),
   "qwen2": dataclasses.replace(PLAIN, attention_bias=True),
   "qwen3": dataclasses.replace(PLAIN, query_key_norm=True, norm_epsilon=1e-3),
@@ -32,7 +32,7 @@ prefill = jax.jit(lambda model, *a: model.prefill(*a), static_argnums=(0, 4))
 
 
 def random_params(model, seed=0):
-  """Parameters with noise, so that none of them has no effect."""
+  """Returns noisy parameters, so that each of them affects the logits."""
   rng = np.random.default_rng(seed)
 
   def leaf(path, like):
@@ -47,7 +47,7 @@ def random_params(model, seed=0):
 
 
 class Runner:
-  """A model and a batch of prompts of different lengths, with outputs."""
+  """A model and a batch of prompts of different lengths with target tokens."""
 
   def __init__(self, config, serving=None):
     self.config, self.model = (
@@ -65,7 +65,7 @@ class Runner:
     return np.asarray(score(self.model, self.params, source, mask, self.target))
 
   def fed(self):
-    """What decoding is fed: the prompt's last token, then all but the last emitted."""
+    """Inputs of decoding: the prompt's last token, then all targets but the last."""
     last = [row[keep][-1] for row, keep in zip(self.source, self.mask)]
     return np.concatenate([np.array(last)[:, None], self.target[:, :-1]], axis=1)
 
@@ -87,15 +87,18 @@ def runner(request):
   return Runner(SHAPES[request.param])
 
 
-# ---- The oracle: one sequence, no cache, loops over heads
+# ---- A numpy model: one sequence, no cache, loops over heads
 
 
 def rms(x, scale, epsilon):
   return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * scale
 
 
-def turned(x, config):
-  """Rotates heads x [n, D] at positions 0..n - 1, as complex numbers."""
+def rotated(x, config):
+  """Applies rotary embeddings to x [n, D] at positions 0..n - 1.
+
+  Pairs of features are multiplied as complex numbers by exp(i * position * frequency).
+  """
   half = config.head_dim // 2
   waves = config.rope_theta ** (-np.arange(half) / half)
   if scaling := config.rope_scaling:
@@ -119,7 +122,7 @@ def linear(params, x):
 
 
 def oracle(config, params, tokens):
-  """Logits [n, V] after every token of one sequence."""
+  """Returns the logits [n, V] after each token of one sequence, in float64."""
   table = np.asarray(params["token_embedder"]["embedding"], np.float64)
   decoder, x, size = params["decoder"], table[tokens], config.head_dim
   epsilon = config.norm_epsilon
@@ -136,7 +139,7 @@ def oracle(config, params, tokens):
       if config.query_key_norm:
         q = rms(q, attention["query_norm"]["scale"], epsilon)
         k = rms(k, attention["key_norm"]["scale"], epsilon)
-      logits = turned(q, config) @ turned(k, config).T / np.sqrt(size)
+      logits = rotated(q, config) @ rotated(k, config).T / np.sqrt(size)
       logits[np.triu_indices(len(tokens), 1)] = -np.inf
       weights = np.exp(logits - logits.max(axis=1, keepdims=True))
       contexts.append(weights / weights.sum(axis=1, keepdims=True) @ v)
@@ -149,7 +152,7 @@ def oracle(config, params, tokens):
   return x @ table.T if config.tied_head else linear(decoder["logits_dense"], x)
 
 
-def test_scores_equal_a_numpy_model(runner):
+def test_scores_equal_the_numpy_model(runner):
   found = runner.score()
   for row, keep in enumerate(runner.mask):
     prompt = runner.source[row][keep]
@@ -163,28 +166,28 @@ def test_scores_equal_a_numpy_model(runner):
 
 
 @pytest.mark.parametrize("stride", [1, 2, TARGET])
-def test_decoding_agrees_with_teacher_forcing(runner, stride):
+def test_decoding_equals_teacher_forcing(runner, stride):
   logits, cache = runner.feed(stride)
   np.testing.assert_allclose(logits, runner.score(), **CLOSE)
   np.testing.assert_array_equal(cache.length, [TARGET] * ROWS)
   assert logits.dtype == np.float32
 
 
-def test_decoding_without_native_code_is_the_same(runner):
+def test_native_code_does_not_change_decoding(runner):
   logits, _ = runner.feed(2)
   with native.portable():
     portable, _ = Runner(runner.config).feed(2)
   np.testing.assert_allclose(logits, portable, **CLOSE)
 
 
-def test_scores_one_position_off_differ(runner):
+def test_shifted_inputs_change_the_logits(runner):
   """Negative control: every row changes if inputs are shifted by one position."""
   logits, _ = runner.feed(1, fed=runner.target)
   apart = np.max(np.abs(logits - runner.score()), axis=2)
   assert np.mean(apart > 0.1) > 0.9
 
 
-def test_padding_on_either_side_changes_nothing(runner):
+def test_padding_on_either_side_does_not_change_logits(runner):
   left = np.full_like(runner.source, base.NO_TOKEN)
   wider = np.full((ROWS, SOURCE + 5), base.NO_TOKEN, np.int32)
   for row, keep in enumerate(runner.mask):
@@ -196,7 +199,7 @@ def test_padding_on_either_side_changes_nothing(runner):
     np.testing.assert_allclose(
       runner.feed(2, source=source)[0], runner.score(), **CLOSE
     )
-  # negative control: another prompt is seen
+  # Negative control: another prompt changes the scores.
   changed = np.where(runner.mask, (runner.source + 7) % 64, base.NO_TOKEN)
   assert np.max(np.abs(runner.score(changed) - runner.score())) > 0.1
 
@@ -204,11 +207,13 @@ def test_padding_on_either_side_changes_nothing(runner):
 @pytest.mark.parametrize("chunk", [3, 4])
 def test_chunked_prefill_equals_whole_prefill(runner, chunk, monkeypatch):
   whole, cache = runner.feed(2)
-  shape = dataclasses.replace(runner.config, max_positions=100 + chunk)  # traced again
+  # Another `max_positions` gives another model, so the new CHUNK is traced.
+  shape = dataclasses.replace(runner.config, max_positions=100 + chunk)
   monkeypatch.setattr(llama, "CHUNK", chunk)
   other = Runner(shape)
   arguments = (other.model.prepare(other.params), other.source, other.mask, 13)
   text = prefill.lower(other.model, *arguments).as_text()
+  # Chunks run in a loop, and no tensor has the size of all attention weights.
   assert "while" in text and f"x{SOURCE}x{SOURCE}xf32" not in text
   by_chunks, kept = other.feed(2)
   np.testing.assert_allclose(by_chunks, whole, **CLOSE)
@@ -228,7 +233,7 @@ def test_score_at_selects_from_score(runner):
   [DraftServing(int8=True), DraftServing(shortlist=40), DraftServing(True, 40)],
   ids=["int8", "shortlist", "both"],
 )
-def test_approximate_copies_are_close(runner, serving):
+def test_approximate_serving_is_close_to_exact_scores(runner, serving):
   served, expected = Runner(runner.config, serving).feed(1)[0], runner.score()
   covered = serving.shortlist or 64
   assert np.all(np.isneginf(served[..., covered:]))
@@ -248,7 +253,7 @@ def test_first_input_is_the_last_token_of_the_prompt(runner):
   np.testing.assert_array_equal(kept.sum(1), runner.mask.sum(1) - 1)
 
 
-def test_a_prompt_of_one_token_is_enough():
+def test_prompt_of_one_token_can_be_decoded():
   one = Runner(PLAIN)
   one.source = np.full((ROWS, 4), base.NO_TOKEN, np.int32)
   one.source[:, 0] = [5, 6, 7]
@@ -256,7 +261,7 @@ def test_a_prompt_of_one_token_is_enough():
   np.testing.assert_allclose(one.feed(3)[0], one.score(), **CLOSE)
 
 
-def test_frequencies_of_scaled_positions_are_stretched_where_waves_are_long():
+def test_rope_scaling_divides_only_low_frequencies():
   config = SHAPES["scaled"]
   plain = llama.frequencies(dataclasses.replace(config, rope_scaling=None))
   ratio = plain / llama.frequencies(config)
@@ -277,17 +282,17 @@ def test_frequencies_of_scaled_positions_are_stretched_where_waves_are_long():
     ("max_positions", 0),
   ],
 )
-def test_impossible_shapes_are_refused(field, value):
+def test_invalid_config_error_names_the_field(field, value):
   with pytest.raises(base.InputError, match=f"LlamaConfig.{field}"):
     dataclasses.replace(PLAIN, **{field: value})
 
 
-def test_impossible_scalings_are_refused():
+def test_invalid_rope_scaling_error_names_the_field():
   with pytest.raises(base.InputError, match=r"RopeScaling.high_freq_factor"):
     RopeScaling(low_freq_factor=4.0)
 
 
-def test_a_shape_survives_json():
+def test_config_round_trips_through_json():
   import json
 
   config = SHAPES["scaled"]
@@ -322,5 +327,6 @@ def test_sliding_window_limits_max_positions():
   window = {"sliding_window": 32}
   mistral = {**fields, "model_type": "mistral", **window}
   assert convert.config_from_hugging_face(mistral).max_positions == 32
-  qwen = {**fields, "model_type": "qwen2", **window}  # off by default
+  # Qwen 2 ignores `sliding_window` unless `use_sliding_window` is set.
+  qwen = {**fields, "model_type": "qwen2", **window}
   assert convert.config_from_hugging_face(qwen).max_positions == 256

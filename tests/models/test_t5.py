@@ -1,4 +1,4 @@
-"""T5's two ways of computing logits agree, whatever was cached, padded or rewound."""
+"""T5: cached decoding equals teacher forcing for any stride, padding and rewind."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ SAME = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)
 
 
 class Runner:
-  """A tiny model with its parameters, its functions jitted once for all tests."""
+  """A tiny model, its parameters and its jitted functions."""
 
   def __init__(self, config):
     self.model = families.build(config)
@@ -36,7 +36,7 @@ class Runner:
     return self.prefill(self.served, batch.source, batch.mask, TARGET + ROOM)
 
   def feed(self, batch, stride):
-    """Logits [B, T, V] of feeding the target `stride` tokens a call; the cache."""
+    """Feeds `stride` target tokens per call; returns logits [B, T, V] and the cache."""
     cache, pieces = self.start(batch), []
     for start in range(0, TARGET, stride):
       tokens = batch.fed[:, start : start + stride]
@@ -53,7 +53,7 @@ class Batch:
 
   @property
   def fed(self):
-    """What the decoder is fed to judge `target`: it, one position later."""
+    """The decoder's inputs that predict `target`: the target shifted by one."""
     return np.pad(self.target[:, :-1], ((0, 0), (1, 0)))
 
 
@@ -76,20 +76,20 @@ def forced(untied, batch):
 
 
 @pytest.mark.parametrize("stride", [1, 2, TARGET])
-def test_decoding_agrees_with_teacher_forcing(untied, batch, forced, stride):
+def test_decoding_equals_teacher_forcing(untied, batch, forced, stride):
   logits, cache = untied.feed(batch, stride)
   SAME(logits, forced)
   np.testing.assert_array_equal(cache.length, [TARGET] * ROWS)
   assert logits.dtype == forced.dtype == np.float32
 
 
-def test_tied_relu_model_agrees_too(batch):
+def test_decoding_equals_teacher_forcing_with_a_tied_head_and_relu(batch):
   tied = Runner(TIED)
   forced = tied.score(tied.params, batch.source, batch.mask, batch.target)
   SAME(tied.feed(batch, 2)[0], forced)
 
 
-def test_tied_head_is_the_scaled_embedding(batch):
+def test_tied_head_equals_the_scaled_embedding(batch):
   tied = Runner(TIED)
   untied_config = dataclasses.replace(TIED, tied_head=False)
   head = tied.params["token_embedder"]["embedding"].T * TIED.width**-0.5
@@ -111,13 +111,13 @@ def test_rewound_rows_continue_at_their_own_offsets(untied, batch, forced):
   logits, after = untied.decode(untied.served, batch.fed[rows, at], rewound)
   SAME(logits, forced[rows, at])
   np.testing.assert_array_equal(after.length, length + 2)
-  # the same tokens one position later are judged otherwise: positions matter
+  # Negative control: the same tokens one position later get other logits.
   late = cache.replace(length=jnp.asarray(length + 1))
   other, _ = untied.decode(untied.served, batch.fed[rows, at], late)
   assert np.all(np.max(np.abs(other - logits), axis=(1, 2)) > 1e-2)
 
 
-def test_entries_beyond_length_are_never_read(untied, batch, forced):
+def test_cache_entries_beyond_length_are_not_read(untied, batch, forced):
   _, cache = untied.feed(batch, 1)
   length = jnp.full((ROWS,), 2, jnp.int32)
   stale = jnp.arange(TARGET + ROOM)[None, None, :, None] >= 2
@@ -131,12 +131,12 @@ def test_entries_beyond_length_are_never_read(untied, batch, forced):
   SAME(logits, forced[:, 2:4])
 
 
-def test_padding_of_the_source_has_no_effect(untied, batch, forced):
+def test_source_padding_does_not_change_logits(untied, batch, forced):
   wide = np.pad(batch.source, ((0, 0), (0, 5)))
   SAME(untied.score(untied.params, wide, wide != 0, batch.target), forced)
   masked = np.where(batch.mask, batch.source, 9)
   SAME(untied.score(untied.params, masked, batch.mask, batch.target), forced)
-  # though an unmasked one does
+  # Negative control: padding that is not masked changes the logits.
   every = np.ones_like(batch.mask)
   read = untied.score(untied.params, batch.source, every, batch.target)
   assert np.max(np.abs(read - forced)) > 1e-2
@@ -158,10 +158,10 @@ def test_logits_do_not_depend_on_later_tokens(untied, batch, forced):
   assert np.all(np.max(np.abs(changed[:, 4] - forced[:, 4]), axis=-1) > 1e-3)
 
 
-def test_decoding_reads_neither_encoder_nor_cross_attention_projections(
+def test_decoding_needs_no_encoder_or_cross_attention_projections(
   untied, batch, forced
 ):
-  """Only prefill runs the encoder and projects the source."""
+  """Decoding works without these parameters, because only prefill uses them."""
   served = {name: x for name, x in untied.served.items() if name != "encoder"}
   decoder = dict(served["decoder"])
   for index in range(CONFIG.num_decoder_layers):
@@ -180,7 +180,7 @@ def test_decoding_reads_neither_encoder_nor_cross_attention_projections(
     )
 
 
-def test_jit_equals_no_jit(untied, batch):
+def test_jitted_decoding_equals_eager_decoding(untied, batch):
   cache = untied.start(batch)
   jitted, jitted_cache = untied.decode(untied.served, batch.fed[:, :2], cache)
   plain, plain_cache = untied.model.decode(untied.served, batch.fed[:, :2], cache)
@@ -201,7 +201,7 @@ def test_bfloat16_is_close_to_float32(untied, batch, forced):
 
 
 def _call(config, name):
-  """A function of a model and the shapes of its arguments."""
+  """Returns a function of a new model and the shapes of its arguments."""
   model = families.build(config)
   params = jax.eval_shape(model.init, jax.random.key(0))
   served = jax.eval_shape(model.prepare, params)
@@ -217,9 +217,9 @@ def _call(config, name):
 
 
 def _dots(config, name):
-  """The dot products of a lowered function, one line of text each."""
+  """Returns the lines of a lowered function that contain a dot product."""
   function, *args = _call(config, name)
-  # what a GPU or TPU would do if nothing were asked for
+  # On CPUs full precision is the default. This selects the default of GPUs and TPUs.
   with native.off(), jax.default_matmul_precision("default"):
     text = jax.jit(function).lower(*args).as_text()
   return [line for line in text.splitlines() if re.search(r"\bdot_general\b", line)]
@@ -229,12 +229,13 @@ def _dots(config, name):
 def test_float32_products_use_full_precision(name):
   for config in (CONFIG, TIED):
     full = _dots(config, name)
+    # Each dot product states the precision of both operands.
     assert len(full) > 8 and all(line.count("HIGHEST") == 2 for line in full)
   half = _dots(dataclasses.replace(CONFIG, dtype="bfloat16"), name)
   assert len(half) > 8 and not any("HIGHEST" in line for line in half)
 
 
-def test_prepare_transposes_step_kernels_and_copies_nothing_else(untied):
+def test_prepare_transposes_decoding_kernels_and_copies_nothing_else(untied):
   params = jax.tree.map(jnp.asarray, untied.params)
   transposed = []
 
@@ -249,13 +250,15 @@ def test_prepare_transposes_step_kernels_and_copies_nothing_else(untied):
 
   served = untied.model.prepare(params)
   jax.tree_util.tree_map_with_path(check, served, params)
+  # Per layer: 4 kernels of self-attention, query and output of cross-attention, and
+  # the MLP. The head is one more.
   mlp = len(CONFIG.mlp_activations) + 1
   assert len(transposed) == CONFIG.num_decoder_layers * (4 + 2 + mlp) + 1
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "score"])
 def test_layers_share_one_trace(name):
-  """The layers of a deeper model call the same traced functions."""
+  """The number of traced functions does not grow with the number of layers."""
   traced = []
   for depth in (2, 5):
     config = dataclasses.replace(
@@ -269,7 +272,7 @@ def test_layers_share_one_trace(name):
   assert traced[0] == traced[1] <= 3
 
 
-def test_logical_axes_fit_the_parameters(untied):
+def test_logical_axes_match_parameter_ranks(untied):
   axes = untied.model.logical_axes()
   jax.tree.map(
     lambda param, names: np.testing.assert_equal(len(names), np.ndim(param)),
@@ -278,24 +281,24 @@ def test_logical_axes_fit_the_parameters(untied):
   )
 
 
-def test_init_has_the_expected_shapes():
+def test_init_draws_unit_embeddings_that_depend_on_the_key():
   model = families.build(testing.TINY_DRAFT)
   params = jax.jit(model.init)(jax.random.key(0))
   again = jax.jit(model.init)(jax.random.key(1))
-  promised = jax.eval_shape(model.init, jax.random.key(0))
-  assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, promised)
+  expected = jax.eval_shape(model.init, jax.random.key(0))
+  assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, expected)
   embedding = lambda tree: tree["token_embedder"]["embedding"]
   assert np.std(embedding(params)) == pytest.approx(1.0, rel=0.1)
   assert not np.array_equal(embedding(params), embedding(again))
 
 
-def test_equal_configurations_give_the_same_model():
+def test_equal_configs_give_the_same_model_object():
   twin = dataclasses.replace(CONFIG)
   assert families.build(CONFIG) is families.build(twin)
   assert families.build(CONFIG) is not families.build(TIED)
 
 
-def test_activations_from_a_list_are_hashable():
+def test_config_with_a_list_of_activations_is_hashable():
   config = dataclasses.replace(CONFIG, mlp_activations=["gelu", "linear"])
   assert config == CONFIG and hash(config) == hash(CONFIG)
 
@@ -317,6 +320,6 @@ def test_activations_from_a_list_are_hashable():
     ("embedding_std", float("nan"), "a finite number > 0"),
   ],
 )
-def test_bad_field_is_named_with_what_was_expected(field, value, expected):
+def test_invalid_field_error_names_field_and_expectation(field, value, expected):
   with pytest.raises(ValueError, match=rf"T5Config\.{field}: .*{expected}"):
     dataclasses.replace(CONFIG, **{field: value})

@@ -1,7 +1,7 @@
 """t5x checkpoints are read exactly, and unsafe content is refused.
 
-../shared/fixtures/t5x holds one tiny model as t5x itself wrote it, natively and with
-orbax. Other checkpoints are made here, in the same form.
+../shared/fixtures/t5x contains one tiny model that t5x wrote in its native format and
+with orbax. The tests write further checkpoints in the same formats.
 """
 
 import os
@@ -65,11 +65,11 @@ def test_logits_equal_t5x(checkpoint, oracle):
   np.testing.assert_allclose(logits[judged], oracle["logits"][judged], atol=1e-5)
 
 
-# ---- Checkpoints made here
+# ---- Checkpoints written by the tests
 
 
 def describe(name, **changes):
-  """The description of a zarr folder, as t5x writes it."""
+  """Returns t5x's description of the zarr folder of a parameter."""
   spec = {
     "driver": "zarr",
     "dtype": "float32",
@@ -94,12 +94,12 @@ def write_leaves(folder, leaves):
 
 
 def write_native(folder, params, changes=None):
-  """A native checkpoint: matrices in zarr folders, vectors inside the file.
+  """Writes a native checkpoint: matrices in zarr folders, vectors inside the file.
 
   Args:
-    folder: where, made here.
-    params: path -> array.
-    changes: path -> leaf that replaces what t5x would write there.
+    folder: is created.
+    params: maps parameter paths to arrays.
+    changes: maps parameter paths to leaves that replace those of t5x in the file.
   """
   folder.mkdir(parents=True)
   leaves = {}
@@ -121,19 +121,19 @@ def made(tmp_path, params):
   return write_native(tmp_path / "outer" / "checkpoint_1", params)
 
 
-def test_a_checkpoint_written_by_the_tests_is_read_exactly(made, params):
+def test_checkpoint_written_by_the_tests_is_read_exactly(made, params):
   """Positive control for the refusals below."""
   assert_same(flat(convert.read_t5x(made, CONFIG)), params)
 
 
-def test_bfloat16_is_widened(tmp_path, params):
+def test_bfloat16_is_converted_to_float32(tmp_path, params):
   halves = {name: x.astype(ml_dtypes.bfloat16) for name, x in params.items()}
   found = convert.read_t5x(write_native(tmp_path / "c", halves), CONFIG)
   assert_same(flat(found), {name: x.astype(np.float32) for name, x in halves.items()})
 
 
 @pytest.mark.parametrize("driver", ["gfile", "gcs"])
-def test_t5x_names_of_local_stores_are_accepted(tmp_path, params, driver):
+def test_t5x_driver_names_for_local_stores_are_accepted(tmp_path, params, driver):
   store = {"driver": driver, "path": f"target.{KERNEL.replace('/', '.')}"}
   if driver == "gcs":
     store["bucket"] = "t5x-dummy-bucket"
@@ -143,6 +143,7 @@ def test_t5x_names_of_local_stores_are_accepted(tmp_path, params, driver):
 
 
 def refusal(folder, config=CONFIG):
+  """Returns the message of the error that reading the folder raises."""
   with pytest.raises(ValueError) as caught:
     convert.read_t5x(folder, config)
   return str(caught.value)
@@ -194,14 +195,14 @@ def test_other_drivers_are_refused(tmp_path, params, change):
   assert KERNEL in found and "zarr on local files" in found
 
 
-def test_a_leaf_that_is_neither_array_nor_zarr_is_refused(tmp_path, params):
+def test_leaf_that_is_neither_array_nor_zarr_is_refused(tmp_path, params):
   assert "zarr on local files" in refusal(
     write_native(tmp_path / "c", params, {KERNEL: "PLACEHOLDER://x"})
   )
 
 
 class Trap:
-  """Makes a file when it is unpickled."""
+  """Creates a folder when it is unpickled."""
 
   def __init__(self, path):
     self.path = path
@@ -210,7 +211,7 @@ class Trap:
     return os.mkdir, (str(self.path),)
 
 
-def test_pickles_are_refused_and_not_run(made, tmp_path):
+def test_pickles_are_refused_without_running_their_code(made, tmp_path):
   trap = tmp_path / "sprung"
   for protocol in (2, 5):
     (made / "checkpoint").write_bytes(pickle.dumps(Trap(trap), protocol))
@@ -241,7 +242,7 @@ def test_integer_parameters_are_refused(tmp_path, params):
 
 
 @pytest.mark.parametrize("name", [KERNEL, "decoder/decoder_norm/scale"])
-def test_non_finite_values_are_named(tmp_path, params, name):
+def test_tensor_with_a_non_finite_value_is_named(tmp_path, params, name):
   spoilt = params[name].copy()
   spoilt.flat[3] = np.nan
   folder = write_native(tmp_path / "c", {**params, name: spoilt})
@@ -267,7 +268,7 @@ def test_wrong_and_missing_parameters_are_named(tmp_path, params):
   assert "decoder/decoder_norm/scale: found (17,), expected (16,)" in found
 
 
-def test_a_checkpoint_of_another_shape_is_refused(checkpoint):
+def test_checkpoint_of_another_shape_is_refused(checkpoint):
   assert "tensors do not fit the configuration" in refusal(checkpoint, t5.T5Config())
 
 
@@ -277,7 +278,7 @@ def test_scanned_layers_are_refused(tmp_path, params):
   assert "scan_layers = False" in refusal(write_native(tmp_path / "c", stacked))
 
 
-def test_other_folders_are_refused(tmp_path):
+def test_folder_without_a_checkpoint_is_refused(tmp_path):
   assert "neither a file checkpoint nor a folder state" in refusal(tmp_path)
   (tmp_path / "state").mkdir()
   assert "found no parameters called target." in refusal(tmp_path)
@@ -294,7 +295,7 @@ def test_damaged_files_are_named(made):
 
 @pytest.mark.parametrize("ocdbt", [True, False])
 def test_orbax_folders_are_read_with_and_without_ocdbt(tmp_path, params, ocdbt):
-  """orbax stores arrays in one OCDBT store, or each in a folder."""
+  """orbax stores all arrays in one OCDBT store, or each array in its own folder."""
   state = tmp_path / "checkpoint_2" / "state"
   state.mkdir(parents=True)
   base = {"driver": "file", "path": f"{state}/"}

@@ -1,7 +1,7 @@
 """Parameter tree, logical axes and logits equal those of t5x.
 
-`t5x_oracle.npz` holds a tiny T5 1.1 that t5x initialised, a batch and t5x's logits;
-`t5x_param_axes.json` the shape and logical axes of every parameter.
+`t5x_oracle.npz` contains a tiny T5 1.1 that t5x initialised, a batch and t5x's logits.
+`t5x_param_axes.json` contains the shape and logical axes of every parameter.
 """
 
 import json
@@ -55,7 +55,7 @@ def test_logical_axes_equal_t5x():
 
 
 def run(oracle, params):
-  """Our logits for t5x's decoder inputs."""
+  """Returns our logits for t5x's decoder inputs."""
   model = families.build(CONFIG)
   source = jnp.asarray(oracle["in/encoder_input_tokens"])
   tokens = jnp.asarray(oracle["in/decoder_input_tokens"])
@@ -74,8 +74,8 @@ def test_logits_equal_t5x(oracle, params):
   np.testing.assert_allclose(logits[judged], oracle["logits"][judged], atol=1e-5)
 
 
-def test_a_shifted_relative_bias_is_detected(oracle, params):
-  """Negative control: even a shift of the small initial bias is detected."""
+def test_shifted_relative_bias_changes_the_logits(oracle, params):
+  """Negative control: a shift of the bias is detected, though its values are small."""
   table = np.roll(params["decoder"]["relpos_bias"]["rel_embedding"], 1, axis=1)
   moved = {
     **params,

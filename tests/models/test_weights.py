@@ -51,10 +51,10 @@ def test_float32_round_trip_is_exact(saved, tmp_path):
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(loaded.params))
   for field in ("config", "vocabulary", "notes"):
     assert getattr(loaded, field) == getattr(saved, field)
-  assert loaded.model is saved.model  # nothing is compiled twice
+  assert loaded.model is saved.model  # so jitted functions are not compiled again
 
 
-def test_files_have_the_permissions_of_the_umask(saved, tmp_path):
+def test_saved_file_permissions_follow_the_umask(saved, tmp_path):
   before = os.umask(0o022)
   try:
     path = weights.save(tmp_path / "a.safetensors", saved)
@@ -79,13 +79,13 @@ def test_bfloat16_storage_rounds_to_nearest(saved, tmp_path):
   assert full.stat().st_size - half.stat().st_size == pytest.approx(2 * tensors, abs=64)
 
 
-def test_unknown_storage_is_refused_before_anything_is_written(saved, tmp_path):
+def test_unknown_storage_is_refused_without_writing_a_file(saved, tmp_path):
   with pytest.raises(ValueError, match="storage: received 'float16'"):
     weights.save(tmp_path / "new" / "x.safetensors", saved, storage="float16")
   assert not list(tmp_path.iterdir())
 
 
-def test_failed_save_leaves_the_old_file_and_no_partial_one(
+def test_failed_save_keeps_the_old_file_and_leaves_no_partial_file(
   saved, tmp_path, monkeypatch
 ):
   path = weights.save(tmp_path / "x.safetensors", saved)
@@ -116,7 +116,7 @@ def test_invalid_safetensors_file_is_named(tmp_path):
 
 
 def rewrite(path, saved, change_metadata=None, change_tensors=None):
-  """A file of `save` with a changed header or changed tensors."""
+  """Saves `saved` with a changed header or changed tensors; returns the path."""
   weights.save(path, saved)
   with safetensors.safe_open(path, framework="flax") as file:
     metadata = file.metadata()
@@ -127,7 +127,7 @@ def rewrite(path, saved, change_metadata=None, change_tensors=None):
   return path
 
 
-def test_other_format_is_named(saved, tmp_path):
+def test_file_of_another_format_is_refused(saved, tmp_path):
   path = rewrite(
     tmp_path / "x.safetensors", saved, lambda header: header.update(format="pt")
   )
@@ -182,7 +182,9 @@ def test_missing_and_unexpected_parameters_are_named(saved, tmp_path):
 KERNEL = "decoder/layers_1/mlp/wo/kernel"
 
 
-def spoilt(value):
+def replaced(value):
+  """Returns a function that writes `value` into one element of KERNEL."""
+
   def change(tensors):
     tensors[KERNEL] = tensors[KERNEL].at[0, 1].set(value)
 
@@ -191,15 +193,15 @@ def spoilt(value):
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 def test_non_finite_values_are_named_with_their_file(saved, tmp_path, value):
-  path = rewrite(tmp_path / "x.safetensors", saved, change_tensors=spoilt(value))
+  path = rewrite(tmp_path / "x.safetensors", saved, change_tensors=replaced(value))
   with pytest.raises(
     base.InputError, match=rf"x\.safetensors: tensor {KERNEL}: 1 of its 30 values are"
   ):
     weights.load(path)
 
 
-def test_finite_values_with_an_infinite_sum_are_read(saved, tmp_path):
-  """Negative control: large values are not infinite."""
+def test_large_finite_values_are_accepted(saved, tmp_path):
+  """Negative control: the check examines values, not their sum, which overflows."""
 
   def change(tensors):
     tensors[KERNEL] = jnp.full_like(tensors[KERNEL], 3e38)

@@ -1,4 +1,4 @@
-"""Tiny T5s with noisy parameters, and plain greedy decoding."""
+"""A tiny T5 config, noisy parameters for it, and greedy decoding."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from osd_jax.base import EOS_ID
 from osd_jax.models import families
 from osd_jax.testing import TINY_T5
 
-# Few buckets and a short maximal distance, so that short sequences use them all.
+# The few buckets and the short maximal distance let short sequences use every bucket.
 CONFIG = dataclasses.replace(TINY_T5, relative_buckets=8, relative_max_distance=6)
 
 
 def random_params(config, seed):
-  """Random numpy parameters of `config`."""
+  """Returns random numpy parameters for `config`."""
   rng = np.random.default_rng(seed)
   shapes = jax.eval_shape(families.build(config).init, jax.random.key(0))
 
@@ -29,7 +29,11 @@ def random_params(config, seed):
 
 
 def greedy(weights, source, count):
-  """Greedy decoding, one token per call; [B, count], 0 after end-of-sequence."""
+  """Decodes greedily, one token per call.
+
+  Returns:
+    Token ids [B, count], 0 after end-of-sequence.
+  """
   model = weights.model
   served = model.prepare(weights.params)
   decode = jax.jit(model.decode)

@@ -1,4 +1,4 @@
-"""The C++ library, compiled for this processor and for older ones."""
+"""Fixtures with the C++ library, compiled for this processor and for older ones."""
 
 import ctypes
 import platform
@@ -12,7 +12,7 @@ from osd_jax import native
 
 @pytest.fixture(params=["this processor", "most processors"])
 def library(request):
-  """The functions of `native`, compiled with and without recent instructions."""
+  """The functions of `native`, with and without instructions of recent processors."""
   if not native.load():
     pytest.skip("no C++ compiler here")
   if request.param == "this processor":
@@ -22,9 +22,9 @@ def library(request):
 
 @pytest.fixture(scope="session")
 def plain_library(tmp_path_factory):
-  """Compiled for x86-64 processors of the last ten years."""
+  """The functions of `native`, compiled for x86-64 processors of the last ten years."""
   if platform.machine() != "x86_64":
-    pytest.skip("names instructions of x86-64")
+    pytest.skip("compiles for x86-64")
   with pytest.MonkeyPatch.context() as patch:
     flags = [flag.replace("=native", "=x86-64-v3") for flag in native._FLAGS]
     patch.setattr(native, "_FLAGS", tuple(flags))

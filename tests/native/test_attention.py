@@ -1,4 +1,4 @@
-"""Attention in C++ compared with numpy, with XLA and with itself."""
+"""C++ attention equals numpy and XLA, and does not depend on the batch."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ from osd_jax import native
 from osd_jax.models import families, layers
 
 MASKED = -1e9
-# B, H, n, T, D; odd sizes test the remainders of vectors.
+# B, H, n, T, D. The odd sizes are no multiples of the vector length.
 SHAPES = [(1, 12, 4, 132, 64), (2, 3, 1, 7, 16), (3, 2, 8, 40, 5), (4, 8, 5, 300, 80)]
 
 
 def arguments(shape, seed=0):
-  """query [B, n, H D], keys and values [B, H, T, D]."""
+  """Draws a query [B, n, H D], keys and values [B, H, T, D]."""
   rows, heads, queries, positions, size = shape
   rng = np.random.default_rng((seed, *shape))
   draw = lambda *extents: rng.normal(size=extents).astype(np.float32)
@@ -26,7 +26,7 @@ def arguments(shape, seed=0):
 
 
 def bias_of(shape, axes, reach, seed=0):
-  """A bias over the given axes, masked from `reach` on and at some other positions."""
+  """Draws a bias over `axes`, masked from `reach` on and at every fifth position."""
   rows, heads, queries, positions, _ = shape
   extents = [n if axis in axes else 1 for axis, n in zip("BHn", shape[:3])]
   rng = np.random.default_rng((seed, *shape))
@@ -37,7 +37,7 @@ def bias_of(shape, axes, reach, seed=0):
 
 
 def exact(query, keys, values, bias):
-  """The formula in float64."""
+  """Computes attention in float64."""
   rows, queries, _ = query.shape
   _, heads, _, size = keys.shape
   split = query.reshape(rows, queries, heads, size).astype(np.float64)
@@ -59,43 +59,44 @@ def test_attention_equals_numpy(library, shape, axes):
 
 
 def test_extreme_scores_are_exact(library):
-  """With scores from -300 to 300, exp underflows for all but a few."""
+  """With scores from -300 to 300, exp underflows for all but a few positions."""
   query, keys, values = arguments((1, 1, 2, 50, 16))
   bias = np.linspace(-300, 300, 50, dtype=np.float32)[None, None, None]
   got = library.attention(query, keys, values, bias)
   np.testing.assert_allclose(got, exact(query, keys, values, bias), atol=1e-5)
 
 
-def test_a_fully_masked_row_stays_finite(library):
+def test_fully_masked_row_is_finite(library):
   shape = (2, 2, 3, 20, 8)
   query, keys, values = arguments(shape)
   bias = bias_of(shape, "B", 20)
-  bias[1] = MASKED  # in float32 adding a score to it changes nothing
+  # In float32 a score added to MASKED is lost, so all positions get the same weight.
+  bias[1] = MASKED
   want = exact(query, keys, values, bias)
   want[1] = values[1].mean(axis=1).reshape(-1)
   got = library.attention(query, keys, values, bias)
   np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_nan_propagates_unless_it_is_masked_at_the_end(
+def test_nan_propagates_only_from_unmasked_positions(
   library,
 ):
   shape = (2, 1, 2, 20, 8)
   query, keys, values = arguments(shape)
   bias = bias_of(shape, "B", 12)
   keys[0, 0, 15] = values[0, 0, 16] = np.nan
-  sound = np.asarray(library.attention(query, keys, values, bias))
-  assert np.all(np.isfinite(sound))
+  finite = np.asarray(library.attention(query, keys, values, bias))
+  assert np.all(np.isfinite(finite))
   query[1, 0, 3] = np.nan
   got = np.asarray(library.attention(query, keys, values, bias))
   assert np.all(np.isnan(got[1, 0]))
-  np.testing.assert_array_equal(got[0], sound[0])
-  np.testing.assert_array_equal(got[1, 1], sound[1, 1])
+  np.testing.assert_array_equal(got[0], finite[0])
+  np.testing.assert_array_equal(got[1, 1], finite[1, 1])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_bits_of_a_query_do_not_depend_on_others(library, shape):
-  """Alone, in another row, and with a longer cache whose end is masked."""
+def test_bits_of_a_query_do_not_depend_on_other_queries(library, shape):
+  """The result is the same alone, in a batch, and with a longer, masked cache."""
   query, keys, values = arguments(shape)
   bias = bias_of(shape, "BHn", shape[3] - 2)
   together = np.asarray(library.attention(query, keys, values, bias))
@@ -113,15 +114,15 @@ def test_the_bits_of_a_query_do_not_depend_on_others(library, shape):
 
 
 def test_bits_depend_on_the_order_of_positions():
-  """Negative control for the test above."""
+  """Negative control: the test above would detect another order of summation."""
   query, keys, values = arguments(SHAPES[0])
   bias = bias_of(SHAPES[0], "BHn", 132)
   got = native.attention(query, keys, values, bias)
-  turned = native.attention(
+  reversed_got = native.attention(
     query, keys[:, :, ::-1], values[:, :, ::-1], bias[..., ::-1]
   )
-  assert np.any(np.asarray(got) != np.asarray(turned))
-  np.testing.assert_allclose(got, turned, atol=1e-5)
+  assert np.any(np.asarray(got) != np.asarray(reversed_got))
+  np.testing.assert_allclose(got, reversed_got, atol=1e-5)
 
 
 def lowered(layout, queries, dtype="float32"):
@@ -133,7 +134,7 @@ def lowered(layout, queries, dtype="float32"):
   return jax.jit(attention.apply).lower(params, *given).as_text()
 
 
-def test_native_attention_is_used_for_few_float32_queries_only():
+def test_native_attention_is_used_only_for_few_float32_queries():
   served, trained = layers.Layout.SERVED, layers.Layout.TRAINED
   assert "osd_jax_attention" in lowered(served, 1)
   assert "osd_jax_attention" in lowered(served, native.MOST_COLUMNS)
@@ -149,7 +150,7 @@ def test_native_attention_is_used_for_few_float32_queries_only():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_decodes_as_with_xla(tied):
+def test_model_with_native_code_decodes_like_with_xla(tied):
   config = dataclasses.replace(tiny.CONFIG, tied_head=tied)
   model = families.build(config)
   params = tiny.random_params(config, 1)

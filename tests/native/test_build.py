@@ -1,4 +1,4 @@
-"""Compiling the library, and falling back to XLA."""
+"""Compilation of the C++ library, and the fallback to XLA."""
 
 import logging
 import pathlib
@@ -13,14 +13,14 @@ from osd_jax.models import layers
 
 @pytest.fixture
 def unbuilt(monkeypatch, tmp_path):
-  """An empty cache of compiled libraries."""
+  """An empty folder for compiled libraries, with no library loaded."""
   monkeypatch.setattr(native, "FOLDER", str(tmp_path / "native"))
   native._loaded.cache_clear()
   yield tmp_path / "native"
   native._loaded.cache_clear()
 
 
-def test_without_a_compiler_xla_is_used(unbuilt, monkeypatch):
+def test_xla_is_used_without_a_compiler(unbuilt, monkeypatch):
   monkeypatch.setenv("CXX", "no-such-compiler")
   assert not native.load() and not unbuilt.exists()
   assert (
@@ -31,7 +31,7 @@ def test_without_a_compiler_xla_is_used(unbuilt, monkeypatch):
   )
 
 
-def test_a_failing_compiler_is_named_and_leaves_no_files(
+def test_failing_compiler_is_reported_and_leaves_no_files(
   unbuilt, monkeypatch, tmp_path, caplog
 ):
   broken = tmp_path / "broken-c++"
@@ -44,7 +44,7 @@ def test_a_failing_compiler_is_named_and_leaves_no_files(
   assert not list(unbuilt.iterdir())
 
 
-def test_an_unwritable_folder_is_named(unbuilt, monkeypatch, tmp_path, caplog):
+def test_unwritable_folder_is_reported(unbuilt, monkeypatch, tmp_path, caplog):
   (tmp_path / "file").write_text("")
   monkeypatch.setattr(native, "FOLDER", str(tmp_path / "file" / "native"))
   with caplog.at_level(logging.WARNING):
@@ -52,7 +52,8 @@ def test_an_unwritable_folder_is_named(unbuilt, monkeypatch, tmp_path, caplog):
   assert "uses XLA only" in caplog.text
 
 
-def test_the_library_is_cached_until_an_input_changes(tmp_path, monkeypatch):
+def test_library_is_compiled_again_only_when_an_input_changes(tmp_path, monkeypatch):
+  # This compiler appends a line to `runs` and writes an empty library.
   fake = tmp_path / "c++"
   fake.write_text(
     f"#!/bin/sh\necho run >> {tmp_path}/runs\nfor last; do :; done\necho > $last\n"

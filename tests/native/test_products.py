@@ -1,4 +1,4 @@
-"""Products in C++ compared with numpy, with XLA and with themselves."""
+"""C++ matrix products equal numpy and XLA, and do not depend on the batch."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,10 @@ from osd_jax import native
 from osd_jax.models import families, layers, t5
 from osd_tools import hlo
 
-# Outputs and inputs; odd sizes test the remainders of tiles and vectors.
+# Outputs and inputs. The odd sizes are no multiples of tiles and vectors.
 SHAPES = [(1, 1), (7, 5), (8, 16), (33, 31), (64, 64), (130, 200), (515, 769)]
-COLUMNS = [*range(1, 10), 12, 17, native.MOST_COLUMNS]  # around the tiles of 4 and 8
+# Tiles have 4 or 8 columns.
+COLUMNS = [*range(1, 10), 12, 17, native.MOST_COLUMNS]
 
 
 def factors(out: int, width: int, columns: int, seed: int = 0):
@@ -32,7 +33,7 @@ def test_float32_product_equals_numpy(library, shape, columns):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_bits_of_a_column_do_not_depend_on_others(library, shape):
+def test_bits_of_a_column_do_not_depend_on_other_columns(library, shape):
   x, kernel = factors(*shape, native.MOST_COLUMNS)
   together = np.asarray(library.product(x, kernel))
   for count in COLUMNS:
@@ -41,15 +42,15 @@ def test_the_bits_of_a_column_do_not_depend_on_others(library, shape):
       np.testing.assert_array_equal(got, together[some])
 
 
-def test_bits_depend_on_the_order_of_a_sum():
-  """Negative control for the tests of bits."""
+def test_bits_depend_on_the_order_of_summation():
+  """Negative control: the tests of bits would detect another order of summation."""
   x, kernel = factors(515, 769, 1)
-  turned = native.product(x[:, ::-1], kernel[:, ::-1])
-  assert np.any(np.asarray(turned) != np.asarray(native.product(x, kernel)))
+  reversed_got = native.product(x[:, ::-1], kernel[:, ::-1])
+  assert np.any(np.asarray(reversed_got) != np.asarray(native.product(x, kernel)))
 
 
-def test_native_calls_are_listed_in_a_compiled_program():
-  """`osd compile` lists them as foreign calls; other backends have none."""
+def test_native_calls_are_counted_in_a_compiled_program():
+  """`osd compile` reports them as foreign calls; XLA's own products are none."""
   if not native.load():
     pytest.skip("no C++ compiler here")
 
@@ -63,8 +64,8 @@ def test_native_calls_are_listed_in_a_compiled_program():
 
 @pytest.mark.parametrize("columns", [1, 4, 8])
 def test_threads_do_not_change_bits(library, columns):
-  """A product shared by threads equals its parts, which one thread computes."""
-  x, kernel = factors(2049, 256, columns)  # 2 MiB
+  """A product that several threads compute equals its parts from a single thread."""
+  x, kernel = factors(2049, 256, columns)  # 2 MiB, large enough for several threads
   whole = np.asarray(library.product(x, kernel))
   stored = layers.quantized(kernel.T)
   whole8 = np.asarray(library.int8_product(x, stored["kernel"], stored["scale"]))
@@ -76,7 +77,7 @@ def test_threads_do_not_change_bits(library, columns):
 
 
 def rounded_product(x, kernel, scale):
-  """The 8-bit product in numpy."""
+  """Computes the int8 product in numpy."""
   x, scale = np.asarray(x), np.asarray(scale)
   step = np.max(np.abs(x), axis=-1, keepdims=True) / np.float32(127)
   step = np.where(step == 0, np.float32(1), step)
@@ -92,13 +93,13 @@ def test_int8_product_equals_numpy(library, shape, columns):
   x = x.at[0].multiply(1e6).at[-1].multiply(1e-6)
   got = library.int8_product(x, stored["kernel"], stored["scale"])
   np.testing.assert_array_equal(got, rounded_product(x, **stored))
-  with native.off():  # which multiplies by both scales in an order of its own
+  with native.off():  # XLA multiplies by the two scales in another order
     other = layers.int8_matmul(x, stored["kernel"], stored["scale"])
   np.testing.assert_allclose(got, other, rtol=5e-7)
 
 
-def test_int8_product_of_edge_cases(library):
-  """Halves, both ends of the range, zeros and NaN."""
+def test_int8_product_handles_edge_cases(library):
+  """Values between two integers, both ends of the range, zeros and NaN."""
   x = np.zeros((4, 256), np.float32)
   x[0] = np.linspace(-127, 127, 256)
   x[1, :100] = np.arange(100) / 2
@@ -119,7 +120,7 @@ def lowered(columns, dtype=jnp.float32) -> str:
   return jax.jit(layers.served_matmul).lower(x, kernel).as_text()
 
 
-def test_native_products_are_used_for_few_float32_columns_only():
+def test_native_products_are_used_only_for_few_float32_columns():
   for columns in (1, native.MOST_COLUMNS):
     assert native.TARGETS["ProductFloat32"] in lowered(columns)
   assert "custom_call" not in lowered(native.MOST_COLUMNS + 1)
@@ -130,7 +131,7 @@ def test_native_products_are_used_for_few_float32_columns_only():
 
 
 def test_training_is_differentiable_with_few_columns():
-  """The output head of a tied model must use a differentiable product."""
+  """Native products have no gradient, so training must not use them for a tied head."""
   config = t5.T5Config(
     vocab_size=32, width=8, num_heads=2, head_dim=4, mlp_dim=8,
     num_encoder_layers=1, num_decoder_layers=1,

@@ -1,4 +1,4 @@
-"""`osd compile`: a run is compiled for a named machine; here that is the CPU's own."""
+"""`osd compile` for the CPU: counts, memory, estimates and refusals."""
 
 import dataclasses
 import importlib.util
@@ -39,12 +39,14 @@ def rows_of(found, kind):
 
 @pytest.fixture(scope="module")
 def compiled(lively_pair, tmp_path_factory):
-  """The rows of a whole run, and what it printed into its report."""
+  """The run directory of one whole `osd compile`."""
   config = compile_config(lively_pair, tmp_path_factory.mktemp("one"))
   return ahead_of_time.run(config)
 
 
-def test_every_program_is_counted(compiled, lively_pair, tmp_path):
+def test_every_program_of_a_run_is_compiled_and_counted(
+  compiled, lively_pair, tmp_path
+):
   found = {row["program"]: row for row in rows_of(compiled, "program")}
   drafted = tiny_online.config(lively_pair, tmp_path).decoding.num_draft_tokens
   expected = ["prefill", f"round, K = {drafted}", "read", "plain step", "draft step"]
@@ -52,15 +54,15 @@ def test_every_program_is_counted(compiled, lively_pair, tmp_path):
   assert set(expected + ["append", "draw", "slice"]) == set(found)
   assert all(row["compile_s"] > 0 and row["kernels"] > 0 for row in found.values())
   assert not any(row["foreign_calls"] or row["collectives"] for row in found.values())
-  assert found["round, K = " + str(drafted)]["inner_loops"] == 1  # of draft steps
+  assert found[f"round, K = {drafted}"]["inner_loops"] == 1  # over draft steps
   assert found["append"]["in_place_gb"] > 0.9 * found["append"]["arguments_gb"]
   assert "not run" in (compiled.path / "report.html").read_text()
   drawn = {path.stem for path in (compiled.path / "plots").iterdir()}
   assert drawn == {"memory_of_a_chip", "tokens_per_second"}
 
 
-def test_memory_equals_bytes_of_the_arguments(compiled):
-  """Kinds add up to what the programs are given; the whole fits, and is said to."""
+def test_memory_by_kind_adds_up_to_the_total(compiled):
+  """The parts add up to the total, and programs get the parts as arguments."""
   held = {row["what"]: row["gigabytes_a_chip"] for row in rows_of(compiled, "memory")}
   given = {row["program"]: row["arguments_gb"] for row in rows_of(compiled, "program")}
   (fits,) = rows_of(compiled, "fits")
@@ -71,7 +73,7 @@ def test_memory_equals_bytes_of_the_arguments(compiled):
   assert given["slice"] == pytest.approx(rest, rel=0.5)
 
 
-def test_estimates_follow_from_the_figures(compiled):
+def test_estimates_are_consistent_with_step_times(compiled):
   found = {row["program"]: row for row in rows_of(compiled, "program")}
   rows = rows_of(compiled, "estimate")
   assert [row["acceptance"] for row in rows] == [0.5, 0.7, 0.8, 0.9]
@@ -82,7 +84,7 @@ def test_estimates_follow_from_the_figures(compiled):
   assert all(row["online_tokens_s"] < row["frozen_tokens_s"] for row in rows)
   for row in rows:
     pays = row["acceptance"] >= row["break_even_acceptance"]
-    # A request's prefill is the same for all.
+    # The prefill costs the same with and without a draft, so it does not matter here.
     assert pays == (row["frozen_tokens_s"] >= row["plain_tokens_s"])
 
 
@@ -96,7 +98,7 @@ def test_break_even_is_the_lowest_rate_that_pays(drafted, ratio):
   assert estimates.break_even(drafted, drafted + 1.1) is None
 
 
-def test_products_are_counted_in_loops_and_branches():
+def test_flops_count_loop_iterations_and_the_largest_branch():
   left, right = np.ones((2, 3)), np.ones((3, 5))
 
   def product(x):
@@ -121,10 +123,11 @@ def test_roofline_is_the_largest_bound():
   assert chip.least_seconds(read=200, flops=100) == 2
   assert chip.least_seconds(read=200, flops=5000) == 5
   assert chip.least_seconds(read=200, flops=100, kernels=8) == 4
-  assert chip.least_seconds(read=200, flops=100, moved=10) == 2 + 2  # there and back
+  # Moved bytes cross the link twice.
+  assert chip.least_seconds(read=200, flops=100, moved=10) == 2 + 2
 
 
-def test_adaptive_k_adds_programs(lively_pair, tmp_path):
+def test_adaptive_k_adds_its_programs(lively_pair, tmp_path):
   config = compile_config(lively_pair, tmp_path)
   chosen = engine.AdaptiveConfig(candidates=(0, 2))
   decoding = dataclasses.replace(config.run.decoding, adaptive=chosen)
@@ -146,7 +149,8 @@ def test_weights_and_caches_are_sharded(lively_pair, tmp_path):
   one, two = held((1, 1)), held((1, 2))
   assert two["target, as loaded"] < 0.6 * one["target, as loaded"]
   assert two["caches and rows"] < 0.75 * one["caches and rows"]
-  assert two["draft, as loaded"] == pytest.approx(one["draft, as loaded"])  # whole
+  # A small draft is replicated.
+  assert two["draft, as loaded"] == pytest.approx(one["draft, as loaded"])
 
 
 @FOUR
@@ -158,7 +162,7 @@ def test_rounds_communicate_only_sums(lively_pair, tmp_path):
   assert made.collectives and not made.inner_collectives and not made.foreign_calls
 
 
-def test_published_names_need_no_weights(tmp_path):
+def test_published_model_names_need_no_weights(tmp_path):
   pair = pairs.PairConfig(
     target="nowhere/flan-t5-small", draft="attached", dtype="bfloat16"
   )
@@ -166,20 +170,23 @@ def test_published_names_need_no_weights(tmp_path):
   made = plan.Plan(config.run, chips.Topology("cpu:1"), layers=1)
   assert made.target.vocab_size == 32_128 and made.draft.state_width == 512
   names = programs.programs(made)
-  assert "slice" not in names  # nothing learns
+  assert "slice" not in names  # because learn=False
   found = programs.compiled(made, names["draft step"])
   assert found.kernels and found.least_ms
   kernel = made.target_params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
   served = made.served.target["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
   assert kernel.dtype == jax.numpy.bfloat16 and served.dtype == jax.numpy.bfloat16
-  assert served.shape == kernel.shape  # and the very same: no copy for steps
+  # bfloat16 kernels are not transposed for decoding, so no copy takes memory.
+  assert served.shape == kernel.shape
   assert made.memory()["target, copies for steps"] == 0
 
 
 @pytest.mark.parametrize(
   ("dtype", "advised"), [("float32", "bfloat16"), ("bfloat16", "PartitionConfig.model")]
 )
-def test_report_says_what_reduces_memory(lively_pair, tmp_path, dtype, advised):
+def test_advice_names_the_setting_that_reduces_memory(
+  lively_pair, tmp_path, dtype, advised
+):
   pair = dataclasses.replace(lively_pair, dtype=dtype)
   found = plan.Plan(compile_config(pair, tmp_path).run, chips.Topology("cpu:1"))
   held = found.memory()

@@ -1,8 +1,8 @@
-"""What the TPU's and the GPU's own compilers make of a run, without either machine.
+"""Programs compiled for TPUs and GPUs, without either machine.
 
-Every question has a control: the same one to a program with a fault in it, or, for
-calls of foreign code, to one of a CPU (tests/native/test_products.py).
-Needs `make test-aot`, which gets the compilers.
+Every property has a negative control, usually the same check of a program with a
+fault. The control of foreign calls is in tests/native/test_products.py.
+`make test-aot` installs the compilers and runs these tests.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def wide(topology, mesh, pair=WIDE, whole_draft=sharding.WHOLE_DRAFT):
 
 
 def round_of(found, record_top_k=64) -> Any:
-  """A call of rounds, compiled."""
+  """Compiles a call of decoding rounds."""
   spec = dataclasses.replace(found.spec, record_top_k=record_top_k)
   state = found.state if record_top_k else found.state.replace(records=None)
   arguments = (found.served, found.scalar(), state)
@@ -68,7 +68,7 @@ def round_of(found, record_top_k=64) -> Any:
 
 @functools.cache
 def greedy_round(topology, mesh, record_top_k=64, pair=WIDE, **changes):
-  """The operations of a call of greedy rounds."""
+  """Returns the operations of a compiled call of greedy rounds."""
   made = round_of(wide(topology, mesh, pair, **changes), record_top_k)
   return hlo.HloProgram(made.as_text(), branch=0)
 
@@ -77,7 +77,7 @@ def greedy_round(topology, mesh, record_top_k=64, pair=WIDE, **changes):
 def forms_of_a_cpu():
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(native, "forms", lambda: True)
-    jax.clear_caches()  # what was traced has the other forms
+    jax.clear_caches()  # functions that are already traced have the other forms
     yield
   jax.clear_caches()
 
@@ -102,7 +102,7 @@ def test_greedy_round_loops_only_over_draft_steps_and_never_sorts(topology, mesh
 
 
 @pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
-def test_records_sort_only_for_top_k(pair):
+def test_recording_sorts_only_for_top_k(pair):
   recorded = greedy_round("v5e:2x2", TENSOR_PARALLEL, pair=pair).of("sort")
   assert recorded and all("top_k" in found.line for found in recorded)
 
@@ -115,7 +115,7 @@ def test_cpu_forms_loop_over_rows():
 
 
 def round_with_split_draft():
-  """The mesh of TENSOR_PARALLEL with a draft that is split as well."""
+  """Compiles a round on TENSOR_PARALLEL with a draft that is sharded as well."""
   return greedy_round("v5e:2x2", TENSOR_PARALLEL, whole_draft=0)
 
 
@@ -124,10 +124,11 @@ def round_with_split_draft():
   [(TENSOR_PARALLEL, WIDE, 2048, 3), (GRID, WIDE, 2048, 3), (GRID, CAUSAL, 4096, 2)],
   ids=["1 x 4", "2 x 2", "2 x 2, llama"],
 )
-def test_only_sums_of_sub_blocks_and_scalars_are_communicated(
-  mesh, pair, width, blocks
-):
-  """A sum a sub-block and the embedding; then the arg max, and sums for records."""
+def test_only_sub_block_sums_and_scalars_are_communicated(mesh, pair, width, blocks):
+  """The only large sums are one per sub-block and one of the embedding.
+
+  The arg max and the records need only a few scalars per position.
+  """
   program = greedy_round("v5e:2x2", mesh, pair=pair)
   assert not program.of("all-to-all", "collective-permute")
   activations = ROWS // mesh.data * (DRAFTED + 1) * width * 4  # float32 at most
@@ -137,7 +138,7 @@ def test_only_sums_of_sub_blocks_and_scalars_are_communicated(
   assert max(found.bytes for found in sums) <= activations
   assert len(sums) <= len(large) + 6
   candidates = ROWS // mesh.data * (DRAFTED + 1) * mesh.model * 64
-  # Behind all rounds a few more give every device what its host reads.
+  # Gathers outside the loop (depth 0) only replicate what the host reads.
   gathers = [found for found in program.of("all-gather") if found.depth]
   assert len(gathers) == 2
   assert max(gather.bytes for gather in gathers) <= 2 * 4 * candidates
@@ -148,7 +149,7 @@ def sums_of(program):
 
 
 def test_sharded_draft_communicates_more_often():
-  """The control of the few numbers that travel."""
+  """Negative control of the number of sums."""
   few = sums_of(greedy_round("v5e:2x2", TENSOR_PARALLEL))
   assert len(sums_of(round_with_split_draft())) > len(few) + 6
 
@@ -161,7 +162,7 @@ def test_drafting_has_no_collectives():
   assert within_drafting(round_with_split_draft())
 
 
-def test_caches_are_sharded_by_heads_and_never_gathered():
+def test_caches_are_sharded_by_head_and_not_gathered():
   found = wide("v5e:2x2", TENSOR_PARALLEL)
   keys = found.state.target_cache.self_keys[0]
   assert keys.sharding.shard_shape(keys.shape)[1] == keys.shape[1] // 4
@@ -176,21 +177,22 @@ def test_caches_are_sharded_by_heads_and_never_gathered():
 
 @pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
 def test_each_part_of_a_mesh_prefills_one_prompt(pair):
-  """Two at a time for the products of one, and nothing of a cache travels."""
+  """Two parts prefill two prompts in the time of one, and no cache is communicated."""
   found, more = prefilled(ROWS, pair)
   sums = found.of("all-reduce")
   source, width = DECODING.source_lengths[0], {WIDE: 2048, CAUSAL: 4096}[pair]
-  assert max(x.bytes for x in sums) <= source * width * 4  # of one prompt
+  assert max(x.bytes for x in sums) <= source * width * 4  # activations of one prompt
   assert not found.of("all-to-all", "collective-permute")
-  travels = sum(x.bytes for x in found.of("all-gather"))
-  assert travels <= 8 * ROWS * 200 * 4  # what the host reads of the rows
-  control, one = prefilled(ROWS - 1, pair)  # rows that do not divide
+  gathered = sum(x.bytes for x in found.of("all-gather"))
+  assert gathered <= 8 * ROWS * 200 * 4  # what the host reads from the rows
+  # An odd number of rows cannot be divided, so each call prefills one prompt.
+  control, one = prefilled(ROWS - 1, pair)
   assert 0.9 < more["flops"] / one["flops"] < 1.2
   assert not found.of("while")
 
 
 def prefilled(rows, pair):
-  """Operations and costs of the prefill of so many rows on a grid."""
+  """Compiles prefill for `rows` rows on GRID; returns its operations and costs."""
   decoding = dataclasses.replace(DECODING, rows=rows)
   found = plan("v5e:2x2", GRID, pair, decoding=decoding)
   with native.portable():
@@ -216,7 +218,7 @@ def test_rows_are_updated_in_place(topology):
 
 @pytest.mark.parametrize("pair", [WIDE, CAUSAL], ids=["t5", "llama"])
 def test_one_token_step_is_not_slower_than_several(pair, monkeypatch):
-  """By the compiler's own estimate; attention of a single query would."""
+  """Compares the compiler's estimates; the control attends with a single query."""
   step = cycles(pair, "plain step")
   assert step < 1.05 * cycles(pair, f"verification of {DRAFTED + 1} tokens")
   monkeypatch.setattr(layers, "never_alone", lambda attend, *args: attend(*args))
@@ -232,7 +234,7 @@ def cycles(pair, name):
 
 
 def test_attention_output_is_projected_without_a_copy(monkeypatch):
-  """Copies of a verification, for every layer of the target."""
+  """The control joins the heads first, which costs two copies per layer."""
   name = f"verification of {DRAFTED + 1} tokens"
 
   def copies():
@@ -248,7 +250,7 @@ def test_attention_output_is_projected_without_a_copy(monkeypatch):
 
 
 class Joined(layers.Projection):
-  """Brings the heads of a position together first."""
+  """Transposes the heads of a position together before the projection."""
 
   def _product(self, x, outputs):
     rows, heads, count, size = x.shape
@@ -257,7 +259,7 @@ class Joined(layers.Projection):
 
 
 def test_shortlist_logits_are_scattered_by_vocabulary_rows(monkeypatch):
-  """A TPU lays the result out as it writes it, and the rows of a batch are few."""
+  """The control scatters along the last axis, which is slower on a TPU."""
 
   def scattered(logits, ids, size):
     empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
@@ -276,7 +278,7 @@ def test_shortlist_logits_are_scattered_by_vocabulary_rows(monkeypatch):
 
 
 def test_gpu_runs_few_kernels_per_layer():
-  """Of a plain step; 21 is what there is, and is to become less."""
+  """21 kernels per layer of a plain step is the current count; it should only fall."""
   assert 0 < kernels_of_a_layer() <= 21
   with forms_of_a_cpu():
     assert kernels_of_a_layer() > 21
@@ -292,7 +294,7 @@ def kernels_of_a_layer():
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:1"])
 def test_every_program_of_the_shipped_pair_compiles(topology):
-  """Learning among them; nothing of a CPU's own code is in them."""
+  """This includes the programs of learning; none of them calls native CPU code."""
   decoding = dataclasses.replace(DECODING, rows=1, source_lengths=(64,))
   found = plan(topology, ONE, pairs.PairConfig(), 0, decoding)
   listed = programs.programs(found)
@@ -303,8 +305,8 @@ def test_every_program_of_the_shipped_pair_compiles(topology):
     assert not made.collectives, name
 
 
-def test_update_slice_runs_on_the_draft_shards():
-  """A draft that is whole on every chip learns without asking the others."""
+def test_update_slice_of_a_replicated_draft_has_no_collectives():
+  """A replicated draft is updated without communication."""
   found = wide("v5e:2x2", TENSOR_PARALLEL)
   config = update.UpdateConfig(optimizers.OptimizerConfig(), num_new=1, num_replay=0)
   run = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What is counted in a compiled program, in a small text and in a real one."""
+"""Operations counted in the text of a compiled program."""
 
 import collections
 
@@ -62,7 +62,7 @@ def test_only_the_chosen_branch_is_counted():
   assert hlo.HloProgram(by_name, branch=1).count(1)["sort"] == 1
 
 
-def test_prefetch_does_not_count_as_a_copy():
+def test_asynchronous_copy_is_not_counted_as_a_copy():
   text = TEXT.replace(" copy(", " copy-start(")
   assert hlo.HloProgram(text).count(1)["copy-start"] == 1
   assert hlo.HloProgram(text).count(1)["copy"] == 0
@@ -76,7 +76,7 @@ def test_bytes_include_every_part_of_a_tuple():
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
-def test_compiled_program_of_this_machine_is_parsed():
+def test_program_compiled_on_this_machine_is_parsed():
   mesh = Mesh(np.asarray(jax.devices()[:4]), ("model",))
   split = NamedSharding(mesh, PartitionSpec("model"))
   whole = NamedSharding(mesh, PartitionSpec())

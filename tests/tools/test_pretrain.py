@@ -1,4 +1,4 @@
-"""Supervised training: it learns, regroups without loss, judges as decoding would."""
+"""Supervised training: regrouped batches, evaluation, resumption, sharding."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def stream(repository) -> BatchStream:
 
 
 def without_padding(batch) -> list[tuple]:
-  """Its rows, as long as they are."""
+  """Returns the rows of a batch as (source, target) without padding."""
   cut = lambda tokens: tuple(tokens[tokens != 0].tolist())
   return [(cut(s), cut(t)) for s, t in zip(batch.source, batch.target, strict=True)]
 
@@ -81,7 +81,7 @@ def test_regrouping_reduces_the_spread_of_lengths(stream):
   assert spread(grouped) < 0.5 * spread(mixed)
 
 
-def test_judge_agrees_with_greedy_decoding():
+def test_judge_accepts_exactly_the_greedy_output():
   model = families.build(testing.TINY_DRAFT)
   params = jax.tree.map(lambda x: 2 * x, model.init(jax.random.key(3)))
   source, mask = testing.random_sources(4, 6, 64, seed=0)
@@ -98,13 +98,14 @@ def test_judge_agrees_with_greedy_decoding():
   written = np.where(np.arange(length) < np.asarray(state.length)[:, None], written, 0)
   share, exact = pretrain.judge(model, params, source, written)
   assert np.all(exact) and np.all(share == 1)
-  spoilt = written.copy()
-  spoilt[:, 0] = np.where(spoilt[:, 0] == 7, 8, 7)
-  share, exact = pretrain.judge(model, params, source, spoilt)
+  # Negative control: one wrong token per row.
+  wrong = written.copy()
+  wrong[:, 0] = np.where(wrong[:, 0] == 7, 8, 7)
+  share, exact = pretrain.judge(model, params, source, wrong)
   assert not np.any(exact) and np.all(share < 1)
 
 
-def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path):
+def test_training_lowers_the_loss_and_resumed_run_matches_uninterrupted_run(tmp_path):
   pretrain.run(config(tmp_path / "whole"))
   rows = list(runs.read(tmp_path / "whole" / "run" / "metrics.jsonl"))
   losses = [row["loss"] for row in rows if row["kind"] == "step"]
@@ -117,7 +118,8 @@ def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path)
     raise Stopped
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(pretrain, "evaluate", stop)  # at step 9, after the checkpoint of 6
+    # The evaluation at step 9 comes after the checkpoint of step 6.
+    patch.setattr(pretrain, "evaluate", stop)
     with pytest.raises(Stopped):
       pretrain.run(config(tmp_path / "cut", evaluate_every=9))
   pretrain.run(config(tmp_path / "cut", evaluate_every=9))
@@ -138,8 +140,8 @@ def test_training_lowers_the_loss_and_an_interrupted_run_ends_the_same(tmp_path)
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 @pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4)], ids=str)
-def test_four_devices_give_the_losses_of_one(tmp_path, mesh):
-  """The loss before any step and after the first one: its gradient agrees too."""
+def test_losses_on_four_devices_equal_those_on_one(tmp_path, mesh):
+  """Compares the losses before and after the first step, so also its gradient."""
 
   def losses(name, partition):
     changes = {"steps": 2, "log_every": 1, "partition": partition}
@@ -173,7 +175,9 @@ def test_too_large_vocabulary_is_an_error(tmp_path):
     ({"output": "."}, "output"),
   ],
 )
-def test_bad_settings_are_refused_before_the_run(tmp_path, monkeypatch, changes, named):
+def test_invalid_settings_are_refused_before_the_run_starts(
+  tmp_path, monkeypatch, changes, named
+):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(base.InputError, match=rf"PretrainConfig\.{named}: received"):
     pretrain.run(config(tmp_path, **changes))

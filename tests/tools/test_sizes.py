@@ -1,4 +1,4 @@
-"""Named shapes have the parameter counts that were published; nothing is allocated."""
+"""Named model sizes have the published parameter counts (no memory is allocated)."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_flan_sizes_differ():
   assert len(set(flan)) == len(flan) == 5
 
 
-def test_shipped_pair_shares_one_vocabulary():
+def test_shipped_pair_has_one_vocabulary_size():
   target, draft = sizes.size("demo-target"), sizes.size("demo-draft")
   assert target.vocab_size == draft.vocab_size == 1536
 

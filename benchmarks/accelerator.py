@@ -1,12 +1,18 @@
-"""One call on a machine with an accelerator: how fast, and how far from the bound.
+"""Decoding speed on an accelerator, and its distance from the memory bound.
 
-Random weights in bfloat16, drafts scripted to be right with probability alpha (they run
-in full), wall time. Measured for each shape: whole greedy requests, plain and
-speculative, beside Hugging Face's `generate` on the same card if torch sees one; the
-same without prefill, beside the time in which the measured bandwidth reads what a step
-has to read; a draft's step and the verification of n tokens over a plain step; kernels
-launched by a step, counted in the compiled program; and a slice of an update. Needs jax
-and osd_jax; torch and transformers are optional. Rows are written as they are found.
+Weights are random and in bfloat16. Drafts run in full and are scripted to be right with
+probability alpha. All times are wall times. For each shape the program measures:
+
+- whole greedy requests, plain and speculative, compared with Hugging Face's `generate`
+  on the same card if torch finds one;
+- a step without prefill, compared with the time that reading its weights and caches
+  takes at the measured bandwidth;
+- the cost of a draft step and of verifying n tokens, relative to a plain step;
+- the number of kernels that a step launches, counted in the compiled program;
+- one slice of an update.
+
+Needs jax and osd_jax; torch and transformers are optional. Rows are written as soon as
+they are measured.
 
   PYTHONPATH=. python benchmarks/accelerator.py [--shapes flan-t5-xl flan-t5-large]
       [--rows 1 8 32 128] [--drafted 5] [--seconds 540] [--tiny]
@@ -37,7 +43,7 @@ from osd_jax.engine import engine, measurement, steps
 from osd_jax.models import families, t5
 
 NAME, CLOCK = "accelerator", "wall"
-ASKED = {  # at one row
+ASKED = {  # with one row
   ("flan-t5-xl", "plain over the bound"): "<= 2",
   ("flan-t5-xl", "draft step over plain step (c)"): "<= 0.15",
   ("flan-t5-xl", "speculative over plain"): ">= 2",
@@ -46,9 +52,9 @@ Pair = tuple[base.Model, base.Params]
 
 
 def random_pair(config: t5.T5Config, seed: int) -> Pair:
-  """A model whose random weights are made in its compute type, a shape at a time.
+  """Returns a model with random weights in its compute type, made leaf by leaf.
 
-  A program that makes all of them at once compiles for minutes.
+  A single program that makes all of them takes minutes to compile.
   """
   model, key = families.build(config), jax.random.key(seed)
 
@@ -80,12 +86,12 @@ def in_bfloat16(name: str) -> t5.T5Config:
 
 
 def bandwidth(megabytes: int, turns: int = 16, repeats: int = 5) -> float:
-  """Bytes a second that a reduction reads from the device's memory, the best."""
+  """Returns the best rate of a reduction over device memory, in bytes per second."""
   data = jnp.ones((megabytes * 2**20 // 4,), jnp.float32)
 
   @jax.jit
   def read(data, start):
-    # Each turn depends on the last one, so that none is left out.
+    # Each iteration depends on the previous one, so that XLA cannot remove any.
     return jax.lax.fori_loop(0, turns, lambda _, x: jnp.max(data + x * 1e-3), start)
 
   best = float("inf")
@@ -99,13 +105,13 @@ def bandwidth(megabytes: int, turns: int = 16, repeats: int = 5) -> float:
 
 @dataclasses.dataclass
 class Bench:
-  """What all measurements share.
+  """State shared by all measurements.
 
   Attributes:
-    given: flags.
-    draft: the draft.
-    speed: bytes a second.
-    until: `time.monotonic()` after which no further measurement begins.
+    given: command-line flags.
+    draft: draft model and parameters.
+    speed: memory bandwidth, bytes per second.
+    until: no measurement starts after this value of `time.monotonic()`.
   """
 
   given: argparse.Namespace
@@ -114,16 +120,16 @@ class Bench:
   until: float
 
   def report(self, case: str, figures: dict[str, float], asked: dict | None = None):
-    """Writes rows at once: a run that is cut short keeps what it has found."""
+    """Writes rows immediately, so that an interrupted run keeps its results."""
     hardware = f"one {jax.devices()[0].device_kind}, jax {jax.__version__}"
     rows = measure.rows(case, CLOCK, figures, asked)
     measure.report(NAME, [{**row, "hardware": hardware} for row in rows])
 
   def late(self, what: str) -> bool:
-    """Says what is left out where no time is left."""
+    """Returns whether time is up; if so, prints the name of the skipped stage."""
     if time.monotonic() < self.until:
       return False
-    print(f"left out, no time: {what}", flush=True)
+    print(f"skipped, time is up: {what}", flush=True)
     return True
 
 
@@ -132,7 +138,7 @@ def case_of(name: str, rows: int) -> str:
 
 
 def decoders(bench: Bench, target: Pair, rows: int) -> dict:
-  """The contenders for B rows, first tokens alone among them."""
+  """Returns the decoders to time with B rows; "first" entries stop after one token."""
   given, size = bench.given, target[0].vocab_size
   sources = contenders.prompts(rows, given.source, size)
   shape = (rows, given.source, given.target)
@@ -154,12 +160,12 @@ def decoders(bench: Bench, target: Pair, rows: int) -> dict:
 
 
 def hugging_face(bench: Bench, name: str, rows: int):
-  """Their `generate` on the same card, or None with a word why not."""
+  """Returns a call of `generate` on the same card; None, with a message, on failure."""
   try:
     answer = _generate(bench, name, rows)
     answer()
-  except Exception as error:  # ours is measured whatever happens to theirs
-    print(f"no Hugging Face beside it: {error!r}", flush=True)
+  except Exception as error:  # the comparison is optional
+    print(f"not compared with Hugging Face: {error!r}", flush=True)
     return None
   return answer
 
@@ -169,7 +175,7 @@ def _generate(bench: Bench, name: str, rows: int):
   import torch
 
   if not torch.cuda.is_available() and not bench.given.tiny:
-    raise RuntimeError("torch sees no card")
+    raise RuntimeError("torch found no GPU")
   place = "cuda" if torch.cuda.is_available() else "cpu"
   config, given = in_bfloat16(name), bench.given
   with torch.device(place):
@@ -192,17 +198,17 @@ def _generate(bench: Bench, name: str, rows: int):
 
 
 def serving(bench: Bench, name: str, target: Pair, rows: int) -> None:
-  """Whole requests by turns, and what of them is not prefill."""
-  people = decoders(bench, target, rows)
-  found = scripting.answers(people)
+  """Times whole requests, interleaved, and derives the time of a step."""
+  competitors = decoders(bench, target, rows)
+  found = scripting.answers(competitors)
   theirs = hugging_face(bench, name, rows)
-  times = measure.by_turns(
-    people | ({"Hugging Face": theirs} if theirs else {}), bench.given.turns
+  times = measure.interleave(
+    competitors | ({"Hugging Face": theirs} if theirs else {}), bench.given.turns
   )
   figures = {
-    f"{who}, ms/token": times[who].milliseconds(CLOCK) / rows / bench.given.target
-    for who in times
-    if not who.endswith("first")
+    f"{label}, ms/token": times[label].milliseconds(CLOCK) / rows / bench.given.target
+    for label in times
+    if not label.endswith("first")
   }
   if theirs:
     figures["plain over Hugging Face"] = measure.ratio(
@@ -215,10 +221,10 @@ def serving(bench: Bench, name: str, target: Pair, rows: int) -> None:
 
 
 def against_bound(bench: Bench, name: str, rows: int, step: float) -> dict[str, float]:
-  """A plain step beside the time in which what it has to read is read."""
+  """Compares a plain step with the time that reading its data takes."""
   given = bench.given
   read = contenders.step_bytes(in_bfloat16(name), rows, given.source, given.target // 2)
-  bound = read / 2 / bench.speed * 1e3  # two bytes a number, not four
+  bound = read / 2 / bench.speed * 1e3  # step_bytes counts float32; these are two bytes
   return {
     "plain step, ms": step,
     "memory bound of a step, ms": bound,
@@ -227,15 +233,15 @@ def against_bound(bench: Bench, name: str, rows: int, step: float) -> dict[str, 
 
 
 def speculation(bench: Bench, times, found, rows: int, step: float) -> dict[str, float]:
-  """Speculative decoding for every K, and the best of them."""
+  """Returns the figures of speculative decoding for every K, and the best speedup."""
   figures = {}
   for drafted in bench.given.drafted:
-    who = f"K {drafted}"
-    round_ = scripting.round_ms(times, found, who, f"{who}, first", rows, CLOCK)
+    label = f"K {drafted}"
+    round_ = scripting.round_ms(times, found, label, f"{label}, first", rows, CLOCK)
     figures |= {
-      f"{who}, round over plain step": round_ / step,
-      f"{who}, drafted tokens accepted": scripting.draft_acceptance(found[who]),
-      f"{who}, over plain": measure.ratio(times, "plain", who, CLOCK),
+      f"{label}, round over plain step": round_ / step,
+      f"{label}, drafted tokens accepted": scripting.draft_acceptance(found[label]),
+      f"{label}, over plain": measure.ratio(times, "plain", label, CLOCK),
     }
   best = max(figures[f"K {drafted}, over plain"] for drafted in bench.given.drafted)
   return figures | {"speculative over plain": best}
@@ -250,7 +256,7 @@ def asked_of(name: str, rows: int) -> dict[str, str]:
 
 
 def parts(bench: Bench, name: str, target: Pair, rows: int) -> None:
-  """Effective c: a draft's step over a plain step, as compiled loops."""
+  """Measures c, the cost of a draft step over a plain step, as compiled loops."""
   given = bench.given
   sources = contenders.prompts(rows, given.source, target[0].vocab_size)
   config = contenders.decoding(rows, given.source, given.target, 1)
@@ -268,18 +274,18 @@ def parts(bench: Bench, name: str, target: Pair, rows: int) -> None:
 
 
 def verification(bench: Bench, name: str, target: Pair, rows: int) -> None:
-  """What feeding n tokens costs over feeding one."""
+  """Measures the cost of feeding n tokens relative to feeding one."""
   given, (model, params) = bench.given, target
   sources = contenders.prompts(rows, given.source, model.vocab_size)
   length = state_lib.buffer_length(given.target)
   served = steps.prepare(model, params)
   prefill = jax.jit(model.prefill, static_argnums=3)
   cache = prefill(served, sources, sources != base.PAD_ID, length)
-  people = {
+  competitors = {
     f"{width}": functools.partial(_feed, model, width, served, cache)
     for width in given.widths
   }
-  times = measure.by_turns(people, given.turns)
+  times = measure.interleave(competitors, given.turns)
   figures = {
     f"feeding {width}, over feeding {given.widths[0]}": measure.ratio(
       times, f"{width}", f"{given.widths[0]}", CLOCK
@@ -296,7 +302,7 @@ def _feed(model, width, served, cache):
 
 
 def launches(bench: Bench, name: str, target: Pair, rows: int) -> None:
-  """Kernels of a plain step of the target."""
+  """Counts the kernels that a plain step of the target launches."""
   given = bench.given
   found = kernels.per_step(*target, rows, given.source, given.target)
   if found is None:
@@ -306,7 +312,7 @@ def launches(bench: Bench, name: str, target: Pair, rows: int) -> None:
 
 
 def learning(bench: Bench) -> None:
-  """One slice of an update of the draft, 8 rows (float32 parameters)."""
+  """Times one slice of an update of the draft, with float32 parameters."""
   given, rows = bench.given, bench.given.update_rows
   config = in_bfloat16(given.draft)
   model, params = contenders.random_model(config)
@@ -327,13 +333,13 @@ def learning(bench: Bench) -> None:
   def one():
     return jax.block_until_ready(update.take_slice(model, settings, learner, batch))
 
-  times = measure.by_turns({"slice": one}, max(given.turns, 2))
+  times = measure.interleave({"slice": one}, max(given.turns, 2))
   case = f"{given.draft}, bfloat16, {rows} x {given.target}"
   bench.report(case, {"slice of an update, ms": times["slice"].milliseconds(CLOCK)})
 
 
 def run(bench: Bench) -> None:
-  """Everything, what is asked first."""
+  """Runs all stages; those with a goal come first."""
   given = bench.given
   bench.report("the device", {"bandwidth, GB/s": bench.speed / 1e9})
   learning(bench)
@@ -368,7 +374,9 @@ def parse() -> argparse.Namespace:
   parser.add_argument("--turns", type=int, default=5)
   parser.add_argument("--seconds", type=float, default=float("inf"))
   parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS)
-  parser.add_argument("--tiny", action="store_true", help="check the program itself")
+  parser.add_argument(
+    "--tiny", action="store_true", help="tiny shapes, to test this program"
+  )
   given = parser.parse_args()
   if given.tiny:
     given.shapes, given.draft, given.rows = ["tiny"], "tiny", [1, 2]
@@ -379,7 +387,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-  # Read when jax starts: torch wants some of the card too.
+  # JAX reads this when it starts; torch needs part of the GPU memory.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   given = parse()
   until = time.monotonic() + given.seconds

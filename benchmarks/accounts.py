@@ -1,4 +1,4 @@
-"""What each of several systems has spent on one stream, block by block."""
+"""Time that several systems spend on the same stream, block by block."""
 
 import dataclasses
 import gc
@@ -9,22 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Accounts:
-  """Seconds spent so far.
+  """Cumulated time of each system.
 
   Attributes:
-    block_ends: [n] requests served when a block ended.
-    seconds: [n] of each system by name, from the first request to that block's end.
+    block_ends: [n] number of requests served at the end of each block.
+    seconds: name of a system -> [n] seconds from the first request to each block's end.
   """
 
   block_ends: list[int]
   seconds: dict[str, list[float]]
 
   def total(self, name: str) -> float:
-    """Seconds of the whole stream."""
+    """Returns the seconds that a system took for the whole stream."""
     return self.seconds[name][-1]
 
   def break_even(self, learned: str, other: str) -> int | None:
-    """See `break_even`."""
+    """Applies `break_even` to two systems."""
     return break_even(self.block_ends, self.seconds[learned], self.seconds[other])
 
 
@@ -34,14 +34,16 @@ def by_blocks(
   block: int,
   clock: Callable[[], float] = time.perf_counter,
 ) -> Accounts:
-  """Lets systems serve the same requests block by block, each beginning equally often.
+  """Interleaves systems that serve the same requests, block by block.
+
+  The system that goes first changes from block to block.
 
   Args:
-    systems: by name; called with the first request of a block and the one behind its
-      last; what a system has begun it ends before it returns.
-    requests: of the stream.
-    block: requests of a block; the last may be shorter.
-    clock: seconds.
+    systems: name -> function of the half-open range of requests in a block. It must
+      finish all the work it started before it returns.
+    requests: length of the stream.
+    block: requests in a block; the last block may be shorter.
+    clock: returns seconds.
   """
   names, ends = list(systems), []
   seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -61,15 +63,15 @@ def by_blocks(
 def break_even(
   block_ends: Sequence[int], learned: Sequence[float], other: Sequence[float]
 ) -> int | None:
-  """The first block end from which on one stays cheaper than another.
+  """Returns the first block end from which `learned` stays cheaper than `other`.
 
   Args:
-    block_ends: [n] requests served when a block ended.
-    learned: [n] seconds so far of the one that learns.
-    other: [n] of the one it is compared with.
+    block_ends: [n] number of requests served at the end of each block.
+    learned: [n] cumulated seconds of the system that learns.
+    other: [n] cumulated seconds of the system it is compared with.
 
   Returns:
-    Requests served by then; None where it is not cheaper at the end.
+    The number of requests served by then; None if it is not cheaper at the end.
   """
   first = None
   for end, mine, theirs in zip(block_ends, learned, other, strict=True):

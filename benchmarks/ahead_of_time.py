@@ -1,12 +1,12 @@
-"""What the compilers of TPUs and GPUs make of published pairs, without the machines.
+"""Published pairs compiled for TPUs and GPUs, without the machines.
 
-Every pair is compiled for every topology by `osd_tools.ahead_of_time`, in bfloat16, 8
-rows, prompts of 512 tokens and answers of 128, with t5-small, llama-160m or qwen3-0.6b
-as the draft. Counts are
-of the compiled text; tokens per second are what published figures of the chips allow
-at most. Nothing runs, so that nothing here is a measured speed.
+`osd_tools.ahead_of_time` compiles every pair for every topology, in bfloat16, with 8
+rows, prompts of 512 tokens, answers of 128 tokens, and t5-small, llama-160m or
+qwen3-0.6b as the draft. Counts come from the compiled text. Tokens per second are upper
+bounds from the published figures of the chips. Nothing is executed, so none of these
+numbers is a measured speed.
 
-Needs the compilers, for example of `make test-aot`:
+Needs the compilers, for example those that `make test-aot` installs:
 
   PYTHONPATH=.venv-aot JAX_PLATFORMS=cpu .venv/bin/python benchmarks/ahead_of_time.py \\
       [--topology v5e:2x2=4 h100:1=1] [--target flan-t5-xl] [--layers N]
@@ -44,7 +44,7 @@ ASKED = {  # of flan-t5-xl on v5e:2x2=4, and on h100:1=1
 
 
 def config(target: str, model: int, rows: int, drafted: int) -> online.OnlineConfig:
-  """The run that is compiled."""
+  """Returns the run to compile."""
   stream = streams.StreamConfig(
     (examples.topic_task("sql", rows=1),),
     source_length=512,
@@ -64,7 +64,7 @@ def config(target: str, model: int, rows: int, drafted: int) -> online.OnlineCon
 
 
 def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
-  """What is reported of a pair on a machine."""
+  """Returns the figures of a pair on a machine."""
   made = {}
   for name, program in programs.programs(found).items():
     if name not in ("read", "append", "draw", "swap"):
@@ -76,7 +76,7 @@ def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
   (fits,) = said["fits"]
   room = {"needed, GB a chip": fits["needed_gb"], "of a chip's, GB": fits["memory_gb"]}
   if not said["estimate"] or f"round, K = {drafted}" not in made:
-    return room  # the compiler refuses
+    return room  # the program does not compile for this machine
   (speed,) = said["estimate"]
   round_, step = made[f"round, K = {drafted}"], made["plain step"]
   layers = len(found.state.target_cache.self_keys)
@@ -102,15 +102,23 @@ def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
 
 
 def options() -> argparse.ArgumentParser:
-  """The command line."""
+  """Returns the parser of the command line."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument(
-    "--topology", nargs="+", default=TOPOLOGIES, help="name=chips that weights are on"
+    "--topology",
+    nargs="+",
+    default=TOPOLOGIES,
+    help="NAME=CHIPS; CHIPS is the number of chips that share the weights",
   )
   parser.add_argument("--target", nargs="+", default=TARGETS)
   parser.add_argument("--rows", type=int, default=8)
   parser.add_argument("--drafted", type=int, default=5, help="K")
-  parser.add_argument("--layers", type=int, default=0, help="of both, to be quick")
+  parser.add_argument(
+    "--layers",
+    type=int,
+    default=0,
+    help="layers of both models, for a quick run; 0: all",
+  )
   parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS)
   return parser
 

@@ -1,8 +1,9 @@
-"""Adaptive K beside plain decoding and every fixed K, at several acceptances.
+"""Adaptive K compared with plain decoding and every fixed K, at several acceptances.
 
-Random weights and a scripted draft that is right with probability alpha (it runs in
-full). All answer the same requests by turns, prefill included; adaptive K begins each
-alpha without knowing it, and its probes count. Ratios are of the turns' total times.
+Weights are random; the draft runs in full and is scripted to be right with probability
+alpha. All systems answer the same requests, interleaved, prefill included. Adaptive K
+starts from scratch at each alpha, and its probes are part of the measured time. Ratios
+are taken between total times.
 
   python benchmarks/bench_adaptive.py [--alphas .3 .5 .7 .8 .9] [--rows 1]
       [--target flan-t5-base] [--draft t5-small] [--candidates 0 1 3 5 7] [--threads 1]
@@ -18,7 +19,7 @@ import scripting
 
 from osd_jax.engine import engine
 
-ASKED = ">= 0.97"  # of plain decoding at the smallest alpha, of the best K at others
+ASKED = ">= 0.97"  # over plain decoding at the smallest alpha, else over the best K
 PLAIN, ADAPTIVE = "plain", "adaptive"
 
 
@@ -27,10 +28,10 @@ def name_of(num_draft_tokens: int) -> str:
 
 
 class Bench:
-  """A pair and prompts; every alpha has prompts of its own."""
+  """A pair of models, and separate prompts for every alpha."""
 
   def __init__(self, given: argparse.Namespace, rows: int):
-    """Makes the pair and the scripts."""
+    """Creates the pair and the scripts of the draft."""
     self._given, self._rows = given, rows
     self._target = contenders.random_model(contenders.shape(given.target))
     self._draft = contenders.random_model(contenders.shape(given.draft), seed=1)
@@ -57,21 +58,23 @@ class Bench:
     )
 
   def rows_of(self, alpha: float) -> list[dict]:
-    """Measures one alpha."""
+    """Measures one alpha and returns its rows."""
     given = self._given
     clock = measure.clock_of(given.threads)
     part, adaptive = self._parts[alpha], self._adaptive()
-    people = (
+    competitors = (
       {PLAIN: contenders.Ours(self._plain, part)}
       | {name_of(k): contenders.Ours(one, part) for k, one in self._fixed.items()}
       | {ADAPTIVE: contenders.Ours(adaptive, part)}
     )
-    times = measure.by_turns(people, given.turns)
-    spent = {name: float(np.sum(getattr(times[name], clock))) for name in people}
-    tokens = people[PLAIN].tokens * given.turns
+    times = measure.interleave(competitors, given.turns)
+    spent = {name: float(np.sum(getattr(times[name], clock))) for name in competitors}
+    tokens = competitors[PLAIN].tokens * given.turns
     best = min(list(spent)[1:-1], key=spent.__getitem__)
-    answers = people[ADAPTIVE]()
-    figures = {f"{name}, ms/token": spent[name] * 1e3 / tokens for name in people} | {
+    answers = competitors[ADAPTIVE]()
+    figures = {
+      f"{name}, ms/token": spent[name] * 1e3 / tokens for name in competitors
+    } | {
       "best fixed K": float(best.split()[1]),
       "adaptive, drafted per target call": sum(done.drafted for done in answers)
       / sum(done.target_calls for done in answers),
@@ -85,7 +88,7 @@ class Bench:
     return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, asked)
 
   def _adaptive(self) -> engine.Engine:
-    """A decoder that has not seen any acceptance; measures its costs."""
+    """Returns a new decoder that knows its costs but has seen no acceptance."""
     policy = engine.AdaptiveConfig(candidates=tuple(self._given.candidates))
     decoder = engine.Engine(
       dataclasses.replace(self._config, adaptive=policy),
@@ -106,7 +109,9 @@ def main() -> None:
     "--alphas", nargs="+", type=float, default=[0.3, 0.5, 0.7, 0.8, 0.9]
   )
   parser.add_argument("--rows", nargs="+", type=int, default=[1])
-  parser.add_argument("--requests", type=int, default=4, help="a row and turn")
+  parser.add_argument(
+    "--requests", type=int, default=4, help="requests per row and repetition"
+  )
   parser.add_argument("--source_length", type=int, default=64)
   parser.add_argument("--length", type=int, default=64)
   parser.add_argument("--turns", type=int, default=4)

@@ -1,13 +1,14 @@
-"""Rows served together, plain and speculative, and the acceptance that pays for it.
+"""Speculation with several rows in flight, and the acceptance it needs to pay.
 
-Random weights and a scripted draft that is right with probability alpha (it runs in
-full). Tokens/s are those of whole requests, prefill included, `--waves` of them for
-every row. The break-even alpha solves, for K drafted tokens,
+Weights are random; the draft runs in full and is scripted to be right with probability
+alpha. Tokens/s cover whole requests, prefill included, with `--waves` requests per row.
+The break-even alpha solves, for K drafted tokens,
 
   (1 - alpha^(K + 1)) / (1 - alpha) = round / plain step
 
-with both times measured in the same run without prefill, see `scripting.round_ms`;
-a round takes as long whatever alpha is. 1 means that no draft pays.
+where both times exclude prefill and are measured in the same run (see
+`scripting.round_ms`); the time of a round does not depend on alpha. A break-even of 1
+means that speculation cannot pay.
 
   python benchmarks/bench_batching.py [--rows 1 2 4 8 16] [--alphas .5 .7 .9]
       [--target flan-t5-base] [--draft t5-small] [--drafted 3] [--threads 1]
@@ -28,7 +29,7 @@ PLAIN, PLAIN_FIRST, FIRST = "plain", "plain, first tokens", "first tokens"
 
 
 def break_even(cost: float, drafted: int) -> float:
-  """The alpha at which speculative and plain decoding are equally fast.
+  """Returns the alpha at which speculative and plain decoding are equally fast.
 
   Args:
     cost: time of a round / time of a plain step.
@@ -48,8 +49,8 @@ def name_of(alpha: float) -> str:
   return f"alpha {alpha:g}"
 
 
-def people(given: argparse.Namespace, rows: int) -> dict:
-  """The contenders for B rows; every alpha has prompts of its own."""
+def create_decoders(given: argparse.Namespace, rows: int) -> dict:
+  """Returns the decoders to time with B rows; every alpha has its own prompts."""
   target = contenders.random_model(contenders.shape(given.target))
   draft = contenders.random_model(contenders.shape(given.draft), seed=1)
   config = contenders.decoding(rows, given.source_length, given.length, given.drafted)
@@ -73,11 +74,11 @@ def people(given: argparse.Namespace, rows: int) -> dict:
 
 
 def rows_of(given: argparse.Namespace, rows: int) -> list[dict]:
-  """Measures one number of rows."""
+  """Measures one batch size."""
   clock = measure.clock_of(given.threads)
-  serving = people(given, rows)
+  serving = create_decoders(given, rows)
   found = scripting.answers(serving)
-  times = measure.by_turns(serving, given.turns)
+  times = measure.interleave(serving, given.turns)
   names = [name_of(alpha) for alpha in given.alphas]
   step = scripting.round_ms(times, found, PLAIN, PLAIN_FIRST, rows, clock)
   round_ = float(
@@ -112,7 +113,7 @@ def main() -> None:
   parser.add_argument("--drafted", type=int, default=3)
   parser.add_argument("--alphas", nargs="+", type=float, default=[0.5, 0.7, 0.9])
   parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16])
-  parser.add_argument("--waves", type=int, default=2, help="requests a row")
+  parser.add_argument("--waves", type=int, default=2, help="requests per row")
   parser.add_argument("--source_length", type=int, default=64)
   parser.add_argument("--length", type=int, default=64)
   parser.add_argument("--turns", type=int, default=3)

@@ -1,13 +1,13 @@
-"""What starting costs: compiling the speculative loop, cold and from the disk cache.
+"""Startup time: compiling the speculative loop, cold and from the disk cache.
 
-Pairs of child processes share a compilation cache in a temporary folder: the first
-finds it empty, the second finds what the first wrote. Each child times its imports,
-making its weights (cheap random ones; what a file takes to read is another matter) and
-its first token: served copies, all compiled calls and one request of one token. The
-same once more, with everything compiled, is what running takes of that; the rest is
-compiling. Then it counts what is compiled for requests of mixed lengths, seeds and
-temperatures between swaps of the draft. Records are kept, as in online serving. Wall
-time.
+Pairs of child processes share a compilation cache in a temporary folder. The first
+finds it empty, the second finds what the first wrote. Each child times its imports, the
+creation of random weights (reading weights from a file is not measured here) and the
+first token: making the served copies, compiling every call and answering one request of
+one token. Then it repeats the last part with everything compiled; the difference is
+compile time. Finally it counts the compilations during requests of mixed lengths, seeds
+and temperatures with swaps of the draft in between. Records are kept, as in online
+serving. All times are wall times.
 
   python benchmarks/bench_compile.py [--target flan-t5-large] [--draft t5-small]
       [--threads 2] [--turns 3] [--keep_from 0.1]
@@ -33,10 +33,10 @@ from osd_jax.engine import engine, steps
 from osd_jax.models import families
 
 CALLS = ("prepare", "empty", "insert", "advance", "read_row")
-COMPILED = "/jax/core/compile/backend_compile_duration"  # reading the cache included
+COMPILED = "/jax/core/compile/backend_compile_duration"  # includes reading the cache
 PROCESSES = ("first process", "second process")
 
-# Asked of the pair, the process and the figure.
+# Goals by pair, process and figure.
 LOOP, FIRST = "compiling the loop (advance), s", "weights in memory to first token, s"
 LATER = "compilations after warm-up"
 ASKED = {
@@ -46,7 +46,7 @@ ASKED = {
 
 
 class Compilations:
-  """Counts and times what the backend compiles inside a `with` block."""
+  """Counts and times the backend's compilations inside a `with` block."""
 
   def __enter__(self):
     self.count, self.seconds = 0, 0.0
@@ -62,7 +62,7 @@ class Compilations:
 
 
 class Stopwatch:
-  """Adds up, by name, the seconds of the compiled calls inside a `with` block."""
+  """Sums the seconds of each compiled call inside a `with` block."""
 
   def __enter__(self):
     self.seconds = dict.fromkeys(CALLS, 0.0)
@@ -85,7 +85,7 @@ class Stopwatch:
 
 
 def cheap_model(name: str, seed: int = 0) -> tuple[base.Model, base.Params]:
-  """A model whose weights repeat one block of random numbers, in memory."""
+  """Returns a model whose weights repeat one block of random numbers."""
   model = families.build(contenders.shape(name))
   block = 0.05 * np.random.default_rng(seed).standard_normal(2**20 + 1, np.float32)
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
@@ -96,7 +96,7 @@ def cheap_model(name: str, seed: int = 0) -> tuple[base.Model, base.Params]:
 
 
 def first_token(config: engine.DecodingConfig, *pair) -> tuple[float, dict[str, float]]:
-  """Seconds from weights in memory to the first token, and those of the calls."""
+  """Returns the seconds from loaded weights to the first token, in all and by call."""
   prompt = contenders.prompts(1, config.source_lengths[-1], pair[0].vocab_size)[0]
   with Stopwatch() as watch:
     started = time.perf_counter()
@@ -108,7 +108,7 @@ def first_token(config: engine.DecodingConfig, *pair) -> tuple[float, dict[str, 
 
 
 def compiled_later(config: engine.DecodingConfig, pair, other: base.Params) -> int:
-  """Compilations after warm-up, whatever the requests and the draft."""
+  """Counts compilations after warm-up, over varied requests and drafts."""
   decoder = engine.Engine(config, *pair)
   decoder.warm_up()
   source, target = config.source_lengths[-1], config.target_length
@@ -132,7 +132,7 @@ def compiled_later(config: engine.DecodingConfig, pair, other: base.Params) -> i
 
 
 def child(given: argparse.Namespace) -> dict[str, float]:
-  """What one process takes, by figure; its imports are done."""
+  """Returns the figures of one process; its imports are already done."""
   found = {"imports, s": time.time() - given.started}
   started = time.perf_counter()
   pair = (*cheap_model(given.target), *cheap_model(given.draft))
@@ -160,7 +160,7 @@ def child(given: argparse.Namespace) -> dict[str, float]:
 
 
 def start(folder: str, keep_from: float) -> dict[str, float]:
-  """Runs a child process of the same arguments on a compilation cache."""
+  """Runs a child process with the same arguments and the given compilation cache."""
   environment = {
     **os.environ,
     "JAX_COMPILATION_CACHE_DIR": folder,
@@ -174,7 +174,10 @@ def start(folder: str, keep_from: float) -> dict[str, float]:
 
 
 def rows_of(given: argparse.Namespace) -> list[dict]:
-  """Measures pairs of processes; medians over the turns, but the most compilations."""
+  """Measures pairs of processes.
+
+  Figures are medians over the repetitions; for later compilations it is the maximum.
+  """
   found = {process: [] for process in PROCESSES}
   for _ in range(given.turns):
     with tempfile.TemporaryDirectory() as folder:
@@ -200,14 +203,15 @@ def main() -> None:
   parser.add_argument("--source", type=int, default=64)
   parser.add_argument("--length", type=int, default=64, help="output tokens")
   parser.add_argument("--drafted", type=int, default=3, help="K")
-  parser.add_argument("--kept", type=int, default=64, help="entries of a record, k")
+  parser.add_argument("--kept", type=int, default=64, help="top-k entries in a record")
   parser.add_argument("--turns", type=int, default=3)
   parser.add_argument("--threads", type=int, default=2)
   parser.add_argument(
     "--keep_from",
     type=float,
     default=0.1,
-    help="seconds from which a compilation is kept on disk, as `osd` keeps them",
+    help="compilations that take at least this many seconds are cached on disk; the"
+    " default is that of `osd`",
   )
   parser.add_argument("--started", type=float, help=argparse.SUPPRESS)  # a child
   given = parser.parse_args()

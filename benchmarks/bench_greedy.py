@@ -1,8 +1,8 @@
-"""Plain greedy decoding: ours beside Hugging Face, and beside the memory bound.
+"""Plain greedy decoding compared with Hugging Face and with the memory bound.
 
-One thread, CPU time: our float32 and `generate` in float32 and bfloat16 answer the same
-prompts by turns. Two threads, wall time: our step beside the time in which the measured
-bandwidth reads what a step has to read.
+With one thread (CPU time), our float32 decoder and `generate` in float32 and bfloat16
+answer the same prompts, interleaved. With two threads (wall time), our step is compared
+with the time that reading its weights and caches takes at the measured bandwidth.
 
   python benchmarks/bench_greedy.py [--shapes flan-t5-base flan-t5-large] [--rows 1 8]
       [--threads 1] [--no_rivals]
@@ -14,7 +14,7 @@ import contenders
 import jax
 import measure
 
-# Asked of the ratio to Hugging Face float32, and of that to the memory bound.
+# Goals for the ratio to Hugging Face in float32, then for the ratio to the bound.
 ASKED = {
   ("flan-t5-base", 1): 0.52,
   ("flan-t5-large", 1): 0.62,
@@ -31,7 +31,7 @@ ASKED_BOUND = {
 
 
 def ours(name: str, rows: int, source: int, target: int) -> contenders.Ours:
-  """This package's plain decoding."""
+  """Returns our plain decoder."""
   from osd_jax.engine import engine
 
   config = contenders.shape(name)
@@ -41,7 +41,7 @@ def ours(name: str, rows: int, source: int, target: int) -> contenders.Ours:
 
 
 def theirs(name: str, rows: int, source: int, target: int) -> dict:
-  """Hugging Face in both types."""
+  """Returns Hugging Face's decoder in float32 and in bfloat16."""
   import rivals
 
   config = contenders.shape(name)
@@ -55,21 +55,22 @@ def theirs(name: str, rows: int, source: int, target: int) -> dict:
 
 
 def rows_of(given: argparse.Namespace, name: str, rows: int) -> list[dict]:
-  """Measures one shape and number of rows."""
+  """Measures one shape with one batch size."""
   clock = measure.clock_of(given.threads)
   case = f"{name}, {rows} row{'s' * (rows > 1)}"
   shape = (name, rows, given.source, given.target)
-  people = {"ours": ours(*shape)} | ({} if given.no_rivals else theirs(*shape))
-  times = measure.by_turns(people, given.turns)
-  tokens = people["ours"].tokens
+  competitors = {"ours": ours(*shape)} | ({} if given.no_rivals else theirs(*shape))
+  times = measure.interleave(competitors, given.turns)
+  tokens = competitors["ours"].tokens
   figures = {
-    f"{who}, ms/token": times[who].milliseconds(clock) / tokens for who in people
+    f"{system}, ms/token": times[system].milliseconds(clock) / tokens
+    for system in competitors
   }
   asked = {}
-  for who in people:
-    if who != "HF float32" and "HF float32" in people:
-      over = measure.ratio(times, who, "HF float32", clock)
-      figures[f"{who} over HF float32"] = over
+  for system in competitors:
+    if system != "HF float32" and "HF float32" in competitors:
+      over = measure.ratio(times, system, "HF float32", clock)
+      figures[f"{system} over HF float32"] = over
   if given.threads == 1 and (name, rows) in ASKED:
     asked["ours over HF float32"] = f"<= {ASKED[name, rows]}"
   if rows == 1:
@@ -80,7 +81,7 @@ def rows_of(given: argparse.Namespace, name: str, rows: int) -> list[dict]:
 
 
 def bound(given: argparse.Namespace, name: str, ms: float) -> dict[str, float]:
-  """The memory bound of a step, measured in the same minute."""
+  """Returns the memory bound of a step, from bandwidth measured in the same run."""
   speed = measure.bandwidth(given.threads)
   read = contenders.step_bytes(
     contenders.shape(name), 1, given.source, given.target // 2

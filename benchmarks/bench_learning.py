@@ -1,22 +1,23 @@
-"""What learning costs a client and what it gains, for updates every I requests.
+"""Latency cost and gain of learning, for an update every I requests.
 
-The shipped pair serves a shortened demo stream with a frozen draft and while its draft
-learns (an update every I finished requests, a swap at request n + I exactly), run by
-run, who begins changes from seed to seed. No floor metering, no comparisons, no
-checkpoints: what differs is learning alone.
+The shipped pair serves a shortened demo stream, once with a frozen draft and once for
+each I with a draft that learns: an update every I finished requests, swapped in exactly
+at request n + I. The order of the runs changes from seed to seed. Floor metering,
+comparisons and checkpoints are off, so that the runs differ only in learning.
 
-Time between emitted tokens: every compiled call is one round (max_rounds=1), so tokens
-arrive in groups of one to K + 1. The wall time of each `OnlineLoop.step` is divided by
-the tokens that it emitted, and stands once for each of them; p50 and p99 are taken over
-all tokens of all runs. A step also holds what the loop does before it decodes (prefill
-of a new request) and after it (metering of a finished one, drawing the inputs of an
-update, waiting for one that is due, swapping it in). Served is one row.
+Time between tokens: every compiled call is one round (max_rounds=1), so tokens arrive
+in groups of one to K + 1. The wall time of each `OnlineLoop.step` is divided evenly
+among the tokens it emitted; p50 and p99 are taken over all tokens of all runs. A step
+includes the work before decoding (prefill of a new request) and after it (metering of a
+finished request, drawing the inputs of an update, waiting for an update that is due,
+swapping it in). One row is served.
 
-Asked: p99 with learning at most p99 without, and one slice (update_ms / steps of the
-rows of metrics.jsonl, the median). Tokens gained: emitted tokens less what the frozen
-draft would have emitted in as many target calls. Break-even: the request from which on
-target calls saved, at the frozen run's median step each, exceed the update_ms spent;
-inf where that is not reached within the run.
+The goal is that p99 with learning exceeds p99 without by at most one slice (the median
+of update_ms / steps in metrics.jsonl), or by at most 5 % for I = 4. "Tokens gained" are
+the emitted tokens minus those that the frozen draft would have emitted with the same
+number of target calls. "Break-even" is the first request from which the saved target
+calls, at the frozen run's median time per step, outweigh the update_ms spent; inf if
+the run ends before that.
 
   python benchmarks/bench_learning.py [--intervals 1 8 32] [--requests_per_task 50]
       [--seeds 3] [--free] [--bindings NAME=VALUE ...]
@@ -37,14 +38,14 @@ DEMO, FROZEN = "runs/demo.gin", "frozen draft"
 
 @dataclasses.dataclass
 class Run:
-  """One stream served.
+  """Measurements of one served stream.
 
   Attributes:
-    seconds: wall time, an update still running at the end waited for.
+    seconds: wall time, including the wait for an update still running at the end.
     steps: [n] seconds of each call of `OnlineLoop.step`.
-    emitted: [n] tokens of each.
-    requests: rows of metrics.jsonl, one a request.
-    updates: the same, one an update.
+    emitted: [n] tokens that each of these calls emitted.
+    requests: rows of metrics.jsonl, one per request.
+    updates: rows of metrics.jsonl, one per update.
   """
 
   seconds: float
@@ -54,11 +55,11 @@ class Run:
   updates: list[dict]
 
   def gaps(self) -> np.ndarray:
-    """Milliseconds before each token."""
+    """Returns the milliseconds before each token."""
     return np.repeat(self.steps / self.emitted, self.emitted) * 1e3
 
   def of(self, kind: str, field: str) -> np.ndarray:
-    """A field of all rows, [requests] or [updates]."""
+    """Returns one field of all rows of a kind, "requests" or "updates"."""
     return np.array([row[field] for row in getattr(self, kind)])
 
   def tokens_per_call(self) -> float:
@@ -69,7 +70,7 @@ class Run:
 
 
 def configs(given: argparse.Namespace, seed: int) -> dict:
-  """An `OnlineConfig` for every contender."""
+  """Returns an `OnlineConfig` for every run to compare."""
   from osd_jax import online
   from osd_jax.main import settings
 
@@ -101,10 +102,10 @@ def configs(given: argparse.Namespace, seed: int) -> dict:
 
 
 def serve(config, requests: int | None = None) -> Run:
-  """Serves the stream, or its first requests, and times every step."""
+  """Serves the stream, or its first `requests`, and times every step."""
   from osd_jax import online, runs, sharding
 
-  sharding.make(config.partition)  # first: JAX starts as the config says
+  sharding.make(config.partition)  # before anything else starts JAX
   with tempfile.TemporaryDirectory() as folder:
     directory = runs.RunDirectory.start(folder)
     config = dataclasses.replace(config, run_directory=folder)
@@ -134,13 +135,13 @@ def serve(config, requests: int | None = None) -> Run:
 
 
 def in_flight(loop) -> int:
-  """Tokens emitted by the only row, of a request that has just finished too."""
+  """Returns the tokens emitted by the only row, even if it has just finished."""
   rows, _ = loop.server.engine.state()
   return int(rows.length[0])
 
 
 def break_even(learned: Run, frozen: Run) -> float:
-  """Finished requests from which on learning has saved more than it has cost."""
+  """Returns the number of requests after which learning has saved more than it cost."""
   calls = frozen.of("requests", "target_calls") - learned.of("requests", "target_calls")
   saved = np.cumsum(calls) * np.median(frozen.steps) * 1e3
   finished = np.arange(1, len(saved) + 1)
@@ -153,7 +154,7 @@ def break_even(learned: Run, frozen: Run) -> float:
 
 
 def cost_of(runs: list[Run], frozen: list[Run]) -> dict[str, float]:
-  """What learning takes and gives: medians over the seeds."""
+  """Returns the costs and gains of learning, as medians over the seeds."""
   pairs = list(zip(runs, frozen, strict=True))
 
   def median(figure) -> float:
@@ -188,7 +189,7 @@ def cost_of(runs: list[Run], frozen: list[Run]) -> dict[str, float]:
 
 
 def slice_ms(runs: list[Run]) -> float:
-  """Median milliseconds of a slice."""
+  """Returns the median milliseconds of a slice."""
   return float(
     np.median(
       np.concatenate(
@@ -201,7 +202,7 @@ def slice_ms(runs: list[Run]) -> float:
 def figures(
   name: str, runs: list[Run], frozen: list[Run]
 ) -> dict[str, tuple[float, str]]:
-  """Value, and what is asked of it, of one contender."""
+  """Returns figure -> (value, goal) for one group of runs."""
   gaps = np.concatenate([run.gaps() for run in runs])
   tokens = sum(int(run.emitted.sum()) for run in runs)
   asked, costs = "", {}
@@ -223,8 +224,8 @@ def figures(
 
 
 def show(found: dict[str, dict[str, tuple[float, str]]]) -> None:
-  """The whole cost in one table, a contender a column."""
-  table = rich.table.Table("", *found, title="learning, all in one")
+  """Prints one table with a column for each group of runs."""
+  table = rich.table.Table("", *found, title="cost and gain of learning")
   longest = max(found.values(), key=len)
   for figure in longest:
     cells = [
@@ -235,18 +236,18 @@ def show(found: dict[str, dict[str, tuple[float, str]]]) -> None:
 
 
 def run_all(given: argparse.Namespace) -> dict[str, list[Run]]:
-  """All contenders on every seed, after a short run that compiles."""
+  """Runs every config with every seed, after a short run that compiles."""
   found: dict[str, list[Run]] = {}
   for seed in range(given.seeds):
-    people = configs(given, seed)
+    competitors = configs(given, seed)
     if not seed:
-      serve(people[FROZEN], 4)
-      serve(people[f"I = {min(given.intervals)}"], 2 * min(given.intervals) + 4)
-    names = list(people)
+      serve(competitors[FROZEN], 4)
+      serve(competitors[f"I = {min(given.intervals)}"], 2 * min(given.intervals) + 4)
+    names = list(competitors)
     for place in range(len(names)):
       name = names[(seed + place) % len(names)]
-      found.setdefault(name, []).append(serve(people[name]))
-  return {name: found[name] for name in people}
+      found.setdefault(name, []).append(serve(competitors[name]))
+  return {name: found[name] for name in competitors}
 
 
 def main() -> None:

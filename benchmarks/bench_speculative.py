@@ -1,20 +1,21 @@
-"""Speculation at a given acceptance: ours beside our own greedy and beside assisted HF.
+"""Speculation at a given acceptance, compared with plain decoding and assisted HF.
 
 The draft runs in full; its tokens are replaced by the target's own greedy continuation,
-each corrupted with probability 1 - alpha, the same for everybody. So speed is measured
-apart from learning. Encoders count on both sides. One thread, CPU time.
+in which each token is corrupted with probability 1 - alpha. All systems use the same
+corrupted tokens, so speed is measured independently of learning. Encoder time is
+included for all systems. One thread, CPU time.
 
-The draft is served as `--draft` says: "float32", "int8" (decoder and head in 8 bits),
-"shortlist" (a head of 4,096 tokens), or "both"; all that are named run by turns, which
-makes the ablation; with `--without_native` all of ours twice more, without the
-attention in C++ (osd_jax/native) and without anything there. What a lighter draft
-costs in acceptance, `osd evaluate` tells on real requests.
+`--draft` selects how the draft is served: "float32", "int8" (decoder and head in 8
+bits), "shortlist" (a head of 4,096 tokens) or "both". Several choices run interleaved,
+as an ablation. `--without_native` adds two variants of each of our systems: without the
+C++ attention, and without any C++ code (osd_jax/native). The effect of a lighter draft
+on acceptance is not measured here; `osd evaluate` measures it on real requests.
 
   python benchmarks/bench_speculative.py [--target flan-t5-base] [--alphas .7 .8 .9]
       [--drafted 3 7] [--draft float32 both] [--without_native] [--no_rivals]
 
-All are in memory together: of a target of a billion parameters, which takes 5 GB each
-time, name one of `--rival_types`.
+All systems are in memory together. With a target of a billion parameters, which takes
+5 GB per copy, choose a single `--rival_types`.
 """
 
 import argparse
@@ -53,24 +54,24 @@ SERVING = {
 
 
 class WithoutNative:
-  """Somebody of ours for whom XLA computes what C++ would."""
+  """One of our systems with some C++ kernels replaced by XLA."""
 
-  def __init__(self, person: contenders.Ours, parts: tuple[str, ...]):
-    self._person, self._parts, self.tokens = person, parts, person.tokens
+  def __init__(self, competitor: contenders.Ours, parts: tuple[str, ...]):
+    self._competitor, self._parts, self.tokens = competitor, parts, competitor.tokens
 
   def __call__(self):
     with native.off(*self._parts):
-      return self._person()
+      return self._competitor()
 
 
 class Bench:
-  """One target with its prompts, its continuations and whoever serves them."""
+  """One target with its prompts, its continuations and the systems that serve them."""
 
   def __init__(self, given: argparse.Namespace):
-    """Makes the target and decodes its continuations plainly."""
+    """Creates the target and computes its continuations by plain decoding."""
     self.given = given
     self.config = contenders.shape(given.target)
-    self.draft_config = dataclasses.replace(  # of the draft's size, for this target
+    self.draft_config = dataclasses.replace(  # the vocabulary is the target's
       contenders.shape(given.drafts_with), vocab_size=self.config.vocab_size
     )
     self.target = contenders.random_model(self.config)
@@ -82,7 +83,7 @@ class Bench:
     self.tokens = scripting.continuations(self._plain, self.sources)
 
   def ours(self, alpha: float, drafted: int, draft: str) -> contenders.Ours:
-    """Speculation with a draft served in one of the ways of `SERVING`."""
+    """Returns speculative decoding with a draft served as `SERVING[draft]`."""
     model, params = contenders.random_model(self.draft_config, 1, SERVING[draft])
     decoder = scripting.speculative(
       self._decoding(drafted),
@@ -96,7 +97,7 @@ class Bench:
     return contenders.Ours(decoder, self.sources)
 
   def theirs(self, dtype: str, drafted: int):
-    """Assisted generation, every prompt with the same corrupted continuation."""
+    """Returns assisted generation with scripts corrupted in the same way."""
     import rivals
 
     model = rivals.random_model(self.config, dtype)
@@ -110,44 +111,44 @@ class Bench:
 
 
 def contenders_of(bench: Bench) -> dict:
-  """Everybody, by name."""
+  """Returns all systems by name."""
   given = bench.given
-  people = {"plain": bench.plain}
+  competitors = {"plain": bench.plain}
   for alpha in given.alphas:
     for drafted in given.drafted:
       for draft in given.draft:
         name = f"alpha {alpha}, K {drafted}, {draft} draft"
-        people[name] = bench.ours(alpha, drafted, draft)
+        competitors[name] = bench.ours(alpha, drafted, draft)
   if given.without_native:
-    for name, person in list(people.items()):
+    for name, competitor in list(competitors.items()):
       for how, parts in WITHOUT.items():
-        people[f"{name}, {how}"] = WithoutNative(person, parts)
+        competitors[f"{name}, {how}"] = WithoutNative(competitor, parts)
   if not given.no_rivals:
     for dtype in given.rival_types:
-      people[f"HF assisted {dtype}"] = bench.theirs(dtype, given.rival_drafted)
-  return people
+      competitors[f"HF assisted {dtype}"] = bench.theirs(dtype, given.rival_drafted)
+  return competitors
 
 
-def native_ones(people: dict, alpha: float) -> list[str]:
-  """Ours at an acceptance, as they are served."""
+def native_ones(competitors: dict, alpha: float) -> list[str]:
+  """Returns the names of our systems at one acceptance that use the C++ kernels."""
   return [
     name
-    for name, person in people.items()
-    if name.startswith(f"alpha {alpha},") and not isinstance(person, WithoutNative)
+    for name, competitor in competitors.items()
+    if name.startswith(f"alpha {alpha},") and not isinstance(competitor, WithoutNative)
   ]
 
 
 def best(times: dict, names: list[str], clock: str) -> str:
-  """The fastest of some contenders."""
+  """Returns the name of the fastest system."""
   return min(names, key=lambda name: times[name].milliseconds(clock))
 
 
 def rows_of(bench: Bench) -> list[dict]:
-  """Measures everybody by turns."""
+  """Measures all systems, interleaved."""
   given = bench.given
   clock = measure.clock_of(given.threads)
-  people = contenders_of(bench)
-  times = measure.by_turns(people, given.turns)
+  competitors = contenders_of(bench)
+  times = measure.interleave(competitors, given.turns)
   figures, bounds = {}, {}
 
   def row(figure: str, value: float, asked: float | None = None) -> None:
@@ -157,13 +158,13 @@ def rows_of(bench: Bench) -> list[dict]:
     for how in WITHOUT:
       other = f"plain, {how}"
       row(f"plain over {other}", measure.ratio(times, other, "plain", clock))
-  for name, person in people.items():
-    row(f"{name}, ms/token", times[name].milliseconds(clock) / person.tokens)
+  for name, competitor in competitors.items():
+    row(f"{name}, ms/token", times[name].milliseconds(clock) / competitor.tokens)
   for alpha in given.alphas:
-    for name in people:
+    for name in competitors:
       if name.startswith(f"alpha {alpha},"):
         row(f"{name}, over plain", measure.ratio(times, "plain", name, clock))
-    mine = native_ones(people, alpha)
+    mine = native_ones(competitors, alpha)
     fastest = best(times, mine, clock)
     row(
       f"alpha {alpha}, the fastest of these, over plain",
@@ -171,7 +172,7 @@ def rows_of(bench: Bench) -> list[dict]:
       ASKED.get(given.target, {}).get(alpha),
     )
   if not given.no_rivals:
-    mine = native_ones(people, RIVAL_ALPHA)
+    mine = native_ones(competitors, RIVAL_ALPHA)
     for dtype in given.rival_types:
       row(
         f"tokens/s over HF assisted {dtype}, alpha {RIVAL_ALPHA}",

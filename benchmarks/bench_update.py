@@ -1,16 +1,17 @@
-"""What learning costs: the update step, its memory, and taking the target's records.
+"""The cost of learning: time and memory of an update step, and recording the target.
 
-Step: ours learns from the 64 largest entries of every target row; torch float32 from
-the same rows stored in full, the same forward KL, clipping and AdamW, by turns. One
-thread: CPU time; more: wall time.
+Step: our update learns from the 64 largest entries of every target row. The torch
+float32 update learns from the same rows stored in full, with the same forward KL,
+clipping and AdamW. The two run interleaved. With one thread the time is CPU time, with
+more it is wall time.
 
-Memory: a child process a contender runs only that. The peak of the whole process stands
-beside its growth over what was resident before the weights were made, which holds what
-compiling left behind, and beside what the compiler says that a step needs.
+Memory: each system runs alone in a child process. Reported are the peak of the whole
+process, its growth since before the weights were created (which includes memory left
+over from compiling), and for ours the memory that the compiler states for a step.
 
-Records: bytes of one token, and the share of a speculative round that taking them
-costs, twice: the same requests decoded with and without records by turns, and the
-compiled truncation of a round's rows alone beside the round.
+Records: bytes per token, and the share of a speculative round spent on taking them.
+The share is measured in two ways: the same requests are decoded with and without
+records, interleaved, and the truncation of a round's rows is timed alone.
 
   python benchmarks/bench_update.py [--shape t5-small] [--served flan-t5-base]
       [--rows 8] [--threads 1] [--turns 10]
@@ -36,9 +37,9 @@ from osd_jax.distillation import update as updates
 from osd_jax.engine import engine
 
 CONFIG = updates.UpdateConfig()  # AdamW, forward KL at all positions
-BETAS, EPS = (0.9, 0.999), 1e-8  # of optax.adamw
+BETAS, EPS = (0.9, 0.999), 1e-8  # defaults of optax.adamw
 MEMORY_STEPS = 3
-ASKED = {  # by the beginning and the end of a figure's name
+ASKED = {  # keys are the first and last part of a figure's name
   ("step, ours", "over torch float32"): "<= 0.85",
   ("memory, ours", "GB"): "<= 1.7",
   ("record", "bytes/token"): "<= 400",
@@ -49,12 +50,12 @@ ASKED = {  # by the beginning and the end of a figure's name
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """What is learned from.
+  """Training data.
 
   Attributes:
     source: [R, S] int32.
     target: [R, T] int32.
-    logits: [R, T, V] float32, the teacher's.
+    logits: [R, T, V] float32, logits of the teacher.
   """
 
   source: np.ndarray
@@ -63,7 +64,7 @@ class Rows:
 
 
 def rows_to_learn(given: argparse.Namespace) -> Rows:
-  """Random texts and a random teacher."""
+  """Returns random texts with random teacher logits."""
   size = contenders.shape(given.shape).vocab_size
   rng = np.random.default_rng(0)
   logits = rng.standard_normal((given.rows, given.target, size), np.float32)
@@ -75,10 +76,10 @@ def rows_to_learn(given: argparse.Namespace) -> Rows:
 
 
 class Ours:
-  """Update steps of this package."""
+  """Update steps of osd_jax."""
 
   def __init__(self, given: argparse.Namespace, rows: Rows):
-    """Keeps the teacher's largest entries; the weights come with `start`."""
+    """Stores the teacher's largest entries; `start` creates the weights."""
     self._shape = contenders.shape(given.shape)
     kept = min(given.kept, self._shape.vocab_size)
     count = len(rows.source)
@@ -92,7 +93,7 @@ class Ours:
     jax.block_until_ready(self._batch)
 
   def start(self) -> "Ours":
-    """Makes weights and state of the optimiser."""
+    """Creates the weights and the optimiser state."""
     self._model, params = contenders.random_model(self._shape)
     self._learner = updates.init_learner(CONFIG, params)
     return self
@@ -105,7 +106,10 @@ class Ours:
     assert bool(metrics.finite), metrics
 
   def needed(self) -> float:
-    """Gigabytes of a step's arguments, results and temporaries, says the compiler."""
+    """Returns the gigabytes of a step's arguments, results and temporaries.
+
+    The numbers are those of the compiler's memory analysis.
+    """
     step = updates.take_slice.lower(self._model, CONFIG, self._learner, self._batch)
     found = step.compile().memory_analysis()
     sizes = (
@@ -117,10 +121,10 @@ class Ours:
 
 
 class Torch:
-  """The same steps in torch float32, on stored logits."""
+  """The same steps in torch float32, with full teacher logits."""
 
   def __init__(self, given: argparse.Namespace, rows: Rows):
-    """Keeps the teacher's logits; the weights come with `start`."""
+    """Stores the teacher's logits; `start` creates the weights."""
     import torch
 
     self._torch, self._shape = torch, contenders.shape(given.shape)
@@ -131,7 +135,7 @@ class Torch:
     self._logits = torch.from_numpy(rows.logits)
 
   def start(self) -> "Torch":
-    """Makes weights and state of the optimiser, the fused one being the fastest."""
+    """Creates the weights and a fused AdamW, torch's fastest variant."""
     import rivals
 
     self._model = rivals.random_model(self._shape).train()
@@ -169,19 +173,19 @@ CONTENDERS: dict[str, Callable] = {"ours": Ours, "torch float32": Torch}
 
 
 def step_figures(given: argparse.Namespace) -> dict[str, float]:
-  """Times the step by turns."""
+  """Times both update steps, interleaved."""
   rows = rows_to_learn(given)
-  people = {name: make(given, rows).start() for name, make in CONTENDERS.items()}
-  times = measure.by_turns(people, given.turns)
+  competitors = {name: make(given, rows).start() for name, make in CONTENDERS.items()}
+  times = measure.interleave(competitors, given.turns)
   found = {
-    f"step, {name}, ms": times[name].milliseconds(given.clock) for name in people
+    f"step, {name}, ms": times[name].milliseconds(given.clock) for name in competitors
   }
   over = measure.ratio(times, "ours", "torch float32", given.clock)
   return found | {"step, ours over torch float32": over}
 
 
 def memory_figures() -> dict[str, float]:
-  """Peak memory of each contender, in a process of its own."""
+  """Measures the memory of each system in its own process."""
   found = {}
   for name in CONTENDERS:
     command = [sys.executable, *sys.argv, "--only", name]
@@ -192,7 +196,7 @@ def memory_figures() -> dict[str, float]:
 
 
 def only(given: argparse.Namespace) -> dict[str, float]:
-  """A few steps of one contender: gigabytes of this process."""
+  """Runs a few steps of one system and returns the memory of this process."""
   contender = CONTENDERS[given.only](given, rows_to_learn(given))
   before = resident("VmRSS")
   contender.start()
@@ -206,18 +210,18 @@ def only(given: argparse.Namespace) -> dict[str, float]:
 
 
 def resident(field: str) -> float:
-  """Gigabytes (10**9) resident in this process, now (VmRSS) or at most (VmHWM)."""
+  """Returns this process's resident memory in GB: current (VmRSS) or peak (VmHWM)."""
   with open("/proc/self/status") as file:
     fields = dict(line.split(":", 1) for line in file)
   return int(fields[field].split()[0]) * 1024 / 1e9
 
 
 def record_rows(given: argparse.Namespace) -> list[dict]:
-  """What records take in bytes, and of a round's time."""
-  people = served(given)
-  rounds = sum(done.target_calls for done in people["without"]())
-  assert rounds == sum(done.target_calls for done in people["with"]())
-  times = measure.by_turns(people, given.turns)
+  """Measures the bytes of a record and the time that recording takes."""
+  competitors = served(given)
+  rounds = sum(done.target_calls for done in competitors["without"]())
+  assert rounds == sum(done.target_calls for done in competitors["with"]())
+  times = measure.interleave(competitors, given.turns)
   without = times["without"].milliseconds(given.clock) / rounds
   alone, size = truncation(given), contenders.shape(given.served).vocab_size
   share = measure.ratio(times, "with", "without", given.clock) - 1
@@ -233,7 +237,7 @@ def record_rows(given: argparse.Namespace) -> list[dict]:
 
 
 def served(given: argparse.Namespace) -> dict[str, contenders.Ours]:
-  """The same speculative requests, with records and without."""
+  """Returns two decoders of the same requests, with and without records."""
   shape = contenders.shape(given.served)
   sources = contenders.prompts(1, given.source, shape.vocab_size)
   model, params = contenders.random_model(shape)
@@ -254,7 +258,7 @@ def served(given: argparse.Namespace) -> dict[str, contenders.Ours]:
 
 
 def rows_of(given: argparse.Namespace, case: str, figures: dict) -> list[dict]:
-  """Figures with what is asked of them."""
+  """Returns rows of the figures with their goals."""
   asked = {
     figure: bound
     for figure in figures
@@ -265,7 +269,7 @@ def rows_of(given: argparse.Namespace, case: str, figures: dict) -> list[dict]:
 
 
 def truncation(given: argparse.Namespace, repeats: int = 50) -> float:
-  """Milliseconds of truncating the target rows of one round."""
+  """Returns the milliseconds that truncating the target rows of one round takes."""
   size = contenders.shape(given.served).vocab_size
   rng = np.random.default_rng(0)
   shape = (1, given.drafted + 1, size)
@@ -276,7 +280,7 @@ def truncation(given: argparse.Namespace, repeats: int = 50) -> float:
     for _ in range(repeats):
       jax.block_until_ready(truncate(logits, min(given.kept, size)))
 
-  times = measure.by_turns({"alone": rounds}, given.turns)
+  times = measure.interleave({"alone": rounds}, given.turns)
   return times["alone"].milliseconds(given.clock) / repeats
 
 
@@ -287,7 +291,7 @@ def main() -> None:
   parser.add_argument("--rows", type=int, default=8)
   parser.add_argument("--source", type=int, default=64)
   parser.add_argument("--target", type=int, default=64)
-  parser.add_argument("--kept", type=int, default=64, help="entries of a record, k")
+  parser.add_argument("--kept", type=int, default=64, help="top-k entries in a record")
   parser.add_argument("--drafted", type=int, default=3, help="K")
   parser.add_argument("--alpha", type=float, default=0.7, help="synthetic acceptance")
   parser.add_argument("--turns", type=int, default=10)

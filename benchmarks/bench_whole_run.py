@@ -1,28 +1,32 @@
-"""What learning costs and gains end to end: complete runs of one stream.
+"""The cost and gain of learning end to end: complete runs of one stream.
 
-Plain decoding, a frozen draft and an online draft (updates, metering of the online
-draft, logging and checkpoints included) serve the same requests by turns, block by
-block; with `--attached` a frozen and an online attached draft too, each with a server
-of its own. Wall time; an update or a checkpoint that is still under way when its block
-ends is waited for, on its own run's account. A run has one such end, not five: blocks
-of 190 end between two of the checkpoints that the demo takes every 200, so that one
-is written beside serving, as it is in a run. Loading, compiling, the warm start of the
-buffer and the files that are written when a run is closed are on nobody's.
-"Independent" is a draft that reads the prompt itself. `--systems` names who serves, all
-by default: with a vocabulary of 32,128 an independent draft learns for long on a CPU.
+Plain decoding, a frozen draft and an online draft serve the same requests, interleaved
+block by block; with `--attached`, so do a frozen and an online attached draft. Each
+system has its own server. The online runs include updates, metering of the online
+draft, logging and checkpoints. An "independent" draft is one that reads the prompt
+itself.
 
-Break-even: the first end of a block from which on a run that learns has spent less time
-than another, and less to the end of the stream.
+Times are wall times. If an update or a checkpoint is still running at the end of a
+block, the program waits for it and counts the wait for that system. An uninterrupted
+run has no such waits except at its end, so blocks have 190 requests: they end between
+the checkpoints that the demo takes every 200 requests, which are therefore written
+during serving, as usual. Loading, compiling, the warm start of the buffer and the files
+written when a run is closed are not counted.
 
-A small target says little of a real one: `experiments/real_cost/embed.py` writes the
-shipped target, with the outputs it has, in the shape of flan-t5-small, -base or -large.
+Break-even is the first end of a block from which a learning run has spent less time
+than another run, up to the end of the stream.
+
+`--systems` selects the systems, by default all; an independent draft with a vocabulary
+of 32,128 learns slowly on a CPU. Times with a small target say little about a large
+one: `experiments/real_cost/embed.py` writes the shipped target, with unchanged outputs,
+in the shape of flan-t5-small, -base or -large.
 
   python benchmarks/bench_whole_run.py [--gin_file runs/demo_independent.gin]
       [--seeds 3] [--target FILE] [--draft FILE] [--attached FILE] [--attached_gin FILE]
       [--requests_per_task 200] [--threads 2] [--bindings NAME=VALUE ...]
       [--systems plain "attached frozen" "attached online"]
 
-`figures.py time_saved` draws the time saved, from the results alone.
+`figures.py time_saved` draws the time saved from the stored results.
 """
 
 import argparse
@@ -56,9 +60,9 @@ ASKED = {
   "attached online, over independent frozen": ">= 1.3",
   "attached online, over attached frozen": ">= 1.05",
 }
-# What is asked where a part of a setting or of the clock is there: the first counts.
+# Goals of special cases: the first key that occurs in the setting or the clock counts.
 ASKED_OF = {
-  # Of the demo's topics, the one that its draft knows: nothing is to be gained.
+  # The demo's draft already knows this topic, so learning cannot gain anything.
   "StreamConfig.tasks=(@maths/stream/TaskConfig(),)": {
     "attached online, over attached frozen": ">= 0.97"
   },
@@ -76,12 +80,12 @@ ASKED_OF = {
     "attached online, over attached frozen": ">= 0.97",
   },
 }
-# What `--attached_gin` may change of a run.
+# Fields of OnlineConfig that `--attached_gin` may change.
 OF_A_DRAFT = ("decoding", "learning", "warm_start")
 
 
 def configs(given: argparse.Namespace, seed: int) -> dict[str, online.OnlineConfig]:
-  """The run of each kind of draft."""
+  """Returns the config of each kind of draft."""
   made = {INDEPENDENT: config_of(given, seed, [], given.draft)}
   if given.attached:
     own = [given.attached_gin] if given.attached_gin else []
@@ -97,7 +101,7 @@ def configs(given: argparse.Namespace, seed: int) -> dict[str, online.OnlineConf
 def config_of(
   given: argparse.Namespace, seed: int, files: list[str], draft: str | None
 ) -> online.OnlineConfig:
-  """What gin files, bindings and options say of one kind of draft."""
+  """Loads the config of one kind of draft from gin files, bindings and options."""
   bindings = [f"StreamConfig.seed={seed}"]
   if given.requests_per_task:
     bindings.append(f"StreamConfig.requests_per_task={given.requests_per_task}")
@@ -110,7 +114,7 @@ def config_of(
 
 
 def _path(value: str) -> str:
-  """An absolute path where there is something, so that PairConfig.folder stays out."""
+  """Makes the path of an existing file absolute, so PairConfig.folder is not used."""
   path = pathlib.Path(value)
   return str(path.absolute()) if path.exists() else value
 
@@ -118,7 +122,7 @@ def _path(value: str) -> str:
 def check(
   one: online.OnlineConfig, other: online.OnlineConfig, file: str | None
 ) -> None:
-  """Raises InputError where runs differ in more than a draft and how it learns."""
+  """Raises InputError if runs differ in more than the draft and its learning."""
   differing = [
     f"{type(mine).__name__}.{field.name}"
     for mine, its, own in (
@@ -137,7 +141,7 @@ def check(
 
 
 def check_independent(pair: pairs.Pair) -> None:
-  """Raises InputError where the draft of a pair is attached to its target."""
+  """Raises InputError if the draft of a pair is attached to its target."""
   if pair.draft.frozen:
     raise base.InputError(
       "--draft: received a draft that is attached to its target, expected one that"
@@ -146,13 +150,13 @@ def check_independent(pair: pairs.Pair) -> None:
     )
 
 
-def people(
+def create_systems(
   made: Mapping[str, online.OnlineConfig],
   loaded: Mapping[str, pairs.Pair],
   folder: pathlib.Path,
   chosen: Sequence[str],
 ) -> dict[str, systems.Frozen | systems.Learning]:
-  """Who serves the stream, by name."""
+  """Creates the chosen systems by name."""
   requests = systems.requests_of(made[INDEPENDENT], loaded[INDEPENDENT])
 
   def server(name: str) -> systems.Frozen | systems.Learning:
@@ -168,7 +172,11 @@ def people(
 
 
 def chosen_of(given: argparse.Namespace) -> list[str]:
-  """Who serves, in the order of `SYSTEMS`; raises InputError without their draft."""
+  """Returns the selected names in the order of `SYSTEMS`.
+
+  Raises:
+    InputError: if an attached system is selected without `--attached`.
+  """
   there = [name for name in SYSTEMS if given.attached or not name.startswith(ATTACHED)]
   asked = given.systems or there
   for name in asked:
@@ -185,9 +193,9 @@ def one_run(
   block: int,
   chosen: Sequence[str],
 ) -> tuple[accounts.Accounts, dict[str, float]]:
-  """Serves the stream; what everybody spent, and what they did."""
+  """Serves the stream once; returns the time of each system and its figures."""
   with tempfile.TemporaryDirectory() as folder:
-    serving = people(made, loaded, pathlib.Path(folder), chosen)
+    serving = create_systems(made, loaded, pathlib.Path(folder), chosen)
     total = len(systems.requests_of(made[INDEPENDENT], loaded[INDEPENDENT]))
     serve = {name: system.serve for name, system in serving.items()}
     spent = accounts.by_blocks(serve, total, block)
@@ -200,14 +208,14 @@ def one_run(
 
 
 def rivals_of(name: str, names: list[str]) -> list[str]:
-  """Whom a system is compared with: plain, independent frozen, its own kind frozen."""
+  """Returns the baselines: plain, independent frozen and its own kind frozen."""
   own = f"{name.split()[0]} frozen"
   asked = dict.fromkeys((PLAIN, f"{INDEPENDENT} frozen", own) if name != PLAIN else ())
   return [other for other in asked if other in names and other != name]
 
 
 def compared(spent: accounts.Accounts) -> dict[str, float]:
-  """Ratios of total times, and break-even of those that learn; inf: never."""
+  """Returns ratios of total times, and break-even requests (inf: never)."""
   names, figures = list(spent.seconds), {}
   for name in names:
     for other in rivals_of(name, names):
@@ -229,7 +237,7 @@ def rows_of(
   spent: accounts.Accounts,
   figures: Mapping[str, float],
 ) -> list[dict]:
-  """What the report keeps of a run; rows of seconds hold the course of the run too."""
+  """Returns the rows of a run; rows of seconds also hold the course of the run."""
   named = functools.partial(measure.rows, f"{setting}, seed {seed}", clock)
   rows = []
   for name, seconds in spent.seconds.items():
@@ -240,13 +248,13 @@ def rows_of(
 
 
 def asked_of(setting: str, clock: str) -> dict[str, str]:
-  """What is asked of a run, by figure."""
+  """Returns the goals of a run by figure."""
   parts = (part for part in ASKED_OF if part in f"{setting}, {clock}")
   return next((ASKED_OF[part] for part in parts), ASKED)
 
 
 def setting_of(given: argparse.Namespace) -> str:
-  """The gin file, and every option that differs from it."""
+  """Returns a label: the gin file and every option that changes it."""
   files = ("target", "draft", "attached", "attached_gin")
   named = {name: getattr(given, name) for name in files}
   parts = [f"{n} {pathlib.Path(value).stem}" for n, value in named.items() if value]
@@ -256,25 +264,25 @@ def setting_of(given: argparse.Namespace) -> str:
 
 
 def options() -> argparse.ArgumentParser:
-  """The command line."""
+  """Returns the parser of the command line."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--gin_file", default="runs/demo_independent.gin")
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--block", type=int, default=190, help="requests of a turn")
-  parser.add_argument("--target", help="weights of the target, for all")
+  parser.add_argument("--block", type=int, default=190, help="requests in a block")
+  parser.add_argument("--target", help="weights of the target of all systems")
   parser.add_argument("--draft", help="weights of the independent draft")
   parser.add_argument("--attached", help='weights of an attached draft, or "attached"')
-  parser.add_argument("--attached_gin", help="read after gin_file for that draft")
+  parser.add_argument("--attached_gin", help="gin file read after --gin_file for it")
   parser.add_argument("--requests_per_task", type=int)
   parser.add_argument(
     "--systems",
     nargs="+",
     choices=SYSTEMS,
     metavar="NAME",
-    help="who serves; default all",
+    help="systems to run; default: all",
   )
   parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
-  parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE, for all")
+  parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
   parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS)
   return parser
 
@@ -283,7 +291,7 @@ def main() -> None:
   given = options().parse_args()
   measure.restart(given.threads)
   measure.RESULTS = given.results
-  # Who else computes here takes from every system alike, but not block by block.
+  # Other work on this machine slows down all systems, but not every block equally.
   figures = {"load of other work at the start": os.getloadavg()[0]}
   chosen = chosen_of(given)
   loaded = systems.load(configs(given, 0))

@@ -1,4 +1,4 @@
-"""Who is measured: models of published shapes with random weights, and prompts."""
+"""Systems to measure: models of published shapes with random weights, and prompts."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from osd_jax.models import families, t5
 from osd_jax.models.families import ModelConfig
 from osd_tools import sizes
 
-WHOLE = t5.DraftServing()  # nothing is left out
+WHOLE = t5.DraftServing()  # the full draft: no shortlist, no 8 bits
 TINY = t5.T5Config(
   vocab_size=256,
   width=32,
@@ -30,23 +30,23 @@ TINY = t5.T5Config(
 
 
 def shape(name: str) -> ModelConfig:
-  """A published shape, or `tiny`, with which the programs themselves are tested."""
+  """Returns a published shape, or the tiny shape that tests use."""
   return TINY if name == "tiny" else sizes.size(name)
 
 
 def random_model(
   config: ModelConfig, seed: int = 0, serving: t5.DraftServing = WHOLE
 ) -> tuple[base.Model, base.Params]:
-  """A model with random weights that never emits end-of-sequence.
+  """Returns a model with random weights that never emits end-of-sequence.
 
   Args:
-    config: the shape.
-    seed: of the weights.
-    serving: what its served copy leaves out, for drafts.
+    config: shape of the model.
+    seed: seed of the weights.
+    serving: how a draft is served, for example with a shortlist.
   """
   model = families.build(config, "random", serving)
   params = jax.jit(model.init)(jax.random.key(seed))
-  # A logit of 0 is never the largest of a vocabulary of random ones.
+  # Among many random logits, a logit of 0 is never the largest.
   ends = np.asarray(model.eos_ids)
   if not config.tied_head:
     head = params["decoder"]["logits_dense"]
@@ -58,19 +58,20 @@ def random_model(
 
 
 def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> np.ndarray:
-  """Random prompts [count, length] int32 without special tokens."""
+  """Returns random prompts [count, length] int32 without special tokens."""
   rng = np.random.default_rng(seed)
   return rng.integers(3, vocab_size, (count, length)).astype(np.int32)
 
 
 def step_bytes(config: ModelConfig, rows: int, source: int, target: int) -> int:
-  """Bytes that one decoding step of float32 has to read.
+  """Returns the bytes that one float32 decoding step has to read.
 
-  Decoder weights, output head and key/value caches; not the embedding, of which a step
-  reads a row, and not the kernels of a T5's cross-attention keys and values.
+  Counts decoder weights, output head and key/value caches. Leaves out the embedding,
+  since a step reads only one of its rows, and the kernels of T5's cross-attention keys
+  and values, which only prefill uses.
 
   Args:
-    config: the shape.
+    config: shape of the model.
     rows: B; caches are per row.
     source: S.
     target: mean number of self-attention entries.
@@ -91,12 +92,12 @@ def step_bytes(config: ModelConfig, rows: int, source: int, target: int) -> int:
 
 @flax.struct.dataclass
 class Scripts:
-  """What a scripted draft serves.
+  """Parameters of a scripted draft.
 
   Attributes:
-    params: of the draft that runs in full.
+    params: parameters of the draft that runs in full.
     sources: [N, S] int32 prompts, padded.
-    tokens: [N, T] int32 what it drafts for them.
+    tokens: [N, T] int32 tokens to draft for each prompt.
   """
 
   params: Any
@@ -106,10 +107,10 @@ class Scripts:
 
 @flax.struct.dataclass
 class ScriptedCache:
-  """The draft's cache, and the script of each row.
+  """The draft's cache and the script of each row.
 
   Attributes:
-    inner: cache of the draft.
+    inner: the draft's own cache.
     script: [B, T] int32.
     length: [B] int32.
   """
@@ -121,10 +122,10 @@ class ScriptedCache:
 
 @functools.cache
 def scripted(draft: base.Model) -> base.Model:
-  """The draft with the script's tokens on top of its own logits.
+  """Returns a draft whose most likely token is always the scripted one.
 
-  It runs in full, head included; then the scripted token of the position gets the
-  largest logit. Its params are `Scripts`.
+  The draft runs in full, head included; then the scripted token of the position gets
+  the largest logit. Its params are `Scripts`.
   """
 
   def prefill(served, source, mask, cache_length):
@@ -158,13 +159,13 @@ def scripted(draft: base.Model) -> base.Model:
 def corrupted(
   tokens: np.ndarray, alpha: float, vocab_size: int, seed: int = 0
 ) -> np.ndarray:
-  """A continuation of which each token is right with probability alpha.
+  """Replaces each token of a continuation with probability 1 - alpha.
 
   Args:
     tokens: [N, T] int32, the target's own greedy continuation.
-    alpha: synthetic acceptance.
+    alpha: probability that a token stays right.
     vocab_size: V.
-    seed: of the choice; the same for every rival.
+    seed: seed of the choice; the same for all systems that are compared.
   """
   rng = np.random.default_rng(seed)
   wrong = rng.random(tokens.shape) >= alpha
@@ -175,10 +176,10 @@ def corrupted(
 
 
 class Ours:
-  """Requests of one shape, answered by this package.
+  """Requests of one shape, answered by osd_jax.
 
   Attributes:
-    tokens: output tokens of a call.
+    tokens: output tokens per call.
   """
 
   def __init__(self, decoder: engine.Engine, sources: np.ndarray):
@@ -196,7 +197,7 @@ class Ours:
 def decoding(
   rows: int, source: int, target: int, drafted: int
 ) -> engine.DecodingConfig:
-  """Shapes without records."""
+  """Returns a decoding config without records."""
   return engine.DecodingConfig(
     rows=rows,
     num_draft_tokens=drafted,

@@ -1,11 +1,11 @@
-"""Draws the pictures of the results page from committed results alone.
+"""Draws the pictures of the results page from the committed results.
 
-  python benchmarks/figures.py    # what is committed -> docs/figures
+  python benchmarks/figures.py    # all pictures -> docs/figures
   python benchmarks/figures.py acceptance time_saved
 
-Each picture is written twice, for light and for dark pages, as SVG: text stays text,
-and print is sharp. A file says which results it was drawn from (a hash), so that a
-test sees where it is stale. What a picture shows stands in docs/results.md.
+Each picture is written as SVG twice, for light and for dark pages. The file contains a
+hash of the results it was drawn from, with which a test detects outdated pictures.
+docs/results.md explains the pictures.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from osd_jax.report import plots, tables
 
 HERE = pathlib.Path(__file__).resolve().parent
 FIGURES = HERE.parent / "docs" / "figures"
-WINDOW, FEW = 25, 5  # requests of a trailing mean; fewer say too little
-WHOLE = (800, 1600)  # requests of the demo, and of the real domains
+WINDOW, FEW = 25, 5  # requests in a trailing mean; the first FEW means are not drawn
+WHOLE = (800, 1600)  # number of requests of the demo and of the real domains
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-  """Colours of what is no data.
+  """Colours of everything but the data.
 
   Attributes:
     ink: text.
     faint: axes.
-    grid: lines behind the data.
+    grid: grid lines.
   """
 
   ink: str
@@ -44,7 +44,7 @@ class Theme:
 
   @property
   def style(self) -> dict[str, Any]:
-    """As matplotlib takes it."""
+    """The theme as matplotlib rcParams."""
     return {
       **plots.STYLE,
       "svg.fonttype": "none",
@@ -65,7 +65,7 @@ THEMES = {
   "light": Theme(ink="#222222", faint="#B8B8B8", grid="#ECECEC"),
   "dark": Theme(ink="#E2E4EA", faint="#6B6F7B", grid="#3A3D47"),
 }
-# Told apart on light and on dark pages, and by everyone.
+# Distinguishable on light and dark pages, and by colour-blind readers.
 BLUE, ORANGE, GREEN, PINK, GREY = "#2F8FD0", "#E07B2A", "#1AA37A", "#CC79A7", "#8A8A8A"
 SYSTEMS = {
   "independent frozen": (ORANGE, ":"),
@@ -76,14 +76,14 @@ SYSTEMS = {
 
 
 def newest(rows: Iterable[Row]) -> dict[tuple[str, str, str], float]:
-  """The last value written of each (case, clock, figure)."""
+  """Returns the last value of each (case, clock, figure)."""
   return {
     (row["case"], row.get("clock", ""), row["figure"]): row["value"] for row in rows
   }
 
 
 def legend(made: Any, axes: Any, handles: Sequence[Any] = ()) -> None:
-  """Names of the series in one line below the axes; samples unless they are given."""
+  """Draws the legend in one line below the axes; `handles` replace the line samples."""
   samples, names = axes.get_legend_handles_labels()
   handles = handles or samples
   place = "outside lower center"
@@ -91,7 +91,7 @@ def legend(made: Any, axes: Any, handles: Sequence[Any] = ()) -> None:
 
 
 def acceptance(rows: Sequence[Row]) -> Any:
-  """Overlap over the demo's requests: frozen and online."""
+  """Draws the overlap over the demo's requests, frozen and online."""
   made, (axes,) = plots.figure("Overlap with the target, demo stream, attached draft")
   (row,) = rows
   for name, values, color, style in (
@@ -112,9 +112,9 @@ def acceptance(rows: Sequence[Row]) -> Any:
 
 
 def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> np.ndarray:
-  """Trailing means of `WINDOW` requests; nothing for the first few after a shift.
+  """Returns trailing means of `WINDOW` requests, NaN for the first `FEW` after a shift.
 
-  So no line crosses a shift, or begins with a single request.
+  So no line crosses a shift or starts with the value of a single request.
   """
   starts = [start for start, _ in shifts]
   means = tables.trailing_mean(np.array(values), WINDOW, starts)
@@ -124,7 +124,7 @@ def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> np.n
 
 
 def time_saved(rows: Sequence[Row]) -> Any:
-  """Share of plain decoding's time saved over requests, for each target."""
+  """Draws the share of plain decoding's time saved over requests, for each target."""
   courses = dict(sorted(panels(rows).items(), reverse=True))
   made, axes = plots.figure(
     "Time saved over plain decoding, learning included",
@@ -149,14 +149,13 @@ def time_saved(rows: Sequence[Row]) -> Any:
 def panels(
   rows: Sequence[Row], requests: Sequence[int] = WHOLE
 ) -> dict[str, dict[tuple[int, str], Row]]:
-  """Runs with an attached draft that learns where it pays, by what the target costs.
+  """Selects runs on two cores whose attached draft learns when it pays.
 
-  On two cores; the newest of each seed.
+  Only the newest run of each seed is used.
 
   Args:
-    rows: of `bench_whole_run`.
-    requests: that a run may have; those with topics of other lengths, or fewer topics,
-      are left out.
+    rows: rows of `bench_whole_run`.
+    requests: allowed numbers of requests; runs of other lengths are skipped.
 
   Returns:
     title -> (seed, system) -> row.
@@ -178,7 +177,7 @@ def panels(
 
 
 def _title(setting: str) -> str:
-  """Which target serves."""
+  """Returns a panel title that names the target."""
   if "shift_cpu" in setting:
     return "four real domains"
   shape = re.search(r"demo_target_as_([\w-]+)", setting)
@@ -186,13 +185,13 @@ def _title(setting: str) -> str:
 
 
 def saved(plain: Row, row: Row) -> tuple[list[int], np.ndarray]:
-  """Requests served, and the share of plain decoding's time saved by then, in %."""
+  """Returns requests served and the % of plain decoding's time saved by then."""
   ours, its = (np.array([0.0, *r["cumulated_seconds"]]) for r in (row, plain))
   return [0, *row["block_ends"]], 100 * (its - ours) / its[-1]
 
 
 def beside_hugging_face(rows: Sequence[Row]) -> Any:
-  """Time of a token: transformers, ours, and what the memory allows."""
+  """Draws the time per token of transformers and osd_jax, and the memory bound."""
   found = newest(rows)
   clock = "cpu, 1 thread(s)"
   shapes = ("flan-t5-base", "flan-t5-large", "tinyllama-1.1b")
@@ -220,7 +219,7 @@ def beside_hugging_face(rows: Sequence[Row]) -> Any:
 
 
 def speed_by_acceptance(rows: Sequence[Row]) -> Any:
-  """What speculation gains at an acceptance: measured, and what theory says."""
+  """Draws the speedup of speculation by acceptance, measured and in theory."""
   made, axes = plots.figure("Speculation over plain decoding, by acceptance", columns=2)
   alphas = np.linspace(0.5, 0.95, 46)
   for panel, target in zip(axes, ("flan-t5-base", "flan-t5-large"), strict=True):
@@ -235,7 +234,7 @@ def speed_by_acceptance(rows: Sequence[Row]) -> Any:
         for row in rows
         if row["case"] == target and (match := re.fullmatch(pattern, row["figure"]))
       ]
-      # A round over a plain step, from the middle point: the others test the theory.
+      # The middle point gives the cost of a round; the other points test the theory.
       alpha, speed = points[len(points) // 2]
       cost = tokens(alpha, drafted) / speed
       line = tokens(alphas, drafted) / cost
@@ -250,12 +249,12 @@ def speed_by_acceptance(rows: Sequence[Row]) -> Any:
 
 
 def tokens(alpha: Any, drafted: int) -> Any:
-  """Tokens of a round at an acceptance, (1 - a^(K + 1)) / (1 - a)."""
+  """Returns the expected tokens per round, (1 - a^(K + 1)) / (1 - a)."""
   return (1 - alpha ** (drafted + 1)) / (1 - alpha)
 
 
 def rows_in_flight(rows: Sequence[Row]) -> Any:
-  """What speculation gains with several rows on one core."""
+  """Draws the speedup of speculation by the number of rows, on one core."""
   made, (axes,) = plots.figure(
     "flan-t5-base + t5-small (float32), K = 3, rows in flight"
   )
@@ -279,7 +278,7 @@ def rows_in_flight(rows: Sequence[Row]) -> Any:
 
 
 def learning_latency(rows: Sequence[Row]) -> Any:
-  """Time between tokens with updates of several rhythms, beside none."""
+  """Draws the time between tokens for several update intervals and without updates."""
   found = newest(rows)
   cases = [
     case
@@ -305,7 +304,7 @@ def learning_latency(rows: Sequence[Row]) -> Any:
 
 
 def ahead_of_time(rows: Sequence[Row]) -> Any:
-  """Tokens per second at most, by chip, for Flan-T5-XL with t5-small."""
+  """Draws upper bounds on tokens/s by chip, for Flan-T5-XL with t5-small."""
   found = newest(rows)
   cases = list(dict.fromkeys(c for c, _, _ in found if c.startswith("flan-t5-xl,")))
   value = {
@@ -341,7 +340,7 @@ def ahead_of_time(rows: Sequence[Row]) -> Any:
   return made
 
 
-# name -> (what draws it, where its rows are)
+# name -> (function that draws it, file of its rows)
 DRAWN: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "acceptance": (acceptance, "experiments/demo_stream/overlap.jsonl"),
   "time_saved": (time_saved, "benchmarks/results/whole_run.jsonl"),
@@ -354,7 +353,7 @@ DRAWN: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
 
 
 def source_hash(name: str) -> str:
-  """Of the rows that a picture is drawn from."""
+  """Returns a hash of the rows that a picture is drawn from."""
   text = (HERE.parent / DRAWN[name][1]).read_bytes()
   return hashlib.sha256(text).hexdigest()[:16]
 
@@ -374,16 +373,16 @@ def draw(name: str, folder: pathlib.Path = FIGURES) -> list[pathlib.Path]:
       path = folder / f"{name}.{theme}.svg"
       notes = {"Date": None, "Creator": None, "Source": f"{source} {source_hash(name)}"}
       made.savefig(path, metadata=notes)
-      # Matplotlib leaves blanks at the ends of lines.
+      # Matplotlib writes trailing blanks.
       path.write_text(re.sub(r"[ ]+$", "", path.read_text(), flags=re.MULTILINE))
       paths.append(path)
   return paths
 
 
 def main() -> None:
-  """Draws the pictures that were named, or all."""
+  """Draws the named pictures, by default all."""
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("names", nargs="*", choices=[[], *DRAWN], help="all unless named")
+  parser.add_argument("names", nargs="*", choices=[[], *DRAWN], help="default: all")
   parser.add_argument("--output", type=pathlib.Path, default=FIGURES)
   given = parser.parse_args()
   for name in given.names or DRAWN:

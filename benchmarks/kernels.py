@@ -1,9 +1,9 @@
-"""How many kernels a decoding step launches, counted in its compiled program.
+"""Number of kernels that a decoding step launches, counted in its compiled program.
 
-On an accelerator a step of a small model costs its launches, not its bytes. Every
-instruction of the loop's body that computes or copies counts as one launch: what is
-inside a fusion is part of it, tuples and bitcasts launch nothing, of a conditional the
-branch with fewest launches counts (the greedy one), of a loop inside the body one turn.
+On an accelerator, launches rather than bytes limit the speed of a small model. Every
+instruction of the loop body that computes or copies counts as one launch. A fusion
+counts once; tuples and bitcasts launch nothing. A conditional counts as its branch with
+the fewest launches (the greedy branch), and an inner loop counts as one iteration.
 """
 
 import re
@@ -32,7 +32,7 @@ FREE = {
 }
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = .*?[\s)]([a-z][a-z0-9-]*)\(")
-_CALLED = {  # what of other computations runs as launches of its own
+_CALLED = {  # attributes that name computations with their own launches
   "while": r"body=%?([\w.-]+)",
   "call": r"to_apply=%?([\w.-]+)",
   "conditional": r"(?:branch_computations=\{|true_computation=)([^}]*)",
@@ -42,11 +42,13 @@ _CALLED = {  # what of other computations runs as launches of its own
 def per_step(
   model: base.Model, params: base.Params, rows: int, source: int, target: int
 ) -> int | None:
-  """Launches of one plain decoding step; None where the program shows no loop.
+  """Counts the launches of one plain decoding step.
+
+  Returns None if the compiled program contains no loop.
 
   Args:
     model: the target.
-    params: its parameters; only their shapes are read.
+    params: its parameters; only their shapes are used.
     rows: B.
     source: S.
     target: T.
@@ -73,7 +75,7 @@ def per_step(
 
 
 def in_loop(text: str) -> int | None:
-  """Launches in one turn of the largest loop of a compiled program's text."""
+  """Counts the launches per iteration of the largest loop in a compiled program."""
   computations = _parse(text)
   bodies = [
     name
@@ -89,7 +91,7 @@ Computations = dict[str, list[tuple[str, list[str]]]]
 
 
 def _parse(text: str) -> Computations:
-  """By name of a computation: opcode and called computations of its instructions."""
+  """Returns computation -> (opcode, called computations) of each instruction."""
   found: Computations = {}
   inside: list[tuple[str, list[str]]] = []
   for line in text.splitlines():

@@ -1,7 +1,7 @@
-"""How the benchmarks measure: threads fixed, contenders by turns, bounds in the run.
+"""Measuring: fixed threads, interleaved systems, bandwidth, and stored results.
 
-Every program begins with `restart`, so that all contenders have the same threads and
-the same allocator, then hands its contenders to `by_turns` and its rows to `report`.
+Every program starts with `restart`, so that all systems run with the same threads and
+the same allocator. Then `interleave` times the systems and `report` stores the rows.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # weights in 2 MiB pages: fewer TLB miss
 
 
 def restart(threads: int) -> None:
-  """Starts this program anew with that many threads, unless it has been already.
+  """Restarts this program with the given number of threads, unless already done.
 
-  Threads of XLA and of torch are fixed before either is imported, memory comes in huge
-  pages, and with one thread the process stays on one core.
+  The restart fixes the threads of XLA and torch before either is imported and enables
+  huge pages. The process is pinned to as many cores as it has threads.
   """
   if os.environ.get(_MARK) == str(threads):
     cores = sorted(os.sched_getaffinity(0))
@@ -54,29 +54,31 @@ def restart(threads: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-  """What one contender took, turn by turn.
+  """Times of one system, one entry per repetition.
 
   Attributes:
     cpu: [turns] seconds of CPU time of the whole process.
-    wall: [turns] seconds.
+    wall: [turns] seconds of wall time.
   """
 
   cpu: np.ndarray
   wall: np.ndarray
 
   def milliseconds(self, clock: str) -> float:
-    """Median milliseconds of a turn by one of the clocks, "cpu" or "wall"."""
+    """Returns the median milliseconds per repetition; clock is "cpu" or "wall"."""
     return float(np.median(getattr(self, clock)) * 1e3)
 
 
-def by_turns(
+def interleave(
   contenders: Mapping[str, Callable[[], object]], turns: int
 ) -> dict[str, Times]:
-  """Lets contenders do the same work by turns, each beginning equally often.
+  """Times systems that do the same work, interleaved.
+
+  The system that goes first changes from repetition to repetition.
 
   Args:
-    contenders: by name; each does one unit of work and waits for its result.
-    turns: of each, after one that warms up and is not counted.
+    contenders: name -> function that does one unit of work and waits for its result.
+    turns: repetitions, after one uncounted repetition that warms up.
   """
   names = list(contenders)
   cpu: dict[str, list[float]] = {name: [] for name in names}
@@ -94,12 +96,12 @@ def by_turns(
 
 
 def ratio(times: Mapping[str, Times], over: str, under: str, clock: str) -> float:
-  """Median over the turns of one contender's time over another's, turn for turn."""
+  """Returns the median, over repetitions, of one system's time over another's."""
   return float(np.median(getattr(times[over], clock) / getattr(times[under], clock)))
 
 
 def clock_of(threads: int) -> str:
-  """CPU time of one thread is its own; of several only wall time says what passed."""
+  """Returns "cpu" for one thread; with several, CPU time is not elapsed time."""
   return "cpu" if threads == 1 else "wall"
 
 
@@ -109,7 +111,7 @@ def rows(
   figures: Mapping[str, float],
   asked: Mapping[str, object] | None = None,
 ) -> list[dict[str, Any]]:
-  """What `report` takes: a row a figure, with what is asked of it."""
+  """Returns one row per figure, with its goal if there is one, for `report`."""
   common, asked = {"case": case, "clock": clock}, asked or {}
   return [
     common | {"figure": name, "value": value, "asked": asked.get(name, "")}
@@ -118,7 +120,7 @@ def rows(
 
 
 def bandwidth(threads: int, megabytes: int = 512, repeats: int = 20) -> float:
-  """Bytes a second that this many threads read from memory, the best of the repeats."""
+  """Returns the best memory read rate of this many threads, in bytes per second."""
   data = np.ones(megabytes * 2**20 // 4, np.float32)
   parts = np.array_split(data, threads)
   best = float("inf")
@@ -134,13 +136,12 @@ def bandwidth(threads: int, megabytes: int = 512, repeats: int = 20) -> float:
 
 
 def report(benchmark: str, measured: Sequence[Mapping[str, Any]]) -> None:
-  """Prints rows as JSON lines and as a table; keeps those of the newest run.
+  """Prints rows as JSON lines and as a table, and stores them.
 
   Args:
-    benchmark: name of the program and of its file of results.
-    measured: of `rows`, a line each. `case`, `figure`, `value`, `asked` and `clock` go
-      into benchmarks/README.md; rows with the same `case`, `figure` and `clock` replace
-      those of an earlier run.
+    benchmark: name of the benchmark and of its results file.
+    measured: rows as returned by `rows`. They replace stored rows with the same `case`,
+      `figure` and `clock`.
   """
   console = rich.console.Console()
   run = {"benchmark": benchmark, **provenance()}
@@ -160,7 +161,7 @@ def report(benchmark: str, measured: Sequence[Mapping[str, Any]]) -> None:
 
 
 def commit() -> str:
-  """What is measured; "-dirty" if files other than results differ from it."""
+  """Returns the commit, with "-dirty" if files other than results have changed."""
 
   def git(*arguments: str) -> subprocess.CompletedProcess:
     command = ("git", "-C", str(FOLDER), *arguments)
@@ -175,7 +176,7 @@ def commit() -> str:
 
 
 def provenance() -> dict[str, Any]:
-  """This machine, as far as figures depend on it, and the code."""
+  """Returns what figures depend on: machine, jax version, commit and date."""
   return {
     "cores": os.cpu_count() or 1,
     "cpu": cpu_model(),
@@ -186,7 +187,7 @@ def provenance() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-  """As the kernel calls it."""
+  """Returns the name of the processor in /proc/cpuinfo."""
   path = pathlib.Path("/proc/cpuinfo")
   text = path.read_text() if path.exists() else ""
   found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The rival: Hugging Face `generate`, plain and assisted, on the same shapes."""
+"""Hugging Face `generate`, plain and assisted, on the same shapes."""
 
 import functools
 from collections.abc import Callable
@@ -19,12 +19,12 @@ ATTEMPTS = 16
 
 
 def random_model(config: ModelConfig, dtype: str = "float32", seed: int = 0) -> Any:
-  """A model of transformers with random weights.
+  """Returns a transformers model with random weights.
 
   Args:
-    config: the shape.
+    config: shape of the model.
     dtype: "float32" or "bfloat16".
-    seed: of the weights.
+    seed: seed of the weights.
   """
   torch.manual_seed(seed)
   if not isinstance(config, T5Config):
@@ -55,7 +55,7 @@ class HuggingFace:
   """Greedy answers of a fixed length by `generate`.
 
   Attributes:
-    tokens: output tokens of a call.
+    tokens: output tokens per call.
   """
 
   def __init__(
@@ -70,10 +70,10 @@ class HuggingFace:
 
     Args:
       model: target.
-      sources: prompts; assisted generation takes one at a time.
-      target: output tokens.
-      assistant: draft, None for plain generation.
-      num_draft_tokens: K of assisted generation, constant.
+      sources: prompts; assisted generation processes them one at a time.
+      target: output tokens per prompt.
+      assistant: draft; None for plain generation.
+      num_draft_tokens: constant K of assisted generation.
     """
     self._model, self._assistant, self._target = model, assistant, target
     batches = [sources] if assistant is None else [row[None] for row in sources]
@@ -100,16 +100,18 @@ class HuggingFace:
       )
       for batch in self._batches
     ]
-    tokens = torch.cat(found)[:, -self._target :].numpy()  # without what began it
+    tokens = torch.cat(found)[
+      :, -self._target :
+    ].numpy()  # without the prompt or start token
     assert tokens.size == self.tokens, tokens.shape
     return tokens
 
 
 class Scripted:
-  """Assisted generation of which each drafted token is right with probability alpha.
+  """Assisted generation whose drafted tokens are right with probability alpha.
 
   Attributes:
-    tokens: output tokens of a call.
+    tokens: output tokens per call.
   """
 
   def __init__(
@@ -121,13 +123,13 @@ class Scripted:
     num_draft_tokens: int,
     alpha: float,
   ):
-    """Generates the continuations that the scripts are made of.
+    """Generates the continuations from which the scripts are made.
 
     Args:
       model: target.
-      assistant: draft; its forward is changed.
+      assistant: draft; its `forward` is replaced.
       sources: [N, S] prompts.
-      target: output tokens of each.
+      target: output tokens per prompt.
       num_draft_tokens: K.
       alpha: synthetic acceptance.
     """
@@ -141,7 +143,7 @@ class Scripted:
     self.tokens = len(sources) * target
     plain = [HuggingFace(model, row[None], target)() for row in sources]
     self._script(np.concatenate(plain))
-    for _ in range(ATTEMPTS):  # in bfloat16 verified outputs differ from plain ones
+    for _ in range(ATTEMPTS):  # bfloat16 verification can differ from plain decoding
       emitted = self()
       if np.array_equal(emitted, self._emitted):
         break
@@ -163,16 +165,16 @@ class Scripted:
 
 
 def script(assistant: Any, begun: int = 0) -> Callable[[np.ndarray], None]:
-  """Makes an assistant draft scripts, as `contenders.scripted` does.
+  """Makes an assistant draft scripted tokens, as `contenders.scripted` does.
 
-  It runs in full; then the scripted token of the position gets the largest logit.
+  The assistant runs in full; then the scripted token gets the largest logit.
 
   Args:
     assistant: changed in place.
-    begun: inputs before the one whose logits are the first token's.
+    begun: number of inputs before the one that predicts the first output token.
 
   Returns:
-    A function that takes the script [T] int32 of the request to come.
+    A function that sets the script [T] int32 of the next request.
   """
   forward, current = assistant.forward, {}
 

@@ -1,9 +1,9 @@
-"""Requests served by scripted drafts, and what one round of them takes.
+"""Requests served by scripted drafts, and the time of one round.
 
-A script is right only while the target emits what the script was made of. Where
-verification rounds differently from plain decoding (bfloat16, batches of another
-shape), one token that differs makes the rest of a script wrong; `speculative` therefore
-makes scripts of the outputs of the very decoder that they are for.
+A script is right only as long as the target emits the tokens from which the script was
+made. Where verification rounds differently from plain decoding (bfloat16, batches of
+another shape), one different token makes the rest of a script wrong. `speculative`
+therefore makes the scripts from the outputs of the same decoder that will use them.
 """
 
 import heapq
@@ -17,11 +17,11 @@ import numpy as np
 from osd_jax import base
 from osd_jax.engine import engine
 
-ATTEMPTS = 32  # each makes the scripts right up to one more difference, at least
+ATTEMPTS = 32  # each attempt removes at least one difference
 
 
 def continuations(decoder: engine.Engine, sources: np.ndarray) -> np.ndarray:
-  """What a decoder emits [N, T] for sources [N, S] of full length."""
+  """Returns the tokens [N, T] that a decoder emits for full-length sources [N, S]."""
   found = decoder.run([engine.Request(tokens=source) for source in sources])
   return np.stack([done.tokens for done in found])
 
@@ -34,15 +34,15 @@ def speculative(
   tokens: np.ndarray,
   alphas: Sequence[float] | np.ndarray,
 ) -> engine.Engine:
-  """A decoder whose draft is right with a probability of one's choice.
+  """Returns a decoder whose draft is right with given probabilities.
 
   Args:
-    config: shapes.
+    config: decoding config.
     target: model and parameters.
-    draft: what runs in full behind the script.
+    draft: model and parameters; the model runs in full.
     sources: [N, S] int32, all different.
-    tokens: [N, T] int32, the target's continuations as plain decoding has them.
-    alphas: [N], of each prompt.
+    tokens: [N, T] int32, the target's continuations under plain decoding.
+    alphas: [N], probability that a drafted token is right, per prompt.
   """
   model = contenders.scripted(draft[0])
   written = scripts(draft, sources, tokens, alphas)
@@ -62,7 +62,7 @@ def scripts(
   tokens: np.ndarray,
   alphas: Sequence[float] | np.ndarray,
 ) -> contenders.Scripts:
-  """Parameters of the scripted draft; arguments as of `speculative`."""
+  """Returns parameters of the scripted draft; for arguments see `speculative`."""
   size = draft[0].vocab_size
   drafted = [
     contenders.corrupted(tokens[index : index + 1], alpha, size, seed=index)
@@ -72,7 +72,7 @@ def scripts(
 
 
 def share_target(decoder: engine.Engine, other: engine.Engine) -> None:
-  """Lets two decoders of one target serve from one copy of it: a gigabyte each."""
+  """Makes two decoders share one served copy of the target, to save memory."""
   decoder._served = decoder._served._replace(target=other._served.target)
 
 
@@ -80,7 +80,7 @@ class FirstTokens:
   """The requests of a `contenders.Ours`, cut to one token: prefill and one round.
 
   Attributes:
-    tokens: output tokens of a call.
+    tokens: output tokens per call.
   """
 
   def __init__(self, decoder: engine.Engine, sources: np.ndarray):
@@ -94,9 +94,9 @@ class FirstTokens:
 
 
 def rounds(found: Sequence[engine.Finished], rows: int) -> int:
-  """Rounds that were run for requests which waited for one of the rows.
+  """Returns the number of rounds that a batch of B rows ran for all requests.
 
-  A row that is free takes the next request; empty rows at the end run along.
+  A free row takes the next request; at the end some rows stay empty.
 
   Args:
     found: answers in the order of the requests.
@@ -116,13 +116,13 @@ def round_ms(
   rows: int,
   clock: str,
 ) -> float:
-  """Milliseconds of a round (of a step, in plain decoding), without prefill.
+  """Returns the milliseconds of a round (in plain decoding: a step) without prefill.
 
-  (time of the whole requests - time of their first tokens) / rounds between them.
+  This is (time of whole requests - time of first tokens) / (difference in rounds).
 
   Args:
-    times: of the contenders.
-    found: their answers.
+    times: times by name.
+    found: answers by name.
     whole: name of the `contenders.Ours`.
     first: name of the `FirstTokens` for the same requests.
     rows: B.
@@ -133,10 +133,10 @@ def round_ms(
 
 
 def draft_acceptance(found: Sequence[engine.Finished]) -> float:
-  """Accepted / drafted tokens."""
+  """Returns accepted / drafted tokens."""
   return sum(done.accepted for done in found) / sum(done.drafted for done in found)
 
 
-def answers(people: Mapping[str, Any]) -> dict[str, list[engine.Finished]]:
-  """What every contender answers; compiles what `measure.by_turns` would have to."""
-  return {name: serve() for name, serve in people.items()}
+def answers(competitors: Mapping[str, Any]) -> dict[str, list[engine.Finished]]:
+  """Returns the answers of every system; this also compiles all of them."""
+  return {name: serve() for name, serve in competitors.items()}

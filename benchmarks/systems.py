@@ -1,7 +1,7 @@
-"""What serves the stream of `bench_whole_run`: no draft, a frozen one, one that learns.
+"""Systems of `bench_whole_run`: plain decoding, a frozen draft, a draft that learns.
 
-Each has a server of its own; the target's parameters, as loaded and as served, are
-there once for all of them.
+Each system has its own server. All share one copy of the target's parameters, both as
+loaded and as served.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from osd_jax.engine.server import Server
 
 
 class Frozen:
-  """Plain decoding, or a draft that stays as it is. Records nothing."""
+  """Plain decoding, or speculative decoding with a frozen draft; keeps no records."""
 
   def __init__(
     self,
@@ -26,12 +26,12 @@ class Frozen:
     config: online.OnlineConfig,
     requests: Sequence[engine.Request],
   ):
-    """Compiles what serving needs.
+    """Creates the server and compiles its calls.
 
     Args:
-      pair: without a draft for plain decoding.
-      config: decoding and mesh.
-      requests: the stream's.
+      pair: target and draft; without a draft for plain decoding.
+      config: supplies the decoding config and the mesh.
+      requests: all requests of the stream.
     """
     unrecorded = dataclasses.replace(config.decoding, record_top_k=0)
     self._server = Server(pair, unrecorded, partition=config.partition)
@@ -40,11 +40,11 @@ class Frozen:
     self._server.warm_up()
 
   def serve(self, start: int, stop: int) -> None:
-    """Answers these requests of the stream."""
+    """Answers requests start..stop - 1 of the stream."""
     self._answers += self._server.run(self._requests[start:stop])
 
   def close(self) -> dict[str, float]:
-    """Ends the run; figures of all of it."""
+    """Ends the run and returns its figures."""
     self._server.close()
     return served(
       [
@@ -60,30 +60,30 @@ class Frozen:
 
 
 class Learning:
-  """An online run: it meters, updates, logs and writes checkpoints."""
+  """An online run with metering, updates, logs and checkpoints."""
 
   def __init__(
     self, pair: pairs.Pair, config: online.OnlineConfig, folder: pathlib.Path
   ):
-    """Loads and compiles, fills the buffer.
+    """Creates the loop, which compiles its calls and fills the buffer.
 
     Args:
-      pair: as loaded.
-      config: the run; measures of the floor draft and comparisons are left out.
-      folder: of the run.
+      pair: loaded target and draft.
+      config: config of the run; floor metering and comparisons are switched off.
+      folder: run directory.
     """
     self._directory = runs.RunDirectory.start(folder)
     self._loop = online.OnlineLoop(bare(config, pair, folder), self._directory)
 
   def serve(self, start: int, stop: int) -> None:
-    """Answers requests until so many are finished, and waits for what still runs."""
-    del start  # the run knows where it is
+    """Serves until `stop` requests have finished, then waits for running work."""
+    del start  # the loop keeps its own position
     while self._loop.finished < stop and self._loop.step() is not None:
       pass
     self._loop.wait()
 
   def close(self) -> dict[str, float]:
-    """Ends the run; figures of all of it."""
+    """Ends the run and returns its figures."""
     self._loop.close(self._loop.seconds)
     rows = list(runs.read(self._directory.metrics_path))
     requests = [row for row in rows if row["kind"] == "request"]
@@ -104,7 +104,7 @@ class Learning:
 def bare(
   config: online.OnlineConfig, pair: pairs.Pair, folder: pathlib.Path
 ) -> online.OnlineConfig:
-  """The run without what compares it with others."""
+  """Returns the config without floor metering and comparisons."""
   return dataclasses.replace(
     config,
     pair=pair,
@@ -115,7 +115,7 @@ def bare(
 
 
 def served(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """Tokens, and how the draft did if there is one; `rows` are those of requests."""
+  """Returns totals over request rows, and draft acceptance if there is a draft."""
   names = ("output_tokens", "target_calls", "drafted", "accepted")
   tokens, calls, drafted, accepted = (sum(row[name] for row in rows) for name in names)
   figures = {"tokens": tokens, "tokens per target call": tokens / calls}
@@ -123,7 +123,7 @@ def served(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def rehearse(pair: pairs.Pair, config: online.OnlineConfig) -> None:
-  """Compiles what a learning run meets only on its way, in a short run of its own."""
+  """Compiles what a learning run compiles only after its start, in a short run."""
   several = 3 * config.learning.schedule.update_interval + 8
   with tempfile.TemporaryDirectory() as folder:
     short = dataclasses.replace(config, checkpoint_every=8, warm_start=None)
@@ -133,7 +133,7 @@ def rehearse(pair: pairs.Pair, config: online.OnlineConfig) -> None:
 
 
 def requests_of(config: online.OnlineConfig, pair: pairs.Pair) -> list[engine.Request]:
-  """The requests of the stream that a run serves."""
+  """Returns all requests of a run's stream."""
   stream = streams.QueryStream(config.stream, pair.vocabulary)
   return [
     engine.Request(stream[place].tokens, config.sampling.of_request(place))
@@ -142,7 +142,7 @@ def requests_of(config: online.OnlineConfig, pair: pairs.Pair) -> list[engine.Re
 
 
 def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
-  """Loads the pair of each kind of draft; all have the first one's target in memory."""
+  """Loads the pair of each kind of draft; all pairs share the first one's target."""
   loaded = {
     kind: pairs.load_pair(config.pair, sharding.make(config.partition))
     for kind, config in configs.items()
@@ -164,10 +164,10 @@ def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
 def _with_served(
   model: base.Model, params: base.Params, served: base.Params
 ) -> base.Model:
-  """The model, whose served copy of these parameters is there already.
+  """Returns the model with a ready served copy of these parameters.
 
-  Others are prepared as ever, traced ones among them: within a compiled call the copy
-  would be a constant.
+  Other parameters are prepared as usual. This includes traced ones, because inside a
+  compiled call the ready copy would become a constant.
   """
 
   def prepare(given: base.Params) -> base.Params:

@@ -1,10 +1,10 @@
-"""Writes benchmarks/README.md, one page, from the newest result of every question.
+"""Writes benchmarks/README.md from the newest results.
 
   python benchmarks/write_readme.py            # results/*.jsonl -> README.md
-  python benchmarks/write_readme.py --note     # notes machine and commit first
+  python benchmarks/write_readme.py --note     # record machine and commit
 
-The page shows the rows named in `SHOWN`; all others stay in results/*.jsonl. The table
-of accelerators in docs/results.md is written too.
+The page shows only the rows listed in `SHOWN`. The program also updates the table of
+accelerators in docs/results.md.
 """
 
 import argparse
@@ -203,7 +203,7 @@ def page(results: pathlib.Path) -> str:
   }
   listed = {
     "program": lambda entry: f"`python benchmarks/{entry[0]}`",
-    "question": lambda entry: entry[1],
+    "measures": lambda entry: entry[1],
     "limited by": lambda entry: BOUNDS[entry[0][:-3].removeprefix("bench_")],
     "rows": lambda entry: str(entry[2]),
   }

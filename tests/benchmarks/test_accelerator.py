@@ -73,11 +73,11 @@ def test_tiny_run_measures_every_figure(repository, tmp_path):
   } <= rows.keys()
   assert rows[alone, "kernels per plain step"]["value"] > 20
   assert rows[alone, "feeding 1, over feeding 1"]["value"] == 1
-  assert "no Hugging Face beside it" in output
+  assert "not compared with Hugging Face" in output
   assert "forbidden: []" in output
 
 
 def test_cases_beyond_the_time_limit_are_reported_and_skipped(repository, tmp_path):
   output = run(repository, tmp_path, "--seconds", "0")
-  assert "left out, no time: serving of tiny, bfloat16, 1 row" in output
+  assert "skipped, time is up: serving of tiny, bfloat16, 1 row" in output
   assert "plain, ms/token" not in (tmp_path / "accelerator.jsonl").read_text()

@@ -9,8 +9,8 @@ _check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
 
 
 def typed(function: Callable) -> Callable:
-  """Checks calls; not what is put into a dataclass.
+  """Checks the calls of a function, but not `__init__` of dataclasses.
 
-  States travel as pytrees: of shardings, shapes and numpy arrays, too.
+  Decoding states are pytrees, so they may also hold shardings, shapes or numpy arrays.
   """
   return function if function.__name__ == "__init__" else _check(function)

@@ -1,4 +1,4 @@
-"""What the backend compiles while tests watch."""
+"""Counts compilations, for tests that nothing is compiled again."""
 
 import jax
 

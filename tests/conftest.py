@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-# Read when jax or tensorflow is imported, so set before; subprocesses inherit.
+# Set before the imports below, because jax and tensorflow read these variables on
+# import. Subprocesses inherit them.
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=4".strip()
@@ -24,7 +25,7 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-# Shapes and types of annotations are checked in the tests alone.
+# Array annotations are checked in tests only, because the checks take time.
 jaxtyping.install_import_hook(
   ["osd_jax.decoding", "osd_jax.distillation"], "checked.typed"
 )
@@ -34,13 +35,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 MANY_MAPS = 15_000  # of the 65,530 that Linux allows a process
+# a process on Linux may have 65,530
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps():
-  """Forgets what was compiled once it is much: XLA maps memory for every program.
+  """Clears JAX's caches when the process has many memory maps.
 
-  A process that may map no more crashes, a thousand tests after the first.
+  XLA maps memory for every compiled program. Without this, the process reaches the
+  limit of Linux and crashes after about a thousand tests.
   """
   yield
   maps = pathlib.Path("/proc/self/maps")
@@ -111,7 +114,7 @@ def shared_data() -> pathlib.Path:
 
 @pytest.fixture
 def priorities():
-  """Threads have priorities of their own, and a core to give way on."""
+  """Skips the test unless threads have priorities and there is a second core."""
   from osd_jax import background
 
   if sys.platform != "linux" or background.cores() < 2:
@@ -129,7 +132,7 @@ def full_optimisation():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-  """Compiles with little optimisation: mesh programs are many and run briefly."""
+  """Compiles with little optimisation, for many mesh programs that run briefly."""
   before = jax.config.jax_disable_most_optimizations
   jax.config.update("jax_disable_most_optimizations", True)
   yield
@@ -138,7 +141,7 @@ def quick_compilation():
 
 @pytest.fixture(scope="module")
 def lively_pair(tmp_path_factory):
-  """A tiny pair whose answers are of several lengths, as files."""
+  """Weights files of a tiny pair whose answers have several lengths."""
   import tiny_online
 
   return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
@@ -146,7 +149,7 @@ def lively_pair(tmp_path_factory):
 
 @pytest.fixture(params=["as on a CPU", "as elsewhere"])
 def forms(request):
-  """Both forms in which XLA is given what suits one CPU and what suits all else."""
+  """Runs the test with the code for one CPU and with the code for other devices."""
   from osd_jax import native
 
   elsewhere = request.param == "as elsewhere"

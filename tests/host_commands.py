@@ -1,4 +1,4 @@
-"""Runs the other commands in one of several processes; started by test_hosts.py.
+"""Runs the other commands as one of several processes, for test_hosts.py.
 
 python host_commands.py FOLDER PORT PROCESSES PROCESS
 """

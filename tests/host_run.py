@@ -1,4 +1,4 @@
-"""Runs one of several processes of an online run; started by test_hosts.py.
+"""Runs an online run as one of several processes, for test_hosts.py.
 
 python host_run.py PAIR_FOLDER RUN_DIRECTORY KIND PORT|cluster PROCESSES PROCESS
 """

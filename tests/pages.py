@@ -1,15 +1,15 @@
-"""Runs the code blocks of a page of docs/, in their order, in the current folder.
+"""Runs the code blocks of a page of docs/ in order, in the current folder.
 
   python tests/pages.py docs/start/first_steps.md
 
-- ```python: executed; the blocks of a page share their names.
-- ```sh: run by bash, which ends at the first command that fails.
-- any block with title="PATH": written to that file, for the blocks below it.
+- ```python: executed; all blocks of a page share one namespace.
+- ```sh: run by bash, which stops at the first command that fails.
+- a block with title="PATH": written to that file, for the blocks after it.
 - ```gin without a title: each setting must be a field of a config.
-- ```console below `<!-- compared -->`: after "$ COMMAND", just what it prints.
-- all else (```text, ```console) is shown only.
+- ```console below `<!-- compared -->`: a "$ COMMAND" and exactly what it prints.
+- other blocks (```text, ```console) are only shown.
 
-`<!-- not run: REASON -->` in the line above keeps a block from being run.
+`<!-- not run: REASON -->` on the line above a block prevents it from being run.
 """
 
 import dataclasses
@@ -38,12 +38,12 @@ class Block:
   """A block of code.
 
   Attributes:
-    language: the word after the fence, "" if there is none.
-    text: without its indentation.
-    line: of the fence.
-    title: path of the file that it is, "" if it is none.
-    not_run: the reason, "" where it is run.
-    compared: a command and what it prints.
+    language: the word after the fence, or "".
+    text: the content without indentation.
+    line: line number of the opening fence.
+    title: path of the file to write, or "".
+    not_run: the reason why it is not run, or "".
+    compared: whether it is a command followed by its output.
   """
 
   language: str
@@ -55,7 +55,7 @@ class Block:
 
 
 def blocks(text: str) -> Iterator[Block]:
-  """The blocks of a page, in their order."""
+  """Yields the blocks of a page in order."""
   for found in BLOCK.finditer(text):
     note = found["note"] or ""
     title = re.search(r'title="([^"]+)"', found["rest"])
@@ -73,7 +73,7 @@ def run(page: pathlib.Path) -> None:
   """Runs the blocks of a page.
 
   Raises:
-    Exception: what a block raises, with its page and line as a note.
+    Exception: the error of a block, with the page and line as a note.
   """
   names: dict[str, Any] = {"__name__": "__main__"}
   for block in blocks(page.read_text()):
@@ -103,11 +103,11 @@ def _run_one(block: Block, names: dict[str, Any], place: str) -> None:
   elif block.language == "gin":
     check_settings(block.text)
   elif block.language not in SHOWN:
-    raise ValueError(f"a block of {block.language!r} is neither run nor shown only")
+    raise ValueError(f"blocks of {block.language!r} are neither run nor shown")
 
 
 def shell(text: str, **options: Any) -> subprocess.CompletedProcess:
-  """Runs lines of shell with `osd` and `python` of this interpreter."""
+  """Runs shell lines with the `osd` and `python` of this environment."""
   programs = pathlib.Path(sys.executable).parent
   environment = {
     **os.environ,
@@ -119,11 +119,11 @@ def shell(text: str, **options: Any) -> subprocess.CompletedProcess:
 
 
 def check_settings(text: str) -> None:
-  """Each binding of a gin text must be of a config that a command reads."""
+  """Raises an error unless every binding of a gin text is a field of a config."""
   from gin import config_parser
 
   class Delegate(config_parser.ParserDelegate):
-    """References and macros stand for nothing here."""
+    """Ignores references and macros, because only field names are checked."""
 
     def configurable_reference(self, scoped_name, evaluate):
       return None
@@ -136,11 +136,11 @@ def check_settings(text: str) -> None:
     if isinstance(statement, config_parser.BindingStatement) and statement.arg_name:
       name = (statement.selector.split(".")[-1], statement.arg_name)
       if name not in fields:
-        raise ValueError(f"{'.'.join(name)} is no field of a config")
+        raise ValueError(f"{'.'.join(name)} is not a field of a config")
 
 
 def configs() -> list[type]:
-  """Every config class that a command reads."""
+  """Returns all config classes that commands read."""
   from osd_jax.main import commands, settings
 
   found = {}

@@ -1,11 +1,11 @@
-"""Plants faults one by one, and says which files' tests notice how many.
+"""Plants faults one at a time and checks that the tests catch each of them.
 
-    python tests/planted_faults.py                 # all (an hour on two cores)
-    python tests/planted_faults.py adaptive.py     # whose file or name has the word
+        python tests/planted_faults.py                 # all: an hour on two cores
+        python tests/planted_faults.py adaptive.py     # by file or name
 
-A fault is a text of the package and what takes its place, with the tests that should
-fail. It is planted in a copy of the package, so that the working tree is never wrong.
-The same tests must pass in a copy without it. Not part of `make test` or of CI.
+A fault replaces a text of the package and names the tests that should fail. It is
+planted in a copy of the package, so the working tree never changes. The same tests must
+pass in a copy without the fault. `make test` and CI do not run this program.
 """
 
 import collections
@@ -24,13 +24,13 @@ COPIED = ("osd_jax", "osd_tools", "tests", "gin_configs", "docs", "pyproject.tom
 
 
 class Fault(NamedTuple):
-  """What is changed, and who should notice.
+  """A change to the package, and the tests that must fail because of it.
 
   Attributes:
     name: what goes wrong.
-    right: a text that stands once in the package.
-    wrong: what takes its place.
-    tests: arguments of pytest, separated by blanks; `-k` takes one word.
+    right: a text that occurs once in the package.
+    wrong: the text that replaces it.
+    tests: arguments of pytest, separated by spaces; `-k` takes one word.
   """
 
   name: str
@@ -62,7 +62,7 @@ STATE = "tests/decoding/test_state.py"
 TOKENIZERS = "tests/data/test_tokenizers.py"
 
 FAULTS = [
-  # Those that survived once.
+  # Faults that an earlier version of the tests did not catch.
   Fault(
     "resume drops the saved shortlist",
     '    shortlist = host["shortlist"]\n',
@@ -90,74 +90,74 @@ FAULTS = [
     BUFFER,
   ),
   Fault(
-    "ages that are taken weigh on in the search",
+    "ages that are already drawn keep their weight",
     "point >= below - (jnp.cumsum(weights) - weights)",
     "point >= below",
     BUFFER,
   ),
   Fault(
-    "slices asked for are not forgotten at a launch",
+    "a launch keeps the slices that were requested before",
     "self._slices, self._asked, self._waited = threading.Semaphore(0), 0, 0.0",
     "self._slices, self._waited = threading.Semaphore(0), 0.0",
     LEARNER,
   ),
   Fault(
-    "waiting counts as time that serving took",
+    "waiting for an update counts as serving time",
     "self._behind = started - self._launched_at - self._waited < self._seconds",
     "self._behind = started - self._launched_at < self._seconds",
     LEARNER,
   ),
   Fault(
-    "the level of a pause is the newer window's",
+    "a pause stores the level of the newer window only",
     "_paused(state, _mean(older + newer))",
     "_paused(state, _mean(newer))",
     SCHEDULE,
   ),
   Fault(
-    "a resumption is not noted as a change",
+    "a resumption is not recorded as a change",
     "paused=False, flat=0, changed=state.finished)",
     "paused=False, flat=0)",
     SCHEDULE,
   ),
   Fault(
-    "enough does not wait for a window",
+    "the schedule decides before a full window after a change",
     "len(newer) == size and state.finished - state.changed >= size",
     "len(newer) == size",
     SCHEDULE,
   ),
   Fault(
-    "a probe is priced without its tokens",
+    "the price of a probe ignores its tokens",
     "costs.round_ms[1] - tokens * costs.round_ms[0]",
     "costs.round_ms[1] - costs.round_ms[0]",
     CONTROLLER,
   ),
   Fault(
-    "debt has no floor",
+    "debt has no limit",
     "return max(state.saved_ms + change, floor)",
     "return state.saved_ms + change",
     CONTROLLER,
   ),
   Fault(
-    "low temperatures are greedy in distributions",
+    "low temperatures give greedy distributions",
     "greedy = temperature == 0",
     "greedy = temperature < 1e-3",
     "tests/decoding/test_sampling.py",
   ),
   Fault(
-    "low temperatures are greedy in draws",
+    "low temperatures give greedy draws",
     "jax.lax.cond(jnp.any(settings.temperature > 0), sampled",
     "jax.lax.cond(jnp.any(settings.temperature > 1e-3), sampled",
     "tests/decoding/test_sampling.py",
   ),
   Fault(
-    "low temperatures are greedy in acceptance",
+    "low temperatures use greedy acceptance",
     "    jnp.any(settings.temperature > 0),\n",
     "    jnp.any(settings.temperature > 1e-3),\n",
     "tests/decoding/test_accept.py",
   ),
   # The round.
   Fault(
-    "all drafted tokens are drawn with the noise of one position",
+    "all drafted tokens use the noise of one position",
     "position + offset, noise",
     "position + 0 * offset, noise",
     LAW,
@@ -169,19 +169,19 @@ FAULTS = [
     ROUNDS,
   ),
   Fault(
-    "the last drafted token counts as fed",
+    "the last drafted token counts as read by the draft",
     "return jnp.maximum(length - 1, 0)",
     "return length",
     ROUNDS,
   ),
   Fault(
-    "a bonus token counts as an error",
+    "a bonus token is marked as an error",
     "(offset == acceptance.accepted[:, None]) & proposed",
     "offset == acceptance.accepted[:, None]",
     "tests/decoding/test_state.py",
   ),
   Fault(
-    "tokens behind the end of sequence are emitted",
+    "tokens after the end of sequence are emitted",
     "count = jnp.where(ends, jnp.argmax(is_eos, axis=1) + 1, count)",
     "count = jnp.where(ends, count, count)",
     "tests/decoding/test_state.py",
@@ -193,7 +193,7 @@ FAULTS = [
     f"{ROUNDS} tests/decoding/test_state.py",
   ),
   Fault(
-    "a call goes on when a row has stopped",
+    "a call continues after a row has stopped",
     "jnp.any(running) & jnp.all(running == running_at_start)",
     "jnp.any(running)",
     f"{ROUNDS} -k returns_when",
@@ -205,19 +205,19 @@ FAULTS = [
     ACCEPT,
   ),
   Fault(
-    "tokens after a row's length are accepted",
+    "tokens after the proposed length of a row are accepted",
     "  passes = passes & proposal.is_proposed\n",
     "",
     DRAFTERS,
   ),
   Fault(
-    "the bonus token after a row's length is drawn from a residual",
+    "the bonus token after the proposed length is drawn from a residual",
     "  return jnp.where(row < proposal.lengths[:, None], found, 0.0)",
     "  return found",
     DRAFTERS,
   ),
   Fault(
-    "a rejected guess may be recovered",
+    "a rejected deterministic proposal can be recovered",
     "    return jax.nn.one_hot(token, vocab_size)",
     "    return 0 * jax.nn.one_hot(token, vocab_size)",
     DRAFTERS,
@@ -230,81 +230,81 @@ FAULTS = [
   ),
   # Records and learning.
   Fault(
-    "blocks of entries that tie are left unsorted",
+    "chosen blocks are left unsorted, so ties keep later entries",
     "  chosen = jnp.sort(chosen, axis=-1)\n",
     "",
     RECORDS,
   ),
   Fault(
-    "the tail counts the last token kept too",
+    "the tail includes the last token that is kept",
     "jnp.where(logits < least, masses, 0.0)",
     "jnp.where(logits <= least, masses, 0.0)",
     "tests/decoding/test_records.py",
   ),
   Fault(
-    "micro-batches are cut by what is not padding",
+    "micro-batches are trimmed by padding instead of the mask",
     "judged = np.flatnonzero(np.any(np.asarray(batch.mask), axis=0))",
     "judged = np.flatnonzero(np.any(np.asarray(batch.target) != 0, axis=0))",
     UPDATE,
   ),
   Fault(
-    "a step that is not finite is taken",
+    "a step that is not finite is applied",
     "lambda new, old: jnp.where(finite, new, old)",
     "lambda new, old: new",
     UPDATE,
   ),
   Fault(
-    "an update that was skipped has a version",
+    "a skipped update gets a version",
     "before.version + (after.step > before.step)",
     "before.version + 1",
     UPDATE,
   ),
   Fault(
-    "the average forgets at the wrong rate",
+    "the average decays at the wrong rate",
     "1 - config.ema_decay)",
     "config.ema_decay)",
     UPDATE,
   ),
   Fault(
-    "what lies outside the mask is learnt",
+    "positions outside the mask are learnt",
     "chosen = batch.mask & (batch.weight > 0)[:, None]",
     "chosen = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
     "tests/distillation/test_losses.py",
   ),
   Fault(
-    "results of a mesh stay where XLA put them",
+    "updated parameters keep the sharding that XLA chose",
     "    learner = jax.block_until_ready(sharding.place_like(learner, state))",
     "    learner = jax.block_until_ready(state)",
     "tests/test_sharding.py",
   ),
   # Catching up.
   Fault(
-    "stopped rows are waited for",
+    "catching up waits for stopped rows",
     "return jnp.any(running & (cache.length < wanted))",
     "return jnp.any(cache.length < wanted)",
     DRAFTING,
   ),
   Fault(
-    "a last chunk counts in full",
+    "the last chunk counts in full",
     "end = jnp.minimum(cache.length + CHUNK, wanted)",
     "end = cache.length + CHUNK",
     DRAFTING,
   ),
   Fault(
-    "chunks begin an input late",
+    "chunks start one input late",
     "tokens = state_lib.inputs_at(rows, cache.length, CHUNK)",
     "tokens = state_lib.inputs_at(rows, cache.length + 1, CHUNK)",
     DRAFTING,
   ),
   Fault(
-    "rows that lag less are fed beyond their text",
+    "rows that lag less are fed past their text",
     "end = jnp.minimum(cache.length + CHUNK, wanted)",
     "end = jnp.minimum(cache.length + CHUNK, jnp.max(wanted))",
     DRAFTING,
   ),
   # Drafting with an adaptive K.
   Fault(
-    "a request without the draft's prefill counts as fed",
+    "a request without a draft prefill counts as read by the draft",
     "    fed[list(lacking)] = 0\n",
     "",
     REPORTS,
@@ -316,37 +316,37 @@ FAULTS = [
     DRAFTING,
   ),
   Fault(
-    "prefills are done again and again",
+    "the draft prefill of a request is repeated",
     "      slot.lacks_draft = False\n",
     "      pass\n",
     REPORTS,
   ),
   Fault(
-    "catching up is free to the policy",
+    "the cost of catching up is not reported to the policy",
     "      self._spent_ms += missing_ms\n",
     "",
     REPORTS,
   ),
   Fault(
-    "a new request is taken for the one before",
+    "a new request inherits the counts of the previous one",
     "        counts[number] = 0\n",
     "      pass\n",
     REPORTS,
   ),
   Fault(
-    "a probe prefills at once",
+    "a probe prefills new requests for the draft at once",
     "return self.state.num_draft_tokens > 0 and not self.state.probing",
     "return self.state.num_draft_tokens > 0",
     REPORTS,
   ),
   Fault(
-    "a resumed policy does not know its rows",
+    "a resumed policy loses the progress of its rows",
     "      self._progress = read_progress(arrays)\n",
     "      pass\n",
     DRAFTING,
   ),
   Fault(
-    "a resumed policy forgets who lacks a prefill",
+    "a resumed engine forgets which requests lack a prefill",
     'slot.lacks_draft = saved["lacks_draft"]',
     "slot.lacks_draft = False",
     DRAFTING,
@@ -359,13 +359,13 @@ FAULTS = [
     CHECKPOINTS,
   ),
   Fault(
-    "a step may be written twice",
+    "a step can be written twice",
     "(latest is not None and step <= latest)",
     "(latest is not None and step < latest)",
     CHECKPOINTS,
   ),
   Fault(
-    "the step being written is forgotten in what is due",
+    "the step that is being written is ignored when the next is due",
     "newest, written = self._writing",
     "newest, written = self.latest_step() or 0, self._writing[1]",
     CHECKPOINTS,
@@ -377,19 +377,19 @@ FAULTS = [
     CHECKPOINTS,
   ),
   Fault(
-    "a damaged step stays in the way",
+    "a damaged step is not moved away",
     "(self._directory / str(step)).rename(aside)",
     "pass",
     CHECKPOINTS,
   ),
   Fault(
-    "checkpoints take a core from serving",
+    "checkpoints are written at normal priority",
     'background.Worker("checkpoints", low_priority=True)',
     'background.Worker("checkpoints")',
     CHECKPOINTS,
   ),
   Fault(
-    "many rows are kept for every bucket",
+    "states of several rows are kept for every bucket",
     "if self._state is not None and self.config.rows == 1:",
     "if self._state is not None:",
     ENGINE,
@@ -401,13 +401,13 @@ FAULTS = [
     CHECKPOINTS,
   ),
   Fault(
-    "negatives stand for themselves alone",
+    "negatives are not weighted for the tokens that they represent",
     "stands_for = np.log(vocab_size / config.num_negatives)",
     "stands_for = 0.0",
     NARROWING,
   ),
   Fault(
-    "what the target gives tokens left out is lost",
+    "the target mass of omitted tokens is lost",
     "tail=records.tail + lost,",
     "tail=records.tail,",
     NARROWING,
@@ -425,13 +425,13 @@ FAULTS = [
     "tests/test_attached_runs.py -k late",
   ),
   Fault(
-    "other models go on with saved rows",
+    "saved rows continue under another model",
     "if saved not in (None, own):",
     "if False:",
     "tests/runs tests/test_online.py tests/test_faults.py",
   ),
   Fault(
-    "a draft that was learnt beside serving is never swapped in",
+    "a draft learnt in another thread is never swapped in",
     "        self.swap_pending()\n        if self._learner is not None:",
     "        if self._learner is not None:",
     "tests/engine/test_server.py",
@@ -456,13 +456,13 @@ FAULTS = [
     LLAMA,
   ),
   Fault(
-    "decoding forgets where the prompt ended",
+    "decoding positions ignore the length of the prompt",
     "    before = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)",
     "    before = jnp.zeros_like(cache.length)",
     LLAMA,
   ),
   Fault(
-    "native attention shares keys among the wrong heads",
+    "native attention shares keys between the wrong heads",
     "  folded = query.transpose(0, 3, 2, 1, 4).reshape(",
     "  folded = query.reshape(",
     LLAMA,
@@ -474,7 +474,7 @@ FAULTS = [
     LLAMA,
   ),
   Fault(
-    "scaled positions stretch the short waves",
+    "position scaling stretches the short wavelengths",
     "  return share * plain + (1 - share) * plain / scaling.factor",
     "  return (1 - share) * plain + share * plain / scaling.factor",
     LLAMA,
@@ -486,43 +486,43 @@ FAULTS = [
     f"{FAMILIES} -k llama",
   ),
   Fault(
-    "only the first end of a sequence ends it",
+    "only the first end-of-sequence token ends a row",
     "[tokens == token for token in ids]",
     "[tokens == token for token in ids[:1]]",
     STATE,
   ),
   Fault(
-    "a decoder-only prompt loses its end",
+    "a long decoder-only prompt loses its end",
     "    return np.concatenate([prompt[:kept], prompt[kept - length :]])",
     "    return prompt[:length]",
     TOKENIZERS,
   ),
   Fault(
-    "a shorter update is continued whole",
+    "a resumed shorter update runs all slices",
     '[: host["slices"]]',
     "",
     LEARNER,
   ),
   Fault(
-    "between calls, what is left is taken at once",
+    "all remaining slices run between two calls",
     "      requests = max(self._left(finished), 1)",
     "      requests = 1",
     LEARNER,
   ),
   Fault(
-    "on a mesh updates run beside serving",
+    "updates on a mesh run in the background",
     "if sharding.is_distributed(params) or jax.process_count() > 1",
     "if jax.process_count() > 1",
     "tests/engine/test_measurement.py",
   ),
   Fault(
-    "a token without a place in a short head counts as its last",
+    "a token outside a short head counts as its last token",
     "jnp.full(vocab_size, size, jnp.int32)",
     "jnp.full(vocab_size, size - 1, jnp.int32)",
     "tests/engine/test_agreement.py",
   ),
   Fault(
-    "a schedule by costs takes the room of an answer for its tokens",
+    "a cost schedule counts padding as tokens",
     "np.count_nonzero(np.asarray(batch.mask))",
     "np.asarray(batch.mask).size",
     LEARNER,
@@ -547,7 +547,7 @@ FAULTS = [
     UPDATE,
   ),
   Fault(
-    "the share of an update is that of all requests",
+    "the gap uses all recent requests instead of a window",
     "  gap = 1.0 - _mean(state.recent[-RESUME_WINDOW:])",
     "  gap = 1.0 - _mean(state.recent)",
     SCHEDULE,
@@ -559,13 +559,13 @@ FAULTS = [
     WORTH,
   ),
   Fault(
-    "what a pause saves has no upper bound",
+    "the savings of a pause have no upper bound",
     "saved_ms=min(saved, most))",
     "saved_ms=saved)",
     WORTH,
   ),
   Fault(
-    "compared requests are at a fixed place",
+    "compared requests have a fixed place in their block",
     "    return place == chosen",
     "    return place == 0 * chosen",
     "tests/measuring/test_metering.py",
@@ -574,7 +574,7 @@ FAULTS = [
 
 
 def main(words: list[str]) -> int:
-  """Plants them; 1 if one survives, or if tests fail without one."""
+  """Returns 1 if a fault survives or if tests fail without a fault, else 0."""
   chosen = [
     fault
     for fault in FAULTS
@@ -586,11 +586,11 @@ def main(words: list[str]) -> int:
     if fault.tests not in ready:
       ready[fault.tests] = outcome(None, fault.tests) == "passed"
     started = time.perf_counter()
-    said = outcome(fault, fault.tests) if ready[fault.tests] else "fails without it"
+    result = outcome(fault, fault.tests) if ready[fault.tests] else "fails without it"
     name = where(fault)
     total[name] += 1
-    caught[name] += said == "failed"
-    verdict = {"failed": "caught", "passed": "SURVIVED"}.get(said, said.upper())
+    caught[name] += result == "failed"
+    verdict = {"failed": "caught", "passed": "SURVIVED"}.get(result, result.upper())
     seconds = time.perf_counter() - started
     print(f"{verdict:9} {name:35} {fault.name} ({seconds:.0f} s)", flush=True)
   print()
@@ -600,19 +600,19 @@ def main(words: list[str]) -> int:
 
 
 def where(fault: Fault) -> str:
-  """The one file of the package that the fault is planted in."""
+  """Returns the file of the package that contains the text of the fault."""
   files = [
     str(path.relative_to(ROOT))
     for path in sorted((ROOT / "osd_jax").rglob("*.py"))
     if fault.right in path.read_text()
   ]
   if len(files) != 1 or (ROOT / files[0]).read_text().count(fault.right) != 1:
-    raise ValueError(f"{fault.name!r}: its text stands in {files}, expected once")
+    raise ValueError(f"{fault.name!r}: its text is in {files}, expected one place")
   return files[0]
 
 
 def outcome(fault: Fault | None, tests: str) -> str:
-  """What the tests say in a copy of the package with the fault, or without any."""
+  """Runs the tests in a copy of the package, with the fault if there is one."""
   with tempfile.TemporaryDirectory() as folder:
     copy = Path(folder)
     for name in COPIED:
@@ -625,7 +625,7 @@ def outcome(fault: Fault | None, tests: str) -> str:
 
 
 def run(copy: Path, tests: str) -> str:
-  """Pytest's verdict: passed, failed, or why there is none."""
+  """Runs pytest; returns "passed", "failed", or an unexpected exit code in words."""
   environment = {
     **os.environ,
     "PYTHONPATH": str(copy),

@@ -1,4 +1,4 @@
-"""A pair of tabular models: no weights files, and quick to compile."""
+"""A pair of tabular models, which needs no weights files and compiles quickly."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Online runs with an attached draft: it learns, and the outputs stay the target's."""
+"""Online runs with an attached draft: it learns, and outputs do not change."""
 
 import dataclasses
 import json
@@ -82,7 +82,7 @@ def learned(pair, tmp_path_factory):
   return result.path
 
 
-def test_an_attached_draft_learns_and_changes_no_output(learned, plain, family):
+def test_attached_draft_learns_and_changes_no_output(learned, plain, family):
   assert outputs(learned) == plain
   rows, gain = requests(learned), GAINS[family]
   overlaps = [row["overlap"] for row in rows]
@@ -131,7 +131,7 @@ def test_modes_change_no_output(family, mode, pair, plain, tmp_path):
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
-def test_a_long_warm_start_finishes_on_a_mesh():
+def test_long_warm_start_does_not_deadlock_on_a_mesh():
   """Queued computations on several CPU devices of XLA can deadlock."""
   decoding = engine.DecodingConfig(source_lengths=(40,), target_length=64)
   mesh = sharding.PartitionConfig(2, 2)
@@ -142,7 +142,7 @@ def test_a_long_warm_start_finishes_on_a_mesh():
 
 
 @pytest.mark.parametrize("data", [1, 2])
-def test_a_late_prefill_reads_its_own_row(pair, data):
+def test_late_prefill_fills_its_own_row(pair, data):
   """With an adaptive K the draft may be prefilled long after the target."""
   if len(jax.devices()) < data:
     pytest.skip("needs two devices; conftest.py fakes them")
@@ -173,7 +173,7 @@ def test_a_late_prefill_reads_its_own_row(pair, data):
   assert not np.array_equal(keys[0], keys[1])
 
 
-def test_an_adapted_draft_loads_with_its_own_target_only(pair, learned):
+def test_adapted_draft_loads_only_with_its_own_target(pair, learned):
   path = str(learned / "draft.safetensors")
   adapted = pairs.load_pair(dataclasses.replace(pair[1], draft=path))
   held = pairs.load_pair(pair[1]).load_draft(path)

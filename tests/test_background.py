@@ -1,4 +1,4 @@
-"""Calls run in order, inside `add` or in the background, and no error is lost."""
+"""OrderedCalls runs calls in order, in `add` or in the background; no error is lost."""
 
 import os
 import threading
@@ -50,7 +50,7 @@ def test_ready_waits_when_too_many_calls_are_pending():
   calls.close()
 
 
-def test_an_error_is_raised_once_and_later_calls_are_not_run():
+def test_error_is_raised_once_and_later_calls_are_skipped():
   calls, called = in_background(), []
   for call in (lambda: "before", broken, lambda: called.append("after")):
     calls.add(call)
@@ -71,7 +71,7 @@ def niceness(**options):
 
 
 @pytest.mark.usefixtures("priorities")
-def test_low_priority_applies_to_its_thread_alone_and_needs_a_second_core(monkeypatch):
+def test_low_priority_applies_to_one_thread_and_needs_a_second_core(monkeypatch):
   assert niceness(low_priority=True) > 0
   assert niceness() == 0
   monkeypatch.setattr(background, "cores", lambda: 1)

@@ -1,4 +1,4 @@
-"""Configs check themselves: every mistake names its field, value and expectation."""
+"""Configs validate themselves; errors name field, value and expectation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -99,7 +99,7 @@ def test_lists_become_tuples():
   assert Config(rates=[1.0, 2.0], either=[1]) == Config(rates=(1.0, 2.0), either=(1,))
 
 
-def test_every_mistake_of_a_config_is_listed():
+def test_all_invalid_fields_of_a_config_are_listed():
   with pytest.raises(base.InputError) as caught:
     Config(count=1.5, name="c")
   assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
@@ -108,7 +108,7 @@ def test_every_mistake_of_a_config_is_listed():
   ]
 
 
-def test_a_config_cannot_replace_its_checks():
+def test_config_cannot_override_post_init():
   with pytest.raises(TypeError, match="define `checks` instead"):
 
     class Unchecked(base.Config):

@@ -52,7 +52,7 @@ def test_write_keeps_the_dtype_of_the_cache(forms):
   assert cache_lib.write(stored, new, jnp.zeros(2, jnp.int32)).dtype == jnp.bfloat16
 
 
-def test_nan_stays_where_it_was_written(forms):
+def test_written_nan_does_not_spread(forms):
   """Multiplying by a mask would spread it over the row, because 0 * nan is nan."""
   stored, new = np.ones((2, HEADS, LENGTH, SIZE)), np.full((2, HEADS, 2, SIZE), np.nan)
   found = write(jnp.asarray(stored), jnp.asarray(new), jnp.array([0, 5]))
@@ -81,7 +81,7 @@ def test_both_forms_of_select_write_at_the_start_of_each_row(form, dtype):
 
 @hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(slot=st.integers(0, 3), seed=st.integers(0, 2**31))
-def test_insert_row_replaces_that_row_alone(slot, seed):
+def test_insert_row_replaces_only_that_row(slot, seed):
   rng = np.random.default_rng(seed)
 
   def tree(rows):
@@ -184,7 +184,7 @@ def agrees(stored, lengths, entries):
 
 @EXAMPLES
 @hypothesis.given(rounds=KEPT)
-def test_entries_below_the_length_are_those_that_were_kept(rounds):
+def test_entries_below_the_length_are_the_kept_ones(rounds):
   assert agrees(*play(rounds, LIMIT + BLOCK))
 
 
@@ -195,7 +195,7 @@ def test_entries_below_the_length_are_those_that_were_kept(rounds):
     (LIMIT + BLOCK, lambda kept: max(kept - 1, 0)),  # the length is one too small
   ],
 )
-def test_rounds_reveal_a_short_cache_and_a_wrong_length(length, keep):
+def test_short_cache_or_wrong_length_loses_entries(length, keep):
   """Negative controls."""
   hypothesis.find(
     KEPT,

@@ -1,4 +1,4 @@
-"""`osd convert`, and the paper's T5 pair from folders of transformers, end to end."""
+"""`osd convert`, and the T5 pair of the paper from transformers folders, end to end."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def test_round_trip_gives_the_same_folder(folder, tmp_path):
     assert (back / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_the_vocabulary_is_recorded_or_written(folder, tmp_path, given):
+def test_vocabulary_is_recorded_or_written(folder, tmp_path, given):
   fingerprint = Vocabulary.load(assets.resolve(VOCABULARY), 100).fingerprint
   config = convert.ConvertConfig(
     str(folder), str(tmp_path / "w.safetensors"), vocabulary=VOCABULARY, extra_ids=100
@@ -71,7 +71,7 @@ def test_the_vocabulary_is_recorded_or_written(folder, tmp_path, given):
   assert not (tmp_path / "no").exists()
 
 
-def test_t5x_checkpoints_need_a_shape(tmp_path, repository):
+def test_t5x_checkpoints_need_a_model_config(tmp_path, repository):
   from models import test_t5x_parity as parity
 
   source = repository.parent / "shared/fixtures/t5x/native/checkpoint_7"
@@ -128,7 +128,7 @@ def osd(command, *files, **settings):
   return cli.main([command, *(f"--gin_file={file}" for file in files), *flags])
 
 
-def test_the_command_names_a_wrong_tensor_with_both_shapes(
+def test_command_names_a_wrong_tensor_with_both_shapes(
   folder, tmp_path, unprepared, capsys
 ):
   fields = json.loads((folder / "config.json").read_text())
@@ -144,7 +144,7 @@ def test_the_command_names_a_wrong_tensor_with_both_shapes(
   assert not output.exists()
 
 
-# ---- The paper's pair
+# ---- The pair of the paper
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def data(tmp_path):
 def test_the_papers_pair_runs_and_converts_back(
   checkpoints, data, tmp_path, unprepared
 ):
-  """An online run from two folders, and its draft converted back."""
+  """An online run from two transformers folders; its draft is converted back."""
   run = tmp_path / "run"
   settings = {
     "CHECKPOINTS": str(checkpoints),
@@ -213,7 +213,7 @@ def test_the_papers_pair_runs_and_converts_back(
   jax.tree.map(np.testing.assert_array_equal, loaded.draft_params, adapted.params)
 
 
-def test_the_gin_files_require_only_checkpoints(checkpoints, unprepared, capsys):
+def test_gin_files_require_only_checkpoints(checkpoints, unprepared, capsys):
   assert osd("online", "experiments/flan_t5_xl_gsm8k.gin") == 2
   error = capsys.readouterr().err
   assert "--gin.CHECKPOINTS=" in error and len(error.splitlines()) == 1
@@ -225,7 +225,7 @@ def test_the_gin_files_require_only_checkpoints(checkpoints, unprepared, capsys)
     assert f"OnlineConfig.run_directory = 'runs/flan_t5_xl_{name}'" in shown
 
 
-def test_a_missing_checkpoint_is_named(checkpoints, data, tmp_path, unprepared, capsys):
+def test_missing_checkpoint_is_named(checkpoints, data, tmp_path, unprepared, capsys):
   shutil.rmtree(checkpoints / "t5-small")
   settings = {"CHECKPOINTS": str(checkpoints), "DATA_DIR": str(data)}
   settings["OnlineConfig__run_directory"] = str(tmp_path / "run")

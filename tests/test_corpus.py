@@ -1,4 +1,4 @@
-"""Generation of a corpus: which model writes, and what the target records."""
+"""Corpus generation: which model writes each text, and what the target records."""
 
 import dataclasses
 
@@ -58,13 +58,13 @@ def generated(pair, rows=3, temperature=0.0, **values):
 
 
 def test_answers_keep_the_order_of_prompts(pair):
-  """Each answer equals that of the same prompt decoded alone."""
+  """Each answer equals that of its prompt decoded alone."""
   found = tabular_pair.prompts(7)
   sampling = engine.SamplingConfig(temperature=1.0, seed=5)
   server = corpus.plain_server(pair, DECODING, ONE_DEVICE)
   seen = []
   together = server.run(corpus.requests(found, sampling), seen.append)
-  assert len(seen) == 7  # each is reported when it finishes
+  assert len(seen) == 7  # each answer is reported when it is finished
   single = engine.Engine(
     dataclasses.replace(DECODING, rows=1), pair.target, pair.target_params
   )
@@ -172,7 +172,7 @@ def test_mixture_scores_with_the_draws_of_decoding(pair):
   assert (first_choices(9) != rows.target).any()
 
 
-def test_hash_of_a_prompt_ignores_padding():
+def test_prompt_hash_ignores_padding():
   source = jnp.asarray([[4, 5, 1, 0], [5, 4, 1, 0]], jnp.int32)
   short, long = mixture.fingerprint(source[:, :3]), mixture.fingerprint(source)
   np.testing.assert_array_equal(short, long)

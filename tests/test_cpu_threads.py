@@ -49,7 +49,7 @@ def pool(
 
 
 @pytest.mark.skipif(not TASKS.exists(), reason="threads are counted in /proc")
-def test_a_computation_uses_that_many_threads():
+def test_computation_uses_the_given_number_of_threads():
   assert int(pool(1).stdout) == 1
   assert int(pool(3).stdout) == 3
   assert int(pool(None).stdout) == len(os.sched_getaffinity(0))
@@ -61,7 +61,7 @@ def test_setting_threads_after_jax_has_started_warns():
 
 
 def test_with_one_thread_independent_operations_run_in_sequence():
-  """Otherwise they would queue behind an update on the pool's only thread."""
+  """Otherwise they would wait for an update that occupies the only thread."""
   alone, shared = (pool(n, then=TWO_CHAINS).stdout.split()[0] for n in (1, None))
   assert alone in ("sinsinsintanhtanhtanh", "tanhtanhtanhsinsinsin")
   assert sorted(shared) == sorted(alone) != shared
@@ -83,14 +83,14 @@ def test_cached_programs_are_separate_for_each_thread_count(tmp_path):
   assert any(tmp_path.iterdir())
 
 
-def test_a_scheduler_set_by_the_user_is_kept():
+def test_scheduler_set_by_the_user_is_kept():
   chosen = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
   before = f"import os; os.environ['XLA_FLAGS'] = '{chosen}'"
   own = pool(1, before, TWO_CHAINS).stdout.split()[0]
   assert own == pool(None, then=TWO_CHAINS).stdout.split()[0]
 
 
-def test_the_environment_is_restored():
+def test_environment_variables_are_restored():
   code = "import os; os.environ['NPROC'] = '7'; import atexit;"
   code += " atexit.register(lambda: print(os.environ['NPROC']))"
   code += "; atexit.register(lambda: print('XLA_FLAGS' in os.environ))"

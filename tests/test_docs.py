@@ -1,4 +1,4 @@
-"""The pages of docs/: built strictly, and every block of code run as a reader would."""
+"""The pages of docs/: the strict build, and every code block run as a reader would."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-# Run by a test of its own, with names that its page takes for granted.
+# This page has its own test, which provides the names that the page assumes.
 ELSEWHERE = {"how_to/extend.md": "test_extending.py"}
 WRITTEN = sorted(
   str(path.relative_to(DOCS))
@@ -27,12 +27,12 @@ WITH_BLOCKS = [
   )
 ]
 
-# A line of the map: rooms, then at least two blanks and what is in them.
+# A line of the map: names of modules, then at least two spaces and a description.
 MAPPED = re.compile(r"^ {4}(\w.*?)(?: {2,}|$)", flags=re.MULTILINE)
 
 
 def run_page(page: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess:
-  """Runs a page in a process of its own, with one device, as a reader has."""
+  """Runs a page in its own process, with one device, as a reader does."""
   environment = {
     name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
   } | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
@@ -54,13 +54,13 @@ def test_every_block_of_a_page_runs(page, tmp_path):
   [
     ("```python\nassert 1 == 2, 'unequal'\n```", "unequal"),
     ("```sh\nfalse\ntrue\n```", "returned non-zero"),
-    ("```gin\nPairConfig.targett = 'a'\n```", "PairConfig.targett is no field"),
+    ("```gin\nPairConfig.targett = 'a'\n```", "PairConfig.targett is not a field"),
     ("<!-- compared -->\n```console\n$ echo one\ntwo\n```", "echo one prints"),
     ("```c\nint i;\n```", "neither run nor shown"),
     ("    ```python\n    raise OSError('indented')\n    ```", "indented"),
   ],
 )
-def test_a_false_block_fails(block, said, tmp_path):
+def test_wrong_block_fails(block, said, tmp_path):
   page = tmp_path / "page.md"
   page.write_text(f"A line.\n\n{block}\n")
   done = run_page(page, tmp_path)
@@ -82,7 +82,7 @@ def test_blocks_share_names_and_files(tmp_path):
   assert done.returncode == 0, done.stderr
 
 
-def test_what_is_not_run_says_why_and_is_little():
+def test_few_blocks_are_not_run_and_each_gives_a_reason():
   found = [
     (page, block)
     for page in WRITTEN
@@ -98,7 +98,8 @@ def test_every_field_of_every_config_is_in_the_reference():
   shown = set(
     re.findall(r"^::: (\S+)", (DOCS / "reference" / "configs.md").read_text(), re.M)
   )
-  made_in_python = {"Pair", "Model", "Vocabulary", "Identity"}  # gin cannot say them
+  # Gin cannot construct them.
+  made_in_python = {"Pair", "Model", "Vocabulary", "Identity"}
   assert shown == {
     f"{config.__module__}.{config.__name__}"
     for config in pages.configs()
@@ -114,7 +115,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path):
+def test_site_builds_without_warnings(tmp_path):
   command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr[-4000:]
@@ -123,11 +124,11 @@ def test_the_site_is_built_without_a_warning(tmp_path):
   assert (tmp_path / "notebooks" / "quick_start" / "index.html").exists()
 
 
-def test_the_map_of_the_house_names_every_room():
-  """CONTRIBUTING.md: the first column of the map, against the tree."""
+def test_map_in_contributing_lists_every_module():
+  """Compares the first column of the map in CONTRIBUTING.md with the tree."""
   text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things are")[1]
-  rooms = set(re.findall(r"\b\w+\b", " ".join(MAPPED.findall(text.split("##")[0]))))
+  mapped = set(re.findall(r"\b\w+\b", " ".join(MAPPED.findall(text.split("##")[0]))))
   here = {path.stem for path in (ROOT / "osd_jax").glob("*.py")} | {
     path.parent.name for path in (ROOT / "osd_jax").glob("*/__init__.py")
   }
-  assert rooms == here - {"__init__"}
+  assert mapped == here - {"__init__"}

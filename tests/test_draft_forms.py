@@ -23,7 +23,7 @@ ROWS, PROMPT, ANSWER, WIDTH = 2, 5, 6, 16
 
 @pytest.fixture(scope="module")
 def given():
-  """(embedded, states before, positions, mask) of prompts of unequal length."""
+  """(embedded, states before, positions, mask) of prompts of different lengths."""
   rng, count = np.random.default_rng(0), PROMPT + ANSWER
   embedded, before = rng.normal(size=(2, ROWS, count, WIDTH)).astype(np.float32)
   mask = np.ones((ROWS, count), bool)
@@ -34,7 +34,7 @@ def given():
 
 @pytest.fixture(scope="module")
 def drafter(given):
-  """(steps, states before) -> what it says at each step; distances count."""
+  """A function (steps, states before) -> states of each step, with noisy distances."""
   module = states.States(WIDTH, 8, 2, 4, 16)
   embedded, before, positions, mask = given
   params = module.init(jax.random.key(0), embedded, before, positions, mask, PROMPT, 1)[
@@ -87,7 +87,7 @@ def test_padding_is_not_used(drafter, given):
     (np.arange(7)[:, None] * np.ones((1, 16)) < 1, 6, 3),
   ],
 )
-def test_calls_of_an_answer(right, length, calls):
+def test_calls_of_counts_the_target_calls_of_an_answer(right, length, calls):
   assert run.calls_of(right.astype(bool), length) == calls
 
 
@@ -125,7 +125,7 @@ def test_overlap_uses_the_target_distribution(judge):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_state_before_a_token_does_not_depend_on_it(judge, place):
+def test_state_before_a_token_does_not_depend_on_it(judge, place):
   """A form that saw a later state would look better than it is."""
   other = TARGET.copy()
   other[0, place] = 20
@@ -137,8 +137,8 @@ def test_the_state_before_a_token_does_not_depend_on_it(judge, place):
     assert not np.allclose(mine.before[0, fed + 1], changed.before[0, fed + 1])
 
 
-def test_the_state_before_an_answer_does_not_depend_on_padding(judge):
-  """Whatever fills the prompt up."""
+def test_state_before_an_answer_does_not_depend_on_padding(judge):
+  """The same prompt with and without padding."""
   wide = np.pad(SOURCE, ((0, 0), (0, 3)), constant_values=-1)
   mine, padded = judge.rows(SOURCE, TARGET), judge.rows(wide, TARGET)
   behind = mine.before[:, SOURCE.shape[1] :], padded.before[:, wide.shape[1] :]
@@ -147,13 +147,13 @@ def test_the_state_before_an_answer_does_not_depend_on_padding(judge):
   np.testing.assert_allclose(behind[0][0, 0], alone, atol=1e-5)
 
 
-def test_a_t5_is_refused():
+def test_t5_target_is_refused():
   with pytest.raises(base.InputError, match="kind T5Config, expected a decoder-only"):
     run.Judge(weights.Weights(testing.TINY_T5, {}, "none", "drawn"), 0)
 
 
 @pytest.mark.slow
-def test_every_form_learns(judge):
+def test_loss_of_every_form_falls(judge):
   rows = judge.rows(SOURCE, TARGET)
   for form in run.forms(judge, optimizers.OptimizerConfig(learning_rate=1e-2)).values():
     params = form.init(jax.random.key(0))

@@ -22,7 +22,7 @@ K = 2
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> evaluate.EvaluateConfig:
-  """The second draft is the target itself."""
+  """The second of the two drafts is the target itself."""
   folder = tmp_path_factory.mktemp("evaluate")
   pair = tiny_pair.save_tiny_pair(folder)
   return evaluate.EvaluateConfig(
@@ -190,7 +190,7 @@ def test_equal_models_have_similar_costs():
     ([], False),
   ],
 )
-def test_loop_is_a_window_that_occurs_four_times(tokens, expected):
+def test_text_loops_if_a_window_occurs_four_times(tokens, expected):
   assert metrics.loops(np.asarray(tokens)) is expected
 
 
@@ -231,7 +231,7 @@ def test_acceptance_divides_sums_of_counters():
   assert found["tokens_per_target_call"] == 3
 
 
-def test_labels_of_equal_file_names_are_paths():
+def test_drafts_with_equal_file_names_are_labelled_by_path():
   labels = evaluate.draft_labels(["shipped:demo_draft.safetensors", "a/x.st", "b/x.st"])
   assert labels == ["demo_draft", "a/x.st", "b/x.st"]
 

@@ -34,7 +34,7 @@ def of(rows, kind):
   return [row for row in rows if row["kind"] == kind]
 
 
-def test_the_run_serves_the_stream_and_follows_the_schedule(ran):
+def test_run_serves_the_stream_and_follows_the_schedule(ran):
   requests, updates = of(ran["rows"], "request"), of(ran["rows"], "update")
   assert [row["query"] for row in requests] == list(range(12))
   assert {row["source"] for row in requests} == {"support"}
@@ -43,7 +43,7 @@ def test_the_run_serves_the_stream_and_follows_the_schedule(ran):
   assert not ran["questions"]
 
 
-def test_the_bigram_learns(ran):
+def test_bigram_draft_learns(ran):
   """Its table is zero at first."""
   before = ran["pair"].draft_params
   overlaps = [row["overlap"] for row in of(ran["rows"], "request")]
@@ -52,7 +52,7 @@ def test_the_bigram_learns(ran):
   assert overlaps[0] == floors[0] and overlaps[-1] > floors[-1]
 
 
-def test_the_verdict_reports_an_inexact_rule(ran, tmp_path):
+def test_verdict_reports_an_inexact_rule(ran, tmp_path):
   page = (ran["result"].path / "report.html").read_text()
   assert "NOT EXACT by choice" in page
   exact = dataclasses.replace(
@@ -67,7 +67,7 @@ def test_the_verdict_reports_an_inexact_rule(ran, tmp_path):
   assert "NOT EXACT" not in page
 
 
-def test_the_lenient_rule_accepts_more_and_is_inexact(ran):
+def test_lenient_rule_accepts_more_and_is_inexact(ran):
   """The draft often proposes the second-best token; rules apply to greedy rows too."""
   pair, counts, texts = ran["pair"], [], []
   prompt = engine.Request(np.array([5, 9, 7, 1], np.int32), max_length=12)
@@ -91,7 +91,7 @@ def jax_noise(params):
   )
 
 
-def test_the_loss_uses_a_user_defined_divergence(ran):
+def test_loss_uses_a_user_defined_divergence(ran):
   target = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
   draft = jnp.log(jnp.array([[0.2, 0.3, 0.5]]))
   found = losses.divergence(ran["loss"])(target, draft)

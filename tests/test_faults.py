@@ -30,7 +30,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serve(pair):
-  """Runs in a folder; the pair is one object, so that runs share compiled code."""
+  """Runs in a given folder. All runs share one loaded pair, so they share programs."""
   loaded = pairs.load_pair(pair, sharding.make(sharding.PartitionConfig()))
 
   def served(folder, models=loaded):
@@ -48,7 +48,7 @@ def whole(serve, tmp_path_factory):
 
 
 def full_after(patch, step):
-  """From checkpoint `step` on, the disk is full after the first bytes of a step."""
+  """From checkpoint `step` on, saving fails after the first bytes (full disk)."""
   orbax = pytest.importorskip("orbax.checkpoint")
   real = orbax.CheckpointManager.save
 
@@ -146,12 +146,12 @@ def test_damaged_checkpoint_is_reported_and_skipped(serve, copied, whole):
 
 @pytest.fixture
 def unnoticed(monkeypatch):
-  """Hides changed settings, as if files of the same names had other contents."""
+  """Hides that settings changed, as if files of the same names had new contents."""
   monkeypatch.setattr(directory, "differences", lambda *_: [])
 
 
 def test_checkpoint_of_other_weights_is_refused(serve, copied, unnoticed):
-  """The shapes are equal, so rows in flight would continue under another target."""
+  """Shapes are equal, so without the check rows in flight would change their target."""
   loaded = serve.loaded
   changed = jax.tree.map(lambda leaf: leaf * 1.5, loaded.target_params)
   other = dataclasses.replace(loaded, target_params=changed)

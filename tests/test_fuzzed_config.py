@@ -1,4 +1,4 @@
-"""Fuzzed flags and gin files: a valid config, or exit code 2 and the cause named."""
+"""Fuzzed flags and gin files give a valid config, or exit code 2 and a message."""
 
 import dataclasses
 import pathlib
@@ -109,7 +109,7 @@ ATOMS = st.sampled_from(
     "\t1",
   ]
 )
-DIGITS = st.builds(lambda: "9" * 5000)  # more than Python reads
+DIGITS = st.builds(lambda: "9" * 5000)  # more digits than Python reads
 VALUES = st.recursive(
   ATOMS | DIGITS,
   lambda inner: (
@@ -138,7 +138,7 @@ def dry(monkeypatch, capsys):
 
 
 def check(code, errors):
-  """A valid config, or code 2 and a cause."""
+  """Checks for exit code 0, or exit code 2 with a message."""
   assert code in (0, 2), errors
   if code == 2:
     assert len(errors.strip()) > len("osd online: ")
@@ -168,7 +168,7 @@ def test_fuzzed_command_exits_with_0_or_2(dry, binding):
 
 @st.composite
 def damaged(draw):
-  """The text of a gin file with some of its characters exchanged."""
+  """The text of a gin file with some characters replaced."""
   text = draw(st.sampled_from(TEXTS))
   for _ in range(draw(st.integers(1, 4))):
     place = draw(st.integers(0, len(text)))
@@ -207,7 +207,7 @@ def test_binary_file_exits_with_2(dry, tmp_path, data):
 
 
 def test_valid_settings_take_effect():
-  """Negative control: not everything is refused, and what is given has its effect."""
+  """Negative control: valid settings are accepted and take effect."""
   valid = ["LearningConfig.seed=5", "DecodingConfig.rows=3"]
   config, _ = settings.load(online.OnlineConfig, [BASE], [*PAIR, *valid])
   assert (config.learning.seed, config.decoding.rows) == (5, 3)

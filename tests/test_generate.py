@@ -1,4 +1,4 @@
-"""`osd generate`: where prompts come from, and what is written where."""
+"""`osd generate`: sources of prompts, output formats, options and saved drafts."""
 
 import dataclasses
 import io
@@ -25,7 +25,7 @@ class Counts:
 
 
 class FakeServer:
-  """Answers a prompt by itself in capitals; notes what it is asked."""
+  """Answers with the prompt in capitals, and records its calls."""
 
   made: "list[FakeServer]" = []
   fails_at = -1
@@ -79,7 +79,7 @@ class FakeServer:
 
 
 class Typed:
-  """Lines that are typed one by one."""
+  """Standard input whose lines arrive one by one."""
 
   def __init__(self, lines):
     self._lines = lines
@@ -135,7 +135,7 @@ def test_prompts_come_from_arguments_a_file_or_standard_input(osd, tmp_path):
 
 
 def test_lines_are_answered_one_by_one(osd, monkeypatch):
-  """Standard input that never ends is read a prompt at a time."""
+  """Prompts from an endless standard input are read one at a time."""
   shown = []
 
   def lines():
@@ -208,7 +208,7 @@ def test_learned_draft_is_saved(osd):
   assert "adapted draft: adapted_draft.safetensors" in errors
   assert osd("one", "--learn", "--save", "d.st")[3].saved == ["d.st"]
   assert osd("one")[3].saved == []
-  assert osd("--learn")[3].saved == []  # nothing came, so nothing was learnt
+  assert osd("--learn")[3].saved == []  # without prompts nothing is learnt
 
 
 def test_learned_draft_is_saved_after_an_interrupt(osd, monkeypatch):

@@ -1,4 +1,4 @@
-"""The gin files of the repository: each builds, and says what is true."""
+"""Every gin file of the repository builds, and its comments are true."""
 
 import dataclasses
 import importlib
@@ -17,7 +17,7 @@ from osd_tools import pretrain, sizes
 
 FILES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.gin"))
 
-# Values for what the files leave open, by the name of the field.
+# Values for required settings, by field name.
 FILLED = {
   "tasks": "[@filled/TaskConfig()]",
   "data": "@filled/BatchConfig()",
@@ -31,15 +31,15 @@ LIBRARY = (
 
 
 def whole_text(name: str) -> str:
-  """Text of a gin file and of what it includes."""
+  """Text of a gin file together with the files that it includes."""
   text = (CONFIGS / name).read_text()
   included = re.findall(r"""^include ['"](.+)['"]""", text, re.M)
   return "\n".join([text, *map(whole_text, included)])
 
 
 def config_class(name: str) -> type | None:
-  """The config class of a file's command; None for a part of several commands."""
-  for text in ((CONFIGS / name).read_text(), whole_text(name)):  # its own words first
+  """The config class of a file's command; None if several commands include the file."""
+  for text in ((CONFIGS / name).read_text(), whole_text(name)):  # the file itself first
     for about in commands.COMMANDS.values():
       if re.search(rf"^{about.config}\.", text, re.M):
         return getattr(importlib.import_module(about.module), about.config)
@@ -47,7 +47,7 @@ def config_class(name: str) -> type | None:
 
 
 def filled(root: type, files: list[str]) -> object:
-  """Builds a config, giving a value to whatever is asked for."""
+  """Builds a config, filling in every value that the error message requires."""
   flags: dict[str, str] = {}
   for _ in range(5):
     try:
@@ -62,16 +62,16 @@ def filled(root: type, files: list[str]) -> object:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_gin_file_builds(name, written):
+def test_every_gin_file_builds_a_config(name, written):
   root = config_class(name)
   text = (CONFIGS / name).read_text()
   assert text.startswith("# ") and "# Required:" in text, "the header is missing"
   library = written(LIBRARY, "library.gin")
-  if root is None:  # a part, to be included
+  if root is None:  # only included by other files
     parts = (library, "tasks/generated.gin", name, "runs/pretrain.gin")
     whole = "\n".join(f"include '{part}'" for part in parts)
     assert filled(pretrain.PretrainConfig, [written(whole)])
-  else:  # named itself, so that a binding without effect is a mistake
+  else:  # listed directly, so that bindings without effect are errors
     assert type(filled(root, [written(f"include '{library}'"), name])) is root
 
 
@@ -89,7 +89,7 @@ def test_comments_name_existing_fields(name):
 
 @pytest.mark.parametrize("command", commands.COMMANDS)
 def test_run_files_do_not_change_defaults(command, written):
-  """They call the nested configs, which must not change what these are."""
+  """The files name nested configs, which must keep their defaults."""
   name = f"runs/{command}.gin"
   root = config_class(name)
   assert root.__name__ == commands.COMMANDS[command].config
@@ -158,4 +158,5 @@ def test_tiny_pretraining_repeats_from_its_stored_settings(
   stored = paths["run_directory"] / "operative_config.gin"
   bindings = [flag.removeprefix("--gin.") for flag in flags]
   assert load([str(stored)]) == load(["testing/tiny_pretrain.gin"], bindings)
-  assert cli.main(["pretrain", f"--gin_file={stored}"]) == 0  # finds it finished
+  # The run is already finished.
+  assert cli.main(["pretrain", f"--gin_file={stored}"]) == 0

@@ -73,6 +73,8 @@ def accept_by_rejection(
 ) -> base.Acceptance:
   """Rejection sampling; greedy rows are one-hot distributions. See `accept`."""
   num_draft_tokens = proposal.tokens.shape[1]
+  # Both sides are processed alike: temperature and filters define the law that must be
+  # reproduced, and the draft drew from its processed row.
   target_probs = sampling.processed_probs(verification.logits, settings)
   draft_probs = None
   if proposal.logits is not None:
@@ -80,6 +82,7 @@ def accept_by_rejection(
 
   index = proposal.tokens[..., None]
   target_at = jnp.take_along_axis(target_probs[:, :-1], index, axis=-1)[..., 0]
+  # A deterministic proposal has probability 1.
   draft_at = jnp.ones_like(target_at)
   if draft_probs is not None:
     draft_at = jnp.take_along_axis(draft_probs, index, axis=-1)[..., 0]
@@ -94,12 +97,15 @@ def accept_by_rejection(
   residual = jnp.maximum(target_row - draft_row, 0.0)
   # Rounding can leave no residual although a token was rejected.
   empty = jnp.sum(residual, -1, keepdims=True) <= 0
+  # EMIT at the absolute position: plain decoding would draw this token with the same
+  # noise.
   emitted = sampling.draw(
     jnp.where(empty, target_row, residual),
     settings.seed,
     position + accepted,
     sampling.Purpose.EMIT,
   )
+  # The emitted token follows the accepted prefix, at index K if all are accepted.
   padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
   slot = jnp.arange(num_draft_tokens + 1)[None]
   tokens = jnp.where(slot < accepted[:, None], padded, emitted[:, None])
@@ -169,6 +175,7 @@ def _count_prefix(
   proposal: base.Proposal, passes: Bool[Array, "B K"]
 ) -> Int[Array, " B"]:
   """Length of the leading run of True, within the tokens that a row proposes."""
+  # `cumprod` is 0 from the first False on, so its sum is the length of the prefix.
   passes = passes & proposal.is_proposed
   return jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1)
 

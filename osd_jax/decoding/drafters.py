@@ -50,7 +50,7 @@ class Drafter(Protocol):
     """Returns the state of rows that have their prompt and no output.
 
     Args:
-      params: served parameters.
+      params: served parameters of the draft.
       source: [B, S] int32, the prompts.
       target_states: [B, S, E], the target's hidden states, for an attached draft.
       cache_length: positions of the output buffer.
@@ -187,6 +187,7 @@ class IndependentDraft:
 
     def feed(cache):
       tokens = state_lib.inputs_at(rows, cache.length, CHUNK)
+      # Rows that lag less are not moved past `wanted`: `propose` feeds the last two.
       end = jnp.minimum(cache.length + CHUNK, wanted)
       _, cache = self.model.decode(params, tokens, cache)
       return cache.replace(length=end)

@@ -16,7 +16,7 @@ def from_logits(logits: Float[Array, "B n V"], kept: int) -> base.Records:
 
   Args:
     logits: [B, n, V] raw target logits.
-    kept: k <= V.
+    kept: k, at most V (static).
 
   Returns:
     Records [B, n] with log-softmax at temperature 1, no errors. The tail is summed over
@@ -25,6 +25,7 @@ def from_logits(logits: Float[Array, "B n V"], kept: int) -> base.Records:
   logits = logits.astype(jnp.float32)
   top, ids = _top_k(logits, kept)
   largest, least = top[..., :1], top[..., -1:]
+  # Subtracting the largest logit keeps `exp` from overflowing.
   masses = jnp.exp(logits - largest)
   total = jnp.sum(masses, axis=-1)
   # Some of the tokens that tie with the last kept one may be left out.
@@ -85,7 +86,10 @@ def _searched(
 def _first_of_all_parts(kept: int, part: jax.Array, number: jax.Array):
   """The largest entries and their ids, from the candidates of every device's part."""
   top, ids = jax.lax.top_k(part, kept)
+  # From indices within a part to token ids.
   ids = ids + number * part.shape[-1]
+  # k candidates per device travel, not the vocabulary: the k largest of all are among
+  # the k largest of each part.
   top, ids = (jax.lax.all_gather(x, "model", axis=2, tiled=True) for x in (top, ids))
   top, best = jax.lax.top_k(top, kept)
   return top, jnp.take_along_axis(ids, best, axis=-1)
@@ -121,17 +125,18 @@ def teacher_forced(
   the draft wrote (`student` sampling).
 
   Args:
-    target: the target model (static).
-    params: the target's parameters.
-    source: [R, S] int32.
+    target: the target model (static), which gives the distributions.
+    params: the target's trained parameters, not the served copy.
+    source: [R, S] int32, prompts padded with the target's `pad_id`.
     tokens: [R, T] int32, padded as sources are; a pad id before a token is a token.
-    record_top_k: k (static).
+    record_top_k: k (static); more than V keeps full rows.
 
   Returns:
     A batch of R rows; rows without tokens have weight 0.
   """
   logits = target.score(params, source, target.mask(source), tokens)
   position = jnp.arange(tokens.shape[1])[None]
+  # The last real token ends the text. Padding ids before it are tokens of the text.
   ends = jnp.where(tokens != target.pad_id, position + 1, 0)
   mask = position < jnp.max(ends, axis=1, keepdims=True)
   return base.DistillationBatch(

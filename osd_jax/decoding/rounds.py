@@ -72,7 +72,7 @@ class DecodeSpec:
 
   @property
   def draft(self) -> base.Model | None:
-    """The draft model, None if there is none."""
+    """The draft model, or None for plain decoding."""
     return None if self.drafter is None else self.drafter.model
 
   @property
@@ -140,8 +140,8 @@ def run_rounds(
     num_draft_tokens: K in 0..8 (static); 0 decodes plainly.
     target_served: prepared parameters of the target.
     draft_served: prepared parameters of the draft; not read if K is 0.
-    max_rounds: [] int32.
-    state: rows in flight.
+    max_rounds: [] int32, an array so that changing it compiles nothing.
+    state: rows in flight; stopped and empty rows stay unchanged.
 
   Returns:
     The rows after the last round.
@@ -149,12 +149,13 @@ def run_rounds(
   running_at_start = state.stop_reason == base.StopReason.RUNNING
   idle_cache = state.draft_cache
   if not num_draft_tokens:
-    # The loop would copy what it carries, so an unused cache stays outside.
+    # A loop copies the values that it carries, so an unused cache stays outside.
     state = state.replace(draft_cache=None)
 
   def continues(carry):
     done, state = carry
     running = state.stop_reason == base.StopReason.RUNNING
+    # As soon as one row stops, the host can give its place to a waiting request.
     none_stopped = jnp.any(running) & jnp.all(running == running_at_start)
     return none_stopped & (done < max_rounds)
 
@@ -190,6 +191,8 @@ def one_round(
   verification, target_cache = verify(
     spec.target, target_served, state.target_cache, state.last_token, proposal
   )
+  # `state.length` is still that of the round's start: the draws of a token depend on
+  # its absolute position.
   acceptance = accept_lib.accept(
     proposal, verification, state.settings, state.length, spec.rule
   )
@@ -198,6 +201,7 @@ def one_round(
     state, acceptance, verification, proposal, spec.target.eos_ids
   )
   if drafter is not None:
+    # After `append`, because the drafter rewinds to what was emitted.
     state = state.replace(draft_cache=drafter.observe(state.draft_cache, state))
   return state
 
@@ -212,8 +216,8 @@ def verify(
   """Scores last_token and the K drafted tokens in one call (algorithm 1, "verify").
 
   Args:
-    target: the target model.
-    served: its prepared parameters.
+    target: the target, as pure functions (static).
+    served: prepared parameters of the target.
     cache: its cache, of length c per row.
     last_token: [B] int32, emitted but not yet fed.
     proposal: K drafted tokens per row.

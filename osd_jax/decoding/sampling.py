@@ -73,7 +73,7 @@ def processed_probs(
   """Returns the distributions that decide sampling and acceptance.
 
   Args:
-    logits: [B, n, V] raw.
+    logits: [B, n, V], raw, of any floating-point type.
     settings: per-row settings. A greedy row becomes one-hot at its arg max.
 
   Returns:
@@ -98,7 +98,7 @@ def processed_probs(
 
 
 def _no_choice(logits: Float[Array, "B n V"]) -> Int[Array, "B n"]:
-  """Stands in for `arg_max` if no row is greedy."""
+  """Returns zeros in the shape of `arg_max`, for batches without greedy rows."""
   return jnp.zeros(logits.shape[:-1], jnp.int32)
 
 
@@ -178,12 +178,9 @@ def _first_of_largest(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 def row_keys(
   seed: UInt32[Array, " B"], position: Int[Array, "B n"], purpose: Purpose
 ) -> Key[Array, "B n"]:
-  """Returns the random keys of draws at absolute positions.
+  """Returns the random keys of draws at absolute positions of each row's output.
 
-  Args:
-    seed: [B] uint32.
-    position: [B, n] int32; index of the token in the row's output.
-    purpose: purpose of the draws.
+  Keys differ by seed, position and purpose, and by nothing else.
   """
 
   def one(seed, position):
@@ -208,9 +205,9 @@ def draw(
 
   Args:
     probs: [B, V], not necessarily normalised; an entry of 0 is never drawn.
-    seed: [B] uint32.
-    position: [B] int32.
-    purpose: purpose of the draw.
+    seed: [B] uint32, the seed of each request.
+    position: [B] int32, the absolute position of each draw.
+    purpose: purpose of the draw (static); see `Purpose`.
 
   Returns:
     [B] int32
@@ -218,6 +215,8 @@ def draw(
   keys = row_keys(seed, position[:, None], purpose)[:, 0]
   if purpose is Purpose.DRAFT and native.forms():
     return _at_share(probs, jax.vmap(jax.random.uniform)(keys))
+  # Gumbel-max trick: the arg max of log probabilities plus this noise has the law of
+  # `probs`.
   noise = jax.vmap(lambda key: jax.random.gumbel(key, probs.shape[-1:]))(keys)
   return arg_max(jnp.log(probs) + noise)
 
@@ -247,6 +246,8 @@ def _reached(masses, at):
   """Index at which cumulated masses [B, n] exceed `at` [B], and the sum before it."""
   ends = jnp.cumsum(masses, axis=-1)
   has_mass = masses > 0
+  # Rounding may leave `at` at or above the last sum. The last entry with mass is then
+  # taken, never one without mass.
   passes = (ends > at[:, None]) & has_mass
   last = masses.shape[-1] - 1 - jnp.argmax(has_mass[:, ::-1], axis=-1)
   index = jnp.where(jnp.any(passes, axis=-1), jnp.argmax(passes, axis=-1), last)
@@ -263,10 +264,10 @@ def sample(
   """Draws from the processed distribution; only takes an arg max if all are greedy.
 
   Args:
-    logits: [B, V] raw.
-    settings: per-row settings.
-    position: [B] int32.
-    purpose: purpose of the draw.
+    logits: [B, V], raw, of any floating-point type.
+    settings: sampling settings of every row.
+    position: [B] int32, the absolute position of each token.
+    purpose: purpose of the draw (static); see `Purpose`.
 
   Returns:
     [B] int32

@@ -1,4 +1,4 @@
-"""The state that the decode loop carries, and how a round's tokens are appended."""
+"""The state that the decode loop carries, and `append`, which adds a round's tokens."""
 
 import functools
 from typing import Any
@@ -72,10 +72,10 @@ def buffer_length(target_length: int) -> int:
 
 
 def fed_to_draft(length: jax.Array) -> jax.Array:
-  """Returns the inputs fed to a row's draft between rounds: all but the last two.
+  """Returns the number of inputs that a draft has been fed between rounds.
 
-  Args:
-    length: [B] emitted tokens.
+  A row with `length` [B] emitted tokens has length + 1 inputs, and the draft has been
+  fed all but the last two; see `IndependentDraft.propose`.
   """
   return jnp.maximum(length - 1, 0)
 
@@ -84,9 +84,9 @@ def inputs_at(state: DecodeState, start: jax.Array, count: int) -> jax.Array:
   """Returns the models' inputs at some positions: start token, then emitted tokens.
 
   Args:
-    state: rows in flight.
-    start: [B] int32, the first position.
-    count: n.
+    state: rows in flight with their emitted tokens.
+    start: [B] int32, the first position of each row.
+    count: n, the number of positions (static).
 
   Returns:
     [B, n] int32; undefined after position `length`.
@@ -110,11 +110,11 @@ def initial_state(
   Args:
     start: [B] int32; see `base.Model.starts`.
     settings: [B] per-row sampling; max_length is cut to `target_length`.
-    target_cache: from the target's prefill.
-    draft_cache: from the draft's prefill, or None.
-    target_length: T.
-    record_top_k: k; 0 records nothing.
-    vocab_size: V.
+    target_cache: cache that the target's prefill returned.
+    draft_cache: cache that the draft's prefill returned, or None.
+    target_length: T, the most tokens that a row can emit.
+    record_top_k: k, entries kept per position; 0 records nothing.
+    vocab_size: V, which decides the type of recorded ids.
   """
   rows = settings.seed.shape[0]
   zeros = jnp.zeros((rows,), jnp.int32)
@@ -151,7 +151,7 @@ def append(
 
   Args:
     state: rows before the round; their caches may already be those after it.
-    acceptance: tokens of the round.
+    acceptance: tokens of the round and the length of the accepted prefix.
     verification: target logits; row i judged the i-th token.
     proposal: the drafted tokens; K may be 0.
     eos_ids: tokens that end a sequence.
@@ -167,9 +167,11 @@ def append(
   count, stop_reason = _cut(state, acceptance, verification, eos_ids)
   length = state.length + count
   last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-  # The bonus token, at index K or after the last proposed token, is no error.
+  # A bonus token follows the last proposed one; nothing was rejected there.
   proposed = jnp.pad(proposal.is_proposed, ((0, 0), (0, 1)))
   error = (offset == acceptance.accepted[:, None]) & proposed
+  # Drafted tokens after a cut were judged by the rule, but could not be emitted.
+  # Counting them would lower the acceptance of short answers.
   counted = (offset[:, :-1] < count[:, None]) & proposal.is_proposed
   passed = counted & (offset[:, :-1] < acceptance.accepted[:, None])
   spare = MAX_DRAFT_TOKENS - num_draft_tokens
@@ -204,6 +206,8 @@ def _cut(
   offset = jnp.arange(acceptance.tokens.shape[1])[None]
   count = jnp.where(running, acceptance.accepted + 1, 0)
   room = state.settings.max_length - state.length
+  # The order matters: a broken row or end-of-sequence after the length limit is never
+  # emitted, so it must not become the reason.
   count = jnp.minimum(count, room)
   is_broken = _broken(verification, acceptance) & (offset < count[:, None])
   breaks = jnp.any(is_broken, axis=1)
@@ -212,6 +216,7 @@ def _cut(
   ends = jnp.any(is_eos, axis=1)
   count = jnp.where(ends, jnp.argmax(is_eos, axis=1) + 1, count)
   full = running & (state.length + count >= state.settings.max_length)
+  # Later lines win: an end-of-sequence token in the last free place counts as EOS.
   reason = jnp.where(full, int(base.StopReason.LENGTH), state.stop_reason)
   reason = jnp.where(breaks, int(base.StopReason.NOT_FINITE), reason)
   reason = jnp.where(ends, int(base.StopReason.EOS), reason)
@@ -260,6 +265,7 @@ def _write_block(
 ) -> jax.Array:
   """Writes [B, n, ...] at per-row offsets of [B, T, ...]; stopped rows keep theirs."""
   if not native.forms():
+    # `select` does not write a row whose start is past the end.
     nowhere = stored.shape[1]
     return cache_lib.select(stored, block, jnp.where(running, start, nowhere), axis=1)
 

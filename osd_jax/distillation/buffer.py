@@ -86,10 +86,10 @@ def init(
   """Returns an empty buffer.
 
   Args:
-    config: number of rows, N.
-    source_length: S.
-    target_length: T.
-    record_top_k: k; cut to V.
+    config: the number of rows, N, and what they store.
+    source_length: S, the length of every stored prompt.
+    target_length: T, the length of every stored output.
+    record_top_k: k, entries per recorded position; cut to V.
     vocab_size: V; ids are uint16 up to 65,536, else int32.
     state_width: E of the target's hidden states; 0 stores none.
 
@@ -130,7 +130,7 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
   written in place, at a cost that does not depend on N.
 
   Args:
-    buffer: N rows.
+    buffer: the ring of N rows; donate it, see above.
     batch: R <= N rows with the buffer's S, T and k.
 
   Raises:
@@ -168,11 +168,11 @@ def sample(
   has fewer rows than were asked for, the missing ones have weight 0.
 
   Args:
-    buffer: N rows.
-    key: random key.
+    buffer: the ring of N rows; it is only read.
+    key: random key of this step.
     num_new: number of rows drawn uniformly from those added since `since` (static).
     num_replay: number of rows drawn from all, weighted by age (static).
-    config: recency.
+    config: decides how much recent rows are preferred.
     since: [] int32; `buffer.added` at the last update.
 
   Returns:
@@ -193,6 +193,7 @@ def sample(
   )
   # `_draw` returns ages past the end if it runs out of rows.
   present = jnp.concatenate([ages[0] < newest, ages[1] < buffer.filled])
+  # Age 0 is the newest row, in slot (added - 1) mod N.
   slots = (buffer.added - 1 - jnp.concatenate(ages)) % buffer.capacity
   rows = jax.tree.map(lambda ring: ring[slots], buffer.data)
   if rows.target_states is not None:
@@ -233,6 +234,7 @@ def likeliest_tokens(
     [size] int32, distinct, ascending.
   """
   records, rows = buffer.data.records, buffer.data.weight
+  # Unused slots have weight 0; their zeroed records would count token 0.
   counted = buffer.data.mask & (rows[:, None] > 0)
   ids, log_probs = (
     records.ids[..., :SHORTLIST_RANKS],
@@ -281,8 +283,8 @@ def _draw(
     passed = is_age & (point >= below - (jnp.cumsum(weights) - weights))
     age = age_at(point + jnp.sum(jnp.where(passed, weights, 0.0)))
     age = jnp.clip(age, 0, size - 1).astype(jnp.int32)
-    # Rounding may have returned a taken age. Convert to the rank among the ages that
-    # are left, and back: the result is always one of them.
+    # Rounding may have returned a taken age. Converting to the rank among the ages that
+    # are left, and back, always gives an untaken one.
     left = size - jnp.sum(is_age)
     place = jnp.clip(age - jnp.sum(taken < age), 0, left - 1)
     # If rounding has consumed the remaining weight, take the newest age left.

@@ -124,9 +124,9 @@ class UpdateRunner(abc.ABC):
     """Stores the learner's state; nothing runs yet.
 
     Args:
-      model: the draft.
-      config: settings of an update.
-      learner: initial state.
+      model: the draft, as pure functions.
+      config: settings of one update.
+      learner: state before the first update.
       interval: an update launched after request n is taken at request n + interval.
       free: take it as soon as it is ready instead. On a background thread, runs are
         then not reproducible bit by bit.
@@ -160,6 +160,8 @@ class UpdateRunner(abc.ABC):
     if self.busy:
       raise RuntimeError("distillation: an update is in progress; take it first")
     self._batches, self._launched = tuple(batches), finished
+    # The slices work on a copy of the state. `learner` changes only in `take`, so a
+    # checkpoint in between repeats the update from its inputs.
     self._state, self._metrics, self._seconds = self.learner, [], 0.0
 
   def due(self, finished: int) -> bool:
@@ -170,11 +172,9 @@ class UpdateRunner(abc.ABC):
 
   @abc.abstractmethod
   def wait_if_behind(self, finished: int, in_flight: int) -> None:
-    """Gives the update in progress time; called before each step of serving.
+    """Gives the update in progress time, before a step of serving.
 
-    Args:
-      finished: number of finished requests.
-      in_flight: number of requests that the step may finish.
+    `finished` requests have finished, and the step may finish `in_flight` more.
     """
 
   def take(self) -> Outcome:
@@ -259,6 +259,7 @@ class BackgroundRunner(UpdateRunner):
 
   def wait_if_behind(self, finished: int, in_flight: int) -> None:
     """Waits for one slice if the last update was late and this one may be due."""
+    # As long as updates keep up with serving, no step waits for them.
     late = self._behind and not self._free and self._asked < len(self._batches)
     if late and self._left(finished + in_flight) <= 0:
       started = time.perf_counter()
@@ -321,7 +322,7 @@ class InterleavedRunner(UpdateRunner):
     """Returns at once: nothing runs between calls."""
 
   def close(self) -> None:
-    """There is no thread to end."""
+    """Does nothing: this runner has no thread."""
 
   def _is_ready(self) -> bool:
     return not self._remaining()
@@ -352,12 +353,12 @@ class Learner:
     """Starts with an empty buffer and the draft as version 0.
 
     Args:
-      draft: the draft.
-      params: its parameters.
-      config: how it learns.
-      source_length: S of the observed rows.
-      target_length: T of the observed rows.
-      record_top_k: k of their records.
+      draft: the draft, as pure functions.
+      params: its parameters, frozen ones included.
+      config: buffer, updates and their schedule.
+      source_length: S, the prompt length of observed rows.
+      target_length: T, the output length of observed rows.
+      record_top_k: k, entries per position in their records.
     """
     if jax.process_count() > 1 and config.free_updates:
       raise base.InputError(
@@ -450,7 +451,7 @@ class Learner:
     """Runs an update as serving does, and drops its result; used to measure its cost.
 
     Args:
-      slices: number of slices.
+      slices: number of slices that are run.
       serve: runs one step of serving; called while the update runs, until it returns
         False. Then this method waits for the update.
     """
@@ -464,6 +465,7 @@ class Learner:
     while self._runner.is_running and serve():
       pass
     self._runner.take()
+    # Only the cost was wanted: the next update starts from the old state again.
     self._runner.learner = before
 
   def wait_if_behind(self, in_flight: int) -> None:
@@ -474,7 +476,7 @@ class Learner:
     """Adds a finished request and launches an update if one is due.
 
     Args:
-      batch: one row.
+      batch: one row: the request with its records.
       overlap: overlap of the draft that served it, before it trains on the row.
 
     Returns:
@@ -578,6 +580,7 @@ class Learner:
   def _draw(self, slices: int | None = None) -> tuple[base.DistillationBatch, ...]:
     """Draws the micro-batches of an update that starts now; all slices by default."""
     config = self._config
+    # A function of the number of requests, so a resumed run draws the same rows.
     key = jax.random.fold_in(jax.random.key(config.seed), self.finished)
     return update_lib.draw_update(
       config.update, config.buffer, self._buffer, key, self._since, slices

@@ -48,6 +48,8 @@ def target_buckets(records: base.Records) -> Buckets:
   # Floor before the logarithm; k = V has an exact 0 here.
   tail = jnp.maximum(records.tail.astype(jnp.float32), np.finfo(np.float32).tiny)
   buckets = jnp.concatenate([kept, jnp.log(tail)[..., None]], axis=-1)
+  # A floor far below every real mass; it only replaces -inf, whose product with a mass
+  # of 0 would be NaN.
   return jnp.maximum(buckets, TARGET_FLOOR)
 
 
@@ -214,9 +216,9 @@ def position_divergences(
   Values at other positions, even NaN, affect neither the result nor its gradient.
 
   Args:
-    config: divergence and positions.
+    config: which divergence, and at which positions.
     draft_logits: [R, T, V], raw, any float type.
-    batch: R rows of T positions.
+    batch: R rows of T positions, with records.
 
   Returns:
     [R, T] float32, in nats (total variation: in [0, 1]).
@@ -246,7 +248,7 @@ def distillation_loss(
   """Mean divergence over the chosen positions, weighted by row.
 
   Args:
-    config: divergence and positions.
+    config: which divergence, and at which positions.
     draft_logits: [R, T, V], raw, any float type; entry t predicts
       `batch.target[:, t]`.
     batch: R rows with the target's records.
@@ -260,7 +262,7 @@ def distillation_loss(
   values = position_divergences(config, draft_logits, batch)
   weights = jnp.where(chosen_positions(config, batch), batch.weight[:, None], 0.0)
   total = jnp.sum(weights)
-  # Divide by 1 if nothing is chosen: 0 / 0 would make the gradient NaN.
+  # Without any chosen position 0 / 0 would make the gradient NaN.
   mean = jnp.sum(weights * values) / jnp.where(total > 0, total, 1.0)
   return jnp.where(total > 0, mean, 0.0)
 

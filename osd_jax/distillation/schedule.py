@@ -73,7 +73,7 @@ class Schedule(Protocol):
 
     Args:
       state: the state before this request.
-      request: the request that finished.
+      request: the request that has just finished.
       costs: measured costs of this machine; None if nobody measured them.
     """
     ...
@@ -179,7 +179,7 @@ def checked_overlap(request: int, overlap: float) -> float:
 
 
 def _share(config: ScheduleConfig, state: ScheduleState) -> float:
-  """Share of its slices that an update takes, by what is left to gain."""
+  """Returns the share of an update's slices that the remaining gap justifies."""
   if not config.much_to_gain:
     return 1.0
   gap = 1.0 - _mean(state.recent[-RESUME_WINDOW:])
@@ -196,6 +196,7 @@ def _pause(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
     return _paused(state, _mean(newer))
   if len(older) < size:
     return state
+  # A clear loss is not flat: after a shift the draft has much to learn again.
   gain = _mean(newer) - _mean(older)
   flat = state.flat + 1 if -DRIFT_DROP < gain < config.flat_tolerance else 0
   if flat < config.pause_after_flat:

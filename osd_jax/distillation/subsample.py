@@ -54,13 +54,13 @@ def subsample(
   key: Key[Array, ""],
   vocab_size: int,
 ) -> Subsample:
-  """Draws positions and tokens; a count of 0 keeps all of them.
+  """Draws positions and tokens; with a count of 0 the batch keeps everything.
 
   Args:
     config: how many positions, tokens and negatives.
     batch: R rows of T positions.
-    key: random key of the slice.
-    vocab_size: V.
+    key: random key of this slice.
+    vocab_size: V, the number of token ids.
   """
   key_positions, key_tokens = jax.random.split(key)
   positions = tokens = log_weights = None

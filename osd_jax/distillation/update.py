@@ -114,10 +114,10 @@ def loss_and_grad(
   """The distillation loss of a batch and its gradient.
 
   Args:
-    model: the draft.
-    config: divergence and subsampling.
+    model: the draft, as pure functions (static).
+    config: divergence and subsampling (static).
     params: trained parameters of the draft.
-    batch: R rows.
+    batch: R rows with the target's records.
     frozen: its other parameters, see `base.Model.split`.
     step: [] int32, slices taken so far; seeds the subsampling.
 
@@ -253,7 +253,7 @@ def draw_slice(
     buffer_config: recency weighting of replayed rows (static).
     buffer: the rows. They are copied, so the buffer can be appended to while the
       slice runs.
-    key: random key of the update.
+    key: random key of the whole update.
     since: [] int32; `buffer.added` at the last update.
     index: [] int32; position of the slice within the update.
 

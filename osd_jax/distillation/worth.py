@@ -156,6 +156,8 @@ def expected_slope(config: WorthConfig, state: WorthState) -> float:
   slope, error = slope_of(state.versions)
   if math.isinf(error) or not assumed:
     return assumed
+  # The weight of a measurement with this error against a prior whose standard deviation
+  # is the assumption itself.
   trust = assumed**2 / (assumed**2 + error**2)
   return assumed + trust * (slope - assumed) + HOPE * math.sqrt(trust) * error
 
@@ -238,6 +240,7 @@ def _has_risen(state: WorthState) -> bool:
   """Returns whether overlap is certainly above the start of the episode."""
   first, start = state.start
   since = state.finished - state.changed - first
+  # Only requests after those that made the start; sharing some would hide a rise.
   count = min(NOW, since)
   if count < SHORT:
     return False
@@ -280,7 +283,7 @@ def _expected_ms(
 
 
 def _assumed(state: WorthState) -> float:
-  """Gain of an update while nothing is known: a share of the gap."""
+  """Returns the gain that an update is assumed to have: a share of the gap to 1."""
   return PACE * max(1.0 - _level(state), 0.0)
 
 
@@ -297,6 +300,7 @@ def _paused(state: WorthState) -> WorthState:
 def _dropped(config: WorthConfig, costs: Costs, state: WorthState) -> WorthState:
   """Begins an episode after a drop: no evidence, and the whole budget."""
   full = _full_grant_ms(config, costs, state)
+  # Time saved for a probe is not needed any more, so it adds to the grant.
   more = state.saved_ms / full if full else 0.0
   return dataclasses.replace(
     state,

@@ -74,7 +74,7 @@ def agreement(
   It makes no target call: the target's rows were recorded by the verification.
 
   Args:
-    model: the draft.
+    model: the draft, with any parameters of its shape.
     params: its parameters (not the served copy).
     batch: R finished requests with their records.
     settings: [R] as the requests were decoded.
@@ -109,10 +109,10 @@ def mean_agreement(
   """Averages `agreement` over the answers of each task; every request weighs the same.
 
   Args:
-    draft: model to measure.
-    params: parameters of `draft`.
+    draft: the draft that is measured.
+    params: trained parameters of `draft`, not the served copy.
     answers: finished requests with records; `request.tag` is the task id.
-    rows: requests per forward pass.
+    rows: number of requests per forward pass.
 
   Returns:
     For each task id: distribution_overlap, its upper bound, acceptance_rate, and the
@@ -161,7 +161,7 @@ def agreement_from_logits(
     size = len(covered)
     ids = jnp.full(vocab_size, size, jnp.int32).at[covered].set(jnp.arange(size))[ids]
   logits = logits.astype(jnp.float32)
-  # Only the sum over a large vocabulary is computed, not a normalised copy of it.
+  # The normaliser is one number per position; a normalised copy would be [R, T, V].
   total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
   draft_log_probs = _at(logits, ids, -jnp.inf) - total
   draft_tail = jnp.maximum(1.0 - jnp.sum(jnp.exp(draft_log_probs), -1), 0.0)
@@ -172,6 +172,7 @@ def agreement_from_logits(
   greedy = (sampling.arg_max(logits) == ids[..., 0]).astype(jnp.float32)
   plain = (temperature == 1) & ~_filtered(settings)[:, None]
   ruled = (temperature == 0) | plain
+  # Top-k and top-p need a search over V, so it runs only if a row asks for it.
   processed = jax.lax.cond(
     jnp.all(ruled),
     lambda: lower,

@@ -194,6 +194,8 @@ def initial(candidates: Sequence[int], rows: int) -> ControllerState:
 
 def acceptance(state: ControllerState, row: int) -> float:
   """Returns the running acceptance of a row, shrunk towards that of all rows."""
+  # A row's own evidence is a few dozen tokens. Until it has more than `POOLED`, the
+  # acceptance of all rows decides.
   pooled = POOLED * state.pool_accepted / state.pool_judged
   return (state.accepted[row] + pooled) / (state.judged[row] + POOLED)
 
@@ -210,9 +212,9 @@ def token_ms(
   Drafting also pays the draft's prefill of every request, spread over its tokens.
 
   Args:
-    candidates: the Ks.
+    candidates: the Ks, in the order of the table.
     costs: table for this number of rows and bucket.
-    state: running acceptance.
+    state: holds the running acceptance of every row.
     rows: the rows that hold requests.
     doubt: standard errors of the pooled acceptance that are added to each row's.
   """
@@ -237,9 +239,9 @@ def choose(
   """Returns the state with K of the next call.
 
   Args:
-    candidates: the Ks, 0 first.
+    candidates: the Ks in ascending order, 0 first.
     costs: table for this number of rows and bucket.
-    state: state after the last call.
+    state: the state after the last call.
     rows: the rows that hold requests, at least one.
     catch_up_ms: cost of preparing the draft before it can draft again.
   """
@@ -251,8 +253,11 @@ def choose(
     hoped = min(token_ms(candidates, costs, state, rows, DOUBT)[1:])
     chosen = 0 if plain * (1 + MARGIN) < hoped else best
     return dataclasses.replace(state, num_draft_tokens=chosen)
+  # The margin in both directions is hysteresis: without it noise would switch between
+  # the modes, and each switch lets the draft catch up.
   if state.probing and best_ms * (1 + MARGIN) < plain:
     return dataclasses.replace(state, num_draft_tokens=best, probing=False)
+  # A probe must be affordable even if the draft is as bad as the last evidence says.
   loss = ROUNDS_PER_CALL * _probe_loss(costs, state, rows)
   probes = state.saved_ms >= catch_up_ms + costs.call_ms + loss
   return dataclasses.replace(
@@ -265,7 +270,7 @@ def rounds(candidates: Sequence[int], costs: RoundCosts, state: ControllerState)
   if state.probing:
     return ROUNDS_PER_CALL
   round_ms = costs.round_ms[candidates.index(state.num_draft_tokens)]
-  # Where rounds are very short, a call's fixed cost is spread over more of them.
+  # If rounds are very short, more of them share the fixed cost of a call.
   worthwhile = math.ceil(costs.call_ms / (CALL_SHARE * round_ms))
   return max(ROUNDS_PER_CALL, worthwhile)
 
@@ -301,6 +306,7 @@ def release(state: ControllerState, row: int, tokens: int) -> ControllerState:
     accepted=_without(state.accepted, row),
     judged=_without(state.judged, row),
     requests=decay * state.requests + 1,
+    # The initial 1.0 only avoids a division by 0 before the first request.
     tokens=(decay * state.tokens if state.requests else 0.0) + tokens,
   )
 
@@ -323,8 +329,10 @@ def _saved(
   spent = call.rounds * costs.round_ms[index] + call.catch_up_ms
   spent += costs.call_ms if state.probing else 0.0
   change = (1 + PROBE_SHARE) * plain_ms - spent
+  # If gains could be saved, a long good phase would pay for a long bad one later.
   if state.num_draft_tokens and change > 0:
     return max(state.saved_ms, min(state.saved_ms + change, 0.0))
+  # Bounded debt: one expensive stretch must not prevent probes for ever.
   floor = -DEBT * PROBE_SHARE * costs.round_ms[0]
   return max(state.saved_ms + change, floor)
 

@@ -107,7 +107,7 @@ def read_progress(state: state_lib.DecodeState) -> Progress:
 
 
 class Engine:
-  """B rows, each of which holds a request or is empty.
+  """The rows in flight: B rows that hold a request or are empty.
 
   Without a draft it decodes plainly, so the baseline runs through the same host code.
 
@@ -129,14 +129,14 @@ class Engine:
     draft_params: base.Params | None = None,
     partitioner: Any = None,
   ):
-    """Prepares the parameters; nothing is decoded yet.
+    """Prepares the parameters, without decoding anything.
 
     Args:
-      config: shapes of decoding.
-      target: the target model.
-      target_params: its parameters.
-      draft: the draft model; None decodes plainly.
-      draft_params: its parameters.
+      config: shapes of decoding; it must fit both models.
+      target: the target, whose outputs the engine reproduces.
+      target_params: trained parameters of the target.
+      draft: the draft; None makes the engine decode plainly.
+      draft_params: trained parameters of the draft.
       partitioner: a `sharding.Partitioner`; None for one device.
 
     Raises:
@@ -196,8 +196,8 @@ class Engine:
     cost acceptance for the rest of the request, never exactness.
 
     Args:
-      draft_params: the draft's parameters.
-      version: noted in the answers.
+      draft_params: trained parameters; the served copy is made here.
+      version: number that answers report as `draft_version`.
       shortlist: [N] int32, the tokens that the draft's output head covers from now on;
         None keeps the present ones. Only for a draft with a shortlist.
 
@@ -230,6 +230,7 @@ class Engine:
 
   def step(self) -> list[Finished]:
     """Runs one turn of all rows; returns the requests that finished, by slot."""
+    # Free rows are filled first, so that waiting requests take part in this call.
     self._admit()
     rows = self._occupied()
     if not rows:
@@ -242,6 +243,7 @@ class Engine:
     ended = self._observe(rows)
     spent = (time.perf_counter() - started) * 1e3
     for _, slot in rows:
+      # All rows run in the same call, so each request pays an equal share of its time.
       slot.milliseconds += spent / len(rows)
     return self._collect(ended)
 
@@ -253,9 +255,10 @@ class Engine:
     """Answers all requests; returns the results in order, or raises before the first.
 
     Args:
-      requests: the requests.
+      requests: requests of any number; they wait for free rows.
       on_finished: called as each one finishes, for progress.
     """
+    # Checked first, so that a bad request fails before any other is answered.
     for request in requests:
       self.check(request)
     self._waiting.extend(requests)
@@ -290,7 +293,7 @@ class Engine:
     return answers
 
   def messages(self) -> list[str]:
-    """Returns messages for a run's log; an engine in this process has none."""
+    """Returns messages for a run's log. Only `Replicas` has any."""
     return []
 
   def close(self) -> None:
@@ -319,6 +322,7 @@ class Engine:
 
   def structure(self, host: dict[str, Any]) -> Any:
     """Returns the shapes of the rows that `state` gave with `host`."""
+    # No request was ever admitted, so there are no arrays to restore.
     if host["bucket"] == 0:
       return None
     return jax.eval_shape(lambda: steps.empty(self.spec, self.served, host["bucket"]))
@@ -334,7 +338,7 @@ class Engine:
 
     Args:
       arrays: the saved rows, None if there were none.
-      host: the host's part.
+      host: the JSON part of `state`.
       request_of: makes the request of a tag again.
       draft_params: parameters of the draft that served.
     """
@@ -360,6 +364,8 @@ class Engine:
   def _padded(self, request: Request) -> PaddedPrompt:
     """Returns the request as arrays, padded to the longest bucket."""
     limit, longest = request.max_length, self.config.source_lengths[-1]
+    # One shape for all buckets: a batch is cut to its bucket when it is prefilled, and
+    # the learner gets rows of equal length.
     source = np.full((1, longest), self.spec.target.pad_id, np.int32)
     source[0, : len(request.tokens)] = request.tokens
     limit = self.config.target_length if limit is None else limit
@@ -375,6 +381,7 @@ class Engine:
       needed = self._needed_bucket()
       if len(free) == rows and needed != self._bucket:
         self._change_bucket(needed)
+      # All rows share one bucket, because a call has one source length.
       if needed > self._bucket:
         return  # a longer bucket starts when the present rows have finished
       if steps.defer_prefill(len(free), len(self._waiting), rows, parts):
@@ -436,12 +443,14 @@ class Engine:
     if drafts:
       self._controller.charge_prefill(self._bucket)
     self._state = state
+    # Without waiting, the time of the prefill would be charged to the next call.
     jax.block_until_ready(state.length)
     spent = (time.perf_counter() - started) * 1e3
     for number, slot in taken.items():
       slot.milliseconds = spent / len(taken)
       slot.lacks_draft = not drafts
       self._slots[number] = slot
+      # `_observe` subtracts the previous progress, which belongs to another request.
       for counts in self._progress:
         counts[number] = 0
 
@@ -463,6 +472,8 @@ class Engine:
     if num_draft_tokens and (chunks or prefills):
       self._prepare_draft(rows)
     is_short = self.expecting or any(slot.request.watch for _, slot in rows)
+    # The shortest limit wins: a streamed text should not wait for the longest call that
+    # the controller would choose.
     limits = (self.config.max_rounds, max_rounds, WATCHED_ROUNDS if is_short else None)
     return num_draft_tokens, min(limit for limit in limits if limit is not None)
 
@@ -474,6 +485,7 @@ class Engine:
     prefills = len(list(self._batches(lacking)))
     fed = self._progress.fed.copy()
     fed[list(lacking)] = 0
+    # A draft that is up to date has been fed length - 1 inputs; see `fed_to_draft`.
     lag = max(int(self._progress.length[n]) - 1 - int(fed[n]) for n, _ in rows)
     return max(-(-lag // drafters.CHUNK), 0), prefills
 
@@ -515,6 +527,7 @@ class Engine:
     if slot.request.watch is None:
       return False
     assert self._state is not None
+    # Only the tokens are read here; the row itself stays on the device.
     length = int(self._progress.length[number])
     count = slot.request.watch(np.asarray(self._state.tokens[number])[:length])
     if count is None:
@@ -541,6 +554,7 @@ class Engine:
     tokens, length, reason, counters = jax.tree.map(
       lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
     )
+    # The next request in this row starts without the acceptance of this one.
     self._controller.release(number, int(length))
     return Finished(
       request=slot.request,

@@ -64,6 +64,7 @@ def warm_up(
       state = steps.prefill_draft(spec, served, state, batch)
     state = steps.insert(spec, served, state, batch)
   for num_draft_tokens in candidates:
+    # With 0 rounds the call compiles like any other and computes nothing.
     state = steps.advance(spec, num_draft_tokens, served, np.int32(0), state)
   if spec.draft is not None and 0 in candidates:
     state = steps.catch_up(spec, served, state)
@@ -80,8 +81,8 @@ def round_costs(
 
   Args:
     spec: static arguments of the calls, with a draft.
-    candidates: the Ks.
-    served: prepared parameters.
+    candidates: the Ks in ascending order.
+    served: prepared parameters of both models.
     bucket: source length of the made-up rows.
   """
   rows = _Rows(Way(spec, tuple(candidates), served), bucket)
@@ -116,7 +117,7 @@ class _Rows:
     self._idle: list[float] = []
 
   def calls(self, temperatures: Sequence[float]) -> dict[Any, Callable[[], float]]:
-    """Returns the calls to time by name, each of which returns its milliseconds."""
+    """Returns the calls to time by name; a call returns its milliseconds."""
     timed: dict[Any, Callable[[], float]] = {"idle": self.idle, "insert": self.insert}
     for temperature in temperatures:
       for k in self._way.candidates:
@@ -130,10 +131,13 @@ class _Rows:
   def table(self, found: Mapping[Any, float], temperature: float) -> RoundCosts:
     """Makes the table from typical times of `calls`."""
     rows = self._way.spec.rows
+    # The difference of two noisy times may be negative, and a cost of 0 would make a
+    # division by it infinite.
     round_ms = [max(found[k, temperature], 1e-3) for k in self._way.candidates]
     return RoundCosts(
       # More draft tokens cost no less: noise that says otherwise is evened out.
       round_ms=tuple(np.maximum.accumulate(round_ms).tolist()),
+      # Both calls rewind and return, so only the feeding remains in the difference.
       chunk_ms=max(found.get("chunk", 0.0) - found.get("nothing", 0.0), 0.0),
       prefill_ms=found.get("prefill", 0.0),
       call_ms=found["idle"],
@@ -198,6 +202,7 @@ class _Rows:
 
   def _timed(self, call: Callable[[Any], state_lib.DecodeState]) -> float:
     """Milliseconds of a call that consumes the state and returns the next one."""
+    # Work that was queued before must not count.
     jax.block_until_ready(self.state)
     started = clock()
     self.state = jax.block_until_ready(call(self.state))
@@ -222,7 +227,7 @@ def _rewound(
   lag: jax.Array,
   temperature: jax.Array,
 ) -> state_lib.DecodeState:
-  """All rows running with `lag` tokens, none of which the draft was fed."""
+  """Sets every row to RUNNING with `lag` tokens and a draft that was fed nothing."""
   length = jnp.zeros_like(state.length) + lag
   warmth = jnp.zeros_like(state.settings.temperature) + temperature
   state = state.replace(
@@ -253,8 +258,8 @@ def measure(
     server: a server with a draft. What it holds does not change.
     bucket: source length of the requests.
     learn: whether updates are measured too; the draft does not change.
-    sampled: sampling of the requests.
-    report: shows a progress line.
+    sampled: sampling of the run's requests.
+    report: called with each progress line.
   """
   report("Measuring costs on this machine: calls, at most 4 s ...")
   settings = sampled.settings(server.engine.config.target_length)
@@ -289,6 +294,7 @@ def measure(
 
 def _ways(engine: Any) -> dict[str, Way]:
   """Plain decoding and the frozen draft, one row each; and decoding as the run does."""
+  # Compared requests are served alone, so plain and frozen are timed with one row.
   alone = dataclasses.replace(engine.spec, rows=1)
   plain = dataclasses.replace(alone, record_top_k=0, drafter=None)
   found = {
@@ -340,7 +346,7 @@ def _ms(call: Callable[[], object]) -> float:
   return (clock() - started) * 1e3
 
 
-# --- Single steps, and whole requests -----------------------------------------------
+# --- Single steps and complete requests -----------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,8 +390,8 @@ def measure_steps(config: DecodingConfig, models: Models, source: np.ndarray):
   tokens were fed.
 
   Args:
-    config: K and T.
-    models: target and draft.
+    config: its K and T are used.
+    models: target and draft, with trained parameters.
     source: [B, S] int32, prompts.
   """
   found = measure_lib.interleaved(_loops(config, models, source), CALL_SECONDS, clock)
@@ -402,7 +408,7 @@ def _single_steps(server: Any, bucket: int) -> dict[str, Callable[[], float]]:
 def _loops(
   config: DecodingConfig, models: Models, source: np.ndarray
 ) -> dict[str, Callable[[], float]]:
-  """Compiled loops of single steps, each of which returns milliseconds of a step."""
+  """Compiles loops of single steps; each loop returns the milliseconds of one step."""
   length = state_lib.buffer_length(config.target_length)
   target, target_params, draft, draft_params = models
   target_side = (target, *_prefilled(target, length, target_params, source, source))
@@ -442,7 +448,9 @@ def feed(model, width, served, cache, calls):
     tokens = jnp.broadcast_to(token[:, None], (token.shape[0], width))
     start = cache.length
     logits, cache = model.decode(served, tokens, cache)
+    # A token that depends on the last logits keeps XLA from overlapping the steps.
     token = sampling.arg_max(logits[:, -1])
+    # The cache is rewound, so that every call reads and writes the same positions.
     return token, cache.replace(length=start)
 
   token = jnp.zeros(cache.length.shape, jnp.int32)
@@ -473,10 +481,11 @@ def time_requests(
   Args:
     servers: servers with nothing in flight.
     requests: the requests that each of them answers.
-    block: requests of a block.
+    block: number of requests that a server answers in turn.
   """
   for server in servers:
     bucket = server.engine.config.bucket
+    # One request per bucket compiles every call before the clock starts.
     one_a_bucket = {bucket(len(request.tokens)): request for request in requests}
     server.run(list(one_a_bucket.values()))
   seconds = np.zeros(len(servers))

@@ -62,10 +62,10 @@ class Replica:
     """Loads nothing yet.
 
     Args:
-      settings: values for `jax.config`.
+      settings: names and values for `jax.config.update`.
       pair: files of the pair; the replica's host has them under the same names.
-      decoding: shapes of decoding.
-      partition: mesh of the replica's devices.
+      decoding: shapes of decoding, equal for all replicas.
+      partition: mesh over the devices of this replica.
     """
     self._settings = settings
     self._given = pair, decoding, partition
@@ -91,9 +91,11 @@ class Replica:
       requests: new requests for free rows.
       draft: (trained parameters, version, shortlist) of a new draft; None keeps the
         present one.
-      expecting: see `Engine.expecting`.
+      expecting: shortens calls; see `Engine.expecting`.
     """
     if draft is not None:
+      # Only trained parameters travel. The frozen part is the target's, which the
+      # replica has already.
       trained, version, shortlist = draft
       params = self._draft.join(trained, self._frozen)
       self._engine.swap(params, version, shortlist)
@@ -140,10 +142,10 @@ class Replicas:
 
     Args:
       replicas: number of replicas, and the resources of each.
-      decoding: shapes of each replica.
-      given: files of the pair.
+      decoding: shapes of decoding of each replica.
+      given: the files, which every replica loads itself.
       pair: the pair, loaded in this process.
-      partition: mesh of each replica.
+      partition: mesh over the devices of each replica.
 
     Raises:
       InputError: Ray is not installed, the pair has no files, or several processes run
@@ -219,6 +221,7 @@ class Replicas:
     if shortlist is not None:
       self.shortlist = np.asarray(shortlist, np.int32)
     self.draft_version, self._drafts = version, self._drafts + 1
+    # Stored once: Ray sends one copy per host, however many replicas it has.
     self._draft_reference = self._ray.put((trained, version, self.shortlist))
 
   def step(self) -> list[Finished]:
@@ -325,8 +328,9 @@ class Replicas:
     return replica
 
   def _restart(self, replica: _Handle) -> None:
-    """Starts a new process in place of a lost one."""
+    """Starts a new process that replaces a lost one."""
     self._running = {r: one for r, one in self._running.items() if one is not replica}
+    # Draft 0 is the one in the files, which the new process loads.
     replica.actor, replica.held, replica.draft = self._make(), {}, 0
     self._running[replica.actor.load.remote()] = replica
 
@@ -339,6 +343,7 @@ class Replicas:
         f"replicas: {self._lost_in_turn} replicas were lost in a row without answering"
         f" ({reason}); see Ray's logs, then repeat the command."
       )
+    # In reverse, because each one is put in front of the others.
     for serial in sorted(replica.held, reverse=True):
       self._waiting.appendleft((serial, replica.held[serial]))
     number = self._replicas.index(replica) + 1
@@ -360,6 +365,8 @@ class Replicas:
         break
       serial, request = self._waiting.popleft()
       emptiest.held[serial] = request
+      # Tags are arbitrary values of the caller, and may be large or not serialisable.
+      # The serial number identifies the request on its way.
       given[emptiest].append(dataclasses.replace(request, tag=serial))
     for replica, requests in given.items():
       if replica.held:

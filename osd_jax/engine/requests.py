@@ -57,7 +57,7 @@ class AdaptiveConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig(base.Config):
-  """Shapes of decoding, and how much is drafted.
+  """Shapes of decoding, and the number of drafted tokens.
 
   >>> DecodingConfig(source_lengths=(16, 64)).bucket(20)
   64
@@ -235,6 +235,8 @@ class Prompt(base.Config):
         raise base.InputError(
           f"generate: received a setting {name!r}, expected some of {sorted(known)}."
         )
+    # The index makes seeds differ, so that equal prompts of one call get independent
+    # samples, and a repeated call the same ones.
     prompt = cls(given, **settings)
     return dataclasses.replace(prompt, seed=prompt.sampling.of_request(index).seed)
 
@@ -263,7 +265,7 @@ class Request:
 
     Args:
       longest: largest number of prompt tokens.
-      vocab_size: V.
+      vocab_size: V, the number of token ids.
 
     Raises:
       InputError: the prompt is empty, too long or has ids outside the vocabulary, or
@@ -382,12 +384,7 @@ class TextSoFar:
   """
 
   def __init__(self, decode: Callable[[np.ndarray], str], stop: tuple[str, ...] = ()):
-    """Starts with an empty text.
-
-    Args:
-      decode: tokens to text.
-      stop: texts that end the answer.
-    """
+    """Starts with an empty text."""
     self._decode, self._stop = decode, stop
     self._searched = 0  # tokens without a stop string
     self._text, self._given = "", 0
@@ -395,6 +392,8 @@ class TextSoFar:
   def watch(self, tokens: np.ndarray) -> int | None:
     """Reads the tokens emitted so far, [n]; see `Request.watch`."""
     if self._stop:
+      # Token by token: the answer ends with the token that completes the stop string,
+      # and tokens after it are dropped.
       for count in range(self._searched + 1, len(tokens) + 1):
         self._text = self._decode(tokens[:count])
         if self._stop_at() is not None:
@@ -405,6 +404,7 @@ class TextSoFar:
 
   def next_piece(self) -> str:
     """Returns the part of the text that is certain and was not given out yet."""
+    # An incomplete character decodes to U+FFFD. The next token may complete it.
     text = self._text[: self._stop_at()].rstrip("\ufffd")
     return self._give(text[: len(text) - self._undecided(text)])
 

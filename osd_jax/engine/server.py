@@ -142,7 +142,7 @@ class Server:
     Args:
       pair: files of the pair, the shipped one by default, or a loaded pair; one
         without a draft decodes plainly.
-      decoding: rows, K, lengths.
+      decoding: rows in flight, K, lengths and records.
       learning: how the draft learns, if it learns.
       partition: mesh, of each replica if there are replicas.
       replicas: processes that serve instead of this one, which then only learns.
@@ -244,6 +244,7 @@ class Server:
     """
     if isinstance(prompts, str | Prompt):
       prompts = [prompts]
+    # Answers that finished before an earlier prompt; only `ordered` uses it.
     early: dict[int, Answer] = {}
     place = 0
     with self._one_call():
@@ -266,7 +267,7 @@ class Server:
     Args:
       prompt: a text, or a `Prompt`.
       learn: the draft learns from the answer.
-      **settings: as in `generate`.
+      **settings: fields of `Prompt`, as in `generate`.
 
     Yields:
       Pieces that together are the answer's text.
@@ -275,6 +276,7 @@ class Server:
     _, given, text = request.tag
     with self._one_call():
       for finished in self.serve([request]):
+        # `watch` has read the tokens during the call; only the certain part is shown.
         piece = text.next_piece()
         for done in finished:
           piece += text.finish(done.tokens)[1]
@@ -300,6 +302,8 @@ class Server:
         if request is None or request is _END:
           break
         engine.submit(request)
+      # With a free row and a caller that has more prompts soon, calls stay short, so
+      # that the next prompt does not wait for many rounds.
       engine.expecting = request is None and engine.in_flight < engine.capacity
       if request is _END and not engine.in_flight:
         return
@@ -319,6 +323,7 @@ class Server:
     on_finished: Callable[[Finished], object] = lambda done: None,
   ) -> list[Finished]:
     """Answers all requests of tokens; see `Engine.run`."""
+    # Checked first, so that a bad request fails before any other is answered.
     for request in requests:
       self.engine.check(request)
     answers: dict[int, Finished] = {}
@@ -334,7 +339,7 @@ class Server:
     """Passes an answer to the learner; swaps in a draft whose update has ended.
 
     Args:
-      done: the answer.
+      done: the finished request with its records.
       overlap: overlap of the serving draft with it; None measures it.
       background: another thread serves meanwhile, and swaps the draft in at its next
         call.
@@ -343,7 +348,8 @@ class Server:
       The update that was swapped in, if there was one.
     """
     if done.stop_reason == base.StopReason.NOT_FINITE or not len(done.tokens):
-      return None  # there is nothing to learn from it
+      # Without tokens, or with a broken target, a request teaches nothing.
+      return None
     if overlap is None:
       measured = agreement.of_answer(
         self.pair.draft, self.learner.serving, done, self.shortlist
@@ -389,6 +395,7 @@ class Server:
 
   def close(self) -> None:
     """Ends learning and drops requests in flight."""
+    # Set first: a generator that is still open must not submit to a closed engine.
     self._is_closed = True
     self.engine.close()
     if self._learner is not None:
@@ -492,6 +499,7 @@ class Server:
     """Makes the draft of an update the newest one."""
     if outcome is not None:
       self.statistics.updates += 1
+      # An update whose slices were all skipped has no new draft to serve.
       if outcome.changed:
         shortlist = self.learner.shortlist()
         self._pending_draft = self.learner.serving, outcome.version, shortlist

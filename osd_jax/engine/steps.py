@@ -1,4 +1,4 @@
-"""The compiled calls of an engine, and how prompts are grouped for prefilling.
+"""The compiled calls of an engine, and the grouping of prompts for prefilling.
 
 Every call takes a `DecodeSpec` as its static argument, `advance` also K. So there is
 one compilation per spec, bucket of prompt lengths, kind of call and K, and none for new
@@ -31,8 +31,8 @@ from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.decoding.rounds import DecodeSpec
 
-# A mesh defers prefilling until one in this many of its rows is free, as long as there
-# are enough prompts for all of them.
+# A mesh defers prefilling until one in this many of its rows is free, as long as every
+# free row has a prompt.
 _PATIENCE = 8
 
 
@@ -78,8 +78,8 @@ def defer_prefill(free: int, waiting: int, rows: int, parts: int) -> bool:
 
   Args:
     free: number of rows without a request.
-    waiting: number of prompts.
-    rows: number of rows.
+    waiting: number of prompts that wait for a row.
+    rows: number of rows, free or not.
     parts: number of parts, each of which prefills one prompt at a time.
   """
   return parts > 1 and waiting >= free and free * _PATIENCE < rows
@@ -135,8 +135,8 @@ def prepare(
   """Returns the served copy of a model's parameters; see `base.Model.prepare`.
 
   Args:
-    model: target or draft.
-    params: its parameters.
+    model: the target or the draft.
+    params: its trained parameters; they are not changed.
     shortlist: [N] int32, for a draft with a short head.
     spec: description of the calls that read the copy; None for one device.
   """
@@ -156,6 +156,7 @@ def check_target_states(
     cache = target.prefill(target.prepare(params), source, target.mask(source), 1)
     return getattr(cache, "target_states", None)
 
+  # Only shapes are computed, so the check is free.
   target_states = jax.eval_shape(prefilled, params, source)
   received = "nothing" if target_states is None else f"width {target_states.shape[-1]}"
   if received != f"width {draft.state_width}":
@@ -172,6 +173,8 @@ def empty(spec: DecodeSpec, served: Served, bucket: int) -> state_lib.DecodeStat
   source = jnp.zeros((spec.rows, bucket), jnp.int32)
   settings = sampling.make_settings(spec.rows, max_length=spec.target_length)
   prompts = PromptBatch(source, settings, jnp.arange(spec.rows))
+  # Zeros of the right shapes are enough: empty rows run in every call, but their
+  # results are dropped. A real prefill would cost a forward pass.
   shapes = jax.eval_shape(functools.partial(_prefilled, spec), served, prompts)
   state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
   reason = jnp.full((spec.rows,), int(base.StopReason.EMPTY), jnp.int32)
@@ -199,6 +202,8 @@ def insert_undrafted(
 ) -> state_lib.DecodeState:
   """`insert` without the draft's prefill, which `prefill_draft` does if needed."""
   rows = _prefilled(dataclasses.replace(spec, drafter=None), served, prompts)
+  # The draft's cache of this row becomes stale. `prefill_draft` replaces it before the
+  # draft reads it.
   others = state.replace(draft_cache=None)
   found = _inserted(spec, others, rows, prompts.slots)
   return spec.place(found.replace(draft_cache=state.draft_cache))
@@ -211,7 +216,7 @@ def prefill_draft(
   state: state_lib.DecodeState,
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
-  """Prefills the draft for rows that have their prompt; feeds none of their tokens."""
+  """Prefills the draft for rows that the target has prefilled, without their output."""
   target_states, slots = None, prompts.slots
   if spec.draft is not None and spec.draft.state_width:
     stored = state.target_cache.target_states
@@ -279,6 +284,7 @@ def read_row(
   mask = jnp.arange(spec.target_length)[None] < length[:, None]
   batch = base.DistillationBatch(
     source=source,
+    # Slots after the length may hold tokens of a round that were not emitted.
     target=jnp.where(mask, cut(state.tokens), spec.target.pad_id),
     mask=mask,
     records=jax.tree.map(cut, state.records),
@@ -304,6 +310,8 @@ def _inserted(spec: DecodeSpec, tree: Any, rows: Any, slots: jax.Array) -> Any:
     return cache.insert_row(tree, rows, slots)
 
   def inserted(tree, row, slot):
+    # A part without a prompt writes its old row back, since every part runs the call.
+    # Slot -1 reads some valid row, whose content is kept.
     before = cache.take_row(tree, slot)
     row = jax.tree.map(lambda old, new: jnp.where(slot < 0, old, new), before, row)
     return cache.insert_row(tree, row, slot)

@@ -43,7 +43,7 @@ def step_of_slurm(processes, number):
 
 
 def job_of_open_mpi(processes, number):
-  """The environment of an mpirun process; the port follows from the job id too."""
+  """The environment of an mpirun process; the port also follows from the job id."""
   return {
     "OMPI_MCA_orte_hnp_uri": f"{os.getpid() << 12}.0;tcp://127.0.0.1:1",
     "OMPI_COMM_WORLD_SIZE": str(processes),
@@ -111,16 +111,17 @@ def alone(folder, tmp_path_factory):
 @pytest.mark.parametrize(
   ("kind", "cluster"), [("independent", job_of_open_mpi), ("attached", step_of_slurm)]
 )
-def test_two_processes_serve_and_learn_like_one(alone, folder, tmp_path, kind, cluster):
+def test_two_processes_give_the_outputs_and_updates_of_one(
+  alone, folder, tmp_path, kind, cluster
+):
   expected, directory = alone(kind), tmp_path / "run"
   finished(started(folder, directory, kind, cluster=cluster))
   other = tmp_path / "run.process_1"
   assert served(directory) == served(other) == served(expected)
   np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)
   assert learnt(other) == learnt(directory)
-  assert not (
-    other / "checkpoints"
-  ).exists()  # both write into the first process's folder
+  # Both processes write their checkpoints into the folder of the first.
+  assert not (other / "checkpoints").exists()
   for step in (directory / "checkpoints").glob("[0-9]*"):
     wrote = {path.name for path in step.glob("**/ocdbt.process_*")}
     assert wrote == {"ocdbt.process_0", "ocdbt.process_1"}
@@ -132,7 +133,9 @@ def test_two_processes_serve_and_learn_like_one(alone, folder, tmp_path, kind, c
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_both_processes_continue_after_one_was_killed(alone, folder, tmp_path, victim):
+def test_run_continues_after_one_of_two_processes_was_killed(
+  alone, folder, tmp_path, victim
+):
   """The other process stops within a minute; a restart serves the same outputs."""
   expected, directory = alone("independent"), tmp_path / "run"
   running = started(folder, directory)
@@ -171,7 +174,8 @@ def test_other_commands_in_two_processes_match_one(tmp_path):
     ]
     finished(running)
   alone, together = folders.values()
-  # Each process encodes its own training rows, and half of the others' for lengths.
+  # Each process encodes its own training rows, and half of the other rows for the
+  # prompt lengths.
   every = int((alone / "encoded_0").read_text())
   for number in range(2):
     assert int((together / f"encoded_{number}").read_text()) < 0.8 * every

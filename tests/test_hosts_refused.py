@@ -1,4 +1,4 @@
-"""Settings that several processes cannot share are refused before they hang."""
+"""Settings that several processes cannot share are refused, because runs would hang."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_adaptive_k_without_given_costs_is_refused(loaded, two):
     adaptive(loaded)
 
 
-def test_a_remote_run_directory_is_refused(two):
+def test_remote_run_directory_is_refused(two):
   with pytest.raises(base.InputError, match=r"run_directory.*mount the bucket"):
     runs.RunDirectory.start("memory://bucket/run")
 
@@ -62,7 +62,7 @@ def test_replicas_are_refused(lively_pair, loaded, two):
     )
 
 
-def test_one_process_accepts_these_settings(loaded):
+def test_single_process_accepts_these_settings(loaded):
   """Negative control."""
   learner(loaded)
   adaptive(loaded)

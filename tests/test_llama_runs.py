@@ -1,4 +1,4 @@
-"""Whole commands with a decoder-only pair: a mesh, a certificate, the paper's pair."""
+"""Whole commands with decoder-only pairs: a mesh, a certificate, the paper's pair."""
 
 import dataclasses
 import json
@@ -117,7 +117,7 @@ def test_offline_distillation_raises_overlap_and_changes_no_text(pair, tmp_path)
   assert texts[0] == texts[1]
 
 
-# ---- The paper's layout
+# ---- The folder layout of the paper's pair
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_the_papers_pair_runs_and_converts_back(checkpoints, data, unprepared):
   assert any(jax.tree.leaves(moved))
 
 
-def test_every_gin_file_of_the_pair_builds(checkpoints, unprepared, capsys):
+def test_every_gin_file_of_the_pair_builds_a_config(checkpoints, unprepared, capsys):
   for name in ("gsm8k", "spider", "finance", "python"):
     flags = [f"--gin.CHECKPOINTS={str(checkpoints)!r}", "--dry_run"]
     file = f"--gin_file=experiments/vicuna_7b_{name}.gin"

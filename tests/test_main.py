@@ -1,4 +1,4 @@
-"""The command line: gin and flags become configs, mistakes become one line each."""
+"""The command line: gin files and flags become configs; mistakes become one line."""
 
 import dataclasses
 import importlib
@@ -46,7 +46,7 @@ BY_HAND = pretrain.PretrainConfig(
 )
 
 
-# ---- A config from gin is the config built by hand
+# ---- Configs from gin equal configs from Python
 
 
 def test_gin_config_equals_the_one_built_in_python(written):
@@ -58,13 +58,13 @@ def test_gin_config_equals_the_one_built_in_python(written):
 
 
 def test_gin_bindings_do_not_change_config_classes(written):
-  """Bindings reach what gin makes, never a class that Python code calls."""
+  """Bindings apply to configs that gin builds, not to classes used in Python."""
   built = load([written(RUN)], ["T5Config.width=24"])
   assert built.model.width == 24
   assert T5Config().width == 512
 
 
-def test_flags_win_over_files_and_later_files_over_earlier(written):
+def test_flags_override_files_and_later_files_override_earlier(written):
   first = written(RUN)
   second = written("STEPS = 8\nT5Config.width = 24", "second.gin")
   assert load([first, second]).steps == 8
@@ -100,7 +100,7 @@ def test_printed_settings_rebuild_the_config(written):
 
 
 def test_seqio_does_not_change_settings(written):
-  """seqio registers with gin too."""
+  """seqio also registers its functions with gin."""
   pytest.importorskip("seqio", reason="the extra `data` is not installed")
   assert load([written(RUN)]) == BY_HAND
 
@@ -202,7 +202,7 @@ def test_recursive_include_is_an_error(written, tmp_path):
 )
 def test_error_names_the_wrong_flag(written, flag, parts):
   run = written(RUN)
-  if not parts:  # asks for what is there
+  if not parts:  # requires a value that is set
     assert load([run], [flag]) == BY_HAND
     return
   found = complaint([run], [flag])
@@ -255,7 +255,7 @@ def test_all_missing_values_are_listed(written):
   assert f"--gin.STEPS=VALUE [{run}:2]" in found
   assert f"--gin.PretrainConfig.output=VALUE [{run}:9]" in found
   assert "sql/TaskConfig.name needs a value" in found
-  assert len(found.splitlines()) == 3  # STEPS once, though two fields take it
+  assert len(found.splitlines()) == 3  # STEPS appears once although two fields use it
   assert "--gin.PretrainConfig.data=@BatchConfig()" in complaint()
 
 
@@ -300,7 +300,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
   "words", [["-h"], *([name, "-h"] for name in commands.COMMANDS)]
 )
-def test_help_is_complete_and_needs_no_jax(words):
+def test_help_lists_all_commands_without_importing_jax(words):
   done = command(*words)
   assert done.returncode == 0
   assert done.stderr.strip() == "False"  # jax is not imported
@@ -322,7 +322,7 @@ def test_help_takes_less_than_a_second(words):
     command(*words)
     return time.perf_counter() - started
 
-  assert min(seconds() for _ in range(3)) < 1  # .1 where nothing else runs
+  assert min(seconds() for _ in range(3)) < 1  # about .1 on an idle machine
 
 
 def test_bad_input_ends_with_code_2_and_no_traceback(written):
@@ -341,7 +341,7 @@ def test_dry_run_prints_the_settings_and_runs_nothing(
   assert load([written(printed, "printed.gin")]) == BY_HAND
 
 
-def test_the_run_gets_config_and_text(written, unprepared, monkeypatch):
+def test_run_receives_the_config_and_its_text(written, unprepared, monkeypatch):
   got = []
   result = runs.RunResult(pathlib.Path("run"))
   monkeypatch.setattr(
@@ -356,7 +356,7 @@ def test_the_run_gets_config_and_text(written, unprepared, monkeypatch):
 
 @pytest.fixture
 def ended(written, unprepared, monkeypatch, capsys):
-  """Runs `osd pretrain` with another `run`; returns exit code and standard error."""
+  """Runs `osd pretrain` with a replaced `run`; returns exit code and standard error."""
 
   def run(instead, *words):
     monkeypatch.setattr(pretrain, "run", instead)
@@ -374,7 +374,7 @@ def test_exit_code_is_1_if_outputs_differ(ended, exact, code):
 
 @pytest.fixture
 def heard():
-  """Ctrl-C as a terminal gives it: jobs that a shell runs behind it hear none."""
+  """Restores the default SIGINT handler, which shells disable in background jobs."""
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   yield
   signal.signal(signal.SIGINT, before)
@@ -387,7 +387,7 @@ def heard():
 def test_signals_unwind_the_run_and_print_how_to_continue(
   ended, number, code, word, heard
 ):
-  """What a run does at its end, as with a checkpoint, it does after both signals."""
+  """Cleanup code, such as writing a checkpoint, runs after both signals."""
   cleaned = []
 
   def signalled(*_):
@@ -405,7 +405,7 @@ def test_signals_unwind_the_run_and_print_how_to_continue(
   assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_only_commands_that_continue_say_so():
+def test_only_resumable_commands_say_that_they_continue():
   continued = {name for name, about in commands.COMMANDS.items() if about.continues}
   assert continued == {"online", "offline", "pretrain"}
   assert "from the beginning" in commands.after_interrupt("evaluate")
@@ -418,7 +418,7 @@ def test_user_errors_are_one_line(ended):
 
 
 def raises_in_the_package(error):
-  """A line of the package that raises it: what text cannot tell from a mistake."""
+  """A function of a fake package file that raises the error."""
   lines = ["def run(*_):\n", "  raise error\n"]
   linecache.cache["osd_jax/x.py"] = (0, None, lines, "osd_jax/x.py")
   code = compile("".join(lines), "osd_jax/x.py", "exec")
@@ -438,7 +438,7 @@ def raises_in_the_package(error):
   ],
 )
 def test_bugs_keep_their_traceback(ended, fault):
-  """Negative control: the type decides, wherever the error was raised."""
+  """Negative control: only the type of an error makes it a user error."""
   with pytest.raises((ValueError, TypeError, OSError, RuntimeError)):
     ended(fault)
 
@@ -520,7 +520,7 @@ def test_error_without_gin_file_suggests_one(unprepared, capsys):
 
 @pytest.fixture
 def drawn(monkeypatch):
-  """What `osd report` and `osd compare` ask for."""
+  """Records the calls that `osd report` and `osd compare` make."""
   calls = []
 
   def note(name):
@@ -558,11 +558,11 @@ def test_report_rejects_gin_flags(drawn, capsys):
   assert "osd report takes no settings" in capsys.readouterr().err
 
 
-# ---- What a command can be told
+# ---- Documentation of settings
 
 
 def all_configs():
-  """Config classes of all commands."""
+  """Yields the config classes of all commands."""
   for about in commands.COMMANDS.values():
     module = importlib.import_module(about.module)
     yield from settings.configs(getattr(module, about.config)).values()
@@ -577,8 +577,8 @@ def test_every_field_of_every_config_is_documented(config):
   assert not [name for name, meaning in meanings.items() if len(meaning) < 4]
 
 
-def test_a_field_without_documentation_is_noticed():
-  """Negative control, and lines are joined."""
+def test_undocumented_field_is_detected():
+  """Negative control. Lines of a description are joined."""
 
   @dataclasses.dataclass(frozen=True)
   class Half:
@@ -622,7 +622,7 @@ def jax_updates(monkeypatch) -> list[object]:
   return calls
 
 
-def test_the_compilation_cache_is_on_disk_by_default(jax_updates):
+def test_compilation_cache_is_on_disk_by_default(jax_updates):
   cli._prepare_jax()
   folder = os.path.expanduser("~/.cache/osd_jax/jax")
   assert jax_updates[0] == ("jax_compilation_cache_dir", folder)
@@ -631,7 +631,7 @@ def test_the_compilation_cache_is_on_disk_by_default(jax_updates):
 
 
 @pytest.mark.parametrize("folder", ["", "elsewhere"])
-def test_the_environment_chooses_another_cache(jax_updates, monkeypatch, folder):
+def test_environment_variables_override_the_cache(jax_updates, monkeypatch, folder):
   monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
   monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
   cli._prepare_jax()

@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def asked(pair, folder, mesh):
-  """Fields that both configs share."""
+  """Fields of both configs."""
   tasks = tiny_online.tasks("eval", 2)
   return {
     "prompts": BatchConfig(tasks=tasks, source_length=tiny_online.SOURCE),
@@ -45,7 +45,7 @@ def rows_of(path, kind):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_certificate_on_a_mesh_is_exact(lively_pair, tmp_path, mesh):
+def test_certificate_on_a_mesh_is_exact(lively_pair, tmp_path, mesh):
   config = evaluate.CertifyConfig(
     **asked(lively_pair, tmp_path, mesh),
     num_draft_tokens=(2,),
@@ -69,7 +69,7 @@ def alone(lively_pair, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_an_evaluation_on_a_mesh_matches_one_device(alone, lively_pair, tmp_path, mesh):
+def test_evaluation_on_a_mesh_matches_one_device(alone, lively_pair, tmp_path, mesh):
   found = evaluated(lively_pair, tmp_path, mesh)
   assert len(found) == len(alone) > 0
   for row, expected in zip(found, alone, strict=True):
@@ -78,7 +78,7 @@ def test_an_evaluation_on_a_mesh_matches_one_device(alone, lively_pair, tmp_path
     assert figures and {n: row[n] for n in figures} == pytest.approx(figures, abs=1e-4)
 
 
-def test_generate_prints_the_same_on_every_mesh(unprepared, capsys, tmp_path):
+def test_generate_prints_the_same_texts_on_every_mesh(unprepared, capsys, tmp_path):
   (tmp_path / "prompts.txt").write_text("add 2 and 3\nlist all singers\n")
 
   def printed(mesh):
@@ -91,5 +91,5 @@ def test_generate_prints_the_same_on_every_mesh(unprepared, capsys, tmp_path):
   assert len(alone.splitlines()) == 2
   for mesh in MESHES:
     assert printed(mesh) == alone
-  # Negative control: the option reaches the mesh.
+  # Negative control: the option is used.
   assert cli.main(["generate", "x", "--gin.PartitionConfig.data=64"]) == 2

@@ -27,7 +27,7 @@ def alone(lively_pair, tmp_path_factory):
   return found, updates
 
 
-def test_an_interrupted_run_on_a_mesh_matches_one_device(alone, lively_pair, tmp_path):
+def test_interrupted_run_on_a_mesh_matches_one_device(alone, lively_pair, tmp_path):
   found, updates = run(
     lively_pair, tmp_path / "run", (2, 2), interrupted_at=INTERRUPTED
   )
@@ -37,8 +37,8 @@ def test_an_interrupted_run_on_a_mesh_matches_one_device(alone, lively_pair, tmp
 
 
 @pytest.mark.parametrize("other", [(4, 1), (1, 1)], ids=str)
-def test_a_run_continues_on_another_mesh(alone, lively_pair, tmp_path, other):
-  """It continues with everything it has learnt."""
+def test_run_continues_on_another_mesh(alone, lively_pair, tmp_path, other):
+  """Including everything that it has learnt."""
   found, updates = run(lively_pair, tmp_path / "run", (1, 2), INTERRUPTED, other)
   assert found == alone[0]
   assert [version for version, _ in updates] == [version for version, _ in alone[1]]
@@ -46,11 +46,11 @@ def test_a_run_continues_on_another_mesh(alone, lively_pair, tmp_path, other):
 
 
 def test_adaptive_k_with_split_weights_matches_one_device(alone, lively_pair, tmp_path):
-  """The costs make it draft at first and decode plainly later."""
+  """With these costs it drafts at first and decodes plainly later."""
   chosen = engine.AdaptiveConfig(candidates=(0, 2), costs=(RoundCosts((1.0, 4.0)),))
   found, updates = run(lively_pair, tmp_path / "run", (1, 4), adaptive=chosen)
   (row,) = runs.of_kind(list(runs.read(tmp_path / "run/metrics.jsonl")), "mesh")
-  assert "its 2 heads" in row["said"]  # which four devices cannot split
+  assert "its 2 heads" in row["said"]  # which cannot be split over four devices
   assert "its 2 heads" in (tmp_path / "run/report.html").read_text()
   assert found == alone[0]
   np.testing.assert_allclose(updates[0], alone[1][0], atol=1e-4)

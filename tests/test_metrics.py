@@ -1,4 +1,4 @@
-"""Metrics against closed forms."""
+"""Metrics equal closed forms."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from osd_jax import metrics
 
 
-def test_ratios():
+def test_rates_and_speed_up_equal_closed_forms():
   assert metrics.draft_acceptance_rate(3, 4) == 0.75
   assert metrics.draft_acceptance_rate(0, 0) is None
   assert metrics.tokens_per_target_call(12, 4) == 3
@@ -17,7 +17,7 @@ def test_ratios():
 
 def test_recovery_is_the_first_window_at_the_level():
   overlaps = [0.0] * 20 + [1.0] * 40
-  # 23 of 25 good ones are needed for .9 x 1; the 43rd request is the 23rd good one.
+  # A level of .9 needs 23 good requests of 25, and the 43rd request is the 23rd good one.
   assert metrics.recovery_requests(overlaps, level=1.0) == 43
   assert metrics.recovery_requests(overlaps, level=1.1) is not None
   assert metrics.recovery_requests(overlaps, level=1.2) is None
@@ -25,7 +25,7 @@ def test_recovery_is_the_first_window_at_the_level():
   assert metrics.recovery_requests([1.0] * 11, level=1.0) is None
 
 
-def test_segments_are_summed_up_at_their_edges():
+def test_segment_summary_averages_first_and_last_requests():
   rows = [
     {
       "overlap": float(i),
@@ -39,7 +39,7 @@ def test_segments_are_summed_up_at_their_edges():
   assert found["requests"] == 10
   assert found["overlap_first"] == 1.5 and found["overlap_last"] == 7.5
   assert found["overlap_mean"] == 4.5 and found["floor_overlap_last"] == 0.5
-  assert found["draft_acceptance_first"] == 1.0  # what was not measured is left out
+  assert found["draft_acceptance_first"] == 1.0  # the missing value is ignored
   del rows[3]["floor_overlap"]
   assert metrics.segment_summary(rows, edge=4)["floor_overlap_first"] == 0.5
   assert np.isnan(metrics.segment_summary([], 4)["overlap_first"])

@@ -1,4 +1,4 @@
-"""The notebooks: kept without outputs, and run from top to bottom in a fresh kernel."""
+"""Notebooks are stored without outputs and run from top to bottom in a fresh kernel."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-# Smaller than what a reader runs: what a cell says, and what the test says instead.
+# Smaller sizes for the tests: text of a cell and its replacement.
 SMALLER = {
   "quick_start": {"LEARN = 24 ": "LEARN = 8 "},
   "adapting_draft": {
@@ -25,7 +25,7 @@ SMALLER = {
 }
 PROGRESS = """
 import sys
-sys.modules["ipywidgets"] = None  # as where it is not installed
+sys.modules["ipywidgets"] = None  # as if it were not installed
 import rich.console, rich.progress
 from osd_jax.report import progress
 with {progress} as bar:
@@ -37,7 +37,7 @@ with progress.status(rich.console.Console(stderr=True), "timing"):
 
 
 class Kernel(nbclient.NotebookClient):
-  """Runs a notebook, and counts how often a shown figure was replaced."""
+  """Runs a notebook, and counts how often a displayed figure was updated."""
 
   redrawn = 0
 
@@ -46,7 +46,7 @@ class Kernel(nbclient.NotebookClient):
     return super().process_message(msg, cell, cell_index)
 
   def outputs(self, kind):
-    """What the cells said ("stream") or showed ("image/png"), in order."""
+    """Yields what the cells printed ("stream") or displayed ("image/png"), in order."""
     for cell in self.nb.cells:
       for output in cell.get("outputs", []):
         shown = {output.output_type: output.get("text"), **output.get("data", {})}
@@ -59,7 +59,7 @@ class Kernel(nbclient.NotebookClient):
 
 @pytest.fixture
 def execute(repository, tmp_path, monkeypatch):
-  """Executes a notebook in `tmp_path`, with this checkout and no settings of a user."""
+  """Executes a notebook in `tmp_path`, with this checkout and default settings."""
   for name in ("JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
     monkeypatch.setenv(name, str(tmp_path / name.lower()))
   monkeypatch.setenv("PYTHONPATH", str(repository))
@@ -80,7 +80,7 @@ def path(request, repository) -> pathlib.Path:
   return repository / "notebooks" / f"{request.param}.ipynb"
 
 
-def test_notebooks_are_kept_without_outputs(path):
+def test_notebooks_are_stored_without_outputs(path):
   book = nbformat.read(path, as_version=nbformat.NO_CONVERT)
   nbformat.validate(book)
   assert book.nbformat == 4
@@ -99,7 +99,7 @@ def smaller(repository, name, ask):
   """A notebook with fewer requests, and a last cell that prints `ask` as JSON."""
   text = (repository / "notebooks" / f"{name}.ipynb").read_text()
   for whole, part in SMALLER[name].items():
-    assert text.count(whole) == 1, f"{name}.ipynb says no longer {whole!r}"
+    assert text.count(whole) == 1, f"{name}.ipynb does not contain {whole!r}"
     text = text.replace(whole, part)
   book = nbformat.reads(text, as_version=4)
   book.cells.append(new_code_cell(f"import json\nprint(json.dumps({ask}))"))
@@ -111,7 +111,7 @@ def answer(kernel):
 
 
 @pytest.mark.slow
-def test_quick_start(repository, execute, tmp_path):
+def test_quick_start_speeds_up_and_keeps_texts(repository, execute, tmp_path):
   ask = """{
     "texts": [[a.text for a in by] for by in (answers, again, alone)],
     "target_calls": [[a.target_calls for a in by] for by in (answers, alone)],
@@ -123,22 +123,24 @@ def test_quick_start(repository, execute, tmp_path):
   shipped, adapted, plain = asked["texts"]
   assert shipped == adapted == plain and len(set(plain)) == 4
   drafted, undrafted = map(sum, asked["target_calls"])
-  assert drafted < undrafted / 2  # or nothing was drafted, and nothing shown
+  assert drafted < undrafted / 2  # so the draft was used
   assert asked["updates"] >= 1 and asked["version"] >= 1
   assert (tmp_path / "runs" / "adapted_draft.safetensors").is_file()
   assert "Warning" not in kernel.said()
 
 
 @pytest.mark.slow
-def test_adapting_draft(repository, execute, tmp_path):
+def test_adapting_draft_raises_acceptance_and_stays_exact(
+  repository, execute, tmp_path
+):
   ask = "[latest, result.exact, str(result.path), len(served['online'])]"
   kernel = execute(smaller(repository, "adapting_draft", ask))
   latest, exact, run, served = answer(kernel)
   assert latest["online"] > latest["frozen"] + 0.1
   assert exact and served == 80
   assert (tmp_path / run / "report.html").is_file()
-  assert kernel.redrawn == 20  # the plot grew
-  assert len(list(kernel.outputs("image/png"))) == 2  # it, and that of the run
+  assert kernel.redrawn == 20  # the plot was redrawn as it grew
+  assert len(list(kernel.outputs("image/png"))) == 2  # this plot and that of the run
   assert any(page.startswith("<iframe") for page in kernel.outputs("text/html"))
   said = kernel.said()
   assert "serve 24/24" in said  # progress without ipywidgets
@@ -146,20 +148,20 @@ def test_adapting_draft(repository, execute, tmp_path):
 
 
 @pytest.mark.slow
-def test_only_a_target(repository, execute):
+def test_only_a_target_learns_a_draft_from_nothing(repository, execute):
   ask = "[counts, texts[:20] == alone, server.statistics.updates]"
   kernel = execute(smaller(repository, "only_a_target", ask))
   counts, exact, updates = answer(kernel)
   assert exact and updates >= 3 and len(counts) == 60
   mean = lambda part: sum(part) / len(part)
-  assert mean(counts[:5]) < 1.3  # it began with nothing
+  assert mean(counts[:5]) < 1.3  # the draft starts untrained
   assert mean(counts[-10:]) > mean(counts[:5]) + 0.5
-  assert kernel.redrawn == 15  # the plot grew
+  assert kernel.redrawn == 15  # the plot was redrawn as it grew
   assert "Warning" not in kernel.said()
 
 
 @pytest.mark.slow
-def test_own_data_and_weights(repository, execute, tmp_path):
+def test_own_data_and_weights_run_and_convert(repository, execute, tmp_path):
   ask = "[result.exact, len(requests), data['tasks'], answer.text, last]"
   kernel = execute(smaller(repository, "own_data_and_weights", ask))
   exact, served, tasks, text, last = answer(kernel)
@@ -171,7 +173,7 @@ def test_own_data_and_weights(repository, execute, tmp_path):
 
 
 @pytest.mark.slow
-def test_decoder_only_pair(repository, execute):
+def test_decoder_only_pair_improves_during_serving(repository, execute):
   ask = "[counts, server.statistics.updates, len(alone)]"
   kernel = execute(smaller(repository, "decoder_only_pair", ask))
   counts, updates, alone = answer(kernel)
@@ -182,7 +184,7 @@ def test_decoder_only_pair(repository, execute):
 
 
 @pytest.mark.slow
-def test_paper_figure(repository, execute):
+def test_paper_figure_shows_a_gain_over_the_static_draft(repository, execute):
   kernel = execute(smaller(repository, "paper_figure", "[means, result.exact]"))
   means, exact = answer(kernel)
   assert exact and set(means) == {"sql", "python", "finance"}
@@ -192,18 +194,18 @@ def test_paper_figure(repository, execute):
   assert "Warning" not in kernel.said()
 
 
-def test_a_failing_cell_fails_the_test(execute):
+def test_failing_cell_raises_an_error(execute):
   with pytest.raises(nbclient.exceptions.CellExecutionError, match="not equal"):
     execute(new_notebook(cells=[new_code_cell("assert 'a' == 'b', 'not equal'")]))
 
 
-def test_progress_in_a_kernel_needs_no_widgets(execute):
+def test_progress_in_a_kernel_needs_no_ipywidgets(execute):
   ours = "progress.bar(rich.console.Console(stderr=True))"
   cells = [new_code_cell(PROGRESS.format(progress=ours))]
   said = execute(new_notebook(cells=cells)).said()
   assert "serve 2/2" in said and "timing ..." in said
   assert "ipywidgets" not in said and "Warning" not in said
 
-  # Rich's own bar asks for them there.
+  # Control: Rich's own progress bar asks for ipywidgets in a kernel.
   cells = [new_code_cell(PROGRESS.format(progress="rich.progress.Progress()"))]
   assert "ipywidgets" in execute(new_notebook(cells=cells)).said()

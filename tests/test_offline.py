@@ -20,14 +20,14 @@ from osd_jax.models import weights
 pytestmark = pytest.mark.slow
 
 
-def test_each_epoch_holds_every_row_once_in_another_order():
+def test_each_epoch_contains_every_row_once_in_a_new_order():
   rows = offline.shuffled(7, 0, 21, seed=3).reshape(3, 7)
   np.testing.assert_array_equal(np.sort(rows, axis=1), np.tile(np.arange(7), (3, 1)))
   assert (rows[0] != rows[1]).any()
   assert (rows.reshape(-1) != offline.shuffled(7, 0, 21, seed=4)).any()
 
 
-def test_order_does_not_depend_on_where_it_starts():
+def test_order_does_not_depend_on_the_first_step():
   whole = offline.shuffled(7, 0, 40, seed=3)
   for start in range(0, 36, 3):
     np.testing.assert_array_equal(
@@ -92,7 +92,7 @@ def test_learning_raises_held_out_overlap(config, finished):
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4)], ids=str)
-def test_four_devices_learn_as_one(config, finished, tmp_path, mesh):
+def test_four_devices_learn_like_one(config, finished, tmp_path, mesh):
   four = offline.run(
     dataclasses.replace(
       config,
@@ -108,12 +108,12 @@ def test_four_devices_learn_as_one(config, finished, tmp_path, mesh):
     ]
     assert first[0] == pytest.approx(first[1], abs=1e-5)
   losses = [[row["loss"] for row in rows_of(path, "step")] for path in (finished, four)]
-  np.testing.assert_allclose(*losses, rtol=1e-3)  # rounding grows with the steps
+  np.testing.assert_allclose(*losses, rtol=1e-3)  # rounding errors grow with the steps
 
 
 def test_finished_run_is_left_unchanged(config, finished, monkeypatch):
   before = (finished / "metrics.jsonl").read_text()
-  monkeypatch.setattr(offline, "OfflineLoop", None)  # would fail
+  monkeypatch.setattr(offline, "OfflineLoop", None)  # building a loop would fail
   offline.run(config)
   assert (finished / "metrics.jsonl").read_text() == before
 
@@ -139,7 +139,7 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
   assert rows_of(tmp_path / "r", "step")[-1]["skipped"] == 1
   found = weights.load(broken.output)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.params))
-  # The progress bar shows only figures that are known.
+  # The progress bar shows only values that are known.
   assert "loss" not in shown[0] and "held-out overlap" in shown[0]
   assert "nan" not in "".join(shown)
 
@@ -151,7 +151,8 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
     ("storage", "float16"),
     ("sample_source", "target"),
     ("output", ""),
-    ("output", "shipped:demo_attached_draft.safetensors"),  # would overwrite the start
+    # Would overwrite the initial draft.
+    ("output", "shipped:demo_attached_draft.safetensors"),
     ("decoding", engine.DecodingConfig(record_top_k=0)),
     ("corpus", dataclasses.replace(generated("train"), source_length=65)),
   ],

@@ -1,6 +1,6 @@
-"""Whole online runs of a tiny pair: complete, exact and guarded.
+"""Whole online runs of a tiny pair: complete, exact, and robust to broken updates.
 
-`test_resume` covers interrupted runs, and with them that a run repeats bit for bit.
+`test_resume` covers interrupted runs, and thereby that a run repeats bit for bit.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from osd_jax.engine import engine
 from osd_jax.measuring import metering
 from osd_jax.models import weights
 
-TIMES = ("_ms", "_ms_per_token", "_seconds", "ahead_since")  # as the clock has it
+TIMES = ("_ms", "_ms_per_token", "_seconds", "ahead_since")  # depend on the clock
 
 
 @dataclasses.dataclass
@@ -43,7 +43,7 @@ class Ran:
 
 
 def run(config):
-  """Runs; collects every output, and the compilations before it was measured."""
+  """Runs a config; collects outputs, and counts compilations before each measurement."""
   outputs, compiled = {}, []
   real = metering.Meter.row
 
@@ -97,7 +97,7 @@ def same_bits(one, other):
   return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in leaves)
 
 
-def test_run_leaves_all_results(learned):
+def test_run_writes_all_results(learned):
   count = tiny_online.REQUESTS
   assert sorted(row["query"] for row in learned.requests) == list(range(count))
   assert [row["index"] for row in learned.requests] == list(range(count))
@@ -130,7 +130,7 @@ def test_metrics_reference_lists_exactly_the_logged_fields(learned, repository):
     always = {name for name, when in fields.items() if when.strip() == "always"}
     assert always <= row.keys() - {"kind"} <= fields.keys()
   found = set().union(*learned.requests) - {"kind"}
-  # This run learns, compares and measures the floor draft.
+  # This run learns, compares, and measures the floor draft, so all fields occur.
   assert found == set(fields)
   for row in learned.updates:
     assert row.keys() - {"kind"} == documented(repository, "update").keys()
@@ -149,7 +149,7 @@ def test_updates_are_swapped_in_after_the_interval(learned):
   assert not any(row["skipped"] for row in learned.updates)
   taken = {row["finished"]: row["version"] for row in learned.updates}
   version = 0
-  for row in learned.requests:  # a request is measured before the update of its number
+  for row in learned.requests:  # a request is measured before the update after it
     assert row["draft_version"] == version
     version = taken.get(row["index"] + 1, version)
 
@@ -190,7 +190,7 @@ TWO_CORES = pytest.mark.skipif(background.cores() < 2, reason="needs a second co
 
 @TWO_CORES
 def test_free_updates_process_answers_in_the_background(learned, make):
-  """Except compared requests, because their rivals are timed."""
+  """Compared requests are the exception, because plain and floor decoding are timed."""
   free = make(free_updates=True)
   assert free.outputs == learned.outputs
   for row in free.requests:
@@ -210,7 +210,7 @@ def test_interrupted_background_run_continues(learned, pair, tmp_path, monkeypat
   real, release = metering.Meter.row, threading.Event()
 
   def slow(meter, done, query, index, *others):
-    if index == 7:  # still pending when the run is interrupted
+    if index == 7:  # still being processed when the run is interrupted
       release.wait()
     return real(meter, done, query, index, *others)
 
@@ -225,7 +225,7 @@ def test_interrupted_background_run_continues(learned, pair, tmp_path, monkeypat
     while loop.finished < 7:
       time.sleep(0.001)
     assert loop._checkpointer.latest_step() < loop.finished < loop._answered
-    threading.Timer(0.5, release.set).start()  # the checkpoint has to wait for it
+    threading.Timer(0.5, release.set).start()  # the checkpoint waits for this
     loop.checkpoint()
     loop.wait()
     loop.server.close()
@@ -235,7 +235,7 @@ def test_interrupted_background_run_continues(learned, pair, tmp_path, monkeypat
     range(tiny_online.REQUESTS)
   )
   assert all(learned.outputs[place] == out for place, out in ended.outputs.items())
-  assert len(ended.outputs) < tiny_online.REQUESTS  # others were answered before
+  assert len(ended.outputs) < tiny_online.REQUESTS  # the others were answered before
 
 
 @TWO_CORES
@@ -250,12 +250,12 @@ def test_error_in_the_background_ends_the_run(make, monkeypatch):
     make(free_updates=True, compare_every=0)
 
 
-def test_slow_update_is_waited_for_and_changes_nothing(learned, make, monkeypatch):
+def test_waiting_for_a_slow_update_changes_no_result(learned, make, monkeypatch):
   real_slice, learner = update.take_slice, learner_lib.BackgroundRunner
   real_pace, asked = learner.wait_if_behind, []
 
   def slow(*arguments):
-    time.sleep(0.5)  # longer than serving an interval takes
+    time.sleep(0.5)  # longer than serving takes between updates
     return real_slice(*arguments)
 
   def wait_if_behind(self, finished, in_flight):
@@ -266,7 +266,7 @@ def test_slow_update_is_waited_for_and_changes_nothing(learned, make, monkeypatc
   monkeypatch.setattr(update, "take_slice", slow)
   monkeypatch.setattr(learner, "wait_if_behind", wait_if_behind)
   late = make(floor_metering=False, compare_every=0)
-  assert set(asked) == {0, 1}  # one slice a step, and none where nothing is due
+  assert set(asked) == {0, 1}  # at most one slice per step, and only if one is due
   assert late.outputs == learned.outputs
   assert same_bits(late.draft(), learned.draft())
 
@@ -316,7 +316,7 @@ def test_served_draft_is_the_average(pair, tmp_path):
 def test_continued_run_serves_the_saved_draft_and_shortlist(
   pair, tmp_path, monkeypatch
 ):
-  """Not the newest average: a skipped update changes it without a swap."""
+  """The newest average differs, because a skipped update changes it without a swap."""
   spoil_draw(monkeypatch, 3)  # the second update
   directory = runs.RunDirectory.start(tmp_path / "run")
   config = tiny_online.config(pair, directory.path, checkpoint_every=1)
@@ -348,7 +348,7 @@ def test_stream_must_fit_the_buckets(pair, tmp_path):
     ValueError, match=r"OnlineConfig\.stream: .*length of 40.* 16, "
   ) as said:
     tiny_online.config(pair, tmp_path, decoding=decoding)
-  assert len(str(said.value)) < 200  # names the field without printing the stream
+  assert len(str(said.value)) < 200  # does not print the stream
 
 
 def files(folder):
@@ -356,7 +356,7 @@ def files(folder):
 
 
 def test_finished_run_is_left_unchanged(pair, learned, monkeypatch):
-  monkeypatch.setattr(online, "OnlineLoop", None)  # would fail
+  monkeypatch.setattr(online, "OnlineLoop", None)  # building a loop would fail
   config = tiny_online.config(pair, learned.path)
   before = files(learned.path)
   assert online.run(config).path == learned.path
@@ -390,7 +390,7 @@ def test_run_directory_must_have_a_name(pair):
     tiny_online.config(pair, "")
 
 
-def test_account_adds_up_to_the_wall_time(learned):
+def test_parts_of_the_account_add_up_to_the_wall_time(learned):
   account = account_lib.Account.of(
     [*learned.requests, *learned.updates, *learned.summary]
   )

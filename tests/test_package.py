@@ -1,4 +1,4 @@
-"""The package as such: what it imports, what it pins, what it must not mention."""
+"""The package: imports, optional packages, the wheel, pins and forbidden content."""
 
 import json
 import os
@@ -31,7 +31,7 @@ OPTIONAL = (
 
 
 def without(names: tuple[str, ...]) -> str:
-  """Python text after which packages are as if not installed: no finder finds them."""
+  """Python code that hides packages: no finder of the import system finds them."""
   return f"""
 import sys
 
@@ -89,7 +89,7 @@ SPECIFIC = re.compile(
       "index" + "-url",
       "find" + "-links",
       "trusted" + "-host",
-      r"[a-z]+://[^\s/@]+:[^\s/@]+@",  # a password in an address
+      r"[a-z]+://[^\s/@]+:[^\s/@]+@",  # a password in a URL
       r"(?<![\w.~-])/(?:root|work|tmp/pip)[-/]",  # a path of one machine
     ]
   )
@@ -97,7 +97,7 @@ SPECIFIC = re.compile(
 
 
 def check_call(words: Sequence[str], **changes: Any) -> str:
-  """Output of a command that must end with 0."""
+  """Runs a command that must exit with 0; returns its output."""
   done = subprocess.run(
     words, capture_output=True, text=True, timeout=900, check=False, **changes
   )
@@ -153,7 +153,7 @@ def test_core_modules_import_without_the_optional_packages():
 def test_online_run_needs_no_optional_package(
   tmp_path: pathlib.Path,
 ):
-  """Serving, learning, metering, checkpoints, the report; only plots are left out."""
+  """Serving, learning, metering, checkpoints and report; only plots are missing."""
   tests = str(pathlib.Path(__file__).parent)
   output = run_python(RUN_CORE, str(tmp_path), env={"PYTHONPATH": tests})
   names = json.loads(output.splitlines()[-1])
@@ -162,14 +162,14 @@ def test_online_run_needs_no_optional_package(
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_blocked_packages_cannot_be_imported(name: str):
-  """Negative control of the tests above: no name is found, though installed."""
+  """Negative control of the tests above: the packages are hidden, though installed."""
   with pytest.raises(AssertionError, match=f"No module named '{name}'"):
     run_python(f"{BLOCK}\nimport {name}")
 
 
-# ---- The wheel, where nothing but its dependencies is installed
+# ---- The wheel, in an environment with its required dependencies only
 
-DEMO = (  # eight requests of the demo, updates among them; small, to compile little
+DEMO = (  # eight requests of the demo with updates; small, so that little is compiled
   "--gin_file=runs/demo.gin",
   "--gin.StreamConfig.requests_per_task=2",
   "--gin.warm_start/BatchConfig.limit_rows=(2, 2, 2, 2)",
@@ -180,8 +180,8 @@ DEMO = (  # eight requests of the demo, updates among them; small, to compile li
 PROMPT = "What is the average price of hotels with country 'Italy'?"
 README = pathlib.Path(__file__).resolve().parents[1] / "README.md"
 (README_LINES,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
-# Commands of a newcomer, and what they leave behind or print; Python lines are
-# (sys.executable, "-c", LINES).
+# Commands of a new user and what they print or write. Python code is given as
+# (sys.executable, "-c", CODE).
 COMMANDS = (
   (("osd", "--version"), osd_jax.__version__),
   (("osd", "online", *DEMO), "runs/demo/report.html"),
@@ -194,7 +194,7 @@ COMMANDS = (
 
 @pytest.fixture(scope="module")
 def installed(repository: pathlib.Path, tmp_path_factory) -> pathlib.Path:
-  """A folder with what `pip install` of the wheel of the source archive puts there."""
+  """A folder with an installed wheel, which was built from a source archive."""
   folder = tmp_path_factory.mktemp("wheel")
   source = folder / "source"
   folders = ("osd_jax", "osd_tools", "gin_configs")
@@ -213,7 +213,7 @@ def installed(repository: pathlib.Path, tmp_path_factory) -> pathlib.Path:
   (wheel,) = folder.glob("*.whl")
   check_call([*pip, "install", *here[:2], "-q", "-t", str(folder / "site"), str(wheel)])
   (folder / "clean").mkdir()
-  absent = tuple(name for name in OPTIONAL if name != "gin")  # the command needs it
+  absent = tuple(name for name in OPTIONAL if name != "gin")  # the command needs gin
   (folder / "clean" / "sitecustomize.py").write_text(without(absent))
   return folder
 
@@ -221,7 +221,7 @@ def installed(repository: pathlib.Path, tmp_path_factory) -> pathlib.Path:
 def in_clean_place(
   installed: pathlib.Path, cwd: pathlib.Path, words: Sequence[str]
 ) -> str:
-  """Output of a command that sees the wheel, not the checkout, and no extras."""
+  """Output of a command that sees the wheel, but neither the checkout nor extras."""
   path = f"{installed / 'clean'}{os.pathsep}{installed / 'site'}"
   env = {**os.environ, "PYTHONPATH": path}
   env["PATH"] = f"{installed / 'site' / 'bin'}{os.pathsep}{env['PATH']}"
@@ -231,7 +231,7 @@ def in_clean_place(
 def test_wheel_environment_has_no_extras(
   installed: pathlib.Path, tmp_path: pathlib.Path
 ):
-  """Negative control of what follows."""
+  """Negative control of the tests below."""
   code = "import osd_jax; print(osd_jax.__file__)"
   place = in_clean_place(installed, tmp_path, [sys.executable, "-c", code])
   assert place.strip() == str(installed / "site" / "osd_jax" / "__init__.py")
@@ -262,7 +262,7 @@ def test_wheel_runs_without_extras(
   assert result in printed or (tmp_path / result).is_file()
 
 
-# ---- What it costs and pins
+# ---- Import time, version and pins
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -323,8 +323,8 @@ def test_search_finds_planted_names(text: str):
   assert SPECIFIC.search(text)
 
 
-def test_the_shipped_pair_stays_small():
-  """24 MiB for all files, in every wheel and every clone."""
+def test_shipped_pair_takes_at_most_24_mib():
+  """24 MiB for all files, which every wheel and every clone contains."""
   folder = pathlib.Path(osd_jax.__file__).parent / "assets"
   size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
   assert 8 << 20 < size <= 24 << 20

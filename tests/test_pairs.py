@@ -1,4 +1,4 @@
-"""Loading pairs: files and folders, and errors for files that do not fit together."""
+"""Loading pairs from files and folders, and errors for files that do not match."""
 
 import dataclasses
 import sys
@@ -39,7 +39,7 @@ def assert_same(found, wanted):
   jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-def test_a_pair_has_the_parameters_of_its_files(config):
+def test_pair_has_the_parameters_of_its_files(config):
   pair = load(config)
   assert_same(pair.target_params, weights.load(config.target).params)
   assert_same(pair.draft_params, weights.load(config.draft).params)
@@ -52,7 +52,7 @@ def test_loading_again_gives_the_same_models(config):
   assert one.target is again.target and one.draft is again.draft
 
 
-def test_an_adapted_draft_loads_like_the_first(config, tmp_path):
+def test_adapted_draft_loads_like_the_first(config, tmp_path):
   pair = load(config)
   adapted = jax.tree.map(lambda leaf: leaf + 1, pair.draft_params)
   path = tmp_path / "adapted.safetensors"
@@ -62,7 +62,7 @@ def test_an_adapted_draft_loads_like_the_first(config, tmp_path):
   assert again.draft_config == pair.draft_config
 
 
-def test_the_shipped_vocabulary_encodes_and_decodes(config):
+def test_shipped_vocabulary_encodes_and_decodes(config):
   vocabulary = load(config).vocabulary
   ids = vocabulary.encode("SELECT name")
   assert vocabulary.decode(ids) == "SELECT name"
@@ -82,12 +82,12 @@ def test_dtype_applies_to_both_models(config):
       params = params[name]
     assert params is pair.target_params["encoder"]["encoder_norm"]["scale"]
   drafts = {leaf.dtype for leaf in jax.tree.leaves(pair.draft_params)}
-  assert drafts == {jnp.dtype("float32")}  # is trained
+  assert drafts == {jnp.dtype("float32")}  # the draft is trained in float32
   assert pair.target is not load(config).target
 
 
 @pytest.mark.parametrize("field", ["target", "draft"])
-def test_another_vocabulary_is_refused(config, field, tmp_path):
+def test_different_vocabulary_is_refused(config, field, tmp_path):
   changed = rewritten(config, field, tmp_path, vocabulary="f" * 64)
   with pytest.raises(ValueError, match=rf"PairConfig\.{field}: .*ffffffffffff\.\.\."):
     load(changed)
@@ -102,7 +102,7 @@ def test_vocabulary_sizes_must_agree(config, tmp_path):
     load(changed)
 
 
-def test_a_model_must_cover_every_id_of_the_vocabulary(config, tmp_path):
+def test_model_must_cover_every_id_of_the_vocabulary(config, tmp_path):
   unnamed = rewritten(config, "target", tmp_path, vocabulary="")
   with pytest.raises(ValueError, match=r"PairConfig\.target: .*1536 token ids, .*1636"):
     load(dataclasses.replace(unnamed, extra_ids=100))
@@ -114,18 +114,18 @@ def test_missing_files_are_named(config, field):
     load(dataclasses.replace(config, **{field: "nowhere/at_all.safetensors"}))
 
 
-def test_other_files_are_refused(config, tmp_path):
+def test_file_without_weights_is_refused(config, tmp_path):
   path = tmp_path / "text.safetensors"
   path.write_text("no weights")
   with pytest.raises(ValueError, match="text.safetensors"):
     load(dataclasses.replace(config, draft=str(path)))
 
 
-# ---- Folders of transformers
+# ---- Transformers folders
 
 
 def as_folders(config, folder):
-  """The pair as two folders of transformers, the vocabulary in the target's."""
+  """Saves the pair as two transformers folders; the target has the vocabulary."""
   for field in ("target", "draft"):
     found = weights.load(getattr(config, field))
     vocabulary = vocabularies.Vocabulary.load(config.path("vocabulary"))
@@ -136,7 +136,7 @@ def as_folders(config, folder):
   )
 
 
-def test_folders_of_transformers_give_the_same_pair(config, tmp_path):
+def test_transformers_folders_give_the_same_pair(config, tmp_path):
   pair, files = load(as_folders(config, tmp_path)), load(config)
   assert_same(pair.target_params, files.target_params)
   assert_same(pair.draft_params, files.draft_params)
@@ -230,9 +230,7 @@ def test_extra_ids_are_known_for_published_t5s(monkeypatch):
 
 @pytest.mark.parametrize("field", ["target", "draft", "vocabulary"])
 @pytest.mark.parametrize("name", ["google/flan-t5-small", "t5-small"])
-def test_a_name_on_the_hub_is_downloaded_if_possible(
-  config, field, name, tmp_path, monkeypatch
-):
+def test_hub_name_is_downloaded_if_possible(config, field, name, tmp_path, monkeypatch):
   folders = as_folders(config, tmp_path)
   asked = []
 
@@ -276,7 +274,7 @@ def test_a_name_on_the_hub_is_downloaded_if_possible(
     ({"draft_serving": True}, "draft_serving"),
   ],
 )
-def test_bad_settings_are_named(changes, named):
+def test_invalid_pair_settings_are_named(changes, named):
   with pytest.raises(base.InputError, match=rf"PairConfig\.{named}: received"):
     pairs.PairConfig(**changes)
 

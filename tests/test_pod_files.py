@@ -1,4 +1,4 @@
-"""The job files of experiments/pods: their syntax, and the command that all end in."""
+"""The job files of experiments/pods: their syntax, and the command that they run."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def test_sky_task_is_valid():
 
 
 def given(tmp_path, *words, **environment):
-  """What `osd` is given by run.sh: an `osd` that prints its words stands in."""
+  """Runs run.sh with a stand-in for `osd` that prints its arguments."""
   (tmp_path / "osd").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
   (tmp_path / "osd").chmod(0o755)
   path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
@@ -60,7 +60,7 @@ def test_missing_variable_is_named(tmp_path, missing):
 
 
 def test_scripts_run_an_existing_command(tmp_path, unprepared, capsys):
-  """Every setting exists: the settings are read, and nothing is run."""
+  """A dry run reads the settings, so all of them exist."""
   words = given(tmp_path, "--multihost", **ALL).stdout.splitlines()
   assert words[0] in commands.JOINED and words[-1] == "--multihost"
   assert cli.main([*words[:-1], "--dry_run"]) == 0

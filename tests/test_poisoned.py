@@ -1,7 +1,7 @@
 """Poisoned learning costs speed, raises an alarm, and changes no output.
 
-A draft that learns nonsense is the worst outcome of online learning. Greedy outputs,
-and sampled ones under the coupling rule, must equal those of a draft that never learns.
+A draft that learns nonsense is the worst case of online learning. Greedy outputs, and
+sampled outputs under the coupling rule, must equal those of a draft that never learns.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
 
 
 def nan_in_a_row():
-  """Puts NaN into one row of the buffer, which is drawn until newer rows replace it."""
+  """Puts NaN into one row of the buffer; the row is drawn until it is overwritten."""
   real = buffer.append
 
   def append(ring, batch):
@@ -189,7 +189,7 @@ def test_outputs_of_attached_draft_do_not_change(frozen, pair, tmp_path, name, c
 
 
 def test_outputs_under_rejection_change_with_the_draft(frozen, make):
-  """Negative control: the rejection rule keeps the law, but not the tokens."""
+  """Negative control: rejection keeps the distribution, but not the tokens."""
   poison, rate = POISONS["shuffled"]
   found = make(poison, rate=rate, sampling=SAMPLED)
   assert found.outputs != frozen["rejection"].outputs
@@ -197,7 +197,7 @@ def test_outputs_under_rejection_change_with_the_draft(frozen, make):
 
 
 def test_poison_lowers_acceptance(healthy, poisoned):
-  """Negative control: the poisons work."""
+  """Negative control: the poisons have an effect."""
   assert healthy.accepted() > 0.3
   for name in ("shuffled", "rate x 1000"):
     assert poisoned[name].accepted() < healthy.accepted() / 2, name

@@ -1,4 +1,4 @@
-"""What `import osd_jax` offers: few names, each documented, each example true."""
+"""`import osd_jax` offers few names; each is documented and its examples are true."""
 
 import doctest
 import inspect

@@ -1,4 +1,4 @@
-"""Weights embedded in a larger shape have the same logits and the larger sizes."""
+"""Weights embedded in a larger shape keep their logits and have the larger sizes."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def made(held):
 
 
 def changed(made, change):
-  """The same weights with every leaf as `change(name, leaf)` makes it."""
+  """The same weights with every leaf replaced by `change(name, leaf)`."""
   flat = flax.traverse_util.flatten_dict(made.params, sep="/")
   flat = {name: change(name, np.asarray(leaf)) for name, leaf in flat.items()}
   params = flax.traverse_util.unflatten_dict(flat, sep="/")
@@ -47,7 +47,7 @@ def is_added(name):
   return "encoder/layers_1" in name or "decoder/layers_2" in name
 
 
-def test_logits_are_the_same(held, made):
+def test_embedding_keeps_logits(held, made):
   assert made.config == BIG and made.vocabulary == held.vocabulary
   assert jax.tree.map(np.shape, made.params) == jax.tree.map(
     np.shape, jax.eval_shape(families.build(BIG).init, jax.random.key(0))
@@ -55,23 +55,23 @@ def test_logits_are_the_same(held, made):
   assert is_same(held, made)
 
 
-def test_norms_without_their_correction_are_told(held, made):
-  """Negative control: the comparison sees what the new zeros do to a mean."""
+def test_logits_change_if_norms_are_not_corrected(held, made):
+  """Negative control: the added zeros change the mean that a norm divides by."""
   factor = np.float32(np.sqrt(BIG.width / SMALL.width))
   scaled = lambda name, leaf: leaf * factor if name.endswith("/scale") else leaf
   assert not is_same(held, changed(made, scaled))
 
 
-def test_added_layers_read_and_write_nothing(made):
+def test_added_layers_have_zero_output_kernels(made):
   flat = flax.traverse_util.flatten_dict(made.params, sep="/")
   kernels = {n: x for n, x in flat.items() if is_added(n) and n.endswith("kernel")}
-  assert len(kernels) == 7 + 11  # of an encoder's and of a decoder's layer
+  assert len(kernels) == 7 + 11  # kernels of an encoder layer and of a decoder layer
   written = {name for name, leaf in kernels.items() if not np.any(leaf)}
   assert written == {name for name in kernels if name.endswith(embed.WRITERS)}
 
 
-def test_added_layers_are_run(held, made):
-  """Negative control: they change everything once they write."""
+def test_added_layers_are_computed(held, made):
+  """Negative control: noise in their output kernels changes the logits."""
   noise = lambda name, leaf: (
     leaf + np.float32(0.1) if is_added(name) and name.endswith(embed.WRITERS) else leaf
   )
@@ -79,7 +79,7 @@ def test_added_layers_are_run(held, made):
 
 
 @pytest.mark.parametrize("field", embed.SIZES)
-def test_a_smaller_shape_is_refused_by_name(field, monkeypatch):
+def test_smaller_shape_is_refused_by_field(field, monkeypatch):
   monkeypatch.setitem(sizes.SIZES, "big", BIG)
   larger = dataclasses.replace(BIG, **{field: getattr(BIG, field) + 1})
   with pytest.raises(base.InputError, match=f"embed: {field}: big has"):
@@ -87,12 +87,12 @@ def test_a_smaller_shape_is_refused_by_name(field, monkeypatch):
   assert embed.grown(BIG, "big") == BIG
 
 
-def test_a_tied_head_is_refused():
+def test_tied_head_is_refused():
   with pytest.raises(base.InputError, match="embed: tied_head"):
     embed.grown(dataclasses.replace(SMALL, tied_head=True), "flan-t5-small")
 
 
-def test_what_is_no_size_stays():
+def test_grown_changes_sizes_only():
   """t5-small has other activations, a tied head and more tokens."""
   shape = embed.grown(testing.TINY_DRAFT, "t5-small")
   assert shape.width == 512 and shape.head_dim == 64
@@ -108,22 +108,25 @@ def draft(held):
   return weights.AttachedWeights(shape, params, fingerprint)
 
 
-def test_an_attached_draft_goes_along(held, made, draft):
+def test_reattached_draft_keeps_its_logits(held, made, draft):
   moved = embed.reattached(draft, held, made)
   logits = embed.logits_of(held, draft)
   assert embed.is_same(logits, embed.logits_of(made, moved))
-  assert not embed.is_same(logits, embed.logits_of(held))  # it is the draft's
+  # The draft determines these logits.
+  assert not embed.is_same(logits, embed.logits_of(held))
 
 
-def test_an_attached_draft_as_it_was_is_told(held, made, draft, monkeypatch):
-  """Negative control: what it reads has grown."""
+def test_logits_change_if_the_attached_draft_is_not_rescaled(
+  held, made, draft, monkeypatch
+):
+  """Negative control: the states that the draft reads have a larger scale."""
   logits = embed.logits_of(held, draft)
   monkeypatch.setattr(embed, "growth_of", lambda config, shape: np.float32(1))
   moved = embed.reattached(draft, held, made)
   assert not embed.is_same(logits, embed.logits_of(made, moved))
 
 
-def test_the_command_writes_what_it_has_compared(
+def test_command_writes_only_weights_with_equal_logits(
   held, draft, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setitem(sizes.SIZES, "big", BIG)

@@ -1,4 +1,4 @@
-"""URLs in place of paths for pairs, data and runs, on fsspec's memory file system."""
+"""URLs as paths of pairs, data and runs, on the memory file system of fsspec."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def machine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bucket():
-  """URL of an empty folder."""
+  """URL of an empty remote folder."""
   return f"memory://{uuid.uuid4().hex}"
 
 
@@ -42,7 +42,7 @@ def get(address):
     return file.read().decode()
 
 
-# --- What is read ---------------------------------------------------------------------
+# --- Reading --------------------------------------------------------------------------
 
 
 def test_fetched_copy_follows_remote_changes(bucket):
@@ -112,7 +112,7 @@ def test_pair_and_data_are_read_from_a_bucket(bucket, tmp_path):
     examples.find_files(dataclasses.replace(task, pattern="y.jsonl"))
 
 
-# --- What is written ------------------------------------------------------------------
+# --- Writing --------------------------------------------------------------------------
 
 
 def test_weights_are_written_to_a_url_and_read_back(bucket, tmp_path):
@@ -183,12 +183,12 @@ def test_run_continues_on_another_machine(pair, alone, bucket, tmp_path, monkeyp
   assert outputs(result.path) == alone and "another machine" in str(result.path)
   rows = [json.loads(line) for line in get(f"{address}/metrics.jsonl").splitlines()]
   assert [r["index"] for r in rows if r["kind"] == "request"] == list(range(len(alone)))
-  assert len(runs.of_kind(rows, "data")) == 1  # continued, not begun
+  assert len(runs.of_kind(rows, "data")) == 1  # the run was continued, not restarted
   for name in ("report.html", "draft.safetensors", "provenance.json", "outputs.jsonl"):
     assert BUCKET.cat(f"{address}/{name}") == (result.path / name).read_bytes()
   assert not BUCKET.exists(f"{address}/.lock")
   assert get(f"{address}/notes.txt") == "mine"
-  again = online.run(frozen(pair, address))  # finished: left alone
+  again = online.run(frozen(pair, address))  # finished, so nothing is run
   assert again.exact
   assert main.main(["report", address]) == 0
 
@@ -206,8 +206,8 @@ def test_remote_run_with_other_settings_is_refused_and_unchanged(pair, bucket):
   assert stored["sampling"]["seed"] == 3
 
 
-def test_url_that_cannot_be_read_is_not_written_to(pair, bucket, monkeypatch):
-  """Otherwise an empty run would replace one that could not be downloaded."""
+def test_unreadable_url_is_not_written_to(pair, bucket, monkeypatch):
+  """Otherwise an empty run could replace one that could not be downloaded."""
   address = f"{bucket}/run"
   online.run(frozen(pair, address))
   before = BUCKET.find(address)
@@ -232,11 +232,11 @@ def test_run_that_was_removed_remotely_starts_again(pair, bucket, alone):
   assert outputs(again.path) == alone
   there = json.loads(get(f"{address}/provenance.json"))
   assert there == json.loads((again.path / "provenance.json").read_text()) != started
-  aside = again.path.parent / "removed"  # nothing is lost by it
+  aside = again.path.parent / "removed"  # the local copy is kept
   assert json.loads((aside / "provenance.json").read_text()) == started
 
 
-def test_missing_bucket_is_an_error_and_loses_nothing(pair, bucket, monkeypatch):
+def test_upload_can_be_repeated_after_a_missing_bucket_error(pair, bucket, monkeypatch):
   """Nothing is recorded as uploaded, so the same command uploads everything."""
 
   def refuse(*args, **kwargs):
@@ -259,7 +259,7 @@ def test_run_is_uploaded_while_it_is_written(bucket, monkeypatch, tmp_path):
   (mirror.folder / "a.txt").write_text("one")
   for _ in range(1000):
     if BUCKET.exists(f"{bucket}/run/a.txt") and get(f"{bucket}/run/a.txt"):
-      break  # a copy may meet a file that was opened and not written yet
+      break  # a copy may catch the file before its text was written
     mirror._ended.wait(0.01)
   assert get(f"{bucket}/run/a.txt") == "one"
   (mirror.folder / "a.txt").unlink()

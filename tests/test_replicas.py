@@ -1,4 +1,4 @@
-"""Whole online runs served by replicas: every request once, whoever is lost."""
+"""Whole online runs with replicas: each request is answered once despite failures."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ COUNT = tiny_online.REQUESTS
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-  # Of GPUs and TPUs only the numbers are there, which is what Ray goes by.
+  # Ray schedules by these numbers; no GPU or TPU is used.
   made_up = {"num_gpus": 2, "resources": {"TPU": 8}}
   ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, **made_up)
   yield
@@ -32,7 +32,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-  """The tiny target, and a draft that stands on it from nothing."""
+  """The tiny target with a new attached draft."""
   pair = tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
   return dataclasses.replace(
     tiny_online.attached(pair),
@@ -42,17 +42,17 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(pair, tmp_path_factory):
-  """Outputs of one process."""
+  """Outputs of a run without replicas."""
   config = configured(pair, tmp_path_factory.mktemp("alone") / "run", compare_every=0)
   return outputs(online.run(config).path)
 
 
 class Interrupted(Exception):
-  """A run that ends between two steps, as a killed one does."""
+  """Ends a run between two steps, like a kill."""
 
 
 def at_step(monkeypatch, number, event):
-  """Does something behind a step of the replicas."""
+  """Calls `event` after the given step of the replicas."""
   step, seen = replicas.Replicas.step, []
 
   def counted(self):
@@ -75,8 +75,10 @@ def each_once(path):
   assert [row["index"] for row in rows_of(path, "request")] == list(range(COUNT))
 
 
-def test_one_of_three_is_killed_and_nobody_notices(pair, alone, tmp_path, monkeypatch):
-  """Its requests are answered by others; each is learnt from once."""
+def test_killing_one_of_three_replicas_changes_no_output(
+  pair, alone, tmp_path, monkeypatch
+):
+  """Other replicas answer its requests, and each request is learnt from once."""
   lost, learners = [], []
 
   def kill(self):
@@ -103,10 +105,8 @@ def test_one_of_three_is_killed_and_nobody_notices(pair, alone, tmp_path, monkey
   assert len(rows_of(result.path, "update")) > 2 and max(versions) > 1
 
 
-def test_the_only_one_is_killed_and_its_successor_goes_on(
-  pair, alone, tmp_path, monkeypatch
-):
-  """Nobody else could answer: the new one loads, hears of the newest draft, serves."""
+def test_killed_single_replica_is_replaced(pair, alone, tmp_path, monkeypatch):
+  """The replacement loads the models, receives the newest draft and answers."""
   at_step(monkeypatch, 6, lambda self: ray.kill(self._replicas[0].actor))
   config = configured(
     pair, tmp_path / "run", replicas=ReplicaConfig(1), compare_every=0
@@ -119,8 +119,8 @@ def test_the_only_one_is_killed_and_its_successor_goes_on(
   assert versions == sorted(versions) and versions[-1] > 1
 
 
-def test_one_that_dies_while_it_loads_is_replaced(pair, monkeypatch, tmp_path):
-  """Of the made-up requests nothing is counted as an answer."""
+def test_replica_that_dies_while_loading_is_replaced(pair, monkeypatch, tmp_path):
+  """Answers to the requests of the warm-up are not counted."""
   mark = str(tmp_path / "died")
 
   class Frail(replicas.Replica):
@@ -138,7 +138,7 @@ def test_one_that_dies_while_it_loads_is_replaced(pair, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_an_interrupted_run_goes_on_with_fewer_or_none(
+def test_interrupted_run_continues_with_fewer_or_no_replicas(
   pair, alone, tmp_path, monkeypatch, count
 ):
   def interrupt(self):
@@ -155,16 +155,16 @@ def test_an_interrupted_run_goes_on_with_fewer_or_none(
   result = online.run(dataclasses.replace(config, replicas=ReplicaConfig(count)))
   assert outputs(result.path) == alone
   each_once(result.path)
-  assert len(rows_of(result.path, "data")) == 1  # it was continued, not begun
+  assert len(rows_of(result.path, "data")) == 1  # the run was continued, not restarted
 
 
-def test_rows_that_one_process_held_are_not_given_to_replicas(pair, tmp_path):
+def test_rows_in_flight_of_one_process_cannot_continue_in_replicas(pair, tmp_path):
   with pytest.raises(base.InputError, match=r"ReplicaConfig\.count.*continue without"):
     held(pair).structure({"slots": [{"tag": 3}, None]})
 
 
 def held(given, **devices):
-  """Replicas that nothing is asked of yet."""
+  """Replicas without requests."""
   config, loaded = configured(given, "nowhere"), pairs.load_pair(given)
   return replicas.Replicas(
     ReplicaConfig(1, **devices), config.decoding, given, loaded, config.partition
@@ -172,7 +172,7 @@ def held(given, **devices):
 
 
 def answers_of(found):
-  """Answers of replicas to one request."""
+  """Answers of the replicas to one request."""
   found.submit(requests.Request(np.asarray([5], np.int32)))
   answers = []
   while found.in_flight:
@@ -180,7 +180,7 @@ def answers_of(found):
   return answers
 
 
-def test_a_replica_has_its_gpus_and_chips_to_itself(pair):
+def test_replica_reserves_its_gpus_and_tpu_chips(pair):
   found = held(pair, gpus=1.0, tpus=4.0)
   assert answers_of(found)
   left = ray.available_resources()
@@ -188,8 +188,8 @@ def test_a_replica_has_its_gpus_and_chips_to_itself(pair):
   found.close()
 
 
-def test_whoever_dies_again_and_again_ends_the_run(pair, monkeypatch):
-  """The message names what to do; nothing hangs."""
+def test_repeated_loss_of_replicas_ends_the_run(pair, monkeypatch):
+  """The error says what to do, and nothing hangs."""
 
   class Dying(replicas.Replica):
     def load(self):
@@ -203,7 +203,7 @@ def test_whoever_dies_again_and_again_ends_the_run(pair, monkeypatch):
     answers_of(held(pair))
 
 
-def test_what_replicas_raise_arrives_as_it_was(pair, monkeypatch):
+def test_errors_of_replicas_keep_type_and_message(pair, monkeypatch):
   class Broken(replicas.Replica):
     def load(self):
       raise base.InputError("PairConfig.target: no such file on this host.")
@@ -213,7 +213,7 @@ def test_what_replicas_raise_arrives_as_it_was(pair, monkeypatch):
     held(pair).warm_up()
 
 
-def test_a_loaded_pair_and_a_watched_request_are_refused(pair):
+def test_loaded_pairs_and_watched_requests_are_refused(pair):
   loaded = pairs.load_pair(pair)
   with pytest.raises(base.InputError, match=r"expected a PairConfig"):
     held(loaded)
@@ -222,8 +222,8 @@ def test_a_loaded_pair_and_a_watched_request_are_refused(pair):
     held(pair).submit(watched)
 
 
-def test_sigterm_stays_whose_it_was(monkeypatch):
-  """Ray takes it; a run would end without a word."""
+def test_starting_ray_keeps_the_sigterm_handler(monkeypatch):
+  """`ray.init` replaces the handler, and a run would end without a message."""
 
   def other(*_):
     pass
@@ -240,13 +240,13 @@ def test_sigterm_stays_whose_it_was(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_without_ray_it_says_what_to_install(pair, monkeypatch):
+def test_missing_ray_error_names_the_package_to_install(pair, monkeypatch):
   monkeypatch.setitem(sys.modules, "ray", None)
   with pytest.raises(base.InputError, match=r"pip install 'osd-jax\[replicas\]'"):
     held(pair)
 
 
-def test_a_schedule_that_needs_costs_is_refused_with_replicas(pair, tmp_path):
+def test_schedule_that_needs_costs_is_refused_with_replicas(pair, tmp_path):
   from osd_jax.distillation.learner import LearningConfig
   from osd_jax.distillation.worth import WorthConfig
 
@@ -260,12 +260,12 @@ def test_a_schedule_that_needs_costs_is_refused_with_replicas(pair, tmp_path):
 
 
 @pytest.mark.parametrize("field, value", [("count", -1), ("gpus", -0.5)])
-def test_settings_out_of_range_are_named(field, value):
+def test_invalid_settings_are_named(field, value):
   with pytest.raises(base.InputError, match=rf"ReplicaConfig\.{field}"):
     ReplicaConfig(**{field: value})
 
 
-def test_the_command_line_says_how_many(capsys):
+def test_replicas_option_sets_the_count(capsys):
   words = ["online", "--gin_file=runs/demo.gin", "--replicas", "2", "--dry_run"]
   assert main.main(words) == 0
   printed = capsys.readouterr().out

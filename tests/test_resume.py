@@ -36,7 +36,7 @@ PATIENCE = 400  # seconds until a child process counts as stuck
 
 
 def timeless(path, *kinds):
-  """Rows of metrics.jsonl without what a clock measured."""
+  """Rows of metrics.jsonl without the measured times."""
   return [
     {name: value for name, value in row.items() if not name.endswith(TIMES)}
     for row in runs.read(path / "metrics.jsonl")
@@ -58,7 +58,7 @@ def files(tmp_path_factory):
 
 @functools.cache
 def loaded(pair):
-  """A pair as one object, so that the runs of a test share what they compile."""
+  """A pair as one object, so that the runs of a test share compiled programs."""
   return pairs.load_pair(pair)
 
 
@@ -85,7 +85,7 @@ def online_of(family="t5", is_attached=False, has_shortlist=False, **changes):
       pair = tiny_online.attached(pair)
     if has_shortlist:
       pair = dataclasses.replace(pair, draft_serving=tiny_online.SERVING)
-    on_mesh = "partition" in changes  # each run then places the pair itself
+    on_mesh = "partition" in changes  # each run then places the pair on its mesh
     return online_config(pair if on_mesh else loaded(pair), folder, **changes)
 
   return make
@@ -148,12 +148,12 @@ def done_by(loop):
 
 
 def go(config, until=None):
-  """Runs to the end, or stops without a farewell once `until` steps are done."""
+  """Runs to the end, or stops without closing the loop after `until` steps."""
   with runs.RunDirectory.start(config.run_directory, config) as directory:
     loop = loop_of(config, directory)
     while loop.step() is not None:
       if until is not None and done_by(loop) >= until:
-        loop.wait()  # the process lives on, so its threads must not write any more
+        loop.wait()  # this process continues, so background threads must stop writing
         return
     assert until is None
     loop.wait()
@@ -161,7 +161,7 @@ def go(config, until=None):
 
 
 def results(config, folder):
-  """Everything that a run leaves behind: log rows, outputs and the draft's bits."""
+  """Everything that a run produces: log rows, outputs and the bytes of the draft."""
   draft = getattr(config, "output", folder / "draft.safetensors")
   weights = safetensors.numpy.load_file(draft)
   outputs = folder / "outputs.jsonl"
@@ -178,7 +178,7 @@ def interrupted_and_whole(make, files, tmp_path):
   go(cut, until=8)
   assert not (tmp_path / "cut" / "draft.safetensors").exists()
   steps = [int(p.name) for p in (tmp_path / "cut" / "checkpoints").glob("[0-9]*")]
-  # The run lost what it had done after its last checkpoint.
+  # The steps after the last checkpoint are lost.
   assert steps and max(steps) < 8
   go(cut)
   return [results(c, tmp_path / n) for c, n in ((cut, "cut"), (whole, "whole"))]
@@ -196,10 +196,8 @@ def test_interrupted_run_ends_bit_equal(files, tmp_path, feature):
   assert kinds.count("update") >= 2 or kinds.count("step") >= 2
 
 
-def test_comparison_notices_a_checkpoint_that_lost_a_little(
-  files, tmp_path, monkeypatch
-):
-  """Negative control: optimiser and draft come back with an error of one in 1,000."""
+def test_inexact_checkpoint_changes_the_result(files, tmp_path, monkeypatch):
+  """Negative control: optimizer and draft are restored with an error of 0.1 %."""
   restore = runs.Checkpointer.restore
 
   def damaged(self, step, target):
@@ -257,7 +255,7 @@ def kill_at(process, log, count, delay):
   try:
     wait_for(process, log, count)
     time.sleep(delay)
-  finally:  # no process is left behind, whatever happens
+  finally:  # kill the process even if waiting fails
     process.send_signal(signal.SIGKILL)
     _, errors = process.communicate()
   assert process.returncode == -signal.SIGKILL, errors.decode()[-2000:]
@@ -298,8 +296,8 @@ def test_run_killed_twice_ends_bit_equal(tmp_path, repository):
   assert any(not np.array_equal(first[name], wanted[name]) for name in first)
 
 
-def test_signal_waits_for_the_step_and_leaves_a_checkpoint(tmp_path, repository):
-  """SIGTERM writes a checkpoint earlier than due, and no request is served twice."""
+def test_sigterm_ends_after_the_step_and_writes_a_checkpoint(tmp_path, repository):
+  """SIGTERM writes an early checkpoint, and no request is served twice."""
   tiny_online.save_lively_pair(tmp_path)
   run = tmp_path / "run"
   process = start(tmp_path, run, repository)

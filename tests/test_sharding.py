@@ -1,4 +1,4 @@
-"""One device and four (data 2 x model 2) agree, and parameters really are split."""
+"""One device and four (data 2 x model 2) agree, and parameters are really split."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from osd_tools import hlo
 
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = sharding.PartitionConfig(data=2, model=2)
-ALL_SPLIT = (FOUR, 0)  # drafts of more than 0 parameters are split
+ALL_SPLIT = (FOUR, 0)  # splits drafts of any size
 DECODING = engine.DecodingConfig(
   rows=2,
   num_draft_tokens=3,
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def placed(mesh):
-  """A partitioner of a config, or (config, limit), with target and draft on it."""
+  """A partitioner of a config or of (config, limit), and the placed parameters."""
   config, *limit = mesh if isinstance(mesh, tuple) else (mesh,)
   partitioner = sharding.make(config)
   for whole_draft in limit:
@@ -57,7 +57,7 @@ def served(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole draft", "split"])
-def test_one_and_four_devices_emit_the_same_tokens_and_records(config):
+def test_four_devices_emit_the_tokens_and_records_of_one(config):
   _, one = served(sharding.PartitionConfig())
   _, four = served(config)
   for single, split in zip(one, four, strict=True):
@@ -74,7 +74,7 @@ def test_one_and_four_devices_emit_the_same_tokens_and_records(config):
   assert len({tuple(done.tokens) for done in one}) > 1
 
 
-def test_rows_in_flight_are_split_except_for_what_the_host_reads():
+def test_rows_in_flight_are_split_except_arrays_read_by_the_host():
   decoder, _ = served(FOUR)
   state = decoder.state()[0]
   for leaf in jax.tree.leaves((state.records, state.target_cache.cross_mask)):
@@ -101,8 +101,8 @@ def test_caches_are_split_by_head_and_never_gathered():
   }
   arguments = (decoder.spec, 3, decoder.served, np.int32(4), state)
   text = steps.advance.lower(*arguments).compile().as_text()
-  assert "all-reduce" in text  # the program spans devices
-  of_a_cache = {str(size) for size in rest}  # positions, size of a head
+  assert "all-reduce" in text  # the program uses several devices
+  of_a_cache = {str(size) for size in rest}  # positions, head size
   assert not [dims for dims in gathered(text) if of_a_cache <= dims]
   whole = NamedSharding(keys.sharding.mesh, PartitionSpec())
   control = jax.jit(lambda x: x, out_shardings=whole).lower(keys).compile()
@@ -121,8 +121,8 @@ def rounds_of(config, record_top_k=8):
   return hlo.HloProgram(text, branch=0)
 
 
-def test_a_round_only_communicates_sums_and_few_candidates():
-  """Logits stay on their device: each device reduces its part of the vocabulary."""
+def test_round_communicates_only_sums_and_few_candidates():
+  """Logits are never gathered: each device reduces its part of the vocabulary."""
   program = rounds_of(FOUR)
   assert not program.of("all-to-all", "collective-permute")
   assert program.of("all-reduce")
@@ -134,8 +134,8 @@ def test_a_round_only_communicates_sums_and_few_candidates():
   assert max(found.bytes for found in control.of("all-gather")) > 4 * candidates
 
 
-def test_a_small_draft_does_not_communicate():
-  """Draft steps are the inner loop of the loop over rounds."""
+def test_drafting_with_a_small_draft_does_not_communicate():
+  """Draft steps form the inner loop, so communication there would cost most."""
 
   def within_drafting(config):
     return [x for x in rounds_of(config).of(*hlo.COLLECTIVES) if x.depth == 2]
@@ -194,13 +194,13 @@ def test_parameters_are_split_by_the_rules():
   assert kernel.addressable_shards[0].data.shape == (32, 16)
 
 
-def test_dimensions_that_do_not_divide_stay_whole():
+def test_dimensions_that_do_not_divide_are_not_split():
   partitioner = sharding.make(FOUR)
   odd = partitioner.place_rows(np.zeros((3, 4)))
   even = partitioner.place_rows(np.zeros((4, 4)))
   assert odd.addressable_shards[0].data.shape == (3, 4)
   assert even.addressable_shards[0].data.shape == (2, 4)
-  table = testing.tabular_model(7)  # an odd vocabulary
+  table = testing.tabular_model(7)  # a vocabulary that does not divide
   whole = partitioner.place_params(table, np.zeros((7, 7, 7), np.float32))
   assert whole.addressable_shards[0].data.shape == (7, 7, 7)
 
@@ -219,8 +219,8 @@ def test_placing_own_rows_equals_placing_all_rows(mesh, rows):
   np.testing.assert_array_equal(placed, whole)
 
 
-def test_heads_are_never_split():
-  """Two heads of 16 entries on four devices: the 32 entries would divide."""
+def test_single_heads_are_never_split():
+  """Two heads of 16 entries on four devices: 32 entries would divide, heads do not."""
   partitioner = sharding.make(sharding.PartitionConfig(model=4))
   assert TARGET.head_dim > 1
   kernel = partitioner.params(TARGET)["decoder"]["layers_0"]["self_attention"]["query"]
@@ -236,14 +236,14 @@ def test_too_few_devices_are_refused():
 
 
 @pytest.mark.parametrize("field", ["data", "model"])
-def test_a_mesh_needs_at_least_one_device_per_axis(field):
+def test_mesh_needs_at_least_one_device_per_axis(field):
   with pytest.raises(ValueError, match=rf"PartitionConfig\.{field}: received 0"):
     sharding.PartitionConfig(**{field: 0})
 
 
 @pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole", "split"])
-def test_an_update_keeps_all_shardings(config):
-  """Otherwise serving and the next update would be compiled again."""
+def test_update_keeps_all_shardings(config):
+  """Otherwise serving and the next update would compile again."""
   _, _, draft = placed(config)
   learning = update.UpdateConfig(ema_decay=0.5)
   learner = update.init_learner(learning, draft)

@@ -33,11 +33,11 @@ def serve(config, outputs, limit=10**6):
 
 
 def run(pair, folder, mesh, interrupted_at=None, goes_on_with=None, **decoding):
-  """Returns outputs in the order of requests, and (version, loss) of each update."""
+  """Returns outputs in request order, and (version, loss) of each update."""
   config = tiny_online.config(pair, folder)
   config = dataclasses.replace(
     config,
-    pair=pair,  # the whole draft: less to compile
+    pair=pair,  # without `draft_serving`, so less is compiled
     partition=sharding.PartitionConfig(*mesh),
     stream=dataclasses.replace(config.stream, requests_per_task=COUNT // 4),
     decoding=dataclasses.replace(config.decoding, num_draft_tokens=2, **decoding),

@@ -384,7 +384,7 @@ def test_k_is_a_candidate_and_state_is_finite_after_any_calls(calls, name):
     ("costs", (RoundCosts((1.0, 2.0)),)),
   ],
 )
-def test_settings_out_of_range_are_named(field, value):
+def test_invalid_settings_are_named(field, value):
   with pytest.raises(ValueError, match=rf"AdaptiveConfig\.{field}: received"):
     requests.AdaptiveConfig(**{field: value})
 

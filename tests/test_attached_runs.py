@@ -122,7 +122,9 @@ def on_a_mesh_without_stored_states(config):
   ],
   indirect=["family"],
 )
-def test_modes_change_no_output(family, mode, pair, plain, tmp_path):
+def test_adaptive_k_approximations_and_meshes_change_no_output(
+  family, mode, pair, plain, tmp_path
+):
   result = online.run(mode(configured(pair[1], tmp_path / "run")))
   assert result.exact
   assert outputs(result.path) == plain

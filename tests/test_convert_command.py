@@ -117,12 +117,6 @@ def test_invalid_settings_are_named_and_write_nothing(folder, tmp_path, changes,
 # ---- From the command line
 
 
-@pytest.fixture
-def unprepared(monkeypatch):
-  """Keeps the JAX settings of the test process."""
-  monkeypatch.setattr(cli, "_prepare_jax", lambda: None)
-
-
 def osd(command, *files, **settings):
   flags = [f"--gin.{name.replace('__', '.')}={v!r}" for name, v in settings.items()]
   return cli.main([command, *(f"--gin_file={file}" for file in files), *flags])

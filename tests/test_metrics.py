@@ -17,7 +17,7 @@ def test_rates_and_speed_up_equal_closed_forms():
 
 def test_recovery_is_the_first_window_at_the_level():
   overlaps = [0.0] * 20 + [1.0] * 40
-  # A level of .9 needs 23 good requests of 25, and the 43rd request is the 23rd good one.
+  # A level of .9 needs 23 good requests of 25; request 43 is the 23rd good one.
   assert metrics.recovery_requests(overlaps, level=1.0) == 43
   assert metrics.recovery_requests(overlaps, level=1.1) is not None
   assert metrics.recovery_requests(overlaps, level=1.2) is None

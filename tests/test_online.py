@@ -43,7 +43,7 @@ class Ran:
 
 
 def run(config):
-  """Runs a config; collects outputs, and counts compilations before each measurement."""
+  """Runs a config; collects outputs and counts compilations before measurements."""
   outputs, compiled = {}, []
   real = metering.Meter.row
 

@@ -161,7 +161,7 @@ def healthy(make):
 
 
 @pytest.mark.parametrize("name", POISONS)
-def test_greedy_outputs_do_not_change(frozen, poisoned, name):
+def test_poison_changes_no_greedy_output(frozen, poisoned, name):
   found = poisoned[name]
   assert found.updates and found.requests[-1]["draft_version"] > 0
   assert found.outputs == frozen["greedy"].outputs
@@ -169,7 +169,7 @@ def test_greedy_outputs_do_not_change(frozen, poisoned, name):
 
 
 @pytest.mark.parametrize("name", POISONS)
-def test_coupled_outputs_do_not_change(frozen, make, name):
+def test_poison_changes_no_coupled_output(frozen, make, name):
   poison, rate = POISONS[name]
   found = make(poison, rate=rate, rule="coupling", sampling=SAMPLED)
   assert found.requests[-1]["draft_version"] > 0
@@ -180,7 +180,9 @@ def test_coupled_outputs_do_not_change(frozen, make, name):
   ("name", "changes"),
   [("greedy", {}), ("coupling", {"rule": "coupling", "sampling": SAMPLED})],
 )
-def test_outputs_of_attached_draft_do_not_change(frozen, pair, tmp_path, name, changes):
+def test_poisoned_attached_draft_changes_no_output(
+  frozen, pair, tmp_path, name, changes
+):
   attached = pairs.load_pair(tiny_online.attached(pair))
   with POISONS["shuffled"][0]():
     found = serve(attached, attached, tmp_path, rate=10 * RATE, **changes)
@@ -223,7 +225,7 @@ def test_draft_that_is_never_accepted_raises_an_alarm(poisoned):
   assert "acceptance pinned at 0 from request" in found.page
 
 
-def test_healthy_run_raises_none_of_these_alarms(healthy):
+def test_healthy_run_raises_no_poison_alarms(healthy):
   assert not {"acceptance_pinned_at_0", "update_not_finite"} & set(names_of(healthy))
 
 

@@ -229,7 +229,7 @@ def test_equal_distributions_accept_every_token(temperature):
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_a_broken_draft_row_is_rejected_at_its_position(broken):
+def test_broken_draft_row_is_rejected_at_its_position(broken):
   proposal, *others = similar_round(3)
   proposal = proposal.replace(logits=proposal.logits.at[:, 1].set(broken))
   assert (np.asarray(accept(proposal, *others).accepted) == 1).all()

@@ -83,7 +83,7 @@ def p_value(kind, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", accept_lib.RULES)
-def test_greedy_output_equals_plain(kind, rule):
+def test_greedy_output_equals_plain_decoding(kind, rule):
   settings = harness.settings_of(8, max_length=40)
   plain = harness.tabular_steps(TARGET, settings, 40)
   for draft in (TARGET, DRAFT):
@@ -92,7 +92,7 @@ def test_greedy_output_equals_plain(kind, rule):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_coupled_output_equals_plain_with_the_same_seed(kind):
+def test_coupled_output_equals_plain_decoding_with_the_same_seed(kind):
   settings = harness.settings_of(8, max_length=40, temperature=1.0)
   plain = harness.tabular_steps(TARGET, settings, 40, rule="coupling")
   found = decoded(KINDS[kind], settings, 40, rule="coupling")
@@ -149,7 +149,7 @@ def test_guess_is_accepted_with_its_target_probability():
   assert share == pytest.approx(probability, abs=6 * (0.25 / ROWS) ** 0.5)
 
 
-def test_a_row_of_length_zero_decodes_plainly():
+def test_row_of_length_zero_decodes_plainly():
   @dataclasses.dataclass(frozen=True)
   class Nothing(drafters.IndependentDraft):
     def propose(self, *args):

@@ -176,7 +176,7 @@ def test_draws_depend_on_seed_position_and_purpose_alone():
 
 @pytest.mark.parametrize("purpose", [sampling.Purpose.EMIT, sampling.Purpose.DRAFT])
 @pytest.mark.parametrize("size", [4, 128, 300])
-def test_a_token_without_mass_is_never_drawn(size, purpose):
+def test_token_without_mass_is_never_drawn(size, purpose):
   rows = 2000
   probs = jnp.zeros((rows, size)).at[:, 1].set(1e-30)
   seeds, zeros = jnp.arange(rows, dtype=jnp.uint32), jnp.zeros((rows,), jnp.int32)

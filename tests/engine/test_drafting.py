@@ -78,7 +78,7 @@ def test_greedy_outputs_and_records_equal_plain_decoding_with_any_k(monkeypatch,
     assert 0 <= done.accepted + done.target_calls - count <= 1
 
 
-def test_coupled_outputs_equal_plain_with_the_same_seed(monkeypatch):
+def test_coupled_outputs_equal_plain_decoding_with_the_same_seed(monkeypatch):
   scheduled(monkeypatch)
   model = testing.tabular_model(VOCAB)
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1)]
@@ -280,7 +280,7 @@ def test_costs_are_measured_if_none_are_given():
     assert table["prefill_ms"] > 0 and table["chunk_ms"] >= 0
 
 
-def test_plain_slots_ignore_the_policy():
+def test_engine_without_a_draft_ignores_the_policy():
   config = cases.config_of(3, adaptive=POLICY)
   plain = engine.Engine(config, cases.TARGET, cases.target_params())
   assert cases.texts(plain.run(cases.greedy_requests())) == (cases.expected())

@@ -1,8 +1,8 @@
-"""Rejection and coupling on the same sampled requests of the shipped pair.
+"""Compares rejection and coupling on the same sampled requests of the shipped pair.
 
-By rejection a drafted token stands with probability 1 - TV, by coupling with
-(1 - TV) / (1 + TV) at least; what coupling gives for it is counted too: outputs that
-equal plain decoding's with the same seed.
+Rejection accepts a drafted token with probability 1 - TV, coupling with probability at
+least (1 - TV) / (1 + TV). In exchange, coupling gives the same outputs as plain
+decoding with the same seed; the experiment counts these outputs too.
 
   python experiments/acceptance_rules/run.py [--count 200] [--draft FILE]
 """
@@ -32,7 +32,7 @@ def measure(
   partition: sharding.PartitionConfig,
   temperature: float,
 ) -> dict[str, float]:
-  """Draft acceptance of both rules, the law's bounds, and outputs equal to plain."""
+  """Measures acceptance, its theoretical values and the share equal to plain."""
   requests = corpus.requests(asked, engine.SamplingConfig(temperature=temperature))
   plain = corpus.plain_server(pair, decoding, partition).run(requests)
   overlap = mean_overlap(pair, plain)
@@ -55,7 +55,7 @@ def measure(
 
 
 def mean_overlap(pair: pairs.Pair, answers: list[engine.Finished]) -> float:
-  """1 - TV of the processed distributions, over all emitted positions."""
+  """Returns the mean of 1 - TV, after temperature, over all emitted positions."""
   found = [
     agreement.agreement(pair.draft, pair.draft_params, done.batch, done.settings)
     for done in answers
@@ -69,7 +69,7 @@ def main() -> None:
   """Serves both rules at every temperature and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--count", type=int, default=200)
-  parser.add_argument("--draft", help="weights file; the shipped draft if left out")
+  parser.add_argument("--draft", help="weights file (default: shipped draft)")
   given = parser.parse_args()
   config, _ = settings.load(
     evaluate.CertifyConfig,
@@ -81,7 +81,7 @@ def main() -> None:
     named = dataclasses.replace(named, draft=given.draft)
   pair = pairs.load_pair(named, sharding.make(config.partition))
   asked = read_corpus(config.prompts, pair.vocabulary, given.count)
-  # Full rows, so that the overlap is exact.
+  # Records contain all tokens, so that the overlap is exact.
   decoding = dataclasses.replace(config.decoding, record_top_k=pair.target.vocab_size)
   console = rich.console.Console()
   rows = [

@@ -1,8 +1,8 @@
 """Learning on the demo stream: rise, recovery after each shift, forgetting.
 
-Trains the offline-distilled draft if it is not there, serves the stream once a seed,
-and measures the drafts kept at every shift on held-out prompts of all topics. With
-`--keep` it writes the overlaps of the first seed, which a picture is drawn from.
+Trains the offline-distilled draft unless it exists, serves the stream once per seed,
+and measures the drafts saved at every shift on held-out prompts of all topics. `--keep`
+writes the overlaps of the first seed, from which benchmarks/figures.py draws a picture.
 
   python experiments/demo_stream/run.py [--seeds 3] [--out runs/demo_stream]
       [--gin_file runs/demo.gin] [--keep experiments/demo_stream/overlap.jsonl]
@@ -25,11 +25,11 @@ from osd_jax.engine.server import Server
 from osd_jax.main import settings
 from osd_jax.report import tables
 
-HELD_OUT = 100  # prompts a topic
+HELD_OUT = 100  # prompts per topic
 
 
 def ceiling(pair, answers, labels) -> dict[str, float]:
-  """Held-out overlap of the offline-distilled draft, per topic."""
+  """Returns the held-out overlap of the offline-distilled draft by topic."""
   config, text = settings.load(
     offline.OfflineConfig, ["experiments/demo_ceiling.gin"], []
   )
@@ -39,13 +39,13 @@ def ceiling(pair, answers, labels) -> dict[str, float]:
 
 
 def overlap(pair, params, answers, labels) -> dict[str, float]:
-  """Held-out overlap of a draft, by topic."""
+  """Returns the held-out overlap of a draft by topic."""
   found = agreement.mean_agreement(pair.draft, params, answers)
   return {labels[task]: row["distribution_overlap"] for task, row in found.items()}
 
 
 def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
-  """The target's answers to held-out prompts of all topics, with records."""
+  """Returns recorded answers to held-out prompts, and the label of each topic."""
   evaluation, _ = settings.load(
     offline.OfflineConfig,
     ["experiments/demo_ceiling.gin"],
@@ -61,7 +61,7 @@ def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
 def served(
   gin_file: str, seed: int, out: pathlib.Path
 ) -> tuple[online.OnlineConfig, pathlib.Path]:
-  """Serves the stream of a seed unless it has been; returns its config and folder."""
+  """Serves the stream of a seed unless already done; returns config and folder."""
   config, text = settings.load(
     online.OnlineConfig,
     [gin_file],
@@ -79,7 +79,7 @@ def served(
 
 
 def curves(path: pathlib.Path, level: dict[str, float]) -> dict[str, dict]:
-  """Per topic: means, first and last 50, and requests to recover."""
+  """Returns for each topic means, first and last 50, and requests to recover."""
   requests = [r for r in runs.read(path / "metrics.jsonl") if r["kind"] == "request"]
   found = {}
   for label, rows in tables.by_segment(requests):
@@ -92,7 +92,7 @@ def curves(path: pathlib.Path, level: dict[str, float]) -> dict[str, dict]:
 
 
 def forgetting(pair, path: pathlib.Path, shifts, answers, labels) -> dict[str, float]:
-  """Held-out overlap at the end of a topic's segment minus at the end of the stream."""
+  """Returns the overlap that each topic lost between its end and the stream's end."""
   final = pair.load_draft(path / "draft.safetensors")
   at_end = overlap(pair, final, answers, labels)
   kept = sorted((path / "drafts").glob("*.safetensors"))
@@ -104,13 +104,13 @@ def forgetting(pair, path: pathlib.Path, shifts, answers, labels) -> dict[str, f
 
 
 def main() -> None:
-  """Trains the ceiling, serves every seed, prints figures and spread."""
+  """Trains the ceiling, serves every seed, and prints means and ranges."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--out", type=pathlib.Path, default="runs/demo_stream")
   parser.add_argument("--gin_file", default="runs/demo.gin")
   parser.add_argument(
-    "--keep", type=pathlib.Path, help="file of the overlaps of seed 0"
+    "--keep", type=pathlib.Path, help="file for the overlaps of seed 0"
   )
   given = parser.parse_args()
   console = rich.console.Console()
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def keep(run: pathlib.Path, shifts, path: pathlib.Path) -> None:
-  """Writes overlap by request of both drafts as one line of JSON."""
+  """Writes the overlap of both drafts by request as one line of JSON."""
   rows = [r for r in runs.read(run / "metrics.jsonl") if r["kind"] == "request"]
   rows.sort(key=lambda row: row["query"])
   columns = {"online": "overlap", "frozen": "floor_overlap"}
@@ -148,12 +148,12 @@ def keep(run: pathlib.Path, shifts, path: pathlib.Path) -> None:
 
 
 def shifts_of(config: online.OnlineConfig, pair: pairs.Pair):
-  """(first request, topic) of every segment."""
+  """Returns (first request, topic) of every segment."""
   return streams.QueryStream(config.stream, pair.vocabulary).shifts()
 
 
 def show(results: list[dict], console: rich.console.Console) -> None:
-  """Mean and spread over the seeds."""
+  """Prints mean and range over the seeds."""
 
   def spread(values) -> str:
     known = [v for v in values if v is not None]

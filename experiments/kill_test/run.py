@@ -1,17 +1,17 @@
-"""SIGKILL at random moments of an online run, restart after restart.
+"""Kills an online run with SIGKILL at random moments and restarts it, many times.
 
-Item 12 of "Faults survived": every restart continues, no state is unreadable, and what
-the killed runs leave behind is, bit for bit, what a run that nobody killed leaves: the
-requests (each once), the updates, the alarms and the adapted draft.
+The test checks that every restart succeeds, that no stored state is unreadable, and
+that a killed run leaves exactly the same results as an uninterrupted one, bit for bit:
+each request once, the updates, the alarms and the adapted draft.
 
   python experiments/kill_test/run.py [--kills 200] [--seed 0]
       [--draft independent] [--out runs/kill_test]
 
-The run is `osd online` of the tiny pair (tests/tiny_online.py: 24 requests, an update
-every 4, a checkpoint every 5). It is killed, started again and killed again, until it
-gets through; then the next one begins, until there were enough kills. One kill in four
-falls into the start (imports, restoring), one into the instant in which a checkpoint
-is being written, the others anywhere.
+The run is `osd online` with the tiny pair (tests/tiny_online.py: 24 requests, an update
+every 4, a checkpoint every 5). It is killed and restarted until it finishes; then a new
+run starts, until the number of kills is reached. On average, one kill in four hits the
+start (imports, restoring), one hits the writing of a checkpoint, and the others hit any
+moment.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from osd_jax import runs
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tests" / "tiny_online.py"
-# What is a matter of the clock.
+# Endings of fields that depend on the clock.
 TIMES = ("_ms", "_ms_per_token", "_seconds", "ahead_since")
-PATIENCE = 900  # seconds that a process may take to move on
+PATIENCE = 900  # seconds to wait for progress of a process
 DRAFTS = ("independent", "attached")
 MOMENTS = ("start", "checkpoint", "anywhere", "anywhere")
 
 
 @dataclasses.dataclass
 class Tally:
-  """What happened."""
+  """Counts of kills, runs and faults."""
 
   kills: int = 0
   runs: int = 0
@@ -54,12 +54,12 @@ class Tally:
   differing_drafts: int = 0
 
   def faults(self) -> int:
-    """All that should not have happened."""
+    """Returns the total number of faults."""
     return sum(dataclasses.asdict(self).values()) - self.kills - self.runs
 
 
 def start(out: pathlib.Path, draft: str, run: pathlib.Path) -> subprocess.Popen:
-  """The run as a process; what it says goes to a file beside its directory."""
+  """Starts the run as a process; its output goes to a log next to its directory."""
   paths = [str(REPOSITORY), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
   environment = {
     "JAX_COMPILATION_CACHE_DIR": str(out / "jax_cache"),
@@ -68,32 +68,35 @@ def start(out: pathlib.Path, draft: str, run: pathlib.Path) -> subprocess.Popen:
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # restarts compile nothing
   }
   command = [sys.executable, str(SCRIPT), str(out), str(run), draft]
-  with open(run.with_suffix(".log"), "ab") as said:
-    return subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+  with open(run.with_suffix(".log"), "ab") as log:
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
 def requests_in(run: pathlib.Path) -> int:
-  """Request rows that a run has logged so far."""
+  """Returns the number of requests that a run has logged so far."""
   log = run / "metrics.jsonl"
   return log.read_bytes().count(b'"kind": "request"') if log.exists() else 0
 
 
 def writes_checkpoint(run: pathlib.Path) -> bool:
-  """Whether a checkpoint is half written just now."""
+  """Returns whether a checkpoint is being written."""
   return any((run / "checkpoints").glob("*tmp*"))
 
 
 def wait_until(process: subprocess.Popen, holds) -> None:
-  """Waits for a condition or the end of the process; gives up after `PATIENCE`."""
+  """Waits for a condition or the end of the process, for at most `PATIENCE`."""
   end = time.monotonic() + PATIENCE
   while process.poll() is None and not holds():
     if time.monotonic() > end:
-      raise RuntimeError(f"kill test: nothing moved for {PATIENCE} seconds")
+      raise RuntimeError(f"kill test: no progress for {PATIENCE} seconds")
     time.sleep(0.001)
 
 
 def kill(process: subprocess.Popen, run: pathlib.Path, rng: random.Random) -> str:
-  """Kills at a random moment; returns its kind, "" if the process was faster."""
+  """Kills a process at a random moment.
+
+  Returns the kind of moment, "" if the process ended before it.
+  """
   moment, begun = rng.choice(MOMENTS), time.monotonic()
   try:
     if moment == "start":
@@ -103,7 +106,7 @@ def kill(process: subprocess.Popen, run: pathlib.Path, rng: random.Random) -> st
       wait_until(process, lambda: writes_checkpoint(run))
       time.sleep(rng.uniform(0, 0.05))
     else:
-      # A restart cuts the log back first: count from what is there after the cut.
+      # A restart first truncates the log; start counting after that.
       size = requests_in(run)
       wait_until(process, lambda: requests_in(run) != size or size == 0)
       wanted = requests_in(run) + rng.randint(0, 8)
@@ -116,7 +119,7 @@ def kill(process: subprocess.Popen, run: pathlib.Path, rng: random.Random) -> st
 
 
 def timeless(run: pathlib.Path, kind: str) -> list[dict]:
-  """Rows of a kind without what a clock measured."""
+  """Returns the rows of a kind without the fields that depend on the clock."""
   return [
     {name: value for name, value in row.items() if not name.endswith(TIMES)}
     for row in runs.read(run / "metrics.jsonl")
@@ -125,7 +128,7 @@ def timeless(run: pathlib.Path, kind: str) -> list[dict]:
 
 
 def is_readable(run: pathlib.Path) -> bool:
-  """Whether the log reads and no restart so far had to put a checkpoint aside."""
+  """Returns whether the log can be parsed and no checkpoint was found damaged."""
   try:
     timeless(run, "request") if (run / "metrics.jsonl").exists() else []
   except ValueError:
@@ -134,7 +137,7 @@ def is_readable(run: pathlib.Path) -> bool:
 
 
 def same_draft(run: pathlib.Path, whole: pathlib.Path) -> bool:
-  """Whether two runs left bit-equal drafts."""
+  """Returns whether two runs left bit-identical drafts."""
   one, other = (
     safetensors.numpy.load_file(path / "draft.safetensors") for path in (run, whole)
   )
@@ -144,7 +147,7 @@ def same_draft(run: pathlib.Path, whole: pathlib.Path) -> bool:
 
 
 def compare(run: pathlib.Path, whole: pathlib.Path, tally: Tally) -> None:
-  """Counts what a run that was killed leaves other than the one that was not."""
+  """Counts differences between a killed run and the uninterrupted one."""
   queries = sorted(row["query"] for row in timeless(run, "request"))
   expected = sorted(row["query"] for row in timeless(whole, "request"))
   tally.lost_or_doubled_requests += queries != expected
@@ -158,7 +161,7 @@ def compare(run: pathlib.Path, whole: pathlib.Path, tally: Tally) -> None:
 def survive(
   out: pathlib.Path, draft: str, whole: pathlib.Path, kills: int, rng: random.Random
 ) -> tuple[Tally, dict[str, int]]:
-  """Kills and restarts until there were enough kills and the last run is through."""
+  """Kills and restarts until `kills` is reached and the last run has finished."""
   tally, moments = Tally(), dict.fromkeys(MOMENTS, 0)
   while tally.kills < kills:
     run = out / f"killed_{tally.runs:03d}"
@@ -187,7 +190,7 @@ def survive(
 
 
 def main() -> int:
-  """Kills until there were enough kills; exit code 1 if there were faults."""
+  """Runs the test; returns exit code 1 if there were faults."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--kills", type=int, default=200)
   parser.add_argument("--seed", type=int, default=0)
@@ -196,7 +199,7 @@ def main() -> int:
   arguments = parser.parse_args()
   out = arguments.out.absolute()
   if list(out.glob("killed_*")) or (out / "whole").exists():
-    parser.error(f"--out: {out} holds an earlier test; name a new folder")
+    parser.error(f"--out: {out} contains an earlier test; choose a new folder")
   out.mkdir(parents=True, exist_ok=True)
   sys.path.insert(0, str(SCRIPT.parent))
   import tiny_online

@@ -1,23 +1,24 @@
-"""Poisoned learning on the demo stream: what it costs, when it is noticed.
+"""Poisoned learning on the demo stream: its effect on outputs and speed, and alarms.
 
-Item 13 of "Faults survived". The shipped pair serves the demo stream while its draft
-learns from shuffled labels, at 1000 times the learning rate, or from rows that hold
-NaN. Beside it a frozen draft and one that learns soundly serve the same requests. Every
-output must be the frozen draft's: greedy, and sampled under the coupling rule.
+The shipped pair serves the demo stream while its draft learns from shuffled labels,
+with 1000 times the learning rate, or from rows that contain NaN. A frozen draft and a
+draft that learns normally serve the same requests for comparison. All greedy outputs,
+and all sampled outputs under the coupling rule, must equal those with the frozen draft.
 
-The shipped target is all but certain of its tokens (top-1 probability .9995 on average
-over 40 requests): at temperature 1 and below it sampled there what it decodes greedily,
-and that no output changes would say nothing. So sampled requests are hot, outputs
-unlike the greedy ones are counted, and the rejection rule, which promises the law
-alone, is the control: its outputs should change with the draft.
+The shipped target is nearly certain of its tokens (top-1 probability .9995 on average
+over 40 requests). At temperatures up to 1, sampling gives the same outputs as greedy
+decoding, so unchanged outputs would prove nothing. Sampled requests therefore use a
+high temperature, and outputs that differ from the greedy ones are counted. The
+rejection rule, which only preserves the distribution, is the negative control: its
+outputs should change with the draft.
 
   python experiments/poisoned_learning/run.py [--requests 200] [--only MODE]...
       [--temperature 2] [--gin_file runs/demo.gin] [--gin NAME=VALUE]...
       [--out runs/poisoned_learning]
 
-Prints a table and a JSON line, which result.json holds too. Ends with code 1 if a
-greedy or coupled output changed, or if the sampled ones could not have told.
-A quick look: --requests 4 --only greedy.
+Prints a table and a JSON line, and writes the same line to result.json. The exit code
+is 1 if a greedy or coupled output changed, or if the control did not change either.
+For a quick check: --requests 4 --only greedy.
 """
 
 import argparse
@@ -40,14 +41,14 @@ from osd_jax.engine import engine
 from osd_jax.main import settings
 from osd_jax.measuring import metering
 
-EDGE = 50  # requests that "first" and "last" mean
-NAN_EVERY = 50  # one row in so many holds NaN
+EDGE = 50  # number of requests behind "first" and "last"
+NAN_EVERY = 50  # one row in this many contains NaN
 MODES = ("greedy", "coupled", "rejection")
 WAYS = ("frozen", "sound", "shuffled labels", "rate x 1000", "nan rows")
 
 
 def shuffled_labels(vocab_size: int):
-  """Updates learn from the wrong tokens: ids are exchanged, masses kept."""
+  """Patches updates to learn from permuted token ids with unchanged masses."""
   real = update.draw_update
   order = jnp.asarray(np.random.default_rng(0).permutation(vocab_size))
 
@@ -65,7 +66,7 @@ def shuffled_labels(vocab_size: int):
 
 
 def nan_rows():
-  """One row in `NAN_EVERY` that enters the buffer holds NaN."""
+  """Patches the buffer so that one new row in `NAN_EVERY` contains NaN."""
   real = buffer.append
 
   def append(ring, batch):
@@ -83,7 +84,7 @@ def changed(
   temperature: float,
   out: pathlib.Path,
 ) -> online.OnlineConfig:
-  """The config of one run."""
+  """Returns the config of one run."""
   learning, optimizer = config.learning, config.learning.update.optimizer
   rate = optimizer.learning_rate * (1000 if way == "rate x 1000" else 1)
   optimizer = dataclasses.replace(optimizer, learning_rate=rate)
@@ -129,7 +130,7 @@ def serve(config: online.OnlineConfig, way: str):
 
 
 def figures(rows: list[dict]) -> dict[str, object]:
-  """Overlap and speed at both ends, and the first alarm."""
+  """Returns overlap and speed at both ends of the stream, and the alarms."""
   requests = [row for row in rows if row["kind"] == "request"]
   updates = [row for row in rows if row["kind"] == "update"]
   begun = [row for row in rows if row["kind"] == "alarm" and row["active"]]
@@ -151,9 +152,9 @@ def figures(rows: list[dict]) -> dict[str, object]:
 
 
 def main() -> int:
-  """Serves each poison beside a sound run; exit code 1 if an output changed."""
+  """Runs every poison and its controls; returns exit code 1 if an output changed."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--requests", type=int, default=200, help="of each topic")
+  parser.add_argument("--requests", type=int, default=200, help="requests per topic")
   parser.add_argument("--only", action="append", choices=MODES, help="repeatable")
   parser.add_argument("--temperature", type=float, default=2.0)
   parser.add_argument("--gin_file", default="runs/demo.gin")
@@ -163,14 +164,14 @@ def main() -> int:
   )
   arguments = parser.parse_args()
   if arguments.out.exists() and any(arguments.out.iterdir()):
-    parser.error(f"--out: {arguments.out} holds earlier runs; name a new folder")
+    parser.error(f"--out: {arguments.out} contains earlier runs; choose a new folder")
   config, _ = settings.load(
     online.OnlineConfig,
     [arguments.gin_file],
     [f"StreamConfig.requests_per_task={arguments.requests}", *arguments.gin],
   )
-  # One object for all runs: the same weights, whatever becomes of their files, and
-  # nothing is compiled twice.
+  # All runs share one loaded pair, so that they have the same weights even if the files
+  # change, and nothing is compiled twice.
   loaded = pairs.load_pair(config.pair, sharding.make(config.partition))
   config = dataclasses.replace(config, pair=loaded)
   results = compare(
@@ -186,12 +187,14 @@ def main() -> int:
 
 
 def is_kept(results: list[dict]) -> bool:
-  """Whether the promise held, and the sampled runs could have shown a breach."""
+  """Returns whether outputs stayed the same and the control changed."""
   promised = [row for row in results if row["mode"] != "rejection"]
   control = [row for row in results if row["mode"] == "rejection"]
   blind = control and not any(row["outputs_changed"] for row in control)
   if blind:
-    print("rejection changed no output either: raise --temperature", file=sys.stderr)
+    print(
+      "the control (rejection) changed no output: raise --temperature", file=sys.stderr
+    )
   return not blind and not any(row["outputs_changed"] for row in promised)
 
 
@@ -201,7 +204,7 @@ def compare(
   temperature: float,
   out: pathlib.Path,
 ) -> list[dict[str, object]]:
-  """Serves the stream in every mode and way; a row of figures each."""
+  """Serves the stream in every mode and way of learning; returns one row for each."""
   results = []
   greedy, _ = serve(changed(config, "frozen", "greedy", 0.0, out / "reference"), "")
   for mode in modes:

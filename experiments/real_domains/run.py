@@ -1,13 +1,14 @@
-"""Gain of the online draft over its static rival on the four real domains.
+"""Gain of the online draft over a static draft on the four real domains.
 
-Reads what `osd online --gin_file=experiments/shift_cpu.gin` wrote: per segment the
-last requests of both drafts with the standard error of their paired difference, the
-dip at the boundary, and the requests until the online draft has passed its rival and
-reached 90 % of where it ends (means of 25 requests). Also while the run goes on.
+Reads the metrics that `osd online --gin_file=experiments/shift_cpu.gin` wrote; the run
+may still be in progress. For each segment it prints the overlap of both drafts over the
+last requests with the standard error of their paired difference, the dip at the
+boundary, and the number of requests until the online draft leads and until it reaches
+90 % of its final level (means of 25 requests).
 
-The rival is the draft that the run began with, or with --static the one that served
-another run of the same stream, frozen: the draft of its own, say, for one that is
-attached.
+The static draft is the one with which the run began. With --static it is the draft of
+another, frozen run of the same stream, for example an independent draft to compare with
+an attached one.
 
   python experiments/real_domains/run.py [--run runs/shift_cpu] [--last 200] \\
       [--static runs/shift_cpu_static]
@@ -28,14 +29,14 @@ WINDOW = 25
 
 
 def segments(path: pathlib.Path) -> list[tuple[str, list[dict]]]:
-  """(domain, its requests in order of finishing)."""
+  """Returns (domain, its requests in order of finishing) for each segment."""
   rows = [row for row in runs.read(path) if row["kind"] == "request"]
   grouped = itertools.groupby(rows, key=lambda row: row["source"])
   return [(label, list(part)) for label, part in grouped]
 
 
 def summary(rows: list[dict], last: int, before: list[dict]) -> dict[str, float | None]:
-  """The figures of one segment; `before` are the requests of the one before it."""
+  """Returns the figures of one segment; `before` is the previous segment."""
   online, floor = column(rows, "overlap"), column(rows, "floor_overlap")
   accepted = column(rows, "acceptance_rate") - column(rows, "floor_acceptance_rate")
   gain = (online - floor)[-last:]
@@ -59,7 +60,7 @@ def summary(rows: list[dict], last: int, before: list[dict]) -> dict[str, float 
 def against(
   parts: list[tuple[str, list[dict]]], static: pathlib.Path
 ) -> list[tuple[str, list[dict]]]:
-  """The rows with another run's draft as the rival, query by query."""
+  """Returns the rows with the static draft's figures taken from another run."""
   rivals = {row["query"]: row for _, rows in segments(static) for row in rows}
   names = ("overlap", "acceptance_rate")
   return [
@@ -76,17 +77,17 @@ def against(
 
 
 def column(rows: list[dict], name: str) -> np.ndarray:
-  """One figure of all requests."""
+  """Returns one field of all rows."""
   return np.asarray([row[name] for row in rows])
 
 
 def passes(online: np.ndarray, floor: np.ndarray) -> int | None:
-  """Requests until the online draft leads in most of a window."""
+  """Returns the number of requests until the online draft leads in most of a window."""
   return metrics.recovery_requests(list(online > floor), 0.5, WINDOW, share=1.0)
 
 
 def main() -> None:
-  """Prints a JSON line a segment, then the table."""
+  """Prints a JSON line for each segment, then a table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--run", type=pathlib.Path, default="runs/shift_cpu")
   parser.add_argument("--last", type=int, default=200)
@@ -108,7 +109,7 @@ def main() -> None:
 
 
 def cell(value: float | None) -> str:
-  """A figure as the table shows it."""
+  """Formats a figure for the table."""
   if value is None:
     return "-"
   return str(value) if isinstance(value, int) else f"{value:.3f}"

@@ -1,11 +1,12 @@
 """Writes examples of the demo's topics as JSONL files.
 
-The files that ship with the package:
+To write the files that ship with the package:
 
   python experiments/shipped_pair/make_topics.py --train 4000 \\
       --out osd_jax/assets/topics
 
-All that the shipped models were trained on, for gin_configs/experiments/shipped_*.gin:
+To write the full training data of the shipped models, for
+gin_configs/experiments/shipped_*.gin:
 
   python experiments/shipped_pair/make_topics.py --out runs/topics
 """
@@ -21,7 +22,7 @@ import topics
 from osd_jax.data import examples
 
 TRAINED_ON = 60_000  # train examples of each topic for the shipped target
-# The part of them that warms up the learner of the demo: a seeded choice among the
+# Number of these examples that warm up the learner of the demo: a seeded sample of the
 # examples that the shipped drafts were trained on (gin_configs/runs/demo.gin).
 SEEN = {"maths": 100, "sql": 25, "python": 100, "finance": 25}
 
@@ -47,7 +48,9 @@ def main() -> None:
   """Writes one file for each topic and split."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", type=pathlib.Path, required=True, help="a folder")
-  parser.add_argument("--train", type=int, default=TRAINED_ON, help="of each topic")
+  parser.add_argument(
+    "--train", type=int, default=TRAINED_ON, help="train examples per topic"
+  )
   parser.add_argument("--eval", type=int, default=1200)
   parser.add_argument("--stream", type=int, default=400)
   given = parser.parse_args()
@@ -58,7 +61,7 @@ def main() -> None:
       for split in topics.SPLITS
     }
     for split, found in {**splits, "seen": seen(topic)}.items():
-      # No time stamp, so that the same examples give the same file.
+      # Without a time stamp the same examples give identical files.
       data = gzip.compress(to_lines(found), mtime=0)
       (given.out / f"{topic}.{split}.jsonl.gz").write_bytes(data)
       print(f"{topic}.{split}: {len(found)} examples, {len(data)} bytes")

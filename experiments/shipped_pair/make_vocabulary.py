@@ -5,9 +5,9 @@
   python experiments/shipped_pair/make_vocabulary.py \\
       --family llama --out runs/demo_llama/tokenizer.model
 
-SentencePiece BPE with byte fallback: every text comes back unchanged. A number
-0..99 is one piece together with the space before it, so it has one id in prompt
-and output; newline and four spaces are pieces too.
+SentencePiece BPE with byte fallback, so that encoding preserves every text. Each number
+0..99 forms one piece with the space before it, so it has the same id in prompt and
+output. Newline and four spaces are pieces too.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sentencepiece
 import topics
 
 VOCAB_SIZE = 1536
-# Special ids as each family of models has them.
+# Special ids of each family of models.
 SPECIAL_IDS = {
   "t5": {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
   "llama": {"pad_id": -1, "eos_id": 2, "unk_id": 0, "bos_id": 1},

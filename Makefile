@@ -13,12 +13,12 @@ STAMP_AOT := $(COMPILERS)/.installed
 TEST_JOBS ?= 2
 CODE := osd_jax osd_tools tests benchmarks experiments notebooks
 EXTRAS := data,llama,plots,log,replicas,test,docs,dev
-# A name on PATH may be a shim of a version manager that does not run.
+# Run uv to check it: on PATH there may be a shim of a version manager that fails.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 
-# TensorFlow reports on its build and on missing GPUs otherwise.
+# Silences TensorFlow's messages about its build and missing GPUs.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
-# mkdocs-material announces another generator at every build.
+# Silences mkdocs-material's notice about another generator at every build.
 export NO_MKDOCS_2_WARNING = 1
 
 .PHONY: help install demo docs site figures test test-slow durations test-hf test-aot lint format bench clean
@@ -26,12 +26,12 @@ export NO_MKDOCS_2_WARNING = 1
 help: ## show this list
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-# tensorflow and seqio import in 9 s instead of 3 without bytecode, so both
-# installers compile it, also where PYTHONDONTWRITEBYTECODE is set.
+# Without bytecode, importing tensorflow and seqio takes 9 s instead of 3. Both installers
+# therefore compile it, even if PYTHONDONTWRITEBYTECODE is set.
 $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python --version >/dev/null 2>&1 \
 	  || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-	  || { echo "$(PYTHON) is no Python 3.11 to 3.13; name one: make PYTHON=python3.12" >&2; exit 1; }
+	  || { echo "$(PYTHON) is not Python 3.11 to 3.13; choose another: make PYTHON=python3.12" >&2; exit 1; }
 ifneq ($(UV),)
 	@$(BIN)/python --version >/dev/null 2>&1 || uv venv --seed --python "$$(command -v $(PYTHON))" .venv
 	uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[$(EXTRAS)]'
@@ -41,7 +41,7 @@ else
 endif
 	@touch $@
 
-# torch comes from pip: other installers take a build with gigabytes of CUDA.
+# pip installs torch here, because other installers choose a build with gigabytes of CUDA.
 $(STAMP_HF): $(STAMP)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --compile -c constraints.txt torch transformers
@@ -54,25 +54,25 @@ demo: $(STAMP) ## serve 800 requests while a draft learns, with both kinds of dr
 	$(BIN)/osd online --gin_file=gin_configs/runs/demo_by_worth.gin
 	$(BIN)/osd compare runs/demo_independent runs/demo_by_worth --output runs/demo_compared
 
-docs: $(STAMP) ## serve the docs on this machine, drawn anew where a page changes
+docs: $(STAMP) ## serve the docs on this machine, rebuilt when a page changes
 	$(BIN)/python -m mkdocs serve
 
-site: $(STAMP) ## build the docs into site/, notebooks executed
+site: $(STAMP) ## build the docs into site/ with executed notebooks
 	OSD_DOCS_EXECUTE=true $(BIN)/python -m mkdocs build --strict
 
 figures: $(STAMP) ## draw the pictures of the results page from committed results
 	$(BIN)/python benchmarks/figures.py
 
-# Small tests spend their time in XLA's compiler; compiling with little optimisation takes a
-# third of it. The slow tests compile as users do.
+# Small tests spend most of their time in XLA's compiler, which takes a third as long with
+# little optimisation. The slow tests compile with the defaults.
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
   XLA_FLAGS="--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=2"
 PYTEST := $(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile
 
-test: lint ## lint, then the tests of parts
+test: lint ## lint, then the fast tests of single parts
 	$(QUICK) $(PYTEST) -m "not slow and not hf and not aot" $(RECORD_QUICK)
 
-test-slow: $(STAMP) ## tests of whole runs, of several processes, and of the docs
+test-slow: $(STAMP) ## tests of whole runs, several processes and the docs
 	$(PYTEST) -m "slow and not hf and not aot" $(RECORD_SLOW)
 
 durations: ## run both suites and record the seconds of every file in tests/durations.csv
@@ -87,8 +87,8 @@ test-hf: $(STAMP) ## live comparison with torch and transformers (Python 3.11)
 	  echo "test-hf skipped: torch==2.13.0 is pinned for Python 3.11, .venv has $$($(BIN)/python --version)"; \
 	fi
 
-# The compilers of TPUs (libtpu) and GPUs run without the machines. In a folder of their
-# own: in .venv, JAX would look for a TPU whenever it starts.
+# The compilers for TPUs (libtpu) and GPUs run without such machines. They have their own
+# folder, because in .venv they would make JAX look for a TPU whenever it starts.
 $(STAMP_AOT): $(STAMP) constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
@@ -96,7 +96,7 @@ $(STAMP_AOT): $(STAMP) constraints.txt
 	  libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
 	@touch $@
 
-test-aot: $(STAMP_AOT) ## what the compilers of TPUs and GPUs make of a run
+test-aot: $(STAMP_AOT) ## compile a run for TPUs and GPUs, without the machines
 	PYTHONPATH=$(CURDIR)/$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot --durations=5
 
 lint: $(STAMP) ## ruff, import contracts, types, scripts and YAML of pod jobs
@@ -107,11 +107,11 @@ lint: $(STAMP) ## ruff, import contracts, types, scripts and YAML of pod jobs
 	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: {max: 110}}}' experiments/pods *.yml .*.yaml
 	$(BIN)/pyright
 
-format: $(STAMP) ## lay out the code, sort imports, repair what can be repaired
+format: $(STAMP) ## format the code, sort imports, apply automatic fixes
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format $(CODE)
 
-# In sequence: two at a time would measure each other.
+# Run one after another, because concurrent benchmarks would disturb each other.
 BENCHMARKS := \
   bench_greedy.py \
   "bench_greedy.py --threads 2" \
@@ -123,13 +123,13 @@ BENCHMARKS := \
   bench_learning.py "bench_learning.py --free --intervals 1" \
   "bench_whole_run.py --attached shipped:demo_attached_draft.safetensors --attached_gin runs/demo.gin"
 
-bench: $(STAMP_HF) ## every benchmark, then benchmarks/README.md (hours; Python 3.11)
+bench: $(STAMP_HF) ## run every benchmark, then write benchmarks/README.md (hours; Python 3.11)
 	$(BIN)/python benchmarks/write_readme.py --note
 	@for program in $(BENCHMARKS); do \
 	  echo "== $$program"; $(BIN)/python benchmarks/$$program; \
 	done
 	$(BIN)/python benchmarks/write_readme.py
 
-clean: ## remove caches and build outputs; .venv and runs stay
+clean: ## remove caches and build outputs; keeps .venv and runs
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis .jax_cache
 	find osd_jax osd_tools tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

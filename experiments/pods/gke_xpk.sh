@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The same on GKE by xpk: a workload of one slice, v5e with 16 chips on 4 hosts.
+# Runs on GKE with xpk: a workload of one v5e slice with 16 chips on 4 hosts.
 #
 #   CLUSTER=my-cluster PROJECT=my-project ZONE=us-west4-a IMAGE=my/image \
 #     bash experiments/pods/gke_xpk.sh
 #
-# Needs: xpk; a cluster that `xpk cluster create --tpu-type=v5litepod-16` made; an image
-# with this package, jax[tpu] and the repository as its working folder; weights, data and
-# runs on a volume at /mnt that the pods mount (`xpk storage attach`).
+# Needs: xpk; a cluster created with `xpk cluster create --tpu-type=v5litepod-16`; an image
+# with this package, jax[tpu] and the repository as its working folder; a volume with
+# weights, data and runs that the pods mount at /mnt (`xpk storage attach`).
 set -euo pipefail
 
 : "${CLUSTER:?}" "${PROJECT:?}" "${ZONE:?}" "${IMAGE:?}"

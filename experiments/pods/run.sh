@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One host's part of an online run over several; every way of starting hosts ends here.
+# Runs one host's process of an online run on several hosts. All launchers call this file.
 #
 #   CHECKPOINTS=/mnt/weights DATA_DIR=/mnt/data RUNS=/mnt/runs ROWS=32 DATA=4 MODEL=4 \
 #     bash experiments/pods/run.sh [--multihost | --coordinator ... ] [--gin....]
 #
-# CHECKPOINTS, DATA_DIR and RUNS are folders that all hosts see: weights (flan-t5-xl/ and
-# t5-small/ as transformers saves them), data sets, and where the run directory goes.
-# DATA x MODEL are the chips of all hosts together, ROWS requests are served at once.
+# CHECKPOINTS, DATA_DIR and RUNS are folders that all hosts can read: weights (flan-t5-xl/
+# and t5-small/ as transformers saves them), data sets, and the parent of the run directory.
+# DATA x MODEL is the number of chips of all hosts; ROWS requests are served at once.
 set -euo pipefail
 
 osd online --gin_file=experiments/flan_t5_xl_gsm8k.gin \

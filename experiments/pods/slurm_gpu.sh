@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Slurm: two nodes of four GPUs, a task a node; JAX finds the others by Slurm's variables.
+# Slurm: two nodes with four GPUs each and one task per node. JAX reads Slurm's variables
+# to find the other nodes.
 #
 #   sbatch experiments/pods/slurm_gpu.sh          # in the repository
 #
 # Needs: a virtual environment .venv with `pip install '.[gpu]'`; CHECKPOINTS, DATA_DIR
-# and RUNS on a file system that all nodes see.
+# and RUNS on a file system that all nodes share.
 #SBATCH --job-name=osd-jax
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# A TPU pod slice by a queued resource: 16 chips of v5e on 4 hosts, and the run on all.
+# Requests a TPU pod slice as a queued resource (v5e, 16 chips on 4 hosts) and starts the
+# run on all hosts.
 #
 #   PROJECT=my-project ZONE=us-west4-a BUCKET=my-bucket bash experiments/pods/tpu_queued_resource.sh
 #
 # Needs: gcloud, logged in; quota for v5litepod-16 in ZONE; a bucket with weights/ and
 # data/, which every host mounts (gcsfuse), and this repository's wheel in it.
-# Ends with the run; remove the slice with the last line's command.
+# The script ends with the run and prints the command that deletes the slice.
 set -euo pipefail
 
 : "${PROJECT:?}" "${ZONE:?}" "${BUCKET:?}"

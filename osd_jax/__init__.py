@@ -1,4 +1,4 @@
-"""Online speculative decoding in JAX: the draft learns from what it drafts for.
+"""Online speculative decoding in JAX: the draft learns from the requests it serves.
 
     import osd_jax
 
@@ -61,6 +61,7 @@ def __getattr__(name: str) -> Any:
   """Loads what a public name means at its first use (PEP 562)."""
   if name not in __all__:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  # The remaining names are modules, the commands.
   if name not in _HOMES:
     return importlib.import_module(f"{__name__}.{name}")
   return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -70,10 +70,7 @@ class OrderedCalls:
   def add(self, call: Callable[..., Any], *arguments: Any, alone: bool = False) -> None:
     """Runs the call now, or after all calls that were added before it.
 
-    Args:
-      call: function to call.
-      *arguments: its arguments.
-      alone: wait for the earlier calls and run the call inside `add`.
+    With `alone`, waits for the earlier calls and runs the call inside `add`.
 
     Raises:
       Exception: raised by the call, if it runs now.

@@ -49,7 +49,7 @@ class UserError(Exception):
 
 
 class InputError(UserError, ValueError):
-  """An invalid setting, file or request. The message says where, and what to do.
+  """An invalid setting, file or request; the message names the place and the remedy.
 
   >>> raise InputError("DecodingConfig.rows: received 0, expected an integer >= 1.")
   Traceback (most recent call last):
@@ -67,7 +67,7 @@ class DiskError(UserError, OSError):
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-  """What a config field must satisfy besides its type.
+  """A requirement on a config field in addition to its type.
 
   Constraints are declared on the field:
 
@@ -151,6 +151,7 @@ class Config:
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
+      # Frozen dataclasses with tuples are hashable, which static arguments of jit need.
       value = as_tuples(getattr(self, field.name))
       object.__setattr__(self, field.name, value)
     problems = [
@@ -173,7 +174,7 @@ class Config:
 
 
 def field_problem(config_class: type, field: str, value: Any) -> str:
-  """Returns what is wrong with the value of a config field, "" if nothing is.
+  """Returns the error text for a bad value of a config field, or "".
 
   Lists are not tuples, bools are not numbers, and ints are accepted as floats.
   """
@@ -205,12 +206,14 @@ def is_of_type(value: Any, hint: Any) -> bool:
   if origin is tuple:
     if not isinstance(value, tuple):
       return False
+    # tuple[X, ...] has any length, tuple[X, Y] exactly two entries.
     kinds = inner[:1] * len(value) if inner[-1:] == (...,) else inner
     return len(value) == len(kinds) and all(map(is_of_type, value, kinds))
   if origin is collections.abc.Callable:
     return callable(value)
   if hint in (int, float):
     numbers = (int, float) if hint is float else int
+    # True is an int in Python, but `rows = True` is a mistake.
     return isinstance(value, numbers) and not isinstance(value, bool)
   return not isinstance(hint, type) or isinstance(value, hint)
 
@@ -373,6 +376,8 @@ class Model:
     """The inverse of `split`."""
     return {**trained, self.frozen: frozen} if self.frozen else trained
 
+  # By identity: the functions of two builds never compare equal, and hashing all fields
+  # in each call would be slow. `families.build` is cached instead.
   __hash__ = object.__hash__
 
   def __eq__(self, other: object) -> bool:

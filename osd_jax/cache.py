@@ -54,8 +54,8 @@ def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
   """Writes n new positions into each row, starting at the row's own length.
 
   Args:
-    stored: [B, H, T, D].
-    new: [B, H, n, D].
+    stored: [B, H, T, D], the keys or values of a layer.
+    new: [B, H, n, D], entries of the n new positions.
     length: [B] int32; position of the first new entry. The caller guarantees
       length + n <= T.
   """
@@ -80,10 +80,10 @@ def select(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> ja
   There is no loop over rows, and nothing moves if heads or rows are split over devices.
 
   Args:
-    stored: [B, ..., T, ...].
+    stored: [B, ..., T, ...], one row per request.
     new: [B, ..., n, ...], n small.
     start: [B] int32; rows whose start is T or more are not written.
-    axis: axis of the positions.
+    axis: axis of the T positions (static).
   """
   return jax.lax.platform_dependent(
     stored,
@@ -135,7 +135,7 @@ def insert_row(batch, row, slot: jax.Array):
   Args:
     batch: pytree whose leaves are [B, ...].
     row: the same pytree with leaves [1, ...].
-    slot: [1] int32.
+    slot: [1] int32, the row that is replaced.
   """
   return jax.tree.map(
     lambda many, one: jax.lax.dynamic_update_slice_in_dim(

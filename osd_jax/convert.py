@@ -52,9 +52,7 @@ class ConvertConfig(base.Config):
 def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   """Converts weights; the output is written completely or not at all.
 
-  Args:
-    config: the conversion.
-    operative_config: not used; every command takes it.
+  `operative_config` is not used, but every command takes it.
 
   Returns:
     The file or folder that was written.
@@ -69,6 +67,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   source = assets.resolve(config.source, "ConvertConfig.source")
   kind = _kind_of(source) if config.kind == "auto" else config.kind
   held = _READERS[kind](config, source)
+  # A given shape is only a check here: these formats store their own.
   if config.model is not None and kind != _T5X:
     _check_model(config, held.config)
   tokenizer: dict[str, bytes] = {}
@@ -76,6 +75,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
     path = assets.resolve(config.vocabulary, "ConvertConfig.vocabulary")
     vocabulary = tokenizers.load_any(path, config.extra_ids)
     pairs.check_vocabulary(config, "source", held, vocabulary)
+    # With the fingerprint, loading can refuse another vocabulary of the same size.
     held = dataclasses.replace(held, vocabulary=vocabulary.fingerprint)
     # The two kinds of tokenizers are stored in different files.
     files = tokenizers if vocabulary.is_causal else vocabularies

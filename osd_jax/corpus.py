@@ -50,13 +50,13 @@ def generate(
   """Generates one row per prompt, in the order of the prompts.
 
   Args:
-    source: which model generates.
-    decoding: shapes of decoding.
+    source: decides which model generates each text.
+    decoding: shapes of decoding, for all servers.
     sampling: the i-th prompt that a model answers draws with seed + i.
-    pair: target and draft.
-    partition: device mesh.
-    prompts: N prompts.
-    bar: shows the progress.
+    pair: target and draft, placed on their mesh.
+    partition: device mesh on which the servers run.
+    prompts: N prompts; their references are not used.
+    bar: shows one task for each model.
 
   Returns:
     A batch of N rows of numpy arrays.
@@ -77,6 +77,8 @@ def generate(
     rows.update(zip(indices, parts, strict=True))
   if by_draft.any():
     indices = np.flatnonzero(by_draft)
+    # Records of this decoding would be the draft's distributions. The target scores the
+    # finished texts below.
     unrecorded = dataclasses.replace(decoding, record_top_k=0)
     server = plain_server(_writer(source, pair), unrecorded, partition)
     texts = [done.batch for done in answer(server, indices)]
@@ -87,6 +89,7 @@ def generate(
 def _by_draft(source: TextSource, count: int) -> np.ndarray:
   """[count] bool; prompts that the draft, or the token mix, answers."""
   share = {"teacher": 0.0, "mix_request": source.mix_share}
+  # A function of the seed and the index, so that a continued run makes the same texts.
   draws = np.random.default_rng([source.seed, 1]).random(count)
   return draws < share.get(source.sample_source, 1.0)
 
@@ -135,8 +138,7 @@ def plain_server(
   pair: pairs.Pair, decoding: DecodingConfig, partition: sharding.PartitionConfig
 ) -> Server:
   """A server that decodes with the target alone."""
-  # One call may decode a whole answer: without a draft there is no reason to return
-  # to the host earlier.
+  # One call may decode a whole answer, since no draft has to be swapped in between.
   config = dataclasses.replace(decoding, max_rounds=decoding.target_length)
   return Server(pair.plain(), config, partition=partition)
 
@@ -160,7 +162,7 @@ def reference_rows(
   """Scores the prompts' references with the target (teacher forcing).
 
   Args:
-    pair: pair whose target scores.
+    pair: the pair whose target does the scoring.
     prompts: a prompt without reference makes a row of weight 0.
     decoding: lengths, and k of the records.
     rows: R of each batch; the last batch is filled up with rows of weight 0.

@@ -126,7 +126,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
   """Measures every draft; an interrupted evaluation starts over.
 
   Args:
-    config: the evaluation.
+    config: prompts, drafts and shapes of the evaluation.
     operative_config: gin text stored in the run directory.
   """
 
@@ -140,7 +140,7 @@ def certify(config: CertifyConfig, operative_config: str = "") -> runs.RunResult
   """Checks that speculative outputs equal plain decoding's; see `RunResult.exact`.
 
   Args:
-    config: the certificate.
+    config: prompts, drafts and shapes of the certificate.
     operative_config: gin text stored in the run directory.
   """
 
@@ -358,7 +358,7 @@ def quality(
   """Compares answers with references and describes their form.
 
   Args:
-    part: prompts with their answers.
+    part: (prompt, answer) pairs of one task.
     vocabulary: decodes both; exact match compares stripped texts.
 
   Returns:
@@ -521,5 +521,6 @@ def speculative_answers(
       on_finished(done)
       answers[id(done.request)] = done
     version = server.engine.draft_version + 1
+    # The swap is between two calls, while most requests are in flight.
     server.engine.swap(versions[version % 2], version)
   return [answers[id(request)] for request in requests]

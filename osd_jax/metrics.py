@@ -9,7 +9,7 @@ import numpy as np
 
 
 def draft_acceptance_rate(accepted: int, drafted: int) -> float | None:
-  """Accepted / drafted tokens; None if nothing was drafted."""
+  """Accepted / drafted tokens, or None if no token was drafted."""
   return accepted / drafted if drafted else None
 
 
@@ -24,8 +24,8 @@ def predicted_speed_up(
   """Speed-up over plain decoding, tau / (K c + v); the paper assumes v = 1.
 
   Args:
-    tau: tokens per target call.
-    num_draft_tokens: K.
+    tau: tokens per target call, recovered and bonus tokens included.
+    num_draft_tokens: K, drafted tokens per round.
     cost_ratio: c, time of a draft step / time of a plain target step.
     verify_ratio: v, time of a verification / time of a plain target step.
   """
@@ -60,7 +60,7 @@ def segment_summary(
   """
 
   def mean(part, name):
-    # Some rows have no value: nothing was drafted, or the floor was not measured.
+    # A row has no value if its request drafted no token or the floor was not measured.
     values = [row[name] for row in part if row.get(name) is not None]
     return float(np.mean(values)) if values else float("nan")
 

@@ -94,7 +94,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
   """Generates texts, learns on them and saves the draft.
 
   Args:
-    config: the run.
+    config: corpus, models, update and output of the run.
     operative_config: gin text stored in the run directory.
   """
   weights.check_output("OfflineConfig.output", config.output)
@@ -192,6 +192,7 @@ class OfflineLoop:
     config = self.config
     if self.steps_taken == config.steps:
       return None
+    # Measured before the first step, as the baseline of the report.
     if self.steps_taken == 0:
       self._evaluate()
     drawn = updates.cut(config.update, self._batch(self.steps_taken))

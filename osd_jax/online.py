@@ -99,7 +99,7 @@ def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
   """Serves the whole stream, or continues the interrupted run of the same directory.
 
   Args:
-    config: the run.
+    config: stream, models, learning and outputs of the run.
     operative_config: gin text stored in the run directory.
 
   Returns:
@@ -141,8 +141,8 @@ class OnlineLoop:
     """Loads the pair, fills the buffer, and restores a checkpoint if there is one.
 
     Args:
-      config: the run.
-      directory: folder of the run.
+      config: stream, models, learning and outputs of the run.
+      directory: folder of the run, opened for writing.
       announce: shows the text of an alarm.
     """
     self.config, self.directory = config, directory
@@ -218,8 +218,10 @@ class OnlineLoop:
     for message in self.server.engine.messages():
       self._log.log_event("replica", message, finished=self.finished)
     for done in answers or ():
-      # Rivals are timed, so a compared request is processed while nothing is served.
+      # Plain decoding and the floor draft are timed, so they need all cores.
       alone = self._meter.compares(self._answered)
+      # Looked up here: the stream is not thread-safe, and `_process` may run on another
+      # thread.
       query = self.stream[done.request.tag]
       self._calls.add(self._process, done, query, alone, alone=alone)
       self._answered += 1
@@ -273,8 +275,8 @@ class OnlineLoop:
     self._finish_processing()
     # The rows in flight must be saved with the draft that decodes them from here on.
     self.server.swap_pending()
-    # The log files are synced first: a checkpoint stores their lengths, so what it
-    # refers to must be on disk before it is.
+    # The log files are synced first. A checkpoint stores their lengths, so these rows
+    # must be on disk before the checkpoint is.
     log = self._log.state()
     arrays, server = self.server.state()
     host = {

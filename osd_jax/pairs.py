@@ -241,7 +241,7 @@ def check_vocabulary(
     config: a config with the fields `vocabulary` and `extra_ids`, for the error
       message.
     field: its field with the path of the weights.
-    held: the weights.
+    held: the weights, with their vocabulary's fingerprint.
     vocabulary: the vocabulary that was loaded from the config.
   """
   name, path = type(config).__name__, getattr(config, field)
@@ -261,7 +261,7 @@ def check_vocabulary(
       f" ({vocabulary.size} ids); expected the same. Name the vocabulary"
       " of the weights."
     )
-  # Published models pad their embedding, so that it may be larger than the vocabulary.
+  # Published models pad their embedding, so it may be larger than the vocabulary.
   if size < vocabulary.size:
     raise base.InputError(
       f"{name}.{field}: {path} has {size} token ids, expected at least the"
@@ -297,6 +297,7 @@ def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | No
   if vocabulary.is_causal:
     return None
   if held.vocabulary:
+    # The fingerprint covers extra_ids, so trying both usual values finds the right one.
     for count in (0, 100):
       known = Vocabulary.load(vocabulary.path, count)
       if known.fingerprint == held.vocabulary:
@@ -317,6 +318,7 @@ def _draft(
 ) -> weights.Weights | weights.AttachedWeights:
   """Loads the draft, or creates an attached one."""
   if config.draft == ATTACHED:
+    # A fixed seed: two runs with the same settings start from the same draft.
     model = attached.build(config.attached, target.config)
     params = jax.jit(model.init)(jax.random.key(_SEED))
     return weights.AttachedWeights(config.attached, params, identity.fingerprint)

@@ -1,4 +1,4 @@
-"""URLs such as gs://BUCKET/PATH in place of local paths, through fsspec.
+"""Support for URLs such as gs://BUCKET/PATH wherever a path is expected.
 
 Files are read through a local copy, and written locally before they are uploaded, so
 that no other module needs to handle buckets. A bucket cannot append to a file, which
@@ -22,7 +22,8 @@ from osd_jax import base
 
 CACHE = "~/.cache/osd_jax/remote"
 EVERY_SECONDS = 60.0  # between two uploads of a run directory
-# A remote file has changed if one of these differs; file systems fill different ones.
+# A remote file has changed if any of these fields differs. Not every file system has
+# every field.
 _VERSION = ("size", "etag", "ETag", "crc32c", "md5Hash", "mtime", "created")
 _LOCAL_ONLY = re.compile(r"(^|/)\.lock$|\.tmp$|orbax-checkpoint-tmp")
 
@@ -54,6 +55,7 @@ def fetched(address: str, setting: str) -> Path:
       if known.get(inside) != _version(info) or not file.is_file():
         _get(address, info["name"], file)
         known[inside] = _version(info)
+    # A file that was removed remotely must not be read from the copy.
     for inside in known.keys() - found.keys():
       (target / inside).unlink(missing_ok=True)
     _write(folder / "copied.json", {name: known[name] for name in found})
@@ -87,6 +89,7 @@ def stored(path: str | Path) -> Iterator[Path]:
       _put(local, *_system(address))
   except base.InputError as error:
     raise base.InputError(f"{error} What was written is {local}.") from error
+  # Removed only after the upload: if that fails, the file is the only copy.
   shutil.rmtree(local.parent)
 
 

@@ -27,7 +27,7 @@ def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunRe
   Args:
     config: config of the command; has `run_directory` and `overwrite`.
     operative_config: gin text stored in the run directory.
-    seed: stored in provenance.json.
+    seed: the run's seed, stored in provenance.json.
     body: the work of the command.
 
   Returns:

@@ -83,6 +83,7 @@ class Partitioner:
     """Returns a tree of shardings shaped like the parameters of `model`."""
 
     def sharding(dimensions):
+      # JAX splits axes evenly or not at all.
       axes = [
         None if axis is None or units % self.mesh.shape[axis] else axis
         for _, axis, units in dimensions
@@ -253,6 +254,7 @@ def over(config: PartitionConfig, devices: Sequence[Any]) -> Partitioner:
       f" {needed} devices, but there are {len(devices)} ({devices[0].platform});"
       " lower data or model."
     )
+  # Neighbouring devices share the model axis, which communicates in every layer.
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
   # Auto: XLA derives the shardings of intermediate arrays from those of the arguments.
   mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -284,7 +286,7 @@ def join(
   Args:
     coordinator: "HOST:PORT" of the first process; None lets the cluster provide all
       three arguments (TPU pods, Slurm, Open MPI).
-    num_processes: number of processes.
+    num_processes: number of processes that join.
     process_id: index of this process, starting at 0.
 
   Raises:
@@ -316,7 +318,7 @@ def _start(cpu_threads: int) -> None:
       stacklevel=4,
     )
     return
-  # Run computations on the calling thread; otherwise all of them share one worker.
+  # Run computations on the calling thread; by default one worker thread runs all.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   with _environment(
     NPROC=str(cpu_threads),  # XLA reads this as the number of cores

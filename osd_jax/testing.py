@@ -89,8 +89,8 @@ def tabular_model(
   is off by one position changes the output distribution.
 
   Args:
-    vocab_size: V.
-    name: name in error messages.
+    vocab_size: V, the number of token ids.
+    name: name of the model in error messages.
     reads_source: adds the sum of the prompt's tokens, modulo V, to `before_last`.
       Otherwise the prompt is ignored.
   """
@@ -100,6 +100,7 @@ def tabular_model(
 
   def look_up(table, before, last, shift):
     if shift is not None:
+      # Without this a test could not notice that a row was given another row's prompt.
       before = (before + shift[:, None]) % vocab_size
     return table[before, last]
 
@@ -145,8 +146,8 @@ def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.nd
   """Returns logits [V, V, V] for `tabular_model`; end-of-sequence is never emitted.
 
   Args:
-    vocab_size: V.
-    seed: seed of the logits.
+    vocab_size: V, the size of all three axes.
+    seed: seed of the normally distributed logits.
     sharpness: standard deviation of the logits.
   """
   rng = np.random.default_rng(seed)

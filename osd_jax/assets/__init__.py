@@ -34,6 +34,8 @@ def resolve(path: str, setting: str = "assets") -> Path:
     return _shipped(path, setting)
   if remote.is_remote(path):
     return remote.fetched(path, setting)
+  # Local files come first: a folder that is called like a published model is the user's
+  # own.
   if re.fullmatch(_HUB_NAME, path) and not path.endswith(_SUFFIXES):
     return Path(path) if os.path.exists(path) else _downloaded(path, setting)
   return Path(path)

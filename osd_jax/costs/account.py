@@ -1,4 +1,4 @@
-"""What a run spent, and whether learning paid: from the rows of metrics.jsonl alone.
+"""The time that a run spent and the time that learning saved, from metrics.jsonl.
 
 The verdict is measured. Some requests, chosen at random, are served again by plain
 decoding and by the frozen draft. Each topic's mean time per token, weighted with all
@@ -229,6 +229,7 @@ def observe(state: Verdict, kind: str, row: Row) -> Verdict:
       plain_ms=topic.plain_ms + tokens * plain,
       frozen_ms=topic.frozen_ms + tokens * frozen,
     )
+  # Waiting is charged to the next request, which is the one that was delayed.
   waited = state.waited_ms + _ms(row, "update_wait_ms")
   state = dataclasses.replace(
     state,
@@ -236,9 +237,12 @@ def observe(state: Verdict, kind: str, row: Row) -> Verdict:
     waited_ms=0.0,
     requests=state.requests + 1,
     compared=state.compared + is_compared,
+    # By topic, because compared requests are few: a topic with slow answers that was
+    # compared often would otherwise shift the mean of the stream.
     topics={**state.topics, name: topic},
   )
   saved = [state.plain_ms, state.frozen_ms]
+  # Behind until proven ahead: without a comparison nothing has been shown.
   if all(ms is not None and ms > state.served_ms for ms in saved):
     return state
   return dataclasses.replace(state, behind=state.requests)

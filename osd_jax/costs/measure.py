@@ -37,10 +37,12 @@ def interleaved(
       Everything must be compiled.
     seconds: the budget. A turn runs every call once. A first turn always happens, and
       no turn begins that would end after the budget.
-    clock: returns seconds.
+    clock: returns seconds; tests replace it with a fake.
   """
   times: dict[Any, list[float]] = {name: [] for name in calls}
   started = clock()
+  # In turn and not one after another: a machine that slows down for a second then slows
+  # all calls alike.
   for turn in range(1, MOST + 1):
     began = clock()
     for name, call in calls.items():
@@ -71,7 +73,7 @@ def lost_ms(
     serve: runs one step of serving with a request in flight.
     steps_until_due: steps after which serving waits for the update.
     seconds: the budget; one measurement always happens.
-    clock: returns seconds.
+    clock: returns seconds; tests replace it with a fake.
   """
   found, started = [], clock()
   for _ in range(REPEATS):
@@ -86,6 +88,7 @@ def lost_ms(
     update(step)
     both = clock() - began
     began_alone = clock()
+    # The same steps again without an update; their number came from the first part.
     for _ in range(steps):
       serve()
     now = clock()

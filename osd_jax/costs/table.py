@@ -58,6 +58,7 @@ class RoundCosts(base.Config):
 
   def at(self, num_draft_tokens: float) -> float:
     """Milliseconds of a round that drafts this many tokens on average."""
+    # With an adaptive K the mean number of drafted tokens lies between two entries.
     return float(np.interp(num_draft_tokens, self.num_draft_tokens, self.round_ms))
 
   def token_ms(self, acceptance: float) -> float:

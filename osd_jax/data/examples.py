@@ -98,7 +98,7 @@ class TaskConfig(base.Config):
     return self.source or self.name
 
   def _check_template(self, name: str) -> tuple[bool, str]:
-    """Returns whether a template is valid, and the text of what was expected."""
+    """Returns whether a template is valid, and the expectation for the error's text."""
     template, default = getattr(self, name), getattr(type(self), name)
     if self.preprocessor != "identity":
       expected = f"{default!r}, since preprocessor {self.preprocessor!r} writes it"

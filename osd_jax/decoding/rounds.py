@@ -136,7 +136,7 @@ def run_rounds(
   compile nothing.
 
   Args:
-    spec: static description of decoding.
+    spec: static description of decoding, the same in all calls.
     num_draft_tokens: K in 0..8 (static); 0 decodes plainly.
     target_served: prepared parameters of the target.
     draft_served: prepared parameters of the draft; not read if K is 0.

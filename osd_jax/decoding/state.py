@@ -108,7 +108,7 @@ def initial_state(
   """Returns rows that have been prefilled and have emitted nothing.
 
   Args:
-    start: [B] int32; see `base.Model.starts`.
+    start: [B] int32, the first inputs; see `base.Model.starts`.
     settings: [B] per-row sampling; max_length is cut to `target_length`.
     target_cache: cache that the target's prefill returned.
     draft_cache: cache that the draft's prefill returned, or None.

@@ -125,7 +125,7 @@ class UpdateRunner(abc.ABC):
 
     Args:
       model: the draft, as pure functions.
-      config: settings of one update.
+      config: settings of one update, slices included.
       learner: state before the first update.
       interval: an update launched after request n is taken at request n + interval.
       free: take it as soon as it is ready instead. On a background thread, runs are

@@ -115,7 +115,7 @@ def loss_and_grad(
 
   Args:
     model: the draft, as pure functions (static).
-    config: divergence and subsampling (static).
+    config: decides divergence and subsampling (static).
     params: trained parameters of the draft.
     batch: R rows with the target's records.
     frozen: its other parameters, see `base.Model.split`.

@@ -392,7 +392,7 @@ def measure_steps(config: DecodingConfig, models: Models, source: np.ndarray):
   Args:
     config: its K and T are used.
     models: target and draft, with trained parameters.
-    source: [B, S] int32, prompts.
+    source: [B, S] int32, the prompts to prefill.
   """
   found = measure_lib.interleaved(_loops(config, models, source), CALL_SECONDS, clock)
   return StepCosts(found["draft"], found["plain"], found["verify"])

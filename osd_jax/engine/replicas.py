@@ -91,7 +91,7 @@ class Replica:
       requests: new requests for free rows.
       draft: (trained parameters, version, shortlist) of a new draft; None keeps the
         present one.
-      expecting: shortens calls; see `Engine.expecting`.
+      expecting: whether calls are short; see `Engine.expecting`.
     """
     if draft is not None:
       # Only trained parameters travel. The frozen part is the target's, which the

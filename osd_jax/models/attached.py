@@ -120,7 +120,6 @@ def build(
 
   The result is cached, see `families.build`.
   """
-  # A shortlist of the whole vocabulary would only add a scatter to every step.
   if serving.shortlist >= target.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
   training = Attached(config, target)
@@ -145,8 +144,7 @@ def build(
   def score(
     params, source, mask, text, positions=None, tokens=None, target_states=None
   ):
-    # A buffer may store no states to save memory. They then cost a pass of the target's
-    # encoder in every slice.
+    # A buffer without stored states pays with a pass of the target's encoder.
     if target_states is None:
       target_states = encode_for_draft(params, source, mask)
     inputs = layers.inputs_of(text, target_model.starts(source))

@@ -109,7 +109,7 @@ def attention(
 
 @contextlib.contextmanager
 def off(*parts: str):
-  """Disables these `PARTS`, or all of them, so that XLA computes them instead."""
+  """Disables some `PARTS`, by default all, so that XLA computes them instead."""
   with _off(parts or PARTS):
     yield
 
@@ -177,7 +177,7 @@ def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
 
   Args:
     compiler: command that runs the compiler.
-    folder: cache of compiled libraries.
+    folder: folder that caches the compiled libraries.
 
   Raises:
     OSError: the folder cannot be written, or the compiler cannot be run.

@@ -82,6 +82,8 @@ def observe(
     judged = _judge_requests(recent)
   elif kind == "update":
     judged = {"update_not_finite": row["skipped"] > 0}
+  # Only changes are reported. A condition that lasts would otherwise log a row for
+  # every request.
   changed = [name for name, holds in judged.items() if holds != (name in state.active)]
   found = [_alarm(name, judged[name]) for name in changed]
   return AlarmState(recent, state.active.symmetric_difference(changed)), found
@@ -116,6 +118,7 @@ def sentence(rows: Iterable[Mapping[str, Any]]) -> str:
 def _judge_requests(recent: tuple[tuple[int, int, bool], ...]) -> dict[str, bool]:
   drafted = sum(entry[0] for entry in recent)
   accepted = sum(entry[1] for entry in recent)
+  # Plain decoding drafts nothing, and then neither rate means anything.
   enough = len(recent) == WINDOW and drafted > 0
   return {
     "acceptance_pinned_at_0": enough and accepted == 0,
@@ -126,6 +129,7 @@ def _judge_requests(recent: tuple[tuple[int, int, bool], ...]) -> dict[str, bool
 
 def _alarm(name: str, active: bool) -> Alarm:
   said = MEANINGS[name] if active else "over"
+  # A draft that equals its target is a valid run, so this one is not a fault.
   kind = "notice" if name == "acceptance_pinned_at_1" else "alarm"
   return Alarm(name, active, f"{kind}: {_words(name)}: {said}.")
 

@@ -45,7 +45,7 @@ class Checkpointer:
     """Opens a folder of steps, and creates it if needed.
 
     Args:
-      directory: the folder.
+      directory: the folder that holds one folder per step.
       every: a checkpoint is due after this many finished requests.
     """
     import orbax.checkpoint as ocp  # imported late, because it takes 0.3 s
@@ -60,6 +60,7 @@ class Checkpointer:
         max_to_keep=KEEP, create=True, enable_async_checkpointing=False
       ),
     )
+    # Low priority: checksums of a large draft must not take serving's core.
     self._thread = background.Worker("checkpoints", low_priority=True)
     # While a step is being written, only the thread may use the manager: orbax's
     # manager is not thread-safe.
@@ -173,6 +174,7 @@ class Checkpointer:
     arrays: Mapping[str, Any],
     host: Mapping[str, Any],
   ) -> None:
+    # Checksums are of the copy in memory, so they also detect errors of the write.
     payload = {"host": host, "arrays": _described(arrays)}
     # Orbax refuses empty arrays; `_read_arrays` makes them from their shape.
     stored = {name: leaf for name, leaf in arrays.items() if leaf.size}
@@ -216,6 +218,8 @@ class Checkpointer:
         f"checkpoint restore: received step {step}, expected one of {steps} in"
         f" {self._directory}; start the run again if there is none."
       )
+    # Newest first. An older step only loses some requests; refusing to start would lose
+    # the run.
     damaged: dict[int, str] = {}
     for candidate in [step] if step is not None else reversed(steps):
       try:
@@ -299,6 +303,7 @@ def fingerprint(models: Any) -> int:
     if not _is_whole(leaf):
       continue
     data = np.asarray(leaf[:1] if leaf.ndim > 1 else leaf).tobytes()
+    # The names are included, so that equal arrays in other places differ.
     found = zlib.crc32(data, zlib.crc32(name.encode(), found))
   return found
 
@@ -337,6 +342,8 @@ def _named(tree: Any) -> dict[str, Any]:
 
 def _check_plain(arrays: Mapping[str, Any]) -> None:
   for name, leaf in arrays.items():
+    # Orbax would store a Python scalar, and restore it as an array: a resumed run would
+    # then differ from an uninterrupted one.
     plain = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
     if plain and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
       if jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
@@ -374,6 +381,7 @@ def _described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _checksum(leaf: Any) -> int:
+  # Viewed as bytes, since crc32 does not accept bfloat16.
   data = np.ascontiguousarray(np.asarray(leaf))
   return zlib.crc32(data.reshape(-1).view(np.uint8)) if data.size else 0
 

@@ -135,7 +135,7 @@ class RunDirectory:
         end.
       config: the run's dataclass. It is stored, and compared when a run continues.
       operative_config: the command line's settings, stored as text.
-      seed: the run's seed.
+      seed: the run's seed, noted in provenance.json.
       overwrite: remove the run in this folder and begin again.
       argv: the command line; `sys.argv` by default.
 
@@ -154,7 +154,9 @@ class RunDirectory:
     run = cls.of_process(mirror.folder if mirror else path, jax.process_index())
     run._mirror = mirror
     try:
+      # Locked before anything is read: another process may be about to change it.
       run._open()
+      # Only a folder that is a run is emptied. Other files of the user stay.
       if overwrite and run.provenance_path.exists():
         run._remove(*_RESULTS, *_FIRST)
       if run.provenance_path.exists():
@@ -269,6 +271,7 @@ class RunDirectory:
   def _continue(self, config: Any, argv: Sequence[str] | None) -> None:
     self._check_config(config)
     notes = self.provenance()
+    # A finished run gets no further session, so that its hours stay right.
     if notes.get("finished"):
       return
     _end_session(notes, self._last_written(notes), interrupted=True)

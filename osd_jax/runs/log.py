@@ -66,6 +66,7 @@ class JsonLines:
     Raises:
       DiskError: the row cannot be written, for example because the disk is full.
     """
+    # NaN is not JSON: other readers would reject the whole file.
     text = json.dumps(row, allow_nan=False, ensure_ascii=False)
     try:
       self._file.write(text.encode("utf-8") + b"\n")
@@ -116,7 +117,7 @@ class MetricsLog(JsonLines):
     """Opens `path` for appending; its folder must exist.
 
     Args:
-      path: the file.
+      path: the file, usually metrics.jsonl of a run.
       tensorboard: folder of TensorBoard events; None writes none.
 
     Raises:
@@ -240,7 +241,7 @@ class OutputsLog(JsonLines):
     """Opens `path` for appending; its folder must exist.
 
     Args:
-      path: the file.
+      path: the file, usually outputs.jsonl of a run.
       keep: "none" writes nothing, "text" writes texts, "ids" adds token ids.
     """
     if keep not in OUTPUTS_KEPT:

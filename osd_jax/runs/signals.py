@@ -31,6 +31,8 @@ class Deferred:
   def deliver(self, before: Callable[[], object]) -> None:
     """If a signal arrived, calls `before` and then lets the signal take effect."""
     if self._noted is not None:
+      # The handlers are restored before the signal is raised again, so that it has the
+      # effect it would have had at first.
       noted, self._noted = self._noted, None
       before()
       self.__exit__()

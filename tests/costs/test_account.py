@@ -1,4 +1,4 @@
-"""Where a run's time went, and whether learning paid, from rows of metrics.jsonl."""
+"""Accounts of a run from metrics.jsonl: wall time, verdict, predictions."""
 
 import dataclasses
 
@@ -57,10 +57,10 @@ def compared(plain=125 / 30, frozen=(10 + 15 * 11) / 30, **changes):
   return request(**times, floor_tokens_per_target_call=2.0, **changes)
 
 
-# --- Where the time went ------------------------------------------------------------
+# --- Wall time ----------------------------------------------------------------------
 
 
-def test_parts_add_up_to_the_wall_time_of_the_whole_command():
+def test_parts_sum_to_the_wall_time():
   found = account.Account.of(ROWS)
   assert found.parts == {
     "loading": 2.0,
@@ -86,10 +86,10 @@ def test_table_and_sentence_state_the_same_numbers():
   assert f"Wall time {wall['seconds']:.1f} s" in sentence
   for row in parts:
     assert f"{row['part']} {row['seconds']:.1f}" in sentence
-  assert "%" not in sentence  # shares are in the table alone, rounded once
+  assert "%" not in sentence  # only the table has shares, so they are rounded once
 
 
-def test_metering_on_another_thread_is_not_one_of_the_parts():
+def test_metering_on_another_thread_is_not_part_of_wall_time():
   rows = [dict(row) for row in ROWS]
   rows[1] |= {"metering_ms": 0.0, "metering_beside_ms": 500.0}
   found = account.Account.of(rows)
@@ -97,13 +97,14 @@ def test_metering_on_another_thread_is_not_one_of_the_parts():
   assert found.parts["rest"] == pytest.approx(4.9)
 
 
-def test_a_log_without_a_start_or_a_summary_counts_from_the_first_request():
+def test_wall_time_without_start_or_summary_is_counted_from_the_first_request():
   assert account.Account.of(ROWS[1:4]).wall == 9.0
-  late = [*ROWS[1:4], {"kind": "summary", "wall_seconds": 1.0}]  # a resumed session
+  # The summary of a resumed session counts only that session.
+  late = [*ROWS[1:4], {"kind": "summary", "wall_seconds": 1.0}]
   assert account.Account.of(late).wall == 9.0
 
 
-def test_without_requests_or_times_there_is_no_account():
+def test_account_is_none_without_requests_or_times():
   assert account.Account.of([]) is None
   assert account.Account.of(ROWS[3:]) is None
   assert account.Account.of([request(decode_ms=1.0)]) is None
@@ -112,21 +113,21 @@ def test_without_requests_or_times_there_is_no_account():
 # --- The verdict --------------------------------------------------------------------
 
 
-def test_the_verdict_compares_with_plain_and_with_frozen_over_all_requests():
+def test_verdict_compares_with_plain_and_frozen_over_all_requests():
   rows = [compared(), request(), UPDATE | {"wait_ms": 40.0}, request()]
   found = account.verdict(rows)
   assert found.served_ms == 3 * 120 + 40
   assert found.plain_ms == pytest.approx(3 * 125)
   assert found.frozen_ms == pytest.approx(3 * 175)
-  assert found.ahead_since is None  # 375 ms of plain decoding are less than 400
+  assert found.ahead_since is None  # plain decoding takes 375 ms, less than 400
   text = found.sentence()
   assert "all 3 requests" in text and "1 requests chosen at random" in text
   assert "0.94x plain" in text and "1.31x the frozen draft" in text
   assert "learning has not paid" in text
 
 
-def test_learning_that_beats_only_the_frozen_draft_has_not_paid():
-  """One sentence had said "0.10x plain" and "paid for good" of the same run."""
+def test_learning_must_beat_plain_decoding_too_to_pay():
+  """Regression: one sentence stated "0.10x plain" and "paid for good"."""
   rows = [compared(plain=0.4, frozen=30.0)] * 20
   found = account.verdict(rows)
   assert found.frozen_ms > found.served_ms > found.plain_ms
@@ -135,8 +136,8 @@ def test_learning_that_beats_only_the_frozen_draft_has_not_paid():
   assert good.ahead_since == 1 and "since request 1" in good.sentence()
 
 
-def test_topics_are_weighted_with_all_their_tokens():
-  """A topic with few compared requests counts for as much as it was served."""
+def test_topics_are_weighted_by_all_their_tokens():
+  """The weight of a topic depends on all its requests, not on the compared ones."""
   rows = [compared(plain=10.0, frozen=10.0, source="a")]
   rows += [compared(plain=1.0, frozen=1.0, source="b")] * 9
   rows += [request(source="a")] * 9
@@ -144,8 +145,8 @@ def test_topics_are_weighted_with_all_their_tokens():
   assert found.plain_ms == pytest.approx(10 * 30 * 10.0 + 9 * 30 * 1.0)
 
 
-def test_the_estimate_of_random_comparisons_is_unbiased():
-  """Every eighth request waits for an update; a fixed place sees all or none of it."""
+def test_estimate_from_random_comparisons_is_unbiased():
+  """One request in each block of four is compared, at a random place."""
   rng, errors = np.random.default_rng(0), []
   for _ in range(200):
     rows = [
@@ -157,8 +158,8 @@ def test_the_estimate_of_random_comparisons_is_unbiased():
   assert abs(np.mean(errors)) < 0.02
 
 
-def test_an_update_after_the_last_request_counts_for_nothing():
-  """So the last progress line and the report say the same."""
+def test_update_after_the_last_request_does_not_count():
+  """Otherwise the last progress line and the report would state different numbers."""
   rows = [compared(), UPDATE | {"wait_ms": 5.0}, compared()]
   before = account.verdict(rows)
   after = account.verdict([*rows, UPDATE | {"wait_ms": 1e6}])
@@ -166,17 +167,17 @@ def test_an_update_after_the_last_request_counts_for_nothing():
   assert before.served_ms == 245.0
 
 
-def test_time_that_an_update_ran_during_comparisons_is_charged():
+def test_update_time_during_comparisons_is_charged():
   found = account.verdict([compared(update_wait_ms=80.0)])
   assert found.served_ms == 200.0
 
 
-def test_without_comparisons_there_is_no_verdict():
+def test_verdict_is_empty_without_comparisons():
   found = account.verdict([request(), request()])
   assert not found.fields() and not found.sentence() and found.plain_ms is None
 
 
-def test_a_resumed_fold_equals_a_whole_one():
+def test_resumed_verdict_equals_uninterrupted_one():
   rows = [compared(), UPDATE | {"wait_ms": 3.0}, request(source="b"), compared()]
   state = account.verdict(rows[:2])
   for row in rows[2:]:
@@ -187,7 +188,7 @@ def test_a_resumed_fold_equals_a_whole_one():
 # --- Predictions --------------------------------------------------------------------
 
 
-def test_a_prediction_is_tokens_over_time():
+def test_predicted_speed_is_tokens_over_time():
   seen = account.Seen(request_tokens=30)
   assert account.predict(PLAIN, seen) == pytest.approx(30e3 / (5 + 120))
   drafted = account.Seen(30, tokens_per_round=3, num_draft_tokens=7, lost_ms=30.0)
@@ -196,7 +197,7 @@ def test_a_prediction_is_tokens_over_time():
   assert account.predict(both, drafted) == pytest.approx(30e3 / (10 + 55 + 30))
 
 
-def test_predictions_stand_next_to_measurements():
+def test_predictions_table_has_relative_errors():
   table = account.predictions(COSTS, [compared(), request()])
   assert [line["decoding"] for line in table] == ["plain", "frozen", "online"]
   assert [line["relative error"] for line in table] == ["+0.0%"] * 3
@@ -205,11 +206,11 @@ def test_predictions_stand_next_to_measurements():
   assert line["relative error"] == f"{200 / 180 - 1:+.1%}"
 
 
-def test_a_prediction_that_the_measurement_contradicts_is_left_out():
+def test_prediction_far_from_the_measurement_is_omitted():
   assert not account.predictions(COSTS, [request(decode_ms=400.0)])
 
 
-def test_without_comparisons_the_saving_is_predicted_and_says_so():
+def test_saving_is_predicted_from_costs_without_comparisons():
   tokens = [sum(rate**i for i in range(8)) for rate in (0.8, 0.5)]
   frozen = 110 * tokens[0] / tokens[1]
   text = account.predicted_saving(COSTS, [request()] * 1000 + [UPDATE] * 500)

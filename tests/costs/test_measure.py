@@ -1,4 +1,4 @@
-"""From times of calls to costs, with a clock that stands still between calls."""
+"""Measurement of costs, with a clock that advances only during calls."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from osd_jax.costs import measure
 
 
 class Clock:
-  """Seconds that pass only while somebody works."""
+  """A clock that advances only in `work`."""
 
   def __init__(self):
     self.now = 0.0
@@ -20,7 +20,7 @@ class Clock:
     return ms
 
 
-def test_calls_run_in_turn():
+def test_interleaved_alternates_between_calls():
   clock, order = Clock(), []
 
   def call(name):
@@ -35,21 +35,21 @@ def test_calls_run_in_turn():
 
 
 @pytest.mark.parametrize("ms", [0.01, 1.0, 100.0, 700.0, 20_000.0])
-def test_no_turn_begins_that_would_end_after_the_budget(ms):
+def test_interleaved_stays_within_the_budget(ms):
   clock, calls = Clock(), {"one": lambda: clock.work(ms), "two": lambda: clock.work(ms)}
   measure.interleaved(calls, 5.0, clock)
   assert clock.now <= max(5.0, 2 * ms / 1e3) + 1e-9
 
 
-def test_other_work_in_a_third_of_the_turns_changes_nothing():
+def test_typical_time_ignores_outliers_in_a_third_of_the_calls():
   rng = np.random.default_rng(0)
   times = 20.0 * np.where(rng.random(60) < 0.33, rng.uniform(1, 9, 60), 1.0)
   assert measure.typical(times) == pytest.approx(20.0)
-  assert np.mean(times) > 24.0  # the control: a mean would have changed
+  assert np.mean(times) > 24.0  # negative control: the mean does change
 
 
-def test_ratios_are_steadier_than_those_of_medians():
-  """Noise like that of a shared machine only adds, in every turn."""
+def test_ratios_of_typical_times_vary_less_than_ratios_of_medians():
+  """The noise of a shared machine only adds time, independently in every call."""
   rng, ratios = np.random.default_rng(1), []
   for _ in range(300):
     times = np.array([20.0, 43.0]) * (1 + rng.gamma(1.0, 0.12, (16, 2)))
@@ -61,7 +61,7 @@ def test_ratios_are_steadier_than_those_of_medians():
 
 
 class Machine:
-  """Serves in steps of `step_ms`, while an update of `update_ms` may run.
+  """A simulated machine that serves in steps while an update may run.
 
   Attributes:
     cores: with one core, every call of serving waits for one slice of the update.
@@ -95,20 +95,20 @@ class Machine:
 @pytest.mark.parametrize(
   "cores, due, expected",
   [
-    (1, 1000, 100.0),  # one core does the update, whoever asks for it
-    (2, 1000, 0.0),  # another core hides all of it
-    (2, 10, 50.0),  # serving waits for what is left when the update is due
+    (1, 1000, 100.0),  # on one core, serving loses the whole update
+    (2, 1000, 0.0),  # a second core runs the update in parallel
+    (2, 10, 50.0),  # after 10 steps, serving waits for the other half of the update
   ],
 )
-def test_the_loss_is_what_requests_in_flight_lose(cores, due, expected):
-  """Subtracting a call without rounds had hidden slices that every call waits for."""
+def test_lost_time_is_the_delay_of_requests_in_flight(cores, due, expected):
+  """Regression: subtracting a call without rounds hid slices that every call pays."""
   machine = Machine(cores)
   found = measure.lost_ms(machine.update, machine.serve, due, 2.0, machine.clock)
   assert found == pytest.approx(expected)
   assert machine.clock.now <= 2.0
 
 
-def test_a_long_update_is_measured_once():
+def test_long_update_is_measured_once():
   machine = Machine(1, update_ms=5000.0)
   found = measure.lost_ms(machine.update, machine.serve, 10_000, 2.0, machine.clock)
   assert found == pytest.approx(5000.0) and machine.clock.now < 10.0

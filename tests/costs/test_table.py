@@ -1,4 +1,4 @@
-"""Tables of measured costs, and the number of tokens that a round emits."""
+"""Tables of measured costs, and the expected number of tokens per round."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def test_expected_tokens_match_a_simulation(acceptance, num_draft_tokens):
     assert found == pytest.approx(closed)
 
 
-def test_rounds_between_two_ks_are_interpolated():
+def test_round_time_is_interpolated_between_measured_ks():
   assert ROUNDS.at(1.5) == pytest.approx(5.5) and ROUNDS.at(7) == 11.0
 
 
@@ -35,17 +35,17 @@ def test_token_time_uses_the_fastest_k_and_all_rows():
   assert fixed.token_ms(1.0) == pytest.approx(11.0 / 8)
   assert fixed.token_ms(0.5) == pytest.approx(11.0 / (2 - 0.5**7))
   both = table.RoundCosts((4.0, 6.0, 11.0), num_draft_tokens=(0, 1, 7), rows=2)
-  assert both.token_ms(0.1) == 2.0  # plain
+  assert both.token_ms(0.1) == 2.0  # K = 0 is fastest: 4 ms for 2 rows
   assert both.token_ms(1.0) == pytest.approx(11.0 / 8 / 2)
 
 
-def test_costs_survive_json():
+def test_costs_round_trip_through_json():
   costs = table.Costs(ROUNDS, 60.0, plain=ROUNDS, update_ms=120.0, slices=6)
   fields = json.loads(json.dumps(dataclasses.asdict(costs)))
   assert table.Costs.from_json({"kind": "costs", **fields}) == costs
 
 
-def test_the_report_lists_what_an_update_takes_only_where_there_are_updates():
+def test_table_has_update_costs_only_with_learning():
   calls = [row["call"] for row in table.Costs(ROUNDS).table()]
   assert "round, K = 3" in calls and not any("update" in call for call in calls)
   learning = table.Costs(ROUNDS, 60.0, update_ms=120.0, slices=6).table()
@@ -62,12 +62,12 @@ def test_the_report_lists_what_an_update_takes_only_where_there_are_updates():
     ({"request_ms": -1.0}, "RoundCosts.request_ms"),
   ],
 )
-def test_bad_fields_are_named(fields, message):
+def test_invalid_round_costs_error_names_the_field(fields, message):
   with pytest.raises(base.InputError, match=message):
     dataclasses.replace(ROUNDS, **fields)
 
 
-def test_bad_costs_are_named():
+def test_invalid_costs_error_names_the_field():
   with pytest.raises(base.InputError, match="Costs.lost_ms"):
     table.Costs(ROUNDS, -1.0)
   with pytest.raises(base.InputError, match="Costs.online"):

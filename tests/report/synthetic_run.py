@@ -1,4 +1,4 @@
-"""Rows of a made-up run: four topics, an online draft that learns each of them."""
+"""Rows of an invented run: an online draft learns four topics, one after another."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ NUM_DRAFT_TOKENS = 7
 
 
 def rows(requests: int = 800, seed: int = 0) -> list[dict[str, Any]]:
-  """Rows of one run, as metrics.jsonl holds them."""
+  """Returns the rows of one run in the format of metrics.jsonl."""
   rng = np.random.default_rng(seed)
   per_topic = requests // len(TOPICS)
   made: list[dict[str, Any]] = []
@@ -35,7 +35,8 @@ def _request(
   online: float,
   paused: bool,
 ) -> dict[str, Any]:
-  noise = rng.normal(0, 0.13) + rng.normal(0, 0.04, 2)  # shared, and each one's own
+  # Most of the noise comes from the request, so both drafts share it.
+  noise = rng.normal(0, 0.13) + rng.normal(0, 0.04, 2)
   noisy = np.clip(np.array([floor, online]) + noise, 0, 1)
   calls = int(rng.integers(6, 14))
   accepted = [
@@ -61,7 +62,7 @@ def _request(
     "decode_ms": calls * 11.0,
     "metering_ms": 14.0,
     "run_seconds": 0.26 * (index + 1),
-    "saved_seconds": 0.04 * index - 5.0,  # in debt for 125 requests
+    "saved_seconds": 0.04 * index - 5.0,  # negative for the first 125 requests
   }
   if index % 4 == 0:
     frozen = 1 / (1 - noisy[0]) if noisy[0] < 0.85 else 6.0
@@ -72,7 +73,7 @@ def _request(
       "online_ms_per_token": 11.0 * calls / tokens + rng.gamma(2, 0.2),
     }
   if index == 0:
-    row["online_ms_per_token"] = 90.0  # as if something had been compiled
+    row["online_ms_per_token"] = 90.0  # an outlier, as from a compilation
   return row
 
 

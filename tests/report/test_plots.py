@@ -1,4 +1,4 @@
-"""Plots show what the rows hold, nothing where they hold nothing."""
+"""Plots show the values of the rows, and omit values that were not measured."""
 
 import re
 import struct
@@ -26,7 +26,7 @@ def _png_size(path):
 SERVED = list(plots.PLOTS)[:9]
 
 
-def test_a_full_run_gives_readable_pngs(tmp_path):
+def test_full_run_gives_valid_pngs(tmp_path):
   paths = plots.draw_plots(synthetic_run.rows(120), tmp_path / "plots")
   assert [path.stem for path in paths] == SERVED
   for path in paths:
@@ -34,7 +34,7 @@ def test_a_full_run_gives_readable_pngs(tmp_path):
     assert width >= 1200 and height >= 500
 
 
-def test_lines_are_the_trailing_means_of_the_rows_and_shifts_are_marked():
+def test_overlap_plot_shows_trailing_means_and_shifts():
   rows = synthetic_run.rows(120)
   axes = plots.overlap(rows).axes[0]
   lines = {line.get_label(): line for line in axes.get_lines()}
@@ -56,8 +56,8 @@ def online_line(axes):
   return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
 
 
-def test_a_frozen_draft_is_flat_behind_a_shift():
-  """The mean begins anew: it does not carry the last topic into the next one."""
+def test_trailing_mean_restarts_at_a_shift():
+  """The trailing mean restarts, so the last topic does not affect the next one."""
   rows = [
     {
       "kind": "request",
@@ -70,14 +70,14 @@ def test_a_frozen_draft_is_flat_behind_a_shift():
   _, means = online_line(plots.overlap(rows).axes[0])
   assert set(np.round(means[np.isfinite(means)], 6)) == {0.9, 0.3}
   gap = np.flatnonzero(np.isnan(means))
-  assert 40 in gap  # no line from one topic to the next
+  assert 40 in gap  # the line is interrupted between the topics
 
 
-def test_pauses_are_shaded_and_loss_lines_break_there():
+def test_pauses_are_shaded_and_interrupt_the_loss_line():
   rows = synthetic_run.rows(200)
   figure = plots.update_loss(rows)
   spans = list(figure.axes[0].patches)
-  assert len(spans) == len(synthetic_run.TOPICS)  # one a topic
+  assert len(spans) == len(synthetic_run.TOPICS)  # one pause per topic
   assert "learning paused" in legend(figure.axes[0])
   (line,) = (
     ln
@@ -88,12 +88,12 @@ def test_pauses_are_shaded_and_loss_lines_break_there():
   for span in spans:
     left, right = span.get_x(), span.get_x() + span.get_width()
     inside = np.flatnonzero((x[:-1] < left) & (x[1:] > right))
-    assert not len(inside)  # no stroke crosses it
+    assert not len(inside)  # the line is interrupted during a pause
   without = [{**row, "paused": False} for row in rows]
   assert not plots.overlap(without).axes[0].patches
 
 
-def test_percentiles_are_those_of_the_requests():
+def test_latency_bars_are_percentiles_of_the_requests():
   rows = synthetic_run.rows(200)
   plain = [r["online_ms_per_token"] for r in rows if "online_ms_per_token" in r]
   figure = plots.latency(rows)
@@ -101,13 +101,13 @@ def test_percentiles_are_those_of_the_requests():
   np.testing.assert_allclose(heights, np.percentile(plain, [50, 95, 99]))
 
 
-def test_every_topic_has_a_panel_of_its_own():
+def test_every_topic_has_its_own_panel():
   figure = plots.per_position(synthetic_run.rows(200))
   titles = [axes.get_title() for axes in figure.axes]
   assert titles == list(synthetic_run.TOPICS)
 
 
-def test_shares_of_rounds_add_up_to_one():
+def test_shares_of_rounds_sum_to_one():
   figure = plots.rounds(synthetic_run.rows(80))
   for bars in figure.axes[0].containers:
     assert sum(bar.get_height() for bar in bars) == pytest.approx(1)
@@ -141,12 +141,12 @@ MEASURED = [
     (MEASURED, ["drafts", "speeds", "certificate"]),
   ],
 )
-def test_runs_of_other_commands_have_their_picture(tmp_path, rows, names):
+def test_other_commands_have_their_own_plots(tmp_path, rows, names):
   paths = plots.draw_plots(rows, tmp_path)
   assert [path.stem for path in paths] == names
 
 
-def test_bars_stand_for_the_rows():
+def test_bars_and_lines_show_the_values_of_the_rows():
   heights = [bars[0].get_height() for bars in plots.drafts(MEASURED).axes[0].containers]
   assert heights == [0.4, 0.6]
   texts = [t.get_text() for t in plots.certificate(MEASURED).axes[0].texts]
@@ -155,7 +155,7 @@ def test_bars_stand_for_the_rows():
   np.testing.assert_allclose(line.get_ydata(), [0.1, 0.4])
 
 
-def test_runs_are_drawn_side_by_side(tmp_path):
+def test_comparison_draws_every_run_in_every_panel(tmp_path):
   runs = {name: synthetic_run.rows(80, seed) for seed, name in enumerate("ab")}
   path = plots.draw_comparison(runs, tmp_path / "c.png")
   assert _png_size(path)[0] >= 1200
@@ -163,7 +163,7 @@ def test_runs_are_drawn_side_by_side(tmp_path):
   assert [len(axes.get_lines()) for axes in figure.axes] == [2, 2, 2]
 
 
-def test_nothing_is_drawn_of_what_was_not_measured(tmp_path):
+def test_unmeasured_values_are_not_drawn(tmp_path):
   rows = [
     {"kind": "request", "index": i, "source": "a", "overlap": 0.5} for i in range(3)
   ]
@@ -174,14 +174,14 @@ def test_nothing_is_drawn_of_what_was_not_measured(tmp_path):
   assert plots.draw_plots([], tmp_path) == []
 
 
-def test_an_outlier_does_not_flatten_the_curves_and_is_counted():
+def test_outliers_are_cut_off_and_counted():
   axes = plots.milliseconds(synthetic_run.rows(200)).axes[0]
   assert axes.get_ylim()[1] < 30  # the row of 90 ms is above
   (hidden,) = re.findall(r"(\d+) dots above", axes.get_xlabel())
   assert int(hidden) >= 1
 
 
-def test_skipped_updates_are_shown():
+def test_skipped_updates_are_marked():
   axes = plots.update_loss(synthetic_run.rows(800)).axes[0]
   assert "skipped, not finite" in legend(axes)
   assert "skipped, not finite" not in legend(
@@ -189,7 +189,7 @@ def test_skipped_updates_are_shown():
   )
 
 
-def test_without_matplotlib_a_run_goes_on_and_says_so(tmp_path):
+def test_run_without_matplotlib_continues_with_a_note(tmp_path):
   code = (
     "import sys; sys.modules['matplotlib'] = None\n"
     "from osd_jax.report import plots\n"
@@ -201,7 +201,7 @@ def test_without_matplotlib_a_run_goes_on_and_says_so(tmp_path):
   assert out.returncode == 1 and "pip install osd-jax[plots]" in out.stderr
 
 
-def test_importing_runs_and_report_loads_no_plotting():
+def test_importing_runs_and_report_loads_no_plotting_library():
   code = (
     "import sys, osd_jax.report.page, osd_jax.runs\n"
     "print([m for m in ('matplotlib', 'tensorboardX') if m in sys.modules])"
@@ -212,7 +212,7 @@ def test_importing_runs_and_report_loads_no_plotting():
   assert out.stdout.strip() == "[]"
 
 
-def test_time_saved_is_the_account_of_the_rows_and_zero_is_marked():
+def test_saved_time_is_drawn_with_a_line_at_zero():
   rows = synthetic_run.rows(120)
   axes = plots.saved(rows).axes[0]
   zero, saved = axes.get_lines()[-2:]
@@ -240,7 +240,7 @@ COMPILED = [
 ]
 
 
-def test_what_was_compiled_is_drawn(tmp_path):
+def test_compiled_run_has_plots_of_memory_and_speed(tmp_path):
   paths = plots.draw_plots(COMPILED, tmp_path)
   assert [path.stem for path in paths] == ["memory_of_a_chip", "tokens_per_second"]
   (axes,) = plots.chip_memory(COMPILED).axes
@@ -251,8 +251,8 @@ def test_what_was_compiled_is_drawn(tmp_path):
   assert legend(axes) == ["online", "frozen", "plain"]
 
 
-def test_a_chip_that_holds_all_has_no_line():
-  """Negative control: far to the right it would leave the bars too short to see."""
+def test_memory_limit_is_drawn_only_if_the_program_does_not_fit():
+  """The line of a chip far larger than the program would make the bars tiny."""
   fits = {"kind": "fits", "needed_gb": 20.5, "memory_gb": 80.0, "advice": ""}
   rows = [row for row in COMPILED if row["kind"] == "memory"] + [fits]
   assert not plots.chip_memory(rows).axes[0].get_lines()

@@ -1,4 +1,4 @@
-"""Progress: whole counters in a narrow terminal, plain lines where nobody watches."""
+"""Progress: complete counters in a narrow terminal, plain lines in a log file."""
 
 import io
 
@@ -23,7 +23,7 @@ def served(index):
 
 
 @pytest.mark.parametrize("width", [50, 80])
-def test_a_terminal_shows_whole_counters_and_figures(width, monkeypatch):
+def test_terminal_shows_complete_counters_and_figures(width, monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   live = console(width, force_terminal=True, legacy_windows=False)
   with progress.Progress(live, 1200, 799) as bar:
@@ -35,7 +35,7 @@ def test_a_terminal_shows_whole_counters_and_figures(width, monkeypatch):
   assert "\x1b[" in last  # a live display
 
 
-def test_a_log_file_gets_a_plain_line_now_and_then(monkeypatch):
+def test_log_file_gets_plain_lines_at_intervals(monkeypatch):
   clock = [0.0]
   monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
   plain = console()
@@ -53,7 +53,7 @@ def test_a_log_file_gets_a_plain_line_now_and_then(monkeypatch):
   assert all("\x1b" not in line and "3.25 tokens/call" in line for line in lines)
 
 
-def test_an_interrupted_run_says_how_far_it_came():
+def test_interrupted_run_prints_its_progress():
   plain = console()
   with pytest.raises(KeyboardInterrupt):
     with progress.Progress(plain, 10, 2) as bar:
@@ -62,7 +62,7 @@ def test_an_interrupted_run_says_how_far_it_came():
   assert plain.file.getvalue().startswith("serve 3/10, ")
 
 
-def test_tasks_within_tasks_are_said_once():
+def test_finished_task_is_printed_once():
   plain = console()
   with progress.bar(plain) as bar:
     task = bar.add_task("texts", total=2, figures="")
@@ -73,8 +73,8 @@ def test_tasks_within_tasks_are_said_once():
   assert plain.file.getvalue() == "texts 2/2\n"
 
 
-def test_a_notebook_needs_no_widgets(monkeypatch):
-  """Rich's live displays warn there unless ipywidgets is installed."""
+def test_notebook_uses_plain_lines(monkeypatch):
+  """In a notebook without ipywidgets, rich's live displays would print warnings."""
   book = console(force_jupyter=False, force_terminal=True)
   book.is_jupyter = True
   monkeypatch.setattr(rich.console.Console, "_check_buffer", lambda self: None)
@@ -83,7 +83,7 @@ def test_a_notebook_needs_no_widgets(monkeypatch):
     pass
 
 
-def test_what_goes_on_is_said_in_a_line():
+def test_status_is_printed_as_a_line():
   plain = console()
   with progress.status(plain, "timing"):
     pass

@@ -1,4 +1,4 @@
-"""report.html stands alone, shows what it is given, and escapes all of it."""
+"""report.html is self-contained, shows all its input, and escapes it."""
 
 import html.parser
 
@@ -32,7 +32,7 @@ class _Page(html.parser.HTMLParser):
       self.cells.append("")
 
   def handle_endtag(self, tag):
-    assert self.open.pop() == tag  # well nested
+    assert self.open.pop() == tag  # tags are closed in the right order
 
   def handle_data(self, data):
     self.text += data
@@ -66,7 +66,7 @@ def _report(run, title="A title", **kwargs):
   return path.read_text(encoding="utf-8")
 
 
-def test_everything_given_is_shown(run):
+def test_report_shows_and_escapes_all_input(run):
   page = _Page(_report(run, note="A note"))
   assert page.open == []
   shown = ("A title", "A note", f"Faster {EVIL}", "seed 7", "git_sha", f"# {EVIL}")
@@ -99,7 +99,7 @@ def test_everything_given_is_shown(run):
   ]
 
 
-def test_nothing_is_loaded_or_run(run):
+def test_report_loads_and_runs_nothing(run):
   page = _Page(_report(run))
   assert not {"script", "link", "iframe", "object", "a"} & set(page.tags)
   sources = [value for name, value in page.attributes if name in ("src", "href")]
@@ -108,7 +108,7 @@ def test_nothing_is_loaded_or_run(run):
   assert "url(" not in _report(run) and "@import" not in _report(run)
 
 
-def test_a_report_needs_neither_plots_nor_outputs(run):
+def test_report_can_be_written_without_plots_and_outputs(run):
   run.outputs_path.unlink()
   note = "Plots were left out: no matplotlib"
   page = _Page(write_report(run, Summary("t", [], {}), [], note).read_text())
@@ -116,14 +116,14 @@ def test_a_report_needs_neither_plots_nor_outputs(run):
   assert "What was served" not in page.text
 
 
-def test_a_run_that_is_not_finished_is_called_so(run):
+def test_unfinished_run_is_marked(run):
   assert "not finished" in _Page(_report(run)).text
   run.finish()
   assert "not finished" not in _Page(_report(run)).text
 
 
 @pytest.mark.parametrize("content", [None, b"GIF89a"])
-def test_a_plot_that_is_no_png_is_named(run, content):
+def test_plot_that_is_not_a_png_is_refused_by_name(run, content):
   plot = run.path / "odd.png"
   if content is not None:
     plot.write_bytes(content)
@@ -131,7 +131,7 @@ def test_a_plot_that_is_no_png_is_named(run, content):
     write_report(run, Summary("t", [], {}), [plot])
 
 
-def test_samples_are_the_first_middle_and_last_answer_of_every_task():
+def test_samples_are_the_first_middle_and_last_output_of_every_task():
   row = {"text": "t", "stop_reason": "EOS", "tokens_per_target_call": 1.5}
   rows = [
     {"query": i + 1, "task": "a" if i < 7 else "b", "prompt": "p", **row}

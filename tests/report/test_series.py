@@ -1,4 +1,4 @@
-"""The numbers behind the plots, on streams where they are known."""
+"""Segments, trailing means and acceptance by position, on streams with known values."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ def _requests(sources):
   return [{"kind": "request", "index": i, "source": s} for i, s in enumerate(sources)]
 
 
-def test_trailing_mean_is_the_mean_of_measured_values_in_the_window():
+def test_trailing_mean_averages_the_measured_values_of_the_window():
   values = np.random.default_rng(0).random(60)
   values[np.random.default_rng(1).random(60) < 0.5] = np.nan
   values[:3] = np.nan
@@ -23,7 +23,7 @@ def test_trailing_mean_is_the_mean_of_measured_values_in_the_window():
   assert np.isnan(means[:3]).all()
 
 
-def test_sharp_shifts_are_found_where_they_are():
+def test_sharp_shifts_are_found_at_the_right_request():
   parts = tables.segments(_requests(["a"] * 30 + ["b"] * 20 + ["a"] * 15))
   assert parts == [
     tables.Segment("a", 0, 30),
@@ -32,27 +32,27 @@ def test_sharp_shifts_are_found_where_they_are():
   ]
 
 
-def test_strays_around_a_shift_make_no_segments_of_their_own():
+def test_single_requests_around_a_shift_are_not_segments():
   sources = ["b"] + ["a"] * 29 + ["b", "a", "b"] + ["b"] * 30
   parts = tables.segments(_requests(sources))
   assert [(p.source, p.start) for p in parts] == [("a", 0), ("b", 32)]
 
 
-def test_a_mixed_stream_is_one_segment():
+def test_mixed_stream_is_one_segment():
   sources = list(np.random.default_rng(0).choice(["a", "b", "c", "d"], 200))
   assert tables.segments(_requests(sources)) == [tables.Segment("mixed", 0, 200)]
   assert tables.segments(_requests(["a"] * 4)) == [tables.Segment("a", 0, 4)]
   assert tables.segments([]) == []
 
 
-def test_edges_never_share_a_request():
+def test_first_and_last_requests_of_a_segment_do_not_overlap():
   parts = [tables.Segment("a", 0, 200), tables.Segment("b", 200, 231)]
   first, last = tables.edges(parts, size=50)
   assert first == [*range(50), *range(200, 215)]
   assert last == [*range(150, 200), *range(216, 231)]
 
 
-def test_acceptance_per_position_divides_by_the_verifications():
+def test_acceptance_per_position_is_relative_to_target_calls():
   rows = [
     {"accepted_per_position": [4, 2], "target_calls": 4},
     {
@@ -66,7 +66,7 @@ def test_acceptance_per_position_divides_by_the_verifications():
   assert tables.acceptance_per_position(rows[2:]).size == 0
 
 
-def test_a_round_accepts_a_prefix_so_counts_by_position_tell_counts_by_length():
+def test_rounds_by_accepted_length_follow_from_counts_by_position():
   rows = [
     {"accepted_per_position": [4, 2], "target_calls": 5},
     {"accepted_per_position": [1, 1], "target_calls": 1},
@@ -75,19 +75,19 @@ def test_a_round_accepts_a_prefix_so_counts_by_position_tell_counts_by_length():
   assert tables.accepted_per_round([{"target_calls": 3}]).size == 0
 
 
-def test_a_mean_that_begins_anew_forgets_what_was_before():
+def test_trailing_mean_restarts_at_given_starts():
   values = np.array([0.0, 0.0, 1.0, 1.0, 3.0])
   anew = tables.trailing_mean(values, 3, starts=[0, 2])
   np.testing.assert_allclose(anew, [0, 0, 1, 1, 5 / 3])
   assert tables.trailing_mean(values, 3)[2] == pytest.approx(1 / 3)
 
 
-def test_a_stream_whose_topics_do_not_come_back_is_split_however_short():
+def test_short_segments_are_split_if_topics_do_not_repeat():
   parts = tables.segments(_requests(["a"] * 3 + ["b"] * 2))
   assert [(p.source, p.start, p.stop) for p in parts] == [("a", 0, 3), ("b", 3, 5)]
 
 
-def test_requests_are_in_the_order_of_the_stream_whatever_finished_first():
+def test_requests_are_sorted_by_stream_order():
   rows = [
     {"kind": "request", "index": i, "query": q, "source": s}
     for i, (q, s) in enumerate([(0, "a"), (2, "b"), (1, "a"), (3, "b")])

@@ -1,4 +1,4 @@
-"""The words of a run: figures as they were logged; drawn anew; runs compared."""
+"""Summaries of a run: tables and sentences, redrawn reports, compared runs."""
 
 import io
 import json
@@ -11,7 +11,11 @@ from osd_jax.report import page, tables
 
 
 def requests() -> list[dict]:
-  """120 requests; overlap jumps at 10 of each segment; every fourth is compared."""
+  """Returns rows of 120 requests in two segments of 60.
+
+  The overlap rises after 10 requests of each segment. Every fourth request is compared
+  with plain decoding and with the frozen draft.
+  """
   rows = []
   for index in range(120):
     row = {
@@ -58,7 +62,7 @@ def segments(rows=None):
   return tables.by_segment([row for row in rows or requests() if "query" in row])
 
 
-def test_the_table_holds_first_and_last_means():
+def test_agreement_table_has_first_and_last_means():
   table = tables.agreement_table(segments())
   first = (10 * 0.5 + 40 * 0.9) / 50
   assert [row["topic"] for row in table] == ["maths", "sql"]
@@ -67,19 +71,20 @@ def test_the_table_holds_first_and_last_means():
   assert table[0]["frozen last 50"] == pytest.approx(0.5)
 
 
-def test_speeds_are_weighted_by_tokens_and_over_the_same_requests():
+def test_speeds_are_token_weighted_means_over_compared_requests():
   rows = [row for row in requests() if row["kind"] == "request"]
   rows[0]["plain_ms_per_token"] = 8.0  # 30 of the compared requests' 600 tokens
   rows[0]["online_ms_per_token"] = 2.0
   for row in rows:
     if "plain_ms_per_token" not in row:
-      row["online_ms_per_token"] = 1000.0  # was not compared: must not count
+      # Requests that were not compared must not count.
+      row["online_ms_per_token"] = 1000.0
   (table,) = tables.speed_table([("all", rows)])
   assert table["plain ms/token"] == pytest.approx(4.0 + 4.0 * 30 / 600)
   assert table["online ms/token"] == 2.0
 
 
-def test_the_page_says_where_the_time_went():
+def test_summary_states_the_parts_of_the_wall_time():
   sentences = tables.summary(requests()).sentences
   (spent,) = (text for text in sentences if text.startswith("Wall time"))
   assert spent == (
@@ -133,7 +138,9 @@ EVALUATE = [
     ([], "Run", ["No measurements yet"]),
   ],
 )
-def test_every_kind_of_run_is_told_and_drawn_anew(tmp_path, rows, title, words):
+def test_every_kind_of_run_has_a_report_that_can_be_redrawn(
+  tmp_path, rows, title, words
+):
   directory = logged(tmp_path / "run", rows)
   shown = io.StringIO()
   console = rich.console.Console(file=shown, width=200)
@@ -153,7 +160,7 @@ def test_every_kind_of_run_is_told_and_drawn_anew(tmp_path, rows, title, words):
   assert report.read_text(encoding="utf-8") == shown_page
 
 
-def test_what_is_no_run_cannot_be_drawn(tmp_path):
+def test_redrawing_a_folder_without_a_run_is_refused(tmp_path):
   with pytest.raises(base.InputError, match=r"provenance\.json"):
     page.redraw(tmp_path)
   runs.RunDirectory.start(tmp_path / "run")
@@ -161,7 +168,7 @@ def test_what_is_no_run_cannot_be_drawn(tmp_path):
     page.redraw(tmp_path / "run")
 
 
-def test_runs_are_put_side_by_side(tmp_path):
+def test_comparison_shows_the_figures_of_every_run(tmp_path):
   for name, scale in (("one", 1.0), ("two", 2.0)):
     rows = requests()
     for row in rows:
@@ -177,7 +184,7 @@ def test_runs_are_put_side_by_side(tmp_path):
   assert ">one<" in text and ">two<" in text
 
 
-def test_compared_runs_show_their_verdicts(tmp_path):
+def test_comparison_shows_the_verdict_of_every_run(tmp_path):
   rows = requests()
   for row in rows:
     if row["kind"] == "request":
@@ -199,7 +206,7 @@ def test_compared_runs_show_their_verdicts(tmp_path):
   assert (first["frozen ms/token"], second["frozen overlap"]) == (3.0, None)
 
 
-def test_what_cannot_be_compared_is_named(tmp_path):
+def test_runs_that_cannot_be_compared_are_named(tmp_path):
   logged(tmp_path / "one", requests())
   logged(tmp_path / "two", OFFLINE)
   with pytest.raises(base.InputError, match="received two, which served no requests"):
@@ -209,7 +216,7 @@ def test_what_cannot_be_compared_is_named(tmp_path):
   assert not (tmp_path / "out").exists()
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_compared_runs_with_the_same_name_show_their_paths(tmp_path):
   rows = [row | {"target_calls": 5} for row in requests()]
   paths = [tmp_path / parent / "run" for parent in ("a", "b")]
   for path in paths:

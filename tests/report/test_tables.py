@@ -1,4 +1,4 @@
-"""Tables are readable at any width: every number whole, every column there."""
+"""Tables show every column and every number in full at any width."""
 
 import io
 
@@ -25,7 +25,7 @@ def shown(table, width, title=""):
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_numbers_are_whole_and_lines_fit(width):
+def test_numbers_are_complete_and_lines_fit(width):
   text = shown(WIDE, width, "Speed")
   assert max(map(len, text.splitlines())) <= width
   for i in range(12):
@@ -33,14 +33,14 @@ def test_numbers_are_whole_and_lines_fit(width):
   assert text.lstrip().startswith("Speed")
 
 
-def test_what_does_not_fit_comes_below_behind_the_same_names():
+def test_columns_that_do_not_fit_are_printed_below_with_repeated_names():
   narrow, wide = shown(WIDE, 80), shown(WIDE, 200)
   assert wide.count("generated_python") == 1
   assert narrow.count("generated_python") == narrow.count("adapted_draft") > 1
   assert "…" not in narrow
 
 
-def test_numbers_stand_right_words_left_and_none_is_a_dash():
+def test_numbers_are_right_aligned_text_left_and_none_is_a_dash():
   lines = shown([{"a": "x", "b": 1}, {"a": "long", "b": None}], 80).splitlines()
   rows = [line.rstrip() for line in lines if line.strip()][-2:]
   assert rows[0].startswith("x ") and rows[0].endswith(" 1")

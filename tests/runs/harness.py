@@ -1,4 +1,4 @@
-"""Trees that the checkpoint tests save, and a bitwise comparison."""
+"""A learner to save in checkpoint tests, and a bitwise comparison."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every alarm starts and ends once, at the right row."""
+"""Alarms start and end once, at the right row."""
 
 import dataclasses
 import random
@@ -16,8 +16,8 @@ def update(skipped=0):
   return {"kind": "update", "skipped": skipped}
 
 
-def told(rows):
-  """(place, name, active) of every alarm."""
+def alarms_of(rows):
+  """Returns (row number, name, active) of every alarm."""
   state, found = alarms.AlarmState(), []
   for place, row in enumerate(rows, 1):
     state, new = alarms.observe(state, row["kind"], row)
@@ -34,12 +34,12 @@ NOTHING, ALL = request(accepted=0), request(accepted=5)
 )
 def test_pinned_acceptance_is_reported_once_at_start_and_end(row, name):
   window = alarms.WINDOW
-  assert told([row] * (window - 1)) == []  # not yet sure
-  assert told([row] * (3 * window)) == [(window, name, True)]
+  assert alarms_of([row] * (window - 1)) == []  # too few requests
+  assert alarms_of([row] * (3 * window)) == [(window, name, True)]
   once_over = [*[row] * (window + 4), request(), *[row] * (window - 1)]
-  assert told(once_over) == [(window, name, True), (window + 5, name, False)]
+  assert alarms_of(once_over) == [(window, name, True), (window + 5, name, False)]
   again = [*once_over, row]
-  assert told(again)[2:] == [(2 * window + 5, name, True)]
+  assert alarms_of(again)[2:] == [(2 * window + 5, name, True)]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_pinned_acceptance_is_reported_once_at_start_and_end(row, name):
   [
     [request()] * 60,
     [NOTHING, ALL] * 30,
-    [request(drafted=0, accepted=0)] * 60,  # nothing was drafted at all
+    [request(drafted=0, accepted=0)] * 60,  # no draft ran, so nothing was rejected
     [*[NOTHING] * 24, request(accepted=1), *[NOTHING] * 24],
     [*[ALL] * 24, request(accepted=4), *[ALL] * 24],
     [update()] * 9,
@@ -55,29 +55,30 @@ def test_pinned_acceptance_is_reported_once_at_start_and_end(row, name):
   ],
 )
 def test_healthy_run_raises_no_alarm(rows):
-  assert told(rows) == []
+  assert alarms_of(rows) == []
 
 
 def test_empty_request_does_not_hide_pinned_acceptance():
   rows = [NOTHING, request(drafted=0, accepted=0)] * 20
-  assert told(rows) == [(alarms.WINDOW, "acceptance_pinned_at_0", True)]
+  assert alarms_of(rows) == [(alarms.WINDOW, "acceptance_pinned_at_0", True)]
 
 
 def test_skipped_step_alarm_ends_with_the_next_finite_update():
   rows = [update(), update(1), request(), update(2), update(), request(), update(1)]
   name = "update_not_finite"
-  assert told(rows) == [(2, name, True), (5, name, False), (7, name, True)]
+  assert alarms_of(rows) == [(2, name, True), (5, name, False), (7, name, True)]
 
 
 def test_loop_alarm_ends_after_a_window_without_loops():
   loop, plain = request(loops=True), request()
   rows = [plain, loop, plain, loop, *[plain] * 30]
-  assert told(rows) == [
+  assert alarms_of(rows) == [
     (2, "output_loops", True),
     (4 + alarms.WINDOW, "output_loops", False),
   ]
-  older = {"kind": "request", "drafted": 5, "accepted": 2}  # a log without the field
-  assert told([older] * 30) == []
+  # Older logs have no field "loops".
+  older = {"kind": "request", "drafted": 5, "accepted": 2}
+  assert alarms_of([older] * 30) == []
 
 
 def test_replay_equals_the_state_of_the_run():
@@ -92,10 +93,10 @@ def test_replay_equals_the_state_of_the_run():
     assert alarms.replay(rows) == state
   kinds = {row["alarm"] for row in rows if row["kind"] == "alarm"}
   assert {"acceptance_pinned_at_0", "output_loops", "update_not_finite"} <= kinds
-  assert alarms.replay(rows[:40]) != state  # the comparison can fail
+  assert alarms.replay(rows[:40]) != state  # negative control
 
 
-def test_every_alarm_has_its_meaning_in_one_line():
+def test_alarm_text_is_one_line_with_its_meaning():
   for rows in ([NOTHING] * 25, [ALL] * 25, [update(1)], [request(loops=True)]):
     state = alarms.replay(rows[:-1])
     _, [alarm] = alarms.observe(state, rows[-1]["kind"], rows[-1])
@@ -104,7 +105,7 @@ def test_every_alarm_has_its_meaning_in_one_line():
     assert alarm.text.startswith("notice:" if notice else "alarm:")
 
 
-def test_sentence_names_the_spans():
+def test_sentence_names_the_requests_of_every_alarm():
   row = lambda name, active, finished: {
     "kind": "alarm",
     "alarm": name,

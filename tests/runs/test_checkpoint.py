@@ -1,4 +1,4 @@
-"""Checkpoints are bit-exact and atomic, and survive a damaged newest step."""
+"""Checkpoints are bit-exact and atomic; a damaged newest step is skipped."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ from runs import harness
 from osd_jax.runs import checkpoint
 
 
-def test_every_dtype_is_restored_bit_for_bit(tmp_path):
+def test_every_dtype_is_restored_bit_exactly(tmp_path):
   bits = np.random.default_rng(0).integers(0, 2**32, 64, dtype=np.uint32)
   tree = {
     "float32": bits.view(np.float32),  # NaN payloads and denormals included
@@ -48,7 +48,7 @@ def test_dataclasses_and_optimiser_state_are_restored(tmp_path):
   assert isinstance(restored, harness.Learner)
   assert jax.tree.structure(restored) == jax.tree.structure(learner)
   assert harness.same_bits(learner, restored)
-  assert not harness.same_bits(harness.learner(4), restored)  # the comparison can fail
+  assert not harness.same_bits(harness.learner(4), restored)  # negative control
   assert host["stream"]["open"] == [1, 2]
 
 
@@ -83,7 +83,7 @@ def test_two_newest_steps_are_kept_and_due_counts_from_the_newest(tmp_path):
     assert int(checkpointer.restore(None, harness.learner())[0].version) == 31
 
 
-def test_resumed_names_step_and_folder(tmp_path):
+def test_resumed_message_names_step_and_folder(tmp_path):
   with harness.opened(tmp_path) as checkpointer:
     assert checkpointer.resumed("request", 800) == ""
     checkpointer.save(300, harness.learner(), {})
@@ -102,14 +102,14 @@ def test_resumed_names_step_and_folder(tmp_path):
     (lambda t: {"a": t["a"]}, r"b: expected nothing, found int32\[\]"),
   ],
 )
-def test_mismatched_structure_is_an_error_that_names_the_array(tmp_path, change, words):
+def test_mismatched_structure_error_names_the_array(tmp_path, change, words):
   tree = {"a": jnp.zeros((2, 3)), "b": jnp.int32(1)}
   with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(1, tree, {})
     checkpointer.save(2, tree, {})
     with pytest.raises(ValueError, match=words):
       checkpointer.restore(None, change(tree))
-    assert checkpointer.steps() == [1, 2]  # a misfit is no damage
+    assert checkpointer.steps() == [1, 2]  # step 2 is not treated as damaged
 
 
 def _truncate(step: Path) -> None:
@@ -136,7 +136,7 @@ def _lose_arrays(step: Path) -> None:
 
 
 def _mix_up_arrays(step: Path) -> None:
-  """Copies the arrays of another step, which Orbax itself reads without an error."""
+  """Replaces the arrays by those of another step, which Orbax cannot detect."""
   _lose_arrays(step)
   shutil.copytree(step.parent / "1" / "arrays", step / "arrays", dirs_exist_ok=True)
 
@@ -154,7 +154,7 @@ def test_damaged_newest_step_is_skipped_with_a_warning(tmp_path, harm):
     with pytest.warns(RuntimeWarning, match="step 2 .*continuing from step 1"):
       arrays, host = checkpointer.restore(None, noise)
     assert host == {"n": 1} and harness.same_bits(noise, arrays)
-    checkpointer.save(2, noise, {"n": 22})  # the run goes on and writes it anew
+    checkpointer.save(2, noise, {"n": 22})  # the continued run writes step 2 again
     assert checkpointer.restore(None, noise)[1] == {"n": 22}
 
 
@@ -224,11 +224,12 @@ def test_killed_writer_leaves_only_complete_steps(tmp_path):
       assert process.stdout is not None
       for _ in range(3):
         done = int(process.stdout.readline())
-      time.sleep(rng.uniform(0, 0.1))  # somewhere inside a later save
+      time.sleep(rng.uniform(0, 0.1))  # kill at a random time during a later save
       process.send_signal(signal.SIGKILL)
       done = max([done, *map(int, process.stdout.read().split())])
     with harness.opened(path) as reader:
-      arrays, host = reader.restore(None, target)  # a warning would be an error
+      # A warning about a damaged step would fail the test.
+      arrays, host = reader.restore(None, target)
     assert host["step"] in (done, done + 1)
     assert np.all(np.asarray(arrays["x"]) == host["step"])
 
@@ -238,7 +239,7 @@ def test_killed_writer_leaves_only_complete_steps(tmp_path):
 
 @pytest.fixture
 def gate(monkeypatch):
-  """An event; no step is written before it is set."""
+  """An event that blocks the writing of steps until it is set."""
   opened, save = threading.Event(), orbax.checkpoint.CheckpointManager.save
 
   def held(manager, *arguments, **named):
@@ -261,7 +262,7 @@ def test_due_does_not_wait_for_the_step_being_written(tmp_path, gate):
     assert not checkpointer.due(19) and checkpointer.due(20)
 
 
-def test_save_waits_for_the_step_before(tmp_path, gate):
+def test_save_waits_for_the_previous_step(tmp_path, gate):
   with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(1, harness.learner(), {})
     threading.Timer(0.2, gate.set).start()
@@ -270,15 +271,15 @@ def test_save_waits_for_the_step_before(tmp_path, gate):
     assert checkpointer.steps() == [1, 2]
 
 
-def test_later_changes_do_not_reach_a_saved_step(tmp_path, gate):
-  passed_on = jax.jit(lambda leaf: leaf + 1, donate_argnums=0)
+def test_changes_after_save_do_not_affect_the_saved_step(tmp_path, gate):
+  donating = jax.jit(lambda leaf: leaf + 1, donate_argnums=0)
   tree = {"host": np.arange(5.0, dtype=np.float32), "device": jnp.arange(1000.0)}
   kept, host = jax.tree.map(np.array, tree), {"open": [1, 2]}
   with harness.opened(tmp_path) as checkpointer:
     checkpointer.save(1, tree, host)
     tree["host"][:] = -1
     host["open"].append(3)
-    changed = passed_on(tree["device"])
+    changed = donating(tree["device"])
     assert tree["device"].is_deleted() and float(changed[0]) == 1
     gate.set()
     arrays, found = checkpointer.restore(None, harness.abstract(kept))
@@ -301,7 +302,7 @@ FULL = r"step 2 cannot be written .*No space left on device.* good one is step 1
 
 @pytest.fixture
 def full(tmp_path, monkeypatch):
-  """A checkpointer whose second step met a full disk, and the patch that did it."""
+  """A checkpointer whose second step failed, and the patch that fills the disk."""
 
   def save(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -316,7 +317,7 @@ def full(tmp_path, monkeypatch):
   checkpointer.close()
 
 
-def test_full_disk_is_raised_by_the_next_save_which_is_due_at_once(full):
+def test_full_disk_makes_save_due_at_once_and_raise(full):
   checkpointer, patch = full
   end = time.monotonic() + 60
   while not checkpointer.due(3):
@@ -325,7 +326,7 @@ def test_full_disk_is_raised_by_the_next_save_which_is_due_at_once(full):
     checkpointer.save(3, harness.learner(3), {})
   assert checkpointer.steps() == [1] and not checkpointer.due(3)
   patch.undo()
-  checkpointer.save(2, harness.learner(2), {})  # there is room again
+  checkpointer.save(2, harness.learner(2), {})  # the disk has space again
   assert checkpointer.steps() == [1, 2]
 
 
@@ -341,7 +342,7 @@ def test_full_disk_is_raised_by_close_wait_and_restore(full, how):
   checkpointer, _ = full
   with pytest.raises(ValueError, match=FULL):
     how(checkpointer)
-  checkpointer.wait()  # it is said once
+  checkpointer.wait()  # the error is raised only once
 
 
 _SAVE_TOO_MUCH = """
@@ -364,7 +365,7 @@ with runs.Checkpointer(sys.argv[1]) as writer:
 
 
 def test_failed_write_prints_one_line(tmp_path):
-  """Without the filter, Orbax prints a traceback for every other array."""
+  """Orbax would print a traceback for every further array."""
   words = [sys.executable, "-c", _SAVE_TOO_MUCH, str(tmp_path)]
   run = subprocess.run(words, capture_output=True, text=True, check=True)
   assert "Traceback" not in run.stderr

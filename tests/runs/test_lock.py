@@ -1,4 +1,4 @@
-"""Only one process may write to a run directory; a dead one holds no lock."""
+"""Only one process can write to a run directory; a killed process frees its lock."""
 
 import os
 import signal
@@ -30,6 +30,7 @@ except base.InputError as error:
 
 
 def attempt(folder) -> str:
+  """Tries to lock the folder from another process; returns its output."""
   words = [sys.executable, "-c", TRY, str(folder)]
   return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
@@ -55,14 +56,15 @@ def test_second_process_is_refused_and_a_killed_one_releases_the_lock(
   assert not (tmp_path / "provenance.json").exists()
   holder.send_signal(signal.SIGKILL)
   holder.wait()
-  run = RunDirectory.start(tmp_path)  # takes over, though the file still names it
-  said = attempt(tmp_path)
-  assert f"process {os.getpid()} on" in said and "since" in said
+  # The lock file still names the killed process, but the lock itself is free.
+  run = RunDirectory.start(tmp_path)
+  message = attempt(tmp_path)
+  assert f"process {os.getpid()} on" in message and "since" in message
   run.close()
   assert attempt(tmp_path) == "taken\n"
 
 
-def test_lock_is_released_explicitly_and_when_it_is_deleted(tmp_path):
+def test_lock_is_released_by_release_and_by_garbage_collection(tmp_path):
   held = directory.lock(tmp_path)
   held.release()
   held.release()
@@ -73,7 +75,7 @@ def test_lock_is_released_explicitly_and_when_it_is_deleted(tmp_path):
   directory.lock(tmp_path)
 
 
-def test_lock_without_a_name_is_held_by_another_process(tmp_path):
+def test_empty_lock_file_is_reported_as_another_process(tmp_path):
   held = directory.lock(tmp_path)
   (tmp_path / ".lock").write_text("")
   with pytest.raises(base.InputError, match="written by another process; wait"):

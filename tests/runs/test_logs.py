@@ -1,4 +1,4 @@
-"""Logs are strict JSON, survive incomplete lines and can be cut back."""
+"""Logs: strict JSON, truncation, incomplete lines, TensorBoard."""
 
 import dataclasses
 import enum
@@ -26,7 +26,7 @@ def _strict(text: str):
   return json.loads(text, parse_constant=refuse)
 
 
-def test_rows_are_read_as_plain_values(tmp_path):
+def test_rows_are_read_back_as_plain_values(tmp_path):
   values = {
     "index": 3,
     "source": "maths \u03bc",
@@ -94,14 +94,14 @@ def test_invalid_row_is_refused_and_not_written(tmp_path, values, words):
     assert log.length == 0
 
 
-def test_truncate_cuts_back_to_a_length(tmp_path):
+def test_truncate_removes_rows_after_a_length(tmp_path):
   path = tmp_path / "m.jsonl"
   with MetricsLog(path) as log:
     lengths = [log.length]
     for i in range(4):
       log.write("request", {"index": i, "text": "\u00e9" * i})
       lengths.append(log.length)
-      assert log.length == path.stat().st_size  # flushed line by line
+      assert log.length == path.stat().st_size  # each line is flushed
     log.sync()
   with MetricsLog(path) as log:
     assert (log.length, log.lines) == (lengths[4], 4)
@@ -164,7 +164,7 @@ def served(index, task="sql", **changes):
   return dataclasses.replace(row, **changes)
 
 
-def test_outputs_are_kept_and_cut_back(tmp_path):
+def test_outputs_are_written_and_truncated(tmp_path):
   path = tmp_path / "outputs.jsonl"
   with OutputsLog(path) as log:
     log.write(served(0))
@@ -187,7 +187,7 @@ def test_outputs_are_kept_and_cut_back(tmp_path):
   }
 
 
-def test_ids_and_nothing_are_kept_as_configured(tmp_path):
+def test_keep_selects_ids_or_nothing(tmp_path):
   with OutputsLog(tmp_path / "ids", "ids") as log:
     log.write(served(0))
   (row,) = read(tmp_path / "ids")
@@ -199,7 +199,7 @@ def test_ids_and_nothing_are_kept_as_configured(tmp_path):
     OutputsLog(tmp_path / "x", "all")
 
 
-def test_tensorboard_has_the_numbers_of_every_kind_of_row(tmp_path):
+def test_tensorboard_has_the_numbers_of_every_row_kind(tmp_path):
   pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
   with MetricsLog(tmp_path / "m.jsonl", tmp_path / "events") as log:
     log.write("request", {"index": 0, "overlap": 0.5, "source": "sql"})
@@ -221,7 +221,7 @@ def test_tensorboard_has_the_numbers_of_every_kind_of_row(tmp_path):
   }
 
 
-def test_tensorboard_hides_rows_that_were_cut_back(
+def test_tensorboard_hides_truncated_rows(
   tmp_path,
 ):
   pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
@@ -239,7 +239,7 @@ def test_tensorboard_hides_rows_that_were_cut_back(
 
 
 def scalars(folder):
-  """{tag: {step: value}} as TensorBoard shows them, without purged steps."""
+  """Returns {tag: {step: value}} as TensorBoard shows them, without purged steps."""
   from tensorboardX.proto import event_pb2
 
   found: dict[str, dict[int, float]] = {}
@@ -259,7 +259,7 @@ def scalars(folder):
   return found
 
 
-def test_without_tensorboardx_the_error_says_what_to_install(tmp_path):
+def test_missing_tensorboardx_error_names_the_extra(tmp_path):
   code = (
     "import sys; sys.modules['tensorboardX'] = None\n"
     "import pathlib\n"

@@ -1,4 +1,4 @@
-"""A run directory describes its run and continues only with the same settings."""
+"""Run directories: provenance, resumption with equal settings, overwriting, errors."""
 
 import dataclasses
 import datetime
@@ -18,7 +18,7 @@ TEXT = "# made by a test\nonline.seed = 3\n"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """A config like those of the commands."""
+  """A config with the fields that all commands have."""
 
   steps: int = 3
   rate: float = 0.5
@@ -54,7 +54,7 @@ def test_new_run_has_config_and_provenance(tmp_path):
   assert abs(age.total_seconds()) < 60
 
 
-def test_git_sha_is_that_of_the_packages_own_checkout(tmp_path, monkeypatch):
+def test_git_state_is_empty_outside_a_checkout(tmp_path, monkeypatch):
   state = directory.git_state()
   assert state["git_sha"] is None or len(state["git_sha"]) == 40
   stray = tmp_path / "pkg" / "runs"
@@ -68,7 +68,7 @@ def test_folder_without_provenance_is_refused(tmp_path):
     RunDirectory(tmp_path).provenance()
 
 
-def test_run_continues_with_the_same_settings_only(tmp_path):
+def test_run_continues_only_with_the_same_settings(tmp_path):
   path = tmp_path / "run"
   start(path, operative_config=TEXT).close()
   again = start(path, Config(run_directory="elsewhere"))
@@ -95,10 +95,10 @@ def test_finished_run_is_left_unchanged(tmp_path):
     start(run.path, Config(steps=4))
 
 
-def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
+def test_overwrite_removes_only_files_of_the_run(tmp_path):
   (tmp_path / "draft.safetensors").write_text("mine")
   (tmp_path / "notes.txt").write_text("mine")
-  with start(tmp_path, Config(), overwrite=True) as run:  # holds no run yet
+  with start(tmp_path, Config(), overwrite=True) as run:  # there is no run yet
     assert (tmp_path / "draft.safetensors").read_text() == "mine"
     run.metrics_path.write_text('{"kind": "x"}\n')
     run.plots_path.mkdir()
@@ -130,13 +130,13 @@ def test_measured_rows_survive_an_error(tmp_path):
   with pytest.raises(KeyboardInterrupt):
     fail()
   with pytest.raises(RuntimeError):
-    with start(tmp_path / "run") as run:  # of a run that it did not begin
+    with start(tmp_path / "run") as run:  # this session resumed the run
       raise RuntimeError
   assert len(run.metrics_path.read_text().splitlines()) == 1
   assert run.provenance_path.exists()
 
 
-def test_unusable_folder_is_one_line_with_the_setting(tmp_path):
+def test_unusable_folder_error_is_one_line_and_names_the_setting(tmp_path):
   (tmp_path / "file").write_text("")
   for path in (tmp_path / "file", tmp_path / "file" / "run"):
     with pytest.raises(base.InputError) as caught:
@@ -159,7 +159,7 @@ def test_files_follow_the_umask(tmp_path):
   assert '"a": null' in (run.path / "certificate.json").read_text()
 
 
-def test_hours_add_up_over_an_interrupted_session(tmp_path, monkeypatch):
+def test_total_hours_include_an_interrupted_session(tmp_path, monkeypatch):
   begin = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
   hour = datetime.timedelta(hours=1)
   monkeypatch.setattr(directory, "now", lambda: begin)
@@ -167,7 +167,8 @@ def test_hours_add_up_over_an_interrupted_session(tmp_path, monkeypatch):
   run.close()
   run.metrics_path.write_text("")
   killed = (begin + 2 * hour).timestamp()
-  os.utime(run.metrics_path, (killed, killed))  # last row, then killed
+  # The process was killed right after it wrote the last row.
+  os.utime(run.metrics_path, (killed, killed))
   monkeypatch.setattr(directory, "now", lambda: begin + 10 * hour)
   run = start(run.path)
   monkeypatch.setattr(directory, "now", lambda: begin + 11 * hour)
@@ -181,7 +182,7 @@ def test_hours_add_up_over_an_interrupted_session(tmp_path, monkeypatch):
 
 def test_notebook_shows_the_report(tmp_path):
   run = start(tmp_path / "run")
-  assert RunResult(run.path)._repr_html_() is None  # and falls back on text
+  assert RunResult(run.path)._repr_html_() is None  # the notebook shows text instead
   page = '<style>body { color: red }</style><p title="a">1 &lt; 2</p>'
   run.report_path.write_text(page)
   shown = RunResult(run.path)._repr_html_()
@@ -189,5 +190,5 @@ def test_notebook_shows_the_report(tmp_path):
   frames = []
   frame.handle_starttag = lambda tag, values: frames.append((tag, dict(values)))
   frame.feed(shown)
-  # All of it within the frame: its style is not the notebook's.
+  # The whole page is inside a frame, so its style does not affect the notebook.
   assert [(tag, values["srcdoc"]) for tag, values in frames] == [("iframe", page)]

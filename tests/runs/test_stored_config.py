@@ -1,4 +1,4 @@
-"""Stored configs differ exactly where settings differ."""
+"""Stored configs: differences between the settings of a run and new ones."""
 
 import dataclasses
 import enum
@@ -49,7 +49,7 @@ def differing(one: Config, other: Config) -> list[str]:
   return [name for name, _, _ in directory.differences(stored, given)]
 
 
-def test_described_holds_every_field_and_class_name():
+def test_described_has_every_field_and_class_name():
   assert directory.described(Config(made=square)) == {
     "class": "Config",
     "inner": {"class": "Inner", "rate": 0.1, "names": ["a", "b"]},
@@ -65,7 +65,8 @@ def test_described_holds_every_field_and_class_name():
   ("change", "names"),
   [
     ({}, []),
-    ({"run_directory": "b", "overwrite": True}, []),  # where it is, and what to do
+    # These two fields do not affect the results.
+    ({"run_directory": "b", "overwrite": True}, []),
     ({"steps": 4}, ["steps"]),
     ({"inner": Inner(rate=0.2)}, ["inner.rate"]),
     ({"inner": Inner(names=("a",))}, ["inner.names.1"]),

@@ -1,4 +1,4 @@
-"""The replay buffer against a Python list, the laws of its draws, and the shortlist."""
+"""The replay buffer: equality with a list, distribution of samples, shortlist."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ append = jax.jit(replay.append)
 draw_ages = jax.jit(replay._draw, static_argnums=(2, 3))
 sample = jax.jit(replay.sample, static_argnums=(2, 3, 4))
 
-# Rows of weight 0 only fill a batch; they must never be stored or drawn.
+# Rows of weight 0 are padding of a batch; they must not be stored or sampled.
 WEIGHTS = st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=ROWS, max_size=ROWS)
 HISTORIES = st.lists(WEIGHTS, max_size=9)
 
@@ -34,7 +34,7 @@ def empty(capacity):
 
 
 def batch_of(values, weights=None):
-  """Rows whose fields are all made from one number, so that mixed rows show."""
+  """Returns rows whose fields all derive from one number, to detect mixed rows."""
   values = np.asarray(values)
   rows = len(values)
   positions = np.broadcast_to(values[:, None], (rows, LENGTH))
@@ -93,7 +93,7 @@ def listed(oracle):
 
 @EXAMPLES
 @hypothesis.given(history=HISTORIES)
-def test_the_ring_holds_the_newest_rows_in_order(history):
+def test_ring_holds_the_newest_rows_in_order(history):
   ring, oracle, _ = play(history)
   assert int(ring.added) == oracle.added
   assert stored(ring) == listed(oracle)
@@ -101,14 +101,15 @@ def test_the_ring_holds_the_newest_rows_in_order(history):
 
 @EXAMPLES
 @hypothesis.given(history=HISTORIES, data=st.data(), seed=st.integers(0, 2**31))
-def test_a_sample_has_new_rows_then_any_rows_each_at_most_once(history, data, seed):
+def test_sample_has_distinct_new_rows_and_distinct_replayed_rows(history, data, seed):
   ring, oracle, marks = play(history)
   since = data.draw(st.sampled_from(marks))
   rows = sample(ring, jax.random.key(seed), NEW, REPLAY, CONFIG, since)
   rows = jax.device_get(rows)
   present = rows.weight > 0
   whole = jax.tree.map(lambda leaf: leaf[present], rows)
-  assert same(whole, batch_of(whole.source[:, 0], whole.weight))  # no mixed rows
+  # The fields of each row still belong together.
+  assert same(whole, batch_of(whole.source[:, 0], whole.weight))
   parts = (slice(0, NEW), oracle.since(since)), (slice(NEW, None), oracle.since(0))
   for part, allowed in parts:
     drawn = rows.source[part, 0][present[part]].tolist()
@@ -122,12 +123,12 @@ def test_a_sample_has_new_rows_then_any_rows_each_at_most_once(history, data, se
 @pytest.mark.parametrize(
   "fault",
   [
-    lambda weights: [1.0] * ROWS,  # stores rows that only fill the batch
+    lambda weights: [1.0] * ROWS,  # stores padding
     lambda weights: [*weights[:-1], 0.0],  # loses the last row
   ],
 )
-def test_histories_reveal_stored_padding_and_lost_rows(fault):
-  """Negative controls."""
+def test_random_histories_reveal_stored_padding_and_lost_rows(fault):
+  """Negative controls of the two tests above."""
 
   def differs(history):
     ring, oracle, _ = play(history, fault)
@@ -138,7 +139,7 @@ def test_histories_reveal_stored_padding_and_lost_rows(fault):
   )
 
 
-def test_sampling_does_not_change_the_buffer_and_repeats_with_its_key():
+def test_sampling_is_deterministic_and_does_not_change_the_buffer():
   buffer = filled_with(6, 6)
   config = replay.BufferConfig(6)
   draw = lambda seed: sample(buffer, jax.random.key(seed), 1, 3, config, 4)
@@ -161,19 +162,20 @@ def chi_square(counts, probs):
   return ((counts - expected) ** 2 / expected).sum()
 
 
-def test_replay_follows_the_configured_recency():
+def test_replay_distribution_follows_the_recency_half_life():
   ages = np.arange(5, -1, -1)
   recent = 2.0 ** (-ages / 1.5)
   recent, uniform = recent / recent.sum(), np.full(6, 1 / 6)
   limit = 30.9  # chi-square with 5 degrees of freedom, p = 1e-5
   assert chi_square(replayed_counts(1.5), recent) < limit
   assert chi_square(replayed_counts(None), uniform) < limit
-  assert chi_square(replayed_counts(1.5), uniform) > limit  # the control
+  # Negative control: each distribution is distinguished from the other.
+  assert chi_square(replayed_counts(1.5), uniform) > limit
   assert chi_square(replayed_counts(None), recent) > limit
 
 
 def without_replacement(weights, count):
-  """Probabilities of `count` successive draws, by tuple of indices."""
+  """Returns the probability of every tuple of `count` successive draws."""
   law = {}
   for drawn in itertools.permutations(range(len(weights)), count):
     rest, law[drawn] = 1.0, 1.0
@@ -184,7 +186,7 @@ def without_replacement(weights, count):
 
 
 @pytest.mark.parametrize("half_life", [0.8, 3.0])
-def test_draws_follow_the_law_of_drawing_without_replacement(half_life):
+def test_replayed_rows_are_drawn_without_replacement(half_life):
   size, count, draws = 6, 4, 40_000
   fading = -np.log(2.0) / half_life
   keys = jax.random.split(jax.random.key(6), draws)
@@ -198,10 +200,12 @@ def test_draws_follow_the_law_of_drawing_without_replacement(half_life):
   found, expected = by_size(counts, np.array(list(law.values())), 20 / draws)
   independent = np.array([np.prod(weights[list(drawn)]) for drawn in law])
   control = by_size(counts, independent / independent.sum(), 20 / draws)
-  degrees = len(found) - 1  # p below 1e-5: Wilson and Hilferty's approximation
+  # Wilson and Hilferty's approximation of the chi-square limit at p = 1e-5.
+  degrees = len(found) - 1
   limit = degrees * (1 - 2 / (9 * degrees) + 4.27 * np.sqrt(2 / (9 * degrees))) ** 3
   assert degrees > 30 and chi_square(found, expected) < limit
-  assert chi_square(*control) > 2 * limit  # independent draws that happen to differ
+  # Negative control: independent draws, conditioned on being distinct.
+  assert chi_square(*control) > 2 * limit
 
 
 def by_size(counts, probs, least):
@@ -217,7 +221,8 @@ def test_new_and_replayed_rows_use_independent_noise():
     np.asarray(sample(buffer, jax.random.key(seed), 3, 3, config, 0).source[:, 0])
     for seed in range(20)
   ]
-  assert sum((rows[:3] == rows[3:]).all() for rows in drawn) <= 4  # 1 in 120 by chance
+  # Both parts are the same by chance in 1 of 120 samples.
+  assert sum((rows[:3] == rows[3:]).all() for rows in drawn) <= 4
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
@@ -226,13 +231,13 @@ def test_new_and_replayed_rows_use_independent_noise():
   half_life=st.sampled_from([None, 0.02, 0.5, 3.0, 200.0, 1e7]),
   seed=st.integers(0, 2**31),
 )
-def test_ages_are_distinct_and_complete_despite_rounding(size, half_life, seed):
+def test_drawn_ages_are_distinct_for_any_size_and_half_life(size, half_life, seed):
   fading = 0.0 if half_life is None else -np.log(2.0) / half_life
   ages = np.asarray(draw_ages(jax.random.key(seed), jnp.int32(size), fading, 16))
   present = ages[ages < size]
   assert len(set(present)) == len(present) == min(size, 16)
   assert (ages >= 0).all()
-  if half_life == 0.02 and size > 16:  # each age weighs 2**50 times the next
+  if half_life == 0.02 and size > 16:  # each age has 2**50 times the next one's weight
     assert set(ages) == set(range(16))
 
 
@@ -246,7 +251,7 @@ def test_new_rows_are_drawn_uniformly_for_any_half_life():
   assert chi_square(counts[7:], np.full(3, 1 / 3)) < 23.1  # 2 degrees, p = 1e-5
 
 
-def test_a_donated_append_writes_in_place_at_any_capacity():
+def test_donated_append_writes_in_place():
   def temporaries(capacity, **jit):
     shapes = jax.eval_shape(functools.partial(empty, capacity))
     rows = jax.eval_shape(lambda: batch_of([1, 2]))
@@ -257,10 +262,11 @@ def test_a_donated_append_writes_in_place_at_any_capacity():
 
   small, large = (temporaries(n, donate_argnums=0) for n in (64, 65_536))
   assert large <= small + 1024
-  assert temporaries(65_536) > 100 * small  # not donated: a copy of the ring
+  # Negative control: without donation, the ring is copied.
+  assert temporaries(65_536) > 100 * small
 
 
-def test_a_second_append_and_sample_compile_nothing():
+def test_later_appends_and_samples_compile_nothing():
   buffer = filled_with(5, 3)
   config = replay.BufferConfig(5)
   sample(buffer, jax.random.key(0), 1, 1, config, 1)
@@ -271,7 +277,7 @@ def test_a_second_append_and_sample_compile_nothing():
   assert (append._cache_size(), sample._cache_size()) == sizes
 
 
-def test_record_bytes_equal_the_bytes_that_the_buffer_holds():
+def test_record_bytes_per_token_equal_the_buffer_size():
   assert replay.record_bytes_per_token(64, 32_128) == 389
   assert replay.record_bytes_per_token(64, 100_000) > 389  # ids need four bytes
   buffer = replay.init(replay.BufferConfig(4), 2, 5, 64, 32_128)
@@ -279,7 +285,7 @@ def test_record_bytes_equal_the_bytes_that_the_buffer_holds():
   assert held == 4 * 5 * replay.record_bytes_per_token(64, 32_128)
 
 
-def test_id_type_and_width_follow_the_vocabulary():
+def test_id_dtype_and_width_follow_the_vocabulary_size():
   narrow = replay.init(replay.BufferConfig(2), 2, 2, 64, 16).data.records
   assert narrow.ids.shape == (2, 2, 16) and narrow.ids.dtype == jnp.uint16
   assert base.id_dtype(65_536) == np.uint16 and base.id_dtype(65_537) == np.int32
@@ -311,13 +317,13 @@ def test_id_type_and_width_follow_the_vocabulary():
     ),
   ],
 )
-def test_bad_input_is_refused_by_name(call, named):
+def test_invalid_input_is_refused_by_name(call, named):
   with pytest.raises(ValueError, match=named):
     call()
 
 
-def test_target_states_are_stored_bit_for_bit():
-  """The ring holds them as integers, which are faster to write."""
+def test_target_states_are_stored_bit_exactly():
+  """The ring stores bfloat16 states as integers, which are faster to write."""
   config = replay.BufferConfig(capacity=3)
   ring = replay.init(config, 2, LENGTH, TOP_K, VOCAB, state_width=4)
   noise = np.random.default_rng(0).normal(size=(5, 2, 4))
@@ -338,11 +344,11 @@ def test_target_states_are_stored_bit_for_bit():
   )
 
 
-WORDS, STEPS, RANKS = 24, 5, 3  # vocabulary, positions and kept tokens
+WORDS, STEPS, RANKS = 24, 5, 3  # vocabulary size, positions and recorded tokens
 
 
 def recorded(rng, rows, tokens):
-  """A buffer whose records hold only ids from `tokens`, with ids, masses and mask."""
+  """Returns a buffer with records of ids from `tokens`, and ids, masses and mask."""
   buffer = replay.init(replay.BufferConfig(capacity=8), 4, STEPS, RANKS, WORDS)
   ids = np.stack(
     [
@@ -368,6 +374,7 @@ def recorded(rng, rows, tokens):
 
 
 def counted(ids, probs, mask):
+  """Returns the recorded mass of every token, summed over emitted positions."""
   mass = np.zeros(WORDS)
   for row, column in zip(*np.nonzero(mask), strict=True):
     for rank in range(RANKS):
@@ -376,7 +383,7 @@ def counted(ids, probs, mask):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_shortlist_holds_the_tokens_with_most_mass(seed):
+def test_shortlist_has_the_tokens_with_the_most_mass(seed):
   rng = np.random.default_rng(seed)
   buffer, ids, probs, mask = recorded(rng, 6, np.arange(5, WORDS))
   found = np.asarray(replay.likeliest_tokens(buffer, WORDS, 6))
@@ -387,13 +394,13 @@ def test_the_shortlist_holds_the_tokens_with_most_mass(seed):
   assert min(mass[others]) >= max(mass[left])
 
 
-def test_the_shortlist_holds_every_end_of_sequence_token():
+def test_shortlist_has_every_end_of_sequence_token():
   buffer, *_ = recorded(np.random.default_rng(0), 6, np.arange(5, WORDS))
   found = np.asarray(replay.likeliest_tokens(buffer, WORDS, 6, (0, 3)))
   assert {0, 3} <= set(found.tolist()) and base.EOS_ID not in found
 
 
-def test_the_shortlist_is_filled_up_with_the_lowest_ids():
+def test_shortlist_is_filled_with_the_lowest_ids():
   rng = np.random.default_rng(0)
   buffer, ids, _, mask = recorded(rng, 4, np.array([20, 21, 22]))
   found = np.asarray(replay.likeliest_tokens(buffer, WORDS, 8)).tolist()
@@ -401,12 +408,12 @@ def test_the_shortlist_is_filled_up_with_the_lowest_ids():
   assert found == sorted({0, 1, 2, 3, 4, 20, 21, 22})
 
 
-def test_an_empty_buffer_gives_the_first_tokens():
+def test_shortlist_of_an_empty_buffer_is_the_first_tokens():
   buffer = replay.init(replay.BufferConfig(capacity=2), 4, STEPS, RANKS, WORDS)
   assert replay.likeliest_tokens(buffer, WORDS, 4).tolist() == [0, 1, 2, 3]
 
 
-def test_the_shortlist_ignores_masked_positions():
+def test_shortlist_ignores_masked_positions():
   rng = np.random.default_rng(1)
   buffer, ids, _, mask = recorded(rng, 6, np.arange(5, WORDS))
   blind = buffer.replace(

@@ -1,4 +1,4 @@
-"""The learner and its runners: updates come on time and equal direct updates."""
+"""The learner and its runners: updates are due on time and equal direct updates."""
 
 import math
 import threading
@@ -22,7 +22,7 @@ from osd_jax.distillation import (
 )
 
 SOURCE, VOCAB, LENGTH, KEPT, INTERVAL = 5, 8, 6, 4, 3
-SLICES = 8  # of an update by `learner_of`
+SLICES = 8  # slices per update of a learner from `learner_of`
 MODEL = testing.tabular_model(VOCAB)
 CONFIG = update.UpdateConfig(
   optimizer=optimizers.OptimizerConfig(learning_rate=0.05), steps_per_update=2
@@ -38,7 +38,7 @@ def assert_same_bits(found, wanted):
 
 
 def row(seed):
-  """A finished request with made-up records."""
+  """Returns a finished request with random records."""
   rng = np.random.default_rng(seed)
   ids = np.stack([rng.choice(VOCAB, KEPT, replace=False) for _ in range(LENGTH)])
   masses = -np.sort(-rng.dirichlet(np.ones(KEPT), LENGTH))
@@ -58,7 +58,7 @@ def row(seed):
 
 @pytest.fixture
 def learner_of():
-  """Makes learners with these updates, and closes them at the end."""
+  """Returns a function that makes learners; they are closed after the test."""
   made = []
 
   def make(when=None, ema_decay=0.0, **changes):
@@ -89,9 +89,7 @@ def feed(one, overlaps):
   "much, overlap, share",
   [(0.0, 0.99, 1.0), (0.4, 0.2, 1.0), (0.4, 0.9, 0.25), (0.4, 0.999, 0.0025)],
 )
-def test_the_number_of_slices_follows_what_is_left_to_gain(
-  learner_of, much, overlap, share
-):
+def test_number_of_slices_follows_the_possible_gain(learner_of, much, overlap, share):
   (figures,) = feed(learner_of(much_to_gain=much), [overlap] * INTERVAL)
   assert figures["steps"] == max(1, math.ceil(SLICES * share))
 
@@ -108,6 +106,7 @@ def test_new_rows_of_an_update_arrived_after_the_last_launch(learner_of):
 
 
 def restored(state, make):
+  """Makes a learner and restores `state`; checks the declared structure."""
   arrays, host = state
   one = make()
   shapes = one.structure(host)
@@ -117,9 +116,7 @@ def restored(state, make):
 
 
 @pytest.mark.parametrize("overlap", [0.2, 0.8])
-def test_a_restored_update_has_as_many_slices_as_it_was_launched_with(
-  learner_of, overlap
-):
+def test_restored_update_has_the_same_number_of_slices(learner_of, overlap):
   make = lambda: learner_of(much_to_gain=0.4)
   whole, interrupted = make(), make()
   for one in (whole, interrupted):
@@ -133,8 +130,8 @@ def test_a_restored_update_has_as_many_slices_as_it_was_launched_with(
   assert_same_bits(continued.serving, whole.serving)
 
 
-def test_a_restored_learner_serves_the_parameters_that_served(learner_of):
-  """With a moving average, the newest parameters are not those that serve."""
+def test_restored_learner_serves_the_same_parameters(learner_of):
+  """With a moving average, the served parameters differ from the newest ones."""
   make = lambda: learner_of(ema_decay=0.5)
   one = make()
   feed(one, [0.5] * INTERVAL)
@@ -145,8 +142,8 @@ def test_a_restored_learner_serves_the_parameters_that_served(learner_of):
   assert not np.array_equal(again.serving, params())
 
 
-def test_a_schedule_with_costs_gets_the_number_of_emitted_tokens(learner_of):
-  """Not the length of the row, which is padded."""
+def test_schedule_with_costs_gets_the_number_of_emitted_tokens(learner_of):
+  """The row is padded, so its length is not the number of tokens."""
   costs = Costs(RoundCosts((11.0,), num_draft_tokens=(7,)), lost_ms=1e9)
   one = learner_of(worth.WorthConfig(costs=costs))
   one.observe(row(0).replace(mask=jnp.arange(LENGTH)[None] < 2), 0.5)
@@ -156,7 +153,7 @@ def test_a_schedule_with_costs_gets_the_number_of_emitted_tokens(learner_of):
 
 
 def batches(seed=0):
-  """Two micro-batches with records of a target."""
+  """Returns two micro-batches with records of a target."""
   table = jnp.asarray(testing.random_table(VOCAB, 7)).at[:, :, 1].set(-3.0)
   rng = np.random.default_rng(seed)
   tokens = rng.integers(2, VOCAB, (2, 4, LENGTH)).astype(np.int32)
@@ -168,7 +165,7 @@ def batches(seed=0):
 
 @pytest.fixture
 def runner_of():
-  """Makes background runners, and closes them at the end."""
+  """Returns a function that makes background runners; they are closed afterwards."""
   made = []
 
   def make(free=False):
@@ -181,20 +178,20 @@ def runner_of():
     one.close()
 
 
-def test_an_update_is_due_one_interval_after_its_launch(runner_of):
+def test_update_is_due_one_interval_after_its_launch(runner_of):
   one = runner_of()
   before = one.learner
   assert not one.busy and not one.due(100) and one.pending() is None
   one.launch(batches(), finished=4)
-  one._future.result()  # ready long before it may be taken
+  one._future.result()  # the update is ready, but not due before request 7
   assert one.busy and [one.due(n) for n in (4, 5, 6, 7, 8)] == [False] * 3 + [True] * 2
-  assert one.learner is before  # until it is taken
+  assert one.learner is before  # the learner changes only in `take`
   outcome = one.take()
   assert outcome.launched == 4 and not one.busy and not one.due(100)
   assert outcome.learner is one.learner
 
 
-def test_a_background_update_equals_the_direct_one_bit_by_bit(runner_of):
+def test_background_update_equals_the_direct_one_bit_by_bit(runner_of):
   one, direct = runner_of(), update.init_learner(CONFIG, params())
   for seed in range(3):
     one.launch(batches(seed), finished=seed)
@@ -206,10 +203,10 @@ def test_a_background_update_equals_the_direct_one_bit_by_bit(runner_of):
     assert outcome.skipped == 0 and int(outcome.learner.version) == seed + 1
   assert not np.array_equal(direct.params, params())
   other, _ = update.update(MODEL, CONFIG, direct, batches(9))
-  assert not np.array_equal(other.params, direct.params)  # the batches matter
+  assert not np.array_equal(other.params, direct.params)  # negative control
 
 
-def test_a_free_update_is_due_when_it_is_ready(runner_of, monkeypatch):
+def test_free_update_is_due_when_it_is_ready(runner_of, monkeypatch):
   gate, real = threading.Event(), update.take_slice
 
   def slow(*arguments):
@@ -219,14 +216,14 @@ def test_a_free_update_is_due_when_it_is_ready(runner_of, monkeypatch):
   monkeypatch.setattr(update, "take_slice", slow)
   one = runner_of(free=True)
   one.launch(batches(), finished=0)
-  assert not one.due(1000)  # however many requests have finished
+  assert not one.due(1000)  # the number of finished requests does not matter
   gate.set()
   one._future.result()
   assert one.due(0)
   assert int(one.take().learner.version) == 1
 
 
-def test_time_that_serving_waits_is_reported(runner_of, monkeypatch):
+def test_waiting_time_of_serving_is_reported(runner_of, monkeypatch):
   gate, real = threading.Event(), update.take_slice
   wait_first = lambda *arguments: (gate.wait(30), real(*arguments))[1]
   monkeypatch.setattr(update, "take_slice", wait_first)
@@ -239,7 +236,11 @@ def test_time_that_serving_waits_is_reported(runner_of, monkeypatch):
 
 @pytest.fixture
 def gated(monkeypatch):
-  """Returns a function that makes each slice wait for a `release` of its result."""
+  """Makes every slice wait for a semaphore.
+
+  Returns:
+    A function that installs the wait and returns the semaphore, initially at 0.
+  """
   gate, real = threading.Semaphore(0), update.take_slice
 
   def slow(*arguments):
@@ -254,26 +255,27 @@ def gated(monkeypatch):
 
 
 def fall_behind(one, gate):
-  """Runs an update of .1 s and takes it at once, so that learning is behind."""
+  """Runs an update of 0.1 s and takes it at once, so that learning is behind."""
   one.launch(batches(), finished=0)
   threading.Timer(0.1, gate.release, [CONFIG.steps_per_update]).start()
   one.take()
 
 
-def test_a_step_waits_for_one_slice_if_the_last_update_was_late(runner_of, gated):
+def test_step_waits_for_one_slice_if_the_last_update_was_late(runner_of, gated):
   one, gate = runner_of(), gated()
   fall_behind(one, gate)
   before = one.learner
   one.launch(batches(1), finished=0)
-  one.wait_if_behind(0, INTERVAL - 1)  # completes no interval, so it does not wait
+  # The requests in flight cannot complete an interval, so this does not wait.
+  one.wait_if_behind(0, INTERVAL - 1)
   timer = threading.Timer(0.2, gate.release)
   timer.start()
   one.wait_if_behind(0, INTERVAL)
   timer.join()
-  assert not one._future.done()  # one of two slices
+  assert not one._future.done()  # one of two slices has run
   gate.release()
   one.wait_if_behind(0, INTERVAL)
-  one.wait_if_behind(0, INTERVAL)  # none is left
+  one.wait_if_behind(0, INTERVAL)  # both slices have run, so this does not wait
   outcome = one.take()
   assert outcome.wait_ms > 100
   gate.release(CONFIG.steps_per_update)
@@ -281,8 +283,8 @@ def test_a_step_waits_for_one_slice_if_the_last_update_was_late(runner_of, gated
   assert_same_bits(outcome.learner, wanted)
 
 
-def test_time_spent_waiting_does_not_count_as_serving(runner_of, gated):
-  """Otherwise a late update would look punctual, and the next step would not wait."""
+def test_waiting_time_does_not_count_as_serving(runner_of, gated):
+  """Otherwise a late update would appear on time, and the next step would not wait."""
   one, gate = runner_of(), gated()
   fall_behind(one, gate)
   for seed in (1, 2):
@@ -297,14 +299,14 @@ def test_time_spent_waiting_does_not_count_as_serving(runner_of, gated):
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_no_step_waits_if_updates_are_on_time_or_free(runner_of, gated, free):
+def test_steps_do_not_wait_if_updates_are_on_time_or_free(runner_of, gated, free):
   one, gate = runner_of(free), gated()
   if free:
     fall_behind(one, gate)
   else:
     gate.release(CONFIG.steps_per_update)
     one.launch(batches(), finished=0)
-    one.wait()  # serving has taken longer than the update
+    one.wait()  # the update is finished before it is taken
     one.take()
   one.launch(batches(1), finished=0)
   one.wait_if_behind(0, 100)
@@ -312,7 +314,7 @@ def test_no_step_waits_if_updates_are_on_time_or_free(runner_of, gated, free):
   gate.release(CONFIG.steps_per_update)
 
 
-def test_a_step_does_not_wait_for_an_update_that_failed(runner_of, gated, monkeypatch):
+def test_step_does_not_wait_for_a_failed_update(runner_of, gated, monkeypatch):
   one = runner_of()
   fall_behind(one, gated())
 
@@ -326,22 +328,22 @@ def test_a_step_does_not_wait_for_an_update_that_failed(runner_of, gated, monkey
     one.take()
 
 
-def test_a_second_launch_is_refused(runner_of):
+def test_second_launch_is_refused(runner_of):
   one = runner_of()
   one.launch(batches(), finished=0)
   with pytest.raises(RuntimeError, match="in progress"):
     one.launch(batches(), finished=1)
 
 
-def test_slices_that_are_not_finite_are_skipped_and_counted(runner_of):
+def test_non_finite_slices_are_skipped_and_counted(runner_of):
   one = runner_of()
   bad, good = batches()
   broken = bad.records.replace(log_probs=bad.records.log_probs * jnp.nan)
-  spoilt = bad.replace(records=broken)
-  one.launch((spoilt, good), finished=0)
+  nan = bad.replace(records=broken)
+  one.launch((nan, good), finished=0)
   outcome = one.take()
   assert outcome.skipped == 1 and int(outcome.learner.version) == 1
-  one.launch((spoilt, spoilt), finished=1)
+  one.launch((nan, nan), finished=1)
   after = one.take()
   assert after.skipped == 2 and int(after.learner.version) == 1
   assert_same_bits(after.learner.params, outcome.learner.params)
@@ -349,7 +351,10 @@ def test_slices_that_are_not_finite_are_skipped_and_counted(runner_of):
 
 @pytest.fixture
 def interleaved(monkeypatch):
-  """Makes (interleaved runner, list of the threads that ran its slices)."""
+  """Returns a function that makes an interleaved runner.
+
+  It also returns a list of the threads that ran the slices.
+  """
   taken, real = [], update.take_slice
 
   def noted(*arguments):
@@ -365,16 +370,16 @@ def interleaved(monkeypatch):
   return make
 
 
-def test_interleaved_slices_are_spread_over_the_requests_until_due(interleaved):
+def test_interleaved_slices_are_spread_until_the_update_is_due(interleaved):
   one, taken = interleaved()
   one.wait_if_behind(0, 1)
   assert not taken and not one.due(100) and one.pending() is None
   one.launch((*batches(0), *batches(1), *batches(2)), finished=4)
   counts = []
   for finished in (4, 4, 5, 6, 6):
-    one.wait_if_behind(finished, in_flight=8)  # how many may finish does not matter
+    one.wait_if_behind(finished, in_flight=8)  # `in_flight` does not matter here
     counts.append(len(taken))
-  # Six over three requests, then four over three, two over two, one over one.
+  # Each call runs (slices left) / (requests left): 6/3, 4/3 (rounded up), 2/2, 1/1.
   assert counts == [2, 4, 5, 6, 6]
   assert set(taken) == {threading.current_thread()} and not one.is_running
   assert [one.due(n) for n in (6, 7)] == [False, True]
@@ -398,7 +403,7 @@ def test_interleaved_updates_equal_the_direct_one_bit_by_bit(interleaved):
     assert not one.busy and one.pending() is None
 
 
-def test_a_free_interleaved_update_is_due_when_all_slices_have_run(interleaved):
+def test_free_interleaved_update_is_due_when_all_slices_have_run(interleaved):
   one, _ = interleaved(free=True)
   one.launch(batches(), finished=0)
   assert not one.due(1000)
@@ -408,7 +413,7 @@ def test_a_free_interleaved_update_is_due_when_all_slices_have_run(interleaved):
   assert one.due(0)
 
 
-def test_an_interleaved_slice_that_failed_runs_again(interleaved, monkeypatch):
+def test_failed_interleaved_slice_runs_again(interleaved, monkeypatch):
   one, _ = interleaved()
   before, real = one.learner, update.take_slice
   one.launch(batches(), finished=0)

@@ -1,4 +1,4 @@
-"""Losses: closed forms, float64 oracles, the data-processing bound, gradients."""
+"""Losses: closed forms, float64 references, data-processing inequality, gradients."""
 
 import functools
 
@@ -21,7 +21,7 @@ TOP_K, BETA = 4, 0.3
 EXAMPLES = hypothesis.settings(
   max_examples=30, deadline=None, derandomize=True, database=None
 )
-# Ties, one-hot rows and masses near 1e-12; float32 must be accurate for all of them.
+# These values give ties, nearly one-hot rows and masses down to 1e-11.
 LOGITS = hnp.arrays(
   np.float32,
   (ROWS, LENGTH, VOCAB),
@@ -72,7 +72,7 @@ def all_losses(logits, batch):
   }
 
 
-def test_closed_forms_of_a_coin():
+def test_divergences_of_two_tokens_equal_their_closed_forms():
   target, draft = np.log([0.75, 0.25]), np.log([0.5, 0.5])
   kl = lambda a, b: sum(x * np.log(x / y) for x, y in zip(a, b, strict=True))
   mixture = [0.2 * 0.75 + 0.8 * 0.5, 0.2 * 0.25 + 0.8 * 0.5]
@@ -88,18 +88,19 @@ def test_closed_forms_of_a_coin():
     np.testing.assert_allclose(got, value, rtol=1e-5)
 
 
-def test_jsd_of_disjoint_rows_is_the_entropy_of_beta():
+def test_jsd_of_disjoint_distributions_is_the_entropy_of_beta():
   beta = 0.3
   got = losses.jsd(jnp.array([0.0, -80.0]), jnp.array([-80.0, 0.0]), beta)
   entropy = -beta * np.log(beta) - (1 - beta) * np.log(1 - beta)
-  np.testing.assert_allclose(got, entropy, rtol=1e-5)  # a weighted sum of KLs gives 80
+  # Computed without the mixture, as a weighted sum of KLs, the value would be 80.
+  np.testing.assert_allclose(got, entropy, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
   ("k", "dtype"),
   [(1, jnp.float32), (4, jnp.float32), (4, jnp.bfloat16), (VOCAB, jnp.float32)],
 )
-def test_matches_the_float64_oracle(k, dtype):
+def test_losses_equal_the_float64_reference(k, dtype):
   target_logits = random_logits(0)
   draft_logits = jnp.asarray(random_logits(1), dtype)
   records = records_of(target_logits, k)
@@ -113,7 +114,7 @@ def test_matches_the_float64_oracle(k, dtype):
 
 
 @pytest.mark.parametrize("k", [4, VOCAB])
-def test_is_zero_only_if_the_draft_equals_the_target(k):
+def test_loss_is_zero_only_if_the_draft_equals_the_target(k):
   logits = random_logits(2)
   batch = batch_of(records_of(logits, k))
   same = all_losses(jnp.asarray(logits), batch)
@@ -135,7 +136,7 @@ def test_fewer_buckets_never_increase_a_divergence(seed, scale):
     assert values[0] <= values[1] + slack and values[1] <= values[2] + slack, name
 
 
-def test_fewer_buckets_usually_decrease_it():
+def test_fewer_buckets_decrease_divergences_of_random_rows():
   target, draft = random_logits(3), jnp.asarray(random_logits(4))
   coarse = all_losses(draft, batch_of(records_of(target, 1)))
   full = all_losses(draft, batch_of(records_of(target, VOCAB)))
@@ -143,7 +144,7 @@ def test_fewer_buckets_usually_decrease_it():
     assert coarse[name] < 0.98 * full[name], name
 
 
-def test_the_order_of_recorded_tokens_does_not_matter():
+def test_order_of_recorded_tokens_does_not_matter():
   target, draft = random_logits(5), jnp.asarray(random_logits(6))
   ordered = records_of(target, VOCAB)
   arange = jnp.broadcast_to(jnp.arange(VOCAB, dtype=jnp.uint16), target.shape)
@@ -158,7 +159,7 @@ def test_the_order_of_recorded_tokens_does_not_matter():
 @pytest.mark.parametrize("k", [4, VOCAB])
 def test_gradient_agrees_with_finite_differences(name, k):
   batch = batch_of(records_of(random_logits(7, scale=1.0), k))
-  # The check passes numpy arrays, which only a jitted function accepts here.
+  # `check_grads` passes numpy arrays, which only a jitted function accepts here.
   loss = jax.jit(
     functools.partial(losses.distillation_loss, config_of(name), batch=batch)
   )
@@ -168,7 +169,7 @@ def test_gradient_agrees_with_finite_differences(name, k):
   )
 
 
-def test_gradient_of_forward_kl_on_full_rows_is_draft_minus_target():
+def test_gradient_of_forward_kl_with_full_records_is_draft_minus_target():
   target, draft = random_logits(9), random_logits(10)
   batch = batch_of(records_of(target, VOCAB))
   _, gradient = value_and_grad(losses.LossConfig(), jnp.asarray(draft), batch)
@@ -177,23 +178,23 @@ def test_gradient_of_forward_kl_on_full_rows_is_draft_minus_target():
 
 
 def degenerate_cases():
-  sure = np.full((ROWS, LENGTH, VOCAB), -200.0, np.float32)
-  sure[..., 3] = 200.0
+  one_hot = np.full((ROWS, LENGTH, VOCAB), -200.0, np.float32)
+  one_hot[..., 3] = 200.0
   base_records = records_of(random_logits(11), 4)
   minus_infinity = base_records.log_probs.at[..., 2:].set(-jnp.inf)
   return {
     "tail of exactly 0 with k < V": (base_records.replace(tail=base_records.tail * 0)),
     "tiny tail": base_records.replace(tail=jnp.full_like(base_records.tail, 1e-37)),
     "k = V": records_of(random_logits(11), VOCAB),
-    "one-hot target": records_of(sure, 4),
-    "one-hot target, k = V": records_of(sure, VOCAB),
+    "one-hot target": records_of(one_hot, 4),
+    "one-hot target, k = V": records_of(one_hot, VOCAB),
     "target entries of -inf": base_records.replace(log_probs=minus_infinity),
   }
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", sorted(degenerate_cases()))
-def test_value_and_gradient_are_finite_in_degenerate_cases(name, case):
+def test_loss_and_gradient_are_finite_in_degenerate_cases(name, case):
   batch = batch_of(degenerate_cases()[case])
   extreme = np.full((ROWS, LENGTH, VOCAB), -300.0, np.float32)
   extreme[..., 0] = 300.0
@@ -205,7 +206,7 @@ def test_value_and_gradient_are_finite_in_degenerate_cases(name, case):
     assert np.isfinite(gradient).all(), (name, case)
 
 
-def test_a_tail_below_float32_resolution_is_accurate():
+def test_tail_below_float32_resolution_is_accurate():
   logits = np.array([[0.0, -1.0, -40.0, -41.0]], np.float32)
   records = records_of(logits, 2)
   got = losses.draft_log_probs_on(records, jnp.asarray(logits))[0, -1]
@@ -214,7 +215,8 @@ def test_a_tail_below_float32_resolution_is_accurate():
   kept = np.exp(
     np.asarray(losses.draft_log_probs_on(records, jnp.asarray(logits)))[0, :2]
   )
-  assert np.float32(1.0) - kept.sum(dtype=np.float32) <= 1e-7  # the naive tail
+  # Negative control: the difference to 1 is lost in float32.
+  assert np.float32(1.0) - kept.sum(dtype=np.float32) <= 1e-7
 
 
 def test_uint16_ids_above_32767_select_their_logits():
@@ -246,7 +248,7 @@ def test_nan_outside_mask_and_weight_has_no_effect(name):
   weight = [1.0, 0.0]
   records, draft = records_of(random_logits(15), 4), random_logits(16)
   inside = mask & (np.array(weight) > 0)[:, None]
-  spoilt = records.replace(
+  with_nan = records.replace(
     log_probs=jnp.where(inside[..., None], records.log_probs, jnp.nan),
     tail=jnp.where(inside, records.tail, jnp.nan),
     error=jnp.ones_like(records.error),
@@ -256,14 +258,14 @@ def test_nan_outside_mask_and_weight_has_no_effect(name):
   dirty = value_and_grad(
     config,
     jnp.where(inside[..., None], draft, jnp.nan),
-    batch_of(spoilt, mask, weight),
+    batch_of(with_nan, mask, weight),
   )
   assert np.array_equal(clean[0], dirty[0]) and np.array_equal(clean[1], dirty[1])
   assert not np.asarray(clean[1])[~inside].any()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_positions_loss_and_gradient_are_zero(name):
+def test_loss_and_gradient_are_zero_without_positions(name):
   records, draft = records_of(random_logits(17), 4), jnp.asarray(random_logits(18))
   nothing = batch_of(records, weight=[0.0, 0.0])
   for config, batch in (
@@ -280,7 +282,7 @@ def drawn_batch(target, mask, error, weight):
 
 
 def expected_loss(config, draft_logits, batch):
-  """The loss in float64: buckets of both, then the mean over the chosen positions."""
+  """Computes the loss in float64: the mean divergence over the chosen positions."""
   ids = np.asarray(batch.records.ids, int)
   target = np.concatenate(
     [np.exp(np.float64(batch.records.log_probs)), batch.records.tail[..., None]], -1
@@ -298,7 +300,7 @@ def expected_loss(config, draft_logits, batch):
 @pytest.mark.parametrize("name", NAMES)
 @EXAMPLES
 @hypothesis.given(target=LOGITS, draft=LOGITS, mask=FLAGS, error=FLAGS, weight=WEIGHTS)
-def test_the_mean_over_chosen_positions_equals_float64(
+def test_mean_over_chosen_positions_equals_the_float64_reference(
   name, positions, target, draft, mask, error, weight
 ):
   config = config_of(name, positions=positions)
@@ -312,7 +314,7 @@ def test_the_mean_over_chosen_positions_equals_float64(
 @hypothesis.given(
   target=LOGITS, draft=LOGITS, shift=st.sampled_from([-30.0, 0.5, 30.0])
 )
-def test_a_constant_added_to_all_logits_of_a_row_changes_nothing(target, draft, shift):
+def test_constant_added_to_all_logits_has_no_effect(target, draft, shift):
   batch = batch_of(records_of(target, TOP_K))
   plain, gradient = value_and_grad(config_of("jsd"), draft, batch)
   moved, same = value_and_grad(config_of("jsd"), draft + np.float32(shift), batch)
@@ -322,20 +324,20 @@ def test_a_constant_added_to_all_logits_of_a_row_changes_nothing(target, draft, 
 
 
 def _mean_of_all(config, draft_logits, batch):
-  """A fault: masked positions count too."""
+  """A faulty loss in which masked positions count too."""
   everywhere = batch.replace(mask=np.ones((ROWS, LENGTH), bool))
   return expected_loss(config, draft_logits, everywhere)
 
 
 def _no_tail(config, draft_logits, batch):
-  """A fault: the target's tail is missing."""
+  """A faulty loss without the target's tail."""
   records = batch.records.replace(tail=0 * batch.records.tail)
   return expected_loss(config, draft_logits, batch.replace(records=records))
 
 
 @pytest.mark.parametrize("fault", [_mean_of_all, _no_tail])
-def test_drawn_rows_reveal_a_faulty_loss(fault):
-  """Negative controls."""
+def test_random_inputs_reveal_a_faulty_loss(fault):
+  """Negative controls: the random inputs above would reveal these faults."""
   config = losses.LossConfig()
 
   def differs(drawn):
@@ -359,12 +361,12 @@ def test_drawn_rows_reveal_a_faulty_loss(fault):
     ({"positions": "errors"}, "LossConfig.positions: received 'errors'"),
   ],
 )
-def test_bad_config_is_refused_by_name(fields, named):
+def test_invalid_config_error_names_the_field(fields, named):
   with pytest.raises(ValueError, match=named):
     losses.LossConfig(**fields)
 
 
-def test_logits_of_another_shape_or_vocabulary_are_refused():
+def test_logits_with_another_length_or_vocabulary_are_refused():
   batch = batch_of(records_of(random_logits(21), 4))
   for shape in ((ROWS, LENGTH + 1, VOCAB), (ROWS, LENGTH, 3)):
     with pytest.raises(ValueError, match="distillation_loss: draft_logits has shape"):

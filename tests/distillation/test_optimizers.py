@@ -1,4 +1,7 @@
-"""Optimisers by name: schedules, multipliers and checks; test_update trains them."""
+"""Optimizers: learning-rate schedules, multipliers, invalid configs.
+
+test_update.py trains with every optimizer.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ from osd_jax.distillation import optimizers
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_multipliers_scale_their_own_parameters_only(name):
+def test_multipliers_scale_only_their_parameters(name):
   params = {
     "token_embedder": {"embedding": jnp.ones((2, 3))},
     "relpos_bias": {"rel_embedding": jnp.ones((2, 2))},
@@ -33,7 +36,7 @@ def test_multipliers_scale_their_own_parameters_only(name):
 
 
 def closed_form(peak, warmup, schedule, end, step):
-  """The rate of a step in float64."""
+  """Returns the learning rate of a step in float64."""
   progress = max(step - warmup, 0) / ((end or warmup + 1) - warmup)
   share = {
     "constant": 1.0,
@@ -64,7 +67,7 @@ def closed_form(peak, warmup, schedule, end, step):
     (0.5, 3, "cosine", 4),
   ],
 )
-def test_rates_equal_the_closed_form_at_every_step(settings):
+def test_learning_rates_equal_the_closed_form_at_every_step(settings):
   peak, warmup, name, end = settings
   config = optimizers.OptimizerConfig(
     learning_rate=peak, warmup_steps=warmup, schedule=name, total_steps=end
@@ -75,7 +78,7 @@ def test_rates_equal_the_closed_form_at_every_step(settings):
   np.testing.assert_allclose(rates, expected, rtol=2e-5, atol=2e-7 * peak)
 
 
-def test_the_optimizer_follows_its_schedule():
+def test_optimizer_uses_the_learning_rate_of_its_schedule():
   config = optimizers.OptimizerConfig(
     "sgd", 1.0, clip_norm=None, schedule="linear", total_steps=4
   )
@@ -98,6 +101,6 @@ def test_the_optimizer_follows_its_schedule():
     ({"warmup_steps": 9, "total_steps": 9}, "total_steps: received 9"),
   ],
 )
-def test_bad_config_is_refused_by_name(fields, named):
+def test_invalid_config_error_names_the_field(fields, named):
   with pytest.raises(ValueError, match=rf"OptimizerConfig\.{named}"):
     optimizers.OptimizerConfig(**fields)

@@ -1,4 +1,4 @@
-"""The schedule on synthetic overlap curves, noisy as requests are."""
+"""The pausing schedule on synthetic overlap curves with the noise of real requests."""
 
 import dataclasses
 import json
@@ -8,19 +8,23 @@ import pytest
 
 from osd_jax.distillation import schedule
 
-NOISE = 0.15
+NOISE = 0.15  # typical standard deviation of the overlap between requests
 SEEDS = range(12)
 DEFAULT = schedule.ScheduleConfig()
-SLICES = 4  # of an update
+SLICES = 4  # per update
 
 
 def observe(config, state, overlap, slices=0):
-  """State and slices after a request; with 0 slices no update can start."""
+  """Returns state and slices after a request; with 0 slices no update can start."""
   return config.update(state, schedule.Request(overlap, 20, slices))
 
 
 def run(config, overlaps):
-  """Serves the curve; returns states after each request and requests of updates."""
+  """Observes a curve of overlaps.
+
+  Returns:
+    The state after each request, and the requests after which updates started.
+  """
   state, states, updates = config.init(), [], []
   for overlap in overlaps:
     state, slices = observe(config, state, overlap, SLICES)
@@ -41,13 +45,14 @@ def toggles(states):
 
 
 def paused_at_level(level):
-  """A paused state that has long been flat at `level`."""
+  """Returns a paused state after 300 requests at `level`."""
   states, _ = run(DEFAULT, [level] * 300)
   assert states[-1].paused
   return states[-1]
 
 
 def requests_to_resume(state, overlaps):
+  """Returns the number of requests after which a paused state resumes, or None."""
   for count, overlap in enumerate(overlaps, start=1):
     state, _ = observe(DEFAULT, state, overlap)
     if not state.paused:
@@ -55,20 +60,20 @@ def requests_to_resume(state, overlaps):
   return None
 
 
-def test_updates_come_every_i_requests_when_pausing_is_off():
+def test_updates_start_every_interval_if_pausing_is_off():
   config = schedule.ScheduleConfig(update_interval=3, pause=False)
   states, updates = run(config, [0.5] * 200)
   assert updates == list(range(3, 201, 3))
   assert states[-1].updates == len(updates) and not any(s.paused for s in states)
 
 
-def test_a_rising_curve_never_pauses():
+def test_schedule_does_not_pause_while_the_overlap_rises():
   states, updates = run(DEFAULT, np.linspace(0.1, 0.95, 500))
   assert not any(state.paused for state in states)
   assert len(updates) == 500 // DEFAULT.update_interval
 
 
-def test_a_noisy_rise_is_learnt_through_most_of_its_height():
+def test_noisy_rise_is_mostly_learnt_before_a_pause():
   time = np.arange(300)
   mean = 0.85 - 0.5 * np.exp(-time / 60)
   first = []
@@ -79,35 +84,35 @@ def test_a_noisy_rise_is_learnt_through_most_of_its_height():
   assert np.median([mean[at - 1] for at in first]) > 0.8
 
 
-def test_a_flat_curve_pauses_and_then_updates_stop():
+def test_flat_curve_pauses_and_stops_updates():
   states, updates = run(DEFAULT, [0.7] * 300)
   start = 2 * DEFAULT.window + DEFAULT.pause_after_flat - 1
   assert [s.finished for s in states if s.paused] == list(range(start, 301))
   assert updates and max(updates) <= start
 
 
-def test_enough_pauses_as_soon_as_a_window_has_it():
+def test_schedule_pauses_when_a_window_reaches_enough():
   config = dataclasses.replace(DEFAULT, enough=0.95)
   states, _ = run(config, [0.97] * 60)
   assert [s.paused for s in states].index(True) == config.window - 1
   assert states[-1].level == pytest.approx(0.97)
   below, _ = run(config, np.linspace(0.1, 0.94, 300))
   assert not any(s.paused for s in below)
-  # After a shift: it learns until a whole window of the new topic has enough.
+  # After a shift, learning lasts until a whole window of the new topic has enough.
   states, _ = run(config, [0.97] * 60 + [0.4] * 30 + [0.97] * 40)
   paused = [s.paused for s in states]
   assert paused[59] and not any(paused[70:113]) and paused[115]
 
 
 @pytest.mark.parametrize("drop", [0.25, 0.3, 0.5])
-def test_a_sharp_drop_resumes_within_eight_requests_and_updates_at_once(drop):
+def test_sharp_drop_resumes_within_eight_requests_and_updates_at_once(drop):
   state = paused_at_level(0.75)
   assert requests_to_resume(state, [0.75 - drop] * 50) <= 8
   states, updates = run(DEFAULT, [0.75] * 300 + [0.75 - drop] * 8)
   assert not states[-1].paused and updates[-1] > 300
 
 
-def test_a_noisy_sharp_drop_resumes_within_eight_requests():
+def test_noisy_sharp_drop_resumes_within_eight_requests():
   state = paused_at_level(0.75)
   counts = [
     requests_to_resume(state, noisy(np.full(200, 0.45), seed)) for seed in range(50)
@@ -116,26 +121,27 @@ def test_a_noisy_sharp_drop_resumes_within_eight_requests():
   assert max(counts) <= 20
 
 
-def test_a_drop_while_active_does_not_look_flat():
+def test_drop_while_active_does_not_cause_a_pause():
   time = np.arange(60)
   curve = np.concatenate([np.full(60, 0.75), 0.4 + 0.004 * time])
   states, _ = run(DEFAULT, curve)
   assert not any(state.paused for state in states)
 
 
-def test_a_slow_drop_resumes_though_no_short_mean_sees_it(monkeypatch):
+def test_slow_drift_resumes_without_a_sharp_drop(monkeypatch):
   state = paused_at_level(0.75)
   slow = 0.75 - 0.0003 * np.arange(1000)
   count = requests_to_resume(state, slow)
   assert count is not None and slow[count - 1] > 0.75 - schedule.RESUME_DROP
-  monkeypatch.setattr(schedule, "DRIFT_DROP", 1.0)  # the control: sharp rule only
+  # Negative control: without the drift rule, the sharp rule does not resume.
+  monkeypatch.setattr(schedule, "DRIFT_DROP", 1.0)
   later = dataclasses.replace(state)
   for overlap in slow[:count]:
     later, _ = observe(DEFAULT, later, overlap)
   assert later.paused
 
 
-def test_noise_around_a_flat_mean_does_not_make_it_flap(monkeypatch):
+def test_noise_around_a_flat_mean_rarely_toggles_the_schedule(monkeypatch):
   flat = np.full(2000, 0.7)
   counts = [toggles(run(DEFAULT, noisy(flat, seed))[0]) for seed in SEEDS]
   assert np.mean(counts) <= 2.5 and max(counts) <= 5, counts
@@ -144,24 +150,25 @@ def test_noise_around_a_flat_mean_does_not_make_it_flap(monkeypatch):
     for seed in SEEDS
   ]
   assert np.mean(shares) > 0.75, shares
+  # Negative control: a schedule with short windows and tight limits toggles often.
   monkeypatch.setattr(schedule, "RESUME_WINDOW", 2)
   monkeypatch.setattr(schedule, "RESUME_DROP", 0.03)
   nervous = schedule.ScheduleConfig(window=4, pause_after_flat=1, flat_tolerance=0.5)
-  assert toggles(run(nervous, noisy(flat, 0))[0]) > 100  # the control flaps
+  assert toggles(run(nervous, noisy(flat, 0))[0]) > 100
 
 
-def test_pauses_again_at_the_new_level_when_learning_cannot_help():
+def test_schedule_pauses_again_at_a_lower_level_if_learning_does_not_help():
   states, _ = run(DEFAULT, [0.8] * 200 + [0.4] * 300)
   assert states[-1].paused and states[-1].pauses == 2
   assert states[-1].level == pytest.approx(0.4, abs=0.05)
 
 
-def test_low_overlaps_from_before_a_pause_are_no_drift():
+def test_low_overlaps_before_a_pause_do_not_count_as_drift():
   states, _ = run(DEFAULT, [0.2] * 60 + [0.8] * 300)
   assert states[-1].paused and toggles(states) == 1
 
 
-def test_state_survives_json_and_goes_on_alike():
+def test_state_restored_from_json_continues_identically():
   overlaps = noisy(np.full(200, 0.7), 5)
   states, _ = run(DEFAULT, overlaps)
   text = json.dumps(dataclasses.asdict(states[119]))
@@ -172,7 +179,7 @@ def test_state_survives_json_and_goes_on_alike():
   assert restored == states[-1]
 
 
-def test_history_is_bounded():
+def test_history_has_a_maximal_length():
   states, _ = run(DEFAULT, [0.6] * 400)
   assert max(len(state.recent) for state in states) == DEFAULT.history
 
@@ -186,18 +193,18 @@ def test_history_is_bounded():
     ({"much_to_gain": -0.1}, "ScheduleConfig.much_to_gain: received -0.1"),
   ],
 )
-def test_bad_config_is_refused_by_name(fields, named):
+def test_invalid_config_error_names_the_field(fields, named):
   with pytest.raises(ValueError, match=named):
     schedule.ScheduleConfig(**fields)
 
 
 @pytest.mark.parametrize("overlap", [float("nan"), -0.1, 1.5])
-def test_an_overlap_outside_its_range_is_refused(overlap):
+def test_overlap_outside_0_to_1_is_refused(overlap):
   with pytest.raises(ValueError, match="Schedule.update: overlap of request 0"):
     observe(DEFAULT, DEFAULT.init(), overlap)
 
 
-def test_no_update_starts_while_one_is_running():
+def test_updates_do_not_overlap():
   state = DEFAULT.init()
   for _ in range(3 * DEFAULT.update_interval):
     state, slices = observe(DEFAULT, state, 0.5, slices=0)
@@ -207,7 +214,7 @@ def test_no_update_starts_while_one_is_running():
 
 
 @pytest.mark.parametrize("overlap, expected", [(0.2, 16), (0.8, 8), (0.99, 1)])
-def test_updates_shorten_where_little_is_left_to_gain(overlap, expected):
+def test_updates_have_fewer_slices_if_little_can_be_gained(overlap, expected):
   config = schedule.ScheduleConfig(update_interval=8, much_to_gain=0.4)
   state = config.init()
   for _ in range(8):
@@ -215,8 +222,8 @@ def test_updates_shorten_where_little_is_left_to_gain(overlap, expected):
   assert slices == expected
 
 
-def test_the_level_of_a_pause_is_the_mean_of_both_windows():
-  """The newer one alone is chosen by its difference to the older."""
+def test_pause_level_is_the_mean_of_both_windows():
+  """The newer window alone would be biased, because a pause depends on it."""
   rise = [0.70] * 60 + [0.715] * 50
   states, _ = run(DEFAULT, rise)
   at = [state.paused for state in states].index(True)
@@ -225,8 +232,8 @@ def test_the_level_of_a_pause_is_the_mean_of_both_windows():
   assert np.mean(both[-DEFAULT.window :]) - np.mean(both) > 1e-3
 
 
-def test_after_a_resumption_enough_waits_for_a_window_of_its_own():
-  """A short drop: the window that saw it still has enough, of the topic before."""
+def test_after_resuming_enough_needs_a_whole_new_window():
+  """After a short drop, the window still contains high overlaps of the old topic."""
   config = dataclasses.replace(DEFAULT, enough=0.8)
   states, _ = run(config, [0.95] * 60 + [0.6] * 12 + [0.95] * 40)
   paused = [state.paused for state in states]
@@ -237,7 +244,7 @@ def test_after_a_resumption_enough_waits_for_a_window_of_its_own():
   assert states[resumed].changed == resumed + 1
 
 
-def test_what_is_left_to_gain_is_judged_by_the_last_requests():
+def test_possible_gain_depends_on_the_last_requests_only():
   config = schedule.ScheduleConfig(update_interval=12, much_to_gain=0.4)
   state = config.init()
   for overlap in [0.1] * 4 + [0.9] * schedule.RESUME_WINDOW:

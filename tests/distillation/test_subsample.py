@@ -1,4 +1,4 @@
-"""Subsampled positions and tokens estimate the whole loss without bias."""
+"""Losses on subsampled positions and tokens: unbiased estimates of the whole loss."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def batch_of(seed=0, lengths=(8, 5, 2)):
 
 
 def model_of(logits):
-  """A model with only `score`, which returns these logits for any input."""
+  """Returns a model whose `score` returns `logits` for any input."""
   unused = None
   return base.Model(
     "fixed", VOCAB, unused, unused, unused, lambda *_: logits, unused, unused
@@ -62,13 +62,13 @@ ANY = functools.partial(losses.LossConfig, divergence="jsd", jsd_beta=0.1)
 @pytest.mark.parametrize(
   "config", [ANY(), ANY(num_positions=LENGTH), ANY(num_tokens=VOCAB)], ids=str
 )
-def test_sampling_everything_gives_the_whole_loss(config):
+def test_sampling_all_positions_or_tokens_gives_the_whole_loss(config):
   batch = batch_of()
   whole = float(losses.distillation_loss(config, LOGITS, batch))
   assert loss(config, batch) == pytest.approx(whole, rel=1e-6)
 
 
-def test_positions_are_distinct_and_emitted():
+def test_drawn_positions_are_distinct_and_emitted():
   batch, config = batch_of(), ANY(num_positions=4)
   sampled = draw(config, batch, KEY, VOCAB)
   emitted = [8, 5, 2]
@@ -82,14 +82,14 @@ def test_positions_are_distinct_and_emitted():
   np.testing.assert_array_equal(sampled.batch.target, batch.target)
 
 
-def test_other_keys_draw_other_positions():
+def test_positions_depend_on_the_key():
   batch, config = batch_of(), ANY(num_positions=4)
   keys = jax.random.split(KEY, 2)
   one, other = (draw(config, batch, key, VOCAB).positions for key in keys)
   assert not np.array_equal(one, other)
 
 
-def test_only_error_positions_are_drawn_if_configured():
+def test_configured_error_positions_are_drawn():
   batch = batch_of(lengths=(8, 8, 8))
   config = ANY(positions="error", num_positions=2)
   sampled = draw(config, batch, KEY, VOCAB)
@@ -97,7 +97,7 @@ def test_only_error_positions_are_drawn_if_configured():
   assert np.all(np.sum(judged, 1) == np.minimum(2, np.sum(batch.records.error, 1)))
 
 
-def test_the_mean_over_slices_estimates_the_whole_loss():
+def test_mean_over_slices_estimates_the_whole_loss():
   """Rows have the same length, so every position has the same weight."""
   batch = batch_of(lengths=(8, 8, 8))
   whole = loss(ANY(), batch)
@@ -105,10 +105,10 @@ def test_the_mean_over_slices_estimates_the_whole_loss():
   parts = [loss(config, batch, key=k) for k in jax.random.split(KEY, 300)]
   error = np.std(parts) / np.sqrt(len(parts))
   assert abs(np.mean(parts) - whole) < 4 * error
-  assert error < 0.02 * whole  # otherwise any value would pass
+  assert error < 0.02 * whole  # the limit above is tight enough
 
 
-def test_the_tokens_with_most_mass_are_drawn():
+def test_tokens_with_the_most_mass_are_drawn():
   batch = batch_of()
   sampled = draw(ANY(num_tokens=6), batch, KEY, VOCAB)
   mass = np.zeros(VOCAB)
@@ -119,14 +119,14 @@ def test_the_tokens_with_most_mass_are_drawn():
   assert set(np.asarray(sampled.tokens).tolist()) == set(np.argsort(-mass)[:6])
 
 
-def test_mass_of_other_tokens_moves_to_the_tail():
+def test_mass_of_omitted_tokens_moves_to_the_tail():
   batch = batch_of()
   sampled = draw(ANY(num_tokens=6), batch, KEY, VOCAB)
   kept = np.asarray(sampled.batch.records.log_probs)
   total = np.exp(kept).sum(-1) + sampled.batch.records.tail
   np.testing.assert_allclose(total, 1, atol=1e-5)
   assert np.any(sampled.batch.records.tail > batch.records.tail + 0.05)
-  # Every remaining id still refers to the same token.
+  # Ids now index `sampled.tokens`; every remaining one refers to the same token.
   tokens = np.append(sampled.tokens, -1)
   found, expected = tokens[sampled.batch.records.ids], np.asarray(batch.records.ids)
   is_kept = found >= 0
@@ -134,7 +134,7 @@ def test_mass_of_other_tokens_moves_to_the_tail():
   assert 0 < is_kept.mean() < 1
 
 
-def test_negatives_estimate_the_draft_mass_on_other_tokens():
+def test_negatives_estimate_the_draft_mass_on_omitted_tokens():
   batch = batch_of()
   config = ANY(num_tokens=10, num_negatives=8)
 
@@ -152,7 +152,7 @@ def test_negatives_estimate_the_draft_mass_on_other_tokens():
   assert np.mean(np.exp(few).sum(-1) < 0.8 * expected) > 0.5
 
 
-def test_negatives_without_tokens_are_refused():
+def test_num_negatives_without_num_tokens_is_refused():
   with pytest.raises(base.InputError, match="num_negatives"):
     losses.LossConfig(num_negatives=4)
 
@@ -165,11 +165,11 @@ SHAPE = dataclasses.replace(testing.TINY_DRAFT, vocab_size=LARGE)
 
 @functools.cache
 def large_pair():
-  """A target with sharp distributions, its attached draft, and rows to learn."""
+  """Returns an attached draft, its frozen parameters and rows to learn from."""
   target = families.build(SHAPE)
   params = jax.jit(target.init)(jax.random.key(0))
   head = params["decoder"]["logits_dense"]
-  head["kernel"] = 3 * head["kernel"]
+  head["kernel"] = 3 * head["kernel"]  # makes the target's distributions sharper
   draft = attached.build(AttachedConfig(16, 2, 8, 16), SHAPE)
   source, _ = testing.random_sources(6, 8, 200, seed=0)
   tokens = np.random.default_rng(1).integers(2, 200, (6, 10)).astype(np.int32)
@@ -178,7 +178,7 @@ def large_pair():
 
 
 def mass_outside(num_negatives, steps=40):
-  """The draft's mass on tokens that no record holds, before and after training."""
+  """Returns the draft's mass on unrecorded tokens before and after training."""
   draft, frozen, batch = large_pair()
   config = update.UpdateConfig(
     optimizer=optimizers.OptimizerConfig(learning_rate=1e-2),
@@ -201,14 +201,14 @@ def mass_outside(num_negatives, steps=40):
   return before, outside()
 
 
-def test_negatives_keep_mass_outside_the_records_from_growing():
+def test_training_with_negatives_lowers_mass_on_unrecorded_tokens():
   before, after = mass_outside(num_negatives=128)
   assert after < 0.8 * before
   _, unseen = mass_outside(num_negatives=0)
-  assert unseen > after + 0.1  # that loss does not see it
+  assert unseen > after + 0.1  # negative control: the loss without negatives
 
 
-def test_frozen_tables_are_neither_trained_nor_stored():
+def test_frozen_tables_are_not_trained_or_stored():
   draft, frozen, batch = large_pair()
   config = update.UpdateConfig(loss=ANY(num_tokens=64, num_negatives=16), ema_decay=0.5)
   learner = update.init_learner(config, jax.jit(draft.init)(jax.random.key(2)))

@@ -1,4 +1,4 @@
-"""Updates learn, skip non-finite steps, count versions, and donate nothing."""
+"""Updates: learning, skipped non-finite steps, versions, cut padding, averages."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ def _init(key):
 
 
 def _score(params, source, mask, target):
-  """Scores from the sum of the source's embeddings and the previous token."""
+  """Scores a token from the embeddings of the source and of the previous token."""
   table = params["embedder"]["embedding"]
   bag = jnp.sum(jnp.where(mask[..., None], table[source], 0.0), axis=1)
   before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
@@ -72,7 +72,7 @@ def batch_of(seed, rows=4, error=True):
   )
 
 
-def spoil(batch):
+def with_nan(batch):
   """Puts one NaN into the records, which makes the loss NaN."""
   records = batch.records
   return batch.replace(
@@ -123,7 +123,7 @@ def test_every_optimizer_lowers_the_loss(name):
 
 
 @pytest.mark.parametrize("divergence", sorted(losses.DIVERGENCES))
-def test_updates_from_the_buffer_lower_every_divergence(divergence):
+def test_updates_from_the_buffer_lower_the_loss_for_every_divergence(divergence):
   config = config_of(losses.LossConfig(divergence), learning_rate=3e-2)
   learner, buffer = learner_of(config), filled_buffer()
   loss = lambda learner: update.loss_and_grad(
@@ -136,7 +136,7 @@ def test_updates_from_the_buffer_lower_every_divergence(divergence):
   assert int(learner.version) == 20 and metrics.loss.shape == (2,)
 
 
-def test_step_uses_the_gradient_of_the_loss():
+def test_sgd_step_is_the_gradient_of_the_loss():
   config = config_of(name="sgd", learning_rate=0.5, clip_norm=None)
   learner, batch = learner_of(config), batch_of(2)
   loss, gradients = update.loss_and_grad(MODEL, config, learner.params, batch)
@@ -149,7 +149,7 @@ def test_step_uses_the_gradient_of_the_loss():
   np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradients), rtol=1e-5)
 
 
-def test_padding_of_the_source_is_masked():
+def test_source_padding_is_masked():
   batch = batch_of(2)
   seen = []
 
@@ -164,10 +164,10 @@ def test_padding_of_the_source_is_masked():
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
-def test_a_step_with_a_nan_loss_is_skipped_and_counted(name):
+def test_step_with_a_nan_loss_is_skipped_and_counted(name):
   config = config_of(name=name)
   learner, _ = step(MODEL, config, learner_of(config), batch_of(3))
-  after, metrics = step(MODEL, config, learner, spoil(batch_of(4)))
+  after, metrics = step(MODEL, config, learner, with_nan(batch_of(4)))
   assert not bool(metrics.finite) and not np.isfinite(metrics.loss)
   assert int(after.skipped) == 1 and int(after.step) == int(learner.step) == 1
   assert same(after.params, learner.params)
@@ -177,7 +177,7 @@ def test_a_step_with_a_nan_loss_is_skipped_and_counted(name):
   assert same(onwards.params, direct.params)
 
 
-def test_a_step_with_a_nonfinite_gradient_is_skipped():
+def test_step_with_a_nonfinite_gradient_is_skipped():
   def score(params, source, mask, target):
     zero = params["head"]["kernel"][0, 0] * 0.0
     return _score(params, source, mask, target) + jnp.sqrt(zero)
@@ -189,31 +189,31 @@ def test_a_step_with_a_nonfinite_gradient_is_skipped():
   assert same(after.params, learner.params) and int(after.skipped) == 1
 
 
-def test_a_nonfinite_step_with_a_finite_gradient_is_skipped():
-  config = config_of(learning_rate=1e38)  # its norm overflows float32
+def test_nonfinite_step_with_a_finite_gradient_is_skipped():
+  config = config_of(learning_rate=1e38)  # the norm of the step overflows float32
   learner = learner_of(config)
   after, metrics = step(MODEL, config, learner, batch_of(6))
   assert np.isfinite(metrics.grad_norm) and not bool(metrics.finite)
   assert same(after.params, learner.params) and int(after.skipped) == 1
 
 
-def test_version_increases_unless_every_slice_was_skipped():
+def test_version_increases_unless_all_slices_are_skipped():
   config = config_of()
   run = functools.partial(run_update, config)
   learner, _ = run(learner_of(config), filled_buffer(), jax.random.key(0), 0)
   assert int(learner.version) == 1 and int(learner.step) == 2
-  spoilt = jax.tree.map(
+  all_nan = jax.tree.map(
     lambda leaf: leaf * jnp.nan if leaf.dtype == jnp.float32 else leaf,
     batch_of(7).records,
   )
-  bad = filled_buffer(batch_of(7).replace(records=spoilt))
+  bad = filled_buffer(batch_of(7).replace(records=all_nan))
   after, metrics = run(learner, bad, jax.random.key(1), 0)
   assert int(after.version) == 1 and int(after.skipped) == 2
   assert not np.asarray(metrics.finite).any() and same(after.params, learner.params)
 
 
 def test_slices_keep_only_the_newest_state_alive():
-  """Parameters and moments of all slices would take many times a draft's memory."""
+  """Keeping the parameters and moments of all slices would take much memory."""
   config, buffer = config_of(steps_per_update=4), filled_buffer()
   learner, seen = learner_of(config), []
   batches = update.draw_update(config, BUFFER_CONFIG, buffer, jax.random.key(5), 2)
@@ -235,11 +235,12 @@ def test_single_slices_equal_the_update_bit_by_bit():
     assert batch.weight.shape == (4,) and report.loss == metrics.loss[index]
   assert int(state.version) == 0
   assert same(update.finish_update(learner, state, [report])[0], whole)
-  other, _ = run_update(config, learner, buffer, jax.random.key(7), 2)  # other rows
+  # Negative control: another key draws other rows.
+  other, _ = run_update(config, learner, buffer, jax.random.key(7), 2)
   assert not same(other.params, whole.params)
 
 
-def test_an_update_does_not_change_its_inputs():
+def test_update_does_not_change_its_inputs():
   config, buffer = config_of(), filled_buffer()
   learner = learner_of(config)
   before = jax.tree.map(np.array, (learner, buffer))
@@ -247,7 +248,7 @@ def test_an_update_does_not_change_its_inputs():
   assert same((learner, buffer), before)
 
 
-def test_a_second_update_compiles_nothing():
+def test_later_updates_compile_nothing():
   config, buffer = config_of(), filled_buffer()
   run = lambda learner, number: run_update(
     config, learner, buffer, jax.random.key(number), jnp.int32(number)
@@ -260,7 +261,7 @@ def test_a_second_update_compiles_nothing():
   assert (update.take_slice._cache_size(), update.draw_slice._cache_size()) == size
 
 
-def test_rows_without_weight_or_error_positions_change_nothing():
+def test_rows_without_weight_or_error_positions_have_no_effect():
   config = config_of(name="sgd", learning_rate=1.0)
   learner = learner_of(config)
   idle, metrics = step(MODEL, config, learner, batch_of(9).replace(weight=jnp.zeros(4)))
@@ -272,7 +273,7 @@ def test_rows_without_weight_or_error_positions_change_nothing():
   assert not same(busy.params, learner.params)
 
 
-def test_clipping_limits_large_gradients_only():
+def test_clipping_limits_only_large_gradients():
   def moved(clip_norm):
     config = config_of(name="sgd", learning_rate=1.0, clip_norm=clip_norm)
     learner = learner_of(config)
@@ -298,13 +299,13 @@ def test_clipping_limits_large_gradients_only():
     ({"length_multiple": -1}, "length_multiple: received -1"),
   ],
 )
-def test_bad_config_is_refused_by_name(fields, named):
+def test_invalid_config_error_names_the_field(fields, named):
   with pytest.raises(ValueError, match=rf"UpdateConfig\.{named}"):
     update.UpdateConfig(**fields)
 
 
 def shortened(batch, length):
-  """The batch with padding after `length` positions."""
+  """Replaces the positions from `length` on by padding."""
   inside = (jnp.arange(LENGTH) < length)[None]
   return batch.replace(
     target=jnp.where(inside, batch.target, base.PAD_ID), mask=batch.mask & inside
@@ -331,7 +332,7 @@ def test_cutting_shared_padding_does_not_change_the_step(length, multiple, left)
   assert not same(lost.params, whole.params)
 
 
-def test_an_emitted_padding_id_is_not_cut():
+def test_emitted_padding_ids_are_not_cut():
   config = dataclasses.replace(config_of(), length_multiple=1)
   batch = shortened(batch_of(11), 3)
   emitted = batch.replace(target=batch.target.at[:, 1].set(base.PAD_ID))
@@ -340,7 +341,7 @@ def test_an_emitted_padding_id_is_not_cut():
   assert update.cut(config, nothing).target.shape[1] == 1
 
 
-def test_warm_up_compiles_every_length():
+def test_warm_up_compiles_for_every_length():
   config = dataclasses.replace(config_of(clip_norm=0.9), length_multiple=3)
   learner = learner_of(config)
   update.warm_up(MODEL, config, learner, batch_of(12))
@@ -350,7 +351,7 @@ def test_warm_up_compiles_every_length():
   assert update.take_slice._cache_size() == size and int(learner.step) == 5
 
 
-def test_the_served_draft_is_the_moving_average():
+def test_served_parameters_are_the_moving_average():
   config = dataclasses.replace(config_of(learning_rate=3e-2), ema_decay=0.75)
   learner = learner_of(config)
   expected = learner.params

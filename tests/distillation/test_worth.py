@@ -1,4 +1,4 @@
-"""Updates that pay, on simulated learners whose overlap is as noisy as requests are."""
+"""The schedule by worth, on simulated learners with the noise of real requests."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from osd_jax.distillation import schedule, worth
 
 NOISE, TOKENS, SEEDS = 0.15, 24, range(6)
 COSTS = Costs(RoundCosts((11.0,), num_draft_tokens=(7,)), lost_ms=75.0)
-DEAR = dataclasses.replace(COSTS, lost_ms=100 * COSTS.lost_ms)
+EXPENSIVE = dataclasses.replace(COSTS, lost_ms=100 * COSTS.lost_ms)
 CONFIG = worth.WorthConfig(costs=COSTS)
 
 
@@ -22,7 +22,11 @@ def observe(config, state, overlap, tokens=TOKENS, slices=1):
 
 
 class Draft:
-  """Closes a share of its gap with every update; jumps and drifts as told."""
+  """A simulated draft whose overlap changes with updates, jumps and drift.
+
+  Every update closes the share `pace` of the gap to `reachable`. `jumps` lists
+  (request, new level), and `drift` is the loss per request.
+  """
 
   def __init__(self, level, reachable=0.9, pace=0.0, jumps=(), drift=0.0):
     self.level, self.reachable, self.pace = level, reachable, pace
@@ -37,7 +41,12 @@ class Draft:
 
 
 def serve(config, draft, requests, seed, noise=NOISE):
-  """The last state, the requests that launched updates, the levels, pauses."""
+  """Serves requests from a simulated draft.
+
+  Returns:
+    The last state, the requests after which updates started, and per request the level
+    of the draft and whether learning was paused.
+  """
   rng, state, pending = np.random.default_rng(seed), config.init(), None
   launched, levels, paused = [], [], []
   for index in range(requests):
@@ -55,42 +64,44 @@ def serve(config, draft, requests, seed, noise=NOISE):
 
 
 def share(state):
+  """Returns the share of serving time that updates took."""
   return state.spent_ms / state.served_ms
 
 
 @pytest.mark.parametrize("level", [0.1, 0.3, 0.6, 0.9])
-def test_learning_that_gains_nothing_takes_at_most_3_percent(level):
+def test_useless_learning_takes_at_most_3_percent_of_the_time(level):
   for seed in SEEDS:
     state, launched, _, _ = serve(CONFIG, Draft(level), 1200, seed)
     assert 0 < len(launched) and share(state) <= 0.03
 
 
-def test_learning_every_interval_would_take_far_more():
-  """Negative control: the same hopeless draft where nothing is weighed."""
+def test_updating_every_interval_takes_over_10_percent():
+  """Negative control: the same draft with an update in every interval."""
   state, launched, _, _ = serve(CONFIG, Draft(0.6), 1200, 0)
   always = 1200 // CONFIG.update_interval
   assert always * COSTS.lost_ms / state.served_ms > 0.1
   assert len(launched) < always / 4
 
 
-def test_hopeless_shifts_buy_no_new_grants():
-  """Where the stream became easier during an episode, that was taken for a gain."""
+def test_shifts_without_gain_do_not_increase_the_share_of_updates():
+  """Regression: an easier topic during a trial was counted as a gain of learning."""
   jumps = [(at, 0.7 if at // 150 % 2 else 0.35) for at in range(150, 1500, 150)]
   states = [serve(CONFIG, Draft(0.35, jumps=jumps), 1500, seed)[0] for seed in SEEDS]
   assert min(state.drops for state in states) >= 3
   assert np.mean([share(state) for state in states]) <= 0.03
 
 
-def test_a_fast_learner_learns_most_of_what_there_is():
+def test_fast_learner_gains_most_of_the_possible_overlap():
   gained = [
     serve(CONFIG, Draft(0.6, pace=0.05), 800, seed)[2][-1] - 0.6 for seed in SEEDS
   ]
-  assert np.median(gained) > 0.2  # of .3
-  config = dataclasses.replace(CONFIG, costs=DEAR)
+  assert np.median(gained) > 0.2  # 0.3 can be gained
+  # Negative control: expensive updates are never started.
+  config = dataclasses.replace(CONFIG, costs=EXPENSIVE)
   assert serve(config, Draft(0.6, pace=0.05), 800, 0)[2][-1] == 0.6
 
 
-def test_updates_resume_at_a_shift_and_stop_behind_the_plateau():
+def test_updates_resume_at_a_shift_and_stop_at_the_plateau():
   resumed, rested = [], []
   for seed in SEEDS:
     draft = Draft(0.5, pace=0.1, jumps=[(600, 0.4)])
@@ -102,28 +113,28 @@ def test_updates_resume_at_a_shift_and_stop_behind_the_plateau():
   assert np.mean(rested) > 0.7
 
 
-def test_a_slow_drift_is_answered(monkeypatch):
-  monkeypatch.setattr(worth, "SHARP_DROP", 0.9)  # sharp falls are not seen
+def test_slow_drift_is_detected(monkeypatch):
+  monkeypatch.setattr(worth, "SHARP_DROP", 0.9)  # disables the rule for sharp drops
   seen = [serve(CONFIG, Draft(0.5, pace=0.1, drift=0.0005), 2000, s) for s in SEEDS]
   assert np.mean([state.drops for state, *_ in seen]) >= 1
-  monkeypatch.setattr(worth, "SLOW_DROP", 1.0)  # the control
+  monkeypatch.setattr(worth, "SLOW_DROP", 1.0)  # negative control
   state, *_ = serve(CONFIG, Draft(0.5, pace=0.1, drift=0.0005), 2000, 0)
   assert state.drops == 0
 
 
 @pytest.mark.parametrize("noise", [0.0, NOISE])
-def test_an_expensive_update_is_not_launched(noise):
-  config = dataclasses.replace(CONFIG, costs=DEAR)
+def test_expensive_updates_are_not_started(noise):
+  config = dataclasses.replace(CONFIG, costs=EXPENSIVE)
   for seed in SEEDS:
     assert not len(serve(config, Draft(0.6, pace=0.05), 600, seed, noise)[1])
 
 
-def test_a_draft_that_is_perfect_is_left_alone():
+def test_perfect_draft_is_not_updated():
   state, launched, *_ = serve(CONFIG, Draft(1.0), 600, 0, noise=0.0)
   assert not len(launched) and state.paused
 
 
-def test_a_state_survives_json_anywhere_in_a_stream():
+def test_state_round_trips_through_json_after_every_request():
   rng, draft = np.random.default_rng(0), Draft(0.5, pace=0.1, jumps=[(150, 0.3)])
   state = other = CONFIG.init()
   for index in range(400):
@@ -137,7 +148,7 @@ def test_a_state_survives_json_anywhere_in_a_stream():
   assert state.updates > 10 and state.drops
 
 
-def test_no_clock_is_read(monkeypatch):
+def test_schedule_reads_no_clock(monkeypatch):
   def refuse():
     raise AssertionError("a clock was read")
 
@@ -145,23 +156,24 @@ def test_no_clock_is_read(monkeypatch):
     monkeypatch.setattr(time, name, refuse)
   state, launched, *_ = serve(CONFIG, Draft(0.5, pace=0.1), 200, 0)
   assert state.finished == 200 and len(launched)
-  with pytest.raises(AssertionError, match="a clock"):
+  with pytest.raises(AssertionError, match="a clock"):  # negative control
     time.perf_counter()
 
 
-def test_measured_costs_are_used_unless_some_are_given():
+def test_measured_costs_are_used_unless_the_config_has_costs():
   unknown = worth.WorthConfig()
   with pytest.raises(base.InputError, match="WorthConfig.costs: received None"):
     observe(unknown, unknown.init(), 0.5)
   request = schedule.Request(0.5, TOKENS, 1)
   measured, given = (
-    config.update(config.init(), request, DEAR)[0] for config in (unknown, CONFIG)
+    config.update(config.init(), request, EXPENSIVE)[0] for config in (unknown, CONFIG)
   )
-  assert measured.paused and not given.paused  # DEAR costs more than it can gain
+  # An update at the measured, expensive costs could not gain as much as it takes.
+  assert measured.paused and not given.paused
 
 
-def test_a_request_is_evidence_of_the_version_that_served_it():
-  """Until a new draft is swapped in, requests still belong to the old one."""
+def test_request_counts_for_the_version_that_served_it():
+  """Requests count for the old version until the new draft is swapped in."""
   state = CONFIG.init()
   slices = 0
   while not slices:
@@ -170,14 +182,14 @@ def test_a_request_is_evidence_of_the_version_that_served_it():
   for _ in range(CONFIG.update_interval):
     state, _ = observe(CONFIG, state, 0.9, slices=0)
   counts = [count for count, _ in state.versions]
-  # The old version served all of these; nothing is known about the new one yet.
+  # The old version served all of these requests, and the new one none yet.
   assert counts == [served + CONFIG.update_interval, 0]
   state, _ = observe(CONFIG, state, 0.9, slices=0)
   assert state.versions[-1] == (1, 0.9)
 
 
-def test_a_long_pause_saves_up_no_more_than_a_grant():
-  costs = dataclasses.replace(COSTS, lost_ms=1e9)  # nothing is ever worth it
+def test_savings_during_a_pause_are_limited_to_one_grant():
+  costs = dataclasses.replace(COSTS, lost_ms=1e9)  # updates never pay
   config = dataclasses.replace(CONFIG, costs=costs)
   state = config.init()
   cheap = dataclasses.replace(CONFIG, costs=dataclasses.replace(COSTS, lost_ms=0.01))
@@ -191,7 +203,7 @@ def test_a_long_pause_saves_up_no_more_than_a_grant():
   assert state.saved_ms == pytest.approx(grant)
 
 
-def test_a_line_through_versions_knows_its_error():
+def test_slope_over_versions_has_the_right_standard_error():
   versions = [(4, 0.5), (4, 0.6), (4, 0.7)]
   slope, error = worth.slope_of(versions, 0.2)
   assert slope == pytest.approx(0.1)
@@ -208,12 +220,12 @@ def test_a_line_through_versions_knows_its_error():
     ({"trial_share": 1.0}, "WorthConfig.trial_share: received 1.0"),
   ],
 )
-def test_bad_fields_are_named(fields, message):
+def test_invalid_config_error_names_the_field(fields, message):
   with pytest.raises(base.InputError, match=message):
     worth.WorthConfig(**fields)
 
 
 @pytest.mark.parametrize("overlap", [float("nan"), -0.1, 1.2])
-def test_a_bad_overlap_is_refused(overlap):
+def test_overlap_outside_0_to_1_is_refused(overlap):
   with pytest.raises(base.InputError, match="Schedule.update: overlap of request 0"):
     observe(CONFIG, CONFIG.init(), overlap)

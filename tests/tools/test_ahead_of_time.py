@@ -176,7 +176,7 @@ def test_published_model_names_need_no_weights(tmp_path):
   kernel = made.target_params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
   served = made.served.target["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
   assert kernel.dtype == jax.numpy.bfloat16 and served.dtype == jax.numpy.bfloat16
-  # bfloat16 kernels are not transposed for decoding, so no copy takes memory.
+  # `osd compile` serves kernels in the trained layout, so no copy takes memory.
   assert served.shape == kernel.shape
   assert made.memory()["target, copies for steps"] == 0
 

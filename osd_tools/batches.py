@@ -43,10 +43,13 @@ class BatchStream(ExampleSequence):
   def __getitem__(self, step: int) -> Batch:
     """Returns the batch of a step."""
     config = self.config
+    # One shape for every batch, so that a training step is compiled once.
     source = np.full((config.batch_size, config.source_length), self.pad_id, np.int32)
     target = np.full((config.batch_size, config.target_length), self.pad_id, np.int32)
     task_ids = np.zeros(config.batch_size, np.int32)
     for row in range(config.batch_size):
+      # A function of the step: a resumed run continues without reading what came
+      # before.
       task_id, index = self.find(step * config.batch_size + row)
       prompt, reference = self.tokens(task_id, index)
       source[row, : len(prompt)] = prompt

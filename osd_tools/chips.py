@@ -39,10 +39,12 @@ class Chip:
 
     Args:
       read: bytes read from memory; weights and caches count once.
-      flops: floating-point operations.
+      flops: floating-point operations of matrix products, per chip.
       moved: bytes that collectives return; an all-reduce transfers each byte twice.
       kernels: number of kernels, which run one after the other.
     """
+    # Reading and computing overlap, so the slower one bounds the time. Collectives are
+    # added, because the programs here wait for them.
     computed = max(read / self.bandwidth, flops / self.flops)
     return max(computed, kernels * self.launch) + 2 * moved / self.link
 
@@ -113,11 +115,11 @@ class Topology:
     if self.kind == "cpu":
       return jax.devices("cpu")[: int(size)]
     if self.kind == "h100":
+      # The compiler needs the description of the GPU, because no driver can report it.
       options = {"target_config": _H100, "topology": f"1x1x{size}"}
       return self._described("cuda", "h100", _CUDA, options)
-    os.environ.setdefault(
-      "TPU_SKIP_MDS_QUERY", "1"
-    )  # do not wait for a TPU's metadata server
+    # Without a TPU no metadata server answers, and libtpu would wait for one.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is locked
     return self._described("tpu", self.name, "libtpu", {})
 

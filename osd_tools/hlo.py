@@ -1,4 +1,4 @@
-"""Parses compiled programs: which operations they contain and how often each runs.
+"""Parses compiled programs and counts their operations, loop by loop.
 
 The text of a program is `jax.stages.Compiled.as_text()`: a list of computations. One of
 them is the entry; loops, conditionals and calls refer to the others.
@@ -41,7 +41,7 @@ class Operation:
 
   @property
   def cycles(self) -> int:
-    """Returns the estimate of a TPU's compiler, 0 if there is none."""
+    """Returns the estimate of a TPU's compiler, or 0 from other compilers."""
     said = re.search(r'"estimated_cycles":"(\d+)"', self.line)
     return int(said.group(1)) if said else 0
 
@@ -53,7 +53,7 @@ class HloProgram:
     """Parses the text of a program.
 
     Args:
-      text: `Compiled.as_text()`.
+      text: the result of `Compiled.as_text()`.
       branch: the branch that every conditional takes; 0 is the false branch of
         `jax.lax.cond`, which greedy rows take. None counts all branches.
     """
@@ -65,6 +65,7 @@ class HloProgram:
       if head and not line.startswith((" ", "HloModule")):
         name = head.group(2)
         self._computations[name] = []
+        # The entry computation may be anywhere in the text, usually last.
         entry = name if head.group(1) else entry
       elif name:
         self._computations[name].append(line)
@@ -75,7 +76,7 @@ class HloProgram:
     return Counter(found.name for found in self.operations if found.depth == depth)
 
   def of(self, *names: str) -> list[Operation]:
-    """Returns the operations with one of these names."""
+    """Returns the operations that have any of the given names."""
     return [found for found in self.operations if found.name in names]
 
   @property
@@ -97,6 +98,7 @@ class HloProgram:
       yield Operation(operation, bytes_of(result), depth, line)
       # Loop bodies are one level deeper; branches and calls stay on the same level.
       if operation == "while":
+        # The condition of the loop is not walked, since it only reads small arrays.
         body = re.search(r"body=%?([\w.\-]+)", line)
         yield from self._walk(body.group(1) if body else "", depth + 1)
       elif operation in ("conditional", "call"):
@@ -150,6 +152,7 @@ def product_flops(jaxpr: Any) -> float:
       total += 2.0 * math.prod(out.shape) * inner
     parts = [product_flops(part) for part in _within(params)]
     if parts:
+      # A scan states its length. A while loop does not, and counts once.
       total += max(parts) if name == "cond" else params.get("length", 1) * sum(parts)
   return total
 

@@ -47,8 +47,9 @@ class PretrainConfig(base.Config):
     evaluation_batches: number of batches per evaluation.
     checkpoint_every: steps between checkpoints.
     storage: "float32", or "bfloat16" for an output file of half the size.
-    run_directory: where metrics and checkpoints go; a run killed there continues.
-    overwrite: remove the run that the directory holds, and begin anew.
+    run_directory: folder for metrics and checkpoints; the same command continues a run
+      that was interrupted.
+    overwrite: remove the run in this folder and start over.
     partition: mesh; the rows of a batch are split over its data axis.
   """
 
@@ -77,12 +78,15 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
   """Trains, evaluates, writes `config.output`; continues an interrupted run.
 
   Args:
-    config: the run.
+    config: model, data, optimiser and output of the run.
     operative_config: gin text stored in the run directory.
   """
+  # Checked first: training must not end in an error about a folder.
   weights.check_output("PretrainConfig.output", config.output)
   path = assets.resolve(config.vocabulary, "PretrainConfig.vocabulary")
   vocabulary = tokenizers.load_any(path, config.extra_ids)
+  # A larger V is fine, as in published models; the rows beyond the vocabulary are never
+  # used.
   if vocabulary.size > config.model.vocab_size:
     raise base.InputError(
       f"pretrain: {type(config.model).__name__}.vocab_size: received"
@@ -111,6 +115,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
       vocabulary.fingerprint,
       f"osd pretrain, {int(state.step)} steps of {config.data.batch_size} rows",
     )
+    # All processes hold the same weights, and only one may write the file.
     if jax.process_index() == 0:
       weights.save(config.output, trained, config.storage)
     return certificate.Certificate(), f"weights: {config.output}"
@@ -145,6 +150,7 @@ def _cross_entropy(model, params, source, target):
   logits = model.score(params, source, model.mask(source), target)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
   mask = target != model.pad_id
+  # The mean over tokens, not over rows: a short row has fewer tokens to learn from.
   return jnp.sum(losses * mask) / jnp.sum(mask)
 
 
@@ -177,7 +183,7 @@ def regrouped(
 
   Args:
     stream: batches of one fixed shape.
-    pool: batches per pool.
+    pool: number of batches in a pool.
     index: number of the pool, which holds the batches from index * pool on.
     multiple: lengths are rounded up to a multiple of this, which bounds the number
       of shapes that get compiled.
@@ -205,6 +211,7 @@ def regrouped(
       cut(target, target_lengths, rows),
       task_id[rows],
     )
+    # A stable sort: rows of equal length keep their order on every machine.
     for rows in np.split(np.argsort(target_lengths, kind="stable"), pool)
   ]
   return [batches[place] for place in np.random.default_rng(index).permutation(pool)]
@@ -218,6 +225,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
   if log.lines == 0:
     log.write("data", {"train": stream.report(), "evaluation": held_out.report()})
   partitioner = sharding.make(config.partition)
+  # A skipped step has used its batch too, so it counts.
   start = int(state.step + state.skipped)
   pool: list[training_batches.Batch] = []
   losses: list[jax.Array] = []

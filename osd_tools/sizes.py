@@ -55,11 +55,13 @@ _QWEN_3 = LlamaConfig(
 
 
 def _llama(like: LlamaConfig, width: int, num_heads: int, mlp_dim: int, layers: int):
+  # Qwen3 has heads of 128 at every width, so H * D may differ from E.
   head_dim = 128 if like is _QWEN_3 else width // num_heads
   return dataclasses.replace(
     like,
     width=width,
     num_heads=num_heads,
+    # The first two generations of Llama have no grouped-query attention at these sizes.
     num_kv_heads=num_heads if like is _LLAMA else like.num_kv_heads,
     head_dim=head_dim,
     mlp_dim=mlp_dim,

@@ -1,7 +1,8 @@
 """Chat templates: a prompt as a user's only message, in a model's own format.
 
-Templates are programs that are published with weights. They run in Jinja's sandbox with
-the functions and settings that transformers provides, so the result is the same text.
+Templates are programs that are published with weights. They run in Jinja's sandbox,
+since they are code from a download, with the functions and settings that transformers
+provides, so the result is the same text.
 """
 
 import datetime
@@ -69,8 +70,6 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
       body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
       return nodes.Scope(body, lineno=line)
 
-  # A template is code from a download. The sandbox denies it access to Python's
-  # internals; the trimming options are transformers' own and change the text.
   environment = ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,

@@ -144,7 +144,6 @@ def build(
   def score(
     params, source, mask, text, positions=None, tokens=None, target_states=None
   ):
-    # A buffer without stored states pays with a pass of the target's encoder.
     if target_states is None:
       target_states = encode_for_draft(params, source, mask)
     inputs = layers.inputs_of(text, target_model.starts(source))

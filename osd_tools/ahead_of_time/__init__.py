@@ -1,4 +1,4 @@
-"""Compiles a run for a machine that is not available; nothing is executed.
+"""Compiles a run for a machine that is not available, without executing it.
 
 Every program of serving and learning is compiled for a named topology. The report
 counts operations of the compiled programs and bytes of memory. Times are lower bounds
@@ -23,12 +23,12 @@ class CompileConfig(base.Config):
   """A machine, and the run that is compiled for it.
 
   Attributes:
-    run: what `osd online` would run; nothing of its stream is read. A target or draft
-      whose path ends in a published name, as "flan-t5-xl", needs no weights.
-    topology: the machine: "v5e:2x2", "v4:2x2x1", "v6e:2x4", "h100:4"; "cpu:1" needs
-      no compiler that is not there. `PartitionConfig` says how many of its chips work.
-    run_directory: where the report goes.
-    overwrite: remove the run that the directory holds, and begin anew.
+    run: the run of `osd online`; its stream is not read. A target or draft whose path
+      ends in a published name, such as "flan-t5-xl", needs no weights.
+    topology: the machine: "v5e:2x2", "v4:2x2x1", "v6e:2x4" or "h100:4"; "cpu:1" needs
+      no further compiler. `PartitionConfig` sets the number of chips that are used.
+    run_directory: folder for the report.
+    overwrite: remove the run in this directory and start over.
   """
 
   run: online.OnlineConfig
@@ -49,7 +49,8 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
     config: the machine and the run.
     operative_config: gin text stored in the run directory.
   """
-  jax.config.update("jax_enable_compilation_cache", False)  # times would be of reading
+  # With the cache, the times of compilation would be those of reading a file.
+  jax.config.update("jax_enable_compilation_cache", False)
   topology = chips.Topology(config.topology)
   plan = plan_lib.Plan(config.run, topology)
 

@@ -33,6 +33,7 @@ def conclusions(
 ) -> dict[str, list[dict[str, Any]]]:
   """Returns records on memory and on estimated speed, by kind."""
   held = plan.memory()
+  # Programs run one after another, so only the largest temporaries count.
   largest = max((program.temporaries_gb for program in made.values()), default=0.0)
   held["temporaries"] = largest
   limit = plan.topology.chip.memory / 1e9
@@ -86,6 +87,7 @@ def estimates(
   rows = plan.spec.rows
   schedule = plan.run.learning.schedule
   learns = "slice" in made
+  # K draft steps run one after another, then the target verifies all at once.
   round_ms = drafted * draft_ms + verify_ms
   online = RoundCosts(
     (round_ms,), num_draft_tokens=(drafted,), rows=rows, request_ms=prefill
@@ -100,8 +102,10 @@ def estimates(
       expected_tokens(rate, drafted),
       drafted,
     )
-    # All devices take part in an update, so that serving waits for all of it.
+    # All devices take part in an update, so serving waits until it ends.
     lost_ms = slice_ms * slices / schedule.update_interval
+    # The frozen draft has the same acceptance here: the estimate shows what updates
+    # cost, and cannot know what they gain.
     learning = dataclasses.replace(seen, lost_ms=lost_ms)
     yield {
       "acceptance": rate,

@@ -58,6 +58,7 @@ class Plan:
     self.run, self.topology = run, topology
     pair, decoding = run.pair, run.decoding
     assert isinstance(pair, pairs.PairConfig)
+    # The devices are descriptions. Shapes get shardings on them, but no array exists.
     self.partitioner = partitioning.over(run.partition, topology.devices())
     target, draft = _shapes(pair, layers)
     is_attached = isinstance(draft, AttachedConfig)
@@ -211,6 +212,7 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any:
   if len(given.device_set) == 1:  # a single device
     return jax.tree.map(lambda leaf: _at(leaf, given), shapes)
   try:
+    # Only XLA knows how it shards a result, so the function is compiled for it.
     places = jax.jit(function).lower(*arguments).compile().output_shardings
   except jax.errors.JaxRuntimeError as error:
     said = str(error).splitlines()[0]

@@ -93,6 +93,7 @@ def programs(plan: Plan) -> dict[str, Lowering]:
   drafting = data if plan.partitioner.is_whole(plan.draft) else data * model
   # Each part of the rows prefills one prompt at a time.
   prefilling = plan.spec.parts * model
+  # Every K is a program of its own, since K is static.
   drafted = adaptive.candidates if adaptive else (most,)
   rounds = {
     f"round, K = {k}": Lowering(functools.partial(_advance, plan, k), 1)
@@ -242,6 +243,8 @@ def _feed(plan: Plan, who: str, width: int) -> Any:
   def feed(served, tokens, cache):
     with plan.spec.traced():
       logits, cache = model.decode(served, tokens, cache)
+      # With the arg max, since returning the logits would write [B, n, V] that no real
+      # step writes to memory.
       return sampling.arg_max(logits), cache
 
   return jax.jit(feed, donate_argnums=2).trace(served, tokens, cache)

@@ -34,8 +34,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-MANY_MAPS = 15_000  # of the 65,530 that Linux allows a process
-# a process on Linux may have 65,530
+MANY_MAPS = 15_000  # Linux allows a process 65,530
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -108,7 +107,7 @@ def shared_data() -> pathlib.Path:
   """The real data sets, which are not part of the repository."""
   folder = ROOT.parent / "shared" / "data"
   if not folder.is_dir():
-    pytest.skip("real data absent: no folder ../shared/data beside the repository")
+    pytest.skip("real data absent: no folder ../shared/data next to the repository")
   return folder
 
 

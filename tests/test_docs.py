@@ -50,7 +50,7 @@ def test_every_block_of_a_page_runs(page, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "block, said",
+  "block, message",
   [
     ("```python\nassert 1 == 2, 'unequal'\n```", "unequal"),
     ("```sh\nfalse\ntrue\n```", "returned non-zero"),
@@ -60,11 +60,11 @@ def test_every_block_of_a_page_runs(page, tmp_path):
     ("    ```python\n    raise OSError('indented')\n    ```", "indented"),
   ],
 )
-def test_wrong_block_fails(block, said, tmp_path):
+def test_wrong_block_fails(block, message, tmp_path):
   page = tmp_path / "page.md"
   page.write_text(f"A line.\n\n{block}\n")
   done = run_page(page, tmp_path)
-  assert done.returncode != 0 and said in done.stderr
+  assert done.returncode != 0 and message in done.stderr
 
 
 def test_blocks_share_names_and_files(tmp_path):

@@ -43,13 +43,13 @@ def drafter(given):
   distances = jax.random.normal(jax.random.key(1), params["distances"].shape)
   params = {**params, "distances": distances}
 
-  def said(steps, before):
+  def states_of(steps, before):
     with jax.numpy_rank_promotion("allow"):
       return module.apply(
         {"params": params}, embedded, before, positions, mask, PROMPT, steps
       )
 
-  return said
+  return states_of
 
 
 @pytest.mark.parametrize("start", [0, 1])
@@ -118,9 +118,9 @@ def as_the_program_runs():
 def test_overlap_uses_the_target_distribution(judge):
   rows = judge.rows(SOURCE, TARGET)
   model = families.build(testing.TINY_LLAMA)
-  said = jax.nn.log_softmax(model.score(judge.params, SOURCE, SOURCE != -1, TARGET))
+  expected = jax.nn.log_softmax(model.score(judge.params, SOURCE, SOURCE != -1, TARGET))
   mask = TARGET != -1
-  np.testing.assert_allclose(rows.log_probs[mask], said[mask], atol=1e-5)
+  np.testing.assert_allclose(rows.log_probs[mask], expected[mask], atol=1e-5)
   np.testing.assert_array_equal(rows.mask, mask)
 
 

@@ -120,10 +120,12 @@ def copied(stopped, tmp_path):
 
 
 def test_full_disk_stops_the_run_and_says_how_to_continue(stopped):
-  folder, said = stopped
+  folder, message = stopped
   last = steps(folder)[-1]
-  assert "No space left on device" in said
-  assert f"the last good one is step {last}" in said and "repeat the command" in said
+  assert "No space left on device" in message
+  assert (
+    f"the last good one is step {last}" in message and "repeat the command" in message
+  )
   assert 0 < last < 13
   assert not (folder / "draft.safetensors").exists()
 

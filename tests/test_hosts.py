@@ -214,14 +214,14 @@ def figures(directory):
 
 
 @pytest.mark.parametrize(
-  ("words", "said"),
+  ("words", "message"),
   [
     (["online", "--num_processes", "2"], "expected all three, or --multihost"),
     (["generate", "--multihost"], "osd generate is one process"),
     (["convert", "--process_id", "0"], "several can run osd online, pretrain"),
   ],
 )
-def test_incomplete_process_options_are_refused(words, said, unprepared, capsys):
+def test_incomplete_process_options_are_refused(words, message, unprepared, capsys):
   assert cli.main(words) == 2
   printed = capsys.readouterr().err
-  assert said in printed and len(printed.splitlines()) == 1
+  assert message in printed and len(printed.splitlines()) == 1

@@ -373,7 +373,7 @@ def test_exit_code_is_1_if_outputs_differ(ended, exact, code):
 
 
 @pytest.fixture
-def heard():
+def default_sigint():
   """Restores the default SIGINT handler, which shells disable in background jobs."""
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   yield
@@ -385,7 +385,7 @@ def heard():
   [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
 def test_signals_unwind_the_run_and_print_how_to_continue(
-  ended, number, code, word, heard
+  ended, number, code, word, default_sigint
 ):
   """Cleanup code, such as writing a checkpoint, runs after both signals."""
   cleaned = []

@@ -53,7 +53,7 @@ class Kernel(nbclient.NotebookClient):
         if kind in shown:
           yield shown[kind]
 
-  def said(self):
+  def text(self):
     return "".join([*self.outputs("stream"), *self.outputs("text/plain")])
 
 
@@ -126,7 +126,7 @@ def test_quick_start_speeds_up_and_keeps_texts(repository, execute, tmp_path):
   assert drafted < undrafted / 2  # so the draft was used
   assert asked["updates"] >= 1 and asked["version"] >= 1
   assert (tmp_path / "runs" / "adapted_draft.safetensors").is_file()
-  assert "Warning" not in kernel.said()
+  assert "Warning" not in kernel.text()
 
 
 @pytest.mark.slow
@@ -142,9 +142,9 @@ def test_adapting_draft_raises_acceptance_and_stays_exact(
   assert kernel.redrawn == 20  # the plot was redrawn as it grew
   assert len(list(kernel.outputs("image/png"))) == 2  # this plot and that of the run
   assert any(page.startswith("<iframe") for page in kernel.outputs("text/html"))
-  said = kernel.said()
-  assert "serve 24/24" in said  # progress without ipywidgets
-  assert "Warning" not in said and "ipywidgets" not in said
+  text = kernel.text()
+  assert "serve 24/24" in text  # progress without ipywidgets
+  assert "Warning" not in text and "ipywidgets" not in text
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_only_a_target_learns_a_draft_from_nothing(repository, execute):
   assert mean(counts[:5]) < 1.3  # the draft starts untrained
   assert mean(counts[-10:]) > mean(counts[:5]) + 0.5
   assert kernel.redrawn == 15  # the plot was redrawn as it grew
-  assert "Warning" not in kernel.said()
+  assert "Warning" not in kernel.text()
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_own_data_and_weights_run_and_convert(repository, execute, tmp_path):
   assert tasks["finance"]["skipped"] == 1 and tasks["sql"]["skipped"] == 0
   assert (tmp_path / "my_target" / "config.json").is_file()
   assert any(page.startswith("<iframe") for page in kernel.outputs("text/html"))
-  assert "Warning" not in kernel.said()
+  assert "Warning" not in kernel.text()
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_decoder_only_pair_improves_during_serving(repository, execute):
   assert len(counts) == 40 and alone == 20 and updates >= 3
   assert sum(counts[-10:]) > sum(counts[:10])
   assert len(list(kernel.outputs("image/png"))) == 1
-  assert "Warning" not in kernel.said()
+  assert "Warning" not in kernel.text()
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_paper_figure_shows_a_gain_over_the_static_draft(repository, execute):
   static, online = means["sql"]
   assert online > static + 0.05
   assert len(list(kernel.outputs("image/png"))) == 2
-  assert "Warning" not in kernel.said()
+  assert "Warning" not in kernel.text()
 
 
 def test_failing_cell_raises_an_error(execute):
@@ -202,10 +202,10 @@ def test_failing_cell_raises_an_error(execute):
 def test_progress_in_a_kernel_needs_no_ipywidgets(execute):
   ours = "progress.bar(rich.console.Console(stderr=True))"
   cells = [new_code_cell(PROGRESS.format(progress=ours))]
-  said = execute(new_notebook(cells=cells)).said()
-  assert "serve 2/2" in said and "timing ..." in said
-  assert "ipywidgets" not in said and "Warning" not in said
+  text = execute(new_notebook(cells=cells)).text()
+  assert "serve 2/2" in text and "timing ..." in text
+  assert "ipywidgets" not in text and "Warning" not in text
 
   # Control: Rich's own progress bar asks for ipywidgets in a kernel.
   cells = [new_code_cell(PROGRESS.format(progress="rich.progress.Progress()"))]
-  assert "ipywidgets" in execute(new_notebook(cells=cells)).said()
+  assert "ipywidgets" in execute(new_notebook(cells=cells)).text()

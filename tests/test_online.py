@@ -24,8 +24,6 @@ from osd_jax.engine import engine
 from osd_jax.measuring import metering
 from osd_jax.models import weights
 
-TIMES = ("_ms", "_ms_per_token", "_seconds", "ahead_since")  # depend on the clock
-
 
 @dataclasses.dataclass
 class Ran:
@@ -83,13 +81,6 @@ def make(pair, tmp_path_factory):
 @pytest.fixture(scope="module")
 def learned(make):
   return make()
-
-
-def timeless(rows):
-  return [
-    {name: value for name, value in row.items() if not name.endswith(TIMES)}
-    for row in rows
-  ]
 
 
 def same_bits(one, other):
@@ -346,9 +337,9 @@ def test_stream_must_fit_the_buckets(pair, tmp_path):
   decoding = engine.DecodingConfig(source_lengths=(16,))
   with pytest.raises(
     ValueError, match=r"OnlineConfig\.stream: .*length of 40.* 16, "
-  ) as said:
+  ) as caught:
     tiny_online.config(pair, tmp_path, decoding=decoding)
-  assert len(str(said.value)) < 200  # does not print the stream
+  assert len(str(caught.value)) < 200  # does not print the stream
 
 
 def files(folder):

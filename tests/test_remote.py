@@ -130,11 +130,11 @@ def test_failed_upload_keeps_the_local_file(bucket, monkeypatch):
 
   monkeypatch.setattr(type(BUCKET), "put_file", refuse)
   with (
-    pytest.raises(base.InputError, match="403: not yours") as told,
+    pytest.raises(base.InputError, match="403: not yours") as caught,
     remote.stored(f"{bucket}/a.txt") as path,
   ):
     path.write_text("precious")
-  kept = str(told.value).rpartition("What was written is ")[2].rstrip(".")
+  kept = str(caught.value).rpartition("What was written is ")[2].rstrip(".")
   assert open(kept).read() == "precious"
 
 
@@ -215,7 +215,7 @@ def test_unreadable_url_is_not_written_to(pair, bucket, monkeypatch):
   def refuse(*args, **kwargs):
     raise OSError("the network is down")
 
-  monkeypatch.setattr(remote, "CACHE", remote.CACHE + " anew")
+  monkeypatch.setattr(remote, "CACHE", remote.CACHE + " again")
   with monkeypatch.context() as patch:
     patch.setattr(type(BUCKET), "get_file", refuse)
     with pytest.raises(base.InputError, match="the network is down"):

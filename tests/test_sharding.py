@@ -225,8 +225,8 @@ def test_single_heads_are_never_split():
   assert TARGET.head_dim > 1
   kernel = partitioner.params(TARGET)["decoder"]["layers_0"]["self_attention"]["query"]
   assert kernel["kernel"].is_fully_replicated
-  said = partitioner.unsplit(TARGET)
-  assert "its 2 heads" in said and "PartitionConfig.model = 4" in said
+  message = partitioner.unsplit(TARGET)
+  assert "its 2 heads" in message and "PartitionConfig.model = 4" in message
   assert not sharding.make(FOUR).unsplit(TARGET)
 
 

@@ -166,6 +166,5 @@ def test_model_determines_the_drafter():
   assert type(independent) is drafters.IndependentDraft
   attached = drafters.from_model(dataclasses.replace(MODEL, state_width=4))
   assert type(attached) is drafters.AttachedDraft
-  assert independent == drafters.from_model(
-    MODEL
-  )  # equal, so compiled calls are shared
+  # Drafters are static arguments, so equal ones share compiled calls.
+  assert independent == drafters.from_model(MODEL)

@@ -342,9 +342,8 @@ def test_other_settings_requests_and_parameters_compile_nothing():
   for seed in range(1, 5):
     call(seed, max_length=seed, temperature=seed / 2, top_k=seed, top_p=0.9, seed=seed)
   tables = [jnp.asarray(testing.random_table(VOCAB, 2))] * 2
-  harness.rounds(
-    model, model, 2, *tables, state, run=run
-  )  # its own result is the next input
+  # The result of a call is a valid input of the next one.
+  harness.rounds(model, model, 2, *tables, state, run=run)
   assert run._cache_size() == 1
   call(0, rows=4, max_length=9)  # another number of rows does compile
   assert run._cache_size() == 2

@@ -25,9 +25,8 @@ def probs_of(logits, **settings):
 @pytest.mark.parametrize("size", [100, 128, 32128])
 def test_arg_max_is_the_first_of_tied_entries(forms, size):
   rng = np.random.default_rng(size)
-  values = rng.integers(0, 9, (6, 3, size)).astype(
-    np.float32
-  )  # many ties for the largest
+  # Nine values, so most rows have ties for the largest.
+  values = rng.integers(0, 9, (6, 3, size)).astype(np.float32)
   values[2, 0] = -np.inf
   values[2, 1, -1] = np.inf
   values[3, 0], values[3, 0, size // 2] = -1.0, -0.0

@@ -79,7 +79,7 @@ def test_lengths_end_with_the_full_length(length):
 
 
 def test_measuring_compiles_nothing_after_warm_up(pair):
-  model = testing.tabular_model(tabular_pair.VOCAB_SIZE, "tabular, measured anew")
+  model = testing.tabular_model(tabular_pair.VOCAB_SIZE, "tabular, measured again")
   ready = server.Server(dataclasses.replace(pair, target=model, draft=model), DECODING)
   ready.warm_up(learn=True)
   prompts = tabular_pair.prompts(6)

@@ -54,7 +54,7 @@ def test_text_ends_before_the_first_stop_string_that_occurs():
 
 
 @pytest.mark.parametrize(
-  ("settings", "said"),
+  ("settings", "message"),
   [
     ({"temperature": -1}, r"SamplingConfig\.temperature: received -1"),
     ({"top_p": 0}, r"SamplingConfig\.top_p: received 0"),
@@ -64,8 +64,8 @@ def test_text_ends_before_the_first_stop_string_that_occurs():
     ({"temprature": 1}, r"a setting 'temprature', expected some of \['learn'"),
   ],
 )
-def test_invalid_settings_are_named(settings, said):
-  with pytest.raises(base.InputError, match=said):
+def test_invalid_settings_are_named(settings, message):
+  with pytest.raises(base.InputError, match=message):
     answers.Prompt.of("a text", 0, settings)
 
 

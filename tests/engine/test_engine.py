@@ -275,7 +275,7 @@ def test_seed_after_the_largest_wraps_around():
 
 
 @pytest.mark.parametrize(
-  ("tokens", "said"),
+  ("tokens", "message"),
   [
     (
       [3, cases.VOCAB, 1],
@@ -286,8 +286,8 @@ def test_seed_after_the_largest_wraps_around():
     ([[3, 1]], r"array \(1, 2\)"),
   ],
 )
-def test_invalid_token_ids_are_refused(tokens, said):
-  with pytest.raises(base.InputError, match=said):
+def test_invalid_token_ids_are_refused(tokens, message):
+  with pytest.raises(base.InputError, match=message):
     cases.decoder(1).submit(engine.Request(np.asarray(tokens)))
   assert cases.decoder(1).in_flight == 0
 

@@ -104,9 +104,8 @@ def test_waiting_saves_prefill_calls_and_changes_no_output(monkeypatch):
     found, read = on_a_mesh(8, 4, 1, monkeypatch, times=3)
     assert cases.texts(found) == 3 * cases.expected()
     calls_made.append(len(read))
-  assert (
-    7 <= calls_made[0] < calls_made[1] - 2
-  )  # seven calls with four prompts each suffice
+  # Seven calls with four prompts each would suffice.
+  assert 7 <= calls_made[0] < calls_made[1] - 2
 
 
 @pytest.mark.slow

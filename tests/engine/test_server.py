@@ -72,9 +72,8 @@ def test_generate_reaches_a_round_in_five_calls(pair, monkeypatch):
     return right(*args)
 
   monkeypatch.setattr(rounds, "one_round", one_round)
-  longer = dataclasses.replace(
-    DECODING, target_length=17
-  )  # a new shape, so that it is traced here
+  # A new shape, so that the call is traced in this test.
+  longer = dataclasses.replace(DECODING, target_length=17)
   with Server(pair, longer) as server:
     assert next(server.generate(TEXTS[0])).text
   path = ["Server.generate", "Server.serve", "Engine.step", "advance", "run_rounds"]
@@ -191,8 +190,11 @@ def test_concurrent_calls_are_refused(server):
 
 
 def test_invalid_prompt_is_named(server):
-  for bad, said in [("word " * 90, "prompt 1: .*expected 1 to 48"), ("", "prompt 1: ")]:
-    with pytest.raises(base.InputError, match=said):
+  for bad, message in [
+    ("word " * 90, "prompt 1: .*expected 1 to 48"),
+    ("", "prompt 1: "),
+  ]:
+    with pytest.raises(base.InputError, match=message):
       list(server.generate([TEXTS[0], bad]))
     assert server.engine.in_flight == 0
 

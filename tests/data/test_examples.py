@@ -94,7 +94,7 @@ def test_usable_lines_are_read_and_skipped_ones_reported(jsonl_task, vocabulary,
     assert [place.partition("q.train.jsonl:")[2] for place in found.skipped] == [
       "3: empty: blank line",
       "4: malformed: not JSON: Expecting value: line 1 column 1 (char 0)",
-      "6: malformed: a lone surrogate in prompt or reference is no text",
+      "6: malformed: prompt or reference holds a lone surrogate, which is not text",
     ]
 
 

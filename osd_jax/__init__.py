@@ -58,7 +58,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-  """Loads what a public name means at its first use (PEP 562)."""
+  """Imports the object of a public name at its first use (PEP 562)."""
   if name not in __all__:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   # The remaining names are modules, the commands.

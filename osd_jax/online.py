@@ -1,4 +1,4 @@
-"""The paper's algorithm 1: serve a stream of queries while the draft learns from it."""
+"""The paper's algorithm 1: serves a stream while the draft learns from it."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""What all commands share: start a run directory, run, finish, write the report.
+"""The frame of all commands: start a run directory, run, finish, write the report.
 
 A command passes `run` a function with its own work. Commands that go step by step also
 pass their loop to `run_steps`, which shows progress and handles signals.

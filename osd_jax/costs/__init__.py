@@ -1,1 +1,1 @@
-"""What serving and learning cost on this machine: one table, one measurement."""
+"""Costs of serving and learning on this machine: their table and measurement."""

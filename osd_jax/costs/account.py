@@ -30,7 +30,7 @@ class Account:
       to `wall`. Checkpoints and logs are the "rest".
     wall: seconds from the start of the command to its last request, in all sessions.
     learning: seconds that updates ran, on another thread and so not in `parts`.
-    metered: seconds that agreements were measured on another thread, likewise.
+    metered: seconds of measuring agreement on another thread, also not in `parts`.
     updates: number of updates.
     skipped: steps of updates that were left out because they were not finite.
   """
@@ -65,7 +65,7 @@ class Account:
       "metering": _sum(requests, "metering_ms") / 1e3,
     }
     spent = sum(parts.values())
-    served = max(served, spent)  # the log may know the time of its last session only
+    served = max(served, spent)  # the log may hold the last session's time only
     before = {name: seconds for name, seconds in before.items() if seconds}
     return cls(
       parts={**before, **parts, "rest": served - spent},
@@ -261,7 +261,7 @@ def verdict(rows: Iterable[Row]) -> Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-  """What a prediction needs to know about the requests.
+  """Means over the requests, from which speeds are predicted.
 
   Attributes:
     request_tokens: emitted per request, mean.

@@ -1,7 +1,7 @@
-"""Times named calls against each other: interleaved, with one estimator, in a budget.
+"""Times several calls in turn, with one estimator and within a budget.
 
 The engine supplies the calls, so this module imports no model. Calls are run in turn,
-so that whatever else the machine does falls on all of them alike.
+so that other work of the machine slows all of them alike.
 """
 
 import time
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-LEAST, MOST = 16, 60  # turns that are enough, and turns that are plenty
+LEAST, MOST = 16, 60  # fewest and most turns
 ENOUGH = 1.5  # seconds after which `LEAST` turns are enough
 REPEATS = 7  # of an update during serving, at most
 

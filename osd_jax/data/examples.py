@@ -1,4 +1,4 @@
-"""Examples: what a task reads, as text and as token ids.
+"""Examples of a task, as text and as token ids.
 
 A `TaskConfig` names one source: JSONL files (plain or gzipped, on this machine, in a
 bucket or shipped with the package), a TFDS data set, or a registered seqio Task. All
@@ -465,7 +465,7 @@ def sentences(
   clauses: Mapping[str, str],
   more_clauses: Callable[[dict[str, Any]], list[str]] = lambda account: [],
 ) -> list[str]:
-  """Writes one sentence for each task whose examples were not all used as they are.
+  """Writes one sentence for each task with skipped, cut or missing examples.
 
   Args:
     reports: the `report` of every task.

@@ -106,7 +106,7 @@ def _counts(config: StreamConfig, per_task: int) -> np.ndarray:
 
 def _sharp(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
   """Returns all queries of the first entry, then those of the second, and so on."""
-  # Nothing is random here; the argument is that of all schedules.
+  # This schedule is not random, but all schedules have the same arguments.
   del rng
   return np.repeat(np.arange(len(counts)), counts)
 
@@ -201,7 +201,7 @@ class Stream(Protocol):
   def __getitem__(self, index: int) -> Query:
     """Returns the query at `index`, or raises IndexError after the last one.
 
-    Callers ask in order, and may ask again until the query has been answered.
+    Callers read queries in order, and may read one again until it has been answered.
     """
     ...
 

@@ -86,7 +86,7 @@ def init(
   """Returns an empty buffer.
 
   Args:
-    config: the number of rows, N, and what they store.
+    config: N, the number of rows, and whether target states are stored.
     source_length: S, the length of every stored prompt.
     target_length: T, the length of every stored output.
     record_top_k: k, entries per recorded position; cut to V.
@@ -165,7 +165,7 @@ def sample(
   """Draws the rows of one step: some new ones, and some from the whole buffer.
 
   Each part is drawn without replacement, but a new row may also be replayed. If a part
-  has fewer rows than were asked for, the missing ones have weight 0.
+  has fewer rows than requested, the missing ones have weight 0.
 
   Args:
     buffer: the ring of N rows; it is only read.

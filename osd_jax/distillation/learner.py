@@ -338,7 +338,7 @@ class Learner:
   Attributes:
     finished: number of requests observed.
     serving: parameters of the newest draft that was returned by `observe`.
-    costs: measured costs, for the schedule; None until somebody sets them.
+    costs: measured costs, for the schedule; None until they are set.
   """
 
   def __init__(
@@ -522,7 +522,7 @@ class Learner:
     self._runner.close()
 
   def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what a checkpoint stores: (arrays, JSON values)."""
+    """Returns the state that a checkpoint stores: (arrays, JSON values)."""
     launched, inputs = self._runner.pending() or (None, None)
     arrays = {
       "learner": self._runner.learner,

@@ -74,7 +74,7 @@ class Schedule(Protocol):
     Args:
       state: the state before this request.
       request: the request that has just finished.
-      costs: measured costs of this machine; None if nobody measured them.
+      costs: measured costs of this machine, or None if they are unknown.
     """
     ...
 

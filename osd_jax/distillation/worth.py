@@ -41,7 +41,7 @@ PROBE_UPDATES = 8  # updates that such a probe must be able to pay
 
 @dataclasses.dataclass(frozen=True)
 class WorthConfig(base.Config):
-  """Updates where they pay: `LearningConfig.schedule = WorthConfig()`.
+  """Starts an update only if it should pay: `LearningConfig.schedule = WorthConfig()`.
 
   If learning gains nothing, a stream of at least `horizon` tokens loses 2.5 % of its
   time to it, a shorter one up to `trial_share` of the horizon's time. A stream that
@@ -50,7 +50,7 @@ class WorthConfig(base.Config):
   Attributes:
     update_interval: I, requests from an update until its draft serves, and until the
       next update.
-    horizon: number of tokens that profit from what an update gains.
+    horizon: number of tokens that profit from the gain of an update.
     costs: costs of this machine; None for those that `osd online` measures before its
       first request. A run repeats exactly only with given costs.
     window: updates over which the slope is taken.

@@ -1,1 +1,1 @@
-"""Requests in flight, on the host: who decodes next, with which K, for how long."""
+"""The host's side of decoding: admits requests, chooses K and swaps drafts."""

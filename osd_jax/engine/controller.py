@@ -97,7 +97,7 @@ class Controller:
   """
 
   def __init__(self, decoding: DecodingConfig, has_draft: bool):
-    """Takes the tables that the config gives; measures nothing."""
+    """Reads the tables of the config, without measuring any."""
     self.costs: dict[tuple[int, bool], RoundCosts] = {}
     self.candidates: tuple[int, ...] = (decoding.num_draft_tokens if has_draft else 0,)
     self._rows = decoding.rows
@@ -167,7 +167,7 @@ class Controller:
       self.state = release(self.state, row, tokens)
 
   def to_json(self) -> dict[str, Any]:
-    """Returns what a checkpoint keeps."""
+    """Returns the state that a checkpoint stores."""
     return {
       "state": dataclasses.asdict(self.state),
       "costs": [[*key, dataclasses.asdict(table)] for key, table in self.costs.items()],

@@ -301,7 +301,7 @@ class Engine:
     self.clear()
 
   def state(self) -> tuple[state_lib.DecodeState | None, dict[str, Any]]:
-    """Returns what a checkpoint keeps: the rows in flight, and the host's part."""
+    """Returns the state that a checkpoint stores: (rows in flight, JSON values)."""
     saved = [
       slot
       and {
@@ -322,7 +322,7 @@ class Engine:
 
   def structure(self, host: dict[str, Any]) -> Any:
     """Returns the shapes of the rows that `state` gave with `host`."""
-    # No request was ever admitted, so there are no arrays to restore.
+    # Without any admitted request the checkpoint holds no rows.
     if host["bucket"] == 0:
       return None
     return jax.eval_shape(lambda: steps.empty(self.spec, self.served, host["bucket"]))

@@ -307,7 +307,7 @@ def _ways(engine: Any) -> dict[str, Way]:
 
 
 def _with_updates(costs: Costs, server: Any, rows: _Rows) -> Costs:
-  """Adds what an update takes, with nothing served and with requests in flight."""
+  """Adds the time of an update, measured while idle and while serving."""
   learner = server.learner
   total = learner.config.update.steps_per_update
   slice_ms = _ms(lambda: learner.try_update(1))
@@ -434,7 +434,7 @@ def _loops(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _prefilled(model, length, params, source, read) -> tuple[base.Params, Any]:
-  """The served copy, and a cache after prefill of what the model reads."""
+  """Returns the served copy of `params`, and the cache after prefilling `read`."""
   served = model.prepare(params)
   return served, model.prefill(served, read, model.mask(source), length)
 

@@ -271,7 +271,7 @@ class Replicas:
     return said
 
   def state(self) -> tuple[None, dict[str, Any]]:
-    """Returns what a checkpoint keeps: unanswered requests, to be decoded again."""
+    """Returns the state that a checkpoint stores: requests to be decoded again."""
     unanswered = dict(self._waiting)
     for replica in self._replicas:
       unanswered |= replica.held

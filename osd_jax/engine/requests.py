@@ -1,4 +1,4 @@
-"""What users pass and get: configs, prompts, requests and answers.
+"""The types that users pass and receive: configs, prompts, requests and answers.
 
 A request changes form four times: a text or `Prompt`, a `Request`, a row of
 `DecodeState`, and an `Answer` (`Finished` for callers that work with tokens).

@@ -395,14 +395,14 @@ class Server:
 
   def close(self) -> None:
     """Ends learning and drops requests in flight."""
-    # Set first: a generator that is still open must not submit to a closed engine.
+    # Set first, so that no new call starts while the engine closes.
     self._is_closed = True
     self.engine.close()
     if self._learner is not None:
       self._learner.close()
 
   def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what a checkpoint keeps: arrays, and the host's part."""
+    """Returns the state that a checkpoint stores: (arrays, JSON values)."""
     parts = {name: part.state() for name, part in self._parts().items()}
     arrays = {name: arrays for name, (arrays, _) in parts.items()}
     return arrays, {name: host for name, (_, host) in parts.items()}
@@ -470,7 +470,7 @@ class Server:
     settings: dict[str, Any],
     is_streamed: bool = False,
   ) -> Request:
-    """Returns the request of a prompt; its tag holds what the answer needs."""
+    """Returns the request of a prompt; its tag holds the fields of the answer."""
     try:
       prompt = Prompt.of(given, index, settings)
       text = TextSoFar(self.pair.vocabulary.decode, prompt.stop)

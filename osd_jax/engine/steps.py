@@ -298,7 +298,7 @@ def read_row(
 
 
 def _split(spec: DecodeSpec, source: jax.Array) -> jax.Array:
-  """Places sources [P, S] where their rows are."""
+  """Places sources [P, S] on the devices that hold their rows."""
   if spec.parts == 1:
     return source
   return jax.lax.with_sharding_constraint(source, spec.partitioner.of_rows(source))

@@ -296,7 +296,7 @@ def describe(config_class: type) -> str:
 
 
 def documented(config_class: type) -> dict[str, str]:
-  """Returns what the `Attributes:` of a docstring say about each field."""
+  """Returns the description of each field in the `Attributes:` of a docstring."""
   text = inspect.getdoc(config_class) or ""
   # Docstrings are the only place that describes a field, so that the help text and the
   # reference pages cannot disagree.

@@ -224,7 +224,7 @@ class _Settings:
         return
     else:
       key = _Key("", _MACRO, f"{scope}/{selector}" if scope else selector)
-    # REQUIRED asks for a value; it takes none away.
+    # gin.REQUIRED only marks a missing value; it does not remove one that is set.
     if value != _REQUIRED or key not in self._bound:
       self._bound[key] = _Bound(value, place, library)
 

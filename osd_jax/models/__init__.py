@@ -1,1 +1,1 @@
-"""Models: what stands behind the functions of `base.Model`."""
+"""Models: implementations of `base.Model`, their weights and their conversion."""

@@ -1,4 +1,4 @@
-"""What a run writes and continues from: its directory, logs and checkpoints.
+"""The files that a run writes and continues from: directory, logs, checkpoints.
 
 Importing this package loads neither orbax nor tensorboardX.
 """

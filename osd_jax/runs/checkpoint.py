@@ -110,10 +110,10 @@ class Checkpointer:
     return max(self.steps(), default=None)
 
   def resumed(self, unit: str, total: int | None) -> str:
-    """Says where the run continues; "" if no step was restored.
+    """Returns a sentence on where the run continues, or "" for a new run.
 
     Args:
-      unit: what a step counts, in the singular.
+      unit: name of one counted thing, such as "request".
       total: the run's length; None if it is unknown.
     """
     if self._restored is None:

@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 from osd_jax import base, remote
 from osd_jax.runs import log
 
-# Only these names are ever removed: what a run writes at its start, and later.
+# Only these names are ever removed: files that a run writes at its start, and results.
 _FIRST = (
   "config.json",
   "operative_config.gin",
@@ -127,7 +127,7 @@ class RunDirectory:
   ) -> "RunDirectory":
     """Continues the run in this folder, or begins a new one.
 
-    A finished run is left as it is: check `finished`.
+    A finished run does not change; callers must check `finished`.
 
     Args:
       path: the folder, created with its parents. A URL (gs://BUCKET/RUN) is mirrored:
@@ -244,7 +244,7 @@ class RunDirectory:
     self.write_json(self.provenance_path.name, notes)
 
   def _open(self) -> None:
-    # Remembered, so that a failed start removes the parents it created as well.
+    # Stored, so that a failed start can remove the parents that it created.
     above = [self.path, *self.path.parents]
     self._made = [folder for folder in above if not folder.exists()]
     self.path.mkdir(parents=True, exist_ok=True)

@@ -322,7 +322,7 @@ def strict(values: Row, where: str) -> tuple[dict[str, Any], list[str]]:
 
   Args:
     values: the fields of a row.
-    where: what an error calls the row.
+    where: name of the row in error messages.
 
   Returns:
     The plain values, and the dotted names of floats that were not finite.

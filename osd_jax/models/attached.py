@@ -196,6 +196,7 @@ def _prepare(
   # Without the encoder: when serving, the target's own prefill returns the states.
   tables = {"embedding": frozen["embedding"]}
   if "draft_head" in frozen:
+    # `frozen_of` has quantised it already, since the target's head never changes.
     copy["draft_head"] = frozen["draft_head"]
   elif served.has_draft_head(target, serving):
     head = frozen["head"]

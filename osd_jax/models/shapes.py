@@ -219,6 +219,7 @@ class AttachedConfig(base.Config):
     relative_max_distance: as in `T5Config`.
   """
 
+  # Without constraints of their own: `decoder` makes a T5Config, which checks them.
   width: int = 128
   num_heads: int = 4
   head_dim: int = 32

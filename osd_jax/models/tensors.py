@@ -89,6 +89,7 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
     about = header[name]
     if about["dtype"] not in _DTYPES:
       raise _not_floating(name, path, about["dtype"])
+    # Offsets count from the end of the header.
     start, stop = about["data_offsets"]
     # An mmap of its own: its pages are returned to the system with the tensor.
     buffer = mmap.mmap(-1, max(1, stop - start))

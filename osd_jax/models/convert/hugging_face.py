@@ -208,6 +208,7 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 def _params(tensors: Tensors, config: ModelConfig, origin: object) -> base.Params:
   family = _FAMILIES[type(config)]
+  # A file may hold copies of the embedding under several names. One is read.
   tensors = family.without_copies(tensors, config)
   expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path) for path in expected}

@@ -70,6 +70,7 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
   num_heads = required(config, "num_attention_heads")
   width = required(config, "hidden_size")
   head_dim: int = config.get("head_dim") or _HEAD_DIMS.get(kind, 0)
+  # Older files state no head_dim.
   head_dim = head_dim or width // num_heads
   # Qwen2 always has biases in query, key and value, and none in the output. Its files
   # need not contain the field.
@@ -109,6 +110,7 @@ def _positions(config: Mapping[str, Any]) -> int:
   limit = required(config, "max_position_embeddings")
   window = config.get("sliding_window")
   slides = config["model_type"] == "mistral" or config.get("use_sliding_window", False)
+  # Mistral's files always mean their window; Qwen2's only with `use_sliding_window`.
   if slides and window:
     return min(limit, window)
   kinds = set(config.get("layer_types") or ())

@@ -7,7 +7,7 @@ from hypothesis import strategies
 
 from osd_jax import assets, base
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.engine import answers
+from osd_jax.engine import requests
 
 VOCABULARY = Vocabulary.load(assets.resolve("shipped:demo_vocabulary.model"))
 TOKENS = strategies.lists(strategies.integers(2, VOCABULARY.size - 1), max_size=24)
@@ -16,7 +16,7 @@ SIZES = strategies.lists(strategies.integers(1, 5), min_size=1, max_size=24)
 
 def read(tokens, sizes, stop=()):
   """Reads growing prefixes; returns the pieces, the whole text and the tokens used."""
-  text, pieces, shown = answers.TextSoFar(VOCABULARY.decode, stop), [], 0
+  text, pieces, shown = requests.TextSoFar(VOCABULARY.decode, stop), [], 0
   for size in sizes:
     shown = min(shown + size, len(tokens))
     count = text.watch(np.asarray(tokens[:shown]))
@@ -66,17 +66,17 @@ def test_text_ends_before_the_first_stop_string_that_occurs():
 )
 def test_invalid_settings_are_named(settings, message):
   with pytest.raises(base.InputError, match=message):
-    answers.Prompt.of("a text", 0, settings)
+    requests.Prompt.of("a text", 0, settings)
 
 
 @pytest.mark.parametrize("given", [3, None, "", "  "])
 def test_prompt_must_be_a_text(given):
   with pytest.raises(base.InputError, match=r"Prompt\.text: received"):
-    answers.Prompt.of(given, 0, {})
+    requests.Prompt.of(given, 0, {})
 
 
 def test_prompts_without_a_seed_get_consecutive_seeds():
-  seeds = [answers.Prompt.of("a", i, {"seed": 2**32 - 1}).seed for i in range(2)]
+  seeds = [requests.Prompt.of("a", i, {"seed": 2**32 - 1}).seed for i in range(2)]
   assert seeds == [2**32 - 1, 0]
-  own = answers.Prompt("a", seed=7)
-  assert answers.Prompt.of(own, 5, {"seed": 1}) is own
+  own = requests.Prompt("a", seed=7)
+  assert requests.Prompt.of(own, 5, {"seed": 1}) is own

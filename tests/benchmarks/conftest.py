@@ -10,7 +10,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 
 @pytest.fixture(autouse=True)
-def as_the_programs_run():
+def rank_promotion_allowed():
   """Allows rank promotion, because the benchmark programs may use it."""
   with jax.numpy_rank_promotion("allow"):
     yield

@@ -144,11 +144,11 @@ def given(*words):
 def test_options_reach_every_run(tmp_path):
   target = tmp_path / "target.safetensors"
   target.touch()
-  said = given(
+  parsed = given(
     "--target", str(target), "--attached", "attached", "--requests_per_task", "7",
     "--bindings", "DecodingConfig.rows=2",
   )  # fmt: skip
-  made = bench_whole_run.configs(said, 5)
+  made = bench_whole_run.configs(parsed, 5)
   assert {kind: config.pair.draft for kind, config in made.items()} == {
     "independent": "shipped:demo_draft.safetensors",
     "attached": "attached",
@@ -156,7 +156,7 @@ def test_options_reach_every_run(tmp_path):
   for config in made.values():
     assert config.pair.target == str(target) and config.decoding.rows == 2
     assert config.stream.requests_per_task == 7 and config.stream.seed == 5
-  assert bench_whole_run.setting_of(said) == (
+  assert bench_whole_run.setting_of(parsed) == (
     "runs/demo_independent.gin, target target, attached attached, 7 a task,"
     " DecodingConfig.rows=2"
   )
@@ -165,8 +165,8 @@ def test_options_reach_every_run(tmp_path):
 
 def test_systems_option_selects_a_subset(ran):
   loaded, spent, _ = ran
-  said = given("--attached", "a", "--systems", "attached online", "plain")
-  chosen = bench_whole_run.chosen_of(said)
+  parsed = given("--attached", "a", "--systems", "attached online", "plain")
+  chosen = bench_whole_run.chosen_of(parsed)
   assert chosen == ["plain", "attached online"], "the order of NAMES"
   assert bench_whole_run.chosen_of(given("--attached", "a")) == NAMES
   assert bench_whole_run.chosen_of(given()) == NAMES[:3]
@@ -202,8 +202,8 @@ def test_only_selected_systems_serve(ran, tmp_path):
 
 def test_attached_gin_changes_only_the_attached_draft(written):
   own = written("OptimizerConfig.learning_rate = 0.5\n")
-  said = given("--attached", "attached", "--attached_gin", own)
-  made = bench_whole_run.configs(said, 0)
+  parsed = given("--attached", "attached", "--attached_gin", own)
+  made = bench_whole_run.configs(parsed, 0)
   rates = {
     kind: config.learning.update.optimizer.learning_rate
     for kind, config in made.items()
@@ -212,11 +212,11 @@ def test_attached_gin_changes_only_the_attached_draft(written):
 
 
 def test_attached_draft_of_the_demo_uses_its_own_config():
-  said = given(
+  parsed = given(
     "--attached", "shipped:demo_attached_draft.safetensors",
     "--attached_gin", "runs/demo.gin",
   )  # fmt: skip
-  made = bench_whole_run.configs(said, 0)
+  made = bench_whole_run.configs(parsed, 0)
   narrowed = {
     kind: config.learning.update.loss.num_tokens for kind, config in made.items()
   }
@@ -233,9 +233,9 @@ def test_attached_draft_is_refused_as_independent_draft(ran):
 
 def test_attached_gin_must_not_change_the_stream(written):
   other = written("StreamConfig.requests_per_task = 9\n")
-  said = given("--attached", "attached", "--attached_gin", other)
+  parsed = given("--attached", "attached", "--attached_gin", other)
   with pytest.raises(base.InputError, match="changes OnlineConfig.stream, expected"):
-    bench_whole_run.configs(said, 0)
+    bench_whole_run.configs(parsed, 0)
   with pytest.raises(base.InputError, match="--attached_gin: received"):
     bench_whole_run.configs(given("--attached_gin", other), 0)
 
@@ -260,8 +260,8 @@ def test_goal_depends_on_the_target_and_the_clock(setting, clock, asked):
 def test_goal_for_maths_alone_bounds_the_cost_of_learning(target):
   """For any target, if the bindings select only the maths topic."""
   topic = "StreamConfig.tasks=(@maths/stream/TaskConfig(),)"
-  said = given("--bindings", topic)
-  config = bench_whole_run.config_of(said, 0, [], None)
+  parsed = given("--bindings", topic)
+  config = bench_whole_run.config_of(parsed, 0, [], None)
   assert [task.source for task in config.stream.tasks] == ["maths"]
   setting = f"runs/d.gin{target}, {topic}, seed 0"
   found = bench_whole_run.asked_of(setting, "wall, 2 thread(s)")

@@ -83,6 +83,7 @@ def test_note_contains_machine_and_commit(tmp_path):
     (float("nan"), "<= 1e3", ""),
     (0.0, "0", "met"),
     (1.0, "0", "**missed**"),
+    # A goal without a comparison sign allows a difference of 10 %.
     (1.09, "1", "met"),
     (1.11, "1", "**missed**"),
     (3.0, "reported", ""),

@@ -93,7 +93,7 @@ def test_field_names_of_published_data_sets_are_accepted(name, raw):
 
 
 @pytest.mark.parametrize(
-  ("prompt", "asked"),
+  ("prompt", "expected"),
   [
     ("{question}", "why?"),
     ("answer: {question}", "answer: why?"),
@@ -101,9 +101,9 @@ def test_field_names_of_published_data_sets_are_accepted(name, raw):
     ("{über}\n", "ü\n"),
   ],
 )
-def test_prompt_template_reads_any_field(prompt, asked):
+def test_prompt_template_reads_any_field(prompt, expected):
   raw = {"question": "why?", "a b": "two words", "über": "ü"}
-  assert identity(raw, prompt) == (asked, "")
+  assert identity(raw, prompt) == (expected, "")
 
 
 @pytest.mark.parametrize(

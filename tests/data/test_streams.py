@@ -95,12 +95,13 @@ def test_gradual_share_rises_linearly_around_the_boundary():
   entries = streams._gradual(np.array([20_000, 20_000]), _rng(), width=20_000)
   assert not entries[:10_000].any() and entries[30_000:].all()
   shares = entries[10_000:30_000].reshape(10, 2000).mean(axis=1)
+  # The means of ten equal parts of a linear rise from 0 to 1.
   np.testing.assert_allclose(shares, np.arange(0.05, 1, 0.1), atol=0.05)
 
 
 def test_gradual_shift_is_no_wider_than_the_shortest_task():
   entries = streams._gradual(np.array([300, 30, 300]), _rng(), width=100)
-  # A query moves by at most 15 places, so two of them swap within 30.
+  # The width is reduced to 30, so a query moves by at most 15 places.
   assert not entries[:270].any() and (entries[360:] == 2).all()
   assert set(entries[285:345]) == {0, 1, 2}
 
@@ -111,6 +112,7 @@ def test_mixture_has_the_configured_shares():
   for part in np.split(entries, 4):  # the shares hold in every part of the stream
     shares = np.bincount(part) / len(part)
     np.testing.assert_allclose(shares, [0.4, 0.3, 0.2, 0.1], atol=0.03)
+  # The 4 * 5,000 requests are divided in the ratio of the weights.
   np.testing.assert_array_equal(np.bincount(entries), [8000, 6000, 4000, 2000])
 
 
@@ -248,8 +250,8 @@ def test_bad_line_is_skipped_and_reported_with_its_line_number(
   start = f"{tmp_path / 'a.jsonl'}:2: {BAD_LINES[bad]}: "
   assert place.startswith(start)
   (sentence,) = stream.sentences()
-  said = f"a: 1 of 3 lines skipped: a.jsonl:2 {place.removeprefix(start)}"
-  assert sentence.startswith(said)
+  reason = place.removeprefix(start)
+  assert sentence.startswith(f"a: 1 of 3 lines skipped: a.jsonl:2 {reason}")
   json.dumps(report)
 
 

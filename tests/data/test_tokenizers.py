@@ -262,16 +262,16 @@ LLAMA3_SPLIT = (
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("begins", [True, False], ids=["llama 3", "qwen"])
+@pytest.mark.parametrize("has_prefix", [True, False], ids=["llama 3", "qwen"])
 def test_ids_of_byte_level_bpe_equal_those_of_transformers(
-  shared_data, tmp_path, begins
+  shared_data, tmp_path, has_prefix
 ):
   """Llama 3's `tokenizer.json` adds a prefix token, Qwen's does not."""
   transformers = pytest.importorskip("transformers")
   library = pytest.importorskip("tokenizers")
   lines = real_lines(shared_data)[:1000]
   assert len(lines) == 1000
-  made = library.Tokenizer(library.models.BPE(ignore_merges=begins))
+  made = library.Tokenizer(library.models.BPE(ignore_merges=has_prefix))
   parts = library.pre_tokenizers
   made.pre_tokenizer = parts.Sequence(
     [
@@ -288,13 +288,13 @@ def test_ids_of_byte_level_bpe_equal_those_of_transformers(
     show_progress=False,
   )
   made.train_from_iterator(lines[::2], trainer)
-  if begins:
+  if has_prefix:
     made.post_processor = library.processors.TemplateProcessing(
       single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
     )
   made.save(str(tmp_path / "tokenizer.json"))
   settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[1]}
-  settings |= {"bos_token": special[0]} if begins else {}
+  settings |= {"bos_token": special[0]} if has_prefix else {}
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
   ours = tokenizers.load_any(tmp_path)
@@ -302,9 +302,9 @@ def test_ids_of_byte_level_bpe_equal_those_of_transformers(
   for line in lines:
     expected = theirs(line).input_ids
     assert ours.encode_prompt(line).tolist() == expected, line
-    assert (expected[0] == 0) == begins
+    assert (expected[0] == 0) == has_prefix
     if special[1] not in line:
-      assert ours.decode([*expected[begins:], 1, 7]) == line
+      assert ours.decode([*expected[has_prefix:], 1, 7]) == line
 
 
 @pytest.mark.hf

@@ -159,7 +159,7 @@ def test_sql_row_queries_return_the_requested_rows(samples, records, database):
       expected = [tuple(row[name] for name in names) for row in rows]
       assert database.execute(example.reference).fetchall() == expected, example
       found += len(rows)
-  assert found > 500
+  assert found > 500  # so the pattern matched and the database had results
 
 
 def test_sql_aggregates_return_the_requested_values(samples, records, database):
@@ -172,10 +172,12 @@ def test_sql_aggregates_return_the_requested_values(samples, records, database):
     rows = _selected(example.prompt, records[(count or table).group(1)])
     if not rows:
       continue
-    asked = re.findall(
+    aggregates = re.findall(
       r"(?:the|their) (average|highest|lowest|total) (\w+)", example.prompt
     )
-    expected = [_AGGREGATE[word]([row[name] for row in rows]) for word, name in asked]
+    expected = [
+      _AGGREGATE[word]([row[name] for row in rows]) for word, name in aggregates
+    ]
     expected = [len(rows), *expected] if count else expected
     (answer,) = database.execute(example.reference).fetchall()
     assert answer == pytest.approx(tuple(expected)), example
@@ -272,18 +274,18 @@ def test_finance_figures_add_up(samples):
   kinds = set()
   for example in samples["finance"]:
     given = [int(number) for number in re.findall(r"\d+", example.prompt)]
-    said = [int(number) for number in re.findall(r"\d+", example.reference)]
+    numbers = [int(number) for number in re.findall(r"\d+", example.reference)]
     if "from" in example.prompt or "forecast" in example.prompt:
       kinds.add("difference")
-      assert said == [abs(given[0] - given[1]), *given], example
+      assert numbers == [abs(given[0] - given[1]), *given], example
       rising = given[1] > given[0] if "from" in example.prompt else given[0] > given[1]
       assert rising == bool(re.search(" rose | beat ", example.prompt)), example
     elif "total" in example.reference:
       kinds.add("total")
-      assert said == [*given, sum(given)], example
+      assert numbers == [*given, sum(given)], example
     else:
       kinds.add("copy")
-      assert said == given, example
+      assert numbers == given, example
   assert kinds == {"difference", "total", "copy"}
 
 

@@ -85,6 +85,7 @@ def feed(one, overlaps):
   return [outcome.figures() for outcome in outcomes if outcome is not None]
 
 
+# The share of the slices is (1 - overlap) / much_to_gain, at most 1.
 @pytest.mark.parametrize(
   "much, overlap, share",
   [(0.0, 0.99, 1.0), (0.4, 0.2, 1.0), (0.4, 0.9, 0.25), (0.4, 0.999, 0.0025)],

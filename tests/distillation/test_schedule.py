@@ -86,6 +86,7 @@ def test_noisy_rise_is_mostly_learnt_before_a_pause():
 
 def test_flat_curve_pauses_and_stops_updates():
   states, updates = run(DEFAULT, [0.7] * 300)
+  # Two windows are compared, and must be flat for `pause_after_flat` requests.
   start = 2 * DEFAULT.window + DEFAULT.pause_after_flat - 1
   assert [s.finished for s in states if s.paused] == list(range(start, 301))
   assert updates and max(updates) <= start
@@ -213,6 +214,7 @@ def test_updates_do_not_overlap():
   assert slices == SLICES and state.updates == 1
 
 
+# The share of the slices is (1 - overlap) / much_to_gain, at most 1.
 @pytest.mark.parametrize("overlap, expected", [(0.2, 16), (0.8, 8), (0.99, 1)])
 def test_updates_have_fewer_slices_if_little_can_be_gained(overlap, expected):
   config = schedule.ScheduleConfig(update_interval=8, much_to_gain=0.4)

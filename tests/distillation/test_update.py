@@ -111,6 +111,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
 def test_every_optimizer_lowers_the_loss(name):
+  # With these rates, 60 steps are enough for every optimizer.
   rate = {"adamw": 3e-2, "adafactor": 1e-1, "lion": 1e-2, "sgd": 1.0}[name]
   config = config_of(name=name, learning_rate=rate)
   learner, batch = learner_of(config), batch_of(1)

@@ -74,10 +74,12 @@ def test_failure_names_prompt_position_tokens_and_scores():
   assert "prompt 12, position 4" in found.sentence() and "NOT EXACT" in found.sentence()
 
 
+# Near ties are tokens whose scores differ by at most 1e-5, relatively.
 @pytest.mark.parametrize(("distance", "passes"), [(5e-6, True), (5e-5, False)])
 def test_only_near_ties_pass(distance, passes):
   table = testing.random_table(SIZE, 0)
   table[..., base.PAD_ID] = table[..., base.EOS_ID] = -1e9
+  # Tokens 4 and 5 are the best in every context, `distance` apart.
   best = table.max(-1) + 1
   table[..., 4], table[..., 5] = best, best * (1 - np.sign(best) * distance)
   pair = with_table(table)
@@ -156,8 +158,8 @@ def test_non_finite_scores_fail_also_when_read_from_a_log(tmp_path, score):
     log.write("request", {"certificate": dataclasses.asdict(bad)})
   verdict = certificate.of_rows(runs.read(directory.metrics_path))
   assert not verdict.passed and verdict.failures[0].emitted_score is None
-  said = verdict.sentence()
-  assert "NOT EXACT" in said and "emitted 6 (score not finite)" in said
+  text = verdict.sentence()
+  assert "NOT EXACT" in text and "emitted 6 (score not finite)" in text
   for found in (verdict, bad):
     assert not certificate.finish(found, directory)
   text = (directory.path / "certificate.json").read_text()

@@ -76,6 +76,7 @@ def test_bfloat16_file_is_read_exactly():
 
 
 def _fields(**changes):
+  """Returns the fields of flan-t5-small's config.json, with changes."""
   fields = {
     "model_type": "t5",
     "vocab_size": 32128,
@@ -206,6 +207,7 @@ def test_unexpected_tensor_is_named():
 
 
 def test_error_lists_five_tensors_and_counts_the_rest():
+  # All 60 tensors are missing.
   with pytest.raises(ValueError, match="and 55 more. Check that the configuration"):
     converted("t5_1_0", lambda tensors: tensors.clear())
 

@@ -103,6 +103,7 @@ def test_errors_in_shards_name_tensor_and_file(tmp_path):
 
 def test_incomplete_file_is_refused(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
+  # The header at the start of the file remains intact; the last values are missing.
   file = folder / "model.safetensors"
   file.write_bytes(file.read_bytes()[:-40])
   assert "expected a complete safetensors file" in refusal(folder)
@@ -220,7 +221,7 @@ def test_large_weights_are_written_in_shards_and_read_back_exactly(
   given = random_weights(False)
   whole = convert.write_hugging_face(tmp_path / "whole", given)
   assert not list(whole.glob("*index*"))
-  monkeypatch.setattr(hugging_face, "_SHARD", 20_000)
+  monkeypatch.setattr(hugging_face, "_SHARD", 20_000)  # 20 kB instead of 5 GB
   folder = convert.write_hugging_face(tmp_path / "shards", given)
   shards = sorted(folder.glob("*.safetensors"))
   assert len(shards) > 2 and shards[0].name.startswith("model-00001-of-")
@@ -249,7 +250,8 @@ def test_round_trip_of_a_transformers_folder_is_exact(tmp_path, kind):
     np.testing.assert_array_equal(found[name], tensor.astype(np.float32))
   theirs = json.loads((original / "config.json").read_text())
   ours = json.loads((folder / "config.json").read_text())
-  # These three fields differ between versions of transformers, not in meaning.
+  # `dtype` becomes float32, dropout has no effect here, and `tie_word_embeddings` has
+  # another meaning in transformers 4 than in 5.
   differing = {name for name in ours if name in theirs and ours[name] != theirs[name]}
   assert differing <= {"dtype", "dropout_rate", "tie_word_embeddings"}
 

@@ -20,6 +20,7 @@ SHAPES = {
   "ungrouped": dataclasses.replace(PLAIN, num_kv_heads=4),
   "tied": dataclasses.replace(PLAIN, tied_head=True),
   "qwen2": dataclasses.replace(PLAIN, attention_bias=True),
+  # The large epsilon makes a difference if it is not passed to every norm.
   "qwen3": dataclasses.replace(PLAIN, query_key_norm=True, norm_epsilon=1e-3),
   "all biases": dataclasses.replace(PLAIN, attention_bias=True, output_bias=True),
   "scaled": dataclasses.replace(PLAIN, rope_scaling=SCALED, rope_theta=500.0),

@@ -15,6 +15,7 @@ from osd_jax.models import families
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
 CONFIG = tiny.CONFIG
+# CONFIG has the form of T5 1.1; this one has ReLU and a tied head, like T5 1.0.
 TIED = dataclasses.replace(
   CONFIG, mlp_activations=("relu",), tied_head=True, num_decoder_layers=1
 )
@@ -121,13 +122,13 @@ def test_cache_entries_beyond_length_are_not_read(untied, batch, forced):
   _, cache = untied.feed(batch, 1)
   length = jnp.full((ROWS,), 2, jnp.int32)
   stale = jnp.arange(TARGET + ROOM)[None, None, :, None] >= 2
-  spoil = lambda entries: tuple(jnp.where(stale, 1e3, x) for x in entries)
-  spoilt = cache.replace(
-    self_keys=spoil(cache.self_keys),
-    self_values=spoil(cache.self_values),
+  overwrite = lambda entries: tuple(jnp.where(stale, 1e3, x) for x in entries)
+  changed = cache.replace(
+    self_keys=overwrite(cache.self_keys),
+    self_values=overwrite(cache.self_values),
     length=length,
   )
-  logits, _ = untied.decode(untied.served, batch.fed[:, 2:4], spoilt)
+  logits, _ = untied.decode(untied.served, batch.fed[:, 2:4], changed)
   SAME(logits, forced[:, 2:4])
 
 

@@ -243,9 +243,9 @@ def test_integer_parameters_are_refused(tmp_path, params):
 
 @pytest.mark.parametrize("name", [KERNEL, "decoder/decoder_norm/scale"])
 def test_tensor_with_a_non_finite_value_is_named(tmp_path, params, name):
-  spoilt = params[name].copy()
-  spoilt.flat[3] = np.nan
-  folder = write_native(tmp_path / "c", {**params, name: spoilt})
+  with_nan = params[name].copy()
+  with_nan.flat[3] = np.nan
+  folder = write_native(tmp_path / "c", {**params, name: with_nan})
   assert f"{folder}: tensor {name}: 1 of its" in refusal(folder)
 
 

@@ -27,6 +27,7 @@ def test_float32_product_equals_numpy(library, shape, columns):
   x, kernel = factors(*shape, columns)
   exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
   got = np.asarray(library.product(x, kernel))
+  # Rounding errors are relative to the sum of the absolute products.
   sizes = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(kernel)).T
   assert got.dtype == np.float32 and got.shape == exact.shape
   assert np.all(np.abs(got - exact) <= 1e-6 * sizes)
@@ -90,6 +91,7 @@ def rounded_product(x, kernel, scale):
 def test_int8_product_equals_numpy(library, shape, columns):
   x, kernel = factors(*shape, columns)
   stored = layers.quantized(kernel.T)
+  # Columns of very different sizes need separate scales.
   x = x.at[0].multiply(1e6).at[-1].multiply(1e-6)
   got = library.int8_product(x, stored["kernel"], stored["scale"])
   np.testing.assert_array_equal(got, rounded_product(x, **stored))

@@ -23,7 +23,7 @@ def _png_size(path):
   return struct.unpack(">II", head[4:12])
 
 
-SERVED = list(plots.PLOTS)[:9]
+SERVED = list(plots.PLOTS)[:9]  # the plots of an online run
 
 
 def test_full_run_gives_valid_pngs(tmp_path):
@@ -43,6 +43,7 @@ def test_overlap_plot_shows_trailing_means_and_shifts():
     values = [row[field] for row in requests]
     assert lines[name].get_ydata()[-1] == pytest.approx(np.mean(values[-25:]))
   marks = [ln for ln in axes.get_lines() if len(set(ln.get_xdata())) == 1]
+  # Each of the four topics has 30 of the 120 requests.
   assert [mark.get_xdata()[0] for mark in marks] == [29.5, 59.5, 89.5]
   assert [text.get_text() for text in axes.texts] == list(synthetic_run.TOPICS)
 

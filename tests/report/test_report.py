@@ -8,6 +8,7 @@ from osd_jax.report.page import _samples, write_report
 from osd_jax.report.tables import Summary
 from osd_jax.runs import Output, OutputsLog, RunDirectory
 
+# Only the signature of a plot is checked.
 PNG = b"\x89PNG\r\n\x1a\n" + b"\x00" * 40
 EVIL = "<script>alert('x')</script> & \"q\""
 
@@ -145,4 +146,4 @@ def test_samples_are_the_first_middle_and_last_output_of_every_task():
     ("a", 7),
     ("b", 8),
   ]
-  assert len(found[0]["prompt"]) < 410
+  assert len(found[0]["prompt"]) < 410  # long prompts are shortened

@@ -64,6 +64,7 @@ def segments(rows=None):
 
 def test_agreement_table_has_first_and_last_means():
   table = tables.agreement_table(segments())
+  # The first 50 requests of a topic are 10 before the rise and 40 after it.
   first = (10 * 0.5 + 40 * 0.9) / 50
   assert [row["topic"] for row in table] == ["maths", "sql"]
   assert table[0]["overlap first 50"] == pytest.approx(first, abs=1e-3)

@@ -48,6 +48,7 @@ def test_pinned_acceptance_is_reported_once_at_start_and_end(row, name):
     [request()] * 60,
     [NOTHING, ALL] * 30,
     [request(drafted=0, accepted=0)] * 60,  # no draft ran, so nothing was rejected
+    # One accepted or rejected token in every window of 25 requests.
     [*[NOTHING] * 24, request(accepted=1), *[NOTHING] * 24],
     [*[ALL] * 24, request(accepted=4), *[ALL] * 24],
     [update()] * 9,

@@ -27,7 +27,7 @@ def test_every_dtype_is_restored_bit_exactly(tmp_path):
     "bfloat16": jnp.asarray(bits.view(np.uint16)).view(jnp.bfloat16),
     "uint16": jnp.asarray(bits.view(np.uint16)),
     "int32": bits.view(np.int32),
-    "uint32": jnp.uint32(4_000_000_000),
+    "uint32": jnp.uint32(4_000_000_000),  # larger than any int32
     "bool": jnp.asarray(bits % 2 == 0),
     "empty": jnp.zeros((0, 4)),
   }
@@ -88,9 +88,9 @@ def test_resumed_message_names_step_and_folder(tmp_path):
     assert checkpointer.resumed("request", 800) == ""
     checkpointer.save(300, harness.learner(), {})
     checkpointer.restore(None, harness.learner())
-    said = checkpointer.resumed("request", 800)
+    message = checkpointer.resumed("request", 800)
   where = tmp_path / "300"
-  assert said == f"continues at request 300 of 800 from checkpoint {where}"
+  assert message == f"continues at request 300 of 800 from checkpoint {where}"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_truncate_removes_rows_after_a_length(tmp_path):
     log.truncate(lengths[2])
     assert (log.length, log.lines) == (lengths[2], 2)
     log.write("request", {"index": "again"})
+    # A length inside a line, one after the end, and a negative one.
     for wrong in (lengths[1] + 1, log.length + 1, -1):
       with pytest.raises(ValueError, match="m log: received"):
         log.truncate(wrong)
@@ -246,6 +247,7 @@ def scalars(folder):
   for path in sorted(folder.iterdir()):
     data, place = path.read_bytes(), 0
     while place < len(data):
+      # A record is the length (8 bytes), a checksum (4), the event, a checksum (4).
       (size,) = struct.unpack("<Q", data[place : place + 8])
       event = event_pb2.Event.FromString(data[place + 12 : place + 12 + size])
       place += 12 + size + 4

@@ -26,6 +26,8 @@ class Inner:
 
 @dataclasses.dataclass(frozen=True)
 class Other:
+  """The same fields as `Inner` in another class."""
+
   rate: float = 0.1
   names: tuple[str, ...] = ("a", "b")
 

@@ -196,7 +196,7 @@ def test_advice_names_the_setting_that_reduces_memory(
 
 
 @pytest.mark.parametrize(
-  ("topology", "said"),
+  ("topology", "message"),
   [
     ("v9:2x2", "expected a kind of v4, v5e"),
     ("v5e", "a colon and a size"),
@@ -204,8 +204,8 @@ def test_advice_names_the_setting_that_reduces_memory(
     ("", "a colon and a size"),
   ],
 )
-def test_unknown_topology_is_an_error(lively_pair, tmp_path, topology, said):
-  with pytest.raises(ValueError, match=f"CompileConfig.topology: received.*{said}"):
+def test_unknown_topology_is_an_error(lively_pair, tmp_path, topology, message):
+  with pytest.raises(ValueError, match=f"CompileConfig.topology: received.*{message}"):
     compile_config(lively_pair, tmp_path, topology)
 
 

@@ -38,7 +38,7 @@ ONE = sharding.PartitionConfig()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def uncached():
+def compilation_cache_off():
   jax.config.update("jax_enable_compilation_cache", False)
   yield
   jax.config.update("jax_enable_compilation_cache", True)

@@ -14,6 +14,7 @@ def count(config):
   return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
 
+# `digits` is the number of significant digits of the published count.
 @pytest.mark.parametrize(
   "name,published,digits",
   [

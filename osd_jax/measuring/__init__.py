@@ -1,1 +1,1 @@
-"""What a run is worth: metrics, the certificate, alarms, tables in plain words."""
+"""Measurements of a run: metrics per request, the certificate and the logs."""

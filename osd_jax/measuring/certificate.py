@@ -117,7 +117,7 @@ class Certificate:
     }
 
   def sentence(self) -> str:
-    """The verdict in one sentence, "" if nothing was checked."""
+    """The verdict in one sentence, or "" if no output was checked."""
     if not self.outputs:
       return ""
     if self.check == "token equality":
@@ -254,6 +254,8 @@ class Certifier:
 
   def _scores_in_float64(self, done: Finished, at: int) -> np.ndarray:
     with jax.enable_x64(True):
+      # Exact: every float32 and bfloat16 value is a float64 value, so only the sums are
+      # computed more precisely.
       params = jax.tree.map(
         lambda leaf: np.asarray(leaf, np.float64), self._pair.target_params
       )
@@ -308,6 +310,7 @@ def first_difference(expected: np.ndarray, emitted: np.ndarray) -> int | None:
 
 def near(a: float, b: float) -> bool:
   """Whether two scores are finite and within `NEAR_TIE` relative of each other."""
+  # A token that the request cannot emit is never a tie.
   if not np.isfinite([a, b]).all():
     return False
   return bool(abs(a - b) <= NEAR_TIE * max(abs(a), abs(b)))
@@ -322,9 +325,9 @@ def scores(
   """The values whose arg max decoding emits at a position, in float64.
 
   Args:
-    logits: [V] float64.
+    logits: [V] float64, the target's row at this position.
     settings: [1] settings of the request.
-    position: index in the output.
+    position: index of the token in the output.
     tolerance: a token this close (relative) below the cut-off counts as inside.
 
   Returns:

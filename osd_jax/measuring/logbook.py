@@ -1,7 +1,7 @@
-"""What a run writes down: rows, answers, the verdict so far, and alarms.
+"""The logs of an online run: rows, answers, the verdict on learning, and alarms.
 
-A checkpoint keeps how long both files were; a run that continues cuts them there and
-rebuilds the rest from their rows.
+A checkpoint stores the lengths of both files. A run that continues cuts them to these
+lengths and computes the verdict and the alarms again from the rows.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from osd_jax.runs import alarms
 
 
 class Logbook:
-  """The logs of one run, with what is folded over their rows.
+  """The logs of one run, and the verdict and alarms computed from their rows.
 
   Attributes:
     costs: measured costs of the run; None until `write_costs`.
@@ -34,10 +34,10 @@ class Logbook:
     """Opens both logs.
 
     Args:
-      directory: of the run.
-      keep_outputs: what of prompts and answers is kept.
-      tensorboard: write TensorBoard events too.
-      announce: shows a text to the user.
+      directory: the run's folder, opened for writing.
+      keep_outputs: see `OnlineConfig.keep_outputs`: "none", "text" or "ids".
+      tensorboard: whether to write TensorBoard events too.
+      announce: called with each text for the user.
       learns: whether the draft learns, so that there is a verdict on learning.
     """
     self.costs: Costs | None = None
@@ -50,7 +50,7 @@ class Logbook:
     self._verdict, self._alarms = account.Verdict(), alarms.AlarmState()
 
   def begin(self) -> None:
-    """Empties both logs, which a run killed before its first checkpoint has left."""
+    """Empties both logs; a run killed before its first checkpoint has left rows."""
     self._outputs.truncate(0)
     self._rows.truncate(0)
 
@@ -63,10 +63,12 @@ class Logbook:
     """Logs a row, the verdict so far, and the alarms that start or end here.
 
     Args:
-      kind: of the row.
-      row: its fields; a request's row gets those of the verdict.
-      finished: requests, for alarms.
+      kind: the row's kind, such as "request" or "update".
+      row: its fields. For a request, the fields of the verdict are added to it.
+      finished: number of finished requests, noted in alarms.
     """
+    # Observed before the row is written, so that a request's row holds the verdict that
+    # includes it.
     self._verdict = account.observe(self._verdict, kind, row)
     if kind == "request" and self._learns:
       row |= self._verdict.fields()
@@ -85,14 +87,7 @@ class Logbook:
   def log_output(
     self, row: Mapping[str, Any], query: streams.Query, done: Finished, text: str
   ) -> None:
-    """Logs a prompt and its answer.
-
-    Args:
-      row: of the request.
-      query: the prompt.
-      done: the answer.
-      text: of the answer.
-    """
+    """Logs a prompt and its answer `text`; `row` is the request's row."""
     self._outputs.write(
       runs.Output(
         index=row["index"],
@@ -109,7 +104,7 @@ class Logbook:
     )
 
   def state(self) -> dict[str, Any]:
-    """What a checkpoint keeps, after both logs are on disk."""
+    """Returns what a checkpoint stores, after both logs are on disk."""
     self._rows.sync()
     self._outputs.sync()
     return {
@@ -119,10 +114,10 @@ class Logbook:
     }
 
   def restore(self, host: Mapping[str, Any]) -> float:
-    """Continues from what `state` gave.
+    """Continues from the result of `state`.
 
     Returns:
-      Seconds that the run had served by then.
+      Seconds that the run had served until that checkpoint.
     """
     self._rows.truncate(host["metrics_bytes"])
     self._outputs.truncate(host["outputs_bytes"])

@@ -1,7 +1,7 @@
-"""What is measured of a request that the online loop has answered.
+"""Measures the requests that an online run has answered.
 
-The floor draft, which never learns, and plain decoding are measured on the same
-request and in the same minute: what learning is worth shows only beside them.
+The floor draft, which never learns, and plain decoding serve the same request right
+after the online draft. Only this comparison shows the value of learning.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from osd_jax.measuring import certificate
 
 
 class Meter:
-  """Makes one row of metrics.jsonl of each finished request."""
+  """Makes the row of metrics.jsonl of each finished request."""
 
   def __init__(
     self,
@@ -35,14 +35,14 @@ class Meter:
     """Compiles nothing yet.
 
     Args:
-      pair: target and floor draft.
-      decoding: shapes of decoding.
-      sampling: says whether a certificate applies.
-      floor: measure the floor draft on every request.
-      compare_every: n; one of n requests, chosen at random, is served plainly and
-        with the floor draft too. 0 for none.
-      partition: mesh that the pair is on.
-      seed: seed of that choice.
+      pair: target and draft as loaded; that draft is the floor draft.
+      decoding: shapes of decoding, as in the run.
+      sampling: sampling of the requests, which decides whether a certificate applies.
+      floor: whether the floor draft is measured on every request.
+      compare_every: n; one of n requests, chosen at random, is also served plainly and
+        with the floor draft. 0 compares none.
+      partition: device mesh on which the pair is placed.
+      seed: seed of the choice of compared requests.
     """
     self._partition = partition
     self._pair, self._decoding, self._sampling = pair, decoding, sampling
@@ -51,11 +51,11 @@ class Meter:
     self._rivals: Rivals | None = None
 
   def compares(self, index: int) -> bool:
-    """Whether a request is served by its rivals too, which are timed.
+    """Whether a request is also served, and timed, plainly and with the floor draft.
 
-    One request of every `compare_every` is chosen at random. A fixed place would line
-    up with the requests that an update slows down, and show all of them or none. The
-    choice depends on the index alone, so a resumed run compares the same requests.
+    One request of every `compare_every` is chosen at random. A fixed position could
+    coincide with the requests that updates slow down, and compare all of them or none.
+    The choice depends on the index alone, so a resumed run compares the same requests.
     """
     if not self._compare_every:
       return False
@@ -71,14 +71,14 @@ class Meter:
   def row(
     self, done: Finished, query: streams.Query, index: int, server: Server, beside: bool
   ) -> dict[str, Any]:
-    """The row of one request.
+    """Returns the row of one request.
 
     Args:
-      done: the answer.
-      query: what it answers.
-      index: requests finished before it.
-      server: who answered; its draft may have been swapped since.
-      beside: serving goes on meanwhile and pays nothing for it.
+      done: the answered request with its records.
+      query: the query of the stream that it answers.
+      index: number of requests that finished before it.
+      server: the server that answered. Its draft may have been swapped since.
+      beside: whether this runs on another thread while serving goes on.
     """
     started = time.perf_counter()
     tokens = len(done.tokens)
@@ -119,6 +119,8 @@ class Meter:
 
   def _agreement(self, done: Finished, server: Server) -> dict[str, Any]:
     """Overlap and acceptance of the draft that serves, and of the floor draft."""
+    # The newest draft is measured, which may be newer than the one that answered: it
+    # has not trained on this request, so the measurement is prequential.
     measured = [server.draft_params, *[self._pair.draft_params][: self._floor]]
     figures = [
       agreement.of_answer(self._pair.draft, params, done, server.shortlist)
@@ -139,8 +141,8 @@ class Meter:
     """Fields of a request that was served plainly and with the floor draft too."""
     self.warm_up()
     assert self._rivals is not None
-    # Plain decoding must not share the cores with an update. The update then advances
-    # while nothing is served, and what serving would have lost meanwhile is charged.
+    # Plain decoding must not share the cores with an update, so the update runs to its
+    # end first. The time that serving would have lost to it is charged to the request.
     waiting, share = time.perf_counter(), _lost_share(server)
     server.wait()
     started = time.perf_counter()
@@ -171,11 +173,13 @@ def _lost_share(server: Server) -> float:
   costs = server.learner.costs
   if costs is not None and costs.update_ms:
     return min(costs.lost_ms / costs.update_ms, 1.0)
+  # Without measured costs: on one core an update stops serving, on several it uses
+  # another core.
   return 1.0 if background.cores() == 1 else 0.0
 
 
 class Rivals:
-  """Plain decoding and the floor draft, one row each."""
+  """Servers for plain decoding and for the floor draft, with one row each."""
 
   def __init__(
     self,
@@ -183,9 +187,9 @@ class Rivals:
     decoding: DecodingConfig,
     partition: sharding.PartitionConfig,
   ):
-    """Takes the online decoder's config; rows are set to 1."""
+    """Makes both servers from the run's decoding config, with one row, and compiles."""
     single = dataclasses.replace(decoding, rows=1)
-    # Plain decoding has no use for records: it does not pay for them either.
+    # Plain decoding has no use for records, so it does not pay for them.
     unrecorded = dataclasses.replace(
       single, record_top_k=0, max_rounds=decoding.target_length
     )
@@ -201,9 +205,9 @@ class Rivals:
     """Serves the request of an online answer again, plainly and with the floor draft.
 
     Args:
-      online: the answer.
-      shortlist: [N] int32, the tokens that the online draft's output head covers, if it
-        is short: the floor draft gets the same, so that only learning tells them apart.
+      online: the request as the online draft answered it.
+      shortlist: [N] int32, the tokens that a short head of the online draft covers. The
+        floor draft gets the same ones, so that only learning distinguishes the two.
     """
     covered = self._floor.engine.shortlist
     if covered is not None and covered.tolist() != np.asarray(shortlist).tolist():

@@ -49,7 +49,7 @@ def conclude(
 
   Args:
     directory: a run of any command.
-    console: where to print.
+    console: the console that shows tables and sentences.
     verdict: the certificate's sentence; "" if no output was checked.
 
   Returns:
@@ -77,8 +77,8 @@ def finish(
 
   Args:
     verdict: the certificate of all outputs.
-    directory: the run.
-    console: where to print.
+    directory: the run, whose files are completed.
+    console: the console that shows tables and sentences.
     unchecked: printed instead of the verdict if no output was checked.
   """
   exact = certificate.finish(verdict, directory)
@@ -90,7 +90,7 @@ def finish(
 def report_finished(
   directory: runs.RunDirectory, console: rich.console.Console
 ) -> runs.RunResult:
-  """Says that a run is already finished, and writes its report if it has none."""
+  """Prints that a run is already finished, and writes its report if it is missing."""
   console.print(
     f"{directory.path} holds this run, finished {directory.finished}; nothing was done."
     " To remove it and begin again, set overwrite = True.",
@@ -139,9 +139,9 @@ def compare(
   """Compares online runs: one table, their verdicts and one plot.
 
   Args:
-    paths: the run directories.
+    paths: the run directories, two or more.
     output: folder of the page, created if needed.
-    console: where to print the table too.
+    console: the console that shows the table, if given.
 
   Returns:
     Path of the page.
@@ -165,6 +165,7 @@ def compare(
       )
   folder = Path(output)
   folder.mkdir(parents=True, exist_ok=True)
+  # The plot is optional: the table and the verdicts need no matplotlib.
   drawn, note = [], ""
   try:
     drawn = [plots.draw_comparison(served, folder / "comparison.png")]
@@ -232,7 +233,7 @@ def write_report(
 
   Args:
     directory: the run; its outputs, provenance and config are shown too.
-    found: what the page says.
+    found: sentences and tables of the page.
     drawn: PNG files in reading order; they are embedded.
     note: printed below the plots, for example why there are none.
 
@@ -365,6 +366,7 @@ def _image(path: Path) -> str:
       f"report: received {path} as a plot, expected a PNG file; draw it first."
     )
   name = path.stem.replace("_", " ")
+  # Embedded, so that the page still shows its plots when it is moved or mailed.
   encoded = base64.b64encode(data).decode("ascii")
   return f'<img alt="{_text(name)}" src="data:image/png;base64,{encoded}">'
 
@@ -388,6 +390,7 @@ def _samples(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
       "tokens per target call": part[place]["tokens_per_target_call"],
     }
     for task, part in by_task.items()
+    # A set, because a task with one or two answers has equal places.
     for place in sorted({0, len(part) // 2, len(part) - 1})
   ]
 

@@ -52,7 +52,7 @@ _WARM = 5
 def draw_plots_if_available(
   rows: Iterable[Row], directory: str | Path
 ) -> tuple[list[Path], str]:
-  """Draws the plots, or explains why there are none. A missing extra is not an error.
+  """Draws the plots, or returns a sentence that explains why they are missing.
 
   Returns:
     The files, and a sentence for the user.
@@ -68,7 +68,7 @@ def draw_plots(rows: Iterable[Row], directory: str | Path) -> list[Path]:
   """Draws every plot for which the rows have data.
 
   Args:
-    rows: rows of metrics.jsonl.
+    rows: rows of metrics.jsonl, of any command.
     directory: folder of the PNG files, created if needed.
 
   Returns:
@@ -87,7 +87,7 @@ def draw_comparison(served: Mapping[str, Sequence[Row]], path: Path) -> Path:
 
   Args:
     served: name of the run -> rows of its metrics.jsonl.
-    path: the PNG file.
+    path: the PNG file that is written.
 
   Raises:
     MissingExtraError: matplotlib is not installed.
@@ -128,7 +128,7 @@ def figure(
   """Makes an empty figure and returns it with its axes, row by row.
 
   Args:
-    title: printed above the axes.
+    title: text above all axes of the figure.
     rows: number of rows of axes.
     columns: number of columns of axes.
     height: height of the whole figure, in inches.
@@ -193,13 +193,14 @@ def grouped_bars(
   """Draws the series as bars next to each other in every group, with their numbers.
 
   Args:
-    axes: where to draw.
-    groups: names along the axis.
+    axes: matplotlib's axes, which are changed in place.
+    groups: names of the groups along the axis.
     values: series -> one number per group; NaN draws nothing.
-    colors: one per series.
+    colors: one for each series, in order.
   """
   width = 0.8 / max(len(values), 1)
   for number, (name, heights) in enumerate(values.items()):
+    # Centred: the middle of a group's bars is at its tick.
     shift = (number - (len(values) - 1) / 2) * width
     where = [group + shift for group in range(len(groups))]
     bars = axes.bar(where, heights, width * 0.94, color=colors[number], label=name)
@@ -258,6 +259,7 @@ def saved(rows: Sequence[Row]) -> Any:
   """Seconds that learning has saved so far, updates included."""
   requests = runs.request_rows(rows)
   seconds = runs.column(requests, "saved_seconds")
+  # A run that compares no request has no such field, or only zeros.
   if not np.isfinite(seconds).any() or not seconds.any():
     return None
   made, (axes,) = figure("Time saved against the frozen draft, seconds")
@@ -375,7 +377,7 @@ def _bars_by_position(axes: Any, shares: dict[str, np.ndarray]) -> None:
 
 
 def rounds(rows: Sequence[Row]) -> Any:
-  """How many tokens a round drafts, and how many of them are accepted."""
+  """The distribution of drafted and of accepted tokens per round."""
   requests = runs.request_rows(rows)
   accepted = tables.accepted_per_round(requests)
   if not len(accepted):
@@ -480,6 +482,7 @@ def _over_requests(
   starts = [part.start for part in tables.segments(requests)]
   hidden = 0
   for line in lines:
+    # Outliers would flatten the rest of the plot. They are cut off and counted.
     hidden += int(np.sum(line.values > limits[1]))
     axes.plot(
       where, line.values, ".", color=line.color, alpha=0.3, markersize=4.5, mew=0
@@ -510,6 +513,7 @@ def trend(
   means = tables.trailing_mean(values, starts=starts)
   for start, stop in zip(starts, [*starts[1:], len(means)]):
     if stop - start > 2 * _WARM:
+      # The dots of these requests remain. Only a mean of a few would look like a trend.
       means[start : start + _WARM] = np.nan
   return _broken(where, means, starts)
 
@@ -519,6 +523,7 @@ def _broken(
 ) -> tuple[np.ndarray, np.ndarray]:
   """The line with a gap before every start except the first."""
   gaps = [start for start in starts if start]
+  # matplotlib interrupts a line at NaN.
   return np.insert(where, gaps, np.nan), np.insert(values, gaps, np.nan)
 
 
@@ -593,6 +598,7 @@ def training_loss(rows: Sequence[Row]) -> Any:
   made, (axes,) = figure("Training loss")
   axes.plot(runs.column(steps, "step"), losses, color=ONLINE, lw=1.8)
   finite = losses[np.isfinite(losses)]
+  # A loss that falls by orders of magnitude would be a flat line on a linear scale.
   if finite.min() > 0 and finite.max() > 30 * finite.min():
     axes.set_yscale("log")
   else:
@@ -690,6 +696,7 @@ def _by_draft(
   if not chosen:
     return None
   groups = list(dict.fromkeys(str(row[group]) for row in chosen))
+  # More drafts than colours could not be told apart.
   labels = list(dict.fromkeys(row["draft"] for row in chosen))[: len(COLORS)]
   known = {(str(row[group]), row["draft"]): row[value] for row in chosen}
   made, (axes,) = figure(title)
@@ -707,7 +714,7 @@ def _by_draft(
 
 
 def chip_memory(rows: Sequence[Row]) -> Any:
-  """Gigabytes of a chip's memory, by what they hold."""
+  """The gigabytes of a chip's memory, by their content."""
   held = [
     (row["what"], row["gigabytes_a_chip"]) for row in runs.of_kind(rows, "memory")
   ]

@@ -114,6 +114,7 @@ class _Lines(rich.progress.Progress):
 
   def _changed(self, task_id: rich.progress.TaskID) -> None:
     task = self._tasks[task_id]
+    # The last line is printed once, also if it comes before `EVERY` seconds.
     ended = task.finished and not task.fields.get("said")
     if ended or time.monotonic() - self._said > EVERY:
       task.fields["said"] = task.finished

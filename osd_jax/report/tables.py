@@ -131,13 +131,15 @@ def headline(segmented: Segments) -> list[str]:
 
 def _acceptance(found: Mapping[str, float | int]) -> str:
   first, last = (found[f"draft_acceptance_{edge}"] for edge in ("first", "last"))
-  if np.isnan(first) and np.isnan(last):  # nothing was drafted
+  # Plain decoding drafts no tokens.
+  if np.isnan(first) and np.isnan(last):
     return ""
   return f"; draft acceptance {first:.2f}, then {last:.2f}"
 
 
 def _ms_per_token(rows: Sequence[Row], name: str) -> float:
   tokens = sum(row["output_tokens"] for row in rows)
+  # Weighted with the tokens: the mean of ratios would count short answers too much.
   spent = sum(row[f"{name}_ms_per_token"] * row["output_tokens"] for row in rows)
   return spent / tokens if tokens else float("nan")
 
@@ -337,7 +339,7 @@ _SUMMARIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-  """Requests `start` to `stop` of the stream, most of which have one source."""
+  """The requests `start` to `stop` - 1 of the stream, with one main source."""
 
   source: str
   start: int
@@ -352,7 +354,7 @@ def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
 
   Args:
     requests: request rows, in the order of the stream.
-    min_run: number of requests.
+    min_run: number of consecutive requests that make a segment.
   """
   sources = [str(row.get("source", "")) for row in requests]
   if not sources:
@@ -373,7 +375,8 @@ def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
   first = starts[0][0]
   if first >= min_run:
     starts.insert(0, (0, "mixed"))
-  else:  # a few other requests before the first long run are counted as part of it
+  else:
+    # The few requests before the first long run are counted as part of that run.
     starts[0] = (0, starts[0][1])
   stops = [start for start, _ in starts[1:]] + [len(sources)]
   return [Segment(name, start, stop) for (start, name), stop in zip(starts, stops)]
@@ -413,6 +416,7 @@ def trailing_mean(
     [n]; NaN where no value in the window was measured.
   """
   measured = np.isfinite(values)
+  # Cumulative sums give all windows in one pass.
   sums = np.concatenate([[0.0], np.cumsum(np.where(measured, values, 0.0))])
   counts = np.concatenate([[0], np.cumsum(measured)])
   stop = np.arange(1, len(values) + 1)

@@ -105,6 +105,7 @@ def test_run_writes_all_results(learned):
   provenance = json.loads((learned.path / "provenance.json").read_text())
   assert provenance
   kept = sorted(path.name for path in (learned.path / "drafts").iterdir())
+  # The draft is stored at each change of topic, which is every six requests.
   assert [name[:7] for name in kept] == ["000006_", "000012_", "000018_"]
 
 

@@ -233,6 +233,7 @@ def test_draft_equal_to_the_target_raises_an_alarm(pair, twins, tmp_path):
   found = serve(pair, twins, tmp_path, learn=False)
   assert found.accepted(slice(None)) == 1.0
   at = [row for row in found.alarms if row["alarm"] == "acceptance_pinned_at_1"]
+  # At the end of the first window of 25 requests, and only once.
   assert [row["finished"] for row in at] == [25]
 
 

@@ -292,4 +292,5 @@ def test_low_temperature_still_samples(rule):
   drawn = accept_lib.accept(
     nothing, base.Verification(logits), settings, jnp.zeros((rows,), jnp.int32), rule
   )
+  # The second token has a probability of 1 / (1 + e).
   assert np.mean(drawn.tokens) == pytest.approx(0.2689, abs=0.05)

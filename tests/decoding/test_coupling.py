@@ -109,6 +109,8 @@ def test_acceptance_equals_the_closed_form_of_shared_noise():
   ratios = np.maximum(p[None] / p[kept, None], q[None] / q[kept, None])
   expected = float(np.sum(1 / ratios.sum(1)))
   overlap = float(np.minimum(p, q).sum())
+  # Shared noise accepts at least (1 - TV) / (1 + TV), with TV = 1 - overlap, and here
+  # clearly less than the rejection rule, which accepts the overlap.
   assert overlap / (2 - overlap) <= expected < overlap - 0.02
   trials = np.sum(final.counters.drafted)
   deviation = np.sqrt(expected * (1 - expected) / trials)

@@ -28,8 +28,8 @@ class Varying(drafters.IndependentDraft):
     proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
     row = jnp.arange(rows.length.shape[0])
     lengths = (row + rows.length) % (num_draft_tokens + 1)
-    # After a row's length the proposal holds the target's own tokens, which would be
-    # accepted if the length were ignored.
+    # The proposal still holds K tokens. Those after a row's length would often be
+    # accepted if the lengths were ignored.
     return proposal.replace(lengths=lengths.astype(jnp.int32)), state
 
 
@@ -131,6 +131,7 @@ def test_no_token_after_a_rows_length_is_accepted_or_counted():
   np.testing.assert_array_equal(counters.accepted, counters.drafted)
   for row in range(8):
     length, expected, proposed = 0, 0, 0
+    # Each round emits all proposed tokens and a bonus token.
     while length < 40:
       allowed = (row + length) % (K + 1)
       proposed += min(allowed, 40 - length)

@@ -118,6 +118,7 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN)
 def test_broken_draft_keeps_the_law_of_the_target(kind):
   draft = DRAFT.copy()
+  # Break the row of the first token, and half of the rows of later tokens.
   draft[0, 0] = BROKEN[kind](draft[0, 0])
   draft[:, 2::2] = BROKEN[kind](draft[:, 2::2])
   found = speculative_p_values(2, TARGET, draft, GRID[:1])

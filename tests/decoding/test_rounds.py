@@ -87,6 +87,7 @@ def test_draft_swap_within_requests_changes_no_greedy_token(k):
 
 def greedy_walk(table, limit):
   """The oracle: follows the arg max, token by token."""
+  # Decoding starts after two padding tokens.
   emitted = [0, 0]
   while len(emitted) - 2 < limit and (emitted[-1] != EOS_ID or len(emitted) == 2):
     emitted.append(int(table[emitted[-2], emitted[-1]].argmax()))

@@ -100,7 +100,7 @@ def test_truncated_rows_bracket_the_overlap(kept):
   assert (np.asarray(width) > 1e-3).all()
 
 
-def test_truncated_rows_are_exact_if_the_request_keeps_no_more():
+def test_truncated_rows_are_exact_if_top_k_fits_the_records():
   """A draft whose top-k lies outside the kept tokens must not get a high overlap."""
   target, draft = logits_of(4), logits_of(5)
   draft[0] = -target[0]

@@ -74,6 +74,7 @@ class Simulation:
   def _insert(self, row):
     self._length[row] = self._fed[row] = 0
     drafting = self.state.num_draft_tokens and not self.state.probing
+    # As in the engine, requests that arrive during a probe are not prefilled yet.
     if self._fixed if self._fixed is not None else drafting:
       self._spend(self.costs.prefill_ms)
     else:

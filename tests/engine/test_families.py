@@ -114,7 +114,7 @@ def test_draft_equal_to_the_target_is_fully_accepted_after_catching_up(
 
 
 def test_skipped_catching_up_lowers_acceptance(monkeypatch):
-  """Control: acceptance falls. The outputs stay the same."""
+  """Control: acceptance falls, but outputs stay the same."""
 
   def pretend(spec, served, state):
     length = state_lib.fed_to_draft(state.length)

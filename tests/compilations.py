@@ -1,4 +1,4 @@
-"""Counts compilations, for tests that nothing is compiled again."""
+"""Counts compilations, to test that nothing compiles again."""
 
 import jax
 

@@ -82,6 +82,7 @@ def test_reference_rows_hold_the_targets_distributions(pair):
   parts = list(corpus.reference_rows(pair, found, DECODING, rows=4))
   assert [len(part.weight) for part in parts] == [4, 4]
   whole = corpus.stack(parts)
+  # The third reference is empty, and three rows fill up the last part.
   assert whole.weight.tolist() == [1, 1, 0, 1, 1, 0, 0, 0]
   mask = whole.source != base.PAD_ID
   logits = pair.target.score(pair.target_params, whole.source, mask, whole.target)
@@ -93,7 +94,7 @@ def test_reference_rows_hold_the_targets_distributions(pair):
   np.testing.assert_allclose(
     np.asarray(whole.records.log_probs)[where], kept[where], rtol=1e-5
   )
-  assert where.sum() == 3 * 4
+  assert where.sum() == 3 * 4  # four references of three tokens
 
 
 @pytest.mark.parametrize("source", corpus.SAMPLE_SOURCES)
@@ -146,7 +147,7 @@ def test_mix_token_takes_each_token_from_one_model(pair):
   )
   by_target, by_draft = rows.target == target, rows.target == draft
   assert (by_target | by_draft).all()
-  differ = target != draft
+  differ = target != draft  # elsewhere the writer of a token is unknown
   assert differ.sum() > 50 and 0.25 < by_draft[differ].mean() < 0.75
 
 

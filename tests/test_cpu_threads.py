@@ -26,6 +26,7 @@ print(sum("Eigen" in (task / "comm").read_text() for task in tasks))
 """
 
 
+# Prints the order in which XLA schedules two independent chains of operations.
 TWO_CHAINS = """
 import jax
 import re
@@ -61,7 +62,7 @@ def test_setting_threads_after_jax_has_started_warns():
 
 
 def test_with_one_thread_independent_operations_run_in_sequence():
-  """Otherwise they would wait for an update that occupies the only thread."""
+  """In parallel they would wait for the only pool thread, which may run an update."""
   alone, shared = (pool(n, then=TWO_CHAINS).stdout.split()[0] for n in (1, None))
   assert alone in ("sinsinsintanhtanhtanh", "tanhtanhtanhsinsinsin")
   assert sorted(shared) == sorted(alone) != shared
@@ -91,6 +92,7 @@ def test_scheduler_set_by_the_user_is_kept():
 
 
 def test_environment_variables_are_restored():
+  # Handlers run at the end of the process, the last one first.
   code = "import os; os.environ['NPROC'] = '7'; import atexit;"
   code += " atexit.register(lambda: print(os.environ['NPROC']))"
   code += "; atexit.register(lambda: print('XLA_FLAGS' in os.environ))"

@@ -173,6 +173,7 @@ def test_equal_models_have_similar_costs():
   sides = (pair.target, pair.target_params)
   models = measurement.Models(*sides, *sides)
   found = measurement.measure_steps(config, models, source)
+  # Wide bounds, because the measured times are short and vary.
   assert 0.1 < found.cost_ratio < 10
   assert found.verify_ms > 0 and found.verify_ratio == (
     found.verify_ms / found.plain_step_ms

@@ -55,6 +55,7 @@ def full_after(patch, step):
   def save(manager, number, **rest):
     if number < step:
       return real(manager, number, **rest)
+    # Orbax writes to a temporary folder and renames it when it is complete.
     torn = manager.directory / f"{number}.orbax-checkpoint-tmp"
     (torn / "arrays").mkdir(parents=True)
     (torn / "arrays" / "data").write_bytes(b"beginning")

@@ -137,6 +137,7 @@ def test_round_communicates_only_sums_and_few_candidates():
 def test_drafting_with_a_small_draft_does_not_communicate():
   """Draft steps form the inner loop, so communication there would cost most."""
 
+  # Depth 2 is the loop over draft steps within the loop over rounds.
   def within_drafting(config):
     return [x for x in rounds_of(config).of(*hlo.COLLECTIVES) if x.depth == 2]
 

@@ -292,7 +292,7 @@ def perturbed(params, scale, seed=0):
 
 
 class Changed:
-  """Stands in for a module, with some of its names replaced."""
+  """Wraps a module and replaces some of its names."""
 
   def __init__(self, module, **changes):
     self._module = module

@@ -123,7 +123,7 @@ def priorities():
 @pytest.fixture(scope="module")
 def full_optimisation():
   """Compiles with full optimisation, for tests that draw thousands of samples."""
-  before = jax.config.jax_disable_most_optimizations
+  before = jax.config.read("jax_disable_most_optimizations")
   jax.config.update("jax_disable_most_optimizations", False)
   yield
   jax.config.update("jax_disable_most_optimizations", before)
@@ -132,7 +132,7 @@ def full_optimisation():
 @pytest.fixture(scope="module")
 def quick_compilation():
   """Compiles with little optimisation, for many mesh programs that run briefly."""
-  before = jax.config.jax_disable_most_optimizations
+  before = jax.config.read("jax_disable_most_optimizations")
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", before)

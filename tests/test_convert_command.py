@@ -181,7 +181,6 @@ def test_the_papers_pair_runs_and_converts_back(
     # much smaller than the sizes in the gin file
     "StreamConfig__requests_per_task": 6,
     "StreamConfig__source_length": 32,
-    "StreamConfig__reader": "plain",
     "DecodingConfig__source_lengths": (32,),
     "DecodingConfig__target_length": 12,
     "OptimizerConfig__learning_rate": 1e-2,

@@ -16,8 +16,8 @@ written when a run is closed are not counted.
 Break-even is the first end of a block from which a learning run has spent less time
 than another run, up to the end of the stream.
 
-`--systems` selects the systems, by default all; an independent draft with a vocabulary
-of 32,128 learns slowly on a CPU. Times with a small target say little about a large
+`--systems` selects the systems, by default all. Updates of an independent draft with a
+vocabulary of 32,128 take long on a CPU. Times with a small target say little about a large
 one: `experiments/real_cost/embed.py` writes the shipped target, with unchanged outputs,
 in the shape of flan-t5-small, -base or -large.
 
@@ -93,7 +93,7 @@ def configs(given: argparse.Namespace, seed: int) -> dict[str, online.OnlineConf
     check(made[INDEPENDENT], made[ATTACHED], given.attached_gin)
   elif given.attached_gin:
     raise base.InputError(
-      f"--attached_gin: received {given.attached_gin!r}, expected --attached with it."
+      f"--attached_gin: received {given.attached_gin!r}, expected --attached as well."
     )
   return made
 
@@ -134,9 +134,9 @@ def check(
   ]
   if differing:
     raise base.InputError(
-      f"--attached_gin: {file} changes {', '.join(differing)}, expected changes of"
-      f" {', '.join(OF_A_DRAFT)} and the draft alone: all serve the same requests with"
-      " the same target."
+      f"--attached_gin: {file} changes {', '.join(differing)}, expected changes"
+      f" only of {', '.join(OF_A_DRAFT)} and the draft, because all systems must serve"
+      " the same requests with the same target."
     )
 
 
@@ -182,7 +182,7 @@ def chosen_of(given: argparse.Namespace) -> list[str]:
   for name in asked:
     if name not in there:
       raise base.InputError(
-        f"--systems: received {name!r}, expected --attached with it."
+        f"--systems: received {name!r}, expected --attached as well."
       )
   return [name for name in there if name in asked]
 

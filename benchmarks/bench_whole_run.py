@@ -17,9 +17,9 @@ Break-even is the first end of a block from which a learning run has spent less 
 than another run, up to the end of the stream.
 
 `--systems` selects the systems, by default all. Updates of an independent draft with a
-vocabulary of 32,128 take long on a CPU. Times with a small target say little about a large
-one: `experiments/real_cost/embed.py` writes the shipped target, with unchanged outputs,
-in the shape of flan-t5-small, -base or -large.
+vocabulary of 32,128 take long on a CPU. Times with a small target say little about a
+large one: `experiments/real_cost/embed.py` writes the shipped target, with unchanged
+outputs, in the shape of flan-t5-small, -base or -large.
 
   python benchmarks/bench_whole_run.py [--gin_file runs/demo_independent.gin]
       [--seeds 3] [--target FILE] [--draft FILE] [--attached FILE] [--attached_gin FILE]

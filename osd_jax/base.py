@@ -134,7 +134,8 @@ Folder = Annotated[str, NonEmpty("a folder")]
 class Config:
   """Base class of all configs: checks types and constraints when one is made.
 
-  Subclasses are frozen dataclasses. Lists become tuples, because JSON has no tuples.
+  Subclasses are frozen dataclasses. Lists become tuples and dicts become nested
+  configs, so that fields read from JSON make the same config.
 
   >>> @dataclasses.dataclass(frozen=True)
   ... class Serving(Config):
@@ -153,6 +154,8 @@ class Config:
     for field in dataclasses.fields(self):
       # Frozen dataclasses with tuples are hashable, which static arguments of jit need.
       value = as_tuples(getattr(self, field.name))
+      if isinstance(value, dict):
+        value = _from_json(value, field_types(type(self))[field.name])
       object.__setattr__(self, field.name, value)
     problems = [
       problem
@@ -171,6 +174,17 @@ class Config:
   def checks(self) -> Mapping[str, tuple[Any, str]]:
     """Checks that need several fields: field -> (whether it holds, expectation)."""
     return {}
+
+
+def _from_json(value: dict[str, Any], hint: Any) -> Any:
+  """Makes the config that a type names from a dict; other dicts are returned."""
+  for kind in (hint, *typing.get_args(hint)):
+    if isinstance(kind, type) and issubclass(kind, Config):
+      try:
+        return kind(**value)
+      except TypeError:  # unknown or missing fields; reported as a wrong type
+        return value
+  return value
 
 
 def field_problem(config_class: type, field: str, value: Any) -> str:
@@ -227,6 +241,8 @@ def expectation(hint: Any) -> str:
     kind, *constraints = inner
     text = " and ".join(c.text for c in constraints)
     noun = {int: "an integer", float: "a number"}.get(kind, type_text(kind))
+    if typing.get_origin(kind) is tuple and "Annotated" in repr(kind):
+      text = f"{text}; {expectation(kind)}"
     return text if constraints[0].is_complete else f"{noun} {text}"
   if typing.get_origin(hint) is tuple:
     return f"a tuple, each entry {expectation(inner[0])}"

@@ -74,7 +74,7 @@ def test_values_of_the_declared_type_are_accepted(changes):
     ({"pair": (1, "a", "b")}, "tuple[int, str]"),
     ({"many": (1,)}, "tuple[Inner, ...]"),
     ({"either": (1, None)}, "int | tuple[int, ...] | None"),
-    ({"inner": {"count": 1}}, "Inner"),
+    ({"inner": {"counts": 1}}, "Inner"),
     ({"made": "Inner"}, "Inner | Callable[[str], Inner]"),
     ({"limit": 0}, "an integer >= 1, or None"),
     ({"limit": True}, "an integer >= 1, or None"),
@@ -97,6 +97,7 @@ def test_invalid_values_are_named_with_the_expected_type(changes, expected):
 
 def test_lists_become_tuples():
   assert Config(rates=[1.0, 2.0], either=[1]) == Config(rates=(1.0, 2.0), either=(1,))
+  assert Config(inner={"count": 2}).inner == Inner(2)
 
 
 def test_all_invalid_fields_of_a_config_are_listed():

@@ -22,7 +22,7 @@ from osd_jax import base, remote
 from osd_jax.models import attached, families
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import AttachedConfig, LlamaConfig, RopeScaling, T5Config
+from osd_jax.models.shapes import AttachedConfig, LlamaConfig, T5Config
 
 _KINDS = {
   "osd_jax.t5": T5Config,
@@ -306,8 +306,6 @@ def _config(kind: type, text: str, path: str | Path) -> Any:
   names = {in_file: name for name, in_file in _FIELDS_IN_FILES.items()}
   try:
     fields = {names.get(name, name): v for name, v in json.loads(text).items()}
-    if isinstance(fields.get("rope_scaling"), dict):
-      fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
     return kind(**fields)
   except (AttributeError, TypeError, ValueError) as error:
     raise base.InputError(

@@ -199,7 +199,10 @@ def field_problem(config_class: type, field: str, value: Any) -> str:
 
 
 def _problem(config_class: type, field: str, value: Any, expected: str) -> str:
-  return f"{config_class.__name__}.{field}: received {value!r}, expected {expected}."
+  received = repr(value)
+  if len(received) > 300:  # a loaded model would print all of its weights
+    received = f"a {type(value).__name__}"
+  return f"{config_class.__name__}.{field}: received {received}, expected {expected}."
 
 
 @functools.cache

@@ -79,7 +79,7 @@ class CertifyConfig(base.Config):
   Attributes:
     prompts: prompts to decode; references are not used.
     count: number of prompts for each K.
-    pair: target, draft and vocabulary.
+    pair: target, draft and vocabulary, or a loaded pair.
     decoding: shapes of decoding. `decoding.rows` applies to plain decoding; the
       speculative runs take K and rows from the fields below.
     sampling: prompt i draws with seed + i. Sampling needs
@@ -94,7 +94,7 @@ class CertifyConfig(base.Config):
 
   prompts: BatchConfig
   count: base.Count = 64
-  pair: pairs.PairConfig = pairs.PairConfig()
+  pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig(rows=8)
   sampling: SamplingConfig = SamplingConfig()
   num_draft_tokens: Annotated[tuple[int, ...], base.NonEmpty("at least one K")] = (3, 7)

@@ -156,7 +156,8 @@ def test_floor_draft_is_the_draft_of_version_0(learned):
 
 def test_compared_outputs_equal_plain_decoding(learned):
   compared = [row for row in learned.requests if "certificate" in row]
-  assert [row["index"] for row in compared] == [0, 8, 16]
+  # One request of each block of 8 is drawn at random.
+  assert [row["index"] // 8 for row in compared] == [0, 1, 2]
   for row in compared:
     assert row["certificate"]["equal"] == row["certificate"]["outputs"] == 1
     assert row["plain_ms_per_token"] > 0 and row["floor_ms_per_token"] > 0
@@ -317,13 +318,13 @@ def test_continued_run_serves_the_saved_draft_and_shortlist(
     loop.step()
   loop.wait()
   count, serving = loop.finished, loop.server.draft_params
-  served, shortlist = loop.server.engine._served.draft, loop.server.engine.shortlist
+  served, shortlist = loop.server.engine.served.draft, loop.server.engine.shortlist
   assert not same_bits(serving, loop.server.learner.state()[0]["learner"].served)
   assert not np.array_equal(shortlist, np.arange(len(shortlist)))
   loop.close(0.0)
   again = online.OnlineLoop(config, directory)
   assert again.finished == count and same_bits(again.server.draft_params, serving)
-  assert same_bits(again.server.engine._served.draft, served)
+  assert same_bits(again.server.engine.served.draft, served)
   np.testing.assert_array_equal(again.server.engine.shortlist, shortlist)
   again.close(0.0)
 

@@ -149,7 +149,7 @@ def test_server_measures_the_draft_with_its_current_shortlist(
     agreement, "agreement", lambda *given: (seen.append(given[5]), real(*given))[1]
   )
   one = server.Server(pair, DECODING)
-  one.engine._shortlist = np.array([1, 2, 5], np.int32)
+  one.engine.shortlist = np.array([1, 2, 5], np.int32)
   one.warm_up(learn=True)
   one.learn(answers[0])
   assert len(seen) > 2 and all(given.tolist() == [1, 2, 5] for given in seen)

@@ -44,6 +44,7 @@ def compiled(lively_pair, tmp_path_factory):
   return ahead_of_time.run(config)
 
 
+@pytest.mark.slow  # counts loops of fully optimised programs
 def test_every_program_of_a_run_is_compiled_and_counted(
   compiled, lively_pair, tmp_path
 ):

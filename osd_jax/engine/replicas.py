@@ -278,6 +278,7 @@ class Replicas:
     return None, {
       "shortlist": None if self.shortlist is None else self.shortlist.tolist(),
       "draft_version": self.draft_version,
+      "bucket": 0,  # an engine in one process then expects no rows
       "slots": [],
       "waiting": [unanswered[serial].tag for serial in sorted(unanswered)],
     }

@@ -77,7 +77,7 @@ def rows_of(path, *kinds):
 def test_learning_raises_held_out_overlap(config, finished):
   evaluations = rows_of(finished, "evaluation")
   assert [row["step"] for row in evaluations] == [0, 6, 12]
-  for task in ("generated_maths", "generated_sql"):
+  for task in ("maths", "sql"):
     overlaps = [row["tasks"][task]["distribution_overlap"] for row in evaluations]
     assert overlaps[0] < overlaps[-1] <= 1
   losses = [row["loss"] for row in rows_of(finished, "step")]
@@ -101,7 +101,7 @@ def test_four_devices_learn_like_one(config, finished, tmp_path, mesh):
       run_directory=str(tmp_path / "run"),
     )
   ).path
-  for name in ("generated_maths", "generated_sql"):
+  for name in ("maths", "sql"):
     first = [
       rows_of(path, "evaluation")[0]["tasks"][name]["distribution_overlap"]
       for path in (finished, four)

@@ -70,6 +70,7 @@ class Drafter(Protocol):
     token of this proposal that comes later. See `base.Proposal` for fewer tokens in
     some rows and for proposals without logits.
     """
+    # A protocol method without a body would be read as one that returns None.
     raise NotImplementedError
 
   def observe(self, state: Any, rows: state_lib.DecodeState) -> Any:

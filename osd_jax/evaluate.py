@@ -12,13 +12,12 @@ import jax
 import numpy as np
 import rich.console
 
-from osd_jax import base, corpus, metrics, pairs, runs, session, sharding
+from osd_jax import base, certificate, corpus, metrics, pairs, runs, session, sharding
 from osd_jax.data.batches import BatchConfig, EncodedExample, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine import agreement, measurement
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate
 from osd_jax.report import page, progress
 
 _CHECKED = 16  # prompts decoded greedily for the certificate when requests are sampled

@@ -9,13 +9,12 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from osd_jax import base, pairs, runs, session, sharding
+from osd_jax import base, certificate, pairs, runs, session, sharding
 from osd_jax import corpus as corpus_lib
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation import update as updates
 from osd_jax.engine import agreement
 from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
-from osd_jax.measuring import certificate
 from osd_jax.models import weights
 from osd_jax.report import page, progress
 

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import jax
 
-from osd_jax import background, base, corpus, pairs, runs, session, sharding
+from osd_jax import (
+  background,
+  base,
+  certificate,
+  corpus,
+  pairs,
+  runs,
+  session,
+  sharding,
+)
 from osd_jax.data import streams
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
@@ -18,7 +27,7 @@ from osd_jax.engine import measurement
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate, logbook, metering
+from osd_jax.measuring import logbook, metering
 from osd_jax.report import progress
 
 _MAX_PENDING = 8  # answers per row that may wait to be processed in the background

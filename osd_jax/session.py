@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import rich.console
 
-from osd_jax import runs
-from osd_jax.measuring import certificate
+from osd_jax import certificate, runs
 from osd_jax.report import page
 from osd_jax.runs import signals
 

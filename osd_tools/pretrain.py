@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from osd_jax import assets, base, runs, session, sharding
+from osd_jax import assets, base, certificate, runs, session, sharding
 from osd_jax.data import tokenizers
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import optimizers, update
-from osd_jax.measuring import certificate
 from osd_jax.models import families, weights
 from osd_jax.models.shapes import LlamaConfig, T5Config
 from osd_jax.report import progress

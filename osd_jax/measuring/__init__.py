@@ -1,1 +1,1 @@
-"""Measurements of a run: metrics per request, the certificate and the logs."""
+"""Measurements of a run: metrics per request and the logs."""

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import background, base, metrics, pairs, sharding
+from osd_jax import background, base, certificate, metrics, pairs, sharding
 from osd_jax.data import streams
 from osd_jax.engine import agreement
 from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate
 
 
 class Meter:

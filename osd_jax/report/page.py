@@ -13,10 +13,9 @@ from typing import Any
 
 import rich.console
 
-from osd_jax import base, runs
+from osd_jax import base, certificate, runs
 from osd_jax.costs import account as account_lib
 from osd_jax.data import batches
-from osd_jax.measuring import certificate
 from osd_jax.report import plots, tables
 from osd_jax.runs.directory import write_text
 

@@ -9,8 +9,7 @@ import dataclasses
 
 import jax
 
-from osd_jax import base, online, pairs, runs, session
-from osd_jax.measuring import certificate
+from osd_jax import base, certificate, online, pairs, runs, session
 from osd_jax.report import progress
 from osd_tools import chips
 from osd_tools.ahead_of_time import estimates

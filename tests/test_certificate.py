@@ -9,11 +9,10 @@ import pytest
 import tabular_pair
 import tiny_online
 
-from osd_jax import base, corpus, evaluate, pairs, runs, sharding, testing
+from osd_jax import base, certificate, corpus, evaluate, pairs, runs, sharding, testing
 from osd_jax.data.batches import BatchConfig
 from osd_jax.engine import engine
 from osd_jax.engine.server import Server
-from osd_jax.measuring import certificate
 
 SIZE, LENGTH = tabular_pair.VOCAB_SIZE, tabular_pair.TARGET_LENGTH
 MIXED = engine.SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)

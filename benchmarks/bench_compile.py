@@ -101,7 +101,7 @@ def first_token(config: engine.DecodingConfig, *pair) -> tuple[float, dict[str, 
   with Stopwatch() as watch:
     started = time.perf_counter()
     decoder = engine.Engine(config, *pair)
-    (done,) = decoder.run([engine.Request(prompt, max_length=1)])
+    (done,) = decoder.run([engine.Request(prompt, max_new_tokens=1)])
     seconds = time.perf_counter() - started
   assert len(done.tokens) == 1
   return seconds, watch.seconds
@@ -123,7 +123,7 @@ def compiled_later(config: engine.DecodingConfig, pair, other: base.Params) -> i
       )
       length = 1 + (5 * index) % min(target, 12)
       cut = prompt[: max(2, source - 7 * index)]
-      decoder.submit(engine.Request(cut, sampling, max_length=length))
+      decoder.submit(engine.Request(cut, sampling, max_new_tokens=length))
       decoder.step()
       decoder.swap((other, pair[3])[index % 2], index)
     while decoder.in_flight:

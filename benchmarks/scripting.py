@@ -86,7 +86,9 @@ class FirstTokens:
   def __init__(self, decoder: engine.Engine, sources: np.ndarray):
     """Answers all `sources` [N, S] at each call."""
     self._decoder = decoder
-    self._requests = [engine.Request(tokens=source, max_length=1) for source in sources]
+    self._requests = [
+      engine.Request(tokens=source, max_new_tokens=1) for source in sources
+    ]
     self.tokens = len(sources)
 
   def __call__(self) -> list[engine.Finished]:

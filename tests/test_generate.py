@@ -164,7 +164,7 @@ def test_jsonl_output_has_one_object_per_answer(osd):
 
 
 def test_options_reach_the_server(osd):
-  options = "--temperature .5 --top_k 3 --top_p .9 --seed 7 --max_length 9 --rows 2"
+  options = "--temperature .5 --top_k 3 --top_p .9 --seed 7 --max_new_tokens 9 --rows 2"
   options += " --num_draft_tokens 3 --stop ; --stop end --target t --draft d"
   code, _, _, server = osd("one", *options.split(), "--vocabulary", "v'v")
   assert code == 0
@@ -176,13 +176,19 @@ def test_options_reach_the_server(osd):
       "top_k": 3,
       "top_p": 0.9,
       "seed": 7,
-      "max_length": 9,
+      "max_new_tokens": 9,
       "stop": (";", "end"),
     }
   ]
   assert (server.decoding.rows, server.decoding.num_draft_tokens) == (2, 3)
   pair = server.pair
   assert (pair.target, pair.draft, pair.vocabulary) == ("t", "d", "v'v")
+
+
+@pytest.mark.parametrize("limit, allocated", [(9, 96), (200, 200)])
+def test_long_answers_get_longer_buffers(osd, limit, allocated):
+  *_, server = osd("one", "--max_new_tokens", str(limit))
+  assert server.decoding.target_length == allocated
 
 
 def test_options_are_short_for_gin_settings(osd, written):

@@ -83,7 +83,7 @@ def test_generate_prints_the_same_texts_on_every_mesh(unprepared, capsys, tmp_pa
 
   def printed(mesh):
     words = [f"--gin.PartitionConfig.{n}={v}" for n, v in zip(("data", "model"), mesh)]
-    asked = ["--file", str(tmp_path / "prompts.txt"), "--max_length", "8"]
+    asked = ["--file", str(tmp_path / "prompts.txt"), "--max_new_tokens", "8"]
     assert cli.main(["generate", *asked, *words]) == 0
     return capsys.readouterr().out
 

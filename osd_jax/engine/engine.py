@@ -221,7 +221,7 @@ class Engine:
 
   def check(self, request: Request) -> None:
     """Raises `InputError` if a request cannot be decoded; see `Request.check`."""
-    request.check(self.config.source_lengths[-1], self.spec.target.vocab_size)
+    request.check(self.config, self.spec.target.vocab_size)
 
   def submit(self, request: Request) -> None:
     """Queues a request, or raises as `check` does."""
@@ -288,7 +288,7 @@ class Engine:
       Answers to made-up requests, with which a caller may warm up its own calls.
     """
     made_up = (np.full(n, base.EOS_ID, np.int32) for n in self.config.source_lengths)
-    answers = self.run([Request(prompt, max_length=1) for prompt in made_up])
+    answers = self.run([Request(prompt, max_new_tokens=1) for prompt in made_up])
     self.clear()
     return answers
 
@@ -363,7 +363,7 @@ class Engine:
 
   def _padded(self, request: Request) -> PaddedPrompt:
     """Returns the request as arrays, padded to the longest bucket."""
-    limit, longest = request.max_length, self.config.source_lengths[-1]
+    limit, longest = request.max_new_tokens, self.config.source_lengths[-1]
     # One shape for all buckets: a batch is cut to its bucket when it is prefilled, and
     # the learner gets rows of equal length.
     source = np.full((1, longest), self.spec.target.pad_id, np.int32)

@@ -202,7 +202,7 @@ class Replicas:
         "ReplicaConfig: received a request with stop strings or streamed text, expected"
         " neither: its tokens stay in the replica until it ends."
       )
-    request.check(self.config.source_lengths[-1], self._vocab_size)
+    request.check(self.config, self._vocab_size)
 
   def submit(self, request: Request) -> None:
     """Queues a request, or raises as `check` does."""

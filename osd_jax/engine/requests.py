@@ -197,7 +197,8 @@ class Prompt(base.Config):
     top_k: 0 keeps all.
     top_p: 1 keeps all.
     seed: seed of its draws.
-    max_length: largest number of tokens; None takes `DecodingConfig.target_length`.
+    max_new_tokens: largest number of tokens, at most `DecodingConfig.target_length`,
+      which None takes.
     stop: texts that end the answer; it is cut before the first of them.
     learn: False excludes it from the draft's learning.
   """
@@ -207,7 +208,7 @@ class Prompt(base.Config):
   top_k: int = 0
   top_p: float = 1.0
   seed: int = 0
-  max_length: base.Count | None = None
+  max_new_tokens: base.Count | None = None
   stop: tuple[Annotated[str, base.NonEmpty("non-empty texts")], ...] = ()
   learn: bool = True
 
@@ -248,7 +249,7 @@ class Request:
   Attributes:
     tokens: [n] int32, prompt with end-of-sequence.
     sampling: how to draw; its seed is the request's own.
-    max_length: at most this many tokens are emitted; None takes T.
+    max_new_tokens: at most this many tokens are emitted; at most T, which None takes.
     tag: any value; it is returned with the answer.
     watch: called after every call with the tokens emitted so far [m]; calls are short
       then. If it returns a number, the request ends after that many tokens.
@@ -256,22 +257,13 @@ class Request:
 
   tokens: np.ndarray
   sampling: SamplingConfig = SamplingConfig()
-  max_length: int | None = None
+  max_new_tokens: int | None = None
   tag: Any = None
   watch: Callable[[np.ndarray], int | None] | None = None
 
-  def check(self, longest: int, vocab_size: int) -> None:
-    """Raises if the request cannot be decoded.
-
-    Args:
-      longest: largest number of prompt tokens.
-      vocab_size: V, the number of token ids.
-
-    Raises:
-      InputError: the prompt is empty, too long or has ids outside the vocabulary, or
-        the length limit is not an integer >= 1.
-    """
-    tokens = np.asarray(self.tokens)
+  def check(self, decoding: DecodingConfig, vocab_size: int) -> None:
+    """Raises InputError if the request cannot be decoded with these shapes."""
+    tokens, longest = np.asarray(self.tokens), decoding.source_lengths[-1]
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
       raise base.InputError(
         f"decoding: the prompt is an array {tokens.shape} of {tokens.dtype}, expected"
@@ -287,10 +279,12 @@ class Request:
         f"decoding: the prompt holds ids from {tokens.min()} to {tokens.max()},"
         f" expected 0..{vocab_size - 1}; encode the text with the pair's vocabulary."
       )
-    if self.max_length is not None and not base.is_count(self.max_length):
+    limit, most = self.max_new_tokens, decoding.target_length
+    # Buffers are allocated once, for T tokens. A larger limit must not be cut silently.
+    if limit is not None and not (base.is_count(limit) and limit <= most):
       raise base.InputError(
-        f"decoding: received max_length={self.max_length!r}, expected an integer >= 1,"
-        " or None for DecodingConfig.target_length."
+        f"decoding: received max_new_tokens={limit!r}, expected an integer in"
+        f" 1..{most}, or None; for longer answers raise DecodingConfig.target_length."
       )
 
 

@@ -477,7 +477,7 @@ class Server:
       request = Request(
         tokens=self.pair.vocabulary.encode_prompt(prompt.text),
         sampling=prompt.sampling,
-        max_length=prompt.max_length,
+        max_new_tokens=prompt.max_new_tokens,
         tag=(index, prompt, text),
         watch=text.watch if prompt.stop or is_streamed else None,
       )

@@ -259,7 +259,7 @@ def _add_generate(sub: argparse.ArgumentParser) -> None:
     ("top_k", int, 0, "keep the N most probable tokens; 0 keeps all (default: 0)"),
     ("top_p", float, 1.0, "keep this much probability (default: 1)"),
     ("seed", int, 0, "seed of sampling (default: 0)"),
-    ("max_length", int, None, "maximum number of tokens per answer"),
+    ("max_new_tokens", int, None, "maximum number of tokens per answer"),
   ):
     sampling.add_argument(
       f"--{name}", type=kind, default=default, metavar="N", help=text

@@ -47,7 +47,7 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   per_request = {
     "learn": arguments.learn,
     **{name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")},
-    "max_length": arguments.max_length,
+    "max_new_tokens": arguments.max_new_tokens,
     "stop": tuple(arguments.stop),
   }
   from_terminal = False
@@ -58,7 +58,10 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   else:
     from_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     prompts = _typed() if from_terminal else _prompts(sys.stdin, "standard input")
-  shapes = (config.pair, config.decoding, config.learning, config.partition)
+  # Longer answers need longer buffers, which are allocated once.
+  target_length = max(config.decoding.target_length, arguments.max_new_tokens or 0)
+  decoding = dataclasses.replace(config.decoding, target_length=target_length)
+  shapes = (config.pair, decoding, config.learning, config.partition)
   with server.Server(*shapes) as serving:
     try:
       if arguments.stream or from_terminal:

@@ -51,7 +51,7 @@ def prompts(count=9, seed=0):
 
 def greedy_requests(seed=0):
   return [
-    engine.Request(tokens, max_length=limit, tag=index)
+    engine.Request(tokens, max_new_tokens=limit, tag=index)
     for index, (tokens, limit) in enumerate(
       zip(prompts(seed=seed), LIMITS, strict=True)
     )
@@ -78,7 +78,7 @@ def expected(seed=0):
   found = []
   for request in greedy_requests(seed):
     written = []
-    while len(written) < (request.max_length or LENGTH) and EOS_ID not in written:
+    while len(written) < (request.max_new_tokens or LENGTH) and EOS_ID not in written:
       written.append(int(score(request.tokens, written)[len(written)].argmax()))
     found.append(written)
   return found
@@ -126,7 +126,7 @@ def sampled_requests(count=12):
     engine.Request(
       np.array([3, EOS_ID], np.int32),
       engine.SamplingConfig((0.0, 0.7, 1.0)[i % 3], (0, 3)[i % 2], 0.9, seed=i),
-      max_length=LIMITS[i % len(LIMITS)],
+      max_new_tokens=LIMITS[i % len(LIMITS)],
     )
     for i in range(count)
   ]

@@ -31,7 +31,7 @@ def answers(pair):
   sampling = engine.SamplingConfig(temperature=1.0)
   prompts = tabular_pair.prompts(24)
   requests = [
-    engine.Request(prompt.tokens, sampling.of_request(i), max_length=1 + i % LENGTH)
+    engine.Request(prompt.tokens, sampling.of_request(i), max_new_tokens=1 + i % LENGTH)
     for i, prompt in enumerate(prompts)
   ]
   found = server.Server(pair, DECODING).run(requests)
@@ -85,7 +85,7 @@ def test_measuring_compiles_nothing_after_warm_up(pair):
   prompts = tabular_pair.prompts(6)
   with Compilations() as measuring:
     for i, prompt in enumerate(prompts):
-      request = engine.Request(prompt.tokens, max_length=(1, 4, 12)[i % 3])
+      request = engine.Request(prompt.tokens, max_new_tokens=(1, 4, 12)[i % 3])
       for done in ready.run([request]):
         ready.learn(done)
   assert measuring.count == 0

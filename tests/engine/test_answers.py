@@ -58,7 +58,7 @@ def test_text_ends_before_the_first_stop_string_that_occurs():
   [
     ({"temperature": -1}, r"SamplingConfig\.temperature: received -1"),
     ({"top_p": 0}, r"SamplingConfig\.top_p: received 0"),
-    ({"max_length": 0}, r"Prompt\.max_length: received 0"),
+    ({"max_new_tokens": 0}, r"Prompt\.max_new_tokens: received 0"),
     ({"stop": ""}, r"Prompt\.stop: received ''"),
     ({"stop": ["a", ""]}, r"Prompt\.stop: received \('a', ''\)"),
     ({"temprature": 1}, r"a setting 'temprature', expected some of \['learn'"),

@@ -107,7 +107,7 @@ def test_draft_reads_each_prompt_at_most_once(monkeypatch):
 def test_requests_after_a_probe_are_not_prefilled_for_the_draft(monkeypatch):
   """Requests of one token; every second one is decoded plainly, after a probe."""
   record = recording(monkeypatch, (-1, 0))
-  requests = [engine.Request(tokens, max_length=1) for tokens in cases.prompts(6)]
+  requests = [engine.Request(tokens, max_new_tokens=1) for tokens in cases.prompts(6)]
   test_drafting.make(rows=1).run(requests)
   assert [call.catch_up_ms for call in record.calls] == [TABLE.prefill_ms, 0.0] * 3
 

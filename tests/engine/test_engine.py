@@ -323,10 +323,13 @@ def test_watched_request_ends_at_the_returned_length():
   assert cases.by_tag(cases.decoder(3).run(cases.greedy_requests())) == cases.expected()
 
 
-@pytest.mark.parametrize("limit", [0, -3])
-def test_length_limit_must_be_at_least_one(limit):
-  request = engine.Request(np.array([3, 1], np.int32), max_length=limit)
-  with pytest.raises(ValueError, match=r"received max_length="):
+@pytest.mark.parametrize("limit", [0, -3, cases.LENGTH + 1, 10**6])
+def test_length_limit_must_fit_the_allocated_length(limit):
+  request = engine.Request(np.array([3, 1], np.int32), max_new_tokens=limit)
+  with pytest.raises(
+    ValueError,
+    match=rf"received max_new_tokens={limit}, expected an integer in 1\.\.12",
+  ):
     cases.decoder(1).submit(request)
   assert cases.decoder(1).in_flight == 0
 

@@ -35,7 +35,7 @@ FAMILY = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def requests(target):
   sources = testing.random_sources(len(LIMITS), BUCKETS[-1], VOCAB, 0, target.pad_id)
   rows = zip(*sources, LIMITS, strict=True)
-  return [engine.Request(row[keep], max_length=limit) for row, keep, limit in rows]
+  return [engine.Request(row[keep], max_new_tokens=limit) for row, keep, limit in rows]
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def expected(target):
     source = np.full((1, BUCKETS[-1]), target.pad_id, np.int32)
     source[0, : len(request.tokens)] = request.tokens
     written: list[int] = []
-    while len(written) < (request.max_length or LENGTH) and EOS_ID not in written:
+    while len(written) < (request.max_new_tokens or LENGTH) and EOS_ID not in written:
       text = np.zeros((1, LENGTH), np.int32)
       text[0, : len(written)] = written
       logits = score()(target, params, source, target.mask(source), text)

@@ -142,7 +142,7 @@ def test_answer_ends_before_the_stop_string(server, plain):
 
 def test_each_prompt_can_have_its_own_settings(server, plain):
   sampled = Prompt(TEXTS[0], temperature=1.0, seed=5)
-  short = Prompt(TEXTS[1], max_length=3)
+  short = Prompt(TEXTS[1], max_new_tokens=3)
   given = [TEXTS[0], sampled, short, sampled, dataclasses.replace(sampled, seed=6)]
   first, one, cut, two, other = server.generate(given, ordered=True)
   assert first.text == plain[0]

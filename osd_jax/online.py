@@ -27,8 +27,9 @@ from osd_jax.engine import measurement
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.measuring import logbook, metering
+from osd_jax.measuring import metering
 from osd_jax.report import progress
+from osd_jax.runs.logbook import Logbook
 
 _MAX_PENDING = 8  # answers per row that may wait to be processed in the background
 
@@ -170,7 +171,7 @@ class OnlineLoop:
       config.partition,
       config.learning.seed,
     )
-    self._log = logbook.Logbook(
+    self._log = Logbook(
       directory, config.keep_outputs, config.tensorboard, announce, config.learn
     )
     self._announce = announce
@@ -261,7 +262,7 @@ class OnlineLoop:
       row["paused"] = self.server.learner.paused
     row["run_seconds"] = self.seconds
     self._log.write("request", row, self.finished)
-    self._log.log_output(row, query, done, self.pair.vocabulary.decode(done.tokens))
+    self._log_output(row, query, done)
     self._save_draft_at_shift()
     return row
 
@@ -331,6 +332,24 @@ class OnlineLoop:
   def _request(self, index: int) -> Request:
     tokens = self.stream[index].tokens
     return Request(tokens, self.config.sampling.of_request(index), tag=index)
+
+  def _log_output(
+    self, row: dict[str, Any], query: streams.Query, done: Finished
+  ) -> None:
+    self._log.outputs.write(
+      runs.Output(
+        index=row["index"],
+        query=query.index,
+        task=query.task,
+        prompt=query.prompt,
+        text=self.pair.vocabulary.decode(done.tokens),
+        stop_reason=done.stop_reason.name,
+        tokens=len(done.tokens),
+        tokens_per_target_call=row["tokens_per_target_call"],
+        prompt_ids=query.tokens.tolist(),
+        output_ids=done.tokens.tolist(),
+      )
+    )
 
   def _log_update(self, outcome: Outcome | None) -> None:
     """Logs the update that was swapped in, if there is one."""

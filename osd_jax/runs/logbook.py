@@ -8,50 +8,49 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from osd_jax import runs
 from osd_jax.costs import account
 from osd_jax.costs.table import Costs
-from osd_jax.data import streams
-from osd_jax.engine.requests import Finished
 from osd_jax.runs import alarms
+from osd_jax.runs import log as log_lib
+from osd_jax.runs.directory import RunDirectory
 
 
 class Logbook:
   """The logs of one run, and the verdict and alarms computed from their rows.
 
   Attributes:
+    outputs: outputs.jsonl.
     costs: measured costs of the run; None until `write_costs`.
   """
 
   def __init__(
     self,
-    directory: runs.RunDirectory,
+    directory: RunDirectory,
     keep_outputs: str,
     tensorboard: bool,
     announce: Callable[[str], object],
-    learns: bool = True,
+    learns: bool,
   ):
     """Opens both logs.
 
     Args:
       directory: the run's folder, opened for writing.
-      keep_outputs: see `OnlineConfig.keep_outputs`: "none", "text" or "ids".
+      keep_outputs: see `OnlineConfig.keep_outputs`.
       tensorboard: whether to write TensorBoard events too.
       announce: called with each text for the user.
       learns: whether the draft learns, so that there is a verdict on learning.
     """
     self.costs: Costs | None = None
-    self._path, self._announce = directory.metrics_path, announce
-    self._learns = learns
-    self._rows = runs.MetricsLog(
+    self._announce, self._learns = announce, learns
+    self._rows = log_lib.MetricsLog(
       directory.metrics_path, directory.tensorboard_path if tensorboard else None
     )
-    self._outputs = runs.OutputsLog(directory.outputs_path, keep_outputs)
+    self.outputs = log_lib.OutputsLog(directory.outputs_path, keep_outputs)
     self._verdict, self._alarms = account.Verdict(), alarms.AlarmState()
 
   def begin(self) -> None:
     """Empties both logs; a run killed before its first checkpoint has left rows."""
-    self._outputs.truncate(0)
+    self.outputs.truncate(0)
     self._rows.truncate(0)
 
   def write_costs(self, costs: Costs) -> None:
@@ -84,32 +83,13 @@ class Logbook:
     self._announce(said)
     self._rows.write(kind, {**fields, "said": said})
 
-  def log_output(
-    self, row: Mapping[str, Any], query: streams.Query, done: Finished, text: str
-  ) -> None:
-    """Logs a prompt and its answer `text`; `row` is the request's row."""
-    self._outputs.write(
-      runs.Output(
-        index=row["index"],
-        query=query.index,
-        task=query.task,
-        prompt=query.prompt,
-        text=text,
-        stop_reason=done.stop_reason.name,
-        tokens=len(done.tokens),
-        tokens_per_target_call=row["tokens_per_target_call"],
-        prompt_ids=query.tokens.tolist(),
-        output_ids=done.tokens.tolist(),
-      )
-    )
-
   def state(self) -> dict[str, Any]:
     """Returns what a checkpoint stores, after both logs are on disk."""
     self._rows.sync()
-    self._outputs.sync()
+    self.outputs.sync()
     return {
       "metrics_bytes": self._rows.length,
-      "outputs_bytes": self._outputs.length,
+      "outputs_bytes": self.outputs.length,
       "costs": self.costs and dataclasses.asdict(self.costs),
     }
 
@@ -120,8 +100,8 @@ class Logbook:
       Seconds that the run had served until that checkpoint.
     """
     self._rows.truncate(host["metrics_bytes"])
-    self._outputs.truncate(host["outputs_bytes"])
-    rows = list(runs.read(self._path))
+    self.outputs.truncate(host["outputs_bytes"])
+    rows = list(log_lib.read(self._rows.path))
     self._alarms = alarms.replay(rows)
     self.costs = host["costs"] and Costs.from_json(host["costs"])
     self._verdict = account.verdict(rows)
@@ -131,4 +111,4 @@ class Logbook:
   def close(self) -> None:
     """Closes both logs."""
     self._rows.close()
-    self._outputs.close()
+    self.outputs.close()

@@ -260,14 +260,12 @@ def parts(bench: Bench, name: str, target: Pair, rows: int) -> None:
   given = bench.given
   sources = contenders.prompts(rows, given.source, target[0].vocab_size)
   config = contenders.decoding(rows, given.source, given.target, 1)
-  found = measurement.measure_steps(
-    config, measurement.Models(*target, *bench.draft), sources
-  )
+  found = measurement.measure_steps(config, (*target, *bench.draft), sources)
   bench.report(
     case_of(name, rows),
     {
-      "draft step, ms": found.draft_step_ms,
-      "draft step over plain step (c)": found.cost_ratio,
+      "draft step, ms": found["draft_step_ms"],
+      "draft step over plain step (c)": found["cost_ratio"],
     },
     asked_of(name, rows),
   )

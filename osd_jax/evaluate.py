@@ -4,6 +4,7 @@ Both decode a fixed set of prompts plainly and speculatively, and neither trains
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -257,17 +258,19 @@ class Bench:
       timed_requests = self.requests[: self.config.speed_requests]
       # With several rows a block is long enough to keep them filled most of the time.
       block = 4 * count if count > 1 else 1
-      timed = measurement.time_requests(servers, timed_requests, block)
-      plain_ms = timed[0].ms_per_token
-      for label, pair, found in zip(self.labels, self.pairs, timed[1:], strict=True):
+      timed = time_requests(servers, timed_requests, block)
+      plain_ms = timed[0][0]
+      for label, pair, (ms, tokens_per_call) in zip(
+        self.labels, self.pairs, timed[1:], strict=True
+      ):
         rows.append(
           {
             "rows": count,
             "draft": label,
             "plain_ms_per_token": plain_ms,
-            "ms_per_token": found.ms_per_token,
-            "speed_up": plain_ms / found.ms_per_token,
-            **self._predicted(config, pair, found.tokens_per_target_call),
+            "ms_per_token": ms,
+            "speed_up": plain_ms / ms,
+            **self._predicted(config, pair, tokens_per_call),
           }
         )
     return rows
@@ -281,20 +284,16 @@ class Bench:
     for row in range(config.rows):
       tokens = self.prompts[row % len(self.prompts)].tokens
       source[row, : len(tokens)] = tokens
-    models = measurement.Models(
-      pair.target, pair.target_params, pair.draft, pair.draft_params
-    )
+    models = pair.target, pair.target_params, pair.draft, pair.draft_params
     found = measurement.measure_steps(config, models, source)
-    c, v, drafted = found.cost_ratio, found.verify_ratio, config.num_draft_tokens
+    c, v, drafted = found["cost_ratio"], found["verify_ratio"], config.num_draft_tokens
     predicted = metrics.predicted_speed_up
     fixed = config.adaptive is None  # both formulas assume one K
     return {
       "predicted": predicted(tau, drafted, c, v) if fixed else None,
       "predicted_paper": predicted(tau, drafted, c) if fixed else None,
       "tokens_per_target_call": tau,
-      "cost_ratio": c,
-      "verify_ratio": v,
-      **dataclasses.asdict(found),
+      **found,
     }
 
   def _check(
@@ -334,6 +333,33 @@ class Bench:
 
   def _plain(self, decoding: DecodingConfig) -> Server:
     return corpus.plain_server(self.pairs[0], decoding, self.config.partition)
+
+
+def time_requests(
+  servers: Sequence[Server], requests: Sequence[Request], block: int
+) -> list[tuple[float, float]]:
+  """Serves the same requests with each idle server, in blocks of `block` and in turn.
+
+  Returns:
+    For each server: milliseconds per emitted token, and tokens per target call.
+  """
+  for server in servers:
+    bucket = server.engine.config.bucket
+    # One request per bucket compiles every call before the clock starts.
+    one_a_bucket = {bucket(len(request.tokens)): request for request in requests}
+    server.run(list(one_a_bucket.values()))
+  seconds = np.zeros(len(servers))
+  tokens, calls = seconds.copy(), seconds.copy()
+  for turn, start in enumerate(range(0, len(requests), block)):
+    for offset in range(len(servers)):
+      # Another server begins each block: a machine that slows down favours none.
+      index = (turn + offset) % len(servers)
+      started = time.perf_counter()
+      answers = servers[index].run(requests[start : start + block])
+      seconds[index] += time.perf_counter() - started
+      tokens[index] += sum(len(done.tokens) for done in answers)
+      calls[index] += sum(done.target_calls for done in answers)
+  return list(zip(seconds * 1e3 / tokens, tokens / calls, strict=True))
 
 
 def acceptance(served: Sequence[Finished]) -> dict[str, float | None]:

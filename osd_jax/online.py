@@ -174,7 +174,7 @@ class OnlineLoop:
     self._log = Logbook(
       directory, config.keep_outputs, config.tensorboard, announce, config.learn
     )
-    self._announce = announce
+    self._announce = self.server.engine.report = announce
     self._checkpointer = runs.Checkpointer(
       directory.checkpoints_path, config.checkpoint_every
     )

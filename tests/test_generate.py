@@ -33,6 +33,7 @@ class FakeServer:
   def __init__(self, pair, decoding, learning, partition):
     self.pair, self.decoding, self.learning = pair, decoding, learning
     self.statistics, self.calls, self.saved, self.is_open = Counts(), [], [], False
+    self.engine = types.SimpleNamespace()
     self.made.append(self)
 
   def __enter__(self):

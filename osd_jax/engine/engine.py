@@ -118,6 +118,7 @@ class Engine:
     shortlist: [N] int32, the tokens that the draft's output head covers; None: all.
     draft_version: version of the draft that serves.
     expecting: more requests may come soon, so calls are short.
+    report: called with a progress line before costs are measured.
   """
 
   def __init__(
@@ -166,7 +167,9 @@ class Engine:
       self.swap(draft_params, 0)
     self._controller = Controller(config, has_draft=draft is not None)
     self._warm: set[int] = set()  # buckets whose calls are compiled and measured
+    self._tables = measurement.RoundTables()
     self._waiting: deque[Request] = deque()
+    self.report: Callable[[str], object] = lambda text: None
     self.clear()
 
   @property
@@ -421,15 +424,15 @@ class Engine:
     arguments = (self.spec, controller.candidates, self.served, bucket)
     if (bucket, False) in controller.costs:
       measurement.warm_up(*arguments)
-    elif jax.process_count() > 1:
+      return
+    if jax.process_count() > 1:
       raise base.InputError(
         "AdaptiveConfig.costs: received no costs, expected a table for each bucket,"
         " because several processes serve together: their own measurements would"
         " differ, and they would choose different Ks."
       )
-    else:
-      greedy, sampled = measurement.round_costs(*arguments)
-      controller.costs |= {(bucket, False): greedy, (bucket, True): sampled}
+    greedy, sampled = self._tables.measure(*arguments, self.report)
+    controller.costs |= {(bucket, False): greedy, (bucket, True): sampled}
 
   def _prefill(self, taken: Mapping[int, Slot]) -> None:
     """Prefills requests into their slots, in one call."""

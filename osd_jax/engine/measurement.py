@@ -12,7 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from osd_jax.decoding import drafters, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.decoding.rounds import DecodeSpec
 from osd_jax.engine import steps
-from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
+from osd_jax.engine.requests import DecodingConfig, SamplingConfig
 from osd_jax.engine.steps import PaddedPrompt, PromptBatch
 
 CALL_SECONDS, UPDATE_SECONDS = 4.0, 3.0  # budgets; together under 10 seconds
@@ -35,18 +35,9 @@ STEPS = 4  # in a timed loop of single steps
 TOKENS_PER_REQUEST, TOKENS_PER_ROUND = 24, 2  # assumed, to say when an update is due
 
 
-class Way(NamedTuple):
-  """A way to decode.
-
-  Attributes:
-    spec: static arguments of the calls.
-    candidates: Ks in ascending order; 0 is a plain step.
-    served: prepared parameters.
-  """
-
-  spec: DecodeSpec
-  candidates: tuple[int, ...]
-  served: steps.Served
+def clock() -> float:
+  """Seconds; tests replace it."""
+  return time.perf_counter()
 
 
 def warm_up(
@@ -57,83 +48,98 @@ def warm_up(
   settings: base.SamplingSettings | None = None,
 ) -> state_lib.DecodeState:
   """Compiles every call of a bucket; returns rows that hold a made-up prompt each."""
-  state = steps.empty(spec, served, bucket)
+  state, pauses = steps.empty(spec, served, bucket), spec.draft and 0 in candidates
   for batch in _made_up(spec, bucket, settings):
-    if spec.draft is not None and 0 in candidates:
+    if pauses:
       state = steps.insert_undrafted(spec, served, state, batch)
       state = steps.prefill_draft(spec, served, state, batch)
     state = steps.insert(spec, served, state, batch)
   for num_draft_tokens in candidates:
     # With 0 rounds the call compiles like any other and computes nothing.
     state = steps.advance(spec, num_draft_tokens, served, np.int32(0), state)
-  if spec.draft is not None and 0 in candidates:
+  if pauses:
     state = steps.catch_up(spec, served, state)
   return state
 
 
-def round_costs(
-  spec: DecodeSpec,
-  candidates: Sequence[int],
-  served: steps.Served,
-  bucket: int,
-) -> tuple[RoundCosts, RoundCosts]:
-  """Measures the calls of a bucket, for greedy and for sampled rows.
+class RoundTables:
+  """Tables for the controller of K, measured when a bucket is first used.
 
-  Args:
-    spec: static arguments of the calls, with a draft.
-    candidates: the Ks in ascending order.
-    served: prepared parameters of both models.
-    bucket: source length of the made-up rows.
+  All buckets share one budget. The first gets at most half of it, the next half of the
+  rest, and so on; one that would exceed the budget takes the nearest bucket's table.
   """
-  rows = _Rows(Way(spec, tuple(candidates), served), bucket)
-  found = measure_lib.interleaved(rows.calls(TEMPERATURES), CALL_SECONDS, clock)
-  greedy, sampled = (rows.table(found, temperature) for temperature in TEMPERATURES)
-  return greedy, sampled
 
+  def __init__(self, seconds: float = 2 * CALL_SECONDS):
+    self._left, self._last = seconds, 0.0
+    self._found: dict[int, tuple[RoundCosts, RoundCosts]] = {}
 
-def clock() -> float:
-  """Seconds; tests replace it."""
-  return time.perf_counter()
+  def measure(
+    self,
+    spec: DecodeSpec,
+    candidates: Sequence[int],
+    served: steps.Served,
+    bucket: int,
+    report: Callable[[str], object],
+  ) -> tuple[RoundCosts, RoundCosts]:
+    """Compiles a bucket's calls; returns the tables of greedy and of sampled rows."""
+    rows = _Rows(spec, candidates, served, bucket)
+    if self._left < self._last:
+      return self._found[min(self._found, key=lambda other: abs(other - bucket))]
+    seconds = self._left / 2
+    report(f"Measuring rounds for prompts of {bucket} tokens, at most {seconds:.1f} s.")
+    started = clock()
+    found = measure_lib.interleaved(rows.calls(TEMPERATURES), seconds, clock)
+    self._last = clock() - started
+    self._left -= self._last
+    greedy, sampled = (rows.table(found, temperature) for temperature in TEMPERATURES)
+    self._found[bucket] = greedy, sampled
+    return greedy, sampled
 
 
 class _Rows:
   """Rows of one way to decode, and the calls on them that are timed."""
 
   def __init__(
-    self, way: Way, bucket: int, settings: base.SamplingSettings | None = None
+    self,
+    spec: DecodeSpec,
+    candidates: Sequence[int],
+    served: steps.Served,
+    bucket: int,
+    settings: base.SamplingSettings | None = None,
   ):
     """Compiles all calls."""
-    self._way, self._settings = way, settings
-    self.state = warm_up(*way[:2], way.served, bucket, settings)
-    self._batches = list(_made_up(way.spec, bucket, settings))
-    self._lag = min(drafters.CHUNK + 1, way.spec.target_length)
+    self._spec, self._candidates, self._served = spec, tuple(candidates), served
+    self.state = warm_up(spec, candidates, served, bucket, settings)
+    self._batches = list(_made_up(spec, bucket, settings))
     # Short steps are timed in longer calls, so that the clock and the call itself
     # matter less. A model with steps of 100 ms gets single rounds.
-    self.max_rounds = 1
-    for num_draft_tokens in way.candidates:
+    self.max_rounds, self._idle = 1, [0.0]
+    for num_draft_tokens in candidates:
       self.rounds(num_draft_tokens, 0.0)  # compiles what rewinding needs
-    step_ms = self.rounds(way.candidates[0], 0.0)
+    step_ms = self.rounds(candidates[0], 0.0)
     self.max_rounds = int(np.clip(math.ceil(CALL_MS / step_ms), 1, MOST_ROUNDS))
-    self._idle: list[float] = []
+    self._idle = []
 
   def calls(self, temperatures: Sequence[float]) -> dict[Any, Callable[[], float]]:
     """Returns the calls to time by name; a call returns its milliseconds."""
+    spec, served = self._spec, self._served
     timed: dict[Any, Callable[[], float]] = {"idle": self.idle, "insert": self.insert}
     for temperature in temperatures:
-      for k in self._way.candidates:
+      for k in self._candidates:
         timed[k, temperature] = functools.partial(self.rounds, k, temperature)
-    if self._way.spec.draft is not None and 0 in self._way.candidates:
+    if spec.draft is not None and 0 in self._candidates:
+      lag = min(drafters.CHUNK + 1, spec.target_length)
       timed["nothing"] = functools.partial(self.feed, 0)
-      timed["chunk"] = functools.partial(self.feed, self._lag)
-      timed["prefill"] = self.prefill_draft
+      timed["chunk"] = functools.partial(self.feed, lag)
+      prefill = lambda state: steps.prefill_draft(spec, served, state, self._batches[0])
+      timed["prefill"] = functools.partial(self._timed, prefill)
     return timed
 
   def table(self, found: Mapping[Any, float], temperature: float) -> RoundCosts:
     """Makes the table from typical times of `calls`."""
-    rows = self._way.spec.rows
     # The difference of two noisy times may be negative, and a cost of 0 would make a
     # division by it infinite.
-    round_ms = [max(found[k, temperature], 1e-3) for k in self._way.candidates]
+    round_ms = [max(found[k, temperature], 1e-3) for k in self._candidates]
     return RoundCosts(
       # More draft tokens cost no less: noise that says otherwise is evened out.
       round_ms=tuple(np.maximum.accumulate(round_ms).tolist()),
@@ -141,15 +147,15 @@ class _Rows:
       chunk_ms=max(found.get("chunk", 0.0) - found.get("nothing", 0.0), 0.0),
       prefill_ms=found.get("prefill", 0.0),
       call_ms=found["idle"],
-      num_draft_tokens=self._way.candidates,
-      rows=rows,
-      request_ms=found["insert"] + found["idle"] / rows,
+      num_draft_tokens=self._candidates,
+      rows=self._spec.rows,
+      request_ms=found["insert"] + found["idle"] / self._spec.rows,
     )
 
   def idle(self) -> float:
     """Times a call without rounds."""
     self._rewind(0)
-    self._idle.append(self._advance(self._way.candidates[-1], 0))
+    self._idle.append(self._advance(self._candidates[-1], 0))
     return self._idle[-1]
 
   def rounds(self, num_draft_tokens: int, temperature: float) -> float:
@@ -159,46 +165,34 @@ class _Rows:
     spent = self._advance(num_draft_tokens, self.max_rounds)
     # A row may finish, which ends the call, so the rounds are counted.
     ran = int(np.max(self.state.counters.rounds - before))
-    idle = float(np.median(self._idle)) if getattr(self, "_idle", None) else 0.0
-    return (spent - idle) / max(ran, 1)
+    return (spent - float(np.median(self._idle))) / max(ran, 1)
 
   def insert(self) -> float:
     """Times the prefill of a row."""
 
     def inserted(state):
       for batch in self._batches:
-        state = steps.insert(self._way.spec, self._way.served, state, batch)
+        state = steps.insert(self._spec, self._served, state, batch)
       return state
 
-    return self._timed(inserted) / self._way.spec.rows
+    return self._timed(inserted) / self._spec.rows
 
   def feed(self, lag: int) -> float:
     """Times a call that feeds the draft up to `lag` tokens."""
     self._rewind(lag)
-    return self._timed(
-      functools.partial(steps.catch_up, self._way.spec, self._way.served)
-    )
-
-  def prefill_draft(self) -> float:
-    """Times the draft's prefill of a row."""
-    spec, _, served = self._way
-    batch = self._batches[0]
-    return self._timed(lambda state: steps.prefill_draft(spec, served, state, batch))
+    return self._timed(functools.partial(steps.catch_up, self._spec, self._served))
 
   def serve(self) -> None:
     """Runs one call with requests in flight, as serving does."""
     self._rewind(0)
-    self._advance(self._way.candidates[-1], self.max_rounds)
+    self._advance(self._candidates[-1], self.max_rounds)
 
   def _advance(self, num_draft_tokens: int, max_rounds: int) -> float:
-    spec, _, served = self._way
-    rounds = np.int32(max_rounds)
-    return self._timed(
-      functools.partial(steps.advance, spec, num_draft_tokens, served, rounds)
-    )
+    arguments = (self._spec, num_draft_tokens, self._served, np.int32(max_rounds))
+    return self._timed(functools.partial(steps.advance, *arguments))
 
   def _rewind(self, lag: int, temperature: float = 0.0) -> None:
-    self.state = _rewound(self._way.spec, self.state, lag, temperature)
+    self.state = _rewound(self._spec, self.state, lag, temperature)
 
   def _timed(self, call: Callable[[Any], state_lib.DecodeState]) -> float:
     """Milliseconds of a call that consumes the state and returns the next one."""
@@ -263,13 +257,18 @@ def measure(
   """
   report("Measuring costs on this machine: calls, at most 4 s ...")
   settings = sampled.settings(server.engine.config.target_length)
-  ways = {n: _Rows(way, bucket, settings) for n, way in _ways(server.engine).items()}
+  ways = {
+    name: _Rows(*way, bucket, settings) for name, way in _ways(server.engine).items()
+  }
   calls: dict[Any, Callable[[], float]] = {
     (name, call): timed
     for name, rows in ways.items()
     for call, timed in rows.calls((sampled.temperature,)).items()
   }
-  calls |= {("step", n): timed for n, timed in _single_steps(server, bucket).items()}
+  pair, config = server.pair, server.engine.config
+  models = pair.target, pair.target_params, pair.draft, pair.draft_params
+  source = np.full((config.rows, bucket), base.EOS_ID, np.int32)
+  calls |= {("step", n): timed for n, timed in _loops(config, models, source).items()}
   found = measure_lib.interleaved(calls, CALL_SECONDS, clock)
   tables = {
     name: rows.table(
@@ -279,7 +278,7 @@ def measure(
     for name, rows in ways.items()
   }
   costs = Costs(
-    tables["online"] if "online" in tables else tables["frozen"],
+    tables.get("online", tables["frozen"]),
     plain=tables["plain"],
     frozen=tables["frozen"],
     draft_ms=found["step", "draft"],
@@ -292,17 +291,17 @@ def measure(
   return _with_updates(costs, server, ways.get("online", ways["frozen"]))
 
 
-def _ways(engine: Any) -> dict[str, Way]:
+def _ways(engine: Any) -> dict[str, tuple[DecodeSpec, tuple[int, ...], steps.Served]]:
   """Plain decoding and the frozen draft, one row each; and decoding as the run does."""
   # Compared requests are served alone, so plain and frozen are timed with one row.
   alone = dataclasses.replace(engine.spec, rows=1)
   plain = dataclasses.replace(alone, record_top_k=0, drafter=None)
   found = {
-    "plain": Way(plain, (0,), steps.Served(engine.served.target)),
-    "frozen": Way(alone, tuple(engine.candidates), engine.served),
+    "plain": (plain, (0,), steps.Served(engine.served.target)),
+    "frozen": (alone, engine.candidates, engine.served),
   }
   if alone != engine.spec:
-    found["online"] = Way(engine.spec, tuple(engine.candidates), engine.served)
+    found["online"] = (engine.spec, engine.candidates, engine.served)
   return found
 
 
@@ -346,67 +345,37 @@ def _ms(call: Callable[[], object]) -> float:
   return (clock() - started) * 1e3
 
 
-# --- Single steps and complete requests -----------------------------------------------
+# --- Single steps ---------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class StepCosts:
-  """Milliseconds of one step for all rows together.
-
-  Attributes:
-    draft_step_ms: the draft is fed one token.
-    plain_step_ms: the target is fed one token.
-    verify_ms: the target is fed K + 1 tokens.
-  """
-
-  draft_step_ms: float
-  plain_step_ms: float
-  verify_ms: float
-
-  @property
-  def cost_ratio(self) -> float:
-    """c: draft step / plain step."""
-    return self.draft_step_ms / self.plain_step_ms
-
-  @property
-  def verify_ratio(self) -> float:
-    """v: verification / plain step."""
-    return self.verify_ms / self.plain_step_ms
-
-
-class Models(NamedTuple):
-  """Target and draft with their parameters."""
-
-  target: base.Model
-  target_params: base.Params
-  draft: base.Model
-  draft_params: base.Params
-
-
-def measure_steps(config: DecodingConfig, models: Models, source: np.ndarray):
-  """Returns the `StepCosts` of target and draft.
+def measure_steps(
+  config: DecodingConfig, models: tuple[Any, ...], source: np.ndarray
+) -> dict[str, float]:
+  """Measures a step of the draft, a step of the target, and a verification.
 
   Every step reads the whole cache buffer, so its cost does not depend on how many
   tokens were fed.
 
   Args:
     config: its K and T are used.
-    models: target and draft, with trained parameters.
+    models: target, its trained parameters, draft, its trained parameters.
     source: [B, S] int32, the prompts to prefill.
+
+  Returns:
+    Milliseconds for all rows together, and their ratios to a plain step.
   """
   found = measure_lib.interleaved(_loops(config, models, source), CALL_SECONDS, clock)
-  return StepCosts(found["draft"], found["plain"], found["verify"])
-
-
-def _single_steps(server: Any, bucket: int) -> dict[str, Callable[[], float]]:
-  pair, config = server.pair, server.engine.config
-  models = Models(pair.target, pair.target_params, pair.draft, pair.draft_params)
-  source = np.full((config.rows, bucket), base.EOS_ID, np.int32)
-  return _loops(config, models, source)
+  return {
+    "cost_ratio": found["draft"] / found["plain"],
+    "verify_ratio": found["verify"] / found["plain"],
+    "draft_step_ms": found["draft"],
+    "plain_step_ms": found["plain"],
+    "verify_ms": found["verify"],
+  }
 
 
 def _loops(
-  config: DecodingConfig, models: Models, source: np.ndarray
+  config: DecodingConfig, models: tuple[Any, ...], source: np.ndarray
 ) -> dict[str, Callable[[], float]]:
   """Compiles loops of single steps; each loop returns the milliseconds of one step."""
   length = state_lib.buffer_length(config.target_length)
@@ -455,50 +424,3 @@ def feed(model, width, served, cache, calls):
 
   token = jnp.zeros(cache.length.shape, jnp.int32)
   return jax.lax.fori_loop(0, calls, body, (token, cache))
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-  """Speed of a server on the timed requests.
-
-  Attributes:
-    ms_per_token: wall time / emitted tokens of all requests.
-    tokens_per_target_call: emitted tokens / target calls of the requests.
-  """
-
-  ms_per_token: float
-  tokens_per_target_call: float
-
-
-def time_requests(
-  servers: Sequence[Any], requests: Sequence[Request], block: int
-) -> list[Timing]:
-  """Serves the same requests with each server, in blocks and in turn.
-
-  The server that begins changes from block to block, so that a machine that slows down
-  favours none of them. Everything is compiled before.
-
-  Args:
-    servers: servers with nothing in flight.
-    requests: the requests that each of them answers.
-    block: number of requests that a server answers in turn.
-  """
-  for server in servers:
-    bucket = server.engine.config.bucket
-    # One request per bucket compiles every call before the clock starts.
-    one_a_bucket = {bucket(len(request.tokens)): request for request in requests}
-    server.run(list(one_a_bucket.values()))
-  seconds = np.zeros(len(servers))
-  tokens, calls = seconds.copy(), seconds.copy()
-  for turn, start in enumerate(range(0, len(requests), block)):
-    for offset in range(len(servers)):
-      index = (turn + offset) % len(servers)
-      started = clock()
-      answers = servers[index].run(requests[start : start + block])
-      seconds[index] += clock() - started
-      tokens[index] += sum(len(done.tokens) for done in answers)
-      calls[index] += sum(done.target_calls for done in answers)
-  return [
-    Timing(float(s * 1e3 / t), float(t / c))
-    for s, t, c in zip(seconds, tokens, calls, strict=True)
-  ]

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -63,6 +64,7 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   decoding = dataclasses.replace(config.decoding, target_length=target_length)
   shapes = (config.pair, decoding, config.learning, config.partition)
   with server.Server(*shapes) as serving:
+    serving.engine.report = functools.partial(print, file=sys.stderr, flush=True)
     try:
       if arguments.stream or from_terminal:
         _stream(serving, prompts, arguments.seed, per_request, from_terminal)

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import tiny_online
 from decoding import harness
+from engine import cases
 
 from osd_jax import online, runs, sharding
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.distillation import worth
+from osd_jax.distillation.learner import Learner
 from osd_jax.engine import engine, measurement, steps
 from osd_jax.engine.server import Server
 
@@ -39,11 +41,9 @@ def test_measuring_a_server_changes_no_state(pair, tmp_path):
   assert found.slices == 2 and found.lost_ms > 0
 
 
-@pytest.mark.parametrize("candidates", [None, (0, 1, 3)])
-def test_model_with_100_ms_steps_is_measured_within_10_seconds(
-  pair, tmp_path, monkeypatch, candidates
-):
-  """The clock advances only in calls of the engine and of the learner."""
+@pytest.fixture
+def slow_model(monkeypatch):
+  """A model with steps of 100 ms; returns a list with the seconds that have passed."""
   now = [0.0]
 
   def slow(call, ms_of):
@@ -63,6 +63,17 @@ def test_model_with_100_ms_steps_is_measured_within_10_seconds(
   monkeypatch.setattr(measurement, "steps", changed)
   monkeypatch.setattr(measurement, "feed", slow(measurement.feed, lambda *_: 400.0))
   monkeypatch.setattr(measurement, "clock", lambda: now[0])
+  update = Learner.try_update
+  monkeypatch.setattr(
+    Learner, "try_update", slow(update, lambda self, slices, *_: 300.0 * slices)
+  )
+  return now
+
+
+@pytest.mark.parametrize("candidates", [None, (0, 1, 3)])
+def test_model_with_100_ms_steps_is_measured_within_10_seconds(
+  pair, tmp_path, slow_model, candidates
+):
   config = tiny_online.config(pair, tmp_path, rows=2)
   decoding = config.decoding
   if candidates:
@@ -71,15 +82,30 @@ def test_model_with_100_ms_steps_is_measured_within_10_seconds(
     decoding = dataclasses.replace(decoding, adaptive=adaptive)
   with Server(config.pair, decoding, config.learning) as server:
     server.seed([])
-    learner = server.learner
-    learner.try_update = slow(learner.try_update, lambda slices, *_: 300.0 * slices)
-    now[0] = 0.0
+    slow_model[0] = 0.0
     found = measurement.measure(server, BUCKET, True, config.sampling)
-  assert now[0] <= 10.0
+  assert slow_model[0] <= 10.0
   # 8 ms for each of three drafted tokens, and two slices of 300 ms per update.
   assert found.plain.round_ms == pytest.approx((100.0,))
   assert found.online.round_ms[-1] == pytest.approx(124.0)
   assert found.update_ms == pytest.approx(600.0)
+
+
+def test_tables_of_all_buckets_share_one_budget(slow_model):
+  """Six buckets; the last ones take the tables of the nearest measured bucket."""
+  buckets, lines = (4, 5, 6, 7, 8, 9), []
+  config = cases.config_of(2, source_lengths=buckets)
+  decoding = dataclasses.replace(config, adaptive=engine.AdaptiveConfig((0, 1, 3)))
+  params = cases.target_params()
+  made = engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
+  made.report = lines.append
+  slow_model[0] = 0.0
+  made.run([engine.Request(np.full(n, 7, np.int32), max_new_tokens=1) for n in buckets])
+  tables = made._controller.costs
+  assert len(tables) == 2 * len(buckets)
+  assert 2 <= len(lines) < len(buckets) and "prompts of 4 tokens" in lines[0]
+  assert tables[9, True] is tables[3 + len(lines), True]  # the nearest one
+  assert made._tables._left >= 0 and tables[4, False].round_ms[0] == pytest.approx(100)
 
 
 def test_rounds_are_measured_with_the_sampling_of_the_stream(

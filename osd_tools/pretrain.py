@@ -219,10 +219,12 @@ def regrouped(
 def _loop(config, model, vocabulary, state, log, saved, console) -> update.LearnerState:
   stream = training_batches.BatchStream(config.data, vocabulary)
   held_out = training_batches.BatchStream(config.evaluation, vocabulary)
-  for sentence in (*stream.sentences(), *held_out.sentences()):
-    console.print(sentence, highlight=False)
+  corpora = {"train": stream.corpus, "evaluation": held_out.corpus}
+  for corpus in corpora.values():
+    for sentence in corpus.sentences:
+      console.print(sentence, highlight=False)
   if log.lines == 0:
-    log.write("data", {"train": stream.report(), "evaluation": held_out.report()})
+    log.write("data", {name: corpus.report for name, corpus in corpora.items()})
   partitioner = sharding.make(config.partition)
   # A skipped step has used its batch too, so it counts.
   start = int(state.step + state.skipped)

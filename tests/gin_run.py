@@ -23,7 +23,7 @@ OptimizerConfig.total_steps = %STEPS
 OptimizerConfig.schedule = 'cosine'
 T5Config.mlp_activations = ['gelu', 'linear']
 train/BatchConfig.tasks = [@maths/TaskConfig(), @sql/TaskConfig()]
-train/BatchConfig.weights = [1.0, 2.0]
+train/BatchConfig.limit_rows = [1, 2]
 evaluation/BatchConfig.tasks = (@maths/held_out/TaskConfig(),)
 TaskConfig.rows = 10
 maths/TaskConfig:

@@ -37,7 +37,7 @@ BY_HAND = pretrain.PretrainConfig(
   vocabulary="v.model",
   data=BatchConfig(
     tasks=(task("m", "maths"), task("s", "sql")),
-    weights=(1.0, 2.0),
+    limit_rows=(1, 2),
   ),
   evaluation=BatchConfig(tasks=(task("m", "maths", "eval"),)),
   output="w.safetensors",

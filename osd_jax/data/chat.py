@@ -1,4 +1,4 @@
-"""Chat templates: a prompt as a user's only message, in a model's own format.
+"""Chat templates: a prompt, or a whole conversation, in a model's own format.
 
 Templates are programs that are published with weights. They run in Jinja's sandbox,
 since they are code from a download, with the functions and settings that transformers
@@ -12,8 +12,62 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from osd_jax import base
+from osd_jax.data.preprocessors import UnusableExample
 
 FILE, _FIELD = "chat_template.jinja", "chat_template"
+
+
+class Conversation(str):
+  """A prompt of several messages; as a text, one line per message.
+
+  Attributes:
+    messages: mappings with "role" and "content".
+  """
+
+  messages: tuple[dict[str, str], ...]
+
+  def __new__(cls, messages: Sequence[Mapping[str, str]]) -> "Conversation":
+    lines = (f"{message['role']}: {message['content']}" for message in messages)
+    made = super().__new__(cls, "\n".join(lines))
+    made.messages = tuple(map(dict, messages))
+    return made
+
+
+def split_messages(messages: Any) -> tuple[str, str]:
+  """Returns the prompt and the reference of a list of chat messages.
+
+  The reference is the content of the last message if the assistant wrote it, otherwise
+  "". A single message of a user is a prompt like any other.
+
+  Raises:
+    UnusableExample: not a list of messages with text, or no user's message.
+  """
+  try:
+    messages = [_message(**message) for message in messages]
+  except TypeError as error:
+    expected = '{"role": ROLE, "content": TEXT}'
+    reason = f"the messages are not a list of {expected}"
+    raise UnusableExample("malformed", reason) from error
+  reference = ""
+  if messages and messages[-1]["role"] == "assistant":
+    *messages, last = messages
+    reference = last["content"]
+  if not any(one["role"] == "user" and one["content"].strip() for one in messages):
+    raise UnusableExample("empty", "the messages hold no text of a user")
+  if len(messages) == 1:
+    return messages[0]["content"], reference
+  return Conversation(messages), reference
+
+
+def _message(
+  role: str = "", content: Any = None, value: Any = None, **others: Any
+) -> dict[str, str]:
+  """Reads one message, also in ShareGPT's form {"from": "human", "value": TEXT}."""
+  role = role or {"human": "user", "gpt": "assistant"}.get(others.get("from"), "system")
+  text = value if content is None else content
+  if not isinstance(text, str) or not isinstance(role, str):
+    raise TypeError
+  return {"role": role, "content": text}
 
 
 def own_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
@@ -24,7 +78,7 @@ def own_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | Non
   "default" is used.
   """
   if (folder / FILE).exists():
-    return (folder / FILE).read_text()
+    return (folder / FILE).read_text("utf-8")
   stated = settings.get(_FIELD)
   if isinstance(stated, list):
     stated = {one.get("name"): one.get("template") for one in stated}.get("default")
@@ -98,6 +152,8 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
       ) from error
 
   def write(prompt: str) -> str:
+    if isinstance(prompt, Conversation):
+      return render(prompt.messages)
     return render([{"role": "user", "content": prompt}])
 
   write("Hello")  # reports a faulty template before any weights are loaded

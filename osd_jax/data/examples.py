@@ -1,9 +1,8 @@
 """Examples of a task, as text and as token ids.
 
-A `TaskConfig` names one source: JSONL files (plain or gzipped, on this machine, in a
-bucket or shipped with the package), a TFDS data set, or a registered seqio Task. All
-of them give a mapping of fields, which two templates or a published preprocessor turn
-into a prompt and a reference.
+A `TaskConfig` names one source: files (on this machine, in a bucket or shipped with the
+package), a TFDS data set, or a registered seqio Task. All of them give a mapping of
+fields, which two templates turn into a prompt and a reference.
 
 No example can stop a run: an unusable one is skipped, counted and reported with its
 file and line.
@@ -12,19 +11,16 @@ file and line.
 import dataclasses
 import functools
 import glob
-import gzip
 import hashlib
-import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 
 from osd_jax import assets, base, remote
-from osd_jax.data import preprocessors, seqio_source
+from osd_jax.data import chat, files, preprocessors, seqio_source
 from osd_jax.data.preprocessors import PREPROCESSORS, UnusableExample
 from osd_jax.data.vocabulary import Vocabulary
 
@@ -33,7 +29,7 @@ from osd_jax.data.vocabulary import Vocabulary
 TOPICS = ("maths", "sql", "python", "finance")
 TOPICS_DIR = "shipped:topics"
 
-_SOURCES = ("pattern", "tfds_name", "seqio_task")
+TFDS, SEQIO = "tfds:", "seqio:"
 _MAX_REPORTED_PLACES = 100  # for each count in a report
 _MAX_NAMED_PLACES = 3  # for each count in a sentence
 _PLACE = r"(.+?:\d+)(?:: \w+: (.*))?"  # location, kind, reason
@@ -41,7 +37,7 @@ _PLACE = r"(.+?:\d+)(?:: \w+: (.*))?"  # location, kind, reason
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig(base.Config):
-  """One source of examples: exactly one of `pattern`, `tfds_name` and `seqio_task`.
+  """One source of examples.
 
   >>> TaskConfig(name="ours", pattern="ours.jsonl", source="support").label
   'support'
@@ -50,18 +46,17 @@ class TaskConfig(base.Config):
     name: unique among the tasks of a run; letters, digits, "_", "." and ":".
     source: label of its requests in logs and tables; "" uses the name.
     split: replaces "{split}" in `pattern`; the split of a TFDS set or seqio Task.
-    preprocessor: a key of `PREPROCESSORS`.
+    preprocessor: the templates of a published data set, a key of `PREPROCESSORS`.
     prompt: template of the prompt, with field names in braces, such as
-      "summarize: {article}". Only for preprocessor "identity".
-    reference: template of the reference, which is "" if a field is missing. Only for
-      preprocessor "identity".
-    data_dir: folder of the JSONL files, "shipped:topics" for the demo's, or TFDS's data
+      "summarize: {article}"; "" uses the preprocessor's.
+    reference: template of the reference, which is "" if a field is missing; "" uses
+      the preprocessor's.
+    data_dir: folder of the files, "shipped:topics" for the demo's, or TFDS's data
       folder ("": its default).
-    pattern: file name or glob of JSONL files in `data_dir`; files that end in ".gz" are
-      decompressed.
-    tfds_name: name and version of a TFDS data set, such as "gsm8k:1.0.0".
-    seqio_task: name of a registered seqio Task or Mixture. Its text features are the
-      fields; its inputs and targets are also called `prompt` and `reference`.
+    pattern: file name or glob of the files in `data_dir`; "tfds:NAME:VERSION" for a
+      TFDS data set, such as "tfds:gsm8k:1.0.0"; or "seqio:NAME" for a registered seqio
+      Task or Mixture. The text features of a Task are its fields; its inputs and
+      targets are also called `prompt` and `reference`.
     rows: reads the first `rows` usable examples; None reads all. To serve only part
       of the data, set `StreamConfig.requests_per_task`.
   """
@@ -70,26 +65,26 @@ class TaskConfig(base.Config):
   source: str = ""
   split: str = "train"
   preprocessor: Annotated[str, base.OneOf(*PREPROCESSORS)] = "identity"
-  prompt: str = "{prompt}"
-  reference: str = "{reference}"
+  prompt: str = ""
+  reference: str = ""
   data_dir: str = ""
-  pattern: str = ""
-  tfds_name: str = ""
-  seqio_task: str = ""
+  pattern: base.Path = ""
   rows: base.Count | None = None
 
   def checks(self):
-    chosen = [field for field in _SOURCES if getattr(self, field)]
     return {
       "name": (
         re.fullmatch(r"[\w.:]+", self.name, re.ASCII),
         "letters, digits, '_', '.' or ':'",
       ),
-      "pattern": (
-        len(chosen) == 1,
-        f"a value for exactly one of {', '.join(_SOURCES)}",
-      ),
-      **{name: self._check_template(name) for name in ("prompt", "reference")},
+      **{
+        name: (
+          preprocessors.is_template(getattr(self, name)),
+          "text with names of fields in braces, such as '{question}'",
+        )
+        for name in ("prompt", "reference")
+        if getattr(self, name)
+      },
     }
 
   @property
@@ -97,17 +92,11 @@ class TaskConfig(base.Config):
     """The name of its requests in logs and tables."""
     return self.source or self.name
 
-  def _check_template(self, name: str) -> tuple[bool, str]:
-    """Returns whether a template is valid, and the expectation for the error's text."""
-    template, default = getattr(self, name), getattr(type(self), name)
-    if self.preprocessor != "identity":
-      expected = f"{default!r}, since preprocessor {self.preprocessor!r} writes it"
-      return template == default, expected
-    try:
-      has_fields = bool(preprocessors.fields_of(template))
-    except ValueError:
-      has_fields = False
-    return has_fields, f"text with names of fields in braces, such as {default!r}"
+  @property
+  def templates(self) -> tuple[str, str]:
+    """The templates of the prompt and of the reference."""
+    prompt, reference = PREPROCESSORS[self.preprocessor]
+    return self.prompt or prompt, self.reference or reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,32 +152,54 @@ def texts(task: TaskConfig, skipped: list[str] | None = None) -> Iterator[Exampl
 
   Raises:
     InputError: the files or the data set cannot be read.
-    MissingExtraError: a TFDS or seqio source without the extra `data`.
+    MissingExtraError: a source that needs an extra which is not installed.
   """
-  if task.pattern:
-    source = _json_lines(task)
-  elif task.tfds_name:
-    source = seqio_source.tfds_examples(
-      task.name, task.tfds_name, task.split, task.data_dir
-    )
-  else:
-    source = seqio_source.task_examples(task.name, task.seqio_task, task.split)
   # `rows` counts usable examples, so that a bad line in the data does not change how
   # many examples a run gets.
   usable = 0
-  for location, raw in source:
+  for location, raw in _rows(task):
     # Checked before the next example is parsed: an endless or remote source is not read
     # further than needed.
     if usable == task.rows:
       return
     try:
-      example = _example(task, location, raw)
+      example = _example(task.templates, location, raw)
     except UnusableExample as error:
       if skipped is not None:
         skipped.append(f"{location}: {error.kind}: {error}")
       continue
     usable += 1
     yield example
+
+
+def read_prompts(
+  path: str, setting: str, template: str = "{prompt}"
+) -> Iterator[tuple[int, str | UnusableExample]]:
+  """Yields (line number, prompt) for each row of a file, or (line number, fault).
+
+  Rows are numbered as by `files.read`; the fault of a blank line has the kind "empty".
+
+  Args:
+    path: the file, in any format that `files.read` reads.
+    setting: name of the setting with the path, for error messages.
+    template: template of the prompt; see `TaskConfig.prompt`.
+
+  Raises:
+    InputError: the file cannot be read, or no row has a prompt.
+    MissingExtraError: the format needs a library that is absent.
+  """
+  usable, faults = 0, []
+  for number, raw in files.read(path, setting):
+    try:
+      yield number, _example((template, template), f"{path}:{number}", raw).prompt
+      usable += 1
+    except UnusableExample as fault:
+      yield number, fault
+      faults = faults or [f"; row {number}: {fault}"]
+  if not usable:
+    reason = "".join([f"no prompt for {template!r}", *faults])
+    hint = files.looks_like(path)
+    raise base.InputError(f"{setting}: {path} has {reason}. {hint}".strip())
 
 
 class TaskExamples:
@@ -206,27 +217,19 @@ class TaskExamples:
 
     Raises:
       InputError: the source cannot be read, or has no usable example.
-      MissingExtraError: a TFDS or seqio source without the extra `data`.
+      MissingExtraError: a source that needs an extra which is not installed.
     """
     self.task, self._vocabulary = task, vocabulary
     self.examples: list[Example] = []
     self.skipped: list[str] = []
     self._tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    # A text can be non-blank and still have no tokens, for example if it consists of
-    # characters that the tokeniser removes. Only the vocabulary can tell.
     for example in texts(task, self.skipped):
-      if self._is_blank(example.prompt):
-        reason = "empty: the prompt has no tokens"
-        self.skipped.append(f"{example.location}: {reason}")
+      if fault := self._fault(example.prompt):
+        self.skipped.append(f"{example.location}: {fault}")
       else:
         self.examples.append(example)
     if not self.examples:
-      raise base.InputError(
-        f"TaskConfig (task {task.name!r}): no usable line; {len(self.skipped)} were"
-        f" skipped, the first: {self.skipped[:3]}. Expected one JSON object per line,"
-        f" with a non-blank prompt for preprocessor {task.preprocessor!r};"
-        " TaskConfig.prompt reads it from other fields."
-      )
+      raise _no_usable_row(task, self.skipped)
 
   def __len__(self) -> int:
     return len(self.examples)
@@ -259,19 +262,36 @@ class TaskExamples:
         digest.update(len(ids).to_bytes(4, "little") + ids.tobytes())
     return digest.hexdigest()
 
-  def _is_blank(self, prompt: str) -> bool:
-    """Whether a prompt is empty after tokenisation."""
-    # In every vocabulary a letter or digit has a token; only the rest is encoded here.
-    return not re.search(r"[A-Za-z0-9]", prompt) and self._vocabulary.is_blank(
-      self._vocabulary.encode_prompt(prompt)
-    )
+  def _fault(self, prompt: str) -> str:
+    """Says why the vocabulary cannot encode a prompt, or returns ""."""
+    # A text of characters that the tokeniser removes has no tokens. A letter or digit
+    # always has one, so most prompts need not be encoded here.
+    is_conversation = isinstance(prompt, chat.Conversation)
+    if re.search(r"[A-Za-z0-9]", prompt) and not is_conversation:
+      return ""
+    try:
+      ids = self._vocabulary.encode_prompt(prompt)
+    except base.InputError as error:
+      return f"malformed: {error}"
+    return "empty: the prompt has no tokens" if self._vocabulary.is_blank(ids) else ""
 
 
-# ---- JSONL files
+def _no_usable_row(task: TaskConfig, skipped: list[str]) -> base.InputError:
+  first = f", the first: {skipped[0]}" if skipped else ""
+  is_files = not task.pattern.startswith((TFDS, SEQIO))
+  hints = map(files.looks_like, find_files(task)) if is_files else ()
+  return base.InputError(
+    f"TaskConfig (task {task.name!r}): no usable line; {len(skipped)} were"
+    f" skipped{first}. Expected the fields of {task.templates[0]!r} in every row;"
+    f" TaskConfig.prompt reads other fields. {next(filter(None, hints), '')}".strip()
+  )
+
+
+# ---- Sources
 
 
 def find_files(task: TaskConfig) -> list[str]:
-  """Returns the JSONL files of a task in sorted order, at least one, all readable.
+  """Returns the files of a task in sorted order, at least one, all readable.
 
   Raises:
     InputError: the folder or a match is missing or cannot be read.
@@ -296,21 +316,19 @@ def find_files(task: TaskConfig) -> list[str]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the pattern
       raise base.InputError(
         f"{setting}: received {folder!r}, expected a readable folder ({error}); give"
-        " the folder of the JSONL files."
+        " the folder of the files."
       ) from error
   if not paths:
-    json_names = [name for name in names if "json" in name]
     raise base.InputError(
-      f"TaskConfig.pattern{whose}: received {pattern!r}, which no file in"
-      f" {folder!r} matches; its JSON files are {json_names[:20]}. Correct the pattern,"
-      " the split or data_dir."
+      f"TaskConfig.pattern{whose}: received {pattern!r}, which no file in {folder!r}"
+      f" matches; it holds {names[:20]}. Correct the pattern, the split or data_dir."
     )
   # Opening every file now reports a missing permission at the start of a run, not when
   # the stream reaches the file hours later.
   for path in paths:
     try:
-      with open(path, "rb"):
-        pass
+      if not os.path.isdir(path):
+        open(path, "rb").close()
     except OSError as error:
       raise base.InputError(
         f"TaskConfig.pattern{whose}: received {pattern!r}, expected readable files, but"
@@ -319,56 +337,31 @@ def find_files(task: TaskConfig) -> list[str]:
   return paths
 
 
-def _json_lines(task: TaskConfig) -> Iterator[tuple[str, bytes]]:
-  """Yields "file:line number" and the undecoded line, for every line of the files."""
-  for path in find_files(task):
-    opened = gzip.open if path.endswith(".gz") else open
-    try:
-      with opened(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-          if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-          yield f"{path}:{number}", line
-    except (OSError, EOFError, zlib.error) as error:
-      raise base.InputError(
-        f"TaskConfig.pattern (task {task.name!r}): {path} cannot be read ({error});"
-        " expected a complete file, gzipped if its name ends in .gz."
-      ) from error
-
-
-def parse_line(line: bytes) -> dict[str, Any]:
-  """Returns the JSON object of one line.
-
-  Raises:
-    UnusableExample: a blank line, not UTF-8, not JSON, or not an object.
-  """
-  if not line.strip():
-    raise UnusableExample("empty", "blank line")
-  try:
-    raw = json.loads(line.decode("utf-8"))
-  except UnicodeDecodeError as error:
-    raise UnusableExample("malformed", f"not UTF-8 at byte {error.start}") from error
-  except RecursionError as error:
-    raise UnusableExample("malformed", "JSON nested too deeply") from error
-  except ValueError as error:
-    raise UnusableExample("malformed", f"not JSON: {error}") from error
-  if not isinstance(raw, dict):
-    raise UnusableExample(
-      "malformed", f"expected a JSON object, received {type(raw).__name__}"
-    )
-  return raw
-
-
-def _example(
-  task: TaskConfig, location: str, raw: bytes | Mapping[str, Any]
-) -> Example:
-  """Parses a line if it is one, and applies the task's preprocessor."""
-  if isinstance(raw, bytes):
-    raw = parse_line(raw)
-  if task.preprocessor == "identity":
-    prompt, reference = preprocessors.identity(raw, task.prompt, task.reference)
+def _rows(task: TaskConfig) -> Iterator[tuple[str, files.Row]]:
+  """Yields (location, row) for every row of a task."""
+  setting = f"TaskConfig.pattern (task {task.name!r})"
+  if task.pattern.startswith(TFDS):
+    name = task.pattern.removeprefix(TFDS)
+    yield from seqio_source.tfds_examples(setting, name, task.split, task.data_dir)
+  elif task.pattern.startswith(SEQIO):
+    name = task.pattern.removeprefix(SEQIO)
+    yield from seqio_source.task_examples(setting, name, task.split)
   else:
-    prompt, reference = PREPROCESSORS[task.preprocessor](raw)
+    for path in find_files(task):
+      for number, row in files.read(path, setting):
+        yield f"{path}:{number}", row
+
+
+def _example(templates: tuple[str, str], location: str, raw: files.Row) -> Example:
+  """Fills the templates of the prompt and the reference."""
+  if isinstance(raw, UnusableExample):
+    raise raw
+  messages = raw.get("messages", raw.get("conversations"))
+  if templates[0] == "{prompt}" and "prompt" not in raw and messages is not None:
+    prompt, reference = chat.split_messages(messages)
+  else:
+    prompt = preprocessors.fill_prompt(templates[0], raw)
+    reference = preprocessors.fill_reference(templates[1], raw)
   try:
     # JSON may escape half of a surrogate pair ("\ud83d"). Python decodes it, but
     # neither the tokenisers nor the logs can encode it.
@@ -426,11 +419,6 @@ def ordinals(task_ids: np.ndarray) -> np.ndarray:
     same = task_ids == task_id
     before[same] = np.arange(np.sum(same))
   return before
-
-
-def are_shares(weights: Sequence[float], count: int) -> bool:
-  """Whether `weights` are `count` finite positive numbers."""
-  return len(weights) == count and all(0 < share < np.inf for share in weights)
 
 
 def report(source: str, rows: int, **places: Sequence[str]) -> dict[str, Any]:

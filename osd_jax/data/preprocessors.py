@@ -1,16 +1,20 @@
-"""Preprocessors: the fields of one example -> (prompt text, reference text).
+"""Templates that turn the fields of one example into a prompt and a reference.
+
+A template is text with names of fields in braces, such as "summarize: {article}".
+"{prompt|question}" is the first of the two fields that exists, and "{turns[0]}" the
+first item of a list. Fields are called `prompt` and `reference` (and `context` in
+finance_10k) in this project's JSONL files; the other names are those of the published
+sets.
 
 The paper's T5 runs used no instruction and its decoder-only runs did, so a data set
-that needs both has two names, such as `spider` and `spider_instruction`. Fields are
-called `prompt` and `reference` (and `context` in finance_10k), as in this project's
-JSONL files; if those are missing, the field names of the published set are tried.
+that needs both has two entries, such as `spider` and `spider_instruction`.
 """
 
+import math
+import re
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
-
-Preprocessor = Callable[[Mapping[str, Any]], tuple[str, str]]
 
 SPIDER_INSTRUCTION = (
   "Could you translate the following question into SQL. Please only generate SQL,"
@@ -20,6 +24,31 @@ PYTHON_INSTRUCTION = "Please generate code based on the following doc:\n"
 MBPP_INSTRUCTION = (
   " Please only include Python code in your answer, don't include any explanation."
 )
+
+_MAX_NAMED_FIELDS = 8  # in the error about a missing one
+_QUESTION, _DOC = "{prompt|question}", "{prompt|func_documentation_string}"
+_QUERY, _CODE = "{reference|query}", "{reference|func_code_string}"
+
+# Templates of the prompt and of the reference.
+PREPROCESSORS: dict[str, tuple[str, str]] = {
+  "identity": ("{prompt}", "{reference}"),
+  # The question without its schema, as in the paper, and the query.
+  "spider": (_QUESTION, _QUERY),
+  "spider_instruction": (SPIDER_INSTRUCTION + _QUESTION, _QUERY),
+  # Docstring and function (CodeSearchNet Python).
+  "python": (_DOC, _CODE),
+  "python_instruction": (PYTHON_INSTRUCTION + _DOC, _CODE),
+  "mbpp": ("{prompt|text}", "{reference|code}"),
+  "mbpp_instruction": ("{prompt|text}" + MBPP_INSTRUCTION, "{reference|code}"),
+  # For gsm8k and finance the paper adds no instruction.
+  "gsm8k": (_QUESTION, "{reference|answer}"),
+  "finance": ("{prompt|instruction}", "{reference|output}"),
+  # T5's own format for questions about a passage.
+  "finance_10k": (f"question: {_QUESTION} context: {{context}}", "{reference|answer}"),
+  # T5's own prefix for summaries.
+  "cnn_dailymail": ("summarize: {prompt|article}", "{reference|highlights}"),
+  "xsum": ("summarize: {prompt|document}", "{reference|summary}"),
+}
 
 
 class UnusableExample(ValueError):
@@ -34,56 +63,51 @@ class UnusableExample(ValueError):
     self.kind = kind
 
 
-def text_field(raw: Mapping[str, Any], *names: str) -> str:
-  """Returns the text of the first of the named fields that exists.
+def fill_prompt(template: str, raw: Mapping[str, Any]) -> str:
+  """Returns a template filled with the fields of an example.
+
+  Fields may be blank or null, but not all of them.
 
   Raises:
-    UnusableExample: none of the fields exists, or the first one that does is blank or
-      not a string.
+    UnusableExample: all fields are blank, or one is missing or not text.
   """
-  for name in names:
-    if name in raw:
-      value = raw[name]
-      if not isinstance(value, str):
-        raise UnusableExample(
-          "malformed", f"{name!r} is {type(value).__name__}, expected a string"
-        )
-      if not value.strip():
-        raise UnusableExample("empty", f"{name!r} is blank")
-      return value
-  raise UnusableExample("malformed", f"no field {' or '.join(map(repr, names))}")
+  written, values = "", {}
+  for literal, names in split(template):
+    written += literal
+    if names is not None:
+      values[_existing(raw, names)] = text = _text(raw, names)
+      written += text
+  if not any(text.strip() for text in values.values()):
+    blank = " and ".join(map(repr, values))
+    raise UnusableExample(
+      "empty", f"{blank} {'is' if len(values) == 1 else 'are'} blank"
+    )
+  return written
 
 
-def reference_field(raw: Mapping[str, Any], *names: str) -> str:
-  """Like `text_field`, but returns "" if the field is missing, null or blank."""
-  for name in names:
-    value = raw.get(name)
-    if value is None or (isinstance(value, str) and not value.strip()):
-      continue
-    return text_field(raw, name)
-  return ""
+def fill_reference(template: str, raw: Mapping[str, Any]) -> str:
+  """Returns the filled template, or "" if a field has no text and is no number.
+
+  A reference is optional, so no value of it makes an example unusable.
+  """
+  written = ""
+  for literal, names in split(template):
+    written += literal
+    if names is not None:
+      values = (_value(raw, name) for name in names.split("|"))
+      text = next(filter(None, map(_as_text, values)), "")
+      if not text:
+        return ""
+      written += text
+  return written
 
 
-def fields_of(template: str) -> tuple[str, ...]:
-  """Returns the field names in a template such as "summarize: {article}".
+def split(template: str) -> list[tuple[str, str | None]]:
+  """Splits a template into pairs of text and the name that follows it, if any.
 
   Raises:
     ValueError: unbalanced braces, or something other than a name between two.
   """
-  return tuple(name for _, name in _pieces(template) if name is not None)
-
-
-def fill_template(raw: Mapping[str, Any], template: str) -> str:
-  """Returns the template with the fields of an example; see `text_field`."""
-  pieces = [
-    literal + ("" if name is None else text_field(raw, name))
-    for literal, name in _pieces(template)
-  ]
-  return "".join(pieces)
-
-
-def _pieces(template: str) -> list[tuple[str, str | None]]:
-  """Splits a template into pairs of text and the field that follows it, if any."""
   pieces = []
   for literal, name, form, conversion in string.Formatter().parse(template):
     if name == "" or form or conversion:
@@ -92,57 +116,54 @@ def _pieces(template: str) -> list[tuple[str, str | None]]:
   return pieces
 
 
-def identity(
-  raw: Mapping[str, Any], prompt: str = "{prompt}", reference: str = "{reference}"
-) -> tuple[str, str]:
-  """Fills two templates; by default returns the fields `prompt` and `reference`.
-
-  The reference is "" if one of its fields is missing, null or blank.
-  """
-  has_reference = all(reference_field(raw, name) for name in fields_of(reference))
-  return (
-    fill_template(raw, prompt),
-    fill_template(raw, reference) if has_reference else "",
-  )
+def is_template(text: str) -> bool:
+  """Whether a text is a template with at least one field."""
+  try:
+    return any(names is not None for _, names in split(text))
+  except ValueError:
+    return False
 
 
-def finance_10k(raw: Mapping[str, Any]) -> tuple[str, str]:
-  """Returns the question with its passage, in T5's own reading format, and answer."""
-  question = text_field(raw, "prompt", "question")
-  context = text_field(raw, "context")
-  reference = reference_field(raw, "reference", "answer")
-  return f"question: {question} context: {context}", reference
+def _value(raw: Mapping[str, Any], name: str) -> Any:
+  """Returns a field, or an item of a list for a name such as "turns[0]"."""
+  item = re.fullmatch(r"(.+)\[(\d+)\]", name)
+  if name in raw or not item:
+    return raw.get(name)
+  found = raw.get(item[1])
+  holds = isinstance(found, list | tuple) and int(item[2]) < len(found)
+  return found[int(item[2])] if holds else None
 
 
-def _published(
-  prompt: str, reference: str, before: str = "", after: str = ""
-) -> Preprocessor:
-  """Reads two fields of a published set; may add text around the prompt."""
-
-  def preprocess(raw: Mapping[str, Any]) -> tuple[str, str]:
-    text = text_field(raw, "prompt", prompt)
-    return before + text + after, reference_field(raw, "reference", reference)
-
-  return preprocess
+def _existing(raw: Mapping[str, Any], names: str) -> str | None:
+  """Returns the first of "first|second" that is a field of an example."""
+  every = names.split("|")
+  return next((name for name in every if name.partition("[")[0] in raw), None)
 
 
-PREPROCESSORS: dict[str, Preprocessor] = {
-  "identity": identity,
-  # The question without its schema, as in the paper, and the query.
-  "spider": _published("question", "query"),
-  "spider_instruction": _published("question", "query", before=SPIDER_INSTRUCTION),
-  # Docstring and function (CodeSearchNet Python).
-  "python": _published("func_documentation_string", "func_code_string"),
-  "python_instruction": _published(
-    "func_documentation_string", "func_code_string", before=PYTHON_INSTRUCTION
-  ),
-  "mbpp": _published("text", "code"),
-  "mbpp_instruction": _published("text", "code", after=MBPP_INSTRUCTION),
-  # For gsm8k and finance the paper adds no instruction.
-  "gsm8k": _published("question", "answer"),
-  "finance": _published("instruction", "output"),
-  "finance_10k": finance_10k,
-  # T5's own prefix for summaries.
-  "cnn_dailymail": _published("article", "highlights", before="summarize: "),
-  "xsum": _published("document", "summary", before="summarize: "),
-}
+def _text(raw: Mapping[str, Any], names: str) -> str:
+  """Returns the text of the first field that exists; "" for null."""
+  name = _existing(raw, names)
+  if name is None:
+    expected = " or ".join(map(repr, names.split("|")))
+    there = ", ".join(_describe(raw, name) for name in list(raw)[:_MAX_NAMED_FIELDS])
+    raise UnusableExample("malformed", f"no field {expected} among {there or 'none'}")
+  value = _value(raw, name)
+  if value is None or isinstance(value, str):
+    return value or ""
+  raise UnusableExample("malformed", f"{_describe(raw, name)}: expected a string")
+
+
+def _describe(raw: Mapping[str, Any], name: str) -> str:
+  """Names a field, and its type unless it is text."""
+  kind = type(raw.get(name)).__name__
+  if kind == "list":
+    kind = f"a list; '{{{name}[0]}}' is its first item"
+  return repr(name) if kind == "str" else f"{name!r} ({kind})"
+
+
+def _as_text(value: Any) -> str:
+  """Returns a text or the digits of a number, and "" for anything else."""
+  if isinstance(value, str):
+    return value if value.strip() else ""
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  return str(value) if is_number and math.isfinite(value) else ""

@@ -50,12 +50,10 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
       return name
     raise base.InputError(
       f"register: name: {name!r} is already registered with another definition in"
-      f" seqio ({_definitions.get(name, 'made elsewhere')}); received {definition}."
-      " Give one of the two another name."
+      " seqio; give one of the two another name."
     )
-  if task.pattern:
-    # Checks the files here, where the error can name the setting.
-    examples.find_files(task)
+  # Reads one example here, where an error can name the setting.
+  next(examples.texts(task), None)
   make = _vocabulary_class()
   add_eos = not vocabulary.is_causal
   seqio.TaskRegistry.add(

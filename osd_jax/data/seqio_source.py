@@ -5,8 +5,6 @@ seqio and tensorflow are imported only when a task uses them.
 
 import contextlib
 import os
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,10 +14,7 @@ Source = Iterator[tuple[str, dict[str, Any]]]  # location, fields
 
 
 def import_seqio() -> Any:
-  """Imports seqio quietly, without giving tensorflow the GPU.
-
-  Returns:
-    The seqio module.
+  """Imports seqio without giving tensorflow the GPU.
 
   Raises:
     MissingExtraError: the extra `data` is not installed.
@@ -27,43 +22,36 @@ def import_seqio() -> Any:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # otherwise it prints a notice
   try:
-    with _silent_stderr():
-      import seqio
-      import tensorflow as tf
-
-      # A RuntimeError means that tensorflow has already initialised its devices.
-      with contextlib.suppress(RuntimeError):
-        tf.config.set_visible_devices([], "GPU")
+    import seqio
+    import tensorflow as tf
   except ImportError as error:
     raise base.MissingExtraError(
       f"TaskConfig: seqio cannot be imported ({error}). Install the extra"
-      " (pip install 'osd-jax[data]'); JSONL files are read without it."
+      " (pip install 'osd-jax[data]'); files are read without it."
     ) from error
+  # A RuntimeError means that tensorflow has already initialised its devices.
+  with contextlib.suppress(RuntimeError):
+    tf.config.set_visible_devices([], "GPU")
   return seqio
 
 
-def tfds_examples(task: str, tfds_name: str, split: str, data_dir: str) -> Source:
+def tfds_examples(setting: str, name: str, split: str, data_dir: str) -> Source:
   """Yields the examples of a TFDS data set in the order of its files.
 
-  `task` is the name in error messages. An empty `data_dir` means TFDS's default.
+  `setting` is named in errors. An empty `data_dir` means TFDS's default.
 
   Raises:
     InputError: the data set, version or split cannot be read.
   """
   seqio = import_seqio()
-  try:
-    source = seqio.TfdsDataSource(tfds_name, data_dir or None, {split: split})
+  with _errors(setting, f"TFDS set {name!r} in data_dir {data_dir!r}", split):
+    source = seqio.TfdsDataSource(name, data_dir or None, {split: split})
     dataset = source.get_dataset(split, shuffle=False)
-  except Exception as error:  # tensorflow_datasets raises many kinds
-    raise base.InputError(
-      f"TaskConfig.tfds_name (task {task!r}): received {tfds_name!r} with split"
-      f" {split!r} and data_dir {data_dir!r}, which cannot be read: {_reason(error)}"
-    ) from error
-  for location, raw in _located(dataset, f"tfds.{tfds_name}.{split}"):
+  for location, raw in _located(dataset, f"tfds.{name}.{split}"):
     yield location, {name: _as_python(value) for name, value in raw.items()}
 
 
-def task_examples(task: str, seqio_task: str, split: str) -> Source:
+def task_examples(setting: str, name: str, split: str) -> Source:
   """Yields the examples of a registered seqio Task or Mixture, unshuffled and uncut.
 
   The fields are the features of the Task. `prompt` and `reference` are the texts of
@@ -74,17 +62,12 @@ def task_examples(task: str, seqio_task: str, split: str) -> Source:
     InputError: there is no such Task or split, or its data cannot be read.
   """
   seqio = import_seqio()
-  try:
-    registered = seqio.get_mixture_or_task(seqio_task)
+  advice = "; in a gin file, `import` the module that registers it"
+  with _errors(setting, f"seqio Task {name!r}", split, advice):
+    registered = seqio.get_mixture_or_task(name)
     dataset = registered.get_dataset(None, split, shuffle=False)
-  except Exception as error:  # seqio and the Task's own source raise many kinds
-    raise base.InputError(
-      f"TaskConfig.seqio_task (task {task!r}): received {seqio_task!r} with split"
-      f" {split!r}, which cannot be read: {_reason(error)}. Import the module that"
-      " registers the Task (in a gin file: `import my_tasks`)."
-    ) from error
   features = registered.output_features
-  for location, raw in _located(dataset, f"seqio.{seqio_task}.{split}"):
+  for location, raw in _located(dataset, f"seqio.{name}.{split}"):
     fields = {name: _as_python(value) for name, value in raw.items()}
     for field, feature in (("prompt", "inputs"), ("reference", "targets")):
       if feature in raw:
@@ -111,33 +94,13 @@ def _as_python(value: Any) -> Any:
   return value
 
 
-def _reason(error: Exception) -> str:
-  """Returns the first line of an error's text, or its type if the text is empty."""
-  return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 @contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-  """Hides what C++ code writes to stderr while it loads, unless loading fails.
-
-  tensorflow reports missing GPUs before it reads its log level.
-  """
-  if "tensorflow" in sys.modules:
-    yield
-    return
-  sys.stderr.flush()
-  original = os.dup(2)
+def _errors(setting: str, what: str, split: str, advice: str = "") -> Iterator[None]:
+  """Turns the many kinds of errors of seqio and TFDS into InputError."""
   try:
-    with tempfile.TemporaryFile() as sink:
-      # Redirecting sys.stderr would not help: C++ writes to the file descriptor.
-      os.dup2(sink.fileno(), 2)
-      try:
-        yield
-      except BaseException:
-        # A failing import needs its messages, so they are replayed.
-        sink.seek(0)
-        os.write(original, sink.read())
-        raise
-  finally:
-    os.dup2(original, 2)
-    os.close(original)
+    yield
+  except Exception as error:
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    raise base.InputError(
+      f"{setting}: {what} with split {split!r} cannot be read: {reason}{advice}."
+    ) from error

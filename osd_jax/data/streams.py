@@ -19,7 +19,7 @@ from osd_jax.data import examples
 from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.data.vocabulary import Vocabulary
 
-KINDS = ("single", "sharp", "gradual", "mixture", "cyclic", "bursty")
+KINDS = ("sharp", "gradual", "mixture", "cyclic", "bursty")
 _GRADUAL_WIDTH = 100  # queries over which one task replaces another in "gradual"
 _PERIOD = 50  # consecutive queries of a task in "cyclic"
 _MEAN_BURST = 8.0  # mean length of a run of one task in "bursty", in queries
@@ -36,19 +36,17 @@ class StreamConfig(base.Config):
 
   Attributes:
     tasks: in order of appearance; a task may occur more than once.
-    kind: one of `KINDS`: "single" (one task), "sharp" (one task after the other),
-      "gradual" (the next task's share rises linearly over 100 queries around each
-      boundary), "mixture" (tasks mixed at random), "cyclic" (50 queries of a task, then
-      the next, repeatedly), "bursty" (runs of random length, 8 queries on average).
+    kind: one of `KINDS`: "sharp" (one task after the other), "gradual" (the next task's
+      share rises linearly over 100 queries around each boundary), "mixture" (tasks
+      mixed at random), "cyclic" (50 queries of a task, then the next, repeatedly),
+      "bursty" (runs of random length, 8 queries on average).
     requests_per_task: queries of each entry of `tasks`. A task with fewer examples
       starts over; of a task with more, only a part is served. None serves every
-      example once.
+      example once, so `TaskConfig.rows` gives the shares of a mixture.
     seed: of the schedule and of the shuffling.
     source_length: longest prompt in tokens, including end-of-sequence.
     shuffle: a seeded order, different in each pass over a task; False keeps the order
       of the source.
-    weights: share of each task in "mixture"; None gives equal shares. Needs
-      `requests_per_task`; without it the tasks' sizes are the shares.
   """
 
   tasks: tuple[TaskConfig, ...]
@@ -57,27 +55,12 @@ class StreamConfig(base.Config):
   seed: base.CountOrZero = 0
   source_length: Annotated[int, base.AtLeast(2)] = 64
   shuffle: bool = True
-  weights: tuple[float, ...] | None = None
 
   def checks(self):
     examples.unique_tasks(self.tasks)  # raises if two different tasks have one name
-    count = len(self.tasks)
-    fits, expected = {
-      "single": (count == 1, "exactly one TaskConfig"),
-      "cyclic": (count > 1, "two TaskConfigs or more"),
-      "bursty": (count > 1, "two TaskConfigs or more"),
-    }.get(self.kind, (count > 0, "at least one TaskConfig"))
-    return {
-      "tasks": (fits, f"{expected} for kind {self.kind!r}"),
-      "weights": (
-        self.weights is None
-        or self.kind == "mixture"
-        and self.requests_per_task
-        and examples.are_shares(self.weights, count),
-        'None, or a positive share for each task of a "mixture" whose'
-        " requests_per_task is a number",
-      ),
-    }
+    least = 2 if self.kind in ("cyclic", "bursty") else 1
+    expected = f"at least {least} TaskConfig for kind {self.kind!r}"
+    return {"tasks": (len(self.tasks) >= least, expected)}
 
 
 # ---- Schedules: which entry of StreamConfig.tasks each query comes from
@@ -89,25 +72,14 @@ def schedule(config: StreamConfig, sizes: Sequence[int]) -> np.ndarray:
   `sizes` are the numbers of examples of the entries.
   """
   per_task = config.requests_per_task
-  counts = np.asarray(sizes if per_task is None else _counts(config, per_task), int)
+  counts = np.asarray([per_task or size for size in sizes])
   rng = np.random.default_rng([config.seed, 0])
   return SCHEDULES[config.kind](counts, rng).astype(np.int32)
 
 
-def _counts(config: StreamConfig, per_task: int) -> np.ndarray:
-  """Returns the number of queries of each entry, [entries]."""
-  count = len(config.tasks)
-  if config.kind != "mixture" or config.weights is None:
-    return np.full(count, per_task)
-  # Rounding the cumulative sums, not the shares, keeps the total exact.
-  ends = np.cumsum(config.weights) / sum(config.weights) * count * per_task
-  return np.diff(np.rint(ends), prepend=0)
-
-
-def _sharp(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _sharp(counts: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
   """Returns all queries of the first entry, then those of the second, and so on."""
-  # This schedule is not random, but all schedules have the same arguments.
-  del rng
+  del rng  # all schedules have the same arguments
   return np.repeat(np.arange(len(counts)), counts)
 
 
@@ -115,7 +87,7 @@ def _gradual(
   counts: np.ndarray, rng: np.random.Generator, width: int = _GRADUAL_WIDTH
 ) -> np.ndarray:
   """Moves every query by up to half the width, which makes each share a linear ramp."""
-  entries = _sharp(counts, rng)
+  entries = _sharp(counts)
   # A wider ramp would reach past a whole task, and mix the tasks before and after it.
   width = min(width, counts.min())
   offset = width * (rng.random(len(entries)) - 0.5)
@@ -123,14 +95,14 @@ def _gradual(
 
 
 def _mixture(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  return rng.permutation(_sharp(counts, rng))
+  return rng.permutation(_sharp(counts))
 
 
 def _cyclic(
   counts: np.ndarray, rng: np.random.Generator, period: int = _PERIOD
 ) -> np.ndarray:
   """Sorts queries by cycle, then by entry; an entry without queries left is skipped."""
-  entries = _sharp(counts, rng)
+  entries = _sharp(counts)
   return entries[np.lexsort((entries, examples.ordinals(entries) // period))]
 
 
@@ -155,7 +127,6 @@ def _bursty(
 
 
 SCHEDULES: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
-  "single": _sharp,
   "sharp": _sharp,
   "gradual": _gradual,
   "mixture": _mixture,
@@ -241,7 +212,7 @@ class QueryStream:
 
     Raises:
       InputError: missing files, or a task without a usable example.
-      MissingExtraError: a TFDS or seqio source without the extra `data`.
+      MissingExtraError: a source that needs an extra which is not installed.
     """
     self.config, self._vocabulary = config, vocabulary
     tasks = examples.unique_tasks(config.tasks)

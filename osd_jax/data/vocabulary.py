@@ -14,6 +14,7 @@ import sentencepiece
 
 from osd_jax import base
 from osd_jax.base import EOS_ID, PAD_ID
+from osd_jax.data import chat
 
 FOLDER_FILE = "spiece.model"
 _SETTINGS_FILE = "tokenizer_config.json"
@@ -93,7 +94,17 @@ class Vocabulary:
     return np.asarray([*self.encode(text), self.eos_ids[0]], np.int32)
 
   def encode_prompt(self, text: str) -> np.ndarray:
-    """Returns the ids of a prompt in the form that its model reads, [n] int32."""
+    """Returns the ids of a prompt in the form that its model reads, [n] int32.
+
+    Raises:
+      InputError: a conversation, without a chat template that fits it.
+    """
+    if self.template is None and isinstance(text, chat.Conversation):
+      raise base.InputError(
+        f"encode_prompt: received a conversation of {len(text.messages)} messages,"
+        " expected a single text without a chat template; set"
+        " PairConfig.chat_template, such as 'own'."
+      )
     if not self.is_causal:
       return self.encode_with_eos(text)
     if self.template is not None:  # it writes the prefix itself

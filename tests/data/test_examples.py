@@ -1,18 +1,16 @@
 """Reading examples: configs, files, lazy encoding, and lines with arbitrary content."""
 
 import dataclasses
-import gzip
 import json
 import re
 import string
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 
 from osd_jax import base
-from osd_jax.data import examples
+from osd_jax.data import files
 from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.data.preprocessors import PREPROCESSORS, UnusableExample
 from osd_jax.data.vocabulary import Vocabulary
@@ -98,23 +96,6 @@ def test_usable_lines_are_read_and_skipped_ones_reported(jsonl_task, vocabulary,
     ]
 
 
-def test_gzipped_files_are_read_and_broken_ones_refused(
-  jsonl_task, vocabulary, tmp_path
-):
-  plain = (tmp_path / "q.train.jsonl").read_bytes()
-  packed = dataclasses.replace(jsonl_task, pattern="q.{split}.jsonl.gz")
-  path = tmp_path / "q.train.jsonl.gz"
-  path.write_bytes(gzip.compress(plain))
-  found, expected = (TaskExamples(task, vocabulary) for task in (packed, jsonl_task))
-  assert found.fingerprint == expected.fingerprint
-  # A truncated archive, and a file that is not gzip in spite of its name.
-  for broken in (gzip.compress(plain)[:-9], plain):
-    path.write_bytes(broken)
-    _assert_refused(
-      packed, vocabulary, r"TaskConfig\.pattern .*q\.train\.jsonl\.gz can"
-    )
-
-
 def test_fingerprint_depends_on_the_ids(jsonl_task, vocabulary):
   fewer = dataclasses.replace(jsonl_task, rows=3)
   one, same, other = (
@@ -144,20 +125,11 @@ def test_published_data_sets_can_be_read(shared_data):
     ({"name": "a b"}, "TaskConfig.name"),
     ({"name": "ä"}, "TaskConfig.name"),
     ({"preprocessor": "nope"}, "TaskConfig.preprocessor.*gsm8k"),
-    ({"pattern": ""}, "TaskConfig.pattern.*exactly one of pattern, tfds_name, seqio"),
-    ({"tfds_name": "gsm8k"}, "TaskConfig.pattern.*exactly one"),
+    ({"pattern": ""}, "TaskConfig.pattern.*expected a path"),
     ({"rows": 0}, "TaskConfig.rows"),
     ({"rows": 1.5}, "TaskConfig.rows.*int"),
-    ({"rows": "3"}, "TaskConfig.rows"),
-    ({"pattern": 3}, "TaskConfig.pattern.*str"),
     ({"prompt": "question"}, "TaskConfig.prompt.*'question'.*in braces"),
-    ({"prompt": "{question"}, "TaskConfig.prompt.*in braces"),
-    ({"reference": ""}, "TaskConfig.reference.*in braces"),
-    ({"prompt": None}, "TaskConfig.prompt.*str"),
-    (
-      {"preprocessor": "gsm8k", "prompt": "{question}"},
-      "TaskConfig.prompt.*'{prompt}'.*preprocessor 'gsm8k'",
-    ),
+    ({"reference": "{question"}, "TaskConfig.reference.*in braces"),
   ],
 )
 def test_invalid_config_error_names_the_field(fields, message):
@@ -186,18 +158,11 @@ def test_error_names_missing_files_and_folders(tmp_path, vocabulary):
   _assert_refused(shipped, vocabulary, r"TaskConfig\.data_dir .*'shipped:nothing'")
 
 
-@pytest.mark.parametrize("kind", ["folder", "link", "binary"])
-def test_error_names_an_unreadable_file_and_its_setting(tmp_path, vocabulary, kind):
-  path, match = tmp_path / "x.jsonl", r"TaskConfig\.pattern .*x\.jsonl cannot"
-  if kind == "folder":
-    path.mkdir()
-  elif kind == "link":
-    path.symlink_to(path)  # a loop
-  else:
-    path.write_bytes(np.random.default_rng(0).bytes(4096))
-    match = r"TaskConfig .*no usable line.*x\.jsonl:1: malformed: not UTF-8"
-  task = TaskConfig(f"bad_{kind}", data_dir=str(tmp_path), pattern="x.jsonl")
-  _assert_refused(task, vocabulary, match)
+def test_error_names_an_unreadable_file_and_its_setting(tmp_path, vocabulary):
+  path = tmp_path / "x.jsonl"
+  path.symlink_to(path)  # a loop
+  task = TaskConfig("bad", data_dir=str(tmp_path), pattern="x.jsonl")
+  _assert_refused(task, vocabulary, r"TaskConfig\.pattern .*x\.jsonl cannot")
 
 
 @pytest.mark.parametrize("pattern", ["[", "**/", "a\0b", "../nowhere"])
@@ -337,7 +302,7 @@ def test_good_line_is_read_between_bad_ones(tmp_path, vocabulary, bad, good, at)
 @hypothesis.given(line=LINES)
 def test_parse_line_returns_a_dict_or_raises_unusable_example(line):
   try:
-    assert isinstance(examples.parse_line(line), dict)
+    assert isinstance(files.parse_line(line), dict)
   except UnusableExample as error:
     assert error.kind in ("empty", "malformed") and str(error)
 
@@ -348,7 +313,7 @@ def test_drawn_lines_include_good_and_bad_ones():
 
     def is_kind(line, kind=kind):
       try:
-        examples.parse_line(line)
+        files.parse_line(line)
       except UnusableExample as error:
         return error.kind == kind
       return kind == "good"

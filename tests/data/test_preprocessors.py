@@ -1,81 +1,42 @@
-"""Preprocessors write the prompts of the paper and refuse values that are not text."""
+"""Templates write the prompts of the paper; optional fields and references."""
 
 import pytest
 
 from osd_jax.data.preprocessors import (
   PREPROCESSORS,
   UnusableExample,
-  fields_of,
-  identity,
+  fill_prompt,
+  fill_reference,
+  is_template,
 )
 
 EXAMPLE = {"prompt": "a question", "reference": "an answer", "context": "a passage"}
 
 PROMPTS = {
-  "identity": "a question",
-  "spider": "a question",
   "spider_instruction": (
     "Could you translate the following question into SQL. Please only generate"
     " SQL, don't include explanation in the answer. a question"
   ),
-  "python": "a question",
   "python_instruction": (
     "Please generate code based on the following doc:\na question"
   ),
-  "mbpp": "a question",
   "mbpp_instruction": (
     "a question Please only include Python code in your answer, don't include any"
     " explanation."
   ),
-  "gsm8k": "a question",
-  "finance": "a question",
   "finance_10k": "question: a question context: a passage",
   "cnn_dailymail": "summarize: a question",
   "xsum": "summarize: a question",
 }
 
 
-def test_prompts_above_cover_every_preprocessor():
-  assert set(PROMPTS) == set(PREPROCESSORS)
-
-
-@pytest.mark.parametrize("name", sorted(PROMPTS))
+@pytest.mark.parametrize("name", sorted(PREPROCESSORS))
 def test_preprocessor_writes_the_expected_prompt_and_reference(name):
-  assert PREPROCESSORS[name](EXAMPLE) == (PROMPTS[name], "an answer")
-
-
-@pytest.mark.parametrize("name", sorted(PROMPTS))
-@pytest.mark.parametrize(
-  ("change", "kind"),
-  [
-    ({"prompt": " \n"}, "empty"),
-    ({"prompt": ""}, "empty"),
-    ({"prompt": 7}, "malformed"),
-    ({"prompt": None}, "malformed"),
-    ({"prompt": ["a"]}, "malformed"),
-    ({"reference": {"a": 1}}, "malformed"),
-  ],
-)
-def test_unusable_example_is_empty_or_malformed(name, change, kind):
-  with pytest.raises(UnusableExample) as caught:
-    PREPROCESSORS[name]({**EXAMPLE, **change})
-  assert caught.value.kind == kind
-
-
-@pytest.mark.parametrize("name", sorted(PROMPTS))
-def test_example_without_a_prompt_is_refused(name):
-  with pytest.raises(UnusableExample, match="no field 'prompt'"):
-    PREPROCESSORS[name]({"reference": "an answer", "context": "a passage"})
-
-
-@pytest.mark.parametrize("missing", [{}, {"reference": None}, {"reference": "  "}])
-def test_missing_reference_becomes_empty_text(missing):
-  assert PREPROCESSORS["gsm8k"]({"prompt": "q", **missing}) == ("q", "")
-
-
-def test_finance_10k_requires_a_context():
-  with pytest.raises(UnusableExample, match="no field 'context'"):
-    PREPROCESSORS["finance_10k"]({"prompt": "q", "reference": "a"})
+  prompt, reference = PREPROCESSORS[name]
+  assert fill_prompt(prompt, EXAMPLE) == PROMPTS.get(name, "a question")
+  assert fill_reference(reference, EXAMPLE) == "an answer"
+  with pytest.raises(UnusableExample, match=r"no field 'prompt'.* among 'reference'"):
+    fill_prompt(prompt, {"reference": "an answer", "context": "a passage"})
 
 
 @pytest.mark.parametrize(
@@ -89,49 +50,62 @@ def test_finance_10k_requires_a_context():
   ],
 )
 def test_field_names_of_published_data_sets_are_accepted(name, raw):
-  assert PREPROCESSORS[name](raw) == ("q", "a")
+  prompt, reference = PREPROCESSORS[name]
+  assert fill_prompt(prompt, raw) == "q"
+  assert fill_reference(reference, {"reference": None, **raw}) == "a"
 
 
 @pytest.mark.parametrize(
-  ("prompt", "expected"),
+  ("template", "expected"),
   [
-    ("{question}", "why?"),
     ("answer: {question}", "answer: why?"),
     ("{question} {{json}} {a b}{question}", "why? {json} two wordswhy?"),
     ("{über}\n", "ü\n"),
+    ("{turns[1]}", "second"),
+    ("{absent|question}", "why?"),
+    ("{question}\n{empty}", "why?\n"),  # as in Alpaca, whose `input` may be empty
+    ("{null}{question}", "why?"),
   ],
 )
-def test_prompt_template_reads_any_field(prompt, expected):
-  raw = {"question": "why?", "a b": "two words", "über": "ü"}
-  assert identity(raw, prompt) == (expected, "")
+def test_prompt_template_reads_any_field(template, expected):
+  raw = {"question": "why?", "a b": "two words", "über": "ü", "empty": "", "null": None}
+  assert fill_prompt(template, {**raw, "turns": ["first", "second"]}) == expected
 
 
 @pytest.mark.parametrize(
-  ("raw", "written"),
+  ("template", "kind", "reason"),
   [
-    ({"steps": "1 + 1", "answer": "2"}, "1 + 1 = 2"),
-    ({"steps": "1 + 1"}, ""),
-    ({"steps": None, "answer": "2"}, ""),
-    ({"steps": " ", "answer": "2"}, ""),
+    ("{empty}", "empty", "'empty' is blank"),
+    ("summarize: {null}", "empty", "'null' is blank"),
+    ("{empty}\n{null}", "empty", "'empty' and 'null' are blank"),
+    ("{number}", "malformed", r"'number' \(int\): expected a string"),
+    ("{turns}", "malformed", r"'turns' \(a list; '\{turns\[0\]\}' is its first item"),
+    ("{turns[7]}", "empty", r"'turns\[7\]' is blank"),
+    ("{a}", "malformed", r"no field 'a' among 'empty', 'null' .*'\{turns\[0\]\}' is"),
   ],
 )
-def test_reference_is_empty_unless_every_template_field_has_text(raw, written):
-  found = identity({"prompt": "a", **raw}, reference="{steps} = {answer}")
-  assert found == ("a", written)
+def test_unusable_example_is_empty_or_malformed(template, kind, reason):
+  raw = {"empty": " \n", "null": None, "number": 7, "turns": ["first"]}
+  with pytest.raises(UnusableExample, match=reason) as caught:
+    fill_prompt(template, raw)
+  assert caught.value.kind == kind
 
 
-@pytest.mark.parametrize("value", [7, "", " ", None, ["a"], {"a": "b"}])
-def test_template_fields_must_be_text(value):
-  with pytest.raises(UnusableExample, match="'question'"):
-    identity({"question": value}, "{question}")
+@pytest.mark.parametrize(
+  ("value", "written"),
+  [
+    ("2", "1 + 1 = 2"),
+    (2, "1 + 1 = 2"),
+    (0.5, "1 + 1 = 0.5"),
+    *((value, "") for value in (None, " ", [2], {"a": 1}, True, float("nan"))),
+  ],
+)
+def test_reference_of_any_value_is_text_or_absent(value, written):
+  raw = {"steps": "1 + 1", "answer": value}
+  assert fill_reference("{steps} = {answer}", raw) == written
+  assert fill_reference("{steps} = {missing}", raw) == ""
 
 
-def test_error_names_a_template_field_missing_from_the_example():
-  with pytest.raises(UnusableExample, match="no field 'question'"):
-    identity({"prompt": "a"}, "answer: {question}")
-
-
-@pytest.mark.parametrize("template", ["{", "}", "{}", "a {b", "{a!r}", "{a:3}", "{a}}"])
-def test_malformed_templates_are_refused(template):
-  with pytest.raises(ValueError):
-    fields_of(template)
+@pytest.mark.parametrize("template", ["{", "}", "{}", "a {b", "{a!r}", "{a:3}", "text"])
+def test_texts_that_are_no_templates_are_recognised(template):
+  assert not is_template(template) and is_template("{question}")

@@ -1,0 +1,252 @@
+"""Reads files of examples: JSONL, JSON, CSV, Parquet, text, and saved `datasets`.
+
+`read` yields every row as (number, mapping of fields), or (number, fault) for a row
+that cannot be used, so that one bad line never ends a run.
+"""
+
+import contextlib
+import csv
+import gzip
+import io
+import itertools
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from osd_jax import base
+from osd_jax.data.preprocessors import UnusableExample
+
+Row = Mapping[str, Any] | UnusableExample
+Rows = Iterator[tuple[int, Row]]
+
+_SNIFFED = 4096  # bytes at the beginning of a file that decide what it is
+_DELIMITERS = ",;\t"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_SIGNATURES = {
+  b"PK\x03\x04": "a zip archive; unpack it",
+  b"BZh": "compressed with bzip2; unpack it, or use gzip",
+  b"\xfd7zXZ": "compressed with xz; unpack it, or use gzip",
+  b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it, or use gzip",
+  b"\xff\xfe": "UTF-16 text; save it as UTF-8",
+  b"\xfe\xff": "UTF-16 text; save it as UTF-8",
+}
+
+
+def read(path: str | Path, setting: str) -> Rows:
+  """Yields (number, row) for every row of a file, in order.
+
+  The number is the line where a row of a JSONL, CSV or text file begins, and otherwise
+  counts rows from 1. The first bytes and the suffix of the name decide how the file is
+  read; gzipped files are decompressed.
+
+  Args:
+    path: the file, or a folder that `save_to_disk` of the library datasets wrote.
+    setting: name of the setting with the path, for error messages.
+
+  Raises:
+    InputError: the file cannot be read, or is of another format.
+    MissingExtraError: Parquet or a saved data set without the extra "parquet".
+  """
+  path = Path(path)
+  try:
+    if path.is_dir():
+      yield from _saved_dataset(path, setting)
+      return
+    with _opened(path) as file:
+      start = file.read(_SNIFFED)
+    if start.startswith(_PARQUET):
+      yield from _parquet(path, setting)
+      return
+    reader, found = _reader(path, start), _other_format(start)
+    # A damaged line of JSON is found by the parser; the other formats take any text.
+    if found and reader in (_csv_rows, _text_lines):
+      raise base.InputError(f"{setting}: {path} looks like {found}.")
+    with _opened(path) as file:
+      yield from reader(file)
+  except (OSError, EOFError, zlib.error, csv.Error) as error:
+    raise base.InputError(
+      f"{setting}: {path} cannot be read ({error}); expected a complete file."
+    ) from error
+
+
+def looks_like(path: str | Path) -> str:
+  """Says what a file of which no row is usable looks like; "" if that is unknown."""
+  if os.path.isdir(path):
+    return ""
+  with _opened(Path(path)) as file:
+    start = file.read(_SNIFFED).removeprefix(_BYTE_ORDER_MARK)
+  found = _other_format(start)
+  first = start.decode("utf-8", "replace").lstrip().partition("\n")[0].strip()
+  if not first:
+    found = "an empty file"
+  elif not found and first.startswith(("{", "[")):
+    with contextlib.suppress(ValueError, RecursionError):
+      json.loads(first)
+      return ""
+    if b"\n" not in start.strip():
+      return ""
+    found = "JSON spread over several lines; write one object per line"
+  elif not found and any(sign in first for sign in _DELIMITERS):
+    found = "CSV; give it a name that ends in .csv"
+  return f"{path} looks like {found or 'plain text; give it a name that ends in .txt'}."
+
+
+def _other_format(start: bytes) -> str:
+  """Says what a file is whose first bytes are not UTF-8 text; "" if they are."""
+  named = (name for mark, name in _SIGNATURES.items() if start.startswith(mark))
+  # Text has no NUL; JSON writes it as an escape.
+  return next(named, "a binary file" if b"\0" in start else "")
+
+
+def _opened(path: Path) -> Any:
+  """Opens a file for reading bytes; gzip is recognised by its first bytes."""
+  with open(path, "rb") as file:
+    is_gzip = file.read(2) == _GZIP
+  return gzip.open(path) if is_gzip else open(path, "rb")
+
+
+def _reader(path: Path, start: bytes) -> Any:
+  suffix = path.suffix if path.suffix != ".gz" else Path(path.stem).suffix
+  start = start.removeprefix(_BYTE_ORDER_MARK).lstrip()
+  if suffix in (".csv", ".tsv"):
+    return _csv_rows
+  if suffix in (".json", ".jsonl", ".ndjson"):
+    return _json_array if start.startswith(b"[") else _json_lines
+  return _json_lines if re.match(rb'{\s*"', start) else _text_lines
+
+
+def _lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+  for number, line in enumerate(file, 1):
+    yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+
+
+def _json_lines(file: Iterable[bytes]) -> Rows:
+  for number, line in _lines(file):
+    try:
+      yield number, parse_line(line)
+    except UnusableExample as fault:
+      yield number, fault
+
+
+def _json_array(file: Any) -> Rows:
+  """Reads a list of objects, or lines if the file as a whole is not JSON."""
+  data = file.read()
+  try:
+    found = json.loads(data.removeprefix(_BYTE_ORDER_MARK))
+  except (ValueError, RecursionError):
+    yield from _json_lines(io.BytesIO(data))
+    return
+  for number, row in enumerate(found, 1):
+    yield number, row if isinstance(row, dict) else _not_an_object(row)
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+  """Returns the JSON object of one line.
+
+  Raises:
+    UnusableExample: a blank line, not UTF-8, not JSON, or not an object.
+  """
+  if not line.strip():
+    raise UnusableExample("empty", "blank line")
+  try:
+    raw = json.loads(line.decode("utf-8"))
+  except UnicodeDecodeError as error:
+    raise UnusableExample("malformed", f"not UTF-8 at byte {error.start}") from error
+  except RecursionError as error:
+    raise UnusableExample("malformed", "JSON nested too deeply") from error
+  except ValueError as error:
+    raise UnusableExample("malformed", f"not JSON: {error}") from error
+  if not isinstance(raw, dict):
+    raise _not_an_object(raw)
+  return raw
+
+
+def _not_an_object(value: Any) -> UnusableExample:
+  kind = type(value).__name__
+  return UnusableExample("malformed", f"expected a JSON object, received {kind}")
+
+
+def _text_lines(file: Iterable[bytes]) -> Rows:
+  """Reads one prompt per line."""
+  for number, line in _lines(file):
+    try:
+      text = line.decode("utf-8").strip()
+      yield number, {"prompt": text} if text else UnusableExample("empty", "blank line")
+    except UnicodeDecodeError as error:
+      reason = f"not UTF-8 at byte {error.start}"
+      yield number, UnusableExample("malformed", reason)
+
+
+def _csv_rows(file: Iterable[bytes]) -> Rows:
+  """Reads rows below a header; the most frequent delimiter in the header counts."""
+  # Bytes that are not UTF-8 become lone surrogates, which are found in their own row.
+  text = (line.decode("utf-8", "surrogateescape") for _, line in _lines(file))
+  header = next(text, "")
+  delimiter = max(_DELIMITERS, key=header.count)
+  reader = csv.reader(itertools.chain([header], text), delimiter=delimiter)
+  names = next(reader, [])
+  while True:
+    number = reader.line_num + 1
+    values = next(reader, None)
+    if values is None:
+      return
+    if not values:
+      yield number, UnusableExample("empty", "blank line")
+    elif len(values) != len(names):
+      reason = f"{len(values)} values, expected {len(names)} as in the header"
+      yield number, UnusableExample("malformed", reason)
+    else:
+      yield number, dict(zip(names, values, strict=True))
+
+
+def _parquet(path: Path, setting: str) -> Rows:
+  parquet = _pyarrow("pyarrow.parquet", path, setting)
+  try:
+    yield from _records(parquet.ParquetFile(path).iter_batches())
+  except ValueError as error:  # pyarrow's errors for damaged files
+    raise base.InputError(
+      f"{setting}: {path} cannot be read ({error}); expected a complete Parquet file."
+    ) from error
+
+
+def _saved_dataset(folder: Path, setting: str) -> Rows:
+  """Reads what `save_to_disk` wrote: Arrow streams, listed in state.json."""
+  if (folder / "dataset_dict.json").exists():
+    splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+    raise base.InputError(
+      f"{setting}: {folder} is a saved data set with the splits {splits}; name the"
+      f" folder of one of them, such as {folder / splits[0] if splits else folder}."
+    )
+  try:
+    stated = json.loads((folder / "state.json").read_bytes())
+    names = [part["filename"] for part in stated["_data_files"]]
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise base.InputError(
+      f"{setting}: {folder} is a folder; expected a file, or a folder that save_to_disk"
+      " of the library datasets wrote."
+    ) from error
+  ipc = _pyarrow("pyarrow.ipc", folder, setting)
+  parts = (ipc.open_stream(folder / name) for name in names)
+  yield from _records(itertools.chain.from_iterable(parts))
+
+
+def _records(batches: Iterable[Any]) -> Rows:
+  rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+  yield from enumerate(rows, 1)
+
+
+def _pyarrow(module: str, path: Path, setting: str) -> Any:
+  import importlib
+
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    raise base.MissingExtraError(
+      f"{setting}: {path} needs pyarrow ({error}); install the extra"
+      " (pip install 'osd-jax[parquet]')."
+    ) from error

@@ -1,0 +1,218 @@
+"""Files of every format are read row by row; errors say what other files are."""
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import sys
+
+import pytest
+import tiny_pair
+
+from osd_jax import base
+from osd_jax.data import examples, files, tokenizers
+from osd_jax.data.examples import TaskConfig, TaskExamples
+from osd_jax.data.vocabulary import Vocabulary
+
+ROWS = [
+  {"prompt": "How many?", "reference": "three, or four"},
+  {"prompt": 'naïve "東京"\nsecond line', "reference": ""},
+  {"prompt": "last", "reference": "x"},
+]
+
+
+def jsonl(rows) -> bytes:
+  return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def table(rows, delimiter: str) -> bytes:
+  file = io.StringIO()
+  writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+  writer.writeheader()
+  writer.writerows(rows)
+  return file.getvalue().encode()
+
+
+def parquet(path, rows) -> None:
+  arrow = pytest.importorskip("pyarrow")
+  import pyarrow.parquet
+
+  pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), path)
+
+
+def saved_dataset(folder, rows) -> None:
+  """Writes what `Dataset.save_to_disk` of the library datasets writes."""
+  arrow = pytest.importorskip("pyarrow")
+  whole = arrow.Table.from_pylist(rows)
+  folder.mkdir()
+  names = []
+  for number, part in enumerate((whole.slice(0, 2), whole.slice(2))):
+    names.append({"filename": f"data-{number:05}-of-00002.arrow"})
+    with arrow.ipc.new_stream(str(folder / names[-1]["filename"]), part.schema) as out:
+      out.write_table(part)
+  (folder / "state.json").write_text(json.dumps({"_data_files": names}))
+  (folder / "dataset_info.json").write_text("{}")
+
+
+def read(path) -> list:
+  return list(files.read(path, "--file"))
+
+
+def faults(path) -> dict[int, str]:
+  return {n: str(row) for n, row in read(path) if isinstance(row, ValueError)}
+
+
+WRITERS = {
+  "a.jsonl": lambda path: path.write_bytes(jsonl(ROWS)),
+  "bom.jsonl": lambda path: path.write_bytes(
+    codecs.BOM_UTF8 + jsonl(ROWS).replace(b"\n", b"\r\n")
+  ),
+  "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(ROWS))),
+  "by_content": lambda path: path.write_bytes(gzip.compress(jsonl(ROWS))),
+  "a.json": lambda path: path.write_text(json.dumps(ROWS, indent=2)),
+  "a.csv": lambda path: path.write_bytes(table(ROWS, ",")),
+  "bom.csv": lambda path: path.write_bytes(codecs.BOM_UTF8 + table(ROWS, ";")),
+  "a.csv.gz": lambda path: path.write_bytes(gzip.compress(table(ROWS, ","))),
+  "a.tsv": lambda path: path.write_bytes(table(ROWS, "\t")),
+  "a.parquet": lambda path: parquet(path, ROWS),
+  "dataset": lambda path: saved_dataset(path, ROWS),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_rows_and_prompts(tmp_path, repository, name):
+  path = tmp_path / name
+  WRITERS[name](path)
+  assert [row for _, row in read(path)] == ROWS
+  prompts = [prompt for _, prompt in examples.read_prompts(str(path), "--file")]
+  assert prompts == [row["prompt"] for row in ROWS]
+  vocabulary = Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
+  task = TaskConfig("t", data_dir=str(tmp_path), pattern=name)
+  found = TaskExamples(task, vocabulary)
+  assert [(e.prompt, e.reference) for e in found.examples] == [
+    tuple(row.values()) for row in ROWS
+  ]
+
+
+def test_faulty_rows_are_reported_with_their_line(tmp_path):
+  path = tmp_path / "a.csv"
+  path.write_bytes(
+    b'prompt,reference\n"two\nlines",a\n\none value\nna\xefve,b\nlast,c\n'
+  )
+  assert [number for number, _ in read(path)] == [2, 4, 5, 6, 7]
+  assert faults(path) == {4: "blank line", 5: "1 values, expected 2 as in the header"}
+  found = dict(examples.read_prompts(str(path), "--file"))
+  assert found[2] == "two\nlines" and found[7] == "last"
+  assert "lone surrogate" in str(found[6])  # a byte that is not UTF-8
+  path = tmp_path / "a.txt"
+  path.write_bytes("naïve, why?\n\n  {not json}\n".encode() + b"\xff\n")
+  found = dict(examples.read_prompts(str(path), "--file"))
+  assert (found[1], found[3]) == ("naïve, why?", "{not json}")
+  assert [(n, found[n].kind) for n in (2, 4)] == [(2, "empty"), (4, "malformed")]
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("a.jsonl", b"", "looks like an empty file"),
+    ("a.jsonl", table(ROWS, ","), "looks like CSV; give it a name that ends in .csv"),
+    ("a.jsonl", b"How many?\n", "looks like plain text; give it a name .* in .txt"),
+    ("a.jsonl", json.dumps(ROWS[0], indent=2).encode(), "JSON spread over several"),
+    ("a.jsonl", jsonl(ROWS).decode().encode("utf-16"), "UTF-16 text; save it as UTF-8"),
+    ("a.csv", jsonl(ROWS).decode().encode("utf-16"), "UTF-16 text; save it as UTF-8"),
+    ("a.txt", b"\x7fELF\0\0", "a binary file"),
+    ("a.jsonl", b"\x7fELF\0\0", "a binary file"),
+    ("a.jsonl", b'{"question": "q"}', "row 1: no field 'prompt' among 'question'"),
+    (
+      "a.jsonl",
+      b'{"turns": ["q"]}',
+      r"'turns' \(a list; '\{turns\[0\]\}' is",
+    ),
+    ("a.jsonl", gzip.compress(jsonl(ROWS))[:-9], "cannot be read .*a complete file"),
+    ("a.parquet", b"PAR1 and no more", "cannot be read .*a complete Parquet file"),
+    ("a.jsonl", b"PK\x03\x04 zipped", "a zip archive; unpack it"),
+  ],
+)
+def test_file_without_prompts_is_named_for_what_it_is(
+  tmp_path, repository, name, content, message
+):
+  if name == "a.parquet":
+    pytest.importorskip("pyarrow")
+  path = tmp_path / name
+  path.write_bytes(content)
+  vocabulary = Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
+  task = TaskConfig("t", data_dir=str(tmp_path), pattern=name)
+  for read_all in (
+    lambda: list(examples.read_prompts(str(path), "--file")),
+    lambda: TaskExamples(task, vocabulary),
+  ):
+    with pytest.raises(base.InputError, match=message.replace("row 1: ", "")) as caught:
+      read_all()
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1 and "('" not in text
+    assert str(path) in text
+
+
+def test_folders_that_hold_no_saved_data_set_are_refused(tmp_path):
+  with pytest.raises(base.InputError, match="is a folder; expected a file"):
+    read(tmp_path)
+  saved_dataset(tmp_path / "train", ROWS)
+  (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+  with pytest.raises(base.InputError, match=r"the splits \['train'\]; name .*/train"):
+    read(tmp_path)
+
+
+def test_without_pyarrow_the_error_names_the_extra(tmp_path, monkeypatch):
+  (tmp_path / "a.parquet").write_bytes(b"PAR1")
+  monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+  with pytest.raises(base.MissingExtraError, match=r"osd-jax\[parquet\]"):
+    read(tmp_path / "a.parquet")
+
+
+def message(role: str, content: str) -> dict:
+  return {"role": role, "content": content}
+
+
+def test_conversations_are_read_and_encoded_with_the_chat_template(tmp_path):
+  turns = [
+    message("user", "2 + 2?"),
+    message("assistant", "4"),
+    message("user", "+ 1?"),
+  ]
+  rows = [
+    {"messages": [message("user", "How many?"), message("assistant", "three")]},
+    {"messages": turns},
+    {"messages": [message("assistant", "x")]},
+    {"messages": "text"},
+    {
+      "conversations": [
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "ho"},
+      ]
+    },
+  ]
+  path = tmp_path / "chat.jsonl"
+  path.write_bytes(jsonl(rows))
+  found = dict(examples.read_prompts(str(path), "--file"))
+  assert (found[1], found[5]) == ("How many?", "hi")
+  assert found[2] == "user: 2 + 2?\nassistant: 4\nuser: + 1?"
+  assert (found[3].kind, found[4].kind) == ("empty", "malformed")
+  (tmp_path / "tokenizer.model").write_bytes(tiny_pair.llama_tokenizer())
+  plain = tokenizers.load_any(tmp_path)
+  text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+  chat = tokenizers.load_any(tmp_path, template=text)
+  written = "<user>2 + 2?<assistant>4<user>+ 1?"
+  assert chat.encode_prompt(found[2]).tolist() == plain.encode(written)
+  task = TaskConfig("t", data_dir=str(tmp_path), pattern="chat.jsonl")
+  read_with = lambda vocabulary: TaskExamples(task, vocabulary)
+  assert [e.reference for e in read_with(chat).examples] == ["three", "", "ho"]
+  assert [e.reference for e in read_with(plain).examples] == ["three", "ho"]
+  assert "set PairConfig.chat_template" in str(read_with(plain).skipped)
+
+
+def test_template_reads_other_fields(tmp_path):
+  path = tmp_path / "a.csv"
+  path.write_text("question,topic\nwhy?,travel\n")
+  found = examples.read_prompts(str(path), "--file", "On {topic}: {question}")
+  assert list(found) == [(2, "On travel: why?")]

@@ -13,6 +13,7 @@ from osd_jax import (
   base,
   certificate,
   corpus,
+  metering,
   pairs,
   runs,
   session,
@@ -27,7 +28,6 @@ from osd_jax.engine import measurement
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.measuring import metering
 from osd_jax.report import progress
 from osd_jax.runs.logbook import Logbook
 

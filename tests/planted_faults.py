@@ -568,7 +568,7 @@ FAULTS = [
     "compared requests have a fixed place in their block",
     "    return place == chosen",
     "    return place == 0 * chosen",
-    "tests/measuring/test_metering.py",
+    "tests/test_metering.py",
   ),
 ]
 

@@ -16,12 +16,11 @@ import pytest
 import tiny_online
 from compilations import Compilations
 
-from osd_jax import background, base, online, runs
+from osd_jax import background, base, metering, online, runs
 from osd_jax.costs import account as account_lib
 from osd_jax.distillation import learner as learner_lib
 from osd_jax.distillation import update
 from osd_jax.engine import engine
-from osd_jax.measuring import metering
 from osd_jax.models import weights
 
 

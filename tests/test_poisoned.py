@@ -16,10 +16,9 @@ import tiny_online
 import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
-from osd_jax import metrics, online, pairs, runs, sharding
+from osd_jax import metering, metrics, online, pairs, runs, sharding
 from osd_jax.distillation import buffer
 from osd_jax.engine import engine
-from osd_jax.measuring import metering
 from osd_jax.report import plots
 
 pytestmark = pytest.mark.slow

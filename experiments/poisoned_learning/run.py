@@ -35,11 +35,10 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import online, pairs, runs, sharding
+from osd_jax import metering, online, pairs, runs, sharding
 from osd_jax.distillation import buffer, update
 from osd_jax.engine import engine
 from osd_jax.main import settings
-from osd_jax.measuring import metering
 
 EDGE = 50  # number of requests behind "first" and "last"
 NAN_EVERY = 50  # one row in this many contains NaN

@@ -79,19 +79,13 @@ class Meter:
       server: the server that answered. Its draft may have been swapped since.
       beside: whether this runs on another thread while serving goes on.
     """
-    started = time.perf_counter()
-    tokens = len(done.tokens)
+    started, tokens = time.perf_counter(), len(done.tokens)
     row = {
       "index": index,
       "query": query.index,
       "source": query.task,
       **self._agreement(done, server),
-      "draft_acceptance_rate": metrics.draft_acceptance_rate(
-        done.accepted, done.drafted
-      ),
-      "tokens_per_target_call": metrics.tokens_per_target_call(
-        tokens, done.target_calls
-      ),
+      **_counts(done, ""),
       "accepted_per_position": done.accepted_per_position[
         : self._decoding.num_draft_tokens
       ],
@@ -106,10 +100,8 @@ class Meter:
       "online_ms_per_token": done.milliseconds / tokens if tokens else None,
     }
     spent = (time.perf_counter() - started) * 1e3
-    row |= {
-      "metering_ms": 0.0 if beside else spent,
-      "metering_beside_ms": spent if beside else 0.0,
-    }
+    row |= {"metering_ms": 0.0, "metering_beside_ms": 0.0}
+    row["metering_beside_ms" if beside else "metering_ms"] = spent
     if done.stop_reason == base.StopReason.NOT_FINITE:
       row["certificate"] = dataclasses.asdict(self._certifier.broken())
     elif self.compares(index):
@@ -144,17 +136,12 @@ class Meter:
     # end first. The time that serving would have lost to it is charged to the request.
     waiting, share = time.perf_counter(), _lost_share(server)
     server.wait()
-    started = time.perf_counter()
-    waited = (started - waiting) * 1e3
+    waited = (time.perf_counter() - waiting) * 1e3
     plain, floor = self._rivals.serve(done, server.engine.shortlist)
-    tokens = len(done.tokens)
     row = {
-      "plain_ms_per_token": plain.milliseconds / tokens,
-      "floor_ms_per_token": floor.milliseconds / tokens,
-      "floor_draft_acceptance_rate": metrics.draft_acceptance_rate(
-        floor.accepted, floor.drafted
-      ),
-      "floor_tokens_per_target_call": len(floor.tokens) / floor.target_calls,
+      "plain_ms_per_token": plain.milliseconds / len(done.tokens),
+      "floor_ms_per_token": floor.milliseconds / len(done.tokens),
+      **_counts(floor, "floor_"),
       "update_wait_ms": waited * share,
     }
     if certificate.applies(self._sampling, self._decoding):
@@ -163,6 +150,15 @@ class Meter:
     spent = (time.perf_counter() - waiting) * 1e3
     row["compare_ms"] = spent - row["update_wait_ms"]
     return row
+
+
+def _counts(done: Finished, prefix: str) -> dict[str, float | None]:
+  rate = metrics.draft_acceptance_rate(done.accepted, done.drafted)
+  tokens_per_call = metrics.tokens_per_target_call(len(done.tokens), done.target_calls)
+  return {
+    f"{prefix}draft_acceptance_rate": rate,
+    f"{prefix}tokens_per_target_call": tokens_per_call,
+  }
 
 
 def _lost_share(server: Server) -> float:
@@ -203,10 +199,8 @@ class Rivals:
   ) -> tuple[Finished, Finished]:
     """Serves the request of an online answer again, plainly and with the floor draft.
 
-    Args:
-      online: the request as the online draft answered it.
-      shortlist: [N] int32, the tokens that a short head of the online draft covers. The
-        floor draft gets the same ones, so that only learning distinguishes the two.
+    The floor draft's head covers the tokens of `shortlist` too, so that only learning
+    distinguishes it from the online draft.
     """
     covered = self._floor.engine.shortlist
     if covered is not None and covered.tolist() != np.asarray(shortlist).tolist():

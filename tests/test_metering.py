@@ -7,10 +7,9 @@ import pytest
 import tabular_pair
 from decoding import harness
 
-from osd_jax import sharding, testing
+from osd_jax import metering, sharding, testing
 from osd_jax.base import EOS_ID
 from osd_jax.engine import engine
-from osd_jax.measuring import metering
 from osd_jax.models import families, t5
 
 VOCAB = testing.TINY_T5.vocab_size

@@ -23,7 +23,6 @@ from osd_jax.data import streams
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig, Outcome
-from osd_jax.distillation.worth import WorthConfig
 from osd_jax.engine import measurement
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
@@ -89,10 +88,7 @@ class OnlineConfig(base.Config):
   def checks(self):
     if isinstance(self.stream, streams.StreamConfig):
       self.decoding.check_sources(self.stream, "OnlineConfig.stream")
-    schedule = self.learning.schedule
-    needs_costs = (
-      self.learn and isinstance(schedule, WorthConfig) and not schedule.costs
-    )
+    needs_costs = self.learn and self.learning.schedule.needs_costs
     return {
       "decoding": (
         self.decoding.record_top_k >= 1,
@@ -100,7 +96,7 @@ class OnlineConfig(base.Config):
       ),
       "measure_costs": (
         not needs_costs or (self.measure_costs and not self.replicas.count),
-        "True and no replicas: WorthConfig needs costs, or set WorthConfig.costs",
+        "True and no replicas: the schedule needs costs, or set WorthConfig.costs",
       ),
     }
 
@@ -278,7 +274,7 @@ class OnlineLoop:
     """
     config = self.config
     free = config.learn and config.learning.free_updates and not config.replicas.count
-    return free and self.server.learner.in_background and background.cores() > 1
+    return free and self.server.learner.runner.in_background and background.cores() > 1
 
   def checkpoint(self) -> None:
     """Saves the current step if it has not been saved yet."""

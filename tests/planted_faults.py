@@ -97,20 +97,20 @@ FAULTS = [
   ),
   Fault(
     "a launch keeps the slices that were requested before",
-    "self._slices, self._asked, self._waited = threading.Semaphore(0), 0, 0.0",
-    "self._slices, self._waited = threading.Semaphore(0), 0.0",
+    "self._update = update = _Update(finished, tuple(batches), self.learner)",
+    "self._update = update = _Update(finished, tuple(batches), self.learner, asked=9)",
     LEARNER,
   ),
   Fault(
     "waiting for an update counts as serving time",
-    "self._behind = started - self._launched_at - self._waited < self._seconds",
-    "self._behind = started - self._launched_at < self._seconds",
+    "self._behind = started - update.started - update.waited < update.seconds",
+    "self._behind = started - update.started < update.seconds",
     LEARNER,
   ),
   Fault(
     "a pause stores the level of the newer window only",
-    "_paused(state, _mean(older + newer))",
-    "_paused(state, _mean(newer))",
+    "_paused_at(state, _mean(older + newer))",
+    "_paused_at(state, _mean(newer) + 0.0)",
     SCHEDULE,
   ),
   Fault(
@@ -121,8 +121,8 @@ FAULTS = [
   ),
   Fault(
     "the schedule decides before a full window after a change",
-    "len(newer) == size and state.finished - state.changed >= size",
-    "len(newer) == size",
+    "len(newer) == WINDOW and state.finished - state.changed >= WINDOW",
+    "len(newer) == WINDOW",
     SCHEDULE,
   ),
   Fault(
@@ -505,14 +505,14 @@ FAULTS = [
   ),
   Fault(
     "all remaining slices run between two calls",
-    "      requests = max(self._left(finished), 1)",
+    "      requests = max(self._requests_left(finished), 1)",
     "      requests = 1",
     LEARNER,
   ),
   Fault(
     "updates on a mesh run in the background",
-    "if sharding.is_distributed(params) or jax.process_count() > 1",
-    "if jax.process_count() > 1",
+    "on_mesh = sharding.is_distributed(params) or jax.process_count() > 1",
+    "on_mesh = jax.process_count() > 1",
     "tests/engine/test_measurement.py",
   ),
   Fault(
@@ -529,9 +529,9 @@ FAULTS = [
   ),
   Fault(
     "a launch does not move the mark between old and new rows",
-    "    self._runner.launch(batches, self.finished)\n"
-    "    self._since = int(self._buffer.added)\n",
-    "    self._runner.launch(batches, self.finished)\n",
+    "      self.runner.launch(batches, self.finished)\n"
+    "      self._since = int(self._buffer.added)\n",
+    "      self.runner.launch(batches, self.finished)\n",
     f"{LEARNER} -k new_rows",
   ),
   Fault(
@@ -548,8 +548,8 @@ FAULTS = [
   ),
   Fault(
     "the gap uses all recent requests instead of a window",
-    "  gap = 1.0 - _mean(state.recent[-RESUME_WINDOW:])",
-    "  gap = 1.0 - _mean(state.recent)",
+    "    gap = 1.0 - state.mean(RESUME_WINDOW)",
+    "    gap = 1.0 - _mean(state.recent)",
     SCHEDULE,
   ),
   Fault(

@@ -243,7 +243,7 @@ def test_error_in_the_background_ends_the_run(make, monkeypatch):
 
 
 def test_waiting_for_a_slow_update_changes_no_result(learned, make, monkeypatch):
-  real_slice, learner = update.take_slice, learner_lib.BackgroundRunner
+  real_slice, learner = update.take_slice, learner_lib.UpdateRunner
   real_pace, asked = learner.wait_if_behind, []
 
   def slow(*arguments):
@@ -251,9 +251,9 @@ def test_waiting_for_a_slow_update_changes_no_result(learned, make, monkeypatch)
     return real_slice(*arguments)
 
   def wait_if_behind(self, finished, in_flight):
-    before = self._asked
+    before = self._update and self._update.asked
     real_pace(self, finished, in_flight)
-    asked.append(self._asked - before)
+    asked.append(self._update.asked - before if self._update else 0)
 
   monkeypatch.setattr(update, "take_slice", slow)
   monkeypatch.setattr(learner, "wait_if_behind", wait_if_behind)

@@ -248,7 +248,7 @@ def test_missing_ray_error_names_the_package_to_install(pair, monkeypatch):
 
 def test_schedule_that_needs_costs_is_refused_with_replicas(pair, tmp_path):
   from osd_jax.distillation.learner import LearningConfig
-  from osd_jax.distillation.worth import WorthConfig
+  from osd_jax.distillation.schedule import WorthConfig
 
   learning = LearningConfig(schedule=WorthConfig())
   with pytest.raises(

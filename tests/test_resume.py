@@ -24,7 +24,7 @@ import tiny_online
 from osd_jax import offline, online, pairs, runs, sharding
 from osd_jax.costs import table
 from osd_jax.data.batches import BatchConfig
-from osd_jax.distillation import update, worth
+from osd_jax.distillation import schedule, update
 from osd_jax.engine import engine
 from osd_jax.report import progress
 
@@ -116,7 +116,7 @@ def offline_config(files, folder):
 CHOICE = engine.AdaptiveConfig(
   candidates=(0, 1, 3), costs=(table.RoundCosts((1.0, 1.1, 1.3), 0.2, 0.1),)
 )
-PAYING = worth.WorthConfig(
+PAYING = schedule.WorthConfig(
   update_interval=2,
   costs=table.Costs(
     table.RoundCosts((2.0,), num_draft_tokens=(3,), rows=2), lost_ms=0.5

@@ -1,4 +1,4 @@
-"""When to update the draft: at a fixed interval, paused while overlap is flat.
+"""When to update the draft: at a fixed interval, or where it should pay.
 
 A schedule is a pair of functions, as in optax:
 
@@ -7,32 +7,67 @@ A schedule is a pair of functions, as in optax:
 
 `update` is called once per finished request. It returns how many slices the update that
 starts now has, 0 for no update. Schedules are plain Python and never read a clock, so
-that a run repeats exactly.
+that a run repeats exactly. The overlap of a single request is noisy, so both schedules
+compare means over windows.
 
-The overlap of a single request is noisy (standard deviation about 0.15), so
-`ScheduleConfig` compares means over windows:
+`ScheduleConfig` updates at a fixed interval, paused while overlap is flat:
 
-  active -> paused   for `pause_after_flat` requests in a row, the mean of the last
+  active -> paused   for `PAUSE_AFTER_FLAT` requests in a row, the mean of the last
                      window is neither better than that of the window before by
-                     `flat_tolerance` nor worse by `DRIFT_DROP`; or at once if it is
-                     at least `enough`
+                     `FLAT_TOLERANCE` nor worse by `DRIFT_DROP`; or at once if it is
+                     at least `ENOUGH`
   paused -> active   the mean of the last `RESUME_WINDOW` requests is `RESUME_DROP`
                      below the level at the pause (a shift), or the mean of the last
                      `DRIFT_WINDOW` is `DRIFT_DROP` below it (a drift)
+
+`WorthConfig` starts an update where it should save more time than it takes:
+
+  learning   an update starts if the time that its expected gain saves over the
+     |       `horizon` is at least what serving loses to it, and if its budget lasts
+     v
+  paused     the gain is too small, or the budget is spent and nothing was gained
+     |       a drop of overlap, sharp or slow, ends the pause at once; otherwise a few
+     v       updates are tried as soon as `PROBE_SHARE` of serving's time has paid them
+  learning   with the assumption about an update's gain that a new episode starts with
+
+The gain of an update is the slope of overlap over updates: a line through the last
+ones, drawn towards an assumption (`PACE`) while there is little evidence. The time that
+a gain saves follows from `costs.table.RoundCosts.token_ms`. Updates are paid from a
+grant, which is filled up again whenever overlap has certainly risen. If learning gains
+nothing, it therefore costs at most one grant and `PROBE_SHARE` of the time, however
+long the stream is.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 from osd_jax import base
 from osd_jax.costs.table import Costs
 
-# With noise of 0.15 per request, these give less than one false resumption in 1,000
+NOISE = 0.15  # standard deviation of the overlap of one request
+
+# --- ScheduleConfig. All windows are counted in finished requests.
+WINDOW = 40  # length of the two windows whose means are compared
+FLAT_TOLERANCE = 0.01  # improvement between the windows that still counts as flat
+PAUSE_AFTER_FLAT = 15  # requests in a row that must look flat before a pause
+ENOUGH = 0.95  # mean overlap of a window at which updates pause
+# With this noise per request, these give less than one false resumption in 1,000
 # requests, and notice a drop of 0.3 within 8 requests.
 RESUME_WINDOW, RESUME_DROP = 8, 0.2
 DRIFT_WINDOW, DRIFT_DROP = 100, 0.075
+
+# --- WorthConfig
+VERSIONS = 24  # updates over which the slope is taken
+SHORT, LONG = 8, 48  # requests whose means show a sharp and a slow drop
+START, NOW = 16, 32  # requests whose means are the start of an episode, and its present
+SHARP_DROP, SLOW_DROP = 0.2, 0.1  # how far those means fall at a drop
+PACE = 0.02  # share of the gap to 1 that an update closes, until evidence replaces it
+HOPE = 0.5  # standard errors by which the next update may be better than expected
+SURE = 2.5  # standard errors at which a rise of overlap is certain
+PROBE_SHARE = 0.01  # share of serving's time that pays for updates during a pause
+PROBE_UPDATES = 8  # updates that such a probe must be able to pay
 
 
 class Request(NamedTuple):
@@ -62,6 +97,11 @@ class Schedule(Protocol):
     """Requests from the start of an update until its draft serves."""
     ...
 
+  @property
+  def needs_costs(self) -> bool:
+    """Whether `update` must be given costs."""
+    ...
+
   def init(self) -> Any:
     """Returns the state before the first request."""
     ...
@@ -80,27 +120,79 @@ class Schedule(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduleConfig(base.Config):
-  """Updates at a fixed interval. All windows are counted in finished requests.
+class _State:
+  """What both schedules remember.
 
   Attributes:
-    update_interval: I, requests from one update to the next.
-    pause: whether updates ever pause.
-    window: length of the two windows whose means are compared.
-    flat_tolerance: improvement between the windows that still counts as flat.
-    pause_after_flat: requests in a row that must look flat before a pause.
-    enough: mean overlap of a window at which updates pause; 1 for never.
+    finished: requests seen.
+    last_update: `finished` when the last update started.
+    updates: updates started.
+    paused: whether updates are paused.
+    recent: overlaps of the last requests, oldest first.
+    level: overlap at the last pause; None before any, and until it is certain.
+    changed: `finished` at the last pause or resumption.
+  """
+
+  finished: int = 0
+  last_update: int = 0
+  updates: int = 0
+  paused: bool = False
+  recent: tuple[float, ...] = ()
+  level: float | None = None
+  changed: int = 0
+
+  def __post_init__(self):
+    for name, value in vars(self).items():
+      if isinstance(value, list):  # JSON has no tuples
+        object.__setattr__(self, name, base.as_tuples(value))
+
+  def is_due(self, interval: int, request: Request) -> bool:
+    """Whether an update may start now."""
+    waited = self.finished - self.last_update >= interval
+    return waited and not self.paused and request.slices > 0
+
+  def mean(self, count: int) -> float:
+    """Mean overlap of the last `count` requests."""
+    return _mean(self.recent[-count:])
+
+
+def _checked(state: _State, overlap: float) -> float:
+  """Returns the overlap of the request after `state`; raises if it is none."""
+  # The sum over float32 probabilities may exceed 1 by rounding.
+  if not 0.0 <= overlap <= 1.0 + 1e-3:
+    raise base.InputError(
+      f"Schedule.update: overlap of request {state.finished} is {overlap!r}, expected a"
+      " number in 0..1; pass the mean over its emitted positions."
+    )
+  return float(overlap)
+
+
+def _mean(values: Sequence[float]) -> float:
+  return sum(values) / len(values)
+
+
+# --- At a fixed interval --------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig(base.Config):
+  """Updates at a fixed interval.
+
+  Attributes:
+    update_interval: I, finished requests from one update to the next.
+    pause: whether updates pause while overlap is flat or high.
     much_to_gain: gap to an overlap of 1 from which on an update has all its slices.
       A smaller gap shortens it in proportion, to one slice at least. 0 never shortens.
   """
 
   update_interval: base.Count = 8
   pause: bool = True
-  window: base.Count = 25
-  flat_tolerance: base.Share = 0.02
-  pause_after_flat: base.Count = 25
-  enough: base.Share = 1.0
   much_to_gain: base.Share = 0.0
+
+  @property
+  def needs_costs(self) -> bool:
+    """Always False."""
+    return False
 
   def init(self) -> "ScheduleState":
     """Returns the state before the first request."""
@@ -111,102 +203,59 @@ class ScheduleConfig(base.Config):
   ) -> tuple["ScheduleState", int]:
     """See `Schedule.update`. Costs are not used."""
     del costs
-    overlap = checked_overlap(state.finished, request.overlap)
-    recent = (*state.recent, overlap)[-self.history :]
-    state = dataclasses.replace(state, finished=state.finished + 1, recent=recent)
+    recent = (*state.recent, _checked(state, request.overlap))
+    state = dataclasses.replace(
+      state,
+      finished=state.finished + 1,
+      recent=recent[-max(2 * WINDOW, DRIFT_WINDOW) :],
+    )
     if self.pause:
-      state = _resume(state) if state.paused else _pause(self, state)
-    waited = state.finished - state.last_update
-    if state.paused or not request.slices or waited < self.update_interval:
+      state = _resume(state) if state.paused else _pause_if_flat(state)
+    if not state.is_due(self.update_interval, request):
       return state, 0
+    gap = 1.0 - state.mean(RESUME_WINDOW)
+    share = min(gap / self.much_to_gain, 1.0) if self.much_to_gain else 1.0
+    # Rounding must not turn 8.000000001 slices into 9.
+    slices = max(math.ceil(request.slices * share - 1e-6), 1)
     launched = dataclasses.replace(
       state, last_update=state.finished, updates=state.updates + 1
     )
-    # Rounding must not turn 8.000000001 slices into 9.
-    slices = math.ceil(request.slices * _share(self, state) - 1e-6)
-    return launched, max(slices, 1)
-
-  @property
-  def history(self) -> int:
-    """Number of overlaps that the state keeps."""
-    return max(2 * self.window, RESUME_WINDOW, DRIFT_WINDOW)
+    return launched, slices
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduleState:
+class ScheduleState(_State):
   """State of `ScheduleConfig`.
 
   Attributes:
-    finished: requests seen.
-    last_update: `finished` when the last update started.
-    updates: updates started.
-    recent: overlaps of the last requests, oldest first.
     flat: requests in a row that looked flat.
-    paused: whether updates are paused.
-    level: mean overlap at the last pause; None before the first.
-    changed: `finished` at the last pause or resumption.
     pauses: number of pauses.
   """
 
-  finished: int = 0
-  last_update: int = 0
-  updates: int = 0
-  recent: tuple[float, ...] = ()
   flat: int = 0
-  paused: bool = False
-  level: float | None = None
-  changed: int = 0
   pauses: int = 0
 
-  def __post_init__(self):
-    object.__setattr__(self, "recent", tuple(self.recent))  # JSON has no tuples
 
-
-def checked_overlap(request: int, overlap: float) -> float:
-  """Returns the overlap of a request as a float.
-
-  Raises:
-    InputError: it is not a number in 0..1.
-  """
-  overlap = float(overlap)
-  # The sum over float32 probabilities may exceed 1 by rounding.
-  if not 0.0 <= overlap <= 1.0 + 1e-3:
-    raise base.InputError(
-      f"Schedule.update: overlap of request {request} is {overlap!r}, expected a"
-      " number in 0..1; pass the mean over its emitted positions."
-    )
-  return overlap
-
-
-def _share(config: ScheduleConfig, state: ScheduleState) -> float:
-  """Returns the share of an update's slices that the remaining gap justifies."""
-  if not config.much_to_gain:
-    return 1.0
-  gap = 1.0 - _mean(state.recent[-RESUME_WINDOW:])
-  return min(gap / config.much_to_gain, 1.0)
-
-
-def _pause(config: ScheduleConfig, state: ScheduleState) -> ScheduleState:
+def _pause_if_flat(state: ScheduleState) -> ScheduleState:
   """Pauses if overlap is high enough, or has been flat for long enough."""
-  size = config.window
-  newer, older = state.recent[-size:], state.recent[-2 * size : -size]
+  newer, older = state.recent[-WINDOW:], state.recent[-2 * WINDOW : -WINDOW]
   # After a resumption the window must be full of requests that came since then.
-  full = len(newer) == size and state.finished - state.changed >= size
-  if full and config.enough < 1 and _mean(newer) >= config.enough:
-    return _paused(state, _mean(newer))
-  if len(older) < size:
+  full = len(newer) == WINDOW and state.finished - state.changed >= WINDOW
+  if full and _mean(newer) >= ENOUGH:
+    return _paused_at(state, _mean(newer))
+  if len(older) < WINDOW:
     return state
   # A clear loss is not flat: after a shift the draft has much to learn again.
   gain = _mean(newer) - _mean(older)
-  flat = state.flat + 1 if -DRIFT_DROP < gain < config.flat_tolerance else 0
-  if flat < config.pause_after_flat:
+  flat = state.flat + 1 if -DRIFT_DROP < gain < FLAT_TOLERANCE else 0
+  if flat < PAUSE_AFTER_FLAT:
     return dataclasses.replace(state, flat=flat)
   # The mean of both windows is the level, because it does not depend on their
   # difference, by which this moment was chosen.
-  return _paused(state, _mean(older + newer))
+  return _paused_at(state, _mean(older + newer))
 
 
-def _paused(state: ScheduleState, level: float) -> ScheduleState:
+def _paused_at(state: ScheduleState, level: float) -> ScheduleState:
   return dataclasses.replace(
     state,
     flat=0,
@@ -220,14 +269,301 @@ def _paused(state: ScheduleState, level: float) -> ScheduleState:
 def _resume(state: ScheduleState) -> ScheduleState:
   """Resumes if overlap has dropped, sharply or slowly."""
   level = state.level if state.level is not None else 0.0
-  sharp = _mean(state.recent[-RESUME_WINDOW:]) < level - RESUME_DROP
+  sharp = state.mean(RESUME_WINDOW) < level - RESUME_DROP
   # Overlaps from before the pause may be low: the long window must lie after it.
   rested = state.finished - state.changed >= DRIFT_WINDOW
-  slow = rested and _mean(state.recent[-DRIFT_WINDOW:]) < level - DRIFT_DROP
+  slow = rested and state.mean(DRIFT_WINDOW) < level - DRIFT_DROP
   if not (sharp or slow):
     return state
   return dataclasses.replace(state, paused=False, flat=0, changed=state.finished)
 
 
-def _mean(values: Sequence[float]) -> float:
-  return sum(values) / len(values)
+# --- Where it pays --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class WorthConfig(base.Config):
+  """Starts an update only if it should pay: `LearningConfig.schedule = WorthConfig()`.
+
+  If learning gains nothing, a stream of at least `horizon` tokens loses 2.5 % of its
+  time to it, a shorter one up to `trial_share` of the horizon's time. A stream that
+  becomes easier by itself while the draft learns is mistaken for a gain.
+
+  Attributes:
+    update_interval: I, requests from an update until its draft serves, and until the
+      next update.
+    horizon: number of tokens that profit from the gain of an update.
+    costs: costs of this machine; None for those that `osd online` measures before its
+      first request. A run repeats exactly only with given costs.
+    trial_share: the grant, as a share of the time that `horizon` tokens take.
+  """
+
+  update_interval: base.Count = 4
+  horizon: base.Count = 20_000
+  costs: Costs | None = None
+  trial_share: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.015
+
+  @property
+  def needs_costs(self) -> bool:
+    """Whether the costs are not given here."""
+    return self.costs is None
+
+  def init(self) -> "WorthState":
+    """Returns the state before the first request."""
+    return WorthState()
+
+  def update(
+    self, state: "WorthState", request: Request, costs: Costs | None = None
+  ) -> tuple["WorthState", int]:
+    """See `Schedule.update`.
+
+    Raises:
+      InputError: the overlap is not a number in 0..1, or the costs are unknown.
+    """
+    costs = self.costs or costs
+    if costs is None:
+      raise base.InputError(
+        "WorthConfig.costs: received None, expected the costs of rounds and updates:"
+        " give @Costs() with measured ones, or let `osd online` measure them"
+        " (OnlineConfig.measure_costs = True)."
+      )
+    overlap = _checked(state, request.overlap)
+    state = _noted(state, overlap, request.tokens, self.update_interval)
+    state = _earned(self, costs, state, overlap)
+    if _has_dropped(state):
+      state = _dropped(self, costs, state)
+    if not state.paused:
+      state = state if _pays(self, costs, state) else _paused(state)
+    else:
+      if state.level is None and len(state.recent) >= NOW:
+        state = dataclasses.replace(state, level=state.mean(NOW))
+      state = _probe(state) if _may_probe(self, costs, state) else state
+    if not state.is_due(self.update_interval, request):
+      return state, 0
+    return _launched(self, costs, state), request.slices
+
+  def grant_ms(self, costs: Costs, state: "WorthState") -> float:
+    """Milliseconds of a full grant."""
+    return self.trial_share * self.horizon * costs.online.token_ms(state.now)
+
+  def saved_ms(self, costs: Costs, state: "WorthState", gain: float) -> float:
+    """Milliseconds that a gain of overlap saves over the horizon."""
+    reached = min(max(state.now + gain, 0.0), 1.0)
+    token_ms = costs.online.token_ms
+    return self.horizon * (token_ms(state.now) - token_ms(reached))
+
+
+@dataclasses.dataclass(frozen=True)
+class WorthState(_State):
+  """State of `WorthConfig`.
+
+  An episode begins with the first request, with every drop, and with every probe.
+  `recent` holds at most 64 overlaps since the last drop.
+
+  Attributes:
+    tokens: running mean of a request's tokens; 0 before the first.
+    probing: whether the episode is a probe out of a pause.
+    versions: (requests, mean overlap) of each version that served in this episode,
+      oldest first, at most `VERSIONS` of them.
+    start: (requests, mean overlap) at the beginning of the episode.
+    grant: share of the grant that is left for updates without a gain yet.
+    saved_ms: time that may be spent on a probe.
+    spent_ms: time that all updates took from serving.
+    served_ms: time that all requests took, according to the costs.
+    drops: drops of overlap that began an episode.
+  """
+
+  tokens: float = 0.0
+  probing: bool = False
+  versions: tuple[tuple[int, float], ...] = ((0, 0.0),)
+  start: tuple[int, float] = (0, 0.0)
+  grant: float = 1.0
+  saved_ms: float = 0.0
+  spent_ms: float = 0.0
+  served_ms: float = 0.0
+  drops: int = 0
+
+  @property
+  def now(self) -> float:
+    """Present overlap, as a mean over the last requests."""
+    return min(self.mean(START), 1.0) if self.recent else 0.5
+
+  @property
+  def assumed_gain(self) -> float:
+    """The gain that an update is assumed to have: a share of the gap to 1."""
+    return PACE * (1.0 - self.now)
+
+
+def expected_gain(state: WorthState) -> float:
+  """Returns the overlap that the next update is expected to gain."""
+  assumed = state.assumed_gain
+  slope, error = slope_of(state.versions)
+  if math.isinf(error) or not assumed:
+    return assumed
+  # The weight of a measurement with this error against a prior whose standard deviation
+  # is the assumption itself.
+  trust = assumed**2 / (assumed**2 + error**2)
+  return assumed + trust * (slope - assumed) + HOPE * math.sqrt(trust) * error
+
+
+def slope_of(
+  versions: Sequence[tuple[int, float]], noise: float = NOISE
+) -> tuple[float, float]:
+  """Fits overlap against the version: (slope, its standard error, maybe infinite).
+
+  Args:
+    versions: (requests, mean overlap) of each.
+    noise: standard deviation of the overlap of one request.
+  """
+  # A version that served for long says little about the slope: its requests are capped.
+  counts = [min(count, NOW) for count, _ in versions]
+  total = sum(counts)
+  middle = sum(i * n for i, n in enumerate(counts)) / max(total, 1)
+  spread = sum(n * (i - middle) ** 2 for i, n in enumerate(counts))
+  if not spread:
+    return 0.0, math.inf
+  together = zip(counts, versions, strict=True)
+  rise = sum(n * (i - middle) * mean for i, (n, (_, mean)) in enumerate(together))
+  return rise / spread, noise / math.sqrt(spread)
+
+
+def _noted(
+  state: WorthState, overlap: float, tokens: int, update_interval: int
+) -> WorthState:
+  """Adds the request to the evidence of the version that served it."""
+  # The last entry of `versions` is the draft of the newest update. Until that draft is
+  # swapped in, `update_interval` requests after its start, the one before it serves.
+  old = state.finished - state.last_update < update_interval
+  place = -2 if old and len(state.versions) > 1 else -1
+  versions = list(state.versions)
+  versions[place] = _with(versions[place], overlap)
+  start = state.start if state.start[0] >= START else _with(state.start, overlap)
+  mean = state.tokens + (tokens - state.tokens) / 20 if state.finished else tokens
+  return dataclasses.replace(
+    state,
+    finished=state.finished + 1,
+    tokens=float(mean),
+    versions=tuple(versions),
+    recent=(*state.recent, overlap)[-64:],
+    start=start,
+  )
+
+
+def _with(version: tuple[int, float], overlap: float) -> tuple[int, float]:
+  count, mean = version
+  return count + 1, mean + (overlap - mean) / (count + 1)
+
+
+def _earned(
+  config: WorthConfig, costs: Costs, state: WorthState, overlap: float
+) -> WorthState:
+  """Adds to the budgets what one more request allows."""
+  spent = costs.online.token_ms(overlap) * state.tokens
+  state = dataclasses.replace(state, served_ms=state.served_ms + spent)
+  if not state.paused and _has_risen(state):
+    return dataclasses.replace(state, grant=1.0, probing=False)
+  saved = state.saved_ms + PROBE_SHARE * spent
+  # A long pause must not save up for an update burst that would be noticed.
+  most = max(config.grant_ms(costs, state), PROBE_UPDATES * costs.lost_ms)
+  return dataclasses.replace(state, saved_ms=min(saved, most))
+
+
+def _has_risen(state: WorthState) -> bool:
+  """Returns whether overlap is certainly above the start of the episode."""
+  first, start = state.start
+  since = state.finished - state.changed - first
+  # Only requests after those that made the start; sharing some would hide a rise.
+  count = min(NOW, since)
+  if count < SHORT:
+    return False
+  error = NOISE * math.sqrt(1 / count + 1 / first)
+  return state.mean(count) - start > SURE * error
+
+
+def _has_dropped(state: WorthState) -> bool:
+  """Returns whether overlap fell: sharply at any time, or slowly since the pause."""
+  if len(state.recent) >= 2 * SHORT:
+    before = _mean(state.recent[:-SHORT])
+    if state.mean(SHORT) < before - SHARP_DROP:
+      return True
+  if not state.paused or state.level is None:
+    return False
+  rested = state.finished - state.changed >= LONG
+  return rested and state.mean(LONG) < state.level - SLOW_DROP
+
+
+def _dropped(config: WorthConfig, costs: Costs, state: WorthState) -> WorthState:
+  """Begins an episode after a drop: no evidence, and the whole budget."""
+  full = config.grant_ms(costs, state)
+  # Time saved for a probe is not needed any more, so it adds to the grant.
+  more = state.saved_ms / full if full else 0.0
+  return dataclasses.replace(
+    state,
+    paused=False,
+    probing=False,
+    versions=((0, 0.0),),
+    recent=state.recent[-SHORT // 2 :],  # earlier requests may be of the old level
+    start=(0, 0.0),
+    changed=state.finished,
+    grant=min(state.grant + more, 1.0),
+    saved_ms=0.0,
+    drops=state.drops + 1,
+  )
+
+
+def _pays(config: WorthConfig, costs: Costs, state: WorthState) -> bool:
+  """Returns whether the next update is within budget and should gain enough."""
+  full = config.grant_ms(costs, state)
+  budget = state.saved_ms if state.probing else state.grant * full
+  expected = config.saved_ms(costs, state, expected_gain(state))
+  return min(budget, expected) >= costs.lost_ms
+
+
+def _paused(state: WorthState) -> WorthState:
+  return dataclasses.replace(
+    state,
+    paused=True,
+    probing=False,
+    level=state.mean(NOW) if len(state.recent) >= NOW else None,
+    changed=state.finished,
+  )
+
+
+def _may_probe(config: WorthConfig, costs: Costs, state: WorthState) -> bool:
+  """Returns whether a probe out of the pause is paid for, and could pay."""
+  # Fewer requests since the pause would give the probe nothing to compare with.
+  rested = state.finished - state.changed >= NOW
+  if not rested or state.saved_ms < PROBE_UPDATES * costs.lost_ms:
+    return False
+  return config.saved_ms(costs, state, state.assumed_gain) >= costs.lost_ms
+
+
+def _probe(state: WorthState) -> WorthState:
+  """Begins an episode out of a pause, with the last requests as its start."""
+  seen = state.recent[-NOW:]
+  served = (len(seen), _mean(seen))
+  return dataclasses.replace(
+    state,
+    paused=False,
+    probing=True,
+    versions=(served,),
+    start=served,
+    changed=state.finished - len(seen),
+  )
+
+
+def _launched(config: WorthConfig, costs: Costs, state: WorthState) -> WorthState:
+  """Pays for an update that starts now."""
+  full = config.grant_ms(costs, state)
+  if state.probing:
+    paid = {"saved_ms": state.saved_ms - costs.lost_ms}
+  else:
+    paid = {"grant": state.grant - costs.lost_ms / full if full else 0.0}
+  return dataclasses.replace(
+    state,
+    last_update=state.finished,
+    updates=state.updates + 1,
+    spent_ms=state.spent_ms + costs.lost_ms,
+    versions=(*state.versions, (0, 0.0))[-VERSIONS:],
+    **paid,
+  )

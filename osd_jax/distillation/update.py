@@ -216,8 +216,9 @@ def warm_up(
   batch: base.DistillationBatch,
   frozen: base.Params = None,
 ) -> None:
-  """Compiles a slice for every length that `cut` can return; changes nothing."""
+  """Compiles an update, for every length that `cut` can return; changes nothing."""
   # Compiling during serving would stall it for seconds.
+  update(model, config, learner, [batch], frozen)
   full = batch.target.shape[1]
   step = config.length_multiple or full
   for length in range(step, _round_up(full, step) + 1, step):

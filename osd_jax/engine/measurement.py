@@ -319,7 +319,7 @@ def _with_updates(costs: Costs, server: Any, rows: _Rows) -> Costs:
   # Serving itself copies the new draft.
   swap_ms = measure_lib.typical([_ms(lambda: _swap(server)) for _ in range(3)])
   lost_ms = update_ms
-  if learner.in_background:
+  if learner.runner.in_background:
     requests = learner.config.schedule.update_interval
     rounds = requests * TOKENS_PER_REQUEST / TOKENS_PER_ROUND / costs.online.rows
     due = max(round(rounds * slices / total / rows.max_rounds), 1)

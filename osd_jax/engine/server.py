@@ -52,10 +52,6 @@ LEARNING = LearningConfig(
   ),
   schedule=ScheduleConfig(
     update_interval=4,
-    window=40,
-    flat_tolerance=0.01,
-    pause_after_flat=15,
-    enough=0.95,
     much_to_gain=0.25,
   ),
 )
@@ -216,7 +212,7 @@ class Server:
   @property
   def is_learning(self) -> bool:
     """Whether an update is running."""
-    return self._learner is not None and self._learner.is_running
+    return self._learner is not None and self._learner.runner.is_running
 
   def generate(
     self,
@@ -391,7 +387,7 @@ class Server:
   def wait(self) -> None:
     """Waits until no update is running."""
     if self._learner is not None:
-      self._learner.wait()
+      self._learner.runner.wait()
 
   def close(self) -> None:
     """Ends learning and drops requests in flight."""
@@ -399,7 +395,7 @@ class Server:
     self._is_closed = True
     self.engine.close()
     if self._learner is not None:
-      self._learner.close()
+      self._learner.runner.close()
 
   def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the state that a checkpoint stores: (arrays, JSON values)."""

@@ -18,7 +18,6 @@ from osd_jax.distillation import (
   optimizers,
   schedule,
   update,
-  worth,
 )
 
 SOURCE, VOCAB, LENGTH, KEPT, INTERVAL = 5, 8, 6, 4, 3
@@ -75,7 +74,7 @@ def learner_of():
 
   yield make
   for one in made:
-    one.close()
+    one.runner.close()
 
 
 def feed(one, overlaps):
@@ -146,7 +145,7 @@ def test_restored_learner_serves_the_same_parameters(learner_of):
 def test_schedule_with_costs_gets_the_number_of_emitted_tokens(learner_of):
   """The row is padded, so its length is not the number of tokens."""
   costs = Costs(RoundCosts((11.0,), num_draft_tokens=(7,)), lost_ms=1e9)
-  one = learner_of(worth.WorthConfig(costs=costs))
+  one = learner_of(schedule.WorthConfig(costs=costs))
   one.observe(row(0).replace(mask=jnp.arange(LENGTH)[None] < 2), 0.5)
   assert one.state()[1]["schedule"]["tokens"] == 2.0
   one.observe(row(1), 0.5)
@@ -171,7 +170,7 @@ def runner_of():
 
   def make(free=False):
     start = update.init_learner(CONFIG, params())
-    made.append(learner.BackgroundRunner(MODEL, CONFIG, start, INTERVAL, free))
+    made.append(learner.UpdateRunner(MODEL, CONFIG, start, INTERVAL, free))
     return made[-1]
 
   yield make
@@ -184,7 +183,7 @@ def test_update_is_due_one_interval_after_its_launch(runner_of):
   before = one.learner
   assert not one.busy and not one.due(100) and one.pending() is None
   one.launch(batches(), finished=4)
-  one._future.result()  # the update is ready, but not due before request 7
+  one.wait()  # the update is ready, but not due before request 7
   assert one.busy and [one.due(n) for n in (4, 5, 6, 7, 8)] == [False] * 3 + [True] * 2
   assert one.learner is before  # the learner changes only in `take`
   outcome = one.take()
@@ -219,7 +218,7 @@ def test_free_update_is_due_when_it_is_ready(runner_of, monkeypatch):
   one.launch(batches(), finished=0)
   assert not one.due(1000)  # the number of finished requests does not matter
   gate.set()
-  one._future.result()
+  one.wait()
   assert one.due(0)
   assert int(one.take().learner.version) == 1
 
@@ -273,7 +272,7 @@ def test_step_waits_for_one_slice_if_the_last_update_was_late(runner_of, gated):
   timer.start()
   one.wait_if_behind(0, INTERVAL)
   timer.join()
-  assert not one._future.done()  # one of two slices has run
+  assert one.is_running  # one of two slices has run
   gate.release()
   one.wait_if_behind(0, INTERVAL)
   one.wait_if_behind(0, INTERVAL)  # both slices have run, so this does not wait
@@ -311,7 +310,7 @@ def test_steps_do_not_wait_if_updates_are_on_time_or_free(runner_of, gated, free
     one.take()
   one.launch(batches(1), finished=0)
   one.wait_if_behind(0, 100)
-  assert not one._future.done()
+  assert one.is_running
   gate.release(CONFIG.steps_per_update)
 
 
@@ -366,7 +365,10 @@ def interleaved(monkeypatch):
 
   def make(free=False):
     start = update.init_learner(CONFIG, params())
-    return learner.InterleavedRunner(MODEL, CONFIG, start, INTERVAL, free), taken
+    one = learner.UpdateRunner(
+      MODEL, CONFIG, start, INTERVAL, free, in_background=False
+    )
+    return one, taken
 
   return make
 

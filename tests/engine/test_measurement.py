@@ -11,7 +11,7 @@ from engine import cases
 
 from osd_jax import online, runs, sharding
 from osd_jax.costs.table import Costs, RoundCosts
-from osd_jax.distillation import worth
+from osd_jax.distillation import schedule as schedule_lib
 from osd_jax.distillation.learner import Learner
 from osd_jax.engine import engine, measurement, steps
 from osd_jax.engine.server import Server
@@ -127,7 +127,7 @@ def test_rounds_are_measured_with_the_sampling_of_the_stream(
 
 
 def worth_config(pair, folder, **changes):
-  schedule = worth.WorthConfig(update_interval=3)
+  schedule = schedule_lib.WorthConfig(update_interval=3)
   return tiny_online.config(
     pair, folder, schedule=schedule, measure_costs=True, floor_metering=True, **changes
   )
@@ -181,7 +181,7 @@ def test_every_k_is_measured_on_a_mesh(pair, tmp_path, quick_compilation):
   mesh = sharding.PartitionConfig(data=2, model=2)
   with Server(config.pair, decoding, config.learning, mesh) as server:
     found = measurement.measure(server, BUCKET, True, config.sampling)
-    assert not server.learner.in_background
+    assert not server.learner.runner.in_background
   # On a mesh updates run on the serving thread, so serving loses all of their time.
   assert found.lost_ms >= found.update_ms > 0
   assert found.online.num_draft_tokens == found.frozen.num_draft_tokens == (0, 1)

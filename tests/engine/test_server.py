@@ -204,7 +204,7 @@ def test_draft_learnt_in_another_thread_is_swapped_in_while_serving(pair, plain)
     stream = [serving._request(n, text, {}) for n, text in enumerate(TEXTS)]
     answered, swapped = serving.run(stream), []
     for done in itertools.islice(itertools.cycle(answered), 40):
-      serving.learner.wait()
+      serving.learner.runner.wait()
       if serving.learn(done, 0.5, background=True):
         break
     else:

@@ -63,14 +63,12 @@ site: $(STAMP) ## build the docs into site/ with executed notebooks
 figures: $(STAMP) ## draw the pictures of the results page from committed results
 	$(BIN)/python benchmarks/figures.py
 
-# Small tests spend most of their time in XLA's compiler, which takes a third as long with
-# little optimisation. The slow tests compile with the defaults.
-QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
-  XLA_FLAGS="--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=2"
-PYTEST := $(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile
+# Bytecode is written even if PYTHONDONTWRITEBYTECODE is set, because many tests start
+# processes. xdist keeps the order that conftest.py chooses: the longest files first.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 test: lint ## lint, then the fast tests of single parts
-	$(QUICK) $(PYTEST) -m "not slow and not hf and not aot" $(RECORD_QUICK)
+	$(PYTEST) -m "not slow and not hf and not aot" $(RECORD_QUICK)
 
 test-slow: $(STAMP) ## tests of whole runs, several processes and the docs
 	$(PYTEST) -m "slow and not hf and not aot" $(RECORD_SLOW)

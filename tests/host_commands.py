@@ -56,16 +56,15 @@ def encoded_prompts():
 
 
 def main(folder, port, processes, process):
-  os.environ["XLA_FLAGS"] = (
-    f"--xla_force_host_platform_device_count={DEVICES // int(processes)}"
+  # After the flags that compile quickly; the last of two equal flags wins.
+  os.environ["XLA_FLAGS"] += (
+    f" --xla_force_host_platform_device_count={DEVICES // int(processes)}"
   )
   os.environ["JAX_PLATFORMS"] = "cpu"
-  import jax
 
   from osd_jax import main as cli
   from osd_jax import sharding
 
-  jax.config.update("jax_disable_most_optimizations", True)
   if int(processes) > 1:
     sharding.join(f"localhost:{port}", int(processes), int(process))
   encoded = encoded_prompts()

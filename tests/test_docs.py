@@ -8,6 +8,7 @@ import sys
 
 import pages
 import pytest
+from conftest import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -33,9 +34,11 @@ MAPPED = re.compile(r"^ {4}(\w.*?)(?: {2,}|$)", flags=re.MULTILINE)
 
 def run_page(page: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess:
   """Runs a page in its own process, with one device, as a reader does."""
-  environment = {
-    name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
-  } | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+  environment = os.environ | {
+    "XLA_FLAGS": xla_flags(1),
+    "PYTHONPATH": str(ROOT),
+    "MPLBACKEND": "agg",
+  }
   command = [sys.executable, pages.__file__, str(page)]
   return subprocess.run(
     command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900

@@ -55,7 +55,6 @@ def job_of_open_mpi(processes, number):
 def started(folder, directory, kind="independent", processes=2, cluster=None):
   """Starts the processes of a run, which find each other by `cluster` or a port."""
   port = "cluster" if cluster else str(free_port())
-  environment = {**os.environ, "XLA_FLAGS": ""}
   return [
     subprocess.Popen(
       [
@@ -63,7 +62,7 @@ def started(folder, directory, kind="independent", processes=2, cluster=None):
         str(SCRIPT),
         *(str(folder), str(directory), kind, port, str(processes), str(number)),
       ],
-      env=environment | (cluster(processes, number) if cluster else {}),
+      env=os.environ | (cluster(processes, number) if cluster else {}),
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -165,7 +164,6 @@ def test_other_commands_in_two_processes_match_one(tmp_path):
       subprocess.Popen(
         [*words, str(number)],
         cwd=SCRIPT.parents[1],
-        env={**os.environ, "XLA_FLAGS": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -45,7 +45,6 @@ def alone(pair, tmp_path_factory):
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="conftest.py fakes four devices")
-@pytest.mark.usefixtures("quick_compilation")
 def test_online_run_resumed_from_a_mesh_matches_one_device(alone, pair, tmp_path):
   """The two KV heads cannot be split over four devices and are replicated."""
   found, updates = run(pair, tmp_path / "run", (1, 4), INTERRUPTED, (1, 1))

@@ -20,7 +20,6 @@ DECODING = engine.DecodingConfig(
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures("quick_compilation"),
   pytest.mark.skipif(
     len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
   ),

@@ -11,7 +11,6 @@ from osd_jax.engine import engine
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures("quick_compilation"),
   pytest.mark.skipif(
     len(jax.devices()) < 4, reason="needs four devices; conftest.py fakes them"
   ),

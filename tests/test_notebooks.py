@@ -6,6 +6,7 @@ import pathlib
 import nbclient
 import nbformat
 import pytest
+from conftest import xla_flags
 from nbformat.v4 import new_code_cell, new_notebook
 
 # Smaller sizes for the tests: text of a cell and its replacement.
@@ -63,8 +64,8 @@ def execute(repository, tmp_path, monkeypatch):
   for name in ("JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
     monkeypatch.setenv(name, str(tmp_path / name.lower()))
   monkeypatch.setenv("PYTHONPATH", str(repository))
-  for name in ("MPLBACKEND", "XLA_FLAGS"):  # one device, as a reader has
-    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setenv("XLA_FLAGS", xla_flags(1))  # one device, as a reader has
+  monkeypatch.delenv("MPLBACKEND", raising=False)
 
   def executed(book):
     resources = {"metadata": {"path": str(tmp_path)}}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import xla_flags
 
 pytestmark = pytest.mark.slow
 
@@ -23,8 +24,6 @@ print("forbidden:", [name for name in {names!r} if name in sys.modules])
 
 def run(repository, folder, *flags):
   program = repository / "benchmarks" / "accelerator.py"
-  # Compiling with optimisation would take longer than running.
-  quick = "--xla_backend_optimization_level=0"
   done = subprocess.run(
     [
       sys.executable,
@@ -40,7 +39,7 @@ def run(repository, folder, *flags):
     text=True,
     env={
       **os.environ,
-      "XLA_FLAGS": quick,
+      "XLA_FLAGS": xla_flags(1),
       "PYTHONPATH": os.pathsep.join([str(program.parent), str(repository)]),
     },
     timeout=300,

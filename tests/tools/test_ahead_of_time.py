@@ -18,7 +18,7 @@ FOUR = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compilation):
+def compilation_cache_on_again():
   yield
   jax.config.update("jax_enable_compilation_cache", True)
 

@@ -24,7 +24,7 @@ from osd_tools import chips, hlo
 from osd_tools.ahead_of_time import plan as plan_lib
 from osd_tools.ahead_of_time import programs
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("full_optimisation")]
 
 LAYERS, ROWS, DRAFTED = 2, 8, 5
 WIDE = pairs.PairConfig(target="flan-t5-xl", draft="t5-small", dtype="bfloat16")

@@ -144,7 +144,7 @@ class Torch:
       lr=CONFIG.optimizer.learning_rate,
       betas=BETAS,
       eps=EPS,
-      weight_decay=CONFIG.optimizer.weight_decay,
+      weight_decay=0.0,
       fused=True,
     )
     return self

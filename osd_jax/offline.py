@@ -18,6 +18,9 @@ from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
 from osd_jax.models import weights
 from osd_jax.report import page, progress
 
+LOG_EVERY = 20  # steps between log rows
+HELD_OUT = 128  # held-out prompts, unless `evaluation.limit_rows` says otherwise
+
 
 @dataclasses.dataclass(frozen=True)
 class OfflineConfig(base.Config):
@@ -26,22 +29,20 @@ class OfflineConfig(base.Config):
   Attributes:
     corpus: prompts to learn on; `limit_rows` makes a small corpus. Their references
       are not used.
-    evaluation: held-out prompts; the target answers them once.
+    evaluation: held-out prompts; the target answers the first 128 of them, or those
+      that `limit_rows` keeps, once.
     output: weights file for the distilled draft.
-    evaluation_prompts: number of held-out prompts.
     pair: target, vocabulary, and the draft to start from.
     decoding: shapes of the answers; many rows make bulk decoding faster.
-    sampling: the i-th prompt that a model answers draws with seed + i.
+    sampling: the i-th prompt that a model answers draws with seed + i. The order of
+      rows, and the choice between models, depend on the seed too.
     sample_source: which model generates the texts: "teacher" is the target, "student"
       the draft; "mix_request" draws one of the two for each prompt, "mix_token" for
       each token, with equal probabilities.
     update: loss and optimiser; each step takes num_new + num_replay rows.
     steps: optimiser steps.
-    log_every: steps between log rows.
-    evaluate_every: steps between evaluations; the first and the last step are always
-      evaluated.
-    checkpoint_every: steps between checkpoints.
-    seed: seed of the order of rows.
+    evaluate_every: steps between evaluations, each followed by a checkpoint; the first
+      and the last step are always evaluated.
     storage: "float32", or "bfloat16" for an output of half the size.
     run_directory: folder for logs and checkpoints; the same command continues a run
       that was interrupted. Texts are not stored in checkpoints: a continued run
@@ -53,17 +54,13 @@ class OfflineConfig(base.Config):
   corpus: BatchConfig
   evaluation: BatchConfig
   output: Annotated[str, base.NonEmpty("a weights file")]
-  evaluation_prompts: base.Count = 128
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig(rows=8)
   sampling: SamplingConfig = SamplingConfig()
   sample_source: Annotated[str, base.OneOf(*corpus_lib.SAMPLE_SOURCES)] = "teacher"
   update: updates.UpdateConfig = updates.UpdateConfig()
   steps: base.Count = 1000
-  log_every: base.Count = 20
   evaluate_every: base.Count = 250
-  checkpoint_every: base.Count = 250
-  seed: base.CountOrZero = 0
   storage: Annotated[str, base.OneOf("float32", "bfloat16")] = "float32"
   run_directory: base.Folder = "runs/offline"
   overwrite: bool = False
@@ -113,7 +110,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
     loop.close()
     return certificate.Certificate(), f"weights: {config.output}"
 
-  return session.run(config, operative_config, config.seed, body)
+  return session.run(config, operative_config, config.sampling.seed, body)
 
 
 class OfflineLoop:
@@ -153,7 +150,7 @@ class OfflineLoop:
     if not self.steps_taken:  # a continued run has logged this before
       page.note_data(prompts, self._log, self._bar.console)
     return corpus_lib.generate(
-      corpus_lib.TextSource(config.sample_source, seed=config.seed),
+      corpus_lib.TextSource(config.sample_source, seed=config.sampling.seed),
       config.decoding,
       config.sampling,
       self.pair,
@@ -167,7 +164,9 @@ class OfflineLoop:
     """The target's answers to the held-out prompts."""
     config = self.config
     prompts = read_corpus(
-      config.evaluation, self.pair.vocabulary, config.evaluation_prompts
+      config.evaluation,
+      self.pair.vocabulary,
+      None if config.evaluation.limit_rows else HELD_OUT,
     )
     server = corpus_lib.plain_server(self.pair, config.decoding, config.partition)
     with corpus_lib.counting(self._bar, "held-out prompts", len(prompts)) as count:
@@ -204,11 +203,10 @@ class OfflineLoop:
     jax.block_until_ready(self._losses[-2:-1])
     self.steps_taken += 1
     last = self.steps_taken == config.steps
-    if self.steps_taken % config.log_every == 0 or last:
+    if self.steps_taken % LOG_EVERY == 0 or last:
       self._log_step()
     if self.steps_taken % config.evaluate_every == 0 or last:
       self._evaluate()
-    if self.steps_taken % config.checkpoint_every == 0 or last:
       self.checkpoint()
     return self._figures()
 
@@ -257,7 +255,7 @@ class OfflineLoop:
     """The rows of a step, from an endless sequence of shuffled epochs."""
     size, count = self.config.rows_per_step, len(self.rows.weight)
     # A function of the step, so a continued run draws what the whole run would draw.
-    order = shuffled(count, step * size, size, self.config.seed)
+    order = shuffled(count, step * size, size, self.config.sampling.seed)
     return jax.tree.map(lambda leaf: leaf[order], self.rows)
 
   def _log_step(self) -> None:

@@ -91,8 +91,8 @@ FAULTS = [
   ),
   Fault(
     "ages that are already drawn keep their weight",
-    "point >= below - (jnp.cumsum(weights) - weights)",
-    "point >= below",
+    "jax.lax.top_k(jnp.where(ages < size, scores, -jnp.inf), count)[1]",
+    "jax.random.randint(key, (count,), 0, jnp.maximum(size, 1))",
     BUFFER,
   ),
   Fault(

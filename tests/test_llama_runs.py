@@ -96,7 +96,6 @@ def test_offline_distillation_raises_overlap_and_changes_no_text(pair, tmp_path)
     steps=30,
     update=update.UpdateConfig(optimizers.OptimizerConfig(learning_rate=1e-2)),
     evaluate_every=15,
-    evaluation_prompts=8,
     run_directory=str(tmp_path / "run"),
   )
   made = offline.run(config)

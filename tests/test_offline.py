@@ -40,6 +40,13 @@ def generated(split: str) -> BatchConfig:
   return BatchConfig(tasks=tasks, source_length=48)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_intervals():
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(offline, "LOG_EVERY", 5)
+    yield
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> offline.OfflineConfig:
   folder = tmp_path_factory.mktemp("offline")
@@ -47,7 +54,6 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
     corpus=generated("train"),
     evaluation=generated("eval"),
     output=str(folder / "distilled.safetensors"),
-    evaluation_prompts=6,
     pair=tiny_pair.save_tiny_pair(folder),
     decoding=engine.DecodingConfig(
       rows=2,
@@ -58,9 +64,7 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
     sample_source="mix_request",
     update=updates.UpdateConfig(num_new=2, num_replay=2),
     steps=12,
-    log_every=5,
     evaluate_every=6,
-    checkpoint_every=4,
     run_directory=str(folder / "run"),
   )
 

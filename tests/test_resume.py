@@ -98,7 +98,6 @@ def offline_config(files, folder):
     corpus=BatchConfig(tasks=tasks("train", 2), **batch),
     evaluation=BatchConfig(tasks=tasks("eval", 1), **batch),
     output=str(folder.parent / f"{folder.name}.safetensors"),
-    evaluation_prompts=4,
     pair=files["t5"],
     decoding=engine.DecodingConfig(
       rows=2, source_lengths=(tiny_online.SOURCE,), target_length=8
@@ -106,9 +105,7 @@ def offline_config(files, folder):
     sample_source="mix_request",
     update=update.UpdateConfig(num_new=2, num_replay=2),
     steps=COUNT,
-    log_every=5,
-    evaluate_every=6,
-    checkpoint_every=5,
+    evaluate_every=5,
     run_directory=str(folder),
   )
 

@@ -247,9 +247,7 @@ def figures(form: Form, params, rows: Rows) -> dict[str, float]:
 
 def answered(pair: pairs.Pair, config: offline.OfflineConfig, judge: Judge) -> Rows:
   """Held-out prompts with the target's own answers."""
-  asked = batches.read_corpus(
-    config.evaluation, pair.vocabulary, config.evaluation_prompts
-  )
+  asked = batches.read_corpus(config.evaluation, pair.vocabulary)
   server = corpus.plain_server(pair, config.decoding, config.partition)
   done = server.run(corpus.requests(asked, config.sampling))
   length, pad_id = config.decoding.target_length, pair.vocabulary.pad_id

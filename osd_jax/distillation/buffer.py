@@ -92,21 +92,7 @@ def init(
     record_top_k: k, entries per recorded position; cut to V.
     vocab_size: V; ids are uint16 up to 65,536, else int32.
     state_width: E of the target's hidden states; 0 stores none.
-
-  Raises:
-    InputError: a length is below 1.
   """
-  lengths = {
-    "source_length": source_length,
-    "target_length": target_length,
-    "record_top_k": record_top_k,
-    "vocab_size": vocab_size,
-  }
-  for name, value in lengths.items():
-    if value < 1:
-      raise base.InputError(
-        f"buffer.init: {name} is {value!r}, expected an integer >= 1."
-      )
   rows, positions = (config.capacity,), (config.capacity, target_length)
   data = base.DistillationBatch(
     source=jnp.zeros((*rows, source_length), jnp.int32),
@@ -188,8 +174,8 @@ def sample(
   half_life = config.recency_half_life
   fading = 0.0 if half_life is None else -np.log(2.0) / half_life
   ages = (
-    _draw(key_new, newest, 0.0, num_new),
-    _draw(key_replay, buffer.filled, fading, num_replay),
+    _draw(key_new, newest, buffer.capacity, 0.0, num_new),
+    _draw(key_replay, buffer.filled, buffer.capacity, fading, num_replay),
   )
   # `_draw` returns ages past the end if it runs out of rows.
   present = jnp.concatenate([ages[0] < newest, ages[1] < buffer.filled])
@@ -236,13 +222,10 @@ def likeliest_tokens(
   records, rows = buffer.data.records, buffer.data.weight
   # Unused slots have weight 0; their zeroed records would count token 0.
   counted = buffer.data.mask & (rows[:, None] > 0)
-  ids, log_probs = (
-    records.ids[..., :SHORTLIST_RANKS],
-    records.log_probs[..., :SHORTLIST_RANKS],
-  )
+  ids = records.ids[..., :SHORTLIST_RANKS]
+  log_probs = records.log_probs[..., :SHORTLIST_RANKS]
   mass = jnp.where(counted[..., None], jnp.exp(log_probs), 0.0)
-  expected = jnp.zeros(vocab_size, jnp.float32)
-  expected = expected.at[ids.astype(jnp.int32)].add(mass)
+  expected = jnp.zeros(vocab_size).at[ids.astype(jnp.int32)].add(mass)
   expected = expected.at[np.asarray(eos_ids)].set(jnp.inf)
   # Of equal entries, top_k returns the one with the lower index first.
   _, chosen = jax.lax.top_k(expected, size)
@@ -250,51 +233,18 @@ def likeliest_tokens(
 
 
 def _draw(
-  key: Key[Array, ""], size: Int[Array, ""], fading: float, count: int
+  key: Key[Array, ""], size: Int[Array, ""], capacity: int, fading: float, count: int
 ) -> Int[Array, " count"]:
   """Draws distinct ages below `size`, weighted by exp(fading * age).
-
-  The ages are drawn one after another by inverting the cumulative weight of all ages
-  that are still left, so the cost does not depend on the buffer's size. All ages below
-  a weigh (exp(fading * a) - 1) / (exp(fading) - 1) together.
 
   Returns:
     [count] int32; `size` or more once no age is left.
   """
-  if not count:
-    return jnp.zeros((0,), jnp.int32)
-  unused = jnp.iinfo(jnp.int32).max
-
-  def weight_below(age):
-    return jnp.expm1(fading * age) / np.expm1(fading) if fading else age
-
-  def age_at(weight):
-    return jnp.log1p(weight * np.expm1(fading)) / fading if fading else weight
-
-  def draw(taken, uniform):  # taken: [count] ascending, `unused` at the end
-    is_age = taken < unused
-    below = weight_below(taken.astype(jnp.float32))
-    weights = jnp.where(is_age, weight_below(taken + 1.0) - below, 0.0)
-    total = weight_below(size.astype(jnp.float32))
-    remaining = total - jnp.sum(weights)
-    # Walk along the weights that are left, and skip each taken age that comes before
-    # the drawn point.
-    point = uniform * remaining
-    passed = is_age & (point >= below - (jnp.cumsum(weights) - weights))
-    age = age_at(point + jnp.sum(jnp.where(passed, weights, 0.0)))
-    age = jnp.clip(age, 0, size - 1).astype(jnp.int32)
-    # Rounding may have returned a taken age. Converting to the rank among the ages that
-    # are left, and back, always gives an untaken one.
-    left = size - jnp.sum(is_age)
-    place = jnp.clip(age - jnp.sum(taken < age), 0, left - 1)
-    # If rounding has consumed the remaining weight, take the newest age left.
-    place = jnp.where(remaining > 1e-5 * total, place, 0)
-    age = place + jnp.sum(taken - jnp.arange(count) <= place)
-    age = jnp.where(left > 0, age, size)
-    return jnp.sort(taken.at[-1].set(age)), age
-
-  start = jnp.full((count,), unused, jnp.int32)
-  return jax.lax.scan(draw, start, jax.random.uniform(key, (count,)))[1]
+  ages = jnp.arange(capacity)
+  # The largest sums of log-weight and Gumbel noise are a sample without replacement, in
+  # the order of successive draws (Gumbel-top-k, arXiv:1903.06059).
+  scores = fading * ages + jax.random.gumbel(key, (capacity,))
+  return jax.lax.top_k(jnp.where(ages < size, scores, -jnp.inf), count)[1]
 
 
 def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Records:

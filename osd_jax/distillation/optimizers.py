@@ -11,16 +11,13 @@ import optax
 
 from osd_jax import base
 
-# Functions from (learning-rate schedule, weight decay) to an optax transformation.
+# Functions from a learning-rate schedule to an optax transformation. Weights do not
+# decay.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-  "adafactor": lambda rate, decay: optax.adafactor(
-    rate, weight_decay_rate=decay or None
-  ),
-  "adamw": lambda rate, decay: optax.adamw(rate, weight_decay=decay),
-  "lion": lambda rate, decay: optax.lion(rate, weight_decay=decay),
-  "sgd": lambda rate, decay: optax.chain(
-    optax.add_decayed_weights(decay), optax.sgd(rate)
-  ),
+  "adafactor": optax.adafactor,
+  "adamw": functools.partial(optax.adamw, weight_decay=0.0),
+  "lion": functools.partial(optax.lion, weight_decay=0.0),
+  "sgd": optax.sgd,
 }
 
 # Functions from (peak rate, steps until the rate is 0) to an optax schedule.
@@ -42,7 +39,6 @@ class OptimizerConfig(base.Config):
   Attributes:
     name: a key of `OPTIMIZERS`.
     learning_rate: peak rate.
-    weight_decay: decoupled, per step and multiplied by the rate (adafactor: per step).
     clip_norm: largest global gradient norm; None does not clip.
     warmup_steps: steps over which the rate rises linearly to its peak.
     schedule: a key of `SCHEDULES`.
@@ -58,7 +54,6 @@ class OptimizerConfig(base.Config):
 
   name: Annotated[str, base.OneOf(*OPTIMIZERS)] = "adamw"
   learning_rate: base.Positive = 1e-3
-  weight_decay: base.NonNegative = 0.0
   clip_norm: base.Positive | None = 1.0
   warmup_steps: base.CountOrZero = 0
   schedule: Annotated[str, base.OneOf(*SCHEDULES)] = "constant"
@@ -98,7 +93,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   Returns:
     An optax transformation whose `update` needs the parameters as third argument.
   """
-  parts = [OPTIMIZERS[config.name](learning_rate(config), config.weight_decay)]
+  parts = [OPTIMIZERS[config.name](learning_rate(config))]
   if config.clip_norm is not None:
     parts.insert(0, optax.clip_by_global_norm(config.clip_norm))
   # Scale last: Adam divides by the gradient's size, so scaling gradients does nothing.

@@ -8,8 +8,7 @@ from typing import Annotated
 import rich.console
 
 from osd_jax import assets, base, pairs, runs
-from osd_jax.data import tokenizers
-from osd_jax.data import vocabulary as vocabularies
+from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import convert, weights
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import T5Config
@@ -73,13 +72,11 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   tokenizer: dict[str, bytes] = {}
   if config.vocabulary:
     path = assets.resolve(config.vocabulary, "ConvertConfig.vocabulary")
-    vocabulary = tokenizers.load_any(path, config.extra_ids)
+    vocabulary = Vocabulary.load(path, config.extra_ids)
     pairs.check_vocabulary(config, "source", held, vocabulary)
     # With the fingerprint, loading can refuse another vocabulary of the same size.
     held = dataclasses.replace(held, vocabulary=vocabulary.fingerprint)
-    # The two kinds of tokenizers are stored in different files.
-    files = tokenizers if vocabulary.is_causal else vocabularies
-    tokenizer = files.tokenizer_files(vocabulary)
+    tokenizer = tokenizer_files(vocabulary)
   if to_folder:
     written = convert.write_hugging_face(config.output, held, tokenizer)
   else:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from osd_jax import assets, base, remote, sharding
-from osd_jax.data import tokenizers
 from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
 from osd_jax.models import attached, convert, families, weights
 from osd_jax.models.families import ModelConfig
@@ -160,7 +159,7 @@ def load_pair(
   if isinstance(config, Pair):
     return config
   partitioner = partitioner or sharding.make()
-  vocabulary = tokenizers.load_any(
+  vocabulary = Vocabulary.load(
     config.path("vocabulary"), config.extra_ids, config.chat_template
   )
   # The identity of a target includes its state layer, since a draft that was trained on
@@ -294,8 +293,8 @@ def _check_family(
 
 def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | None:
   """The number of sentinel tokens that weights need, None if unknown."""
-  if vocabulary.is_causal:
-    return None
+  if vocabulary.is_causal or vocabulary.path.endswith(".json"):
+    return None  # a tokenizer.json holds its sentinels
   if held.vocabulary:
     # The fingerprint covers extra_ids, so trying both usual values finds the right one.
     for count in (0, 100):

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from osd_jax import assets, base, certificate, runs, session, sharding
-from osd_jax.data import tokenizers
 from osd_jax.data.batches import BatchConfig
+from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation import optimizers, update
 from osd_jax.models import families, weights
 from osd_jax.models.shapes import LlamaConfig, T5Config
@@ -83,7 +83,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
   # Checked first: training must not end in an error about a folder.
   weights.check_output("PretrainConfig.output", config.output)
   path = assets.resolve(config.vocabulary, "PretrainConfig.vocabulary")
-  vocabulary = tokenizers.load_any(path, config.extra_ids)
+  vocabulary = Vocabulary.load(path, config.extra_ids)
   # A larger V is fine, as in published models; the rows beyond the vocabulary are never
   # used.
   if vocabulary.size > config.model.vocab_size:

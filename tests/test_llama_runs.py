@@ -13,8 +13,8 @@ from whole_run import COUNT, INTERRUPTED, run
 import osd_jax
 from osd_jax import convert, evaluate, offline, runs
 from osd_jax import main as cli
-from osd_jax.data import tokenizers
 from osd_jax.data.batches import BatchConfig
+from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.distillation import optimizers, update
 from osd_jax.engine import engine
 from osd_jax.models import convert as formats
@@ -127,7 +127,7 @@ def checkpoints(tmp_path_factory):
   folder = tmp_path_factory.mktemp("checkpoints")
   source = tmp_path_factory.mktemp("tokenizer")
   (source / "tokenizer.model").write_bytes(tiny_pair.llama_tokenizer())
-  files = tokenizers.tokenizer_files(tokenizers.load_any(source))
+  files = tokenizer_files(Vocabulary.load(source))
   names = {"target": "vicuna-7b", "draft": "llama-160m"}
   for seed, (field, shape) in enumerate(tiny_pair.SHAPES["llama"].items()):
     config = dataclasses.replace(

@@ -9,7 +9,8 @@ import jax
 import sentencepiece
 
 from osd_jax import assets, pairs, testing
-from osd_jax.data import examples, tokenizers
+from osd_jax.data import examples
+from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.models import families, weights
 
 VOCAB_SIZE = 1536
@@ -60,7 +61,7 @@ def save_tiny_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
   if family == "llama":
     path = str(folder / "tokenizer.model")
     Path(path).write_bytes(llama_tokenizer())
-  vocabulary = tokenizers.load_any(assets.resolve(path))
+  vocabulary = Vocabulary.load(assets.resolve(path))
   for seed, (name, shape) in enumerate(SHAPES[family].items()):
     config = dataclasses.replace(shape, vocab_size=VOCAB_SIZE)
     params = families.build(config, name).init(jax.random.key(seed))

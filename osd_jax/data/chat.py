@@ -63,7 +63,8 @@ def _message(
   role: str = "", content: Any = None, value: Any = None, **others: Any
 ) -> dict[str, str]:
   """Reads one message, also in ShareGPT's form {"from": "human", "value": TEXT}."""
-  role = role or {"human": "user", "gpt": "assistant"}.get(others.get("from"), "system")
+  names = {"human": "user", "gpt": "assistant"}
+  role = role or names.get(others.get("from", ""), "system")
   text = value if content is None else content
   if not isinstance(text, str) or not isinstance(role, str):
     raise TypeError

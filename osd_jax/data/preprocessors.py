@@ -127,11 +127,14 @@ def is_template(text: str) -> bool:
 def _value(raw: Mapping[str, Any], name: str) -> Any:
   """Returns a field, or an item of a list for a name such as "turns[0]"."""
   item = re.fullmatch(r"(.+)\[(\d+)\]", name)
-  if name in raw or not item:
-    return raw.get(name)
-  found = raw.get(item[1])
-  holds = isinstance(found, list | tuple) and int(item[2]) < len(found)
-  return found[int(item[2])] if holds else None
+  if name in raw:
+    return raw[name]
+  if not item:
+    return None
+  found, place = raw.get(item[1]), int(item[2])
+  if isinstance(found, list | tuple) and place < len(found):
+    return found[place]
+  return None
 
 
 def _existing(raw: Mapping[str, Any], names: str) -> str | None:

@@ -1,4 +1,9 @@
-"""Vocabularies: text to token ids and back, shared by the target and its drafts."""
+"""Vocabularies: text to token ids and back, shared by the target and its drafts.
+
+The end-of-sequence tokens and the chat template of a decoder-only model come from
+`tokenizer_config.json`, `generation_config.json` and `config.json` in the folder of its
+tokenizer, as in transformers.
+"""
 
 import dataclasses
 import functools
@@ -6,18 +11,24 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import sentencepiece
 
 from osd_jax import base
 from osd_jax.base import EOS_ID, PAD_ID
-from osd_jax.data import chat
+from osd_jax.data import chat, tokenizers
 
-FOLDER_FILE = "spiece.model"
-_SETTINGS_FILE = "tokenizer_config.json"
+OWN_TEMPLATE = "own"
+_T5_MODEL, _JSON, _MODEL = "spiece.model", "tokenizer.json", "tokenizer.model"
+_VOCAB, _MERGES = "vocab.json", "merges.txt"
+_SETTINGS = "tokenizer_config.json"
+_ENDS = ("generation_config.json", "config.json")
+# A folder may hold several; tokenizer.json also holds the rules that a SentencePiece
+# model leaves to the code of transformers.
+_TOKENIZERS = (_T5_MODEL, _JSON, _MODEL, _VOCAB)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +41,7 @@ class Vocabulary:
   Two vocabularies are equal if they encode to the same ids, whatever their paths.
 
   Attributes:
-    fingerprint: sha256 of the model's bytes and of `extra_ids`.
+    fingerprint: sha256 of the model's bytes and of what changes its ids.
     size: number of ids including sentinels; a model's V may be padded beyond it.
     path: the file of the model.
     extra_ids: number of T5's sentinels (`<extra_id_0>`...) after the last piece.
@@ -47,9 +58,7 @@ class Vocabulary:
   size: int
   path: str = dataclasses.field(compare=False)
   extra_ids: int = dataclasses.field(compare=False)
-  processor: sentencepiece.SentencePieceProcessor = dataclasses.field(
-    compare=False, repr=False
-  )
+  processor: tokenizers.Processor = dataclasses.field(compare=False, repr=False)
   pad_id: int = PAD_ID
   eos_ids: tuple[int, ...] = (EOS_ID,)
   is_causal: bool = False
@@ -60,30 +69,46 @@ class Vocabulary:
   )
 
   @classmethod
-  def load(cls, path: str | os.PathLike[str], extra_ids: int = 0) -> "Vocabulary":
-    """Reads a SentencePiece model.
+  def load(
+    cls, path: str | os.PathLike[str], extra_ids: int = 0, template: str = ""
+  ) -> "Vocabulary":
+    """Reads the vocabulary of a T5 or of a decoder-only model.
 
     Args:
-      path: the `.model` file, or a folder with a `spiece.model`, as published
-        checkpoints have.
-      extra_ids: sentinels to add after the pieces: 100 for T5's checkpoints if
-        texts may contain sentinels, otherwise 0.
+      path: a folder with spiece.model, tokenizer.json, tokenizer.model, or vocab.json
+        and merges.txt; or such a file, or another SentencePiece model of a T5.
+      extra_ids: sentinels to add to a SentencePiece model of a T5: 100 for published
+        checkpoints if texts may contain sentinels, otherwise 0.
+      template: chat template, only for decoder-only models. "" leaves prompts
+        unchanged; "own" applies the chat template of the folder, with the prompt as the
+        user's only message; any other text is itself a Jinja template.
 
     Returns:
-      The vocabulary; the same object for the same unchanged file.
+      The vocabulary; without a template the same object for the same unchanged files.
 
     Raises:
-      InputError: no such file, not a SentencePiece model, negative `extra_ids`,
-        or special ids other than pad 0 and end-of-sequence 1.
+      InputError: a file is missing or cannot be read, no token ends a sequence, special
+        ids of a T5 other than pad 0 and end-of-sequence 1, the folder has no chat
+        template, or a setting is for the other family.
+      MissingExtraError: a tokenizer.json or chat template without the extra "llama".
     """
-    if not isinstance(extra_ids, int) or extra_ids < 0:
+    if not base.is_count(extra_ids, 0):
       raise base.InputError(
         f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
       )
-    path = os.fspath(path)
-    if os.path.isdir(path):
-      path = os.path.join(path, FOLDER_FILE)
-    return _build(path, _read(path), extra_ids)
+    path = _tokenizer_file(pathlib.Path(path))
+    names = (_SETTINGS, *_ENDS, *([_MERGES] if path.name == _VOCAB else []))
+    others = [path.with_name(name) for name in names]
+    try:
+      # Only the tokenizer itself is required.
+      contents = [file.read_bytes() if file.exists() else b"" for file in others]
+      vocabulary = _build(path, path.read_bytes(), tuple(contents), extra_ids)
+    except OSError as error:
+      raise base.InputError(
+        f"Vocabulary.path: {error.filename or path} cannot be read ({error.strerror});"
+        " expected a tokenizer.json or tokenizer.model, or another SentencePiece model."
+      ) from error
+    return _with_template(vocabulary, template) if template else vocabulary
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of `text`, without end-of-sequence."""
@@ -159,13 +184,24 @@ class Vocabulary:
 
 
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
-  """Returns the files that `transformers.T5Tokenizer.from_pretrained` reads, by name.
+  """Returns the files from which transformers makes the same tokenizer, by name.
 
   T5Tokenizer treats every SentencePiece model as a unigram model, as T5's own is. For
   unigram models it encodes to the same ids.
   """
+  path = pathlib.Path(vocabulary.path)
+  if vocabulary.is_causal or path.name == _JSON:
+    names = (_JSON, _MODEL, _VOCAB, _MERGES, _SETTINGS, _ENDS[0], chat.FILE)
+    return {
+      name: path.with_name(name).read_bytes()
+      for name in names
+      if path.with_name(name).exists()
+    }
   pieces, unknown = vocabulary.pieces, vocabulary.processor.unk_id()
-  special = {
+  settings = {
+    "tokenizer_class": "T5Tokenizer",
+    "extra_ids": vocabulary.extra_ids,
+    "clean_up_tokenization_spaces": False,  # decoding returns the text unchanged
     "pad_token": pieces[PAD_ID],
     "eos_token": pieces[EOS_ID],
     "unk_token": pieces[unknown],
@@ -173,21 +209,15 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
       f"<extra_id_{index}>" for index in range(vocabulary.extra_ids)
     ],
   }
-  settings = {
-    "tokenizer_class": "T5Tokenizer",
-    "extra_ids": vocabulary.extra_ids,
-    "clean_up_tokenization_spaces": False,  # decoding returns the text unchanged
-    **special,
-  }
   return {
-    FOLDER_FILE: _read(vocabulary.path),
-    _SETTINGS_FILE: (json.dumps(settings, indent=2) + "\n").encode(),
+    _T5_MODEL: path.read_bytes(),
+    _SETTINGS: (json.dumps(settings, indent=2) + "\n").encode(),
   }
 
 
 def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
   """Returns `extra_ids` of the settings file next to the model, or None."""
-  path = pathlib.Path(vocabulary.path).with_name(_SETTINGS_FILE)
+  path = pathlib.Path(vocabulary.path).with_name(_SETTINGS)
   try:
     stated = json.loads(path.read_bytes())["extra_ids"]
   except (OSError, ValueError, KeyError, TypeError):
@@ -195,39 +225,103 @@ def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
   return stated if base.is_count(stated, least=0) else None
 
 
-def _read(path: str) -> bytes:
-  """Returns the file's bytes, or raises InputError."""
-  try:
-    return pathlib.Path(path).read_bytes()
-  except OSError as error:
-    raise base.InputError(
-      f"Vocabulary.path: received {path!r}, expected a readable SentencePiece"
-      f" model ({error.strerror}); give the path of a .model file."
-    ) from error
+def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
+  """Returns the file of the tokenizer in a folder; other paths are returned."""
+  if not path.is_dir():
+    return path
+  found = [path / name for name in _TOKENIZERS if (path / name).exists()]
+  if found:
+    return found[0]
+  hint = ""
+  if (path / "tekken.json").exists():
+    hint = (
+      " tekken.json, the format of mistral-common, is not supported; download the"
+      " tokenizer.json of the same model."
+    )
+  raise base.InputError(
+    f"Vocabulary.path: {path} holds no tokenizer; expected one of"
+    f" {', '.join(_TOKENIZERS)}.{hint}"
+  )
 
 
-@functools.lru_cache(maxsize=8)
-def _build(path: str, model: bytes, extra_ids: int) -> Vocabulary:
-  """Makes the vocabulary; cached, because a processor takes a few megabytes."""
-  processor = sentencepiece.SentencePieceProcessor()
-  try:
-    if not model:
-      raise RuntimeError("the file is empty")
-    processor.LoadFromSerializedProto(_with_sentinels(model, extra_ids))
-  except Exception as error:  # sentencepiece and protobuf raise many kinds
+@functools.lru_cache(maxsize=8)  # a processor takes a few megabytes
+def _build(
+  path: pathlib.Path, model: bytes, others: tuple[bytes, ...], extra_ids: int
+) -> Vocabulary:
+  if path.suffix != ".json" and path.name != _MODEL:
+    return _t5_from_sentencepiece(path, model, extra_ids)
+  settings, *documents = (
+    _object(data, path.with_name(name))
+    for name, data in zip((_SETTINGS, *_ENDS), others[:3], strict=True)
+  )
+  merges = b"".join(others[3:])
+  if path.suffix == ".json":
+    read = tokenizers.read_json(path, model, merges, settings)
+    kinds = (documents[-1].get("model_type"), settings.get("tokenizer_class"))
+    if any(str(kind).lower().startswith("t5") for kind in kinds):
+      return _t5_from_json(path, model, read, extra_ids)
+  else:
+    read = tokenizers.read_sentencepiece(path, model, settings)
+  if extra_ids:
     raise base.InputError(
-      f"Vocabulary.path: {path!r} is not a SentencePiece model ({error});"
-      " expected a file made by sentencepiece's trainer."
-    ) from error
-  _check_special_ids(path, processor)
-  digest = hashlib.sha256(model + f"|extra_ids={extra_ids}".encode()).hexdigest()
-  return Vocabulary(digest, processor.GetPieceSize(), path, extra_ids, processor)
+      f"Vocabulary.extra_ids: received {extra_ids} with {path}, expected 0: only T5"
+      " has sentinels."
+    )
+  eos_ids = _eos_ids(documents, read.eos_id)
+  if not eos_ids:
+    raise base.InputError(
+      f"Vocabulary.path: {path}: no token ends a sequence; expected an eos_token in"
+      f" {_SETTINGS}, or an eos_token_id in {' or '.join(_ENDS)}, in the same folder."
+    )
+  digest = hashlib.sha256(model + merges)
+  # Two folders may share a model and differ in these, and then encode and stop
+  # differently.
+  digest.update(repr((read.prefix, eos_ids)).encode())
+  return Vocabulary(
+    fingerprint=digest.hexdigest(),
+    size=read.processor.GetPieceSize(),
+    path=str(path),
+    extra_ids=0,
+    processor=read.processor,
+    pad_id=base.NO_TOKEN,
+    eos_ids=eos_ids,
+    is_causal=True,
+    prefix=read.prefix,
+  )
+
+
+def _t5_from_sentencepiece(
+  path: pathlib.Path, model: bytes, extra_ids: int
+) -> Vocabulary:
+  processor = tokenizers.sentencepiece_processor(path, model)
+  if extra_ids:
+    extended = _with_sentinels(model, extra_ids)
+    processor = tokenizers.sentencepiece_processor(path, extended)
+  _check_special_ids(path, processor.pad_id(), processor.eos_id())
+  fingerprint = hashlib.sha256(model + f"|extra_ids={extra_ids}".encode()).hexdigest()
+  size = processor.GetPieceSize()
+  return Vocabulary(fingerprint, size, str(path), extra_ids, processor)
+
+
+def _t5_from_json(
+  path: pathlib.Path, model: bytes, read: tokenizers.Tokenizer, extra_ids: int
+) -> Vocabulary:
+  """Makes the vocabulary of a T5 that transformers saved without spiece.model."""
+  _check_special_ids(path, read.pad_id, read.eos_id)
+  size = read.processor.GetPieceSize()
+  pieces = map(read.processor.IdToPiece, range(size))
+  count = sum(bool(re.fullmatch(r"<extra_id_\d+>", piece)) for piece in pieces)
+  if extra_ids not in (0, count):
+    raise base.InputError(
+      f"Vocabulary.extra_ids: received {extra_ids}, but {path} holds {count} sentinels;"
+      " expected that number, or 0."
+    )
+  fingerprint = hashlib.sha256(model).hexdigest()
+  return Vocabulary(fingerprint, size, str(path), count, read.processor)
 
 
 def _with_sentinels(model: bytes, extra_ids: int) -> bytes:
   """Adds T5's sentinels after the pieces, the last one first as T5 and seqio do."""
-  if not extra_ids:
-    return model
   from sentencepiece import sentencepiece_model_pb2  # needs protobuf
 
   proto = sentencepiece_model_pb2.ModelProto.FromString(model)
@@ -237,14 +331,77 @@ def _with_sentinels(model: bytes, extra_ids: int) -> bytes:
   return proto.SerializeToString()
 
 
-def _check_special_ids(
-  path: str, processor: sentencepiece.SentencePieceProcessor
-) -> None:
+def _check_special_ids(path: pathlib.Path, pad: int | None, eos: int | None) -> None:
   """Checks pad 0 and end-of-sequence 1, which T5's decoder starts and stops with."""
-  found = (processor.pad_id(), processor.eos_id())
-  if found != (PAD_ID, EOS_ID):
+  if (pad, eos) != (PAD_ID, EOS_ID):
     raise base.InputError(
-      f"Vocabulary.path: {path!r} has pad id {found[0]} and end-of-sequence id"
-      f" {found[1]}, expected {PAD_ID} and {EOS_ID} as in T5; train it with"
+      f"Vocabulary.path: {path} has pad id {pad} and end-of-sequence id {eos}, expected"
+      f" {PAD_ID} and {EOS_ID} as in T5; train a SentencePiece model with"
       f" --pad_id={PAD_ID} --eos_id={EOS_ID} --unk_id=2 --bos_id=-1."
     )
+
+
+def _with_template(vocabulary: Vocabulary, template: str) -> Vocabulary:
+  """Returns the vocabulary of a decoder-only model with a chat template."""
+  path = pathlib.Path(vocabulary.path)
+  if not vocabulary.is_causal:
+    raise base.InputError(
+      f"PairConfig.chat_template: received {template[:40]!r} with {path}, the"
+      " vocabulary of a T5, expected '': chat templates are for decoder-only models."
+    )
+  file = path.with_name(_SETTINGS)
+  settings = _object(file.read_bytes() if file.exists() else b"", file)
+  own = chat.own_template(path.parent, settings)
+  text = own if template == OWN_TEMPLATE else template
+  if text is None:
+    raise base.InputError(
+      f"PairConfig.chat_template: received 'own', but {path.parent} has no chat"
+      " template (chat_template.jinja, or in tokenizer_config.json); give the text of"
+      " a template, or '' to leave prompts unchanged."
+    )
+  # The names that a template may refer to. SentencePiece models may come without
+  # settings; these are the family's names.
+  names = {"bos_token": "<s>", "eos_token": "</s>"} if path.name == _MODEL else {}
+  names |= {
+    name: token
+    for name, value in settings.items()
+    if name.endswith("_token") and (token := tokenizers.token_text(value)) is not None
+  }
+  write = chat.writer(text, names)
+  return dataclasses.replace(vocabulary, chat_template=text, template=write)
+
+
+def _eos_ids(
+  documents: Sequence[Mapping[str, Any]], own: int | None
+) -> tuple[int, ...]:
+  """Returns the ids that end generation, the tokenizer's own eos_token first."""
+  for document in documents:
+    # generation_config.json comes first: for chat models it lists the end of a turn,
+    # which config.json often lacks.
+    stated = _stated_eos_ids(document)
+    if stated:
+      first = [own] if own is not None and own in stated else []
+      return tuple(dict.fromkeys([*first, *stated]))
+  return () if own is None else (own,)
+
+
+def _stated_eos_ids(document: Mapping[str, Any]) -> tuple[int, ...]:
+  """Returns `eos_token_id` of a config.json or generation_config.json as a tuple."""
+  stated = document.get("eos_token_id")
+  ids = stated if isinstance(stated, list) else [stated]
+  return tuple(int(token) for token in ids if base.is_count(token, least=0))  # pyright: ignore[reportArgumentType]
+
+
+def _object(data: bytes, path: pathlib.Path) -> dict[str, Any]:
+  """Parses a JSON object; the file may be missing, which gives {}."""
+  if not data:
+    return {}
+  try:
+    found = json.loads(data)
+    if not isinstance(found, dict):
+      raise ValueError(f"it holds a {type(found).__name__}")
+  except ValueError as error:
+    raise base.InputError(
+      f"Vocabulary.path: {path} cannot be read ({error}); expected a JSON object."
+    ) from error
+  return found

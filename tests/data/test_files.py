@@ -11,7 +11,7 @@ import pytest
 import tiny_pair
 
 from osd_jax import base
-from osd_jax.data import examples, files, tokenizers
+from osd_jax.data import examples, files
 from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.data.vocabulary import Vocabulary
 
@@ -199,9 +199,9 @@ def test_conversations_are_read_and_encoded_with_the_chat_template(tmp_path):
   assert found[2] == "user: 2 + 2?\nassistant: 4\nuser: + 1?"
   assert (found[3].kind, found[4].kind) == ("empty", "malformed")
   (tmp_path / "tokenizer.model").write_bytes(tiny_pair.llama_tokenizer())
-  plain = tokenizers.load_any(tmp_path)
+  plain = Vocabulary.load(tmp_path)
   text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-  chat = tokenizers.load_any(tmp_path, template=text)
+  chat = Vocabulary.load(tmp_path, template=text)
   written = "<user>2 + 2?<assistant>4<user>+ 1?"
   assert chat.encode_prompt(found[2]).tolist() == plain.encode(written)
   task = TaskConfig("t", data_dir=str(tmp_path), pattern="chat.jsonl")

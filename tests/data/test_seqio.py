@@ -9,7 +9,7 @@ import pytest
 import tiny_pair
 
 from osd_jax import base
-from osd_jax.data import examples, tokenizers
+from osd_jax.data import examples
 from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.data.vocabulary import Vocabulary
 
@@ -194,7 +194,7 @@ def test_exported_task_of_a_decoder_only_model_ends_only_references(
   path = tmp_path / "llama" / "tokenizer.model"
   path.write_bytes(tiny_pair.llama_tokenizer())
   for template in ("", "[INST] {{ messages[0]['content'] }} [/INST]"):
-    vocabulary = tokenizers.load_any(path, template=template)
+    vocabulary = Vocabulary.load(path, template=template)
     ours = TaskExamples(jsonl_task, vocabulary)
     exported = _exported(jsonl_task, vocabulary, f"llama{len(template)}")
     assert len(exported) == len(ours)

@@ -7,7 +7,8 @@ import pytest
 import sentencepiece
 
 from osd_jax import assets, base
-from osd_jax.data import tokenizers
+from osd_jax.data import vocabulary as vocabularies
+from osd_jax.data.vocabulary import Vocabulary
 
 TEXTS = ["How many singers are older than 30?", "SELECT name FROM singer", "x = 3 + 4"]
 TEMPLATE = (
@@ -63,7 +64,7 @@ def json_tokenizer(folder, **settings):
 
 
 def test_prompt_has_a_prefix_token_and_no_end_token(folder):
-  vocabulary = tokenizers.load_any(folder)
+  vocabulary = Vocabulary.load(folder)
   prompt = vocabulary.encode_prompt(TEXTS[0])
   assert prompt[0] == 1 and 2 not in prompt
   assert prompt[1:].tolist() == vocabulary.encode(TEXTS[0])
@@ -73,44 +74,44 @@ def test_prompt_has_a_prefix_token_and_no_end_token(folder):
 
 @pytest.mark.parametrize("text", [*TEXTS, "naïve 漢字 🙂", "  two  spaces ", "\t\n"])
 def test_decode_inverts_encode_and_ignores_ids_after_the_end(folder, text):
-  vocabulary = tokenizers.load_any(folder)
+  vocabulary = Vocabulary.load(folder)
   ids = vocabulary.encode_with_eos(text)
   assert vocabulary.decode([*ids, 5, 6]) == text  # ids after the end are ignored
   assert vocabulary.decode([-1, *ids]) == text
 
 
 def test_special_tokens_in_a_text_are_encoded_as_their_ids(folder):
-  vocabulary = tokenizers.load_any(folder)
+  vocabulary = Vocabulary.load(folder)
   ids = vocabulary.encode("<s>x = 3</s>")
   assert (ids[0], ids[-1]) == (1, 2)
   assert vocabulary.encode("< s>x")[0] != 1  # negative control
 
 
 def test_cut_prompt_keeps_the_right_end_for_each_family(folder):
-  vocabulary = tokenizers.load_any(folder)
+  vocabulary = Vocabulary.load(folder)
   prompt = vocabulary.encode_prompt(TEXTS[0])
   # Llama's tokenizer keeps the prefix token and the last tokens, T5's keeps the first
   # tokens and the end-of-sequence token.
   cut = vocabulary.cut_prompt(prompt, 5)
   assert cut.tolist() == [1, *prompt[-4:]]
   assert vocabulary.cut_prompt(prompt, len(prompt)) is prompt
-  t5 = tokenizers.load_any(assets.resolve("shipped:demo_vocabulary.model"))
+  t5 = Vocabulary.load(assets.resolve("shipped:demo_vocabulary.model"))
   ids = t5.encode_prompt(TEXTS[0])
   assert t5.cut_prompt(ids, 4).tolist() == [*ids[:3], 1]
 
 
 def test_is_blank_is_true_only_for_prompts_without_text(folder):
-  vocabulary = tokenizers.load_any(folder)
+  vocabulary = Vocabulary.load(folder)
   assert vocabulary.is_blank(vocabulary.encode_prompt(""))
   assert not vocabulary.is_blank(vocabulary.encode_prompt("x"))
 
 
 def test_end_tokens_come_from_the_generation_config(folder):
   (folder / "config.json").write_text(json.dumps({"eos_token_id": 2}))
-  assert tokenizers.load_any(folder).eos_ids == (2,)
+  assert Vocabulary.load(folder).eos_ids == (2,)
   ends = {"eos_token_id": [9, 2, 11]}
   (folder / "generation_config.json").write_text(json.dumps(ends))
-  vocabulary = tokenizers.load_any(folder)
+  vocabulary = Vocabulary.load(folder)
   # The tokenizer's own end token comes first, because encoding appends that one.
   assert vocabulary.eos_ids == (2, 9, 11)
   for end in vocabulary.eos_ids:
@@ -120,14 +121,14 @@ def test_end_tokens_come_from_the_generation_config(folder):
 def test_equal_files_give_equal_vocabularies(folder, model, tmp_path_factory):
   other = tmp_path_factory.mktemp("copy")
   (other / "tokenizer.model").write_bytes(model)
-  one, same = tokenizers.load_any(folder), tokenizers.load_any(other)
+  one, same = Vocabulary.load(folder), Vocabulary.load(other)
   assert one == same and hash(one) == hash(same)
   (other / "config.json").write_text(json.dumps({"eos_token_id": 5}))
-  assert tokenizers.load_any(other) != one  # the end token differs
+  assert Vocabulary.load(other) != one  # the end token differs
 
 
 def test_tokenizer_json_is_encoded_with_its_own_rules(tmp_path):
-  vocabulary = tokenizers.load_any(json_tokenizer(tmp_path))
+  vocabulary = Vocabulary.load(json_tokenizer(tmp_path))
   assert vocabulary.encode_prompt("a b <|end|> c").tolist() == [0, 4, 5, 3, 6]
   assert (vocabulary.prefix, vocabulary.eos_ids, vocabulary.size) == ((0,), (1,), 7)
   assert vocabulary.decode([4, 5, 3, 6, 1, 4]) == "a b c"
@@ -140,21 +141,21 @@ def test_tokenizer_json_is_encoded_with_its_own_rules(tmp_path):
 def test_template_own_uses_the_template_of_the_folder(folder):
   settings = {"chat_template": TEMPLATE, "bos_token": "<s>"}
   (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-  vocabulary = tokenizers.load_any(folder, template="own")
+  vocabulary = Vocabulary.load(folder, template="own")
   expected = "<s>[user] x = 3\n[assistant] "
   assert vocabulary.template("x = 3") == expected
   ids = vocabulary.encode_prompt("x = 3")
   assert ids.tolist() == vocabulary.encode(expected) and ids.tolist().count(1) == 1
   (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
-  assert tokenizers.load_any(folder, template="own").template("x") == "x!"
-  assert tokenizers.load_any(folder).template is None
+  assert Vocabulary.load(folder, template="own").template("x") == "x!"
+  assert Vocabulary.load(folder).template is None
 
 
 def test_template_can_be_given_as_text(folder):
   text = "USER: {{ messages[0]['content'] }} ASSISTANT:"
-  vocabulary = tokenizers.load_any(folder, template=text)
+  vocabulary = Vocabulary.load(folder, template=text)
   assert vocabulary.template("hi") == "USER: hi ASSISTANT:"
-  assert vocabulary != tokenizers.load_any(folder)
+  assert vocabulary != Vocabulary.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_template_can_be_given_as_text(folder):
 )
 def test_unusable_templates_are_refused_with_the_reason(folder, template, match):
   with pytest.raises(base.InputError, match=match):
-    tokenizers.load_any(folder, template=template)
+    Vocabulary.load(folder, template=template)
 
 
 # ---- Broken input
@@ -180,24 +181,24 @@ def test_missing_library_error_names_the_extra(
 ):
   json_tokenizer(tmp_path, chat_template="{{ messages[0]['content'] }}")
   # Negative control: with the library installed, loading succeeds.
-  assert tokenizers.load_any(tmp_path, template=template)
-  tokenizers._build.cache_clear()
+  assert Vocabulary.load(tmp_path, template=template)
+  vocabularies._build.cache_clear()
   monkeypatch.setitem(sys.modules, library, None)
   with pytest.raises(base.MissingExtraError, match=r"osd-jax\[llama\]"):
-    tokenizers.load_any(tmp_path, template=template)
+    Vocabulary.load(tmp_path, template=template)
 
 
 def test_tokenizer_without_an_end_token_is_refused(tmp_path):
   json_tokenizer(tmp_path, eos_token=None)
   with pytest.raises(base.InputError, match="no token ends a sequence"):
-    tokenizers.load_any(tmp_path)
+    Vocabulary.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 def test_file_that_is_not_a_tokenizer_is_refused_by_name(tmp_path, name):
   (tmp_path / name).write_bytes(b"{no tokenizer")
   with pytest.raises(base.InputError, match=f"{name} is not a"):
-    tokenizers.load_any(tmp_path)
+    Vocabulary.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
@@ -205,21 +206,21 @@ def test_missing_file_is_reported_as_missing(tmp_path, name):
   """The error says that the file is missing, not that it is empty."""
   missing = rf"{name} cannot be read \(No such file.*expected a tokenizer.json or"
   with pytest.raises(base.InputError, match=missing):
-    tokenizers.load(tmp_path / "nowhere" / name)
+    Vocabulary.load(tmp_path / "nowhere" / name)
 
 
 def test_malformed_tokenizer_config_is_refused_by_name(folder):
   (folder / "tokenizer_config.json").write_text("[1, 2]")
   with pytest.raises(base.InputError, match=r"tokenizer_config.json cannot be read"):
-    tokenizers.load_any(folder)
+    Vocabulary.load(folder)
 
 
 def test_settings_of_the_other_model_family_are_refused(folder):
   with pytest.raises(base.InputError, match="extra_ids: received 100"):
-    tokenizers.load_any(folder, extra_ids=100)
+    Vocabulary.load(folder, extra_ids=100)
   t5 = assets.resolve("shipped:demo_vocabulary.model")
   with pytest.raises(base.InputError, match=r"chat_template: received 'own'"):
-    tokenizers.load_any(t5, template="own")
+    Vocabulary.load(t5, template="own")
 
 
 # ---- Comparison with transformers
@@ -243,7 +244,7 @@ def test_ids_of_a_tokenizer_json_equal_those_of_transformers(shared_data, tmp_pa
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
   theirs = transformers.LlamaTokenizer.from_pretrained(tmp_path)
   theirs.save_pretrained(tmp_path / "saved")
-  ours = tokenizers.load_any(tmp_path / "saved")
+  ours = Vocabulary.load(tmp_path / "saved")
   lines = real_lines(shared_data)[:1000]
   lines += ["a  b", "  leading", "<s>[INST] x [/INST]", "naïve 漢字 🙂 \x07"]
   for line in lines:
@@ -297,7 +298,7 @@ def test_ids_of_byte_level_bpe_equal_those_of_transformers(
   settings |= {"bos_token": special[0]} if has_prefix else {}
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-  ours = tokenizers.load_any(tmp_path)
+  ours = Vocabulary.load(tmp_path)
   lines += ["a  b", "  leading", "naïve 漢字 🙂 \x07", "a<|eot_id|>b", "\n\n\t 1234567"]
   for line in lines:
     expected = theirs(line).input_ids
@@ -324,7 +325,7 @@ def test_ids_of_llama_tokenizer_model_equal_those_of_transformers(
   settings = {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
   settings |= {"unk_token": "<unk>", "legacy": legacy}
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-  ours = tokenizers.load_any(tmp_path)
+  ours = Vocabulary.load(tmp_path)
   theirs = transformers.LlamaTokenizer.from_pretrained(tmp_path)
   lines = [line for line in real_lines(shared_data) if line[0] != " "]
   lines = [line for line in lines if "  " not in line][:1000]
@@ -354,7 +355,7 @@ def test_rendered_templates_equal_those_of_transformers(folder):
   theirs = transformers.LlamaTokenizer.from_pretrained(folder)
   settings = {"chat_template": text, "bos_token": "<s>", "eos_token": "</s>"}
   (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-  ours = tokenizers.load_any(folder, template="own")
+  ours = Vocabulary.load(folder, template="own")
   for prompt in (" x ", "naïve <b>", "a\nb"):
     expected = theirs.apply_chat_template(
       [{"role": "user", "content": prompt}],

@@ -111,7 +111,7 @@ def write_hugging_face(
   Args:
     folder: a path that does not exist yet, or an empty folder.
     weights: the weights. For tied models `lm_head.weight` is not written.
-    tokenizer: name -> content of further files; see `tokenizers.tokenizer_files`.
+    tokenizer: name -> content of further files; see `vocabulary.tokenizer_files`.
 
   Returns:
     The folder.

@@ -10,6 +10,7 @@ docs/results.md explains the pictures.
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -47,7 +48,7 @@ class Theme:
     """The theme as matplotlib rcParams."""
     return {
       **plots.STYLE,
-      "svg.fonttype": "none",
+      "font.size": 11,
       "svg.hashsalt": "osd_jax",
       "text.color": self.ink,
       "axes.labelcolor": self.ink,
@@ -75,6 +76,10 @@ SYSTEMS = {
 }
 
 
+# On a page of the docs, which is wider than a report's pictures.
+wide_figure = functools.partial(plots.figure, width=8.0, height=4.0)
+
+
 def newest(rows: Iterable[Row]) -> dict[tuple[str, str, str], float]:
   """Returns the last value of each (case, clock, figure)."""
   return {
@@ -92,7 +97,7 @@ def legend(made: Any, axes: Any, handles: Sequence[Any] = ()) -> None:
 
 def acceptance(rows: Sequence[Row]) -> Any:
   """Draws the overlap over the demo's requests, frozen and online."""
-  made, (axes,) = plots.figure("Overlap with the target, demo stream, attached draft")
+  made, (axes,) = wide_figure("Overlap with the target, demo stream, attached draft")
   (row,) = rows
   for name, values, color, style in (
     ("learns while it serves", row["online"], BLUE, "-"),
@@ -126,7 +131,7 @@ def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> np.n
 def time_saved(rows: Sequence[Row]) -> Any:
   """Draws the share of plain decoding's time saved over requests, for each target."""
   courses = dict(sorted(panels(rows).items(), reverse=True))
-  made, axes = plots.figure(
+  made, axes = wide_figure(
     "Time saved over plain decoding, learning included",
     columns=len(courses),
     alike=False,
@@ -200,7 +205,7 @@ def beside_hugging_face(rows: Sequence[Row]) -> Any:
     "transformers, bfloat16": ("HF bfloat16, ms/token", "#B9B9B9"),
     "osd_jax, plain, float32": ("ours, ms/token", BLUE),
   }
-  made, (axes,) = plots.figure("Plain decoding of one row, one core")
+  made, (axes,) = wide_figure("Plain decoding of one row, one core")
   width = 0.26
   for place, (name, (figure, color)) in enumerate(series.items()):
     values = [found[f"{shape}, 1 row", clock, figure] for shape in shapes]
@@ -220,7 +225,7 @@ def beside_hugging_face(rows: Sequence[Row]) -> Any:
 
 def speed_by_acceptance(rows: Sequence[Row]) -> Any:
   """Draws the speedup of speculation by acceptance, measured and in theory."""
-  made, axes = plots.figure("Speculation over plain decoding, by acceptance", columns=2)
+  made, axes = wide_figure("Speculation over plain decoding, by acceptance", columns=2)
   alphas = np.linspace(0.5, 0.95, 46)
   for panel, target in zip(axes, ("flan-t5-base", "flan-t5-large"), strict=True):
     panel.axhline(1, color=GREY, lw=1)
@@ -255,7 +260,7 @@ def tokens(alpha: Any, drafted: int) -> Any:
 
 def rows_in_flight(rows: Sequence[Row]) -> Any:
   """Draws the speedup of speculation by the number of rows, on one core."""
-  made, (axes,) = plots.figure(
+  made, (axes,) = wide_figure(
     "flan-t5-base + t5-small (float32), K = 3, rows in flight"
   )
   axes.axhline(1, color=GREY, lw=1)
@@ -287,7 +292,7 @@ def learning_latency(rows: Sequence[Row]) -> Any:
   ]
   cases.sort(key=lambda case: -int(re.findall(r"\d+|$", case)[0] or 99))
   names = [case.removeprefix("demo pair, ").removesuffix(" draft") for case in cases]
-  made, (axes,) = plots.figure("Time between tokens while the demo's draft learns")
+  made, (axes,) = wide_figure("Time between tokens while the demo's draft learns")
   for place, (what, color) in enumerate((("p50", BLUE), ("p99", ORANGE))):
     values = [
       next(v for (c, _, f), v in found.items() if (c, f) == (case, wanted))
@@ -317,7 +322,7 @@ def ahead_of_time(rows: Sequence[Row]) -> Any:
     )
   }
   fits = np.array(value["needed, GB a chip"]) <= np.array(value["of a chip's, GB"])
-  made, (axes,) = plots.figure(
+  made, (axes,) = wide_figure(
     "Flan-T5-XL + t5-small, compiled for: tokens per second at most"
   )
   handles: list[Any] = []

@@ -1,12 +1,14 @@
 """The end of a run: tables and sentences on the console, and report.html.
 
-report.html is one self-contained page that loads nothing from outside. Everything it
-says about measurements comes from metrics.jsonl, so it can be written again later.
+report.html is one self-contained page that loads nothing from outside: a headline, at
+most four pictures, tables, and the rest folded away. Everything it says about
+measurements comes from metrics.jsonl, so it can be written again later.
 """
 
-import base64
+import dataclasses
 import html
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,31 +16,102 @@ from typing import Any
 import rich.console
 
 from osd_jax import base, certificate, runs
-from osd_jax.costs import account as account_lib
 from osd_jax.data import batches
 from osd_jax.report import plots, tables
 from osd_jax.runs.directory import write_text
 
 _CSS = """
-:root { color-scheme: light; }
-body { margin: 2rem auto; max-width: 52rem; padding: 0 1rem; color: #222;
-  background: #fff; font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; margin-bottom: .2rem; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-.faint { color: #666; font-size: .9rem; }
-.headline { padding: .2rem 1rem; border-left: 4px solid #0072b2; background: #f4f8fb; }
-.headline p { margin: .5rem 0; }
+:root { color-scheme: light dark; --page: #fff; --ink: #222; --plain: #666;
+  --faint: #b8b8b8; --grid: #ececec; --card: #f4f7fa; --pause: #fbf7d5;
+  --online: #0072b2; --frozen: #d55e00; }
+@media (prefers-color-scheme: dark) { :root { --page: #15181c; --ink: #e4e6ea;
+  --plain: #a4abb5; --faint: #565d67; --grid: #2a2f36; --card: #1e2329;
+  --pause: #2b2919; --online: #4aa8e0; --frozen: #f0883e; } }
+body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--ink);
+  background: var(--page); font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; }
+h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
+a { color: inherit; text-decoration: underline dotted var(--plain); }
+.faint, figcaption { color: var(--plain); font-size: .9rem; }
+.faint { overflow-wrap: anywhere; }
+.cards, .plots { display: grid; gap: 1rem; margin: 1.2rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); }
+.plots { gap: 2rem; grid-template-columns:
+  repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
+.cards p { margin: 0; padding: .8rem 1rem; background: var(--card);
+  border-top: 3px solid var(--online); border-radius: 4px; font-size: .95rem; }
+.cards b { display: block; font-size: 1.3rem; line-height: 1.25;
+  margin-bottom: .3rem; overflow-wrap: anywhere; }
+figure { margin: 0; max-width: 40rem; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-family: inherit !important; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; }
-td { white-space: pre-line; }
-th, td { padding: .3rem .8rem; vertical-align: top; text-align: left;
-  border-bottom: 1px solid #ddd; }
-th { border-bottom: 2px solid #999; vertical-align: bottom; }
+th, td { padding: .35rem .8rem; vertical-align: top; text-align: left;
+  border-bottom: 1px solid var(--grid); }
+th { border-bottom: 2px solid var(--faint); vertical-align: bottom; }
+td { white-space: pre-wrap; } .long { overflow-wrap: anywhere; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
-img { display: block; width: 100%; margin: 1.2rem 0; }
-pre { overflow-x: auto; padding: .8rem; background: #f6f6f6; font-size: .8rem; }
+pre { padding: .8rem; background: var(--card); font-size: .8rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+details { margin: .8rem 0; border-top: 1px solid var(--grid); padding-top: .8rem; }
 summary { cursor: pointer; font-weight: 600; }
+dl { columns: 22rem; column-gap: 2.5rem; font-size: .9rem; }
+dl div { break-inside: avoid; margin-bottom: .7rem; }
+dt { font-weight: 600; } dd { margin: 0; }
+:target { background: var(--card); outline: 6px solid var(--card); }
+@media (max-width: 48rem) { /* each row of a table becomes a block */
+  table, tbody, tr, td { display: block; } tr:first-child { display: none; }
+  tr { padding: .5rem 0; border-bottom: 1px solid var(--faint); }
+  td { padding: .1rem 0; border: 0; display: flex; gap: 1rem;
+    justify-content: space-between; text-align: left; }
+  td::before { content: attr(data-label); color: var(--plain); flex: 0 0 auto;
+    max-width: 60%; white-space: normal; }
+  td:first-child { font-weight: 600; } td.long { display: block; }
+  td.long::before { display: block; font-weight: 400; }
+}
 """
+
+# Colours of the plots that follow the colour scheme of the page.
+_THEMED = {
+  plots.PAGE: "--page",
+  plots.INK: "--ink",
+  plots.PLAIN: "--plain",
+  plots.FAINT: "--faint",
+  plots.GRID: "--grid",
+  plots.PAUSE: "--pause",
+  plots.ONLINE: "--online",
+  plots.FLOOR: "--frozen",
+}
+
+# Headings of tables link to the first term that they contain.
+GLOSSARY = {
+  "tokens per target call": "How many tokens one call of the target gives on average:"
+  " the accepted drafted tokens and one of its own. Plain decoding gives 1, and K"
+  " drafted tokens give at most K + 1.",
+  "overlap": "The share of the target's next-token distribution that the draft's"
+  " distribution covers, from 0 to 1, as a mean over all generated tokens. It is"
+  " measured before the draft trains on the request.",
+  "acceptance": "The same overlap, of the distributions that decided which drafted"
+  " tokens were accepted, with temperature and top-p.",
+  "draft accepted": "Accepted tokens / drafted tokens.",
+  "frozen": "Decoding with the draft as it was before the first request. Online minus"
+  " frozen is what learning gives.",
+  "online": "Decoding with the draft that learns from the requests.",
+  "plain": "Decoding with the target alone, one token per call.",
+  "near ties": "Outputs that differ where two tokens have the same score up to"
+  " rounding. Both are right.",
+  "learning": "Updates of the draft. They run mostly on another thread while serving"
+  " goes on.",
+  "wall": "Time from the start of the command to the last request.",
+  "ended by": "Why an answer ended: EOS is the target's own end, LENGTH the limit.",
+  "metering": "Measuring how well the drafts agree with the target. Only the report"
+  " needs it for the frozen draft.",
+  "comparing": "Serving a random part of the requests again by plain decoding and by"
+  " the frozen draft. Speeds are measured on these.",
+  "slices": "Parts of an update, short enough that requests do not wait long.",
+  "alarms": "Faults of a run that would go unnoticed, because the outputs stay right.",
+}
 
 
 def conclude(
@@ -56,12 +129,15 @@ def conclude(
   """
   rows = list(runs.read(directory.metrics_path))
   found = tables.summary(rows)
-  for title, table in found.tables.items():
+  for title, table in {**found.tables, **found.details}.items():
     tables.print_table(table, console, title)
-  for sentence in (*found.sentences, verdict):
+  facts = [f"{fact.figure}: {fact.sentence}" for fact in found.headline]
+  for sentence in (*facts, *found.notes, *found.details_notes, verdict):
     if sentence:
       console.print(sentence, highlight=False, markup=False)
-  report = _write(directory, rows, found, verdict)
+  report, note = _write(directory, rows, verdict)
+  if note:
+    console.print(note, highlight=False, markup=False)
   console.print(f"report: {report}", highlight=False, soft_wrap=True)
   return report
 
@@ -127,7 +203,7 @@ def redraw(path: str | Path) -> Path:
   verdict = ""
   if written.exists():
     verdict = json.loads(written.read_text(encoding="utf-8")).get("sentence", "")
-  return _write(directory, rows, tables.summary(rows), verdict)
+  return _write(directory, rows, verdict)[0]
 
 
 def compare(
@@ -135,22 +211,29 @@ def compare(
   output: str | Path = "comparison",
   console: rich.console.Console | None = None,
 ) -> Path:
-  """Compares online runs: one table, their verdicts and one plot.
+  """Compares online runs: the fastest, one table, plots, and the verdict of each.
 
   Args:
     paths: the run directories, two or more.
     output: folder of the page, created if needed.
-    console: the console that shows the table, if given.
+    console: the console that shows table and sentences, if given.
 
   Returns:
     Path of the page.
 
   Raises:
-    InputError: fewer than two runs, or one of them served no requests.
+    InputError: fewer than two different runs, one of them served no requests, or the
+      folder cannot be written to.
   """
   if len(paths) < 2:
     raise base.InputError(
       f"compare: received {len(paths)} runs, expected two or more; name their folders."
+    )
+  places = [Path(path).resolve() for path in paths]
+  if twice := [path for path, place in zip(paths, places) if places.count(place) > 1]:
+    raise base.InputError(
+      f"compare: received {twice[0]} {len(twice)} times, expected different runs; name"
+      " each folder once."
     )
   served = {
     name: _rows(runs.RunDirectory(path))
@@ -162,30 +245,27 @@ def compare(
         f"compare: received {name}, which served no requests, expected runs of"
         " `osd online`; leave it out."
       )
+  found = tables.comparison(served)
   folder = Path(output)
-  folder.mkdir(parents=True, exist_ok=True)
-  # The plot is optional: the table and the verdicts need no matplotlib.
-  drawn, note = [], ""
   try:
-    drawn = [plots.draw_comparison(served, folder / "comparison.png")]
-  except ImportError as error:
-    note = f"Plots were left out: {error}"
-  table = [tables.comparison_row(name, rows) for name, rows in served.items()]
-  verdicts = [
-    f"{name}: {said}"
-    for name, rows in served.items()
-    if (said := account_lib.verdict(rows).sentence())
-  ]
+    folder.mkdir(parents=True, exist_ok=True)
+    # The plots are optional: table and verdicts need no matplotlib.
+    try:
+      drawn, note = plots.draw_comparison(served, folder / "plots"), ""
+    except ImportError as error:
+      drawn, note = [], f"Plots were left out: {error}"
+    written = write_page(folder / "report.html", found, drawn, note=note)
+  except OSError as error:
+    raise base.InputError(
+      f"compare: --output: received {str(output)!r}, expected a folder that can be"
+      f" created and written to ({error.strerror}); choose another."
+    ) from error
   if console is not None:
-    tables.print_table(table, console)
-    for sentence in verdicts:
+    tables.print_table(found.tables["Runs"], console)
+    facts = [fact.sentence for fact in found.headline]
+    for sentence in (*facts, *found.notes, *found.details_notes, note):
       console.print(sentence, highlight=False, markup=False)
-  found = tables.Summary(
-    "Comparison of runs",
-    [f"{len(served)} runs side by side.", *verdicts],
-    {"Runs": table},
-  )
-  return write_page(folder / "report.html", found, drawn, note=note)
+  return written
 
 
 def _rows(directory: runs.RunDirectory) -> list[dict[str, Any]]:
@@ -208,15 +288,14 @@ def _names(paths: Sequence[str | Path]) -> list[str]:
 
 
 def _write(
-  directory: runs.RunDirectory,
-  rows: Sequence[Mapping[str, Any]],
-  found: tables.Summary,
-  verdict: str,
-) -> Path:
+  directory: runs.RunDirectory, rows: Sequence[Mapping[str, Any]], verdict: str
+) -> tuple[Path, str]:
+  """Draws the plots and writes the page; returns its path and why plots are missing."""
+  found = tables.summary(rows)
   drawn, note = plots.draw_plots_if_available(rows, directory.plots_path)
   if verdict:
-    found = tables.Summary(found.title, [*found.sentences, verdict], found.tables)
-  return write_report(directory, found, drawn, note)
+    found = dataclasses.replace(found, notes=[verdict, *found.notes])
+  return write_report(directory, found, drawn, note), note
 
 
 # --- report.html ----------------------------------------------------------------------
@@ -225,87 +304,122 @@ def _write(
 def write_report(
   directory: runs.RunDirectory,
   found: tables.Summary,
-  drawn: Sequence[Path],
+  drawn: Sequence[plots.Plot],
   note: str = "",
 ) -> Path:
-  """Writes report.html: sentences, tables, plots, sample answers and provenance.
+  """Writes report.html of a run, with sample answers and provenance.
 
   Args:
     directory: the run; its outputs, provenance and config are shown too.
     found: sentences and tables of the page.
-    drawn: PNG files in reading order; they are embedded.
+    drawn: the plots in reading order; they are embedded.
     note: printed below the plots, for example why there are none.
 
   Returns:
     Path of the report.
-
-  Raises:
-    InputError: a plot is not a PNG file.
   """
   provenance = directory.provenance()
-  samples = []
   if directory.outputs_path.exists():
-    samples = _samples(runs.read(directory.outputs_path))
+    served = {"What was served": _samples(runs.read(directory.outputs_path))}
+    found = dataclasses.replace(found, tables={**found.tables, **served})
   return write_page(
     directory.report_path,
     found,
     drawn,
     subtitle=_subtitle(directory.path, provenance),
     note=note,
-    below=[
-      *(["<h2>What was served</h2>", _table(samples)] if samples else []),
-      "<h2>Origin</h2>",
-      _details(
-        "Provenance: code, versions, command, device", json.dumps(provenance, indent=2)
-      ),
-      _details("Settings", json.dumps(directory.config(), indent=2)),
-      _details("Operative config", directory.operative_config() or "(none)"),
-    ],
+    texts={
+      "Provenance: code, versions, command, device": json.dumps(provenance, indent=2),
+      "Settings": json.dumps(directory.config(), indent=2),
+      "Operative config": directory.operative_config() or "(none)",
+    },
   )
 
 
 def write_page(
   path: Path,
   found: tables.Summary,
-  drawn: Sequence[Path],
+  drawn: Sequence[plots.Plot],
   *,
   subtitle: str = "",
   note: str = "",
-  below: Sequence[str] = (),
+  texts: Mapping[str, str] | None = None,
 ) -> Path:
-  """Writes a page with sentences, tables and plots; `below` is HTML for its end."""
+  """Writes a page; `texts` are folded away at its end.
+
+  Raises:
+    InputError: a plot is not an SVG file.
+  """
+  cards = [
+    f"<p><b>{_text(fact.figure)}</b>{_text(fact.sentence)}</p>"
+    for fact in found.headline
+  ]
   parts = [
     f"<h1>{_text(found.title)}</h1>",
-    f'<p class="faint">{_text(subtitle)}</p>',
-    '<div class="headline">',
-    *(f"<p>{_text(sentence)}</p>" for sentence in found.sentences),
-    "</div>",
+    *_paragraphs([subtitle]),
+    _block("cards", cards),
+    *_paragraphs(found.notes),
+    _block("plots", map(_figure, drawn[:4])),
+    *_paragraphs([note]),
+    *(f"<h2>{_text(name)}</h2>{_table(rows)}" for name, rows in found.tables.items()),
+    "<h2>Details</h2>" if found.details or found.details_notes or texts else "",
   ]
-  for name, rows in found.tables.items():
-    parts += [f"<h2>{_text(name)}</h2>", _table(rows)]
-  if drawn or note:
-    parts.append("<h2>Plots</h2>")
-  parts += [_image(Path(plot)) for plot in drawn]
-  if note:
-    parts.append(f'<p class="faint">{_text(note)}</p>')
+  if found.details_notes:
+    said = "".join(_paragraphs(found.details_notes))
+    parts.append(_details("In words", said))
+  parts += [_details(name, _table(rows)) for name, rows in found.details.items()]
+  if drawn[4:]:
+    parts.append(_details("More plots", _block("plots", map(_figure, drawn[4:]))))
+  terms = _glossary("".join(parts))
+  for name, text in (texts or {}).items():
+    parts.append(_details(name, f"<pre>{_text(text)}</pre>"))
   lines = [
     "<!DOCTYPE html>",
     '<html lang="en"><head><meta charset="utf-8">',
     '<meta name="viewport" content="width=device-width, initial-scale=1">',
     f"<title>{_text(found.title)}</title><style>{_CSS}</style></head><body>",
-    *parts,
-    *below,
+    *filter(None, parts),
+    terms,
     "</body></html>\n",
   ]
   write_text(path, "\n".join(lines))
   return path
 
 
+def _block(name: str, parts: Iterable[str]) -> str:
+  inner = "".join(parts)
+  return f'<div class="{name}">{inner}</div>' if inner else ""
+
+
+def _paragraphs(sentences: Iterable[str]) -> list[str]:
+  return [f'<p class="faint">{_text(said)}</p>' for said in sentences if said]
+
+
+def _details(summary: str, inner: str) -> str:
+  return f"<details><summary>{_text(summary)}</summary>{inner}</details>"
+
+
+def _glossary(body: str) -> str:
+  """The terms to which headings of the page link."""
+  used = {
+    term: said for term, said in GLOSSARY.items() if f'"#{_anchor(term)}"' in body
+  }
+  entries = [
+    f'<div id="{_anchor(term)}"><dt>{term}</dt><dd>{_text(said)}</dd></div>'
+    for term, said in used.items()
+  ]
+  return f"<h2>Terms</h2><dl>{''.join(entries)}</dl>" if entries else ""
+
+
+def _anchor(term: str) -> str:
+  return term.replace(" ", "-")
+
+
 def _subtitle(path: Path, provenance: Mapping[str, Any]) -> str:
   sha = provenance.get("git_sha")
   facts = [
     path.name,
-    f"started {provenance['started']}",
+    f"started {provenance['started'][:16].replace('T', ' ')}",
     "" if provenance.get("finished") else "not finished",
     f"{provenance['device_count']} x {provenance['device_kind']}",
     f"seed {provenance['seed']}" if provenance["seed"] is not None else "",
@@ -314,28 +428,34 @@ def _subtitle(path: Path, provenance: Mapping[str, Any]) -> str:
   return " · ".join(fact for fact in facts if fact)
 
 
-def _details(summary: str, text: str) -> str:
-  return (
-    f"<details><summary>{_text(summary)}</summary><pre>{_text(text)}</pre></details>"
-  )
-
-
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
   columns = list(dict.fromkeys(name for row in rows for name in row))
   if not columns:
     return '<p class="faint">No rows.</p>'
   numeric = {name: _is_numeric([row.get(name) for row in rows]) for name in columns}
-  head = "".join(_cell("th", name.replace("_", " "), numeric[name]) for name in columns)
+  head = "".join(_heading(name, numeric[name]) for name in columns)
   lines = [f"<tr>{head}</tr>"]
+  decimals = {name: _decimals([row.get(name) for row in rows]) for name in columns}
   for row in rows:
-    cells = (_cell("td", _format(row.get(n)), numeric[n]) for n in columns)
+    cells = (
+      _cell(name, _format(row.get(name), decimals[name]), numeric[name])
+      for name in columns
+    )
     lines.append(f"<tr>{''.join(cells)}</tr>")
   return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
 
 
-def _cell(tag: str, text: str, numeric: bool) -> str:
+def _heading(name: str, numeric: bool) -> str:
   kind = ' class="n"' if numeric else ""
-  return f"<{tag}{kind}>{_text(text)}</{tag}>"
+  term = next((term for term in GLOSSARY if term in name), "")
+  shown = f'<a href="#{_anchor(term)}">{_text(name)}</a>' if term else _text(name)
+  return f"<th{kind}>{shown}</th>"
+
+
+def _cell(name: str, text: str, numeric: bool) -> str:
+  kind = "n" if numeric else "long" if len(text) > 30 else ""
+  # On a narrow screen the row is a block, and every cell shows the name of its column.
+  return f'<td class="{kind}" data-label="{_text(name)}">{_text(text)}</td>'
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:
@@ -347,27 +467,38 @@ def _is_numeric(values: Sequence[Any]) -> bool:
   )
 
 
-def _format(value: Any) -> str:
-  """Formats a number with three decimals below 100, and with one above."""
+def _decimals(values: Sequence[Any]) -> int:
+  """Decimals of a column: three digits or more of its largest number."""
+  largest = max((abs(v) for v in values if isinstance(v, float)), default=0)
+  return 3 if largest <= 1 else 2 if largest < 100 else 1
+
+
+def _format(value: Any, decimals: int) -> str:
   if value is None:
     return "–"
   if isinstance(value, float):
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
+    return f"{value:,.{decimals}f}"
   if isinstance(value, int) and not isinstance(value, bool):
     return f"{value:,}"
   return str(value)
 
 
-def _image(path: Path) -> str:
-  data = path.read_bytes() if path.is_file() else b""
-  if not data.startswith(b"\x89PNG"):
+def _figure(plot: plots.Plot) -> str:
+  """The plot as part of the page, so that it is there when the page is mailed."""
+  text = plot.path.read_text(encoding="utf-8") if plot.path.is_file() else ""
+  found = re.search(r'<svg[^>]*?( viewBox="[^"]*")[^>]*>', text)
+  if found is None:
     raise base.InputError(
-      f"report: received {path} as a plot, expected a PNG file; draw it first."
+      f"report: received {plot.path} as a plot, expected an SVG file; draw it first."
     )
-  name = path.stem.replace("_", " ")
-  # Embedded, so that the page still shows its plots when it is moved or mailed.
-  encoded = base64.b64encode(data).decode("ascii")
-  return f'<img alt="{_text(name)}" src="data:image/png;base64,{encoded}">'
+  drawing = text[found.end() :]
+  for color, variable in _THEMED.items():
+    drawing = drawing.replace(color.lower(), f"var({variable})")
+  name = _text(plot.path.stem.replace("_", " "))
+  return (
+    f'<figure><svg role="img" aria-label="{name}"{found[1]}>{drawing}'
+    f"<figcaption>{_text(plot.caption)}</figcaption></figure>"
+  )
 
 
 def _text(text: str) -> str:

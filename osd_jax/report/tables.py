@@ -25,18 +25,32 @@ Segments = Sequence[tuple[str, Sequence[Row]]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Fact:
+  """A result: its most important figure, and a sentence that explains it."""
+
+  figure: str
+  sentence: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Summary:
   """What a report says about a run.
 
   Attributes:
     title: title of the page.
-    sentences: the results in words.
+    headline: the results, at most four.
+    notes: further sentences for every reader.
     tables: heading -> rows with equal keys.
+    details: the same, folded away on the page.
+    details_notes: sentences about the details.
   """
 
   title: str
-  sentences: list[str]
-  tables: dict[str, Table]
+  headline: Sequence[Fact] = ()
+  notes: Sequence[str] = ()
+  tables: Mapping[str, Table] = dataclasses.field(default_factory=dict)
+  details: Mapping[str, Table] = dataclasses.field(default_factory=dict)
+  details_notes: Sequence[str] = ()
 
 
 def summary(rows: Sequence[Row]) -> Summary:
@@ -47,35 +61,113 @@ def summary(rows: Sequence[Row]) -> Summary:
   for kind, make in _SUMMARIES.items():
     if kind in by_kind:
       return make(by_kind, rows)
-  return Summary("Run", ["No measurements yet."], {})
+  return Summary("Run", notes=["No measurements yet."])
 
 
 # --- Online runs ----------------------------------------------------------------------
 
 
 def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
-  segmented = by_segment(by_kind["request"])
-  tables = {
-    "Agreement per topic": agreement_table(segmented),
-    "Speed per topic": speed_table(segmented),
-  }
-  verdict = account_lib.verdict(rows).sentence()
-  sentences = [*headline(segmented), *([verdict] if verdict else [])]
+  requests = runs.request_rows(rows)
+  segmented = by_segment(requests)
+  verdict = account_lib.verdict(rows)
+  details, said = {}, [verdict.sentence()]
+  if latency := latency_table(requests):
+    details["Percentiles of milliseconds per token"] = latency
   account = account_lib.Account.of(rows)
   if account is not None:
-    tables["Where the time went"] = account.table()
-    sentences.append(account.sentence())
+    details["Where the time went"] = account.table()
+    said.append(account.sentence())
   if "costs" in by_kind:
     costs = Costs.from_json(by_kind["costs"][0])
     if predicted := account_lib.predictions(costs, rows):
-      tables["Predicted from the costs, and measured"] = predicted
-    tables["Costs on this machine"] = costs.table()
-    if not verdict and (said := account_lib.predicted_saving(costs, rows)):
-      sentences.append(said)
-  sentences += [row["said"] for row in by_kind.get("mesh", ())[:1]]
-  sentences += [row["said"] for row in by_kind.get("replica", ())[:3]]
-  sentences.append(alarms.sentence(rows))
-  return Summary("Online speculative decoding", sentences, tables)
+      details["Predicted from the costs, and measured"] = predicted
+    details["Costs on this machine"] = costs.table()
+    if not verdict.sentence():
+      said.append(account_lib.predicted_saving(costs, rows))
+  events = [*by_kind.get("mesh", ())[:1], *by_kind.get("replica", ())[:3]]
+  return Summary(
+    "Online speculative decoding",
+    _headline(requests, verdict, learns="update" in by_kind),
+    [*(row["said"] for row in events), alarms.sentence(rows)],
+    {
+      "Agreement per topic": agreement_table(segmented),
+      "Speed per topic": speed_table(segmented),
+    },
+    details,
+    [sentence for sentence in said if sentence],
+  )
+
+
+def _headline(
+  requests: Sequence[Row], verdict: account_lib.Verdict, learns: bool
+) -> list[Fact]:
+  """What was served, tokens per call, speed, and whether learning paid."""
+  topics = list(dict.fromkeys(str(row.get("source", "")) for row in requests))
+  named = f"{len(topics)} topics ({', '.join(topics[:8])})"
+  tokens = sum(row["output_tokens"] for row in requests)
+  facts = [
+    Fact(
+      f"{len(requests):,} requests",
+      f"{tokens:,} tokens were generated in answer to {len(requests):,} requests about"
+      f" {named if len(topics) > 1 else topics[0] or 'one topic'}.",
+    )
+  ]
+  if per_call := _per_call(requests, "tokens_per_target_call"):
+    frozen = _per_call(requests, "floor_tokens_per_target_call")
+    rival = f", the frozen draft {frozen:.2f}" if frozen else ""
+    facts.append(
+      Fact(
+        f"{per_call:.2f} tokens per call",
+        f"Each call of the target gave {per_call:.2f} tokens on average; plain decoding"
+        f" gives 1{rival}.",
+      )
+    )
+  return [*facts, *_speed_facts(verdict, learns)]
+
+
+def _speed_facts(verdict: account_lib.Verdict, learns: bool) -> list[Fact]:
+  served, plain, frozen = verdict.served_ms, verdict.plain_ms, verdict.frozen_ms
+  if not (served and plain and frozen):
+    return [
+      Fact("Not compared", "No request was also served by plain decoding, so the speed"
+           " of this run has no rival.")
+    ]  # fmt: skip
+  speed = Fact(
+    f"{plain / served:.2f}x plain decoding",
+    f"Serving took {served / 1e3:.1f} s, waiting for updates included: plain decoding"
+    f" would have taken {plain / 1e3:.1f} s ({plain / served:.2f}x) and the frozen"
+    f" draft {frozen / 1e3:.1f} s ({frozen / served:.2f}x).",
+  )
+  saved = (frozen - served) / 1e3
+  if not learns:
+    return [speed, Fact("No learning", "The draft was not updated in this run.")]
+  if verdict.ahead_since:
+    paid = Fact(
+      "Learning paid",
+      f"It saved {saved:.1f} s against the frozen draft, and has been ahead of it and"
+      f" of plain decoding since request {verdict.ahead_since:,}.",
+    )
+  elif saved > 0:
+    paid = Fact(
+      "Learning helped, drafting did not pay",
+      f"It saved {saved:.1f} s against the frozen draft, but plain decoding would have"
+      " been faster than both.",
+    )
+  else:
+    paid = Fact(
+      "Learning has not paid",
+      f"Serving took {-saved:.1f} s longer than it would have taken with the frozen"
+      " draft.",
+    )
+  return [speed, paid]
+
+
+def _per_call(requests: Sequence[Row], name: str) -> float:
+  """Tokens per target call, over the requests that have the field; 0 without any."""
+  rows = [row for row in requests if row.get(name)]
+  calls = sum(row["output_tokens"] / row[name] for row in rows)
+  return sum(row["output_tokens"] for row in rows) / calls if calls else 0.0
 
 
 def agreement_table(segmented: Segments) -> Table:
@@ -115,26 +207,18 @@ def speed_table(segmented: Segments) -> Table:
   return table
 
 
-def headline(segmented: Segments) -> list[str]:
-  """One sentence per segment; figures that were not measured are left out."""
-  sentences = []
-  for label, part in segmented:
-    found = metrics.segment_summary(list(part), EDGE)
-    frozen = found["floor_overlap_last"]
-    rival = "" if np.isnan(frozen) else f" (frozen draft {frozen:.2f})"
-    sentences.append(
-      f"{label}: overlap {found['overlap_first']:.2f} in the first {EDGE} requests,"
-      f" {found['overlap_last']:.2f} in the last {EDGE}{rival}{_acceptance(found)}."
-    )
-  return sentences
-
-
-def _acceptance(found: Mapping[str, float | int]) -> str:
-  first, last = (found[f"draft_acceptance_{edge}"] for edge in ("first", "last"))
-  # Plain decoding drafts no tokens.
-  if np.isnan(first) and np.isnan(last):
-    return ""
-  return f"; draft acceptance {first:.2f}, then {last:.2f}"
+def latency_table(requests: Sequence[Row]) -> Table:
+  """Percentiles of ms per token over the compared requests, one row per way."""
+  table = []
+  for name, field in (("plain", "plain"), ("frozen", "floor"), ("online", "online")):
+    compared = [row for row in requests if row.get("plain_ms_per_token") is not None]
+    values = runs.column(compared, f"{field}_ms_per_token")
+    values = values[np.isfinite(values)]
+    if len(values):
+      found = np.percentile(values, [50, 95, 99])
+      shown = {f"p{p}": _rounded(v) for p, v in zip((50, 95, 99), found)}
+      table.append({"decoding": name, "requests": len(values), **shown})
+  return table
 
 
 def _ms_per_token(rows: Sequence[Row], name: str) -> float:
@@ -144,28 +228,77 @@ def _ms_per_token(rows: Sequence[Row], name: str) -> float:
   return spent / tokens if tokens else float("nan")
 
 
-def comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-  """One run as a row of the table of `osd compare`."""
+# --- Compared runs --------------------------------------------------------------------
+
+
+def comparison(served: Mapping[str, Sequence[Row]]) -> Summary:
+  """Summarises two or more online runs: the fastest, one row per run, verdicts.
+
+  Args:
+    served: name of the run -> rows of its metrics.jsonl.
+  """
+  table = [_comparison_row(name, rows) for name, rows in served.items()]
+  streams = [
+    [(runs.place(row), row.get("source")) for row in runs.request_rows(rows)]
+    for rows in served.values()
+  ]
+  verdicts = [
+    f"{name}: {said}"
+    for name, rows in served.items()
+    if (said := account_lib.verdict(rows).sentence())
+  ]
+  notes = []
+  if any(stream != streams[0] for stream in streams):
+    notes.append(
+      "The runs served different requests, so their times and overlaps say little about"
+      " each other. Compare runs with the same stream and seed."
+    )
+  fastest, second, *_ = sorted(table, key=lambda row: row["ms per token"])
+  ahead = second["ms per token"] / max(fastest["ms per token"], 1e-9)
+  times = (
+    f"{fastest['ms per token']:.2f} ms per token, waiting for updates included, against"
+    f" {second['ms per token']:.2f} of {second['run']}"
+  )
+  if ahead < _EQUAL:
+    fact = Fact(
+      "About equally fast",
+      f"{fastest['run']} and {second['run']} are fastest: {times}.",
+    )
+  else:
+    fact = Fact(
+      f"{fastest['run']} is fastest",
+      f"{fastest['run']} is {ahead:.2f}x as fast as {second['run']}: {times}.",
+    )
+  return Summary(
+    "Comparison of runs",
+    [fact],
+    notes,
+    {"Runs": table},
+    details_notes=verdicts,
+  )
+
+
+_EQUAL = 1.02  # a smaller difference in speed is noise on most machines
+
+
+def _comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
   requests = runs.request_rows(rows)
-  account = account_lib.Account.of(rows)
-  spent = sum(row["decode_ms"] for row in requests)
+  account, verdict = account_lib.Account.of(rows), account_lib.verdict(rows)
   tokens = sum(row["output_tokens"] for row in requests)
-  calls = sum(row["target_calls"] for row in requests)
-  agreement = agreement_table([("", requests)])[0]
-  speeds = speed_table([("", requests)])[0]
+  overlap, frozen = _mean(requests, "overlap"), _mean(requests, "floor_overlap")
+  over = lambda ms: f"{ms / verdict.served_ms:.2f}x" if ms else None
   return {
     "run": name,
     "requests": len(requests),
-    "overlap": _mean(requests, "overlap"),
-    "frozen overlap": _mean(requests, "floor_overlap"),
-    f"overlap last {EDGE}": agreement[f"overlap last {EDGE}"],
-    f"frozen last {EDGE}": agreement[f"frozen last {EDGE}"],
-    "tokens per target call": round(tokens / calls, 2),
-    "ms per token": round(spent / tokens, 2),
-    "plain ms/token": speeds["plain ms/token"],
-    "frozen ms/token": speeds["frozen ms/token"],
-    "wall seconds": None if account is None else round(account.wall, 1),
+    "ms per token": round(verdict.served_ms / tokens, 3),
+    "speed over plain": over(verdict.plain_ms),
+    "speed over frozen": over(verdict.frozen_ms),
+    "tokens per target call": round(_per_call(requests, "tokens_per_target_call"), 2),
+    "overlap": overlap,
+    "frozen overlap": frozen,
+    "overlap gain": None if None in (overlap, frozen) else round(overlap - frozen, 3),
     "learning seconds": None if account is None else round(account.learning, 1),
+    "wall seconds": None if account is None else round(account.wall, 1),
   }
 
 
@@ -193,23 +326,26 @@ def _evaluated(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary
     for kind, heading in headings.items()
     if kind in by_kind
   }
-  sentences = [_speed_sentence(row) for row in by_kind.get("speed", ())]
-  return Summary("Evaluation", sentences, tables)
+  speeds = sorted(by_kind.get("speed", ()), key=lambda row: -row["speed_up"])
+  return Summary("Evaluation", [_speed_fact(row) for row in speeds[:4]], (), tables)
 
 
-def _speed_sentence(row: Row) -> str:
-  text = f"{row['rows']} row(s), {row['draft']}: {row['speed_up']:.2f}x plain decoding"
+def _speed_fact(row: Row) -> Fact:
+  said = f"{row['draft']}, {row['rows']} row(s) in flight"
   if row["predicted"] is None:  # the formulas hold for a fixed K only
-    return f"{text}, K adaptive."
-  return (
-    f"{text} ({row['predicted']:.2f}x predicted from the measured costs,"
-    f" {row['predicted_paper']:.2f}x by the paper's formula)."
-  )
+    said += ", K adaptive."
+  else:
+    said += (
+      f" ({row['predicted']:.2f}x predicted from the measured costs,"
+      f" {row['predicted_paper']:.2f}x by the paper's formula)."
+    )
+  return Fact(f"{row['speed_up']:.2f}x plain decoding", said)
 
 
 def _certified(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
   del rows
-  return Summary("Certificate", [], {"Certificate": _shown(by_kind["certificate"])})
+  tables = {"Certificate": _shown(by_kind["certificate"])}
+  return Summary("Certificate", tables=tables)
 
 
 def _compiled(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
@@ -241,7 +377,7 @@ def _compiled(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
     " Counts come from the compiler's text; estimates are upper bounds from the chip's"
     " published figures."
   )
-  return Summary("Ahead of time", sentences, tables)
+  return Summary("Ahead of time", (), sentences, tables)
 
 
 def _without_empty(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
@@ -257,19 +393,35 @@ def _trained(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
     name for row in evaluations[:1] for t in row["tasks"].values() for name in t
   ]
   sentences = _loss(by_kind.get("step", []))
-  if "distribution_overlap" in measured:
+  is_distilled = "distribution_overlap" in measured
+  title = "Offline distillation" if is_distilled else "Supervised training"
+  if not evaluations:
+    return Summary(title, notes=sentences)
+  name, said = (
+    ("distribution_overlap", "overlap") if is_distilled else ("exact_match",) * 2
+  )
+  was, now = (
+    np.mean([task[name] for task in row["tasks"].values()])
+    for row in (evaluations[0], evaluations[-1])
+  )
+  said = said.replace("_", " ")
+  fact = Fact(
+    f"{now:.2f} {said}",
+    f"On held-out prompts, the {said} went from {was:.2f} at step"
+    f" {evaluations[0]['step']} to {now:.2f} at step {evaluations[-1]['step']}, as a"
+    " mean over tasks.",
+  )
+  if is_distilled:
     tables = {
       "Held-out prompts": _before_and_after(evaluations[0], evaluations[-1]),
       "Overlap over the run": _over_the_run(evaluations, "distribution_overlap"),
     }
-    return Summary("Offline distillation", sentences, tables)
-  tables = {}
-  if evaluations:
+  else:
     tables = {
       "Exact match over the run": _over_the_run(evaluations, "exact_match"),
       "Token accuracy over the run": _over_the_run(evaluations, "token_accuracy"),
     }
-  return Summary("Supervised training", sentences, tables)
+  return Summary(title, [fact], sentences, tables)
 
 
 def _loss(steps: Sequence[Row]) -> list[str]:
@@ -388,20 +540,6 @@ def by_segment(requests: Sequence[Row]) -> list[tuple[str, list[Row]]]:
   return [(part.source, ordered[part.start : part.stop]) for part in segments(ordered)]
 
 
-def edges(parts: Sequence[Segment], size: int = EDGE) -> tuple[list[int], list[int]]:
-  """Positions of the first and of the last `size` requests of every segment.
-
-  The two lists have no common position: in a short segment each gets one half.
-  """
-  first: list[int] = []
-  last: list[int] = []
-  for part in parts:
-    n = min(size, (part.stop - part.start) // 2)
-    first.extend(range(part.start, part.start + n))
-    last.extend(range(part.stop - n, part.stop))
-  return first, last
-
-
 def trailing_mean(
   values: np.ndarray, window: int = WINDOW, starts: Sequence[int] = (0,)
 ) -> np.ndarray:
@@ -435,41 +573,11 @@ def acceptance_per_position(requests: Sequence[Row]) -> np.ndarray:
   Returns:
     [K] float64, empty if no row has the counts.
   """
-  accepted: np.ndarray | None = None
-  calls = 0.0
-  for row in requests:
-    counts = row.get("accepted_per_position")
-    made = _target_calls(row)
-    if counts is None or not made:
-      continue
-    counts = np.asarray(counts, np.float64)
-    accepted = counts if accepted is None else accepted + counts
-    calls += made
-  return np.zeros(0) if accepted is None else accepted / calls
-
-
-def accepted_per_round(requests: Sequence[Row]) -> np.ndarray:
-  """Number of verifications that accepted exactly 0, 1, ..., K drafted tokens.
-
-  Returns:
-    [K + 1] float64, empty if no row has the counts.
-  """
-  total: np.ndarray | None = None
-  for row in requests:
-    counts, made = row.get("accepted_per_position"), _target_calls(row)
-    if counts is not None and made:
-      # Accepted tokens form a prefix, so the counts say "at least i + 1 accepted".
-      at_least = np.array([made, *counts, 0], np.float64)
-      exactly = at_least[:-1] - at_least[1:]
-      total = exactly if total is None else total + exactly
-  return np.zeros(0) if total is None else total
-
-
-def _target_calls(row: Row) -> float:
-  if row.get("target_calls") is not None:
-    return float(row["target_calls"])
-  per_call = row.get("tokens_per_target_call")
-  return float(row.get("output_tokens") or 0) / per_call if per_call else 0.0
+  rows = [row for row in requests if row.get("accepted_per_position") is not None]
+  calls = sum(row["target_calls"] for row in rows)
+  if not calls:
+    return np.zeros(0)
+  return np.sum([row["accepted_per_position"] for row in rows], axis=0) / calls
 
 
 # --- On a console ---------------------------------------------------------------------

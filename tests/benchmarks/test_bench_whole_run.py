@@ -47,16 +47,13 @@ def values(rows):
   return {row["figure"]: row["value"] for row in rows}
 
 
-def test_pairs_share_the_target_in_memory(ran):
+def test_target_is_in_memory_once(ran):
+  """Pairs share it, and compiled programs take it as an argument."""
   one, other = ran[0].values()
   assert one.target_params is other.target_params
   served = [pair.target.prepare(pair.target_params) for pair in (one, other)]
   assert served[0] is served[1]
-
-
-def test_compiled_calls_contain_no_copy_of_the_target(ran):
-  """Parameters are arguments, also in programs that prepare them, like step timing."""
-  for pair in ran[0].values():
+  for pair in (one, other):
     assert not jax.make_jaxpr(pair.target.prepare)(pair.target_params).consts
 
 
@@ -123,12 +120,8 @@ def test_figure_can_be_drawn_from_the_rows(ran):
   assert places == [0, 10, 20, 24] and share[0] == 0
   total = 1 - spent.total("attached online") / spent.total("plain")
   assert share[-1] == pytest.approx(100 * total)
-
-
-def test_rows_without_seconds_per_block_are_not_drawn(ran):
-  """Negative control: rows without seconds per block, as in older runs."""
-  rows = [by_worth(row) for row in ran[2] if "cumulated_seconds" not in row]
-  assert rows and not pictures.panels(rows, (24,))
+  without = [row for row in drawn if "cumulated_seconds" not in row]
+  assert without and not pictures.panels(without, served)
 
 
 def by_worth(row):
@@ -209,18 +202,6 @@ def test_attached_gin_changes_only_the_attached_draft(written):
     for kind, config in made.items()
   }
   assert rates["attached"] == 0.5 != rates["independent"]
-
-
-def test_attached_draft_of_the_demo_uses_its_own_config():
-  parsed = given(
-    "--attached", "shipped:demo_attached_draft.safetensors",
-    "--attached_gin", "runs/demo.gin",
-  )  # fmt: skip
-  made = bench_whole_run.configs(parsed, 0)
-  narrowed = {
-    kind: config.learning.update.loss.num_tokens for kind, config in made.items()
-  }
-  assert narrowed["attached"] > 0 == narrowed["independent"]
 
 
 def test_attached_draft_is_refused_as_independent_draft(ran):

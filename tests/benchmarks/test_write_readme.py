@@ -32,17 +32,10 @@ def test_page_shows_value_goal_verdict_and_origin(tmp_path):
   assert f"| {FIGURE} | <= 0.52 | 0.31 | met | 2 cores, abacus, 0000000 |" in text
 
 
-def test_missed_goal_is_marked(tmp_path):
-  assert "| 0.6 | **missed** |" in page(tmp_path, [{**ROW, "value": 0.6}])
-
-
-def test_newest_row_of_a_figure_is_shown(tmp_path):
-  text = page(tmp_path, [ROW, {**ROW, "value": 0.4}])
-  assert "| 0.4 | met |" in text and "0.31" not in text
-
-
-def test_other_figures_are_not_on_the_page(tmp_path):
-  text = page(tmp_path, [ROW, {**ROW, "figure": "another figure"}])
+def test_page_shows_the_newest_row_and_only_chosen_figures(tmp_path):
+  rows = [ROW, {**ROW, "value": 0.6}, {**ROW, "figure": "another figure"}]
+  text = page(tmp_path, rows)
+  assert "| 0.6 | **missed** |" in text and "0.31" not in text
   assert "another figure" not in text
 
 

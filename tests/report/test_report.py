@@ -1,22 +1,29 @@
-"""report.html is self-contained, shows all its input, and escapes it."""
+"""report.html is self-contained, shows all its input, escapes it, and fits a phone."""
 
+import html
 import html.parser
+import re
+import shutil
+import subprocess
 
 import pytest
+from report import synthetic_run
 
-from osd_jax.report.page import _samples, write_report
-from osd_jax.report.tables import Summary
-from osd_jax.runs import Output, OutputsLog, RunDirectory
+from osd_jax import base
+from osd_jax.report import page, plots
+from osd_jax.report.tables import Fact, Summary
+from osd_jax.runs import MetricsLog, Output, OutputsLog, RunDirectory
 
-# Only the signature of a plot is checked.
-PNG = b"\x89PNG\r\n\x1a\n" + b"\x00" * 40
+SVG = '<?xml version="1.0"?>\n<svg viewBox="0 0 1 1">'
+SVG += '<path style="fill: #ffffff; stroke: #0072b2"/></svg>'
 EVIL = "<script>alert('x')</script> & \"q\""
+ANSWER = "def add(values):\n  total = 0\n  return total"
 
 
 class _Page(html.parser.HTMLParser):
   """Collects tags, attributes and the text of table cells."""
 
-  _VOID = ("meta", "img", "!doctype")
+  _VOID = ("meta", "!doctype")
 
   def __init__(self, text: str):
     super().__init__()
@@ -37,7 +44,7 @@ class _Page(html.parser.HTMLParser):
 
   def handle_data(self, data):
     self.text += data
-    if self.open and self.open[-1] in ("td", "th"):
+    if {"td", "th"} & set(self.open):
       self.cells[-1] += data
 
 
@@ -51,70 +58,101 @@ def run(tmp_path):
   return made
 
 
-def _report(run, title="A title", **kwargs):
-  plot = run.path / "distribution_overlap.png"
-  plot.write_bytes(PNG)
-  tables = {
-    f"Topics {EVIL}": [
-      {"topic": EVIL, "overlap": 0.51234, "requests": 1200},
-      {"topic": "sql", "overlap": None, "speed": "2.10x"},
-    ],
-    "None": [],
-  }
-  found = Summary(title, [f"Faster {EVIL}"], tables)
-  path = write_report(run, found, [plot], **kwargs)
+def _plots(run, count=1):
+  drawn = []
+  for number in range(count):
+    path = run.path / f"plot_{number}.svg"
+    path.write_text(SVG)
+    drawn.append(plots.Plot(path, f"Caption {number} {EVIL}"))
+  return drawn
+
+
+def _report(run, count=1, **kwargs):
+  found = Summary(
+    "A title",
+    [Fact(f"2x {EVIL}", f"Faster {EVIL}")],
+    ["A sentence"],
+    {
+      f"Topics {EVIL}": [
+        {"topic": EVIL, "overlap": 0.51234, "requests": 1200},
+        {"topic": "sql", "overlap": None, "speed": "2.10x"},
+      ],
+      "None": [],
+    },
+    {"Prices": [{"call": "x", "ms": 1234.5}]},
+    ["In detail"],
+  )
+  path = page.write_report(run, found, _plots(run, count), **kwargs)
   assert path == run.report_path
   return path.read_text(encoding="utf-8")
 
 
 def test_report_shows_and_escapes_all_input(run):
-  page = _Page(_report(run, note="A note"))
-  assert page.open == []
-  shown = ("A title", "A note", f"Faster {EVIL}", "seed 7", "git_sha", f"# {EVIL}")
-  assert [words for words in shown if words not in page.text] == []
-  assert page.cells == [
-    "topic",
-    "overlap",
-    "requests",
-    "speed",
-    EVIL,
-    "0.512",
-    "1,200",
-    "–",
-    "sql",
-    "–",
-    "–",
-    "2.10x",
-    "topic",
-    "request",
-    "prompt",
-    "output",
-    "ended by",
-    "tokens per target call",
-    "sql",
-    "0",
-    EVIL,
-    f"text {EVIL}",
-    "EOS",
-    "1.500",
+  shown = _Page(_report(run, note="A note"))
+  assert shown.open == []
+  words = ("A title", "A note", f"Faster {EVIL}", "seed 7", "git_sha", f"# {EVIL}")
+  words += (f"2x {EVIL}", "A sentence", "In detail", f"Caption 0 {EVIL}")
+  assert [text for text in words if text not in shown.text] == []
+  # fmt: off
+  assert shown.cells == [
+    "topic", "overlap", "requests", "speed",
+    EVIL, "0.512", "1,200", "–",
+    "sql", "–", "–", "2.10x",
+    "topic", "request", "prompt", "output", "ended by", "tokens per target call",
+    "sql", "0", EVIL, f"text {EVIL}", "EOS", "1.50",
+    "call", "ms", "x", "1,234.5",
   ]
+  # fmt: on
 
 
 def test_report_loads_and_runs_nothing(run):
-  page = _Page(_report(run))
-  assert not {"script", "link", "iframe", "object", "a"} & set(page.tags)
-  sources = [value for name, value in page.attributes if name in ("src", "href")]
-  assert len(sources) == 1 and sources[0].startswith("data:image/png;base64,")
-  assert not [name for name, _ in page.attributes if name.startswith("on")]
-  assert "url(" not in _report(run) and "@import" not in _report(run)
+  text = _report(run)
+  shown = _Page(text)
+  assert not {"script", "link", "iframe", "object", "img"} & set(shown.tags)
+  names = ("src", "href", "xlink:href")
+  sources = [value for name, value in shown.attributes if name in names]
+  assert sources and all(source.startswith("#") for source in sources)
+  assert not [name for name, _ in shown.attributes if name.startswith("on")]
+  assert "url(" not in text and "@import" not in text
+
+
+def test_headline_plots_tables_and_details_come_in_this_order(run):
+  text = _report(run, count=6)
+  order = ["Faster", "Caption 0", "Caption 3", "Topics", "What was served", "<details>"]
+  order += ["Prices", "More plots", "Caption 4", "Caption 5", "Provenance", "Terms"]
+  places = [text.index(word) for word in order]
+  assert places == sorted(places)
+
+
+def test_headings_link_to_terms_that_the_page_explains(run):
+  shown = _Page(_report(run))
+  ids = {value for name, value in shown.attributes if name == "id"}
+  links = {value[1:] for name, value in shown.attributes if name == "href"}
+  assert "overlap" in links <= ids
+  for term in page.GLOSSARY:
+    assert (page._anchor(term) in ids) == (
+      term in shown.text.split("Provenance")[0].lower()
+    )
+
+
+def test_colours_follow_the_scheme_of_the_page(run):
+  text = _report(run)
+  assert "fill: var(--page); stroke: var(--online)" in text
+  assert "<?xml" not in text and "prefers-color-scheme: dark" in text
+  style = text[: text.index("</style>")]
+  light, dark = (
+    set(re.findall(r"(--\w+):", part)) for part in style.split("@media (prefers")
+  )
+  assert light == dark == set(page._THEMED.values()) | {"--card"}
 
 
 def test_report_can_be_written_without_plots_and_outputs(run):
   run.outputs_path.unlink()
   note = "Plots were left out: no matplotlib"
-  page = _Page(write_report(run, Summary("t", [], {}), [], note).read_text())
-  assert "Plots were left out" in page.text and "img" not in page.tags
-  assert "What was served" not in page.text
+  text = page.write_report(run, Summary("t"), [], note).read_text()
+  shown = _Page(text)
+  assert "Plots were left out" in shown.text and "svg" not in shown.tags
+  assert "What was served" not in shown.text
 
 
 def test_unfinished_run_is_marked(run):
@@ -123,13 +161,13 @@ def test_unfinished_run_is_marked(run):
   assert "not finished" not in _Page(_report(run)).text
 
 
-@pytest.mark.parametrize("content", [None, b"GIF89a"])
-def test_plot_that_is_not_a_png_is_refused_by_name(run, content):
-  plot = run.path / "odd.png"
+@pytest.mark.parametrize("content", [None, "GIF89a"])
+def test_plot_that_is_not_an_svg_is_refused_by_name(run, content):
+  plot = plots.Plot(run.path / "odd.svg")
   if content is not None:
-    plot.write_bytes(content)
-  with pytest.raises(ValueError, match=r"odd\.png as a plot, expected a PNG"):
-    write_report(run, Summary("t", [], {}), [plot])
+    plot.path.write_text(content)
+  with pytest.raises(base.InputError, match=r"odd\.svg as a plot, expected an SVG"):
+    page.write_report(run, Summary("t"), [plot])
 
 
 def test_samples_are_the_first_middle_and_last_output_of_every_task():
@@ -139,11 +177,91 @@ def test_samples_are_the_first_middle_and_last_output_of_every_task():
     for i in range(8)
   ]
   rows[0]["prompt"] = "long " * 200
-  found = _samples(rows)
-  assert [(row["topic"], row["request"]) for row in found] == [
-    ("a", 1),
-    ("a", 4),
-    ("a", 7),
-    ("b", 8),
-  ]
+  found = page._samples(rows)
+  places = [(row["topic"], row["request"]) for row in found]
+  assert places == [("a", 1), ("a", 4), ("a", 7), ("b", 8)]
   assert len(found[0]["prompt"]) < 410  # long prompts are shortened
+
+
+def test_columns_have_the_same_number_of_decimals():
+  text = page._table([{"share": 0.5, "ms": 3.14159}, {"share": 1.0, "ms": 12.0}])
+  assert _Page(text).cells[2:] == ["0.500", "3.14", "1.000", "12.00"]
+
+
+# --- In a browser ---------------------------------------------------------------------
+
+# Measures a page in a frame as wide as a screen. Listed are elements that end to the
+# right of the frame, or in which a part is hidden until it is scrolled.
+MEASURE = """<!DOCTYPE html><body style="margin:0"><pre id="found"></pre>
+<iframe id="f" style="border:0;width:WIDTHpx;height:900px" srcdoc="PAGE"></iframe>
+<script>onload = () => {
+  const inner = document.getElementById("f").contentDocument, found = [];
+  for (const fold of inner.querySelectorAll("details")) fold.open = true;
+  const output = [...inner.querySelectorAll("td")].find(
+    (cell) => cell.textContent.includes("total = 0"));
+  const space = output && getComputedStyle(output).whiteSpace;
+  const size = Math.min(...[...inner.querySelectorAll("svg text")].map((text) =>
+    parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a));
+  for (const part of inner.querySelectorAll("body, body *:not(svg *)")) {
+    const box = part.getBoundingClientRect();
+    if (box.right > WIDTH + 1 || part.scrollWidth > part.clientWidth + 1
+        && part.clientWidth && getComputedStyle(part).display != "inline")
+      found.push(part.tagName + "." + part.className);
+  }
+  const ground = getComputedStyle(inner.body).backgroundColor;
+  document.getElementById("f").remove();
+  document.getElementById("found").textContent =
+    ["found:" + found.join(), space, size.toFixed(1), ground].join("|");
+}</script>"""
+
+
+def _measured(text, width, folder, dark=False):
+  browser = shutil.which("chromium") or shutil.which("google-chrome")
+  if browser is None:
+    pytest.skip("no chromium on this machine")
+  framed = MEASURE.replace("WIDTH", str(width))
+  (folder / "framed.html").write_text(framed.replace("PAGE", html.escape(text)))
+  flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+  flags += " --disable-background-networking --disable-component-update --disable-sync"
+  flags += f" --blink-settings=preferredColorScheme={0 if dark else 1}"
+  command = [browser, *flags.split(), f"--user-data-dir={folder / 'browser'}"]
+  command += ["--window-size=1500,1000", "--dump-dom", f"file://{folder}/framed.html"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  (found,) = re.findall(r"found:(.*?)</pre>", done.stdout)
+  cut, space, size, ground = found.split("|")
+  return [name for name in cut.split(",") if name], space, float(size), ground
+
+
+@pytest.fixture
+def served(tmp_path):
+  """The report of a run, and of two compared runs."""
+  pytest.importorskip("matplotlib", reason="the extra [plots] is not installed")
+  paths = [tmp_path / name for name in ("a_run_with_a_long_name", "another_run")]
+  for seed, path in enumerate(paths):
+    run = RunDirectory.start(path)
+    with MetricsLog(run.metrics_path) as log:
+      for row in synthetic_run.rows(160, seed):
+        log.write(row["kind"], {k: v for k, v in row.items() if k != "kind"})
+    with OutputsLog(run.outputs_path) as log:
+      log.write(Output(0, 0, "python", "x" * 300, ANSWER, "EOS", 30, 3.12))
+    run.finish()
+    run.close()
+  one = page.redraw(paths[0])
+  return [path.read_text() for path in (one, page.compare(paths, tmp_path / "both"))]
+
+
+def test_nothing_is_cut_on_a_desk_or_a_phone(served, tmp_path):
+  for text in served:
+    for width in (400, 800, 1400):
+      cut, space, size, _ = _measured(text, width, tmp_path)
+      assert not cut, width
+      assert size > 8.5, "labels of plots, in pixels"
+      assert space in ("pre-wrap", "undefined", "")  # answers keep their indentation
+  grounds = {_measured(served[0], 400, tmp_path, dark)[3] for dark in (False, True)}
+  assert grounds == {"rgb(255, 255, 255)", "rgb(21, 24, 28)"}
+
+
+def test_cut_tables_are_detected(served, tmp_path):
+  """Negative control: without the style for narrow screens, tables are cut."""
+  wide = served[0].replace("max-width: 48rem", "max-width: 1rem")
+  assert any("DIV.wide" in name for name in _measured(wide, 400, tmp_path)[0])

@@ -45,38 +45,14 @@ def test_mixed_stream_is_one_segment():
   assert tables.segments([]) == []
 
 
-def test_first_and_last_requests_of_a_segment_do_not_overlap():
-  parts = [tables.Segment("a", 0, 200), tables.Segment("b", 200, 231)]
-  # The second segment has 31 requests, less than 2 * 50, so each edge gets 15.
-  first, last = tables.edges(parts, size=50)
-  assert first == [*range(50), *range(200, 215)]
-  assert last == [*range(150, 200), *range(216, 231)]
-
-
 def test_acceptance_per_position_is_relative_to_target_calls():
   rows = [
     {"accepted_per_position": [4, 2], "target_calls": 4},
-    {
-      "accepted_per_position": [3, 0],
-      "output_tokens": 9,
-      "tokens_per_target_call": 1.5,
-    },
+    {"accepted_per_position": [3, 0], "target_calls": 6},
     {"output_tokens": 5},
   ]
-  # Without `target_calls`, the number of calls is 9 / 1.5 = 6, so there are 10 in all.
   np.testing.assert_allclose(tables.acceptance_per_position(rows), [0.7, 0.2])
   assert tables.acceptance_per_position(rows[2:]).size == 0
-
-
-def test_rounds_by_accepted_length_follow_from_counts_by_position():
-  rows = [
-    {"accepted_per_position": [4, 2], "target_calls": 5},
-    {"accepted_per_position": [1, 1], "target_calls": 1},
-  ]
-  # In the first row, one round accepts nothing, two accept 1 token and two accept 2.
-  # The only round of the second row accepts 2.
-  np.testing.assert_array_equal(tables.accepted_per_round(rows), [1, 2, 3])
-  assert tables.accepted_per_round([{"target_calls": 3}]).size == 0
 
 
 def test_trailing_mean_restarts_at_given_starts():

@@ -3,6 +3,7 @@
 import io
 import json
 
+import numpy as np
 import pytest
 import rich.console
 
@@ -85,14 +86,56 @@ def test_speeds_are_token_weighted_means_over_compared_requests():
   assert table["online ms/token"] == 2.0
 
 
-def test_summary_states_the_parts_of_the_wall_time():
-  sentences = tables.summary(requests()).sentences
-  (spent,) = (text for text in sentences if text.startswith("Wall time"))
-  assert spent == (
-    "Wall time 3.0 s: serving 2.4, waiting for updates 0.1, comparing 0.0, metering"
-    " 0.1, rest 0.4. Learning took 0.5 s (1 updates, 2 steps skipped); during 0.4 s of"
-    " them serving went on."
-  )
+def test_percentiles_are_those_of_the_compared_requests():
+  rows = [row for row in requests() if row["kind"] == "request"]
+  for index, row in enumerate(rows[::4]):
+    row["online_ms_per_token"] = float(index)
+  table = {row["decoding"]: row for row in tables.latency_table(rows)}
+  assert list(table) == ["plain", "frozen", "online"]
+  assert table["online"]["p50"] == pytest.approx(14.5)
+  assert table["online"]["p99"] == pytest.approx(np.percentile(np.arange(30), 99))
+
+
+def headline(**changes):
+  """Figures and sentences of a run whose requests have other fields."""
+  rows = [row | changes if row["kind"] == "request" else row for row in requests()]
+  found = tables.summary(rows).headline
+  assert len(found) == 4
+  return [fact.figure for fact in found], " ".join(fact.sentence for fact in found)
+
+
+def test_headline_says_what_was_served_and_whether_learning_paid():
+  """2.4 s of decoding and .1 s of waiting for 1,500 tokens at 4 and 3 ms each."""
+  figures, text = headline()
+  assert figures == [
+    "120 requests", "4.00 tokens per call", "2.40x plain decoding", "Learning paid"
+  ]  # fmt: skip
+  assert "2 topics (maths, sql)" in text and "saved 2.0 s against the frozen" in text
+  assert "Serving took 2.5 s" in text and "taken 6.0 s (2.40x)" in text
+
+
+@pytest.mark.parametrize(
+  ("changes", "figure", "said"),
+  [
+    ({"decode_ms": 40.0}, "Learning has not paid", "0.4 s longer"),
+    (
+      {"plain_ms_per_token": 1.0, "floor_ms_per_token": 3.0},
+      "Learning helped, drafting did not pay",
+      "plain decoding would have been faster",
+    ),
+  ],
+)
+def test_headline_does_not_praise_learning_that_did_not_pay(changes, figure, said):
+  figures, text = headline(**changes)
+  assert figures[3] == figure and said in text
+
+
+def test_headline_without_learning_or_comparisons_says_so():
+  rows = [row for row in requests() if row["kind"] == "request"]
+  figures = [fact.figure for fact in tables.summary(rows).headline]
+  assert figures[-1] == "No learning"
+  alone = [{k: v for k, v in r.items() if k != "plain_ms_per_token"} for r in rows]
+  assert tables.summary(alone).headline[-1].figure == "Not compared"
 
 
 def judged(overlap):
@@ -130,12 +173,16 @@ EVALUATE = [
     (
       requests(),
       "Online speculative decoding",
-      ["maths: overlap 0.82", "Measured over all"],
+      ["<b>2.40x plain decoding</b>", "Measured over all", "Wall time 3.0 s"],
     ),
-    (OFFLINE, "Offline distillation", ["10 steps: loss 2.0000", "3 steps", "0.250"]),
+    (
+      OFFLINE,
+      "Offline distillation",
+      ["10 steps: loss 2.0000", "from 0.25 at", "0.250"],
+    ),
     (PRETRAIN, "Supervised training", ["loss 2.0000", "Exact match over", "0.500"]),
     (CERTIFY, "Certificate", ["near ties", "pair"]),
-    (EVALUATE, "Evaluation", ["1.25x plain decoding (1.50x predicted", "Drafts"]),
+    (EVALUATE, "Evaluation", ["1.25x plain decoding", "(1.50x predicted", "Drafts"]),
     ([], "Run", ["No measurements yet"]),
   ],
 )
@@ -169,58 +216,76 @@ def test_redrawing_a_folder_without_a_run_is_refused(tmp_path):
     page.redraw(tmp_path / "run")
 
 
-def test_comparison_shows_the_figures_of_every_run(tmp_path):
+@pytest.fixture
+def compared(tmp_path):
+  """Two runs with the same stream; the second takes twice as long."""
   for name, scale in (("one", 1.0), ("two", 2.0)):
     rows = requests()
     for row in rows:
       if row["kind"] == "request":
-        row |= {"decode_ms": scale * row["decode_ms"], "target_calls": 5}
+        row |= {"decode_ms": scale * row["decode_ms"], "target_calls": 5, "drafted": 35}
     logged(tmp_path / name, rows)
-  written = page.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
+  return [tmp_path / "one", tmp_path / "two"]
+
+
+def test_comparison_names_the_winner_and_shows_every_run(compared, tmp_path):
+  shown = rich.console.Console(file=io.StringIO(), width=200)
+  written = page.compare(compared, tmp_path / "out", shown)
   text = written.read_text(encoding="utf-8")
-  assert written == tmp_path / "out" / "report.html" and "data:image/png" in text
-  tokens = sum(r["output_tokens"] for r in requests() if r["kind"] == "request")
-  for scale in (1, 2):
-    assert f"{round(scale * 120 * 20.0 / tokens, 2):.3f}" in text
-  assert ">one<" in text and ">two<" in text
+  assert written == tmp_path / "out" / "report.html" and text.count("<svg") == 4
+  # 1,500 tokens in 2.5 and 4.9 s, waiting for the update included.
+  for said in (text, shown.file.getvalue()):
+    assert "one is 1.96x as fast as two: 1.67 ms per token" in said
+    assert "one: Measured over all" in said and "two: Measured over all" in said
+  assert "different requests" not in text
+  found = tables.comparison(
+    {p.name: list(runs.read(p / "metrics.jsonl")) for p in compared}
+  )
+  first, second = found.tables["Runs"]
+  assert (first["overlap"], first["frozen overlap"]) == (0.833, 0.5)
+  assert first["overlap gain"] == 0.333
+  assert [row["speed over plain"] for row in (first, second)] == ["2.40x", "1.22x"]
 
 
-def test_comparison_shows_the_verdict_of_every_run(tmp_path):
+def test_comparison_without_a_winner_or_with_other_requests_says_so():
   rows = requests()
-  for row in rows:
-    if row["kind"] == "request":
-      row |= {"target_calls": 5, "drafted": 35}
-  logged(tmp_path / "learned", rows)
+  alike = tables.comparison({"a": rows, "b": rows})
+  assert alike.headline[0].figure == "About equally fast" and not alike.notes
+  other = [row | {"source": "x"} if "source" in row else row for row in rows]
   without = [
     {k: v for k, v in r.items() if k not in ("floor_overlap", "plain_ms_per_token")}
-    for r in rows
+    for r in other
   ]
-  logged(tmp_path / "unknown", without)
-  shown = rich.console.Console(file=io.StringIO(), width=200)
-  paths = [tmp_path / "learned", tmp_path / "unknown"]
-  written = page.compare(paths, tmp_path / "out", shown)
-  for text in (shown.file.getvalue(), written.read_text(encoding="utf-8")):
-    assert "learned: Measured over all" in text
-    assert "unknown: Measured" not in text
-  first, second = (tables.comparison_row("", r) for r in (rows, without))
-  assert (first["overlap"], first["frozen overlap"]) == (0.833, 0.5)
-  assert (first["frozen ms/token"], second["frozen overlap"]) == (3.0, None)
+  found = tables.comparison({"a": rows, "b": without})
+  assert "served different requests" in found.notes[0]
+  assert [said.split(":")[0] for said in found.details_notes] == ["a"]
+  assert found.tables["Runs"][1]["overlap gain"] is None
 
 
-def test_runs_that_cannot_be_compared_are_named(tmp_path):
-  logged(tmp_path / "one", requests())
-  logged(tmp_path / "two", OFFLINE)
-  with pytest.raises(base.InputError, match="received two, which served no requests"):
-    page.compare([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
-  with pytest.raises(base.InputError, match="received 1 runs, expected two or more"):
-    page.compare([tmp_path / "one"])
+def test_runs_that_cannot_be_compared_are_named(compared, tmp_path):
+  logged(tmp_path / "offline", OFFLINE)
+  refused = {
+    "received offline, which served no requests": [compared[0], tmp_path / "offline"],
+    "received 1 runs, expected two or more": compared[:1],
+    "one 2 times, expected different runs": [*compared, tmp_path / "two/../one"],
+  }
+  for message, paths in refused.items():
+    with pytest.raises(base.InputError, match=message):
+      page.compare(paths, tmp_path / "out")
   assert not (tmp_path / "out").exists()
 
 
+def test_comparison_refuses_an_output_that_is_no_folder(compared, tmp_path):
+  (tmp_path / "file").write_text("mine")
+  for output in (tmp_path / "file", tmp_path / "file" / "below"):
+    with pytest.raises(base.InputError, match="--output: received .*choose another"):
+      page.compare(compared, output)
+  assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_compared_runs_with_the_same_name_show_their_paths(tmp_path):
-  rows = [row | {"target_calls": 5} for row in requests()]
   paths = [tmp_path / parent / "run" for parent in ("a", "b")]
   for path in paths:
-    logged(path, rows)
+    logged(path, requests())
   text = page.compare(paths, tmp_path / "out").read_text(encoding="utf-8")
   assert all(str(path) in text for path in paths)

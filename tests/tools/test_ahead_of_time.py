@@ -57,9 +57,9 @@ def test_every_program_of_a_run_is_compiled_and_counted(
   assert not any(row["foreign_calls"] or row["collectives"] for row in found.values())
   assert found[f"round, K = {drafted}"]["inner_loops"] == 1  # over draft steps
   assert found["append"]["in_place_gb"] > 0.9 * found["append"]["arguments_gb"]
-  assert "not run" in (compiled.path / "report.html").read_text()
-  drawn = {path.stem for path in (compiled.path / "plots").iterdir()}
-  assert drawn == {"memory_of_a_chip", "tokens_per_second"}
+  page = (compiled.path / "report.html").read_text()
+  for shown in ("not run", "Memory of a chip", "Highest speeds, estimated"):
+    assert shown in page
 
 
 def test_memory_by_kind_adds_up_to_the_total(compiled):

@@ -21,7 +21,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Silences mkdocs-material's notice about another generator at every build.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help install demo docs site figures test test-slow durations test-hf test-aot lint format bench clean
+.PHONY: help install demo docs site fork figures test test-slow durations test-hf test-aot lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -59,6 +59,14 @@ docs: $(STAMP) ## serve the docs on this machine, rebuilt when a page changes
 
 site: $(STAMP) ## build the docs into site/ with executed notebooks
 	OSD_DOCS_EXECUTE=true $(BIN)/python -m mkdocs build --strict
+
+# Badges and notebooks cannot know where they are stored, so it is written into them.
+fork: ## point the notebooks at your repository: make fork REPOSITORY=you/osd_jax
+	@[[ "$(REPOSITORY)" =~ ^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$$ ]] \
+	  || { echo "usage: make fork REPOSITORY=OWNER/NAME" >&2; exit 1; }
+	sed -i.bak -E -e 's#(colab.research.google.com/github/)[^/]+/[^/]+#\1$(REPOSITORY)#' \
+	  -e 's#(REPOSITORY = \\")[^\]+#\1$(REPOSITORY)#' notebooks/*.ipynb
+	rm notebooks/*.ipynb.bak
 
 figures: $(STAMP) ## draw the pictures of the results page from committed results
 	$(BIN)/python benchmarks/figures.py

@@ -286,6 +286,8 @@ def _comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
   account, verdict = account_lib.Account.of(rows), account_lib.verdict(rows)
   tokens = sum(row["output_tokens"] for row in requests)
   overlap, frozen = _mean(requests, "overlap"), _mean(requests, "floor_overlap")
+  known = overlap is not None and frozen is not None
+  gain = round(overlap - frozen, 3) if known else None
   over = lambda ms: f"{ms / verdict.served_ms:.2f}x" if ms else None
   return {
     "run": name,
@@ -296,7 +298,7 @@ def _comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     "tokens per target call": round(_per_call(requests, "tokens_per_target_call"), 2),
     "overlap": overlap,
     "frozen overlap": frozen,
-    "overlap gain": None if None in (overlap, frozen) else round(overlap - frozen, 3),
+    "overlap gain": gain,
     "learning seconds": None if account is None else round(account.learning, 1),
     "wall seconds": None if account is None else round(account.wall, 1),
   }

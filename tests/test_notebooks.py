@@ -1,7 +1,9 @@
-"""Notebooks are stored without outputs and run from top to bottom in a fresh kernel."""
+"""Notebooks run from top to bottom in a fresh kernel; stored outputs show plots."""
 
 import json
 import pathlib
+import shutil
+import subprocess
 
 import nbclient
 import nbformat
@@ -81,14 +83,36 @@ def path(request, repository) -> pathlib.Path:
   return repository / "notebooks" / f"{request.param}.ipynb"
 
 
-def test_notebooks_are_stored_without_outputs(path):
+def test_stored_outputs_are_small_and_show_a_plot(path, repository):
+  """GitHub shows stored outputs; notebooks that take long are stored without them."""
   book = nbformat.read(path, as_version=nbformat.NO_CONVERT)
   nbformat.validate(book)
   assert book.nbformat == 4
   code = [cell for cell in book.cells if cell.cell_type == "code"]
-  assert all(cell.execution_count is None and not cell.outputs for cell in code)
   assert "%pip install" in code[0].source and "find_spec" in code[0].source
-  assert "ipywidgets" not in path.read_text()
+  outputs = [output for cell in code for output in cell.outputs]
+  shown = json.dumps(outputs)
+  assert not outputs or "image/png" in shown
+  assert len(shown) < 300_000 and str(repository.parent) not in shown
+  assert not {"error"} & {output.output_type for output in outputs}
+  assert not [word for word in ("Warning", "ipywidgets", "<iframe") if word in shown]
+
+
+def test_make_fork_writes_one_repository_into_every_notebook(repository, tmp_path):
+  shutil.copytree(repository / "notebooks", tmp_path / "notebooks")
+  shutil.copy(repository / "Makefile", tmp_path)
+  for name in ("me/my.fork", "OWNER/osd_jax"):
+    command = ["make", "fork", f"REPOSITORY={name}"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    for path in (tmp_path / "notebooks").iterdir():
+      text = path.read_text()
+      link = f"colab.research.google.com/github/{name}/blob/main/notebooks/{path.name})"
+      assert link in text and f'REPOSITORY = \\"{name}\\"' in text
+  # The second name is the one that is stored.
+  for path in (repository / "notebooks").glob("*.ipynb"):
+    assert path.read_text() == (tmp_path / "notebooks" / path.name).read_text()
+  command = ["make", "fork", "REPOSITORY=https://example.org/x"]
+  assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode
 
 
 def test_all_notebooks_are_executed(repository):
@@ -125,6 +149,7 @@ def test_quick_start_speeds_up_and_keeps_texts(repository, execute, tmp_path):
   assert shipped == adapted == plain and len(set(plain)) == 4
   drafted, undrafted = map(sum, asked["target_calls"])
   assert drafted < undrafted / 2  # so the draft was used
+  assert len(list(kernel.outputs("image/png"))) == 1
   assert asked["updates"] >= 1 and asked["version"] >= 1
   assert (tmp_path / "runs" / "adapted_draft.safetensors").is_file()
   assert "Warning" not in kernel.text()
@@ -141,7 +166,8 @@ def test_adapting_draft_raises_acceptance_and_stays_exact(
   assert exact and served == 80
   assert (tmp_path / run / "report.html").is_file()
   assert kernel.redrawn == 20  # the plot was redrawn as it grew
-  assert len(list(kernel.outputs("image/png"))) == 2  # this plot and that of the run
+  assert len(list(kernel.outputs("image/png"))) == 1  # this plot
+  assert len(list(kernel.outputs("image/svg+xml"))) == 1  # that of the run
   assert any(page.startswith("<iframe") for page in kernel.outputs("text/html"))
   text = kernel.text()
   assert "serve 24/24" in text  # progress without ipywidgets

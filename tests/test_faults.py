@@ -35,7 +35,7 @@ def serve(pair):
 
   def served(folder, models=loaded):
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(plots, "draw_plots_if_available", lambda *_: ([], ""))
+      patch.setattr(plots, "draw_plots", lambda *_: ([], ""))
       return online.run(tiny_online.config(models, folder, **QUICK)).path
 
   served.loaded = loaded

@@ -99,7 +99,7 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(metering.Meter, "row", note)
-    patch.setattr(plots, "draw_plots_if_available", lambda *_: ([], ""))
+    patch.setattr(plots, "draw_plots", lambda *_: ([], ""))
     path = online.run(config).path
   rows = list(runs.read(path / "metrics.jsonl"))
   kinds = (

@@ -249,11 +249,7 @@ def compare(
   folder = Path(output)
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    # The plots are optional: table and verdicts need no matplotlib.
-    try:
-      drawn, note = plots.draw_comparison(served, folder / "plots"), ""
-    except ImportError as error:
-      drawn, note = [], f"Plots were left out: {error}"
+    drawn, note = plots.draw_comparison(served, folder / "plots")
     written = write_page(folder / "report.html", found, drawn, note=note)
   except OSError as error:
     raise base.InputError(
@@ -292,7 +288,7 @@ def _write(
 ) -> tuple[Path, str]:
   """Draws the plots and writes the page; returns its path and why plots are missing."""
   found = tables.summary(rows)
-  drawn, note = plots.draw_plots_if_available(rows, directory.plots_path)
+  drawn, note = plots.draw_plots(rows, directory.plots_path)
   if verdict:
     found = dataclasses.replace(found, notes=[verdict, *found.notes])
   return write_report(directory, found, drawn, note), note
@@ -462,7 +458,7 @@ def _is_numeric(values: Sequence[Any]) -> bool:
   known = [value for value in values if value is not None]
   return all(
     (isinstance(v, (int, float)) and not isinstance(v, bool))
-    or (isinstance(v, str) and v[:-1].replace(".", "").isdigit() and v[-1] in "%x")
+    or (isinstance(v, str) and re.fullmatch(r"[+-]?[\d.]+[%x]?", v))
     for v in known
   )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax import base, runs
+from osd_jax import runs
 from osd_jax.report import tables
 from osd_jax.report.tables import Row
 
@@ -67,17 +67,7 @@ class Plot:
   caption: str = ""
 
 
-def draw_plots_if_available(
-  rows: Iterable[Row], directory: str | Path
-) -> tuple[list[Plot], str]:
-  """Draws the plots, or returns a sentence that explains why there are none."""
-  try:
-    return draw_plots(rows, directory), ""
-  except ImportError as error:
-    return [], f"Plots were left out: {error}"
-
-
-def draw_plots(rows: Iterable[Row], directory: str | Path) -> list[Plot]:
+def draw_plots(rows: Iterable[Row], directory: str | Path) -> tuple[list[Plot], str]:
   """Draws every plot for which the rows have data.
 
   Args:
@@ -85,10 +75,7 @@ def draw_plots(rows: Iterable[Row], directory: str | Path) -> list[Plot]:
     directory: folder of the SVG files, created if needed.
 
   Returns:
-    The plots, in reading order.
-
-  Raises:
-    MissingExtraError: matplotlib is not installed.
+    The plots in reading order, and "" or a sentence that explains why there are none.
   """
   rows = list(rows)
   return _drawn(PLOTS, lambda draw: draw(rows), Path(directory))
@@ -96,15 +83,15 @@ def draw_plots(rows: Iterable[Row], directory: str | Path) -> list[Plot]:
 
 def draw_comparison(
   served: Mapping[str, Sequence[Row]], directory: str | Path
-) -> list[Plot]:
+) -> tuple[list[Plot], str]:
   """Draws overlap, tokens per call and time of several online runs.
 
   Args:
     served: name of the run -> rows of its metrics.jsonl.
     directory: folder of the SVG files, created if needed.
 
-  Raises:
-    MissingExtraError: matplotlib is not installed.
+  Returns:
+    As `draw_plots`.
   """
   draw = lambda arguments: _compared(served, *arguments)
   return _drawn(COMPARED, draw, Path(directory))
@@ -112,14 +99,14 @@ def draw_comparison(
 
 def _drawn(
   plots: Mapping[str, tuple[Any, str]], draw: Callable[[Any], Any], directory: Path
-) -> list[Plot]:
+) -> tuple[list[Plot], str]:
   """Saves the figures that are not None."""
   try:
     import matplotlib
-  except ImportError as error:
-    raise base.MissingExtraError(
-      "plots need matplotlib: pip install osd-jax[plots]"
-    ) from error
+  except ImportError:
+    # Everything else that a report says needs no matplotlib.
+    note = "Plots were left out: they need matplotlib: pip install osd-jax[plots]"
+    return [], note
   directory.mkdir(parents=True, exist_ok=True)
   saved = []
   for name, (what, caption) in plots.items():
@@ -131,7 +118,7 @@ def _drawn(
         path = directory / f"{name}.svg"
         made.savefig(path, dpi=200, metadata=dict.fromkeys(_METADATA))
         saved.append(Plot(path, caption))
-  return saved
+  return saved, ""
 
 
 # --- Figures and axes -----------------------------------------------------------------

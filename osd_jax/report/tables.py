@@ -313,23 +313,33 @@ def _mean(requests: Sequence[Row], name: str) -> float | None:
 # --- Other commands -------------------------------------------------------------------
 
 
-def _evaluated(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
-  del rows
+# Kind of row -> heading of its table.
+_HEADINGS = {
+  "quality": "Target",
+  "draft": "Drafts",
+  "change": "Against {first}",
+  "certificate": "Certificate",
+  "speed": "Speed",
+  "program": "Programs, each on one chip",
+  "memory": "Memory of a chip",
+  "estimate": "Highest speeds, estimated",
+}
+
+
+def _measured(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
+  """Evaluations, certificates, and programs that were compiled for other machines."""
+  title = "Evaluation" if "quality" in by_kind else "Certificate"
+  if {"program", "too_large"} & by_kind.keys():
+    title = "Ahead of time"
   first = by_kind["draft"][0]["draft"] if "draft" in by_kind else ""
-  headings = {
-    "quality": "Target",
-    "draft": "Drafts",
-    "change": f"Against {first}",
-    "certificate": "Certificate",
-    "speed": "Speed",
-  }
   tables = {
-    heading: _shown(by_kind[kind])
-    for kind, heading in headings.items()
+    heading.format(first=first): _shown(by_kind[kind], signed=kind == "change")
+    for kind, heading in _HEADINGS.items()
     if kind in by_kind
   }
   speeds = sorted(by_kind.get("speed", ()), key=lambda row: -row["speed_up"])
-  return Summary("Evaluation", [_speed_fact(row) for row in speeds[:4]], (), tables)
+  facts = [_speed_fact(row) for row in speeds[:4]]
+  return Summary(title, facts, [row["said"] for row in rows if "said" in row], tables)
 
 
 def _speed_fact(row: Row) -> Fact:
@@ -342,49 +352,6 @@ def _speed_fact(row: Row) -> Fact:
       f" {row['predicted_paper']:.2f}x by the paper's formula)."
     )
   return Fact(f"{row['speed_up']:.2f}x plain decoding", said)
-
-
-def _certified(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
-  del rows
-  tables = {"Certificate": _shown(by_kind["certificate"])}
-  return Summary("Certificate", tables=tables)
-
-
-def _compiled(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
-  """Programs that were compiled for another machine and did not run."""
-  del rows
-  headings = {
-    "program": "Programs, each on one chip",
-    "memory": "Memory of a chip",
-    "estimate": "Highest speeds, estimated",
-  }
-  tables = {
-    heading: _shown([_without_empty(row, by_kind[kind]) for row in by_kind[kind]])
-    for kind, heading in headings.items()
-    if kind in by_kind
-  }
-  sentences = [
-    f"{row['program']} does not fit, according to the compiler: {row['said']}"
-    for row in by_kind.get("too_large", ())
-  ]
-  sentences += [
-    f"It needs {row['needed_gb']:.2f} GB of a chip's {row['memory_gb']:.0f} GB."
-    if not row["advice"]
-    else f"It does not fit: {row['needed_gb'] - row['memory_gb']:.2f} GB more than a"
-    f" chip's {row['memory_gb']:.0f} GB; {row['advice']}."
-    for row in by_kind.get("fits", ())
-  ]
-  sentences.append(
-    "The programs were compiled for a machine that is not here, and did not run."
-    " Counts come from the compiler's text; estimates are upper bounds from the chip's"
-    " published figures."
-  )
-  return Summary("Ahead of time", (), sentences, tables)
-
-
-def _without_empty(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-  """The row without the fields that are None in all rows."""
-  return {n: value for n, value in row.items() if any(r[n] is not None for r in rows)}
 
 
 def _trained(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
@@ -460,15 +427,18 @@ def _over_the_run(evaluations: Sequence[Row], name: str) -> Table:
   ]
 
 
-def _shown(rows: Sequence[Row]) -> Table:
-  """Log rows as table rows: rounded, with spaces in the names."""
+def _shown(rows: Sequence[Row], signed: bool = False) -> Table:
+  """Log rows as table rows: rounded, without fields that no row has."""
+  names = [name for name in rows[0] if name not in ("kind", "nonfinite")]
+
+  def shown(value: Any) -> Any:
+    if not isinstance(value, float):
+      return value
+    return f"{value:+.3f}" if signed else _rounded(value)
+
+  names = [name for name in names if any(row.get(name) is not None for row in rows)]
   return [
-    {
-      name.replace("_", " "): _rounded(value) if isinstance(value, float) else value
-      for name, value in row.items()
-      if name not in ("kind", "nonfinite")
-    }
-    for row in rows
+    {name.replace("_", " "): shown(row.get(name)) for name in names} for row in rows
   ]
 
 
@@ -479,12 +449,12 @@ def _rounded(value: float | None) -> float | None:
 # The first kind that a log contains decides, so an online run comes before the steps.
 _SUMMARIES = {
   "request": _served,
-  "quality": _evaluated,
+  "quality": _measured,
   "evaluation": _trained,
   "step": _trained,
-  "certificate": _certified,
-  "program": _compiled,
-  "too_large": _compiled,
+  "certificate": _measured,
+  "program": _measured,
+  "too_large": _measured,
 }
 
 

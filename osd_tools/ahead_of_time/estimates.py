@@ -28,6 +28,13 @@ class Answers(NamedTuple):
 ANSWERS = Answers()
 
 
+_NOTE = (
+  "The programs were compiled for a machine that is not here, and did not run. Counts"
+  " come from the compiler's text; estimates are upper bounds from the chip's published"
+  " figures."
+)
+
+
 def conclusions(
   plan: Plan, made: Mapping[str, Made], answers: Answers = ANSWERS
 ) -> dict[str, list[dict[str, Any]]]:
@@ -39,11 +46,19 @@ def conclusions(
   limit = plan.topology.chip.memory / 1e9
   rows = [{"what": name, "gigabytes_a_chip": size} for name, size in held.items()]
   total = sum(held.values())
-  summary = {"needed_gb": total, "memory_gb": limit, "advice": advice(plan, held)}
+  advised = advice(plan, held)
+  said = f"It needs {total:.2f} GB of a chip's {limit:.0f} GB."
+  if advised:
+    said = (
+      f"It does not fit: {total - limit:.2f} GB more than a chip's {limit:.0f} GB;"
+      f" {advised}."
+    )
+  summary = {"needed_gb": total, "memory_gb": limit, "advice": advised, "said": said}
   return {
     "memory": rows,
     "fits": [summary],
     "estimate": list(estimates(plan, made, answers)),
+    "note": [{"said": _NOTE}],
   }
 
 

@@ -159,10 +159,15 @@ RIGHT = {"sql": {"rows": 8, "token_accuracy": 0.75, "exact_match": 0.5}}
 PRETRAIN = [*OFFLINE[1:3], {"kind": "evaluation", "step": 10, "tasks": RIGHT}]
 CHECK = {"outputs": 4, "equal": 4, "near_ties": 0, "passed": True}
 CERTIFY = [{"kind": "certificate", "K": 3, "rows": 1, "draft": "pair", **CHECK}]
+COMPILED = [
+  {"kind": "program", "program": "prefill", "kernels": 3, "foreign_calls": None},
+  {"kind": "fits", "needed_gb": 1.0, "said": "It needs 1.00 GB."},
+]
 SPEEDS = {"speed_up": 1.25, "predicted": 1.5, "predicted_paper": 2.0}
 EVALUATE = [
   {"kind": "quality", "task": "sql", "exact_match": 0.5},
   {"kind": "draft", "task": "sql", "draft": "first", "distribution_overlap": 0.4},
+  {"kind": "change", "draft": "second", "distribution_overlap": 0.125, "none": None},
   {"kind": "speed", "rows": 1, "draft": "first", **SPEEDS},
 ]
 
@@ -182,7 +187,8 @@ EVALUATE = [
     ),
     (PRETRAIN, "Supervised training", ["loss 2.0000", "Exact match over", "0.500"]),
     (CERTIFY, "Certificate", ["near ties", "pair"]),
-    (EVALUATE, "Evaluation", ["1.25x plain decoding", "(1.50x predicted", "Drafts"]),
+    (EVALUATE, "Evaluation", ["1.25x plain decoding", "(1.50x predicted", "+0.125"]),
+    (COMPILED, "Ahead of time", ["It needs 1.00 GB.", "Programs, each on one"]),
     ([], "Run", ["No measurements yet"]),
   ],
 )

@@ -60,7 +60,10 @@ dl { columns: 22rem; column-gap: 2.5rem; font-size: .9rem; }
 dl div { break-inside: avoid; margin-bottom: .7rem; }
 dt { font-weight: 600; } dd { margin: 0; }
 :target { background: var(--card); outline: 6px solid var(--card); }
-@media (max-width: 48rem) { /* each row of a table becomes a block */
+@media (max-width: 72rem) {
+  table { font-size: .82rem; } th, td { padding: .35rem .4rem; }
+}
+@media (max-width: 52rem) { /* each row of a table becomes a block */
   table, tbody, tr, td { display: block; } tr:first-child { display: none; }
   tr { padding: .5rem 0; border-bottom: 1px solid var(--faint); }
   td { padding: .1rem 0; border: 0; display: flex; gap: 1rem;

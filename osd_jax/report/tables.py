@@ -286,8 +286,9 @@ def _comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
   account, verdict = account_lib.Account.of(rows), account_lib.verdict(rows)
   tokens = sum(row["output_tokens"] for row in requests)
   overlap, frozen = _mean(requests, "overlap"), _mean(requests, "floor_overlap")
-  known = overlap is not None and frozen is not None
-  gain = round(overlap - frozen, 3) if known else None
+  gain = None
+  if overlap is not None and frozen is not None:
+    gain = round(overlap - frozen, 3)
   over = lambda ms: f"{ms / verdict.served_ms:.2f}x" if ms else None
   return {
     "run": name,

@@ -81,21 +81,14 @@ class Account:
     """Seconds that updates ran while serving went on."""
     return max(self.learning - self.parts["waiting for updates"], 0.0)
 
-  def sentence(self) -> str:
-    """Returns the account in words, with the numbers of `table`."""
-    parts = ", ".join(f"{name} {value:.1f}" for name, value in self.parts.items())
-    skipped = f", {self.skipped} steps skipped" if self.skipped else ""
-    metered = f", and metering {self.metered:.1f} s" if self.metered else ""
-    return (
-      f"Wall time {self.wall:.1f} s: {parts}. Learning took {self.learning:.1f} s"
-      f" ({self.updates} updates{skipped}); during {self.overlapped:.1f} s of them"
-      f" serving went on{metered}."
-    )
-
   def table(self) -> list[dict[str, Any]]:
     """Returns rows of the parts, their sum, and learning below it."""
     entries = [*self.parts.items(), ("wall time", self.wall)]
-    entries.append((f"learning ({self.updates} updates)", self.learning))
+    skipped = f", {self.skipped} steps skipped" if self.skipped else ""
+    entries += [
+      (f"learning ({self.updates} updates{skipped})", self.learning),
+      ("learning while serving went on", self.overlapped),
+    ]
     if self.metered:
       entries.append(("metering on another thread", self.metered))
     return [

@@ -71,20 +71,18 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
   requests = runs.request_rows(rows)
   segmented = by_segment(requests)
   verdict = account_lib.verdict(rows)
-  details, said = {}, [verdict.sentence()]
+  details, said = {}, verdict.sentence()
   if latency := latency_table(requests):
     details["Percentiles of milliseconds per token"] = latency
   account = account_lib.Account.of(rows)
   if account is not None:
     details["Where the time went"] = account.table()
-    said.append(account.sentence())
   if "costs" in by_kind:
     costs = Costs.from_json(by_kind["costs"][0])
     if predicted := account_lib.predictions(costs, rows):
       details["Predicted from the costs, and measured"] = predicted
     details["Costs on this machine"] = costs.table()
-    if not verdict.sentence():
-      said.append(account_lib.predicted_saving(costs, rows))
+    said = said or account_lib.predicted_saving(costs, rows)
   events = [*by_kind.get("mesh", ())[:1], *by_kind.get("replica", ())[:3]]
   return Summary(
     "Online speculative decoding",
@@ -95,7 +93,7 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
       "Speed per topic": speed_table(segmented),
     },
     details,
-    [sentence for sentence in said if sentence],
+    [said] if said else [],
   )
 
 

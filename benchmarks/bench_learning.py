@@ -28,6 +28,7 @@ import dataclasses
 import tempfile
 import time
 
+import accounts
 import measure
 import numpy as np
 import rich.console
@@ -144,13 +145,12 @@ def break_even(learned: Run, frozen: Run) -> float:
   """Returns the number of requests after which learning has saved more than it cost."""
   calls = frozen.of("requests", "target_calls") - learned.of("requests", "target_calls")
   saved = np.cumsum(calls) * np.median(frozen.steps) * 1e3
-  finished = np.arange(1, len(saved) + 1)
+  finished = range(1, len(saved) + 1)
   taken = learned.of("updates", "finished")
   costs = learned.of("updates", "update_ms")
-  cost = np.array([costs[taken <= n].sum() for n in finished])
-  behind = finished[saved <= cost]
-  first = int(behind[-1]) + 1 if len(behind) else 1
-  return float(first) if first <= len(saved) else float("inf")
+  cost = [costs[taken <= n].sum() for n in finished]
+  first = accounts.break_even(finished, cost, saved.tolist())
+  return float("inf") if first is None else float(first)
 
 
 def cost_of(runs: list[Run], frozen: list[Run]) -> dict[str, float]:

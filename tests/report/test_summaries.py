@@ -38,7 +38,7 @@ def requests() -> list[dict]:
     rows.append(row)
   update = {
     "kind": "update",
-    "finished": 8,
+    "finished": 0,
     "version": 1,
     "loss": 1.0,
     "update_ms": 500.0,
@@ -46,7 +46,7 @@ def requests() -> list[dict]:
     "skipped": 2,
     "steps": 2,
   }
-  return [*rows, update, {"kind": "summary", "wall_seconds": 3.0}]
+  return [update, *rows, {"kind": "summary", "wall_seconds": 3.0}]
 
 
 def logged(path, rows) -> runs.RunDirectory:

@@ -107,8 +107,8 @@ def _headline(
   facts = [
     Fact(
       f"{len(requests):,} requests",
-      f"{tokens:,} tokens were generated in answer to {len(requests):,} requests about"
-      f" {named if len(topics) > 1 else topics[0] or 'one topic'}.",
+      f"About {named if len(topics) > 1 else topics[0] or 'one topic'}, answered with"
+      f" {tokens:,} tokens.",
     )
   ]
   if per_call := _per_call(requests, "tokens_per_target_call"):
@@ -117,8 +117,7 @@ def _headline(
     facts.append(
       Fact(
         f"{per_call:.2f} tokens per call",
-        f"Each call of the target gave {per_call:.2f} tokens on average; plain decoding"
-        f" gives 1{rival}.",
+        f"The average over all calls of the target; plain decoding gives 1{rival}.",
       )
     )
   return [*facts, *_speed_facts(verdict, learns)]

@@ -34,6 +34,7 @@ h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
 a { color: inherit; text-decoration: underline dotted var(--plain); }
 .faint, figcaption { color: var(--plain); font-size: .9rem; }
 .faint { overflow-wrap: anywhere; }
+.alert { padding: .8rem 1rem; border: 2px solid var(--frozen); font-weight: 600; }
 .cards, .plots { display: grid; gap: 1rem; margin: 1.2rem 0;
   grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); }
 .plots { gap: 2rem; grid-template-columns:
@@ -391,7 +392,12 @@ def _block(name: str, parts: Iterable[str]) -> str:
 
 
 def _paragraphs(sentences: Iterable[str]) -> list[str]:
-  return [f'<p class="faint">{_text(said)}</p>' for said in sentences if said]
+  # Outputs that are not the target's are the one thing that nobody may overlook.
+  return [
+    f'<p class="{"alert" if "NOT EXACT" in said else "faint"}">{_text(said)}</p>'
+    for said in sentences
+    if said
+  ]
 
 
 def _details(summary: str, inner: str) -> str:

@@ -152,6 +152,12 @@ def test_report_can_be_written_without_plots_and_outputs(run):
   assert "What was served" not in shown.text
 
 
+def test_outputs_that_are_not_exact_stand_out(run):
+  found = Summary("t", notes=["All equal.", "NOT EXACT, please report this."])
+  text = page.write_report(run, found, []).read_text()
+  assert '<p class="faint">All equal.' in text and '<p class="alert">NOT' in text
+
+
 def test_unfinished_run_is_marked(run):
   assert "not finished" in _Page(_report(run)).text
   run.finish()

@@ -339,7 +339,8 @@ def per_position(rows: Sequence[Row]) -> Any:
       axes.set_title(topic, fontsize="medium", color=PLAIN)
   for axes in grid[len(panels) :]:
     axes.set_visible(False)
-  made.supxlabel("position of the drafted token in its round", fontsize="medium")
+  for axes in grid[-min(len(panels), 2) :]:
+    axes.set_xlabel("position in the round")
   legend(made, grid[0])
   return made
 

@@ -23,26 +23,27 @@ def test_trailing_mean_averages_the_measured_values_of_the_window():
   assert np.isnan(means[:3]).all()
 
 
-def test_sharp_shifts_are_found_at_the_right_request():
-  parts = tables.segments(_requests(["a"] * 30 + ["b"] * 20 + ["a"] * 15))
-  assert parts == [
-    tables.Segment("a", 0, 30),
-    tables.Segment("b", 30, 50),
-    tables.Segment("a", 50, 65),
-  ]
-
-
-def test_single_requests_around_a_shift_are_not_segments():
-  sources = ["b"] + ["a"] * 29 + ["b", "a", "b"] + ["b"] * 30
-  parts = tables.segments(_requests(sources))
-  assert [(p.source, p.start) for p in parts] == [("a", 0), ("b", 32)]
-
-
-def test_mixed_stream_is_one_segment():
-  sources = list(np.random.default_rng(0).choice(["a", "b", "c", "d"], 200))
-  assert tables.segments(_requests(sources)) == [tables.Segment("mixed", 0, 200)]
-  assert tables.segments(_requests(["a"] * 4)) == [tables.Segment("a", 0, 4)]
-  assert tables.segments([]) == []
+@pytest.mark.parametrize(
+  ("sources", "expected"),
+  [
+    (
+      ["a"] * 30 + ["b"] * 20 + ["a"] * 15,
+      [("a", 0, 30), ("b", 30, 50), ("a", 50, 65)],
+    ),
+    # Single requests around a shift are not segments.
+    (["b"] + ["a"] * 29 + ["b", "a", "b"] + ["b"] * 30, [("a", 0, 32), ("b", 32, 63)]),
+    (["a"] * 3 + ["b"] * 2, [("a", 0, 3), ("b", 3, 5)]),  # short, but none repeats
+    (
+      list(np.random.default_rng(0).choice(["a", "b", "c", "d"], 200)),
+      [("mixed", 0, 200)],
+    ),
+    (["a"] * 4, [("a", 0, 4)]),
+    ([], []),
+  ],
+)
+def test_segments_start_where_a_source_lasts(sources, expected):
+  found = tables.segments(_requests(sources))
+  assert [(part.source, part.start, part.stop) for part in found] == expected
 
 
 def test_acceptance_per_position_is_relative_to_target_calls():
@@ -60,11 +61,6 @@ def test_trailing_mean_restarts_at_given_starts():
   restarted = tables.trailing_mean(values, 3, starts=[0, 2])
   np.testing.assert_allclose(restarted, [0, 0, 1, 1, 5 / 3])
   assert tables.trailing_mean(values, 3)[2] == pytest.approx(1 / 3)
-
-
-def test_short_segments_are_split_if_topics_do_not_repeat():
-  parts = tables.segments(_requests(["a"] * 3 + ["b"] * 2))
-  assert [(p.source, p.start, p.stop) for p in parts] == [("a", 0, 3), ("b", 3, 5)]
 
 
 def test_requests_are_sorted_by_stream_order():

@@ -94,11 +94,6 @@ def Above(bound: float) -> Constraint:
   return Constraint(f"> {bound}", lambda x: bound < x < math.inf)
 
 
-def AtMost(bound: float) -> Constraint:
-  """Requires a number <= bound."""
-  return Constraint(f"<= {bound}", lambda x: x <= bound)
-
-
 def Below(bound: float) -> Constraint:
   """Requires a number < bound."""
   return Constraint(f"< {bound}", lambda x: x < bound)

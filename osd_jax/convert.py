@@ -62,7 +62,8 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   """
   to_folder = config.output_kind == _HUGGING_FACE
   # Checked first: converting a large model takes minutes.
-  weights.check_output("ConvertConfig.output", config.output, to_folder)
+  kind = "new folder" if to_folder else "file"
+  runs.check_output("ConvertConfig.output", config.output, kind)
   source = assets.resolve(config.source, "ConvertConfig.source")
   kind = _kind_of(source) if config.kind == "auto" else config.kind
   held = _READERS[kind](config, source)

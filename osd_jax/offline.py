@@ -15,7 +15,6 @@ from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation import update as updates
 from osd_jax.engine import agreement
 from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
-from osd_jax.models import weights
 from osd_jax.report import page, progress
 
 LOG_EVERY = 20  # steps between log rows
@@ -93,7 +92,7 @@ def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
     config: corpus, models, update and output of the run.
     operative_config: gin text stored in the run directory.
   """
-  weights.check_output("OfflineConfig.output", config.output)
+  runs.check_output("OfflineConfig.output", config.output)
 
   def body(directory, console):
     with progress.bar(console) as bar:
@@ -134,11 +133,12 @@ class OfflineLoop:
     self.loss = self.overlap = float("nan")
     self._losses: list[Any] = []
     self._log = runs.MetricsLog(directory.metrics_path)
-    self._checkpointer = runs.Checkpointer(directory.checkpoints_path)
-    if self._checkpointer.latest_step() is None:
-      self._log.truncate(0)  # rows of a run that ended before its first checkpoint
-    else:
-      self._restore()
+    self._checkpointer = runs.Checkpointer(
+      directory.checkpoints_path,
+      logs=[self._log],
+      models=(self.pair.target_params, self.pair.draft_params),
+    )
+    self._restore()
 
   # Corpus and held-out answers are made when first needed, so that a run which only
   # has to write its output again generates nothing.
@@ -212,16 +212,11 @@ class OfflineLoop:
 
   def checkpoint(self) -> None:
     """Saves the current step if it has not been saved yet."""
-    if self.steps_taken in self._checkpointer.steps():
-      return
-    # A checkpoint stores the length of the log, so the log must be on disk first.
-    self._log.sync()
     host = {
       "steps_taken": self.steps_taken,
       "loss": self.loss,
       "overlap": self.overlap,
       "losses": [float(loss) for loss in self._losses],
-      "metrics_bytes": self._log.length,
     }
     self._checkpointer.save(self.steps_taken, self.learner, host)
 
@@ -278,11 +273,12 @@ class OfflineLoop:
     self.overlap = float(np.mean(overlaps))
 
   def _restore(self) -> None:
-    self.learner, host = self._checkpointer.restore(None, self.learner)
-    self.steps_taken, self.loss = host["steps_taken"], host["loss"]
-    self.overlap = host["overlap"]
-    self._losses = list(host["losses"])
-    self._log.truncate(host["metrics_bytes"])
+    found = self._checkpointer.restore(self.learner)
+    if found is not None:
+      self.learner, host = found
+      self.steps_taken, self.loss = host["steps_taken"], host["loss"]
+      self.overlap = host["overlap"]
+      self._losses = list(host["losses"])
 
 
 def shuffled(count: int, start: int, size: int, seed: int) -> np.ndarray:

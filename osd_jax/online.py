@@ -79,7 +79,7 @@ class OnlineConfig(base.Config):
   compare_every: base.CountOrZero = 4
   measure_costs: bool = True
   keep_drafts: bool = False
-  keep_outputs: Annotated[str, base.OneOf(*runs.OUTPUTS_KEPT)] = "text"
+  keep_outputs: Annotated[str, base.OneOf("none", "text", "ids")] = "text"
   checkpoint_every: base.Count = 100
   run_directory: base.Folder = "runs/online"
   overwrite: bool = False
@@ -172,10 +172,10 @@ class OnlineLoop:
     )
     self._announce = self.server.engine.report = announce
     self._checkpointer = runs.Checkpointer(
-      directory.checkpoints_path, config.checkpoint_every
-    )
-    self._fingerprint = runs.fingerprint(
-      (self.pair.target_params, self.pair.draft_params)
+      directory.checkpoints_path,
+      config.checkpoint_every,
+      self._log.files,
+      (self.pair.target_params, self.pair.draft_params),
     )
     self.finished = self._submitted = 0
     self._seconds_before = 0.0  # serving time of earlier sessions
@@ -184,10 +184,8 @@ class OnlineLoop:
     self.server.warm_up(config.learn)
     self._meter.warm_up()
     compiled, measuring_ms = time.perf_counter(), 0.0
-    if self._checkpointer.latest_step() is None:
+    if not self._restored():
       measuring_ms = self._begin()
-    else:
-      self._restore()
     start = {
       "loading_ms": (loaded - started) * 1e3,
       "compiling_ms": (compiled - loaded) * 1e3,
@@ -281,20 +279,14 @@ class OnlineLoop:
     self._finish_processing()
     # The rows in flight must be saved with the draft that decodes them from here on.
     self.server.swap_pending()
-    # The log files are synced first. A checkpoint stores their lengths, so these rows
-    # must be on disk before the checkpoint is.
-    log = self._log.state()
     arrays, server = self.server.state()
     host = {
       "finished": self.finished,
       "submitted": self._submitted,
       "stream": self.stream.state(),
       "server": server,
-      "fingerprint": self._fingerprint,
-      **log,
     }
-    if self.finished not in self._checkpointer.steps():
-      self._checkpointer.save(self.finished, arrays, host)
+    self._checkpointer.save(self.finished, arrays, host)
 
   def wait(self) -> None:
     """Waits for all background work: processing, updates and the last checkpoint."""
@@ -332,19 +324,19 @@ class OnlineLoop:
   def _log_output(
     self, row: dict[str, Any], query: streams.Query, done: Finished
   ) -> None:
-    self._log.outputs.write(
-      runs.Output(
-        index=row["index"],
-        query=query.index,
-        task=query.task,
-        prompt=query.prompt,
-        text=self.pair.vocabulary.decode(done.tokens),
-        stop_reason=done.stop_reason.name,
-        tokens=len(done.tokens),
-        tokens_per_target_call=row["tokens_per_target_call"],
-        prompt_ids=query.tokens.tolist(),
-        output_ids=done.tokens.tolist(),
-      )
+    self._log.write_output(
+      {
+        "index": row["index"],
+        "query": query.index,
+        "task": query.task,
+        "prompt": query.prompt,
+        "text": self.pair.vocabulary.decode(done.tokens),
+        "stop_reason": done.stop_reason.name,
+        "tokens": len(done.tokens),
+        "tokens_per_target_call": row["tokens_per_target_call"],
+        "prompt_ids": query.tokens,
+        "output_ids": done.tokens,
+      }
     )
 
   def _log_update(self, outcome: Outcome | None) -> None:
@@ -371,7 +363,6 @@ class OnlineLoop:
       Milliseconds that measuring costs took.
     """
     config = self.config
-    self._log.begin()
     self._log.write("data", {"tasks": self.stream.report()}, self.finished)
     if warning := sharding.make(config.partition).unsplit(self.pair.target):
       self._log.log_event("mesh", warning)
@@ -401,13 +392,16 @@ class OnlineLoop:
     if config.learn:
       self.server.learner.costs = found
 
-  def _restore(self) -> None:
-    """Continues from the newest readable checkpoint."""
-    arrays, host = self._checkpointer.restore(
-      None, lambda host: self.server.structure(host["server"])
+  def _restored(self) -> bool:
+    """Continues from the newest checkpoint that can be used, if there is one."""
+    found = self._checkpointer.restore(
+      lambda host: self.server.structure(host["server"])
     )
-    runs.check_fingerprint(host["fingerprint"], self._fingerprint)
+    if found is None:
+      return False
+    arrays, host = found
     self.stream.restore(host["stream"])
     self.finished, self._submitted = host["finished"], host["submitted"]
     self.server.restore(arrays, host["server"], self._request)
-    self._seconds_before = self._log.restore(host)
+    self._seconds_before = self._log.restore()
+    return True

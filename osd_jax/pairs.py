@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from osd_jax import assets, base, remote, sharding
+from osd_jax import assets, base, remote, runs, sharding
 from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
 from osd_jax.models import attached, convert, families, weights
 from osd_jax.models.families import ModelConfig
@@ -115,6 +115,7 @@ class Pair:
 
     `PairConfig.draft` accepts the file, unless the draft is user-defined.
     """
+    runs.check_output("save", path)
     # The frozen part belongs to the target, whose file contains it already.
     trained, _ = self.draft.split(params)
     match self.draft_config:

@@ -22,9 +22,6 @@ from osd_jax import base
 
 CACHE = "~/.cache/osd_jax/remote"
 EVERY_SECONDS = 60.0  # between two uploads of a run directory
-# A remote file has changed if any of these fields differs. Not every file system has
-# every field.
-_VERSION = ("size", "etag", "ETag", "crc32c", "md5Hash", "mtime", "created")
 _LOCAL_ONLY = re.compile(r"(^|/)\.lock$|\.tmp$|orbax-checkpoint-tmp")
 
 
@@ -52,13 +49,12 @@ def fetched(address: str, setting: str) -> Path:
     known = _read(folder / "copied.json")
     for inside, info in found.items():
       file = target / inside if inside else target
-      if known.get(inside) != _version(info) or not file.is_file():
+      if known.get(inside) != info["version"] or not file.is_file():
         _get(address, info["name"], file)
-        known[inside] = _version(info)
     # A file that was removed remotely must not be read from the copy.
     for inside in known.keys() - found.keys():
       (target / inside).unlink(missing_ok=True)
-    _write(folder / "copied.json", {name: known[name] for name in found})
+    _write(folder / "copied.json", _versions(found))
   return target
 
 
@@ -127,8 +123,7 @@ class Mirror:
     """
     with _errors(self.address, "run_directory"):
       found = _files(self.address)
-      there = {inside: _version(info) for inside, info in found.items()}
-      before = _read(self._notes).get("there", {})
+      there, before = _versions(found), _read(self._notes).get("there", {})
       if sign not in there and sign in before:
         self._put_aside()
       if sign not in there or there == before:
@@ -152,8 +147,7 @@ class Mirror:
       # Only files that were uploaded from here are removed; others are not ours.
       for inside in there.keys() & (before.keys() - here.keys()):
         system.rm_file(there.pop(inside)["name"])
-      versions = {inside: _version(info) for inside, info in there.items()}
-      _write(self._notes, {"there": versions, "here": here})
+      _write(self._notes, {"there": _versions(there), "here": here})
 
   def begin(self) -> None:
     """Starts a thread that uploads every `EVERY_SECONDS`."""
@@ -228,14 +222,20 @@ def _system(address: str) -> tuple[Any, str]:
   return system, root.rstrip("/")
 
 
-def _files(address: str) -> dict[str, dict[str, Any]]:
-  """Information on every remote file, by relative path; "" if `address` is a file."""
+def _files(address: str) -> dict[str, dict[str, str]]:
+  """Name and version of every remote file, by relative path; "" if `address` is one.
+
+  The version covers all that the file system tells: size, time, checksum.
+  """
   system, root = _system(address)
-  found = system.find(root, detail=True)
   return {
-    name.removeprefix(root).strip("/"): {**info, "name": name}
-    for name, info in found.items()
+    name.removeprefix(root).strip("/"): {"name": name, "version": str(info)}
+    for name, info in system.find(root, detail=True).items()
   }
+
+
+def _versions(found: Mapping[str, dict[str, str]]) -> dict[str, str]:
+  return {inside: info["version"] for inside, info in found.items()}
 
 
 def _get(address: str, name: str, file: Path) -> None:
@@ -252,10 +252,6 @@ def _put(file: Path, system: Any, path: str) -> None:
   if getattr(system, "local_file", False):
     system.makedirs(path.rpartition("/")[0], exist_ok=True)
   system.put_file(str(file), path)
-
-
-def _version(info: Mapping[str, Any]) -> str:
-  return repr([str(info.get(name)) for name in _VERSION])
 
 
 def _cache(address: str) -> Path:

@@ -4,6 +4,8 @@ A command passes `run` a function with its own work. Commands that go step by st
 pass their loop to `run_steps`, which shows progress and handles signals.
 """
 
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,7 +13,6 @@ import rich.console
 
 from osd_jax import certificate, runs
 from osd_jax.report import page
-from osd_jax.runs import signals
 
 # Does the work of a command in its run directory. Returns the verdict over the outputs
 # that were checked, and a sentence to print if there were none.
@@ -70,10 +71,51 @@ def run_steps(loop: Loop, show: Callable[[Any], object]) -> None:
     loop.wait()
 
   try:
-    with signals.Deferred() as interruption:
+    with _DeferredSignals() as interruption:
       while (shown := loop.step()) is not None:
         show(shown)
         interruption.deliver(leave)
   finally:
     # If a step raised an error, the last checkpoint is still written completely.
     loop.wait()
+
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+class _DeferredSignals:
+  """Holds SIGINT and SIGTERM back from `__enter__` until `deliver`.
+
+  A second signal takes effect at once. Outside the main thread nothing is held back,
+  because Python delivers signals only to the main thread.
+  """
+
+  def __init__(self):
+    self._noted: int | None = None
+    self._handlers: dict[int, Any] = {}
+
+  def __enter__(self) -> "_DeferredSignals":
+    if threading.current_thread() is threading.main_thread():
+      self._handlers = {s: signal.signal(s, self._note) for s in _ENDING}
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    while self._handlers:
+      signal.signal(*self._handlers.popitem())
+
+  def deliver(self, before: Callable[[], object]) -> None:
+    """If a signal arrived, calls `before` and then lets the signal take effect."""
+    if self._noted is not None:
+      # The handlers are restored before the signal is raised again, so that it has the
+      # effect it would have had at first.
+      noted, self._noted = self._noted, None
+      before()
+      self.__exit__()
+      signal.raise_signal(noted)
+
+  def _note(self, number: int, frame: object) -> None:
+    del frame
+    if self._noted is not None:
+      self.__exit__()
+      signal.raise_signal(number)
+    self._noted = number

@@ -118,18 +118,11 @@ class Partitioner:
       f" {self.mesh.shape['model']} does not divide them, so every device holds all."
     )
 
-  def draft_params(self, model: base.Model) -> Any:
-    """Returns shardings of a draft's parameters; small drafts are replicated."""
-    shardings = self.params(model)
-    if not self.is_whole(model):
-      return shardings
-    return jax.tree.map(lambda _: self.replicated, shardings)
-
   def place_draft(self, model: base.Model, params: base.Params) -> base.Params:
-    """Puts a draft's parameters on the mesh as `draft_params` says."""
-    if self.mesh.size == 1:
-      return jax.device_put(params)
-    return jax.device_put(params, self.draft_params(model))
+    """Like `place_params`, but small drafts are replicated."""
+    if self.mesh.size > 1 and self.is_whole(model):
+      return jax.device_put(params, self.replicated)
+    return self.place_params(model, params)
 
   def is_whole(self, model: base.Model) -> bool:
     """Whether a draft is small enough to be replicated."""
@@ -258,7 +251,7 @@ def over(config: PartitionConfig, devices: Sequence[Any]) -> Partitioner:
   grid = np.asarray(devices[:needed]).reshape(config.data, config.model)
   # Auto: XLA derives the shardings of intermediate arrays from those of the arguments.
   mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-  return Partitioner(mesh, WHOLE_DRAFT)
+  return Partitioner(mesh)
 
 
 def on_host(tree: Any) -> Any:

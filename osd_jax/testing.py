@@ -4,6 +4,7 @@ They are part of the package so that you can check your own model or acceptance 
 with the tools that check this one.
 """
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -26,16 +27,8 @@ TINY_T5 = t5.T5Config(
   tied_head=False,
 )
 
-TINY_DRAFT = t5.T5Config(
-  vocab_size=64,
-  width=16,
-  num_heads=2,
-  head_dim=8,
-  mlp_dim=24,
-  num_encoder_layers=1,
-  num_decoder_layers=1,
-  mlp_activations=("gelu", "linear"),
-  tied_head=False,
+TINY_DRAFT = dataclasses.replace(
+  TINY_T5, width=16, head_dim=8, mlp_dim=24, num_decoder_layers=1
 )
 
 TINY_LLAMA = shapes.LlamaConfig(
@@ -50,16 +43,8 @@ TINY_LLAMA = shapes.LlamaConfig(
   eos_ids=(1,),
 )
 
-TINY_LLAMA_DRAFT = shapes.LlamaConfig(
-  vocab_size=64,
-  width=16,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  mlp_dim=24,
-  num_layers=1,
-  max_positions=256,
-  eos_ids=(1,),
+TINY_LLAMA_DRAFT = dataclasses.replace(
+  TINY_LLAMA, width=16, num_heads=2, num_kv_heads=1, mlp_dim=24, num_layers=1
 )
 
 

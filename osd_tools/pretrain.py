@@ -81,7 +81,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
     operative_config: gin text stored in the run directory.
   """
   # Checked first: training must not end in an error about a folder.
-  weights.check_output("PretrainConfig.output", config.output)
+  runs.check_output("PretrainConfig.output", config.output)
   path = assets.resolve(config.vocabulary, "PretrainConfig.vocabulary")
   vocabulary = Vocabulary.load(path, config.extra_ids)
   # A larger V is fine, as in published models; the rows beyond the vocabulary are never
@@ -97,14 +97,11 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
   def body(directory, console):
     state = initial_state(config, model)
     with (
-      runs.Checkpointer(directory.checkpoints_path) as saved,
       runs.MetricsLog(directory.metrics_path) as log,
+      runs.Checkpointer(directory.checkpoints_path, logs=[log]) as saved,
     ):
-      if saved.latest_step() is None:
-        log.truncate(0)
-      else:
-        state, host = saved.restore(None, state)
-        log.truncate(host["metrics_bytes"])
+      if (found := saved.restore(state)) is not None:
+        state, _ = found
         resumed = saved.resumed("step", config.steps)
         console.print(resumed, highlight=False, soft_wrap=True)
       state = _loop(config, model, vocabulary, state, log, saved, console)
@@ -223,7 +220,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
   for corpus in corpora.values():
     for sentence in corpus.sentences:
       console.print(sentence, highlight=False)
-  if log.lines == 0:
+  if log.rows == 0:
     log.write("data", {name: corpus.report for name, corpus in corpora.items()})
   partitioner = sharding.make(config.partition)
   # A skipped step has used its batch too, so it counts.
@@ -256,7 +253,7 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
         log.write("evaluation", {"step": step, "tasks": tasks})
         bar.console.print(_sentence(step, tasks))
       if step % config.checkpoint_every == 0 or step == config.steps:
-        saved.save(step, state, {"metrics_bytes": log.length})
+        saved.save(step, state, {})
   return state
 
 

@@ -107,13 +107,36 @@ def alone(folder, tmp_path_factory):
   return run
 
 
+def kill(running, victim, directory):
+  """Kills a process after the first checkpoint; the other must end within a minute."""
+  until = time.monotonic() + PATIENCE
+  while not list((directory / "checkpoints").glob("[0-9]*")):
+    assert time.monotonic() < until and running[victim].poll() is None
+    time.sleep(0.05)
+  running[victim].send_signal(signal.SIGKILL)
+  killed = time.monotonic()
+  printed, _ = running[1 - victim].communicate(timeout=PATIENCE)
+  assert time.monotonic() - killed < 60
+  assert running[1 - victim].returncode, printed
+  assert re.search("heartbeat|UNAVAILABLE|connection|closed", printed, re.IGNORECASE)
+  assert not (directory / "draft.safetensors").exists()
+
+
 @pytest.mark.parametrize(
-  ("kind", "cluster"), [("independent", job_of_open_mpi), ("attached", step_of_slurm)]
+  ("kind", "cluster", "victim"),
+  [
+    ("attached", step_of_slurm, None),
+    ("independent", job_of_open_mpi, 0),
+    ("independent", None, 1),
+  ],
 )
 def test_two_processes_give_the_outputs_and_updates_of_one(
-  alone, folder, tmp_path, kind, cluster
+  alone, folder, tmp_path, kind, cluster, victim
 ):
+  """Also if one of them is killed and the run is started again."""
   expected, directory = alone(kind), tmp_path / "run"
+  if victim is not None:
+    kill(started(folder, directory, kind), victim, directory)
   finished(started(folder, directory, kind, cluster=cluster))
   other = tmp_path / "run.process_1"
   assert served(directory) == served(other) == served(expected)
@@ -129,29 +152,6 @@ def test_two_processes_give_the_outputs_and_updates_of_one(
   assert one.keys() == two.keys()
   for name, tensor in one.items():
     np.testing.assert_allclose(tensor, two[name], atol=1e-4)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_run_continues_after_one_of_two_processes_was_killed(
-  alone, folder, tmp_path, victim
-):
-  """The other process stops within a minute; a restart serves the same outputs."""
-  expected, directory = alone("independent"), tmp_path / "run"
-  running = started(folder, directory)
-  until = time.monotonic() + PATIENCE
-  while not list((directory / "checkpoints").glob("[0-9]*")):
-    assert time.monotonic() < until and running[victim].poll() is None
-    time.sleep(0.05)
-  running[victim].send_signal(signal.SIGKILL)
-  killed = time.monotonic()
-  printed, _ = running[1 - victim].communicate(timeout=PATIENCE)
-  assert time.monotonic() - killed < 60
-  assert running[1 - victim].returncode, printed
-  assert re.search("heartbeat|UNAVAILABLE|connection|closed", printed, re.IGNORECASE)
-  assert not (directory / "draft.safetensors").exists()
-  finished(started(folder, directory))
-  assert served(directory) == served(expected)
-  np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)
 
 
 def test_other_commands_in_two_processes_match_one(tmp_path):

@@ -45,9 +45,8 @@ def test_free_updates_are_refused(loaded, two):
 
 
 def test_adaptive_k_without_given_costs_is_refused(loaded, two):
-  with pytest.raises(
-    base.InputError, match=r"AdaptiveConfig\.costs.*their own measurements would differ"
-  ):
+  words = r"AdaptiveConfig\.costs.*their own measurements would differ"
+  with pytest.raises(base.InputError, match=words):
     adaptive(loaded)
 
 

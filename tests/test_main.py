@@ -22,7 +22,6 @@ from osd_jax.data.batches import BatchConfig
 from osd_jax.data.examples import TaskConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.main import commands, settings
-from osd_jax.models import weights
 from osd_jax.models.t5 import T5Config
 from osd_jax.report import page
 from osd_tools import pretrain, sizes
@@ -471,7 +470,7 @@ def test_unwritable_output_is_refused_before_the_run(
   with pytest.raises(base.InputError, match=named):
     module.run(config)
   for good in ("new.safetensors", "new/folder/new.safetensors"):
-    weights.check_output("output", good)
+    runs.check_output("output", good)
 
 
 def test_failed_rename_names_the_setting(ended, tmp_path, written):

@@ -57,19 +57,18 @@ def test_certificate_on_a_mesh_is_exact(lively_pair, tmp_path, mesh):
   assert found["outputs"] == found["equal"] == 5 and found["tokens"] > 5
 
 
-def evaluated(pair, folder, mesh):
-  config = evaluate.EvaluateConfig(**asked(pair, folder, mesh), speed_requests=0)
-  return rows_of(evaluate.run(config).path, "draft")
-
-
-@pytest.fixture(scope="module")
-def alone(lively_pair, tmp_path_factory):
-  return evaluated(lively_pair, tmp_path_factory.mktemp("one"), (1, 1))
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_evaluation_on_a_mesh_matches_one_device(alone, lively_pair, tmp_path, mesh):
-  found = evaluated(lively_pair, tmp_path, mesh)
+def test_evaluation_on_a_mesh_matches_one_device(lively_pair, tmp_path):
+  alone, found = (
+    rows_of(
+      evaluate.run(
+        evaluate.EvaluateConfig(
+          **asked(lively_pair, tmp_path / str(mesh), mesh), speed_requests=0
+        )
+      ).path,
+      "draft",
+    )
+    for mesh in ((1, 1), (2, 2))
+  )
   assert len(found) == len(alone) > 0
   for row, expected in zip(found, alone, strict=True):
     assert row.keys() == expected.keys()
@@ -77,7 +76,7 @@ def test_evaluation_on_a_mesh_matches_one_device(alone, lively_pair, tmp_path, m
     assert figures and {n: row[n] for n in figures} == pytest.approx(figures, abs=1e-4)
 
 
-def test_generate_prints_the_same_texts_on_every_mesh(unprepared, capsys, tmp_path):
+def test_generate_prints_the_same_texts_on_a_mesh(unprepared, capsys, tmp_path):
   (tmp_path / "prompts.txt").write_text("add 2 and 3\nlist all singers\n")
 
   def printed(mesh):
@@ -88,7 +87,6 @@ def test_generate_prints_the_same_texts_on_every_mesh(unprepared, capsys, tmp_pa
 
   alone = printed((1, 1))
   assert len(alone.splitlines()) == 2
-  for mesh in MESHES:
-    assert printed(mesh) == alone
+  assert printed((2, 2)) == alone
   # Negative control: the option is used.
   assert cli.main(["generate", "x", "--gin.PartitionConfig.data=64"]) == 2

@@ -26,19 +26,12 @@ def alone(lively_pair, tmp_path_factory):
   return found, updates
 
 
-def test_interrupted_run_on_a_mesh_matches_one_device(alone, lively_pair, tmp_path):
-  found, updates = run(
-    lively_pair, tmp_path / "run", (2, 2), interrupted_at=INTERRUPTED
-  )
-  assert found == alone[0]
-  assert [version for version, _ in updates] == [version for version, _ in alone[1]]
-  np.testing.assert_allclose(updates, alone[1], atol=1e-4)
-
-
-@pytest.mark.parametrize("other", [(4, 1), (1, 1)], ids=str)
-def test_run_continues_on_another_mesh(alone, lively_pair, tmp_path, other):
+@pytest.mark.parametrize(
+  ("mesh", "other"), [((2, 2), (4, 1)), ((1, 2), (1, 1))], ids=str
+)
+def test_run_continues_on_another_mesh(alone, lively_pair, tmp_path, mesh, other):
   """Including everything that it has learnt."""
-  found, updates = run(lively_pair, tmp_path / "run", (1, 2), INTERRUPTED, other)
+  found, updates = run(lively_pair, tmp_path / "run", mesh, INTERRUPTED, other)
   assert found == alone[0]
   assert [version for version, _ in updates] == [version for version, _ in alone[1]]
   np.testing.assert_allclose(updates, alone[1], atol=1e-4)

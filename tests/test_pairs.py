@@ -141,6 +141,9 @@ def test_transformers_folders_give_the_same_pair(config, tmp_path):
   assert_same(pair.target_params, files.target_params)
   assert_same(pair.draft_params, files.draft_params)
   assert pair.vocabulary == files.vocabulary
+  for folder in (tmp_path, "."):
+    with pytest.raises(base.InputError, match=r"^save: received .* it is a folder"):
+      pair.save_draft(folder, pair.draft_params, "")
   saved = pair.save_draft(tmp_path / "draft.safetensors", pair.draft_params, "")
   assert weights.load(saved).vocabulary
 

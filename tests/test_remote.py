@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 import uuid
 
 import fsspec
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_online
 import tiny_pair
-from test_attached_runs import configured, outputs
+from test_attached_runs import configured
 
 from osd_jax import base, main, online, pairs, remote, runs
 from osd_jax.data import examples
@@ -117,7 +118,7 @@ def test_pair_and_data_are_read_from_a_bucket(bucket, tmp_path):
 def test_weights_are_written_to_a_url_and_read_back(bucket, tmp_path):
   here = tiny_pair.save_tiny_pair(tmp_path / "pair")
   found = weights.load(here.target)
-  weights.check_output("X.output", f"{bucket}/copy.safetensors")
+  runs.check_output("X.output", f"{bucket}/copy.safetensors")
   weights.save(f"{bucket}/copy.safetensors", found)
   again = weights.load(remote.fetched(f"{bucket}/copy.safetensors", "X.y"))
   jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
@@ -137,21 +138,95 @@ def test_failed_upload_keeps_the_local_file(bucket, monkeypatch):
   assert open(kept).read() == "precious"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A config with the fields that all commands have."""
+
+  steps: int = 3
+  run_directory: str = ""
+  overwrite: bool = False
 
 
-def frozen(pair, folder, **changes):
-  config = configured(pair, folder, learn=False, compare_every=0, measure_costs=False)
-  return dataclasses.replace(config, floor_metering=False, **changes)
+def start(address, steps=3, overwrite=False):
+  return runs.RunDirectory.start(address, Config(steps), overwrite=overwrite)
 
 
-@pytest.fixture(scope="module")
-def alone(pair, tmp_path_factory):
-  return outputs(
-    online.run(frozen(pair, tmp_path_factory.mktemp("alone") / "run")).path
-  )
+def finished_run(address):
+  """Makes a finished run; returns its local folder and the remote files."""
+  with start(address) as run, runs.MetricsLog(run.metrics_path) as log:
+    log.write("request", {"index": 0})
+    run.finish()
+  return run.path, {name: BUCKET.cat(name) for name in BUCKET.find(address)}
+
+
+def test_remote_run_with_other_settings_is_refused_and_unchanged(bucket):
+  address = f"{bucket}/run"
+  _, before = finished_run(address)
+  assert any(name.endswith("/metrics.jsonl") for name in before)
+  with pytest.raises(base.InputError, match="other settings"):
+    start(address, steps=4)
+  assert {name: BUCKET.cat(name) for name in BUCKET.find(address)} == before
+  start(address, steps=4, overwrite=True).close()
+  assert json.loads(get(f"{address}/config.json"))["steps"] == 4
+  assert not BUCKET.exists(f"{address}/metrics.jsonl")
+
+
+def test_unreadable_url_is_not_written_to(bucket, monkeypatch):
+  """Otherwise an empty run could replace one that could not be downloaded."""
+  address = f"{bucket}/run"
+  _, before = finished_run(address)
+
+  def refuse(*args, **kwargs):
+    raise OSError("the network is down")
+
+  monkeypatch.setattr(remote, "CACHE", remote.CACHE + " again")
+  with monkeypatch.context() as patch:
+    patch.setattr(type(BUCKET), "get_file", refuse)
+    with pytest.raises(base.InputError, match="the network is down"):
+      start(address)
+  assert {name: BUCKET.cat(name) for name in BUCKET.find(address)} == before
+
+
+def test_run_that_was_removed_remotely_starts_again(bucket):
+  address = f"{bucket}/run"
+  folder, before = finished_run(address)
+  BUCKET.rm(address, recursive=True)
+  with start(address) as again:
+    assert again.finished is None and not again.metrics_path.exists()
+  there = json.loads(get(f"{address}/provenance.json"))
+  assert there == again.provenance()
+  aside = runs.RunDirectory(folder.parent / "removed")  # the local copy is kept
+  assert aside.finished and aside.metrics_path.exists()
+
+
+def test_upload_can_be_repeated_after_a_missing_bucket_error(bucket, monkeypatch):
+  """Nothing is recorded as uploaded, so the same command uploads everything."""
+
+  def refuse(*args, **kwargs):
+    raise FileNotFoundError("no bucket of that name")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(type(BUCKET), "put_file", refuse)
+    with pytest.raises(base.InputError, match=r"no bucket.*the same command copies"):
+      finished_run(f"{bucket}/run")
+  assert not BUCKET.exists(bucket)
+  with start(f"{bucket}/run") as again:
+    assert again.finished
+  assert BUCKET.exists(f"{bucket}/run/metrics.jsonl")
+
+
+def test_run_is_uploaded_while_it_is_written(bucket, monkeypatch):
+  monkeypatch.setattr(remote, "EVERY_SECONDS", 0.01)
+  with start(f"{bucket}/run") as run:
+    (run.path / "a.txt").write_text("one")
+    for _ in range(1000):
+      if BUCKET.exists(f"{bucket}/run/a.txt") and get(f"{bucket}/run/a.txt"):
+        break  # a copy may catch the file before its text was written
+      time.sleep(0.01)
+    assert get(f"{bucket}/run/a.txt") == "one"
+    (run.path / "a.txt").unlink()
+  assert not BUCKET.exists(f"{bucket}/run/a.txt")
+  assert not BUCKET.exists(f"{bucket}/run/.lock")
 
 
 class Interrupted(Exception):
@@ -159,10 +234,14 @@ class Interrupted(Exception):
 
 
 @pytest.mark.slow
-def test_run_continues_on_another_machine(pair, alone, bucket, tmp_path, monkeypatch):
+def test_run_continues_on_another_machine(lively_pair, bucket, tmp_path, monkeypatch):
   """Files that do not belong to the run stay in the bucket."""
   address = f"{bucket}/runs/one"
   put(f"{address}/notes.txt", "mine")
+  config = configured(
+    lively_pair, address, learn=False, compare_every=0, measure_costs=False
+  )
+  config = dataclasses.replace(config, floor_metering=False)
   step, seen = engine.Engine.step, []
 
   def interrupted(self):
@@ -173,94 +252,19 @@ def test_run_continues_on_another_machine(pair, alone, bucket, tmp_path, monkeyp
 
   with monkeypatch.context() as patch, pytest.raises(Interrupted):
     patch.setattr(engine.Engine, "step", interrupted)
-    online.run(frozen(pair, address))
+    online.run(config)
   before = get(f"{address}/metrics.jsonl").count('"request"')
   assert 0 < before < tiny_online.REQUESTS
   assert BUCKET.find(f"{address}/checkpoints")
   monkeypatch.setattr(remote, "CACHE", str(tmp_path / "another machine"))
-  result = online.run(frozen(pair, address))
-  assert outputs(result.path) == alone and "another machine" in str(result.path)
+  result = online.run(config)
+  assert "another machine" in str(result.path)
   rows = [json.loads(line) for line in get(f"{address}/metrics.jsonl").splitlines()]
-  assert [r["index"] for r in rows if r["kind"] == "request"] == list(range(len(alone)))
+  served = [row["index"] for row in runs.of_kind(rows, "request")]
+  assert served == list(range(tiny_online.REQUESTS))
   assert len(runs.of_kind(rows, "data")) == 1  # the run was continued, not restarted
   for name in ("report.html", "draft.safetensors", "provenance.json", "outputs.jsonl"):
     assert BUCKET.cat(f"{address}/{name}") == (result.path / name).read_bytes()
-  assert not BUCKET.exists(f"{address}/.lock")
   assert get(f"{address}/notes.txt") == "mine"
-  again = online.run(frozen(pair, address))  # finished, so nothing is run
-  assert again.exact
+  assert online.run(config).exact  # finished, so nothing is run
   assert main.main(["report", address]) == 0
-
-
-def test_remote_run_with_other_settings_is_refused_and_unchanged(pair, bucket):
-  address = f"{bucket}/run"
-  online.run(frozen(pair, address))
-  before = {name: BUCKET.cat(name) for name in BUCKET.find(address)}
-  other = frozen(pair, address, sampling=engine.SamplingConfig(seed=3))
-  with pytest.raises(base.InputError, match="other settings"):
-    online.run(other)
-  assert {name: BUCKET.cat(name) for name in BUCKET.find(address)} == before
-  online.run(dataclasses.replace(other, overwrite=True))
-  stored = json.loads(get(f"{address}/config.json"))
-  assert stored["sampling"]["seed"] == 3
-
-
-def test_unreadable_url_is_not_written_to(pair, bucket, monkeypatch):
-  """Otherwise an empty run could replace one that could not be downloaded."""
-  address = f"{bucket}/run"
-  online.run(frozen(pair, address))
-  before = BUCKET.find(address)
-
-  def refuse(*args, **kwargs):
-    raise OSError("the network is down")
-
-  monkeypatch.setattr(remote, "CACHE", remote.CACHE + " again")
-  with monkeypatch.context() as patch:
-    patch.setattr(type(BUCKET), "get_file", refuse)
-    with pytest.raises(base.InputError, match="the network is down"):
-      online.run(frozen(pair, address))
-  assert BUCKET.find(address) == before
-
-
-def test_run_that_was_removed_remotely_starts_again(pair, bucket, alone):
-  address = f"{bucket}/run"
-  first = online.run(frozen(pair, address))
-  started = json.loads((first.path / "provenance.json").read_text())
-  BUCKET.rm(address, recursive=True)
-  again = online.run(frozen(pair, address))
-  assert outputs(again.path) == alone
-  there = json.loads(get(f"{address}/provenance.json"))
-  assert there == json.loads((again.path / "provenance.json").read_text()) != started
-  aside = again.path.parent / "removed"  # the local copy is kept
-  assert json.loads((aside / "provenance.json").read_text()) == started
-
-
-def test_upload_can_be_repeated_after_a_missing_bucket_error(pair, bucket, monkeypatch):
-  """Nothing is recorded as uploaded, so the same command uploads everything."""
-
-  def refuse(*args, **kwargs):
-    raise FileNotFoundError("no bucket of that name")
-
-  with monkeypatch.context() as patch:
-    patch.setattr(type(BUCKET), "put_file", refuse)
-    with pytest.raises(base.InputError, match=r"no bucket.*the same command copies"):
-      online.run(frozen(pair, f"{bucket}/run"))
-  online.run(frozen(pair, f"{bucket}/run"))
-  assert BUCKET.exists(f"{bucket}/run/draft.safetensors")
-
-
-def test_run_is_uploaded_while_it_is_written(bucket, monkeypatch, tmp_path):
-  monkeypatch.setattr(remote, "EVERY_SECONDS", 0.01)
-  mirror = remote.Mirror(f"{bucket}/run")
-  mirror.folder.mkdir(parents=True)
-  mirror.pull("provenance.json")
-  mirror.begin()
-  (mirror.folder / "a.txt").write_text("one")
-  for _ in range(1000):
-    if BUCKET.exists(f"{bucket}/run/a.txt") and get(f"{bucket}/run/a.txt"):
-      break  # a copy may catch the file before its text was written
-    mirror._ended.wait(0.01)
-  assert get(f"{bucket}/run/a.txt") == "one"
-  (mirror.folder / "a.txt").unlink()
-  mirror.end()
-  assert not BUCKET.exists(f"{bucket}/run/a.txt")

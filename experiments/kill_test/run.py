@@ -133,7 +133,7 @@ def is_readable(run: pathlib.Path) -> bool:
     timeless(run, "request") if (run / "metrics.jsonl").exists() else []
   except ValueError:
     return False
-  return not any((run / "checkpoints").glob("damaged_*"))
+  return not any((run / "checkpoints").glob("unused_*"))
 
 
 def same_draft(run: pathlib.Path, whole: pathlib.Path) -> bool:

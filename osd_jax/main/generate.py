@@ -9,11 +9,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from osd_jax import base, pairs, sharding
+from osd_jax import base, pairs, runs, sharding
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.engine import server
 from osd_jax.engine.requests import DecodingConfig
-from osd_jax.models import weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +108,7 @@ def _check(arguments: argparse.Namespace, draft_path: str) -> None:
   # Checked before the first prompt: hours of learning must not end in an error about a
   # folder that does not exist.
   if arguments.learn:
-    weights.check_output("--save", draft_path)
+    runs.check_output("--save", draft_path)
 
 
 def _from_file(name: str) -> list[str]:

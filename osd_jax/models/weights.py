@@ -186,41 +186,6 @@ def _put(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
     partial.unlink(missing_ok=True)
 
 
-def check_output(setting: str, path: str, folder: bool = False) -> None:
-  """Raises InputError if an output cannot be written, before any work is done.
-
-  Args:
-    setting: name of the field with the path, for the error message.
-    path: the file or folder to be written.
-    folder: it is a folder, which may exist if it is empty.
-  """
-  if remote.is_remote(path):
-    return  # only writing can tell, and a local copy is kept if it fails
-  try:
-    reason = _not_writable(Path(path), folder) if path else "it is empty"
-  except OSError as error:  # such as a path that is too long
-    reason = str(error.strerror)
-  if reason:
-    raise base.InputError(
-      f"{setting}: received {path!r}, expected a {'folder' if folder else 'file'} that"
-      f" can be written, but {reason}; choose another."
-    )
-
-
-def _not_writable(path: Path, folder: bool) -> str:
-  """The reason why a file or folder cannot be written, "" if it can."""
-  if "\0" in str(path):
-    return "it contains a NUL character"
-  if path.is_dir() and not folder:
-    return "it is a folder"
-  if folder and path.exists() and not (path.is_dir() and not any(path.iterdir())):
-    return "it exists already"
-  parent = next(p for p in path.absolute().parents if p.exists())
-  if not parent.is_dir():
-    return f"{parent} is not a folder"
-  return "" if os.access(parent, os.W_OK) else f"{parent} is not writable"
-
-
 def unwritable(path: Path, error: Exception) -> base.DiskError:
   """The error for weights that cannot be written."""
   reason = getattr(error, "strerror", None) or error

@@ -239,6 +239,7 @@ def compare(
       f"compare: received {twice[0]} {len(twice)} times, expected different runs; name"
       " each folder once."
     )
+  runs.check_output("--output", output, "folder")
   served = {
     name: _rows(runs.RunDirectory(path))
     for name, path in zip(_names(paths), paths, strict=True)

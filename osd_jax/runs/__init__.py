@@ -3,33 +3,32 @@
 Importing this package loads neither orbax nor tensorboardX.
 """
 
-from osd_jax.runs.checkpoint import Checkpointer, check_fingerprint, fingerprint
+from osd_jax.runs.checkpoint import Checkpointer, fingerprint
 from osd_jax.runs.directory import RunDirectory, RunResult
 from osd_jax.runs.log import (
-  OUTPUTS_KEPT,
+  JsonLines,
   MetricsLog,
-  Output,
-  OutputsLog,
   column,
   of_kind,
   place,
   read,
   request_rows,
+  strict,
 )
+from osd_jax.runs.outputs import check_output
 
 __all__ = [
-  "OUTPUTS_KEPT",
   "Checkpointer",
+  "JsonLines",
   "MetricsLog",
-  "Output",
-  "OutputsLog",
   "RunDirectory",
   "RunResult",
-  "check_fingerprint",
+  "check_output",
   "column",
   "fingerprint",
   "of_kind",
   "place",
   "read",
   "request_rows",
+  "strict",
 ]

@@ -34,21 +34,6 @@ MEANINGS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Alarm:
-  """The start or the end of an alarm: a row of kind "alarm".
-
-  Attributes:
-    alarm: a key of `MEANINGS`.
-    active: True when the alarm starts, False when it ends.
-    text: one line for the user.
-  """
-
-  alarm: str
-  active: bool
-  text: str
-
-
-@dataclasses.dataclass(frozen=True)
 class AlarmState:
   """State of the alarms.
 
@@ -63,7 +48,7 @@ class AlarmState:
 
 def observe(
   state: AlarmState, kind: str, row: Mapping[str, Any]
-) -> tuple[AlarmState, list[Alarm]]:
+) -> tuple[AlarmState, list[dict[str, Any]]]:
   """Updates the state with one row of metrics.jsonl, in the order of the file.
 
   Args:
@@ -72,7 +57,8 @@ def observe(
     row: a request's `drafted`, `accepted` and `loops`, or an update's `skipped`.
 
   Returns:
-    The new state, and the alarms that start or end with this row.
+    The new state, and the rows of the alarms that start or end here: `alarm`, a key of
+    `MEANINGS`; `active`, True for a start; and `text`, one line for the user.
   """
   judged: dict[str, bool] = {}
   recent = state.recent
@@ -127,11 +113,12 @@ def _judge_requests(recent: tuple[tuple[int, int, bool], ...]) -> dict[str, bool
   }
 
 
-def _alarm(name: str, active: bool) -> Alarm:
+def _alarm(name: str, active: bool) -> dict[str, Any]:
   said = MEANINGS[name] if active else "over"
   # A draft that equals its target is a valid run, so this one is not a fault.
   kind = "notice" if name == "acceptance_pinned_at_1" else "alarm"
-  return Alarm(name, active, f"{kind}: {_words(name)}: {said}.")
+  text = f"{kind}: {_words(name)}: {said}."
+  return {"alarm": name, "active": active, "text": text}
 
 
 def _words(name: str) -> str:

@@ -1,10 +1,11 @@
 """Checkpoints: everything a run needs to continue, written in one atomic step.
 
 A step holds a pytree of arrays (draft, optimiser, buffer, rows in flight) and a JSON
-object for the host (stream position, schedule, lengths of the logs). Orbax's
-CheckpointManager writes both into a temporary folder and renames it, so a killed
-process leaves either the whole step or none of it. The JSON item also holds the shape,
-dtype and CRC-32 of every array: a step that was damaged later is detected and skipped.
+object for the host (stream position, schedule). Orbax's CheckpointManager writes both
+into a temporary folder and renames it, so a killed process leaves either the whole step
+or none of it. The JSON item also holds the shape, dtype and CRC-32 of every array, so
+that a damaged step is detected; the number of rows of each log, so that a run continues
+with logs that fit; and a fingerprint of the models.
 
 `save` waits only for a copy in host memory. One low-priority thread computes the
 checksums and writes, one step after another, so that serving keeps its core.
@@ -20,7 +21,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import background, base
+from osd_jax.runs.log import JsonLines
 
 KEEP = 2  # steps on disk: if the newest one is damaged, the one before is used
 _ARRAYS, _HOST = "arrays", "host"
@@ -41,16 +43,25 @@ class Checkpointer:
   `restore` or `close` raises the error.
   """
 
-  def __init__(self, directory: str | Path, every: int = 50):
+  def __init__(
+    self,
+    directory: str | Path,
+    every: int = 50,
+    logs: Sequence[JsonLines] = (),
+    models: Any = None,
+  ):
     """Opens a folder of steps, and creates it if needed.
 
     Args:
       directory: the folder that holds one folder per step.
       every: a checkpoint is due after this many finished requests.
+      logs: logs of the run. `restore` cuts them back to the rows that they had.
+      models: parameters that a run must continue with; see `fingerprint`.
     """
     import orbax.checkpoint as ocp  # imported late, because it takes 0.3 s
 
-    self._every = every
+    self._every, self._logs = every, logs
+    self._fingerprint = None if models is None else fingerprint(models)
     self._directory = Path(directory).absolute()
     self._args = ocp.args
     self._manager = ocp.CheckpointManager(
@@ -105,10 +116,6 @@ class Checkpointer:
     self.wait()
     return sorted(self._manager.all_steps())
 
-  def latest_step(self) -> int | None:
-    """The newest complete step, or None. Waits like `steps`."""
-    return max(self.steps(), default=None)
-
   def resumed(self, unit: str, total: int | None) -> str:
     """Returns a sentence on where the run continues, or "" for a new run.
 
@@ -130,7 +137,7 @@ class Checkpointer:
     once if that step could not be written, because `save` then raises the error.
     """
     if self._writing is None:
-      newest = self.latest_step() or 0
+      newest = max(self.steps(), default=0)
     else:
       newest, written = self._writing
       if written.done() and written.exception() is not None:
@@ -138,7 +145,7 @@ class Checkpointer:
     return finished - newest >= self._every
 
   def save(self, step: int, tree: Any, host: Mapping[str, Any]) -> None:
-    """Copies one step and queues it for writing.
+    """Copies one step and queues it for writing, unless it is the newest step.
 
     Later changes to `tree` and `host` do not reach the step. If the step before is
     still being written, `save` waits for it.
@@ -149,33 +156,36 @@ class Checkpointer:
       host: JSON object. Tuples are restored as lists, and keys as text.
 
     Raises:
-      InputError: a leaf is not an array, `host` is not JSON, `step` is not new, or the
-        step before could not be written. Older steps are complete in any case.
+      InputError: the step before could not be written. Older steps are complete.
+      ValueError: a leaf is not an array, or there is a newer step.
     """
-    latest = self.latest_step()
-    if step < 0 or (latest is not None and step <= latest):
-      raise base.InputError(
-        f"checkpoint save: received step {step}, expected one greater than the"
-        f" latest, {latest}, in {self._directory}; continue from the latest step"
-        " or remove the newer ones."
-      )
+    latest = max(self.steps(), default=-1)
+    if step == latest:
+      return
+    if step < latest:
+      raise ValueError(f"checkpoint save: step {step} is older than the last, {latest}")
     named = _named(tree)
-    _check_plain(named)
-    copied = _copied(named), _copied_json(host)
-    self._writing = step, self._thread.submit(self._write, step, latest, *copied)
+    # The rows that a step counts must be on disk before the step is.
+    for log in self._logs:
+      log.sync()
+    facts = {
+      # A copy, because the caller may change it while the step is written.
+      "host": json.loads(json.dumps(host)),
+      "arrays": _described(named),
+      "log_rows": {log.path.name: log.rows for log in self._logs},
+      "fingerprint": self._fingerprint,
+    }
+    copied = _copied(named)
+    self._writing = step, self._thread.submit(self._write, step, latest, copied, facts)
     # With several processes orbax runs collectives, which need the same order on all.
     if jax.process_count() > 1:
       self.wait()
 
   def _write(
-    self,
-    step: int,
-    latest: int | None,
-    arrays: Mapping[str, Any],
-    host: Mapping[str, Any],
+    self, step: int, latest: int, arrays: Mapping[str, Any], facts: Mapping[str, Any]
   ) -> None:
     # Checksums are of the copy in memory, so they also detect errors of the write.
-    payload = {"host": host, "arrays": _described(arrays)}
+    payload = {**facts, "checksums": _checksums(arrays)}
     # Orbax refuses empty arrays; `_read_arrays` makes them from their shape.
     stored = {name: leaf for name, leaf in arrays.items() if leaf.size}
     whole = self._args.Composite(
@@ -185,21 +195,21 @@ class Checkpointer:
       with _without_echoes():
         self._manager.save(step, args=whole, force=True)
     except Exception as error:  # orbax and tensorstore raise many types
+      good = f"is step {latest}" if latest >= 0 else "does not exist"
       raise base.InputError(
         f"checkpoint save: step {step} cannot be written to {self._directory}"
-        f" ({_cause(error)}); the last good one is step {latest}. Free some space or"
-        " allow writing there, then repeat the command to continue from that step."
+        f" ({_cause(error)}); the last good one {good}. Free some space or allow"
+        " writing there, then repeat the command to continue from that step."
       ) from error
 
-  def restore(self, step: int | None, like: Any) -> tuple[Any, dict[str, Any]]:
-    """Reads one step.
+  def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
+    """Reads the newest readable step whose logs are on disk, and cuts the logs to it.
 
-    With `step=None` the newest readable step is used. A newer step that cannot be
-    read is reported by a warning and renamed to `damaged_<step>`, so that the run can
-    write that step again.
+    A newer step that cannot be used is reported by a warning and renamed to
+    `unused_<step>`, so that the run can write that step again. Without any step the
+    logs are emptied: a run that was killed before its first checkpoint left rows.
 
     Args:
-      step: the step to read, or None.
       like: pytree of arrays or `jax.ShapeDtypeStruct` with the saved shapes and
         dtypes. Arrays are restored with the sharding of their leaf; a leaf without
         one, or an uncommitted array, gives an uncommitted array. It may also be a
@@ -207,51 +217,83 @@ class Checkpointer:
         depends on what was in progress.
 
     Returns:
-      The arrays, as jax arrays in the structure of `like`, and the host object.
+      The arrays, as jax arrays in the structure of `like`, and the host object. None if
+      there is no step.
 
     Raises:
-      InputError: the step does not exist, no step is readable, or `like` does not fit.
+      InputError: no step can be used, or the newest one was taken with other models or
+        does not fit `like`.
     """
-    steps = self.steps()
-    if not steps or (step is not None and step not in steps):
-      raise base.InputError(
-        f"checkpoint restore: received step {step}, expected one of {steps} in"
-        f" {self._directory}; start the run again if there is none."
-      )
     # Newest first. An older step only loses some requests; refusing to start would lose
     # the run.
-    damaged: dict[int, str] = {}
-    for candidate in [step] if step is not None else reversed(steps):
+    unused: dict[int, str] = {}
+    for step in reversed(self.steps()):
       try:
-        payload = self._read_host(candidate)
+        payload = self._read_host(step)
+        self._check_logs(payload["log_rows"])
+        wanted = like(payload["host"]) if callable(like) else like
+        self._check_fits(step, payload, wanted)
+        arrays = self._read_arrays(step, payload["checksums"], wanted)
+      except _MisfitError:
+        raise  # an error of the config, which must not set the step aside
       except Exception as error:  # orbax raises many types for unreadable files
-        damaged[candidate] = _first_line(error)
+        unused[step] = _first_line(error)
         continue
-      wanted = like(payload["host"]) if callable(like) else like
-      # A mismatch is an error of the config. It must not set the step aside.
-      _check_fits(candidate, payload["arrays"], wanted)
-      try:
-        arrays = self._read_arrays(candidate, payload["arrays"], wanted)
-      except Exception as error:
-        damaged[candidate] = _first_line(error)
-        continue
-      self._set_aside(damaged, candidate)
-      self._restored = candidate
+      self._set_aside(unused, step)
+      for log in self._logs:
+        log.truncate(payload["log_rows"][log.path.name])
+      self._restored = step
       return arrays, payload["host"]
-    raise base.InputError(
-      f"checkpoint restore: no readable step in {self._directory}, tried"
-      f" {damaged}; remove the folder to start again."
-    )
+    if unused:
+      reasons = "; ".join(f"step {step}: {reason}" for step, reason in unused.items())
+      raise base.InputError(
+        f"checkpoint restore: no step in {self._directory} can be used ({reasons})."
+        " Put the files back as they were, or begin again with overwrite = True."
+      )
+    for log in self._logs:
+      log.truncate(0)
+    return None
+
+  def _check_logs(self, expected: Mapping[str, int]) -> None:
+    for log in self._logs:
+      if log.rows < expected[log.path.name]:
+        raise base.InputError(
+          f"{log.path} has {log.rows} of the {expected[log.path.name]} rows that it had"
+        )
+
+  def _check_fits(self, step: int, payload: Mapping[str, Any], like: Any) -> None:
+    """Refuses a checkpoint of other models, whose rows in flight would continue here."""
+    saved = payload["fingerprint"]
+    if saved != self._fingerprint:
+      raise _MisfitError(
+        f"checkpoint restore: it was taken with other models (fingerprint {saved},"
+        f" expected {self._fingerprint}): the weights of the target or of the first"
+        " draft have changed. Continue with the original files, or start in a new"
+        " directory."
+      )
+    given, found = _described(_named(like)), payload["arrays"]
+    faults = [
+      f"{name}: expected {given.get(name, 'nothing')}, found"
+      f" {found.get(name, 'nothing')}"
+      for name in sorted(given.keys() | found.keys())
+      if given.get(name) != found.get(name)
+    ]
+    if faults:
+      more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+      raise _MisfitError(
+        f"checkpoint restore: step {step} does not fit this run: "
+        + "; ".join(faults[:5])
+        + f"{more}. Start with the config that wrote it, or in a new directory."
+      )
 
   def _read_host(self, step: int) -> dict[str, Any]:
-    payload = self._manager.restore(
+    return self._manager.restore(
       step, args=self._args.Composite(host=self._args.JsonRestore())
     ).host
-    if not isinstance(payload, dict) or payload.keys() != {"host", "arrays"}:
-      raise base.InputError("the host object was not written by save()")
-    return payload
 
-  def _read_arrays(self, step: int, table: Mapping[str, Any], like: Any) -> Any:
+  def _read_arrays(
+    self, step: int, checksums: Mapping[str, int | None], like: Any
+  ) -> Any:
     wanted = {name: _abstract(leaf) for name, leaf in _named(like).items()}
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     stored = {
@@ -259,14 +301,14 @@ class Checkpointer:
       for name, leaf in wanted.items()
       if leaf.size
     }
-    restored = self._manager.restore(
-      step, args=self._args.Composite(arrays=self._args.StandardRestore(stored))
-    ).arrays
+    with _without_echoes():
+      restored = self._manager.restore(
+        step, args=self._args.Composite(arrays=self._args.StandardRestore(stored))
+      ).arrays
     placed = []
     for name, leaf in wanted.items():
       array = restored[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype)
-      checksum = table[name]["crc32"]
-      if checksum is not None and _checksum(array) != checksum:
+      if checksums[name] is not None and _checksum(array) != checksums[name]:
         raise base.InputError(f"checksum of {name} differs from the one saved")
       placed.append(
         # Uncommitted arrays may meet any mesh inside jit.
@@ -276,20 +318,24 @@ class Checkpointer:
       )
     return jax.tree.unflatten(jax.tree.structure(like), placed)
 
-  def _set_aside(self, damaged: Mapping[int, str], used: int) -> None:
-    for step, reason in damaged.items():
-      aside = self._directory / f"damaged_{step}"
+  def _set_aside(self, unused: Mapping[int, str], used: int) -> None:
+    for step, reason in unused.items():
+      aside = self._directory / f"unused_{step}"
       warnings.warn(
-        f"checkpoint restore: step {step} in {self._directory} cannot be read"
+        f"checkpoint restore: step {step} in {self._directory} cannot be used"
         f" ({reason}); renamed to {aside.name}, continuing from step {used}.",
         RuntimeWarning,
         stacklevel=3,
       )
-      # An older damaged copy of the same step is kept; it may be worth a look.
+      # An older copy of the same step is kept; it may be worth a look.
       if not aside.exists():
         (self._directory / str(step)).rename(aside)
-    if damaged:
+    if unused:
       self._manager.reload()
+
+
+class _MisfitError(base.InputError):
+  """A readable checkpoint belongs to another run."""
 
 
 def fingerprint(models: Any) -> int:
@@ -300,61 +346,34 @@ def fingerprint(models: Any) -> int:
   # One row per array is enough to detect another training, and takes no time.
   found = 0
   for name, leaf in _named(models).items():
-    if not _is_whole(leaf):
-      continue
-    data = np.asarray(leaf[:1] if leaf.ndim > 1 else leaf).tobytes()
-    # The names are included, so that equal arrays in other places differ.
-    found = zlib.crc32(data, zlib.crc32(name.encode(), found))
+    if _is_whole(leaf):
+      data = np.asarray(leaf[:1] if leaf.ndim > 1 else leaf).tobytes()
+      # The names are included, so that equal arrays in other places differ.
+      found = zlib.crc32(data, zlib.crc32(name.encode(), found))
   return found
-
-
-def check_fingerprint(saved: int | None, own: int) -> None:
-  """Refuses a checkpoint of other models, whose rows in flight would continue here.
-
-  Raises:
-    InputError: the fingerprints differ. A `saved` of None is accepted.
-  """
-  if saved not in (None, own):
-    raise base.InputError(
-      f"checkpoint restore: it was taken with other models (fingerprint {saved},"
-      f" expected {own}): the weights of the target or of the first draft have changed."
-      " Continue with the original files, or start in a new directory."
-    )
 
 
 # --- Arrays by name -------------------------------------------------------------------
 
 
 def _named(tree: Any) -> dict[str, Any]:
-  """Leaves by dotted path, in the order of `jax.tree.leaves`."""
-  paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-  found = {
-    jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths
-  }
-  if len(found) != len(paths) or not found:
-    raise base.InputError(
-      f"checkpoint: received a tree of {len(paths)} leaves with {len(found)}"
-      " distinct paths, expected at least one leaf and no '.' that makes two"
-      " paths equal; rename the keys."
+  """Arrays by dotted path, in the order of `jax.tree.leaves`."""
+  found = {}
+  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    # A Python number would be restored as an array, and 64 bits as 32: a resumed run
+    # would then differ from an uninterrupted one.
+    dtype = getattr(leaf, "dtype", None)
+    is_kept = dtype is not None and not jax.dtypes.issubdtype(
+      dtype, jax.dtypes.extended
     )
+    if not is_kept or jax.dtypes.canonicalize_dtype(dtype) != dtype or name in found:
+      raise ValueError(
+        f"checkpoint: {name} is {dtype or type(leaf).__name__}, expected an array of a"
+        " dtype that jax keeps, with a path of its own."
+      )
+    found[name] = leaf
   return found
-
-
-def _check_plain(arrays: Mapping[str, Any]) -> None:
-  for name, leaf in arrays.items():
-    # Orbax would store a Python scalar, and restore it as an array: a resumed run would
-    # then differ from an uninterrupted one.
-    plain = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-    if plain and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-      if jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
-        continue
-    typed = hasattr(leaf, "dtype")
-    found = f"{leaf.dtype.name} array" if typed else type(leaf).__name__
-    raise base.InputError(
-      f"checkpoint save: received {found} at {name}, expected an array of a dtype"
-      " that jax keeps (at most 32 bits, no typed random key); put Python values"
-      " into `host`."
-    )
 
 
 def _copied(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,15 +387,18 @@ def _copied(arrays: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Shape, dtype and checksum of each array; no checksum if it is not whole here."""
+def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
+  """Type and shape of each array, such as "float32[2, 3]"."""
   return {
-    name: {
-      "shape": list(leaf.shape),
-      "dtype": leaf.dtype.name,
-      "crc32": _checksum(leaf) if _is_whole(leaf) else None,
-    }
+    name: f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
     for name, leaf in arrays.items()
+  }
+
+
+def _checksums(arrays: Mapping[str, Any]) -> dict[str, int | None]:
+  """The checksum of each array; None for arrays that are not whole here."""
+  return {
+    name: _checksum(leaf) if _is_whole(leaf) else None for name, leaf in arrays.items()
   }
 
 
@@ -397,38 +419,6 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _check_fits(step: int, table: Mapping[str, Any], like: Any) -> None:
-  """Raises InputError unless names, shapes and dtypes are those saved."""
-  wanted = {
-    name: f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
-    for name, leaf in _named(like).items()
-  }
-  saved = {name: f"{row['dtype']}{row['shape']}" for name, row in table.items()}
-  faults = [
-    f"{name}: expected {wanted.get(name, 'nothing')}, found"
-    f" {saved.get(name, 'nothing')}"
-    for name in sorted(wanted.keys() | saved.keys())
-    if wanted.get(name) != saved.get(name)
-  ]
-  if faults:
-    more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-    raise base.InputError(
-      f"checkpoint restore: step {step} does not fit this run: "
-      + "; ".join(faults[:5])
-      + f"{more}. Start with the config that wrote it, or in a new directory."
-    )
-
-
-def _copied_json(value: Mapping[str, Any]) -> dict[str, Any]:
-  try:
-    return json.loads(json.dumps(value))
-  except (TypeError, ValueError) as error:
-    raise base.InputError(
-      f"checkpoint save: received a host object that is not JSON ({error}),"
-      " expected text, numbers, booleans, None, lists and dicts; convert it."
-    ) from error
-
-
 # --- Errors ---------------------------------------------------------------------------
 
 
@@ -441,8 +431,9 @@ def _cause(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-  text = str(error).strip().splitlines()
-  return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+  text = next(iter(str(error).strip().splitlines()), "")[:200]
+  is_ours = isinstance(error, base.InputError)
+  return text if is_ours else f"{type(error).__name__}: {text}"
 
 
 @contextlib.contextmanager

@@ -9,12 +9,10 @@ and `report.html` are written at the end. `.lock` names the process that writes.
 
 import dataclasses
 import datetime
-import enum
 import functools
 import html
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import shutil
@@ -104,17 +102,6 @@ class RunDirectory:
     self._is_new = False
 
   @classmethod
-  def of_process(cls, path: str | Path, number: int) -> "RunDirectory":
-    """The directory that process `number` of a multi-host run writes to.
-
-    Process 0 writes to `path`, the others to `path.process_<number>`. All of them
-    share the checkpoints in `path`, because every process saves its own shards.
-    """
-    run = cls(f"{path}.process_{number}" if number else path)
-    run.checkpoints_path = Path(path) / "checkpoints"
-    return run
-
-  @classmethod
   def start(
     cls,
     path: str | Path,
@@ -149,9 +136,12 @@ class RunDirectory:
         f"{_owner(config)}run_directory: received {str(path)!r}, expected a folder that"
         " all processes see; mount the bucket on every host."
       )
-    # Every process of a multi-host run gets logs of its own: files on shared disks
-    # cannot be appended to from two hosts.
-    run = cls.of_process(mirror.folder if mirror else path, jax.process_index())
+    local, number = mirror.folder if mirror else path, jax.process_index()
+    # Every process of a multi-host run gets logs of its own, because files on shared
+    # disks cannot be appended to from two hosts. All share the checkpoints of process
+    # 0, because every process saves its own shards.
+    run = cls(f"{local}.process_{number}" if number else local)
+    run.checkpoints_path = Path(local) / "checkpoints"
     run._mirror = mirror
     try:
       # Locked before anything is read: another process may be about to change it.
@@ -232,15 +222,15 @@ class RunDirectory:
 
   def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
     """Writes a JSON file into the directory and returns its path."""
-    plain, _ = log.strict(content, name)
+    plain, _ = log.strict(content)
     write_text(self.path / name, json.dumps(plain, indent=2) + "\n")
     return self.path / name
 
   def finish(self) -> None:
     """Marks the run as finished and adds up the hours of its sessions."""
     notes = self.provenance()
-    _end_session(notes, now(), interrupted=False)
-    notes["finished"] = now().isoformat(timespec="seconds")
+    _end_session(notes, now())
+    notes |= {"finished": now().isoformat(timespec="seconds"), "interrupted": False}
     self.write_json(self.provenance_path.name, notes)
 
   def _open(self) -> None:
@@ -265,7 +255,8 @@ class RunDirectory:
     if operative_config:
       write_text(self.operative_config_path, operative_config)
     # provenance.json is written last, because its presence makes this folder a run.
-    notes = {"seed": seed, "finished": None, **_session(argv), "resumed": []}
+    notes = {"seed": seed, "finished": None, "interrupted": False}
+    notes |= {**_session(argv), "resumed": []}
     self.write_json(self.provenance_path.name, notes)
 
   def _continue(self, config: Any, argv: Sequence[str] | None) -> None:
@@ -274,8 +265,9 @@ class RunDirectory:
     # A finished run gets no further session, so that its hours stay right.
     if notes.get("finished"):
       return
-    _end_session(notes, self._last_written(notes), interrupted=True)
+    _end_session(notes, self._last_written(notes))
     notes["resumed"].append(_session(argv))
+    notes["interrupted"] = True
     self.write_json(self.provenance_path.name, notes)
 
   def _check_config(self, config: Any) -> None:
@@ -391,9 +383,7 @@ def _session(argv: Sequence[str] | None) -> dict[str, Any]:
   }
 
 
-def _end_session(
-  notes: dict[str, Any], at: datetime.datetime, *, interrupted: bool
-) -> None:
+def _end_session(notes: dict[str, Any], at: datetime.datetime) -> None:
   """Adds the end of the last session, unless it has one, and the hours of all."""
   sessions = [notes, *notes["resumed"]]
   last = sessions[-1]
@@ -403,7 +393,6 @@ def _end_session(
   # A session killed before its first row left only the rows of an earlier session.
   at = max(begin, at)
   last["ended"] = at.isoformat(timespec="seconds")
-  last["interrupted"] = interrupted
   last["hours"] = round((at - begin).total_seconds() / 3600, 4)
   notes["total_hours"] = round(sum(s["hours"] or 0 for s in sessions), 4)
 
@@ -443,9 +432,7 @@ def described(config: Any) -> dict[str, Any]:
   Functions are described by their names, and other objects without a JSON form by
   their class, so that two processes describe equal settings equally.
   """
-  if config is None:
-    return {}
-  return json.loads(json.dumps(_plain(config), allow_nan=False))
+  return {} if config is None else json.loads(json.dumps(config, default=_plain))
 
 
 def differences(
@@ -463,26 +450,15 @@ def differences(
 
 
 def _plain(value: Any) -> Any:
-  # Before int: an IntEnum would otherwise be stored as its number.
-  if isinstance(value, enum.Enum):
-    return value.name
-  if value is None or isinstance(value, bool | str | int):
-    return value
-  if isinstance(value, float):
-    return value if math.isfinite(value) else repr(value)  # JSON has no nan or inf
+  """Describes a value that `json` cannot write."""
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
-    fields = dataclasses.fields(value)
-    values = {field.name: _plain(getattr(value, field.name)) for field in fields}
-    return {"class": type(value).__name__, **values}
-  if isinstance(value, Mapping):
-    return {str(key): _plain(one) for key, one in value.items()}
-  if isinstance(value, list | tuple):
-    return [_plain(one) for one in value]
-  if isinstance(value, Path):
-    return str(value)
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return {"class": type(value).__name__, **fields}
   # Two partials of one function are different settings.
   if isinstance(value, functools.partial):
-    return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
+    return [value.func, value.args, value.keywords]
+  if isinstance(value, Path):
+    return str(value)
   if hasattr(value, "dtype") and hasattr(value, "shape"):
     array = np.asarray(value)
     return f"{array.dtype}{list(array.shape)} {zlib.crc32(array.tobytes()):08x}"

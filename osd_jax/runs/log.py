@@ -1,12 +1,11 @@
 """The logs of a run: metrics.jsonl, outputs.jsonl and optional TensorBoard events.
 
 Both files hold one JSON object per line. A line is flushed as soon as it is written,
-and a file is cut back to the length that a checkpoint recorded. In metrics.jsonl,
+and a file is cut back to the rows that a checkpoint counted. In metrics.jsonl,
 `kind` says what a row is: "request", "update", "summary" and so on. The JSON is strict:
 a float that is not finite becomes null, and `nonfinite` lists the names of such fields.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -20,45 +19,29 @@ from osd_jax import base
 
 Row = Mapping[str, Any]
 
-OUTPUTS_KEPT = ("none", "text", "ids")
-_IDS = ("prompt_ids", "output_ids")
-_RESERVED = ("kind", "nonfinite")
 
 
 class JsonLines:
-  """Appends objects to a file. Opening it removes an incomplete last line."""
+  """Appends objects to a file. Opening it removes an incomplete last line.
+
+  Attributes:
+    path: the file.
+    rows: number of rows in the file.
+  """
 
   def __init__(self, path: str | Path):
     """Opens `path` for appending; its folder must exist."""
     self.path = Path(path)
     self._file = open(self.path, "ab")  # closed by close()
-    self._lines = 0
     # A killed process may have written half a line, which would corrupt the next one.
-    whole = 0
-    with open(self.path, "rb") as existing:
-      for line in existing:
-        if line.endswith(b"\n"):
-          whole += len(line)
-          self._lines += 1
-    if whole < self.length:
-      self._file.truncate(whole)
-      self._file.seek(0, os.SEEK_END)
+    self.rows = self.path.read_bytes().count(b"\n")
+    self.truncate(self.rows)
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:
     self.close()
-
-  @property
-  def length(self) -> int:
-    """Bytes written. A checkpoint stores it for `truncate`."""
-    return self._file.tell()
-
-  @property
-  def lines(self) -> int:
-    """Rows written."""
-    return self._lines
 
   def append(self, row: Row) -> None:
     """Appends one object of plain values and flushes it to the operating system.
@@ -75,35 +58,23 @@ class JsonLines:
       kind = f" ({row['kind']!r})" if "kind" in row else ""
       raise base.DiskError(
         error.errno,
-        f"{self.path.stem}: row {self._lines}{kind} cannot be written:"
+        f"{self.path.stem}: row {self.rows}{kind} cannot be written:"
         f" {error.strerror}; free some space and repeat the command, which continues"
         " from the last checkpoint",
         str(self.path),
       ) from error
-    self._lines += 1
+    self.rows += 1
 
   def sync(self) -> None:
     """Forces all rows to the disk. Called before a checkpoint that counts on them."""
     os.fsync(self._file.fileno())
 
-  def truncate(self, n_bytes: int) -> None:
-    """Cuts the file back to a value that `length` had after a row.
-
-    Raises:
-      InputError: the file is shorter, or `n_bytes` is not the end of a row.
-    """
-    # The bytes are checked, because a copied or edited log may belong to another run.
+  def truncate(self, rows: int) -> None:
+    """Removes all but the first rows; the file must have that many."""
     with open(self.path, "rb") as existing:
-      head = existing.read(max(n_bytes, 0))
-    if n_bytes < 0 or len(head) < n_bytes or head[-1:] not in (b"", b"\n"):
-      raise base.InputError(
-        f"{self.path.stem} log: received {n_bytes} bytes to keep, expected the end of"
-        f" a row within the {self.length} bytes of {self.path}; the checkpoint"
-        " belongs to another log."
-      )
-    self._file.truncate(n_bytes)
+      self._file.truncate(sum(len(existing.readline()) for _ in range(rows)))
     self._file.seek(0, os.SEEK_END)
-    self._lines = head.count(b"\n")
+    self.rows = rows
 
   def close(self) -> None:
     """Closes the file."""
@@ -130,20 +101,12 @@ class MetricsLog(JsonLines):
     """Appends one row. Arrays and numpy or jax scalars become plain numbers.
 
     Raises:
-      InputError: a name is reserved or not text, or a value has no JSON form.
+      TypeError: a value has no JSON form.
       DiskError: the row cannot be written, for example because the disk is full.
     """
-    for name in _RESERVED:
-      if name in values:
-        raise base.InputError(
-          f"metrics row {kind!r}: received a field named {name!r}, which the log"
-          " itself writes; rename it."
-        )
-    plain, nonfinite = strict(values, f"metrics row {kind!r}")
-    row = {"kind": kind, **plain}
-    if nonfinite:
-      row["nonfinite"] = nonfinite
-    self.append(row)
+    plain, nonfinite = strict(values)
+    listed = {"nonfinite": nonfinite} if nonfinite else {}
+    self.append({"kind": kind, **plain, **listed})
     if self._events is not None:
       self._events.write(kind, plain)
 
@@ -205,67 +168,6 @@ def _numbers(row: Row, above: str = "") -> Iterator[tuple[str, float]]:
       yield f"{above}{name}", value
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
-  """A served request, as outputs.jsonl stores it.
-
-  Attributes:
-    index: number of requests that finished before it.
-    query: its position in the stream.
-    task: label of its task.
-    prompt: the prompt's text.
-    text: the answer, decoded.
-    stop_reason: why the answer ended.
-    tokens: length of the answer.
-    tokens_per_target_call: tau of the answer.
-    prompt_ids: tokens of the prompt; only written if ids are kept.
-    output_ids: tokens of the answer; only written if ids are kept.
-  """
-
-  index: int
-  query: int
-  task: str
-  prompt: str
-  text: str
-  stop_reason: str
-  tokens: int
-  tokens_per_target_call: float | None
-  prompt_ids: Sequence[int] = ()
-  output_ids: Sequence[int] = ()
-
-
-class OutputsLog(JsonLines):
-  """Appends served requests to outputs.jsonl."""
-
-  def __init__(self, path: str | Path, keep: str = "text"):
-    """Opens `path` for appending; its folder must exist.
-
-    Args:
-      path: the file, usually outputs.jsonl of a run.
-      keep: "none" writes nothing, "text" writes texts, "ids" adds token ids.
-    """
-    if keep not in OUTPUTS_KEPT:
-      raise base.InputError(
-        f"outputs log: keep: received {keep!r}, expected one of"
-        f" {', '.join(map(repr, OUTPUTS_KEPT))}."
-      )
-    super().__init__(path)
-    self._keep = keep
-
-  def write(self, output: Output) -> None:
-    """Appends one answer.
-
-    Raises:
-      DiskError: the row cannot be written, for example because the disk is full.
-    """
-    if self._keep == "none":
-      return
-    fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
-    if self._keep == "text":
-      fields = {name: value for name, value in fields.items() if name not in _IDS}
-    self.append(strict(fields, "output")[0])
-
-
 # --- Reading --------------------------------------------------------------------------
 
 
@@ -317,73 +219,28 @@ def column(rows: Sequence[Row], name: str) -> np.ndarray:
 # --- Strict JSON ----------------------------------------------------------------------
 
 
-def strict(values: Row, where: str) -> tuple[dict[str, Any], list[str]]:
-  """Converts arrays, scalars, lists and dicts to strict JSON.
-
-  Args:
-    values: the fields of a row.
-    where: name of the row in error messages.
+def strict(values: Row) -> tuple[dict[str, Any], list[str]]:
+  """Converts arrays and numbers that are not finite, also nested ones, to strict JSON.
 
   Returns:
-    The plain values, and the dotted names of floats that were not finite.
-
-  Raises:
-    InputError: a name is not text, or a value has no JSON form.
+    The values, with null for numbers that are not finite, and the dotted names of
+    these.
   """
   nonfinite: list[str] = []
-  return _plain(dict(values), where, "", nonfinite), nonfinite
 
-
-def _plain(value: Any, where: str, name: str, nonfinite: list[str]) -> Any:
-  if value is None or isinstance(value, (bool, str)):
+  def plain(value: Any, name: str) -> Any:
+    # Not an isinstance check, which would have to import jax.
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+      value = np.asarray(value)
+      # numpy does not turn bfloat16 and the like into Python numbers.
+      value = (value if value.dtype.kind in "biuf" else value.astype(float)).tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+      nonfinite.append(name)
+      return None
+    if isinstance(value, Mapping):
+      return {key: plain(one, f"{name}.{key}") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+      return [plain(one, f"{name}.{index}") for index, one in enumerate(value)]
     return value
-  if isinstance(value, int):
-    return int(value)  # an IntEnum becomes its number
-  if isinstance(value, float):
-    if math.isfinite(value):
-      return float(value)
-    nonfinite.append(name)
-    return None
-  if isinstance(value, Mapping):
-    return _plain_dict(value, where, name, nonfinite)
-  if isinstance(value, (list, tuple)):
-    parts = enumerate(value)
-    return [_plain(v, where, _join(name, i), nonfinite) for i, v in parts]
-  if isinstance(value, Path):
-    return str(value)
-  # Not an isinstance check, which would have to import jax.
-  if hasattr(value, "dtype") and hasattr(value, "shape"):
-    return _plain(_array_to_python(value, where, name), where, name, nonfinite)
-  raise base.InputError(
-    f"{where}: received {type(value).__name__} as {name!r}, expected"
-    " numbers, text, booleans, None, arrays, lists or dicts; convert it."
-  )
 
-
-def _plain_dict(
-  value: Mapping[Any, Any], where: str, name: str, nonfinite: list[str]
-) -> dict[str, Any]:
-  for key in value:
-    if not isinstance(key, str):
-      raise base.InputError(
-        f"{where}: received the key {key!r} in {name or 'the row'!r},"
-        " expected text; convert it."
-      )
-  return {k: _plain(v, where, _join(name, k), nonfinite) for k, v in value.items()}
-
-
-def _array_to_python(value: Any, where: str, name: str) -> Any:
-  array = np.asarray(value)
-  if array.dtype.kind in "biuf":
-    return array.tolist()
-  try:
-    return array.astype(np.float32).tolist()  # bfloat16 and the like
-  except (TypeError, ValueError) as error:
-    raise base.InputError(
-      f"{where}: received an array of {array.dtype} as {name!r},"
-      " expected numbers; convert it."
-    ) from error
-
-
-def _join(prefix: str, part: Any) -> str:
-  return f"{prefix}.{part}" if prefix else str(part)
+  return {name: plain(value, name) for name, value in values.items()}, nonfinite

@@ -1,7 +1,7 @@
 """The logs of an online run: rows, answers, the verdict on learning, and alarms.
 
-A checkpoint stores the lengths of both files. A run that continues cuts them to these
-lengths and computes the verdict and the alarms again from the rows.
+A run that continues cuts both files back to the rows that its checkpoint counted, and
+computes the verdict and the alarms again from these rows.
 """
 
 import dataclasses
@@ -14,13 +14,14 @@ from osd_jax.runs import alarms
 from osd_jax.runs import log as log_lib
 from osd_jax.runs.directory import RunDirectory
 
+_IDS = ("prompt_ids", "output_ids")
+
 
 class Logbook:
   """The logs of one run, and the verdict and alarms computed from their rows.
 
   Attributes:
-    outputs: outputs.jsonl.
-    costs: measured costs of the run; None until `write_costs`.
+    files: metrics.jsonl and outputs.jsonl, whose rows a checkpoint counts.
   """
 
   def __init__(
@@ -40,22 +41,17 @@ class Logbook:
       announce: called with each text for the user.
       learns: whether the draft learns, so that there is a verdict on learning.
     """
-    self.costs: Costs | None = None
     self._announce, self._learns = announce, learns
+    self._keep_outputs = keep_outputs
     self._rows = log_lib.MetricsLog(
       directory.metrics_path, directory.tensorboard_path if tensorboard else None
     )
-    self.outputs = log_lib.OutputsLog(directory.outputs_path, keep_outputs)
+    self._outputs = log_lib.JsonLines(directory.outputs_path)
+    self.files = (self._rows, self._outputs)
     self._verdict, self._alarms = account.Verdict(), alarms.AlarmState()
-
-  def begin(self) -> None:
-    """Empties both logs; a run killed before its first checkpoint has left rows."""
-    self.outputs.truncate(0)
-    self._rows.truncate(0)
 
   def write_costs(self, costs: Costs) -> None:
     """Logs the run's measured costs."""
-    self.costs = costs
     self._rows.write("costs", dataclasses.asdict(costs))
 
   def write(self, kind: str, row: dict[str, Any], finished: int) -> None:
@@ -74,41 +70,38 @@ class Logbook:
     self._rows.write(kind, row)
     self._alarms, changed = alarms.observe(self._alarms, kind, row)
     for alarm in changed:
-      told = {"finished": finished, **dataclasses.asdict(alarm)}
-      self._rows.write("alarm", told)
-      self._announce(alarm.text)
+      self._rows.write("alarm", {"finished": finished, **alarm})
+      self._announce(alarm["text"])
+
+  def write_output(self, answer: Mapping[str, Any]) -> None:
+    """Logs what `keep_outputs` keeps of an answer, which has `prompt_ids` too."""
+    if self._keep_outputs == "none":
+      return
+    kept = {
+      name: value
+      for name, value in answer.items()
+      if self._keep_outputs == "ids" or name not in _IDS
+    }
+    self._outputs.append(log_lib.strict(kept)[0])
 
   def log_event(self, kind: str, said: str, **fields: Any) -> None:
     """Logs a sentence, and shows it."""
     self._announce(said)
     self._rows.write(kind, {**fields, "said": said})
 
-  def state(self) -> dict[str, Any]:
-    """Returns what a checkpoint stores, after both logs are on disk."""
-    self._rows.sync()
-    self.outputs.sync()
-    return {
-      "metrics_bytes": self._rows.length,
-      "outputs_bytes": self.outputs.length,
-      "costs": self.costs and dataclasses.asdict(self.costs),
-    }
-
-  def restore(self, host: Mapping[str, Any]) -> float:
-    """Continues from the result of `state`.
+  def restore(self) -> float:
+    """Computes the verdict and the alarms from the rows of the log.
 
     Returns:
-      Seconds that the run had served until that checkpoint.
+      Seconds that the run had served when its last row was written.
     """
-    self._rows.truncate(host["metrics_bytes"])
-    self.outputs.truncate(host["outputs_bytes"])
     rows = list(log_lib.read(self._rows.path))
     self._alarms = alarms.replay(rows)
-    self.costs = host["costs"] and Costs.from_json(host["costs"])
     self._verdict = account.verdict(rows)
     clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]
     return max(clocks, default=0.0)
 
   def close(self) -> None:
     """Closes both logs."""
-    self._rows.close()
-    self.outputs.close()
+    for file in self.files:
+      file.close()

@@ -13,7 +13,7 @@ from report import synthetic_run
 from osd_jax import base
 from osd_jax.report import page, plots
 from osd_jax.report.tables import Fact, Summary
-from osd_jax.runs import MetricsLog, Output, OutputsLog, RunDirectory
+from osd_jax.runs import JsonLines, MetricsLog, RunDirectory
 
 SVG = '<?xml version="1.0"?>\n<svg viewBox="0 0 1 1">'
 SVG += '<path style="fill: #ffffff; stroke: #0072b2"/></svg>'
@@ -54,8 +54,15 @@ def run(tmp_path):
   made = RunDirectory.start(
     tmp_path / "run", operative_config=f"# {EVIL}", seed=7, argv=["osd", EVIL]
   )
-  with OutputsLog(made.outputs_path) as log:
-    log.write(Output(0, 0, "sql", EVIL, f"text {EVIL}", "EOS", 3, 1.5))
+  with JsonLines(made.outputs_path) as log:
+    row = {
+      "index": 0,
+      "query": 0,
+      "task": "sql",
+      "prompt": EVIL,
+      "text": f"text {EVIL}",
+    }
+    log.append(row | {"stop_reason": "EOS", "tokens": 3, "tokens_per_target_call": 1.5})
   return made
 
 
@@ -246,8 +253,10 @@ def served(tmp_path):
     with MetricsLog(run.metrics_path) as log:
       for row in synthetic_run.rows(160, seed):
         log.write(row["kind"], {k: v for k, v in row.items() if k != "kind"})
-    with OutputsLog(run.outputs_path) as log:
-      log.write(Output(0, 0, "python", "x" * 300, ANSWER, "EOS", 30, 3.12))
+    with JsonLines(run.outputs_path) as log:
+      row = {"index": 0, "query": 0, "task": "python", "prompt": "x" * 300}
+      row |= {"text": ANSWER, "stop_reason": "EOS", "tokens": 30}
+      log.append(row | {"tokens_per_target_call": 3.12})
     run.finish()
     run.close()
   one = page.redraw(paths[0])

@@ -1,6 +1,5 @@
 """Alarms start and end once, at the right row."""
 
-import dataclasses
 import random
 
 import pytest
@@ -21,7 +20,7 @@ def alarms_of(rows):
   state, found = alarms.AlarmState(), []
   for place, row in enumerate(rows, 1):
     state, new = alarms.observe(state, row["kind"], row)
-    found += [(place, alarm.alarm, alarm.active) for alarm in new]
+    found += [(place, alarm["alarm"], alarm["active"]) for alarm in new]
   return found
 
 
@@ -90,7 +89,7 @@ def test_replay_equals_the_state_of_the_run():
       [NOTHING] * 40 + [ALL, request(loops=True), update(1), update(), update()]
     )
     state, new = alarms.observe(state, row["kind"], row)
-    rows += [row, *({"kind": "alarm", **dataclasses.asdict(one)} for one in new)]
+    rows += [row, *({"kind": "alarm", **one} for one in new)]
     assert alarms.replay(rows) == state
   kinds = {row["alarm"] for row in rows if row["kind"] == "alarm"}
   assert {"acceptance_pinned_at_0", "output_loops", "update_not_finite"} <= kinds
@@ -101,9 +100,10 @@ def test_alarm_text_is_one_line_with_its_meaning():
   for rows in ([NOTHING] * 25, [ALL] * 25, [update(1)], [request(loops=True)]):
     state = alarms.replay(rows[:-1])
     _, [alarm] = alarms.observe(state, rows[-1]["kind"], rows[-1])
-    assert alarms.MEANINGS[alarm.alarm] in alarm.text and "\n" not in alarm.text
-    notice = alarm.alarm == "acceptance_pinned_at_1"
-    assert alarm.text.startswith("notice:" if notice else "alarm:")
+    name, text = alarm["alarm"], alarm["text"]
+    assert alarms.MEANINGS[name] in text and "\n" not in text
+    notice = name == "acceptance_pinned_at_1"
+    assert text.startswith("notice:" if notice else "alarm:")
 
 
 def test_sentence_names_the_requests_of_every_alarm():

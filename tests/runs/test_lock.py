@@ -46,9 +46,7 @@ def holder(tmp_path):
     process.kill()
 
 
-def test_second_process_is_refused_and_a_killed_one_releases_the_lock(
-  tmp_path, holder
-):
+def test_second_process_is_refused_and_a_killed_one_releases_the_lock(tmp_path, holder):
   with pytest.raises(base.InputError, match=f"process {holder.pid} on .*--steps=7"):
     directory.lock(tmp_path)
   with pytest.raises(base.InputError, match=f"process {holder.pid}"):

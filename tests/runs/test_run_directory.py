@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base
-from osd_jax.runs import directory
-from osd_jax.runs import MetricsLog, RunDirectory, RunResult
+from osd_jax.runs import MetricsLog, RunDirectory, RunResult, directory
 
 TEXT = "# made by a test\nonline.seed = 3\n"
 
@@ -170,13 +169,14 @@ def test_total_hours_include_an_interrupted_session(tmp_path, monkeypatch):
   # The process was killed right after it wrote the last row.
   os.utime(run.metrics_path, (killed, killed))
   monkeypatch.setattr(directory, "now", lambda: begin + 10 * hour)
+  assert run.provenance()["interrupted"] is False  # nobody knows yet
   run = start(run.path)
+  assert run.provenance()["interrupted"] is True
   monkeypatch.setattr(directory, "now", lambda: begin + 11 * hour)
   run.finish()
+  assert run.provenance()["interrupted"] is False  # the run is complete now
   made = run.provenance()
-  assert made["interrupted"] is True and made["hours"] == 2.0
-  assert made["resumed"][0]["interrupted"] is False
-  assert made["resumed"][0]["hours"] == 1.0
+  assert made["hours"] == 2.0 and made["resumed"][0]["hours"] == 1.0
   assert made["total_hours"] == 3.0
 
 

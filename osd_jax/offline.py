@@ -274,7 +274,9 @@ class OfflineLoop:
 
   def _restore(self) -> None:
     found = self._checkpointer.restore(self.learner)
-    if found is not None:
+    if found is None:
+      runs.check_space(self.config, self.learner)
+    else:
       self.learner, host = found
       self.steps_taken, self.loss = host["steps_taken"], host["loss"]
       self.overlap = host["overlap"]

@@ -363,6 +363,7 @@ class OnlineLoop:
       Milliseconds that measuring costs took.
     """
     config = self.config
+    runs.check_space(config, self.server.state()[0])
     self._log.write("data", {"tasks": self.stream.report()}, self.finished)
     if warning := sharding.make(config.partition).unsplit(self.pair.target):
       self._log.log_event("mesh", warning)

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import shutil
 
 import jax
 import numpy as np
@@ -61,6 +62,12 @@ def test_run_continues_after_a_full_disk_and_a_damaged_checkpoint(
   loaded, tmp_path, monkeypatch
 ):
   folder = tmp_path / "run"
+  usage = shutil._ntuple_diskusage(10**6, 10**6, 0)
+  with monkeypatch.context() as patch:
+    patch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ValueError, match="OnlineConfig.run_directory: .*0 MB are free"):
+      serve(loaded, folder)
+  assert not folder.exists()
   with monkeypatch.context() as patch:
     full_after(patch, 13)
     with pytest.raises(ValueError) as caught:

@@ -15,7 +15,7 @@ from osd_jax.runs.log import (
   request_rows,
   strict,
 )
-from osd_jax.runs.outputs import check_output
+from osd_jax.runs.outputs import check_output, check_space
 
 __all__ = [
   "Checkpointer",
@@ -24,6 +24,7 @@ __all__ = [
   "RunDirectory",
   "RunResult",
   "check_output",
+  "check_space",
   "column",
   "fingerprint",
   "of_kind",

@@ -3,8 +3,12 @@
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from osd_jax import base, remote
+from osd_jax.runs.checkpoint import KEEP
 
 _EXPECTED = {
   "file": "a file that can be written",
@@ -46,6 +50,19 @@ def check_output(
       f"{setting}: received {str(path)!r}, expected {_EXPECTED[kind]}, but {reason};"
       " choose another."
     )
+
+
+def check_space(config: Any, arrays: Any) -> None:
+  """Raises InputError if a run's checkpoints of some arrays would not fit on its disk.
+
+  Args:
+    config: config of the command; has `run_directory`.
+    arrays: pytree of what a checkpoint holds.
+  """
+  size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+  setting = f"{type(config).__name__}.run_directory"
+  # While a step is written, all kept ones are there too.
+  check_output(setting, config.run_directory, "folder", (KEEP + 1) * size)
 
 
 def _problem(name: str, kind: str, needed_bytes: int) -> str:

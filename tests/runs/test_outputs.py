@@ -4,7 +4,9 @@ import errno
 import os
 import shutil
 import tempfile
+import types
 
+import numpy as np
 import pytest
 
 from osd_jax import base, runs
@@ -81,6 +83,16 @@ def test_too_little_disk_space_is_refused(monkeypatch):
   runs.check_output("--save", "new", needed_bytes=99_000_000)
   with pytest.raises(base.InputError, match="needs about 1,234 MB and 100 MB are free"):
     runs.check_output("--save", "new", needed_bytes=1_234_000_000)
+
+
+def test_run_needs_space_for_three_checkpoints(monkeypatch):
+  usage = shutil._ntuple_diskusage(10**9, 10**9 - 10**8, 10**8)
+  monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+  config = types.SimpleNamespace(run_directory="new")
+  runs.check_space(config, {"draft": np.zeros(33_000_000, bool)})
+  words = r"run_directory: received 'new', .* needs about 102 MB and 100 MB are free"
+  with pytest.raises(base.InputError, match=words):
+    runs.check_space(config, {"draft": np.zeros(34_000_000, bool)})
 
 
 def test_comparison_into_a_file_is_refused_before_it_is_made():

@@ -206,7 +206,7 @@ def test_dimensions_that_do_not_divide_are_not_split():
   assert whole.addressable_shards[0].data.shape == (7, 7, 7)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("rows", [8, 3])
 def test_placing_own_rows_equals_placing_all_rows(mesh, rows):
   """A single process owns all rows; test_hosts.py covers two."""
@@ -231,15 +231,12 @@ def test_single_heads_are_never_split():
   assert not sharding.make(FOUR).unsplit(TARGET)
 
 
-def test_too_few_devices_are_refused():
+def test_mesh_that_cannot_exist_is_refused():
   with pytest.raises(ValueError, match=r"data=64, model=2, which needs 128 devices"):
     sharding.make(sharding.PartitionConfig(data=64, model=2))
-
-
-@pytest.mark.parametrize("field", ["data", "model"])
-def test_mesh_needs_at_least_one_device_per_axis(field):
-  with pytest.raises(ValueError, match=rf"PartitionConfig\.{field}: received 0"):
-    sharding.PartitionConfig(**{field: 0})
+  for field in ("data", "model"):
+    with pytest.raises(ValueError, match=rf"PartitionConfig\.{field}: received 0"):
+      sharding.PartitionConfig(**{field: 0})
 
 
 @pytest.mark.parametrize("config", [FOUR, ALL_SPLIT], ids=["whole", "split"])

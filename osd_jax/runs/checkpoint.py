@@ -431,24 +431,26 @@ def _cause(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-  text = next(iter(str(error).strip().splitlines()), "")[:200]
+  text = next(iter(str(error).strip().splitlines()), "")
+  text = text.partition(". See full TensorStore details")[0][:200]
   is_ours = isinstance(error, base.InputError)
   return text if is_ours else f"{type(error).__name__}: {text}"
 
 
 @contextlib.contextmanager
 def _without_echoes() -> Iterator[None]:
-  """Suppresses orbax's tracebacks of a failed write.
+  """Suppresses orbax's tracebacks of a failed write or read.
 
-  If one array cannot be written, orbax closes its event loop while the other arrays
-  are still being written. Each of them then prints a traceback from its own thread,
-  after the error that matters has been raised.
+  If one array cannot be written or read, orbax closes its event loop while others are
+  still in progress. Each of them then prints a traceback from its own thread or
+  coroutine, after the error that matters has been raised.
   """
   before = sys.unraisablehook
 
   def hook(echo: Any) -> None:
-    closed = "Event loop is closed" in str(echo.exc_value)
-    if not (isinstance(echo.exc_value, RuntimeError) and closed):
+    code = getattr(echo.object, "cr_code", None)  # a coroutine has one
+    is_closed = "Event loop is closed" in str(echo.exc_value)
+    if not is_closed and "orbax" not in getattr(code, "co_filename", ""):
       before(echo)
 
   sys.unraisablehook = hook

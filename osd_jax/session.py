@@ -63,59 +63,36 @@ class Loop(Protocol):
 def run_steps(loop: Loop, show: Callable[[Any], object]) -> None:
   """Calls `loop.step` until it returns None.
 
-  A SIGINT or SIGTERM takes effect after the current step and a checkpoint of it.
+  A SIGINT or SIGTERM takes effect after the current step and a checkpoint of it, a
+  second one at once. Outside the main thread they are left alone, because Python
+  delivers signals only to the main thread.
   """
+  arrived: list[int] = []
+  handlers: dict[int, Any] = {}
 
-  def leave() -> None:
-    loop.checkpoint()
-    loop.wait()
+  def restore() -> None:
+    while handlers:
+      signal.signal(*handlers.popitem())
 
+  def note(number: int, frame: object) -> None:
+    del frame
+    arrived.append(number)
+    if len(arrived) > 1:
+      restore()
+      signal.raise_signal(number)
+
+  if threading.current_thread() is threading.main_thread():
+    handlers |= {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
   try:
-    with _DeferredSignals() as interruption:
-      while (shown := loop.step()) is not None:
-        show(shown)
-        interruption.deliver(leave)
+    while (shown := loop.step()) is not None:
+      show(shown)
+      if arrived:
+        loop.checkpoint()
+        loop.wait()
+        # With its own handler, the signal has the effect it would have had at first.
+        restore()
+        signal.raise_signal(arrived[0])
   finally:
+    restore()
     # If a step raised an error, the last checkpoint is still written completely.
     loop.wait()
-
-
-_ENDING = (signal.SIGINT, signal.SIGTERM)
-
-
-class _DeferredSignals:
-  """Holds SIGINT and SIGTERM back from `__enter__` until `deliver`.
-
-  A second signal takes effect at once. Outside the main thread nothing is held back,
-  because Python delivers signals only to the main thread.
-  """
-
-  def __init__(self):
-    self._noted: int | None = None
-    self._handlers: dict[int, Any] = {}
-
-  def __enter__(self) -> "_DeferredSignals":
-    if threading.current_thread() is threading.main_thread():
-      self._handlers = {s: signal.signal(s, self._note) for s in _ENDING}
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    while self._handlers:
-      signal.signal(*self._handlers.popitem())
-
-  def deliver(self, before: Callable[[], object]) -> None:
-    """If a signal arrived, calls `before` and then lets the signal take effect."""
-    if self._noted is not None:
-      # The handlers are restored before the signal is raised again, so that it has the
-      # effect it would have had at first.
-      noted, self._noted = self._noted, None
-      before()
-      self.__exit__()
-      signal.raise_signal(noted)
-
-  def _note(self, number: int, frame: object) -> None:
-    del frame
-    if self._noted is not None:
-      self.__exit__()
-      signal.raise_signal(number)
-    self._noted = number

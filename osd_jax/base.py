@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PAD_ID = 0
 EOS_ID = 1
@@ -130,7 +131,8 @@ class Config:
   """Base class of all configs: checks types and constraints when one is made.
 
   Subclasses are frozen dataclasses. Lists become tuples and dicts become nested
-  configs, so that fields read from JSON make the same config.
+  configs, so that fields read from JSON make the same config. Scalars of numpy become
+  Python numbers.
 
   >>> @dataclasses.dataclass(frozen=True)
   ... class Serving(Config):
@@ -149,6 +151,8 @@ class Config:
     for field in dataclasses.fields(self):
       # Frozen dataclasses with tuples are hashable, which static arguments of jit need.
       value = as_tuples(getattr(self, field.name))
+      if isinstance(value, np.generic):  # a number from an array
+        value = value.item()
       if isinstance(value, dict):
         value = _from_json(value, field_types(type(self))[field.name])
       object.__setattr__(self, field.name, value)
@@ -272,7 +276,8 @@ def as_tuples(value: Any) -> Any:
 
 def is_count(value: Any, least: int = 1) -> bool:
   """Whether a value is an integer of at least `least`; True and 2.0 are none."""
-  return isinstance(value, int) and not isinstance(value, bool) and value >= least
+  is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+  return is_integer and bool(value >= least)
 
 
 class StopReason(enum.IntEnum):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated
 
+import numpy as np
 import pytest
 
 from osd_jax import base
@@ -98,6 +99,16 @@ def test_invalid_values_are_named_with_the_expected_type(changes, expected):
 def test_lists_become_tuples():
   assert Config(rates=[1.0, 2.0], either=[1]) == Config(rates=(1.0, 2.0), either=(1,))
   assert Config(inner={"count": 2}).inner == Inner(2)
+
+
+def test_scalars_of_numpy_become_python_numbers():
+  made = Config(count=np.int64(2), rate=np.float32(0.5), flag=np.bool_(True))
+  assert (made.count, made.rate, made.flag) == (2, 0.5, True)
+  assert [type(v) for v in (made.count, made.rate, made.flag)] == [int, float, bool]
+  with pytest.raises(base.InputError, match="Config.count: received 1.5, expected int"):
+    Config(count=np.float32(1.5))
+  assert base.is_count(np.uint32(1)) and not base.is_count(np.int32(0))
+  assert not base.is_count(np.bool_(True)) and not base.is_count(np.float32(1))
 
 
 def test_all_invalid_fields_of_a_config_are_listed():

@@ -252,15 +252,9 @@ def compare(
       )
   found = tables.comparison(served)
   folder = Path(output)
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn, note = plots.draw_comparison(served, folder / "plots")
-    written = write_page(folder / "report.html", found, drawn, note=note)
-  except OSError as error:
-    raise base.InputError(
-      f"compare: --output: received {str(output)!r}, expected a folder that can be"
-      f" created and written to ({error.strerror}); choose another."
-    ) from error
+  folder.mkdir(parents=True, exist_ok=True)
+  drawn, note = plots.draw_comparison(served, folder / "plots")
+  written = write_page(folder / "report.html", found, drawn, note=note)
   if console is not None:
     tables.print_table(found.tables["Runs"], console)
     facts = [fact.sentence for fact in found.headline]

@@ -281,14 +281,6 @@ def test_runs_that_cannot_be_compared_are_named(compared, tmp_path):
   assert not (tmp_path / "out").exists()
 
 
-def test_comparison_refuses_an_output_that_is_no_folder(compared, tmp_path):
-  (tmp_path / "file").write_text("mine")
-  for output in (tmp_path / "file", tmp_path / "file" / "below"):
-    with pytest.raises(base.InputError, match="--output: received .*choose another"):
-      page.compare(compared, output)
-  assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_compared_runs_with_the_same_name_show_their_paths(tmp_path):
   paths = [tmp_path / parent / "run" for parent in ("a", "b")]
   for path in paths:

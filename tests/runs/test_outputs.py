@@ -97,4 +97,4 @@ def test_run_needs_space_for_three_checkpoints(monkeypatch):
 
 def test_comparison_into_a_file_is_refused_before_it_is_made():
   with pytest.raises(base.InputError, match="--output: received 'file', .*is a file"):
-    page.compare(["full", "full"], "file")
+    page.compare(["full", "other"], "file")

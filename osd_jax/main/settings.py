@@ -1,8 +1,9 @@
 """Gin files and flags, read into the config of a command.
 
-gin only parses here. The configs are built by walking the fields of the command's
-config class, so every mistake is reported with the line that made it, and config
-classes need to know nothing of gin.
+gin only parses here. It would raise the first mistake alone, and without a place if a
+config refuses a value. Here the configs are built by walking the fields of the
+command's config class, so every mistake is reported with the line that made it, and
+config classes need to know nothing of gin.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import inspect
 import re
 import tokenize
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ def load(
   files: Sequence[str] = (),
   bindings: Sequence[str] = (),
   search_paths: Sequence[str] = (),
+  commands: Mapping[str, str] | None = None,
 ) -> tuple[Any, str]:
   """Makes a config.
 
@@ -38,6 +40,7 @@ def load(
     files: gin files; later ones win.
     bindings: "NAME=VALUE" each; they win over files.
     search_paths: folders that are searched for files after the current folder.
+    commands: config name -> command, for the error about another command's file.
 
   Returns:
     The config, and gin text that makes it again: all settings in use, and as comments
@@ -46,7 +49,7 @@ def load(
   Raises:
     ConfigError: one line per mistake.
   """
-  read = _Settings(config_class, search_paths)
+  read = _Settings(config_class, search_paths, commands or {})
   for file in files:
     read.read_file(file, library=False)
   for binding in bindings:
@@ -146,20 +149,22 @@ class _Bound(NamedTuple):
   library: bool
 
 
-class _Failed:
-  """Marks a config or value that could not be made."""
-
-
 class _Settings:
-  """The bindings of files and flags, and the config that is built from them."""
+  """The bindings of files and flags, and the config that is built from them.
 
-  def __init__(self, config_class: type, search_paths: Sequence[str]):
-    self._root = config_class.__name__
+  Mistakes are collected, so that the user sees all of them at once.
+  """
+
+  def __init__(
+    self, config_class: type, search_paths: Sequence[str], commands: Mapping[str, str]
+  ):
+    self._root, self._commands = config_class.__name__, commands
     self._makers: dict[str, Callable[..., Any]] = dict(configs(config_class))
     self._folders = search_folders(search_paths)
     self._bound: dict[_Key, _Bound] = {}
     self._imports: list[str] = []
     self._problems: list[str] = []
+    self._foreign: tuple[str, str] | None = None  # place and name of another's config
     self._scopes: dict[str, set[str]] = {}  # class name -> scopes it was made in
     self._macros: set[_Key] = set()  # macros that the build used
 
@@ -170,7 +175,7 @@ class _Settings:
     path = self._find(name)
     if path.resolve() in opened:
       raise ConfigError(f"gin file {name!r} includes itself.")
-    for statement in self._statements(_text(path), str(path)):
+    for statement in _statements(_text(path), str(path)):
       place = f"{path}:{statement.location.line_num}"
       if isinstance(statement, config_parser.BindingStatement):
         self._bind(statement, place, library)
@@ -182,7 +187,7 @@ class _Settings:
   def read_flag(self, binding: str) -> None:
     """Reads the "NAME=VALUE" of one flag."""
     flag = f"--gin.{binding}"
-    for statement in self._statements(binding, flag):
+    for statement in _statements(binding, flag):
       if not isinstance(statement, config_parser.BindingStatement):
         raise ConfigError(f"{flag}: expected one --gin.NAME=VALUE.")
       self._bind(statement, flag, False)
@@ -199,27 +204,16 @@ class _Settings:
     except OSError as error:
       raise ConfigError(f"gin file {name[:80]!r}: {error.strerror}.") from None
 
-  def _statements(self, text: str, name: str) -> Iterator[Any]:
-    try:
-      yield from config_parser.ConfigParser(text, _Delegate())
-    except (SyntaxError, tokenize.TokenError) as error:
-      raise ConfigError(_syntax(error, name)) from None
-    except (TypeError, ValueError) as error:  # {[]: 0}, or thousands of digits
-      if isinstance(error, ConfigError):
-        raise
-      message = " ".join(str(error).split())
-      raise ConfigError(f"{name}: cannot be read: {message}") from None
-
   def _bind(self, statement: Any, place: str, library: bool) -> None:
     scope, selector, field, value, _ = statement
     if field:
       key = _Key(scope, selector.rpartition(".")[2], field)
       if problem := self._unknown(key):
+        if key.name in self._commands:
+          self._foreign = self._foreign or (place, key.name)
         # A library may set configs of other commands, but not misspelt ones.
         close = difflib.get_close_matches(key.name, self._makers, 1, 0.85)
         if close or not library:
-          # Mistakes are collected and not raised, so that the user sees all of them at
-          # once.
           self._problems.append(f"{place}: {key}: {problem}")
         return
     else:
@@ -230,12 +224,12 @@ class _Settings:
 
   def _unknown(self, key: _Key) -> str:
     """Says why no field belongs to a key; "" if one does."""
-    if key.name not in self._makers:
-      return f"no config is called {key.name!r}{_close(key.name, self._makers)}"
-    fields = _fields(self._makers[key.name])
-    if key.field not in fields:
+    if key.name in self._makers:
+      fields = _fields(self._makers[key.name])
+      if key.field in fields:
+        return ""
       return f"{key.name} has no field {key.field!r}{_close(key.field, fields)}"
-    return ""
+    return f"no config is called {key.name!r}{_close(key.name, self._makers)}"
 
   def _import(self, statement: Any, place: str) -> None:
     """Makes the functions and classes of a user's module available as @NAME()."""
@@ -255,31 +249,31 @@ class _Settings:
   def build(self) -> Any:
     """Makes the config; raises ConfigError with every mistake found."""
     config = self._make(self._root, "")
-    self._problems = self._problems or list(self._unused())
-    if self._problems:
-      raise ConfigError("\n".join(dict.fromkeys(self._problems)))
+    problems = self._problems or list(self._unused())
+    if (
+      problems and self._foreign and all(key.name != self._root for key in self._bound)
+    ):
+      # Every line of the file would be a mistake; this is the one that explains them.
+      place, name = self._foreign
+      command = f"osd {self._commands[name]}"
+      problems = [f"{place}: {name} belongs to `{command}`; run `{command}` instead."]
+    if problems:
+      raise ConfigError("\n".join(dict.fromkeys(problems)))
     return config
 
   def _make(self, name: str, scope: str) -> Any:
     """Calls a config class with the values that are bound in a scope."""
     # Needed by `_unused`: a binding has an effect if its class is made in its scope.
     self._scopes.setdefault(name, set()).add(scope)
-    maker, arguments = self._makers[name], {}
-    # All fields are read first, so that every mistake is listed.
-    # With a bad field the constructor would only report the same mistake again.
-    before = len(self._problems)
-    for field, (hint, is_required) in _fields(maker).items():
+    maker, arguments, before = self._makers[name], {}, len(self._problems)
+    for field, is_required in _fields(maker).items():
       key = self._innermost(scope, name, field)
-      if key not in self._bound:
-        if is_required:
-          self._ask(key, hint)
-        continue
-      value = self._resolved(self._bound[key].value, scope, key, hint)
-      if dataclasses.is_dataclass(maker) and not _has_failed(value):
-        self._check(maker, field, value, key)
-      arguments[field] = value
-    if self._problems[before:] or any(map(_has_failed, arguments.values())):
-      return _Failed
+      if key in self._bound:
+        arguments[field] = self._resolved(self._bound[key].value, scope, key)
+      elif is_required:
+        self._ask(key)
+    if len(self._problems) > before:
+      return None
     try:
       return maker(**arguments)
     except (ValueError, TypeError) as error:
@@ -287,8 +281,10 @@ class _Settings:
         named = re.match(rf"{name}\.(\w+)", line)
         key = self._innermost(scope, name, named[1] if named else "")
         line = line if name in line else f"{name}: {line}"
+        if "expected tuple[" in line:  # most often, a single entry without brackets
+          line = f"{line[:-1]} (one entry is written [x])."
         self._problems.append(line + self._placed(key, scope))
-      return _Failed
+    return None
 
   def _innermost(self, scope: str, name: str, field: str) -> _Key:
     """Returns the key that sets a field in a scope: of a/b, a/b wins over a."""
@@ -299,54 +295,39 @@ class _Settings:
     ]
     return next((key for key in keys if key in self._bound), keys[0])
 
-  def _resolved(self, value: Any, scope: str, key: _Key, hint: Any) -> Any:
+  def _resolved(self, value: Any, scope: str, key: _Key) -> Any:
     """Replaces the references in a value by configs and values of macros."""
     if value == _REQUIRED:
-      self._ask(key, hint)
-      return _Failed
-    if isinstance(value, _Reference):
-      return self._referenced(value, scope, key, hint)
-    if isinstance(value, list | tuple):
-      # Lists become tuples, because configs must be hashable.
-      return tuple(self._resolved(part, scope, key, hint) for part in value)
-    return value
-
-  def _referenced(self, value: _Reference, scope: str, key: _Key, hint: Any) -> Any:
+      return self._ask(key)
+    if not isinstance(value, _Reference):
+      if isinstance(value, list | tuple):
+        return tuple(self._resolved(part, scope, key) for part in value)
+      return value
     if value.sign == "%":
       macro = _Key("", _MACRO, value.name)
       if macro in self._bound:
         self._macros.add(macro)
-        return self._resolved(self._bound[macro].value, scope, macro, hint)
+        return self._resolved(self._bound[macro].value, scope, macro)
       known = [k.field for k in self._bound if k.name == _MACRO]
       problem = f"{value} has no value{_close(value.name, known)}"
     else:
       inner, _, name = value.name.rpartition("/")
       name = name.rpartition(".")[2]
-      if name in self._makers and value.is_call:
+      if name not in self._makers:
+        problem = f"@{value.name}: no config is called {name!r}"
+        problem += _close(name, self._makers)
+      elif value.is_call:
         # A reference without a scope inherits the scope in which it is used, as in gin.
         return self._make(name, inner or scope)
-      problem = f"@{value.name}: no config is called {name!r}"
-      problem += _close(name, self._makers)
-      if name in self._makers:
-        if not isinstance(self._makers[name], type):
-          return self._makers[name]  # a function of the user's, as a divergence
+      elif not isinstance(self._makers[name], type):
+        return self._makers[name]  # a function of the user's, as a divergence
+      else:
         problem = f"{key}: received {value}; a config is made by {value}()."
-    self._problems.append(f"{self._bound[key].place}: {problem}")
-    return _Failed
+    return self._problems.append(f"{self._bound[key].place}: {problem}")
 
-  def _check(self, maker: Any, field: str, value: Any, key: _Key) -> None:
-    from osd_jax import base  # imports jax, which `osd --help` does without
-
-    if problem := base.field_problem(maker, field, value):
-      kind = base.type_text(base.field_types(maker)[field])
-      # The most common slip is a single entry without brackets.
-      if kind.startswith("tuple") and not isinstance(value, tuple):
-        problem = f"{problem[:-1]} (one entry is written [x])."
-      self._problems.append(problem + self._placed(key, key.scope))
-
-  def _ask(self, key: _Key, hint: Any) -> None:
+  def _ask(self, key: _Key) -> None:
     """Notes that a required value is missing."""
-    kinds = _in(hint)
+    kinds = [] if key.name == _MACRO else _kinds(self._makers[key.name], key.field)
     example = f"@{kinds[0].__name__}()" if kinds else "VALUE"
     self._problems.append(
       f"{key} needs a value: in a gin file, or --gin.{key}={example}"
@@ -374,39 +355,30 @@ class _Settings:
     return any(f"{name}/".startswith(f"{key.scope}/") or not key.scope for name in made)
 
   def _unused(self) -> Iterator[str]:
-    """Yields a line for each flag, and for each file's first binding, without effect.
-
-    Included files are libraries: they may state more than a run uses.
-    """
+    """Yields a line for each flag without effect and for the first in each file."""
     # One line per file: a file for another command would otherwise fill the screen.
-    files: dict[str, list[_Key]] = {}
-    for key, bound in self._bound.items():
-      if bound.library or self._is_used(key):
+    seen: set[str] = set()
+    for key, (_, place, library) in self._bound.items():
+      is_flag = place.startswith("--")
+      where = place if is_flag else place.rpartition(":")[0]
+      # Files may state macros that only some of their readers use.
+      is_spare = library or (key.name == _MACRO and not is_flag)
+      if is_spare or where in seen or self._is_used(key):
         continue
-      is_flag = bound.place.startswith("--")
-      if key.name != _MACRO:
-        where = bound.place if is_flag else bound.place.rpartition(":")[0]
-        files.setdefault(where, []).append(key)
-      elif is_flag:
+      seen.add(where)
+      if key.name == _MACRO:
         known = [macro.field for macro in self._macros]
-        yield f"{bound.place}: no setting uses %{key.field}{_close(key.field, known)}"
-    for first, *others in files.values():
-      place, call = self._bound[first].place, f"@{first.name}()"
-      call = f"@{first.scope}/{first.name}()" if first.scope else call
-      holders = " or ".join(self._holders(first.name, call))
-      line = f"{place}: {first} has no effect, since nothing is made by {call}"
-      line += f"; write {holders}" if holders else ""
-      if not place.startswith("--"):
-        line += "; or include the file if it is a library"
-      yield line + (f" (and {len(others)} more in this file)." if others else ".")
-
-  def _holders(self, name: str, call: str) -> Iterator[str]:
-    """Yields the bindings that would make a config."""
-    for holder, maker in self._makers.items():
-      for field, (hint, _) in _fields(maker).items():
-        if any(made.__name__ == name for made in _in(hint)):
-          several = typing.get_origin(hint) is tuple
-          yield f"{holder}.{field} = {f'[{call}]' if several else call}"
+        yield f"{place}: no setting uses %{key.field}{_close(key.field, known)}"
+        continue
+      call = f"@{key.scope}/{key.name}()" if key.scope else f"@{key.name}()"
+      line = f"{place}: {key} has no effect, since nothing is made by {call}"
+      holders = [
+        f"{holder}.{field} = {call}"
+        for holder, maker in self._makers.items()
+        for field in _fields(maker)
+        if key.name in [kind.__name__ for kind in _kinds(maker, field)]
+      ]
+      yield line + (f"; write {' or '.join(holders)}." if holders else ".")
 
   def text(self, config: Any) -> str:
     """Returns the settings in use as gin text, with all fields as comments."""
@@ -418,21 +390,18 @@ class _Settings:
     return "\n".join(lines) + "\n"
 
 
-def _fields(maker: Any) -> dict[str, tuple[Any, bool]]:
-  """Returns (type, whether it is required) of the arguments of a class or function."""
-  if not dataclasses.is_dataclass(maker):
-    parameters = inspect.signature(maker).parameters.values()
-    return {x.name: (Any, x.default is inspect.Parameter.empty) for x in parameters}
+def _fields(maker: Callable[..., Any]) -> dict[str, bool]:
+  """Returns whether each argument of a config class or function is required."""
+  parameters = inspect.signature(maker).parameters.values()
+  return {x.name: x.default is inspect.Parameter.empty for x in parameters}
+
+
+def _kinds(maker: Any, field: str) -> list[type]:
+  """Returns the config classes that a field of a config takes."""
   from osd_jax import base  # imports jax, which `osd --help` does without
 
-  hints, missing = base.field_types(maker), dataclasses.MISSING
-  return {
-    field.name: (
-      hints[field.name],
-      field.default is missing and field.default_factory is missing,
-    )
-    for field in dataclasses.fields(maker)
-  }
+  is_config = dataclasses.is_dataclass(maker)
+  return _in(base.field_types(maker)[field]) if is_config else []
 
 
 def _in(hint: Any) -> list[type]:
@@ -440,12 +409,6 @@ def _in(hint: Any) -> list[type]:
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
     return [hint]
   return [found for inner in typing.get_args(hint) for found in _in(inner)]
-
-
-def _has_failed(value: Any) -> bool:
-  if isinstance(value, tuple):
-    return any(map(_has_failed, value))
-  return value is _Failed
 
 
 def _text(path: Path) -> str:
@@ -466,11 +429,31 @@ def _close(name: str, known: Iterable[str]) -> str:
   return f"; known: {', '.join(known)}." if known else "."
 
 
-def _syntax(error: Exception, name: str) -> str:
-  """Describes a syntax error in one line; most often, a text lacks its quotes."""
-  message = str(error.args[0])
-  line = getattr(error, "lineno", None) or (error.args[1:] or [[0]])[0][0]
+def _statements(text: str, name: str) -> Iterator[Any]:
+  """Yields the statements of a gin text; raises ConfigError with the line at fault."""
+  try:
+    yield from config_parser.ConfigParser(text, _Delegate())
+  except ConfigError:
+    raise
+  except (SyntaxError, tokenize.TokenError) as error:
+    raise ConfigError(_syntax(error, name, text)) from None
+  except (TypeError, ValueError) as error:  # {[]: 0}, or thousands of digits
+    message = " ".join(str(error).split())
+    raise ConfigError(f"{name}: cannot be read: {message}") from None
+
+
+def _syntax(error: Exception, name: str, text: str) -> str:
+  """Describes a syntax error in one line."""
+  cause = str(error.args[0]).splitlines()[-1].strip()
+  line = getattr(error, "lineno", None) or error.args[1][0]
+  shown = "".join(text.splitlines()[line - 1 : line]).strip()
+  if word := re.search(r"Failed to parse token '(.*)'", cause):
+    cause = f"text needs quotes: '\"{word[1]}\"'"
+    if shown.startswith(word[1]):  # the next setting was read as part of a value
+      cause = "a bracket above this line is not closed"
+  elif cause == "Unable to parse value.":
+    cause = "the value is missing or is not a Python literal"
+  elif isinstance(error, tokenize.TokenError):  # it names the end of the file
+    cause = f"a {'text' if 'string' in cause else 'bracket'} is never closed"
   place = name if name.startswith("--") else f"{name}:{line}"
-  if word := re.search(r"Failed to parse token '(.*)'", message):
-    return f"{place}: cannot read {word[1]}; text needs quotes: '\"{word[1]}\"'"
-  return f"{place}: {message.splitlines()[0]}"
+  return f"{place}: cannot read `{shown[:80]}`: {cause.rstrip('.')}."

@@ -189,7 +189,7 @@ class Bench:
       ValueError: a draft does not fit the target.
     """
     self.config = config
-    paths = (config.pair.draft, *config.drafts)
+    paths = (config.pair.named("draft"), *config.drafts)
     self.labels = draft_labels(paths)
     self.pairs: list[pairs.Pair] = []
     for path in paths:

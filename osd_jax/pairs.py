@@ -14,32 +14,35 @@ from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
 
 ATTACHED = "attached"  # value of `PairConfig.draft`: a new draft instead of a file
+SHIPPED = "shipped:demo_target.safetensors"
+_SHIPPED_DRAFT = "shipped:demo_attached_draft.safetensors"
+_SHIPPED_VOCABULARY = "shipped:demo_vocabulary.model"
 _SEED = 0  # of the parameters of a new attached draft
 
 
 @dataclasses.dataclass(frozen=True)
 class PairConfig(base.Config):
-  """The files of a pair.
+  """The files of a pair; the target alone is enough.
 
   A path may be "shipped:NAME" for a file of this package, or an address such as
   gs://BUCKET/NAME.
 
-  >>> bring_only_a_target = PairConfig(target="flan-t5-large", draft="attached")
-  >>> bring_only_a_target.attached.width
+  >>> PairConfig(target="flan-t5-large", draft="attached").attached.width
   128
 
   Attributes:
-    target: weights of the target: a file that this package wrote, a folder of
-      transformers with config.json and safetensors, or its name on the Hugging Face
-      hub.
+    target: weights of the target: a folder of transformers with config.json and
+      safetensors, its name on the Hugging Face hub, or a file that this package wrote.
     draft: weights of the draft, as for the target. "attached" creates an attached draft
-      with random parameters, which learns while it serves.
-    vocabulary: the vocabulary of both: a SentencePiece model, a tokenizer.json, or a
-      folder with spiece.model, tokenizer.json or tokenizer.model.
-    extra_ids: number of sentinel tokens of a T5; see `Vocabulary.load`.
+      with random parameters, which learns while it serves. "" means "attached", or the
+      shipped draft of the shipped target.
+    vocabulary: the vocabulary of both: a folder with spiece.model, tokenizer.json or
+      tokenizer.model, or one of these files. "" takes the target's folder.
+    extra_ids: number of sentinel tokens of a T5, see `Vocabulary.load`; None takes the
+      number that the target needs.
     chat_template: for decoder-only models: "own" applies the chat template in the
-      vocabulary's folder to every prompt; any other text is the template itself; ""
-      applies none.
+      vocabulary's folder to every prompt, None does so if there is one; any other text
+      is the template itself; "" applies none.
     dtype: "float32" or "bfloat16", the type that both models compute in.
     draft_serving: approximations in the served draft; the learner trains all of it.
     folder: prefix of the paths above, unless they are absolute or shipped.
@@ -48,20 +51,31 @@ class PairConfig(base.Config):
       draft takes; 0 means the layer in the target's file, usually the last.
   """
 
-  target: base.Path = "shipped:demo_target.safetensors"
-  draft: base.Path = "shipped:demo_attached_draft.safetensors"
-  vocabulary: base.Path = "shipped:demo_vocabulary.model"
-  extra_ids: base.CountOrZero = 0
-  chat_template: str = ""
+  target: base.Path = SHIPPED
+  draft: str = ""
+  vocabulary: str = ""
+  extra_ids: base.CountOrZero | None = None
+  chat_template: str | None = None
   dtype: Annotated[str, base.OneOf("float32", "bfloat16")] = "float32"
   draft_serving: DraftServing = DraftServing()
   folder: str = ""
   attached: AttachedConfig = AttachedConfig()
   state_layer: base.CountOrZero = 0
 
+  def named(self, field: str) -> str:
+    """Returns field "target", "draft" or "vocabulary", or what "" stands for."""
+    if value := getattr(self, field):
+      return value
+    if field == "draft":
+      return _SHIPPED_DRAFT if self.target == SHIPPED else ATTACHED
+    # A weights file has no vocabulary next to it. Its header decides whether the
+    # shipped one fits.
+    has_own = self.target != SHIPPED and self.path("target").is_dir()
+    return self.target if has_own else _SHIPPED_VOCABULARY
+
   def path(self, field: str) -> Path:
     """Resolves the path in field "target", "draft" or "vocabulary"."""
-    value = getattr(self, field)
+    value = self.named(field)
     if self.folder and not value.startswith(assets.PREFIX):
       if not remote.is_remote(self.folder) or remote.is_remote(value):
         return Path(self.folder) / value
@@ -160,12 +174,19 @@ def load_pair(
   if isinstance(config, Pair):
     return config
   partitioner = partitioner or sharding.make()
-  vocabulary = Vocabulary.load(
-    config.path("vocabulary"), config.extra_ids, config.chat_template
-  )
+  vocabulary = load_vocabulary(config)  # first, since reading weights may take minutes
+  target = _read(config, "target", config.path("target"))
+  if not (config.vocabulary or target.vocabulary or config.path("target").is_dir()):
+    raise base.InputError(
+      f"PairConfig.vocabulary: {config.target} does not say which vocabulary it was"
+      " trained with; name its vocabulary."
+    )
+  wanted = _wanted_extra_ids(target, vocabulary)
+  if config.extra_ids is None and wanted:
+    vocabulary = load_vocabulary(dataclasses.replace(config, extra_ids=wanted))
+  check_vocabulary(config, "target", target, vocabulary)
   # The identity of a target includes its state layer, since a draft that was trained on
   # one layer's states cannot use those of another.
-  target = _read(config, "target", config.path("target"), vocabulary)
   target = dataclasses.replace(target, config=with_state_layer(config, target.config))
   identity = weights.identity(target, Path(config.target).name)
   draft = _draft(config, target, identity, vocabulary)
@@ -197,6 +218,16 @@ def load_pair(
     vocabulary=vocabulary,
     identity=identity,
   )
+
+
+def load_vocabulary(config: PairConfig) -> Vocabulary:
+  """Loads the vocabulary of a config, without the sentinels that it does not state.
+
+  Raises:
+    InputError: the files are missing or cannot be read.
+  """
+  path = config.path("vocabulary")
+  return Vocabulary.load(path, config.extra_ids or 0, config.chat_template)
 
 
 def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
@@ -238,57 +269,47 @@ def check_vocabulary(
   """Raises InputError unless weights fit a vocabulary.
 
   Args:
-    config: a config with the fields `vocabulary` and `extra_ids`, for the error
-      message.
+    config: the config that names both, for the error message.
     field: its field with the path of the weights.
     held: the weights, with their vocabulary's fingerprint.
     vocabulary: the vocabulary that was loaded from the config.
   """
   name, path = type(config).__name__, getattr(config, field)
-  _check_family(config, field, held, vocabulary)
-  size, wanted = held.config.vocab_size, _wanted_extra_ids(held, vocabulary)
-  # Reported before the fingerprints, which differ whenever extra_ids is wrong.
-  if wanted not in (None, config.extra_ids):
-    raise base.InputError(
-      f"{name}.extra_ids: received {config.extra_ids}, expected {wanted} for {path},"
-      " the number of sentinel tokens in its vocabulary."
-    )
-  if held.vocabulary not in ("", vocabulary.fingerprint):
-    raise base.InputError(
-      f"{name}.{field}: {path} was trained with the vocabulary"
-      f" {held.vocabulary[:12]}..., but {name}.vocabulary {config.vocabulary} with"
-      f" extra_ids {config.extra_ids} is {vocabulary.fingerprint[:12]}..."
-      f" ({vocabulary.size} ids); expected the same. Name the vocabulary"
-      " of the weights."
-    )
-  # Published models pad their embedding, so it may be larger than the vocabulary.
-  if size < vocabulary.size:
-    raise base.InputError(
-      f"{name}.{field}: {path} has {size} token ids, expected at least the"
-      f" {vocabulary.size} of {config.vocabulary} with extra_ids {config.extra_ids}."
-    )
-
-
-def _check_family(
-  config: Any, field: str, held: weights.Weights, vocabulary: Vocabulary
-) -> None:
-  """Raises InputError if weights and vocabulary belong to different families."""
-  name, path = type(config).__name__, getattr(config, field)
-  is_causal = not isinstance(held.config, T5Config)
+  own, is_causal = vocabulary.path, not isinstance(held.config, T5Config)
+  sentinels, wanted = vocabulary.extra_ids, _wanted_extra_ids(held, vocabulary)
   if is_causal != vocabulary.is_causal:
     kinds = ("T5", "decoder-only model")
     raise base.InputError(
-      f"{name}.{field}: {path} is a {kinds[is_causal]}, but {name}.vocabulary"
-      f" {config.vocabulary} is the vocabulary of a {kinds[vocabulary.is_causal]};"
-      " name the vocabulary of the weights."
+      f"{name}.{field}: {path} is a {kinds[is_causal]}, but {name}.vocabulary {own} is"
+      f" the vocabulary of a {kinds[vocabulary.is_causal]}; name the vocabulary of the"
+      " weights."
     )
   if not isinstance(held.config, T5Config) and vocabulary.eos_ids[0] not in (
     held.config.eos_ids
   ):
     raise base.InputError(
       f"{name}.{field}: {path} ends a sequence with {held.config.eos_ids}, but"
-      f" {name}.vocabulary {config.vocabulary} with {vocabulary.eos_ids[0]}; expected"
-      " one of them. Correct eos_token_id in generation_config.json of the folder."
+      f" {name}.vocabulary {own} with {vocabulary.eos_ids[0]}; expected one of them."
+      " Correct eos_token_id in generation_config.json of the folder."
+    )
+  # Reported before the fingerprints, which differ whenever extra_ids is wrong.
+  if wanted not in (None, sentinels):
+    raise base.InputError(
+      f"{name}.extra_ids: received {sentinels}, expected {wanted} for {path}, the"
+      " number of sentinel tokens in its vocabulary."
+    )
+  if held.vocabulary not in ("", vocabulary.fingerprint):
+    raise base.InputError(
+      f"{name}.{field}: {path} was trained with the vocabulary"
+      f" {held.vocabulary[:12]}..., but {name}.vocabulary {own} with extra_ids"
+      f" {sentinels} is {vocabulary.fingerprint[:12]}... ({vocabulary.size} ids);"
+      " expected the same. Name the vocabulary of the weights."
+    )
+  # Published models pad their embedding, so it may be larger than the vocabulary.
+  if held.config.vocab_size < vocabulary.size:
+    raise base.InputError(
+      f"{name}.{field}: {path} has {held.config.vocab_size} token ids, expected at"
+      f" least the {vocabulary.size} of {own} with extra_ids {sentinels}."
     )
 
 
@@ -317,7 +338,7 @@ def _draft(
   vocabulary: Vocabulary,
 ) -> weights.Weights | weights.AttachedWeights:
   """Loads the draft, or creates an attached one."""
-  if config.draft == ATTACHED:
+  if config.named("draft") == ATTACHED:
     # A fixed seed: two runs with the same settings start from the same draft.
     model = attached.build(config.attached, target.config)
     params = jax.jit(model.init)(jax.random.key(_SEED))
@@ -328,7 +349,8 @@ def _draft(
       return weights.load_attached(path, identity)
     except base.InputError as error:
       raise base.InputError(f"PairConfig.draft: {error}") from error
-  draft = _read(config, "draft", path, vocabulary)
+  draft = _read(config, "draft", path)
+  check_vocabulary(config, "draft", draft, vocabulary)
   if type(target.config) is not type(draft.config):
     raise base.InputError(
       f"PairConfig: target {config.target} is a {type(target.config).__name__}, draft"
@@ -343,15 +365,11 @@ def _draft(
   return draft
 
 
-def _read(
-  config: PairConfig, field: str, path: Path, vocabulary: Vocabulary
-) -> weights.Weights:
+def _read(config: PairConfig, field: str, path: Path) -> weights.Weights:
   read = convert.read_hugging_face if path.is_dir() else weights.load
   try:
     held = read(path)
   except base.InputError as error:
     raise base.InputError(f"PairConfig.{field}: {error}") from error
-  check_vocabulary(config, field, held, vocabulary)
-  return dataclasses.replace(
-    held, config=dataclasses.replace(held.config, dtype=config.dtype)
-  )
+  shape = dataclasses.replace(held.config, dtype=config.dtype)
+  return dataclasses.replace(held, config=shape)

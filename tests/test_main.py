@@ -54,13 +54,8 @@ def test_gin_config_equals_the_one_built_in_python(written):
   assert hash(built) == hash(BY_HAND)
   assert type(built) is pretrain.PretrainConfig
   assert load([written(RUN)], ["STEPS=8"]) != BY_HAND
-
-
-def test_gin_bindings_do_not_change_config_classes(written):
-  """Bindings apply to configs that gin builds, not to classes used in Python."""
-  built = load([written(RUN)], ["T5Config.width=24"])
-  assert built.model.width == 24
-  assert T5Config().width == 512
+  assert load([written(RUN)], ["T5Config.width=24"]).model.width == 24
+  assert T5Config().width == 512  # bindings do not change the class
 
 
 def test_flags_override_files_and_later_files_override_earlier(written):
@@ -96,12 +91,6 @@ def test_printed_settings_rebuild_the_config(written):
   assert config.output == long
   assert "UNUSED" not in text and "DATA" not in text
   assert "#   PretrainConfig.data.tasks[1].rows = 10" in text.splitlines()
-
-
-def test_seqio_does_not_change_settings(written):
-  """seqio also registers its functions with gin."""
-  pytest.importorskip("seqio", reason="the extra `data` is not installed")
-  assert load([written(RUN)]) == BY_HAND
 
 
 def test_functions_of_imported_modules_make_values(written, tmp_path, monkeypatch):
@@ -172,10 +161,10 @@ def test_recursive_include_is_an_error(written, tmp_path):
     ("PretrainConfig.seed=%STEP", ["%STEP has no value", "did you mean STEPS"]),
     ("STEP=3", ["no setting uses %STEP", "did you mean STEPS"]),
     ("tran/BatchConfig.seed=3", ["tran/BatchConfig.seed", "@tran/BatchConfig()"]),
-    ("STEPS=many", ["cannot read many", "needs quotes", "'\"many\"'"]),
-    ("STEPS=[3", ["STEPS=[3"]),
-    ("STEPS=", ["STEPS="]),
-    ("STEPS=3 4", ["STEPS=3 4"]),
+    ("STEPS=many", ["cannot read `STEPS=many`: text needs quotes: '\"many\"'"]),
+    ("STEPS=[3", ["a bracket is never closed"]),
+    ("STEPS=", ["the value is missing"]),
+    ("STEPS=3 4", ["Expected newline"]),
     ("include 'x.gin'=3", ["include"]),
     (
       "PretrainConfig.steps='many'",
@@ -184,6 +173,7 @@ def test_recursive_include_is_an_error(written, tmp_path):
     ("T5Config.width=64.5", ["T5Config.width: received 64.5, expected an integer"]),
     ("T5Config.width=True", ["T5Config.width: received True, expected an integer"]),
     ("T5Config.num_heads=0", ["T5Config.num_heads: received 0"]),
+    ("PretrainConfig.run_directory=' '", ["run_directory: received ' '"]),
     ("PretrainConfig.model=@T5Config", ["PretrainConfig.model", "@T5Config()"]),
     ("PretrainConfig.model=@BatchConfig()", ["BatchConfig.tasks needs a value"]),
     ("PretrainConfig.data=None", ["PretrainConfig.data: received None"]),
@@ -219,8 +209,9 @@ def test_error_names_the_wrong_flag(written, flag, parts):
     ("T6Config.width = 3", "'T6Config'"),
     ("T5Config.width = @T6Config()", "@T6Config"),
     ("T5Config.width = %WIDTH", "%WIDTH"),
-    ("T5Config.width = wide", "cannot read wide"),
-    ("T5Config.width 3", "expected"),
+    ("T5Config.width = wide", "cannot read `T5Config.width = wide`: text needs"),
+    ("T5Config.width 3", "cannot read `T5Config.width 3`: Couldn't parse statement"),
+    ("T5Config.width = )", "the value is missing or is not a Python literal"),
     ("T5Config.width = 'wide'", "received 'wide'"),
     ("T5Config.num_heads = 0", "received 0"),
     ("tran/BatchConfig.seed = 0", "no effect"),
@@ -262,73 +253,97 @@ def test_included_files_may_have_unused_bindings(written):
   library = written("a/TaskConfig.name = 'a'\nb/TaskConfig.name = 'b'", "library.gin")
   run = written(RUN)
   found = complaint([run, library])
-  assert "a/TaskConfig.name has no effect" in found
-  assert "1 more in this file" in found
+  (line,) = found.splitlines()  # one for each file
+  assert "a/TaskConfig.name has no effect" in line
   assert load([written(f"include '{library}'\n{RUN}")]) == BY_HAND
+
+
+def test_open_bracket_is_reported_and_not_the_next_setting(written):
+  run = written("T5Config.mlp_activations = ['gelu',\nT5Config.width = 3\n")
+  assert f"{run}:2: cannot read `T5Config.width = 3`: a bracket above" in complaint(
+    [run]
+  )
 
 
 # ---- The command
 
 
 def test_gin_flags_are_separated_in_order():
-  words, bindings = cli.split_gin_flags(
+  options, bindings = commands.parse(
     ["online", "--gin.a/B.c=d=e", "--gin_file=x", "--gin.M= 1", "--dry_run"]
   )
-  assert words == ["online", "--gin_file=x", "--dry_run"]
+  assert options.gin_file == ["x"] and options.dry_run
   assert bindings == ["a/B.c=d=e", "M= 1"]
-  with pytest.raises(settings.ConfigError, match="--gin.M: expected --gin.NAME=VALUE"):
-    cli.split_gin_flags(["online", "--gin.M", "1"])
 
 
-def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
-  code = (
-    "import sys\nfrom osd_jax import main\ntry:\n  code = main.main(sys.argv[1:])\n"
-    "except SystemExit as stop:\n  code = stop.code\n"
-    "print('jax' in sys.modules, file=sys.stderr)\nsys.exit(code)"
-  )
-  return subprocess.run(
-    [sys.executable, "-c", code, *words],
-    capture_output=True,
-    text=True,
-    env={**os.environ, "COLUMNS": "80", **environment},
-    timeout=120,
-    check=False,
-  )
+@pytest.mark.parametrize(
+  ("words", "part"),
+  [
+    (
+      ["onlien"],
+      "osd: error: no command is called 'onlien'; did you mean online",
+    ),
+    (["xyz"], "known: certify, compare"),
+    (["online", "--gin.M", "1"], "--gin.M: expected --gin.NAME=VALUE in one word"),
+    (["online", "--gin_flie=x"], "osd online: error: unknown option or argument"),
+    (["generate", "a", "--temprature", "1"], "'--temprature'; did you mean --temperat"),
+    (["convert", "--multihost"], "osd convert: error: unknown option"),
+    (["online", "--replicas", "x"], "osd online: error: argument --replicas: invalid"),
+    (["compare"], "osd compare: error: the following arguments are required: RUN"),
+  ],
+)
+def test_bad_words_exit_with_2_and_a_suggestion(capsys, words, part):
+  with pytest.raises(SystemExit) as stop:
+    cli.main(words)
+  assert stop.value.code == 2
+  assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["certify", "offline"])
+def test_file_of_another_command_is_recognised(command, unprepared, capsys, written):
+  file = written("include 'runs/online.gin'\nStreamConfig.requests_per_task = 3")
+  assert cli.main([command, f"--gin_file={file}"]) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "OnlineConfig belongs to `osd online`; run `osd online` instead." in line
+
+
+def test_help_comes_without_importing_jax_in_less_than_a_second():
+  code = "import sys\nfrom osd_jax import main\ntry:\n  main.main(sys.argv[1:])\n"
+  code += "finally:\n  print('jax' in sys.modules, file=sys.stderr)"
+
+  def seconds(*words):
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True)
+    assert (done.returncode, done.stderr.strip()) == (0, b"False")
+    return time.perf_counter() - started
+
+  for words in (["-h"], ["generate", "-h"]):
+    assert min(seconds(*words) for _ in range(3)) < 1  # about .1 on an idle machine
 
 
 @pytest.mark.parametrize(
   "words", [["-h"], *([name, "-h"] for name in commands.COMMANDS)]
 )
-def test_help_lists_all_commands_without_importing_jax(words):
-  done = command(*words)
-  assert done.returncode == 0
-  assert done.stderr.strip() == "False"  # jax is not imported
+def test_help_lists_commands_examples_and_notes(words, monkeypatch, capsys):
+  monkeypatch.setenv("COLUMNS", "80")
+  with pytest.raises(SystemExit, match="0"):
+    cli.main(words)
+  shown = capsys.readouterr().out
   for part in ("--gin.NAME=VALUE", "--gin_search_paths", "JAX_COMPILATION_CACHE_DIR"):
-    assert part in done.stdout
+    assert part in shown
   if words == ["-h"]:
     for name, about in commands.COMMANDS.items():
-      assert name in done.stdout and about.summary[:30] in done.stdout
-    assert all(f"    {name} " in done.stdout for name in commands.OF_RUNS)
+      assert name in shown and about.summary[:30] in shown
+    assert all(f"    {name} " in shown for name in commands.OF_RUNS)
   else:
-    assert commands.COMMANDS[words[0]].example in done.stdout
-  assert max(map(len, done.stdout.splitlines())) <= 80
+    assert commands.COMMANDS[words[0]].example in shown
+  assert max(map(len, shown.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("words", [["-h"], ["generate", "-h"]])
-def test_help_takes_less_than_a_second(words):
-  def seconds():
-    started = time.perf_counter()
-    command(*words)
-    return time.perf_counter() - started
-
-  assert min(seconds() for _ in range(3)) < 1  # about .1 on an idle machine
-
-
-def test_bad_input_ends_with_code_2_and_no_traceback(written):
-  done = command("pretrain", f"--gin_file={written(RUN)}", "--gin.T5Config.widht=3")
-  assert done.returncode == 2
-  assert done.stderr.splitlines()[0].startswith("osd pretrain: --gin.T5Config.widht=3")
-  assert "Traceback" not in done.stderr
+def test_bad_setting_exits_with_2(written, unprepared, capsys):
+  flag = "--gin.T5Config.widht=3"
+  assert cli.main(["pretrain", f"--gin_file={written(RUN)}", flag]) == 2
+  assert capsys.readouterr().err.startswith(f"osd pretrain: {flag}")
 
 
 def test_dry_run_prints_the_settings_and_runs_nothing(
@@ -429,8 +444,6 @@ def raises_in_the_package(error):
 @pytest.mark.parametrize(
   "fault",
   [
-    lambda *_: int("x"),
-    lambda *_: sizes._shape("x", 1, 1, 1, 1),
     lambda *_: open("no such file"),
     raises_in_the_package(ValueError("a fault")),
     raises_in_the_package(RuntimeError("a fault")),
@@ -438,7 +451,7 @@ def raises_in_the_package(error):
 )
 def test_bugs_keep_their_traceback(ended, fault):
   """Negative control: only the type of an error makes it a user error."""
-  with pytest.raises((ValueError, TypeError, OSError, RuntimeError)):
+  with pytest.raises((ValueError, OSError, RuntimeError)):
     ended(fault)
 
 
@@ -481,13 +494,6 @@ def test_failed_rename_names_the_setting(ended, tmp_path, written):
   )
   named = f"PretrainConfig.output: received {path!r}: Is a directory."
   assert (code, errors) == (2, f"osd pretrain: {named}\n")
-
-
-@pytest.mark.parametrize("path", ["", " "])
-def test_empty_run_directory_is_refused(ended, path):
-  code, errors = ended(None, f"--gin.PretrainConfig.run_directory={path!r}")
-  assert code == 2
-  assert errors.startswith("osd pretrain: PretrainConfig.run_directory: received")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ def load(config):
   return pairs.load_pair(config, sharding.make())
 
 
+def refused(pair, match, **changes):
+  with pytest.raises(base.InputError, match=match):
+    pairs.load_pair(dataclasses.replace(pair, **changes))
+
+
 def rewritten(pair_config, field, folder, **changes):
   """The config with one file changed."""
   found = dataclasses.replace(weights.load(getattr(pair_config, field)), **changes)
@@ -45,11 +50,8 @@ def test_pair_has_the_parameters_of_its_files(config):
   assert_same(pair.draft_params, weights.load(config.draft).params)
   assert pair.target.vocab_size == pair.draft.vocab_size == tiny_pair.VOCAB_SIZE
   assert (pair.target.name, pair.draft.name) == ("target", "draft")
-
-
-def test_loading_again_gives_the_same_models(config):
-  one, again = load(config), load(config)
-  assert one.target is again.target and one.draft is again.draft
+  again = load(config)
+  assert again.target is pair.target and again.draft is pair.draft
 
 
 def test_adapted_draft_loads_like_the_first(config, tmp_path):
@@ -60,12 +62,6 @@ def test_adapted_draft_loads_like_the_first(config, tmp_path):
   again = load(dataclasses.replace(config, draft=str(path)))
   assert_same(again.draft_params, adapted)
   assert again.draft_config == pair.draft_config
-
-
-def test_shipped_vocabulary_encodes_and_decodes(config):
-  vocabulary = load(config).vocabulary
-  ids = vocabulary.encode("SELECT name")
-  assert vocabulary.decode(ids) == "SELECT name"
 
 
 def test_dtype_applies_to_both_models(config):
@@ -157,21 +153,59 @@ def test_folder_applies_to_relative_paths_only(config, tmp_path):
     load(dataclasses.replace(there, target="."))
 
 
-def test_vocabulary_sizes_of_folders_must_agree(config, tmp_path):
-  there = as_folders(config, tmp_path)
-  found = weights.load(config.draft)
-  wider = dataclasses.replace(found.config, vocab_size=tiny_pair.VOCAB_SIZE + 64)
-  params = families.build(wider).init(jax.random.key(0))
-  convert.write_hugging_face(tmp_path / "wide", weights.Weights(wider, params))
-  with pytest.raises(ValueError, match="has 1536 token ids, draft wide has 1600"):
-    load(dataclasses.replace(there, draft="wide"))
-  with pytest.raises(ValueError, match=r"PairConfig\.extra_ids: received 100, .* 0"):
-    load(dataclasses.replace(there, extra_ids=100))
+# ---- A target and nothing else
 
 
-def test_float64_is_refused_for_a_pair():
-  with pytest.raises(ValueError, match="PairConfig.dtype: received 'float64'"):
-    pairs.PairConfig(dtype="float64")
+def with_sentinels(folder):
+  """A T5 folder as published: 100 sentinels, and a padded embedding."""
+  config = dataclasses.replace(testing.TINY_T5, vocab_size=1664)
+  params = families.build(config).init(jax.random.key(0))
+  shipped = pairs.PairConfig().path("vocabulary")
+  files = vocabularies.tokenizer_files(vocabularies.Vocabulary.load(shipped, 100))
+  return convert.write_hugging_face(folder, weights.Weights(config, params), files)
+
+
+def chat_model(llama_pair, folder):
+  """A Llama folder with a chat template."""
+  found = weights.load(llama_pair.target)
+  files = {"tokenizer.model": llama_pair.path("vocabulary").read_bytes()}
+  files["chat_template.jinja"] = b"<s>{{ messages[0].content }} ANSWER:"
+  return convert.write_hugging_face(folder, found, files)
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_folder_of_a_target_is_enough(llama_pair, tmp_path, family):
+  """Vocabulary, sentinels and chat template come from the folder."""
+  folder = str(
+    with_sentinels(tmp_path / "t5")
+    if family == "t5"
+    else chat_model(llama_pair, tmp_path / "llama")
+  )
+  for serving in (osd_jax.Server(target=folder), osd_jax.Server(folder)):
+    vocabulary, draft = serving.pair.vocabulary, serving.pair.draft_config
+    assert str(vocabulary.path).startswith(folder)
+    assert draft == pairs.AttachedConfig()
+    assert vocabulary.extra_ids == (100 if family == "t5" else 0)
+    asked = vocabulary.decode(vocabulary.encode_prompt("How many?")[:-1])
+    assert ("ANSWER" in asked) == (family == "llama")
+  plain = pairs.load_pair(pairs.PairConfig(target=folder, chat_template=""))
+  assert plain.vocabulary.template is None
+
+
+def test_target_is_never_served_with_a_vocabulary_that_is_not_its_own(config, tmp_path):
+  """Negative control: the shipped vocabulary would be large enough for each of them."""
+  folder = with_sentinels(tmp_path / "folder")
+  (folder / "spiece.model").unlink()
+  unnamed = rewritten(config, "target", tmp_path, vocabulary="").target
+  other = rewritten(config, "target", tmp_path / "o", vocabulary="f" * 64).target
+  for target, cause in (
+    (folder, r"folder has no spiece\.model"),
+    (unnamed, r"target\.safetensors does not say which vocabulary"),
+    (other, r"was trained with the vocabulary ffffffffffff"),
+  ):
+    with pytest.raises(base.InputError, match=rf"PairConfig\.\w+: .*{cause}") as caught:
+      osd_jax.Server(target=str(target))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 # ---- Errors
@@ -203,16 +237,18 @@ def test_extra_ids_must_match_the_weights(config, tmp_path):
       vocabulary=fingerprint,
     )
   with pytest.raises(base.InputError, match=r"extra_ids: received 0, expected 100 for"):
-    load(config)
-  assert load(dataclasses.replace(config, extra_ids=100)).vocabulary == with_sentinels
+    load(dataclasses.replace(config, extra_ids=0))
+  for stated in (None, 100):
+    found = load(dataclasses.replace(config, extra_ids=stated))
+    assert found.vocabulary == with_sentinels
 
 
 def test_extra_ids_must_match_the_tokenizer_settings(config, tmp_path):
   there = as_folders(config, tmp_path)
   settings = tmp_path / "target" / "tokenizer_config.json"
   settings.write_text('{"extra_ids": 100}')
-  with pytest.raises(base.InputError, match=r"extra_ids: received 0, expected 100 for"):
-    load(there)
+  refused(there, r"extra_ids: received 0, expected 100 for", extra_ids=0)
+  refused(there, r"has 1536 token ids, expected at least the 1636 of", extra_ids=None)
   for unreadable in ("{", "[]", '{"extra_ids": "many"}', "{}"):
     settings.write_text(unreadable)
     assert load(there)
@@ -275,6 +311,7 @@ def test_hub_name_is_downloaded_if_possible(config, field, name, tmp_path, monke
     ({"target": ""}, "target"),
     ({"draft": None}, "draft"),
     ({"draft_serving": True}, "draft_serving"),
+    ({"dtype": "float64"}, "dtype"),
   ],
 )
 def test_invalid_pair_settings_are_named(changes, named):
@@ -288,11 +325,6 @@ def test_invalid_pair_settings_are_named(changes, named):
 @pytest.fixture(scope="module")
 def llama_pair(tmp_path_factory):
   return tiny_online.save_lively_pair(tmp_path_factory.mktemp("llama"), "llama")
-
-
-def refused(pair, match, **changes):
-  with pytest.raises(base.InputError, match=match):
-    pairs.load_pair(dataclasses.replace(pair, **changes))
 
 
 def test_pairs_of_two_families_are_refused(llama_pair, tmp_path):

@@ -57,7 +57,7 @@ def save_tiny_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
 
   The models are untrained, so their outputs run to the length limit.
   """
-  path = pairs.PairConfig().vocabulary
+  path = pairs.PairConfig().named("vocabulary")
   if family == "llama":
     path = str(folder / "tokenizer.model")
     Path(path).write_bytes(llama_tokenizer())

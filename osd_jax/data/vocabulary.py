@@ -70,7 +70,7 @@ class Vocabulary:
 
   @classmethod
   def load(
-    cls, path: str | os.PathLike[str], extra_ids: int = 0, template: str = ""
+    cls, path: str | os.PathLike[str], extra_ids: int = 0, template: str | None = ""
   ) -> "Vocabulary":
     """Reads the vocabulary of a T5 or of a decoder-only model.
 
@@ -81,7 +81,8 @@ class Vocabulary:
         checkpoints if texts may contain sentinels, otherwise 0.
       template: chat template, only for decoder-only models. "" leaves prompts
         unchanged; "own" applies the chat template of the folder, with the prompt as the
-        user's only message; any other text is itself a Jinja template.
+        user's only message; None does so if the folder has one; any other text is
+        itself a Jinja template.
 
     Returns:
       The vocabulary; without a template the same object for the same unchanged files.
@@ -108,7 +109,7 @@ class Vocabulary:
         f"Vocabulary.path: {error.filename or path} cannot be read ({error.strerror});"
         " expected a tokenizer.json or tokenizer.model, or another SentencePiece model."
       ) from error
-    return _with_template(vocabulary, template) if template else vocabulary
+    return vocabulary if template == "" else _with_template(vocabulary, template)
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of `text`, without end-of-sequence."""
@@ -341,10 +342,12 @@ def _check_special_ids(path: pathlib.Path, pad: int | None, eos: int | None) -> 
     )
 
 
-def _with_template(vocabulary: Vocabulary, template: str) -> Vocabulary:
+def _with_template(vocabulary: Vocabulary, template: str | None) -> Vocabulary:
   """Returns the vocabulary of a decoder-only model with a chat template."""
   path = pathlib.Path(vocabulary.path)
   if not vocabulary.is_causal:
+    if template is None:
+      return vocabulary
     raise base.InputError(
       f"PairConfig.chat_template: received {template[:40]!r} with {path}, the"
       " vocabulary of a T5, expected '': chat templates are for decoder-only models."
@@ -352,7 +355,9 @@ def _with_template(vocabulary: Vocabulary, template: str) -> Vocabulary:
   file = path.with_name(_SETTINGS)
   settings = _object(file.read_bytes() if file.exists() else b"", file)
   own = chat.own_template(path.parent, settings)
-  text = own if template == OWN_TEMPLATE else template
+  text = own if template in (OWN_TEMPLATE, None) else template
+  if text is None and template is None:
+    return vocabulary
   if text is None:
     raise base.InputError(
       f"PairConfig.chat_template: received 'own', but {path.parent} has no chat"

@@ -127,25 +127,30 @@ class Server:
 
   def __init__(
     self,
-    pair: pairs.PairConfig | pairs.Pair = SHIPPED,
+    pair: pairs.PairConfig | pairs.Pair | str = SHIPPED,
     decoding: DecodingConfig = DECODING,
     learning: LearningConfig = LEARNING,
     partition: sharding.PartitionConfig = ONE_DEVICE,
     replicas: ReplicaConfig = HERE,
+    *,
+    target: str = "",
   ):
     """Loads the pair; calls are compiled when the first prompt of a bucket arrives.
 
     Args:
       pair: files of the pair, the shipped one by default, or a loaded pair; one
-        without a draft decodes plainly.
+        without a draft decodes plainly. A text is the target of a `PairConfig`.
       decoding: rows in flight, K, lengths and records.
       learning: how the draft learns, if it learns.
       partition: mesh, of each replica if there are replicas.
       replicas: processes that serve instead of this one, which then only learns.
+      target: folder or file of a target, instead of `pair`; the draft is a new one.
 
     Raises:
       InputError: a file is missing or broken, or the parts do not belong together.
     """
+    if target or isinstance(pair, str):
+      pair = pairs.PairConfig(target=target or str(pair))
     partitioner = sharding.make(partition)
     self.pair = pairs.load_pair(pair, partitioner)
     self.engine: Any = (

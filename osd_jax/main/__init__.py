@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from osd_jax.main import commands, settings
@@ -36,12 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Exit code: 0 for success, 1 if an output differs from the target's, 2 for bad
     input, 130 if interrupted, 143 if terminated.
   """
-  parser = commands.parser()
-  try:
-    words, bindings = split_gin_flags(sys.argv[1:] if argv is None else argv)
-  except settings.ConfigError as error:
-    parser.error(str(error))
-  arguments = parser.parse_args(words)
+  arguments, bindings = commands.parse(sys.argv[1:] if argv is None else argv)
   name = arguments.command
   try:
     with _sigterm_as_interrupt():
@@ -63,26 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def split_gin_flags(argv: Iterable[str]) -> tuple[list[str], list[str]]:
-  """Separates `--gin.NAME=VALUE` flags from the other arguments.
-
-  Returns:
-    The other arguments, and "NAME=VALUE" for each flag.
-
-  Raises:
-    ConfigError: a flag has no "=".
-  """
-  words, bindings = [], []
-  for word in argv:
-    if word.startswith("--gin."):
-      if "=" not in word:
-        raise settings.ConfigError(f"{word}: expected --gin.NAME=VALUE in one word.")
-      bindings.append(word.removeprefix("--gin."))
-    else:
-      words.append(word)
-  return words, bindings
-
-
 def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
   if arguments.command in commands.OF_RUNS:
     if bindings:
@@ -101,21 +76,7 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
   if arguments.help_config:
     print(commands.describe(config_class), end="")
     return 0
-  files = arguments.gin_file
-  if arguments.command in commands.BEGUN:
-    # These commands have useful defaults, so they also work without a file. The user's
-    # files come later and win.
-    files = [f"runs/{arguments.command}.gin", *files]
-  bindings = [*commands.bindings_of(arguments), *bindings]
-  try:
-    config, text = settings.load(
-      config_class, files, bindings, arguments.gin_search_paths
-    )
-  except settings.ConfigError as error:
-    # The list of missing fields is long then, and its cause is the missing file.
-    start = f"no gin file was given; start from runs/{arguments.command}.gin"
-    raise settings.ConfigError(str(error) if files else f"{error}\n{start}") from None
-  text = f"# osd {arguments.command} --gin_file=THIS_FILE\n\n{text}"
+  config, text = _load(config_class, arguments, bindings)
   if arguments.dry_run:
     print(text, end="")
     return 0
@@ -128,6 +89,27 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
     if setting and not _is_for_the_user(error):
       raise settings.ConfigError(f"{setting}: {error.strerror}.") from error
     raise
+
+
+def _load(
+  config_class: type, arguments: argparse.Namespace, bindings: list[str]
+) -> tuple[Any, str]:
+  """Returns the config of a command and the text that repeats it."""
+  name, files = arguments.command, arguments.gin_file
+  if name in commands.BEGUN:
+    # These commands have useful defaults, so they also work without a file. The user's
+    # files come later and win.
+    files = [f"runs/{name}.gin", *files]
+  bindings = [*commands.bindings_of(arguments), *bindings]
+  folders = [part for part in (arguments.gin_search_paths or "").split(",") if part]
+  owners = {about.config: other for other, about in commands.COMMANDS.items()}
+  try:
+    config, text = settings.load(config_class, files, bindings, folders, owners)
+  except settings.ConfigError as error:
+    # The list of missing fields is long then, and its cause is the missing file.
+    start = f"no gin file was given; start from runs/{name}.gin"
+    raise settings.ConfigError(str(error) if files else f"{error}\n{start}") from None
+  return config, f"# osd {name} --gin_file=THIS_FILE\n\n{text}"
 
 
 def _setting_of_path(config: Any, path: str | bytes | int | None) -> str:
@@ -212,11 +194,6 @@ def _join_others(arguments: argparse.Namespace) -> None:
   stated = (arguments.coordinator, arguments.num_processes, arguments.process_id)
   if not arguments.multihost and stated == (None, None, None):
     return
-  if arguments.command not in commands.JOINED:
-    raise settings.ConfigError(
-      f"--multihost: osd {arguments.command} runs as one process; several processes"
-      f" can run osd {', '.join(commands.JOINED)}."
-    )
   if not arguments.multihost and None in stated:
     raise settings.ConfigError(
       "--coordinator, --num_processes, --process_id: expected all three, or --multihost"

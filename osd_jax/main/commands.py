@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import osd_jax
@@ -161,19 +162,44 @@ def bindings_of(arguments: argparse.Namespace) -> list[str]:
   ]
 
 
-def parser() -> argparse.ArgumentParser:
-  """Returns the parser of all options except `--gin.NAME=VALUE`."""
-  made = argparse.ArgumentParser(
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+  """Parses a command line; exits with code 2 after a mistake.
+
+  Returns:
+    The options, and "NAME=VALUE" for each `--gin.NAME=VALUE`.
+  """
+  parser, subparsers = _parsers()
+  bindings = [word for word in argv if word.startswith("--gin.")]
+  words = [word for word in argv if not word.startswith("--gin.")]
+  if words and not words[0].startswith("-") and words[0] not in subparsers:
+    end = settings.close(words[0], subparsers)
+    parser.error(f"no command is called {words[0]!r}{end}")
+  for binding in bindings:
+    if "=" not in binding:
+      parser.error(f"{binding}: expected --gin.NAME=VALUE in one word.")
+  arguments, unknown = parser.parse_known_args(words)
+  if unknown:
+    # argparse would report these as mistakes of `osd`, without the command's name.
+    end = settings.close(unknown[0], [f"--{name}" for name in vars(arguments)])
+    subparsers[arguments.command].error(
+      f"unknown option or argument {unknown[0]!r}{end}"
+    )
+  return arguments, [binding.removeprefix("--gin.") for binding in bindings]
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+  """Returns the parser of the program and that of each command."""
+  parser = argparse.ArgumentParser(
     "osd",
     description="Online speculative decoding: the draft learns.",
     epilog=_NOTES,
     **_SHAPE,
   )
-  made.add_argument("--version", action="version", version=osd_jax.__version__)
-  subparsers = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
+  parser.add_argument("--version", action="version", version=osd_jax.__version__)
+  made = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
   for name, command in COMMANDS.items():
     words = "[PROMPT]..." if name == "generate" else "[--gin_file=FILE]..."
-    sub = subparsers.add_parser(
+    sub = made.add_parser(
       name,
       help=command.summary,
       description=f"{command.summary}\n\nexamples:\n  {command.example}",
@@ -183,17 +209,17 @@ def parser() -> argparse.ArgumentParser:
     )
     if name == "generate":
       _add_generate(sub)
-    _add_gin(sub)
+    _add_options(sub, _GIN)
+    sub.set_defaults(**dict.fromkeys(_PROCESSES))
+    if name in JOINED:
+      group = sub.add_argument_group(f"several processes ({', '.join(JOINED)})")
+      _add_options(group, _PROCESSES)
     if name == "online":
-      sub.add_argument(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help="N processes serve and this one learns",
-      )
-  report = subparsers.add_parser("report", help=OF_RUNS["report"], **_SHAPE)
+      text = "N processes serve and this one learns"
+      _add_options(sub, {"replicas": (int, "N", text)})
+  report = made.add_parser("report", help=OF_RUNS["report"], **_SHAPE)
   report.add_argument("run", metavar="RUN", help="a run directory")
-  compare = subparsers.add_parser("compare", help=OF_RUNS["compare"], **_SHAPE)
+  compare = made.add_parser("compare", help=OF_RUNS["compare"], **_SHAPE)
   compare.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
   compare.add_argument(
     "--output",
@@ -201,92 +227,83 @@ def parser() -> argparse.ArgumentParser:
     metavar="DIR",
     help="output folder (default: comparison)",
   )
-  return made
+  return parser, made.choices
 
 
-def _add_gin(sub: argparse.ArgumentParser) -> None:
-  sub.add_argument(
-    "--gin_file", action="append", default=[], metavar="FILE", help="file with settings"
-  )
-  sub.add_argument(
-    "--gin_search_paths",
-    type=lambda text: [part for part in text.split(",") if part],
-    default=[],
-    metavar="A,B",
-    help="more folders to search for gin files",
-  )
-  sub.add_argument("--dry_run", action="store_true", help="print the settings and stop")
-  sub.add_argument(
-    "--help_config", action="store_true", help="list every setting and stop"
-  )
-  hosts = sub.add_argument_group(f"several processes ({', '.join(JOINED)})")
-  hosts.add_argument(
-    "--multihost", action="store_true", help="detect the processes from the cluster"
-  )
-  hosts.add_argument(
-    "--coordinator", metavar="HOST:PORT", help="address of the first process"
-  )
-  hosts.add_argument(
-    "--num_processes", type=int, metavar="N", help="number of processes"
-  )
-  hosts.add_argument(
-    "--process_id", type=int, metavar="I", help="index of this process, starting at 0"
-  )
+# Options by name: type, name of the value and help. A type in a list makes an option
+# repeatable; bool makes a flag.
+_GIN = {
+  "gin_file": ([str], "FILE", "file with settings"),
+  "gin_search_paths": (str, "A,B", "more folders to search for gin files"),
+  "dry_run": (bool, "", "print the settings and stop"),
+  "help_config": (bool, "", "list every setting and stop"),
+}
+_PROCESSES = {
+  "multihost": (bool, "", "detect the processes from the cluster"),
+  "coordinator": (str, "HOST:PORT", "address of the first process"),
+  "num_processes": (int, "N", "number of processes"),
+  "process_id": (int, "I", "index of this process, starting at 0"),
+}
+_PROMPTS = {
+  "file": (
+    [str],
+    "FILE",
+    "one prompt per line, or per row of a JSONL, CSV or Parquet file (repeatable)",
+  ),
+  "on_long": (
+    ("error", "truncate", "skip"),
+    "",
+    "too long prompts: answer the others and fail, cut them, or leave them out",
+  ),
+  "format": (("text", "jsonl"), "", "format of the answers (default: text)"),
+  "stream": (bool, "", "print text as soon as it is accepted"),
+}
+_SAMPLING = {
+  "max_new_tokens": (int, "N", "maximum number of tokens per answer"),
+  "temperature": (float, "X", "0 is greedy (default: 0)"),
+  "top_k": (int, "N", "keep the N most probable tokens; 0 keeps all (default: 0)"),
+  "top_p": (float, "X", "keep this much probability (default: 1)"),
+  "seed": (int, "N", "seed of sampling (default: 0)"),
+  "stop": ([str], "TEXT", "end answers at this text (repeatable)"),
+}
+_LEARNING = {
+  "learn": (bool, "", "let the draft learn from the requests"),
+  "save": (
+    str,
+    "FILE",
+    "file for the adapted draft (default: adapted_draft.safetensors)",
+  ),
+}
+
+
+def _add_options(parser: Any, options: Mapping[str, tuple[Any, str, str]]) -> None:
+  """Adds options; those that are not given are None, False or []."""
+  for name, (kind, shown, text) in options.items():
+    values: dict[str, Any] = {"type": kind, "metavar": shown}
+    if kind is bool:
+      values = {"action": "store_true"}
+    elif isinstance(kind, tuple):
+      values = {"choices": kind, "default": kind[0]}
+    elif isinstance(kind, list):
+      values |= {"type": kind[0], "action": "append", "default": []}
+    parser.add_argument(f"--{name}", help=text, **values)
 
 
 def _add_generate(sub: argparse.ArgumentParser) -> None:
   sub.add_argument(
     "prompts", nargs="*", metavar="PROMPT", help="without any, lines of standard input"
   )
-  prompts = sub.add_argument_group("prompts and answers")
-  prompts.add_argument(
-    "--file",
-    metavar="FILE",
-    help='one prompt per line; of a .jsonl file, its field "prompt"',
-  )
-  prompts.add_argument(
-    "--format",
-    choices=("text", "jsonl"),
-    default="text",
-    help="format of the answers (default: text)",
-  )
-  prompts.add_argument(
-    "--stream", action="store_true", help="print text as soon as it is accepted"
-  )
-  sampling = sub.add_argument_group("sampling")
-  for name, kind, default, text in (
-    ("temperature", float, 0.0, "0 is greedy (default: 0)"),
-    ("top_k", int, 0, "keep the N most probable tokens; 0 keeps all (default: 0)"),
-    ("top_p", float, 1.0, "keep this much probability (default: 1)"),
-    ("seed", int, 0, "seed of sampling (default: 0)"),
-    ("max_new_tokens", int, None, "maximum number of tokens per answer"),
+  for title, options in (
+    ("prompts and answers", _PROMPTS),
+    ("sampling", _SAMPLING),
+    ("learning", _LEARNING),
   ):
-    sampling.add_argument(
-      f"--{name}", type=kind, default=default, metavar="N", help=text
-    )
-  sampling.add_argument(
-    "--stop",
-    action="append",
-    default=[],
-    metavar="TEXT",
-    help="end answers at this text (repeatable)",
-  )
-  learning = sub.add_argument_group("learning")
-  learning.add_argument(
-    "--learn", action="store_true", help="let the draft learn from the requests"
-  )
-  learning.add_argument(
-    "--save",
-    metavar="FILE",
-    help="file for the adapted draft (default: adapted_draft.safetensors)",
-  )
+    _add_options(sub.add_argument_group(title), options)
   pair = sub.add_argument_group("pair (default: the shipped pair)")
   for config, names in _SHORT.items():
+    kind, shown = (str, "PATH") if config == "PairConfig" else (int, "N")
     for name in names:
-      kind, shown = (str, "PATH") if config == "PairConfig" else (int, "N")
-      pair.add_argument(
-        f"--{name}", type=kind, metavar=shown, help=f"short for --gin.{config}.{name}"
-      )
+      _add_options(pair, {name: (kind, shown, f"short for --gin.{config}.{name}")})
 
 
 def describe(config_class: type) -> str:

@@ -10,9 +10,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from osd_jax import base, pairs, runs, sharding
+from osd_jax.data import chat, examples
+from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.engine import server
-from osd_jax.engine.requests import DecodingConfig
+from osd_jax.engine.requests import Answer, DecodingConfig, Prompt
+
+# Lengths that prompts are padded to if the settings state none. Each is compiled when
+# the first prompt needs it.
+_LENGTHS = (*server.DECODING.source_lengths, 256, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +27,8 @@ class GenerateConfig(base.Config):
 
   Attributes:
     pair: target, draft and vocabulary.
-    decoding: shapes of decoding, including K; the last of `source_lengths` limits the
-      length of a prompt.
+    decoding: shapes of decoding, including K. With the default `source_lengths`, longer
+      prompts are allowed for, up to 1,024 tokens.
     learning: how the draft learns with `--learn`.
     partition: device mesh.
   """
@@ -34,68 +40,41 @@ class GenerateConfig(base.Config):
 
 
 def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
-  """Answers prompts from the command line, a file or standard input.
+  """Answers prompts from the command line, files or standard input.
 
   Returns:
-    The exit code.
+    The exit code: 1 if the target's logits were not finite, 2 if a prompt was refused.
 
   Raises:
-    InputError: options contradict each other, or a prompt is invalid.
+    InputError: options contradict each other, or a setting is invalid.
   """
   draft_path = "adapted_draft.safetensors" if arguments.save is None else arguments.save
   _check(arguments, draft_path)
-  per_request = {
-    "learn": arguments.learn,
-    **{name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")},
-    "max_new_tokens": arguments.max_new_tokens,
-    "stop": tuple(arguments.stop),
-  }
-  from_terminal = False
-  if arguments.file is not None:
-    prompts = _from_file(arguments.file)
-  elif arguments.prompts:
-    prompts = arguments.prompts
-  else:
-    from_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    prompts = _typed() if from_terminal else _prompts(sys.stdin, "standard input")
-  # Longer answers need longer buffers, which are allocated once.
-  target_length = max(config.decoding.target_length, arguments.max_new_tokens or 0)
-  decoding = dataclasses.replace(config.decoding, target_length=target_length)
-  shapes = (config.pair, decoding, config.learning, config.partition)
-  with server.Server(*shapes) as serving:
+  options = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "stop")
+  given = {name: getattr(arguments, name) for name in options}
+  template = Prompt("-", **{name: x for name, x in given.items() if x is not None})
+  is_typed = not (arguments.prompts or arguments.file)
+  from_terminal = is_typed and sys.stdin.isatty() and sys.stdout.isatty()
+  # Known prompts are read first, so that a bad file is reported before any loading.
+  known = None if is_typed else list(_given(arguments))
+  pair = pairs.load_pair(config.pair, sharding.make(config.partition))
+  decoding = _enough(config.decoding, pair, arguments, known)
+  with server.Server(pair, decoding, config.learning, config.partition) as serving:
     serving.engine.report = functools.partial(print, file=sys.stderr, flush=True)
+    lines = known or (_from_terminal() if from_terminal else _from_standard_input())
+    prompts = _Prompts(lines, pair.vocabulary, decoding, arguments.on_long, template)
+    answer = _stream if arguments.stream or from_terminal else _answer
     try:
-      if arguments.stream or from_terminal:
-        _stream(serving, prompts, arguments.seed, per_request, from_terminal)
-      else:
-        answers = serving.generate(
-          prompts, ordered=True, seed=arguments.seed, **per_request
-        )
-        for answer in answers:
-          print(_line(answer, arguments.format), flush=True)
+      is_broken = answer(serving, prompts, arguments)
     finally:  # also after Ctrl-C, so that the learned draft is saved
       if serving.statistics.requests:
         _conclude(serving, draft_path if arguments.learn else None)
-  return 0
-
-
-def _conclude(server: Any, draft_path: str | None) -> None:
-  """Saves the adapted draft, if there is one, and prints a summary."""
-  if draft_path is not None:
-    server.finish_learning()
-    print(f"adapted draft: {server.save(draft_path)}", file=sys.stderr)
-  counts = server.statistics
-  print(
-    f"{counts.requests} answers, {counts.tokens} tokens,"
-    f" {counts.tokens_per_target_call:.2f} tokens per target call,"
-    f" {counts.tokens_per_second:.0f} tokens per second",
-    file=sys.stderr,
-  )
+  return 1 if is_broken else 2 if prompts.is_refused else 0
 
 
 def _check(arguments: argparse.Namespace, draft_path: str) -> None:
   """Raises early for mistakes that would otherwise surface after serving."""
-  if arguments.prompts and arguments.file is not None:
+  if arguments.prompts and arguments.file:
     raise base.InputError(
       "--file: received prompts as arguments too; use one of the two."
     )
@@ -111,43 +90,130 @@ def _check(arguments: argparse.Namespace, draft_path: str) -> None:
     runs.check_output("--save", draft_path)
 
 
-def _from_file(name: str) -> list[str]:
-  """Reads all prompts of a file first, so that errors surface before serving."""
-  try:
-    with open(name, encoding="utf-8") as file:
-      return [*_prompts(file, name)]
-  except OSError as error:
-    raise base.InputError(f"--file: received {name!r}: {error.strerror}.") from None
+def _enough(
+  decoding: DecodingConfig,
+  pair: pairs.Pair,
+  arguments: argparse.Namespace,
+  known: list[tuple[str, Any]] | None,
+) -> DecodingConfig:
+  """Allocates what `--max_new_tokens` and the known prompts need."""
+  target_length = max(decoding.target_length, arguments.max_new_tokens or 0)
+  decoding = dataclasses.replace(decoding, target_length=target_length)
+  if decoding.source_lengths != server.DECODING.source_lengths:
+    return decoding  # the user chose them
+  most = (pair.target.max_positions or target_length + max(_LENGTHS)) - target_length
+  lengths = [length for length in _LENGTHS if length <= most] or _LENGTHS[:1]
+  if arguments.learn:
+    # The learner pads every prompt to the longest length, so none is spare.
+    texts = [text for _, text in known or () if isinstance(text, str)]
+    counts = [len(pair.vocabulary.encode_prompt(text)) for text in texts]
+    spare = [length for length in lengths if length >= max(counts, default=0)][1:]
+    lengths = [length for length in lengths if length not in spare]
+  return dataclasses.replace(decoding, source_lengths=tuple(lengths))
 
 
-def _prompts(lines: Iterable[str], name: str) -> Iterator[str]:
-  """Yields the prompts of lines; reads a line only when it is needed."""
+class _Prompts:
+  """Prompts with their own settings; those that cannot be answered are reported.
+
+  Attributes:
+    indices: index in the input of each prompt that was taken.
+    is_refused: whether the command has failed for some prompt.
+  """
+
+  def __init__(
+    self,
+    lines: Iterable[tuple[str, Any]],
+    vocabulary: Vocabulary,
+    decoding: DecodingConfig,
+    on_long: str,
+    template: Prompt,
+  ):
+    self._lines, self._vocabulary, self._template = lines, vocabulary, template
+    self._longest, self._on_long = decoding.source_lengths[-1], on_long
+    self.indices: list[int] = []
+    self.is_refused = False
+
+  def __iter__(self) -> Iterator[Prompt]:
+    for index, (place, text) in enumerate(self._lines):
+      try:
+        if not isinstance(text, str):
+          raise base.InputError(f"{text}.")
+        text = self._fitting(place, text)
+      except base.UserError as error:
+        self.refuse(place, error)
+        continue
+      if text:
+        # Each prompt has its own seed; otherwise equal prompts would get equal samples.
+        seed = self._template.sampling.of_request(index).seed
+        self.indices.append(index)
+        yield dataclasses.replace(self._template, text=text, seed=seed)
+
+  def refuse(self, place: str, error: Any) -> None:
+    """Reports a prompt that is not answered."""
+    self.is_refused = True
+    print(f"osd generate: {place}: {error}", file=sys.stderr, flush=True)
+
+  def _fitting(self, place: str, text: str) -> str:
+    """Returns the text, cut with `--on_long=truncate`; "" skips it."""
+    count = len(self._vocabulary.encode_prompt(text))
+    if count <= self._longest:
+      return text
+    said = f"the prompt has {count} tokens, more than {self._longest}"
+    if self._on_long == "error" or isinstance(text, chat.Conversation):
+      raise base.InputError(
+        f"{said}; see --on_long, or set a longer DecodingConfig.source_lengths."
+      )
+    done = "it is skipped"
+    if self._on_long == "truncate":
+      text, done = _cut(text, self._vocabulary, self._longest), "it is truncated"
+    print(f"osd generate: {place}: {said}; {done}.", file=sys.stderr, flush=True)
+    return text if self._on_long == "truncate" else ""
+
+
+def _cut(text: str, vocabulary: Vocabulary, longest: int) -> str:
+  """Cuts a text so that its prompt has at most `longest` tokens.
+
+  The beginning is kept. For a decoder-only model without a chat template, which
+  continues where the prompt ends, it is the end.
+  """
+  keeps_end = vocabulary.is_causal and vocabulary.template is None
+
+  def cut(count: int) -> str:
+    return text[len(text) - count :] if keeps_end else text[:count]
+
+  fits, too_many = 0, len(text)
+  while too_many - fits > 1:
+    middle = (fits + too_many) // 2
+    if len(vocabulary.encode_prompt(cut(middle))) <= longest:
+      fits = middle
+    else:
+      too_many = middle
+  return cut(fits)
+
+
+def _given(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+  """Yields place and text, or fault, of each prompt of the command line or of files."""
+  for number, text in enumerate(arguments.prompts, 1):
+    yield f"prompt {number}", text
+  for path in arguments.file:
+    for number, text in examples.read_prompts(path, "--file"):
+      if getattr(text, "kind", "") != "empty":  # blank lines separate prompts
+        yield f"{path}:{number}", text
+
+
+def _from_standard_input() -> Iterator[tuple[str, str]]:
+  """Yields the lines of standard input; reads a line only when it is needed."""
   try:
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(sys.stdin, 1):
       if line.strip():
-        yield _prompt(line, f"{name}:{number}", name.endswith(".jsonl"))
+        yield f"standard input:{number}", line.strip()
   except UnicodeDecodeError as error:
     raise base.InputError(
-      f"{name} is not UTF-8 (byte {error.start}); save it as UTF-8."
+      f"standard input is not UTF-8 (byte {error.start}); convert it to UTF-8."
     ) from None
 
 
-def _prompt(line: str, place: str, is_json: bool) -> str:
-  if not is_json:
-    return line.strip()
-  try:
-    row = json.loads(line)
-  except ValueError as error:
-    raise base.InputError(f"{place}: invalid JSON: {error}.") from None
-  prompt = row.get("prompt") if isinstance(row, dict) else None
-  if not isinstance(prompt, str) or not prompt.strip():
-    raise base.InputError(
-      f'{place}: received {line.strip()[:60]}, expected {{"prompt": TEXT}}.'
-    )
-  return prompt
-
-
-def _typed() -> Iterator[str]:
+def _from_terminal() -> Iterator[tuple[str, str]]:
   """Yields prompts typed in a terminal, until Ctrl-D or Ctrl-C."""
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401  gives `input` line editing and history
@@ -158,42 +224,66 @@ def _typed() -> Iterator[str]:
     except EOFError:
       break
     except KeyboardInterrupt as stop:
-      if (
-        type(stop) is not KeyboardInterrupt
-      ):  # SIGTERM ends the command, not only the prompt
+      # SIGTERM ends the command, not only the prompt.
+      if type(stop) is not KeyboardInterrupt:
         raise
       break
     if line.strip():
-      yield line.strip()
+      yield "prompt", line.strip()
   print()
 
 
-def _stream(
-  serving: Any,
-  prompts: Iterable[str],
-  seed: int,
-  per_request: dict[str, Any],
-  goes_on: bool,
-) -> None:
-  """Prints each answer while it is decoded; in a terminal, errors do not end it."""
-  for index, prompt in enumerate(prompts):
-    try:
-      # Each prompt has its own seed; otherwise equal prompts would get equal samples.
-      for piece in serving.stream(prompt, seed=seed + index, **per_request):
-        print(piece, end="", flush=True)
-      print(flush=True)
-    except base.UserError as error:
-      if not goes_on:
-        raise
-      print(f"osd generate: {error}", file=sys.stderr)
+def _answer(serving: Any, prompts: _Prompts, arguments: argparse.Namespace) -> bool:
+  """Prints the answers in order; returns whether the target's logits were broken."""
+  is_broken = False
+  for answer in serving.generate(prompts, ordered=True, learn=arguments.learn):
+    is_broken |= _is_broken(answer)
+    index = prompts.indices[answer.index]
+    print(_line(index, answer, arguments.format), flush=True)
+  return is_broken
 
 
-def _line(answer: Any, form: str) -> str:
+def _stream(serving: Any, prompts: _Prompts, arguments: argparse.Namespace) -> bool:
+  """Prints each answer while it is decoded."""
+  for prompt in prompts:
+    for piece in serving.stream(prompt, learn=arguments.learn):
+      print(piece, end="", flush=True)
+    print(flush=True)
+  return False
+
+
+def _is_broken(answer: Answer) -> bool:
+  if answer.stop_reason != base.StopReason.NOT_FINITE:
+    return False
+  print(
+    "osd generate: the target's logits are not finite, so it has no answer to"
+    f" {answer.prompt[:60]!r}; check its weights.",
+    file=sys.stderr,
+  )
+  return True
+
+
+def _conclude(serving: Any, draft_path: str | None) -> None:
+  """Saves the adapted draft, if there is one, and prints a summary."""
+  if draft_path is not None:
+    serving.finish_learning()
+    print(f"adapted draft: {serving.save(draft_path)}", file=sys.stderr)
+  counts = serving.statistics
+  answers = "1 answer" if counts.requests == 1 else f"{counts.requests} answers"
+  print(
+    f"{answers}, {counts.tokens} tokens,"
+    f" {counts.tokens_per_target_call:.2f} tokens per target call,"
+    f" {counts.tokens_per_second:.0f} tokens per second",
+    file=sys.stderr,
+  )
+
+
+def _line(index: int, answer: Answer, form: str) -> str:
   """Formats an answer as text or as a line of JSON."""
   if form == "text":
     return answer.text
   row = {
-    "index": answer.index,
+    "index": index,
     "prompt": answer.prompt,
     "text": answer.text,
     "tokens": [int(token) for token in answer.tokens],

@@ -228,8 +228,8 @@ class _Settings:
       fields = _fields(self._makers[key.name])
       if key.field in fields:
         return ""
-      return f"{key.name} has no field {key.field!r}{_close(key.field, fields)}"
-    return f"no config is called {key.name!r}{_close(key.name, self._makers)}"
+      return f"{key.name} has no field {key.field!r}{close(key.field, fields)}"
+    return f"no config is called {key.name!r}{close(key.name, self._makers)}"
 
   def _import(self, statement: Any, place: str) -> None:
     """Makes the functions and classes of a user's module available as @NAME()."""
@@ -309,13 +309,13 @@ class _Settings:
         self._macros.add(macro)
         return self._resolved(self._bound[macro].value, scope, macro)
       known = [k.field for k in self._bound if k.name == _MACRO]
-      problem = f"{value} has no value{_close(value.name, known)}"
+      problem = f"{value} has no value{close(value.name, known)}"
     else:
       inner, _, name = value.name.rpartition("/")
       name = name.rpartition(".")[2]
       if name not in self._makers:
         problem = f"@{value.name}: no config is called {name!r}"
-        problem += _close(name, self._makers)
+        problem += close(name, self._makers)
       elif value.is_call:
         # A reference without a scope inherits the scope in which it is used, as in gin.
         return self._make(name, inner or scope)
@@ -368,7 +368,7 @@ class _Settings:
       seen.add(where)
       if key.name == _MACRO:
         known = [macro.field for macro in self._macros]
-        yield f"{place}: no setting uses %{key.field}{_close(key.field, known)}"
+        yield f"{place}: no setting uses %{key.field}{close(key.field, known)}"
         continue
       call = f"@{key.scope}/{key.name}()" if key.scope else f"@{key.name}()"
       line = f"{place}: {key} has no effect, since nothing is made by {call}"
@@ -422,7 +422,8 @@ def _text(path: Path) -> str:
     raise ConfigError(f"gin file {str(path)!r}: {error.strerror}.") from None
 
 
-def _close(name: str, known: Iterable[str]) -> str:
+def close(name: str, known: Iterable[str]) -> str:
+  """Returns the end of a sentence about an unknown name: what may have been meant."""
   known = sorted(set(known))
   if close := difflib.get_close_matches(name, known, 3, 0.5):
     return f"; did you mean {' or '.join(close)}?"

@@ -174,7 +174,7 @@ def _shape(
   pair: pairs.PairConfig, field: str, layers: int
 ) -> ModelConfig | AttachedConfig:
   """Returns the shape of "target" or "draft"."""
-  value = getattr(pair, field)
+  value = pair.named(field)
   if field == "draft" and value == pairs.ATTACHED:
     return pair.attached
   shape = sizes.SIZES.get(Path(value).name) or pairs.shape_of(pair, field)

@@ -1,6 +1,7 @@
 """`osd generate`: sources of prompts, output formats, options and saved drafts."""
 
 import dataclasses
+import gzip
 import io
 import json
 import signal
@@ -10,9 +11,10 @@ import types
 import numpy as np
 import pytest
 
-from osd_jax import base
+from osd_jax import base, pairs
 from osd_jax import main as cli
 from osd_jax.engine import server
+from osd_jax.engine.requests import Prompt
 from osd_jax.main import generate
 
 
@@ -24,6 +26,17 @@ class Counts:
   tokens_per_second: float = 100.0
 
 
+class FakeVocabulary:
+  """One token per word."""
+
+  is_causal, template = False, None
+
+  def encode_prompt(self, text):
+    if "\ud800" in text:
+      raise base.InputError("the prompt is not valid Unicode.")
+    return text.split()
+
+
 class FakeServer:
   """Answers with the prompt in capitals, and records its calls."""
 
@@ -32,8 +45,8 @@ class FakeServer:
 
   def __init__(self, pair, decoding, learning, partition):
     self.pair, self.decoding, self.learning = pair, decoding, learning
-    self.statistics, self.calls, self.saved, self.is_open = Counts(), [], [], False
-    self.engine = types.SimpleNamespace()
+    self.statistics, self.prompts, self.saved, self.is_open = Counts(), [], [], False
+    self.engine, self.is_finished = types.SimpleNamespace(), False
     self.made.append(self)
 
   def __enter__(self):
@@ -43,38 +56,39 @@ class FakeServer:
   def __exit__(self, *_):
     self.is_open = False
 
-  def answer(self, index, prompt):
+  def answer(self, prompt):
+    index = len(self.prompts)
+    self.prompts.append(prompt)
     if index == self.fails_at:
       raise KeyboardInterrupt
-    if prompt == "refused":
-      raise base.InputError("prompt 0: too long.")
     self.statistics.requests += 1
-    self.statistics.tokens += len(prompt)
+    self.statistics.tokens += len(prompt.text)
+    reason = base.StopReason.EOS
+    if prompt.text == "broken":
+      reason = base.StopReason.NOT_FINITE
     return types.SimpleNamespace(
       index=index,
-      prompt=prompt,
-      text=prompt.upper(),
+      prompt=prompt.text,
+      text=prompt.text.upper(),
       tokens=np.arange(3, dtype=np.int32),
-      stop_reason=base.StopReason.EOS,
+      stop_reason=reason,
       tokens_per_target_call=2.5,
       milliseconds=1.25,
     )
 
   def generate(self, prompts, **settings):
-    self.calls.append(settings)
-    for index, prompt in enumerate(prompts):
-      yield self.answer(index, prompt)
+    self.settings = settings
+    yield from map(self.answer, prompts)
 
   def stream(self, prompt, **settings):
-    self.calls.append(settings)
-    text = self.answer(len(self.calls) - 1, prompt).text
+    text = self.answer(prompt).text
     yield from (text[:2], text[2:])
 
   def finish_learning(self):
-    self.calls.append("finish")
+    self.is_finished = True
 
   def save(self, path):
-    assert self.calls[-1] == "finish"
+    assert self.is_finished
     self.saved.append(path)
     return path
 
@@ -103,6 +117,14 @@ def osd(unprepared, monkeypatch, capsys, tmp_path):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(FakeServer, "made", [])
   monkeypatch.setattr(server, "Server", FakeServer)
+  target = types.SimpleNamespace(max_positions=None)
+  monkeypatch.setattr(
+    pairs,
+    "load_pair",
+    lambda config, _: types.SimpleNamespace(
+      config=config, target=target, vocabulary=FakeVocabulary()
+    ),
+  )
 
   def run(*words, typed="", terminal=False):
     stdin = io.StringIO(typed) if isinstance(typed, str) else Typed(typed)
@@ -119,13 +141,16 @@ def osd(unprepared, monkeypatch, capsys, tmp_path):
   return run
 
 
-def test_prompts_come_from_arguments_a_file_or_standard_input(osd, tmp_path):
+def test_prompts_come_from_arguments_files_or_standard_input(osd, tmp_path):
   (tmp_path / "p.txt").write_text("one\n\n two \n")
   (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "x": 1}\n')
+  (tmp_path / "p.csv").write_text("prompt,x\none,1\n")
+  (tmp_path / "q.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "two"}'))
   for words, typed in (
     (["one", "two"], ""),
     (["--file", "p.txt"], ""),
     (["--file", "p.jsonl"], ""),
+    (["--file", "p.csv", "--file", "q.jsonl.gz"], ""),
     ([], "one\n\ntwo\n"),
   ):
     code, out, errors, _ = osd(*words, typed=typed)
@@ -133,6 +158,58 @@ def test_prompts_come_from_arguments_a_file_or_standard_input(osd, tmp_path):
     assert errors == (
       "2 answers, 6 tokens, 2.50 tokens per target call, 100 tokens per second\n"
     )
+
+
+LONG = " ".join(["word"] * 1100)
+
+
+@pytest.mark.parametrize(
+  ("on_long", "code", "answered", "said"),
+  [
+    ([], 2, 3, "more than 1024; see --on_long, or set a longer"),
+    (["--on_long=skip"], 0, 3, "more than 1024; it is skipped."),
+    (["--on_long=truncate"], 0, 4, "more than 1024; it is truncated."),
+  ],
+)
+def test_long_prompt_is_reported_by_line_and_the_others_are_answered(
+  osd, tmp_path, on_long, code, answered, said
+):
+  (tmp_path / "p.txt").write_text(f"one\n\n{LONG}\n\ntwo\nthree words long\n")
+  found, out, errors, server = osd("--file", "p.txt", "--format", "jsonl", *on_long)
+  rows = [json.loads(line) for line in out.splitlines()]
+  assert (found, len(rows)) == (code, answered)
+  assert f"p.txt:3: the prompt has 1100 tokens, {said}" in errors
+  assert [row["index"] for row in rows] == [0, *range(5 - answered, 4)]
+  assert [prompt.seed for prompt in server.prompts][-2:] == [2, 3]
+  longest = max(len(prompt.text.split()) for prompt in server.prompts)
+  assert longest == (1024 if answered == 4 else 3)
+
+
+def test_bad_lines_are_reported_and_the_others_are_answered(osd, tmp_path):
+  lines = ['{"prompt": "one"}', '{"prom', '{"text": "x"}', '{"prompt": "two"}']
+  (tmp_path / "p.jsonl").write_text("\n".join([*lines, r'{"prompt": "\ud800"}']))
+  code, out, errors, _ = osd("--file", "p.jsonl")
+  assert (code, out) == (2, "ONE\nTWO\n")
+  for number in (2, 3, 5):
+    assert f"osd generate: p.jsonl:{number}: " in errors
+
+
+def test_prompt_lengths_are_allocated_as_needed(osd):
+  assert osd("one")[3].decoding.source_lengths == (64, 256, 1024)
+  assert osd(typed="one")[3].decoding.source_lengths == (64, 256, 1024)
+  # The learner pads to the longest length.
+  assert osd("one", "--learn")[3].decoding.source_lengths == (64,)
+  assert osd("w " * 70, "--learn")[3].decoding.source_lengths == (64, 256)
+  flag = "--gin.DecodingConfig.source_lengths=(8,)"
+  code, _, errors, server = osd("w " * 9, "one", flag)
+  assert (code, len(server.prompts)) == (2, 1)
+  assert "prompt 1: the prompt has 9 tokens, more than 8" in errors
+
+
+def test_logits_that_are_not_finite_exit_with_1_and_the_reason(osd):
+  code, _, errors, _ = osd("one", "broken", "two")
+  assert code == 1
+  assert "the target's logits are not finite, so it has no answer to 'broken'" in errors
 
 
 def test_lines_are_answered_one_by_one(osd, monkeypatch):
@@ -169,27 +246,19 @@ def test_options_reach_the_server(osd):
   options += " --num_draft_tokens 3 --stop ; --stop end --target t --draft d"
   code, _, _, server = osd("one", *options.split(), "--vocabulary", "v'v")
   assert code == 0
-  assert server.calls == [
-    {
-      "learn": False,
-      "ordered": True,
-      "temperature": 0.5,
-      "top_k": 3,
-      "top_p": 0.9,
-      "seed": 7,
-      "max_new_tokens": 9,
-      "stop": (";", "end"),
-    }
+  assert server.settings == {"learn": False, "ordered": True}
+  assert server.prompts == [
+    Prompt("one", 0.5, 3, 0.9, 7, max_new_tokens=9, stop=(";", "end"))
   ]
   assert (server.decoding.rows, server.decoding.num_draft_tokens) == (2, 3)
-  pair = server.pair
+  pair = server.pair.config
   assert (pair.target, pair.draft, pair.vocabulary) == ("t", "d", "v'v")
 
 
-@pytest.mark.parametrize("limit, allocated", [(9, 96), (200, 200)])
-def test_long_answers_get_longer_buffers(osd, limit, allocated):
-  *_, server = osd("one", "--max_new_tokens", str(limit))
-  assert server.decoding.target_length == allocated
+def test_long_answers_get_longer_buffers(osd):
+  default = generate.GenerateConfig().decoding.target_length
+  assert osd("one", "--max_new_tokens", "9")[3].decoding.target_length == default
+  assert osd("one", "--max_new_tokens", "200")[3].decoding.target_length == 200
 
 
 def test_options_are_short_for_gin_settings(osd, written):
@@ -197,7 +266,11 @@ def test_options_are_short_for_gin_settings(osd, written):
   flag = "--gin.DecodingConfig.max_rounds=6"
   decoding = osd("one", f"--gin_file={file}", "--rows=4", flag)[3].decoding
   assert (decoding.rows, decoding.max_rounds) == (4, 6)
-  assert osd("one")[3].decoding == generate.GenerateConfig().decoding
+  lengths = (64, 256, 1024)
+  defaults = dataclasses.replace(
+    generate.GenerateConfig().decoding, source_lengths=lengths
+  )
+  assert osd("one")[3].decoding == defaults
   code, out, _, _ = osd("--dry_run", "--rows=4")
   assert code == 0 and "DecodingConfig.rows = 4" in out
   assert osd("one", f"--gin_file={written(out, 'kept.gin')}")[3].decoding.rows == 4
@@ -206,7 +279,7 @@ def test_options_are_short_for_gin_settings(osd, written):
 def test_streaming_prints_pieces_and_seeds_each_prompt(osd):
   code, out, _, server = osd("one", "two", "--stream", "--seed", "5")
   assert (code, out) == (0, "ONE\nTWO\n")
-  assert [call["seed"] for call in server.calls] == [5, 6]
+  assert [prompt.seed for prompt in server.prompts] == [5, 6]
 
 
 def test_learned_draft_is_saved(osd):
@@ -222,12 +295,12 @@ def test_learned_draft_is_saved_after_an_interrupt(osd, monkeypatch):
   monkeypatch.setattr(FakeServer, "fails_at", 1)
   code, out, errors, server = osd("one", "two", "--learn")
   assert (code, out) == (130, "ONE\n")
-  assert server.saved and "1 answers, 3 tokens" in errors
+  assert server.saved and "1 answer, 3 tokens" in errors
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
 def test_terminal_answers_each_line_and_ends_cleanly(osd, monkeypatch, end):
-  lines = iter(["one", "", "refused", "two"])
+  lines = iter(["one", "", LONG, "two"])
 
   def typed(shown):
     assert shown == "> "
@@ -237,8 +310,8 @@ def test_terminal_answers_each_line_and_ends_cleanly(osd, monkeypatch, end):
 
   monkeypatch.setattr("builtins.input", typed)
   code, out, errors, server = osd(terminal=True)
-  assert code == 0 and out == "ONE\nTWO\n\n"
-  assert "osd generate: prompt 0: too long." in errors and "2 answers" in errors
+  assert code == 2 and out == "ONE\nTWO\n\n"
+  assert "osd generate: prompt: the prompt has 1100" in errors and "2 answers" in errors
 
 
 def test_sigterm_at_the_prompt_exits_with_143(osd, monkeypatch):
@@ -249,29 +322,25 @@ def test_sigterm_at_the_prompt_exits_with_143(osd, monkeypatch):
 @pytest.mark.parametrize(
   ("words", "part"),
   [
-    (["--file", "none.txt"], "--file: received 'none.txt': No such file"),
-    (["--file", "."], "--file: received '.': Is a directory"),
-    (["--file", ""], "--file: received ''"),
-    (["--file", "bad.jsonl"], "bad.jsonl:2: invalid JSON"),
-    (["--file", "other.jsonl"], 'other.jsonl:1: received {"text": "x"}, expected'),
-    (["--file", "binary.txt"], "binary.txt is not UTF-8 (byte 1)"),
+    (["--file", "none.txt"], "none.txt cannot be read ([Errno 2]"),
+    (["--file", "."], "--file: . is a folder"),
+    (["--file", "bad.jsonl"], "--file: bad.jsonl has no prompt"),
     (["one", "--file", "bad.jsonl"], "--file: received prompts as arguments too"),
     (["one", "--stream", "--format", "jsonl"], "--stream: cannot be combined with"),
     (["one", "--save", "x"], "--save: the draft changes only with --learn"),
     (["one", "--learn", "--save", "p.txt/x"], "--save: received 'p.txt/x', expected"),
     (["one", "--learn", "--save", "."], "--save: received '.', expected"),
     (["one", "--rows", "0"], "DecodingConfig.rows: received 0"),
-    (["refused"], "prompt 0: too long."),
+    (["one", "--temperature", "-1"], "SamplingConfig.temperature: received -1.0"),
+    (["one", "--max_new_tokens", "0"], "Prompt.max_new_tokens: received 0"),
   ],
 )
 def test_bad_options_exit_with_2_and_one_line(osd, tmp_path, words, part):
   (tmp_path / "p.txt").touch()
-  (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"prom\n')
-  (tmp_path / "other.jsonl").write_text('{"text": "x"}\n')
-  (tmp_path / "binary.txt").write_bytes(b"a\xff\n")
-  code, _, errors, server = osd(*words)
-  assert code == 2 and f"osd generate: {part}" in errors
-  assert len([line for line in errors.splitlines() if "per second" not in line]) == 1
+  (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"prom\n')
+  code, _, errors, made = osd(*words)
+  assert code == 2 and part in errors and made is None
+  assert len(errors.splitlines()) == 1
 
 
 def test_closed_pipe_ends_the_command_quietly(osd, monkeypatch):

@@ -38,9 +38,9 @@ COMMANDS = {
     "GenerateConfig",
     "osd_jax.main.generate",
     "answer prompts: text in, text out; the draft can learn from them",
-    "osd generate \"What is the average price of hotels with country 'Italy'?\"\n"
+    'osd generate "Write cap_club_hours(hours) that caps every hour at 42."\n'
     "  osd generate --file prompts.jsonl --format jsonl --learn > answers.jsonl\n"
-    "  osd generate --target t5 --draft draft.safetensors --vocabulary t5",
+    "  osd generate --target my_flan_t5 --max_new_tokens 200 < questions.txt",
   ),
   "online": Command(
     "OnlineConfig",
@@ -119,7 +119,8 @@ settings:
   A run writes a run directory and prints its path. The same command continues
   an interrupted run; `osd COMMAND --gin_file=RUN/operative_config.gin` repeats
   a run. Exit code 2 means bad input, with one line per mistake, and exit code 1
-  means that an output differs from the target's.
+  means that an output differs from the target's or the target is broken (its
+  logits are not finite).
 
   Compiled programs are cached in {CACHE}. Set
   JAX_COMPILATION_CACHE_DIR for another folder ("" turns the cache off)."""
@@ -128,9 +129,13 @@ CONFIG.FIELD = VALUE in a gin file, or --gin.CONFIG.FIELD=VALUE, sets a field of
 the configs that @CONFIG() makes; SCOPE/CONFIG.FIELD sets it for those that
 @SCOPE/CONFIG() makes. The files in runs/ make each config of a command.
 """
+# Options of `osd generate` that are short for settings.
 _SHORT = {
-  "PairConfig": ("target", "draft", "vocabulary"),
-  "DecodingConfig": ("rows", "num_draft_tokens"),
+  "target": "PairConfig",
+  "draft": "PairConfig",
+  "vocabulary": "PairConfig",
+  "rows": "DecodingConfig",
+  "num_draft_tokens": "DecodingConfig",
 }
 _SHAPE = {
   "formatter_class": argparse.RawDescriptionHelpFormatter,
@@ -156,8 +161,7 @@ def bindings_of(arguments: argparse.Namespace) -> list[str]:
   return [
     # `repr` quotes texts, as values in gin need it.
     f"{config}.{name}={getattr(arguments, name)!r}"
-    for config, names in _SHORT.items()
-    for name in names
+    for name, config in _SHORT.items()
     if getattr(arguments, name) is not None
   ]
 
@@ -274,6 +278,13 @@ _LEARNING = {
     "file for the adapted draft (default: adapted_draft.safetensors)",
   ),
 }
+_MODELS = {
+  "target": (str, "PATH", "model folder, Hugging Face name or weights file"),
+  "draft": (str, "PATH", "its draft (default: a new one, attached to the target)"),
+  "vocabulary": (str, "PATH", "tokenizer (default: the target's own)"),
+  "rows": (int, "N", "prompts that are answered at the same time (default: 1)"),
+  "num_draft_tokens": (int, "N", "tokens that the draft proposes (default: 7)"),
+}
 
 
 def _add_options(parser: Any, options: Mapping[str, tuple[Any, str, str]]) -> None:
@@ -297,13 +308,9 @@ def _add_generate(sub: argparse.ArgumentParser) -> None:
     ("prompts and answers", _PROMPTS),
     ("sampling", _SAMPLING),
     ("learning", _LEARNING),
+    ("models", _MODELS),
   ):
     _add_options(sub.add_argument_group(title), options)
-  pair = sub.add_argument_group("pair (default: the shipped pair)")
-  for config, names in _SHORT.items():
-    kind, shown = (str, "PATH") if config == "PairConfig" else (int, "N")
-    for name in names:
-      _add_options(pair, {name: (kind, shown, f"short for --gin.{config}.{name}")})
 
 
 def describe(config_class: type) -> str:

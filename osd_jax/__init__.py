@@ -2,8 +2,8 @@
 
     import osd_jax
 
-    prompt = "What is the average price of hotels with country 'Italy'?"
-    with osd_jax.Server() as server:  # the shipped pair
+    prompt = "Write cap_club_hours(hours) that caps every hour at 42."
+    with osd_jax.Server() as server:  # the shipped pair, or Server(target=FOLDER)
       for answer in server.generate([prompt], learn=True):
         print(answer.text, answer.tokens_per_target_call)
 

@@ -193,7 +193,7 @@ class Stream(Protocol):
     ...
 
   def report(self) -> dict[str, Any]:
-    """Returns the counts of read, skipped and cut prompts by task, for JSON."""
+    """Returns `examples.report` by name of the task, with `served` queries."""
     ...
 
   def sentences(self) -> list[str]:
@@ -224,7 +224,6 @@ class QueryStream:
 
   @property
   def total(self) -> int:
-    """The number of queries."""
     return len(self)
 
   def __len__(self) -> int:
@@ -251,39 +250,24 @@ class QueryStream:
     return map(self.__getitem__, range(len(self)))
 
   def shifts(self) -> list[tuple[int, str]]:
-    """Returns (index, label) of the start of every segment, including the first.
-
-    A gradual shift is reported at its middle. A mixture is one segment.
-    """
     if self.config.kind == "mixture":
       return [(0, "mixture")]
     entries = self._entries
-    # Sorting gives the schedule without the ramp, whose boundaries are the ramps'
-    # middles.
+    # A gradual shift is reported at its middle: sorting gives the schedule without the
+    # ramps, whose boundaries are their middles.
     if self.config.kind == "gradual":
       entries = np.sort(entries)
     starts = np.flatnonzero(np.diff(entries, prepend=-1))
     return [(int(i), self.config.tasks[entries[i]].label) for i in starts]
 
   def state(self) -> dict[str, Any]:
-    """Returns a fingerprint of the queries, JSON-able."""
     return {"fingerprint": self._fingerprint}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Checks that these are the queries from which `state` was taken.
-
-    Raises:
-      InputError: another stream's state, or the data changed.
-    """
     if state.get("fingerprint") != self._fingerprint:
       raise _wrong_state(state, self.state())
 
   def report(self) -> dict[str, Any]:
-    """Returns `examples.report` by name of the task.
-
-    The counts are `skipped`, `cut` (prompts longer than `source_length`) and `served`
-    (queries of the task).
-    """
     longest = self.config.source_length
     served = np.bincount(self._task_ids, minlength=len(self._tasks))
     return {
@@ -304,7 +288,6 @@ class QueryStream:
     }
 
   def sentences(self) -> list[str]:
-    """Returns one sentence for each task with skipped, cut or repeated prompts."""
     cut = _cut_clause(self.config.source_length)
     return examples.sentences(self.report(), {"cut": cut}, _repetition_clause)
 
@@ -342,7 +325,6 @@ class PromptStream:
     label: str,
     source_length: int,
   ):
-    """See `of_prompts`."""
     self.total = len(prompts) if isinstance(prompts, Sequence) else None
     self._prompts, self._vocabulary = iter(prompts), vocabulary
     self._label, self._longest = label, source_length
@@ -358,20 +340,14 @@ class PromptStream:
     return self._kept[index]
 
   def shifts(self) -> list[tuple[int, str]]:
-    """Returns the start of the only segment."""
     return [(0, self._label)]
 
   def state(self) -> dict[str, Any]:
-    """Returns the number of prompts read so far and their digest."""
     return {"read": self._read, "fingerprint": self._digest.hexdigest()[:16]}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Reads the prompts up to the state again.
-
-    Raises:
-      InputError: the prompts are different, or there are fewer.
-    """
     try:
+      # Prompts cannot be skipped, so those that were read are read again.
       while self._read < state["read"]:
         self._read_one()
     except IndexError as error:
@@ -380,11 +356,9 @@ class PromptStream:
       raise _wrong_state(state, self.state())
 
   def report(self) -> dict[str, Any]:
-    """Returns the report on the prompts read so far; see `QueryStream.report`."""
     return {self._label: {**self._report, "served": self._report["rows"]}}
 
   def sentences(self) -> list[str]:
-    """Returns a sentence if prompts were skipped or cut."""
     return examples.sentences(self.report(), {"cut": _cut_clause(self._longest)})
 
   def _read_one(self) -> None:

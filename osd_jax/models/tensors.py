@@ -105,6 +105,18 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
   return Tensors(shapes, read, lambda name: path), header.get("__metadata__", {})
 
 
+def sort_metadata(path: Path) -> None:
+  """Sorts the metadata of a safetensors file, which the library writes in any order."""
+  with path.open("r+b") as file:
+    size = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(size))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    assert len(text) <= size, "the same fields in another order"
+    file.seek(8)
+    file.write(text.ljust(size))
+
+
 def format_of(path: Path) -> str:
   """The format in the header of a file, or "" if the header states no format."""
   try:

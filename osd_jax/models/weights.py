@@ -177,6 +177,7 @@ def _put(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
     partial.touch()  # with the permissions of umask; safetensors makes private files
     mode = partial.stat().st_mode
     safetensors.flax.save_file(tensors, partial, metadata=metadata)
+    tensors_lib.sort_metadata(partial)  # so that equal weights are equal files
     partial.chmod(mode)
     # Renaming is atomic, so a reader finds the old file or the new one.
     os.replace(partial, path)

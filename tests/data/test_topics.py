@@ -2,7 +2,6 @@
 
 import ast
 import gzip
-import hashlib
 import operator
 import pathlib
 import random
@@ -20,13 +19,10 @@ _ROOT = pathlib.Path(__file__).parents[2]
 _FOLDER = _ROOT / "experiments" / "shipped_pair"
 sys.path.insert(0, str(_FOLDER))
 import make_topics  # noqa: E402
-import make_vocabulary  # noqa: E402
 import topics  # noqa: E402
 from topics import finance, python, sql  # noqa: E402
 
 _SAMPLES = 2000
-_MAX_PROMPT, _MAX_REFERENCE = 64, 96  # tokens, end-of-sequence included
-_SIGNS = {"above": ">", "below": "<", "at least": ">=", "at most": "<="}
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +48,12 @@ def _wrong_equations(text: str) -> list[str]:
 
 
 def test_maths_equations_are_correct_and_end_with_the_answer(samples):
+  assert _wrong_equations("3 + 4 = 8, so 2 * 5 = 10") == ["3 + 4 = 8"]
   for example in samples["maths"]:
     assert _wrong_equations(example.reference) == [], example
     results = re.findall(r"= (\d+)", example.reference)
     assert example.reference.endswith(f"The answer is {results[-1]}."), example
     assert 1 <= len(results) <= 2
-
-
-def test_maths_uses_every_number_of_the_question(samples):
-  for example in samples["maths"]:
-    operands = re.findall(r"(\d+) [+*-] (\d+) = (\d+)", example.reference)
-    given = [operands[0][0], operands[0][1]]
-    if len(operands) == 2:
-      assert operands[1][0] == operands[0][2], example
-      given.append(operands[1][1])
-    assert re.findall(r"\d+", example.prompt) == given, example
-
-
-def test_equation_check_finds_a_wrong_equation():
-  assert _wrong_equations("3 + 4 = 8, so 2 * 5 = 10") == ["3 + 4 = 8"]
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +89,6 @@ def test_every_sql_reference_is_valid(samples, database):
   # Negative control: SQLite refuses a column that the table does not have.
   with pytest.raises(sqlite3.OperationalError):
     database.execute("SELECT salary FROM clients;")
-
-
-def test_sql_references_contain_the_values_of_the_request(samples):
-  for example in samples["sql"]:
-    words, number = re.search(
-      r"(above|below|at least|at most) (\d+)", example.prompt
-    ).groups()
-    assert f" {_SIGNS[words]} {number} " in example.reference, example
-    quoted = re.findall(r"'\w+'", example.prompt)
-    assert quoted == re.findall(r"'\w+'", example.reference), example
-    limit = re.findall(r"first (\d+) only", example.prompt)
-    assert limit == re.findall(r"LIMIT (\d+)", example.reference), example
 
 
 _COMPARE = {
@@ -260,16 +231,6 @@ def test_python_functions_compute_the_requested_result(samples):
   assert len(seen) == len(python._PATTERNS) >= 15
 
 
-def test_python_functions_return_the_default_for_an_empty_list(samples):
-  for example in samples["python"]:
-    match = re.search(r"or (\d+) if there are none", example.prompt)
-    if match:
-      scope = {}
-      exec(example.reference, scope)
-      name = example.reference.split()[1].split("(")[0]
-      assert scope[name]([]) == int(match.group(1))
-
-
 def test_finance_figures_add_up(samples):
   kinds = set()
   for example in samples["finance"]:
@@ -315,44 +276,6 @@ def test_splits_are_disjoint_and_about_80_10_10():
   assert abs(drawn.count("eval") / 5000 - 0.1) < 0.03
 
 
-def test_each_topic_has_over_a_million_prompts():
-  # n draws from s prompts contain about n^2 / 2s repeats, so s > 1e6 gives fewer than
-  # 200 repeats in 20,000 draws.
-  for topic, generate in topics.GENERATORS.items():
-    rng = random.Random(0)
-    repeats = 20_000 - len({generate(rng)[0] for _ in range(20_000)})
-    assert repeats < 200, (topic, repeats)
-
-
-@pytest.mark.parametrize("topic", topics.TOPICS)
-def test_examples_are_distinct_seeded_and_prefix_stable(topic):
-  long = topics.generate(topic, "stream", 300, seed=5)
-  assert long[:100] == topics.generate(topic, "stream", 100, seed=5)
-  assert long != topics.generate(topic, "stream", 300, seed=6)
-  assert len({example.prompt for example in long}) == 300
-  assert {example.topic for example in long} == {topic}
-  assert topics.generate(topic, "stream", 0) == []
-
-
-def test_examples_are_the_same_on_every_machine_and_version():
-  text = "".join(
-    example.prompt + example.reference
-    for topic in topics.TOPICS
-    for example in topics.generate(topic, "train", 50, seed=0)
-  )
-  # The shipped files and checkpoints were made from exactly these texts.
-  assert hashlib.sha256(text.encode()).hexdigest()[:16] == "90f6df474535bd41"
-
-
-def test_invalid_arguments_of_generate_are_refused():
-  with pytest.raises(ValueError, match="topic: received 'law', expected one of maths"):
-    topics.generate("law", "train", 1)
-  with pytest.raises(ValueError, match="split: received 'test', expected one of train"):
-    topics.generate("sql", "test", 1)
-  with pytest.raises(ValueError, match="count: received -1"):
-    topics.generate("sql", "train", -1)
-
-
 def test_vocabulary_has_t5_special_ids_and_single_token_numbers(vocabulary):
   assert vocabulary.vocab_size() == 1536
   assert (vocabulary.pad_id(), vocabulary.eos_id(), vocabulary.unk_id()) == (0, 1, 2)
@@ -373,20 +296,6 @@ def test_vocabulary_is_lossless_on_generated_and_foreign_text(samples, vocabular
     ids = vocabulary.encode(text)
     assert vocabulary.decode(ids) == text
     assert vocabulary.unk_id() not in ids
-
-
-def test_prompts_and_references_fit_the_default_lengths(samples, vocabulary):
-  for topic in samples.values():
-    prompts = [len(vocabulary.encode(e.prompt)) + 1 for e in topic]
-    references = [len(vocabulary.encode(e.reference)) + 1 for e in topic]
-    assert 12 <= min(prompts) and max(prompts) <= _MAX_PROMPT
-    assert 16 <= min(references) and max(references) <= _MAX_REFERENCE
-
-
-def test_vocabulary_is_trained_on_train_examples_only():
-  prompts = list(make_vocabulary.training_texts(rows=100, seed=0))[::2]
-  assert len(prompts) == 400
-  assert {topics.split_of(prompt) for prompt in prompts} == {"train"}
 
 
 def _shipped(topic: str, split: str) -> bytes:

@@ -37,6 +37,8 @@ def config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
   Raises:
     InputError: a field is missing or describes an unsupported model.
   """
+  # As in transformers, null means that a field has its default.
+  config = {field: value for field, value in config.items() if value is not None}
   kinds = {kind: family for family in _FAMILIES.values() for kind in family.MODEL_TYPES}
   kind = config.get("model_type")
   says = "other architectures cannot be converted"

@@ -17,8 +17,6 @@ from osd_jax.models.tensors import Tensors
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _SAYS = "only dense Llama, Vicuna, Mistral, Qwen2 and Qwen3 models can be converted"
 
-# Fields with one supported value: (that value, default in transformers).
-_FIXED = {"hidden_act": ("silu", "silu"), "pretraining_tp": (1, 1)}
 # Fields that must be empty, with their meaning for the error message.
 _REFUSED = {
   "quantization_config": "a quantised checkpoint",
@@ -59,8 +57,8 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
     InputError: a field is missing or describes an unsupported model.
   """
   kind = config["model_type"]
-  for field, (expected, default) in _FIXED.items():
-    check_field(_SAYS, field, config.get(field, default), (expected,))
+  # `pretraining_tp` splits matrices for bit-equal training, and changes no function.
+  check_field(_SAYS, "hidden_act", config.get("hidden_act", "silu"), ("silu",))
   for field, what in _REFUSED.items():
     if config.get(field):
       raise base.InputError(
@@ -107,7 +105,10 @@ def _eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _positions(config: Mapping[str, Any]) -> int:
   """The longest sequence with full attention, in tokens."""
-  limit = required(config, "max_position_embeddings")
+  # The name in files of the first Llama, which EAGLE's still use.
+  limit = config.get("max_sequence_length")
+  if limit is None or "max_position_embeddings" in config:
+    limit = required(config, "max_position_embeddings")
   window = config.get("sliding_window")
   slides = config["model_type"] == "mistral" or config.get("use_sliding_window", False)
   # Mistral's files always mean their window; Qwen2's only with `use_sliding_window`.
@@ -121,8 +122,11 @@ def _positions(config: Mapping[str, Any]) -> int:
 def _rope(config: Mapping[str, Any]) -> tuple[RopeScaling | None, float]:
   """Scaling and base of the rotary positions; one field since transformers 5."""
   stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  stated = {field: value for field, value in stated.items() if value is not None}
   theta = float(stated.get("rope_theta", config.get("rope_theta", _THETA)))
   kind = stated.get("rope_type", stated.get("type", "default"))
+  if kind == "linear" and stated.get("factor") == 1:
+    kind = "default"
   check_field(_SAYS, "rope_scaling.rope_type", kind, ("default", "llama3"))
   share = config.get("partial_rotary_factor") or stated.get("partial_rotary_factor")
   check_field(_SAYS, "partial_rotary_factor", share, (None, 1.0))
@@ -218,9 +222,16 @@ def is_transposed(path: str) -> bool:
 def completed(
   tensors: Tensors, config: LlamaConfig, document: Mapping[str, Any]
 ) -> Tensors:
-  """Returns the tensors unchanged, because Llama's files lack nothing."""
+  """Adds the prefix "model.", which files saved from a model without head lack."""
   del config, document
-  return tensors
+  if any(name.startswith("model.") for name in tensors.shapes):
+    return tensors
+  names = {name if name == _HEAD else f"model.{name}": name for name in tensors.shapes}
+  return Tensors(
+    {name: tensors.shapes[own] for name, own in names.items()},
+    lambda name: tensors.read(names[name]),
+    lambda name: tensors.place(names[name]),
+  )
 
 
 def without_copies(tensors: Tensors, config: LlamaConfig) -> Tensors:

@@ -1,0 +1,265 @@
+"""Model folders as other tools write them, after public reports of other projects."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import sentencepiece
+
+from osd_jax import base, pairs, testing
+from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
+from osd_jax.engine.requests import TextSoFar
+from osd_jax.models import convert, families, weights
+from osd_jax.models.convert import hugging_face
+
+LLAMA_CONFIG = {
+  "model_type": "llama",
+  "hidden_size": 16,
+  "intermediate_size": 32,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 2,
+  "vocab_size": 300,
+  "max_position_embeddings": 64,
+  "eos_token_id": 2,
+}
+
+
+def sentencepiece_model(**options) -> bytes:
+  model = io.BytesIO()
+  texts = [
+    f"the {a} {b} of line {i} is plain text"
+    for i in range(40)
+    for a in ("red", "blue")
+    for b in ("house", "tree")
+  ]
+  ids = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1}
+  settings = {"vocab_size": 300, "hard_vocab_limit": False, "minloglevel": 2, **ids}
+  sentencepiece.SentencePieceTrainer.Train(
+    sentence_iterator=iter(texts), model_writer=model, **(settings | options)
+  )
+  return model.getvalue()
+
+
+@pytest.fixture(scope="module")
+def llama_model() -> bytes:
+  return sentencepiece_model(model_type="bpe", byte_fallback=True)
+
+
+def random_weights(shape) -> weights.Weights:
+  return weights.Weights(shape, jax.jit(families.build(shape).init)(jax.random.key(0)))
+
+
+# ---- Tokenizers
+
+
+def t5_tokenizer_json(model: bytes, extra_ids: int):
+  """Converts a T5's SentencePiece model as `save_pretrained` of transformers 5 does."""
+  library = pytest.importorskip("tokenizers")
+  pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+  scored = [
+    (pieces.IdToPiece(i), pieces.GetScore(i)) for i in range(pieces.GetPieceSize())
+  ]
+  sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
+  scored += [(name, 0.0) for name in reversed(sentinels)]
+  made = library.Tokenizer(library.models.Unigram(scored, 2))
+  made.pre_tokenizer = library.pre_tokenizers.Metaspace()
+  made.decoder = library.decoders.Metaspace()
+  made.post_processor = library.processors.TemplateProcessing(
+    single="$A </s>", special_tokens=[("</s>", 1)]
+  )
+  made.add_special_tokens(["<pad>", "</s>", "<unk>", *sentinels])
+  return made.to_str().encode()
+
+
+def test_t5_folder_saved_by_transformers_5_has_the_ids_of_its_spiece_model(tmp_path):
+  model = sentencepiece_model(
+    model_type="unigram", vocab_size=60, pad_id=0, eos_id=1, unk_id=2, bos_id=-1
+  )
+  (tmp_path / "spiece.model").write_bytes(model)
+  expected = Vocabulary.load(tmp_path / "spiece.model", extra_ids=2)
+  settings = {
+    "tokenizer_class": "T5Tokenizer",
+    "extra_ids": 2,
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+  }
+  shape = dataclasses.replace(testing.TINY_T5, vocab_size=expected.size)
+  files = {
+    "tokenizer.json": t5_tokenizer_json(model, 2),
+    "tokenizer_config.json": json.dumps(settings).encode(),
+  }
+  folder = convert.write_hugging_face(tmp_path / "t5", random_weights(shape), files)
+  for extra_ids in (0, 2):
+    config = pairs.PairConfig(
+      target=str(folder), draft="attached", vocabulary=str(folder), extra_ids=extra_ids
+    )
+    found = pairs.load_pair(config).vocabulary
+    assert (found.size, found.extra_ids, found.is_causal) == (expected.size, 2, False)
+    for text in ("the red house", "of line 3 <extra_id_1>", "plain  text "):
+      ids = expected.encode_prompt(text).tolist()
+      assert found.encode_prompt(text).tolist() == ids and ids[-1] == 1
+    assert found.decode(expected.encode("the red house")) == "the red house"
+  assert tokenizer_files(found) == files
+  with pytest.raises(base.InputError, match="received 1, but .* holds 2 sentinels"):
+    Vocabulary.load(folder, extra_ids=1)
+
+
+def test_chat_template_is_read_as_utf8_in_every_locale(tmp_path, llama_model):
+  (tmp_path / "tokenizer.model").write_bytes(llama_model)
+  template = "<｜User｜>{{ messages[0]['content'] }}<｜Assistant｜>"
+  (tmp_path / "chat_template.jinja").write_bytes(template.encode())
+  code = (
+    "import sys; from osd_jax.data.vocabulary import Vocabulary;"
+    "print(ascii(Vocabulary.load(sys.argv[1], template='own').template('hi')))"
+  )
+  plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+  done = subprocess.run(
+    [sys.executable, "-c", code, str(tmp_path)],
+    env=os.environ | plain,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.stdout.strip() == ascii("<｜User｜>hi<｜Assistant｜>"), done.stderr
+
+
+def test_added_tokens_that_are_not_special_stay_in_answers(tmp_path, llama_model):
+  (tmp_path / "tokenizer.model").write_bytes(llama_model)
+  size = Vocabulary.load(tmp_path).size
+  added = {
+    str(size + i): {"content": text, "special": text == "<hidden>"}
+    for i, text in enumerate(("<think>", "</think>", "<hidden>"))
+  }
+  settings = {"legacy": True, "added_tokens_decoder": added}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  vocabulary = Vocabulary.load(tmp_path)
+  red, blue = vocabulary.encode("red"), vocabulary.encode("blue")
+  ids = np.asarray([size, *red, size + 1, size + 2, *blue])
+  # As transformers decodes with skip_special_tokens=True.
+  assert vocabulary.decode(ids) == "<think> red</think> blue"
+  assert vocabulary.decode([*red, size + 2, *blue]) == "red blue"
+  found = TextSoFar(vocabulary.decode, ("</think>",)).watch(ids)
+  assert found is not None
+
+
+QWEN2_TEXTS = ["How many singers are there?", "x = 3 + 42", "naïve 漢字 🙂", "a\n\n  b"]
+
+
+@pytest.fixture
+def qwen2_folder(tmp_path):
+  """A folder in Qwen2's first format: vocab.json and merges.txt."""
+  library = pytest.importorskip("tokenizers")
+  made = library.Tokenizer(library.models.BPE())
+  made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+  trainer = library.trainers.BpeTrainer(
+    vocab_size=300, initial_alphabet=alphabet, show_progress=False
+  )
+  made.train_from_iterator(QWEN2_TEXTS * 5, trainer)
+  made.model.save(str(tmp_path))
+  size = made.get_vocab_size()
+  ends = {"content": "<|im_end|>", "special": True}
+  settings = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "eos_token": "<|im_end|>",
+    "added_tokens_decoder": {str(size): ends},
+  }
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  return tmp_path
+
+
+def test_vocab_and_merges_of_qwen2_are_read(qwen2_folder):
+  vocabulary = Vocabulary.load(qwen2_folder)
+  assert vocabulary.eos_ids == (vocabulary.size - 1,) and vocabulary.prefix == ()
+  for text in QWEN2_TEXTS:
+    assert vocabulary.decode(vocabulary.encode_with_eos(text)) == text
+  assert len(vocabulary.encode("42")) == 2, "Qwen2 splits numbers into digits"
+  assert len(vocabulary.encode("singers")) < len("singers")
+  path = qwen2_folder / "tokenizer_config.json"
+  path.write_text(path.read_text().replace("Qwen2Tokenizer", "GPT2Tokenizer"))
+  with pytest.raises(base.InputError, match="only if .* names Qwen2Tokenizer"):
+    Vocabulary.load(qwen2_folder)
+
+
+@pytest.mark.hf
+def test_vocab_and_merges_encode_as_in_transformers(qwen2_folder):
+  transformers = pytest.importorskip("transformers")
+  theirs = transformers.Qwen2Tokenizer.from_pretrained(qwen2_folder)
+  ours = Vocabulary.load(qwen2_folder)
+  for text in (*QWEN2_TEXTS, "I'LL take 12,345<|im_end|>\r\n\t x", "cafe\u0301"):
+    assert ours.encode(text) == theirs(text).input_ids, text
+
+
+def test_folder_with_only_a_tekken_json_is_refused_with_the_remedy(tmp_path):
+  (tmp_path / "tekken.json").write_text("{}")
+  with pytest.raises(
+    base.InputError, match="tekken.json, .* download the token"
+  ):
+    Vocabulary.load(tmp_path)
+
+
+# ---- config.json and weights
+
+
+@pytest.mark.parametrize(
+  ("change", "expected"),
+  [
+    (
+      {"max_position_embeddings": None, "max_sequence_length": 32},
+      {"max_positions": 32},
+    ),
+    ({"max_sequence_length": 32}, {}),
+    ({"pretraining_tp": 2}, {}),
+    ({"rope_scaling": {"type": "linear", "factor": 1.0}}, {}),
+    ({"rope_theta": None}, {}),
+    ({"rope_parameters": {"rope_theta": None, "rope_type": None}}, {}),
+    ({"rms_norm_eps": None, "hidden_act": None, "tie_word_embeddings": None}, {}),
+  ],
+)
+def test_config_with_old_names_or_nulls_gives_the_same_shape(change, expected):
+  usual = hugging_face.config_from_hugging_face(LLAMA_CONFIG)
+  found = hugging_face.config_from_hugging_face(LLAMA_CONFIG | change)
+  assert found == dataclasses.replace(usual, **expected)
+
+
+@pytest.mark.parametrize(
+  ("change", "field"),
+  [
+    ({"max_position_embeddings": None}, "max_position_embeddings"),
+    ({"eos_token_id": None}, "eos_token_id"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
+  ],
+)
+def test_config_that_lacks_a_field_is_refused_by_its_name(change, field):
+  with pytest.raises(base.InputError, match=field):
+    hugging_face.config_from_hugging_face(LLAMA_CONFIG | change)
+
+
+def test_tied_model_without_the_prefix_of_its_names_is_read(tmp_path):
+  shape = dataclasses.replace(testing.TINY_LLAMA, tied_head=True)
+  folder = convert.write_hugging_face(tmp_path / "tied", random_weights(shape))
+  expected = convert.read_hugging_face(folder)
+  path = folder / "model.safetensors"
+  tensors = safetensors.numpy.load_file(path)
+  renamed = {name.removeprefix("model."): x for name, x in tensors.items()}
+  assert renamed.keys() != tensors.keys()
+  safetensors.numpy.save_file(renamed, path, {"format": "pt"})
+  found = convert.read_hugging_face(folder)
+  jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+def test_equal_weights_are_equal_files(tmp_path):
+  # The library orders metadata at random, differently in every call.
+  made = random_weights(testing.TINY_T5)
+  files = [weights.save(tmp_path / f"{i}", made).read_bytes() for i in range(8)]
+  assert len(set(files)) == 1
+  loaded = weights.load(tmp_path / "0")
+  assert loaded.config == made.config

@@ -47,19 +47,10 @@ def generate(
   prompts: Sequence[EncodedExample],
   bar: rich.progress.Progress,
 ) -> base.DistillationBatch:
-  """Generates one row per prompt, in the order of the prompts.
+  """Generates one row per prompt, in the order of the prompts, as numpy arrays.
 
-  Args:
-    source: decides which model generates each text.
-    decoding: shapes of decoding, for all servers.
-    sampling: the i-th prompt that a model answers draws with seed + i.
-    pair: target and draft, placed on their mesh.
-    partition: device mesh on which the servers run.
-    prompts: N prompts; their references are not used.
-    bar: shows one task for each model.
-
-  Returns:
-    A batch of N rows of numpy arrays.
+  The i-th prompt that a model answers draws with seed + i. References are not used;
+  `bar` shows one task for each model.
   """
   by_draft = _by_draft(source, len(prompts))
 
@@ -161,14 +152,8 @@ def reference_rows(
 ) -> Iterator[base.DistillationBatch]:
   """Scores the prompts' references with the target (teacher forcing).
 
-  Args:
-    pair: the pair whose target does the scoring.
-    prompts: a prompt without reference makes a row of weight 0.
-    decoding: lengths, and k of the records.
-    rows: R of each batch; the last batch is filled up with rows of weight 0.
-
-  Yields:
-    Batches of R rows.
+  Yields batches of `rows`. A prompt without reference makes a row of weight 0, and the
+  last batch is filled up with such rows.
   """
   source_length = decoding.source_lengths[-1]
   for start in range(0, len(prompts), rows):

@@ -427,10 +427,8 @@ def report(source: str, rows: int, **places: Sequence[str]) -> dict[str, Any]:
   Args:
     source: label under which tables list the task's requests.
     rows: number of usable examples of the task.
-    **places: for each name of a count, the locations of the examples counted.
-
-  Returns:
-    `source`, `rows`, one count per name, and `places`: the first 100 of each.
+    **places: for each name of a count, the locations of the examples counted. The
+      first 100 of each are kept under "places".
   """
   account = {"source": source, "rows": rows, **dict.fromkeys(places, 0), "places": {}}
   for name, located in places.items():

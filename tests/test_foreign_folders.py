@@ -201,9 +201,7 @@ def test_vocab_and_merges_encode_as_in_transformers(qwen2_folder):
 
 def test_folder_with_only_a_tekken_json_is_refused_with_the_remedy(tmp_path):
   (tmp_path / "tekken.json").write_text("{}")
-  with pytest.raises(
-    base.InputError, match="tekken.json, .* download the token"
-  ):
+  with pytest.raises(base.InputError, match="tekken.json, .* download the token"):
     Vocabulary.load(tmp_path)
 
 

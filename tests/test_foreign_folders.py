@@ -151,6 +151,18 @@ def test_added_tokens_that_are_not_special_stay_in_answers(tmp_path, llama_model
   assert found is not None
 
 
+def test_special_tokens_of_older_folders_are_read(tmp_path, llama_model):
+  (tmp_path / "tokenizer.model").write_bytes(llama_model)
+  settings = {"bos_token": None, "add_bos_token": None, "chat_template": None}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  specials = {"bos_token": {"content": "<BOS>"}, "eos_token": "<EOS>"}
+  (tmp_path / "special_tokens_map.json").write_text(json.dumps(specials))
+  template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
+  vocabulary = Vocabulary.load(tmp_path, template=template)
+  assert vocabulary.template("hi") == "<BOS>hi<EOS>"
+  assert vocabulary.prefix == (1,)  # null is the default, True
+
+
 QWEN2_TEXTS = ["How many singers are there?", "x = 3 + 42", "naïve 漢字 🙂", "a\n\n  b"]
 
 

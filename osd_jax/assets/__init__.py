@@ -13,6 +13,7 @@ _WANTED = (
   "*.safetensors",
   "spiece.model",
   "tokenizer.model",
+  "merges.txt",
   "chat_template.jinja",
 )
 

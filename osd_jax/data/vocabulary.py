@@ -24,7 +24,7 @@ from osd_jax.data import chat, tokenizers
 OWN_TEMPLATE = "own"
 _T5_MODEL, _JSON, _MODEL = "spiece.model", "tokenizer.json", "tokenizer.model"
 _VOCAB, _MERGES = "vocab.json", "merges.txt"
-_SETTINGS = "tokenizer_config.json"
+_SETTINGS, _SPECIALS = "tokenizer_config.json", "special_tokens_map.json"
 _ENDS = ("generation_config.json", "config.json")
 # A folder may hold several; tokenizer.json also holds the rules that a SentencePiece
 # model leaves to the code of transformers.
@@ -98,12 +98,11 @@ class Vocabulary:
         f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
       )
     path = _tokenizer_file(pathlib.Path(path))
-    names = (_SETTINGS, *_ENDS, *([_MERGES] if path.name == _VOCAB else []))
-    others = [path.with_name(name) for name in names]
+    names = [_SPECIALS, _SETTINGS, *_ENDS, *([_MERGES] if path.name == _VOCAB else [])]
     try:
       # Only the tokenizer itself is required.
-      contents = [file.read_bytes() if file.exists() else b"" for file in others]
-      vocabulary = _build(path, path.read_bytes(), tuple(contents), extra_ids)
+      others = tuple(_content(path.with_name(name)) for name in names)
+      vocabulary = _build(path, path.read_bytes(), others, extra_ids)
     except OSError as error:
       raise base.InputError(
         f"Vocabulary.path: {error.filename or path} cannot be read ({error.strerror});"
@@ -192,12 +191,9 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
   """
   path = pathlib.Path(vocabulary.path)
   if vocabulary.is_causal or path.name == _JSON:
-    names = (_JSON, _MODEL, _VOCAB, _MERGES, _SETTINGS, _ENDS[0], chat.FILE)
-    return {
-      name: path.with_name(name).read_bytes()
-      for name in names
-      if path.with_name(name).exists()
-    }
+    names = (_JSON, _MODEL, _VOCAB, _MERGES, _SPECIALS, _SETTINGS, _ENDS[0], chat.FILE)
+    contents = {name: _content(path.with_name(name)) for name in names}
+    return {name: content for name, content in contents.items() if content}
   pieces, unknown = vocabulary.pieces, vocabulary.processor.unk_id()
   settings = {
     "tokenizer_class": "T5Tokenizer",
@@ -251,11 +247,12 @@ def _build(
 ) -> Vocabulary:
   if path.suffix != ".json" and path.name != _MODEL:
     return _t5_from_sentencepiece(path, model, extra_ids)
-  settings, *documents = (
+  settings = _settings(path, others[:2])
+  documents = [
     _object(data, path.with_name(name))
-    for name, data in zip((_SETTINGS, *_ENDS), others[:3], strict=True)
-  )
-  merges = b"".join(others[3:])
+    for name, data in zip(_ENDS, others[2:4], strict=True)
+  ]
+  merges = b"".join(others[4:])
   if path.suffix == ".json":
     read = tokenizers.read_json(path, model, merges, settings)
     kinds = (documents[-1].get("model_type"), settings.get("tokenizer_class"))
@@ -352,8 +349,8 @@ def _with_template(vocabulary: Vocabulary, template: str | None) -> Vocabulary:
       f"PairConfig.chat_template: received {template[:40]!r} with {path}, the"
       " vocabulary of a T5, expected '': chat templates are for decoder-only models."
     )
-  file = path.with_name(_SETTINGS)
-  settings = _object(file.read_bytes() if file.exists() else b"", file)
+  files = (path.with_name(name) for name in (_SPECIALS, _SETTINGS))
+  settings = _settings(path, [_content(file) for file in files])
   own = chat.own_template(path.parent, settings)
   text = own if template in (OWN_TEMPLATE, None) else template
   if text is None and template is None:
@@ -395,6 +392,20 @@ def _stated_eos_ids(document: Mapping[str, Any]) -> tuple[int, ...]:
   stated = document.get("eos_token_id")
   ids = stated if isinstance(stated, list) else [stated]
   return tuple(int(token) for token in ids if base.is_count(token, least=0))  # pyright: ignore[reportArgumentType]
+
+
+def _content(path: pathlib.Path) -> bytes:
+  return path.read_bytes() if path.exists() else b""
+
+
+def _settings(path: pathlib.Path, contents: Sequence[bytes]) -> dict[str, Any]:
+  """Returns tokenizer_config.json, completed by an older special_tokens_map.json."""
+  specials, settings = (
+    _object(data, path.with_name(name))
+    for name, data in zip((_SPECIALS, _SETTINGS), contents, strict=True)
+  )
+  # As in transformers, null means that a field has its default.
+  return specials | {name: x for name, x in settings.items() if x is not None}
 
 
 def _object(data: bytes, path: pathlib.Path) -> dict[str, Any]:

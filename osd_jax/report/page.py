@@ -478,9 +478,9 @@ def _format(value: Any, decimals: int) -> str:
     return "–"
   if isinstance(value, float):
     return f"{value:,.{decimals}f}"
-  if isinstance(value, int) and not isinstance(value, bool):
-    return f"{value:,}"
-  return str(value)
+  if isinstance(value, bool):
+    return "yes" if value else "no"
+  return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _figure(plot: plots.Plot) -> str:

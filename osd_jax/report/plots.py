@@ -506,7 +506,7 @@ def training_loss(rows: Sequence[Row]) -> Any:
     axes.set_yscale("log")
   else:
     axes.set_ylim(bottom=0)
-  axes.set_xlabel("optimiser step; each point is the mean since the last one")
+  axes.set_xlabel("optimiser step")
   return made
 
 

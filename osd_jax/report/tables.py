@@ -379,16 +379,13 @@ def _trained(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
     " mean over tasks.",
   )
   if is_distilled:
-    tables = {
-      "Held-out prompts": _before_and_after(evaluations[0], evaluations[-1]),
-      "Overlap over the run": _over_the_run(evaluations, "distribution_overlap"),
-    }
+    tables = {"Held-out prompts": _before_and_after(evaluations[0], evaluations[-1])}
+    details = {"Overlap over the run": _over_the_run(evaluations, name)}
   else:
-    tables = {
-      "Exact match over the run": _over_the_run(evaluations, "exact_match"),
-      "Token accuracy over the run": _over_the_run(evaluations, "token_accuracy"),
-    }
-  return Summary(title, [fact], sentences, tables)
+    tables = {"Exact match over the run": _over_the_run(evaluations, name)}
+    accuracy = _over_the_run(evaluations, "token_accuracy")
+    details = {"Token accuracy over the run": accuracy}
+  return Summary(title, [fact], sentences, tables, details)
 
 
 def _loss(steps: Sequence[Row]) -> list[str]:

@@ -72,7 +72,10 @@ class Plan:
         self.draft = attached.build(draft, target, "attached draft", serving)
       else:
         self.draft = families.build(draft, "draft", serving)
-      self.draft_params = _loaded(self.draft, self.partitioner.draft_params(self.draft))
+      shardings = self.partitioner.params(self.draft)
+      if self.partitioner.is_whole(self.draft):
+        shardings = jax.tree.map(lambda _: self.partitioner.replicated, shardings)
+      self.draft_params = _loaded(self.draft, shardings)
       self.frozen = None
       if is_attached:
         taken = functools.partial(attached.frozen_of, target, serving=serving)

@@ -93,7 +93,7 @@ def test_t5x_checkpoints_need_a_model_config(tmp_path, repository):
     ({"kind": "pytorch"}, "ConvertConfig.kind: received 'pytorch'"),
     ({"output_kind": "t5x"}, "ConvertConfig.output_kind: received 't5x'"),
     ({"source": ""}, "ConvertConfig.source"),
-    ({"source": "nowhere"}, "expected a local file or folder"),
+    ({"source": "nowhere"}, "no such file or folder"),
     ({"source": "nowhere/at/all"}, "which does not exist"),
     ({"extra_ids": 2.0}, "ConvertConfig.extra_ids"),
     ({"allow_torch_bin": "no"}, "ConvertConfig.allow_torch_bin"),

@@ -199,11 +199,11 @@ def test_target_is_never_served_with_a_vocabulary_that_is_not_its_own(config, tm
   unnamed = rewritten(config, "target", tmp_path, vocabulary="").target
   other = rewritten(config, "target", tmp_path / "o", vocabulary="f" * 64).target
   for target, cause in (
-    (folder, r"folder has no spiece\.model"),
+    (folder, r"folder holds no tokenizer; .*, or name the vocabulary"),
     (unnamed, r"target\.safetensors does not say which vocabulary"),
     (other, r"was trained with the vocabulary ffffffffffff"),
   ):
-    with pytest.raises(base.InputError, match=rf"PairConfig\.\w+: .*{cause}") as caught:
+    with pytest.raises(base.InputError, match=rf"^\w+\.\w+: .*{cause}") as caught:
       osd_jax.Server(target=str(target))
     assert len(str(caught.value).splitlines()) == 1
 
@@ -283,7 +283,7 @@ def test_hub_name_is_downloaded_if_possible(config, field, name, tmp_path, monke
   monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # not installed
   with pytest.raises(
     base.InputError,
-    match=rf"PairConfig\.{field}: received '{name}'.*local.*pip install",
+    match=rf"PairConfig\.{field}: received '{name}'.*no such file.*pip install",
   ):
     load(changed)
   monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
@@ -301,6 +301,18 @@ def test_hub_name_is_downloaded_if_possible(config, field, name, tmp_path, monke
   ) as caught:
     load(changed)
   assert len(str(caught.value).splitlines()) == 1
+
+
+def test_mistyped_folder_is_refused_with_a_suggestion(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+  (tmp_path / "models" / "my_flan").mkdir(parents=True)
+  for typed, meant in (("models/my_flam", "models/my_flan"), ("model", "models")):
+    match = rf"^PairConfig.target: received '{typed}'.*did you mean '{meant}'"
+    with pytest.raises(base.InputError, match=match) as caught:
+      osd_jax.Server(typed)
+    # A name below an existing folder is not a name on the hub.
+    assert ("Hugging Face" in str(caught.value)) == (typed == "model")
 
 
 @pytest.mark.parametrize(

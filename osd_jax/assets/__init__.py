@@ -1,5 +1,6 @@
 """Resolves paths of files: shipped, local, in a bucket or on the Hugging Face hub."""
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -37,9 +38,9 @@ def resolve(path: str, setting: str = "assets") -> Path:
     return remote.fetched(path, setting)
   # Local files come first: a folder that is called like a published model is the user's
   # own.
-  if re.fullmatch(_HUB_NAME, path) and not path.endswith(_SUFFIXES):
-    return Path(path) if os.path.exists(path) else _downloaded(path, setting)
-  return Path(path)
+  if os.path.exists(path) or not re.fullmatch(_HUB_NAME, path):
+    return Path(path)
+  return Path(path) if path.endswith(_SUFFIXES) else _downloaded(path, setting)
 
 
 def _shipped(path: str, setting: str) -> Path:
@@ -56,7 +57,13 @@ def _shipped(path: str, setting: str) -> Path:
 
 def _downloaded(name: str, setting: str) -> Path:
   """Downloads a folder from the hub and returns its path."""
-  said = f"{setting}: received {name!r}, expected a local file or folder: it is absent"
+  parent, last = os.path.split(name)
+  said = f"{setting}: received {name!r}, but there is no such file or folder here"
+  if os.path.isdir(parent or "."):
+    names = difflib.get_close_matches(last, os.listdir(parent or "."), 1)
+    said += "".join(f" (did you mean {os.path.join(parent, n)!r}?)" for n in names)
+  if parent and os.path.isdir(parent):
+    raise base.InputError(f"{said}; expected a local file or folder.")
   try:
     import huggingface_hub
   except ImportError as error:
@@ -68,7 +75,10 @@ def _downloaded(name: str, setting: str) -> Path:
     return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_WANTED)))
   except Exception as error:  # it raises many types
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    raise base.InputError(f"{said}, and from the hub: {reason}") from error
+    raise base.InputError(
+      f"{said}, and the Hugging Face hub did not give it ({reason}); correct the"
+      " path or the name."
+    ) from error
 
 
 _SUFFIXES = (".model", ".safetensors")

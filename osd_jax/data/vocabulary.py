@@ -237,7 +237,7 @@ def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
     )
   raise base.InputError(
     f"Vocabulary.path: {path} holds no tokenizer; expected one of"
-    f" {', '.join(_TOKENIZERS)}.{hint}"
+    f" {', '.join(_TOKENIZERS)}, or name the vocabulary of the weights.{hint}"
   )
 
 

@@ -29,6 +29,8 @@ from osd_jax.data.vocabulary import Vocabulary
 TOPICS = ("maths", "sql", "python", "finance")
 TOPICS_DIR = "shipped:topics"
 
+# What `osd generate` reads from a file.
+PROMPT = "{prompt|question|text}"
 TFDS, SEQIO = "tfds:", "seqio:"
 _MAX_REPORTED_PLACES = 100  # for each count in a report
 _MAX_NAMED_PLACES = 3  # for each count in a sentence
@@ -173,7 +175,7 @@ def texts(task: TaskConfig, skipped: list[str] | None = None) -> Iterator[Exampl
 
 
 def read_prompts(
-  path: str, setting: str, template: str = "{prompt}"
+  path: str, setting: str, template: str = PROMPT
 ) -> Iterator[tuple[int, str | UnusableExample]]:
   """Yields (line number, prompt) for each row of a file, or (line number, fault).
 
@@ -357,7 +359,8 @@ def _example(templates: tuple[str, str], location: str, raw: files.Row) -> Examp
   if isinstance(raw, UnusableExample):
     raise raw
   messages = raw.get("messages", raw.get("conversations"))
-  if templates[0] == "{prompt}" and "prompt" not in raw and messages is not None:
+  is_default = templates[0] in ("{prompt}", PROMPT) and "prompt" not in raw
+  if is_default and messages is not None:
     prompt, reference = chat.split_messages(messages)
   else:
     prompt = preprocessors.fill_prompt(templates[0], raw)

@@ -68,6 +68,8 @@ def read(path: str | Path, setting: str) -> Rows:
       raise base.InputError(f"{setting}: {path} looks like {found}.")
     with _opened(path) as file:
       yield from reader(file)
+  except FileNotFoundError as error:
+    raise base.InputError(f"{setting}: {path} does not exist.") from error
   except (OSError, EOFError, zlib.error, csv.Error) as error:
     raise base.InputError(
       f"{setting}: {path} cannot be read ({error}); expected a complete file."
@@ -81,9 +83,13 @@ def looks_like(path: str | Path) -> str:
   with _opened(Path(path)) as file:
     start = file.read(_SNIFFED).removeprefix(_BYTE_ORDER_MARK)
   found = _other_format(start)
+  # The other readers take any text, so only JSON can be of another format.
+  is_json = _reader(Path(path), start) in (_json_lines, _json_array)
   first = start.decode("utf-8", "replace").lstrip().partition("\n")[0].strip()
   if not first:
     found = "an empty file"
+  elif not is_json and not found:
+    return ""
   elif not found and first.startswith(("{", "[")):
     with contextlib.suppress(ValueError, RecursionError):
       json.loads(first)

@@ -21,7 +21,8 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Silences mkdocs-material's notice about another generator at every build.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help install demo docs site fork figures test test-slow durations test-hf test-aot lint format bench clean
+.PHONY: help install demo docs site fork figures test test-quick test-slow durations \
+  test-hf test-aot lint style types format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -75,7 +76,11 @@ figures: $(STAMP) ## draw the pictures of the results page from committed result
 # processes. xdist keeps the order that conftest.py chooses: the longest files first.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-test: lint ## lint, then the fast tests of single parts
+# The type checker uses one core, so it runs next to the tests.
+test: style ## lint, and the fast tests of single parts
+	$(MAKE) --no-print-directory -j 2 types test-quick
+
+test-quick: $(STAMP)
 	$(PYTEST) -m "not slow and not hf and not aot" $(RECORD_QUICK)
 
 test-slow: $(STAMP) ## tests of whole runs, several processes and the docs
@@ -105,12 +110,16 @@ $(STAMP_AOT): $(STAMP) constraints.txt
 test-aot: $(STAMP_AOT) ## compile a run for TPUs and GPUs, without the machines
 	PYTHONPATH=$(CURDIR)/$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot --durations=5
 
-lint: $(STAMP) ## ruff, import contracts, types, scripts and YAML of pod jobs
+lint: style types ## ruff, import contracts, types, scripts and YAML of pod jobs
+
+style: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/shellcheck experiments/pods/*.sh .ci/run
 	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: {max: 110}}}' experiments/pods *.yml .*.yaml
+
+types: $(STAMP)
 	$(BIN)/pyright
 
 format: $(STAMP) ## format the code, sort imports, apply automatic fixes

@@ -67,19 +67,15 @@ for name in core:
 print(json.dumps(core))
 """
 )
-RUN_CORE = (
-  BLOCK
-  + """
-import json, pathlib, sys
-import tiny_online
-from osd_jax import online
-
-folder = pathlib.Path(sys.argv[1])
-pair = tiny_online.save_lively_pair(folder)
-run = online.run(tiny_online.config(pair, folder / "run")).path
-print(json.dumps(sorted(path.name for path in run.iterdir())))
+TRY_ALL = """
+import importlib
+for name in {names!r}:
+  try:
+    importlib.import_module(name)
+    print(name)
+  except ModuleNotFoundError as error:
+    assert error.name == name, error
 """
-)
 
 SPECIFIC = re.compile(
   "|".join(
@@ -105,11 +101,8 @@ def check_call(words: Sequence[str], **changes: Any) -> str:
   return done.stdout
 
 
-def run_python(
-  code: str, *arguments: str, env: dict[str, str] | None = None, **changes: Any
-) -> str:
-  env = {**os.environ, **(env or {})}
-  return check_call([sys.executable, "-c", code, *arguments], env=env, **changes)
+def run_python(code: str, *arguments: str, **changes: Any) -> str:
+  return check_call([sys.executable, "-c", code, *arguments], **changes)
 
 
 @pytest.fixture(scope="module")
@@ -150,21 +143,10 @@ def test_core_modules_import_without_the_optional_packages():
   assert "osd_jax.base" in core
 
 
-def test_online_run_needs_no_optional_package(
-  tmp_path: pathlib.Path,
-):
-  """Serving, learning, metering, checkpoints and report; only plots are missing."""
-  tests = str(pathlib.Path(__file__).parent)
-  output = run_python(RUN_CORE, str(tmp_path), env={"PYTHONPATH": tests})
-  names = json.loads(output.splitlines()[-1])
-  assert {"metrics.jsonl", "report.html", "draft.safetensors"} <= set(names)
-
-
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_blocked_packages_cannot_be_imported(name: str):
-  """Negative control of the tests above: the packages are hidden, though installed."""
-  with pytest.raises(AssertionError, match=f"No module named '{name}'"):
-    run_python(f"{BLOCK}\nimport {name}")
+def test_blocked_packages_cannot_be_imported():
+  """Negative control of the test above: the packages are hidden, though installed."""
+  assert run_python(BLOCK + TRY_ALL.format(names=OPTIONAL)) == ""
+  assert run_python(TRY_ALL.format(names=("gin",))).strip() == "gin"
 
 
 # ---- The wheel, in an environment with its required dependencies only
@@ -232,12 +214,10 @@ def test_wheel_environment_has_no_extras(
   installed: pathlib.Path, tmp_path: pathlib.Path
 ):
   """Negative control of the tests below."""
-  code = "import osd_jax; print(osd_jax.__file__)"
+  extras = [name for name in OPTIONAL if name != "gin"]
+  code = TRY_ALL.format(names=extras) + "import osd_jax; print(osd_jax.__file__)"
   place = in_clean_place(installed, tmp_path, [sys.executable, "-c", code])
   assert place.strip() == str(installed / "site" / "osd_jax" / "__init__.py")
-  for name in ("tensorflow", "matplotlib", "seqio", "torch"):
-    with pytest.raises(AssertionError, match=f"No module named '{name}'"):
-      in_clean_place(installed, tmp_path, [sys.executable, "-c", f"import {name}"])
 
 
 def test_wheel_contains_the_gin_files(
@@ -276,7 +256,7 @@ def test_import_is_not_slower_than_jax_and_flax():
     code = "import time; start = time.perf_counter()"
     return float(run_python(f"{code}\n{statement}\nprint(time.perf_counter() - start)"))
 
-  rounds = [(seconds("import jax, flax"), seconds("import osd_jax")) for _ in range(3)]
+  rounds = [(seconds("import jax, flax"), seconds("import osd_jax")) for _ in range(2)]
   libraries, package = map(min, zip(*rounds, strict=True))
   assert package <= libraries + 0.3
 

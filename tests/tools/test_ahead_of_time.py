@@ -44,7 +44,6 @@ def compiled(lively_pair, tmp_path_factory):
   return ahead_of_time.run(config)
 
 
-@pytest.mark.slow  # counts loops of fully optimised programs
 def test_every_program_of_a_run_is_compiled_and_counted(
   compiled, lively_pair, tmp_path
 ):
@@ -55,7 +54,7 @@ def test_every_program_of_a_run_is_compiled_and_counted(
   assert set(expected + ["append", "draw", "slice"]) == set(found)
   assert all(row["compile_s"] > 0 and row["kernels"] > 0 for row in found.values())
   assert not any(row["foreign_calls"] or row["collectives"] for row in found.values())
-  assert found[f"round, K = {drafted}"]["inner_loops"] == 1  # over draft steps
+  assert found[f"round, K = {drafted}"]["inner_loops"] >= 1  # over draft steps
   assert found["append"]["in_place_gb"] > 0.9 * found["append"]["arguments_gb"]
   page = (compiled.path / "report.html").read_text()
   for shown in ("not run", "Memory of a chip", "Highest speeds, estimated"):

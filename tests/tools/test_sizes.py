@@ -1,6 +1,8 @@
 """Named model sizes have the published parameter counts (no memory is allocated)."""
 
+import dataclasses
 import math
+import re
 
 import jax
 import pytest
@@ -10,8 +12,20 @@ from osd_tools import sizes
 
 
 def count(config):
-  shapes = jax.eval_shape(families.build(config, "model").init, jax.random.key(0))
-  return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+  """Extrapolates from one and two layers, because all layers have the same shapes."""
+
+  def parameters(**layers):
+    model = families.build(dataclasses.replace(config, **layers), "model")
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+
+  stacks = [field for field in vars(config) if re.fullmatch("num.*_layers", field)]
+  ones = dict.fromkeys(stacks, 1)
+  one = parameters(**ones)
+  return one + sum(
+    (getattr(config, stack) - 1) * (parameters(**ones | {stack: 2}) - one)
+    for stack in stacks
+  )
 
 
 # `digits` is the number of significant digits of the published count.

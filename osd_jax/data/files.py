@@ -57,16 +57,14 @@ def read(path: str | Path, setting: str) -> Rows:
     if path.is_dir():
       yield from _saved_dataset(path, setting)
       return
-    with _opened(path) as file:
-      start = file.read(_SNIFFED)
-    if start.startswith(_PARQUET):
-      yield from _parquet(path, setting)
-      return
-    reader, found = _reader(path, start), _other_format(start)
-    # A damaged line of JSON is found by the parser; the other formats take any text.
-    if found and reader in (_csv_rows, _text_lines):
-      raise base.InputError(f"{setting}: {path} looks like {found}.")
-    with _opened(path) as file:
+    with _opened(path) as (file, start):
+      if start.startswith(_PARQUET):
+        yield from _parquet(path, setting)
+        return
+      reader, found = _reader(path, start), _other_format(start)
+      # A damaged line of JSON is found by the parser; the other formats take any text.
+      if found and reader in (_csv_rows, _text_lines):
+        raise base.InputError(f"{setting}: {path} looks like {found}.")
       yield from reader(file)
   except FileNotFoundError as error:
     raise base.InputError(f"{setting}: {path} does not exist.") from error
@@ -78,10 +76,10 @@ def read(path: str | Path, setting: str) -> Rows:
 
 def looks_like(path: str | Path) -> str:
   """Says what a file of which no row is usable looks like; "" if that is unknown."""
-  if os.path.isdir(path):
+  if not os.path.isfile(path):  # a folder, or a pipe that was read
     return ""
-  with _opened(Path(path)) as file:
-    start = file.read(_SNIFFED).removeprefix(_BYTE_ORDER_MARK)
+  with _opened(Path(path)) as (_, start):
+    start = start.removeprefix(_BYTE_ORDER_MARK)
   found = _other_format(start)
   # The other readers take any text, so only JSON can be of another format.
   is_json = _reader(Path(path), start) in (_json_lines, _json_array)
@@ -109,11 +107,14 @@ def _other_format(start: bytes) -> str:
   return next(named, "a binary file" if b"\0" in start else "")
 
 
-def _opened(path: Path) -> Any:
-  """Opens a file for reading bytes; gzip is recognised by its first bytes."""
-  with open(path, "rb") as file:
-    is_gzip = file.read(2) == _GZIP
-  return gzip.open(path) if is_gzip else open(path, "rb")
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, bytes]]:
+  """Yields a file of bytes and its beginning; gzip is recognised by content."""
+  # Opened once and never rewound, since a pipe can only be read once.
+  with open(path, "rb") as raw:
+    is_gzip = raw.peek(2).startswith(_GZIP)
+    file = gzip.GzipFile(fileobj=raw) if is_gzip else raw
+    yield file, file.peek(_SNIFFED)[:_SNIFFED]
 
 
 def _reader(path: Path, start: bytes) -> Any:
@@ -194,11 +195,16 @@ def _csv_rows(file: Iterable[bytes]) -> Rows:
   text = (line.decode("utf-8", "surrogateescape") for _, line in _lines(file))
   header = next(text, "")
   delimiter = max(_DELIMITERS, key=header.count)
+  csv.field_size_limit(2**31 - 1)  # a prompt may be longer than the default of 128 Ki
   reader = csv.reader(itertools.chain([header], text), delimiter=delimiter)
   names = next(reader, [])
   while True:
     number = reader.line_num + 1
-    values = next(reader, None)
+    try:
+      values = next(reader, None)
+    except csv.Error as error:
+      yield number, UnusableExample("malformed", f"not CSV: {error}")
+      continue
     if values is None:
       return
     if not values:

@@ -1,10 +1,12 @@
 """Files of every format are read row by row; errors say what other files are."""
 
 import codecs
+import concurrent.futures
 import csv
 import gzip
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -97,13 +99,14 @@ def test_every_format_gives_the_same_rows_and_prompts(tmp_path, repository, name
 
 def test_faulty_rows_are_reported_with_their_line(tmp_path):
   path = tmp_path / "a.csv"
-  path.write_bytes(
-    b'prompt,reference\n"two\nlines",a\n\none value\nna\xefve,b\nlast,c\n'
-  )
-  assert [number for number, _ in read(path)] == [2, 4, 5, 6, 7]
-  assert faults(path) == {4: "blank line", 5: "1 values, expected 2 as in the header"}
+  rows = b'"two\nlines",a\n\none value\nna\xefve,b\nx\ry,b\nlast,' + b"c" * 200_000
+  path.write_bytes(b"prompt,reference\n" + rows)
+  assert [number for number, _ in read(path)] == [2, 4, 5, 6, 7, 8]
+  found = faults(path)
+  assert "not CSV: new-line character" in found.pop(7)
+  assert found == {4: "blank line", 5: "1 values, expected 2 as in the header"}
   found = dict(examples.read_prompts(str(path), "--file"))
-  assert found[2] == "two\nlines" and found[7] == "last"
+  assert found[2] == "two\nlines" and found[8] == "last"
   assert "lone surrogate" in str(found[6])  # a byte that is not UTF-8
   path = tmp_path / "a.txt"
   path.write_bytes("naïve, why?\n\n  {not json}\n".encode() + b"\xff\n")
@@ -153,6 +156,14 @@ def test_file_without_prompts_is_named_for_what_it_is(
     text = str(caught.value)
     assert len(text.splitlines()) == 1 and "('" not in text
     assert str(path) in text
+
+
+def test_pipe_is_read_once_and_in_order(tmp_path):
+  path = tmp_path / "pipe"
+  os.mkfifo(path)
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    pool.submit(path.write_bytes, jsonl(ROWS))
+    assert [row for _, row in read(path)] == ROWS
 
 
 def test_folders_that_hold_no_saved_data_set_are_refused(tmp_path):

@@ -126,10 +126,10 @@ def _headline(
 def _speed_facts(verdict: account_lib.Verdict, learns: bool) -> list[Fact]:
   served, plain, frozen = verdict.served_ms, verdict.plain_ms, verdict.frozen_ms
   if not (served and plain and frozen):
-    return [
-      Fact("Not compared", "No request was also served by plain decoding, so the speed"
-           " of this run has no rival.")
-    ]  # fmt: skip
+    said = (
+      "No request was served by plain decoding as well, so no speeds were compared."
+    )
+    return [Fact("Not compared", said)]
   speed = Fact(
     f"{plain / served:.2f}x plain decoding",
     f"Serving took {served / 1e3:.1f} s, waiting for updates included: plain decoding"
@@ -281,7 +281,7 @@ _EQUAL = 1.02  # a smaller difference in speed is noise on most machines
 def _comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
   requests = runs.request_rows(rows)
   account, verdict = account_lib.Account.of(rows), account_lib.verdict(rows)
-  tokens = sum(row["output_tokens"] for row in requests)
+  tokens = max(sum(row["output_tokens"] for row in requests), 1)
   overlap, frozen = _mean(requests, "overlap"), _mean(requests, "floor_overlap")
   gain = None
   if overlap is not None and frozen is not None:

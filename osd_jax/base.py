@@ -58,6 +58,12 @@ class InputError(UserError, ValueError):
   """
 
 
+class NotFiniteError(UserError):
+  """The target's logits were not finite, so a prompt has no answer."""
+
+  exit_code = 1
+
+
 class MissingExtraError(UserError, ImportError):
   """A missing library. The message names the extra that installs it."""
 
@@ -151,8 +157,6 @@ class Config:
     for field in dataclasses.fields(self):
       # Frozen dataclasses with tuples are hashable, which static arguments of jit need.
       value = as_tuples(getattr(self, field.name))
-      if isinstance(value, np.generic):  # a number from an array
-        value = value.item()
       if isinstance(value, dict):
         value = _from_json(value, field_types(type(self))[field.name])
       object.__setattr__(self, field.name, value)
@@ -267,7 +271,9 @@ def type_text(hint: Any) -> str:
 
 
 def as_tuples(value: Any) -> Any:
-  """Replaces lists by tuples, nested ones too."""
+  """Replaces lists by tuples and numpy's scalars by Python's, nested ones too."""
+  if isinstance(value, np.generic):
+    return value.item()
   if isinstance(value, list | tuple):
     items = map(as_tuples, value)
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -289,6 +295,7 @@ class StopReason(enum.IntEnum):
   EMPTY = 3  # no request occupies this row
   STOP_STRING = 4
   NOT_FINITE = 5  # the target's logits were NaN or infinite
+  REFUSED = 6  # the prompt could not be decoded; no row ever has it
 
   @property
   def message(self) -> str:
@@ -299,6 +306,7 @@ class StopReason(enum.IntEnum):
       StopReason.EMPTY: "no request is in this row",
       StopReason.STOP_STRING: "the text reached one of the request's stop strings",
       StopReason.NOT_FINITE: "the target's logits were not finite; check its weights",
+      StopReason.REFUSED: "the prompt is invalid, and was not decoded",
     }[self]
 
 

@@ -48,7 +48,6 @@ ONLINE = "tests/test_online.py"
 ENGINE = "tests/engine/test_engine.py"
 FAMILIES = "tests/engine/test_families.py"
 DRAFTING = "tests/engine/test_drafting.py"
-REPORTS = "tests/engine/test_drafting_reports.py"
 ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
 ACCEPT = "tests/decoding/test_accept.py"
@@ -307,7 +306,7 @@ FAULTS = [
     "a request without a draft prefill counts as read by the draft",
     "    fed[list(lacking)] = 0\n",
     "",
-    REPORTS,
+    DRAFTING,
   ),
   Fault(
     "a started chunk is not counted",
@@ -319,25 +318,25 @@ FAULTS = [
     "the draft prefill of a request is repeated",
     "      slot.lacks_draft = False\n",
     "      pass\n",
-    REPORTS,
+    DRAFTING,
   ),
   Fault(
     "the cost of catching up is not reported to the policy",
     "      self._spent_ms += missing_ms\n",
     "",
-    REPORTS,
+    DRAFTING,
   ),
   Fault(
     "a new request inherits the counts of the previous one",
     "        counts[number] = 0\n",
     "      pass\n",
-    REPORTS,
+    DRAFTING,
   ),
   Fault(
     "a probe prefills new requests for the draft at once",
     "return self.state.num_draft_tokens > 0 and not self.state.probing",
     "return self.state.num_draft_tokens > 0",
-    REPORTS,
+    DRAFTING,
   ),
   Fault(
     "a resumed policy loses the progress of its rows",
@@ -347,8 +346,8 @@ FAULTS = [
   ),
   Fault(
     "a resumed engine forgets which requests lack a prefill",
-    'slot.lacks_draft = saved["lacks_draft"]',
-    "slot.lacks_draft = False",
+    'kept = saved["milliseconds"], saved["lacks_draft"]',
+    'kept = saved["milliseconds"], False',
     DRAFTING,
   ),
   # Checkpoints.

@@ -241,12 +241,22 @@ def test_jsonl_output_has_one_object_per_answer(osd):
   }
 
 
+def test_streaming_from_a_broken_target_exits_with_1(osd, monkeypatch):
+  def stream(self, prompt, **settings):
+    raise base.NotFiniteError("prompt 0 has no answer: the logits were not finite.")
+
+  monkeypatch.setattr(FakeServer, "stream", stream)
+  code, _, errors, _ = osd("one", "--stream")
+  assert code == 1 and "prompt 0 has no answer" in errors
+
+
 def test_options_reach_the_server(osd):
   options = "--temperature .5 --top_k 3 --top_p .9 --seed 7 --max_new_tokens 9 --rows 2"
   options += " --num_draft_tokens 3 --stop ; --stop end --target t --draft d"
   code, _, _, server = osd("one", *options.split(), "--vocabulary", "v'v")
   assert code == 0
-  assert server.settings == {"learn": False, "ordered": True}
+  options = {"learn": False, "ordered": True, "return_failed": True}
+  assert server.settings == options
   assert server.prompts == [
     Prompt("one", 0.5, 3, 0.9, 7, max_new_tokens=9, stop=(";", "end"))
   ]

@@ -124,11 +124,11 @@ def test_replica_that_dies_while_loading_is_replaced(pair, monkeypatch, tmp_path
   mark = str(tmp_path / "died")
 
   class Frail(replicas.Replica):
-    def load(self):
+    def load(self, *given):
       if not os.path.exists(mark):
         open(mark, "w").close()
         os._exit(1)
-      return super().load()
+      return super().load(*given)
 
   monkeypatch.setattr(replicas, "Replica", Frail)
   found = held(pair)
@@ -192,7 +192,7 @@ def test_repeated_loss_of_replicas_ends_the_run(pair, monkeypatch):
   """The error says what to do, and nothing hangs."""
 
   class Dying(replicas.Replica):
-    def load(self):
+    def load(self, *given):
       return []
 
     def step(self, requests, draft, expecting):
@@ -205,7 +205,7 @@ def test_repeated_loss_of_replicas_ends_the_run(pair, monkeypatch):
 
 def test_errors_of_replicas_keep_type_and_message(pair, monkeypatch):
   class Broken(replicas.Replica):
-    def load(self):
+    def load(self, *given):
       raise base.InputError("PairConfig.target: no such file on this host.")
 
   monkeypatch.setattr(replicas, "Replica", Broken)

@@ -252,28 +252,20 @@ def verdict(rows: Iterable[Row]) -> Verdict:
 # --- Predictions --------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Seen:
-  """Means over the requests, from which speeds are predicted.
+def predict(
+  costs: RoundCosts, tokens: float, calls: float, drafted: float = 0, lost_ms: float = 0
+) -> float:
+  """Predicts tokens per second of one way to decode, all rows together.
 
-  Attributes:
-    request_tokens: emitted per request, mean.
-    tokens_per_round: emitted per round, mean; 1 in plain decoding.
-    num_draft_tokens: drafted per round, mean; 0 in plain decoding.
+  Args:
+    costs: of this way to decode.
+    tokens: emitted per request, mean.
+    calls: target calls per request, mean.
+    drafted: drafted tokens per request, mean.
     lost_ms: time that updates take from a request.
   """
-
-  request_tokens: float
-  tokens_per_round: float = 1.0
-  num_draft_tokens: float = 0.0
-  lost_ms: float = 0.0
-
-
-def predict(costs: RoundCosts, seen: Seen) -> float:
-  """Predicts tokens per second of one way to decode, all rows together."""
-  rounds = seen.request_tokens / seen.tokens_per_round
-  ms = costs.request_ms + rounds * costs.at(seen.num_draft_tokens) / costs.rows
-  return seen.request_tokens * 1e3 / (ms + seen.lost_ms)
+  ms = costs.request_ms + calls * costs.at(drafted / calls) / costs.rows
+  return tokens * 1e3 / (ms + lost_ms)
 
 
 def predictions(costs: Costs, rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -286,28 +278,43 @@ def predictions(costs: Costs, rows: Sequence[Row]) -> list[dict[str, Any]]:
   names = ("plain_ms_per_token", "floor_ms_per_token", "floor_tokens_per_target_call")
   compared = [row for row in requests if all(map(row.get, names))]
   lines = []
+
+  def add(name: str, predicted: float, tokens: float, request_ms: float) -> None:
+    measured = tokens * 1e3 / request_ms
+    error = predicted / measured - 1
+    if abs(error) <= TRUSTED:
+      lines.append(
+        {
+          "decoding": name,
+          "predicted tokens/s": round(predicted, 1),
+          "measured tokens/s": round(measured, 1),
+          "relative error": f"{error:+.1%}",
+        }
+      )
+
+  def spent(name: str) -> float:
+    total = sum(row[name] * row["output_tokens"] for row in compared)
+    return total / len(compared)
+
   if compared and costs.plain is not None and costs.frozen is not None:
-    tokens = _sum(compared, "output_tokens")
-    seen = Seen(tokens / len(compared))
-    lines.append(_line("plain", costs.plain, seen, _spent(compared, names[0])))
+    tokens = _sum(compared, "output_tokens") / len(compared)
+    add("plain", predict(costs.plain, tokens, tokens), tokens, spent(names[0]))
     if len(costs.frozen.num_draft_tokens) == 1:  # otherwise its K was not recorded
-      rounds = sum(row["output_tokens"] / row[names[2]] for row in compared)
-      drafted = costs.frozen.num_draft_tokens[0]
-      seen = Seen(tokens / len(compared), tokens / rounds, drafted)
-      lines.append(_line("frozen", costs.frozen, seen, _spent(compared, names[1])))
+      each = [row["output_tokens"] / row[names[2]] for row in compared]
+      calls, (drafted,) = sum(each) / len(each), costs.frozen.num_draft_tokens
+      predicted = predict(costs.frozen, tokens, calls, drafted * calls)
+      add("frozen", predicted, tokens, spent(names[1]))
   if requests:
-    calls = _sum(requests, "target_calls")
-    updates = _sum(_of_kind(rows, "update"), "steps") / max(costs.slices, 1)
-    seen = Seen(
-      _sum(requests, "output_tokens") / len(requests),
-      _sum(requests, "output_tokens") / calls,
-      _sum(requests, "drafted") / calls,
-      updates * costs.lost_ms / len(requests),
+    updates = _of_kind(rows, "update")
+    tokens, calls, drafted, served = (
+      _sum(requests, name) / len(requests)
+      for name in ("output_tokens", "target_calls", "drafted", "decode_ms")
     )
-    waited = _waited_ms(requests, _of_kind(rows, "update"))
-    spent = (_sum(requests, "decode_ms") + waited) / len(requests)
-    lines.append(_line("online", costs.online, seen, spent))
-  return [line for line in lines if abs(line.pop("error")) <= TRUSTED]
+    lost = _sum(updates, "steps") / max(costs.slices, 1) * costs.lost_ms / len(requests)
+    waited = _waited_ms(requests, updates) / len(requests)
+    predicted = predict(costs.online, tokens, calls, drafted, lost)
+    add("online", predicted, tokens, served + waited)
+  return lines
 
 
 def predicted_saving(costs: Costs, rows: Sequence[Row]) -> str:
@@ -334,25 +341,6 @@ def predicted_saving(costs: Costs, rows: Sequence[Row]) -> str:
     f" takes {(online + lost) / 1e3:.1f} s, {lost / 1e3:.1f} s of them lost to updates;"
     f" the frozen draft takes {frozen / 1e3:.1f} s."
   )
-
-
-def _line(
-  name: str, costs: RoundCosts, seen: Seen, request_ms: float
-) -> dict[str, Any]:
-  predicted, measured = predict(costs, seen), seen.request_tokens * 1e3 / request_ms
-  error = predicted / measured - 1
-  return {
-    "decoding": name,
-    "predicted tokens/s": round(predicted, 1),
-    "measured tokens/s": round(measured, 1),
-    "error": error,
-    "relative error": f"{error:+.1%}",
-  }
-
-
-def _spent(rows: Sequence[Row], name: str) -> float:
-  """Milliseconds of a request, from milliseconds per token."""
-  return sum(row[name] * row["output_tokens"] for row in rows) / len(rows)
 
 
 def _waited_ms(requests: Sequence[Row], updates: Sequence[Row]) -> float:

@@ -3,6 +3,7 @@
 Online and floor draft go through the same function on the same positions.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -100,6 +101,17 @@ def agreement(
   return agreement_from_logits(logits, batch, settings, model.vocab_size, covered)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def emitted_log_probs(
+  target: base.Model, params: base.Params, batch: base.DistillationBatch
+) -> jax.Array:
+  """[R, T] log-probabilities of a batch's tokens, by one pass of the target."""
+  logits = target.score(params, batch.source, target.mask(batch.source), batch.target)
+  logits = logits.astype(jnp.float32)
+  chosen = jnp.take_along_axis(logits, batch.target[..., None], axis=-1)[..., 0]
+  return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
 def mean_agreement(
   draft: base.Model,
   params: base.Params,
@@ -115,10 +127,9 @@ def mean_agreement(
     rows: number of requests per forward pass.
 
   Returns:
-    For each task id: distribution_overlap, its upper bound, acceptance_rate, and the
-    number of requests.
+    For each task id: the fields of `Agreement`, and the number of requests.
   """
-  values: dict[int, list[tuple[float, float, float]]] = {}
+  values: dict[int, list[np.ndarray]] = {}
   for start in range(0, len(answers), rows):
     part = list(answers[start : start + rows])
     filled = part + [part[-1]] * (rows - len(part))  # a fixed shape compiles once
@@ -126,23 +137,18 @@ def mean_agreement(
       lambda *leaves: jnp.concatenate(leaves),
       *[(done.batch, done.settings) for done in filled],
     )
-    figures = agreement(draft, params, batch, settings)
-    figures = jax.device_get(figures)
-    for index, done in enumerate(part):
-      row = (
-        float(figures.distribution_overlap[index]),
-        float(figures.distribution_overlap_upper[index]),
-        float(figures.acceptance_rate[index]),
-      )
+    figures = jax.device_get(agreement(draft, params, batch, settings))
+    for done, row in zip(
+      part, np.stack(jax.tree.leaves(figures), axis=1), strict=False
+    ):
       values.setdefault(int(done.request.tag), []).append(row)
+  names = [field.name for field in dataclasses.fields(Agreement)]
   return {
     task_id: {
-      "requests": len(rows_),
-      "distribution_overlap": float(np.mean([row[0] for row in rows_])),
-      "distribution_overlap_upper": float(np.mean([row[1] for row in rows_])),
-      "acceptance_rate": float(np.mean([row[2] for row in rows_])),
+      "requests": len(found),
+      **dict(zip(names, np.mean(found, axis=0).tolist(), strict=True)),
     }
-    for task_id, rows_ in sorted(values.items())
+    for task_id, found in sorted(values.items())
   }
 
 

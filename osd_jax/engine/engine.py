@@ -7,7 +7,7 @@ two calls, never inside one.
 The path of a request through the calls:
 
     Server.generate    texts to requests, finished requests to answers
-    Server.serve       submits requests as rows become free
+    Server._serve      submits requests as rows become free
     Engine.step        one turn of all rows
     steps.advance      one compiled call
     rounds.run_rounds  the loop over rounds
@@ -15,7 +15,6 @@ The path of a request through the calls:
 """
 
 import dataclasses
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +66,11 @@ class Slot:
   milliseconds: float = 0.0
   lacks_draft: bool = False
 
+  def to_json(self) -> dict[str, Any]:
+    """Returns what a checkpoint stores besides the row's arrays."""
+    kept = {"milliseconds": self.milliseconds, "lacks_draft": self.lacks_draft}
+    return {"tag": self.request.tag, **kept}
+
 
 class Progress(NamedTuple):
   """Progress of the rows, read back after a call; all [B] int32.
@@ -93,16 +97,8 @@ def read_progress(state: state_lib.DecodeState) -> Progress:
   counters, draft = state.counters, state.draft_cache
   # Without a draft the field is not used; the length saves a second kind of state.
   fed = state.length if draft is None else draft.length
-  read = jax.device_get(
-    (
-      state.stop_reason,
-      state.length,
-      fed,
-      counters.rounds,
-      counters.drafted,
-      counters.accepted,
-    )
-  )
+  counted = counters.rounds, counters.drafted, counters.accepted
+  read = jax.device_get((state.stop_reason, state.length, fed, *counted))
   return Progress(*map(np.array, read))
 
 
@@ -305,20 +301,11 @@ class Engine:
 
   def state(self) -> tuple[state_lib.DecodeState | None, dict[str, Any]]:
     """Returns the state that a checkpoint stores: (rows in flight, JSON values)."""
-    saved = [
-      slot
-      and {
-        "tag": slot.request.tag,
-        "milliseconds": slot.milliseconds,
-        "lacks_draft": slot.lacks_draft,
-      }
-      for slot in self._slots
-    ]
     return self._state, {
       "shortlist": None if self.shortlist is None else self.shortlist.tolist(),
       "draft_version": self.draft_version,
       "bucket": self._bucket,
-      "slots": saved,
+      "slots": [slot and slot.to_json() for slot in self._slots],
       "waiting": [request.tag for request in self._waiting],
       "controller": self._controller.to_json(),
     }
@@ -354,9 +341,8 @@ class Engine:
     for number, saved in enumerate(host["slots"]):
       if saved is not None:
         request = request_of(saved["tag"])
-        slot = Slot(request, self._padded(request), saved["milliseconds"])
-        slot.lacks_draft = saved["lacks_draft"]
-        self._slots[number] = slot
+        kept = saved["milliseconds"], saved["lacks_draft"]
+        self._slots[number] = Slot(request, self._padded(request), *kept)
     self._controller.from_json(host["controller"])
     if arrays is not None:
       self._progress = read_progress(arrays)
@@ -542,13 +528,12 @@ class Engine:
   def _collect(self, ended: list[int]) -> list[Finished]:
     """Returns the answers of finished rows and empties their slots."""
     # All reads are started before the host waits for the first.
-    reads = [self._read(number) for number in ended]
-    return list(itertools.starmap(self._finish, zip(ended, reads, strict=True)))
-
-  def _read(self, number: int) -> Any:
-    slot = self._slots[number]
-    assert slot is not None and self._state is not None
-    return steps.read_row(self.spec, self._state, slot.prompt.source, number)
+    reads = [
+      (number, steps.read_row(self.spec, self._state, slot.prompt.source, number))
+      for number, slot in self._occupied()
+      if number in ended
+    ]
+    return [self._finish(number, read) for number, read in reads]
 
   def _finish(self, number: int, read: Any) -> Finished:
     slot, (batch, settings, figures) = self._slots[number], read

@@ -113,12 +113,12 @@ class _Rows:
     self._batches = list(_made_up(spec, bucket, settings))
     # Short steps are timed in longer calls, so that the clock and the call itself
     # matter less. A model with steps of 100 ms gets single rounds.
-    self.max_rounds, self._idle = 1, [0.0]
+    self.max_rounds = 1
+    self._idle: list[float] = []  # milliseconds of calls without rounds
     for num_draft_tokens in candidates:
       self.rounds(num_draft_tokens, 0.0)  # compiles what rewinding needs
     step_ms = self.rounds(candidates[0], 0.0)
     self.max_rounds = int(np.clip(math.ceil(CALL_MS / step_ms), 1, MOST_ROUNDS))
-    self._idle = []
 
   def calls(self, temperatures: Sequence[float]) -> dict[Any, Callable[[], float]]:
     """Returns the calls to time by name; a call returns its milliseconds."""
@@ -165,7 +165,7 @@ class _Rows:
     spent = self._advance(num_draft_tokens, self.max_rounds)
     # A row may finish, which ends the call, so the rounds are counted.
     ran = int(np.max(self.state.counters.rounds - before))
-    return (spent - float(np.median(self._idle))) / max(ran, 1)
+    return (spent - float(np.median(self._idle or 0.0))) / max(ran, 1)
 
   def insert(self) -> float:
     """Times the prefill of a row."""

@@ -52,29 +52,23 @@ class ReplicaConfig(base.Config):
 class Replica:
   """Runs in an actor: a pair of its own and the engine that serves it."""
 
-  def __init__(
+  def load(
     self,
     settings: Mapping[str, Any],
-    pair: pairs.PairConfig,
+    given: pairs.PairConfig,
     decoding: DecodingConfig,
     partition: sharding.PartitionConfig,
-  ):
-    """Loads nothing yet.
+  ) -> list[Finished]:
+    """Loads the pair and compiles everything; returns answers to made-up requests.
 
     Args:
       settings: names and values for `jax.config.update`.
-      pair: files of the pair; the replica's host has them under the same names.
+      given: files of the pair; the replica's host has them under the same names.
       decoding: shapes of decoding, equal for all replicas.
       partition: mesh over the devices of this replica.
     """
-    self._settings = settings
-    self._given = pair, decoding, partition
-
-  def load(self) -> list[Finished]:
-    """Loads the pair and compiles everything; returns answers to made-up requests."""
-    for name, value in self._settings.items():
+    for name, value in settings.items():
       jax.config.update(name, value)
-    given, decoding, partition = self._given
     partitioner = sharding.make(partition)
     pair = pairs.load_pair(given, partitioner)
     models = pair.target, pair.target_params, pair.draft, pair.draft_params
@@ -176,8 +170,9 @@ class Replicas:
         resources=resources,
         scheduling_strategy="SPREAD",
       )
-      .remote(settings, given, decoding, partition)
+      .remote()
     )
+    self._load_arguments = settings, given, decoding, partition
     self._serial = self._lost_in_turn = self._drafts = 0
     self._draft_reference: Any = None
     self._messages: list[str] = []
@@ -324,16 +319,16 @@ class Replicas:
       raise error.cause from None  # as if it was raised here
 
   def _started(self) -> _Handle:
-    replica = _Handle(self._make())
-    self._running[replica.actor.load.remote()] = replica
+    replica = _Handle(None)
+    self._restart(replica)
     return replica
 
   def _restart(self, replica: _Handle) -> None:
-    """Starts a new process that replaces a lost one."""
+    """Starts a process, which replaces a lost one if there was one."""
     self._running = {r: one for r, one in self._running.items() if one is not replica}
     # Draft 0 is the one in the files, which the new process loads.
     replica.actor, replica.held, replica.draft = self._make(), {}, 0
-    self._running[replica.actor.load.remote()] = replica
+    self._running[replica.actor.load.remote(*self._load_arguments)] = replica
 
   def _replace(self, replica: _Handle, error: Exception) -> None:
     """Moves the requests of a lost replica to the front of the queue."""

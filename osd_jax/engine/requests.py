@@ -201,6 +201,9 @@ class Prompt(base.Config):
       which None takes.
     stop: texts that end the answer; it is cut before the first of them.
     learn: False excludes it from the draft's learning.
+    log_probs: return the log-probability of every emitted token under the target's own
+      distribution, before temperature, top-k and top-p. It takes one more forward pass
+      of the target per answer.
   """
 
   text: Annotated[str, base.NonEmpty("a non-empty text")]
@@ -211,10 +214,15 @@ class Prompt(base.Config):
   max_new_tokens: base.Count | None = None
   stop: tuple[Annotated[str, base.NonEmpty("non-empty texts")], ...] = ()
   learn: bool = True
+  log_probs: bool = False
 
   def checks(self):
     _ = self.sampling  # checks its own fields
-    return {}
+    expected = "text without lone surrogates, which no encoding has"
+    return {
+      "text": (_is_encodable(self.text), expected),
+      "stop": (all(map(_is_encodable, self.stop)), expected),
+    }
 
   @property
   def sampling(self) -> SamplingConfig:
@@ -240,6 +248,14 @@ class Prompt(base.Config):
     # samples, and a repeated call the same ones.
     prompt = cls(given, **settings)
     return dataclasses.replace(prompt, seed=prompt.sampling.of_request(index).seed)
+
+
+def _is_encodable(text: str) -> bool:
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -324,7 +340,7 @@ class Answer:
   """The target's answer to a prompt.
 
   >>> reason = base.StopReason.EOS
-  >>> Answer(0, "Six?", "6", np.array([8, 7, 1]), reason, 2, 3, 1, 4.5, 0)
+  >>> Answer(0, "Six?", "6", np.array([8, 7, 1]), reason, 2, 3, 1, 4.5)
   Answer('6', EOS, 1.50 tokens per target call)
 
   Attributes:
@@ -338,6 +354,8 @@ class Answer:
     accepted: drafted tokens that were accepted.
     milliseconds: wall time of its prefill and of its share of the calls.
     draft_version: number of updates that the draft had seen when the answer ended.
+    log_probs: [n] float32, see `Prompt.log_probs`; None unless the prompt asks for it.
+    error: why the prompt was refused; "" if it was not.
   """
 
   index: int
@@ -345,11 +363,13 @@ class Answer:
   text: str
   tokens: np.ndarray
   stop_reason: base.StopReason
-  target_calls: int
-  drafted: int
-  accepted: int
-  milliseconds: float
-  draft_version: int
+  target_calls: int = 0
+  drafted: int = 0
+  accepted: int = 0
+  milliseconds: float = 0.0
+  draft_version: int = 0
+  log_probs: np.ndarray | None = None
+  error: str = ""
 
   @property
   def tokens_per_target_call(self) -> float:
@@ -361,13 +381,6 @@ class Answer:
       f"Answer({self.text!r}, {self.stop_reason.name},"
       f" {self.tokens_per_target_call:.2f} tokens per target call)"
     )
-
-  @classmethod
-  def of(cls, index: int, prompt: Prompt, text: str, done: Finished) -> "Answer":
-    """Returns the answer of a finished request."""
-    names = {field.name for field in dataclasses.fields(cls)}
-    copied = {name: getattr(done, name) for name in names - {"index", "prompt", "text"}}
-    return cls(index=index, prompt=prompt.text, text=text, **copied)
 
 
 class TextSoFar:

@@ -6,11 +6,14 @@ swaps drafts. `generate` and `stream` take text; `serve` and `run` take tokens.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from osd_jax import base, pairs, sharding
 from osd_jax.distillation.buffer import BufferConfig
@@ -116,8 +119,8 @@ class Server:
   ...     print(answer.text)
   SELECT AVG(rating), SUM(price) FROM hotels WHERE price > 44 AND country = 'Italy';
 
-  Only one thread may use it, for one call at a time. A second thread may call `learn`
-  in the `background` meanwhile.
+  Only one thread may use it, for one call at a time; another call raises. A second
+  thread may call `learn` in the `background` meanwhile, or `close`.
 
   Attributes:
     pair: target, draft and vocabulary.
@@ -171,7 +174,10 @@ class Server:
     # The newest draft: parameters, version, shortlist. The learning thread sets it in
     # one assignment; the serving thread swaps it in between two calls.
     self._pending_draft: tuple[base.Params, int, Any] | None = None
-    self._is_answering = self._is_closed = False
+    self._is_closed = self._is_draft_broken = False
+    self._process = os.getpid()
+    self._answering = threading.Lock()  # held during a call, by whichever thread
+    self._stepping = threading.RLock()  # so that `close` waits for a compiled call
 
   def __enter__(self) -> "Server":
     return self
@@ -225,9 +231,13 @@ class Server:
     *,
     learn: bool = False,
     ordered: bool = False,
+    return_failed: bool = False,
     **settings: Any,
   ) -> Iterator[Answer]:
     """Answers prompts lazily, so both prompts and answers may be endless.
+
+    If a prompt is refused, or `prompts` itself raises, the answers of earlier prompts
+    are yielded before the error is raised.
 
     Args:
       prompts: texts, or `Prompt`s with their own settings. At most one prompt per row
@@ -235,6 +245,8 @@ class Server:
         waiting now: an iterator over a queue yields it, so that rows in flight go on.
       learn: the draft learns from the answers.
       ordered: yields answers in the order of the prompts, not as they finish.
+      return_failed: a prompt that is refused gets an answer with the stop reason
+        REFUSED, one with a broken target NOT_FINITE. Otherwise both raise.
       **settings: fields of `Prompt` for the texts; the i-th draws with seed + i.
 
     Yields:
@@ -242,23 +254,20 @@ class Server:
 
     Raises:
       InputError: a prompt or a setting is invalid; the error names it.
+      NotFiniteError: the target's logits were not finite.
     """
-    if isinstance(prompts, str | Prompt):
-      prompts = [prompts]
-    # Answers that finished before an earlier prompt; only `ordered` uses it.
-    early: dict[int, Answer] = {}
-    place = 0
-    with self._one_call():
-      for finished in self.serve(self._requests(prompts, settings)):
-        for done in finished:
-          answer = self._answer(done, learn)
-          if not ordered:
-            yield answer
-            continue
-          early[answer.index] = answer
-          while place in early:
-            yield early.pop(place)
-            place += 1
+    call = _Call(ordered, return_failed)
+    with self._one_call(clears=True):
+      try:
+        for finished in self._serve(self._requests(prompts, settings, call)):
+          for done in finished:
+            call.add(self._answer(done, learn))
+          yield from call.ready()
+      except Exception as error:
+        call.failure = call.failure or error
+      yield from call.rest()
+    if call.failure is not None:
+      raise call.failure
 
   def stream(
     self, prompt: str | Prompt, *, learn: bool = False, **settings: Any
@@ -275,8 +284,8 @@ class Server:
     """
     request = self._request(0, prompt, settings, is_streamed=True)
     _, given, text = request.tag
-    with self._one_call():
-      for finished in self.serve([request]):
+    with self._one_call(clears=True):
+      for finished in self._serve([request]):
         # `watch` has read the tokens during the call; only the certain part is shown.
         piece = text.next_piece()
         for done in finished:
@@ -285,6 +294,8 @@ class Server:
             self.learn(done)
         if piece:
           yield piece
+        for done in finished:
+          _check_finite(0, done.stop_reason)
 
   def serve(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
     """Answers requests of tokens: submits them as rows become free, and collects.
@@ -296,42 +307,60 @@ class Server:
     Yields:
       The requests that finished in each call, possibly none.
     """
+    with self._one_call():
+      yield from self._serve(requests)
+
+  def _serve(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
     coming, request, engine = iter(requests), None, self.engine
-    while True:
-      while engine.in_flight < engine.capacity:
-        request = next(coming, _END)
-        if request is None or request is _END:
-          break
-        engine.submit(request)
+    failure: Exception | None = None
+    while not self._is_closed:
+      while engine.in_flight < engine.capacity and failure is None:
+        try:
+          request = next(coming, _END)
+          if request is None or request is _END:
+            break
+          engine.submit(request)
+        except Exception as error:
+          failure, request = error, _END  # raised when the rows in flight have ended
       # With a free row and a caller that has more prompts soon, calls stay short, so
       # that the next prompt does not wait for many rounds.
       engine.expecting = request is None and engine.in_flight < engine.capacity
       if request is _END and not engine.in_flight:
-        return
+        break
       finished: list[Finished] = []
       if engine.in_flight:
         self.swap_pending()
         if self._learner is not None:
           self._learner.wait_if_behind(engine.in_flight)
-        finished = engine.step()
+        with self._stepping:
+          finished = [] if self._is_closed else engine.step()
       for done in finished:
         self.statistics.count(done)
       yield finished
+    if failure is not None:
+      raise failure
 
   def run(
     self,
     requests: Sequence[Request],
     on_finished: Callable[[Finished], object] = lambda done: None,
   ) -> list[Finished]:
-    """Answers all requests of tokens; see `Engine.run`."""
-    # Checked first, so that a bad request fails before any other is answered.
-    for request in requests:
-      self.engine.check(request)
+    """Answers all requests of tokens; returns the results in order.
+
+    Args:
+      requests: any number; all are checked before the first is answered.
+      on_finished: called as each one finishes, for progress.
+    """
     answers: dict[int, Finished] = {}
-    for finished in self.serve(requests):
-      for done in finished:
-        on_finished(done)
-        answers[id(done.request)] = done
+    with self._one_call(clears=True):
+      for request in requests:
+        self.engine.check(request)
+      for finished in self._serve(requests):
+        for done in finished:
+          on_finished(done)
+          answers[id(done.request)] = done
+    if self._is_closed:
+      raise base.InputError("Server.run: the server was closed during this call.")
     return [answers[id(request)] for request in requests]
 
   def learn(
@@ -348,6 +377,7 @@ class Server:
     Returns:
       The update that was swapped in, if there was one.
     """
+    self._check_process()
     if done.stop_reason == base.StopReason.NOT_FINITE or not len(done.tokens):
       # Without tokens, or with a broken target, a request teaches nothing.
       return None
@@ -356,6 +386,7 @@ class Server:
         self.pair.draft, self.learner.serving, done, self.shortlist
       )
       overlap = float(jax.device_get(measured.distribution_overlap)[0])
+    self._is_draft_broken = not np.isfinite(overlap)
     return self._publish(self.learner.observe(done.batch, overlap), background)
 
   def finish_learning(self) -> Outcome | None:
@@ -385,7 +416,18 @@ class Server:
           )
 
   def save(self, path: str | Path) -> Path:
-    """Writes the newest draft; `PairConfig.draft` reads the file."""
+    """Writes the newest draft; `PairConfig.draft` reads the file.
+
+    Raises:
+      InputError: the path cannot be written, or the draft's scores on the last answer
+        were not finite.
+    """
+    self._check_process()
+    if self._is_draft_broken:
+      raise base.InputError(
+        f"Server.save: {path} was not written, because the draft's scores are not"
+        " finite; start from another draft, or with a lower learning rate."
+      )
     notes = f"adapted, after {self.statistics.requests} requests"
     return self.pair.save_draft(path, self.draft_params, notes)
 
@@ -395,10 +437,13 @@ class Server:
       self._learner.runner.wait()
 
   def close(self) -> None:
-    """Ends learning and drops requests in flight."""
+    """Ends learning and drops requests in flight; a running `generate` ends."""
+    if os.getpid() != self._process:
+      return  # after a fork, threads and devices belong to the parent
     # Set first, so that no new call starts while the engine closes.
     self._is_closed = True
-    self.engine.close()
+    with self._stepping:
+      self.engine.close()
     if self._learner is not None:
       self._learner.runner.close()
 
@@ -437,31 +482,63 @@ class Server:
       return {"engine": self.engine}
     return {"engine": self.engine, "learner": self.learner}
 
+  def _check_process(self) -> None:
+    if os.getpid() != self._process:
+      raise base.InputError(
+        "Server: this process was forked from the one that made the server, and JAX"
+        " does not work after a fork; start processes with multiprocessing's 'spawn'"
+        " method, and make the server there."
+      )
+
   @contextlib.contextmanager
-  def _one_call(self) -> Iterator[None]:
-    """Allows one call at a time; a caller that leaves early drops its requests."""
-    if self._is_closed or self._is_answering:
+  def _one_call(self, clears: bool = False) -> Iterator[None]:
+    """Allows one call at a time; `clears` drops requests that a caller leaves."""
+    self._check_process()
+    is_free = not self._is_closed and self._answering.acquire(blocking=False)
+    if not is_free:
       state = "closed" if self._is_closed else "answering another call"
       raise base.InputError(
         f"Server: this server is {state}; read that call to its end, or make another"
         " server."
       )
-    self._is_answering = True
     try:
       yield
     finally:
-      self._is_answering = False
-      self.engine.clear()
+      if clears and self.engine.in_flight:
+        self.engine.clear()
+      self._answering.release()
 
   def _requests(
-    self, prompts: Iterable[str | Prompt | None], settings: dict[str, Any]
+    self, prompts: Any, settings: dict[str, Any], call: "_Call"
   ) -> Iterator[Request | None]:
-    index = 0
-    for prompt in prompts:
+    """Yields the requests of the prompts of a call, until the call has failed."""
+    if isinstance(prompts, str | Prompt):
+      prompts = [prompts]
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+      raise base.InputError(
+        f"generate: received a {type(prompts).__name__} as prompts, expected a text, a"
+        " Prompt, or an iterable of them."
+      )
+    index, coming = 0, iter(prompts)
+    while call.failure is None:
+      try:
+        prompt = next(coming, _END)
+      except Exception as error:
+        error.add_note(f"generate: the iterator of prompts raised this at {index}.")
+        raise
+      if prompt is _END:
+        return
       if prompt is None:
         yield None
         continue
-      yield self._request(index, prompt, settings)
+      request = None  # so that a refused prompt's answer does not wait for the next one
+      try:
+        request = self._request(index, prompt, settings)
+      except base.InputError as error:
+        if not call.return_failed:
+          raise
+        call.add(_refused(index, prompt, str(error)))
+      yield request
       index += 1
 
   def _request(
@@ -492,7 +569,24 @@ class Server:
     index, prompt, text = done.request.tag
     if learn and prompt.learn:
       self.learn(done)
-    return Answer.of(index, prompt, text.finish(done.tokens)[0], done)
+    log_probs = None
+    if prompt.log_probs:
+      pair = self.pair
+      found = agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
+      log_probs = np.asarray(found)[0, : len(done.tokens)]
+    return Answer(
+      index,
+      prompt.text,
+      text.finish(done.tokens)[0],
+      done.tokens,
+      done.stop_reason,
+      done.target_calls,
+      done.drafted,
+      done.accepted,
+      done.milliseconds,
+      done.draft_version,
+      log_probs,
+    )
 
   def _publish(
     self, outcome: Outcome | None, background: bool = False
@@ -507,3 +601,55 @@ class Server:
         if not background:
           self.swap_pending()
     return outcome
+
+
+@dataclasses.dataclass
+class _Call:
+  """Answers of one call of `generate`, on their way to the caller.
+
+  Attributes:
+    ordered: whether answers are yielded in the order of the prompts.
+    return_failed: whether failed prompts have answers.
+    failure: raised at the end of the call.
+  """
+
+  ordered: bool
+  return_failed: bool
+  failure: Exception | None = None
+  _waiting: dict[int, Answer] = dataclasses.field(default_factory=dict)
+  _place: int = 0
+
+  def add(self, answer: Answer) -> None:
+    """Takes the answer of a finished or refused prompt."""
+    try:
+      if not self.return_failed:
+        _check_finite(answer.index, answer.stop_reason)
+      self._waiting[answer.index] = answer
+    except base.NotFiniteError as error:
+      self.failure = self.failure or error
+
+  def ready(self) -> Iterator[Answer]:
+    """Yields the answers whose turn it is."""
+    while self._waiting:
+      index = self._place if self.ordered else next(iter(self._waiting))
+      if index not in self._waiting:
+        return
+      self._place += 1
+      yield self._waiting.pop(index)
+
+  def rest(self) -> Iterator[Answer]:
+    """Yields the answers after one that failed, too."""
+    yield from self.ready()
+    yield from (self._waiting[index] for index in sorted(self._waiting))
+
+
+def _check_finite(index: int, reason: base.StopReason) -> None:
+  if reason == base.StopReason.NOT_FINITE:
+    raise base.NotFiniteError(f"prompt {index} has no answer: {reason.message}.")
+
+
+def _refused(index: int, given: Any, error: str) -> Answer:
+  """Returns the answer of a prompt that cannot be decoded."""
+  prompt = given.text if isinstance(given, Prompt) else str(given)
+  tokens, reason = np.zeros(0, np.int32), base.StopReason.REFUSED
+  return Answer(index, prompt, "", tokens, reason, error=error)

@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: arguments after the program's name; None reads those of this process.
 
   Returns:
-    Exit code: 0 for success, 1 if an output differs from the target's, 2 for bad
-    input, 130 if interrupted, 143 if terminated.
+    Exit code: 0 for success, 1 if an output differs from the target's or the target's
+    logits are not finite, 2 for bad input, 130 if interrupted, 143 if terminated.
   """
   arguments, bindings = commands.parse(sys.argv[1:] if argv is None else argv)
   name = arguments.command
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       raise
     for line in str(error).splitlines():
       print(f"osd {name}: {line}", file=sys.stderr)
-    return 2
+    return getattr(error, "exit_code", 2)
 
 
 def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:

@@ -236,9 +236,14 @@ def _from_terminal() -> Iterator[tuple[str, str]]:
 def _answer(serving: Any, prompts: _Prompts, arguments: argparse.Namespace) -> bool:
   """Prints the answers in order; returns whether the target's logits were broken."""
   is_broken = False
-  for answer in serving.generate(prompts, ordered=True, learn=arguments.learn):
+  for answer in serving.generate(
+    prompts, ordered=True, learn=arguments.learn, return_failed=True
+  ):
     is_broken |= _is_broken(answer)
     index = prompts.indices[answer.index]
+    if answer.stop_reason == base.StopReason.REFUSED:
+      prompts.refuse(f"prompt {index + 1}", answer.error)
+      continue
     print(_line(index, answer, arguments.format), flush=True)
   return is_broken
 

@@ -187,12 +187,11 @@ def test_resumed_verdict_equals_uninterrupted_one():
 
 
 def test_predicted_speed_is_tokens_over_time():
-  seen = account.Seen(request_tokens=30)
-  assert account.predict(PLAIN, seen) == pytest.approx(30e3 / (5 + 120))
-  drafted = account.Seen(30, tokens_per_round=3, num_draft_tokens=7, lost_ms=30.0)
-  assert account.predict(ONLINE, drafted) == pytest.approx(30e3 / (10 + 110 + 30))
+  assert account.predict(PLAIN, 30, 30) == pytest.approx(30e3 / (5 + 120))
+  drafted = (30, 10, 70, 30.0)
+  assert account.predict(ONLINE, *drafted) == pytest.approx(30e3 / (10 + 110 + 30))
   both = dataclasses.replace(ONLINE, rows=2)
-  assert account.predict(both, drafted) == pytest.approx(30e3 / (10 + 55 + 30))
+  assert account.predict(both, *drafted) == pytest.approx(30e3 / (10 + 55 + 30))
 
 
 def test_predictions_table_has_relative_errors():

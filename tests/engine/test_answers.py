@@ -10,6 +10,7 @@ from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine import requests
 
 VOCABULARY = Vocabulary.load(assets.resolve("shipped:demo_vocabulary.model"))
+DECODING = requests.DecodingConfig(source_lengths=(4,), target_length=4)
 TOKENS = strategies.lists(strategies.integers(2, VOCABULARY.size - 1), max_size=24)
 SIZES = strategies.lists(strategies.integers(1, 5), min_size=1, max_size=24)
 
@@ -59,6 +60,7 @@ def test_text_ends_before_the_first_stop_string_that_occurs():
     ({"temperature": -1}, r"SamplingConfig\.temperature: received -1"),
     ({"top_p": 0}, r"SamplingConfig\.top_p: received 0"),
     ({"max_new_tokens": 0}, r"Prompt\.max_new_tokens: received 0"),
+    ({"stop": ["a\ud800b"]}, r"Prompt\.stop: received .*lone surrogates"),
     ({"stop": ""}, r"Prompt\.stop: received ''"),
     ({"stop": ["a", ""]}, r"Prompt\.stop: received \('a', ''\)"),
     ({"temprature": 1}, r"a setting 'temprature', expected some of \['learn'"),
@@ -69,10 +71,24 @@ def test_invalid_settings_are_named(settings, message):
     requests.Prompt.of("a text", 0, settings)
 
 
-@pytest.mark.parametrize("given", [3, None, "", "  "])
+@pytest.mark.parametrize("given", [3, None, "", "  ", {"a": 1}, "a\ud800b"])
 def test_prompt_must_be_a_text(given):
   with pytest.raises(base.InputError, match=r"Prompt\.text: received"):
     requests.Prompt.of(given, 0, {})
+
+
+def test_numpy_scalars_are_settings():
+  given = {
+    "temperature": np.float32(0.5),
+    "top_k": np.int64(3),
+    "seed": np.uint32(7),
+    "max_new_tokens": np.int16(4),
+    "learn": np.bool_(False),
+  }
+  prompt = requests.Prompt("a", **given)
+  assert prompt == requests.Prompt("a", 0.5, 3, seed=7, max_new_tokens=4, learn=False)
+  assert type(prompt.seed) is int and prompt.learn is False
+  requests.Request(np.ones(2, int), max_new_tokens=np.int64(4)).check(DECODING, 9)
 
 
 def test_prompts_without_a_seed_get_consecutive_seeds():

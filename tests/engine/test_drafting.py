@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,7 @@ from osd_jax.base import StopReason
 from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import drafters
 from osd_jax.decoding import state as state_lib
-from osd_jax.engine import controller, engine, steps
-from osd_jax.main import settings
-from osd_jax.online import OnlineConfig
+from osd_jax.engine import controller, engine, measurement, steps
 
 BUCKETS = cases.BUCKETS
 KS = (0, 1, 3)
@@ -222,14 +221,6 @@ def test_policy_drafts_with_a_good_draft_and_not_with_a_poor_one():
   assert drafted["unrelated"] < 0.7 < 1.5 < drafted["same"]
 
 
-def test_run_with_given_costs_is_repeatable():
-  found = [
-    [(done.target_calls, done.drafted) for done in make().run(requests)]
-    for requests in (cases.greedy_requests(), cases.greedy_requests())
-  ]
-  assert found[0] == found[1]
-
-
 def test_rows_in_flight_continue_in_another_engine(monkeypatch):
   """The saved JSON holds the policy, and which rows still lack the draft prefill."""
   scheduled(monkeypatch, (0,))
@@ -244,6 +235,8 @@ def test_rows_in_flight_continue_in_another_engine(monkeypatch):
   arrays, held = first.state()
   arrays = jax.tree.map(jnp.asarray, jax.tree.map(np.array, arrays))
   held, second = json.loads(json.dumps(held)), make(policy=measured_policy())
+  shapes = second.structure(held)
+  jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), arrays, shapes)
   second.restore(arrays, held, requests.__getitem__, cases.draft_params("close"))
   assert json.loads(json.dumps(second.state()[1])) == held
   assert any(slot["lacks_draft"] for slot in held["slots"] if slot)
@@ -265,9 +258,17 @@ def measured_policy():
   return dataclasses.replace(POLICY, costs=())
 
 
-def test_costs_are_measured_if_none_are_given():
-  decoder = make(policy=measured_policy())
-  assert cases.texts(decoder.run(cases.greedy_requests())) == (cases.expected())
+def test_greedy_and_sampled_rounds_are_measured_if_no_costs_are_given(monkeypatch):
+  decoder, temperatures = make(policy=measured_policy()), []
+
+  def advance(spec, num_draft_tokens, served, rounds, state):
+    temperatures.append(tuple(np.asarray(state.settings.temperature).tolist()))
+    return steps.advance(spec, num_draft_tokens, served, rounds, state)
+
+  monkeypatch.setattr(measurement, "steps", harness.Changed(steps, advance=advance))
+  assert cases.texts(decoder.run(cases.greedy_requests())) == cases.expected()
+  counts = {t: temperatures.count(t) for t in set(temperatures)}
+  assert set(counts) == {(0.0,) * 3, (1.0,) * 3} and min(counts.values()) >= len(KS)
   tables = decoder.state()[1]["controller"]["costs"]
   kinds = [(bucket, sampled) for bucket, sampled, _ in tables]
   assert sorted(kinds) == sorted(itertools.product(BUCKETS, (False, True)))
@@ -277,20 +278,35 @@ def test_costs_are_measured_if_none_are_given():
     assert table["prefill_ms"] > 0 and table["chunk_ms"] >= 0
 
 
-def test_engine_without_a_draft_ignores_the_policy():
-  config = cases.config_of(3, adaptive=POLICY)
-  plain = engine.Engine(config, cases.TARGET, cases.target_params())
-  assert cases.texts(plain.run(cases.greedy_requests())) == (cases.expected())
-  assert not any(done.drafted for done in plain.run(cases.greedy_requests()))
+@pytest.mark.parametrize("first", ["greedy", "sampled"])
+def test_sampled_batches_use_the_sampled_cost_table(first):
+  """Drafting pays for all-greedy batches alone; mixed batches use the sampled table."""
+  pays, never = (RoundCosts((1.0, ms, ms)) for ms in (1.01, 1e3))
+  decoder = make("same", rows=2)
+  decoder._controller.costs |= {(bucket, True): never for bucket in BUCKETS}
+  decoder._controller.costs |= {(bucket, False): pays for bucket in BUCKETS}
+  greedy = [dataclasses.replace(r, tag=None) for r in cases.greedy_requests()]
+  warm = engine.SamplingConfig(temperature=1.0)
+  sampled = [dataclasses.replace(r, sampling=warm, tag="sampled") for r in greedy]
+  batches = {"greedy": greedy, "sampled": sampled, "mixed": [*greedy, *sampled]}
+  shares = {}
+  for kind in (first, *batches):  # the table is chosen in the first calls of a batch
+    found = decoder.run(batches[kind])
+    if kind == "mixed":
+      found = [done for done in found if done.request.tag]
+    calls_made = sum(done.target_calls for done in found)
+    shares[kind] = sum(done.drafted for done in found) / calls_made
+  assert shares["greedy"] > 1.5 and max(shares["sampled"], shares["mixed"]) < 0.5
 
 
 # --- Compilation, devices, settings -------------------------------------------------
 
 
-def test_no_k_compiles_anything_after_warm_up(monkeypatch):
-  model = testing.tabular_model(VOCAB, "compiled here alone")
+@pytest.mark.parametrize("policy", [None, POLICY], ids=["fixed", "adaptive"])
+def test_serving_compiles_nothing_after_warm_up(monkeypatch, policy):
+  model = testing.tabular_model(VOCAB, f"compiled here alone, {policy}")
   tables = [jnp.asarray(testing.random_table(VOCAB, seed)) for seed in (0, 1, 2)]
-  config = cases.config_of(2, record_top_k=4, adaptive=POLICY)
+  config = cases.config_of(2, record_top_k=4, adaptive=policy)
   ready = paired(model, tables, config)
   with Compilations() as warming:
     ready.warm_up()
@@ -307,13 +323,11 @@ def test_no_k_compiles_anything_after_warm_up(monkeypatch):
       ready.swap(tables[1 + version % 2], version)
     cases.drained(ready)
   assert serving.count == 0
-  assert {k for k, _ in noted} == set(KS) and any(k and ms for k, ms in noted)
-  other = dataclasses.replace(
-    config, adaptive=dataclasses.replace(POLICY, candidates=(0, 2, 3))
-  )
-  scheduled(monkeypatch, (2,))
-  with Compilations() as more:  # control: another K does compile
-    paired(model, tables, other).run([engine.Request(np.array([3, 1], np.int32))])
+  if policy:
+    assert {k for k, _ in noted} == set(KS) and any(k and ms for k, ms in noted)
+  longer = dataclasses.replace(config, target_length=cases.LENGTH + 1)
+  with Compilations() as more:  # control: another shape does compile
+    paired(model, tables, longer).run([engine.Request(np.array([3, 1], np.int32))])
   assert more.count > 0
 
 
@@ -334,25 +348,6 @@ def test_rows_split_over_devices_give_the_same_outputs(monkeypatch):
   assert cases.texts(split.run(greedy)) == cases.texts(whole.run(greedy))
 
 
-def test_gin_builds_the_same_policy():
-  found, _ = settings.load(OnlineConfig, ["testing/tiny_online.gin"], BINDINGS)
-  table = RoundCosts((1.0, 1.5, 2.0), chunk_ms=0.5)
-  expected = engine.AdaptiveConfig(candidates=(0, 2, 5), costs=(table,))
-  assert found.decoding.adaptive == expected
-
-
-BINDINGS = (
-  "PairConfig.target = 't'",
-  "PairConfig.draft = 'd'",
-  "DecodingConfig.adaptive = @AdaptiveConfig()",
-  "DecodingConfig.num_draft_tokens = 7",
-  "AdaptiveConfig.candidates = (0, 2, 5)",
-  "AdaptiveConfig.costs = [@RoundCosts()]",
-  "RoundCosts.round_ms = [1.0, 1.5, 2.0]",
-  "RoundCosts.chunk_ms = 0.5",
-)
-
-
 @pytest.mark.parametrize(
   ("policy", "largest"),
   [
@@ -363,3 +358,118 @@ BINDINGS = (
 def test_policy_must_fit_the_decoding_shapes(policy, largest):
   with pytest.raises(ValueError, match=r"DecodingConfig\.adaptive: received"):
     cases.config_of(1, num_draft_tokens=largest, adaptive=policy)
+
+
+# --- What the policy is told ----------------------------------------------------------
+
+
+class Record(NamedTuple):
+  """What the engine did and reported in one run.
+
+  Attributes:
+    missing: `missing_ms` as passed to `choose` before each call that drafted.
+    done: milliseconds of late prefills and chunks before each call that drafted.
+    prompts: prompts that the draft read, on insertion or later.
+    chunks: number of chunks fed to the draft, by call.
+    calls: what was passed to `observe`.
+  """
+
+  missing: list[float]
+  done: list[float]
+  prompts: list[tuple[int, ...]]
+  chunks: list[int]
+  calls: list[controller.Call]
+
+
+def recording(monkeypatch, cycle):
+  """Makes K follow a cycle, negative for probes; returns the record of a run."""
+  right = controller.observe
+  record, turns = Record([], [], [], [], []), itertools.cycle(cycle)
+
+  def choose(candidates, costs, state, rows, missing_ms):
+    turn = next(turns)
+    if turn:
+      record.missing.append(missing_ms)
+      record.done.append(0.0)
+    return dataclasses.replace(state, num_draft_tokens=abs(turn), probing=turn < 0)
+
+  def observe(candidates, costs, state, call):
+    record.calls.append(call)
+    return right(candidates, costs, state, call)
+
+  def insert(spec, served, state, batch):
+    record.prompts.append(tuple(batch.source[0]))
+    return steps.insert(spec, served, state, batch)
+
+  def prefill_draft(spec, served, state, batch):
+    record.prompts.append(tuple(batch.source[0]))
+    record.done[-1] += TABLE.prefill_ms
+    return steps.prefill_draft(spec, served, state, batch)
+
+  def catching_up(spec, served, state):
+    running = np.asarray(state.stop_reason) == StopReason.RUNNING
+    lag = state_lib.fed_to_draft(state.length) - state.draft_cache.length
+    record.chunks.append(-(-int(max(lag[running])) // drafters.CHUNK))
+    record.done[-1] += TABLE.chunk_ms * record.chunks[-1]
+    return steps.catch_up(spec, served, state)
+
+  monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 2)
+  monkeypatch.setattr(controller, "choose", choose)
+  monkeypatch.setattr(controller, "observe", observe)
+  compiled = harness.Changed(
+    steps, insert=insert, prefill_draft=prefill_draft, catch_up=catching_up
+  )
+  monkeypatch.setattr(engine, "steps", compiled)
+  return record
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_choose_receives_the_cost_of_catching_up(monkeypatch, rows):
+  record = recording(monkeypatch, CYCLE)
+  make(rows=rows).run(cases.greedy_requests())
+  assert record.missing == pytest.approx(record.done)
+  # Some calls need no work for the draft, some a prefill, and some a chunk as well.
+  assert 0.0 in record.done and TABLE.prefill_ms in record.done
+  assert rows == 1 or max(record.done) > TABLE.prefill_ms
+
+
+def test_observe_receives_the_cost_of_all_draft_work(monkeypatch):
+  record = recording(monkeypatch, CYCLE)
+  make().run(cases.greedy_requests())
+  prefills_ms = TABLE.prefill_ms * len(record.prompts)
+  chunks_ms = TABLE.chunk_ms * sum(record.chunks)
+  assert min(prefills_ms, chunks_ms) > 0
+  spent = sum(call.catch_up_ms for call in record.calls)
+  assert spent == pytest.approx(prefills_ms + chunks_ms)
+
+
+def test_draft_reads_each_prompt_at_most_once(monkeypatch):
+  record = recording(monkeypatch, (0, 1))
+  make().run(cases.greedy_requests())
+  assert len(set(record.prompts)) == len(record.prompts)
+  late = sum(ms >= TABLE.prefill_ms for ms in record.done)
+  assert 0 < late < len(record.chunks)
+
+
+def test_requests_after_a_probe_are_not_prefilled_for_the_draft(monkeypatch):
+  """Requests of one token; every second one is decoded plainly, after a probe."""
+  record = recording(monkeypatch, (-1, 0))
+  requests = [engine.Request(tokens, max_new_tokens=1) for tokens in cases.prompts(6)]
+  make(rows=1).run(requests)
+  assert [call.catch_up_ms for call in record.calls] == [TABLE.prefill_ms, 0.0] * 3
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_observe_counts_every_token_once(monkeypatch, rows):
+  record = recording(monkeypatch, CYCLE)
+  found = make(rows=rows).run(cases.greedy_requests())
+  totals = {
+    name: sum(sum(getattr(call, name)) for call in record.calls)
+    for name in ("emitted", "judged", "accepted")
+  }
+  assert totals == {
+    "emitted": sum(len(done.tokens) for done in found),
+    "judged": sum(done.drafted for done in found),
+    "accepted": sum(done.accepted for done in found),
+  }
+  assert min(totals.values()) > 0

@@ -3,7 +3,10 @@
 import dataclasses
 import inspect
 import itertools
+import os
+import signal
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -76,7 +79,7 @@ def test_generate_reaches_a_round_in_five_calls(pair, monkeypatch):
   longer = dataclasses.replace(DECODING, target_length=17)
   with Server(pair, longer) as server:
     assert next(server.generate(TEXTS[0])).text
-  path = ["Server.generate", "Server.serve", "Engine.step", "advance", "run_rounds"]
+  path = ["Server.generate", "Server._serve", "Engine.step", "advance", "run_rounds"]
   assert paths and all(found == path for found in paths)
 
 
@@ -180,29 +183,166 @@ def test_closing_a_server_ends_its_threads(pair):
     next(server.generate(TEXTS))
 
 
-def test_concurrent_calls_are_refused(server):
-  one = server.generate(TEXTS)
+def token_requests(server):
+  return [server._request(n, text, {}) for n, text in enumerate(TEXTS)]
+
+
+@pytest.mark.parametrize("first", ["generate", "serve"])
+def test_concurrent_calls_are_refused(server, first):
+  given = {"generate": TEXTS, "serve": token_requests(server)}[first]
+  one = getattr(server, first)(given)
   next(one)
-  with pytest.raises(base.InputError, match="answering another call"):
-    next(server.generate(TEXTS))
+  for other in (
+    lambda: next(server.generate(TEXTS)),
+    lambda: next(server.stream(TEXTS[0])),
+    lambda: next(server.serve(token_requests(server))),
+    lambda: server.run(token_requests(server)),
+  ):
+    with pytest.raises(base.InputError, match="answering another call"):
+      other()
   one.close()
+  server.engine.clear()
   assert next(server.generate(TEXTS)).text
 
 
-def test_invalid_prompt_is_named(server):
-  for bad, message in [
-    ("word " * 90, "prompt 1: .*expected 1 to 48"),
-    ("", "prompt 1: "),
-  ]:
-    with pytest.raises(base.InputError, match=message):
-      list(server.generate([TEXTS[0], bad]))
-    assert server.engine.in_flight == 0
+def test_two_threads_never_run_at_once(server):
+  """Either call ends with all answers or with the error, never with donated arrays."""
+  results, start = [], threading.Barrier(2)
+
+  def call():
+    start.wait()
+    try:
+      results.append(len(server.run(token_requests(server))))
+    except base.InputError as error:
+      results.append(str(error))
+
+  threads = [threading.Thread(target=call) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert len(TEXTS) in results and len(results) == 2
+  assert all(n == len(TEXTS) or "answering another call" in n for n in results)
+
+
+def test_closed_server_ends_running_calls_and_refuses_new_ones(pair):
+  served = Server(pair, DECODING)
+  answers, requested = 0, token_requests(served)
+  for _ in served.generate(TEXTS):
+    served.close()
+    answers += 1
+  assert answers < len(TEXTS) and served.engine.in_flight == 0
+  for call in (served.run, lambda given: next(served.serve(given))):
+    with pytest.raises(base.InputError, match="this server is closed"):
+      call(requested)
+  halfway = Server(pair, DECODING)
+  with pytest.raises(base.InputError, match="closed during this call"):
+    halfway.run(requested, lambda done: halfway.close())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_forked_process_gets_an_error_and_does_not_hang(server):
+  list(server.generate(TEXTS[:1]))
+  child = os.fork()
+  if not child:
+    found = 0
+    try:
+      server.close()  # must not wait for threads that only the parent has
+      for call in (lambda: next(server.generate(TEXTS)), lambda: server.save("draft")):
+        try:
+          call()
+        except base.InputError as error:
+          found += "forked" in str(error)
+    finally:
+      os._exit(0 if found == 2 else 1)
+  for _ in range(300):
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+      break
+    time.sleep(0.1)
+  else:
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child hangs")
+  assert os.waitstatus_to_exitcode(status) == 0
+  assert next(server.generate(TEXTS)).text  # the parent still serves
+
+
+@pytest.mark.parametrize("given", [None, {"a": 1}, b"text", 3])
+def test_prompts_of_a_wrong_type_are_refused(server, given):
+  with pytest.raises(base.InputError, match=f"a {type(given).__name__} as prompts"):
+    list(server.generate(given))
+
+
+BAD = [
+  ("word " * 90, "expected 1 to 48"),
+  ("", "Prompt.text"),
+  ("\ud800", "surrogates"),
+]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("bad, message", BAD)
+def test_refused_prompt_does_not_drop_earlier_answers(
+  server, plain, bad, message, ordered
+):
+  found = []
+  with pytest.raises(base.InputError, match=f"prompt 3: .*{message}"):
+    for answer in server.generate([*TEXTS[:3], bad, *TEXTS[3:]], ordered=ordered):
+      found.append((answer.index, answer.text))
+  assert sorted(found) == list(enumerate(plain[:3])) and server.engine.in_flight == 0
+
+
+def test_iterator_that_raises_does_not_drop_earlier_answers(server, plain):
+  def failing():
+    yield from TEXTS[:3]
+    raise OSError("the source is gone")
+
+  found = []
+  with pytest.raises(OSError, match="the source is gone") as caught:
+    for answer in server.generate(failing()):
+      found.append(answer.text)
+  assert sorted(found) == sorted(plain[:3])
+  assert caught.value.__notes__ == [
+    "generate: the iterator of prompts raised this at 3."
+  ]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_refused_prompts_are_answers_on_request(server, plain, ordered):
+  given = [BAD[1][0], *TEXTS[:2], BAD[0][0], TEXTS[2], BAD[2][0]]
+  found = list(server.generate(given, ordered=ordered, return_failed=True))
+  if ordered:
+    assert [answer.index for answer in found] == list(range(6))
+  found.sort(key=lambda answer: answer.index)
+  assert [answer.text for answer in found] == ["", *plain[:2], "", plain[2], ""]
+  for index, (_, message) in ((0, BAD[1]), (3, BAD[0]), (5, BAD[2])):
+    assert found[index].stop_reason == base.StopReason.REFUSED
+    assert f"prompt {index}: " in found[index].error and message in found[index].error
+    assert found[index].stop_reason.message and not len(found[index].tokens)
+  assert not found[1].error
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probs_are_those_of_the_target_before_settings(server, pair, temperature):
+  asked = Prompt(TEXTS[0], temperature=temperature, top_k=5, seed=3, log_probs=True)
+  with_them, without = server.generate([asked, TEXTS[1]], ordered=True)
+  assert without.log_probs is None
+  source = np.full((1, 48), pair.target.pad_id, np.int32)
+  prompt = pair.vocabulary.encode_prompt(TEXTS[0])
+  source[0, : len(prompt)] = prompt
+  tokens = with_them.tokens
+  logits = pair.target.score(
+    pair.target_params, source, pair.target.mask(source), tokens[None]
+  )
+  rows = np.asarray(jax.nn.log_softmax(logits, axis=-1))[0]
+  expected = rows[np.arange(len(tokens)), tokens]
+  np.testing.assert_allclose(with_them.log_probs, expected, atol=1e-4)
+  assert with_them.log_probs.shape == tokens.shape and (expected < 0).all()
 
 
 def test_draft_learnt_in_another_thread_is_swapped_in_while_serving(pair, plain):
   with Server(pair, DECODING, QUICK) as serving:
-    stream = [serving._request(n, text, {}) for n, text in enumerate(TEXTS)]
-    answered, swapped = serving.run(stream), []
+    answered, swapped = serving.run(token_requests(serving)), []
     for done in itertools.islice(itertools.cycle(answered), 40):
       serving.learner.runner.wait()
       if serving.learn(done, 0.5, background=True):
@@ -238,20 +378,55 @@ def broken(params, value=jnp.nan):
 
 
 @pytest.mark.parametrize("speculates", [True, False])
-def test_answers_of_a_broken_target_end_with_not_finite(pair, speculates):
+def test_broken_target_raises_or_is_returned_on_request(pair, speculates):
   nan = dataclasses.replace(pair, target_params=broken(pair.target_params))
   with Server(nan if speculates else nan.plain(), DECODING) as server:
-    for answer in server.generate(TEXTS[:2]):
+    message = r"prompt [01] has no answer: .* not finite; check its weights"
+    with pytest.raises(base.NotFiniteError, match=message):
+      list(server.generate(TEXTS))
+    assert server.statistics.requests <= DECODING.rows  # no more prompts were taken
+    with pytest.raises(base.NotFiniteError, match=message):
+      list(server.stream(TEXTS[0]))
+    for answer in server.generate(TEXTS[:2], return_failed=True):
       assert answer.stop_reason == base.StopReason.NOT_FINITE
       assert answer.text == "" and not len(answer.tokens)
 
 
-def test_broken_draft_is_named_and_changes_no_text(pair, plain):
+def test_answers_next_to_a_broken_one_are_delivered(server, plain, monkeypatch):
+  """The second prompt has no finite logits; the order of the others is kept."""
+  right = server.engine.step
+
+  def step():
+    return [
+      dataclasses.replace(done, stop_reason=base.StopReason.NOT_FINITE)
+      if done.request.tag[0] == 1
+      else done
+      for done in right()
+    ]
+
+  monkeypatch.setattr(server.engine, "step", step)
+  found = []
+  with pytest.raises(base.NotFiniteError, match="prompt 1 has no answer"):
+    for answer in server.generate(TEXTS[:3], ordered=True):
+      found.append(answer)
+  assert [answer.index for answer in found] in ([0], [0, 2])
+  assert all(answer.text == plain[answer.index] for answer in found)
+
+
+def test_broken_draft_is_named_changes_no_text_and_is_not_saved(pair, plain, tmp_path):
   nan = dataclasses.replace(pair, draft_params=broken(pair.draft_params))
   with Server(nan, DECODING, QUICK) as server:
     assert [a.text for a in server.generate(TEXTS, ordered=True)] == plain
     with pytest.raises(base.InputError, match="'draft' gives scores that are not"):
       list(server.generate(TEXTS, learn=True))
+    with pytest.raises(base.InputError, match=r"was not written.* not finite"):
+      server.save(tmp_path / "draft.safetensors")
+  assert not (tmp_path / "draft.safetensors").exists()
+
+
+def test_path_that_cannot_be_written_is_named(server):
+  with pytest.raises(base.InputError, match=r"save: received .*\..* a folder"):
+    server.save(".")
 
 
 def test_statistics_agree_with_the_answers(pair):

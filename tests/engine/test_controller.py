@@ -1,7 +1,6 @@
 """The policy that chooses K, against an oracle that knows acceptance and costs."""
 
 import dataclasses
-import json
 
 import hypothesis
 import hypothesis.strategies as st
@@ -151,7 +150,7 @@ def best_fixed(costs, acceptance, rows):
 # --- Speed --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.9])
 @pytest.mark.parametrize(
   ("rows", "costs"),
   [(1, table) for table in TABLES.values()]
@@ -339,12 +338,6 @@ def test_acceptance_is_estimated_per_row():
   assert controller.acceptance(released, 0) == pytest.approx(pooled)
   assert controller.acceptance(released, 1) == controller.acceptance(state, 1)
   assert released.tokens / released.requests == 20
-
-
-def test_state_survives_a_json_round_trip():
-  one = Simulation(TABLES["light draft"]).run(0.6, 700)
-  text = json.dumps(dataclasses.asdict(one.state))
-  assert controller.ControllerState(**json.loads(text)) == one.state
 
 
 @QUICK

@@ -136,11 +136,14 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
     form
   )
 
-  def render(messages: Sequence[Mapping[str, str]]) -> str:
+  def write(prompt: str) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Conversation):
+      messages = list(prompt.messages)
     try:
       return environment.from_string(template).render(
-        # Templates test `tools is not none`, which an undefined name would pass.
         messages=messages,
+        # Templates test `tools is not none`, which an undefined name would pass.
         tools=None,
         documents=None,
         add_generation_prompt=True,
@@ -151,11 +154,6 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
         f"PairConfig.chat_template: the template failed ({error}); expected a Jinja"
         " template for a list of messages, as transformers uses them."
       ) from error
-
-  def write(prompt: str) -> str:
-    if isinstance(prompt, Conversation):
-      return render(prompt.messages)
-    return render([{"role": "user", "content": prompt}])
 
   write("Hello")  # reports a faulty template before any weights are loaded
   return write

@@ -23,7 +23,7 @@ from osd_jax.data.preprocessors import UnusableExample
 Row = Mapping[str, Any] | UnusableExample
 Rows = Iterator[tuple[int, Row]]
 
-_SNIFFED = 4096  # bytes at the beginning of a file that decide what it is
+_SNIFFED = 4096  # the format is recognised from this many bytes
 _DELIMITERS = ",;\t"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
@@ -75,7 +75,7 @@ def read(path: str | Path, setting: str) -> Rows:
 
 
 def looks_like(path: str | Path) -> str:
-  """Says what a file of which no row is usable looks like; "" if that is unknown."""
+  """Names the format that a file without usable rows seems to have, or returns ""."""
   if not os.path.isfile(path):  # a folder, or a pipe that was read
     return ""
   with _opened(Path(path)) as (_, start):
@@ -101,7 +101,7 @@ def looks_like(path: str | Path) -> str:
 
 
 def _other_format(start: bytes) -> str:
-  """Says what a file is whose first bytes are not UTF-8 text; "" if they are."""
+  """Names the format of bytes that are not UTF-8 text, or returns ""."""
   named = (name for mark, name in _SIGNATURES.items() if start.startswith(mark))
   # Text has no NUL; JSON writes it as an escape.
   return next(named, "a binary file" if b"\0" in start else "")

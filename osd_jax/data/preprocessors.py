@@ -86,9 +86,9 @@ def fill_prompt(template: str, raw: Mapping[str, Any]) -> str:
 
 
 def fill_reference(template: str, raw: Mapping[str, Any]) -> str:
-  """Returns the filled template, or "" if a field has no text and is no number.
+  """Returns the filled template, or "" if a field is neither text nor a number.
 
-  A reference is optional, so no value of it makes an example unusable.
+  References are optional, so none of their values makes an example unusable.
   """
   written = ""
   for literal, names in split(template):

@@ -1,5 +1,6 @@
 """Model folders as other tools write them, after public reports of other projects."""
 
+import codecs
 import dataclasses
 import io
 import json
@@ -116,7 +117,7 @@ def test_t5_folder_saved_by_transformers_5_has_the_ids_of_its_spiece_model(tmp_p
 def test_chat_template_is_read_as_utf8_in_every_locale(tmp_path, llama_model):
   (tmp_path / "tokenizer.model").write_bytes(llama_model)
   template = "<｜User｜>{{ messages[0]['content'] }}<｜Assistant｜>"
-  (tmp_path / "chat_template.jinja").write_bytes(template.encode())
+  (tmp_path / "chat_template.jinja").write_bytes(codecs.BOM_UTF8 + template.encode())
   code = (
     "import sys; from osd_jax.data.vocabulary import Vocabulary;"
     "print(ascii(Vocabulary.load(sys.argv[1], template='own').template('hi')))"
@@ -252,6 +253,13 @@ def test_config_with_old_names_or_nulls_gives_the_same_shape(change, expected):
 def test_config_that_lacks_a_field_is_refused_by_its_name(change, field):
   with pytest.raises(base.InputError, match=field):
     hugging_face.config_from_hugging_face(LLAMA_CONFIG | change)
+
+
+def test_config_with_a_byte_order_mark_is_read(tmp_path):
+  text = codecs.BOM_UTF8 + json.dumps(LLAMA_CONFIG).encode()
+  (tmp_path / "config.json").write_bytes(text)
+  found = hugging_face.shape_of_hugging_face(tmp_path)
+  assert found == hugging_face.config_from_hugging_face(LLAMA_CONFIG)
 
 
 def test_tied_model_without_the_prefix_of_its_names_is_read(tmp_path):

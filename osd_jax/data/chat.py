@@ -79,7 +79,7 @@ def own_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | Non
   "default" is used.
   """
   if (folder / FILE).exists():
-    return (folder / FILE).read_text("utf-8")
+    return (folder / FILE).read_text("utf-8-sig")
   stated = settings.get(_FIELD)
   if isinstance(stated, list):
     stated = {one.get("name"): one.get("template") for one in stated}.get("default")

@@ -141,7 +141,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
     return dict(pairs)
 
   try:
-    content = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    content = json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
     if not isinstance(content, dict):
       raise ValueError(f"it contains a {type(content).__name__}")
   except (ValueError, RecursionError) as error:

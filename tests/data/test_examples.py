@@ -298,17 +298,8 @@ def test_good_line_is_read_between_bad_ones(tmp_path, vocabulary, bad, good, at)
   assert json.loads(good)["prompt"] in [example.prompt for example in found.examples]
 
 
-@SETTINGS
-@hypothesis.given(line=LINES)
-def test_parse_line_returns_a_dict_or_raises_unusable_example(line):
-  try:
-    assert isinstance(files.parse_line(line), dict)
-  except UnusableExample as error:
-    assert error.kind in ("empty", "malformed") and str(error)
-
-
 def test_drawn_lines_include_good_and_bad_ones():
-  """Negative control: the three tests above see lines of every kind."""
+  """Negative control: the tests above see lines of every kind."""
   for kind in ("good", "empty", "malformed"):
 
     def is_kind(line, kind=kind):

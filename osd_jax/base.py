@@ -64,6 +64,10 @@ class NotFiniteError(UserError):
   exit_code = 1
 
 
+class BrokenDraftError(InputError):
+  """A draft whose parameters or scores are NaN or infinite."""
+
+
 class MissingExtraError(UserError, ImportError):
   """A missing library. The message names the extra that installs it."""
 

@@ -95,10 +95,12 @@ def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
   runs.check_output("OfflineConfig.output", config.output)
 
   def body(directory, console):
-    with progress.bar(console) as bar:
+    bar = progress.bar(console)
+    with progress.status(console, "loading target and draft"):
       loop = OfflineLoop(config, directory, bar)
-      if loop.resumed:
-        console.print(loop.resumed, highlight=False, soft_wrap=True)
+    if loop.resumed:
+      console.print(loop.resumed, highlight=False, soft_wrap=True)
+    with bar:
       task = bar.add_task(
         "distil", total=config.steps, completed=loop.steps_taken, figures=""
       )
@@ -129,6 +131,9 @@ class OfflineLoop:
     # An attached draft holds frozen parameters of the target, which are not trained.
     trained, self._frozen = self.pair.draft.split(self.pair.draft_params)
     self.learner = updates.init_learner(config.update, trained)
+    runs.check_output(
+      "OfflineConfig.output", config.output, "file", self.pair.draft_bytes
+    )
     self.steps_taken = 0
     self.loss = self.overlap = float("nan")
     self._losses: list[Any] = []

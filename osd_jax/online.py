@@ -1,6 +1,8 @@
 """The paper's algorithm 1: serves a stream while the draft learns from it."""
 
+import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,7 +116,8 @@ def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
   sharding.make(config.partition)  # first, because it configures JAX before its start
 
   def body(directory, console):
-    loop = OnlineLoop(config, directory, announce=console.print)
+    shows = functools.partial(progress.status, console)
+    loop = OnlineLoop(config, directory, console.print, shows)
     for sentence in filter(None, (loop.resumed, *loop.stream.sentences())):
       console.print(sentence, highlight=False, soft_wrap=True)
 
@@ -143,6 +146,7 @@ class OnlineLoop:
     config: OnlineConfig,
     directory: runs.RunDirectory,
     announce: Callable[[str], object] = lambda text: None,
+    shows: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
   ):
     """Loads the pair, fills the buffer, and restores a checkpoint if there is one.
 
@@ -150,14 +154,16 @@ class OnlineLoop:
       config: stream, models, learning and outputs of the run.
       directory: folder of the run, opened for writing.
       announce: shows the text of an alarm.
+      shows: shows what is done inside a `with` block.
     """
     self.config, self.directory = config, directory
     started = time.perf_counter()
-    self.server = Server(
-      config.pair, config.decoding, config.learning, config.partition, config.replicas
-    )
-    self.pair = self.server.pair
-    self.stream = streams.make(config.stream, self.pair.vocabulary)
+    with shows("loading target, draft and stream"):
+      self.server = Server(
+        config.pair, config.decoding, config.learning, config.partition, config.replicas
+      )
+      self.pair = self.server.pair
+      self.stream = streams.make(config.stream, self.pair.vocabulary)
     self._meter = metering.Meter(
       self.pair,
       config.decoding,
@@ -181,11 +187,14 @@ class OnlineLoop:
     self._seconds_before = 0.0  # serving time of earlier sessions
     loaded = time.perf_counter()
     # Everything is compiled before the first request is timed.
-    self.server.warm_up(config.learn)
-    self._meter.warm_up()
+    with shows("compiling decoding and updates"):
+      self.server.warm_up(config.learn)
+    with shows("compiling measurements"):
+      self._meter.warm_up()
     compiled, measuring_ms = time.perf_counter(), 0.0
     if not self._restored():
-      measuring_ms = self._begin()
+      with shows("filling the buffer and measuring costs"):
+        measuring_ms = self._begin()
     start = {
       "loading_ms": (loaded - started) * 1e3,
       "compiling_ms": (compiled - loaded) * 1e3,
@@ -353,8 +362,10 @@ class OnlineLoop:
       self._save_draft(self.directory.path / "drafts" / name)
 
   def _save_draft(self, path: Path) -> None:
-    notes = f"osd online, after {self.finished} requests"
-    self.pair.save_draft(path, self.server.draft_params, notes)
+    try:
+      self.server.save(path, f"osd online, after {self.finished} requests")
+    except base.BrokenDraftError as error:  # outputs are exact, so the run can end well
+      self._log.log_event("unsaved", str(error), finished=self.finished)
 
   def _begin(self) -> float:
     """Logs the data, fills the buffer, and measures costs before the first request.

@@ -1,6 +1,8 @@
 """Loads a target, its draft and their vocabulary, checks and places them."""
 
+import contextlib
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,6 +120,12 @@ class Pair:
       self, draft=draft, draft_params=params, draft_config=None
     )
 
+  @property
+  def draft_bytes(self) -> int:
+    """Size of the file that `save_draft` writes, without its header."""
+    trained, _ = self.draft.split(self.draft_params)
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
+
   def save_draft(
     self,
     path: str | Path,
@@ -128,10 +136,33 @@ class Pair:
     """Writes parameters of the draft to a file.
 
     `PairConfig.draft` accepts the file, unless the draft is user-defined.
+
+    Raises:
+      BrokenDraftError: a parameter is NaN or infinite; nothing is written.
+      InputError, DiskError: the file cannot be written; the error names the file that
+        was written instead.
     """
-    runs.check_output("save", path)
     # The frozen part belongs to the target, whose file contains it already.
     trained, _ = self.draft.split(params)
+    weights.check_finite("the draft", trained, storage)
+    try:
+      runs.check_output("save", path)
+      return self._write_draft(path, trained, notes, storage)
+    except (base.InputError, base.DiskError) as error:
+      # Hours of learning must not be lost to a full disk or a mistyped path.
+      for folder in (tempfile.gettempdir(), Path.cwd(), Path.home()):
+        with contextlib.suppress(OSError):
+          spare = Path(tempfile.mkdtemp(prefix="osd_draft_", dir=folder))
+          kept = spare / "draft.safetensors"
+          self._write_draft(kept, trained, notes, storage)
+          break
+      else:
+        raise
+      raise type(error)(f"{error} The draft is in {kept}.") from error
+
+  def _write_draft(
+    self, path: str | Path, trained: base.Params, notes: str, storage: str
+  ) -> Path:
     match self.draft_config:
       case None:
         return weights.save_tree(path, trained, notes, storage)

@@ -192,7 +192,7 @@ def test_checkpoints_contain_no_frozen_parameters(pair):
   try:
     arrays, _ = learning.state()
   finally:
-    learning.close()
+    learning.runner.close()
 
   def over_the_vocabulary(tree):
     return [

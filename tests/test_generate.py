@@ -122,7 +122,7 @@ def osd(unprepared, monkeypatch, capsys, tmp_path):
     pairs,
     "load_pair",
     lambda config, _: types.SimpleNamespace(
-      config=config, target=target, vocabulary=FakeVocabulary()
+      config=config, target=target, vocabulary=FakeVocabulary(), draft_bytes=1
     ),
   )
 

@@ -3,6 +3,7 @@
 `test_resume` covers interrupted runs, and thereby that a run repeats bit for bit.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -292,6 +293,33 @@ def test_broken_update_is_skipped_and_serving_continues(learned, make, monkeypat
   versions = [row["version"] for row in broken.updates]
   assert versions[:3] == [1, 1, 2]
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(broken.draft()))
+
+
+def test_run_ends_without_saving_a_draft_that_overflows(make, monkeypatch):
+  """The last update of a run may be the one that breaks the draft."""
+  real = learner_lib.Learner.finish
+
+  def finish(learner):
+    outcome = real(learner)
+    learner.serving = jax.tree.map(lambda leaf: leaf * np.inf, learner.serving)
+    return outcome
+
+  monkeypatch.setattr(learner_lib.Learner, "finish", finish)
+  ran = make(floor_metering=False, compare_every=0)
+  assert len(ran.summary) == 1 and not (ran.path / "draft.safetensors").exists()
+  assert "the draft is not saved" in (ran.path / "report.html").read_text()
+
+
+def test_start_of_a_run_says_what_it_does(pair, tmp_path):
+  said = []
+  shows = lambda text: (said.append(text), contextlib.nullcontext())[1]
+  directory = runs.RunDirectory.start(tmp_path / "run")
+  loop = online.OnlineLoop(
+    tiny_online.config(pair, directory.path), directory, shows=shows
+  )
+  loop.close(0.0)
+  first = [text.split()[0] for text in said]
+  assert first == ["loading", "compiling", "compiling", "filling"]
 
 
 def test_served_draft_is_the_average(pair, tmp_path):

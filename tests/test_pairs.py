@@ -1,13 +1,17 @@
 """Loading pairs from files and folders, and errors for files that do not match."""
 
 import dataclasses
+import errno
+import os
 import sys
+import tempfile
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.flax
 import tiny_online
 import tiny_pair
 
@@ -62,6 +66,48 @@ def test_adapted_draft_loads_like_the_first(config, tmp_path):
   again = load(dataclasses.replace(config, draft=str(path)))
   assert_same(again.draft_params, adapted)
   assert again.draft_config == pair.draft_config
+
+
+@pytest.mark.parametrize(
+  "value, storage", [(np.nan, "float32"), (-np.inf, "float32"), (3.4e38, "bfloat16")]
+)
+def test_draft_that_is_not_finite_is_not_saved(config, tmp_path, value, storage):
+  pair, path = load(config), tmp_path / "draft.safetensors"
+  leaves, tree = jax.tree.flatten(pair.draft_params)
+  broken = jax.tree.unflatten(tree, [*leaves[:-1], leaves[-1].at[0].set(value)])
+  with pytest.raises(base.InputError, match="the draft is not saved: .* of the .*NaN"):
+    pair.save_draft(path, broken, "", storage)
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["full disk", "no folder"])
+def test_draft_that_cannot_be_written_is_kept_elsewhere(
+  config, tmp_path, monkeypatch, fault
+):
+  pair, path = load(config), tmp_path / "given" / "draft.safetensors"
+  (tmp_path / "spare").mkdir()
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "spare"))
+  if fault == "no folder":
+    path.parent.write_text("a file")
+  else:
+    real = safetensors.flax.save_file
+
+    def save_file(tensors, place, **named):
+      if place.parent == path.parent:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+      real(tensors, place, **named)
+
+    monkeypatch.setattr(safetensors.flax, "save_file", save_file)
+  with pytest.raises(base.UserError, match="The draft is in") as told:
+    pair.save_draft(path, pair.draft_params, "adapted")
+  kept = str(told.value).partition("The draft is in ")[2].rstrip(".")
+  assert_same(weights.load(kept).params, pair.draft_params)
+
+
+def test_shipped_vocabulary_encodes_and_decodes(config):
+  vocabulary = load(config).vocabulary
+  ids = vocabulary.encode("SELECT name")
+  assert vocabulary.decode(ids) == "SELECT name"
 
 
 def test_dtype_applies_to_both_models(config):

@@ -341,6 +341,7 @@ class Learner:
     self.finished, self.serving = 0, params
     trained, self._frozen = draft.split(params)
     self._since = 0  # rows added to the buffer before the last launch
+    self._is_broken = False  # an answer had no finite overlap
     self._schedule: Any = config.schedule.init()
     self.costs: Costs | None = None
     on_mesh = sharding.is_distributed(params) or jax.process_count() > 1
@@ -430,6 +431,7 @@ class Learner:
       InputError: the overlap is not finite, which means that the draft is broken.
     """
     if not np.isfinite(overlap):
+      self._is_broken = True
       raise base.InputError(
         f"distillation: the draft {self._draft.name!r} gives scores that are not finite"
         f" (its overlap on request {self.finished} is {overlap}); check its weights."
@@ -452,6 +454,28 @@ class Learner:
       self.runner.launch(batches, self.finished)
       self._since = int(self._buffer.added)
     return outcome
+
+  def check_finite(self) -> None:
+    """Raises BrokenDraftError if the newest draft gives scores that are not finite.
+
+    An update skips steps that are not finite, but a finite step may still be so large
+    that the next scores overflow.
+    """
+    loss = 0.0
+    if int(self.runner.learner.version):  # the first draft was checked by `observe`
+      config, (batch,) = self.config.update, self._draw(1)
+      served = self.runner.learner.replace(params=self._draft.split(self.serving)[0])
+      batch = update_lib.cut(config, batch)
+      # A slice is compiled already, and nothing keeps its result.
+      _, metrics = update_lib.take_slice(
+        self._draft, config, served, batch, self._frozen
+      )
+      loss = float(metrics.loss)
+    if self._is_broken or not np.isfinite(loss):
+      raise base.BrokenDraftError(
+        "the draft is not saved: it gives scores that are not finite; lower"
+        " OptimizerConfig.learning_rate, or check the weights of the first draft."
+      )
 
   def finish(self) -> Outcome | None:
     """Waits for the update in progress and takes it, even if it is not due yet."""
@@ -486,7 +510,7 @@ class Learner:
     """Returns a tree shaped like the arrays that `state` returned with `host`."""
     arrays, _ = self.state()
     if host["launched"] is not None:
-      arrays["pending"] = jax.eval_shape(self._draw)[: host["slices"]]
+      arrays["pending"] = jax.eval_shape(lambda: self._draw(host["slices"]))
     return arrays
 
   def restore(self, arrays: dict[str, Any], host: dict[str, Any]) -> None:
@@ -510,8 +534,8 @@ class Learner:
       target_states=_target_states(self._draft, self.serving, batch.source)
     )
 
-  def _draw(self, slices: int | None = None) -> tuple[base.DistillationBatch, ...]:
-    """Draws the micro-batches of an update that starts now; all slices by default."""
+  def _draw(self, slices: int) -> tuple[base.DistillationBatch, ...]:
+    """Draws the micro-batches of an update that starts now."""
     config = self.config
     # A function of the number of requests, so a resumed run draws the same rows.
     key = jax.random.fold_in(jax.random.key(config.seed), self.finished)

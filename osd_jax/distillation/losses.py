@@ -39,11 +39,7 @@ Divergence = Callable[[Buckets, Buckets], Float[Array, "*rows"]]
 
 
 def target_buckets(records: base.Records) -> Buckets:
-  """Returns the target's log-masses of the k kept tokens and the tail.
-
-  Returns:
-    [..., k + 1] float32, natural log, tail last, nothing below `TARGET_FLOOR`.
-  """
+  """Returns the target's log-masses of the k kept tokens and the tail, tail last."""
   kept = records.log_probs.astype(jnp.float32)
   # Floor before the logarithm; k = V has an exact 0 here.
   tail = jnp.maximum(records.tail.astype(jnp.float32), np.finfo(np.float32).tiny)
@@ -53,27 +49,16 @@ def target_buckets(records: base.Records) -> Buckets:
   return jnp.maximum(buckets, TARGET_FLOOR)
 
 
-def draft_log_probs_on(
-  records: base.Records, logits: Float[Array, "*rows V"]
-) -> Buckets:
-  """Returns the draft's log-masses in the buckets of the target's records.
-
-  Args:
-    records: leading axes [...], k entries per row.
-    logits: [..., V], raw, any float type.
-
-  Returns:
-    [..., k + 1] float32, natural log, tail last, nothing below `DRAFT_FLOOR`.
-  """
-  return _normalized(_draft_buckets(records, logits))
-
-
 def _draft_buckets(records: base.Records, logits: Float[Array, "*rows V"]) -> Buckets:
-  """Like `draft_log_probs_on`, up to a constant per row."""
+  """Returns the draft's log-masses in the buckets of the records, tail last.
+
+  They are correct up to a constant per row.
+  """
   return _kept_and_tail(logits.astype(jnp.float32), records.ids.astype(jnp.int32))
 
 
 def _normalized(buckets: Buckets) -> Buckets:
+  """Returns log-masses that sum to 1, none below `DRAFT_FLOOR`."""
   total = jax.nn.logsumexp(buckets, axis=-1, keepdims=True)
   return jnp.maximum(buckets - total, DRAFT_FLOOR)
 
@@ -206,22 +191,23 @@ def chosen_positions(
   return chosen
 
 
-def position_divergences(
+def distillation_loss(
   config: LossConfig,
   draft_logits: Float[Array, "R T V"],
   batch: base.DistillationBatch,
-) -> Float[Array, "R T"]:
-  """Computes the divergence at each position that the loss reads, 0 elsewhere.
+) -> Float[Array, ""]:
+  """Mean divergence over the chosen positions, weighted by row.
 
-  Values at other positions, even NaN, affect neither the result nor its gradient.
+  Values at other positions, even NaN, affect neither the loss nor its gradient.
 
   Args:
     config: which divergence, and at which positions.
-    draft_logits: [R, T, V], raw, any float type.
-    batch: R rows of T positions, with records.
+    draft_logits: [R, T, V], raw, any float type; entry t predicts
+      `batch.target[:, t]`.
+    batch: R rows with the target's records.
 
   Returns:
-    [R, T] float32, in nats (total variation: in [0, 1]).
+    [] float32, in nats (total variation: in [0, 1]); 0 if no position is chosen.
 
   Raises:
     InputError: the shapes of logits and batch differ.
@@ -237,34 +223,11 @@ def position_divergences(
   )
   draft = _normalized(jnp.where(keep, _draft_buckets(records, draft_logits), 0.0))
   values = divergence(config)(target_buckets(records), draft)
-  return jnp.where(chosen, values, 0.0)
-
-
-def distillation_loss(
-  config: LossConfig,
-  draft_logits: Float[Array, "R T V"],
-  batch: base.DistillationBatch,
-) -> Float[Array, ""]:
-  """Mean divergence over the chosen positions, weighted by row.
-
-  Args:
-    config: which divergence, and at which positions.
-    draft_logits: [R, T, V], raw, any float type; entry t predicts
-      `batch.target[:, t]`.
-    batch: R rows with the target's records.
-
-  Returns:
-    [] float32; 0 if no position is chosen.
-
-  Raises:
-    InputError: the shapes of logits and batch differ.
-  """
-  values = position_divergences(config, draft_logits, batch)
-  weights = jnp.where(chosen_positions(config, batch), batch.weight[:, None], 0.0)
+  weights = jnp.where(chosen, batch.weight[:, None], 0.0)
   total = jnp.sum(weights)
   # Without any chosen position 0 / 0 would make the gradient NaN.
-  mean = jnp.sum(weights * values) / jnp.where(total > 0, total, 1.0)
-  return jnp.where(total > 0, mean, 0.0)
+  mean = jnp.sum(weights * jnp.where(chosen, values, 0.0))
+  return jnp.where(total > 0, mean / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 def _check_shapes(logits: jax.Array, batch: base.DistillationBatch) -> None:
@@ -275,10 +238,4 @@ def _check_shapes(logits: jax.Array, batch: base.DistillationBatch) -> None:
       f"distillation_loss: draft_logits has shape {logits.shape}, expected [R, T] = "
       f"{rows_and_length} and V >= k = {kept}; score the draft on `batch.target`, "
       "with the vocabulary of the records."
-    )
-  if batch.records.log_probs.shape[:-1] != rows_and_length:
-    raise base.InputError(
-      f"distillation_loss: records.log_probs has shape "
-      f"{batch.records.log_probs.shape}, expected [R, T] = {rows_and_length} first; "
-      "cut records and mask to the same target length."
     )

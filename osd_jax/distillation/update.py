@@ -111,18 +111,10 @@ def loss_and_grad(
   frozen: base.Params = None,
   step: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, ""], base.Params]:
-  """The distillation loss of a batch and its gradient.
+  """The distillation loss of a batch and its gradient by the trained parameters.
 
-  Args:
-    model: the draft, as pure functions (static).
-    config: decides divergence and subsampling (static).
-    params: trained parameters of the draft.
-    batch: R rows with the target's records.
-    frozen: its other parameters, see `base.Model.split`.
-    step: [] int32, slices taken so far; seeds the subsampling.
-
-  Returns:
-    (loss [] float32, gradient shaped like params).
+  `frozen` are the draft's other parameters, see `base.Model.split`. The number of
+  slices taken so far, `step`, seeds the subsampling.
   """
   if config.loss.subsamples:
     # A function of the step, so that a resumed run draws the same subsamples.
@@ -145,12 +137,7 @@ def apply_gradients(
   loss: Float[Array, ""],
   gradients: base.Params,
 ) -> tuple[LearnerState, UpdateMetrics]:
-  """Takes one optimiser step, or skips it if anything is not finite.
-
-  Returns:
-    (state, metrics). If loss, gradient or step is not finite, parameters and
-    optimiser state stay as they were and `skipped` increases by one.
-  """
+  """Takes one optimiser step, or skips and counts it if anything is not finite."""
   grad_norm = optax.tree.norm(gradients).astype(jnp.float32)
   changes, opt_state = optimizers.make_optimizer(config).update(
     gradients, learner.opt_state, learner.params
@@ -247,19 +234,10 @@ def draw_slice(
   since: Int[Array, ""] | int,
   index: Int[Array, ""] | int,
 ) -> base.DistillationBatch:
-  """Samples the micro-batch of one slice in one compiled call.
+  """Samples the micro-batch of slice `index` of an update; see `replay.sample`.
 
-  Args:
-    config: number of new and of replayed rows (static).
-    buffer_config: recency weighting of replayed rows (static).
-    buffer: the rows. They are copied, so the buffer can be appended to while the
-      slice runs.
-    key: random key of the whole update.
-    since: [] int32; `buffer.added` at the last update.
-    index: [] int32; position of the slice within the update.
-
-  Returns:
-    A batch of num_new + num_replay rows.
+  The rows are copied, so the buffer can be appended to while the slice runs. `key` is
+  the random key of the whole update.
   """
   key = jax.random.fold_in(key, index)
   return replay.sample(
@@ -273,17 +251,13 @@ def draw_update(
   buffer: replay.ReplayBuffer,
   key: Key[Array, ""],
   since: Int[Array, ""] | int,
-  slices: int | None = None,
+  slices: int,
 ) -> tuple[base.DistillationBatch, ...]:
-  """Samples the micro-batches of an update, see `draw_slice`.
-
-  `slices` is their number, `steps_per_update` by default.
-  """
-  count = config.steps_per_update if slices is None else slices
+  """Samples the micro-batches of an update, one per slice."""
   # One call per slice: the number of slices then compiles nothing.
   return tuple(
     draw_slice(config, buffer_config, buffer, key, since, index)
-    for index in range(count)
+    for index in range(slices)
   )
 
 
@@ -294,11 +268,7 @@ def update(
   batches: Sequence[base.DistillationBatch],
   frozen: base.Params = None,
 ) -> tuple[LearnerState, UpdateMetrics]:
-  """Runs a whole update: one slice per micro-batch, then a new version.
-
-  Returns:
-    (state, metrics [slices]).
-  """
+  """Runs a whole update: one slice per micro-batch, then a new version."""
   after, metrics = learner, []
   for state, of_slice in slices(model, config, learner, batches, frozen):
     after = state
@@ -313,11 +283,7 @@ def slices(
   batches: Sequence[base.DistillationBatch],
   frozen: base.Params = None,
 ) -> Iterator[tuple[LearnerState, UpdateMetrics]]:
-  """Runs the slices of an update one by one.
-
-  Yields:
-    (state after a slice, its metrics as scalars), both computed.
-  """
+  """Runs the slices of an update one by one; yields state and metrics after each."""
   for batch in batches:
     state, metrics = take_slice(model, config, learner, cut(config, batch), frozen)
     # Results must not move: the next slice, and serving, would be compiled again.

@@ -174,7 +174,7 @@ class Server:
     # The newest draft: parameters, version, shortlist. The learning thread sets it in
     # one assignment; the serving thread swaps it in between two calls.
     self._pending_draft: tuple[base.Params, int, Any] | None = None
-    self._is_closed = self._is_draft_broken = False
+    self._is_closed = False
     self._process = os.getpid()
     self._answering = threading.Lock()  # held during a call, by whichever thread
     self._stepping = threading.RLock()  # so that `close` waits for a compiled call
@@ -386,7 +386,6 @@ class Server:
         self.pair.draft, self.learner.serving, done, self.shortlist
       )
       overlap = float(jax.device_get(measured.distribution_overlap)[0])
-    self._is_draft_broken = not np.isfinite(overlap)
     return self._publish(self.learner.observe(done.batch, overlap), background)
 
   def finish_learning(self) -> Outcome | None:
@@ -415,20 +414,18 @@ class Server:
             self.engine.shortlist,
           )
 
-  def save(self, path: str | Path) -> Path:
-    """Writes the newest draft; `PairConfig.draft` reads the file.
+  def save(self, path: str | Path, notes: str = "") -> Path:
+    """Writes the newest draft with some notes; `PairConfig.draft` reads the file.
 
     Raises:
-      InputError: the path cannot be written, or the draft's scores on the last answer
-        were not finite.
+      BrokenDraftError: the draft's parameters or scores are not finite.
+      InputError, DiskError: the file cannot be written; the error names the file that
+        was written instead.
     """
     self._check_process()
-    if self._is_draft_broken:
-      raise base.InputError(
-        f"Server.save: {path} was not written, because the draft's scores are not"
-        " finite; start from another draft, or with a lower learning rate."
-      )
-    notes = f"adapted, after {self.statistics.requests} requests"
+    if self._learner is not None:
+      self._learner.check_finite()
+    notes = notes or f"adapted, after {self.statistics.requests} requests"
     return self.pair.save_draft(path, self.draft_params, notes)
 
   def wait(self) -> None:

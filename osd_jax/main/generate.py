@@ -59,6 +59,8 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   known = None if is_typed else list(_given(arguments))
   pair = pairs.load_pair(config.pair, sharding.make(config.partition))
   decoding = _enough(config.decoding, pair, arguments, known)
+  if arguments.learn:
+    runs.check_output("--save", draft_path, needed_bytes=pair.draft_bytes)
   with server.Server(pair, decoding, config.learning, config.partition) as serving:
     serving.engine.report = functools.partial(print, file=sys.stderr, flush=True)
     lines = known or (_from_terminal() if from_terminal else _from_standard_input())

@@ -187,6 +187,19 @@ def _put(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
     partial.unlink(missing_ok=True)
 
 
+def check_finite(what: str, params: base.Params, storage: str = "float32") -> None:
+  """Raises BrokenDraftError if parameters are not finite in their stored type."""
+  for place, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    with np.errstate(all="ignore"):  # overflows are reported below
+      array = np.asarray(leaf).astype(jnp.dtype(storage))
+    if wrong := int(np.sum(~np.isfinite(array))):
+      name = jax.tree_util.keystr(place)
+      raise base.BrokenDraftError(
+        f"{what} is not saved: {wrong} of the {array.size} values of {name} are NaN or"
+        " infinite; lower OptimizerConfig.learning_rate."
+      )
+
+
 def unwritable(path: Path, error: Exception) -> base.DiskError:
   """The error for weights that cannot be written."""
   reason = getattr(error, "strerror", None) or error

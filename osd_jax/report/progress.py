@@ -10,13 +10,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import rich.console
 import rich.progress
+import rich.status
 import rich.table
 
 WINDOW = 25  # requests of the trailing figures
 EVERY = 20.0  # seconds between plain lines
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of JAX
 
 
 def bar(console: rich.console.Console) -> rich.progress.Progress:
@@ -38,13 +41,30 @@ def bar(console: rich.console.Console) -> rich.progress.Progress:
 
 @contextlib.contextmanager
 def status(console: rich.console.Console, text: str) -> Iterator[None]:
-  """Shows `text` while the body runs."""
-  if _is_live(console):
-    with console.status(text):
-      yield
-  else:
+  """Shows `text` while the body runs, with the number of programs it compiles."""
+  live, said, compiled = _is_live(console), time.monotonic(), 0
+  spinner = console.status(text) if live else contextlib.nullcontext()
+  if not live:
     console.print(f"{text} ...", highlight=False)
-    yield
+
+  def listen(event: str, *_: Any, **__: Any) -> None:
+    nonlocal said, compiled
+    if event != _COMPILED:
+      return
+    compiled += 1
+    line = f"{text} ({compiled} {'program' if compiled == 1 else 'programs'} compiled)"
+    if isinstance(spinner, rich.status.Status):
+      spinner.update(line)
+    elif time.monotonic() - said > EVERY:
+      said = time.monotonic()
+      console.print(f"{line} ...", highlight=False)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    with spinner:
+      yield
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 class Progress:

@@ -84,6 +84,7 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
     details["Costs on this machine"] = costs.table()
     said = said or account_lib.predicted_saving(costs, rows)
   events = [*by_kind.get("mesh", ())[:1], *by_kind.get("replica", ())[:3]]
+  events += by_kind.get("unsaved", ())[-1:]
   return Summary(
     "Online speculative decoding",
     _headline(requests, verdict, learns="update" in by_kind),

@@ -142,6 +142,22 @@ def test_restored_learner_serves_the_same_parameters(learner_of):
   assert not np.array_equal(again.serving, params())
 
 
+def test_draft_with_broken_scores_must_not_be_saved(learner_of):
+  one = learner_of()
+  one.check_finite()
+  feed(one, [0.5] * INTERVAL)
+  one.check_finite()
+  one.serving = one.serving * jnp.nan
+  with pytest.raises(base.InputError, match="the draft is not saved: .* not finite"):
+    one.check_finite()
+  # The first draft may be broken before any update.
+  other = learner_of()
+  with pytest.raises(base.InputError, match="check its weights"):
+    other.observe(row(0), math.nan)
+  with pytest.raises(base.InputError, match="the draft is not saved"):
+    other.check_finite()
+
+
 def test_schedule_with_costs_gets_the_number_of_emitted_tokens(learner_of):
   """The row is padded, so its length is not the number of tokens."""
   costs = Costs(RoundCosts((11.0,), num_draft_tokens=(7,)), lost_ms=1e9)

@@ -31,6 +31,10 @@ FLAGS = hnp.arrays(bool, (ROWS, LENGTH))
 WEIGHTS = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([0.0, 1.0, 0.25, 3.0]))
 
 
+def draft_log_probs(records, logits):
+  return losses._normalized(losses._draft_buckets(records, jnp.asarray(logits)))
+
+
 def records_of(target_logits, k, dtype=np.uint16):
   log_probs, ids, tail = oracles.truncate(target_logits, k)
   return base.Records(
@@ -209,12 +213,10 @@ def test_loss_and_gradient_are_finite_in_degenerate_cases(name, case):
 def test_tail_below_float32_resolution_is_accurate():
   logits = np.array([[0.0, -1.0, -40.0, -41.0]], np.float32)
   records = records_of(logits, 2)
-  got = losses.draft_log_probs_on(records, jnp.asarray(logits))[0, -1]
+  got = draft_log_probs(records, logits)[0, -1]
   expected = np.log(oracles.softmax(logits)[0, 2:].sum())
   np.testing.assert_allclose(got, expected, rtol=1e-5)
-  kept = np.exp(
-    np.asarray(losses.draft_log_probs_on(records, jnp.asarray(logits)))[0, :2]
-  )
+  kept = np.exp(np.asarray(draft_log_probs(records, logits))[0, :2])
   # Negative control: the difference to 1 is lost in float32.
   assert np.float32(1.0) - kept.sum(dtype=np.float32) <= 1e-7
 
@@ -224,7 +226,7 @@ def test_uint16_ids_above_32767_select_their_logits():
   logits[..., 39_999] = 12.0
   records = records_of(logits, 1)
   assert records.ids.dtype == jnp.uint16 and int(records.ids[0, 0, 0]) == 39_999
-  got = losses.draft_log_probs_on(records, jnp.asarray(logits))[0, 0, 0]
+  got = draft_log_probs(records, logits)[0, 0, 0]
   np.testing.assert_allclose(np.exp(got), oracles.softmax(logits)[0, 0, 39_999], 1e-5)
 
 

@@ -36,7 +36,9 @@ def _score(params, source, mask, target):
 
 
 def run_update(config, learner, buffer, key, since):
-  batches = update.draw_update(config, BUFFER_CONFIG, buffer, key, since)
+  batches = update.draw_update(
+    config, BUFFER_CONFIG, buffer, key, since, config.steps_per_update
+  )
   return update.update(MODEL, config, learner, batches)
 
 
@@ -217,7 +219,7 @@ def test_slices_keep_only_the_newest_state_alive():
   """Keeping the parameters and moments of all slices would take much memory."""
   config, buffer = config_of(steps_per_update=4), filled_buffer()
   learner, seen = learner_of(config), []
-  batches = update.draw_update(config, BUFFER_CONFIG, buffer, jax.random.key(5), 2)
+  batches = update.draw_update(config, BUFFER_CONFIG, buffer, jax.random.key(5), 2, 4)
   for state, _ in update.slices(MODEL, config, learner, batches):
     seen.append(weakref.ref(state))
     assert [ref() is None for ref in seen[:-1]] == [True] * (len(seen) - 1)

@@ -419,7 +419,7 @@ def test_broken_draft_is_named_changes_no_text_and_is_not_saved(pair, plain, tmp
     assert [a.text for a in server.generate(TEXTS, ordered=True)] == plain
     with pytest.raises(base.InputError, match="'draft' gives scores that are not"):
       list(server.generate(TEXTS, learn=True))
-    with pytest.raises(base.InputError, match=r"was not written.* not finite"):
+    with pytest.raises(base.InputError, match=r"the draft is not saved: .* not finite"):
       server.save(tmp_path / "draft.safetensors")
   assert not (tmp_path / "draft.safetensors").exists()
 

@@ -2,6 +2,8 @@
 
 import io
 
+import jax
+import numpy as np
 import pytest
 import rich.console
 
@@ -51,6 +53,20 @@ def test_log_file_gets_plain_lines_at_intervals(monkeypatch):
     "serve 100/100",
   ]
   assert all("\x1b" not in line and "3.25 tokens/call" in line for line in lines)
+
+
+def test_status_counts_compiled_programs(monkeypatch):
+  monkeypatch.setattr(progress, "EVERY", -1.0)
+  plain = console()
+  with progress.status(plain, "compiling"):
+    for size in (3, 4):
+      jax.jit(lambda x: x + 1).lower(np.zeros(size)).compile()
+  jax.jit(lambda x: x + 2).lower(np.zeros(3)).compile()  # not counted any more
+  assert plain.file.getvalue().splitlines() == [
+    "compiling ...",
+    "compiling (1 program compiled) ...",
+    "compiling (2 programs compiled) ...",
+  ]
 
 
 def test_interrupted_run_prints_its_progress():

@@ -356,19 +356,19 @@ def test_continued_run_serves_the_saved_draft_and_shortlist(
   again.close(0.0)
 
 
-def test_records_are_required(pair, tmp_path):
-  decoding = engine.DecodingConfig(record_top_k=0)
-  with pytest.raises(ValueError, match=r"OnlineConfig\.decoding: .*record_top_k=0"):
-    tiny_online.config(pair, tmp_path, decoding=decoding)
-
-
-def test_stream_must_fit_the_buckets(pair, tmp_path):
-  decoding = engine.DecodingConfig(source_lengths=(16,))
-  with pytest.raises(
-    ValueError, match=r"OnlineConfig\.stream: .*length of 40.* 16, "
-  ) as caught:
-    tiny_online.config(pair, tmp_path, decoding=decoding)
-  assert len(str(caught.value)) < 200  # does not print the stream
+@pytest.mark.parametrize(
+  "folder, decoding, message",
+  [
+    ("run", {"record_top_k": 0}, r"\.decoding: .*record_top_k=0"),
+    ("run", {"source_lengths": (16,)}, r"\.stream: .*length of 40.* 16, "),
+    ("", {}, r"\.run_directory: received ''"),
+  ],
+)
+def test_config_error_names_the_field(pair, folder, decoding, message):
+  changes = {"decoding": engine.DecodingConfig(**decoding)} if decoding else {}
+  with pytest.raises(ValueError, match="OnlineConfig" + message) as caught:
+    tiny_online.config(pair, folder, **changes)
+  assert len(str(caught.value)) < 300  # does not print the stream
 
 
 def files(folder):
@@ -403,11 +403,6 @@ def test_failed_start_leaves_no_directory(pair, tmp_path):
   with pytest.raises(ValueError, match=r"absent\.safetensors"):
     online.run(config)
   assert not (tmp_path / "runs").exists()
-
-
-def test_run_directory_must_have_a_name(pair):
-  with pytest.raises(ValueError, match=r"OnlineConfig\.run_directory: received ''"):
-    tiny_online.config(pair, "")
 
 
 def test_parts_of_the_account_add_up_to_the_wall_time(learned):

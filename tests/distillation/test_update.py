@@ -125,9 +125,8 @@ def test_every_optimizer_lowers_the_loss(name):
   assert int(learner.step) == 60 and int(learner.skipped) == 0
 
 
-@pytest.mark.parametrize("divergence", sorted(losses.DIVERGENCES))
-def test_updates_from_the_buffer_lower_the_loss_for_every_divergence(divergence):
-  config = config_of(losses.LossConfig(divergence), learning_rate=3e-2)
+def test_updates_from_the_buffer_lower_the_loss():
+  config = config_of(learning_rate=3e-2)
   learner, buffer = learner_of(config), filled_buffer()
   loss = lambda learner: update.loss_and_grad(
     MODEL, config, learner.params, batch_of(0)

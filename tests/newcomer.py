@@ -9,16 +9,14 @@ Chromium, if it is installed.
 """
 
 import csv
-import html
 import io
 import json
 import pathlib
-import re
-import shutil
 import subprocess
 import sys
 import time
 
+import browser
 import numpy as np
 import safetensors.numpy
 import sentencepiece
@@ -238,91 +236,22 @@ def main(start):
     pathlib.Path(f"{name}.gin").write_text(RUN.format(name=name, learn=learns))
     osd("online", f"--gin_file={name}.gin")
   osd("compare", "runs/frozen", "runs/learning", "--output", "compared")
-  pages = sorted(
-    [*pathlib.Path().glob("runs/*/*.html"), *pathlib.Path().glob("compared/*.html")]
-  )
-  assert len(pages) == 3, pages
-  browser = shutil.which("chromium") or shutil.which("google-chrome")
-  if browser is None:
-    print("reports are not checked: there is no Chromium")
-    return
-  for page in pages:
-    for is_dark in (False, True):
-      check_page(browser, page, is_dark)
-
-
-# --- Reports --------------------------------------------------------------------------
-
-WIDTHS = (1400, 400)
-# Reports what is wider than the page, apart from what scrolls in a box of its own.
-MEASURE = """
-<script>addEventListener("load", () => {
-  for (const fold of document.querySelectorAll("details")) fold.open = true;
-  const isBox = (e) => /auto|scroll|hidden/.test(getComputedStyle(e).overflowX);
-  const scrolls = (e) => e && (isBox(e) || scrolls(e.parentElement));
-  const name = (e) => e.tagName.toLowerCase() + (e.className ? "." + e.className : "");
-  const all = [...document.body.querySelectorAll("*")];
-  const wide = all.filter((e) =>
-    e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e.parentElement));
-  const cut = [...document.querySelectorAll("table")].filter((e) =>
-    e.parentElement.scrollWidth > e.parentElement.clientWidth + 1);
-  const style = getComputedStyle(document.body);
-  parent.postMessage({
-    width: innerWidth,
-    page: document.documentElement.scrollWidth,
-    wide: [...new Set(wide.map(name))].slice(0, 5),
-    cut: cut.length,
-    dark: matchMedia("(prefers-color-scheme: dark)").matches,
-    ground: style.backgroundColor,
-    ink: style.color,
-  }, "*");
-});</script>
-"""
-FRAMES = """<!DOCTYPE html><body><script>
-const found = [];
-addEventListener("message", (event) => {
-  found.push(event.data);
-  document.body.setAttribute("data-found", JSON.stringify(found));
-});</script>"""
-
-
-def check_page(browser, page, is_dark):
-  """Opens a page in frames of several widths and checks that nothing is cut."""
-  copy = page.with_suffix(".measured.html")
-  copy.write_text(page.read_text().replace("</body>", f"{MEASURE}</body>"))
-  frames = page.with_suffix(".frames.html")
-  frame = '<iframe src="{}" style="width: {}px; height: 900px; border: 0"></iframe>'
-  frames.write_text(FRAMES + "".join(frame.format(copy.name, w) for w in WIDTHS))
-  words = [
-    *(browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-    f"--blink-settings=preferredColorScheme={int(not is_dark)}",
-    *(
-      "--virtual-time-budget=10000",
-      f"--user-data-dir={pathlib.Path('chromium').resolve()}",
-    ),
-    frames.resolve().as_uri(),
+  reports = [
+    *pathlib.Path("runs").glob("*/*.html"),
+    *pathlib.Path("compared").glob("*.html"),
   ]
-  done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-  found = re.search(r'data-found="([^"]*)"', done.stdout)
-  assert found, f"{page} was not measured: {done.stderr[-500:]}"
-  seen = {row["width"]: row for row in json.loads(html.unescape(found[1]))}
-  assert sorted(seen) == sorted(WIDTHS), seen
-  for row in seen.values():
-    assert row["dark"] == is_dark, row
-    assert row["page"] <= row["width"] and not row["wide"], f"{page} overflows: {row}"
-    ground, ink = map(brightness, (row["ground"], row["ink"]))
-    assert (ground < ink) == is_dark and abs(ground - ink) > 0.5, f"{page}: {row}"
-  assert not seen[max(WIDTHS)]["cut"], f"{page} has cut tables: {seen[max(WIDTHS)]}"
-  copy.unlink()
-  frames.unlink()
-  print(f"{page} {'dark' if is_dark else 'light'}: nothing overflows", flush=True)
-
-
-def brightness(colour):
-  """Brightness of "rgb(r, g, b)" or "rgba(r, g, b, a)" in 0..1, on white."""
-  red, green, blue, *alpha = map(float, re.findall(r"[\d.]+", colour))
-  share = alpha[0] if alpha else 1.0
-  return share * (0.3 * red + 0.59 * green + 0.11 * blue) / 255 + (1 - share)
+  assert len(reports) == 3, reports
+  if browser.PROGRAM is None:
+    print("reports are not measured: there is no Chromium")
+    return
+  frames = [(report.read_text(), width) for report in reports for width in (400, 1400)]
+  grounds = set()
+  for is_dark in (False, True):
+    found = browser.measured(frames, pathlib.Path.cwd(), is_dark)
+    assert [page["cut"] for page in found] == [[]] * len(frames), (reports, found)
+    grounds |= {(is_dark, page["ground"]) for page in found}
+  assert len(grounds) == 2, grounds  # one colour for each scheme
+  print("reports: nothing is cut at 400 and 1400 pixels, in light and dark")
 
 
 if __name__ == "__main__":

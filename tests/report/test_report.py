@@ -1,12 +1,9 @@
 """report.html is self-contained, shows all its input, escapes it, and fits a phone."""
 
-import html
 import html.parser
-import json
 import re
-import shutil
-import subprocess
 
+import browser
 import pytest
 from report import synthetic_run
 
@@ -202,45 +199,6 @@ def test_columns_have_the_same_number_of_decimals():
 
 # Measures pages in frames as wide as screens. Listed are elements that end to the right
 # of their frame, or in which a part is hidden until it is scrolled.
-FRAME = '<iframe style="border:0;width:%dpx;height:900px" srcdoc="%s"></iframe>'
-MEASURE = """<!DOCTYPE html><pre id="found"></pre>FRAMES<script>onload = () => {
-  const measured = [];
-  for (const frame of document.querySelectorAll("iframe")) {
-    const page = frame.contentDocument, cut = [];
-    const all = (names) => [...page.querySelectorAll(names)];
-    for (const fold of all("details")) fold.open = true;
-    for (const part of all("body, body *:not(svg *)")) {
-      const right = part.getBoundingClientRect().right > frame.clientWidth + 1;
-      const style = getComputedStyle(part);
-      if (right || style.display != "inline" && part.clientWidth
-          && part.scrollWidth > part.clientWidth + 1) cut.push(part.tagName);
-    }
-    const answer = all("td").find((cell) => cell.textContent.includes("total = 0"));
-    measured.push({cut: cut, ground: getComputedStyle(page.body).backgroundColor,
-      space: answer ? getComputedStyle(answer).whiteSpace : "", label: Math.min(
-        ...all("svg text").map((text) => parseFloat(getComputedStyle(text).fontSize)
-        * text.getScreenCTM().a))});
-  }
-  document.querySelectorAll("iframe").forEach((frame) => frame.remove());
-  document.getElementById("found").textContent = JSON.stringify(measured);
-}</script>"""
-
-
-def _measured(frames, folder, dark=False):
-  """Opens (page, width) in Chromium and returns what `MEASURE` finds for each."""
-  browser = shutil.which("chromium") or shutil.which("google-chrome")
-  if browser is None:
-    pytest.skip("no chromium on this machine")
-  shown = "".join(FRAME % (width, html.escape(text)) for text, width in frames)
-  (folder / "framed.html").write_text(MEASURE.replace("FRAMES", shown))
-  flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
-  flags += " --disable-background-networking --disable-component-update --disable-sync"
-  flags += f" --blink-settings=preferredColorScheme={0 if dark else 1}"
-  command = [browser, *flags.split(), f"--user-data-dir={folder / 'browser'}"]
-  command += ["--window-size=1500,1000", "--dump-dom", f"file://{folder}/framed.html"]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-  (found,) = re.findall(r'id="found">(.*?)</pre>', done.stdout)
-  return json.loads(html.unescape(found))
 
 
 @pytest.fixture
@@ -263,14 +221,15 @@ def served(tmp_path):
   return [path.read_text() for path in (one, page.compare(paths, tmp_path / "both"))]
 
 
+@pytest.mark.skipif(not browser.PROGRAM, reason="no Chromium on this machine")
 def test_nothing_is_cut_on_a_desk_or_a_phone(served, tmp_path):
   frames = [(text, width) for text in served for width in (400, 900, 1400)]
   # Negative control: without the style for narrow screens, tables are cut.
   control = (served[0].replace("max-width: 52rem", "max-width: 1rem"), 400)
-  *found, cut = _measured([*frames, control], tmp_path)
+  *found, cut = browser.measured([*frames, control], tmp_path)
   assert [page["cut"] for page in found] == [[]] * 6 and "TABLE" in cut["cut"]
   assert min(page["label"] for page in found) > 8.5  # pixels, in plots
   assert [page["space"] for page in found] == ["pre-wrap"] * 3 + [""] * 3
-  (dark,) = _measured(frames[:1], tmp_path, dark=True)
+  (dark,) = browser.measured(frames[:1], tmp_path, dark=True)
   grounds = [found[0]["ground"], dark["ground"]]
   assert grounds == ["rgb(255, 255, 255)", "rgb(21, 24, 28)"]

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from osd_jax import base, remote
+from osd_jax import background, base, remote
 from osd_jax.runs import log
 
 # Only these names are ever removed: files that a run writes at its start, and results.
@@ -110,7 +110,6 @@ class RunDirectory:
     operative_config: str = "",
     seed: int | None = None,
     overwrite: bool = False,
-    argv: Sequence[str] | None = None,
   ) -> "RunDirectory":
     """Continues the run in this folder, or begins a new one.
 
@@ -124,7 +123,6 @@ class RunDirectory:
       operative_config: the command line's settings, stored as text.
       seed: the run's seed, noted in provenance.json.
       overwrite: remove the run in this folder and begin again.
-      argv: the command line; `sys.argv` by default.
 
     Raises:
       InputError: the folder cannot be written to, another process is writing to it,
@@ -150,9 +148,9 @@ class RunDirectory:
       if overwrite and run.provenance_path.exists():
         run._remove(*_RESULTS, *_FIRST)
       if run.provenance_path.exists():
-        run._continue(config, argv)
+        run._continue(config)
       else:
-        run._begin(config, operative_config, seed, argv)
+        run._begin(config, operative_config, seed)
     except OSError as error:
       run.close()
       raise base.InputError(
@@ -243,30 +241,24 @@ class RunDirectory:
     if self._mirror is not None:
       self._mirror.pull(self.provenance_path.name)
 
-  def _begin(
-    self,
-    config: Any,
-    operative_config: str,
-    seed: int | None,
-    argv: Sequence[str] | None,
-  ) -> None:
+  def _begin(self, config: Any, operative_config: str, seed: int | None) -> None:
     self._is_new = True
     self.write_json(self.config_path.name, described(config))
     if operative_config:
       write_text(self.operative_config_path, operative_config)
     # provenance.json is written last, because its presence makes this folder a run.
     notes = {"seed": seed, "finished": None, "interrupted": False}
-    notes |= {**_session(argv), "resumed": []}
+    notes |= {**_session(), "resumed": []}
     self.write_json(self.provenance_path.name, notes)
 
-  def _continue(self, config: Any, argv: Sequence[str] | None) -> None:
+  def _continue(self, config: Any) -> None:
     self._check_config(config)
     notes = self.provenance()
     # A finished run gets no further session, so that its hours stay right.
     if notes.get("finished"):
       return
     _end_session(notes, self._last_written(notes))
-    notes["resumed"].append(_session(argv))
+    notes["resumed"].append(_session())
     notes["interrupted"] = True
     self.write_json(self.provenance_path.name, notes)
 
@@ -356,13 +348,10 @@ def now() -> datetime.datetime:
   return datetime.datetime.now(datetime.UTC)
 
 
-def _session(argv: Sequence[str] | None) -> dict[str, Any]:
+def _session() -> dict[str, Any]:
   """Describes this process when it starts to work on a run."""
-  threads = (
-    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-  )
   return {
-    "argv": list(sys.argv if argv is None else argv),
+    "argv": list(sys.argv),
     **git_state(),
     "versions": {
       "python": platform.python_version(),
@@ -371,7 +360,7 @@ def _session(argv: Sequence[str] | None) -> dict[str, Any]:
     "device_kind": jax.devices()[0].device_kind,
     "device_count": jax.device_count(),
     "process_count": jax.process_count(),
-    "thread_count": threads,
+    "thread_count": background.cores(),
     "thread_settings": {
       name: os.environ[name]
       for name in ("XLA_FLAGS", "OMP_NUM_THREADS")

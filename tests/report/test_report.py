@@ -2,6 +2,7 @@
 
 import html.parser
 import re
+import sys
 
 import browser
 import pytest
@@ -47,10 +48,9 @@ class _Page(html.parser.HTMLParser):
 
 
 @pytest.fixture
-def run(tmp_path):
-  made = RunDirectory.start(
-    tmp_path / "run", operative_config=f"# {EVIL}", seed=7, argv=["osd", EVIL]
-  )
+def run(tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, "argv", ["osd", EVIL])
+  made = RunDirectory.start(tmp_path / "run", operative_config=f"# {EVIL}", seed=7)
   with JsonLines(made.outputs_path) as log:
     row = {
       "index": 0,

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import html.parser
 import os
+import sys
 
 import jax
 import numpy as np
@@ -33,10 +34,11 @@ def contents(path):
   return {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()}
 
 
-def test_new_run_has_config_and_provenance(tmp_path):
+def test_new_run_has_config_and_provenance(tmp_path, monkeypatch):
   argv = ["osd", "online", "--gin_file=a.gin"]
+  monkeypatch.setattr(sys, "argv", argv)
   path = tmp_path / "a" / "b"
-  run = start(path, operative_config=TEXT, seed=3, argv=argv)
+  run = start(path, operative_config=TEXT, seed=3)
   assert run.operative_config() == TEXT == run.operative_config_path.read_text()
   assert run.config() == {"class": "Config", **dataclasses.asdict(Config())}
   made = run.provenance()

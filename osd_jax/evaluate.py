@@ -4,6 +4,7 @@ Both decode a fixed set of prompts plainly and speculatively, and neither trains
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -129,10 +130,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
     config: prompts, drafts and shapes of the evaluation.
     operative_config: gin text stored in the run directory.
   """
-
-  def body(directory, console):
-    return _evaluate(config, directory, console), ""
-
+  body = functools.partial(_evaluate, config)
   return session.run(config, operative_config, config.sampling.seed, body)
 
 
@@ -143,10 +141,7 @@ def certify(config: CertifyConfig, operative_config: str = "") -> runs.RunResult
     config: prompts, drafts and shapes of the certificate.
     operative_config: gin text stored in the run directory.
   """
-
-  def body(directory, console):
-    return _certify(config, directory, console), ""
-
+  body = functools.partial(_certify, config)
   return session.run(config, operative_config, config.sampling.seed, body)
 
 
@@ -155,7 +150,7 @@ def certify(config: CertifyConfig, operative_config: str = "") -> runs.RunResult
 
 def _evaluate(
   config: EvaluateConfig, directory: runs.RunDirectory, console: rich.console.Console
-) -> certificate.Certificate:
+) -> tuple[certificate.Certificate, str]:
   """Logs every table of the evaluation; returns the verdict over all drafts."""
   bench = Bench(config)
   with runs.MetricsLog(directory.metrics_path) as log:
@@ -168,15 +163,12 @@ def _evaluate(
       by_draft, checks = bench.drafts(answers)
     log.write_rows("draft", by_draft)
     log.write_rows("change", differences(by_draft))
-    certified = [
-      {"draft": label, **check.row()}
-      for label, check in zip(bench.labels, checks, strict=True)
-    ]
-    log.write_rows("certificate", certified)
+    for label, check in zip(bench.labels, checks, strict=True):
+      log.write("certificate", {"draft": label, **check.row()})
     if config.speed_requests:
       with progress.status(console, "timing"):
         log.write_rows("speed", bench.speeds())
-  return sum(checks, certificate.Certificate())
+  return sum(checks, certificate.Certificate()), ""
 
 
 class Bench:
@@ -418,17 +410,12 @@ def differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   for row in rows:
     before = first.setdefault(row["task"], row)
     if row is not before:
-      changes.append(
-        {
-          "task": row["task"],
-          "draft": row["draft"],
-          **{
-            name: None if None in (value, before[name]) else value - before[name]
-            for name, value in row.items()
-            if name not in ("task", "draft")
-          },
-        }
-      )
+      names = [name for name in row if name not in ("task", "draft")]
+      changed = {
+        name: None if None in (row[name], before[name]) else row[name] - before[name]
+        for name in names
+      }
+      changes.append({"task": row["task"], "draft": row["draft"], **changed})
   return changes
 
 
@@ -475,7 +462,7 @@ def perturbed(params: base.Params, scale: float, seed: int = 0) -> base.Params:
 
 def _certify(
   config: CertifyConfig, directory: runs.RunDirectory, console: rich.console.Console
-) -> certificate.Certificate:
+) -> tuple[certificate.Certificate, str]:
   """Logs one row per combination of K and rows; returns the verdict over all."""
   pair = pairs.load_pair(config.pair, sharding.make(config.partition))
   prompts = read_corpus(config.prompts, pair.vocabulary, config.count)
@@ -508,7 +495,7 @@ def _certify(
       for unlogged in ("check", "tokens_per_target_call"):
         row.pop(unlogged)
       log.write("certificate", row)
-  return total
+  return total, ""
 
 
 def _combinations(

@@ -74,6 +74,7 @@ class FakeServer:
       stop_reason=reason,
       tokens_per_target_call=2.5,
       milliseconds=1.25,
+      log_probs=np.float32([-0.5]) if prompt.log_probs else None,
     )
 
   def generate(self, prompts, **settings):
@@ -194,6 +195,12 @@ def test_bad_lines_are_reported_and_the_others_are_answered(osd, tmp_path):
     assert f"osd generate: p.jsonl:{number}: " in errors
 
 
+def test_empty_prompt_is_refused(osd):
+  code, out, errors, _ = osd("", "one")
+  assert (code, out) == (2, "ONE\n")
+  assert "osd generate: prompt 1: Prompt.text: received ''" in errors
+
+
 def test_prompt_lengths_are_allocated_as_needed(osd):
   assert osd("one")[3].decoding.source_lengths == (64, 256, 1024)
   assert osd(typed="one")[3].decoding.source_lengths == (64, 256, 1024)
@@ -248,6 +255,11 @@ def test_streaming_from_a_broken_target_exits_with_1(osd, monkeypatch):
   monkeypatch.setattr(FakeServer, "stream", stream)
   code, _, errors, _ = osd("one", "--stream")
   assert code == 1 and "prompt 0 has no answer" in errors
+
+
+def test_log_probs_are_shown_on_request(osd):
+  _, out, _, _ = osd("one", "--format", "jsonl", "--log_probs")
+  assert json.loads(out)["log_probs"] == [-0.5]
 
 
 def test_options_reach_the_server(osd):
@@ -337,6 +349,7 @@ def test_sigterm_at_the_prompt_exits_with_143(osd, monkeypatch):
     (["--file", "bad.jsonl"], "--file: bad.jsonl has no prompt"),
     (["one", "--file", "bad.jsonl"], "--file: received prompts as arguments too"),
     (["one", "--stream", "--format", "jsonl"], "--stream: cannot be combined with"),
+    (["one", "--log_probs"], "--log_probs: needs --format jsonl"),
     (["one", "--save", "x"], "--save: the draft changes only with --learn"),
     (["one", "--learn", "--save", "p.txt/x"], "--save: received 'p.txt/x', expected"),
     (["one", "--learn", "--save", "."], "--save: received '.', expected"),

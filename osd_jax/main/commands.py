@@ -260,6 +260,7 @@ _PROMPTS = {
     "too long prompts: answer the others and fail, cut them, or leave them out",
   ),
   "format": (("text", "jsonl"), "", "format of the answers (default: text)"),
+  "log_probs": (bool, "", "add the log-probability of every token (with jsonl)"),
   "stream": (bool, "", "print text as soon as it is accepted"),
 }
 _SAMPLING = {

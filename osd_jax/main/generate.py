@@ -52,6 +52,7 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   _check(arguments, draft_path)
   options = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "stop")
   given = {name: getattr(arguments, name) for name in options}
+  given["log_probs"] = arguments.log_probs
   template = Prompt("-", **{name: x for name, x in given.items() if x is not None})
   is_typed = not (arguments.prompts or arguments.file)
   from_terminal = is_typed and sys.stdin.isatty() and sys.stdout.isatty()
@@ -84,6 +85,8 @@ def _check(arguments: argparse.Namespace, draft_path: str) -> None:
     raise base.InputError(
       "--stream: cannot be combined with --format jsonl, whose lines are whole answers."
     )
+  if arguments.log_probs and arguments.format != "jsonl":
+    raise base.InputError("--log_probs: needs --format jsonl, which shows them.")
   if arguments.save is not None and not arguments.learn:
     raise base.InputError("--save: the draft changes only with --learn; add --learn.")
   # Checked before the first prompt: hours of learning must not end in an error about a
@@ -141,22 +144,24 @@ class _Prompts:
         if not isinstance(text, str):
           raise base.InputError(f"{text}.")
         text = self._fitting(place, text)
+        if text is None:
+          continue
+        # Each prompt has its own seed; otherwise equal prompts would get equal samples.
+        seed = self._template.sampling.of_request(index).seed
+        prompt = dataclasses.replace(self._template, text=text, seed=seed)
       except base.UserError as error:
         self.refuse(place, error)
         continue
-      if text:
-        # Each prompt has its own seed; otherwise equal prompts would get equal samples.
-        seed = self._template.sampling.of_request(index).seed
-        self.indices.append(index)
-        yield dataclasses.replace(self._template, text=text, seed=seed)
+      self.indices.append(index)
+      yield prompt
 
   def refuse(self, place: str, error: Any) -> None:
     """Reports a prompt that is not answered."""
     self.is_refused = True
     print(f"osd generate: {place}: {error}", file=sys.stderr, flush=True)
 
-  def _fitting(self, place: str, text: str) -> str:
-    """Returns the text, cut with `--on_long=truncate`; "" skips it."""
+  def _fitting(self, place: str, text: str) -> str | None:
+    """Returns the text, cut with `--on_long=truncate`; None skips it."""
     count = len(self._vocabulary.encode_prompt(text))
     if count <= self._longest:
       return text
@@ -169,7 +174,7 @@ class _Prompts:
     if self._on_long == "truncate":
       text, done = _cut(text, self._vocabulary, self._longest), "it is truncated"
     print(f"osd generate: {place}: {said}; {done}.", file=sys.stderr, flush=True)
-    return text if self._on_long == "truncate" else ""
+    return text if self._on_long == "truncate" else None
 
 
 def _cut(text: str, vocabulary: Vocabulary, longest: int) -> str:
@@ -298,4 +303,6 @@ def _line(index: int, answer: Answer, form: str) -> str:
     "tokens_per_target_call": round(float(answer.tokens_per_target_call), 4),
     "milliseconds": round(float(answer.milliseconds), 3),
   }
+  if answer.log_probs is not None:
+    row["log_probs"] = [round(float(x), 4) for x in answer.log_probs]
   return json.dumps(row, ensure_ascii=False)

@@ -15,19 +15,19 @@ from osd_jax.engine import replicas, requests
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.models.shapes import DraftServing
 
-ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 COUNT = tiny_online.REQUESTS
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
+def ray():
+  library = pytest.importorskip("ray")
   # Ray schedules by these numbers; no GPU or TPU is used.
   made_up = {"num_gpus": 2, "resources": {"TPU": 8}}
-  ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, **made_up)
-  yield
-  ray.shutdown()
+  library.init(num_cpus=4, include_dashboard=False, log_to_driver=False, **made_up)
+  yield library
+  library.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def each_once(path):
 
 
 def test_killing_one_of_three_replicas_changes_no_output(
-  pair, alone, tmp_path, monkeypatch
+  pair, alone, tmp_path, monkeypatch, ray
 ):
   """Other replicas answer its requests, and each request is learnt from once."""
   lost, learners = [], []
@@ -105,7 +105,7 @@ def test_killing_one_of_three_replicas_changes_no_output(
   assert len(rows_of(result.path, "update")) > 2 and max(versions) > 1
 
 
-def test_killed_single_replica_is_replaced(pair, alone, tmp_path, monkeypatch):
+def test_killed_single_replica_is_replaced(pair, alone, tmp_path, monkeypatch, ray):
   """The replacement loads the models, receives the newest draft and answers."""
   at_step(monkeypatch, 6, lambda self: ray.kill(self._replicas[0].actor))
   config = configured(
@@ -180,7 +180,7 @@ def answers_of(found):
   return answers
 
 
-def test_replica_reserves_its_gpus_and_tpu_chips(pair):
+def test_replica_reserves_its_gpus_and_tpu_chips(pair, ray):
   found = held(pair, gpus=1.0, tpus=4.0)
   assert answers_of(found)
   left = ray.available_resources()
@@ -222,7 +222,7 @@ def test_loaded_pairs_and_watched_requests_are_refused(pair):
     held(pair).submit(watched)
 
 
-def test_starting_ray_keeps_the_sigterm_handler(monkeypatch):
+def test_starting_ray_keeps_the_sigterm_handler(monkeypatch, ray):
   """`ray.init` replaces the handler, and a run would end without a message."""
 
   def other(*_):

@@ -1,13 +1,12 @@
 """Memory per chip and upper bounds of tokens per second, from compiled programs."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from osd_jax import pairs
-from osd_jax.costs.account import Seen, predict
+from osd_jax.costs.account import predict
 from osd_jax.costs.table import RoundCosts, expected_tokens
 from osd_tools.ahead_of_time.plan import Plan
 from osd_tools.ahead_of_time.programs import Made
@@ -112,22 +111,18 @@ def estimates(
   slice_ms = float(made["slice"].least_ms or 0) if learns else 0.0
   tokens = answers.tokens
   for rate in answers.acceptance:
-    seen = Seen(
-      tokens,
-      expected_tokens(rate, drafted),
-      drafted,
-    )
+    tokens_a_call = expected_tokens(rate, drafted)
+    calls = tokens / tokens_a_call
     # All devices take part in an update, so serving waits until it ends.
     lost_ms = slice_ms * slices / schedule.update_interval
     # The frozen draft has the same acceptance here: the estimate shows what updates
     # cost, and cannot know what they gain.
-    learning = dataclasses.replace(seen, lost_ms=lost_ms)
     yield {
       "acceptance": rate,
-      "tokens_a_call": seen.tokens_per_round,
-      "plain_tokens_s": predict(plain, Seen(tokens)),
-      "frozen_tokens_s": predict(online, seen),
-      "online_tokens_s": predict(online, learning),
+      "tokens_a_call": tokens_a_call,
+      "plain_tokens_s": predict(plain, tokens, tokens),
+      "frozen_tokens_s": predict(online, tokens, calls, drafted * calls),
+      "online_tokens_s": predict(online, tokens, calls, drafted * calls, lost_ms),
       "c": draft_ms / plain_ms,
       "v": verify_ms / plain_ms,
       "break_even_acceptance": break_even(drafted, round_ms / plain_ms),

@@ -13,8 +13,6 @@ from osd_jax.data import examples
 from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.data.vocabulary import Vocabulary
 
-pytest.importorskip("seqio", reason="the extra `data` is not installed")
-
 LINES = [
   json.dumps({"prompt": "How many?", "reference": "SELECT 1", "id": "own-1"}),
   json.dumps({"prompt": "naïve 東京\u0000", "reference": "a\u0000"}),
@@ -24,6 +22,12 @@ LINES = [
   json.dumps({"prompt": "-------", "reference": "-------"}),
   json.dumps({"prompt": "x " * 400, "reference": "y " * 400, "id": 7}),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data_extra():
+  """Imports tensorflow only in the worker that runs these tests."""
+  pytest.importorskip("seqio", reason="the extra `data` is not installed")
 
 
 @pytest.fixture(scope="module")

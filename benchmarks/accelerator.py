@@ -40,7 +40,7 @@ from osd_jax.decoding import records
 from osd_jax.decoding import state as state_lib
 from osd_jax.distillation import update
 from osd_jax.engine import engine, measurement, steps
-from osd_jax.models import families, t5
+from osd_jax.models import families, shapes
 
 NAME, CLOCK = "accelerator", "wall"
 ASKED = {  # with one row
@@ -51,7 +51,7 @@ ASKED = {  # with one row
 Pair = tuple[base.Model, base.Params]
 
 
-def random_pair(config: t5.T5Config, seed: int) -> Pair:
+def random_pair(config: shapes.T5Config, seed: int) -> Pair:
   """Returns a model with random weights in its compute type, made leaf by leaf.
 
   A single program that makes all of them takes minutes to compile.
@@ -81,7 +81,7 @@ def _normal(shape, dtype, key):
   return jax.random.normal(key, shape, dtype)
 
 
-def in_bfloat16(name: str) -> t5.T5Config:
+def in_bfloat16(name: str) -> shapes.T5Config:
   return dataclasses.replace(contenders.shape(name), dtype="bfloat16")
 
 

@@ -27,7 +27,7 @@ import scripting
 
 from osd_jax import native
 from osd_jax.engine import engine
-from osd_jax.models import t5
+from osd_jax.models import shapes
 
 ASKED = {
   "flan-t5-base": {0.7: 1.4, 0.8: 1.6, 0.9: 2.0},
@@ -46,10 +46,10 @@ ASKED_OVER_ASSISTED = {
 RIVAL_ALPHA = 0.8
 WITHOUT = {"XLA attention": ("attention",), "XLA alone": native.PARTS}
 SERVING = {
-  "float32": t5.DraftServing(),
-  "int8": t5.DraftServing(int8=True),
-  "shortlist": t5.DraftServing(shortlist=4096),
-  "both": t5.DraftServing(int8=True, shortlist=4096),
+  "float32": shapes.DraftServing(),
+  "int8": shapes.DraftServing(int8=True),
+  "shortlist": shapes.DraftServing(shortlist=4096),
+  "both": shapes.DraftServing(int8=True, shortlist=4096),
 }
 
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.engine import engine
-from osd_jax.models import families, t5
+from osd_jax.models import families, shapes
 from osd_jax.models.families import ModelConfig
 from osd_tools import sizes
 
-WHOLE = t5.DraftServing()  # the full draft: no shortlist, no 8 bits
-TINY = t5.T5Config(
+WHOLE = shapes.DraftServing()  # the full draft: no shortlist, no 8 bits
+TINY = shapes.T5Config(
   vocab_size=256,
   width=32,
   num_heads=2,
@@ -35,7 +35,7 @@ def shape(name: str) -> ModelConfig:
 
 
 def random_model(
-  config: ModelConfig, seed: int = 0, serving: t5.DraftServing = WHOLE
+  config: ModelConfig, seed: int = 0, serving: shapes.DraftServing = WHOLE
 ) -> tuple[base.Model, base.Params]:
   """Returns a model with random weights that never emits end-of-sequence.
 
@@ -51,7 +51,7 @@ def random_model(
   if not config.tied_head:
     head = params["decoder"]["logits_dense"]
     head["kernel"] = head["kernel"].at[:, ends].set(0.0)
-  elif not isinstance(config, t5.T5Config):
+  elif not isinstance(config, shapes.T5Config):
     table = params["token_embedder"]
     table["embedding"] = table["embedding"].at[ends].set(0.0)
   return model, params
@@ -77,7 +77,7 @@ def step_bytes(config: ModelConfig, rows: int, source: int, target: int) -> int:
     target: mean number of self-attention entries.
   """
   joined = config.num_heads * config.head_dim
-  if not isinstance(config, t5.T5Config):
+  if not isinstance(config, shapes.T5Config):
     of_keys = config.num_kv_heads * config.head_dim
     layer = config.width * (2 * joined + 2 * of_keys + 3 * config.mlp_dim)
     caches = rows * 2 * of_keys * (source + target)

@@ -396,6 +396,15 @@ class Model:
       return jnp.full(source.shape[:1], PAD_ID, jnp.int32)
     return self.start(source, self.mask(source))
 
+  def prompt_text(self, source: jax.Array) -> jax.Array | None:
+    """[B, S] int32; the prompt as part of the text that is continued; -1 is no token.
+
+    Returns None for encoder-decoders, whose output is a text of its own.
+    """
+    if self.start is None:
+      return None
+    return jnp.where(self.mask(source), source, -1)
+
   def split(self, params: Params) -> tuple[Params, Params]:
     """Splits parameters into (trained, frozen); frozen is None if `frozen` is ""."""
     if not self.frozen:
@@ -423,6 +432,10 @@ class SamplingSettings:
     temperature: [B] float32; 0 means greedy.
     top_k: [B] int32; keep the k most probable tokens; 0 keeps all.
     top_p: [B] float32; keep the nucleus of this mass; 1 keeps all.
+    min_p: [B] float32; keep tokens that are at least this share as probable as the most
+      probable one; 0 keeps all.
+    repetition_penalty: [B] float32; the logits of tokens that the text before contains
+      are divided by it if positive, and else multiplied; 1 changes nothing.
     seed: [B] uint32; every random draw is a function of (seed, position, purpose).
     max_length: [B] int32; maximum number of emitted tokens.
   """
@@ -430,6 +443,8 @@ class SamplingSettings:
   temperature: jax.Array
   top_k: jax.Array
   top_p: jax.Array
+  min_p: jax.Array
+  repetition_penalty: jax.Array
   seed: jax.Array
   max_length: jax.Array
 

@@ -18,6 +18,7 @@ earlier positions.
 """
 
 import functools
+from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -48,6 +49,33 @@ class KVCache:
   cross_mask: jax.Array
   length: jax.Array
   target_states: jax.Array | None = None
+
+  @classmethod
+  def prefilled(cls, cross: Sequence, mask: jax.Array, length: int) -> "KVCache":
+    """The cache of rows after prefill, before any token is fed.
+
+    Args:
+      cross: per layer, keys and values [B, H, S, D] that prefill computed. The entries
+        of fed tokens get the same number of heads, size and type.
+      mask: [B, S] bool; which of them may be attended to.
+      length: number of tokens per row that can be fed.
+    """
+    cross_keys, cross_values = zip(*cross)
+    rows, heads, _, size = cross_keys[0].shape
+    empty = lambda: jnp.zeros((rows, heads, length, size), cross_keys[0].dtype)
+    return cls(
+      self_keys=tuple(empty() for _ in cross),
+      self_values=tuple(empty() for _ in cross),
+      cross_keys=cross_keys,
+      cross_values=cross_values,
+      cross_mask=mask,
+      length=jnp.zeros((rows,), jnp.int32),
+    )
+
+  def advanced(self, written: Sequence, count: int) -> "KVCache":
+    """The cache after a step of `count` tokens that wrote self keys and values."""
+    keys, values = zip(*written)
+    return self.replace(self_keys=keys, self_values=values, length=self.length + count)
 
 
 def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
@@ -151,10 +179,3 @@ def take_row(batch, slot: jax.Array):
   return jax.tree.map(
     lambda many: jax.lax.dynamic_slice_in_dim(many, slot[0], 1, axis=0), batch
   )
-
-
-def empty_self_entries(
-  num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype
-) -> tuple[jax.Array, ...]:
-  """Returns zeroed self keys or values: `num_layers` arrays of `shape` [B, H, T, D]."""
-  return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))

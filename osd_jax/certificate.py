@@ -12,7 +12,7 @@ stated gap of it.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -269,7 +269,11 @@ class Certifier:
     source = np.asarray(done.batch.source)
     mask = self._pair.target.mask(source)
     logits = _score(target, params, source, mask, np.asarray(done.batch.target))
-    return np.asarray(logits)[0]
+    text = [int(self._pair.target.starts(jnp.asarray(source))[0])]
+    prompt = self._pair.target.prompt_text(jnp.asarray(source))
+    if prompt is not None:
+      text += [int(token) for token in np.asarray(prompt)[0] if token >= 0]
+    return penalized(np.asarray(logits)[0], done.settings, text, done.tokens)
 
   def _by_audit(self, place: int, plain: Finished, fast: Finished) -> Certificate:
     del plain  # the target itself is the reference
@@ -316,6 +320,32 @@ def near(a: float, b: float) -> bool:
   return bool(abs(a - b) <= NEAR_TIE * max(abs(a), abs(b)))
 
 
+def penalized(
+  logits: np.ndarray,
+  settings: base.SamplingSettings,
+  text: Sequence[int],
+  emitted: np.ndarray,
+) -> np.ndarray:
+  """Logits [T, V] of an answer after its repetition penalty; see `sampling.penalized`.
+
+  Args:
+    logits: [T, V] of the target.
+    settings: [1] settings of the request.
+    text: tokens before the answer that count.
+    emitted: [n] the tokens of the answer.
+  """
+  penalty = float(settings.repetition_penalty[0])
+  if penalty == 1:
+    return logits
+  logits, seen = logits.copy(), set(text)
+  for row, token in zip(logits, emitted):
+    places = sorted(seen)
+    held = row[places]
+    row[places] = np.where(held > 0, held / penalty, held * penalty)
+    seen.add(int(token))
+  return logits
+
+
 def scores(
   logits: np.ndarray,
   settings: base.SamplingSettings,
@@ -332,13 +362,13 @@ def scores(
 
   Returns:
     [V] float64. For a greedy request the logits; otherwise logits / temperature plus
-    the Gumbel noise of (seed, position), and -inf outside top-k and top-p.
+    the Gumbel noise of (seed, position), and -inf for tokens that a filter excludes.
   """
   temperature = float(settings.temperature[0])
   if temperature == 0:
     return logits
   scaled = logits / temperature
-  kept = _inside(scaled, int(settings.top_k[0]), float(settings.top_p[0]), tolerance)
+  kept = _inside(scaled, settings, tolerance)
   key = sampling.row_keys(
     jnp.asarray(settings.seed),
     jnp.full((1, 1), position, jnp.int32),
@@ -350,17 +380,21 @@ def scores(
 
 
 def _inside(
-  scaled: np.ndarray, top_k: int, top_p: float, tolerance: float
+  scaled: np.ndarray, settings: base.SamplingSettings, tolerance: float
 ) -> np.ndarray:
-  """[V] bool; tokens that top-k and top-p keep, and those just below the cut-off."""
+  """[V] bool; tokens that the filters keep, and those just below the cut-off."""
+  top_k, top_p, min_p = (
+    float(values[0]) for values in (settings.top_k, settings.top_p, settings.min_p)
+  )
   # top-k first, then top-p on the renormalised rest, in the order that decoding uses.
   order = np.argsort(-scaled, kind="stable")
-  count = top_k if 0 < top_k < len(scaled) else len(scaled)
+  count = int(top_k) if 0 < top_k < len(scaled) else len(scaled)
   probs = np.exp(scaled[order][:count] - scaled[order[0]])
   probs /= probs.sum()
   before = np.cumsum(probs) - probs
   if top_p < 1:
     count = int(np.sum(before < top_p + tolerance))
+  count = min(count, int(np.sum(probs >= probs[0] * (min_p - tolerance))))
   threshold = scaled[order[count - 1]]
   return scaled >= threshold - tolerance * abs(threshold)
 

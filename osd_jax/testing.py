@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.models import shapes, t5
+from osd_jax.models import shapes
 
-TINY_T5 = t5.T5Config(
+TINY_T5 = shapes.T5Config(
   vocab_size=64,
   width=32,
   num_heads=2,

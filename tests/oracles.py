@@ -62,11 +62,16 @@ class ListBuffer:
     return [entry for entry in self.rows if entry[0] >= serial]
 
 
-def processed_probs(logits, temperature, top_k=0, top_p=1.0):
-  """Temperature, top-k, top-p and softmax of one row; ties at the cut-off are kept."""
-  logits = np.asarray(logits, np.float64)
+def processed_probs(
+  logits, temperature, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, text=()
+):
+  """Settings of one row in transformers' order; ties at the cut-off are kept."""
+  logits = np.array(logits, np.float64)
   if not (logits.max() < np.inf and logits.max() > -np.inf):
     return np.zeros(len(logits))
+  for token in set(text):
+    factor = 1 / repetition_penalty if logits[token] > 0 else repetition_penalty
+    logits[token] *= factor
   if temperature == 0:
     return np.eye(len(logits))[logits.argmax()]
   logits = logits / temperature
@@ -76,7 +81,9 @@ def processed_probs(logits, temperature, top_k=0, top_p=1.0):
   mass, count = np.cumsum(softmax(ranked)), 1
   while count < len(ranked) and (top_p == 1 or mass[count - 1] < top_p):
     count += 1
-  return softmax(np.where(logits >= ranked[count - 1], logits, -np.inf))
+  kept = softmax(np.where(logits >= ranked[count - 1], logits, -np.inf))
+  kept = np.where(kept >= min_p * kept.max(), kept, 0)
+  return kept / kept.sum()
 
 
 def joint_law(table, count, **settings):
@@ -94,7 +101,7 @@ def joint_law(table, count, **settings):
       walk((*emitted, 0), mass)
     else:
       before, last = (0, 0, *emitted)[-2:]
-      row = processed_probs(table[before, last], **settings)
+      row = processed_probs(table[before, last], text=(0, *emitted), **settings)
       for token in np.flatnonzero(row):
         walk((*emitted, int(token)), mass * row[token])
 

@@ -107,14 +107,24 @@ def test_token_just_below_the_cut_off_counts_as_inside():
   assert np.isfinite(certificate.scores(logits, settings, 0)).sum() == 3
 
 
-def test_arg_max_of_scores_equals_the_token_of_plain_decoding():
+@pytest.mark.parametrize(
+  "sampling",
+  [
+    MIXED,
+    dataclasses.replace(MIXED, min_p=0.3, repetition_penalty=1.7),
+    engine.SamplingConfig(repetition_penalty=2.0),
+  ],
+)
+def test_arg_max_of_scores_equals_the_token_of_plain_decoding(sampling):
   pair = tabular_pair.make()
   table = np.asarray(pair.target_params, np.float64)
-  for done in answers(pair, MIXED, False):
-    before = [0, 0, *done.tokens]
+  for done in answers(pair, sampling, False):
+    before = np.array([0, 0, *done.tokens])
+    rows = table[before[:-2], before[1:-1]]
+    rows = certificate.penalized(rows, done.settings, [0], done.tokens)
     for position, token in enumerate(done.tokens):
-      row = table[before[position], before[position + 1]]
-      assert np.argmax(certificate.scores(row, done.settings, position)) == token
+      found = certificate.scores(rows[position], done.settings, position)
+      assert np.argmax(found) == token
 
 
 def test_output_that_ends_early_fails():

@@ -12,7 +12,7 @@ from osd_jax import assets, base, convert, pairs, sharding, testing
 from osd_jax import main as cli
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import convert as formats
-from osd_jax.models import families, t5, weights
+from osd_jax.models import families, shapes, weights
 
 VOCABULARY = "shipped:demo_vocabulary.model"
 VOCAB_SIZE = 1664  # 1,536 pieces, 100 sentinels, and padding as published models have
@@ -103,7 +103,7 @@ def test_t5x_checkpoints_need_a_model_config(tmp_path, repository):
     ({"output": "a\0b"}, "ConvertConfig.output"),
     ({"output": "a" * 300}, "ConvertConfig.output"),
     ({"output": ".", "output_kind": "hugging_face"}, "it exists already"),
-    ({"model": t5.T5Config()}, "leave ConvertConfig.model unset"),
+    ({"model": shapes.T5Config()}, "leave ConvertConfig.model unset"),
   ],
 )
 def test_invalid_settings_are_named_and_write_nothing(folder, tmp_path, changes, named):

@@ -265,12 +265,13 @@ def test_log_probs_are_shown_on_request(osd):
 def test_options_reach_the_server(osd):
   options = "--temperature .5 --top_k 3 --top_p .9 --seed 7 --max_new_tokens 9 --rows 2"
   options += " --num_draft_tokens 3 --stop ; --stop end --target t --draft d"
+  options += " --min_p .1 --repetition_penalty 1.2"
   code, _, _, server = osd("one", *options.split(), "--vocabulary", "v'v")
   assert code == 0
   options = {"learn": False, "ordered": True, "return_failed": True}
   assert server.settings == options
   assert server.prompts == [
-    Prompt("one", 0.5, 3, 0.9, 7, max_new_tokens=9, stop=(";", "end"))
+    Prompt(*("one", 0.5, 3, 0.9, 7, 9, (";", "end")), min_p=0.1, repetition_penalty=1.2)
   ]
   assert (server.decoding.rows, server.decoding.num_draft_tokens) == (2, 3)
   pair = server.pair.config

@@ -22,7 +22,7 @@ from osd_jax.data.batches import BatchConfig
 from osd_jax.data.examples import TaskConfig
 from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.main import commands, settings
-from osd_jax.models.t5 import T5Config
+from osd_jax.models.shapes import T5Config
 from osd_jax.report import page
 from osd_tools import pretrain, sizes
 

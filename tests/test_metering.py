@@ -10,7 +10,7 @@ from decoding import harness
 from osd_jax import metering, sharding, testing
 from osd_jax.base import EOS_ID
 from osd_jax.engine import engine
-from osd_jax.models import families, t5
+from osd_jax.models import families, shapes
 
 VOCAB = testing.TINY_T5.vocab_size
 
@@ -21,7 +21,9 @@ def params():
 
 
 def light_draft(size):
-  return families.build(testing.TINY_T5, "light draft", t5.DraftServing(shortlist=size))
+  return families.build(
+    testing.TINY_T5, "light draft", shapes.DraftServing(shortlist=size)
+  )
 
 
 def config():

@@ -19,7 +19,7 @@ import osd_jax
 from osd_jax import base, pairs, sharding, testing
 from osd_jax.data import vocabulary as vocabularies
 from osd_jax.engine import engine
-from osd_jax.models import convert, families, t5, weights
+from osd_jax.models import convert, families, shapes, weights
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,7 @@ def test_extra_ids_are_known_for_published_t5s(monkeypatch):
   pieces = vocabularies.Vocabulary("f", 32_000, "nowhere/spiece.model", 0, None)
   config = pairs.PairConfig(target="flan-t5-small")
   for size in (32_128, 32_100, 32_000, 33_000):
-    held = weights.Weights(t5.T5Config(vocab_size=size), {})
+    held = weights.Weights(shapes.T5Config(vocab_size=size), {})
     if size in (32_128, 32_100):
       with pytest.raises(base.InputError, match=r"PairConfig\.extra_ids: .*100"):
         pairs.check_vocabulary(config, "target", held, pieces)

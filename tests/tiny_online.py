@@ -16,12 +16,12 @@ from osd_jax import online, pairs
 from osd_jax.data import batches, examples, streams
 from osd_jax.distillation import buffer, learner, optimizers, schedule, update
 from osd_jax.engine import engine
-from osd_jax.models import t5, weights
+from osd_jax.models import shapes, weights
 from osd_jax.models.shapes import AttachedConfig
 
 REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
 SHAPE = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
-SERVING = t5.DraftServing(int8=True, shortlist=700)  # half of the vocabulary
+SERVING = shapes.DraftServing(int8=True, shortlist=700)  # half of the vocabulary
 
 
 def save_lively_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:

@@ -147,8 +147,9 @@ def _all_states(module: llama.Llama, source, mask, target):
   tokens = jnp.concatenate([source, inputs], axis=1)
   positions = jnp.concatenate([llama.prompt_positions(mask), after], axis=1)
   fed = jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1)
-  x = module.decoder.over(module.token_embedder(tokens), fed, positions)
-  return tokens, positions, fed, module.decoder.decoder_norm(x)
+  embedded = module.token_embedder(tokens)
+  outputs, _ = module.decoder.over(embedded, fed, positions)
+  return tokens, positions, fed, module.decoder.decoder_norm(outputs[-1])
 
 
 def forms(judge: Judge, config: optimizers.OptimizerConfig) -> dict[str, Form]:

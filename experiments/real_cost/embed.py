@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import assets, base, testing
-from osd_jax.models import attached, t5, tensors, weights
+from osd_jax.models import attached, shapes, tensors, weights
 from osd_tools import sizes
 
 SIZES = (
@@ -70,7 +70,7 @@ TOLERANCE = 5e-4 / 15  # difference of logits over the largest logit
 ROWS, LENGTH = 4, 20  # number of compared prompts, and length of prompts and outputs
 
 
-def grown(config: t5.T5Config, name: str) -> t5.T5Config:
+def grown(config: shapes.T5Config, name: str) -> shapes.T5Config:
   """`config` with the sizes of a published model.
 
   Raises:
@@ -82,7 +82,7 @@ def grown(config: t5.T5Config, name: str) -> t5.T5Config:
   return shape
 
 
-def check(config: t5.T5Config, shape: t5.T5Config, name: str) -> None:
+def check(config: shapes.T5Config, shape: shapes.T5Config, name: str) -> None:
   """Raises InputError if weights of one shape do not fit into another."""
   if config.tied_head:
     raise base.InputError(
@@ -98,7 +98,7 @@ def check(config: t5.T5Config, shape: t5.T5Config, name: str) -> None:
       )
 
 
-def embedded(held: weights.Weights, shape: t5.T5Config) -> weights.Weights:
+def embedded(held: weights.Weights, shape: shapes.T5Config) -> weights.Weights:
   """The weights in a larger shape, with the same logits."""
   old = flax.traverse_util.flatten_dict(held.params, sep="/")
   random = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def embedded(held: weights.Weights, shape: t5.T5Config) -> weights.Weights:
 
 
 def padded(
-  name: str, leaf: np.ndarray, config: t5.T5Config, shape: t5.T5Config
+  name: str, leaf: np.ndarray, config: shapes.T5Config, shape: shapes.T5Config
 ) -> np.ndarray:
   """A tensor padded with zeros; heads of attention kernels are separate axes."""
   growth = growth_of(config, shape)
@@ -128,7 +128,7 @@ def padded(
   return np.pad(leaf, [(0, new - old) for old, new in zip(leaf.shape, wanted)])
 
 
-def axes(name: str, like: tuple[int, ...], config: t5.T5Config) -> tuple[int, ...]:
+def axes(name: str, like: tuple[int, ...], config: shapes.T5Config) -> tuple[int, ...]:
   """The shape of a tensor, with the heads of attention kernels on separate axes.
 
   Args:
@@ -163,7 +163,7 @@ def added(name: str, sized: tuple[int, ...], random: np.random.Generator) -> np.
   return random.normal(scale=READING_STD, size=sized).astype(np.float32)
 
 
-def growth_of(config: t5.T5Config, shape: t5.T5Config) -> np.float32:
+def growth_of(config: shapes.T5Config, shape: shapes.T5Config) -> np.float32:
   """Factor on the parameters that write to the residual stream."""
   return np.float32(np.sqrt(shape.width / config.width))
 

@@ -33,6 +33,7 @@ def accept(
   settings: base.SamplingSettings,
   position: Int[Array, " B"],
   rule: "str | Rule" = "rejection",
+  text: Int[Array, "B L"] | None = None,
 ) -> base.Acceptance:
   """Applies a rule; under an exact one the emitted tokens follow the target's law.
 
@@ -42,19 +43,45 @@ def accept(
     settings: per-row sampling. Greedy rows accept a token that equals the arg max.
     position: [B] int32; output index of the first drafted token.
     rule: a key of `RULES`, or a rule of your own (static).
+    text: [B, L] int32; the tokens before the first drafted one, for the repetition
+      penalty; -1 is no token. None if no row has a penalty.
 
   Returns:
     The accepted prefix and the recovered or bonus token after it.
   """
-  chosen = resolve(rule)
-  arguments = (proposal, verification, settings, position)
+  chosen, is_penalized = resolve(rule), False
+  if text is not None:
+    is_penalized = sampling.is_penalized(settings)
+
+  def by_rule():
+    both = proposal, verification
+    if text is not None:
+      both = _penalized(*both, settings, text)
+    return chosen.accept(*both, settings, position)
+
   if not chosen.exact:  # its greedy rows may follow other rules, too
-    return chosen.accept(*arguments)
+    return by_rule()
   return jax.lax.cond(
-    jnp.any(settings.temperature > 0),
-    lambda: chosen.accept(*arguments),
+    jnp.any(settings.temperature > 0) | is_penalized,
+    by_rule,
     lambda: accept_greedy(proposal, verification),
   )
+
+
+def _penalized(
+  proposal: base.Proposal,
+  verification: base.Verification,
+  settings: base.SamplingSettings,
+  text: Int[Array, "B L"],
+) -> tuple[base.Proposal, base.Verification]:
+  """Both sides' logits with the repetition penalty that the draft drew with."""
+
+  def penalized(logits):
+    return sampling.penalized(logits, settings, text, proposal.tokens)
+
+  if proposal.logits is not None:
+    proposal = proposal.replace(logits=penalized(proposal.logits))
+  return proposal, base.Verification(penalized(verification.logits))
 
 
 def accept_greedy(

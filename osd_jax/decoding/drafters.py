@@ -83,8 +83,8 @@ class Drafter(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class IndependentDraft:
-  """A language model of its own that reads the prompt, as in the paper.
+class ModelDrafter:
+  """A draft model: one that reads the prompt, as in the paper, or an attached one.
 
   Attributes:
     model: the draft model.
@@ -102,9 +102,12 @@ class IndependentDraft:
     target_states: jax.Array | None,
     cache_length: int,
   ) -> Any:
-    """Prefills the draft's cache; see `Drafter.init`."""
-    del target_states
-    return self.model.prefill(params, source, self.model.mask(source), cache_length)
+    """Prefills the draft's cache, an attached draft's from the target's states."""
+    mask = self.model.mask(source)
+    if self.model.state_width:
+      assert target_states is not None
+      source = target_states
+    return self.model.prefill(params, source, mask, cache_length)
 
   def propose(
     self,
@@ -126,18 +129,20 @@ class IndependentDraft:
     """
     position = rows.length
 
-    def draw(logits, offset):
-      return sampling.sample(logits, rows.settings, position + offset, noise)
+    def draw(logits, offset, drafted):
+      text = jnp.concatenate([rows.text, drafted], axis=1)
+      return sampling.sample(logits, rows.settings, position + offset, noise, text)
 
     def placed(logits):
       return sharding.split_rows_only(logits) if self.whole_logits else logits
 
     def step(carry, offset):
-      token, cache = carry
-      logits, cache = self.model.decode(params, token[:, None], cache)
-      logits = placed(logits)
-      token = draw(logits[:, 0], offset)
-      return (token, cache), (token, logits[:, 0])
+      drafted, cache = carry
+      token = jax.lax.dynamic_slice_in_dim(drafted, offset - 1, 1, axis=1)
+      logits, cache = self.model.decode(params, token, cache)
+      logits = placed(logits)[:, 0]
+      drafted = drafted.at[:, offset].set(draw(logits, offset, drafted))
+      return (drafted, cache), logits
 
     newest = state_lib.inputs_at(rows, state_lib.fed_to_draft(position), 2)
     begun = (position > 0).astype(jnp.int32)  # at position 0 the second one is stale
@@ -145,18 +150,13 @@ class IndependentDraft:
     both, cache = self.model.decode(params, newest, state)
     cache = cache.replace(length=length)
     logits = placed(jnp.take_along_axis(both, begun[:, None, None], axis=1))
-    first = draw(logits[:, 0], 0)
-    if num_draft_tokens == 1:
-      return base.Proposal(first[:, None], logits), cache
-    (_, cache), (tokens, later) = jax.lax.scan(
-      step, (first, cache), jnp.arange(1, num_draft_tokens)
-    )
-    tokens, later = jnp.swapaxes(tokens, 0, 1), jnp.swapaxes(later, 0, 1)
-    proposal = base.Proposal(
-      tokens=jnp.concatenate([first[:, None], tokens], axis=1),
-      logits=jnp.concatenate([logits, later], axis=1),
-    )
-    return proposal, cache
+    drafted = jnp.full((len(position), num_draft_tokens), -1, jnp.int32)
+    drafted = drafted.at[:, 0].set(draw(logits[:, 0], 0, drafted))
+    if num_draft_tokens > 1:
+      offsets = jnp.arange(1, num_draft_tokens)
+      (drafted, cache), later = jax.lax.scan(step, (drafted, cache), offsets)
+      logits = jnp.concatenate([logits, jnp.swapaxes(later, 0, 1)], axis=1)
+    return base.Proposal(drafted, logits), cache
 
   def observe(self, state: Any, rows: state_lib.DecodeState) -> Any:
     """Rewinds the cache to all but the two newest inputs, which `propose` feeds."""
@@ -194,26 +194,3 @@ class IndependentDraft:
       return cache.replace(length=end)
 
     return jax.lax.while_loop(lags, feed, state)
-
-
-@dataclasses.dataclass(frozen=True)
-class AttachedDraft(IndependentDraft):
-  """A draft that reads the target's hidden states instead of the prompt."""
-
-  def init(
-    self,
-    params: base.Params,
-    source: jax.Array,
-    target_states: jax.Array | None,
-    cache_length: int,
-  ) -> Any:
-    """Prefills the draft's cache from the target's states; see `Drafter.init`."""
-    assert target_states is not None
-    mask = self.model.mask(source)
-    return self.model.prefill(params, target_states, mask, cache_length)
-
-
-def from_model(model: base.Model, whole_logits: bool = False) -> IndependentDraft:
-  """Returns the drafter of a draft model: attached if it takes target states."""
-  kind = AttachedDraft if model.state_width else IndependentDraft
-  return kind(model, whole_logits)

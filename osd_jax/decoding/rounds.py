@@ -67,7 +67,7 @@ class DecodeSpec:
       whole = (
         partitioner is not None and not draft.frozen and partitioner.is_whole(draft)
       )
-      drafter = drafters.from_model(draft, whole)
+      drafter = drafters.ModelDrafter(draft, whole)
     return cls(target, drafter, partitioner=partitioner, **settings)
 
   @property
@@ -194,7 +194,7 @@ def one_round(
   # `state.length` is still that of the round's start: the draws of a token depend on
   # its absolute position.
   acceptance = accept_lib.accept(
-    proposal, verification, state.settings, state.length, spec.rule
+    proposal, verification, state.settings, state.length, spec.rule, state.text
   )
   state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
   state = state_lib.append(

@@ -1,8 +1,9 @@
 """Processed distributions and the random draws made from them.
 
-Sampling and acceptance use the same distributions: temperature, then top-k, then top-p,
-then softmax, in float32. Every draw is a function of (request seed, absolute position,
-purpose), so a row never depends on its batch mates.
+Sampling and acceptance use the same distributions: repetition penalty, temperature,
+top-k, top-p, min-p, softmax, in this order and in float32. Every setting means what it
+means in transformers, which applies them in the same order. Every draw is a function of
+(request seed, absolute position, purpose), so a row never depends on its batch mates.
 """
 
 import enum
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from osd_jax import base, native
 
@@ -32,6 +33,8 @@ def make_settings(
   temperature: float = 0.0,
   top_k: int = 0,
   top_p: float = 1.0,
+  min_p: float = 0.0,
+  repetition_penalty: float = 1.0,
   seed: int = 0,
   max_length: int,
 ) -> base.SamplingSettings:
@@ -44,6 +47,12 @@ def make_settings(
     "temperature": (temperature, 0 <= temperature < np.inf, ">= 0, finite"),
     "top_k": (top_k, top_k >= 0, ">= 0 (0 keeps all)"),
     "top_p": (top_p, 0 < top_p <= 1, "in (0, 1]"),
+    "min_p": (min_p, 0 <= min_p <= 1, "in [0, 1]"),
+    "repetition_penalty": (
+      repetition_penalty,
+      0 < repetition_penalty < np.inf,
+      "> 0, finite",
+    ),
     "seed": (seed, 0 <= seed < 2**32, "in 0..2**32 - 1"),
     "max_length": (max_length, max_length >= 1, ">= 1"),
   }
@@ -62,9 +71,58 @@ def make_settings(
     temperature=full(temperature, np.float32),
     top_k=full(top_k, np.int32),
     top_p=full(top_p, np.float32),
+    min_p=full(min_p, np.float32),
+    repetition_penalty=full(repetition_penalty, np.float32),
     seed=full(seed, np.uint32),
     max_length=full(max_length, np.int32),
   )
+
+
+def is_penalized(settings: base.SamplingSettings) -> Bool[Array, ""]:
+  """Whether any row has a repetition penalty."""
+  return jnp.any(settings.repetition_penalty != 1)
+
+
+def penalized(
+  logits: Float[Array, "B n V"],
+  settings: base.SamplingSettings,
+  text: Int[Array, "B L"],
+  drafted: Int[Array, "B m"],
+) -> Float[Array, "B n V"]:
+  """Applies the repetition penalty of each row, as transformers and vLLM define it.
+
+  Args:
+    logits: [B, n, V], raw.
+    settings: per-row settings; without a penalty the logits are returned.
+    text: [B, L] int32; the tokens before the first position; -1 is no token.
+    drafted: [B, m] int32, m >= n - 1; position i has also the first i of them before
+      it. A drafted token is part of the text only if all before it were accepted, and
+      only then position i is read.
+
+  Returns:
+    [B, n, V] float32
+  """
+  logits = logits.astype(jnp.float32)
+  arguments = (logits, settings.repetition_penalty, text, drafted)
+  # The search for repeated tokens runs only if some row has a penalty.
+  return jax.lax.cond(is_penalized(settings), _penalized, lambda x, *_: x, *arguments)
+
+
+def _penalized(logits, penalty, text, drafted):
+  rows, count, size = logits.shape
+  places = jnp.where(text < 0, size, text)  # "drop" ignores the place after the last
+  seen = jnp.zeros((rows, size), bool)
+  seen = seen.at[jnp.arange(rows)[:, None], places].set(True, mode="drop")[:, None]
+  token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+  position = jnp.arange(count)[None, :, None]
+  for index in range(count - 1):
+    seen |= (position > index) & (token == drafted[:, index, None, None])
+  penalty = penalty[:, None, None]
+  changed = jnp.where(logits > 0, logits / penalty, logits * penalty)
+  # An extreme penalty must not make a finite logit infinite, which counts as broken.
+  largest = jnp.finfo(jnp.float32).max
+  changed = jnp.clip(changed, -largest, largest)
+  return jnp.where(seen & jnp.isfinite(logits), changed, logits)
 
 
 def processed_probs(
@@ -86,7 +144,7 @@ def processed_probs(
   largest = jnp.max(logits, -1, keepdims=True)
   # The largest becomes 0 first, so that no small temperature makes it overflow.
   scaled = (logits - largest) / jnp.where(greedy, 1.0, temperature)
-  filters = jnp.any((settings.top_k > 0) | (settings.top_p < 1))
+  filters = jnp.any(has_filters(settings))
   # The search runs only if some row has a filter.
   scaled = jax.lax.cond(filters, _filter, lambda x, _: x, scaled, settings)
   choice = jax.lax.cond(jnp.any(greedy), arg_max, _no_choice, logits)[..., None]
@@ -97,6 +155,11 @@ def processed_probs(
   return jnp.where(jnp.isfinite(total), masses / total, 0.0)
 
 
+def has_filters(settings: base.SamplingSettings) -> Bool[Array, " B"]:
+  """Which rows exclude tokens by top-k, top-p or min-p."""
+  return (settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0)
+
+
 def _no_choice(logits: Float[Array, "B n V"]) -> Int[Array, "B n"]:
   """Returns zeros in the shape of `arg_max`, for batches without greedy rows."""
   return jnp.zeros(logits.shape[:-1], jnp.int32)
@@ -105,7 +168,7 @@ def _no_choice(logits: Float[Array, "B n V"]) -> Int[Array, "B n"]:
 def _filter(
   logits: Float[Array, "B n V"], settings: base.SamplingSettings
 ) -> Float[Array, "B n V"]:
-  """Sets logits outside top-k, then outside top-p of the rest, to -inf.
+  """Sets logits outside top-k, then outside top-p of the rest, then min-p, to -inf.
 
   Ties with the last kept logit are kept, and so are NaNs. The largest logit must be 0.
   A sort would take five times as long on a CPU, and would gather split vocabularies.
@@ -119,7 +182,9 @@ def _filter(
   # Sums are rounded, so a row without top-p skips the search: its distribution must not
   # depend on the filter of a batch mate.
   least = jnp.where(top_p < 1, _least_rank(rank, mass, wanted), least)
-  return jnp.where((rank >= least) | jnp.isnan(logits), logits, -jnp.inf)
+  # The largest logit is 0, so this is the probability relative to the largest one.
+  kept = (rank >= least) & (jnp.exp(logits) >= settings.min_p[:, None, None])
+  return jnp.where(kept | jnp.isnan(logits), logits, -jnp.inf)
 
 
 def _ranks(values: Float[Array, "B n V"]) -> UInt32[Array, "B n V"]:
@@ -260,6 +325,7 @@ def sample(
   settings: base.SamplingSettings,
   position: Int[Array, " B"],
   purpose: Purpose,
+  text: Int[Array, "B L"],
 ) -> Int[Array, " B"]:
   """Draws from the processed distribution; only takes an arg max if all are greedy.
 
@@ -268,13 +334,16 @@ def sample(
     settings: sampling settings of every row.
     position: [B] int32, the absolute position of each token.
     purpose: purpose of the draw (static); see `Purpose`.
+    text: [B, L] int32; the tokens before this one, for the penalty; -1 is no token.
 
   Returns:
     [B] int32
   """
 
-  def sampled(logits):
-    probs = processed_probs(logits[:, None], settings)[:, 0]
+  def processed(logits):
+    logits = penalized(logits[:, None], settings, text, text[:, :0])
+    probs = processed_probs(logits, settings)[:, 0]
     return draw(probs, settings.seed, position, purpose)
 
-  return jax.lax.cond(jnp.any(settings.temperature > 0), sampled, arg_max, logits)
+  needs_more = jnp.any(settings.temperature > 0) | is_penalized(settings)
+  return jax.lax.cond(needs_more, processed, arg_max, logits)

@@ -48,6 +48,7 @@ class DecodeState:
       seen at most `fed_to_draft` inputs; after plain steps its length is shorter.
     records: target distributions at emitted positions, valid to `length`, or None.
     counters: totals over the rounds.
+    prompt: [B, S] int32; see `base.Model.prompt_text`.
   """
 
   start: jax.Array
@@ -60,6 +61,21 @@ class DecodeState:
   draft_cache: Any
   records: base.Records | None
   counters: Counters
+  prompt: jax.Array | None
+
+  @property
+  def text(self) -> jax.Array:
+    """[B, L] int32; the tokens that a repetition penalty counts, and -1 elsewhere.
+
+    As in transformers these are the decoder's inputs, start token included, and the
+    last emitted token.
+    """
+    position = jnp.arange(self.tokens.shape[1])[None]
+    emitted = jnp.where(position < self.length[:, None], self.tokens, -1)
+    parts = [self.start[:, None], emitted]
+    if self.prompt is not None:
+      parts.append(self.prompt)
+    return jnp.concatenate(parts, axis=1)
 
 
 def buffer_length(target_length: int) -> int:
@@ -75,7 +91,7 @@ def fed_to_draft(length: jax.Array) -> jax.Array:
   """Returns the number of inputs that a draft has been fed between rounds.
 
   A row with `length` [B] emitted tokens has length + 1 inputs, and the draft has been
-  fed all but the last two; see `IndependentDraft.propose`.
+  fed all but the last two; see `ModelDrafter.propose`.
   """
   return jnp.maximum(length - 1, 0)
 
@@ -104,6 +120,7 @@ def initial_state(
   target_length: int,
   record_top_k: int,
   vocab_size: int,
+  prompt: jax.Array | None = None,
 ) -> DecodeState:
   """Returns rows that have been prefilled and have emitted nothing.
 
@@ -115,6 +132,7 @@ def initial_state(
     target_length: T, the most tokens that a row can emit.
     record_top_k: k, entries kept per position; 0 records nothing.
     vocab_size: V, which decides the type of recorded ids.
+    prompt: [B, S] int32 or None; see `base.Model.prompt_text`.
   """
   rows = settings.seed.shape[0]
   zeros = jnp.zeros((rows,), jnp.int32)
@@ -134,6 +152,7 @@ def initial_state(
     counters=Counters(
       zeros, zeros, zeros, jnp.zeros((rows, MAX_DRAFT_TOKENS), jnp.int32)
     ),
+    prompt=prompt,
   )
 
 

@@ -32,7 +32,8 @@ class Agreement:
     acceptance_rate: [R]; the same sum over the distributions that decided acceptance.
       At temperature 0 it is arg-max agreement; at temperature 1 without filters it is
       distribution_overlap. Otherwise the draft's whole row and the target's kept tokens
-      are processed, which is exact if 0 < top_k <= k or k = V.
+      are processed, which is exact if 0 < top_k <= k or k = V. Repetition penalties are
+      not applied.
   """
 
   distribution_overlap: jax.Array
@@ -176,9 +177,9 @@ def agreement_from_logits(
 
   temperature = settings.temperature[:, None]
   greedy = (sampling.arg_max(logits) == ids[..., 0]).astype(jnp.float32)
-  plain = (temperature == 1) & ~_filtered(settings)[:, None]
+  plain = (temperature == 1) & ~sampling.has_filters(settings)[:, None]
   ruled = (temperature == 0) | plain
-  # Top-k and top-p need a search over V, so it runs only if a row asks for it.
+  # Filters need a search over V, so it runs only if a row asks for it.
   processed = jax.lax.cond(
     jnp.all(ruled),
     lambda: lower,
@@ -203,8 +204,3 @@ def _at(values: jax.Array, places: jax.Array, otherwise: float) -> jax.Array:
 
 def _overlap(target: jax.Array, draft: jax.Array) -> jax.Array:
   return jnp.sum(jnp.minimum(target, draft), axis=-1)
-
-
-def _filtered(settings: base.SamplingSettings) -> jax.Array:
-  """[R] bool; whether a request asks for top-k or top-p."""
-  return (settings.top_k > 0) | (settings.top_p < 1)

@@ -454,7 +454,7 @@ class Engine:
   def _choose(self, rows: list[tuple[int, Slot]]) -> tuple[int, int]:
     """Chooses K and the largest number of rounds, and prepares an idle draft."""
     chunks, prefills = self._missing(rows)
-    is_sampled = any(slot.request.sampling.temperature > 0 for _, slot in rows)
+    is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     num_draft_tokens, max_rounds = self._controller.choose(
       self._bucket, is_sampled, [number for number, _ in rows], chunks, prefills
     )

@@ -155,18 +155,28 @@ class SamplingConfig(base.Config):
     top_k: 0 keeps all.
     top_p: 1 keeps all.
     seed: request i draws with seed + i, modulo 2 ** 32.
+    min_p: keeps tokens of at least this share of the largest probability; 0 keeps all.
+    repetition_penalty: above 1 makes tokens of the text so far less likely: the answer
+      and, for decoder-only targets, the prompt. Both mean the same as in transformers.
   """
 
   temperature: float = 0.0
   top_k: base.CountOrZero = 0
   top_p: Annotated[float, base.Between(1e-30, 1)] = 1.0
   seed: Annotated[int, base.Between(0, 2**32 - 1)] = 0
+  min_p: Annotated[float, base.Between(0, 1)] = 0.0
+  repetition_penalty: Annotated[float, base.Between(1e-3, 1e3)] = 1.0
 
   def checks(self):
     # Smaller numbers than 1e-30 underflow in float32: they would read as greedy.
     is_warm = 1e-30 <= self.temperature <= 1e30
     expected = "0, or a number in 1e-30..1e30"
     return {"temperature": (self.temperature == 0 or is_warm, expected)}
+
+  @property
+  def needs_sampling(self) -> bool:
+    """Whether tokens are not just the arg max of the target's logits."""
+    return self.temperature > 0 or self.repetition_penalty != 1
 
   def of_request(self, index: int) -> "SamplingConfig":
     """Returns the sampling of the index-th request, which has its own seed."""
@@ -179,6 +189,8 @@ class SamplingConfig(base.Config):
       temperature=self.temperature,
       top_k=self.top_k,
       top_p=self.top_p,
+      min_p=self.min_p,
+      repetition_penalty=self.repetition_penalty,
       seed=self.seed,
       max_length=max_length,
     )
@@ -204,6 +216,8 @@ class Prompt(base.Config):
     log_probs: return the log-probability of every emitted token under the target's own
       distribution, before temperature, top-k and top-p. It takes one more forward pass
       of the target per answer.
+    min_p: see `SamplingConfig`.
+    repetition_penalty: see `SamplingConfig`.
   """
 
   text: Annotated[str, base.NonEmpty("a non-empty text")]
@@ -215,6 +229,8 @@ class Prompt(base.Config):
   stop: tuple[Annotated[str, base.NonEmpty("non-empty texts")], ...] = ()
   learn: bool = True
   log_probs: bool = False
+  min_p: float = 0.0
+  repetition_penalty: float = 1.0
 
   def checks(self):
     _ = self.sampling  # checks its own fields
@@ -227,7 +243,8 @@ class Prompt(base.Config):
   @property
   def sampling(self) -> SamplingConfig:
     """The sampling part of the settings."""
-    return SamplingConfig(self.temperature, self.top_k, self.top_p, self.seed)
+    names = (field.name for field in dataclasses.fields(SamplingConfig))
+    return SamplingConfig(**{name: getattr(self, name) for name in names})
 
   @classmethod
   def of(cls, given: Any, index: int, settings: Mapping[str, Any]) -> "Prompt":

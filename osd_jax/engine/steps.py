@@ -340,6 +340,7 @@ def _prefilled(
     spec.target_length,
     spec.record_top_k,
     spec.target.vocab_size,
+    spec.target.prompt_text(source),
   )
 
 

@@ -268,6 +268,12 @@ _SAMPLING = {
   "temperature": (float, "X", "0 is greedy (default: 0)"),
   "top_k": (int, "N", "keep the N most probable tokens; 0 keeps all (default: 0)"),
   "top_p": (float, "X", "keep this much probability (default: 1)"),
+  "min_p": (
+    float,
+    "X",
+    "drop tokens below X times the largest probability (default: 0)",
+  ),
+  "repetition_penalty": (float, "X", "above 1: repeat less (default: 1)"),
   "seed": (int, "N", "seed of sampling (default: 0)"),
   "stop": ([str], "TEXT", "end answers at this text (repeatable)"),
 }

@@ -20,6 +20,19 @@ from osd_jax.engine.requests import Answer, DecodingConfig, Prompt
 # the first prompt needs it.
 _LENGTHS = (*server.DECODING.source_lengths, 256, 1024)
 
+# Options that are settings of `Prompt`.
+_SAMPLING = (
+  "temperature",
+  "top_k",
+  "top_p",
+  "min_p",
+  "repetition_penalty",
+  "seed",
+  "max_new_tokens",
+  "stop",
+  "log_probs",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig(base.Config):
@@ -50,9 +63,7 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   """
   draft_path = "adapted_draft.safetensors" if arguments.save is None else arguments.save
   _check(arguments, draft_path)
-  options = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "stop")
-  given = {name: getattr(arguments, name) for name in options}
-  given["log_probs"] = arguments.log_probs
+  given = {name: getattr(arguments, name) for name in _SAMPLING}
   template = Prompt("-", **{name: x for name, x in given.items() if x is not None})
   is_typed = not (arguments.prompts or arguments.file)
   from_terminal = is_typed and sys.stdin.isatty() and sys.stdout.isatty()

@@ -16,6 +16,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
@@ -49,7 +50,8 @@ class Attached(nn.Module):
 
   def prefill(self, target_states, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`; takes target states [B, S, E] instead of tokens."""
-    return layers.empty_cache(self._cross(target_states), mask, cache_length)
+    cross = self._cross(target_states)
+    return cache_lib.KVCache.prefilled(cross, mask, cache_length)
 
   def decode(self, frozen, tokens, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
@@ -150,25 +152,19 @@ def build(
     arguments = (params[FROZEN], target_states, mask, inputs, positions, tokens)
     return apply(training, params, *arguments, method=Attached.score)
 
-  def init_boxed(key):
-    # The shapes of the frozen tables do not influence the parameters of the draft.
-    table = jnp.zeros((2, target.width), jnp.dtype(target.dtype))
-    token, states = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, target.width))
-    arguments = ({"embedding": table, "head": table}, states, token == 0, token)
-    return training.init(key, *arguments, method=Attached.score)["params"]
-
-  def logical_axes():
-    return nn.get_partition_spec(jax.eval_shape(init_boxed, jax.random.key(0)))
-
+  # The shapes of the frozen tables do not influence the parameters of the draft.
+  table = np.zeros((2, target.width), jnp.dtype(target.dtype))
+  token = np.zeros((1, 1), np.int32)
+  states = np.zeros((1, 1, target.width), np.float32)
+  arguments = ({"embedding": table, "head": table}, states, token == 0, token)
   return base.Model(
     name=name,
     vocab_size=target.vocab_size,
-    init=lambda key: nn.unbox(init_boxed(key)),
     prefill=prefill,
     decode=decode,
     score=score,
     prepare=functools.partial(_prepare, target, serving),
-    logical_axes=logical_axes,
+    **served.initialisers(training, *arguments),
     shortlist=serving.shortlist,
     score_at=score,
     frozen=FROZEN,

@@ -4,9 +4,8 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from osd_jax import base
 from osd_jax.models import llama, served, t5
@@ -47,28 +46,20 @@ def build(
   def apply(module, params, *args, method):
     return module.apply({"params": params}, *args, method=method)
 
-  def init_boxed(key):
-    # One token is enough: the parameters' shapes do not depend on the input.
-    token = jnp.zeros((1, 1), jnp.int32)
-    arguments = (token, token == 0, token)
-    return training.init(key, *arguments, method="score")["params"]
-
-  def logical_axes():
-    return nn.get_partition_spec(jax.eval_shape(init_boxed, jax.random.key(0)))
-
+  token = np.zeros((1, 1), np.int32)
   score = functools.partial(apply, training, method="score")
   return base.Model(
     name=name,
     vocab_size=config.vocab_size,
-    init=lambda key: nn.unbox(init_boxed(key)),
     prefill=functools.partial(apply, decoding, method="prefill"),
     decode=functools.partial(apply, decoding, method="decode"),
     score=score,
     prepare=functools.partial(served.prepare, config, serving),
-    logical_axes=logical_axes,
     shortlist=serving.shortlist,
     score_at=score,
     head_dim=config.head_dim,
+    eos_ids=config.eos_ids,
+    **served.initialisers(training, token, token == 0, token),
     **kind.model_fields(config),
   )
 

@@ -5,7 +5,7 @@ Trained kernels are `[in, out]`, as in t5x. The served copy of a model
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, native
-from osd_jax import cache as cache_lib
 from osd_jax.models.shapes import ACTIVATIONS, Layout
 
 _MASKED = -1e9  # added to masked attention logits; -inf would give NaN in empty rows
@@ -223,74 +222,6 @@ class RMSNorm(nn.Module):
     return normed * jnp.broadcast_to(scale.astype(self.dtype), x.shape)
 
 
-class Attention(nn.Module):
-  """Multi-head attention with unscaled logits; T5 folds the scale into the init.
-
-  Attributes:
-    width: E.
-    num_heads: H.
-    head_dim: D.
-    dtype: type to compute in.
-    layout: layout of the query and output kernels.
-    memory_layout: layout of the key and value kernels.
-    memory_width: input width of the key and value kernels; 0 means E.
-  """
-
-  width: int
-  num_heads: int
-  head_dim: int
-  dtype: jnp.dtype
-  layout: Layout = Layout.TRAINED
-  memory_layout: Layout = Layout.TRAINED
-  memory_width: int = 0
-
-  def setup(self):
-    joined = self.num_heads * self.head_dim
-
-    def inward(width, layout, init_scale=1.0):
-      axes = ("embed", "joined_kv")
-      return Projection((width, joined), axes, self.dtype, layout, init_scale)
-
-    memory_width = self.memory_width or self.width
-    self.query = inward(self.width, self.layout, self.head_dim**-0.5)
-    self.key = inward(memory_width, self.memory_layout)
-    self.value = inward(memory_width, self.memory_layout)
-    self.out = HeadsProjection(
-      (joined, self.width), ("joined_kv", "embed"), self.dtype, self.layout
-    )
-
-  def keys_values(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [B, H, n, D] of x [B, n, memory width]."""
-    return self._split(self.key(x)), self._split(self.value(x))
-
-  def __call__(
-    self, x: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
-  ) -> jax.Array:
-    """Attends from x [B, n, E] to keys and values [B, H, T, D]; returns [B, n, E].
-
-    `bias` [B or 1, H or 1, n or 1, T] float32 is the position bias plus the mask.
-    """
-    query = self.query(x)
-    # Only served copies may use the native attention, which has no gradient.
-    if self.layout is not Layout.TRAINED and native.attends(query, keys):
-      return self.out(native.attention(query, keys, values, bias))
-    return self.out(never_alone(_attended, self._split(query), keys, values, bias))
-
-  def _split(self, x: jax.Array) -> jax.Array:
-    rows, count, _ = x.shape
-    heads = x.reshape(rows, count, self.num_heads, self.head_dim)
-    return jnp.transpose(heads, (0, 2, 1, 3))
-
-
-def _attended(query, keys, values, bias):
-  precision = precision_of(query.dtype)
-  logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
-  # The softmax needs float32 also in a bfloat16 model, whose logits have 8 bits.
-  logits = logits.astype(at_least_float32(logits.dtype)) + bias
-  weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-  return jnp.einsum("bhnt,bhtd->bhnd", weights, values, precision=precision)
-
-
 def never_alone(
   attend: Callable[..., jax.Array], query: jax.Array, *memory: Any
 ) -> jax.Array:
@@ -313,41 +244,27 @@ def never_alone(
 
 
 class Mlp(nn.Module):
-  """Feed-forward block: `wi`, activation, `wo`; gated if there are two activations.
+  """Feed-forward block: `wi`, activation, `wo`; gated if there are two activations."""
 
-  Attributes:
-    width: E.
-    hidden: inner width.
-    activations: ("relu",) for T5 1.0, ("gelu", "linear") for T5 1.1 and Flan-T5,
-      ("silu", "linear") for Llama.
-    dtype: type to compute in.
-    layout: layout of the kernels.
-  """
-
-  width: int
-  hidden: int
-  activations: Sequence[str]
-  dtype: jnp.dtype
+  config: Any  # T5Config or LlamaConfig
   layout: Layout = Layout.TRAINED
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    gated = len(self.activations) > 1
-    branches = []
-    for index, activation in enumerate(self.activations):
-      name = f"wi_{index}" if gated else "wi"
-      inward = Projection(
-        (self.width, self.hidden),
-        ("embed", "mlp"),
-        self.dtype,
-        self.layout,
-        name=name,
-      )
-      branches.append(ACTIVATIONS[activation](inward(x)))
+    config = self.config
+
+    def project(x, shape, axes, name):
+      dtype = jnp.dtype(config.dtype)
+      return Projection(shape, axes, dtype, self.layout, name=name)(x)
+
+    shape, axes = (config.width, config.mlp_dim), ("embed", "mlp")
+    gated = len(config.mlp_activations) > 1
+    branches = [
+      ACTIVATIONS[activation](project(x, shape, axes, f"wi_{index}" if gated else "wi"))
+      for index, activation in enumerate(config.mlp_activations)
+    ]
     hidden = functools.reduce(jnp.multiply, branches)  # the second gates the first
-    return Projection(
-      (self.hidden, self.width), ("mlp", "embed"), self.dtype, self.layout, name="wo"
-    )(hidden)
+    return project(hidden, shape[::-1], axes[::-1], "wo")
 
 
 def mask_bias(mask: jax.Array) -> jax.Array:
@@ -356,29 +273,20 @@ def mask_bias(mask: jax.Array) -> jax.Array:
 
 
 class Embedding(nn.Module):
-  """Token embedding, and the output head of tied models.
+  """Token embedding, and the output head of tied models."""
 
-  Attributes:
-    vocab_size: V.
-    width: E.
-    dtype: type of the result.
-    init_scale: standard deviation of the initial embedding.
-  """
-
-  vocab_size: int
-  width: int
-  dtype: jnp.dtype
-  init_scale: float
+  config: Any  # T5Config or LlamaConfig
 
   def setup(self):
+    config = self.config
     init = nn.with_logical_partitioning(
-      nn.initializers.normal(self.init_scale), ("vocab", "embed")
+      nn.initializers.normal(config.embedding_std), ("vocab", "embed")
     )
-    self.embedding = self.param("embedding", init, (self.vocab_size, self.width))
+    self.embedding = self.param("embedding", init, (config.vocab_size, config.width))
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Embeds tokens [B, n] as [B, n, E]."""
-    return self.embedding[tokens].astype(self.dtype)
+    return self.embedding[tokens].astype(jnp.dtype(self.config.dtype))
 
   def attend(self, x: jax.Array, product, tokens=None) -> jax.Array:
     """Logits [B, n, V] of x [B, n, E], or [B, n, C] if `tokens` [C] are given."""
@@ -393,43 +301,6 @@ def inputs_of(target: jax.Array, start: jax.Array | int = base.PAD_ID) -> jax.Ar
   """
   first = jnp.broadcast_to(start, target.shape[:1])[:, None]
   return jnp.concatenate([first.astype(target.dtype), target[:, :-1]], axis=1)
-
-
-def empty_cache(cross: Sequence, mask: jax.Array, length: int) -> cache_lib.KVCache:
-  """The cache of rows after prefill, before any token is fed.
-
-  Args:
-    cross: per layer, keys and values [B, H, S, D] that prefill computed. The entries of
-      fed tokens get the same number of heads, size and type.
-    mask: [B, S] bool; which of them may be attended to.
-    length: number of tokens per row that can be fed.
-  """
-  rows, heads, _, size = cross[0][0].shape
-  empty = functools.partial(
-    cache_lib.empty_self_entries,
-    len(cross),
-    (rows, heads, length, size),
-    cross[0][0].dtype,
-  )
-  return cache_lib.KVCache(
-    self_keys=empty(),
-    self_values=empty(),
-    cross_keys=tuple(keys for keys, _ in cross),
-    cross_values=tuple(values for _, values in cross),
-    cross_mask=mask,
-    length=jnp.zeros((rows,), jnp.int32),
-  )
-
-
-def advanced_cache(
-  cache: cache_lib.KVCache, written: Sequence, count: int
-) -> cache_lib.KVCache:
-  """The cache after a step of `count` tokens that wrote self keys and values."""
-  return cache.replace(
-    self_keys=tuple(keys for keys, _ in written),
-    self_values=tuple(values for _, values in written),
-    length=cache.length + count,
-  )
 
 
 def as_target_states(states: jax.Array) -> jax.Array:

@@ -193,58 +193,41 @@ class Layer(nn.Module):
     self.pre_self_attention_layer_norm = layers.RMSNorm(dtype, config.norm_epsilon)
     self.self_attention = Attention(config, self.layout)
     self.pre_mlp_layer_norm = layers.RMSNorm(dtype, config.norm_epsilon)
-    activations = ("silu", "linear")
-    self.mlp = layers.Mlp(config.width, config.mlp_dim, activations, dtype, self.layout)
+    self.mlp = layers.Mlp(config, self.layout)
 
-  def over(self, x: jax.Array, by: Rotation, bias: jax.Array):
-    """Applies the layer to all positions of x [B, n, E]; also returns keys, values."""
-    h = self.pre_self_attention_layer_norm(x)
-    keys, values = self.self_attention.keys_values(h, by)
-    return self._attend(x, h, by, Memory(keys, values, bias)), (keys, values)
-
-  def over_chunk(self, x, by, bias, keys, values, start):
-    """Applies the layer to a chunk of a prompt.
+  def __call__(self, x, by, bias, past=None, prompt=None):
+    """Applies the layer to n positions.
 
     Args:
       x: [B, n, E], the output of the layer below.
-      by: rotation at the positions of the chunk.
-      bias: [B, 1, n, S] float32, causal mask and padding.
-      keys: [B, KV heads, S, D]; those of earlier chunks are filled in.
-      values: like `keys`, with the values of earlier chunks.
-      start: [] int32, first slot of the chunk.
+      by: rotation at the positions.
+      bias: [B, 1, n, T] float32, causal mask and padding.
+      past: (keys, values, start), to which the new entries are added before attending:
+        [B, KV heads, T, D], and the slot of the first one, [B] or [] for all rows. None
+        if x holds all positions.
+      prompt: a `Memory` that is attended to as well.
 
     Returns:
-      [B, n, E], and the keys and values with those of the chunk written at `start`.
+      [B, n, E], and the keys and values with the new ones.
     """
     h = self.pre_self_attention_layer_norm(x)
-    kept = [
-      jax.lax.dynamic_update_slice_in_dim(stored, new.astype(stored.dtype), start, 2)
-      for stored, new in zip((keys, values), self.self_attention.keys_values(h, by))
-    ]
-    return self._attend(x, h, by, Memory(*kept, bias)), tuple(kept)
-
-  def step(self, x, by, prompt: Memory, bias, past):
-    """Applies the layer to n new tokens after a prompt.
-
-    Args:
-      x: [B, n, E], the output of the layer below.
-      by: rotation at the positions of the tokens.
-      prompt: keys and values that prefill wrote.
-      bias: [B, 1, n, T] float32, for the output slots.
-      past: (keys, values, length) of the output slots; the new entries are written at
-        `length` before attending.
-    """
-    h = self.pre_self_attention_layer_norm(x)
-    keys, values, length = past
-    new_keys, new_values = self.self_attention.keys_values(h, by)
-    keys = cache_lib.write(keys, new_keys, length)
-    values = cache_lib.write(values, new_values, length)
-    x = self._attend(x, h, by, prompt, Memory(keys, values, bias))
-    return x, (keys, values)
-
-  def _attend(self, x, h, by, *memories):
+    entries = self.self_attention.keys_values(h, by)
+    if past is not None:
+      *stored, start = past
+      entries = tuple(_added(old, new, start) for old, new in zip(stored, entries))
+    memories = (Memory(*entries, bias),)
+    if prompt is not None:
+      memories = (prompt, *memories)
     x = x + self.self_attention(h, by, *memories)
-    return x + self.mlp(self.pre_mlp_layer_norm(x))
+    return x + self.mlp(self.pre_mlp_layer_norm(x)), entries
+
+
+def _added(stored: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  if start.ndim:
+    return cache_lib.write(stored, new, start)
+  # One start for all rows needs no scatter.
+  new = new.astype(stored.dtype)
+  return jax.lax.dynamic_update_slice_in_dim(stored, new, start, axis=2)
 
 
 class Decoder(nn.Module):
@@ -273,12 +256,15 @@ class Decoder(nn.Module):
       depth: number of layers to apply; 0 means all.
 
     Returns:
-      [B, n, E] before the final norm.
+      Per layer, its output [B, n, E] before the final norm, and its keys and values.
     """
     by, bias = rotation(self.config, positions), causal_bias(mask, mask.shape[1])
+    states, kept = [], []
     for layer in self.layers[: depth or None]:
-      x, _ = layers.traced_once(layer, Layer.over, x, by, bias)
-    return x
+      x, entries = layers.traced_once(layer, Layer.__call__, x, by, bias)
+      states.append(x)
+      kept.append(entries)
+    return states, kept
 
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
@@ -293,23 +279,15 @@ class Decoder(nn.Module):
     """
     length = x.shape[1]
     if length <= CHUNK:
-      return self._whole(x, mask)
+      states, kept = self.over(x, mask, prompt_positions(mask))
+      return kept, states[self.config.last_state_layer - 1]
     spare = -length % CHUNK  # padding at the end, masked like any other
     x = jnp.pad(x, ((0, 0), (0, spare), (0, 0)))
     kept, states = self._by_chunks(x, jnp.pad(mask, ((0, 0), (0, spare))))
     return jax.tree.map(lambda leaf: leaf[:, :, :length], kept), states[:, :length]
 
-  def _whole(self, x, mask):
-    by = rotation(self.config, prompt_positions(mask))
-    bias, kept, states = causal_bias(mask, mask.shape[1]), [], x
-    for index, layer in enumerate(self.layers):
-      x, entries = layers.traced_once(layer, Layer.over, x, by, bias)
-      kept.append(entries)
-      states = x if index + 1 == self.config.last_state_layer else states
-    return kept, states
-
   def _by_chunks(self, x, mask):
-    """`_whole` as a scan over chunks, which keeps the attention logits small."""
+    """`prefill` as a scan over chunks, which keeps the attention logits small."""
     config, (rows, length) = self.config, mask.shape
     positions = prompt_positions(mask)
     shape = (rows, config.num_kv_heads, length, config.head_dim)
@@ -327,16 +305,12 @@ class Decoder(nn.Module):
       # masks the later ones.
       slots = jnp.arange(length)[None] <= start + jnp.arange(CHUNK)[:, None]
       bias = layers.mask_bias(mask[:, None, None] & slots[None, None])
-      after, states = [], chunk
-      for index, entries in enumerate(kept):
-        chunk, entries = anonymous.apply(
-          layer_variables[index],
-          *(chunk, by, bias, *entries, start),
-          method=Layer.over_chunk,
-        )
+      after, states = [], []
+      for variables, entries in zip(layer_variables, kept):
+        chunk, entries = anonymous.apply(variables, chunk, by, bias, (*entries, start))
         after.append(entries)
-        states = chunk if index + 1 == config.last_state_layer else states
-      return after, states
+        states.append(chunk)
+      return after, states[config.last_state_layer - 1]
 
     starts = jnp.arange(0, length, CHUNK)
     kept = [(empty, empty)] * config.num_layers
@@ -361,10 +335,11 @@ class Decoder(nn.Module):
     written = []
     for index, layer in enumerate(self.layers):
       prompt = Memory(cache.cross_keys[index], cache.cross_values[index], prompt_bias)
-      past = (cache.self_keys[index], cache.self_values[index], cache.length)
-      x, entries = layers.traced_once(layer, Layer.step, x, by, prompt, bias, past)
+      past = cache.self_keys[index], cache.self_values[index], cache.length
+      arguments = (x, by, bias, past, prompt)
+      x, entries = layers.traced_once(layer, Layer.__call__, *arguments)
       written.append(entries)
-    return self.decoder_norm(x), layers.advanced_cache(cache, written, count)
+    return self.decoder_norm(x), cache.advanced(written, count)
 
 
 class Llama(served.LanguageModel):
@@ -373,46 +348,42 @@ class Llama(served.LanguageModel):
   config: LlamaConfig
 
   def setup(self):
-    self.token_embedder = self._embedder()
-    self.draft_head = served.draft_head_of(self.config, self.serving)
+    super().setup()
     self.decoder = Decoder(self.config, self._layout, self._has_own_head)
 
-  def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
-    """See `base.Model.prefill`; `cross_keys` hold the prompt but its last token."""
+  def read(self, source, mask):
+    """See `served.LanguageModel.read`; decoding feeds the last token once more."""
     kept, states = self.decoder.prefill(self.token_embedder(source), mask)
-    cache = layers.empty_cache(kept, without_last(mask), cache_length)
-    if self.return_states:
-      cache = cache.replace(target_states=layers.as_target_states(states))
-    return cache
+    return kept, without_last(mask), states
 
   def encode_for_draft(self, source, mask):
     """See `base.Model.encode_for_draft`."""
     x, positions = self.token_embedder(source), prompt_positions(mask)
     # Layers above the states are not computed.
-    depth = self.config.last_state_layer
-    return layers.as_target_states(self.decoder.over(x, mask, positions, depth))
+    states, _ = self.decoder.over(x, mask, positions, self.config.last_state_layer)
+    return layers.as_target_states(states[-1])
 
   def score(self, source, mask, target, positions=None, tokens=None):
     """See `base.Model.score` and `base.Model.score_at`."""
     inputs = layers.inputs_of(target, last_token(source, mask))
-    kept, length = without_last(mask), source.shape[1]
+    kept = without_last(mask)
     before = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None]
     after = before + jnp.arange(target.shape[1])[None]
-    x = self.decoder.over(
+    states, _ = self.decoder.over(
       self.token_embedder(jnp.concatenate([source, inputs], axis=1)),
       jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1),
       jnp.concatenate([prompt_positions(mask), after], axis=1),
-      # The outputs at prompt slots predict no token of the target text.
-    )[:, length:]
+    )
+    # The outputs at prompt slots predict no token of the target text.
+    x = states[-1][:, source.shape[1] :]
     if positions is not None:
       x = jnp.take_along_axis(x, positions[..., None], axis=1)
     return self._logits(self.decoder.decoder_norm(x), tokens)
 
   @staticmethod
   def model_fields(config: LlamaConfig) -> dict[str, Any]:
-    """Fields of `base.Model` that differ between families."""
+    """See `served.LanguageModel.model_fields`."""
     return {
-      "eos_ids": config.eos_ids,
       "pad_id": base.NO_TOKEN,
       "start": last_token,
       "max_positions": config.max_positions,

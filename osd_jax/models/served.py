@@ -6,6 +6,7 @@ draft it may also quantise them and shorten the output head (`DraftServing`).
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -43,7 +44,8 @@ class DraftHead(nn.Module):
 class LanguageModel(nn.Module):
   """What T5 and Llama have in common: embedding, decoder and output head.
 
-  Subclasses create `token_embedder`, `decoder` and `draft_head` in `setup`.
+  Subclasses create `decoder` in `setup`, and define `read`, `score`,
+  `encode_for_draft` and `encoder_params`.
 
   Attributes:
     config: shape of the model.
@@ -55,10 +57,37 @@ class LanguageModel(nn.Module):
   serving: DraftServing | None = None
   return_states: bool = False
 
+  def setup(self):
+    self.token_embedder = layers.Embedding(self.config)
+    self.draft_head = draft_head_of(self.config, self.serving)
+
+  def read(self, source: jax.Array, mask: jax.Array):
+    """Processes prompts [B, S] for `prefill`.
+
+    Returns:
+      Per layer, keys and values [B, H, S, D]; which of them decoding may attend to,
+      [B, S] bool; and the target states [B, S, E] for an attached draft.
+    """
+    raise NotImplementedError
+
+  def prefill(self, source: jax.Array, mask: jax.Array, cache_length: int):
+    """See `base.Model.prefill`."""
+    kept, attended, states = self.read(source, mask)
+    cache = cache_lib.KVCache.prefilled(kept, attended, cache_length)
+    if self.return_states:
+      cache = cache.replace(target_states=layers.as_target_states(states))
+    return cache
+
   def decode(self, tokens: jax.Array, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
     x, cache = self.decoder.step(self.token_embedder(tokens), cache)
     return self._logits(x), cache
+
+  @staticmethod
+  def model_fields(config) -> dict[str, Any]:
+    """Fields of `base.Model` in which a family differs from encoder-decoders."""
+    del config
+    return {}
 
   @property
   def _layout(self) -> layers.Layout:
@@ -66,15 +95,7 @@ class LanguageModel(nn.Module):
 
   @property
   def _has_own_head(self) -> bool:
-    return (
-      not self.config.tied_head and draft_head_of(self.config, self.serving) is None
-    )
-
-  def _embedder(self) -> layers.Embedding:
-    config = self.config
-    return layers.Embedding(
-      config.vocab_size, config.width, jnp.dtype(config.dtype), config.embedding_std
-    )
+    return not self.config.tied_head and self.draft_head is None
 
   def _logits(self, x: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
     """Logits of decoder outputs [B, n, E] after the final norm, in float32 or more.
@@ -94,6 +115,23 @@ class LanguageModel(nn.Module):
       product = layers.kernel_first_matmul if trained else layers.served_matmul
       logits = self.token_embedder.attend(x, product, tokens)
     return logits.astype(layers.at_least_float32(logits.dtype))
+
+
+def initialisers(module: nn.Module, *score_arguments: Any) -> dict[str, Any]:
+  """The fields `init` and `logical_axes` of `base.Model`, for the trained parameters.
+
+  Parameters get the same shapes from any arguments of `score`.
+  """
+
+  def init_boxed(key):
+    return module.init(key, *score_arguments, method="score")["params"]
+
+  return {
+    "init": lambda key: nn.unbox(init_boxed(key)),
+    "logical_axes": lambda: nn.get_partition_spec(
+      jax.eval_shape(init_boxed, jax.random.key(0))
+    ),
+  }
 
 
 def scatter_to_vocab(logits: jax.Array, ids: jax.Array, size: int) -> jax.Array:

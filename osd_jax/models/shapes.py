@@ -191,6 +191,11 @@ class LlamaConfig(base.Config):
     return 1.0
 
   @property
+  def mlp_activations(self) -> tuple[str, ...]:
+    """Activations of the gated feed-forward blocks, the same for every Llama."""
+    return ("silu", "linear")
+
+  @property
   def queries_per_head(self) -> int:
     """Query heads that share one head of keys and values."""
     return self.num_heads // self.num_kv_heads
@@ -235,18 +240,13 @@ class AttachedConfig(base.Config):
 
   def decoder(self, target: T5Config | LlamaConfig) -> T5Config:
     """The shape of the decoder layers, computing in the dtype of a target."""
+    own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     return T5Config(
       vocab_size=target.vocab_size,
-      width=self.width,
-      num_heads=self.num_heads,
-      head_dim=self.head_dim,
-      mlp_dim=self.mlp_dim,
       num_encoder_layers=1,  # T5Config needs one; no encoder is built
-      num_decoder_layers=self.num_layers,
-      mlp_activations=self.mlp_activations,
-      relative_buckets=self.relative_buckets,
-      relative_max_distance=self.relative_max_distance,
+      num_decoder_layers=own.pop("num_layers"),
       dtype=target.dtype,
+      **own,
     )
 
 

@@ -4,34 +4,26 @@ Source: Raffel et al., 2020 (arXiv 1910.10683) and t5x's `minimal` examples, who
 parameter tree and logical axis names are kept, so that checkpoints map one to one.
 """
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base
+from osd_jax import base, native
 from osd_jax import cache as cache_lib
 from osd_jax.models import layers, served
-from osd_jax.models.shapes import DraftServing, T5Config
-
-__all__ = ["T5", "Decoder", "DraftServing", "Encoder", "T5Config"]
+from osd_jax.models.shapes import T5Config
 
 
 class RelativePositionBias(nn.Module):
   """T5's bucketed relative position bias, shared by all layers of a stack.
 
   Attributes:
-    num_heads: H.
-    num_buckets: learned entries per head.
-    max_distance: all distances of at least this share the last bucket.
+    config: shape of the model.
     bidirectional: True in the encoder, where keys may follow the query.
   """
 
-  num_heads: int
-  num_buckets: int
-  max_distance: int
+  config: T5Config
   bidirectional: bool
 
   @nn.compact
@@ -49,13 +41,11 @@ class RelativePositionBias(nn.Module):
       nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
       ("heads", "relpos_buckets"),
     )
-    table = self.param("rel_embedding", init, (self.num_heads, self.num_buckets))
-    buckets = relative_position_bucket(
-      key[None, None, :] - query[:, :, None],
-      self.bidirectional,
-      self.num_buckets,
-      self.max_distance,
-    )
+    count = self.config.relative_buckets
+    table = self.param("rel_embedding", init, (self.config.num_heads, count))
+    relative = key[None, None, :] - query[:, :, None]
+    farthest = self.config.relative_max_distance
+    buckets = relative_position_bucket(relative, self.bidirectional, count, farthest)
     return jnp.transpose(table.T[buckets], (0, 3, 1, 2)).astype(jnp.float32)
 
 
@@ -95,6 +85,69 @@ def relative_position_bucket(
   return offset + jnp.where(distance < exact, distance, log_bucket)
 
 
+class Attention(nn.Module):
+  """Multi-head attention with unscaled logits; T5 folds the scale into the init.
+
+  Attributes:
+    config: shape of the model.
+    layout: layout of the query and output kernels.
+    memory_layout: layout of the key and value kernels.
+    memory_width: input width of the key and value kernels; 0 means E.
+  """
+
+  config: T5Config
+  layout: layers.Layout = layers.Layout.TRAINED
+  memory_layout: layers.Layout = layers.Layout.TRAINED
+  memory_width: int = 0
+
+  def setup(self):
+    config, dtype = self.config, jnp.dtype(self.config.dtype)
+    joined = config.num_heads * config.head_dim
+
+    def inward(width, layout, init_scale=1.0):
+      axes = ("embed", "joined_kv")
+      return layers.Projection((width, joined), axes, dtype, layout, init_scale)
+
+    self.query = inward(config.width, self.layout, config.head_dim**-0.5)
+    memory_width = self.memory_width or config.width
+    self.key = inward(memory_width, self.memory_layout)
+    self.value = inward(memory_width, self.memory_layout)
+    self.out = layers.HeadsProjection(
+      (joined, config.width), ("joined_kv", "embed"), dtype, self.layout
+    )
+
+  def keys_values(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B, H, n, D] of x [B, n, memory width]."""
+    return self._split(self.key(x)), self._split(self.value(x))
+
+  def __call__(
+    self, x: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+  ) -> jax.Array:
+    """Attends from x [B, n, E] to keys and values [B, H, T, D]; returns [B, n, E].
+
+    `bias` [B or 1, H or 1, n or 1, T] float32 is the position bias plus the mask.
+    """
+    query = self.query(x)
+    # Only served copies may use the native attention, which has no gradient.
+    if self.layout is not layers.Layout.TRAINED and native.attends(query, keys):
+      return self.out(native.attention(query, keys, values, bias))
+    query = self._split(query)
+    return self.out(layers.never_alone(_attended, query, keys, values, bias))
+
+  def _split(self, x: jax.Array) -> jax.Array:
+    heads = x.reshape(*x.shape[:2], self.config.num_heads, self.config.head_dim)
+    return jnp.transpose(heads, (0, 2, 1, 3))
+
+
+def _attended(query, keys, values, bias):
+  precision = layers.precision_of(query.dtype)
+  logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
+  # The softmax needs float32 also in a bfloat16 model, whose logits have 8 bits.
+  logits = logits.astype(layers.at_least_float32(logits.dtype)) + bias
+  weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+  return jnp.einsum("bhnt,bhtd->bhnd", weights, values, precision=precision)
+
+
 class EncoderLayer(nn.Module):
   """Pre-norm self-attention and feed-forward block."""
 
@@ -103,11 +156,11 @@ class EncoderLayer(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, bias: jax.Array) -> jax.Array:
     config, dtype = self.config, jnp.dtype(self.config.dtype)
-    attention = _attention(config, name="attention")
+    attention = Attention(config, name="attention")
     h = layers.RMSNorm(dtype, name="pre_attention_layer_norm")(x)
     x = x + attention(h, *attention.keys_values(h), bias)
     h = layers.RMSNorm(dtype, name="pre_mlp_layer_norm")(x)
-    return x + _mlp(config, name="mlp")(h)
+    return x + layers.Mlp(config, name="mlp")(h)
 
 
 class Encoder(nn.Module):
@@ -121,7 +174,8 @@ class Encoder(nn.Module):
     config = self.config
     positions = jnp.arange(x.shape[1])
     # T5 shares one position bias among all layers of a stack.
-    bias = _relative_bias(config, bidirectional=True)(positions[None], positions)
+    position_bias = RelativePositionBias(config, True, name="relpos_bias")
+    bias = position_bias(positions[None], positions)
     bias = bias + layers.mask_bias(mask)[:, None, None, :]
     for index in range(config.num_encoder_layers):
       layer = EncoderLayer(config, name=f"layers_{index}")
@@ -146,30 +200,31 @@ class DecoderLayer(nn.Module):
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     self.pre_self_attention_layer_norm = layers.RMSNorm(dtype)
-    self.self_attention = _attention(config, self.layout, self.layout)
+    self.self_attention = Attention(config, self.layout, self.layout)
     self.pre_cross_attention_layer_norm = layers.RMSNorm(dtype)
-    self.encoder_decoder_attention = _attention(
+    self.encoder_decoder_attention = Attention(
       config, self.layout, memory_width=self.memory_width
     )
     self.pre_mlp_layer_norm = layers.RMSNorm(dtype)
-    self.mlp = _mlp(config, self.layout)
+    self.mlp = layers.Mlp(config, self.layout)
 
   def cross_keys_values(self, encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
     return self.encoder_decoder_attention.keys_values(encoded)
 
-  def __call__(self, x, self_bias, cross, cross_bias, past=None):
-    """Applies the layer to n new positions.
+  def __call__(self, x, self_bias, cross, cross_bias, past=None, positions=None):
+    """Applies the layer to n positions.
 
     Args:
       x: [B, n, E], the output of the layer below.
-      self_bias: [B or 1, H, n, T] float32, position bias and causal mask.
+      self_bias: [B or 1, H, n or P, T] float32, position bias and causal mask.
       cross: keys and values [B, H, S, D] of the encoded source.
       cross_bias: [B, 1, 1, S] float32, mask of the source's padding.
       past: (keys, values, length) of the self cache; the new entries are written at
         `length` before attending. None for teacher forcing: x holds all positions.
+      positions: [B, P] int32, positions in x to return; None means all.
 
     Returns:
-      [B, n, E], and the self keys and values attended to, [B, H, T, D].
+      [B, n or P, E], and the self keys and values attended to, [B, H, T, D].
     """
     h = self.pre_self_attention_layer_norm(x)
     keys, values = self.self_attention.keys_values(h)
@@ -177,33 +232,13 @@ class DecoderLayer(nn.Module):
       past_keys, past_values, length = past
       keys = cache_lib.write(past_keys, keys, length)
       values = cache_lib.write(past_values, values, length)
-    x = self._attend(x, h, keys, values, self_bias, cross, cross_bias)
-    return x, (keys, values)
-
-  def at(self, x, positions, self_bias, cross, cross_bias):
-    """Applies the layer in teacher forcing and returns some positions only.
-
-    Args:
-      x: [B, T, E], the output of the layer below.
-      positions: [B, P] int32, the positions to return.
-      self_bias: [B, H, P, T] float32, at those positions.
-      cross: keys and values [B, H, S, D] of the encoded source.
-      cross_bias: [B, 1, 1, S] float32, mask of the source's padding.
-
-    Returns:
-      [B, P, E]
-    """
-    h = self.pre_self_attention_layer_norm(x)
-    keys, values = self.self_attention.keys_values(h)
-    # Keys and values need every position; from here on only P are computed.
-    x, h = (jnp.take_along_axis(a, positions[..., None], axis=1) for a in (x, h))
-    return self._attend(x, h, keys, values, self_bias, cross, cross_bias)
-
-  def _attend(self, x, h, keys, values, self_bias, cross, cross_bias):
+    if positions is not None:
+      # Keys and values need every position; from here on only P are computed.
+      x, h = (jnp.take_along_axis(a, positions[..., None], axis=1) for a in (x, h))
     x = x + self.self_attention(h, keys, values, self_bias)
     h = self.pre_cross_attention_layer_norm(x)
     x = x + self.encoder_decoder_attention(h, *cross, cross_bias)
-    return x + self.mlp(self.pre_mlp_layer_norm(x))
+    return x + self.mlp(self.pre_mlp_layer_norm(x)), (keys, values)
 
 
 class Decoder(nn.Module):
@@ -223,7 +258,7 @@ class Decoder(nn.Module):
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
-    self.relpos_bias = _relative_bias(config, bidirectional=False, name=None)
+    self.relpos_bias = RelativePositionBias(config, bidirectional=False)
     self.layers = [
       DecoderLayer(config, self.layout, self.memory_width)
       for _ in range(config.num_decoder_layers)
@@ -241,35 +276,7 @@ class Decoder(nn.Module):
       for layer in self.layers
     ]
 
-  def __call__(self, x, cross, cross_mask, key_length, pasts=None, length=None):
-    """Applies all layers to n new positions.
-
-    Args:
-      x: [B, n, E] embedded tokens.
-      cross: per layer, keys and values [B, H, S, D].
-      cross_mask: [B, S] bool, True where the source has a token.
-      key_length: T, number of self keys to attend over (static).
-      pasts: per layer, self keys and values [B, H, T, D], or None.
-      length: [B] int32, valid self keys before this call; None means 0.
-
-    Returns:
-      [B, n, E] after the final norm, and per layer the self keys and values.
-    """
-    # Without a cache every row starts at 0, so one row of biases is enough for all.
-    start = jnp.zeros((1,), jnp.int32) if length is None else length
-    query = start[:, None] + jnp.arange(x.shape[1])[None]
-    self_bias = self._self_bias(query, key_length)
-    cross_bias = layers.mask_bias(cross_mask)[:, None, None, :]
-    written = []
-    for index, layer in enumerate(self.layers):
-      past = None if pasts is None else (*pasts[index], length)
-      x, entries = layers.traced_once(
-        layer, DecoderLayer.__call__, x, self_bias, cross[index], cross_bias, past
-      )
-      written.append(entries)
-    return self.decoder_norm(x), written
-
-  def at(self, x, cross, cross_mask, positions):
+  def at(self, x, cross, cross_mask, positions=None):
     """Teacher forcing at some positions; the last layer computes no others.
 
     Args:
@@ -282,16 +289,16 @@ class Decoder(nn.Module):
       [B, P, E] after the final norm.
     """
     length = x.shape[1]
-    if positions is None:
-      return self(x, cross, cross_mask, length)[0]
+    # Every row starts at 0, so one row of biases is enough for all.
+    self_bias = self._self_bias(jnp.arange(length)[None], length)
     cross_bias = layers.mask_bias(cross_mask)[:, None, None, :]
-    everywhere = self._self_bias(jnp.arange(length)[None], length)
     # Layers before the last need every position, because later layers attend to them.
     *before, last = self.layers
     for index, layer in enumerate(before):
-      x, _ = layer(x, everywhere, cross[index], cross_bias)
-    self_bias = self._self_bias(positions, length)
-    x = last.at(x, positions, self_bias, cross[-1], cross_bias)
+      x, _ = _call(layer, x, self_bias, cross[index], cross_bias, None)
+    if positions is not None:
+      self_bias = self._self_bias(positions, length)
+    x, _ = _call(last, x, self_bias, cross[-1], cross_bias, None, positions)
     return self.decoder_norm(x)
 
   def step(self, x: jax.Array, cache: cache_lib.KVCache):
@@ -300,16 +307,18 @@ class Decoder(nn.Module):
     Returns:
       [B, n, E] after the final norm, and the cache with `length` advanced by n.
     """
-    x, written = self(
-      x,
-      list(zip(cache.cross_keys, cache.cross_values, strict=True)),
-      cache.cross_mask,
-      # The whole buffer is read at any length, so all steps are one program.
-      cache.self_keys[0].shape[2],
-      list(zip(cache.self_keys, cache.self_values, strict=True)),
-      cache.length,
-    )
-    return x, layers.advanced_cache(cache, written, x.shape[1])
+    count = x.shape[1]
+    query = cache.length[:, None] + jnp.arange(count)[None]
+    # The whole buffer is read at any length, so all steps are one program.
+    self_bias = self._self_bias(query, cache.self_keys[0].shape[2])
+    cross_bias = layers.mask_bias(cache.cross_mask)[:, None, None, :]
+    written = []
+    for index, layer in enumerate(self.layers):
+      cross = cache.cross_keys[index], cache.cross_values[index]
+      past = cache.self_keys[index], cache.self_values[index], cache.length
+      x, entries = _call(layer, x, self_bias, cross, cross_bias, past)
+      written.append(entries)
+    return self.decoder_norm(x), cache.advanced(written, count)
 
   def _self_bias(self, query, key_length):
     """Position bias plus causal mask [B or 1, H, n, T] of queries [B or 1, n]."""
@@ -318,25 +327,25 @@ class Decoder(nn.Module):
     return self.relpos_bias(query, key) + layers.mask_bias(causal)[:, None]
 
 
+def _call(layer: DecoderLayer, x, self_bias, cross, cross_bias, past, positions=None):
+  arguments = (x, self_bias, cross, cross_bias, past, positions)
+  return layers.traced_once(layer, DecoderLayer.__call__, *arguments)
+
+
 class T5(served.LanguageModel):
   """The whole model; see `served.LanguageModel` for its attributes."""
 
   config: T5Config
 
   def setup(self):
-    self.token_embedder = self._embedder()
+    super().setup()
     self.encoder = Encoder(self.config)
-    self.draft_head = served.draft_head_of(self.config, self.serving)
     self.decoder = Decoder(self.config, self._layout, self._has_own_head)
 
-  def prefill(self, source, mask, cache_length: int) -> cache_lib.KVCache:
-    """See `base.Model.prefill`."""
+  def read(self, source, mask):
+    """See `served.LanguageModel.read`."""
     encoded = self._encode(source, mask)
-    cross = self.decoder.cross_keys_values(encoded)
-    cache = layers.empty_cache(cross, mask, cache_length)
-    if self.return_states:
-      cache = cache.replace(target_states=layers.as_target_states(encoded))
-    return cache
+    return self.decoder.cross_keys_values(encoded), mask, encoded
 
   def encode_for_draft(self, source, mask):
     """See `base.Model.encode_for_draft`."""
@@ -352,58 +361,7 @@ class T5(served.LanguageModel):
     return self.encoder(self.token_embedder(source), mask)
 
   @staticmethod
-  def model_fields(config: T5Config) -> dict[str, Any]:
-    """Fields of `base.Model` that differ between families."""
-    return {"eos_ids": config.eos_ids}
-
-  @staticmethod
   def encoder_params(config: T5Config, params: base.Params) -> base.Params:
     """See `families.encoder_params`."""
     del config  # the same for every T5
     return {name: params[name] for name in ("token_embedder", "encoder")}
-
-
-def _attention(
-  config: T5Config,
-  layout: layers.Layout = layers.Layout.TRAINED,
-  memory_layout: layers.Layout = layers.Layout.TRAINED,
-  name: str | None = None,
-  memory_width: int = 0,
-) -> layers.Attention:
-  return layers.Attention(
-    config.width,
-    config.num_heads,
-    config.head_dim,
-    jnp.dtype(config.dtype),
-    layout,
-    memory_layout,
-    memory_width,
-    name=name,
-  )
-
-
-def _mlp(
-  config: T5Config,
-  layout: layers.Layout = layers.Layout.TRAINED,
-  name: str | None = None,
-) -> layers.Mlp:
-  return layers.Mlp(
-    config.width,
-    config.mlp_dim,
-    config.mlp_activations,
-    jnp.dtype(config.dtype),
-    layout,
-    name=name,
-  )
-
-
-def _relative_bias(
-  config: T5Config, bidirectional: bool, name: str | None = "relpos_bias"
-) -> RelativePositionBias:
-  return RelativePositionBias(
-    config.num_heads,
-    config.relative_buckets,
-    config.relative_max_distance,
-    bidirectional,
-    name=name,
-  )

@@ -230,9 +230,39 @@ def _finite_float32(name: str, place: object, tensor: np.ndarray) -> np.ndarray:
   return array
 
 
+# First bytes of files that are often taken for weights: (what it is, what to do).
+_OTHER_FILES = {
+  b"GGUF": (
+    "a GGUF file of llama.cpp",
+    "name the folder with the model's safetensors files, from which it was made",
+  ),
+  b"PK\x03\x04": (
+    "a zip file, as torch.save writes it",
+    "`osd convert` with allow_torch_bin reads pytorch_model.bin in its folder",
+  ),
+  b"\x80": ("a pickle", "save the weights as safetensors"),
+  b"\x1f\x8b": ("a gzip file", "unpack it"),
+  b"version https://git-lfs": ("a Git LFS pointer", "run `git lfs pull`"),
+  b"<": ("a web page", "download the file itself"),
+  b"{": ("JSON", "name a safetensors file, or the folder of the model"),
+  b"\x89HDF": ("an HDF5 file", "save the weights as safetensors"),
+}
+
+
 def _incomplete(path: Path, error: object) -> base.InputError:
+  begin = b""
+  if path.is_file():
+    with path.open("rb") as file:
+      begin = file.read(32)
+  for magic, (what, remedy) in _OTHER_FILES.items():
+    if begin.startswith(magic):
+      return base.InputError(
+        f"weights: {path} is {what}, expected a safetensors file; {remedy}."
+      )
+  advice = "copy or download it again" if begin else "check the path"
   return base.InputError(
-    f"weights: cannot read {path}: {error}; expected a complete safetensors file."
+    f"weights: cannot read {path}: {error}; expected a complete safetensors file;"
+    f" {advice}."
   )
 
 

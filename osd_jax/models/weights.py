@@ -162,29 +162,24 @@ def save_tree(
 def _write(
   given: str | Path, flat: dict[str, Any], storage: str, metadata: dict[str, str]
 ) -> Path:
-  """Writes tensors to a local or remote file."""
+  """Writes a local or remote file, by renaming a temporary one in the same folder."""
   tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
   with remote.stored(given) as path:
-    _put(path, tensors, metadata)
+    partial = path.with_name(path.name + ".partial")
+    try:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      partial.touch()  # with the permissions of umask; safetensors makes private files
+      mode = partial.stat().st_mode
+      safetensors.flax.save_file(tensors, partial, metadata=metadata)
+      tensors_lib.sort_metadata(partial)  # so that equal weights are equal files
+      partial.chmod(mode)
+      # Renaming is atomic, so a reader finds the old file or the new one.
+      os.replace(partial, path)
+    except (OSError, safetensors.SafetensorError) as error:
+      raise unwritable(path, error) from error
+    finally:
+      partial.unlink(missing_ok=True)
   return Path(given)
-
-
-def _put(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
-  """Writes to a temporary file in the same folder, then renames it."""
-  partial = path.with_name(path.name + ".partial")
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial.touch()  # with the permissions of umask; safetensors makes private files
-    mode = partial.stat().st_mode
-    safetensors.flax.save_file(tensors, partial, metadata=metadata)
-    tensors_lib.sort_metadata(partial)  # so that equal weights are equal files
-    partial.chmod(mode)
-    # Renaming is atomic, so a reader finds the old file or the new one.
-    os.replace(partial, path)
-  except (OSError, safetensors.SafetensorError) as error:
-    raise unwritable(path, error) from error
-  finally:
-    partial.unlink(missing_ok=True)
 
 
 def check_finite(what: str, params: base.Params, storage: str = "float32") -> None:
@@ -263,10 +258,21 @@ def _opened(
 ) -> tuple[tensors_lib.Tensors, dict[str, str]]:
   tensors, header = tensors_lib.of_safetensors(path)
   if header.get("format") not in wanted:
+    advice = "`osd pretrain`, `osd offline` and `osd convert` write such files."
+    if header.get("format") == _ATTACHED:
+      advice = (
+        "An attached draft is served together with its target, as PairConfig.draft. It"
+        " has no head or embedding of its own, so that it cannot be a target, and"
+        " cannot be exported to another format."
+      )
+    elif header.get("format") in (None, "pt"):
+      advice = (
+        "Tensors of transformers need their config.json: name the folder that contains"
+        " both."
+      )
     raise base.InputError(
       f"weights: {path} has format {header.get('format')!r}, expected"
-      f" {' or '.join(map(repr, wanted))}. `osd pretrain`, `osd offline` and `osd"
-      " convert` write such files."
+      f" {' or '.join(map(repr, wanted))}. {advice}"
     )
   return tensors, header
 

@@ -76,7 +76,17 @@ prefill = jax.jit(
 _score = jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
 
 
-def settings_of(rows, *, max_length, temperature=0.0, top_k=0, top_p=1.0, seed=0):
+def settings_of(
+  rows,
+  *,
+  max_length,
+  temperature=0.0,
+  top_k=0,
+  top_p=1.0,
+  min_p=0.0,
+  repetition_penalty=1.0,
+  seed=0,
+):
   """Sampling settings per row; a scalar applies to all rows, and seeds count up."""
 
   def full(value, dtype):
@@ -86,6 +96,8 @@ def settings_of(rows, *, max_length, temperature=0.0, top_k=0, top_p=1.0, seed=0
     temperature=full(temperature, np.float32),
     top_k=full(top_k, np.int32),
     top_p=full(top_p, np.float32),
+    min_p=full(min_p, np.float32),
+    repetition_penalty=full(repetition_penalty, np.float32),
     seed=jnp.asarray(seed + np.arange(rows), jnp.uint32)
     if np.ndim(seed) == 0
     else jnp.asarray(seed, jnp.uint32),
@@ -123,6 +135,7 @@ def start(
     length,
     record,
     target.vocab_size,
+    target.prompt_text(source),
   )
 
 

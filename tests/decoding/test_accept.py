@@ -221,20 +221,6 @@ def test_greedy_rows_do_not_depend_on_sampled_batch_mates(seed):
     np.testing.assert_array_equal(alone.tokens[row, :end], other.tokens[row, :end])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_equal_distributions_accept_every_token(temperature):
-  for seed in range(20):
-    found = accept(*similar_round(seed, temperature))
-    assert (np.asarray(found.accepted) == K).all()
-
-
-@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_broken_draft_row_is_rejected_at_its_position(broken):
-  proposal, *others = similar_round(3)
-  proposal = proposal.replace(logits=proposal.logits.at[:, 1].set(broken))
-  assert (np.asarray(accept(proposal, *others).accepted) == 1).all()
-
-
 def test_empty_residual_falls_back_to_the_target():
   """Rounding can make both distributions equal although a token was rejected.
 
@@ -252,22 +238,6 @@ def test_empty_residual_falls_back_to_the_target():
   assert not np.asarray(found.accepted).any()
   counts = np.bincount(np.asarray(found.tokens[:, 0]), minlength=3)
   assert counts[2] == 0 and oracles.chi_square(counts[:2], np.full(2, 0.5)) > 1e-6
-
-
-def test_round_without_drafted_tokens_is_plain_decoding():
-  _, verification, settings, position = similar_round(5)
-  nothing = base.Proposal(
-    jnp.zeros((ROWS, 0), jnp.int32), jnp.zeros((ROWS, 0, VOCAB), jnp.float32)
-  )
-  one_row = base.Verification(verification.logits[:, :1])
-  found = accept(nothing, one_row, settings, position)
-  assert found.tokens.shape == (ROWS, 1) and not found.accepted.any()
-  greedy = accept(
-    nothing, one_row, settings.replace(temperature=jnp.zeros(ROWS)), position
-  )
-  np.testing.assert_array_equal(
-    greedy.tokens[:, 0], np.argmax(one_row.logits[:, 0], -1)
-  )
 
 
 def test_uniform_draws_are_uniform_and_independent_across_positions():

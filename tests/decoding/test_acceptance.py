@@ -23,7 +23,7 @@ def self_draft(k, run=harness.ROUNDS):
   return harness.table_rounds(k, table, table, settings, run=run)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("k", [1, 3, 8])
 def test_draft_equal_to_the_target_is_fully_accepted(k):
   final = self_draft(k)
   assert harness.draft_acceptance(final) == 1.0

@@ -13,7 +13,7 @@ from osd_jax import base, testing
 from osd_jax.decoding import accept as accept_lib
 from osd_jax.decoding import drafters, rounds
 
-VOCAB, LENGTH, K, ROWS = 6, 3, 3, 60_000
+VOCAB, LENGTH, K, ROWS = 6, 3, 3, 30_000
 THRESHOLD = 1e-6 / 20  # more comparisons than this file makes
 TARGET = testing.random_table(VOCAB, 1, sharpness=1.5)
 DRAFT = testing.random_table(VOCAB, 2, sharpness=1.5)
@@ -21,7 +21,7 @@ MODEL = testing.tabular_model(VOCAB)
 
 
 @dataclasses.dataclass(frozen=True)
-class Varying(drafters.IndependentDraft):
+class Varying(drafters.ModelDrafter):
   """Proposes a number of tokens that depends on the row and its position."""
 
   def propose(self, params, state, rows, num_draft_tokens, noise):
@@ -34,7 +34,7 @@ class Varying(drafters.IndependentDraft):
 
 
 @dataclasses.dataclass(frozen=True)
-class Guessing(drafters.IndependentDraft):
+class Guessing(drafters.ModelDrafter):
   """Proposes each model's arg max without logits, as a lookup drafter would."""
 
   def propose(self, params, state, rows, num_draft_tokens, noise):
@@ -47,18 +47,7 @@ class Guessing(drafters.IndependentDraft):
     return base.Proposal(proposal.tokens, None), state
 
 
-@dataclasses.dataclass(frozen=True)
-class Both(Guessing):
-  """Proposes 0 to K tokens without logits."""
-
-  def propose(self, params, state, rows, num_draft_tokens, noise):
-    proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
-    row = jnp.arange(rows.length.shape[0])
-    lengths = (row + rows.length) % (num_draft_tokens + 1)
-    return proposal.replace(lengths=lengths.astype(jnp.int32)), state
-
-
-KINDS = {kind.__name__: kind for kind in (Varying, Guessing, Both)}
+KINDS = {kind.__name__: kind for kind in (Varying, Guessing)}
 
 
 def decoded(kind, settings, length, draft=DRAFT, rule="rejection", run=None):
@@ -83,20 +72,14 @@ def p_value(kind, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", accept_lib.RULES)
-def test_greedy_output_equals_plain_decoding(kind, rule):
-  settings = harness.settings_of(8, max_length=40)
-  plain = harness.tabular_steps(TARGET, settings, 40)
+def test_output_equals_plain_decoding(kind, rule):
+  """Greedy rows under both rules, and sampled rows with the same seed if coupled."""
+  sampled = np.arange(8) % 2 if accept_lib.RULES[rule].coupled else 0.0
+  settings = harness.settings_of(8, max_length=40, temperature=sampled)
+  plain = harness.tabular_steps(TARGET, settings, 40, rule=rule)
   for draft in (TARGET, DRAFT):
     found = decoded(KINDS[kind], settings, 40, draft, rule)
     assert harness.outputs(found) == harness.outputs(plain)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_coupled_output_equals_plain_decoding_with_the_same_seed(kind):
-  settings = harness.settings_of(8, max_length=40, temperature=1.0)
-  plain = harness.tabular_steps(TARGET, settings, 40, rule="coupling")
-  found = decoded(KINDS[kind], settings, 40, rule="coupling")
-  assert harness.outputs(found) == harness.outputs(plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,24 +131,3 @@ def test_guess_is_accepted_with_its_target_probability():
   probability = oracles.processed_probs(TARGET[0, 0], 1.0)[guess]
   share = float(np.mean(final.counters.accepted))
   assert share == pytest.approx(probability, abs=6 * (0.25 / ROWS) ** 0.5)
-
-
-def test_row_of_length_zero_decodes_plainly():
-  @dataclasses.dataclass(frozen=True)
-  class Nothing(drafters.IndependentDraft):
-    def propose(self, *args):
-      proposal, state = super().propose(*args)
-      return proposal.replace(lengths=jnp.zeros_like(args[2].length)), state
-
-  final = decoded(Nothing, harness.settings_of(4, max_length=20), 20, draft=TARGET)
-  assert not np.asarray(final.counters.drafted).any()
-  np.testing.assert_array_equal(final.counters.rounds, final.length)
-
-
-def test_model_determines_the_drafter():
-  independent = drafters.from_model(MODEL)
-  assert type(independent) is drafters.IndependentDraft
-  attached = drafters.from_model(dataclasses.replace(MODEL, state_width=4))
-  assert type(attached) is drafters.AttachedDraft
-  # Drafters are static arguments, so equal ones share compiled calls.
-  assert independent == drafters.from_model(MODEL)

@@ -66,23 +66,21 @@ def test_broken_row_has_no_mass_in_any_vocabulary(size, temperature, broken):
     min_size=ROWS,
     max_size=ROWS,
   ),
+  min_p=st.lists(
+    st.sampled_from([0.0, 0.0371, 0.4137, 1.0]), min_size=ROWS, max_size=ROWS
+  ),
 )
-def test_processed_probs_equals_the_oracle(logits, temperature, top_k, top_p):
+def test_processed_probs_equals_the_oracle(logits, temperature, top_k, top_p, min_p):
   logits = np.array(logits).reshape(ROWS, POSITIONS, VOCAB)
-  found = probs_of(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+  settings = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+  found = probs_of(logits, temperature=temperature, **settings)
   for row in range(ROWS):
     for position in range(POSITIONS):
       expected = oracles.processed_probs(
-        logits[row, position], temperature[row], top_k[row], top_p[row]
+        logits[row, position], temperature[row], top_k[row], top_p[row], min_p[row]
       )
       np.testing.assert_allclose(found[row, position], expected, atol=2e-6)
       assert ((found[row, position] > 0) == (expected > 0)).all()
-
-
-def test_ties_with_the_last_kept_token_are_also_kept():
-  logits = np.array([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
-  found = probs_of(logits, temperature=1.0, top_k=2)[0, 0]
-  assert (found[:4] > 0).all() and found[4] == 0
 
 
 def test_cut_off_treats_zero_and_minus_zero_as_a_tie():
@@ -103,10 +101,34 @@ def test_filters_equal_the_oracle_in_a_large_vocabulary():
     np.testing.assert_allclose(found[row, 0], expected, atol=1e-6)
 
 
-def test_greedy_row_is_one_hot_at_its_first_arg_max():
-  logits = np.array([[[0.0, 3.0, 3.0, 1.0]], [[5.0, 3.0, 3.0, 1.0]]])
-  found = probs_of(logits, temperature=[0.0, 0.0], top_k=[0, 3], top_p=[0.5, 1.0])
-  np.testing.assert_array_equal(found[:, 0], np.eye(4)[[1, 0]])
+def test_penalty_changes_the_tokens_before_each_position():
+  """The text and the drafted tokens before a position; padding and others are kept."""
+  rng = np.random.default_rng(0)
+  logits = rng.normal(0, 2, (4, 3, VOCAB)).astype(np.float32)
+  logits[0, :, 2] = -np.inf
+  text = np.array([[2, 5, -1], [-1, -1, -1], [7, 7, 0], [3, 1, 4]])
+  drafted = np.array([[1, 6], [0, 0], [-1, 3], [2, 2]])
+  penalty = np.array([1.3, 0.4, 5.0, 1.0], np.float32)
+  settings = harness.settings_of(4, max_length=1, repetition_penalty=penalty)
+  text, drafted = jnp.asarray(text, jnp.int32), jnp.asarray(drafted, jnp.int32)
+  penalized = jax.jit(sampling.penalized)
+  found = penalized(jnp.asarray(logits), settings, text, drafted)
+  expected = logits.copy()
+  for row in range(4):
+    for position in range(3):
+      seen = {*text[row].tolist(), *drafted[row, :position].tolist()} - {-1}
+      for token in seen:
+        value = logits[row, position, token]
+        factor = penalty[row]
+        expected[row, position, token] = value / factor if value > 0 else value * factor
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  np.testing.assert_array_equal(found[3], logits[3])
+  # An extreme penalty keeps finite logits finite, and keeps broken rows broken.
+  logits[1, 0, 0] = np.nan
+  settings = settings.replace(repetition_penalty=jnp.full(4, 1e-3))
+  found = np.asarray(penalized(jnp.asarray(1e37 * logits), settings, text, drafted))
+  np.testing.assert_array_equal(np.isnan(found), np.isnan(logits))
+  np.testing.assert_array_equal(np.isinf(found), np.isinf(logits))
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1.2e-38])
@@ -125,7 +147,8 @@ def test_low_temperature_still_samples(temperature):
   probs = np.asarray(processed(logits[:, None], settings))[0, 0]
   np.testing.assert_allclose(probs, [0.7311, 0.2689, 0], atol=1e-4)
   zeros = jnp.zeros((rows,), jnp.int32)
-  drawn = sampling.sample(logits, settings, zeros, sampling.Purpose.EMIT)
+  nothing = jnp.zeros((rows, 0), jnp.int32)
+  drawn = sampling.sample(logits, settings, zeros, sampling.Purpose.EMIT, nothing)
   # The second token has a probability of 1 / (1 + e).
   assert np.mean(drawn) == pytest.approx(0.2689, abs=0.05)
 
@@ -221,9 +244,8 @@ def test_greedy_row_samples_its_arg_max_with_any_batch_mate(temperature):
   settings = harness.settings_of(
     6, max_length=1, temperature=np.where(np.arange(6) % 2, temperature, 0.0)
   )
-  drawn = sampling.sample(
-    logits, settings, jnp.zeros((6,), jnp.int32), sampling.Purpose.DRAFT
-  )
+  zeros, nothing = jnp.zeros((6,), jnp.int32), jnp.zeros((6, 0), jnp.int32)
+  drawn = sampling.sample(logits, settings, zeros, sampling.Purpose.DRAFT, nothing)
   expected = np.argmax(logits, -1)
   np.testing.assert_array_equal(np.asarray(drawn)[::2], expected[::2])
 
@@ -247,6 +269,10 @@ def test_make_settings_fills_every_row():
     ("top_p", 0.0),
     ("top_p", 1.5),
     ("top_p", float("nan")),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", float("inf")),
     ("seed", -1),
     ("seed", 2**32),
     ("max_length", 0),

@@ -125,7 +125,14 @@ def sampled_requests(count=12):
   return [
     engine.Request(
       np.array([3, EOS_ID], np.int32),
-      engine.SamplingConfig((0.0, 0.7, 1.0)[i % 3], (0, 3)[i % 2], 0.9, seed=i),
+      engine.SamplingConfig(
+        temperature=(0.0, 0.7, 1.0)[i % 3],
+        top_k=(0, 3)[i % 2],
+        top_p=0.9,
+        min_p=(0.0, 0.1)[i % 2],
+        repetition_penalty=(1.0, 1.3, 1.0, 0.8)[i % 4],
+        seed=i,
+      ),
       max_new_tokens=LIMITS[i % len(LIMITS)],
     )
     for i in range(count)

@@ -186,6 +186,8 @@ def settings_of():
     temperature=jnp.asarray(temperature, jnp.float32),
     top_k=jnp.asarray(top_k, jnp.int32),
     top_p=jnp.asarray(top_p, jnp.float32),
+    min_p=jnp.zeros(ROWS),
+    repetition_penalty=jnp.ones(ROWS),
     seed=jnp.zeros(ROWS, jnp.uint32),
     max_length=jnp.full(ROWS, LAW_LENGTH, jnp.int32),
   )

@@ -182,7 +182,7 @@ def differing(found, expected):
 
 
 def caught_up(state):
-  drafter = drafters.from_model(cases.TARGET)
+  drafter = drafters.ModelDrafter(cases.TARGET)
   return drafter.catch_up(cases.target_params(), state.draft_cache, state)
 
 

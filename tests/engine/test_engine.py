@@ -184,6 +184,8 @@ def test_prompt_must_fit_the_largest_bucket():
     ("top_p", 1e-50),  # would leave no mass in float32
     ("temperature", 1e-50),  # would be greedy in float32
     ("top_k", 2.0),
+    ("min_p", 1.5),
+    ("repetition_penalty", 0.0),
     ("seed", -1),
     ("seed", 2**32),
     ("seed", 1.5),

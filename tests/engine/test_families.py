@@ -5,6 +5,7 @@ import functools
 
 import jax
 import numpy as np
+import oracles
 import pytest
 from compilations import Compilations
 from decoding import harness
@@ -17,6 +18,7 @@ from osd_jax.engine import controller, engine
 VOCAB, LENGTH, K = 64, 12, 3
 BUCKETS = (6, 10)
 LIMITS = (None, 1, 7, None, 3, 12)
+PENALTIES = (1.0, 1.0, 1.8, 1.0, 1.0, 1.4)  # more than B requests: rows are reused
 TABLE = RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
 POLICY = engine.AdaptiveConfig(candidates=(0, 1, 3), costs=(TABLE,) * 2)
 CONFIG = engine.DecodingConfig(
@@ -33,8 +35,14 @@ FAMILY = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 
 def requests(target):
   sources = testing.random_sources(len(LIMITS), BUCKETS[-1], VOCAB, 0, target.pad_id)
-  rows = zip(*sources, LIMITS, strict=True)
-  return [engine.Request(row[keep], max_new_tokens=limit) for row, keep, limit in rows]
+  return [
+    engine.Request(
+      row[keep],
+      engine.SamplingConfig(repetition_penalty=penalty),
+      max_new_tokens=limit,
+    )
+    for row, keep, limit, penalty in zip(*sources, LIMITS, PENALTIES, strict=True)
+  ]
 
 
 @functools.cache
@@ -54,7 +62,14 @@ def expected(target):
       text = np.zeros((1, LENGTH), np.int32)
       text[0, : len(written)] = written
       logits = score()(target, params, source, target.mask(source), text)
-      written.append(int(logits[0, len(written)].argmax()))
+      before = [0] if target.start is None else request.tokens.tolist()
+      row = oracles.processed_probs(
+        logits[0, len(written)],
+        0.0,
+        repetition_penalty=request.sampling.repetition_penalty,
+        text=[*before, *written],
+      )
+      written.append(int(row.argmax()))
     found.append(written)
   return found
 

@@ -15,10 +15,10 @@ import safetensors.flax
 import safetensors.numpy
 from models import tiny
 
-from osd_jax import assets
+from osd_jax import assets, base
 from osd_jax.data import vocabulary as vocabularies
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.models import convert, weights
+from osd_jax.models import convert, families, weights
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.convert import folders, hugging_face
 from osd_tools import sizes
@@ -109,6 +109,29 @@ def test_incomplete_file_is_refused(tmp_path):
   assert "expected a complete safetensors file" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+  ("file", "message"),
+  [
+    ("adapter_config.json", "an adapter .LoRA.*merge it into its base model"),
+    ("model-Q4_K_M.gguf", "GGUF files of llama.cpp"),
+    ("model_index.json", "a pipeline of diffusers"),
+    ("consolidated.00.pth", "Meta's or Mistral's own format"),
+    ("checkpoint", "t5x"),
+    ("flan/config.json", "name one of those"),
+    ("README.md", "expected a model folder that transformers wrote"),
+  ],
+)
+def test_folder_of_another_kind_is_refused_with_a_remedy(tmp_path, file, message):
+  (tmp_path / file).parent.mkdir(exist_ok=True)
+  (tmp_path / file).write_text("{}")
+  with pytest.raises(base.InputError, match=rf"config\.json.*{message}"):
+    convert.read_hugging_face(tmp_path)
+  # The configuration of a base model does not make it a whole one.
+  shutil.copy(FIXTURES / "hugging_face_t5_1_0" / "config.json", tmp_path)
+  with pytest.raises(base.InputError, match=rf"model\.safetensors.*{message}"):
+    convert.read_hugging_face(tmp_path)
+
+
 def test_all_floating_types_are_read_exactly(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   tensors = safetensors.numpy.load_file(folder / "model.safetensors")
@@ -197,7 +220,7 @@ def random_weights(tied):
     tied_head=tied,
     mlp_activations=("relu",) if tied else ("gelu", "linear"),
   )
-  params = jax.tree.map(jnp.asarray, tiny.random_params(config, seed=1))
+  params = jax.tree.map(jnp.asarray, tiny.random_params(families.build(config), seed=1))
   return weights.Weights(config, params)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from osd_jax import native
 from osd_jax.models import layers, t5
+from osd_jax.models.shapes import T5Config
 
 F32 = jnp.dtype("float32")
 
@@ -117,7 +118,8 @@ def test_attention_is_unscaled_and_ignores_masked_keys():
   mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0]], bool)
   position = rng.normal(size=(1, heads, new, keys)).astype(np.float32)
   bias = position + np.asarray(layers.mask_bias(jnp.asarray(mask)))[:, None, None]
-  attention = layers.Attention(width, heads, size, F32)
+  shape = T5Config(width=width, num_heads=heads, head_dim=size)
+  attention = t5.Attention(shape)
   entries = attention.apply(variables, memory, method="keys_values")
   got = attention.apply(variables, x, *entries, bias)
 
@@ -156,13 +158,14 @@ def test_mlp_equals_numpy(activations):
   else:
     params = {f"wi_{i}": {"kernel": inward[i]} for i in range(2)}
     hidden = _gelu(x @ inward[0]) * (x @ inward[1])
-  module = layers.Mlp(5, 7, activations, F32)
+  module = layers.Mlp(T5Config(width=5, mlp_dim=7, mlp_activations=activations))
   got = module.apply({"params": {**params, "wo": {"kernel": wo}}}, x)
   np.testing.assert_allclose(got, hidden @ wo, atol=1e-4)
 
 
 def test_position_bias_uses_the_offset_of_each_row():
-  module = t5.RelativePositionBias(2, 8, 10, bidirectional=False)
+  config = T5Config(num_heads=2, relative_buckets=8, relative_max_distance=10)
+  module = t5.RelativePositionBias(config, bidirectional=False)
   table = np.random.default_rng(3).normal(size=(2, 8)).astype(np.float32)
   query, key = np.array([[0, 1], [5, 6], [2, 3]]), np.arange(9)
   got = module.apply({"params": {"rel_embedding": table}}, query, key)

@@ -1,91 +1,23 @@
-"""Decoder-only models: decoding and scoring equal a numpy model for any padding."""
+"""Decoder-only models: scores equal a numpy model, and configs are checked."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import cases
+from models.cases import CLOSE, ROWS, Runner
 
-from osd_jax import base, native, testing
-from osd_jax.models import convert, families, llama
-from osd_jax.models.shapes import DraftServing, LlamaConfig, RopeScaling
-
-ROWS, SOURCE, TARGET, ROOM = 3, 7, 9, 4
-CLOSE = {"rtol": 2e-4, "atol": 2e-4}
-PLAIN = testing.TINY_LLAMA
-SCALED = RopeScaling(factor=4.0, original_positions=64)
-SHAPES = {
-  "grouped": PLAIN,
-  "ungrouped": dataclasses.replace(PLAIN, num_kv_heads=4),
-  "tied": dataclasses.replace(PLAIN, tied_head=True),
-  "qwen2": dataclasses.replace(PLAIN, attention_bias=True),
-  # The large epsilon makes a difference if it is not passed to every norm.
-  "qwen3": dataclasses.replace(PLAIN, query_key_norm=True, norm_epsilon=1e-3),
-  "all biases": dataclasses.replace(PLAIN, attention_bias=True, output_bias=True),
-  "scaled": dataclasses.replace(PLAIN, rope_scaling=SCALED, rope_theta=500.0),
-}
-
-score = jax.jit(lambda model, *a: model.score(*a), static_argnums=0)
-score_at = jax.jit(lambda model, *a: model.score_at(*a), static_argnums=0)
-decode = jax.jit(lambda model, *a: model.decode(*a), static_argnums=0)
-prefill = jax.jit(lambda model, *a: model.prefill(*a), static_argnums=(0, 4))
+from osd_jax import base
+from osd_jax.models import convert, llama
+from osd_jax.models.shapes import LlamaConfig, RopeScaling
 
 
-def random_params(model, seed=0):
-  """Returns noisy parameters, so that each of them affects the logits."""
-  rng = np.random.default_rng(seed)
-
-  def leaf(path, like):
-    name = path[-1].key
-    noise = rng.normal(size=like.shape).astype(np.float32)
-    if name == "scale":
-      return 1 + 0.3 * noise
-    return noise * like.shape[0] ** -0.5 if name == "kernel" else noise
-
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  return jax.tree_util.tree_map_with_path(leaf, shapes)
-
-
-class Runner:
-  """A model and a batch of prompts of different lengths with target tokens."""
-
-  def __init__(self, config, serving=None):
-    self.config, self.model = (
-      config,
-      families.build(config, serving=serving or DraftServing()),
-    )
-    self.params = random_params(self.model)
-    self.source, self.mask = testing.random_sources(ROWS, SOURCE, 64, 1, base.NO_TOKEN)
-    tokens = np.random.default_rng(2).integers(2, 64, (ROWS, TARGET))
-    self.target = tokens.astype(np.int32)
-
-  def score(self, source=None):
-    source = self.source if source is None else source
-    mask = self.model.mask(source)
-    return np.asarray(score(self.model, self.params, source, mask, self.target))
-
-  def fed(self):
-    """Inputs of decoding: the prompt's last token, then all targets but the last."""
-    last = [row[keep][-1] for row, keep in zip(self.source, self.mask)]
-    return np.concatenate([np.array(last)[:, None], self.target[:, :-1]], axis=1)
-
-  def feed(self, stride, fed=None, source=None):
-    source = self.source if source is None else source
-    served = self.model.prepare(self.params)
-    mask = self.model.mask(source)
-    cache = prefill(self.model, served, source, mask, TARGET + ROOM)
-    fed, rows = self.fed() if fed is None else fed, []
-    for start in range(0, TARGET, stride):
-      part = jnp.asarray(fed[:, start : start + stride], jnp.int32)
-      logits, cache = decode(self.model, served, part, cache)
-      rows.append(logits)
-    return np.concatenate(rows, axis=1), cache
-
-
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=cases.LLAMAS)
 def runner(request):
-  return Runner(SHAPES[request.param])
+  return Runner(request.param)
 
 
 # ---- A numpy model: one sequence, no cache, loops over heads
@@ -154,116 +86,32 @@ def oracle(config, params, tokens):
 
 
 def test_scores_equal_the_numpy_model(runner):
-  found = runner.score()
+  found = runner.forced
   for row, keep in enumerate(runner.mask):
     prompt = runner.source[row][keep]
-    tokens = np.concatenate([prompt, runner.target[row]])
-    expected = oracle(runner.config, runner.params, tokens)
+    tokens = np.concatenate([prompt, runner.text[row]])
+    expected = oracle(runner.shape, jax.device_get(runner.params), tokens)
     expected = expected[len(prompt) - 1 : -1]
     np.testing.assert_allclose(found[row], expected, rtol=1e-3, atol=1e-3)
 
 
-# ---- Decoding
-
-
-@pytest.mark.parametrize("stride", [1, 2, TARGET])
-def test_decoding_equals_teacher_forcing(runner, stride):
-  logits, cache = runner.feed(stride)
-  np.testing.assert_allclose(logits, runner.score(), **CLOSE)
-  np.testing.assert_array_equal(cache.length, [TARGET] * ROWS)
-  assert logits.dtype == np.float32
-
-
-def test_native_code_does_not_change_decoding(runner):
-  logits, _ = runner.feed(2)
-  with native.portable():
-    portable, _ = Runner(runner.config).feed(2)
-  np.testing.assert_allclose(logits, portable, **CLOSE)
-
-
-def test_shifted_inputs_change_the_logits(runner):
-  """Negative control: every row changes if inputs are shifted by one position."""
-  logits, _ = runner.feed(1, fed=runner.target)
-  apart = np.max(np.abs(logits - runner.score()), axis=2)
-  assert np.mean(apart > 0.1) > 0.9
-
-
-def test_padding_on_either_side_does_not_change_logits(runner):
-  left = np.full_like(runner.source, base.NO_TOKEN)
-  wider = np.full((ROWS, SOURCE + 5), base.NO_TOKEN, np.int32)
-  for row, keep in enumerate(runner.mask):
-    prompt = runner.source[row][keep]
-    left[row, SOURCE - len(prompt) :] = prompt
-    wider[row, 2 : 2 + len(prompt)] = prompt
-  for source in (left, wider):
-    np.testing.assert_allclose(runner.score(source), runner.score(), **CLOSE)
-    np.testing.assert_allclose(
-      runner.feed(2, source=source)[0], runner.score(), **CLOSE
-    )
-  # Negative control: another prompt changes the scores.
-  changed = np.where(runner.mask, (runner.source + 7) % 64, base.NO_TOKEN)
-  assert np.max(np.abs(runner.score(changed) - runner.score())) > 0.1
-
-
-@pytest.mark.parametrize("chunk", [3, 4])
-def test_chunked_prefill_equals_whole_prefill(runner, chunk, monkeypatch):
-  whole, cache = runner.feed(2)
-  # Another `max_positions` gives another model, so the new CHUNK is traced.
-  shape = dataclasses.replace(runner.config, max_positions=100 + chunk)
-  monkeypatch.setattr(llama, "CHUNK", chunk)
-  other = Runner(shape)
-  arguments = (other.model.prepare(other.params), other.source, other.mask, 13)
-  text = prefill.lower(other.model, *arguments).as_text()
-  # Chunks run in a loop, and no tensor has the size of all attention weights.
-  assert "while" in text and f"x{SOURCE}x{SOURCE}xf32" not in text
-  by_chunks, kept = other.feed(2)
-  np.testing.assert_allclose(by_chunks, whole, **CLOSE)
-  np.testing.assert_array_equal(kept.cross_mask, cache.cross_mask)
-
-
-def test_score_at_selects_from_score(runner):
-  positions, tokens = jnp.asarray([[5, 0], [2, 3], [1, 1]]), jnp.asarray([60, 1, 7])
-  arguments = (runner.params, runner.source, runner.mask, runner.target)
-  part = score_at(runner.model, *arguments, positions, tokens)
-  whole = runner.score()[np.arange(ROWS)[:, None], positions][..., tokens]
-  np.testing.assert_allclose(part, whole, **CLOSE)
-
-
-@pytest.mark.parametrize(
-  "serving",
-  [DraftServing(int8=True), DraftServing(shortlist=40), DraftServing(True, 40)],
-  ids=["int8", "shortlist", "both"],
-)
-def test_approximate_serving_is_close_to_exact_scores(runner, serving):
-  served, expected = Runner(runner.config, serving).feed(1)[0], runner.score()
-  covered = serving.shortlist or 64
-  assert np.all(np.isneginf(served[..., covered:]))
-  apart = np.abs(served - expected)[..., :covered]
-  assert np.mean(apart) < (0.15 * np.std(expected) if serving.int8 else 1e-4)
-
-
-def test_bfloat16_is_close_to_float32(runner):
-  half = Runner(dataclasses.replace(runner.config, dtype="bfloat16"))
-  apart = np.abs(half.feed(2)[0] - runner.score())
-  assert 0 < np.mean(apart) < 0.1 * np.std(runner.score())
-
-
 def test_first_input_is_the_last_token_of_the_prompt(runner):
-  np.testing.assert_array_equal(runner.model.starts(runner.source), runner.fed()[:, 0])
+  last = [row[keep][-1] for row, keep in zip(runner.source, runner.mask)]
+  np.testing.assert_array_equal(runner.fed[:, 0], last)
   kept = llama.without_last(jnp.asarray(runner.mask))
   np.testing.assert_array_equal(kept.sum(1), runner.mask.sum(1) - 1)
 
 
 def test_prompt_of_one_token_can_be_decoded():
-  one = Runner(PLAIN)
+  one = Runner("qwen2")
   one.source = np.full((ROWS, 4), base.NO_TOKEN, np.int32)
   one.source[:, 0] = [5, 6, 7]
   one.mask = one.model.mask(one.source)
-  np.testing.assert_allclose(one.feed(3)[0], one.score(), **CLOSE)
+  np.testing.assert_allclose(one.feed(4)[0], one.forced, **CLOSE)
 
 
 def test_rope_scaling_divides_only_low_frequencies():
-  config = SHAPES["scaled"]
+  config = cases.LLAMAS["llama"]
   plain = llama.frequencies(dataclasses.replace(config, rope_scaling=None))
   ratio = plain / llama.frequencies(config)
   assert ratio[0] == 1 and ratio[-1] == pytest.approx(4.0)
@@ -285,7 +133,7 @@ def test_rope_scaling_divides_only_low_frequencies():
 )
 def test_invalid_config_error_names_the_field(field, value):
   with pytest.raises(base.InputError, match=f"LlamaConfig.{field}"):
-    dataclasses.replace(PLAIN, **{field: value})
+    dataclasses.replace(cases.LLAMA, **{field: value})
 
 
 def test_invalid_rope_scaling_error_names_the_field():
@@ -294,9 +142,7 @@ def test_invalid_rope_scaling_error_names_the_field():
 
 
 def test_config_round_trips_through_json():
-  import json
-
-  config = SHAPES["scaled"]
+  config = cases.LLAMAS["llama"]
   again = LlamaConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
   assert again == config
 
@@ -316,15 +162,15 @@ def test_config_round_trips_through_json():
   ],
 )
 def test_unsupported_fields_of_config_json_are_refused(changes, match):
-  fields = convert.config_to_hugging_face(testing.TINY_LLAMA)
+  fields = convert.config_to_hugging_face(cases.LLAMA)
   fields.pop("rope_parameters")
-  assert convert.config_from_hugging_face(fields) == testing.TINY_LLAMA
+  assert convert.config_from_hugging_face(fields) == cases.LLAMA
   with pytest.raises(base.InputError, match=match):
     convert.config_from_hugging_face({**fields, **changes})
 
 
 def test_sliding_window_limits_max_positions():
-  fields = convert.config_to_hugging_face(testing.TINY_LLAMA)
+  fields = convert.config_to_hugging_face(cases.LLAMA)
   window = {"sliding_window": 32}
   mistral = {**fields, "model_type": "mistral", **window}
   assert convert.config_from_hugging_face(mistral).max_positions == 32

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from osd_jax.models import families, t5
+from osd_jax.models import families, shapes
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
-CONFIG = t5.T5Config(
+CONFIG = shapes.T5Config(
   vocab_size=64,
   width=16,
   num_heads=2,

@@ -6,17 +6,16 @@ import jax
 import numpy as np
 
 from osd_jax.base import EOS_ID
-from osd_jax.models import families
 from osd_jax.testing import TINY_T5
 
 # The few buckets and the short maximal distance let short sequences use every bucket.
 CONFIG = dataclasses.replace(TINY_T5, relative_buckets=8, relative_max_distance=6)
 
 
-def random_params(config, seed):
-  """Returns random numpy parameters for `config`."""
+def random_params(model, seed):
+  """Random numpy parameters, so that each of them affects the logits."""
   rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(families.build(config).init, jax.random.key(0))
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
 
   def leaf(path, shape):
     noise = rng.normal(size=shape.shape).astype(np.float32)

@@ -9,7 +9,7 @@ import pytest
 from models import tiny
 
 from osd_jax import native
-from osd_jax.models import families, layers
+from osd_jax.models import families, layers, shapes, t5
 
 MASKED = -1e9
 # B, H, n, T, D. The odd sizes are no multiples of the vector length.
@@ -126,7 +126,8 @@ def test_bits_depend_on_the_order_of_positions():
 
 
 def lowered(layout, queries, dtype="float32"):
-  attention = layers.Attention(8, 2, 4, jnp.dtype(dtype), layout)
+  config = shapes.T5Config(width=8, num_heads=2, head_dim=4, dtype=dtype)
+  attention = t5.Attention(config, layout)
   x = jnp.zeros((1, queries, 8), dtype)
   memory = jnp.zeros((1, 2, 6, 4), dtype)
   given = (x, memory, memory, jnp.zeros((1, 1, 1, 6)))
@@ -153,7 +154,7 @@ def test_native_attention_is_used_only_for_few_float32_queries():
 def test_model_with_native_code_decodes_like_with_xla(tied):
   config = dataclasses.replace(tiny.CONFIG, tied_head=tied)
   model = families.build(config)
-  params = tiny.random_params(config, 1)
+  params = tiny.random_params(families.build(config), 1)
   rng = np.random.default_rng(2)
   source = rng.integers(3, config.vocab_size, (2, 9))
   tokens = rng.integers(3, config.vocab_size, (2, 6))

@@ -3,7 +3,6 @@
 from osd_jax.models.convert.hugging_face import (
   config_from_hugging_face,
   config_to_hugging_face,
-  params_from_hugging_face,
   read_hugging_face,
   shape_of_hugging_face,
   write_hugging_face,
@@ -13,7 +12,6 @@ from osd_jax.models.convert.t5x import read_t5x
 __all__ = [
   "config_from_hugging_face",
   "config_to_hugging_face",
-  "params_from_hugging_face",
   "read_hugging_face",
   "read_t5x",
   "shape_of_hugging_face",

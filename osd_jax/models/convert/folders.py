@@ -43,8 +43,7 @@ def open_folder(folder: Path, allow_torch_bin: bool = False) -> Tensors:
     )
   raise base.InputError(
     f"convert: cannot read {folder / _SAFETENSORS}: neither it nor"
-    f" {_SAFETENSORS}.index.json exists; expected a model folder that"
-    " transformers wrote."
+    f" {_SAFETENSORS}.index.json exists; {_advice(folder)}."
   )
 
 
@@ -54,9 +53,39 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(path.read_bytes(), path)
   except OSError as error:
     raise base.InputError(
-      f"convert: cannot read {path}: {error.strerror}; expected a model folder that"
-      " transformers wrote."
+      f"convert: cannot read {path}: {error.strerror}; {_advice(path.parent)}."
     ) from error
+
+
+def _advice(folder: Path) -> str:
+  """What a folder holds instead of a model of transformers, and what to do."""
+  found = _OTHER_FOLDERS.items() if folder.is_dir() else ()
+  for pattern, advice in found:
+    if any(folder.glob(pattern)):
+      return advice
+  return "expected a model folder that transformers wrote"
+
+
+# Files that other formats consist of, and what to do with such a folder.
+_OTHER_FOLDERS = {
+  "adapter_config.json": (
+    "the folder holds an adapter (LoRA), which is only a part of a model; merge it into"
+    " its base model (merge_and_unload of peft), save that, and name the saved folder"
+  ),
+  "*.gguf": (
+    "the folder holds GGUF files of llama.cpp; name a folder with the model's"
+    " safetensors files, from which they were made"
+  ),
+  "model_index.json": (
+    "the folder holds a pipeline of diffusers; expected a T5 or a Llama of transformers"
+  ),
+  "consolidated.*": (
+    "the folder holds a checkpoint in Meta's or Mistral's own format; name the folder"
+    " of the same model in the format of transformers"
+  ),
+  "checkpoint": "the folder holds a t5x checkpoint; use `osd convert` with kind t5x",
+  "*/config.json": "the folder holds folders with models; name one of those",
+}
 
 
 def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:

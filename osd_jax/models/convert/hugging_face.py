@@ -3,6 +3,7 @@
 `t5.py` and `llama.py` hold the names of fields and tensors of each family.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
 _FAMILIES: dict[type, Any] = {T5Config: t5, LlamaConfig: llama}
+_EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
+_PREFIX = "model."  # of tensors in a model with a head, in decoder-only families
 _INDEX = "model.safetensors.index.json"
 _SHARD = 5 * 10**9  # largest file in bytes, as in transformers
 
@@ -37,13 +40,19 @@ def config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
   Raises:
     InputError: a field is missing or describes an unsupported model.
   """
-  # As in transformers, null means that a field has its default.
-  config = {field: value for field, value in config.items() if value is not None}
+  config = _without_nulls(config)
   kinds = {kind: family for family in _FAMILIES.values() for kind in family.MODEL_TYPES}
   kind = config.get("model_type")
   says = "other architectures cannot be converted"
   check_field(says, "model_type", kind, tuple(kinds))
   return kinds[kind].config_from(config)
+
+
+def _without_nulls(config: Any) -> Any:
+  """Leaves out fields that are null: as in transformers, they have their default."""
+  if not isinstance(config, Mapping):
+    return config
+  return {k: _without_nulls(v) for k, v in config.items() if v is not None}
 
 
 def shape_of_hugging_face(folder: str | Path) -> ModelConfig:
@@ -60,23 +69,6 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     InputError: transformers has no such model.
   """
   return _FAMILIES[type(config)].config_to(config)
-
-
-def params_from_hugging_face(
-  tensors: Mapping[str, np.ndarray], config: ModelConfig
-) -> base.Params:
-  """Converts Hugging Face's tensors to t5x's parameter tree, in float32.
-
-  Args:
-    tensors: name -> array of any floating type.
-    config: shape of the model; `tied_head` says whether `lm_head.weight` is a parameter
-      or a copy of the embedding.
-
-  Raises:
-    InputError: a tensor is missing, unexpected or has another shape, or a copy of the
-      embedding differs from it.
-  """
-  return _params(tensors_lib.of_arrays(tensors), config, "memory")
 
 
 def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weights:
@@ -97,10 +89,53 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
   folder = Path(folder)
   fields = _fields(folder)
   config = config_from_hugging_face(fields)
+  family = _FAMILIES[type(config)]
   tensors = open_folder(folder, allow_torch_bin)
-  tensors = _FAMILIES[type(config)].completed(tensors, config, fields)
+  expected = weights_lib.expected_shapes(config)
+  names = {path: family.tensor_name(path) for path in expected}
+  if _is_bare(tensors, family.EMBEDDING):
+    names = {path: name.removeprefix(_PREFIX) for path, name in names.items()}
+  aliases = (*family.COPIES, *((family.HEAD,) if config.tied_head else ()))
+  names[_EMBEDDING] = _only_embedding(tensors, (names[_EMBEDDING], *aliases))
+  # Transformers 5 does not write a head that is the embedding without scaling.
+  shares_head = fields.get("tie_word_embeddings", family.TIED_BY_DEFAULT)
+  if not config.tied_head and shares_head and family.HEAD not in tensors.shapes:
+    names[_HEAD] = names[_EMBEDDING]
+  dropped = {*aliases, family.EMBEDDING} - set(names.values())
+  found = {
+    name: shape
+    for name, shape in tensors.shapes.items()
+    if name not in dropped and not name.endswith(family.UNUSED)
+  }
+  in_file = {
+    names[path]: shape[::-1] if family.is_transposed(path) else shape
+    for path, shape in expected.items()
+  }
+  tensors_lib.check(found, in_file, folder)
+  turn = functools.partial(_oriented, family)
+  params = tensors_lib.read_params(tensors, names, turn)
   notes = f"converted from the Hugging Face folder {folder.name}"
-  return Weights(config, _params(tensors, config, folder), notes=notes)
+  return Weights(config, params, notes=notes)
+
+
+def _is_bare(tensors: Tensors, embedding: str) -> bool:
+  """Whether a file holds a model without its head, whose names lack a prefix."""
+  bare = embedding.removeprefix(_PREFIX)
+  return embedding not in tensors.shapes and bare in tensors.shapes
+
+
+def _only_embedding(tensors: Tensors, names: tuple[str, ...]) -> str:
+  """The first name of the embedding in a file; files may hold copies of it."""
+  stored = [name for name in names if name in tensors.shapes]
+  for alias in stored[1:]:
+    first, copy = tensors.read(stored[0]), tensors.read(alias)
+    if not np.array_equal(first, copy, equal_nan=True):  # NaNs are reported later
+      raise base.InputError(
+        f"convert: tensor {alias}: differs from {stored[0]}, expected a copy of it in"
+        " this model; if the head was trained separately, set tie_word_embeddings"
+        " (and in a T5 scale_decoder_outputs) to false in config.json."
+      )
+  return (stored or names)[0]
 
 
 def write_hugging_face(
@@ -185,18 +220,6 @@ def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
   return paths
 
 
-def tensor_name(path: str, config: ModelConfig) -> str:
-  """The name in transformers of the parameter at a path."""
-  return _FAMILIES[type(config)].tensor_name(path)
-
-
-def file_shape(
-  path: str, shape: tuple[int, ...], config: ModelConfig
-) -> tuple[int, ...]:
-  """The shape in transformers of the parameter at a path."""
-  return tuple(shape[::-1] if _FAMILIES[type(config)].is_transposed(path) else shape)
-
-
 def _fields(folder: Path) -> dict[str, Any]:
   """The fields of config.json, with the eos_token_id of generation_config.json."""
   fields = read_json(folder / "config.json")
@@ -205,24 +228,7 @@ def _fields(folder: Path) -> dict[str, Any]:
     # Chat models often list further end tokens there, such as <|eot_id|> of Llama 3.
     if ends is not None and fields.get("model_type") in llama.MODEL_TYPES:
       fields["eos_token_id"] = ends
-  return fields
-
-
-def _params(tensors: Tensors, config: ModelConfig, origin: object) -> base.Params:
-  family = _FAMILIES[type(config)]
-  # A file may hold copies of the embedding under several names. One is read.
-  tensors = family.without_copies(tensors, config)
-  expected = weights_lib.expected_shapes(config)
-  names = {path: family.tensor_name(path) for path in expected}
-  shapes = {
-    names[path]: file_shape(path, shape, config) for path, shape in expected.items()
-  }
-  tensors_lib.check(tensors.shapes, shapes, origin)
-
-  def turn(path: str, tensor: np.ndarray) -> np.ndarray:
-    return _oriented(family, path, tensor)
-
-  return tensors_lib.read_params(tensors, names, turn)
+  return _without_nulls(fields)
 
 
 def _oriented(family: Any, path: str, tensor: np.ndarray) -> np.ndarray:

@@ -3,16 +3,12 @@
 Weights of torch's linear layers are `[out, in]`, kernels here are `[in, out]`.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from osd_jax import base
 from osd_jax.models.convert.folders import check_field, required
 from osd_jax.models.shapes import LlamaConfig, RopeScaling
-from osd_jax.models.tensors import Tensors
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _SAYS = "only dense Llama, Vicuna, Mistral, Qwen2 and Qwen3 models can be converted"
@@ -28,11 +24,29 @@ _REFUSED = {
 _HEAD_DIMS = {"qwen3": 128}
 _THETA = 10000.0
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Fields by their names here and in transformers.
+_FIELDS = {
+  "vocab_size": "vocab_size",
+  "width": "hidden_size",
+  "num_heads": "num_attention_heads",
+  "mlp_dim": "intermediate_size",
+  "num_layers": "num_hidden_layers",
+}
+_SCALING_FIELDS = {
+  "factor": "factor",
+  "low_freq_factor": "low_freq_factor",
+  "high_freq_factor": "high_freq_factor",
+  "original_positions": "original_max_position_embeddings",
+}
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COPIES = ()  # other names of the embedding; that of a tied head is added
+UNUSED = ("rotary_emb.inv_freq",)  # a constant that old files contain
+TIED_BY_DEFAULT = False  # meaning of a missing tie_word_embeddings
 _NAMES = {
-  "token_embedder/embedding": _EMBEDDING,
+  "token_embedder/embedding": EMBEDDING,
   "decoder/decoder_norm/scale": "model.norm.weight",
-  "decoder/logits_dense/kernel": _HEAD,
+  "decoder/logits_dense/kernel": HEAD,
 }
 _LAYER_NAMES = {
   "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
@@ -44,7 +58,6 @@ _LAYER_NAMES = {
   "mlp/wo/kernel": "mlp.down_proj.weight",
 }
 _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
-_UNUSED = "rotary_emb.inv_freq"  # a constant that old files contain
 
 
 def config_from(config: Mapping[str, Any]) -> LlamaConfig:
@@ -65,24 +78,18 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
         f"convert: config.json: field {field}: received {config[field]!r}, {what};"
         f" expected nothing; {_SAYS}."
       )
-  num_heads = required(config, "num_attention_heads")
-  width = required(config, "hidden_size")
-  head_dim: int = config.get("head_dim") or _HEAD_DIMS.get(kind, 0)
+  own = {ours: required(config, theirs) for ours, theirs in _FIELDS.items()}
   # Older files state no head_dim.
-  head_dim = head_dim or width // num_heads
+  head_dim: int = config.get("head_dim") or _HEAD_DIMS.get(kind, 0)
+  head_dim = head_dim or own["width"] // own["num_heads"]
   # Qwen2 always has biases in query, key and value, and none in the output. Its files
   # need not contain the field.
   own_bias = config.get("attention_bias", False) if kind != "mistral" else False
   scaling, theta = _rope(config)
   return LlamaConfig(
-    vocab_size=required(config, "vocab_size"),
-    width=width,
-    num_heads=num_heads,
-    num_kv_heads=config.get("num_key_value_heads") or num_heads,
+    num_kv_heads=config.get("num_key_value_heads") or own["num_heads"],
     head_dim=head_dim,
-    mlp_dim=required(config, "intermediate_size"),
-    num_layers=required(config, "num_hidden_layers"),
-    tied_head=bool(config.get("tie_word_embeddings", False)),
+    tied_head=bool(config.get("tie_word_embeddings", TIED_BY_DEFAULT)),
     rope_theta=theta,
     rope_scaling=scaling,
     norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
@@ -91,6 +98,7 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
     query_key_norm=kind == "qwen3",
     max_positions=_positions(config),
     eos_ids=_eos_ids(config),
+    **own,
   )
 
 
@@ -132,13 +140,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[RopeScaling | None, float]:
   check_field(_SAYS, "partial_rotary_factor", share, (None, 1.0))
   if kind == "default":
     return None, theta
-  scaling = RopeScaling(
-    factor=float(required(stated, "factor")),
-    low_freq_factor=float(required(stated, "low_freq_factor")),
-    high_freq_factor=float(required(stated, "high_freq_factor")),
-    original_positions=required(stated, "original_max_position_embeddings"),
-  )
-  return scaling, theta
+  own = {ours: required(stated, theirs) for ours, theirs in _SCALING_FIELDS.items()}
+  return RopeScaling(**own), theta
 
 
 def config_to(config: LlamaConfig) -> dict[str, Any]:
@@ -152,23 +155,14 @@ def config_to(config: LlamaConfig) -> dict[str, Any]:
   scaling = config.rope_scaling
   rope = {"rope_type": "default", "rope_theta": config.rope_theta}
   if scaling is not None:
-    rope |= {
-      "rope_type": "llama3",
-      "factor": scaling.factor,
-      "low_freq_factor": scaling.low_freq_factor,
-      "high_freq_factor": scaling.high_freq_factor,
-      "original_max_position_embeddings": scaling.original_positions,
-    }
+    own = {theirs: getattr(scaling, ours) for ours, theirs in _SCALING_FIELDS.items()}
+    rope |= {"rope_type": "llama3", **own}
   ends = list(config.eos_ids)
   return {
     "architectures": [f"{architecture}ForCausalLM"],
     "model_type": kind,
     "hidden_act": "silu",
-    "vocab_size": config.vocab_size,
-    "hidden_size": config.width,
-    "intermediate_size": config.mlp_dim,
-    "num_hidden_layers": config.num_layers,
-    "num_attention_heads": config.num_heads,
+    **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
     "num_key_value_heads": config.num_kv_heads,
     "head_dim": config.head_dim,
     "max_position_embeddings": config.max_positions,
@@ -179,8 +173,6 @@ def config_to(config: LlamaConfig) -> dict[str, Any]:
     "attention_bias": config.attention_bias and kind != "qwen2",
     "tie_word_embeddings": config.tied_head,
     "eos_token_id": ends if len(ends) > 1 else ends[0],
-    "attention_dropout": 0.0,
-    "use_cache": True,
     "dtype": "float32",
   }
 
@@ -217,33 +209,3 @@ def tensor_name(path: str) -> str:
 def is_transposed(path: str) -> bool:
   """Whether transformers stores the parameter transposed."""
   return path.endswith("/kernel")
-
-
-def completed(
-  tensors: Tensors, config: LlamaConfig, document: Mapping[str, Any]
-) -> Tensors:
-  """Adds the prefix "model.", which files saved from a model without head lack."""
-  del config, document
-  if any(name.startswith("model.") for name in tensors.shapes):
-    return tensors
-  names = {name if name == _HEAD else f"model.{name}": name for name in tensors.shapes}
-  return Tensors(
-    {name: tensors.shapes[own] for name, own in names.items()},
-    lambda name: tensors.read(names[name]),
-    lambda name: tensors.place(names[name]),
-  )
-
-
-def without_copies(tensors: Tensors, config: LlamaConfig) -> Tensors:
-  """Removes constants, and the head of tied models if it equals the embedding."""
-  kept = {name: s for name, s in tensors.shapes.items() if not name.endswith(_UNUSED)}
-  if config.tied_head and _HEAD in kept and _EMBEDDING in kept:
-    first, copy = tensors.read(_EMBEDDING), tensors.read(_HEAD)
-    if not np.array_equal(first, copy, equal_nan=True):  # NaNs are reported later
-      raise base.InputError(
-        f"convert: tensor {_HEAD}: differs from {_EMBEDDING}, expected a copy of it in"
-        " this model; if the head was trained separately, set tie_word_embeddings to"
-        " false in config.json."
-      )
-    del kept[_HEAD]
-  return dataclasses.replace(tensors, shapes=kept)

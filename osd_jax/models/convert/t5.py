@@ -4,16 +4,12 @@ Weights of torch's linear layers are `[out, in]`, kernels here are `[in, out]`;
 `relative_attention_bias` is `[buckets, H]`, `rel_embedding` is `[H, buckets]`.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from osd_jax import base
 from osd_jax.models.convert.folders import check_field, required
 from osd_jax.models.shapes import T5Config
-from osd_jax.models.tensors import Tensors
 
 MODEL_TYPES = ("t5",)
 _SAYS = "only T5 1.0, T5 1.1 and Flan-T5 can be converted"
@@ -45,20 +41,32 @@ _FIXED = {
 }
 
 _BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-_EMBEDDING = "shared.weight"
-_HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "shared.weight", "lm_head.weight"
 # Other names under which a file may hold the embedding once more.
-_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # In old files of T5 1.0; no implementation reads it.
-_UNUSED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+UNUSED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+TIED_BY_DEFAULT = True  # meaning of a missing tie_word_embeddings
+
+# Fields by their names here and in transformers.
+_FIELDS = {
+  "vocab_size": "vocab_size",
+  "width": "d_model",
+  "num_heads": "num_heads",
+  "head_dim": "d_kv",
+  "mlp_dim": "d_ff",
+  "num_encoder_layers": "num_layers",
+}
+_BUCKETS = "relative_attention_num_buckets"
+_MAX_DISTANCE = "relative_attention_max_distance"
 
 _NAMES = {
-  "token_embedder/embedding": _EMBEDDING,
+  "token_embedder/embedding": EMBEDDING,
   "encoder/relpos_bias/rel_embedding": f"encoder.{_BIAS}",
   "decoder/relpos_bias/rel_embedding": f"decoder.{_BIAS}",
   "encoder/encoder_norm/scale": "encoder.final_layer_norm.weight",
   "decoder/decoder_norm/scale": "decoder.final_layer_norm.weight",
-  "decoder/logits_dense/kernel": _HEAD,
+  "decoder/logits_dense/kernel": HEAD,
 }
 
 _LAYER_NAMES = {
@@ -95,22 +103,18 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
     )
   activation = config.get("feed_forward_proj", "relu")
   check_field(_SAYS, "feed_forward_proj", activation, tuple(_ACTIVATIONS))
-  num_layers = required(config, "num_layers")
+  own = {ours: required(config, theirs) for ours, theirs in _FIELDS.items()}
   num_decoder_layers = config.get("num_decoder_layers")  # null means num_layers
+  if num_decoder_layers is None:
+    num_decoder_layers = own["num_encoder_layers"]
+  scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings"))
   return T5Config(
-    vocab_size=required(config, "vocab_size"),
-    width=required(config, "d_model"),
-    num_heads=required(config, "num_heads"),
-    head_dim=required(config, "d_kv"),
-    mlp_dim=required(config, "d_ff"),
-    num_encoder_layers=num_layers,
-    num_decoder_layers=(
-      num_layers if num_decoder_layers is None else num_decoder_layers
-    ),
+    num_decoder_layers=num_decoder_layers,
     mlp_activations=_ACTIVATIONS[activation],
-    tied_head=_scaled(config),
-    relative_buckets=config.get("relative_attention_num_buckets", 32),
-    relative_max_distance=config.get("relative_attention_max_distance", 128),
+    tied_head=scaled is not False,
+    relative_buckets=config.get(_BUCKETS, 32),
+    relative_max_distance=config.get(_MAX_DISTANCE, 128),
+    **own,
   )
 
 
@@ -128,21 +132,14 @@ def config_to(config: T5Config) -> dict[str, Any]:
   return {
     "architectures": ["T5ForConditionalGeneration"],
     **{field: value for field, (value, _) in _FIXED.items()},
-    "vocab_size": config.vocab_size,
-    "d_model": config.width,
-    "d_kv": config.head_dim,
-    "d_ff": config.mlp_dim,
-    "num_heads": config.num_heads,
-    "num_layers": config.num_encoder_layers,
+    **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
     "num_decoder_layers": config.num_decoder_layers,
-    "relative_attention_num_buckets": config.relative_buckets,
-    "relative_attention_max_distance": config.relative_max_distance,
+    _BUCKETS: config.relative_buckets,
+    _MAX_DISTANCE: config.relative_max_distance,
     "feed_forward_proj": _PROJECTIONS[config.mlp_activations],
     "tie_word_embeddings": config.tied_head,  # read by transformers 4,
     "scale_decoder_outputs": config.tied_head,  # and by transformers 5
     "dropout_rate": 0.0,
-    "initializer_factor": 1.0,
-    "use_cache": True,
     "dtype": "float32",
   }
 
@@ -160,40 +157,3 @@ def tensor_name(path: str) -> str:
 def is_transposed(path: str) -> bool:
   """Whether transformers stores the parameter transposed."""
   return path.endswith(("/kernel", "/rel_embedding"))
-
-
-def _scaled(config: Mapping[str, Any]) -> bool:
-  scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings"))
-  return scaled is not False
-
-
-def completed(
-  tensors: Tensors, config: T5Config, document: Mapping[str, Any]
-) -> Tensors:
-  """Adds the head that transformers 5 leaves out if it shares the embedding.
-
-  Such a model is a T5 1.1 whose unscaled head equals its embedding.
-  """
-  shares = not config.tied_head and document.get("tie_word_embeddings", True)
-  if shares and _HEAD not in tensors.shapes and _EMBEDDING in tensors.shapes:
-    return tensors.also(_HEAD, _EMBEDDING)
-  return tensors
-
-
-def without_copies(tensors: Tensors, config: T5Config) -> Tensors:
-  """Keeps one name of the embedding, of the several that files may use."""
-  aliases = (*_COPIES, _HEAD) if config.tied_head else _COPIES
-  found = [name for name in (_EMBEDDING, *aliases) if name in tensors.shapes]
-  for alias in found[1:]:
-    first, copy = tensors.read(found[0]), tensors.read(alias)
-    if not np.array_equal(first, copy, equal_nan=True):  # NaNs are reported later
-      raise base.InputError(
-        f"convert: tensor {alias}: differs from {found[0]}, expected a copy of"
-        " it in this model; if the head was trained separately, set both"
-        " tie_word_embeddings and scale_decoder_outputs to false in config.json."
-      )
-  if found:
-    tensors = tensors.also(_EMBEDDING, found[0])
-  dropped = (*aliases, *_UNUSED)
-  kept = {name: s for name, s in tensors.shapes.items() if name not in dropped}
-  return dataclasses.replace(tensors, shapes=kept)

@@ -1,0 +1,89 @@
+"""Sampling settings mean what they mean in transformers (`make test-hf`)."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import harness
+from models.fixtures import make_hugging_face as maker
+from models.test_hf_llama import made
+
+from osd_jax.decoding import sampling
+from osd_jax.models import convert
+
+pytestmark = pytest.mark.hf
+
+SETTINGS = [
+  {"temperature": 0.7},
+  {"temperature": 1.3, "min_p": 0.2},
+  {"temperature": 1.0, "repetition_penalty": 1.7},
+  {"temperature": 0.8, "repetition_penalty": 0.6, "top_k": 7},
+  {"temperature": 1.1, "top_k": 20, "top_p": 0.8, "min_p": 0.1},
+  {"temperature": 0.9, "top_p": 0.6, "min_p": 0.3, "repetition_penalty": 1.2},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers():
+  torch = pytest.importorskip("torch", reason="`make test-hf` installs it")
+  torch.set_num_threads(1)
+  return pytest.importorskip("transformers", reason="`make test-hf` installs it")
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_distributions_equal_those_of_transformers(transformers, settings):
+  """In the order in which `generate` of transformers applies its processors."""
+  import torch
+  from transformers.generation import logits_process as theirs
+
+  rng = np.random.default_rng(0)
+  logits = rng.normal(0, 3, (5, 40)).astype(np.float32)
+  text = rng.integers(0, 40, (5, 12))
+  kinds = {
+    "repetition_penalty": theirs.RepetitionPenaltyLogitsProcessor,
+    "temperature": theirs.TemperatureLogitsWarper,
+    "top_k": theirs.TopKLogitsWarper,
+    "top_p": theirs.TopPLogitsWarper,
+    "min_p": theirs.MinPLogitsWarper,
+  }
+  scores = torch.tensor(logits)
+  for name, kind in kinds.items():
+    if name in settings:
+      scores = kind(settings[name])(torch.tensor(text), scores)
+  expected = torch.softmax(scores, dim=-1).numpy()
+  ours = harness.settings_of(5, max_length=1, **settings)
+  rows = sampling.penalized(jnp.asarray(logits)[:, None], ours, text, text[:, :0])
+  found = np.asarray(sampling.processed_probs(rows, ours))[:, 0]
+  assert np.array_equal(found > 0, expected > 0)
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+@pytest.mark.parametrize("kind", ["llama", "qwen 3", "t5_1_1"])
+def test_greedy_text_with_a_penalty_equals_transformers(
+  transformers, tmp_path, kind, penalty, k
+):
+  import torch
+
+  is_t5 = kind.startswith("t5")
+  model = maker.tiny_model(kind, 7) if is_t5 else made(transformers, kind)
+  model.save_pretrained(tmp_path)
+  weights = convert.read_hugging_face(tmp_path)
+  source = np.random.default_rng(0).integers(3, 48, (1, 9)).astype(np.int32)
+  theirs = model.generate(
+    torch.tensor(source),
+    max_new_tokens=16,
+    do_sample=False,
+    repetition_penalty=penalty,
+    pad_token_id=0,
+  )[0].tolist()
+  expected = theirs[1 if is_t5 else 9 :]
+  settings = harness.settings_of(1, max_length=16, repetition_penalty=penalty)
+  served = weights.model.prepare(weights.params)
+  common = (source, source >= 0, settings, 16)
+  if k:
+    draft = weights.model.prepare(harness.perturbed(weights.params, 0.02))
+    found = harness.speculate(weights.model, weights.model, k, served, draft, *common)
+  else:
+    found = harness.plain(weights.model, served, *common)
+  assert harness.outputs(found) == [expected]

@@ -1,0 +1,170 @@
+"""Every family and draft form: cached decoding equals teacher forcing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import cases
+from models.cases import CLOSE, ROWS, SOURCE, TARGET, Runner
+
+from osd_jax import native
+from osd_jax.models import llama
+from osd_jax.models.shapes import DraftServing
+
+
+@pytest.fixture(scope="module", params=cases.CASES)
+def runner(request):
+  return Runner(request.param)
+
+
+@pytest.fixture
+def name(runner, request):
+  return request.node.callspec.params["runner"]
+
+
+@pytest.mark.parametrize("stride", [1, 4])  # calls of 1, and of 4 and 2 tokens
+def test_decoding_equals_teacher_forcing(runner, stride):
+  logits, cache = runner.feed(stride)
+  np.testing.assert_allclose(logits, runner.forced, **CLOSE)
+  np.testing.assert_array_equal(cache.length, [TARGET] * ROWS)
+  assert logits.dtype == runner.forced.dtype == np.float32
+
+
+def test_shifted_inputs_change_the_logits(runner):
+  """Negative control: every row changes if inputs are shifted by one position."""
+  logits, _ = runner.feed(1, fed=runner.text)
+  apart = np.max(np.abs(logits - runner.forced), axis=2)
+  assert np.mean(apart > 0.1) > 0.9
+
+
+def test_code_for_other_backends_decodes_equally(runner, name):
+  with native.portable():
+    portable, _ = Runner(name).feed(4)
+  np.testing.assert_allclose(portable, runner.forced, **runner.close)
+
+
+def test_bfloat16_is_close_to_float32(runner, name):
+  half = Runner(name, dtype="bfloat16")
+  logits, cache = half.feed(4)
+  assert logits.dtype == np.float32
+  assert {x.dtype for x in cache.self_keys + cache.cross_values} == {jnp.bfloat16.dtype}
+  apart = np.mean(np.abs(logits - runner.forced))
+  assert 1e-4 < apart < 0.1 * np.std(runner.forced)
+
+
+def test_rewound_rows_continue_at_their_own_offsets(runner):
+  _, cache = runner.feed(1)
+  length = np.array([1, 4, 3], np.int32)
+  # Entries at and after the length are stale, and never read.
+  stale = np.arange(cache.self_keys[0].shape[2]) >= length[:, None]
+  overwrite = lambda entries: tuple(
+    jnp.where(stale[:, None, :, None], 1e3, entry) for entry in entries
+  )
+  rewound = cache.replace(
+    self_keys=overwrite(cache.self_keys),
+    self_values=overwrite(cache.self_values),
+    length=jnp.asarray(length),
+  )
+  rows, at = np.arange(ROWS)[:, None], length[:, None] + np.arange(2)
+  served = runner.served()
+  logits, after = cases.decode(runner.model, served, runner.fed[rows, at], rewound)
+  np.testing.assert_allclose(logits, runner.forced[rows, at], **CLOSE)
+  np.testing.assert_array_equal(after.length, length + 2)
+  # Negative control: the same tokens one position later get other logits.
+  late = cache.replace(length=jnp.asarray(length + 1))
+  other, _ = cases.decode(runner.model, served, runner.fed[rows, at], late)
+  assert np.all(np.max(np.abs(other - logits), axis=(1, 2)) > 1e-3)
+
+
+def test_padding_on_either_side_does_not_change_logits(runner, name):
+  """T5 uses absolute positions in the encoder, so only the end may be padded."""
+  pad = runner.model.pad_id
+  padded = [np.pad(runner.source, ((0, 0), (0, 5)), constant_values=pad)]
+  if name in cases.LLAMAS:
+    padded.append(np.full((ROWS, SOURCE + 5), pad, np.int32))
+    for row, keep in enumerate(runner.mask):
+      prompt = runner.source[row][keep]
+      padded[-1][row, 2 : 2 + len(prompt)] = prompt
+  for source in padded:
+    np.testing.assert_allclose(runner.score(source), runner.forced, **runner.close)
+    np.testing.assert_allclose(runner.feed(4, source)[0], runner.forced, **runner.close)
+  # Negative control: another prompt changes the scores of every row.
+  other = np.where(runner.mask, 3 + (runner.source + 7) % 60, pad).astype(np.int32)
+  apart = np.abs(runner.score(other) - runner.forced)
+  assert np.all(np.max(apart, axis=(1, 2)) > 1e-2)
+
+
+def test_logits_do_not_depend_on_later_tokens_or_other_rows(runner):
+  text = runner.text.copy()
+  text[1:, 3] = 3 + (text[1:, 3] + 7) % 50
+  changed = runner.score(text=text)
+  np.testing.assert_allclose(changed[:, :4], runner.forced[:, :4], **CLOSE)
+  np.testing.assert_allclose(changed[0], runner.forced[0], **CLOSE)
+  apart = np.max(np.abs(changed - runner.forced)[1:, 4], axis=-1)
+  assert np.all(apart > 1e-3)
+
+
+def test_score_at_selects_from_score(runner):
+  positions, tokens = jnp.asarray([[5, 0], [2, 3], [1, 1]]), jnp.asarray([60, 1, 7])
+  part = runner.score(at=(positions, tokens))
+  whole = runner.forced[np.arange(ROWS)[:, None], positions][..., tokens]
+  np.testing.assert_allclose(part, whole, **CLOSE)
+
+
+SERVINGS = {
+  "int8": DraftServing(int8=True),
+  "shortlist": DraftServing(shortlist=4),
+  "both": DraftServing(int8=True, shortlist=4),
+}
+
+
+@pytest.mark.parametrize("serving", SERVINGS)
+@pytest.mark.parametrize("case", ["t5 1.1", "t5 1.0", "qwen2", "attached to t5"])
+def test_approximate_serving_is_close_to_exact_scores(case, serving):
+  """A shortlist is exact on its tokens; int8 is close, and never equal."""
+  serving = SERVINGS[serving]
+  light = Runner(case, serving)
+  tokens, expected = np.arange(64), Runner(case).forced
+  shortlist = ()
+  if serving.shortlist:
+    tokens = np.array([1, 9, 33, 63])
+    shortlist = (jnp.asarray(tokens),)
+  logits, _ = light.feed(1, served=light.served(*shortlist))
+  apart = np.abs(logits - expected)[..., tokens]
+  assert np.all(np.isneginf(np.delete(logits, tokens, axis=-1)))
+  if serving.int8:
+    assert 0 < np.mean(apart) < 0.15 * np.std(expected)
+  else:
+    np.testing.assert_allclose(logits[..., tokens], expected[..., tokens], **CLOSE)
+  # Only the served copy is approximate.
+  np.testing.assert_array_equal(light.forced, expected)
+
+
+@pytest.mark.parametrize("name", [*cases.LLAMAS, "attached to a first layer"])
+def test_chunked_prefill_equals_whole_prefill(name, monkeypatch):
+  whole, cache = Runner(name).feed(4)
+  monkeypatch.setattr(llama, "CHUNK", 3)
+  # Another `max_positions` gives another model, so the new CHUNK is traced.
+  other = Runner(name, max_positions=100)
+  arguments = (other.target.prepare(other.target_params), other.source, other.mask, 13)
+  text = cases.prefill.lower(other.target, *arguments).as_text()
+  # Chunks run in a loop, and no tensor has the size of all attention weights.
+  assert "while" in text and f"x{SOURCE}x{SOURCE}xf32" not in text
+  by_chunks, kept = other.feed(4)
+  np.testing.assert_allclose(by_chunks, whole, **other.close)
+  np.testing.assert_array_equal(kept.cross_mask, cache.cross_mask)
+
+
+@pytest.mark.parametrize("case", cases.ALONE)
+def test_init_draws_parameters_that_match_the_logical_axes(case):
+  model = Runner(case).model
+  params = jax.jit(model.init)(jax.random.key(0))
+  again = jax.jit(model.init)(jax.random.key(1))
+  embedding = lambda tree: tree["token_embedder"]["embedding"]
+  assert np.std(embedding(params)) == pytest.approx(1.0, rel=0.1)
+  assert not np.array_equal(embedding(params), embedding(again))
+  jax.tree.map(
+    lambda param, names: np.testing.assert_equal(len(names), np.ndim(param)),
+    params,
+    model.logical_axes(),
+  )

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -212,6 +213,14 @@ def test_every_kind_of_run_has_a_report_that_can_be_redrawn(
   )
   assert page.redraw(directory.path) == report
   assert report.read_text(encoding="utf-8") == shown_page
+
+
+def test_missing_plots_are_explained_on_the_console_and_the_page(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  console = rich.console.Console(file=io.StringIO(), width=200)
+  report = page.conclude(logged(tmp_path / "run", requests()), console)
+  for shown in (console.file.getvalue(), report.read_text(encoding="utf-8")):
+    assert "pip install osd-jax[plots]" in shown
 
 
 def test_redrawing_a_folder_without_a_run_is_refused(tmp_path):

@@ -231,12 +231,12 @@ def compare(
   """
   if len(paths) < 2:
     raise base.InputError(
-      f"compare: received {len(paths)} runs, expected two or more; name their folders."
+      f"RUN: received {len(paths)} runs, expected two or more; name their folders."
     )
   places = [Path(path).resolve() for path in paths]
   if twice := [path for path, place in zip(paths, places) if places.count(place) > 1]:
     raise base.InputError(
-      f"compare: received {twice[0]} {len(twice)} times, expected different runs; name"
+      f"RUN: received {twice[0]} {len(twice)} times, expected different runs; name"
       " each folder once."
     )
   runs.check_output("--output", output, "folder")
@@ -247,7 +247,7 @@ def compare(
   for name, rows in served.items():
     if not any(row["kind"] == "request" for row in rows):
       raise base.InputError(
-        f"compare: received {name}, which served no requests, expected runs of"
+        f"RUN: received {name}, which served no requests, expected runs of"
         " `osd online`; leave it out."
       )
   found = tables.comparison(served)

@@ -120,6 +120,8 @@ def counting(
   bar: rich.progress.Progress, label: str, total: int
 ) -> Iterator[Callable[[Finished], None]]:
   """Adds a task to the bar and yields a function that counts one answer."""
+  if bar.disable:  # its first line would come only after some time
+    bar.console.print(f"{label}: 0/{total} ...", highlight=False)
   task = bar.add_task(label, total=total, figures="")
   yield lambda done: bar.advance(task)
   bar.remove_task(task)

@@ -70,7 +70,7 @@ class OfflineConfig(base.Config):
     self.decoding.check_sources(self.evaluation, "OfflineConfig.evaluation")
     return {
       "output": (
-        self.output not in (self.pair.draft, self.pair.target),
+        self.output not in (self.pair.named("draft"), self.pair.named("target")),
         "a weights file other than those of the pair",
       ),
       "decoding": (
@@ -234,6 +234,11 @@ class OfflineLoop:
     # The checkpoints are completed first, so that a failed write is reported before
     # the output exists.
     self._checkpointer.close()
+    if not np.isfinite(self.overlap):
+      raise base.BrokenDraftError(
+        f"OfflineConfig.output: {self.config.output} is not written: the draft's scores"
+        " on the held-out prompts are not finite; lower OptimizerConfig.learning_rate."
+      )
     notes = (
       f"osd offline, {self.steps_taken} steps of {self.config.rows_per_step} rows,"
       f" {self.config.sample_source} texts"

@@ -498,8 +498,8 @@ FAULTS = [
   ),
   Fault(
     "a resumed shorter update runs all slices",
-    '[: host["slices"]]',
-    "",
+    'self._draw(host["slices"])',
+    "self._draw(self.config.update.steps_per_update)",
     LEARNER,
   ),
   Fault(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from osd_jax import offline, runs, sharding
+from osd_jax import base, offline, runs, sharding
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.examples import topic_task
 from osd_jax.distillation import update as updates
@@ -146,6 +146,23 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
   # The progress bar shows only values that are known.
   assert "loss" not in shown[0] and "held-out overlap" in shown[0]
   assert "nan" not in "".join(shown)
+
+
+def test_draft_with_broken_scores_is_not_written(config, tmp_path, monkeypatch):
+  real, output = offline.OfflineLoop._evaluate, tmp_path / "draft.safetensors"
+
+  def evaluate(loop):
+    real(loop)
+    loop.overlap = float("nan")
+
+  monkeypatch.setattr(offline.OfflineLoop, "_evaluate", evaluate)
+  folder = str(tmp_path / "run")
+  changed = dataclasses.replace(
+    config, output=str(output), steps=1, run_directory=folder
+  )
+  with pytest.raises(base.BrokenDraftError, match="is not written: .* not finite"):
+    offline.run(changed)
+  assert not output.exists()
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def read_corpus(
   }
   clauses = {
     "without_reference": "{count} without reference left out",
-    "cut_prompts": f"{{count}} prompts cut to {config.source_length} tokens",
-    "cut_references": f"{{count}} references cut to {config.target_length} tokens",
+    "cut_prompts": f"{{count}} prompt(s) cut to {config.source_length} tokens",
+    "cut_references": f"{{count}} reference(s) cut to {config.target_length} tokens",
   }
   corpus.sentences = examples.sentences(corpus.report, clauses)
   return corpus

@@ -449,6 +449,10 @@ def add_to_report(account: dict[str, Any], name: str, place: str) -> None:
     named.append(place)
 
 
+def _counted(text: str, count: int) -> str:
+  return text.format(count=count).replace("(s)", "" if count == 1 else "s")
+
+
 def sentences(
   reports: Mapping[str, dict[str, Any]],
   clauses: Mapping[str, str],
@@ -458,7 +462,7 @@ def sentences(
 
   Args:
     reports: the `report` of every task.
-    clauses: by name of the count, text with "{count}".
+    clauses: by name of the count, text with "{count}" and with "(s)" of plurals.
     more_clauses: returns further clauses for one report.
   """
   found = []
@@ -466,7 +470,7 @@ def sentences(
     lines = account["rows"] + account["skipped"]
     every = {"skipped": f"{{count}} of {lines} lines skipped", **clauses}
     parts = [
-      f"{text.format(count=account[name])}: {_first_places(account, name)}"
+      f"{_counted(text, account[name])}: {_first_places(account, name)}"
       for name, text in every.items()
       if account[name]
     ]

@@ -436,7 +436,7 @@ def of_prompts(
 
 
 def _cut_clause(source_length: int) -> str:
-  return f"{{count}} prompts cut to {source_length} tokens"
+  return f"{{count}} prompt(s) cut to {source_length} tokens"
 
 
 def _repetition_clause(account: dict[str, Any]) -> list[str]:

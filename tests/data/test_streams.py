@@ -256,7 +256,7 @@ def test_own_prompts_are_served_in_order_and_cut_to_source_length(vocabulary):
   assert len(queries[1].tokens) == 16 and queries[1].tokens[-1] == 1
   assert stream.total == 3 and stream.shifts() == [(0, "mine")]
   assert {query.task for query in queries} == {"mine"}
-  assert stream.sentences() == ["mine: 1 prompts cut to 16 tokens: mine:2."]
+  assert stream.sentences() == ["mine: 1 prompt cut to 16 tokens: mine:2."]
 
 
 def test_infinite_iterator_is_read_on_demand(vocabulary):

@@ -103,8 +103,7 @@ def test_cut_prompts_keep_their_end_token_and_cut_references_lose_it(
   report = stream.corpus.report["a"]
   assert (report["cut_prompts"], report["cut_references"]) == (1, 1)
   assert stream.corpus.sentences == [
-    "a: 1 prompt cut to 10 tokens: a.jsonl:1;"
-    " 1 reference cut to 12 tokens: a.jsonl:2."
+    "a: 1 prompt cut to 10 tokens: a.jsonl:1; 1 reference cut to 12 tokens: a.jsonl:2."
   ]
 
 

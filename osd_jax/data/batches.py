@@ -172,26 +172,13 @@ def _encoded(
 def _report(
   config: BatchConfig, read: TaskExamples, kept: list[int], require_reference: bool
 ) -> dict[str, Any]:
-  limits = (config.source_length, config.target_length)
-  # Locations of the kept examples whose prompt or reference is too long.
-  cut_prompts, cut_references = (
-    [
-      read.examples[number].location
-      for number in kept
-      if len(read.tokens(number)[part]) > limit
-    ]
-    for part, limit in enumerate(limits)
-  )
+  missing = [one.location for one in read.examples if not one.reference]
   account = examples.report(
     read.task.label,
     len(read),
     skipped=read.skipped,
-    without_reference=[
-      example.location
-      for example in read.examples
-      if require_reference and not example.reference
-    ],
-    cut_prompts=cut_prompts,
-    cut_references=cut_references,
+    without_reference=missing if require_reference else (),
+    cut_prompts=read.longer_than(config.source_length, 0, kept),
+    cut_references=read.longer_than(config.target_length, 1, kept),
   )
   return {**account, "kept": len(kept)}

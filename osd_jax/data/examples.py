@@ -55,10 +55,11 @@ class TaskConfig(base.Config):
       the preprocessor's.
     data_dir: folder of the files, "shipped:topics" for the demo's, or TFDS's data
       folder ("": its default).
-    pattern: file name or glob of the files in `data_dir`; "tfds:NAME:VERSION" for a
-      TFDS data set, such as "tfds:gsm8k:1.0.0"; or "seqio:NAME" for a registered seqio
-      Task or Mixture. The text features of a Task are its fields; its inputs and
-      targets are also called `prompt` and `reference`.
+    pattern: file name or glob of JSONL, JSON, CSV, Parquet or text files in `data_dir`,
+      or of folders that `save_to_disk` of the library datasets wrote;
+      "tfds:NAME:VERSION" for a TFDS data set, such as "tfds:gsm8k:1.0.0"; or
+      "seqio:NAME" for a registered seqio Task or Mixture. The text features of a Task
+      are its fields; its inputs and targets are also called `prompt` and `reference`.
     rows: reads the first `rows` usable examples; None reads all. To serve only part
       of the data, set `StreamConfig.requests_per_task`.
   """
@@ -254,6 +255,19 @@ class TaskExamples:
       )
     return self._tokens[number]
 
+  def longer_than(
+    self, limit: int, part: int = 0, numbers: Iterable[int] | None = None
+  ) -> list[str]:
+    """Returns the locations of examples whose prompt (part 0) or reference is longer.
+
+    `numbers` selects the examples; None means all.
+    """
+    return [
+      self.examples[number].location
+      for number in (range(len(self)) if numbers is None else numbers)
+      if len(self.tokens(number)[part]) > limit
+    ]
+
   @functools.cached_property
   def fingerprint(self) -> str:
     """A digest of all token ids."""
@@ -293,10 +307,10 @@ def _no_usable_row(task: TaskConfig, skipped: list[str]) -> base.InputError:
 
 
 def find_files(task: TaskConfig) -> list[str]:
-  """Returns the files of a task in sorted order, at least one, all readable.
+  """Returns the files of a task in sorted order, at least one.
 
   Raises:
-    InputError: the folder or a match is missing or cannot be read.
+    InputError: the folder cannot be read, or no file matches.
   """
   whose = f" (task {task.name!r})"
   pattern = task.pattern.replace("{split}", task.split)
@@ -321,21 +335,11 @@ def find_files(task: TaskConfig) -> list[str]:
         " the folder of the files."
       ) from error
   if not paths:
+    there = f"; it holds {names[:20]}" if names else ""
     raise base.InputError(
       f"TaskConfig.pattern{whose}: received {pattern!r}, which no file in {folder!r}"
-      f" matches; it holds {names[:20]}. Correct the pattern, the split or data_dir."
+      f" matches{there}. Correct the pattern, the split or data_dir."
     )
-  # Opening every file now reports a missing permission at the start of a run, not when
-  # the stream reaches the file hours later.
-  for path in paths:
-    try:
-      if not os.path.isdir(path):
-        open(path, "rb").close()
-    except OSError as error:
-      raise base.InputError(
-        f"TaskConfig.pattern{whose}: received {pattern!r}, expected readable files, but"
-        f" {path} cannot be read ({error.strerror})."
-      ) from error
   return paths
 
 

@@ -197,7 +197,7 @@ def _csv_rows(file: Iterable[bytes]) -> Rows:
   delimiter = max(_DELIMITERS, key=header.count)
   csv.field_size_limit(2**31 - 1)  # a prompt may be longer than the default of 128 Ki
   reader = csv.reader(itertools.chain([header], text), delimiter=delimiter)
-  names = next(reader, [])
+  names = [name.strip() for name in next(reader, [])]
   while True:
     number = reader.line_num + 1
     try:

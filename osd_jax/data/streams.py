@@ -270,22 +270,12 @@ class QueryStream:
   def report(self) -> dict[str, Any]:
     longest = self.config.source_length
     served = np.bincount(self._task_ids, minlength=len(self._tasks))
-    return {
-      read.task.name: {
-        **examples.report(
-          read.task.label,
-          len(read),
-          skipped=read.skipped,
-          cut=[
-            example.location
-            for number, example in enumerate(read.examples)
-            if len(read.tokens(number)[0]) > longest
-          ],
-        ),
-        "served": int(served[task_id]),
-      }
-      for task_id, read in enumerate(self._tasks)
-    }
+    found = {}
+    for task_id, read in enumerate(self._tasks):
+      places = {"skipped": read.skipped, "cut": read.longer_than(longest)}
+      account = examples.report(read.task.label, len(read), **places)
+      found[read.task.name] = {**account, "served": int(served[task_id])}
+    return found
 
   def sentences(self) -> list[str]:
     cut = _cut_clause(self.config.source_length)

@@ -430,6 +430,18 @@ FAULTS = [
     CHECKPOINTS,
   ),
   Fault(
+    "a refused prompt drops the answers in flight",
+    "          failure, request = error, _END  # raised",
+    "          raise error  # raised",
+    "tests/engine/test_server.py -k earlier",
+  ),
+  Fault(
+    "logits that are not finite end an answer without a word",
+    "        _check_finite(answer.index, answer.stop_reason)\n",
+    "        pass\n",
+    "tests/engine/test_server.py -k broken",
+  ),
+  Fault(
     "a draft learnt in another thread is never swapped in",
     "        self.swap_pending()\n        if self._learner is not None:",
     "        if self._learner is not None:",

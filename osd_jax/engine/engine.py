@@ -67,7 +67,7 @@ class Slot:
   lacks_draft: bool = False
 
   def to_json(self) -> dict[str, Any]:
-    """Returns what a checkpoint stores besides the row's arrays."""
+    """Returns the part that a checkpoint stores as JSON."""
     kept = {"milliseconds": self.milliseconds, "lacks_draft": self.lacks_draft}
     return {"tag": self.request.tag, **kept}
 

@@ -108,7 +108,10 @@ def test_t5_folder_saved_by_transformers_5_has_the_ids_of_its_spiece_model(tmp_p
     for text in ("the red house", "of line 3 <extra_id_1>", "blue"):
       ids = expected.encode_prompt(text).tolist()
       assert found.encode_prompt(text).tolist() == ids and ids[-1] == 1
-    assert found.decode(expected.encode("the red house")) == "the red house"
+    for decoded in (found, expected):
+      text = decoded.decode(expected.encode("the red <extra_id_0> house"))
+      # The two libraries write different spaces around sentinels.
+      assert text.replace(" ", "") == "thered<extra_id_0>house"
   assert tokenizer_files(found) == files
   with pytest.raises(base.InputError, match="received 1, but .* holds 2 sentinels"):
     Vocabulary.load(folder, extra_ids=1)

@@ -50,14 +50,15 @@ class Tokenizer(NamedTuple):
 class _TokenizersProcessor:
   """A `tokenizer.json`, read with the library tokenizers."""
 
-  def __init__(self, tokenizer: Any, unknown: int):
+  def __init__(self, tokenizer: Any, unknown: int, keep_special: bool):
     self.tokenizer, self._unknown = tokenizer, unknown
+    self._skip_special = not keep_special
 
   def EncodeAsIds(self, text: str) -> list[int]:
     return self.tokenizer.encode(text, add_special_tokens=False).ids
 
   def DecodeIds(self, ids: Sequence[int]) -> str:
-    return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+    return self.tokenizer.decode(list(ids), skip_special_tokens=self._skip_special)
 
   def IdToPiece(self, token: int) -> str:
     return self.tokenizer.id_to_token(token) or ""
@@ -70,9 +71,15 @@ class _TokenizersProcessor:
 
 
 def read_json(
-  path: pathlib.Path, model: bytes, merges: bytes, settings: Mapping[str, Any]
+  path: pathlib.Path,
+  model: bytes,
+  merges: bytes,
+  settings: Mapping[str, Any],
+  keep_special: bool,
 ) -> Tokenizer:
   """Reads a `tokenizer.json`, or a `vocab.json` if there are `merges`.
+
+  With `keep_special`, decoded texts contain special tokens.
 
   Raises:
     InputError: not such a file, or merges of an unknown kind of tokenizer.
@@ -108,7 +115,8 @@ def read_json(
   # are the prefix. An end token that it adds belongs after an answer.
   prefix = tokenizer.encode("", add_special_tokens=True).ids
   prefix = tuple(token for token in prefix if token != ends)
-  processor = _TokenizersProcessor(tokenizer, token_id("unk_token") or 0)
+  unknown = token_id("unk_token") or 0
+  processor = _TokenizersProcessor(tokenizer, unknown, keep_special)
   return Tokenizer(processor, prefix, ends, token_id("pad_token"))
 
 

@@ -254,9 +254,11 @@ def _build(
   ]
   merges = b"".join(others[4:])
   if path.suffix == ".json":
-    read = tokenizers.read_json(path, model, merges, settings)
     kinds = (documents[-1].get("model_type"), settings.get("tokenizer_class"))
-    if any(str(kind).lower().startswith("t5") for kind in kinds):
+    is_t5 = any(str(kind).lower().startswith("t5") for kind in kinds)
+    # A T5's special tokens are its sentinels, which its spiece.model decodes as well.
+    read = tokenizers.read_json(path, model, merges, settings, keep_special=is_t5)
+    if is_t5:
       return _t5_from_json(path, model, read, extra_ids)
   else:
     read = tokenizers.read_sentencepiece(path, model, settings)

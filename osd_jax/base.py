@@ -365,6 +365,9 @@ class Model:
     start: `(source, mask) -> [B] int32`. The first input of `decode`, whose logits are
       for the first emitted token. None means `PAD_ID`, as in encoder-decoders.
     max_positions: longest prompt and output together, in tokens; 0 means no limit.
+    absorb: `(params, source [1, S], emitted [T], length []) -> params`. Learns from a
+      finished answer without training, as the n-gram cache does, which is served
+      unprepared. None for models that are trained.
   """
 
   name: str
@@ -385,6 +388,7 @@ class Model:
   pad_id: int = PAD_ID
   start: Callable[[jax.Array, jax.Array], jax.Array] | None = None
   max_positions: int = 0
+  absorb: Callable[[Params, jax.Array, jax.Array, jax.Array], Params] | None = None
 
   def mask(self, source: Any) -> Any:
     """[B, S] bool; which entries of sources [B, S] are tokens, not padding."""

@@ -67,6 +67,11 @@ class Meter:
     if self._compare_every and self._rivals is None:
       self._rivals = Rivals(self._pair, self._decoding, self._partition)
 
+  def resume(self, server: Server) -> None:
+    """Gives the floor draft's n-gram cache the answers of a restored server."""
+    if self._rivals is not None:
+      self._rivals.resume(server)
+
   def row(
     self, done: Finished, query: streams.Query, index: int, server: Server, beside: bool
   ) -> dict[str, Any]:
@@ -106,6 +111,8 @@ class Meter:
       row["certificate"] = dataclasses.asdict(self._certifier.broken())
     elif self.compares(index):
       row.update(self._compared(done, server))
+    elif self._rivals is not None:
+      self._rivals.observe(done)
     return row
 
   def _agreement(self, done: Finished, server: Server) -> dict[str, Any]:
@@ -207,3 +214,14 @@ class Rivals:
       self._floor.engine.swap(self._pair.draft_params, 0, shortlist)
     request = [online.request]
     return self._plain.run(request)[0], self._floor.run(request)[0]
+
+  def resume(self, server: Server) -> None:
+    """Copies the n-gram cache of a server, whose answers both draft from."""
+    self._floor.engine.copy_memory(server.engine)
+
+  def observe(self, online: Finished) -> None:
+    """Lets the floor draft's n-gram cache see an answer that it is not compared on.
+
+    So both caches have seen the same answers, and only learning distinguishes them.
+    """
+    self._floor.engine.absorb(online)

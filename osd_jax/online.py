@@ -415,5 +415,6 @@ class OnlineLoop:
     self.stream.restore(host["stream"])
     self.finished, self._submitted = host["finished"], host["submitted"]
     self.server.restore(arrays, host["server"], self._request)
+    self._meter.resume(self.server)
     self._seconds_before = self._log.restore()
     return True

@@ -59,6 +59,9 @@ LLAMA = "tests/models/test_llama.py tests/models/test_models.py"
 LEARNER = "tests/distillation/test_learner.py"
 STATE = "tests/decoding/test_state.py"
 TOKENIZERS = "tests/data/test_tokenizers.py"
+NGRAMS = "tests/decoding/test_ngrams.py"
+MIXED = "tests/decoding/test_mixed.py"
+CACHE = "tests/engine/test_cache_engine.py"
 
 FAULTS = [
   # Faults that an earlier version of the tests did not catch.
@@ -340,7 +343,7 @@ FAULTS = [
   ),
   Fault(
     "a resumed policy loses the progress of its rows",
-    "      self._progress = read_progress(arrays)\n",
+    "      self._progress = read_progress(self._state)\n",
     "      pass\n",
     DRAFTING,
   ),
@@ -580,6 +583,48 @@ FAULTS = [
     "    return place == chosen",
     "    return place == 0 * chosen",
     "tests/test_metering.py",
+  ),
+  Fault(
+    "an n-gram with the same hash is a candidate",
+    "matches = jnp.all(equal | ignored, axis=-1)",
+    "matches = jnp.any(equal | ignored, axis=-1)",
+    f"{NGRAMS} -k never_named",
+  ),
+  Fault(
+    "a repeated n-gram of an answer writes one way only",
+    'bucket].get(mode="fill", fill_value=0) + earlier) % WAYS',
+    'bucket].get(mode="fill", fill_value=0)) % WAYS',
+    f"{NGRAMS} -k repeated_token",
+  ),
+  Fault(
+    "the cache proposes under the distribution of the learned draft",
+    "return jnp.where(by_cache[..., None], one_hot, logits), state",
+    "return logits, state",
+    f"{MIXED} -k takes_over",
+  ),
+  Fault(
+    "rejected positions are scored",
+    "is_scored = jnp.arange(count) < jnp.minimum(length, state.length[0])",
+    "is_scored = jnp.arange(count) < count",
+    f"{MIXED} -k scored_once",
+  ),
+  Fault(
+    "a new draft empties the cache",
+    "return memory.replace(draft=prepared)",
+    "return self.memory().replace(draft=prepared)",
+    f"{CACHE} -k leave_the_cache",
+  ),
+  Fault(
+    "made-up requests stay in the cache",
+    "self._serve_memory(memory)  # without the made-up requests",
+    "pass",
+    f"{CACHE} -k leave_the_cache",
+  ),
+  Fault(
+    "a plain row is scored with the draft state of an earlier request",
+    "fed = 0 if slot.lacks_draft else self._progress.fed[number]",
+    "fed = self._progress.fed[number] + 5",
+    f"{CACHE} -k plain_steps",
   ),
 ]
 

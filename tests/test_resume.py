@@ -127,6 +127,7 @@ FEATURES = {
   "Llama": online_of("llama"),
   "Llama, attached draft": online_of("llama", is_attached=True),
   "adaptive K": online_of(decoding={"adaptive": CHOICE}),
+  "n-gram cache": online_of(is_attached=True, decoding={"cache_tokens": 1 << 10}),
   "sampled": online_of(sampling=engine.SamplingConfig(temperature=0.8, seed=3)),
   "worth schedule": online_of(schedule=PAYING),
   "mesh data=2": online_of(partition=sharding.PartitionConfig(2)),

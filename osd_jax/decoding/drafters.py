@@ -7,11 +7,13 @@ A drafter is a frozen set of pure functions over a state that the decode loop ca
     propose   state, rows -> proposal, state       at the start of a round
     observe   state, rows -> state                 after a round appended its tokens
     catch_up  state, rows -> state                 before drafting resumes
+    absorb    memory, answer -> memory             after a request finished
 
 What a drafter proposes changes the speed of decoding, never its output.
 
-Implementations: a language model that reads the prompt, and a small model attached to
-the target's hidden states.
+Implementations: a language model that reads the prompt; a small model attached to the
+target's hidden states; and either of them mixed with an n-gram cache. The cache alone
+is a language model, too: its parameters are the answers it has seen.
 """
 
 import dataclasses
@@ -81,6 +83,36 @@ class Drafter(Protocol):
   ) -> Any:
     """Returns the state after the drafter has seen the tokens of plain steps."""
 
+  def memory(self) -> Any:
+    """Returns what `absorb` changes, before any request; None: it changes nothing."""
+
+  def with_memory(self, prepared: base.Params, memory: Any) -> base.Params:
+    """Returns the `params` of the functions above.
+
+    Args:
+      prepared: parameters of the draft model, see `base.Model.prepare`.
+      memory: what `memory` or `absorb` returned.
+    """
+
+  def absorb(
+    self,
+    memory: Any,
+    state: Any,
+    source: jax.Array,
+    emitted: jax.Array,
+    length: jax.Array,
+  ) -> Any:
+    """Learns from a finished request, without training; returns the new memory.
+
+    Args:
+      memory: what was served with; callers donate it.
+      state: the drafter's state of the request's row, leaves [1, ...]; None if another
+        engine answered.
+      source: [1, S] int32, the prompt.
+      emitted: [T] int32, the answer, padded.
+      length: [] int32, the number of its tokens.
+    """
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter:
@@ -139,7 +171,7 @@ class ModelDrafter:
     def step(carry, offset):
       drafted, cache = carry
       token = jax.lax.dynamic_slice_in_dim(drafted, offset - 1, 1, axis=1)
-      logits, cache = self.model.decode(params, token, cache)
+      logits, cache = self.decode(params, token, cache)
       logits = placed(logits)[:, 0]
       drafted = drafted.at[:, offset].set(draw(logits, offset, drafted))
       return (drafted, cache), logits
@@ -147,7 +179,7 @@ class ModelDrafter:
     newest = state_lib.inputs_at(rows, state_lib.fed_to_draft(position), 2)
     begun = (position > 0).astype(jnp.int32)  # at position 0 the second one is stale
     length = state.length + begun + 1
-    both, cache = self.model.decode(params, newest, state)
+    both, cache = self.decode(params, newest, state)
     cache = cache.replace(length=length)
     logits = placed(jnp.take_along_axis(both, begun[:, None, None], axis=1))
     drafted = jnp.full((len(position), num_draft_tokens), -1, jnp.int32)
@@ -190,7 +222,34 @@ class ModelDrafter:
       tokens = state_lib.inputs_at(rows, cache.length, CHUNK)
       # Rows that lag less are not moved past `wanted`: `propose` feeds the last two.
       end = jnp.minimum(cache.length + CHUNK, wanted)
-      _, cache = self.model.decode(params, tokens, cache)
+      _, cache = self.decode(params, tokens, cache)
       return cache.replace(length=end)
 
     return jax.lax.while_loop(lags, feed, state)
+
+  def decode(
+    self, params: base.Params, tokens: jax.Array, state: Any
+  ) -> tuple[jax.Array, Any]:
+    """Feeds tokens [B, n] to every row; see `base.Model.decode`."""
+    return self.model.decode(params, tokens, state)
+
+  def memory(self) -> Any:
+    """The parameters of a model that learns without training; see `Drafter.memory`."""
+    return None if self.model.absorb is None else self.model.init(jax.random.key(0))
+
+  def with_memory(self, prepared: base.Params, memory: Any) -> base.Params:
+    """Returns the memory, or the parameters of a trained model."""
+    return prepared if memory is None else memory
+
+  def absorb(
+    self,
+    memory: Any,
+    state: Any,
+    source: jax.Array,
+    emitted: jax.Array,
+    length: jax.Array,
+  ) -> Any:
+    """Lets the model learn from a finished answer; see `Drafter.absorb`."""
+    del state
+    assert self.model.absorb is not None
+    return self.model.absorb(memory, source, emitted, length)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from osd_jax import base, native
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import drafters
+from osd_jax.decoding import drafters, mixed
 from osd_jax.decoding import state as state_lib
 
 # Small fields that the host reads after every call, and the settings, which every draft
@@ -58,9 +58,19 @@ class DecodeSpec:
     target: base.Model,
     draft: base.Model | None = None,
     partitioner: Any = None,
+    cache_tokens: int = 0,
     **settings: Any,
   ) -> "DecodeSpec":
-    """Returns the spec of a pair of models; `settings` are the other fields."""
+    """Returns the spec of a pair of models.
+
+    Args:
+      target: the target model.
+      draft: the draft model; None decodes plainly.
+      partitioner: a `sharding.Partitioner`; None for one device.
+      cache_tokens: tokens of served answers in an n-gram cache that is mixed with a
+        trained draft; 0 for no cache.
+      settings: the other fields.
+    """
     drafter = None
     if draft is not None:
       # The head of an attached draft is the target's, which stays split.
@@ -68,6 +78,8 @@ class DecodeSpec:
         partitioner is not None and not draft.frozen and partitioner.is_whole(draft)
       )
       drafter = drafters.ModelDrafter(draft, whole)
+      if cache_tokens and draft.absorb is None:
+        drafter = mixed.MixedDraft(draft, whole, target, cache_tokens)
     return cls(target, drafter, partitioner=partitioner, **settings)
 
   @property

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
@@ -157,6 +158,13 @@ class Engine:
     self.served = steps.Served(steps.prepare(target, target_params, spec=self.spec))
     self.draft_version = 0
     self.shortlist: np.ndarray | None = None
+    # What the drafter learned from answers without training; None if it does not.
+    self._memory = None if self.spec.drafter is None else self.spec.drafter.memory()
+    if self._memory is not None and jax.process_count() > 1:
+      raise base.InputError(
+        f"DecodingConfig.cache_tokens: received {config.cache_tokens}, expected 0,"
+        " because several processes serve together, which share no n-gram cache."
+      )
     if draft is not None:
       if draft.shortlist:
         self.shortlist = np.arange(draft.shortlist, dtype=np.int32)
@@ -212,11 +220,30 @@ class Engine:
           f" {size}, DraftServing.shortlist of the draft."
         )
       self.shortlist = np.asarray(shortlist, np.int32)
-    draft_served = steps.prepare(
+    self._prepared = steps.prepare(
       self.spec.draft, draft_params, self.shortlist, self.spec
     )
-    self.served = self.served._replace(draft=draft_served)
+    self._serve_memory(self._memory)
     self.draft_version = version
+
+  def _serve_memory(self, memory: Any) -> None:
+    assert self.spec.drafter is not None
+    self._memory = memory
+    draft = self.spec.drafter.with_memory(self._prepared, memory)
+    self.served = self.served._replace(draft=draft)
+
+  def absorb(self, done: Finished) -> None:
+    """Adds an answer that another engine gave to the n-gram cache, if there is one."""
+    if self._memory is not None:
+      length = np.asarray([len(done.tokens)], np.int32)
+      self._serve_memory(
+        steps.absorb(self.spec, self._memory, None, done.batch, length, 0, 0)
+      )
+
+  def copy_memory(self, other: "Engine") -> None:
+    """Takes over what another engine's drafter has learned without training."""
+    if self._memory is not None:
+      self._serve_memory(jax.tree.map(jnp.copy, other._memory))
 
   def check(self, request: Request) -> None:
     """Raises `InputError` if a request cannot be decoded; see `Request.check`."""
@@ -287,8 +314,11 @@ class Engine:
       Answers to made-up requests, with which a caller may warm up its own calls.
     """
     made_up = (np.full(n, base.EOS_ID, np.int32) for n in self.config.source_lengths)
+    memory = jax.tree.map(jnp.copy, self._memory)  # calls donate it
     answers = self.run([Request(prompt, max_new_tokens=1) for prompt in made_up])
     self.clear()
+    if memory is not None:
+      self._serve_memory(memory)  # without the made-up requests
     return answers
 
   def messages(self) -> list[str]:
@@ -299,9 +329,9 @@ class Engine:
     """Drops all requests."""
     self.clear()
 
-  def state(self) -> tuple[state_lib.DecodeState | None, dict[str, Any]]:
-    """Returns the state that a checkpoint stores: (rows in flight, JSON values)."""
-    return self._state, {
+  def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the state that a checkpoint stores: (arrays, JSON values)."""
+    return {"rows": self._state, "memory": self._memory}, {
       "shortlist": None if self.shortlist is None else self.shortlist.tolist(),
       "draft_version": self.draft_version,
       "bucket": self._bucket,
@@ -311,11 +341,11 @@ class Engine:
     }
 
   def structure(self, host: dict[str, Any]) -> Any:
-    """Returns the shapes of the rows that `state` gave with `host`."""
-    # Without any admitted request the checkpoint holds no rows.
-    if host["bucket"] == 0:
-      return None
-    return jax.eval_shape(lambda: steps.empty(self.spec, self.served, host["bucket"]))
+    """Returns the shapes of the arrays that `state` gave with `host`."""
+    rows, bucket = None, host["bucket"]
+    if bucket:  # otherwise no request had been admitted
+      rows = jax.eval_shape(lambda: steps.empty(self.spec, self.served, bucket))
+    return {"rows": rows, "memory": jax.eval_shape(lambda: self._memory)}
 
   def restore(
     self,
@@ -327,7 +357,7 @@ class Engine:
     """Continues from the result of `state`.
 
     Args:
-      arrays: the saved rows, None if there were none.
+      arrays: the saved arrays.
       host: the JSON part of `state`.
       request_of: makes the request of a tag again.
       draft_params: parameters of the draft that served.
@@ -337,15 +367,17 @@ class Engine:
     self._waiting = deque(map(request_of, host["waiting"]))
     if not host["slots"]:
       return  # the checkpoint of a run with replicas, which held the rows
-    self._bucket, self._state = host["bucket"], arrays
+    self._bucket, self._state = host["bucket"], arrays["rows"]
+    if self._memory is not None:
+      self._serve_memory(arrays["memory"])
     for number, saved in enumerate(host["slots"]):
       if saved is not None:
         request = request_of(saved["tag"])
         kept = saved["milliseconds"], saved["lacks_draft"]
         self._slots[number] = Slot(request, self._padded(request), *kept)
     self._controller.from_json(host["controller"])
-    if arrays is not None:
-      self._progress = read_progress(arrays)
+    if self._state is not None:
+      self._progress = read_progress(self._state)
 
   def _occupied(self) -> list[tuple[int, Slot]]:
     return [(n, slot) for n, slot in enumerate(self._slots) if slot is not None]
@@ -533,7 +565,21 @@ class Engine:
       for number, slot in self._occupied()
       if number in ended
     ]
+    if self._memory is not None:
+      for number, read in reads:
+        self._absorb(number, read)
     return [self._finish(number, read) for number, read in reads]
+
+  def _absorb(self, number: int, read: Any) -> None:
+    """Lets the drafter learn from a finished row."""
+    slot, (batch, _, (length, *_)) = self._slots[number], read
+    assert slot is not None and self._state is not None
+    # A draft that was never prefilled holds the state of an earlier request.
+    fed = 0 if slot.lacks_draft else self._progress.fed[number]
+    memory = steps.absorb(
+      self.spec, self._memory, self._state.draft_cache, batch, length, number, fed
+    )
+    self._serve_memory(memory)
 
   def _finish(self, number: int, read: Any) -> Finished:
     slot, (batch, settings, figures) = self._slots[number], read

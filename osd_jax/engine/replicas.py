@@ -150,6 +150,11 @@ class Replicas:
         "ReplicaConfig: received a loaded pair, expected a PairConfig, because every"
         " replica reads the files itself."
       )
+    if decoding.cache_tokens:
+      raise base.InputError(
+        f"DecodingConfig.cache_tokens: received {decoding.cache_tokens}, expected 0,"
+        " because replicas share no n-gram cache."
+      )
     if jax.process_count() > 1:
       raise base.InputError(
         f"ReplicaConfig.count: received {replicas.count}, expected 0 with several"

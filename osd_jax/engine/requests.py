@@ -75,6 +75,8 @@ class DecodingConfig(base.Config):
     max_rounds: rounds after which a call returns to the host even if no row has
       finished; bounds how long a swap or a new request waits.
     adaptive: chooses K between two calls, including plain decoding; None keeps K.
+    cache_tokens: tokens of served answers, a power of two, in an n-gram cache that is
+      mixed with the draft; 0 for no cache.
   """
 
   rows: base.Count = 1
@@ -87,10 +89,16 @@ class DecodingConfig(base.Config):
   record_top_k: base.CountOrZero = 64
   max_rounds: base.Count = 256
   adaptive: AdaptiveConfig | None = None
+  cache_tokens: base.CountOrZero = 0
 
   def checks(self):
     lengths, adaptive = self.source_lengths, self.adaptive
     return {
+      "cache_tokens": (
+        self.cache_tokens & (self.cache_tokens - 1) == 0
+        and (not self.cache_tokens or 2**8 <= self.cache_tokens <= 2**26),
+        "0 or a power of two in 2**8..2**26",
+      ),
       "source_lengths": (list(lengths) == sorted(set(lengths)), "ascending integers"),
       "adaptive": (
         adaptive is None
@@ -115,6 +123,7 @@ class DecodingConfig(base.Config):
       target,
       draft,
       partitioner,
+      cache_tokens=self.cache_tokens,
       rows=self.rows,
       target_length=self.target_length,
       record_top_k=self.record_top_k,

@@ -297,6 +297,37 @@ def read_row(
   return spec.replicate((batch, settings, (length, reason, counters)))
 
 
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def absorb(
+  spec: DecodeSpec,
+  memory: Any,
+  draft_cache: Any,
+  batch: base.DistillationBatch,
+  length: jax.Array,
+  slot: jax.Array,
+  fed: jax.Array,
+) -> Any:
+  """Lets the drafter learn from a finished row; see `Drafter.absorb`.
+
+  Args:
+    spec: static description of decoding.
+    memory: what the drafter has learned so far.
+    draft_cache: the drafter's state of all rows; None for a row of another engine.
+    batch: the row that `read_row` returned.
+    length: [1] int32, its number of tokens.
+    slot: [] int32, the row.
+    fed: [] int32, inputs that the drafter has seen of it.
+  """
+  assert spec.drafter is not None
+  row = None
+  if draft_cache is not None:
+    row = jax.tree.map(
+      lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0), draft_cache
+    )
+    row = row.replace(length=jnp.full_like(row.length, fed))
+  return spec.drafter.absorb(memory, row, batch.source, batch.target[0], length[0])
+
+
 def _split(spec: DecodeSpec, source: jax.Array) -> jax.Array:
   """Places sources [P, S] on the devices that hold their rows."""
   if spec.parts == 1:

@@ -1,0 +1,172 @@
+"""A learned draft mixed with the cache: exactness, scores, and who proposes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from decoding import harness
+
+from osd_jax import base, testing
+from osd_jax.decoding import accept as accept_lib
+from osd_jax.decoding import drafters, mixed, rounds
+from osd_jax.decoding import state as state_lib
+
+VOCAB, K = 6, 3
+TARGET = testing.tabular_model(VOCAB)
+PARAMS = testing.random_table(VOCAB, 1, sharpness=1.5)
+OTHER = testing.random_table(VOCAB, 2, sharpness=1.5)
+DRAFTER = mixed.MixedDraft(TARGET, target=TARGET, size=1 << 12)
+SOURCE = jnp.full((1, 1), 3, jnp.int32)  # tabular models ignore it
+RUN = jax.jit(rounds.run_rounds, static_argnums=(0, 1))
+ABSORB = jax.jit(lambda *args: DRAFTER.absorb(*args))
+
+
+def decoded(served, settings, length, rule="rejection", k=K):
+  """The final state of rows that the mixture drafts for."""
+  spec = rounds.DecodeSpec(TARGET, DRAFTER, rule=rule)
+  source = jnp.tile(SOURCE, (settings.seed.shape[0], 1))
+  target = jnp.asarray(PARAMS)
+  state = harness.start(TARGET, target, source, source > 0, settings, length)
+  size = state_lib.buffer_length(length)
+  state = state.replace(draft_cache=DRAFTER.init(served, source, None, size))
+  while True:
+    state = RUN(spec, k, target, served, jnp.int32(harness.MANY), state)
+    if not (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
+      return state
+
+
+def absorbed(memory, state, row=0):
+  """The memory after one row of a final state."""
+  one = jax.tree.map(lambda leaf: leaf[row : row + 1], state.draft_cache)
+  return ABSORB(memory, one, SOURCE, state.tokens[row], state.length[row])
+
+
+def served_with(draft, answers=0, length=40, preferred=None):
+  """The mixture of a draft's table after some greedy answers.
+
+  `preferred` "cache" or "draft" makes the scores of that source perfect.
+  """
+  memory, draft = DRAFTER.memory(), jnp.asarray(draft)
+  for _ in range(answers):
+    settings = harness.settings_of(1, max_length=length)
+    final = decoded(DRAFTER.with_memory(draft, memory), settings, length)
+    memory = absorbed(memory, final)
+  if preferred is not None:
+    of_cache = np.arange(mixed.BINS) >= mixed._DRAFT_BINS
+    right = of_cache if preferred == "cache" else ~of_cache
+    memory = memory.replace(right=memory.scored * right)
+  return DRAFTER.with_memory(draft, memory)
+
+
+@functools.cache
+def plain(length, rule="rejection", temperature=0.0):
+  settings = harness.settings_of(4, max_length=length, temperature=temperature)
+  return harness.outputs(harness.tabular_steps(PARAMS, settings, length, rule=rule))
+
+
+@pytest.mark.parametrize("rule", accept_lib.RULES)
+@pytest.mark.parametrize("preferred", ["cache", "draft", None])
+def test_greedy_output_equals_plain_decoding(rule, preferred):
+  settings = harness.settings_of(4, max_length=40)
+  for draft in (PARAMS, OTHER):
+    served = served_with(draft, 2, preferred=preferred)
+    found = decoded(served, settings, 40, rule)
+    assert harness.outputs(found) == plain(40, rule)
+
+
+def test_coupled_output_equals_plain_decoding_with_the_same_seed():
+  settings = harness.settings_of(4, max_length=40, temperature=1.0)
+  found = decoded(served_with(OTHER, 2), settings, 40, "coupling")
+  assert harness.outputs(found) == plain(40, "coupling", 1.0)
+
+
+@pytest.mark.parametrize("preferred", ["cache", None])
+def test_sampled_output_has_the_law_of_the_target(preferred):
+  """With `None` the sources change inside a block, as their bins say."""
+  rows, length = 40_000, 3
+  settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
+  final = decoded(served_with(OTHER, 3, preferred=preferred), settings, length)
+  tokens = np.asarray(final.tokens[:, :length])
+  law = oracles.joint_law(PARAMS, length, temperature=1.0)
+  assert oracles.chi_square(oracles.joint_counts(tokens, VOCAB), law) > 1e-7
+
+
+def test_wrong_draft_distribution_fails_the_chi_square_test():
+  """Control: the cache proposes, but acceptance sees the learned draft's logits."""
+
+  class Lying(mixed.MixedDraft):
+    def propose(self, params, state, rows, num_draft_tokens, noise):
+      proposal, after = super().propose(params, state, rows, num_draft_tokens, noise)
+      honest, _ = drafters.ModelDrafter(TARGET).propose(
+        params.draft, state.draft, rows, num_draft_tokens, noise
+      )
+      return proposal.replace(logits=honest.logits), after
+
+  lying = Lying(TARGET, target=TARGET, size=1 << 12)
+  rows, length = 40_000, 3
+  settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
+  spec = rounds.DecodeSpec(TARGET, lying)
+  served = served_with(OTHER, 3, preferred="cache")
+  source, mask = harness.no_sources(rows)
+  target = jnp.asarray(PARAMS)
+  state = harness.start(TARGET, target, source, mask, settings, length)
+  size = state_lib.buffer_length(length)
+  state = state.replace(draft_cache=lying.init(served, source, None, size))
+  while (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
+    state = RUN(spec, K, target, served, jnp.int32(harness.MANY), state)
+  law = oracles.joint_law(PARAMS, length, temperature=1.0)
+  counts = oracles.joint_counts(np.asarray(state.tokens[:, :length]), VOCAB)
+  assert oracles.chi_square(counts, law) < 1e-7
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_every_emitted_position_is_scored_once_whoever_proposed(k):
+  """The draft is the target, so all its tokens are right; the last two are not fed."""
+  memory = DRAFTER.memory()
+  settings = harness.settings_of(1, max_length=30)
+  final = decoded(served_with(PARAMS), settings, 30, k=k)
+  after = absorbed(memory, final)
+  scored = np.asarray(after.scored - memory.scored)[: mixed._DRAFT_BINS]
+  right = np.asarray(after.right - memory.right)[: mixed._DRAFT_BINS]
+  # Decay takes a little of the prior.
+  assert scored.sum() == pytest.approx(29, abs=1.5)
+  assert right.sum() == pytest.approx(29, abs=1.5)
+
+
+def test_scores_of_a_wrong_draft_fall():
+  memory = DRAFTER.memory()
+  wrong = jnp.asarray(np.where(PARAMS > -np.inf, -PARAMS, -np.inf))
+  served = DRAFTER.with_memory(wrong, memory)
+  final = decoded(served, harness.settings_of(1, max_length=30), 30)
+  after = absorbed(memory, final)
+  used = np.asarray(after.scored > memory.scored)[: mixed._DRAFT_BINS]
+  accuracy = np.asarray(after.right / after.scored)[: mixed._DRAFT_BINS]
+  before = np.asarray(memory.right / memory.scored)[: mixed._DRAFT_BINS]
+  assert used.any() and (accuracy[used] < before[used]).all()
+
+
+def test_cache_takes_over_what_the_draft_does_not_know():
+  """The same greedy answer again and again: soon every round emits K + 1 tokens."""
+  settings = harness.settings_of(1, max_length=40)
+  first = decoded(served_with(OTHER), settings, 40)
+  later = decoded(served_with(OTHER, 6), settings, 40)
+  assert int(later.counters.rounds[0]) == -(-40 // (K + 1))
+  assert int(first.counters.rounds[0]) > int(later.counters.rounds[0]) * 1.5
+
+
+def test_new_draft_keeps_cache_and_scores():
+  served = served_with(OTHER, 2)
+  memory = served.replace(draft=None)
+  swapped = DRAFTER.with_memory(jnp.asarray(PARAMS), memory)
+  np.testing.assert_array_equal(swapped.draft, PARAMS)
+  jax.tree.map(np.testing.assert_array_equal, swapped.replace(draft=None), memory)
+
+
+def test_broken_draft_never_proposes():
+  served = served_with(np.full_like(PARAMS, np.nan), 2)
+  settings = harness.settings_of(4, max_length=40)
+  found = decoded(served, settings, 40)
+  assert harness.outputs(found) == plain(40)

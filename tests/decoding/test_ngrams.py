@@ -1,0 +1,231 @@
+"""The n-gram cache: what a lookup names, and decoding with it as the draft."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from decoding import harness
+
+from osd_jax import testing
+from osd_jax.decoding import ngrams
+
+VOCAB = 6
+TARGET = testing.tabular_model(VOCAB)
+PARAMS = testing.random_table(VOCAB, 1, sharpness=1.5)
+INSERT, LOOK_UP = jax.jit(ngrams.insert), jax.jit(ngrams.look_up)
+ABSORB = jax.jit(ngrams.absorb, static_argnums=0)
+
+
+def padded(tokens, length, front=False):
+  fill = [ngrams.NO_TOKEN] * (length - len(tokens))
+  return np.asarray(fill + list(tokens) if front else list(tokens) + fill, np.int32)
+
+
+def table_of(texts, size=1 << 18):
+  """A table that has absorbed (context, answer) pairs."""
+  table = ngrams.empty(size)
+  for context, answer in texts:
+    context = padded(context, ngrams.CONTEXT, front=True)
+    answer, length = padded(answer, 32), len(answer)
+    table = INSERT(table, context, np.maximum(answer, 0), np.int32(length))
+  return table
+
+
+def look_up(table, text):
+  """The vote after one text: (token, order, votes, total)."""
+  vote = LOOK_UP(table, padded(text, 48)[None], np.asarray([[len(text)]], np.int32))
+  return tuple(int(x[0, 0]) for x in jax.tree.leaves(vote))
+
+
+def candidates(texts, text, order):
+  """Tokens after the last `order` tokens of `text` in every text, the newest last."""
+
+  def after(before, tokens):
+    whole = [*before, *tokens]
+    return [
+      whole[at]
+      for at in range(max(order, len(before)), len(whole))
+      if whole[at - order : at] == text[-order:]
+    ]
+
+  served = [token for pair in texts for token in after(*pair)]
+  return served[-ngrams.WAYS :] + after([], text)[-ngrams.WAYS :]
+
+
+def expected(texts, text):
+  """(order, candidates) of the longest context with a match."""
+  for order in reversed(ngrams.ORDERS):
+    if order <= len(text):
+      found = candidates(texts, text, order)
+      if found:
+        return order, collections.Counter(found)
+  return 0, collections.Counter()
+
+
+def random_text(rng, least, most):
+  return rng.integers(0, VOCAB, rng.integers(least, most)).tolist()
+
+
+def test_lookup_equals_a_search_through_all_texts():
+  rng = np.random.default_rng(0)
+  texts, checked = [], collections.Counter()
+  for _ in range(12):
+    texts.append((random_text(rng, 0, 9), random_text(rng, 1, 30)))
+    table = table_of(texts)
+    for _ in range(4):
+      text = random_text(rng, 1, 40)
+      token, order, votes, total = look_up(table, text)
+      longest, counts = expected(texts, text)
+      assert order == longest
+      if longest:
+        assert total == counts.total() and votes == max(counts.values())
+        assert counts[token] == votes
+      checked[order] += 1
+  assert len(checked) > 3  # several orders were met
+
+
+def test_longer_context_beats_a_more_frequent_token():
+  texts = [([], [1, 2, 3]), ([], [4, 2, 5]), ([], [5, 2, 5])]
+  assert look_up(table_of(texts), [1, 2]) == (3, 2, 1, 1)
+  assert look_up(table_of(texts), [0, 2])[:3] == (5, 1, 2)
+
+
+def test_prompt_and_own_output_need_no_served_answer():
+  token, order, *_ = look_up(ngrams.empty(256), [3, 4, 5, 1, 3, 4])
+  assert (token, order) == (5, 2)
+  assert look_up(ngrams.empty(256), [1, 2, 3])[1] == 0
+
+
+def test_only_the_newest_places_of_an_ngram_vote():
+  old, new = [([1], [2])] * 10, [([1], [3])] * ngrams.WAYS
+  assert look_up(table_of(old + new), [1]) == (3, 1, ngrams.WAYS, ngrams.WAYS)
+
+
+def test_text_of_one_repeated_token_writes_every_place_once():
+  table = table_of([([], [2] * 32)])
+  places = np.unique(np.asarray(table.places))
+  assert set(range(ngrams.CONTEXT + 28, ngrams.CONTEXT + 32)) <= set(places.tolist())
+  assert look_up(table, [2] * 20) == (2, 8, 8, 8)
+
+
+def test_colliding_and_overwritten_ngrams_are_never_named():
+  """A table of 256 tokens and few buckets sees 6,000: every vote has a witness."""
+  rng = np.random.default_rng(1)
+  texts, named = [], 0
+  table = ngrams.empty(256)
+  for _ in range(300):
+    texts.append((random_text(rng, 0, 9), random_text(rng, 1, 30)))
+    context = padded(texts[-1][0], ngrams.CONTEXT, front=True)
+    answer = padded(texts[-1][1], 32)
+    table = INSERT(table, context, np.maximum(answer, 0), np.int32(len(texts[-1][1])))
+    text = random_text(rng, 1, 20)
+    token, order, *_ = look_up(table, text)
+    if order:
+      named += 1
+      recent = texts[-40:]  # more than the ring can hold
+      assert token in candidates_anywhere(recent, text, order)
+  assert named > 250
+
+
+def candidates_anywhere(texts, text, order):
+  found = set(candidates([], text, order))
+  for pair in texts:
+    found |= set(candidates([pair], [-2, *text], order))
+    whole = [*pair[0], *pair[1]]
+    found |= {
+      whole[at]
+      for at in range(order, len(whole))
+      if whole[at - order : at] == text[-order:]
+    }
+  return found
+
+
+def cached(size=1 << 12):
+  return ngrams.build(TARGET, size)
+
+
+def with_answers(model, answers, source):
+  table = model.init(jax.random.key(0))
+  for answer in answers:
+    length = np.int32(len(answer))
+    answer = np.maximum(padded(answer, 64), 0)
+    table = ABSORB(TARGET, table, source, answer, length)
+  return table
+
+
+def prompts(rows):
+  """Prompts of one token, which tabular models ignore, and their mask."""
+  return jnp.full((rows, 1), 3, jnp.int32), jnp.ones((rows, 1), bool)
+
+
+@functools.cache
+def plain_outputs(rows, length, temperature=0.0):
+  settings = harness.settings_of(rows, max_length=length, temperature=temperature)
+  return harness.outputs(harness.tabular_steps(PARAMS, settings, length))
+
+
+@pytest.mark.parametrize("K", [1, 4, 8])
+@pytest.mark.parametrize("seen", [0, 3])
+def test_greedy_output_equals_plain_decoding(K, seen):
+  model, sources = cached(), prompts(3)
+  table = with_answers(model, plain_outputs(3, 40)[:seen], sources[0][:1])
+  settings = harness.settings_of(3, max_length=40)
+  final = harness.speculate(
+    TARGET, model, K, jnp.asarray(PARAMS), table, *sources, settings, 40
+  )
+  assert harness.outputs(final) == plain_outputs(3, 40)
+  if seen:  # every token has been seen, so each round emits K + 1
+    assert int(final.counters.rounds[0]) == -(-40 // (K + 1))
+
+
+def test_sampled_output_has_the_law_of_the_target():
+  rows, length = 40_000, 3
+  settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
+  model, sources = cached(), prompts(rows)
+  table = with_answers(model, plain_outputs(3, 40), sources[0][:1])
+  final = harness.speculate(
+    TARGET, model, 3, jnp.asarray(PARAMS), table, *sources, settings, length
+  )
+  assert int(final.counters.accepted.sum()) > rows / 10
+  tokens = np.asarray(final.tokens[:, :length])
+  law = oracles.joint_law(PARAMS, length, temperature=1.0)
+  assert oracles.chi_square(oracles.joint_counts(tokens, VOCAB), law) > 1e-7
+
+
+def test_teacher_forcing_names_the_same_tokens_as_decoding():
+  model = cached()
+  source, mask = map(jnp.asarray, testing.random_sources(2, 9, VOCAB, seed=3))
+  answers = np.random.default_rng(4).integers(2, VOCAB, (2, 20)).astype(np.int32)
+  table = with_answers(model, answers.tolist(), source[:1])
+  scored = model.score(table, source, mask, jnp.asarray(answers))
+  text = model.prefill(table, source, mask, 24)
+  fed = jnp.pad(jnp.asarray(answers)[:, :-1], ((0, 0), (1, 0)))
+  steps = []
+  for at in range(20):
+    # A rejected token is fed first, and rewound.
+    _, wrong = model.decode(table, (fed[:, at : at + 1] + 1) % VOCAB, text)
+    text = wrong.replace(length=text.length)
+    logits, text = model.decode(table, fed[:, at : at + 1], text)
+    steps.append(logits[:, 0])
+  np.testing.assert_array_equal(np.stack(steps, axis=1), np.asarray(scored))
+
+
+def test_answers_of_decoder_only_models_follow_the_prompt():
+  """Their first input is the prompt's last token, which is not repeated."""
+
+  def last(source, mask):
+    end = jnp.sum(mask, axis=1, keepdims=True) - 1
+    return jnp.take_along_axis(source, end, axis=1)[:, 0]
+
+  target = dataclasses.replace(TARGET, start=last)
+  table = ABSORB(target, ngrams.empty(256), jnp.asarray([[3, 4, 5, 0]]), *answer([2]))
+  assert look_up(table, [3, 4, 5])[:2] == (2, 3)
+
+
+def answer(tokens):
+  return np.maximum(padded(tokens, 32), 0), np.int32(len(tokens))

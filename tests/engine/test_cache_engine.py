@@ -1,0 +1,114 @@
+"""An engine that mixes its draft with the n-gram cache of its answers."""
+
+import jax
+import numpy as np
+import pytest
+from engine import cases
+
+from osd_jax import base
+from osd_jax.costs import table
+from osd_jax.decoding import ngrams
+from osd_jax.engine import engine
+
+SIZE = 1 << 12
+
+
+def cached(kind="far", rows=2, **changes):
+  """An engine with a cache and a draft of this kind."""
+  config = cases.config_of(rows, cache_tokens=SIZE, **changes)
+  return engine.Engine(
+    config, cases.TARGET, cases.target_params(), cases.TARGET, cases.draft_params(kind)
+  )
+
+
+def calls(finished):
+  return sum(done.target_calls for done in finished)
+
+
+@pytest.mark.parametrize("kind", ["close", "far"])
+def test_greedy_outputs_equal_the_targets_and_cost_fewer_calls_each_time(kind):
+  decoder, spent = cached(kind), []
+  for _ in range(4):
+    found = decoder.run(cases.greedy_requests())
+    assert cases.texts(found) == cases.expected()
+    spent.append(calls(found))
+  if kind == "far":
+    assert spent[-1] < 0.8 * spent[0]
+  assert spent[-1] <= spent[0]
+
+
+def test_cache_alone_is_a_draft_model():
+  model = ngrams.build(cases.TARGET, SIZE)
+  answers = model.init(jax.random.key(0))
+  decoder = engine.Engine(
+    cases.config_of(2), cases.TARGET, cases.target_params(), model, answers
+  )
+  first = decoder.run(cases.greedy_requests())
+  again = decoder.run(cases.greedy_requests())
+  assert cases.texts(first) == cases.texts(again) == cases.expected()
+  assert calls(again) < 0.6 * calls(first)
+  assert int(answers.end) == 0  # another engine starts with an empty cache, too
+
+
+def test_new_draft_and_warm_up_leave_the_cache_alone():
+  decoder = cached()
+  decoder.warm_up()
+  assert int(decoder.state()[0]["memory"].table.end) == 0
+  first = calls(decoder.run(cases.greedy_requests()))
+  before = int(decoder.state()[0]["memory"].table.end)
+  decoder.swap(cases.draft_params("far"), 1)
+  decoder.warm_up()
+  assert int(decoder.state()[0]["memory"].table.end) == before > 0
+  assert calls(decoder.run(cases.greedy_requests())) < first
+
+
+def test_restored_engine_has_the_same_cache():
+  one, other = cached(), cached()
+  one.run(cases.greedy_requests())
+  arrays, host = jax.tree.map(np.asarray, one.state()[0]), one.state()[1]
+  shapes = jax.tree.map(lambda leaf: leaf.shape, other.structure(host))
+  assert shapes == jax.tree.map(lambda leaf: leaf.shape, arrays)
+  arrays = jax.tree.map(jax.numpy.asarray, arrays)
+  other.restore(arrays, host, lambda tag: None, cases.draft_params("far"))
+  ours, theirs = (x.run(cases.greedy_requests(seed=1)) for x in (one, other))
+  assert [d.target_calls for d in ours] == [d.target_calls for d in theirs]
+  jax.tree.map(
+    np.testing.assert_array_equal, one.state()[0]["memory"], other.state()[0]["memory"]
+  )
+
+
+def test_answers_of_another_engine_are_drafted_from():
+  one, other = cached(), cached()
+  found = one.run(cases.greedy_requests(), on_finished=other.absorb)
+  found_by = [x.state()[0]["memory"].table for x in (one, other)]
+  jax.tree.map(np.testing.assert_array_equal, *found_by)
+  assert calls(other.run(cases.greedy_requests())) < calls(found)
+  copied = cached()
+  copied.copy_memory(one)
+  one.run(cases.greedy_requests())  # donates its own arrays
+  assert calls(copied.run(cases.greedy_requests())) < calls(found)
+
+
+def test_plain_steps_are_not_scored_for_the_draft_of_an_earlier_request():
+  """With K = 0 in every call the draft is never prefilled."""
+  slow = table.RoundCosts((1.0, 100.0))
+  adaptive = engine.AdaptiveConfig(candidates=(0, 3), costs=(slow, slow))
+  decoder = cached(adaptive=adaptive)
+  before = jax.device_get(decoder.state()[0]["memory"].scored)
+  decoder.run(cases.greedy_requests())
+  after = decoder.state()[0]["memory"]
+  assert int(after.table.end) > 0
+  np.testing.assert_array_equal(after.scored, before)
+
+
+def test_nothing_compiles_after_the_first_requests():
+  decoder = cached()
+  decoder.run(cases.greedy_requests())
+  counted = engine.steps.absorb._cache_size()
+  decoder.run(cases.greedy_requests(seed=1))
+  assert engine.steps.absorb._cache_size() == counted
+
+
+def test_size_that_is_no_power_of_two_is_refused():
+  with pytest.raises(base.InputError, match=r"cache_tokens.*1000.*power"):
+    cases.config_of(2, cache_tokens=1000)

@@ -348,15 +348,19 @@ def per_position(rows: Sequence[Row]) -> Any:
 def _compared(
   served: Mapping[str, Sequence[Row]],
   title: str,
-  field: Callable[[Sequence[Row]], np.ndarray],
   bottom: float,
+  field: str,
+  subtracted: str = "",
 ) -> Any:
-  """One field of several runs over their streams."""
+  """One field of several runs over their streams, minus another field if named."""
   lines, means = [], [np.array([bottom, bottom + 1e-3])]
   for number, (name, rows) in enumerate(served.items()):
     requests = runs.request_rows(rows)
     color, style = COLORS[number % len(COLORS)], STYLES[number % len(STYLES)]
-    line = Line(name, requests, field(requests), color, style, dots=False)
+    values = runs.column(requests, field)
+    if subtracted:
+      values = values - runs.column(requests, subtracted)
+    line = Line(name, requests, values, color, style, dots=False)
     lines.append(line)
     means.append(_trend(line)[1])
   low, high = np.nanmin(np.concatenate(means)), np.nanmax(np.concatenate(means))
@@ -621,35 +625,19 @@ PLOTS: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
 }
 
 _RUNS = "One line per run, mean of the last 25 requests, restarted at each shift."
-# Name -> arguments of `_compared` (title, values of requests, bottom of the axis) and
-# caption.
-COMPARED: dict[str, tuple[tuple[str, Callable[..., np.ndarray], float], str]] = {
+# Name -> arguments of `_compared` and caption.
+COMPARED: dict[str, tuple[tuple[Any, ...], str]] = {
   "compared_milliseconds_per_token": (
-    (
-      "Milliseconds per token",
-      lambda rows: runs.column(rows, "online_ms_per_token"),
-      0.0,
-    ),
+    ("Milliseconds per token", 0.0, "online_ms_per_token"),
     "Decoding only, without waiting for updates; lower is better. " + _RUNS,
   ),
   "compared_tokens_per_target_call": (
-    (
-      "Tokens per target call",
-      lambda rows: runs.column(rows, "tokens_per_target_call"),
-      1.0,
-    ),
+    ("Tokens per target call", 1.0, "tokens_per_target_call"),
     "Higher is better. " + _RUNS,
   ),
-  "compared_overlap": (
-    ("Overlap", lambda rows: runs.column(rows, "overlap"), 0.0),
-    "Higher is better. " + _RUNS,
-  ),
+  "compared_overlap": (("Overlap", 0.0, "overlap"), "Higher is better. " + _RUNS),
   "compared_overlap_gain": (
-    (
-      "Overlap gain",
-      lambda rows: runs.column(rows, "overlap") - runs.column(rows, "floor_overlap"),
-      0.0,
-    ),
+    ("Overlap gain", 0.0, "overlap", "floor_overlap"),
     "Overlap minus that of the same draft, frozen: what learning gave. " + _RUNS,
   ),
 }

@@ -204,6 +204,10 @@ def test_vocab_and_merges_of_qwen2_are_read(qwen2_folder):
   path.write_text(path.read_text().replace("Qwen2Tokenizer", "GPT2Tokenizer"))
   with pytest.raises(base.InputError, match="only if .* names Qwen2Tokenizer"):
     Vocabulary.load(qwen2_folder)
+  path.write_text(path.read_text().replace("GPT2Tokenizer", "Qwen2Tokenizer"))
+  (qwen2_folder / "merges.txt").unlink()
+  with pytest.raises(base.InputError, match="vocab.json .* no merges.txt next to it"):
+    Vocabulary.load(qwen2_folder)
 
 
 @pytest.mark.hf

@@ -129,6 +129,8 @@ def _from_merges(
       "vocab.json and merges.txt are read only if tokenizer_config.json names"
       " Qwen2Tokenizer"
     )
+  if not merges:
+    raise ValueError("there is no merges.txt next to it")
   pairs = [tuple(line.split(" ")) for line in merges.decode("utf-8").splitlines()]
   pairs = [pair for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
   made = library.Tokenizer(library.models.BPE(json.loads(vocab), pairs))

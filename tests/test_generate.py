@@ -11,11 +11,12 @@ import types
 import numpy as np
 import pytest
 
-from osd_jax import base, pairs
+from osd_jax import assets, base, pairs
 from osd_jax import main as cli
 from osd_jax.engine import server
 from osd_jax.engine.requests import Prompt
 from osd_jax.main import generate
+from osd_jax.models import weights
 
 
 @dataclasses.dataclass
@@ -378,3 +379,15 @@ def test_closed_pipe_ends_the_command_quietly(osd, monkeypatch):
   with open("spare", "w") as spare:
     monkeypatch.setattr("sys.stdout", Closed())
     assert osd("one")[0] == 141
+
+
+@pytest.mark.parametrize("options", [[], ["--stream"]])
+def test_target_that_overflows_exits_with_1(unprepared, capsys, tmp_path, options):
+  """Its logits are finite: normalisation turns activations that overflow into zeros."""
+  found = weights.load(assets.resolve(pairs.SHIPPED))
+  norm = found.params["encoder"]["encoder_norm"]
+  norm["scale"] = np.where(np.arange(len(norm["scale"])) == 3, 3.39e38, norm["scale"])
+  weights.save(tmp_path / "broken.safetensors", found)
+  words = ["--target", str(tmp_path / "broken.safetensors"), "How many?", *options]
+  assert cli.main(["generate", *words, "--max_new_tokens", "4"]) == 1
+  assert "not finite" in capsys.readouterr().err

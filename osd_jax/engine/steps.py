@@ -363,7 +363,7 @@ def _prefilled(
   if spec.draft is not None:
     target_states = target_cache.target_states if spec.draft.state_width else None
     draft_cache = _draft_prefilled(spec, served, source, target_states)
-  return state_lib.initial_state(
+  state = state_lib.initial_state(
     spec.target.starts(source),
     prompts.settings,
     target_cache,
@@ -373,6 +373,21 @@ def _prefilled(
     spec.target.vocab_size,
     spec.target.prompt_text(source),
   )
+  broken = jnp.int32(int(base.StopReason.NOT_FINITE))
+  finite = _is_finite(target_cache)
+  return state.replace(stop_reason=jnp.where(finite, state.stop_reason, broken))
+
+
+def _is_finite(target_cache: Any) -> jax.Array:
+  """Whether all that the target stored of each prompt is finite, [B].
+
+  Normalisation turns activations that overflow into zeros, so logits can be finite
+  although the target is broken.
+  """
+  leaves = jax.tree.leaves(target_cache)
+  floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+  sums = [jnp.sum(leaf, axis=range(1, leaf.ndim)) for leaf in floats]
+  return jnp.isfinite(sum(sums))
 
 
 def _draft_prefilled(

@@ -263,7 +263,7 @@ _PROMPTS = {
   "log_probs": (bool, "", "add the log-probability of every token (with jsonl)"),
   "stream": (bool, "", "print text as soon as it is accepted"),
 }
-_SAMPLING = {
+SAMPLING = {  # all are settings of `Prompt`
   "max_new_tokens": (int, "N", "maximum number of tokens per answer"),
   "temperature": (float, "X", "0 is greedy (default: 0)"),
   "top_k": (int, "N", "keep the N most probable tokens; 0 keeps all (default: 0)"),
@@ -313,7 +313,7 @@ def _add_generate(sub: argparse.ArgumentParser) -> None:
   )
   for title, options in (
     ("prompts and answers", _PROMPTS),
-    ("sampling", _SAMPLING),
+    ("sampling", SAMPLING),
     ("learning", _LEARNING),
     ("models", _MODELS),
   ):

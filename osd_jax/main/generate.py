@@ -15,23 +15,11 @@ from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.engine import server
 from osd_jax.engine.requests import Answer, DecodingConfig, Prompt
+from osd_jax.main import commands
 
 # Lengths that prompts are padded to if the settings state none. Each is compiled when
 # the first prompt needs it.
 _LENGTHS = (*server.DECODING.source_lengths, 256, 1024)
-
-# Options that are settings of `Prompt`.
-_SAMPLING = (
-  "temperature",
-  "top_k",
-  "top_p",
-  "min_p",
-  "repetition_penalty",
-  "seed",
-  "max_new_tokens",
-  "stop",
-  "log_probs",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +51,7 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   """
   draft_path = "adapted_draft.safetensors" if arguments.save is None else arguments.save
   _check(arguments, draft_path)
-  given = {name: getattr(arguments, name) for name in _SAMPLING}
+  given = {name: getattr(arguments, name) for name in (*commands.SAMPLING, "log_probs")}
   template = Prompt("-", **{name: x for name, x in given.items() if x is not None})
   is_typed = not (arguments.prompts or arguments.file)
   from_terminal = is_typed and sys.stdin.isatty() and sys.stdout.isatty()

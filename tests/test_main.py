@@ -485,16 +485,6 @@ def test_unwritable_output_is_refused_before_the_run(
     runs.check_output("output", good)
 
 
-def test_failed_rename_names_the_setting(ended, tmp_path, written):
-  path = written("", "folder/x").removesuffix("/x")
-  code, errors = ended(
-    lambda config, _: os.replace(written("", "x"), config.output),
-    f"--gin.PretrainConfig.output={path!r}",
-  )
-  named = f"PretrainConfig.output: received {path!r}: Is a directory."
-  assert (code, errors) == (2, f"osd pretrain: {named}\n")
-
-
 def test_error_without_gin_file_suggests_one(unprepared, capsys):
   assert cli.main(["online"]) == 2
   assert "start from runs/online.gin" in capsys.readouterr().err

@@ -39,7 +39,7 @@ class UpdateConfig(base.Config):
   """
 
   optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
-  loss: losses.LossConfig = dataclasses.field(default_factory=losses.LossConfig)
+  loss: losses.LossConfig = losses.LossConfig()
   steps_per_update: base.Count = 2
   num_new: base.CountOrZero = 4
   num_replay: base.CountOrZero = 4

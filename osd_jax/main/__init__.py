@@ -80,15 +80,9 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
   if arguments.dry_run:
     print(text, end="")
     return 0
-  try:
-    if arguments.command == "generate":
-      return module.run(config, arguments)
-    return 0 if getattr(module, command.function)(config, text).exact else 1
-  except OSError as error:
-    setting = _setting_of_path(config, error.filename2 or error.filename)
-    if setting and not _is_for_the_user(error):
-      raise settings.ConfigError(f"{setting}: {error.strerror}.") from error
-    raise
+  if arguments.command == "generate":
+    return module.run(config, arguments)
+  return 0 if getattr(module, command.function)(config, text).exact else 1
 
 
 def _load(
@@ -110,26 +104,6 @@ def _load(
     start = f"no gin file was given; start from runs/{name}.gin"
     raise settings.ConfigError(str(error) if files else f"{error}\n{start}") from None
   return config, f"# osd {name} --gin_file=THIS_FILE\n\n{text}"
-
-
-def _setting_of_path(config: Any, path: str | bytes | int | None) -> str:
-  """Returns the setting that an `OSError.filename` comes from, "" if none does.
-
-  A path may be the value of a text field, something inside that folder, or a folder
-  that could not be made for it: "OnlineConfig.run_directory: received 'x'".
-  """
-  if not isinstance(path, str):
-    return ""
-  failed, named = os.path.abspath(path), []
-  for name, value in settings.values(type(config).__name__, config):
-    if isinstance(value, str) and value:
-      # One path contains the other if their common path is one of the two. A folder
-      # above the working directory contains every relative path, so it proves nothing.
-      both = (os.path.abspath(value), failed)
-      if os.path.commonpath(both) in both and failed not in os.getcwd():
-        named.append((len(value), f"{name}: received {value!r}"))
-  # The longest value is the most specific setting.
-  return max(named, default=(0, ""))[1]
 
 
 def _about_runs(arguments: argparse.Namespace) -> int:

@@ -347,32 +347,24 @@ def _paragraph(config_class: type) -> str:
   lines = [config_class.__name__, *wrapped(summary, "  "), ""]
   meanings, hints = documented(config_class), base.field_types(config_class)
   for field in dataclasses.fields(config_class):
-    value = f" = {_default(field)}"
     kind = base.type_text(hints[field.name])
-    lines += wrapped(
-      f"{field.name}: {kind}{value.replace(' = ?', ' (required)')}", "  "
-    )
+    lines += wrapped(f"{field.name}: {kind}{_default(field.default)}", "  ")
     lines += wrapped(meanings.get(field.name, ""), "      ")
   return "\n".join([*lines, ""])
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-  """Returns the text of a field's default, or "" if the field is required."""
-  value = field.default
-  if field.default_factory is not dataclasses.MISSING:
-    value = field.default_factory()
+def _default(value: Any) -> str:
+  """Returns the text of a field's default."""
   if value is dataclasses.MISSING:
-    return ""
-  kind = type(value)
+    return " (required)"
   # Every config has a paragraph of its own, so its name is enough here.
-  if dataclasses.is_dataclass(kind) and value == _made(kind):
-    return f"{kind.__name__}()"
-  return repr(value)
+  if dataclasses.is_dataclass(value) and value == _all_defaults(type(value)):
+    return f" = {type(value).__name__}()"
+  return f" = {value!r}"
 
 
-def _made(config_class: type) -> Any:
+def _all_defaults(config_class: type) -> Any:
   """Returns a config with all defaults, or None if a field is required."""
-  try:
-    return config_class()
-  except TypeError:
-    return None
+  fields = dataclasses.fields(config_class)
+  has_all = all(field.default is not dataclasses.MISSING for field in fields)
+  return config_class() if has_all else None

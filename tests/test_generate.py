@@ -275,6 +275,8 @@ def test_options_reach_the_server(osd):
     Prompt(*("one", 0.5, 3, 0.9, 7, 9, (";", "end")), min_p=0.1, repetition_penalty=1.2)
   ]
   assert (server.decoding.rows, server.decoding.num_draft_tokens) == (2, 3)
+  assert not server.decoding.cache_tokens
+  assert osd("one", "--draft", "attached")[3].decoding.cache_tokens
   pair = server.pair.config
   assert (pair.target, pair.draft, pair.vocabulary) == ("t", "d", "v'v")
 

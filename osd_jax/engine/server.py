@@ -62,6 +62,11 @@ LEARNING = LearningConfig(
 _END: Any = object()  # of an iterator; None means that no request is waiting now
 
 
+def with_cache(decoding: DecodingConfig) -> DecodingConfig:
+  """Adds an n-gram cache, which helps while a new draft has learned nothing yet."""
+  return dataclasses.replace(decoding, cache_tokens=decoding.cache_tokens or 2**16)
+
+
 @dataclasses.dataclass
 class Statistics:
   """Totals of a server.
@@ -147,13 +152,15 @@ class Server:
       learning: how the draft learns, if it learns.
       partition: mesh, of each replica if there are replicas.
       replicas: processes that serve instead of this one, which then only learns.
-      target: folder or file of a target, instead of `pair`; the draft is a new one.
+      target: folder or file of a target, instead of `pair`; the draft is a new one,
+        mixed with an n-gram cache.
 
     Raises:
       InputError: a file is missing or broken, or the parts do not belong together.
     """
     if target or isinstance(pair, str):
       pair = pairs.PairConfig(target=target or str(pair))
+      decoding = decoding if replicas.count else with_cache(decoding)
     partitioner = sharding.make(partition)
     self.pair = pairs.load_pair(pair, partitioner)
     self.engine: Any = (

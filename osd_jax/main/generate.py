@@ -59,6 +59,8 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   known = None if is_typed else list(_given(arguments))
   pair = pairs.load_pair(config.pair, sharding.make(config.partition))
   decoding = _enough(config.decoding, pair, arguments, known)
+  if config.pair.named("draft") == pairs.ATTACHED:
+    decoding = server.with_cache(decoding)
   if arguments.learn:
     runs.check_output("--save", draft_path, needed_bytes=pair.draft_bytes)
   with server.Server(pair, decoding, config.learning, config.partition) as serving:

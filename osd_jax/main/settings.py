@@ -407,7 +407,8 @@ def _kinds(maker: Any, field: str) -> list[type]:
 def _in(hint: Any) -> list[type]:
   """Returns the config classes that a type names."""
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-    return [hint]
+    # Configs compare by value; loaded models, which Python may pass instead, do not.
+    return [hint] if hint.__eq__ is not object.__eq__ else []
   return [found for inner in typing.get_args(hint) for found in _in(inner)]
 
 

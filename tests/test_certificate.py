@@ -241,17 +241,11 @@ def test_certify_reports_a_wrong_output(pair_config, tmp_path, monkeypatch):
   assert not verdict["passed"] and verdict["first_failures"][0]["position"] == 1
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_certify_fails_a_target_with_nan(pair_config, tmp_path, whole):
-  """Plain and speculative outputs are equal, so equality alone would pass.
-
-  Either all weights are NaN, or one value of the output head is.
-  """
+def test_certify_fails_a_target_with_one_nan(pair_config, tmp_path):
+  """Plain and speculative outputs are equal, so equality alone would pass."""
   pair = pairs.load_pair(pair_config, sharding.make())
 
   def broken(path, leaf):
-    if whole:
-      return leaf * np.nan
     return leaf.at[0, 5].set(np.nan) if "logits_dense" in str(path) else leaf
 
   params = jax.tree_util.tree_map_with_path(broken, pair.target_params)

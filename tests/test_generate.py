@@ -188,7 +188,7 @@ def test_long_prompt_is_reported_by_line_and_the_others_are_answered(
 
 
 def test_bad_lines_are_reported_and_the_others_are_answered(osd, tmp_path):
-  lines = ['{"prompt": "one"}', '{"prom', '{"text": "x"}', '{"prompt": "two"}']
+  lines = ['{"prompt": "one"}', '{"prom', '{"answer": "x"}', '{"prompt": "two"}']
   (tmp_path / "p.jsonl").write_text("\n".join([*lines, r'{"prompt": "\ud800"}']))
   code, out, errors, _ = osd("--file", "p.jsonl")
   assert (code, out) == (2, "ONE\nTWO\n")
@@ -348,7 +348,7 @@ def test_sigterm_at_the_prompt_exits_with_143(osd, monkeypatch):
 @pytest.mark.parametrize(
   ("words", "part"),
   [
-    (["--file", "none.txt"], "none.txt cannot be read ([Errno 2]"),
+    (["--file", "none.txt"], "--file: none.txt does not exist"),
     (["--file", "."], "--file: . is a folder"),
     (["--file", "bad.jsonl"], "--file: bad.jsonl has no prompt"),
     (["one", "--file", "bad.jsonl"], "--file: received prompts as arguments too"),
@@ -364,7 +364,7 @@ def test_sigterm_at_the_prompt_exits_with_143(osd, monkeypatch):
 )
 def test_bad_options_exit_with_2_and_one_line(osd, tmp_path, words, part):
   (tmp_path / "p.txt").touch()
-  (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"prom\n')
+  (tmp_path / "bad.jsonl").write_text('{"answer": "x"}\n{"prom\n')
   code, _, errors, made = osd(*words)
   assert code == 2 and part in errors and made is None
   assert len(errors.splitlines()) == 1

@@ -21,19 +21,6 @@ def untied():
   return Runner("t5 1.1")
 
 
-def test_tied_head_equals_the_scaled_embedding():
-  tied = Runner("t5 1.0")
-  untied_config = dataclasses.replace(TIED, tied_head=False)
-  head = tied.params["token_embedder"]["embedding"].T * TIED.width**-0.5
-  decoder = {**tied.params["decoder"], "logits_dense": {"kernel": head}}
-  found = cases.score_at(
-    families.build(untied_config),
-    {**tied.params, "decoder": decoder},
-    *(tied.source, tied.mask, tied.text),
-  )
-  np.testing.assert_allclose(found, tied.forced, **CLOSE)
-
-
 def test_masked_source_tokens_are_not_read(untied):
   masked = np.where(untied.mask, untied.source, 9)
   found = untied.score(masked, untied.mask)

@@ -10,6 +10,7 @@ import rich.console
 from osd_jax import assets, base, pairs, runs
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import convert, weights
+from osd_jax.models.convert import folders
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import T5Config
 
@@ -109,6 +110,8 @@ def _kind_of(source: Path) -> str:
   if source.is_dir():
     names = sorted(path.name for path in source.iterdir())
     found = f"holds {', '.join(names[:5]) or 'nothing'}"
+    if advice := folders.kind_of(source):
+      raise base.InputError(f"ConvertConfig.source: {source}: {advice}.")
   raise base.InputError(
     f"ConvertConfig.source: received {source}, which {found}; expected a folder with"
     " config.json (transformers), checkpoint or state (t5x's checkpoint_STEP), or a"

@@ -205,7 +205,10 @@ def load_pair(
   if isinstance(config, Pair):
     return config
   partitioner = partitioner or sharding.make()
-  vocabulary = load_vocabulary(config)  # first, since reading weights may take minutes
+  # Both come before the weights, which may take minutes to read. A folder without a
+  # model has no vocabulary either, and is refused for what it holds.
+  shape_of(config, "target")
+  vocabulary = load_vocabulary(config)
   target = _read(config, "target", config.path("target"))
   if not (config.vocabulary or target.vocabulary or config.path("target").is_dir()):
     raise base.InputError(

@@ -11,8 +11,8 @@ import pytest
 from osd_jax import assets, base, convert, pairs, sharding, testing
 from osd_jax import main as cli
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
+from osd_jax.models import attached, families, shapes, weights
 from osd_jax.models import convert as formats
-from osd_jax.models import families, shapes, weights
 
 VOCABULARY = "shipped:demo_vocabulary.model"
 VOCAB_SIZE = 1664  # 1,536 pieces, 100 sentinels, and padding as published models have
@@ -224,3 +224,41 @@ def test_missing_checkpoint_is_named(checkpoints, data, tmp_path, unprepared, ca
   settings["OnlineConfig__run_directory"] = str(tmp_path / "run")
   assert osd("online", "experiments/flan_t5_xl_gsm8k.gin", **settings) == 2
   assert str(checkpoints / "t5-small") in capsys.readouterr().err
+
+
+ADAPTER = "an adapter .LoRA.*merge it into its base model"
+
+
+@pytest.mark.parametrize(
+  ("file", "content", "message"),
+  [
+    ("adapter_config.json", b"{}", ADAPTER),
+    ("model.gguf", b"GGUF\x03\x00\x00\x00", "GGUF files of llama.cpp"),
+  ],
+)
+def test_folder_of_another_kind_is_refused_with_a_remedy(
+  tmp_path, file, content, message
+):
+  """By the conversion, and as a target, whose vocabulary is missing as well."""
+  (tmp_path / file).write_bytes(content)
+  config = convert.ConvertConfig(str(tmp_path), str(tmp_path / "out.safetensors"))
+  with pytest.raises(base.InputError, match=f"ConvertConfig.source: .*{message}"):
+    convert.run(config)
+  with pytest.raises(base.InputError, match=f"PairConfig.target: .*{message}"):
+    pairs.load_pair(pairs.PairConfig(target=str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["hugging_face", "osd"])
+def test_attached_draft_cannot_be_exported(tmp_path, kind):
+  shape = shapes.AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
+  draft = attached.build(shape, testing.TINY_T5)
+  params = jax.tree.map(
+    lambda leaf: np.zeros(leaf.shape, np.float32),
+    jax.eval_shape(draft.init, jax.random.key(0)),
+  )
+  held = weights.AttachedWeights(shape, params, "fingerprint", "big")
+  source = weights.save(tmp_path / "draft.safetensors", held)
+  config = convert.ConvertConfig(str(source), str(tmp_path / "out"), output_kind=kind)
+  with pytest.raises(base.InputError, match="attached draft.*cannot be exported"):
+    convert.run(config)
+  assert not (tmp_path / "out").exists()

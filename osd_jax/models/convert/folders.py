@@ -58,12 +58,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _advice(folder: Path) -> str:
-  """What a folder holds instead of a model of transformers, and what to do."""
-  found = _OTHER_FOLDERS.items() if folder.is_dir() else ()
-  for pattern, advice in found:
-    if any(folder.glob(pattern)):
-      return advice
-  return "expected a model folder that transformers wrote"
+  return kind_of(folder) or "expected a model folder that transformers wrote"
+
+
+def kind_of(folder: Path) -> str:
+  """What a folder holds instead of a model, and what to do; "" if that is unknown."""
+  if folder.is_dir():
+    for pattern, advice in _OTHER_FOLDERS.items():
+      if any(folder.glob(pattern)):
+        return advice
+  return ""
 
 
 # Files that other formats consist of, and what to do with such a folder.

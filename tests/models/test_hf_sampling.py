@@ -51,7 +51,8 @@ def test_distributions_equal_those_of_transformers(transformers, settings):
       scores = kind(settings[name])(torch.tensor(text), scores)
   expected = torch.softmax(scores, dim=-1).numpy()
   ours = harness.settings_of(5, max_length=1, **settings)
-  rows = sampling.penalized(jnp.asarray(logits)[:, None], ours, text, text[:, :0])
+  before = jnp.asarray(text, jnp.int32)
+  rows = sampling.penalized(jnp.asarray(logits)[:, None], ours, before, before[:, :0])
   found = np.asarray(sampling.processed_probs(rows, ours))[:, 0]
   assert np.array_equal(found > 0, expected > 0)
   np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -19,7 +19,9 @@ from osd_jax.decoding import drafters, rounds, sampling
 
 pytestmark = pytest.mark.usefixtures("full_optimisation")
 
-VOCAB, LENGTH, DRAWS = 6, 3, 48_000
+VOCAB, LENGTH = 6, 3
+DRAWS = 96_000  # per setting; a temperature that is 5 % too high is noticed
+FEWER = 36_000  # enough to notice every planted fault
 ROWS = 12_000  # rows of a batch for every grid, so each K compiles once
 COMPARISONS = 200  # more than this file makes
 THRESHOLD = 1e-6 / COMPARISONS
@@ -74,10 +76,10 @@ def p_values(tokens, target, settings):
   ]
 
 
-def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS):
+def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS, draws=DRAWS):
   """P-values [settings, 2] of speculative decoding; the settings share batches."""
   parts = []
-  for part in range(-(-DRAWS * len(grid) // ROWS)):
+  for part in range(draws * len(grid) // ROWS):
     settings = mixed_settings(grid, ROWS, seed + part * ROWS)
     final = harness.tabular_rounds(k, target, draft, settings, LENGTH, run=run)
     parts.append(first_tokens(final))
@@ -93,10 +95,10 @@ def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS):
 @pytest.mark.parametrize(
   ("k", "ends", "grid"),
   [
-    (0, True, GRID[:1] + GRID[4:]),  # plain decoding
-    (1, True, GRID[::2]),
+    (0, True, GRID[:1] + GRID[4::3]),  # plain decoding
+    (1, True, GRID[:3:2]),
     (2, False, GRID),
-    (4, True, (GRID[3], GRID[4], GRID[7])),
+    (4, True, GRID[4::3]),
   ],
 )
 def test_decoding_has_the_law_of_the_target(k, ends, grid):
@@ -114,12 +116,14 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_broken_draft_keeps_the_law_of_the_target(kind):
+@pytest.mark.parametrize(
+  "kinds", [("nan", "inf", "nearly one-hot"), ("all -inf", "one nan", "nan")]
+)
+def test_broken_draft_keeps_the_law_of_the_target(kinds):
+  """Breaks the row of the first token, and the rows after tokens 2 and 4."""
   draft = DRAFT.copy()
-  # Break the row of the first token, and half of the rows of later tokens.
-  draft[0, 0] = BROKEN[kind](draft[0, 0])
-  draft[:, 2::2] = BROKEN[kind](draft[:, 2::2])
+  for kind, rows in zip(kinds, ((0, 0), (slice(None), 2), (slice(None), 4))):
+    draft[rows] = BROKEN[kind](draft[rows])
   found = speculative_p_values(2, TARGET, draft, GRID[:1])
   assert found.min() > THRESHOLD, found
 
@@ -304,7 +308,7 @@ def test_planted_fault_fails_the_chi_square_test(fault):
     settings["repetition_penalty"] = 1.8
   grid = ({"temperature": 1.0, **settings},)
   k, run = DRAFTED.get(fault, K), run_with(fault)
-  found = speculative_p_values(k, TARGET, DRAFT, grid, seed=23, run=run)
+  found = speculative_p_values(k, TARGET, DRAFT, grid, 23, run, FEWER)
   assert found.min() < THRESHOLD, found
 
 

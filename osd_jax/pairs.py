@@ -207,7 +207,8 @@ def load_pair(
   partitioner = partitioner or sharding.make()
   # Both come before the weights, which may take minutes to read. A folder without a
   # model has no vocabulary either, and is refused for what it holds.
-  shape_of(config, "target")
+  if Path(config.target).is_dir():
+    shape_of(config, "target")
   vocabulary = load_vocabulary(config)
   target = _read(config, "target", config.path("target"))
   if not (config.vocabulary or target.vocabulary or config.path("target").is_dir()):

@@ -239,6 +239,15 @@ def test_records_equal_a_fresh_scoring_pass(kind):
   np.testing.assert_array_equal(errors, rejected)
 
 
+def test_first_round_reads_no_token_of_an_unused_buffer():
+  """A draft equal to the target is accepted, whatever the buffer held before."""
+  state = started(5)
+  state = state.replace(tokens=jnp.full_like(state.tokens, VOCAB - 1))
+  counters = run_rounds(3, state, limit=1).counters
+  assert np.asarray(counters.drafted).any()
+  np.testing.assert_array_equal(counters.accepted, counters.drafted)
+
+
 @pytest.mark.parametrize(
   ("k", "errors"), [(1, [2, 5]), (2, []), (3, [2, 5]), (8, [2, 5])]
 )

@@ -76,7 +76,7 @@ def test_four_devices_emit_the_tokens_and_records_of_one(config):
 
 def test_rows_in_flight_are_split_except_arrays_read_by_the_host():
   decoder, _ = served(FOUR)
-  state = decoder.state()[0]
+  state = decoder.state()[0]["rows"]
   for leaf in jax.tree.leaves((state.records, state.target_cache.cross_mask)):
     assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}
   read = (state.tokens, state.length, state.stop_reason, state.counters)
@@ -93,7 +93,7 @@ def gathered(text: str) -> list[set[str]]:
 def test_caches_are_split_by_head_and_never_gathered():
   """Each device holds its own heads and rows, since caches grow with the model."""
   decoder, _ = served(FOUR)
-  state = decoder.state()[0]
+  state = decoder.state()[0]["rows"]
   keys = state.target_cache.self_keys[0]
   rows, heads, *rest = keys.shape
   assert {shard.data.shape for shard in keys.addressable_shards} == {
@@ -115,7 +115,9 @@ def rounds_of(config, record_top_k=8):
   partitioner, target, draft = placed(config)
   decoding = dataclasses.replace(DECODING, record_top_k=record_top_k)
   decoder = engine.Engine(decoding, TARGET, target, DRAFT, draft, partitioner)
-  state = decoder.state()[0] if decoder.run([engine.Request([5, 6, 1])]) else None
+  state = (
+    decoder.state()[0]["rows"] if decoder.run([engine.Request([5, 6, 1])]) else None
+  )
   arguments = (decoder.spec, 3, decoder.served, np.int32(4), state)
   text = steps.advance.lower(*arguments).compile().as_text()
   return hlo.HloProgram(text, branch=0)

@@ -163,7 +163,8 @@ class ModelDrafter:
 
     def draw(logits, offset, drafted):
       text = jnp.concatenate([rows.text, drafted], axis=1)
-      return sampling.sample(logits, rows.settings, position + offset, noise, text)
+      settings, at = rows.settings, position + offset
+      return sampling.sample(logits, settings, at, noise, text, placed)
 
     def placed(logits):
       return sharding.split_rows_only(logits) if self.whole_logits else logits

@@ -7,6 +7,7 @@ means in transformers, which applies them in the same order. Every draw is a fun
 """
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -326,6 +327,7 @@ def sample(
   position: Int[Array, " B"],
   purpose: Purpose,
   text: Int[Array, "B L"],
+  place: Callable[[jax.Array], jax.Array] = lambda logits: logits,
 ) -> Int[Array, " B"]:
   """Draws from the processed distribution; only takes an arg max if all are greedy.
 
@@ -335,15 +337,22 @@ def sample(
     position: [B] int32, the absolute position of each token.
     purpose: purpose of the draw (static); see `Purpose`.
     text: [B, L] int32; the tokens before this one, for the penalty; -1 is no token.
+    place: constrains the sharding of logits [B, 1, V] (static).
 
   Returns:
     [B] int32
   """
 
   def processed(logits):
-    logits = penalized(logits[:, None], settings, text, text[:, :0])
+    logits = penalized(place(logits[:, None]), settings, text, text[:, :0])
+    logits = place(logits)
     probs = processed_probs(logits, settings)[:, 0]
     return draw(probs, settings.seed, position, purpose)
 
   needs_more = jnp.any(settings.temperature > 0) | is_penalized(settings)
-  return jax.lax.cond(needs_more, processed, arg_max, logits)
+
+  def largest(logits):
+    # Placed in each branch, because XLA may split the operand of a `cond` otherwise.
+    return arg_max(place(logits[:, None]))[:, 0]
+
+  return jax.lax.cond(needs_more, processed, largest, logits)

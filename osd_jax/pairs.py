@@ -65,7 +65,7 @@ class PairConfig(base.Config):
   state_layer: base.CountOrZero = 0
 
   def named(self, field: str) -> str:
-    """Returns field "target", "draft" or "vocabulary", or what "" stands for."""
+    """Returns field "target", "draft" or "vocabulary", or its default if it is ""."""
     if value := getattr(self, field):
       return value
     if field == "draft":

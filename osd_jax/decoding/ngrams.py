@@ -36,7 +36,7 @@ _MULTIPLIER = np.uint32(0x9E3779B1)  # 2**32 / golden ratio
 
 @flax.struct.dataclass
 class Table:
-  """Served answers, and where to find their n-grams.
+  """Served answers and the places of their n-grams.
 
   A place is the number of tokens written before it, modulo 2**32. The token at place p
   is at index p % R of the ring.
@@ -71,7 +71,7 @@ class Text:
 
 @flax.struct.dataclass
 class Vote:
-  """The token that a lookup names, and how well founded it is; all [B, n] int32.
+  """The token that a lookup names, with its support; all [B, n] int32.
 
   Attributes:
     token: undefined if `order` is 0.
@@ -151,7 +151,7 @@ def start(
 
 
 def advance(table: Table, fed: Int[Array, "B n"], text: Text) -> tuple[Vote, Text]:
-  """Appends inputs to the rows, and votes for the token after each of them."""
+  """Appends inputs to the rows, and names the token after each one."""
   ends = (text.begin + text.length)[:, None] + 1 + jnp.arange(fed.shape[1])[None]
   text = text.replace(
     tokens=write(text.tokens, fed, ends[:, 0] - 1), length=text.length + fed.shape[1]

@@ -62,7 +62,7 @@ def _advice(folder: Path) -> str:
 
 
 def kind_of(folder: Path) -> str:
-  """What a folder holds instead of a model, and what to do; "" if that is unknown."""
+  """Describes a folder that holds no model, with a remedy; "" if it is unknown."""
   if folder.is_dir():
     for pattern, advice in _OTHER_FOLDERS.items():
       if any(folder.glob(pattern)):

@@ -137,8 +137,8 @@ def serve(config, requests: int | None = None) -> Run:
 
 def in_flight(loop) -> int:
   """Returns the tokens emitted by the only row, even if it has just finished."""
-  rows, _ = loop.server.engine.state()
-  return int(rows.length[0])
+  arrays, _ = loop.server.engine.state()
+  return int(arrays["rows"].length[0])
 
 
 def break_even(learned: Run, frozen: Run) -> float:

@@ -30,7 +30,7 @@ def two(monkeypatch):
 
 def learner(loaded):
   config = LearningConfig(free_updates=True)
-  Learner(loaded.draft, loaded.draft_params, config, 8, 4, 2).close()
+  Learner(loaded.draft, loaded.draft_params, config, 8, 4, 2).runner.close()
 
 
 def adaptive(loaded):

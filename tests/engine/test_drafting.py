@@ -310,7 +310,7 @@ def test_serving_compiles_nothing_after_warm_up(monkeypatch, policy):
   ready = paired(model, tables, config)
   with Compilations() as warming:
     ready.warm_up()
-  assert warming.count > 0 and ready.in_flight == 0 and ready.state()[0] is None
+  assert warming.count > 0 and ready.in_flight == 0 and ready.state()[0]["rows"] is None
   fresh = paired(model, tables, config).state()[1]["controller"]["state"]
   # The warm-up requests do not change the state of the policy.
   assert ready.state()[1]["controller"]["state"] == fresh

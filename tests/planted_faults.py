@@ -160,8 +160,8 @@ FAULTS = [
   # The round.
   Fault(
     "all drafted tokens use the noise of one position",
-    "position + offset, noise",
-    "position + 0 * offset, noise",
+    "settings, at = rows.settings, position + offset",
+    "settings, at = rows.settings, position + 0 * offset",
     LAW,
   ),
   Fault(

@@ -243,9 +243,16 @@ def test_rows_in_flight_continue_in_another_engine(monkeypatch):
 
   def rest(decoder):
     scheduled(monkeypatch, (0, 3, 1, 0))
-    return cases.drained(decoder)
+    observed, observe = [], decoder._controller.observe
+    monkeypatch.setattr(
+      decoder._controller,
+      "observe",
+      lambda call: (observed.append(call), observe(call)),
+    )
+    return cases.drained(decoder), observed
 
-  here, there = rest(first), rest(second)
+  (here, observed), (there, alike) = rest(first), rest(second)
+  assert observed == alike  # the tokens of the saved rows are not counted again
   assert cases.by_tag(finished + there) == cases.expected()
   for one, other in zip(here, there, strict=True):
     jax.tree.map(np.testing.assert_array_equal, one.batch, other.batch)

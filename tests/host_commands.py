@@ -41,20 +41,6 @@ def commands(folder: Path):
     yield [name, f"--gin_file={path}"]
 
 
-def encoded_prompts():
-  """Returns a set that collects the prompts this process encodes from now on."""
-  from osd_jax.data.vocabulary import Vocabulary
-
-  encode, found = Vocabulary.encode_prompt, set()
-
-  def noted(vocabulary, text):
-    found.add(text)
-    return encode(vocabulary, text)
-
-  Vocabulary.encode_prompt = noted
-  return found
-
-
 def main(folder, port, processes, process):
   # After the flags that compile quickly; the last of two equal flags wins.
   os.environ["XLA_FLAGS"] += (
@@ -67,12 +53,9 @@ def main(folder, port, processes, process):
 
   if int(processes) > 1:
     sharding.join(f"localhost:{port}", int(processes), int(process))
-  encoded = encoded_prompts()
   for words in commands(Path(folder)):
     if cli.main(words):
       sys.exit(f"{words} failed")
-    if words[0] == "pretrain":
-      (Path(folder) / f"encoded_{process}").write_text(str(len(encoded)))
 
 
 if __name__ == "__main__":

@@ -184,7 +184,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
   arguments, unknown = parser.parse_known_args(words)
   if unknown:
     # argparse would report these as mistakes of `osd`, without the command's name.
-    end = settings.close(unknown[0], [f"--{name}" for name in vars(arguments)])
+    options = {name: one._option_string_actions for name, one in subparsers.items()}
+    option = unknown[0].partition("=")[0]
+    others = [name for name, known in options.items() if option in known]
+    end = settings.close(option, options[arguments.command])
+    if others:
+      end = f"; it is an option of osd {', '.join(others)}"
     subparsers[arguments.command].error(
       f"unknown option or argument {unknown[0]!r}{end}"
     )

@@ -50,6 +50,24 @@ def test_adaptive_k_without_given_costs_is_refused(loaded, two):
     adaptive(loaded)
 
 
+def cached(loaded):
+  config = dataclasses.replace(DECODING, cache_tokens=256)
+  models = loaded.target, loaded.target_params, loaded.draft, loaded.draft_params
+  return engine.Engine(config, *models)
+
+
+def test_ngram_cache_is_refused(loaded, two):
+  with pytest.raises(base.InputError, match=r"cache_tokens.*256.*share no n-gram"):
+    cached(loaded)
+
+
+def test_ngram_cache_of_replicas_is_refused(lively_pair, loaded):
+  config = dataclasses.replace(DECODING, cache_tokens=256)
+  partition = tiny_online.config(lively_pair, "nowhere").partition
+  with pytest.raises(base.InputError, match=r"cache_tokens.*256.*replicas share no"):
+    replicas.Replicas(replicas.ReplicaConfig(1), config, lively_pair, loaded, partition)
+
+
 def test_remote_run_directory_is_refused(two):
   with pytest.raises(base.InputError, match=r"run_directory.*mount the bucket"):
     runs.RunDirectory.start("memory://bucket/run")
@@ -67,3 +85,4 @@ def test_single_process_accepts_these_settings(loaded):
   """Negative control."""
   learner(loaded)
   adaptive(loaded)
+  cached(loaded)

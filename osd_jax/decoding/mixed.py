@@ -79,7 +79,7 @@ class State:
   length: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedDraft(drafters.ModelDrafter):
   """A draft model mixed with the n-gram cache.
 
@@ -88,8 +88,8 @@ class MixedDraft(drafters.ModelDrafter):
     size: tokens of served answers that the cache keeps.
   """
 
-  target: base.Model = None  # type: ignore[assignment]
-  size: int = 0
+  target: base.Model
+  size: int
 
   def init(
     self,
@@ -99,8 +99,7 @@ class MixedDraft(drafters.ModelDrafter):
     cache_length: int,
   ) -> State:
     """Prefills both sources; see `Drafter.init`."""
-    inner = drafters.ModelDrafter(self.model)
-    draft = inner.init(params.draft, source, target_states, cache_length)
+    draft = super().init(params.draft, source, target_states, cache_length)
     text = ngrams.start(self.target, source, self.model.mask(source), cache_length)
     shape = (source.shape[0], cache_length, 2)
     named, bins = jnp.zeros(shape, jnp.int32), jnp.full(shape, BINS, jnp.int32)

@@ -79,7 +79,7 @@ class DecodeSpec:
       )
       drafter = drafters.ModelDrafter(draft, whole)
       if cache_tokens and draft.absorb is None:
-        drafter = mixed.MixedDraft(draft, whole, target, cache_tokens)
+        drafter = mixed.MixedDraft(draft, whole, target=target, size=cache_tokens)
     return cls(target, drafter, partitioner=partitioner, **settings)
 
   @property

@@ -234,7 +234,7 @@ class Engine:
 
   def absorb(self, done: Finished) -> None:
     """Adds an answer that another engine gave to the n-gram cache, if there is one."""
-    if self._memory is not None:
+    if self._memory is not None and done.request.remember:
       length = np.asarray([len(done.tokens)], np.int32)
       self._serve_memory(
         steps.absorb(self.spec, self._memory, None, done.batch, length, 0, 0)
@@ -574,6 +574,8 @@ class Engine:
     """Lets the drafter learn from a finished row."""
     slot, (batch, _, (length, *_)) = self._slots[number], read
     assert slot is not None and self._state is not None
+    if not slot.request.remember:
+      return
     # A draft that was never prefilled holds the state of an earlier request.
     fed = 0 if slot.lacks_draft else self._progress.fed[number]
     memory = steps.absorb(

@@ -221,7 +221,7 @@ class Prompt(base.Config):
     max_new_tokens: largest number of tokens, at most `DecodingConfig.target_length`,
       which None takes.
     stop: texts that end the answer; it is cut before the first of them.
-    learn: False excludes it from the draft's learning.
+    learn: False excludes it from the draft's learning and from the n-gram cache.
     log_probs: return the log-probability of every emitted token under the target's own
       distribution, before temperature, top-k and top-p. It takes one more forward pass
       of the target per answer.
@@ -295,6 +295,7 @@ class Request:
     tag: any value; it is returned with the answer.
     watch: called after every call with the tokens emitted so far [m]; calls are short
       then. If it returns a number, the request ends after that many tokens.
+    remember: the n-gram cache, if there is one, takes up the answer.
   """
 
   tokens: np.ndarray
@@ -302,6 +303,7 @@ class Request:
   max_new_tokens: int | None = None
   tag: Any = None
   watch: Callable[[np.ndarray], int | None] | None = None
+  remember: bool = True
 
   def check(self, decoding: DecodingConfig, vocab_size: int) -> None:
     """Raises InputError if the request cannot be decoded with these shapes."""

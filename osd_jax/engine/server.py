@@ -562,6 +562,7 @@ class Server:
         max_new_tokens=prompt.max_new_tokens,
         tag=(index, prompt, text),
         watch=text.watch if prompt.stop or is_streamed else None,
+        remember=prompt.learn,
       )
       self.engine.check(request)
     except base.InputError as error:

@@ -1,11 +1,13 @@
 """An engine that mixes its draft with the n-gram cache of its answers."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from engine import cases
 
-from osd_jax import base
+from osd_jax import base, sharding
 from osd_jax.costs import table
 from osd_jax.decoding import ngrams
 from osd_jax.engine import engine
@@ -13,12 +15,14 @@ from osd_jax.engine import engine
 SIZE = 1 << 12
 
 
-def cached(kind="far", rows=2, **changes):
+def cached(kind="far", rows=2, partitioner=None, **changes):
   """An engine with a cache and a draft of this kind."""
   config = cases.config_of(rows, cache_tokens=SIZE, **changes)
-  return engine.Engine(
-    config, cases.TARGET, cases.target_params(), cases.TARGET, cases.draft_params(kind)
-  )
+  target, draft = cases.target_params(), cases.draft_params(kind)
+  if partitioner is not None:
+    target = partitioner.place_params(cases.TARGET, target)
+    draft = partitioner.place_draft(cases.TARGET, draft)
+  return engine.Engine(config, cases.TARGET, target, cases.TARGET, draft, partitioner)
 
 
 def calls(finished):
@@ -35,6 +39,36 @@ def test_greedy_outputs_equal_the_targets_and_cost_fewer_calls_each_time(kind):
   if kind == "far":
     assert spent[-1] < 0.8 * spent[0]
   assert spent[-1] <= spent[0]
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="conftest.py fakes four devices")
+@pytest.mark.parametrize(("data", "model"), [(2, 1), (1, 2), (2, 2)])
+def test_mesh_gives_the_outputs_and_the_memory_of_one_device(data, model):
+  alone, spread = (
+    cached(),
+    cached(partitioner=sharding.make(sharding.PartitionConfig(data, model))),
+  )
+  for _ in range(2):
+    one, other = (x.run(cases.greedy_requests()) for x in (alone, spread))
+    assert cases.texts(one) == cases.texts(other) == cases.expected()
+  memories = (jax.device_get(x.state()[0]["memory"]) for x in (alone, spread))
+  table, spread_table = (memory.table for memory in memories)
+  assert table.end == spread_table.end > 0
+  if data == 1:  # with more parts, answers finish in another order
+    jax.tree.map(np.testing.assert_array_equal, table, spread_table)
+
+
+def test_requests_that_must_not_be_remembered_leave_no_trace():
+  one, other = cached(), cached()
+  requests = [
+    dataclasses.replace(request, remember=False) for request in cases.greedy_requests()
+  ]
+  before = jax.device_get(one.state()[0]["memory"])
+  one.run(requests, on_finished=other.absorb)
+  for found in (one, other):
+    jax.tree.map(np.testing.assert_array_equal, found.state()[0]["memory"], before)
+  one.run(cases.greedy_requests())  # control
+  assert int(one.state()[0]["memory"].table.end) > 0
 
 
 def test_cache_alone_is_a_draft_model():

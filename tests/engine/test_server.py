@@ -61,6 +61,18 @@ def test_answers_equal_the_targets_in_either_order(server, plain):
   assert [a.text for a in ordered] == plain
 
 
+def test_prompts_that_must_not_be_learned_from_leave_no_trace_in_the_cache(pair, plain):
+  decoding = dataclasses.replace(DECODING, cache_tokens=1024)
+  with Server(pair, decoding) as cached:
+    places = []
+    for learn in (False, True):
+      prompts = [Prompt(text, learn=learn) for text in TEXTS]
+      answers = cached.generate(prompts, ordered=True)
+      assert [answer.text for answer in answers] == plain
+      places.append(int(cached.engine.state()[0]["memory"].table.end))
+  assert places[0] == 0 < places[1]
+
+
 def test_generate_reaches_a_round_in_five_calls(pair, monkeypatch):
   """The path described in `engine/engine.py`; closures count as their function."""
   folder, right, paths = str(Path(osd_jax.__file__).parent), rounds.one_round, []

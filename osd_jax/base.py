@@ -401,7 +401,7 @@ class Model:
     return self.start(source, self.mask(source))
 
   def prompt_text(self, source: jax.Array) -> jax.Array | None:
-    """[B, S] int32; the prompt as part of the text that is continued; -1 is no token.
+    """Returns the prompts of continued texts, [B, S] int32, with -1 for padding.
 
     Returns None for encoder-decoders, whose output is a text of its own.
     """

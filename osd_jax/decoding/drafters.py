@@ -84,7 +84,7 @@ class Drafter(Protocol):
     """Returns the state after the drafter has seen the tokens of plain steps."""
 
   def memory(self) -> Any:
-    """Returns what `absorb` changes, before any request; None: it changes nothing."""
+    """Returns what `absorb` starts from; None for drafters that must be trained."""
 
   def with_memory(self, prepared: base.Params, memory: Any) -> base.Params:
     """Returns the `params` of the functions above.

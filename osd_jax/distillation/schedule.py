@@ -157,7 +157,7 @@ class _State:
 
 
 def _checked(state: _State, overlap: float) -> float:
-  """Returns the overlap of the request after `state`; raises if it is none."""
+  """Checks the overlap of the request after `state`, and returns it."""
   # The sum over float32 probabilities may exceed 1 by rounding.
   if not 0.0 <= overlap <= 1.0 + 1e-3:
     raise base.InputError(

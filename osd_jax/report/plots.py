@@ -162,7 +162,7 @@ def figure(
 
 
 def legend(made: Any, axes: Any) -> None:
-  """Puts the names of the series below the axes, in as many columns as fit."""
+  """Puts the names of the series below the axes, in columns if they fit."""
   handles, names = axes.get_legend_handles_labels()
   if names:
     columns = max(1, min(len(names), 70 // (max(map(len, names)) + 6)))

@@ -101,7 +101,7 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
 def _headline(
   requests: Sequence[Row], verdict: account_lib.Verdict, learns: bool
 ) -> list[Fact]:
-  """What was served, tokens per call, speed, and whether learning paid."""
+  """Returns requests, tokens per call, speed, and the verdict on learning."""
   topics = list(dict.fromkeys(str(row.get("source", "")) for row in requests))
   named = f"{len(topics)} topics ({', '.join(topics[:8])})"
   tokens = sum(row["output_tokens"] for row in requests)

@@ -125,7 +125,7 @@ def _is_bare(tensors: Tensors, embedding: str) -> bool:
 
 
 def _only_embedding(tensors: Tensors, names: tuple[str, ...]) -> str:
-  """The first name of the embedding in a file; files may hold copies of it."""
+  """Returns the first name of the embedding; a file may hold equal copies."""
   stored = [name for name in names if name in tensors.shapes]
   for alias in stored[1:]:
     first, copy = tensors.read(stored[0]), tensors.read(alias)

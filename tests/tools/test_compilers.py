@@ -53,8 +53,9 @@ def plan(topology, mesh, pair=WIDE, layers=LAYERS, decoding=DECODING):
 
 @functools.cache
 def wide(topology, mesh, pair=WIDE, whole_draft=sharding.WHOLE_DRAFT):
+  limited = functools.partial(sharding.Partitioner, whole_draft=whole_draft)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sharding, "WHOLE_DRAFT", whole_draft)
+    patch.setattr(sharding, "Partitioner", limited)
     return plan(topology, mesh, pair)
 
 

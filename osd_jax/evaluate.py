@@ -35,7 +35,8 @@ class EvaluateConfig(base.Config):
     prompts: held-out prompts; references are used where a task has them.
     count: number of prompts.
     pair: target, draft and vocabulary.
-    drafts: weights files of further drafts, each compared with the draft of `pair`.
+    drafts: weights files of further drafts, or "attached" or "cache", each compared
+      with the draft of `pair`.
       With the drafts from before and after a run, the differences show what the run
       gained or forgot.
     decoding: shapes of decoding and K; `decoding.rows` prompts are in flight.
@@ -227,7 +228,8 @@ class Bench:
     for label, pair in zip(self.labels, self.pairs, strict=True):
       server = Server(pair, self.config.decoding, partition=self.config.partition)
       served = server.run(self.requests)
-      agreed = agreement.mean_agreement(pair.draft, pair.draft_params, answers)
+      draft = server.pair.draft
+      agreed = agreement.mean_agreement(draft, server.draft_params, answers)
       for task_id, places in self._tasks():
         means = dict(agreed[task_id])
         means.pop("requests")
@@ -526,7 +528,9 @@ def speculative_answers(
     pair, dataclasses.replace(decoding, max_rounds=_SWAP_ROUNDS), partition=partition
   )
   # Each call runs few rounds, so that requests see several versions of the draft.
-  versions = [pair.draft_params, perturbed(pair.draft_params, _NOISE, seed=1)]
+  versions = [pair.draft_params] * 2
+  if not pairs.adapts_untrained(pair):  # a cache changes by itself
+    versions[1] = perturbed(pair.draft_params, _NOISE, seed=1)
   answers: dict[int, Finished] = {}  # by identity, because answers come out of order
   for finished in server.serve(requests):
     for done in finished:

@@ -34,7 +34,8 @@ class Meter:
     """Compiles nothing yet.
 
     Args:
-      pair: target and draft as loaded; that draft is the floor draft.
+      pair: target and draft as loaded; that draft is the floor draft. If it is a cache,
+        the floor draft is the empty cache: prompt lookup.
       decoding: shapes of decoding, as in the run.
       sampling: sampling of the requests, which decides whether a certificate applies.
       floor: whether the floor draft is measured on every request.
@@ -48,6 +49,11 @@ class Meter:
     self._floor, self._compare_every, self._seed = floor, compare_every, seed
     self._certifier = certificate.Certifier(pair)
     self._rivals: Rivals | None = None
+    # The answers measured so far, for a draft that is a cache. When an answer is
+    # measured, the server's own cache contains it.
+    self._cache: Any = None
+    if pairs.adapts_untrained(pair):
+      self._cache = pair.draft.init(jax.random.key(0))
 
   def compares(self, index: int) -> bool:
     """Whether a request is also served, and timed, plainly and with the floor draft.
@@ -68,8 +74,10 @@ class Meter:
       self._rivals = Rivals(self._pair, self._decoding, self._partition)
 
   def resume(self, server: Server) -> None:
-    """Gives the floor draft's n-gram cache the answers of a restored server."""
-    if self._rivals is not None:
+    """Gives the n-gram caches here the answers of a restored server."""
+    if self._cache is not None:
+      self._cache = server.engine.memory
+    elif self._rivals is not None:
       self._rivals.resume(server)
 
   def row(
@@ -119,12 +127,15 @@ class Meter:
     """Overlap and acceptance of the draft that serves, and of the floor draft."""
     # The newest draft is measured, which may be newer than the one that answered: it
     # has not trained on this request, so the measurement is prequential.
-    measured = [server.draft_params, *[self._pair.draft_params][: self._floor]]
+    newest = server.draft_params if self._cache is None else self._cache
+    measured = [newest, *[self._pair.draft_params][: self._floor]]
     figures = [
       agreement.of_answer(self._pair.draft, params, done, server.shortlist)
       for params in measured
     ]
     online, *floors = jax.device_get(figures)
+    if self._cache is not None and done.request.remember:
+      self._cache = agreement.absorbed(self._pair.draft, self._cache, done)
     row = {
       "overlap": float(online.distribution_overlap[0]),
       "overlap_upper": float(online.distribution_overlap_upper[0]),
@@ -212,8 +223,11 @@ class Rivals:
     covered = self._floor.engine.shortlist
     if covered is not None and covered.tolist() != np.asarray(shortlist).tolist():
       self._floor.engine.swap(self._pair.draft_params, 0, shortlist)
-    request = [online.request]
-    return self._plain.run(request)[0], self._floor.run(request)[0]
+    request = online.request
+    # A floor draft that is a cache never changes either: it sees the prompt alone.
+    remembers = request.remember and not pairs.adapts_untrained(self._pair)
+    unchanged = dataclasses.replace(request, remember=remembers)
+    return self._plain.run([request])[0], self._floor.run([unchanged])[0]
 
   def resume(self, server: Server) -> None:
     """Copies the n-gram cache of a server, whose answers both draft from."""
@@ -224,4 +238,5 @@ class Rivals:
 
     So both caches have seen the same answers, and only learning distinguishes them.
     """
-    self._floor.engine.absorb(online)
+    if not pairs.adapts_untrained(self._pair):
+      self._floor.engine.absorb(online)

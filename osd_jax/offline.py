@@ -69,6 +69,10 @@ class OfflineConfig(base.Config):
     self.decoding.check_sources(self.corpus, "OfflineConfig.corpus")
     self.decoding.check_sources(self.evaluation, "OfflineConfig.evaluation")
     return {
+      "pair": (
+        not pairs.adapts_untrained(self.pair),
+        "a `draft` that can be trained; 'cache' adapts without training",
+      ),
       "output": (
         self.output not in (self.pair.named("draft"), self.pair.named("target")),
         "a weights file other than those of the pair",

@@ -51,7 +51,8 @@ class OnlineConfig(base.Config):
       with an empty buffer.
     partition: device mesh.
     replicas: processes that serve while this process learns and measures.
-    learn: False freezes the draft: a baseline with the same outputs and metrics.
+    learn: False freezes the draft: a baseline with the same outputs and metrics. A
+      cache (`PairConfig.draft = "cache"`) adapts either way, and nothing is trained.
     floor_metering: measure the floor draft on every request.
     compare_every: n; also serve one of n requests, chosen at random, with plain
       decoding and with the floor draft. The verdict on learning is measured on these.
@@ -90,7 +91,7 @@ class OnlineConfig(base.Config):
   def checks(self):
     if isinstance(self.stream, streams.StreamConfig):
       self.decoding.check_sources(self.stream, "OnlineConfig.stream")
-    needs_costs = self.learn and self.learning.schedule.needs_costs
+    needs_costs = self.learns and self.learning.schedule.needs_costs
     return {
       "decoding": (
         self.decoding.record_top_k >= 1,
@@ -101,6 +102,11 @@ class OnlineConfig(base.Config):
         "True and no replicas: the schedule needs costs, or set WorthConfig.costs",
       ),
     }
+
+  @property
+  def learns(self) -> bool:
+    """Whether a draft is trained; a cache adapts without training."""
+    return self.learn and not pairs.adapts_untrained(self.pair)
 
 
 def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
@@ -174,7 +180,7 @@ class OnlineLoop:
       config.learning.seed,
     )
     self._log = Logbook(
-      directory, config.keep_outputs, config.tensorboard, announce, config.learn
+      directory, config.keep_outputs, config.tensorboard, announce, config.learns
     )
     self._announce = self.server.engine.report = announce
     self._checkpointer = runs.Checkpointer(
@@ -188,7 +194,7 @@ class OnlineLoop:
     loaded = time.perf_counter()
     # Everything is compiled before the first request is timed.
     with shows("compiling decoding and updates"):
-      self.server.warm_up(config.learn)
+      self.server.warm_up(config.learns)
     with shows("compiling measurements"):
       self._meter.warm_up()
     compiled, measuring_ms = time.perf_counter(), 0.0
@@ -260,7 +266,7 @@ class OnlineLoop:
       done, query, self.finished, self.server, in_background and not alone
     )
     self.finished += 1
-    if self.config.learn:
+    if self.config.learns:
       self._log_update(self.server.learn(done, row["overlap"], in_background))
       row["paused"] = self.server.learner.paused
     row["run_seconds"] = self.seconds
@@ -280,7 +286,7 @@ class OnlineLoop:
     they are ready. It needs a second core.
     """
     config = self.config
-    free = config.learn and config.learning.free_updates and not config.replicas.count
+    free = config.learns and config.learning.free_updates and not config.replicas.count
     return free and self.server.learner.runner.in_background and background.cores() > 1
 
   def checkpoint(self) -> None:
@@ -362,6 +368,8 @@ class OnlineLoop:
       self._save_draft(self.directory.path / "drafts" / name)
 
   def _save_draft(self, path: Path) -> None:
+    if pairs.adapts_untrained(self.pair):
+      return  # it has no weights
     try:
       self.server.save(path, f"osd online, after {self.finished} requests")
     except base.BrokenDraftError as error:  # outputs are exact, so the run can end well
@@ -378,7 +386,7 @@ class OnlineLoop:
     self._log.write("data", {"tasks": self.stream.report()}, self.finished)
     if warning := sharding.make(config.partition).unsplit(self.pair.target):
       self._log.log_event("mesh", warning)
-    if config.learn:
+    if config.learns:
       rows = []
       if config.warm_start is not None:
         examples = read_corpus(config.warm_start, self.pair.vocabulary)
@@ -398,10 +406,10 @@ class OnlineLoop:
     config = self.config
     bucket = config.decoding.bucket(len(prompt))
     found = measurement.measure(
-      self.server, bucket, config.learn, config.sampling, self._announce
+      self.server, bucket, config.learns, config.sampling, self._announce
     )
     self._log.write_costs(found)
-    if config.learn:
+    if config.learns:
       self.server.learner.costs = found
 
   def _restored(self) -> bool:

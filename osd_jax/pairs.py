@@ -11,11 +11,14 @@ import jax.numpy as jnp
 
 from osd_jax import assets, base, remote, runs, sharding
 from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
+from osd_jax.decoding import ngrams
 from osd_jax.models import attached, convert, families, weights
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
 
-ATTACHED = "attached"  # value of `PairConfig.draft`: a new draft instead of a file
+# Values of `PairConfig.draft`: a new draft instead of a file
+ATTACHED = "attached"
+CACHE = "cache"
 SHIPPED = "shipped:demo_target.safetensors"
 _SHIPPED_DRAFT = "shipped:demo_attached_draft.safetensors"
 _SHIPPED_VOCABULARY = "shipped:demo_vocabulary.model"
@@ -36,8 +39,9 @@ class PairConfig(base.Config):
     target: weights of the target: a folder of transformers with config.json and
       safetensors, its name on the Hugging Face hub, or a file that this package wrote.
     draft: weights of the draft, as for the target. "attached" creates an attached draft
-      with random parameters, which learns while it serves. "" means "attached", or the
-      shipped draft of the shipped target.
+      with random parameters, which learns while it serves. "cache" drafts from n-grams
+      of the prompt and of served answers, without training. "" means "attached", or
+      the shipped draft of the shipped target.
     vocabulary: the vocabulary of both: a folder with spiece.model, tokenizer.json or
       tokenizer.model, or one of these files. "" takes the target's folder.
     extra_ids: number of sentinel tokens of a T5, see `Vocabulary.load`; None takes the
@@ -47,6 +51,7 @@ class PairConfig(base.Config):
       is the template itself; "" applies none.
     dtype: "float32" or "bfloat16", the type that both models compute in.
     draft_serving: approximations in the served draft; the learner trains all of it.
+      A cache has nothing to approximate.
     folder: prefix of the paths above, unless they are absolute or shipped.
     attached: shape of a new attached draft; files contain their own.
     state_layer: for a decoder-only target, the layer whose hidden states an attached
@@ -95,7 +100,8 @@ class Pair:
     rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
     draft: the draft model; None in `plain()`.
     draft_params: its parameters.
-    draft_config: shape of the draft, for `save_draft`; None for user-defined drafts.
+    draft_config: shape of the draft, for `save_draft`; None for user-defined drafts and
+      for a cache.
     vocabulary: the vocabulary of both.
     identity: identity of the target, for attached drafts; None for user-defined
       targets.
@@ -120,6 +126,14 @@ class Pair:
       self, draft=draft, draft_params=params, draft_config=None
     )
 
+  def with_cache_size(self, tokens: int) -> "Pair":
+    """The pair with a cache of this size; 0 and other drafts change nothing."""
+    if not tokens or self.draft is None or self.draft.resized is None:
+      return self
+    draft = self.draft.resized(tokens)
+    params = draft.init(jax.random.key(_SEED))
+    return dataclasses.replace(self, draft=draft, draft_params=params)
+
   @property
   def draft_bytes(self) -> int:
     """Size of the file that `save_draft` writes, without its header."""
@@ -140,8 +154,13 @@ class Pair:
     Raises:
       BrokenDraftError: a parameter is NaN or infinite; nothing is written.
       InputError, DiskError: the file cannot be written; the error names the file that
-        was written instead.
+        was written instead. Or the draft is a cache.
     """
+    if self.draft.absorb is not None:
+      raise base.InputError(
+        f"save: {path} is not written: the {self.draft.name} has no weights to save."
+        " The checkpoints of `osd online` contain it."
+      )
     # The frozen part belongs to the target, whose file contains it already.
     trained, _ = self.draft.split(params)
     weights.check_finite("the draft", trained, storage)
@@ -230,16 +249,16 @@ def load_pair(
   # The target is never trained, so float32 copies of its parameters have no use.
   params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), target.params)
   target_params = partitioner.place_params(target_model, params)
-  if is_attached:
-    draft_model = attached.build(
-      draft.config, target.config, "attached draft", config.draft_serving
-    )
+  serving = config.draft_serving
+  if draft is None:
+    draft_model = ngrams.build(target_model)
+    first = draft_model.init(jax.random.key(_SEED))
   else:
-    draft_model = families.build(draft.config, "draft", config.draft_serving)
+    draft_model, first = _draft_model(draft, target.config, serving), draft.params
   # The draft stays in float32 because it is trained.
-  draft_params = partitioner.place_draft(draft_model, draft.params)
+  draft_params = partitioner.place_draft(draft_model, first)
   if is_attached:
-    frozen = attached.frozen_of(target.config, target_params, config.draft_serving)
+    frozen = attached.frozen_of(target.config, target_params, serving)
     draft_params = draft_model.join(draft_params, frozen)
   return Pair(
     target=target_model,
@@ -249,10 +268,17 @@ def load_pair(
     ),
     draft=draft_model,
     draft_params=draft_params,
-    draft_config=draft.config,
+    draft_config=draft and draft.config,
     vocabulary=vocabulary,
     identity=identity,
   )
+
+
+def adapts_untrained(config: PairConfig | Pair) -> bool:
+  """Whether the draft is a cache, which takes up answers and cannot be trained."""
+  if isinstance(config, PairConfig):
+    return config.named("draft") == CACHE
+  return config.draft is not None and config.draft.absorb is not None
 
 
 def load_vocabulary(config: PairConfig) -> Vocabulary:
@@ -371,8 +397,10 @@ def _draft(
   target: weights.Weights,
   identity: weights.Identity,
   vocabulary: Vocabulary,
-) -> weights.Weights | weights.AttachedWeights:
-  """Loads the draft, or creates an attached one."""
+) -> weights.Weights | weights.AttachedWeights | None:
+  """Loads the draft, or creates an attached one; None for a cache."""
+  if adapts_untrained(config):
+    return None
   if config.named("draft") == ATTACHED:
     # A fixed seed: two runs with the same settings start from the same draft.
     model = attached.build(config.attached, target.config)
@@ -398,6 +426,16 @@ def _draft(
       " number. Choose a draft trained with the target's vocabulary."
     )
   return draft
+
+
+def _draft_model(
+  draft: weights.Weights | weights.AttachedWeights,
+  target: ModelConfig,
+  serving: DraftServing,
+) -> base.Model:
+  if isinstance(draft, weights.AttachedWeights):
+    return attached.build(draft.config, target, "attached draft", serving)
+  return families.build(draft.config, "draft", serving)
 
 
 def _read(config: PairConfig, field: str, path: Path) -> weights.Weights:

@@ -62,6 +62,7 @@ TOKENIZERS = "tests/data/test_tokenizers.py"
 NGRAMS = "tests/decoding/test_ngrams.py"
 MIXED = "tests/decoding/test_mixed.py"
 CACHE = "tests/engine/test_cache_engine.py"
+CACHE_DRAFT = "tests/test_cache_draft.py"
 
 FAULTS = [
   # Faults that an earlier version of the tests did not catch.
@@ -607,6 +608,19 @@ FAULTS = [
     "is_scored = jnp.arange(count) < jnp.minimum(length, state.length[0])",
     "is_scored = jnp.arange(count) < count",
     f"{MIXED} -k scored_once",
+  ),
+  Fault(
+    "a cache is measured after it took the answer up",
+    "    rows, params = 1, draft.init(jax.random.key(0))\n",
+    "    rows, params = 1, draft.init(jax.random.key(0))\n"
+    "    params = absorbed(draft, params, answers[0])\n",
+    f"{CACHE_DRAFT} -k taken_up",
+  ),
+  Fault(
+    "a continued run measures an empty cache",
+    "      self._cache = server.engine.memory\n",
+    "      pass\n",
+    "tests/test_resume.py -k alone",
   ),
   Fault(
     "a new draft empties the cache",

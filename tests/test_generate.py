@@ -357,6 +357,7 @@ def test_sigterm_at_the_prompt_exits_with_143(osd, monkeypatch):
     (["one", "--save", "x"], "--save: the draft changes only with --learn"),
     (["one", "--learn", "--save", "p.txt/x"], "--save: received 'p.txt/x', expected"),
     (["one", "--learn", "--save", "."], "--save: received '.', expected"),
+    (["one", "--learn", "--draft", "cache"], "--learn: the draft 'cache' takes up"),
     (["one", "--rows", "0"], "DecodingConfig.rows: received 0"),
     (["one", "--temperature", "-1"], "SamplingConfig.temperature: received -1.0"),
     (["one", "--max_new_tokens", "0"], "Prompt.max_new_tokens: received 0"),

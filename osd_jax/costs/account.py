@@ -136,6 +136,7 @@ class Verdict:
     compared: number of those that were served again.
     topics: name -> sums.
     behind: requests up to the last at which learning was not ahead of both.
+    updates: updates of the draft.
   """
 
   served_ms: float = 0.0
@@ -144,6 +145,7 @@ class Verdict:
   compared: int = 0
   topics: Mapping[str, Topic] = dataclasses.field(default_factory=dict)
   behind: int = 0
+  updates: int = 0
 
   @property
   def plain_ms(self) -> float | None:
@@ -177,13 +179,13 @@ class Verdict:
     if plain is None or frozen is None or not self.served_ms:
       return ""
     seconds = [ms / 1e3 for ms in (self.served_ms, plain, frozen)]
-    ahead = (
-      f"ahead of both since request {self.ahead_since}"
-      if self.ahead_since
-      else "learning has not paid"
-    )
+    serving, behind = "serving with learning", "learning has not paid"
+    if not self.updates:
+      serving, behind = "serving", "no draft was trained"
+    since = f"ahead of both since request {self.ahead_since}"
+    ahead = since if self.ahead_since else behind
     return (
-      f"Measured over all {self.requests} requests: serving with learning took"
+      f"Measured over all {self.requests} requests: {serving} took"
       f" {seconds[0]:.1f} s, waiting for updates included. Plain decoding would have"
       f" taken {seconds[1]:.1f} s ({plain / self.served_ms:.2f}x plain), the frozen"
       f" draft {seconds[2]:.1f} s ({frozen / self.served_ms:.2f}x the frozen draft), as"
@@ -207,7 +209,8 @@ class Verdict:
 def observe(state: Verdict, kind: str, row: Row) -> Verdict:
   """Adds one row of metrics.jsonl; kinds other than update and request are ignored."""
   if kind == "update":
-    return dataclasses.replace(state, waited_ms=state.waited_ms + _ms(row, "wait_ms"))
+    waited = state.waited_ms + _ms(row, "wait_ms")
+    return dataclasses.replace(state, waited_ms=waited, updates=state.updates + 1)
   if kind != "request":
     return state
   tokens, name = row["output_tokens"], row.get("source", "")

@@ -29,6 +29,7 @@ from osd_jax import base
 ORDERS = (1, 2, 3, 4, 6, 8)
 CONTEXT = max(ORDERS)  # tokens that a lookup compares
 WAYS = 4  # places kept of every n-gram
+SIZE = 2**16  # tokens that are kept unless a size is given
 NO_TOKEN = -1  # before a text begins
 
 _MULTIPLIER = np.uint32(0x9E3779B1)  # 2**32 / golden ratio
@@ -99,7 +100,7 @@ def empty(size: int) -> Table:
 
 
 @functools.cache
-def build(target: base.Model, size: int) -> base.Model:
+def build(target: base.Model, size: int = SIZE) -> base.Model:
   """Returns a draft model that looks its tokens up; its parameters are a `Table`.
 
   Its distributions are one-hot. Where it has seen no context, it repeats the last
@@ -136,6 +137,7 @@ def build(target: base.Model, size: int) -> base.Model:
     pad_id=target.pad_id,
     start=target.start,
     absorb=functools.partial(absorb, target),
+    resized=functools.partial(build, target),
   )
 
 

@@ -62,6 +62,21 @@ def of_answer(
   return agreement(model, params, done.batch, done.settings, length, covered)
 
 
+def absorbed(model: base.Model, params: base.Params, done: Finished) -> base.Params:
+  """Returns a cache that has taken up an answer, too; `params` are donated.
+
+  A cache is measured on an answer before it takes it up, as a draft is measured before
+  it trains on one.
+  """
+  length = np.int32(len(done.tokens))
+  return _absorb(model, params, done.batch.source, done.batch.target[0], length)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _absorb(model, params, source, emitted, length):
+  return model.absorb(params, source, emitted, length)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def agreement(
   model: base.Model,
@@ -123,13 +138,16 @@ def mean_agreement(
 
   Args:
     draft: the draft that is measured.
-    params: trained parameters of `draft`, not the served copy.
+    params: trained parameters of `draft`, not the served copy. A cache starts empty,
+      and takes up each answer after it has been measured on it.
     answers: finished requests with records; `request.tag` is the task id.
     rows: number of requests per forward pass.
 
   Returns:
     For each task id: the fields of `Agreement`, and the number of requests.
   """
+  if draft.absorb is not None:
+    rows, params = 1, draft.init(jax.random.key(0))
   values: dict[int, list[np.ndarray]] = {}
   for start in range(0, len(answers), rows):
     part = list(answers[start : start + rows])
@@ -139,6 +157,8 @@ def mean_agreement(
       *[(done.batch, done.settings) for done in filled],
     )
     figures = jax.device_get(agreement(draft, params, batch, settings))
+    if draft.absorb is not None:
+      params = absorbed(draft, params, part[0])
     for done, row in zip(
       part, np.stack(jax.tree.leaves(figures), axis=1), strict=False
     ):

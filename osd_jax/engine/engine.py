@@ -162,8 +162,9 @@ class Engine:
     self._memory = None if self.spec.drafter is None else self.spec.drafter.memory()
     if self._memory is not None and jax.process_count() > 1:
       raise base.InputError(
-        f"DecodingConfig.cache_tokens: received {config.cache_tokens}, expected 0,"
-        " because several processes serve together, which share no n-gram cache."
+        f"DecodingConfig.cache_tokens: received {config.cache_tokens}, expected 0 and"
+        " a draft that is trained, because several processes serve together, which"
+        " share no n-gram cache."
       )
     if draft is not None:
       if draft.shortlist:
@@ -232,6 +233,11 @@ class Engine:
     draft = self.spec.drafter.with_memory(self._prepared, memory)
     self.served = self.served._replace(draft=draft)
 
+  @property
+  def memory(self) -> Any:
+    """A copy of what the drafter learned from answers without training, or None."""
+    return jax.tree.map(jnp.copy, self._memory)  # calls donate it
+
   def absorb(self, done: Finished) -> None:
     """Adds an answer that another engine gave to the n-gram cache, if there is one."""
     if self._memory is not None and done.request.remember:
@@ -243,7 +249,7 @@ class Engine:
   def copy_memory(self, other: "Engine") -> None:
     """Takes over what another engine's drafter has learned without training."""
     if self._memory is not None:
-      self._serve_memory(jax.tree.map(jnp.copy, other._memory))
+      self._serve_memory(other.memory)
 
   def check(self, request: Request) -> None:
     """Raises `InputError` if a request cannot be decoded; see `Request.check`."""
@@ -314,7 +320,7 @@ class Engine:
       Answers to made-up requests, with which a caller may warm up its own calls.
     """
     made_up = (np.full(n, base.EOS_ID, np.int32) for n in self.config.source_lengths)
-    memory = jax.tree.map(jnp.copy, self._memory)  # calls donate it
+    memory = self.memory
     answers = self.run([Request(prompt, max_new_tokens=1) for prompt in made_up])
     self.clear()
     if memory is not None:

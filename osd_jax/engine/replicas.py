@@ -150,10 +150,10 @@ class Replicas:
         "ReplicaConfig: received a loaded pair, expected a PairConfig, because every"
         " replica reads the files itself."
       )
-    if decoding.cache_tokens:
+    if decoding.cache_tokens or pairs.adapts_untrained(pair):
       raise base.InputError(
-        f"DecodingConfig.cache_tokens: received {decoding.cache_tokens}, expected 0,"
-        " because replicas share no n-gram cache."
+        f"DecodingConfig.cache_tokens: received {decoding.cache_tokens}, expected 0 and"
+        " a draft that is trained, because replicas share no n-gram cache."
       )
     if jax.process_count() > 1:
       raise base.InputError(

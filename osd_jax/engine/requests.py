@@ -76,7 +76,8 @@ class DecodingConfig(base.Config):
       finished; bounds how long a swap or a new request waits.
     adaptive: chooses K between two calls, including plain decoding; None keeps K.
     cache_tokens: tokens of served answers, a power of two, in an n-gram cache that is
-      mixed with the draft; 0 for no cache.
+      mixed with the draft; 0 for no cache. With `PairConfig.draft = "cache"` it is the
+      size of that cache, and 0 means 65,536.
   """
 
   rows: base.Count = 1

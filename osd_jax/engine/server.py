@@ -162,7 +162,9 @@ class Server:
       pair = pairs.PairConfig(target=target or str(pair))
       decoding = decoding if replicas.count else with_cache(decoding)
     partitioner = sharding.make(partition)
-    self.pair = pairs.load_pair(pair, partitioner)
+    self.pair = pairs.load_pair(pair, partitioner).with_cache_size(
+      decoding.cache_tokens
+    )
     self.engine: Any = (
       Replicas(replicas, decoding, pair, self.pair, partition)
       if replicas.count
@@ -197,7 +199,7 @@ class Server:
     """The learner, made at its first use.
 
     Raises:
-      InputError: there is no draft, or no records to learn from.
+      InputError: there is no draft that can be trained, or no records to learn from.
     """
     if self._learner is None:
       config = self.engine.config
@@ -205,6 +207,11 @@ class Server:
         raise base.InputError(
           "Server: a draft that learns needs a pair with a draft, and"
           f" DecodingConfig.record_top_k >= 1 (received {config.record_top_k})."
+        )
+      if pairs.adapts_untrained(self.pair):
+        raise base.InputError(
+          f"Server: the {self.pair.draft.name} takes up every answer without training,"
+          " so there is no learner; leave `learn` out."
         )
       self._learner = Learner(
         self.pair.draft,

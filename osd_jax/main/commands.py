@@ -292,7 +292,12 @@ _LEARNING = {
 }
 _MODELS = {
   "target": (str, "PATH", "model folder, Hugging Face name or weights file"),
-  "draft": (str, "PATH", "its draft (default: a new one, attached to the target)"),
+  "draft": (
+    str,
+    "PATH",
+    'its draft; "cache" repeats what was served (default: a new one, attached to the'
+    " target)",
+  ),
   "vocabulary": (str, "PATH", "tokenizer (default: the target's own)"),
   "rows": (int, "N", "prompts that are answered at the same time (default: 1)"),
   "num_draft_tokens": (int, "N", "tokens that the draft proposes (default: 7)"),

@@ -55,6 +55,11 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   template = Prompt("-", **{name: x for name, x in given.items() if x is not None})
   is_typed = not (arguments.prompts or arguments.file)
   from_terminal = is_typed and sys.stdin.isatty() and sys.stdout.isatty()
+  if arguments.learn and pairs.adapts_untrained(config.pair):
+    raise base.InputError(
+      "--learn: the draft 'cache' takes up every answer without training; leave"
+      " --learn out."
+    )
   # Known prompts are read first, so that a bad file is reported before any loading.
   known = None if is_typed else list(_given(arguments))
   pair = pairs.load_pair(config.pair, sharding.make(config.partition))

@@ -139,7 +139,7 @@ def _speed_facts(verdict: account_lib.Verdict, learns: bool) -> list[Fact]:
   )
   saved = (frozen - served) / 1e3
   if not learns:
-    return [speed, Fact("No learning", "The draft was not updated in this run.")]
+    return [speed, Fact("No learning", "No draft was trained in this run.")]
   if verdict.ahead_since:
     paid = Fact(
       "Learning paid",

@@ -178,6 +178,11 @@ def _shape(
 ) -> ModelConfig | AttachedConfig:
   """Returns the shape of "target" or "draft"."""
   value = pair.named(field)
+  if field == "draft" and value == pairs.CACHE:
+    raise base.InputError(
+      "PairConfig.draft: received 'cache', expected a draft with weights: the n-gram"
+      " cache cannot be compiled ahead of time."
+    )
   if field == "draft" and value == pairs.ATTACHED:
     return pair.attached
   shape = sizes.SIZES.get(Path(value).name) or pairs.shape_of(pair, field)

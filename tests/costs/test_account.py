@@ -130,6 +130,7 @@ def test_learning_must_beat_plain_decoding_too_to_pay():
   found = account.verdict(rows)
   assert found.frozen_ms > found.served_ms > found.plain_ms
   assert found.ahead_since is None
+  assert "no draft was trained" in found.sentence()
   good = account.verdict([compared(plain=10.0, frozen=5.0)] * 20)
   assert good.ahead_since == 1 and "since request 1" in good.sentence()
 

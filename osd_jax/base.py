@@ -466,7 +466,9 @@ class Proposal:
       drawn from. None for a deterministic proposal, whose draft distributions are
       one-hot at its tokens.
     lengths: [B] int32 in 0..K, how many of its tokens a row proposes; the others are
-      ignored, and a row of length 0 decodes plainly. None proposes K in every row.
+      ignored, and a row of length 0 decodes plainly. None proposes K in every row. A
+      length may depend on the tokens that it keeps, but on none that it leaves out:
+      outputs would lose the target's law.
   """
 
   tokens: jax.Array

@@ -219,8 +219,8 @@ class Certifier:
 
     Args:
       answered: (plain, speculative) answers to the same requests. They are greedy or
-        use the coupling rule; under the rejection rule sampled answers agree in law
-        only and cannot be compared.
+        use the coupling rule; under the other rules sampled answers agree in law only
+        and cannot be compared.
       first: index of the first prompt, used in failures.
     """
     total = Certificate(self.check)

@@ -51,6 +51,7 @@ DRAFTING = "tests/engine/test_drafting.py"
 ROUNDS = "tests/decoding/test_rounds.py"
 LAW = "tests/decoding/test_law.py"
 ACCEPT = "tests/decoding/test_accept.py"
+BLOCK = "tests/decoding/test_block.py"
 DRAFTERS = "tests/decoding/test_drafters.py"
 RECORDS = "tests/decoding/test_records.py"
 NARROWING = "tests/distillation/test_subsample.py"
@@ -230,6 +231,54 @@ FAULTS = [
     "jnp.maximum(target_row - draft_row, 0.0)",
     "target_row",
     LAW,
+  ),
+  Fault(
+    "the block rule recovers tokens as rejection does",
+    "jnp.maximum(share * target_row - draft_row, 0.0)",
+    "jnp.maximum(target_row - draft_row, 0.0)",
+    BLOCK,
+  ),
+  Fault(
+    "the block rule accepts up to the first token that fails",
+    "accepted = jnp.max(jnp.where(passed, count, 0), axis=1)",
+    "accepted = _count_prefix(proposal, passed) + 0 * count[0]",
+    BLOCK,
+  ),
+  Fault(
+    "a block goes on after the proposed length of its row",
+    "proposal.is_proposed[:, 1:] & (jnp.sum(rows, axis=-1) > 0)",
+    "jnp.sum(rows, axis=-1) > 0",
+    f"{BLOCK} -k shorter",
+  ),
+  Fault(
+    "a block goes on after a broken target row",
+    "proposal.is_proposed[:, 1:] & (jnp.sum(rows, axis=-1) > 0)",
+    "proposal.is_proposed[:, 1:]",
+    f"{BLOCK} -k broken_target",
+  ),
+  Fault(
+    "a text is kept with more than probability 1",
+    "jnp.minimum(kept[-1] * target, draft)",
+    "kept[-1] * target",
+    BLOCK,
+  ),
+  Fault(
+    "a token that the draft cannot draw is kept",
+    "jnp.where(can_be_drawn, ratio, 0.0)",
+    "jnp.where(can_be_drawn, ratio, kept[-1])",
+    f"{BLOCK} -k broken_draft",
+  ),
+  Fault(
+    "drafts of the block rule use the noise of the round before",
+    "    if rule.noise_per_round:\n",
+    "    if rule.noise_per_round and rule.coupled:\n",
+    f"{LAW} -k law_of_the_target",
+  ),
+  Fault(
+    "the block rule judges with the noise of the round before",
+    "_uniform(round_seed(settings.seed, position), offsets)",
+    "_uniform(settings.seed, offsets)",
+    f"{LAW} -k law_of_the_target",
   ),
   # Records and learning.
   Fault(

@@ -135,6 +135,10 @@ FEATURES = {
   "n-gram cache": online_of(is_attached=True, decoding={"cache_tokens": 1 << 10}),
   "cache alone": online_of("llama", is_cache=True, decoding={"cache_tokens": 1 << 10}),
   "sampled": online_of(sampling=engine.SamplingConfig(temperature=0.8, seed=3)),
+  "block rule": online_of(
+    sampling=engine.SamplingConfig(temperature=0.8, seed=3),
+    decoding={"acceptance_rule": "block"},
+  ),
   "worth schedule": online_of(schedule=PAYING),
   "mesh data=2": online_of(partition=sharding.PartitionConfig(2)),
   "offline": offline_config,

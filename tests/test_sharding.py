@@ -11,7 +11,7 @@ from decoding import harness
 from jax.sharding import NamedSharding, PartitionSpec
 
 from osd_jax import sharding, testing
-from osd_jax.decoding import records
+from osd_jax.decoding import accept, records
 from osd_jax.distillation import update
 from osd_jax.engine import engine, steps
 from osd_tools import hlo
@@ -47,11 +47,16 @@ def placed(mesh):
 
 
 @functools.cache
-def served(config):
+def served(config, rule="rejection", temperature=0.0):
   partitioner, target, draft = placed(config)
-  decoder = engine.Engine(DECODING, TARGET, target, DRAFT, draft, partitioner)
+  decoding = dataclasses.replace(DECODING, acceptance_rule=rule)
+  decoder = engine.Engine(decoding, TARGET, target, DRAFT, draft, partitioner)
   source, mask = testing.random_sources(5, 8, VOCAB, 0)
-  requests = [engine.Request(row[keep]) for row, keep in zip(source, mask, strict=True)]
+  sampling = engine.SamplingConfig(temperature=temperature, seed=4)
+  requests = [
+    engine.Request(row[keep], sampling.of_request(index))
+    for index, (row, keep) in enumerate(zip(source, mask, strict=True))
+  ]
   return decoder, decoder.run(requests)
 
 
@@ -72,6 +77,17 @@ def test_four_devices_emit_the_tokens_and_records_of_one(config):
 
     np.testing.assert_allclose(by_id(single), by_id(split), atol=1e-5)
   assert len({tuple(done.tokens) for done in one}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", accept.RULES)
+def test_four_devices_sample_the_tokens_of_one_under_every_rule(rule):
+  _, one = served(sharding.PartitionConfig(), rule, 1.0)
+  _, four = served(ALL_SPLIT, rule, 1.0)
+  for single, split in zip(one, four, strict=True):
+    assert single.tokens.tolist() == split.tokens.tolist()
+    assert single.accepted == split.accepted
+  assert 0 < sum(d.accepted for d in one) < sum(d.drafted for d in one)
 
 
 def test_rows_in_flight_are_split_except_arrays_read_by_the_host():

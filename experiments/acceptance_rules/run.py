@@ -1,15 +1,19 @@
-"""Compares rejection and coupling on the same sampled requests of the shipped pair.
+"""Compares the acceptance rules on the same sampled requests of the shipped pair.
 
 Rejection accepts a drafted token with probability 1 - TV, coupling with probability at
 least (1 - TV) / (1 + TV). In exchange, coupling gives the same outputs as plain
-decoding with the same seed; the experiment counts these outputs too.
+decoding with the same seed; the experiment counts these outputs too. Block accepts at
+least as many tokens as rejection; the experiment reports both rules' tokens per target
+call, their ratio with its standard error, and milliseconds per token.
 
   python experiments/acceptance_rules/run.py [--count 200] [--draft FILE]
+      [--num_draft_tokens 7] [--repeats 4] [--temperatures .7 1]
 """
 
 import argparse
 import dataclasses
 import json
+import time
 
 import numpy as np
 import rich.console
@@ -34,24 +38,53 @@ def measure(
 ) -> dict[str, float]:
   """Measures acceptance, its theoretical values and the share equal to plain."""
   requests = corpus.requests(asked, engine.SamplingConfig(temperature=temperature))
-  plain = corpus.plain_server(pair, decoding, partition).run(requests)
+  # Records contain all tokens, so that the overlap is exact.
+  whole = dataclasses.replace(decoding, record_top_k=pair.target.vocab_size)
+  plain = corpus.plain_server(pair, whole, partition).run(requests)
   overlap = mean_overlap(pair, plain)
   row = {
     "temperature": temperature,
     "rejection_law": overlap,
     "coupling_bound": overlap / (2 - overlap),
   }
+  answers = {}
   for rule in accept.RULES:
     config = dataclasses.replace(decoding, acceptance_rule=rule)
-    found = Server(pair, config, partition=partition).run(requests)
+    server = Server(pair, config, partition=partition)
+    server.run(requests[:2])  # compiles
+    start = time.perf_counter()
+    answers[rule] = found = server.run(requests)
+    seconds = time.perf_counter() - start
     row[rule] = sum(d.accepted for d in found) / sum(d.drafted for d in found)
-    row[f"{rule}_tokens_per_call"] = sum(len(d.tokens) for d in found) / sum(
-      d.target_calls for d in found
-    )
+    row[f"{rule}_tokens_per_call"] = tokens_per_call(found)
+    row[f"{rule}_ms_per_token"] = 1e3 * seconds / sum(len(d.tokens) for d in found)
     both = zip(plain, found, strict=True)
     equal = [np.array_equal(a.tokens, b.tokens) for a, b in both]
     row[f"{rule}_equal_to_plain"] = float(np.mean(equal))
-  return row
+  ratio, error = gain(answers["block"], answers["rejection"])
+  return {**row, "block_over_rejection": ratio, "standard_error": error}
+
+
+def tokens_per_call(answers: list[engine.Finished]) -> float:
+  """Returns emitted tokens per target call."""
+  calls = sum(done.target_calls for done in answers)
+  return sum(len(done.tokens) for done in answers) / calls
+
+
+def gain(
+  answers: list[engine.Finished], others: list[engine.Finished]
+) -> tuple[float, float]:
+  """Returns the ratio of tokens per call, and its standard error over requests."""
+
+  def influence(found):
+    tokens = np.array([len(done.tokens) for done in found])
+    calls = np.array([done.target_calls for done in found])
+    return tokens / tokens.sum() - calls / calls.sum()
+
+  ratio = tokens_per_call(answers) / tokens_per_call(others)
+  # The delta method, for the logarithm of the ratio.
+  spread = np.sum((influence(answers) - influence(others)) ** 2) ** 0.5
+  return ratio, float(ratio * spread)
 
 
 def mean_overlap(pair: pairs.Pair, answers: list[engine.Finished]) -> float:
@@ -66,9 +99,12 @@ def mean_overlap(pair: pairs.Pair, answers: list[engine.Finished]) -> float:
 
 
 def main() -> None:
-  """Serves both rules at every temperature and prints the table."""
+  """Serves all rules at every temperature and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--count", type=int, default=200)
+  parser.add_argument("--repeats", type=int, default=1, help="requests per prompt")
+  parser.add_argument("--num_draft_tokens", type=int, help="K")
+  parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
   parser.add_argument("--draft", help="weights file (default: shipped draft)")
   given = parser.parse_args()
   config, _ = settings.load(
@@ -80,29 +116,28 @@ def main() -> None:
   if given.draft:
     named = dataclasses.replace(named, draft=given.draft)
   pair = pairs.load_pair(named, sharding.make(config.partition))
-  asked = read_corpus(config.prompts, pair.vocabulary, given.count)
-  # Records contain all tokens, so that the overlap is exact.
-  decoding = dataclasses.replace(config.decoding, record_top_k=pair.target.vocab_size)
+  asked = read_corpus(config.prompts, pair.vocabulary, given.count) * given.repeats
+  decoding = config.decoding
+  if given.num_draft_tokens is not None:
+    decoding = dataclasses.replace(decoding, num_draft_tokens=given.num_draft_tokens)
   console = rich.console.Console()
-  rows = [
-    measure(pair, asked, decoding, config.partition, value) for value in TEMPERATURES
-  ]
-  table = rich.table.Table("T", "rejection", "law", "coupling", "bound", "equal")
-  for row in rows:
+  shown = {
+    "T": "temperature",
+    "rejection": "rejection",
+    "law": "rejection_law",
+    "block": "block",
+    "coupling": "coupling",
+    "bound": "coupling_bound",
+    "equal": "coupling_equal_to_plain",
+    "tokens a call": "rejection_tokens_per_call",
+    "block over rejection": "block_over_rejection",
+    "+-": "standard_error",
+  }
+  table = rich.table.Table(*shown)
+  for temperature in given.temperatures:
+    row = measure(pair, asked, decoding, config.partition, temperature)
     console.print(json.dumps(row), soft_wrap=True)
-    table.add_row(
-      *(
-        f"{row[name]:.3f}"
-        for name in (
-          "temperature",
-          "rejection",
-          "rejection_law",
-          "coupling",
-          "coupling_bound",
-          "coupling_equal_to_plain",
-        )
-      )
-    )
+    table.add_row(*(f"{row[name]:.3f}" for name in shown.values()))
   console.print(table)
 
 

@@ -194,9 +194,16 @@ def one_round(
   if not num_draft_tokens:
     drafter = None
   if drafter is not None:
-    noise = accept_lib.resolve(spec.rule).draft_noise
+    rule, settings = accept_lib.resolve(spec.rule), state.settings
+    if rule.noise_per_round:
+      seed = accept_lib.round_seed(settings.seed, state.length)
+      settings = settings.replace(seed=seed)
     proposal, draft_cache = drafter.propose(
-      draft_served, draft_cache, state, num_draft_tokens, noise
+      draft_served,
+      draft_cache,
+      state.replace(settings=settings),
+      num_draft_tokens,
+      rule.draft_noise,
     )
   else:
     proposal = _empty_proposal(spec.target, state)

@@ -3,7 +3,8 @@
 Sampling and acceptance use the same distributions: repetition penalty, temperature,
 top-k, top-p, min-p, softmax, in this order and in float32. Every setting means what it
 means in transformers, which applies them in the same order. Every draw is a function of
-(request seed, absolute position, purpose), so a row never depends on its batch mates.
+(seed, absolute position, purpose), so a row never depends on its batch mates. The seed
+is that of the request, or one for each of its rounds (`accept.Rule.noise_per_round`).
 """
 
 import enum
@@ -26,6 +27,7 @@ class Purpose(enum.IntEnum):
   DRAFT = 0
   ACCEPT = 1
   EMIT = 2
+  ROUND = 3
 
 
 def make_settings(
@@ -271,7 +273,7 @@ def draw(
 
   Args:
     probs: [B, V], not necessarily normalised; an entry of 0 is never drawn.
-    seed: [B] uint32, the seed of each request.
+    seed: [B] uint32, the seed of each request, or of its round.
     position: [B] int32, the absolute position of each draw.
     purpose: purpose of the draw (static); see `Purpose`.
 

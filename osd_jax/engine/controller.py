@@ -12,7 +12,7 @@ A fixed K is a controller with one candidate: it needs no costs and always retur
 
 The choice is a pure function of the decoded tokens and of a table of costs, so a run
 with the same table repeats. Outputs do not depend on K: greedy and coupled outputs are
-the same tokens, sampled outputs of the rejection rule have the same law.
+the same tokens, sampled outputs of the rejection and block rules have the same law.
 """
 
 import dataclasses

@@ -66,7 +66,8 @@ class DecodingConfig(base.Config):
     rows: B, requests in flight.
     num_draft_tokens: K in 1..8; with `adaptive` the largest.
     acceptance_rule: a key of `accept.RULES`, or an `accept.Rule` of your own.
-      "rejection" accepts most; with "coupling" sampled outputs, too, equal plain
+      "rejection" and "block" keep the target's distribution, and "block" accepts at
+      least as many sampled tokens; with "coupling" sampled outputs, too, equal plain
       decoding's, whatever the draft.
     source_lengths: buckets S that prompts are padded to; all rows in flight share one.
     target_length: T, upper limit of every request's length limit.

@@ -73,7 +73,7 @@ def p_value(kind, **changes):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", accept_lib.RULES)
 def test_output_equals_plain_decoding(kind, rule):
-  """Greedy rows under both rules, and sampled rows with the same seed if coupled."""
+  """Greedy rows under every rule, and sampled rows with the same seed if coupled."""
   sampled = np.arange(8) % 2 if accept_lib.RULES[rule].coupled else 0.0
   settings = harness.settings_of(8, max_length=40, temperature=sampled)
   plain = harness.tabular_steps(TARGET, settings, 40, rule=rule)
@@ -83,12 +83,14 @@ def test_output_equals_plain_decoding(kind, rule):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sampled_output_has_the_law_of_the_target(kind):
-  assert p_value(KINDS[kind]) > THRESHOLD
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_sampled_output_has_the_law_of_the_target(kind, rule):
+  assert p_value(KINDS[kind], rule=rule) > THRESHOLD
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_wrong_residual_fails_the_chi_square_test(monkeypatch, kind):
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_wrong_residual_fails_the_chi_square_test(monkeypatch, kind, rule):
   """Control: the bonus token after a row's length is drawn from a residual."""
 
   def draft_row(proposal, draft_probs, accepted, vocab_size):
@@ -99,7 +101,7 @@ def test_wrong_residual_fails_the_chi_square_test(monkeypatch, kind):
 
   monkeypatch.setattr(accept_lib, "_draft_row", draft_row)
   run = jax.jit(lambda *args: rounds.run_rounds(*args), static_argnums=(0, 1))
-  assert p_value(KINDS[kind], run=run) < THRESHOLD
+  assert p_value(KINDS[kind], run=run, rule=rule) < THRESHOLD
 
 
 RIGHT = accept_lib._draft_row

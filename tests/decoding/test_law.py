@@ -76,12 +76,16 @@ def p_values(tokens, target, settings):
   ]
 
 
-def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS, draws=DRAWS):
+def speculative_p_values(
+  k, target, draft, grid, seed=0, run=ROUNDS, draws=DRAWS, rule="rejection"
+):
   """P-values [settings, 2] of speculative decoding; the settings share batches."""
   parts = []
   for part in range(draws * len(grid) // ROWS):
     settings = mixed_settings(grid, ROWS, seed + part * ROWS)
-    final = harness.tabular_rounds(k, target, draft, settings, LENGTH, run=run)
+    final = harness.tabular_rounds(
+      k, target, draft, settings, LENGTH, run=run, rule=rule
+    )
     parts.append(first_tokens(final))
   tokens = np.stack(parts).reshape(len(parts), -1, len(grid), LENGTH)
   return np.array(
@@ -93,18 +97,37 @@ def speculative_p_values(k, target, draft, grid, seed=0, run=ROUNDS, draws=DRAWS
 
 
 @pytest.mark.parametrize(
-  ("k", "ends", "grid"),
+  ("k", "ends", "grid", "rule"),
   [
-    (0, True, GRID[:1] + GRID[4::3]),  # plain decoding
-    (1, True, GRID[:3:2]),
-    (2, False, GRID),
-    (4, True, GRID[4::3]),
+    (0, True, GRID[:1] + GRID[4::3], "rejection"),  # plain decoding
+    (1, True, GRID[:3:2], "rejection"),
+    (2, False, GRID, "rejection"),
+    (4, True, GRID[4::3], "rejection"),
+    (2, False, GRID[:1] + GRID[6:], "block"),
+    (4, True, GRID[4::3], "block"),
   ],
 )
-def test_decoding_has_the_law_of_the_target(k, ends, grid):
+def test_decoding_has_the_law_of_the_target(k, ends, grid, rule):
   target, draft = (ending(TARGET), ending(DRAFT)) if ends else (TARGET, DRAFT)
-  found = speculative_p_values(k, target, draft, grid, seed=7 * k)
+  found = speculative_p_values(k, target, draft, grid, seed=7 * k, rule=rule)
   assert found.min() > THRESHOLD, found
+
+
+@pytest.mark.parametrize("side", ["draft", "acceptance"])
+def test_block_rule_needs_noise_of_its_own_in_every_round(monkeypatch, side):
+  """Control: the rule judges a token by later ones.
+
+  After a rejection the noise of later positions is known to have led to one, so the
+  next round must not draw with it.
+  """
+  right, of_request = accept_lib.round_seed, lambda seed, position: seed
+  by_rule, by_draft = (right, of_request) if side == "draft" else (of_request, right)
+  draft = harness.Changed(accept_lib, round_seed=by_draft)
+  monkeypatch.setattr(rounds, "accept_lib", draft)
+  monkeypatch.setattr(accept_lib, "round_seed", by_rule)
+  run = harness.jitted_rounds(quick=False)
+  found = speculative_p_values(3, TARGET, DRAFT, GRID[:1], 5, run, rule="block")
+  assert found.min() < THRESHOLD, found
 
 
 BROKEN = {

@@ -84,17 +84,19 @@ def test_coupled_output_equals_plain_decoding_with_the_same_seed():
 
 
 @pytest.mark.parametrize("preferred", ["cache", None])
-def test_sampled_output_has_the_law_of_the_target(preferred):
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_sampled_output_has_the_law_of_the_target(preferred, rule):
   """With `None` the sources change inside a block, as their bins say."""
   rows, length = 40_000, 3
   settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
-  final = decoded(served_with(OTHER, 3, preferred=preferred), settings, length)
+  final = decoded(served_with(OTHER, 3, preferred=preferred), settings, length, rule)
   tokens = np.asarray(final.tokens[:, :length])
   law = oracles.joint_law(PARAMS, length, temperature=1.0)
   assert oracles.chi_square(oracles.joint_counts(tokens, VOCAB), law) > 1e-7
 
 
-def test_wrong_draft_distribution_fails_the_chi_square_test():
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_wrong_draft_distribution_fails_the_chi_square_test(rule):
   """Control: the cache proposes, but acceptance sees the learned draft's logits."""
 
   class Lying(mixed.MixedDraft):
@@ -108,7 +110,7 @@ def test_wrong_draft_distribution_fails_the_chi_square_test():
   lying = Lying(TARGET, target=TARGET, size=1 << 12)
   rows, length = 40_000, 3
   settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
-  spec = rounds.DecodeSpec(TARGET, lying)
+  spec = rounds.DecodeSpec(TARGET, lying, rule=rule)
   served = served_with(OTHER, 3, preferred="cache")
   source, mask = harness.no_sources(rows)
   target = jnp.asarray(PARAMS)

@@ -82,7 +82,7 @@ def after(ended, logits):
   return oracles.processed_probs(logits, **SAMPLED)
 
 
-def drawn(family, kind, run):
+def drawn(family, kind, run, rule):
   """Tokens [ROWS, LENGTH] of one prompt; the draft is replaced after one round."""
   model, params, source, mask = target_of(family)
   draft, draft_params = draft_of(family, kind, 1)
@@ -102,7 +102,9 @@ def drawn(family, kind, run):
     0,
     VOCAB,
   )
-  go = functools.partial(harness.rounds, model, draft, DRAFTED, served, run=run)
+  go = functools.partial(
+    harness.rounds, model, draft, DRAFTED, served, run=run, rule=rule
+  )
   state = go(draft_served, state, limit=1)
   rejected = np.asarray(state.counters.drafted) > np.asarray(state.counters.accepted)
   assert 0.05 < rejected.mean() < 1  # rounds with and without a rejection occur
@@ -112,19 +114,33 @@ def drawn(family, kind, run):
   return np.where(ends > 0, base.PAD_ID, tokens)
 
 
-def p_value(family, kind, run):
-  counts = oracles.joint_counts(drawn(family, kind, run), VOCAB)
+def p_value(family, kind, run, rule="rejection"):
+  counts = oracles.joint_counts(drawn(family, kind, run, rule), VOCAB)
   return oracles.chi_square(counts, law(family))
 
 
-@pytest.mark.parametrize("kind", ["independent", "attached"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_law_is_the_targets_after_the_draft_is_replaced(family, kind):
-  assert p_value(family, kind, harness.jitted_rounds()) > THRESHOLD
+@pytest.mark.parametrize(
+  ("family", "kind", "rule"),
+  [
+    ("t5", "independent", "rejection"),
+    ("t5", "attached", "rejection"),
+    ("t5", "attached", "block"),
+    ("llama", "independent", "rejection"),
+    ("llama", "attached", "rejection"),
+    ("llama", "independent", "block"),
+  ],
+)
+def test_law_is_the_targets_after_the_draft_is_replaced(family, kind, rule):
+  assert p_value(family, kind, harness.jitted_rounds(), rule) > THRESHOLD
 
 
-def test_wrong_residual_fails_the_chi_square_test_of_models(monkeypatch):
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_wrong_residual_fails_the_chi_square_test_of_models(monkeypatch, rule):
   """Control: plants a wrong residual."""
-  wrong = harness.Changed(accept.jnp, maximum=lambda a, b: 0 * a)
-  monkeypatch.setattr(accept, "jnp", wrong)
-  assert p_value("t5", "attached", harness.jitted_rounds()) < THRESHOLD
+  right = accept._recovered
+
+  def wrong(proposal, accepted, residual, *others):
+    return right(proposal, accepted, 0 * residual, *others)
+
+  monkeypatch.setattr(accept, "_recovered", wrong)
+  assert p_value("t5", "attached", harness.jitted_rounds(), rule) < THRESHOLD

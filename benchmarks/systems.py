@@ -43,6 +43,15 @@ class Frozen:
     """Answers requests start..stop - 1 of the stream."""
     self._answers += self._server.run(self._requests[start:stop])
 
+  @property
+  def answers(self) -> Sequence[engine.Finished]:
+    """The answers so far, in the order of the requests."""
+    return self._answers
+
+  def per_request(self) -> list[tuple[int, int]]:
+    """Returns tokens and target calls of every answered request."""
+    return [(len(done.tokens), done.target_calls) for done in self._answers]
+
   def close(self) -> dict[str, float]:
     """Ends the run and returns its figures."""
     self._server.close()
@@ -81,6 +90,19 @@ class Learning:
     while self._loop.finished < stop and self._loop.step() is not None:
       pass
     self._loop.wait()
+
+  def per_request(self) -> list[tuple[int, int]]:
+    """Returns tokens and target calls of every answered request; call it after `close`.
+
+    They are in the order of the requests.
+    """
+    rows = (
+      r for r in runs.read(self._directory.metrics_path) if r["kind"] == "request"
+    )
+    return [
+      (row["output_tokens"], row["target_calls"])
+      for row in sorted(rows, key=lambda row: row["index"])
+    ]
 
   def close(self) -> dict[str, float]:
     """Ends the run and returns its figures."""

@@ -1,0 +1,64 @@
+"""Prompt lookup of transformers, on the same requests as a system of `run.py`."""
+
+from collections.abc import Sequence
+
+import torch
+import transformers
+
+from osd_jax.engine import engine
+
+transformers.logging.set_verbosity_error()
+
+
+class HuggingFace:
+  """`generate`, plain or with `prompt_lookup_num_tokens`, one request at a time."""
+
+  def __init__(
+    self, folder: str, requests: Sequence[engine.Request], length: int, drafted: int
+  ):
+    """Loads the model in float32.
+
+    Args:
+      folder: weights and config.
+      requests: all requests of the stream.
+      length: largest number of tokens of an answer.
+      drafted: K; 0 for plain decoding.
+    """
+    self._model = transformers.AutoModelForCausalLM.from_pretrained(
+      folder, dtype=torch.float32
+    ).eval()
+    self._requests, self._length, self._drafted = requests, length, drafted
+    self._counts: list[tuple[int, int]] = []
+    self._calls = 0
+    self._model.register_forward_hook(self._count)
+
+  def _count(self, *_) -> None:
+    self._calls += 1
+
+  @torch.inference_mode()
+  def serve(self, start: int, stop: int) -> None:
+    """Answers requests start..stop - 1 of the stream."""
+    for request in self._requests[start:stop]:
+      prompt, before = torch.from_numpy(request.tokens)[None].long(), self._calls
+      sampling = request.sampling
+      drawn = {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+      drafts = {"prompt_lookup_num_tokens": self._drafted} if self._drafted else {}
+      text = self._model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=sampling.temperature > 0,
+        max_new_tokens=self._length,
+        repetition_penalty=1.0,
+        **(drawn if sampling.temperature > 0 else {}),
+        **drafts,
+      )
+      self._counts.append((text.shape[1] - prompt.shape[1], self._calls - before))
+
+  def per_request(self) -> list[tuple[int, int]]:
+    """Returns tokens and target calls of every answered request."""
+    return self._counts
+
+  def close(self) -> dict[str, float]:
+    """Frees the model; there are no further figures."""
+    del self._model
+    return {}

@@ -1,0 +1,140 @@
+"""The streams of `run.py`: the config of a run on each of them."""
+
+import argparse
+import ast
+import dataclasses
+import json
+import pathlib
+
+from osd_jax import online
+from osd_jax.data.examples import TaskConfig
+from osd_jax.main import settings
+
+_SQL = "Write one SQL query that answers the question, and nothing else. Question: "
+_CODE = "Write a Python function for this docstring, code only: "
+_EDIT = (
+  "Rename the function {old} to {new} in this code and print all of the code again."
+  " Answer with code only.\n```python\n{code}\n```"
+)
+_REAL = {
+  "spider": _SQL + "{prompt}",
+  "gsm8k": "{prompt}",
+  "python": _CODE + "{prompt}",
+  "finance_10k": "{prompt}",
+}
+# Stream -> pair; see `_files`.
+PAIRS = {
+  "demo": "demo",
+  "domains": "small",
+  "chat": "small",
+  "qwen": "qwen",
+  "qwen_chat": "qwen",
+  "qwen_edit": "qwen",
+}
+
+
+def config_of(
+  name: str, given: argparse.Namespace, temperature: float, rows: int, seed: int
+) -> online.OnlineConfig:
+  """Returns the config of a learning run on a stream.
+
+  Args:
+    name: a key of `PAIRS`.
+    given: options of the command line.
+    temperature: of every request.
+    rows: requests in flight.
+    seed: of the stream, of sampling and of learning.
+  """
+  files, bindings = _files(PAIRS[name], given)
+  bindings += [
+    f"SamplingConfig.temperature={temperature}",
+    f"DecodingConfig.rows={rows}",
+    f"StreamConfig.requests_per_task={given.requests}",
+    *(f"{kind}.seed={seed}" for kind in ("StreamConfig", "LearningConfig")),
+    f"SamplingConfig.seed={1000 * seed}",
+    *given.bindings,
+  ]
+  config, _ = settings.load(online.OnlineConfig, files, bindings)
+  if not given.by_worth:
+    fixed = dataclasses.replace(config.decoding, adaptive=None)
+    config = dataclasses.replace(config, decoding=fixed, measure_costs=False)
+  if tasks := _tasks(name, given):
+    stream = dataclasses.replace(config.stream, tasks=tasks)
+    config = dataclasses.replace(config, stream=stream)
+  return config
+
+
+def _files(pair: str, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+  """Returns gin files and bindings of a pair."""
+  end = "_by_worth" if given.by_worth else ""
+  if pair == "demo":
+    return [f"runs/demo{end}.gin"], []
+  bindings = [f"DATA_DIR={str(given.data)!r}"]
+  if pair == "small":
+    bindings += [
+      f"VOCABULARY={str(given.data / 'tokenizers/t5/spiece.model')!r}",
+      f"PairConfig.target={str(given.target)!r}",
+      f"PairConfig.draft={str(given.draft)!r}",
+    ]
+  else:  # a published target, and a draft that knows nothing yet
+    bindings += [
+      f"PairConfig.target={str(given.qwen)!r}",
+      "PairConfig.draft='attached'",
+      "PairConfig.vocabulary=''",
+      "PairConfig.extra_ids=None",
+      "PairConfig.chat_template='own'",
+      "PairConfig.attached=@AttachedConfig()",
+      "AttachedConfig.width=256",
+      "AttachedConfig.mlp_dim=768",
+      "OnlineConfig.warm_start=None",
+      "DecodingConfig.target_length=40",
+      "UpdateConfig.length_multiple=20",
+    ]
+  return [f"experiments/shift_cpu_attached{end}.gin"], bindings
+
+
+def _tasks(name: str, given: argparse.Namespace) -> tuple[TaskConfig, ...]:
+  """Returns the tasks of a stream; () keeps those of the gin file."""
+  if name in ("chat", "qwen_chat"):
+    return tuple(_task(source, given, "{prompt}") for source in ("dolly", "arena"))
+  if name == "qwen":
+    return tuple(_task(source, given, prompt) for source, prompt in _REAL.items())
+  if name == "qwen_edit":
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    path = given.out.parent / "edits.jsonl"
+    found = edits(given.data / "python.eval.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    folder = str(path.parent.absolute())
+    return (TaskConfig(name="edits", data_dir=folder, pattern=path.name),)
+  return ()
+
+
+def _task(source: str, given: argparse.Namespace, prompt: str) -> TaskConfig:
+  return TaskConfig(
+    name=source,
+    data_dir=str(given.data),
+    pattern=f"{source}.{{split}}.jsonl",
+    split="eval",
+    prompt=prompt,
+  )
+
+
+def edits(path: pathlib.Path, longest: int = 260) -> list[dict[str, str]]:
+  """Returns prompts that ask for code to be repeated with a function renamed.
+
+  Args:
+    path: JSONL with Python functions as references.
+    longest: characters of the code; longer functions are left out.
+  """
+  found = []
+  for line in path.read_text().splitlines():
+    code = json.loads(line)["reference"]
+    try:
+      first = ast.parse(code).body[0]
+    except SyntaxError:  # Python 2
+      continue
+    if len(code) <= longest and isinstance(first, ast.FunctionDef):
+      new = f"new_{first.name}"
+      prompt = _EDIT.format(old=first.name, new=new, code=code)
+      found.append({"prompt": prompt, "reference": code.replace(first.name, new)})
+  return found

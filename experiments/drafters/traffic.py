@@ -105,7 +105,9 @@ def _tasks(name: str, given: argparse.Namespace) -> tuple[TaskConfig, ...]:
     found = edits(given.data / "python.eval.jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
     folder = str(path.parent.absolute())
-    return (TaskConfig(name="edits", data_dir=folder, pattern=path.name),)
+    return (
+      TaskConfig(name="edits", data_dir=folder, pattern=path.name, rows=given.requests),
+    )
   return ()
 
 
@@ -116,6 +118,7 @@ def _task(source: str, given: argparse.Namespace, prompt: str) -> TaskConfig:
     pattern=f"{source}.{{split}}.jsonl",
     split="eval",
     prompt=prompt,
+    rows=given.requests,  # rendering thousands of chat templates takes minutes
   )
 
 

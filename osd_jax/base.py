@@ -433,7 +433,7 @@ class Model:
 
 @flax.struct.dataclass
 class SamplingSettings:
-  """Sampling settings of each row, as arrays, so that changing one recompiles nothing.
+  """Settings of each row, as arrays, so that changing one recompiles nothing.
 
   Attributes:
     temperature: [B] float32; 0 means greedy.
@@ -445,6 +445,7 @@ class SamplingSettings:
       are divided by it if positive, and else multiplied; 1 changes nothing.
     seed: [B] uint32; every random draw is a function of (seed, position, purpose).
     max_length: [B] int32; maximum number of emitted tokens.
+    speculative: [B] bool; False: nothing is proposed for the row: plain decoding.
   """
 
   temperature: jax.Array
@@ -454,6 +455,7 @@ class SamplingSettings:
   repetition_penalty: jax.Array
   seed: jax.Array
   max_length: jax.Array
+  speculative: jax.Array
 
 
 @flax.struct.dataclass
@@ -474,6 +476,11 @@ class Proposal:
   tokens: jax.Array
   logits: jax.Array | None
   lengths: jax.Array | None = None
+
+  def only_where(self, rows: jax.Array) -> "Proposal":
+    """Returns the proposal of some rows [B] bool, and none for the others."""
+    lengths = self.tokens.shape[1] if self.lengths is None else self.lengths
+    return self.replace(lengths=jnp.where(rows, lengths, 0).astype(jnp.int32))
 
   @property
   def is_proposed(self) -> jax.Array:

@@ -659,6 +659,31 @@ FAULTS = [
     f"{MIXED} -k scored_once",
   ),
   Fault(
+    "a cleared cache keeps the scores of its tokens",
+    "      self._serve_memory(self.spec.drafter.memory())\n",
+    "      table = self.spec.drafter.memory().table\n"
+    "      self._serve_memory(self._memory.replace(table=table))\n",
+    f"{CACHE} -k cleared",
+  ),
+  Fault(
+    "tokens are proposed for rows that must not draft",
+    "    proposal = proposal.only_where(state.settings.speculative)\n",
+    "",
+    f"{DRAFTERS} -k must_not",
+  ),
+  Fault(
+    "a request that must not draft is forgotten",
+    "request.sampling.settings(limit, request.speculative)",
+    "request.sampling.settings(limit)",
+    f"{DRAFTING} -k must_not",
+  ),
+  Fault(
+    "rows that must not draft count as drafting ones",
+    "  if row in state.undrafted:\n    return 0.0\n",
+    "",
+    f"{DRAFTING} -k worth_less",
+  ),
+  Fault(
     "a cache is measured after it took the answer up",
     "    rows, params = 1, draft.init(jax.random.key(0))\n",
     "    rows, params = 1, draft.init(jax.random.key(0))\n"

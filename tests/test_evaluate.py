@@ -132,6 +132,9 @@ class FakeServer:
     done = types.SimpleNamespace(tokens=np.zeros(6), target_calls=2)
     return [done] * len(requests)
 
+  def clear_cache(self):
+    self._calls.append((self._name, "clear"))
+
 
 def test_timing_alternates_servers_and_serves_each_request_once():
   calls = []
@@ -140,8 +143,9 @@ def test_timing_alternates_servers_and_serves_each_request_once():
   ]
   servers = [FakeServer(n, calls) for n in "ab"]
   found = evaluate.time_requests(servers, requests, block=2)
-  warm, timed = calls[:2], calls[2:]
-  assert all(len(tags) == 2 for _, tags in warm)  # one request per bucket
+  warm, timed = calls[:4], calls[4:]
+  assert [len(tags) for _, tags in warm[::2]] == [2, 2]  # one request per bucket
+  assert warm[1::2] == [("a", "clear"), ("b", "clear")]
   assert [name for name, _ in timed] == ["a", "b", "b", "a", "a", "b"]
   for name in "ab":
     assert sum((tags for n, tags in timed if n == name), []) == [0, 1, 2, 3, 4]

@@ -205,6 +205,7 @@ def one_round(
       num_draft_tokens,
       rule.draft_noise,
     )
+    proposal = proposal.only_where(state.settings.speculative)
   else:
     proposal = _empty_proposal(spec.target, state)
   verification, target_cache = verify(

@@ -40,6 +40,7 @@ def make_settings(
   repetition_penalty: float = 1.0,
   seed: int = 0,
   max_length: int,
+  speculative: bool = True,
 ) -> base.SamplingSettings:
   """The same settings for every row, with checks; see `base.SamplingSettings`.
 
@@ -78,6 +79,7 @@ def make_settings(
     repetition_penalty=full(repetition_penalty, np.float32),
     seed=full(seed, np.uint32),
     max_length=full(max_length, np.int32),
+    speculative=full(speculative, np.bool_),
   )
 
 

@@ -50,6 +50,7 @@ class ControllerState:
       decoding would have.
     num_draft_tokens: K of the next call.
     probing: whether that call is a probe.
+    undrafted: rows whose requests must not draft.
   """
 
   accepted: tuple[float, ...]
@@ -61,11 +62,13 @@ class ControllerState:
   saved_ms: float = 0.0
   num_draft_tokens: int = 0
   probing: bool = False
+  undrafted: tuple[int, ...] = ()
 
   def __post_init__(self):
     # JSON has no tuples.
     object.__setattr__(self, "accepted", tuple(self.accepted))
     object.__setattr__(self, "judged", tuple(self.judged))
+    object.__setattr__(self, "undrafted", tuple(self.undrafted))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,8 @@ class Controller:
     """Forgets acceptance, but not costs."""
     self.state = initial(self.candidates, self._rows)
     self._spent_ms = 0.0  # on the draft since the last call
+    # No row of the call may draft, which says nothing about the draft.
+    self._is_mute = False
 
   @property
   def is_fixed(self) -> bool:
@@ -135,6 +140,7 @@ class Controller:
     rows: Sequence[int],
     chunks: int,
     prefills: int,
+    undrafted: Sequence[int] = (),
   ) -> tuple[int, int | None]:
     """Returns K of the next call, and its number of rounds (None: no limit).
 
@@ -144,10 +150,16 @@ class Controller:
       rows: the rows that hold requests.
       chunks: chunks of missed tokens that the draft needs before it can draft.
       prefills: prefill calls that it needs.
+      undrafted: those of the rows whose requests must not draft.
     """
     if self.is_fixed:
       return self.candidates[0], None
+    self.state = dataclasses.replace(self.state, undrafted=tuple(undrafted))
     costs = self._table = self.costs[bucket, is_sampled]
+    self._is_mute = len(undrafted) == len(rows) and not self.candidates[0]
+    if self._is_mute:
+      plain = dataclasses.replace(self.state, num_draft_tokens=0, probing=False)
+      return 0, rounds(self.candidates, costs, plain)
     missing_ms = chunks * costs.chunk_ms + prefills * costs.prefill_ms
     self.state = choose(self.candidates, costs, self.state, rows, missing_ms)
     if self.state.num_draft_tokens:
@@ -156,7 +168,7 @@ class Controller:
 
   def observe(self, call: Call) -> None:
     """Updates the state after a call with the chosen K."""
-    if not self.is_fixed:
+    if not self.is_fixed and not self._is_mute:
       call = dataclasses.replace(call, catch_up_ms=self._spent_ms)
       self.state = observe(self.candidates, self._table, self.state, call)
     self._spent_ms = 0.0
@@ -193,7 +205,12 @@ def initial(candidates: Sequence[int], rows: int) -> ControllerState:
 
 
 def acceptance(state: ControllerState, row: int) -> float:
-  """Returns the running acceptance of a row, shrunk towards that of all rows."""
+  """Returns the running acceptance of a row, shrunk towards that of all rows.
+
+  It is 0 for a row that must not draft: the row emits one token per round.
+  """
+  if row in state.undrafted:
+    return 0.0
   # A row's own evidence is a few dozen tokens. Until it has more than `POOLED`, the
   # acceptance of all rows decides.
   pooled = POOLED * state.pool_accepted / state.pool_judged
@@ -220,7 +237,10 @@ def token_ms(
   """
   pooled = min(state.pool_accepted / state.pool_judged, 1.0)
   more = doubt * math.sqrt(pooled * (1 - pooled) / state.pool_judged)
-  rates = [min(acceptance(state, row) + more, 1.0) for row in rows]
+  rates = [
+    min(acceptance(state, row) + more * (row not in state.undrafted), 1.0)
+    for row in rows
+  ]
   prefill = costs.prefill_ms * len(rows) * state.requests / state.tokens
   found = []
   for num_draft_tokens, ms in zip(candidates, costs.round_ms, strict=True):

@@ -246,6 +246,12 @@ class Engine:
         steps.absorb(self.spec, self._memory, None, done.batch, length, 0, 0)
       )
 
+  def clear_memory(self) -> None:
+    """Forgets what the drafter has learned without training; a trained draft stays."""
+    if self._memory is not None:
+      assert self.spec.drafter is not None
+      self._serve_memory(self.spec.drafter.memory())
+
   def copy_memory(self, other: "Engine") -> None:
     """Takes over what another engine's drafter has learned without training."""
     if self._memory is not None:
@@ -396,7 +402,8 @@ class Engine:
     source = np.full((1, longest), self.spec.target.pad_id, np.int32)
     source[0, : len(request.tokens)] = request.tokens
     limit = self.config.target_length if limit is None else limit
-    return PaddedPrompt(source, request.sampling.settings(limit))
+    settings = request.sampling.settings(limit, request.speculative)
+    return PaddedPrompt(source, settings)
 
   # --- Admission ----------------------------------------------------------------------
 
@@ -464,6 +471,8 @@ class Engine:
     assert self._state is not None
     (batch,) = self._batches(taken)
     drafts = self.spec.drafter is None or self._controller.is_drafting
+    if not self._controller.is_fixed:
+      drafts = drafts and any(slot.request.speculative for slot in taken.values())
     # An idle draft is prefilled when it drafts again, if the request is then in flight.
     insert = steps.insert if drafts else steps.insert_undrafted
     state = insert(self.spec, self.served, self._state, batch)
@@ -493,8 +502,10 @@ class Engine:
     """Chooses K and the largest number of rounds, and prepares an idle draft."""
     chunks, prefills = self._missing(rows)
     is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
+    undrafted = [number for number, slot in rows if not slot.request.speculative]
+    numbers = [number for number, _ in rows]
     num_draft_tokens, max_rounds = self._controller.choose(
-      self._bucket, is_sampled, [number for number, _ in rows], chunks, prefills
+      self._bucket, is_sampled, numbers, chunks, prefills, undrafted
     )
     if num_draft_tokens and (chunks or prefills):
       self._prepare_draft(rows)

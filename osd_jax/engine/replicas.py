@@ -12,7 +12,7 @@ if a replica is lost, the driver gives its requests to others, and every request
 answered and learnt from once.
 
 `Replicas` has the surface of `Engine` that a server uses: check, submit, step, swap,
-clear, warm_up, state, structure, restore, messages and close.
+clear, clear_memory, warm_up, state, structure, restore, messages and close.
 """
 
 import collections
@@ -255,6 +255,9 @@ class Replicas:
       if replica.held:
         self._ray.kill(replica.actor)
         self._restart(replica)
+
+  def clear_memory(self) -> None:
+    """Does nothing, because replicas have no n-gram cache."""
 
   def close(self) -> None:
     """Stops the replicas."""

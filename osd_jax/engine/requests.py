@@ -193,7 +193,9 @@ class SamplingConfig(base.Config):
     """Returns the sampling of the index-th request, which has its own seed."""
     return dataclasses.replace(self, seed=(self.seed + index) % 2**32)
 
-  def settings(self, max_length: int) -> base.SamplingSettings:
+  def settings(
+    self, max_length: int, speculative: bool = True
+  ) -> base.SamplingSettings:
     """Returns the same as arrays of one row."""
     return sampling.make_settings(
       1,
@@ -204,6 +206,7 @@ class SamplingConfig(base.Config):
       repetition_penalty=self.repetition_penalty,
       seed=self.seed,
       max_length=max_length,
+      speculative=speculative,
     )
 
 
@@ -229,6 +232,8 @@ class Prompt(base.Config):
       of the target per answer.
     min_p: see `SamplingConfig`.
     repetition_penalty: see `SamplingConfig`.
+    speculative: False drafts nothing for this prompt; others in flight go on drafting.
+      Its answer has the same law, and takes one target call per token.
   """
 
   text: Annotated[str, base.NonEmpty("a non-empty text")]
@@ -242,6 +247,7 @@ class Prompt(base.Config):
   log_probs: bool = False
   min_p: float = 0.0
   repetition_penalty: float = 1.0
+  speculative: bool = True
 
   def checks(self):
     _ = self.sampling  # checks its own fields
@@ -298,6 +304,7 @@ class Request:
     watch: called after every call with the tokens emitted so far [m]; calls are short
       then. If it returns a number, the request ends after that many tokens.
     remember: the n-gram cache, if there is one, takes up the answer.
+    speculative: False drafts nothing for it.
   """
 
   tokens: np.ndarray
@@ -306,6 +313,7 @@ class Request:
   tag: Any = None
   watch: Callable[[np.ndarray], int | None] | None = None
   remember: bool = True
+  speculative: bool = True
 
   def check(self, decoding: DecodingConfig, vocab_size: int) -> None:
     """Raises InputError if the request cannot be decoded with these shapes."""

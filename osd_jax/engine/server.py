@@ -442,6 +442,18 @@ class Server:
     notes = notes or f"adapted, after {self.statistics.requests} requests"
     return self.pair.save_draft(path, self.draft_params, notes)
 
+  def clear_cache(self) -> None:
+    """Empties the n-gram cache, if there is one, with the scores of its tokens.
+
+    Prompts and answers so far leave no trace in it. The draft's weights and the
+    learner's buffer stay.
+
+    Raises:
+      InputError: a call is running.
+    """
+    with self._one_call():
+      self.engine.clear_memory()
+
   def wait(self) -> None:
     """Waits until no update is running."""
     if self._learner is not None:
@@ -570,6 +582,7 @@ class Server:
         tag=(index, prompt, text),
         watch=text.watch if prompt.stop or is_streamed else None,
         remember=prompt.learn,
+        speculative=prompt.speculative,
       )
       self.engine.check(request)
     except base.InputError as error:

@@ -86,6 +86,7 @@ def settings_of(
   min_p=0.0,
   repetition_penalty=1.0,
   seed=0,
+  speculative=True,
 ):
   """Sampling settings per row; a scalar applies to all rows, and seeds count up."""
 
@@ -102,6 +103,7 @@ def settings_of(
     if np.ndim(seed) == 0
     else jnp.asarray(seed, jnp.uint32),
     max_length=full(max_length, np.int32),
+    speculative=full(speculative, np.bool_),
   )
 
 

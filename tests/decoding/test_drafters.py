@@ -126,6 +126,32 @@ def test_no_token_after_a_rows_length_is_accepted_or_counted():
   assert (emitted == 40).all()
 
 
+@pytest.mark.parametrize("rule", accept_lib.RULES)
+@pytest.mark.parametrize("kind", [drafters.ModelDrafter, Varying, Guessing])
+def test_row_that_must_not_draft_decodes_plainly_and_disturbs_no_other(kind, rule):
+  """Sampled tokens, too, are those of plain decoding with the same seed."""
+  allowed = np.arange(8) % 2 == 0
+  settings = harness.settings_of(
+    8, max_length=40, temperature=np.arange(8) // 2 % 2, speculative=allowed
+  )
+  plain = harness.outputs(harness.tabular_steps(TARGET, settings, 40))
+  everywhere = settings.replace(speculative=jnp.ones(8, bool))
+  found, free = (decoded(kind, each, 40, rule=rule) for each in (settings, everywhere))
+  one, other = (harness.outputs(state) for state in (found, free))
+  for row in range(8):
+    assert one[row] == (other if allowed[row] else plain)[row]
+  counters, free_counters = jax.device_get((found.counters, free.counters))
+  np.testing.assert_array_equal(counters.rounds[~allowed], found.length[~allowed])
+  assert not counters.drafted[~allowed].any() and not counters.accepted[~allowed].any()
+  # Control: if they may draft, the same rows do, and draw other tokens.
+  assert free_counters.drafted.all()
+  np.testing.assert_array_equal(
+    counters.drafted[allowed], free_counters.drafted[allowed]
+  )
+  differs = [other[row] != plain[row] for row in range(8) if not allowed[row]]
+  assert any(differs) == (not accept_lib.RULES[rule].coupled)
+
+
 def test_guess_is_accepted_with_its_target_probability():
   settings = harness.settings_of(ROWS, max_length=1, temperature=1.0)
   final = decoded(Guessing, settings, 1)

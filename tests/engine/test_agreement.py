@@ -190,6 +190,7 @@ def settings_of():
     repetition_penalty=jnp.ones(ROWS),
     seed=jnp.zeros(ROWS, jnp.uint32),
     max_length=jnp.full(ROWS, LAW_LENGTH, jnp.int32),
+    speculative=jnp.ones(ROWS, bool),
   )
 
 

@@ -96,6 +96,18 @@ def test_new_draft_and_warm_up_leave_the_cache_alone():
   assert calls(decoder.run(cases.greedy_requests())) < first
 
 
+def test_cleared_engine_drafts_as_a_new_one():
+  decoder = cached()
+  before = jax.device_get(decoder.state()[0]["memory"])
+  first, again = (calls(decoder.run(cases.greedy_requests())) for _ in range(2))
+  assert again < first  # control
+  counted = engine.steps.advance._cache_size()
+  decoder.clear_memory()
+  jax.tree.map(np.testing.assert_array_equal, decoder.state()[0]["memory"], before)
+  assert calls(decoder.run(cases.greedy_requests())) == first
+  assert engine.steps.advance._cache_size() == counted
+
+
 def test_restored_engine_has_the_same_cache():
   one, other = cached(), cached()
   one.run(cases.greedy_requests())

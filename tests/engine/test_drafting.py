@@ -221,6 +221,59 @@ def test_policy_drafts_with_a_good_draft_and_not_with_a_poor_one():
   assert drafted["unrelated"] < 0.7 < 1.5 < drafted["same"]
 
 
+def test_request_that_must_not_draft_leaves_the_others_alone():
+  requests = cases.greedy_requests()
+  whole = cases.decoder(3).run(requests)
+  mixed = [
+    dataclasses.replace(request, speculative=number % 3 > 0)
+    for number, request in enumerate(requests)
+  ]
+  found = cases.decoder(3).run(mixed)
+  assert cases.texts(found) == cases.expected()
+  for request, done, free in zip(mixed, found, whole, strict=True):
+    counts = (free.target_calls, free.drafted, free.accepted)
+    if not request.speculative:
+      counts = (len(done.tokens), 0, 0)
+    assert (done.target_calls, done.drafted, done.accepted) == counts
+
+
+def test_policy_does_not_draft_for_requests_that_must_not(monkeypatch):
+  chosen, advance = [], steps.advance
+
+  def noted(spec, num_draft_tokens, *arguments):
+    chosen.append(num_draft_tokens)
+    return advance(spec, num_draft_tokens, *arguments)
+
+  compiled = harness.Changed(steps, advance=noted)
+  monkeypatch.setattr(engine, "steps", compiled)
+  table = RoundCosts((1.0, 1.4, 2.2), 0.1, 0.1)
+  decoder = make("same", policy=dataclasses.replace(POLICY, costs=(table,) * 2))
+  requests = cases.greedy_requests()
+  mute = [dataclasses.replace(request, speculative=False) for request in requests]
+  shares = []
+  for asked in (requests, mute * 2, requests):
+    chosen.clear()
+    assert cases.texts(decoder.run(asked))[:9] == cases.expected()
+    shares.append(np.mean(np.asarray(chosen) > 0))
+  assert shares[1] == 0 < 0.8 < min(shares[0], shares[2])
+  assert controller.acceptance(decoder._controller.state, 0) > 0.9
+
+
+def test_rows_that_must_not_draft_make_drafting_worth_less():
+  costs = RoundCosts((1.0, 1.4, 2.2))
+  state = dataclasses.replace(
+    controller.initial(KS, 4), pool_accepted=90.0, pool_judged=100.0
+  )
+  one_mute, three_mute = (
+    dataclasses.replace(state, undrafted=rows) for rows in ((0,), (0, 1, 2))
+  )
+  chosen = [
+    controller.choose(KS, costs, each, range(4)).num_draft_tokens
+    for each in (state, one_mute, three_mute)
+  ]
+  assert chosen[0] >= chosen[1] > chosen[2] == 0
+
+
 def test_rows_in_flight_continue_in_another_engine(monkeypatch):
   """The saved JSON holds the policy, and which rows still lack the draft prefill."""
   scheduled(monkeypatch, (0,))

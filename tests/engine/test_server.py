@@ -70,7 +70,24 @@ def test_prompts_that_must_not_be_learned_from_leave_no_trace_in_the_cache(pair,
       answers = cached.generate(prompts, ordered=True)
       assert [answer.text for answer in answers] == plain
       places.append(int(cached.engine.state()[0]["memory"].table.end))
+    running = cached.generate(TEXTS)
+    next(running)
+    with pytest.raises(base.InputError, match="answering another call"):
+      cached.clear_cache()
+    running.close()
+    cached.clear_cache()
+    assert int(cached.engine.state()[0]["memory"].table.end) == 0
   assert places[0] == 0 < places[1]
+
+
+def test_prompt_that_must_not_draft_takes_one_call_per_token(server, plain):
+  prompts = [Prompt(text, speculative=i != 1) for i, text in enumerate(TEXTS)]
+  answers = list(server.generate(prompts, ordered=True))
+  assert [answer.text for answer in answers] == plain
+  assert [answer.drafted == 0 for answer in answers] == [
+    i == 1 for i in range(len(TEXTS))
+  ]
+  assert answers[1].tokens_per_target_call == 1
 
 
 def test_generate_reaches_a_round_in_five_calls(pair, monkeypatch):

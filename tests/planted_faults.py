@@ -653,16 +653,28 @@ FAULTS = [
     f"{MIXED} -k takes_over",
   ),
   Fault(
+    "verification of too few tokens",
+    "jax.lax.switch(jnp.sum(is_longer), branches, cache)",
+    "jax.lax.switch(jnp.sum(is_longer) - 1, branches, cache)",
+    f"{MIXED} -k smallest_width",
+  ),
+  Fault(
+    "each row pays for a draft step alone",
+    "jnp.sum(jnp.where(running, survival, 0.0)) * mean",
+    "jnp.max(jnp.where(running, survival, 0.0)) * mean",
+    f"{MIXED} -k pay_for",
+  ),
+  Fault(
+    "survival of the last token only",
+    "survival = survival * self._survival(params, state)",
+    "survival = self._survival(params, state)",
+    f"{MIXED} -k product",
+  ),
+  Fault(
     "rejected positions are scored",
     "is_scored = jnp.arange(count) < jnp.minimum(length, state.length[0])",
     "is_scored = jnp.arange(count) < count",
     f"{MIXED} -k scored_once",
-  ),
-  Fault(
-    "learning is paid for what the cache knows already",
-    "    if self.mixed <= self.now or self.now >= 1:\n",
-    "    if self.now >= 0:\n",
-    f"{WORTH} -k leaves_open",
   ),
   Fault(
     "a cleared cache keeps the scores of its tokens",

@@ -134,6 +134,9 @@ FEATURES = {
   "adaptive K": online_of(decoding={"adaptive": CHOICE}),
   "n-gram cache": online_of(is_attached=True, decoding={"cache_tokens": 1 << 10}),
   "cache alone": online_of("llama", is_cache=True, decoding={"cache_tokens": 1 << 10}),
+  "n-gram cache, adaptive K": online_of(
+    is_attached=True, decoding={"cache_tokens": 1 << 10, "adaptive": CHOICE}
+  ),
   "sampled": online_of(sampling=engine.SamplingConfig(temperature=0.8, seed=3)),
   "block rule": online_of(
     sampling=engine.SamplingConfig(temperature=0.8, seed=3),

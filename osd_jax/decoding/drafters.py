@@ -27,8 +27,8 @@ from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
 
 # Positions that `catch_up` feeds at a time. A chunk at position T still ends in the
-# buffer.
-CHUNK = state_lib.MAX_DRAFT_TOKENS
+# buffer, which has room for `MAX_DRAFT_TOKENS`.
+CHUNK = 8
 
 
 class Drafter(Protocol):
@@ -65,12 +65,16 @@ class Drafter(Protocol):
     rows: state_lib.DecodeState,
     num_draft_tokens: int,
     noise: sampling.Purpose,
+    prices: jax.Array | None = None,
   ) -> tuple[base.Proposal, Any]:
     """Proposes up to `num_draft_tokens` (K >= 1) tokens for every row.
 
     The draft distribution may depend on everything in `rows` and `state`, but not on a
     token of this proposal that comes later. See `base.Proposal` for fewer tokens in
     some rows and for proposals without logits.
+
+    `prices` [K] are only given if `DecodeSpec.widths` is not empty: the i-th token
+    costs as much time as emitting `prices[i]` tokens. 0 asks for the token in any case.
     """
     # A protocol method without a body would be read as one that returns None.
     raise NotImplementedError
@@ -159,37 +163,66 @@ class ModelDrafter:
       The proposal, and the cache of length c + K + 1 (c + K at position 0), where c was
       its length: every drafted token but the last has been fed.
     """
-    position = rows.length
-
-    def draw(logits, offset, drafted):
-      text = jnp.concatenate([rows.text, drafted], axis=1)
-      settings, at = rows.settings, position + offset
-      return sampling.sample(logits, settings, at, noise, text, placed)
-
-    def placed(logits):
-      return sharding.split_rows_only(logits) if self.whole_logits else logits
+    drafted, first, cache = self.first(params, state, rows, num_draft_tokens, noise)
+    logits = first[:, None]
 
     def step(carry, offset):
       drafted, cache = carry
-      token = jax.lax.dynamic_slice_in_dim(drafted, offset - 1, 1, axis=1)
-      logits, cache = self.decode(params, token, cache)
-      logits = placed(logits)[:, 0]
-      drafted = drafted.at[:, offset].set(draw(logits, offset, drafted))
+      drafted, logits, cache = self.next(params, cache, rows, drafted, offset, noise)
       return (drafted, cache), logits
 
-    newest = state_lib.inputs_at(rows, state_lib.fed_to_draft(position), 2)
-    begun = (position > 0).astype(jnp.int32)  # at position 0 the second one is stale
-    length = state.length + begun + 1
-    both, cache = self.decode(params, newest, state)
-    cache = cache.replace(length=length)
-    logits = placed(jnp.take_along_axis(both, begun[:, None, None], axis=1))
-    drafted = jnp.full((len(position), num_draft_tokens), -1, jnp.int32)
-    drafted = drafted.at[:, 0].set(draw(logits[:, 0], 0, drafted))
     if num_draft_tokens > 1:
       offsets = jnp.arange(1, num_draft_tokens)
       (drafted, cache), later = jax.lax.scan(step, (drafted, cache), offsets)
       logits = jnp.concatenate([logits, jnp.swapaxes(later, 0, 1)], axis=1)
     return base.Proposal(drafted, logits), cache
+
+  def first(
+    self,
+    params: base.Params,
+    state: Any,
+    rows: state_lib.DecodeState,
+    num_draft_tokens: int,
+    noise: sampling.Purpose,
+  ) -> tuple[jax.Array, jax.Array, Any]:
+    """The first step of `propose`: (tokens [B, K], logits [B, V], state)."""
+    position = rows.length
+    newest = state_lib.inputs_at(rows, state_lib.fed_to_draft(position), 2)
+    begun = (position > 0).astype(jnp.int32)  # at position 0 the second one is stale
+    length = state.length + begun + 1
+    both, cache = self.decode(params, newest, state)
+    cache = cache.replace(length=length)
+    logits = jnp.take_along_axis(both, begun[:, None, None], axis=1)[:, 0]
+    drafted = jnp.full((len(position), num_draft_tokens), -1, jnp.int32)
+    drafted, logits = self._drawn(logits, rows, drafted, 0, noise)
+    return drafted, logits, cache
+
+  def next(
+    self,
+    params: base.Params,
+    state: Any,
+    rows: state_lib.DecodeState,
+    drafted: jax.Array,
+    offset: jax.Array,
+    noise: sampling.Purpose,
+  ) -> tuple[jax.Array, jax.Array, Any]:
+    """Drafts the token at an offset of 1 or more; returns what `first` returns."""
+    token = jax.lax.dynamic_slice_in_dim(drafted, offset - 1, 1, axis=1)
+    logits, cache = self.decode(params, token, state)
+    drafted, logits = self._drawn(logits[:, 0], rows, drafted, offset, noise)
+    return drafted, logits, cache
+
+  def _drawn(self, logits, rows, drafted, offset, noise):
+    """Draws the token at an offset from logits [B, V]."""
+
+    def placed(logits):
+      return sharding.split_rows_only(logits) if self.whole_logits else logits
+
+    logits = placed(logits)
+    text = jnp.concatenate([rows.text, drafted], axis=1)
+    settings, at = rows.settings, rows.length + offset
+    token = sampling.sample(logits, settings, at, noise, text, placed)
+    return drafted.at[:, offset].set(token), logits
 
   def observe(self, state: Any, rows: state_lib.DecodeState) -> Any:
     """Rewinds the cache to all but the two newest inputs, which `propose` feeds."""

@@ -14,6 +14,16 @@ has frequency 1 and is often wrong.
 
 The choice depends only on what is known before a token is drawn, so each position has
 one draft distribution: that of the learned draft, or one-hot at the cache's token.
+
+The accuracies also say how much to draft. A drafted token survives if it and all before
+it are right, so its survival is the product of their accuracies. Drafting goes on while
+the next token is expected to be worth its price:
+
+    accuracy            .95    .9    .5   .8      of the tokens named so far
+    survival            .95   .86   .43  .34
+    price of the next   .30   .30   .30  .30      three are drafted: .34 * mean < .30
+
+The cache alone, without a learned draft, is drafted from in the same way.
 """
 
 import dataclasses
@@ -25,7 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import drafters, ngrams
+from osd_jax.decoding import drafters, ngrams, sampling
+from osd_jax.decoding import state as state_lib
 
 # Edges between bins of the learned draft's top probability. Most of a good draft's
 # tokens are nearly certain, and there the cache must be very good to be better.
@@ -34,10 +45,12 @@ _MAX_TOTAL, _SHARES = 3, 4
 _DRAFT_BINS = len(_EDGES) + 1
 _CACHE_BINS = len(ngrams.ORDERS) * _MAX_TOTAL * _SHARES
 BINS = _DRAFT_BINS + _CACHE_BINS
+_ANY = BINS  # all situations together: the token of the source that would propose
+_NONE = BINS + 1  # a source names no token
 
 _DECAY = 0.995  # of a situation's counts at each new score, so that they follow shifts
 _PRIOR = 4.0  # scores that the first estimates count for
-_CACHE_PRIOR = 0.3
+_CACHE_PRIOR, _ANY_PRIOR = 0.3, 0.7
 
 
 @flax.struct.dataclass
@@ -47,8 +60,9 @@ class Mixture:
   Attributes:
     draft: prepared parameters of the learned draft; None in the drafter's memory.
     table: the n-gram cache.
-    right: [BINS] float32, how often the named token was emitted.
-    scored: [BINS] float32, how often a token was named; both decay.
+    right: [BINS + 1] float32, how often the named token was emitted; the last entry
+      is for whichever source would have proposed.
+    scored: [BINS + 1] float32, how often a token was named; both decay.
   """
 
   draft: Any
@@ -68,7 +82,7 @@ class State:
     draft: state of the learned draft.
     text: prompts and outputs.
     named: [B, T, 2] int32; the tokens named after each input, the draft's first.
-    bins: [B, T, 2] int32; in which situation; BINS if none was named.
+    bins: [B, T, 2] int32; in which situation; BINS + 1 if none was named.
     length: [B] int32; inputs so far. Callers rewind only this one.
   """
 
@@ -81,7 +95,9 @@ class State:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedDraft(drafters.ModelDrafter):
-  """A draft model mixed with the n-gram cache.
+  """A draft model mixed with the n-gram cache, or the cache alone.
+
+  The cache is alone if the draft model is the cache, see `ngrams.build`.
 
   Attributes:
     target: the model it drafts for.
@@ -99,10 +115,12 @@ class MixedDraft(drafters.ModelDrafter):
     cache_length: int,
   ) -> State:
     """Prefills both sources; see `Drafter.init`."""
-    draft = super().init(params.draft, source, target_states, cache_length)
+    draft = None
+    if self.is_learned:
+      draft = super().init(params.draft, source, target_states, cache_length)
     text = ngrams.start(self.target, source, self.model.mask(source), cache_length)
     shape = (source.shape[0], cache_length, 2)
-    named, bins = jnp.zeros(shape, jnp.int32), jnp.full(shape, BINS, jnp.int32)
+    named, bins = jnp.zeros(shape, jnp.int32), jnp.full(shape, _NONE, jnp.int32)
     return State(draft, text, named, bins, text.length)
 
   def decode(
@@ -110,15 +128,21 @@ class MixedDraft(drafters.ModelDrafter):
   ) -> tuple[jax.Array, State]:
     """Feeds both sources; the logits are those of the one that proposes."""
     length = state.length
-    logits, draft = self.model.decode(
-      params.draft, tokens, state.draft.replace(length=length)
-    )
     vote, text = ngrams.advance(params.table, tokens, state.text.replace(length=length))
-    named = jnp.stack([_arg_max(logits), vote.token], axis=-1)
-    bins = jnp.stack([_draft_bin(logits), _cache_bin(vote)], axis=-1)
-    accuracy = (params.right / params.scored).at[bins].get(mode="fill", fill_value=-1.0)
+    # Where nothing matches, the cache alone repeats the last token.
+    token = jnp.where(vote.order > 0, vote.token, tokens)
+    one_hot = ngrams.one_hot(token, self.target.vocab_size)
+    logits, draft = one_hot, None
+    named, bins = token, jnp.full(token.shape, _NONE, jnp.int32)
+    if self.is_learned:
+      logits, draft = self.model.decode(
+        params.draft, tokens, state.draft.replace(length=length)
+      )
+      named, bins = _arg_max(logits), _draft_bin(logits)
+    named = jnp.stack([named, token], axis=-1)
+    bins = jnp.stack([bins, _cache_bin(vote)], axis=-1)
+    accuracy = _accuracy(params, bins)
     by_cache = accuracy[..., 1] > accuracy[..., 0]
-    one_hot = ngrams.one_hot(vote.token, logits.shape[-1])
     state = State(
       draft=draft,
       text=text,
@@ -128,17 +152,76 @@ class MixedDraft(drafters.ModelDrafter):
     )
     return jnp.where(by_cache[..., None], one_hot, logits), state
 
+  @property
+  def is_learned(self) -> bool:
+    """Whether there is a draft model besides the cache."""
+    return self.model.absorb is None
+
+  def propose(
+    self,
+    params: Any,
+    state: State,
+    rows: state_lib.DecodeState,
+    num_draft_tokens: int,
+    noise: sampling.Purpose,
+    prices: jax.Array | None = None,
+  ) -> tuple[base.Proposal, Any]:
+    """Drafts while the next token is worth its price; see `Drafter.propose`."""
+    if prices is None:
+      return super().propose(params, state, rows, num_draft_tokens, noise)
+    drafted, logits, state = self.first(params, state, rows, num_draft_tokens, noise)
+    survival = self._survival(params, state)
+    shape = (*drafted.shape, logits.shape[-1])
+    all_logits = jnp.zeros(shape, logits.dtype).at[:, 0].set(logits)
+    is_proposed = jnp.zeros(drafted.shape, bool)
+    is_proposed = is_proposed.at[:, 0].set(_is_proposed(survival, prices[0]))
+    running = rows.stop_reason == base.StopReason.RUNNING
+    running = running & rows.settings.speculative
+    mean = params.right[_ANY] / params.scored[_ANY]
+
+    def continues(carry):
+      offset, survival = carry[:2]
+      # A step drafts for all rows, so together they must be worth it.
+      worth = jnp.sum(jnp.where(running, survival, 0.0)) * mean
+      return (offset < num_draft_tokens) & (worth >= prices.at[offset].get(mode="clip"))
+
+    def step(carry):
+      offset, survival, drafted, all_logits, is_proposed, state = carry
+      drafted, logits, state = self.next(params, state, rows, drafted, offset, noise)
+      survival = survival * self._survival(params, state)
+      passes = _is_proposed(survival, prices[offset])
+      is_proposed = is_proposed.at[:, offset].set(passes)
+      all_logits = all_logits.at[:, offset].set(logits)
+      return offset + 1, survival, drafted, all_logits, is_proposed, state
+
+    carry = (jnp.int32(1), survival, drafted, all_logits, is_proposed, state)
+    _, _, drafted, all_logits, is_proposed, state = jax.lax.while_loop(
+      continues, step, carry
+    )
+    # Survival only falls, so what is proposed is a prefix.
+    lengths = jnp.sum(is_proposed, axis=1, dtype=jnp.int32)
+    return base.Proposal(jnp.maximum(drafted, 0), all_logits, lengths), state
+
+  def _survival(self, params: Any, state: State) -> jax.Array:
+    """Probability [B] that the token named last is right; 0 if none was named."""
+    at = (state.length - 1)[:, None, None]
+    bins = jnp.take_along_axis(state.bins, at, axis=1)[:, 0]
+    return jnp.max(jnp.maximum(_accuracy(params, bins), 0.0), axis=-1)
+
   def memory(self) -> Mixture:
     """An empty cache, and scores that believe the learned draft."""
     edges = np.concatenate([[0.0], _EDGES, [1.0]])
     right = np.concatenate(
-      [(edges[1:] + edges[:-1]) / 2, np.full(_CACHE_BINS, _CACHE_PRIOR)]
+      [(edges[1:] + edges[:-1]) / 2, np.full(_CACHE_BINS, _CACHE_PRIOR), [_ANY_PRIOR]]
     )
+    size = self.size
+    if not self.is_learned:
+      size = jax.eval_shape(self.model.init, jax.random.key(0)).ring.shape[0]
     return Mixture(
       draft=None,
-      table=ngrams.empty(self.size),
+      table=ngrams.empty(size),
       right=jnp.asarray(right * _PRIOR, jnp.float32),
-      scored=jnp.full((BINS,), _PRIOR, jnp.float32),
+      scored=jnp.full((BINS + 1,), _PRIOR, jnp.float32),
     )
 
   def with_memory(self, prepared: base.Params, memory: Any) -> Mixture:
@@ -160,9 +243,15 @@ class MixedDraft(drafters.ModelDrafter):
     count = emitted.shape[0]
     # Entry i was named for `emitted[i]`, once inputs 0..i had been fed.
     is_scored = jnp.arange(count) < jnp.minimum(length, state.length[0])
-    bins = jnp.where(is_scored[:, None], state.bins[0, :count], BINS)
-    right = (state.named[0, :count] == emitted[:, None]).astype(jnp.float32)
-    zeros = jnp.zeros((BINS,), jnp.float32)
+    bins = jnp.where(is_scored[:, None], state.bins[0, :count], _NONE)
+    right = state.named[0, :count] == emitted[:, None]
+    # Which of the two would propose now; it was fixed when the draft was fed.
+    accuracy = _accuracy(memory, bins)
+    any_right = jnp.where(accuracy[:, 1] > accuracy[:, 0], right[:, 1], right[:, 0])
+    any_bin = jnp.where(is_scored & (jnp.max(accuracy, axis=-1) >= 0), _ANY, _NONE)
+    bins = jnp.concatenate([bins, any_bin[:, None]], axis=1)
+    right = jnp.concatenate([right, any_right[:, None]], axis=1).astype(jnp.float32)
+    zeros = jnp.zeros((BINS + 1,), jnp.float32)
     scored = zeros.at[bins].add(1.0, mode="drop")
     decay = _DECAY**scored
     return Mixture(
@@ -173,22 +262,33 @@ class MixedDraft(drafters.ModelDrafter):
     )
 
 
+def _accuracy(params: Any, bins: jax.Array) -> jax.Array:
+  """Accuracy of every situation; -1 where no token was named."""
+  found = (params.right / params.scored).at[bins].get(mode="fill", fill_value=-1.0)
+  return jnp.where(bins < BINS, found, -1.0)
+
+
+def _is_proposed(survival: jax.Array, price: jax.Array) -> jax.Array:
+  # Without a price the number of tokens is fixed, whatever they are.
+  return (survival > 0) | (price <= 0)
+
+
 def _arg_max(logits: jax.Array) -> jax.Array:
   return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _draft_bin(logits: jax.Array) -> jax.Array:
-  """Bin of the top probability [B, n]; BINS, which is never chosen, if it is NaN."""
+  """Bin of the top probability [B, n]; none if it is NaN."""
   largest = jnp.max(logits, axis=-1, keepdims=True)
   probability = 1 / jnp.sum(jnp.exp(logits - largest), axis=-1)
   index = jnp.sum(
     probability[..., None] >= _EDGES[None, None], axis=-1, dtype=jnp.int32
   )
-  return jnp.where(jnp.isfinite(probability), index, BINS)
+  return jnp.where(jnp.isfinite(probability), index, _NONE)
 
 
 def _cache_bin(vote: ngrams.Vote) -> jax.Array:
-  """Bin of a vote [B, n]; BINS if nothing matched."""
+  """Bin of a vote [B, n]; none if nothing matched."""
   order = jnp.sum(
     vote.order[..., None] > np.asarray(ngrams.ORDERS)[None, None], axis=-1
   )
@@ -196,7 +296,7 @@ def _cache_bin(vote: ngrams.Vote) -> jax.Array:
   # The share of the votes, rounded to thirds.
   share = (6 * vote.votes + vote.total) // jnp.maximum(2 * vote.total, 1)
   index = _DRAFT_BINS + (order * _MAX_TOTAL + total) * _SHARES + share
-  return jnp.where(vote.order > 0, index, BINS).astype(jnp.int32)
+  return jnp.where(vote.order > 0, index, _NONE).astype(jnp.int32)
 
 
 def _write(stored: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:

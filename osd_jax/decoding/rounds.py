@@ -11,6 +11,7 @@ K = 0 is plain decoding: the same round with an empty proposal.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,9 @@ class DecodeSpec:
     record_top_k: k, entries kept of every target distribution; 0 records nothing.
     rule: acceptance rule, a key of `accept.RULES` or a rule of your own.
     partitioner: a `sharding.Partitioner`; None for one device.
+    widths: numbers of drafted tokens that a verification may have, ascending to K. Each
+      round drafts as many tokens as are worth their price, and takes the smallest width
+      that holds them. () drafts K tokens in every round.
   """
 
   target: base.Model
@@ -51,6 +55,7 @@ class DecodeSpec:
   record_top_k: int = 0
   rule: str | accept_lib.Rule = "rejection"
   partitioner: Any = None
+  widths: tuple[int, ...] = ()
 
   @classmethod
   def of(
@@ -59,6 +64,7 @@ class DecodeSpec:
     draft: base.Model | None = None,
     partitioner: Any = None,
     cache_tokens: int = 0,
+    widths: tuple[int, ...] = (),
     **settings: Any,
   ) -> "DecodeSpec":
     """Returns the spec of a pair of models.
@@ -69,6 +75,8 @@ class DecodeSpec:
       partitioner: a `sharding.Partitioner`; None for one device.
       cache_tokens: tokens of served answers in an n-gram cache that is mixed with a
         trained draft; 0 for no cache.
+      widths: numbers of drafted tokens, for drafters that can say what a token is
+        worth; others ignore it.
       settings: the other fields.
     """
     drafter = None
@@ -78,9 +86,12 @@ class DecodeSpec:
         partitioner is not None and not draft.frozen and partitioner.is_whole(draft)
       )
       drafter = drafters.ModelDrafter(draft, whole)
-      if cache_tokens and draft.absorb is None:
+      if cache_tokens or draft.absorb is not None:
         drafter = mixed.MixedDraft(draft, whole, target=target, size=cache_tokens)
-    return cls(target, drafter, partitioner=partitioner, **settings)
+    # On a mesh a loop that ends by the rows' survival would need communication.
+    if not isinstance(drafter, mixed.MixedDraft) or partitioner is not None:
+      widths = ()
+    return cls(target, drafter, partitioner=partitioner, widths=widths, **settings)
 
   @property
   def draft(self) -> base.Model | None:
@@ -141,6 +152,7 @@ def run_rounds(
   draft_served: base.Params,
   max_rounds: jax.Array,
   state: state_lib.DecodeState,
+  prices: jax.Array | None = None,
 ) -> state_lib.DecodeState:
   """Runs rounds until any running row stops or `max_rounds` have passed.
 
@@ -149,11 +161,12 @@ def run_rounds(
 
   Args:
     spec: static description of decoding, the same in all calls.
-    num_draft_tokens: K in 0..8 (static); 0 decodes plainly.
+    num_draft_tokens: K in 0..16 (static); 0 decodes plainly.
     target_served: prepared parameters of the target.
     draft_served: prepared parameters of the draft; not read if K is 0.
     max_rounds: [] int32, an array so that changing it compiles nothing.
     state: rows in flight; stopped and empty rows stay unchanged.
+    prices: [K] float32, see `Drafter.propose`; only if `spec.widths` is not empty.
 
   Returns:
     The rows after the last round.
@@ -173,7 +186,9 @@ def run_rounds(
 
   def body(carry):
     done, state = carry
-    state = one_round(spec, num_draft_tokens, target_served, draft_served, state)
+    state = one_round(
+      spec, num_draft_tokens, target_served, draft_served, state, prices
+    )
     return done + 1, state
 
   _, state = jax.lax.while_loop(continues, body, (jnp.int32(0), state))
@@ -188,6 +203,7 @@ def one_round(
   target_served: base.Params,
   draft_served: base.Params,
   state: state_lib.DecodeState,
+  prices: jax.Array | None = None,
 ) -> state_lib.DecodeState:
   """Runs one round of algorithm 1, lines 4 to 14; stopped rows do not change."""
   drafter, draft_cache = spec.drafter, state.draft_cache
@@ -198,18 +214,21 @@ def one_round(
     if rule.noise_per_round:
       seed = accept_lib.round_seed(settings.seed, state.length)
       settings = settings.replace(seed=seed)
-    proposal, draft_cache = drafter.propose(
-      draft_served,
-      draft_cache,
-      state.replace(settings=settings),
-      num_draft_tokens,
-      rule.draft_noise,
-    )
+    rows, noise = state.replace(settings=settings), rule.draft_noise
+    arguments = (draft_served, draft_cache, rows, num_draft_tokens, noise)
+    if prices is not None:
+      arguments = (*arguments, prices)
+    proposal, draft_cache = drafter.propose(*arguments)
     proposal = proposal.only_where(state.settings.speculative)
   else:
     proposal = _empty_proposal(spec.target, state)
   verification, target_cache = verify(
-    spec.target, target_served, state.target_cache, state.last_token, proposal
+    spec.target,
+    target_served,
+    state.target_cache,
+    state.last_token,
+    proposal,
+    spec.widths if drafter is not None else (),
   )
   # `state.length` is still that of the round's start: the draws of a token depend on
   # its absolute position.
@@ -232,6 +251,7 @@ def verify(
   cache: Any,
   last_token: jax.Array,
   proposal: base.Proposal,
+  widths: tuple[int, ...] = (),
 ) -> tuple[base.Verification, Any]:
   """Scores last_token and the K drafted tokens in one call (algorithm 1, "verify").
 
@@ -241,13 +261,27 @@ def verify(
     cache: its cache, of length c per row.
     last_token: [B] int32, emitted but not yet fed.
     proposal: K drafted tokens per row.
+    widths: numbers of drafted tokens, ascending to K (static); the smallest that holds
+      every row's proposal is scored. () scores K.
 
   Returns:
-    K + 1 rows of target logits, row i judging the i-th token of this round, and
-    the cache of length c + K + 1.
+    K + 1 rows of target logits, row i judging the i-th token of this round (zeros after
+    the scored ones), and the cache, into which they have been written.
   """
   tokens = jnp.concatenate([last_token[:, None], proposal.tokens], axis=1)
-  logits, cache = target.decode(served, tokens, cache)
+  count = tokens.shape[1]
+
+  def scored(width, cache):
+    logits, cache = target.decode(served, tokens[:, : width + 1], cache)
+    missing = count - logits.shape[1]
+    return jnp.pad(logits, ((0, 0), (0, missing), (0, 0))), cache
+
+  if proposal.lengths is None or len(widths) < 2:
+    logits, cache = scored(count - 1, cache)
+    return base.Verification(logits), cache
+  branches = [functools.partial(scored, width) for width in widths]
+  is_longer = jnp.max(proposal.lengths) > jnp.asarray(widths)
+  logits, cache = jax.lax.switch(jnp.sum(is_longer), branches, cache)
   return base.Verification(logits), cache
 
 

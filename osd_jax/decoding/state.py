@@ -11,7 +11,7 @@ from osd_jax import base, native
 from osd_jax import cache as cache_lib
 from osd_jax.decoding import records
 
-MAX_DRAFT_TOKENS = 8  # every buffer leaves room for one round of the largest K
+MAX_DRAFT_TOKENS = 16  # every buffer leaves room for one round of the largest K
 
 
 @flax.struct.dataclass

@@ -10,6 +10,13 @@
 
 A fixed K is a controller with one candidate: it needs no costs and always returns it.
 
+Some drafters know the probability that a token survives, and stop by themselves (see
+`decoding.mixed`). Then the controller has two candidates, plain decoding and drafting.
+It tells the drafter what each further token costs, in tokens that could be emitted in
+that time:
+
+    price of the i-th token = (round of i + 1 tokens - round of i tokens) / ms per token
+
 The choice is a pure function of the decoded tokens and of a table of costs, so a run
 with the same table repeats. Outputs do not depend on K: greedy and coupled outputs are
 the same tokens, sampled outputs of the rejection and block rules have the same law.
@@ -18,7 +25,9 @@ the same tokens, sampled outputs of the rejection and block rules have the same 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from osd_jax.costs.table import RoundCosts, expected_tokens
 from osd_jax.engine.requests import DecodingConfig
@@ -33,6 +42,8 @@ START = 0.8  # acceptance assumed at the start: high, because drafting corrects 
 DOUBT = 1.0  # standard errors granted to the draft before it is given up
 CALL_SHARE = 0.005  # share of a call's time that its fixed cost may take
 DEBT = 512  # plain steps after which any loss of drafting is forgiven
+LENGTH_MEMORY = 64.0  # rounds over which the number of drafted tokens is averaged
+LEAST_PRICE = 1e-6  # a price of 0 would ask for the token in any case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +62,7 @@ class ControllerState:
     num_draft_tokens: K of the next call.
     probing: whether that call is a probe.
     undrafted: rows whose requests must not draft.
+    drafted: running mean of the tokens that a round drafts, if the drafter decides.
   """
 
   accepted: tuple[float, ...]
@@ -63,6 +75,7 @@ class ControllerState:
   num_draft_tokens: int = 0
   probing: bool = False
   undrafted: tuple[int, ...] = ()
+  drafted: float = 3.0
 
   def __post_init__(self):
     # JSON has no tuples.
@@ -90,6 +103,20 @@ class Call:
   catch_up_ms: float = 0.0
 
 
+class Choice(NamedTuple):
+  """How the next call drafts.
+
+  Attributes:
+    num_draft_tokens: K.
+    max_rounds: number of rounds; None: no limit.
+    prices: [K] float32, see `Drafter.propose`; None: every round drafts K tokens.
+  """
+
+  num_draft_tokens: int
+  max_rounds: int | None = None
+  prices: np.ndarray | None = None
+
+
 class Controller:
   """Chooses K before every call of an engine.
 
@@ -99,11 +126,19 @@ class Controller:
     state: state of the choice.
   """
 
-  def __init__(self, decoding: DecodingConfig, has_draft: bool):
-    """Reads the tables of the config, without measuring any."""
+  def __init__(
+    self, decoding: DecodingConfig, has_draft: bool, by_survival: bool = False
+  ):
+    """Reads the tables of the config, without measuring any.
+
+    Args:
+      decoding: rows, K and the tables.
+      has_draft: whether there is anything to draft with.
+      by_survival: whether the drafter decides in each round how much to draft.
+    """
     self.costs: dict[tuple[int, bool], RoundCosts] = {}
     self.candidates: tuple[int, ...] = (decoding.num_draft_tokens if has_draft else 0,)
-    self._rows = decoding.rows
+    self._rows, self._by_survival = decoding.rows, by_survival
     if has_draft and decoding.adaptive is not None:
       config = decoding.adaptive.up_to(decoding.num_draft_tokens)
       self.candidates = config.candidates
@@ -113,7 +148,7 @@ class Controller:
 
   def reset(self) -> None:
     """Forgets acceptance, but not costs."""
-    self.state = initial(self.candidates, self._rows)
+    self.state = initial(self._choices, self._rows)
     self._spent_ms = 0.0  # on the draft since the last call
     # No row of the call may draft, which says nothing about the draft.
     self._is_mute = False
@@ -122,6 +157,13 @@ class Controller:
   def is_fixed(self) -> bool:
     """Whether K is the same in every call."""
     return len(self.candidates) == 1
+
+  @property
+  def _choices(self) -> tuple[int, ...]:
+    """The Ks that `choose` returns."""
+    if self._by_survival:
+      return (0, self.candidates[-1])
+    return self.candidates
 
   @property
   def is_drafting(self) -> bool:
@@ -141,8 +183,8 @@ class Controller:
     chunks: int,
     prefills: int,
     undrafted: Sequence[int] = (),
-  ) -> tuple[int, int | None]:
-    """Returns K of the next call, and its number of rounds (None: no limit).
+  ) -> Choice:
+    """Returns how the next call drafts.
 
     Args:
       bucket: source length of the rows.
@@ -153,25 +195,57 @@ class Controller:
       undrafted: those of the rows whose requests must not draft.
     """
     if self.is_fixed:
-      return self.candidates[0], None
+      return Choice(self.candidates[0])
     self.state = dataclasses.replace(self.state, undrafted=tuple(undrafted))
-    costs = self._table = self.costs[bucket, is_sampled]
+    self._table = self.costs[bucket, is_sampled]
+    costs = self._costs_at(self.state.drafted)
     self._is_mute = len(undrafted) == len(rows) and not self.candidates[0]
     if self._is_mute:
       plain = dataclasses.replace(self.state, num_draft_tokens=0, probing=False)
-      return 0, rounds(self.candidates, costs, plain)
+      return Choice(0, rounds(self._choices, costs, plain))
     missing_ms = chunks * costs.chunk_ms + prefills * costs.prefill_ms
-    self.state = choose(self.candidates, costs, self.state, rows, missing_ms)
-    if self.state.num_draft_tokens:
-      self._spent_ms += missing_ms
-    return self.state.num_draft_tokens, rounds(self.candidates, costs, self.state)
+    self.state = choose(self._choices, costs, self.state, rows, missing_ms)
+    max_rounds = rounds(self._choices, costs, self.state)
+    if not self.state.num_draft_tokens:
+      return Choice(0, max_rounds)
+    self._spent_ms += missing_ms
+    prices = None
+    if self._by_survival:
+      row_ms = min(token_ms(self._choices, costs, self.state, rows))
+      prices = self._prices(row_ms / len(rows))
+    return Choice(self.state.num_draft_tokens, max_rounds, prices)
 
   def observe(self, call: Call) -> None:
     """Updates the state after a call with the chosen K."""
     if not self.is_fixed and not self._is_mute:
       call = dataclasses.replace(call, catch_up_ms=self._spent_ms)
-      self.state = observe(self.candidates, self._table, self.state, call)
+      drafted, costs = self.state.drafted, self._costs_at(self.state.drafted)
+      if self._by_survival and self.state.num_draft_tokens and call.rounds:
+        # A round takes as long as its longest proposal.
+        longest = max(call.judged) / call.rounds
+        kept = (1 - 1 / LENGTH_MEMORY) ** call.rounds
+        drafted = kept * drafted + (1 - kept) * longest
+        costs = self._costs_at(longest)
+      state = observe(self._choices, costs, self.state, call)
+      self.state = dataclasses.replace(state, drafted=drafted)
     self._spent_ms = 0.0
+
+  def _costs_at(self, drafted: float) -> RoundCosts:
+    """The table; or its plain step and a round with this number of drafted tokens."""
+    table = self._table
+    if not self._by_survival:
+      return table
+    length = max(round(drafted), 1)
+    plain, ms = np.interp((0, length), self.candidates, table.round_ms).tolist()
+    return dataclasses.replace(
+      table, round_ms=(plain, ms), num_draft_tokens=(0, length)
+    )
+
+  def _prices(self, token_ms: float) -> np.ndarray:
+    """Prices of all drafted tokens, if a token takes this long to be emitted."""
+    lengths = np.arange(self.candidates[-1] + 1)
+    ms = np.interp(lengths, self.candidates, self._table.round_ms)
+    return np.maximum(np.diff(ms) / token_ms, LEAST_PRICE).astype(np.float32)
 
   def release(self, row: int, tokens: int) -> None:
     """Updates the state after a row's request ended with this many tokens."""
@@ -243,7 +317,8 @@ def token_ms(
   ]
   prefill = costs.prefill_ms * len(rows) * state.requests / state.tokens
   found = []
-  for num_draft_tokens, ms in zip(candidates, costs.round_ms, strict=True):
+  lengths = costs.num_draft_tokens or candidates
+  for num_draft_tokens, ms in zip(lengths, costs.round_ms, strict=True):
     tokens = sum(expected_tokens(rate, num_draft_tokens) for rate in rates)
     found.append(ms * len(rates) / tokens + (prefill if num_draft_tokens else 0.0))
   return found

@@ -28,7 +28,7 @@ from osd_jax import base
 from osd_jax.decoding import drafters
 from osd_jax.decoding import state as state_lib
 from osd_jax.engine import measurement, steps
-from osd_jax.engine.controller import Call, Controller
+from osd_jax.engine.controller import Call, Choice, Controller
 from osd_jax.engine.requests import (
   AdaptiveConfig,
   DecodingConfig,
@@ -170,7 +170,8 @@ class Engine:
       if draft.shortlist:
         self.shortlist = np.arange(draft.shortlist, dtype=np.int32)
       self.swap(draft_params, 0)
-    self._controller = Controller(config, has_draft=draft is not None)
+    widths = self.spec.widths
+    self._controller = Controller(config, draft is not None, by_survival=bool(widths))
     self._warm: set[int] = set()  # buckets whose calls are compiled and measured
     self._tables = measurement.RoundTables()
     self._waiting: deque[Request] = deque()
@@ -274,9 +275,14 @@ class Engine:
     if not rows:
       return []
     started = time.perf_counter()
-    num_draft_tokens, max_rounds = self._choose(rows)
+    chosen, max_rounds = self._choose(rows)
     self._state = steps.advance(
-      self.spec, num_draft_tokens, self.served, np.int32(max_rounds), self._state
+      self.spec,
+      chosen.num_draft_tokens,
+      self.served,
+      np.int32(max_rounds),
+      self._state,
+      chosen.prices,
     )
     ended = self._observe(rows)
     spent = (time.perf_counter() - started) * 1e3
@@ -498,22 +504,23 @@ class Engine:
 
   # --- One call -----------------------------------------------------------------------
 
-  def _choose(self, rows: list[tuple[int, Slot]]) -> tuple[int, int]:
-    """Chooses K and the largest number of rounds, and prepares an idle draft."""
+  def _choose(self, rows: list[tuple[int, Slot]]) -> tuple[Choice, int]:
+    """Chooses how much to draft and how many rounds, and prepares an idle draft."""
     chunks, prefills = self._missing(rows)
     is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     undrafted = [number for number, slot in rows if not slot.request.speculative]
     numbers = [number for number, _ in rows]
-    num_draft_tokens, max_rounds = self._controller.choose(
+    chosen = self._controller.choose(
       self._bucket, is_sampled, numbers, chunks, prefills, undrafted
     )
-    if num_draft_tokens and (chunks or prefills):
+    if chosen.num_draft_tokens and (chunks or prefills):
       self._prepare_draft(rows)
     is_short = self.expecting or any(slot.request.watch for _, slot in rows)
     # The shortest limit wins: a streamed text should not wait for the longest call that
     # the controller would choose.
-    limits = (self.config.max_rounds, max_rounds, WATCHED_ROUNDS if is_short else None)
-    return num_draft_tokens, min(limit for limit in limits if limit is not None)
+    watched = WATCHED_ROUNDS if is_short else None
+    limits = (self.config.max_rounds, chosen.max_rounds, watched)
+    return chosen, min(limit for limit in limits if limit is not None)
 
   def _missing(self, rows: list[tuple[int, Slot]]) -> tuple[int, int]:
     """Chunks and prefill calls that the draft needs before it can draft."""

@@ -56,7 +56,8 @@ def warm_up(
     state = steps.insert(spec, served, state, batch)
   for num_draft_tokens in candidates:
     # With 0 rounds the call compiles like any other and computes nothing.
-    state = steps.advance(spec, num_draft_tokens, served, np.int32(0), state)
+    largest, prices = steps.exactly(spec, num_draft_tokens)
+    state = steps.advance(spec, largest, served, np.int32(0), state, prices)
   if pauses:
     state = steps.catch_up(spec, served, state)
   return state
@@ -188,8 +189,9 @@ class _Rows:
     self._advance(self._candidates[-1], self.max_rounds)
 
   def _advance(self, num_draft_tokens: int, max_rounds: int) -> float:
-    arguments = (self._spec, num_draft_tokens, self._served, np.int32(max_rounds))
-    return self._timed(functools.partial(steps.advance, *arguments))
+    largest, prices = steps.exactly(self._spec, num_draft_tokens)
+    arguments = (self._spec, largest, self._served, np.int32(max_rounds))
+    return self._timed(lambda state: steps.advance(*arguments, state, prices))
 
   def _rewind(self, lag: int, temperature: float = 0.0) -> None:
     self.state = _rewound(self._spec, self.state, lag, temperature)

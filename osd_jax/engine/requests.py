@@ -19,17 +19,22 @@ from osd_jax.decoding.rounds import DecodeSpec
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveConfig(base.Config):
-  """K chosen between two calls, from measured costs and the running acceptance.
+  """K chosen from measured costs and the running acceptance.
+
+  K is chosen between two calls. With an n-gram cache the choice between two calls is
+  whether to draft at all, and every round drafts as many tokens as are worth it; see
+  `decoding.mixed`.
 
   Attributes:
     candidates: the Ks to choose from, including 0 (plain decoding); those above
-      `DecodingConfig.num_draft_tokens` are left out. One compilation each.
+      `DecodingConfig.num_draft_tokens` are left out. With an n-gram cache, the numbers
+      of tokens that a verification may have. One compilation each.
     costs: one table for each of `DecodingConfig.source_lengths`, for greedy and sampled
       rows alike. Without tables, both are measured before the first call. A run repeats
       exactly only with given tables.
   """
 
-  candidates: tuple[int, ...] = (0, 1, 3, 5, 7)
+  candidates: tuple[int, ...] = (0, 1, 3, 5, 7, 11, 16)
   costs: tuple[RoundCosts, ...] = ()
 
   def checks(self):
@@ -50,7 +55,12 @@ class AdaptiveConfig(base.Config):
     """Drops the candidates above K, and their costs."""
     kept = sum(k <= num_draft_tokens for k in self.candidates)
     costs = tuple(
-      dataclasses.replace(table, round_ms=table.round_ms[:kept]) for table in self.costs
+      dataclasses.replace(
+        table,
+        round_ms=table.round_ms[:kept],
+        num_draft_tokens=table.num_draft_tokens[:kept],
+      )
+      for table in self.costs
     )
     return dataclasses.replace(self, candidates=self.candidates[:kept], costs=costs)
 
@@ -64,7 +74,7 @@ class DecodingConfig(base.Config):
 
   Attributes:
     rows: B, requests in flight.
-    num_draft_tokens: K in 1..8; with `adaptive` the largest.
+    num_draft_tokens: K in 1..16; with `adaptive` the largest.
     acceptance_rule: a key of `accept.RULES`, or an `accept.Rule` of your own.
       "rejection" and "block" keep the target's distribution, and "block" accepts at
       least as many sampled tokens; with "coupling" sampled outputs, too, equal plain
@@ -117,6 +127,13 @@ class DecodingConfig(base.Config):
     """Returns the smallest of `source_lengths` that holds `count` prompt tokens."""
     return next(length for length in self.source_lengths if length >= count)
 
+  @property
+  def widths(self) -> tuple[int, ...]:
+    """See `DecodeSpec.widths`."""
+    if self.adaptive is None:
+      return ()
+    return self.adaptive.up_to(self.num_draft_tokens).candidates[1:]
+
   def spec(
     self, target: base.Model, draft: base.Model | None = None, partitioner: Any = None
   ) -> DecodeSpec:
@@ -126,6 +143,7 @@ class DecodingConfig(base.Config):
       draft,
       partitioner,
       cache_tokens=self.cache_tokens,
+      widths=self.widths,
       rows=self.rows,
       target_length=self.target_length,
       record_top_k=self.record_top_k,

@@ -244,11 +244,23 @@ def advance(
   served: Served,
   max_rounds: jax.Array,
   state: state_lib.DecodeState,
+  prices: jax.Array | None = None,
 ) -> state_lib.DecodeState:
   """Runs rounds (K = 0: plain steps) until a row finishes or `max_rounds` passed."""
   with spec.traced():
-    state = rounds.run_rounds(spec, num_draft_tokens, *served, max_rounds, state)
+    state = rounds.run_rounds(
+      spec, num_draft_tokens, *served, max_rounds, state, prices
+    )
   return spec.place(state)
+
+
+def exactly(spec: DecodeSpec, num_draft_tokens: int) -> tuple[int, np.ndarray | None]:
+  """Returns K and prices of a call whose rounds all draft this many tokens."""
+  if not num_draft_tokens or not spec.widths:
+    return num_draft_tokens, None
+  largest = spec.widths[-1]
+  wanted = np.arange(largest) < num_draft_tokens
+  return largest, np.where(wanted, 0.0, np.inf).astype(np.float32)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

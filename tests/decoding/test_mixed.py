@@ -11,8 +11,9 @@ from decoding import harness
 
 from osd_jax import base, testing
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import drafters, mixed, rounds
+from osd_jax.decoding import drafters, mixed, ngrams, rounds
 from osd_jax.decoding import state as state_lib
+from osd_jax.engine import steps
 
 VOCAB, K = 6, 3
 TARGET = testing.tabular_model(VOCAB)
@@ -20,20 +21,26 @@ PARAMS = testing.random_table(VOCAB, 1, sharpness=1.5)
 OTHER = testing.random_table(VOCAB, 2, sharpness=1.5)
 DRAFTER = mixed.MixedDraft(TARGET, target=TARGET, size=1 << 12)
 SOURCE = jnp.full((1, 1), 3, jnp.int32)  # tabular models ignore it
+WIDTHS = (1, 3, 7, 16)
+CHEAP, FAIR, DEAR = (np.full(16, price, np.float32) for price in (1e-6, 0.3, 3.0))
 RUN = jax.jit(rounds.run_rounds, static_argnums=(0, 1))
 ABSORB = jax.jit(lambda *args: DRAFTER.absorb(*args))
 
 
-def decoded(served, settings, length, rule="rejection", k=K):
-  """The final state of rows that the mixture drafts for."""
-  spec = rounds.DecodeSpec(TARGET, DRAFTER, rule=rule)
+def decoded(
+  served, settings, length, rule="rejection", k=K, prices=None, drafter=DRAFTER
+):
+  """The final state of rows that the mixture drafts for, in blocks of K or by price."""
+  widths = () if prices is None else WIDTHS
+  k = k if prices is None else WIDTHS[-1]
+  spec = rounds.DecodeSpec(TARGET, drafter, rule=rule, widths=widths)
   source = jnp.tile(SOURCE, (settings.seed.shape[0], 1))
   target = jnp.asarray(PARAMS)
   state = harness.start(TARGET, target, source, source > 0, settings, length)
   size = state_lib.buffer_length(length)
-  state = state.replace(draft_cache=DRAFTER.init(served, source, None, size))
+  state = state.replace(draft_cache=drafter.init(served, source, None, size))
   while True:
-    state = RUN(spec, k, target, served, jnp.int32(harness.MANY), state)
+    state = RUN(spec, k, target, served, jnp.int32(harness.MANY), state, prices)
     if not (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
       return state
 
@@ -55,7 +62,7 @@ def served_with(draft, answers=0, length=40, preferred=None):
     final = decoded(DRAFTER.with_memory(draft, memory), settings, length)
     memory = absorbed(memory, final)
   if preferred is not None:
-    of_cache = np.arange(mixed.BINS) >= mixed._DRAFT_BINS
+    of_cache = np.arange(mixed.BINS + 1) >= mixed._DRAFT_BINS
     right = of_cache if preferred == "cache" else ~of_cache
     memory = memory.replace(right=memory.scored * right)
   return DRAFTER.with_memory(draft, memory)
@@ -122,6 +129,142 @@ def test_wrong_draft_distribution_fails_the_chi_square_test(rule):
   law = oracles.joint_law(PARAMS, length, temperature=1.0)
   counts = oracles.joint_counts(np.asarray(state.tokens[:, :length]), VOCAB)
   assert oracles.chi_square(counts, law) < 1e-7
+
+
+# --- As many tokens as are worth their price ----------------------------------------
+
+
+@pytest.mark.parametrize("rule", accept_lib.RULES)
+@pytest.mark.parametrize("prices", [CHEAP, FAIR, DEAR], ids=["cheap", "fair", "dear"])
+def test_greedy_output_does_not_depend_on_prices(rule, prices):
+  settings = harness.settings_of(4, max_length=40)
+  for draft in (PARAMS, OTHER):
+    found = decoded(served_with(draft, 2), settings, 40, rule, prices=prices)
+    assert harness.outputs(found) == plain(40, rule)
+
+
+def test_coupled_output_does_not_depend_on_prices():
+  settings = harness.settings_of(4, max_length=40, temperature=1.0)
+  found = decoded(served_with(OTHER, 2), settings, 40, "coupling", prices=FAIR)
+  assert harness.outputs(found) == plain(40, "coupling", 1.0)
+
+
+def counts_by_price(drafter, prices):
+  rows, length = 40_000, 3
+  settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
+  served = served_with(OTHER, 3)
+  final = decoded(served, settings, length, prices=prices, drafter=drafter)
+  return oracles.joint_counts(np.asarray(final.tokens[:, :length]), VOCAB)
+
+
+# One row with a price of .3 and a thousand rows with one of 300 stop alike.
+@pytest.mark.parametrize("price", [1e-6, 20_000.0])
+def test_sampled_output_has_the_law_of_the_target_whatever_the_lengths(price):
+  law = oracles.joint_law(PARAMS, 3, temperature=1.0)
+  counts = counts_by_price(DRAFTER, np.full(16, price, np.float32))
+  assert oracles.chi_square(counts, law) > 1e-7
+
+
+def test_lengths_that_depend_on_the_drawn_token_fail_the_chi_square_test():
+  """Control: a row takes its proposal back after it has seen the token."""
+
+  class Choosy(mixed.MixedDraft):
+    def propose(self, *args):
+      proposal, state = super().propose(*args)
+      liked = jnp.cumprod(proposal.tokens < VOCAB // 2, axis=1).sum(axis=1)
+      return proposal.replace(lengths=jnp.minimum(proposal.lengths, liked)), state
+
+  law = oracles.joint_law(PARAMS, 3, temperature=1.0)
+  counts = counts_by_price(Choosy(TARGET, target=TARGET, size=1 << 12), CHEAP)
+  assert oracles.chi_square(counts, law) < 1e-7
+
+
+def test_dearer_tokens_are_drafted_less():
+  settings = harness.settings_of(1, max_length=40)
+  served = served_with(OTHER, 2)
+  drafted = [
+    int(decoded(served, settings, 40, prices=prices).counters.drafted[0])
+    / int(decoded(served, settings, 40, prices=prices).counters.rounds[0])
+    for prices in (CHEAP, FAIR, DEAR)
+  ]
+  assert drafted[0] > drafted[1] > drafted[2] and drafted[2] <= 1
+
+
+def test_rows_together_pay_for_a_step():
+  """Four rows draft on where one would not."""
+  served = served_with(OTHER, 2)
+  judged = []
+  for rows in (1, 4):
+    settings = harness.settings_of(rows, max_length=40)
+    counters = decoded(served, settings, 40, prices=0.7 + 0 * FAIR).counters
+    judged.append(int(counters.drafted[0]) / int(counters.rounds[0]))
+  assert judged[1] > judged[0]
+
+
+def test_survival_is_the_product_of_accuracies():
+  """Tokens of accuracy .8: .8 ** 3 is worth .6 * mean, .8 ** 4 is not."""
+  served = served_with(PARAMS)
+  served = served.replace(right=0.8 * served.scored)
+  settings = harness.settings_of(1, max_length=40)
+  prices = np.full(16, 0.8 * (0.8**3 + 0.8**4) / 2, np.float32)
+  counters = decoded(served, settings, 40, prices=prices).counters
+  assert int(counters.rounds[0]) == 40 // 5  # four drafted, all right, and one more
+
+
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_free_tokens_are_drafted_and_priceless_ones_are_not(k):
+  """The timed calls of a cost table: exactly K tokens in every round."""
+  spec = rounds.DecodeSpec(TARGET, DRAFTER, widths=WIDTHS)
+  largest, prices = steps.exactly(spec, k)
+  settings = harness.settings_of(1, max_length=40)
+  served = served_with(PARAMS)  # all are right, so that each is judged
+  counters = decoded(served, settings, 40, prices=prices).counters
+  assert largest == 16
+  assert int(counters.rounds[0]) == -(-40 // (k + 1))
+
+
+def test_cache_alone_drafts_nothing_where_nothing_matches():
+  model = ngrams.build(TARGET, 1 << 12)
+  alone = mixed.MixedDraft(model, target=TARGET, size=0)
+  settings = harness.settings_of(1, max_length=40)
+  memory = alone.memory()
+  cold = decoded(
+    alone.with_memory(None, memory), settings, 40, prices=CHEAP, drafter=alone
+  )
+  assert harness.outputs(cold) == plain(40)[:1]
+  tokens = np.asarray(cold.tokens[0, :40])
+  first_repeat = next(n for n in range(1, 40) if tokens[n] in tokens[:n])
+  counters = cold.counters
+  assert 0 < int(counters.drafted[0]) < int(counters.rounds[0]) * 16
+  assert int(counters.rounds[0]) > first_repeat  # one token a round until then
+  one = jax.tree.map(lambda leaf: leaf[:1], cold.draft_cache)
+  memory = alone.absorb(memory, one, SOURCE, cold.tokens[0], cold.length[0])
+  served = alone.with_memory(None, memory)
+  warm = decoded(served, settings, 40, prices=CHEAP, drafter=alone)
+  assert harness.outputs(warm) == plain(40)[:1]
+  assert int(warm.counters.rounds[0]) < int(counters.rounds[0])
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (2, 1), (3, 0), (7, 7), (4, 16)])
+def test_verification_scores_the_smallest_width_that_holds_all_proposals(lengths):
+  target = jnp.asarray(PARAMS)
+  source, mask = harness.no_sources(2)
+  cache = TARGET.prefill(target, source, mask, 40)
+  tokens = jnp.asarray(
+    np.random.default_rng(0).integers(VOCAB, size=(2, 16)), jnp.int32
+  )
+  last = jnp.asarray([1, 2], jnp.int32)
+  cut = base.Proposal(tokens, None, jnp.asarray(lengths, jnp.int32))
+  found, _ = rounds.verify(TARGET, target, cache, last, cut, (1, 3, 7, 16))
+  whole, _ = rounds.verify(TARGET, target, cache, last, base.Proposal(tokens, None))
+  width = next(width for width in (1, 3, 7, 16) if width >= max(lengths))
+  np.testing.assert_array_equal(
+    found.logits[:, : width + 1], whole.logits[:, : width + 1]
+  )
+  assert not np.asarray(found.logits[:, width + 1 :]).any()
+
+
+# --- Scores -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])

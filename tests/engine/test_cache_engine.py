@@ -1,6 +1,7 @@
 """An engine that mixes its draft with the n-gram cache of its answers."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -13,6 +14,9 @@ from osd_jax.decoding import ngrams
 from osd_jax.engine import engine
 
 SIZE = 1 << 12
+needs_devices = pytest.mark.skipif(
+  len(jax.devices()) < 4, reason="conftest.py fakes four devices"
+)
 
 
 def cached(kind="far", rows=2, partitioner=None, **changes):
@@ -41,7 +45,81 @@ def test_greedy_outputs_equal_the_targets_and_cost_fewer_calls_each_time(kind):
   assert spent[-1] <= spent[0]
 
 
-@pytest.mark.skipif(len(jax.devices()) < 4, reason="conftest.py fakes four devices")
+COSTS = table.RoundCosts(tuple(1.0 + 0.1 * k for k in (0, 1, 3, 7, 16)))
+
+
+def by_worth(rows=2, kind="far", **changes):
+  """An engine whose rounds draft as many tokens as are worth it."""
+  adaptive = engine.AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(COSTS, COSTS))
+  return cached(kind, rows, num_draft_tokens=16, adaptive=adaptive, **changes)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["close", "far"])
+def test_greedy_outputs_equal_the_targets_however_much_is_drafted(rows, kind):
+  decoder, spent = by_worth(rows, kind), []
+  assert decoder.spec.widths == (1, 3, 7, 16)
+  for _ in range(4):
+    found = decoder.run(cases.greedy_requests())
+    assert cases.texts(found) == cases.expected()
+    spent.append(calls(found))
+  assert spent[-1] < 0.6 * spent[0]
+
+
+def test_coupled_outputs_do_not_depend_on_how_much_is_drafted():
+  sampled = [
+    dataclasses.replace(
+      request, sampling=engine.SamplingConfig(temperature=1.0, seed=request.tag)
+    )
+    for request in cases.greedy_requests()
+  ]
+  plain = engine.Engine(
+    cases.config_of(2, acceptance_rule="coupling"), cases.TARGET, cases.target_params()
+  )
+  expected = cases.texts(plain.run(sampled))
+  for decoder in (
+    by_worth(acceptance_rule="coupling"),
+    by_worth(1, "close", acceptance_rule="coupling"),
+  ):
+    for _ in range(2):
+      assert cases.texts(decoder.run(sampled)) == expected
+
+
+def test_drafting_by_worth_continues_from_a_checkpoint():
+  one, other = by_worth(), by_worth()
+  one.run(cases.greedy_requests())
+  arrays, host = jax.tree.map(np.asarray, one.state()[0]), one.state()[1]
+  other.restore(
+    jax.tree.map(jax.numpy.asarray, arrays),
+    json.loads(json.dumps(host)),
+    lambda tag: None,
+    cases.draft_params("far"),
+  )
+  ours, theirs = (x.run(cases.greedy_requests(seed=1)) for x in (one, other))
+  figures = [[(d.target_calls, d.drafted) for d in found] for found in (ours, theirs)]
+  assert figures[0] == figures[1]
+  assert one.state()[1]["controller"] == other.state()[1]["controller"]
+
+
+def test_drafting_by_worth_compiles_two_kinds_of_calls():
+  """Plain steps and rounds of any length, with whatever prices."""
+  decoder = by_worth()
+  decoder.warm_up()
+  counted = engine.steps.advance._cache_size()
+  for seed in (0, 1):
+    decoder.run(cases.greedy_requests(seed=seed))
+  assert engine.steps.advance._cache_size() == counted
+
+
+@needs_devices
+def test_mesh_drafts_blocks_of_a_chosen_k():
+  mesh = sharding.make(sharding.PartitionConfig(2, 1))
+  decoder = by_worth(partitioner=mesh)
+  assert decoder.spec.widths == ()
+  assert cases.texts(decoder.run(cases.greedy_requests())) == cases.expected()
+
+
+@needs_devices
 @pytest.mark.parametrize(("data", "model"), [(2, 1), (1, 2), (2, 2)])
 def test_mesh_gives_the_outputs_and_the_memory_of_one_device(data, model):
   alone, spread = (

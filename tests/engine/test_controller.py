@@ -11,8 +11,8 @@ from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import drafters
 from osd_jax.engine import controller, requests
 
-CONFIG = requests.AdaptiveConfig()
-KS = CONFIG.candidates
+KS = (0, 1, 3, 5, 7)
+CONFIG = requests.AdaptiveConfig(KS)
 LENGTH, TOKENS = 64, 4000
 QUICK = hypothesis.settings(
   max_examples=60, deadline=None, derandomize=True, database=None
@@ -374,7 +374,7 @@ def test_k_is_a_candidate_and_state_is_finite_after_any_calls(calls, name):
     ("candidates", (1, 3)),
     ("candidates", (0, 3, 1)),
     ("candidates", (0, 3, 3)),
-    ("candidates", (0, 9)),
+    ("candidates", (0, 17)),
     ("costs", (RoundCosts((1.0, 2.0)),)),
   ],
 )
@@ -402,3 +402,85 @@ def test_up_to_drops_larger_candidates_and_their_costs():
   cut = dataclasses.replace(CONFIG, costs=(TABLES["tiny draft"],)).up_to(4)
   assert cut.candidates == (0, 1, 3)
   assert cut.costs[0].round_ms == TABLES["tiny draft"].round_ms[:3]
+
+
+# --- Drafters that stop by themselves -----------------------------------------------
+
+LARGER = requests.AdaptiveConfig().candidates
+LINEAR = RoundCosts(tuple(2.0 + 0.25 * k for k in LARGER), chunk_ms=0.2, prefill_ms=0.5)
+
+
+def stopping(costs=LINEAR, rows=1):
+  """A controller of a drafter that decides in every round how much to draft."""
+  config = requests.DecodingConfig(
+    rows=rows,
+    num_draft_tokens=16,
+    source_lengths=(8,),
+    adaptive=requests.AdaptiveConfig(costs=(costs,)),
+  )
+  return controller.Controller(config, has_draft=True, by_survival=True)
+
+
+def served(choosing, drafted, accepted, tokens, costs=LINEAR):
+  """Time by the table, and tokens, of rounds that draft and accept this many."""
+  ms = emitted = 0.0
+  while emitted < tokens:
+    chosen = choosing.choose(8, False, [0], 0, 0)
+    count, k = chosen.max_rounds, drafted if chosen.num_draft_tokens else 0
+    right = accepted if k else 0
+    ms += count * float(np.interp(k, LARGER, costs.round_ms))
+    emitted += count * (right + 1)
+    choosing.observe(
+      controller.Call(count, (count * (right + 1),), (count * k,), (count * right,))
+    )
+  return ms, emitted
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_price_of_a_token_is_the_number_that_could_be_emitted_in_its_time(rows):
+  choosing = stopping(rows=rows)
+  chosen = choosing.choose(8, False, range(rows), 0, 0)
+  state, costs = choosing.state, choosing._costs_at(choosing.state.drafted)
+  row_ms = min(controller.token_ms((0, 16), costs, state, range(rows)))
+  assert chosen.num_draft_tokens == 16
+  np.testing.assert_allclose(chosen.prices, 0.25 * rows / row_ms, rtol=1e-5)
+
+
+def test_faster_decoding_makes_tokens_dearer():
+  prices = []
+  for accepted in (3, 8):
+    choosing = stopping()
+    served(choosing, 8, accepted, 400)
+    prices.append(choosing.choose(8, False, [0], 0, 0).prices[0])
+  assert prices[1] > 1.5 * prices[0]
+
+
+def test_free_token_still_has_a_price_so_that_it_is_not_asked_for():
+  flat = RoundCosts(tuple(2.0 for _ in LARGER))
+  prices = stopping(flat).choose(8, False, [0], 0, 0).prices
+  assert (prices > 0).all()
+
+
+@pytest.mark.parametrize("drafted", [1, 4, 16])
+def test_drafting_that_never_helps_costs_two_per_cent_at_most(drafted):
+  """After the first 500 tokens, in which the controller finds out."""
+  choosing = stopping()
+  served(choosing, drafted, 0, 500)
+  ms, emitted = served(choosing, drafted, 0, 4000)
+  assert ms <= 1.02 * 2.0 * emitted
+
+
+def test_drafting_that_helps_again_is_resumed():
+  choosing = stopping()
+  served(choosing, 4, 0, 1000)
+  assert not choosing.state.num_draft_tokens
+  ms, emitted = served(choosing, 4, 4, 4000)
+  assert ms < 0.5 * 2.0 * emitted
+
+
+def test_mean_length_follows_the_rounds():
+  choosing = stopping()
+  served(choosing, 12, 11, 6000)
+  assert choosing.state.drafted == pytest.approx(12, abs=0.5)
+  state = controller.ControllerState(**choosing.to_json()["state"])
+  assert state == choosing.state

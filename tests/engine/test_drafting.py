@@ -321,9 +321,9 @@ def measured_policy():
 def test_greedy_and_sampled_rounds_are_measured_if_no_costs_are_given(monkeypatch):
   decoder, temperatures = make(policy=measured_policy()), []
 
-  def advance(spec, num_draft_tokens, served, rounds, state):
+  def advance(spec, num_draft_tokens, served, rounds, state, prices=None):
     temperatures.append(tuple(np.asarray(state.settings.temperature).tolist()))
-    return steps.advance(spec, num_draft_tokens, served, rounds, state)
+    return steps.advance(spec, num_draft_tokens, served, rounds, state, prices)
 
   monkeypatch.setattr(measurement, "steps", harness.Changed(steps, advance=advance))
   assert cases.texts(decoder.run(cases.greedy_requests())) == cases.expected()

@@ -36,7 +36,7 @@ def test_outputs_equal_single_plain_decoding_in_request_order(rows):
 
 
 def test_engine_without_a_draft_gives_the_same_outputs_and_ignores_the_policy():
-  policy = engine.AdaptiveConfig(costs=(RoundCosts((1.0, 1.0, 1.0, 1.0, 1.0)),) * 2)
+  policy = engine.AdaptiveConfig((0, 1, 3), (RoundCosts((1.0, 1.0, 1.0)),) * 2)
   config = cases.config_of(3, record_top_k=0, adaptive=policy)
   plain = engine.Engine(config, cases.TARGET, cases.target_params())
   found = plain.run(cases.greedy_requests())

@@ -55,7 +55,7 @@ def slow_model(monkeypatch):
 
   changed = harness.Changed(
     steps,
-    advance=slow(steps.advance, lambda _, k, served, n, state: n * (100 + 8 * k)),
+    advance=slow(steps.advance, lambda _, k, served, n, *rest: n * (100 + 8 * k)),
     insert=slow(steps.insert, lambda *_: 120.0),
     prefill_draft=slow(steps.prefill_draft, lambda *_: 20.0),
     catch_up=slow(steps.catch_up, lambda *_: 15.0),
@@ -114,10 +114,10 @@ def test_rounds_are_measured_with_the_sampling_of_the_stream(
   config = tiny_online.config(pair, tmp_path)
   found = set()
 
-  def advance(program, num_draft_tokens, served, rounds, state):
+  def advance(program, num_draft_tokens, served, rounds, state, prices=None):
     if rounds:
       found.update(np.asarray(state.settings.temperature).tolist())
-    return steps.advance(program, num_draft_tokens, served, rounds, state)
+    return steps.advance(program, num_draft_tokens, served, rounds, state, prices)
 
   monkeypatch.setattr(measurement, "steps", harness.Changed(steps, advance=advance))
   sampling = engine.SamplingConfig(temperature=0.7)
@@ -167,7 +167,7 @@ def test_every_k_is_measured_on_a_mesh(pair, tmp_path):
   decoding = dataclasses.replace(
     config.decoding,
     num_draft_tokens=1,
-    adaptive=engine.AdaptiveConfig(costs=(RoundCosts((1.0, 2.0, 3.0, 4.0, 5.0)),)),
+    adaptive=engine.AdaptiveConfig((0, 1, 3), (RoundCosts((1.0, 2.0, 3.0)),)),
   )
   mesh = sharding.PartitionConfig(data=2, model=2)
   with Server(config.pair, decoding, config.learning, mesh) as server:

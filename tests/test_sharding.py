@@ -10,7 +10,7 @@ import pytest
 from decoding import harness
 from jax.sharding import NamedSharding, PartitionSpec
 
-from osd_jax import sharding, testing
+from osd_jax import native, sharding, testing
 from osd_jax.decoding import accept, records
 from osd_jax.distillation import update
 from osd_jax.engine import engine, steps
@@ -82,7 +82,8 @@ def test_four_devices_emit_the_tokens_and_records_of_one(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", accept.RULES)
 def test_four_devices_sample_the_tokens_of_one_under_every_rule(rule):
-  _, one = served(sharding.PartitionConfig(), rule, 1.0)
+  with native.portable():  # drafts are drawn in another way on a single CPU
+    _, one = served(sharding.PartitionConfig(), rule, 1.0)
   _, four = served(ALL_SPLIT, rule, 1.0)
   for single, split in zip(one, four, strict=True):
     assert single.tokens.tolist() == split.tokens.tolist()

@@ -248,9 +248,10 @@ def test_broken_draft_rows_keep_the_law(value):
 
 def test_broken_target_row_keeps_the_law_of_the_tokens_before_it():
   """The row after token 1, as after an end of sequence, judges no emitted token."""
-  target, draft = pair(4)
-  target[1][1] = np.nan
-  assert error(target, draft) < CLOSE
+  for seed in range(5):
+    target, draft = pair(seed)
+    target[1][1] = np.nan
+    assert error(target, draft) < CLOSE
 
 
 def test_equal_distributions_are_accepted_whole():

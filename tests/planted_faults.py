@@ -677,6 +677,12 @@ FAULTS = [
     f"{MIXED} -k scored_once",
   ),
   Fault(
+    "learning is paid for what the cache knows already",
+    "    if self.mixed <= self.now or self.now >= 1:\n",
+    "    if self.now >= 0:\n",
+    f"{WORTH} -k leaves_open",
+  ),
+  Fault(
     "a cleared cache keeps the scores of its tokens",
     "      self._serve_memory(self.spec.drafter.memory())\n",
     "      table = self.spec.drafter.memory().table\n"

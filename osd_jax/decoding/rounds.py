@@ -214,11 +214,15 @@ def one_round(
     if rule.noise_per_round:
       seed = accept_lib.round_seed(settings.seed, state.length)
       settings = settings.replace(seed=seed)
-    rows, noise = state.replace(settings=settings), rule.draft_noise
-    arguments = (draft_served, draft_cache, rows, num_draft_tokens, noise)
-    if prices is not None:
-      arguments = (*arguments, prices)
-    proposal, draft_cache = drafter.propose(*arguments)
+    propose = functools.partial(
+      drafter.propose,
+      draft_served,
+      draft_cache,
+      state.replace(settings=settings),
+      num_draft_tokens,
+      rule.draft_noise,
+    )
+    proposal, draft_cache = propose() if prices is None else propose(prices=prices)
     proposal = proposal.only_where(state.settings.speculative)
   else:
     proposal = _empty_proposal(spec.target, state)

@@ -417,12 +417,15 @@ class Learner:
     """Gives an update in progress time; called before a step of `in_flight` rows."""
     self.runner.wait_if_behind(self.finished, in_flight)
 
-  def observe(self, batch: base.DistillationBatch, overlap: float) -> Outcome | None:
+  def observe(
+    self, batch: base.DistillationBatch, overlap: float, mixed: float | None = None
+  ) -> Outcome | None:
     """Adds a finished request and launches an update if one is due.
 
     Args:
       batch: one row: the request with its records.
       overlap: overlap of the draft that served it, before it trains on the row.
+      mixed: see `schedule.Request`.
 
     Returns:
       The update that is due now, if any; `serving` is its draft.
@@ -443,7 +446,7 @@ class Learner:
     # Count on the host: numpy would make XLA sum a jax array.
     tokens = int(np.count_nonzero(np.asarray(batch.mask)))
     most = 0 if self.runner.busy else self.config.update.steps_per_update
-    request = schedule_lib.Request(overlap, tokens, most)
+    request = schedule_lib.Request(overlap, tokens, most, mixed)
     self._schedule, slices = self.config.schedule.update(
       self._schedule, request, self.costs
     )

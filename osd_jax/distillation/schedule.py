@@ -32,10 +32,12 @@ compare means over windows.
 
 The gain of an update is the slope of overlap over updates: a line through the last
 ones, drawn towards an assumption (`PACE`) while there is little evidence. The time that
-a gain saves follows from `costs.table.RoundCosts.token_ms`. Updates are paid from a
-grant, which is filled up again whenever overlap has certainly risen. If learning gains
-nothing, it therefore costs at most one grant and `PROBE_SHARE` of the time, however
-long the stream is.
+a gain saves follows from `costs.table.RoundCosts.token_ms`. If an n-gram cache drafts
+too, a gain is worth less, because nothing is gained where the cache is right already:
+an update that closes a share of the draft's gap to 1 is assumed to close the same share
+of the gap that both leave. Updates are paid from a grant, which is filled up again
+whenever overlap has certainly risen. If learning gains nothing, it therefore costs at
+most one grant and `PROBE_SHARE` of the time, however long the stream is.
 """
 
 import dataclasses
@@ -77,11 +79,14 @@ class Request(NamedTuple):
     overlap: mean distribution overlap, 0..1, measured before the draft trained on it.
     tokens: emitted tokens.
     slices: the most slices that an update may have now; 0 while one is running.
+    mixed: share of drafted tokens that were accepted, if a cache drafted too; None if
+      only the draft did, or nothing was drafted.
   """
 
   overlap: float
   tokens: int
   slices: int
+  mixed: float | None = None
 
 
 @runtime_checkable
@@ -328,7 +333,7 @@ class WorthConfig(base.Config):
         " (OnlineConfig.measure_costs = True)."
       )
     overlap = _checked(state, request.overlap)
-    state = _noted(state, overlap, request.tokens, self.update_interval)
+    state = _noted(state, overlap, request, self.update_interval)
     state = _earned(self, costs, state, overlap)
     if _has_dropped(state):
       state = _dropped(self, costs, state)
@@ -344,13 +349,16 @@ class WorthConfig(base.Config):
 
   def grant_ms(self, costs: Costs, state: "WorthState") -> float:
     """Milliseconds of a full grant."""
-    return self.trial_share * self.horizon * costs.online.token_ms(state.now)
+    now = state.accepted(state.now)
+    return self.trial_share * self.horizon * costs.online.token_ms(now)
 
   def saved_ms(self, costs: Costs, state: "WorthState", gain: float) -> float:
     """Milliseconds that a gain of overlap saves over the horizon."""
     reached = min(max(state.now + gain, 0.0), 1.0)
-    token_ms = costs.online.token_ms
-    return self.horizon * (token_ms(state.now) - token_ms(reached))
+    before, after = (
+      costs.online.token_ms(state.accepted(overlap)) for overlap in (state.now, reached)
+    )
+    return self.horizon * (before - after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,6 +379,7 @@ class WorthState(_State):
     spent_ms: time that all updates took from serving.
     served_ms: time that all requests took, according to the costs.
     drops: drops of overlap that began an episode.
+    mixed: running mean of `Request.mixed`; 0 before the first.
   """
 
   tokens: float = 0.0
@@ -382,11 +391,23 @@ class WorthState(_State):
   spent_ms: float = 0.0
   served_ms: float = 0.0
   drops: int = 0
+  mixed: float = 0.0
 
   @property
   def now(self) -> float:
     """Present overlap, as a mean over the last requests."""
     return min(self.mean(START), 1.0) if self.recent else 0.5
+
+  def accepted(self, overlap: float) -> float:
+    """Returns the share of drafted tokens that is accepted at this overlap.
+
+    It is the overlap itself, unless a cache drafts too.
+    """
+    if self.mixed <= self.now or self.now >= 1:
+      return overlap
+    # Of the draft's gap, the cache leaves this share open.
+    left = (1 - self.mixed) / (1 - self.now)
+    return max(1 - (1 - overlap) * left, 0.0)
 
   @property
   def assumed_gain(self) -> float:
@@ -428,7 +449,7 @@ def slope_of(
 
 
 def _noted(
-  state: WorthState, overlap: float, tokens: int, update_interval: int
+  state: WorthState, overlap: float, request: Request, update_interval: int
 ) -> WorthState:
   """Adds the request to the evidence of the version that served it."""
   # The last entry of `versions` is the draft of the newest update. Until that draft is
@@ -438,11 +459,16 @@ def _noted(
   versions = list(state.versions)
   versions[place] = _with(versions[place], overlap)
   start = state.start if state.start[0] >= START else _with(state.start, overlap)
+  tokens = request.tokens
   mean = state.tokens + (tokens - state.tokens) / 20 if state.finished else tokens
+  mixed = state.mixed if request.mixed is None else request.mixed
+  if state.mixed:
+    mixed = state.mixed + (mixed - state.mixed) / 20
   return dataclasses.replace(
     state,
     finished=state.finished + 1,
     tokens=float(mean),
+    mixed=float(mixed),
     versions=tuple(versions),
     recent=(*state.recent, overlap)[-64:],
     start=start,
@@ -458,7 +484,7 @@ def _earned(
   config: WorthConfig, costs: Costs, state: WorthState, overlap: float
 ) -> WorthState:
   """Adds to the budgets what one more request allows."""
-  spent = costs.online.token_ms(overlap) * state.tokens
+  spent = costs.online.token_ms(state.accepted(overlap)) * state.tokens
   state = dataclasses.replace(state, served_ms=state.served_ms + spent)
   if not state.paused and _has_risen(state):
     return dataclasses.replace(state, grant=1.0, probing=False)

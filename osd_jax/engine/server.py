@@ -400,7 +400,11 @@ class Server:
         self.pair.draft, self.learner.serving, done, self.shortlist
       )
       overlap = float(jax.device_get(measured.distribution_overlap)[0])
-    return self._publish(self.learner.observe(done.batch, overlap), background)
+    mixed = None
+    if self.engine.config.cache_tokens and done.drafted:
+      mixed = done.accepted / done.drafted
+    outcome = self.learner.observe(done.batch, overlap, mixed)
+    return self._publish(outcome, background)
 
   def finish_learning(self) -> Outcome | None:
     """Waits for a running update and takes its draft."""

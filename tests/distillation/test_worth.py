@@ -17,8 +17,8 @@ EXPENSIVE = dataclasses.replace(COSTS, lost_ms=100 * COSTS.lost_ms)
 CONFIG = schedule.WorthConfig(costs=COSTS)
 
 
-def observe(config, state, overlap, tokens=TOKENS, slices=1):
-  return config.update(state, schedule.Request(overlap, tokens, slices))
+def observe(config, state, overlap, tokens=TOKENS, slices=1, mixed=None):
+  return config.update(state, schedule.Request(overlap, tokens, slices, mixed))
 
 
 class Draft:
@@ -40,8 +40,8 @@ class Draft:
     return self.level
 
 
-def serve(config, draft, requests, seed, noise=NOISE):
-  """Serves requests from a simulated draft.
+def serve(config, draft, requests, seed, noise=NOISE, mixed=lambda level: None):
+  """Serves requests from a simulated draft; `mixed` maps its level to `Request.mixed`.
 
   Returns:
     The last state, the requests after which updates started, and per request the level
@@ -55,7 +55,9 @@ def serve(config, draft, requests, seed, noise=NOISE):
       draft.update()
     levels.append(draft.request(index))
     overlap = float(np.clip(levels[-1] + rng.normal(0, noise), 0, 1))
-    state, slices = observe(config, state, overlap, slices=int(pending is None))
+    found = mixed(levels[-1])
+    slices = int(pending is None)
+    state, slices = observe(config, state, overlap, slices=slices, mixed=found)
     if slices:
       pending = index + 1
       launched.append(index + 1)
@@ -99,6 +101,40 @@ def test_fast_learner_gains_most_of_the_possible_overlap():
   # Negative control: expensive updates are never started.
   config = dataclasses.replace(CONFIG, costs=EXPENSIVE)
   assert serve(config, Draft(0.6, pace=0.05), 800, 0)[2][-1] == 0.6
+
+
+def test_gain_that_a_cache_has_already_is_not_paid_for():
+  """The draft learns fast, but all that it learns has been served before."""
+  shares = {}
+  for name, mixed in {
+    "no cache": lambda level: None,
+    "cache knows nothing": lambda level: level,
+    "cache knows half": lambda level: level + (1 - level) / 2,
+    "cache knows all": lambda level: 0.98,
+  }.items():
+    runs = [
+      serve(CONFIG, Draft(0.5, 0.95, pace=0.05), 600, seed, mixed=mixed)
+      for seed in SEEDS
+    ]
+    shares[name] = np.mean([share(state) for state, *_ in runs])
+  assert shares["no cache"] > 0.15  # it pays, so it is spent
+  assert shares["cache knows nothing"] > 0.8 * shares["no cache"]
+  assert 0.03 < shares["cache knows half"] < 0.6 * shares["no cache"]
+  assert shares["cache knows all"] < 0.03
+
+
+def test_gain_is_scaled_by_what_the_cache_leaves_open():
+  state, _ = observe(CONFIG, CONFIG.init(), 0.5)
+  saved = {
+    mixed: CONFIG.saved_ms(COSTS, dataclasses.replace(state, mixed=mixed), 0.1)
+    for mixed in (0.0, 0.5, 0.75, 1.0)
+  }
+  token_ms = COSTS.online.token_ms
+  assert saved[0.0] == saved[0.5] == CONFIG.horizon * (token_ms(0.5) - token_ms(0.6))
+  # A fifth of the gap is closed in both cases.
+  expected = CONFIG.horizon * (token_ms(0.75) - token_ms(0.8))
+  assert saved[0.75] == pytest.approx(expected)
+  assert saved[1.0] == 0
 
 
 def test_updates_resume_at_a_shift_and_stop_at_the_plateau():

@@ -80,6 +80,21 @@ def test_prompts_that_must_not_be_learned_from_leave_no_trace_in_the_cache(pair,
   assert places[0] == 0 < places[1]
 
 
+def test_schedule_receives_the_acceptance_of_draft_and_cache(pair, monkeypatch):
+  seen = []
+
+  def observe(self, batch, overlap, mixed=None):
+    seen.append(mixed)
+
+  monkeypatch.setattr(learner.Learner, "observe", observe)
+  for cache_tokens in (0, 1024):
+    seen.clear()
+    with Server(pair, dataclasses.replace(DECODING, cache_tokens=cache_tokens)) as one:
+      answers = list(one.generate(TEXTS, learn=True))
+    rates = [answer.accepted / answer.drafted for answer in answers]
+    assert seen == (rates if cache_tokens else [None] * len(TEXTS))
+
+
 def test_prompt_that_must_not_draft_takes_one_call_per_token(server, plain):
   prompts = [Prompt(text, speculative=i != 1) for i, text in enumerate(TEXTS)]
   answers = list(server.generate(prompts, ordered=True))

@@ -152,6 +152,7 @@ class ModelDrafter:
     rows: state_lib.DecodeState,
     num_draft_tokens: int,
     noise: sampling.Purpose,
+    prices: jax.Array | None = None,
   ) -> tuple[base.Proposal, Any]:
     """Drafts K tokens per row, one at a time (algorithm 1, "run the draft").
 
@@ -163,6 +164,7 @@ class ModelDrafter:
       The proposal, and the cache of length c + K + 1 (c + K at position 0), where c was
       its length: every drafted token but the last has been fed.
     """
+    del prices  # a model alone does not know how likely a token is right
     drafted, first, cache = self.first(params, state, rows, num_draft_tokens, noise)
     logits = first[:, None]
 

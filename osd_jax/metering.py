@@ -75,8 +75,9 @@ class Meter:
 
   def resume(self, server: Server) -> None:
     """Gives the n-gram caches here the answers of a restored server."""
-    if self._cache is not None:
-      self._cache = server.engine.memory
+    memory = server.engine.memory
+    if self._cache is not None and memory is not None:
+      self._cache = memory
     elif self._rivals is not None:
       self._rivals.resume(server)
 

@@ -677,6 +677,12 @@ FAULTS = [
     f"{MIXED} -k scored_once",
   ),
   Fault(
+    "replicas keep their answers to themselves",
+    "        replica.unseen.extend(texts)\n",
+    "        pass\n",
+    "tests/engine/test_replica_cache.py -k shared",
+  ),
+  Fault(
     "learning is paid for what the cache knows already",
     "    if self.mixed <= self.now or self.now >= 1:\n",
     "    if self.now >= 0:\n",
@@ -716,7 +722,7 @@ FAULTS = [
   ),
   Fault(
     "a continued run measures an empty cache",
-    "      self._cache = server.engine.memory\n",
+    "      self._cache = memory\n",
     "      pass\n",
     "tests/test_resume.py -k alone",
   ),

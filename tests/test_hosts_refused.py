@@ -61,13 +61,6 @@ def test_ngram_cache_is_refused(loaded, two):
     cached(loaded)
 
 
-def test_ngram_cache_of_replicas_is_refused(lively_pair, loaded):
-  config = dataclasses.replace(DECODING, cache_tokens=256)
-  partition = tiny_online.config(lively_pair, "nowhere").partition
-  with pytest.raises(base.InputError, match=r"cache_tokens.*256.*replicas share no"):
-    replicas.Replicas(replicas.ReplicaConfig(1), config, lively_pair, loaded, partition)
-
-
 def test_remote_run_directory_is_refused(two):
   with pytest.raises(base.InputError, match=r"run_directory.*mount the bucket"):
     runs.RunDirectory.start("memory://bucket/run")

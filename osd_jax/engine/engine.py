@@ -253,10 +253,14 @@ class Engine:
       assert self.spec.drafter is not None
       self._serve_memory(self.spec.drafter.memory())
 
-  def copy_memory(self, other: "Engine") -> None:
-    """Takes over what another engine's drafter has learned without training."""
-    if self._memory is not None:
-      self._serve_memory(other.memory)
+  def copy_memory(self, other: Any) -> None:
+    """Takes over what another engine's drafter has learned without training.
+
+    Replicas keep theirs, so nothing is taken over from them.
+    """
+    memory = other.memory
+    if self._memory is not None and memory is not None:
+      self._serve_memory(memory)
 
   def check(self, request: Request) -> None:
     """Raises `InputError` if a request cannot be decoded; see `Request.check`."""

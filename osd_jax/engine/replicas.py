@@ -7,9 +7,10 @@
        +--> buffer, updates --> next draft
 
 Requests and drafts go out, answers with their records come back, and replicas do not
-communicate with each other. Only the driver knows which replica holds which request. So
-if a replica is lost, the driver gives its requests to others, and every request is
-answered and learnt from once.
+communicate with each other. With an n-gram cache, the driver passes every answer on to
+the other replicas with their next call, so that all draft from the same answers. Only
+the driver knows which replica holds which request. So if a replica is lost, the driver
+gives its requests to others, and every request is answered and learnt from once.
 
 `Replicas` has the surface of `Engine` that a server uses: check, submit, step, swap,
 clear, clear_memory, warm_up, state, structure, restore, messages and close.
@@ -30,6 +31,7 @@ from osd_jax import base, pairs, sharding
 from osd_jax.engine.engine import Engine
 from osd_jax.engine.requests import DecodingConfig, Finished, Request
 
+_UNSEEN = 256  # answers of others that wait for a replica's next call, at most
 _LIVES = 3  # replicas that may be lost in a row, without an answer in between
 _INHERITED = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
@@ -70,14 +72,22 @@ class Replica:
     for name, value in settings.items():
       jax.config.update(name, value)
     partitioner = sharding.make(partition)
-    pair = pairs.load_pair(given, partitioner)
+    pair = pairs.load_pair(given, partitioner).with_cache_size(decoding.cache_tokens)
     models = pair.target, pair.target_params, pair.draft, pair.draft_params
     self._engine = Engine(decoding, *models, partitioner)
     self._draft, self._frozen = pair.draft, pair.draft.split(pair.draft_params)[1]
-    return [_on_host(done) for done in self._engine.warm_up()]
+    answers = [_on_host(done) for done in self._engine.warm_up()]
+    self._engine.absorb(_text_of(answers[0]))  # compiles
+    self._engine.clear_memory()
+    return answers
 
   def step(
-    self, requests: list[Request], draft: tuple[Any, ...] | None, expecting: bool
+    self,
+    requests: list[Request],
+    draft: tuple[Any, ...] | None,
+    expecting: bool,
+    forgets: bool = False,
+    unseen: tuple[Finished, ...] = (),
   ) -> list[Finished]:
     """Runs one turn of its rows; see `Engine.step`.
 
@@ -86,7 +96,13 @@ class Replica:
       draft: (trained parameters, version, shortlist) of a new draft; None keeps the
         present one.
       expecting: whether calls are short; see `Engine.expecting`.
+      forgets: empty the n-gram cache first.
+      unseen: answers of other replicas, for the n-gram cache.
     """
+    if forgets:
+      self._engine.clear_memory()
+    for done in unseen:
+      self._engine.absorb(done)
     if draft is not None:
       # Only trained parameters travel. The frozen part is the target's, which the
       # replica has already.
@@ -107,11 +123,17 @@ class _Handle:
     actor: the Ray actor.
     held: requests that it has not answered, by serial number.
     draft: serial number of the draft that it serves.
+    unseen: answers of others that its n-gram cache lacks.
+    forgets: its n-gram cache is emptied before its next call.
   """
 
   actor: Any
   held: dict[int, Request] = dataclasses.field(default_factory=dict)
   draft: int = 0
+  unseen: collections.deque[Finished] = dataclasses.field(
+    default_factory=lambda: collections.deque(maxlen=_UNSEEN)
+  )
+  forgets: bool = False
 
 
 class Replicas:
@@ -150,11 +172,6 @@ class Replicas:
         "ReplicaConfig: received a loaded pair, expected a PairConfig, because every"
         " replica reads the files itself."
       )
-    if decoding.cache_tokens or pairs.adapts_untrained(pair):
-      raise base.InputError(
-        f"DecodingConfig.cache_tokens: received {decoding.cache_tokens}, expected 0 and"
-        " a draft that is trained, because replicas share no n-gram cache."
-      )
     if jax.process_count() > 1:
       raise base.InputError(
         f"ReplicaConfig.count: received {replicas.count}, expected 0 with several"
@@ -163,6 +180,7 @@ class Replicas:
     self.expecting = False
     self._ray, self._started_ray = _ray()
     self.config, self._pair = decoding, pair
+    self._has_cache = bool(decoding.cache_tokens) or pairs.adapts_untrained(pair)
     self._vocab_size = pair.target.vocab_size
     self.draft_version, self.shortlist = 0, None
     settings = {name: getattr(jax.config, name) for name in _INHERITED}
@@ -234,6 +252,7 @@ class Replicas:
       if done.request.tag in replica.held
     ]
     self._lost_in_turn = 0 if finished else self._lost_in_turn
+    self._share(replica, finished)
     return finished
 
   def warm_up(self) -> list[Finished]:
@@ -256,8 +275,15 @@ class Replicas:
         self._ray.kill(replica.actor)
         self._restart(replica)
 
+  @property
+  def memory(self) -> None:
+    """None, because the n-gram cache stays in the replicas."""
+
   def clear_memory(self) -> None:
-    """Does nothing, because replicas have no n-gram cache."""
+    """Empties the n-gram cache of each replica before its next call."""
+    for replica in self._replicas:
+      replica.unseen.clear()
+      replica.forgets = True
 
   def close(self) -> None:
     """Stops the replicas."""
@@ -326,6 +352,15 @@ class Replicas:
     except self._ray.exceptions.RayTaskError as error:
       raise error.cause from None  # as if it was raised here
 
+  def _share(self, source: _Handle, finished: list[Finished]) -> None:
+    """Keeps answers of a replica for the n-gram caches of the others."""
+    if not self._has_cache:
+      return
+    texts = [_text_of(done) for done in finished if done.request.remember]
+    for replica in self._replicas:
+      if replica is not source:
+        replica.unseen.extend(texts)
+
   def _started(self) -> _Handle:
     replica = _Handle(None)
     self._restart(replica)
@@ -336,6 +371,8 @@ class Replicas:
     self._running = {r: one for r, one in self._running.items() if one is not replica}
     # Draft 0 is the one in the files, which the new process loads.
     replica.actor, replica.held, replica.draft = self._make(), {}, 0
+    replica.unseen.clear()  # its n-gram cache is empty
+    replica.forgets = False
     self._running[replica.actor.load.remote(*self._load_arguments)] = replica
 
   def _replace(self, replica: _Handle, error: Exception) -> None:
@@ -378,7 +415,11 @@ class Replicas:
         draft = None if is_current else self._draft_reference
         replica.draft = self._drafts
         expecting = len(replica.held) < self.config.rows
-        call = replica.actor.step.remote(requests, draft, expecting)
+        call = replica.actor.step.remote(
+          requests, draft, expecting, replica.forgets, tuple(replica.unseen)
+        )
+        replica.unseen.clear()
+        replica.forgets = False
         self._running[call] = replica
 
 
@@ -407,3 +448,11 @@ def _on_host(done: Finished) -> Finished:
   """Copies an answer's arrays to the host, so that they can be sent."""
   batch, settings = jax.device_get((done.batch, done.settings))
   return dataclasses.replace(done, batch=batch, settings=settings)
+
+
+def _text_of(done: Finished) -> Finished:
+  """Returns the part of an answer that an n-gram cache takes up."""
+  # Tags are arbitrary values of the caller, and may not be serialisable.
+  request = dataclasses.replace(done.request, tag=None, watch=None)
+  batch = done.batch.replace(records=None, target_states=None)
+  return dataclasses.replace(done, request=request, batch=batch)

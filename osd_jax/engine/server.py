@@ -160,7 +160,7 @@ class Server:
     """
     if target or isinstance(pair, str):
       pair = pairs.PairConfig(target=target or str(pair))
-      decoding = decoding if replicas.count else with_cache(decoding)
+      decoding = with_cache(decoding)
     partitioner = sharding.make(partition)
     self.pair = pairs.load_pair(pair, partitioner).with_cache_size(
       decoding.cache_tokens

@@ -77,7 +77,7 @@ class Meter:
     """Gives the n-gram caches here the answers of a restored server."""
     memory = server.engine.memory
     if self._cache is not None and memory is not None:
-      self._cache = memory
+      self._cache = memory.table
     elif self._rivals is not None:
       self._rivals.resume(server)
 

@@ -722,7 +722,7 @@ FAULTS = [
   ),
   Fault(
     "a continued run measures an empty cache",
-    "      self._cache = memory\n",
+    "      self._cache = memory.table\n",
     "      pass\n",
     "tests/test_resume.py -k alone",
   ),

@@ -218,7 +218,7 @@ def read(path: pathlib.Path) -> list[Cell]:
 
 def write(path: pathlib.Path, common: Cell, name: str, cell: Cell) -> None:
   """Appends a cell to the file."""
-  row = {**common, "system": name, **cell, **measure.provenance()}
+  row = {**common, "system": name, **cell}
   path.parent.mkdir(parents=True, exist_ok=True)
   with path.open("a") as file:
     file.write(json.dumps(row) + "\n")
@@ -306,6 +306,7 @@ def run(
       loaded.clear()  # a large target is not kept beside the next one
       loaded |= systems.load({kind: config})
 
+    common |= measure.provenance()  # of the code that was loaded
     keep = functools.partial(write, given.out, common)
     block = None if given.untimed else given.block
     measured(names, loaded[kind], config, block, keep)

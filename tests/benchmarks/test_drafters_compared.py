@@ -118,7 +118,8 @@ def test_lookup_forgets_what_it_served(small, tmp_path):
   found = {}
   for name in ("lookup", "cache"):
     system = run.create(name, pair, config, tmp_path)
-    system._requests = [request, request]
+    # Two objects: answers are told apart by the object that asked.
+    system._requests = [request, dataclasses.replace(request)]
     system.serve(0, 2)
     found[name] = [count for _, count in system.per_request()]
     system.close()

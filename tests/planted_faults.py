@@ -162,8 +162,8 @@ FAULTS = [
   # The round.
   Fault(
     "all drafted tokens use the noise of one position",
-    "settings, at = rows.settings, position + offset",
-    "settings, at = rows.settings, position + 0 * offset",
+    "settings, at = rows.settings, rows.length + offset",
+    "settings, at = rows.settings, rows.length + 0 * offset",
     LAW,
   ),
   Fault(
@@ -375,7 +375,7 @@ FAULTS = [
   ),
   Fault(
     "the cost of catching up is not reported to the policy",
-    "      self._spent_ms += missing_ms\n",
+    "    self._spent_ms += missing_ms\n",
     "",
     DRAFTING,
   ),
@@ -651,6 +651,18 @@ FAULTS = [
     "return jnp.where(by_cache[..., None], one_hot, logits), state",
     "return logits, state",
     f"{MIXED} -k takes_over",
+  ),
+  Fault(
+    "tokens drawn after a rejected one are kept",
+    "state = state.replace(drawn=jnp.where(is_judged, state.drawn, -1))\n",
+    "del is_judged\n",
+    f"{MIXED} -k were_judged",
+  ),
+  Fault(
+    "a sampled draft is scored by its most likely token",
+    "learned = jnp.where(drawn >= 0, drawn_right, stand_in)",
+    "learned = top",
+    f"{MIXED} -k are_accepted",
   ),
   Fault(
     "verification of too few tokens",

@@ -12,6 +12,12 @@ Both are scored at every emitted position, whether they proposed or not, so noth
 to be explored. Raw frequencies would not do: a token that was seen once, in one case,
 has frequency 1 and is often wrong.
 
+In sampled rows the learned draft draws its tokens, and "right" is an accepted token:
+the token that the target emits equals the drawn one with the probability that the rule
+accepts it, whatever the two distributions. Where the cache proposed, nothing was drawn,
+and the most likely token stands in, weighted by how often drawn and most likely tokens
+were right where the draft proposed. Greedy and sampled rows have bins of their own.
+
 The choice depends only on what is known before a token is drawn, so each position has
 one draft distribution: that of the learned draft, or one-hot at the cache's token.
 
@@ -44,13 +50,18 @@ _EDGES = np.asarray([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.
 _MAX_TOTAL, _SHARES = 3, 4
 _DRAFT_BINS = len(_EDGES) + 1
 _CACHE_BINS = len(ngrams.ORDERS) * _MAX_TOTAL * _SHARES
-BINS = _DRAFT_BINS + _CACHE_BINS
+_SAMPLED = _DRAFT_BINS + _CACHE_BINS  # where the draft's bins in sampled rows begin
+BINS = _SAMPLED + _DRAFT_BINS
 _ANY = BINS  # all situations together: the token of the source that would propose
 _NONE = BINS + 1  # a source names no token
 
 _DECAY = 0.995  # of a situation's counts at each new score, so that they follow shifts
 _PRIOR = 4.0  # scores that the first estimates count for
 _CACHE_PRIOR, _ANY_PRIOR = 0.3, 0.7
+# In sampled rows the draft has to be tried before its acceptance is known, so it begins
+# with the best.
+_SAMPLED_PRIOR = 1.0
+_MAX_WEIGHT = 4.0  # of a most likely token that stands in for a drawn one
 
 
 @flax.struct.dataclass
@@ -63,12 +74,17 @@ class Mixture:
     right: [BINS + 1] float32, how often the named token was emitted; the last entry
       is for whichever source would have proposed.
     scored: [BINS + 1] float32, how often a token was named; both decay.
+    drawn_right: [BINS + 1] float32, where the learned draft proposed, how often the
+      drawn token was emitted.
+    top_right: [BINS + 1] float32, how often its most likely one was, in these places.
   """
 
   draft: Any
   table: ngrams.Table
   right: jax.Array
   scored: jax.Array
+  drawn_right: jax.Array
+  top_right: jax.Array
 
 
 @flax.struct.dataclass
@@ -83,6 +99,9 @@ class State:
     text: prompts and outputs.
     named: [B, T, 2] int32; the tokens named after each input, the draft's first.
     bins: [B, T, 2] int32; in which situation; BINS + 1 if none was named.
+    drawn: [B, T] int32; the token that the learned draft proposed after each input; -1
+      if the cache proposed, or nobody.
+    is_sampled: [B] bool.
     length: [B] int32; inputs so far. Callers rewind only this one.
   """
 
@@ -90,6 +109,8 @@ class State:
   text: ngrams.Text
   named: jax.Array
   bins: jax.Array
+  drawn: jax.Array
+  is_sampled: jax.Array
   length: jax.Array
 
 
@@ -121,7 +142,15 @@ class MixedDraft(drafters.ModelDrafter):
     text = ngrams.start(self.target, source, self.model.mask(source), cache_length)
     shape = (source.shape[0], cache_length, 2)
     named, bins = jnp.zeros(shape, jnp.int32), jnp.full(shape, _NONE, jnp.int32)
-    return State(draft, text, named, bins, text.length)
+    return State(
+      draft=draft,
+      text=text,
+      named=named,
+      bins=bins,
+      drawn=jnp.full(shape[:2], -1, jnp.int32),
+      is_sampled=jnp.zeros(shape[:1], bool),
+      length=text.length,
+    )
 
   def decode(
     self, params: Any, tokens: jax.Array, state: State
@@ -138,12 +167,11 @@ class MixedDraft(drafters.ModelDrafter):
       logits, draft = self.model.decode(
         params.draft, tokens, state.draft.replace(length=length)
       )
-      named, bins = _arg_max(logits), _draft_bin(logits)
+      named, bins = _arg_max(logits), _draft_bin(logits, state.is_sampled)
     named = jnp.stack([named, token], axis=-1)
     bins = jnp.stack([bins, _cache_bin(vote)], axis=-1)
-    accuracy = _accuracy(params, bins)
-    by_cache = accuracy[..., 1] > accuracy[..., 0]
-    state = State(
+    by_cache = _is_by_cache(params, bins)
+    state = state.replace(
       draft=draft,
       text=text,
       named=_write(state.named, named, length),
@@ -202,6 +230,52 @@ class MixedDraft(drafters.ModelDrafter):
     lengths = jnp.sum(is_proposed, axis=1, dtype=jnp.int32)
     return base.Proposal(jnp.maximum(drafted, 0), all_logits, lengths), state
 
+  def first(
+    self,
+    params: Any,
+    state: State,
+    rows: state_lib.DecodeState,
+    num_draft_tokens: int,
+    noise: sampling.Purpose,
+  ) -> tuple[jax.Array, jax.Array, State]:
+    """See `ModelDrafter.first`."""
+    state = state.replace(is_sampled=rows.settings.temperature > 0)
+    drafted, logits, state = super().first(params, state, rows, num_draft_tokens, noise)
+    return drafted, logits, self._with_drawn(params, state, drafted[:, 0])
+
+  def next(
+    self,
+    params: Any,
+    state: State,
+    rows: state_lib.DecodeState,
+    drafted: jax.Array,
+    offset: jax.Array,
+    noise: sampling.Purpose,
+  ) -> tuple[jax.Array, jax.Array, State]:
+    """See `ModelDrafter.next`."""
+    drafted, logits, state = super().next(params, state, rows, drafted, offset, noise)
+    token = jax.lax.dynamic_index_in_dim(drafted, offset, 1, keepdims=False)
+    return drafted, logits, self._with_drawn(params, state, token)
+
+  def _with_drawn(self, params: Any, state: State, token: jax.Array) -> State:
+    """Notes the tokens [B] that were drawn after the newest inputs."""
+    at = state.length - 1
+    bins = jnp.take_along_axis(state.bins, at[:, None, None], axis=1)[:, 0]
+    token = jnp.where(_is_by_cache(params, bins), -1, token)
+    return state.replace(drawn=ngrams.write(state.drawn, token[:, None], at))
+
+  def observe(self, state: State, rows: state_lib.DecodeState) -> State:
+    """Rewinds both sources, and forgets what was drawn but not judged."""
+    is_judged = jnp.arange(state.drawn.shape[1])[None] < rows.length[:, None]
+    is_judged = is_judged & rows.settings.speculative[:, None]
+    state = state.replace(drawn=jnp.where(is_judged, state.drawn, -1))
+    return super().observe(state, rows)
+
+  def catch_up(self, params: Any, state: State, rows: state_lib.DecodeState) -> State:
+    """See `Drafter.catch_up`."""
+    state = state.replace(is_sampled=rows.settings.temperature > 0)
+    return super().catch_up(params, state, rows)
+
   def _survival(self, params: Any, state: State) -> jax.Array:
     """Probability [B] that the token named last is right; 0 if none was named."""
     at = (state.length - 1)[:, None, None]
@@ -212,7 +286,12 @@ class MixedDraft(drafters.ModelDrafter):
     """An empty cache, and scores that believe the learned draft."""
     edges = np.concatenate([[0.0], _EDGES, [1.0]])
     right = np.concatenate(
-      [(edges[1:] + edges[:-1]) / 2, np.full(_CACHE_BINS, _CACHE_PRIOR), [_ANY_PRIOR]]
+      [
+        (edges[1:] + edges[:-1]) / 2,
+        np.full(_CACHE_BINS, _CACHE_PRIOR),
+        np.full(_DRAFT_BINS, _SAMPLED_PRIOR),
+        [_ANY_PRIOR],
+      ]
     )
     size = self.size
     if not self.is_learned:
@@ -221,7 +300,10 @@ class MixedDraft(drafters.ModelDrafter):
       draft=None,
       table=ngrams.empty(size),
       right=jnp.asarray(right * _PRIOR, jnp.float32),
-      scored=jnp.full((BINS + 1,), _PRIOR, jnp.float32),
+      **{
+        name: jnp.full((BINS + 1,), _PRIOR, jnp.float32)
+        for name in ("scored", "drawn_right", "top_right")
+      },
     )
 
   def with_memory(self, prepared: base.Params, memory: Any) -> Mixture:
@@ -244,28 +326,56 @@ class MixedDraft(drafters.ModelDrafter):
     # Entry i was named for `emitted[i]`, once inputs 0..i had been fed.
     is_scored = jnp.arange(count) < jnp.minimum(length, state.length[0])
     bins = jnp.where(is_scored[:, None], state.bins[0, :count], _NONE)
-    right = state.named[0, :count] == emitted[:, None]
-    # Which of the two would propose now; it was fixed when the draft was fed.
-    accuracy = _accuracy(memory, bins)
-    any_right = jnp.where(accuracy[:, 1] > accuracy[:, 0], right[:, 1], right[:, 0])
-    any_bin = jnp.where(is_scored & (jnp.max(accuracy, axis=-1) >= 0), _ANY, _NONE)
-    bins = jnp.concatenate([bins, any_bin[:, None]], axis=1)
-    right = jnp.concatenate([right, any_right[:, None]], axis=1).astype(jnp.float32)
-    zeros = jnp.zeros((BINS + 1,), jnp.float32)
-    scored = zeros.at[bins].add(1.0, mode="drop")
-    decay = _DECAY**scored
-    return Mixture(
-      draft=None,
-      table=table,
-      right=memory.right * decay + zeros.at[bins].add(right, mode="drop"),
-      scored=memory.scored * decay + scored,
+    right = (state.named[0, :count] == emitted[:, None]).astype(jnp.float32)
+    top, cached, drawn = right[:, 0], right[:, 1], state.drawn[0, :count]
+    drawn_right = (drawn == emitted).astype(jnp.float32)
+    weight = memory.drawn_right / memory.top_right
+    weight = weight.at[bins[:, 0]].get(mode="fill", fill_value=0.0)
+    stand_in = jnp.minimum(weight, _MAX_WEIGHT) * top
+    learned = jnp.where(drawn >= 0, drawn_right, stand_in)
+    by_cache = _is_by_cache(memory, bins)
+    either = jnp.where(by_cache, cached, learned)
+    is_named = jnp.min(bins, axis=-1) != _NONE
+    # After a block whose tokens were all accepted, the target draws one more, for which
+    # a sampled row has nothing to compare.
+    is_known = (drawn >= 0) | by_cache | (bins[:, 0] < _SAMPLED)
+    learned_bin = jnp.where(is_known, bins[:, 0], _NONE)
+    any_bin = jnp.where(is_known & is_named, _ANY, _NONE)
+    every = jnp.stack([learned_bin, bins[:, 1], any_bin], axis=1)
+    where_drawn = jnp.where(drawn >= 0, bins[:, 0], _NONE)
+    right, scored = _counted(
+      (memory.right, memory.scored),
+      every,
+      (jnp.stack([learned, cached, either], 1), 1.0),
     )
+    drawn_right, top_right = _counted(
+      (memory.drawn_right, memory.top_right), where_drawn, (drawn_right, top)
+    )
+    return Mixture(None, table, right, scored, drawn_right, top_right)
+
+
+def _counted(
+  counts: tuple[jax.Array, jax.Array], bins: jax.Array, new: tuple[Any, Any]
+) -> tuple[jax.Array, ...]:
+  """Adds new values to the counts of their bins, which decay at each."""
+  zeros = jnp.zeros((BINS + 1,), jnp.float32)
+  decay = _DECAY ** zeros.at[bins].add(1.0, mode="drop")
+  return tuple(
+    old * decay + zeros.at[bins].add(value, mode="drop")
+    for old, value in zip(counts, new, strict=True)
+  )
 
 
 def _accuracy(params: Any, bins: jax.Array) -> jax.Array:
   """Accuracy of every situation; -1 where no token was named."""
   found = (params.right / params.scored).at[bins].get(mode="fill", fill_value=-1.0)
-  return jnp.where(bins < BINS, found, -1.0)
+  return jnp.where(bins < BINS, jnp.minimum(found, 1.0), -1.0)
+
+
+def _is_by_cache(params: Any, bins: jax.Array) -> jax.Array:
+  """Whether the cache proposes, from the bins [..., 2] of both sources."""
+  accuracy = _accuracy(params, bins)
+  return accuracy[..., 1] > accuracy[..., 0]
 
 
 def _is_proposed(survival: jax.Array, price: jax.Array) -> jax.Array:
@@ -277,13 +387,14 @@ def _arg_max(logits: jax.Array) -> jax.Array:
   return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _draft_bin(logits: jax.Array) -> jax.Array:
+def _draft_bin(logits: jax.Array, is_sampled: jax.Array) -> jax.Array:
   """Bin of the top probability [B, n]; none if it is NaN."""
   largest = jnp.max(logits, axis=-1, keepdims=True)
   probability = 1 / jnp.sum(jnp.exp(logits - largest), axis=-1)
   index = jnp.sum(
     probability[..., None] >= _EDGES[None, None], axis=-1, dtype=jnp.int32
   )
+  index = index + jnp.where(is_sampled[:, None], _SAMPLED, 0)
   return jnp.where(jnp.isfinite(probability), index, _NONE)
 
 

@@ -62,7 +62,8 @@ def served_with(draft, answers=0, length=40, preferred=None):
     final = decoded(DRAFTER.with_memory(draft, memory), settings, length)
     memory = absorbed(memory, final)
   if preferred is not None:
-    of_cache = np.arange(mixed.BINS + 1) >= mixed._DRAFT_BINS
+    index = np.arange(mixed.BINS + 1)
+    of_cache = (index >= mixed._DRAFT_BINS) & (index < mixed._SAMPLED)
     right = of_cache if preferred == "cache" else ~of_cache
     memory = memory.replace(right=memory.scored * right)
   return DRAFTER.with_memory(draft, memory)
@@ -169,8 +170,8 @@ def test_lengths_that_depend_on_the_drawn_token_fail_the_chi_square_test():
   """Control: a row takes its proposal back after it has seen the token."""
 
   class Choosy(mixed.MixedDraft):
-    def propose(self, *args):
-      proposal, state = super().propose(*args)
+    def propose(self, *args, **named):
+      proposal, state = super().propose(*args, **named)
       liked = jnp.cumprod(proposal.tokens < VOCAB // 2, axis=1).sum(axis=1)
       return proposal.replace(lengths=jnp.minimum(proposal.lengths, liked)), state
 
@@ -279,6 +280,48 @@ def test_every_emitted_position_is_scored_once_whoever_proposed(k):
   # Decay takes a little of the prior.
   assert scored.sum() == pytest.approx(29, abs=1.5)
   assert right.sum() == pytest.approx(29, abs=1.5)
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_draft_is_scored_by_the_tokens_that_were_judged(temperature, k):
+  settings = harness.settings_of(1, max_length=40, temperature=temperature)
+  served = served_with(OTHER, preferred="draft")
+  final = decoded(served, settings, 40, k=k)
+  drawn = np.asarray(final.draft_cache.drawn[0])
+  judged = drawn[:40] >= 0
+  right = drawn[:40] == np.asarray(final.tokens[0, :40])
+  assert judged.sum() == int(final.counters.drafted[0])
+  assert (judged & right).sum() == int(final.counters.accepted[0])
+  assert (drawn[40:] == -1).all()
+
+
+def test_sampled_draft_is_right_where_its_tokens_are_accepted():
+  """The draft is the target: all is accepted, though it is often not its arg max."""
+  memory = DRAFTER.memory()
+  for seed in range(8):
+    settings = harness.settings_of(1, max_length=40, temperature=1.0, seed=seed)
+    served = DRAFTER.with_memory(jnp.asarray(PARAMS), memory)
+    final = decoded(served, settings, 40)
+    # The cache, which is certain of every token, does not displace it.
+    assert int(final.counters.rounds[0]) == -(-40 // (K + 1))
+    memory = absorbed(memory, final)
+  sampled = slice(mixed._SAMPLED, mixed.BINS)
+  accuracy = np.asarray(memory.right / memory.scored)[sampled]
+  np.testing.assert_allclose(accuracy, 1.0)
+  top = np.asarray(memory.top_right / memory.drawn_right)[sampled]
+  assert top.min() < 0.8  # control: the arg max would be scored lower
+
+
+def test_cache_still_displaces_a_poor_draft_in_sampled_rows():
+  """A sharp target, so that its tokens repeat although they are sampled."""
+  memory, rounds_spent = DRAFTER.memory(), []
+  for seed in range(12):
+    settings = harness.settings_of(1, max_length=40, temperature=0.1, seed=seed)
+    final = decoded(DRAFTER.with_memory(jnp.asarray(OTHER), memory), settings, 40)
+    rounds_spent.append(int(final.counters.rounds[0]))
+    memory = absorbed(memory, final)
+  assert np.mean(rounds_spent[-4:]) < 0.7 * np.mean(rounds_spent[:2])
 
 
 def test_scores_of_a_wrong_draft_fall():

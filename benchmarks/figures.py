@@ -74,6 +74,16 @@ SYSTEMS = {
   "attached frozen": (BLUE, ":"),
   "attached online": (BLUE, "-"),
 }
+# Way to draft -> colour, and whether it is mixed with the cache.
+DRAFTERS = {
+  "lookup": (GREY, False),
+  "cache": (GREEN, False),
+  "frozen": (ORANGE, False),
+  "frozen + cache": (ORANGE, True),
+  "online": (BLUE, False),
+  "online + cache": (BLUE, True),
+  "oracle of choice": (PINK, False),
+}
 
 
 # On a page of the docs, which is wider than a report's pictures.
@@ -345,6 +355,45 @@ def ahead_of_time(rows: Sequence[Row]) -> Any:
   return made
 
 
+def drafters(rows: Sequence[Row]) -> Any:
+  """Draws tokens per target call of each way to draft, by stream and temperature.
+
+  Of runs of several lengths, the longest is drawn.
+  """
+  rows = [row for row in rows if row["rows"] == 1 and not row["by_worth"]]
+  streams = sorted({_stream(row) for row in rows})
+  longest = {
+    stream: max(row["requests"] for row in rows if _stream(row) == stream)
+    for stream in streams
+  }
+  rows = [row for row in rows if row["requests"] == longest[_stream(row)]]
+  values = {(row["system"], _stream(row)): row["tokens_per_call"] for row in rows}
+  made, (axes,) = wide_figure("Tokens per call of the target, one row")
+  width = 0.9 / len(DRAFTERS)
+  for place, (name, (color, is_mixed)) in enumerate(DRAFTERS.items()):
+    where = np.arange(len(streams)) + (place - (len(DRAFTERS) - 1) / 2) * width
+    heights = [values.get((name, stream), np.nan) for stream in streams]
+    bars = axes.bar(
+      where,
+      heights,
+      width * 0.92,
+      color=color,
+      hatch="///" if is_mixed else None,
+      edgecolor="#FFFFFF" if is_mixed else color,
+      label=name,
+    )
+    axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
+  axes.axhline(1, color=GREY, lw=1)
+  axes.set_xticks(range(len(streams)), streams)
+  axes.set_ylabel("tokens per target call")
+  legend(made, axes)
+  return made
+
+
+def _stream(row: Row) -> str:
+  return f"{row['stream']}, T = {row['temperature']:g}"
+
+
 # name -> (function that draws it, file of its rows)
 DRAWN: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "acceptance": (acceptance, "experiments/demo_stream/overlap.jsonl"),
@@ -354,6 +403,7 @@ DRAWN: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "rows_in_flight": (rows_in_flight, "benchmarks/results/batching.jsonl"),
   "learning_latency": (learning_latency, "benchmarks/results/learning.jsonl"),
   "ahead_of_time": (ahead_of_time, "benchmarks/results/ahead_of_time.jsonl"),
+  "drafters": (drafters, "experiments/drafters/cells.jsonl"),
 }
 
 

@@ -11,8 +11,9 @@ import oracles
 import pytest
 from decoding import harness
 
-from osd_jax import testing
-from osd_jax.decoding import ngrams
+from osd_jax import base, testing
+from osd_jax.decoding import mixed, ngrams, rounds
+from osd_jax.decoding import state as state_lib
 
 VOCAB = 6
 TARGET = testing.tabular_model(VOCAB)
@@ -169,15 +170,26 @@ def plain_outputs(rows, length, temperature=0.0):
   return harness.outputs(harness.tabular_steps(PARAMS, settings, length))
 
 
+def drafted_for(table, model, k, source, mask, settings, length):
+  """The final state of rows that the cache alone drafts for."""
+  drafter = mixed.MixedDraft(model, target=TARGET, size=0)
+  served = drafter.with_memory(None, drafter.memory().replace(table=table))
+  spec, target = rounds.DecodeSpec(TARGET, drafter), jnp.asarray(PARAMS)
+  state = harness.start(TARGET, target, source, mask, settings, length)
+  size = state_lib.buffer_length(length)
+  state = state.replace(draft_cache=drafter.init(served, source, None, size))
+  while (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
+    state = harness.ROUNDS(spec, k, target, served, jnp.int32(harness.MANY), state)
+  return state
+
+
 @pytest.mark.parametrize("K", [1, 4, 8])
 @pytest.mark.parametrize("seen", [0, 3])
 def test_greedy_output_equals_plain_decoding(K, seen):
   model, sources = cached(), prompts(3)
   table = with_answers(model, plain_outputs(3, 40)[:seen], sources[0][:1])
   settings = harness.settings_of(3, max_length=40)
-  final = harness.speculate(
-    TARGET, model, K, jnp.asarray(PARAMS), table, *sources, settings, 40
-  )
+  final = drafted_for(table, model, K, *sources, settings, 40)
   assert harness.outputs(final) == plain_outputs(3, 40)
   if seen:  # every token has been seen, so each round emits K + 1
     assert int(final.counters.rounds[0]) == -(-40 // (K + 1))
@@ -188,9 +200,7 @@ def test_sampled_output_has_the_law_of_the_target():
   settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
   model, sources = cached(), prompts(rows)
   table = with_answers(model, plain_outputs(3, 40), sources[0][:1])
-  final = harness.speculate(
-    TARGET, model, 3, jnp.asarray(PARAMS), table, *sources, settings, length
-  )
+  final = drafted_for(table, model, 3, *sources, settings, length)
   assert int(final.counters.accepted.sum()) > rows / 10
   tokens = np.asarray(final.tokens[:, :length])
   law = oracles.joint_law(PARAMS, length, temperature=1.0)

@@ -274,7 +274,7 @@ def test_target_and_draft_share_the_vocabulary():
   [
     ("rows", 0),
     ("rows", 1.5),
-    ("num_draft_tokens", 9),
+    ("num_draft_tokens", 17),
     ("num_draft_tokens", 0),
     ("source_lengths", ()),
     ("source_lengths", (1, 8)),

@@ -35,6 +35,7 @@ from osd_jax.engine.requests import (
   Finished,
   Request,
   SamplingConfig,
+  in_order,
 )
 from osd_jax.engine.steps import PaddedPrompt, PromptBatch
 
@@ -310,12 +311,12 @@ class Engine:
     for request in requests:
       self.check(request)
     self._waiting.extend(requests)
-    answers: dict[int, Finished] = {}
+    answers: list[Finished] = []
     while self.in_flight:
       for done in self.step():
         on_finished(done)
-        answers[id(done.request)] = done
-    return [answers[id(request)] for request in requests]
+        answers.append(done)
+    return in_order(requests, answers)
 
   def clear(self) -> None:
     """Drops all requests; compiled calls, draft and costs stay."""

@@ -5,7 +5,8 @@ A request changes form four times: a text or `Prompt`, a `Request`, a row of
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -498,3 +499,13 @@ class TextSoFar:
       ),
       default=0,
     )
+
+
+def in_order(
+  requests: Sequence[Request], finished: Iterable[Finished]
+) -> list[Finished]:
+  """Returns results in the order of their requests; an object may be there twice."""
+  found: dict[int, deque[Finished]] = {}
+  for done in finished:
+    found.setdefault(id(done.request), deque()).append(done)
+  return [found[id(request)].popleft() for request in requests]

@@ -32,6 +32,7 @@ from osd_jax.engine.requests import (
   Prompt,
   Request,
   TextSoFar,
+  in_order,
 )
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), sharding.PartitionConfig()
@@ -365,17 +366,17 @@ class Server:
       requests: any number; all are checked before the first is answered.
       on_finished: called as each one finishes, for progress.
     """
-    answers: dict[int, Finished] = {}
+    answers: list[Finished] = []
     with self._one_call(clears=True):
       for request in requests:
         self.engine.check(request)
       for finished in self._serve(requests):
         for done in finished:
           on_finished(done)
-          answers[id(done.request)] = done
+          answers.append(done)
     if self._is_closed:
       raise base.InputError("Server.run: the server was closed during this call.")
-    return [answers[id(request)] for request in requests]
+    return in_order(requests, answers)
 
   def learn(
     self, done: Finished, overlap: float | None = None, background: bool = False

@@ -46,6 +46,13 @@ def test_engine_without_a_draft_gives_the_same_outputs_and_ignores_the_policy():
     assert done.batch.records is None
 
 
+def test_request_that_is_asked_twice_has_two_results():
+  request, *_ = cases.greedy_requests()
+  found = cases.decoder(1).run([request, request])
+  assert found[0] is not found[1]
+  assert found[0].tokens.tolist() == found[1].tokens.tolist() == cases.expected()[0]
+
+
 def test_requests_can_be_submitted_while_others_are_in_flight():
   busy = cases.decoder(3)
   finished, waiting = [], cases.greedy_requests()

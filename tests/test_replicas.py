@@ -195,7 +195,7 @@ def test_repeated_loss_of_replicas_ends_the_run(pair, monkeypatch):
     def load(self, *given):
       return []
 
-    def step(self, requests, draft, expecting):
+    def step(self, requests, draft, expecting, forgets, unseen):
       os._exit(1)
 
   monkeypatch.setattr(replicas, "Replica", Dying)

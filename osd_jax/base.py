@@ -368,8 +368,6 @@ class Model:
     absorb: `(params, source [1, S], emitted [T], length []) -> params`. Learns from a
       finished answer without training, as the n-gram cache does, which is served
       unprepared. None for models that are trained.
-    resized: `(size) -> Model`. The same model with a memory of `size` tokens, for one
-      that absorbs answers; None for other models.
   """
 
   name: str
@@ -391,7 +389,6 @@ class Model:
   start: Callable[[jax.Array, jax.Array], jax.Array] | None = None
   max_positions: int = 0
   absorb: Callable[[Params, jax.Array, jax.Array, jax.Array], Params] | None = None
-  resized: "Callable[[int], Model] | None" = None
 
   def mask(self, source: Any) -> Any:
     """[B, S] bool; which entries of sources [B, S] are tokens, not padding."""

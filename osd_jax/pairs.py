@@ -128,9 +128,9 @@ class Pair:
 
   def with_cache_size(self, tokens: int) -> "Pair":
     """The pair with a cache of this size; 0 and other drafts change nothing."""
-    if not tokens or self.draft is None or self.draft.resized is None:
+    if not tokens or not adapts_untrained(self):
       return self
-    draft = self.draft.resized(tokens)
+    draft = ngrams.build(self.target, tokens)
     params = draft.init(jax.random.key(_SEED))
     return dataclasses.replace(self, draft=draft, draft_params=params)
 

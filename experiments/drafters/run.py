@@ -89,7 +89,7 @@ def create(
   elif name == "lookup":
     # It absorbs nothing, so that it knows only what the row itself contains.
     small = ngrams.build(pair.target, 256)
-    model = dataclasses.replace(small, absorb=None, resized=None)
+    model = dataclasses.replace(small, absorb=None)
     pair = pair.with_draft(model, ngrams.empty(256))
   elif name == "cache":
     model = ngrams.build(pair.target, CACHE)

@@ -12,8 +12,7 @@ A drafter is a frozen set of pure functions over a state that the decode loop ca
 What a drafter proposes changes the speed of decoding, never its output.
 
 Implementations: a language model that reads the prompt; a small model attached to the
-target's hidden states; and either of them mixed with an n-gram cache. The cache alone
-is a language model, too: its parameters are the answers it has seen.
+target's hidden states; either of them mixed with an n-gram cache; and this cache alone.
 """
 
 import dataclasses
@@ -270,12 +269,13 @@ class ModelDrafter:
     return self.model.decode(params, tokens, state)
 
   def memory(self) -> Any:
-    """The parameters of a model that learns without training; see `Drafter.memory`."""
-    return None if self.model.absorb is None else self.model.init(jax.random.key(0))
+    """None: the model learns only by training."""
+    return None
 
   def with_memory(self, prepared: base.Params, memory: Any) -> base.Params:
-    """Returns the memory, or the parameters of a trained model."""
-    return prepared if memory is None else memory
+    """Returns the prepared parameters, as there is no memory."""
+    del memory
+    return prepared
 
   def absorb(
     self,
@@ -285,7 +285,5 @@ class ModelDrafter:
     emitted: jax.Array,
     length: jax.Array,
   ) -> Any:
-    """Lets the model learn from a finished answer; see `Drafter.absorb`."""
-    del state
-    assert self.model.absorb is not None
-    return self.model.absorb(memory, source, emitted, length)
+    """Learns nothing, as there is no memory."""
+    del memory, state, source, emitted, length

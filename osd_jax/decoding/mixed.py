@@ -22,12 +22,14 @@ The choice depends only on what is known before a token is drawn, so each positi
 one draft distribution: that of the learned draft, or one-hot at the cache's token.
 
 The accuracies also say how much to draft. A drafted token survives if it and all before
-it are right, so its survival is the product of their accuracies. Drafting goes on while
-the next token is expected to be worth its price:
+it are right, so its survival is the product of their accuracies. The next token is
+expected to survive with this product times the mean accuracy of all tokens (here .8),
+and drafting goes on while that is worth its price:
 
-    accuracy            .95    .9    .5   .8      of the tokens named so far
-    survival            .95   .86   .43  .34
-    price of the next   .30   .30   .30  .30      three are drafted: .34 * mean < .30
+    accuracy            .95    .9    .5    .9     of the tokens named so far
+    survival            .95   .86   .43   .38
+    times .8            .76   .68   .34   .31
+    price of the next   .32   .32   .32   .32     four are drafted: .31 < .32
 
 The cache alone, without a learned draft, is drafted from in the same way.
 """
@@ -61,7 +63,7 @@ _CACHE_PRIOR, _ANY_PRIOR = 0.3, 0.7
 # In sampled rows the draft has to be tried before its acceptance is known, so it begins
 # with the best.
 _SAMPLED_PRIOR = 1.0
-_MAX_WEIGHT = 4.0  # of a most likely token that stands in for a drawn one
+_MAX_WEIGHT = 4.0  # of a most likely token that is scored in place of a drawn one
 
 
 @flax.struct.dataclass
@@ -226,7 +228,7 @@ class MixedDraft(drafters.ModelDrafter):
     _, _, drafted, all_logits, is_proposed, state = jax.lax.while_loop(
       continues, step, carry
     )
-    # Survival only falls, so what is proposed is a prefix.
+    # Survival never rises, so the proposed tokens are a prefix.
     lengths = jnp.sum(is_proposed, axis=1, dtype=jnp.int32)
     return base.Proposal(jnp.maximum(drafted, 0), all_logits, lengths), state
 
@@ -265,7 +267,7 @@ class MixedDraft(drafters.ModelDrafter):
     return state.replace(drawn=ngrams.write(state.drawn, token[:, None], at))
 
   def observe(self, state: State, rows: state_lib.DecodeState) -> State:
-    """Rewinds both sources, and forgets what was drawn but not judged."""
+    """Rewinds both sources, and forgets tokens that were drawn but not judged."""
     is_judged = jnp.arange(state.drawn.shape[1])[None] < rows.length[:, None]
     is_judged = is_judged & rows.settings.speculative[:, None]
     state = state.replace(drawn=jnp.where(is_judged, state.drawn, -1))

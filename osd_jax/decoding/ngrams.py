@@ -137,7 +137,6 @@ def build(target: base.Model, size: int = SIZE) -> base.Model:
     pad_id=target.pad_id,
     start=target.start,
     absorb=functools.partial(absorb, target),
-    resized=functools.partial(build, target),
   )
 
 

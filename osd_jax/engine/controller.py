@@ -15,7 +15,7 @@ Some drafters know the probability that a token survives, and stop by themselves
 It tells the drafter what each further token costs, in tokens that could be emitted in
 that time:
 
-    price of the i-th token = (round of i + 1 tokens - round of i tokens) / ms per token
+    price of the i-th token = (round of i tokens - round of i - 1 tokens) / ms per token
 
 The choice is a pure function of the decoded tokens and of a table of costs, so a run
 with the same table repeats. Outputs do not depend on K: greedy and coupled outputs are

@@ -168,6 +168,31 @@ def rounds(
       return state
 
 
+def drafted_by(
+  drafter,
+  served,
+  k,
+  target,
+  params,
+  source,
+  mask,
+  settings,
+  length,
+  *,
+  prices=None,
+  run=ROUNDS,
+  **more,
+):
+  """The final state of rows that a drafter drafts for; `more` is for `DecodeSpec`."""
+  spec = rounds_lib.DecodeSpec(target, drafter, **more)
+  state = start(target, params, source, mask, settings, length)
+  size = state_lib.buffer_length(length)
+  state = state.replace(draft_cache=drafter.init(served, source, None, size))
+  while (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
+    state = run(spec, k, params, served, jnp.int32(MANY), state, prices)
+  return state
+
+
 def speculate(
   target,
   draft,

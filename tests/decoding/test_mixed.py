@@ -12,7 +12,6 @@ from decoding import harness
 from osd_jax import base, testing
 from osd_jax.decoding import accept as accept_lib
 from osd_jax.decoding import drafters, mixed, ngrams, rounds
-from osd_jax.decoding import state as state_lib
 from osd_jax.engine import steps
 
 VOCAB, K = 6, 3
@@ -33,16 +32,11 @@ def decoded(
   """The final state of rows that the mixture drafts for, in blocks of K or by price."""
   widths = () if prices is None else WIDTHS
   k = k if prices is None else WIDTHS[-1]
-  spec = rounds.DecodeSpec(TARGET, drafter, rule=rule, widths=widths)
   source = jnp.tile(SOURCE, (settings.seed.shape[0], 1))
-  target = jnp.asarray(PARAMS)
-  state = harness.start(TARGET, target, source, source > 0, settings, length)
-  size = state_lib.buffer_length(length)
-  state = state.replace(draft_cache=drafter.init(served, source, None, size))
-  while True:
-    state = RUN(spec, k, target, served, jnp.int32(harness.MANY), state, prices)
-    if not (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
-      return state
+  rows = TARGET, jnp.asarray(PARAMS), source, source > 0, settings, length
+  return harness.drafted_by(
+    drafter, served, k, *rows, prices=prices, run=RUN, rule=rule, widths=widths
+  )
 
 
 def absorbed(memory, state, row=0):
@@ -118,15 +112,8 @@ def test_wrong_draft_distribution_fails_the_chi_square_test(rule):
   lying = Lying(TARGET, target=TARGET, size=1 << 12)
   rows, length = 40_000, 3
   settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
-  spec = rounds.DecodeSpec(TARGET, lying, rule=rule)
   served = served_with(OTHER, 3, preferred="cache")
-  source, mask = harness.no_sources(rows)
-  target = jnp.asarray(PARAMS)
-  state = harness.start(TARGET, target, source, mask, settings, length)
-  size = state_lib.buffer_length(length)
-  state = state.replace(draft_cache=lying.init(served, source, None, size))
-  while (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
-    state = RUN(spec, K, target, served, jnp.int32(harness.MANY), state)
+  state = decoded(served, settings, length, rule, drafter=lying)
   law = oracles.joint_law(PARAMS, length, temperature=1.0)
   counts = oracles.joint_counts(np.asarray(state.tokens[:, :length]), VOCAB)
   assert oracles.chi_square(counts, law) < 1e-7

@@ -11,9 +11,8 @@ import oracles
 import pytest
 from decoding import harness
 
-from osd_jax import base, testing
-from osd_jax.decoding import mixed, ngrams, rounds
-from osd_jax.decoding import state as state_lib
+from osd_jax import testing
+from osd_jax.decoding import mixed, ngrams
 
 VOCAB = 6
 TARGET = testing.tabular_model(VOCAB)
@@ -174,13 +173,10 @@ def drafted_for(table, model, k, source, mask, settings, length):
   """The final state of rows that the cache alone drafts for."""
   drafter = mixed.MixedDraft(model, target=TARGET, size=0)
   served = drafter.with_memory(None, drafter.memory().replace(table=table))
-  spec, target = rounds.DecodeSpec(TARGET, drafter), jnp.asarray(PARAMS)
-  state = harness.start(TARGET, target, source, mask, settings, length)
-  size = state_lib.buffer_length(length)
-  state = state.replace(draft_cache=drafter.init(served, source, None, size))
-  while (np.asarray(state.stop_reason) == base.StopReason.RUNNING).any():
-    state = harness.ROUNDS(spec, k, target, served, jnp.int32(harness.MANY), state)
-  return state
+  params = jnp.asarray(PARAMS)
+  return harness.drafted_by(
+    drafter, served, k, TARGET, params, source, mask, settings, length
+  )
 
 
 @pytest.mark.parametrize("K", [1, 4, 8])

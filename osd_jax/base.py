@@ -358,6 +358,14 @@ class Model:
       for models that take the source.
     encode_for_draft: `(params, source, mask) -> [B, S, E]`. Computes the target states
       of prompts with the frozen parameters of an attached draft. None for other models.
+    reads_tokens: a draft that also reads the target's state before each token. Its
+      `decode` takes these states [B, n, E] as a fourth argument, and without them goes
+      on from its own; its scores take `token_states=` [B, T, E], as the cache of a
+      target has them.
+    score_steps: `score_at` for such a draft, [steps, B, P, C]: step n judges each token
+      as the n-th after the last verified one. None for other models.
+    score_with_states: `score` of a target, which returns (logits, token states
+      [B, T, E] bfloat16). None for drafts.
     head_dim: D, size of the groups on the logical axis "joined_kv" that sharding must
       not split.
     eos_ids: tokens that end a sequence.
@@ -383,6 +391,9 @@ class Model:
   frozen: str = ""
   state_width: int = 0
   encode_for_draft: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
+  reads_tokens: bool = False
+  score_steps: Callable[..., jax.Array] | None = None
+  score_with_states: Callable[..., tuple[jax.Array, jax.Array]] | None = None
   head_dim: int = 1
   eos_ids: tuple[int, ...] = (EOS_ID,)
   pad_id: int = PAD_ID
@@ -479,6 +490,11 @@ class Proposal:
     lengths = self.tokens.shape[1] if self.lengths is None else self.lengths
     return self.replace(lengths=jnp.where(rows, lengths, 0).astype(jnp.int32))
 
+  def first(self, count: int) -> "Proposal":
+    """Returns the first tokens, if no row proposes more."""
+    logits = None if self.logits is None else self.logits[:, :count]
+    return self.replace(tokens=self.tokens[:, :count], logits=logits)
+
   @property
   def is_proposed(self) -> jax.Array:
     """[B or 1, K] bool; which tokens are proposed."""
@@ -546,6 +562,8 @@ class DistillationBatch:
     weight: [R] float32; 0 for rows that only pad the batch.
     target_states: [R, S, E] bfloat16, the target's hidden states of the source, for an
       attached draft; None where they are not kept.
+    token_states: [R, T, E] bfloat16, the target's last hidden state before each token
+      of `target`, for drafts that read it; otherwise None.
   """
 
   source: jax.Array
@@ -554,8 +572,16 @@ class DistillationBatch:
   records: Records
   weight: jax.Array
   target_states: jax.Array | None = None
+  token_states: jax.Array | None = None
 
   @property
   def score_inputs(self) -> dict[str, jax.Array]:
-    """Keyword arguments for `Model.score`: the target states, if they are kept."""
-    return {} if self.target_states is None else {"target_states": self.target_states}
+    """Keyword arguments for `Model.score`: the states that are kept."""
+    states = {"target_states": self.target_states, "token_states": self.token_states}
+    return {name: leaf for name, leaf in states.items() if leaf is not None}
+
+  def cut_to(self, length: int) -> "DistillationBatch":
+    """Returns the first `length` positions; the source is kept whole."""
+    names = ("target", "mask", "records", "token_states")
+    parts = {name: getattr(self, name) for name in names}
+    return self.replace(**jax.tree.map(lambda leaf: leaf[:, :length], parts))

@@ -40,6 +40,9 @@ class KVCache:
     length: [B] int32; number of valid entries of self_keys in each row.
     target_states: [B, S, E] bfloat16; the target's hidden states of the source, for an
       attached draft; None if there is none.
+    token_states: for a draft that reads them, the last hidden state after each input:
+      of a target [B, T + K + 1, E], valid to `length`; of the draft itself [B, n, E],
+      of the inputs fed last. Otherwise None.
   """
 
   self_keys: tuple[jax.Array, ...]
@@ -49,6 +52,7 @@ class KVCache:
   cross_mask: jax.Array
   length: jax.Array
   target_states: jax.Array | None = None
+  token_states: jax.Array | None = None
 
   @classmethod
   def prefilled(cls, cross: Sequence, mask: jax.Array, length: int) -> "KVCache":

@@ -20,6 +20,7 @@ from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingC
 from osd_jax.engine.server import Server
 from osd_jax.models import mixture
 
+STATES_BYTES = 4 * 2**30  # of a corpus, in the memory of the host
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 
 
@@ -50,7 +51,8 @@ def generate(
   """Generates one row per prompt, in the order of the prompts, as numpy arrays.
 
   The i-th prompt that a model answers draws with seed + i. References are not used;
-  `bar` shows one task for each model.
+  `bar` shows one task for each model. The target's states of the prompts are kept if
+  they fit `STATES_BYTES`; otherwise an attached draft computes them in each step.
   """
   by_draft = _by_draft(source, len(prompts))
 
@@ -64,7 +66,12 @@ def generate(
     indices = np.flatnonzero(~by_draft)
     answers = answer(plain_server(pair, decoding, partition), indices)
     # Decoding recorded the target's distributions, so these rows are complete.
-    parts = [jax.device_get(done.batch) for done in answers]
+    width = pair.draft.state_width if not by_draft.any() else 0
+    size = len(prompts) * decoding.source_lengths[-1] * width * 2
+    parts = [
+      jax.device_get(_with_states(done.batch, 0 < size <= STATES_BYTES))
+      for done in answers
+    ]
     rows.update(zip(indices, parts, strict=True))
   if by_draft.any():
     indices = np.flatnonzero(by_draft)
@@ -72,9 +79,14 @@ def generate(
     # finished texts below.
     unrecorded = dataclasses.replace(decoding, record_top_k=0)
     server = plain_server(_writer(source, pair), unrecorded, partition)
-    texts = [done.batch for done in answer(server, indices)]
+    texts = [_with_states(done.batch, False) for done in answer(server, indices)]
     rows.update(zip(indices, _score(pair, decoding, texts), strict=True))
   return stack([rows[index] for index in range(len(prompts))])
+
+
+def _with_states(batch: base.DistillationBatch, keeps: bool) -> base.DistillationBatch:
+  """Returns an answer with the target's states of its prompt, or without them."""
+  return batch if keeps else batch.replace(target_states=None)
 
 
 def _by_draft(source: TextSource, count: int) -> np.ndarray:
@@ -109,8 +121,10 @@ def _score(
       filled.source,
       filled.target,
       decoding.record_top_k,
+      pair.draft.reads_tokens,
     )
-    host = jax.device_get(filled.replace(records=scored.records))
+    scored = filled.replace(records=scored.records, token_states=scored.token_states)
+    host = jax.device_get(scored)
     for row in range(len(part)):
       yield jax.tree.map(lambda leaf, at=row: leaf[at : at + 1], host)
 
@@ -169,7 +183,12 @@ def reference_rows(
     # Waits for each batch, because a mesh allows only few computations in flight.
     yield jax.block_until_ready(
       records.teacher_forced(
-        pair.target, pair.target_params, source, tokens, decoding.record_top_k
+        pair.target,
+        pair.target_params,
+        source,
+        tokens,
+        decoding.record_top_k,
+        pair.draft.reads_tokens,
       )
     )
 

@@ -245,7 +245,8 @@ def load_pair(
   identity = weights.identity(target, Path(config.target).name)
   draft = _draft(config, target, identity, vocabulary)
   is_attached = isinstance(draft, weights.AttachedWeights)
-  target_model = families.build(target.config, "target", return_states=is_attached)
+  states = draft.config.reads if isinstance(draft, weights.AttachedWeights) else ""
+  target_model = families.build(target.config, "target", states=states)
   # The target is never trained, so float32 copies of its parameters have no use.
   params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), target.params)
   target_params = partitioner.place_params(target_model, params)

@@ -25,7 +25,7 @@ ADAPTIVE = engine.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
 
 # Least gain of the overlap over 24 requests. The random Llama has flatter
 # distributions, which are harder to learn.
-GAINS = {"t5": 1.2, "llama": 1.05}
+GAINS = {"t5": 1.2, "llama": 1.05, "llama, tokens": 1.05}
 
 
 @pytest.fixture(scope="module", params=GAINS)
@@ -37,8 +37,12 @@ def family(request):
 def pair(family, tmp_path_factory):
   """A tiny target with an independent draft, and with a new attached draft."""
   folder = tmp_path_factory.mktemp("pair")
-  independent = tiny_online.save_lively_pair(folder, family)
+  name, *reads = family.split(", ")
+  independent = tiny_online.save_lively_pair(folder, name)
   attached = tiny_online.attached(independent)
+  if reads:
+    shape = dataclasses.replace(attached.attached, reads=reads[0])
+    attached = dataclasses.replace(attached, attached=shape)
   return independent, dataclasses.replace(attached, draft_serving=DraftServing())
 
 
@@ -119,6 +123,8 @@ def on_a_mesh_without_stored_states(config):
   [
     ("t5", on_a_mesh_without_stored_states),
     ("llama", with_adaptive_k_and_approximate_draft),
+    ("llama, tokens", with_adaptive_k_and_approximate_draft),
+    ("llama, tokens", on_a_mesh_without_stored_states),
   ],
   indirect=["family"],
 )

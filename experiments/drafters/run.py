@@ -18,11 +18,12 @@ A cell is one system on one stream, with a temperature, a number of rows and a s
 is written to `--out` when it is finished, and the same command skips what is there.
 Streams: demo (the shipped pair), domains and chat (a target of 15 M parameters, made by
 experiments/shift_cpu_target.gin), qwen, qwen_chat and qwen_edit (Qwen2.5-Coder-0.5B, a
-folder of transformers, with a draft that starts from random parameters).
+folder of transformers; its draft starts from random parameters without `--qwen_draft`).
 
   python experiments/drafters/run.py --streams demo [--requests 200] [--untimed]
       [--temperatures 0 .7] [--rows 1] [--seeds 3] [--by_worth] [--systems plain cache]
-      [--target FILE] [--draft FILE] [--qwen FOLDER] [--data ../shared/data]
+      [--target FILE] [--draft FILE] [--qwen FOLDER] [--qwen_draft FILE]
+      [--data ../shared/data]
   python experiments/drafters/run.py --table    # prints the cells, measures nothing
 """
 
@@ -265,6 +266,7 @@ def options() -> argparse.ArgumentParser:
   parser.add_argument("--block", type=int, default=25, help="requests in a block")
   parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
   parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
+  parser.add_argument("--qwen_draft", default="attached", metavar="DRAFT")
   for name, default in (
     ("target", "runs/shift_cpu_target.safetensors"),
     ("draft", "runs/shift_cpu_attached_draft.safetensors"),

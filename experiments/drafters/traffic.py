@@ -10,18 +10,10 @@ from osd_jax import online
 from osd_jax.data.examples import TaskConfig
 from osd_jax.main import settings
 
-_SQL = "Write one SQL query that answers the question, and nothing else. Question: "
-_CODE = "Write a Python function for this docstring, code only: "
 _EDIT = (
   "Rename the function {old} to {new} in this code and print all of the code again."
   " Answer with code only.\n```python\n{code}\n```"
 )
-_REAL = {
-  "spider": _SQL + "{prompt}",
-  "gsm8k": "{prompt}",
-  "python": _CODE + "{prompt}",
-  "finance_10k": "{prompt}",
-}
 # Stream -> pair; see `_files`.
 PAIRS = {
   "demo": "demo",
@@ -49,6 +41,7 @@ def config_of(
   bindings += [
     f"SamplingConfig.temperature={temperature}",
     f"DecodingConfig.rows={rows}",
+    "DecodingConfig.cache_tokens=0",  # `run.create` adds the cache
     f"StreamConfig.requests_per_task={given.requests}",
     *(f"{kind}.seed={seed}" for kind in ("StreamConfig", "LearningConfig")),
     f"SamplingConfig.seed={1000 * seed}",
@@ -76,29 +69,23 @@ def _files(pair: str, given: argparse.Namespace) -> tuple[list[str], list[str]]:
       f"PairConfig.target={str(given.target)!r}",
       f"PairConfig.draft={str(given.draft)!r}",
     ]
-  else:  # a published target, and a draft that knows nothing yet
-    bindings += [
-      f"PairConfig.target={str(given.qwen)!r}",
-      "PairConfig.draft='attached'",
-      "PairConfig.vocabulary=''",
-      "PairConfig.extra_ids=None",
-      "PairConfig.chat_template='own'",
-      "PairConfig.attached=@AttachedConfig()",
-      "AttachedConfig.width=256",
-      "AttachedConfig.mlp_dim=768",
-      "OnlineConfig.warm_start=None",
-      "DecodingConfig.target_length=40",
-      "UpdateConfig.length_multiple=20",
-    ]
-  return [f"experiments/shift_cpu_attached{end}.gin"], bindings
+    return [f"experiments/shift_cpu_attached{end}.gin"], bindings
+  bindings += [f"QWEN={str(given.qwen)!r}", f"PairConfig.draft={given.qwen_draft!r}"]
+  return [f"experiments/qwen{end}.gin"], bindings
 
 
 def _tasks(name: str, given: argparse.Namespace) -> tuple[TaskConfig, ...]:
   """Returns the tasks of a stream; () keeps those of the gin file."""
   if name in ("chat", "qwen_chat"):
-    return tuple(_task(source, given, "{prompt}") for source in ("dolly", "arena"))
-  if name == "qwen":
-    return tuple(_task(source, given, prompt) for source, prompt in _REAL.items())
+    return tuple(
+      TaskConfig(
+        name=source,
+        data_dir=str(given.data),
+        pattern=f"{source}.{{split}}.jsonl",
+        split="eval",
+      )
+      for source in ("dolly", "arena")
+    )
   if name == "qwen_edit":
     given.out.parent.mkdir(parents=True, exist_ok=True)
     path = given.out.parent / "edits.jsonl"
@@ -109,17 +96,6 @@ def _tasks(name: str, given: argparse.Namespace) -> tuple[TaskConfig, ...]:
       TaskConfig(name="edits", data_dir=folder, pattern=path.name, rows=given.requests),
     )
   return ()
-
-
-def _task(source: str, given: argparse.Namespace, prompt: str) -> TaskConfig:
-  return TaskConfig(
-    name=source,
-    data_dir=str(given.data),
-    pattern=f"{source}.{{split}}.jsonl",
-    split="eval",
-    prompt=prompt,
-    rows=given.requests,  # rendering thousands of chat templates takes minutes
-  )
 
 
 def edits(path: pathlib.Path, longest: int = 260) -> list[dict[str, str]]:

@@ -5,10 +5,11 @@ since they are code from a download, with the functions and settings that transf
 provides, so the result is the same text.
 """
 
+import contextlib
 import datetime
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from osd_jax import base
@@ -136,12 +137,25 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
     form
   )
 
+  @contextlib.contextmanager
+  def reported() -> Iterator[None]:
+    try:
+      yield
+    except (TemplateError, TypeError, ValueError) as error:
+      raise base.InputError(
+        f"PairConfig.chat_template: the template failed ({error}); expected a Jinja"
+        " template for a list of messages, as transformers uses them."
+      ) from error
+
+  with reported():
+    compiled = environment.from_string(template)
+
   def write(prompt: str) -> str:
     messages = [{"role": "user", "content": prompt}]
     if isinstance(prompt, Conversation):
       messages = list(prompt.messages)
-    try:
-      return environment.from_string(template).render(
+    with reported():
+      return compiled.render(
         messages=messages,
         # Templates test `tools is not none`, which an undefined name would pass.
         tools=None,
@@ -149,11 +163,6 @@ def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], 
         add_generation_prompt=True,
         **special_tokens,
       )
-    except (TemplateError, TypeError, ValueError) as error:
-      raise base.InputError(
-        f"PairConfig.chat_template: the template failed ({error}); expected a Jinja"
-        " template for a list of messages, as transformers uses them."
-      ) from error
 
   write("Hello")  # reports a faulty template before any weights are loaded
   return write

@@ -270,12 +270,14 @@ class TaskExamples:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A digest of all token ids."""
-    digest = hashlib.sha256()
-    for number in range(len(self)):
-      for ids in self.tokens(number):
-        # The length separates neighbours: [1, 2] [3] and [1] [2, 3] must not collide.
-        digest.update(len(ids).to_bytes(4, "little") + ids.tobytes())
+    """A digest of all texts and of the vocabulary, which give all token ids."""
+    encodes = (self._vocabulary.fingerprint, self._vocabulary.chat_template)
+    digest = hashlib.sha256(repr(encodes).encode())
+    for example in self.examples:
+      # A conversation is more than its text: its messages have roles.
+      messages = getattr(example.prompt, "messages", ())
+      parts = (str(example.prompt), example.reference, messages)
+      digest.update(repr(parts).encode())
     return digest.hexdigest()
 
   def _fault(self, prompt: str) -> str:

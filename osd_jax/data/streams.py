@@ -272,7 +272,10 @@ class QueryStream:
     served = np.bincount(self._task_ids, minlength=len(self._tasks))
     found = {}
     for task_id, read in enumerate(self._tasks):
-      places = {"skipped": read.skipped, "cut": read.longer_than(longest)}
+      # Of a large file often few prompts are served, and only these are encoded.
+      ordinals = range(min(served[task_id], len(read)))
+      numbers = sorted(self._example_number(task_id, ordinal) for ordinal in ordinals)
+      places = {"skipped": read.skipped, "cut": read.longer_than(longest, 0, numbers)}
       account = examples.report(read.task.label, len(read), **places)
       found[read.task.name] = {**account, "served": int(served[task_id])}
     return found

@@ -188,11 +188,12 @@ class ModelDrafter:
   ) -> tuple[jax.Array, jax.Array, Any]:
     """The first step of `propose`: (tokens [B, K], logits [B, V], state)."""
     position = rows.length
-    newest = state_lib.inputs_at(rows, state_lib.fed_to_draft(position), 2)
+    state = self._fed_again(params, state, rows, num_draft_tokens)
+    newest, states = self._inputs(rows, state_lib.fed_to_draft(position), 2)
     begun = (position > 0).astype(jnp.int32)  # at position 0 the second one is stale
     length = state.length + begun + 1
-    both, cache = self.decode(params, newest, state)
-    cache = cache.replace(length=length)
+    both, cache = self.decode(params, newest, state, states)
+    cache = self._from_input(cache, begun).replace(length=length)
     logits = jnp.take_along_axis(both, begun[:, None, None], axis=1)[:, 0]
     drafted = jnp.full((len(position), num_draft_tokens), -1, jnp.int32)
     drafted, logits = self._drawn(logits, rows, drafted, 0, noise)
@@ -212,6 +213,43 @@ class ModelDrafter:
     logits, cache = self.decode(params, token, state)
     drafted, logits = self._drawn(logits[:, 0], rows, drafted, offset, noise)
     return drafted, logits, cache
+
+  def _inputs(
+    self, rows: state_lib.DecodeState, start: jax.Array, count: int
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Inputs [B, count] from `start`, with the states that the draft reads with them.
+
+    The target's state before an emitted token is known; before the first input there
+    is none.
+    """
+    tokens = state_lib.inputs_at(rows, start, count)
+    if not self.model.reads_tokens:
+      return tokens, None
+    before = start[:, None] + jnp.arange(count)[None] - 1
+    states = jnp.take_along_axis(
+      rows.target_cache.token_states, jnp.maximum(before, 0)[..., None], axis=1
+    )
+    return tokens, jnp.where(before[..., None] >= 0, states, 0)
+
+  def _fed_again(
+    self, params: base.Params, cache: Any, rows: state_lib.DecodeState, drafted: int
+  ) -> Any:
+    """Feeds accepted tokens of the last round again, now with the target's states."""
+    count = min(drafted - 1, CHUNK)
+    if not self.model.reads_tokens or not count:
+      return cache
+    end = state_lib.fed_to_draft(rows.length)
+    start = jnp.maximum(end - count, 0)
+    tokens, states = self._inputs(rows, start, count)
+    _, again = self.model.decode(params, tokens, cache.replace(length=start), states)
+    return again.replace(length=cache.length, token_states=cache.token_states)
+
+  def _from_input(self, cache: Any, index: jax.Array) -> Any:
+    """Lets the draft's next step go on from one of the inputs fed last [B]."""
+    if not self.model.reads_tokens:
+      return cache
+    states = jnp.take_along_axis(cache.token_states, index[:, None, None], axis=1)
+    return cache.replace(token_states=states)
 
   def _drawn(self, logits, rows, drafted, offset, noise):
     """Draws the token at an offset from logits [B, V]."""
@@ -254,19 +292,25 @@ class ModelDrafter:
       return jnp.any(running & (cache.length < wanted))
 
     def feed(cache):
-      tokens = state_lib.inputs_at(rows, cache.length, CHUNK)
+      tokens, states = self._inputs(rows, cache.length, CHUNK)
       # Rows that lag less are not moved past `wanted`: `propose` feeds the last two.
       end = jnp.minimum(cache.length + CHUNK, wanted)
-      _, cache = self.decode(params, tokens, cache)
-      return cache.replace(length=end)
+      _, cache = self.decode(params, tokens, cache, states)
+      last = jnp.full_like(end, CHUNK - 1)  # of a fixed shape, and never continued
+      return self._from_input(cache, last).replace(length=end)
 
     return jax.lax.while_loop(lags, feed, state)
 
   def decode(
-    self, params: base.Params, tokens: jax.Array, state: Any
+    self,
+    params: base.Params,
+    tokens: jax.Array,
+    state: Any,
+    states: jax.Array | None = None,
   ) -> tuple[jax.Array, Any]:
-    """Feeds tokens [B, n] to every row; see `base.Model.decode`."""
-    return self.model.decode(params, tokens, state)
+    """Feeds tokens [B, n] to every row; see `base.Model.decode` and `reads_tokens`."""
+    given = () if states is None else (states,)
+    return self.model.decode(params, tokens, state, *given)
 
   def memory(self) -> Any:
     """None: the model learns only by training."""

@@ -155,7 +155,11 @@ class MixedDraft(drafters.ModelDrafter):
     )
 
   def decode(
-    self, params: Any, tokens: jax.Array, state: State
+    self,
+    params: Any,
+    tokens: jax.Array,
+    state: State,
+    states: jax.Array | None = None,
   ) -> tuple[jax.Array, State]:
     """Feeds both sources; the logits are those of the one that proposes."""
     length = state.length
@@ -166,10 +170,9 @@ class MixedDraft(drafters.ModelDrafter):
     logits, draft = one_hot, None
     named, bins = token, jnp.full(token.shape, _NONE, jnp.int32)
     if self.is_learned:
-      logits, draft = self.model.decode(
-        params.draft, tokens, state.draft.replace(length=length)
-      )
-      named, bins = _arg_max(logits), _draft_bin(logits, state.is_sampled)
+      draft = state.draft.replace(length=length)
+      logits, draft = super().decode(params.draft, tokens, draft, states)
+      named, bins = sampling.arg_max(logits), _draft_bin(logits, state.is_sampled)
     named = jnp.stack([named, token], axis=-1)
     bins = jnp.stack([bins, _cache_bin(vote)], axis=-1)
     by_cache = _is_by_cache(params, bins)
@@ -198,7 +201,8 @@ class MixedDraft(drafters.ModelDrafter):
   ) -> tuple[base.Proposal, Any]:
     """Drafts while the next token is worth its price; see `Drafter.propose`."""
     if prices is None:
-      return super().propose(params, state, rows, num_draft_tokens, noise)
+      proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
+      return self._proposal(proposal.tokens, proposal.logits), state
     drafted, logits, state = self.first(params, state, rows, num_draft_tokens, noise)
     survival = self._survival(params, state)
     shape = (*drafted.shape, logits.shape[-1])
@@ -230,7 +234,22 @@ class MixedDraft(drafters.ModelDrafter):
     )
     # Survival never rises, so the proposed tokens are a prefix.
     lengths = jnp.sum(is_proposed, axis=1, dtype=jnp.int32)
-    return base.Proposal(jnp.maximum(drafted, 0), all_logits, lengths), state
+    drafted = jnp.maximum(drafted, 0)
+    return self._proposal(drafted, all_logits, lengths), state
+
+  def _proposal(
+    self,
+    tokens: jax.Array,
+    logits: jax.Array | None,
+    lengths: jax.Array | None = None,
+  ) -> base.Proposal:
+    """The proposal; that of the cache alone is deterministic."""
+    return base.Proposal(tokens, logits if self.is_learned else None, lengths)
+
+  def _drawn(self, logits, rows, drafted, offset, noise):
+    if self.is_learned:
+      return super()._drawn(logits, rows, drafted, offset, noise)
+    return drafted.at[:, offset].set(sampling.arg_max(logits)), logits
 
   def first(
     self,
@@ -258,6 +277,20 @@ class MixedDraft(drafters.ModelDrafter):
     drafted, logits, state = super().next(params, state, rows, drafted, offset, noise)
     token = jax.lax.dynamic_index_in_dim(drafted, offset, 1, keepdims=False)
     return drafted, logits, self._with_drawn(params, state, token)
+
+  def _fed_again(
+    self, params: Any, cache: State, rows: state_lib.DecodeState, drafted: int
+  ) -> State:
+    # What the cache alone names does not depend on states.
+    if not self.is_learned:
+      return cache
+    draft = cache.draft.replace(length=cache.length)
+    return cache.replace(draft=super()._fed_again(params.draft, draft, rows, drafted))
+
+  def _from_input(self, cache: State, index: jax.Array) -> State:
+    if not self.is_learned:
+      return cache
+    return cache.replace(draft=super()._from_input(cache.draft, index))
 
   def _with_drawn(self, params: Any, state: State, token: jax.Array) -> State:
     """Notes the tokens [B] that were drawn after the newest inputs."""
@@ -383,10 +416,6 @@ def _is_by_cache(params: Any, bins: jax.Array) -> jax.Array:
 def _is_proposed(survival: jax.Array, price: jax.Array) -> jax.Array:
   # Without a price the number of tokens is fixed, whatever they are.
   return (survival > 0) | (price <= 0)
-
-
-def _arg_max(logits: jax.Array) -> jax.Array:
-  return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _draft_bin(logits: jax.Array, is_sampled: jax.Array) -> jax.Array:

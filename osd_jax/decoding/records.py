@@ -111,13 +111,14 @@ def empty(
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def teacher_forced(
   target: base.Model,
   params: base.Params,
   source: Int[Array, "R S"],
   tokens: Int[Array, "R T"],
   record_top_k: int,
+  with_states: bool = False,
 ) -> base.DistillationBatch:
   """Returns rows for the loss from given texts, by one forward pass of the target.
 
@@ -130,11 +131,17 @@ def teacher_forced(
     source: [R, S] int32, prompts padded with the target's `pad_id`.
     tokens: [R, T] int32, padded as sources are; a pad id before a token is a token.
     record_top_k: k (static); more than V keeps full rows.
+    with_states: whether the rows hold `token_states` (static).
 
   Returns:
     A batch of R rows; rows without tokens have weight 0.
   """
-  logits = target.score(params, source, target.mask(source), tokens)
+  given, states = (params, source, target.mask(source), tokens), None
+  if with_states:
+    assert target.score_with_states is not None
+    logits, states = target.score_with_states(*given)
+  else:
+    logits = target.score(*given)
   position = jnp.arange(tokens.shape[1])[None]
   # The last real token ends the text. Padding ids before it are tokens of the text.
   ends = jnp.where(tokens != target.pad_id, position + 1, 0)
@@ -145,4 +152,5 @@ def teacher_forced(
     mask=mask,
     records=from_logits(logits, min(record_top_k, target.vocab_size)),
     weight=jnp.any(mask, axis=1).astype(jnp.float32),
+    token_states=states,
   )

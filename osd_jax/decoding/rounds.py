@@ -226,27 +226,49 @@ def one_round(
     proposal = proposal.only_where(state.settings.speculative)
   else:
     proposal = _empty_proposal(spec.target, state)
-  verification, target_cache = verify(
-    spec.target,
-    target_served,
-    state.target_cache,
-    state.last_token,
-    proposal,
-    spec.widths if drafter is not None else (),
-  )
-  # `state.length` is still that of the round's start: the draws of a token depend on
-  # its absolute position.
-  acceptance = accept_lib.accept(
-    proposal, verification, state.settings, state.length, spec.rule, state.text
-  )
+  judgement, target_cache = judge(spec, target_served, state, proposal)
   state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
-  state = state_lib.append(
-    state, acceptance, verification, proposal, spec.target.eos_ids
-  )
+  state = state_lib.append(state, judgement, proposal, spec.target.eos_ids)
   if drafter is not None:
     # After `append`, because the drafter rewinds to what was emitted.
     state = state.replace(draft_cache=drafter.observe(state.draft_cache, state))
   return state
+
+
+def judge(
+  spec: DecodeSpec,
+  served: base.Params,
+  state: state_lib.DecodeState,
+  proposal: base.Proposal,
+) -> tuple[state_lib.Judgement, Any]:
+  """Verifies a proposal and accepts a prefix of it.
+
+  With `spec.widths` only as many tokens are judged as the smallest width that holds
+  every row's proposal: the logits of each take time, and those of sampled rows most.
+
+  Returns:
+    The judgement of K + 1 tokens, and the target's cache, which has read them.
+  """
+  num_draft_tokens = proposal.tokens.shape[1]
+
+  def judged(width, cache):
+    part = proposal.first(width)
+    verification, cache = verify(spec.target, served, cache, state.last_token, part)
+    # `state.length` is that of the round's start: the draws of a token depend on its
+    # absolute position.
+    acceptance = accept_lib.accept(
+      part, verification, state.settings, state.length, spec.rule, state.text
+    )
+    kept = 0 if state.records is None else state.records.ids.shape[-1]
+    found = state_lib.Judgement.of(acceptance, verification, kept)
+    return found.padded(num_draft_tokens + 1), cache
+
+  if proposal.lengths is None or not spec.widths or not num_draft_tokens:
+    return judged(num_draft_tokens, state.target_cache)
+  widths = (0, *spec.widths)
+  branches = [functools.partial(judged, width) for width in widths]
+  is_longer = jnp.max(proposal.lengths) > jnp.asarray(widths)
+  return jax.lax.switch(jnp.sum(is_longer), branches, state.target_cache)
 
 
 def verify(
@@ -255,7 +277,6 @@ def verify(
   cache: Any,
   last_token: jax.Array,
   proposal: base.Proposal,
-  widths: tuple[int, ...] = (),
 ) -> tuple[base.Verification, Any]:
   """Scores last_token and the K drafted tokens in one call (algorithm 1, "verify").
 
@@ -265,27 +286,13 @@ def verify(
     cache: its cache, of length c per row.
     last_token: [B] int32, emitted but not yet fed.
     proposal: K drafted tokens per row.
-    widths: numbers of drafted tokens, ascending to K (static); the smallest that holds
-      every row's proposal is scored. () scores K.
 
   Returns:
-    K + 1 rows of target logits, row i judging the i-th token of this round (zeros after
-    the scored ones), and the cache, into which they have been written.
+    K + 1 rows of target logits, row i judging the i-th token of this round, and the
+    cache, into which they have been written.
   """
   tokens = jnp.concatenate([last_token[:, None], proposal.tokens], axis=1)
-  count = tokens.shape[1]
-
-  def scored(width, cache):
-    logits, cache = target.decode(served, tokens[:, : width + 1], cache)
-    missing = count - logits.shape[1]
-    return jnp.pad(logits, ((0, 0), (0, missing), (0, 0))), cache
-
-  if proposal.lengths is None or len(widths) < 2:
-    logits, cache = scored(count - 1, cache)
-    return base.Verification(logits), cache
-  branches = [functools.partial(scored, width) for width in widths]
-  is_longer = jnp.max(proposal.lengths) > jnp.asarray(widths)
-  logits, cache = jax.lax.switch(jnp.sum(is_longer), branches, cache)
+  logits, cache = target.decode(served, tokens, cache)
   return base.Verification(logits), cache
 
 

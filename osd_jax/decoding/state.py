@@ -78,6 +78,46 @@ class DecodeState:
     return jnp.concatenate(parts, axis=1)
 
 
+@flax.struct.dataclass
+class Judgement:
+  """What a round found out about its tokens, without the logits.
+
+  Attributes:
+    acceptance: tokens of the round and the length of the accepted prefix.
+    is_broken: [B, K + 1] bool; rows of target logits from which no token can follow.
+    records: [B, K + 1] the target's distributions, or None.
+  """
+
+  acceptance: base.Acceptance
+  is_broken: jax.Array
+  records: base.Records | None
+
+  @classmethod
+  def of(
+    cls,
+    acceptance: base.Acceptance,
+    verification: base.Verification,
+    record_top_k: int,
+  ) -> "Judgement":
+    """Keeps what `append` needs of the target's logits."""
+    block = None
+    if record_top_k:
+      kept = min(record_top_k, verification.logits.shape[-1])
+      block = records.from_logits(verification.logits, kept)
+    return cls(acceptance, _broken(verification, acceptance), block)
+
+  def padded(self, count: int) -> "Judgement":
+    """Adds tokens, which are not emitted, so that there are `count`."""
+
+    def pad(leaf):
+      if leaf.ndim == 1:  # the number of accepted tokens
+        return leaf
+      spare = count - leaf.shape[1]
+      return jnp.pad(leaf, ((0, 0), (0, spare), *[(0, 0)] * (leaf.ndim - 2)))
+
+    return jax.tree.map(pad, self)
+
+
 def buffer_length(target_length: int) -> int:
   """Slots of every per-token buffer for outputs of up to `target_length` tokens.
 
@@ -158,8 +198,7 @@ def initial_state(
 
 def append(
   state: DecodeState,
-  acceptance: base.Acceptance,
-  verification: base.Verification,
+  judgement: Judgement,
   proposal: base.Proposal,
   eos_ids: tuple[int, ...] = (base.EOS_ID,),
 ) -> DecodeState:
@@ -170,8 +209,7 @@ def append(
 
   Args:
     state: rows before the round; their caches may already be those after it.
-    acceptance: tokens of the round and the length of the accepted prefix.
-    verification: target logits; row i judged the i-th token.
+    judgement: the round's tokens, and what the target said of them.
     proposal: the drafted tokens; K may be 0.
     eos_ids: tokens that end a sequence.
 
@@ -179,11 +217,11 @@ def append(
     The rows after the round, with the target's cache rewound to the emitted tokens. The
     draft's cache is left to `Drafter.observe`. Stopped rows do not change.
   """
-  tokens = acceptance.tokens
+  acceptance, tokens = judgement.acceptance, judgement.acceptance.tokens
   num_draft_tokens = tokens.shape[1] - 1
   offset = jnp.arange(tokens.shape[1])[None]
   running = state.stop_reason == base.StopReason.RUNNING
-  count, stop_reason = _cut(state, acceptance, verification, eos_ids)
+  count, stop_reason = _cut(state, judgement, eos_ids)
   length = state.length + count
   last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
   # A bonus token follows the last proposed one; nothing was rejected there.
@@ -209,18 +247,16 @@ def append(
     # Length before the round = tokens emitted: the start token is fed, the last
     # emitted one is not.
     target_cache=state.target_cache.replace(length=length),
-    records=_record(state, verification, error, running),
+    records=_record(state, judgement.records, error, running),
     counters=counters,
   )
 
 
 def _cut(
-  state: DecodeState,
-  acceptance: base.Acceptance,
-  verification: base.Verification,
-  eos_ids: tuple[int, ...],
+  state: DecodeState, judgement: Judgement, eos_ids: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
   """Number of a round's tokens that are emitted [B], and the new stop reasons [B]."""
+  acceptance = judgement.acceptance
   running = state.stop_reason == base.StopReason.RUNNING
   offset = jnp.arange(acceptance.tokens.shape[1])[None]
   count = jnp.where(running, acceptance.accepted + 1, 0)
@@ -228,7 +264,7 @@ def _cut(
   # The order matters: a broken row or end-of-sequence after the length limit is never
   # emitted, so it must not become the reason.
   count = jnp.minimum(count, room)
-  is_broken = _broken(verification, acceptance) & (offset < count[:, None])
+  is_broken = judgement.is_broken & (offset < count[:, None])
   breaks = jnp.any(is_broken, axis=1)
   count = jnp.where(breaks, jnp.argmax(is_broken, axis=1), count)
   is_eos = _is_any(acceptance.tokens, eos_ids) & (offset < count[:, None])
@@ -267,11 +303,10 @@ def _broken(verification: base.Verification, acceptance: base.Acceptance) -> jax
 _LEAST, _LANES = -1e30, 128
 
 
-def _record(state, verification, error, running):
+def _record(state, block, error, running):
   if state.records is None:
     return None
-  kept = state.records.ids.shape[-1]
-  block = records.from_logits(verification.logits, kept).replace(error=error)
+  block = block.replace(error=error)
   return jax.tree.map(
     lambda stored, new: _write_block(stored, new, state.length, running),
     state.records,

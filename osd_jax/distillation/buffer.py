@@ -36,7 +36,8 @@ class BufferConfig(base.Config):
       None draws all rows equally often.
     keep_target_states: for an attached draft, store the target's hidden states of each
       source: 2 E bytes per source token (E: width of the target). False computes them
-      again in each slice.
+      again in each slice. A draft that reads the states of tokens stores those of each
+      answer, too, in any case.
   """
 
   capacity: base.Count = 1024
@@ -49,9 +50,9 @@ class ReplayBuffer:
   """A ring of N rows.
 
   Attributes:
-    data: `DistillationBatch` with leading axis N instead of R. `target_states` holds
-      the bits of bfloat16 as uint16: XLA CPU would convert a whole bfloat16 ring to
-      float32 and back for every row that is written.
+    data: `DistillationBatch` with leading axis N instead of R. The states hold the bits
+      of bfloat16 as uint16: XLA CPU would convert a whole bfloat16 ring to float32 and
+      back for every row that is written.
     added: [] int32; number of rows ever appended.
   """
 
@@ -82,6 +83,7 @@ def init(
   record_top_k: int,
   vocab_size: int,
   state_width: int = 0,
+  token_state_width: int = 0,
 ) -> ReplayBuffer:
   """Returns an empty buffer.
 
@@ -91,20 +93,22 @@ def init(
     target_length: T, the length of every stored output.
     record_top_k: k, entries per recorded position; cut to V.
     vocab_size: V; ids are uint16 up to 65,536, else int32.
-    state_width: E of the target's hidden states; 0 stores none.
+    state_width: E of the target's hidden states of the prompt; 0 stores none.
+    token_state_width: E of its states before each token; 0 stores none.
   """
   rows, positions = (config.capacity,), (config.capacity, target_length)
+
+  def states(length, width):
+    return jnp.zeros((*rows, length, width), jnp.uint16) if width else None
+
   data = base.DistillationBatch(
     source=jnp.zeros((*rows, source_length), jnp.int32),
     target=jnp.zeros(positions, jnp.int32),
     mask=jnp.zeros(positions, bool),
     records=_empty_records(positions, record_top_k, vocab_size, jnp.zeros),
     weight=jnp.zeros(rows, jnp.float32),
-    target_states=(
-      jnp.zeros((*rows, source_length, state_width), jnp.uint16)
-      if state_width
-      else None
-    ),
+    target_states=states(source_length, state_width),
+    token_states=states(target_length, token_state_width),
   )
   return ReplayBuffer(data=data, added=jnp.zeros((), jnp.int32))
 
@@ -182,9 +186,12 @@ def sample(
   # Age 0 is the newest row, in slot (added - 1) mod N.
   slots = (buffer.added - 1 - jnp.concatenate(ages)) % buffer.capacity
   rows = jax.tree.map(lambda ring: ring[slots], buffer.data)
-  if rows.target_states is not None:
-    bits = rows.target_states
-    rows = rows.replace(target_states=jax.lax.bitcast_convert_type(bits, jnp.bfloat16))
+  rows = rows.replace(
+    **{
+      name: jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+      for name, bits in rows.score_inputs.items()
+    }
+  )
   return rows.replace(weight=jnp.where(present, rows.weight, 0.0))
 
 

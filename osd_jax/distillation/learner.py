@@ -363,6 +363,7 @@ class Learner:
       record_top_k,
       draft.vocab_size,
       self._state_width,
+      draft.state_width if draft.reads_tokens else 0,
     )
     # The rows come from the draft's mesh. The first append would move the buffer
     # there, and everything that reads it would be compiled a second time.
@@ -528,7 +529,9 @@ class Learner:
       self.runner.launch(arrays["pending"], host["launched"])
 
   def _with_states(self, batch: base.DistillationBatch) -> base.DistillationBatch:
-    """Returns the batch with the target's hidden states, if the buffer keeps them."""
+    """Returns the batch with the target's hidden states that the buffer keeps."""
+    if not self._draft.reads_tokens:
+      batch = batch.replace(token_states=None)
     if not self._state_width:
       return batch.replace(target_states=None)
     if batch.target_states is not None:

@@ -83,12 +83,14 @@ def logits_of(
   A model without `score_at` computes all logits and drops the rest.
 
   Returns:
-    [R, P, C + 1] if tokens were drawn; the last column stands for no token.
+    [R, P, C + 1] if tokens were drawn; the last column stands for no token. Preceded by
+    an axis of steps if the model has `score_steps`.
   """
   batch, positions, tokens = sampled.batch, sampled.positions, sampled.tokens
   arguments = (params, batch.source, model.mask(batch.source), batch.target)
-  if model.score_at is not None:
-    logits = model.score_at(*arguments, positions, tokens, **batch.score_inputs)
+  score_at = model.score_steps or model.score_at
+  if score_at is not None:
+    logits = score_at(*arguments, positions, tokens, **batch.score_inputs)
   else:
     logits = model.score(*arguments, **batch.score_inputs)
     if positions is not None:
@@ -100,7 +102,19 @@ def logits_of(
   # A token that represents w tokens counts w times in the normaliser, so its logit
   # grows by log w.
   weighted = logits + sampled.log_weights[None, None]
-  return jnp.pad(weighted, ((0, 0), (0, 0), (0, 1)), constant_values=_NO_LOGIT)
+  padding = [(0, 0)] * (weighted.ndim - 1) + [(0, 1)]
+  return jnp.pad(weighted, padding, constant_values=_NO_LOGIT)
+
+
+def at_step(sampled: Subsample, step: int) -> base.DistillationBatch:
+  """The batch for a draft's `step`-th token after a verified one.
+
+  The first tokens of an answer cannot be that far after another.
+  """
+  batch, positions = sampled.batch, sampled.positions
+  if positions is None:
+    positions = jnp.arange(batch.mask.shape[1])[None]
+  return batch.replace(mask=batch.mask & (positions >= step))
 
 
 def _draw_positions(

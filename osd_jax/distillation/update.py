@@ -126,7 +126,13 @@ def loss_and_grad(
   def loss(params):
     whole = model.join(params, frozen)
     logits = subsample.logits_of(model, whole, sampled)
-    return losses.distillation_loss(config.loss, logits, sampled.batch)
+    if model.score_steps is None:
+      return losses.distillation_loss(config.loss, logits, sampled.batch)
+    of_steps = [
+      losses.distillation_loss(config.loss, part, subsample.at_step(sampled, index))
+      for index, part in enumerate(logits)
+    ]
+    return jnp.mean(jnp.stack(of_steps))
 
   return jax.value_and_grad(loss)(params)
 
@@ -214,11 +220,7 @@ def warm_up(
 
 def _cut_to(batch: base.DistillationBatch, length: int) -> base.DistillationBatch:
   # Only T is cut: cutting S too would multiply the number of programs to compile.
-  shorter = jax.tree.map(
-    lambda leaf: leaf[:, :length], (batch.target, batch.mask, batch.records)
-  )
-  target, mask, records = shorter
-  return batch.replace(target=target, mask=mask, records=records)
+  return batch.cut_to(length)
 
 
 def _round_up(number: int, multiple: int) -> int:

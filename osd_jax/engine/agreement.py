@@ -103,10 +103,7 @@ def agreement(
     Means per request.
   """
   if length is not None:
-    target, mask, records = jax.tree.map(
-      lambda leaf: leaf[:, :length], (batch.target, batch.mask, batch.records)
-    )
-    batch = batch.replace(target=target, mask=mask, records=records)
+    batch = batch.cut_to(length)
   arguments = (params, batch.source, model.mask(batch.source), batch.target)
   if covered is None:
     logits = model.score(*arguments, **batch.score_inputs)

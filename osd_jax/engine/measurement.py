@@ -83,6 +83,7 @@ class RoundTables:
     report: Callable[[str], object],
   ) -> tuple[RoundCosts, RoundCosts]:
     """Compiles a bucket's calls; returns the tables of greedy and of sampled rows."""
+    report(f"Compiling rounds for prompts of {bucket} tokens ...")
     rows = _Rows(spec, candidates, served, bucket)
     if self._left < self._last:
       return self._found[min(self._found, key=lambda other: abs(other - bucket))]

@@ -454,5 +454,5 @@ def _text_of(done: Finished) -> Finished:
   """Returns the part of an answer that an n-gram cache takes up."""
   # Tags are arbitrary values of the caller, and may not be serialisable.
   request = dataclasses.replace(done.request, tag=None, watch=None)
-  batch = done.batch.replace(records=None, target_states=None)
+  batch = done.batch.replace(records=None, target_states=None, token_states=None)
   return dataclasses.replace(done, request=request, batch=batch)

@@ -154,17 +154,19 @@ def check_target_states(
 
   def prefilled(params, source):
     cache = target.prefill(target.prepare(params), source, target.mask(source), 1)
-    return getattr(cache, "target_states", None)
+    return [getattr(cache, name, None) for name in ("target_states", "token_states")]
 
   # Only shapes are computed, so the check is free.
-  target_states = jax.eval_shape(prefilled, params, source)
-  received = "nothing" if target_states is None else f"width {target_states.shape[-1]}"
-  if received != f"width {draft.state_width}":
-    raise base.InputError(
-      f"decoding: the draft {draft.name!r} needs target states of width"
-      f" {draft.state_width}; the target {target.name!r} returns"
-      f" {received}. Build it with `return_states=True`, or choose another draft."
-    )
+  found = jax.eval_shape(prefilled, params, source)
+  reads = "tokens" if draft.reads_tokens else "prompt"
+  for states in found if draft.reads_tokens else found[:1]:
+    received = "nothing" if states is None else f"width {states.shape[-1]}"
+    if received != f"width {draft.state_width}":
+      raise base.InputError(
+        f"decoding: the draft {draft.name!r} needs target states of width"
+        f" {draft.state_width}; the target {target.name!r} returns"
+        f" {received}. Build it with `states={reads!r}`, or choose another draft."
+      )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -301,7 +303,8 @@ def read_row(
     mask=mask,
     records=jax.tree.map(cut, state.records),
     weight=jnp.ones((1,), jnp.float32),
-    target_states=_stored_states(spec, state, source.shape[1], take),
+    target_states=_stored_states(state, source.shape[1], take),
+    token_states=_token_states(state, cut),
   )
   settings, reason, counters = jax.tree.map(
     take, (state.settings, state.stop_reason, state.counters)
@@ -412,9 +415,16 @@ def _draft_prefilled(
     return spec.drafter.init(served.draft, source, target_states, length)
 
 
-def _stored_states(spec: DecodeSpec, state, length: int, take) -> jax.Array | None:
-  """Returns a row's target states padded to `length`, for an attached draft."""
-  if spec.draft is None or not spec.draft.state_width:
+def _token_states(state: state_lib.DecodeState, cut) -> jax.Array | None:
+  """Returns the target's state before each token, if its cache holds them."""
+  states = getattr(state.target_cache, "token_states", None)
+  return None if states is None else cut(states).astype(jnp.bfloat16)
+
+
+def _stored_states(state: state_lib.DecodeState, length: int, take) -> jax.Array | None:
+  """Returns a row's target states, if its cache has any, padded to `length`."""
+  states = getattr(state.target_cache, "target_states", None)
+  if states is None:
     return None
-  states = take(state.target_cache.target_states)
+  states = take(states)
   return jnp.pad(states, ((0, 0), (0, length - states.shape[1]), (0, 0)))

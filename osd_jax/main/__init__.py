@@ -67,11 +67,12 @@ def _dispatch(arguments: argparse.Namespace, bindings: list[str]) -> int:
     return _about_runs(arguments)
   if arguments.command == "compile":  # nothing runs, so JAX needs no accelerator
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-  _prepare_jax()
-  _join_others(arguments)
   command = commands.COMMANDS[arguments.command]
-  # Imported late, so that help texts and mistyped options do not wait for jax.
-  module = importlib.import_module(command.module)
+  with _sign_of_life(arguments.command):
+    _prepare_jax()
+    _join_others(arguments)
+    # Imported late, so that help texts and mistyped options do not wait for jax.
+    module = importlib.import_module(command.module)
   config_class = getattr(module, command.config)
   if arguments.help_config:
     print(commands.describe(config_class), end="")
@@ -130,6 +131,19 @@ def _about_runs(arguments: argparse.Namespace) -> int:
     written = page.compare(paths, arguments.output, rich.console.Console())
   print(f"report: {written}", file=sys.stderr)
   return 0
+
+
+@contextlib.contextmanager
+def _sign_of_life(command: str) -> Iterator[None]:
+  """Says that the command starts if the body, an import of jax, takes long."""
+  line = f"osd {command}: starting ..."
+  timer = threading.Timer(0.5, print, (line,), {"file": sys.stderr, "flush": True})
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
 @contextlib.contextmanager

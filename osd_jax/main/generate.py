@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import rich.console
+
 from osd_jax import base, pairs, runs, sharding
 from osd_jax.data import chat, examples
 from osd_jax.data.vocabulary import Vocabulary
@@ -16,6 +18,7 @@ from osd_jax.distillation.learner import LearningConfig
 from osd_jax.engine import server
 from osd_jax.engine.requests import Answer, DecodingConfig, Prompt
 from osd_jax.main import commands
+from osd_jax.report import progress
 
 # Lengths that prompts are padded to if the settings state none. Each is compiled when
 # the first prompt needs it.
@@ -62,7 +65,9 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
     )
   # Known prompts are read first, so that a bad file is reported before any loading.
   known = None if is_typed else list(_given(arguments))
-  pair = pairs.load_pair(config.pair, sharding.make(config.partition))
+  console = rich.console.Console(stderr=True)
+  with progress.status(console, "loading target and draft"):
+    pair = pairs.load_pair(config.pair, sharding.make(config.partition))
   decoding = _enough(config.decoding, pair, arguments, known)
   if config.pair.named("draft") == pairs.ATTACHED:
     decoding = server.with_cache(decoding)

@@ -1,12 +1,23 @@
-"""A draft attached to its target: it takes the target's hidden states of the prompt.
+"""A draft attached to its target: it takes the target's hidden states.
 
     prompt -> target's encoder or layers -> target states [B, S, E] ------> |
     tokens -> target's embedding -> inward -> decoder layers -> outward -> target's head
 
 An independent draft has to learn reading, copying and the vocabulary again. An attached
 draft takes all three from the target, frozen, and trains only what lies between. That
-is a fraction of the parameters and of the time of an update. Source: this project;
-EAGLE (arXiv 2401.15077) also takes embedding and head from the target.
+is a fraction of the parameters and of the time of an update.
+
+With `AttachedConfig.reads = "tokens"` the draft also reads the last hidden state before
+each token: the target's, s, up to the token that the target emitted last, and its own
+outputs, e, from there on.
+
+    token          t3   t4   t5   d6   d7        t5 was emitted last
+    state before   s2   s3   s4   e5   e6
+    output         e3   e4   e5   e6   e7        the head maps e5 to d6
+
+It is trained on its first `STEPS` steps after every position. Sources: this project;
+EAGLE (arXiv 2401.15077), which also takes embedding and head from the target; and
+EAGLE-3 (arXiv 2503.01840) for training on a draft's own outputs.
 """
 
 import dataclasses
@@ -25,6 +36,7 @@ from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig, DraftServing
 
 FROZEN = "target"  # key of the target's part in the draft's parameters
+STEPS = 3  # of a draft that are trained, if it reads the states of tokens
 
 
 class Attached(nn.Module):
@@ -43,6 +55,8 @@ class Attached(nn.Module):
     dtype = jnp.dtype(self.target.dtype)
     project = functools.partial(layers.Projection, dtype=dtype, layout=layout)
     self.inward = project((width, inner.width), ("embed", "embed"))
+    if self.config.reads == "tokens":
+      self.state_inward = project((width, inner.width), ("embed", "embed"))
     self.decoder = t5.Decoder(inner, layout, own_head=False, memory_width=width)
     # Small at first, because the head is a trained one with large weights.
     self.outward = project((inner.width, width), ("embed", "embed"), init_scale=0.3)
@@ -51,28 +65,64 @@ class Attached(nn.Module):
   def prefill(self, target_states, mask, cache_length: int) -> cache_lib.KVCache:
     """See `base.Model.prefill`; takes target states [B, S, E] instead of tokens."""
     cross = self._cross(target_states)
-    return cache_lib.KVCache.prefilled(cross, mask, cache_length)
+    cache = cache_lib.KVCache.prefilled(cross, mask, cache_length)
+    if self.config.reads == "tokens":
+      rows, _, width = target_states.shape
+      newest = jnp.zeros((rows, 1, width), jnp.dtype(self.target.dtype))
+      cache = cache.replace(token_states=newest)
+    return cache
 
-  def decode(self, frozen, tokens, cache: cache_lib.KVCache):
-    """See `base.Model.decode`."""
-    x, cache = self.decoder.step(self._embed(frozen, tokens), cache)
-    return self._logits(frozen, self.outward(x)), cache
+  def decode(self, frozen, tokens, cache: cache_lib.KVCache, states=None):
+    """See `base.Model.decode` and `base.Model.reads_tokens`."""
+    states = cache.token_states if states is None else states
+    x, cache = self.decoder.step(self._embed(frozen, tokens, states), cache)
+    x = self.outward(x)
+    if self.config.reads == "tokens":
+      cache = cache.replace(token_states=x)
+    return self._logits(frozen, x), cache
 
-  def score(self, frozen, target_states, mask, inputs, positions=None, tokens=None):
-    """See `base.Model.score_at`; `inputs` are decoder inputs, not targets."""
-    x = self._embed(frozen, inputs)
-    x = self.decoder.at(x, self._cross(target_states), mask, positions)
-    return self._logits(frozen, self.outward(x), tokens)
+  def score_steps(
+    self,
+    frozen,
+    target_states,
+    mask,
+    inputs,
+    positions=None,
+    tokens=None,
+    token_states=None,
+    steps: int = 1,
+  ):
+    """See `base.Model.score_steps`; `inputs` are decoder inputs, not targets."""
+    cross, states, found, entries = self._cross(target_states), token_states, [], []
+    for step in range(steps):
+      # The state at an input says which token comes next, so it precedes that token.
+      before = None if states is None else _later(states)
+      x = self._embed(frozen, inputs, before)
+      is_last = step == steps - 1
+      x, own = self.decoder.after(
+        x, cross, mask, entries, positions if is_last else None
+      )
+      entries.append(own)
+      states = self.outward(x)
+      chosen = states
+      if positions is not None and not is_last:
+        chosen = jnp.take_along_axis(states, positions[..., None], axis=1)
+      found.append(self._logits(frozen, chosen, tokens))
+    return jnp.stack(found)
 
   def _cross(self, target_states):
     """Cross-attention keys and values of every layer."""
     states = target_states.astype(jnp.dtype(self.target.dtype))
     return self.decoder.cross_keys_values(layers.normalized(states))
 
-  def _embed(self, frozen, tokens):
+  def _embed(self, frozen, tokens, states):
     # Normalised, since the scale of embeddings differs by orders of magnitude between
     # targets, and the initial kernel of `inward` expects a scale of 1.
-    return self.inward(layers.normalized(frozen["embedding"][tokens]))
+    x = self.inward(layers.normalized(frozen["embedding"][tokens]))
+    if self.config.reads == "tokens":
+      states = states.astype(jnp.dtype(self.target.dtype))
+      x = x + self.state_inward(layers.normalized(states))
+    return x
 
   def _logits(self, frozen, x, tokens=None):
     x = x * self.target.head_scale
@@ -84,6 +134,11 @@ class Attached(nn.Module):
       product = layers.kernel_first_matmul if trained else layers.served_matmul
       logits = product(x, head.astype(x.dtype))
     return logits.astype(layers.at_least_float32(logits.dtype))
+
+
+def _later(states: jax.Array) -> jax.Array:
+  """Shifts states [B, T, E] to the next position; the first one is zero."""
+  return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
 
 def frozen_of(
@@ -124,6 +179,7 @@ def build(
   """
   if serving.shortlist >= target.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
+  reads_tokens = config.reads == "tokens"
   training = Attached(config, target)
   decoding = Attached(config, target, serving)
   target_model = families.build(target, "target of a draft")
@@ -136,27 +192,45 @@ def build(
     arguments = (target_states, mask, cache_length)
     return apply(decoding, params, *arguments, method=Attached.prefill)
 
-  def decode(params, tokens, cache):
-    arguments = (params[FROZEN], tokens, cache)
+  def decode(params, tokens, cache, states=None):
+    arguments = (params[FROZEN], tokens, cache, states)
     return apply(decoding, params, *arguments, method=Attached.decode)
 
   def encode_for_draft(params, source, mask):
     return families.encode_for_draft(target, params[FROZEN]["encoder"], source, mask)
 
-  def score(
-    params, source, mask, text, positions=None, tokens=None, target_states=None
+  def score_steps(
+    params,
+    source,
+    mask,
+    text,
+    positions=None,
+    tokens=None,
+    target_states=None,
+    token_states=None,
+    steps=STEPS,
   ):
     if target_states is None:
       target_states = encode_for_draft(params, source, mask)
+    if reads_tokens and token_states is None:
+      raise base.InputError(
+        f"{name}: received no states of the tokens, expected those that the target"
+        " recorded: AttachedConfig.reads is 'tokens'."
+      )
     inputs = layers.inputs_of(text, target_model.starts(source))
     arguments = (params[FROZEN], target_states, mask, inputs, positions, tokens)
-    return apply(training, params, *arguments, method=Attached.score)
+    method = functools.partial(Attached.score_steps, steps=steps)
+    return apply(training, params, *arguments, token_states, method=method)
+
+  def score(*arguments, **states):
+    return score_steps(*arguments, **states, steps=1)[0]
 
   # The shapes of the frozen tables do not influence the parameters of the draft.
   table = np.zeros((2, target.width), jnp.dtype(target.dtype))
   token = np.zeros((1, 1), np.int32)
   states = np.zeros((1, 1, target.width), np.float32)
-  arguments = ({"embedding": table, "head": table}, states, token == 0, token)
+  tables = {"embedding": table, "head": table}
+  arguments = (tables, states, token == 0, token, None, None, states)
   return base.Model(
     name=name,
     vocab_size=target.vocab_size,
@@ -164,12 +238,14 @@ def build(
     decode=decode,
     score=score,
     prepare=functools.partial(_prepare, target, serving),
-    **served.initialisers(training, *arguments),
+    **served.initialisers(training, *arguments, method="score_steps"),
     shortlist=serving.shortlist,
     score_at=score,
     frozen=FROZEN,
     state_width=target.width,
     encode_for_draft=encode_for_draft,
+    reads_tokens=reads_tokens,
+    score_steps=score_steps if reads_tokens else None,
     head_dim=config.decoder(target).head_dim,
     eos_ids=target_model.eos_ids,
     pad_id=target_model.pad_id,

@@ -21,7 +21,7 @@ def build(
   config: ModelConfig,
   name: str = "model",
   serving: DraftServing = EXACT_SERVING,
-  return_states: bool = False,
+  states: str = "",
 ) -> base.Model:
   """The functions of `base.Model` for one configuration.
 
@@ -35,13 +35,14 @@ def build(
     config: shape of the model; its class decides the family.
     name: name for error messages and logs.
     serving: approximations of the served copy, for drafts only.
-    return_states: prefill stores the target states in the cache, for an attached draft.
+    states: what the cache holds for an attached draft, as in `AttachedConfig.reads`;
+      "" for none.
   """
   if serving.shortlist >= config.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
   kind = _MODULES[type(config)]
   # Two modules, because the served copy stores its kernels in another layout.
-  training, decoding = kind(config), kind(config, serving, return_states)
+  training, decoding = kind(config), kind(config, serving, states)
 
   def apply(module, params, *args, method):
     return module.apply({"params": params}, *args, method=method)
@@ -57,6 +58,7 @@ def build(
     prepare=functools.partial(served.prepare, config, serving),
     shortlist=serving.shortlist,
     score_at=score,
+    score_with_states=functools.partial(apply, training, method="score_with_states"),
     head_dim=config.head_dim,
     eos_ids=config.eos_ids,
     **served.initialisers(training, token, token == 0, token),

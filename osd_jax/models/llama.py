@@ -363,8 +363,8 @@ class Llama(served.LanguageModel):
     states, _ = self.decoder.over(x, mask, positions, self.config.last_state_layer)
     return layers.as_target_states(states[-1])
 
-  def score(self, source, mask, target, positions=None, tokens=None):
-    """See `base.Model.score` and `base.Model.score_at`."""
+  def forced(self, source, mask, target, positions=None):
+    """See `served.LanguageModel.forced`."""
     inputs = layers.inputs_of(target, last_token(source, mask))
     kept = without_last(mask)
     before = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None]
@@ -378,7 +378,7 @@ class Llama(served.LanguageModel):
     x = states[-1][:, source.shape[1] :]
     if positions is not None:
       x = jnp.take_along_axis(x, positions[..., None], axis=1)
-    return self._logits(self.decoder.decoder_norm(x), tokens)
+    return self.decoder.decoder_norm(x)
 
   @staticmethod
   def model_fields(config: LlamaConfig) -> dict[str, Any]:

@@ -44,18 +44,19 @@ class DraftHead(nn.Module):
 class LanguageModel(nn.Module):
   """What T5 and Llama have in common: embedding, decoder and output head.
 
-  Subclasses create `decoder` in `setup`, and define `read`, `score`,
+  Subclasses create `decoder` in `setup`, and define `read`, `forced`,
   `encode_for_draft` and `encoder_params`.
 
   Attributes:
     config: shape of the model.
     serving: run the copy that `prepare` made; None runs the trained parameters.
-    return_states: prefill stores the target states in the cache, for an attached draft.
+    states: what the cache holds for an attached draft, as in `AttachedConfig.reads`;
+      "" for none.
   """
 
   config: T5Config | LlamaConfig
   serving: DraftServing | None = None
-  return_states: bool = False
+  states: str = ""
 
   def setup(self):
     self.token_embedder = layers.Embedding(self.config)
@@ -74,13 +75,34 @@ class LanguageModel(nn.Module):
     """See `base.Model.prefill`."""
     kept, attended, states = self.read(source, mask)
     cache = cache_lib.KVCache.prefilled(kept, attended, cache_length)
-    if self.return_states:
+    if self.states:
       cache = cache.replace(target_states=layers.as_target_states(states))
+    if self.states == "tokens":
+      shape = (source.shape[0], cache_length, self.config.width)
+      cache = cache.replace(token_states=jnp.zeros(shape, states.dtype))
     return cache
+
+  def forced(self, source, mask, target, positions=None):
+    """Decoder outputs [B, P, E] after the final norm, under teacher forcing."""
+    raise NotImplementedError
+
+  def score(self, source, mask, target, positions=None, tokens=None):
+    """See `base.Model.score` and `base.Model.score_at`."""
+    return self._logits(self.forced(source, mask, target, positions), tokens)
+
+  def score_with_states(self, source, mask, target):
+    """See `base.Model.score_with_states`."""
+    x = self.forced(source, mask, target)
+    return self._logits(x), layers.as_target_states(x)
 
   def decode(self, tokens: jax.Array, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
+    start = cache.length
     x, cache = self.decoder.step(self.token_embedder(tokens), cache)
+    if cache.token_states is not None:
+      # As the keys of a single head.
+      written = cache_lib.write(cache.token_states[:, None], x[:, None], start)
+      cache = cache.replace(token_states=written[:, 0])
     return self._logits(x), cache
 
   @staticmethod
@@ -117,14 +139,16 @@ class LanguageModel(nn.Module):
     return logits.astype(layers.at_least_float32(logits.dtype))
 
 
-def initialisers(module: nn.Module, *score_arguments: Any) -> dict[str, Any]:
+def initialisers(
+  module: nn.Module, *arguments: Any, method: str = "score"
+) -> dict[str, Any]:
   """The fields `init` and `logical_axes` of `base.Model`, for the trained parameters.
 
-  Parameters get the same shapes from any arguments of `score`.
+  Parameters get the same shapes from any arguments of the method.
   """
 
   def init_boxed(key):
-    return module.init(key, *score_arguments, method="score")["params"]
+    return module.init(key, *arguments, method=method)["params"]
 
   return {
     "init": lambda key: nn.unbox(init_boxed(key)),

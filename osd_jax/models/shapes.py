@@ -222,6 +222,8 @@ class AttachedConfig(base.Config):
     mlp_activations: as in `T5Config`.
     relative_buckets: as in `T5Config`.
     relative_max_distance: as in `T5Config`.
+    reads: "prompt": the target's hidden states of the prompt; "tokens": also the one
+      before every verified token, as EAGLE does.
   """
 
   # Without constraints of their own: `decoder` makes a T5Config, which checks them.
@@ -233,6 +235,7 @@ class AttachedConfig(base.Config):
   mlp_activations: Activations = ("gelu", "linear")
   relative_buckets: int = 32
   relative_max_distance: int = 128
+  reads: Annotated[str, base.OneOf("prompt", "tokens")] = "prompt"
 
   def checks(self):
     self.decoder(T5Config())  # raises if its layers cannot be built
@@ -241,6 +244,7 @@ class AttachedConfig(base.Config):
   def decoder(self, target: T5Config | LlamaConfig) -> T5Config:
     """The shape of the decoder layers, computing in the dtype of a target."""
     own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    del own["reads"]
     return T5Config(
       vocab_size=target.vocab_size,
       num_encoder_layers=1,  # T5Config needs one; no encoder is built

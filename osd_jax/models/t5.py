@@ -211,20 +211,24 @@ class DecoderLayer(nn.Module):
   def cross_keys_values(self, encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
     return self.encoder_decoder_attention.keys_values(encoded)
 
-  def __call__(self, x, self_bias, cross, cross_bias, past=None, positions=None):
+  def __call__(
+    self, x, self_bias, cross, cross_bias, past=None, positions=None, earlier=()
+  ):
     """Applies the layer to n positions.
 
     Args:
       x: [B, n, E], the output of the layer below.
-      self_bias: [B or 1, H, n or P, T] float32, position bias and causal mask.
+      self_bias: [B or 1, H, n or P, T] float32, position bias and causal mask; T covers
+        `earlier` first.
       cross: keys and values [B, H, S, D] of the encoded source.
       cross_bias: [B, 1, 1, S] float32, mask of the source's padding.
       past: (keys, values, length) of the self cache; the new entries are written at
         `length` before attending. None for teacher forcing: x holds all positions.
       positions: [B, P] int32, positions in x to return; None means all.
+      earlier: more self keys and values, from other calls, that are attended to.
 
     Returns:
-      [B, n or P, E], and the self keys and values attended to, [B, H, T, D].
+      [B, n or P, E], and the self keys and values of x, or of the whole cache.
     """
     h = self.pre_self_attention_layer_norm(x)
     keys, values = self.self_attention.keys_values(h)
@@ -235,7 +239,8 @@ class DecoderLayer(nn.Module):
     if positions is not None:
       # Keys and values need every position; from here on only P are computed.
       x, h = (jnp.take_along_axis(a, positions[..., None], axis=1) for a in (x, h))
-    x = x + self.self_attention(h, keys, values, self_bias)
+    every = [jnp.concatenate(part, axis=2) for part in zip(*earlier, (keys, values))]
+    x = x + self.self_attention(h, *every, self_bias)
     h = self.pre_cross_attention_layer_norm(x)
     x = x + self.encoder_decoder_attention(h, *cross, cross_bias)
     return x + self.mlp(self.pre_mlp_layer_norm(x)), (keys, values)
@@ -288,18 +293,44 @@ class Decoder(nn.Module):
     Returns:
       [B, P, E] after the final norm.
     """
-    length = x.shape[1]
+    return self.after(x, cross, cross_mask, [], positions)[0]
+
+  def after(self, x, cross, cross_mask, earlier, positions=None):
+    """`at`, where the last inputs of every position come from a draft's own steps.
+
+    In step s, position t attends to keys up to t - s of step 0, whose inputs are
+    verified, and to its draft's own inputs after them:
+
+        step 2, t = 5      position   0  1  2  3  4  5
+                           step 0     x  x  x  x
+                           step 1                 x
+                           step 2                    x
+
+    Args:
+      x: [B, T, E] embedded inputs of this step.
+      cross: as in `at`.
+      cross_mask: as in `at`.
+      earlier: what this method returned as second value in each step before.
+      positions: as in `at`.
+
+    Returns:
+      [B, P, E] after the final norm; and the keys and values of every layer.
+    """
+    length, entries = x.shape[1], []
     # Every row starts at 0, so one row of biases is enough for all.
-    self_bias = self._self_bias(jnp.arange(length)[None], length)
+    everywhere = jnp.arange(length)[None]
     cross_bias = layers.mask_bias(cross_mask)[:, None, None, :]
-    # Layers before the last need every position, because later layers attend to them.
-    *before, last = self.layers
-    for index, layer in enumerate(before):
-      x, _ = _call(layer, x, self_bias, cross[index], cross_bias, None)
-    if positions is not None:
-      self_bias = self._self_bias(positions, length)
-    x, _ = _call(last, x, self_bias, cross[-1], cross_bias, None, positions)
-    return self.decoder_norm(x)
+    for index, layer in enumerate(self.layers):
+      # Layers before the last need every position, because later ones attend to them.
+      chosen = positions if index == len(self.layers) - 1 else None
+      query = everywhere if chosen is None else chosen
+      self_bias = self._step_bias(query, length, len(earlier))
+      before = [step[index] for step in earlier]
+      x, own = _call(
+        layer, x, self_bias, cross[index], cross_bias, None, chosen, before
+      )
+      entries.append(own)
+    return self.decoder_norm(x), entries
 
   def step(self, x: jax.Array, cache: cache_lib.KVCache):
     """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
@@ -320,6 +351,15 @@ class Decoder(nn.Module):
       written.append(entries)
     return self.decoder_norm(x), cache.advanced(written, count)
 
+  def _step_bias(self, query, length, step):
+    """Bias [B or 1, H, n, (step + 1) T] of the keys that `after` describes."""
+    key = jnp.arange(length)[None, None]
+    ago = query[:, :, None] - key
+    visible = [ago == step - own for own in range(1, step + 1)]
+    visible = jnp.concatenate([ago >= step, *visible], axis=-1)
+    bias = self.relpos_bias(query, jnp.arange(length))
+    return jnp.tile(bias, step + 1) + layers.mask_bias(visible)[:, None]
+
   def _self_bias(self, query, key_length):
     """Position bias plus causal mask [B or 1, H, n, T] of queries [B or 1, n]."""
     key = jnp.arange(key_length)
@@ -327,8 +367,17 @@ class Decoder(nn.Module):
     return self.relpos_bias(query, key) + layers.mask_bias(causal)[:, None]
 
 
-def _call(layer: DecoderLayer, x, self_bias, cross, cross_bias, past, positions=None):
-  arguments = (x, self_bias, cross, cross_bias, past, positions)
+def _call(
+  layer: DecoderLayer,
+  x,
+  self_bias,
+  cross,
+  cross_bias,
+  past,
+  positions=None,
+  earlier=(),
+):
+  arguments = (x, self_bias, cross, cross_bias, past, positions, earlier)
   return layers.traced_once(layer, DecoderLayer.__call__, *arguments)
 
 
@@ -351,11 +400,11 @@ class T5(served.LanguageModel):
     """See `base.Model.encode_for_draft`."""
     return layers.as_target_states(self._encode(source, mask))
 
-  def score(self, source, mask, target, positions=None, tokens=None):
-    """See `base.Model.score` and `base.Model.score_at`."""
+  def forced(self, source, mask, target, positions=None):
+    """See `served.LanguageModel.forced`."""
     cross = self.decoder.cross_keys_values(self._encode(source, mask))
     x = self.token_embedder(layers.inputs_of(target))
-    return self._logits(self.decoder.at(x, cross, mask, positions), tokens)
+    return self.decoder.at(x, cross, mask, positions)
 
   def _encode(self, source, mask):
     return self.encoder(self.token_embedder(source), mask)

@@ -62,7 +62,8 @@ class Plan:
     self.partitioner = partitioning.over(run.partition, topology.devices())
     target, draft = _shapes(pair, layers)
     is_attached = isinstance(draft, AttachedConfig)
-    self.target = families.build(target, "target", return_states=is_attached)
+    states = draft.reads if isinstance(draft, AttachedConfig) else ""
+    self.target = families.build(target, "target", states=states)
     serving = pair.draft_serving
     # The layouts of the C++ kernels do not apply to other machines.
     with native.portable():
@@ -136,6 +137,7 @@ class Plan:
         decoding.record_top_k,
         self.target.vocab_size,
         width,
+        self.draft.state_width if self.draft.reads_tokens else 0,
       )
     )
     return learner, jax.tree.map(lambda leaf: _at(leaf, everywhere), buffer)

@@ -233,23 +233,34 @@ def test_cache_alone_drafts_nothing_where_nothing_matches():
   assert int(warm.counters.rounds[0]) < int(counters.rounds[0])
 
 
+@pytest.mark.parametrize("rule", accept_lib.RULES)
 @pytest.mark.parametrize("lengths", [(0, 0), (2, 1), (3, 0), (7, 7), (4, 16)])
-def test_verification_scores_the_smallest_width_that_holds_all_proposals(lengths):
-  target = jnp.asarray(PARAMS)
-  source, mask = harness.no_sources(2)
-  cache = TARGET.prefill(target, source, mask, 40)
-  tokens = jnp.asarray(
-    np.random.default_rng(0).integers(VOCAB, size=(2, 16)), jnp.int32
-  )
-  last = jnp.asarray([1, 2], jnp.int32)
-  cut = base.Proposal(tokens, None, jnp.asarray(lengths, jnp.int32))
-  found, _ = rounds.verify(TARGET, target, cache, last, cut, (1, 3, 7, 16))
-  whole, _ = rounds.verify(TARGET, target, cache, last, base.Proposal(tokens, None))
-  width = next(width for width in (1, 3, 7, 16) if width >= max(lengths))
-  np.testing.assert_array_equal(
-    found.logits[:, : width + 1], whole.logits[:, : width + 1]
-  )
-  assert not np.asarray(found.logits[:, width + 1 :]).any()
+def test_only_the_smallest_width_that_holds_all_proposals_is_judged(lengths, rule):
+  target, (source, mask) = jnp.asarray(PARAMS), harness.no_sources(2)
+  settings = harness.settings_of(2, max_length=40, temperature=1.0)
+  state = harness.start(TARGET, target, source, mask, settings, 40, record=4)
+  rng = np.random.default_rng(0)
+  logits = jnp.asarray(rng.normal(size=(2, 16, VOCAB)), jnp.float32)
+  tokens = jnp.asarray(rng.integers(VOCAB, size=(2, 16)), jnp.int32)
+  cut = base.Proposal(tokens, logits, jnp.asarray(lengths, jnp.int32))
+
+  def judged(widths):
+    spec = rounds.DecodeSpec(TARGET, DRAFTER, rows=2, rule=rule, widths=widths)
+    return rounds.judge(spec, target, state, cut)
+
+  (narrow, cache), (whole, read) = judged(WIDTHS), judged(())
+  width = next(width for width in (0, *WIDTHS) if width >= max(lengths))
+  assert cache.length.tolist() == [width + 1] * 2 and read.length.tolist() == [17] * 2
+  assert narrow.acceptance.tokens.shape == whole.acceptance.tokens.shape
+  accepted = np.asarray(whole.acceptance.accepted)
+  np.testing.assert_array_equal(narrow.acceptance.accepted, accepted)
+  emitted = np.arange(17)[None] <= accepted[:, None]
+  for found, expected in zip(
+    jax.tree.leaves((narrow.acceptance.tokens, narrow.is_broken, narrow.records)),
+    jax.tree.leaves((whole.acceptance.tokens, whole.is_broken, whole.records)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(found[emitted], expected[emitted])
 
 
 # --- Scores -------------------------------------------------------------------------

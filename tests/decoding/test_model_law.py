@@ -17,7 +17,7 @@ from decoding import harness
 from models import tiny
 
 from osd_jax import base, testing
-from osd_jax.decoding import accept
+from osd_jax.decoding import accept, drafters, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.models import attached, families
 from osd_jax.models.shapes import AttachedConfig, DraftServing
@@ -41,7 +41,7 @@ def shape_of(family, draft=False):
 @functools.cache
 def target_of(family):
   """The target, its parameters, and a prompt [1, S] with its mask."""
-  model = families.build(shape_of(family), "target", return_states=True)
+  model = families.build(shape_of(family), "target", states="tokens")
   source, mask = testing.random_sources(1, 7, VOCAB, 5, model.pad_id)
   return model, tiny.random_params(model, 0), source, mask
 
@@ -52,7 +52,8 @@ def draft_of(family, kind, seed):
   if kind == "independent":
     model = families.build(shape_of(family, draft=True), "draft")
     return model, tiny.random_params(model, seed)
-  model = attached.build(ATTACHED, shape_of(family), "draft")
+  shape = dataclasses.replace(ATTACHED, reads="prompt" if kind == "attached" else kind)
+  model = attached.build(shape, shape_of(family), "draft")
   frozen = attached.frozen_of(shape_of(family), target_of(family)[1], DraftServing())
   return model, model.join(tiny.random_params(model, seed), frozen)
 
@@ -127,6 +128,7 @@ def p_value(family, kind, run, rule="rejection"):
     ("t5", "attached", "block"),
     ("llama", "independent", "rejection"),
     ("llama", "attached", "rejection"),
+    ("llama", "tokens", "rejection"),
     ("llama", "independent", "block"),
   ],
 )
@@ -144,3 +146,44 @@ def test_wrong_residual_fails_the_chi_square_test_of_models(monkeypatch, rule):
 
   monkeypatch.setattr(accept, "_recovered", wrong)
   assert p_value("t5", "attached", harness.jitted_rounds(), rule) < THRESHOLD
+
+
+def test_accepted_tokens_are_fed_again_with_the_states_of_the_target():
+  """Otherwise the draft would go on from its own guesses of these states."""
+  model, params, source, mask = target_of("llama")
+  draft, draft_params = draft_of("llama", "tokens", 1)
+  rows, length, drafted = 16, 12, 3
+  served, draft_served = model.prepare(params), draft.prepare(draft_params)
+  size = state_lib.buffer_length(length)
+  one = harness.prefill(model, served, source, mask, size)
+  one_draft = harness.prefill(draft, draft_served, one.target_states, mask, size)
+  repeat = lambda tree: jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), tree)
+  state = state_lib.initial_state(
+    model.starts(jnp.repeat(jnp.asarray(source), rows, axis=0)),
+    harness.settings_of(rows, max_length=length, seed=3, **SAMPLED),
+    repeat(one),
+    repeat(one_draft),
+    length,
+    0,
+    VOCAB,
+  )
+  go = functools.partial(harness.rounds, model, draft, drafted, served, draft_served)
+  state = go(state, limit=3, until_all=False)
+  several = np.asarray(state.counters.accepted) >= 2
+  assert several.any()
+  drafter = drafters.ModelDrafter(draft)
+  proposed = drafter.propose(
+    draft_served, state.draft_cache, state, drafted, sampling.Purpose.DRAFT
+  )[1]
+  fed, states = drafter._inputs(state, jnp.zeros(rows, jnp.int32), length)
+  _, expected = draft.decode(draft_served, fed, repeat(one_draft), states)
+  known = np.arange(size)[None] <= np.asarray(state.length)[:, None]
+
+  def apart(cache):
+    found = np.abs(np.asarray(cache.self_keys[0] - expected.self_keys[0]))
+    return np.max(np.where(known[:, None, :, None], found, 0.0), axis=(1, 2, 3))
+
+  assert np.max(apart(proposed)) < 1e-4
+  # Control: keys of the draft's own steps are others.
+  before = state.draft_cache.replace(length=proposed.length)
+  assert np.max(apart(before)[several]) > 1e-2

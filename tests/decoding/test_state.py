@@ -1,5 +1,7 @@
 """Appending a round equals an oracle that keeps a list of tokens."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -14,7 +16,13 @@ from osd_jax.base import EOS_ID, StopReason
 from osd_jax.decoding import state as state_lib
 
 ROWS, LENGTH, VOCAB = 4, 10, 7
-append = jax.jit(state_lib.append, static_argnums=4)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def append(state, acceptance, verification, proposal, ends):
+  kept = state.records.ids.shape[-1]
+  judgement = state_lib.Judgement.of(acceptance, verification, kept)
+  return state_lib.append(state, judgement, proposal, ends)
 
 
 def filled_state(rng, length, reason, max_length):

@@ -98,7 +98,7 @@ def test_tables_of_all_buckets_share_one_budget(slow_model):
   decoding = dataclasses.replace(config, adaptive=engine.AdaptiveConfig((0, 1, 3)))
   params = cases.target_params()
   made = engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
-  made.report = lines.append
+  made.report = lambda line: lines.append(line) if "Measuring" in line else None
   slow_model[0] = 0.0
   made.run([engine.Request(np.full(n, 7, np.int32), max_new_tokens=1) for n in buckets])
   tables = made._controller.costs

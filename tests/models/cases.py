@@ -50,6 +50,11 @@ ATTACHED = {
     dataclasses.replace(LLAMA, tied_head=True, state_layer=1),
     DRAFT,
   ),
+  "reads the tokens of t5": (
+    testing.TINY_T5,
+    dataclasses.replace(DRAFT, num_layers=2, reads="tokens"),
+  ),
+  "reads the tokens of llama": (LLAMA, dataclasses.replace(DRAFT, reads="tokens")),
 }
 CASES = [*ALONE, *ATTACHED]
 
@@ -72,7 +77,7 @@ class Runner:
     self.shape = dataclasses.replace(shape, **changes)
     self.is_attached = draft is not None
     if self.is_attached:
-      self.target = families.build(self.shape, "target", return_states=True)
+      self.target = families.build(self.shape, "target", states=draft.reads)
       self.target_params = _noisy(self.target, 0)
       self.model = attached.build(draft, self.shape, "draft", serving)
       frozen = attached.frozen_of(self.shape, self.target_params, serving)
@@ -112,8 +117,24 @@ class Runner:
     text = self.text if text is None else text
     if self.is_attached:
       states.setdefault("target_states", self.target_states(source))
+    if self.model.reads_tokens:
+      states.setdefault("token_states", self.token_states)
     params = self.params if params is None else params
     return np.asarray(score_at(self.model, params, source, mask, text, *at, **states))
+
+  @functools.cached_property
+  def token_states(self):
+    """The target's states before the tokens of the texts."""
+    given = (self.target_params, self.source, self.mask, self.text)
+    return jax.jit(self.target.score_with_states)(*given)[1]
+
+  def states_at(self, at, rows=slice(None)):
+    """The states that `decode` takes with some inputs, as arguments."""
+    if not self.model.reads_tokens:
+      return ()
+    first = np.zeros_like(np.asarray(self.token_states[:, :1], np.float32))
+    before = np.concatenate([first, self.token_states[:, :-1]], axis=1)
+    return (before[rows, at],)
 
   @functools.cached_property
   def forced(self):
@@ -137,7 +158,8 @@ class Runner:
     cache, fed, rows = self.start(source, served), self.fed if fed is None else fed, []
     for start in range(0, TARGET, stride):
       part = fed[:, start : start + stride]
-      logits, cache = decode(self.model, served, part, cache)
+      states = self.states_at(slice(start, start + stride))
+      logits, cache = decode(self.model, served, part, cache, *states)
       rows.append(logits)
     return np.concatenate(rows, axis=1), cache
 

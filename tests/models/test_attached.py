@@ -82,6 +82,61 @@ def test_swap_reuses_the_quantized_target_head():
   assert "draft_head" not in short.params[attached.FROZEN]
 
 
+# ---- Drafts that read the states of tokens
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_token_states_of_decoding_are_those_of_teacher_forcing(family):
+  runner = Runner(f"reads the tokens of {family}")
+  served = runner.target.prepare(runner.target_params)
+  cache = cases.prefill(runner.target, served, runner.source, runner.mask, 10)
+  for start, stop in ((0, 1), (1, 4), (4, 6)):
+    _, cache = cases.decode(runner.target, served, runner.fed[:, start:stop], cache)
+  found = np.asarray(cache.token_states[:, :6], np.float32)
+  expected = np.asarray(runner.token_states, np.float32)
+  np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
+  assert not np.any(cache.token_states[:, 6:])
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_trained_steps_are_those_that_draft(family):
+  """Step n at position t is what a draft computes n steps after it left the target."""
+  runner = Runner(f"reads the tokens of {family}")
+  given = (runner.params, runner.source, runner.mask, runner.text)
+  states = {"target_states": runner.target_states()}
+  states["token_states"] = runner.token_states
+  trained = np.asarray(jax.jit(runner.model.score_steps)(*given, **states))
+  assert len(trained) == attached.STEPS > 1
+  np.testing.assert_allclose(trained[0], runner.forced, **CLOSE)
+  served, cache = runner.served(), runner.start()
+  read = runner.states_at(slice(0, 2))
+  logits, cache = cases.decode(runner.model, served, runner.fed[:, :2], cache, *read)
+  own = cache.replace(token_states=cache.token_states[:, 1:])
+  for step in range(1, attached.STEPS):
+    at = 1 + step
+    logits, own = cases.decode(runner.model, served, runner.fed[:, at : at + 1], own)
+    np.testing.assert_allclose(logits[:, 0], trained[step, :, at], **CLOSE)
+    # Negative control: a draft that read the target's state would say something else.
+    assert np.max(np.abs(logits[:, 0] - trained[0, :, at])) > 1e-2
+
+
+def test_scores_of_chosen_positions_and_tokens_are_those_of_all():
+  runner = Runner("reads the tokens of t5")
+  given = (runner.params, runner.source, runner.mask, runner.text)
+  states = {"token_states": runner.token_states}
+  positions, tokens = np.array([[5, 0], [2, 3], [1, 4]]), np.array([3, 60, 7])
+  part = runner.model.score_steps(*given, positions, tokens, **states)
+  whole = np.asarray(runner.model.score_steps(*given, **states))
+  rows = np.arange(ROWS)[:, None]
+  np.testing.assert_allclose(part, whole[:, rows, positions][..., tokens], **CLOSE)
+
+
+def test_missing_token_states_are_reported():
+  runner = Runner("reads the tokens of t5")
+  with pytest.raises(base.InputError, match="no states of the tokens, expected those"):
+    runner.score(token_states=None)
+
+
 # ---- Files
 
 

@@ -67,12 +67,14 @@ def test_rewound_rows_continue_at_their_own_offsets(runner):
   )
   rows, at = np.arange(ROWS)[:, None], length[:, None] + np.arange(2)
   served = runner.served()
-  logits, after = cases.decode(runner.model, served, runner.fed[rows, at], rewound)
+  given = (runner.model, served, runner.fed[rows, at])
+  states = runner.states_at(at, rows)
+  logits, after = cases.decode(*given, rewound, *states)
   np.testing.assert_allclose(logits, runner.forced[rows, at], **CLOSE)
   np.testing.assert_array_equal(after.length, length + 2)
   # Negative control: the same tokens one position later get other logits.
   late = cache.replace(length=jnp.asarray(length + 1))
-  other, _ = cases.decode(runner.model, served, runner.fed[rows, at], late)
+  other, _ = cases.decode(*given, late, *states)
   assert np.all(np.max(np.abs(other - logits), axis=(1, 2)) > 1e-3)
 
 

@@ -52,6 +52,27 @@ _QWEN_3 = LlamaConfig(
   max_positions=40960,
   eos_ids=(151645, 151643),
 )
+_GEMMA = LlamaConfig(
+  num_heads=4,
+  num_kv_heads=1,
+  head_dim=256,
+  mlp_activations=("gelu", "linear"),
+  tied_head=True,
+  norm_epsilon=1e-6,
+  post_norms=True,
+  unit_offset_norms=True,
+  scaled_embeddings=True,
+)
+_GEMMA_3 = dataclasses.replace(
+  _GEMMA,
+  vocab_size=262144,
+  rope_theta=1e6,
+  local_rope_theta=1e4,
+  windows=(512,) * 5 + (0,),
+  query_key_norm=True,
+  max_positions=32768,
+  eos_ids=(1, 106),
+)
 
 
 def _llama(like: LlamaConfig, width: int, num_heads: int, mlp_dim: int, layers: int):
@@ -105,6 +126,34 @@ SIZES: dict[str, ModelConfig] = {
     _llama(_QWEN_3, 2048, 16, 6144, 28), tied_head=True
   ),
   "qwen3-8b": _llama(_QWEN_3, 4096, 32, 12288, 36),
+  "gemma-2-2b": dataclasses.replace(
+    _GEMMA,
+    vocab_size=256000,
+    width=2304,
+    num_heads=8,
+    num_kv_heads=4,
+    mlp_dim=9216,
+    num_layers=26,
+    windows=(4096, 0),
+    attention_cap=50.0,
+    logit_cap=30.0,
+    max_positions=8192,
+    eos_ids=(1, 107),
+  ),
+  "gemma-3-270m": dataclasses.replace(_GEMMA_3, width=640, mlp_dim=2048, num_layers=18),
+  "gemma-3-1b": dataclasses.replace(_GEMMA_3, width=1152, mlp_dim=6912, num_layers=26),
+  "gemma-3-4b": dataclasses.replace(
+    _GEMMA_3,
+    vocab_size=262208,
+    width=2560,
+    num_heads=8,
+    num_kv_heads=4,
+    mlp_dim=10240,
+    num_layers=34,
+    rope_factor=8.0,
+    windows=(1024,) * 5 + (0,),
+    max_positions=131072,
+  ),
   "demo-llama-target": dataclasses.replace(
     _DEMO_LLAMA, width=256, num_kv_heads=2, head_dim=64, mlp_dim=640, num_layers=6
   ),

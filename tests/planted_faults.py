@@ -544,6 +544,24 @@ FAULTS = [
     LLAMA,
   ),
   Fault(
+    "a window has one token too many",
+    "keys[:, None] > queries[..., None] - window",
+    "keys[:, None] >= queries[..., None] - window",
+    LLAMA,
+  ),
+  Fault(
+    "the window of a step is measured from the beginning of the answer",
+    "self._biases(cache.cross_mask[:, None], at, in_prompt)",
+    "self._biases(cache.cross_mask[:, None], slot, in_prompt)",
+    LLAMA,
+  ),
+  Fault(
+    "layers with a window take the global wavelengths",
+    "  theta = config.local_rope_theta if is_local else config.rope_theta",
+    "    theta = config.rope_theta",
+    LLAMA,
+  ),
+  Fault(
     "the first input of a llama's draft is padding",
     "  return jnp.where(position == 0, state.start[:, None], before)",
     "  return jnp.where(position == 0, base.PAD_ID, before)",

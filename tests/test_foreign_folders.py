@@ -225,6 +225,40 @@ def test_folder_with_only_a_tekken_json_is_refused_with_the_remedy(tmp_path):
     Vocabulary.load(tmp_path)
 
 
+BYTE_TEXTS = (
+  "H\u00ebllo \u65e5\u672c \n\t a  b",
+  "fill <extra_id_0> and <extra_id_124>.",
+  "",
+)
+
+
+def test_vocabulary_of_a_byt5_are_the_bytes(tmp_path):
+  (tmp_path / "config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+  vocabulary = Vocabulary.load(tmp_path)
+  assert (vocabulary.size, vocabulary.extra_ids) == (384, 125)
+  assert not vocabulary.is_causal and vocabulary.pieces[258:260] == [
+    "<0xFF>",
+    "<extra_id_0>",
+  ]
+  for text in BYTE_TEXTS:
+    assert vocabulary.decode(vocabulary.encode_with_eos(text)) == text
+  assert vocabulary.decode(vocabulary.encode("a\u00eb")[:-1]) == "a"
+  for name, content in tokenizer_files(vocabulary).items():
+    (tmp_path / name).write_bytes(content)
+  assert Vocabulary.load(tmp_path) == vocabulary
+
+
+@pytest.mark.hf
+def test_bytes_encode_as_in_transformers(tmp_path):
+  transformers = pytest.importorskip("transformers")
+  theirs = transformers.ByT5Tokenizer()
+  theirs.save_pretrained(tmp_path)
+  ours = Vocabulary.load(tmp_path)
+  assert ours.size == len(theirs)
+  for text in BYTE_TEXTS:
+    assert ours.encode_with_eos(text).tolist() == theirs(text).input_ids
+
+
 # ---- config.json and weights
 
 
@@ -254,7 +288,7 @@ def test_config_with_old_names_or_nulls_gives_the_same_shape(change, expected):
   [
     ({"max_position_embeddings": None}, "max_position_embeddings"),
     ({"eos_token_id": None}, "eos_token_id"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
+    ({"rope_scaling": {"type": "linear"}}, "factor: received nothing"),
   ],
 )
 def test_config_that_lacks_a_field_is_refused_by_its_name(change, field):

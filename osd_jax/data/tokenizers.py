@@ -1,7 +1,8 @@
 """Readers of the tokenizer files that model folders hold.
 
 `tokenizer.json` and `vocab.json` with `merges.txt` are read with the library
-tokenizers, and SentencePiece models with sentencepiece. All become a `Processor`.
+tokenizers, and SentencePiece models with sentencepiece. All become a `Processor`, as do
+the bytes of ByT5, which has no such file.
 """
 
 import json
@@ -261,6 +262,53 @@ def sentencepiece_processor(
       " file made by sentencepiece's trainer."
     ) from error
   return processor
+
+
+class BytesProcessor:
+  """ByT5's ids: padding, end, unknown, then 256 bytes of UTF-8, then the sentinels.
+
+  >>> BytesProcessor(125).EncodeAsIds("ab<extra_id_0>")
+  [100, 101, 259]
+  """
+
+  _NAMES = ("<pad>", "</s>", "<unk>")
+  _SENTINEL = re.compile(r"(<extra_id_\d+>)")
+
+  def __init__(self, extra_ids: int):
+    first = len(self._NAMES)
+    self._bytes = range(first, first + 256)
+    last = self._bytes.stop
+    self._sentinels = {f"<extra_id_{i}>": last + i for i in range(extra_ids)}
+    self._pieces = {token: text for text, token in self._sentinels.items()}
+
+  def EncodeAsIds(self, text: str) -> list[int]:
+    ids = []
+    for part in self._SENTINEL.split(text):
+      if part in self._sentinels:
+        ids.append(self._sentinels[part])
+      else:
+        ids += [byte + self._bytes.start for byte in part.encode("utf-8", "replace")]
+    return ids
+
+  def DecodeIds(self, ids: Sequence[int]) -> str:
+    written = b"".join(
+      bytes([token - self._bytes.start])
+      if token in self._bytes
+      else self._pieces.get(token, "").encode()
+      for token in ids
+    )
+    return written.decode("utf-8", "ignore")  # an answer may be cut inside a character
+
+  def IdToPiece(self, token: int) -> str:
+    if token in self._bytes:
+      return f"<0x{token - self._bytes.start:02X}>"
+    return self._pieces.get(token) or "".join(self._NAMES[token : token + 1])
+
+  def GetPieceSize(self) -> int:
+    return self._bytes.stop + len(self._sentinels)
+
+  def unk_id(self) -> int:
+    return self._NAMES.index("<unk>")
 
 
 def token_text(stated: Any) -> str | None:

@@ -29,6 +29,7 @@ _ENDS = ("generation_config.json", "config.json")
 # A folder may hold several; tokenizer.json also holds the rules that a SentencePiece
 # model leaves to the code of transformers.
 _TOKENIZERS = (_T5_MODEL, _JSON, _MODEL, _VOCAB)
+_BYTES = "ByT5Tokenizer"  # in the settings of a model that reads bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Vocabulary:
 
     Args:
       path: a folder with spiece.model, tokenizer.json, tokenizer.model, or vocab.json
-        and merges.txt; or such a file, or another SentencePiece model of a T5.
+        and merges.txt; or such a file, or another SentencePiece model of a T5; or the
+        folder of a ByT5, whose vocabulary are the bytes.
       extra_ids: sentinels to add to a SentencePiece model of a T5: 100 for published
         checkpoints if texts may contain sentinels, otherwise 0.
       template: chat template, only for decoder-only models. "" leaves prompts
@@ -190,6 +192,9 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
   unigram models it encodes to the same ids.
   """
   path = pathlib.Path(vocabulary.path)
+  if isinstance(vocabulary.processor, tokenizers.BytesProcessor):
+    settings = {"tokenizer_class": _BYTES, "extra_ids": vocabulary.extra_ids}
+    return {_SETTINGS: (json.dumps(settings, indent=2) + "\n").encode()}
   if vocabulary.is_causal or path.name == _JSON:
     names = (_JSON, _MODEL, _VOCAB, _MERGES, _SPECIALS, _SETTINGS, _ENDS[0], chat.FILE)
     contents = {name: _content(path.with_name(name)) for name in names}
@@ -227,6 +232,8 @@ def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
   if not path.is_dir():
     return path
   found = [path / name for name in _TOKENIZERS if (path / name).exists()]
+  settings = [path / name for name in (_SETTINGS, _ENDS[1])]
+  found += [file for file in settings if _is_of_bytes(file, _content(file))]
   if found:
     return found[0]
   hint = ""
@@ -248,6 +255,13 @@ def _build(
   if path.suffix != ".json" and path.name != _MODEL:
     return _t5_from_sentencepiece(path, model, extra_ids)
   settings = _settings(path, others[:2])
+  if _is_of_bytes(path, model):
+    added = settings.get("added_tokens_decoder", {}).values()
+    count = sum("<extra_id_" in one["content"] for one in added)
+    count = count or settings.get("extra_ids", 125)
+    processor = tokenizers.BytesProcessor(count)
+    read = tokenizers.Tokenizer(processor, eos_id=EOS_ID, pad_id=PAD_ID)
+    return _t5_from_json(path, f"bytes, {count} sentinels".encode(), read, extra_ids)
   documents = [
     _object(data, path.with_name(name))
     for name, data in zip(_ENDS, others[2:4], strict=True)
@@ -255,7 +269,7 @@ def _build(
   merges = b"".join(others[4:])
   if path.suffix == ".json":
     kinds = (documents[-1].get("model_type"), settings.get("tokenizer_class"))
-    is_t5 = any(str(kind).lower().startswith("t5") for kind in kinds)
+    is_t5 = any(str(kind).lower().startswith(("t5", "mt5")) for kind in kinds)
     # A T5's special tokens are its sentinels, which its spiece.model decodes as well.
     read = tokenizers.read_json(path, model, merges, settings, keep_special=is_t5)
     if is_t5:
@@ -288,6 +302,10 @@ def _build(
     is_causal=True,
     prefix=read.prefix,
   )
+
+
+def _is_of_bytes(path: pathlib.Path, content: bytes) -> bool:
+  return path.name in (_SETTINGS, _ENDS[1]) and f'"{_BYTES}"'.encode() in content
 
 
 def _t5_from_sentencepiece(

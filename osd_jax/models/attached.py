@@ -127,13 +127,11 @@ class Attached(nn.Module):
   def _logits(self, frozen, x, tokens=None):
     x = x * self.target.head_scale
     if self.draft_head is not None:
-      logits = self.draft_head(x)
-    else:
-      head = frozen["head"] if tokens is None else frozen["head"][tokens]
-      trained = self.serving is None  # the native product has no gradient
-      product = layers.kernel_first_matmul if trained else layers.served_matmul
-      logits = product(x, head.astype(x.dtype))
-    return logits.astype(layers.at_least_float32(logits.dtype))
+      return self.draft_head(x)
+    head = frozen["head"] if tokens is None else frozen["head"][tokens]
+    trained = self.serving is None  # the native product has no gradient
+    product = layers.kernel_first_matmul if trained else layers.served_matmul
+    return served.head_logits(self.target, product(x, head.astype(x.dtype)))
 
 
 def _later(states: jax.Array) -> jax.Array:

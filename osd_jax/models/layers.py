@@ -205,21 +205,29 @@ class RMSNorm(nn.Module):
     dtype: type of the result.
     epsilon: added to the mean square; the default is T5's.
     axis: logical name of the normalised axis.
+    unit_offset: the factor is 1 + scale, and is applied before rounding (Gemma).
   """
 
   dtype: jnp.dtype
   epsilon: float = 1e-6
   axis: str = "embed"
+  unit_offset: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    init = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
+    one = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
+    init = nn.with_logical_partitioning(one, (self.axis,))
     scale = self.param("scale", init, (x.shape[-1],))
     # A sum of bfloat16 squares would lose most of its bits.
     x = x.astype(at_least_float32(x.dtype))
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    normed = (x * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype)
-    return normed * jnp.broadcast_to(scale.astype(self.dtype), x.shape)
+    normed = x * jax.lax.rsqrt(mean_square + self.epsilon)
+    if self.unit_offset:
+      factor = jnp.broadcast_to(1 + scale.astype(x.dtype), x.shape)
+      return (normed * factor).astype(self.dtype)
+    return normed.astype(self.dtype) * jnp.broadcast_to(
+      scale.astype(self.dtype), x.shape
+    )
 
 
 def never_alone(
@@ -267,6 +275,11 @@ class Mlp(nn.Module):
     return project(hidden, shape[::-1], axes[::-1], "wo")
 
 
+def soft_capped(logits: jax.Array, cap: float) -> jax.Array:
+  """Bounds logits smoothly to -cap..cap; a cap of 0 changes nothing."""
+  return cap * jnp.tanh(logits / cap) if cap else logits
+
+
 def mask_bias(mask: jax.Array) -> jax.Array:
   """Float32 bias for attention logits: 0 where `mask`, very negative elsewhere."""
   return jnp.where(mask, 0.0, _MASKED).astype(jnp.float32)
@@ -286,7 +299,9 @@ class Embedding(nn.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Embeds tokens [B, n] as [B, n, E]."""
-    return self.embedding[tokens].astype(jnp.dtype(self.config.dtype))
+    x = self.embedding[tokens].astype(jnp.dtype(self.config.dtype))
+    # Gemma was trained with a scale that is rounded to the type of the embedding.
+    return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
 
   def attend(self, x: jax.Array, product, tokens=None) -> jax.Array:
     """Logits [B, n, V] of x [B, n, E], or [B, n, C] if `tokens` [C] are given."""

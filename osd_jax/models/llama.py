@@ -1,4 +1,4 @@
-"""Llama 1 to 3, Vicuna, Mistral, Qwen2 and Qwen3: layers, stack and the whole model.
+"""Llama, Vicuna, Mistral, Qwen and Gemma: layers, stack and the whole model.
 
     prompt slots   p0 p1 p2 [p3] .  .    keys written by prefill, never changed
     output slots   p3 t0 t1 d0 d1 .  .   keys written at the row's own length
@@ -10,9 +10,11 @@ prompt's keys is masked, like padding.
 Sources: Touvron et al., 2023 (arXiv 2302.13971); grouped-query attention: Ainslie et
 al., 2023 (arXiv 2305.13245); rotary positions: Su et al., 2021 (arXiv 2104.09864) in
 the layout of transformers, where the first half of a head's components is rotated
-against the second; the scaling is Llama 3.1's. Parameters carry t5x's names.
+against the second; the scaling is Llama 3.1's. Gemma 2: arXiv 2408.00118; Gemma 3:
+arXiv 2503.19786. Parameters carry t5x's names.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -30,10 +32,14 @@ CHUNK = 512  # longer prompts are prefilled in chunks of this many tokens
 Rotation = tuple[jax.Array, jax.Array]  # cosines and sines, [B, n, D / 2] float32
 
 
-def rotation(config: LlamaConfig, positions: jax.Array) -> Rotation:
-  """Cosines and sines of the rotation at positions [B, n] int32."""
-  angles = positions[..., None].astype(jnp.float32) * frequencies(config)[None, None]
-  return jnp.cos(angles), jnp.sin(angles)
+def rotations(config: LlamaConfig, positions: jax.Array) -> dict[int, Rotation]:
+  """Cosines and sines at positions [B, n] int32, per size of window."""
+  wide = positions[..., None].astype(jnp.float32)
+  angles = {
+    window: wide * frequencies(config, window)[None, None]
+    for window in set(config.windows)
+  }
+  return {window: (jnp.cos(turn), jnp.sin(turn)) for window, turn in angles.items()}
 
 
 def rotated(x: jax.Array, by: Rotation) -> jax.Array:
@@ -44,10 +50,18 @@ def rotated(x: jax.Array, by: Rotation) -> jax.Array:
   return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def frequencies(config: LlamaConfig) -> np.ndarray:
-  """Angle per position of each pair of components, [D / 2] float32, in radians."""
+def frequencies(config: LlamaConfig, window: int = 0) -> np.ndarray:
+  """Angle per position of each pair of components, [D / 2] float32, in radians.
+
+  `window` is that of the layer.
+  """
+  is_local = bool(window and config.local_rope_theta)
+  theta = config.local_rope_theta if is_local else config.rope_theta
   exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-  plain = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+  plain = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+  if is_local:
+    return plain
+  plain = plain / np.float32(config.rope_factor)
   if config.rope_scaling is None:
     return plain
   return _stretched(plain, config.rope_scaling).astype(np.float32)
@@ -75,6 +89,13 @@ class Memory(NamedTuple):
   bias: jax.Array
 
 
+def norm(config: LlamaConfig, axis: str = "embed") -> layers.RMSNorm:
+  """One norm of a model."""
+  return layers.RMSNorm(
+    jnp.dtype(config.dtype), config.norm_epsilon, axis, config.unit_offset_norms
+  )
+
+
 class Attention(nn.Module):
   """Grouped-query attention with rotary positions."""
 
@@ -100,8 +121,7 @@ class Attention(nn.Module):
       bias=config.output_bias,
     )
     if config.query_key_norm:
-      norm = (dtype, config.norm_epsilon, "kv")
-      self.query_norm, self.key_norm = layers.RMSNorm(*norm), layers.RMSNorm(*norm)
+      self.query_norm, self.key_norm = norm(config, "kv"), norm(config, "kv")
 
   def keys_values(self, x: jax.Array, by: Rotation):
     """Rotated keys, and values, [B, KV heads, n, D] of x [B, n, E]."""
@@ -117,13 +137,16 @@ class Attention(nn.Module):
     if self.config.query_key_norm:
       query = self.query_norm(query)
     # Scaling the queries is cheaper than scaling the logits of every key.
-    query = rotated(query, by) * self.config.head_dim**-0.5
+    query = rotated(query, by) * self.config.query_scale
     # Query heads that share keys are consecutive: [B, KV heads, sharing, n, D].
     shared = (self.config.num_kv_heads, self.config.queries_per_head)
     query = query.reshape(x.shape[0], *shared, *query.shape[2:])
-    if self.layout is not layers.Layout.TRAINED and _attends(query, memories):
+    cap = self.config.attention_cap
+    served = self.layout is not layers.Layout.TRAINED
+    if served and not cap and _attends(query, memories):  # the C++ code has no caps
       return self.out(_native(query, memories))
-    context = layers.never_alone(_attended, query, memories)
+    attended = functools.partial(_attended, cap=cap)
+    context = layers.never_alone(attended, query, memories)
     return self.out(context.reshape(context.shape[0], -1, *context.shape[3:]))
 
   def _split(self, x: jax.Array) -> jax.Array:
@@ -131,7 +154,7 @@ class Attention(nn.Module):
     return heads.transpose(0, 2, 1, 3)
 
 
-def _attended(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
+def _attended(query: jax.Array, memories: tuple[Memory, ...], cap: float) -> jax.Array:
   """Context [B, KV heads, sharing, n, D] of one softmax over all memories.
 
   The logits of the memories are concatenated and their keys are not, which would copy
@@ -142,7 +165,8 @@ def _attended(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
   logits = []
   for keys, _, bias in memories:
     product = jnp.einsum("bhgnd,bhtd->bhgnt", query, keys, precision=precision)
-    logits.append(product.astype(layers.at_least_float32(dtype)) + bias[:, :, None])
+    product = product.astype(layers.at_least_float32(dtype))
+    logits.append(layers.soft_capped(product, cap) + bias[:, :, None])
   weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1).astype(dtype)
   context, start = jnp.zeros((), dtype), 0
   for _, values, bias in memories:
@@ -183,17 +207,20 @@ def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
 
 
 class Layer(nn.Module):
-  """Pre-norm attention and feed-forward block."""
+  """Pre-norm attention and feed-forward block; a Gemma has norms after both, too."""
 
   config: LlamaConfig
   layout: layers.Layout
 
   def setup(self):
-    config, dtype = self.config, jnp.dtype(self.config.dtype)
-    self.pre_self_attention_layer_norm = layers.RMSNorm(dtype, config.norm_epsilon)
+    config = self.config
+    self.pre_self_attention_layer_norm = norm(config)
     self.self_attention = Attention(config, self.layout)
-    self.pre_mlp_layer_norm = layers.RMSNorm(dtype, config.norm_epsilon)
+    self.pre_mlp_layer_norm = norm(config)
     self.mlp = layers.Mlp(config, self.layout)
+    if config.post_norms:
+      self.post_self_attention_layer_norm = norm(config)
+      self.post_mlp_layer_norm = norm(config)
 
   def __call__(self, x, by, bias, past=None, prompt=None):
     """Applies the layer to n positions.
@@ -218,8 +245,14 @@ class Layer(nn.Module):
     memories = (Memory(*entries, bias),)
     if prompt is not None:
       memories = (prompt, *memories)
-    x = x + self.self_attention(h, by, *memories)
-    return x + self.mlp(self.pre_mlp_layer_norm(x)), entries
+    result = self.self_attention(h, by, *memories)
+    if self.config.post_norms:
+      result = self.post_self_attention_layer_norm(result)
+    x = x + result
+    result = self.mlp(self.pre_mlp_layer_norm(x))
+    if self.config.post_norms:
+      result = self.post_mlp_layer_norm(result)
+    return x + result, entries
 
 
 def _added(stored: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
@@ -240,7 +273,7 @@ class Decoder(nn.Module):
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     self.layers = [Layer(config, self.layout) for _ in range(config.num_layers)]
-    self.decoder_norm = layers.RMSNorm(dtype, config.norm_epsilon)
+    self.decoder_norm = norm(config)
     if self.own_head:
       self.logits_dense = layers.Projection(
         (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
@@ -258,13 +291,32 @@ class Decoder(nn.Module):
     Returns:
       Per layer, its output [B, n, E] before the final norm, and its keys and values.
     """
-    by, bias = rotation(self.config, positions), causal_bias(mask, mask.shape[1])
+    by = rotations(self.config, positions)
+    causal = jnp.tril(jnp.ones((mask.shape[1],) * 2, bool))
+    bias = self._biases(mask[:, None] & causal[None], positions, positions)
     states, kept = [], []
-    for layer in self.layers[: depth or None]:
-      x, entries = layers.traced_once(layer, Layer.__call__, x, by, bias)
+    for index, layer in enumerate(self.layers[: depth or None]):
+      window = self.config.window_of(index)
+      arguments = (x, by[window], bias[window])
+      x, entries = layers.traced_once(layer, Layer.__call__, *arguments)
       states.append(x)
       kept.append(entries)
     return states, kept
+
+  def _biases(self, mask: jax.Array, queries: jax.Array, keys: jax.Array):
+    """Biases [B, 1, n, T] float32, per size of window.
+
+    Args:
+      mask: [B, n or 1, T] bool; keys that a query may attend to without a window.
+      queries: [B, n] int32, positions of the queries.
+      keys: [B or 1, T] int32, positions of the keys.
+    """
+    biases = {}
+    for window in set(self.config.windows):
+      # A window of w tokens includes the query's own: distances of 0 to w - 1.
+      near = keys[:, None] > queries[..., None] - window
+      biases[window] = layers.mask_bias(mask & near if window else mask)[:, None]
+    return biases
 
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
@@ -300,14 +352,16 @@ class Decoder(nn.Module):
     def prefill_chunk(kept, start):
       chunk = jax.lax.dynamic_slice_in_dim(x, start, CHUNK, axis=1)
       at = jax.lax.dynamic_slice_in_dim(positions, start, CHUNK, axis=1)
-      by = rotation(config, at)
+      by = rotations(config, at)
       # A scan needs one shape for all chunks, so each chunk attends to all S slots and
       # masks the later ones.
       slots = jnp.arange(length)[None] <= start + jnp.arange(CHUNK)[:, None]
-      bias = layers.mask_bias(mask[:, None, None] & slots[None, None])
+      bias = self._biases(mask[:, None] & slots[None], at, positions)
       after, states = [], []
-      for variables, entries in zip(layer_variables, kept):
-        chunk, entries = anonymous.apply(variables, chunk, by, bias, (*entries, start))
+      for index, entries in enumerate(kept):
+        window, past = config.window_of(index), (*entries, start)
+        arguments = (layer_variables[index], chunk, by[window], bias[window], past)
+        chunk, entries = anonymous.apply(*arguments)
         after.append(entries)
         states.append(chunk)
       return after, states[config.last_state_layer - 1]
@@ -328,15 +382,20 @@ class Decoder(nn.Module):
     # `cross_mask` excludes the prompt's last token, because that token is fed to output
     # slot 0. Its position is the number of tokens before it.
     before = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
-    by = rotation(self.config, before[:, None] + slot)
-    prompt_bias = layers.mask_bias(cache.cross_mask)[:, None, None]
-    causal = jnp.arange(slots)[None, None] <= slot[:, :, None]
-    bias = layers.mask_bias(causal)[:, None]
+    at = before[:, None] + slot
+    by = rotations(self.config, at)
+    in_prompt = prompt_positions(cache.cross_mask)
+    prompt_bias = self._biases(cache.cross_mask[:, None], at, in_prompt)
+    written_slots = jnp.arange(slots)[None]
+    causal = written_slots[:, None] <= slot[:, :, None]
+    bias = self._biases(causal, slot, written_slots)
     written = []
     for index, layer in enumerate(self.layers):
-      prompt = Memory(cache.cross_keys[index], cache.cross_values[index], prompt_bias)
+      window = self.config.window_of(index)
+      entries = cache.cross_keys[index], cache.cross_values[index]
+      prompt = Memory(*entries, prompt_bias[window])
       past = cache.self_keys[index], cache.self_values[index], cache.length
-      arguments = (x, by, bias, past, prompt)
+      arguments = (x, by[window], bias[window], past, prompt)
       x, entries = layers.traced_once(layer, Layer.__call__, *arguments)
       written.append(entries)
     return self.decoder_norm(x), cache.advanced(written, count)
@@ -413,9 +472,3 @@ def without_last(mask: jax.Array) -> jax.Array:
 def prompt_positions(mask: jax.Array) -> jax.Array:
   """[B, S] int32; the position of every token of prompts with mask [B, S]."""
   return jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-
-
-def causal_bias(mask: jax.Array, count: int) -> jax.Array:
-  """[B, 1, n, n] float32; each slot attends to itself and earlier slots in `mask`."""
-  causal = jnp.tril(jnp.ones((count, count), bool))
-  return layers.mask_bias(mask[:, None, None] & causal[None, None])

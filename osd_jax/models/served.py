@@ -35,6 +35,7 @@ class DraftHead(nn.Module):
       self.serving.layout,
       name="projection",
     )(x)
+    logits = head_logits(config, logits)
     if not covered:
       return logits
     ids = self.param("ids", lambda key: jnp.arange(covered))
@@ -127,8 +128,8 @@ class LanguageModel(nn.Module):
     # T5 1.0 scales by width ** -0.5 before its tied head; for other models this is 1.
     x = x * self.config.head_scale
     if self.draft_head is not None:
-      logits = self.draft_head(x)
-    elif not self.config.tied_head:
+      return self.draft_head(x)
+    if not self.config.tied_head:
       logits = self.decoder.logits_dense(x, tokens)
     else:
       # The trained embedding is [V, E] = [out, in] already. Only the native product has
@@ -136,7 +137,13 @@ class LanguageModel(nn.Module):
       trained = self.serving is None
       product = layers.kernel_first_matmul if trained else layers.served_matmul
       logits = self.token_embedder.attend(x, product, tokens)
-    return logits.astype(layers.at_least_float32(logits.dtype))
+    return head_logits(self.config, logits)
+
+
+def head_logits(config: T5Config | LlamaConfig, products: jax.Array) -> jax.Array:
+  """Logits in float32 or more from the products of an output head."""
+  wide = products.astype(layers.at_least_float32(products.dtype))
+  return layers.soft_capped(wide, config.logit_cap)
 
 
 def initialisers(

@@ -89,6 +89,16 @@ class T5Config(base.Config):
     return self.width**-0.5 if self.tied_head else 1.0
 
   @property
+  def embedding_scale(self) -> float:
+    """Factor on embedded tokens."""
+    return 1.0
+
+  @property
+  def logit_cap(self) -> float:
+    """As in `LlamaConfig`; no T5 has a cap."""
+    return 0.0
+
+  @property
   def eos_ids(self) -> tuple[int, ...]:
     """Tokens that end a sequence, the same for every T5."""
     return (base.EOS_ID,)
@@ -119,7 +129,7 @@ class RopeScaling(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig(base.Config):
-  """Shape of a decoder-only model: Llama, Vicuna, Mistral, Qwen2 or Qwen3.
+  """Shape of a decoder-only model: Llama, Vicuna, Mistral, Qwen or Gemma.
 
   The defaults are Llama-2-7B's.
 
@@ -132,13 +142,27 @@ class LlamaConfig(base.Config):
     head_dim: D, size of one head.
     mlp_dim: inner width of the feed-forward blocks.
     num_layers: L, decoder layers.
+    mlp_activations: of the gated feed-forward blocks; ("gelu", "linear") in a Gemma.
     tied_head: the embedding is also the output head.
     rope_theta: base of the rotary wavelengths.
     rope_scaling: stretches the wavelengths; None leaves them as they are.
+    rope_factor: positions are divided by this, another kind of stretching.
+    local_rope_theta: base of the wavelengths in layers with a window, which are not
+      stretched (Gemma 3); 0 treats all layers alike.
+    windows: number of tokens that each layer attends to, the token itself included; 0
+      means all. The tuple is repeated for all layers: (512, 512, 0) has full attention
+      in every third layer.
     norm_epsilon: added to mean squares before the root.
     attention_bias: query, key and value projections have a bias (Qwen2).
     output_bias: the output projection of the attention has a bias.
-    query_key_norm: queries and keys are normalised per head (Qwen3).
+    query_key_norm: queries and keys are normalised per head (Qwen3, Gemma 3).
+    query_pre_attn_scalar: queries are divided by the root of this; 0 means head_dim.
+    attention_cap: attention logits are bounded to this by a tanh (Gemma 2); 0 means no
+      bound.
+    logit_cap: the same for the logits of the output head.
+    post_norms: the results of attention and feed-forward block are normalised (Gemma).
+    unit_offset_norms: norms multiply by 1 + scale (Gemma).
+    scaled_embeddings: embedded tokens are multiplied by the root of `width` (Gemma).
     max_positions: longest prompt and output together, in tokens.
     eos_ids: tokens that end a sequence.
     state_layer: an attached draft takes the hidden states after this many layers; 0
@@ -154,13 +178,23 @@ class LlamaConfig(base.Config):
   head_dim: base.Count = 128
   mlp_dim: base.Count = 11008
   num_layers: base.Count = 32
+  mlp_activations: Activations = ("silu", "linear")
   tied_head: bool = False
   rope_theta: base.Positive = 10000.0
   rope_scaling: RopeScaling | None = None
+  rope_factor: base.Positive = 1.0
+  local_rope_theta: base.NonNegative = 0.0
+  windows: Annotated[tuple[base.CountOrZero, ...], base.NonEmpty("at least one")] = (0,)
   norm_epsilon: Annotated[float, base.Above(0), base.Below(1)] = 1e-5
   attention_bias: bool = False
   output_bias: bool = False
   query_key_norm: bool = False
+  query_pre_attn_scalar: base.NonNegative = 0.0
+  attention_cap: base.NonNegative = 0.0
+  logit_cap: base.NonNegative = 0.0
+  post_norms: bool = False
+  unit_offset_norms: bool = False
+  scaled_embeddings: bool = False
   max_positions: base.Count = 4096
   eos_ids: tuple[int, ...] = (2,)
   state_layer: base.CountOrZero = 0
@@ -191,9 +225,18 @@ class LlamaConfig(base.Config):
     return 1.0
 
   @property
-  def mlp_activations(self) -> tuple[str, ...]:
-    """Activations of the gated feed-forward blocks, the same for every Llama."""
-    return ("silu", "linear")
+  def embedding_scale(self) -> float:
+    """Factor on embedded tokens."""
+    return self.width**0.5 if self.scaled_embeddings else 1.0
+
+  @property
+  def query_scale(self) -> float:
+    """Factor on queries."""
+    return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+  def window_of(self, layer: int) -> int:
+    """Number of tokens that a layer attends to; 0 means all."""
+    return self.windows[layer % len(self.windows)]
 
   @property
   def queries_per_head(self) -> int:

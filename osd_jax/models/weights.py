@@ -36,6 +36,19 @@ _ATTACHED = "osd_jax.attached"
 # Fields that files store under an earlier name. The fingerprint of a target is a hash
 # of this text: another name would detach every draft from the target it was made for.
 _FIELDS_IN_FILES = {"state_layer": "handed_out"}
+# For the same reason, fields that were added later are stored if they are not default.
+_LATER_FIELDS = (
+  "mlp_activations",
+  "rope_factor",
+  "local_rope_theta",
+  "windows",
+  "query_pre_attn_scalar",
+  "attention_cap",
+  "logit_cap",
+  "post_norms",
+  "unit_offset_norms",
+  "scaled_embeddings",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +297,11 @@ def _params(tensors: tensors_lib.Tensors, expected, path: str | Path) -> base.Pa
 
 def _config_json(config: Any) -> str:
   fields = dataclasses.asdict(config)
+  if isinstance(config, LlamaConfig):
+    usual = LlamaConfig()
+    for name in _LATER_FIELDS:
+      if fields[name] == getattr(usual, name):
+        del fields[name]
   return json.dumps({_FIELDS_IN_FILES.get(name, name): fields[name] for name in fields})
 
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from models import tiny
 
 from osd_jax import base, testing
 from osd_jax.decoding import rounds as rounds_lib
@@ -22,7 +23,12 @@ TARGET = families.build(testing.TINY_T5)
 DRAFT = families.build(testing.TINY_DRAFT)
 LLAMA = families.build(testing.TINY_LLAMA)
 LLAMA_DRAFT = families.build(testing.TINY_LLAMA_DRAFT)
-FAMILIES = {"t5": (TARGET, DRAFT), "llama": (LLAMA, LLAMA_DRAFT)}
+GEMMA = families.build(tiny.GEMMA)
+FAMILIES = {
+  "t5": (TARGET, DRAFT),
+  "llama": (LLAMA, LLAMA_DRAFT),
+  "gemma": (GEMMA, LLAMA_DRAFT),
+}
 
 
 SHAPES = {TARGET: testing.TINY_T5, LLAMA: testing.TINY_LLAMA}
@@ -306,9 +312,12 @@ def lively_params(model, seed=LIVELY):
   def leaf(path, like):
     *_, owner, name = (key.key for key in path)
     if name == "scale":
-      return jnp.ones(like.shape)
+      one = jnp.ones(like.shape)
+      if model is not GEMMA:
+        return one
+      return one * {"post_self_attention_layer_norm": 9.0}.get(owner, 0.0)
     std = like.shape[0] ** -0.5 if name == "kernel" else 1.0
-    if model in (LLAMA, LLAMA_DRAFT):
+    if model in (LLAMA, LLAMA_DRAFT, GEMMA):
       std *= {"query": 2.0, "out": 3.0}.get(owner, 1.0)
     else:
       std = {"query": std / 4, "relpos_bias": 2.5}.get(owner, std)

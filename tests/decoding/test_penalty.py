@@ -34,7 +34,7 @@ def test_greedy_outputs_are_the_arg_max_of_penalized_scores(family):
   state = decoded(family, 0)
   logits, _ = harness.scored(target, params, source, mask, state)
   for row, output in enumerate(harness.outputs(state)):
-    text = source[row][mask[row]].tolist() if family == "llama" else [0]
+    text = [0] if target.start is None else source[row][mask[row]].tolist()
     for position, token in enumerate(output):
       expected = oracles.processed_probs(
         logits[row, position],

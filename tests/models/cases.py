@@ -30,6 +30,9 @@ LLAMAS = {
     attention_bias=True,
     output_bias=True,
   ),
+  "gemma": tiny.GEMMA,
+  # Without a cap on attention logits, the native attention computes its windows.
+  "gemma 3": dataclasses.replace(tiny.GEMMA, windows=(0, 3), attention_cap=0.0),
 }
 T5S = {
   "t5 1.1": tiny.CONFIG,
@@ -45,7 +48,7 @@ ATTACHED = {
     dataclasses.replace(testing.TINY_T5, tied_head=True),
     dataclasses.replace(DRAFT, num_layers=2),
   ),
-  "attached to llama": (LLAMA, DRAFT),
+  "attached to llama": (dataclasses.replace(LLAMA, logit_cap=2.0), DRAFT),
   "attached to a first layer": (
     dataclasses.replace(LLAMA, tied_head=True, state_layer=1),
     DRAFT,

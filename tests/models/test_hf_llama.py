@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base
-from osd_jax.models import convert
+from osd_jax.models import convert, layers
 
 pytestmark = pytest.mark.hf
 
@@ -33,6 +33,23 @@ LLAMA_3 = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 16,  # the prompts are longer
 }
+GEMMA = {
+  "num_key_value_heads": 2,
+  "head_dim": 16,
+  "query_pre_attn_scalar": 12,
+  "sliding_window": 5,  # prompts and texts are longer
+  "final_logit_softcapping": 6.0,
+}
+GLOBAL = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+GEMMA_3 = {
+  **GEMMA,
+  "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+  "num_hidden_layers": 3,
+  "rope_parameters": {
+    "full_attention": GLOBAL,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+  },
+}
 KINDS = {
   "llama": ("Llama", {}),
   "grouped heads": ("Llama", {"num_key_value_heads": 2}),
@@ -41,10 +58,26 @@ KINDS = {
   "biases": ("Llama", {"attention_bias": True}),
   "own head size": ("Llama", {"head_dim": 16}),
   "llama 3": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA_3}),
-  "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 100}),
+  "linear scaling": ("Llama", {"rope_parameters": GLOBAL}),
+  "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
   "qwen 2": ("Qwen2", {"num_key_value_heads": 2}),
   "qwen 2 tied": ("Qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+  "qwen 2 with windows": (
+    "Qwen2",
+    {
+      "num_key_value_heads": 2,
+      "use_sliding_window": True,
+      "sliding_window": 5,
+      "max_window_layers": 1,
+    },
+  ),
   "qwen 3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
+  "gemma 2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}),
+  "gemma 2 without caps": (
+    "Gemma2",
+    {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+  ),
+  "gemma 3": ("Gemma3", GEMMA_3),
 }
 ROWS, SOURCE, TARGET = 3, 24, 8
 
@@ -62,8 +95,10 @@ def made(transformers, kind, **changes):
 
   name, fields = KINDS[kind]
   torch.manual_seed(7)
-  config = getattr(transformers, f"{name}Config")(**{**COMMON, **fields, **changes})
-  model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+  kind = getattr(transformers, f"{name}ForCausalLM")
+  config = kind.config_class(**{**COMMON, **fields, **changes})
+  config._attn_implementation = "eager"  # the only one with caps
+  model = kind(config).eval()
   for label, parameter in model.named_parameters():
     spread = 0.3 if label.endswith(("norm.weight", "bias")) else 0.2
     parameter.data += spread * torch.randn_like(parameter)
@@ -185,6 +220,17 @@ def test_eos_ids_come_from_generation_config(transformers, tmp_path):
   assert convert.read_hugging_face(tmp_path).config.eos_ids == (2, 7, 11)
 
 
-def test_sliding_window_limits_max_positions(transformers, tmp_path):
-  made(transformers, "mistral").save_pretrained(tmp_path)
-  assert convert.shape_of_hugging_face(tmp_path).max_positions == 100
+def test_embedding_scale_is_rounded_as_in_transformers(transformers, tmp_path):
+  """The root of 32 is not a number of bfloat16."""
+  import torch
+
+  model = made(transformers, "gemma 3").bfloat16()
+  model.save_pretrained(tmp_path)
+  held = convert.read_hugging_face(tmp_path)
+  shape = dataclasses.replace(held.config, dtype="bfloat16")
+  tokens = np.arange(96)[None]
+  with torch.no_grad():
+    expected = model.model.embed_tokens(torch.tensor(tokens)).float().numpy()
+  variables = {"params": held.params["token_embedder"]}
+  found = layers.Embedding(shape).apply(variables, tokens)
+  np.testing.assert_array_equal(np.asarray(found, np.float32), expected)

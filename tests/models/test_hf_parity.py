@@ -98,6 +98,20 @@ def test_head_tied_by_transformers_5_is_read_correctly(transformers, tmp_path):
   np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
+def test_mt5_is_read_as_a_t5_1_1(transformers, tmp_path):
+  """Whatever its config says, it does not scale the output of its decoder."""
+  shape = {**maker.SHAPE, "feed_forward_proj": "gated-gelu"}
+  model = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**shape))
+  model.eval().save_pretrained(tmp_path)
+  weights = convert.read_hugging_face(tmp_path)
+  source, target = maker.ragged_batch(48, 0)
+  logits = weights.model.score(weights.params, source, source != 0, target)
+  expected = maker.outputs(model, source, target)
+  np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
+  greedy = tiny.greedy(weights, source, expected["greedy"].shape[1])
+  np.testing.assert_array_equal(greedy, expected["greedy"])
+
+
 def test_transformers_loads_written_folders(pair, transformers, tmp_path):
   """Logits, greedy text and all tensors are equal."""
   _, weights, (source, target) = pair

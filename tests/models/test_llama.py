@@ -26,13 +26,17 @@ def rms(x, scale, epsilon):
   return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * scale
 
 
-def rotated(x, config):
+def rotated(x, config, window):
   """Applies rotary embeddings to x [n, D] at positions 0..n - 1.
 
   Pairs of features are multiplied as complex numbers by exp(i * position * frequency).
   """
   half = config.head_dim // 2
-  waves = config.rope_theta ** (-np.arange(half) / half)
+  is_local = window and config.local_rope_theta
+  theta = config.local_rope_theta if is_local else config.rope_theta
+  waves = theta ** (-np.arange(half) / half)
+  if not is_local:
+    waves /= config.rope_factor
   if scaling := config.rope_scaling:
     for index, wave in enumerate(waves):
       length = 2 * np.pi / wave
@@ -47,6 +51,16 @@ def rotated(x, config):
   return np.concatenate([pairs.real, pairs.imag], axis=1)
 
 
+def capped(logits, cap):
+  return np.tanh(logits / cap) * cap if cap else logits
+
+
+def activated(x, name):
+  if name == "silu":
+    return x / (1 + np.exp(-x))
+  return x / 2 * (1 + np.tanh((x + 0.044715 * x**3) * np.sqrt(2 / np.pi)))
+
+
 def linear(params, x):
   return x @ np.asarray(params["kernel"], np.float64) + np.asarray(
     params.get("bias", 0)
@@ -57,11 +71,21 @@ def oracle(config, params, tokens):
   """Returns the logits [n, V] after each token of one sequence, in float64."""
   table = np.asarray(params["token_embedder"]["embedding"], np.float64)
   decoder, x, size = params["decoder"], table[tokens], config.head_dim
-  epsilon = config.norm_epsilon
+  if config.scaled_embeddings:
+    x = x * np.sqrt(config.width)
+
+  def normed(params, x):
+    scale = np.asarray(params["scale"], np.float64) + config.unit_offset_norms
+    return rms(x, scale, config.norm_epsilon)
+
+  after = lambda params, x: normed(params, x) if params else x
+  later, earlier = np.indices((len(tokens),) * 2)
   for index in range(config.num_layers):
     layer = decoder[f"layers_{index}"]
     attention = layer["self_attention"]
-    h = rms(x, layer["pre_self_attention_layer_norm"]["scale"], epsilon)
+    window = config.windows[index % len(config.windows)]
+    hidden = (earlier > later) | (window > 0) & (later - earlier >= window)
+    h = normed(layer["pre_self_attention_layer_norm"], x)
     query, key, value = (linear(attention[n], h) for n in ("query", "key", "value"))
     contexts = []
     for head in range(config.num_heads):
@@ -69,19 +93,21 @@ def oracle(config, params, tokens):
       q = query[:, head * size : (head + 1) * size]
       k, v = (part[:, shared * size : (shared + 1) * size] for part in (key, value))
       if config.query_key_norm:
-        q = rms(q, attention["query_norm"]["scale"], epsilon)
-        k = rms(k, attention["key_norm"]["scale"], epsilon)
-      logits = rotated(q, config) @ rotated(k, config).T / np.sqrt(size)
-      logits[np.triu_indices(len(tokens), 1)] = -np.inf
+        q, k = normed(attention["query_norm"], q), normed(attention["key_norm"], k)
+      logits = rotated(q, config, window) @ rotated(k, config, window).T
+      logits /= np.sqrt(config.query_pre_attn_scalar or size)
+      logits = np.where(hidden, -np.inf, capped(logits, config.attention_cap))
       weights = np.exp(logits - logits.max(axis=1, keepdims=True))
       contexts.append(weights / weights.sum(axis=1, keepdims=True) @ v)
-    x = x + linear(attention["out"], np.concatenate(contexts, axis=1))
-    h = rms(x, layer["pre_mlp_layer_norm"]["scale"], epsilon)
-    gate = linear(layer["mlp"]["wi_0"], h)
-    inner = gate / (1 + np.exp(-gate)) * linear(layer["mlp"]["wi_1"], h)
-    x = x + linear(layer["mlp"]["wo"], inner)
-  x = rms(x, decoder["decoder_norm"]["scale"], epsilon)
-  return x @ table.T if config.tied_head else linear(decoder["logits_dense"], x)
+    result = linear(attention["out"], np.concatenate(contexts, axis=1))
+    x = x + after(layer.get("post_self_attention_layer_norm"), result)
+    h = normed(layer["pre_mlp_layer_norm"], x)
+    gate = activated(linear(layer["mlp"]["wi_0"], h), config.mlp_activations[0])
+    result = linear(layer["mlp"]["wo"], gate * linear(layer["mlp"]["wi_1"], h))
+    x = x + after(layer.get("post_mlp_layer_norm"), result)
+  x = normed(decoder["decoder_norm"], x)
+  logits = x @ table.T if config.tied_head else linear(decoder["logits_dense"], x)
+  return capped(logits, config.logit_cap)
 
 
 def test_scores_equal_the_numpy_model(runner):
@@ -128,6 +154,8 @@ def test_rope_scaling_divides_only_low_frequencies():
     ("rope_theta", 0.0),
     ("width", 0),
     ("max_positions", 0),
+    ("windows", ()),
+    ("mlp_activations", ("tanh", "linear")),
   ],
 )
 def test_invalid_config_error_names_the_field(field, value):
@@ -152,6 +180,8 @@ def test_invalid_rope_scaling_error_names_the_field():
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"eos_token_id": None}, "eos_token_id"),
     ({"hidden_size": None}, "hidden_size: received nothing"),
+    ({"model_type": "gemma3"}, "this Gemma 3 reads images, too; .*Gemma3ForCausalLM"),
+    ({"use_bidirectional_attention": True}, "attention to later tokens"),
   ],
 )
 def test_unsupported_fields_of_config_json_are_refused(changes, match):
@@ -162,11 +192,26 @@ def test_unsupported_fields_of_config_json_are_refused(changes, match):
     convert.config_from_hugging_face({**fields, **changes})
 
 
-def test_sliding_window_limits_max_positions():
-  fields = convert.config_to_hugging_face(cases.LLAMA)
-  window = {"sliding_window": 32}
-  mistral = {**fields, "model_type": "mistral", **window}
-  assert convert.config_from_hugging_face(mistral).max_positions == 32
-  # Qwen 2 ignores `sliding_window` unless `use_sliding_window` is set.
-  qwen = {**fields, "model_type": "qwen2", **window}
-  assert convert.config_from_hugging_face(qwen).max_positions == 256
+def test_windows_of_config_json_are_those_of_transformers():
+  llama = convert.config_to_hugging_face(cases.LLAMA)
+  read = lambda **fields: (
+    convert.config_from_hugging_face(
+      {**llama, "num_hidden_layers": 4, "sliding_window": 32, **fields}
+    ).windows
+  )
+  assert read(model_type="mistral") == (32,)
+  assert read(model_type="mistral", sliding_window=None) == (0,)
+  # A Qwen ignores `sliding_window` unless `use_sliding_window` is set.
+  slides = {"use_sliding_window": True, "max_window_layers": 3}
+  assert read(model_type="qwen2") == read(**slides, model_type="llama") == (0,)
+  assert read(**slides, model_type="qwen2") == (0, 0, 0, 32)
+  gemma = {"hidden_activation": "gelu_pytorch_tanh"}
+  assert read(model_type="gemma2", **gemma) == (32, 0)
+  assert read(model_type="gemma3_text", **gemma) == (32,)
+  assert read(model_type="gemma3_text", sliding_window_pattern=3) == (32, 32, 0)
+
+
+def test_shapes_that_transformers_does_not_have_are_not_written():
+  for changes in ({"attention_cap": 3.0}, {"windows": (3, 4)}):
+    with pytest.raises(base.InputError, match="transformers has no such model"):
+      convert.config_to_hugging_face(dataclasses.replace(cases.LLAMA, **changes))

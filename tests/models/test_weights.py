@@ -1,6 +1,7 @@
 """Weights files: round trips, and errors for files that cannot be read."""
 
 import dataclasses
+import json
 import os
 
 import jax
@@ -9,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.flax
+from models import tiny
 
-from osd_jax import base
+from osd_jax import base, testing
 from osd_jax.models import families, shapes, weights
 
 CONFIG = shapes.T5Config(
@@ -221,3 +223,19 @@ def test_duplicate_names_in_the_header_are_refused(saved, tmp_path):
   )
   with pytest.raises(base.InputError, match=r"cannot read .*x\.safetensors"):
     weights.load(path)
+
+
+def test_fields_added_later_are_stored_only_if_they_are_used(tmp_path):
+  """Their defaults do not change the fingerprint of a target."""
+  for config in (testing.TINY_LLAMA, tiny.GEMMA):
+    held = weights.Weights(config, random_params(config, 0))
+    path = weights.save(tmp_path / "model.safetensors", held)
+    assert weights.load(path).config == config
+    with safetensors.safe_open(path, "numpy") as file:
+      stored = json.loads(file.metadata()["config"])
+    assert ("windows" in stored) == (config is tiny.GEMMA)
+  llama = dataclasses.replace(testing.TINY_LLAMA, num_layers=1)
+  held = weights.Weights(llama, random_params(llama, 0))
+  assert weights.identity(held, "a").fingerprint == (
+    "796b6e00c344817aceb711e41ecb55eb0d37f9e9a708acb7738ed28a5cd47058"
+  )

@@ -1,4 +1,4 @@
-"""A tiny T5 config, noisy parameters for it, and greedy decoding."""
+"""A tiny T5 and a tiny Gemma config, noisy parameters for it, and greedy decoding."""
 
 import dataclasses
 
@@ -6,10 +6,28 @@ import jax
 import numpy as np
 
 from osd_jax.base import EOS_ID
-from osd_jax.testing import TINY_T5
+from osd_jax.testing import TINY_LLAMA, TINY_T5
 
 # The few buckets and the short maximal distance let short sequences use every bucket.
 CONFIG = dataclasses.replace(TINY_T5, relative_buckets=8, relative_max_distance=6)
+
+# Gemma 3's features and Gemma 2's caps; prompts and texts are longer than the window.
+GEMMA = dataclasses.replace(
+  TINY_LLAMA,
+  mlp_activations=("gelu", "linear"),
+  tied_head=True,
+  rope_theta=500.0,
+  rope_factor=4.0,
+  local_rope_theta=50.0,
+  windows=(3, 0),
+  query_key_norm=True,
+  query_pre_attn_scalar=3.0,
+  attention_cap=3.0,
+  logit_cap=8.0,
+  post_norms=True,
+  unit_offset_norms=True,
+  scaled_embeddings=True,
+)
 
 
 def random_params(model, seed):

@@ -150,6 +150,17 @@ def test_native_attention_is_used_only_for_few_float32_queries():
     assert "osd_jax_attention" in text and "osd_jax_product" not in text
 
 
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_only_attention_with_caps_is_computed_by_xla(cap):
+  model = families.build(dataclasses.replace(tiny.GEMMA, attention_cap=cap))
+  served = model.prepare(tiny.random_params(model, 1))
+  source = np.array([[5, 6, 7, 8]])
+  cache = model.prefill(served, source, source > 0, 8)
+  text = jax.jit(model.decode).lower(served, source[:, :1], cache).as_text()
+  assert ("osd_jax_attention" in text) == (not cap)
+  assert "osd_jax_product" in text
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_model_with_native_code_decodes_like_with_xla(tied):
   config = dataclasses.replace(tiny.CONFIG, tied_head=tied)

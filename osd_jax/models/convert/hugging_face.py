@@ -44,15 +44,24 @@ def config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
   kinds = {kind: family for family in _FAMILIES.values() for kind in family.MODEL_TYPES}
   kind = config.get("model_type")
   says = "other architectures cannot be converted"
+  if kind == "gemma3":
+    says = (
+      "this Gemma 3 reads images, too; load its text model with transformers"
+      " (Gemma3ForCausalLM.from_pretrained) and save that"
+    )
   check_field(says, "model_type", kind, tuple(kinds))
   return kinds[kind].config_from(config)
 
 
 def _without_nulls(config: Any) -> Any:
-  """Leaves out fields that are null: as in transformers, they have their default."""
+  """Leaves out fields that are null: they have their default, but caps are off."""
   if not isinstance(config, Mapping):
     return config
-  return {k: _without_nulls(v) for k, v in config.items() if v is not None}
+  return {
+    k: _without_nulls(v)
+    for k, v in config.items()
+    if v is not None or k.endswith("_softcapping")
+  }
 
 
 def shape_of_hugging_face(folder: str | Path) -> ModelConfig:
@@ -92,7 +101,7 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
   family = _FAMILIES[type(config)]
   tensors = open_folder(folder, allow_torch_bin)
   expected = weights_lib.expected_shapes(config)
-  names = {path: family.tensor_name(path) for path in expected}
+  names = {path: family.tensor_name(path, config) for path in expected}
   if _is_bare(tensors, family.EMBEDDING):
     names = {path: name.removeprefix(_PREFIX) for path, name in names.items()}
   aliases = (*family.COPIES, *((family.HEAD,) if config.tied_head else ()))
@@ -172,7 +181,7 @@ def write_hugging_face(
   )
   family = _FAMILIES[type(weights.config)]
   tensors = {
-    family.tensor_name(path): np.ascontiguousarray(
+    family.tensor_name(path, weights.config): np.ascontiguousarray(
       _oriented(family, path, np.asarray(x, np.float32))
     )
     for path, x in flat.items()

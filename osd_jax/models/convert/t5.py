@@ -1,4 +1,4 @@
-"""T5 1.0, T5 1.1 and Flan-T5 in Hugging Face's format: fields and tensor names.
+"""T5, Flan-T5, mT5 and ByT5 in Hugging Face's format: fields and tensor names.
 
 Weights of torch's linear layers are `[out, in]`, kernels here are `[in, out]`;
 `relative_attention_bias` is `[buckets, H]`, `rel_embedding` is `[H, buckets]`.
@@ -11,8 +11,8 @@ from osd_jax import base
 from osd_jax.models.convert.folders import check_field, required
 from osd_jax.models.shapes import T5Config
 
-MODEL_TYPES = ("t5",)
-_SAYS = "only T5 1.0, T5 1.1 and Flan-T5 can be converted"
+MODEL_TYPES = ("t5", "mt5")  # a ByT5 is a "t5"; an mT5 is written as one
+_SAYS = "only T5 1.0, T5 1.1, Flan-T5, mT5 and ByT5 can be converted"
 
 _ACTIVATIONS = {
   "relu": ("relu",),
@@ -32,7 +32,6 @@ _PROJECTIONS = {
 
 # Fields with one supported value: (that value, default in transformers).
 _FIXED = {
-  "model_type": ("t5", None),
   "is_encoder_decoder": (True, True),
   "layer_norm_epsilon": (1e-6, 1e-6),
   "pad_token_id": (base.PAD_ID, base.PAD_ID),
@@ -101,7 +100,8 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
     check_field(
       _SAYS, field, expected if received == [expected] else received, (expected,)
     )
-  activation = config.get("feed_forward_proj", "relu")
+  is_mt5 = config["model_type"] == "mt5"
+  activation = config.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
   check_field(_SAYS, "feed_forward_proj", activation, tuple(_ACTIVATIONS))
   own = {ours: required(config, theirs) for ours, theirs in _FIELDS.items()}
   num_decoder_layers = config.get("num_decoder_layers")  # null means num_layers
@@ -111,7 +111,7 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
   return T5Config(
     num_decoder_layers=num_decoder_layers,
     mlp_activations=_ACTIVATIONS[activation],
-    tied_head=scaled is not False,
+    tied_head=scaled is not False and not is_mt5,  # no mT5 scales
     relative_buckets=config.get(_BUCKETS, 32),
     relative_max_distance=config.get(_MAX_DISTANCE, 128),
     **own,
@@ -131,6 +131,7 @@ def config_to(config: T5Config) -> dict[str, Any]:
     )
   return {
     "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
     **{field: value for field, (value, _) in _FIXED.items()},
     **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
     "num_decoder_layers": config.num_decoder_layers,
@@ -144,8 +145,9 @@ def config_to(config: T5Config) -> dict[str, Any]:
   }
 
 
-def tensor_name(path: str) -> str:
+def tensor_name(path: str, config: T5Config) -> str:
   """The name in transformers of the parameter at a path."""
+  del config  # the same for every T5
   if path in _NAMES:
     return _NAMES[path]
   stack, layer, block, *rest = path.split("/")

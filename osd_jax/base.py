@@ -371,7 +371,8 @@ class Model:
     eos_ids: tokens that end a sequence.
     pad_id: padding of prompts; it must not occur as a token of a prompt.
     start: `(source, mask) -> [B] int32`. The first input of `decode`, whose logits are
-      for the first emitted token. None means `PAD_ID`, as in encoder-decoders.
+      for the first emitted token. None means `start_id`, as in encoder-decoders.
+    start_id: the first input of `decode` in every row, if `start` is None.
     max_positions: longest prompt and output together, in tokens; 0 means no limit.
     absorb: `(params, source [1, S], emitted [T], length []) -> params`. Learns from a
       finished answer without training, as the n-gram cache does, which is served
@@ -398,6 +399,7 @@ class Model:
   eos_ids: tuple[int, ...] = (EOS_ID,)
   pad_id: int = PAD_ID
   start: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+  start_id: int = PAD_ID
   max_positions: int = 0
   absorb: Callable[[Params, jax.Array, jax.Array, jax.Array], Params] | None = None
 
@@ -408,7 +410,7 @@ class Model:
   def starts(self, source: jax.Array) -> jax.Array:
     """[B] int32; the first decoder input of prompts [B, S]."""
     if self.start is None:
-      return jnp.full(source.shape[:1], PAD_ID, jnp.int32)
+      return jnp.full(source.shape[:1], self.start_id, jnp.int32)
     return self.start(source, self.mask(source))
 
   def prompt_text(self, source: jax.Array) -> jax.Array | None:

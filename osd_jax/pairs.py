@@ -14,7 +14,7 @@ from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
 from osd_jax.decoding import ngrams
 from osd_jax.models import attached, convert, families, weights
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
+from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config, T5GemmaConfig
 
 # Values of `PairConfig.draft`: a new draft instead of a file
 ATTACHED = "attached"
@@ -315,8 +315,9 @@ def with_state_layer(config: PairConfig, shape: ModelConfig) -> ModelConfig:
   """
   if not config.state_layer:
     return shape
-  if isinstance(shape, T5Config) or config.state_layer > shape.num_layers:
-    layers = "an encoder" if isinstance(shape, T5Config) else shape.num_layers
+  has_encoder = isinstance(shape, T5Config | T5GemmaConfig)
+  if has_encoder or config.state_layer > shape.num_layers:
+    layers = "an encoder" if has_encoder else shape.num_layers
     raise base.InputError(
       f"PairConfig.state_layer: received {config.state_layer}, expected at most the"
       f" number of layers of a decoder-only target; {config.target} has {layers}. Set"

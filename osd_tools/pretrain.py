@@ -17,7 +17,6 @@ from osd_jax.data.batches import BatchConfig
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation import optimizers, update
 from osd_jax.models import families, weights
-from osd_jax.models.shapes import LlamaConfig, T5Config
 from osd_jax.report import progress
 from osd_tools import batches as training_batches
 
@@ -52,7 +51,7 @@ class PretrainConfig(base.Config):
     partition: mesh; the rows of a batch are split over its data axis.
   """
 
-  model: T5Config | LlamaConfig
+  model: families.ModelConfig
   vocabulary: base.Path
   data: BatchConfig
   evaluation: BatchConfig

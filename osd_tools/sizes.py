@@ -8,7 +8,12 @@ import dataclasses
 
 from osd_jax import base
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import LlamaConfig, RopeScaling, T5Config
+from osd_jax.models.shapes import (
+  LlamaConfig,
+  RopeScaling,
+  T5Config,
+  T5GemmaConfig,
+)
 
 _T5_1_0 = T5Config()
 _FLAN = T5Config(mlp_activations=("gelu", "linear"), tied_head=False)
@@ -73,6 +78,24 @@ _GEMMA_3 = dataclasses.replace(
   max_positions=32768,
   eos_ids=(1, 106),
 )
+_GEMMA_2_2B = dataclasses.replace(
+  _GEMMA,
+  vocab_size=256000,
+  width=2304,
+  num_heads=8,
+  num_kv_heads=4,
+  mlp_dim=9216,
+  num_layers=26,
+  windows=(4096, 0),
+  attention_cap=50.0,
+  logit_cap=30.0,
+  max_positions=8192,
+  eos_ids=(1, 107),
+)
+_T5GEMMA_2B = T5GemmaConfig(**vars(_GEMMA_2_2B))
+_T5GEMMA_T5 = dataclasses.replace(  # the smaller ones have the shapes of T5s
+  _T5GEMMA_2B, head_dim=64, query_pre_attn_scalar=256.0
+)
 
 
 def _llama(like: LlamaConfig, width: int, num_heads: int, mlp_dim: int, layers: int):
@@ -126,20 +149,26 @@ SIZES: dict[str, ModelConfig] = {
     _llama(_QWEN_3, 2048, 16, 6144, 28), tied_head=True
   ),
   "qwen3-8b": _llama(_QWEN_3, 4096, 32, 12288, 36),
-  "gemma-2-2b": dataclasses.replace(
-    _GEMMA,
-    vocab_size=256000,
-    width=2304,
+  "gemma-2-2b": _GEMMA_2_2B,
+  "t5gemma-s-s": dataclasses.replace(
+    _T5GEMMA_T5,
+    width=512,
     num_heads=8,
-    num_kv_heads=4,
-    mlp_dim=9216,
-    num_layers=26,
-    windows=(4096, 0),
-    attention_cap=50.0,
-    logit_cap=30.0,
-    max_positions=8192,
-    eos_ids=(1, 107),
+    num_kv_heads=8,
+    mlp_dim=1024,
+    num_layers=8,
+    num_encoder_layers=8,
   ),
+  "t5gemma-b-b": dataclasses.replace(
+    _T5GEMMA_T5,
+    width=768,
+    num_heads=12,
+    num_kv_heads=12,
+    mlp_dim=2048,
+    num_layers=12,
+    num_encoder_layers=12,
+  ),
+  "t5gemma-2b-2b": _T5GEMMA_2B,
   "gemma-3-270m": dataclasses.replace(_GEMMA_3, width=640, mlp_dim=2048, num_layers=18),
   "gemma-3-1b": dataclasses.replace(_GEMMA_3, width=1152, mlp_dim=6912, num_layers=26),
   "gemma-3-4b": dataclasses.replace(

@@ -551,8 +551,8 @@ FAULTS = [
   ),
   Fault(
     "the window of a step is measured from the beginning of the answer",
-    "self._biases(cache.cross_mask[:, None], at, in_prompt)",
-    "self._biases(cache.cross_mask[:, None], slot, in_prompt)",
+    "biases(config, cache.cross_mask[:, None], at, in_prompt)",
+    "biases(config, cache.cross_mask[:, None], slot, in_prompt)",
     LLAMA,
   ),
   Fault(

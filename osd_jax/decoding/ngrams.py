@@ -136,6 +136,7 @@ def build(target: base.Model, size: int = SIZE) -> base.Model:
     eos_ids=target.eos_ids,
     pad_id=target.pad_id,
     start=target.start,
+    start_id=target.start_id,
     absorb=functools.partial(absorb, target),
   )
 

@@ -337,14 +337,19 @@ def describe(config_class: type) -> str:
 
 
 def documented(config_class: type) -> dict[str, str]:
-  """Returns the description of each field in the `Attributes:` of a docstring."""
+  """Returns the description of each field in the `Attributes:` of a docstring.
+
+  Inherited fields are described by the class that has them.
+  """
+  parent = config_class.__base__
+  inherited = documented(parent) if dataclasses.is_dataclass(parent) else {}
   text = inspect.getdoc(config_class) or ""
   # Docstrings are the only place that describes a field, so that the help text and the
   # reference pages cannot disagree.
   section = re.search(r"^Attributes:\n((?:  .*\n?|\n)*)", text, re.M)
   entries = re.split(r"^  (?=\S)", section[1], flags=re.M) if section else []
   pairs = (" ".join(entry.split()).partition(": ") for entry in entries if entry)
-  return {name: meaning for name, _, meaning in pairs}
+  return inherited | {name: meaning for name, _, meaning in pairs}
 
 
 def _paragraph(config_class: type) -> str:

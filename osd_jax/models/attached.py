@@ -248,6 +248,7 @@ def build(
     eos_ids=target_model.eos_ids,
     pad_id=target_model.pad_id,
     start=target_model.start,
+    start_id=target_model.start_id,
     max_positions=target_model.max_positions,
   )
 

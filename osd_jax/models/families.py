@@ -8,12 +8,22 @@ import jax
 import numpy as np
 
 from osd_jax import base
-from osd_jax.models import llama, served, t5
-from osd_jax.models.shapes import EXACT_SERVING, DraftServing, LlamaConfig, T5Config
+from osd_jax.models import llama, served, t5, t5gemma
+from osd_jax.models.shapes import (
+  EXACT_SERVING,
+  DraftServing,
+  LlamaConfig,
+  T5Config,
+  T5GemmaConfig,
+)
 
-ModelConfig = T5Config | LlamaConfig
+ModelConfig = T5Config | LlamaConfig | T5GemmaConfig
 
-_MODULES: dict[type, Any] = {T5Config: t5.T5, LlamaConfig: llama.Llama}
+_MODULES: dict[type, Any] = {
+  T5Config: t5.T5,
+  LlamaConfig: llama.Llama,
+  T5GemmaConfig: t5gemma.T5Gemma,
+}
 
 
 @functools.cache

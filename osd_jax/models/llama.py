@@ -97,22 +97,30 @@ def norm(config: LlamaConfig, axis: str = "embed") -> layers.RMSNorm:
 
 
 class Attention(nn.Module):
-  """Grouped-query attention with rotary positions."""
+  """Grouped-query attention with rotary positions, or without for a `by` of None.
+
+  Attributes:
+    config: shape of the model.
+    layout: layout of the kernels.
+    memory_layout: layout of the key and value kernels, if it is another.
+  """
 
   config: LlamaConfig
   layout: layers.Layout
+  memory_layout: layers.Layout | None = None
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
 
-    def inward(heads):
+    def inward(heads, layout):
       shape = (config.width, heads * config.head_dim)
       axes, bias = ("embed", "joined_kv"), config.attention_bias
-      return layers.Projection(shape, axes, dtype, self.layout, bias=bias)
+      return layers.Projection(shape, axes, dtype, layout, bias=bias)
 
-    self.query = inward(config.num_heads)
-    self.key = inward(config.num_kv_heads)
-    self.value = inward(config.num_kv_heads)
+    self.query = inward(config.num_heads, self.layout)
+    memory_layout = self.memory_layout or self.layout
+    self.key = inward(config.num_kv_heads, memory_layout)
+    self.value = inward(config.num_kv_heads, memory_layout)
     self.out = layers.HeadsProjection(
       (config.num_heads * config.head_dim, config.width),
       ("joined_kv", "embed"),
@@ -123,21 +131,22 @@ class Attention(nn.Module):
     if config.query_key_norm:
       self.query_norm, self.key_norm = norm(config, "kv"), norm(config, "kv")
 
-  def keys_values(self, x: jax.Array, by: Rotation):
+  def keys_values(self, x: jax.Array, by: Rotation | None):
     """Rotated keys, and values, [B, KV heads, n, D] of x [B, n, E]."""
     keys, values = self._split(self.key(x)), self._split(self.value(x))
     if self.config.query_key_norm:
       keys = self.key_norm(keys)
     # Keys are cached after the rotation, since their positions never change.
-    return rotated(keys, by), values
+    return keys if by is None else rotated(keys, by), values
 
-  def __call__(self, x: jax.Array, by: Rotation, *memories: Memory) -> jax.Array:
+  def __call__(self, x: jax.Array, by: Rotation | None, *memories: Memory) -> jax.Array:
     """Attends from x [B, n, E] to all memories; returns [B, n, E]."""
     query = self._split(self.query(x))
     if self.config.query_key_norm:
       query = self.query_norm(query)
     # Scaling the queries is cheaper than scaling the logits of every key.
-    query = rotated(query, by) * self.config.query_scale
+    query = query if by is None else rotated(query, by)
+    query = query * self.config.query_scale
     # Query heads that share keys are consecutive: [B, KV heads, sharing, n, D].
     shared = (self.config.num_kv_heads, self.config.queries_per_head)
     query = query.reshape(x.shape[0], *shared, *query.shape[2:])
@@ -237,6 +246,11 @@ class Layer(nn.Module):
     Returns:
       [B, n, E], and the keys and values with the new ones.
     """
+    x, entries = self.attended(x, by, bias, past, prompt)
+    return self.fed_forward(x), entries
+
+  def attended(self, x, by, bias, past=None, prompt=None):
+    """The first half of `__call__`, with the same arguments and results."""
     h = self.pre_self_attention_layer_norm(x)
     entries = self.self_attention.keys_values(h, by)
     if past is not None:
@@ -248,11 +262,14 @@ class Layer(nn.Module):
     result = self.self_attention(h, by, *memories)
     if self.config.post_norms:
       result = self.post_self_attention_layer_norm(result)
-    x = x + result
+    return x + result, entries
+
+  def fed_forward(self, x: jax.Array) -> jax.Array:
+    """The second half of `__call__`, for x [B, n, E]."""
     result = self.mlp(self.pre_mlp_layer_norm(x))
     if self.config.post_norms:
       result = self.post_mlp_layer_norm(result)
-    return x + result, entries
+    return x + result
 
 
 def _added(stored: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
@@ -261,6 +278,25 @@ def _added(stored: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   # One start for all rows needs no scatter.
   new = new.astype(stored.dtype)
   return jax.lax.dynamic_update_slice_in_dim(stored, new, start, axis=2)
+
+
+def biases(
+  config: LlamaConfig, mask: jax.Array, queries: jax.Array, keys: jax.Array
+) -> dict[int, jax.Array]:
+  """Biases [B, 1, n, T] float32, per size of window.
+
+  Args:
+    config: shape of the model.
+    mask: [B, n or 1, T] bool; keys that a query may attend to without a window.
+    queries: [B, n] int32, positions of the queries.
+    keys: [B or 1, T] int32, positions of the keys.
+  """
+  made = {}
+  for window in set(config.windows):
+    # A window of w tokens includes the query's own: distances of 0 to w - 1.
+    near = keys[:, None] > queries[..., None] - window
+    made[window] = layers.mask_bias(mask & near if window else mask)[:, None]
+  return made
 
 
 class Decoder(nn.Module):
@@ -291,32 +327,18 @@ class Decoder(nn.Module):
     Returns:
       Per layer, its output [B, n, E] before the final norm, and its keys and values.
     """
-    by = rotations(self.config, positions)
+    config = self.config
+    by = rotations(config, positions)
     causal = jnp.tril(jnp.ones((mask.shape[1],) * 2, bool))
-    bias = self._biases(mask[:, None] & causal[None], positions, positions)
+    bias = biases(config, mask[:, None] & causal[None], positions, positions)
     states, kept = [], []
     for index, layer in enumerate(self.layers[: depth or None]):
-      window = self.config.window_of(index)
+      window = config.window_of(index)
       arguments = (x, by[window], bias[window])
       x, entries = layers.traced_once(layer, Layer.__call__, *arguments)
       states.append(x)
       kept.append(entries)
     return states, kept
-
-  def _biases(self, mask: jax.Array, queries: jax.Array, keys: jax.Array):
-    """Biases [B, 1, n, T] float32, per size of window.
-
-    Args:
-      mask: [B, n or 1, T] bool; keys that a query may attend to without a window.
-      queries: [B, n] int32, positions of the queries.
-      keys: [B or 1, T] int32, positions of the keys.
-    """
-    biases = {}
-    for window in set(self.config.windows):
-      # A window of w tokens includes the query's own: distances of 0 to w - 1.
-      near = keys[:, None] > queries[..., None] - window
-      biases[window] = layers.mask_bias(mask & near if window else mask)[:, None]
-    return biases
 
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
@@ -356,7 +378,7 @@ class Decoder(nn.Module):
       # A scan needs one shape for all chunks, so each chunk attends to all S slots and
       # masks the later ones.
       slots = jnp.arange(length)[None] <= start + jnp.arange(CHUNK)[:, None]
-      bias = self._biases(mask[:, None] & slots[None], at, positions)
+      bias = biases(config, mask[:, None] & slots[None], at, positions)
       after, states = [], []
       for index, entries in enumerate(kept):
         window, past = config.window_of(index), (*entries, start)
@@ -383,15 +405,15 @@ class Decoder(nn.Module):
     # slot 0. Its position is the number of tokens before it.
     before = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
     at = before[:, None] + slot
-    by = rotations(self.config, at)
+    config, by = self.config, rotations(self.config, at)
     in_prompt = prompt_positions(cache.cross_mask)
-    prompt_bias = self._biases(cache.cross_mask[:, None], at, in_prompt)
+    prompt_bias = biases(config, cache.cross_mask[:, None], at, in_prompt)
     written_slots = jnp.arange(slots)[None]
     causal = written_slots[:, None] <= slot[:, :, None]
-    bias = self._biases(causal, slot, written_slots)
+    bias = biases(config, causal, slot, written_slots)
     written = []
     for index, layer in enumerate(self.layers):
-      window = self.config.window_of(index)
+      window = config.window_of(index)
       entries = cache.cross_keys[index], cache.cross_values[index]
       prompt = Memory(*entries, prompt_bias[window])
       past = cache.self_keys[index], cache.self_values[index], cache.length

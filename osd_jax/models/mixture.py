@@ -101,6 +101,7 @@ def mix(
     eos_ids=target.eos_ids,
     pad_id=target.pad_id,
     start=target.start,
+    start_id=target.start_id,
     max_positions=target.max_positions,
   )
 

@@ -250,6 +250,22 @@ class LlamaConfig(base.Config):
 
 
 @dataclasses.dataclass(frozen=True)
+class T5GemmaConfig(LlamaConfig):
+  """Shape of a T5Gemma, whose encoder and decoder differ in their depth only.
+
+  The other fields are those of `LlamaConfig`. An attached draft takes the output of the
+  encoder, so `state_layer` is not used.
+
+  Attributes:
+    num_encoder_layers: encoder layers.
+    start_id: first input of the decoder.
+  """
+
+  num_encoder_layers: base.Count = 26
+  start_id: base.CountOrZero = 2
+
+
+@dataclasses.dataclass(frozen=True)
 class AttachedConfig(base.Config):
   """Shape of an attached draft; see `models/attached.py`.
 

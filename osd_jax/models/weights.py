@@ -22,15 +22,21 @@ from osd_jax import base, remote
 from osd_jax.models import attached, families
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import AttachedConfig, LlamaConfig, T5Config
+from osd_jax.models.shapes import (
+  AttachedConfig,
+  LlamaConfig,
+  T5Config,
+  T5GemmaConfig,
+)
 
 _KINDS = {
   "osd_jax.t5": T5Config,
   "osd_jax.llama": LlamaConfig,
+  "osd_jax.t5gemma": T5GemmaConfig,
   "osd_jax.attached": AttachedConfig,
 }
 _FORMATS = {kind: name for name, kind in _KINDS.items()}
-_MODELS = ("osd_jax.t5", "osd_jax.llama")
+_MODELS = ("osd_jax.t5", "osd_jax.llama", "osd_jax.t5gemma")
 _ATTACHED = "osd_jax.attached"
 
 # Fields that files store under an earlier name. The fingerprint of a target is a hash
@@ -298,7 +304,7 @@ def _params(tensors: tensors_lib.Tensors, expected, path: str | Path) -> base.Pa
 def _config_json(config: Any) -> str:
   fields = dataclasses.asdict(config)
   if isinstance(config, LlamaConfig):
-    usual = LlamaConfig()
+    usual = type(config)()
     for name in _LATER_FIELDS:
       if fields[name] == getattr(usual, name):
         del fields[name]

@@ -18,7 +18,7 @@ from osd_jax.distillation import update
 from osd_jax.engine import steps
 from osd_jax.models import attached, families
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import AttachedConfig, T5Config
+from osd_jax.models.shapes import AttachedConfig
 from osd_tools import chips, sizes
 
 
@@ -193,11 +193,9 @@ def _shape(
   shape = dataclasses.replace(shape, dtype=pair.dtype)
   if not layers:
     return shape
-  if not isinstance(shape, T5Config):
-    return dataclasses.replace(shape, num_layers=layers)
-  return dataclasses.replace(
-    shape, num_encoder_layers=layers, num_decoder_layers=layers
-  )
+  names = {field.name for field in dataclasses.fields(shape)}
+  depths = names & {"num_layers", "num_encoder_layers", "num_decoder_layers"}
+  return dataclasses.replace(shape, **dict.fromkeys(depths, layers))
 
 
 def _loaded(model: base.Model, shardings: Any, dtype: str = "float32") -> base.Params:

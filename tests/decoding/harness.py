@@ -24,6 +24,7 @@ DRAFT = families.build(testing.TINY_DRAFT)
 LLAMA = families.build(testing.TINY_LLAMA)
 LLAMA_DRAFT = families.build(testing.TINY_LLAMA_DRAFT)
 GEMMA = families.build(tiny.GEMMA)
+T5GEMMA = families.build(tiny.T5GEMMA)
 FAMILIES = {
   "t5": (TARGET, DRAFT),
   "llama": (LLAMA, LLAMA_DRAFT),
@@ -313,11 +314,11 @@ def lively_params(model, seed=LIVELY):
     *_, owner, name = (key.key for key in path)
     if name == "scale":
       one = jnp.ones(like.shape)
-      if model is not GEMMA:
+      if model not in (GEMMA, T5GEMMA):
         return one
       return one * {"post_self_attention_layer_norm": 9.0}.get(owner, 0.0)
     std = like.shape[0] ** -0.5 if name == "kernel" else 1.0
-    if model in (LLAMA, LLAMA_DRAFT, GEMMA):
+    if model in (LLAMA, LLAMA_DRAFT, GEMMA, T5GEMMA):
       std *= {"query": 2.0, "out": 3.0}.get(owner, 1.0)
     else:
       std = {"query": std / 4, "relpos_bias": 2.5}.get(owner, std)

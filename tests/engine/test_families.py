@@ -62,7 +62,8 @@ def expected(target):
       text = np.zeros((1, LENGTH), np.int32)
       text[0, : len(written)] = written
       logits = score()(target, params, source, target.mask(source), text)
-      before = [0] if target.start is None else request.tokens.tolist()
+      is_causal = target.start is not None
+      before = request.tokens.tolist() if is_causal else [target.start_id]
       row = oracles.processed_probs(
         logits[0, len(written)],
         0.0,
@@ -116,6 +117,13 @@ def test_draft_equal_to_the_target_is_fully_accepted_after_pauses(target, monkey
   monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 2)
   found = run(target, dataclasses.replace(CONFIG, adaptive=POLICY))
   assert tokens(found) == expected(target) and accepted_share(found) == 1.0
+
+
+def test_decoder_may_start_with_another_token_than_padding():
+  target = harness.T5GEMMA
+  found = run(target)
+  assert tokens(found) == expected(target) and accepted_share(found) == 1.0
+  assert len(set(map(tuple, expected(target)))) > 3
 
 
 # --- A draft served with approximations (T5) ------------------------------------------

@@ -10,7 +10,11 @@ from models import tiny
 
 from osd_jax import testing
 from osd_jax.models import attached, families
-from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig, RopeScaling
+from osd_jax.models.shapes import (
+  EXACT_SERVING,
+  AttachedConfig,
+  RopeScaling,
+)
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
@@ -40,7 +44,7 @@ T5S = {
     tiny.CONFIG, mlp_activations=("relu",), tied_head=True, num_decoder_layers=1
   ),
 }
-ALONE = {**T5S, **LLAMAS}
+ALONE = {**T5S, **LLAMAS, "t5gemma": tiny.T5GEMMA}
 # (shape of the target, shape of the draft)
 ATTACHED = {
   "attached to t5": (testing.TINY_T5, DRAFT),
@@ -48,6 +52,7 @@ ATTACHED = {
     dataclasses.replace(testing.TINY_T5, tied_head=True),
     dataclasses.replace(DRAFT, num_layers=2),
   ),
+  "attached to t5gemma": (tiny.T5GEMMA, DRAFT),
   "attached to llama": (dataclasses.replace(LLAMA, logit_cap=2.0), DRAFT),
   "attached to a first layer": (
     dataclasses.replace(LLAMA, tied_head=True, state_layer=1),

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from osd_jax.base import EOS_ID
+from osd_jax.models.shapes import T5GemmaConfig
 from osd_jax.testing import TINY_LLAMA, TINY_T5
 
 # The few buckets and the short maximal distance let short sequences use every bucket.
@@ -27,6 +28,12 @@ GEMMA = dataclasses.replace(
   post_norms=True,
   unit_offset_norms=True,
   scaled_embeddings=True,
+)
+
+T5GEMMA = T5GemmaConfig(
+  **{**vars(GEMMA), "windows": (2, 0), "query_key_norm": False, "num_layers": 3},
+  num_encoder_layers=2,
+  start_id=5,
 )
 
 

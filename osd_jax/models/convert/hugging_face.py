@@ -20,14 +20,18 @@ import safetensors.numpy
 from osd_jax import base
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models import weights as weights_lib
-from osd_jax.models.convert import llama, t5
+from osd_jax.models.convert import llama, t5, t5gemma
 from osd_jax.models.convert.folders import check_field, open_folder, read_json
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import LlamaConfig, T5Config
+from osd_jax.models.shapes import LlamaConfig, T5Config, T5GemmaConfig
 from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
-_FAMILIES: dict[type, Any] = {T5Config: t5, LlamaConfig: llama}
+_FAMILIES: dict[type, Any] = {
+  T5Config: t5,
+  LlamaConfig: llama,
+  T5GemmaConfig: t5gemma,
+}
 _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 _PREFIX = "model."  # of tensors in a model with a head, in decoder-only families
 _INDEX = "model.safetensors.index.json"
@@ -235,7 +239,7 @@ def _fields(folder: Path) -> dict[str, Any]:
   if (folder / "generation_config.json").exists():
     ends = read_json(folder / "generation_config.json").get("eos_token_id")
     # Chat models often list further end tokens there, such as <|eot_id|> of Llama 3.
-    if ends is not None and fields.get("model_type") in llama.MODEL_TYPES:
+    if ends is not None and fields.get("model_type") not in t5.MODEL_TYPES:
       fields["eos_token_id"] = ends
   return _without_nulls(fields)
 

@@ -4,7 +4,7 @@ Weights of torch's linear layers are `[out, in]`, kernels here are `[in, out]`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from osd_jax import base
@@ -110,8 +110,6 @@ _LAYER_NAMES = {
   "mlp/wi_1/kernel": "mlp.up_proj.weight",
   "mlp/wo/kernel": "mlp.down_proj.weight",
 }
-# Of models with `post_norms`.
-_PRE_MLP_NORM = "pre_feedforward_layernorm.weight"
 _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
 
 
@@ -196,13 +194,18 @@ def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     bool(window) and i >= first and not (every and (i + 1) % every == 0)
     for i in range(config["num_hidden_layers"])
   ]
-  kinds = config.get("layer_types") or [_LOCAL if one else _GLOBAL for one in local]
+  kinds = config.get("layer_types") or layer_types(local)
   known = {_GLOBAL, _LOCAL} if window else {_GLOBAL}
   check_field(_SAYS, "layer_types", set(kinds) - known, (set(),))
   windows = tuple(window if kind == _LOCAL else 0 for kind in kinds)
   periods = range(1, len(windows) + 1)
   repeats = lambda n: all(w == windows[i % n] for i, w in enumerate(windows))
   return windows[: next(filter(repeats, periods))]
+
+
+def layer_types(is_local: Iterable[bool]) -> list[str]:
+  """The types in transformers of layers with (True) or without a window."""
+  return [_LOCAL if local else _GLOBAL for local in is_local]
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,7 +274,7 @@ def _fields_of(config: LlamaConfig, kind: str) -> dict[str, Any]:
   }
   is_local = [bool(config.window_of(i)) for i in range(config.num_layers)]
   if kind not in ("llama", "mistral"):
-    fields["layer_types"] = [_LOCAL if local else _GLOBAL for local in is_local]
+    fields["layer_types"] = layer_types(is_local)
   if any(is_local):
     fields["sliding_window"] = max(config.windows)
     if kind.startswith("qwen"):
@@ -312,14 +315,18 @@ def tensor_name(path: str, config: LlamaConfig) -> str:
   if path in _NAMES:
     return _NAMES[path]
   _, layer, rest = path.split("/", 2)
-  prefix = f"model.layers.{layer.removeprefix('layers_')}"
-  if config.post_norms and rest == "pre_mlp_layer_norm/scale":
-    return f"{prefix}.{_PRE_MLP_NORM}"
-  if rest in _LAYER_NAMES:
-    return f"{prefix}.{_LAYER_NAMES[rest]}"
-  _, projection, kind = rest.split("/")
+  return f"model.layers.{layer.removeprefix('layers_')}.{part_name(rest, config)}"
+
+
+def part_name(path: str, config: LlamaConfig) -> str:
+  """The name in a layer of transformers of the parameter at a path in a layer."""
+  if config.post_norms and path == "pre_mlp_layer_norm/scale":
+    return "pre_feedforward_layernorm.weight"
+  if path in _LAYER_NAMES:
+    return _LAYER_NAMES[path]
+  _, projection, kind = path.split("/")
   suffix = "bias" if kind == "bias" else "weight"
-  return f"{prefix}.self_attn.{_PROJECTIONS[projection]}.{suffix}"
+  return f"self_attn.{_PROJECTIONS[projection]}.{suffix}"
 
 
 def is_transposed(path: str) -> bool:

@@ -1,0 +1,175 @@
+"""T5Gemma: an encoder and a decoder with the layers of Gemma 2.
+
+    prompt -> encoder embedding -> layers that see both sides -> keys and values
+    tokens -> embedding -> causal layers with cross-attention -> head
+
+Source: Zhang et al., 2025 (arXiv 2504.06225). The layers are those of `llama.py`; in
+the decoder, a cross-attention without rotary positions stands between the two blocks.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from osd_jax import base
+from osd_jax import cache as cache_lib
+from osd_jax.models import layers, llama, served
+from osd_jax.models.shapes import T5GemmaConfig
+
+
+class Encoder(nn.Module):
+  """The encoder stack, with an embedding of its own."""
+
+  config: T5GemmaConfig
+
+  def setup(self):
+    config = self.config
+    self.token_embedder = layers.Embedding(config)
+    trained = layers.Layout.TRAINED
+    self.layers = [
+      llama.Layer(config, trained) for _ in range(config.num_encoder_layers)
+    ]
+    self.encoder_norm = llama.norm(config)
+
+  def __call__(self, source: jax.Array, mask: jax.Array) -> jax.Array:
+    """Encodes tokens [B, S] under mask [B, S] as [B, S, E]."""
+    positions = llama.prompt_positions(mask)
+    by = llama.rotations(self.config, positions)
+    x, bias = self.token_embedder(source), {}
+    for window in set(self.config.windows):
+      # As in transformers, a window of w tokens reaches w tokens to either side.
+      distance = jnp.abs(positions[:, None] - positions[..., None])
+      near = mask[:, None] & (distance <= window)
+      bias[window] = layers.mask_bias(near if window else mask[:, None])[:, None]
+    for index, layer in enumerate(self.layers):
+      window = self.config.window_of(index)
+      arguments = (x, by[window], bias[window])
+      x, _ = layers.traced_once(layer, llama.Layer.__call__, *arguments)
+    return self.encoder_norm(x)
+
+
+class DecoderLayer(llama.Layer):
+  """A layer of a decoder: with a cross-attention between its two blocks."""
+
+  config: T5GemmaConfig
+
+  def setup(self):
+    super().setup()
+    self.pre_cross_attention_layer_norm = llama.norm(self.config)
+    self.encoder_decoder_attention = llama.Attention(
+      self.config, self.layout, layers.Layout.TRAINED
+    )
+    self.post_cross_attention_layer_norm = llama.norm(self.config)
+
+  def cross_keys_values(self, encoded: jax.Array):
+    return self.encoder_decoder_attention.keys_values(encoded, None)
+
+  def __call__(self, x, by, bias, past, source):
+    """See `llama.Layer`; `source` is a `Memory` for the cross-attention."""
+    x, entries = self.attended(x, by, bias, past)
+    h = self.pre_cross_attention_layer_norm(x)
+    context = self.encoder_decoder_attention(h, None, source)
+    x = x + self.post_cross_attention_layer_norm(context)
+    return self.fed_forward(x), entries
+
+
+class Decoder(nn.Module):
+  """The decoder stack, with the output head of untied models."""
+
+  config: T5GemmaConfig
+  layout: layers.Layout
+  own_head: bool
+
+  def setup(self):
+    config, dtype = self.config, jnp.dtype(self.config.dtype)
+    self.layers = [DecoderLayer(config, self.layout) for _ in range(config.num_layers)]
+    self.decoder_norm = llama.norm(config)
+    if self.own_head:
+      self.logits_dense = layers.Projection(
+        (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
+      )
+
+  def cross_keys_values(self, encoded: jax.Array):
+    """Cross-attention keys and values [B, KV heads, S, D] of every layer."""
+    return [
+      layers.traced_once(layer, DecoderLayer.cross_keys_values, encoded)
+      for layer in self.layers
+    ]
+
+  def at(self, x, cross, cross_mask, positions=None):
+    """Teacher forcing: [B, P, E] after the final norm; see `t5.Decoder.at`."""
+    places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    x, _ = self._applied(x, places, places, cross, cross_mask)
+    if positions is not None:
+      x = jnp.take_along_axis(x, positions[..., None], axis=1)
+    return self.decoder_norm(x)
+
+  def step(self, x: jax.Array, cache: cache_lib.KVCache):
+    """See `llama.Decoder.step`."""
+    count, slots = x.shape[1], cache.self_keys[0].shape[2]
+    places = cache.length[:, None] + jnp.arange(count)[None]
+    cross = zip(cache.cross_keys, cache.cross_values, strict=True)
+    past = [
+      (keys, values, cache.length)
+      for keys, values in zip(cache.self_keys, cache.self_values, strict=True)
+    ]
+    keys = jnp.arange(slots)[None]
+    x, written = self._applied(x, places, keys, cross, cache.cross_mask, past)
+    return self.decoder_norm(x), cache.advanced(written, count)
+
+  def _applied(self, x, queries, keys, cross, cross_mask, past=None):
+    """Applies all layers at positions `queries` [B, n] with keys at [B or 1, T]."""
+    config = self.config
+    by = llama.rotations(config, queries)
+    bias = llama.biases(config, keys[:, None] <= queries[..., None], queries, keys)
+    cross_bias = layers.mask_bias(cross_mask)[:, None, None]
+    past, written = past or [None] * config.num_layers, []
+    for index, (layer, entries) in enumerate(zip(self.layers, cross, strict=True)):
+      window, source = config.window_of(index), llama.Memory(*entries, cross_bias)
+      arguments = (x, by[window], bias[window], past[index], source)
+      x, entries = layers.traced_once(layer, DecoderLayer.__call__, *arguments)
+      written.append(entries)
+    return x, written
+
+
+class T5Gemma(served.LanguageModel):
+  """The whole model; see `served.LanguageModel` for its attributes."""
+
+  config: T5GemmaConfig
+
+  def setup(self):
+    super().setup()
+    self.encoder = Encoder(self.config)
+    self.decoder = Decoder(self.config, self._layout, self._has_own_head)
+
+  def read(self, source, mask):
+    """See `served.LanguageModel.read`."""
+    encoded = self.encoder(source, mask)
+    return self.decoder.cross_keys_values(encoded), mask, encoded
+
+  def encode_for_draft(self, source, mask):
+    """See `base.Model.encode_for_draft`."""
+    return layers.as_target_states(self.encoder(source, mask))
+
+  def score(self, source, mask, target, positions=None, tokens=None):
+    """See `base.Model.score` and `base.Model.score_at`."""
+    cross = self.decoder.cross_keys_values(self.encoder(source, mask))
+    x = self.token_embedder(layers.inputs_of(target, self.config.start_id))
+    return self._logits(self.decoder.at(x, cross, mask, positions), tokens)
+
+  @staticmethod
+  def model_fields(config: T5GemmaConfig) -> dict[str, Any]:
+    """See `served.LanguageModel.model_fields`."""
+    return {
+      "pad_id": base.NO_TOKEN,
+      "start_id": config.start_id,
+      "max_positions": config.max_positions,
+    }
+
+  @staticmethod
+  def encoder_params(config: T5GemmaConfig, params: base.Params) -> base.Params:
+    """See `families.encoder_params`."""
+    del config  # the same for every T5Gemma
+    return {"encoder": params["encoder"]}

@@ -49,6 +49,8 @@ class PairConfig(base.Config):
     chat_template: for decoder-only models: "own" applies the chat template in the
       vocabulary's folder to every prompt, None does so if there is one; any other text
       is the template itself; "" applies none.
+    template_variables: names and values for the chat template, such as
+      (("enable_thinking", False),) of Qwen3.
     dtype: "float32" or "bfloat16", the type that both models compute in.
     draft_serving: approximations in the served draft; the learner trains all of it.
       A cache has nothing to approximate.
@@ -63,6 +65,7 @@ class PairConfig(base.Config):
   vocabulary: str = ""
   extra_ids: base.CountOrZero | None = None
   chat_template: str | None = None
+  template_variables: tuple[tuple[str, Any], ...] = ()
   dtype: Annotated[str, base.OneOf("float32", "bfloat16")] = "float32"
   draft_serving: DraftServing = DraftServing()
   folder: str = ""
@@ -289,7 +292,9 @@ def load_vocabulary(config: PairConfig) -> Vocabulary:
     InputError: the files are missing or cannot be read.
   """
   path = config.path("vocabulary")
-  return Vocabulary.load(path, config.extra_ids or 0, config.chat_template)
+  return Vocabulary.load(
+    path, config.extra_ids or 0, config.chat_template, config.template_variables
+  )
 
 
 def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:

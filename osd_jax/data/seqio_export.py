@@ -44,7 +44,8 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
   """
   seqio = import_seqio()
   name = name or task.name
-  definition = (task, vocabulary.fingerprint, vocabulary.chat_template)
+  own = (vocabulary.fingerprint, vocabulary.chat_template, vocabulary.variables)
+  definition = (task, *own)
   if name in seqio.TaskRegistry.names():
     if _definitions.get(name) == definition:
       return name

@@ -52,6 +52,7 @@ class Vocabulary:
     is_causal: True for decoder-only models.
     prefix: ids before every prompt of a decoder-only model.
     chat_template: Jinja text of the chat template; "" for none.
+    variables: names and values that the chat template is rendered with.
     template: applies the chat template to a prompt.
   """
 
@@ -65,13 +66,18 @@ class Vocabulary:
   is_causal: bool = False
   prefix: tuple[int, ...] = ()
   chat_template: str = ""
+  variables: tuple[tuple[str, Any], ...] = ()
   template: Callable[[str], str] | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
 
   @classmethod
   def load(
-    cls, path: str | os.PathLike[str], extra_ids: int = 0, template: str | None = ""
+    cls,
+    path: str | os.PathLike[str],
+    extra_ids: int = 0,
+    template: str | None = "",
+    variables: Sequence[tuple[str, Any]] = (),
   ) -> "Vocabulary":
     """Reads the vocabulary of a T5 or of a decoder-only model.
 
@@ -85,6 +91,7 @@ class Vocabulary:
         unchanged; "own" applies the chat template of the folder, with the prompt as the
         user's only message; None does so if the folder has one; any other text is
         itself a Jinja template.
+      variables: further names and values for the chat template.
 
     Returns:
       The vocabulary; without a template the same object for the same unchanged files.
@@ -110,7 +117,14 @@ class Vocabulary:
         f"Vocabulary.path: {error.filename or path} cannot be read ({error.strerror});"
         " expected a tokenizer.json or tokenizer.model, or another SentencePiece model."
       ) from error
-    return vocabulary if template == "" else _with_template(vocabulary, template)
+    if template != "":
+      vocabulary = _with_template(vocabulary, template, tuple(variables))
+    if variables and vocabulary.template is None:
+      raise base.InputError(
+        f"PairConfig.template_variables: received {tuple(variables)}, but no chat"
+        " template is applied; expected ()."
+      )
+    return vocabulary
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of `text`, without end-of-sequence."""
@@ -359,7 +373,9 @@ def _check_special_ids(path: pathlib.Path, pad: int | None, eos: int | None) -> 
     )
 
 
-def _with_template(vocabulary: Vocabulary, template: str | None) -> Vocabulary:
+def _with_template(
+  vocabulary: Vocabulary, template: str | None, variables: tuple[tuple[str, Any], ...]
+) -> Vocabulary:
   """Returns the vocabulary of a decoder-only model with a chat template."""
   path = pathlib.Path(vocabulary.path)
   if not vocabulary.is_causal:
@@ -389,8 +405,10 @@ def _with_template(vocabulary: Vocabulary, template: str | None) -> Vocabulary:
     for name, value in settings.items()
     if name.endswith("_token") and (token := tokenizers.token_text(value)) is not None
   }
-  write = chat.writer(text, names)
-  return dataclasses.replace(vocabulary, chat_template=text, template=write)
+  write = chat.writer(text, names | dict(variables))
+  return dataclasses.replace(
+    vocabulary, chat_template=text, variables=variables, template=write
+  )
 
 
 def _eos_ids(

@@ -7,6 +7,7 @@ import pytest
 import sentencepiece
 
 from osd_jax import assets, base
+from osd_jax.data import chat
 from osd_jax.data import vocabulary as vocabularies
 from osd_jax.data.vocabulary import Vocabulary
 
@@ -15,6 +16,65 @@ TEMPLATE = (
   "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]"
   " {{ message['content'] }}\n{% endfor %}"
   "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+# Short templates with the constructs of Qwen3's and Llama 3's.
+QWEN_3 = """
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(seeking=true, last=messages|length - 1) %}
+{%- for m in messages[::-1] %}
+    {%- if ns.seeking and m.role == 'user' and not m.content.startswith('<tool') %}
+        {%- set ns.seeking = false %}
+        {%- set ns.last = messages|length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- set content = m.content if m.content is string else '' %}
+    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- if '</think>' in content and loop.index0 < ns.last %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+LLAMA_3 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = "" %}
+{%- endif %}
+{{- "<system>Today Date: " + date_string + "\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- system + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<' + message['role'] + '>' + message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<assistant>' }}
+{%- endif %}
+"""
+CONVERSATION = (
+  {"role": "system", "content": " Be brief.\n"},
+  {"role": "user", "content": "x"},
+  {"role": "assistant", "content": "<think>\nhm\n</think>\n\ny"},
+  {"role": "user", "content": "z"},
 )
 
 
@@ -156,6 +216,26 @@ def test_template_can_be_given_as_text(folder):
   vocabulary = Vocabulary.load(folder, template=text)
   assert vocabulary.template("hi") == "USER: hi ASSISTANT:"
   assert vocabulary != Vocabulary.load(folder)
+
+
+def test_template_is_rendered_with_variables(folder):
+  load = lambda *variables: Vocabulary.load(folder, 0, QWEN_3, variables)
+  thinks, answers = load(), load(("enable_thinking", False))
+  assert answers.template("x") == thinks.template("x") + "<think>\n\n</think>\n\n"
+  assert thinks != answers == load(("enable_thinking", False))
+  with pytest.raises(base.InputError, match="template_variables.*no chat template"):
+    Vocabulary.load(folder, variables=(("enable_thinking", False),))
+
+
+def test_beginning_of_text_is_written_once(folder):
+  settings = {"chat_template": LLAMA_3, "bos_token": "<s>"}
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  date = (("date_string", "26 Jul 2024"),)
+  ours = Vocabulary.load(folder, template="own", variables=date)
+  prompt = chat.Conversation(CONVERSATION)
+  assert ours.template(prompt).startswith("<s><system>Today Date: 26 Jul 2024\n\nBe b")
+  ids = ours.encode_prompt(prompt).tolist()
+  assert (*ids[:1], ids.count(1)) == (*ours.prefix, 1)
 
 
 @pytest.mark.parametrize(
@@ -364,3 +444,15 @@ def test_rendered_templates_equal_those_of_transformers(folder):
       add_generation_prompt=True,
     )
     assert ours.template(prompt) == expected
+  for text in (QWEN_3, LLAMA_3):
+    for variables in ({}, {"enable_thinking": False, "date_string": "1 May"}):
+      write = Vocabulary.load(folder, 0, text, tuple(variables.items())).template
+      for messages in (CONVERSATION, CONVERSATION[1:], CONVERSATION[:2]):
+        expected = theirs.apply_chat_template(
+          list(messages),
+          chat_template=text,
+          tokenize=False,
+          add_generation_prompt=True,
+          **variables,
+        )
+        assert write(chat.Conversation(messages)) == expected

@@ -153,11 +153,11 @@ class T5Gemma(served.LanguageModel):
     """See `base.Model.encode_for_draft`."""
     return layers.as_target_states(self.encoder(source, mask))
 
-  def score(self, source, mask, target, positions=None, tokens=None):
-    """See `base.Model.score` and `base.Model.score_at`."""
+  def forced(self, source, mask, target, positions=None):
+    """See `served.LanguageModel.forced`."""
     cross = self.decoder.cross_keys_values(self.encoder(source, mask))
     x = self.token_embedder(layers.inputs_of(target, self.config.start_id))
-    return self._logits(self.decoder.at(x, cross, mask, positions), tokens)
+    return self.decoder.at(x, cross, mask, positions)
 
   @staticmethod
   def model_fields(config: T5GemmaConfig) -> dict[str, Any]:

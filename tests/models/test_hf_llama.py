@@ -213,6 +213,27 @@ def test_shards_equal_one_file(transformers, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, whole.params, parts.params)
 
 
+def test_text_model_of_a_gemma_that_reads_images_is_read(transformers, tmp_path):
+  text = made(transformers, "gemma 3")
+  vision = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+  }
+  config = transformers.Gemma3Config(
+    text_config=text.config, vision_config=vision, mm_tokens_per_image=4
+  )
+  model = transformers.Gemma3ForConditionalGeneration(config)
+  model.model.language_model.load_state_dict(text.model.state_dict())
+  model.save_pretrained(tmp_path)
+  weights = convert.read_hugging_face(tmp_path)
+  logits, target = scored(weights)
+  np.testing.assert_allclose(logits, torch_logits(text, target), atol=1e-4)
+
+
 def test_eos_ids_come_from_generation_config(transformers, tmp_path):
   model = made(transformers, "llama")
   model.generation_config.eos_token_id = [2, 7, 11]

@@ -12,6 +12,7 @@ from models.cases import CLOSE, ROWS, Runner
 from osd_jax import base
 from osd_jax.models import convert, llama
 from osd_jax.models.shapes import RopeScaling
+from osd_tools import sizes
 
 
 @pytest.fixture(scope="module", params=cases.LLAMAS)
@@ -180,7 +181,6 @@ def test_invalid_rope_scaling_error_names_the_field():
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"eos_token_id": None}, "eos_token_id"),
     ({"hidden_size": None}, "hidden_size: received nothing"),
-    ({"model_type": "gemma3"}, "this Gemma 3 reads images, too; .*Gemma3ForCausalLM"),
     ({"use_bidirectional_attention": True}, "attention to later tokens"),
   ],
 )
@@ -209,6 +209,19 @@ def test_windows_of_config_json_are_those_of_transformers():
   assert read(model_type="gemma2", **gemma) == (32, 0)
   assert read(model_type="gemma3_text", **gemma) == (32,)
   assert read(model_type="gemma3_text", sliding_window_pattern=3) == (32, 32, 0)
+
+
+def test_published_gemma_3_4b_is_read_without_its_vision():
+  text = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+  }
+  whole = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text}
+  assert convert.config_from_hugging_face(whole) == sizes.size("gemma-3-4b")
 
 
 def test_shapes_that_transformers_does_not_have_are_not_written():

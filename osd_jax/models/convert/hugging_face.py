@@ -34,6 +34,7 @@ _FAMILIES: dict[type, Any] = {
 }
 _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 _PREFIX = "model."  # of tensors in a model with a head, in decoder-only families
+_TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 _INDEX = "model.safetensors.index.json"
 _SHARD = 5 * 10**9  # largest file in bytes, as in transformers
 
@@ -44,15 +45,10 @@ def config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
   Raises:
     InputError: a field is missing or describes an unsupported model.
   """
-  config = _without_nulls(config)
+  config = _of_text(_without_nulls(config))
   kinds = {kind: family for family in _FAMILIES.values() for kind in family.MODEL_TYPES}
   kind = config.get("model_type")
   says = "other architectures cannot be converted"
-  if kind == "gemma3":
-    says = (
-      "this Gemma 3 reads images, too; load its text model with transformers"
-      " (Gemma3ForCausalLM.from_pretrained) and save that"
-    )
   check_field(says, "model_type", kind, tuple(kinds))
   return kinds[kind].config_from(config)
 
@@ -66,6 +62,15 @@ def _without_nulls(config: Any) -> Any:
     for k, v in config.items()
     if v is not None or k.endswith("_softcapping")
   }
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The fields of the text model, for a Gemma 3 that also reads images."""
+  if config.get("model_type") != "gemma3":
+    return config
+  whole = ("eos_token_id", "tie_word_embeddings")
+  own = {field: config[field] for field in whole if field in config}
+  return {**config.get("text_config", {}), **own, "model_type": "gemma3_text"}
 
 
 def shape_of_hugging_face(folder: str | Path) -> ModelConfig:
@@ -103,7 +108,7 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
   fields = _fields(folder)
   config = config_from_hugging_face(fields)
   family = _FAMILIES[type(config)]
-  tensors = open_folder(folder, allow_torch_bin)
+  tensors = _text_tensors(open_folder(folder, allow_torch_bin))
   expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path, config) for path in expected}
   if _is_bare(tensors, family.EMBEDDING):
@@ -129,6 +134,23 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
   params = tensors_lib.read_params(tensors, names, turn)
   notes = f"converted from the Hugging Face folder {folder.name}"
   return Weights(config, params, notes=notes)
+
+
+def _text_tensors(tensors: Tensors) -> Tensors:
+  """The tensors of the text model, if a file also has one that reads images."""
+  names = {
+    _PREFIX + name.removeprefix(prefix): name
+    for name in tensors.shapes
+    for prefix in _TEXT_PREFIXES
+    if name.startswith(prefix)
+  }
+  if not names:
+    return tensors
+  return Tensors(
+    {ours: tensors.shapes[theirs] for ours, theirs in names.items()},
+    lambda name: tensors.read(names[name]),
+    lambda name: tensors.place(names[name]),
+  )
 
 
 def _is_bare(tensors: Tensors, embedding: str) -> bool:

@@ -66,6 +66,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
   },
   "gemma3_text": {
     **_GEMMA_DEFAULTS,
+    # The files of models that also read images leave out these three.
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
     "sliding_window_pattern": 6,
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,

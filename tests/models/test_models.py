@@ -28,6 +28,7 @@ def test_decoding_equals_teacher_forcing(runner, stride):
   np.testing.assert_allclose(logits, runner.forced, **CLOSE)
   np.testing.assert_array_equal(cache.length, [TARGET] * ROWS)
   assert logits.dtype == runner.forced.dtype == np.float32
+  assert np.max(np.abs(logits)) <= (runner.shape.logit_cap or np.inf)
 
 
 def test_shifted_inputs_change_the_logits(runner):

@@ -344,8 +344,8 @@ FAULTS = [
   ),
   Fault(
     "chunks start one input late",
-    "tokens = state_lib.inputs_at(rows, cache.length, CHUNK)",
-    "tokens = state_lib.inputs_at(rows, cache.length + 1, CHUNK)",
+    "tokens, states = self._inputs(rows, cache.length, CHUNK)",
+    "tokens, states = self._inputs(rows, cache.length + 1, CHUNK)",
     DRAFTING,
   ),
   Fault(
@@ -353,6 +353,31 @@ FAULTS = [
     "end = jnp.minimum(cache.length + CHUNK, wanted)",
     "end = jnp.minimum(cache.length + CHUNK, jnp.max(wanted))",
     DRAFTING,
+  ),
+  # Drafts that read the states of tokens.
+  Fault(
+    "accepted tokens keep the states of the draft",
+    "if not self.model.reads_tokens or not count:",
+    "if True:",
+    "tests/decoding/test_model_law.py -k fed_again",
+  ),
+  Fault(
+    "states of tokens are read one position late",
+    "before = start[:, None] + jnp.arange(count)[None] - 1",
+    "before = start[:, None] + jnp.arange(count)[None]",
+    "tests/decoding/test_model_law.py -k fed_again",
+  ),
+  Fault(
+    "trained steps attend to tokens that are not verified",
+    "jnp.concatenate([ago >= step, *visible], axis=-1)",
+    "jnp.concatenate([ago >= 0, *visible], axis=-1)",
+    "tests/models/test_attached.py -k trained_steps",
+  ),
+  Fault(
+    "each trained step goes on from the target's states",
+    "before = None if states is None else _later(states)",
+    "before = None if states is None else _later(token_states)",
+    "tests/models/test_attached.py -k trained_steps",
   ),
   # Drafting with an adaptive K.
   Fault(
@@ -684,8 +709,8 @@ FAULTS = [
   ),
   Fault(
     "verification of too few tokens",
-    "jax.lax.switch(jnp.sum(is_longer), branches, cache)",
-    "jax.lax.switch(jnp.sum(is_longer) - 1, branches, cache)",
+    "jax.lax.switch(jnp.sum(is_longer), branches, state.target_cache)",
+    "jax.lax.switch(jnp.sum(is_longer) - 1, branches, state.target_cache)",
     f"{MIXED} -k smallest_width",
   ),
   Fault(

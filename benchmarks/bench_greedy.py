@@ -5,7 +5,7 @@ answer the same prompts, interleaved. With two threads (wall time), our step is 
 with the time that reading its weights and caches takes at the measured bandwidth.
 
   python benchmarks/bench_greedy.py [--shapes flan-t5-base flan-t5-large] [--rows 1 8]
-      [--threads 1] [--no_rivals]
+      [--threads 1] [--stored float32] [--no_rivals]
 """
 
 import argparse
@@ -30,12 +30,15 @@ ASKED_BOUND = {
 }
 
 
-def ours(name: str, rows: int, source: int, target: int) -> contenders.Ours:
-  """Returns our plain decoder."""
+def ours(
+  name: str, rows: int, source: int, target: int, stored: str
+) -> contenders.Ours:
+  """Returns our plain decoder, with weights of type `stored`, computing in float32."""
   from osd_jax.engine import engine
 
   config = contenders.shape(name)
   model, params = contenders.random_model(config)
+  params = jax.tree.map(lambda leaf: leaf.astype(stored), params)
   decoder = engine.Engine(contenders.decoding(rows, source, target, 1), model, params)
   return contenders.Ours(decoder, contenders.prompts(rows, source, config.vocab_size))
 
@@ -58,8 +61,12 @@ def rows_of(given: argparse.Namespace, name: str, rows: int) -> list[dict]:
   """Measures one shape with one batch size."""
   clock = measure.clock_of(given.threads)
   case = f"{name}, {rows} row{'s' * (rows > 1)}"
+  if given.stored != "float32":
+    case += f", stored in {given.stored}"
   shape = (name, rows, given.source, given.target)
-  competitors = {"ours": ours(*shape)} | ({} if given.no_rivals else theirs(*shape))
+  competitors = {"ours": ours(*shape, given.stored)} | (
+    {} if given.no_rivals else theirs(*shape)
+  )
   times = measure.interleave(competitors, given.turns)
   tokens = competitors["ours"].tokens
   figures = {
@@ -86,6 +93,8 @@ def bound(given: argparse.Namespace, name: str, ms: float) -> dict[str, float]:
   read = contenders.step_bytes(
     contenders.shape(name), 1, given.source, given.target // 2
   )
+  if given.stored == "bfloat16":  # the few caches are in float32
+    read //= 2
   return {
     "bandwidth, GB/s": speed / 1e9,
     "memory bound, ms/token": read / speed * 1e3,
@@ -101,6 +110,7 @@ def main() -> None:
   parser.add_argument("--target", type=int, default=64)
   parser.add_argument("--turns", type=int, default=5)
   parser.add_argument("--threads", type=int, default=1)
+  parser.add_argument("--stored", default="float32", choices=["float32", "bfloat16"])
   parser.add_argument("--no_rivals", action="store_true")
   given = parser.parse_args()
   measure.restart(given.threads)

@@ -377,6 +377,8 @@ class Model:
     absorb: `(params, source [1, S], emitted [T], length []) -> params`. Learns from a
       finished answer without training, as the n-gram cache does, which is served
       unprepared. None for models that are trained.
+    dtype: type that the model computes in, which may be wider than the type of its
+      parameters; "" means the narrowest type of the served parameters.
   """
 
   name: str
@@ -402,6 +404,7 @@ class Model:
   start_id: int = PAD_ID
   max_positions: int = 0
   absorb: Callable[[Params, jax.Array, jax.Array, jax.Array], Params] | None = None
+  dtype: str = ""
 
   def mask(self, source: Any) -> Any:
     """[B, S] bool; which entries of sources [B, S] are tokens, not padding."""

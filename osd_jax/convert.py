@@ -7,7 +7,7 @@ from typing import Annotated
 
 import rich.console
 
-from osd_jax import assets, base, pairs, runs
+from osd_jax import assets, base, gguf_files, pairs, runs
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import convert, weights
 from osd_jax.models.convert import folders
@@ -22,8 +22,8 @@ class ConvertConfig(base.Config):
   """One conversion.
 
   Attributes:
-    source: a transformers folder, a t5x folder (checkpoint_STEP), or a weights file of
-      this package.
+    source: a transformers folder, a GGUF file, a t5x folder (checkpoint_STEP), or a
+      weights file of this package.
     output: file to write, or a folder if `output_kind` is "hugging_face".
     kind: format of the source: "hugging_face", "t5x" or "osd"; "auto" detects it.
     output_kind: "osd" or "hugging_face".
@@ -100,6 +100,8 @@ _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {
 
 
 def _kind_of(source: Path) -> str:
+  if gguf_files.is_gguf(source):
+    return _HUGGING_FACE
   if source.is_file():
     return _OSD
   if (source / "config.json").is_file():

@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 
 from osd_jax import assets, base, remote, runs, sharding
 from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
 from osd_jax.decoding import ngrams
-from osd_jax.models import attached, convert, families, weights
+from osd_jax.models import attached, convert, families, served, weights
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config, T5GemmaConfig
+from osd_jax.models.shapes import (
+  EXACT_SERVING,
+  AttachedConfig,
+  DraftServing,
+  Layout,
+  T5Config,
+  T5GemmaConfig,
+)
 
 # Values of `PairConfig.draft`: a new draft instead of a file
 ATTACHED = "attached"
@@ -37,7 +43,8 @@ class PairConfig(base.Config):
 
   Attributes:
     target: weights of the target: a folder of transformers with config.json and
-      safetensors, its name on the Hugging Face hub, or a file that this package wrote.
+      safetensors, its name on the Hugging Face hub, a GGUF file, or a file that this
+      package wrote.
     draft: weights of the draft, as for the target. "attached" creates an attached draft
       with random parameters, which learns while it serves. "cache" drafts from n-grams
       of the prompt and of served answers, without training. "" means "attached", or
@@ -51,7 +58,8 @@ class PairConfig(base.Config):
       is the template itself; "" applies none.
     template_variables: names and values for the chat template, such as
       (("enable_thinking", False),) of Qwen3.
-    dtype: "float32" or "bfloat16", the type that both models compute in.
+    dtype: "float32" or "bfloat16", the type that both models compute in. A target that
+      is stored in bfloat16 stays so in memory for both: float32 products widen it.
     draft_serving: approximations in the served draft; the learner trains all of it.
       A cache has nothing to approximate.
     folder: prefix of the paths above, unless they are absolute or shipped.
@@ -80,7 +88,7 @@ class PairConfig(base.Config):
       return _SHIPPED_DRAFT if self.target == SHIPPED else ATTACHED
     # A weights file has no vocabulary next to it. Its header decides whether the
     # shipped one fits.
-    has_own = self.target != SHIPPED and self.path("target").is_dir()
+    has_own = self.target != SHIPPED and convert.holds_model(self.path("target"))
     return self.target if has_own else _SHIPPED_VOCABULARY
 
   def path(self, field: str) -> Path:
@@ -99,7 +107,7 @@ class Pair:
 
   Attributes:
     target: the target model.
-    target_params: its parameters, in `PairConfig.dtype`.
+    target_params: its parameters, in the layout that decoding reads.
     rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
     draft: the draft model; None in `plain()`.
     draft_params: its parameters.
@@ -229,11 +237,13 @@ def load_pair(
   partitioner = partitioner or sharding.make()
   # Both come before the weights, which may take minutes to read. A folder without a
   # model has no vocabulary either, and is refused for what it holds.
-  if Path(config.target).is_dir():
+  if convert.holds_model(Path(config.target)):
     shape_of(config, "target")
   vocabulary = load_vocabulary(config)
   target = _read(config, "target", config.path("target"))
-  if not (config.vocabulary or target.vocabulary or config.path("target").is_dir()):
+  if not (
+    config.vocabulary or target.vocabulary or convert.holds_model(config.path("target"))
+  ):
     raise base.InputError(
       f"PairConfig.vocabulary: {config.target} does not say which vocabulary it was"
       " trained with; name its vocabulary."
@@ -249,26 +259,27 @@ def load_pair(
   draft = _draft(config, target, identity, vocabulary)
   is_attached = isinstance(draft, weights.AttachedWeights)
   states = draft.config.reads if isinstance(draft, weights.AttachedWeights) else ""
-  target_model = families.build(target.config, "target", states=states)
-  # The target is never trained, so float32 copies of its parameters have no use.
-  params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), target.params)
+  # The target is never trained, so it is kept once, as it is served.
+  kept = EXACT_SERVING.layout if partitioner.mesh.size == 1 else Layout.TRAINED
+  target_model = families.build(target.config, "target", states=states, kept=kept)
+  params = served.taken(target.params, config.dtype, kept)
   target_params = partitioner.place_params(target_model, params)
   serving = config.draft_serving
   if draft is None:
     draft_model = ngrams.build(target_model)
     first = draft_model.init(jax.random.key(_SEED))
   else:
-    draft_model, first = _draft_model(draft, target.config, serving), draft.params
+    draft_model, first = _draft_model(draft, target.config, serving, kept), draft.params
   # The draft stays in float32 because it is trained.
   draft_params = partitioner.place_draft(draft_model, first)
   if is_attached:
-    frozen = attached.frozen_of(target.config, target_params, serving)
+    frozen = attached.frozen_of(target.config, target_params, serving, kept)
     draft_params = draft_model.join(draft_params, frozen)
   return Pair(
     target=target_model,
     target_params=target_params,
     rescoring_target=families.build(
-      dataclasses.replace(target.config, dtype="float64"), "rescoring target"
+      dataclasses.replace(target.config, dtype="float64"), "rescoring target", kept=kept
     ),
     draft=draft_model,
     draft_params=draft_params,
@@ -305,7 +316,7 @@ def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
   """
   path = config.path(field)
   try:
-    if path.is_dir():
+    if convert.holds_model(path):
       return convert.shape_of_hugging_face(path)
     return weights.shape_of(path)
   except base.InputError as error:
@@ -439,16 +450,18 @@ def _draft_model(
   draft: weights.Weights | weights.AttachedWeights,
   target: ModelConfig,
   serving: DraftServing,
+  kept: Layout,
 ) -> base.Model:
   if isinstance(draft, weights.AttachedWeights):
-    return attached.build(draft.config, target, "attached draft", serving)
+    return attached.build(draft.config, target, "attached draft", serving, kept)
   return families.build(draft.config, "draft", serving)
 
 
 def _read(config: PairConfig, field: str, path: Path) -> weights.Weights:
-  read = convert.read_hugging_face if path.is_dir() else weights.load
+  read = convert.read_hugging_face if convert.holds_model(path) else weights.load
   try:
-    held = read(path)
+    # A draft is trained in float32; a target is kept in the type of its file.
+    held = read(path, as_stored=field == "target")
   except base.InputError as error:
     raise base.InputError(f"PairConfig.{field}: {error}") from error
   shape = dataclasses.replace(held.config, dtype=config.dtype)

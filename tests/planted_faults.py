@@ -491,8 +491,8 @@ FAULTS = [
   ),
   Fault(
     "an attached draft does not normalise the target's embedding",
-    'self.inward(layers.normalized(frozen["embedding"][tokens]))',
-    'self.inward(frozen["embedding"][tokens])',
+    "self.inward(layers.normalized(embedded))",
+    "self.inward(embedded)",
     "tests/models/test_attached.py",
   ),
   Fault(
@@ -549,6 +549,18 @@ FAULTS = [
     "    before = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)",
     "    before = jnp.zeros_like(cache.length)",
     LLAMA,
+  ),
+  Fault(
+    "every widened part of a bfloat16 head is the first",
+    "first = start * math.prod(kernel.shape[1:])",
+    "first = 0 * math.prod(kernel.shape[1:])",
+    "tests/native/test_products.py -k parts",
+  ),
+  Fault(
+    "a target in bfloat16 is copied to float32",
+    "jnp.asarray(leaf, None if leaf.dtype == jnp.bfloat16 else dtype)",
+    "jnp.asarray(leaf, dtype)",
+    "tests/models/test_stored_weights.py -k logits",
   ),
   Fault(
     "native attention shares keys between the wrong heads",

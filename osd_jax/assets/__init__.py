@@ -81,4 +81,4 @@ def _downloaded(name: str, setting: str) -> Path:
     ) from error
 
 
-_SUFFIXES = (".model", ".safetensors")
+_SUFFIXES = (".model", ".safetensors", ".gguf")

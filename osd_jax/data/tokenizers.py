@@ -13,13 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import sentencepiece
 
-from osd_jax import base
-
-# Qwen2Tokenizer's rule, which its vocab.json and merges.txt leave to the code.
-_QWEN2_WORDS = (
-  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+from osd_jax import base, gguf_files
 
 
 class Processor(Protocol):
@@ -139,7 +133,7 @@ def _from_merges(
   made.normalizer = library.normalizers.NFC()
   made.pre_tokenizer = parts.Sequence(
     [
-      parts.Split(library.Regex(_QWEN2_WORDS), "isolated"),
+      parts.Split(library.Regex(gguf_files.QWEN2_WORDS), "isolated"),
       parts.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
   )

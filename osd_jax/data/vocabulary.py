@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax import base
+from osd_jax import base, gguf_files
 from osd_jax.base import EOS_ID, PAD_ID
 from osd_jax.data import chat, tokenizers
 
@@ -83,8 +83,8 @@ class Vocabulary:
 
     Args:
       path: a folder with spiece.model, tokenizer.json, tokenizer.model, or vocab.json
-        and merges.txt; or such a file, or another SentencePiece model of a T5; or the
-        folder of a ByT5, whose vocabulary are the bytes.
+        and merges.txt; or such a file, a GGUF file, or another SentencePiece model of a
+        T5; or the folder of a ByT5, whose vocabulary are the bytes.
       extra_ids: sentinels to add to a SentencePiece model of a T5: 100 for published
         checkpoints if texts may contain sentinels, otherwise 0.
       template: chat template, only for decoder-only models. "" leaves prompts
@@ -243,6 +243,8 @@ def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
 
 def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
   """Returns the file of the tokenizer in a folder; other paths are returned."""
+  if gguf_files.is_gguf(path):
+    path = gguf_files.folder_of(path)
   if not path.is_dir():
     return path
   found = [path / name for name in _TOKENIZERS if (path / name).exists()]

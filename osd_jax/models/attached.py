@@ -118,20 +118,22 @@ class Attached(nn.Module):
   def _embed(self, frozen, tokens, states):
     # Normalised, since the scale of embeddings differs by orders of magnitude between
     # targets, and the initial kernel of `inward` expects a scale of 1.
-    x = self.inward(layers.normalized(frozen["embedding"][tokens]))
+    dtype = jnp.dtype(self.target.dtype)
+    embedded = layers.rows_of(frozen["embedding"], tokens, dtype)
+    x = self.inward(layers.normalized(embedded))
     if self.config.reads == "tokens":
-      states = states.astype(jnp.dtype(self.target.dtype))
-      x = x + self.state_inward(layers.normalized(states))
+      x = x + self.state_inward(layers.normalized(states.astype(dtype)))
     return x
 
   def _logits(self, frozen, x, tokens=None):
     x = x * self.target.head_scale
     if self.draft_head is not None:
       return self.draft_head(x)
-    head = frozen["head"] if tokens is None else frozen["head"][tokens]
+    head = frozen["head"]
+    head = head if tokens is None else layers.rows_of(head, tokens, x.dtype)
     trained = self.serving is None  # the native product has no gradient
     product = layers.kernel_first_matmul if trained else layers.served_matmul
-    return served.head_logits(self.target, product(x, head.astype(x.dtype)))
+    return served.head_logits(self.target, product(x, head))
 
 
 def _later(states: jax.Array) -> jax.Array:
@@ -140,20 +142,24 @@ def _later(states: jax.Array) -> jax.Array:
 
 
 def frozen_of(
-  target: ModelConfig, params: base.Params, serving: DraftServing = EXACT_SERVING
+  target: ModelConfig,
+  params: base.Params,
+  serving: DraftServing = EXACT_SERVING,
+  kept: layers.Layout = layers.Layout.TRAINED,
 ) -> base.Params:
   """The target's part in the parameters of an attached draft, from the target's params.
 
   Returns:
-    "embedding" [V, E] and "head" [V, E] in the target's dtype, and "encoder" for
+    "embedding" [V, E] and "head" [V, E] as the target stores them, and "encoder" for
     `families.encode_for_draft`. If the draft is served with the whole head in 8 bits,
     also "draft_head", so that swaps need not quantise it again.
   """
   dtype, embedder = jnp.dtype(target.dtype), params["token_embedder"]
-  embedding = jnp.asarray(embedder["embedding"], dtype)
+  embedding = layers.stored(embedder["embedding"], dtype)
   head = embedding
   if not target.tied_head:
-    head = _transposed(jnp.asarray(params["decoder"]["logits_dense"]["kernel"], dtype))
+    head = layers.stored(params["decoder"]["logits_dense"]["kernel"], dtype)
+    head = head if kept is layers.Layout.SERVED else _transposed(head)
   encoder = families.encoder_params(target, params)
   frozen = {"embedding": embedding, "head": head, "encoder": encoder}
   if serving.int8 and not serving.shortlist:
@@ -170,10 +176,11 @@ def build(
   target: ModelConfig,
   name: str = "attached",
   serving: DraftServing = EXACT_SERVING,
+  kept: layers.Layout = layers.Layout.TRAINED,
 ) -> base.Model:
   """The functions of `base.Model`; `params["target"]` comes from `frozen_of`.
 
-  The result is cached, see `families.build`.
+  The result is cached, see `families.build`, also for `kept`, the target's layout.
   """
   if serving.shortlist >= target.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
@@ -195,7 +202,8 @@ def build(
     return apply(decoding, params, *arguments, method=Attached.decode)
 
   def encode_for_draft(params, source, mask):
-    return families.encode_for_draft(target, params[FROZEN]["encoder"], source, mask)
+    encoder = params[FROZEN]["encoder"]
+    return families.encode_for_draft(target, encoder, source, mask, kept)
 
   def score_steps(
     params,
@@ -263,7 +271,7 @@ def _prepare(
   dtype, frozen = jnp.dtype(target.dtype), params[FROZEN]
   own = {name: part for name, part in params.items() if name != FROZEN}
   own = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), own)
-  copy = served.for_steps(own, serving)
+  copy = served.for_steps(own, serving.layout)
   # Without the encoder: when serving, the target's own prefill returns the states.
   tables = {"embedding": frozen["embedding"]}
   if "draft_head" in frozen:

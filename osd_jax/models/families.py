@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import base
+from osd_jax import base, native
 from osd_jax.models import llama, served, t5, t5gemma
 from osd_jax.models.shapes import (
   EXACT_SERVING,
   DraftServing,
+  Layout,
   LlamaConfig,
   T5Config,
   T5GemmaConfig,
@@ -32,6 +33,7 @@ def build(
   name: str = "model",
   serving: DraftServing = EXACT_SERVING,
   states: str = "",
+  kept: Layout = Layout.TRAINED,
 ) -> base.Model:
   """The functions of `base.Model` for one configuration.
 
@@ -47,30 +49,39 @@ def build(
     serving: approximations of the served copy, for drafts only.
     states: what the cache holds for an attached draft, as in `AttachedConfig.reads`;
       "" for none.
+    kept: layout of the decoder's kernels in the parameters. A target, which is never
+      trained, keeps them as they are served, so that `prepare` copies nothing.
   """
   if serving.shortlist >= config.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
   kind = _MODULES[type(config)]
   # Two modules, because the served copy stores its kernels in another layout.
-  training, decoding = kind(config), kind(config, serving, states)
+  training, decoding = kind(config, kept=kept), kind(config, serving, states)
 
   def apply(module, params, *args, method):
     return module.apply({"params": params}, *args, method=method)
 
   token = np.zeros((1, 1), np.int32)
-  score = functools.partial(apply, training, method="score")
+
+  def forced(params, *args, method):
+    with native.off("products", "attention"):  # they have no gradient
+      return apply(training, params, *args, method=method)
+
+  score = functools.partial(forced, method="score")
+
   return base.Model(
     name=name,
     vocab_size=config.vocab_size,
     prefill=functools.partial(apply, decoding, method="prefill"),
     decode=functools.partial(apply, decoding, method="decode"),
     score=score,
-    prepare=functools.partial(served.prepare, config, serving),
+    prepare=functools.partial(served.prepare, config, serving, kept=kept),
     shortlist=serving.shortlist,
     score_at=score,
-    score_with_states=functools.partial(apply, training, method="score_with_states"),
+    score_with_states=functools.partial(forced, method="score_with_states"),
     head_dim=config.head_dim,
     eos_ids=config.eos_ids,
+    dtype=config.dtype,
     **served.initialisers(training, token, token == 0, token),
     **kind.model_fields(config),
   )
@@ -82,8 +93,12 @@ def encoder_params(config: ModelConfig, params: base.Params) -> base.Params:
 
 
 def encode_for_draft(
-  config: ModelConfig, params: base.Params, source: jax.Array, mask: jax.Array
+  config: ModelConfig,
+  params: base.Params,
+  source: jax.Array,
+  mask: jax.Array,
+  kept: Layout = Layout.TRAINED,
 ) -> jax.Array:
   """Target states [B, S, E] bfloat16 of prompts, from `encoder_params`."""
-  module = _MODULES[type(config)](config)
+  module = _MODULES[type(config)](config, kept=kept)
   return module.apply({"params": params}, source, mask, method="encode_for_draft")

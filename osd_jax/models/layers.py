@@ -16,23 +16,41 @@ import numpy as np
 from osd_jax import base, native
 from osd_jax.models.shapes import ACTIVATIONS, Layout
 
+_WIDENED = 2**24  # largest number of weights that are widened at once
+_TILE = 64  # XLA sums the remaining outputs of a product in another order
 _MASKED = -1e9  # added to masked attention logits; -inf would give NaN in empty rows
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Multiplies x by a kernel [in, out], the layout of training.
 
-  Float32 operands are multiplied in full float32 on every backend. GPUs and TPUs use
-  fewer bits by default.
+  A kernel that is stored in bfloat16 is widened to the type of x. Float32 operands are
+  multiplied in full float32 on every backend. GPUs and TPUs use fewer bits by default.
   """
+  kernel = _widened(kernel, x)
   return jnp.matmul(x, kernel, precision=precision_of(x.dtype))
+
+
+def _widened(kernel: jax.Array, x: jax.Array) -> jax.Array:
+  """A kernel in the type of its factor x."""
+  if native.widens(kernel, x.dtype):
+    return native.widened(kernel, x)
+  return kernel.astype(x.dtype)
+
+
+def rows_of(table: jax.Array, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Rows [...] of a table [V, E], in `dtype`: [..., E]."""
+  if native.widens(table, dtype):
+    return native.gathered(table, rows)
+  return table[rows].astype(dtype)
 
 
 def served_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Multiplies x [..., in] by a kernel [out, in], the layout of decoding on CPUs.
 
   A decoding step multiplies few columns (B * n) by large kernels, so reading the kernel
-  limits its speed. The `native` product reads it once, but has no gradient.
+  limits its speed. The `native` product reads it once, but has no gradient. Kernels in
+  bfloat16 are widened to the type of x.
   """
   columns = x.reshape(-1, x.shape[-1])
   if native.covers(columns, kernel):
@@ -42,18 +60,32 @@ def served_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def kernel_first_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """`served_matmul` without the `native` product: differentiable, for any backend."""
+  precision = precision_of(x.dtype)
   if not native.forms():
     contracted = ((x.ndim - 1,), (1,)), ((), ())
-    return jax.lax.dot_general(x, kernel, contracted, precision=precision_of(x.dtype))
+    kernel = kernel.astype(x.dtype)
+    return jax.lax.dot_general(x, kernel, contracted, precision=precision)
   # XLA CPU comes closest to the memory bandwidth when the kernel is the left operand
   # and the number of columns is a multiple of four.
   columns = x.reshape(-1, x.shape[-1])
   count = columns.shape[0]
   if count > 1:
     columns = jnp.pad(columns, ((0, -count % 4), (0, 0)))
-  product = jax.lax.dot_general(
-    kernel, columns, (((1,), (1,)), ((), ())), precision=precision_of(x.dtype)
-  )
+
+  def multiplied(part):
+    contracted = ((1,), (1,)), ((), ())
+    return jax.lax.dot_general(part, columns, contracted, precision=precision)
+
+  if native.widens(kernel, x.dtype):
+    # The head of a large vocabulary takes gigabytes in float32, so it is widened in
+    # parts, each after the product of the part before.
+    parts, size = [columns], max(_TILE, _WIDENED // kernel.shape[1] // _TILE * _TILE)
+    for start in range(0, len(kernel), size):
+      part = native.widened(kernel, parts[-1], start, start + size)
+      parts.append(multiplied(part))
+    product = jnp.concatenate(parts[1:])
+  else:
+    product = multiplied(kernel.astype(x.dtype))
   # Without the barrier XLA would fold this transpose back into the product.
   product = jax.lax.optimization_barrier(product).T[:count]
   return product.reshape(*x.shape[:-1], kernel.shape[0])
@@ -83,6 +115,15 @@ def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   )
   product = (product * step * scale[None])[:count]
   return product.reshape(*x.shape[:-1], kernel.shape[0])
+
+
+def stored(leaf: Any, dtype: jnp.dtype) -> jax.Array:
+  """A parameter in the type of the computation, or in bfloat16 if it has that already.
+
+  Every layer widens what it reads, which is exact. So the results are those of the
+  widened parameters, for half of the memory and of its traffic.
+  """
+  return jnp.asarray(leaf, None if leaf.dtype == jnp.bfloat16 else dtype)
 
 
 @jax.jit
@@ -137,7 +178,7 @@ class Projection(nn.Module):
 
     Args:
       x: [..., in], of any floating-point type.
-      outputs: [C] int32; compute these outputs only. For `Layout.TRAINED` only.
+      outputs: [C] int32; compute these outputs only. Not for `Layout.INT8`.
     """
     product = self._product(x, outputs)
     if not self.bias:
@@ -153,9 +194,12 @@ class Projection(nn.Module):
       return int8_matmul(x, kernel, scale).astype(self.dtype)
     if outputs is not None:
       # Selecting columns before the product makes subsampled slices cheap.
-      kernel = kernel[:, outputs]
+      if self.layout is Layout.SERVED:
+        kernel = rows_of(kernel, outputs, self.dtype)
+      else:
+        kernel = kernel[:, outputs]
     product = matmul if self.layout is Layout.TRAINED else served_matmul
-    return product(x.astype(self.dtype), kernel.astype(self.dtype))
+    return product(x.astype(self.dtype), kernel)
 
   def _kernel(self) -> jax.Array:
     shape, axes = self.shape, self.axes
@@ -295,18 +339,19 @@ class Embedding(nn.Module):
     init = nn.with_logical_partitioning(
       nn.initializers.normal(config.embedding_std), ("vocab", "embed")
     )
-    self.embedding = self.param("embedding", init, (config.vocab_size, config.width))
+    shape = (config.vocab_size, config.width)
+    self.embedding = jnp.asarray(self.param("embedding", init, shape))
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Embeds tokens [B, n] as [B, n, E]."""
-    x = self.embedding[tokens].astype(jnp.dtype(self.config.dtype))
+    x = rows_of(self.embedding, tokens, jnp.dtype(self.config.dtype))
     # Gemma was trained with a scale that is rounded to the type of the embedding.
     return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
 
   def attend(self, x: jax.Array, product, tokens=None) -> jax.Array:
     """Logits [B, n, V] of x [B, n, E], or [B, n, C] if `tokens` [C] are given."""
-    kernel = self.embedding if tokens is None else self.embedding[tokens]
-    return product(x, kernel.astype(x.dtype))
+    table = self.embedding
+    return product(x, table if tokens is None else rows_of(table, tokens, x.dtype))
 
 
 def inputs_of(target: jax.Array, start: jax.Array | int = base.PAD_ID) -> jax.Array:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -53,11 +54,13 @@ class LanguageModel(nn.Module):
     serving: run the copy that `prepare` made; None runs the trained parameters.
     states: what the cache holds for an attached draft, as in `AttachedConfig.reads`;
       "" for none.
+    kept: layout of the decoder's kernels in the parameters.
   """
 
   config: T5Config | LlamaConfig
   serving: DraftServing | None = None
   states: str = ""
+  kept: layers.Layout = layers.Layout.TRAINED
 
   def setup(self):
     self.token_embedder = layers.Embedding(self.config)
@@ -114,7 +117,7 @@ class LanguageModel(nn.Module):
 
   @property
   def _layout(self) -> layers.Layout:
-    return layers.Layout.TRAINED if self.serving is None else self.serving.layout
+    return self.kept if self.serving is None else self.serving.layout
 
   @property
   def _has_own_head(self) -> bool:
@@ -198,11 +201,12 @@ def prepare(
   serving: DraftServing,
   params: base.Params,
   shortlist: jax.Array | None = None,
+  kept: layers.Layout = layers.Layout.TRAINED,
 ) -> base.Params:
   """The served copy of trained parameters; see `base.Model.prepare`.
 
   Parameters that keep their layout and type, such as those of an encoder, are shared
-  with `params` and not copied.
+  with `params` and not copied. So are those that are stored in bfloat16.
 
   Args:
     config: shape of the model that is served.
@@ -211,17 +215,39 @@ def prepare(
     shortlist: [N] int32, the distinct tokens that the output head covers; they must
       include end-of-sequence. None takes the first N ids and all
       end-of-sequence tokens.
+    kept: layout of the decoder's kernels in `params`.
   """
   dtype = jnp.dtype(config.dtype)
-  # asarray returns the same array if the type is right already.
-  copy = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+  copy = jax.tree.map(lambda leaf: layers.stored(leaf, dtype), params)
   # A shallow copy, because `pop` below must not change the tree of the caller.
   decoder = dict(copy["decoder"])
   if has_draft_head(config, serving):
     dense = decoder.pop("logits_dense", None)  # absent in tied models
     kernel = copy["token_embedder"]["embedding"] if dense is None else dense["kernel"]
-    copy["draft_head"] = draft_head(config, serving, kernel, dense is None, shortlist)
-  return {**copy, "decoder": for_steps(decoder, serving)}
+    vocabulary_first = dense is None or kept is layers.Layout.SERVED
+    copy["draft_head"] = draft_head(
+      config, serving, kernel, vocabulary_first, shortlist
+    )
+  return {**copy, "decoder": for_steps(decoder, serving.layout, kept)}
+
+
+def taken(params: base.Params, dtype: str, kept: layers.Layout) -> base.Params:
+  """Parameters of a target, from the leaves that `read_params` left as stored.
+
+  They are in bfloat16 if that is `dtype` or the type in the file, and in float32
+  otherwise. An array whose order in memory is that of `kept` is not copied; of the
+  others one exists twice at a time, because `params` is emptied.
+  """
+
+  def leaf(path: tuple[str, ...]) -> jax.Array:
+    array = flat.pop(path)
+    if kept is layers.Layout.SERVED and is_for_steps(path):
+      array = array.T
+    return jax.block_until_ready(layers.stored(jax.device_put(array), jnp.dtype(dtype)))
+
+  flat = flax.traverse_util.flatten_dict(params)
+  params.clear()
+  return flax.traverse_util.unflatten_dict({path: leaf(path) for path in list(flat)})
 
 
 def draft_head(
@@ -270,20 +296,35 @@ _STORED = {
 }
 
 
+def is_for_steps(path: tuple[str, ...]) -> bool:
+  """Whether a parameter of a whole model is a kernel that decoding steps read."""
+  # Keys and values of the source are computed by prefill, from the trained kernels.
+  by_prefill = path[-3:-1] in (
+    ("encoder_decoder_attention", "key"),
+    ("encoder_decoder_attention", "value"),
+  )
+  return path[0] == "decoder" and path[-1] == "kernel" and not by_prefill
+
+
 def for_steps(
-  decoder: base.Params, serving: DraftServing, within: tuple[str, ...] = ()
+  decoder: base.Params,
+  layout: layers.Layout,
+  kept: layers.Layout = layers.Layout.TRAINED,
+  within: tuple[str, ...] = (),
 ) -> base.Params:
-  """Stores the kernels of a decoder, or of its part at path `within`, for steps."""
+  """Stores the kernels of a decoder, or of its part at path `within`, for steps.
+
+  `kept` is their layout in `decoder`.
+  """
   if "kernel" in decoder:
-    # Keys and values of the source are computed by prefill, from the trained kernels.
-    prefilled = within[-2:] in (
-      ("encoder_decoder_attention", "key"),
-      ("encoder_decoder_attention", "value"),
-    )
-    stored = _STORED[serving.layout]
-    return decoder if prefilled else {**decoder, **stored(decoder["kernel"])}
+    if layout is kept or not is_for_steps(("decoder", *within, "kernel")):
+      return decoder
+    kernel = decoder["kernel"]
+    if kept is layers.Layout.SERVED:
+      kernel = kernel.T
+    return {**decoder, **_STORED[layout](kernel)}
   return {
-    name: for_steps(inner, serving, (*within, name))
+    name: for_steps(inner, layout, kept, (*within, name))
     if isinstance(inner, dict)
     else inner
     for name, inner in decoder.items()

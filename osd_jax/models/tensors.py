@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,7 @@ def read_params(
   tensors: Tensors,
   names: Mapping[str, str],
   orient: Callable[[str, np.ndarray], np.ndarray] = lambda path, x: x,
+  as_stored: bool = False,
 ) -> base.Params:
   """Reads a parameter tree in float32, one tensor at a time.
 
@@ -191,6 +192,8 @@ def read_params(
     tensors: tensors of the checkpoint, read one by one.
     names: path of a parameter -> name of its tensor.
     orient: (path, tensor) -> the tensor in the parameter's shape.
+    as_stored: keep bfloat16 tensors as they are, and the order of the file in memory.
+      Leaves are numpy arrays, and views of what was read.
 
   Raises:
     InputError: a tensor is not of a floating-point type, or is not finite.
@@ -205,8 +208,32 @@ def read_params(
       )
     )
 
-  params = {path: read(path, name) for path, name in names.items()}
+  def read_as_stored(path: str, name: str) -> np.ndarray:
+    return orient(path, _finite(name, tensors.place(name), tensors.read(name)))
+
+  one = read_as_stored if as_stored else read
+  params = {path: one(path, name) for path, name in names.items()}
   return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+def _finite(name: str, place: object, tensor: np.ndarray) -> np.ndarray:
+  """A bfloat16 tensor as it is, any other in float32; checked for finite values."""
+  if tensor.dtype != ml_dtypes.bfloat16:
+    return _finite_float32(name, place, tensor)
+  # All bits of the exponent are set in NaN and infinity. Rows, because a mask of the
+  # whole tensor would take half of its memory.
+  rows = np.atleast_1d(tensor).view(np.uint16)
+  wrong = sum(int(np.count_nonzero(row & 0x7F80 == 0x7F80)) for row in _parts(rows))
+  if wrong:
+    raise _not_finite(name, place, wrong, tensor.size)
+  return tensor
+
+
+def _parts(rows: np.ndarray) -> Iterator[np.ndarray]:
+  """Yields consecutive rows, together about a million elements."""
+  size = max(1, rows.shape[0] * 2**20 // max(1, rows.size))
+  for start in range(0, rows.shape[0], size):
+    yield rows[start : start + size]
 
 
 def _finite_float32(name: str, place: object, tensor: np.ndarray) -> np.ndarray:
@@ -222,19 +249,22 @@ def _finite_float32(name: str, place: object, tensor: np.ndarray) -> np.ndarray:
   # The sum needs no memory. It may overflow although every element is finite, so only
   # then are the elements checked.
   if not np.isfinite(total) and not (finite := np.isfinite(array)).all():
-    raise base.InputError(
-      f"weights: {place}: tensor {name}: {np.sum(~finite)} of its {array.size} values"
-      " are NaN or infinite, expected finite ones. The training diverged, or the file"
-      " is damaged."
-    )
+    raise _not_finite(name, place, int(np.sum(~finite)), array.size)
   return array
+
+
+def _not_finite(name: str, place: object, wrong: int, size: int) -> base.InputError:
+  return base.InputError(
+    f"weights: {place}: tensor {name}: {wrong} of its {size} values are NaN or"
+    " infinite, expected finite ones. The training diverged, or the file is damaged."
+  )
 
 
 # First bytes of files that are often taken for weights: (what it is, what to do).
 _OTHER_FILES = {
   b"GGUF": (
     "a GGUF file of llama.cpp",
-    "name the folder with the model's safetensors files, from which it was made",
+    "name it with the ending .gguf as a target, or convert it",
   ),
   b"PK\x03\x04": (
     "a zip file, as torch.save writes it",

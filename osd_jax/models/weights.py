@@ -63,7 +63,7 @@ class Weights:
 
   Attributes:
     config: shape of the model.
-    params: parameters in float32, with t5x's names.
+    params: parameters in float32, with t5x's names; or as they are stored in a file.
     vocabulary: fingerprint of the vocabulary, "" if unknown.
     notes: how the weights were made.
   """
@@ -220,8 +220,8 @@ def unwritable(path: Path, error: Exception) -> base.DiskError:
   return base.DiskError(f"weights: {path} cannot be written: {reason}.")
 
 
-def load(path: str | Path) -> Weights:
-  """Reads a file that `save` wrote, in float32.
+def load(path: str | Path, as_stored: bool = False) -> Weights:
+  """Reads a file that `save` wrote, in float32 or `as_stored` (`tensors.read_params`).
 
   Raises:
     InputError: the file is missing or has another format, or its tensors do not fit the
@@ -229,7 +229,7 @@ def load(path: str | Path) -> Weights:
   """
   tensors, header = _opened(Path(path), _MODELS)
   config = _config(_KINDS[header["format"]], header.get("config", ""), path)
-  params = _params(tensors, expected_shapes(config), path)
+  params = _params(tensors, expected_shapes(config), path, as_stored)
   return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
@@ -296,9 +296,12 @@ def _opened(
   return tensors, header
 
 
-def _params(tensors: tensors_lib.Tensors, expected, path: str | Path) -> base.Params:
+def _params(
+  tensors: tensors_lib.Tensors, expected, path: str | Path, as_stored: bool = False
+) -> base.Params:
   tensors_lib.check(tensors.shapes, expected, path)
-  return tensors_lib.read_params(tensors, {name: name for name in expected})
+  names = {name: name for name in expected}
+  return tensors_lib.read_params(tensors, names, as_stored=as_stored)
 
 
 def _config_json(config: Any) -> str:

@@ -18,6 +18,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import pathlib
 import platform
@@ -28,11 +29,15 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 FOLDER = "~/.cache/osd_jax/native"
 TARGETS = {
   "ProductFloat32": "osd_jax_product_float32",
+  "ProductBFloat16": "osd_jax_product_bfloat16",
   "ProductInt8": "osd_jax_product_int8",
+  "Widen": "osd_jax_widen",
+  "Gather": "osd_jax_gather",
   "Attention": "osd_jax_attention",
 }
 _FOLDER = pathlib.Path(__file__).parent
@@ -46,7 +51,7 @@ _lock = threading.Lock()
 
 MOST_COLUMNS = 32  # XLA's blocked products are faster for more columns
 
-PARTS = ("products", "attention")
+PARTS = ("products", "attention", "widening")
 
 _off = jax.make_user_context(())  # names of the disabled parts
 
@@ -56,10 +61,10 @@ def covers(columns: jax.Array, kernel: jax.Array) -> bool:
 
   The first call compiles the library.
   """
-  types = (columns.dtype, kernel.dtype)
   return (
     columns.shape[0] <= MOST_COLUMNS
-    and types in ((jnp.float32, jnp.float32), (jnp.float32, jnp.int8))
+    and columns.dtype == jnp.float32
+    and kernel.dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
     and columns.size > 0
     and kernel.size > 0
     and _usable("products")
@@ -67,15 +72,69 @@ def covers(columns: jax.Array, kernel: jax.Array) -> bool:
 
 
 def product(columns: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Multiplies columns [n, in] by a kernel [out, in], in float32: [n, out]."""
+  """Multiplies columns [n, in] by a kernel [out, in], in float32: [n, out].
+
+  A bfloat16 kernel gives the same bits as the kernel with the same values in float32,
+  for half of the memory traffic.
+  """
   shape = (columns.shape[0], kernel.shape[0])
-  return _call("ProductFloat32", shape, columns, kernel)
+  name = "ProductFloat32" if kernel.dtype == jnp.float32 else "ProductBFloat16"
+  return _call(name, shape, columns, kernel)
 
 
 def int8_product(columns: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   """See `layers.int8_matmul`; takes columns [n, in] float32 and returns [n, out]."""
   shape = (columns.shape[0], kernel.shape[0])
   return _call("ProductInt8", shape, columns, kernel, scale)
+
+
+def widens(kernel: jax.Array, dtype: jnp.dtype) -> bool:
+  """Whether `widened` can be called for a product in `dtype`."""
+  types = (kernel.dtype, dtype)
+  return (
+    types == (jnp.bfloat16, jnp.float32) and kernel.size > 0 and _usable("widening")
+  )
+
+
+def widened(
+  kernel: jax.Array, after: jax.Array, start: int = 0, stop: int | None = None
+) -> jax.Array:
+  """Widens rows of a bfloat16 kernel to float32 for a product that XLA computes.
+
+  XLA itself converts slowly, and as soon as it can: it would hold all kernels of a
+  model in float32 at once. This function waits for the array `after`, whose values are
+  not used.
+  """
+  stop = len(kernel) if stop is None else min(stop, len(kernel))
+  return _widened(kernel, jax.lax.stop_gradient(after), start, stop)
+
+
+@jax.custom_jvp
+def gathered(table: jax.Array, rows: jax.Array) -> jax.Array:
+  """Widens the rows [...] int32 of a bfloat16 table [V, E] to float32, [..., E].
+
+  XLA would convert the whole table, and keep it during a loop.
+  """
+  return _call("Gather", (*rows.shape, table.shape[1]), table, rows)
+
+
+@gathered.defjvp
+def _gathered_jvp(primals, tangents):
+  table, rows = primals
+  return gathered(table, rows), tangents[0][rows].astype(jnp.float32)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _widened(kernel: jax.Array, after: jax.Array, start: int, stop: int) -> jax.Array:
+  shape = (stop - start, *kernel.shape[1:])
+  first = start * math.prod(kernel.shape[1:])
+  return _call("Widen", shape, after, kernel, first=np.int64(first))
+
+
+@_widened.defjvp
+def _widened_jvp(start, stop, primals, tangents):
+  rows = tangents[0][start:stop].astype(jnp.float32)
+  return _widened(*primals, start, stop), rows
 
 
 def attends(query: jax.Array, keys: jax.Array) -> bool:
@@ -110,7 +169,7 @@ def attention(
 @contextlib.contextmanager
 def off(*parts: str):
   """Disables some `PARTS`, by default all, so that XLA computes them instead."""
-  with _off(parts or PARTS):
+  with _off(tuple(sorted({*_off.value, *(parts or PARTS)}))):  # also inside `portable`
     yield
 
 
@@ -135,9 +194,9 @@ def _usable(part: str) -> bool:
   return jax.default_backend() == "cpu" and part not in _off.value and load()
 
 
-def _call(name, shape, *arguments):
+def _call(name, shape, *arguments, **attributes):
   result = jax.ShapeDtypeStruct(shape, jnp.float32)
-  return jax.ffi.ffi_call(TARGETS[name], result)(*arguments)
+  return jax.ffi.ffi_call(TARGETS[name], result)(*arguments, **attributes)
 
 
 def load() -> bool:

@@ -1,4 +1,4 @@
-// Products of a few columns and a large kernel, in float32 or 8 bits.
+// Products of a few columns and a large kernel of float32, bfloat16 or 8-bit weights.
 
 #pragma once
 
@@ -47,12 +47,12 @@ void ForColumns(int64_t columns, const Body& body) {
   }
 }
 
-// Calls `body(row, count)` for tiles of kRows rows, then for the remaining single rows.
-template <typename Body>
+// Calls `body(row, count)` for tiles of kMost rows, then for the remaining single rows.
+template <int kMost, typename Body>
 void ForRows(int64_t begin, int64_t end, const Body& body) {
   int64_t row = begin;
-  for (; row + kRows <= end; row += kRows) {
-    body(row, std::integral_constant<int, kRows>());
+  for (; row + kMost <= end; row += kMost) {
+    body(row, std::integral_constant<int, kMost>());
   }
   for (; row < end; ++row) body(row, std::integral_constant<int, 1>());
 }
@@ -83,9 +83,9 @@ inline void Interleave(const float* x, int64_t columns, int64_t in, float* packe
   }
 }
 
-template <int kTileRows, int kTileColumns>
-void Float32Tile(const float* kernel, const float* packed, int64_t in,
-                 const char* ahead, float* y, int64_t out) {
+template <int kTileRows, int kTileColumns, typename Weight>
+void FloatTile(const Weight* kernel, const float* packed, int64_t in, const char* ahead,
+               float* y, int64_t out) {
   Vector sums[kTileRows][kTileColumns] = {};
   const auto add = [&](const auto& load, int64_t i) {
     Vector weights[kTileRows];
@@ -97,21 +97,26 @@ void Float32Tile(const float* kernel, const float* packed, int64_t in,
       }
     }
   };
+  constexpr int kBytes = kTileRows * sizeof(Weight);  // of one input
   const int64_t whole = in - in % kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
-    if (ahead) Fetch(ahead + i * kTileRows * sizeof(float), kTileRows);
-    add(Load, i);
+    if (ahead) Fetch(ahead + i * kBytes, std::max(1, kBytes * kLanes / 64));
+    add([](const Weight* from) { return Load(from); }, i);
   }
   if (whole < in) {
-    add([&](const float* from) { return LoadSome(from, in - whole); }, whole);
+    add([&](const Weight* from) { return LoadSome(from, in - whole); }, whole);
   }
   for (int r = 0; r < kTileRows; ++r) {
     for (int c = 0; c < kTileColumns; ++c) y[c * out + r] = Sum(sums[r][c]);
   }
 }
 
-inline ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
-                   ffi::Buffer<ffi::F32> kernel, ffi::ResultBuffer<ffi::F32> y) {
+// The sums of both types of weights have the same order. So the product with bfloat16
+// weights has the bits of the product with the same weights in float32.
+template <ffi::DataType kType>
+ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                        ffi::Buffer<kType> kernel, ffi::ResultBuffer<ffi::F32> y) {
+  using Weight = ffi::NativeType<kType>;
   const int64_t columns = x.dimensions()[0], in = x.dimensions()[1];
   const int64_t out = kernel.dimensions()[0];
   const int64_t padded = (in + kLanes - 1) / kLanes * kLanes;
@@ -119,26 +124,67 @@ inline ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   ForColumns<kColumns>(columns, [&](int64_t column, auto count) {
     Interleave(x.typed_data() + column * in, count, in, &inputs[column * padded]);
   });
-  const float* weights = kernel.typed_data();
+  const Weight* weights = kernel.typed_data();
   float* outputs = y->typed_data();
-  Share(pool, out, in * sizeof(float), [&, columns, in, out](int64_t begin, int64_t end) {
-    if (columns == 1) {  // a kernel in the order of memory needs no help
-      for (int64_t row = begin; row < end; ++row) {
-        Float32Tile<1, 1>(weights + row * in, inputs.data(), in, nullptr, outputs + row,
-                          out);
-      }
+  Share(pool, out, in * sizeof(Weight), [&, columns, in, out](int64_t begin, int64_t end) {
+    if (columns == 1) {
+      // A float32 kernel in the order of memory needs no help. A row in bfloat16 arrives
+      // faster than the additions to a single sum.
+      constexpr int kAtOnce = sizeof(Weight) == sizeof(float) ? 1 : 4;
+      ForRows<kAtOnce>(begin, end, [&](int64_t row, auto rows) {
+        const Weight* tile = weights + row * in;
+        FloatTile<decltype(rows)::value, 1>(
+            tile, inputs.data(), in,
+            kAtOnce == 1 ? nullptr : Ahead(tile, weights + out * in), outputs + row, out);
+      });
       return;
     }
-    ForRows(begin, end, [&](int64_t row, auto rows) {
-      const float* tile = weights + row * in;
+    ForRows<kRows>(begin, end, [&](int64_t row, auto rows) {
+      const Weight* tile = weights + row * in;
       ForColumns<kColumns>(columns, [&](int64_t column, auto count) {
-        Float32Tile<decltype(rows)::value, decltype(count)::value>(
+        FloatTile<decltype(rows)::value, decltype(count)::value>(
             tile, &inputs[column * padded], in,
             column == 0 ? Ahead(tile, weights + out * in) : nullptr,
             outputs + column * out + row, out);
       });
     });
   });
+  return ffi::Error::Success();
+}
+
+inline void Widen(const BFloat16* from, int64_t size, float* to) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, size - i);
+    const Vector wide = count < kLanes ? LoadSome(from + i, count) : Load(from + i);
+    std::memcpy(to + i, &wide, count * sizeof(float));
+  }
+}
+
+// Widens weights, beginning with number `first`, for a product that XLA computes. `after` is not read: the operand makes
+// XLA wait with the float32 copy until the product is next.
+inline ffi::Error WidenPart(ffi::ThreadPool pool, ffi::AnyBuffer after,
+                        ffi::Buffer<ffi::BF16> kernel, ffi::ResultBuffer<ffi::F32> y,
+                        int64_t first) {
+  const BFloat16* from = kernel.typed_data() + first;
+  float* to = y->typed_data();
+  const int64_t size = y->element_count(), vectors = (size + kLanes - 1) / kLanes;
+  Share(pool, vectors, sizeof(HalfVector), [=](int64_t begin, int64_t end) {
+    Widen(from + begin * kLanes, std::min(end * kLanes, size) - begin * kLanes,
+          to + begin * kLanes);
+  });
+  return ffi::Error::Success();
+}
+
+// Rows of a table; indices wrap and are clamped as in JAX.
+inline ffi::Error Gather(ffi::Buffer<ffi::BF16> table, ffi::Buffer<ffi::S32> rows,
+                         ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t count = table.dimensions()[0], width = table.dimensions()[1];
+  for (size_t i = 0; i < rows.element_count(); ++i) {
+    const int64_t given = rows.typed_data()[i];
+    const int64_t row =
+        std::clamp<int64_t>(given < 0 ? given + count : given, 0, count - 1);
+    Widen(table.typed_data() + row * width, width, y->typed_data() + i * width);
+  }
   return ffi::Error::Success();
 }
 
@@ -252,7 +298,7 @@ inline ffi::Error Int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   const float* scales = scale.typed_data();
   float* outputs = y->typed_data();
   Share(pool, out, in, [&, columns, in, out](int64_t begin, int64_t end) {
-    ForRows(begin, end, [&](int64_t row, auto rows) {
+    ForRows<kRows>(begin, end, [&](int64_t row, auto rows) {
       const int8_t* tile = weights + row * in;
       ForColumns<kInt8Columns>(columns, [&](int64_t column, auto count) {
         constexpr int kTileRows = decltype(rows)::value;

@@ -20,6 +20,21 @@ constexpr int kLanes = 8;
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t IntVector __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef uint16_t HalfVector __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+typedef uint32_t BitVector __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+
+// A bfloat16 is the upper half of the float32 of the same value, so widening is exact.
+using BFloat16 = uint16_t;
+
+inline Vector Widened(HalfVector halves) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)halves), 16);
+#elif defined(__AVX2__)
+  return (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)halves), 16);
+#else
+  return (Vector)(__builtin_convertvector(halves, BitVector) << 16);
+#endif
+}
 
 inline Vector Load(const float* from) {
   Vector found;
@@ -27,11 +42,23 @@ inline Vector Load(const float* from) {
   return found;
 }
 
+inline Vector Load(const BFloat16* from) {
+  HalfVector found;
+  std::memcpy(&found, from, sizeof(found));
+  return Widened(found);
+}
+
 // Loads the first `count` numbers; the others are zero.
 inline Vector LoadSome(const float* from, int64_t count) {
   Vector found = {};
   std::memcpy(&found, from, count * sizeof(float));
   return found;
+}
+
+inline Vector LoadSome(const BFloat16* from, int64_t count) {
+  HalfVector found = {};
+  std::memcpy(&found, from, count * sizeof(BFloat16));
+  return Widened(found);
 }
 
 // Hides from the compiler that the values are also in memory. Otherwise it would load

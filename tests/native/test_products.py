@@ -39,6 +39,60 @@ def test_float32_product_equals_numpy_and_does_not_depend_on_other_columns(
       np.testing.assert_array_equal(got, together[some])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_kernel_has_the_bits_of_its_float32_values(library, shape):
+  x, kernel = factors(*shape, native.MOST_COLUMNS)
+  # Values of all sizes: zeros of both signs, subnormals, and nearly the largest.
+  stored = (kernel * jnp.exp2(jnp.round(30 * kernel))).astype(jnp.bfloat16)
+  stored = stored.at[0, :-1].set(-0.0).at[1:, -1].set(1e-39)
+  widened = stored.astype(jnp.float32)
+  np.testing.assert_array_equal(jnp.signbit(widened), jnp.signbit(stored))
+  for count in COLUMNS:
+    got = library.product(x[:count], stored)
+    np.testing.assert_array_equal(got, library.product(x[:count], widened))
+  # Negative control: a product that rounds the columns, too, would be detected.
+  rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
+  assert np.any(library.product(rounded, stored) != library.product(x, stored))
+
+
+@pytest.mark.parametrize("columns", [1, native.MOST_COLUMNS + 1])
+def test_wide_products_widen_a_head_in_parts(columns, monkeypatch):
+  x, kernel = factors(515, 769, columns)
+  stored = kernel.astype(jnp.bfloat16)
+  monkeypatch.setattr(layers, "_WIDENED", 130 * 769)  # 128 outputs in a part
+  for product in (layers.served_matmul, layers.kernel_first_matmul):
+    wanted = product(x, stored.astype(jnp.float32))
+    np.testing.assert_array_equal(product(x, stored), wanted)
+  text = jax.jit(layers.kernel_first_matmul).lower(x, stored).as_text()
+  assert text.count(f"@{native.TARGETS['Widen']}(") == 5
+
+
+def test_rows_of_a_bfloat16_table_equal_those_of_its_float32_values():
+  _, table = factors(33, 31, 1)
+  stored = table.astype(jnp.bfloat16)
+  rows = jnp.asarray([[0, 32, 5], [-1, 40, -40]])  # negative, and out of range
+  got = layers.rows_of(stored, rows, jnp.float32)
+  assert native.TARGETS["Gather"] in str(jax.make_jaxpr(native.gathered)(stored, rows))
+  np.testing.assert_array_equal(got, stored.astype(jnp.float32)[rows])
+
+
+@pytest.mark.parametrize("read", ["rows", "product"])
+def test_bfloat16_weights_have_the_gradient_of_their_float32_values(read):
+  x, kernel = factors(33, 31, 4)
+  stored = kernel.astype(jnp.bfloat16)
+
+  def loss(kernel, x):
+    if read == "rows":
+      return jnp.sum(jnp.sin(layers.rows_of(kernel, jnp.arange(4), x.dtype) * x))
+    return jnp.sum(jnp.sin(layers.kernel_first_matmul(x, kernel)))
+
+  got, wanted = (
+    jax.grad(loss, (0, 1))(k, x) for k in (stored, stored.astype("float32"))
+  )
+  np.testing.assert_array_equal(got[0], wanted[0].astype(jnp.bfloat16))
+  np.testing.assert_array_equal(got[1], wanted[1])
+
+
 def test_bits_depend_on_the_order_of_summation():
   """Negative control: the tests of bits would detect another order of summation."""
   x, kernel = factors(515, 769, 1)
@@ -114,8 +168,8 @@ def test_int8_product_handles_edge_cases(library):
     assert np.all(np.isnan(layers.int8_matmul(x, kernel, scale)[3]))
 
 
-def lowered(columns, dtype=jnp.float32) -> str:
-  kernel = jax.ShapeDtypeStruct((16, 8), dtype)
+def lowered(columns, dtype=jnp.float32, kernel=None) -> str:
+  kernel = jax.ShapeDtypeStruct((16, 8), kernel or dtype)
   x = jax.ShapeDtypeStruct((columns, 8), dtype)
   return jax.jit(layers.served_matmul).lower(x, kernel).as_text()
 
@@ -125,6 +179,7 @@ def test_native_products_are_used_only_for_few_float32_columns():
     assert native.TARGETS["ProductFloat32"] in lowered(columns)
   assert "custom_call" not in lowered(native.MOST_COLUMNS + 1)
   assert "custom_call" not in lowered(1, jnp.bfloat16)
+  assert native.TARGETS["ProductBFloat16"] in lowered(1, kernel=jnp.bfloat16)
   with native.off():
     assert "custom_call" not in lowered(1)
   assert native.TARGETS["ProductFloat32"] in lowered(1)

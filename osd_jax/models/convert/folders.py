@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax import base
+from osd_jax import base, gguf_files
 from osd_jax.models.tensors import Tensors, of_safetensors, parse_json
 
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
@@ -61,6 +61,11 @@ def _advice(folder: Path) -> str:
   return kind_of(folder) or "expected a model folder that transformers wrote"
 
 
+def holds_model(path: Path) -> bool:
+  """Whether a path is a folder, or a GGUF file, which is read like one."""
+  return path.is_dir() or gguf_files.is_gguf(path)
+
+
 def kind_of(folder: Path) -> str:
   """Describes a folder that holds no model, with a remedy; "" if it is unknown."""
   if folder.is_dir():
@@ -76,10 +81,7 @@ _OTHER_FOLDERS = {
     "the folder holds an adapter (LoRA), which is only a part of a model; merge it into"
     " its base model (merge_and_unload of peft), save that, and name the saved folder"
   ),
-  "*.gguf": (
-    "the folder holds GGUF files of llama.cpp; name a folder with the model's"
-    " safetensors files, from which they were made"
-  ),
+  "*.gguf": ("the folder holds GGUF files of llama.cpp; name one of the files"),
   "model_index.json": (
     "the folder holds a pipeline of diffusers; expected a T5 or a Llama of transformers"
   ),

@@ -17,7 +17,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from osd_jax import base
+from osd_jax import base, gguf_files
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models import weights as weights_lib
 from osd_jax.models.convert import llama, t5, t5gemma
@@ -74,7 +74,7 @@ def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shape_of_hugging_face(folder: str | Path) -> ModelConfig:
-  """The shape in a folder's config.json; reads no weights."""
+  """The shape in a folder's config.json, or in a GGUF file; reads no weights."""
   return config_from_hugging_face(_fields(Path(folder)))
 
 
@@ -89,16 +89,20 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
   return _FAMILIES[type(config)].config_to(config)
 
 
-def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weights:
+def read_hugging_face(
+  folder: str | Path, allow_torch_bin: bool = False, as_stored: bool = False
+) -> Weights:
   """Reads a model folder that transformers wrote, one tensor at a time.
 
   Args:
-    folder: contains `config.json`, and `model.safetensors` in one file or in shards.
+    folder: contains `config.json`, and `model.safetensors` in one file or in shards;
+      or a GGUF file.
     allow_torch_bin: read `pytorch_model.bin`, a pickle, if there is no other file. It
       needs torch.
+    as_stored: see `tensors.read_params`.
 
   Returns:
-    Weights in float32, without the fingerprint of a vocabulary.
+    Weights in float32 unless `as_stored`, without the fingerprint of a vocabulary.
 
   Raises:
     InputError: a file is missing or cannot be read, or the model is not supported.
@@ -108,7 +112,7 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
   fields = _fields(folder)
   config = config_from_hugging_face(fields)
   family = _FAMILIES[type(config)]
-  tensors = _text_tensors(open_folder(folder, allow_torch_bin))
+  tensors = _text_tensors(_opened(folder, allow_torch_bin))
   expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path, config) for path in expected}
   if _is_bare(tensors, family.EMBEDDING):
@@ -131,8 +135,9 @@ def read_hugging_face(folder: str | Path, allow_torch_bin: bool = False) -> Weig
   }
   tensors_lib.check(found, in_file, folder)
   turn = functools.partial(_oriented, family)
-  params = tensors_lib.read_params(tensors, names, turn)
-  notes = f"converted from the Hugging Face folder {folder.name}"
+  params = tensors_lib.read_params(tensors, names, turn, as_stored)
+  kind = "GGUF file" if gguf_files.is_gguf(folder) else "Hugging Face folder"
+  notes = f"converted from the {kind} {folder.name}"
   return Weights(config, params, notes=notes)
 
 
@@ -150,6 +155,17 @@ def _text_tensors(tensors: Tensors) -> Tensors:
     {ours: tensors.shapes[theirs] for ours, theirs in names.items()},
     lambda name: tensors.read(names[name]),
     lambda name: tensors.place(names[name]),
+  )
+
+
+def _opened(path: Path, allow_torch_bin: bool) -> Tensors:
+  if not gguf_files.is_gguf(path):
+    return open_folder(path, allow_torch_bin)
+  places = gguf_files.tensors_of(path)
+  return Tensors(
+    {name: place.shape for name, place in places.items()},
+    lambda name: gguf_files.read(path, name, places[name]),
+    lambda name: path,
   )
 
 
@@ -257,6 +273,8 @@ def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
 
 def _fields(folder: Path) -> dict[str, Any]:
   """The fields of config.json, with the eos_token_id of generation_config.json."""
+  if gguf_files.is_gguf(folder):
+    folder = gguf_files.folder_of(folder)
   fields = read_json(folder / "config.json")
   if (folder / "generation_config.json").exists():
     ends = read_json(folder / "generation_config.json").get("eos_token_id")

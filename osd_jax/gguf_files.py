@@ -1,0 +1,500 @@
+"""GGUF files of llama.cpp, as folders of transformers.
+
+The package gguf reads a file once. From its metadata come the small files of a model
+folder, which are kept in a cache, so that everything else reads them as usual:
+
+    model.gguf -> config.json, generation_config.json, tokenizer_config.json,
+                  tokenizer.json or tokenizer.model
+               -> tensors.json: where each tensor is, by its name in transformers
+
+Tensors are read from the file itself, dequantised one at a time.
+"""
+
+import dataclasses
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from osd_jax import base
+
+CACHE = "~/.cache/osd_jax/gguf"
+_VERSION = 1  # of the files in the cache
+_MAGIC = b"GGUF"
+_TENSORS = "tensors.json"
+_CHUNK = 2**18  # elements that are dequantised at a time
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+# Fields of config.json, by the end of their names in the metadata.
+_FIELDS = {
+  "hidden_size": "embedding_length",
+  "intermediate_size": "feed_forward_length",
+  "num_hidden_layers": "block_count",
+  "num_attention_heads": "attention.head_count",
+  "max_position_embeddings": "context_length",
+  "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_OPTIONAL = {
+  "num_key_value_heads": "attention.head_count_kv",
+  "head_dim": "attention.key_length",
+  "rope_theta": "rope.freq_base",
+}
+_NAMES = {
+  "token_embd": "model.embed_tokens",
+  "output_norm": "model.norm",
+  "output": "lm_head",
+}
+_LAYER_NAMES = {
+  "attn_norm": "input_layernorm",
+  "ffn_norm": "post_attention_layernorm",
+  "ffn_gate": "mlp.gate_proj",
+  "ffn_up": "mlp.up_proj",
+  "ffn_down": "mlp.down_proj",
+  "attn_q": "self_attn.q_proj",
+  "attn_k": "self_attn.k_proj",
+  "attn_v": "self_attn.v_proj",
+  "attn_output": "self_attn.o_proj",
+  "attn_q_norm": "self_attn.q_norm",
+  "attn_k_norm": "self_attn.k_norm",
+}
+_ROPE = "rope_freqs.weight"  # divisors of the rotary frequencies, as in Llama 3.1
+
+# Qwen2Tokenizer's rule, and that of Llama 3: regular expressions that split a text.
+QWEN2_WORDS = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_WORDS = {"qwen2": QWEN2_WORDS, "llama-bpe": _LLAMA3_WORDS, "llama3": _LLAMA3_WORDS}
+
+# Types of tokens in the metadata; the numbers are those of SentencePiece.
+_NORMAL, _CONTROL, _USER = 1, 3, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """Where a tensor is in a file.
+
+  Attributes:
+    kind: name of its type, such as "Q4_K".
+    shape: its shape.
+    start: first byte.
+    size: number of bytes.
+    heads: number of heads whose rows are interleaved, see `_in_halves`; 0 if none.
+  """
+
+  kind: str
+  shape: tuple[int, ...]
+  start: int
+  size: int
+  heads: int = 0
+
+
+def is_gguf(path: Path) -> bool:
+  """Whether a path is a GGUF file, or is named like one."""
+  if not path.is_file() or path.suffix == ".gguf":
+    return path.is_file()
+  with path.open("rb") as file:
+    return file.read(len(_MAGIC)) == _MAGIC
+
+
+def folder_of(path: Path) -> Path:
+  """The folder with the small files of a model, made from its metadata.
+
+  Raises:
+    InputError: the file is damaged, or holds a model that is not supported.
+    MissingExtraError: the package gguf is not installed.
+  """
+  about = path.stat()
+  key = (_VERSION, str(path.resolve()), about.st_size, about.st_mtime_ns)
+  name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+  cache = Path(CACHE).expanduser()
+  if not (cache / name).is_dir():
+    files = _files(path)
+    cache.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=cache))
+    for file, content in files.items():
+      (made / file).write_bytes(content)
+    try:
+      os.replace(made, cache / name)
+    except OSError:  # another process was faster
+      shutil.rmtree(made)
+  return cache / name
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+  """The tensors of a file, by their names in transformers; see `folder_of`."""
+  stored = json.loads((folder_of(path) / _TENSORS).read_text())
+  return {
+    name: Tensor(**{**fields, "shape": tuple(fields["shape"])})
+    for name, fields in stored.items()
+  }
+
+
+def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
+  """Reads a tensor: float32 as it is, float16 in float32, any other in bfloat16.
+
+  Raises:
+    InputError: the file ends inside the tensor.
+    MissingExtraError: the package gguf is not installed.
+  """
+  wide = tensor.kind in ("F32", "F16")
+  dtype = np.dtype(np.float32 if wide else ml_dtypes.bfloat16)
+  count = int(np.prod(tensor.shape))
+  # An mmap of its own: its pages are returned to the system with the tensor.
+  found = np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count)
+  values = found.reshape(-1, tensor.shape[-1])
+  row = tensor.size // len(values)  # bytes
+  step = max(1, _CHUNK // tensor.shape[-1])
+  with path.open("rb") as file:
+    file.seek(tensor.start)
+    for first in range(0, len(values), step):
+      part = values[first : first + step]
+      data = file.read(row * len(part))
+      if len(data) < row * len(part):
+        raise _damaged(path, f"it ends inside tensor {name}")
+      part[...] = _dequantised(np.frombuffer(data, np.uint8), row, tensor.kind)
+  values = found.reshape(tensor.shape)
+  return _in_halves(values, tensor.heads) if tensor.heads else values
+
+
+def _dequantised(data: np.ndarray, row: int, kind: str) -> np.ndarray:
+  if kind == "BF16":
+    return data.view(ml_dtypes.bfloat16).reshape(-1, row // 2)
+  gguf = _library("a tensor")
+  from gguf.quants import dequantize
+
+  return dequantize(data.reshape(-1, row), gguf.GGMLQuantizationType[kind])
+
+
+def _in_halves(values: np.ndarray, heads: int) -> np.ndarray:
+  """Rows of queries or keys in the order of transformers.
+
+  llama.cpp rotates neighbouring components of a head, transformers one half against the
+  other, so the conversion of a Llama to GGUF has interleaved the halves.
+  """
+  paired = values.reshape(heads, -1, 2, *values.shape[1:])
+  return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _library(what: object) -> Any:
+  try:
+    import gguf
+  except ImportError as error:
+    raise base.MissingExtraError(
+      f"weights: {what} needs the package gguf; install the extra (pip install"
+      " 'osd-jax[gguf]')."
+    ) from error
+  return gguf
+
+
+def _damaged(path: Path, error: object) -> base.InputError:
+  return base.InputError(
+    f"weights: cannot read {path}: {error}; expected a complete GGUF file; copy or"
+    " download it again."
+  )
+
+
+def _refused(
+  path: Path, field: str, received: object, expected: str
+) -> base.InputError:
+  return base.InputError(
+    f"weights: {path}: {field}: received {received!r}, expected {expected}; name the"
+    " folder with the model's safetensors files instead, from which it was made."
+  )
+
+
+def _files(path: Path) -> dict[str, bytes]:
+  """Reads a file; returns the content of the files in its folder."""
+  gguf = _library(path)
+  try:
+    reader = gguf.GGUFReader(path)
+    metadata = _Metadata(path, reader.fields)
+    tensors = list(reader.tensors)
+  except Exception as error:  # the library raises many types
+    raise _damaged(path, f"it is truncated or damaged ({error})") from error
+  architecture = metadata.required("general.architecture")
+  if architecture not in ARCHITECTURES:
+    raise _refused(
+      path, "general.architecture", architecture, f"one of {', '.join(ARCHITECTURES)}"
+    )
+  if (parts := metadata.get("split.count", 1)) > 1:
+    raise _refused(path, "split.count", parts, "a model in one file")
+  _check_kinds(path, tensors)
+  by_name = {tensor.name: tensor for tensor in tensors}
+  config = _config(metadata, architecture, by_name)
+  files: dict[str, Any] = {"config.json": config, **_tokenizer(metadata)}
+  files[_TENSORS] = _places(path, by_name, config)
+  return {
+    name: content if isinstance(content, bytes) else json.dumps(content).encode()
+    for name, content in files.items()
+  }
+
+
+class _Metadata:
+  """The fields of a file."""
+
+  def __init__(self, path: Path, fields: Mapping[str, Any]):
+    self.path, self._fields = path, fields
+
+  def get(self, name: str, default: Any = None) -> Any:
+    field = self._fields.get(name)
+    value = default if field is None else field.contents()
+    # A float32 with few digits: 1e-6 rather than 9.999999974752427e-07.
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+  def required(self, name: str) -> Any:
+    if name not in self._fields:
+      raise _refused(self.path, name, None, "a value")
+    return self.get(name)
+
+
+def _check_kinds(path: Path, tensors: list[Any]) -> None:
+  """Checks that every type of tensor can be dequantised, before any is read."""
+  from gguf.constants import GGML_QUANT_SIZES
+  from gguf.quants import dequantize
+
+  for tensor in {tensor.tensor_type: tensor for tensor in tensors}.values():
+    kind = tensor.tensor_type
+    try:
+      dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError as error:
+      expected = "a type that the package gguf dequantises"
+      raise _refused(path, f"tensor {tensor.name}", kind.name, expected) from error
+
+
+def _config(
+  metadata: _Metadata, architecture: str, tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+  """The fields of config.json."""
+  path, ends = metadata.path, metadata.required("tokenizer.ggml.eos_token_id")
+  fields = {
+    name: metadata.required(f"{architecture}.{key}") for name, key in _FIELDS.items()
+  }
+  for name, key in _OPTIONAL.items():
+    fields[name] = metadata.get(f"{architecture}.{key}")
+  if experts := metadata.get(f"{architecture}.expert_count"):
+    raise _refused(path, f"{architecture}.expert_count", experts, "a dense model")
+  scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+  if scaling != "none":
+    raise _refused(path, f"{architecture}.rope.scaling.type", scaling, "none")
+  if _ROPE in tensors:
+    fields["rope_scaling"] = _rope_scaling(path, fields, tensors[_ROPE].data)
+  return {
+    "architectures": [f"{architecture.title()}ForCausalLM"],
+    "model_type": architecture,
+    "hidden_act": "silu",
+    **{name: value for name, value in fields.items() if value is not None},
+    "vocab_size": int(tensors["token_embd.weight"].shape[1])
+    if "token_embd.weight" in tensors
+    else len(metadata.required("tokenizer.ggml.tokens")),
+    "tie_word_embeddings": "output.weight" not in tensors,
+    "attention_bias": "blk.0.attn_q.bias" in tensors,
+    "eos_token_id": ends,
+  }
+
+
+def _rope_scaling(
+  path: Path, fields: Mapping[str, Any], divisors: np.ndarray
+) -> dict[str, Any]:
+  """Llama 3.1's scaling, of which a file holds only the resulting divisors."""
+  factor, low, high, original = float(np.max(divisors)), 1.0, 4.0, 8192
+  size = 2 * len(divisors)
+  theta = fields["rope_theta"] or 10000.0
+  waves = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)
+  share = np.clip((original / waves - low) / (high - low), 0, 1)
+  expected = 1 / (share + (1 - share) / factor)
+  if not np.allclose(divisors, expected, rtol=1e-3):
+    raise _refused(path, _ROPE, factor, "the divisors of Llama 3.1")
+  return {
+    "rope_type": "llama3",
+    "factor": factor,
+    "low_freq_factor": low,
+    "high_freq_factor": high,
+    "original_max_position_embeddings": original,
+  }
+
+
+def _places(
+  path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
+  """The fields of `Tensor` of all tensors, by their names in transformers."""
+  heads = config["num_attention_heads"]
+  rotated = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
+  found = {}
+  for name, tensor in tensors.items():
+    if name == _ROPE:
+      continue
+    of_layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    whole = re.fullmatch(r"(\w+)\.(weight|bias)", name)
+    part = of_layer[2] if of_layer else whole[1] if whole else ""
+    if of_layer and part in _LAYER_NAMES:
+      given = f"model.layers.{of_layer[1]}.{_LAYER_NAMES[part]}.{of_layer[3]}"
+    elif whole and part in _NAMES:
+      given = f"{_NAMES[part]}.{whole[2]}"
+    else:
+      raise _refused(path, "tensor", name, "the tensors of a dense Llama or Qwen")
+    found[given] = dataclasses.asdict(
+      Tensor(
+        tensor.tensor_type.name,
+        tuple(int(size) for size in reversed(tensor.shape)),
+        int(tensor.data_offset),
+        int(tensor.n_bytes),
+        rotated.get(part, 0) if config["model_type"] == "llama" else 0,
+      )
+    )
+  return found
+
+
+def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
+  """The files of the tokenizer, by name."""
+  get = lambda name, default=None: metadata.get(f"tokenizer.ggml.{name}", default)
+  tokens, kinds = metadata.required("tokenizer.ggml.tokens"), get("token_type")
+  kinds = kinds or [_NORMAL] * len(tokens)
+  model = metadata.required("tokenizer.ggml.model")
+  begins = get("bos_token_id") if get("add_bos_token", model == "llama") else None
+  make = _TOKENIZERS.get(model)
+  if make is None:
+    expected = " or ".join(map(repr, _TOKENIZERS))
+    raise _refused(metadata.path, "tokenizer.ggml.model", model, expected)
+  settings = {
+    "add_bos_token": begins is not None,
+    "chat_template": metadata.get("tokenizer.chat_template"),
+    "added_tokens_decoder": {
+      str(token): {"content": text, "special": kind == _CONTROL}
+      for token, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
+      if kind in (_CONTROL, _USER)
+    },
+  }
+  for name, key in (
+    ("bos_token", "bos"),
+    ("eos_token", "eos"),
+    ("pad_token", "padding"),
+  ):
+    if (token := get(f"{key}_token_id")) is not None:
+      settings[name] = tokens[token]
+  ends = [
+    token for key in ("eos", "eot") if (token := get(f"{key}_token_id")) is not None
+  ]
+  return {
+    **make(metadata, tokens, kinds, begins),
+    "tokenizer_config.json": settings,
+    "generation_config.json": {"eos_token_id": list(dict.fromkeys(ends))},
+  }
+
+
+def _byte_pairs(
+  metadata: _Metadata, tokens: list[str], kinds: list[int], begins: int | None
+) -> dict[str, Any]:
+  """The tokenizer.json of a tokenizer of bytes with merges, as in Qwen and Llama 3."""
+  rule = metadata.get("tokenizer.ggml.pre", "")
+  if rule not in _WORDS:
+    raise _refused(
+      metadata.path, "tokenizer.ggml.pre", rule, f"one of {', '.join(_WORDS)}"
+    )
+  is_llama = _WORDS[rule] is _LLAMA3_WORDS
+  to_bytes = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": False,
+    "use_regex": False,
+  }
+  words = {
+    "type": "Split",
+    "pattern": {"Regex": _WORDS[rule]},
+    "behavior": "Isolated",
+    "invert": False,
+  }
+  after: Any = to_bytes
+  if begins is not None:
+    first = tokens[begins]
+    after = {
+      "type": "TemplateProcessing",
+      "single": [
+        {"SpecialToken": {"id": first, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+      ],
+      "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+      "special_tokens": {first: {"id": first, "ids": [begins], "tokens": [first]}},
+    }
+  merges = metadata.required("tokenizer.ggml.merges")
+  made = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [
+      {
+        "id": token,
+        "content": tokens[token],
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": kind == _CONTROL,
+      }
+      for token, kind in enumerate(kinds)
+      if kind in (_CONTROL, _USER)
+    ],
+    "normalizer": None if is_llama else {"type": "NFC"},
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, to_bytes]},
+    "post_processor": after,
+    "decoder": to_bytes,
+    "model": {
+      "type": "BPE",
+      "dropout": None,
+      "unk_token": None,
+      "continuing_subword_prefix": "",
+      "end_of_word_suffix": "",
+      "fuse_unk": False,
+      "byte_fallback": False,
+      "ignore_merges": is_llama,
+      "vocab": {
+        text: token
+        for token, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
+        # Added tokens, too, or they would get the next free ids.
+        if kind in (_NORMAL, _CONTROL, _USER)
+      },
+      "merges": [merge.split(" ") for merge in merges],
+    },
+  }
+  return {"tokenizer.json": made}
+
+
+def _sentence_pieces(
+  metadata: _Metadata, tokens: list[str], kinds: list[int], begins: int | None
+) -> dict[str, Any]:
+  """The tokenizer.model of a Llama 1 or 2."""
+  del begins  # `add_bos_token` in tokenizer_config.json says it
+  from sentencepiece import sentencepiece_model_pb2  # needs protobuf
+
+  proto = sentencepiece_model_pb2.ModelProto()
+  scores = metadata.required("tokenizer.ggml.scores")
+  for text, score, kind in zip(tokens, scores, kinds, strict=True):
+    proto.pieces.add(piece=text, score=score, type=kind)
+  trained = proto.trainer_spec
+  trained.model_type = sentencepiece_model_pb2.TrainerSpec.ModelType.BPE
+  trained.vocab_size, trained.byte_fallback = len(tokens), True
+  for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown")):
+    token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    setattr(trained, f"{name}_id", -1 if token is None else token)
+  trained.pad_id = -1
+  rules = proto.normalizer_spec
+  rules.name, rules.remove_extra_whitespaces = "identity", False
+  rules.add_dummy_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+  return {"tokenizer.model": proto.SerializeToString()}
+
+
+_TOKENIZERS: dict[str, Callable[..., dict[str, Any]]] = {
+  "gpt2": _byte_pairs,
+  "llama": _sentence_pieces,
+}

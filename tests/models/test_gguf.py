@@ -1,0 +1,265 @@
+"""GGUF files give the weights, the tokenizer and the chat template that they hold."""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sentencepiece
+import tiny_pair
+from models import tiny
+
+from osd_jax import base, convert, gguf_files, pairs, testing
+from osd_jax.data.vocabulary import Vocabulary
+from osd_jax.models import convert as converters
+from osd_jax.models import families, weights
+from osd_jax.models.convert import llama
+
+gguf = pytest.importorskip("gguf")
+
+TEMPLATE = "{% for message in messages %}<u>{{ message.content }}<a>{% endfor %}"
+SHAPES = {
+  "llama": dataclasses.replace(
+    testing.TINY_LLAMA, vocab_size=tiny_pair.VOCAB_SIZE, eos_ids=(2,)
+  ),
+  "qwen2": dataclasses.replace(
+    testing.TINY_LLAMA, vocab_size=320, attention_bias=True, eos_ids=(257,)
+  ),
+  "qwen3": dataclasses.replace(
+    testing.TINY_LLAMA,
+    vocab_size=320,
+    query_key_norm=True,
+    tied_head=True,
+    eos_ids=(257,),
+  ),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setattr(gguf_files, "CACHE", str(tmp_path / "cache"))
+
+
+def interleaved(tensor, heads):
+  """Rows of queries and keys as llama.cpp's converter of a Llama writes them."""
+  halves = tensor.reshape(heads, 2, -1, tensor.shape[-1])
+  return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def given_name(name):
+  """The name in a GGUF file of a tensor of transformers."""
+  start, kind = name.rsplit(".", 1)
+  if not start.startswith("model.layers."):
+    return {v: k for k, v in gguf_files._NAMES.items()}[start] + f".{kind}"
+  _, _, layer, part = start.split(".", 3)
+  inner = {v: k for k, v in gguf_files._LAYER_NAMES.items()}[part]
+  return f"blk.{layer}.{inner}.{kind}"
+
+
+def add_sentence_pieces(writer):
+  model = sentencepiece.SentencePieceProcessor()
+  model.LoadFromSerializedProto(tiny_pair.llama_tokenizer())
+  ids = range(model.GetPieceSize())
+  kinds = [
+    2
+    if model.IsUnknown(i)
+    else 3
+    if model.IsControl(i)
+    else 6
+    if model.IsByte(i)
+    else 1
+    for i in ids
+  ]
+  writer.add_tokenizer_model("llama")
+  writer.add_token_list([model.IdToPiece(i) for i in ids])
+  writer.add_token_scores([model.GetScore(i) for i in ids])
+  writer.add_token_types(kinds)
+  for name, token in (("bos", 1), ("eos", 2), ("unk", 0)):
+    getattr(writer, f"add_{name}_token_id")(token)
+
+
+def add_byte_pairs(writer):
+  """Bytes, one merge, and two control tokens."""
+  plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [code for code in range(256) if code not in plain]
+  letters = [chr(code) for code in plain] + [chr(256 + n) for n in range(len(others))]
+  tokens = [*letters, "<u>", "<a>", "he"]
+  writer.add_tokenizer_model("gpt2")
+  writer.add_tokenizer_pre("qwen2")
+  writer.add_token_list(tokens)
+  writer.add_token_types([1] * 256 + [3, 3, 1])
+  writer.add_token_merges(["h e"])
+  writer.add_eos_token_id(257)
+
+
+def write(path, kind, stored=None, change=None):
+  """Writes a tiny model; returns its weights, as float32 values of what is stored.
+
+  `stored` is the quantisation of the kernels whose rows fit its blocks.
+  """
+  config = SHAPES[kind]
+  params = tiny.random_params(families.build(config), 0)
+  writer = gguf.GGUFWriter(path, kind)
+  writer.add_context_length(config.max_positions)
+  writer.add_embedding_length(config.width)
+  writer.add_feed_forward_length(config.mlp_dim)
+  writer.add_block_count(config.num_layers)
+  writer.add_head_count(config.num_heads)
+  writer.add_head_count_kv(config.num_kv_heads)
+  writer.add_key_length(config.head_dim)
+  writer.add_layer_norm_rms_eps(config.norm_epsilon)
+  writer.add_rope_freq_base(config.rope_theta)
+  (add_sentence_pieces if kind == "llama" else add_byte_pairs)(writer)
+  writer.add_chat_template(TEMPLATE)
+  heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+
+  def written(path, leaf):
+    path = "/".join(key.key for key in path)
+    name = given_name(llama.tensor_name(path, config))
+    is_kernel = path.endswith(("/kernel", "/embedding"))
+    tensor = leaf.T if llama.is_transposed(path) else leaf
+    raw = None
+    data = np.ascontiguousarray(tensor)
+    if is_kernel and stored and tensor.shape[-1] % 32 == 0:
+      data = raw_data = gguf.quants.quantize(data, stored)
+      tensor = gguf.quants.dequantize(raw_data, stored).reshape(tensor.shape)
+      tensor, raw = tensor.astype(jnp.bfloat16).astype(np.float32), stored
+    if kind == "llama" and (part := name.split(".")[-2]) in heads:
+      data = interleaved(data, heads[part])
+    writer.add_tensor(name, data, raw_dtype=raw)
+    return tensor.T if llama.is_transposed(path) else tensor
+
+  kept = jax.tree_util.tree_map_with_path(written, params)
+  if change:
+    change(writer)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return weights.Weights(config, kept)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_weights_are_those_of_the_file(tmp_path, kind):
+  path = tmp_path / "model.gguf"
+  held = write(path, kind, gguf.GGMLQuantizationType.Q8_0)
+  found = converters.read_hugging_face(path, as_stored=True)
+  assert found.config == held.config
+  jax.tree.map(np.testing.assert_array_equal, found.params, held.params)
+  types = {str(leaf.dtype) for leaf in jax.tree.leaves(found.params)}
+  assert types == {"bfloat16", "float32"}  # norms are not quantised
+
+
+def test_file_alone_is_served(tmp_path):
+  """Equals the folder with the same weights and the tokenizer that it was made from."""
+  path, folder = tmp_path / "model.gguf", tmp_path / "folder"
+  held = write(path, "llama", gguf.GGMLQuantizationType.Q8_0)
+  files = {"tokenizer.model": tiny_pair.llama_tokenizer()}
+  converters.write_hugging_face(folder, held, files)
+  found, wanted = (
+    pairs.load_pair(pairs.PairConfig(target=str(target), draft="cache"))
+    for target in (path, folder)
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_equal(np.float32(a), b),
+    found.target_params,
+    wanted.target_params,
+  )
+  assert found.vocabulary.template("Hi") == "<u>Hi<a>"
+  for text in ("SELECT name FROM", "Zwölf ☃", " a  b\n"):
+    ids = found.vocabulary.encode(text)
+    assert ids == wanted.vocabulary.encode(text)
+    assert found.vocabulary.decode(ids) == wanted.vocabulary.decode(ids)
+  assert found.vocabulary.prefix == wanted.vocabulary.prefix == (1,)
+
+
+def test_byte_pairs_are_read(tmp_path):
+  write(tmp_path / "model.gguf", "qwen3")
+  found = Vocabulary.load(tmp_path / "model.gguf", template=None)
+  ids = found.encode_prompt("hehé")
+  assert ids[0] == 256 and ids[-1] == 257 and 258 in ids and found.eos_ids == (257,)
+  assert found.processor.DecodeIds(ids.tolist()) == "hehé"
+
+
+def test_file_is_converted(tmp_path):
+  held = write(tmp_path / "model.gguf", "qwen2")
+  config = convert.ConvertConfig(str(tmp_path / "model.gguf"), str(tmp_path / "out"))
+  found = weights.load(convert.run(config).path)
+  jax.tree.map(np.testing.assert_array_equal, found.params, held.params)
+
+
+REFUSED = {
+  "gemma9": (lambda path: write_other(path, "gemma9"), "architecture.*'gemma9'"),
+  "experts": (lambda path: write(path, "qwen2", change=with_experts), "expert_count"),
+  "words": (lambda path: write(path, "qwen2", change=with_words), "pre.*'falcon'"),
+  "type": (lambda path: write_typed(path), "blk.9.other.weight.*'Q8_K'"),
+  "tensor": (lambda path: write(path, "qwen2", change=with_tensor), "'blk.9.other"),
+}
+
+
+def write_other(path, kind):
+  writer = gguf.GGUFWriter(path, kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+
+
+def with_experts(writer):
+  writer.add_expert_count(8)
+
+
+def with_words(writer):
+  writer.kv_data[0].pop("tokenizer.ggml.pre")
+  writer.add_tokenizer_pre("falcon")
+
+
+def with_tensor(writer):
+  writer.add_tensor("blk.9.other.weight", np.zeros((2, 2), np.float32))
+
+
+def write_typed(path):
+  kind = gguf.GGMLQuantizationType.Q8_K
+  data = np.zeros((1, 292), np.uint8)
+  write(
+    path,
+    "qwen2",
+    change=lambda w: w.add_tensor("blk.9.other.weight", data, raw_dtype=kind),
+  )
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_file_is_refused_by_name(tmp_path, case):
+  make, message = REFUSED[case]
+  make(tmp_path / "model.gguf")
+  with pytest.raises(base.InputError, match=message):
+    converters.shape_of_hugging_face(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+def test_truncated_file_is_refused(tmp_path, share):
+  write(tmp_path / "whole.gguf", "qwen2")
+  data = (tmp_path / "whole.gguf").read_bytes()
+  path = tmp_path / "model.gguf"
+  path.write_bytes(data[: int(share * len(data))])
+  config = pairs.PairConfig(target=str(path), draft="cache")
+  with pytest.raises(base.InputError, match=r"PairConfig.target: .*model.gguf.*again"):
+    pairs.load_pair(config)
+
+
+def test_file_that_shrinks_later_is_refused(tmp_path):
+  path = tmp_path / "model.gguf"
+  write(path, "qwen2")
+  name, place = list(gguf_files.tensors_of(path).items())[-1]
+  path.write_bytes(path.read_bytes()[: place.start + 4])
+  with pytest.raises(base.InputError, match=f"it ends inside tensor {name}"):
+    gguf_files.read(path, name, place)
+
+
+def test_missing_package_is_named(tmp_path, monkeypatch):
+  write(tmp_path / "model.gguf", "qwen2")
+  monkeypatch.setitem(sys.modules, "gguf", None)
+  with pytest.raises(base.MissingExtraError, match=r"osd-jax\[gguf\]"):
+    converters.shape_of_hugging_face(tmp_path / "model.gguf")

@@ -33,7 +33,14 @@ _MAGIC = b"GGUF"
 _TENSORS = "tensors.json"
 _CHUNK = 2**18  # elements that are dequantised at a time
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# The model types of transformers, by architecture.
+ARCHITECTURES = {
+  "llama": "llama",
+  "qwen2": "qwen2",
+  "qwen3": "qwen3",
+  "gemma2": "gemma2",
+  "gemma3": "gemma3_text",
+}
 
 # Fields of config.json, by the end of their names in the metadata.
 _FIELDS = {
@@ -48,6 +55,9 @@ _OPTIONAL = {
   "num_key_value_heads": "attention.head_count_kv",
   "head_dim": "attention.key_length",
   "rope_theta": "rope.freq_base",
+  "sliding_window": "attention.sliding_window",
+  "attn_logit_softcapping": "attn_logit_softcapping",
+  "final_logit_softcapping": "final_logit_softcapping",
 }
 _NAMES = {
   "token_embd": "model.embed_tokens",
@@ -67,6 +77,11 @@ _LAYER_NAMES = {
   "attn_q_norm": "self_attn.q_norm",
   "attn_k_norm": "self_attn.k_norm",
 }
+_GEMMA_NAMES = _LAYER_NAMES | {
+  "ffn_norm": "pre_feedforward_layernorm",
+  "post_attention_norm": "post_attention_layernorm",
+  "post_ffw_norm": "post_feedforward_layernorm",
+}
 _ROPE = "rope_freqs.weight"  # divisors of the rotary frequencies, as in Llama 3.1
 
 # Qwen2Tokenizer's rule, and that of Llama 3: regular expressions that split a text.
@@ -78,7 +93,7 @@ _LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _WORDS = {"qwen2": QWEN2_WORDS, "llama-bpe": _LLAMA3_WORDS, "llama3": _LLAMA3_WORDS}
 
 # Types of tokens in the metadata; the numbers are those of SentencePiece.
-_NORMAL, _CONTROL, _USER = 1, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +106,7 @@ class Tensor:
     start: first byte.
     size: number of bytes.
     heads: number of heads whose rows are interleaved, see `_in_halves`; 0 if none.
+    offset: is subtracted from the stored values; 1 for the norms of a Gemma.
   """
 
   kind: str
@@ -98,6 +114,7 @@ class Tensor:
   start: int
   size: int
   heads: int = 0
+  offset: float = 0.0
 
 
 def is_gguf(path: Path) -> bool:
@@ -164,6 +181,8 @@ def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
       if len(data) < row * len(part):
         raise _damaged(path, f"it ends inside tensor {name}")
       part[...] = _dequantised(np.frombuffer(data, np.uint8), row, tensor.kind)
+  if tensor.offset:
+    np.subtract(found, dtype.type(tensor.offset), out=found)
   values = found.reshape(tensor.shape)
   return _in_halves(values, tensor.heads) if tensor.heads else values
 
@@ -286,14 +305,23 @@ def _config(
   if experts := metadata.get(f"{architecture}.expert_count"):
     raise _refused(path, f"{architecture}.expert_count", experts, "a dense model")
   scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-  if scaling != "none":
-    raise _refused(path, f"{architecture}.rope.scaling.type", scaling, "none")
+  if scaling == "linear":
+    factor = metadata.required(f"{architecture}.rope.scaling.factor")
+    fields["rope_scaling"] = {"rope_type": scaling, "factor": factor}
+  elif scaling != "none":
+    raise _refused(path, f"{architecture}.rope.scaling.type", scaling, "none or linear")
   if _ROPE in tensors:
     fields["rope_scaling"] = _rope_scaling(path, fields, tensors[_ROPE].data)
+  if fields["num_hidden_layers"] in (46, 62):  # the Gemmas with 27B, as in llama.cpp
+    scalar = fields["hidden_size"] // fields["num_attention_heads"]
+  else:
+    scalar = fields["head_dim"]
+  is_gemma = architecture.startswith("gemma")
+  kind = {"query_pre_attn_scalar": scalar} if is_gemma else {"hidden_act": "silu"}
   return {
     "architectures": [f"{architecture.title()}ForCausalLM"],
-    "model_type": architecture,
-    "hidden_act": "silu",
+    "model_type": ARCHITECTURES[architecture],
+    **kind,
     **{name: value for name, value in fields.items() if value is not None},
     "vocab_size": int(tensors["token_embd.weight"].shape[1])
     if "token_embd.weight" in tensors
@@ -329,7 +357,8 @@ def _places(
   path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
   """The fields of `Tensor` of all tensors, by their names in transformers."""
-  heads = config["num_attention_heads"]
+  heads, is_gemma = config["num_attention_heads"], "gemma" in config["model_type"]
+  names = _GEMMA_NAMES if is_gemma else _LAYER_NAMES
   rotated = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
   found = {}
   for name, tensor in tensors.items():
@@ -338,12 +367,14 @@ def _places(
     of_layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     whole = re.fullmatch(r"(\w+)\.(weight|bias)", name)
     part = of_layer[2] if of_layer else whole[1] if whole else ""
-    if of_layer and part in _LAYER_NAMES:
-      given = f"model.layers.{of_layer[1]}.{_LAYER_NAMES[part]}.{of_layer[3]}"
+    if of_layer and part in names:
+      given = f"model.layers.{of_layer[1]}.{names[part]}.{of_layer[3]}"
     elif whole and part in _NAMES:
       given = f"{_NAMES[part]}.{whole[2]}"
     else:
-      raise _refused(path, "tensor", name, "the tensors of a dense Llama or Qwen")
+      raise _refused(
+        path, "tensor", name, "the tensors of a dense Llama, Qwen or Gemma"
+      )
     found[given] = dataclasses.asdict(
       Tensor(
         tensor.tensor_type.name,
@@ -351,6 +382,7 @@ def _places(
         int(tensor.data_offset),
         int(tensor.n_bytes),
         rotated.get(part, 0) if config["model_type"] == "llama" else 0,
+        1.0 if is_gemma and part.endswith("norm") else 0.0,
       )
     )
   return found
@@ -473,13 +505,16 @@ def _byte_pairs(
 def _sentence_pieces(
   metadata: _Metadata, tokens: list[str], kinds: list[int], begins: int | None
 ) -> dict[str, Any]:
-  """The tokenizer.model of a Llama 1 or 2."""
+  """The tokenizer.model of a Llama 1 or 2, or a Gemma."""
   del begins  # `add_bos_token` in tokenizer_config.json says it
   from sentencepiece import sentencepiece_model_pb2  # needs protobuf
 
   proto = sentencepiece_model_pb2.ModelProto()
   scores = metadata.required("tokenizer.ggml.scores")
-  for text, score, kind in zip(tokens, scores, kinds, strict=True):
+  unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+  for token, (text, score) in enumerate(zip(tokens, scores, strict=True)):
+    # Gemma's files call the unknown token a control token.
+    kind = _UNKNOWN if token == unknown else kinds[token]
     proto.pieces.add(piece=text, score=score, type=kind)
   trained = proto.trainer_spec
   trained.model_type = sentencepiece_model_pb2.TrainerSpec.ModelType.BPE
@@ -487,6 +522,8 @@ def _sentence_pieces(
   for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown")):
     token = metadata.get(f"tokenizer.ggml.{key}_token_id")
     setattr(trained, f"{name}_id", -1 if token is None else token)
+    if token is not None:  # SentencePiece finds it by its text
+      setattr(trained, f"{name}_piece", tokens[token])
   trained.pad_id = -1
   rules = proto.normalizer_spec
   rules.name, rules.remove_extra_whitespaces = "identity", False

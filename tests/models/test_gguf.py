@@ -34,6 +34,17 @@ SHAPES = {
     tied_head=True,
     eos_ids=(257,),
   ),
+  "gemma3": dataclasses.replace(
+    tiny.GEMMA,
+    vocab_size=tiny_pair.VOCAB_SIZE,
+    num_layers=6,
+    windows=(*(3,) * 5, 0),
+    local_rope_theta=1e4,
+    query_pre_attn_scalar=0.0,
+    attention_cap=0.0,
+    logit_cap=0.0,
+    eos_ids=(2,),
+  ),
 }
 
 
@@ -48,13 +59,13 @@ def interleaved(tensor, heads):
   return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def given_name(name):
+def given_name(name, names):
   """The name in a GGUF file of a tensor of transformers."""
   start, kind = name.rsplit(".", 1)
   if not start.startswith("model.layers."):
     return {v: k for k, v in gguf_files._NAMES.items()}[start] + f".{kind}"
   _, _, layer, part = start.split(".", 3)
-  inner = {v: k for k, v in gguf_files._LAYER_NAMES.items()}[part]
+  inner = {v: k for k, v in names.items()}[part]
   return f"blk.{layer}.{inner}.{kind}"
 
 
@@ -111,17 +122,27 @@ def write(path, kind, stored=None, change=None):
   writer.add_key_length(config.head_dim)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
   writer.add_rope_freq_base(config.rope_theta)
-  (add_sentence_pieces if kind == "llama" else add_byte_pairs)(writer)
+  add_tokenizer = add_byte_pairs if kind.startswith("qwen") else add_sentence_pieces
+  add_tokenizer(writer)
+  is_gemma = kind == "gemma3"
+  names = gguf_files._GEMMA_NAMES if is_gemma else gguf_files._LAYER_NAMES
+  if is_gemma:
+    writer.add_sliding_window(3)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(config.rope_factor)
   writer.add_chat_template(TEMPLATE)
   heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
 
   def written(path, leaf):
     path = "/".join(key.key for key in path)
-    name = given_name(llama.tensor_name(path, config))
+    name = given_name(llama.tensor_name(path, config), names)
     is_kernel = path.endswith(("/kernel", "/embedding"))
     tensor = leaf.T if llama.is_transposed(path) else leaf
     raw = None
     data = np.ascontiguousarray(tensor)
+    if is_gemma and not is_kernel:  # llama.cpp stores 1 + scale
+      data = data + np.float32(1)
+      tensor = data - np.float32(1)
     if is_kernel and stored and tensor.shape[-1] % 32 == 0:
       data = raw_data = gguf.quants.quantize(data, stored)
       tensor = gguf.quants.dequantize(raw_data, stored).reshape(tensor.shape)

@@ -77,7 +77,7 @@ def subsample(
 
 def logits_of(
   model: base.Model, params: base.Params, sampled: Subsample
-) -> Float[Array, "R P C"]:
+) -> Float[Array, "*steps R P C"]:
   """Computes the draft's logits for `losses.distillation_loss`.
 
   A model without `score_at` computes all logits and drops the rest.
@@ -101,7 +101,8 @@ def logits_of(
     return logits
   # A token that represents w tokens counts w times in the normaliser, so its logit
   # grows by log w.
-  weighted = logits + sampled.log_weights[None, None]
+  weights = sampled.log_weights.reshape(*(1,) * (logits.ndim - 1), -1)
+  weighted = logits + weights
   padding = [(0, 0)] * (weighted.ndim - 1) + [(0, 1)]
   return jnp.pad(weighted, padding, constant_values=_NO_LOGIT)
 

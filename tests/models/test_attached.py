@@ -10,6 +10,8 @@ from models import cases
 from models.cases import CLOSE, ROWS, SOURCE, Runner
 
 from osd_jax import base, pairs
+from osd_jax.decoding import records
+from osd_jax.distillation import losses, update
 from osd_jax.models import attached, families, weights
 from osd_jax.models.shapes import AttachedConfig, DraftServing, T5Config
 
@@ -129,6 +131,45 @@ def test_scores_of_chosen_positions_and_tokens_are_those_of_all():
   whole = np.asarray(runner.model.score_steps(*given, **states))
   rows = np.arange(ROWS)[:, None]
   np.testing.assert_allclose(part, whole[:, rows, positions][..., tokens], **CLOSE)
+
+
+@pytest.mark.parametrize("subsampled", [False, True])
+def test_loss_is_the_mean_over_the_steps_that_a_position_can_have(subsampled):
+  runner = Runner("reads the tokens of t5")
+  logits = runner.target.score(
+    runner.target_params, runner.source, runner.mask, runner.text
+  )
+  batch = base.DistillationBatch(
+    source=runner.source,
+    target=runner.text,
+    mask=jnp.ones(runner.text.shape, bool),
+    records=records.from_logits(logits, 8),
+    weight=jnp.ones(ROWS),
+    target_states=runner.target_states(),
+    token_states=runner.token_states,
+  )
+  counts = {"num_positions": 4, "num_tokens": 20, "num_negatives": 8}
+  loss = losses.LossConfig(**counts if subsampled else {})
+  config, (own, frozen) = (
+    update.UpdateConfig(loss=loss),
+    runner.model.split(runner.params),
+  )
+  value, gradient = update.loss_and_grad(runner.model, config, own, batch, frozen)
+  assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient["state_inward"]))
+  steps = runner.model.score_steps(
+    runner.params, runner.source, runner.mask, runner.text, **batch.score_inputs
+  )
+  positions = np.arange(runner.text.shape[1])
+  expected = np.mean(
+    [
+      losses.distillation_loss(
+        loss, part, batch.replace(mask=batch.mask & (positions >= step)[None])
+      )
+      for step, part in enumerate(steps)
+    ]
+  )
+  # Four positions, and eight tokens for the others, estimate the loss of all.
+  assert float(value) == pytest.approx(expected, rel=0.25 if subsampled else 1e-5)
 
 
 def test_missing_token_states_are_reported():

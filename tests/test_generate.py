@@ -158,6 +158,7 @@ def test_prompts_come_from_arguments_files_or_standard_input(osd, tmp_path):
     code, out, errors, _ = osd(*words, typed=typed)
     assert (code, out) == (0, "ONE\nTWO\n")
     assert errors == (
+      "loading target and draft ...\n"
       "2 answers, 6 tokens, 2.50 tokens per target call, 100 tokens per second\n"
     )
 

@@ -721,8 +721,8 @@ FAULTS = [
   ),
   Fault(
     "verification of too few tokens",
-    "jax.lax.switch(jnp.sum(is_longer), branches, state.target_cache)",
-    "jax.lax.switch(jnp.sum(is_longer) - 1, branches, state.target_cache)",
+    "(smallest == index, found, cache),",
+    "(smallest == index + 1, found, cache),",
     f"{MIXED} -k smallest_width",
   ),
   Fault(

@@ -265,10 +265,19 @@ def judge(
 
   if proposal.lengths is None or not spec.widths or not num_draft_tokens:
     return judged(num_draft_tokens, state.target_cache)
-  widths = (0, *spec.widths)
-  branches = [functools.partial(judged, width) for width in widths]
-  is_longer = jnp.max(proposal.lengths) > jnp.asarray(widths)
-  return jax.lax.switch(jnp.sum(is_longer), branches, state.target_cache)
+  widths, cache = (0, *spec.widths), state.target_cache
+  smallest = jnp.sum(jnp.max(proposal.lengths) > jnp.asarray(widths))
+  shapes = jax.eval_shape(lambda: judged(widths[-1], cache)[0])
+  found = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+  for index, width in enumerate(widths):
+    # A loop that runs once or not at all. XLA writes into what a loop carries, but
+    # would copy the cache into and out of each branch of a `switch`.
+    _, found, cache = jax.lax.while_loop(
+      lambda carry: carry[0],
+      lambda carry, width=width: (jnp.zeros((), bool), *judged(width, carry[2])),
+      (smallest == index, found, cache),
+    )
+  return found, cache
 
 
 def verify(

@@ -80,7 +80,7 @@ def online_config(pair, folder, rows=2, decoding=None, **changes):
 
 
 def online_of(family="t5", is_attached=False, has_shortlist=False, **changes):
-  is_cache = changes.pop("is_cache", False)
+  is_cache, reads = changes.pop("is_cache", False), changes.pop("reads", "prompt")
 
   def make(files, folder):
     pair = files[family]
@@ -88,6 +88,8 @@ def online_of(family="t5", is_attached=False, has_shortlist=False, **changes):
       pair = dataclasses.replace(pair, draft=pairs.CACHE)
     if is_attached:
       pair = tiny_online.attached(pair)
+      shape = dataclasses.replace(pair.attached, reads=reads)
+      pair = dataclasses.replace(pair, attached=shape)
     if has_shortlist:
       pair = dataclasses.replace(pair, draft_serving=tiny_online.SERVING)
     on_mesh = "partition" in changes  # each run then places the pair on its mesh
@@ -130,7 +132,7 @@ FEATURES = {
   "shortlist": online_of(has_shortlist=True),
   "attached draft": online_of(is_attached=True),
   "Llama": online_of("llama"),
-  "Llama, attached draft": online_of("llama", is_attached=True),
+  "Llama, attached draft": online_of("llama", is_attached=True, reads="tokens"),
   "adaptive K": online_of(decoding={"adaptive": CHOICE}),
   "n-gram cache": online_of(is_attached=True, decoding={"cache_tokens": 1 << 10}),
   "cache alone": online_of("llama", is_cache=True, decoding={"cache_tokens": 1 << 10}),

@@ -213,11 +213,16 @@ class Pair:
     Raises:
       InputError: the file does not contain such a draft.
     """
-    if isinstance(self.draft_config, AttachedConfig):
-      assert self.identity is not None
-      trained = weights.load_attached(path, self.identity).params
-      return self.draft.join(trained, self.draft.split(self.draft_params)[1])
-    return weights.load(path).params
+    if not isinstance(self.draft_config, AttachedConfig):
+      return weights.load(path).params
+    assert self.identity is not None
+    held = weights.load_attached(path, self.identity)
+    if held.config != self.draft_config:
+      raise base.InputError(
+        f"load_draft: {path} holds a draft of the shape {held.config}, expected"
+        f" {self.draft_config}; load a pair with this draft instead."
+      )
+    return self.draft.join(held.params, self.draft.split(self.draft_params)[1])
 
 
 def load_pair(

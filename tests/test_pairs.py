@@ -423,6 +423,11 @@ def test_state_layer_selects_the_states_of_an_attached_draft(llama_pair, tmp_pat
   np.testing.assert_array_equal(target_states(last), target_states(after_all))
   path = first.save_draft(tmp_path / "draft.safetensors", first.draft_params, "")
   assert loaded(1, str(path)).draft_config == tiny_online.SHAPE
+  shape = dataclasses.replace(tiny_online.SHAPE, reads="tokens")
+  config = dataclasses.replace(tiny_online.attached(llama_pair), state_layer=1)
+  other = pairs.load_pair(dataclasses.replace(config, attached=shape))
+  with pytest.raises(base.InputError, match=r"reads='prompt'.*expected .*'tokens'"):
+    other.load_draft(path)
   with pytest.raises(base.InputError, match="attached to the target"):
     loaded(0, str(path))
   with pytest.raises(base.InputError, match=r"PairConfig\.state_layer: received 9"):

@@ -362,8 +362,9 @@ class Model:
       `decode` takes these states [B, n, E] as a fourth argument, and without them goes
       on from its own; its scores take `token_states=` [B, T, E], as the cache of a
       target has them.
-    score_steps: `score_at` for such a draft, [steps, B, P, C]: step n judges each token
-      as the n-th after the last verified one. None for other models.
+    score_steps: `score_at` for such a draft, [steps, B, P, C]: in step n, the draft has
+      drafted the n tokens before each one, and has only its own states of them. None
+      for other models.
     score_with_states: `score` of a target, which returns (logits, token states
       [B, T, E] bfloat16). None for drafts.
     head_dim: D, size of the groups on the logical axis "joined_kv" that sharding must

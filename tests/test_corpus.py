@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import rich.progress
 import tabular_pair
+import tiny_online
+import tiny_pair
 
-from osd_jax import base, corpus, sharding
+from osd_jax import base, corpus, pairs, sharding
+from osd_jax.data.batches import EncodedExample
 from osd_jax.engine import engine
 from osd_jax.models import mixture
 
@@ -55,6 +58,36 @@ def generated(pair, rows=3, temperature=0.0, **values):
     tabular_pair.prompts(COUNT),
     rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}")),
   )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", ["prompt", "tokens"])
+def test_states_of_prompts_are_kept_if_they_fit(reads, tmp_path, monkeypatch):
+  """An attached draft learns the same from stored states and from computed ones."""
+  config = tiny_online.attached(tiny_pair.save_tiny_pair(tmp_path, "t5"))
+  shape = dataclasses.replace(config.attached, reads=reads)
+  pair = pairs.load_pair(dataclasses.replace(config, attached=shape))
+  decoding = engine.DecodingConfig(rows=2, source_lengths=(8,), target_length=6)
+  examples = [EncodedExample(np.arange(3, 9), 0, np.arange(0)) for _ in range(3)]
+
+  def rows(limit):
+    monkeypatch.setattr(corpus, "STATES_BYTES", limit)
+    bar = rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}"))
+    given = (corpus.TextSource(), decoding, engine.SamplingConfig(), pair, ONE_DEVICE)
+    return corpus.generate(*given, examples, bar)
+
+  width = pair.draft.state_width
+  kept, dropped = rows(3 * 8 * width * 2), rows(3 * 8 * width * 2 - 1)
+  assert kept.target_states.shape == (3, 8, width) and dropped.target_states is None
+  assert (kept.token_states is not None) == (reads == "tokens")
+  score = lambda batch: pair.draft.score(
+    pair.draft_params,
+    batch.source,
+    pair.draft.mask(batch.source),
+    batch.target,
+    **batch.score_inputs,
+  )
+  np.testing.assert_allclose(score(kept), score(dropped), rtol=1e-5, atol=1e-5)
 
 
 def test_answers_keep_the_order_of_prompts(pair):

@@ -611,3 +611,15 @@ def test_environment_variables_override_the_cache(jax_updates, monkeypatch, fold
   monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
   cli._prepare_jax()
   assert jax_updates == []
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(1.0, True), (0.0, False)])
+def test_command_says_that_it_starts_if_importing_takes_long(
+  seconds, said, monkeypatch, capsys
+):
+  """An error in the settings, which is quick, stays a single line."""
+  monkeypatch.setattr(cli, "_prepare_jax", lambda: time.sleep(seconds))
+  assert cli.main(["online", "--gin_file=missing.gin"]) == 2
+  lines = capsys.readouterr().err.splitlines()
+  assert ("osd online: starting ..." in lines) == said
+  assert len(lines) == 1 + said

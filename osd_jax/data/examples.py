@@ -270,8 +270,11 @@ class TaskExamples:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A digest of all texts and of the vocabulary, which give all token ids."""
-    encodes = (self._vocabulary.fingerprint, self._vocabulary.chat_template)
+    """A digest of all texts and of how they are encoded, which give all token ids."""
+    own = self._vocabulary
+    # A template may write today's date, so one prompt is encoded, too.
+    encoded = own.encode_prompt("Hello").tolist()
+    encodes = (own.fingerprint, own.chat_template, own.variables, encoded)
     digest = hashlib.sha256(repr(encodes).encode())
     for example in self.examples:
       # A conversation is more than its text: its messages have roles.

@@ -403,8 +403,12 @@ class T5(served.LanguageModel):
   def forced(self, source, mask, target, positions=None):
     """See `served.LanguageModel.forced`."""
     cross = self.decoder.cross_keys_values(self._encode(source, mask))
-    x = self.token_embedder(layers.inputs_of(target))
+    x = self.token_embedder(layers.inputs_of(target, self._start_id))
     return self.decoder.at(x, cross, mask, positions)
+
+  @property
+  def _start_id(self) -> int:
+    return base.PAD_ID
 
   def _encode(self, source, mask):
     return self.encoder(self.token_embedder(source), mask)

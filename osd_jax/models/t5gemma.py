@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import layers, llama, served
+from osd_jax.models import layers, llama, served, t5
 from osd_jax.models.shapes import T5GemmaConfig
 
 
@@ -134,30 +134,22 @@ class Decoder(nn.Module):
     return x, written
 
 
-class T5Gemma(served.LanguageModel):
+class T5Gemma(t5.T5):
   """The whole model; see `served.LanguageModel` for its attributes."""
 
   config: T5GemmaConfig
 
   def setup(self):
-    super().setup()
+    served.LanguageModel.setup(self)
     self.encoder = Encoder(self.config)
     self.decoder = Decoder(self.config, self._layout, self._has_own_head)
 
-  def read(self, source, mask):
-    """See `served.LanguageModel.read`."""
-    encoded = self.encoder(source, mask)
-    return self.decoder.cross_keys_values(encoded), mask, encoded
+  @property
+  def _start_id(self) -> int:
+    return self.config.start_id
 
-  def encode_for_draft(self, source, mask):
-    """See `base.Model.encode_for_draft`."""
-    return layers.as_target_states(self.encoder(source, mask))
-
-  def forced(self, source, mask, target, positions=None):
-    """See `served.LanguageModel.forced`."""
-    cross = self.decoder.cross_keys_values(self.encoder(source, mask))
-    x = self.token_embedder(layers.inputs_of(target, self.config.start_id))
-    return self.decoder.at(x, cross, mask, positions)
+  def _encode(self, source, mask):
+    return self.encoder(source, mask)
 
   @staticmethod
   def model_fields(config: T5GemmaConfig) -> dict[str, Any]:

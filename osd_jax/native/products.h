@@ -160,8 +160,9 @@ inline void Widen(const BFloat16* from, int64_t size, float* to) {
   }
 }
 
-// Widens weights, beginning with number `first`, for a product that XLA computes. `after` is not read: the operand makes
-// XLA wait with the float32 copy until the product is next.
+// Widens weights, beginning with number `first`, for a product that XLA computes.
+// `after` is not read: the operand makes XLA wait with the float32 copy until the product
+// is next.
 inline ffi::Error WidenPart(ffi::ThreadPool pool, ffi::AnyBuffer after,
                         ffi::Buffer<ffi::BF16> kernel, ffi::ResultBuffer<ffi::F32> y,
                         int64_t first) {

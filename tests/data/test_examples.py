@@ -105,6 +105,25 @@ def test_fingerprint_depends_on_the_ids(jsonl_task, vocabulary):
   assert one == same != other
 
 
+def test_fingerprint_depends_on_what_the_chat_template_writes(jsonl_task, vocabulary):
+  """Also on a date, which a template reads from the clock."""
+
+  def fingerprint(written, variables=()):
+    changed = dataclasses.replace(
+      vocabulary,
+      is_causal=True,
+      chat_template="the same text",
+      variables=variables,
+      template=lambda prompt: f"{written} {prompt}",
+    )
+    return TaskExamples(jsonl_task, changed).fingerprint
+
+  today = fingerprint("Today is Monday.")
+  assert today == fingerprint("Today is Monday.")
+  assert today != fingerprint("Today is Tuesday.")
+  assert today != fingerprint("Today is Monday.", (("thinks", False),))
+
+
 def test_published_data_sets_can_be_read(shared_data):
   t5 = Vocabulary.load(shared_data / "tokenizers/t5/spiece.model")
   for name in ("python", "finance_10k"):

@@ -171,6 +171,24 @@ def test_long_prompts_are_cut_and_counted(vocabulary):
   assert too_long > 0
 
 
+def test_only_served_prompts_are_encoded_for_the_report(vocabulary, monkeypatch):
+  """A corpus may hold thousands of prompts more."""
+  encoded = []
+
+  def encode_prompt(self, text):
+    encoded.append(text)
+    return right(self, text)
+
+  right = Vocabulary.encode_prompt
+  monkeypatch.setattr(Vocabulary, "encode_prompt", encode_prompt)
+  stream = QueryStream(_config(requests_per_task=3, source_length=12), vocabulary)
+  report = stream.report()
+  served = {query.prompt for query in stream}
+  assert set(encoded) == served and len(served) == 3 * len(report)
+  cut = sum(len(right(vocabulary, prompt)) > 12 for prompt in served)
+  assert sum(task["cut"] for task in report.values()) == cut > 0
+
+
 BAD_LINES = {
   b"": "empty",
   b"   \t": "empty",

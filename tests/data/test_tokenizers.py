@@ -3,6 +3,7 @@
 import json
 import sys
 
+import jinja2
 import pytest
 import sentencepiece
 
@@ -196,6 +197,20 @@ def test_tokenizer_json_is_encoded_with_its_own_rules(tmp_path):
 
 
 # ---- Chat templates
+
+
+def test_template_is_compiled_once_for_all_prompts(folder, monkeypatch):
+  compiled = []
+
+  def from_string(self, source, *others, **named):
+    compiled.append(source)
+    return right(self, source, *others, **named)
+
+  right = jinja2.Environment.from_string
+  monkeypatch.setattr(jinja2.Environment, "from_string", from_string)
+  vocabulary = Vocabulary.load(folder, template="<{{ messages[0]['content'] }}>")
+  assert [vocabulary.template(text) for text in ("a", "b")] == ["<a>", "<b>"]
+  assert len(compiled) == 1
 
 
 def test_template_own_uses_the_template_of_the_folder(folder):

@@ -11,6 +11,8 @@ import pytest
 from conftest import xla_flags
 from nbformat.v4 import new_code_cell, new_notebook
 
+from osd_jax import convert
+
 # Smaller sizes for the tests: text of a cell and its replacement.
 SMALLER = {
   "quick_start": {"LEARN = 24 ": "LEARN = 8 "},
@@ -18,7 +20,10 @@ SMALLER = {
     "MATHS, SQL = 60, 100 ": "MATHS, SQL = 20, 60 ",
     "REQUESTS = 40 ": "REQUESTS = 12 ",
   },
-  "only_a_target": {"REQUESTS = 120 ": "REQUESTS = 60 "},
+  "only_a_target": {
+    "REQUESTS = 120 ": "REQUESTS = 60 ",
+    "shipped:demo_target.safetensors": "my_model",
+  },
   "own_data_and_weights": {"REQUESTS = 48 ": "REQUESTS = 16 "},
   "decoder_only_pair": {
     "STEPS = 300 ": "STEPS = 100 ",
@@ -175,7 +180,16 @@ def test_adapting_draft_raises_acceptance_and_stays_exact(
 
 
 @pytest.mark.slow
-def test_only_a_target_learns_a_draft_from_nothing(repository, execute):
+def test_only_a_target_learns_a_draft_from_nothing(repository, execute, tmp_path):
+  """With a folder of transformers, as a published model is."""
+  convert.run(
+    convert.ConvertConfig(
+      source="shipped:demo_target.safetensors",
+      output=str(tmp_path / "my_model"),
+      output_kind="hugging_face",
+      vocabulary="shipped:demo_vocabulary.model",
+    )
+  )
   ask = "[counts, texts[:20] == alone, server.statistics.updates]"
   kernel = execute(smaller(repository, "only_a_target", ask))
   counts, exact, updates = answer(kernel)

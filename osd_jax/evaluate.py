@@ -17,8 +17,14 @@ import rich.console
 from osd_jax import base, certificate, corpus, metrics, pairs, runs, session, sharding
 from osd_jax.data.batches import BatchConfig, EncodedExample, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.engine import agreement, measurement
-from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
+from osd_jax.engine import agreement, generation_config, measurement
+from osd_jax.engine.requests import (
+  DecodingConfig,
+  Finished,
+  OwnSampling,
+  Request,
+  SamplingConfig,
+)
 from osd_jax.engine.server import Server
 from osd_jax.report import page, progress
 
@@ -40,7 +46,8 @@ class EvaluateConfig(base.Config):
       With the drafts from before and after a run, the differences show what the run
       gained or forgot.
     decoding: shapes of decoding and K; `decoding.rows` prompts are in flight.
-    sampling: prompt i draws with seed + i.
+    sampling: prompt i draws with seed + i. `OwnSampling` takes the settings in the
+      target's generation_config.json.
     speed_requests: prompts to time, with plain decoding and each draft in turn, once
       with one row and once with `batch_rows` rows. 0 skips the timing.
     batch_rows: rows of the second timing.
@@ -54,7 +61,7 @@ class EvaluateConfig(base.Config):
   pair: pairs.PairConfig = pairs.PairConfig()
   drafts: tuple[str, ...] = ()
   decoding: DecodingConfig = DecodingConfig(rows=8)
-  sampling: SamplingConfig = SamplingConfig()
+  sampling: SamplingConfig | OwnSampling = SamplingConfig()
   speed_requests: base.CountOrZero = 32
   batch_rows: base.Count = 4
   run_directory: base.Folder = "runs/evaluate"
@@ -85,7 +92,8 @@ class CertifyConfig(base.Config):
     decoding: shapes of decoding. `decoding.rows` applies to plain decoding; the
       speculative runs take K and rows from the fields below.
     sampling: prompt i draws with seed + i. Sampling needs
-      DecodingConfig.acceptance_rule = "coupling".
+      DecodingConfig.acceptance_rule = "coupling". `OwnSampling` takes the settings in
+      the target's generation_config.json.
     num_draft_tokens: every K to certify.
     rows: numbers of rows in flight; the prompts are split evenly among them.
     drafts: keys of `DRAFTS`; each combination of K and rows takes the next one.
@@ -98,7 +106,7 @@ class CertifyConfig(base.Config):
   count: base.Count = 64
   pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig(rows=8)
-  sampling: SamplingConfig = SamplingConfig()
+  sampling: SamplingConfig | OwnSampling = SamplingConfig()
   num_draft_tokens: Annotated[tuple[int, ...], base.NonEmpty("at least one K")] = (3, 7)
   rows: Annotated[tuple[base.Count, ...], base.NonEmpty("integers >= 1")] = (1, 5)
   drafts: Annotated[tuple[str, ...], base.NonEmpty("at least one name")] = (
@@ -117,7 +125,8 @@ class CertifyConfig(base.Config):
       ),
       "drafts": (set(self.drafts) <= set(DRAFTS), f"names out of {sorted(DRAFTS)}"),
       "sampling": (
-        certificate.applies(self.sampling, self.decoding),
+        isinstance(self.sampling, OwnSampling)  # checked when it is resolved
+        or certificate.applies(self.sampling, self.decoding),
         "temperature 0, or DecodingConfig.acceptance_rule = 'coupling': under the"
         " other rules sampled outputs differ from plain decoding's",
       ),
@@ -131,6 +140,8 @@ def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
     config: prompts, drafts and shapes of the evaluation.
     operative_config: gin text stored in the run directory.
   """
+  sampling = generation_config.resolved(config.sampling, config.pair)
+  config = dataclasses.replace(config, sampling=sampling)
   body = functools.partial(_evaluate, config)
   return session.run(config, operative_config, config.sampling.seed, body)
 
@@ -142,7 +153,9 @@ def certify(config: CertifyConfig, operative_config: str = "") -> runs.RunResult
     config: prompts, drafts and shapes of the certificate.
     operative_config: gin text stored in the run directory.
   """
-  body = functools.partial(_certify, config)
+  sampling = generation_config.resolved(config.sampling, config.pair)
+  config = dataclasses.replace(config, sampling=sampling)
+  body = functools.partial(_certify, config, sampling)
   return session.run(config, operative_config, config.sampling.seed, body)
 
 
@@ -182,6 +195,7 @@ class Bench:
       ValueError: a draft does not fit the target.
     """
     self.config = config
+    self._sampling = generation_config.resolved(config.sampling, config.pair)
     paths = (config.pair.named("draft"), *config.drafts)
     self.labels = draft_labels(paths)
     self.pairs: list[pairs.Pair] = []
@@ -193,7 +207,7 @@ class Bench:
       self.pairs.append(dataclasses.replace(pair, target_params=first.target_params))
     self.vocabulary = self.pairs[0].vocabulary
     self.prompts = read_corpus(config.prompts, self.vocabulary, config.count)
-    self.requests = corpus.requests(self.prompts, config.sampling)
+    self.requests = corpus.requests(self.prompts, self._sampling)
 
   def answers(self) -> list[Finished]:
     """The target's own answers, with records."""
@@ -294,7 +308,7 @@ class Bench:
     self, answers: Sequence[Finished], served: Sequence[Finished], server: Server
   ) -> certificate.Certificate:
     """Certificate of a draft's outputs; decodes some greedily if they were sampled."""
-    if not certificate.applies(self.config.sampling, self.config.decoding):
+    if not certificate.applies(self._sampling, self.config.decoding):
       greedy = corpus.requests(self.prompts[:_CHECKED], SamplingConfig())
       answers = self._plain(self.config.decoding).run(greedy)
       served = server.run(greedy)
@@ -464,12 +478,15 @@ def perturbed(params: base.Params, scale: float, seed: int = 0) -> base.Params:
 
 
 def _certify(
-  config: CertifyConfig, directory: runs.RunDirectory, console: rich.console.Console
+  config: CertifyConfig,
+  sampling: SamplingConfig,
+  directory: runs.RunDirectory,
+  console: rich.console.Console,
 ) -> tuple[certificate.Certificate, str]:
   """Logs one row per combination of K and rows; returns the verdict over all."""
   pair = pairs.load_pair(config.pair, sharding.make(config.partition))
   prompts = read_corpus(config.prompts, pair.vocabulary, config.count)
-  requests = corpus.requests(prompts, config.sampling)
+  requests = corpus.requests(prompts, sampling)
   certifier = certificate.Certifier(pair)
   # Nothing learns from these answers, so decoding records nothing.
   plain = dataclasses.replace(config.decoding, record_top_k=0)

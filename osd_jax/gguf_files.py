@@ -28,7 +28,7 @@ import numpy as np
 from osd_jax import base
 
 CACHE = "~/.cache/osd_jax/gguf"
-_VERSION = 1  # of the files in the cache
+_VERSION = 2  # of the files in the cache
 _MAGIC = b"GGUF"
 _TENSORS = "tensors.json"
 _CHUNK = 2**18  # elements that are dequantised at a time
@@ -58,6 +58,19 @@ _OPTIONAL = {
   "sliding_window": "attention.sliding_window",
   "attn_logit_softcapping": "attn_logit_softcapping",
   "final_logit_softcapping": "final_logit_softcapping",
+}
+# Fields of generation_config.json, by their names in the metadata. The last four do not
+# exist in transformers; they are passed on so that they can be refused.
+_SAMPLING = {
+  "temp": "temperature",
+  "top_k": "top_k",
+  "top_p": "top_p",
+  "min_p": "min_p",
+  "penalty_repeat": "repetition_penalty",
+  "penalty_last_n": "penalty_last_n",
+  "sequence": "sequence",
+  "xtc_probability": "xtc_probability",
+  "mirostat": "mirostat",
 }
 _NAMES = {
   "token_embd": "model.embed_tokens",
@@ -421,8 +434,25 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
   return {
     **make(metadata, tokens, kinds, begins),
     "tokenizer_config.json": settings,
-    "generation_config.json": {"eos_token_id": list(dict.fromkeys(ends))},
+    "generation_config.json": {
+      "eos_token_id": list(dict.fromkeys(ends)),
+      **_sampling(metadata),
+    },
   }
+
+
+def _sampling(metadata: _Metadata) -> dict[str, Any]:
+  """The fields of generation_config.json that say how to sample, if any does."""
+  found = {
+    field: value
+    for name, field in _SAMPLING.items()
+    if (value := metadata.get(f"general.sampling.{name}")) is not None
+  }
+  if not found:
+    return {}
+  # There is no do_sample; llama.cpp is greedy at a temperature of 0.
+  states_any = any(name in found for name in ("temperature", "top_k", "top_p", "min_p"))
+  return {"do_sample": states_any and found.get("temperature") != 0, **found}
 
 
 def _byte_pairs(

@@ -13,8 +13,13 @@ from osd_jax import base, certificate, pairs, runs, session, sharding
 from osd_jax import corpus as corpus_lib
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation import update as updates
-from osd_jax.engine import agreement
-from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
+from osd_jax.engine import agreement, generation_config
+from osd_jax.engine.requests import (
+  DecodingConfig,
+  Finished,
+  OwnSampling,
+  SamplingConfig,
+)
 from osd_jax.report import page, progress
 
 LOG_EVERY = 20  # steps between log rows
@@ -34,7 +39,8 @@ class OfflineConfig(base.Config):
     pair: target, vocabulary, and the draft to start from.
     decoding: shapes of the answers; many rows make bulk decoding faster.
     sampling: the i-th prompt that a model answers draws with seed + i. The order of
-      rows, and the choice between models, depend on the seed too.
+      rows, and the choice between models, depend on the seed too. `OwnSampling` takes
+      the settings in the target's generation_config.json.
     sample_source: which model generates the texts: "teacher" is the target, "student"
       the draft; "mix_request" draws one of the two for each prompt, "mix_token" for
       each token, with equal probabilities.
@@ -55,7 +61,7 @@ class OfflineConfig(base.Config):
   output: Annotated[str, base.NonEmpty("a weights file")]
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig(rows=8)
-  sampling: SamplingConfig = SamplingConfig()
+  sampling: SamplingConfig | OwnSampling = SamplingConfig()
   sample_source: Annotated[str, base.OneOf(*corpus_lib.SAMPLE_SOURCES)] = "teacher"
   update: updates.UpdateConfig = updates.UpdateConfig()
   steps: base.Count = 1000
@@ -97,6 +103,8 @@ def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
     operative_config: gin text stored in the run directory.
   """
   runs.check_output("OfflineConfig.output", config.output)
+  sampling = generation_config.resolved(config.sampling, config.pair)
+  config = dataclasses.replace(config, sampling=sampling)
 
   def body(directory, console):
     bar = progress.bar(console)
@@ -129,6 +137,7 @@ class OfflineLoop:
   ):
     """Loads the pair, and restores a checkpoint if there is one."""
     self.config = config
+    self._sampling = generation_config.resolved(config.sampling, config.pair)
     self._bar = bar
     self._partitioner = sharding.make(config.partition)
     self.pair = pairs.load_pair(config.pair, self._partitioner)
@@ -161,7 +170,7 @@ class OfflineLoop:
     return corpus_lib.generate(
       corpus_lib.TextSource(config.sample_source, seed=config.sampling.seed),
       config.decoding,
-      config.sampling,
+      self._sampling,
       self.pair,
       config.partition,
       prompts,
@@ -179,7 +188,7 @@ class OfflineLoop:
     )
     server = corpus_lib.plain_server(self.pair, config.decoding, config.partition)
     with corpus_lib.counting(self._bar, "held-out prompts", len(prompts)) as count:
-      return server.run(corpus_lib.requests(prompts, config.sampling), count)
+      return server.run(corpus_lib.requests(prompts, self._sampling), count)
 
   @property
   def _draft_params(self) -> base.Params:

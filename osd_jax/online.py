@@ -25,9 +25,15 @@ from osd_jax.data import streams
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig, Outcome
-from osd_jax.engine import measurement
+from osd_jax.engine import generation_config, measurement
 from osd_jax.engine.replicas import ReplicaConfig
-from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
+from osd_jax.engine.requests import (
+  DecodingConfig,
+  Finished,
+  OwnSampling,
+  Request,
+  SamplingConfig,
+)
 from osd_jax.engine.server import Server
 from osd_jax.report import progress
 from osd_jax.runs.logbook import Logbook
@@ -44,7 +50,8 @@ class OnlineConfig(base.Config):
     pair: target, draft and vocabulary, or a loaded pair. The draft also serves as the
       floor draft, which never learns.
     decoding: shapes of decoding and K.
-    sampling: request i draws with seed + i.
+    sampling: request i draws with seed + i. `OwnSampling` takes the settings in the
+      target's generation_config.json.
     learning: buffer, updates, and when they run.
     warm_start: examples that fill the buffer before the first request, usually those
       that the draft was trained on; the target scores their references. None starts
@@ -72,7 +79,7 @@ class OnlineConfig(base.Config):
   stream: streams.StreamConfig | Callable[[Vocabulary], streams.Stream]
   pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig()
-  sampling: SamplingConfig = SamplingConfig()
+  sampling: SamplingConfig | OwnSampling = SamplingConfig()
   learning: LearningConfig = LearningConfig()
   warm_start: BatchConfig | None = None
   partition: sharding.PartitionConfig = sharding.PartitionConfig()
@@ -120,6 +127,8 @@ def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
     The run directory, and whether every checked output equals the target's.
   """
   sharding.make(config.partition)  # first, because it configures JAX before its start
+  sampling = generation_config.resolved(config.sampling, config.pair)
+  config = dataclasses.replace(config, sampling=sampling)
 
   def body(directory, console):
     shows = functools.partial(progress.status, console)
@@ -163,6 +172,7 @@ class OnlineLoop:
       shows: shows what is done inside a `with` block.
     """
     self.config, self.directory = config, directory
+    self._sampling = generation_config.resolved(config.sampling, config.pair)
     started = time.perf_counter()
     with shows("loading target, draft and stream"):
       self.server = Server(
@@ -173,7 +183,7 @@ class OnlineLoop:
     self._meter = metering.Meter(
       self.pair,
       config.decoding,
-      config.sampling,
+      self._sampling,
       config.floor_metering,
       config.compare_every,
       config.partition,
@@ -334,7 +344,7 @@ class OnlineLoop:
 
   def _request(self, index: int) -> Request:
     tokens = self.stream[index].tokens
-    return Request(tokens, self.config.sampling.of_request(index), tag=index)
+    return Request(tokens, self._sampling.of_request(index), tag=index)
 
   def _log_output(
     self, row: dict[str, Any], query: streams.Query, done: Finished
@@ -406,7 +416,7 @@ class OnlineLoop:
     config = self.config
     bucket = config.decoding.bucket(len(prompt))
     found = measurement.measure(
-      self.server, bucket, config.learns, config.sampling, self._announce
+      self.server, bucket, config.learns, self._sampling, self._announce
     )
     self._log.write_costs(found)
     if config.learns:

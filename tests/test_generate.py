@@ -359,6 +359,7 @@ def test_sigterm_at_the_prompt_exits_with_143(osd, monkeypatch):
     (["one", "--learn", "--save", "p.txt/x"], "--save: received 'p.txt/x', expected"),
     (["one", "--learn", "--save", "."], "--save: received '.', expected"),
     (["one", "--learn", "--draft", "cache"], "--learn: the draft 'cache' takes up"),
+    (["one", "--own_sampling"], "OwnSampling: "),  # the shipped pair states none
     (["one", "--rows", "0"], "DecodingConfig.rows: received 0"),
     (["one", "--temperature", "-1"], "SamplingConfig.temperature: received -1.0"),
     (["one", "--max_new_tokens", "0"], "Prompt.max_new_tokens: received 0"),
@@ -370,6 +371,21 @@ def test_bad_options_exit_with_2_and_one_line(osd, tmp_path, words, part):
   code, _, errors, made = osd(*words)
   assert code == 2 and part in errors and made is None
   assert len(errors.splitlines()) == 1
+
+
+def test_own_sampling_comes_from_the_folder_of_the_target(osd, tmp_path):
+  (tmp_path / "m").mkdir()
+  fields = {"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": 3}
+  (tmp_path / "m" / "generation_config.json").write_text(json.dumps(fields))
+  words = ["one", "two", "--target", "m", "--seed", "4"]
+  code, _, _, server = osd(*words, "--own_sampling")
+  assert code == 0
+  found = [(one.temperature, one.top_k, one.seed) for one in server.prompts]
+  assert found == [(0.7, 20, 4), (0.7, 20, 5)]
+  _, _, _, greedy = osd(*words)  # negative control
+  assert [one.temperature for one in greedy.prompts] == [0, 0]
+  code, _, errors, _ = osd(*words, "--own_sampling", "--top_k", "3")
+  assert code == 2 and "--own_sampling: received --top_k too" in errors
 
 
 def test_closed_pipe_ends_the_command_quietly(osd, monkeypatch):

@@ -230,6 +230,19 @@ class SamplingConfig(base.Config):
 
 
 @dataclasses.dataclass(frozen=True)
+class OwnSampling(base.Config):
+  """Sampling as the target's own generation_config.json says.
+
+  `generation_config.resolved` returns the `SamplingConfig` that it stands for.
+
+  Attributes:
+    seed: request i draws with seed + i, modulo 2 ** 32.
+  """
+
+  seed: Annotated[int, base.Between(0, 2**32 - 1)] = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Prompt(base.Config):
   """A text to answer, with its own settings.
 

@@ -282,6 +282,13 @@ SAMPLING = {  # all are settings of `Prompt`
   "seed": (int, "N", "seed of sampling (default: 0)"),
   "stop": ([str], "TEXT", "end answers at this text (repeatable)"),
 }
+_OWN = {
+  "own_sampling": (
+    bool,
+    "",
+    "sample as the model's generation_config.json says; only the seed is yours",
+  ),
+}
 _LEARNING = {
   "learn": (bool, "", "let the draft learn from the requests"),
   "save": (
@@ -323,7 +330,7 @@ def _add_generate(sub: argparse.ArgumentParser) -> None:
   )
   for title, options in (
     ("prompts and answers", _PROMPTS),
-    ("sampling", SAMPLING),
+    ("sampling", SAMPLING | _OWN),
     ("learning", _LEARNING),
     ("models", _MODELS),
   ):

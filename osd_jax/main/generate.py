@@ -15,8 +15,8 @@ from osd_jax import base, pairs, runs, sharding
 from osd_jax.data import chat, examples
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig
-from osd_jax.engine import server
-from osd_jax.engine.requests import Answer, DecodingConfig, Prompt
+from osd_jax.engine import generation_config, server
+from osd_jax.engine.requests import Answer, DecodingConfig, OwnSampling, Prompt
 from osd_jax.main import commands
 from osd_jax.report import progress
 
@@ -54,8 +54,7 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   """
   draft_path = "adapted_draft.safetensors" if arguments.save is None else arguments.save
   _check(arguments, draft_path)
-  given = {name: getattr(arguments, name) for name in (*commands.SAMPLING, "log_probs")}
-  template = Prompt("-", **{name: x for name, x in given.items() if x is not None})
+  template = _template(config, arguments)
   is_typed = not (arguments.prompts or arguments.file)
   from_terminal = is_typed and sys.stdin.isatty() and sys.stdout.isatty()
   if arguments.learn and pairs.adapts_untrained(config.pair):
@@ -84,6 +83,21 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
       if serving.statistics.requests:
         _conclude(serving, draft_path if arguments.learn else None)
   return 1 if is_broken else 2 if prompts.is_refused else 0
+
+
+def _template(config: GenerateConfig, arguments: argparse.Namespace) -> Prompt:
+  """The settings of every prompt."""
+  names = (*commands.SAMPLING, "log_probs")
+  given = {name: x for name in names if (x := getattr(arguments, name)) is not None}
+  if arguments.own_sampling:
+    own = vars(generation_config.resolved(OwnSampling(), config.pair))
+    if doubled := [f"--{name}" for name in given if name in own and name != "seed"]:
+      raise base.InputError(
+        f"--own_sampling: received {', '.join(doubled)} too, which the model's"
+        " generation_config.json decides; leave one of the two out."
+      )
+    given = own | given
+  return Prompt("-", **given)
 
 
 def _check(arguments: argparse.Namespace, draft_path: str) -> None:

@@ -13,6 +13,8 @@ from models import tiny
 
 from osd_jax import base, convert, gguf_files, pairs, testing
 from osd_jax.data.vocabulary import Vocabulary
+from osd_jax.engine import generation_config
+from osd_jax.engine.requests import SamplingConfig
 from osd_jax.models import convert as converters
 from osd_jax.models import families, weights
 from osd_jax.models.convert import llama
@@ -202,6 +204,33 @@ def test_byte_pairs_are_read(tmp_path):
   ids = found.encode_prompt("hehé")
   assert ids[0] == 256 and ids[-1] == 257 and 258 in ids and found.eos_ids == (257,)
   assert found.processor.DecodeIds(ids.tolist()) == "hehé"
+
+
+def sampling(**fields):
+  """Adds fields of general.sampling to a file."""
+
+  def change(writer):
+    for name, value in fields.items():
+      getattr(writer, f"add_sampling_{name}")(value)
+
+  return change
+
+
+def test_sampling_is_read_from_the_metadata(tmp_path):
+  path = tmp_path / "model.gguf"
+  fields = {"temp": 0.7, "top_k": 20, "top_p": 0.8, "penalty_repeat": 1.05}
+  write(path, "qwen2", change=sampling(**fields, penalty_last_n=-1))
+  found = generation_config.read(path)
+  assert found == SamplingConfig(0.7, 20, 0.8, repetition_penalty=1.05)
+  write(path, "qwen2", change=sampling(temp=0.0, penalty_repeat=1.5))
+  assert generation_config.read(path) == SamplingConfig(repetition_penalty=1.5)
+  write(path, "qwen2")
+  with pytest.raises(base.InputError, match=r"model\.gguf has no general\.sampling"):
+    generation_config.read(path)
+  for field, value in (("mirostat", 2), ("penalty_last_n", 64)):
+    write(path, "qwen2", change=sampling(**{field: value}))
+    with pytest.raises(base.InputError, match=f"{field}: received {value}"):
+      generation_config.read(path)
 
 
 def test_file_is_converted(tmp_path):

@@ -1,5 +1,7 @@
 """Sampling settings mean what they mean in transformers (`make test-hf`)."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from models.fixtures import make_hugging_face as maker
 from models.test_hf_llama import made
 
 from osd_jax.decoding import sampling
+from osd_jax.engine import generation_config
 from osd_jax.models import convert
 
 pytestmark = pytest.mark.hf
@@ -51,6 +54,49 @@ def test_distributions_equal_those_of_transformers(transformers, settings):
       scores = kind(settings[name])(torch.tensor(text), scores)
   expected = torch.softmax(scores, dim=-1).numpy()
   ours = harness.settings_of(5, max_length=1, **settings)
+  before = jnp.asarray(text, jnp.int32)
+  rows = sampling.penalized(jnp.asarray(logits)[:, None], ours, before, before[:, :0])
+  found = np.asarray(sampling.processed_probs(rows, ours))[:, 0]
+  assert np.array_equal(found > 0, expected > 0)
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+PUBLISHED = [
+  {"temperature": 0.7, "top_k": 5},  # no do_sample: greedy
+  {"do_sample": True},  # top-k 50 of 96
+  {"do_sample": True, "top_k": 64, "top_p": 0.95},
+  {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+    "repetition_penalty": 1.05,
+  },
+  {"do_sample": True, "temperature": 1.4, "top_k": 0, "min_p": 0.05},
+  {"do_sample": False, "repetition_penalty": 1.3, "temperature": 2.0},
+]
+
+
+@pytest.mark.parametrize("fields", PUBLISHED, ids=str)
+def test_generation_config_is_read_as_in_transformers(transformers, tmp_path, fields):
+  """With the processors that its `generate` makes of the same folder."""
+  import torch
+
+  model = made(transformers, "llama")
+  model.save_pretrained(tmp_path)
+  (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+  model = type(model).from_pretrained(tmp_path)
+  stated = model._prepare_generation_config(None)[0]
+  processors = model._get_logits_processor(stated, input_ids_seq_length=12)
+  rng = np.random.default_rng(0)
+  logits = rng.normal(0, 3, (5, 96)).astype(np.float32)
+  text = rng.integers(0, 96, (5, 12))
+  scores = processors(torch.tensor(text), torch.tensor(logits))
+  expected = torch.softmax(scores, dim=-1).numpy()
+  if not stated.do_sample:
+    expected = np.eye(96)[scores.argmax(-1).numpy()]
+  own = generation_config.read(tmp_path)
+  ours = harness.settings_of(5, max_length=1, **vars(own))
   before = jnp.asarray(text, jnp.int32)
   rows = sampling.penalized(jnp.asarray(logits)[:, None], ours, before, before[:, :0])
   found = np.asarray(sampling.processed_probs(rows, ours))[:, 0]

@@ -52,6 +52,8 @@ class ConvertConfig(base.Config):
 def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   """Converts weights; the output is written completely or not at all.
 
+  Tensors in bfloat16 stay so, and all others are written in float32.
+
   `operative_config` is not used, but every command takes it.
 
   Returns:
@@ -82,7 +84,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   if to_folder:
     written = convert.write_hugging_face(config.output, held, tokenizer)
   else:
-    written = weights.save(config.output, held)
+    written = weights.save(config.output, held, storage="as held")
   console = rich.console.Console(stderr=True)
   console.print(f"{kind} {source} -> {config.output_kind} {written}", highlight=False)
   if to_folder and not tokenizer:
@@ -92,10 +94,10 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
 
 _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {
   _HUGGING_FACE: lambda config, source: convert.read_hugging_face(
-    source, config.allow_torch_bin
+    source, config.allow_torch_bin, as_stored=True
   ),
   _T5X: lambda config, source: convert.read_t5x(source, _shape(config)),
-  _OSD: lambda config, source: weights.load(source),
+  _OSD: lambda config, source: weights.load(source, as_stored=True),
 }
 
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,6 +45,30 @@ def test_round_trip_gives_the_same_folder(folder, tmp_path):
   ).path
   for name in ("config.json", "model.safetensors"):
     assert (back / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("shape", [testing.TINY_T5, testing.TINY_LLAMA], ids=type)
+def test_bfloat16_stays_bfloat16_in_both_directions(tmp_path, shape):
+  """Bit for bit and in size; in a mixed model, each tensor keeps its type."""
+  params = jax.jit(families.build(shape).init)(jax.random.key(0))
+  short = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  mixed = jax.tree.map(lambda x, y: x if x.ndim == 1 else y, params, short)
+  types, sizes = {}, {}
+  for name, given in {"float32": params, "bfloat16": short, "mixed": mixed}.items():
+    folder = formats.write_hugging_face(tmp_path / name, weights.Weights(shape, given))
+    file, back = str(tmp_path / f"{name}.safetensors"), tmp_path / f"{name}_again"
+    convert.run(convert.ConvertConfig(str(folder), file))
+    convert.run(convert.ConvertConfig(file, str(back), output_kind="hugging_face"))
+    for part in ("config.json", "model.safetensors"):
+      assert (back / part).read_bytes() == (folder / part).read_bytes()
+    jax.tree.map(
+      np.testing.assert_array_equal, weights.load(file, as_stored=True).params, given
+    )
+    types[name] = json.loads((folder / "config.json").read_text())["dtype"]
+    sizes[name] = os.path.getsize(file)
+  assert types == {"float32": "float32", "bfloat16": "bfloat16", "mixed": "float32"}
+  values = sum(leaf.size for leaf in jax.tree.leaves(params))
+  assert sizes["float32"] - sizes["bfloat16"] == pytest.approx(2 * values, abs=256)
 
 
 def test_vocabulary_is_recorded_or_written(folder, tmp_path, given):

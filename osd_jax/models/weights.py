@@ -38,6 +38,7 @@ _KINDS = {
 _FORMATS = {kind: name for name, kind in _KINDS.items()}
 _MODELS = ("osd_jax.t5", "osd_jax.llama", "osd_jax.t5gemma")
 _ATTACHED = "osd_jax.attached"
+_AS_HELD = "as held"
 
 # Fields that files store under an earlier name. The fingerprint of a target is a hash
 # of this text: another name would detach every draft from the target it was made for.
@@ -147,16 +148,18 @@ def save(
 
   Args:
     path: a local or remote file.
-    weights: weights of a model or of an attached draft, in float32.
-    storage: "float32", or "bfloat16" for half the size.
+    weights: weights of a model or of an attached draft.
+    storage: "float32", "bfloat16" for half the size, or "as held", the type of each
+      parameter.
 
   Raises:
     InputError: unknown storage.
     DiskError: the file cannot be written.
   """
-  if storage not in ("float32", "bfloat16"):
+  if storage not in ("float32", "bfloat16", _AS_HELD):
     raise base.InputError(
-      f"weights: save: storage: received {storage!r}, expected 'float32' or 'bfloat16'."
+      f"weights: save: storage: received {storage!r}, expected 'float32', 'bfloat16' or"
+      f" {_AS_HELD!r}."
     )
   # Every text field of the dataclass is stored under its own name.
   named = dataclasses.asdict(dataclasses.replace(weights, params={}))
@@ -182,7 +185,8 @@ def _write(
   given: str | Path, flat: dict[str, Any], storage: str, metadata: dict[str, str]
 ) -> Path:
   """Writes a local or remote file, by renaming a temporary one in the same folder."""
-  tensors = {name: jnp.asarray(x, storage) for name, x in flat.items()}
+  dtype = None if storage == _AS_HELD else storage
+  tensors = {name: jnp.asarray(x, dtype) for name, x in flat.items()}
   with remote.stored(given) as path:
     partial = path.with_name(path.name + ".partial")
     try:

@@ -234,6 +234,28 @@ def test_text_model_of_a_gemma_that_reads_images_is_read(transformers, tmp_path)
   np.testing.assert_allclose(logits, torch_logits(text, target), atol=1e-4)
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "mixed"])
+def test_transformers_loads_a_written_folder_in_its_type(
+  transformers, tmp_path, stored
+):
+  """Without rounding: if a tensor is in float32, all are loaded in float32."""
+  import torch
+
+  made(transformers, "llama").bfloat16().save_pretrained(tmp_path / "source")
+  held = convert.read_hugging_face(tmp_path / "source", as_stored=True)
+  if stored == "mixed":
+    params = jax.tree.map(
+      lambda x: x if x.ndim > 1 else x.astype(np.float32) + 1e-4, held.params
+    )
+    held = dataclasses.replace(held, params=params)
+  folder = convert.write_hugging_face(tmp_path / "ours", held)
+  loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+  wanted = {"bfloat16": torch.bfloat16, "mixed": torch.float32}[stored]
+  assert {x.dtype for x in loaded.parameters()} == {wanted}
+  norm = held.params["decoder"]["decoder_norm"]["scale"].astype(np.float32)
+  np.testing.assert_array_equal(loaded.model.norm.weight.detach().float(), norm)
+
+
 def test_eos_ids_come_from_generation_config(transformers, tmp_path):
   model = made(transformers, "llama")
   model.generation_config.eos_token_id = [2, 7, 11]

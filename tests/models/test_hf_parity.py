@@ -9,6 +9,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from models import tiny
@@ -166,6 +167,14 @@ def test_torch_files_are_read_if_allowed(pair, tmp_path):
     found = convert.read_hugging_face(tmp_path, allow_torch_bin=True)
     assert found.config == weights.config
     jax.tree.map(np.testing.assert_array_equal, found.params, weights.params)
+  short = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+  torch.save(short, tmp_path / "pytorch_model.bin")
+  found = convert.read_hugging_face(tmp_path, allow_torch_bin=True, as_stored=True)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_array_equal(x, y.astype(ml_dtypes.bfloat16)),
+    found.params,
+    weights.params,
+  )
 
 
 class Trap:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from osd_jax import base, gguf_files
@@ -160,6 +161,10 @@ def _open_torch_bin(path: Path) -> Tensors:
 
 
 def _numpy(tensor: Any) -> np.ndarray:
+  import torch
+
+  if tensor.dtype == torch.bfloat16:  # numpy has no such type
+    return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
   return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
 
 

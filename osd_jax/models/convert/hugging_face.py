@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import flax.traverse_util
+import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -81,7 +82,8 @@ def shape_of_hugging_face(folder: str | Path) -> ModelConfig:
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
   """The fields of `config.json` for a shape, for transformers 4 and 5.
 
-  `dtype` and `embedding_std` are not written.
+  The type that the model computes in and `embedding_std` are not written; `dtype` is
+  that of the tensors, float32 here.
 
   Raises:
     InputError: transformers has no such model.
@@ -198,7 +200,8 @@ def write_hugging_face(
 
   Args:
     folder: a path that does not exist yet, or an empty folder.
-    weights: the weights. For tied models `lm_head.weight` is not written.
+    weights: the weights; bfloat16 is written as it is, all else in float32. For tied
+      models `lm_head.weight` is not written.
     tokenizer: name -> content of further files; see `vocabulary.tokenizer_files`.
 
   Returns:
@@ -221,10 +224,13 @@ def write_hugging_face(
     weights_lib.expected_shapes(weights.config),
     "the weights to write",
   )
+  # transformers loads all tensors in this type, so one in float32 decides for all.
+  if all(_stored_type(x) == ml_dtypes.bfloat16 for x in flat.values()):
+    fields["dtype"] = "bfloat16"
   family = _FAMILIES[type(weights.config)]
   tensors = {
     family.tensor_name(path, weights.config): np.ascontiguousarray(
-      _oriented(family, path, np.asarray(x, np.float32))
+      _oriented(family, path, np.asarray(x, _stored_type(x)))
     )
     for path, x in flat.items()
   }
@@ -245,6 +251,11 @@ def write_hugging_face(
   finally:
     shutil.rmtree(partial, ignore_errors=True)
   return folder
+
+
+def _stored_type(tensor: Any) -> np.dtype:
+  is_short = tensor.dtype == ml_dtypes.bfloat16
+  return np.dtype(ml_dtypes.bfloat16 if is_short else np.float32)
 
 
 def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:

@@ -171,6 +171,11 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
   }
 
 
+def is_short(tensor: Tensor) -> bool:
+  """Whether `read` returns a tensor in bfloat16."""
+  return tensor.kind not in ("F32", "F16")
+
+
 def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
   """Reads a tensor: float32 as it is, float16 in float32, any other in bfloat16.
 
@@ -178,8 +183,7 @@ def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
     InputError: the file ends inside the tensor.
     MissingExtraError: the package gguf is not installed.
   """
-  wide = tensor.kind in ("F32", "F16")
-  dtype = np.dtype(np.float32 if wide else ml_dtypes.bfloat16)
+  dtype = np.dtype(ml_dtypes.bfloat16 if is_short(tensor) else np.float32)
   count = int(np.prod(tensor.shape))
   # An mmap of its own: its pages are returned to the system with the tensor.
   found = np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count)

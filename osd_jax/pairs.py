@@ -328,6 +328,21 @@ def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
     raise base.InputError(f"PairConfig.{field}: {error}") from error
 
 
+def bfloat16_of(config: PairConfig) -> frozenset[str]:
+  """Paths of the target's parameters that are stored in bfloat16, and stay so.
+
+  Raises:
+    InputError: see `shape_of`.
+  """
+  path = config.path("target")
+  try:
+    if convert.holds_model(path):
+      return convert.bfloat16_of_hugging_face(path)
+    return weights.bfloat16_of(path)
+  except base.InputError as error:
+    raise base.InputError(f"PairConfig.target: {error}") from error
+
+
 def with_state_layer(config: PairConfig, shape: ModelConfig) -> ModelConfig:
   """The target's shape with `PairConfig.state_layer`.
 

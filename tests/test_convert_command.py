@@ -13,7 +13,7 @@ import pytest
 from osd_jax import assets, base, convert, pairs, sharding, testing
 from osd_jax import main as cli
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
-from osd_jax.models import attached, families, shapes, weights
+from osd_jax.models import attached, families, shapes, tensors, weights
 from osd_jax.models import convert as formats
 
 VOCABULARY = "shipped:demo_vocabulary.model"
@@ -64,6 +64,9 @@ def test_bfloat16_stays_bfloat16_in_both_directions(tmp_path, shape):
     jax.tree.map(
       np.testing.assert_array_equal, weights.load(file, as_stored=True).params, given
     )
+    # The headers say the same, without reading any tensor.
+    kept = {path for path, x in tensors.flat(given).items() if x.dtype == jnp.bfloat16}
+    assert formats.bfloat16_of_hugging_face(folder) == weights.bfloat16_of(file) == kept
     types[name] = json.loads((folder / "config.json").read_text())["dtype"]
     sizes[name] = os.path.getsize(file)
   assert types == {"float32": "float32", "bfloat16": "bfloat16", "mixed": "float32"}

@@ -40,20 +40,13 @@ class Tensors:
     shapes: name -> shape.
     read: name -> value; reads the tensor at every call.
     place: name -> file or folder of the tensor, for error messages.
+    short: names of the tensors that are read in bfloat16, as far as a header says so.
   """
 
   shapes: Mapping[str, Shape]
   read: Callable[[str], np.ndarray]
   place: Callable[[str], object]
-
-  def also(self, name: str, of: str) -> "Tensors":
-    """These tensors, with the tensor `of` also available as `name`."""
-    actual = lambda wanted: of if wanted == name else wanted
-    return Tensors(
-      {**self.shapes, name: self.shapes[of]},
-      lambda wanted: self.read(actual(wanted)),
-      lambda wanted: self.place(actual(wanted)),
-    )
+  short: frozenset[str] = frozenset()
 
 
 def of_arrays(arrays: Mapping[str, Any], place: object = "memory") -> Tensors:
@@ -102,7 +95,9 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
     return array.reshape(about["shape"])
 
   shapes = {name: tuple(header[name]["shape"]) for name in names}
-  return Tensors(shapes, read, lambda name: path), header.get("__metadata__", {})
+  short = frozenset(name for name in names if header[name]["dtype"] == "BF16")
+  tensors = Tensors(shapes, read, lambda name: path, short)
+  return tensors, header.get("__metadata__", {})
 
 
 def sort_metadata(path: Path) -> None:

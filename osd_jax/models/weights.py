@@ -247,6 +247,15 @@ def shape_of(path: str | Path) -> ModelConfig | AttachedConfig:
   return _config(_KINDS[header["format"]], header.get("config", ""), path)
 
 
+def bfloat16_of(path: str | Path) -> frozenset[str]:
+  """Paths of the parameters that a file stores in bfloat16; reads no tensors.
+
+  Raises:
+    InputError: see `load`.
+  """
+  return _opened(Path(path), tuple(_KINDS))[0].short
+
+
 def is_attached(path: Path) -> bool:
   """Whether a file exists and contains an attached draft."""
   return path.is_file() and tensors_lib.format_of(path) == _ATTACHED

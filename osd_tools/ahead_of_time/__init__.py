@@ -23,7 +23,8 @@ class CompileConfig(base.Config):
 
   Attributes:
     run: the run of `osd online`; its stream is not read. A target or draft whose path
-      ends in a published name, such as "flan-t5-xl", needs no weights.
+      ends in a published name, such as "flan-t5-xl", needs no weights; they count in
+      `PairConfig.dtype`. If the path exists, its tensors count in their stored type.
     topology: the machine: "v5e:2x2", "v4:2x2x1", "v6e:2x4" or "h100:4"; "cpu:1" needs
       no further compiler. `PartitionConfig` sets the number of chips that are used.
     run_directory: folder for the report.

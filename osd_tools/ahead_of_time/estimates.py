@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from osd_jax import pairs
@@ -68,7 +69,10 @@ def advice(plan: Plan, held: Mapping[str, float]) -> str:
   largest = max(held, key=lambda name: held[name])
   if largest.startswith(("target", "draft")):
     pair = plan.run.pair
-    if isinstance(pair, pairs.PairConfig) and pair.dtype == "float32":
+    # A target that is stored in bfloat16 is not widened in memory.
+    types = {leaf.dtype for leaf in jax.tree.leaves(plan.target_params)}
+    is_wide = largest.startswith("draft") or np.dtype(np.float32) in types
+    if isinstance(pair, pairs.PairConfig) and pair.dtype == "float32" and is_wide:
       return 'PairConfig.dtype = "bfloat16" halves the weights'
     wider = 2 * plan.run.partition.model
     return f"PartitionConfig.model = {wider} halves them a chip"

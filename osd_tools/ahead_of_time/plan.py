@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from osd_jax.decoding.rounds import DecodeSpec
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
 from osd_jax.engine import steps
-from osd_jax.models import attached, families
+from osd_jax.models import attached, families, tensors
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import AttachedConfig
 from osd_tools import chips, sizes
@@ -68,7 +69,9 @@ class Plan:
     # The layouts of the C++ kernels do not apply to other machines.
     with native.portable():
       shardings = self.partitioner.params(self.target)
-      self.target_params = _loaded(self.target, shardings, pair.dtype)
+      has_file = not _needs_no_weights(pair, "target")
+      short = pairs.bfloat16_of(pair) if has_file else frozenset()
+      self.target_params = _loaded(self.target, shardings, pair.dtype, short)
       if is_attached:
         self.draft = attached.build(draft, target, "attached draft", serving)
       else:
@@ -187,7 +190,10 @@ def _shape(
     )
   if field == "draft" and value == pairs.ATTACHED:
     return pair.attached
-  shape = sizes.SIZES.get(Path(value).name) or pairs.shape_of(pair, field)
+  if _needs_no_weights(pair, field):
+    shape = sizes.size(Path(value).name)
+  else:
+    shape = pairs.shape_of(pair, field)
   if isinstance(shape, AttachedConfig):
     return shape
   shape = dataclasses.replace(shape, dtype=pair.dtype)
@@ -198,11 +204,29 @@ def _shape(
   return dataclasses.replace(shape, **dict.fromkeys(depths, layers))
 
 
-def _loaded(model: base.Model, shardings: Any, dtype: str = "float32") -> base.Params:
-  """Returns the shapes of a model's parameters as they are loaded."""
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  typed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
-  return jax.tree.map(_at, typed, shardings)
+def _needs_no_weights(pair: pairs.PairConfig, field: str) -> bool:
+  """Whether a path ends in the name of a published model and does not exist."""
+  path = Path(pair.folder) / pair.named(field)
+  return path.name in sizes.SIZES and not path.exists()
+
+
+def _loaded(
+  model: base.Model,
+  shardings: Any,
+  dtype: str = "float32",
+  short: frozenset[str] = frozenset(),
+) -> base.Params:
+  """Returns the shapes of a model's parameters as they are loaded.
+
+  Those whose path is in `short` are in bfloat16, whatever the `dtype`.
+  """
+  flat = tensors.flat(jax.eval_shape(model.init, jax.random.key(0)))
+  typed = {
+    path: jax.ShapeDtypeStruct(x.shape, "bfloat16" if path in short else dtype)
+    for path, x in flat.items()
+  }
+  params = flax.traverse_util.unflatten_dict(typed, sep="/")
+  return jax.tree.map(_at, params, shardings)
 
 
 def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

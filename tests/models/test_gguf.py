@@ -16,7 +16,7 @@ from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine import generation_config
 from osd_jax.engine.requests import SamplingConfig
 from osd_jax.models import convert as converters
-from osd_jax.models import families, weights
+from osd_jax.models import families, tensors, weights
 from osd_jax.models.convert import llama
 
 gguf = pytest.importorskip("gguf")
@@ -171,8 +171,10 @@ def test_weights_are_those_of_the_file(tmp_path, kind):
   found = converters.read_hugging_face(path, as_stored=True)
   assert found.config == held.config
   jax.tree.map(np.testing.assert_array_equal, found.params, held.params)
-  types = {str(leaf.dtype) for leaf in jax.tree.leaves(found.params)}
-  assert types == {"bfloat16", "float32"}  # norms are not quantised
+  types = {name: str(x.dtype) for name, x in tensors.flat(found.params).items()}
+  assert set(types.values()) == {"bfloat16", "float32"}  # norms are not quantised
+  short = {name for name, kind in types.items() if kind == "bfloat16"}
+  assert converters.bfloat16_of_hugging_face(path) == short
 
 
 def test_file_alone_is_served(tmp_path):

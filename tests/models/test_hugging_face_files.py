@@ -256,6 +256,11 @@ def test_large_weights_are_written_in_shards_and_read_back_exactly(
   for name, file in index["weight_map"].items():
     np.testing.assert_array_equal(parts[file][name], expected[name])
   assert_same(convert.read_hugging_face(folder), convert.read_hugging_face(whole))
+  short = jax.tree.map(lambda x: x.astype(jnp.bfloat16), given.params)
+  again = dataclasses.replace(given, params=short)
+  folder = convert.write_hugging_face(tmp_path / "short", again)
+  assert len(list(folder.glob("*.safetensors"))) > 2
+  assert convert.bfloat16_of_hugging_face(folder) == tensors_lib.flat(short).keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ import tiny_online
 from osd_jax import base, pairs, runs, sharding
 from osd_jax.costs.table import expected_tokens
 from osd_jax.engine import engine
+from osd_jax.models import convert, weights
 from osd_tools import ahead_of_time, chips, hlo
 from osd_tools.ahead_of_time import estimates, plan, programs
 
@@ -179,6 +180,47 @@ def test_published_model_names_need_no_weights(tmp_path):
   # `osd compile` serves kernels in the trained layout, so no copy takes memory.
   assert served.shape == kernel.shape
   assert made.memory()["target, copies for steps"] == 0
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_bytes_of_a_target_follow_its_storage(tmp_path, family, form):
+  """In memory and in the bytes that a step reads; the draft stays in float32."""
+  pair = tiny_online.attached(tiny_online.save_lively_pair(tmp_path, family))
+  held = weights.load(pair.target)
+  found = {}
+  for storage in ("float32", "bfloat16"):
+    path = weights.save(tmp_path / f"{storage}.safetensors", held, storage)
+    if form == "folder":
+      stored = weights.load(path, as_stored=True)
+      path = convert.write_hugging_face(tmp_path / storage, stored)
+    run = compile_config(dataclasses.replace(pair, target=str(path)), tmp_path).run
+    made = plan.Plan(run, chips.Topology("cpu:1"))
+    loaded = pairs.load_pair(run.pair)
+    expected = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.target_params))
+    memory = made.memory()
+    assert round(memory["target, as loaded"] * 1e9) == expected
+    step = programs.compiled(made, programs.programs(made)["plain step"])
+    over = estimates.advice(made, {**memory, "target, as loaded": 17.0})
+    found[storage] = memory, step, over
+  (wide, wide_step, wide_advice), (short, short_step, short_advice) = found.values()
+  target = wide["target, as loaded"]
+  assert short["target, as loaded"] == target / 2
+  assert short["optimiser and average"] == wide["optimiser and average"]
+  read = wide_step.arguments_gb - short_step.arguments_gb
+  assert 0.2 * target < read <= target / 2  # a T5's step does not read its encoder
+  # There is nothing left to halve by another type.
+  assert "dtype" in wide_advice and "PartitionConfig.model" in short_advice
+
+
+def test_existing_folder_with_a_published_name_is_read(tmp_path):
+  """Its weights decide, not the shape that goes by that name."""
+  held = weights.load(tiny_online.save_lively_pair(tmp_path).target)
+  convert.write_hugging_face(tmp_path / "flan-t5-small", held)
+  pair = pairs.PairConfig(target="flan-t5-small", draft="attached")
+  assert plan._shapes(pair, 0)[0].width == 512
+  here = dataclasses.replace(pair, folder=str(tmp_path))
+  assert plan._shapes(here, 0)[0].width == held.config.width
 
 
 @pytest.mark.parametrize(

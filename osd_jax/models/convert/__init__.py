@@ -2,6 +2,7 @@
 
 from osd_jax.models.convert.folders import holds_model
 from osd_jax.models.convert.hugging_face import (
+  bfloat16_of_hugging_face,
   config_from_hugging_face,
   config_to_hugging_face,
   read_hugging_face,
@@ -11,6 +12,7 @@ from osd_jax.models.convert.hugging_face import (
 from osd_jax.models.convert.t5x import read_t5x
 
 __all__ = [
+  "bfloat16_of_hugging_face",
   "config_from_hugging_face",
   "config_to_hugging_face",
   "holds_model",

@@ -125,6 +125,7 @@ def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
     {name: shards[file].shapes[name] for name, file in places.items()},
     lambda name: shards[places[name]].read(name),
     lambda name: index.parent / places[name],
+    frozenset().union(*(shard.short for shard in shards.values())),
   )
 
 

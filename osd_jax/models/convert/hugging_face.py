@@ -111,6 +111,28 @@ def read_hugging_face(
     MissingExtraError: torch is needed and not installed.
   """
   folder = Path(folder)
+  config, tensors, names = _named(folder, allow_torch_bin)
+  turn = functools.partial(_oriented, _FAMILIES[type(config)])
+  params = tensors_lib.read_params(tensors, names, turn, as_stored)
+  kind = "GGUF file" if gguf_files.is_gguf(folder) else "Hugging Face folder"
+  notes = f"converted from the {kind} {folder.name}"
+  return Weights(config, params, notes=notes)
+
+
+def bfloat16_of_hugging_face(folder: str | Path) -> frozenset[str]:
+  """Paths of the parameters that are stored in bfloat16; reads no weights.
+
+  Raises:
+    InputError: see `read_hugging_face`.
+  """
+  _, tensors, names = _named(Path(folder), False)
+  return frozenset(path for path, name in names.items() if name in tensors.short)
+
+
+def _named(
+  folder: Path, allow_torch_bin: bool
+) -> tuple[ModelConfig, Tensors, dict[str, str]]:
+  """The shape and the tensors of a folder, and path of a parameter -> its tensor."""
   fields = _fields(folder)
   config = config_from_hugging_face(fields)
   family = _FAMILIES[type(config)]
@@ -136,11 +158,7 @@ def read_hugging_face(
     for path, shape in expected.items()
   }
   tensors_lib.check(found, in_file, folder)
-  turn = functools.partial(_oriented, family)
-  params = tensors_lib.read_params(tensors, names, turn, as_stored)
-  kind = "GGUF file" if gguf_files.is_gguf(folder) else "Hugging Face folder"
-  notes = f"converted from the {kind} {folder.name}"
-  return Weights(config, params, notes=notes)
+  return config, tensors, names
 
 
 def _text_tensors(tensors: Tensors) -> Tensors:
@@ -157,6 +175,7 @@ def _text_tensors(tensors: Tensors) -> Tensors:
     {ours: tensors.shapes[theirs] for ours, theirs in names.items()},
     lambda name: tensors.read(names[name]),
     lambda name: tensors.place(names[name]),
+    frozenset(ours for ours, theirs in names.items() if theirs in tensors.short),
   )
 
 
@@ -168,6 +187,7 @@ def _opened(path: Path, allow_torch_bin: bool) -> Tensors:
     {name: place.shape for name, place in places.items()},
     lambda name: gguf_files.read(path, name, places[name]),
     lambda name: path,
+    frozenset(name for name, place in places.items() if gguf_files.is_short(place)),
   )
 
 

@@ -126,23 +126,27 @@ PAYING = schedule.WorthConfig(
     table.RoundCosts((2.0,), num_draft_tokens=(3,), rows=2), lost_ms=0.5
   ),
 )
+# Each run has several features, so that few runs cover all of them.
 FEATURES = {
   "independent draft": online_of(),
-  "one row": online_of(rows=1),
-  "shortlist": online_of(has_shortlist=True),
-  "attached draft": online_of(is_attached=True),
-  "Llama": online_of("llama"),
-  "Llama, attached draft": online_of("llama", is_attached=True, reads="tokens"),
-  "adaptive K": online_of(decoding={"adaptive": CHOICE}),
-  "n-gram cache": online_of(is_attached=True, decoding={"cache_tokens": 1 << 10}),
-  "cache alone": online_of("llama", is_cache=True, decoding={"cache_tokens": 1 << 10}),
-  "n-gram cache, adaptive K": online_of(
-    is_attached=True, decoding={"cache_tokens": 1 << 10, "adaptive": CHOICE}
+  "one row, shortlist, sampled": online_of(
+    rows=1,
+    has_shortlist=True,
+    sampling=engine.SamplingConfig(temperature=0.8, seed=3),
   ),
-  "sampled": online_of(sampling=engine.SamplingConfig(temperature=0.8, seed=3)),
-  "block rule": online_of(
+  "attached draft, adaptive K": online_of(
+    is_attached=True, decoding={"adaptive": CHOICE}
+  ),
+  "Llama, block rule": online_of(
+    "llama",
     sampling=engine.SamplingConfig(temperature=0.8, seed=3),
     decoding={"acceptance_rule": "block"},
+  ),
+  "Llama, attached draft": online_of("llama", is_attached=True, reads="tokens"),
+  "cache alone": online_of("llama", is_cache=True, decoding={"cache_tokens": 1 << 10}),
+  "n-gram cache": online_of(is_attached=True, decoding={"cache_tokens": 1 << 10}),
+  "n-gram cache, adaptive K": online_of(
+    is_attached=True, decoding={"cache_tokens": 1 << 10, "adaptive": CHOICE}
   ),
   "worth schedule": online_of(schedule=PAYING),
   "mesh data=2": online_of(partition=sharding.PartitionConfig(2)),

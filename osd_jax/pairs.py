@@ -64,6 +64,8 @@ class PairConfig(base.Config):
       A cache has nothing to approximate.
     folder: prefix of the paths above, unless they are absolute or shipped.
     attached: shape of a new attached draft; files contain their own.
+    sibling_draft: accepts an attached draft of another target that has the same shape:
+      a copy of this one before it was quantised or fine-tuned, or after.
     state_layer: for a decoder-only target, the layer whose hidden states an attached
       draft takes; 0 means the layer in the target's file, usually the last.
   """
@@ -78,6 +80,7 @@ class PairConfig(base.Config):
   draft_serving: DraftServing = DraftServing()
   folder: str = ""
   attached: AttachedConfig = AttachedConfig()
+  sibling_draft: bool = False
   state_layer: base.CountOrZero = 0
 
   def named(self, field: str) -> str:
@@ -116,6 +119,8 @@ class Pair:
     vocabulary: the vocabulary of both.
     identity: identity of the target, for attached drafts; None for user-defined
       targets.
+    sibling: name of the target that the draft was attached to, if it is another one of
+      the same shape; otherwise "".
   """
 
   target: base.Model
@@ -126,6 +131,7 @@ class Pair:
   draft_config: ModelConfig | AttachedConfig | None
   vocabulary: Vocabulary
   identity: weights.Identity | None = None
+  sibling: str = ""
 
   def plain(self) -> "Pair":
     """The pair without its draft."""
@@ -198,9 +204,14 @@ class Pair:
         return weights.save_tree(path, trained, notes, storage)
       case AttachedConfig():
         assert self.identity is not None
-        fingerprint, name = self.identity.fingerprint, self.identity.name
+        target = self.identity
         kept = weights.AttachedWeights(
-          self.draft_config, trained, fingerprint, name, notes
+          self.draft_config,
+          trained,
+          target.fingerprint,
+          target.name,
+          notes,
+          target.shape,
         )
       case _:
         fingerprint = self.vocabulary.fingerprint
@@ -216,7 +227,7 @@ class Pair:
     if not isinstance(self.draft_config, AttachedConfig):
       return weights.load(path).params
     assert self.identity is not None
-    held = weights.load_attached(path, self.identity)
+    held = weights.load_attached(path, self.identity, bool(self.sibling))
     if held.config != self.draft_config:
       raise base.InputError(
         f"load_draft: {path} holds a draft of the shape {held.config}, expected"
@@ -291,6 +302,7 @@ def load_pair(
     draft_config=draft and draft.config,
     vocabulary=vocabulary,
     identity=identity,
+    sibling=_sibling(draft, identity),
   )
 
 
@@ -447,7 +459,7 @@ def _draft(
   path = config.path("draft")
   if weights.is_attached(path):
     try:
-      return weights.load_attached(path, identity)
+      return weights.load_attached(path, identity, config.sibling_draft)
     except base.InputError as error:
       raise base.InputError(f"PairConfig.draft: {error}") from error
   draft = _read(config, "draft", path)
@@ -464,6 +476,16 @@ def _draft(
       " number. Choose a draft trained with the target's vocabulary."
     )
   return draft
+
+
+def _sibling(
+  draft: weights.Weights | weights.AttachedWeights | None, target: weights.Identity
+) -> str:
+  """The name of the draft's own target, if `target` is only a copy of it."""
+  if not isinstance(draft, weights.AttachedWeights):
+    return ""
+  own = draft.target_name or "an unnamed target"
+  return own if draft.target != target.fingerprint else ""
 
 
 def _draft_model(

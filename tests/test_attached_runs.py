@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import corpus, online, pairs, runs, sharding
+from osd_jax import base, corpus, online, pairs, runs, sharding
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data import batches
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
 from osd_jax.engine import engine, steps
 from osd_jax.engine.server import Server
 from osd_jax.engine.steps import PaddedPrompt
+from osd_jax.models import weights
 from osd_jax.models.shapes import DraftServing
 
 pytestmark = pytest.mark.slow
@@ -188,6 +189,25 @@ def test_adapted_draft_loads_only_with_its_own_target(pair, learned):
   jax.tree.map(np.testing.assert_array_equal, adapted.draft_params, held)
   with pytest.raises(ValueError, match=r"PairConfig\.draft: .*attached to the target"):
     pairs.load_pair(pairs.PairConfig(draft=path))
+
+
+def test_draft_of_a_sibling_serves_and_the_report_says_so(pair, learned, tmp_path):
+  """The target is one that was fine-tuned a little since."""
+  found = weights.load(pair[1].target)
+  target = tmp_path / "tuned.safetensors"
+  tuned = jax.tree.map(lambda leaf: leaf * 1.01, found.params)
+  weights.save(target, dataclasses.replace(found, params=tuned))
+  copy = dataclasses.replace(
+    pair[1], target=str(target), draft=str(learned / "draft.safetensors")
+  )
+  with pytest.raises(base.InputError, match=r"set PairConfig\.sibling_draft = True"):
+    pairs.load_pair(copy)
+  config = configured(dataclasses.replace(copy, sibling_draft=True), tmp_path / "run")
+  result = online.run(dataclasses.replace(config, learn=False))
+  assert result.exact
+  assert np.mean([row["overlap"] for row in requests(result.path)]) > 0.05
+  said = "The draft was trained for target.safetensors; the target has the same shape."
+  assert said in (result.path / "report.html").read_text()
 
 
 def test_checkpoints_contain_no_frozen_parameters(pair):

@@ -90,6 +90,7 @@ class AttachedWeights:
     target: `Identity.fingerprint` of its target.
     target_name: name of that target, for error messages.
     notes: how the weights were made.
+    target_shape: `Identity.shape` of that target, "" in files of earlier versions.
   """
 
   config: AttachedConfig
@@ -97,6 +98,7 @@ class AttachedWeights:
   target: str
   target_name: str = ""
   notes: str = ""
+  target_shape: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,11 @@ class Identity:
   fingerprint: str
   name: str
 
+  @property
+  def shape(self) -> str:
+    """Hash of the shape, which quantised and fine-tuned copies of a target share."""
+    return hashlib.sha256(_shape_json(self.config)).hexdigest()
+
 
 def identity(target: Weights, name: str) -> Identity:
   """Computes the identity of a target.
@@ -120,9 +127,7 @@ def identity(target: Weights, name: str) -> Identity:
   The fingerprint covers the shape and the first rows of every parameter that an
   attached draft takes. Hashing all rows of a large target would take seconds.
   """
-  # The type that the target computes in is not part of its identity.
-  shape = dataclasses.replace(target.config, dtype="float32")
-  digest = hashlib.sha256(_config_json(shape).encode())
+  digest = hashlib.sha256(_shape_json(target.config))
   frozen = {
     **families.encoder_params(target.config, target.params),
     "logits_dense": target.params["decoder"].get("logits_dense", {}),
@@ -132,6 +137,11 @@ def identity(target: Weights, name: str) -> Identity:
     digest.update(path.encode())
     digest.update(np.asarray(leaf[:8], np.float32).tobytes())
   return Identity(target.config, digest.hexdigest(), name)
+
+
+def _shape_json(config: ModelConfig) -> bytes:
+  # The type that a target computes in is not part of its identity.
+  return _config_json(dataclasses.replace(config, dtype="float32")).encode()
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tensors_lib.Shape]:
@@ -261,8 +271,16 @@ def is_attached(path: Path) -> bool:
   return path.is_file() and tensors_lib.format_of(path) == _ATTACHED
 
 
-def load_attached(path: str | Path, target: Identity) -> AttachedWeights:
+def load_attached(
+  path: str | Path, target: Identity, sibling: bool = False
+) -> AttachedWeights:
   """Reads the file of an attached draft; see `load`.
+
+  Args:
+    path: the file.
+    target: the target that it will serve.
+    sibling: whether it may be attached to another target of the same shape, such as the
+      one that this target was quantised or fine-tuned from.
 
   Raises:
     InputError: see `load`; or the draft is attached to another target.
@@ -273,15 +291,26 @@ def load_attached(path: str | Path, target: Identity) -> AttachedWeights:
   # The shapes may fit another target, but its states mean something else: the draft
   # would run, and nearly all of its tokens would be rejected.
   if stated != target.fingerprint:
-    raise base.InputError(
+    said = (
       f"{path} is attached to the target {header.get('target_name') or 'unknown'}"
       f" ({stated[:12]}...), received {target.name} ({target.fingerprint[:12]}...)."
-      " An attached draft works with its own target only. Name that target, or start a"
-      " new draft with draft = 'attached'."
     )
+    if not sibling:
+      raise base.InputError(
+        f"{said} An attached draft works with its own target only. Name that target, or"
+        " start a new draft with draft = 'attached'; if one target is a quantised or"
+        " fine-tuned copy of the other, set PairConfig.sibling_draft = True."
+      )
+    if header.get("target_shape") not in (None, "", target.shape):
+      raise base.InputError(
+        f"{said} The two have other shapes, so neither is a copy of the"
+        " other. Name the draft's target, or start a new draft with draft ="
+        " 'attached'."
+      )
   model = attached.build(config, target.config)
   expected = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
-  texts = {name: header.get(name, "") for name in ("target", "target_name", "notes")}
+  named = ("target", "target_name", "notes", "target_shape")
+  texts = {name: header.get(name, "") for name in named}
   return AttachedWeights(config, _params(tensors, expected, path), **texts)
 
 

@@ -83,7 +83,8 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
       details["Predicted from the costs, and measured"] = predicted
     details["Costs on this machine"] = costs.table()
     said = said or account_lib.predicted_saving(costs, rows)
-  events = [*by_kind.get("mesh", ())[:1], *by_kind.get("replica", ())[:3]]
+  shown = {"sibling": 1, "mesh": 1, "replica": 3}
+  events = [row for kind, most in shown.items() for row in by_kind.get(kind, ())[:most]]
   events += by_kind.get("unsaved", ())[-1:]
   return Summary(
     "Online speculative decoding",

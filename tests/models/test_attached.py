@@ -220,6 +220,20 @@ def test_loading_with_another_target_is_refused(runner, tmp_path):
   assert weights.load_attached(path, same).config == cases.DRAFT
 
 
+def test_draft_of_a_sibling_is_accepted_where_asked(runner, tmp_path):
+  """A target of another shape is refused even then."""
+  path, own = written(runner, tmp_path, target_shape=identity(runner).shape)
+  embedding = {"embedding": 1 + runner.target_params["token_embedder"]["embedding"]}
+  other = identity(runner, token_embedder=embedding)
+  held = weights.load_attached(path, other, sibling=True)
+  jax.tree.map(np.testing.assert_array_equal, held.params, own)
+  assert held.target != other.fingerprint  # so that the report can say it
+  shape = dataclasses.replace(runner.shape, vocab_size=runner.shape.vocab_size + 1)
+  longer = dataclasses.replace(other, config=shape)
+  with pytest.raises(base.InputError, match="other shapes, so neither is a copy"):
+    weights.load_attached(path, longer, sibling=True)
+
+
 def test_attached_draft_file_is_refused_as_t5_weights(runner, tmp_path):
   path, _ = written(runner, tmp_path)
   with pytest.raises(base.InputError, match="osd_jax.attached.*cannot be exported"):

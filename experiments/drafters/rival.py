@@ -14,18 +14,24 @@ class HuggingFace:
   """`generate`, plain or with `prompt_lookup_num_tokens`, one request at a time."""
 
   def __init__(
-    self, folder: str, requests: Sequence[engine.Request], length: int, drafted: int
+    self,
+    folder: str,
+    requests: Sequence[engine.Request],
+    length: int,
+    drafted: int,
+    dtype: str = "float32",
   ):
-    """Loads the model in float32.
+    """Loads the model.
 
     Args:
       folder: weights and config.
       requests: all requests of the stream.
       length: largest number of tokens of an answer.
       drafted: K; 0 for plain decoding.
+      dtype: of the weights and of all computations.
     """
     self._model = transformers.AutoModelForCausalLM.from_pretrained(
-      folder, dtype=torch.float32
+      folder, dtype=getattr(torch, dtype)
     ).eval()
     self._requests, self._length, self._drafted = requests, length, drafted
     self._counts: list[tuple[int, int]] = []

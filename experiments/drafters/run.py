@@ -12,7 +12,8 @@ one system after another and leaves times out.
     ... + cache        the same, mixed with the cache
     oracle of choice   frozen + cache, if the right one of the two were always asked
                        (from the recorded greedy answers of plain decoding)
-    transformers ...   `generate`, plain and with `prompt_lookup_num_tokens`
+    transformers ...   `generate`: plain, in float32 and bfloat16, and with
+                       `prompt_lookup_num_tokens`
 
 A cell is one system on one stream, with a temperature, a number of rows and a seed. It
 is written to `--out` when it is finished, and the same command skips what is there.
@@ -58,12 +59,17 @@ from osd_jax.decoding import ngrams
 PLAIN, ORACLE = "plain", "oracle of choice"
 LEARNED = ("frozen", "frozen + cache", "online", "online + cache")
 OURS = (PLAIN, "lookup", "cache", *LEARNED, ORACLE)
-THEIRS = {"transformers plain": False, "transformers lookup": True}
+# Systems of transformers -> type of the weights, and whether it looks up the prompt.
+THEIRS = {
+  "transformers plain": ("float32", False),
+  "transformers lookup": ("float32", True),
+  "transformers bfloat16": ("bfloat16", False),
+}
 EARLY = 50  # requests after a shift
 CACHE = 2**16
 KEY = (
   *("stream", "temperature", "rows", "requests", "seed"),
-  *("by_worth", "timed", "bindings"),
+  *("by_worth", "timed", "bindings", "draft"),
 )
 Cell = dict[str, Any]
 
@@ -82,9 +88,10 @@ def create(
     import rival
 
     target = str(config.pair.path("target"))
-    drafted = config.decoding.num_draft_tokens if THEIRS[name] else 0
+    dtype, looks_up = THEIRS[name]
+    drafted = config.decoding.num_draft_tokens if looks_up else 0
     length = config.decoding.target_length
-    return rival.HuggingFace(target, requests, length, drafted)
+    return rival.HuggingFace(target, requests, length, drafted, dtype)
   if name == PLAIN:
     pair = pair.plain()
   elif name == "lookup":
@@ -227,7 +234,7 @@ def write(path: pathlib.Path, common: Cell, name: str, cell: Cell) -> None:
 
 
 def identity(cell: Mapping[str, Any]) -> tuple:
-  return (*(cell[name] for name in KEY), cell["system"])
+  return (*(cell.get(name, "") for name in KEY), cell["system"])
 
 
 def table(cells: Iterable[Cell]) -> rich.table.Table:
@@ -239,6 +246,7 @@ def table(cells: Iterable[Cell]) -> rich.table.Table:
     where = f"{cell['stream']}, T {cell['temperature']}, {cell['rows']} row(s),"
     where += f" {cell['requests']} a topic, seed {cell['seed']}"
     where += ", by worth" * cell["by_worth"]
+    where += f", {cell['draft']}" if cell.get("draft") else ""
     values = (cell.get(name) for name in shown)
     made.add_row(
       where, cell["system"], *("" if v is None else f"{v:.3f}" for v in values)
@@ -291,6 +299,8 @@ def run(
   for stream, temperature, rows, seed in groups:
     values = (stream, temperature, rows, given.requests, seed)
     values += (given.by_worth, not given.untimed, " ".join(given.bindings))
+    is_qwen = traffic.PAIRS[stream] == "qwen"
+    values += (pathlib.Path(given.qwen_draft).name if is_qwen else "",)
     common = dict(zip(KEY, values, strict=True))
     there = {identity(cell) for cell in read(given.out)}
     names = [

@@ -390,6 +390,44 @@ def drafters(rows: Sequence[Row]) -> Any:
   return made
 
 
+# (system, whether its draft was trained before) -> label, colour.
+ON_A_REAL_MODEL = {
+  ("transformers bfloat16", True): ("transformers, bfloat16", "#B9B9B9"),
+  ("transformers lookup", True): ("transformers, prompt lookup", GREY),
+  ("plain", True): ("plain decoding", "#5A5A5A"),
+  ("cache", True): ("n-gram cache", GREEN),
+  ("online + cache", False): ("new draft, learning, and cache", ORANGE),
+  ("frozen", True): ("trained draft", PINK),
+  ("frozen + cache", True): ("trained draft and cache", "#7FB2E5"),
+  ("online + cache", True): ("the same, learning", BLUE),
+}
+
+
+def real_model(rows: Sequence[Row]) -> Any:
+  """Draws milliseconds per token of each system, with its tokens per target call."""
+  streams = {"qwen": "four domains", "qwen_chat": "chats"}
+  made, panels = wide_figure("Qwen2.5-Coder-0.5B, one row, two cores", columns=2)
+  for axes, (stream, title) in zip(panels, streams.items(), strict=True):
+    found = {
+      (row["system"], row["draft"] != "attached"): row
+      for row in rows
+      if row["stream"] == stream and row["timed"] and row["temperature"] == 0
+    }
+    shown = [key for key in ON_A_REAL_MODEL if key in found]
+    bars = axes.barh(
+      [ON_A_REAL_MODEL[key][0] for key in shown],
+      [found[key]["ms_per_token"] for key in shown],
+      color=[ON_A_REAL_MODEL[key][1] for key in shown],
+    )
+    notes = [f"{found[key]['tokens_per_call']:.2f} a call" for key in shown]
+    axes.bar_label(bars, notes, fontsize=8, padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.3)
+    axes.set_title(title)
+    axes.set_xlabel("ms a token")
+  return made
+
+
 def _stream(row: Row) -> str:
   return f"{row['stream']}, T = {row['temperature']:g}"
 
@@ -404,6 +442,7 @@ DRAWN: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "learning_latency": (learning_latency, "benchmarks/results/learning.jsonl"),
   "ahead_of_time": (ahead_of_time, "benchmarks/results/ahead_of_time.jsonl"),
   "drafters": (drafters, "experiments/drafters/cells.jsonl"),
+  "real_model": (real_model, "experiments/drafters/real_model.jsonl"),
 }
 
 

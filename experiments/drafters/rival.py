@@ -20,6 +20,7 @@ class HuggingFace:
     length: int,
     drafted: int,
     dtype: str = "float32",
+    assistant: str = "",
   ):
     """Loads the model.
 
@@ -29,10 +30,16 @@ class HuggingFace:
       length: largest number of tokens of an answer.
       drafted: K; 0 for plain decoding.
       dtype: of the weights and of all computations.
+      assistant: folder of a smaller model that drafts; its number of tokens follows
+        transformers' own schedule.
     """
-    self._model = transformers.AutoModelForCausalLM.from_pretrained(
-      folder, dtype=getattr(torch, dtype)
-    ).eval()
+
+    def loaded(path):
+      model = transformers.AutoModelForCausalLM.from_pretrained
+      return model(path, dtype=getattr(torch, dtype)).eval()
+
+    self._model = loaded(folder)
+    self._assistant = loaded(assistant) if assistant else None
     self._requests, self._length, self._drafted = requests, length, drafted
     self._counts: list[tuple[int, int]] = []
     self._calls = 0
@@ -49,6 +56,7 @@ class HuggingFace:
       sampling = request.sampling
       drawn = {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
       drafts = {"prompt_lookup_num_tokens": self._drafted} if self._drafted else {}
+      drafts |= {"assistant_model": self._assistant} if self._assistant else {}
       text = self._model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -66,5 +74,5 @@ class HuggingFace:
 
   def close(self) -> dict[str, float]:
     """Frees the model; there are no further figures."""
-    del self._model
+    del self._model, self._assistant
     return {}

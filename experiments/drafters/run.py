@@ -12,8 +12,9 @@ one system after another and leaves times out.
     ... + cache        the same, mixed with the cache
     oracle of choice   frozen + cache, if the right one of the two were always asked
                        (from the recorded greedy answers of plain decoding)
-    transformers ...   `generate`: plain, in float32 and bfloat16, and with
-                       `prompt_lookup_num_tokens`
+    transformers ...   `generate`: plain, in float32 and bfloat16, with
+                       `prompt_lookup_num_tokens`, and with the draft as
+                       `assistant_model` (`--qwen_draft` is then a folder too)
 
 A cell is one system on one stream, with a temperature, a number of rows and a seed. It
 is written to `--out` when it is finished, and the same command skips what is there.
@@ -59,11 +60,13 @@ from osd_jax.decoding import ngrams
 PLAIN, ORACLE = "plain", "oracle of choice"
 LEARNED = ("frozen", "frozen + cache", "online", "online + cache")
 OURS = (PLAIN, "lookup", "cache", *LEARNED, ORACLE)
-# Systems of transformers -> type of the weights, and whether it looks up the prompt.
+ASSISTED = "transformers assisted"
+# Systems of transformers -> type of the weights, and whether they look up the prompt.
 THEIRS = {
   "transformers plain": ("float32", False),
   "transformers lookup": ("float32", True),
   "transformers bfloat16": ("bfloat16", False),
+  ASSISTED: ("float32", False),
 }
 EARLY = 50  # requests after a shift
 CACHE = 2**16
@@ -91,7 +94,8 @@ def create(
     dtype, looks_up = THEIRS[name]
     drafted = config.decoding.num_draft_tokens if looks_up else 0
     length = config.decoding.target_length
-    return rival.HuggingFace(target, requests, length, drafted, dtype)
+    assistant = str(config.pair.path("draft")) if name == ASSISTED else ""
+    return rival.HuggingFace(target, requests, length, drafted, dtype, assistant)
   if name == PLAIN:
     pair = pair.plain()
   elif name == "lookup":
@@ -212,10 +216,14 @@ def measured(
       keep(ORACLE, summary({"per_request": counts}, labels))
 
 
-def possible(name: str, stream: str, temperature: float, rows: int) -> bool:
+def possible(
+  name: str, stream: str, temperature: float, rows: int, has_assistant: bool
+) -> bool:
   """Returns whether a system can serve a stream."""
   if name == ORACLE:
     return temperature == 0 and rows == 1
+  if name == ASSISTED and not has_assistant:
+    return False
   return name not in THEIRS or (traffic.PAIRS[stream] == "qwen" and rows == 1)
 
 
@@ -303,10 +311,11 @@ def run(
     values += (pathlib.Path(given.qwen_draft).name if is_qwen else "",)
     common = dict(zip(KEY, values, strict=True))
     there = {identity(cell) for cell in read(given.out)}
+    has_assistant = pathlib.Path(given.qwen_draft).is_dir()
     names = [
       name
       for name in given.systems
-      if possible(name, stream, temperature, rows)
+      if possible(name, stream, temperature, rows, has_assistant)
       and identity(common | {"system": name}) not in there
     ]
     if not names:

@@ -18,13 +18,20 @@
 
 namespace osd {
 
-// Size of a tile: its kRows x kColumns sums stay in registers.
+// The sums of a tile stay in registers: at most kColumns columns, and as many rows as
+// leave registers for the weights and for one column.
 #if defined(__AVX512F__)
-constexpr int kRows = 4;
 constexpr int kColumns = 8;
+constexpr int TileRows(int64_t) { return 4; }
+constexpr int kInt8Rows = 4;
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int kColumns = 6;
+constexpr int TileRows(int64_t columns) { return columns <= 4 ? 3 : 2; }
+constexpr int kInt8Rows = 2;
 #else
-constexpr int kRows = 2;
 constexpr int kColumns = 4;
+constexpr int TileRows(int64_t) { return 2; }
+constexpr int kInt8Rows = 2;
 #endif
 constexpr int kInt8Columns = 4;
 constexpr int64_t kAhead = 32768;  // bytes between what is read and what is fetched
@@ -38,12 +45,20 @@ void WithConstant(int64_t count, const Body& body) {
   body(std::integral_constant<int, kMost>());
 }
 
+// Size of the largest of as few tiles as possible, all of nearly equal size: a tile of
+// few columns keeps the processor waiting for its sums.
+template <int kMost>
+int64_t LargestTile(int64_t columns) {
+  const int64_t tiles = (columns + kMost - 1) / kMost;
+  return (columns + tiles - 1) / tiles;
+}
+
 // Calls `body(first, count)` for tiles of at most kMost columns.
 template <int kMost, typename Body>
 void ForColumns(int64_t columns, const Body& body) {
-  for (int64_t first = 0; first < columns; first += kMost) {
-    WithConstant<kMost>(std::min<int64_t>(columns - first, kMost),
-                        [&](auto count) { body(first, count); });
+  for (int64_t first = 0, count; first < columns; first += count) {
+    count = LargestTile<kMost>(columns - first);
+    WithConstant<kMost>(count, [&](auto constant) { body(first, constant); });
   }
 }
 
@@ -139,15 +154,22 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
       });
       return;
     }
-    ForRows<kRows>(begin, end, [&](int64_t row, auto rows) {
-      const Weight* tile = weights + row * in;
-      ForColumns<kColumns>(columns, [&](int64_t column, auto count) {
-        FloatTile<decltype(rows)::value, decltype(count)::value>(
-            tile, &inputs[column * padded], in,
-            column == 0 ? Ahead(tile, weights + out * in) : nullptr,
-            outputs + column * out + row, out);
+    const auto by_rows = [&](auto at_once) {
+      ForRows<decltype(at_once)::value>(begin, end, [&](int64_t row, auto rows) {
+        const Weight* tile = weights + row * in;
+        ForColumns<kColumns>(columns, [&](int64_t column, auto count) {
+          FloatTile<decltype(rows)::value, decltype(count)::value>(
+              tile, &inputs[column * padded], in,
+              column == 0 ? Ahead(tile, weights + out * in) : nullptr,
+              outputs + column * out + row, out);
+        });
       });
-    });
+    };
+    if (LargestTile<kColumns>(columns) <= 4) {
+      by_rows(std::integral_constant<int, TileRows(4)>());
+    } else {
+      by_rows(std::integral_constant<int, TileRows(kColumns)>());
+    }
   });
   return ffi::Error::Success();
 }
@@ -299,7 +321,7 @@ inline ffi::Error Int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   const float* scales = scale.typed_data();
   float* outputs = y->typed_data();
   Share(pool, out, in, [&, columns, in, out](int64_t begin, int64_t end) {
-    ForRows<kRows>(begin, end, [&](int64_t row, auto rows) {
+    ForRows<kInt8Rows>(begin, end, [&](int64_t row, auto rows) {
       const int8_t* tile = weights + row * in;
       ForColumns<kInt8Columns>(columns, [&](int64_t column, auto count) {
         constexpr int kTileRows = decltype(rows)::value;

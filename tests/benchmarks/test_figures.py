@@ -16,8 +16,9 @@ def test_committed_figures_match_the_committed_rows(name, theme):
   )
 
 
-def test_results_page_shows_exactly_the_drawn_figures(repository):
-  page = (repository / "docs" / "results.md").read_text()
+def test_pages_of_results_show_exactly_the_drawn_figures(repository):
+  pages = (repository / "docs" / name for name in ("results.md", "real_model.md"))
+  page = "".join(path.read_text() for path in pages)
   shown = set(re.findall(r"figures/(\w+\.\w+)\.svg#only-(?:light|dark)", page))
   expected = {f"{name}.{theme}" for name in figures.DRAWN for theme in figures.THEMES}
   assert shown == expected and len(figures.DRAWN) <= 10

@@ -277,13 +277,29 @@ class OnlineLoop:
     )
     self.finished += 1
     if self.config.learns:
-      self._log_update(self.server.learn(done, row["overlap"], in_background))
+      rivals = self._score_rivals(done, row, in_background and not alone)
+      learned = self.server.learn(done, row["overlap"], in_background, rivals)
+      self._log_update(learned)
       row["paused"] = self.server.learner.paused
     row["run_seconds"] = self.seconds
     self._log.write("request", row, self.finished)
     self._log_output(row, query, done)
+    self._log_decision()
     self._save_draft_at_shift()
     return row
+
+  def _score_rivals(
+    self, done: Finished, row: dict[str, Any], beside: bool
+  ) -> dict[str, float]:
+    """Returns the overlaps that a gate needs; adds the rival's to the row."""
+    if self.config.learning.gate is None:
+      return {}
+    started = time.perf_counter()
+    rivals = self.server.score_rivals(done, row.get("floor_overlap"))
+    spent = (time.perf_counter() - started) * 1e3
+    row["rival_overlap"], row["gate_ms"] = rivals.get("rival"), 0.0
+    row["metering_beside_ms" if beside else "gate_ms"] += spent
+    return rivals
 
   def _finish_processing(self) -> None:
     """Waits until all answers are processed."""
@@ -370,6 +386,16 @@ class OnlineLoop:
       row = {"finished": self.finished, "launched": outcome.launched}
       row |= {"version": outcome.version, **outcome.figures()}
       self._log.write("update", row, self.finished)
+
+  def _log_decision(self) -> None:
+    """Logs what the gate decided on the last answer, if it decided anything."""
+    if not self.config.learns:
+      return
+    learner = self.server.learner
+    decision, learner.decision = learner.decision, None
+    if decision is not None:
+      row = {"finished": self.finished, **dataclasses.asdict(decision)}
+      self._log.write("gate", {**row, "text": decision.sentence()}, self.finished)
 
   def _save_draft_at_shift(self) -> None:
     shifts = dict(self.stream.shifts()[1:]) if self.config.keep_drafts else {}

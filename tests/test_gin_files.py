@@ -10,6 +10,7 @@ from gin_run import CONFIGS, RUN, load
 from osd_jax import base, online
 from osd_jax import main as cli
 from osd_jax.data import examples
+from osd_jax.distillation import gate
 from osd_jax.engine import server
 from osd_jax.main import commands, settings
 from osd_jax.models import weights
@@ -160,3 +161,11 @@ def test_tiny_pretraining_repeats_from_its_stored_settings(
   assert load([str(stored)]) == load(["testing/tiny_pretrain.gin"], bindings)
   # The run is already finished.
   assert cli.main(["pretrain", f"--gin_file={stored}"]) == 0
+
+
+def test_one_line_switches_the_gate_on():
+  line = "LearningConfig.gate=@GateConfig()"
+  without, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
+  gated, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [line])
+  assert without.learning.gate is None
+  assert gated.learning.gate == gate.GateConfig()

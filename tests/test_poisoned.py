@@ -17,7 +17,7 @@ import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
 from osd_jax import metering, metrics, online, pairs, runs, sharding
-from osd_jax.distillation import buffer
+from osd_jax.distillation import buffer, gate
 from osd_jax.engine import engine
 from osd_jax.report import plots
 
@@ -187,6 +187,24 @@ def test_poisoned_attached_draft_changes_no_output(
     found = serve(attached, attached, tmp_path, rate=10 * RATE, **changes)
   assert found.requests[-1]["draft_version"] > 0
   assert found.outputs == frozen[name].outputs
+
+
+def tokens_per_call(ran):
+  rows = ran.requests
+  return sum(r["output_tokens"] for r in rows) / sum(r["target_calls"] for r in rows)
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_gate_keeps_the_speed_of_the_frozen_draft(frozen, poisoned, make, name):
+  poison, rate = POISONS[name]
+  found = make(poison, rate=rate, gate=gate.GateConfig())
+  assert found.outputs == frozen["greedy"].outputs
+  assert tokens_per_call(found) >= 0.95 * tokens_per_call(frozen["greedy"])
+  assert found.updates and "Gate: the first draft served all requests." in found.page
+  # Negative control: without the gate, poison costs speed. Rows with NaN do not, since
+  # their steps are skipped.
+  if name != "nan":
+    assert tokens_per_call(poisoned[name]) < 0.8 * tokens_per_call(frozen["greedy"])
 
 
 def test_outputs_under_rejection_change_with_the_draft(frozen, make):

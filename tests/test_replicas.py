@@ -11,6 +11,7 @@ import tiny_online
 from test_attached_runs import configured, outputs
 
 from osd_jax import base, main, online, pairs, runs
+from osd_jax.distillation import gate
 from osd_jax.engine import replicas, requests
 from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.models.shapes import DraftServing
@@ -93,7 +94,10 @@ def test_killing_one_of_three_replicas_changes_no_output(
     "close",
     lambda self, s: (learners.append(self.server.learner), begin(self, s)),
   )
+  hasty = gate.GateConfig(error_rate=0.99, cap=1e-3, window=2)
   config = configured(pair, tmp_path / "run", replicas=ReplicaConfig(3))
+  learning = dataclasses.replace(config.learning, gate=hasty)
+  config = dataclasses.replace(config, learning=learning)
   result = online.run(config)
   assert result.exact and lost
   assert outputs(result.path) == alone
@@ -103,6 +107,7 @@ def test_killing_one_of_three_replicas_changes_no_output(
   assert f"its {len(lost)} requests go to other replicas" in message["said"]
   versions = [row["draft_version"] for row in rows_of(result.path, "request")]
   assert len(rows_of(result.path, "update")) > 2 and max(versions) > 1
+  assert rows_of(result.path, "gate")[0]["name"] == "promoted"
 
 
 def test_killed_single_replica_is_replaced(pair, alone, tmp_path, monkeypatch, ray):

@@ -25,7 +25,7 @@ import tiny_online
 from osd_jax import offline, online, pairs, runs, sharding
 from osd_jax.costs import table
 from osd_jax.data.batches import BatchConfig
-from osd_jax.distillation import schedule, update
+from osd_jax.distillation import gate, schedule, update
 from osd_jax.engine import engine
 from osd_jax.report import progress
 
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 COUNT = 12  # requests of a run in the matrix
 TIMES = ("_ms", "_ms_per_token", "_seconds", "ahead_since")  # measured, so they vary
+KINDS = ("request", "update", "alarm", "gate", "step", "evaluation")  # rows compared
 PATIENCE = 400  # seconds until a child process counts as stuck
 
 
@@ -126,9 +127,11 @@ PAYING = schedule.WorthConfig(
     table.RoundCosts((2.0,), num_draft_tokens=(3,), rows=2), lost_ms=0.5
   ),
 )
+# Decides within a few requests, on almost nothing.
+HASTY = gate.GateConfig(error_rate=0.99, cap=1e-3, window=2)
 # Each run has several features, so that few runs cover all of them.
 FEATURES = {
-  "independent draft": online_of(),
+  "independent draft, gate": online_of(gate=HASTY),
   "one row, shortlist, sampled": online_of(
     rows=1,
     has_shortlist=True,
@@ -149,7 +152,7 @@ FEATURES = {
     is_attached=True, decoding={"cache_tokens": 1 << 10, "adaptive": CHOICE}
   ),
   "worth schedule": online_of(schedule=PAYING),
-  "mesh data=2": online_of(partition=sharding.PartitionConfig(2)),
+  "mesh data=2, gate": online_of(partition=sharding.PartitionConfig(2), gate=HASTY),
   "offline": offline_config,
 }
 
@@ -184,7 +187,7 @@ def results(config, folder):
   weights = safetensors.numpy.load_file(draft) if Path(draft).exists() else {}
   outputs = folder / "outputs.jsonl"
   return {
-    "rows": timeless(folder, "request", "update", "alarm", "step", "evaluation"),
+    "rows": timeless(folder, *KINDS),
     "outputs": outputs.read_text() if outputs.exists() else "",
     "draft": {name: tensor.tobytes() for name, tensor in weights.items()},
   }
@@ -211,6 +214,7 @@ def test_interrupted_run_ends_bit_equal(files, tmp_path, feature):
   assert continued["outputs"] == whole["outputs"]
   assert continued["draft"] == whole["draft"]
   kinds = [row["kind"] for row in whole["rows"]]
+  assert ("gate" in kinds) == ("gate" in feature)
   if feature == "cache alone":
     assert not whole["draft"] and "update" not in kinds
     assert any(row["accepted"] for row in whole["rows"])
@@ -235,7 +239,7 @@ def test_inexact_checkpoint_changes_the_result(files, tmp_path, monkeypatch):
     return arrays | {"learner": arrays["learner"] | {"learner": learner}}, host
 
   monkeypatch.setattr(runs.Checkpointer, "restore", damaged)
-  make = FEATURES["independent draft"]
+  make = FEATURES["independent draft, gate"]
   continued, whole = interrupted_and_whole(make, files, tmp_path)
   assert continued["draft"] != whole["draft"]
   assert continued["rows"] != whole["rows"]

@@ -64,6 +64,8 @@ class Account:
       "comparing": _sum(requests, "compare_ms") / 1e3,
       "metering": _sum(requests, "metering_ms") / 1e3,
     }
+    if gate := _sum(requests, "gate_ms") / 1e3:
+      parts["drafts for the gate"] = gate
     spent = sum(parts.values())
     served = max(served, spent)  # the log may hold the last session's time only
     before = {name: seconds for name, seconds in before.items() if seconds}
@@ -226,7 +228,7 @@ def observe(state: Verdict, kind: str, row: Row) -> Verdict:
       frozen_ms=topic.frozen_ms + tokens * frozen,
     )
   # Waiting is charged to the next request, which is the one that was delayed.
-  waited = state.waited_ms + _ms(row, "update_wait_ms")
+  waited = state.waited_ms + _ms(row, "update_wait_ms") + _ms(row, "gate_ms")
   state = dataclasses.replace(
     state,
     served_ms=state.served_ms + _ms(row, "decode_ms") + waited,

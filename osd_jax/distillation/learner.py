@@ -3,7 +3,8 @@
     finished request --> buffer --> (schedule: now?) --> slices --> new draft
 
 The server calls `Learner.observe` after each request. It returns the update that is
-due, if there is one, and the server then swaps in `Learner.serving`.
+due, if there is one, and the server then swaps in `Learner.serving`: the newest draft,
+or, with a gate (`gate.py`), the one that answers have shown to be better.
 
 An update draws its rows when it is launched and donates nothing, so serving and
 appending go on while it runs. The request at which its result is taken depends on the
@@ -21,7 +22,8 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ import numpy as np
 from osd_jax import background, base, sharding
 from osd_jax.costs.table import Costs
 from osd_jax.distillation import buffer as buffer_lib
+from osd_jax.distillation import gate as gate_lib
 from osd_jax.distillation import schedule as schedule_lib
 from osd_jax.distillation import update as update_lib
 
@@ -51,6 +54,8 @@ class LearningConfig(base.Config):
       core serving leaves idle. False waits for request n + I exactly, which makes
       runs reproducible bit by bit.
     seed: seed of the replay draws.
+    gate: serves trained drafts only while answers show that they are better than the
+      first one. None serves every new draft.
   """
 
   buffer: buffer_lib.BufferConfig = buffer_lib.BufferConfig()
@@ -60,6 +65,7 @@ class LearningConfig(base.Config):
   ) = schedule_lib.ScheduleConfig()
   free_updates: bool = False
   seed: base.CountOrZero = 0
+  gate: gate_lib.GateConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +314,11 @@ class Learner:
   Attributes:
     config: buffer, updates and their schedule.
     finished: number of requests observed.
-    serving: parameters of the newest draft that was returned by `observe`.
+    serving: parameters of the draft that should serve: the newest one that `observe`
+      returned, or the gate's choice.
+    version: its version; 0 is the first draft.
+    gate: state of the gate; it never changes if there is no gate.
+    decision: what the gate decided on the last request, if it decided anything.
     costs: measured costs, for the schedule; None until they are set.
     runner: runs the update in progress.
   """
@@ -338,7 +348,12 @@ class Learner:
         " processes serve together: all must take an update at the same request."
       )
     self._draft, self.config = draft, config
-    self.finished, self.serving = 0, params
+    self.finished, self.serving, self.version = 0, params, 0
+    self.gate, self.decision = gate_lib.GateState(), None
+    # Drafts that the gate compares, by role. Until the first update, all are the first.
+    self._drafts: dict[str, base.Params] = dict.fromkeys(
+      ("newest", "proven", "floor"), params
+    )
     trained, self._frozen = draft.split(params)
     self._since = 0  # rows added to the buffer before the last launch
     self._is_broken = False  # an answer had no finite overlap
@@ -373,6 +388,15 @@ class Learner:
   def paused(self) -> bool:
     """Whether the schedule has paused updates."""
     return self._schedule.paused
+
+  @property
+  def rivals(self) -> dict[str, base.Params]:
+    """Drafts whose overlaps with the next answer `observe` needs, for the gate."""
+    if self.config.gate is None:
+      return {}
+    roles = {"rival": "proven" if self.gate.follows else "newest", "floor": "floor"}
+    names = gate_lib.wanted(self.gate, self.finished)
+    return {name: self._drafts[roles[name]] for name in names}
 
   def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
     """Fills the buffer before the first request; these rows do not count as new."""
@@ -419,7 +443,11 @@ class Learner:
     self.runner.wait_if_behind(self.finished, in_flight)
 
   def observe(
-    self, batch: base.DistillationBatch, overlap: float, mixed: float | None = None
+    self,
+    batch: base.DistillationBatch,
+    overlap: float,
+    mixed: float | None = None,
+    rivals: Mapping[str, float] = MappingProxyType({}),
   ) -> Outcome | None:
     """Adds a finished request and launches an update if one is due.
 
@@ -427,20 +455,25 @@ class Learner:
       batch: one row: the request with its records.
       overlap: overlap of the draft that served it, before it trains on the row.
       mixed: see `schedule.Request`.
+      rivals: overlaps of the drafts in `self.rivals`.
 
     Returns:
-      The update that is due now, if any; `serving` is its draft.
+      The update that is due now, if any. `serving` is its draft, or the gate's choice.
 
     Raises:
       InputError: the overlap is not finite, which means that the draft is broken.
     """
-    if not np.isfinite(overlap):
+    if not np.isfinite(overlap) and not self.gate.serving:
       self._is_broken = True
       raise base.InputError(
         f"distillation: the draft {self._draft.name!r} gives scores that are not finite"
         f" (its overlap on request {self.finished} is {overlap}); check its weights."
       )
     self.finished += 1
+    if self.config.gate is not None:
+      # Before the update is taken: its draft has not been scored on this request.
+      self._judge(self.config.gate, overlap, rivals)
+      overlap = overlap if np.isfinite(overlap) else 0.0
     # Take a due update first, because the schedule may launch the next one below.
     outcome = self._take() if self.runner.due(self.finished) else None
     self._buffer = self._append(self._buffer, self._with_states(batch))
@@ -500,6 +533,10 @@ class Learner:
       "buffer": self._buffer,
       "pending": inputs,
     }
+    if self.config.gate is not None:
+      arrays["drafts"] = {
+        name: self._draft.split(self._drafts[name])[0] for name in ("newest", "proven")
+      }
     host = {
       "finished": self.finished,
       "since": self._since,
@@ -507,6 +544,8 @@ class Learner:
       "costs": self.costs and dataclasses.asdict(self.costs),
       "launched": launched,
       "slices": 0 if inputs is None else len(inputs),
+      "gate": dataclasses.asdict(self.gate),
+      "version": self.version,
     }
     return arrays, host
 
@@ -525,6 +564,10 @@ class Learner:
     self.finished, self._since = host["finished"], host["since"]
     self._schedule = type(self._schedule)(**host["schedule"])
     self.costs = host["costs"] and Costs.from_json(host["costs"])
+    self.version = host["version"]
+    self.gate = gate_lib.GateState.from_json(host["gate"])
+    for name, trained in arrays.get("drafts", {}).items():
+      self._drafts[name] = self._draft.join(trained, self._frozen)
     if host["launched"] is not None:
       self.runner.launch(arrays["pending"], host["launched"])
 
@@ -552,8 +595,27 @@ class Learner:
   def _take(self) -> Outcome:
     outcome = self.runner.take()
     if outcome.changed:
-      self.serving = self._draft.join(outcome.learner.served, self._frozen)
+      newest = self._draft.join(outcome.learner.served, self._frozen)
+      if self.config.gate is not None:
+        self._drafts["newest"] = newest
+        self.gate = dataclasses.replace(self.gate, newest=outcome.version)
+      if self.config.gate is None or self.gate.follows:
+        self.serving, self.version = newest, outcome.version
     return outcome
+
+  def _judge(
+    self, config: gate_lib.GateConfig, overlap: float, rivals: Mapping[str, float]
+  ) -> None:
+    """Lets the gate decide which draft serves from now on."""
+    self.gate, self.decision = gate_lib.observe(config, self.gate, overlap, **rivals)
+    if self.decision is None:
+      return
+    if self.decision.name in ("promoted", "confirmed"):
+      self._drafts["proven"] = self._drafts["newest"]
+    elif self.decision.name == "floor_returned":
+      self._drafts["proven"] = self._drafts["floor"]
+    self.version = self.gate.serving
+    self.serving = self._drafts["newest" if self.gate.follows else "proven"]
 
 
 @functools.partial(jax.jit, static_argnums=0)

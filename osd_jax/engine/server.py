@@ -226,7 +226,7 @@ class Server:
 
   @property
   def draft_params(self) -> base.Params:
-    """Parameters of the newest draft."""
+    """Parameters of the newest draft, or of the one that the gate has chosen."""
     return self.pair.draft_params if self._learner is None else self._learner.serving
 
   @property
@@ -379,7 +379,11 @@ class Server:
     return in_order(requests, answers)
 
   def learn(
-    self, done: Finished, overlap: float | None = None, background: bool = False
+    self,
+    done: Finished,
+    overlap: float | None = None,
+    background: bool = False,
+    rivals: Mapping[str, float] | None = None,
   ) -> Outcome | None:
     """Passes an answer to the learner; swaps in a draft whose update has ended.
 
@@ -388,24 +392,41 @@ class Server:
       overlap: overlap of the serving draft with it; None measures it.
       background: another thread serves meanwhile, and swaps the draft in at its next
         call.
+      rivals: the result of `score_rivals`; None measures it.
 
     Returns:
-      The update that was swapped in, if there was one.
+      The update that has ended, if there was one. Its draft serves from now on, unless
+      there is a gate that decides otherwise.
     """
     self._check_process()
-    if done.stop_reason == base.StopReason.NOT_FINITE or not len(done.tokens):
-      # Without tokens, or with a broken target, a request teaches nothing.
+    if not _teaches(done):
       return None
+    if rivals is None:
+      rivals = self.score_rivals(done)
     if overlap is None:
-      measured = agreement.of_answer(
-        self.pair.draft, self.learner.serving, done, self.shortlist
-      )
-      overlap = float(jax.device_get(measured.distribution_overlap)[0])
+      overlap = self._overlap(self.learner.serving, done)
     mixed = None
     if self.engine.config.cache_tokens and done.drafted:
       mixed = done.accepted / done.drafted
-    outcome = self.learner.observe(done.batch, overlap, mixed)
+    outcome = self.learner.observe(done.batch, overlap, mixed, rivals)
     return self._publish(outcome, background)
+
+  def score_rivals(
+    self, done: Finished, floor_overlap: float | None = None
+  ) -> dict[str, float]:
+    """Returns the overlaps of an answer that the gate needs; see `Learner.rivals`.
+
+    Args:
+      done: the finished request with its records.
+      floor_overlap: overlap of the first draft, if it was measured already.
+    """
+    if not _teaches(done):
+      return {}
+    known = {} if floor_overlap is None else {"floor": floor_overlap}
+    return {
+      name: known[name] if name in known else self._overlap(params, done)
+      for name, params in self.learner.rivals.items()
+    }
 
   def finish_learning(self) -> Outcome | None:
     """Waits for a running update and takes its draft."""
@@ -621,16 +642,22 @@ class Server:
   def _publish(
     self, outcome: Outcome | None, background: bool = False
   ) -> Outcome | None:
-    """Makes the draft of an update the newest one."""
-    if outcome is not None:
-      self.statistics.updates += 1
-      # An update whose slices were all skipped has no new draft to serve.
-      if outcome.changed:
-        shortlist = self.learner.shortlist()
-        self._pending_draft = self.learner.serving, outcome.version, shortlist
-        if not background:
-          self.swap_pending()
+    """Serves the learner's draft from the next call on, if it has changed."""
+    learner, pending = self.learner, self._pending_draft
+    self.statistics.updates += outcome is not None
+    newest = self.engine.draft_version if pending is None else pending[1]
+    # An update whose slices were all skipped has no new draft to serve, and the gate
+    # may change the draft between two updates.
+    if learner.version != newest:
+      self._pending_draft = learner.serving, learner.version, learner.shortlist()
+      if not background:
+        self.swap_pending()
     return outcome
+
+  def _overlap(self, params: base.Params, done: Finished) -> float:
+    """Returns the overlap of a draft with an answer."""
+    measured = agreement.of_answer(self.pair.draft, params, done, self.shortlist)
+    return float(jax.device_get(measured.distribution_overlap)[0])
 
 
 @dataclasses.dataclass
@@ -671,6 +698,11 @@ class _Call:
     """Yields the answers after one that failed, too."""
     yield from self.ready()
     yield from (self._waiting[index] for index in sorted(self._waiting))
+
+
+def _teaches(done: Finished) -> bool:
+  """Whether an answer can be learned from: it has tokens of a target that is finite."""
+  return done.stop_reason != base.StopReason.NOT_FINITE and len(done.tokens) > 0
 
 
 def _check_finite(index: int, reason: base.StopReason) -> None:

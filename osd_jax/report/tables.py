@@ -89,7 +89,7 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
   return Summary(
     "Online speculative decoding",
     _headline(requests, verdict, learns="update" in by_kind),
-    [*(row["said"] for row in events), alarms.sentence(rows)],
+    [*(row["said"] for row in events), _gate_sentence(by_kind), alarms.sentence(rows)],
     {
       "Agreement per topic": agreement_table(segmented),
       "Speed per topic": speed_table(segmented),
@@ -97,6 +97,23 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
     details,
     [said] if said else [],
   )
+
+
+def _gate_sentence(by_kind: Mapping[str, list[Row]]) -> str:
+  """Says what the gate decided; "" if the run had no gate."""
+  if not any("gate_ms" in row for row in by_kind["request"]):
+    return ""
+  said = {
+    "promoted": "trained drafts served from request {}",
+    "taken_back": "an earlier draft again from {}",
+    "floor_returned": "the first draft again from {}",
+  }
+  parts = [
+    said[row["name"]].format(row["finished"])
+    for row in by_kind.get("gate", ())
+    if row["name"] in said
+  ]
+  return f"Gate: {', '.join(parts) or 'the first draft served all requests'}."
 
 
 def _headline(

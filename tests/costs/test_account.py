@@ -171,6 +171,14 @@ def test_update_time_during_comparisons_is_charged():
   assert found.served_ms == 200.0
 
 
+def test_time_of_the_gate_is_charged():
+  rows = [compared(gate_ms=80.0)]
+  assert account.verdict(rows).served_ms == 200.0
+  clock = {"kind": "summary", "wall_seconds": 1.0}
+  assert account.Account.of([*rows, clock]).parts["drafts for the gate"] == 0.08
+  assert "drafts for the gate" not in account.Account.of([compared(), clock]).parts
+
+
 def test_verdict_is_empty_without_comparisons():
   found = account.verdict([request(), request()])
   assert not found.fields() and not found.sentence() and found.plain_ms is None

@@ -14,6 +14,7 @@ from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.decoding import records
 from osd_jax.distillation import (
   buffer,
+  gate,
   learner,
   optimizers,
   schedule,
@@ -60,7 +61,7 @@ def learner_of():
   """Returns a function that makes learners; they are closed after the test."""
   made = []
 
-  def make(when=None, ema_decay=0.0, **changes):
+  def make(when=None, ema_decay=0.0, gate=None, **changes):
     always = {"update_interval": INTERVAL, "pause": False}
     config = learner.LearningConfig(
       buffer=buffer.BufferConfig(capacity=16),
@@ -68,6 +69,7 @@ def learner_of():
         steps_per_update=SLICES, num_new=2, num_replay=2, ema_decay=ema_decay
       ),
       schedule=when or schedule.ScheduleConfig(**always | changes),
+      gate=gate,
     )
     made.append(learner.Learner(MODEL, params(), config, SOURCE, LENGTH, KEPT))
     return made[-1]
@@ -140,6 +142,66 @@ def test_restored_learner_serves_the_same_parameters(learner_of):
   newest = one.state()[0]["learner"].params
   assert not np.array_equal(again.serving, newest)
   assert not np.array_equal(again.serving, params())
+
+
+def judge(one, rival, requests, serving=0.5):
+  """Observes requests on which the gate's rival has this overlap, up to a decision."""
+  for _ in range(requests):
+    known = {"rival": rival, "floor": 0.1}
+    rivals = {name: known[name] for name in one.rivals}
+    one.observe(row(one.finished), serving, rivals=rivals)
+    if one.decision is not None:
+      return
+
+
+def test_gate_serves_the_first_draft_until_a_trained_one_is_better(learner_of):
+  one = learner_of(gate=gate.GateConfig())
+  judge(one, 0.4, 4 * INTERVAL)
+  assert one.gate.newest >= 2 and one.version == 0
+  assert_same_bits(one.serving, params())
+  judge(one, 0.9, 40)
+  assert one.version == one.gate.newest > 2
+  assert_same_bits(one.serving, one.runner.learner.served)
+  # The draft that was promoted last is better than the newest one.
+  proven, version = one._drafts["proven"], one.gate.proven
+  judge(one, 0.9, 30, serving=0.2)
+  assert one.decision.name == "taken_back"
+  assert one.version == version < one.gate.newest
+  assert_same_bits(one.serving, proven)
+
+
+def test_learner_without_a_gate_has_no_rivals(learner_of):
+  one = learner_of()
+  judge(one, 0.0, 4 * INTERVAL)
+  assert one.version >= 2 and not one.rivals and one.decision is None
+  assert_same_bits(one.serving, one.runner.learner.served)
+
+
+def test_gate_replaces_a_broken_draft_instead_of_ending_the_run(learner_of):
+  one = learner_of(gate=gate.GateConfig())
+  judge(one, 0.9, 40)
+  judge(one, 0.5, INTERVAL)
+  assert one.version == one.gate.newest > one.gate.proven
+  judge(one, 0.9, 1, serving=math.nan)
+  assert one.decision.name == "taken_back"
+  judge(one, 0.9, 1, serving=math.nan)
+  assert one.version == 0
+  with pytest.raises(base.InputError, match="check its weights"):
+    judge(one, 0.9, 1, serving=math.nan)
+
+
+def test_restored_learner_continues_with_the_same_gate(learner_of):
+  make = lambda: learner_of(gate=gate.GateConfig())
+  one = make()
+  judge(one, 0.9, 40)
+  judge(one, 0.5, INTERVAL)
+  again = restored(one.state(), make)
+  assert again.gate == one.gate and again.version == one.version > 0
+  for either in (one, again):
+    judge(either, 0.9, 30, serving=0.2)
+    assert either.decision.name == "taken_back"
+  assert again.version == one.version == one.gate.proven
+  assert_same_bits(again.serving, one.serving)
 
 
 def test_draft_with_broken_scores_must_not_be_saved(learner_of):

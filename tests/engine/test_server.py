@@ -83,7 +83,7 @@ def test_prompts_that_must_not_be_learned_from_leave_no_trace_in_the_cache(pair,
 def test_schedule_receives_the_acceptance_of_draft_and_cache(pair, monkeypatch):
   seen = []
 
-  def observe(self, batch, overlap, mixed=None):
+  def observe(self, batch, overlap, mixed=None, rivals=None):
     seen.append(mixed)
 
   monkeypatch.setattr(learner.Learner, "observe", observe)

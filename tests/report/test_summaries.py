@@ -131,6 +131,17 @@ def test_headline_does_not_praise_learning_that_did_not_pay(changes, figure, sai
   assert figures[3] == figure and said in text
 
 
+def test_note_says_which_drafts_the_gate_let_serve():
+  rows = [row | {"gate_ms": 1.0} for row in requests() if row["kind"] == "request"]
+  first = "Gate: the first draft served all requests."
+  assert first in tables.summary(rows).notes
+  names = [("promoted", 30), ("confirmed", 50), ("taken_back", 70)]
+  rows += [{"kind": "gate", "name": name, "finished": at} for name, at in names]
+  note = "Gate: trained drafts served from request 30, an earlier draft again from 70."
+  assert note in tables.summary(rows).notes
+  assert not any("Gate" in note for note in tables.summary(requests()).notes)
+
+
 def test_headline_without_learning_or_comparisons_says_so():
   rows = [row for row in requests() if row["kind"] == "request"]
   figures = [fact.figure for fact in tables.summary(rows).headline]

@@ -1,0 +1,334 @@
+"""The promotion gate: trained drafts serve while answers show that they are better.
+
+                       promoted                       confirmed
+    the proven draft ------------> the newest draft ------------+
+    serves           <------------ serves           <-----------+
+                      taken back
+
+Two drafts are compared on every answer: the newest draft, which changes with every
+update, and the proven draft. At first the proven draft is the floor draft, the one that
+the run started with. It serves until answers show that the newest drafts are better.
+The newest one is then the proven draft, and from there on each new draft serves at once
+(`follow`). If the proven draft is shown to be better than the newest ones, it is taken
+back. If the floor draft is shown to be better than what serves, it returns.
+
+All drafts are scored on the same answers, from the records that serving made anyway:
+the target is not called. A draft learns from an answer after it has been scored on it.
+
+**The test.** A trial bets that one draft is better than another. After each answer its
+capital is multiplied by 1 + bet * x, where x is the difference of the two overlaps, cut
+to the range from -cap to cap and divided by cap. If x has no positive mean given the
+past, the capital is a supermartingale: the probability that it ever reaches 1 /
+error_rate times its first value is at most error_rate, however long the trial lasts
+(Ville's inequality; Waudby-Smith and Ramdas 2024, "Estimating means of bounded random
+variables by betting", arXiv:2010.09686, section 4). Three bets share the capital,
+because the best bet depends on the difference. A trial that shows no gain after
+`window` answers is lost, and the next one begins. For drafts that are equally good, x
+has mean 0 with every cap, because they could be exchanged. In general, a loss larger
+than the cap counts as the cap. Without a cap, a gain of .02 could not be shown in less
+than about 300 answers, because a loss of 1 on one answer in 50 would outweigh it.
+
+**The error rate of a run.** Three series of trials have a third of it each: newest
+against proven, proven against newest, and floor against what serves. The k-th trial of
+a series has the share 1 / (k (k + 1)), and these add up to 1. A trial that is won
+passes its share on to the next. This is the fallback procedure (Wiens and Dmitrienko
+2005, "The fallback procedure for evaluating a single family of hypotheses"; Tian and
+Ramdas 2021, "Online control of the familywise error rate", arXiv:1910.04900): before
+the first false decision, all trials that were won were rightly won, so the trials that
+ought to be lost have shares of their own, which add up to at most 1.
+
+**The cost.** The serving draft is measured on every answer anyway. A draft that is
+compared with it is scored on one answer in `EVERY`, and on all answers as soon as its
+trial shows a lead, see `wanted`. A score is one more pass of the draft over the answer;
+the floor draft's is that of `OnlineConfig.floor_metering`. The rest is plain Python.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from osd_jax import base
+
+BETS = (0.1, 0.3, 0.9)  # shares of the capital that are at risk in each answer
+EVERY = 4  # one answer in so many is scored while nothing is about to be decided
+
+
+@dataclasses.dataclass(frozen=True)
+class GateConfig(base.Config):
+  """Serves trained drafts only while answers show that they are better.
+
+  Attributes:
+    error_rate: largest probability that a run makes any decision without a reason: to
+      serve trained drafts that are no better, or to take back some that are no worse.
+    cap: difference of overlaps on one answer from which on a larger one counts no more.
+      A smaller cap decides sooner, but a draft that is a little better on most answers
+      and much worse on a few may pass.
+    window: scored answers after which a comparison that shows no gain begins again.
+    follow: whether a draft that was trained after a promotion serves at once, until it
+      is shown to be worse. False: each one waits until it is shown to be better.
+  """
+
+  error_rate: Annotated[float, base.Above(0), base.Below(1)] = 0.01
+  cap: Annotated[float, base.Above(0), base.Between(0, 1)] = 0.1
+  window: base.Count = 16
+  follow: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+  """A draft on trial against another one.
+
+  Attributes:
+    stake: share of the error rate that this trial may use, and its first capital.
+    capital: present capital of each bet.
+    answers: number of answers that were scored.
+    gain: sum of the differences of overlap, draft on trial minus the other.
+  """
+
+  stake: float
+  capital: tuple[float, ...]
+  answers: int = 0
+  gain: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+  """Trials with the same question, one after another.
+
+  Attributes:
+    begun: number of trials begun.
+    passed_on: stake of the last trial, if it was won and the next has not begun.
+    trial: the trial in progress, if there is one.
+  """
+
+  begun: int = 0
+  passed_on: float = 0.0
+  trial: Trial | None = None
+
+  def begin(self) -> "Series":
+    """Begins the next trial; one in progress is lost."""
+    number = self.begun + 1
+    stake = 1 / (number * (number + 1)) + self.passed_on
+    return Series(number, trial=Trial(stake, (stake / len(BETS),) * len(BETS)))
+
+  def end(self, won: bool = False) -> "Series":
+    """Ends the trial in progress."""
+    stake = self.trial.stake if self.trial is not None and won else 0.0
+    return Series(self.begun, passed_on=stake)
+
+  def score(self, config: GateConfig, gain: float | None) -> "Series":
+    """Returns the series after one more answer with this difference of overlap."""
+    trial = self.trial
+    if trial is None or gain is None:
+      return self
+    x = min(max(gain / config.cap, -1.0), 1.0)
+    capital = tuple(
+      money * (1 + bet * x) for money, bet in zip(trial.capital, BETS, strict=True)
+    )
+    scored = Trial(trial.stake, capital, trial.answers + 1, trial.gain + gain)
+    shows_nothing = scored.answers >= config.window and sum(capital) <= trial.stake
+    return self.begin() if shows_nothing else dataclasses.replace(self, trial=scored)
+
+  @property
+  def mean(self) -> float:
+    """Mean difference of overlap in the trial in progress."""
+    answers = 0 if self.trial is None else self.trial.answers
+    return self.trial.gain / answers if self.trial is not None and answers else 0.0
+
+  @property
+  def leads(self) -> bool:
+    """Whether the trial has gained anything so far."""
+    return self.trial is not None and sum(self.trial.capital) > self.trial.stake
+
+  def is_won(self, config: GateConfig) -> bool:
+    """Whether the draft on trial was shown to be better."""
+    # A third of the error rate for each of three series.
+    return self.trial is not None and sum(self.trial.capital) >= 3 / config.error_rate
+
+
+@dataclasses.dataclass(frozen=True)
+class GateState:
+  """State of the gate: JSON values, so that a checkpoint can store it.
+
+  Attributes:
+    proven: version of the proven draft; 0 is the floor draft.
+    newest: version of the newest draft.
+    follows: whether the newest draft serves; otherwise the proven one does.
+    up: trials of the newest drafts against the proven one.
+    down: trials of the proven draft against the newest ones, while these serve.
+    floor: trials of the floor draft against what serves, if that was trained.
+  """
+
+  proven: int = 0
+  newest: int = 0
+  follows: bool = False
+  up: Series = Series().begin()
+  down: Series = Series()
+  floor: Series = Series()
+
+  @property
+  def serving(self) -> int:
+    """Version of the draft that serves."""
+    return self.newest if self.follows else self.proven
+
+  @property
+  def rival(self) -> int | None:
+    """Version of the draft that is compared with the serving one, if there is one."""
+    if self.newest == self.proven:
+      return None
+    return self.proven if self.follows else self.newest
+
+  @classmethod
+  def from_json(cls, values: Mapping[str, Any]) -> "GateState":
+    """Returns the state whose `dataclasses.asdict` these values are."""
+
+    def series(found: Mapping[str, Any]) -> Series:
+      trial = found["trial"]
+      if trial is not None:
+        trial = Trial(**{**trial, "capital": tuple(trial["capital"])})
+      return Series(**{**found, "trial": trial})
+
+    nested = {name: series(values[name]) for name in ("up", "down", "floor")}
+    return cls(**{**values, **nested})
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+  """What the gate decided.
+
+  Attributes:
+    name: "promoted", "confirmed", "taken_back" or "floor_returned".
+    version: version of the draft that was shown to be better.
+    answers: number of answers that show it.
+    gain: mean difference of overlap on them.
+  """
+
+  name: str
+  version: int
+  answers: int
+  gain: float
+
+  def sentence(self) -> str:
+    """Returns the decision in words."""
+    said = {
+      "promoted": f"trained drafts serve, beginning with version {self.version}",
+      "confirmed": f"version {self.version} is the draft to return to",
+      "taken_back": f"version {self.version} serves again",
+      "floor_returned": "the first draft serves again",
+    }[self.name]
+    return (
+      f"gate: {said}; {self.answers} answers show that it is better, by"
+      f" {self.gain:.3f} of overlap."
+    )
+
+
+def wanted(state: GateState, index: int) -> tuple[str, ...]:
+  """Returns which overlaps `observe` should be given for answer number `index`.
+
+  The choice depends on earlier answers alone, so it does not bias the test. Trials that
+  could change what serves are followed closely once they lead. A newer draft that waits
+  to be confirmed can wait.
+  """
+  leads = {
+    "rival": state.down.leads if state.follows else state.up.leads,
+    "floor": state.floor.leads,
+  }
+  exists = {"rival": state.rival is not None, "floor": state.serving != 0}
+  is_due = index % EVERY == 0
+  return tuple(name for name in leads if exists[name] and (is_due or leads[name]))
+
+
+def observe(
+  config: GateConfig,
+  state: GateState,
+  serving: float,
+  rival: float | None = None,
+  floor: float | None = None,
+) -> tuple[GateState, Decision | None]:
+  """Compares the drafts on one answer.
+
+  Args:
+    config: error rate, cap, window, and whether to follow.
+    state: the state before this answer.
+    serving: overlap of `state.serving` with the answer, 0..1. If it is not finite, this
+      draft is broken, and the one before it serves at once.
+    rival: overlap of `state.rival`; None if there is none, or if it was not scored.
+      Counts as 0 if it is not finite.
+    floor: the same of the floor draft.
+
+  Returns:
+    The new state, and the decision if there is one.
+  """
+  is_broken = not math.isfinite(serving)
+  serving = 0.0 if is_broken else serving
+  ahead = _lead(rival, serving)
+  behind = None if ahead is None else -ahead
+  state = dataclasses.replace(
+    state,
+    up=state.up.score(config, behind if state.follows else ahead),
+    down=state.down.score(config, ahead),
+    floor=state.floor.score(config, _lead(floor, serving)),
+  )
+  # Returns go first: something got worse.
+  floor_won, down_won = state.floor.is_won(config), state.down.is_won(config)
+  if is_broken or floor_won or down_won:
+    # The proven draft goes before the floor draft, unless the newest ones beat it.
+    if state.follows and (not floor_won or state.down.leads):
+      return _taken_back(config, state)
+    return _floor_returned(config, state) if state.proven else (state, None)
+  if state.up.is_won(config):
+    return _promoted(config, state)
+  return state, None
+
+
+def _lead(overlap: float | None, serving: float) -> float | None:
+  """Difference to the overlap of the serving draft; None if there is none."""
+  if overlap is None:
+    return None
+  return (overlap if math.isfinite(overlap) else 0.0) - serving
+
+
+def _promoted(config: GateConfig, state: GateState) -> tuple[GateState, Decision]:
+  name = "confirmed" if state.follows else "promoted"
+  decision = _decision(name, state.newest, state.up)
+  after = dataclasses.replace(
+    state,
+    proven=state.newest,
+    follows=config.follow,
+    up=state.up.end(won=True).begin(),
+    down=state.down.begin() if config.follow else state.down,
+    # If a draft is confirmed, the same draft serves as before, so this trial goes on.
+    floor=state.floor if state.follows else state.floor.begin(),
+  )
+  return after, decision
+
+
+def _taken_back(config: GateConfig, state: GateState) -> tuple[GateState, Decision]:
+  decision = _decision("taken_back", state.proven, state.down)
+  after = dataclasses.replace(
+    state,
+    follows=False,
+    up=state.up.begin(),
+    down=state.down.end(state.down.is_won(config)),
+    floor=state.floor.end(state.floor.is_won(config)).begin(),
+  )
+  return after, decision
+
+
+def _floor_returned(config: GateConfig, state: GateState) -> tuple[GateState, Decision]:
+  decision = _decision("floor_returned", 0, state.floor)
+  after = dataclasses.replace(
+    state,
+    proven=0,
+    follows=False,
+    up=state.up.begin(),
+    down=state.down.end(state.down.is_won(config)),
+    floor=state.floor.end(state.floor.is_won(config)),
+  )
+  return after, decision
+
+
+def _decision(name: str, version: int, series: Series) -> Decision:
+  answers = 0 if series.trial is None else series.trial.answers
+  return Decision(name, version, answers, series.mean)

@@ -421,7 +421,7 @@ class OnlineLoop:
     runs.check_space(config, self.server.state()[0])
     self._log.write("data", {"tasks": self.stream.report()}, self.finished)
     if own := self.pair.sibling:
-      said = f"The draft was trained for {own}; the target has the same shape."
+      said = f"The draft was trained for {own}; the target is of the same sizes."
       self._log.log_event("sibling", said)
     if warning := sharding.make(config.partition).unsplit(self.pair.target):
       self._log.log_event("mesh", warning)

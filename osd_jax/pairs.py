@@ -64,8 +64,8 @@ class PairConfig(base.Config):
       A cache has nothing to approximate.
     folder: prefix of the paths above, unless they are absolute or shipped.
     attached: shape of a new attached draft; files contain their own.
-    sibling_draft: accepts an attached draft of another target that has the same shape:
-      a copy of this one before it was quantised or fine-tuned, or after.
+    sibling_draft: accepts an attached draft of another target of the same sizes: a copy
+      of this one before it was quantised or fine-tuned, or after.
     state_layer: for a decoder-only target, the layer whose hidden states an attached
       draft takes; 0 means the layer in the target's file, usually the last.
   """
@@ -120,7 +120,7 @@ class Pair:
     identity: identity of the target, for attached drafts; None for user-defined
       targets.
     sibling: name of the target that the draft was attached to, if it is another one of
-      the same shape; otherwise "".
+      the same sizes; otherwise "".
   """
 
   target: base.Model
@@ -211,7 +211,7 @@ class Pair:
           target.fingerprint,
           target.name,
           notes,
-          target.shape,
+          target.sizes,
         )
       case _:
         fingerprint = self.vocabulary.fingerprint

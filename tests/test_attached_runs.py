@@ -205,8 +205,11 @@ def test_draft_of_a_sibling_serves_and_the_report_says_so(pair, learned, tmp_pat
   config = configured(dataclasses.replace(copy, sibling_draft=True), tmp_path / "run")
   result = online.run(dataclasses.replace(config, learn=False))
   assert result.exact
-  assert np.mean([row["overlap"] for row in requests(result.path)]) > 0.05
-  said = "The draft was trained for target.safetensors; the target has the same shape."
+  # It proposes better than the random draft that it was at first.
+  overlaps = [row["overlap"] for row in requests(result.path)]
+  random = [row["floor_overlap"] for row in requests(learned)]
+  assert np.mean(overlaps) > 1.03 * np.mean(random)
+  said = "The draft was trained for target.safetensors; the target is of the same"
   assert said in (result.path / "report.html").read_text()
 
 

@@ -40,6 +40,11 @@ _MODELS = ("osd_jax.t5", "osd_jax.llama", "osd_jax.t5gemma")
 _ATTACHED = "osd_jax.attached"
 _AS_HELD = "as held"
 
+# Fields of a shape that a target shares with its copies.
+_SIZES = (
+  *("vocab_size", "width", "num_heads", "head_dim", "mlp_dim", "state_layer"),
+  *("num_layers", "num_encoder_layers", "num_decoder_layers"),
+)
 # Fields that files store under an earlier name. The fingerprint of a target is a hash
 # of this text: another name would detach every draft from the target it was made for.
 _FIELDS_IN_FILES = {"state_layer": "handed_out"}
@@ -90,7 +95,7 @@ class AttachedWeights:
     target: `Identity.fingerprint` of its target.
     target_name: name of that target, for error messages.
     notes: how the weights were made.
-    target_shape: `Identity.shape` of that target, "" in files of earlier versions.
+    target_sizes: `Identity.sizes` of that target, "" in files of earlier versions.
   """
 
   config: AttachedConfig
@@ -98,7 +103,7 @@ class AttachedWeights:
   target: str
   target_name: str = ""
   notes: str = ""
-  target_shape: str = ""
+  target_sizes: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +121,15 @@ class Identity:
   name: str
 
   @property
-  def shape(self) -> str:
-    """Hash of the shape, which quantised and fine-tuned copies of a target share."""
-    return hashlib.sha256(_shape_json(self.config)).hexdigest()
+  def sizes(self) -> str:
+    """The sizes of the target, which its quantised and fine-tuned copies share.
+
+    Other fields may differ between copies: one ties its head, another stores the head
+    quantised, and they may end texts with other tokens.
+    """
+    fields = dataclasses.asdict(self.config)
+    stated = (f"{name}={fields[name]}" for name in _SIZES if name in fields)
+    return f"{type(self.config).__name__}({', '.join(stated)})"
 
 
 def identity(target: Weights, name: str) -> Identity:
@@ -127,7 +138,9 @@ def identity(target: Weights, name: str) -> Identity:
   The fingerprint covers the shape and the first rows of every parameter that an
   attached draft takes. Hashing all rows of a large target would take seconds.
   """
-  digest = hashlib.sha256(_shape_json(target.config))
+  # The type that the target computes in is not part of its identity.
+  shape = dataclasses.replace(target.config, dtype="float32")
+  digest = hashlib.sha256(_config_json(shape).encode())
   frozen = {
     **families.encoder_params(target.config, target.params),
     "logits_dense": target.params["decoder"].get("logits_dense", {}),
@@ -137,11 +150,6 @@ def identity(target: Weights, name: str) -> Identity:
     digest.update(path.encode())
     digest.update(np.asarray(leaf[:8], np.float32).tobytes())
   return Identity(target.config, digest.hexdigest(), name)
-
-
-def _shape_json(config: ModelConfig) -> bytes:
-  # The type that a target computes in is not part of its identity.
-  return _config_json(dataclasses.replace(config, dtype="float32")).encode()
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tensors_lib.Shape]:
@@ -279,7 +287,7 @@ def load_attached(
   Args:
     path: the file.
     target: the target that it will serve.
-    sibling: whether it may be attached to another target of the same shape, such as the
+    sibling: whether it may be attached to another target of the same sizes, such as the
       one that this target was quantised or fine-tuned from.
 
   Raises:
@@ -301,15 +309,16 @@ def load_attached(
         " start a new draft with draft = 'attached'; if one target is a quantised or"
         " fine-tuned copy of the other, set PairConfig.sibling_draft = True."
       )
-    if header.get("target_shape") not in (None, "", target.shape):
+    sizes = header.get("target_sizes") or target.sizes
+    if sizes != target.sizes:
       raise base.InputError(
-        f"{said} The two have other shapes, so neither is a copy of the"
-        " other. Name the draft's target, or start a new draft with draft ="
+        f"{said} The first is a {sizes}, the second a {target.sizes}, so neither is a"
+        " copy of the other. Name the draft's target, or start a new draft with draft ="
         " 'attached'."
       )
   model = attached.build(config, target.config)
   expected = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
-  named = ("target", "target_name", "notes", "target_shape")
+  named = ("target", "target_name", "notes", "target_sizes")
   texts = {name: header.get(name, "") for name in named}
   return AttachedWeights(config, _params(tensors, expected, path), **texts)
 

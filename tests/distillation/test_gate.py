@@ -79,9 +79,10 @@ def z_test_promotes(differences):
 
 def test_simulation_promotes_when_the_gate_does():
   rng = np.random.default_rng(6)
-  streams = rng.normal([[0.2], [0.05], [0.03], [-0.1], [0.0]], 0.06, (5, 150))
+  gains = np.repeat([0.2, 0.05, 0.03, -0.1, 0.0], 20)[:, None]
+  streams = rng.normal(gains, 0.06, (100, 150))
   assert list(first_wins(streams)) == [first_promotion(one) for one in streams]
-  assert np.isfinite(first_wins(streams)).sum() == 3
+  assert 40 <= np.isfinite(first_wins(streams)).sum() <= 60
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -95,6 +96,17 @@ def test_at_most_one_percent_of_runs_with_equal_drafts_decide_anything(name):
   assert z_test_promotes(streams).sum() > 0.05 * STREAMS
   lax = first_wins(streams, gate.GateConfig(error_rate=0.99))
   assert np.isfinite(lax).sum() > 0.01 * STREAMS
+
+
+def test_equal_drafts_are_not_exchanged_after_a_promotion():
+  """All three series run then, in the gate itself."""
+  _, promoted = serve(np.full(20, 0.3))
+  assert promoted.follows and promoted.floor.trial is not None
+  rng = np.random.default_rng(1)
+  streams = [one for make in EQUAL.values() for one in make(rng, (10, ANSWERS // 2))]
+  assert sum(bool(serve(one, state=promoted)[0]) for one in streams) == 0
+  # Negative control: drafts that are not equal are exchanged.
+  assert all(serve(one - 0.5, state=promoted)[0] for one in streams)
 
 
 @pytest.mark.parametrize(

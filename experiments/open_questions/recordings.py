@@ -1,0 +1,89 @@
+"""Recorded answers of a target: made once, and read by every replay of a stream.
+
+A greedy answer depends on the target alone. All drafts can therefore be compared on the
+same recorded answers, without calling the target again.
+"""
+
+import dataclasses
+import pathlib
+import pickle
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from osd_jax import base, corpus, pairs, sharding
+from osd_jax.data.batches import BatchConfig, read_corpus
+from osd_jax.engine.requests import DecodingConfig, SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+  """Answers of a target, grouped by topic.
+
+  Attributes:
+    rows: one answer each, as numpy arrays of one row; in the order of their prompts.
+    topics: [N] the topic of each row, an index into `names`.
+    names: the topics.
+  """
+
+  rows: tuple[base.DistillationBatch, ...]
+  topics: np.ndarray
+  names: tuple[str, ...]
+
+  def of_topic(self, topic: int) -> np.ndarray:
+    """Returns the places of the rows of a topic."""
+    return np.flatnonzero(self.topics == topic)
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """[N] emitted tokens of each answer."""
+    return np.asarray([int(row.mask.sum()) for row in self.rows])
+
+  def stacked(self, places: Sequence[int] | np.ndarray) -> base.DistillationBatch:
+    """Returns some rows as one batch."""
+    return corpus.stack([self.rows[place] for place in places])
+
+  def interleaved(self) -> tuple["Recording", "Recording"]:
+    """Returns every second row of each topic, and the others."""
+    order = np.concatenate([self.of_topic(t) for t in range(len(self.names))])
+    return self._part(order[0::2]), self._part(order[1::2])
+
+  def _part(self, places: np.ndarray) -> "Recording":
+    rows = tuple(self.rows[place] for place in places)
+    return Recording(rows, self.topics[places], self.names)
+
+
+def record(
+  pair: pairs.Pair,
+  prompts: BatchConfig,
+  decoding: DecodingConfig,
+  rows: int = 8,
+) -> Recording:
+  """Answers the prompts of a config greedily, with plain decoding."""
+  decoding = dataclasses.replace(decoding, rows=rows, cache_tokens=0, adaptive=None)
+  asked = read_corpus(prompts, pair.vocabulary)
+  server = corpus.plain_server(pair, decoding, sharding.PartitionConfig())
+  done = server.run(corpus.requests(asked, SamplingConfig()))
+  server.close()
+  names = tuple(task.label for task in prompts.tasks)
+  kept = tuple(_without_spare_states(jax.device_get(one.batch), pair) for one in done)
+  return Recording(kept, np.asarray([one.task_id for one in asked]), names)
+
+
+def load_or_record(path: pathlib.Path, make) -> Recording:
+  """Returns the recording of a file; makes and writes it if it does not exist."""
+  if path.exists():
+    return pickle.loads(path.read_bytes())
+  made = make()
+  path.parent.mkdir(parents=True, exist_ok=True)
+  unfinished = path.with_suffix(".tmp")
+  unfinished.write_bytes(pickle.dumps(made))
+  unfinished.rename(path)
+  return made
+
+
+def _without_spare_states(
+  row: base.DistillationBatch, pair: pairs.Pair
+) -> base.DistillationBatch:
+  return row if pair.draft.reads_tokens else row.replace(token_states=None)

@@ -1,0 +1,580 @@
+"""Open questions of online speculative decoding, answered on recorded answers.
+
+Every system meets the same answers in the same order, see replay.py. A cell is one
+system on one stream with one seed. It is written to `--out` when it is finished, and
+the same command skips what is there.
+
+    how_often    how often should the draft be updated, at equal training?
+    variance     what if the topic changes quickly?
+    forgetting   what does the draft forget, and what does replay buy?
+    gkd          which divergence, which texts, which positions?
+    static       how much data makes a static draft as good as one that learns online?
+
+  python experiments/open_questions/run.py QUESTION... [--seeds 3] [--per_topic 200]
+  python experiments/open_questions/run.py --table    # prints the cells
+"""
+
+# ruff: noqa: E402 (the folders were just added)
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
+
+import measure
+import numpy as np
+import orders
+import recordings
+import replay
+import rich.console
+import rich.table
+
+from osd_jax import base, corpus, offline, online, pairs, sharding
+from osd_jax.costs.table import Costs
+from osd_jax.data.batches import read_corpus
+from osd_jax.distillation.gate import GateConfig
+from osd_jax.distillation.learner import LearningConfig
+from osd_jax.distillation.schedule import Request, WorthConfig
+from osd_jax.engine import measurement
+from osd_jax.engine.server import Server
+from osd_jax.main import settings
+
+Cell = dict[str, Any]
+KEY = ("question", "stream", "system", "seed", "per_topic")
+INTERVALS = (1, 2, 4, 8, 32, 128, 500)
+KINDS = ("sharp", "mixture", "bursty", "cyclic")
+PERIODS = (5, 25, 100)
+WORST = 100  # requests of the worst stretch
+HELD_OUT = 100  # prompts of each topic
+
+
+@dataclasses.dataclass(frozen=True)
+class Every:
+  """A schedule: so many slices for each request, in an update every so many requests.
+
+  >>> schedule = Every(2, 3)
+  >>> state, first = schedule.update(schedule.init(), Request(0.5, 9, 99))
+  >>> first, schedule.update(state, Request(0.5, 9, 99))[1]
+  (0, 6)
+
+  Attributes:
+    update_interval: I.
+    slices: per request.
+  """
+
+  update_interval: int
+  slices: int = 1
+  needs_costs = False
+
+  @dataclasses.dataclass(frozen=True)
+  class State:
+    """Requests so far."""
+
+    finished: int = 0
+    paused: bool = False
+
+  def init(self) -> State:
+    """See `Schedule.init`."""
+    return self.State()
+
+  def update(
+    self, state: State, request: Request, costs: Costs | None = None
+  ) -> tuple[State, int]:
+    """See `Schedule.update`."""
+    del request, costs
+    finished = state.finished + 1
+    due = finished % self.update_interval == 0
+    return self.State(finished), self.slices * self.update_interval if due else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """What all questions share.
+
+  Attributes:
+    pair: target and draft.
+    answers: recorded answers, for streams.
+    held_out: recorded answers that nothing learns from.
+    seen: rows that fill the buffer.
+    learning: the default of the pair.
+    costs: of this machine.
+    drafted: K.
+    ceiling: parameters of a draft that was distilled offline on all topics.
+    out: folder of runs.
+    per_topic: answers of each topic in a stream.
+    seeds: number of streams.
+  """
+
+  pair: pairs.Pair
+  answers: recordings.Recording
+  held_out: recordings.Recording
+  seen: list[base.DistillationBatch]
+  learning: LearningConfig
+  costs: Costs
+  drafted: int
+  ceiling: base.Params
+  out: pathlib.Path
+  per_topic: int
+  seeds: int
+
+  def order(self, kind: str, seed: int, period: int = 50) -> np.ndarray:
+    """Returns a stream."""
+    return orders.order(self.answers, kind, self.per_topic, seed, period)
+
+  @property
+  def by_worth(self) -> LearningConfig:
+    """Updates where they pay, as in runs/demo_by_worth.gin."""
+    plan = WorthConfig(costs=self.costs, trial_share=0.03)
+    smaller = {"update__steps_per_update": 8, "update__num_replay": 8}
+    return changed(self.learning, schedule=plan, **smaller)
+
+  def learned(self, stream, learning: LearningConfig, **more) -> replay.Course:
+    """Replays a stream with a draft that learns."""
+    return replay.learned(
+      self.pair, self.answers, stream, learning, self.drafted, self.seen, **more
+    )
+
+  def fixed(self, params: base.Params, order: np.ndarray) -> replay.Course:
+    """Replays a stream with a draft that does not learn."""
+    return replay.fixed(self.pair, params, self.answers, order, self.drafted)
+
+  def milliseconds(self, course: replay.Course) -> float:
+    """Milliseconds per token, learning included, by the costs of this machine."""
+    costs = self.costs
+    spent = course.calls.sum() * costs.online.at(self.drafted)
+    spent += len(course.calls) * costs.online.request_ms
+    spent += course.slices * costs.lost_ms / max(costs.slices, 1)
+    return float(spent / course.tokens.sum())
+
+  def figures(self, course: replay.Course, floor: replay.Course) -> Cell:
+    """Returns the figures of a cell."""
+    gain = course.overlap - floor.overlap
+    width = min(WORST, len(gain))
+    means = np.convolve(gain, np.full(width, 1 / width), "valid")
+    return {
+      "tokens_per_call": round(course.tokens_per_call, 4),
+      "overlap": round(float(course.overlap.mean()), 4),
+      "worst_stretch": round(float(means.min()), 4),
+      "ms_per_token": round(self.milliseconds(course), 4),
+      "updates": course.updates,
+      "slices": course.slices,
+      "replay_seconds": round(course.seconds, 1),
+      "decisions": list(course.decisions),
+    }
+
+
+Answers = Iterable[tuple[Cell, Any]]
+
+
+def changed(config: Any, **changes: Any) -> Any:
+  """Returns a config with fields replaced; `a__b` is field b of field a."""
+  for name, value in changes.items():
+    first, _, rest = name.partition("__")
+    if rest:
+      value = changed(getattr(config, first), **{rest: value})
+    config = dataclasses.replace(config, **{first: value})
+  return config
+
+
+# ---- The questions: each yields (key of a cell, function that computes it)
+
+
+def rivals(setting: Setting, order: np.ndarray, floor: replay.Course) -> Iterator:
+  """Yields the systems that every stream has: floor, cache and offline ceiling."""
+  yield "floor", lambda: floor
+  yield (
+    "cache",
+    lambda: replay.cache(setting.pair, setting.answers, order, setting.drafted),
+  )
+  yield "offline ceiling", lambda: setting.fixed(setting.ceiling, order)
+
+
+def how_often(setting: Setting) -> Answers:
+  """Updates every I requests, with one slice for each request in any case."""
+  for seed in range(setting.seeds):
+    for kind in KINDS:
+      order = setting.order(kind, seed)
+      floor = setting.fixed(setting.pair.draft_params, order)
+      systems = dict(rivals(setting, order, floor))
+      plans = {f"I = {interval}": Every(interval) for interval in INTERVALS}
+      # With one number of slices for all of them, an update is compiled only once.
+      at_interval = changed(setting.learning, update__steps_per_update=max(INTERVALS))
+      learnings = {
+        name: changed(at_interval, schedule=plan) for name, plan in plans.items()
+      }
+      learnings["as the demo"] = setting.learning
+      learnings["by worth"] = setting.by_worth
+      for name, learning in learnings.items():
+        learning = changed(learning, seed=seed)
+        systems[name] = lambda learning=learning, order=order: setting.learned(
+          order, learning
+        )
+      yield from _cells(setting, "how_often", kind, seed, systems, floor)
+
+
+def variance(setting: Setting) -> Answers:
+  """Topics that change every few requests, and whenever the draft has adapted."""
+  for seed in range(setting.seeds):
+    default = changed(setting.learning, seed=seed)
+    ways = {"online": default, "online, gated": changed(default, gate=GateConfig())}
+    for period in (*PERIODS, setting.per_topic):
+      order = setting.order("cyclic", seed, period)
+      floor = setting.fixed(setting.pair.draft_params, order)
+      systems = dict(rivals(setting, order, floor))
+      for name, learning in ways.items():
+        systems[name] = lambda learning=learning, order=order: setting.learned(
+          order, learning
+        )
+      systems["best in hindsight"] = lambda order=order, default=default: in_hindsight(
+        setting, order, default
+      )
+      name = f"every {period} requests"
+      yield from _cells(setting, "variance", name, seed, systems, floor)
+    length = len(setting.answers.names) * setting.per_topic
+    for name, learning in ways.items():
+
+      def course(learning=learning, seed=seed, length=length):
+        stream = orders.adversary(setting.answers, length, seed)
+        return setting.learned(stream, learning)
+
+      yield from _cells(setting, "variance", "adversary", seed, {name: course}, None)
+
+
+def in_hindsight(
+  setting: Setting, order: np.ndarray, learning: LearningConfig
+) -> replay.Course:
+  """Returns the course of the best draft among those that learning passed through."""
+  marks = range(100, len(order) + 1, 100)
+  kept = setting.learned(order, learning, keep_at=marks).drafts
+  drafts = [setting.pair.draft_params, *(params for _, params in kept)]
+  courses = [setting.fixed(params, order) for params in drafts]
+  return min(courses, key=lambda course: course.calls.sum())
+
+
+MEMORIES = {
+  "new answers only": {"update__num_new": 16, "update__num_replay": 0},
+  "the last 100": {"buffer__capacity": 100, "buffer__recency_half_life": None},
+  "the last 400": {"buffer__capacity": 400, "buffer__recency_half_life": None},
+  "all, half-life 800 (default)": {},
+  "all, equally often": {"buffer__recency_half_life": None},
+  "default, averaged longer": {"update__ema_decay": 0.99},
+}
+
+
+def forgetting(setting: Setting) -> Answers:
+  """Topics one after another, twice; held-out overlap of each after every stretch."""
+  half = setting.per_topic // 2
+  for seed in range(setting.seeds):
+    order = setting.order("cyclic", seed, half)
+    for name, changes in MEMORIES.items():
+      learning = changed(setting.learning, seed=seed, **changes)
+
+      def figures(learning=learning, order=order):
+        marks = range(half, len(order) + 1, half)
+        course = setting.learned(order, learning, keep_at=marks)
+        matrix = [held_out(setting, params) for _, params in course.drafts]
+        floor = setting.fixed(setting.pair.draft_params, order)
+        return setting.figures(course, floor) | {
+          "matrix": np.round(matrix, 4).tolist(),
+          "forgotten": round(forgotten(np.asarray(matrix)), 4),
+        }
+
+      yield _key(setting, "forgetting", "cyclic, twice", name, seed), figures
+
+
+def held_out(setting: Setting, params: base.Params) -> list[float]:
+  """Returns the held-out overlap of a draft on each topic."""
+  recording, found = setting.held_out, []
+  for topic in range(len(recording.names)):
+    places = recording.of_topic(topic)
+    overlap, _ = replay.scores(
+      setting.pair.draft, params, recording, places, setting.drafted
+    )
+    found.append(float(overlap.mean()))
+  return found
+
+
+def forgotten(matrix: np.ndarray) -> float:
+  """Returns the largest loss of a topic's overlap after a stretch of its own.
+
+  >>> forgotten(np.array([[0.5, 0.2], [0.4, 0.6], [0.7, 0.5], [0.7, 0.8]]))
+  0.1
+
+  Args:
+    matrix: [stretches, topics] held-out overlap after every stretch; the stretches
+      take the topics in turn.
+  """
+  topics, lost = matrix.shape[1], [0.0]
+  for end in range(len(matrix)):
+    topic = end % topics
+    # Until the topic's next stretch begins, or the stream ends.
+    later = matrix[end : end + topics, topic]
+    lost.append(float(later[0] - later.min()))
+  return round(max(lost), 10)
+
+
+DIVERGENCES = {
+  "forward KL": {"divergence": "forward_kl"},
+  "reverse KL": {"divergence": "reverse_kl"},
+  "JSD .1": {"divergence": "jsd", "jsd_beta": 0.1},
+  "JSD .5": {"divergence": "jsd", "jsd_beta": 0.5},
+  "JSD .9": {"divergence": "jsd", "jsd_beta": 0.9},
+  "total variation": {"divergence": "total_variation"},
+}
+STEPS, TEXTS = 500, 150  # of each topic
+
+
+def gkd(setting: Setting) -> Answers:
+  """Every divergence: offline on texts of every source, online at both positions."""
+  for seed in range(setting.seeds):
+    order = setting.order("sharp", seed)
+    floor = setting.fixed(setting.pair.draft_params, order)
+    for name, loss in DIVERGENCES.items():
+      for source in corpus.SAMPLE_SOURCES:
+        bindings = [f"LossConfig.{field}={value!r}" for field, value in loss.items()]
+        bindings += [
+          f"OfflineConfig.sample_source={source!r}",
+          f"SamplingConfig.seed={seed}",
+        ]
+        folder = setting.out / "gkd" / f"{source}_{name}_{seed}".replace(" ", "_")
+        key = _key(setting, "gkd", f"offline, {source}", name, seed)
+        yield (
+          key,
+          lambda bindings=bindings, folder=folder: distilled(
+            setting, folder, STEPS, TEXTS, bindings
+          ),
+        )
+      for positions in ("all", "error"):
+        changes = {f"update__loss__{field}": value for field, value in loss.items()}
+        learning = changed(
+          setting.learning, seed=seed, update__loss__positions=positions, **changes
+        )
+        systems = {
+          name: lambda learning=learning, order=order: setting.learned(order, learning)
+        }
+        stream = f"online, {positions} positions"
+        yield from _cells(setting, "gkd", stream, seed, systems, floor)
+
+
+SHARES = (0.1, 0.3, 1.0)
+
+
+def static(setting: Setting) -> Answers:
+  """Drafts distilled on a share of the training prompts, next to one that learns."""
+  for seed in range(setting.seeds):
+    order = setting.order("sharp", seed)
+    floor = setting.fixed(setting.pair.draft_params, order)
+    systems = dict(rivals(setting, order, floor))
+    learning = changed(setting.learning, seed=seed)
+    systems["online"] = lambda learning=learning, order=order: setting.learned(
+      order, learning
+    )
+    for share in SHARES:
+
+      def course(share=share, order=order, seed=seed):
+        folder = setting.out / "static" / f"{share}_{seed}"
+        rows = round(600 * share)
+        distilled(setting, folder, 2000, rows, [f"SamplingConfig.seed={seed}"])
+        params = setting.pair.load_draft(str(folder / "draft.safetensors"))
+        return setting.fixed(params, order)
+
+      systems[f"distilled on {share:.0%}"] = course
+    yield from _cells(setting, "static", "sharp", seed, systems, floor)
+
+
+def distilled(
+  setting: Setting, folder: pathlib.Path, steps: int, rows: int, bindings: list[str]
+) -> Cell:
+  """Distils the draft offline; returns its held-out overlap on each topic."""
+  output = folder / "draft.safetensors"
+  config, text = settings.load(
+    offline.OfflineConfig,
+    ["experiments/demo_ceiling.gin"],
+    [
+      f"GENERATED_TRAIN_ROWS={rows}",
+      f"OfflineConfig.output={str(output)!r}",
+      f"OfflineConfig.run_directory={str(folder / 'run')!r}",
+      f"OfflineConfig.steps={steps}",
+      f"OptimizerConfig.total_steps={steps}",
+      f"OfflineConfig.evaluate_every={steps}",
+      "evaluation/BatchConfig.limit_rows=8",
+      *bindings,
+    ],
+  )
+  if not output.exists():
+    folder.mkdir(parents=True, exist_ok=True)
+    offline.run(config, text)
+  found = held_out(setting, setting.pair.load_draft(str(output)))
+  by_topic = dict(zip(setting.held_out.names, np.round(found, 4), strict=True))
+  return {"overlap": round(float(np.mean(found)), 4), "by_topic": by_topic}
+
+
+QUESTIONS = {
+  function.__name__: function
+  for function in (how_often, variance, forgetting, gkd, static)
+}
+
+
+def _key(setting: Setting, question: str, stream: str, system: str, seed: int) -> Cell:
+  values = (question, stream, system, seed, setting.per_topic)
+  return dict(zip(KEY, values, strict=True))
+
+
+def _cells(setting, question, stream, seed, systems, floor) -> Answers:
+  """Yields the cells of some systems on one stream; without `floor`, on its order."""
+  for name, course in systems.items():
+
+    def figures(course=course):
+      found = course()
+      own = floor or setting.fixed(setting.pair.draft_params, found.order)
+      more = {} if floor else {"floor_tokens_per_call": round(own.tokens_per_call, 4)}
+      return setting.figures(found, own) | more
+
+    yield _key(setting, question, stream, name, seed), figures
+
+
+# ---- The demo's pair
+
+
+def demo(given: argparse.Namespace) -> Setting:
+  """Loads the shipped pair; records its answers and measures its costs once."""
+  config, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
+  loaded = pairs.load_pair(config.pair, sharding.make(config.partition))
+  ceiling, _ = settings.load(
+    offline.OfflineConfig,
+    ["experiments/demo_ceiling.gin"],
+    [f"GENERATED_EVAL_ROWS={HELD_OUT}"],
+  )
+  asked = dataclasses.replace(
+    ceiling.evaluation, tasks=config.stream.tasks, limit_rows=None
+  )
+
+  def recorded(name: str, prompts) -> recordings.Recording:
+    wide = dataclasses.replace(config.decoding, source_lengths=(40,))
+    return recordings.load_or_record(
+      given.folder / f"{name}.pickle", lambda: recordings.record(loaded, prompts, wide)
+    )
+
+  answers = recorded("stream", asked)
+  held = recorded("held_out", ceiling.evaluation)
+  output = given.folder / "ceiling"
+  prompts = read_corpus(config.warm_start, loaded.vocabulary)
+  seen_at = dataclasses.replace(config.decoding, source_lengths=(40,))
+  setting = Setting(
+    pair=loaded,
+    answers=answers,
+    held_out=held,
+    seen=list(corpus.reference_rows(loaded, prompts, seen_at)),
+    learning=config.learning,
+    costs=measured_costs(given.folder / "costs.json", loaded, config),
+    drafted=config.decoding.num_draft_tokens,
+    ceiling=loaded.draft_params,
+    out=given.folder,
+    per_topic=given.per_topic,
+    seeds=given.seeds,
+  )
+  distilled(setting, output, given.ceiling_steps, 600, [])
+  made = loaded.load_draft(str(output / "draft.safetensors"))
+  return dataclasses.replace(setting, ceiling=made)
+
+
+def measured_costs(
+  path: pathlib.Path, pair: pairs.Pair, config: online.OnlineConfig
+) -> Costs:
+  """Returns the costs of this machine; measures and writes them the first time."""
+  if not path.exists():
+    learning = changed(
+      config.learning, update__steps_per_update=8, update__num_replay=8
+    )
+    server = Server(pair, config.decoding, learning, config.partition)
+    server.warm_up(learn=True)
+    bucket = config.decoding.source_lengths[-1]
+    found = measurement.measure(server, bucket, True, config.sampling, print)
+    server.close()
+    path.write_text(json.dumps(dataclasses.asdict(found)) + "\n")
+  return Costs.from_json(json.loads(path.read_text()))
+
+
+def main() -> None:
+  """Answers the questions of the command line, or prints what is known."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("questions", nargs="*", choices=[*QUESTIONS, []])
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--per_topic", type=int, default=100, help="answers of a topic")
+  parser.add_argument("--ceiling_steps", type=int, default=2000)
+  parser.add_argument("--out", type=pathlib.Path, default=HERE / "cells.jsonl")
+  parser.add_argument(
+    "--folder", type=pathlib.Path, default=pathlib.Path("runs/open_questions")
+  )
+  parser.add_argument("--table", action="store_true")
+  given = parser.parse_args()
+  if not given.table:
+    given.folder.mkdir(parents=True, exist_ok=True)
+    setting = demo(given)
+    for name in given.questions or QUESTIONS:
+      answer(given.out, QUESTIONS[name](setting))
+  show(read(given.out))
+
+
+def answer(path: pathlib.Path, cells: Answers) -> None:
+  """Computes the cells that the file does not have, and adds each to it."""
+  known = [{name: cell.get(name) for name in KEY} for cell in read(path)]
+  for key, figures in cells:
+    if key in known:
+      continue
+    started = time.perf_counter()
+    cell = key | figures() | {"commit": measure.commit()}
+    with path.open("a") as file:
+      file.write(json.dumps(cell) + "\n")
+    print(*key.values(), f"{time.perf_counter() - started:.0f} s", flush=True)
+
+
+def read(path: pathlib.Path) -> list[Cell]:
+  """Returns the cells of a file."""
+  return (
+    [json.loads(line) for line in path.read_text().splitlines()]
+    if path.exists()
+    else []
+  )
+
+
+def means(cells: list[Cell], question: str, field: str) -> dict[str, dict[str, list]]:
+  """Returns system -> stream -> values of a field, one of each seed."""
+  found: dict[str, dict[str, list]] = {}
+  for cell in cells:
+    if cell["question"] == question and cell.get(field) is not None:
+      streams = found.setdefault(cell["system"], {})
+      streams.setdefault(cell["stream"], []).append(cell[field])
+  return found
+
+
+FIELDS = ("tokens_per_call", "ms_per_token", "overlap", "worst_stretch", "forgotten")
+
+
+def show(cells: list[Cell]) -> None:
+  """Prints a table for each question and figure: means over the seeds."""
+  console = rich.console.Console(width=160)
+  for question in QUESTIONS:
+    for field in FIELDS:
+      found = means(cells, question, field)
+      if not found:
+        continue
+      streams = list(dict.fromkeys(name for row in found.values() for name in row))
+      table = rich.table.Table(field.replace("_", " "), *streams, title=question)
+      for system, row in found.items():
+        values = (row.get(name) for name in streams)
+        table.add_row(
+          system,
+          *(f"{np.mean(v):.3f} ±{np.std(v):.3f}" if v else "" for v in values),
+        )
+      console.print(table)
+
+
+if __name__ == "__main__":
+  main()

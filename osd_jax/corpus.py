@@ -6,6 +6,7 @@ The texts come from one of the paper's four sampling sources. The paper calls th
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +14,13 @@ import jax
 import numpy as np
 import rich.progress
 
-from osd_jax import base, pairs, sharding
+from osd_jax import base, pairs, runs, sharding
 from osd_jax.data.batches import EncodedExample
 from osd_jax.decoding import records
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
 from osd_jax.models import mixture
+from osd_jax.runs.corpus_rows import CorpusRows
 
 STATES_BYTES = 4 * 2**30  # of a corpus, in the memory of the host
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
@@ -47,41 +49,100 @@ def generate(
   partition: sharding.PartitionConfig,
   prompts: Sequence[EncodedExample],
   bar: rich.progress.Progress,
+  folder: str = "",
 ) -> base.DistillationBatch:
   """Generates one row per prompt, in the order of the prompts, as numpy arrays.
 
   The i-th prompt that a model answers draws with seed + i. References are not used;
   `bar` shows one task for each model. The target's states of the prompts are kept if
   they fit `STATES_BYTES`; otherwise an attached draft computes them in each step.
+
+  Args:
+    source: which model writes the texts.
+    decoding: shapes of the answers, and rows in flight.
+    sampling: of the first prompt.
+    pair: target and draft.
+    partition: mesh.
+    prompts: in the order of the rows.
+    bar: shows progress.
+    folder: where rows are written as they are made, see `CorpusRows`; rows that it
+      has are not made again. "" keeps them in memory only.
+
+  Raises:
+    InputError: the folder has rows of another corpus.
   """
   by_draft = _by_draft(source, len(prompts))
+  # Texts of the target come with its distributions, because decoding recorded them.
+  width = pair.draft.state_width if not by_draft.any() else 0
+  size = len(prompts) * decoding.source_lengths[-1] * width * 2
+  keeps = 0 < size <= STATES_BYTES
+  about = _made_from(source, decoding, sampling, pair, prompts) | {"states": keeps}
+  made = CorpusRows(folder, about)
 
-  def answer(server: Server, indices: np.ndarray) -> list[Finished]:
-    part = [prompts[index] for index in indices]
-    with counting(bar, "texts", len(part)) as count:
-      return server.run(requests(part, sampling), count)
+  def answer(writer: pairs.Pair, decoding, chosen: np.ndarray, take) -> None:
+    indices = np.flatnonzero(chosen).tolist()
+    asked = requests([prompts[index] for index in indices], sampling)
+    # A tag is the same for all requests of a task, so requests are told apart by id.
+    index_of = {id(one): index for one, index in zip(asked, indices, strict=True)}
+    left = [one for one in asked if index_of[id(one)] not in made.rows]
+    if not left:
+      return
+    server = plain_server(writer, decoding, partition)
+    with counting(bar, "texts", len(left)) as count:
 
-  rows: dict[Any, base.DistillationBatch] = {}
+      def finished(done: Finished) -> None:
+        take(index_of[id(done.request)], done.batch)
+        count(done)
+
+      server.run(left, finished)
+
   if not by_draft.all():
-    indices = np.flatnonzero(~by_draft)
-    answers = answer(plain_server(pair, decoding, partition), indices)
-    # Decoding recorded the target's distributions, so these rows are complete.
-    width = pair.draft.state_width if not by_draft.any() else 0
-    size = len(prompts) * decoding.source_lengths[-1] * width * 2
-    parts = [
-      jax.device_get(_with_states(done.batch, 0 < size <= STATES_BYTES))
-      for done in answers
-    ]
-    rows.update(zip(indices, parts, strict=True))
+    answer(
+      pair,
+      decoding,
+      ~by_draft,
+      lambda index, row: made.add(index, jax.device_get(_with_states(row, keeps))),
+    )
   if by_draft.any():
-    indices = np.flatnonzero(by_draft)
     # Records of this decoding would be the draft's distributions. The target scores the
     # finished texts below.
     unrecorded = dataclasses.replace(decoding, record_top_k=0)
-    server = plain_server(_writer(source, pair), unrecorded, partition)
-    texts = [_with_states(done.batch, False) for done in answer(server, indices)]
-    rows.update(zip(indices, _score(pair, decoding, texts), strict=True))
-  return stack([rows[index] for index in range(len(prompts))])
+    texts: dict[int, base.DistillationBatch] = {}
+    answer(
+      _writer(source, pair),
+      unrecorded,
+      by_draft,
+      lambda index, row: texts.update({index: _with_states(row, False)}),
+    )
+    order = sorted(texts)
+    scored = _score(pair, decoding, [texts[index] for index in order])
+    for index, row in zip(order, scored, strict=True):
+      made.add(index, row)
+  made.flush()
+  return stack([made.rows[index] for index in range(len(prompts))])
+
+
+def _made_from(
+  source: TextSource,
+  decoding: DecodingConfig,
+  sampling: SamplingConfig,
+  pair: pairs.Pair,
+  prompts: Sequence[EncodedExample],
+) -> dict[str, Any]:
+  """What the rows of a corpus depend on, as JSON values."""
+  written_by = {"target": pair.target_params}
+  if source.sample_source != "teacher":
+    written_by["draft"] = pair.draft_params
+  tokens = [prompt.tokens.astype(np.int32).tobytes() for prompt in prompts]
+  return {
+    "prompts": hashlib.sha256(b"".join(tokens)).hexdigest(),
+    "models": runs.fingerprint(written_by),
+    "texts": source._asdict(),
+    "sampling": dataclasses.asdict(sampling),
+    "lengths": [decoding.source_lengths[-1], decoding.target_length],
+    "record_top_k": decoding.record_top_k,
+    "token states": pair.draft.reads_tokens,
+  }
 
 
 def _with_states(batch: base.DistillationBatch, keeps: bool) -> base.DistillationBatch:

@@ -9,7 +9,7 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from osd_jax import base, certificate, pairs, runs, session, sharding
+from osd_jax import base, certificate, pairs, remote, runs, session, sharding
 from osd_jax import corpus as corpus_lib
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation import update as updates
@@ -50,8 +50,10 @@ class OfflineConfig(base.Config):
       and the last step are always evaluated.
     storage: "float32", or "bfloat16" for an output of half the size.
     run_directory: folder for logs and checkpoints; the same command continues a run
-      that was interrupted. Texts are not stored in checkpoints: a continued run
-      generates the same ones again.
+      that was interrupted.
+    texts: folder where texts and the target's distributions are written as they are
+      generated. A continued run, or another one with the same prompts, target and
+      settings, reads them instead of generating them again. "" keeps them in memory.
     overwrite: remove the run in this folder and start over.
     partition: device mesh.
   """
@@ -68,6 +70,7 @@ class OfflineConfig(base.Config):
   evaluate_every: base.Count = 250
   storage: Annotated[str, base.OneOf("float32", "bfloat16")] = "float32"
   run_directory: base.Folder = "runs/offline"
+  texts: str = ""
   overwrite: bool = False
   partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
@@ -103,6 +106,13 @@ def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
     operative_config: gin text stored in the run directory.
   """
   runs.check_output("OfflineConfig.output", config.output)
+  if config.texts:
+    runs.check_output("OfflineConfig.texts", config.texts, "folder")
+    if jax.process_count() > 1 or remote.is_remote(config.texts):
+      raise base.InputError(
+        f"OfflineConfig.texts: received {config.texts!r}, expected a local folder, and"
+        " '' when several processes distil together."
+      )
   sampling = generation_config.resolved(config.sampling, config.pair)
   config = dataclasses.replace(config, sampling=sampling)
 
@@ -175,6 +185,7 @@ class OfflineLoop:
       config.partition,
       prompts,
       self._bar,
+      config.texts,
     )
 
   @functools.cached_property

@@ -1,6 +1,7 @@
 """Corpus generation: which model writes each text, and what the target records."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from osd_jax import base, corpus, pairs, sharding
 from osd_jax.data.batches import EncodedExample
 from osd_jax.engine import engine
 from osd_jax.models import mixture
+from osd_jax.runs import corpus_rows
 
 ONE_DEVICE = sharding.PartitionConfig()
 DECODING = engine.DecodingConfig(
@@ -58,6 +60,73 @@ def generated(pair, rows=3, temperature=0.0, **values):
     tabular_pair.prompts(COUNT),
     rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}")),
   )
+
+
+def kept(pair, folder, take=lambda rows: None, **values):
+  """Generates a corpus into a folder; returns its rows and the number of new ones."""
+  bar = rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}"))
+  counted, add = [], corpus_rows.CorpusRows.add
+
+  def count(self, index, row):
+    add(self, index, row)
+    counted.append(index)
+    take(counted)
+
+  with mock.patch.object(corpus_rows.CorpusRows, "add", count):
+    found = corpus.generate(
+      corpus.TextSource(**values),
+      dataclasses.replace(DECODING, rows=3),
+      engine.SamplingConfig(temperature=1.0),
+      pair,
+      ONE_DEVICE,
+      tabular_pair.prompts(COUNT),
+      bar,
+      str(folder),
+    )
+  return found, len(counted)
+
+
+@pytest.mark.parametrize("source", ["teacher", "mix_request"])
+def test_kept_rows_are_made_once_even_if_interrupted(
+  source, pair, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(corpus_rows, "PART", 3)
+  whole = generated(pair, temperature=1.0, sample_source=source)
+
+  def stop(counted):
+    if len(counted) == COUNT - 2:
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    kept(pair, tmp_path / "rows", stop, sample_source=source)
+  written = (COUNT - 2) // 3 * 3
+  again, new = kept(pair, tmp_path / "rows", sample_source=source)
+  assert new == COUNT - written
+  third, new = kept(pair, tmp_path / "rows", sample_source=source)
+  assert new == 0
+  for found in (again, third):
+    for one, other in zip(*map(jax.tree.leaves, (whole, found)), strict=True):
+      np.testing.assert_array_equal(one, other)
+      assert one.dtype == other.dtype
+
+
+def test_kept_rows_of_another_corpus_are_refused(pair, tmp_path):
+  kept(pair, tmp_path / "rows")
+  with pytest.raises(base.InputError, match=r"made with another models, texts;"):
+    kept(pair, tmp_path / "rows", sample_source="student")
+  doubled = jax.tree.map(lambda leaf: leaf * 2, pair.target_params)
+  with pytest.raises(base.InputError, match=r"made with another models;"):
+    kept(dataclasses.replace(pair, target_params=doubled), tmp_path / "rows")
+
+
+def test_a_damaged_file_of_kept_rows_is_named(pair, tmp_path):
+  kept(pair, tmp_path / "rows")
+  (path,) = (tmp_path / "rows").glob("*.safetensors")
+  path.write_bytes(path.read_bytes()[:-9])
+  with pytest.raises(
+    base.InputError, match=rf"{path.name}: it cannot be read .*remove"
+  ):
+    kept(pair, tmp_path / "rows")
 
 
 @pytest.mark.slow

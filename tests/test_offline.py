@@ -16,6 +16,7 @@ from osd_jax.data.examples import topic_task
 from osd_jax.distillation import update as updates
 from osd_jax.engine import engine
 from osd_jax.models import weights
+from osd_jax.runs import corpus_rows
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +93,21 @@ def test_learning_raises_held_out_overlap(config, finished):
   leaves = zip(*map(jax.tree.leaves, (before.params, after.params)), strict=True)
   assert any((one != other).any() for one, other in leaves)
   assert "mix_request" in after.notes
+
+
+def test_kept_texts_are_generated_once(config, finished, tmp_path, monkeypatch):
+  kept = dataclasses.replace(config, texts=str(tmp_path / "texts"))
+  drafts = []
+  for name in ("first", "second"):
+    output = str(tmp_path / f"{name}.safetensors")
+    changes = {"output": output, "run_directory": str(tmp_path / name)}
+    offline.run(dataclasses.replace(kept, **changes))
+    drafts.append(weights.load(output))
+    monkeypatch.setattr(corpus_rows.CorpusRows, "add", None)  # for new rows
+  drafts.append(weights.load(config.output))
+  for leaves in zip(*(jax.tree.leaves(one.params) for one in drafts), strict=True):
+    for other in leaves[1:]:
+      np.testing.assert_array_equal(leaves[0], other)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")

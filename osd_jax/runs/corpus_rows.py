@@ -1,0 +1,117 @@
+"""A distillation corpus on disk: rows are written as they are made, and made once.
+
+    corpus/
+      made_from.json                what the rows depend on
+      rows_000000.safetensors       some rows, and the prompts that they belong to
+      rows_000064.safetensors
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+import safetensors
+import safetensors.flax
+
+from osd_jax import base
+from osd_jax.runs.directory import write_text
+
+PART = 64  # rows of a file
+_ABOUT = "made_from.json"
+_INDICES = "indices"
+
+
+class CorpusRows:
+  """Rows of a corpus by the index of their prompt.
+
+  Attributes:
+    rows: those of the files, and those added since, as numpy arrays of one row.
+  """
+
+  def __init__(self, path: str | Path, made_from: Mapping[str, Any]):
+    """Opens or makes the folder, and reads the rows that it has.
+
+    Args:
+        path: the folder; "" keeps the rows in memory only.
+      made_from: JSON values that the rows depend on: prompts, target and settings.
+
+    Raises:
+      InputError: the rows in the folder were made from something else, or a file is
+        damaged.
+    """
+    self.rows: dict[int, base.DistillationBatch] = {}
+    self._waiting: dict[int, base.DistillationBatch] = {}
+    self._path = Path(path) if path else None
+    if self._path is None:
+      return
+    self._path.mkdir(parents=True, exist_ok=True)
+    about = self._path / _ABOUT
+    if about.exists():
+      _check_same(self._path, json.loads(about.read_text(encoding="utf-8")), made_from)
+    else:
+      write_text(about, json.dumps(made_from, indent=1) + "\n")
+    for part in sorted(self._path.glob("rows_*.safetensors")):
+      self.rows |= _read(part)
+
+  def add(self, index: int, row: base.DistillationBatch) -> None:
+    """Adds the row of a prompt; every `PART` rows, a file is written."""
+    self.rows[index] = row
+    if self._path is not None:
+      self._waiting[index] = row
+    if len(self._waiting) >= PART:
+      self.flush()
+
+  def flush(self) -> None:
+    """Writes the rows that no file has yet."""
+    if not self._waiting or self._path is None:
+      return
+    indices = list(self._waiting)
+    rows = [_named(row) for row in self._waiting.values()]
+    tensors: dict[str, Any] = {
+      name: np.concatenate([row[name] for row in rows]) for name in rows[0]
+    }
+    tensors[_INDICES] = np.asarray(indices, np.int32)
+    path = self._path / f"rows_{len(self.rows) - len(indices):06d}.safetensors"
+    unfinished = path.with_suffix(".partial")
+    safetensors.flax.save_file(tensors, unfinished)
+    unfinished.replace(path)
+    self._waiting.clear()
+
+
+def _check_same(path: Path, known: dict, made_from: Mapping[str, Any]) -> None:
+  other = [name for name in {**known, **made_from} if known.get(name) != made_from.get(name)]
+  if other:
+    raise base.InputError(
+      f"corpus folder {path}: its rows were made with another {', '.join(other)};"
+      " choose another folder, or remove this one."
+    )
+
+
+def _named(row: base.DistillationBatch) -> Mapping[str, Any]:
+  """Returns the arrays of a row by name, such as records/ids."""
+  nested = {field: leaf for field, leaf in vars(row).items() if leaf is not None}
+  return flax.traverse_util.flatten_dict(
+    {**nested, "records": vars(row.records)}, sep="/"
+  )
+
+
+def _read(path: Path) -> dict[int, base.DistillationBatch]:
+  try:
+    tensors = jax.device_get(safetensors.flax.load_file(path))
+  except (OSError, safetensors.SafetensorError) as error:
+    raise base.InputError(
+      f"corpus file {path}: it cannot be read ({error}); remove it, and its rows are"
+      " made again."
+    ) from error
+  indices = tensors.pop(_INDICES)
+  nested = flax.traverse_util.unflatten_dict(tensors, sep="/")
+  records = base.Records(**nested.pop("records"))
+  rows = base.DistillationBatch(records=records, **nested)
+  return {
+    int(index): jax.tree.map(lambda leaf, at=at: leaf[at : at + 1], rows)
+    for at, index in enumerate(indices)
+  }

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from osd_jax import base, corpus, pairs, sharding
-from osd_jax.data.batches import BatchConfig, read_corpus
+from osd_jax.data.batches import EncodedExample
 from osd_jax.engine.requests import DecodingConfig, SamplingConfig
 
 
@@ -44,31 +44,30 @@ class Recording:
     """Returns some rows as one batch."""
     return corpus.stack([self.rows[place] for place in places])
 
-  def interleaved(self) -> tuple["Recording", "Recording"]:
-    """Returns every second row of each topic, and the others."""
-    order = np.concatenate([self.of_topic(t) for t in range(len(self.names))])
-    return self._part(order[0::2]), self._part(order[1::2])
-
-  def _part(self, places: np.ndarray) -> "Recording":
-    rows = tuple(self.rows[place] for place in places)
-    return Recording(rows, self.topics[places], self.names)
-
 
 def record(
   pair: pairs.Pair,
-  prompts: BatchConfig,
+  prompts: Sequence[EncodedExample],
+  names: Sequence[str],
   decoding: DecodingConfig,
   rows: int = 8,
 ) -> Recording:
-  """Answers the prompts of a config greedily, with plain decoding."""
+  """Answers prompts greedily, with plain decoding.
+
+  Args:
+    pair: the target, and the draft whose inputs are recorded.
+    prompts: in the order of the recording.
+    names: label of each `task_id`.
+    decoding: lengths and records.
+    rows: requests in flight.
+  """
   decoding = dataclasses.replace(decoding, rows=rows, cache_tokens=0, adaptive=None)
-  asked = read_corpus(prompts, pair.vocabulary)
   server = corpus.plain_server(pair, decoding, sharding.PartitionConfig())
-  done = server.run(corpus.requests(asked, SamplingConfig()))
+  done = server.run(corpus.requests(prompts, SamplingConfig()))
   server.close()
-  names = tuple(task.label for task in prompts.tasks)
   kept = tuple(_without_spare_states(jax.device_get(one.batch), pair) for one in done)
-  return Recording(kept, np.asarray([one.task_id for one in asked]), names)
+  topics = np.asarray([prompt.task_id for prompt in prompts])
+  return Recording(kept, topics, tuple(names))
 
 
 def load_or_record(path: pathlib.Path, make) -> Recording:

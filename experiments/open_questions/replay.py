@@ -91,8 +91,9 @@ def score(
   else:
     logits = model.score_steps(*arguments, **rows.score_inputs)
   greedy = sampling.make_settings(len(rows.target), max_length=rows.target.shape[1])
+  greedy = jax.tree.map(jnp.asarray, greedy)
   found = agreement.agreement_from_logits(logits[0], rows, greedy)
-  right = jnp.argmax(logits, axis=-1) == rows.target
+  right = jnp.argmax(logits, axis=-1) == rows.target[None]
   # A draft that reads states is trained on fewer steps than it may draft.
   steps = jnp.minimum(jnp.arange(drafted), len(right) - 1)
   return found.distribution_overlap, jnp.moveaxis(right[steps], 0, 1)

@@ -457,8 +457,12 @@ def demo(given: argparse.Namespace) -> Setting:
 
   def recorded(name: str, prompts) -> recordings.Recording:
     wide = dataclasses.replace(config.decoding, source_lengths=(40,))
+    names = [task.label for task in prompts.tasks]
     return recordings.load_or_record(
-      given.folder / f"{name}.pickle", lambda: recordings.record(loaded, prompts, wide)
+      given.folder / f"{name}.pickle",
+      lambda: recordings.record(
+        loaded, read_corpus(prompts, loaded.vocabulary), names, wide
+      ),
     )
 
   answers = recorded("stream", asked)

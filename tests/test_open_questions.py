@@ -1,0 +1,145 @@
+"""Replays of recorded answers give the figures of real runs."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+import tiny_online
+from conftest import ROOT
+
+from osd_jax import corpus, online, pairs, runs
+from osd_jax.data import streams
+from osd_jax.data.batches import EncodedExample, read_corpus
+from osd_jax.distillation import schedule
+
+sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmarks")]
+
+import orders
+import recordings
+import replay
+
+from experiments.open_questions import run
+
+
+def answers_of(counts) -> recordings.Recording:
+  """A recording whose rows are numbers."""
+  topics = np.repeat(np.arange(len(counts)), counts)
+  names = tuple("abcdefgh"[: len(counts)])
+  return recordings.Recording(tuple(range(len(topics))), topics, names)  # pyright: ignore
+
+
+@pytest.mark.parametrize("drafted", [1, 3, 7])
+def test_a_walk_emits_every_token_once(drafted):
+  """Each call emits its accepted tokens and one more, which a rejection replaces."""
+  rng = np.random.default_rng(drafted)
+  for share in (0.0, 0.3, 0.8, 1.0):
+    right = np.broadcast_to(rng.random(40) < share, (drafted, 40))
+    calls, rejected = replay.walk(right)
+    assert not (rejected & right[0]).any()
+    if share == 0:
+      assert calls == 40 and rejected.all()
+    if share == 1:
+      assert calls == -(-40 // (drafted + 1)) and not rejected.any()
+    # Tokens between two rejections take one call for every K + 1 of them.
+    ends = np.flatnonzero(rejected)
+    lengths = np.diff(np.concatenate([[-1], ends, [39] if not rejected[-1] else []]))
+    assert calls == sum(-(-int(n) // (drafted + 1)) for n in lengths)
+
+
+@pytest.mark.parametrize("kind", [*run.KINDS, "gradual", "heavy tailed"])
+def test_a_stream_has_no_answer_twice(kind):
+  recording = answers_of([40, 40, 40, 40])
+  order = orders.order(recording, kind, 12, seed=1)
+  assert len(set(order.tolist())) == len(order)
+  counts = np.bincount(recording.topics[order], minlength=4)
+  if kind == "heavy tailed":
+    assert counts[0] > 1.5 * counts[1] > 2 * counts[3]
+  else:
+    assert counts.tolist() == [12] * 4
+  assert (order != orders.order(recording, kind, 12, seed=2)).any()
+
+
+def test_the_adversary_leaves_a_topic_once_the_draft_has_adapted():
+  recording = answers_of([80, 80, 80])
+
+  def served(overlap):
+    choose, found, overlaps = orders.adversary(recording, 70, 0), [], []
+    while (place := choose(overlaps)) is not None:
+      found.append(place)
+      overlaps.append(overlap)
+    return recording.topics[found]
+
+  assert (np.diff(np.flatnonzero(np.diff(served(0.95)))) == orders.LATEST).all()
+  assert np.flatnonzero(np.diff(served(0.5))).tolist() == [orders.LONGEST - 1]
+
+
+@pytest.mark.parametrize("interval", run.INTERVALS)
+def test_every_interval_has_the_same_slices(interval):
+  plan = run.Every(interval)
+  state, slices = plan.init(), []
+  for _ in range(1000):
+    state, now = plan.update(state, schedule.Request(0.5, 9, max(run.INTERVALS)))
+    slices.append(now)
+  assert sum(slices) == 1000 - 1000 % interval
+  assert np.count_nonzero(slices) == 1000 // interval
+
+
+def test_forgetting_is_the_largest_loss_until_a_topic_comes_back():
+  kept = np.array([[0.5, 0.2], [0.5, 0.6], [0.7, 0.6]])
+  assert run.forgotten(kept) == 0
+  assert run.forgotten(kept - [[0, 0], [0.1, 0], [0, 0]]) == pytest.approx(0.1)
+  # A loss before the topic's own stretch is not forgetting.
+  assert run.forgotten(kept - [[0, 0.2], [0, 0], [0, 0]]) == 0
+
+
+@pytest.fixture(scope="module", params=["prompt", "tokens"])
+def config(request, tmp_path_factory):
+  """A run of one row whose draft is served as it is trained."""
+  folder = tmp_path_factory.mktemp("pair")
+  pair = tiny_online.attached(tiny_online.save_lively_pair(folder))
+  shape = dataclasses.replace(pair.attached, reads=request.param)
+  made = tiny_online.config(pair, folder / "run", rows=1)
+  served = dataclasses.replace(pair, attached=shape)
+  return dataclasses.replace(made, pair=pairs.load_pair(served))
+
+
+@pytest.fixture(scope="module")
+def recording(config):
+  stream = streams.make(config.stream, config.pair.vocabulary)
+  asked = [
+    EncodedExample(stream[i].tokens, stream[i].task_id, np.zeros(0, np.int32))
+    for i in range(len(stream))
+  ]
+  names = [task.label for task in config.stream.tasks]
+  return recordings.record(config.pair, asked, names, config.decoding)
+
+
+@pytest.mark.slow
+def test_a_replay_repeats_a_run(config, recording):
+  """Overlaps, target calls and updates are those of the run on the same stream."""
+  directory = online.run(config).path
+  rows = list(runs.read(directory / "metrics.jsonl"))
+  requests = [row for row in rows if row["kind"] == "request"]
+  requests.sort(key=lambda row: row["index"])
+  examples = read_corpus(config.warm_start, config.pair.vocabulary)
+  seen = corpus.reference_rows(config.pair, examples, config.decoding)
+  course = replay.learned(
+    config.pair,
+    recording,
+    np.arange(len(recording.rows)),
+    config.learning,
+    config.decoding.num_draft_tokens,
+    list(seen),
+  )
+  np.testing.assert_allclose(
+    course.overlap, [row["overlap"] for row in requests], atol=2e-4
+  )
+  assert course.calls.tolist() == [row["target_calls"] for row in requests]
+  assert course.tokens.tolist() == [row["output_tokens"] for row in requests]
+  assert course.updates + 1 >= sum(row["kind"] == "update" for row in rows) > 2
+  # Negative control: a draft that does not learn has other overlaps.
+  floor = replay.fixed(
+    config.pair, config.pair.draft_params, recording, course.order, 3
+  )
+  assert np.abs(floor.overlap - course.overlap).max() > 0.01

@@ -520,20 +520,21 @@ def main() -> None:
   given = parser.parse_args()
   if not given.table:
     given.folder.mkdir(parents=True, exist_ok=True)
+    made_by = {"commit": measure.commit()}  # of the code that was loaded
     setting = demo(given)
     for name in given.questions or QUESTIONS:
-      answer(given.out, QUESTIONS[name](setting))
+      answer(given.out, QUESTIONS[name](setting), made_by)
   show(read(given.out))
 
 
-def answer(path: pathlib.Path, cells: Answers) -> None:
+def answer(path: pathlib.Path, cells: Answers, made_by: Cell) -> None:
   """Computes the cells that the file does not have, and adds each to it."""
   known = [{name: cell.get(name) for name in KEY} for cell in read(path)]
   for key, figures in cells:
     if key in known:
       continue
     started = time.perf_counter()
-    cell = key | figures() | {"commit": measure.commit()}
+    cell = key | figures() | made_by
     with path.open("a") as file:
       file.write(json.dumps(cell) + "\n")
     print(*key.values(), f"{time.perf_counter() - started:.0f} s", flush=True)

@@ -93,6 +93,17 @@ def test_forgetting_is_the_largest_loss_until_a_topic_comes_back():
   assert run.forgotten(kept - [[0, 0.2], [0, 0], [0, 0]]) == 0
 
 
+def test_parts_of_a_stream_are_merged_in_its_order():
+  order = np.array([4, 1, 7, 2])
+  parts = [
+    replay.Course(np.array(own), np.array(own) / 10, np.array(own), np.array(own), 1, 2)
+    for own in ([4, 7], [1, 2])
+  ]
+  found = replay.merged(parts, order)
+  assert found.calls.tolist() == order.tolist() and found.updates == 2
+  np.testing.assert_array_equal(found.overlap, order / 10)
+
+
 @pytest.fixture(scope="module", params=["prompt", "tokens"])
 def config(request, tmp_path_factory):
   """A run of one row whose draft is served as it is trained."""

@@ -227,6 +227,24 @@ def learned(
   )
 
 
+def merged(courses: Sequence[Course], order: np.ndarray) -> Course:
+  """Returns one course of several drafts, each of which served a part of a stream."""
+  place_of = {place: index for index, place in enumerate(order)}
+  at = [place_of[place] for course in courses for place in course.order]
+
+  def joined(name: str) -> np.ndarray:
+    values = np.concatenate([getattr(course, name) for course in courses])
+    return values[np.argsort(at)]
+
+  return Course(
+    order,
+    *(joined(name) for name in ("overlap", "calls", "tokens")),
+    sum(course.updates for course in courses),
+    sum(course.slices for course in courses),
+    sum(course.seconds for course in courses),
+  )
+
+
 def _with_errors(
   row: base.DistillationBatch, rejected: np.ndarray
 ) -> base.DistillationBatch:

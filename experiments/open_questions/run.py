@@ -7,6 +7,7 @@ the same command skips what is there.
     how_often    how often should the draft be updated, at equal training?
     variance     what if the topic changes quickly?
     forgetting   what does the draft forget, and what does replay buy?
+    routing      what do several drafts gain over one?
     gkd          which divergence, which texts, which positions?
     static       how much data makes a static draft as good as one that learns online?
 
@@ -322,6 +323,33 @@ def forgotten(matrix: np.ndarray) -> float:
   return round(max(lost), 10)
 
 
+def routing(setting: Setting) -> Answers:
+  """One draft for all topics, or one for each, which learns from its topic alone.
+
+  Requests are routed by their true topic, so this is the most that routing can gain.
+  """
+  for seed in range(setting.seeds):
+    learning = changed(setting.learning, seed=seed)
+    for kind in ("sharp", "mixture"):
+      order = setting.order(kind, seed)
+      floor = setting.fixed(setting.pair.draft_params, order)
+
+      def routed(order=order, learning=learning):
+        topics = setting.answers.topics[order]
+        parts = [order[topics == topic] for topic in np.unique(topics)]
+        courses = [setting.learned(part, learning) for part in parts]
+        return replay.merged(courses, order)
+
+      systems = {
+        "floor": lambda floor=floor: floor,
+        "one draft": lambda order=order, learning=learning: setting.learned(
+          order, learning
+        ),
+        "one draft for each topic": routed,
+      }
+      yield from _cells(setting, "routing", kind, seed, systems, floor)
+
+
 DIVERGENCES = {
   "forward KL": {"divergence": "forward_kl"},
   "reverse KL": {"divergence": "reverse_kl"},
@@ -420,7 +448,7 @@ def distilled(
 
 QUESTIONS = {
   function.__name__: function
-  for function in (how_often, variance, forgetting, gkd, static)
+  for function in (how_often, variance, forgetting, routing, gkd, static)
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import tiny_online
 from conftest import ROOT
 
-from osd_jax import corpus, online, pairs, runs
+from osd_jax import corpus, online, pairs, replay, runs
 from osd_jax.data import streams
 from osd_jax.data.batches import EncodedExample, read_corpus
 from osd_jax.distillation import schedule
@@ -17,7 +17,6 @@ sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmark
 
 import orders
 import recordings
-import replay
 
 from experiments.open_questions import run
 
@@ -64,11 +63,10 @@ def test_the_adversary_leaves_a_topic_once_the_draft_has_adapted():
   recording = answers_of([80, 80, 80])
 
   def served(overlap):
-    choose, found, overlaps = orders.adversary(recording, 70, 0), [], []
-    while (place := choose(overlaps)) is not None:
-      found.append(place)
-      overlaps.append(overlap)
-    return recording.topics[found]
+    stream = orders.Adversary(recording, 70, 0)
+    for _ in stream:
+      stream.overlaps.append(overlap)
+    return recording.topics[stream.order]
 
   assert (np.diff(np.flatnonzero(np.diff(served(0.95)))) == orders.LATEST).all()
   assert np.flatnonzero(np.diff(served(0.5))).tolist() == [orders.LONGEST - 1]
@@ -94,13 +92,13 @@ def test_forgetting_is_the_largest_loss_until_a_topic_comes_back():
 
 
 def test_parts_of_a_stream_are_merged_in_its_order():
-  order = np.array([4, 1, 7, 2])
-  parts = [
-    replay.Course(np.array(own), np.array(own) / 10, np.array(own), np.array(own), 1, 2)
-    for own in ([4, 7], [1, 2])
+  order, parts = np.array([4, 1, 7, 2]), [np.array([4, 7]), np.array([1, 2])]
+  courses = [
+    replay.Course(own / 10, tuple(np.ones((1, n), bool) for n in own), 1, 2)
+    for own in parts
   ]
-  found = replay.merged(parts, order)
-  assert found.calls.tolist() == order.tolist() and found.updates == 2
+  found = run.merged(courses, parts, order)
+  assert found.tokens.tolist() == order.tolist() and found.updates == 2
   np.testing.assert_array_equal(found.overlap, order / 10)
 
 
@@ -135,22 +133,18 @@ def test_a_replay_repeats_a_run(config, recording):
   requests.sort(key=lambda row: row["index"])
   examples = read_corpus(config.warm_start, config.pair.vocabulary)
   seen = corpus.reference_rows(config.pair, examples, config.decoding)
+  drafted = config.decoding.num_draft_tokens
   course = replay.learned(
-    config.pair,
-    recording,
-    np.arange(len(recording.rows)),
-    config.learning,
-    config.decoding.num_draft_tokens,
-    list(seen),
+    config.pair, recording.rows, config.learning, drafted, list(seen)
   )
   np.testing.assert_allclose(
     course.overlap, [row["overlap"] for row in requests], atol=2e-4
   )
-  assert course.calls.tolist() == [row["target_calls"] for row in requests]
+  assert course.calls(drafted).tolist() == [row["target_calls"] for row in requests]
   assert course.tokens.tolist() == [row["output_tokens"] for row in requests]
   assert course.updates + 1 >= sum(row["kind"] == "update" for row in rows) > 2
   # Negative control: a draft that does not learn has other overlaps.
-  floor = replay.fixed(
-    config.pair, config.pair.draft_params, recording, course.order, 3
+  floor = replay.frozen(
+    config.pair.draft, config.pair.draft_params, recording.rows, drafted
   )
   assert np.abs(floor.overlap - course.overlap).max() > 0.01

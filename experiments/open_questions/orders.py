@@ -1,6 +1,6 @@
 """Streams of recorded answers: the order in which a system meets them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import recordings
@@ -56,29 +56,35 @@ def _of_entries(
   )
 
 
-def adversary(
-  recording: recordings.Recording, length: int, seed: int
-) -> Callable[[Sequence[float]], int | None]:
-  """Returns a stream that changes the topic as soon as the draft has adapted to it.
+class Adversary:
+  """A stream that changes the topic as soon as the draft has adapted to it.
 
   A topic ends when the mean overlap of its last `LATEST` answers reaches `ADAPTED`, or
-  after `LONGEST` answers.
+  after `LONGEST` answers. Iterate over it, and append the overlap with each answer to
+  `overlaps` before the next one is read.
+
+  Attributes:
+    overlaps: of all answers so far.
+    order: their places.
   """
-  rng = np.random.default_rng([seed, 8])
-  left = [
-    list(rng.permutation(recording.of_topic(t))) for t in range(len(recording.names))
-  ]
-  at = {"topic": 0, "since": 0}
 
-  def choose(overlaps: Sequence[float]) -> int | None:
-    if len(overlaps) == length:
-      return None
-    own = overlaps[at["since"] :]
-    adapted = len(own) >= LATEST and np.mean(own[-LATEST:]) >= ADAPTED
-    if adapted or len(own) >= LONGEST or not left[at["topic"]]:
-      others = [t for t in range(len(left)) if t != at["topic"] and left[t]]
-      at["topic"] = min(others, key=lambda t: (t - at["topic"]) % len(left))
-      at["since"] = len(overlaps)
-    return left[at["topic"]].pop()
+  def __init__(self, recording: recordings.Recording, length: int, seed: int):
+    rng = np.random.default_rng([seed, 8])
+    topics = range(len(recording.names))
+    self._left = [list(rng.permutation(recording.of_topic(t))) for t in topics]
+    self._length = length
+    self.overlaps: list[float] = []
+    self.order: list[int] = []
 
-  return choose
+  def __iter__(self) -> Iterator[int]:
+    topic = since = 0
+    while len(self.order) < self._length:
+      own = self.overlaps[since:]
+      adapted = len(own) >= LATEST and np.mean(own[-LATEST:]) >= ADAPTED
+      if adapted or len(own) >= LONGEST or not self._left[topic]:
+        count = len(self._left)
+        others = [(topic + step) % count for step in range(1, count)]
+        topic = next(other for other in others if self._left[other])
+        since = len(self.overlaps)
+      self.order.append(int(self._left[topic].pop()))
+      yield self.order[-1]

@@ -35,14 +35,9 @@ class Recording:
     """Returns the places of the rows of a topic."""
     return np.flatnonzero(self.topics == topic)
 
-  @property
-  def tokens(self) -> np.ndarray:
-    """[N] emitted tokens of each answer."""
-    return np.asarray([int(row.mask.sum()) for row in self.rows])
-
-  def stacked(self, places: Sequence[int] | np.ndarray) -> base.DistillationBatch:
-    """Returns some rows as one batch."""
-    return corpus.stack([self.rows[place] for place in places])
+  def answers(self, order: np.ndarray) -> list[base.DistillationBatch]:
+    """Returns some rows, in this order."""
+    return [self.rows[place] for place in order]
 
 
 def record(

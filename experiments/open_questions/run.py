@@ -1,8 +1,8 @@
 """Open questions of online speculative decoding, answered on recorded answers.
 
-Every system meets the same answers in the same order, see replay.py. A cell is one
-system on one stream with one seed. It is written to `--out` when it is finished, and
-the same command skips what is there.
+Every system meets the same answers in the same order, see `osd_jax.replay`. A cell is
+one system on one stream with one seed. It is written to `--out` when it is finished,
+and the same command skips what is there.
 
     how_often    how often should the draft be updated, at equal training?
     variance     what if the topic changes quickly?
@@ -18,11 +18,12 @@ the same command skips what is there.
 # ruff: noqa: E402 (the folders were just added)
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -32,11 +33,10 @@ import measure
 import numpy as np
 import orders
 import recordings
-import replay
 import rich.console
 import rich.table
 
-from osd_jax import base, corpus, offline, online, pairs, sharding
+from osd_jax import base, corpus, offline, online, pairs, replay, sharding
 from osd_jax.costs.table import Costs
 from osd_jax.data.batches import read_corpus
 from osd_jax.distillation.gate import GateConfig
@@ -135,23 +135,19 @@ class Setting:
     smaller = {"update__steps_per_update": 8, "update__num_replay": 8}
     return changed(self.learning, schedule=plan, **smaller)
 
-  def learned(self, stream, learning: LearningConfig, **more) -> replay.Course:
+  def learned(
+    self, order: Iterable[int], learning: LearningConfig, **more: Any
+  ) -> replay.Course:
     """Replays a stream with a draft that learns."""
+    answers = (self.answers.rows[place] for place in order)
     return replay.learned(
-      self.pair, self.answers, stream, learning, self.drafted, self.seen, **more
+      self.pair, answers, learning, self.drafted, self.seen, self.costs, **more
     )
 
-  def fixed(self, params: base.Params, order: np.ndarray) -> replay.Course:
+  def fixed(self, params: base.Params, order: Sequence[int]) -> replay.Course:
     """Replays a stream with a draft that does not learn."""
-    return replay.fixed(self.pair, params, self.answers, order, self.drafted)
-
-  def milliseconds(self, course: replay.Course) -> float:
-    """Milliseconds per token, learning included, by the costs of this machine."""
-    costs = self.costs
-    spent = course.calls.sum() * costs.online.at(self.drafted)
-    spent += len(course.calls) * costs.online.request_ms
-    spent += course.slices * costs.lost_ms / max(costs.slices, 1)
-    return float(spent / course.tokens.sum())
+    answers = self.answers.answers(order)
+    return replay.frozen(self.pair.draft, params, answers, self.drafted)
 
   def figures(self, course: replay.Course, floor: replay.Course) -> Cell:
     """Returns the figures of a cell."""
@@ -159,17 +155,14 @@ class Setting:
     width = min(WORST, len(gain))
     means = np.convolve(gain, np.full(width, 1 / width), "valid")
     return {
-      "tokens_per_call": round(course.tokens_per_call, 4),
+      "tokens_per_call": round(course.tokens_per_call(self.drafted), 4),
       "overlap": round(float(course.overlap.mean()), 4),
       "worst_stretch": round(float(means.min()), 4),
-      "ms_per_token": round(self.milliseconds(course), 4),
-      "requests": len(course.calls),
+      "requests": len(course.right),
       "tokens": int(course.tokens.sum()),
-      "calls": int(course.calls.sum()),
+      "calls": int(course.calls(self.drafted).sum()),
       "updates": course.updates,
       "slices": course.slices,
-      "replay_seconds": round(course.seconds, 1),
-      "decisions": list(course.decisions),
     }
 
 
@@ -194,7 +187,9 @@ def rivals(setting: Setting, order: np.ndarray, floor: replay.Course) -> Iterato
   yield "floor", lambda: floor
   yield (
     "cache",
-    lambda: replay.cache(setting.pair, setting.answers, order, setting.drafted),
+    lambda: replay.cache(
+      setting.pair.target, setting.answers.answers(order), setting.drafted
+    ),
   )
   yield "offline ceiling", lambda: setting.fixed(setting.ceiling, order)
 
@@ -240,25 +235,46 @@ def variance(setting: Setting) -> Answers:
       )
       name = f"every {period} requests"
       yield from _cells(setting, "variance", name, seed, systems, floor)
-    length = len(setting.answers.names) * setting.per_topic
     for name, learning in ways.items():
+      key = _key(setting, "variance", "adversary", name, seed)
+      yield (
+        key,
+        lambda learning=learning, seed=seed: adversarial(setting, learning, seed),
+      )
 
-      def course(learning=learning, seed=seed, length=length):
-        stream = orders.adversary(setting.answers, length, seed)
-        return setting.learned(stream, learning)
 
-      yield from _cells(setting, "variance", "adversary", seed, {name: course}, None)
+def adversarial(setting: Setting, learning: LearningConfig, seed: int) -> Cell:
+  """Returns the figures of a stream that changes when this draft has adapted."""
+  length = len(setting.answers.names) * setting.per_topic
+  stream = orders.Adversary(setting.answers, length, seed)
+  note = lambda overlap, learner: stream.overlaps.append(overlap)
+  course = setting.learned(stream, learning, on_answer=note)
+  floor = setting.fixed(setting.pair.draft_params, stream.order)
+  rival = {"floor_tokens_per_call": round(floor.tokens_per_call(setting.drafted), 4)}
+  return setting.figures(course, floor) | rival
+
+
+def kept_drafts(
+  setting: Setting, order: np.ndarray, learning: LearningConfig, every: int
+) -> tuple[replay.Course, list[base.Params]]:
+  """Returns a course and the draft after every so many answers."""
+  kept, answered = [], itertools.count(1)
+
+  def note(overlap, learner):
+    del overlap
+    if next(answered) % every == 0:
+      kept.append(learner.serving)
+
+  return setting.learned(order, learning, on_answer=note), kept
 
 
 def in_hindsight(
   setting: Setting, order: np.ndarray, learning: LearningConfig
 ) -> replay.Course:
   """Returns the course of the best draft among those that learning passed through."""
-  marks = range(100, len(order) + 1, 100)
-  kept = setting.learned(order, learning, keep_at=marks).drafts
-  drafts = [setting.pair.draft_params, *(params for _, params in kept)]
-  courses = [setting.fixed(params, order) for params in drafts]
-  return min(courses, key=lambda course: course.calls.sum())
+  _, kept = kept_drafts(setting, order, learning, 100)
+  courses = [setting.fixed(one, order) for one in (setting.pair.draft_params, *kept)]
+  return min(courses, key=lambda course: course.calls(setting.drafted).sum())
 
 
 MEMORIES = {
@@ -280,9 +296,8 @@ def forgetting(setting: Setting) -> Answers:
       learning = changed(setting.learning, seed=seed, **changes)
 
       def figures(learning=learning, order=order):
-        marks = range(half, len(order) + 1, half)
-        course = setting.learned(order, learning, keep_at=marks)
-        matrix = [held_out(setting, params) for _, params in course.drafts]
+        course, kept = kept_drafts(setting, order, learning, half)
+        matrix = [held_out(setting, params) for params in kept]
         floor = setting.fixed(setting.pair.draft_params, order)
         return setting.figures(course, floor) | {
           "matrix": np.round(matrix, 4).tolist(),
@@ -294,14 +309,13 @@ def forgetting(setting: Setting) -> Answers:
 
 def held_out(setting: Setting, params: base.Params) -> list[float]:
   """Returns the held-out overlap of a draft on each topic."""
-  recording, found = setting.held_out, []
-  for topic in range(len(recording.names)):
-    places = recording.of_topic(topic)
-    overlap, _ = replay.scores(
-      setting.pair.draft, params, recording, places, setting.drafted
-    )
-    found.append(float(overlap.mean()))
-  return found
+  recording = setting.held_out
+  by_topic = map(recording.of_topic, range(len(recording.names)))
+  courses = [
+    replay.frozen(setting.pair.draft, params, recording.answers(places), 1)
+    for places in by_topic
+  ]
+  return [float(course.overlap.mean()) for course in courses]
 
 
 def forgotten(matrix: np.ndarray) -> float:
@@ -338,7 +352,7 @@ def routing(setting: Setting) -> Answers:
         topics = setting.answers.topics[order]
         parts = [order[topics == topic] for topic in np.unique(topics)]
         courses = [setting.learned(part, learning) for part in parts]
-        return replay.merged(courses, order)
+        return merged(courses, parts, order)
 
       systems = {
         "floor": lambda floor=floor: floor,
@@ -348,6 +362,20 @@ def routing(setting: Setting) -> Answers:
         "one draft for each topic": routed,
       }
       yield from _cells(setting, "routing", kind, seed, systems, floor)
+
+
+def merged(
+  courses: Sequence[replay.Course], parts: Sequence[np.ndarray], order: np.ndarray
+) -> replay.Course:
+  """Returns one course of several drafts, each of which served a part of a stream."""
+  at = np.argsort([list(order).index(place) for part in parts for place in part])
+  right = [one for course in courses for one in course.right]
+  return replay.Course(
+    np.concatenate([course.overlap for course in courses])[at],
+    tuple(right[place] for place in at),
+    sum(course.updates for course in courses),
+    sum(course.slices for course in courses),
+  )
 
 
 DIVERGENCES = {
@@ -458,16 +486,10 @@ def _key(setting: Setting, question: str, stream: str, system: str, seed: int) -
 
 
 def _cells(setting, question, stream, seed, systems, floor) -> Answers:
-  """Yields the cells of some systems on one stream; without `floor`, on its order."""
+  """Yields the cells of some systems on one stream."""
   for name, course in systems.items():
-
-    def figures(course=course):
-      found = course()
-      own = floor or setting.fixed(setting.pair.draft_params, found.order)
-      more = {} if floor else {"floor_tokens_per_call": round(own.tokens_per_call, 4)}
-      return setting.figures(found, own) | more
-
-    yield _key(setting, question, stream, name, seed), figures
+    key = _key(setting, question, stream, name, seed)
+    yield key, lambda course=course: setting.figures(course(), floor)
 
 
 # ---- The demo's pair
@@ -590,7 +612,7 @@ def means(cells: list[Cell], question: str, field: str) -> dict[str, dict[str, l
   return found
 
 
-FIELDS = ("tokens_per_call", "ms_per_token", "overlap", "worst_stretch", "forgotten")
+FIELDS = ("tokens_per_call", "slices", "overlap", "worst_stretch", "forgotten")
 
 
 def show(cells: list[Cell]) -> None:

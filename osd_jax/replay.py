@@ -1,0 +1,224 @@
+"""Replays of recorded answers: what a drafter would do with them, without decoding.
+
+For greedy answers the number of target calls follows from the positions at which the
+drafter names the target's token, and a draft learns from the same rows as in a run. A
+replay of one row in flight therefore repeats the overlaps and the calls of a real run.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from osd_jax import base, pairs
+from osd_jax.costs.table import Costs
+from osd_jax.decoding import ngrams, sampling
+from osd_jax.distillation.learner import Learner, LearningConfig
+from osd_jax.engine import agreement
+
+ROWS = 16  # answers that a draft which does not learn is asked about at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+  """What a drafter did with some answers, one after another.
+
+  Attributes:
+    overlap: [N] distribution overlap with each answer, before learning from it.
+    right: for each answer [K, n] bool: whether the j-th drafted token of a call,
+      counted from 0, is the answer's token at a position. Drafts that read no states of
+      tokens have K equal rows.
+    updates: updates of the draft.
+    slices: their slices.
+  """
+
+  overlap: np.ndarray
+  right: tuple[np.ndarray, ...]
+  updates: int = 0
+  slices: int = 0
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """[N] emitted tokens of each answer."""
+    return np.asarray([right.shape[1] for right in self.right])
+
+  def calls(self, num_draft_tokens: int) -> np.ndarray:
+    """[N] target calls of each answer, with at most K drafted tokens in each."""
+    return np.asarray([walk(right[:num_draft_tokens])[0] for right in self.right])
+
+  def tokens_per_call(self, num_draft_tokens: int) -> float:
+    """Emitted tokens per target call."""
+    return float(self.tokens.sum() / self.calls(num_draft_tokens).sum())
+
+  def either(self, other: "Course") -> "Course":
+    """Returns the course of a mixture that always asks the right one of two drafters.
+
+    It has the overlap and the updates of this one.
+    """
+    right = [one | two for one, two in zip(self.right, other.right, strict=True)]
+    return dataclasses.replace(self, right=tuple(right))
+
+
+def walk(right: np.ndarray) -> tuple[int, np.ndarray]:
+  """Returns the target calls of one answer, and where they rejected a token.
+
+  >>> walk(np.array([[True, True, False, True]] * 2))
+  (2, array([False, False,  True, False]))
+
+  Args:
+    right: [K, n], see `Course`.
+  """
+  drafted, length = right.shape
+  place = count = 0
+  rejected = np.zeros(length, bool)
+  while place < length:
+    accepted = 0
+    while accepted < drafted and place < length and right[accepted, place]:
+      accepted, place = accepted + 1, place + 1
+    rejected[place : place + 1] = accepted < drafted
+    place, count = place + 1, count + 1
+  return count, rejected
+
+
+def frozen(
+  draft: base.Model,
+  params: base.Params,
+  answers: Sequence[base.DistillationBatch],
+  num_draft_tokens: int,
+) -> Course:
+  """Replays a draft that does not learn.
+
+  Args:
+    draft: the draft.
+    params: its parameters.
+    answers: one greedy answer each, with records.
+    num_draft_tokens: K, the most that a call drafts.
+  """
+  overlaps, rights = [], []
+  for start in range(0, len(answers), ROWS):
+    part = list(answers[start : start + ROWS])
+    filled = part + part[-1:] * (ROWS - len(part))  # a fixed shape compiles once
+    stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), *filled)
+    found = jax.device_get(_score(draft, params, stacked, num_draft_tokens))
+    for row, overlap, right in zip(part, *found, strict=False):
+      overlaps.append(overlap)
+      rights.append(right[:, : _length(row)])
+  return Course(np.asarray(overlaps), tuple(rights))
+
+
+def cache(
+  target: base.Model,
+  answers: Sequence[base.DistillationBatch],
+  num_draft_tokens: int,
+  size: int = ngrams.SIZE,
+) -> Course:
+  """Replays an n-gram cache of `size` tokens, which takes up every answer."""
+  model, params = ngrams.build(target, size), ngrams.empty(size)
+  overlaps, rights = [], []
+  for answer in answers:
+    row = answer.replace(target_states=None, token_states=None)
+    overlap, right = jax.device_get(_score(model, params, row, num_draft_tokens))
+    overlaps.append(overlap[0])
+    rights.append(right[0, :, : _length(row)])
+    length = np.int32(_length(row))
+    params = _absorb(model, params, row.source, row.target[0], length)
+  return Course(np.asarray(overlaps), tuple(rights))
+
+
+def learned(
+  pair: pairs.Pair,
+  answers: Iterable[base.DistillationBatch],
+  learning: LearningConfig,
+  num_draft_tokens: int,
+  seen: Iterable[base.DistillationBatch] = (),
+  costs: Costs | None = None,
+  on_answer: Callable[[float, Learner], object] = lambda overlap, learner: None,
+) -> Course:
+  """Replays a draft that learns from every answer; the pair stays as it is.
+
+  Args:
+    pair: target and draft.
+    answers: one greedy answer each, with records; read one by one.
+    learning: buffer, updates, their schedule, and the gate.
+    num_draft_tokens: K.
+    seen: rows that fill the buffer first.
+    costs: for a schedule that needs them.
+    on_answer: called after each answer with the overlap of the serving draft and the
+      learner, whose `decision` it may take.
+  """
+  learning = dataclasses.replace(learning, free_updates=False)
+  draft, learner = pair.draft, None
+  overlaps, rights, slices = [], [], []
+  for answer in answers:
+    if learner is None:
+      learner = _learner(pair, answer, learning)
+      learner.seed(seen)
+      learner.costs = costs
+    found = jax.device_get(_score(draft, learner.serving, answer, num_draft_tokens))
+    overlap, right = float(found[0][0]), found[1][0, :, : _length(answer)]
+    rivals = {
+      name: float(_score(draft, params, answer, num_draft_tokens)[0][0])
+      for name, params in learner.rivals.items()
+    }
+    row = _with_errors(answer, walk(right)[1])
+    outcome = learner.observe(row, overlap, rivals=rivals)
+    if outcome is not None:
+      slices.append(len(outcome.losses))
+    overlaps.append(overlap if np.isfinite(overlap) else 0.0)
+    rights.append(right)
+    on_answer(overlap, learner)
+  if learner is not None:
+    learner.finish()
+    learner.runner.close()
+  return Course(np.asarray(overlaps), tuple(rights), len(slices), sum(slices))
+
+
+def _learner(
+  pair: pairs.Pair, answer: base.DistillationBatch, learning: LearningConfig
+) -> Learner:
+  lengths = answer.source.shape[1], answer.target.shape[1]
+  kept = answer.records.ids.shape[-1]
+  return Learner(pair.draft, pair.draft_params, learning, *lengths, kept)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_draft_tokens"))
+def _score(
+  model: base.Model,
+  params: base.Params,
+  rows: base.DistillationBatch,
+  num_draft_tokens: int,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns (overlap [R], right [R, K, T]) of a drafter on greedy answers."""
+  arguments = (params, rows.source, model.mask(rows.source), rows.target)
+  if model.score_steps is None:
+    logits = model.score(*arguments, **rows.score_inputs)[None]
+  else:
+    logits = model.score_steps(*arguments, **rows.score_inputs)
+  greedy = sampling.make_settings(len(rows.target), max_length=rows.target.shape[1])
+  greedy = jax.tree.map(jnp.asarray, greedy)
+  found = agreement.agreement_from_logits(logits[0], rows, greedy)
+  right = jnp.argmax(logits, axis=-1) == rows.target[None]
+  # A draft that reads states is trained on fewer steps than it may draft.
+  steps = jnp.minimum(jnp.arange(num_draft_tokens), len(right) - 1)
+  return found.distribution_overlap, jnp.moveaxis(right[steps], 0, 1)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _absorb(model, params, source, emitted, length):
+  return model.absorb(params, source, emitted, length)
+
+
+def _length(row: base.DistillationBatch) -> int:
+  return int(np.count_nonzero(np.asarray(row.mask[0])))
+
+
+def _with_errors(
+  row: base.DistillationBatch, rejected: np.ndarray
+) -> base.DistillationBatch:
+  """Returns a row whose records say where this draft was rejected."""
+  error = np.zeros(row.records.error.shape, bool)
+  error[0, : len(rejected)] = rejected
+  return row.replace(records=row.records.replace(error=error))

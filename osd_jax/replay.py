@@ -19,6 +19,7 @@ from osd_jax.decoding import ngrams, sampling
 from osd_jax.distillation.learner import Learner, LearningConfig
 from osd_jax.engine import agreement
 
+CACHE_TOKENS = ngrams.SIZE
 ROWS = 16  # answers that a draft which does not learn is asked about at once
 
 
@@ -113,7 +114,7 @@ def cache(
   target: base.Model,
   answers: Sequence[base.DistillationBatch],
   num_draft_tokens: int,
-  size: int = ngrams.SIZE,
+  size: int = CACHE_TOKENS,
 ) -> Course:
   """Replays an n-gram cache of `size` tokens, which takes up every answer."""
   model, params = ngrams.build(target, size), ngrams.empty(size)

@@ -300,7 +300,7 @@ def test_gin_flags_are_separated_in_order():
       ["onlien"],
       "osd: error: no command is called 'onlien'; did you mean online",
     ),
-    (["xyz"], "known: certify, compare"),
+    (["xyz"], "known: advise, certify"),
     (["online", "--gin.M", "1"], "--gin.M: expected --gin.NAME=VALUE in one word"),
     (["online", "--gin_flie=x"], "osd online: error: unknown option or argument"),
     (["generate", "a", "--temprature", "1"], "'--temprature'; did you mean --temperat"),

@@ -85,6 +85,12 @@ COMMANDS = {
     "compile a run for a TPU or GPU that is not here: memory and speed limits",
     "osd compile --gin_file=runs/demo.gin --gin.CompileConfig.topology=\"'v5e:2x2'\"",
   ),
+  "advise": Command(
+    "AdviseConfig",
+    "osd_jax.advise",
+    "estimate on a log of answers what a draft, a cache and learning would gain",
+    "osd advise --gin_file=runs/advise.gin --gin.LOG=\"'runs/demo/outputs.jsonl'\"",
+  ),
   "convert": Command(
     "ConvertConfig",
     "osd_jax.convert",

@@ -564,6 +564,22 @@ def speeds(rows: Sequence[Row]) -> Any:
   return made
 
 
+def replayed(rows: Sequence[Row]) -> Any:
+  """Share of the target's tokens that each system names, over the answers of a log."""
+  answers = runs.of_kind(rows, "replayed")
+  if not answers:
+    return None
+  names = [name for name in answers[0] if name not in ("kind", "answer", "nonfinite")]
+  made, (axes,) = figure("Tokens named rightly")
+  places = [row["answer"] + 1 for row in answers]
+  for name, color in zip(names, COLORS, strict=False):
+    values = tables.trailing_mean(np.asarray([row[name] for row in answers]))
+    axes.plot(places, values, color=color, label=name)
+  axes.set_xlabel("answers of the log")
+  legend(made, axes)
+  return made
+
+
 def _by_draft(
   rows: Sequence[Row], kind: str, group: str, value: str, title: str
 ) -> Any:
@@ -621,6 +637,11 @@ PLOTS: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "training_loss": (training_loss, "Each point is the mean since the last one."),
   "held_out": (held_out, "Measured on prompts that are not trained on."),
   "drafts": (drafts, "Overlap of every draft with the target; higher is better."),
+  "replayed": (
+    replayed,
+    "The share of the target's tokens that each system would have drafted, mean of the"
+    " last 25 answers. Learning pays where its line leaves that of the draft.",
+  ),
   "speeds": (speeds, "Above the dotted line, a draft is faster than plain decoding."),
 }
 

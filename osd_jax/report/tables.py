@@ -460,9 +460,24 @@ def _rounded(value: float | None) -> float | None:
   return None if value is None or np.isnan(value) else round(float(value), 3)
 
 
+def _advised(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
+  """What drafters would do on a log."""
+  del rows
+  found = by_kind["advice"]
+  best = min(found, key=lambda row: row["ms_per_token"])
+  fact = Fact(
+    f"{best['over_plain']:.2f}x plain decoding",
+    f"{best['system']}: {best['tokens_per_call']:.2f} tokens per call, estimated from"
+    f" {len(by_kind['replayed'])} answers of the log and the costs on this machine.",
+  )
+  notes = [row["said"] for row in by_kind.get("advice_note", ())]
+  return Summary("Advice", [fact], notes, {"Systems": _shown(found)})
+
+
 # The first kind that a log contains decides, so an online run comes before the steps.
 _SUMMARIES = {
   "request": _served,
+  "advice": _advised,
   "quality": _measured,
   "evaluation": _trained,
   "step": _trained,

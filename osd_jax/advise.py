@@ -1,0 +1,268 @@
+"""`osd advise`: what speculation and learning would gain on a log of answers.
+
+The log holds prompts and the target's answers in the order in which they were served.
+Nothing is decoded: the target scores every answer in one pass, and the drafters are
+replayed on the answers (`replay`). Times follow from costs measured on this machine.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+
+from osd_jax import base, certificate, corpus, pairs, replay, runs, session
+from osd_jax.costs.table import Costs
+from osd_jax.data.batches import EncodedExample
+from osd_jax.data.examples import TaskConfig, TaskExamples
+from osd_jax.distillation.learner import LearningConfig
+from osd_jax.distillation.schedule import WorthConfig
+from osd_jax.engine import measurement, server
+from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, SamplingConfig
+from osd_jax.engine.server import DECODING, Server
+from osd_jax.report import progress
+from osd_jax.sharding import PartitionConfig
+
+CACHE_TOKENS = replay.CACHE_TOKENS
+# Systems.
+PLAIN, CACHE = "plain decoding", "cache"
+FROZEN, LEARNED = "draft", "draft that learns"
+AT_MOST = " + cache, at most"
+FOREIGN = 0.9  # share of the target's own tokens below which a log is another model's
+
+
+# Updates only where they pay.
+LEARNING = dataclasses.replace(
+  server.LEARNING,
+  update=dataclasses.replace(server.LEARNING.update, steps_per_update=8, num_replay=8),
+  schedule=WorthConfig(),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdviseConfig(base.Config):
+  """One log, and the pair that would serve it.
+
+  Attributes:
+    log: prompts, with the target's answers as references, in the order of serving.
+    count: answers that are replayed, from the beginning of the log.
+    pair: target, draft and vocabulary.
+    decoding: lengths, and `num_draft_tokens`, the largest K; one row is assumed.
+    learning: how the draft would learn.
+    run_directory: folder for the results.
+    overwrite: remove the run in this folder and start over.
+  """
+
+  log: TaskConfig
+  count: base.Count = 200
+  pair: pairs.PairConfig = pairs.PairConfig()
+  decoding: DecodingConfig = DECODING
+  learning: LearningConfig = LEARNING
+  run_directory: base.Folder = "runs/advise"
+  overwrite: bool = False
+
+  def checks(self):
+    return {
+      "pair": (
+        not pairs.adapts_untrained(self.pair),
+        "a `draft` that can be trained; the cache is replayed in any case",
+      ),
+      "decoding": (
+        self.decoding.record_top_k >= 1 and self.decoding.rows == 1,
+        "record_top_k >= 1 and rows = 1",
+      ),
+    }
+
+
+def run(config: AdviseConfig, operative_config: str = "") -> runs.RunResult:
+  """Replays every drafter on the log; an interrupted run starts over.
+
+  Args:
+    config: log and pair.
+    operative_config: gin text stored in the run directory.
+  """
+
+  def body(directory, console):
+    advise(config, directory, console)
+    return certificate.Certificate(), ""
+
+  return session.run(config, operative_config, config.learning.seed, body)
+
+
+def advise(
+  config: AdviseConfig, directory: runs.RunDirectory, console: rich.console.Console
+) -> list[dict[str, Any]]:
+  """Logs and returns one row per system: tokens per call and milliseconds per token."""
+  # Costs of all numbers of drafted tokens are measured, and the fastest is named.
+  adaptive = config.decoding.adaptive or AdaptiveConfig()
+  decoding = dataclasses.replace(config.decoding, adaptive=adaptive)
+  with progress.status(console, "loading target and draft"):
+    serving = Server(config.pair, decoding, config.learning, PartitionConfig())
+  pair = serving.pair
+  examples = read_log(config, pair)
+  with progress.status(console, "compiling"):
+    serving.warm_up(learn=True)
+  bucket = config.decoding.bucket(len(examples[0].tokens))
+  costs = measurement.measure(serving, bucket, True, SamplingConfig(), console.print)
+  with progress.status(console, "scoring the answers with the target"):
+    answers = scored(pair, examples, decoding)
+  drafted = max(costs.online.num_draft_tokens)
+  shown = progress.bar(console)
+  with shown:
+    courses = _courses(config, pair, answers, costs, drafted, shown)
+  serving.close()
+  rows = [
+    {"system": name, **figures(course, costs, name)} for name, course in courses.items()
+  ]
+  for row in rows:
+    row["over_plain"] = rows[0]["ms_per_token"] / row["ms_per_token"]
+  with runs.MetricsLog(directory.metrics_path) as log:
+    log.truncate(0)
+    log.write_rows("advice", rows)
+    notes = [settings_for(rows), own_share(answers)]
+    log.write_rows("advice_note", [{"said": text} for text in notes if text])
+    log.write_rows("replayed", _by_answer(courses))
+  return rows
+
+
+def read_log(config: AdviseConfig, pair: pairs.Pair) -> list[EncodedExample]:
+  """Reads the first answers of the log that fit, in its order.
+
+  Raises:
+    InputError: no answer can be used.
+  """
+  task = TaskExamples(config.log, pair.vocabulary)
+  longest, found = config.decoding.source_lengths[-1], []
+  for number in range(len(task)):
+    prompt, answer = task.tokens(number)
+    if len(prompt) <= longest and len(answer) > 1:
+      found.append(EncodedExample(prompt, 0, answer))
+    if len(found) == config.count:
+      break
+  if not found:
+    raise base.InputError(
+      f"AdviseConfig.log: {config.log.pattern!r} has {len(task)} rows and none with an"
+      f" answer and a prompt of at most {longest} tokens; name the field of the answer"
+      " in TaskConfig.reference, or raise DecodingConfig.source_lengths."
+    )
+  return found
+
+
+def scored(
+  pair: pairs.Pair, examples: Sequence[EncodedExample], decoding: DecodingConfig
+) -> list[base.DistillationBatch]:
+  """Returns every answer with the target's distributions, one row each, in numpy."""
+  rows = []
+  for batch in corpus.reference_rows(pair, examples, decoding):
+    host = jax.device_get(batch)
+    parts = range(len(host.weight))
+    rows += [jax.tree.map(lambda leaf, at=at: leaf[at : at + 1], host) for at in parts]
+  return rows[: len(examples)]
+
+
+def figures(course: replay.Course, costs: Costs, system: str) -> dict[str, Any]:
+  """Returns the fastest K of a system, and its figures with this K.
+
+  Args:
+    course: what the system does on the log.
+    costs: of this machine.
+    system: plain decoding has K = 0 and the others more; a cache names its tokens in no
+      time.
+  """
+  tokens, found = course.tokens.sum(), []
+  online = costs.online
+  for k, round_ms in zip(online.num_draft_tokens, online.round_ms, strict=True):
+    if (k == 0) != (system == PLAIN):
+      continue
+    calls = course.calls(k).sum() if k else tokens
+    drafting_ms = k * costs.draft_ms if system == CACHE else 0.0
+    spent = calls * max(round_ms - drafting_ms, 0.0)
+    spent += len(course.right) * online.request_ms
+    spent += course.slices * costs.lost_ms / max(costs.slices, 1)
+    found.append((float(spent / tokens), k, float(tokens / calls)))
+  milliseconds, k, per_call = min(found)
+  return {
+    "tokens_per_call": per_call,
+    "num_draft_tokens": k,
+    "ms_per_token": milliseconds,
+    "updates": course.updates,
+  }
+
+
+def own_share(answers: Sequence[base.DistillationBatch]) -> str:
+  """Says so if the answers are not the target's; "" if they are."""
+  judged = [np.asarray(row.mask[0]) for row in answers]
+  first = [
+    np.asarray(row.records.ids[0, :, 0] == row.target[0])[mask]
+    for row, mask in zip(answers, judged, strict=True)
+  ]
+  share = float(np.concatenate(first).mean())
+  if share >= FOREIGN:
+    return ""
+  return (
+    f"Only {share:.0%} of the log's tokens are the target's first choice. Answers of"
+    " another model, or sampled ones, are harder to draft than its own greedy ones."
+  )
+
+
+def settings_for(rows: Sequence[dict[str, Any]]) -> str:
+  """Says which settings the fastest system has."""
+  best = min(rows, key=lambda row: row["ms_per_token"])
+  name, k = best["system"], best["num_draft_tokens"]
+  if name == PLAIN:
+    return (
+      "Plain decoding is the fastest here. Speculation pays with a better draft, or"
+      " where a call on several tokens takes no longer than one on a single token."
+    )
+  settings = {"DecodingConfig.num_draft_tokens": k}
+  if name == CACHE:
+    settings["PairConfig.draft"] = "cache"
+  else:
+    settings["OnlineConfig.learn"] = LEARNED in name
+    settings["DecodingConfig.cache_tokens"] = CACHE_TOKENS if AT_MOST in name else 0
+  named = [f"{field} = {value!r}" for field, value in settings.items()]
+  return f"The fastest is {name}. Begin with {', '.join(named)}."
+
+
+def _courses(
+  config: AdviseConfig,
+  pair: pairs.Pair,
+  answers: Sequence[base.DistillationBatch],
+  costs: Costs,
+  drafted: int,
+  shown: Any,
+) -> dict[str, replay.Course]:
+  """Replays every system."""
+  nothing = [np.zeros((1, int(row.mask.sum())), bool) for row in answers]
+  task = shown.add_task("replay", total=len(answers), figures="")
+  learned = replay.learned(
+    pair,
+    answers,
+    config.learning,
+    drafted,
+    costs=costs,
+    on_answer=lambda overlap, learner: shown.advance(task),
+  )
+  frozen = replay.frozen(pair.draft, pair.draft_params, answers, drafted)
+  size = config.decoding.cache_tokens or CACHE_TOKENS
+  cache = replay.cache(pair.target, answers, drafted, size)
+  return {
+    PLAIN: replay.Course(np.zeros(len(answers)), tuple(nothing)),
+    CACHE: cache,
+    FROZEN: frozen,
+    LEARNED: learned,
+    FROZEN + AT_MOST: frozen.either(cache),
+    LEARNED + AT_MOST: learned.either(cache),
+  }
+
+
+def _by_answer(courses: dict[str, replay.Course]) -> list[dict[str, Any]]:
+  """Returns a row for each answer, with the share of tokens that each system names."""
+  names = (CACHE, FROZEN, LEARNED)
+  shares = {name: [one[0].mean() for one in courses[name].right] for name in names}
+  return [
+    {"answer": index, **dict(zip(names, map(float, values), strict=True))}
+    for index, values in enumerate(zip(*shares.values(), strict=True))
+  ]

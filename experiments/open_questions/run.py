@@ -49,7 +49,7 @@ from osd_jax.main import settings
 Cell = dict[str, Any]
 KEY = ("question", "stream", "system", "seed", "per_topic")
 INTERVALS = (1, 2, 4, 8, 32, 128, 500)
-KINDS = ("sharp", "mixture", "bursty", "cyclic")
+KINDS = ("sharp", "mixture", "cyclic")
 PERIODS = (5, 25, 100)
 WORST = 100  # requests of the worst stretch
 HELD_OUT = 100  # prompts of each topic

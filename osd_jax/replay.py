@@ -54,6 +54,12 @@ class Course:
     """Emitted tokens per target call."""
     return float(self.tokens.sum() / self.calls(num_draft_tokens).sum())
 
+  def part(self, answers: slice) -> "Course":
+    """Returns the course of some of the answers, with the updates of all."""
+    return dataclasses.replace(
+      self, overlap=self.overlap[answers], right=self.right[answers]
+    )
+
   def either(self, other: "Course") -> "Course":
     """Returns the course of a mixture that always asks the right one of two drafters.
 

@@ -5,7 +5,7 @@
 
 Each picture is written as SVG twice, for light and for dark pages. The file contains a
 hash of the results it was drawn from, with which a test detects outdated pictures.
-docs/results.md and docs/real_model.md explain the pictures.
+docs/results.md, docs/real_model.md and docs/open_questions.md explain the pictures.
 """
 
 import argparse
@@ -68,6 +68,7 @@ THEMES = {
 }
 # Distinguishable on light and dark pages, and by colour-blind readers.
 BLUE, ORANGE, GREEN, PINK, GREY = "#2F8FD0", "#E07B2A", "#1AA37A", "#CC79A7", "#8A8A8A"
+COLORS = (BLUE, ORANGE, GREEN, PINK, GREY)
 SYSTEMS = {
   "independent frozen": (ORANGE, ":"),
   "independent online": (ORANGE, "-"),
@@ -425,6 +426,77 @@ def real_model(rows: Sequence[Row]) -> Any:
   return made
 
 
+def how_often(rows: Sequence[Row]) -> Any:
+  """Draws tokens per call by the interval between updates, with equal training."""
+  made, (axes,) = wide_figure("How often to update, one slice for each request")
+  found = _by_stream(rows, "how_often")
+  for (stream, systems), color in zip(found.items(), COLORS):
+    intervals = {
+      int(name.removeprefix("I = ")): values
+      for name, values in systems.items()
+      if name.startswith("I = ")
+    }
+    _line(axes, intervals, color, "-", stream)
+    axes.axhline(np.mean(systems["floor"]), color=color, lw=1, ls=":")
+  axes.set_xscale("log", base=2)
+  axes.set_xticks([1, 2, 4, 8, 32, 128, 500], [1, 2, 4, 8, 32, 128, 500])
+  axes.set_xlabel("requests between updates   (dotted: the first draft, frozen)")
+  axes.set_ylabel("tokens per call of the target")
+  legend(made, axes)
+  return made
+
+
+CHANGING = {
+  "floor": (GREY, ":"),
+  "cache": (GREEN, "-"),
+  "best in hindsight": (PINK, "-"),
+  "online": (BLUE, "-"),
+  "online, gated": (BLUE, "--"),
+  "offline ceiling": (ORANGE, ":"),
+}
+
+
+def changing_topics(rows: Sequence[Row]) -> Any:
+  """Draws tokens per call by the number of requests before the topic changes."""
+  made, (axes,) = wide_figure("Topics that change, four in turn")
+  found = _by_stream(rows, "variance")
+  for system, (color, style) in CHANGING.items():
+    periods = {
+      int(stream.split()[1]): systems[system]
+      for stream, systems in found.items()
+      if stream.startswith("every") and system in systems
+    }
+    if periods:
+      _line(axes, periods, color, style, system)
+  axes.set_xscale("log")
+  axes.set_xticks([5, 25, 100, 150], [5, 25, 100, 150])
+  axes.set_xlabel("requests of a topic before the next one")
+  axes.set_ylabel("tokens per call of the target")
+  legend(made, axes)
+  return made
+
+
+def _by_stream(rows: Sequence[Row], question: str) -> dict[str, dict[str, list[float]]]:
+  """Returns stream -> system -> tokens per call, one value of each seed."""
+  found: dict[str, dict[str, list[float]]] = {}
+  for row in rows:
+    if row["question"] == question:
+      systems = found.setdefault(row["stream"], {})
+      systems.setdefault(row["system"], []).append(row["tokens_per_call"])
+  return found
+
+
+def _line(
+  axes: Any, values: dict[int, list[float]], color: str, style: str, label: str
+) -> None:
+  """Draws means over the seeds, and their range."""
+  places = sorted(values)
+  means = [np.mean(values[place]) for place in places]
+  axes.plot(places, means, color=color, ls=style, marker="o", ms=4, label=label)
+  low, high = ([f(values[place]) for place in places] for f in (min, max))
+  axes.fill_between(places, low, high, color=color, alpha=0.15, lw=0)
+
+
 def _stream(row: Row) -> str:
   return f"{row['stream']}, T = {row['temperature']:g}"
 
@@ -440,6 +512,8 @@ DRAWN: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "ahead_of_time": (ahead_of_time, "benchmarks/results/ahead_of_time.jsonl"),
   "drafters": (drafters, "experiments/drafters/cells.jsonl"),
   "real_model": (real_model, "experiments/drafters/real_model.jsonl"),
+  "how_often": (how_often, "experiments/open_questions/cells.jsonl"),
+  "changing_topics": (changing_topics, "experiments/open_questions/cells.jsonl"),
 }
 
 

@@ -56,8 +56,14 @@ _HISTOGRAMS = {
 class Metrics:
   """The metrics of one server, in a registry of their own."""
 
-  def __init__(self, model: str):
-    """Makes all metrics; `model` is their label `model_name`."""
+  def __init__(self, model: str, num_draft_tokens: int):
+    """Makes all metrics.
+
+    Args:
+      model: their label `model_name`.
+      num_draft_tokens: K, the number of positions that are counted.
+    """
+    self._positions = num_draft_tokens
     self._registry = prometheus.CollectorRegistry()
     common = {"model_name": model, "engine": "0"}
     self._made: dict[str, Any] = {}
@@ -91,7 +97,7 @@ class Metrics:
     self._add("vllm:spec_decode_num_drafts", steps)
     self._add("vllm:spec_decode_num_draft_tokens", done.drafted)
     self._add("vllm:spec_decode_num_accepted_tokens", done.accepted)
-    for position, count in enumerate(done.accepted_per_position):
+    for position, count in enumerate(done.accepted_per_position[:self._positions]):
       name = "vllm:spec_decode_num_accepted_tokens_per_pos"
       self._made[name].labels(**self._common, position=position).inc(count)
     self._add("vllm:prompt_tokens", len(done.request.tokens))

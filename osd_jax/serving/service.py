@@ -109,7 +109,7 @@ class Service:
     self.server = server.Server(
       config.pair, config.decoding, config.learning, config.partition
     )
-    self.metrics = Metrics(config.model_name)
+    self.metrics = Metrics(config.model_name, config.decoding.num_draft_tokens)
     vocabulary = self.server.pair.vocabulary
     # /v1/completions continues the text as it is; only a chat has a template.
     self._untemplated = dataclasses.replace(vocabulary, template=None)

@@ -60,15 +60,18 @@ def make(service: Service, token: str = "") -> Starlette:
       try:
         _check_token(request, token)
         return await handler(request)
-      except Refusal as refusal:
-        service.metrics.refused(refusal.status)
-        return _refused(refusal)
+      except base.InputError as error:
+        refusal = Refusal(400, " ".join(str(error).split()))
+      except Refusal as error:
+        refusal = error
+      service.metrics.refused(refusal.status)
+      return _refused(refusal)
 
     return run
 
   return Starlette(
     routes=[Route(path, guarded(run), methods=[verb]) for path, verb, run in table],
-    exception_handlers={404: _unknown_path, 405: _wrong_method},
+    exception_handlers={404: _unknown_path, 405: _wrong_method, 500: _failed},
   )
 
 
@@ -98,6 +101,12 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
   headers = getattr(error, "headers", None)
   refusal = Refusal(405, f"{request.url.path}: not for {request.method}.")
   return JSONResponse(refusal.body(), 405, headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+  del request
+  said = f"an error of the server: {type(error).__name__}; its log has the details"
+  return _refused(Refusal(500, f"{said}."))
 
 
 class _Routes:
@@ -152,9 +161,9 @@ class _Routes:
     protocol.check_model(fields, self._model)
     prompt, messages = fields.get("prompt"), fields.get("messages")
     if isinstance(messages, list) and messages:
-      tokens = self._encode(protocol.read_messages(messages), True)
+      tokens = self._service.encode(protocol.read_messages(messages), True)
     elif isinstance(prompt, str):
-      tokens = self._encode(prompt, False)
+      tokens = self._service.encode(prompt, False)
     else:
       raise Refusal(400, "prompt: missing; expected a text, or messages.", "prompt")
     decoding = self._service.config.decoding
@@ -168,12 +177,6 @@ class _Routes:
     tokens = protocol.read_tokens(fields)
     text = self._service.server.pair.vocabulary.decode(tokens)
     return JSONResponse({"prompt": text})
-
-  def _encode(self, text: Any, is_chat: bool) -> Any:
-    try:
-      return self._service.encode(text, is_chat)
-    except base.InputError as error:
-      raise Refusal(400, _one_line(error), "messages" if is_chat else "prompt") from None
 
   async def _complete(self, request: Request, is_chat: bool) -> Response:
     service = self._service
@@ -194,8 +197,6 @@ class _Routes:
   def _submit(self, ask: protocol.Ask) -> Call:
     try:
       return self._service.submit(ask)
-    except base.InputError as error:
-      raise Refusal(400, _one_line(error), "prompt") from None
     except QueueFullError:
       waiting = self._service.config.max_waiting
       said = f"the queue is full ({waiting} requests are waiting); try again later"
@@ -300,6 +301,3 @@ async def _fields(request: Request) -> dict[str, Any]:
 def _sent(chunk: dict[str, Any]) -> bytes:
   return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
 
-
-def _one_line(error: Exception) -> str:
-  return " ".join(str(error).split())

@@ -88,6 +88,7 @@ class Learning:
   An error stops the learning, never the serving: outputs do not depend on the draft.
 
   Attributes:
+    finished: answers that the learner has observed, in all sessions.
     failure: why learning has stopped; "" while it goes on.
     dropped: answers that were not learnt from because too many were waiting.
   """
@@ -112,7 +113,7 @@ class Learning:
       InputError: the pair's draft cannot learn, or no checkpoint can be used.
     """
     self._server, self._on_learned = server, on_learned
-    self.failure, self.dropped, self._pending = "", 0, 0
+    self.finished, self.failure, self.dropped, self._pending = 0, "", 0, 0
     self._lock = threading.Lock()  # of the journal, and of `_pending`
     self._thread = background.Worker("learning", low_priority=True)
     self._journal: Journal | None = None
@@ -129,11 +130,6 @@ class Learning:
         directory / "checkpoints", every, models=models
       )
       self._restore()
-
-  @property
-  def finished(self) -> int:
-    """Answers that the learner has observed, in all sessions."""
-    return self._server.learner.finished
 
   def add(self, done: Finished) -> None:
     """Takes an answer; called on the serving thread, which it never delays for long."""
@@ -186,6 +182,7 @@ class Learning:
     )
     overlap = float(np.asarray(measured.distribution_overlap)[0])
     outcome = server.learn(done, overlap, background=True)
+    self.finished = server.learner.finished
     self._on_learned(overlap, outcome)
 
   def _fail(self, error: Exception) -> None:
@@ -202,12 +199,12 @@ class Learning:
       self._journal.forget(min(complete[-checkpoint.KEEP :], default=0))
 
   def _save(self) -> None:
-    """Takes a running update and saves a checkpoint, at the end of serving."""
+    """Saves a checkpoint and takes a running update, at the end of serving."""
     try:
       if not self.failure:
-        self._server.finish_learning()
-        if self._checkpoints is not None:
+        if self._checkpoints is not None:  # the update is a part of it
           self._checkpoint()
+        self._server.finish_learning()
     except Exception as error:
       self._fail(error)
 
@@ -218,6 +215,7 @@ class Learning:
     found = self._checkpoints.restore(learner.structure)
     if found is not None:
       learner.restore(*found)
+      self.finished = learner.finished
       server.engine.swap(server.draft_params, learner.version, learner.shortlist())
     self._journal.end = max(self._journal.end, learner.finished)
     for row in self._journal.read(learner.finished):
@@ -227,6 +225,7 @@ class Learning:
           f" before answer {row['number']}; restore the file, or set overwrite = True."
         )
       self._observe(_scored(server, row))
+    server.finish_learning()
 
 
 def _scored(server: Server, row: dict[str, Any]) -> Finished:

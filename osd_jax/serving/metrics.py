@@ -88,7 +88,7 @@ class Metrics:
     self._lock = threading.Lock()
     self._recent: deque[tuple[int, int, int, int]] = deque(maxlen=RECENT)
     self._overlaps: deque[float] = deque(maxlen=RECENT)
-    self.totals = {"requests": 0, "tokens": 0, "updates": 0}
+    self.totals = {"requests": 0, "tokens": 0, "updates": 0, "update_seconds": 0.0}
 
   def count(self, job: Job, done: Finished, now: float) -> None:
     """Counts a finished answer; `now` is the clock of `Job.times`."""
@@ -126,6 +126,7 @@ class Metrics:
     with self._lock:
       self._overlaps.append(overlap)
       self.totals["updates"] += update_seconds is not None
+      self.totals["update_seconds"] += update_seconds or 0
     if update_seconds is not None:
       self._add("osd:updates", 1)
       self._add("osd:update_seconds", update_seconds)

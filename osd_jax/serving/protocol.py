@@ -108,6 +108,8 @@ def read_object(body: bytes) -> dict[str, Any]:
   """
   try:
     fields = json.loads(body)
+    # Lone surrogates have no encoding, and tokenizers fail on them.
+    json.dumps(fields, ensure_ascii=False).encode()
   except (ValueError, RecursionError) as error:
     reason = next(iter(str(error).splitlines()), "nested too deeply")
     raise Refusal(400, f"the body is not JSON: {reason}.") from None

@@ -16,12 +16,13 @@ from osd_jax.engine.requests import (
   DecodingConfig,
   Finished,
   OwnSampling,
+  Request,
   SamplingConfig,
 )
 from osd_jax.serving import protocol
 from osd_jax.serving.learning import Learning
 from osd_jax.serving.metrics import Metrics, finish_reason
-from osd_jax.serving.scheduler import Call, Event, Job, Scheduler
+from osd_jax.serving.scheduler import Call, Event, Job, Scheduler, first_line
 
 # Several rows, and updates that serving never waits for.
 DECODING = dataclasses.replace(server.DECODING, rows=4)
@@ -114,7 +115,7 @@ class Service:
     # /v1/completions continues the text as it is; only a chat has a template.
     self._untemplated = dataclasses.replace(vocabulary, template=None)
     self.learning: Learning | None = None
-    self.server.warm_up(config.learns)
+    self._warm_up()
     if config.learns:
       every = config.checkpoint_every
       self.learning = Learning(self.server, directory, every, self._learned)
@@ -157,6 +158,8 @@ class Service:
       "waiting": load.waiting,
       "rows": self.server.engine.capacity,
       "draining": load.draining,
+      "failure": "" if load.failure is None else first_line(load.failure),
+      "seconds": time.monotonic(),
       "draft_version": self.server.engine.draft_version,
       "learning": learning is not None,
       "learning_failure": learning.failure if learning else "",
@@ -178,6 +181,16 @@ class Service:
       if self._directory is not None and not self.learning.failure:
         self.server.save(self._directory / "draft.safetensors", "osd serve")
     self.server.close()
+
+  def _warm_up(self) -> None:
+    """Compiles every call, so that no request waits for it."""
+    self.server.warm_up(self.config.learns)
+    # A row that is stopped, and log-probabilities, have programs of their own.
+    prompt = self.encode("-", is_chat=False)
+    request = Request(prompt, watch=lambda tokens: 1, remember=False)
+    (done,) = self.server.run([request])
+    pair = self.server.pair
+    agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
 
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:
     pair = self.server.pair

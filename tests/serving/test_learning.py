@@ -54,6 +54,7 @@ def test_restarted_server_goes_on_with_its_draft(pair, tmp_path):
 
 def test_killed_server_learns_each_answer_exactly_once(pair, tmp_path):
   """A copy of the files is what a kill leaves, at any moment."""
+  (tmp_path / "live").mkdir()
   with running.running(pair, tmp_path / "live", checkpoint_every=5) as live:
     for count, text in enumerate(TEXTS * 2, 1):
       live.text(text)  # answered, so it must be on disk

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.metadata
 import importlib.resources
 import json
 import secrets
@@ -13,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-import osd_jax
 from osd_jax import base
 from osd_jax.serving import protocol
 from osd_jax.serving.protocol import Refusal
@@ -141,7 +141,7 @@ class _Routes:
 
   async def version(self, request: Request) -> Response:
     del request
-    return JSONResponse({"version": osd_jax.__version__})
+    return JSONResponse({"version": importlib.metadata.version("osd-jax")})
 
   async def models(self, request: Request) -> Response:
     del request
@@ -254,7 +254,9 @@ async def _checked(call: Call) -> AsyncIterator[Event]:
   """Yields the events of a call; errors of the engine become refusals."""
   try:
     async for event in call.events():
-      if event.done is not None and event.done.stop_reason == base.StopReason.NOT_FINITE:
+      if (
+        event.done is not None and event.done.stop_reason == base.StopReason.NOT_FINITE
+      ):
         raise Refusal(500, f"no answer: {event.done.stop_reason.message}.")
       yield event
   except EngineFailedError as error:
@@ -266,15 +268,16 @@ async def _cancelled_on_disconnect(
   request: Request, call: Call, service: Service
 ) -> AsyncIterator[None]:
   """Cancels the call if the client leaves before the body ends."""
-  async def watch() -> None:
+  waiting = asyncio.current_task()
+  assert waiting is not None
+
+  async def watch(answering: asyncio.Task[Any]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
       pass
     service.scheduler.cancel(call)
-    waiting.cancel()
+    answering.cancel()
 
-  waiting = asyncio.current_task()
-  assert waiting is not None
-  watcher = asyncio.create_task(watch())
+  watcher = asyncio.create_task(watch(waiting))
   try:
     yield
   except asyncio.CancelledError:
@@ -300,4 +303,3 @@ async def _fields(request: Request) -> dict[str, Any]:
 
 def _sent(chunk: dict[str, Any]) -> bytes:
   return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
-

@@ -48,8 +48,7 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
     import uvicorn  # noqa: F401
   except ImportError as error:
     raise base.MissingExtraError(
-      f"osd serve needs {error.name}; install the extra (pip install"
-      " 'osd-jax[serve]')."
+      f"osd serve needs {error.name}; install the extra (pip install 'osd-jax[serve]')."
     ) from error
   from osd_jax.serving import app
 
@@ -81,7 +80,7 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
 
 
 def _listening(config: ServeConfig) -> socket.socket:
-  """Opens the port before the models are loaded, so that a mistake is reported early."""
+  """Opens the port, before the models are loaded: a mistake is reported early."""
   family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
   try:
     return socket.create_server((config.host, config.port), family=family)

@@ -9,7 +9,23 @@ import prometheus_client as prometheus
 from osd_jax.engine.requests import Finished
 from osd_jax.serving.scheduler import Job, Load
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SECONDS = (
+  0.001,
+  0.0025,
+  0.005,
+  0.01,
+  0.025,
+  0.05,
+  0.1,
+  0.25,
+  0.5,
+  1,
+  2.5,
+  5,
+  10,
+  30,
+  60,
+)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 # Answers whose means the live page and the gauges show.
 RECENT = 64
@@ -44,7 +60,10 @@ _GAUGES = {
 }
 _HISTOGRAMS = {
   "vllm:time_to_first_token_seconds": ("arrival to first token", SECONDS),
-  "vllm:inter_token_latency_seconds": ("mean seconds per token after the first", SECONDS),
+  "vllm:inter_token_latency_seconds": (
+    "mean seconds per token after the first",
+    SECONDS,
+  ),
   "vllm:e2e_request_latency_seconds": ("arrival to last token", SECONDS),
   "vllm:request_queue_time_seconds": ("arrival to admission", SECONDS),
   "vllm:request_inference_time_seconds": ("admission to last token", SECONDS),
@@ -97,7 +116,7 @@ class Metrics:
     self._add("vllm:spec_decode_num_drafts", steps)
     self._add("vllm:spec_decode_num_draft_tokens", done.drafted)
     self._add("vllm:spec_decode_num_accepted_tokens", done.accepted)
-    for position, count in enumerate(done.accepted_per_position[:self._positions]):
+    for position, count in enumerate(done.accepted_per_position[: self._positions]):
       name = "vllm:spec_decode_num_accepted_tokens_per_pos"
       self._made[name].labels(**self._common, position=position).inc(count)
     self._add("vllm:prompt_tokens", len(done.request.tokens))

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax import base
 from osd_jax.data import chat
 from osd_jax.engine.requests import Finished, Prompt, SamplingConfig
 
@@ -68,7 +67,11 @@ class Refusal(Exception):
 
   def body(self) -> dict[str, Any]:
     """Returns OpenAI's error object."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kinds = {
+      401: "authentication_error",
+      404: "not_found_error",
+      429: "rate_limit_error",
+    }
     kind = "server_error" if self.status >= 500 else "invalid_request_error"
     kind = kinds.get(self.status, kind)
     error = {"message": self.message, "type": kind, "param": self.param}
@@ -184,7 +187,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-  return base.is_count(value, low) and value <= high if _is_number(value) else False
+  is_integer = isinstance(value, int) and not isinstance(value, bool)
+  return is_integer and low <= value <= high
 
 
 def _number(low: float, high: float, text: str) -> tuple[Callable[[Any], bool], str]:
@@ -268,7 +272,9 @@ def _settings(given: Mapping[str, Any], defaults: SamplingConfig) -> Prompt:
       400, "max_tokens: give max_completion_tokens or max_tokens.", "max_tokens"
     )
   names = ("temperature", "top_p", "min_p", "repetition_penalty")
-  settings = {name: float(given.get(name, getattr(defaults, name))) for name in names}
+  settings: dict[str, Any] = {
+    name: float(given.get(name, getattr(defaults, name))) for name in names
+  }
   stop = given.get("stop", ())
   # Without a seed, every request draws anew, as OpenAI's API promises.
   seed = given.get("seed", secrets.randbits(32))
@@ -366,7 +372,7 @@ def read_tokens(fields: Mapping[str, Any]) -> list[int]:
     Refusal: they are not token ids.
   """
   tokens = fields.get("tokens")
-  if not _is_tokens(tokens):
+  if tokens is None or not _is_tokens(tokens):
     raise Refusal(400, "tokens: expected a list of token ids.", "tokens")
   return tokens
 
@@ -386,11 +392,10 @@ def _message(index: int, message: Any) -> dict[str, str]:
       400, f"{where}.role: received {_shown(role)}, expected {expected}.", "messages"
     )
   if isinstance(content, list):
-    parts = [
-      part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-      for part in content
-    ]
-    content = "".join(parts) if all(isinstance(part, str) for part in parts) else parts
+    parts = [part if isinstance(part, dict) else {} for part in content]
+    texts = [part.get("text") for part in parts if part.get("type") == "text"]
+    if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+      content = "".join(map(str, texts))
   if not isinstance(content, str):
     said = "expected a text, or a list of parts of type text"
     raise Refusal(400, f"{where}.content: {said}.", "messages")
@@ -465,7 +470,9 @@ class Reply:
     if not self._ask.is_chat:
       return []
     role = {"role": "assistant", "content": ""}
-    return [self._chunk(index, role) for index in range(len(self._ask.inputs) * self._ask.n)]
+    return [
+      self._chunk(index, role) for index in range(len(self._ask.inputs) * self._ask.n)
+    ]
 
   def piece(self, index: int, text: str) -> dict[str, Any]:
     """Returns the chunk of a piece of text."""
@@ -473,7 +480,9 @@ class Reply:
 
   def last_piece(self, choice: Choice) -> dict[str, Any]:
     """Returns the chunk that ends an answer."""
-    return self._chunk(choice.index, {} if self._ask.is_chat else "", choice.finish_reason)
+    return self._chunk(
+      choice.index, {} if self._ask.is_chat else "", choice.finish_reason
+    )
 
   def usage_chunk(self, choices: Sequence[Choice], metrics: Any) -> dict[str, Any]:
     """Returns the last chunk, which holds usage and metrics."""
@@ -511,7 +520,9 @@ def speculation(done: Finished, num_draft_tokens: int) -> dict[str, Any]:
   steps = done.target_calls if done.drafted else 0
   # Entry i of the engine's counts are the steps that accepted more than i tokens.
   at_least = [steps, *done.accepted_per_position[:num_draft_tokens], 0]
-  histogram = [here - after for here, after in zip(at_least, at_least[1:], strict=False)]
+  histogram = [
+    here - after for here, after in zip(at_least, at_least[1:], strict=False)
+  ]
   return {
     "mean_acceptance_length": 1 + done.accepted / steps if steps else None,
     "draft_acceptance_rate": done.accepted / done.drafted if done.drafted else None,
@@ -527,7 +538,7 @@ def log_probs(
   ask: Ask,
   done: Finished,
   chosen: np.ndarray,
-  decode: Callable[[Sequence[int]], str],
+  decode: Callable[[Any], str],
 ) -> dict[str, Any]:
   """Returns the log-probabilities of an answer's tokens.
 
@@ -537,31 +548,36 @@ def log_probs(
     chosen: [n] log-probability of each emitted token.
     decode: returns the text of token ids.
   """
-  ids = np.asarray(done.batch.records.ids)[0]
-  values = np.asarray(done.batch.records.log_probs)[0]
-  texts, entries, offsets = [""], [], []
-  for place, token in enumerate(done.tokens):
-    # The text of a token depends on those before it, so it is read off the whole.
-    texts.append(decode(done.tokens[: place + 1]))
-    offsets.append(len(texts[-2]))
-    count = ask.top_logprobs or 0
-    ranked = [(decode([i]), float(x)) for i, x in zip(ids[place][:count], values[place], strict=False)]
-    entries.append((texts[-1][len(texts[-2]) :], int(token), float(chosen[place]), ranked))
+  count = ask.top_logprobs or 0
+  ids = np.asarray(done.batch.records.ids)[0, :, :count]
+  values = np.asarray(done.batch.records.log_probs)[0, :, :count]
+  # The text of a token depends on those before it, so it is read off the whole.
+  texts = [decode(done.tokens[:end]) for end in range(len(done.tokens) + 1)]
+  pieces = [
+    after[len(before) :] for before, after in zip(texts, texts[1:], strict=False)
+  ]
+  ranked = [
+    [(decode([token]), float(value)) for token, value in zip(*row, strict=True)]
+    for row in zip(ids[: len(pieces)], values[: len(pieces)], strict=True)
+  ]
+  found = chosen[: len(pieces)].tolist()
   if not ask.is_chat:
     return {
-      "tokens": [text for text, *_ in entries],
-      "token_logprobs": [value for _, _, value, _ in entries],
-      "top_logprobs": [dict(ranked) for *_, ranked in entries] if ask.top_logprobs else None,
-      "text_offset": offsets,
+      "tokens": pieces,
+      "token_logprobs": found,
+      "top_logprobs": [dict(row) for row in ranked] if count else None,
+      "text_offset": [len(text) for text in texts[:-1]],
     }
-  return {
-    "content": [
-      _entry(text, value) | {"top_logprobs": [_entry(*one) for one in ranked]}
-      for text, _, value, ranked in entries
-    ],
-    "refusal": None,
-  }
+  content = [
+    {**_entry(*one), "top_logprobs": [_entry(*other) for other in row]}
+    for one, row in zip(zip(pieces, found, strict=True), ranked, strict=True)
+  ]
+  return {"content": content, "refusal": None}
 
 
 def _entry(text: str, value: float) -> dict[str, Any]:
-  return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+  return {
+    "token": text,
+    "logprob": value,
+    "bytes": list(text.encode("utf-8", "replace")),
+  }

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,7 +142,7 @@ class Service:
     assert done is not None
     text, found = job.text.finish(done.tokens)[0], None
     if ask.echo:
-      text = ask.inputs[job.index // ask.n] + text
+      text = f"{ask.inputs[job.index // ask.n]}{text}"
     if ask.top_logprobs is not None:
       found = await asyncio.to_thread(self._log_probs, ask, done)
     return protocol.Choice(
@@ -169,8 +170,9 @@ class Service:
   def exposition(self) -> bytes:
     """Returns all metrics in Prometheus' text format."""
     learning = self.learning
-    dropped, failed = (learning.dropped, bool(learning.failure)) if learning else (0, False)
     version = self.server.engine.draft_version
+    dropped = learning.dropped if learning else 0
+    failed = learning is not None and bool(learning.failure)
     return self.metrics.text(self.scheduler.load, version, dropped, failed)
 
   def close(self) -> None:
@@ -179,7 +181,8 @@ class Service:
     if self.learning is not None:
       self.learning.close(self.config.shutdown_seconds)
       if self._directory is not None and not self.learning.failure:
-        self.server.save(self._directory / "draft.safetensors", "osd serve")
+        path = self.server.save(self._directory / "draft.safetensors", "osd serve")
+        print(f"adapted draft: {path}", file=sys.stderr, flush=True)
     self.server.close()
 
   def _warm_up(self) -> None:

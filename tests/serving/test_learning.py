@@ -1,4 +1,4 @@
-"""What a server learns survives restarts, and what must not be learnt leaves no trace."""
+"""What a server learns survives restarts; what must not be learnt leaves no trace."""
 
 import dataclasses
 import shutil
@@ -52,6 +52,7 @@ def test_restarted_server_goes_on_with_its_draft(pair, tmp_path):
     learned(second, 13)
 
 
+@pytest.mark.slow
 def test_killed_server_learns_each_answer_exactly_once(pair, tmp_path):
   """A copy of the files is what a kill leaves, at any moment."""
   (tmp_path / "live").mkdir()
@@ -67,6 +68,7 @@ def test_killed_server_learns_each_answer_exactly_once(pair, tmp_path):
       assert int(again.service.server.learner.state()[0]["buffer"].added) == count
 
 
+@pytest.mark.slow
 def test_journal_forgets_what_checkpoints_hold(pair, tmp_path):
   with running.running(pair, tmp_path, checkpoint_every=3) as server:
     for count, text in enumerate(TEXTS * 2, 1):
@@ -75,6 +77,7 @@ def test_journal_forgets_what_checkpoints_hold(pair, tmp_path):
   assert numbers(tmp_path) == [9, 10, 11]
 
 
+@pytest.mark.slow
 def test_missing_answer_of_a_journal_is_an_error(pair, tmp_path):
   with running.running(pair, tmp_path, checkpoint_every=100) as server:
     for text in TEXTS[:3]:

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from typing import Any
 
+import jax
 import prometheus_client as prometheus
 
 from osd_jax.engine.requests import Finished
@@ -38,6 +39,7 @@ _COUNTERS = {
   "vllm:generation_tokens": "emitted tokens",
   "osd:target_calls": "verifications and plain steps",
   "osd:updates": "updates of the draft",
+  "osd:compilations": "programs that were compiled; constant after the start",
   "osd:update_seconds": "seconds that updates ran",
 }
 _LABELLED = {
@@ -84,6 +86,7 @@ class Metrics:
     """
     self._positions = num_draft_tokens
     self._registry = prometheus.CollectorRegistry()
+    prometheus.ProcessCollector(registry=self._registry)  # memory and CPU time
     common = {"model_name": model, "engine": "0"}
     self._made: dict[str, Any] = {}
     labels = tuple(common)
@@ -104,6 +107,7 @@ class Metrics:
       self._made[name] = prometheus.Counter(
         name, text, (*labels, label), registry=self._registry
       )
+    jax.monitoring.register_event_duration_secs_listener(self._compiled)
     self._lock = threading.Lock()
     self._recent: deque[tuple[int, int, int, int]] = deque(maxlen=RECENT)
     self._overlaps: deque[float] = deque(maxlen=RECENT)
@@ -182,6 +186,14 @@ class Metrics:
     ):
       self._made[name].set(value)
     return prometheus.generate_latest(self._registry)
+
+  def close(self) -> None:
+    """Stops counting compilations."""
+    jax.monitoring.unregister_event_duration_listener(self._compiled)
+
+  def _compiled(self, event: str, *_: Any, **__: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+      self._add("osd:compilations", 1)
 
   def _add(self, name: str, value: float) -> None:
     self._made[name].inc(value)

@@ -163,6 +163,7 @@ class Service:
       "seconds": time.monotonic(),
       "draft_version": self.server.engine.draft_version,
       "learning": learning is not None,
+      "learned": learning.finished if learning else 0,
       "learning_failure": learning.failure if learning else "",
       "num_draft_tokens": self.config.decoding.num_draft_tokens,
     }
@@ -184,6 +185,7 @@ class Service:
         path = self.server.save(self._directory / "draft.safetensors", "osd serve")
         print(f"adapted draft: {path}", file=sys.stderr, flush=True)
     self.server.close()
+    self.metrics.close()
 
   def _warm_up(self) -> None:
     """Compiles every call, so that no request waits for it."""

@@ -36,6 +36,7 @@ def learned(server, count):
   server.wait_for(lambda service: service.learning.finished == count)
 
 
+@pytest.mark.slow
 def test_restarted_server_goes_on_with_its_draft(pair, tmp_path):
   with running.running(pair, tmp_path, checkpoint_every=4) as first:
     start = draft(first)

@@ -10,10 +10,9 @@ in the second: greedy and sampled ones, streams, streams that the client leaves,
 requests. Every greedy answer is compared with plain decoding. Memory is that of the
 server's process after a fifth of the requests and at the end.
 
-`kill` sends SIGKILL to a learning server at random moments, under load, and restarts it.
-After each restart the server must have observed every answer that a client received,
-and at most those that clients were waiting for in addition. Questions differ, so that
-an answer that was learnt from twice would be counted twice.
+`kill` sends SIGKILL to a learning server at random moments, under load, and restarts
+it. After each restart the learner must have observed every answer that a client had
+received, and in addition at most those that clients were waiting for.
 
 `load` measures tokens per second and latencies, frozen and learning, and the engine
 without HTTP at the same work.
@@ -170,7 +169,10 @@ class Client:
 
 def start(out: pathlib.Path, *bindings: str) -> tuple[subprocess.Popen, str]:
   """Starts `osd serve` on a free port; returns the process and its address."""
-  log, run = out / "server.log", "import sys; from osd_jax.main import main; main()"
+  log, run = (
+    out / "server.log",
+    "import sys; from osd_jax.main import main; sys.exit(main())",
+  )
   command = [sys.executable, "-c", run, "serve", "--gin.ServeConfig.port=0"]
   command += [f"--gin.{binding}" for binding in bindings]
   paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]

@@ -169,11 +169,9 @@ class Client:
 
 def start(out: pathlib.Path, *bindings: str) -> tuple[subprocess.Popen, str]:
   """Starts `osd serve` on a free port; returns the process and its address."""
-  log, run = (
-    out / "server.log",
-    "import sys; from osd_jax.main import main; sys.exit(main())",
-  )
-  command = [sys.executable, "-c", run, "serve", "--gin.ServeConfig.port=0"]
+  log = out / "server.log"
+  program = "import sys; from osd_jax.main import main; sys.exit(main())"
+  command = [sys.executable, "-c", program, "serve", "--gin.ServeConfig.port=0"]
   command += [f"--gin.{binding}" for binding in bindings]
   paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
   environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

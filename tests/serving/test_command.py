@@ -1,5 +1,6 @@
 """`osd serve` as a process: signals, restarts after SIGKILL, and a soak."""
 
+import contextlib
 import dataclasses
 import signal
 import subprocess
@@ -40,9 +41,8 @@ def test_port_in_use_is_an_error_before_anything_is_loaded():
 
 def test_only_addresses_of_this_machine_are_loopback():
   assert all(map(command._is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
-  assert not any(
-    map(command._is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org"))
-  )
+  others = ("0.0.0.0", "::", "10.0.0.1", "example.org")
+  assert not any(map(command._is_loopback, others))
 
 
 def test_wrong_settings_are_refused():
@@ -72,7 +72,8 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
 
   def ask():
     body = {"prompt": "How many hotels?", "n": 20}
-    answers.append(httpx2.post(f"{url}/v1/completions", json=body, timeout=60))
+    with contextlib.suppress(httpx2.TransportError):
+      answers.append(httpx2.post(f"{url}/v1/completions", json=body, timeout=60))
 
   thread = threading.Thread(target=ask)
   thread.start()
@@ -85,7 +86,7 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
   assert (tmp_path / "run" / "draft.safetensors").exists()
   process, url = live_server.start(tmp_path, saved, *settings)
   assert live_server.live(url)["learned"] == 20
-  blocked = threading.Thread(target=lambda: pytest.raises(Exception, ask))
+  blocked = threading.Thread(target=ask)
   blocked.start()
   while not live_server.live(url)["running"]:
     time.sleep(0.01)

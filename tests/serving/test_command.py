@@ -106,20 +106,20 @@ def test_killed_server_loses_no_record_under_load(settings, tmp_path):
 
 @pytest.mark.slow
 def test_soak_has_no_wrong_answer_and_compiles_nothing(pair):
-  texts = live_server.questions(300)
+  texts = live_server.questions(200)
   decoding = dataclasses.replace(running.DECODING, target_length=60)
   different = list(dict.fromkeys(texts))
   with Server(pair.plain(), decoding) as plain:
     answers = plain.generate(different, max_new_tokens=live_server.LIMIT)
     right = {answer.prompt: answer.text for answer in answers}
   with running.running(pair, decoding=decoding) as server:
-    found = live_server.soak(server.url, 300, 8, right, texts)
+    found = live_server.soak(server.url, 200, 8, right, texts)
     # The negative control: the client notices a wrong answer.
     altered = dict.fromkeys(right, "another answer")
     client = live_server.Client(server.url, altered)
     client.run(texts[:5], 2, {"greedy": 1, "stream": 1})
   assert found["wrong"] == found["failed"] == found["compilations"] == 0
-  assert found["right"] > 100 and found["others"]["left"] > 10
+  assert found["right"] > 80 and found["others"]["left"] > 10
   assert found["draft_version"] > 0 and found["in_flight_at_the_end"] == 0
   assert client.tally == {"wrong": 5}
 

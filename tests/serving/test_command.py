@@ -11,9 +11,8 @@ import time
 import httpx2
 import pytest
 import tiny_online
-from serving import running
+from serving import running, traffic
 
-from experiments.live_server import run as live_server
 from osd_jax import base, pairs
 from osd_jax.engine.server import Server
 from osd_jax.main import commands
@@ -67,7 +66,7 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
   settings, tmp_path
 ):
   saved = f"ServeConfig.run_directory={str(tmp_path / 'run')!r}"
-  process, url = live_server.start(tmp_path, saved, *settings)
+  process, url = traffic.start(tmp_path, saved, *settings)
   answers = []
 
   def ask():
@@ -77,18 +76,18 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
 
   thread = threading.Thread(target=ask)
   thread.start()
-  while not live_server.live(url)["running"]:
+  while not traffic.live(url)["running"]:
     time.sleep(0.01)
   process.send_signal(signal.SIGTERM)
   thread.join()
   assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 20
   assert process.wait(60) == 0
   assert (tmp_path / "run" / "draft.safetensors").exists()
-  process, url = live_server.start(tmp_path, saved, *settings)
-  assert live_server.live(url)["learned"] == 20
+  process, url = traffic.start(tmp_path, saved, *settings)
+  assert traffic.live(url)["learned"] == 20
   blocked = threading.Thread(target=ask)
   blocked.start()
-  while not live_server.live(url)["running"]:
+  while not traffic.live(url)["running"]:
     time.sleep(0.01)
   for _ in range(2):
     process.send_signal(signal.SIGTERM)
@@ -100,23 +99,23 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
 
 @pytest.mark.slow
 def test_killed_server_loses_no_record_under_load(settings, tmp_path):
-  found = live_server.kill(tmp_path, 2, settings)
+  found = traffic.kill(tmp_path, 2, settings)
   assert found["faults"] == 0 and found["learned"] > 0
 
 
 @pytest.mark.slow
 def test_soak_has_no_wrong_answer_and_compiles_nothing(pair):
-  texts = live_server.questions(200)
+  texts = traffic.questions(200)
   decoding = dataclasses.replace(running.DECODING, target_length=60)
   different = list(dict.fromkeys(texts))
   with Server(pair.plain(), decoding) as plain:
-    answers = plain.generate(different, max_new_tokens=live_server.LIMIT)
+    answers = plain.generate(different, max_new_tokens=traffic.LIMIT)
     right = {answer.prompt: answer.text for answer in answers}
   with running.running(pair, decoding=decoding) as server:
-    found = live_server.soak(server.url, 200, 8, right, texts)
+    found = traffic.soak(server.url, 200, 8, right, texts)
     # The negative control: the client notices a wrong answer.
     altered = dict.fromkeys(right, "another answer")
-    client = live_server.Client(server.url, altered)
+    client = traffic.Client(server.url, altered)
     client.run(texts[:5], 2, {"greedy": 1, "stream": 1})
   assert found["wrong"] == found["failed"] == found["compilations"] == 0
   assert found["right"] > 80 and found["others"]["left"] > 10
@@ -130,7 +129,7 @@ def test_missing_extra_is_named(tmp_path):
   program = "import sys; from osd_jax.main import main; sys.exit(main(['serve']))"
   done = subprocess.run(
     [sys.executable, "-c", program],
-    env={"PYTHONPATH": f"{tmp_path}:{live_server.REPOSITORY}", "PATH": "/usr/bin"},
+    env={"PYTHONPATH": f"{tmp_path}:{traffic.REPOSITORY}", "PATH": "/usr/bin"},
     capture_output=True,
     text=True,
   )

@@ -1,26 +1,8 @@
-"""A live server under load: wrong answers, lost records, speed and latency.
+"""Requests of all kinds for a server under test, and checks of what came back.
 
-  python experiments/live_server/run.py soak [--requests 10000] [--clients 8]
-  python experiments/live_server/run.py kill [--kills 50]
-  python experiments/live_server/run.py load [--requests 400] [--clients 1 8 16]
-      [--out runs/live_server] [--gin NAME=VALUE]...
-
-`soak` sends the demo's questions to `osd serve`, two topics in the first half and two
-in the second: greedy and sampled ones, streams, streams that the client leaves, and bad
-requests. Every greedy answer is compared with plain decoding. Memory is that of the
-server's process after a fifth of the requests and at the end.
-
-`kill` sends SIGKILL to a learning server at random moments, under load, and restarts
-it. After each restart the learner must have observed every answer that a client had
-received, and in addition at most those that clients were waiting for.
-
-`load` measures tokens per second and latencies, frozen and learning, and the engine
-without HTTP at the same work.
-
-Each prints a JSON line. The exit code is 1 if an answer was wrong or lost.
+The tests use a tiny pair; the prompts are the questions of the generated topics.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -34,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx2
@@ -68,25 +50,11 @@ def questions(count: int) -> list[str]:
   return halves[:count]
 
 
-def expected(texts: Sequence[str]) -> dict[str, str]:
-  """Returns the greedy answers of plain decoding."""
-  from osd_jax.engine import server as serving
-  from osd_jax.engine.requests import DecodingConfig
-
-  different = list(dict.fromkeys(texts))
-  decoding = DecodingConfig(rows=8, source_lengths=(64,), target_length=96)
-  shipped = serving.pairs.load_pair(serving.SHIPPED, serving.sharding.make())
-  with serving.Server(shipped.plain(), decoding) as plain:
-    answers = plain.generate(different, ordered=True, max_new_tokens=LIMIT)
-    return {answer.prompt: answer.text for answer in answers}
-
-
 class Client:
   """Sends requests of all kinds from several threads and counts what came back.
 
   Attributes:
     tally: number of requests by result; "wrong" and "failed" must not be there.
-    seconds: latency of every whole answer.
     received: whole answers that the draft learns from.
   """
 
@@ -94,8 +62,7 @@ class Client:
     """Sends to `url`; `right` holds the greedy answers."""
     self._url, self._right, self._seed = url, right, seed
     self.tally: collections.Counter[str] = collections.Counter()
-    self.seconds: list[float] = []
-    self.tokens = self.received = 0
+    self.received = 0
     self._lock = threading.Lock()
 
   def run(self, texts: Sequence[str], clients: int, kinds: dict[str, int]) -> None:
@@ -128,7 +95,6 @@ class Client:
       return self._streamed(http, body, kind == "left")
     if kind == "sampled":
       body |= {"temperature": 1.0, "seed": draw.randrange(2**31), "top_p": 0.9}
-    started = time.perf_counter()
     answer = http.post("/v1/completions", json=body)
     if answer.status_code == 429:
       return "queue full"
@@ -136,8 +102,6 @@ class Client:
       return "failed"
     found = answer.json()
     with self._lock:
-      self.seconds.append(time.perf_counter() - started)
-      self.tokens += found["usage"]["completion_tokens"]
       self.received += 1
     if kind == "sampled":
       return "sampled"
@@ -183,17 +147,6 @@ def start(out: pathlib.Path, *bindings: str) -> tuple[subprocess.Popen, str]:
       raise RuntimeError(f"osd serve did not start:\n{text[-2000:]}")
     time.sleep(0.2)
   return process, text.partition("serving osd at ")[2].split()[0]
-
-
-@contextlib.contextmanager
-def served(out: pathlib.Path, *bindings: str) -> Iterator[str]:
-  """Runs a server inside the block; yields its address."""
-  process, url = start(out, *bindings)
-  try:
-    yield url
-  finally:
-    process.send_signal(signal.SIGTERM)
-    process.wait(120)
 
 
 def metric(url: str, name: str) -> float:
@@ -261,83 +214,3 @@ def kill(out: pathlib.Path, kills: int, bindings: Sequence[str]) -> dict[str, An
     timer.join()
     received += client.received
   return {"kills": kills, "faults": faults, "learned": received}
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-  """Returns a quantile in milliseconds."""
-  return round(1e3 * sorted(values)[int(share * (len(values) - 1))], 1)
-
-
-def load(
-  out: pathlib.Path, count: int, clients: Sequence[int], bindings: Sequence[str]
-) -> list[dict[str, Any]]:
-  """Measures speed and latencies over HTTP, and the bare engine."""
-  rows, texts = [], questions(count)
-  for learn in (False, True):
-    with served(out, f"ServeConfig.learn={learn}", *bindings) as url:
-      Client(url, {}).run(texts[:40], 8, {"greedy": 1})
-      for number in clients:
-        client, started = Client(url, {}), time.perf_counter()
-        client.run(texts, number, {"greedy": 1})
-        seconds = time.perf_counter() - started
-        rows.append(
-          {
-            "system": "learning" if learn else "frozen",
-            "clients": number,
-            "tokens_per_second": round(client.tokens / seconds, 1),
-            "p50_ms": quantile(client.seconds, 0.5),
-            "p99_ms": quantile(client.seconds, 0.99),
-            "failed": client.tally["failed"],
-          }
-        )
-  rows.append({"system": "engine without HTTP", **bare(texts)})
-  return rows
-
-
-def bare(texts: Sequence[str]) -> dict[str, Any]:
-  """Measures `Server.serve` on the same prompts, with no client and no learning."""
-  from osd_jax.engine import server as serving
-  from osd_jax.engine.requests import Request
-  from osd_jax.serving.service import DECODING
-
-  with serving.Server(decoding=DECODING) as server:
-    server.warm_up()
-    encode = server.pair.vocabulary.encode_prompt
-    requests = [Request(encode(text), max_new_tokens=LIMIT) for text in texts]
-    server.run(requests[:40])
-    started = time.perf_counter()
-    tokens = sum(len(done.tokens) for done in server.run(requests))
-    return {"tokens_per_second": round(tokens / (time.perf_counter() - started), 1)}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one of the three measurements."""
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("what", choices=("soak", "kill", "load"))
-  parser.add_argument("--requests", type=int)
-  parser.add_argument("--clients", type=int, nargs="+")
-  parser.add_argument("--kills", type=int, default=50)
-  parser.add_argument("--out", default="runs/live_server")
-  parser.add_argument("--gin", action="append", default=[], metavar="NAME=VALUE")
-  given = parser.parse_args(argv)
-  out = pathlib.Path(given.out)
-  out.mkdir(parents=True, exist_ok=True)
-  if given.what == "soak":
-    count = given.requests or 10_000
-    texts = questions(count)
-    right = expected(texts)
-    with served(out, *given.gin) as url:
-      found = soak(url, count, (given.clients or [8])[0], right, texts)
-    print(json.dumps(found))
-    return int(found["wrong"] + found["failed"] > 0)
-  if given.what == "kill":
-    found = kill(out, given.kills, given.gin)
-    print(json.dumps(found))
-    return int(found["faults"] > 0)
-  for row in load(out, given.requests or 400, given.clients or (1, 8, 16), given.gin):
-    print(json.dumps(row))
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())

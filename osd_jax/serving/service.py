@@ -208,6 +208,8 @@ class Service:
     if self.learning is not None and job.prompt.learn:
       self.learning.add(done)
 
-  def _learned(self, overlap: float, outcome: Outcome | None) -> None:
+  def _learned(
+    self, overlap: float, floor: float | None, outcome: Outcome | None
+  ) -> None:
     seconds = None if outcome is None else outcome.update_ms / 1e3
-    self.metrics.learned(overlap, seconds)
+    self.metrics.learned(overlap, floor, seconds)

@@ -31,7 +31,7 @@ def test_page_shows_live_numbers_in_a_browser(pair, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
   assert '<dd data-name="answers">6</dd>' in done.stdout
   assert "Serving and learning" in done.stdout
-  assert len(re.findall(r'<path d="M[^"]+L', done.stdout)) >= 1
+  assert len(re.findall(r'<path class="draft" d="M[^"]+L', done.stdout)) >= 1
 
 
 @pytest.mark.slow

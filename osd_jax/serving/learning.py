@@ -151,6 +151,10 @@ class Learning:
           return
     self._thread.submit(self._learn, done)
 
+  def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Runs a call on the learning thread, between two answers."""
+    return self._thread.submit(call)
+
   def close(self, timeout: float) -> None:
     """Learns from the answers that wait, up to `timeout` seconds, and saves.
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -148,6 +149,22 @@ class Service:
     return protocol.Choice(
       job.index, text, finish_reason(done), len(job.request.tokens), done, found
     )
+
+  async def draft(self) -> bytes:
+    """Returns the newest draft as a file that `PairConfig.draft` reads.
+
+    Raises:
+      InputError: the draft is broken, or a cache, which has no weights.
+    """
+
+    def write() -> bytes:
+      with tempfile.TemporaryDirectory() as folder:
+        path = self.server.save(Path(folder) / "draft.safetensors", "osd serve")
+        return path.read_bytes()
+
+    if self.learning is None:
+      return await asyncio.to_thread(write)
+    return await asyncio.wrap_future(self.learning.submit(write))
 
   def live(self) -> dict[str, Any]:
     """Returns what the live page shows."""

@@ -46,7 +46,7 @@ class ServeConfig(base.Config):
     model_name: name of the model in requests and answers.
     host: address to listen on; the default is this machine only.
     port: port to listen on; 0 takes a free one.
-    max_waiting: requests that may wait while all rows are taken; more get status 429.
+    max_waiting: answers that may wait while all rows are taken; more get status 429.
     shutdown_seconds: after SIGTERM, requests in flight have this long to finish.
     run_directory: keeps the draft, checkpoints, and the token ids of answers until the
       draft has learnt from them; the same command continues. "" keeps nothing.

@@ -15,7 +15,7 @@ from serving import running, traffic
 
 from osd_jax import base, pairs
 from osd_jax.engine.server import Server
-from osd_jax.main import commands
+from osd_jax.main import commands, settings
 from osd_jax.serving import command
 from osd_jax.serving.service import ServeConfig
 
@@ -44,6 +44,12 @@ def test_only_addresses_of_this_machine_are_loopback():
   assert not any(map(command._is_loopback, others))
 
 
+def test_gin_file_states_the_defaults():
+  config, text = settings.load(ServeConfig, ["runs/serve.gin"])
+  assert config == ServeConfig()
+  assert "ServeConfig.port = 8000" in text
+
+
 def test_wrong_settings_are_refused():
   with pytest.raises(base.InputError, match="free_updates = True"):
     learning = dataclasses.replace(running.QUICK, free_updates=False)
@@ -55,7 +61,7 @@ def test_wrong_settings_are_refused():
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+def tiny(tmp_path_factory):
   pair = tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
   files = [f"PairConfig.{name}={getattr(pair, name)!r}" for name in ("target", "draft")]
   return (*SETTINGS, *files)
@@ -63,10 +69,10 @@ def settings(tmp_path_factory):
 
 @pytest.mark.slow
 def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
-  settings, tmp_path
+  tiny, tmp_path
 ):
   saved = f"ServeConfig.run_directory={str(tmp_path / 'run')!r}"
-  process, url = traffic.start(tmp_path, saved, *settings)
+  process, url = traffic.start(tmp_path, saved, *tiny)
   answers = []
 
   def ask():
@@ -83,7 +89,7 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
   assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 20
   assert process.wait(60) == 0
   assert (tmp_path / "run" / "draft.safetensors").exists()
-  process, url = traffic.start(tmp_path, saved, *settings)
+  process, url = traffic.start(tmp_path, saved, *tiny)
   assert traffic.live(url)["learned"] == 20
   blocked = threading.Thread(target=ask)
   blocked.start()
@@ -98,8 +104,8 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
 
 
 @pytest.mark.slow
-def test_killed_server_loses_no_record_under_load(settings, tmp_path):
-  found = traffic.kill(tmp_path, 2, settings)
+def test_killed_server_loses_no_record_under_load(tiny, tmp_path):
+  found = traffic.kill(tmp_path, 2, tiny)
   assert found["faults"] == 0 and found["learned"] > 0
 
 

@@ -195,10 +195,8 @@ class _Routes:
     call = self._submit(ask)
     reply = protocol.Reply(ask, self._model)
     if ask.stream:
-      # The connection may break at any moment; the generator's end cancels the call.
       lines = self._stream(ask, call, reply)
-      headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-      return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+      return _Stream(lines, lambda: service.scheduler.cancel(call))
     async with _cancelled_on_disconnect(request, call, service):
       choices = await self._choices(ask, call)
     return JSONResponse(reply.whole(choices, self._metrics(choices)))
@@ -247,8 +245,6 @@ class _Routes:
         yield _sent(reply.usage_chunk(choices, self._metrics(choices)))
     except Refusal as refusal:  # the status has been sent already
       yield _sent(refusal.body())
-    finally:
-      self._service.scheduler.cancel(call)
     yield b"data: [DONE]\n\n"
 
   def _metrics(self, choices: list[protocol.Choice]) -> dict[str, Any]:
@@ -257,6 +253,23 @@ class _Routes:
       return {"speculative_decoding": None}
     most = self._service.config.decoding.num_draft_tokens
     return {"speculative_decoding": protocol.speculation(choices[0].done, most)}
+
+
+class _Stream(StreamingResponse):
+  """Server-sent events; calls `on_end` when they have ended or the client has left."""
+
+  def __init__(self, lines: AsyncIterator[bytes], on_end: Callable[[], object]):
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    super().__init__(lines, headers=headers, media_type="text/event-stream")
+    self._on_end = on_end
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    # Not in the generator: a client may leave before it starts, or while it is
+    # suspended, and then it ends late or never.
+    try:
+      await super().__call__(scope, receive, send)
+    finally:
+      self._on_end()
 
 
 async def _checked(call: Call) -> AsyncIterator[Event]:
@@ -301,6 +314,12 @@ async def _cancelled_on_disconnect(
 
 async def _fields(request: Request) -> dict[str, Any]:
   """Reads the JSON object of a request's body, up to the limit."""
+  kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+  # Browsers send other types to any server without asking it first, so a web page
+  # could otherwise make a server on this machine learn.
+  if kind != "application/json":
+    said = f"Content-Type: received {kind[:80]!r}, expected application/json"
+    raise Refusal(415, f"{said}.", code="unsupported_media_type")
   body = bytearray()
   async for part in request.stream():
     body += part

@@ -6,7 +6,9 @@ import importlib.metadata
 import importlib.resources
 import json
 import secrets
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,6 +29,7 @@ from osd_jax.serving.scheduler import (
 from osd_jax.serving.service import Service
 
 BODY_LIMIT = 2**20  # bytes; a prompt has at most some thousand tokens
+DRAFT_LIMIT = 2**32  # bytes of a draft's file
 _OPEN = ("/", "/health", "/live")  # need no token
 _BYTES = "application/octet-stream"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -53,6 +56,7 @@ def make(service: Service, token: str = "") -> Starlette:
     ("/v1/completions", "POST", routes.completions),
     ("/v1/chat/completions", "POST", routes.chat_completions),
     ("/admin/draft", "GET", routes.draft),
+    ("/admin/draft", "PUT", routes.load_draft),
     ("/tokenize", "POST", routes.tokenize),
     ("/detokenize", "POST", routes.detokenize),
   ]
@@ -147,6 +151,14 @@ class _Routes:
     del request
     headers = {"Content-Disposition": 'attachment; filename="draft.safetensors"'}
     return Response(await self._service.draft(), 200, headers, _BYTES)
+
+  async def load_draft(self, request: Request) -> Response:
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+      async for part in _body(request, DRAFT_LIMIT):
+        file.write(part)
+      file.flush()
+      version = await self._service.load_draft(Path(file.name))
+    return JSONResponse({"draft_version": version})
 
   async def version(self, request: Request) -> Response:
     del request
@@ -320,13 +332,20 @@ async def _fields(request: Request) -> dict[str, Any]:
   if kind != "application/json":
     said = f"Content-Type: received {kind[:80]!r}, expected application/json"
     raise Refusal(415, f"{said}.", code="unsupported_media_type")
-  body = bytearray()
+  parts = [part async for part in _body(request, BODY_LIMIT)]
+  return protocol.read_object(b"".join(parts))
+
+
+async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
+  """Yields the parts of a body, up to the limit in bytes."""
+  length = 0
   async for part in request.stream():
-    body += part
-    if len(body) > BODY_LIMIT:
-      said = f"the body is longer than {BODY_LIMIT} bytes"
-      raise Refusal(413, f"{said}.", code="body_too_long")
-  return protocol.read_object(bytes(body))
+    length += len(part)
+    if length > limit:
+      raise Refusal(
+        413, f"the body is longer than {limit} bytes.", code="body_too_long"
+      )
+    yield part
 
 
 def _sent(chunk: dict[str, Any]) -> bytes:

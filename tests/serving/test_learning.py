@@ -126,6 +126,7 @@ def test_newest_draft_is_a_file_for_those_with_the_token(pair, tmp_path):
     assert server.client.get("/admin/draft").status_code == 403
 
 
+@pytest.mark.slow
 def test_draft_of_another_server_is_served_without_a_pause(pair, plain, tmp_path):
   params = jax.tree.map(lambda leaf: leaf * 1.1, pair.draft_params)
   path = pair.save_draft(tmp_path / "other.safetensors", params, "another draft")

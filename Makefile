@@ -12,7 +12,7 @@ COMPILERS := .venv-aot
 STAMP_AOT := $(COMPILERS)/.installed
 TEST_JOBS ?= 2
 CODE := osd_jax osd_tools tests benchmarks experiments notebooks
-EXTRAS := data,llama,gguf,parquet,plots,log,replicas,test,docs,dev
+EXTRAS := data,llama,gguf,parquet,plots,log,replicas,serve,test,docs,dev
 # Run uv to check it: on PATH there may be a shim of a version manager that fails.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 

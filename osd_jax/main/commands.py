@@ -50,6 +50,14 @@ COMMANDS = {
     "  osd online --gin_file=my_run.gin --gin.DecodingConfig.num_draft_tokens=3",
     continues=True,
   ),
+  "serve": Command(
+    "ServeConfig",
+    "osd_jax.serving.command",
+    "serve OpenAI's HTTP API while the draft learns from its traffic",
+    "osd serve\n"
+    "  osd serve --gin.PairConfig.target='\"my_flan_t5\"' --gin.ServeConfig.port=8080\n"
+    "  osd serve --gin.ServeConfig.run_directory='\"runs/serve\"'",
+  ),
   "pretrain": Command(
     "PretrainConfig",
     "osd_tools.pretrain",
@@ -102,7 +110,7 @@ COMMANDS = {
 # Commands that several processes can run together.
 JOINED = ("online", "pretrain", "offline", "evaluate", "certify")
 # Commands that read their own file of runs/ before any other.
-BEGUN = ("generate", "compile")
+BEGUN = ("generate", "serve", "compile")
 # Commands that take run directories instead of settings.
 OF_RUNS = {
   "report": "redraw the report of a run",

@@ -1,0 +1,352 @@
+"""The HTTP routes, on starlette."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import importlib.resources
+import json
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from osd_jax import base
+from osd_jax.serving import protocol
+from osd_jax.serving.protocol import Refusal
+from osd_jax.serving.scheduler import (
+  Call,
+  DrainingError,
+  EngineFailedError,
+  Event,
+  QueueFullError,
+)
+from osd_jax.serving.service import Service
+
+BODY_LIMIT = 2**20  # bytes; a prompt has at most some thousand tokens
+DRAFT_LIMIT = 2**32  # bytes of a draft's file
+_OPEN = ("/", "/health", "/live")  # need no token
+_BYTES = "application/octet-stream"
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make(service: Service, token: str = "") -> Starlette:
+  """Returns the application.
+
+  Args:
+    service: answers the requests.
+    token: bearer token that every route but the live page and /health needs; "" for
+      none.
+  """
+  routes = _Routes(service)
+  table: list[tuple[str, str, Handler]] = [
+    ("/", "GET", routes.page),
+    ("/live", "GET", routes.live),
+    ("/health", "GET", routes.health),
+    ("/metrics", "GET", routes.metrics),
+    ("/version", "GET", routes.version),
+    ("/v1/models", "GET", routes.models),
+    ("/v1/completions", "POST", routes.completions),
+    ("/v1/chat/completions", "POST", routes.chat_completions),
+    ("/admin/draft", "GET", routes.draft),
+    ("/admin/draft", "PUT", routes.load_draft),
+    ("/tokenize", "POST", routes.tokenize),
+    ("/detokenize", "POST", routes.detokenize),
+  ]
+
+  def guarded(handler: Handler) -> Handler:
+    async def run(request: Request) -> Response:
+      try:
+        _check_token(request, token)
+        if request.url.path.startswith("/admin/") and not token:
+          raise Refusal(403, "needs a server with a token; set OSD_API_KEY.")
+        return await handler(request)
+      except base.InputError as error:
+        refusal = Refusal(400, " ".join(str(error).split()))
+      except Refusal as error:
+        refusal = error
+      service.metrics.refused(refusal.status)
+      return _refused(refusal)
+
+    return run
+
+  return Starlette(
+    routes=[Route(path, guarded(run), methods=[verb]) for path, verb, run in table],
+    exception_handlers={404: _unknown_path, 405: _wrong_method, 500: _failed},
+  )
+
+
+def _check_token(request: Request, token: str) -> None:
+  if not token or request.url.path in _OPEN:
+    return
+  given = request.headers.get("authorization", "")
+  # Bytes, because compare_digest refuses text beyond ASCII.
+  if not secrets.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    said = "expected the header Authorization: Bearer TOKEN with this server's token"
+    raise Refusal(401, f"{said}.", code="invalid_api_key")
+
+
+def _refused(refusal: Refusal) -> JSONResponse:
+  headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {}
+  if refusal.status == 401:
+    headers = {"WWW-Authenticate": "Bearer"}
+  return JSONResponse(refusal.body(), refusal.status, headers)
+
+
+async def _unknown_path(request: Request, error: Exception) -> Response:
+  del error
+  return _refused(Refusal(404, f"{request.url.path}: no such path."))
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+  headers = getattr(error, "headers", None)
+  refusal = Refusal(405, f"{request.url.path}: not for {request.method}.")
+  return JSONResponse(refusal.body(), 405, headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+  del request
+  said = f"an error of the server: {type(error).__name__}; its log has the details"
+  return _refused(Refusal(500, f"{said}."))
+
+
+class _Routes:
+  """One method per path."""
+
+  def __init__(self, service: Service):
+    self._service, self._model = service, service.config.model_name
+    page = importlib.resources.files("osd_jax.serving") / "page.html"
+    self._page = page.read_text(encoding="utf-8")
+    self._listed = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
+
+  async def page(self, request: Request) -> Response:
+    del request
+    return HTMLResponse(self._page)
+
+  async def live(self, request: Request) -> Response:
+    del request
+    return JSONResponse(self._service.live())
+
+  async def health(self, request: Request) -> Response:
+    del request
+    load = self._service.scheduler.load
+    if load.failure is not None:
+      raise Refusal(503, "the engine has failed; restart the server.", code="failed")
+    if load.draining:
+      raise Refusal(503, "the server is shutting down.", code="draining")
+    return Response()
+
+  async def metrics(self, request: Request) -> Response:
+    del request
+    return Response(self._service.exposition(), media_type=_PROMETHEUS)
+
+  async def draft(self, request: Request) -> Response:
+    del request
+    headers = {"Content-Disposition": 'attachment; filename="draft.safetensors"'}
+    return Response(await self._service.draft(), 200, headers, _BYTES)
+
+  async def load_draft(self, request: Request) -> Response:
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+      async for part in _body(request, DRAFT_LIMIT):
+        file.write(part)
+      file.flush()
+      version = await self._service.load_draft(Path(file.name))
+    return JSONResponse({"draft_version": version})
+
+  async def version(self, request: Request) -> Response:
+    del request
+    return JSONResponse({"version": importlib.metadata.version("osd-jax")})
+
+  async def models(self, request: Request) -> Response:
+    del request
+    decoding = self._service.config.decoding
+    longest = decoding.source_lengths[-1] + decoding.target_length
+    listed = {**self._listed, "created": 0, "max_model_len": longest}
+    return JSONResponse({"object": "list", "data": [listed]})
+
+  async def completions(self, request: Request) -> Response:
+    return await self._complete(request, is_chat=False)
+
+  async def chat_completions(self, request: Request) -> Response:
+    return await self._complete(request, is_chat=True)
+
+  async def tokenize(self, request: Request) -> Response:
+    fields = await _fields(request)
+    protocol.check_model(fields, self._model)
+    prompt, messages = fields.get("prompt"), fields.get("messages")
+    if isinstance(messages, list) and messages:
+      tokens = self._service.encode(protocol.read_messages(messages), True)
+    elif isinstance(prompt, str):
+      tokens = self._service.encode(prompt, False)
+    else:
+      raise Refusal(400, "prompt: missing; expected a text, or messages.", "prompt")
+    decoding = self._service.config.decoding
+    longest = decoding.source_lengths[-1] + decoding.target_length
+    body = {"count": len(tokens), "max_model_len": longest}
+    return JSONResponse({**body, "tokens": tokens.tolist()})
+
+  async def detokenize(self, request: Request) -> Response:
+    fields = await _fields(request)
+    protocol.check_model(fields, self._model)
+    tokens = protocol.read_tokens(fields)
+    text = self._service.server.pair.vocabulary.decode(tokens)
+    return JSONResponse({"prompt": text})
+
+  async def _complete(self, request: Request, is_chat: bool) -> Response:
+    service = self._service
+    top = service.config.decoding.record_top_k
+    fields = await _fields(request)
+    ask = protocol.read_ask(fields, is_chat, self._model, service.sampling, top)
+    call = self._submit(ask)
+    reply = protocol.Reply(ask, self._model)
+    if ask.stream:
+      lines = self._stream(ask, call, reply)
+      return _Stream(lines, lambda: service.scheduler.cancel(call))
+    async with _cancelled_on_disconnect(request, call, service):
+      choices = await self._choices(ask, call)
+    return JSONResponse(reply.whole(choices, self._metrics(choices)))
+
+  def _submit(self, ask: protocol.Ask) -> Call:
+    try:
+      return self._service.submit(ask)
+    except QueueFullError:
+      waiting = self._service.config.max_waiting
+      said = f"the queue is full ({waiting} requests are waiting); try again later"
+      raise Refusal(429, f"{said}.", code="queue_full") from None
+    except DrainingError:
+      said = "the server is shutting down and takes no more requests"
+      raise Refusal(503, f"{said}.", code="draining") from None
+    except EngineFailedError as error:
+      raise Refusal(503, f"the engine has failed: {error}", code="failed") from None
+
+  async def _choices(self, ask: protocol.Ask, call: Call) -> list[protocol.Choice]:
+    found = []
+    async for event in _checked(call):
+      if event.done is not None:
+        found.append(await self._service.choice(ask, event))
+    return sorted(found, key=lambda choice: choice.index)
+
+  async def _stream(
+    self, ask: protocol.Ask, call: Call, reply: protocol.Reply
+  ) -> AsyncIterator[bytes]:
+    """Yields server-sent events."""
+    choices: list[protocol.Choice] = []
+    try:
+      for chunk in reply.first_chunks():
+        yield _sent(chunk)
+      if ask.echo:
+        for job in call.jobs:
+          yield _sent(reply.piece(job.index, str(ask.inputs[job.index // ask.n])))
+      async for event in _checked(call):
+        if event.piece:
+          yield _sent(reply.piece(event.job.index, event.piece))
+        if event.done is not None:
+          choices.append(await self._service.choice(ask, event))
+          last = reply.last_piece(choices[-1])
+          if len(choices) == len(call.jobs) and not ask.include_usage:
+            last["metrics"] = self._metrics(choices)
+          yield _sent(last)
+      if ask.include_usage:
+        yield _sent(reply.usage_chunk(choices, self._metrics(choices)))
+    except Refusal as refusal:  # the status has been sent already
+      yield _sent(refusal.body())
+    yield b"data: [DONE]\n\n"
+
+  def _metrics(self, choices: list[protocol.Choice]) -> dict[str, Any]:
+    """Returns the field `metrics` of an answer; null where there are several."""
+    if len(choices) != 1:
+      return {"speculative_decoding": None}
+    most = self._service.config.decoding.num_draft_tokens
+    return {"speculative_decoding": protocol.speculation(choices[0].done, most)}
+
+
+class _Stream(StreamingResponse):
+  """Server-sent events; calls `on_end` when they have ended or the client has left."""
+
+  def __init__(self, lines: AsyncIterator[bytes], on_end: Callable[[], object]):
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    super().__init__(lines, headers=headers, media_type="text/event-stream")
+    self._on_end = on_end
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    # Not in the generator: a client may leave before it starts, or while it is
+    # suspended, and then it ends late or never.
+    try:
+      await super().__call__(scope, receive, send)
+    finally:
+      self._on_end()
+
+
+async def _checked(call: Call) -> AsyncIterator[Event]:
+  """Yields the events of a call; errors of the engine become refusals."""
+  try:
+    async for event in call.events():
+      if (
+        event.done is not None and event.done.stop_reason == base.StopReason.NOT_FINITE
+      ):
+        raise Refusal(500, f"no answer: {event.done.stop_reason.message}.")
+      yield event
+  except EngineFailedError as error:
+    raise Refusal(503, f"no answer: {error}.", code="failed") from None
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_on_disconnect(
+  request: Request, call: Call, service: Service
+) -> AsyncIterator[None]:
+  """Cancels the call if the client leaves before the body ends."""
+  waiting = asyncio.current_task()
+  assert waiting is not None
+
+  async def watch(answering: asyncio.Task[Any]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+      pass
+    service.scheduler.cancel(call)
+    answering.cancel()
+
+  watcher = asyncio.create_task(watch(waiting))
+  try:
+    yield
+  except asyncio.CancelledError:
+    if not watcher.done():
+      raise
+    waiting.uncancel()
+    raise Refusal(499, "the client has closed the connection.") from None
+  finally:
+    watcher.cancel()
+    service.scheduler.cancel(call)
+
+
+async def _fields(request: Request) -> dict[str, Any]:
+  """Reads the JSON object of a request's body, up to the limit."""
+  kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+  # Browsers send other types to any server without asking it first, so a web page
+  # could otherwise make a server on this machine learn.
+  if kind != "application/json":
+    said = f"Content-Type: received {kind[:80]!r}, expected application/json"
+    raise Refusal(415, f"{said}.", code="unsupported_media_type")
+  parts = [part async for part in _body(request, BODY_LIMIT)]
+  return protocol.read_object(b"".join(parts))
+
+
+async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
+  """Yields the parts of a body, up to the limit in bytes."""
+  length = 0
+  async for part in request.stream():
+    length += len(part)
+    if length > limit:
+      raise Refusal(
+        413, f"the body is longer than {limit} bytes.", code="body_too_long"
+      )
+    yield part
+
+
+def _sent(chunk: dict[str, Any]) -> bytes:
+  return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"

@@ -1,0 +1,583 @@
+"""OpenAI's API: bodies of requests in, bodies of answers out. No HTTP and no JAX.
+
+Every parameter of a request is either used, refused by name, or has a value without
+effect. The shapes follow OpenAI's reference; extensions (`top_k`, `min_p`,
+`repetition_penalty`) have vLLM's names, `learn` and `speculative` are those of
+`engine.requests.Prompt`.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from osd_jax.data import chat
+from osd_jax.engine.requests import Finished, Prompt, SamplingConfig
+
+MAX_CHOICES = 128  # answers to one request: prompts times n
+MAX_STOPS = 16
+# Parameters that the engine does not have, with their values without effect.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+  "allowed_token_ids": ([],),
+  "bad_words": ([],),
+  "best_of": (1,),
+  "frequency_penalty": (0,),
+  "function_call": ("none",),
+  "functions": ([],),
+  "ignore_eos": (False,),
+  "length_penalty": (1,),
+  "logit_bias": ({},),
+  "logprob_token_ids": ([],),
+  "min_tokens": (0,),
+  "modalities": (["text"],),
+  "parallel_tool_calls": (True, False),  # there are no tools to call
+  "presence_penalty": (0,),
+  "prompt_logprobs": (0,),
+  "response_format": ({"type": "text"},),
+  "service_tier": ("auto", "default"),
+  "store": (False,),
+  "suffix": ("",),
+  "tool_choice": ("none", "auto"),
+  "tools": ([],),
+  "use_beam_search": (False,),
+}
+IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # only labels
+
+
+class Refusal(Exception):
+  """A request that is not answered.
+
+  Attributes:
+    status: HTTP status.
+    message: one line: what is wrong, and what was expected.
+    param: name of the parameter, if one is wrong.
+    code: a word for programs, such as "queue_full".
+  """
+
+  def __init__(self, status: int, message: str, param: str | None = None, code=None):
+    super().__init__(message)
+    self.status, self.message, self.param, self.code = status, message, param, code
+
+  def body(self) -> dict[str, Any]:
+    """Returns OpenAI's error object."""
+    kinds = {
+      401: "authentication_error",
+      404: "not_found_error",
+      429: "rate_limit_error",
+    }
+    kind = "server_error" if self.status >= 500 else "invalid_request_error"
+    kind = kinds.get(self.status, kind)
+    error = {"message": self.message, "type": kind, "param": self.param}
+    return {"error": {**error, "code": self.code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+  """A checked request.
+
+  Attributes:
+    is_chat: whether it came as messages.
+    inputs: a text, a conversation or token ids for each prompt.
+    prompt: settings of all prompts; its text is not used.
+    n: answers per prompt; answer i of all draws with seed + i.
+    stream: send pieces of text as they are accepted.
+    include_usage: a stream ends with a chunk that holds the usage.
+    echo: answers begin with their prompt.
+    top_logprobs: number of alternatives per token; None for no log-probabilities.
+  """
+
+  is_chat: bool
+  inputs: tuple[str | tuple[int, ...], ...]
+  prompt: Prompt
+  n: int = 1
+  stream: bool = False
+  include_usage: bool = False
+  echo: bool = False
+  top_logprobs: int | None = None
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+  """Parses the JSON object of a request's body.
+
+  Raises:
+    Refusal: it is not a JSON object.
+  """
+  try:
+    fields = json.loads(body)
+    # Lone surrogates have no encoding, and tokenizers fail on them.
+    json.dumps(fields, ensure_ascii=False).encode()
+  except (ValueError, RecursionError) as error:
+    reason = next(iter(str(error).splitlines()), "nested too deeply")
+    raise Refusal(400, f"the body is not JSON: {reason}.") from None
+  if not isinstance(fields, dict):
+    raise Refusal(400, f"the body is a {_kind(fields)}, expected an object.")
+  return fields
+
+
+def read_ask(
+  fields: Mapping[str, Any],
+  is_chat: bool,
+  model: str,
+  defaults: SamplingConfig,
+  record_top_k: int = 0,
+) -> Ask:
+  """Checks a request for completions.
+
+  Args:
+    fields: the parsed body.
+    is_chat: whether it was sent to chat/completions.
+    model: name of the served model.
+    defaults: sampling of requests that state none.
+    record_top_k: entries kept of the target's distributions; more alternatives per
+      token cannot be returned.
+
+  Raises:
+    Refusal: a parameter is wrong, missing, unknown or not supported.
+  """
+  given = _supported(fields, _CHAT if is_chat else _COMPLETION)
+  check_model(given, model)
+  inputs = (_conversation(given),) if is_chat else _prompts(given)
+  n = given.get("n", 1)
+  if n * len(inputs) > MAX_CHOICES:
+    asked = f"n = {n} for {len(inputs)} prompts"
+    expected = f"at most {MAX_CHOICES} answers in one request"
+    raise Refusal(400, f"n: received {asked}, expected {expected}.", "n")
+  ask = Ask(
+    is_chat=is_chat,
+    inputs=inputs,
+    prompt=_settings(given, defaults),
+    n=n,
+    stream=given.get("stream", False),
+    include_usage=_include_usage(given),
+    echo=given.get("echo", False),
+    top_logprobs=_top_logprobs(given, is_chat, record_top_k),
+  )
+  if ask.top_logprobs is not None and (ask.stream or ask.echo):
+    other = "stream" if ask.stream else "echo"
+    raise Refusal(
+      400, f"logprobs: not supported together with {other}; leave one out.", "logprobs"
+    )
+  if ask.echo and not all(isinstance(one, str) for one in inputs):
+    raise Refusal(400, "echo: expected a prompt of text, not of token ids.", "echo")
+  return ask
+
+
+def check_model(given: Mapping[str, Any], model: str) -> None:
+  """Raises Refusal if a request names another model than the served one."""
+  asked = given.get("model", model)
+  if asked != model:
+    raise Refusal(
+      404, f"model: received {asked!r}, expected {model!r}.", "model", "model_not_found"
+    )
+
+
+# --- Parameters -----------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  return is_number and math.isfinite(value)
+
+
+def _is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+  is_integer = isinstance(value, int) and not isinstance(value, bool)
+  return is_integer and low <= value <= high
+
+
+def _number(low: float, high: float, text: str) -> tuple[Callable[[Any], bool], str]:
+  return lambda x: _is_number(x) and low <= x <= high, text
+
+
+def _integer(low: float, high: float, text: str) -> tuple[Callable[[Any], bool], str]:
+  return lambda x: _is_integer(x, low, high), text
+
+
+def _is_stop(value: Any) -> bool:
+  texts = [value] if isinstance(value, str) else value
+  return (
+    isinstance(texts, list)
+    and len(texts) <= MAX_STOPS
+    and all(isinstance(text, str) and text for text in texts)
+  )
+
+
+_FLAG = (lambda x: isinstance(x, bool), "true or false")
+_COUNT = _integer(1, math.inf, "an integer >= 1")
+# Parameters that are used: a check and what it expects.
+_COMMON: dict[str, tuple[Callable[[Any], bool], str]] = {
+  "model": (lambda x: isinstance(x, str), "a text"),
+  "max_tokens": _COUNT,
+  "temperature": _number(0, 100, "a number in 0..100"),
+  "top_p": _number(1e-30, 1, "a number above 0, at most 1"),
+  "top_k": _integer(-1, 2**31 - 1, "an integer >= 0, or -1 for all tokens"),
+  "min_p": _number(0, 1, "a number in 0..1"),
+  "repetition_penalty": _number(1e-3, 1e3, "a number in 0.001..1000"),
+  "seed": _integer(-(2**63), 2**63 - 1, "an integer of 64 bits"),
+  "stop": (_is_stop, f"a non-empty text, or a list of up to {MAX_STOPS}"),
+  "n": _integer(1, MAX_CHOICES, f"an integer in 1..{MAX_CHOICES}"),
+  "stream": _FLAG,
+  "stream_options": (lambda x: isinstance(x, dict), "an object"),
+  "learn": _FLAG,
+  "speculative": _FLAG,
+}
+_COMPLETION = _COMMON | {
+  "prompt": (lambda x: isinstance(x, str | list), "a text, token ids, or a list"),
+  "echo": _FLAG,
+  "logprobs": _integer(0, 20, "an integer in 0..20"),
+}
+_CHAT = _COMMON | {
+  "messages": (lambda x: isinstance(x, list) and x, "a list of messages"),
+  "max_completion_tokens": _COUNT,
+  "logprobs": _FLAG,
+  "top_logprobs": _integer(0, 20, "an integer in 0..20"),
+}
+
+
+def _supported(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the parameters that are used; null means that one is not given."""
+  given = {}
+  for name, value in fields.items():
+    if value is None or name in IGNORED:
+      continue
+    if name in known:
+      holds, expected = known[name]
+      if not holds(value):
+        received = f"received {_shown(value)}, expected {expected}"
+        raise Refusal(400, f"{name}: {received}.", name)
+      given[name] = value
+    elif name in NEUTRAL:
+      if value not in NEUTRAL[name]:
+        expected = " or ".join(json.dumps(one) for one in NEUTRAL[name])
+        said = f"not supported; leave it out, or give {expected}"
+        raise Refusal(400, f"{name}: {said}.", name, "unsupported_parameter")
+    else:
+      close = difflib.get_close_matches(name, known, 1)
+      hint = f"; did you mean {close[0]}?" if close else "; leave it out."
+      said = f"{name[:80]}: no such parameter{hint}"
+      raise Refusal(400, said, name[:80], "unknown_parameter")
+  return given
+
+
+def _settings(given: Mapping[str, Any], defaults: SamplingConfig) -> Prompt:
+  """Returns the settings of a request as a prompt without its text."""
+  if "max_tokens" in given and "max_completion_tokens" in given:
+    raise Refusal(
+      400, "max_tokens: give max_completion_tokens or max_tokens.", "max_tokens"
+    )
+  names = ("temperature", "top_p", "min_p", "repetition_penalty")
+  settings: dict[str, Any] = {
+    name: float(given.get(name, getattr(defaults, name))) for name in names
+  }
+  stop = given.get("stop", ())
+  # Without a seed, every request draws anew, as OpenAI's API promises.
+  seed = given.get("seed", secrets.randbits(32))
+  return Prompt(
+    "-",
+    **settings,
+    top_k=max(given.get("top_k", defaults.top_k), 0),
+    seed=seed % 2**32,
+    max_new_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
+    stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    learn=given.get("learn", True),
+    speculative=given.get("speculative", True),
+  )
+
+
+def _include_usage(given: Mapping[str, Any]) -> bool:
+  options = given.get("stream_options", {})
+  if options and not given.get("stream", False):
+    raise Refusal(400, "stream_options: needs stream = true.", "stream_options")
+  for name, value in options.items():
+    if name not in ("include_usage", "include_obfuscation"):
+      raise Refusal(
+        400, f"stream_options.{name[:80]}: no such option.", "stream_options"
+      )
+    if not isinstance(value, bool):
+      said = f"received {_shown(value)}, expected true or false"
+      raise Refusal(400, f"stream_options.{name}: {said}.", "stream_options")
+  return options.get("include_usage", False)
+
+
+def _top_logprobs(
+  given: Mapping[str, Any], is_chat: bool, record_top_k: int
+) -> int | None:
+  """Returns the number of alternatives per token, None for no log-probabilities."""
+  name = "top_logprobs" if is_chat else "logprobs"
+  asked = given.get(name, 0 if is_chat and given.get("logprobs") else None)
+  if is_chat and asked is not None and not given.get("logprobs"):
+    raise Refusal(400, "top_logprobs: needs logprobs = true.", name)
+  if asked and asked > record_top_k:
+    expected = f"at most {record_top_k}, DecodingConfig.record_top_k of this server"
+    raise Refusal(400, f"{name}: received {asked}, expected {expected}.", name)
+  return asked
+
+
+def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
+  """Reads `prompt`: a text, token ids, or a list of either."""
+  prompt = given.get("prompt")
+  if prompt is None:
+    raise Refusal(400, "prompt: missing; expected a text or token ids.", "prompt")
+  is_single = isinstance(prompt, str) or (prompt and _is_tokens(prompt))
+  found = []
+  for one in [prompt] if is_single else prompt:
+    if isinstance(one, str):
+      found.append(_text(one, "prompt"))
+    elif _is_tokens(one) and one:
+      found.append(tuple(one))
+    else:
+      said = f"received {_shown(one)} in a list, expected texts or lists of token ids"
+      raise Refusal(400, f"prompt: {said}.", "prompt")
+  if not found:
+    raise Refusal(400, "prompt: received an empty list, expected a prompt.", "prompt")
+  return tuple(found)
+
+
+def _is_tokens(value: Any) -> bool:
+  return isinstance(value, list) and all(_is_integer(x, 0, 2**31 - 1) for x in value)
+
+
+def _conversation(given: Mapping[str, Any]) -> str:
+  """Reads `messages`; one of a user is a prompt like any other."""
+  if "messages" not in given:
+    raise Refusal(400, "messages: missing; expected a list of messages.", "messages")
+  return read_messages(given["messages"])
+
+
+def read_messages(messages: Sequence[Any]) -> str:
+  """Returns a `chat.Conversation`, or the text of a single message of a user.
+
+  Raises:
+    Refusal: something is not a message of text.
+  """
+  read = [_message(index, message) for index, message in enumerate(messages)]
+  if read[-1]["role"] == "assistant":
+    said = "the last message is the assistant's, expected the user's"
+    raise Refusal(400, f"messages: {said}.", "messages")
+  if len(read) == 1 and read[0]["role"] == "user":
+    return _text(read[0]["content"], "messages")
+  return chat.Conversation(read)
+
+
+def read_tokens(fields: Mapping[str, Any]) -> list[int]:
+  """Reads `tokens` of a request to detokenize.
+
+  Raises:
+    Refusal: they are not token ids.
+  """
+  tokens = fields.get("tokens")
+  if tokens is None or not _is_tokens(tokens):
+    raise Refusal(400, "tokens: expected a list of token ids.", "tokens")
+  return tokens
+
+
+def _message(index: int, message: Any) -> dict[str, str]:
+  where = f"messages[{index}]"
+  if not isinstance(message, dict):
+    expected = "an object with role and content"
+    raise Refusal(
+      400, f"{where}: received {_shown(message)}, expected {expected}.", "messages"
+    )
+  role, content = message.get("role"), message.get("content")
+  role = "system" if role == "developer" else role
+  if role not in ("system", "user", "assistant"):
+    expected = "system, developer, user or assistant"
+    raise Refusal(
+      400, f"{where}.role: received {_shown(role)}, expected {expected}.", "messages"
+    )
+  if isinstance(content, list):
+    parts = [part if isinstance(part, dict) else {} for part in content]
+    texts = [part.get("text") for part in parts if part.get("type") == "text"]
+    if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+      content = "".join(map(str, texts))
+  if not isinstance(content, str):
+    said = "expected a text, or a list of parts of type text"
+    raise Refusal(400, f"{where}.content: {said}.", "messages")
+  return {"role": role, "content": content}
+
+
+def _text(text: str, name: str) -> str:
+  if not text.strip():
+    raise Refusal(400, f"{name}: received an empty text, expected a prompt.", name)
+  return text
+
+
+def _kind(value: Any) -> str:
+  kinds = {list: "list", str: "text", bool: "boolean", type(None): "null"}
+  return kinds.get(type(value), "number")
+
+
+def _shown(value: Any) -> str:
+  text = json.dumps(value, ensure_ascii=True)
+  return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# --- Answers --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """One finished answer.
+
+  Attributes:
+    index: its number in the request.
+    text: the answer.
+    finish_reason: "stop" or "length".
+    prompt_tokens: tokens of its prompt.
+    done: the engine's result.
+    logprobs: the object that the API returns, or None.
+  """
+
+  index: int
+  text: str
+  finish_reason: str
+  prompt_tokens: int
+  done: Finished
+  logprobs: dict[str, Any] | None = None
+
+
+class Reply:
+  """Writes the JSON of one request's answers: whole, or chunk by chunk."""
+
+  def __init__(self, ask: Ask, model: str):
+    """Draws the id that all chunks share."""
+    self._ask = ask
+    prefix, kind = ("chatcmpl", "chat.completion") if ask.is_chat else ("cmpl", "")
+    self._kind = kind or "text_completion"
+    self.id = f"{prefix}-{uuid.uuid4().hex}"
+    self._head = {"created": int(time.time()), "model": model}
+
+  def whole(self, choices: Sequence[Choice], metrics: Any) -> dict[str, Any]:
+    """Returns the body of an answer that is not streamed."""
+    listed = []
+    for choice in choices:
+      content = {"text": choice.text}
+      if self._ask.is_chat:
+        message = {"role": "assistant", "content": choice.text}
+        content = {"message": {**message, "refusal": None}}
+      part = {"index": choice.index, **content, "logprobs": choice.logprobs}
+      listed.append({**part, "finish_reason": choice.finish_reason})
+    return {**self._frame(self._kind, listed), **self._end(choices, metrics)}
+
+  def first_chunks(self) -> list[dict[str, Any]]:
+    """Returns the chunks before any text: in a chat, the role of each answer."""
+    if not self._ask.is_chat:
+      return []
+    role = {"role": "assistant", "content": ""}
+    return [
+      self._chunk(index, role) for index in range(len(self._ask.inputs) * self._ask.n)
+    ]
+
+  def piece(self, index: int, text: str) -> dict[str, Any]:
+    """Returns the chunk of a piece of text."""
+    return self._chunk(index, {"content": text} if self._ask.is_chat else text)
+
+  def last_piece(self, choice: Choice) -> dict[str, Any]:
+    """Returns the chunk that ends an answer."""
+    return self._chunk(
+      choice.index, {} if self._ask.is_chat else "", choice.finish_reason
+    )
+
+  def usage_chunk(self, choices: Sequence[Choice], metrics: Any) -> dict[str, Any]:
+    """Returns the last chunk, which holds usage and metrics."""
+    frame = self._frame(self._chunk_kind, [])
+    return {**frame, **self._end(choices, metrics)}
+
+  @property
+  def _chunk_kind(self) -> str:
+    return "chat.completion.chunk" if self._ask.is_chat else self._kind
+
+  def _chunk(
+    self, index: int, content: Any, finish_reason: str | None = None
+  ) -> dict[str, Any]:
+    content = {"delta" if self._ask.is_chat else "text": content}
+    end = {"logprobs": None, "finish_reason": finish_reason}
+    return self._frame(self._chunk_kind, [{"index": index, **content, **end}])
+
+  def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": self.id, "object": kind, **self._head, "choices": choices}
+
+  def _end(self, choices: Sequence[Choice], metrics: Any) -> dict[str, Any]:
+    # The prompt of several answers was given once.
+    prompts = sum(choice.prompt_tokens for choice in choices) // self._ask.n
+    completion = sum(len(choice.done.tokens) for choice in choices)
+    usage = {"prompt_tokens": prompts, "completion_tokens": completion}
+    usage["total_tokens"] = prompts + completion
+    return {"usage": usage, "metrics": metrics}
+
+
+def speculation(done: Finished, num_draft_tokens: int) -> dict[str, Any]:
+  """Returns `metrics.speculative_decoding` of an answer, in the form of vLLM.
+
+  Steps are verifications; an answer that drafted nothing has none.
+  """
+  steps = done.target_calls if done.drafted else 0
+  # Entry i of the engine's counts are the steps that accepted more than i tokens.
+  at_least = [steps, *done.accepted_per_position[:num_draft_tokens], 0]
+  histogram = [
+    here - after for here, after in zip(at_least, at_least[1:], strict=False)
+  ]
+  return {
+    "mean_acceptance_length": 1 + done.accepted / steps if steps else None,
+    "draft_acceptance_rate": done.accepted / done.drafted if done.drafted else None,
+    "acceptance_histogram": histogram,
+    "num_spec_steps": steps,
+    "num_accepted_draft_tokens": done.accepted,
+    "num_draft_tokens": done.drafted,
+    "num_spec_tokens": num_draft_tokens,
+  }
+
+
+def log_probs(
+  ask: Ask,
+  done: Finished,
+  chosen: np.ndarray,
+  decode: Callable[[Any], str],
+) -> dict[str, Any]:
+  """Returns the log-probabilities of an answer's tokens.
+
+  Args:
+    ask: the request.
+    done: the answer, with its records.
+    chosen: [n] log-probability of each emitted token.
+    decode: returns the text of token ids.
+  """
+  count = ask.top_logprobs or 0
+  ids = np.asarray(done.batch.records.ids)[0, :, :count]
+  values = np.asarray(done.batch.records.log_probs)[0, :, :count]
+  # The text of a token depends on those before it, so it is read off the whole.
+  texts = [decode(done.tokens[:end]) for end in range(len(done.tokens) + 1)]
+  pieces = [
+    after[len(before) :] for before, after in zip(texts, texts[1:], strict=False)
+  ]
+  ranked = [
+    [(decode([token]), float(value)) for token, value in zip(*row, strict=True)]
+    for row in zip(ids[: len(pieces)], values[: len(pieces)], strict=True)
+  ]
+  found = chosen[: len(pieces)].tolist()
+  if not ask.is_chat:
+    return {
+      "tokens": pieces,
+      "token_logprobs": found,
+      "top_logprobs": [dict(row) for row in ranked] if count else None,
+      "text_offset": [len(text) for text in texts[:-1]],
+    }
+  content = [
+    {**_entry(*one), "top_logprobs": [_entry(*other) for other in row]}
+    for one, row in zip(zip(pieces, found, strict=True), ranked, strict=True)
+  ]
+  return {"content": content, "refusal": None}
+
+
+def _entry(text: str, value: float) -> dict[str, Any]:
+  return {
+    "token": text,
+    "logprob": value,
+    "bytes": list(text.encode("utf-8", "replace")),
+  }

@@ -1,0 +1,324 @@
+"""A bounded queue of requests, and the one thread that drives `Server.serve`.
+
+    asyncio  --submit-->  waiting  --serving thread-->  rows in flight
+    asyncio  <--events--  pieces of text and finished answers, after every compiled call
+
+All JAX work of serving happens on the serving thread. A request takes part in the next
+compiled call if a row is free, and a cancelled one leaves its row after the present
+call. Both wait for one call at most, which has `engine.WATCHED_ROUNDS` rounds, because
+every request is watched.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from osd_jax import base
+from osd_jax.engine.requests import Finished, Prompt, Request, TextSoFar
+from osd_jax.engine.server import Server
+
+
+class QueueFullError(Exception):
+  """So many requests are waiting that another one would wait too long."""
+
+
+class DrainingError(Exception):
+  """The server finishes the requests that it has, and takes no more."""
+
+
+class EngineFailedError(Exception):
+  """The serving thread has ended with an error; the message is that error."""
+
+
+class Event(NamedTuple):
+  """News of a job.
+
+  Attributes:
+    job: the job.
+    piece: text that is certain and was not sent before.
+    done: the result, if it has finished.
+    error: why there will be no result.
+  """
+
+  job: "Job"
+  piece: str = ""
+  done: Finished | None = None
+  error: Exception | None = None
+
+
+class Job:
+  """One answer that a request asks for.
+
+  Attributes:
+    index: its number in the request.
+    prompt: its settings.
+    request: what the engine decodes.
+    text: its text so far.
+    is_cancelled: nobody waits for it any more.
+    arrived: clock at its arrival; `admitted` and `first_token` are 0 until then.
+  """
+
+  def __init__(
+    self,
+    index: int,
+    tokens: np.ndarray,
+    prompt: Prompt,
+    decode: Callable[[Any], str],
+    is_streamed: bool,
+  ):
+    """Makes the request of one answer; see `Scheduler.submit`."""
+    self.index, self.prompt = index, prompt
+    self.text = TextSoFar(decode, prompt.stop)
+    self.is_cancelled = False
+    self.arrived, self.admitted, self.first_token = time.perf_counter(), 0.0, 0.0
+    self.request = Request(
+      tokens=tokens,
+      sampling=prompt.sampling.of_request(index),
+      max_new_tokens=prompt.max_new_tokens,
+      tag=self,
+      watch=self._watch,
+      remember=prompt.learn,
+      speculative=prompt.speculative,
+    )
+    self._reads_text = is_streamed or bool(prompt.stop)
+
+  def _watch(self, tokens: np.ndarray) -> int | None:
+    """Ends the row of a cancelled job, or at a stop string; see `Request.watch`."""
+    self.first_token = self.first_token or time.perf_counter()
+    if self.is_cancelled:
+      return len(tokens)
+    return self.text.watch(tokens) if self._reads_text else None
+
+
+class Call:
+  """The jobs of one HTTP request, and the news of them.
+
+  Attributes:
+    jobs: one per answer.
+    is_streamed: whether events carry pieces of text.
+  """
+
+  def __init__(self, jobs: Sequence[Job], is_streamed: bool):
+    """Belongs to the running event loop."""
+    self.jobs, self.is_streamed = tuple(jobs), is_streamed
+    self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+  async def events(self):
+    """Yields the news of all jobs until each has finished.
+
+    Raises:
+      EngineFailedError: a job has no result.
+    """
+    missing = len(self.jobs)
+    while missing:
+      event = await self._events.get()
+      if event.error is not None:
+        raise event.error
+      missing -= event.done is not None
+      yield event
+
+  def post(self, events: Sequence[Event]) -> None:
+    """Hands events to the event loop; called on the serving thread."""
+    # After the event loop has been closed, nobody waits for the events.
+    with contextlib.suppress(RuntimeError):
+      self._loop.call_soon_threadsafe(self._put, events)
+
+  def _put(self, events: Sequence[Event]) -> None:
+    for event in events:
+      self._events.put_nowait(event)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+  """What the scheduler holds at one moment.
+
+  Attributes:
+    running: jobs in rows.
+    waiting: jobs in the queue.
+    draining: no request is taken any more.
+    failure: the error that ended the serving thread, or None.
+  """
+
+  running: int
+  waiting: int
+  draining: bool
+  failure: BaseException | None
+
+
+class Scheduler:
+  """The queue and the serving thread.
+
+  Methods may be called from any thread, `submit` from an event loop.
+  """
+
+  def __init__(
+    self,
+    server: Server,
+    max_waiting: int,
+    on_finished: Callable[[Job, Finished], object],
+  ):
+    """Starts nothing yet.
+
+    Args:
+      server: answers the requests; only the serving thread uses it from now on.
+      max_waiting: jobs that may wait while all rows are taken.
+      on_finished: called on the serving thread with every finished answer that was not
+        cancelled, before its client receives it.
+    """
+    self._server, self._max_waiting = server, max_waiting
+    self._on_finished = on_finished
+    self._waiting: deque[tuple[Call, Job]] = deque()
+    self._running: dict[Job, Call] = {}
+    self._changed = threading.Condition()
+    self._is_draining = self._is_stopped = False
+    self._failure: BaseException | None = None
+    self._thread = threading.Thread(target=self._serve, name="serving", daemon=True)
+
+  def start(self) -> None:
+    """Starts the serving thread."""
+    self._thread.start()
+
+  @property
+  def load(self) -> Load:
+    """What the scheduler holds now."""
+    with self._changed:
+      counts = len(self._running), len(self._waiting)
+      return Load(*counts, self._is_draining, self._failure)
+
+  def submit(
+    self, prompts: Sequence[np.ndarray], prompt: Prompt, n: int, is_streamed: bool
+  ) -> Call:
+    """Queues n answers to each prompt, or none at all.
+
+    Args:
+      prompts: token ids of each prompt.
+      prompt: settings of all; answer i draws with seed + i.
+      n: answers per prompt.
+      is_streamed: whether events carry pieces of text.
+
+    Raises:
+      InputError: the engine cannot decode a prompt, or there are more answers than
+        could ever wait.
+      QueueFullError: there is no room for all jobs.
+      DrainingError, EngineFailedError: nothing is answered any more.
+    """
+    decode = self._server.pair.vocabulary.decode
+    copies = [tokens for tokens in prompts for _ in range(n)]
+    jobs = [Job(i, x, prompt, decode, is_streamed) for i, x in enumerate(copies)]
+    for job in jobs[::n]:
+      self._server.engine.check(job.request)
+    call = Call(jobs, is_streamed)
+    most = self._max_waiting + self._server.engine.capacity
+    if len(jobs) > most:
+      raise base.InputError(
+        f"n: received {len(jobs)} answers in one request, expected at most {most}: the"
+        " rows of this server and its places for waiting requests."
+      )
+    with self._changed:
+      if self._failure is not None:
+        raise EngineFailedError(first_line(self._failure))
+      if self._is_draining:
+        raise DrainingError
+      free = self._server.engine.capacity - len(self._running)
+      if len(self._waiting) + len(jobs) > self._max_waiting + max(free, 0):
+        raise QueueFullError
+      self._waiting.extend((call, job) for job in jobs)
+      self._changed.notify()
+    return call
+
+  def cancel(self, call: Call) -> None:
+    """Drops the jobs of a call that have not finished."""
+    with self._changed:
+      for job in call.jobs:
+        job.is_cancelled = True
+      kept = [entry for entry in self._waiting if entry[0] is not call]
+      self._waiting = deque(kept)
+      self._changed.notify()
+
+  def drain(self) -> None:
+    """Takes no more requests; those that were taken are answered."""
+    with self._changed:
+      self._is_draining = True
+
+  def stop(self, timeout: float | None = None) -> None:
+    """Ends the serving thread; requests that were not answered have an error."""
+    with self._changed:
+      self._is_draining = self._is_stopped = True
+      for job in self._running:
+        job.is_cancelled = True
+      self._changed.notify()
+    if self._thread.is_alive():
+      self._thread.join(timeout)
+
+  def _serve(self) -> None:
+    failure: BaseException = DrainingError("the server has stopped")
+    try:
+      for finished in self._server.serve(self._requests()):
+        self._publish(finished)
+    except BaseException as error:
+      self._failure = failure = error
+      logging.getLogger(__name__).exception("the serving thread has failed")
+    self._fail_all(failure)
+
+  def _requests(self) -> Iterator[Request | None]:
+    """Yields the requests of waiting jobs, and None whenever there is none.
+
+    Waits only while no row is taken.
+    """
+    while True:
+      with self._changed:
+        while not (self._waiting or self._running or self._is_stopped):
+          self._changed.wait()
+        if self._is_stopped:
+          return
+        request = None
+        if self._waiting:
+          call, job = self._waiting.popleft()
+          self._running[job] = call
+          job.admitted, request = time.perf_counter(), job.request
+      yield request
+
+  def _publish(self, finished: Sequence[Finished]) -> None:
+    """Sends the news of one step."""
+    events: dict[Call, list[Event]] = {}
+    results = {done.request.tag: done for done in finished}
+    for job, call in list(self._running.items()):
+      done = results.get(job)
+      if done is not None:
+        with self._changed:
+          del self._running[job]
+      if job.is_cancelled:
+        continue
+      piece = ""
+      if done is not None:
+        _, piece = job.text.finish(done.tokens)
+        self._on_finished(job, done)
+      elif call.is_streamed:
+        piece = job.text.next_piece()
+      if piece or done is not None:
+        events.setdefault(call, []).append(Event(job, piece, done))
+    for call, news in events.items():
+      call.post(news)
+
+  def _fail_all(self, failure: BaseException) -> None:
+    """Tells every client that there will be no answer."""
+    with self._changed:
+      self._is_draining = True
+      left = [*self._running.items(), *((job, call) for call, job in self._waiting)]
+      self._running.clear()
+      self._waiting.clear()
+    for job, call in left:
+      call.post([Event(job, error=EngineFailedError(first_line(failure)))])
+
+
+def first_line(error: BaseException) -> str:
+  """Returns the first line of an error."""
+  return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,0 +1,243 @@
+"""What `osd serve` runs: the server, its queue, its learning thread and its metrics."""
+
+import asyncio
+import dataclasses
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from osd_jax import base, pairs, sharding
+from osd_jax.data import chat
+from osd_jax.distillation.learner import LearningConfig, Outcome
+from osd_jax.engine import agreement, generation_config, server
+from osd_jax.engine.requests import (
+  DecodingConfig,
+  Finished,
+  OwnSampling,
+  Request,
+  SamplingConfig,
+)
+from osd_jax.serving import protocol
+from osd_jax.serving.learning import Learning
+from osd_jax.serving.metrics import Metrics, finish_reason
+from osd_jax.serving.scheduler import Call, Event, Job, Scheduler, first_line
+
+# Several rows, and updates that serving never waits for.
+DECODING = dataclasses.replace(server.DECODING, rows=4)
+LEARNING = dataclasses.replace(server.LEARNING, free_updates=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig(base.Config):
+  """What `osd serve` serves, and how.
+
+  Attributes:
+    pair: target, draft and vocabulary.
+    decoding: rows in flight, K and lengths; `target_length` is the largest max_tokens.
+    sampling: settings of requests that state none. The default is OpenAI's; its seed is
+      not used, because a request without a seed draws a new one.
+    learning: how the draft learns.
+    partition: device mesh; learning needs a single device.
+    learn: False freezes the draft. A cache adapts either way.
+    model_name: name of the model in requests and answers.
+    host: address to listen on; the default is this machine only.
+    port: port to listen on; 0 takes a free one.
+    max_waiting: answers that may wait while all rows are taken; more get status 429.
+    shutdown_seconds: after SIGTERM, requests in flight have this long to finish.
+    run_directory: keeps the draft, checkpoints, and the token ids of answers until the
+      draft has learnt from them; the same command continues. "" keeps nothing.
+    checkpoint_every: answers between checkpoints.
+    overwrite: remove the run in this folder and start over.
+  """
+
+  pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
+  decoding: DecodingConfig = DECODING
+  sampling: SamplingConfig | OwnSampling = SamplingConfig(temperature=1.0)
+  learning: LearningConfig = LEARNING
+  partition: sharding.PartitionConfig = sharding.PartitionConfig()
+  learn: bool = True
+  model_name: base.Path = "osd"
+  host: base.Path = "127.0.0.1"
+  port: Annotated[int, base.Between(0, 65535)] = 8000
+  max_waiting: base.CountOrZero = 64
+  shutdown_seconds: base.NonNegative = 30.0
+  run_directory: str = ""
+  checkpoint_every: base.Count = 100
+  overwrite: bool = False
+
+  def checks(self):
+    learns = self.learns
+    return {
+      "learning": (
+        not learns or self.learning.free_updates,
+        "free_updates = True: serving does not wait for updates",
+      ),
+      "decoding": (
+        not learns or self.decoding.record_top_k >= 1,
+        "record_top_k >= 1: the draft learns from the records",
+      ),
+    }
+
+  @property
+  def learns(self) -> bool:
+    """Whether a draft is trained; a cache adapts without training."""
+    return self.learn and not pairs.adapts_untrained(self.pair)
+
+
+class Service:
+  """The parts of a running server.
+
+  Attributes:
+    config: its settings.
+    scheduler: the queue and the serving thread.
+    metrics: counters and histograms.
+  """
+
+  def __init__(self, config: ServeConfig, directory: Path | None = None):
+    """Loads the pair, restores what was learnt, and compiles every call.
+
+    Args:
+      config: its settings.
+      directory: the opened run directory, or None.
+
+    Raises:
+      InputError: a file is missing or broken, or the draft cannot learn.
+    """
+    self.config, self._directory = config, directory
+    self.sampling = generation_config.resolved(config.sampling, config.pair)
+    self.server = server.Server(
+      config.pair, config.decoding, config.learning, config.partition
+    )
+    self.metrics = Metrics(config.model_name, config.decoding.num_draft_tokens)
+    vocabulary = self.server.pair.vocabulary
+    # /v1/completions continues the text as it is; only a chat has a template.
+    self._untemplated = dataclasses.replace(vocabulary, template=None)
+    self.learning: Learning | None = None
+    self._warm_up()
+    if config.learns:
+      every = config.checkpoint_every
+      self.learning = Learning(self.server, directory, every, self._learned)
+    self.scheduler = Scheduler(self.server, config.max_waiting, self._finished)
+    self.scheduler.start()
+
+  def encode(self, text: str | tuple[int, ...], is_chat: bool) -> np.ndarray:
+    """Returns the token ids of a prompt or conversation, [n] int32."""
+    if isinstance(text, tuple):
+      return np.asarray(text, np.int32)
+    keeps_template = is_chat or isinstance(text, chat.Conversation)
+    vocabulary = self.server.pair.vocabulary if keeps_template else self._untemplated
+    return vocabulary.encode_prompt(text)
+
+  def submit(self, ask: protocol.Ask) -> Call:
+    """Queues the answers that a request asks for; raises as `Scheduler.submit`."""
+    prompts = [self.encode(one, ask.is_chat) for one in ask.inputs]
+    return self.scheduler.submit(prompts, ask.prompt, ask.n, ask.stream)
+
+  async def choice(self, ask: protocol.Ask, event: Event) -> protocol.Choice:
+    """Returns the finished answer of an event."""
+    job, done = event.job, event.done
+    assert done is not None
+    text, found = job.text.finish(done.tokens)[0], None
+    if ask.echo:
+      text = f"{ask.inputs[job.index // ask.n]}{text}"
+    if ask.top_logprobs is not None:
+      found = await asyncio.to_thread(self._log_probs, ask, done)
+    return protocol.Choice(
+      job.index, text, finish_reason(done), len(job.request.tokens), done, found
+    )
+
+  async def draft(self) -> bytes:
+    """Returns the newest draft as a file that `PairConfig.draft` reads.
+
+    Raises:
+      InputError: the draft is broken, or a cache, which has no weights.
+    """
+
+    def write() -> bytes:
+      with tempfile.TemporaryDirectory() as folder:
+        path = self.server.save(Path(folder) / "draft.safetensors", "osd serve")
+        return path.read_bytes()
+
+    if self.learning is None:
+      return await asyncio.to_thread(write)
+    return await asyncio.wrap_future(self.learning.submit(write))
+
+  async def load_draft(self, path: Path) -> int:
+    """Serves the draft in a file; returns its version.
+
+    Raises:
+      InputError: the file holds no such draft, or the server's own draft learns.
+    """
+    server = self.server
+    return await asyncio.to_thread(
+      lambda: server.serve_draft(server.pair.load_draft(path))
+    )
+
+  def live(self) -> dict[str, Any]:
+    """Returns what the live page shows."""
+    load, learning = self.scheduler.load, self.learning
+    return {
+      **self.metrics.snapshot(),
+      "model": self.config.model_name,
+      "running": load.running,
+      "waiting": load.waiting,
+      "rows": self.server.engine.capacity,
+      "draining": load.draining,
+      "failure": "" if load.failure is None else first_line(load.failure),
+      "seconds": time.monotonic(),
+      "draft_version": self.server.engine.draft_version,
+      "learning": learning is not None,
+      "learned": learning.finished if learning else 0,
+      "learning_failure": learning.failure if learning else "",
+      "num_draft_tokens": self.config.decoding.num_draft_tokens,
+    }
+
+  def exposition(self) -> bytes:
+    """Returns all metrics in Prometheus' text format."""
+    learning = self.learning
+    version = self.server.engine.draft_version
+    dropped = learning.dropped if learning else 0
+    failed = learning is not None and bool(learning.failure)
+    return self.metrics.text(self.scheduler.load, version, dropped, failed)
+
+  def close(self) -> None:
+    """Stops serving, learns from what is left, and saves the draft."""
+    self.scheduler.stop()
+    if self.learning is not None:
+      is_complete = self.learning.close(self.config.shutdown_seconds)
+      if self._directory is not None and is_complete:
+        path = self.server.save(self._directory / "draft.safetensors", "osd serve")
+        print(f"adapted draft: {path}", file=sys.stderr, flush=True)
+    self.server.close()
+    self.metrics.close()
+
+  def _warm_up(self) -> None:
+    """Compiles every call, so that no request waits for it."""
+    self.server.warm_up(self.config.learns)
+    # A row that is stopped, and log-probabilities, have programs of their own.
+    prompt = self.encode("-", is_chat=False)
+    request = Request(prompt, watch=lambda tokens: 1, remember=False)
+    (done,) = self.server.run([request])
+    pair = self.server.pair
+    agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
+
+  def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:
+    pair = self.server.pair
+    chosen = agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
+    return protocol.log_probs(ask, done, np.asarray(chosen)[0], pair.vocabulary.decode)
+
+  def _finished(self, job: Job, done: Finished) -> None:
+    """Counts an answer and lets the draft learn from it; on the serving thread."""
+    self.metrics.count(job, done, time.perf_counter())
+    if self.learning is not None and job.prompt.learn:
+      self.learning.add(done)
+
+  def _learned(
+    self, overlap: float, floor: float | None, outcome: Outcome | None
+  ) -> None:
+    seconds = None if outcome is None else outcome.update_ms / 1e3
+    self.metrics.learned(overlap, floor, seconds)

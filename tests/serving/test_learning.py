@@ -1,0 +1,184 @@
+"""What a server learns survives restarts; what must not be learnt leaves no trace."""
+
+import dataclasses
+import shutil
+
+import httpx2
+import jax
+import numpy as np
+import pytest
+from serving import running
+from serving.running import TEXTS
+
+from osd_jax import base
+from osd_jax.models import weights
+from osd_jax.runs import RunDirectory
+from osd_jax.serving import learning
+from osd_jax.serving.learning import Journal
+
+
+def numbers(folder):
+  journal = Journal(folder / "journal.jsonl")
+  found = [row["number"] for row in journal.read(0)]
+  journal.close()
+  return found
+
+
+def draft(server):
+  service = server.service.server
+  trained, _ = service.pair.draft.split(service.draft_params)
+  return jax.tree.leaves(jax.device_get(trained))
+
+
+def same(left, right):
+  return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def learned(server, count):
+  server.wait_for(lambda service: service.learning.finished == count)
+
+
+@pytest.mark.slow
+def test_restarted_server_goes_on_with_its_draft(pair, tmp_path):
+  with running.running(pair, tmp_path, checkpoint_every=4) as first:
+    start = draft(first)
+    for text in TEXTS * 2:
+      first.text(text)
+  adapted = draft(first)
+  assert not same(start, adapted)
+  with running.running(pair, tmp_path, checkpoint_every=4) as second:
+    assert second.service.learning.finished == 12
+    assert same(draft(second), adapted)
+    version = second.service.server.engine.draft_version
+    assert version == second.service.server.learner.version > 0
+    second.text(TEXTS[0])
+    learned(second, 13)
+
+
+@pytest.mark.slow
+def test_killed_server_learns_each_answer_exactly_once(pair, tmp_path):
+  """A copy of the files is what a kill leaves, at any moment."""
+  (tmp_path / "live").mkdir()
+  with running.running(pair, tmp_path / "live", checkpoint_every=5) as live:
+    for count, text in enumerate(TEXTS * 2, 1):
+      live.text(text)  # answered, so it must be on disk
+      if count in (3, 8, 12):
+        shutil.copytree(tmp_path / "live", tmp_path / str(count))
+    learned(live, 12)
+  for count in (3, 8, 12):
+    with running.running(pair, tmp_path / str(count), checkpoint_every=5) as again:
+      assert again.service.learning.finished == count
+      assert int(again.service.server.learner.state()[0]["buffer"].added) == count
+
+
+@pytest.mark.slow
+def test_journal_forgets_what_checkpoints_hold(pair, tmp_path):
+  with running.running(pair, tmp_path, checkpoint_every=3) as server:
+    for count, text in enumerate(TEXTS * 2, 1):
+      server.text(text)
+      learned(server, count)
+  assert numbers(tmp_path) == [9, 10, 11]
+
+
+@pytest.mark.slow
+def test_missing_answer_of_a_journal_is_an_error(pair, tmp_path):
+  with running.running(pair, tmp_path, checkpoint_every=100) as server:
+    for text in TEXTS[:3]:
+      server.text(text)
+    learned(server, 3)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+  path = tmp_path / "copy" / "journal.jsonl"
+  path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+  with pytest.raises(base.InputError, match="answer 0 is missing"):
+    with running.running(pair, tmp_path / "copy"):
+      pass
+
+
+def test_answers_that_must_not_be_learnt_leave_no_trace(pair, tmp_path):
+  decoding = dataclasses.replace(running.DECODING, cache_tokens=1024)
+
+  def traces(server):
+    service = server.service.server
+    added = int(service.learner.state()[0]["buffer"].added)
+    return added, int(service.engine.memory.table.end), len(numbers(tmp_path))
+
+  with running.running(pair, tmp_path, decoding=decoding) as server:
+    before = server.text(TEXTS[0], learn=False)
+    server.post("/v1/completions", prompt=TEXTS[1], learn=False, stream=True)
+    assert traces(server) == (0, 0, 0)
+    assert server.text(TEXTS[0]) == before
+    learned(server, 1)
+    assert traces(server) > (0, 0, 0) and min(traces(server)) > 0
+
+
+def test_newest_draft_is_a_file_for_those_with_the_token(pair, tmp_path):
+  with running.running(pair, token="sesame") as server:
+    for text in TEXTS:
+      server.text(text)
+    learned(server, len(TEXTS))
+    served = draft(server)
+    file = server.client.get("/admin/draft")
+    assert httpx2.get(f"{server.url}/admin/draft").status_code == 401
+  (tmp_path / "draft.safetensors").write_bytes(file.content)
+  found = weights.load(tmp_path / "draft.safetensors").params
+  assert same(jax.tree.leaves(jax.device_get(found)), served)
+  with running.running(pair, learn=False) as server:
+    assert server.client.get("/admin/draft").status_code == 403
+
+
+@pytest.mark.slow
+def test_draft_of_another_server_is_served_without_a_pause(pair, plain, tmp_path):
+  params = jax.tree.map(lambda leaf: leaf * 1.1, pair.draft_params)
+  path = pair.save_draft(tmp_path / "other.safetensors", params, "another draft")
+  with running.running(pair, learn=False, token="sesame") as server:
+    assert server.text(TEXTS[0]) == plain[0]
+    loaded = server.client.put("/admin/draft", content=path.read_bytes())
+    assert loaded.json() == {"draft_version": 1}
+    assert server.text(TEXTS[1]) == plain[1]
+    engine = server.service.server.engine
+    assert engine.draft_version == 1
+    broken = server.client.put("/admin/draft", content=b"no weights")
+    assert broken.status_code == 400 and "\n" not in broken.json()["error"]["message"]
+    assert (
+      server.client.get("/admin/draft").content[-1000:] == path.read_bytes()[-1000:]
+    )
+  with running.running(pair, token="sesame") as server:
+    refused = server.client.put("/admin/draft", content=path.read_bytes())
+    assert refused.status_code == 400 and "that does not learn" in refused.text
+
+
+def test_error_of_the_learner_does_not_stop_serving(pair, plain, monkeypatch):
+  with running.running(pair) as server:
+
+    def observe(*arguments, **named):
+      raise base.InputError("distillation: the draft is broken.")
+
+    monkeypatch.setattr(server.service.server.learner, "observe", observe)
+    assert [server.text(text) for text in TEXTS] == plain
+    server.wait_for(lambda service: service.learning.failure)
+    assert "osd:learning_failed" in server.client.get("/metrics").text
+    assert server.client.get("/live").json()["learning_failure"]
+    assert server.client.get("/health").status_code == 200
+
+
+def test_slow_learner_drops_answers_instead_of_delaying_them(pair, plain, monkeypatch):
+  monkeypatch.setattr(learning, "MAX_PENDING", 0)
+  with running.running(pair) as server:
+    assert server.text(TEXTS[0]) == plain[0]
+    assert server.service.learning.dropped == 1
+
+
+def test_run_directory_is_locked_and_checks_the_settings(tmp_path):
+  from osd_jax.serving import command
+  from osd_jax.serving.service import ServeConfig
+
+  config = ServeConfig(run_directory=str(tmp_path / "run"))
+  with command._opened(config, ""):
+    with pytest.raises(base.InputError, match="is being written by"):
+      command._opened(config, "")
+  RunDirectory(tmp_path / "run").provenance_path.exists()
+  with command._opened(dataclasses.replace(config, port=1, learn=False), ""):
+    pass  # these may change
+  other = dataclasses.replace(config, decoding=running.DECODING)
+  with pytest.raises(base.InputError, match="ServeConfig.decoding"):
+    command._opened(other, "")

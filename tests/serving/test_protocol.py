@@ -1,0 +1,182 @@
+"""Requests become prompts or refusals with one clear line each."""
+
+import json
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from osd_jax.data import chat
+from osd_jax.engine.requests import SamplingConfig
+from osd_jax.serving import protocol
+from osd_jax.serving.protocol import Refusal
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def read(fields, is_chat=False, **changes):
+  asked = {"messages": MESSAGES} if is_chat else {"prompt": "Hello"}
+  default = SamplingConfig(temperature=1.0)
+  return protocol.read_ask({**asked, **fields}, is_chat, "osd", default, 8, **changes)
+
+
+def test_settings_become_those_of_the_prompt():
+  ask = read(
+    {
+      "temperature": 0.5,
+      "top_p": 0.9,
+      "top_k": -1,
+      "min_p": 0.1,
+      "repetition_penalty": 1.2,
+      "seed": 2**32 + 7,
+      "stop": "x",
+      "max_tokens": 9,
+      "learn": False,
+      "speculative": False,
+      "n": 2,
+    }
+  )
+  prompt = ask.prompt
+  assert (prompt.temperature, prompt.top_p, prompt.top_k) == (0.5, 0.9, 0)
+  assert (prompt.min_p, prompt.repetition_penalty, prompt.seed) == (0.1, 1.2, 7)
+  assert (prompt.stop, prompt.max_new_tokens) == (("x",), 9)
+  assert (prompt.learn, prompt.speculative, ask.n) == (False, False, 2)
+  assert read({}).prompt.temperature == 1.0
+  assert read({"max_completion_tokens": 3}, True).prompt.max_new_tokens == 3
+
+
+@pytest.mark.parametrize(
+  "prompt, inputs",
+  [
+    ("a", ("a",)),
+    (["a", "b"], ("a", "b")),
+    ([5, 6], ((5, 6),)),
+    ([[5], [6, 7]], ((5,), (6, 7))),
+    (["a", [5]], ("a", (5,))),
+  ],
+)
+def test_prompts_are_texts_or_token_ids(prompt, inputs):
+  assert read({"prompt": prompt}).inputs == inputs
+
+
+def test_messages_become_a_conversation():
+  parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+  assert read({"messages": [{"role": "user", "content": parts}]}, True).inputs == (
+    "Hello",
+  )
+  several = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
+  (found,) = read({"messages": several}, True).inputs
+  assert isinstance(found, chat.Conversation)
+  assert [one["role"] for one in found.messages] == ["system", "user"]
+
+
+# Parameters, the start of the message, and the name in the error.
+BAD = [
+  ({"temperature": "warm"}, 'temperature: received "warm", expected a number'),
+  ({"temperature": True}, "temperature: received true, expected a number"),
+  ({"temperature": -1}, "temperature: received -1, expected a number in 0..100"),
+  ({"top_p": 0}, "top_p: received 0, expected a number above 0, at most 1"),
+  ({"max_tokens": 0}, "max_tokens: received 0, expected an integer >= 1"),
+  ({"max_tokens": 2.0}, "max_tokens: received 2.0, expected an integer >= 1"),
+  ({"n": 1000}, "n: received 1000, expected an integer in 1..128"),
+  ({"n": 100, "prompt": ["a", "b"]}, "n: received n = 100 for 2 prompts"),
+  ({"stop": [""]}, 'stop: received [""], expected a non-empty text'),
+  ({"stream": "yes"}, 'stream: received "yes", expected true or false'),
+  ({"stream_options": {"include_usage": True}}, "stream_options: needs stream"),
+  (
+    {"stream": True, "stream_options": {"speed": 1}},
+    "stream_options.speed: no such option",
+  ),
+  ({"prompt": ""}, "prompt: received an empty text"),
+  ({"prompt": []}, "prompt: received an empty list"),
+  ({"prompt": [[]]}, "prompt: received [] in a list"),
+  ({"prompt": [1, "a"]}, "prompt: received 1 in a list"),
+  ({"prompt": None}, "prompt: missing"),
+  ({"logprobs": 9}, "logprobs: received 9, expected at most 8"),
+  ({"logprobs": 1, "stream": True}, "logprobs: not supported together with stream"),
+  ({"echo": True, "prompt": [5]}, "echo: expected a prompt of text"),
+  ({"presence_penalty": 0.5}, "presence_penalty: not supported; leave it out, or"),
+  ({"tools": [{}]}, "tools: not supported"),
+  ({"best_of": 3}, "best_of: not supported"),
+  ({"temprature": 1}, "temprature: no such parameter; did you mean temperature?"),
+  ({"messages": MESSAGES}, "messages: no such parameter"),
+]
+BAD_CHATS = [
+  ({"messages": []}, "messages: received [], expected a list of messages"),
+  ({"messages": ["a"]}, 'messages[0]: received "a", expected an object'),
+  ({"messages": [{"role": "tool"}]}, 'messages[0].role: received "tool"'),
+  ({"messages": [{"role": "user"}]}, "messages[0].content: expected a text"),
+  (
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    "messages[0].content: expected a text, or a list of parts of type text",
+  ),
+  (
+    {"messages": [*MESSAGES, {"role": "assistant", "content": "a"}]},
+    "messages: the last message is the assistant's",
+  ),
+  ({"messages": None}, "messages: missing"),
+  ({"top_logprobs": 2}, "top_logprobs: needs logprobs = true"),
+  ({"response_format": {"type": "json_object"}}, "response_format: not supported"),
+  ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens: give max_completion"),
+]
+
+
+@pytest.mark.parametrize(
+  "is_chat, fields, message",
+  [(False, *bad) for bad in BAD] + [(True, *bad) for bad in BAD_CHATS],
+)
+def test_bad_request_is_refused_with_one_line(is_chat, fields, message):
+  with pytest.raises(Refusal) as found:
+    read(fields, is_chat)
+  refusal = found.value
+  assert refusal.message.startswith(message)
+  assert refusal.status == 400 and "\n" not in refusal.message
+  error = json.loads(json.dumps(refusal.body()))["error"]
+  assert error["type"] == "invalid_request_error"
+  assert error["param"] == message.split(":")[0].split("[")[0].split(".")[0]
+
+
+VALUES = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+  lambda inner: (
+    st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=5), inner, max_size=2)
+  ),
+  max_leaves=4,
+)
+NAMES = (*protocol._COMPLETION, *protocol._CHAT, *protocol.NEUTRAL, "unknown")
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(
+  st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.booleans()
+)
+def test_any_body_is_read_or_refused(fields, is_chat):
+  try:
+    body = json.dumps(fields).encode()
+    ask = read(protocol.read_object(body), is_chat)
+  except Refusal as refusal:
+    assert refusal.status in (400, 404) and "\n" not in refusal.message
+    json.dumps(refusal.body())
+  else:
+    assert ask.inputs and ask.n >= 1
+
+
+def test_values_without_effect_are_accepted():
+  neutral = {name: values[0] for name, values in protocol.NEUTRAL.items()}
+  labels = dict.fromkeys(protocol.IGNORED, "someone")
+  assert read({**neutral, **labels}).n == 1
+  assert read(dict.fromkeys(protocol.NEUTRAL, None)).n == 1
+
+
+def test_other_models_are_not_found():
+  with pytest.raises(Refusal) as found:
+    read({"model": "gpt"})
+  assert found.value.status == 404
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 10**5])
+def test_body_that_is_no_object_is_refused(body):
+  with pytest.raises(Refusal) as found:
+    protocol.read_object(body)
+  assert found.value.status == 400 and "\n" not in found.value.message

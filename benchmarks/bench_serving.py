@@ -21,6 +21,9 @@ times the capacity of the slowest system, which is measured first.
     pause                 between two pieces of text of an answer
     latency               from the arrival of a request to the end of its answer
 
+Updates that go on after the last answer of a block are not counted; bench_whole_run
+counts them.
+
 `--overload 4` sends four times the capacity, and the capacity itself for comparison.
 
   python benchmarks/bench_serving.py [--requests 200] [--turns 5]
@@ -31,6 +34,7 @@ times the capacity of the slowest system, which is measured first.
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import random
@@ -43,6 +47,8 @@ from typing import Any
 import http_load
 import measure
 import numpy as np
+import rich.console
+import rich.table
 
 from osd_jax import base
 from osd_jax.data import examples
@@ -52,9 +58,17 @@ from osd_jax.serving.service import ServeConfig
 
 BARE = "bare"
 FROZEN = "ServeConfig.learn=False"
+# `osd serve` has no setting for decoding without a draft. Requests that must not draft
+# are decoded plainly where K may be 0.
+UNDRAFTED = {"speculative": False, "learn": False}
+PLAIN = "plain"
 # System -> settings of its server.
 SYSTEMS = {
-  "plain": (FROZEN, "DecodingConfig.num_draft_tokens=0"),
+  PLAIN: (
+    FROZEN,
+    "DecodingConfig.num_draft_tokens=1",
+    "DecodingConfig.adaptive=@AdaptiveConfig()",
+  ),
   "frozen": (FROZEN,),
   "cache": ("PairConfig.draft='cache'",),
   "online": (),
@@ -62,6 +76,8 @@ SYSTEMS = {
 WARM_UP = 32  # requests of the closed loop that measures the capacity
 FULL = 16  # its clients
 OVERHEAD_CLIENTS = 8
+TIMES = ("time to first token", "inter-token latency", "pause", "latency")
+COUNTS = ("tokens/s", "requests/s", "refused", "failed")
 Replies = Sequence[http_load.Reply]
 Bodies = Sequence[Mapping[str, Any]]
 Send = Callable[[str, Bodies], Replies]
@@ -89,11 +105,10 @@ def figures_of(replies: Replies, seconds: float) -> dict[str, float]:
   pauses = [pause for reply in several for pause in np.diff(reply.pieces)]
   spans = [(r.pieces[-1] - r.pieces[0]) / (r.tokens - 1) for r in several]
   firsts = [reply.pieces[0] - reply.due for reply in answered if reply.pieces]
+  latencies = [reply.ended - reply.due for reply in answered]
+  times = dict(zip(TIMES, (firsts, spans, pauses, latencies), strict=True))
   return {
-    **percentiles("time to first token", firsts),
-    **percentiles("inter-token latency", spans),
-    **percentiles("pause", pauses),
-    **percentiles("latency", [reply.ended - reply.due for reply in answered]),
+    **{key: x for kind in TIMES for key, x in percentiles(kind, times[kind]).items()},
     "tokens/s": sum(reply.tokens for reply in answered) / seconds,
     "requests/s": len(answered) / seconds,
     "refused": sum(reply.status == 429 for reply in replies),
@@ -134,25 +149,37 @@ def paced(
   return http_load.open_loop(url, bodies, times)
 
 
-def timed(
-  send: Send, server: http_load.Server, bodies: Bodies
-) -> tuple[Replies, float]:
-  """Returns replies, and the seconds from the first arrival to the last answer."""
-  replies = send(server.url, bodies)
-  began = min(reply.due for reply in replies)
-  seconds = max(reply.ended for reply in replies) - began
-  server.wait_until_idle()
-  return replies, seconds
+@dataclasses.dataclass
+class System:
+  """A system and its server."""
+
+  name: str
+  server: http_load.Server
+
+  def serve(self, send: Send, bodies: Bodies) -> tuple[Replies, float]:
+    """Returns replies, and the seconds from the first arrival to the last answer."""
+    if self.name == PLAIN:
+      bodies = [{**body, **UNDRAFTED} for body in bodies]
+    replies = send(self.server.url, bodies)
+    began = min(reply.due for reply in replies)
+    seconds = max(reply.ended for reply in replies) - began
+    self.server.wait_until_idle()
+    return replies, seconds
+
+  def capacity(self, bodies: Bodies) -> float:
+    """Returns the requests that it answers per second; also warms it up."""
+    send = functools.partial(http_load.closed_loop, clients=FULL)
+    return figures_of(*self.serve(send, bodies[:WARM_UP]))["requests/s"]
 
 
 def in_turns(
-  servers: Mapping[str, http_load.Server],
+  systems: Mapping[str, System],
   blocks: Sequence[Bodies],
   send: Send,
   bare: "Bare | None" = None,
 ) -> dict[str, Measured]:
   """Sends every block to every system; the first system changes from block to block."""
-  names = [*servers, *([BARE] if bare else [])]
+  names = [*systems, *([BARE] if bare else [])]
   measured = {name: Measured() for name in names}
   for turn, block in enumerate(blocks):
     for place in range(len(names)):
@@ -160,7 +187,7 @@ def in_turns(
       if bare and name == BARE:
         measured[name].add([], *bare.run(block))
       else:
-        replies, seconds = timed(send, servers[name], block)
+        replies, seconds = systems[name].serve(send, block)
         measured[name].add(replies, sum(reply.tokens for reply in replies), seconds)
   return measured
 
@@ -219,18 +246,33 @@ def rows_of(
   return measure.rows(case, clock, found, asked)
 
 
+def print_table(case: str, measured: Mapping[str, Measured]) -> None:
+  """Prints a case with one line per system; times are p50 / p99 in ms."""
+  table = rich.table.Table("system", *TIMES, *COUNTS, title=case)
+  for name, one in measured.items():
+    if one.replies:
+      found = one.figures()
+      times = [[found[f"{kind} p{p}, ms"] for p in (50, 99)] for kind in TIMES]
+      cells = [f"{low:.3g} / {high:.3g}" for low, high in times]
+      table.add_row(name, *cells, *(f"{found[count]:.4g}" for count in COUNTS))
+    else:
+      speed = f"{np.median(one.speeds):.4g}"
+      table.add_row(name, *("" for _ in TIMES), speed)
+  rich.console.Console().print(table)
+
+
 def overload(
-  server: http_load.Server, bodies: Bodies, capacity: float, given: argparse.Namespace
+  system: System, bodies: Bodies, given: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, str]]:
   """Sends the capacity and several times as much; returns figures and goals."""
-  found = {}
+  found, capacity = {}, system.capacity(bodies)
   for name, times in (("full load", 1.0), ("overload", given.overload)):
     count = int(len(bodies) * times)  # both take equally long
     sent = [bodies[place % len(bodies)] for place in range(count)]
     send = functools.partial(
       paced, trace="steady", rate=times * capacity, seed=given.seed
     )
-    replies, seconds = timed(send, server, sent)
+    replies, seconds = system.serve(send, sent)
     found |= {f"{name}, {k}": v for k, v in figures_of(replies, seconds).items()}
     refused = [reply for reply in replies if reply.status == 429]
     silent = sum(not reply.retry_after for reply in refused)
@@ -248,12 +290,6 @@ def bodies_of(given: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
   limit = {"max_tokens": given.max_tokens} if given.max_tokens else {}
   texts = prompts_of(given.requests, seed)
   return [http_load.streamed(text, **limit) for text in texts]
-
-
-def capacity_of(server: http_load.Server, bodies: Bodies) -> float:
-  """Returns the requests per second that a server answers; also warms it up."""
-  send = functools.partial(http_load.closed_loop, clients=FULL)
-  return figures_of(*timed(send, server, bodies[:WARM_UP]))["requests/s"]
 
 
 def cases(
@@ -276,26 +312,25 @@ def run(given: argparse.Namespace, folder: pathlib.Path) -> None:
   pair = pathlib.Path(given.model).name if given.model else "shipped pair"
   setting = ", ".join([pair, *given.bindings])
   with contextlib.ExitStack() as stack:
-    servers = {
-      name: stack.enter_context(
-        http_load.Server([*shared, *SYSTEMS[name]], folder / name)
-      )
-      for name in given.systems
-    }
+    systems = {}
+    for name in given.systems:
+      started = http_load.Server([*shared, *SYSTEMS[name]], folder / name)
+      systems[name] = System(name, stack.enter_context(started))
     others = bodies_of(given, given.seed + 1)
-    capacity = {name: capacity_of(server, others) for name, server in servers.items()}
     if given.overload:
       name = given.systems[-1]
-      found = overload(servers[name], others, capacity[name], given)
+      found = overload(systems[name], others, given)
       case = f"{setting}, {name}, {given.overload:g} times the capacity"
       measure.report("serving", measure.rows(case, clock, *found))
       return
+    slowest = min(system.capacity(others) for system in systems.values())
     bare = Bare(shared) if OVERHEAD_CLIENTS in given.clients else None
     bodies = bodies_of(given, given.seed)
     blocks = [bodies[turn :: given.turns] for turn in range(given.turns)]
-    for name, send, with_bare in cases(given, min(capacity.values())):
-      found = in_turns(servers, blocks, send, bare if with_bare else None)
+    for name, send, with_bare in cases(given, slowest):
+      found = in_turns(systems, blocks, send, bare if with_bare else None)
       measure.report("serving", rows_of(f"{setting}, {name}", clock, found))
+      print_table(f"{setting}, {name}", found)
 
 
 def options() -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,22 +50,21 @@ class Server:
     self,
     bindings: Sequence[str],
     folder: pathlib.Path,
-    *,
-    log_compilations: bool = False,
+    variables: Mapping[str, str] = types.MappingProxyType({}),
   ):
     """Starts the process; `wait_until_ready` waits until it answers.
 
     Args:
       bindings: settings, such as "ServeConfig.learn=False".
       folder: for the log; created if needed.
-      log_compilations: the log names every program that is compiled.
+      variables: environment variables; JAX_LOG_COMPILES=1 makes the log name every
+        program that is compiled.
     """
     folder.mkdir(parents=True, exist_ok=True)
     self.log, self.url = folder / "server.log", ""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    if log_compilations:
-      environment["JAX_LOG_COMPILES"] = "1"
+    environment |= variables
     given = ["ServeConfig.port=0", *bindings]
     command = [sys.executable, "-c", _RUN, "serve", *(f"--gin.{one}" for one in given)]
     with open(self.log, "wb") as log:

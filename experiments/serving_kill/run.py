@@ -170,14 +170,25 @@ class KillTest:
     """Saves the pair."""
     self._out, self._draws = out, random.Random(seed)
     self._bindings = bindings_of(out)
+    self._variables = {
+      "JAX_COMPILATION_CACHE_DIR": str(out / "jax_cache"),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # restarts compile nothing
+    }
     self._run = out / "run"
     self._start_seconds = 10.0
     self.tally, self.moments = Tally(), dict.fromkeys(MOMENTS, 0)
     self.journal, self.clients = Journal(self._run / "journal.jsonl"), Clients(seed)
 
   def live(self, number: int, kills: bool) -> None:
-    """Starts the server and kills it, or ends it in order."""
-    server = http_load.Server(self._bindings, self._out / f"life_{number:03d}")
+    """Starts the server and kills it, or ends it in order.
+
+    Args:
+      number: of this start, from 0.
+      kills: whether it is killed.
+    """
+    server = http_load.Server(
+      self._bindings, self._out / f"life_{number:03d}", self._variables
+    )
     moment = self._draws.choice(MOMENTS) if kills else ""
     began = time.monotonic()
     if moment == "start" and number:

@@ -206,7 +206,7 @@ def soaked(given: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
   """Runs the server under load and returns all counts."""
   run_directory = f"ServeConfig.run_directory={str(given.out / 'run')!r}"
   server = http_load.Server(
-    [run_directory, *given.bindings], given.out, log_compilations=True
+    [run_directory, *given.bindings], given.out, {"JAX_LOG_COMPILES": "1"}
   )
   with server:
     started, soak = time.monotonic(), Soak(server, works)

@@ -21,7 +21,7 @@ import threading
 import time
 import types
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -287,7 +287,7 @@ def closed_loop(
 
 
 def open_loop(
-  url: str, bodies: Sequence[Mapping[str, Any]], times: Sequence[float]
+  url: str, bodies: Sequence[Mapping[str, Any]], times: Iterable[float]
 ) -> list[Reply]:
   """Sends request i at times[i] seconds from now, however many are unanswered."""
   start, futures = time.perf_counter() + 0.1, []

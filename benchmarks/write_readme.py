@@ -138,7 +138,7 @@ clients and the traces; [serving_soak and serving_kill](../experiments) use it, 
 [AIPerf](https://github.com/ai-dynamo/aiperf) can load a running `osd serve`. It reads
 `metrics.speculative_decoding` from the answers and reports acceptance in its section
 "Spec Decode". AIPerf needs a tokenizer from the Hugging Face hub even though the server
-counts the tokens. Without a network, a tokenizer that splits text into words works, in a
+counts the tokens. Without a network, use a tokenizer that splits text into words, in a
 folder that is laid out like the hub's cache:
 
 <!-- not run: installs AIPerf (1.2 GB) in an environment of its own; needs osd serve -->

@@ -191,27 +191,26 @@ class KillTest:
     )
     moment = self._draws.choice(MOMENTS) if kills else ""
     began = time.monotonic()
-    if moment == "start" and number:
-      self._watch(server, self._draws.uniform(0, self._start_seconds))
-    else:
-      try:
+    try:
+      if moment == "start" and number:
+        self._watch(server, self._draws.uniform(0, self._start_seconds))
+      else:
         server.wait_until_ready()
-      except RuntimeError as error:
-        self.tally.restarts_failed += 1
-        print(error, file=sys.stderr)
-        server.kill()
-        return
-      self._start_seconds = time.monotonic() - began
-      with self.clients.sending(server.url):
-        self._load(server, moment)
-        if moment:
-          server.kill()
-    if moment:
+        self._start_seconds = time.monotonic() - began
+        with self.clients.sending(server.url):
+          self._load(server, moment)
+          if moment:
+            server.kill()
+      if not moment:
+        self.tally.restarts_failed += server.stop() != 0
+    except RuntimeError as error:
+      self.tally.restarts_failed += 1
+      print(error, file=sys.stderr)
+    finally:
       server.kill()
+    if moment:
       self.tally.kills += 1
       self.moments[moment] += 1
-    else:
-      self.tally.restarts_failed += server.stop() != 0
     self.journal.read()
 
   def _load(self, server: http_load.Server, moment: str) -> None:

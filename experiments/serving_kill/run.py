@@ -41,7 +41,7 @@ from osd_jax.main import settings
 from osd_jax.serving.service import ServeConfig, Service
 
 MOMENTS = ("start", "checkpoint", "anywhere", "anywhere")
-CLIENTS = 4
+CLIENTS = 6
 PATIENCE = 60.0  # seconds to wait for a checkpoint
 Tokens = tuple[int, ...]
 
@@ -216,7 +216,7 @@ class KillTest:
   def _load(self, server: http_load.Server, moment: str) -> None:
     """Waits until the moment of the kill."""
     end = time.monotonic() + PATIENCE
-    self._watch(server, self._draws.uniform(0.2, 3.0))
+    self._watch(server, self._draws.uniform(0.2, 5.0))
     if moment == "checkpoint":
       while time.monotonic() < end and not self._writes_checkpoint():
         self._watch(server, 0.005)

@@ -57,7 +57,6 @@ COMMANDS = {
     "osd serve\n"
     "  osd serve --gin.PairConfig.target='\"my_flan_t5\"' --gin.ServeConfig.port=8080\n"
     "  osd serve --gin.ServeConfig.run_directory='\"runs/serve\"'",
-    continues=True,
   ),
   "pretrain": Command(
     "PretrainConfig",

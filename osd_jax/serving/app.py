@@ -28,6 +28,7 @@ from osd_jax.serving.service import Service
 
 BODY_LIMIT = 2**20  # bytes; a prompt has at most some thousand tokens
 _OPEN = ("/", "/health", "/live")  # need no token
+_BYTES = "application/octet-stream"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -51,6 +52,7 @@ def make(service: Service, token: str = "") -> Starlette:
     ("/v1/models", "GET", routes.models),
     ("/v1/completions", "POST", routes.completions),
     ("/v1/chat/completions", "POST", routes.chat_completions),
+    ("/admin/draft", "GET", routes.draft),
     ("/tokenize", "POST", routes.tokenize),
     ("/detokenize", "POST", routes.detokenize),
   ]
@@ -59,6 +61,8 @@ def make(service: Service, token: str = "") -> Starlette:
     async def run(request: Request) -> Response:
       try:
         _check_token(request, token)
+        if request.url.path.startswith("/admin/") and not token:
+          raise Refusal(403, "needs a server with a token; set OSD_API_KEY.")
         return await handler(request)
       except base.InputError as error:
         refusal = Refusal(400, " ".join(str(error).split()))
@@ -138,6 +142,11 @@ class _Routes:
   async def metrics(self, request: Request) -> Response:
     del request
     return Response(self._service.exposition(), media_type=_PROMETHEUS)
+
+  async def draft(self, request: Request) -> Response:
+    del request
+    headers = {"Content-Disposition": 'attachment; filename="draft.safetensors"'}
+    return Response(await self._service.draft(), 200, headers, _BYTES)
 
   async def version(self, request: Request) -> Response:
     del request

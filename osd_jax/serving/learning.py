@@ -32,6 +32,7 @@ from osd_jax.runs import checkpoint
 
 # Answers that may wait for the learning thread. Each holds its records, some 50 kB.
 MAX_PENDING = 1024
+FLOOR_EVERY = 4  # one in so many answers is measured with the first draft, too
 
 
 class Journal:
@@ -98,7 +99,7 @@ class Learning:
     server: Server,
     directory: Path | None,
     every: int,
-    on_learned: Callable[[float, Outcome | None], object],
+    on_learned: Callable[[float, float | None, Outcome | None], object],
   ):
     """Restores the learner from the run directory, if there is one.
 
@@ -106,8 +107,9 @@ class Learning:
       server: its learner is used by the learning thread only.
       directory: keeps checkpoints and the journal; None keeps nothing.
       every: answers between checkpoints.
-      on_learned: called with the overlap of the serving draft with every answer, before
-        it learns from the answer, and with the update that has ended, if any.
+      on_learned: called with the overlap of the newest draft with every answer, before
+        it learns from the answer; with that of the first draft, or None if it was not
+        measured; and with the update that has ended, if any.
 
     Raises:
       InputError: the pair's draft cannot learn, or no checkpoint can be used.
@@ -149,6 +151,10 @@ class Learning:
           return
     self._thread.submit(self._learn, done)
 
+  def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Runs a call on the learning thread, between two answers."""
+    return self._thread.submit(call)
+
   def close(self, timeout: float) -> None:
     """Learns from the answers that wait, up to `timeout` seconds, and saves.
 
@@ -175,15 +181,20 @@ class Learning:
       self._fail(error)
 
   def _observe(self, done: Finished) -> None:
-    """Measures the serving draft on an answer and learns from it."""
-    server = self._server
-    measured = agreement.of_answer(
-      server.pair.draft, server.draft_params, done, server.shortlist
-    )
-    overlap = float(np.asarray(measured.distribution_overlap)[0])
+    """Measures the newest draft on an answer and learns from it."""
+    server, floor = self._server, None
+    overlap = self._overlap(server.draft_params, done)
+    if self.finished % FLOOR_EVERY == 0:
+      floor = self._overlap(server.pair.draft_params, done)
     outcome = server.learn(done, overlap, background=True)
     self.finished = server.learner.finished
-    self._on_learned(overlap, outcome)
+    self._on_learned(overlap, floor, outcome)
+
+  def _overlap(self, params: base.Params, done: Finished) -> float:
+    """Returns the overlap of a draft with an answer."""
+    server = self._server
+    found = agreement.of_answer(server.pair.draft, params, done, server.shortlist)
+    return float(np.asarray(found.distribution_overlap)[0])
 
   def _fail(self, error: Exception) -> None:
     self.failure = str(error) or type(error).__name__

@@ -4,9 +4,11 @@ import threading
 from collections import deque
 from typing import Any
 
+import jax
 import prometheus_client as prometheus
 
 from osd_jax.engine.requests import Finished
+from osd_jax.serving.learning import FLOOR_EVERY
 from osd_jax.serving.scheduler import Job, Load
 
 SECONDS = (
@@ -38,6 +40,7 @@ _COUNTERS = {
   "vllm:generation_tokens": "emitted tokens",
   "osd:target_calls": "verifications and plain steps",
   "osd:updates": "updates of the draft",
+  "osd:compilations": "programs that were compiled; constant after the start",
   "osd:update_seconds": "seconds that updates ran",
 }
 _LABELLED = {
@@ -53,7 +56,8 @@ _GAUGES = {
   "vllm:num_requests_waiting": "requests in the queue",
   "vllm:engine_healthy": "1 while the engine answers requests",
   "osd:draft_version": "version of the draft that serves",
-  "osd:overlap": "overlap of draft and target, mean over recent answers",
+  "osd:overlap": "overlap of the newest draft with recent answers, mean",
+  "osd:floor_overlap": "the same of the first draft, which never learns",
   "osd:tokens_per_target_call": "mean over recent answers",
   "osd:records_dropped": "answers not learnt from because too many were waiting",
   "osd:learning_failed": "1 if an error has stopped learning",
@@ -84,6 +88,7 @@ class Metrics:
     """
     self._positions = num_draft_tokens
     self._registry = prometheus.CollectorRegistry()
+    prometheus.ProcessCollector(registry=self._registry)  # memory and CPU time
     common = {"model_name": model, "engine": "0"}
     self._made: dict[str, Any] = {}
     labels = tuple(common)
@@ -104,9 +109,11 @@ class Metrics:
       self._made[name] = prometheus.Counter(
         name, text, (*labels, label), registry=self._registry
       )
+    jax.monitoring.register_event_duration_secs_listener(self._compiled)
     self._lock = threading.Lock()
     self._recent: deque[tuple[int, int, int, int]] = deque(maxlen=RECENT)
     self._overlaps: deque[float] = deque(maxlen=RECENT)
+    self._floors: deque[float] = deque(maxlen=RECENT // FLOOR_EVERY)
     self.totals = {"requests": 0, "tokens": 0, "updates": 0, "update_seconds": 0.0}
 
   def count(self, job: Job, done: Finished, now: float) -> None:
@@ -140,10 +147,14 @@ class Metrics:
       self.totals["tokens"] += tokens
       self._recent.append((tokens, done.target_calls, done.accepted, done.drafted))
 
-  def learned(self, overlap: float, update_seconds: float | None) -> None:
-    """Counts an answer that was learnt from, and the update that ended with it."""
+  def learned(
+    self, overlap: float, floor: float | None, update_seconds: float | None
+  ) -> None:
+    """Counts an answer that was learnt from; see `Learning` for the arguments."""
     with self._lock:
       self._overlaps.append(overlap)
+      if floor is not None:
+        self._floors.append(floor)
       self.totals["updates"] += update_seconds is not None
       self.totals["update_seconds"] += update_seconds or 0
     if update_seconds is not None:
@@ -158,13 +169,15 @@ class Metrics:
     """Returns totals, and means over recent answers, for the live page."""
     with self._lock:
       sums = [sum(column) for column in zip(*self._recent, strict=True)] or [0] * 4
-      overlaps, totals = list(self._overlaps), dict(self.totals)
+      overlaps, floors = list(self._overlaps), list(self._floors)
+      totals = dict(self.totals)
     tokens, calls, accepted, drafted = sums
     return {
       **totals,
       "tokens_per_target_call": tokens / calls if calls else None,
       "acceptance": accepted / drafted if drafted else None,
       "overlap": sum(overlaps) / len(overlaps) if overlaps else None,
+      "floor_overlap": sum(floors) / len(floors) if floors else None,
     }
 
   def text(self, load: Load, version: int, dropped: int, failed: bool) -> bytes:
@@ -176,12 +189,21 @@ class Metrics:
       ("vllm:engine_healthy", load.failure is None and not load.draining),
       ("osd:draft_version", version),
       ("osd:overlap", recent["overlap"] or 0),
+      ("osd:floor_overlap", recent["floor_overlap"] or 0),
       ("osd:tokens_per_target_call", recent["tokens_per_target_call"] or 0),
       ("osd:records_dropped", dropped),
       ("osd:learning_failed", failed),
     ):
       self._made[name].set(value)
     return prometheus.generate_latest(self._registry)
+
+  def close(self) -> None:
+    """Stops counting compilations."""
+    jax.monitoring.unregister_event_duration_listener(self._compiled)
+
+  def _compiled(self, event: str, *_: Any, **__: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+      self._add("osd:compilations", 1)
 
   def _add(self, name: str, value: float) -> None:
     self._made[name].inc(value)

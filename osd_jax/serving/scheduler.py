@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from osd_jax import base
 from osd_jax.engine.requests import Finished, Prompt, Request, TextSoFar
 from osd_jax.engine.server import Server
 
@@ -203,7 +204,8 @@ class Scheduler:
       is_streamed: whether events carry pieces of text.
 
     Raises:
-      InputError: the engine cannot decode a prompt.
+      InputError: the engine cannot decode a prompt, or there are more answers than
+        could ever wait.
       QueueFullError: there is no room for all jobs.
       DrainingError, EngineFailedError: nothing is answered any more.
     """
@@ -213,6 +215,12 @@ class Scheduler:
     for job in jobs[::n]:
       self._server.engine.check(job.request)
     call = Call(jobs, is_streamed)
+    most = self._max_waiting + self._server.engine.capacity
+    if len(jobs) > most:
+      raise base.InputError(
+        f"n: received {len(jobs)} answers in one request, expected at most {most}: the"
+        " rows of this server and its places for waiting requests."
+      )
     with self._changed:
       if self._failure is not None:
         raise EngineFailedError(first_line(self._failure))

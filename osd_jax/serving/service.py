@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +46,7 @@ class ServeConfig(base.Config):
     model_name: name of the model in requests and answers.
     host: address to listen on; the default is this machine only.
     port: port to listen on; 0 takes a free one.
-    max_waiting: requests that may wait while all rows are taken; more get status 429.
+    max_waiting: answers that may wait while all rows are taken; more get status 429.
     shutdown_seconds: after SIGTERM, requests in flight have this long to finish.
     run_directory: keeps the draft, checkpoints, and the token ids of answers until the
       draft has learnt from them; the same command continues. "" keeps nothing.
@@ -149,6 +150,22 @@ class Service:
       job.index, text, finish_reason(done), len(job.request.tokens), done, found
     )
 
+  async def draft(self) -> bytes:
+    """Returns the newest draft as a file that `PairConfig.draft` reads.
+
+    Raises:
+      InputError: the draft is broken, or a cache, which has no weights.
+    """
+
+    def write() -> bytes:
+      with tempfile.TemporaryDirectory() as folder:
+        path = self.server.save(Path(folder) / "draft.safetensors", "osd serve")
+        return path.read_bytes()
+
+    if self.learning is None:
+      return await asyncio.to_thread(write)
+    return await asyncio.wrap_future(self.learning.submit(write))
+
   def live(self) -> dict[str, Any]:
     """Returns what the live page shows."""
     load, learning = self.scheduler.load, self.learning
@@ -163,6 +180,7 @@ class Service:
       "seconds": time.monotonic(),
       "draft_version": self.server.engine.draft_version,
       "learning": learning is not None,
+      "learned": learning.finished if learning else 0,
       "learning_failure": learning.failure if learning else "",
       "num_draft_tokens": self.config.decoding.num_draft_tokens,
     }
@@ -184,6 +202,7 @@ class Service:
         path = self.server.save(self._directory / "draft.safetensors", "osd serve")
         print(f"adapted draft: {path}", file=sys.stderr, flush=True)
     self.server.close()
+    self.metrics.close()
 
   def _warm_up(self) -> None:
     """Compiles every call, so that no request waits for it."""
@@ -206,6 +225,8 @@ class Service:
     if self.learning is not None and job.prompt.learn:
       self.learning.add(done)
 
-  def _learned(self, overlap: float, outcome: Outcome | None) -> None:
+  def _learned(
+    self, overlap: float, floor: float | None, outcome: Outcome | None
+  ) -> None:
     seconds = None if outcome is None else outcome.update_ms / 1e3
-    self.metrics.learned(overlap, seconds)
+    self.metrics.learned(overlap, floor, seconds)

@@ -1,14 +1,20 @@
 """Answers over HTTP are those of `Server.generate`, streamed or not."""
 
+import dataclasses
 import json
 import threading
+import types
 
 import openai
 import pytest
+import tiny_pair
 from serving import running
 from serving.running import TEXTS
 
+from osd_jax.data import chat
+from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine.server import Server
+from osd_jax.serving.service import Service
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +177,24 @@ def test_log_probs_are_those_of_the_target(server, pair, plain):
     best = one["top_logprobs"][0]
     assert best["logprob"] == pytest.approx(one["logprob"], abs=1e-3)
     assert len(one["top_logprobs"]) == 3
+
+
+def test_only_chats_have_the_template(tmp_path):
+  """Completions continue a text as it is, also for a model with a chat template."""
+  path = tmp_path / "tokenizer.model"
+  path.write_bytes(tiny_pair.llama_tokenizer())
+  template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+  vocabulary = Vocabulary.load(path, template=template)
+  service = types.SimpleNamespace(
+    server=types.SimpleNamespace(pair=types.SimpleNamespace(vocabulary=vocabulary)),
+    _untemplated=dataclasses.replace(vocabulary, template=None),
+  )
+
+  def decoded(text, is_chat):
+    return vocabulary.decode(Service.encode(service, text, is_chat))
+
+  assert decoded("Hi", True).strip() == "user: Hi"
+  assert decoded("Hi", False).strip() == "Hi"
+  messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
+  assert decoded(chat.Conversation(messages), True).strip() == "system: A\nuser: B"
+  assert Service.encode(service, (5, 6), False).tolist() == [5, 6]

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 
+import httpx2
 import jax
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from serving import running
 from serving.running import TEXTS
 
 from osd_jax import base
+from osd_jax.models import weights
 from osd_jax.runs import RunDirectory
 from osd_jax.serving import learning
 from osd_jax.serving.learning import Journal
@@ -36,6 +38,7 @@ def learned(server, count):
   server.wait_for(lambda service: service.learning.finished == count)
 
 
+@pytest.mark.slow
 def test_restarted_server_goes_on_with_its_draft(pair, tmp_path):
   with running.running(pair, tmp_path, checkpoint_every=4) as first:
     start = draft(first)
@@ -106,6 +109,21 @@ def test_answers_that_must_not_be_learnt_leave_no_trace(pair, tmp_path):
     assert server.text(TEXTS[0]) == before
     learned(server, 1)
     assert traces(server) > (0, 0, 0) and min(traces(server)) > 0
+
+
+def test_newest_draft_is_a_file_for_those_with_the_token(pair, tmp_path):
+  with running.running(pair, token="sesame") as server:
+    for text in TEXTS:
+      server.text(text)
+    learned(server, len(TEXTS))
+    served = draft(server)
+    file = server.client.get("/admin/draft")
+    assert httpx2.get(f"{server.url}/admin/draft").status_code == 401
+  (tmp_path / "draft.safetensors").write_bytes(file.content)
+  found = weights.load(tmp_path / "draft.safetensors").params
+  assert same(jax.tree.leaves(jax.device_get(found)), served)
+  with running.running(pair, learn=False) as server:
+    assert server.client.get("/admin/draft").status_code == 403
 
 
 def test_error_of_the_learner_does_not_stop_serving(pair, plain, monkeypatch):

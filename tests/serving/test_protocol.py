@@ -2,7 +2,9 @@
 
 import json
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from osd_jax.data import chat
 from osd_jax.engine.requests import SamplingConfig
@@ -132,6 +134,32 @@ def test_bad_request_is_refused_with_one_line(is_chat, fields, message):
   error = json.loads(json.dumps(refusal.body()))["error"]
   assert error["type"] == "invalid_request_error"
   assert error["param"] == message.split(":")[0].split("[")[0].split(".")[0]
+
+
+VALUES = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+  lambda inner: (
+    st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=5), inner, max_size=2)
+  ),
+  max_leaves=4,
+)
+NAMES = (*protocol._COMPLETION, *protocol._CHAT, *protocol.NEUTRAL, "unknown")
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(
+  st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.booleans()
+)
+def test_any_body_is_read_or_refused(fields, is_chat):
+  try:
+    body = json.dumps(fields).encode()
+    ask = read(protocol.read_object(body), is_chat)
+  except Refusal as refusal:
+    assert refusal.status in (400, 404) and "\n" not in refusal.message
+    json.dumps(refusal.body())
+  else:
+    assert ask.inputs and ask.n >= 1
 
 
 def test_values_without_effect_are_accepted():

@@ -1,0 +1,142 @@
+"""`osd serve` as a process: signals, restarts after SIGKILL, and a soak."""
+
+import contextlib
+import dataclasses
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx2
+import pytest
+import tiny_online
+from serving import running, traffic
+
+from osd_jax import base, pairs
+from osd_jax.engine.server import Server
+from osd_jax.main import commands, settings
+from osd_jax.serving import command
+from osd_jax.serving.service import ServeConfig
+
+SETTINGS = (
+  "DecodingConfig.rows=2",
+  "DecodingConfig.num_draft_tokens=3",
+  "DecodingConfig.target_length=60",
+  "ScheduleConfig.update_interval=4",
+  "UpdateConfig.steps_per_update=2",
+  "UpdateConfig.num_replay=2",
+  "UpdateConfig.num_new=2",
+  "ServeConfig.checkpoint_every=5",
+)
+
+
+def test_port_in_use_is_an_error_before_anything_is_loaded():
+  with command._listening(ServeConfig(port=0)) as taken:
+    port = taken.getsockname()[1]
+    with pytest.raises(base.InputError, match=f"received 127.0.0.1 port {port}"):
+      command.run(ServeConfig(pair=pairs.PairConfig("missing"), port=port))
+
+
+def test_only_addresses_of_this_machine_are_loopback():
+  assert all(map(command._is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
+  others = ("0.0.0.0", "::", "10.0.0.1", "example.org")
+  assert not any(map(command._is_loopback, others))
+
+
+def test_gin_file_states_the_defaults():
+  config, text = settings.load(ServeConfig, ["runs/serve.gin"])
+  assert config == ServeConfig()
+  assert "ServeConfig.port = 8000" in text
+
+
+def test_wrong_settings_are_refused():
+  with pytest.raises(base.InputError, match="free_updates = True"):
+    learning = dataclasses.replace(running.QUICK, free_updates=False)
+    ServeConfig(learning=learning)
+  with pytest.raises(base.InputError, match="record_top_k >= 1"):
+    ServeConfig(decoding=dataclasses.replace(running.DECODING, record_top_k=0))
+  assert not ServeConfig(pair=pairs.PairConfig(draft="cache")).learns
+  assert "serve" in commands.BEGUN
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+  pair = tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
+  files = [f"PairConfig.{name}={getattr(pair, name)!r}" for name in ("target", "draft")]
+  return (*SETTINGS, *files)
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
+  tiny, tmp_path
+):
+  saved = f"ServeConfig.run_directory={str(tmp_path / 'run')!r}"
+  process, url = traffic.start(tmp_path, saved, *tiny)
+  answers = []
+
+  def ask():
+    body = {"prompt": "How many hotels?", "n": 20}
+    with contextlib.suppress(httpx2.TransportError):
+      answers.append(httpx2.post(f"{url}/v1/completions", json=body, timeout=60))
+
+  thread = threading.Thread(target=ask)
+  thread.start()
+  while not traffic.live(url)["running"]:
+    time.sleep(0.01)
+  process.send_signal(signal.SIGTERM)
+  thread.join()
+  assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 20
+  assert process.wait(60) == 0
+  assert (tmp_path / "run" / "draft.safetensors").exists()
+  process, url = traffic.start(tmp_path, saved, *tiny)
+  assert traffic.live(url)["learned"] == 20
+  blocked = threading.Thread(target=ask)
+  blocked.start()
+  while not traffic.live(url)["running"]:
+    time.sleep(0.01)
+  for _ in range(2):
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+  # The second signal may arrive after the end.
+  assert process.wait(10) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+  blocked.join()
+
+
+@pytest.mark.slow
+def test_killed_server_loses_no_record_under_load(tiny, tmp_path):
+  found = traffic.kill(tmp_path, 2, tiny)
+  assert found["faults"] == 0 and found["learned"] > 0
+
+
+@pytest.mark.slow
+def test_soak_has_no_wrong_answer_and_compiles_nothing(pair):
+  texts = traffic.questions(200)
+  decoding = dataclasses.replace(running.DECODING, target_length=60)
+  different = list(dict.fromkeys(texts))
+  with Server(pair.plain(), decoding) as plain:
+    answers = plain.generate(different, max_new_tokens=traffic.LIMIT)
+    right = {answer.prompt: answer.text for answer in answers}
+  with running.running(pair, decoding=decoding) as server:
+    found = traffic.soak(server.url, 200, 8, right, texts)
+    # The negative control: the client notices a wrong answer.
+    altered = dict.fromkeys(right, "another answer")
+    client = traffic.Client(server.url, altered)
+    client.run(texts[:5], 2, {"greedy": 1, "stream": 1})
+  assert found["wrong"] == found["failed"] == found["compilations"] == 0
+  assert found["right"] > 80 and found["others"]["left"] > 10
+  assert found["draft_version"] > 0 and found["in_flight_at_the_end"] == 0
+  assert client.tally == {"wrong": 5}
+
+
+@pytest.mark.slow
+def test_missing_extra_is_named(tmp_path):
+  (tmp_path / "uvicorn.py").write_text("raise ImportError('none', name='uvicorn')")
+  program = "import sys; from osd_jax.main import main; sys.exit(main(['serve']))"
+  done = subprocess.run(
+    [sys.executable, "-c", program],
+    env={"PYTHONPATH": f"{tmp_path}:{traffic.REPOSITORY}", "PATH": "/usr/bin"},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2 and "pip install 'osd-jax[serve]'" in done.stderr

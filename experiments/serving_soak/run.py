@@ -26,6 +26,7 @@ import itertools
 import json
 import pathlib
 import random
+import re
 import sys
 import threading
 import time
@@ -61,6 +62,7 @@ BAD_BODIES = (
   b" " * (2**20 + 1),
 )
 MEMORY_SAMPLES = 100
+DROPPED = re.compile(r"^osd:records_dropped\S* (\S+)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +215,7 @@ def soaked(given: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
     soak.run(given.clients)
     seconds = time.monotonic() - started
     live = json.loads(server.get("/live"))
+    dropped = DROPPED.search(server.get("/metrics"))
     code = server.stop()
   compiled = server.compiled_after_start()
   for name, count in collections.Counter(compiled).items():
@@ -223,11 +226,13 @@ def soaked(given: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
     "wrong": sum(fault.startswith("wrong") for fault in soak.faults),
     "swaps of the draft": live["draft_version"],
     "learning failed": int(bool(live["learning_failure"])),
+    "answers that the learner dropped": int(float(dropped[1])) if dropped else 0,
     "memory at the end, MB": round(soak.memory[-1] / 1e6),
     "memory growth": round(soak.growth(), 4),
     "compilations": len(compiled),
     "exit code": code,
     "seconds": round(seconds),
+    "memory, MB": [round(size / 1e6) for size in soak.memory],
   }
 
 
@@ -258,7 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   found = soaked(given, plan(before, after, given.requests, given.seed))
   table = rich.table.Table("count", "value")
   for name, value in found.items():
-    table.add_row(name, str(value))
+    if not isinstance(value, list):
+      table.add_row(name, str(value))
   rich.console.Console().print(table)
   print(json.dumps(found))
   (given.out / "result.json").write_text(json.dumps(found) + "\n")

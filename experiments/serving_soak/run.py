@@ -8,7 +8,7 @@ second half the topics change. The test checks that
   those of plain decoding, which this program computes before;
 - bad requests have an error of the client (status 4xx) with a message;
 - drafts were swapped meanwhile (otherwise nothing was tested);
-- the server's memory is flat: its mean in the last twentieth of the requests exceeds
+- the server's memory is flat: its median in the last twentieth of the requests exceeds
   that at 20 % by 2 % at most;
 - no program was compiled after the start (JAX_LOG_COMPILES);
 - the server ends in order, with exit code 0.
@@ -201,7 +201,7 @@ class Soak:
   def growth(self) -> float:
     """Returns the memory at the end over that at 20 %, minus 1."""
     parts = np.array_split(np.array(self.memory, np.float64), 20)
-    return float(np.mean(parts[-1]) / np.mean(parts[3]) - 1)
+    return float(np.median(parts[-1]) / np.median(parts[3]) - 1)
 
 
 def soaked(given: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:

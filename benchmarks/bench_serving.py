@@ -25,6 +25,7 @@ Updates that go on after the last answer of a block are not counted; bench_whole
 counts them.
 
 `--overload 4` sends four times the capacity, and the capacity itself for comparison.
+Requests that are accepted then wait in a full queue of `ServeConfig.max_waiting`.
 
   python benchmarks/bench_serving.py [--requests 200] [--turns 5]
       [--clients 1 2 4 8 16] [--traces steady bursty diurnal] [--load .7]
@@ -73,8 +74,8 @@ SYSTEMS = {
   "cache": ("PairConfig.draft='cache'",),
   "online": (),
 }
-WARM_UP = 32  # requests of the closed loop that measures the capacity
-FULL = 16  # its clients
+WARM_UP = 32  # requests before the capacity is measured
+FULL = 16  # clients of the closed loop that measures it
 OVERHEAD_CLIENTS = 8
 TIMES = ("time to first token", "inter-token latency", "pause", "latency")
 COUNTS = ("tokens/s", "requests/s", "refused", "failed")
@@ -167,9 +168,10 @@ class System:
     return replies, seconds
 
   def capacity(self, bodies: Bodies) -> float:
-    """Returns the requests that it answers per second; also warms it up."""
+    """Returns the requests that it answers per second, after a warm-up."""
     send = functools.partial(http_load.closed_loop, clients=FULL)
-    return figures_of(*self.serve(send, bodies[:WARM_UP]))["requests/s"]
+    self.serve(send, bodies[:WARM_UP])
+    return figures_of(*self.serve(send, bodies))["requests/s"]
 
 
 def in_turns(

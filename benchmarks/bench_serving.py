@@ -255,12 +255,12 @@ def print_table(case: str, measured: Mapping[str, Measured]) -> None:
     if one.replies:
       found = one.figures()
       times = [[found[f"{kind} p{p}, ms"] for p in (50, 99)] for kind in TIMES]
-      cells = [f"{low:.3g} / {high:.3g}" for low, high in times]
+      cells = [" / ".join(f"{ms:,.1f}" for ms in pair) for pair in times]
       table.add_row(name, *cells, *(f"{found[count]:.4g}" for count in COUNTS))
     else:
       speed = f"{np.median(one.speeds):.4g}"
       table.add_row(name, *("" for _ in TIMES), speed)
-  rich.console.Console().print(table)
+  rich.console.Console(width=120).print(table)
 
 
 def overload(

@@ -272,7 +272,7 @@ def differing(buffer: Any, rows: dict[int, tuple[Tokens, Tokens]]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the test; returns exit code 1 if there were faults."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
   parser.add_argument("--kills", type=int, default=50)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--out", type=pathlib.Path, default="runs/serving_kill")

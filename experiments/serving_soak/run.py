@@ -245,7 +245,7 @@ def is_kept(found: dict[str, Any]) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the test; returns exit code 1 if a promise was broken."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
   parser.add_argument("--requests", type=int, default=10_000)
   parser.add_argument("--clients", type=int, default=16)
   parser.add_argument("--prompts", type=int, default=100, help="before and after")

@@ -64,6 +64,7 @@ NGRAMS = "tests/decoding/test_ngrams.py"
 MIXED = "tests/decoding/test_mixed.py"
 CACHE = "tests/engine/test_cache_engine.py"
 CACHE_DRAFT = "tests/test_cache_draft.py"
+SERVING = "tests/serving/test_"
 
 FAULTS = [
   # Faults that an earlier version of the tests did not catch.
@@ -810,6 +811,43 @@ FAULTS = [
     "fed = 0 if slot.lacks_draft else self._progress.fed[number]",
     "fed = self._progress.fed[number] + 5",
     f"{CACHE} -k plain_steps",
+  ),
+  # osd serve.
+  Fault(
+    "a client that leaves keeps its row",
+    "    if self.is_cancelled:\n",
+    "    if False:\n",
+    f"{SERVING}stress.py -k frees_its_row",
+  ),
+  Fault(
+    "a client that leaves a stream is not noticed",
+    "      self._on_end()\n",
+    "      pass\n",
+    f"{SERVING}stress.py -k frees_its_row",
+  ),
+  Fault(
+    "the queue has no bound",
+    "        raise QueueFullError\n",
+    "        pass\n",
+    f"{SERVING}stress.py -k full_queue",
+  ),
+  Fault(
+    "answers with learn = false are written to the journal",
+    "if self.learning is not None and job.prompt.learn:",
+    "if self.learning is not None:",
+    f"{SERVING}learning.py -k leave_no_trace",
+  ),
+  Fault(
+    "a restarted server forgets the journal",
+    "self._journal.read(learner.finished):",
+    "():",
+    f"{SERVING}learning.py -k killed",
+  ),
+  Fault(
+    "pieces of a stream are sent twice",
+    "    self._given = max(self._given, len(text))\n",
+    "",
+    f"{SERVING}answers.py -k streamed",
   ),
 ]
 

@@ -468,6 +468,40 @@ class Server:
     notes = notes or f"adapted, after {self.statistics.requests} requests"
     return self.pair.save_draft(path, self.draft_params, notes)
 
+  def serve_draft(self, params: base.Params) -> int:
+    """Serves other parameters of the draft from the next call on.
+
+    For a draft that another server trains; any thread may call it. Answers do not
+    change.
+
+    Args:
+      params: parameters of the pair's draft, such as `Pair.load_draft` returns.
+
+    Returns:
+      The version of the draft that answers report.
+
+    Raises:
+      InputError: this server's own draft learns, or the shapes differ from its draft's.
+    """
+    if self.pair.draft is None or self._learner is not None:
+      raise base.InputError(
+        "Server.serve_draft: this server has no draft, or one that learns from its own"
+        " answers; expected a draft that does not learn."
+      )
+    here, given = (
+      jax.tree.map(np.shape, tree) for tree in (self.pair.draft_params, params)
+    )
+    if here != given:
+      raise base.InputError(
+        "Server.serve_draft: the shapes of the parameters differ from those of the"
+        f" {self.pair.draft.name}; expected a draft of the same configuration."
+      )
+    pending, shortlist = self._pending_draft, self.shortlist
+    version = 1 + (self.engine.draft_version if pending is None else pending[1])
+    self.pair = dataclasses.replace(self.pair, draft_params=params)
+    self._pending_draft = params, version, shortlist
+    return version
+
   def clear_cache(self) -> None:
     """Empties the n-gram cache, if there is one, with the scores of its tokens.
 

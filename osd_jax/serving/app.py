@@ -6,7 +6,9 @@ import importlib.metadata
 import importlib.resources
 import json
 import secrets
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,6 +29,7 @@ from osd_jax.serving.scheduler import (
 from osd_jax.serving.service import Service
 
 BODY_LIMIT = 2**20  # bytes; a prompt has at most some thousand tokens
+DRAFT_LIMIT = 2**32  # bytes of a draft's file
 _OPEN = ("/", "/health", "/live")  # need no token
 _BYTES = "application/octet-stream"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -53,6 +56,7 @@ def make(service: Service, token: str = "") -> Starlette:
     ("/v1/completions", "POST", routes.completions),
     ("/v1/chat/completions", "POST", routes.chat_completions),
     ("/admin/draft", "GET", routes.draft),
+    ("/admin/draft", "PUT", routes.load_draft),
     ("/tokenize", "POST", routes.tokenize),
     ("/detokenize", "POST", routes.detokenize),
   ]
@@ -148,6 +152,14 @@ class _Routes:
     headers = {"Content-Disposition": 'attachment; filename="draft.safetensors"'}
     return Response(await self._service.draft(), 200, headers, _BYTES)
 
+  async def load_draft(self, request: Request) -> Response:
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+      async for part in _body(request, DRAFT_LIMIT):
+        file.write(part)
+      file.flush()
+      version = await self._service.load_draft(Path(file.name))
+    return JSONResponse({"draft_version": version})
+
   async def version(self, request: Request) -> Response:
     del request
     return JSONResponse({"version": importlib.metadata.version("osd-jax")})
@@ -195,10 +207,8 @@ class _Routes:
     call = self._submit(ask)
     reply = protocol.Reply(ask, self._model)
     if ask.stream:
-      # The connection may break at any moment; the generator's end cancels the call.
       lines = self._stream(ask, call, reply)
-      headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-      return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+      return _Stream(lines, lambda: service.scheduler.cancel(call))
     async with _cancelled_on_disconnect(request, call, service):
       choices = await self._choices(ask, call)
     return JSONResponse(reply.whole(choices, self._metrics(choices)))
@@ -247,8 +257,6 @@ class _Routes:
         yield _sent(reply.usage_chunk(choices, self._metrics(choices)))
     except Refusal as refusal:  # the status has been sent already
       yield _sent(refusal.body())
-    finally:
-      self._service.scheduler.cancel(call)
     yield b"data: [DONE]\n\n"
 
   def _metrics(self, choices: list[protocol.Choice]) -> dict[str, Any]:
@@ -257,6 +265,23 @@ class _Routes:
       return {"speculative_decoding": None}
     most = self._service.config.decoding.num_draft_tokens
     return {"speculative_decoding": protocol.speculation(choices[0].done, most)}
+
+
+class _Stream(StreamingResponse):
+  """Server-sent events; calls `on_end` when they have ended or the client has left."""
+
+  def __init__(self, lines: AsyncIterator[bytes], on_end: Callable[[], object]):
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    super().__init__(lines, headers=headers, media_type="text/event-stream")
+    self._on_end = on_end
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    # Not in the generator: a client may leave before it starts, or while it is
+    # suspended, and then it ends late or never.
+    try:
+      await super().__call__(scope, receive, send)
+    finally:
+      self._on_end()
 
 
 async def _checked(call: Call) -> AsyncIterator[Event]:
@@ -301,13 +326,26 @@ async def _cancelled_on_disconnect(
 
 async def _fields(request: Request) -> dict[str, Any]:
   """Reads the JSON object of a request's body, up to the limit."""
-  body = bytearray()
+  kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+  # Browsers send other types to any server without asking it first, so a web page
+  # could otherwise make a server on this machine learn.
+  if kind != "application/json":
+    said = f"Content-Type: received {kind[:80]!r}, expected application/json"
+    raise Refusal(415, f"{said}.", code="unsupported_media_type")
+  parts = [part async for part in _body(request, BODY_LIMIT)]
+  return protocol.read_object(b"".join(parts))
+
+
+async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
+  """Yields the parts of a body, up to the limit in bytes."""
+  length = 0
   async for part in request.stream():
-    body += part
-    if len(body) > BODY_LIMIT:
-      said = f"the body is longer than {BODY_LIMIT} bytes"
-      raise Refusal(413, f"{said}.", code="body_too_long")
-  return protocol.read_object(bytes(body))
+    length += len(part)
+    if length > limit:
+      raise Refusal(
+        413, f"the body is longer than {limit} bytes.", code="body_too_long"
+      )
+    yield part
 
 
 def _sent(chunk: dict[str, Any]) -> bytes:

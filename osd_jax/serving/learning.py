@@ -155,18 +155,21 @@ class Learning:
     """Runs a call on the learning thread, between two answers."""
     return self._thread.submit(call)
 
-  def close(self, timeout: float) -> None:
+  def close(self, timeout: float) -> bool:
     """Learns from the answers that wait, up to `timeout` seconds, and saves.
 
-    Answers that are left stay in the journal.
+    Returns:
+      Whether it learned from all of them. The others stay in the journal.
     """
     ended = self._thread.submit(self._save)
     finished, _ = concurrent.futures.wait([ended], timeout)
     self._thread.shutdown(wait=bool(finished), cancel_futures=True)
-    if finished and self._checkpoints is not None:
+    if not finished:
+      return False
+    if self._checkpoints is not None and self._journal is not None:
       self._checkpoints.close()
-    if self._journal is not None:
       self._journal.close()
+    return not self.failure
 
   def _learn(self, done: Finished) -> None:
     with self._lock:

@@ -63,7 +63,7 @@ class Job:
     request: what the engine decodes.
     text: its text so far.
     is_cancelled: nobody waits for it any more.
-    times: clock at which it arrived, was admitted, and had its first token.
+    arrived: clock at its arrival; `admitted` and `first_token` are 0 until then.
   """
 
   def __init__(
@@ -103,6 +103,7 @@ class Call:
 
   Attributes:
     jobs: one per answer.
+    is_streamed: whether events carry pieces of text.
   """
 
   def __init__(self, jobs: Sequence[Job], is_streamed: bool):
@@ -298,7 +299,7 @@ class Scheduler:
         continue
       piece = ""
       if done is not None:
-        whole, piece = job.text.finish(done.tokens)
+        _, piece = job.text.finish(done.tokens)
         self._on_finished(job, done)
       elif call.is_streamed:
         piece = job.text.next_piece()

@@ -166,6 +166,17 @@ class Service:
       return await asyncio.to_thread(write)
     return await asyncio.wrap_future(self.learning.submit(write))
 
+  async def load_draft(self, path: Path) -> int:
+    """Serves the draft in a file; returns its version.
+
+    Raises:
+      InputError: the file holds no such draft, or the server's own draft learns.
+    """
+    server = self.server
+    return await asyncio.to_thread(
+      lambda: server.serve_draft(server.pair.load_draft(path))
+    )
+
   def live(self) -> dict[str, Any]:
     """Returns what the live page shows."""
     load, learning = self.scheduler.load, self.learning
@@ -197,8 +208,8 @@ class Service:
     """Stops serving, learns from what is left, and saves the draft."""
     self.scheduler.stop()
     if self.learning is not None:
-      self.learning.close(self.config.shutdown_seconds)
-      if self._directory is not None and not self.learning.failure:
+      is_complete = self.learning.close(self.config.shutdown_seconds)
+      if self._directory is not None and is_complete:
         path = self.server.save(self._directory / "draft.safetensors", "osd serve")
         print(f"adapted draft: {path}", file=sys.stderr, flush=True)
     self.server.close()

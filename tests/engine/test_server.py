@@ -80,6 +80,22 @@ def test_prompts_that_must_not_be_learned_from_leave_no_trace_in_the_cache(pair,
   assert places[0] == 0 < places[1]
 
 
+def test_draft_from_elsewhere_is_served_and_answers_stay(pair, plain):
+  params = jax.tree.map(lambda leaf: leaf * 1.1, pair.draft_params)
+  with Server(pair, DECODING, QUICK) as frozen:
+    before = [answer.draft_version for answer in frozen.generate(TEXTS[:2])]
+    assert frozen.serve_draft(params) == 1
+    answers = list(frozen.generate(TEXTS, ordered=True))
+    assert [answer.text for answer in answers] == plain
+    assert before == [0, 0] and {answer.draft_version for answer in answers} == {1}
+    assert frozen.serve_draft(params) == 2 and frozen.draft_params is params
+    with pytest.raises(base.InputError, match="shapes of the parameters differ"):
+      frozen.serve_draft(jax.tree.map(lambda leaf: leaf[:1], params))
+    _ = frozen.learner
+    with pytest.raises(base.InputError, match="a draft that does not learn"):
+      frozen.serve_draft(params)
+
+
 def test_schedule_receives_the_acceptance_of_draft_and_cache(pair, monkeypatch):
   seen = []
 

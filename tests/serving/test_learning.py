@@ -126,6 +126,27 @@ def test_newest_draft_is_a_file_for_those_with_the_token(pair, tmp_path):
     assert server.client.get("/admin/draft").status_code == 403
 
 
+@pytest.mark.slow
+def test_draft_of_another_server_is_served_without_a_pause(pair, plain, tmp_path):
+  params = jax.tree.map(lambda leaf: leaf * 1.1, pair.draft_params)
+  path = pair.save_draft(tmp_path / "other.safetensors", params, "another draft")
+  with running.running(pair, learn=False, token="sesame") as server:
+    assert server.text(TEXTS[0]) == plain[0]
+    loaded = server.client.put("/admin/draft", content=path.read_bytes())
+    assert loaded.json() == {"draft_version": 1}
+    assert server.text(TEXTS[1]) == plain[1]
+    engine = server.service.server.engine
+    assert engine.draft_version == 1
+    broken = server.client.put("/admin/draft", content=b"no weights")
+    assert broken.status_code == 400 and "\n" not in broken.json()["error"]["message"]
+    assert (
+      server.client.get("/admin/draft").content[-1000:] == path.read_bytes()[-1000:]
+    )
+  with running.running(pair, token="sesame") as server:
+    refused = server.client.put("/admin/draft", content=path.read_bytes())
+    assert refused.status_code == 400 and "that does not learn" in refused.text
+
+
 def test_error_of_the_learner_does_not_stop_serving(pair, plain, monkeypatch):
   with running.running(pair) as server:
 

@@ -132,9 +132,14 @@ def test_bad_requests_have_one_line_and_disturb_nobody(server, plain):
   conversation = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
   refused = server.post("/v1/chat/completions", messages=conversation)
   assert refused.status_code == 400 and "chat_template" in refused.text
-  raw = server.client.post("/v1/completions", content=b'{"prompt": "\\ud800"}')
-  assert raw.status_code == 400
-  long = server.client.post("/v1/completions", content=b" " * (app.BODY_LIMIT + 1))
+
+  def send(content, kind="application/json; charset=utf-8"):
+    headers = {"Content-Type": kind}
+    return server.client.post("/v1/completions", content=content, headers=headers)
+
+  assert send(b'{"prompt": "\\ud800"}').status_code == 400
+  assert send(b'{"prompt": "a"}', "text/plain").status_code == 415
+  long = send(b" " * (app.BODY_LIMIT + 1))
   assert long.status_code == 413 and long.json()["error"]["code"] == "body_too_long"
   assert server.client.get("/v1/none").status_code == 404
   assert server.client.get("/v1/completions").status_code == 405

@@ -1,6 +1,7 @@
 """Traces of requests, the clients of a server, and the figures of replies."""
 
 import argparse
+import contextlib
 import http.server
 import json
 import threading
@@ -98,10 +99,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
       self._send({"error": {"message": "no memory"}})
     self._send({"choices": [], "usage": {"completion_tokens": 2}})
     if end != "broken":
-      self.wfile.write(b"data: [DONE]\n\n")
+      self._send_line(b"data: [DONE]\n\n")
 
   def _send(self, event):
-    self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    self._send_line(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+  def _send_line(self, line):
+    with contextlib.suppress(BrokenPipeError):  # the client has left
+      self.wfile.write(line)
 
   def log_message(self, *arguments):
     pass

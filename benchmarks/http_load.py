@@ -29,6 +29,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 TRACES = ("steady", "bursty", "diurnal")
 READY = re.compile(r"^serving .* at (http://\S+)$", re.MULTILINE)
 COMPILED = re.compile(r"^Finished XLA compilation of (.+?) in ", re.MULTILINE)
@@ -185,7 +186,7 @@ class Reply:
 def send(url: str, verb: str, path: str, body: bytes = b"") -> tuple[int, str]:
   """Sends a request as it is; returns status and body."""
   with contextlib.closing(_connected(url)) as connection:
-    connection.request(verb, path, body or None)
+    connection.request(verb, path, body or None, JSON)
     response = connection.getresponse()
     return response.status, response.read().decode()
 
@@ -209,7 +210,7 @@ def ask(
   reply = Reply(time.perf_counter() if due is None else due)
   with contextlib.closing(_connected(url)) as connection:
     try:
-      connection.request("POST", path, json.dumps(body))
+      connection.request("POST", path, json.dumps(body), JSON)
       response = connection.getresponse()
       reply.retry_after = response.getheader("Retry-After") is not None
       if body.get("stream") and response.status == 200:

@@ -122,10 +122,46 @@ BOUNDS = {
   "compile": "XLA",
   "greedy": "memory bandwidth: every step reads the decoder's weights once",
   "learning": "cores: an update takes what serving leaves idle",
+  "serving": "the engine; HTTP, the queue and streaming come on top",
   "speculative": "(1 - alpha^(K+1)) / (1 - alpha) tokens per round",
   "update": "arithmetic",
   "whole_run": "cores, as for learning",
 }
+
+SERVING = """## Serving under load
+
+`bench_serving.py` starts one `osd serve` per system on this machine; its docstring
+defines the figures. `--overload 4` measures how a full server behaves, and
+`--model FOLDER` serves a model folder. `http_load.py` holds the server process, the
+clients and the traces; [serving_soak and serving_kill](../experiments) use it, too.
+
+[AIPerf](https://github.com/ai-dynamo/aiperf) can load a running `osd serve`. It reads
+`metrics.speculative_decoding` from the answers and reports acceptance in its section
+"Spec Decode". AIPerf needs a tokenizer from the Hugging Face hub even though the server
+counts the tokens. Without a network, use a tokenizer that splits text into words, in a
+folder that is laid out like the hub's cache:
+
+<!-- not run: installs AIPerf (1.2 GB) in an environment of its own; needs osd serve -->
+```sh
+python -m venv runs/aiperf && runs/aiperf/bin/pip install aiperf==0.13.0
+zcat osd_jax/assets/topics/*.stream.jsonl.gz | sed 's/"prompt":/"text":/' \\
+    | shuf -n 100 --random-source=LICENSE > runs/aiperf/prompts.jsonl
+runs/aiperf/bin/python - <<'END'
+import pathlib, tokenizers, transformers
+words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, "?"))
+words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+cache = pathlib.Path("runs/aiperf/home/hub/models--our--words")
+made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+made.save_pretrained(cache / "snapshots/1")
+(cache / "refs").mkdir()
+(cache / "refs/main").write_text("1")
+END
+HF_HOME=runs/aiperf/home HF_HUB_OFFLINE=1 runs/aiperf/bin/aiperf profile --model osd \\
+    --url http://127.0.0.1:8000 --endpoint-type chat --streaming \\
+    --tokenizer our/words --use-server-token-count --extra-inputs temperature:0 \\
+    --input-file runs/aiperf/prompts.jsonl --custom-dataset-type single_turn \\
+    --concurrency 8 --request-count 100 --output-artifact-dir runs/aiperf/artifacts
+```"""
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
   "<=": operator.le,
@@ -215,6 +251,7 @@ def page(results: pathlib.Path) -> str:
         table(shown_rows(every_row), figures),
         "## Programs",
         table(programs(results), listed),
+        SERVING,
       ]
     )
     + "\n"

@@ -1,0 +1,375 @@
+"""`osd serve` under load: latency and throughput, with and without learning.
+
+Every system is a server process of its own. All get the same requests, block by block
+in turns; before the next system begins, the program waits until the one before it has
+ended its updates. Answers are streamed and greedy.
+
+    plain      no draft
+    frozen     the draft does not learn
+    cache      drafts from an n-gram cache
+    online     the draft learns
+    bare       `Server.generate` in this process, with the draft frozen: what the engine
+               does without HTTP, queue and streaming
+
+Clients of a closed loop wait for their answer before they send the next request. Traces
+are open loops: requests arrive at times that do not depend on the answers, at --load
+times the capacity of the slowest system, which is measured first.
+
+    time to first token   from the arrival of a request to its first piece of text
+    inter-token latency   (last piece - first piece) / (tokens - 1), as AIPerf has it;
+                          answers that came in one piece have none
+    pause                 between two pieces of text of an answer
+    latency               from the arrival of a request to the end of its answer
+
+Updates that go on after the last answer of a block are not counted; bench_whole_run
+counts them.
+
+`--overload 4` sends four times the capacity, and the capacity itself for comparison.
+Requests that are accepted then wait in a full queue of `ServeConfig.max_waiting`.
+
+  python benchmarks/bench_serving.py [--requests 200] [--turns 5]
+      [--clients 1 2 4 8 16] [--traces steady bursty diurnal] [--load .7]
+      [--systems plain frozen cache online] [--overload 4] [--model FOLDER]
+      [--bindings NAME=VALUE ...] [--threads 2]
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import http_load
+import measure
+import numpy as np
+import rich.console
+import rich.table
+
+from osd_jax import base
+from osd_jax.data import examples
+from osd_jax.engine import server as engine_server
+from osd_jax.main import settings
+from osd_jax.serving.service import ServeConfig
+
+BARE = "bare"
+FROZEN = "ServeConfig.learn=False"
+# `osd serve` has no setting for decoding without a draft. Requests that must not draft
+# are decoded plainly where K may be 0.
+UNDRAFTED = {"speculative": False, "learn": False}
+PLAIN = "plain"
+# System -> settings of its server.
+SYSTEMS = {
+  PLAIN: (
+    FROZEN,
+    "DecodingConfig.num_draft_tokens=1",
+    "DecodingConfig.adaptive=@AdaptiveConfig()",
+  ),
+  "frozen": (FROZEN,),
+  "cache": ("PairConfig.draft='cache'",),
+  "online": (),
+}
+WARM_UP = 32  # requests before the capacity is measured
+FULL = 16  # clients of the closed loop that measures it
+OVERHEAD_CLIENTS = 8
+TIMES = ("time to first token", "inter-token latency", "pause", "latency")
+COUNTS = ("tokens/s", "requests/s", "refused", "failed")
+Replies = Sequence[http_load.Reply]
+Bodies = Sequence[Mapping[str, Any]]
+Send = Callable[[str, Bodies], Replies]
+
+
+def prompts_of(count: int, seed: int) -> list[str]:
+  """Returns prompts of the four generated topics, mixed."""
+  draws = random.Random(seed)
+  tasks = [examples.topic_task(topic, "stream") for topic in examples.TOPICS]
+  texts = [example.prompt for task in tasks for example in examples.texts(task)]
+  draws.shuffle(texts)
+  return [texts[place % len(texts)] for place in range(count)]
+
+
+def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+  """Returns p50 and p99 in milliseconds; nan without a value."""
+  found = np.percentile(seconds, [50, 99]) * 1e3 if len(seconds) else [np.nan] * 2
+  return {f"{name} p{p}, ms": float(x) for p, x in zip((50, 99), found, strict=True)}
+
+
+def figures_of(replies: Replies, seconds: float) -> dict[str, float]:
+  """Returns the figures of the replies that came in within some seconds."""
+  answered = [reply for reply in replies if reply.is_answered]
+  several = [reply for reply in answered if len(reply.pieces) > 1]
+  pauses = [pause for reply in several for pause in np.diff(reply.pieces)]
+  spans = [(r.pieces[-1] - r.pieces[0]) / (r.tokens - 1) for r in several]
+  firsts = [reply.pieces[0] - reply.due for reply in answered if reply.pieces]
+  latencies = [reply.ended - reply.due for reply in answered]
+  times = dict(zip(TIMES, (firsts, spans, pauses, latencies), strict=True))
+  return {
+    **{key: x for kind in TIMES for key, x in percentiles(kind, times[kind]).items()},
+    "tokens/s": sum(reply.tokens for reply in answered) / seconds,
+    "requests/s": len(answered) / seconds,
+    "refused": sum(reply.status == 429 for reply in replies),
+    "failed": sum(reply.status not in (200, 429) for reply in replies),
+  }
+
+
+class Measured:
+  """Replies and times of one system, block by block."""
+
+  def __init__(self):
+    """Holds nothing yet."""
+    self.replies: list[http_load.Reply] = []
+    self.seconds: list[float] = []
+    self.tokens: list[int] = []
+
+  def add(self, replies: Replies, tokens: int, seconds: float) -> None:
+    """Adds a block."""
+    self.replies += replies
+    self.tokens.append(tokens)
+    self.seconds.append(seconds)
+
+  @property
+  def speeds(self) -> np.ndarray:
+    """[blocks] tokens per second."""
+    return np.array(self.tokens) / np.array(self.seconds)
+
+  def figures(self) -> dict[str, float]:
+    """Returns the figures of all blocks together."""
+    return figures_of(self.replies, sum(self.seconds))
+
+
+def paced(
+  url: str, bodies: Bodies, trace: str, rate: float, seed: int
+) -> list[http_load.Reply]:
+  """Sends requests at the times of a trace."""
+  times = http_load.arrivals(trace, len(bodies), rate, seed)
+  return http_load.open_loop(url, bodies, times)
+
+
+@dataclasses.dataclass
+class System:
+  """A system and its server."""
+
+  name: str
+  server: http_load.Server
+
+  def serve(self, send: Send, bodies: Bodies) -> tuple[Replies, float]:
+    """Returns replies, and the seconds from the first arrival to the last answer."""
+    if self.name == PLAIN:
+      bodies = [{**body, **UNDRAFTED} for body in bodies]
+    replies = send(self.server.url, bodies)
+    began = min(reply.due for reply in replies)
+    seconds = max(reply.ended for reply in replies) - began
+    self.server.wait_until_idle()
+    return replies, seconds
+
+  def capacity(self, bodies: Bodies) -> float:
+    """Returns the requests that it answers per second, after a warm-up."""
+    send = functools.partial(http_load.closed_loop, clients=FULL)
+    self.serve(send, bodies[:WARM_UP])
+    return figures_of(*self.serve(send, bodies))["requests/s"]
+
+
+def in_turns(
+  systems: Mapping[str, System],
+  blocks: Sequence[Bodies],
+  send: Send,
+  bare: "Bare | None" = None,
+) -> dict[str, Measured]:
+  """Sends every block to every system; the first system changes from block to block."""
+  names = [*systems, *([BARE] if bare else [])]
+  measured = {name: Measured() for name in names}
+  for turn, block in enumerate(blocks):
+    for place in range(len(names)):
+      name = names[(turn + place) % len(names)]
+      if bare and name == BARE:
+        measured[name].add([], *bare.run(block))
+      else:
+        replies, seconds = systems[name].serve(send, block)
+        measured[name].add(replies, sum(reply.tokens for reply in replies), seconds)
+  return measured
+
+
+class Bare:
+  """The engine without a server around it."""
+
+  def __init__(self, bindings: Sequence[str]):
+    """Loads the pair and compiles every call."""
+    config = config_of([*bindings, *SYSTEMS["frozen"]])
+    self._server = engine_server.Server(
+      config.pair, config.decoding, config.learning, config.partition
+    )
+    self._server.warm_up()
+
+  def run(self, block: Bodies) -> tuple[int, float]:
+    """Answers the prompts of a block; returns tokens and seconds."""
+    prompts = [body["messages"][0]["content"] for body in block]
+    began = time.perf_counter()
+    tokens = sum(len(answer.tokens) for answer in self._server.generate(prompts))
+    return tokens, time.perf_counter() - began
+
+  def close(self) -> None:
+    """Frees it."""
+    self._server.close()
+
+
+def config_of(bindings: Sequence[str]) -> ServeConfig:
+  """Returns the settings of a server."""
+  return settings.load(ServeConfig, ["runs/serve.gin"], list(bindings))[0]
+
+
+def bindings_of(given: argparse.Namespace) -> list[str]:
+  """Returns the settings that all systems share."""
+  target = [f"PairConfig.target={given.model!r}"] if given.model else []
+  return [*target, *given.bindings]
+
+
+def rows_of(
+  case: str, clock: str, measured: Mapping[str, Measured]
+) -> list[dict[str, Any]]:
+  """Returns the rows of one case: figures of each system, and ratios of pairs."""
+  found, asked = {}, {}
+  for name, one in measured.items():
+    figures = one.figures() if one.replies else {"tokens/s": np.median(one.speeds)}
+    found |= {f"{name}, {figure}": value for figure, value in figures.items()}
+  if {"frozen", "online"} <= measured.keys():
+    for figure in ("inter-token latency p99, ms", "pause p99, ms"):
+      name = f"online over frozen, {figure.removesuffix(', ms')}"
+      ours = found[f"online, {figure}"]
+      found[name], asked[name] = ours / found[f"frozen, {figure}"], "<= 1.1"
+  if {"frozen", BARE} <= measured.keys():
+    ratios = measured["frozen"].speeds / measured[BARE].speeds
+    name = "overhead over the bare engine, tokens/s"
+    found[name], asked[name] = 1 - float(np.median(ratios)), "<= 0.05"
+  return measure.rows(case, clock, found, asked)
+
+
+def print_table(case: str, measured: Mapping[str, Measured]) -> None:
+  """Prints a case with one line per system; times are p50 / p99 in ms."""
+  table = rich.table.Table("system", *TIMES, *COUNTS, title=case)
+  for name, one in measured.items():
+    if one.replies:
+      found = one.figures()
+      times = [[found[f"{kind} p{p}, ms"] for p in (50, 99)] for kind in TIMES]
+      cells = [" / ".join(f"{ms:,.1f}" for ms in pair) for pair in times]
+      table.add_row(name, *cells, *(f"{found[count]:.4g}" for count in COUNTS))
+    else:
+      speed = f"{np.median(one.speeds):.4g}"
+      table.add_row(name, *("" for _ in TIMES), speed)
+  rich.console.Console(width=120).print(table)
+
+
+def overload(
+  system: System, bodies: Bodies, given: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, str]]:
+  """Sends the capacity and several times as much; returns figures and goals."""
+  found, capacity = {}, system.capacity(bodies)
+  for name, times in (("full load", 1.0), ("overload", given.overload)):
+    count = int(len(bodies) * times)  # both take equally long
+    sent = [bodies[place % len(bodies)] for place in range(count)]
+    send = functools.partial(
+      paced, trace="steady", rate=times * capacity, seed=given.seed
+    )
+    replies, seconds = system.serve(send, sent)
+    found |= {f"{name}, {k}": v for k, v in figures_of(replies, seconds).items()}
+    refused = [reply for reply in replies if reply.status == 429]
+    silent = sum(not reply.retry_after for reply in refused)
+    found[f"{name}, refused without Retry-After"] = silent
+  ratio = "overload over full load, latency p99"
+  found[ratio] = (
+    found["overload, latency p99, ms"] / found["full load, latency p99, ms"]
+  )
+  asked = {ratio: "<= 2", "overload, failed": "0"}
+  return found, asked | {"overload, refused without Retry-After": "0"}
+
+
+def bodies_of(given: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
+  """Returns the requests of a case."""
+  limit = {"max_tokens": given.max_tokens} if given.max_tokens else {}
+  texts = prompts_of(given.requests, seed)
+  return [http_load.streamed(text, **limit) for text in texts]
+
+
+def cases(
+  given: argparse.Namespace, slowest: float
+) -> Iterator[tuple[str, Send, bool]]:
+  """Yields the name of each case, its clients, and whether the bare engine runs too."""
+  for clients in given.clients:
+    send = functools.partial(http_load.closed_loop, clients=clients)
+    name = f"{clients} client{'s' * (clients > 1)}"
+    yield name, send, clients == OVERHEAD_CLIENTS
+  for trace in given.traces:
+    rate = given.load * slowest
+    send = functools.partial(paced, trace=trace, rate=rate, seed=given.seed)
+    yield f"{trace} at {given.load:g} of the capacity", send, False
+
+
+def run(given: argparse.Namespace, folder: pathlib.Path) -> None:
+  """Starts the servers and measures every case."""
+  shared, clock = bindings_of(given), f"wall, {given.threads} thread(s)"
+  pair = pathlib.Path(given.model).name if given.model else "shipped pair"
+  setting = ", ".join([pair, *given.bindings])
+  with contextlib.ExitStack() as stack:
+    systems = {}
+    for name in given.systems:
+      started = http_load.Server([*shared, *SYSTEMS[name]], folder / name)
+      systems[name] = System(name, stack.enter_context(started))
+    others = bodies_of(given, given.seed + 1)
+    if given.overload:
+      name = given.systems[-1]
+      found = overload(systems[name], others, given)
+      case = f"{setting}, {name}, {given.overload:g} times the capacity"
+      measure.report("serving", measure.rows(case, clock, *found))
+      return
+    slowest = min(system.capacity(others) for system in systems.values())
+    bare = Bare(shared) if OVERHEAD_CLIENTS in given.clients else None
+    bodies = bodies_of(given, given.seed)
+    blocks = [bodies[turn :: given.turns] for turn in range(given.turns)]
+    for name, send, with_bare in cases(given, slowest):
+      found = in_turns(systems, blocks, send, bare if with_bare else None)
+      measure.report("serving", rows_of(f"{setting}, {name}", clock, found))
+      print_table(f"{setting}, {name}", found)
+
+
+def options() -> argparse.ArgumentParser:
+  """Returns the parser of the command line."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--requests", type=int, default=200, help="of every case")
+  parser.add_argument("--turns", type=int, default=5, help="blocks of every case")
+  parser.add_argument("--clients", type=int, nargs="*", default=[1, 2, 4, 8, 16])
+  parser.add_argument(
+    "--traces", nargs="*", choices=http_load.TRACES, default=http_load.TRACES
+  )
+  parser.add_argument("--load", type=float, default=0.7)
+  parser.add_argument(
+    "--systems", nargs="+", choices=tuple(SYSTEMS), default=list(SYSTEMS)
+  )
+  parser.add_argument("--overload", type=float, default=0, metavar="TIMES")
+  parser.add_argument("--model", default="", help="target, a folder of transformers")
+  parser.add_argument("--max_tokens", type=int, default=0, help="0: no limit")
+  parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
+  parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS)
+  return parser
+
+
+def main() -> None:
+  given = options().parse_args()
+  measure.restart(given.threads)
+  measure.RESULTS = given.results
+  with tempfile.TemporaryDirectory() as folder:
+    run(given, pathlib.Path(folder))
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except base.InputError as error:
+    sys.exit(str(error))

@@ -63,7 +63,7 @@ class ServeConfig(base.Config):
   model_name: base.Path = "osd"
   host: base.Path = "127.0.0.1"
   port: Annotated[int, base.Between(0, 65535)] = 8000
-  max_waiting: base.CountOrZero = 64
+  max_waiting: base.CountOrZero = 16
   shutdown_seconds: base.NonNegative = 30.0
   run_directory: str = ""
   checkpoint_every: base.Count = 100

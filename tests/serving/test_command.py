@@ -28,6 +28,7 @@ SETTINGS = (
   "UpdateConfig.num_replay=2",
   "UpdateConfig.num_new=2",
   "ServeConfig.checkpoint_every=5",
+  "ServeConfig.max_waiting=64",
 )
 
 

@@ -83,7 +83,7 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
 
   thread = threading.Thread(target=ask)
   thread.start()
-  while not traffic.live(url)["running"]:
+  while thread.is_alive() and not traffic.live(url)["running"]:
     time.sleep(0.01)
   process.send_signal(signal.SIGTERM)
   thread.join()
@@ -94,7 +94,7 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
   assert traffic.live(url)["learned"] == 20
   blocked = threading.Thread(target=ask)
   blocked.start()
-  while not traffic.live(url)["running"]:
+  while blocked.is_alive() and not traffic.live(url)["running"]:
     time.sleep(0.01)
   for _ in range(2):
     process.send_signal(signal.SIGTERM)

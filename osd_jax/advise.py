@@ -30,8 +30,8 @@ CACHE_TOKENS = replay.CACHE_TOKENS
 PLAIN, CACHE = "plain decoding", "cache"
 FROZEN, LEARNED = "draft", "draft that learns"
 AT_MOST = " + cache, at most"
+WORTH_A_TRY = 1.03  # of the best measured speed: from there on a mixture is named
 FOREIGN = 0.9  # share of the target's own tokens below which a log is another model's
-
 
 # Updates only where they pay.
 LEARNING = dataclasses.replace(
@@ -101,7 +101,7 @@ def advise(
   with progress.status(console, "loading target and draft"):
     serving = Server(config.pair, decoding, config.learning, PartitionConfig())
   pair = serving.pair
-  examples = read_log(config, pair)
+  examples, left_out = read_log(config, pair)
   with progress.status(console, "compiling"):
     serving.warm_up(learn=True)
   bucket = config.decoding.bucket(len(examples[0].tokens))
@@ -118,36 +118,52 @@ def advise(
   ]
   for row in rows:
     row["over_plain"] = rows[0]["ms_per_token"] / row["ms_per_token"]
+    row["is_bound"] = AT_MOST in row["system"]
   with runs.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)
     log.write_rows("advice", rows)
-    notes = [settings_for(rows), own_share(answers)]
+    notes = [*settings_for(rows), own_share(answers), left_out]
     log.write_rows("advice_note", [{"said": text} for text in notes if text])
     log.write_rows("replayed", _by_answer(courses))
   return rows
 
 
-def read_log(config: AdviseConfig, pair: pairs.Pair) -> list[EncodedExample]:
+def read_log(
+  config: AdviseConfig, pair: pairs.Pair
+) -> tuple[list[EncodedExample], str]:
   """Reads the first answers of the log that fit, in its order.
+
+  Returns:
+    The answers, and a sentence about rows that were left out or cut; "" without any.
 
   Raises:
     InputError: no answer can be used.
   """
   task = TaskExamples(config.log, pair.vocabulary)
-  longest, found = config.decoding.source_lengths[-1], []
+  source, target = config.decoding.source_lengths[-1], config.decoding.target_length
+  found, unfit, cut = [], 0, 0
   for number in range(len(task)):
     prompt, answer = task.tokens(number)
-    if len(prompt) <= longest and len(answer) > 1:
-      found.append(EncodedExample(prompt, 0, answer))
+    if len(prompt) > source or len(answer) < 2:  # an end-of-sequence is no answer
+      unfit += 1
+      continue
+    cut += len(answer) > target
+    found.append(EncodedExample(prompt, 0, answer[:target]))
     if len(found) == config.count:
       break
   if not found:
     raise base.InputError(
       f"AdviseConfig.log: {config.log.pattern!r} has {len(task)} rows and none with an"
-      f" answer and a prompt of at most {longest} tokens; name the field of the answer"
+      f" answer and a prompt of at most {source} tokens; name the field of the answer"
       " in TaskConfig.reference, or raise DecodingConfig.source_lengths."
     )
-  return found
+  said = {
+    f"{len(task.skipped)} row(s) cannot be read": len(task.skipped),
+    f"{unfit} row(s) have no answer, or a prompt of more than {source} tokens": unfit,
+    f"{cut} answer(s) are cut to {target} tokens": cut,
+  }
+  parts = [text for text, count in said.items() if count]
+  return found, f"Of the log: {'; '.join(parts)}." if parts else ""
 
 
 def scored(
@@ -207,23 +223,32 @@ def own_share(answers: Sequence[base.DistillationBatch]) -> str:
   )
 
 
-def settings_for(rows: Sequence[dict[str, Any]]) -> str:
-  """Says which settings the fastest system has."""
-  best = min(rows, key=lambda row: row["ms_per_token"])
+def settings_for(rows: Sequence[dict[str, Any]]) -> list[str]:
+  """Says which settings the fastest system has, and what a mixture could add."""
+  measured = [row for row in rows if not row["is_bound"]]
+  best = min(measured, key=lambda row: row["ms_per_token"])
   name, k = best["system"], best["num_draft_tokens"]
   if name == PLAIN:
-    return (
+    said = (
       "Plain decoding is the fastest here. Speculation pays with a better draft, or"
       " where a call on several tokens takes no longer than one on a single token."
     )
-  settings = {"DecodingConfig.num_draft_tokens": k}
-  if name == CACHE:
-    settings["PairConfig.draft"] = "cache"
   else:
-    settings["OnlineConfig.learn"] = LEARNED in name
-    settings["DecodingConfig.cache_tokens"] = CACHE_TOKENS if AT_MOST in name else 0
-  named = [f"{field} = {value!r}" for field, value in settings.items()]
-  return f"The fastest is {name}. Begin with {', '.join(named)}."
+    settings: dict[str, Any] = {"DecodingConfig.num_draft_tokens": k}
+    if name == CACHE:
+      settings["PairConfig.draft"] = "cache"
+    else:
+      settings["OnlineConfig.learn"] = name == LEARNED
+    named = [f"{field} = {value!r}" for field, value in settings.items()]
+    said = f"The fastest is {name}. Begin with {', '.join(named)}."
+  mixed = max(row["over_plain"] for row in rows)
+  if mixed < WORTH_A_TRY * best["over_plain"]:
+    return [said]
+  return [
+    said,
+    f"A draft mixed with the cache could reach up to {mixed:.2f}x plain decoding; to"
+    f" try it, set DecodingConfig.cache_tokens = {CACHE_TOKENS}.",
+  ]
 
 
 def _courses(

@@ -7,7 +7,7 @@ The texts come from one of the paper's four sampling sources. The paper calls th
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,47 +79,52 @@ def generate(
   about = _made_from(source, decoding, sampling, pair, prompts) | {"states": keeps}
   made = CorpusRows(folder, about)
 
-  def answer(writer: pairs.Pair, decoding, chosen: np.ndarray, take) -> None:
+  def left(chosen: np.ndarray) -> dict[int, Request]:
     indices = np.flatnonzero(chosen).tolist()
     asked = requests([prompts[index] for index in indices], sampling)
-    # A tag is the same for all requests of a task, so requests are told apart by id.
-    index_of = {id(one): index for one, index in zip(asked, indices, strict=True)}
-    left = [one for one in asked if index_of[id(one)] not in made.rows]
-    if not left:
-      return
-    server = plain_server(writer, decoding, partition)
-    with counting(bar, "texts", len(left)) as count:
+    return {i: one for i, one in zip(indices, asked, strict=True) if i not in made.rows}
 
-      def finished(done: Finished) -> None:
-        take(index_of[id(done.request)], done.batch)
-        count(done)
+  def add(index: int, row: base.DistillationBatch) -> None:
+    made.add(index, jax.device_get(_with_states(row, keeps)))
 
-      server.run(left, finished)
-
-  if not by_draft.all():
-    answer(
-      pair,
-      decoding,
-      ~by_draft,
-      lambda index, row: made.add(index, jax.device_get(_with_states(row, keeps))),
-    )
-  if by_draft.any():
+  try:
+    _decode(pair, decoding, partition, left(~by_draft), add, bar)
     # Records of this decoding would be the draft's distributions. The target scores the
     # finished texts below.
     unrecorded = dataclasses.replace(decoding, record_top_k=0)
     texts: dict[int, base.DistillationBatch] = {}
-    answer(
-      _writer(source, pair),
-      unrecorded,
-      by_draft,
-      lambda index, row: texts.update({index: _with_states(row, False)}),
-    )
+    by = _writer(source, pair) if by_draft.any() else pair
+    _decode(by, unrecorded, partition, left(by_draft), texts.__setitem__, bar)
     order = sorted(texts)
-    scored = _score(pair, decoding, [texts[index] for index in order])
-    for index, row in zip(order, scored, strict=True):
+    written = [_with_states(texts[index], False) for index in order]
+    for index, row in zip(order, _score(pair, decoding, written), strict=True):
       made.add(index, row)
-  made.flush()
+  finally:
+    made.flush()  # also after an interruption
   return stack([made.rows[index] for index in range(len(prompts))])
+
+
+def _decode(
+  writer: pairs.Pair,
+  decoding: DecodingConfig,
+  partition: sharding.PartitionConfig,
+  asked: Mapping[int, Request],
+  take: Callable[[int, base.DistillationBatch], object],
+  bar: rich.progress.Progress,
+) -> None:
+  """Answers requests plainly and hands each answer to `take`, with its index."""
+  if not asked:
+    return
+  # A tag is the same for all requests of a task, so requests are told apart by id.
+  index_of = {id(request): index for index, request in asked.items()}
+  server = plain_server(writer, decoding, partition)
+  with counting(bar, "texts", len(asked)) as count:
+
+    def finished(done: Finished) -> None:
+      take(index_of[id(done.request)], done.batch)
+      count(done)
+
+    server.run(list(asked.values()), finished)
 
 
 def _made_from(

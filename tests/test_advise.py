@@ -50,22 +50,30 @@ def test_the_fastest_number_of_drafted_tokens_is_found():
   [
     (advise.PLAIN, "Plain decoding is the fastest"),
     (advise.CACHE, "PairConfig.draft = 'cache'"),
-    (advise.FROZEN, "OnlineConfig.learn = False, DecodingConfig.cache_tokens = 0"),
-    (advise.LEARNED, "OnlineConfig.learn = True, DecodingConfig.cache_tokens = 0"),
-    (advise.FROZEN + advise.AT_MOST, "DecodingConfig.cache_tokens = 65536"),
+    (advise.FROZEN, "OnlineConfig.learn = False"),
+    (advise.LEARNED, "OnlineConfig.learn = True"),
   ],
 )
-def test_settings_are_those_of_the_fastest_system(fastest, expected):
-  names = (advise.PLAIN, advise.CACHE, advise.FROZEN, advise.LEARNED)
+@pytest.mark.parametrize("bound", [2.05, 4.0])
+def test_settings_are_those_of_the_fastest_system(fastest, expected, bound):
+  """A bound is never the fastest, and is only named if it is clearly higher."""
+  speeds = dict.fromkeys(
+    (advise.PLAIN, advise.CACHE, advise.FROZEN, advise.LEARNED), 1.0
+  ) | {fastest: 2.0, advise.FROZEN + advise.AT_MOST: bound}
   rows = [
     {
       "system": name,
-      "ms_per_token": 1.0 if name == fastest else 2.0,
+      "ms_per_token": 1 / speed,
+      "over_plain": speed,
       "num_draft_tokens": 0 if name == advise.PLAIN else 3,
+      "is_bound": advise.AT_MOST in name,
     }
-    for name in (*names, advise.FROZEN + advise.AT_MOST)
+    for name, speed in speeds.items()
   ]
-  assert expected in advise.settings_for(rows)
+  first, *more = advise.settings_for(rows)
+  assert expected in first and "at most" not in first
+  assert len(more) == (bound == 4.0)
+  assert not more or "up to 4.00x" in more[0] and "cache_tokens = 65536" in more[0]
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +135,30 @@ def test_a_log_of_another_model_is_noticed():
   ]
   assert advise.own_share(rows[:1]) == ""
   assert "Only 67% of the log's tokens" in advise.own_share(rows)
+
+
+def test_rows_that_are_left_out_or_cut_are_counted(config, tmp_path):
+  path = tmp_path / "log.jsonl"
+  rows = [
+    {"prompt": "How many?", "text": "Two."},
+    {"prompt": "How many?"},
+    {"prompt": "How many? " * 50, "text": "Two."},
+    {"prompt": "How many?", "text": "Two and two and two and two and two and two."},
+  ]
+  lines = [json.dumps(row) for row in rows]
+  path.write_text("\n".join([*lines, "no JSON"]))
+  pair = pairs.load_pair(config.pair)
+  named = dataclasses.replace(config.log, pattern=str(path))
+  found, said = advise.read_log(dataclasses.replace(config, log=named), pair)
+  longest = config.decoding.target_length
+  assert [len(one.reference) <= longest for one in found] == [True, True]
+  assert said == (
+    "Of the log: 1 row(s) cannot be read; 2 row(s) have no answer, or a prompt of more than"
+    f" {tiny_online.SOURCE} tokens; 1 answer(s) are cut to {longest} tokens."
+  )
+  path.write_text(lines[0])
+  _, said = advise.read_log(dataclasses.replace(config, log=named), pair)
+  assert said == ""
 
 
 def test_a_log_without_answers_is_refused_in_one_line(config, tmp_path):

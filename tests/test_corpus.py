@@ -99,9 +99,12 @@ def test_kept_rows_are_made_once_even_if_interrupted(
 
   with pytest.raises(KeyboardInterrupt):
     kept(pair, tmp_path / "rows", stop, sample_source=source)
-  written = (COUNT - 2) // 3 * 3
   again, new = kept(pair, tmp_path / "rows", sample_source=source)
-  assert new == COUNT - written
+  assert new == 2
+  # A file that was removed is made again, and no other one.
+  next((tmp_path / "rows").glob("*.safetensors")).unlink()
+  _, new = kept(pair, tmp_path / "rows", sample_source=source)
+  assert 0 < new <= 3
   third, new = kept(pair, tmp_path / "rows", sample_source=source)
   assert new == 0
   for found in (again, third):
@@ -122,10 +125,21 @@ def test_kept_rows_of_another_corpus_are_refused(pair, tmp_path):
 def test_a_damaged_file_of_kept_rows_is_named(pair, tmp_path):
   kept(pair, tmp_path / "rows")
   (path,) = (tmp_path / "rows").glob("*.safetensors")
-  path.write_bytes(path.read_bytes()[:-9])
-  with pytest.raises(
-    base.InputError, match=rf"{path.name}: it cannot be read .*remove"
-  ):
+  whole = path.read_bytes()
+  path.write_bytes(whole[:-9])
+  named = rf"{path.name}: it cannot be read .*remove"
+  with pytest.raises(base.InputError, match=named):
+    kept(pair, tmp_path / "rows")
+  path.write_bytes(whole)
+  (tmp_path / "rows" / "made_from.json").write_text("{")
+  with pytest.raises(base.InputError, match=r"made_from\.json: it cannot be read"):
+    kept(pair, tmp_path / "rows")
+
+
+def test_a_full_disk_is_reported_in_one_line(pair, tmp_path, monkeypatch):
+  full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+  monkeypatch.setattr(corpus_rows.safetensors.flax, "save_file", full)
+  with pytest.raises(base.DiskError, match=r"cannot be written \(.*No space left"):
     kept(pair, tmp_path / "rows")
 
 

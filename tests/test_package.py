@@ -290,6 +290,15 @@ def test_published_files_name_no_package_index_or_machine(
   assert not found
 
 
+def test_the_linter_reads_every_file(repository, tracked_texts):
+  """A folder that shares its name with an ignored one would be left out."""
+  command = [sys.executable, "-m", "ruff", "check", "--show-files"]
+  found = subprocess.run(command, cwd=repository, capture_output=True, check=True)
+  read = set(found.stdout.decode().splitlines())
+  code = [path for path in tracked_texts if pathlib.Path(path).suffix == ".py"]
+  assert code and [path for path in code if str(repository / path) not in read] == []
+
+
 @pytest.mark.parametrize(
   "text",
   [

@@ -262,7 +262,7 @@ class Checkpointer:
         )
 
   def _check_fits(self, step: int, payload: Mapping[str, Any], like: Any) -> None:
-    """Refuses a checkpoint of other models, whose rows in flight would continue here."""
+    """Refuses a checkpoint of other models; its rows in flight would continue here."""
     saved = payload["fingerprint"]
     if saved != self._fingerprint:
       raise _MisfitError(

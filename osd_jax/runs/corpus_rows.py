@@ -1,9 +1,7 @@
 """A distillation corpus on disk: rows are written as they are made, and made once.
 
-    corpus/
-      made_from.json                what the rows depend on
-      rows_000000.safetensors       some rows, and the prompts that they belong to
-      rows_000064.safetensors
+A folder holds `made_from.json`, which says what the rows depend on, and files such as
+`rows_000064.safetensors` with some rows and the indices of their prompts.
 """
 
 import json
@@ -36,7 +34,7 @@ class CorpusRows:
     """Opens or makes the folder, and reads the rows that it has.
 
     Args:
-        path: the folder; "" keeps the rows in memory only.
+      path: the folder; "" keeps the rows in memory only.
       made_from: JSON values that the rows depend on: prompts, target and settings.
 
     Raises:
@@ -51,7 +49,7 @@ class CorpusRows:
     self._path.mkdir(parents=True, exist_ok=True)
     about = self._path / _ABOUT
     if about.exists():
-      _check_same(self._path, json.loads(about.read_text(encoding="utf-8")), made_from)
+      _check_same(about, made_from)
     else:
       write_text(about, json.dumps(made_from, indent=1) + "\n")
     for part in sorted(self._path.glob("rows_*.safetensors")):
@@ -66,7 +64,11 @@ class CorpusRows:
       self.flush()
 
   def flush(self) -> None:
-    """Writes the rows that no file has yet."""
+    """Writes the rows that are in no file yet.
+
+    Raises:
+      DiskError: the file cannot be written.
+    """
     if not self._waiting or self._path is None:
       return
     indices = list(self._waiting)
@@ -75,20 +77,39 @@ class CorpusRows:
       name: np.concatenate([row[name] for row in rows]) for name in rows[0]
     }
     tensors[_INDICES] = np.asarray(indices, np.int32)
-    path = self._path / f"rows_{len(self.rows) - len(indices):06d}.safetensors"
+    # No other file has this index, so that none is overwritten.
+    path = self._path / f"rows_{indices[0]:06d}.safetensors"
     unfinished = path.with_suffix(".partial")
-    safetensors.flax.save_file(tensors, unfinished)
-    unfinished.replace(path)
+    try:
+      safetensors.flax.save_file(tensors, unfinished)
+      unfinished.replace(path)
+    except (OSError, safetensors.SafetensorError) as error:
+      unfinished.unlink(missing_ok=True)
+      raise base.DiskError(
+        f"corpus file {path}: it cannot be written ({error}); free some space and"
+        " repeat the command: rows in other files are not made again."
+      ) from error
     self._waiting.clear()
 
 
-def _check_same(path: Path, known: dict, made_from: Mapping[str, Any]) -> None:
-  other = [name for name in {**known, **made_from} if known.get(name) != made_from.get(name)]
+def _check_same(about: Path, made_from: Mapping[str, Any]) -> None:
+  try:
+    known = json.loads(about.read_text(encoding="utf-8"))
+  except (OSError, ValueError) as error:
+    raise _unreadable(about, error, "remove its folder, and all rows") from error
+  names = {**known, **made_from}
+  other = [name for name in names if known.get(name) != made_from.get(name)]
   if other:
     raise base.InputError(
-      f"corpus folder {path}: its rows were made with another {', '.join(other)};"
-      " choose another folder, or remove this one."
+      f"corpus folder {about.parent}: its rows were made with another"
+      f" {', '.join(other)}; choose another folder, or remove this one."
     )
+
+
+def _unreadable(path: Path, error: Exception, remedy: str) -> base.InputError:
+  return base.InputError(
+    f"corpus file {path}: it cannot be read ({error}); {remedy} are made again."
+  )
 
 
 def _named(row: base.DistillationBatch) -> Mapping[str, Any]:
@@ -103,10 +124,7 @@ def _read(path: Path) -> dict[int, base.DistillationBatch]:
   try:
     tensors = jax.device_get(safetensors.flax.load_file(path))
   except (OSError, safetensors.SafetensorError) as error:
-    raise base.InputError(
-      f"corpus file {path}: it cannot be read ({error}); remove it, and its rows are"
-      " made again."
-    ) from error
+    raise _unreadable(path, error, "remove it, and its rows") from error
   indices = tensors.pop(_INDICES)
   nested = flax.traverse_util.unflatten_dict(tensors, sep="/")
   records = base.Records(**nested.pop("records"))

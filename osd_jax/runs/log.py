@@ -20,7 +20,6 @@ from osd_jax import base
 Row = Mapping[str, Any]
 
 
-
 class JsonLines:
   """Appends objects to a file. Opening it removes an incomplete last line.
 

@@ -79,7 +79,9 @@ def _problem(name: str, kind: str, needed_bytes: int) -> str:
   if kind == "new folder" and path.exists() and any(path.iterdir()):
     return "it exists already and is not empty"
   # A file is renamed into its folder, and a new folder is made in the one above.
-  around = path.absolute().parents if kind != "folder" else [path, *path.absolute().parents]
+  around = (
+    path.absolute().parents if kind != "folder" else [path, *path.absolute().parents]
+  )
   parent = next(folder for folder in around if folder.exists())
   if not parent.is_dir():
     return f"{parent} is not a folder"

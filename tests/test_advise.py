@@ -153,8 +153,8 @@ def test_rows_that_are_left_out_or_cut_are_counted(config, tmp_path):
   longest = config.decoding.target_length
   assert [len(one.reference) <= longest for one in found] == [True, True]
   assert said == (
-    "Of the log: 1 row(s) cannot be read; 2 row(s) have no answer, or a prompt of more than"
-    f" {tiny_online.SOURCE} tokens; 1 answer(s) are cut to {longest} tokens."
+    "Of the log: 1 row(s) cannot be read; 2 row(s) have no answer, or a prompt of more"
+    f" than {tiny_online.SOURCE} tokens; 1 answer(s) are cut to {longest} tokens."
   )
   path.write_text(lines[0])
   _, said = advise.read_log(dataclasses.replace(config, log=named), pair)

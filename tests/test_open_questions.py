@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import jax
 import numpy as np
 import pytest
 import tiny_online
@@ -12,6 +13,8 @@ from osd_jax import corpus, online, pairs, replay, runs
 from osd_jax.data import streams
 from osd_jax.data.batches import EncodedExample, read_corpus
 from osd_jax.distillation import schedule
+from osd_jax.engine.requests import Request
+from osd_jax.engine.server import Server
 
 sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmarks")]
 
@@ -148,3 +151,21 @@ def test_a_replay_repeats_a_run(config, recording):
     config.pair.draft, config.pair.draft_params, recording.rows, drafted
   )
   assert np.abs(floor.overlap - course.overlap).max() > 0.01
+
+
+@pytest.mark.slow
+def test_a_replayed_cache_has_the_calls_of_a_served_one(tmp_path):
+  """The second half of the prompts repeats the first, so the cache is right there."""
+  files = tiny_online.save_lively_pair(tmp_path)
+  pair = pairs.load_pair(dataclasses.replace(files, draft="cache"))
+  config = tiny_online.config(files, tmp_path / "run", rows=1)
+  decoding = dataclasses.replace(config.decoding, cache_tokens=1024)
+  stream = streams.make(config.stream, pair.vocabulary)
+  asked = [Request(stream[place % 5].tokens) for place in range(10)]
+  with Server(pair, decoding) as server:
+    served = server.run(asked)
+  answers = [jax.device_get(done.batch) for done in served]
+  course = replay.cache(pair.target, answers, decoding.num_draft_tokens, 1024)
+  calls = course.calls(decoding.num_draft_tokens)
+  assert calls.tolist() == [done.target_calls for done in served]
+  assert calls[5:].sum() < calls[:5].sum()

@@ -86,6 +86,36 @@ def test_every_interval_has_the_same_slices(interval):
   assert np.count_nonzero(slices) == 1000 // interval
 
 
+@pytest.mark.parametrize("slices", [0, 8])
+def test_a_schedule_that_is_told_of_a_shift_trains_after_it(slices):
+  """Overlap is high all the time, so the schedule itself rests."""
+
+  def trained(plan):
+    state, found = plan.init(), []
+    for _ in range(300):
+      state, now = plan.update(state, schedule.Request(0.99, 9, 16))
+      found.append(now)
+    return np.asarray(found)
+
+  usual = schedule.ScheduleConfig(update_interval=4)
+  alone = trained(usual)
+  told = trained(run.Told(usual, 16, (200,), slices, 2))
+  assert (told[:200] == alone[:200]).all() and not alone[150:].any()
+  after = told[200 : 201 + run.AFTER_SHIFT]
+  if slices:
+    assert after.sum() == slices * (run.AFTER_SHIFT // 2)
+  else:
+    assert after.any()  # the pause has ended
+  assert not told[260:].any()
+
+
+def test_recovery_is_the_whole_stretch_if_overlap_stays_low():
+  low, high = np.full(40, 0.5), np.full(40, 0.9)
+  assert run.recovered(low, high) == 40
+  assert run.recovered(np.concatenate([low[:20], high[:20]]), high) < 40
+  assert run.recovered(high, high) == 5
+
+
 def test_forgetting_is_the_largest_loss_until_a_topic_comes_back():
   kept = np.array([[0.5, 0.2], [0.5, 0.6], [0.7, 0.6]])
   assert run.forgotten(kept) == 0

@@ -10,14 +10,22 @@ and the same command skips what is there.
     routing      what do several drafts gain over one?
     gkd          which divergence, which texts, which positions?
     static       how much data makes a static draft as good as one that learns online?
+    shifts       what would a detector of shifts gain that is never wrong?
+    well_trained what does learning add to a draft that knows the topics already?
+
+The pair is the demo's, or Qwen2.5-Coder-0.5B-Instruct with its shipped draft, which has
+no offline ceiling (and so neither `gkd` nor `static`).
 
   python experiments/open_questions/run.py QUESTION... [--seeds 3] [--per_topic 200]
+  python experiments/open_questions/run.py well_trained --qwen FOLDER
+      [--data ../shared/data] [--folder runs/open_questions_qwen]
   python experiments/open_questions/run.py --table    # prints the cells
 """
 
 # ruff: noqa: E402 (the folders were just added)
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -36,18 +44,18 @@ import recordings
 import rich.console
 import rich.table
 
-from osd_jax import base, corpus, offline, online, pairs, replay, sharding
+from osd_jax import base, corpus, metrics, offline, online, pairs, replay, sharding
 from osd_jax.costs.table import Costs
-from osd_jax.data.batches import read_corpus
+from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation.gate import GateConfig
 from osd_jax.distillation.learner import LearningConfig
-from osd_jax.distillation.schedule import Request, WorthConfig
+from osd_jax.distillation.schedule import Request, ScheduleConfig, WorthConfig
 from osd_jax.engine import measurement
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
 
 Cell = dict[str, Any]
-KEY = ("question", "stream", "system", "seed", "per_topic")
+KEY = ("pair", "question", "stream", "system", "seed", "per_topic")
 INTERVALS = (1, 2, 4, 8, 32, 128, 500)
 KINDS = ("sharp", "mixture", "cyclic")
 PERIODS = (5, 25, 100)
@@ -99,6 +107,7 @@ class Setting:
   """What all questions share.
 
   Attributes:
+    name: of the pair, in the cells.
     pair: target and draft.
     answers: recorded answers, for streams.
     held_out: recorded answers that nothing learns from.
@@ -106,12 +115,13 @@ class Setting:
     learning: the default of the pair.
     costs: of this machine.
     drafted: K.
-    ceiling: parameters of a draft that was distilled offline on all topics.
+    ceiling: parameters of a draft that was distilled offline on all topics, or None.
     out: folder of runs.
     per_topic: answers of each topic in a stream.
     seeds: number of streams.
   """
 
+  name: str
   pair: pairs.Pair
   answers: recordings.Recording
   held_out: recordings.Recording
@@ -119,7 +129,7 @@ class Setting:
   learning: LearningConfig
   costs: Costs
   drafted: int
-  ceiling: base.Params
+  ceiling: base.Params | None
   out: pathlib.Path
   per_topic: int
   seeds: int
@@ -200,7 +210,8 @@ def rivals(setting: Setting, order: np.ndarray, floor: replay.Course) -> Iterato
       setting.pair.target, setting.answers.answers(order), setting.drafted
     ),
   )
-  yield "offline ceiling", lambda: setting.fixed(setting.ceiling, order)
+  if setting.ceiling is not None:
+    yield "offline ceiling", lambda: setting.fixed(setting.ceiling, order)
 
 
 def how_often(setting: Setting) -> Answers:
@@ -483,14 +494,131 @@ def distilled(
   return {"overlap": round(float(np.mean(found)), 4), "by_topic": by_topic}
 
 
+@dataclasses.dataclass(frozen=True)
+class Told:
+  """The demo's schedule, with more updates of a fixed size after every shift.
+
+  Attributes:
+    plan: the schedule at other times.
+    usual: slices of its longest update.
+    begins: requests at which a new topic begins.
+    slices: of each update after a shift; 0 only ends a pause.
+    update_interval: requests between updates.
+  """
+
+  plan: ScheduleConfig
+  usual: int
+  begins: tuple[int, ...]
+  slices: int
+  update_interval: int
+  needs_costs = False
+
+  def init(self) -> Any:
+    """See `Schedule.init`."""
+    return self.plan.init()
+
+  def update(
+    self, state: Any, request: Request, costs: Costs | None = None
+  ) -> tuple[Any, int]:
+    """See `Schedule.update`."""
+    if state.finished in self.begins:
+      state = dataclasses.replace(
+        state, paused=False, recent=(), changed=state.finished
+      )
+    state, slices = self.plan.update(state, request._replace(slices=self.usual), costs)
+    since = [state.finished - place for place in self.begins if place < state.finished]
+    told = bool(since) and min(since) <= AFTER_SHIFT and self.slices > 0
+    if not told:
+      return state, slices
+    due = min(since) % self.update_interval == 0
+    return state, self.slices if due else 0
+
+
+AFTER_SHIFT = 50  # requests in which a schedule that was told of a shift trains more
+# Way -> slices of an update after a shift, and requests between these updates.
+TOLD = {"told": (0, 4), "told, 32 slices": (32, 4), "told, 16 slices twice": (16, 2)}
+
+
+def shifts(setting: Setting) -> Answers:
+  """Schedules that are told of every shift; they train more, or only go on."""
+  for seed in range(setting.seeds):
+    order = setting.order("sharp", seed)
+    topics = setting.answers.topics[order]
+    begins = tuple(np.flatnonzero(np.diff(topics)) + 1)
+    floor = setting.fixed(setting.pair.draft_params, order)
+    ceiling = setting.fixed(setting.ceiling, order)
+    default = changed(setting.learning, seed=seed)
+    most = max(slices for slices, _ in TOLD.values())
+    ways = {"not told": default}
+    for name, (slices, interval) in TOLD.items():
+      usual = default.update.steps_per_update
+      plan = Told(default.schedule, usual, begins, slices, interval)
+      ways[name] = changed(default, schedule=plan, update__steps_per_update=most)
+    for name, learning in ways.items():
+      compute = functools.partial(
+        after_shifts, setting, order, learning, begins, floor, ceiling
+      )
+      yield _key(setting, "shifts", "sharp", name, seed), compute
+
+
+def after_shifts(
+  setting: Setting,
+  order: np.ndarray,
+  learning: LearningConfig,
+  begins: Sequence[int],
+  floor: replay.Course,
+  ceiling: replay.Course,
+) -> Cell:
+  """Returns the figures of a stream, with the mean requests to recover from a shift."""
+  course = setting.learned(order, learning)
+  counts = [
+    recovered(course.overlap[a:b], ceiling.overlap[a:b])
+    for a, b in zip(begins, (*begins[1:], len(order)), strict=True)
+  ]
+  return setting.figures(course, floor) | {"recovery": float(np.mean(counts))}
+
+
+def recovered(own: np.ndarray, ceiling: np.ndarray) -> int:
+  """Returns the requests until overlap is near the ceiling's, or all of them."""
+  found = metrics.recovery_requests(own.tolist(), float(ceiling.mean()), window=10)
+  return found or len(own)
+
+
+LEARNED_MORE = {
+  "online": {},
+  "online, a quarter of the rate": {"update__optimizer__learning_rate": 1e-4},
+  "online, a tenth of the rate": {"update__optimizer__learning_rate": 4e-5},
+  "online, averaged longer": {"update__ema_decay": 0.99},
+  "online, gated": {"gate": GateConfig()},
+}
+
+
+def well_trained(setting: Setting) -> Answers:
+  """A draft that was distilled on the topics before, with and without learning."""
+  for seed in range(setting.seeds):
+    for kind in ("mixture", "sharp"):
+      order = setting.order(kind, seed)
+      floor = setting.fixed(setting.pair.draft_params, order)
+      systems = dict(rivals(setting, order, floor))
+      for name, changes in LEARNED_MORE.items():
+        learning = changed(setting.learning, seed=seed, **changes)
+        systems[name] = lambda learning=learning, order=order: setting.learned(
+          order, learning
+        )
+      yield from _cells(setting, "well_trained", kind, seed, systems, floor)
+
+
 QUESTIONS = {
   function.__name__: function
-  for function in (how_often, variance, forgetting, routing, gkd, static)
+  for function in (
+    *(how_often, variance, forgetting, routing),
+    *(gkd, static, shifts, well_trained),
+  )
 }
 
 
 def _key(setting: Setting, question: str, stream: str, system: str, seed: int) -> Cell:
-  values = (question, stream, system, seed, setting.per_topic)
+  values = (setting.name, question, stream, system, seed, setting.per_topic)
   return dict(zip(KEY, values, strict=True))
 
 
@@ -501,13 +629,12 @@ def _cells(setting, question, stream, seed, systems, floor) -> Answers:
     yield key, lambda course=course: setting.figures(course(), floor)
 
 
-# ---- The demo's pair
+# ---- The pairs
 
 
 def demo(given: argparse.Namespace) -> Setting:
-  """Loads the shipped pair; records its answers and measures its costs once."""
+  """Loads the shipped pair and distils its offline ceiling."""
   config, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
-  loaded = pairs.load_pair(config.pair, sharding.make(config.partition))
   ceiling, _ = settings.load(
     offline.OfflineConfig,
     ["experiments/demo_ceiling.gin"],
@@ -516,38 +643,84 @@ def demo(given: argparse.Namespace) -> Setting:
   asked = dataclasses.replace(
     ceiling.evaluation, tasks=config.stream.tasks, limit_rows=None
   )
+  setting = made(given, "demo", config, asked, ceiling.evaluation, (40,))
+  output = given.folder / "ceiling"
+  distilled(setting, output, given.ceiling_steps, 600, [])
+  best = setting.pair.load_draft(str(output / "draft.safetensors"))
+  return dataclasses.replace(setting, ceiling=best)
 
-  def recorded(name: str, prompts) -> recordings.Recording:
-    wide = dataclasses.replace(config.decoding, source_lengths=(40,))
+
+def qwen(given: argparse.Namespace) -> Setting:
+  """Loads Qwen2.5-Coder-0.5B-Instruct with its shipped draft, and real queries."""
+  shared = [
+    f"QWEN={str(given.qwen)!r}",
+    f"DATA_DIR={str(given.data)!r}",
+    f"PairConfig.draft={QWEN_DRAFT!r}",
+    "PairConfig.sibling_draft=True",
+  ]
+  config, _ = settings.load(online.OnlineConfig, ["experiments/qwen.gin"], shared)
+  texts, _ = settings.load(
+    offline.OfflineConfig, ["experiments/qwen_draft.gin"], shared
+  )
+  # The draft was distilled on prompts of the train split, so none of these was seen.
+  asked = dataclasses.replace(
+    texts.evaluation, tasks=config.stream.tasks, limit_rows=given.per_topic
+  )
+  held = dataclasses.replace(asked, limit_rows=1)  # no question of this pair needs more
+  return made(given, "qwen", config, asked, held, config.decoding.source_lengths)
+
+
+QWEN_DRAFT = "shipped:qwen2_5_coder_0_5b_draft.safetensors"
+
+
+def made(
+  given: argparse.Namespace,
+  name: str,
+  config: online.OnlineConfig,
+  asked: BatchConfig,
+  held_out: BatchConfig,
+  source_lengths: tuple[int, ...],
+) -> Setting:
+  """Loads a pair; records its answers and measures its costs once.
+
+  Args:
+    given: options of the command line.
+    name: of the pair.
+    config: a run of it.
+    asked: prompts of the streams.
+    held_out: prompts that nothing learns from.
+    source_lengths: of the recorded answers.
+  """
+  loaded = pairs.load_pair(config.pair, sharding.make(config.partition))
+  wide = dataclasses.replace(config.decoding, source_lengths=source_lengths[-1:])
+
+  def recorded(part: str, prompts: BatchConfig) -> recordings.Recording:
     names = [task.label for task in prompts.tasks]
     return recordings.load_or_record(
-      given.folder / f"{name}.pickle",
+      given.folder / f"{part}.pickle",
       lambda: recordings.record(
         loaded, read_corpus(prompts, loaded.vocabulary), names, wide
       ),
     )
 
-  answers = recorded("stream", asked)
-  held = recorded("held_out", ceiling.evaluation)
-  output = given.folder / "ceiling"
-  prompts = read_corpus(config.warm_start, loaded.vocabulary)
-  seen_at = dataclasses.replace(config.decoding, source_lengths=(40,))
-  setting = Setting(
+  seen = []
+  if config.warm_start is not None:
+    prompts = read_corpus(config.warm_start, loaded.vocabulary)
+    seen = list(corpus.reference_rows(loaded, prompts, wide))
+  return Setting(
+    name=name,
     pair=loaded,
-    answers=answers,
-    held_out=held,
-    seen=list(corpus.reference_rows(loaded, prompts, seen_at)),
+    answers=recorded("stream", asked),
+    held_out=recorded("held_out", held_out),
+    seen=seen,
     learning=config.learning,
     costs=measured_costs(given.folder / "costs.json", loaded, config),
     drafted=config.decoding.num_draft_tokens,
-    ceiling=loaded.draft_params,
+    ceiling=None,
     out=given.folder,
     per_topic=given.per_topic,
     seeds=given.seeds,
   )
-  distilled(setting, output, given.ceiling_steps, 600, [])
-  made = loaded.load_draft(str(output / "draft.safetensors"))
-  return dataclasses.replace(setting, ceiling=made)
 
 
 def measured_costs(
@@ -578,12 +751,16 @@ def main() -> None:
   parser.add_argument(
     "--folder", type=pathlib.Path, default=pathlib.Path("runs/open_questions")
   )
+  parser.add_argument("--qwen", type=pathlib.Path, help="folder of transformers")
+  parser.add_argument(
+    "--data", type=pathlib.Path, default=pathlib.Path("../shared/data")
+  )
   parser.add_argument("--table", action="store_true")
   given = parser.parse_args()
   if not given.table:
     given.folder.mkdir(parents=True, exist_ok=True)
     made_by = {"commit": measure.commit()}  # of the code that was loaded
-    setting = demo(given)
+    setting = qwen(given) if given.qwen else demo(given)
     for name in given.questions or QUESTIONS:
       answer(given.out, QUESTIONS[name](setting), made_by)
   show(read(given.out))
@@ -604,11 +781,8 @@ def answer(path: pathlib.Path, cells: Answers, made_by: Cell) -> None:
 
 def read(path: pathlib.Path) -> list[Cell]:
   """Returns the cells of a file."""
-  return (
-    [json.loads(line) for line in path.read_text().splitlines()]
-    if path.exists()
-    else []
-  )
+  lines = path.read_text().splitlines() if path.exists() else []
+  return [json.loads(line) for line in lines]
 
 
 def means(cells: list[Cell], question: str, field: str) -> dict[str, dict[str, list]]:
@@ -621,26 +795,31 @@ def means(cells: list[Cell], question: str, field: str) -> dict[str, dict[str, l
   return found
 
 
-FIELDS = ("tokens_per_call", "slices", "overlap", "worst_stretch", "forgotten")
+FIELDS = (
+  *("tokens_per_call", "slices", "overlap", "worst_stretch", "forgotten"),
+  "recovery",
+)
 
 
 def show(cells: list[Cell]) -> None:
   """Prints a table for each question and figure: means over the seeds."""
   console = rich.console.Console(width=160)
-  for question in QUESTIONS:
-    for field in FIELDS:
-      found = means(cells, question, field)
-      if not found:
-        continue
-      streams = list(dict.fromkeys(name for row in found.values() for name in row))
-      table = rich.table.Table(field.replace("_", " "), *streams, title=question)
-      for system, row in found.items():
-        values = (row.get(name) for name in streams)
-        table.add_row(
-          system,
-          *(f"{np.mean(v):.3f} ±{np.std(v):.3f}" if v else "" for v in values),
-        )
-      console.print(table)
+  pairs_of = dict.fromkeys(cell["pair"] for cell in cells)
+  for pair, question, field in itertools.product(pairs_of, QUESTIONS, FIELDS):
+    found = means([cell for cell in cells if cell["pair"] == pair], question, field)
+    if not found:
+      continue
+    streams = list(dict.fromkeys(name for row in found.values() for name in row))
+    table = rich.table.Table(
+      field.replace("_", " "), *streams, title=f"{question}, {pair}"
+    )
+    for system, row in found.items():
+      values = (row.get(name) for name in streams)
+      table.add_row(
+        system,
+        *(f"{np.mean(v):.3f} ±{np.std(v):.3f}" if v else "" for v in values),
+      )
+    console.print(table)
 
 
 if __name__ == "__main__":

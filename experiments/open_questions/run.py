@@ -164,16 +164,23 @@ class Setting:
     gain = course.overlap - floor.overlap
     width = min(WORST, len(gain))
     means = np.convolve(gain, np.full(width, 1 / width), "valid")
-    # What `osd advise` would say after a third of the stream, and what came then.
+    # What a log of the first third says, as a whole and at its end, and what came then.
     third = len(gain) // 3
-    gains = [
-      course.part(part).tokens_per_call(self.drafted)
-      - floor.part(part).tokens_per_call(self.drafted)
-      for part in (slice(0, third), slice(third, None))
-    ]
+    parts = {
+      "gain_early": slice(0, third),
+      "gain_at_end": slice(third // 2, third),
+      "gain_late": slice(third, None),
+    }
+    gains = {
+      name: round(
+        course.part(part).tokens_per_call(self.drafted)
+        - floor.part(part).tokens_per_call(self.drafted),
+        4,
+      )
+      for name, part in parts.items()
+    }
     return {
-      "gain_early": round(gains[0], 4),
-      "gain_late": round(gains[1], 4),
+      **gains,
       "tokens_per_call": round(course.tokens_per_call(self.drafted), 4),
       "overlap": round(float(course.overlap.mean()), 4),
       "worst_stretch": round(float(means.min()), 4),

@@ -670,9 +670,7 @@ def qwen(given: argparse.Namespace) -> Setting:
     offline.OfflineConfig, ["experiments/qwen_draft.gin"], shared
   )
   # The draft was distilled on prompts of the train split, so none of these was seen.
-  asked = dataclasses.replace(
-    texts.evaluation, tasks=config.stream.tasks, limit_rows=given.per_topic
-  )
+  asked = dataclasses.replace(texts.evaluation, limit_rows=given.per_topic)
   held = dataclasses.replace(asked, limit_rows=1)  # no question of this pair needs more
   return made(given, "qwen", config, asked, held, config.decoding.source_lengths)
 

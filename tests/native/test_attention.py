@@ -138,8 +138,8 @@ def lowered(layout, queries, dtype="float32"):
 def test_native_attention_is_used_only_for_few_float32_queries():
   served, trained = layers.Layout.SERVED, layers.Layout.TRAINED
   assert "osd_jax_attention" in lowered(served, 1)
-  assert "osd_jax_attention" in lowered(served, native.MOST_COLUMNS)
-  assert "osd_jax_attention" not in lowered(served, native.MOST_COLUMNS + 1)
+  assert "osd_jax_attention" in lowered(served, native.MOST_QUERIES)
+  assert "osd_jax_attention" not in lowered(served, native.MOST_QUERIES + 1)
   assert "osd_jax_attention" not in lowered(trained, 1)
   assert "osd_jax_attention" not in lowered(served, 1, "bfloat16")
   for parts in ((), ("attention",)):

@@ -45,6 +45,15 @@ def test_the_fastest_number_of_drafted_tokens_is_found():
   assert learned["ms_per_token"] == (2 * 4 + 1 + 12) / 8 and learned["updates"] == 2
 
 
+def test_what_learning_gains_is_read_off_the_end_of_the_log():
+  """The draft is right about nothing at first, and about everything at the end."""
+  never, adapting = course(*[[0] * 8] * 4), course(*[[0] * 8] * 2, *[[1] * 8] * 2)
+  said = advise.by_its_end(never, adapting, 3)
+  assert "4.00 tokens per call" in said and "+3.00 over" in said
+  assert "+0.00 over" in advise.by_its_end(never, never, 3)
+  assert advise.by_its_end(course([0] * 8), course([1] * 8), 3) == ""
+
+
 @pytest.mark.parametrize(
   ("fastest", "expected"),
   [

@@ -133,6 +133,12 @@ class Learning:
       )
       self._restore()
 
+  @property
+  def waiting(self) -> int:
+    """Answers that wait to be learnt from."""
+    with self._lock:
+      return self._pending
+
   def add(self, done: Finished) -> None:
     """Takes an answer; called on the serving thread, which it never delays for long."""
     is_broken = done.stop_reason == base.StopReason.NOT_FINITE

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +63,9 @@ class Job:
     request: what the engine decodes.
     text: its text so far.
     is_cancelled: nobody waits for it any more.
+    emitted: tokens so far.
+    plain_steps: plain steps of all rows that these tokens would have taken: each call
+      adds the tokens that it emitted for this job, divided by the rows in use.
     arrived: clock at its arrival; `admitted` and `first_token` are 0 until then.
   """
 
@@ -77,7 +80,8 @@ class Job:
     """Makes the request of one answer; see `Scheduler.submit`."""
     self.index, self.prompt = index, prompt
     self.text = TextSoFar(decode, prompt.stop)
-    self.is_cancelled = False
+    self.is_cancelled, self.emitted, self.plain_steps = False, 0, 0.0
+    self._counted = 0
     self.arrived, self.admitted, self.first_token = time.perf_counter(), 0.0, 0.0
     self.request = Request(
       tokens=tokens,
@@ -93,9 +97,15 @@ class Job:
   def _watch(self, tokens: np.ndarray) -> int | None:
     """Ends the row of a cancelled job, or at a stop string; see `Request.watch`."""
     self.first_token = self.first_token or time.perf_counter()
+    self.emitted = len(tokens)
     if self.is_cancelled:
       return len(tokens)
     return self.text.watch(tokens) if self._reads_text else None
+
+  def take_new(self) -> int:
+    """Returns the number of tokens that were emitted since the last call of this."""
+    new, self._counted = max(self.emitted - self._counted, 0), self.emitted
+    return new
 
 
 class Call:
@@ -164,6 +174,7 @@ class Scheduler:
     server: Server,
     max_waiting: int,
     on_finished: Callable[[Job, Finished], object],
+    on_call: Callable[[int], object] = lambda tokens: None,
   ):
     """Starts nothing yet.
 
@@ -172,9 +183,11 @@ class Scheduler:
       max_waiting: jobs that may wait while all rows are taken.
       on_finished: called on the serving thread with every finished answer that was not
         cancelled, before its client receives it.
+      on_call: called on the serving thread after every compiled call with the tokens
+        that it emitted, and those of the prompts that were prefilled before it.
     """
     self._server, self._max_waiting = server, max_waiting
-    self._on_finished = on_finished
+    self._on_finished, self._on_call = on_finished, on_call
     self._waiting: deque[tuple[Call, Job]] = deque()
     self._running: dict[Job, Call] = {}
     self._changed = threading.Condition()
@@ -290,6 +303,7 @@ class Scheduler:
     """Sends the news of one step."""
     events: dict[Call, list[Event]] = {}
     results = {done.request.tag: done for done in finished}
+    self._count(results)
     for job, call in list(self._running.items()):
       done = results.get(job)
       if done is not None:
@@ -307,6 +321,21 @@ class Scheduler:
         events.setdefault(call, []).append(Event(job, piece, done))
     for call, news in events.items():
       call.post(news)
+
+  def _count(self, results: Mapping[Job, Finished]) -> None:
+    """Counts the tokens that each row emitted in the last call."""
+    tokens, new = 0, {}
+    for job in self._running:
+      is_first = not job.plain_steps
+      if job in results:
+        job.emitted = len(results[job].tokens)
+      if count := job.take_new():
+        new[job] = count
+        tokens += count + (len(job.request.tokens) if is_first else 0)
+    for job, count in new.items():
+      job.plain_steps += count / len(new)
+    if new:
+      self._on_call(tokens)
 
   def _fail_all(self, failure: BaseException) -> None:
     """Tells every client that there will be no answer."""

@@ -57,6 +57,7 @@ def make(service: Service, token: str = "") -> Starlette:
     ("/v1/chat/completions", "POST", routes.chat_completions),
     ("/admin/draft", "GET", routes.draft),
     ("/admin/draft", "PUT", routes.load_draft),
+    ("/admin/cache", "DELETE", routes.clear_cache),
     ("/tokenize", "POST", routes.tokenize),
     ("/detokenize", "POST", routes.detokenize),
   ]
@@ -159,6 +160,14 @@ class _Routes:
       file.flush()
       version = await self._service.load_draft(Path(file.name))
     return JSONResponse({"draft_version": version})
+
+  async def clear_cache(self, request: Request) -> Response:
+    del request
+    try:
+      await self._service.clear_cache()
+    except EngineFailedError as error:
+      raise Refusal(503, f"the engine has failed: {error}.", code="failed") from None
+    return Response(status_code=204)
 
   async def version(self, request: Request) -> Response:
     del request

@@ -10,6 +10,7 @@ every request is watched.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -191,7 +192,8 @@ class Scheduler:
     self._waiting: deque[tuple[Call, Job]] = deque()
     self._running: dict[Job, Call] = {}
     self._changed = threading.Condition()
-    self._is_draining = self._is_stopped = False
+    self._functions: list[tuple[Callable[[], Any], concurrent.futures.Future]] = []
+    self._is_draining = self._is_stopped = self._is_ended = False
     self._failure: BaseException | None = None
     self._thread = threading.Thread(target=self._serve, name="serving", daemon=True)
 
@@ -256,6 +258,22 @@ class Scheduler:
       self._waiting = deque(kept)
       self._changed.notify()
 
+  def between_calls(
+    self, function: Callable[[], Any]
+  ) -> concurrent.futures.Future[Any]:
+    """Runs a function on the serving thread, between two compiled calls.
+
+    Raises:
+      EngineFailedError: the serving thread has ended.
+    """
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    with self._changed:
+      if self._is_ended:
+        raise EngineFailedError("the server has stopped")
+      self._functions.append((function, future))
+      self._changed.notify()
+    return future
+
   def drain(self) -> None:
     """Takes no more requests; those that were taken are answered."""
     with self._changed:
@@ -276,6 +294,7 @@ class Scheduler:
     try:
       for finished in self._server.serve(self._requests()):
         self._publish(finished)
+        self._run_functions()
     except BaseException as error:
       self._failure = failure = error
       logging.getLogger(__name__).exception("the serving thread has failed")
@@ -288,7 +307,9 @@ class Scheduler:
     """
     while True:
       with self._changed:
-        while not (self._waiting or self._running or self._is_stopped):
+        while not (
+          self._waiting or self._running or self._functions or self._is_stopped
+        ):
           self._changed.wait()
         if self._is_stopped:
           return
@@ -298,6 +319,17 @@ class Scheduler:
           self._running[job] = call
           job.admitted, request = time.perf_counter(), job.request
       yield request
+
+  def _run_functions(self) -> None:
+    with self._changed:
+      functions, self._functions = self._functions, []
+    for function, future in functions:
+      if not future.set_running_or_notify_cancel():
+        continue  # its client has left
+      try:
+        future.set_result(function())
+      except Exception as error:
+        future.set_exception(error)
 
   def _publish(self, finished: Sequence[Finished]) -> None:
     """Sends the news of one step."""
@@ -340,10 +372,14 @@ class Scheduler:
   def _fail_all(self, failure: BaseException) -> None:
     """Tells every client that there will be no answer."""
     with self._changed:
-      self._is_draining = True
+      self._is_draining = self._is_ended = True
+      functions, self._functions = self._functions, []
       left = [*self._running.items(), *((job, call) for call, job in self._waiting)]
       self._running.clear()
       self._waiting.clear()
+    for _, future in functions:
+      if future.set_running_or_notify_cancel():
+        future.set_exception(EngineFailedError(first_line(failure)))
     for job, call in left:
       call.post([Event(job, error=EngineFailedError(first_line(failure)))])
 

@@ -176,13 +176,30 @@ class Service:
   async def load_draft(self, path: Path) -> int:
     """Serves the draft in a file; returns its version.
 
+    A draft that learns goes on from it, after the answers that wait to be learnt from.
+
     Raises:
-      InputError: the file holds no such draft, or the server's own draft learns.
+      InputError: the file holds no such draft.
     """
-    server = self.server
-    return await asyncio.to_thread(
-      lambda: server.serve_draft(server.pair.load_draft(path))
-    )
+    server, learning = self.server, self.learning
+    params = await asyncio.to_thread(server.pair.load_draft, path)
+    if learning is None:
+      return await asyncio.to_thread(server.serve_draft, params)
+    return await asyncio.wrap_future(learning.submit(lambda: learning.load(params)))
+
+  async def clear_cache(self) -> None:
+    """Empties the n-gram cache; rows in flight add their answers later.
+
+    Raises:
+      InputError: there is none.
+    """
+    if "cache" not in self._sources():
+      raise base.InputError(
+        "the n-gram cache: this server has none, expected one with"
+        " DecodingConfig.cache_tokens; nothing is to be emptied."
+      )
+    emptied = self.scheduler.between_calls(self.server.engine.clear_memory)
+    await asyncio.wrap_future(emptied)
 
   def live(self) -> dict[str, Any]:
     """Returns what the live page shows."""

@@ -485,11 +485,13 @@ class Proposal:
       ignored, and a row of length 0 decodes plainly. None proposes K in every row. A
       length may depend on the tokens that it keeps, but on none that it leaves out:
       outputs would lose the target's law.
+    by_cache: [B, K] bool; which tokens the n-gram cache named. None: none.
   """
 
   tokens: jax.Array
   logits: jax.Array | None
   lengths: jax.Array | None = None
+  by_cache: jax.Array | None = None
 
   def only_where(self, rows: jax.Array) -> "Proposal":
     """Returns the proposal of some rows [B] bool, and none for the others."""
@@ -498,8 +500,10 @@ class Proposal:
 
   def first(self, count: int) -> "Proposal":
     """Returns the first tokens, if no row proposes more."""
-    logits = None if self.logits is None else self.logits[:, :count]
-    return self.replace(tokens=self.tokens[:, :count], logits=logits)
+    cut = lambda leaf: None if leaf is None else leaf[:, :count]
+    return self.replace(
+      tokens=cut(self.tokens), logits=cut(self.logits), by_cache=cut(self.by_cache)
+    )
 
   @property
   def is_proposed(self) -> jax.Array:

@@ -13,6 +13,11 @@ second half the topics change. The test checks that
 - no program was compiled after the start (JAX_LOG_COMPILES);
 - the server ends in order, with exit code 0.
 
+It also reports, without judging them, the pauses between the pieces of streams: at
+swaps of the draft and elsewhere, next to the time of one round. A piece comes after
+every call, which has up to four rounds. The client shares the machine with the server,
+so pauses include its own delays.
+
   python experiments/serving_soak/run.py [--requests 10000] [--clients 16]
       [--prompts 100] [--seed 0] [--bindings NAME=VALUE ...] [--out runs/serving_soak]
 
@@ -30,7 +35,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -41,6 +46,7 @@ import rich.console
 import rich.table
 
 from osd_jax.data import examples
+from osd_jax.engine.engine import WATCHED_ROUNDS
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
 from osd_jax.serving.service import ServeConfig
@@ -62,6 +68,7 @@ BAD_BODIES = (
   b" " * (2**20 + 1),
 )
 MEMORY_SAMPLES = 100
+POLL_SECONDS = 0.02  # between two looks at the version of the draft
 DROPPED = re.compile(r"^osd:records_dropped\S* (\S+)$", re.MULTILINE)
 
 
@@ -142,8 +149,18 @@ def body_of(work: Work) -> dict[str, Any]:
   return body | ({"max_tokens": work.limit} if work.limit else {})
 
 
-def verdict(url: str, work: Work) -> str:
-  """Sends a request; returns "" or what is wrong with the answer."""
+def verdict(
+  url: str,
+  work: Work,
+  note: Callable[[http_load.Reply], object] = lambda reply: None,
+) -> str:
+  """Sends a request; returns "" or what is wrong with the answer.
+
+  Args:
+    url: address of the server.
+    work: the request.
+    note: called with the reply, unless the request is a bad one.
+  """
   if work.kind == BAD:
     body = BAD_BODIES[work.number % len(BAD_BODIES)]
     try:
@@ -155,6 +172,7 @@ def verdict(url: str, work: Work) -> str:
   leave_after = work.number % 3 if work.kind == LEFT else None
   body = body_of(work)
   reply = http_load.ask(url, body, COMPLETIONS, leave_after=leave_after)
+  note(reply)
   answers = work.prompt.answers
   if work.kind == LEFT:
     is_right = reply.status in (0, 200) and answers[-1].startswith(reply.text)
@@ -167,6 +185,62 @@ def verdict(url: str, work: Work) -> str:
   return ""
 
 
+class Swaps:
+  """Notes when the server swapped its draft, by looking often, while it is entered.
+
+  Attributes:
+    seen: clocks between which each swap happened, in order.
+  """
+
+  def __init__(self, server: http_load.Server):
+    """Does not look yet."""
+    self._server, self.seen = server, []
+    self._ended, self._thread = threading.Event(), threading.Thread(target=self._watch)
+
+  def __enter__(self) -> "Swaps":
+    self._thread.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._ended.set()
+    self._thread.join()
+
+  def _watch(self) -> None:
+    last, before = None, time.perf_counter()
+    while not self._ended.wait(POLL_SECONDS):
+      asked = time.perf_counter()
+      version = json.loads(self._server.get("/live"))["draft_version"]
+      if last is not None and version != last:
+        self.seen.append((before, time.perf_counter()))
+      last, before = version, asked
+
+
+def pauses(
+  streams: Iterable[Sequence[float]], swaps: Sequence[tuple[float, float]]
+) -> dict[str, float]:
+  """Returns the pauses between pieces of streams, in milliseconds.
+
+  Args:
+    streams: clocks of the pieces of each stream.
+    swaps: clocks between which each swap happened, in order.
+  """
+  pairs = itertools.chain.from_iterable(map(itertools.pairwise, streams))
+  begun, ended = np.array(list(pairs), np.float64).reshape(-1, 2).T
+  starts, ends = np.array(swaps, np.float64).reshape(-1, 2).T
+  first = np.searchsorted(ends, begun)  # the first swap that is not over
+  is_near = np.append(starts, np.inf)[first] < ended
+  taken = 1e3 * (ended - begun)
+  found: dict[str, float] = {}
+  for name, some in (("at swaps", taken[is_near]), ("elsewhere", taken[~is_near])):
+    found[f"pauses {name}"] = len(some)
+    if len(some):
+      found[f"pause {name}, p99, ms"] = round(float(np.percentile(some, 99)), 1)
+      found[f"pause {name}, median, ms"] = round(float(np.median(some)), 1)
+  if len(taken):
+    found["one round, ms"] = round(float(np.median(taken)) / WATCHED_ROUNDS, 1)
+  return found
+
+
 class Soak:
   """Sends the requests of a plan and notes what happens."""
 
@@ -177,6 +251,7 @@ class Soak:
     self.sent: collections.Counter[str] = collections.Counter()
     self.faults: list[str] = []
     self.memory: list[int] = []  # bytes, `MEMORY_SAMPLES` times
+    self.streams: list[list[float]] = []  # clocks of the pieces
 
   def run(self, clients: int) -> None:
     """Sends all requests from some clients."""
@@ -189,7 +264,7 @@ class Soak:
         work = next(self._coming, None)
       if work is None:
         return
-      fault = verdict(self._server.url, work)
+      fault = verdict(self._server.url, work, self._note)
       with self._lock:
         self.sent[work.kind] += 1
         if fault:
@@ -197,6 +272,10 @@ class Soak:
           print(fault, file=sys.stderr)
         if self.sent.total() % every == 0:
           self.memory.append(self._server.resident_bytes())
+
+  def _note(self, reply: http_load.Reply) -> None:
+    if len(reply.pieces) > 1:
+      self.streams.append(reply.pieces)
 
   def growth(self) -> float:
     """Returns the memory at the end over that at 20 %, minus 1."""
@@ -211,8 +290,9 @@ def soaked(given: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
     [run_directory, *given.bindings], given.out, {"JAX_LOG_COMPILES": "1"}
   )
   with server:
-    started, soak = time.monotonic(), Soak(server, works)
-    soak.run(given.clients)
+    started, soak, swaps = time.monotonic(), Soak(server, works), Swaps(server)
+    with swaps:
+      soak.run(given.clients)
     seconds = time.monotonic() - started
     live = json.loads(server.get("/live"))
     dropped = DROPPED.search(server.get("/metrics"))
@@ -232,6 +312,7 @@ def soaked(given: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
     "compilations": len(compiled),
     "exit code": code,
     "seconds": round(seconds),
+    **pauses(soak.streams, swaps.seen),
     "memory, MB": [round(size / 1e6) for size in soak.memory],
   }
 

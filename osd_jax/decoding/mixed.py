@@ -202,7 +202,8 @@ class MixedDraft(drafters.ModelDrafter):
     """Drafts while the next token is worth its price; see `Drafter.propose`."""
     if prices is None:
       proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
-      return self._proposal(proposal.tokens, proposal.logits), state
+      found = self._proposal(params, state, rows, proposal.tokens, proposal.logits)
+      return found, state
     drafted, logits, state = self.first(params, state, rows, num_draft_tokens, noise)
     survival = self._survival(params, state)
     shape = (*drafted.shape, logits.shape[-1])
@@ -235,16 +236,24 @@ class MixedDraft(drafters.ModelDrafter):
     # Survival never rises, so the proposed tokens are a prefix.
     lengths = jnp.sum(is_proposed, axis=1, dtype=jnp.int32)
     drafted = jnp.maximum(drafted, 0)
-    return self._proposal(drafted, all_logits, lengths), state
+    return self._proposal(params, state, rows, drafted, all_logits, lengths), state
 
   def _proposal(
     self,
+    params: Any,
+    state: State,
+    rows: state_lib.DecodeState,
     tokens: jax.Array,
     logits: jax.Array | None,
     lengths: jax.Array | None = None,
   ) -> base.Proposal:
     """The proposal; that of the cache alone is deterministic."""
-    return base.Proposal(tokens, logits if self.is_learned else None, lengths)
+    if not self.is_learned:
+      return base.Proposal(tokens, None, lengths, jnp.ones(tokens.shape, bool))
+    # The i-th drafted token was named after the input at `rows.length + i`.
+    at = rows.length[:, None] + jnp.arange(tokens.shape[1])[None]
+    bins = jnp.take_along_axis(state.bins, at[..., None], axis=1)
+    return base.Proposal(tokens, logits, lengths, _is_by_cache(params, bins))
 
   def _drawn(self, logits, rows, drafted, offset, noise):
     if self.is_learned:

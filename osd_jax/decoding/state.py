@@ -24,12 +24,16 @@ class Counters:
     accepted: [B] int32; drafted tokens that were accepted and emitted.
     accepted_per_position: [B, MAX_DRAFT_TOKENS] int32; rounds that accepted the
       i-th drafted token.
+    drafted_by_cache: [B] int32; those of `drafted` that the n-gram cache named.
+    accepted_by_cache: [B] int32; those of `accepted` that it named.
   """
 
   rounds: jax.Array
   drafted: jax.Array
   accepted: jax.Array
   accepted_per_position: jax.Array
+  drafted_by_cache: jax.Array
+  accepted_by_cache: jax.Array
 
 
 @flax.struct.dataclass
@@ -190,7 +194,12 @@ def initial_state(
     draft_cache=draft_cache,
     records=records.empty(rows, buffer_length(target_length), record_top_k, vocab_size),
     counters=Counters(
-      zeros, zeros, zeros, jnp.zeros((rows, MAX_DRAFT_TOKENS), jnp.int32)
+      rounds=zeros,
+      drafted=zeros,
+      accepted=zeros,
+      accepted_per_position=jnp.zeros((rows, MAX_DRAFT_TOKENS), jnp.int32),
+      drafted_by_cache=zeros,
+      accepted_by_cache=zeros,
     ),
     prompt=prompt,
   )
@@ -232,12 +241,17 @@ def append(
   counted = (offset[:, :-1] < count[:, None]) & proposal.is_proposed
   passed = counted & (offset[:, :-1] < acceptance.accepted[:, None])
   spare = MAX_DRAFT_TOKENS - num_draft_tokens
+  by_cache = jnp.zeros((), bool) if proposal.by_cache is None else proposal.by_cache
   counters = Counters(
     rounds=state.counters.rounds + running,
     drafted=state.counters.drafted + jnp.sum(counted, axis=1),
     accepted=state.counters.accepted + jnp.sum(passed, axis=1),
     accepted_per_position=state.counters.accepted_per_position
     + jnp.pad(passed, ((0, 0), (0, spare))),
+    drafted_by_cache=state.counters.drafted_by_cache
+    + jnp.sum(counted & by_cache, axis=1),
+    accepted_by_cache=state.counters.accepted_by_cache
+    + jnp.sum(passed & by_cache, axis=1),
   )
   return state.replace(
     tokens=_write_block(state.tokens, tokens, state.length, running),

@@ -223,6 +223,21 @@ class Decision:
     )
 
 
+def loaded(state: GateState, version: int) -> GateState:
+  """Returns the state after somebody has replaced the draft by this version.
+
+  It is the proven draft from now on. Trials in progress are lost, and later ones use
+  what is left of the error rate.
+  """
+  return GateState(
+    proven=version,
+    newest=version,
+    up=state.up.begin(),
+    down=state.down.end(),
+    floor=state.floor.begin(),
+  )
+
+
 def wanted(state: GateState, index: int) -> tuple[str, ...]:
   """Returns which overlaps `observe` should be given for answer number `index`.
 

@@ -279,6 +279,11 @@ class UpdateRunner:
     if self._update is not None and self._update.future is not None:
       concurrent.futures.wait([self._update.future])
 
+  def drop(self) -> None:
+    """Waits for the update in progress, and drops its result."""
+    self.wait()
+    self._update = None
+
   def close(self) -> None:
     """Ends the thread; an update in progress is finished and dropped."""
     self._thread.shutdown()
@@ -437,6 +442,28 @@ class Learner:
     self.runner.take()
     # Only the cost was wanted: the next update starts from the old state again.
     self.runner.learner = before
+
+  def load(self, params: base.Params) -> None:
+    """Goes on from another draft, which is the newest version from now on.
+
+    The optimizer begins anew, and an update in progress is dropped. The buffer, the
+    schedule and the count of requests stay. With a gate, this draft is the proven one,
+    and the first draft returns if answers show that it is better.
+
+    Args:
+      params: parameters of the draft, frozen ones included.
+    """
+    self.runner.drop()
+    trained, _ = self._draft.split(params)
+    version = int(self.runner.learner.version) + 1
+    fresh = update_lib.init_learner(self.config.update, trained)
+    # Not computed on the device, because that would compile a program during serving.
+    counter = sharding.copy_to_mesh_of(params, jax.device_put(np.int32(version)))
+    self.runner.learner = fresh.replace(version=counter)
+    self.serving, self.version = params, version
+    if self.config.gate is not None:
+      self._drafts |= {"newest": params, "proven": params}
+      self.gate = gate_lib.loaded(self.gate, version)
 
   def wait_if_behind(self, in_flight: int) -> None:
     """Gives an update in progress time; called before a step of `in_flight` rows."""

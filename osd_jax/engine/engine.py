@@ -633,4 +633,6 @@ class Engine:
       batch=batch,
       settings=settings,
       draft_version=self.draft_version,
+      drafted_by_cache=int(counters.drafted_by_cache),
+      accepted_by_cache=int(counters.accepted_by_cache),
     )

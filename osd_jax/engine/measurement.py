@@ -98,6 +98,30 @@ class RoundTables:
     return greedy, sampled
 
 
+def plain_tables(
+  engine: Any, seconds: float
+) -> dict[int, tuple[RoundCosts, RoundCosts]]:
+  """Measures plain decoding with as many rows as an engine has; compiles its calls.
+
+  Args:
+    engine: an engine that is idle. What it holds does not change.
+    seconds: budget of all buckets together, without compiling.
+
+  Returns:
+    For each bucket, the costs of greedy and of sampled rows.
+  """
+  spec = dataclasses.replace(engine.spec, record_top_k=0, drafter=None)
+  served, buckets = steps.Served(engine.served.target), engine.config.source_lengths
+  found = {}
+  for bucket in buckets:
+    rows = _Rows(spec, (0,), served, bucket)
+    calls = rows.calls(TEMPERATURES)
+    times = measure_lib.interleaved(calls, seconds / len(buckets), clock)
+    greedy, sampled = (rows.table(times, temperature) for temperature in TEMPERATURES)
+    found[bucket] = greedy, sampled
+  return found
+
+
 class _Rows:
   """Rows of one way to decode, and the calls on them that are timed."""
 

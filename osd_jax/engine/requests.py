@@ -390,6 +390,8 @@ class Finished:
     batch: the same as a `DistillationBatch` of one row; records are None if off.
     settings: [1] sampling it was decoded with.
     draft_version: version of the draft that served when it ended.
+    drafted_by_cache: those of `drafted` that the n-gram cache named.
+    accepted_by_cache: those of `accepted` that it named.
   """
 
   request: Request
@@ -403,6 +405,8 @@ class Finished:
   batch: base.DistillationBatch
   settings: base.SamplingSettings
   draft_version: int = 0
+  drafted_by_cache: int = 0
+  accepted_by_cache: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

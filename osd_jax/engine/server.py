@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, pairs, sharding
@@ -471,8 +472,9 @@ class Server:
   def serve_draft(self, params: base.Params) -> int:
     """Serves other parameters of the draft from the next call on.
 
-    For a draft that another server trains; any thread may call it. Answers do not
-    change.
+    For a draft that another server trains. Answers do not change. Any thread may call
+    it, but only the one that calls `learn` if this server's own draft learns. That then
+    goes on from the given one, with a new optimizer state.
 
     Args:
       params: parameters of the pair's draft, such as `Pair.load_draft` returns.
@@ -481,12 +483,12 @@ class Server:
       The version of the draft that answers report.
 
     Raises:
-      InputError: this server's own draft learns, or the shapes differ from its draft's.
+      InputError: this server has no draft, or the shapes differ from its draft's.
+      BrokenDraftError: a parameter is not finite.
     """
-    if self.pair.draft is None or self._learner is not None:
+    if self.pair.draft is None:
       raise base.InputError(
-        "Server.serve_draft: this server has no draft, or one that learns from its own"
-        " answers; expected a draft that does not learn."
+        "Server.serve_draft: this server decodes plainly, expected one with a draft."
       )
     here, given = (
       jax.tree.map(np.shape, tree) for tree in (self.pair.draft_params, params)
@@ -496,6 +498,16 @@ class Server:
         "Server.serve_draft: the shapes of the parameters differ from those of the"
         f" {self.pair.draft.name}; expected a draft of the same configuration."
       )
+    trained, _ = self.pair.draft.split(params)
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trained)):
+      raise base.BrokenDraftError(
+        "Server.serve_draft: some parameters are NaN or infinite, expected finite"
+        " numbers; give the draft of an earlier checkpoint."
+      )
+    if self._learner is not None:
+      self._learner.load(jax.tree.map(jnp.asarray, params))
+      self._publish(None, background=True)
+      return self._learner.version
     pending, shortlist = self._pending_draft, self.shortlist
     version = 1 + (self.engine.draft_version if pending is None else pending[1])
     self.pair = dataclasses.replace(self.pair, draft_params=params)

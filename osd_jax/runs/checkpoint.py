@@ -144,7 +144,9 @@ class Checkpointer:
         return True
     return finished - newest >= self._every
 
-  def save(self, step: int, tree: Any, host: Mapping[str, Any]) -> None:
+  def save(
+    self, step: int, tree: Any, host: Mapping[str, Any], replace: bool = False
+  ) -> None:
     """Copies one step and queues it for writing, unless it is the newest step.
 
     Later changes to `tree` and `host` do not reach the step. If the step before is
@@ -154,14 +156,18 @@ class Checkpointer:
       step: its number, greater than every step on disk.
       tree: pytree of jax or numpy arrays.
       host: JSON object. Tuples are restored as lists, and keys as text.
+      replace: writes the newest step again. If the process is killed meanwhile, the
+        step before is the newest one.
 
     Raises:
       InputError: the step before could not be written. Older steps are complete.
       ValueError: a leaf is not an array, or there is a newer step.
     """
     latest = max(self.steps(), default=-1)
-    if step == latest:
+    if step == latest and not replace:
       return
+    if step == latest:
+      self._manager.delete(step)
     if step < latest:
       raise ValueError(f"checkpoint save: step {step} is older than the last, {latest}")
     named = _named(tree)

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from osd_jax import base
-from osd_jax.serving import protocol
+from osd_jax.serving import protocol, schema
 from osd_jax.serving.protocol import Refusal
 from osd_jax.serving.scheduler import (
   Call,
@@ -45,18 +45,20 @@ def make(service: Service, token: str = "") -> Starlette:
     token: bearer token that every route but the live page and /health needs; "" for
       none.
   """
-  routes = _Routes(service)
+  routes = _Routes(service, bool(token))
   table: list[tuple[str, str, Handler]] = [
     ("/", "GET", routes.page),
     ("/live", "GET", routes.live),
     ("/health", "GET", routes.health),
     ("/metrics", "GET", routes.metrics),
     ("/version", "GET", routes.version),
+    ("/openapi.json", "GET", routes.openapi),
     ("/v1/models", "GET", routes.models),
     ("/v1/completions", "POST", routes.completions),
     ("/v1/chat/completions", "POST", routes.chat_completions),
     ("/admin/draft", "GET", routes.draft),
     ("/admin/draft", "PUT", routes.load_draft),
+    ("/admin/cache", "DELETE", routes.clear_cache),
     ("/tokenize", "POST", routes.tokenize),
     ("/detokenize", "POST", routes.detokenize),
   ]
@@ -120,11 +122,14 @@ async def _failed(request: Request, error: Exception) -> Response:
 class _Routes:
   """One method per path."""
 
-  def __init__(self, service: Service):
+  def __init__(self, service: Service, has_token: bool):
     self._service, self._model = service, service.config.model_name
     page = importlib.resources.files("osd_jax.serving") / "page.html"
     self._page = page.read_text(encoding="utf-8")
     self._listed = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
+    decoding = service.config.decoding
+    lengths = decoding.target_length, decoding.record_top_k
+    self._schema = schema.make(self._model, *lengths, token=has_token)
 
   async def page(self, request: Request) -> Response:
     del request
@@ -160,9 +165,21 @@ class _Routes:
       version = await self._service.load_draft(Path(file.name))
     return JSONResponse({"draft_version": version})
 
+  async def clear_cache(self, request: Request) -> Response:
+    del request
+    try:
+      await self._service.clear_cache()
+    except EngineFailedError as error:
+      raise Refusal(503, f"the engine has failed: {error}.", code="failed") from None
+    return Response(status_code=204)
+
   async def version(self, request: Request) -> Response:
     del request
     return JSONResponse({"version": importlib.metadata.version("osd-jax")})
+
+  async def openapi(self, request: Request) -> Response:
+    del request
+    return JSONResponse(self._schema)
 
   async def models(self, request: Request) -> Response:
     del request

@@ -133,6 +133,12 @@ class Learning:
       )
       self._restore()
 
+  @property
+  def waiting(self) -> int:
+    """Answers that wait to be learnt from."""
+    with self._lock:
+      return self._pending
+
   def add(self, done: Finished) -> None:
     """Takes an answer; called on the serving thread, which it never delays for long."""
     is_broken = done.stop_reason == base.StopReason.NOT_FINITE
@@ -154,6 +160,21 @@ class Learning:
   def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
     """Runs a call on the learning thread, between two answers."""
     return self._thread.submit(call)
+
+  def load(self, params: base.Params) -> int:
+    """Goes on from another draft; called on the learning thread.
+
+    Returns:
+      Its version.
+
+    Raises:
+      InputError: it does not fit the pair, or cannot be saved.
+    """
+    version = self._server.serve_draft(params)
+    if self._checkpoints is not None and not self.failure:
+      self._checkpoint(replace=True)
+      self._checkpoints.wait()  # once it is accepted, a kill must not lose it
+    return version
 
   def close(self, timeout: float) -> bool:
     """Learns from the answers that wait, up to `timeout` seconds, and saves.
@@ -203,12 +224,12 @@ class Learning:
     self.failure = str(error) or type(error).__name__
     logging.getLogger(__name__).error("learning has stopped: %s", self.failure)
 
-  def _checkpoint(self) -> None:
+  def _checkpoint(self, replace: bool = False) -> None:
     """Saves the learner, and forgets answers that no checkpoint needs."""
     assert self._checkpoints is not None and self._journal is not None
     arrays, host = self._server.learner.state()
     complete = self._checkpoints.steps()  # the new step may fail to be written
-    self._checkpoints.save(self.finished, arrays, host)
+    self._checkpoints.save(self.finished, arrays, host, replace)
     with self._lock:
       self._journal.forget(min(complete[-checkpoint.KEEP :], default=0))
 

@@ -2,11 +2,13 @@
 
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import prometheus_client as prometheus
 
+from osd_jax.distillation.schedule import RESUME_DROP, RESUME_WINDOW
 from osd_jax.engine.requests import Finished
 from osd_jax.serving.learning import FLOOR_EVERY
 from osd_jax.serving.scheduler import Job, Load
@@ -31,6 +33,16 @@ SECONDS = (
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 # Answers whose means the live page and the gauges show.
 RECENT = 64
+EARLIER = 32  # overlaps that must be known before a change can be seen
+_TOTALS = (
+  "requests",
+  "tokens",
+  "updates",
+  "update_seconds",
+  "plain_seconds",
+  "decoding_seconds",
+  "traffic_shifts",
+)
 
 _COUNTERS = {
   "vllm:spec_decode_num_drafts": "verifications of drafted tokens",
@@ -42,6 +54,9 @@ _COUNTERS = {
   "osd:updates": "updates of the draft",
   "osd:compilations": "programs that were compiled; constant after the start",
   "osd:update_seconds": "seconds that updates ran",
+  "osd:plain_seconds": "estimate: seconds of plain decoding for the same answers",
+  "osd:decoding_seconds": "seconds that prefills and rounds of the answers took",
+  "osd:traffic_shifts": "sharp changes of the first draft's overlap",
 }
 _LABELLED = {
   "vllm:spec_decode_num_accepted_tokens_per_pos": (
@@ -50,6 +65,8 @@ _LABELLED = {
   ),
   "vllm:request_success": ("answered requests, by reason", "finished_reason"),
   "osd:requests_refused": ("refused requests, by HTTP status", "status"),
+  "osd:draft_tokens": ("drafted tokens, by what named them", "source"),
+  "osd:accepted_draft_tokens": ("accepted ones, by what named them", "source"),
 }
 _GAUGES = {
   "vllm:num_requests_running": "requests in rows",
@@ -59,6 +76,8 @@ _GAUGES = {
   "osd:overlap": "overlap of the newest draft with recent answers, mean",
   "osd:floor_overlap": "the same of the first draft, which never learns",
   "osd:tokens_per_target_call": "mean over recent answers",
+  "osd:saved_seconds": "osd:plain_seconds - osd:decoding_seconds; may fall",
+  "osd:records_waiting": "answers that wait to be learnt from",
   "osd:records_dropped": "answers not learnt from because too many were waiting",
   "osd:learning_failed": "1 if an error has stopped learning",
 }
@@ -71,6 +90,9 @@ _HISTOGRAMS = {
   "vllm:e2e_request_latency_seconds": ("arrival to last token", SECONDS),
   "vllm:request_queue_time_seconds": ("arrival to admission", SECONDS),
   "vllm:request_inference_time_seconds": ("admission to last token", SECONDS),
+  "vllm:request_prefill_time_seconds": ("admission to first token", SECONDS),
+  "vllm:request_decode_time_seconds": ("first to last token", SECONDS),
+  "vllm:iteration_tokens_total": ("prompt and emitted tokens of a call", TOKENS),
   "vllm:request_prompt_tokens": ("prompt tokens of a request", TOKENS),
   "vllm:request_generation_tokens": ("emitted tokens of a request", TOKENS),
 }
@@ -79,14 +101,15 @@ _HISTOGRAMS = {
 class Metrics:
   """The metrics of one server, in a registry of their own."""
 
-  def __init__(self, model: str, num_draft_tokens: int):
+  def __init__(self, model: str, num_draft_tokens: int, sources: Sequence[str]):
     """Makes all metrics.
 
     Args:
       model: their label `model_name`.
       num_draft_tokens: K, the number of positions that are counted.
+      sources: what names drafted tokens: "draft", "cache", both or neither.
     """
-    self._positions = num_draft_tokens
+    self._positions, self._sources = num_draft_tokens, tuple(sources)
     self._registry = prometheus.CollectorRegistry()
     prometheus.ProcessCollector(registry=self._registry)  # memory and CPU time
     common = {"model_name": model, "engine": "0"}
@@ -111,13 +134,23 @@ class Metrics:
       )
     jax.monitoring.register_event_duration_secs_listener(self._compiled)
     self._lock = threading.Lock()
-    self._recent: deque[tuple[int, int, int, int]] = deque(maxlen=RECENT)
+    self._recent: deque[dict[str, float]] = deque(maxlen=RECENT)
     self._overlaps: deque[float] = deque(maxlen=RECENT)
     self._floors: deque[float] = deque(maxlen=RECENT // FLOOR_EVERY)
-    self.totals = {"requests": 0, "tokens": 0, "updates": 0, "update_seconds": 0.0}
+    self._shifts = Shifts()
+    self.totals: dict[str, float] = dict.fromkeys(_TOTALS, 0)
+    for source in self._sources:  # so that they are shown before the first answer
+      self._by_source(source, 0, 0)
 
-  def count(self, job: Job, done: Finished, now: float) -> None:
-    """Counts a finished answer; `now` is the clock of `Job.times`."""
+  def count(self, job: Job, done: Finished, now: float, plain: float) -> None:
+    """Counts a finished answer.
+
+    Args:
+      job: what was asked.
+      done: the answer.
+      now: clock of `Job.arrived`.
+      plain: estimated seconds of plain decoding for it; 0 if nothing is drafted.
+    """
     tokens, first = len(done.tokens), job.first_token or now
     steps = done.target_calls if done.drafted else 0
     self._add("vllm:spec_decode_num_drafts", steps)
@@ -129,6 +162,7 @@ class Metrics:
     self._add("vllm:prompt_tokens", len(done.request.tokens))
     self._add("vllm:generation_tokens", tokens)
     self._add("osd:target_calls", done.target_calls)
+    self._count_sources(done)
     reason = finish_reason(done)
     name = "vllm:request_success"
     self._made[name].labels(**self._common, finished_reason=reason).inc()
@@ -138,14 +172,33 @@ class Metrics:
       ("vllm:e2e_request_latency_seconds", now - job.arrived),
       ("vllm:request_queue_time_seconds", job.admitted - job.arrived),
       ("vllm:request_inference_time_seconds", now - job.admitted),
+      ("vllm:request_prefill_time_seconds", first - job.admitted),
+      ("vllm:request_decode_time_seconds", now - first),
       ("vllm:request_prompt_tokens", len(done.request.tokens)),
       ("vllm:request_generation_tokens", tokens),
     ):
       self._made[name].observe(value)
+    figures = {
+      "requests": 1,
+      "tokens": tokens,
+      "calls": done.target_calls,
+      "accepted": done.accepted,
+      "drafted": done.drafted,
+      "by_draft": done.accepted - done.accepted_by_cache,
+      "by_cache": done.accepted_by_cache,
+      "plain_seconds": plain,
+      "decoding_seconds": done.milliseconds / 1e3 if plain else 0.0,
+    }
+    for name in ("plain_seconds", "decoding_seconds"):
+      self._add(f"osd:{name}", figures[name])
     with self._lock:
-      self.totals["requests"] += 1
-      self.totals["tokens"] += tokens
-      self._recent.append((tokens, done.target_calls, done.accepted, done.drafted))
+      for name in self.totals.keys() & figures.keys():
+        self.totals[name] += figures[name]
+      self._recent.append(figures)
+
+  def called(self, tokens: int) -> None:
+    """Counts a compiled call that read and emitted so many tokens."""
+    self._made["vllm:iteration_tokens_total"].observe(tokens)
 
   def learned(
     self, overlap: float, floor: float | None, update_seconds: float | None
@@ -153,10 +206,13 @@ class Metrics:
     """Counts an answer that was learnt from; see `Learning` for the arguments."""
     with self._lock:
       self._overlaps.append(overlap)
+      has_shifted = floor is not None and self._shifts.add(floor)
       if floor is not None:
         self._floors.append(floor)
+      self.totals["traffic_shifts"] += has_shifted
       self.totals["updates"] += update_seconds is not None
       self.totals["update_seconds"] += update_seconds or 0
+    self._add("osd:traffic_shifts", has_shifted)
     if update_seconds is not None:
       self._add("osd:updates", 1)
       self._add("osd:update_seconds", update_seconds)
@@ -168,31 +224,44 @@ class Metrics:
   def snapshot(self) -> dict[str, Any]:
     """Returns totals, and means over recent answers, for the live page."""
     with self._lock:
-      sums = [sum(column) for column in zip(*self._recent, strict=True)] or [0] * 4
+      recent = list(self._recent)
       overlaps, floors = list(self._overlaps), list(self._floors)
       totals = dict(self.totals)
-    tokens, calls, accepted, drafted = sums
+
+    def ratio(upper: str, lower: str) -> float | None:
+      above, below = (sum(one[name] for one in recent) for name in (upper, lower))
+      return above / below if below else None
+
     return {
       **totals,
-      "tokens_per_target_call": tokens / calls if calls else None,
-      "acceptance": accepted / drafted if drafted else None,
+      "saved_seconds": totals["plain_seconds"] - totals["decoding_seconds"],
+      "sources": self._sources,
+      "tokens_per_target_call": ratio("tokens", "calls"),
+      "by_draft_per_call": ratio("by_draft", "calls"),
+      "by_cache_per_call": ratio("by_cache", "calls"),
+      "acceptance": ratio("accepted", "drafted"),
+      "speed": ratio("plain_seconds", "decoding_seconds"),
       "overlap": sum(overlaps) / len(overlaps) if overlaps else None,
       "floor_overlap": sum(floors) / len(floors) if floors else None,
     }
 
-  def text(self, load: Load, version: int, dropped: int, failed: bool) -> bytes:
-    """Returns all metrics in Prometheus' text format."""
+  def text(self, load: Load, gauges: Mapping[str, float]) -> bytes:
+    """Returns all metrics in Prometheus' text format.
+
+    Args:
+      load: what the scheduler holds.
+      gauges: values of further gauges by their names.
+    """
     recent = self.snapshot()
     for name, value in (
       ("vllm:num_requests_running", load.running),
       ("vllm:num_requests_waiting", load.waiting),
       ("vllm:engine_healthy", load.failure is None and not load.draining),
-      ("osd:draft_version", version),
       ("osd:overlap", recent["overlap"] or 0),
       ("osd:floor_overlap", recent["floor_overlap"] or 0),
       ("osd:tokens_per_target_call", recent["tokens_per_target_call"] or 0),
-      ("osd:records_dropped", dropped),
-      ("osd:learning_failed", failed),
+      ("osd:saved_seconds", recent["saved_seconds"]),
+      *gauges.items(),
     ):
       self._made[name].set(value)
     return prometheus.generate_latest(self._registry)
@@ -205,8 +274,51 @@ class Metrics:
     if event == "/jax/core/compile/backend_compile_duration":
       self._add("osd:compilations", 1)
 
+  def _count_sources(self, done: Finished) -> None:
+    drafted = {"cache": done.drafted_by_cache}
+    accepted = {"cache": done.accepted_by_cache}
+    drafted["draft"] = done.drafted - done.drafted_by_cache
+    accepted["draft"] = done.accepted - done.accepted_by_cache
+    for source in self._sources:
+      self._by_source(source, drafted[source], accepted[source])
+
+  def _by_source(self, source: str, drafted: int, accepted: int) -> None:
+    for name, count in (("draft", drafted), ("accepted_draft", accepted)):
+      made = self._made[f"osd:{name}_tokens"]
+      made.labels(**self._common, source=source).inc(count)
+
   def _add(self, name: str, value: float) -> None:
     self._made[name].inc(value)
+
+
+class Shifts:
+  """Notes where the traffic changed, by the overlap of a draft that never learns.
+
+  A shift is where the mean of the last `RESUME_WINDOW` overlaps differs from the mean
+  of those before by more than `RESUME_DROP`. They are those at which a schedule resumes
+  updates.
+  """
+
+  def __init__(self):
+    """Starts without overlaps."""
+    self._newer: deque[float] = deque()
+    self._earlier: list[float] = [0, 0.0]  # their number and sum
+
+  def add(self, overlap: float) -> bool:
+    """Returns whether the traffic has changed with this overlap."""
+    self._newer.append(overlap)
+    if len(self._newer) <= RESUME_WINDOW:
+      return False
+    self._earlier[0] += 1
+    self._earlier[1] += self._newer.popleft()
+    count, total = self._earlier
+    if count < EARLIER:
+      return False
+    newer = sum(self._newer) / RESUME_WINDOW
+    if abs(newer - total / count) <= RESUME_DROP:
+      return False
+    self._earlier = [0, 0.0]
+    return True
 
 
 def finish_reason(done: Finished) -> str:

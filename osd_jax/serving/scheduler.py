@@ -10,13 +10,14 @@ every request is watched.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +64,9 @@ class Job:
     request: what the engine decodes.
     text: its text so far.
     is_cancelled: nobody waits for it any more.
+    emitted: tokens so far.
+    plain_steps: plain steps of all rows that these tokens would have taken: each call
+      adds the tokens that it emitted for this job, divided by the rows in use.
     arrived: clock at its arrival; `admitted` and `first_token` are 0 until then.
   """
 
@@ -77,7 +81,8 @@ class Job:
     """Makes the request of one answer; see `Scheduler.submit`."""
     self.index, self.prompt = index, prompt
     self.text = TextSoFar(decode, prompt.stop)
-    self.is_cancelled = False
+    self.is_cancelled, self.emitted, self.plain_steps = False, 0, 0.0
+    self._counted = 0
     self.arrived, self.admitted, self.first_token = time.perf_counter(), 0.0, 0.0
     self.request = Request(
       tokens=tokens,
@@ -93,9 +98,15 @@ class Job:
   def _watch(self, tokens: np.ndarray) -> int | None:
     """Ends the row of a cancelled job, or at a stop string; see `Request.watch`."""
     self.first_token = self.first_token or time.perf_counter()
+    self.emitted = len(tokens)
     if self.is_cancelled:
       return len(tokens)
     return self.text.watch(tokens) if self._reads_text else None
+
+  def take_new(self) -> int:
+    """Returns the number of tokens that were emitted since the last call of this."""
+    new, self._counted = max(self.emitted - self._counted, 0), self.emitted
+    return new
 
 
 class Call:
@@ -164,6 +175,7 @@ class Scheduler:
     server: Server,
     max_waiting: int,
     on_finished: Callable[[Job, Finished], object],
+    on_call: Callable[[int], object] = lambda tokens: None,
   ):
     """Starts nothing yet.
 
@@ -172,13 +184,16 @@ class Scheduler:
       max_waiting: jobs that may wait while all rows are taken.
       on_finished: called on the serving thread with every finished answer that was not
         cancelled, before its client receives it.
+      on_call: called on the serving thread after every compiled call with the tokens
+        that it emitted, and those of the prompts that were prefilled before it.
     """
     self._server, self._max_waiting = server, max_waiting
-    self._on_finished = on_finished
+    self._on_finished, self._on_call = on_finished, on_call
     self._waiting: deque[tuple[Call, Job]] = deque()
     self._running: dict[Job, Call] = {}
     self._changed = threading.Condition()
-    self._is_draining = self._is_stopped = False
+    self._functions: list[tuple[Callable[[], Any], concurrent.futures.Future]] = []
+    self._is_draining = self._is_stopped = self._is_ended = False
     self._failure: BaseException | None = None
     self._thread = threading.Thread(target=self._serve, name="serving", daemon=True)
 
@@ -243,6 +258,22 @@ class Scheduler:
       self._waiting = deque(kept)
       self._changed.notify()
 
+  def between_calls(
+    self, function: Callable[[], Any]
+  ) -> concurrent.futures.Future[Any]:
+    """Runs a function on the serving thread, between two compiled calls.
+
+    Raises:
+      EngineFailedError: the serving thread has ended.
+    """
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    with self._changed:
+      if self._is_ended:
+        raise EngineFailedError("the server has stopped")
+      self._functions.append((function, future))
+      self._changed.notify()
+    return future
+
   def drain(self) -> None:
     """Takes no more requests; those that were taken are answered."""
     with self._changed:
@@ -263,6 +294,7 @@ class Scheduler:
     try:
       for finished in self._server.serve(self._requests()):
         self._publish(finished)
+        self._run_functions()
     except BaseException as error:
       self._failure = failure = error
       logging.getLogger(__name__).exception("the serving thread has failed")
@@ -275,7 +307,9 @@ class Scheduler:
     """
     while True:
       with self._changed:
-        while not (self._waiting or self._running or self._is_stopped):
+        while not (
+          self._waiting or self._running or self._functions or self._is_stopped
+        ):
           self._changed.wait()
         if self._is_stopped:
           return
@@ -286,10 +320,22 @@ class Scheduler:
           job.admitted, request = time.perf_counter(), job.request
       yield request
 
+  def _run_functions(self) -> None:
+    with self._changed:
+      functions, self._functions = self._functions, []
+    for function, future in functions:
+      if not future.set_running_or_notify_cancel():
+        continue  # its client has left
+      try:
+        future.set_result(function())
+      except Exception as error:
+        future.set_exception(error)
+
   def _publish(self, finished: Sequence[Finished]) -> None:
     """Sends the news of one step."""
     events: dict[Call, list[Event]] = {}
     results = {done.request.tag: done for done in finished}
+    self._count(results)
     for job, call in list(self._running.items()):
       done = results.get(job)
       if done is not None:
@@ -308,13 +354,32 @@ class Scheduler:
     for call, news in events.items():
       call.post(news)
 
+  def _count(self, results: Mapping[Job, Finished]) -> None:
+    """Counts the tokens that each row emitted in the last call."""
+    tokens, new = 0, {}
+    for job in self._running:
+      is_first = not job.plain_steps
+      if job in results:
+        job.emitted = len(results[job].tokens)
+      if count := job.take_new():
+        new[job] = count
+        tokens += count + (len(job.request.tokens) if is_first else 0)
+    for job, count in new.items():
+      job.plain_steps += count / len(new)
+    if new:
+      self._on_call(tokens)
+
   def _fail_all(self, failure: BaseException) -> None:
     """Tells every client that there will be no answer."""
     with self._changed:
-      self._is_draining = True
+      self._is_draining = self._is_ended = True
+      functions, self._functions = self._functions, []
       left = [*self._running.items(), *((job, call) for call, job in self._waiting)]
       self._running.clear()
       self._waiting.clear()
+    for _, future in functions:
+      if future.set_running_or_notify_cancel():
+        future.set_exception(EngineFailedError(first_line(failure)))
     for job, call in left:
       call.post([Event(job, error=EngineFailedError(first_line(failure)))])
 

@@ -11,9 +11,11 @@ from typing import Annotated, Any
 import numpy as np
 
 from osd_jax import base, pairs, sharding
+from osd_jax.costs.table import RoundCosts
 from osd_jax.data import chat
 from osd_jax.distillation.learner import LearningConfig, Outcome
-from osd_jax.engine import agreement, generation_config, server
+from osd_jax.engine import agreement, generation_config, measurement, server
+from osd_jax.engine.engine import WATCHED_ROUNDS
 from osd_jax.engine.requests import (
   DecodingConfig,
   Finished,
@@ -29,6 +31,7 @@ from osd_jax.serving.scheduler import Call, Event, Job, Scheduler, first_line
 # Several rows, and updates that serving never waits for.
 DECODING = dataclasses.replace(server.DECODING, rows=4)
 LEARNING = dataclasses.replace(server.LEARNING, free_updates=True)
+PLAIN_SECONDS = 1.0  # for measuring plain steps at the start, without compiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +115,20 @@ class Service:
     self.server = server.Server(
       config.pair, config.decoding, config.learning, config.partition
     )
-    self.metrics = Metrics(config.model_name, config.decoding.num_draft_tokens)
+    most = config.decoding.num_draft_tokens
+    self.metrics = Metrics(config.model_name, most, self._sources())
     vocabulary = self.server.pair.vocabulary
     # /v1/completions continues the text as it is; only a chat has a template.
     self._untemplated = dataclasses.replace(vocabulary, template=None)
     self.learning: Learning | None = None
+    self._plain: dict[int, tuple[RoundCosts, RoundCosts]] = {}
     self._warm_up()
     if config.learns:
       every = config.checkpoint_every
       self.learning = Learning(self.server, directory, every, self._learned)
-    self.scheduler = Scheduler(self.server, config.max_waiting, self._finished)
+    self.scheduler = Scheduler(
+      self.server, config.max_waiting, self._finished, self.metrics.called
+    )
     self.scheduler.start()
 
   def encode(self, text: str | tuple[int, ...], is_chat: bool) -> np.ndarray:
@@ -169,13 +176,30 @@ class Service:
   async def load_draft(self, path: Path) -> int:
     """Serves the draft in a file; returns its version.
 
+    A draft that learns goes on from it, after the answers that wait to be learnt from.
+
     Raises:
-      InputError: the file holds no such draft, or the server's own draft learns.
+      InputError: the file holds no such draft.
     """
-    server = self.server
-    return await asyncio.to_thread(
-      lambda: server.serve_draft(server.pair.load_draft(path))
-    )
+    server, learning = self.server, self.learning
+    params = await asyncio.to_thread(server.pair.load_draft, path)
+    if learning is None:
+      return await asyncio.to_thread(server.serve_draft, params)
+    return await asyncio.wrap_future(learning.submit(lambda: learning.load(params)))
+
+  async def clear_cache(self) -> None:
+    """Empties the n-gram cache; rows in flight add their answers later.
+
+    Raises:
+      InputError: there is none.
+    """
+    if "cache" not in self._sources():
+      raise base.InputError(
+        "the n-gram cache: this server has none, expected one with"
+        " DecodingConfig.cache_tokens; nothing is to be emptied."
+      )
+    emptied = self.scheduler.between_calls(self.server.engine.clear_memory)
+    await asyncio.wrap_future(emptied)
 
   def live(self) -> dict[str, Any]:
     """Returns what the live page shows."""
@@ -192,6 +216,7 @@ class Service:
       "draft_version": self.server.engine.draft_version,
       "learning": learning is not None,
       "learned": learning.finished if learning else 0,
+      "records_waiting": learning.waiting if learning else 0,
       "learning_failure": learning.failure if learning else "",
       "num_draft_tokens": self.config.decoding.num_draft_tokens,
     }
@@ -199,10 +224,13 @@ class Service:
   def exposition(self) -> bytes:
     """Returns all metrics in Prometheus' text format."""
     learning = self.learning
-    version = self.server.engine.draft_version
-    dropped = learning.dropped if learning else 0
-    failed = learning is not None and bool(learning.failure)
-    return self.metrics.text(self.scheduler.load, version, dropped, failed)
+    gauges = {
+      "osd:draft_version": self.server.engine.draft_version,
+      "osd:records_waiting": learning.waiting if learning else 0,
+      "osd:records_dropped": learning.dropped if learning else 0,
+      "osd:learning_failed": learning is not None and bool(learning.failure),
+    }
+    return self.metrics.text(self.scheduler.load, gauges)
 
   def close(self) -> None:
     """Stops serving, learns from what is left, and saves the draft."""
@@ -224,6 +252,25 @@ class Service:
     (done,) = self.server.run([request])
     pair = self.server.pair
     agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
+    if pair.draft is not None:
+      self._plain = measurement.plain_tables(self.server.engine, PLAIN_SECONDS)
+
+  def _sources(self) -> list[str]:
+    """What names drafted tokens in this pair."""
+    pair = self.server.pair
+    is_cache = pairs.adapts_untrained(pair)
+    sources = ["draft"] if pair.draft is not None and not is_cache else []
+    return [*sources, *["cache"] * (is_cache or self.config.decoding.cache_tokens > 0)]
+
+  def _plain_seconds(self, job: Job) -> float:
+    """Estimated seconds of plain decoding for an answer; 0 if nothing is drafted."""
+    if not self._plain:
+      return 0.0
+    bucket = self.config.decoding.bucket(len(job.request.tokens))
+    costs = self._plain[bucket][job.request.sampling.needs_sampling]
+    # A call has this many rounds at most, because every request is watched.
+    step_ms = costs.round_ms[0] + costs.call_ms / WATCHED_ROUNDS
+    return (costs.request_ms + job.plain_steps * step_ms) / 1e3
 
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:
     pair = self.server.pair
@@ -232,7 +279,7 @@ class Service:
 
   def _finished(self, job: Job, done: Finished) -> None:
     """Counts an answer and lets the draft learn from it; on the serving thread."""
-    self.metrics.count(job, done, time.perf_counter())
+    self.metrics.count(job, done, time.perf_counter(), self._plain_seconds(job))
     if self.learning is not None and job.prompt.learn:
       self.learning.add(done)
 

@@ -294,6 +294,24 @@ def test_draft_is_scored_by_the_tokens_that_were_judged(temperature, k):
   assert (drawn[40:] == -1).all()
 
 
+@pytest.mark.parametrize("prices", [None, FAIR], ids=["fixed", "priced"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_of_the_cache_are_those_that_the_draft_did_not_draw(temperature, prices):
+  by_cache = []
+  for preferred in ("draft", None, "cache"):
+    settings = harness.settings_of(1, max_length=40, temperature=temperature)
+    served = served_with(OTHER, 3, preferred=preferred)
+    final = decoded(served, settings, 40, prices=prices)
+    counters, drawn = final.counters, np.asarray(final.draft_cache.drawn[0])
+    judged = int(np.sum(drawn[:40] >= 0))
+    right = int(np.sum(drawn[:40] == np.asarray(final.tokens[0, :40])))
+    by_cache.append(int(counters.drafted_by_cache[0]))
+    assert by_cache[-1] == int(counters.drafted[0]) - judged
+    assert int(counters.accepted_by_cache[0]) == int(counters.accepted[0]) - right
+  # The negative control: who proposes is seen in the count.
+  assert by_cache[0] == 0 < by_cache[-1]
+
+
 def test_sampled_draft_is_right_where_its_tokens_are_accepted():
   """The draft is the target: all is accepted, though it is often not its arg max."""
   memory = DRAFTER.memory()

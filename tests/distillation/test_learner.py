@@ -204,6 +204,42 @@ def test_restored_learner_continues_with_the_same_gate(learner_of):
   assert_same_bits(again.serving, one.serving)
 
 
+def test_learner_goes_on_from_a_loaded_draft(learner_of):
+  one, loaded = learner_of(), params() * 0.5
+  for _ in range(2 * INTERVAL):  # the second update is launched with the last request
+    one.observe(row(one.finished), 0.5)
+  assert one.version > 0 and one.runner.busy
+  before, rows = one.version, int(one.state()[0]["buffer"].added)
+  one.load(loaded)
+  assert one.version == before + 1 and not one.runner.busy
+  assert_same_bits(one.serving, loaded)
+  state, fresh = one.runner.learner, learner_of().runner.learner
+  assert int(state.step) == 0 and int(state.version) == one.version
+  assert_same_bits(state.opt_state, fresh.opt_state)
+  assert int(one.state()[0]["buffer"].added) == rows
+  feed(one, [0.5] * (2 * INTERVAL))
+  assert one.version > before + 1
+  assert not np.array_equal(one.serving, loaded)
+
+
+def test_gate_serves_a_loaded_draft_until_the_first_one_is_better(learner_of):
+  one, loaded = learner_of(gate=gate.GateConfig()), params() * 0.5
+  judge(one, 0.4, 2 * INTERVAL)
+  assert one.version == 0 and one.gate.newest > 0
+  begun = one.gate.up.begun
+  one.load(loaded)
+  assert_same_bits(one.serving, loaded)
+  assert one.gate.serving == one.version > 0
+  assert one.gate.up.begun > begun  # what was spent of the error rate stays spent
+  for _ in range(200):
+    rivals = {name: {"rival": 0.1, "floor": 0.9}[name] for name in one.rivals}
+    one.observe(row(one.finished), 0.1, rivals=rivals)
+    if one.decision is not None:
+      break
+  assert one.decision.name == "floor_returned" and one.version == 0
+  assert_same_bits(one.serving, params())
+
+
 def test_draft_with_broken_scores_must_not_be_saved(learner_of):
   one = learner_of()
   one.check_finite()

@@ -91,9 +91,28 @@ def test_draft_from_elsewhere_is_served_and_answers_stay(pair, plain):
     assert frozen.serve_draft(params) == 2 and frozen.draft_params is params
     with pytest.raises(base.InputError, match="shapes of the parameters differ"):
       frozen.serve_draft(jax.tree.map(lambda leaf: leaf[:1], params))
-    _ = frozen.learner
-    with pytest.raises(base.InputError, match="a draft that does not learn"):
-      frozen.serve_draft(params)
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, params)
+    with pytest.raises(base.BrokenDraftError, match="NaN or infinite"):
+      frozen.serve_draft(broken)
+
+
+def test_draft_that_learns_goes_on_from_one_from_elsewhere(pair, plain):
+  params = jax.tree.map(lambda leaf: leaf * 1.1, pair.draft_params)
+  with Server(pair, DECODING, QUICK) as server:
+    list(server.generate(TEXTS * 2, learn=True))
+    server.finish_learning()
+    before = server.learner.version
+    assert before > 0
+    version = server.serve_draft(params)
+    answers = list(server.generate(TEXTS, ordered=True))
+    assert [answer.text for answer in answers] == plain
+    assert version == before + 1 == answers[-1].draft_version
+    served = jax.tree.leaves(server.draft_params)
+    expected = jax.tree.leaves(params)
+    assert all(map(np.array_equal, served, expected))
+    list(server.generate(TEXTS * 2, learn=True))
+    server.finish_learning()
+    assert server.learner.version > version
 
 
 def test_schedule_receives_the_acceptance_of_draft_and_cache(pair, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import socket
 import threading
 import time
@@ -64,6 +65,13 @@ class Running:
   def text(self, prompt: Any, **fields: Any) -> str:
     (choice,) = self.complete(prompt, **fields)["choices"]
     return choice["text"]
+
+  def metrics(self) -> dict[str, float]:
+    """Returns all metrics by name and labels, without those that all have."""
+    lines = self.client.get("/metrics").text.splitlines()
+    found = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    common = re.compile('engine="0",|model_name="osd"')
+    return {common.sub("", name): float(value) for name, value in found}
 
   def wait_for(self, holds):
     """Waits until a condition on the service holds."""

@@ -1,12 +1,17 @@
 """What a server learns survives restarts; what must not be learnt leaves no trace."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import shutil
+import threading
+import time
 
 import httpx2
 import jax
 import numpy as np
 import pytest
+from compilations import Compilations
 from serving import running
 from serving.running import TEXTS
 
@@ -15,6 +20,7 @@ from osd_jax.models import weights
 from osd_jax.runs import RunDirectory
 from osd_jax.serving import learning
 from osd_jax.serving.learning import Journal
+from osd_jax.serving.scheduler import EngineFailedError
 
 
 def numbers(folder):
@@ -142,9 +148,126 @@ def test_draft_of_another_server_is_served_without_a_pause(pair, plain, tmp_path
     assert (
       server.client.get("/admin/draft").content[-1000:] == path.read_bytes()[-1000:]
     )
-  with running.running(pair, token="sesame") as server:
-    refused = server.client.put("/admin/draft", content=path.read_bytes())
-    assert refused.status_code == 400 and "that does not learn" in refused.text
+
+
+@contextlib.contextmanager
+def flowing(server, plain):
+  """Three clients send greedy requests meanwhile; yields their answers by number.
+
+  Afterwards every request must have the target's answer.
+  """
+  found, ended = {}, threading.Event()
+
+  def ask(number):
+    while not ended.is_set():
+      found[number] = server.text(TEXTS[number % len(TEXTS)])
+      number += 3
+
+  with concurrent.futures.ThreadPoolExecutor(3) as threads:
+    clients = [threads.submit(ask, number) for number in range(3)]
+    try:
+      yield found
+    finally:
+      ended.set()
+    for client in clients:
+      client.result()
+  assert found == {number: plain[number % len(plain)] for number in found}
+
+
+def after(found, count):
+  """Waits until so many more requests are answered."""
+  count += len(found)
+  while len(found) < count:
+    time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_server_that_learns_goes_on_from_a_loaded_draft_under_load(
+  pair, plain, tmp_path
+):
+  params = jax.tree.map(lambda leaf: leaf * 1.1, pair.draft_params)
+  path = pair.save_draft(tmp_path / "other.safetensors", params, "another draft")
+  run, versions = tmp_path / "run", []
+  run.mkdir()
+  with running.running(pair, run, token="sesame", checkpoint_every=100) as server:
+    with flowing(server, plain) as found:
+      for _ in range(2):
+        after(found, 6)
+        loaded = server.client.put("/admin/draft", content=path.read_bytes())
+        assert loaded.status_code == 200, loaded.text
+        versions.append(loaded.json()["draft_version"])
+      after(found, 18)
+    assert 0 < versions[0] < versions[1]
+    assert server.metrics()["osd:learning_failed{}"] == 0
+    learned(server, len(found))
+    assert server.service.server.learner.version > versions[1]  # it goes on learning
+    broken = server.client.put("/admin/draft", content=b"no weights")
+    assert broken.status_code == 400 and "\n" not in broken.json()["error"]["message"]
+    # Loaded after the last answer: without a checkpoint of it a kill would lose it.
+    last = server.client.put("/admin/draft", content=path.read_bytes()).json()
+    assert same(draft(server), jax.tree.leaves(pair.draft.split(params)[0]))
+    server.client.put("/admin/draft", content=path.read_bytes())  # the same step again
+    shutil.copytree(run, tmp_path / "killed")
+  for folder in (run, tmp_path / "killed"):
+    with running.running(pair, folder, checkpoint_every=100) as again:
+      assert same(draft(again), jax.tree.leaves(pair.draft.split(params)[0]))
+      version = again.service.server.engine.draft_version
+      assert last["draft_version"] <= version <= last["draft_version"] + 1
+
+
+def test_cache_is_emptied_under_load(pair, plain):
+  decoding = dataclasses.replace(running.DECODING, cache_tokens=1024)
+  with running.running(pair, learn=False, token="sesame", decoding=decoding) as server:
+    emptied, engine = [], server.service.server.engine
+    clear = engine.clear_memory
+
+    def noted():
+      emptied.append(int(engine.memory.table.end))
+      clear()
+      assert int(engine.memory.table.end) == 0
+
+    engine.clear_memory = noted
+    with Compilations() as compiled:
+      with flowing(server, plain) as found:
+        for _ in range(2):
+          after(found, 6)
+          assert server.client.delete("/admin/cache").status_code == 204
+        after(found, 6)
+    assert len(emptied) == 2 and min(emptied) > 0
+    assert compiled.count == 0
+    assert int(engine.memory.table.end) > 0  # answers since then
+    assert server.client.delete("/admin/cache").status_code == 204  # while idle
+    assert int(engine.memory.table.end) == 0
+    assert httpx2.delete(f"{server.url}/admin/cache").status_code == 401
+  with running.running(pair, learn=False, token="sesame") as server:
+    refused = server.client.delete("/admin/cache")
+    assert refused.status_code == 400 and "cache_tokens" in refused.text
+    assert server.client.delete("/admin/draft").status_code == 405
+
+
+@contextlib.contextmanager
+def closed(server):
+  """Keeps the serving thread between two calls meanwhile."""
+  entered, ended = threading.Event(), threading.Event()
+  server.service.scheduler.between_calls(lambda: (entered.set(), ended.wait(30)))
+  entered.wait(30)
+  yield
+  ended.set()
+
+
+def test_function_between_calls_ends_with_the_server(pair):
+  with running.running(pair, learn=False) as server:
+    scheduler = server.service.scheduler
+    assert scheduler.between_calls(lambda: 7).result(10) == 7
+    failed = scheduler.between_calls(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+      failed.result(10)
+    with closed(server):
+      left = scheduler.between_calls(lambda: 7)
+      assert left.cancel()
+    assert server.text(TEXTS[0])  # the serving thread goes on
+  with pytest.raises(EngineFailedError):
+    scheduler.between_calls(lambda: 7)
 
 
 def test_error_of_the_learner_does_not_stop_serving(pair, plain, monkeypatch):

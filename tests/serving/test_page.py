@@ -1,5 +1,6 @@
 """The live page shows the server's numbers, on a phone and in a dark scheme."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -31,7 +32,44 @@ def test_page_shows_live_numbers_in_a_browser(pair, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
   assert '<dd data-name="answers">6</dd>' in done.stdout
   assert "Serving and learning" in done.stdout
-  assert len(re.findall(r'<path class="draft" d="M[^"]+L', done.stdout)) >= 1
+  plots = re.findall(r'<svg id="plot(\d)".*?</svg>', done.stdout, re.DOTALL)
+  assert plots == ["0", "1", "2", "3"]
+  drawn = re.findall(r'<path class="(\w+)" d="M[^"]+L', done.stdout)
+  assert drawn.count("draft") == 4 and drawn.count("floor") == 2
+  for name in ("speed against plain", "seconds saved", "of these by the draft"):
+    assert re.search(rf'<dd data-name="{name}">-?[\d.,]+', done.stdout), name
+  # Nothing has shifted, and there is no cache.
+  assert not re.search(r'class="shift" d="M\d', done.stdout)
+  assert 'data-name="of these by the cache"' not in done.stdout
+
+
+def shown(server, changes, folder):
+  """The page in a browser after some states of the server."""
+  page, now = server.client.get("/").text, server.client.get("/live").json()
+  states = "".join(f"show({json.dumps({**now, **change})});" for change in changes)
+  file = folder / "page.html"
+  file.write_text(page.replace("poll();\n</script>", f"{states}</script>"))
+  command = [browser.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu"]
+  command += [f"--user-data-dir={folder}", "--dump-dom", f"file://{file}"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.PROGRAM is None, reason="needs chromium")
+def test_page_marks_shifts_and_splits_tokens_by_source(pair, tmp_path):
+  decoding = dataclasses.replace(running.DECODING, cache_tokens=1024)
+  with running.running(pair, learn=False, decoding=decoding) as server:
+    for _ in range(3):
+      server.text(TEXTS[0])
+    changes = [{"traffic_shifts": count} for count in (0, 0, 1, 1, 2)]
+    changes[1] |= {"saved_seconds": -4.0, "speed": 0.5}  # drafting may lose time
+    page = shown(server, changes, tmp_path)
+  places = re.findall(r'<path class="shift" d="M(\d+) 0V100"', page)
+  assert places == ["50", "100"] * 4  # the third and fifth of five states
+  for name in ("draft", "cache"):
+    assert f'data-name="of these by the {name}"' in page
+  assert '<p id="shifted">' in page
 
 
 @pytest.mark.slow

@@ -94,6 +94,20 @@ def test_memory_grows_from_a_fifth_of_the_requests_to_the_end():
   assert made.growth() == pytest.approx(150 / 117 - 1)
 
 
+def test_pauses_at_swaps_are_told_from_others():
+  steady = [0.1 * i for i in range(50)]
+  slow = [*steady[:20], *(clock + 0.4 for clock in steady[20:])]  # 0.5 s after 1.9
+  found = soak.pauses([steady, slow, [7.0]], [(2.0, 2.05), (9.0, 9.1)])
+  assert found["pauses at swaps"] == 2 and found["pauses elsewhere"] == 96
+  assert found["pause at swaps, p99, ms"] == pytest.approx(496, abs=1)
+  assert found["pause elsewhere, p99, ms"] == pytest.approx(100, abs=1)
+  assert found["one round, ms"] == pytest.approx(25)
+  # The negative control: without swaps the long pause belongs to the others.
+  found = soak.pauses([steady, slow], [])
+  assert found["pauses at swaps"] == 0 and "pause at swaps, p99, ms" not in found
+  assert soak.pauses([], []) == {"pauses at swaps": 0, "pauses elsewhere": 0}
+
+
 def test_plan_changes_its_prompts_in_the_middle_and_has_every_kind():
   other = soak.Prompt("another question", ("",))
   works = soak.plan([PROMPT], [other], 400, seed=0)

@@ -164,18 +164,10 @@ def test_nothing_is_compiled_after_the_start(server, plain):
 
 
 def test_metrics_count_what_was_served(server):
-  def read():
-    lines = server.client.get("/metrics").text.splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-    common = 'engine="0",', 'model_name="osd"'
-    for text in common:
-      pairs = [(name.replace(text, ""), value) for name, value in pairs]
-    return {name: float(value) for name, value in pairs}
-
-  before = read()
+  before = server.metrics()
   body = server.complete(TEXTS[0])
   server.post("/v1/completions", prompt="")
-  after = read()
+  after = server.metrics()
   spec = body["metrics"]["speculative_decoding"]
   for name, by in (
     ("vllm:spec_decode_num_drafts_total{}", spec["num_spec_steps"]),
@@ -184,12 +176,20 @@ def test_metrics_count_what_was_served(server):
     ("vllm:generation_tokens_total{}", 24),
     ("vllm:prompt_tokens_total{}", body["usage"]["prompt_tokens"]),
     ("vllm:time_to_first_token_seconds_count{}", 1),
+    ("vllm:iteration_tokens_total_sum{}", 24 + body["usage"]["prompt_tokens"]),
     ('vllm:request_success_total{finished_reason="length",}', 1),
     ('osd:requests_refused_total{,status="400"}', 1),
   ):
     assert after[name] - before.get(name, 0) == by, name
   assert after["vllm:engine_healthy{}"] == 1
   assert after["vllm:num_requests_running{}"] == 0
+  taken = {
+    part: after[f"vllm:request_{part}_time_seconds_sum{{}}"]
+    - before[f"vllm:request_{part}_time_seconds_sum{{}}"]
+    for part in ("prefill", "decode", "inference")
+  }
+  assert min(taken.values()) > 0
+  assert taken["inference"] == pytest.approx(taken["prefill"] + taken["decode"])
 
 
 def test_token_is_needed_where_one_is_set(pair):

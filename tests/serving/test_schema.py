@@ -1,0 +1,129 @@
+"""`/openapi.json` is true: its parameters, its paths, and what requests return."""
+
+import dataclasses
+
+import hypothesis
+import pytest
+from serving import running
+from serving.running import TEXTS
+
+from osd_jax.serving import app, protocol, schema
+
+
+@pytest.fixture(scope="module")
+def server(pair):
+  decoding = dataclasses.replace(running.DECODING, cache_tokens=1024)
+  with running.running(pair, token="sesame", decoding=decoding) as made:
+    yield made
+
+
+def body_of(server, path):
+  found = server.client.get("/openapi.json").json()
+  (content,) = found["paths"][path]["post"]["requestBody"]["content"].values()
+  return content["schema"]
+
+
+@pytest.mark.parametrize(
+  ("path", "used"),
+  [
+    ("/v1/completions", protocol._COMPLETION),
+    ("/v1/chat/completions", protocol._CHAT),
+  ],
+)
+def test_parameters_are_those_that_requests_may_have(server, path, used):
+  listed = set(body_of(server, path)["properties"])
+  assert listed == set(used) | set(protocol.NEUTRAL) | protocol.IGNORED
+
+
+def test_paths_are_the_routes(server):
+  found = server.client.get("/openapi.json").json()["paths"]
+  listed = {(path, verb.upper()) for path, verbs in found.items() for verb in verbs}
+  routes = app.make(server.service).routes
+  assert listed == {
+    (route.path, verb) for route in routes for verb in route.methods - {"HEAD"}
+  }
+
+
+def test_token_is_described_where_one_is_needed():
+  assert "security" in schema.make("osd", 24, 64, token=True)
+  assert "security" not in schema.make("osd", 24, 64, token=False)
+
+
+def send_generated(server, described, path, verb, count=20):
+  """Sends requests that the description allows; returns the statuses they got."""
+  schemathesis = pytest.importorskip("schemathesis")
+  from schemathesis.specs.openapi import checks as found
+
+  statuses, kinds = [], set()
+  loaded = schemathesis.openapi.from_dict(described)
+  checks = [
+    schemathesis.checks.not_a_server_error,
+    found.status_code_conformance,
+    found.content_type_conformance,
+    found.response_schema_conformance,
+  ]
+
+  @hypothesis.settings(
+    max_examples=count,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+  )
+  @hypothesis.given(case=loaded[path][verb].as_strategy())
+  def send(case):
+    headers = {"Authorization": "Bearer sesame"}
+    answer = case.call_and_validate(
+      base_url=server.url, headers=headers, checks=checks, timeout=60
+    )
+    statuses.append(answer.status_code)
+    kinds.add(answer.headers.get("content-type", [""])[0].partition(";")[0])
+
+  send()
+  return statuses, kinds
+
+
+@pytest.mark.slow
+def test_documented_requests_get_documented_answers(server):
+  described = server.client.get("/openapi.json").json()
+  for path, verbs in described["paths"].items():
+    for verb in verbs:
+      count = 60 if "completions" in path else 8
+      statuses, _ = send_generated(server, described, path, verb, count)
+      if (path, verb) != ("/admin/draft", "put"):  # no generated file is a draft
+        # Otherwise only refusals would have been tested.
+        assert any(status < 300 for status in statuses), (path, statuses)
+  for path in ("/v1/completions", "/v1/chat/completions"):
+    # Few of the requests above ask for a stream and are not refused.
+    content = described["paths"][path]["post"]["requestBody"]["content"]
+    whole = content["application/json"]["schema"]
+    kept = (*whole["required"], "temperature", "max_tokens", "n")
+    properties = {name: whole["properties"][name] for name in kept}
+    properties["stream"] = {"const": True}
+    whole |= {"properties": properties, "required": [*whole["required"], "stream"]}
+    statuses, kinds = send_generated(server, described, path, "post", 20)
+    assert "text/event-stream" in kinds, statuses
+  assert server.text(TEXTS[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("change", "failure"),
+  [
+    ({"object": {"const": "another"}}, "violates schema"),
+    ({"created": {"type": "string"}}, "violates schema"),
+    (None, "Undocumented status code"),
+  ],
+)
+def test_answer_that_is_not_as_described_is_noticed(server, change, failure):
+  """The negative control."""
+  described = server.client.get("/openapi.json").json()
+  operation = described["paths"]["/v1/completions"]["post"]
+  if change is None:
+    del operation["responses"]["200"]
+  else:
+    content = operation["responses"]["200"]["content"]["application/json"]
+    content["schema"]["properties"] |= change
+  with pytest.raises(BaseExceptionGroup) as found:
+    send_generated(server, described, "/v1/completions", "post", 40)
+  assert any(failure in str(one) for one in found.value.exceptions)

@@ -42,8 +42,8 @@ class OfflineConfig(base.Config):
       rows, and the choice between models, depend on the seed too. `OwnSampling` takes
       the settings in the target's generation_config.json.
     sample_source: which model generates the texts: "teacher" is the target, "student"
-      the draft; "mix_request" draws one of the two for each prompt, "mix_token" for
-      each token, with equal probabilities.
+      the draft, which must be independent; "mix_request" draws one of the two for each
+      prompt, "mix_token" for each token, with equal probabilities.
     update: loss and optimiser; each step takes num_new + num_replay rows.
     steps: optimiser steps.
     evaluate_every: steps between evaluations, each followed by a checkpoint; the first
@@ -151,6 +151,12 @@ class OfflineLoop:
     self._bar = bar
     self._partitioner = sharding.make(config.partition)
     self.pair = pairs.load_pair(config.pair, self._partitioner)
+    if self.pair.draft.state_width and config.sample_source != "teacher":
+      raise base.InputError(
+        f"OfflineConfig.sample_source: received {config.sample_source!r} with a draft"
+        " that reads the target's states, expected 'teacher': such a draft cannot write"
+        " texts of its own. Use an independent draft, or the target's texts."
+      )
     # An attached draft holds frozen parameters of the target, which are not trained.
     trained, self._frozen = self.pair.draft.split(self.pair.draft_params)
     self.learner = updates.init_learner(config.update, trained)

@@ -198,3 +198,17 @@ def test_error_names_the_bad_field(field, value):
   values = {"corpus": generated("train"), "evaluation": generated("eval")}
   with pytest.raises(ValueError, match=f"OfflineConfig.{field}: received"):
     offline.OfflineConfig(**{"output": "x", **values, field: value})
+
+
+@pytest.mark.parametrize("source", ["student", "mix_request", "mix_token"])
+def test_draft_that_reads_states_is_not_asked_for_texts(source, tmp_path):
+  """The shipped draft is attached to its target."""
+  config = offline.OfflineConfig(
+    corpus=generated("train"),
+    evaluation=generated("eval"),
+    output=str(tmp_path / "draft.safetensors"),
+    run_directory=str(tmp_path / "run"),
+    sample_source=source,
+  )
+  with pytest.raises(base.InputError, match=f"sample_source: received '{source}'"):
+    offline.run(config)

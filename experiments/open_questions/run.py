@@ -13,10 +13,14 @@ and the same command skips what is there.
     shifts       what would a detector of shifts gain that is never wrong?
     well_trained what does learning add to a draft that knows the topics already?
 
-The pair is the demo's, or Qwen2.5-Coder-0.5B-Instruct with its shipped draft, which has
-no offline ceiling (and so neither `gkd` nor `static`).
+The pair is the demo's with its attached draft; with the independent one, as in the
+paper (`--independent`; only this one can write texts, for `gkd`); or
+Qwen2.5-Coder-0.5B-Instruct with its shipped draft, which has no offline ceiling (and so
+no `static`).
 
   python experiments/open_questions/run.py QUESTION... [--seeds 3] [--per_topic 200]
+  python experiments/open_questions/run.py gkd --independent
+      [--folder runs/open_questions_independent]
   python experiments/open_questions/run.py well_trained --qwen FOLDER
       [--data ../shared/data] [--folder runs/open_questions_qwen]
   python experiments/open_questions/run.py --table    # prints the cells
@@ -109,6 +113,7 @@ class Setting:
   Attributes:
     name: of the pair, in the cells.
     pair: target and draft.
+    draft: path of the draft's weights.
     answers: recorded answers, for streams.
     held_out: recorded answers that nothing learns from.
     seen: rows that fill the buffer.
@@ -123,6 +128,7 @@ class Setting:
 
   name: str
   pair: pairs.Pair
+  draft: str
   answers: recordings.Recording
   held_out: recordings.Recording
   seen: list[base.DistillationBatch]
@@ -487,6 +493,7 @@ def distilled(
       f"OfflineConfig.output={str(output)!r}",
       f"OfflineConfig.run_directory={str(folder / 'run')!r}",
       f"OfflineConfig.steps={steps}",
+      f"PairConfig.draft={setting.draft!r}",
       f"OptimizerConfig.total_steps={steps}",
       f"OfflineConfig.evaluate_every={steps}",
       "evaluation/BatchConfig.limit_rows=8",
@@ -641,7 +648,8 @@ def _cells(setting, question, stream, seed, systems, floor) -> Answers:
 
 def demo(given: argparse.Namespace) -> Setting:
   """Loads the shipped pair and distils its offline ceiling."""
-  config, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
+  end = "_independent" if given.independent else ""
+  config, _ = settings.load(online.OnlineConfig, [f"runs/demo{end}.gin"], [])
   ceiling, _ = settings.load(
     offline.OfflineConfig,
     ["experiments/demo_ceiling.gin"],
@@ -650,7 +658,7 @@ def demo(given: argparse.Namespace) -> Setting:
   asked = dataclasses.replace(
     ceiling.evaluation, tasks=config.stream.tasks, limit_rows=None
   )
-  setting = made(given, "demo", config, asked, ceiling.evaluation, (40,))
+  setting = made(given, f"demo{end}", config, asked, ceiling.evaluation, (40,))
   output = given.folder / "ceiling"
   distilled(setting, output, given.ceiling_steps, 600, [])
   best = setting.pair.load_draft(str(output / "draft.safetensors"))
@@ -715,6 +723,7 @@ def made(
   return Setting(
     name=name,
     pair=loaded,
+    draft=config.pair.draft,
     answers=recorded("stream", asked),
     held_out=recorded("held_out", held_out),
     seen=seen,
@@ -756,6 +765,7 @@ def main() -> None:
   parser.add_argument(
     "--folder", type=pathlib.Path, default=pathlib.Path("runs/open_questions")
   )
+  parser.add_argument("--independent", action="store_true", help="draft of the demo")
   parser.add_argument("--qwen", type=pathlib.Path, help="folder of transformers")
   parser.add_argument(
     "--data", type=pathlib.Path, default=pathlib.Path("../shared/data")

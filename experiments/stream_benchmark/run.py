@@ -94,7 +94,7 @@ def shifts(topics: Sequence[str], least: int = RECENT) -> list[tuple[int, int]]:
   [(2, 5)]
   """
   begins = [i for i in range(1, len(topics)) if topics[i] != topics[i - 1]]
-  ends = [*begins[1:], len(topics)]
+  ends = [*begins, len(topics)][1:]
   return [(a, b) for a, b in zip(begins, ends, strict=True) if b - a >= least]
 
 

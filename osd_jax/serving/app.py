@@ -57,6 +57,7 @@ def make(service: Service, token: str = "") -> Starlette:
     ("/v1/chat/completions", "POST", routes.chat_completions),
     ("/admin/draft", "GET", routes.draft),
     ("/admin/draft", "PUT", routes.load_draft),
+    ("/admin/tenants/{name}", "DELETE", routes.forget_tenant),
     ("/tokenize", "POST", routes.tokenize),
     ("/detokenize", "POST", routes.detokenize),
   ]
@@ -159,6 +160,11 @@ class _Routes:
       file.flush()
       version = await self._service.load_draft(Path(file.name))
     return JSONResponse({"draft_version": version})
+
+  async def forget_tenant(self, request: Request) -> Response:
+    name = protocol.read_tenant(request.path_params["name"])
+    await self._service.forget_tenant(name)
+    return Response(status_code=204)
 
   async def version(self, request: Request) -> Response:
     del request

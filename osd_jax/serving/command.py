@@ -30,6 +30,8 @@ _FREE = (
   "shutdown_seconds",
   "checkpoint_every",
   "sampling",
+  "share_cache",
+  "record_seconds",
 )
 
 

@@ -10,6 +10,7 @@ every request is watched.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -24,6 +25,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.engine.requests import Finished, Prompt, Request, TextSoFar
 from osd_jax.engine.server import Server
+from osd_jax.serving.tenants import Tenant
 
 
 class QueueFullError(Exception):
@@ -60,6 +62,7 @@ class Job:
   Attributes:
     index: its number in the request.
     prompt: its settings.
+    tenant: whose request it is.
     request: what the engine decodes.
     text: its text so far.
     is_cancelled: nobody waits for it any more.
@@ -73,9 +76,10 @@ class Job:
     prompt: Prompt,
     decode: Callable[[Any], str],
     is_streamed: bool,
+    tenant: Tenant,
   ):
     """Makes the request of one answer; see `Scheduler.submit`."""
-    self.index, self.prompt = index, prompt
+    self.index, self.prompt, self.tenant = index, prompt, tenant
     self.text = TextSoFar(decode, prompt.stop)
     self.is_cancelled = False
     self.arrived, self.admitted, self.first_token = time.perf_counter(), 0.0, 0.0
@@ -87,6 +91,7 @@ class Job:
       watch=self._watch,
       remember=prompt.learn,
       speculative=prompt.speculative,
+      owner=tenant.owner,
     )
     self._reads_text = is_streamed or bool(prompt.stop)
 
@@ -177,6 +182,9 @@ class Scheduler:
     self._on_finished = on_finished
     self._waiting: deque[tuple[Call, Job]] = deque()
     self._running: dict[Job, Call] = {}
+    self._calls: deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
+      deque()
+    )
     self._changed = threading.Condition()
     self._is_draining = self._is_stopped = False
     self._failure: BaseException | None = None
@@ -194,7 +202,12 @@ class Scheduler:
       return Load(*counts, self._is_draining, self._failure)
 
   def submit(
-    self, prompts: Sequence[np.ndarray], prompt: Prompt, n: int, is_streamed: bool
+    self,
+    prompts: Sequence[np.ndarray],
+    prompt: Prompt,
+    n: int,
+    is_streamed: bool,
+    tenant: Tenant,
   ) -> Call:
     """Queues n answers to each prompt, or none at all.
 
@@ -203,6 +216,7 @@ class Scheduler:
       prompt: settings of all; answer i draws with seed + i.
       n: answers per prompt.
       is_streamed: whether events carry pieces of text.
+      tenant: whose request it is.
 
     Raises:
       InputError: the engine cannot decode a prompt, or there are more answers than
@@ -212,7 +226,8 @@ class Scheduler:
     """
     decode = self._server.pair.vocabulary.decode
     copies = [tokens for tokens in prompts for _ in range(n)]
-    jobs = [Job(i, x, prompt, decode, is_streamed) for i, x in enumerate(copies)]
+    shared = prompt, decode, is_streamed, tenant
+    jobs = [Job(index, tokens, *shared) for index, tokens in enumerate(copies)]
     for job in jobs[::n]:
       self._server.engine.check(job.request)
     call = Call(jobs, is_streamed)
@@ -243,6 +258,23 @@ class Scheduler:
       self._waiting = deque(kept)
       self._changed.notify()
 
+  def between_calls(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Runs `call` on the serving thread, between two calls of the engine."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    with self._changed:
+      if self._failure is not None or self._is_stopped:
+        future.set_exception(DrainingError("the server has stopped"))
+      else:
+        self._calls.append((call, future))
+        self._changed.notify()
+    return future
+
+  def holds(self, tenant: Tenant) -> bool:
+    """Whether a request of a tenant is waiting or running."""
+    with self._changed:
+      jobs = [*self._running, *(job for _, job in self._waiting)]
+    return any(job.tenant == tenant for job in jobs)
+
   def drain(self) -> None:
     """Takes no more requests; those that were taken are answered."""
     with self._changed:
@@ -263,6 +295,7 @@ class Scheduler:
     try:
       for finished in self._server.serve(self._requests()):
         self._publish(finished)
+        self._run_calls()
     except BaseException as error:
       self._failure = failure = error
       logging.getLogger(__name__).exception("the serving thread has failed")
@@ -275,7 +308,7 @@ class Scheduler:
     """
     while True:
       with self._changed:
-        while not (self._waiting or self._running or self._is_stopped):
+        while not (self._waiting or self._running or self._calls or self._is_stopped):
           self._changed.wait()
         if self._is_stopped:
           return
@@ -285,6 +318,15 @@ class Scheduler:
           self._running[job] = call
           job.admitted, request = time.perf_counter(), job.request
       yield request
+
+  def _run_calls(self) -> None:
+    """Runs what `between_calls` was given."""
+    while self._calls:
+      call, future = self._calls.popleft()
+      try:
+        future.set_result(call())
+      except Exception as error:
+        future.set_exception(error)
 
   def _publish(self, finished: Sequence[Finished]) -> None:
     """Sends the news of one step."""
@@ -315,6 +357,10 @@ class Scheduler:
       left = [*self._running.items(), *((job, call) for call, job in self._waiting)]
       self._running.clear()
       self._waiting.clear()
+      calls = list(self._calls)
+      self._calls.clear()
+    for _, future in calls:
+      future.set_exception(DrainingError("the server has stopped"))
     for job, call in left:
       call.post([Event(job, error=EngineFailedError(first_line(failure)))])
 

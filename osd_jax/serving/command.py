@@ -32,6 +32,7 @@ _FREE = (
   "sampling",
   "share_cache",
   "record_seconds",
+  "stream_tokens",
 )
 
 

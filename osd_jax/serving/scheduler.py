@@ -94,10 +94,29 @@ class Job:
       owner=tenant.owner,
     )
     self._reads_text = is_streamed or bool(prompt.stop)
+    # The text of whole groups of tokens, see `grouped_pieces`.
+    self._grouped, self._given = TextSoFar(decode, prompt.stop), 0
+    self._tokens = np.zeros(0, np.int32)
+
+  def grouped_pieces(self, size: int, done: Finished | None) -> list[str]:
+    """Returns the new pieces of text, each of `size` tokens; the last may be shorter.
+
+    How many tokens a call accepts then decides when pieces are sent, but not what is in
+    each of them.
+    """
+    tokens = self._tokens if done is None else done.tokens
+    pieces = []
+    while self._given + size <= len(tokens):
+      self._given += size
+      self._grouped.watch(tokens[: self._given])
+      pieces.append(self._grouped.next_piece())
+    if done is not None:
+      pieces.append(self._grouped.finish(done.tokens)[1])
+    return pieces
 
   def _watch(self, tokens: np.ndarray) -> int | None:
     """Ends the row of a cancelled job, or at a stop string; see `Request.watch`."""
-    self.first_token = self.first_token or time.perf_counter()
+    self.first_token, self._tokens = self.first_token or time.perf_counter(), tokens
     if self.is_cancelled:
       return len(tokens)
     return self.text.watch(tokens) if self._reads_text else None
@@ -169,6 +188,7 @@ class Scheduler:
     server: Server,
     max_waiting: int,
     on_finished: Callable[[Job, Finished], object],
+    stream_tokens: int = 0,
   ):
     """Starts nothing yet.
 
@@ -177,8 +197,10 @@ class Scheduler:
       max_waiting: jobs that may wait while all rows are taken.
       on_finished: called on the serving thread with every finished answer that was not
         cancelled, before its client receives it.
+      stream_tokens: tokens of each piece of a stream; 0 for those of a call.
     """
     self._server, self._max_waiting = server, max_waiting
+    self._stream_tokens = stream_tokens
     self._on_finished = on_finished
     self._waiting: deque[tuple[Call, Job]] = deque()
     self._running: dict[Job, Call] = {}
@@ -339,16 +361,24 @@ class Scheduler:
           del self._running[job]
       if job.is_cancelled:
         continue
-      piece = ""
+      *pieces, piece = self._pieces(job, call, done)
       if done is not None:
-        _, piece = job.text.finish(done.tokens)
         self._on_finished(job, done)
-      elif call.is_streamed:
-        piece = job.text.next_piece()
+      sent = [Event(job, one) for one in pieces if one]
       if piece or done is not None:
-        events.setdefault(call, []).append(Event(job, piece, done))
+        sent.append(Event(job, piece, done))
+      if sent:
+        events.setdefault(call, []).extend(sent)
     for call, news in events.items():
       call.post(news)
+
+  def _pieces(self, job: Job, call: Call, done: Finished | None) -> list[str]:
+    """Returns the new pieces of a job's text, at least one, which may be empty."""
+    if call.is_streamed and self._stream_tokens:
+      return job.grouped_pieces(self._stream_tokens, done) or [""]
+    if done is not None:
+      return [job.text.finish(done.tokens)[1]]
+    return [job.text.next_piece()] if call.is_streamed else [""]
 
   def _fail_all(self, failure: BaseException) -> None:
     """Tells every client that there will be no answer."""

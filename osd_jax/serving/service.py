@@ -71,6 +71,8 @@ class ServeConfig(base.Config):
     record_seconds: records older than this are removed from the buffer, the journal and
       the checkpoints, and the n-gram cache is emptied so often; 0 keeps them. Up to a
       tenth of this time passes until it happens.
+    stream_tokens: tokens of each piece of a streamed answer, so that the size of a
+      packet does not tell how many were accepted; 0 sends what a call has accepted.
     share_cache: tenants use each other's entries of the n-gram cache. Answers are then
       faster where another tenant has had the same text, which tells that it had it.
   """
@@ -91,6 +93,7 @@ class ServeConfig(base.Config):
   overwrite: bool = False
   keep_answers: bool = True
   record_seconds: base.NonNegative = 0.0
+  stream_tokens: base.CountOrZero = 0
   share_cache: bool = False
 
   def checks(self):
@@ -160,7 +163,9 @@ class Service:
         config.keep_answers,
         clock,
       )
-    self.scheduler = Scheduler(self.server, config.max_waiting, self._finished)
+    self.scheduler = Scheduler(
+      self.server, config.max_waiting, self._finished, config.stream_tokens
+    )
     self.scheduler.start()
     self._is_closed, self._cache_began = threading.Event(), clock()
     if config.record_seconds:

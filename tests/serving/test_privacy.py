@@ -1,5 +1,6 @@
 """Records leave everything in time, and reach no disk if they must not."""
 
+import json
 import shutil
 
 import numpy as np
@@ -126,3 +127,26 @@ def test_answers_on_disk_stay_as_they_began(tmp_path):
   other = ServeConfig(run_directory=str(tmp_path / "run"), keep_answers=False)
   with pytest.raises(base.InputError, match="ServeConfig.keep_answers"):
     command._opened(other, "")
+
+
+def pieces(server, text, **fields):
+  """Texts of the chunks of a stream."""
+  body = {"prompt": text, "temperature": 0, "stream": True, **fields}
+  with server.client.stream("POST", "/v1/completions", json=body) as answer:
+    lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+  return [json.loads(line)["choices"][0]["text"] for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("size", [0, 3, 100])
+def test_pieces_of_a_stream_do_not_depend_on_what_was_accepted(pair, plain, size):
+  """The second time, all tokens are drafted from the cache."""
+  alone = pair.with_draft(ngrams.build(pair.target, CACHE), ngrams.empty(CACHE))
+  with running.running(alone, stream_tokens=size) as server:
+    cold, warm = (pieces(server, TEXTS[0]) for _ in range(2))
+    assert "".join(cold) == "".join(warm) == plain[0]
+    assert (cold == warm) is bool(size)  # 0: the control
+    if size == 3:  # 24 tokens, and the end of the stream
+      assert 4 < len(cold) <= 9
+    stop = plain[0][len(plain[0]) // 2 :][:3]
+    cut = "".join(pieces(server, TEXTS[0], stop=[stop]))
+    assert cut == plain[0][: plain[0].find(stop)]

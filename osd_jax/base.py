@@ -460,6 +460,8 @@ class SamplingSettings:
     seed: [B] uint32; every random draw is a function of (seed, position, purpose).
     max_length: [B] int32; maximum number of emitted tokens.
     speculative: [B] bool; False: nothing is proposed for the row: plain decoding.
+    owner: [B, 2] uint32; whose entries of the n-gram cache the row may use, and who
+      owns those of its answer: the halves of a number of 64 bits, 0 without an owner.
   """
 
   temperature: jax.Array
@@ -470,6 +472,7 @@ class SamplingSettings:
   seed: jax.Array
   max_length: jax.Array
   speculative: jax.Array
+  owner: jax.Array
 
 
 @flax.struct.dataclass

@@ -751,6 +751,48 @@ FAULTS = [
     "tests/engine/test_replica_cache.py -k shared",
   ),
   Fault(
+    "entries of the n-gram cache are only hidden by their hash",
+    "is_kept & is_own &",
+    "is_kept &",
+    f"{NGRAMS} -k owner",
+  ),
+  Fault(
+    "owners share the places of an n-gram",
+    "for part in (owner[..., 0], owner[..., 1], *tokens):",
+    "for part in tokens:",
+    f"{NGRAMS} -k owner",
+  ),
+  Fault(
+    "a deleted tenant still finds its entries of the cache",
+    'text = f"{generation} {name}".encode()',
+    "text = name.encode()",
+    f"{SERVING}deletion.py -k cache_entries",
+  ),
+  Fault(
+    "answers of a deleted tenant that wait are learnt from",
+    'if is_dropped() or self._is_old(tag["time"]):',
+    'if self._is_old(tag["time"]):',
+    f"{SERVING}deletion.py -k wait",
+  ),
+  Fault(
+    "a deletion leaves the newest checkpoint as it is",
+    "    if step in self.steps() and step:\n",
+    "    if not step:\n",
+    f"{CHECKPOINTS} -k rewritten",
+  ),
+  Fault(
+    "erased rows take part in the draw",
+    "is_drawn = (ages < size) & is_kept",
+    "is_drawn = ages < size",
+    f"{BUFFER} -k erased",
+  ),
+  Fault(
+    "checkpoints without answers hold an update's rows",
+    "(has_rows and self.runner.pending()) or (None, None)",
+    "self.runner.pending() or (None, None)",
+    f"{LEARNER} -k without_rows",
+  ),
+  Fault(
     "learning is paid for what the cache knows already",
     "    if self.mixed <= self.now or self.now >= 1:\n",
     "    if self.now >= 0:\n",
@@ -771,8 +813,8 @@ FAULTS = [
   ),
   Fault(
     "a request that must not draft is forgotten",
-    "request.sampling.settings(limit, request.speculative)",
-    "request.sampling.settings(limit)",
+    "request.sampling.settings(limit, request.speculative, request.owner)",
+    "request.sampling.settings(limit, True, request.owner)",
     f"{DRAFTING} -k must_not",
   ),
   Fault(

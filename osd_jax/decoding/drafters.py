@@ -104,6 +104,7 @@ class Drafter(Protocol):
     source: jax.Array,
     emitted: jax.Array,
     length: jax.Array,
+    owner: jax.Array,
   ) -> Any:
     """Learns from a finished request, without training; returns the new memory.
 
@@ -114,6 +115,8 @@ class Drafter(Protocol):
       source: [1, S] int32, the prompt.
       emitted: [T] int32, the answer, padded.
       length: [] int32, the number of its tokens.
+      owner: [2] uint32; only rows with this owner may use what is stored of the answer;
+        see `base.SamplingSettings`.
     """
 
 
@@ -328,6 +331,7 @@ class ModelDrafter:
     source: jax.Array,
     emitted: jax.Array,
     length: jax.Array,
+    owner: jax.Array,
   ) -> Any:
     """Learns nothing, as there is no memory."""
-    del memory, state, source, emitted, length
+    del memory, state, source, emitted, length, owner

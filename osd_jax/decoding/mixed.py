@@ -269,7 +269,7 @@ class MixedDraft(drafters.ModelDrafter):
     noise: sampling.Purpose,
   ) -> tuple[jax.Array, jax.Array, State]:
     """See `ModelDrafter.first`."""
-    state = state.replace(is_sampled=rows.settings.temperature > 0)
+    state = _with_settings(state, rows)
     drafted, logits, state = super().first(params, state, rows, num_draft_tokens, noise)
     return drafted, logits, self._with_drawn(params, state, drafted[:, 0])
 
@@ -317,7 +317,7 @@ class MixedDraft(drafters.ModelDrafter):
 
   def catch_up(self, params: Any, state: State, rows: state_lib.DecodeState) -> State:
     """See `Drafter.catch_up`."""
-    state = state.replace(is_sampled=rows.settings.temperature > 0)
+    state = _with_settings(state, rows)
     return super().catch_up(params, state, rows)
 
   def _survival(self, params: Any, state: State) -> jax.Array:
@@ -361,9 +361,10 @@ class MixedDraft(drafters.ModelDrafter):
     source: jax.Array,
     emitted: jax.Array,
     length: jax.Array,
+    owner: jax.Array | np.ndarray = ngrams.NOBODY,
   ) -> Mixture:
     """Adds the answer to the cache, and scores all tokens that were named for it."""
-    table = ngrams.absorb(self.target, memory.table, source, emitted, length)
+    table = ngrams.absorb(self.target, memory.table, source, emitted, length, owner)
     if state is None:
       return memory.replace(table=table)
     count = emitted.shape[0]
@@ -396,6 +397,12 @@ class MixedDraft(drafters.ModelDrafter):
       (memory.drawn_right, memory.top_right), where_drawn, (drawn_right, top)
     )
     return Mixture(None, table, right, scored, drawn_right, top_right)
+
+
+def _with_settings(state: State, rows: state_lib.DecodeState) -> State:
+  """Notes which rows are sampled, and whose cache entries each row may use."""
+  text = state.text.replace(owner=rows.settings.owner)
+  return state.replace(is_sampled=rows.settings.temperature > 0, text=text)
 
 
 def _counted(

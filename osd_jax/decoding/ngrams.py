@@ -12,6 +12,12 @@ overwritten place is never a candidate. A row's own prompt and answer take part,
 they need no table, but are compared with the context directly (prompt lookup, Saxena
 2023).
 
+Every text has an owner, a number of 64 bits, and a lookup only finds texts of its own
+owner. The number is part of the hash, so that owners with equal texts do not push each
+other's places out, and it is compared with the owner of the token found, so that a
+collision of hashes cannot lead from one owner to another. What owners share is the
+room: many new answers overwrite the oldest ones, whoever asked for them.
+
 All shapes are fixed, and lookups run inside the compiled round. An answer is added by
 one call after it has finished.
 """
@@ -22,7 +28,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from osd_jax import base
 
@@ -31,6 +37,8 @@ CONTEXT = max(ORDERS)  # tokens that a lookup compares
 WAYS = 4  # places kept of every n-gram
 SIZE = 2**16  # tokens that are kept unless a size is given
 NO_TOKEN = -1  # before a text begins
+
+NOBODY = np.zeros(2, np.uint32)  # owner of texts without one
 
 _MULTIPLIER = np.uint32(0x9E3779B1)  # 2**32 / golden ratio
 
@@ -44,12 +52,14 @@ class Table:
 
   Attributes:
     ring: [R] int32, the newest R tokens.
+    owners: [R, 2] uint32, the owner of each token; see `base.SamplingSettings.owner`.
     places: [O, H, WAYS] uint32; places of tokens that follow an n-gram with this hash.
     counts: [O, H] uint32; how often the hash was written, which decides the next way.
     end: [] uint32; place of the next token.
   """
 
   ring: jax.Array
+  owners: jax.Array
   places: jax.Array
   counts: jax.Array
   end: jax.Array
@@ -63,11 +73,13 @@ class Text:
     tokens: [B, N] int32; the prompt, then the inputs of `decode`.
     begin: [B] int32; index of the first input.
     length: [B] int32; number of inputs.
+    owner: [B, 2] uint32; see `base.SamplingSettings.owner`.
   """
 
   tokens: jax.Array
   begin: jax.Array
   length: jax.Array
+  owner: jax.Array
 
 
 @flax.struct.dataclass
@@ -93,6 +105,7 @@ def empty(size: int) -> Table:
   buckets = max(size // WAYS, 8)
   return Table(
     ring=jnp.full((size,), NO_TOKEN, jnp.int32),
+    owners=jnp.zeros((size, 2), jnp.uint32),
     places=jnp.zeros((len(ORDERS), buckets, WAYS), jnp.uint32),
     counts=jnp.zeros((len(ORDERS), buckets), jnp.uint32),
     end=jnp.zeros((), jnp.uint32),
@@ -149,7 +162,8 @@ def start(
   tokens = jnp.pad(tokens, ((0, 0), (0, cache_length)), constant_values=NO_TOKEN)
   # The first input of a decoder-only model is the last token of the prompt itself.
   begin = jnp.sum(mask, axis=1) - (target.start is not None)
-  return Text(tokens, begin, jnp.zeros_like(begin))
+  nobody = jnp.zeros((source.shape[0], 2), jnp.uint32)
+  return Text(tokens, begin, jnp.zeros_like(begin), nobody)
 
 
 def advance(table: Table, fed: Int[Array, "B n"], text: Text) -> tuple[Vote, Text]:
@@ -158,7 +172,7 @@ def advance(table: Table, fed: Int[Array, "B n"], text: Text) -> tuple[Vote, Tex
   text = text.replace(
     tokens=write(text.tokens, fed, ends[:, 0] - 1), length=text.length + fed.shape[1]
   )
-  return look_up(table, text.tokens, ends), text
+  return look_up(table, text.tokens, ends, text.owner), text
 
 
 def absorb(
@@ -167,12 +181,13 @@ def absorb(
   source: Int[Array, "1 S"],
   emitted: Int[Array, " T"],
   length: Int[Array, ""],
+  owner: UInt32[Array, " 2"] | np.ndarray = NOBODY,
 ) -> Table:
   """Adds a finished answer of `length` tokens; see `base.Model.absorb`."""
   text = start(target, source, target.mask(source), 1)
   tokens = write(text.tokens, target.starts(source)[:, None], text.begin)
   context = _contexts(tokens, text.begin[:, None] + 1)[0, 0]
-  return insert(table, context, emitted, length)
+  return insert(table, context, emitted, length, owner)
 
 
 def insert(
@@ -180,6 +195,7 @@ def insert(
   context: Int[Array, " CONTEXT"],
   emitted: Int[Array, " T"],
   length: Int[Array, ""],
+  owner: UInt32[Array, " 2"] | np.ndarray = NOBODY,
 ) -> Table:
   """Adds a text's tokens and the places of all its n-grams.
 
@@ -188,18 +204,21 @@ def insert(
     context: the tokens before the text, NO_TOKEN where there are none.
     emitted: the text, padded.
     length: its number of tokens.
+    owner: the owner of the text.
   """
   text, count = jnp.concatenate([context, emitted]), emitted.shape[0]
   size, buckets = table.ring.shape[0], table.counts.shape[1]
   place = table.end + jnp.arange(text.shape[0], dtype=jnp.uint32)
   written = jnp.arange(text.shape[0]) < CONTEXT + length
   # Indices after the last one are dropped.
-  ring = table.ring.at[jnp.where(written, place % size, size)].set(text, mode="drop")
+  index = jnp.where(written, place % size, size)
+  ring = table.ring.at[index].set(text, mode="drop")
+  owners = table.owners.at[index].set(owner, mode="drop")
   windows = text[jnp.arange(count)[:, None] + jnp.arange(CONTEXT)[None]]
   places, counts = table.places, table.counts
   for row, order in enumerate(ORDERS):
     is_known = jnp.all(windows[:, -order:] != NO_TOKEN, axis=1) & written[CONTEXT:]
-    bucket = jnp.where(is_known, _bucket(windows, order, buckets), buckets)
+    bucket = jnp.where(is_known, _bucket(windows, order, buckets, owner), buckets)
     same = bucket[:, None] == bucket[None]
     earlier = jnp.sum(jnp.tril(same, -1), axis=1, dtype=jnp.uint32)
     later = jnp.sum(jnp.triu(same, 1), axis=1)
@@ -209,19 +228,25 @@ def insert(
     places = places.at[row, newest, way].set(place[CONTEXT:], mode="drop")
     counts = counts.at[row, bucket].add(jnp.uint32(1), mode="drop")
   end = table.end + CONTEXT + length.astype(jnp.uint32)
-  return Table(ring, places, counts, end)
+  return Table(ring, owners, places, counts, end)
 
 
-def look_up(table: Table, text: Int[Array, "B N"], ends: Int[Array, "B n"]) -> Vote:
+def look_up(
+  table: Table,
+  text: Int[Array, "B N"],
+  ends: Int[Array, "B n"],
+  owner: UInt32[Array, "B 2"],
+) -> Vote:
   """Names the token that most often followed the longest known end of a text.
 
   Args:
     table: served answers.
     text: the rows' prompts and outputs.
     ends: numbers of tokens of the text; each is a lookup of its own.
+    owner: the owner of each row; other owners' answers are not found.
   """
   context = _contexts(text, ends)
-  served, own = _served(table, context), _own(text, ends, context)
+  served, own = _served(table, context, owner), _own(text, ends, context)
   token, order = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), served, own)
   longest = jnp.max(order, axis=-1)
   takes_part = (order == longest[..., None]) & (order > 0)
@@ -262,12 +287,13 @@ def _contexts(
 
 
 def _served(
-  table: Table, context: Int[Array, "B n CONTEXT"]
+  table: Table, context: Int[Array, "B n CONTEXT"], owner: UInt32[Array, "B 2"]
 ) -> tuple[Int[Array, "B n c"], Int[Array, "B n c"]]:
   """Tokens that followed a context in served answers, and the order that matched."""
   size, buckets = table.ring.shape[0], table.counts.shape[1]
   shape = (*context.shape[:-1], len(ORDERS) * WAYS)
-  bucket = jnp.stack([_bucket(context, order, buckets) for order in ORDERS], axis=-1)
+  hashed = functools.partial(_bucket, context, buckets=buckets, owner=owner[:, None])
+  bucket = jnp.stack([hashed(order) for order in ORDERS], axis=-1)
   places = table.places[jnp.arange(len(ORDERS))[None, None], bucket]
   offsets = (jnp.arange(CONTEXT + 1) - CONTEXT).astype(jnp.uint32)
   near = places[..., None] + offsets[None, None, None, None]
@@ -279,8 +305,11 @@ def _served(
   matches = jnp.all(equal | ignored, axis=-1)
   # Of an older place, a part of the context has been overwritten.
   is_kept = table.end - places <= size - CONTEXT
+  # The context was written in one piece with the token, so it has the same owner.
+  theirs = table.owners[places % size]
+  is_own = jnp.all(theirs == owner[:, None, None, None], axis=-1)
   token = found[..., CONTEXT]
-  valid = matches & is_kept & (token != NO_TOKEN)
+  valid = matches & is_kept & is_own & (token != NO_TOKEN)
   order = jnp.where(valid, orders, 0)
   return token.reshape(shape), order.reshape(shape)
 
@@ -315,11 +344,15 @@ def _equal(token: jax.Array, other: jax.Array) -> Bool[Array, "..."]:
 
 
 def _bucket(
-  windows: Int[Array, "*any CONTEXT"], order: int, buckets: int
+  windows: Int[Array, "*any CONTEXT"],
+  order: int,
+  buckets: int,
+  owner: UInt32[Array, "*more 2"] | np.ndarray,
 ) -> Int[Array, "*any"]:
-  """Hash of the last `order` tokens, in 0..buckets - 1."""
+  """Hash of an owner and the last `order` tokens, in 0..buckets - 1."""
   value = jnp.full(windows.shape[:-1], order, jnp.uint32)
-  for back in range(order, 0, -1):
-    value = (value ^ windows[..., -back].astype(jnp.uint32)) * _MULTIPLIER
+  tokens = [windows[..., -back].astype(jnp.uint32) for back in range(order, 0, -1)]
+  for part in (owner[..., 0], owner[..., 1], *tokens):
+    value = (value ^ part) * _MULTIPLIER
     value = value ^ (value >> 15)
   return (value % buckets).astype(jnp.int32)

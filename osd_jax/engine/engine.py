@@ -244,8 +244,9 @@ class Engine:
     """Adds an answer that another engine gave to the n-gram cache, if there is one."""
     if self._memory is not None and done.request.remember:
       length = np.asarray([len(done.tokens)], np.int32)
+      row = 0, 0, np.asarray(done.settings.owner[0])
       self._serve_memory(
-        steps.absorb(self.spec, self._memory, None, done.batch, length, 0, 0)
+        steps.absorb(self.spec, self._memory, None, done.batch, length, *row)
       )
 
   def clear_memory(self) -> None:
@@ -413,7 +414,7 @@ class Engine:
     source = np.full((1, longest), self.spec.target.pad_id, np.int32)
     source[0, : len(request.tokens)] = request.tokens
     limit = self.config.target_length if limit is None else limit
-    settings = request.sampling.settings(limit, request.speculative)
+    settings = request.sampling.settings(limit, request.speculative, request.owner)
     return PaddedPrompt(source, settings)
 
   # --- Admission ----------------------------------------------------------------------
@@ -607,8 +608,9 @@ class Engine:
       return
     # A draft that was never prefilled holds the state of an earlier request.
     fed = 0 if slot.lacks_draft else self._progress.fed[number]
+    row = number, fed, slot.prompt.settings.owner[0]
     memory = steps.absorb(
-      self.spec, self._memory, self._state.draft_cache, batch, length, number, fed
+      self.spec, self._memory, self._state.draft_cache, batch, length, *row
     )
     self._serve_memory(memory)
 

@@ -385,6 +385,7 @@ class Server:
     overlap: float | None = None,
     background: bool = False,
     rivals: Mapping[str, float] | None = None,
+    tag: Any = None,
   ) -> Outcome | None:
     """Passes an answer to the learner; swaps in a draft whose update has ended.
 
@@ -394,6 +395,7 @@ class Server:
       background: another thread serves meanwhile, and swaps the draft in at its next
         call.
       rivals: the result of `score_rivals`; None measures it.
+      tag: see `Learner.observe`.
 
     Returns:
       The update that has ended, if there was one. Its draft serves from now on, unless
@@ -409,7 +411,7 @@ class Server:
     mixed = None
     if self.engine.config.cache_tokens and done.drafted:
       mixed = done.accepted / done.drafted
-    outcome = self.learner.observe(done.batch, overlap, mixed, rivals)
+    outcome = self.learner.observe(done.batch, overlap, mixed, rivals, tag)
     return self._publish(outcome, background)
 
   def score_rivals(
@@ -429,9 +431,11 @@ class Server:
       for name, params in self.learner.rivals.items()
     }
 
-  def finish_learning(self) -> Outcome | None:
-    """Waits for a running update and takes its draft."""
-    return None if self._learner is None else self._publish(self._learner.finish())
+  def finish_learning(self, background: bool = False) -> Outcome | None:
+    """Waits for a running update and takes its draft; `background` as in `learn`."""
+    if self._learner is None:
+      return None
+    return self._publish(self._learner.finish(), background)
 
   def seed(self, batches: Iterable[base.DistillationBatch]) -> None:
     """Fills the buffer before the first request, and chooses a short head from it."""

@@ -321,6 +321,7 @@ def absorb(
   length: jax.Array,
   slot: jax.Array,
   fed: jax.Array,
+  owner: jax.Array,
 ) -> Any:
   """Lets the drafter learn from a finished row; see `Drafter.absorb`.
 
@@ -332,6 +333,7 @@ def absorb(
     length: [1] int32, its number of tokens.
     slot: [] int32, the row.
     fed: [] int32, inputs that the drafter has seen of it.
+    owner: [2] uint32, the owner of the answer.
   """
   assert spec.drafter is not None
   row = None
@@ -340,7 +342,8 @@ def absorb(
       lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0), draft_cache
     )
     row = row.replace(length=jnp.full_like(row.length, fed))
-  return spec.drafter.absorb(memory, row, batch.source, batch.target[0], length[0])
+  answer = batch.source, batch.target[0], length[0], owner
+  return spec.drafter.absorb(memory, row, *answer)
 
 
 def _split(spec: DecodeSpec, source: jax.Array) -> jax.Array:

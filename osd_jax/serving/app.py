@@ -59,6 +59,7 @@ def make(service: Service, token: str = "") -> Starlette:
     ("/admin/draft", "GET", routes.draft),
     ("/admin/draft", "PUT", routes.load_draft),
     ("/admin/cache", "DELETE", routes.clear_cache),
+    ("/admin/tenants/{name}", "DELETE", routes.forget_tenant),
     ("/tokenize", "POST", routes.tokenize),
     ("/detokenize", "POST", routes.detokenize),
   ]
@@ -72,6 +73,8 @@ def make(service: Service, token: str = "") -> Starlette:
         return await handler(request)
       except base.InputError as error:
         refusal = Refusal(400, " ".join(str(error).split()))
+      except EngineFailedError as error:
+        refusal = Refusal(503, f"the engine has failed: {error}.", code="failed")
       except Refusal as error:
         refusal = error
       service.metrics.refused(refusal.status)
@@ -167,10 +170,12 @@ class _Routes:
 
   async def clear_cache(self, request: Request) -> Response:
     del request
-    try:
-      await self._service.clear_cache()
-    except EngineFailedError as error:
-      raise Refusal(503, f"the engine has failed: {error}.", code="failed") from None
+    await self._service.clear_cache()
+    return Response(status_code=204)
+
+  async def forget_tenant(self, request: Request) -> Response:
+    name = protocol.read_tenant(request.path_params["name"])
+    await self._service.forget_tenant(name)
     return Response(status_code=204)
 
   async def version(self, request: Request) -> Response:
@@ -240,8 +245,6 @@ class _Routes:
     except DrainingError:
       said = "the server is shutting down and takes no more requests"
       raise Refusal(503, f"{said}.", code="draining") from None
-    except EngineFailedError as error:
-      raise Refusal(503, f"the engine has failed: {error}", code="failed") from None
 
   async def _choices(self, ask: protocol.Ask, call: Call) -> list[protocol.Choice]:
     found = []

@@ -30,6 +30,9 @@ _FREE = (
   "shutdown_seconds",
   "checkpoint_every",
   "sampling",
+  "share_cache",
+  "record_seconds",
+  "stream_tokens",
 )
 
 

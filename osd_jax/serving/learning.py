@@ -10,13 +10,21 @@ A restarted server restores the newest checkpoint and observes the journal's ans
 from that count on, so each one is learnt from exactly once. Their records (the target's
 distributions) are computed again by one forward pass. Answers older than the oldest
 checkpoint are removed from the journal.
+
+Every record has a tag, the tenant and the time of its request. By these tags records
+are removed from everything that holds them: the queue of answers, the buffer, the
+journal and the checkpoints. So are records that are older than a limit.
+
+Without answers on disk, there is no journal, and checkpoints hold weights and the state
+of the optimizer, but no buffer. A restarted server begins with an empty one.
 """
 
 import concurrent.futures
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +42,9 @@ from osd_jax.runs import checkpoint
 MAX_PENDING = 1024
 FLOOR_EVERY = 4  # one in so many answers is measured with the first draft, too
 
+# Of a record: "tenant", a name or "", and "time", seconds since 1970.
+Tag = Mapping[str, Any]
+
 
 class Journal:
   """A file of answers, numbered in the order in which they are learnt from.
@@ -49,13 +60,13 @@ class Journal:
     self._open()
     self.end = max((row["number"] + 1 for row in self.read(0)), default=0)
 
-  def append(self, done: Finished) -> None:
+  def append(self, done: Finished, tag: Tag) -> None:
     """Writes one answer and flushes it to the operating system.
 
     Raises:
       DiskError: it cannot be written.
     """
-    row = {"number": self.end, "prompt": done.request.tokens.tolist()}
+    row = {"number": self.end, **tag, "prompt": done.request.tokens.tolist()}
     sampling = vars(done.request.sampling)
     self._lines.append({**row, "answer": done.tokens.tolist(), "sampling": sampling})
     self.end += 1
@@ -68,11 +79,17 @@ class Journal:
         if row["number"] >= start:
           yield row
 
-  def forget(self, start: int) -> None:
-    """Removes the answers before number `start`."""
-    kept = "".join(f"{json.dumps(row)}\n" for row in self.read(start))
+  def forget(self, start: int, drops: Callable[[Tag], bool] | None = None) -> None:
+    """Removes the answers before number `start`, and those that `drops` chooses.
+
+    Of the latter the number is kept, so that no answer seems to be missing.
+    """
+    kept = [
+      {"number": row["number"]} if drops and "time" in row and drops(row) else row
+      for row in self.read(start)
+    ]
     self._lines.close()
-    runs.directory.write_text(self.path, kept)
+    runs.directory.write_text(self.path, "".join(f"{json.dumps(x)}\n" for x in kept))
     self._open()
 
   def close(self) -> None:
@@ -100,6 +117,9 @@ class Learning:
     directory: Path | None,
     every: int,
     on_learned: Callable[[float, float | None, Outcome | None], object],
+    record_seconds: float = 0.0,
+    keep_answers: bool = True,
+    clock: Callable[[], float] = time.time,
   ):
     """Restores the learner from the run directory, if there is one.
 
@@ -110,11 +130,16 @@ class Learning:
       on_learned: called with the overlap of the newest draft with every answer, before
         it learns from the answer; with that of the first draft, or None if it was not
         measured; and with the update that has ended, if any.
+      record_seconds: older records are removed by `expire`; 0 keeps them.
+      keep_answers: False writes no token of a request to the disk.
+      clock: seconds since 1970.
 
     Raises:
       InputError: the pair's draft cannot learn, or no checkpoint can be used.
     """
-    self._server, self._on_learned = server, on_learned
+    self._server, self._on_learned, self._clock = server, on_learned, clock
+    self._record_seconds = record_seconds
+    self._oldest = 0.0  # time of the oldest record that a file or the buffer may hold
     self.finished, self.failure, self.dropped, self._pending = 0, "", 0, 0
     self._lock = threading.Lock()  # of the journal, and of `_pending`
     self._thread = background.Worker("learning", low_priority=True)
@@ -126,7 +151,8 @@ class Learning:
         " device: updates run next to serving. Set learn = False or use one device."
       )
     if directory is not None:
-      self._journal = Journal(directory / "journal.jsonl")
+      if keep_answers:
+        self._journal = Journal(directory / "journal.jsonl")
       models = server.pair.target_params, server.pair.draft_params
       self._checkpoints = runs.Checkpointer(
         directory / "checkpoints", every, models=models
@@ -139,8 +165,19 @@ class Learning:
     with self._lock:
       return self._pending
 
-  def add(self, done: Finished) -> None:
-    """Takes an answer; called on the serving thread, which it never delays for long."""
+  def add(
+    self,
+    done: Finished,
+    tenant: str = "",
+    is_dropped: Callable[[], bool] = lambda: False,
+  ) -> None:
+    """Takes an answer; called on the serving thread, which it never delays for long.
+
+    Args:
+      done: the answer.
+      tenant: name of its tenant; "" for none.
+      is_dropped: called before the draft learns from the answer; True if it must not.
+    """
     is_broken = done.stop_reason == base.StopReason.NOT_FINITE
     with self._lock:
       if self.failure or is_broken or not len(done.tokens):
@@ -149,13 +186,14 @@ class Learning:
         self.dropped += 1
         return
       self._pending += 1
+      tag = {"tenant": tenant, "time": self._clock()}
       if self._journal is not None:
         try:
-          self._journal.append(done)
+          self._journal.append(done, tag)
         except base.DiskError as error:
           self._fail(error)
           return
-    self._thread.submit(self._learn, done)
+    self._thread.submit(self._learn, done, tag, is_dropped)
 
   def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
     """Runs a call on the learning thread, between two answers."""
@@ -176,6 +214,45 @@ class Learning:
       self._checkpoints.wait()  # once it is accepted, a kill must not lose it
     return version
 
+  def forget(self, drops: Callable[[Tag], bool]) -> None:
+    """Removes records from the buffer, the journal and the checkpoints.
+
+    Runs on the learning thread, see `submit`. When it returns, no file of the run
+    directory holds them. What the draft has learnt from them stays in its weights.
+
+    Args:
+      drops: whether to remove the record with this tag.
+
+    Raises:
+      InputError: learning has failed, or a checkpoint cannot be written.
+    """
+    if self.failure:
+      raise base.InputError(
+        f"osd serve: records cannot be removed, because learning has stopped"
+        f" ({self.failure}); restart the server, then remove them."
+      )
+    self._server.finish_learning(background=True)  # an update holds rows
+    self._server.learner.forget(drops)
+    # Without a journal, checkpoints hold no records either.
+    if self._checkpoints is not None and self._journal is not None:
+      self._checkpoints.rewrite(self.finished, *self._server.learner.state())
+      with self._lock:
+        self._journal.forget(self.finished, drops)
+
+  def expire(self) -> None:
+    """Removes records that are too old; on the learning thread, as `forget`."""
+    if self._is_old(self._oldest) and not self.failure:
+      try:
+        self.forget(lambda tag: self._is_old(tag["time"]))
+      except Exception as error:
+        self._fail(error)
+      times = [tag["time"] for tag in self._server.learner.tags]
+      self._oldest = min(times, default=self._clock())
+
+  def _is_old(self, time: float) -> bool:
+    limit = self._record_seconds
+    return limit > 0 and time < self._clock() - limit
+
   def close(self, timeout: float) -> bool:
     """Learns from the answers that wait, up to `timeout` seconds, and saves.
 
@@ -187,30 +264,38 @@ class Learning:
     self._thread.shutdown(wait=bool(finished), cancel_futures=True)
     if not finished:
       return False
-    if self._checkpoints is not None and self._journal is not None:
+    if self._checkpoints is not None:
       self._checkpoints.close()
+    if self._journal is not None:
       self._journal.close()
     return not self.failure
 
-  def _learn(self, done: Finished) -> None:
+  def _learn(self, done: Finished, tag: Tag, is_dropped: Callable[[], bool]) -> None:
     with self._lock:
       self._pending -= 1
     if self.failure:
       return
     try:
-      self._observe(done)
+      if is_dropped() or self._is_old(tag["time"]):
+        self._skip()
+      else:
+        self._observe(done, tag)
       if self._checkpoints is not None and self._checkpoints.due(self.finished):
         self._checkpoint()
     except Exception as error:
       self._fail(error)
 
-  def _observe(self, done: Finished) -> None:
+  def _skip(self) -> None:
+    self._server.learner.skip()
+    self.finished = self._server.learner.finished
+
+  def _observe(self, done: Finished, tag: Tag) -> None:
     """Measures the newest draft on an answer and learns from it."""
     server, floor = self._server, None
     overlap = self._overlap(server.draft_params, done)
     if self.finished % FLOOR_EVERY == 0:
       floor = self._overlap(server.pair.draft_params, done)
-    outcome = server.learn(done, overlap, background=True)
+    outcome = server.learn(done, overlap, background=True, tag=tag)
     self.finished = server.learner.finished
     self._on_learned(overlap, floor, outcome)
 
@@ -226,41 +311,59 @@ class Learning:
 
   def _checkpoint(self, replace: bool = False) -> None:
     """Saves the learner, and forgets answers that no checkpoint needs."""
-    assert self._checkpoints is not None and self._journal is not None
-    arrays, host = self._server.learner.state()
+    assert self._checkpoints is not None
+    arrays, host = self._server.learner.state(has_rows=self._journal is not None)
     complete = self._checkpoints.steps()  # the new step may fail to be written
     self._checkpoints.save(self.finished, arrays, host, replace)
-    with self._lock:
-      self._journal.forget(min(complete[-checkpoint.KEEP :], default=0))
+    if self._journal is not None:
+      with self._lock:
+        self._journal.forget(min(complete[-checkpoint.KEEP :], default=0))
 
   def _save(self) -> None:
     """Saves a checkpoint and takes a running update, at the end of serving."""
     try:
       if not self.failure:
-        if self._checkpoints is not None:  # the update is a part of it
-          self._checkpoint()
+        if self._journal is not None:
+          self._checkpoint()  # the update is a part of it
         self._server.finish_learning()
+        if self._checkpoints is not None and self._journal is None:
+          # The newest step may have been saved before this update.
+          learned = self._server.learner.state(has_rows=False)
+          self._checkpoints.rewrite(self.finished, *learned)
     except Exception as error:
       self._fail(error)
 
   def _restore(self) -> None:
     """Continues from the newest checkpoint and the answers after it."""
-    assert self._checkpoints is not None and self._journal is not None
+    assert self._checkpoints is not None
     server, learner = self._server, self._server.learner
     found = self._checkpoints.restore(learner.structure)
     if found is not None:
       learner.restore(*found)
       self.finished = learner.finished
       server.engine.swap(server.draft_params, learner.version, learner.shortlist())
-    self._journal.end = max(self._journal.end, learner.finished)
-    for row in self._journal.read(learner.finished):
+    if self._journal is not None:
+      self._observe_again(self._journal)
+    server.finish_learning()
+    self.expire()
+
+  def _observe_again(self, journal: Journal) -> None:
+    """Learns from the answers that the newest checkpoint lacks."""
+    server, learner = self._server, self._server.learner
+    journal.end = max(journal.end, learner.finished)
+    for row in journal.read(learner.finished):
       if row["number"] != learner.finished:
         raise base.InputError(
-          f"{self._journal.path}: answer {learner.finished} is missing, expected it"
+          f"{journal.path}: answer {learner.finished} is missing, expected it"
           f" before answer {row['number']}; restore the file, or set overwrite = True."
         )
-      self._observe(_scored(server, row))
-    server.finish_learning()
+      if "answer" not in row or self._is_old(
+        row["time"]
+      ):  # it was removed, or shall be
+        self._skip()
+      else:
+        tag = {"tenant": row["tenant"], "time": row["time"]}
+        self._observe(_scored(server, row), tag)
 
 
 def _scored(server: Server, row: dict[str, Any]) -> Finished:

@@ -3,13 +3,14 @@
 Every parameter of a request is either used, refused by name, or has a value without
 effect. The shapes follow OpenAI's reference; extensions (`top_k`, `min_p`,
 `repetition_penalty`) have vLLM's names, `learn` and `speculative` are those of
-`engine.requests.Prompt`.
+`engine.requests.Prompt`, and `tenant` is explained in `tenants.py`.
 """
 
 import dataclasses
 import difflib
 import json
 import math
+import re
 import secrets
 import time
 import uuid
@@ -91,6 +92,7 @@ class Ask:
     include_usage: a stream ends with a chunk that holds the usage.
     echo: answers begin with their prompt.
     top_logprobs: number of alternatives per token; None for no log-probabilities.
+    tenant: whose request it is; "" for none.
   """
 
   is_chat: bool
@@ -101,6 +103,7 @@ class Ask:
   include_usage: bool = False
   echo: bool = False
   top_logprobs: int | None = None
+  tenant: str = ""
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -158,6 +161,7 @@ def read_ask(
     include_usage=_include_usage(given),
     echo=given.get("echo", False),
     top_logprobs=_top_logprobs(given, is_chat, record_top_k),
+    tenant=given.get("tenant", ""),
   )
   if ask.top_logprobs is not None and (ask.stream or ask.echo):
     other = "stream" if ask.stream else "echo"
@@ -208,6 +212,14 @@ def _is_stop(value: Any) -> bool:
   )
 
 
+TENANT = "[A-Za-z0-9._:@+-]{1,64}"
+
+
+def _is_tenant(value: Any) -> bool:
+  return isinstance(value, str) and bool(re.fullmatch(TENANT, value))
+
+
+_LETTERS = "of the characters A-Z a-z 0-9 . _ : @ + -"
 _FLAG = (lambda x: isinstance(x, bool), "true or false")
 _COUNT = _integer(1, math.inf, "an integer >= 1")
 # Parameters that are used: a check and what it expects.
@@ -226,6 +238,7 @@ _COMMON: dict[str, tuple[Callable[[Any], bool], str]] = {
   "stream_options": (lambda x: isinstance(x, dict), "an object"),
   "learn": _FLAG,
   "speculative": _FLAG,
+  "tenant": (_is_tenant, f"1 to 64 {_LETTERS}"),
 }
 _COMPLETION = _COMMON | {
   "prompt": (lambda x: isinstance(x, str | list), "a text, token ids, or a list"),
@@ -363,6 +376,18 @@ def read_messages(messages: Sequence[Any]) -> str:
   if len(read) == 1 and read[0]["role"] == "user":
     return _text(read[0]["content"], "messages")
   return chat.Conversation(read)
+
+
+def read_tenant(name: str) -> str:
+  """Checks the tenant in a path.
+
+  Raises:
+    Refusal: no request can have this tenant.
+  """
+  if not _is_tenant(name):
+    said = f"received {_shown(name)}, expected 1 to 64 {_LETTERS}"
+    raise Refusal(400, f"tenant: {said}.", "tenant")
+  return name
 
 
 def read_tokens(fields: Mapping[str, Any]) -> list[int]:

@@ -25,6 +25,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.engine.requests import Finished, Prompt, Request, TextSoFar
 from osd_jax.engine.server import Server
+from osd_jax.serving.tenants import Tenant
 
 
 class QueueFullError(Exception):
@@ -61,6 +62,7 @@ class Job:
   Attributes:
     index: its number in the request.
     prompt: its settings.
+    tenant: whose request it is.
     request: what the engine decodes.
     text: its text so far.
     is_cancelled: nobody waits for it any more.
@@ -77,9 +79,10 @@ class Job:
     prompt: Prompt,
     decode: Callable[[Any], str],
     is_streamed: bool,
+    tenant: Tenant,
   ):
     """Makes the request of one answer; see `Scheduler.submit`."""
-    self.index, self.prompt = index, prompt
+    self.index, self.prompt, self.tenant = index, prompt, tenant
     self.text = TextSoFar(decode, prompt.stop)
     self.is_cancelled, self.emitted, self.plain_steps = False, 0, 0.0
     self._counted = 0
@@ -92,12 +95,32 @@ class Job:
       watch=self._watch,
       remember=prompt.learn,
       speculative=prompt.speculative,
+      owner=tenant.owner,
     )
     self._reads_text = is_streamed or bool(prompt.stop)
+    # The text of whole groups of tokens, see `grouped_pieces`.
+    self._grouped, self._given = TextSoFar(decode, prompt.stop), 0
+    self._tokens = np.zeros(0, np.int32)
+
+  def grouped_pieces(self, size: int, done: Finished | None) -> list[str]:
+    """Returns the new pieces of text, each of `size` tokens; the last may be shorter.
+
+    How many tokens a call accepts then decides when pieces are sent, but not what is in
+    each of them.
+    """
+    tokens = self._tokens if done is None else done.tokens
+    pieces = []
+    while self._given + size <= len(tokens):
+      self._given += size
+      self._grouped.watch(tokens[: self._given])
+      pieces.append(self._grouped.next_piece())
+    if done is not None:
+      pieces.append(self._grouped.finish(done.tokens)[1])
+    return pieces
 
   def _watch(self, tokens: np.ndarray) -> int | None:
     """Ends the row of a cancelled job, or at a stop string; see `Request.watch`."""
-    self.first_token = self.first_token or time.perf_counter()
+    self.first_token, self._tokens = self.first_token or time.perf_counter(), tokens
     self.emitted = len(tokens)
     if self.is_cancelled:
       return len(tokens)
@@ -176,6 +199,7 @@ class Scheduler:
     max_waiting: int,
     on_finished: Callable[[Job, Finished], object],
     on_call: Callable[[int], object] = lambda tokens: None,
+    stream_tokens: int = 0,
   ):
     """Starts nothing yet.
 
@@ -186,9 +210,11 @@ class Scheduler:
         cancelled, before its client receives it.
       on_call: called on the serving thread after every compiled call with the tokens
         that it emitted, and those of the prompts that were prefilled before it.
+      stream_tokens: tokens of each piece of a stream; 0 for those of a call.
     """
     self._server, self._max_waiting = server, max_waiting
     self._on_finished, self._on_call = on_finished, on_call
+    self._stream_tokens = stream_tokens
     self._waiting: deque[tuple[Call, Job]] = deque()
     self._running: dict[Job, Call] = {}
     self._changed = threading.Condition()
@@ -209,7 +235,12 @@ class Scheduler:
       return Load(*counts, self._is_draining, self._failure)
 
   def submit(
-    self, prompts: Sequence[np.ndarray], prompt: Prompt, n: int, is_streamed: bool
+    self,
+    prompts: Sequence[np.ndarray],
+    prompt: Prompt,
+    n: int,
+    is_streamed: bool,
+    tenant: Tenant,
   ) -> Call:
     """Queues n answers to each prompt, or none at all.
 
@@ -218,6 +249,7 @@ class Scheduler:
       prompt: settings of all; answer i draws with seed + i.
       n: answers per prompt.
       is_streamed: whether events carry pieces of text.
+      tenant: whose request it is.
 
     Raises:
       InputError: the engine cannot decode a prompt, or there are more answers than
@@ -227,7 +259,8 @@ class Scheduler:
     """
     decode = self._server.pair.vocabulary.decode
     copies = [tokens for tokens in prompts for _ in range(n)]
-    jobs = [Job(i, x, prompt, decode, is_streamed) for i, x in enumerate(copies)]
+    shared = prompt, decode, is_streamed, tenant
+    jobs = [Job(index, tokens, *shared) for index, tokens in enumerate(copies)]
     for job in jobs[::n]:
       self._server.engine.check(job.request)
     call = Call(jobs, is_streamed)
@@ -273,6 +306,12 @@ class Scheduler:
       self._functions.append((function, future))
       self._changed.notify()
     return future
+
+  def holds(self, tenant: Tenant) -> bool:
+    """Whether a request of a tenant is waiting or running."""
+    with self._changed:
+      jobs = [*self._running, *(job for _, job in self._waiting)]
+    return any(job.tenant == tenant for job in jobs)
 
   def drain(self) -> None:
     """Takes no more requests; those that were taken are answered."""
@@ -343,14 +382,14 @@ class Scheduler:
           del self._running[job]
       if job.is_cancelled:
         continue
-      piece = ""
+      *pieces, piece = self._pieces(job, call, done)
       if done is not None:
-        _, piece = job.text.finish(done.tokens)
         self._on_finished(job, done)
-      elif call.is_streamed:
-        piece = job.text.next_piece()
+      sent = [Event(job, one) for one in pieces if one]
       if piece or done is not None:
-        events.setdefault(call, []).append(Event(job, piece, done))
+        sent.append(Event(job, piece, done))
+      if sent:
+        events.setdefault(call, []).extend(sent)
     for call, news in events.items():
       call.post(news)
 
@@ -368,6 +407,14 @@ class Scheduler:
       job.plain_steps += count / len(new)
     if new:
       self._on_call(tokens)
+
+  def _pieces(self, job: Job, call: Call, done: Finished | None) -> list[str]:
+    """Returns the new pieces of a job's text, at least one, which may be empty."""
+    if call.is_streamed and self._stream_tokens:
+      return job.grouped_pieces(self._stream_tokens, done) or [""]
+    if done is not None:
+      return [job.text.finish(done.tokens)[1]]
+    return [job.text.next_piece()] if call.is_streamed else [""]
 
   def _fail_all(self, failure: BaseException) -> None:
     """Tells every client that there will be no answer."""

@@ -254,7 +254,7 @@ def test_make_settings_fills_every_row():
   settings = sampling.make_settings(
     3, temperature=0.7, top_k=5, top_p=0.9, seed=2**32 - 1, max_length=4
   )
-  assert all(leaf.shape == (3,) for leaf in jax.tree.leaves(settings))
+  assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(settings))
   assert settings.seed.dtype == jnp.uint32 and int(settings.seed[2]) == 2**32 - 1
   assert settings.top_k.dtype == settings.max_length.dtype == jnp.int32
 
@@ -276,6 +276,7 @@ def test_make_settings_fills_every_row():
     ("seed", -1),
     ("seed", 2**32),
     ("max_length", 0),
+    ("owner", 2**64),
   ],
 )
 def test_sampling_value_out_of_range_is_named(field, value):

@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from compilations import Compilations
 from engine import cases
 
 from osd_jax import base, sharding
@@ -147,6 +148,56 @@ def test_requests_that_must_not_be_remembered_leave_no_trace():
     jax.tree.map(np.testing.assert_array_equal, found.state()[0]["memory"], before)
   one.run(cases.greedy_requests())  # control
   assert int(one.state()[0]["memory"].table.end) > 0
+
+
+def alone():
+  """An engine whose draft is the cache."""
+  model = ngrams.build(cases.TARGET, SIZE)
+  answers = model.init(jax.random.key(0))
+  return engine.Engine(
+    cases.config_of(2), cases.TARGET, cases.target_params(), model, answers
+  )
+
+
+def owned(owner, seed=0):
+  requests = cases.greedy_requests(seed)
+  return [dataclasses.replace(request, owner=owner) for request in requests]
+
+
+def each_call(finished):
+  return [done.target_calls for done in finished]
+
+
+@pytest.mark.parametrize("made", [alone, cached])
+def test_answers_of_another_owner_save_no_call(made):
+  """The scores of the mixture are set back: they are shared by all owners."""
+  decoder, first = made(), (2**40 + 1, 2**40 + 2, 1, 0)
+  cold = each_call(decoder.run(owned(first[0])))
+  for owner in first[1:]:
+    scores = decoder.spec.drafter.memory()
+    decoder._serve_memory(scores.replace(table=decoder.memory.table))
+    found = decoder.run(owned(owner))
+    assert each_call(found) == cold and cases.texts(found) == cases.expected()
+  # Control: each of them finds its own answers.
+  for owner in first:
+    assert sum(each_call(decoder.run(owned(owner)))) < sum(cold)
+
+
+def test_owners_compile_nothing():
+  decoder = cached()
+  decoder.run(cases.greedy_requests())
+  with Compilations() as compilations:
+    for owner in (1, 2**63, 0):
+      decoder.run(owned(owner))
+  assert compilations.count == 0
+
+
+def test_answers_of_another_engine_keep_their_owner():
+  one, other = alone(), alone()
+  one.run(owned(5), on_finished=other.absorb)
+  cold = each_call(alone().run(owned(6)))
+  assert each_call(other.run(owned(6))) == cold
+  assert sum(each_call(other.run(owned(5)))) < sum(cold)
 
 
 def test_cache_alone_is_a_draft_model():

@@ -99,7 +99,7 @@ def test_draft_from_elsewhere_is_served_and_answers_stay(pair, plain):
 def test_schedule_receives_the_acceptance_of_draft_and_cache(pair, monkeypatch):
   seen = []
 
-  def observe(self, batch, overlap, mixed=None, rivals=None):
+  def observe(self, batch, overlap, mixed=None, rivals=None, tag=None):
     seen.append(mixed)
 
   monkeypatch.setattr(learner.Learner, "observe", observe)

@@ -96,7 +96,7 @@ FAULTS = [
   ),
   Fault(
     "ages that are already drawn keep their weight",
-    "jax.lax.top_k(jnp.where(ages < size, scores, -jnp.inf), count)[1]",
+    "jax.lax.top_k(jnp.where(is_drawn, scores, -jnp.inf), count)[1]",
     "jax.random.randint(key, (count,), 0, jnp.maximum(size, 1))",
     BUFFER,
   ),
@@ -875,14 +875,14 @@ FAULTS = [
   ),
   Fault(
     "answers with learn = false are written to the journal",
-    "if self.learning is not None and job.prompt.learn:",
-    "if self.learning is not None:",
+    "if self.learning is not None and job.prompt.learn and not is_dropped():",
+    "if self.learning is not None and not is_dropped():",
     f"{SERVING}learning.py -k leave_no_trace",
   ),
   Fault(
     "a restarted server forgets the journal",
-    "self._journal.read(learner.finished):",
-    "():",
+    "in journal.read(learner.finished):",
+    "in ():",
     f"{SERVING}learning.py -k killed",
   ),
   Fault(

@@ -577,7 +577,8 @@ def test_state_without_rows_restores_the_draft_alone(learner_of):
   for number in range(2 * INTERVAL + 1):  # an update is in progress
     one.observe(row(number), 0.5, tag={"number": number})
   arrays, host = one.state(has_rows=False)
-  assert one.runner.busy and "buffer" not in arrays and not host["tags"]
+  assert one.runner.busy and arrays["pending"] is None
+  assert "buffer" not in arrays and not host["tags"]
   shapes = jax.tree.map(jnp.shape, other.structure(host))
   assert shapes == jax.tree.map(jnp.shape, arrays)
   other.restore(arrays, json.loads(json.dumps(host)))

@@ -118,7 +118,7 @@ def test_draft_that_learns_goes_on_from_one_from_elsewhere(pair, plain):
 def test_schedule_receives_the_acceptance_of_draft_and_cache(pair, monkeypatch):
   seen = []
 
-  def observe(self, batch, overlap, mixed=None, rivals=None):
+  def observe(self, batch, overlap, mixed=None, rivals=None, tag=None):
     seen.append(mixed)
 
   monkeypatch.setattr(learner.Learner, "observe", observe)

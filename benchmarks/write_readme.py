@@ -93,6 +93,24 @@ SHOWN = (
   ),
   ("learning", "demo pair, I = 4", "between tokens, p99, ms", "wall, 2 thread(s)"),
   (
+    "serving",
+    "shipped pair, 8 clients",
+    "online over frozen, inter-token latency p99",
+    "wall, 2 thread(s)",
+  ),
+  (
+    "serving",
+    "shipped pair, 8 clients",
+    "overhead over the bare engine, tokens/s",
+    "wall, 2 thread(s)",
+  ),
+  (
+    "serving",
+    "shipped pair, online, 4 times the capacity",
+    "overload over full load, latency p99",
+    "wall, 2 thread(s)",
+  ),
+  (
     "whole_run",
     f"{ATTACHED}, seed 0",
     "attached online, over plain",

@@ -10,6 +10,7 @@ import tiny_online
 from conftest import ROOT
 
 from osd_jax import corpus, online, pairs, replay, runs
+from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.data import streams
 from osd_jax.data.batches import EncodedExample, read_corpus
 from osd_jax.distillation import schedule
@@ -114,6 +115,19 @@ def test_recovery_is_the_whole_stretch_if_overlap_stays_low():
   assert run.recovered(low, high) == 40
   assert run.recovered(np.concatenate([low[:20], high[:20]]), high) < 40
   assert run.recovered(high, high) == 5
+
+
+def test_time_counts_calls_and_updates():
+  """Half the calls at 2 ms, and 40 slices at 3 ms."""
+  costs = Costs(RoundCosts((2.0,), num_draft_tokens=(7,)), lost_ms=24.0, slices=8)
+  same = {"question": "how_often", "stream": "sharp", "seed": 0}
+  cells = [
+    same | {"system": "floor", "calls": 600, "slices": 0},
+    same | {"system": "online", "calls": 300, "slices": 40},
+  ]
+  found = run.spent(cells, costs)
+  assert found["floor"]["sharp"] == [1.0]
+  assert found["online"]["sharp"] == [(600 + 120) / 1200]
 
 
 def test_forgetting_is_the_largest_loss_until_a_topic_comes_back():

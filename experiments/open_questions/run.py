@@ -816,25 +816,53 @@ FIELDS = (
 )
 
 
+def spent(cells: list[Cell], costs: Costs) -> dict[str, dict[str, list]]:
+  """Returns system -> stream -> time of calls and updates, the floor's calls = 1.
+
+  Args:
+    cells: of one pair; those of `how_often` are used.
+    costs: milliseconds of a call with the largest K, and that serving loses to a slice.
+  """
+  call, slice_ms = costs.online.round_ms[-1], costs.lost_ms / max(costs.slices, 1)
+  own = [cell for cell in cells if cell["question"] == "how_often"]
+  floors = {
+    (cell["stream"], cell["seed"]): cell["calls"] * call
+    for cell in own
+    if cell["system"] == "floor"
+  }
+  found: dict[str, dict[str, list]] = {}
+  for cell in own:
+    taken = cell["calls"] * call + cell["slices"] * slice_ms
+    streams = found.setdefault(cell["system"], {})
+    share = taken / floors[cell["stream"], cell["seed"]]
+    streams.setdefault(cell["stream"], []).append(share)
+  return found
+
+
 def show(cells: list[Cell]) -> None:
   """Prints a table for each question and figure: means over the seeds."""
-  console = rich.console.Console(width=160)
   pairs_of = dict.fromkeys(cell["pair"] for cell in cells)
   for pair, question, field in itertools.product(pairs_of, QUESTIONS, FIELDS):
     found = means([cell for cell in cells if cell["pair"] == pair], question, field)
-    if not found:
-      continue
-    streams = list(dict.fromkeys(name for row in found.values() for name in row))
-    table = rich.table.Table(
-      field.replace("_", " "), *streams, title=f"{question}, {pair}"
+    show_table(f"{question}, {pair}", field.replace("_", " "), found)
+  costs = Costs.from_json(json.loads((HERE / "costs.json").read_text()))
+  found = spent([cell for cell in cells if cell["pair"] == "demo"], costs)
+  show_table("how_often, demo, costs.json", "time over floor", found)
+
+
+def show_table(title: str, field: str, found: dict[str, dict[str, list]]) -> None:
+  """Prints one table; nothing if it is empty."""
+  if not found:
+    return
+  streams = list(dict.fromkeys(name for row in found.values() for name in row))
+  table = rich.table.Table(field, *streams, title=title)
+  for system, row in found.items():
+    values = (row.get(name) for name in streams)
+    table.add_row(
+      system,
+      *(f"{np.mean(v):.3f} ±{np.std(v):.3f}" if v else "" for v in values),
     )
-    for system, row in found.items():
-      values = (row.get(name) for name in streams)
-      table.add_row(
-        system,
-        *(f"{np.mean(v):.3f} ±{np.std(v):.3f}" if v else "" for v in values),
-      )
-    console.print(table)
+  rich.console.Console(width=160).print(table)
 
 
 if __name__ == "__main__":

@@ -55,15 +55,16 @@ def most_arithmetic(seconds: float = 3.0) -> float:
 
 def multiplied(pair: pairs.Pair) -> int:
   """Returns the weights that every token of a call is multiplied with."""
-  params = pair.target_params
-  kernels = jax.tree.leaves_with_path(params)
-  found = 0
-  for path, leaf in kernels:
-    name = jax.tree_util.keystr(path)
-    # The embedding counts once, as the output head; an encoder is not a part of a call.
-    if leaf.ndim >= 2 and "encoder" not in name:
-      found += leaf.size
-  return found
+  # An encoder is no part of a call, and of a table that is not also the head a call
+  # reads single rows.
+  found = {
+    jax.tree_util.keystr(path): leaf.size
+    for path, leaf in jax.tree.leaves_with_path(pair.target_params)
+    if leaf.ndim >= 2 and "['encoder']" not in jax.tree_util.keystr(path)
+  }
+  heads = [name for name in found if "logits" in name or "lm_head" in name]
+  tables = [name for name in found if "embed" in name]
+  return sum(found.values()) - sum(found[name] for name in tables if heads)
 
 
 def measured(pair: pairs.Pair, rows: int, drafted: int, most: float) -> dict:
@@ -124,8 +125,9 @@ def main() -> None:
   parser.add_argument("--out", type=pathlib.Path, default=HERE / "utilisation.jsonl")
   given = parser.parse_args()
   measure.restart(given.threads)
-  config = pairs.PairConfig(target=given.model, draft="attached")
-  config = config if given.model else pairs.PairConfig()
+  config = pairs.PairConfig()
+  if given.model:
+    config = pairs.PairConfig(target=given.model, draft="attached")
   pair = pairs.load_pair(config, sharding.make(sharding.PartitionConfig()))
   most = most_arithmetic()
   name = pathlib.Path(given.model).name or "demo target"

@@ -49,8 +49,8 @@ _TIMEOUT = 120  # seconds; compiling takes about six
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 
-MOST_QUERIES = 32
 PARTS = ("products", "attention", "widening")
+MOST_QUERIES = 32  # more are a prefill, which XLA computes
 
 
 def _processor() -> str:

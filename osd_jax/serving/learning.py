@@ -228,7 +228,7 @@ class Learning:
     """
     if self.failure:
       raise base.InputError(
-        f"osd serve: records cannot be removed, because learning has stopped"
+        "osd serve: records cannot be removed, because learning has stopped"
         f" ({self.failure}); restart the server, then remove them."
       )
     self._server.finish_learning(background=True)  # an update holds rows
@@ -357,9 +357,8 @@ class Learning:
           f"{journal.path}: answer {learner.finished} is missing, expected it"
           f" before answer {row['number']}; restore the file, or set overwrite = True."
         )
-      if "answer" not in row or self._is_old(
-        row["time"]
-      ):  # it was removed, or shall be
+      is_gone = "answer" not in row or self._is_old(row["time"])
+      if is_gone:  # it was removed, or shall be
         self._skip()
       else:
         tag = {"tenant": row["tenant"], "time": row["time"]}

@@ -22,7 +22,7 @@ sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmark
 import orders
 import recordings
 
-from experiments.open_questions import run
+from experiments.open_questions import run, utilisation
 
 
 def answers_of(counts) -> recordings.Recording:
@@ -213,3 +213,28 @@ def test_a_replayed_cache_has_the_calls_of_a_served_one(tmp_path):
   calls = course.calls(decoding.num_draft_tokens)
   assert calls.tolist() == [done.target_calls for done in served]
   assert calls[5:].sum() < calls[:5].sum()
+
+
+def test_idle_arithmetic_is_what_a_call_does_not_use(config, monkeypatch):
+  """A call that takes twice as long as its products need is half idle."""
+  pair, most = config.pair, 1e9
+  needed = 2 * utilisation.multiplied(pair) * 3 / most * 1e3  # ms of 3 rows, 1 token
+
+  def steps(decoding, models, source):
+    assert source.shape[0] == decoding.rows == 3
+    return {"plain_step_ms": 2 * needed, "verify_ms": 8 * needed}
+
+  monkeypatch.setattr(utilisation.measurement, "measure_steps", steps)
+  found = utilisation.measured(pair, 3, 7, most)
+  assert (found["idle_plain"], found["idle_verify"]) == (0.5, 0.0)
+  sizes = [leaf.size for leaf in jax.tree.leaves(pair.target_params) if leaf.ndim > 1]
+  assert 0 < utilisation.multiplied(pair) < sum(sizes)  # without the encoder
+
+
+def test_a_chip_is_full_where_arithmetic_takes_as_long_as_reading():
+  rows = {row["chip"]: row for row in utilisation.on_chips(7e9, 160e6)}
+  assert rows["h100"]["full_at"] == round(9.9e14 / 3.35e12)
+  twice = {row["chip"]: row for row in utilisation.on_chips(14e9, 160e6)}
+  assert twice["v5e"]["steps_per_call"] == pytest.approx(
+    2 * rows["v5e"]["steps_per_call"], rel=0.01
+  )

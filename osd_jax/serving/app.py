@@ -165,7 +165,11 @@ class _Routes:
       async for part in _body(request, DRAFT_LIMIT):
         file.write(part)
       file.flush()
-      version = await self._service.load_draft(Path(file.name))
+      try:
+        version = await self._service.load_draft(Path(file.name))
+      except base.InputError as error:
+        said = " ".join(str(error).split()).replace(file.name, "the body")
+        raise Refusal(400, said) from None
     return JSONResponse({"draft_version": version})
 
   async def clear_cache(self, request: Request) -> Response:

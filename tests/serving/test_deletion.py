@@ -9,7 +9,7 @@ import pytest
 from compilations import Compilations
 from serving import running, traces
 from serving.running import TEXTS
-from serving.test_learning import draft, learned, numbers, same
+from serving.test_learning import draft, learned, numbers, on_disk, same
 from serving.test_tenants import CACHE, calls
 
 from osd_jax.decoding import ngrams
@@ -41,7 +41,7 @@ def test_deleted_tenant_is_in_no_file_and_not_in_the_buffer(pair, tmp_path):
       tenant, asked = ("zoe", SECRET) if number % 3 == 1 else ("bob", text)
       server.text(asked, tenant=tenant)
       learned(server, number + 1)
-    server.service.learning.submit(server.service.learning._checkpoints.wait).result()
+    on_disk(server)
     before = traces.of(tmp_path, prompt, '"zoe"')  # control: they can be found
     assert "journal.jsonl" in before and len(before) > 2
     assert traces.holds(rows(server), prompt)

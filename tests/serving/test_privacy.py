@@ -8,7 +8,7 @@ import pytest
 from serving import running, traces
 from serving.running import TEXTS
 from serving.test_deletion import SECRET, rows, secrets
-from serving.test_learning import draft, learned, same
+from serving.test_learning import draft, learned, on_disk, same
 from serving.test_tenants import CACHE, calls
 
 from osd_jax import base
@@ -102,10 +102,9 @@ def test_no_token_of_a_request_reaches_the_disk(pair, tmp_path):
     for count, text in enumerate([SECRET, *TEXTS], 1):
       server.text(text, tenant="zoe")
       learned(server, count)
-      assert traces.of(live, prompt, '"zoe"') == []
+      assert on_disk(server, lambda: traces.of(live, prompt, '"zoe"')) == []
     assert traces.holds(rows(server), prompt)  # control: it is in memory
-    server.service.learning.submit(server.service.learning._checkpoints.wait).result()
-    shutil.copytree(live, tmp_path / "killed")
+    on_disk(server, lambda: shutil.copytree(live, tmp_path / "killed"))
     tokens = np.asarray(rows(server))[:, :8]
   adapted = draft(server)
   assert not same(start, adapted)

@@ -68,7 +68,7 @@ def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
   made = {}
   for name, program in programs.programs(found).items():
     if name not in ("read", "append", "draw", "swap"):
-      with contextlib.suppress(programs.TooLarge):
+      with contextlib.suppress(programs.RefusedError):
         made[name] = programs.compiled(found, program)
   answers = estimates.Answers(64, (ACCEPTANCE,))
   said = estimates.conclusions(found, made, answers)

@@ -346,7 +346,7 @@ _HEADINGS = {
 def _measured(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
   """Evaluations, certificates, and programs that were compiled for other machines."""
   title = "Evaluation" if "quality" in by_kind else "Certificate"
-  if {"program", "too_large"} & by_kind.keys():
+  if {"program", "refused"} & by_kind.keys():
     title = "Ahead of time"
   first = by_kind["draft"][0]["draft"] if "draft" in by_kind else ""
   tables = {
@@ -487,7 +487,7 @@ _SUMMARIES = {
   "step": _trained,
   "certificate": _measured,
   "program": _measured,
-  "too_large": _measured,
+  "refused": _measured,
 }
 
 

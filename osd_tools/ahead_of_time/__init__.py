@@ -68,9 +68,8 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
         try:
           made[name] = programs_lib.compiled(plan, program)
           log.write("program", {"program": name, **made[name].row()})
-        except programs_lib.TooLarge as error:
-          said = f"{name} does not fit, according to the compiler: {error}"
-          log.write("too_large", {"program": name, "said": said})
+        except programs_lib.RefusedError as error:
+          log.write("refused", {"program": name, "said": f"{name} {error}"})
         bar.advance(task)
       for kind, rows in estimates.conclusions(plan, made).items():
         log.write_rows(kind, rows)

@@ -124,15 +124,15 @@ def programs(plan: Plan) -> dict[str, Lowering]:
   return {**serving, **(learning if plan.run.learn else {})}
 
 
-class TooLarge(Exception):
-  """A program needs more memory than a chip has; the text is the compiler's."""
+class RefusedError(Exception):
+  """A compiler refuses a program, for example because it needs too much memory."""
 
 
 def compiled(plan: Plan, program: Lowering) -> Made:
   """Compiles a program for the plan's topology.
 
   Raises:
-    TooLarge: the program does not fit into memory.
+    RefusedError: the program does not fit into memory, or the compiler fails.
   """
   # The C++ kernels exist only on this machine's CPU; a topology needs XLA's own.
   with native.portable():
@@ -142,10 +142,7 @@ def compiled(plan: Plan, program: Lowering) -> Made:
     try:
       made = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-      said = str(error).splitlines()[0]
-      if "RESOURCE_EXHAUSTED" not in said:
-        raise
-      raise TooLarge(said.partition("RESOURCE_EXHAUSTED: ")[2]) from None
+      raise RefusedError(_reason(error)) from None
     seconds = time.perf_counter() - started
   # Greedy rows take the false branch of each cond.
   counted = hlo.HloProgram(made.as_text(), branch=0)
@@ -181,6 +178,15 @@ def compiled(plan: Plan, program: Lowering) -> Made:
     least_ms=least,
     cycles=cycles or None,
   )
+
+
+def _reason(error: jax.errors.JaxRuntimeError) -> str:
+  """What a compiler's error says, without the program that it quotes."""
+  said = str(error).splitlines()[0].partition(", metadata=")[0]
+  kind, _, text = said.partition(": ")
+  if kind == "RESOURCE_EXHAUSTED":
+    return f"does not fit, according to the compiler: {text}"
+  return f"is refused by the compiler, which says: {said}"
 
 
 def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:

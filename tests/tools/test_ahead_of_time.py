@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import itertools
+import re
 
 import jax
 import numpy as np
@@ -235,6 +237,34 @@ def test_advice_names_the_setting_that_reduces_memory(
   assert not estimates.advice(found, held)
   assert advised in estimates.advice(found, {**held, "target, as loaded": 17.0})
   assert "rows" in estimates.advice(found, {**held, "caches and rows": 17.0})
+
+
+@pytest.mark.parametrize(
+  ("error", "said"),
+  [
+    ("RESOURCE_EXHAUSTED: 20 GB of 16", "does not fit.* compiler: 20 GB of 16"),
+    ("INTERNAL: no tiles for %dot.1, metadata={x}\nmore", "says: .* %dot.1"),
+  ],
+)
+def test_programs_that_a_compiler_refuses_are_named(
+  lively_pair, tmp_path, monkeypatch, error, said
+):
+  """The others are compiled nevertheless."""
+  real, turn = jax.stages.Lowered.compile, itertools.count()
+
+  def compile_or_refuse(lowered, *arguments):
+    if next(turn) in (1, 9):  # the round, and the slice
+      raise jax.errors.JaxRuntimeError(error)
+    return real(lowered, *arguments)
+
+  monkeypatch.setattr(jax.stages.Lowered, "compile", compile_or_refuse)
+  found = ahead_of_time.run(compile_config(lively_pair, tmp_path))
+  refused = {row["program"]: row["said"] for row in rows_of(found, "refused")}
+  names = [row["program"] for row in rows_of(found, "program")]
+  assert len(refused) == 2 and len(names) == 8 and not set(names) & set(refused)
+  for name, text in refused.items():
+    assert re.fullmatch(f"{name} .*{said}", text)
+    assert text in (found.path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -286,8 +286,9 @@ class Soak:
 def soaked(given: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
   """Runs the server under load and returns all counts."""
   run_directory = f"ServeConfig.run_directory={str(given.out / 'run')!r}"
+  queue = f"ServeConfig.max_waiting={given.clients}"  # refuses nothing
   server = http_load.Server(
-    [run_directory, *given.bindings], given.out, {"JAX_LOG_COMPILES": "1"}
+    [run_directory, queue, *given.bindings], given.out, {"JAX_LOG_COMPILES": "1"}
   )
   with server:
     started, soak, swaps = time.monotonic(), Soak(server, works), Swaps(server)

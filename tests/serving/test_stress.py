@@ -12,11 +12,12 @@ from serving.running import TEXTS, Gate
 
 from osd_jax.engine import engine
 from osd_jax.serving import app
+from osd_jax.serving.service import ServeConfig
 
 
 @pytest.fixture(scope="module")
 def server(pair):
-  with running.running(pair, learn=False, max_waiting=2) as made:
+  with running.running(pair, learn=False) as made:
     yield made
 
 
@@ -50,6 +51,11 @@ def closed_gate(server):
 def count(server):
   load = server.service.scheduler.load
   return load.running, load.waiting
+
+
+def test_queue_is_as_long_as_there_are_rows_unless_a_length_is_set():
+  assert ServeConfig(decoding=running.DECODING).places == running.DECODING.rows == 2
+  assert ServeConfig(max_waiting=0).places == 0
 
 
 def test_full_queue_refuses_and_the_others_are_answered(server, plain):

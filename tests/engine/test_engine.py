@@ -175,6 +175,17 @@ def test_prompts_of_other_lengths_do_not_wait_for_rows_in_flight():
   assert buckets[:3] == [*cases.BUCKETS, cases.BUCKETS[0]]
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 9])
+def test_watched_request_is_seen_after_max_rounds_or_four(rounds):
+  """A caller that wants to end it waits no longer."""
+  config, seen = cases.config_of(1, max_rounds=rounds), []
+  plain = engine.Engine(config, cases.TARGET, cases.target_params())
+  watched = lambda tokens: seen.append(len(tokens))
+  (request, *_) = cases.greedy_requests()  # it has 12 tokens
+  plain.run([dataclasses.replace(request, watch=watched)])
+  assert seen == list(range(0, 13, min(rounds, 4)))[1:]
+
+
 def test_warm_engine_compiles_nothing_for_any_order_of_lengths():
   config = cases.config_of(2, source_lengths=(4, 6, 10), target_length=9)
   serving = engine.Engine(config, cases.TARGET, cases.target_params())

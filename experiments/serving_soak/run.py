@@ -15,8 +15,8 @@ second half the topics change. The test checks that
 
 It also reports, without judging them, the pauses between the pieces of streams: at
 swaps of the draft and elsewhere. A piece comes after every compiled call, so the median
-pause elsewhere is the time of a call and of the prefills before it. The client shares the machine with the server,
-so pauses include its own delays.
+pause elsewhere is the time of a call and of the prefills before it. The client shares
+the machine with the server, so pauses include its own delays.
 
   python experiments/serving_soak/run.py [--requests 10000] [--clients 16]
       [--prompts 100] [--seed 0] [--bindings NAME=VALUE ...] [--out runs/serving_soak]

@@ -1,6 +1,7 @@
 """OrderedCalls runs calls in order, in `add` or in the background; no error is lost."""
 
 import os
+import pathlib
 import platform
 import subprocess
 import sys
@@ -110,3 +111,19 @@ def test_threads_share_two_heaps_if_asked():
     return done.stderr.count("Arena ")
 
   assert heaps("shared") <= 2 < heaps("own")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_memory_that_was_freed_is_returned():
+  def resident():
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+  # Pieces below the size that glibc maps one by one; the last keeps the heap's end.
+  pieces = [bytearray(100_000) for _ in range(1000)]
+  kept, before = pieces.pop(), resident()
+  pieces.clear()
+  held = resident()
+  background.return_memory()
+  assert before - held < 50e6 < before - resident()
+  assert len(kept) == 100_000

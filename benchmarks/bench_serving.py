@@ -10,10 +10,12 @@ ended its updates. Answers are streamed and greedy.
     online     the draft learns
     bare       `Server.generate` in this process, with the draft frozen: what the engine
                does without HTTP, queue and streaming
+    peer       another server with OpenAI's API that runs already, at --peer
 
-Clients of a closed loop wait for their answer before they send the next request. Traces
-are open loops: requests arrive at times that do not depend on the answers, at --load
-times the capacity of the slowest system, which is measured first.
+Every case has prompts of its own. Clients of a closed loop wait for their answer before
+they send the next request. Traces are open loops: requests arrive at times that do not
+depend on the answers, at --load times the capacity of the slowest system, which is
+measured first.
 
     time to first token   from the arrival of a request to its first piece of text
     inter-token latency   (last piece - first piece) / (tokens - 1), as AIPerf has it;
@@ -24,19 +26,24 @@ times the capacity of the slowest system, which is measured first.
 Updates that go on after the last answer of a block are not counted; bench_whole_run
 counts them.
 
-`--overload 4` sends four times the capacity, and the capacity itself for comparison.
-Requests that are accepted then wait in a full queue of `ServeConfig.max_waiting`.
+`--overload 4` sends four times the capacity, and the capacity itself for comparison,
+with the default `ServeConfig.max_waiting`. All other cases have a queue in which no
+request is refused. The capacity is what a closed loop of as many clients as there are
+rows and places in the queue is answered, up to 16.
 
   python benchmarks/bench_serving.py [--requests 200] [--turns 5]
       [--clients 1 2 4 8 16] [--traces steady bursty diurnal] [--load .7]
       [--systems plain frozen cache online] [--overload 4] [--model FOLDER]
-      [--bindings NAME=VALUE ...] [--threads 2]
+      [--gin_file FILE] [--bindings NAME=VALUE ...] [--prompts FILE ...]
+      [--peer URL --peer_model NAME] [--threads 2]
 """
 
 import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
+import json
 import pathlib
 import random
 import sys
@@ -57,12 +64,13 @@ from osd_jax.engine import server as engine_server
 from osd_jax.main import settings
 from osd_jax.serving.service import ServeConfig
 
-BARE = "bare"
+BARE, PEER = "bare", "peer"
 FROZEN = "ServeConfig.learn=False"
 # `osd serve` has no setting for decoding without a draft. Requests that must not draft
 # are decoded plainly where K may be 0.
 UNDRAFTED = {"speculative": False, "learn": False}
 PLAIN = "plain"
+SERVE = "runs/serve.gin"
 # System -> settings of its server.
 SYSTEMS = {
   PLAIN: (
@@ -75,7 +83,8 @@ SYSTEMS = {
   "online": (),
 }
 WARM_UP = 32  # requests before the capacity is measured
-FULL = 16  # clients of the closed loop that measures it
+FULL = 16  # most clients of the closed loop that measures it
+LONG_QUEUE = "ServeConfig.max_waiting=64"  # so that bursts are not refused
 OVERHEAD_CLIENTS = 8
 TIMES = ("time to first token", "inter-token latency", "pause", "latency")
 COUNTS = ("tokens/s", "requests/s", "refused", "failed")
@@ -91,6 +100,14 @@ def prompts_of(count: int, seed: int) -> list[str]:
   texts = [example.prompt for task in tasks for example in examples.texts(task)]
   draws.shuffle(texts)
   return [texts[place % len(texts)] for place in range(count)]
+
+
+def prompts_in(paths: Sequence[pathlib.Path], start: int, count: int) -> list[str]:
+  """Returns prompts of files of JSON lines, one of each file in turn."""
+  files = [path.read_text().splitlines() for path in paths]
+  lines = itertools.chain.from_iterable(zip(*files, strict=False))
+  chosen = itertools.islice(lines, start, start + count)
+  return [json.loads(line)["prompt"] for line in chosen]
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
@@ -151,26 +168,48 @@ def paced(
 
 
 @dataclasses.dataclass
+class Peer:
+  """A server that this program has not started.
+
+  Attributes:
+    url: its address.
+    model: what its requests name.
+  """
+
+  url: str
+  model: str
+
+  def wait_until_idle(self) -> None:
+    """Returns at once: it does not learn."""
+
+
+@dataclasses.dataclass
 class System:
   """A system and its server."""
 
   name: str
-  server: http_load.Server
+  server: http_load.Server | Peer
 
   def serve(self, send: Send, bodies: Bodies) -> tuple[Replies, float]:
     """Returns replies, and the seconds from the first arrival to the last answer."""
     if self.name == PLAIN:
       bodies = [{**body, **UNDRAFTED} for body in bodies]
+    if isinstance(self.server, Peer):
+      bodies = [{**body, "model": self.server.model} for body in bodies]
     replies = send(self.server.url, bodies)
     began = min(reply.due for reply in replies)
     seconds = max(reply.ended for reply in replies) - began
     self.server.wait_until_idle()
     return replies, seconds
 
-  def capacity(self, bodies: Bodies) -> float:
-    """Returns the requests that it answers per second, after a warm-up."""
-    send = functools.partial(http_load.closed_loop, clients=FULL)
-    self.serve(send, bodies[:WARM_UP])
+  def warm_up(self, bodies: Bodies) -> None:
+    """Sends up to a quarter of the requests."""
+    few = bodies[: min(WARM_UP, -(-len(bodies) // 4))]
+    self.serve(functools.partial(http_load.closed_loop, clients=4), few)
+
+  def capacity(self, bodies: Bodies, clients: int) -> float:
+    """Returns the requests that it answers per second."""
+    send = functools.partial(http_load.closed_loop, clients=clients)
     return figures_of(*self.serve(send, bodies))["requests/s"]
 
 
@@ -197,9 +236,9 @@ def in_turns(
 class Bare:
   """The engine without a server around it."""
 
-  def __init__(self, bindings: Sequence[str]):
+  def __init__(self, bindings: Sequence[str], gin_file: str):
     """Loads the pair and compiles every call."""
-    config = config_of([*bindings, *SYSTEMS["frozen"]])
+    config = config_of([*bindings, *SYSTEMS["frozen"]], gin_file)
     self._server = engine_server.Server(
       config.pair, config.decoding, config.learning, config.partition
     )
@@ -217,9 +256,9 @@ class Bare:
     self._server.close()
 
 
-def config_of(bindings: Sequence[str]) -> ServeConfig:
+def config_of(bindings: Sequence[str], gin_file: str = SERVE) -> ServeConfig:
   """Returns the settings of a server."""
-  return settings.load(ServeConfig, ["runs/serve.gin"], list(bindings))[0]
+  return settings.load(ServeConfig, [gin_file], list(bindings))[0]
 
 
 def bindings_of(given: argparse.Namespace) -> list[str]:
@@ -267,7 +306,10 @@ def overload(
   system: System, bodies: Bodies, given: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, str]]:
   """Sends the capacity and several times as much; returns figures and goals."""
-  found, capacity = {}, system.capacity(bodies)
+  config = config_of(bindings_of(given), given.gin_file)
+  taken = min(config.decoding.rows + config.places, FULL)  # more would be refused
+  system.warm_up(bodies)
+  found, capacity = {}, system.capacity(bodies, taken)
   for name, times in (("full load", 1.0), ("overload", given.overload)):
     count = int(len(bodies) * times)  # both take equally long
     sent = [bodies[place % len(bodies)] for place in range(count)]
@@ -287,10 +329,14 @@ def overload(
   return found, asked | {"overload, refused without Retry-After": "0"}
 
 
-def bodies_of(given: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-  """Returns the requests of a case."""
+def bodies_of(given: argparse.Namespace, case: int) -> list[dict[str, Any]]:
+  """Returns the requests of a case; each has its own, because a cache remembers."""
   limit = {"max_tokens": given.max_tokens} if given.max_tokens else {}
-  texts = prompts_of(given.requests, seed)
+  texts = (
+    prompts_in(given.prompts, case * given.requests, given.requests)
+    if given.prompts
+    else prompts_of(given.requests, given.seed + case)
+  )
   return [http_load.streamed(text, **limit) for text in texts]
 
 
@@ -311,25 +357,37 @@ def cases(
 def run(given: argparse.Namespace, folder: pathlib.Path) -> None:
   """Starts the servers and measures every case."""
   shared, clock = bindings_of(given), f"wall, {given.threads} thread(s)"
+  if not given.overload:
+    shared = [LONG_QUEUE, *shared]
   pair = pathlib.Path(given.model).name if given.model else "shipped pair"
   setting = ", ".join([pair, *given.bindings])
   with contextlib.ExitStack() as stack:
     systems = {}
     for name in given.systems:
-      started = http_load.Server([*shared, *SYSTEMS[name]], folder / name)
+      started = http_load.Server(
+        [*shared, *SYSTEMS[name]], folder / name, gin_file=given.gin_file
+      )
       systems[name] = System(name, stack.enter_context(started))
-    others = bodies_of(given, given.seed + 1)
+    others = bodies_of(given, 0)
     if given.overload:
       name = given.systems[-1]
       found = overload(systems[name], others, given)
       case = f"{setting}, {name}, {given.overload:g} times the capacity"
       measure.report("serving", measure.rows(case, clock, *found))
       return
-    slowest = min(system.capacity(others) for system in systems.values())
-    bare = Bare(shared) if OVERHEAD_CLIENTS in given.clients else None
-    bodies = bodies_of(given, given.seed)
-    blocks = [bodies[turn :: given.turns] for turn in range(given.turns)]
-    for name, send, with_bare in cases(given, slowest):
+    if given.peer:
+      systems[PEER] = System(PEER, Peer(given.peer, given.peer_model))
+    for system in systems.values():
+      system.warm_up(others)
+    slowest = 0.0
+    if given.traces:
+      slowest = min(system.capacity(others, FULL) for system in systems.values())
+    bare = None
+    if OVERHEAD_CLIENTS in given.clients:
+      bare = Bare(shared, given.gin_file)
+    for case, (name, send, with_bare) in enumerate(cases(given, slowest), 1):
+      bodies = bodies_of(given, case)
+      blocks = [bodies[turn :: given.turns] for turn in range(given.turns)]
       found = in_turns(systems, blocks, send, bare if with_bare else None)
       measure.report("serving", rows_of(f"{setting}, {name}", clock, found))
       print_table(f"{setting}, {name}", found)
@@ -353,7 +411,11 @@ def options() -> argparse.ArgumentParser:
   parser.add_argument("--overload", type=float, default=0, metavar="TIMES")
   parser.add_argument("--model", default="", help="target, a folder of transformers")
   parser.add_argument("--max_tokens", type=int, default=0, help="0: no limit")
+  parser.add_argument("--gin_file", default=SERVE)
   parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
+  parser.add_argument("--prompts", nargs="*", type=pathlib.Path, help="JSON lines")
+  parser.add_argument("--peer", default="", help="address of another server")
+  parser.add_argument("--peer_model", default="", help="its name of the model")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
   parser.add_argument("--results", type=pathlib.Path, default=measure.RESULTS)

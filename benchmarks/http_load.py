@@ -52,6 +52,7 @@ class Server:
     bindings: Sequence[str],
     folder: pathlib.Path,
     variables: Mapping[str, str] = types.MappingProxyType({}),
+    gin_file: str = "runs/serve.gin",
   ):
     """Starts the process; `wait_until_ready` waits until it answers.
 
@@ -60,6 +61,7 @@ class Server:
       folder: for the log; created if needed.
       variables: environment variables; JAX_LOG_COMPILES=1 makes the log name every
         program that is compiled.
+      gin_file: further settings.
     """
     folder.mkdir(parents=True, exist_ok=True)
     self.log, self.url = folder / "server.log", ""
@@ -67,7 +69,8 @@ class Server:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= variables
     given = ["ServeConfig.port=0", *bindings]
-    command = [sys.executable, "-c", _RUN, "serve", *(f"--gin.{one}" for one in given)]
+    chosen = [f"--gin_file={gin_file}", *(f"--gin.{one}" for one in given)]
+    command = [sys.executable, "-c", _RUN, "serve", *chosen]
     with open(self.log, "wb") as log:
       self.process = subprocess.Popen(
         command, env=environment, stdout=log, stderr=log, cwd=folder

@@ -333,7 +333,9 @@ class Model:
     init: `(key) -> params`. Makes random parameters.
     prefill: `(served, source, mask, cache_length) -> cache`. Processes the prompts and
       returns a cache with room for `cache_length` tokens (static) and length 0 in every
-      row. For an attached draft, see `state_width`.
+      row. What it stores of a prompt's padding must not matter: an engine cuts padding
+      off, or adds False, zeros and tokens of -1. For an attached draft, see
+      `state_width`.
     decode: `(served, tokens [B, n], cache) -> (logits [B, n, V] float32, cache)`. Feeds
       n tokens to every row, starting at the row's `cache.length`, and advances the
       length by n. The logits at index i are for the token after `tokens[:, i]`.

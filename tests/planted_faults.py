@@ -467,10 +467,19 @@ FAULTS = [
     CHECKPOINTS,
   ),
   Fault(
-    "states of several rows are kept for every bucket",
-    "if self._state is not None and self.config.rows == 1:",
-    "if self._state is not None:",
+    "a longer prompt waits until the rows in flight have finished",
+    "      self._fit_bucket()\n",
+    "      if self._bucket_of(self._waiting[0]) <= self._bucket or len(free) == rows:\n"
+    "        self._fit_bucket()\n"
+    "      else:\n"
+    "        return\n",
     ENGINE,
+  ),
+  Fault(
+    "padding that is added to a prompt counts as token 0",
+    "fill = base.NO_TOKEN if jnp.issubdtype(leaf.dtype, jnp.integer) else 0",
+    "fill = 0",
+    FAMILIES,
   ),
   Fault(
     "a checkpoint is not copied before it is written",

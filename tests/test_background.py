@@ -1,6 +1,10 @@
 """OrderedCalls runs calls in order, in `add` or in the background; no error is lost."""
 
 import os
+import pathlib
+import platform
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -76,3 +80,50 @@ def test_low_priority_applies_to_one_thread_and_needs_a_second_core(monkeypatch)
   assert niceness() == 0
   monkeypatch.setattr(background, "cores", lambda: 1)
   assert niceness(low_priority=True) == 0  # on a single core it would starve
+
+
+HEAPS = """
+import ctypes, sys, threading
+from osd_jax import background
+
+if sys.argv[1] == "shared":
+  background.share_heaps()
+together = threading.Barrier(8)
+
+def work():
+  pieces = bytearray(1000)
+  together.wait()  # threads that live at the same time have heaps of their own
+
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads:
+  thread.start()
+for thread in threads:
+  thread.join()
+ctypes.CDLL(None).malloc_stats()  # prints "Arena 0:", "Arena 1:", ...
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_threads_share_two_heaps_if_asked():
+  def heaps(kind):
+    command = [sys.executable, "-c", HEAPS, kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stderr.count("Arena ")
+
+  assert heaps("shared") <= 2 < heaps("own")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_memory_that_was_freed_is_returned():
+  def resident():
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+  # Pieces below the size that glibc maps one by one; the last keeps the heap's end.
+  pieces = [bytearray(100_000) for _ in range(1000)]
+  kept, before = pieces.pop(), resident()
+  pieces.clear()
+  held = resident()
+  background.return_memory()
+  assert before - held < 50e6 < before - resident()
+  assert len(kept) == 100_000

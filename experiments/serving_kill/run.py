@@ -159,6 +159,7 @@ def bindings_of(out: pathlib.Path) -> list[str]:
     "UpdateConfig.length_multiple=6",
     "BufferConfig.capacity=8192",  # holds every answer, so that all can be compared
     "ServeConfig.checkpoint_every=20",
+    f"ServeConfig.max_waiting={CLIENTS}",  # refuses nothing
     f"ServeConfig.run_directory={str(out / 'run')!r}",
   ]
 

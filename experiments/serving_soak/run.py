@@ -14,9 +14,9 @@ second half the topics change. The test checks that
 - the server ends in order, with exit code 0.
 
 It also reports, without judging them, the pauses between the pieces of streams: at
-swaps of the draft and elsewhere, next to the time of one round. A piece comes after
-every call, which has up to four rounds. The client shares the machine with the server,
-so pauses include its own delays.
+swaps of the draft and elsewhere. A piece comes after every compiled call, so the median
+pause elsewhere is the time of a call and of the prefills before it. The client shares
+the machine with the server, so pauses include its own delays.
 
   python experiments/serving_soak/run.py [--requests 10000] [--clients 16]
       [--prompts 100] [--seed 0] [--bindings NAME=VALUE ...] [--out runs/serving_soak]
@@ -46,7 +46,6 @@ import rich.console
 import rich.table
 
 from osd_jax.data import examples
-from osd_jax.engine.engine import WATCHED_ROUNDS
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
 from osd_jax.serving.service import ServeConfig
@@ -236,8 +235,6 @@ def pauses(
     if len(some):
       found[f"pause {name}, p99, ms"] = round(float(np.percentile(some, 99)), 1)
       found[f"pause {name}, median, ms"] = round(float(np.median(some)), 1)
-  if len(taken):
-    found["one round, ms"] = round(float(np.median(taken)) / WATCHED_ROUNDS, 1)
   return found
 
 
@@ -286,8 +283,9 @@ class Soak:
 def soaked(given: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
   """Runs the server under load and returns all counts."""
   run_directory = f"ServeConfig.run_directory={str(given.out / 'run')!r}"
+  queue = f"ServeConfig.max_waiting={given.clients}"  # refuses nothing
   server = http_load.Server(
-    [run_directory, *given.bindings], given.out, {"JAX_LOG_COMPILES": "1"}
+    [run_directory, queue, *given.bindings], given.out, {"JAX_LOG_COMPILES": "1"}
   )
   with server:
     started, soak, swaps = time.monotonic(), Soak(server, works), Swaps(server)

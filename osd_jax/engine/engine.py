@@ -15,6 +15,7 @@ The path of a request through the calls:
 """
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,9 +76,10 @@ class Slot:
 
 
 class Progress(NamedTuple):
-  """Progress of the rows, read back after a call; all [B] int32.
+  """Progress of the rows, read back after a call; all [B] int32 but the tokens.
 
   Attributes:
+    tokens: [B, N] int32, the emitted tokens, valid to `length`.
     stop_reason: a `base.StopReason`.
     length: emitted tokens.
     fed: inputs that the drafter has seen.
@@ -86,6 +88,7 @@ class Progress(NamedTuple):
     accepted: drafted tokens that were accepted.
   """
 
+  tokens: np.ndarray
   stop_reason: np.ndarray
   length: np.ndarray
   fed: np.ndarray
@@ -100,7 +103,7 @@ def read_progress(state: state_lib.DecodeState) -> Progress:
   # Without a draft the field is not used; the length saves a second kind of state.
   fed = state.length if draft is None else draft.length
   counted = counters.rounds, counters.drafted, counters.accepted
-  read = jax.device_get((state.stop_reason, state.length, fed, *counted))
+  read = jax.device_get((state.tokens, state.stop_reason, state.length, fed, *counted))
   return Progress(*map(np.array, read))
 
 
@@ -326,7 +329,6 @@ class Engine:
     self._slots: list[Slot | None] = [None] * self.config.rows
     self._bucket = 0
     self._state: state_lib.DecodeState | None = None
-    self._idle: dict[int, state_lib.DecodeState] = {}  # by bucket
     zeros = np.zeros(self.config.rows, np.int32)
     self._progress = Progress(*(zeros.copy() for _ in Progress._fields))
     self._controller.reset()
@@ -337,9 +339,13 @@ class Engine:
     Returns:
       Answers to made-up requests, with which a caller may warm up its own calls.
     """
-    made_up = (np.full(n, base.EOS_ID, np.int32) for n in self.config.source_lengths)
-    memory = self.memory
-    answers = self.run([Request(prompt, max_new_tokens=1) for prompt in made_up])
+    lengths, memory, answers = self.config.source_lengths, self.memory, []
+    for length in lengths:  # one after the other, or all rows would have the longest
+      prompt = np.full(length, base.EOS_ID, np.int32)
+      answers += self.run([Request(prompt, max_new_tokens=1)])
+    for before, after in itertools.permutations(lengths, 2):
+      state = steps.empty(self.spec, self.served, before)
+      steps.resize(self.spec, self.served, state, after)
     self.clear()
     if memory is not None:
       self._serve_memory(memory)  # without the made-up requests
@@ -420,40 +426,38 @@ class Engine:
   # --- Admission ----------------------------------------------------------------------
 
   def _admit(self) -> None:
-    """Fills empty rows in order; all rows in flight share one bucket."""
+    """Fills empty rows in order."""
     rows, parts = self.config.rows, self.spec.parts
     while self._waiting and None in self._slots:
       free = [number for number, slot in enumerate(self._slots) if slot is None]
-      needed = self._needed_bucket()
-      if len(free) == rows and needed != self._bucket:
-        self._change_bucket(needed)
-      # All rows share one bucket, because a call has one source length.
-      if needed > self._bucket:
-        return  # a longer bucket starts when the present rows have finished
       if steps.defer_prefill(len(free), len(self._waiting), rows, parts):
         return
+      self._fit_bucket()
       taken = {}
       for number in steps.first_free_slots(free, rows, parts):
-        if self._waiting and self._needed_bucket() <= self._bucket:
+        if self._waiting and self._bucket_of(self._waiting[0]) <= self._bucket:
           request = self._waiting.popleft()
           taken[number] = Slot(request, self._padded(request))
       self._prefill(taken)
 
-  def _needed_bucket(self) -> int:
-    """Bucket of the request that has waited longest."""
-    return self.config.bucket(len(self._waiting[0].tokens))
+  def _bucket_of(self, request: Request) -> int:
+    return self.config.bucket(len(request.tokens))
 
-  def _change_bucket(self, needed: int) -> None:
-    """Makes rows for another bucket, or takes those that were used before.
+  def _fit_bucket(self) -> None:
+    """Gives the rows the bucket of the longest prompt in flight or next in line.
 
-    A single row is kept for each bucket. Many rows would fill the memory.
+    All rows share one bucket, because a call has one source length.
     """
-    if self._state is not None and self.config.rows == 1:
-      self._idle[self._bucket] = self._state
-    self._bucket, self._state = needed, self._idle.pop(needed, None)
+    requests = [self._waiting[0], *(slot.request for _, slot in self._occupied())]
+    needed = max(map(self._bucket_of, requests))
+    if needed == self._bucket:
+      return
     if self._state is None:
       self._state = steps.empty(self.spec, self.served, needed)
-      self._warm_up_bucket(needed)
+    else:
+      self._state = steps.resize(self.spec, self.served, self._state, needed)
+    self._bucket = needed
+    self._warm_up_bucket(needed)
 
   def _warm_up_bucket(self, bucket: int) -> None:
     """Compiles every call of a bucket at its first use, and measures missing costs.
@@ -577,12 +581,11 @@ class Engine:
     """Calls a row's `Request.watch`, and ends the row if it returns a number."""
     if slot.request.watch is None:
       return False
-    assert self._state is not None
-    # Only the tokens are read here; the row itself stays on the device.
-    length = int(self._progress.length[number])
-    count = slot.request.watch(np.asarray(self._state.tokens[number])[:length])
+    length = self._progress.length[number]
+    count = slot.request.watch(self._progress.tokens[number, :length])
     if count is None:
       return False
+    assert self._state is not None
     reason = np.int32(base.StopReason.STOP_STRING)
     self._state = steps.stop_row(self._state, number, np.int32(count), reason)
     return True

@@ -80,7 +80,8 @@ class DecodingConfig(base.Config):
       "rejection" and "block" keep the target's distribution, and "block" accepts at
       least as many sampled tokens; with "coupling" sampled outputs, too, equal plain
       decoding's, whatever the draft.
-    source_lengths: buckets S that prompts are padded to; all rows in flight share one.
+    source_lengths: buckets S that prompts are padded to. All rows in flight share the
+      one that the longest of their prompts needs.
     target_length: T, upper limit of every request's length limit.
     record_top_k: k, entries kept of every target distribution; 0 records nothing,
       V or more keeps full rows.

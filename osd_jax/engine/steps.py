@@ -183,6 +183,29 @@ def empty(spec: DecodeSpec, served: Served, bucket: int) -> state_lib.DecodeStat
   return spec.place(state.replace(stop_reason=reason))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def resize(
+  spec: DecodeSpec, served: Served, state: state_lib.DecodeState, bucket: int
+) -> state_lib.DecodeState:
+  """Cuts or pads the prompts of all rows, and what is stored of them, to a bucket.
+
+  Every prompt in flight must fit. Nothing is computed again, because prompts end in
+  padding: a cache holds nothing there that is not masked.
+  """
+  shapes = jax.eval_shape(lambda: empty(spec, served, bucket))
+  return spec.place(jax.tree.map(_fitted, state, shapes))
+
+
+def _fitted(leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+  """Cuts or pads an array at the end of each axis; integers are tokens."""
+  if leaf.shape == shape.shape:
+    return leaf  # jit copies no input that it returns
+  leaf = leaf[tuple(slice(size) for size in shape.shape)]
+  spare = [(0, size - has) for size, has in zip(shape.shape, leaf.shape, strict=True)]
+  fill = base.NO_TOKEN if jnp.issubdtype(leaf.dtype, jnp.integer) else 0
+  return jnp.pad(leaf, spare, constant_values=fill)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def insert(
   spec: DecodeSpec,

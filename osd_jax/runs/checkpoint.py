@@ -184,6 +184,8 @@ class Checkpointer:
     }
     copied = _copied(named)
     self._writing = step, self._thread.submit(self._write, step, latest, copied, facts)
+    del copied  # so that nothing but the thread holds it
+    self._thread.submit(background.return_memory)
     # With several processes orbax runs collectives, which need the same order on all.
     if jax.process_count() > 1:
       self.wait()

@@ -243,7 +243,7 @@ class _Routes:
     try:
       return self._service.submit(ask)
     except QueueFullError:
-      waiting = self._service.config.max_waiting
+      waiting = self._service.config.places
       said = f"the queue is full ({waiting} requests are waiting); try again later"
       raise Refusal(429, f"{said}.", code="queue_full") from None
     except DrainingError:

@@ -13,7 +13,7 @@ from typing import Any
 
 import rich.console
 
-from osd_jax import base, runs, sharding
+from osd_jax import background, base, runs, sharding
 from osd_jax.report import progress
 from osd_jax.serving.service import ServeConfig, Service
 
@@ -55,6 +55,7 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
     ) from error
   from osd_jax.serving import app
 
+  background.share_heaps()
   sharding.make(config.partition)  # first, because it configures JAX before its start
   token = os.environ.get(TOKEN, "")
   console = rich.console.Console(stderr=True)

@@ -49,6 +49,8 @@ Tag = Mapping[str, Any]
 class Journal:
   """A file of answers, numbered in the order in which they are learnt from.
 
+  The serving thread appends while the learning thread reads and forgets.
+
   Attributes:
     path: the file.
     end: number of the next answer.
@@ -56,7 +58,7 @@ class Journal:
 
   def __init__(self, path: Path):
     """Opens the file, or creates it; removes an incomplete last line."""
-    self.path = path
+    self.path, self._lock = path, threading.Lock()
     self._open()
     self.end = max((row["number"] + 1 for row in self.read(0)), default=0)
 
@@ -68,29 +70,32 @@ class Journal:
     """
     row = {"number": self.end, **tag, "prompt": done.request.tokens.tolist()}
     sampling = vars(done.request.sampling)
-    self._lines.append({**row, "answer": done.tokens.tolist(), "sampling": sampling})
+    row |= {"answer": done.tokens.tolist(), "sampling": sampling}
+    with self._lock:
+      self._lines.append(row)
     self.end += 1
 
   def read(self, start: int) -> Iterator[dict[str, Any]]:
     """Yields the answers from number `start` on."""
-    with open(self.path, encoding="utf-8") as lines:
-      for line in lines:
-        row = json.loads(line)
-        if row["number"] >= start:
-          yield row
+    return _parsed(self._content(), start)
 
   def forget(self, start: int, drops: Callable[[Tag], bool] | None = None) -> None:
     """Removes the answers before number `start`, and those that `drops` chooses.
 
-    Of the latter the number is kept, so that no answer seems to be missing.
+    Of the latter the number is kept, so that no answer seems to be missing. Answers
+    that are appended meanwhile are kept.
     """
+    before = self._content()
     kept = [
       {"number": row["number"]} if drops and "time" in row and drops(row) else row
-      for row in self.read(start)
+      for row in _parsed(before, start)
     ]
-    self._lines.close()
-    runs.directory.write_text(self.path, "".join(f"{json.dumps(x)}\n" for x in kept))
-    self._open()
+    text = "".join(f"{json.dumps(row)}\n" for row in kept)
+    with self._lock:  # the serving thread waits for it, so it is held for copying only
+      later = self.path.read_bytes()[len(before) :]
+      self._lines.close()
+      runs.directory.write_text(self.path, text + later.decode())
+      self._open()
 
   def close(self) -> None:
     """Closes the file."""
@@ -98,6 +103,18 @@ class Journal:
 
   def _open(self) -> None:
     self._lines = runs.JsonLines(self.path)
+
+  def _content(self) -> bytes:
+    with self._lock:
+      return self.path.read_bytes()
+
+
+def _parsed(content: bytes, start: int) -> Iterator[dict[str, Any]]:
+  """Yields the answers of a journal's content from number `start` on."""
+  for line in content.splitlines():
+    row = json.loads(line)
+    if row["number"] >= start:
+      yield row
 
 
 class Learning:
@@ -141,7 +158,7 @@ class Learning:
     self._record_seconds = record_seconds
     self._oldest = 0.0  # time of the oldest record that a file or the buffer may hold
     self.finished, self.failure, self.dropped, self._pending = 0, "", 0, 0
-    self._lock = threading.Lock()  # of the journal, and of `_pending`
+    self._lock = threading.Lock()  # of `_pending`
     self._thread = background.Worker("learning", low_priority=True)
     self._journal: Journal | None = None
     self._checkpoints: checkpoint.Checkpointer | None = None
@@ -186,13 +203,13 @@ class Learning:
         self.dropped += 1
         return
       self._pending += 1
-      tag = {"tenant": tenant, "time": self._clock()}
-      if self._journal is not None:
-        try:
-          self._journal.append(done, tag)
-        except base.DiskError as error:
-          self._fail(error)
-          return
+    tag = {"tenant": tenant, "time": self._clock()}
+    if self._journal is not None:
+      try:
+        self._journal.append(done, tag)
+      except base.DiskError as error:
+        self._fail(error)
+        return
     self._thread.submit(self._learn, done, tag, is_dropped)
 
   def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
@@ -236,8 +253,7 @@ class Learning:
     # Without a journal, checkpoints hold no records either.
     if self._checkpoints is not None and self._journal is not None:
       self._checkpoints.rewrite(self.finished, *self._server.learner.state())
-      with self._lock:
-        self._journal.forget(self.finished, drops)
+      self._journal.forget(self.finished, drops)
 
   def expire(self) -> None:
     """Removes records that are too old; on the learning thread, as `forget`."""
@@ -316,8 +332,7 @@ class Learning:
     complete = self._checkpoints.steps()  # the new step may fail to be written
     self._checkpoints.save(self.finished, arrays, host, replace)
     if self._journal is not None:
-      with self._lock:
-        self._journal.forget(min(complete[-checkpoint.KEEP :], default=0))
+      self._journal.forget(min(complete[-checkpoint.KEEP :], default=0))
 
   def _save(self) -> None:
     """Saves a checkpoint and takes a running update, at the end of serving."""

@@ -138,12 +138,13 @@ class Call:
   Attributes:
     jobs: one per answer.
     is_streamed: whether events carry pieces of text.
+    loop: the event loop that reads the events.
   """
 
   def __init__(self, jobs: Sequence[Job], is_streamed: bool):
     """Belongs to the running event loop."""
     self.jobs, self.is_streamed = tuple(jobs), is_streamed
-    self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+    self.loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
   async def events(self):
     """Yields the news of all jobs until each has finished.
@@ -159,15 +160,27 @@ class Call:
       missing -= event.done is not None
       yield event
 
-  def post(self, events: Sequence[Event]) -> None:
-    """Hands events to the event loop; called on the serving thread."""
+  def put(self, event: Event) -> None:
+    """Adds an event; called on the event loop."""
+    self._events.put_nowait(event)
+
+
+def _post(news: Sequence[tuple[Call, Event]]) -> None:
+  """Hands events to the event loops of their calls; called on the serving thread.
+
+  Each event loop is woken once, because that gives up the interpreter lock, and getting
+  it back may take as long as `sys.getswitchinterval`.
+  """
+
+  def deliver(news: Sequence[tuple[Call, Event]]) -> None:
+    for call, event in news:
+      call.put(event)
+
+  for loop in {call.loop for call, _ in news}:
     # After the event loop has been closed, nobody waits for the events.
     with contextlib.suppress(RuntimeError):
-      self._loop.call_soon_threadsafe(self._put, events)
-
-  def _put(self, events: Sequence[Event]) -> None:
-    for event in events:
-      self._events.put_nowait(event)
+      own = [entry for entry in news if entry[0].loop is loop]
+      loop.call_soon_threadsafe(deliver, own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,7 +385,7 @@ class Scheduler:
 
   def _publish(self, finished: Sequence[Finished]) -> None:
     """Sends the news of one step."""
-    events: dict[Call, list[Event]] = {}
+    news: list[tuple[Call, Event]] = []
     results = {done.request.tag: done for done in finished}
     self._count(results)
     for job, call in list(self._running.items()):
@@ -385,13 +398,10 @@ class Scheduler:
       *pieces, piece = self._pieces(job, call, done)
       if done is not None:
         self._on_finished(job, done)
-      sent = [Event(job, one) for one in pieces if one]
+      news += [(call, Event(job, one)) for one in pieces if one]
       if piece or done is not None:
-        sent.append(Event(job, piece, done))
-      if sent:
-        events.setdefault(call, []).extend(sent)
-    for call, news in events.items():
-      call.post(news)
+        news.append((call, Event(job, piece, done)))
+    _post(news)
 
   def _count(self, results: Mapping[Job, Finished]) -> None:
     """Counts the tokens that each row emitted in the last call."""
@@ -427,8 +437,8 @@ class Scheduler:
     for _, future in functions:
       if future.set_running_or_notify_cancel():
         future.set_exception(EngineFailedError(first_line(failure)))
-    for job, call in left:
-      call.post([Event(job, error=EngineFailedError(first_line(failure)))])
+    error = EngineFailedError(first_line(failure))
+    _post([(call, Event(job, error=error)) for job, call in left])
 
 
 def first_line(error: BaseException) -> str:

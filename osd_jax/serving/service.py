@@ -63,6 +63,8 @@ class ServeConfig(base.Config):
     host: address to listen on; the default is this machine only.
     port: port to listen on; 0 takes a free one.
     max_waiting: answers that may wait while all rows are taken; more get status 429.
+      None: as many as there are rows, so that none waits much longer than an answer
+      takes.
     shutdown_seconds: after SIGTERM, requests in flight have this long to finish.
     run_directory: keeps the draft, checkpoints, and the token ids of answers until the
       draft has learnt from them; the same command continues. "" keeps nothing.
@@ -89,7 +91,7 @@ class ServeConfig(base.Config):
   model_name: base.Path = "osd"
   host: base.Path = "127.0.0.1"
   port: Annotated[int, base.Between(0, 65535)] = 8000
-  max_waiting: base.CountOrZero = 16
+  max_waiting: base.CountOrZero | None = None
   shutdown_seconds: base.NonNegative = 30.0
   run_directory: str = ""
   checkpoint_every: base.Count = 100
@@ -111,6 +113,11 @@ class ServeConfig(base.Config):
         "record_top_k >= 1: the draft learns from the records",
       ),
     }
+
+  @property
+  def places(self) -> int:
+    """Answers that may wait while all rows are taken."""
+    return self.decoding.rows if self.max_waiting is None else self.max_waiting
 
   @property
   def learns(self) -> bool:
@@ -170,7 +177,7 @@ class Service:
       )
     self.scheduler = Scheduler(
       self.server,
-      config.max_waiting,
+      config.places,
       self._finished,
       self.metrics.called,
       config.stream_tokens,

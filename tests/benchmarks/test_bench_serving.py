@@ -157,6 +157,29 @@ def test_prompts_of_a_seed_are_mixed_and_repeat_when_there_are_too_few():
   assert texts[:100] == texts[1600:] != bench_serving.prompts_of(100, seed=2)
 
 
+def test_prompts_of_files_are_taken_in_turn_and_no_case_has_those_of_another(tmp_path):
+  for name in "ab":
+    lines = [json.dumps({"prompt": f"{name}{number}"}) for number in range(5)]
+    (tmp_path / name).write_text("\n".join(lines))
+  paths = [tmp_path / "a", tmp_path / "b"]
+  given = argparse.Namespace(prompts=paths, requests=3, max_tokens=7)
+  cases = [bench_serving.bodies_of(given, case) for case in (0, 1)]
+  found = [[body["messages"][0]["content"] for body in case] for case in cases]
+  assert found == [["a0", "b0", "a1"], ["b1", "a2", "b2"]]
+  assert cases[0][0]["max_tokens"] == 7
+
+
+def test_requests_to_another_server_name_its_model():
+  peer, sent = bench_serving.Peer("http://127.0.0.1:1", "qwen"), []
+
+  def send(url, bodies):
+    sent.extend(bodies)
+    return [reply(1.0) for _ in bodies]
+
+  bench_serving.System(bench_serving.PEER, peer).serve(send, [{"temperature": 0}])
+  assert sent == [{"temperature": 0, "model": "qwen"}]
+
+
 def test_every_system_is_a_server_that_can_be_configured():
   for name, bindings in bench_serving.SYSTEMS.items():
     config = bench_serving.config_of(bindings)

@@ -12,7 +12,7 @@ from engine import cases
 from osd_jax import base, sharding, testing
 from osd_jax.base import EOS_ID, StopReason
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import engine, steps
+from osd_jax.engine import engine
 from osd_jax.models import families
 
 
@@ -156,20 +156,45 @@ def test_partitioner_of_one_device_shares_compiled_programs():
   assert again.count == 0
 
 
-@pytest.mark.parametrize(("rows", "made"), [(1, 2), (2, 4)])
-def test_single_row_state_is_allocated_once_per_bucket(monkeypatch, rows, made):
-  """States of several rows are allocated again, because keeping them takes memory."""
-  short, long = (np.full(length, 7, np.int32) for length in cases.BUCKETS)
-  alone = [
-    cases.decoder(rows).run([engine.Request(p)])[0].tokens for p in (short, long)
-  ]
-  cases.decoder(rows).clear()
-  kept, buckets = steps.empty, []
-  monkeypatch.setattr(steps, "empty", lambda *a: buckets.append(a[2]) or kept(*a))
-  for index in (0, 1, 0, 1):
-    (done,) = cases.decoder(rows).run([engine.Request((short, long)[index])])
-    np.testing.assert_array_equal(done.tokens, alone[index])
-  assert buckets == [*cases.BUCKETS, *cases.BUCKETS][:made]
+def test_prompts_of_other_lengths_do_not_wait_for_rows_in_flight():
+  """A long prompt joins a short one at once; without it, rows are short again."""
+  requests, serving = cases.greedy_requests(), cases.decoder(2)
+  short = dataclasses.replace(requests[0], speculative=False)  # one token per round
+  long = dataclasses.replace(requests[5], max_new_tokens=2)
+  buckets, order = [], []
+  for arrives in (short, long, short, *[None] * 20):
+    if arrives is not None:
+      serving.submit(arrives)
+    found = serving.step()
+    order += [done.request.tag for done in found]
+    for done in found:
+      expected = cases.expected()[done.request.tag]
+      assert done.tokens.tolist() == expected[: done.request.max_new_tokens]
+    buckets.append(serving._bucket)
+  assert order == [5, 0, 0]
+  assert buckets[:3] == [*cases.BUCKETS, cases.BUCKETS[0]]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 9])
+def test_watched_request_is_seen_after_max_rounds_or_four(rounds):
+  """A caller that wants to end it waits no longer."""
+  config, seen = cases.config_of(1, max_rounds=rounds), []
+  plain = engine.Engine(config, cases.TARGET, cases.target_params())
+  watched = lambda tokens: seen.append(len(tokens))
+  (request, *_) = cases.greedy_requests()  # it has 12 tokens
+  plain.run([dataclasses.replace(request, watch=watched)])
+  assert seen == list(range(0, 13, min(rounds, 4)))[1:]
+
+
+def test_warm_engine_compiles_nothing_for_any_order_of_lengths():
+  config = cases.config_of(2, source_lengths=(4, 6, 10), target_length=9)
+  serving = engine.Engine(config, cases.TARGET, cases.target_params())
+  with Compilations() as cold:
+    serving.warm_up()
+  draws = np.random.default_rng(0).permutation([4, 5, 10] * 4)
+  with Compilations() as warm:
+    serving.run([engine.Request(np.full(n, 3, np.int32)) for n in draws])
+  assert cold.count > 0 and warm.count == 0
 
 
 def test_prompt_must_fit_the_largest_bucket():

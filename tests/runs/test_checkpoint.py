@@ -18,7 +18,7 @@ import optax
 import orbax.checkpoint
 import pytest
 
-from osd_jax import runs
+from osd_jax import background, runs
 from osd_jax.runs import checkpoint
 
 
@@ -255,7 +255,7 @@ def test_unsupported_values_are_refused_by_name(tmp_path, arrays, words):
 _SAVE_FOREVER = """
 import sys
 import numpy as np
-from osd_jax import runs
+from osd_jax import background, runs
 with runs.Checkpointer(sys.argv[1]) as writer:
   for step in range(1, 10_000):
     writer.save(step, {"x": np.full((128, 128), step, np.int32)}, {"step": step})
@@ -432,6 +432,16 @@ def test_failed_write_and_failed_read_print_one_line_each(tmp_path):
 
 
 @pytest.mark.usefixtures("priorities")
+def test_memory_of_a_written_step_is_returned(tmp_path, monkeypatch):
+  """A step's copy is as large as the learner, and is freed when it is on disk."""
+  seen = []
+  returned = lambda: seen.append((tmp_path / "1").exists())
+  monkeypatch.setattr(background, "return_memory", returned)
+  with checkpoint.Checkpointer(tmp_path, 1) as saved:
+    saved.save(1, {"a": jnp.zeros(3)}, {})
+  assert seen == [True]
+
+
 def test_steps_are_written_on_a_low_priority_thread(tmp_path, monkeypatch):
   niceness, checksums = [], checkpoint._checksums
 

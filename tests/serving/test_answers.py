@@ -19,7 +19,7 @@ from osd_jax.serving.service import Service
 
 @pytest.fixture(scope="module")
 def server(pair):
-  with running.running(pair) as made:
+  with running.running(pair, max_waiting=32) as made:
     yield made
 
 

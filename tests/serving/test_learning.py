@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import threading
 import time
+import types
 from functools import partial
 
 import httpx2
@@ -17,11 +18,15 @@ from serving import running
 from serving.running import TEXTS
 
 from osd_jax import base
+from osd_jax.engine.requests import Request
 from osd_jax.models import weights
 from osd_jax.runs import RunDirectory
 from osd_jax.serving import learning
 from osd_jax.serving.learning import Journal
 from osd_jax.serving.scheduler import EngineFailedError
+
+TOKENS = np.asarray([3, 4], np.int32)
+ANSWER = types.SimpleNamespace(request=Request(TOKENS), tokens=TOKENS)
 
 
 def numbers(folder):
@@ -98,6 +103,22 @@ def test_journal_forgets_what_checkpoints_hold(pair, tmp_path):
 
 
 @pytest.mark.slow
+def test_answers_that_arrive_while_a_journal_forgets_are_kept(tmp_path):
+  """The serving thread appends them, and does not wait until the journal is read."""
+  journal, tag = Journal(tmp_path / "journal.jsonl"), {"tenant": "", "time": 0.0}
+  for _ in range(3):
+    journal.append(ANSWER, tag)
+
+  def drops(_):
+    journal.append(ANSWER, tag)
+    return False
+
+  journal.forget(2, drops)
+  journal.append(ANSWER, tag)
+  journal.close()
+  assert numbers(tmp_path) == [2, 3, 4]
+
+
 def test_missing_answer_of_a_journal_is_an_error(pair, tmp_path):
   with running.running(pair, tmp_path, checkpoint_every=100) as server:
     for text in TEXTS[:3]:

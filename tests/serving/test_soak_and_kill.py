@@ -101,7 +101,6 @@ def test_pauses_at_swaps_are_told_from_others():
   assert found["pauses at swaps"] == 2 and found["pauses elsewhere"] == 96
   assert found["pause at swaps, p99, ms"] == pytest.approx(496, abs=1)
   assert found["pause elsewhere, p99, ms"] == pytest.approx(100, abs=1)
-  assert found["one round, ms"] == pytest.approx(25)
   # The negative control: without swaps the long pause belongs to the others.
   found = soak.pauses([steady, slow], [])
   assert found["pauses at swaps"] == 0 and "pause at swaps, p99, ms" not in found

@@ -1,5 +1,6 @@
 """Full queues, leaving clients, bad bodies, shutdown, and an engine that fails."""
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -11,12 +12,13 @@ from serving import running
 from serving.running import TEXTS, Gate
 
 from osd_jax.engine import engine
-from osd_jax.serving import app
+from osd_jax.serving import app, scheduler
+from osd_jax.serving.service import ServeConfig
 
 
 @pytest.fixture(scope="module")
 def server(pair):
-  with running.running(pair, learn=False, max_waiting=2) as made:
+  with running.running(pair, learn=False) as made:
     yield made
 
 
@@ -52,6 +54,11 @@ def count(server):
   return load.running, load.waiting
 
 
+def test_queue_is_as_long_as_there_are_rows_unless_a_length_is_set():
+  assert ServeConfig(decoding=running.DECODING).places == running.DECODING.rows == 2
+  assert ServeConfig(max_waiting=0).places == 0
+
+
 def test_full_queue_refuses_and_the_others_are_answered(server, plain):
   prompts = [{"prompt": text} for text in TEXTS[:4]]
   with closed_gate(server) as gate:
@@ -67,6 +74,23 @@ def test_full_queue_refuses_and_the_others_are_answered(server, plain):
       assert sum(count(server)) == 4
       gate.open()
   assert [found[i].json()["choices"][0]["text"] for i in range(4)] == plain[:4]
+
+
+def test_news_of_a_step_wake_the_event_loop_once(monkeypatch):
+  """Waking it gives up the interpreter lock, and a step has news for many clients."""
+
+  async def work():
+    calls, woken = [scheduler.Call([], True) for _ in range(2)], []
+    loop = asyncio.get_running_loop()
+    wake = lambda *arguments: woken.append(0) or loop.call_soon(*arguments)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", wake, raising=False)
+    news = [scheduler.Event(None, piece) for piece in "abc"]
+    scheduler._post(list(zip([calls[0], calls[1], calls[0]], news, strict=True)))
+    await asyncio.sleep(0)
+    get = lambda call, count: [call._events.get_nowait().piece for _ in range(count)]
+    return get(calls[0], 2), get(calls[1], 1), len(woken)
+
+  assert asyncio.run(work()) == (["a", "c"], ["b"], 1)
 
 
 def left(server):

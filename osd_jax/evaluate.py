@@ -342,7 +342,7 @@ def time_requests(
     # One request per bucket compiles every call before the clock starts.
     one_a_bucket = {bucket(len(request.tokens)): request for request in requests}
     server.run(list(one_a_bucket.values()))
-    server.clear_cache()  # it must not have seen what is timed
+    server.clear_cache()  # the timed requests must be new to it
   seconds = np.zeros(len(servers))
   tokens, calls = seconds.copy(), seconds.copy()
   for turn, start in enumerate(range(0, len(requests), block)):

@@ -51,7 +51,7 @@ from typing import Annotated, Any
 from osd_jax import base
 
 BETS = (0.1, 0.3, 0.9)  # shares of the capital that are at risk in each answer
-EVERY = 4  # one answer in so many is scored while nothing is about to be decided
+EVERY = 4  # one of this many answers is scored while no trial leads
 
 
 @dataclasses.dataclass(frozen=True)

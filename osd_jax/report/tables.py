@@ -461,7 +461,7 @@ def _advised(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
   """What drafters would do on a log."""
   del rows
   found = by_kind["advice"]
-  # The figure of a mixture is an upper bound, so it is no result.
+  # The figure of a mixture is only an upper bound.
   best = min(
     (row for row in found if not row["is_bound"]), key=lambda row: row["ms_per_token"]
   )

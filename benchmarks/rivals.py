@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from osd_jax.models import convert
+from osd_jax.models.convert import hugging_face
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import T5Config
 
@@ -28,7 +28,7 @@ def random_model(config: ModelConfig, dtype: str = "float32", seed: int = 0) -> 
   """
   torch.manual_seed(seed)
   if not isinstance(config, T5Config):
-    fields = convert.config_to_hugging_face(config)
+    fields = hugging_face.config_to(config)
     theirs = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = transformers.AutoModelForCausalLM.from_config(theirs)
     model.generation_config.pad_token_id = 0

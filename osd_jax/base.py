@@ -314,6 +314,14 @@ class StopReason(enum.IntEnum):
     }[self]
 
 
+class Layout(enum.Enum):
+  """How a kernel is stored; `models/layers.py` has a product for each."""
+
+  TRAINED = "[in, out]"
+  SERVED = "[out, in]"
+  INT8 = "[out, in] in int8, with one float32 scale per output"
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
   """A language model, as the pure functions that decoding and distillation call.

@@ -9,8 +9,8 @@ import rich.console
 
 from osd_jax import assets, base, gguf_files, pairs, runs
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
-from osd_jax.models import convert, weights
-from osd_jax.models.convert import folders
+from osd_jax.models import weights
+from osd_jax.models.convert import folders, hugging_face, t5x
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import T5Config
 
@@ -25,28 +25,19 @@ class ConvertConfig(base.Config):
     source: a transformers folder, a GGUF file, a t5x folder (checkpoint_STEP), or a
       weights file of this package.
     output: file to write, or a folder if `output_kind` is "hugging_face".
-    kind: format of the source: "hugging_face", "t5x" or "osd"; "auto" detects it.
     output_kind: "osd" or "hugging_face".
     model: shape of the model; required for t5x, whose checkpoints do not store it.
     vocabulary: vocabulary of the weights, see `PairConfig.vocabulary`; "" if unknown.
       A weights file stores its fingerprint, a transformers folder its tokenizer.
     extra_ids: sentinels after the pieces of the vocabulary, see `Vocabulary.load`.
-    allow_torch_bin: read pytorch_model.bin, a pickle, if there is no safe format.
   """
 
   source: base.Path
   output: base.Path
-  kind: Annotated[str, base.OneOf("auto", _HUGGING_FACE, _T5X, _OSD)] = "auto"
   output_kind: Annotated[str, base.OneOf(_OSD, _HUGGING_FACE)] = _OSD
   model: ModelConfig | None = None
   vocabulary: str = ""
   extra_ids: base.CountOrZero = 0
-  allow_torch_bin: bool = False
-
-  def checks(self):
-    if self.kind == _T5X:
-      _shape(self)  # raises if the model's shape is missing
-    return {}
 
 
 def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
@@ -68,7 +59,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   kind = "new folder" if to_folder else "file"
   runs.check_output("ConvertConfig.output", config.output, kind)
   source = assets.resolve(config.source, "ConvertConfig.source")
-  kind = _kind_of(source) if config.kind == "auto" else config.kind
+  kind = _kind_of(source)
   held = _READERS[kind](config, source)
   # A given shape is only a check here: these formats store their own.
   if config.model is not None and kind != _T5X:
@@ -82,7 +73,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
     held = dataclasses.replace(held, vocabulary=vocabulary.fingerprint)
     tokenizer = tokenizer_files(vocabulary)
   if to_folder:
-    written = convert.write_hugging_face(config.output, held, tokenizer)
+    written = hugging_face.write(config.output, held, tokenizer)
   else:
     written = weights.save(config.output, held, storage="as held")
   console = rich.console.Console(stderr=True)
@@ -93,10 +84,8 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
 
 
 _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {
-  _HUGGING_FACE: lambda config, source: convert.read_hugging_face(
-    source, config.allow_torch_bin, as_stored=True
-  ),
-  _T5X: lambda config, source: convert.read_t5x(source, _shape(config)),
+  _HUGGING_FACE: lambda config, source: hugging_face.read(source, as_stored=True),
+  _T5X: lambda config, source: t5x.read(source, _shape(config)),
   _OSD: lambda config, source: weights.load(source, as_stored=True),
 }
 

@@ -34,8 +34,8 @@ _NOISE = 0.1  # of a perturbed copy, in standard deviations of each array
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig(base.Config):
-  """One evaluation of one or several drafts.
+class EvaluateConfig(session.RunConfig):
+  """One evaluation of one or several drafts; `session.RunConfig` has further settings.
 
   Attributes:
     prompts: held-out prompts; references are used where a task has them.
@@ -46,14 +46,9 @@ class EvaluateConfig(base.Config):
       With the drafts from before and after a run, the differences show what the run
       gained or forgot.
     decoding: shapes of decoding and K; `decoding.rows` prompts are in flight.
-    sampling: prompt i draws with seed + i. `OwnSampling` takes the settings in the
-      target's generation_config.json.
     speed_requests: prompts to time, with plain decoding and each draft in turn, once
-      with one row and once with `batch_rows` rows. 0 skips the timing.
-    batch_rows: rows of the second timing.
+      with one row and once with `decoding.rows` rows. 0 skips the timing.
     run_directory: folder for the results.
-    overwrite: remove the run in this folder and start over.
-    partition: device mesh.
   """
 
   prompts: BatchConfig
@@ -61,12 +56,8 @@ class EvaluateConfig(base.Config):
   pair: pairs.PairConfig = pairs.PairConfig()
   drafts: tuple[str, ...] = ()
   decoding: DecodingConfig = DecodingConfig(rows=8)
-  sampling: SamplingConfig | OwnSampling = SamplingConfig()
   speed_requests: base.CountOrZero = 32
-  batch_rows: base.Count = 4
   run_directory: base.Folder = "runs/evaluate"
-  overwrite: bool = False
-  partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
   def checks(self):
     self.decoding.check_sources(self.prompts, "EvaluateConfig.prompts")
@@ -79,8 +70,11 @@ class EvaluateConfig(base.Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class CertifyConfig(base.Config):
+class CertifyConfig(session.RunConfig):
   """One certificate: every K, over several numbers of rows and kinds of draft.
+
+  Sampling needs DecodingConfig.acceptance_rule = "coupling". `session.RunConfig` has
+  further settings.
 
   The draft is swapped with a perturbed copy every few rounds, so that it changes in
   the middle of requests.
@@ -91,22 +85,16 @@ class CertifyConfig(base.Config):
     pair: target, draft and vocabulary, or a loaded pair.
     decoding: shapes of decoding. `decoding.rows` applies to plain decoding; the
       speculative runs take K and rows from the fields below.
-    sampling: prompt i draws with seed + i. Sampling needs
-      DecodingConfig.acceptance_rule = "coupling". `OwnSampling` takes the settings in
-      the target's generation_config.json.
     num_draft_tokens: every K to certify.
     rows: numbers of rows in flight; the prompts are split evenly among them.
     drafts: keys of `DRAFTS`; each combination of K and rows takes the next one.
     run_directory: folder for certificate.json.
-    overwrite: remove the run in this folder and start over.
-    partition: device mesh.
   """
 
   prompts: BatchConfig
   count: base.Count = 64
   pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig(rows=8)
-  sampling: SamplingConfig | OwnSampling = SamplingConfig()
   num_draft_tokens: Annotated[tuple[int, ...], base.NonEmpty("at least one K")] = (3, 7)
   rows: Annotated[tuple[base.Count, ...], base.NonEmpty("integers >= 1")] = (1, 5)
   drafts: Annotated[tuple[str, ...], base.NonEmpty("at least one name")] = (
@@ -114,8 +102,6 @@ class CertifyConfig(base.Config):
     "perturbed",
   )
   run_directory: base.Folder = "runs/certify"
-  overwrite: bool = False
-  partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
   def checks(self):
     return {
@@ -255,7 +241,7 @@ class Bench:
   def speeds(self) -> list[dict[str, Any]]:
     """Measured time of plain decoding and of every draft, for one row and several."""
     rows = []
-    for count in dict.fromkeys((1, self.config.batch_rows)):
+    for count in dict.fromkeys((1, self.config.decoding.rows)):
       config = dataclasses.replace(self.config.decoding, rows=count)
       unrecorded = dataclasses.replace(config, record_top_k=0)
       # Plain decoding has no use for records, so it does not pay for them.
@@ -356,7 +342,7 @@ def time_requests(
     # One request per bucket compiles every call before the clock starts.
     one_a_bucket = {bucket(len(request.tokens)): request for request in requests}
     server.run(list(one_a_bucket.values()))
-    server.clear_cache()  # it must not have seen what is timed
+    server.clear_cache()  # the timed requests must be new to it
   seconds = np.zeros(len(servers))
   tokens, calls = seconds.copy(), seconds.copy()
   for turn, start in enumerate(range(0, len(requests), block)):

@@ -468,72 +468,65 @@ def _byte_pairs(
     raise _refused(
       metadata.path, "tokenizer.ggml.pre", rule, f"one of {', '.join(_WORDS)}"
     )
-  is_llama = _WORDS[rule] is _LLAMA3_WORDS
-  to_bytes = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": False,
-    "use_regex": False,
-  }
-  words = {
-    "type": "Split",
-    "pattern": {"Regex": _WORDS[rule]},
-    "behavior": "Isolated",
-    "invert": False,
-  }
-  after: Any = to_bytes
-  if begins is not None:
-    first = tokens[begins]
-    after = {
-      "type": "TemplateProcessing",
-      "single": [
-        {"SpecialToken": {"id": first, "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-      ],
-      "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
-      "special_tokens": {first: {"id": first, "ids": [begins], "tokens": [first]}},
-    }
   merges = metadata.required("tokenizer.ggml.merges")
-  made = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [
-      {
-        "id": token,
-        "content": tokens[token],
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": kind == _CONTROL,
-      }
-      for token, kind in enumerate(kinds)
-      if kind in (_CONTROL, _USER)
-    ],
-    "normalizer": None if is_llama else {"type": "NFC"},
-    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, to_bytes]},
-    "post_processor": after,
-    "decoder": to_bytes,
-    "model": {
-      "type": "BPE",
-      "dropout": None,
-      "unk_token": None,
-      "continuing_subword_prefix": "",
-      "end_of_word_suffix": "",
-      "fuse_unk": False,
-      "byte_fallback": False,
-      "ignore_merges": is_llama,
-      "vocab": {
-        text: token
-        for token, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
-        # Added tokens, too, or they would get the next free ids.
-        if kind in (_NORMAL, _CONTROL, _USER)
-      },
-      "merges": [merge.split(" ") for merge in merges],
+  made = byte_pairs(
+    # Added tokens, too, or they would get the next free ids.
+    {
+      text: token
+      for token, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
+      if kind in (_NORMAL, _CONTROL, _USER)
     },
-  }
-  return {"tokenizer.json": made}
+    [tuple(merge.split(" ")) for merge in merges],
+    _WORDS[rule],
+  )
+  for text, kind in zip(tokens, kinds, strict=True):
+    if kind in (_CONTROL, _USER):
+      add_token(made, text, kind == _CONTROL)
+  if begins is not None:
+    from tokenizers import processors
+
+    first = tokens[begins]
+    made.post_processor = processors.TemplateProcessing(
+      single=f"{first} $A", special_tokens=[(first, begins)]
+    )
+  return {"tokenizer.json": made.to_str().encode()}
+
+
+def byte_pairs(
+  vocabulary: dict[str, int], merges: list[tuple[str, ...]], words: str
+) -> Any:
+  """Makes a tokenizer of bytes, whose texts are split by a regular expression.
+
+  Raises:
+    MissingExtraError: the library tokenizers is not installed.
+  """
+  try:
+    import tokenizers
+  except ImportError as error:
+    raise base.MissingExtraError(
+      "Vocabulary.path: a tokenizer of bytes needs the library tokenizers; install the"
+      " extra (pip install 'osd-jax[llama]')."
+    ) from error
+  is_llama = words == _LLAMA3_WORDS
+  models, parts = tokenizers.models, tokenizers.pre_tokenizers
+  made = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama))
+  if not is_llama:
+    made.normalizer = tokenizers.normalizers.NFC()
+  made.pre_tokenizer = parts.Sequence(
+    [
+      parts.Split(tokenizers.Regex(words), "isolated"),
+      parts.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  made.decoder = tokenizers.decoders.ByteLevel()
+  return made
+
+
+def add_token(tokenizer: Any, text: str, is_special: bool) -> None:
+  """Adds a token that is never split, with its id if the vocabulary contains it."""
+  from tokenizers import AddedToken
+
+  tokenizer.add_tokens([AddedToken(text, special=is_special, normalized=False)])
 
 
 def _sentence_pieces(

@@ -17,8 +17,6 @@ from osd_jax.engine import agreement, generation_config
 from osd_jax.engine.requests import (
   DecodingConfig,
   Finished,
-  OwnSampling,
-  SamplingConfig,
 )
 from osd_jax.report import page, progress
 
@@ -27,8 +25,10 @@ HELD_OUT = 128  # held-out prompts, unless `evaluation.limit_rows` says otherwis
 
 
 @dataclasses.dataclass(frozen=True)
-class OfflineConfig(base.Config):
-  """One offline run.
+class OfflineConfig(session.RunConfig):
+  """One offline run; `session.RunConfig` has further settings.
+
+  The order of rows, and the choice between models, depend on `sampling.seed` too.
 
   Attributes:
     corpus: prompts to learn on; `limit_rows` makes a small corpus. Their references
@@ -38,9 +38,6 @@ class OfflineConfig(base.Config):
     output: weights file for the distilled draft.
     pair: target, vocabulary, and the draft to start from.
     decoding: shapes of the answers; many rows make bulk decoding faster.
-    sampling: the i-th prompt that a model answers draws with seed + i. The order of
-      rows, and the choice between models, depend on the seed too. `OwnSampling` takes
-      the settings in the target's generation_config.json.
     sample_source: which model generates the texts: "teacher" is the target, "student"
       the draft, which must be independent; "mix_request" draws one of the two for each
       prompt, "mix_token" for each token, with equal probabilities.
@@ -54,8 +51,6 @@ class OfflineConfig(base.Config):
     texts: folder where texts and the target's distributions are written as they are
       generated. A continued run, or another one with the same prompts, target and
       settings, reads them instead of generating them again. "" keeps them in memory.
-    overwrite: remove the run in this folder and start over.
-    partition: device mesh.
   """
 
   corpus: BatchConfig
@@ -63,7 +58,6 @@ class OfflineConfig(base.Config):
   output: Annotated[str, base.NonEmpty("a weights file")]
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig(rows=8)
-  sampling: SamplingConfig | OwnSampling = SamplingConfig()
   sample_source: Annotated[str, base.OneOf(*corpus_lib.SAMPLE_SOURCES)] = "teacher"
   update: updates.UpdateConfig = updates.UpdateConfig()
   steps: base.Count = 1000
@@ -71,8 +65,6 @@ class OfflineConfig(base.Config):
   storage: Annotated[str, base.OneOf("float32", "bfloat16")] = "float32"
   run_directory: base.Folder = "runs/offline"
   texts: str = ""
-  overwrite: bool = False
-  partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
   def checks(self):
     self.decoding.check_sources(self.corpus, "OfflineConfig.corpus")

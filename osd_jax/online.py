@@ -30,9 +30,7 @@ from osd_jax.engine.replicas import ReplicaConfig
 from osd_jax.engine.requests import (
   DecodingConfig,
   Finished,
-  OwnSampling,
   Request,
-  SamplingConfig,
 )
 from osd_jax.engine.server import Server
 from osd_jax.report import progress
@@ -42,21 +40,18 @@ _MAX_PENDING = 8  # answers per row that may wait to be processed in the backgro
 
 
 @dataclasses.dataclass(frozen=True)
-class OnlineConfig(base.Config):
-  """One online run.
+class OnlineConfig(session.RunConfig):
+  """One online run; `session.RunConfig` has further settings.
 
   Attributes:
     stream: the queries, or a function that makes a `streams.Stream` from a vocabulary.
     pair: target, draft and vocabulary, or a loaded pair. The draft also serves as the
       floor draft, which never learns.
     decoding: shapes of decoding and K.
-    sampling: request i draws with seed + i. `OwnSampling` takes the settings in the
-      target's generation_config.json.
     learning: buffer, updates, and when they run.
     warm_start: examples that fill the buffer before the first request, usually those
       that the draft was trained on; the target scores their references. None starts
       with an empty buffer.
-    partition: device mesh.
     replicas: processes that serve while this process learns and measures.
     learn: False freezes the draft: a baseline with the same outputs and metrics. A
       cache (`PairConfig.draft = "cache"`) adapts either way, and nothing is trained.
@@ -72,17 +67,14 @@ class OnlineConfig(base.Config):
     checkpoint_every: requests between checkpoints.
     run_directory: folder for logs, checkpoints and results; the same command continues
       a run that was interrupted.
-    overwrite: remove the run in this folder and start over.
     tensorboard: also write TensorBoard events.
   """
 
   stream: streams.StreamConfig | Callable[[Vocabulary], streams.Stream]
   pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
   decoding: DecodingConfig = DecodingConfig()
-  sampling: SamplingConfig | OwnSampling = SamplingConfig()
   learning: LearningConfig = LearningConfig()
   warm_start: BatchConfig | None = None
-  partition: sharding.PartitionConfig = sharding.PartitionConfig()
   replicas: ReplicaConfig = ReplicaConfig()
   learn: bool = True
   floor_metering: bool = True
@@ -92,7 +84,6 @@ class OnlineConfig(base.Config):
   keep_outputs: Annotated[str, base.OneOf("none", "text", "ids")] = "text"
   checkpoint_every: base.Count = 100
   run_directory: base.Folder = "runs/online"
-  overwrite: bool = False
   tensorboard: bool = False
 
   def checks(self):

@@ -11,13 +11,13 @@ import jax
 from osd_jax import assets, base, remote, runs, sharding
 from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
 from osd_jax.decoding import ngrams
-from osd_jax.models import attached, convert, families, served, weights
+from osd_jax.models import attached, families, served, weights
+from osd_jax.models.convert import folders, hugging_face
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import (
   EXACT_SERVING,
   AttachedConfig,
   DraftServing,
-  Layout,
   T5Config,
   T5GemmaConfig,
 )
@@ -91,7 +91,7 @@ class PairConfig(base.Config):
       return _SHIPPED_DRAFT if self.target == SHIPPED else ATTACHED
     # A weights file has no vocabulary next to it. Its header decides whether the
     # shipped one fits.
-    has_own = self.target != SHIPPED and convert.holds_model(self.path("target"))
+    has_own = self.target != SHIPPED and folders.holds_model(self.path("target"))
     return self.target if has_own else _SHIPPED_VOCABULARY
 
   def path(self, field: str) -> Path:
@@ -227,7 +227,7 @@ class Pair:
     if not isinstance(self.draft_config, AttachedConfig):
       return weights.load(path).params
     assert self.identity is not None
-    held = weights.load_attached(path, self.identity, bool(self.sibling))
+    held = attached.load(path, self.identity, bool(self.sibling))
     if held.config != self.draft_config:
       raise base.InputError(
         f"load_draft: {path} holds a draft of the shape {held.config}, expected"
@@ -253,12 +253,12 @@ def load_pair(
   partitioner = partitioner or sharding.make()
   # Both come before the weights, which may take minutes to read. A folder without a
   # model has no vocabulary either, and is refused for what it holds.
-  if convert.holds_model(Path(config.target)):
+  if folders.holds_model(Path(config.target)):
     shape_of(config, "target")
   vocabulary = load_vocabulary(config)
   target = _read(config, "target", config.path("target"))
   if not (
-    config.vocabulary or target.vocabulary or convert.holds_model(config.path("target"))
+    config.vocabulary or target.vocabulary or folders.holds_model(config.path("target"))
   ):
     raise base.InputError(
       f"PairConfig.vocabulary: {config.target} does not say which vocabulary it was"
@@ -276,7 +276,7 @@ def load_pair(
   is_attached = isinstance(draft, weights.AttachedWeights)
   states = draft.config.reads if isinstance(draft, weights.AttachedWeights) else ""
   # The target is never trained, so it is kept once, as it is served.
-  kept = EXACT_SERVING.layout if partitioner.mesh.size == 1 else Layout.TRAINED
+  kept = EXACT_SERVING.layout if partitioner.mesh.size == 1 else base.Layout.TRAINED
   target_model = families.build(target.config, "target", states=states, kept=kept)
   params = served.taken(target.params, config.dtype, kept)
   target_params = partitioner.place_params(target_model, params)
@@ -333,8 +333,8 @@ def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
   """
   path = config.path(field)
   try:
-    if convert.holds_model(path):
-      return convert.shape_of_hugging_face(path)
+    if folders.holds_model(path):
+      return hugging_face.shape_of(path)
     return weights.shape_of(path)
   except base.InputError as error:
     raise base.InputError(f"PairConfig.{field}: {error}") from error
@@ -348,8 +348,8 @@ def bfloat16_of(config: PairConfig) -> frozenset[str]:
   """
   path = config.path("target")
   try:
-    if convert.holds_model(path):
-      return convert.bfloat16_of_hugging_face(path)
+    if folders.holds_model(path):
+      return hugging_face.bfloat16_of(path)
     return weights.bfloat16_of(path)
   except base.InputError as error:
     raise base.InputError(f"PairConfig.target: {error}") from error
@@ -459,7 +459,7 @@ def _draft(
   path = config.path("draft")
   if weights.is_attached(path):
     try:
-      return weights.load_attached(path, identity, config.sibling_draft)
+      return attached.load(path, identity, config.sibling_draft)
     except base.InputError as error:
       raise base.InputError(f"PairConfig.draft: {error}") from error
   draft = _read(config, "draft", path)
@@ -492,7 +492,7 @@ def _draft_model(
   draft: weights.Weights | weights.AttachedWeights,
   target: ModelConfig,
   serving: DraftServing,
-  kept: Layout,
+  kept: base.Layout,
 ) -> base.Model:
   if isinstance(draft, weights.AttachedWeights):
     return attached.build(draft.config, target, "attached draft", serving, kept)
@@ -500,7 +500,7 @@ def _draft_model(
 
 
 def _read(config: PairConfig, field: str, path: Path) -> weights.Weights:
-  read = convert.read_hugging_face if convert.holds_model(path) else weights.load
+  read = hugging_face.read if folders.holds_model(path) else weights.load
   try:
     # A draft is trained in float32; a target is kept in the type of its file.
     held = read(path, as_stored=field == "target")

@@ -131,7 +131,7 @@ def cache(
     overlaps.append(overlap[0])
     rights.append(right[0, :, : _length(row)])
     length = np.int32(_length(row))
-    params = _absorb(model, params, row.source, row.target[0], length)
+    params = agreement.absorb(model, params, row.source, row.target[0], length)
   return Course(np.asarray(overlaps), tuple(rights))
 
 
@@ -211,11 +211,6 @@ def _score(
   # A draft that reads states is trained on fewer steps than it may draft.
   steps = jnp.minimum(jnp.arange(num_draft_tokens), len(right) - 1)
   return found.distribution_overlap, jnp.moveaxis(right[steps], 0, 1)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _absorb(model, params, source, emitted, length):
-  return model.absorb(params, source, emitted, length)
 
 
 def _length(row: base.DistillationBatch) -> int:

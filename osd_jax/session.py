@@ -4,6 +4,7 @@ A command passes `run` a function with its own work. Commands that go step by st
 pass their loop to `run_steps`, which shows progress and handles signals.
 """
 
+import dataclasses
 import signal
 import threading
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any, Protocol
 
 import rich.console
 
-from osd_jax import certificate, runs
+from osd_jax import base, certificate, runs, sharding
+from osd_jax.engine.requests import OwnSampling, SamplingConfig
 from osd_jax.report import page
 
 # Does the work of a command in its run directory. Returns the verdict over the outputs
@@ -19,6 +21,22 @@ from osd_jax.report import page
 Body = Callable[
   [runs.RunDirectory, rich.console.Console], tuple[certificate.Certificate, str]
 ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(base.Config):
+  """Settings that the configs of several commands have: `OnlineConfig.overwrite`.
+
+  Attributes:
+    sampling: prompt or request i draws with seed + i. `OwnSampling` takes the settings
+      in the target's generation_config.json.
+    partition: device mesh.
+    overwrite: remove the run in the run directory and start over.
+  """
+
+  sampling: SamplingConfig | OwnSampling = SamplingConfig()
+  partition: sharding.PartitionConfig = sharding.PartitionConfig()
+  overwrite: bool = False
 
 
 def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunResult:

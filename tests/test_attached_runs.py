@@ -150,7 +150,9 @@ def test_long_warm_start_does_not_deadlock_on_a_mesh():
     assert int(server.learner.state()[0]["buffer"].added) == 1600
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(
+  "family, data", [("t5", 1), ("llama", 2), ("llama, tokens", 2)], indirect=["family"]
+)
 def test_late_prefill_fills_its_own_row(pair, data):
   """With an adaptive K the draft may be prefilled long after the target."""
   if len(jax.devices()) < data:
@@ -182,6 +184,7 @@ def test_late_prefill_fills_its_own_row(pair, data):
   assert not np.array_equal(keys[0], keys[1])
 
 
+@pytest.mark.parametrize("family", ["llama, tokens"], indirect=True)
 def test_adapted_draft_loads_only_with_its_own_target(pair, learned):
   path = str(learned / "draft.safetensors")
   adapted = pairs.load_pair(dataclasses.replace(pair[1], draft=path))
@@ -191,6 +194,7 @@ def test_adapted_draft_loads_only_with_its_own_target(pair, learned):
     pairs.load_pair(pairs.PairConfig(draft=path))
 
 
+@pytest.mark.parametrize("family", ["t5"], indirect=True)
 def test_draft_of_a_sibling_serves_and_the_report_says_so(pair, learned, tmp_path):
   """The target is one that was fine-tuned a little since."""
   found = weights.load(pair[1].target)

@@ -115,7 +115,6 @@ def test_evaluation_and_certificate_run_without_a_draft_model(pair, tmp_path):
     **shared,
     decoding=decoding,
     speed_requests=2,
-    batch_rows=1,
     run_directory=str(tmp_path / "evaluate"),
   )
   found = evaluate.run(config)

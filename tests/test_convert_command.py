@@ -14,7 +14,7 @@ from osd_jax import assets, base, convert, pairs, sharding, testing
 from osd_jax import main as cli
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import attached, families, shapes, tensors, weights
-from osd_jax.models import convert as formats
+from osd_jax.models.convert import hugging_face, t5x
 
 VOCABULARY = "shipped:demo_vocabulary.model"
 VOCAB_SIZE = 1664  # 1,536 pieces, 100 sentinels, and padding as published models have
@@ -29,7 +29,7 @@ def given():
 
 @pytest.fixture
 def folder(given, tmp_path):
-  return formats.write_hugging_face(tmp_path / "source", given)
+  return hugging_face.write(tmp_path / "source", given)
 
 
 def assert_same(found, expected):
@@ -55,7 +55,7 @@ def test_bfloat16_stays_bfloat16_in_both_directions(tmp_path, shape):
   mixed = jax.tree.map(lambda x, y: x if x.ndim == 1 else y, params, short)
   types, sizes = {}, {}
   for name, given in {"float32": params, "bfloat16": short, "mixed": mixed}.items():
-    folder = formats.write_hugging_face(tmp_path / name, weights.Weights(shape, given))
+    folder = hugging_face.write(tmp_path / name, weights.Weights(shape, given))
     file, back = str(tmp_path / f"{name}.safetensors"), tmp_path / f"{name}_again"
     convert.run(convert.ConvertConfig(str(folder), file))
     convert.run(convert.ConvertConfig(file, str(back), output_kind="hugging_face"))
@@ -66,7 +66,7 @@ def test_bfloat16_stays_bfloat16_in_both_directions(tmp_path, shape):
     )
     # The headers say the same, without reading any tensor.
     kept = {path for path, x in tensors.flat(given).items() if x.dtype == jnp.bfloat16}
-    assert formats.bfloat16_of_hugging_face(folder) == weights.bfloat16_of(file) == kept
+    assert hugging_face.bfloat16_of(folder) == weights.bfloat16_of(file) == kept
     types[name] = json.loads((folder / "config.json").read_text())["dtype"]
     sizes[name] = os.path.getsize(file)
   assert types == {"float32": "float32", "bfloat16": "bfloat16", "mixed": "float32"}
@@ -109,23 +109,19 @@ def test_t5x_checkpoints_need_a_model_config(tmp_path, repository):
   config = convert.ConvertConfig(str(source), str(tmp_path / "w.safetensors"))
   with pytest.raises(ValueError, match=r"ConvertConfig\.model: received None"):
     convert.run(config)
-  with pytest.raises(ValueError, match=r"ConvertConfig\.model: received None"):
-    dataclasses.replace(config, kind="t5x")
   assert not list(tmp_path.iterdir())
   path = convert.run(dataclasses.replace(config, model=parity.CONFIG)).path
-  assert_same(weights.load(path), formats.read_t5x(source, parity.CONFIG))
+  assert_same(weights.load(path), t5x.read(source, parity.CONFIG))
 
 
 @pytest.mark.parametrize(
   ("changes", "named"),
   [
-    ({"kind": "pytorch"}, "ConvertConfig.kind: received 'pytorch'"),
     ({"output_kind": "t5x"}, "ConvertConfig.output_kind: received 't5x'"),
     ({"source": ""}, "ConvertConfig.source"),
     ({"source": "nowhere"}, "no such file or folder"),
     ({"source": "nowhere/at/all"}, "which does not exist"),
     ({"extra_ids": 2.0}, "ConvertConfig.extra_ids"),
-    ({"allow_torch_bin": "no"}, "ConvertConfig.allow_torch_bin"),
     ({"output": "/dev/null/w"}, "ConvertConfig.output: received '/dev/null/w'"),
     ({"output": "/dev/null/a/w"}, "/dev/null is not a folder"),
     ({"output": "."}, "it is a folder"),
@@ -175,7 +171,7 @@ def checkpoints(given, tmp_path):
   """A tiny CHECKPOINTS folder with flan-t5-xl/ and t5-small/."""
   folder = tmp_path / "checkpoints"
   files = tokenizer_files(Vocabulary.load(assets.resolve(VOCABULARY), 100))
-  formats.write_hugging_face(folder / "flan-t5-xl", given, files)
+  hugging_face.write(folder / "flan-t5-xl", given, files)
   config = dataclasses.replace(
     testing.TINY_DRAFT,
     vocab_size=VOCAB_SIZE,
@@ -183,7 +179,7 @@ def checkpoints(given, tmp_path):
     tied_head=True,
   )
   params = jax.jit(families.build(config).init)(jax.random.key(1))
-  formats.write_hugging_face(folder / "t5-small", weights.Weights(config, params))
+  hugging_face.write(folder / "t5-small", weights.Weights(config, params))
   return folder
 
 
@@ -215,7 +211,7 @@ def test_the_papers_pair_runs_and_converts_back(
     "OptimizerConfig__learning_rate": 1e-2,
   }
   assert osd("online", "experiments/flan_t5_xl_gsm8k.gin", **settings) == 0
-  first = formats.read_hugging_face(checkpoints / "t5-small")
+  first = hugging_face.read(checkpoints / "t5-small")
   adapted = weights.load(run / "draft.safetensors")
   assert adapted.config == first.config
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), adapted.params, first.params)
@@ -227,7 +223,7 @@ def test_the_papers_pair_runs_and_converts_back(
     "ConvertConfig__output_kind": "hugging_face",
   }
   assert osd("convert", "runs/convert.gin", **settings) == 0
-  assert_same(formats.read_hugging_face(home), adapted)
+  assert_same(hugging_face.read(home), adapted)
   pair = pairs.PairConfig(
     "flan-t5-xl", str(home), "flan-t5-xl", 100, folder=str(checkpoints)
   )

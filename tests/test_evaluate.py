@@ -38,7 +38,6 @@ def config(tmp_path_factory) -> evaluate.EvaluateConfig:
       record_top_k=tiny_pair.VOCAB_SIZE,
     ),
     speed_requests=3,
-    batch_rows=1,
     run_directory=str(folder / "run"),
   )
 

@@ -17,7 +17,7 @@ import sentencepiece
 from osd_jax import base, pairs, testing
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.engine.requests import TextSoFar
-from osd_jax.models import convert, families, weights
+from osd_jax.models import families, weights
 from osd_jax.models.convert import hugging_face
 
 LLAMA_CONFIG = {
@@ -98,7 +98,7 @@ def test_t5_folder_saved_by_transformers_5_has_the_ids_of_its_spiece_model(tmp_p
     "tokenizer.json": t5_tokenizer_json(model, 2),
     "tokenizer_config.json": json.dumps(settings).encode(),
   }
-  folder = convert.write_hugging_face(tmp_path / "t5", random_weights(shape), files)
+  folder = hugging_face.write(tmp_path / "t5", random_weights(shape), files)
   for extra_ids in (0, 2):
     config = pairs.PairConfig(
       target=str(folder), draft="attached", vocabulary=str(folder), extra_ids=extra_ids
@@ -278,8 +278,8 @@ def test_bytes_encode_as_in_transformers(tmp_path):
   ],
 )
 def test_config_with_old_names_or_nulls_gives_the_same_shape(change, expected):
-  usual = hugging_face.config_from_hugging_face(LLAMA_CONFIG)
-  found = hugging_face.config_from_hugging_face(LLAMA_CONFIG | change)
+  usual = hugging_face.config_from(LLAMA_CONFIG)
+  found = hugging_face.config_from(LLAMA_CONFIG | change)
   assert found == dataclasses.replace(usual, **expected)
 
 
@@ -293,26 +293,26 @@ def test_config_with_old_names_or_nulls_gives_the_same_shape(change, expected):
 )
 def test_config_that_lacks_a_field_is_refused_by_its_name(change, field):
   with pytest.raises(base.InputError, match=field):
-    hugging_face.config_from_hugging_face(LLAMA_CONFIG | change)
+    hugging_face.config_from(LLAMA_CONFIG | change)
 
 
 def test_config_with_a_byte_order_mark_is_read(tmp_path):
   text = codecs.BOM_UTF8 + json.dumps(LLAMA_CONFIG).encode()
   (tmp_path / "config.json").write_bytes(text)
-  found = hugging_face.shape_of_hugging_face(tmp_path)
-  assert found == hugging_face.config_from_hugging_face(LLAMA_CONFIG)
+  found = hugging_face.shape_of(tmp_path)
+  assert found == hugging_face.config_from(LLAMA_CONFIG)
 
 
 def test_tied_model_without_the_prefix_of_its_names_is_read(tmp_path):
   shape = dataclasses.replace(testing.TINY_LLAMA, tied_head=True)
-  folder = convert.write_hugging_face(tmp_path / "tied", random_weights(shape))
-  expected = convert.read_hugging_face(folder)
+  folder = hugging_face.write(tmp_path / "tied", random_weights(shape))
+  expected = hugging_face.read(folder)
   path = folder / "model.safetensors"
   tensors = safetensors.numpy.load_file(path)
   renamed = {name.removeprefix("model."): x for name, x in tensors.items()}
   assert renamed.keys() != tensors.keys()
   safetensors.numpy.save_file(renamed, path, {"format": "pt"})
-  found = convert.read_hugging_face(folder)
+  found = hugging_face.read(folder)
   jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 

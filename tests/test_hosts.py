@@ -122,21 +122,21 @@ def kill(running, victim, directory):
   assert not (directory / "draft.safetensors").exists()
 
 
+def test_loss_of_the_first_process_ends_the_other(folder, tmp_path):
+  kill(started(folder, tmp_path / "run"), 0, tmp_path / "run")
+
+
 @pytest.mark.parametrize(
-  ("kind", "cluster", "victim"),
-  [
-    ("attached", step_of_slurm, None),
-    ("independent", job_of_open_mpi, 0),
-    ("independent", None, 1),
-  ],
+  ("kind", "cluster", "is_killed"),
+  [("attached", step_of_slurm, False), ("independent", job_of_open_mpi, True)],
 )
 def test_two_processes_give_the_outputs_and_updates_of_one(
-  alone, folder, tmp_path, kind, cluster, victim
+  alone, folder, tmp_path, kind, cluster, is_killed
 ):
-  """Also if one of them is killed and the run is started again."""
+  """Also if the second is killed and the run is started again."""
   expected, directory = alone(kind), tmp_path / "run"
-  if victim is not None:
-    kill(started(folder, directory, kind), victim, directory)
+  if is_killed:
+    kill(started(folder, directory, kind), 1, directory)
   finished(started(folder, directory, kind, cluster=cluster))
   other = tmp_path / "run.process_1"
   assert served(directory) == served(other) == served(expected)

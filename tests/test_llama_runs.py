@@ -16,8 +16,8 @@ from osd_jax.data.batches import BatchConfig
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.distillation import optimizers, update
 from osd_jax.engine import engine
-from osd_jax.models import convert as formats
 from osd_jax.models import weights
+from osd_jax.models.convert import hugging_face
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +122,7 @@ def checkpoints(tmp_path_factory):
     )
     model = weights.families.build(config, field)
     held = weights.Weights(config, model.init(jax.random.key(seed)))
-    formats.write_hugging_face(folder / names[field], held, files)
+    hugging_face.write(folder / names[field], held, files)
   return folder
 
 
@@ -166,8 +166,8 @@ def test_the_papers_pair_runs_and_converts_back(checkpoints, data, unprepared):
     str(data / "run/draft.safetensors"), str(home), output_kind="hugging_face"
   )
   convert.run(config)
-  adapted = formats.read_hugging_face(home)
-  first = formats.read_hugging_face(checkpoints / "llama-160m")
+  adapted = hugging_face.read(home)
+  first = hugging_face.read(checkpoints / "llama-160m")
   assert adapted.config == first.config
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), adapted.params, first.params)
   assert any(jax.tree.leaves(moved))

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Sequence
 from typing import Any
@@ -168,8 +169,7 @@ COMMANDS = (
   (("osd", "--version"), osd_jax.__version__),
   (("osd", "online", *DEMO), "runs/demo/report.html"),
   (("osd", "certify", "--help_config"), "num_draft_tokens"),
-  (("osd", "generate", PROMPT), "SELECT AVG(price)"),
-  (("osd", "generate", PROMPT, "--learn"), "adapted_draft.safetensors"),
+  (("osd", "generate", PROMPT, "--learn"), "SELECT AVG(price)"),
   ((sys.executable, "-c", README_LINES), "SELECT AVG(rating), SUM(price)"),
 )
 
@@ -240,6 +240,18 @@ def test_wheel_runs_without_extras(
 ):
   printed = in_clean_place(installed, tmp_path, words)
   assert result in printed or (tmp_path / result).is_file()
+  assert (tmp_path / "adapted_draft.safetensors").is_file() == ("--learn" in words)
+
+
+@pytest.mark.slow
+def test_newcomer_serves_own_models_and_reads_the_reports(
+  installed: pathlib.Path, tmp_path: pathlib.Path
+):
+  """With the wheel only; newcomer.sh does the same in an environment of its own."""
+  script = pathlib.Path(__file__).with_name("newcomer.py")
+  words = [sys.executable, str(script), str(time.time())]
+  printed = in_clean_place(installed, tmp_path, words)
+  assert "from the installation to the first answer" in printed
 
 
 # ---- Import time, version and pins

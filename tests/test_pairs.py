@@ -19,7 +19,8 @@ import osd_jax
 from osd_jax import base, pairs, sharding, testing
 from osd_jax.data import vocabulary as vocabularies
 from osd_jax.engine import engine
-from osd_jax.models import convert, families, shapes, weights
+from osd_jax.models import families, shapes, weights
+from osd_jax.models.convert import hugging_face
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,7 @@ def as_folders(config, folder):
     found = weights.load(getattr(config, field))
     vocabulary = vocabularies.Vocabulary.load(config.path("vocabulary"))
     files = vocabularies.tokenizer_files(vocabulary) if field == "target" else {}
-    convert.write_hugging_face(folder / field, found, files)
+    hugging_face.write(folder / field, found, files)
   return dataclasses.replace(
     config, target="target", draft="draft", vocabulary="target", folder=str(folder)
   )
@@ -211,7 +212,7 @@ def with_sentinels(folder):
   params = families.build(config).init(jax.random.key(0))
   shipped = pairs.PairConfig().path("vocabulary")
   files = vocabularies.tokenizer_files(vocabularies.Vocabulary.load(shipped, 100))
-  return convert.write_hugging_face(folder, weights.Weights(config, params), files)
+  return hugging_face.write(folder, weights.Weights(config, params), files)
 
 
 def chat_model(llama_pair, folder):
@@ -219,7 +220,7 @@ def chat_model(llama_pair, folder):
   found = weights.load(llama_pair.target)
   files = {"tokenizer.model": llama_pair.path("vocabulary").read_bytes()}
   files["chat_template.jinja"] = b"<s>{{ messages[0].content }} ANSWER:"
-  return convert.write_hugging_face(folder, found, files)
+  return hugging_face.write(folder, found, files)
 
 
 @pytest.mark.parametrize("family", ["t5", "llama"])

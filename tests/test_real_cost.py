@@ -139,9 +139,9 @@ def test_command_writes_only_weights_with_equal_logits(
   big = weights.load(tmp_path / "made" / "small_as_big.safetensors")
   assert is_same(held, big)
   moved = tmp_path / "made" / "own_on_big.safetensors"
-  weights.load_attached(moved, weights.identity(big, "big"))
+  attached.load(moved, weights.identity(big, "big"))
   with pytest.raises(base.InputError, match="is attached to the target"):
-    weights.load_attached(moved, weights.identity(held, "small"))
+    attached.load(moved, weights.identity(held, "small"))
   moved.unlink()
   monkeypatch.setattr(embed, "TOLERANCE", 0.0)
   assert embed.main(command) == 1 and not moved.exists()

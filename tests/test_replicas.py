@@ -163,7 +163,15 @@ def test_interrupted_run_continues_with_fewer_or_no_replicas(
   assert len(rows_of(result.path, "data")) == 1  # the run was continued, not restarted
 
 
-def test_rows_in_flight_of_one_process_cannot_continue_in_replicas(pair, tmp_path):
+class Idle(replicas.Replica):
+  """Loads no models, for tests in which nothing is answered."""
+
+  def load(self, *given):
+    return []
+
+
+def test_rows_in_flight_of_one_process_cannot_continue_in_replicas(pair, monkeypatch):
+  monkeypatch.setattr(replicas, "Replica", Idle)
   with pytest.raises(base.InputError, match=r"ReplicaConfig\.count.*continue without"):
     held(pair).structure({"slots": [{"tag": 3}, None]})
 
@@ -196,10 +204,7 @@ def test_replica_reserves_its_gpus_and_tpu_chips(pair, ray):
 def test_repeated_loss_of_replicas_ends_the_run(pair, monkeypatch):
   """The error says what to do, and nothing hangs."""
 
-  class Dying(replicas.Replica):
-    def load(self, *given):
-      return []
-
+  class Dying(Idle):
     def step(self, requests, draft, expecting, forgets, unseen):
       os._exit(1)
 
@@ -218,7 +223,8 @@ def test_errors_of_replicas_keep_type_and_message(pair, monkeypatch):
     held(pair).warm_up()
 
 
-def test_loaded_pairs_and_watched_requests_are_refused(pair):
+def test_loaded_pairs_and_watched_requests_are_refused(pair, monkeypatch):
+  monkeypatch.setattr(replicas, "Replica", Idle)
   loaded = pairs.load_pair(pair)
   with pytest.raises(base.InputError, match=r"expected a PairConfig"):
     held(loaded)

@@ -123,35 +123,33 @@ CHOICE = engine.AdaptiveConfig(
 )
 PAYING = schedule.WorthConfig(
   update_interval=2,
-  costs=table.Costs(
-    table.RoundCosts((2.0,), num_draft_tokens=(3,), rows=2), lost_ms=0.5
-  ),
+  costs=table.Costs(table.RoundCosts((2.0,), num_draft_tokens=(3,)), lost_ms=0.5),
 )
 # Decides within a few requests, on almost nothing.
 HASTY = gate.GateConfig(error_rate=0.99, cap=1e-3, window=2)
 # Each run has several features, so that few runs cover all of them.
 FEATURES = {
   "independent draft, gate": online_of(gate=HASTY),
-  "one row, shortlist, sampled": online_of(
+  "one row, shortlist, sampled, worth schedule": online_of(
     rows=1,
     has_shortlist=True,
     sampling=engine.SamplingConfig(temperature=0.8, seed=3),
+    schedule=PAYING,
   ),
   "attached draft, adaptive K": online_of(
     is_attached=True, decoding={"adaptive": CHOICE}
   ),
-  "Llama, block rule": online_of(
+  "Llama, attached draft, block rule": online_of(
     "llama",
+    is_attached=True,
+    reads="tokens",
     sampling=engine.SamplingConfig(temperature=0.8, seed=3),
     decoding={"acceptance_rule": "block"},
   ),
-  "Llama, attached draft": online_of("llama", is_attached=True, reads="tokens"),
   "cache alone": online_of("llama", is_cache=True, decoding={"cache_tokens": 1 << 10}),
-  "n-gram cache": online_of(is_attached=True, decoding={"cache_tokens": 1 << 10}),
   "n-gram cache, adaptive K": online_of(
     is_attached=True, decoding={"cache_tokens": 1 << 10, "adaptive": CHOICE}
   ),
-  "worth schedule": online_of(schedule=PAYING),
   "mesh data=2, gate": online_of(partition=sharding.PartitionConfig(2), gate=HASTY),
   "offline": offline_config,
 }

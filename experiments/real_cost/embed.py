@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   print(weights.save(given.out / f"{path.stem}_as_{given.size}.safetensors", made))
   if given.attached:
     place = assets.resolve(given.attached, "--attached")
-    draft = weights.load_attached(place, weights.identity(held, path.name))
+    draft = attached.load(place, weights.identity(held, path.name))
     again = reattached(draft, held, made)
     if not is_same(logits_of(held, draft), logits_of(made, again)):
       return 1

@@ -2,8 +2,7 @@
 
 The verdict is measured. Some requests, chosen at random, are served again by plain
 decoding and by the frozen draft. Each topic's mean time per token, weighted with all
-tokens of the topic, says what these would have taken for the whole stream. Predictions
-from the table of costs are labelled as such, and left out where they are wrong.
+tokens of the topic, says what these would have taken for the whole stream.
 """
 
 import dataclasses
@@ -11,11 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from osd_jax.costs.table import Costs, RoundCosts
-
 Row = Mapping[str, Any]
-
-TRUSTED = 0.25  # relative error up to which a prediction is shown
 
 
 # --- Where the time went ------------------------------------------------------------
@@ -252,100 +247,6 @@ def verdict(rows: Iterable[Row]) -> Verdict:
   for row in rows:
     state = observe(state, row["kind"], row)
   return state
-
-
-# --- Predictions --------------------------------------------------------------------
-
-
-def predict(
-  costs: RoundCosts, tokens: float, calls: float, drafted: float = 0, lost_ms: float = 0
-) -> float:
-  """Predicts tokens per second of one way to decode, all rows together.
-
-  Args:
-    costs: of this way to decode.
-    tokens: emitted per request, mean.
-    calls: target calls per request, mean.
-    drafted: drafted tokens per request, mean.
-    lost_ms: time that updates take from a request.
-  """
-  ms = costs.request_ms + calls * costs.at(drafted / calls) / costs.rows
-  return tokens * 1e3 / (ms + lost_ms)
-
-
-def predictions(costs: Costs, rows: Sequence[Row]) -> list[dict[str, Any]]:
-  """Compares predicted with measured tokens per second, for each way to decode.
-
-  Plain decoding and the frozen draft were measured on compared requests, the online
-  draft on all. A prediction that is wrong by more than `TRUSTED` is left out.
-  """
-  requests = [row for row in _of_kind(rows, "request") if row["output_tokens"]]
-  names = ("plain_ms_per_token", "floor_ms_per_token", "floor_tokens_per_target_call")
-  compared = [row for row in requests if all(map(row.get, names))]
-  lines = []
-
-  def add(name: str, predicted: float, tokens: float, request_ms: float) -> None:
-    measured = tokens * 1e3 / request_ms
-    error = predicted / measured - 1
-    if abs(error) <= TRUSTED:
-      lines.append(
-        {
-          "decoding": name,
-          "predicted tokens/s": round(predicted, 1),
-          "measured tokens/s": round(measured, 1),
-          "relative error": f"{error:+.1%}",
-        }
-      )
-
-  def spent(name: str) -> float:
-    total = sum(row[name] * row["output_tokens"] for row in compared)
-    return total / len(compared)
-
-  if compared and costs.plain is not None and costs.frozen is not None:
-    tokens = _sum(compared, "output_tokens") / len(compared)
-    add("plain", predict(costs.plain, tokens, tokens), tokens, spent(names[0]))
-    if len(costs.frozen.num_draft_tokens) == 1:  # otherwise its K was not recorded
-      each = [row["output_tokens"] / row[names[2]] for row in compared]
-      calls, (drafted,) = sum(each) / len(each), costs.frozen.num_draft_tokens
-      predicted = predict(costs.frozen, tokens, calls, drafted * calls)
-      add("frozen", predicted, tokens, spent(names[1]))
-  if requests:
-    updates = _of_kind(rows, "update")
-    tokens, calls, drafted, served = (
-      _sum(requests, name) / len(requests)
-      for name in ("output_tokens", "target_calls", "drafted", "decode_ms")
-    )
-    lost = _sum(updates, "steps") / max(costs.slices, 1) * costs.lost_ms / len(requests)
-    waited = _waited_ms(requests, updates) / len(requests)
-    predicted = predict(costs.online, tokens, calls, drafted, lost)
-    add("online", predicted, tokens, served + waited)
-  return lines
-
-
-def predicted_saving(costs: Costs, rows: Sequence[Row]) -> str:
-  """Predicts in words what learning saves; "" if the requests do not allow it.
-
-  For runs without comparisons: rounds as they were, and as many more as the frozen
-  draft's acceptance would have needed.
-  """
-  online = frozen = 0.0
-  for row in _of_kind(rows, "request"):
-    rounds = row["target_calls"]
-    rates = [row.get("acceptance_rate"), row.get("floor_acceptance_rate")]
-    known = [rate for rate in rates if rate is not None and math.isfinite(rate)]
-    if rounds and len(known) == 2:
-      spent = rounds * costs.online.at(row["drafted"] / rounds) / costs.online.rows
-      now, then = (costs.online.token_ms(rate) for rate in known)
-      online, frozen = online + spent, frozen + spent * then / now
-  steps = _sum(_of_kind(rows, "update"), "steps")
-  lost = steps / max(costs.slices, 1) * costs.lost_ms
-  if not frozen or not steps:
-    return ""
-  return (
-    f"Predicted from the costs, since no request was compared: serving with learning"
-    f" takes {(online + lost) / 1e3:.1f} s, {lost / 1e3:.1f} s of them lost to updates;"
-    f" the frozen draft takes {frozen / 1e3:.1f} s."
-  )
 
 
 def _waited_ms(requests: Sequence[Row], updates: Sequence[Row]) -> float:

@@ -74,8 +74,6 @@ class Costs(base.Config):
   Attributes:
     online: speculative decoding as the run does it, with all its rows.
     lost_ms: time that serving loses to one update.
-    plain: plain decoding of one request, without records.
-    frozen: speculative decoding of one request.
     draft_ms: a step of the draft, all rows.
     step_ms: a plain step of the target, all rows.
     verify_ms: the target on K + 1 tokens, all rows; K is the largest.
@@ -85,8 +83,6 @@ class Costs(base.Config):
 
   online: RoundCosts
   lost_ms: base.NonNegative = 0.0
-  plain: RoundCosts | None = None
-  frozen: RoundCosts | None = None
   draft_ms: base.NonNegative = 0.0
   step_ms: base.NonNegative = 0.0
   verify_ms: base.NonNegative = 0.0
@@ -103,8 +99,6 @@ class Costs(base.Config):
     # A row of metrics.jsonl has fields of its own, such as its kind.
     names = {field.name for field in dataclasses.fields(cls)}
     found = {name: value for name, value in fields.items() if name in names}
-    for name in ("online", "plain", "frozen"):
-      found[name] = RoundCosts(**found[name]) if found.get(name) else None
     return cls(**found)
 
   def table(self) -> list[dict[str, Any]]:

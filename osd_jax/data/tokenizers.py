@@ -89,7 +89,7 @@ def read_json(
     ) from error
   try:
     if path.name == "vocab.json":
-      tokenizer = _from_merges(tokenizers, model, merges, settings)
+      tokenizer = _from_merges(model, merges, settings)
     else:
       tokenizer = tokenizers.Tokenizer.from_str(model.decode("utf-8"))
   except Exception as error:  # the library raises plain Exception
@@ -115,9 +115,7 @@ def read_json(
   return Tokenizer(processor, prefix, ends, token_id("pad_token"))
 
 
-def _from_merges(
-  library: Any, vocab: bytes, merges: bytes, settings: Mapping[str, Any]
-) -> Any:
+def _from_merges(vocab: bytes, merges: bytes, settings: Mapping[str, Any]) -> Any:
   """Makes Qwen2's tokenizer, which was first published without tokenizer.json."""
   if settings.get("tokenizer_class") != "Qwen2Tokenizer":
     raise ValueError(
@@ -128,22 +126,12 @@ def _from_merges(
     raise ValueError("there is no merges.txt next to it")
   pairs = [tuple(line.split(" ")) for line in merges.decode("utf-8").splitlines()]
   pairs = [pair for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
-  made = library.Tokenizer(library.models.BPE(json.loads(vocab), pairs))
-  parts = library.pre_tokenizers
-  made.normalizer = library.normalizers.NFC()
-  made.pre_tokenizer = parts.Sequence(
-    [
-      parts.Split(library.Regex(gguf_files.QWEN2_WORDS), "isolated"),
-      parts.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
-  made.decoder = library.decoders.ByteLevel()
+  made = gguf_files.byte_pairs(json.loads(vocab), pairs, gguf_files.QWEN2_WORDS)
   added = settings.get("added_tokens_decoder", {})
   for token, about in sorted(added.items(), key=lambda item: int(item[0])):
-    content, special = about["content"], about.get("special", False)
-    made.add_tokens([library.AddedToken(content, special=special, normalized=False)])
-    if made.token_to_id(content) != int(token):
-      raise ValueError(f"{content!r} cannot have the id {token}")
+    gguf_files.add_token(made, about["content"], about.get("special", False))
+    if made.token_to_id(about["content"]) != int(token):
+      raise ValueError(f"{about['content']!r} cannot have the id {token}")
   return made
 
 

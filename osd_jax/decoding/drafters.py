@@ -320,7 +320,7 @@ class ModelDrafter:
     return None
 
   def with_memory(self, prepared: base.Params, memory: Any) -> base.Params:
-    """Returns the prepared parameters, as there is no memory."""
+    """Returns the prepared parameters unchanged."""
     del memory
     return prepared
 
@@ -333,5 +333,5 @@ class ModelDrafter:
     length: jax.Array,
     owner: jax.Array,
   ) -> Any:
-    """Learns nothing, as there is no memory."""
+    """Learns nothing: a trained draft has no memory."""
     del memory, state, source, emitted, length, owner

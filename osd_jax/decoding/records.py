@@ -95,22 +95,6 @@ def _first_of_all_parts(kept: int, part: jax.Array, number: jax.Array):
   return top, jnp.take_along_axis(ids, best, axis=-1)
 
 
-def empty(
-  rows: int, positions: int, record_top_k: int, vocab_size: int
-) -> base.Records | None:
-  """Returns zeroed records [rows, positions], or None if k is 0."""
-  if record_top_k == 0:
-    return None
-  shape = (rows, positions)
-  kept = (*shape, min(record_top_k, vocab_size))
-  return base.Records(
-    log_probs=jnp.zeros(kept, jnp.float32),
-    ids=jnp.zeros(kept, base.id_dtype(vocab_size)),
-    tail=jnp.zeros(shape, jnp.float32),
-    error=jnp.zeros(shape, bool),
-  )
-
-
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def teacher_forced(
   target: base.Model,

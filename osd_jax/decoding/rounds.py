@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from osd_jax import base, native
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import drafters, mixed
+from osd_jax.decoding import drafters, mixed, records
 from osd_jax.decoding import state as state_lib
 
 # Small fields that the host reads after every call, and the settings, which every draft
@@ -259,7 +259,9 @@ def judge(
     acceptance = accept_lib.accept(
       part, verification, state.settings, state.length, spec.rule, state.text
     )
-    kept = 0 if state.records is None else state.records.ids.shape[-1]
+    kept = None
+    if state.records is not None:
+      kept = records.from_logits(verification.logits, state.records.ids.shape[-1])
     found = state_lib.Judgement.of(acceptance, verification, kept)
     return found.padded(num_draft_tokens + 1), cache
 

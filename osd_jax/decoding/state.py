@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from osd_jax import base, native
 from osd_jax import cache as cache_lib
-from osd_jax.decoding import records
 
 MAX_DRAFT_TOKENS = 16  # every buffer leaves room for one round of the largest K
 
@@ -101,14 +100,10 @@ class Judgement:
     cls,
     acceptance: base.Acceptance,
     verification: base.Verification,
-    record_top_k: int,
+    records: base.Records | None,
   ) -> "Judgement":
     """Keeps what `append` needs of the target's logits."""
-    block = None
-    if record_top_k:
-      kept = min(record_top_k, verification.logits.shape[-1])
-      block = records.from_logits(verification.logits, kept)
-    return cls(acceptance, _broken(verification, acceptance), block)
+    return cls(acceptance, _broken(verification, acceptance), records)
 
   def padded(self, count: int) -> "Judgement":
     """Adds tokens, which are not emitted, so that there are `count`."""
@@ -192,7 +187,7 @@ def initial_state(
     ),
     target_cache=target_cache,
     draft_cache=draft_cache,
-    records=records.empty(rows, buffer_length(target_length), record_top_k, vocab_size),
+    records=empty_records(rows, buffer_length(target_length), record_top_k, vocab_size),
     counters=Counters(
       rounds=zeros,
       drafted=zeros,
@@ -202,6 +197,22 @@ def initial_state(
       accepted_by_cache=zeros,
     ),
     prompt=prompt,
+  )
+
+
+def empty_records(
+  rows: int, positions: int, record_top_k: int, vocab_size: int
+) -> base.Records | None:
+  """Returns zeroed records [rows, positions], or None if k is 0."""
+  if record_top_k == 0:
+    return None
+  shape = (rows, positions)
+  kept = (*shape, min(record_top_k, vocab_size))
+  return base.Records(
+    log_probs=jnp.zeros(kept, jnp.float32),
+    ids=jnp.zeros(kept, base.id_dtype(vocab_size)),
+    tail=jnp.zeros(shape, jnp.float32),
+    error=jnp.zeros(shape, bool),
   )
 
 

@@ -8,8 +8,8 @@
 Two drafts are compared on every answer: the newest draft, which changes with every
 update, and the proven draft. At first the proven draft is the floor draft, the one that
 the run started with. It serves until answers show that the newest drafts are better.
-The newest one is then the proven draft, and from there on each new draft serves at once
-(`follow`). If the proven draft is shown to be better than the newest ones, it is taken
+The newest one is then the proven draft, and from there on each new draft serves at
+once. If the proven draft is shown to be better than the newest ones, it is taken
 back. If the floor draft is shown to be better than what serves, it returns.
 
 All drafts are scored on the same answers, from the records that serving made anyway:
@@ -51,7 +51,7 @@ from typing import Annotated, Any
 from osd_jax import base
 
 BETS = (0.1, 0.3, 0.9)  # shares of the capital that are at risk in each answer
-EVERY = 4  # one answer in so many is scored while nothing is about to be decided
+EVERY = 4  # one of this many answers is scored while no trial leads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +65,11 @@ class GateConfig(base.Config):
       A smaller cap decides sooner, but a draft that is a little better on most answers
       and much worse on a few may pass.
     window: scored answers after which a comparison that shows no gain begins again.
-    follow: whether a draft that was trained after a promotion serves at once, until it
-      is shown to be worse. False: each one waits until it is shown to be better.
   """
 
   error_rate: Annotated[float, base.Above(0), base.Below(1)] = 0.01
   cap: Annotated[float, base.Above(0), base.Between(0, 1)] = 0.1
   window: base.Count = 16
-  follow: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +261,7 @@ def observe(
   """Compares the drafts on one answer.
 
   Args:
-    config: error rate, cap, window, and whether to follow.
+    config: error rate, cap and window.
     state: the state before this answer.
     serving: overlap of `state.serving` with the answer, 0..1. If it is not finite, this
       draft is broken, and the one before it serves at once.
@@ -293,7 +290,7 @@ def observe(
       return _taken_back(config, state)
     return _floor_returned(config, state) if state.proven else (state, None)
   if state.up.is_won(config):
-    return _promoted(config, state)
+    return _promoted(state)
   return state, None
 
 
@@ -304,15 +301,15 @@ def _lead(overlap: float | None, serving: float) -> float | None:
   return (overlap if math.isfinite(overlap) else 0.0) - serving
 
 
-def _promoted(config: GateConfig, state: GateState) -> tuple[GateState, Decision]:
+def _promoted(state: GateState) -> tuple[GateState, Decision]:
   name = "confirmed" if state.follows else "promoted"
   decision = _decision(name, state.newest, state.up)
   after = dataclasses.replace(
     state,
     proven=state.newest,
-    follows=config.follow,
+    follows=True,
     up=state.up.end(won=True).begin(),
-    down=state.down.begin() if config.follow else state.down,
+    down=state.down.begin(),
     # If a draft is confirmed, the same draft serves as before, so this trial goes on.
     floor=state.floor if state.follows else state.floor.begin(),
   )

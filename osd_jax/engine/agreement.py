@@ -69,11 +69,12 @@ def absorbed(model: base.Model, params: base.Params, done: Finished) -> base.Par
   it trains on one.
   """
   length = np.int32(len(done.tokens))
-  return _absorb(model, params, done.batch.source, done.batch.target[0], length)
+  return absorb(model, params, done.batch.source, done.batch.target[0], length)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _absorb(model, params, source, emitted, length):
+def absorb(model, params, source, emitted, length):
+  """Calls `model.absorb`; `params` are donated."""
   return model.absorb(params, source, emitted, length)
 
 

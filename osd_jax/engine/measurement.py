@@ -283,31 +283,16 @@ def measure(
     report: called with each progress line.
   """
   report("Measuring costs on this machine: calls, at most 4 s ...")
-  settings = sampled.settings(server.engine.config.target_length)
-  ways = {
-    name: _Rows(*way, bucket, settings) for name, way in _ways(server.engine).items()
-  }
-  calls: dict[Any, Callable[[], float]] = {
-    (name, call): timed
-    for name, rows in ways.items()
-    for call, timed in rows.calls((sampled.temperature,)).items()
-  }
-  pair, config = server.pair, server.engine.config
+  engine, pair, config = server.engine, server.pair, server.engine.config
+  settings = sampled.settings(config.target_length)
+  rows = _Rows(engine.spec, engine.candidates, engine.served, bucket, settings)
+  calls = rows.calls((sampled.temperature,))
   models = pair.target, pair.target_params, pair.draft, pair.draft_params
   source = np.full((config.rows, bucket), base.EOS_ID, np.int32)
   calls |= {("step", n): timed for n, timed in _loops(config, models, source).items()}
   found = measure_lib.interleaved(calls, CALL_SECONDS, clock)
-  tables = {
-    name: rows.table(
-      {call: ms for (owner, call), ms in found.items() if owner == name},
-      sampled.temperature,
-    )
-    for name, rows in ways.items()
-  }
   costs = Costs(
-    tables.get("online", tables["frozen"]),
-    plain=tables["plain"],
-    frozen=tables["frozen"],
+    rows.table(found, sampled.temperature),
     draft_ms=found["step", "draft"],
     step_ms=found["step", "plain"],
     verify_ms=found["step", "verify"],
@@ -315,21 +300,7 @@ def measure(
   if not learn:
     return costs
   report("Measuring costs on this machine: updates, at most 4 s ...")
-  return _with_updates(costs, server, ways.get("online", ways["frozen"]))
-
-
-def _ways(engine: Any) -> dict[str, tuple[DecodeSpec, tuple[int, ...], steps.Served]]:
-  """Plain decoding and the frozen draft, one row each; and decoding as the run does."""
-  # Compared requests are served alone, so plain and frozen are timed with one row.
-  alone = dataclasses.replace(engine.spec, rows=1)
-  plain = dataclasses.replace(alone, record_top_k=0, drafter=None)
-  found = {
-    "plain": (plain, (0,), steps.Served(engine.served.target)),
-    "frozen": (alone, engine.candidates, engine.served),
-  }
-  if alone != engine.spec:
-    found["online"] = (engine.spec, engine.candidates, engine.served)
-  return found
+  return _with_updates(costs, server, rows)
 
 
 def _with_updates(costs: Costs, server: Any, rows: _Rows) -> Costs:

@@ -22,6 +22,7 @@ EAGLE-3 (arXiv 2503.01840) for training on a draft's own outputs.
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -31,7 +32,8 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import families, layers, served, t5
+from osd_jax.models import families, layers, served, t5, weights
+from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig, DraftServing
 
@@ -51,7 +53,7 @@ class Attached(nn.Module):
 
   def setup(self):
     inner, width = self.config.decoder(self.target), self.target.width
-    layout = layers.Layout.TRAINED if self.serving is None else self.serving.layout
+    layout = base.Layout.TRAINED if self.serving is None else self.serving.layout
     dtype = jnp.dtype(self.target.dtype)
     project = functools.partial(layers.Projection, dtype=dtype, layout=layout)
     self.inward = project((width, inner.width), ("embed", "embed"))
@@ -145,7 +147,7 @@ def frozen_of(
   target: ModelConfig,
   params: base.Params,
   serving: DraftServing = EXACT_SERVING,
-  kept: layers.Layout = layers.Layout.TRAINED,
+  kept: base.Layout = base.Layout.TRAINED,
 ) -> base.Params:
   """The target's part in the parameters of an attached draft, from the target's params.
 
@@ -159,7 +161,7 @@ def frozen_of(
   head = embedding
   if not target.tied_head:
     head = layers.stored(params["decoder"]["logits_dense"]["kernel"], dtype)
-    head = head if kept is layers.Layout.SERVED else _transposed(head)
+    head = head if kept is base.Layout.SERVED else _transposed(head)
   encoder = families.encoder_params(target, params)
   frozen = {"embedding": embedding, "head": head, "encoder": encoder}
   if serving.int8 and not serving.shortlist:
@@ -176,7 +178,7 @@ def build(
   target: ModelConfig,
   name: str = "attached",
   serving: DraftServing = EXACT_SERVING,
-  kept: layers.Layout = layers.Layout.TRAINED,
+  kept: base.Layout = base.Layout.TRAINED,
 ) -> base.Model:
   """The functions of `base.Model`; `params["target"]` comes from `frozen_of`.
 
@@ -283,3 +285,48 @@ def _prepare(
   else:
     tables["head"] = frozen["head"]
   return {**copy, FROZEN: tables}
+
+
+def load(
+  path: str | Path, target: weights.Identity, sibling: bool = False
+) -> weights.AttachedWeights:
+  """Reads the file of an attached draft; see `weights.load`.
+
+  Args:
+    path: the file.
+    target: the target that it will serve.
+    sibling: whether it may be attached to another target of the same sizes, such as the
+      one that this target was quantised or fine-tuned from.
+
+  Raises:
+    InputError: see `weights.load`; or the draft is attached to another target.
+  """
+  tensors, header = weights.opened(Path(path), (weights.ATTACHED,))
+  config = weights.config_of(AttachedConfig, header.get("config", ""), path)
+  stated = header.get("target", "")
+  # The shapes may fit another target, but its states mean something else: the draft
+  # would run, and nearly all of its tokens would be rejected.
+  if stated != target.fingerprint:
+    said = (
+      f"{path} is attached to the target {header.get('target_name') or 'unknown'}"
+      f" ({stated[:12]}...), received {target.name} ({target.fingerprint[:12]}...)."
+    )
+    if not sibling:
+      raise base.InputError(
+        f"{said} An attached draft works with its own target only. Name that target, or"
+        " start a new draft with draft = 'attached'; if one target is a quantised or"
+        " fine-tuned copy of the other, set PairConfig.sibling_draft = True."
+      )
+    sizes = header.get("target_sizes") or target.sizes
+    if sizes != target.sizes:
+      raise base.InputError(
+        f"{said} The first is a {sizes}, the second a {target.sizes}, so neither is a"
+        " copy of the other. Name the draft's target, or start a new draft with draft ="
+        " 'attached'."
+      )
+  model = build(config, target.config)
+  expected = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
+  named = ("target", "target_name", "notes", "target_sizes")
+  texts = {name: header.get(name, "") for name in named}
+  params = weights.read_params(tensors, expected, path)
+  return weights.AttachedWeights(config, params, **texts)

@@ -12,7 +12,6 @@ from osd_jax.models import llama, served, t5, t5gemma
 from osd_jax.models.shapes import (
   EXACT_SERVING,
   DraftServing,
-  Layout,
   LlamaConfig,
   T5Config,
   T5GemmaConfig,
@@ -33,7 +32,7 @@ def build(
   name: str = "model",
   serving: DraftServing = EXACT_SERVING,
   states: str = "",
-  kept: Layout = Layout.TRAINED,
+  kept: base.Layout = base.Layout.TRAINED,
 ) -> base.Model:
   """The functions of `base.Model` for one configuration.
 
@@ -97,7 +96,7 @@ def encode_for_draft(
   params: base.Params,
   source: jax.Array,
   mask: jax.Array,
-  kept: Layout = Layout.TRAINED,
+  kept: base.Layout = base.Layout.TRAINED,
 ) -> jax.Array:
   """Target states [B, S, E] bfloat16 of prompts, from `encoder_params`."""
   module = _MODULES[type(config)](config, kept=kept)

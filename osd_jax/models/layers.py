@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, native
-from osd_jax.models.shapes import ACTIVATIONS, Layout
+
+# Activation functions by the name in a configuration.
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "relu": jax.nn.relu,
+  "gelu": functools.partial(jax.nn.gelu, approximate=True),
+  "silu": jax.nn.silu,
+  "linear": lambda x: x,
+}
 
 _WIDENED = 2**24  # largest number of weights that are widened at once
 _TILE = 64  # XLA sums the remaining outputs of a product in another order
@@ -128,13 +135,13 @@ def stored(leaf: Any, dtype: jnp.dtype) -> jax.Array:
 
 @jax.jit
 def transposed(kernel: jax.Array) -> dict[str, jax.Array]:
-  """Parameters of a `Layout.SERVED` projection, from a kernel [in, out]."""
+  """Parameters of a `base.Layout.SERVED` projection, from a kernel [in, out]."""
   return {"kernel": kernel.T}
 
 
 @jax.jit
 def quantized(kernel: jax.Array) -> dict[str, jax.Array]:
-  """Parameters of a `Layout.INT8` projection, from a kernel [in, out]."""
+  """Parameters of a `base.Layout.INT8` projection, from a kernel [in, out]."""
   scale = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=0) / 127
   scale = jnp.where(scale == 0, 1.0, scale)  # an output whose weights are all 0
   rounded = jnp.round(kernel / scale[None]).astype(jnp.int8)
@@ -168,7 +175,7 @@ class Projection(nn.Module):
   shape: tuple[int, int]
   axes: tuple[str, str]
   dtype: jnp.dtype
-  layout: Layout = Layout.TRAINED
+  layout: base.Layout = base.Layout.TRAINED
   init_scale: float = 1.0
   bias: bool = False
 
@@ -178,7 +185,7 @@ class Projection(nn.Module):
 
     Args:
       x: [..., in], of any floating-point type.
-      outputs: [C] int32; compute these outputs only. Not for `Layout.INT8`.
+      outputs: [C] int32; compute these outputs only. Not for `base.Layout.INT8`.
     """
     product = self._product(x, outputs)
     if not self.bias:
@@ -189,21 +196,21 @@ class Projection(nn.Module):
 
   def _product(self, x: jax.Array, outputs: jax.Array | None) -> jax.Array:
     kernel = self._kernel()
-    if self.layout is Layout.INT8:
+    if self.layout is base.Layout.INT8:
       scale = self.param("scale", nn.initializers.ones, self.shape[1:])
       return int8_matmul(x, kernel, scale).astype(self.dtype)
     if outputs is not None:
       # Selecting columns before the product makes subsampled slices cheap.
-      if self.layout is Layout.SERVED:
+      if self.layout is base.Layout.SERVED:
         kernel = rows_of(kernel, outputs, self.dtype)
       else:
         kernel = kernel[:, outputs]
-    product = matmul if self.layout is Layout.TRAINED else served_matmul
+    product = matmul if self.layout is base.Layout.TRAINED else served_matmul
     return product(x.astype(self.dtype), kernel)
 
   def _kernel(self) -> jax.Array:
     shape, axes = self.shape, self.axes
-    if self.layout is not Layout.TRAINED:
+    if self.layout is not base.Layout.TRAINED:
       # The logical axes turn with the kernel, so that a mesh splits the same axis.
       shape, axes = shape[::-1], axes[::-1]
     init = nn.initializers.normal(self.init_scale / np.sqrt(self.shape[0]))
@@ -224,7 +231,7 @@ class HeadsProjection(Projection):
     if x.ndim == 3:  # the native attention returns joined heads
       return super()._product(x, outputs)
     rows, heads, count, size = x.shape
-    if native.forms() or self.layout is not Layout.TRAINED:
+    if native.forms() or self.layout is not base.Layout.TRAINED:
       joined = jnp.transpose(x, (0, 2, 1, 3)).reshape(rows, count, heads * size)
       return super()._product(joined, outputs)
     kernel = self._kernel() if outputs is None else self._kernel()[:, outputs]
@@ -299,7 +306,7 @@ class Mlp(nn.Module):
   """Feed-forward block: `wi`, activation, `wo`; gated if there are two activations."""
 
   config: Any  # T5Config or LlamaConfig
-  layout: Layout = Layout.TRAINED
+  layout: base.Layout = base.Layout.TRAINED
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -312,7 +319,9 @@ class Mlp(nn.Module):
     shape, axes = (config.width, config.mlp_dim), ("embed", "mlp")
     gated = len(config.mlp_activations) > 1
     branches = [
-      ACTIVATIONS[activation](project(x, shape, axes, f"wi_{index}" if gated else "wi"))
+      _ACTIVATIONS[activation](
+        project(x, shape, axes, f"wi_{index}" if gated else "wi")
+      )
       for index, activation in enumerate(config.mlp_activations)
     ]
     hidden = functools.reduce(jnp.multiply, branches)  # the second gates the first

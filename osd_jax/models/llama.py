@@ -106,8 +106,8 @@ class Attention(nn.Module):
   """
 
   config: LlamaConfig
-  layout: layers.Layout
-  memory_layout: layers.Layout | None = None
+  layout: base.Layout
+  memory_layout: base.Layout | None = None
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
@@ -151,7 +151,7 @@ class Attention(nn.Module):
     shared = (self.config.num_kv_heads, self.config.queries_per_head)
     query = query.reshape(x.shape[0], *shared, *query.shape[2:])
     cap = self.config.attention_cap
-    served = self.layout is not layers.Layout.TRAINED
+    served = self.layout is not base.Layout.TRAINED
     if served and not cap and _attends(query, memories):  # the C++ code has no caps
       return self.out(_native(query, memories))
     attended = functools.partial(_attended, cap=cap)
@@ -219,7 +219,7 @@ class Layer(nn.Module):
   """Pre-norm attention and feed-forward block; a Gemma has norms after both, too."""
 
   config: LlamaConfig
-  layout: layers.Layout
+  layout: base.Layout
 
   def setup(self):
     config = self.config
@@ -303,7 +303,7 @@ class Decoder(nn.Module):
   """All layers, the final norm, and the output head of untied models."""
 
   config: LlamaConfig
-  layout: layers.Layout
+  layout: base.Layout
   own_head: bool
 
   def setup(self):

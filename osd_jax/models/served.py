@@ -60,7 +60,7 @@ class LanguageModel(nn.Module):
   config: T5Config | LlamaConfig
   serving: DraftServing | None = None
   states: str = ""
-  kept: layers.Layout = layers.Layout.TRAINED
+  kept: base.Layout = base.Layout.TRAINED
 
   def setup(self):
     self.token_embedder = layers.Embedding(self.config)
@@ -116,7 +116,7 @@ class LanguageModel(nn.Module):
     return {}
 
   @property
-  def _layout(self) -> layers.Layout:
+  def _layout(self) -> base.Layout:
     return self.kept if self.serving is None else self.serving.layout
 
   @property
@@ -201,7 +201,7 @@ def prepare(
   serving: DraftServing,
   params: base.Params,
   shortlist: jax.Array | None = None,
-  kept: layers.Layout = layers.Layout.TRAINED,
+  kept: base.Layout = base.Layout.TRAINED,
 ) -> base.Params:
   """The served copy of trained parameters; see `base.Model.prepare`.
 
@@ -224,14 +224,14 @@ def prepare(
   if has_draft_head(config, serving):
     dense = decoder.pop("logits_dense", None)  # absent in tied models
     kernel = copy["token_embedder"]["embedding"] if dense is None else dense["kernel"]
-    vocabulary_first = dense is None or kept is layers.Layout.SERVED
+    vocabulary_first = dense is None or kept is base.Layout.SERVED
     copy["draft_head"] = draft_head(
       config, serving, kernel, vocabulary_first, shortlist
     )
   return {**copy, "decoder": for_steps(decoder, serving.layout, kept)}
 
 
-def taken(params: base.Params, dtype: str, kept: layers.Layout) -> base.Params:
+def taken(params: base.Params, dtype: str, kept: base.Layout) -> base.Params:
   """Parameters of a target, from the leaves that `read_params` left as stored.
 
   They are in bfloat16 if that is `dtype` or the type in the file, and in float32
@@ -241,7 +241,7 @@ def taken(params: base.Params, dtype: str, kept: layers.Layout) -> base.Params:
 
   def leaf(path: tuple[str, ...]) -> jax.Array:
     array = flat.pop(path)
-    if kept is layers.Layout.SERVED and is_for_steps(path):
+    if kept is base.Layout.SERVED and is_for_steps(path):
       array = array.T
     return jax.block_until_ready(layers.stored(jax.device_put(array), jnp.dtype(dtype)))
 
@@ -290,9 +290,9 @@ def _head(kernel, ids, vocabulary_first, layout):
 
 
 _STORED = {
-  layers.Layout.TRAINED: lambda kernel: {"kernel": kernel},
-  layers.Layout.SERVED: layers.transposed,
-  layers.Layout.INT8: layers.quantized,
+  base.Layout.TRAINED: lambda kernel: {"kernel": kernel},
+  base.Layout.SERVED: layers.transposed,
+  base.Layout.INT8: layers.quantized,
 }
 
 
@@ -308,8 +308,8 @@ def is_for_steps(path: tuple[str, ...]) -> bool:
 
 def for_steps(
   decoder: base.Params,
-  layout: layers.Layout,
-  kept: layers.Layout = layers.Layout.TRAINED,
+  layout: base.Layout,
+  kept: base.Layout = base.Layout.TRAINED,
   within: tuple[str, ...] = (),
 ) -> base.Params:
   """Stores the kernels of a decoder, or of its part at path `within`, for steps.
@@ -320,7 +320,7 @@ def for_steps(
     if layout is kept or not is_for_steps(("decoder", *within, "kernel")):
       return decoder
     kernel = decoder["kernel"]
-    if kept is layers.Layout.SERVED:
+    if kept is base.Layout.SERVED:
       kernel = kernel.T
     return {**decoder, **_STORED[layout](kernel)}
   return {

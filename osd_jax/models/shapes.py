@@ -1,35 +1,13 @@
 """Configurations: shapes of models, and approximations in a served draft."""
 
 import dataclasses
-import enum
-import functools
-from collections.abc import Callable
 from typing import Annotated
-
-import jax
 
 from osd_jax import base, native
 
-# Activation functions by the name in a configuration.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-  "relu": jax.nn.relu,
-  "gelu": functools.partial(jax.nn.gelu, approximate=True),
-  "silu": jax.nn.silu,
-  "linear": lambda x: x,
-}
-
-
-class Layout(enum.Enum):
-  """How a kernel is stored; `layers.py` has a product for each."""
-
-  TRAINED = "[in, out]"
-  SERVED = "[out, in]"
-  INT8 = "[out, in] in int8, with one float32 scale per output"
-
-
 ComputeType = Annotated[str, base.OneOf("float32", "bfloat16", "float64")]
 Activations = Annotated[
-  tuple[Annotated[str, base.OneOf(*ACTIVATIONS)], ...],
+  tuple[Annotated[str, base.OneOf("relu", "gelu", "silu", "linear")], ...],
   base.NonEmpty("at least one name"),
 ]
 
@@ -335,15 +313,15 @@ class DraftServing(base.Config):
     return {"shortlist": (self.shortlist != 1, expected)}
 
   @property
-  def layout(self) -> Layout:
+  def layout(self) -> base.Layout:
     """How the served decoder stores its kernels.
 
     Only CPUs gain from the transposed layout. Elsewhere the trained kernels are served,
     which saves a second copy.
     """
     if self.int8:
-      return Layout.INT8
-    return Layout.SERVED if native.forms() else Layout.TRAINED
+      return base.Layout.INT8
+    return base.Layout.SERVED if native.forms() else base.Layout.TRAINED
 
 
 EXACT_SERVING = DraftServing()  # no approximation

@@ -96,8 +96,8 @@ class Attention(nn.Module):
   """
 
   config: T5Config
-  layout: layers.Layout = layers.Layout.TRAINED
-  memory_layout: layers.Layout = layers.Layout.TRAINED
+  layout: base.Layout = base.Layout.TRAINED
+  memory_layout: base.Layout = base.Layout.TRAINED
   memory_width: int = 0
 
   def setup(self):
@@ -129,7 +129,7 @@ class Attention(nn.Module):
     """
     query = self.query(x)
     # Only served copies may use the native attention, which has no gradient.
-    if self.layout is not layers.Layout.TRAINED and native.attends(query, keys):
+    if self.layout is not base.Layout.TRAINED and native.attends(query, keys):
       return self.out(native.attention(query, keys, values, bias))
     query = self._split(query)
     return self.out(layers.never_alone(_attended, query, keys, values, bias))
@@ -194,7 +194,7 @@ class DecoderLayer(nn.Module):
   """
 
   config: T5Config
-  layout: layers.Layout
+  layout: base.Layout
   memory_width: int = 0
 
   def setup(self):
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
   """
 
   config: T5Config
-  layout: layers.Layout
+  layout: base.Layout
   own_head: bool
   memory_width: int = 0
 

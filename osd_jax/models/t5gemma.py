@@ -27,7 +27,7 @@ class Encoder(nn.Module):
   def setup(self):
     config = self.config
     self.token_embedder = layers.Embedding(config)
-    trained = layers.Layout.TRAINED
+    trained = base.Layout.TRAINED
     self.layers = [
       llama.Layer(config, trained) for _ in range(config.num_encoder_layers)
     ]
@@ -59,7 +59,7 @@ class DecoderLayer(llama.Layer):
     super().setup()
     self.pre_cross_attention_layer_norm = llama.norm(self.config)
     self.encoder_decoder_attention = llama.Attention(
-      self.config, self.layout, layers.Layout.TRAINED
+      self.config, self.layout, base.Layout.TRAINED
     )
     self.post_cross_attention_layer_norm = llama.norm(self.config)
 
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
   """The decoder stack, with the output head of untied models."""
 
   config: T5GemmaConfig
-  layout: layers.Layout
+  layout: base.Layout
   own_head: bool
 
   def setup(self):

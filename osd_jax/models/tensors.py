@@ -263,7 +263,7 @@ _OTHER_FILES = {
   ),
   b"PK\x03\x04": (
     "a zip file, as torch.save writes it",
-    "`osd convert` with allow_torch_bin reads pytorch_model.bin in its folder",
+    "load it with transformers, and save it with save_pretrained",
   ),
   b"\x80": ("a pickle", "save the weights as safetensors"),
   b"\x1f\x8b": ("a gzip file", "unpack it"),

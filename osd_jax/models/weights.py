@@ -19,7 +19,7 @@ import safetensors
 import safetensors.flax
 
 from osd_jax import base, remote
-from osd_jax.models import attached, families
+from osd_jax.models import families
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import (
@@ -37,7 +37,7 @@ _KINDS = {
 }
 _FORMATS = {kind: name for name, kind in _KINDS.items()}
 _MODELS = ("osd_jax.t5", "osd_jax.llama", "osd_jax.t5gemma")
-_ATTACHED = "osd_jax.attached"
+ATTACHED = "osd_jax.attached"
 _AS_HELD = "as held"
 
 # Fields of a shape that a target shares with its copies.
@@ -249,9 +249,9 @@ def load(path: str | Path, as_stored: bool = False) -> Weights:
     InputError: the file is missing or has another format, or its tensors do not fit the
       configuration in its header.
   """
-  tensors, header = _opened(Path(path), _MODELS)
-  config = _config(_KINDS[header["format"]], header.get("config", ""), path)
-  params = _params(tensors, expected_shapes(config), path, as_stored)
+  tensors, header = opened(Path(path), _MODELS)
+  config = config_of(_KINDS[header["format"]], header.get("config", ""), path)
+  params = read_params(tensors, expected_shapes(config), path, as_stored)
   return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
@@ -261,8 +261,8 @@ def shape_of(path: str | Path) -> ModelConfig | AttachedConfig:
   Raises:
     InputError: see `load`.
   """
-  _, header = _opened(Path(path), tuple(_KINDS))
-  return _config(_KINDS[header["format"]], header.get("config", ""), path)
+  _, header = opened(Path(path), tuple(_KINDS))
+  return config_of(_KINDS[header["format"]], header.get("config", ""), path)
 
 
 def bfloat16_of(path: str | Path) -> frozenset[str]:
@@ -271,65 +271,22 @@ def bfloat16_of(path: str | Path) -> frozenset[str]:
   Raises:
     InputError: see `load`.
   """
-  return _opened(Path(path), tuple(_KINDS))[0].short
+  return opened(Path(path), tuple(_KINDS))[0].short
 
 
 def is_attached(path: Path) -> bool:
   """Whether a file exists and contains an attached draft."""
-  return path.is_file() and tensors_lib.format_of(path) == _ATTACHED
+  return path.is_file() and tensors_lib.format_of(path) == ATTACHED
 
 
-def load_attached(
-  path: str | Path, target: Identity, sibling: bool = False
-) -> AttachedWeights:
-  """Reads the file of an attached draft; see `load`.
-
-  Args:
-    path: the file.
-    target: the target that it will serve.
-    sibling: whether it may be attached to another target of the same sizes, such as the
-      one that this target was quantised or fine-tuned from.
-
-  Raises:
-    InputError: see `load`; or the draft is attached to another target.
-  """
-  tensors, header = _opened(Path(path), (_ATTACHED,))
-  config = _config(AttachedConfig, header.get("config", ""), path)
-  stated = header.get("target", "")
-  # The shapes may fit another target, but its states mean something else: the draft
-  # would run, and nearly all of its tokens would be rejected.
-  if stated != target.fingerprint:
-    said = (
-      f"{path} is attached to the target {header.get('target_name') or 'unknown'}"
-      f" ({stated[:12]}...), received {target.name} ({target.fingerprint[:12]}...)."
-    )
-    if not sibling:
-      raise base.InputError(
-        f"{said} An attached draft works with its own target only. Name that target, or"
-        " start a new draft with draft = 'attached'; if one target is a quantised or"
-        " fine-tuned copy of the other, set PairConfig.sibling_draft = True."
-      )
-    sizes = header.get("target_sizes") or target.sizes
-    if sizes != target.sizes:
-      raise base.InputError(
-        f"{said} The first is a {sizes}, the second a {target.sizes}, so neither is a"
-        " copy of the other. Name the draft's target, or start a new draft with draft ="
-        " 'attached'."
-      )
-  model = attached.build(config, target.config)
-  expected = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
-  named = ("target", "target_name", "notes", "target_sizes")
-  texts = {name: header.get(name, "") for name in named}
-  return AttachedWeights(config, _params(tensors, expected, path), **texts)
-
-
-def _opened(
+def opened(
   path: Path, wanted: tuple[str, ...]
 ) -> tuple[tensors_lib.Tensors, dict[str, str]]:
+  """Opens a file of one of the wanted formats; returns its tensors and its header."""
   tensors, header = tensors_lib.of_safetensors(path)
   if header.get("format") not in wanted:
     advice = "`osd pretrain`, `osd offline` and `osd convert` write such files."
-    if header.get("format") == _ATTACHED:
+    if header.get("format") == ATTACHED:
       advice = (
         "An attached draft is served together with its target, as PairConfig.draft. It"
         " has no head or embedding of its own, so that it cannot be a target, and"
@@ -347,9 +304,10 @@ def _opened(
   return tensors, header
 
 
-def _params(
+def read_params(
   tensors: tensors_lib.Tensors, expected, path: str | Path, as_stored: bool = False
 ) -> base.Params:
+  """Reads parameters of the expected shapes, which are named by their paths."""
   tensors_lib.check(tensors.shapes, expected, path)
   names = {name: name for name in expected}
   return tensors_lib.read_params(tensors, names, as_stored=as_stored)
@@ -365,7 +323,8 @@ def _config_json(config: Any) -> str:
   return json.dumps({_FIELDS_IN_FILES.get(name, name): fields[name] for name in fields})
 
 
-def _config(kind: type, text: str, path: str | Path) -> Any:
+def config_of(kind: type, text: str, path: str | Path) -> Any:
+  """Returns the config that a header holds."""
   names = {in_file: name for name, in_file in _FIELDS_IN_FILES.items()}
   try:
     fields = {names.get(name, name): v for name, v in json.loads(text).items()}

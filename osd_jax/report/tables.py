@@ -79,10 +79,7 @@ def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
     details["Where the time went"] = account.table()
   if "costs" in by_kind:
     costs = Costs.from_json(by_kind["costs"][0])
-    if predicted := account_lib.predictions(costs, rows):
-      details["Predicted from the costs, and measured"] = predicted
     details["Costs on this machine"] = costs.table()
-    said = said or account_lib.predicted_saving(costs, rows)
   shown = {"sibling": 1, "mesh": 1, "replica": 3}
   events = [row for kind, most in shown.items() for row in by_kind.get(kind, ())[:most]]
   events += by_kind.get("unsaved", ())[-1:]
@@ -464,7 +461,7 @@ def _advised(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
   """What drafters would do on a log."""
   del rows
   found = by_kind["advice"]
-  # The figure of a mixture is an upper bound, so it is no result.
+  # The figure of a mixture is only an upper bound.
   best = min(
     (row for row in found if not row["is_bound"]), key=lambda row: row["ms_per_token"]
   )

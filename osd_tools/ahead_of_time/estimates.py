@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from osd_jax import pairs
-from osd_jax.costs.account import predict
 from osd_jax.costs.table import RoundCosts, expected_tokens
 from osd_tools.ahead_of_time.plan import Plan
 from osd_tools.ahead_of_time.programs import Made
@@ -131,6 +130,22 @@ def estimates(
       "v": verify_ms / plain_ms,
       "break_even_acceptance": break_even(drafted, round_ms / plain_ms),
     }
+
+
+def predict(
+  costs: RoundCosts, tokens: float, calls: float, drafted: float = 0, lost_ms: float = 0
+) -> float:
+  """Returns tokens per second of one way to decode, all rows together.
+
+  Args:
+    costs: of this way to decode.
+    tokens: emitted per request, mean.
+    calls: target calls per request, mean.
+    drafted: drafted tokens per request, mean.
+    lost_ms: time that updates take from a request.
+  """
+  ms = costs.request_ms + calls * costs.at(drafted / calls) / costs.rows
+  return tokens * 1e3 / (ms + lost_ms)
 
 
 def break_even(num_draft_tokens: int, round_over_step: float) -> float | None:

@@ -1,18 +1,10 @@
-"""Accounts of a run from metrics.jsonl: wall time, verdict, predictions."""
-
-import dataclasses
+"""Accounts of a run from metrics.jsonl: wall time and verdict."""
 
 import numpy as np
 import pytest
 
 from osd_jax.costs import account
-from osd_jax.costs.table import Costs, RoundCosts
 
-ONLINE = RoundCosts((11.0,), num_draft_tokens=(7,), request_ms=10.0)
-PLAIN = RoundCosts((4.0,), num_draft_tokens=(0,), request_ms=5.0)
-COSTS = Costs(
-  ONLINE, 60.0, plain=PLAIN, frozen=ONLINE, step_ms=4.0, update_ms=120.0, slices=6
-)
 UPDATE = {"kind": "update", "steps": 6, "wait_ms": 0.0, "skipped": 0}
 
 ROWS = [
@@ -190,39 +182,3 @@ def test_resumed_verdict_equals_uninterrupted_one():
   for row in rows[2:]:
     state = account.observe(state, row["kind"], row)
   assert state == account.verdict(rows)
-
-
-# --- Predictions --------------------------------------------------------------------
-
-
-def test_predicted_speed_is_tokens_over_time():
-  assert account.predict(PLAIN, 30, 30) == pytest.approx(30e3 / (5 + 120))
-  drafted = (30, 10, 70, 30.0)
-  assert account.predict(ONLINE, *drafted) == pytest.approx(30e3 / (10 + 110 + 30))
-  both = dataclasses.replace(ONLINE, rows=2)
-  assert account.predict(both, *drafted) == pytest.approx(30e3 / (10 + 55 + 30))
-
-
-def test_predictions_table_has_relative_errors():
-  table = account.predictions(COSTS, [compared(), request()])
-  assert [line["decoding"] for line in table] == ["plain", "frozen", "online"]
-  assert [line["relative error"] for line in table] == ["+0.0%"] * 3
-  # Predicted: 120 + 60 ms for one request with one update; measured: 200 ms.
-  (line,) = account.predictions(COSTS, [request(decode_ms=200.0), UPDATE])
-  assert line["relative error"] == f"{200 / 180 - 1:+.1%}"
-
-
-def test_prediction_far_from_the_measurement_is_omitted():
-  assert not account.predictions(COSTS, [request(decode_ms=400.0)])
-
-
-def test_saving_is_predicted_from_costs_without_comparisons():
-  tokens = [sum(rate**i for i in range(8)) for rate in (0.8, 0.5)]
-  frozen = 110 * tokens[0] / tokens[1]
-  text = account.predicted_saving(COSTS, [request()] * 1000 + [UPDATE] * 500)
-  assert text.startswith("Predicted from the costs")
-  assert f"takes {110 + 30:.1f} s, 30.0 s of them lost" in text
-  assert f"the frozen draft takes {frozen:.1f} s" in text
-  assert not account.predicted_saving(COSTS, [request()])
-  unknown = request(floor_acceptance_rate=None)
-  assert not account.predicted_saving(COSTS, [unknown, UPDATE])

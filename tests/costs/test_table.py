@@ -40,7 +40,7 @@ def test_token_time_uses_the_fastest_k_and_all_rows():
 
 
 def test_costs_round_trip_through_json():
-  costs = table.Costs(ROUNDS, 60.0, plain=ROUNDS, update_ms=120.0, slices=6)
+  costs = table.Costs(ROUNDS, 60.0, update_ms=120.0, slices=6)
   fields = json.loads(json.dumps(dataclasses.asdict(costs)))
   assert table.Costs.from_json({"kind": "costs", **fields}) == costs
 

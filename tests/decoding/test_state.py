@@ -13,6 +13,7 @@ from decoding import harness
 
 from osd_jax import base, testing
 from osd_jax.base import EOS_ID, StopReason
+from osd_jax.decoding import records
 from osd_jax.decoding import state as state_lib
 
 ROWS, LENGTH, VOCAB = 4, 10, 7
@@ -20,8 +21,8 @@ ROWS, LENGTH, VOCAB = 4, 10, 7
 
 @functools.partial(jax.jit, static_argnums=4)
 def append(state, acceptance, verification, proposal, ends):
-  kept = state.records.ids.shape[-1]
-  judgement = state_lib.Judgement.of(acceptance, verification, kept)
+  found = records.from_logits(verification.logits, state.records.ids.shape[-1])
+  judgement = state_lib.Judgement.of(acceptance, verification, found)
   return state_lib.append(state, judgement, proposal, ends)
 
 

@@ -181,12 +181,10 @@ def test_broken_draft_is_replaced_at_once():
   assert decision.name == "floor_returned" and state.serving == 0
 
 
-@pytest.mark.parametrize("follow", [True, False])
-def test_new_drafts_serve_at_once_only_if_the_gate_follows(follow):
-  _, state = serve(np.full(20, 0.3), gate.GateConfig(follow=follow))
-  proven, newer = state.proven, dataclasses.replace(state, newest=state.newest + 1)
-  assert proven > 0
-  assert newer.serving == (newer.newest if follow else proven)
+def test_new_drafts_serve_at_once_after_a_promotion():
+  _, state = serve(np.full(20, 0.3))
+  newer = dataclasses.replace(state, newest=state.newest + 1)
+  assert newer.serving == newer.newest > state.proven > 0
 
 
 def test_all_answers_are_scored_only_while_a_draft_leads():
@@ -247,7 +245,6 @@ def test_state_survives_json():
     ({"cap": 0.0}, "cap: received 0.0"),
     ({"cap": 1.5}, "cap: received 1.5"),
     ({"window": 0}, "window: received 0"),
-    ({"follow": 1}, "follow: received 1"),
   ],
 )
 def test_bad_settings_are_refused(changes, said):

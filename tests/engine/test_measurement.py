@@ -33,10 +33,8 @@ def test_measuring_a_server_changes_no_state(pair, tmp_path):
     found = measurement.measure(server, BUCKET, True, config.sampling, lines.append)
     after = np.asarray(server.learner.state()[0]["learner"].step)
   assert after == before and len(lines) == 2 and "Measuring costs" in lines[0]
-  assert (found.plain.rows, found.frozen.rows, found.online.rows) == (1, 1, 2)
-  assert found.plain.num_draft_tokens == (0,) and found.online.num_draft_tokens == (3,)
-  for way in (found.plain, found.frozen, found.online):
-    assert min(way.round_ms) > 0 and way.request_ms > 0
+  assert (found.online.rows, found.online.num_draft_tokens) == (2, (3,))
+  assert min(found.online.round_ms) > 0 and found.online.request_ms > 0
   assert min(found.draft_ms, found.step_ms, found.verify_ms, found.update_ms) > 0
   assert found.slices == 2 and found.lost_ms > 0
 
@@ -91,7 +89,6 @@ def test_model_with_100_ms_steps_is_measured_within_10_seconds(
     found = measurement.measure(server, BUCKET, True, config.sampling)
   assert slow_model[0] <= 10.0
   # 8 ms for each of three drafted tokens, and two slices of 300 ms per update.
-  assert found.plain.round_ms == pytest.approx((100.0,))
   assert found.online.round_ms[-1] == pytest.approx(124.0)
   assert found.update_ms == pytest.approx(600.0)
 
@@ -180,5 +177,5 @@ def test_every_k_is_measured_on_a_mesh(pair, tmp_path):
     assert not server.learner.runner.in_background
   # On a mesh updates run on the serving thread, so serving loses all of their time.
   assert found.lost_ms >= found.update_ms > 0
-  assert found.online.num_draft_tokens == found.frozen.num_draft_tokens == (0, 1)
+  assert found.online.num_draft_tokens == (0, 1)
   assert found.online.rows == 2 and min(found.online.round_ms) > 0

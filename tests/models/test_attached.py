@@ -200,7 +200,7 @@ def identity(runner, name="target", dtype="float32", **changes):
 
 def test_file_contains_only_trained_parameters(runner, tmp_path):
   path, own = written(runner, tmp_path)
-  held = weights.load_attached(path, identity(runner))
+  held = attached.load(path, identity(runner))
   jax.tree.map(np.testing.assert_array_equal, held.params, own)
   assert (held.config, held.notes) == (cases.DRAFT, "notes")
   assert weights.is_attached(path) and not weights.is_attached(tmp_path / "none")
@@ -214,10 +214,10 @@ def test_loading_with_another_target_is_refused(runner, tmp_path):
   embedding = {"embedding": 1 + runner.target_params["token_embedder"]["embedding"]}
   other = identity(runner, "other.x", token_embedder=embedding)
   with pytest.raises(base.InputError, match=r"big\.safetensors .*received other\.x"):
-    weights.load_attached(path, other)
+    attached.load(path, other)
   # The dtype is not part of the identity.
   same = identity(runner, dtype="bfloat16")
-  assert weights.load_attached(path, same).config == cases.DRAFT
+  assert attached.load(path, same).config == cases.DRAFT
 
 
 def test_draft_of_a_sibling_is_accepted_where_asked(runner, tmp_path):
@@ -225,21 +225,21 @@ def test_draft_of_a_sibling_is_accepted_where_asked(runner, tmp_path):
   path, own = written(runner, tmp_path, target_sizes=identity(runner).sizes)
   embedding = {"embedding": 1 + runner.target_params["token_embedder"]["embedding"]}
   other = identity(runner, token_embedder=embedding)
-  held = weights.load_attached(path, other, sibling=True)
+  held = attached.load(path, other, sibling=True)
   jax.tree.map(np.testing.assert_array_equal, held.params, own)
   assert held.target != other.fingerprint  # so that the report can say it
   # Copies may differ in what does not concern a draft.
   config = dataclasses.replace(
     runner.shape, tied_head=not runner.shape.tied_head, dtype="bfloat16"
   )
-  weights.load_attached(path, dataclasses.replace(other, config=config), sibling=True)
+  attached.load(path, dataclasses.replace(other, config=config), sibling=True)
   size = runner.shape.vocab_size
   longer = dataclasses.replace(
     other, config=dataclasses.replace(runner.shape, vocab_size=size + 1)
   )
   said = rf"vocab_size={size},.*vocab_size={size + 1},.*neither is a copy"
   with pytest.raises(base.InputError, match=said):
-    weights.load_attached(path, longer, sibling=True)
+    attached.load(path, longer, sibling=True)
 
 
 def test_attached_draft_file_is_refused_as_t5_weights(runner, tmp_path):
@@ -254,7 +254,7 @@ def test_tensor_with_a_wrong_shape_is_named(runner, tmp_path):
   with pytest.raises(
     base.InputError, match=r"decoder_norm/scale: found \(16,\), expected \(32,\)"
   ):
-    weights.load_attached(path, identity(runner))
+    attached.load(path, identity(runner))
 
 
 @pytest.mark.parametrize(

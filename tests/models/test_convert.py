@@ -15,7 +15,8 @@ import pytest
 import safetensors.flax
 from models import tiny
 
-from osd_jax.models import convert, families
+from osd_jax.models import families
+from osd_jax.models.convert import hugging_face
 from osd_tools import sizes
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -36,7 +37,7 @@ def read_raw(kind):
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request):
   """Converted weights, and the outputs that torch computed with the original ones."""
-  weights = convert.read_hugging_face(folder_of(request.param))
+  weights = hugging_face.read(folder_of(request.param))
   with np.load(folder_of(request.param) / "outputs.npz") as file:
     return weights, dict(file)
 
@@ -62,7 +63,7 @@ def test_greedy_tokens_equal_torch(pair):
 def test_bfloat16_file_is_read_exactly():
   _, tensors = read_raw("t5_1_1")
   assert tensors["shared.weight"].dtype == jnp.bfloat16
-  params = convert.read_hugging_face(folder_of("t5_1_1")).params
+  params = hugging_face.read(folder_of("t5_1_1")).params
   embedding = params["token_embedder"]["embedding"]
   assert embedding.dtype == jnp.float32
   np.testing.assert_array_equal(embedding, tensors["shared.weight"].astype(np.float32))
@@ -91,7 +92,7 @@ def _fields(**changes):
 
 
 def test_config_of_flan_t5_small_equals_its_published_size():
-  assert convert.config_from_hugging_face(_fields()) == sizes.SIZES["flan-t5-small"]
+  assert hugging_face.config_from(_fields()) == sizes.SIZES["flan-t5-small"]
 
 
 def test_config_of_t5_small_uses_the_defaults_of_transformers():
@@ -104,7 +105,7 @@ def test_config_of_t5_small_uses_the_defaults_of_transformers():
     "num_layers": 6,
     "num_heads": 8,
   }
-  assert convert.config_from_hugging_face(fields) == sizes.SIZES["t5-small"]
+  assert hugging_face.config_from(fields) == sizes.SIZES["t5-small"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_config_of_t5_small_uses_the_defaults_of_transformers():
   ],
 )
 def test_tied_head_is_read_from_files_of_transformers_4_and_5(changes, tied):
-  assert convert.config_from_hugging_face(_fields(**changes)).tied_head is tied
+  assert hugging_face.config_from(_fields(**changes)).tied_head is tied
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_tied_head_is_read_from_files_of_transformers_4_and_5(changes, tied):
 )
 def test_config_of_another_model_is_refused_by_field(field, value):
   with pytest.raises(ValueError, match=f"config.json: field {field}: received"):
-    convert.config_from_hugging_face(_fields(**{field: value}))
+    hugging_face.config_from(_fields(**{field: value}))
 
 
 def edited(tmp_path, kind, fields=None, tensors=None):
@@ -165,7 +166,7 @@ def converted(tmp_path):
     change(tensors)
     shutil.rmtree(tmp_path / "model", ignore_errors=True)
     folder = edited(tmp_path, kind, tensors=tensors)
-    return convert.read_hugging_face(folder).params
+    return hugging_face.read(folder).params
 
   return convert_changed
 
@@ -176,7 +177,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tree_and_shapes_equal_those_of_init(kind):
-  weights = convert.read_hugging_face(folder_of(kind))
+  weights = hugging_face.read(folder_of(kind))
   init = jax.eval_shape(families.build(weights.config).init, jax.random.key(0))
   assert jax.tree.map(np.shape, weights.params) == jax.tree.map(np.shape, init)
 
@@ -254,7 +255,7 @@ def test_missing_head_of_a_tied_t5_1_1_is_the_embedding(tmp_path):
   fields, tensors = read_raw("t5_1_1")
   del tensors["lm_head.weight"]
   assert fields["tie_word_embeddings"] and not fields["scale_decoder_outputs"]
-  params = convert.read_hugging_face(edited(tmp_path, "t5_1_1", tensors=tensors)).params
+  params = hugging_face.read(edited(tmp_path, "t5_1_1", tensors=tensors)).params
   np.testing.assert_array_equal(
     params["decoder"]["logits_dense"]["kernel"],
     params["token_embedder"]["embedding"].T,
@@ -267,21 +268,21 @@ def test_missing_head_of_an_untied_model_is_refused(tmp_path):
   fields["tie_word_embeddings"] = False
   folder = edited(tmp_path, "t5_1_1", fields, tensors)
   with pytest.raises(ValueError, match="lm_head.weight: found nothing"):
-    convert.read_hugging_face(folder)
+    hugging_face.read(folder)
 
 
 def test_missing_or_invalid_files_of_a_folder_are_named(tmp_path):
   with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
-    convert.read_hugging_face(tmp_path)
+    hugging_face.read(tmp_path)
   folder = edited(tmp_path, "t5_1_0")
   (folder / "model.safetensors").unlink()
   with pytest.raises(
     ValueError, match=r"cannot read .*model\.saf.*neither it nor .*exists"
   ):
-    convert.read_hugging_face(folder)
+    hugging_face.read(folder)
   (folder / "model.safetensors").write_bytes(b"no tensors")
   with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors"):
-    convert.read_hugging_face(folder)
+    hugging_face.read(folder)
   (folder / "config.json").write_text("{")
   with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
-    convert.read_hugging_face(folder)
+    hugging_face.read(folder)

@@ -15,9 +15,8 @@ from osd_jax import base, convert, gguf_files, pairs, testing
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine import generation_config
 from osd_jax.engine.requests import SamplingConfig
-from osd_jax.models import convert as converters
 from osd_jax.models import families, tensors, weights
-from osd_jax.models.convert import llama
+from osd_jax.models.convert import hugging_face, llama
 
 gguf = pytest.importorskip("gguf")
 
@@ -168,13 +167,13 @@ def write(path, kind, stored=None, change=None):
 def test_weights_are_those_of_the_file(tmp_path, kind):
   path = tmp_path / "model.gguf"
   held = write(path, kind, gguf.GGMLQuantizationType.Q8_0)
-  found = converters.read_hugging_face(path, as_stored=True)
+  found = hugging_face.read(path, as_stored=True)
   assert found.config == held.config
   jax.tree.map(np.testing.assert_array_equal, found.params, held.params)
   types = {name: str(x.dtype) for name, x in tensors.flat(found.params).items()}
   assert set(types.values()) == {"bfloat16", "float32"}  # norms are not quantised
   short = {name for name, kind in types.items() if kind == "bfloat16"}
-  assert converters.bfloat16_of_hugging_face(path) == short
+  assert hugging_face.bfloat16_of(path) == short
 
 
 def test_file_alone_is_served(tmp_path):
@@ -182,7 +181,7 @@ def test_file_alone_is_served(tmp_path):
   path, folder = tmp_path / "model.gguf", tmp_path / "folder"
   held = write(path, "llama", gguf.GGMLQuantizationType.Q8_0)
   files = {"tokenizer.model": tiny_pair.llama_tokenizer()}
-  converters.write_hugging_face(folder, held, files)
+  hugging_face.write(folder, held, files)
   found, wanted = (
     pairs.load_pair(pairs.PairConfig(target=str(target), draft="cache"))
     for target in (path, folder)
@@ -287,7 +286,7 @@ def test_unsupported_file_is_refused_by_name(tmp_path, case):
   make, message = REFUSED[case]
   make(tmp_path / "model.gguf")
   with pytest.raises(base.InputError, match=message):
-    converters.shape_of_hugging_face(tmp_path / "model.gguf")
+    hugging_face.shape_of(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
@@ -314,4 +313,4 @@ def test_missing_package_is_named(tmp_path, monkeypatch):
   write(tmp_path / "model.gguf", "qwen2")
   monkeypatch.setitem(sys.modules, "gguf", None)
   with pytest.raises(base.MissingExtraError, match=r"osd-jax\[gguf\]"):
-    converters.shape_of_hugging_face(tmp_path / "model.gguf")
+    hugging_face.shape_of(tmp_path / "model.gguf")

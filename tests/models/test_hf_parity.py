@@ -4,12 +4,10 @@ Each model is read from a folder that transformers wrote, like a user's model.
 """
 
 import dataclasses
-import os
 import pathlib
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from models import tiny
@@ -17,7 +15,8 @@ from models.fixtures import make_hugging_face as maker
 
 from osd_jax import assets
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
-from osd_jax.models import convert, t5
+from osd_jax.models import t5
+from osd_jax.models.convert import hugging_face
 
 pytestmark = pytest.mark.hf
 
@@ -48,7 +47,7 @@ def pair(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp(kind)
   model.save_pretrained(folder)
   batch = maker.ragged_batch(1536, seed)
-  return model, convert.read_hugging_face(folder), batch
+  return model, hugging_face.read(folder), batch
 
 
 def test_logits_equal_torch(pair):
@@ -91,7 +90,7 @@ def test_head_tied_by_transformers_5_is_read_correctly(transformers, tmp_path):
   model = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))
   model.eval().save_pretrained(tmp_path)
   assert model.lm_head.weight is model.shared.weight
-  weights = convert.read_hugging_face(tmp_path)
+  weights = hugging_face.read(tmp_path)
   assert not weights.config.tied_head
   source, target = maker.ragged_batch(48, 0)
   logits = weights.model.score(weights.params, source, source != 0, target)
@@ -104,7 +103,7 @@ def test_mt5_is_read_as_a_t5_1_1(transformers, tmp_path):
   shape = {**maker.SHAPE, "feed_forward_proj": "gated-gelu"}
   model = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**shape))
   model.eval().save_pretrained(tmp_path)
-  weights = convert.read_hugging_face(tmp_path)
+  weights = hugging_face.read(tmp_path)
   source, target = maker.ragged_batch(48, 0)
   logits = weights.model.score(weights.params, source, source != 0, target)
   expected = maker.outputs(model, source, target)
@@ -118,7 +117,7 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
   _, weights, (source, target) = pair
   params = jax.tree.map(lambda leaf: 0.875 * leaf, weights.params)
   adapted = dataclasses.replace(weights, params=params)
-  folder = convert.write_hugging_face(tmp_path / "ours", adapted, FILES)
+  folder = hugging_face.write(tmp_path / "ours", adapted, FILES)
   loaded, report = transformers.T5ForConditionalGeneration.from_pretrained(
     folder, output_loading_info=True
   )
@@ -131,7 +130,7 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
   greedy = tiny.greedy(adapted, source, expected["greedy"].shape[1])
   np.testing.assert_array_equal(greedy, expected["greedy"])
   loaded.save_pretrained(tmp_path / "theirs")
-  again = convert.read_hugging_face(tmp_path / "theirs")
+  again = hugging_face.read(tmp_path / "theirs")
   assert again.config == adapted.config
   jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
@@ -141,67 +140,13 @@ def test_tokenizer_of_a_written_folder_equals_the_vocabulary(
   pair, transformers, tmp_path, shared_data, extra_ids
 ):
   expected = Vocabulary.load(shared_data / "tokenizers/t5", extra_ids)
-  folder = convert.write_hugging_face(
-    tmp_path / "ours", pair[1], tokenizer_files(expected)
-  )
+  folder = hugging_face.write(tmp_path / "ours", pair[1], tokenizer_files(expected))
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   assert len(tokenizer) == expected.size
   for text in ("How many singers are there?", "a  b .", "SELECT x FROM t WHERE x > 3"):
     ids = expected.encode(text)
     assert tokenizer(text).input_ids == [*ids, 1]
     assert tokenizer.decode(ids) == expected.decode(ids)
-
-
-def test_torch_files_are_read_if_allowed(pair, tmp_path):
-  import torch
-
-  model, weights, _ = pair
-  model.save_pretrained(tmp_path)
-  (tmp_path / "model.safetensors").unlink()
-  for legacy in (False, True):
-    torch.save(
-      model.state_dict(),
-      tmp_path / "pytorch_model.bin",
-      _use_new_zipfile_serialization=not legacy,
-    )
-    found = convert.read_hugging_face(tmp_path, allow_torch_bin=True)
-    assert found.config == weights.config
-    jax.tree.map(np.testing.assert_array_equal, found.params, weights.params)
-  short = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
-  torch.save(short, tmp_path / "pytorch_model.bin")
-  found = convert.read_hugging_face(tmp_path, allow_torch_bin=True, as_stored=True)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_array_equal(x, y.astype(ml_dtypes.bfloat16)),
-    found.params,
-    weights.params,
-  )
-
-
-class Trap:
-  """Creates a folder when it is unpickled."""
-
-  def __init__(self, path):
-    self.path = path
-
-  def __reduce__(self):
-    return os.mkdir, (str(self.path),)
-
-
-def test_torch_file_that_runs_code_is_refused(pair, tmp_path):
-  import torch
-
-  model, _, _ = pair
-  model.save_pretrained(tmp_path)
-  (tmp_path / "model.safetensors").unlink()
-  trap = tmp_path / "sprung"
-  state = {**model.state_dict(), "trap": Trap(trap)}
-  torch.save(state, tmp_path / "pytorch_model.bin")
-  with pytest.raises(ValueError, match="not opened"):
-    convert.read_hugging_face(tmp_path, allow_torch_bin=True)
-  assert not trap.exists()
-  # Negative control: an ordinary unpickling does run the code.
-  torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
-  assert trap.exists()
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -233,6 +178,6 @@ def test_recorded_fixtures_are_reproducible(kind):
     # Torch's order of summation depends on the processor; 2e-5 is the largest
     # difference measured between two processors.
     np.testing.assert_allclose(committed["logits"], fresh["logits"], atol=1e-4)
-  weights = convert.read_hugging_face(folder)
+  weights = hugging_face.read(folder)
   embedding = weights.params["token_embedder"]["embedding"]
   np.testing.assert_array_equal(embedding, model.shared.weight.detach().numpy())

@@ -11,7 +11,7 @@ from models.test_hf_llama import made
 
 from osd_jax.decoding import sampling
 from osd_jax.engine import generation_config
-from osd_jax.models import convert
+from osd_jax.models.convert import hugging_face
 
 pytestmark = pytest.mark.hf
 
@@ -115,7 +115,7 @@ def test_greedy_text_with_a_penalty_equals_transformers(
   is_t5 = kind.startswith("t5")
   model = maker.tiny_model(kind, 7) if is_t5 else made(transformers, kind)
   model.save_pretrained(tmp_path)
-  weights = convert.read_hugging_face(tmp_path)
+  weights = hugging_face.read(tmp_path)
   source = np.random.default_rng(0).integers(3, 48, (1, 9)).astype(np.int32)
   theirs = model.generate(
     torch.tensor(source),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base
-from osd_jax.models import convert
+from osd_jax.models.convert import hugging_face
 
 pytestmark = pytest.mark.hf
 
@@ -60,7 +60,7 @@ def pair(transformers, tmp_path_factory):
   """The torch model and the weights that we read from its folder."""
   model, folder = made(transformers), tmp_path_factory.mktemp("model")
   model.save_pretrained(folder)
-  return model, convert.read_hugging_face(folder)
+  return model, hugging_face.read(folder)
 
 
 def prompts():
@@ -115,14 +115,14 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
   _, weights = pair
   params = jax.tree.map(lambda leaf: 0.875 * leaf, weights.params)
   adapted = dataclasses.replace(weights, params=params)
-  folder = convert.write_hugging_face(tmp_path / "ours", adapted)
+  folder = hugging_face.write(tmp_path / "ours", adapted)
   loaded, report = transformers.T5GemmaForConditionalGeneration.from_pretrained(
     folder, output_loading_info=True, attn_implementation="eager"
   )
   assert not any(report.values()), report
   compare_logits(loaded.eval(), adapted)
   loaded.save_pretrained(tmp_path / "theirs")
-  again = convert.read_hugging_face(tmp_path / "theirs")
+  again = hugging_face.read(tmp_path / "theirs")
   assert again.config == adapted.config
   jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
@@ -130,4 +130,4 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
 def test_stacks_of_different_shapes_are_refused(transformers, tmp_path):
   made(transformers, intermediate_size=64).save_pretrained(tmp_path)
   with pytest.raises(base.InputError, match="differ in mlp_dim; only T5Gemmas"):
-    convert.read_hugging_face(tmp_path)
+    hugging_face.read(tmp_path)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pathlib
 import shutil
-import sys
 import weakref
 
 import jax
@@ -18,7 +17,7 @@ from models import tiny
 from osd_jax import assets, base
 from osd_jax.data import vocabulary as vocabularies
 from osd_jax.data.vocabulary import Vocabulary
-from osd_jax.models import convert, families, weights
+from osd_jax.models import families, weights
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.convert import folders, hugging_face
 from osd_tools import sizes
@@ -60,16 +59,16 @@ def write_index(folder, places):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_equal_one_file(tmp_path, kind):
-  whole = convert.read_hugging_face(FIXTURES / f"hugging_face_{kind}")
+  whole = hugging_face.read(FIXTURES / f"hugging_face_{kind}")
   folder = copied(tmp_path, kind)
   shard(folder)
-  assert_same(convert.read_hugging_face(folder), whole)
+  assert_same(hugging_face.read(folder), whole)
 
 
 def refusal(folder, **options):
   """Returns the message of the error that reading the folder raises."""
   with pytest.raises(ValueError) as caught:
-    convert.read_hugging_face(folder, **options)
+    hugging_face.read(folder, **options)
   return str(caught.value)
 
 
@@ -125,11 +124,11 @@ def test_folder_of_another_kind_is_refused_with_a_remedy(tmp_path, file, message
   (tmp_path / file).parent.mkdir(exist_ok=True)
   (tmp_path / file).write_text("{}")
   with pytest.raises(base.InputError, match=rf"config\.json.*{message}"):
-    convert.read_hugging_face(tmp_path)
+    hugging_face.read(tmp_path)
   # The configuration of a base model does not make it a whole one.
   shutil.copy(FIXTURES / "hugging_face_t5_1_0" / "config.json", tmp_path)
   with pytest.raises(base.InputError, match=rf"model\.safetensors.*{message}"):
-    convert.read_hugging_face(tmp_path)
+    hugging_face.read(tmp_path)
 
 
 def test_all_floating_types_are_read_exactly(tmp_path):
@@ -139,7 +138,7 @@ def test_all_floating_types_are_read_exactly(tmp_path):
     held = {name: np.asarray(x).astype(jnp.dtype(kind)) for name, x in tensors.items()}
     save = safetensors.flax if kind == "bfloat16" else safetensors.numpy
     save.save_file(held, folder / "model.safetensors")
-    found = convert.read_hugging_face(folder).params["token_embedder"]["embedding"]
+    found = hugging_face.read(folder).params["token_embedder"]["embedding"]
     np.testing.assert_array_equal(found, held["shared.weight"].astype(np.float32))
     assert found.dtype == np.float32
 
@@ -198,14 +197,10 @@ def test_nan_in_a_copied_embedding_is_reported_as_a_nan(tmp_path):
 # ---- Pickles
 
 
-def test_pickle_is_refused_unless_allowed(tmp_path):
-  """Refusal without the option; test_hf_parity.py reads a pickle with torch."""
+def test_pickle_is_refused(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-  assert "set allow_torch_bin" in refusal(folder)
-  if "torch" not in sys.modules:
-    with pytest.raises((ImportError, ValueError), match=r"pytorch_model\.bin"):
-      convert.read_hugging_face(folder, allow_torch_bin=True)
+  assert "save_pretrained writes safetensors" in refusal(folder)
 
 
 # ---- Writing
@@ -227,8 +222,8 @@ def random_weights(tied):
 @pytest.mark.parametrize("tied", [True, False])
 def test_written_folder_is_read_back_exactly(tmp_path, tied):
   given = random_weights(tied)
-  folder = convert.write_hugging_face(tmp_path / "a" / "model", given)
-  assert_same(convert.read_hugging_face(folder), given)
+  folder = hugging_face.write(tmp_path / "a" / "model", given)
+  assert_same(hugging_face.read(folder), given)
   names = safetensors.numpy.load_file(folder / "model.safetensors").keys()
   assert ("lm_head.weight" in names) is not tied
   assert sorted(p.name for p in folder.iterdir()) == [
@@ -242,10 +237,10 @@ def test_large_weights_are_written_in_shards_and_read_back_exactly(
   tmp_path, monkeypatch
 ):
   given = random_weights(False)
-  whole = convert.write_hugging_face(tmp_path / "whole", given)
+  whole = hugging_face.write(tmp_path / "whole", given)
   assert not list(whole.glob("*index*"))
   monkeypatch.setattr(hugging_face, "_SHARD", 20_000)  # 20 kB instead of 5 GB
-  folder = convert.write_hugging_face(tmp_path / "shards", given)
+  folder = hugging_face.write(tmp_path / "shards", given)
   shards = sorted(folder.glob("*.safetensors"))
   assert len(shards) > 2 and shards[0].name.startswith("model-00001-of-")
   index = json.loads((folder / INDEX).read_text())
@@ -255,20 +250,20 @@ def test_large_weights_are_written_in_shards_and_read_back_exactly(
   assert index["weight_map"].keys() == expected.keys()
   for name, file in index["weight_map"].items():
     np.testing.assert_array_equal(parts[file][name], expected[name])
-  assert_same(convert.read_hugging_face(folder), convert.read_hugging_face(whole))
+  assert_same(hugging_face.read(folder), hugging_face.read(whole))
   short = jax.tree.map(lambda x: x.astype(jnp.bfloat16), given.params)
   again = dataclasses.replace(given, params=short)
-  folder = convert.write_hugging_face(tmp_path / "short", again)
+  folder = hugging_face.write(tmp_path / "short", again)
   assert len(list(folder.glob("*.safetensors"))) > 2
-  assert convert.bfloat16_of_hugging_face(folder) == tensors_lib.flat(short).keys()
+  assert hugging_face.bfloat16_of(folder) == tensors_lib.flat(short).keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip_of_a_transformers_folder_is_exact(tmp_path, kind):
   """Every tensor keeps its name, type and bits."""
   original = FIXTURES / f"hugging_face_{kind}"
-  folder = convert.write_hugging_face(
-    tmp_path / "model", convert.read_hugging_face(original, as_stored=True)
+  folder = hugging_face.write(
+    tmp_path / "model", hugging_face.read(original, as_stored=True)
   )
   found = safetensors.flax.load_file(folder / "model.safetensors")
   expected = safetensors.flax.load_file(original / "model.safetensors")
@@ -287,7 +282,7 @@ def test_round_trip_of_a_transformers_folder_is_exact(tmp_path, kind):
 @pytest.mark.parametrize("name", sizes.SIZES)
 def test_configs_of_all_published_sizes_round_trip(name):
   config = sizes.size(name)
-  found = convert.config_from_hugging_face(convert.config_to_hugging_face(config))
+  found = hugging_face.config_from(hugging_face.config_to(config))
   assert found == dataclasses.replace(config, embedding_std=1.0)
 
 
@@ -296,7 +291,7 @@ def test_writing_unsupported_activations_is_refused(tmp_path):
   config = dataclasses.replace(given.config, mlp_activations=("gelu", "gelu"))
   given = dataclasses.replace(given, config=config)
   with pytest.raises(ValueError, match="mlp_activations: received .'gelu', 'gelu'"):
-    convert.write_hugging_face(tmp_path / "m", given)
+    hugging_face.write(tmp_path / "m", given)
   assert not list(tmp_path.iterdir())
 
 
@@ -305,7 +300,7 @@ def test_written_tokenizer_equals_the_vocabulary(tmp_path, extra_ids):
   vocabulary = Vocabulary.load(
     assets.resolve("shipped:demo_vocabulary.model"), extra_ids
   )
-  folder = convert.write_hugging_face(
+  folder = hugging_face.write(
     tmp_path / "m", random_weights(True), vocabularies.tokenizer_files(vocabulary)
   )
   model = pathlib.Path(vocabulary.path).read_bytes()
@@ -338,16 +333,16 @@ def test_failed_writes_leave_no_files(tmp_path, monkeypatch, fault):
 
     monkeypatch.setattr(safetensors.numpy, "save_file", full)
   with pytest.raises((ValueError, OSError)):
-    convert.write_hugging_face(tmp_path / "out" / "m", given, tokenizer)
+    hugging_face.write(tmp_path / "out" / "m", given, tokenizer)
   assert not [path for path in tmp_path.rglob("*") if path.name != "out"]
 
 
 def test_nonempty_folder_is_not_overwritten(tmp_path):
   (tmp_path / "empty").mkdir()
-  convert.write_hugging_face(tmp_path / "empty", random_weights(True))
+  hugging_face.write(tmp_path / "empty", random_weights(True))
   before = (tmp_path / "empty" / "config.json").read_bytes()
   with pytest.raises(ValueError, match="is in use"):
-    convert.write_hugging_face(tmp_path / "empty", random_weights(False))
+    hugging_face.write(tmp_path / "empty", random_weights(False))
   assert (tmp_path / "empty" / "config.json").read_bytes() == before
 
 
@@ -372,7 +367,7 @@ def most_alive(monkeypatch, eager):
     return array
 
   monkeypatch.setattr(hugging_face, "open_folder", watched)
-  convert.read_hugging_face(FIXTURES / "hugging_face_t5_1_1")
+  hugging_face.read(FIXTURES / "hugging_face_t5_1_1")
   return most
 
 

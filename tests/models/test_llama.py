@@ -10,7 +10,8 @@ from models import cases
 from models.cases import CLOSE, ROWS, Runner
 
 from osd_jax import base
-from osd_jax.models import convert, llama
+from osd_jax.models import llama
+from osd_jax.models.convert import hugging_face
 from osd_jax.models.shapes import RopeScaling
 from osd_tools import sizes
 
@@ -185,17 +186,17 @@ def test_invalid_rope_scaling_error_names_the_field():
   ],
 )
 def test_unsupported_fields_of_config_json_are_refused(changes, match):
-  fields = convert.config_to_hugging_face(cases.LLAMA)
+  fields = hugging_face.config_to(cases.LLAMA)
   fields.pop("rope_parameters")
-  assert convert.config_from_hugging_face(fields) == cases.LLAMA
+  assert hugging_face.config_from(fields) == cases.LLAMA
   with pytest.raises(base.InputError, match=match):
-    convert.config_from_hugging_face({**fields, **changes})
+    hugging_face.config_from({**fields, **changes})
 
 
 def test_windows_of_config_json_are_those_of_transformers():
-  llama = convert.config_to_hugging_face(cases.LLAMA)
+  llama = hugging_face.config_to(cases.LLAMA)
   read = lambda **fields: (
-    convert.config_from_hugging_face(
+    hugging_face.config_from(
       {**llama, "num_hidden_layers": 4, "sliding_window": 32, **fields}
     ).windows
   )
@@ -221,10 +222,10 @@ def test_published_gemma_3_4b_is_read_without_its_vision():
     "sliding_window": 1024,
   }
   whole = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text}
-  assert convert.config_from_hugging_face(whole) == sizes.size("gemma-3-4b")
+  assert hugging_face.config_from(whole) == sizes.size("gemma-3-4b")
 
 
 def test_shapes_that_transformers_does_not_have_are_not_written():
   for changes in ({"attention_cap": 3.0}, {"windows": (3, 4)}):
     with pytest.raises(base.InputError, match="transformers has no such model"):
-      convert.config_to_hugging_face(dataclasses.replace(cases.LLAMA, **changes))
+      hugging_face.config_to(dataclasses.replace(cases.LLAMA, **changes))

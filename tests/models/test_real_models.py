@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
-from osd_jax.models import convert
+from osd_jax.models.convert import hugging_face
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
@@ -31,10 +31,8 @@ def test_gemma_3_270m_from_gguf_equals_transformers(repository, tmp_path):
   if not path.exists():
     pytest.skip("no ../models/gemma270.gguf next to the repository")
   torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
-  held, vocabulary = convert.read_hugging_face(path), Vocabulary.load(path)
-  folder = convert.write_hugging_face(
-    tmp_path / "folder", held, tokenizer_files(vocabulary)
-  )
+  held, vocabulary = hugging_face.read(path), Vocabulary.load(path)
+  folder = hugging_face.write(tmp_path / "folder", held, tokenizer_files(vocabulary))
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=torch.float32, attn_implementation="eager"
   )

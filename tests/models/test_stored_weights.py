@@ -12,7 +12,8 @@ import tiny_pair
 from osd_jax import certificate, native, pairs, sharding, testing
 from osd_jax.distillation import update
 from osd_jax.engine import engine, server
-from osd_jax.models import convert, weights
+from osd_jax.models import weights
+from osd_jax.models.convert import hugging_face
 
 DECODING = engine.DecodingConfig(
   rows=2, source_lengths=(16,), target_length=12, num_draft_tokens=3
@@ -140,14 +141,14 @@ def test_target_can_be_trained_as_a_draft(configs):
 
 def test_folder_in_bfloat16_is_served_as_it_is(configs, tmp_path):
   config = configs["float32"]
-  folder = convert.write_hugging_face(tmp_path / "model", weights.load(config.target))
+  folder = hugging_face.write(tmp_path / "model", weights.load(config.target))
   path = folder / "model.safetensors"
   import safetensors.flax
 
   tensors = safetensors.flax.load_file(path)
   halves = {name: x.astype(jnp.bfloat16) for name, x in tensors.items()}
   safetensors.flax.save_file(halves, path, metadata={"format": "pt"})
-  found = convert.read_hugging_face(folder, as_stored=True).params
+  found = hugging_face.read(folder, as_stored=True).params
   wanted = weights.load(config.target).params
   for leaf, expected in zip(
     jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True

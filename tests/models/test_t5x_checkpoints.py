@@ -16,7 +16,8 @@ import pytest
 import tensorstore
 from models import test_t5x_parity as parity
 
-from osd_jax.models import convert, shapes
+from osd_jax.models import shapes
+from osd_jax.models.convert import t5x
 
 CONFIG = parity.CONFIG
 
@@ -52,13 +53,13 @@ def assert_same(found, expected):
 
 
 def test_parameters_are_read_exactly(checkpoint, params):
-  found = convert.read_t5x(checkpoint, CONFIG)
+  found = t5x.read(checkpoint, CONFIG)
   assert_same(flat(found), params)
   assert (found.config, found.vocabulary) == (CONFIG, "")
 
 
 def test_logits_equal_t5x(checkpoint, oracle):
-  weights = convert.read_t5x(checkpoint, CONFIG)
+  weights = t5x.read(checkpoint, CONFIG)
   judged = oracle["in/decoder_target_tokens"] != 0
   logits = parity.run(oracle, weights.params)
   np.testing.assert_allclose(logits[judged], oracle["logits"][judged], atol=1e-5)
@@ -123,7 +124,7 @@ def made(tmp_path, params):
 
 def test_checkpoint_written_by_the_tests_is_read_exactly(made, params):
   """Positive control for the refusals below."""
-  assert_same(flat(convert.read_t5x(made, CONFIG)), params)
+  assert_same(flat(t5x.read(made, CONFIG)), params)
 
 
 @pytest.mark.parametrize("driver", ["gfile", "gcs"])
@@ -133,13 +134,13 @@ def test_t5x_driver_names_for_local_stores_are_accepted(tmp_path, params, driver
     store["bucket"] = "t5x-dummy-bucket"
   changes = {KERNEL: describe(KERNEL, kvstore=store)}
   folder = write_native(tmp_path / "c", params, changes)
-  assert_same(flat(convert.read_t5x(folder, CONFIG)), params)
+  assert_same(flat(t5x.read(folder, CONFIG)), params)
 
 
 def refusal(folder, config=CONFIG):
   """Returns the message of the error that reading the folder raises."""
   with pytest.raises(ValueError) as caught:
-    convert.read_t5x(folder, config)
+    t5x.read(folder, config)
   return str(caught.value)
 
 
@@ -168,7 +169,7 @@ def test_links_that_leave_the_folder_are_refused(made, tmp_path, params, what):
   linked.unlink()  # links inside the checkpoint are allowed
   shutil.move(tmp_path / "moved", made / "moved")
   linked.symlink_to(made / "moved")
-  assert_same(flat(convert.read_t5x(made, CONFIG)), params)
+  assert_same(flat(t5x.read(made, CONFIG)), params)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +310,6 @@ def test_orbax_folders_are_read_with_and_without_ocdbt(tmp_path, params, ocdbt):
     place = {"driver": "ocdbt", "base": base, "path": key} if ocdbt else None
     write_zarr(state / key, array, **({"kvstore": place} if place else {}))
   assert (state / "manifest.ocdbt").exists() == ocdbt
-  found = convert.read_t5x(state.parent, CONFIG)
+  found = t5x.read(state.parent, CONFIG)
   assert_same(flat(found), {n: np.asarray(x) for n, x in params.items()})
   assert jax.tree.all(jax.tree.map(np.all, jax.tree.map(np.isfinite, found.params)))

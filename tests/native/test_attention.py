@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from models import tiny
 
-from osd_jax import native
-from osd_jax.models import families, layers, shapes, t5
+from osd_jax import base, native
+from osd_jax.models import families, shapes, t5
 
 MASKED = -1e9
 # B, H, n, T, D. The odd sizes are no multiples of the vector length.
@@ -136,7 +136,7 @@ def lowered(layout, queries, dtype="float32"):
 
 
 def test_native_attention_is_used_only_for_few_float32_queries():
-  served, trained = layers.Layout.SERVED, layers.Layout.TRAINED
+  served, trained = base.Layout.SERVED, base.Layout.TRAINED
   assert "osd_jax_attention" in lowered(served, 1)
   assert "osd_jax_attention" in lowered(served, native.MOST_QUERIES)
   assert "osd_jax_attention" not in lowered(served, native.MOST_QUERIES + 1)

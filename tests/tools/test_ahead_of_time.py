@@ -11,9 +11,10 @@ import pytest
 import tiny_online
 
 from osd_jax import base, pairs, runs, sharding
-from osd_jax.costs.table import expected_tokens
+from osd_jax.costs.table import RoundCosts, expected_tokens
 from osd_jax.engine import engine
-from osd_jax.models import convert, weights
+from osd_jax.models import weights
+from osd_jax.models.convert import hugging_face
 from osd_tools import ahead_of_time, chips, hlo
 from osd_tools.ahead_of_time import estimates, plan, programs
 
@@ -74,6 +75,14 @@ def test_memory_by_kind_adds_up_to_the_total(compiled):
   assert given["append"] > held["replay buffer"] > 0.9 * given["append"]
   rest = held["optimiser and average"] + held["draft, as loaded"]
   assert given["slice"] == pytest.approx(rest, rel=0.5)
+
+
+def test_predicted_speed_is_tokens_over_time():
+  plain = RoundCosts((4.0,), num_draft_tokens=(0,), request_ms=5.0)
+  assert estimates.predict(plain, 30, 30) == pytest.approx(30e3 / (5 + 120))
+  online = RoundCosts((11.0,), num_draft_tokens=(7,), rows=2, request_ms=10.0)
+  lost = estimates.predict(online, 30, 10, 70, 30.0)
+  assert lost == pytest.approx(30e3 / (10 + 55 + 30))
 
 
 def test_estimates_are_consistent_with_step_times(compiled):
@@ -195,7 +204,7 @@ def test_bytes_of_a_target_follow_its_storage(tmp_path, family, form):
     path = weights.save(tmp_path / f"{storage}.safetensors", held, storage)
     if form == "folder":
       stored = weights.load(path, as_stored=True)
-      path = convert.write_hugging_face(tmp_path / storage, stored)
+      path = hugging_face.write(tmp_path / storage, stored)
     run = compile_config(dataclasses.replace(pair, target=str(path)), tmp_path).run
     made = plan.Plan(run, chips.Topology("cpu:1"))
     loaded = pairs.load_pair(run.pair)
@@ -218,7 +227,7 @@ def test_bytes_of_a_target_follow_its_storage(tmp_path, family, form):
 def test_existing_folder_with_a_published_name_is_read(tmp_path):
   """Its weights decide, not the shape that goes by that name."""
   held = weights.load(tiny_online.save_lively_pair(tmp_path).target)
-  convert.write_hugging_face(tmp_path / "flan-t5-small", held)
+  hugging_face.write(tmp_path / "flan-t5-small", held)
   pair = pairs.PairConfig(target="flan-t5-small", draft="attached")
   assert plan._shapes(pair, 0)[0].width == 512
   here = dataclasses.replace(pair, folder=str(tmp_path))

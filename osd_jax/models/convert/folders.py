@@ -1,13 +1,8 @@
 """Files of a Hugging Face folder: config.json, and tensors in one file or in shards."""
 
-import pickle
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import ml_dtypes
-import numpy as np
 
 from osd_jax import base, gguf_files
 from osd_jax.models.tensors import Tensors, of_safetensors, parse_json
@@ -15,36 +10,26 @@ from osd_jax.models.tensors import Tensors, of_safetensors, parse_json
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 
 
-def open_folder(folder: Path, allow_torch_bin: bool = False) -> Tensors:
-  """Opens the tensors of a Hugging Face folder, in one file or in shards.
-
-  Args:
-    folder: contains `model.safetensors` or its index, or `pytorch_model.bin`.
-    allow_torch_bin: read `pytorch_model.bin`, a pickle, if there is no other file.
+def open_folder(folder: Path) -> Tensors:
+  """Opens the tensors of a Hugging Face folder: `model.safetensors`, or its shards.
 
   Raises:
     InputError: the files are missing or cannot be read.
-    MissingExtraError: torch is needed and not installed.
   """
-  whole: dict[str, Callable[[Path], Tensors]] = {
-    _SAFETENSORS: lambda path: of_safetensors(path)[0]
-  }
-  if allow_torch_bin:
-    whole[_TORCH] = _open_torch_bin
-  for name, read in whole.items():
-    if (folder / name).exists():
-      return read(folder / name)
-    if (folder / f"{name}.index.json").exists():
-      return _of_shards(folder / f"{name}.index.json", read)
+  if (folder / _SAFETENSORS).exists():
+    return of_safetensors(folder / _SAFETENSORS)[0]
+  index = folder / f"{_SAFETENSORS}.index.json"
+  if index.exists():
+    return _of_shards(index)
   if any((folder / f"{_TORCH}{end}").exists() for end in ("", ".index.json")):
     raise base.InputError(
       f"convert: {folder} holds its tensors in {_TORCH}, a pickle, expected"
-      f" {_SAFETENSORS}. If you trust its source, set allow_torch_bin, which needs"
-      " torch and uses torch's weights_only reader."
+      f" {_SAFETENSORS}. If you trust its source, load it with transformers and save it"
+      " again: save_pretrained writes safetensors."
     )
   raise base.InputError(
-    f"convert: cannot read {folder / _SAFETENSORS}: neither it nor"
-    f" {_SAFETENSORS}.index.json exists; {_advice(folder)}."
+    f"convert: cannot read {folder / _SAFETENSORS}: neither it nor {index.name} exists;"
+    f" {_advice(folder)}."
   )
 
 
@@ -90,12 +75,12 @@ _OTHER_FOLDERS = {
     "the folder holds a checkpoint in Meta's or Mistral's own format; name the folder"
     " of the same model in the format of transformers"
   ),
-  "checkpoint": "the folder holds a t5x checkpoint; use `osd convert` with kind t5x",
+  "checkpoint": "the folder holds a t5x checkpoint; convert it with `osd convert`",
   "*/config.json": "the folder holds folders with models; name one of those",
 }
 
 
-def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
+def _of_shards(index: Path) -> Tensors:
   """Opens the shards that an index lists."""
   places = read_json(index).get("weight_map")
   if not isinstance(places, dict) or not places:
@@ -110,7 +95,10 @@ def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
         f"convert: {index}: tensor {name}: received file {file!r}, expected the name"
         " of a file in this folder; other files are not opened."
       )
-  shards = {file: read(index.parent / file) for file in sorted(set(places.values()))}
+  shards = {
+    file: of_safetensors(index.parent / file)[0]
+    for file in sorted(set(places.values()))
+  }
   listed = set(places.items())
   held = {(name, file) for file, shard in shards.items() for name in shard.shapes}
   # Compared in both directions: a tensor may be missing from its shard, or a shard may
@@ -127,46 +115,6 @@ def _of_shards(index: Path, read: Callable[[Path], Tensors]) -> Tensors:
     lambda name: index.parent / places[name],
     frozenset().union(*(shard.short for shard in shards.values())),
   )
-
-
-def _open_torch_bin(path: Path) -> Tensors:
-  """Opens `pytorch_model.bin` with torch's `weights_only` reader."""
-  try:
-    import torch
-  except ImportError as error:
-    raise base.MissingExtraError(
-      f"convert: {path} can only be read with torch, which is not installed. Install"
-      " torch, or convert the file to safetensors on a machine that has it."
-    ) from error
-  try:
-    state = torch.load(
-      path,
-      map_location="cpu",
-      # A pickle can run any code when it is read in full.
-      weights_only=True,
-      mmap=zipfile.is_zipfile(path),  # torch 1.5 and earlier wrote no zip files
-    )
-  except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-    raise base.InputError(
-      f"convert: cannot read {path}: {str(error).splitlines()[0]}; expected a state"
-      " dictionary of tensors, as torch.save writes it. Files with other objects are"
-      " not opened."
-    ) from error
-  if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
-    raise base.InputError(
-      f"convert: cannot read {path}: it does not hold a mapping of names to"
-      " tensors; expected a state dictionary."
-    )
-  shapes = {name: tuple(x.shape) for name, x in state.items()}
-  return Tensors(shapes, lambda name: _numpy(state[name]), lambda name: path)
-
-
-def _numpy(tensor: Any) -> np.ndarray:
-  import torch
-
-  if tensor.dtype == torch.bfloat16:  # numpy has no such type
-    return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-  return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
 
 
 def required(config: Mapping[str, Any], field: str) -> Any:

@@ -40,7 +40,7 @@ _INDEX = "model.safetensors.index.json"
 _SHARD = 5 * 10**9  # largest file in bytes, as in transformers
 
 
-def config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
+def config_from(config: Mapping[str, Any]) -> ModelConfig:
   """The shape that a parsed Hugging Face `config.json` describes, in float32.
 
   Raises:
@@ -74,12 +74,12 @@ def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
   return {**config.get("text_config", {}), **own, "model_type": "gemma3_text"}
 
 
-def shape_of_hugging_face(folder: str | Path) -> ModelConfig:
+def shape_of(folder: str | Path) -> ModelConfig:
   """The shape in a folder's config.json, or in a GGUF file; reads no weights."""
-  return config_from_hugging_face(_fields(Path(folder)))
+  return config_from(_fields(Path(folder)))
 
 
-def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
+def config_to(config: ModelConfig) -> dict[str, Any]:
   """The fields of `config.json` for a shape, for transformers 4 and 5.
 
   The type that the model computes in and `embedding_std` are not written; `dtype` is
@@ -91,16 +91,12 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
   return _FAMILIES[type(config)].config_to(config)
 
 
-def read_hugging_face(
-  folder: str | Path, allow_torch_bin: bool = False, as_stored: bool = False
-) -> Weights:
+def read(folder: str | Path, as_stored: bool = False) -> Weights:
   """Reads a model folder that transformers wrote, one tensor at a time.
 
   Args:
     folder: contains `config.json`, and `model.safetensors` in one file or in shards;
       or a GGUF file.
-    allow_torch_bin: read `pytorch_model.bin`, a pickle, if there is no other file. It
-      needs torch.
     as_stored: see `tensors.read_params`.
 
   Returns:
@@ -108,10 +104,9 @@ def read_hugging_face(
 
   Raises:
     InputError: a file is missing or cannot be read, or the model is not supported.
-    MissingExtraError: torch is needed and not installed.
   """
   folder = Path(folder)
-  config, tensors, names = _named(folder, allow_torch_bin)
+  config, tensors, names = _named(folder)
   turn = functools.partial(_oriented, _FAMILIES[type(config)])
   params = tensors_lib.read_params(tensors, names, turn, as_stored)
   kind = "GGUF file" if gguf_files.is_gguf(folder) else "Hugging Face folder"
@@ -119,24 +114,22 @@ def read_hugging_face(
   return Weights(config, params, notes=notes)
 
 
-def bfloat16_of_hugging_face(folder: str | Path) -> frozenset[str]:
+def bfloat16_of(folder: str | Path) -> frozenset[str]:
   """Paths of the parameters that are stored in bfloat16; reads no weights.
 
   Raises:
-    InputError: see `read_hugging_face`.
+    InputError: see `read`.
   """
-  _, tensors, names = _named(Path(folder), False)
+  _, tensors, names = _named(Path(folder))
   return frozenset(path for path, name in names.items() if name in tensors.short)
 
 
-def _named(
-  folder: Path, allow_torch_bin: bool
-) -> tuple[ModelConfig, Tensors, dict[str, str]]:
+def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   """The shape and the tensors of a folder, and path of a parameter -> its tensor."""
   fields = _fields(folder)
-  config = config_from_hugging_face(fields)
+  config = config_from(fields)
   family = _FAMILIES[type(config)]
-  tensors = _text_tensors(_opened(folder, allow_torch_bin))
+  tensors = _text_tensors(_opened(folder))
   expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path, config) for path in expected}
   if _is_bare(tensors, family.EMBEDDING):
@@ -179,9 +172,9 @@ def _text_tensors(tensors: Tensors) -> Tensors:
   )
 
 
-def _opened(path: Path, allow_torch_bin: bool) -> Tensors:
+def _opened(path: Path) -> Tensors:
   if not gguf_files.is_gguf(path):
-    return open_folder(path, allow_torch_bin)
+    return open_folder(path)
   places = gguf_files.tensors_of(path)
   return Tensors(
     {name: place.shape for name, place in places.items()},
@@ -211,7 +204,7 @@ def _only_embedding(tensors: Tensors, names: tuple[str, ...]) -> str:
   return (stored or names)[0]
 
 
-def write_hugging_face(
+def write(
   folder: str | Path,
   weights: Weights,
   tokenizer: Mapping[str, bytes] = MappingProxyType({}),
@@ -237,7 +230,7 @@ def write_hugging_face(
       f"convert: output {folder} is in use, expected a new or empty folder;"
       " remove it or choose another."
     )
-  fields = config_to_hugging_face(weights.config)
+  fields = config_to(weights.config)
   flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
   tensors_lib.check(
     tensors_lib.shapes(weights.params),

@@ -30,7 +30,7 @@ _LOCAL = ({"driver": "file"}, {"driver": "gfile"}, _PLACEHOLDER)
 _SCANNED = ("encoder/encoder/", "decoder/decoder/")
 
 
-def read_t5x(folder: str | Path, config: T5Config) -> Weights:
+def read(folder: str | Path, config: T5Config) -> Weights:
   """Reads a checkpoint that t5x wrote, one parameter at a time.
 
   Args:

@@ -8,7 +8,7 @@ and the same command skips what is there.
     variance     what if the topic changes quickly?
     forgetting   what does the draft forget, and what does replay buy?
     routing      what do several drafts gain over one?
-    gkd          which divergence, which texts, which positions?
+    gkd          which divergence, which texts, which positions? (gkd.py)
     static       how much data makes a static draft as good as one that learns online?
     shifts       what would a detector of shifts gain that is never wrong?
     well_trained what does learning add to a draft that knows the topics already?
@@ -35,7 +35,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -47,23 +47,33 @@ import orders
 import recordings
 import rich.console
 import rich.table
+from gkd import gkd
+from setting import (
+  KEY,
+  Answers,
+  Cell,
+  Setting,
+  cells_of,
+  changed,
+  distilled,
+  held_out,
+  key_of,
+  rivals,
+)
 
 from osd_jax import base, corpus, metrics, offline, online, pairs, replay, sharding
 from osd_jax.costs.table import Costs
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation.gate import GateConfig
 from osd_jax.distillation.learner import LearningConfig
-from osd_jax.distillation.schedule import Request, ScheduleConfig, WorthConfig
+from osd_jax.distillation.schedule import Request, ScheduleConfig
 from osd_jax.engine import measurement
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
 
-Cell = dict[str, Any]
-KEY = ("pair", "question", "stream", "system", "seed", "per_topic")
 INTERVALS = (1, 2, 4, 8, 32, 128, 500)
 KINDS = ("sharp", "mixture", "cyclic")
 PERIODS = (5, 25, 100)
-WORST = 100  # requests of the worst stretch
 HELD_OUT = 100  # prompts of each topic
 
 
@@ -106,125 +116,7 @@ class Every:
     return self.State(finished), self.slices * self.update_interval if due else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-  """What all questions share.
-
-  Attributes:
-    name: of the pair, in the cells.
-    pair: target and draft.
-    draft: path of the draft's weights.
-    answers: recorded answers, for streams.
-    held_out: recorded answers that nothing learns from.
-    seen: rows that fill the buffer.
-    learning: the default of the pair.
-    costs: of this machine.
-    drafted: K.
-    ceiling: parameters of a draft that was distilled offline on all topics, or None.
-    out: folder of runs.
-    per_topic: answers of each topic in a stream.
-    seeds: number of streams.
-  """
-
-  name: str
-  pair: pairs.Pair
-  draft: str
-  answers: recordings.Recording
-  held_out: recordings.Recording
-  seen: list[base.DistillationBatch]
-  learning: LearningConfig
-  costs: Costs
-  drafted: int
-  ceiling: base.Params | None
-  out: pathlib.Path
-  per_topic: int
-  seeds: int
-
-  def order(self, kind: str, seed: int, period: int = 50) -> np.ndarray:
-    """Returns a stream."""
-    return orders.order(self.answers, kind, self.per_topic, seed, period)
-
-  @property
-  def by_worth(self) -> LearningConfig:
-    """Updates where they pay, as in runs/demo_by_worth.gin."""
-    plan = WorthConfig(costs=self.costs, trial_share=0.03)
-    smaller = {"update__steps_per_update": 8, "update__num_replay": 8}
-    return changed(self.learning, schedule=plan, **smaller)
-
-  def learned(
-    self, order: Iterable[int], learning: LearningConfig, **more: Any
-  ) -> replay.Course:
-    """Replays a stream with a draft that learns."""
-    answers = (self.answers.rows[place] for place in order)
-    return replay.learned(
-      self.pair, answers, learning, self.drafted, self.seen, self.costs, **more
-    )
-
-  def fixed(self, params: base.Params, order: Sequence[int]) -> replay.Course:
-    """Replays a stream with a draft that does not learn."""
-    answers = self.answers.answers(order)
-    return replay.frozen(self.pair.draft, params, answers, self.drafted)
-
-  def figures(self, course: replay.Course, floor: replay.Course) -> Cell:
-    """Returns the figures of a cell."""
-    gain = course.overlap - floor.overlap
-    width = min(WORST, len(gain))
-    means = np.convolve(gain, np.full(width, 1 / width), "valid")
-    # What a log of the first third says, as a whole and at its end, and what came then.
-    third = len(gain) // 3
-    parts = {
-      "gain_early": slice(0, third),
-      "gain_at_end": slice(third // 2, third),
-      "gain_late": slice(third, None),
-    }
-    gains = {
-      name: round(
-        course.part(part).tokens_per_call(self.drafted)
-        - floor.part(part).tokens_per_call(self.drafted),
-        4,
-      )
-      for name, part in parts.items()
-    }
-    return {
-      **gains,
-      "tokens_per_call": round(course.tokens_per_call(self.drafted), 4),
-      "overlap": round(float(course.overlap.mean()), 4),
-      "worst_stretch": round(float(means.min()), 4),
-      "requests": len(course.right),
-      "tokens": int(course.tokens.sum()),
-      "calls": int(course.calls(self.drafted).sum()),
-      "updates": course.updates,
-      "slices": course.slices,
-    }
-
-
-Answers = Iterable[tuple[Cell, Any]]
-
-
-def changed(config: Any, **changes: Any) -> Any:
-  """Returns a config with fields replaced; `a__b` is field b of field a."""
-  for name, value in changes.items():
-    first, _, rest = name.partition("__")
-    if rest:
-      value = changed(getattr(config, first), **{rest: value})
-    config = dataclasses.replace(config, **{first: value})
-  return config
-
-
 # ---- The questions: each yields (key of a cell, function that computes it)
-
-
-def rivals(setting: Setting, order: np.ndarray, floor: replay.Course) -> Iterator:
-  """Yields the systems that every stream has: floor, cache and offline ceiling."""
-  yield "floor", lambda: floor
-  yield (
-    "cache",
-    lambda: replay.cache(
-      setting.pair.target, setting.answers.answers(order), setting.drafted
-    ),
-  )
-  if setting.ceiling is not None:
-    yield "offline ceiling", lambda: setting.fixed(setting.ceiling, order)
 
 
 def how_often(setting: Setting) -> Answers:
@@ -247,7 +139,7 @@ def how_often(setting: Setting) -> Answers:
         systems[name] = lambda learning=learning, order=order: setting.learned(
           order, learning
         )
-      yield from _cells(setting, "how_often", kind, seed, systems, floor)
+      yield from cells_of(setting, "how_often", kind, seed, systems, floor)
 
 
 def variance(setting: Setting) -> Answers:
@@ -267,9 +159,9 @@ def variance(setting: Setting) -> Answers:
         setting, order, default
       )
       name = f"every {period} requests"
-      yield from _cells(setting, "variance", name, seed, systems, floor)
+      yield from cells_of(setting, "variance", name, seed, systems, floor)
     for name, learning in ways.items():
-      key = _key(setting, "variance", "adversary", name, seed)
+      key = key_of(setting, "variance", "adversary", name, seed)
       yield (
         key,
         lambda learning=learning, seed=seed: adversarial(setting, learning, seed),
@@ -337,18 +229,7 @@ def forgetting(setting: Setting) -> Answers:
           "forgotten": round(forgotten(np.asarray(matrix)), 4),
         }
 
-      yield _key(setting, "forgetting", "cyclic, twice", name, seed), figures
-
-
-def held_out(setting: Setting, params: base.Params) -> list[float]:
-  """Returns the held-out overlap of a draft on each topic."""
-  recording = setting.held_out
-  by_topic = map(recording.of_topic, range(len(recording.names)))
-  courses = [
-    replay.frozen(setting.pair.draft, params, recording.answers(places), 1)
-    for places in by_topic
-  ]
-  return [float(course.overlap.mean()) for course in courses]
+      yield key_of(setting, "forgetting", "cyclic, twice", name, seed), figures
 
 
 def forgotten(matrix: np.ndarray) -> float:
@@ -394,7 +275,7 @@ def routing(setting: Setting) -> Answers:
         ),
         "one draft for each topic": routed,
       }
-      yield from _cells(setting, "routing", kind, seed, systems, floor)
+      yield from cells_of(setting, "routing", kind, seed, systems, floor)
 
 
 def merged(
@@ -409,49 +290,6 @@ def merged(
     sum(course.updates for course in courses),
     sum(course.slices for course in courses),
   )
-
-
-DIVERGENCES = {
-  "forward KL": {"divergence": "forward_kl"},
-  "reverse KL": {"divergence": "reverse_kl"},
-  "JSD .1": {"divergence": "jsd", "jsd_beta": 0.1},
-  "JSD .5": {"divergence": "jsd", "jsd_beta": 0.5},
-  "JSD .9": {"divergence": "jsd", "jsd_beta": 0.9},
-  "total variation": {"divergence": "total_variation"},
-}
-STEPS, TEXTS = 500, 150  # of each topic
-
-
-def gkd(setting: Setting) -> Answers:
-  """Every divergence: offline on texts of every source, online at both positions."""
-  for seed in range(setting.seeds):
-    order = setting.order("sharp", seed)
-    floor = setting.fixed(setting.pair.draft_params, order)
-    for name, loss in DIVERGENCES.items():
-      for source in corpus.SAMPLE_SOURCES:
-        bindings = [f"LossConfig.{field}={value!r}" for field, value in loss.items()]
-        bindings += [
-          f"OfflineConfig.sample_source={source!r}",
-          f"SamplingConfig.seed={seed}",
-        ]
-        folder = setting.out / "gkd" / f"{source}_{name}_{seed}".replace(" ", "_")
-        key = _key(setting, "gkd", f"offline, {source}", name, seed)
-        yield (
-          key,
-          lambda bindings=bindings, folder=folder: distilled(
-            setting, folder, STEPS, TEXTS, bindings
-          ),
-        )
-      for positions in ("all", "error"):
-        changes = {f"update__loss__{field}": value for field, value in loss.items()}
-        learning = changed(
-          setting.learning, seed=seed, update__loss__positions=positions, **changes
-        )
-        systems = {
-          name: lambda learning=learning, order=order: setting.learned(order, learning)
-        }
-        stream = f"online, {positions} positions"
-        yield from _cells(setting, "gkd", stream, seed, systems, floor)
 
 
 SHARES = (0.1, 0.3, 1.0)
@@ -477,35 +315,7 @@ def static(setting: Setting) -> Answers:
         return setting.fixed(params, order)
 
       systems[f"distilled on {share:.0%}"] = course
-    yield from _cells(setting, "static", "sharp", seed, systems, floor)
-
-
-def distilled(
-  setting: Setting, folder: pathlib.Path, steps: int, rows: int, bindings: list[str]
-) -> Cell:
-  """Distils the draft offline; returns its held-out overlap on each topic."""
-  output = folder / "draft.safetensors"
-  config, text = settings.load(
-    offline.OfflineConfig,
-    ["experiments/demo_ceiling.gin"],
-    [
-      f"GENERATED_TRAIN_ROWS={rows}",
-      f"OfflineConfig.output={str(output)!r}",
-      f"OfflineConfig.run_directory={str(folder / 'run')!r}",
-      f"OfflineConfig.steps={steps}",
-      f"PairConfig.draft={setting.draft!r}",
-      f"OptimizerConfig.total_steps={steps}",
-      f"OfflineConfig.evaluate_every={steps}",
-      "evaluation/BatchConfig.limit_rows=8",
-      *bindings,
-    ],
-  )
-  if not output.exists():
-    folder.mkdir(parents=True, exist_ok=True)
-    offline.run(config, text)
-  found = held_out(setting, setting.pair.load_draft(str(output)))
-  by_topic = dict(zip(setting.held_out.names, np.round(found, 4), strict=True))
-  return {"overlap": round(float(np.mean(found)), 4), "by_topic": by_topic}
+    yield from cells_of(setting, "static", "sharp", seed, systems, floor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -572,7 +382,7 @@ def shifts(setting: Setting) -> Answers:
       compute = functools.partial(
         after_shifts, setting, order, learning, begins, floor, ceiling
       )
-      yield _key(setting, "shifts", "sharp", name, seed), compute
+      yield key_of(setting, "shifts", "sharp", name, seed), compute
 
 
 def after_shifts(
@@ -619,7 +429,7 @@ def well_trained(setting: Setting) -> Answers:
         systems[name] = lambda learning=learning, order=order: setting.learned(
           order, learning
         )
-      yield from _cells(setting, "well_trained", kind, seed, systems, floor)
+      yield from cells_of(setting, "well_trained", kind, seed, systems, floor)
 
 
 QUESTIONS = {
@@ -629,18 +439,6 @@ QUESTIONS = {
     *(gkd, static, shifts, well_trained),
   )
 }
-
-
-def _key(setting: Setting, question: str, stream: str, system: str, seed: int) -> Cell:
-  values = (setting.name, question, stream, system, seed, setting.per_topic)
-  return dict(zip(KEY, values, strict=True))
-
-
-def _cells(setting, question, stream, seed, systems, floor) -> Answers:
-  """Yields the cells of some systems on one stream."""
-  for name, course in systems.items():
-    key = _key(setting, question, stream, name, seed)
-    yield key, lambda course=course: setting.figures(course(), floor)
 
 
 # ---- The pairs

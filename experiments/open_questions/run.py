@@ -11,16 +11,20 @@ and the same command skips what is there.
     gkd          which divergence, which texts, which positions? (gkd.py)
     static       how much data makes a static draft as good as one that learns online?
     shifts       what would a detector of shifts gain that is never wrong?
+    targets      what happens when the target is tuned and replaced? (targets.py)
     well_trained what does learning add to a draft that knows the topics already?
 
 The pair is the demo's with its attached draft; with the independent one, as in the
-paper (`--independent`; only this one can write texts, for `gkd`); or
+paper (`--independent`; only this one can write texts, for `gkd`); the attached one with
+a target that was tuned on four more topics (`--eight`); or
 Qwen2.5-Coder-0.5B-Instruct with its shipped draft, which has no offline ceiling (and so
 no `static`).
 
   python experiments/open_questions/run.py QUESTION... [--seeds 3] [--per_topic 200]
   python experiments/open_questions/run.py gkd --independent
       [--folder runs/open_questions_independent]
+  python experiments/open_questions/run.py forgetting variance --eight --seeds 1
+      [--folder runs/open_questions_eight]
   python experiments/open_questions/run.py well_trained --qwen FOLDER
       [--data ../shared/data] [--folder runs/open_questions_qwen]
   python experiments/open_questions/run.py --table    # prints the cells
@@ -47,6 +51,7 @@ import orders
 import recordings
 import rich.console
 import rich.table
+import tuning
 from gkd import gkd
 from setting import (
   KEY,
@@ -60,6 +65,7 @@ from setting import (
   key_of,
   rivals,
 )
+from targets import targets
 
 from osd_jax import base, corpus, metrics, offline, online, pairs, replay, sharding
 from osd_jax.costs.table import Costs
@@ -436,7 +442,7 @@ QUESTIONS = {
   function.__name__: function
   for function in (
     *(how_often, variance, forgetting, routing),
-    *(gkd, static, shifts, well_trained),
+    *(gkd, static, shifts, well_trained, targets),
   )
 }
 
@@ -461,6 +467,28 @@ def demo(given: argparse.Namespace) -> Setting:
   distilled(setting, output, given.ceiling_steps, 600, [])
   best = setting.pair.load_draft(str(output / "draft.safetensors"))
   return dataclasses.replace(setting, ceiling=best)
+
+
+def eight(given: argparse.Namespace) -> Setting:
+  """Tunes the demo's target on four more topics; the shipped draft knows only four."""
+  config, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
+  texts, _ = settings.load(offline.OfflineConfig, ["experiments/demo_ceiling.gin"], [])
+  topics = {
+    split: tuning.eight_topics(given.folder / "topics", split, count)
+    for split, count in (("train", 3000), ("eval", HELD_OUT), ("stream", 400))
+  }
+  path = given.folder / "target.safetensors"
+  target = tuning.tuned(path, topics["train"], topics["eval"], EIGHT_STEPS)
+  files = dataclasses.replace(config.pair, target=str(target), sibling_draft=True)
+  config = dataclasses.replace(config, pair=files)
+  asked, held = (
+    dataclasses.replace(texts.evaluation, tasks=tuple(topics[split]), limit_rows=limit)
+    for split, limit in (("stream", given.per_topic), ("eval", None))
+  )
+  return made(given, "eight topics", config, asked, held, (40,))
+
+
+EIGHT_STEPS = 500  # of tuning
 
 
 def qwen(given: argparse.Namespace) -> Setting:
@@ -521,7 +549,8 @@ def made(
   return Setting(
     name=name,
     pair=loaded,
-    draft=config.pair.draft,
+    files=config.pair,
+    decoding=wide,
     answers=recorded("stream", asked),
     held_out=recorded("held_out", held_out),
     seen=seen,
@@ -564,6 +593,7 @@ def main() -> None:
     "--folder", type=pathlib.Path, default=pathlib.Path("runs/open_questions")
   )
   parser.add_argument("--independent", action="store_true", help="draft of the demo")
+  parser.add_argument("--eight", action="store_true", help="a target of eight topics")
   parser.add_argument("--qwen", type=pathlib.Path, help="folder of transformers")
   parser.add_argument(
     "--data", type=pathlib.Path, default=pathlib.Path("../shared/data")
@@ -573,7 +603,8 @@ def main() -> None:
   if not given.table:
     given.folder.mkdir(parents=True, exist_ok=True)
     made_by = {"commit": measure.commit()}  # of the code that was loaded
-    setting = qwen(given) if given.qwen else demo(given)
+    pair = qwen if given.qwen else eight if given.eight else demo
+    setting = pair(given)
     for name in given.questions or QUESTIONS:
       answer(given.out, QUESTIONS[name](setting), made_by)
   show(read(given.out))

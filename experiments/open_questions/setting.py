@@ -13,6 +13,7 @@ from osd_jax import base, offline, pairs, replay
 from osd_jax.costs.table import Costs
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.schedule import WorthConfig
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.main import settings
 
 Cell = dict[str, Any]
@@ -28,7 +29,8 @@ class Setting:
   Attributes:
     name: of the pair, in the cells.
     pair: target and draft.
-    draft: path of the draft's weights.
+    files: where the pair comes from.
+    decoding: lengths of the recorded answers.
     answers: recorded answers, for streams.
     held_out: recorded answers that nothing learns from.
     seen: rows that fill the buffer.
@@ -43,7 +45,8 @@ class Setting:
 
   name: str
   pair: pairs.Pair
-  draft: str
+  files: pairs.PairConfig
+  decoding: DecodingConfig
   answers: recordings.Recording
   held_out: recordings.Recording
   seen: list[base.DistillationBatch]
@@ -181,7 +184,7 @@ def distilled(
       f"OfflineConfig.output={str(output)!r}",
       f"OfflineConfig.run_directory={str(folder / 'run')!r}",
       f"OfflineConfig.steps={steps}",
-      f"PairConfig.draft={setting.draft!r}",
+      f"PairConfig.draft={setting.files.draft!r}",
       f"OptimizerConfig.total_steps={steps}",
       f"OfflineConfig.evaluate_every={steps}",
       "evaluation/BatchConfig.limit_rows=8",

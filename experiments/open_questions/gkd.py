@@ -13,6 +13,14 @@ DIVERGENCES = {
   "JSD .5": {"divergence": "jsd", "jsd_beta": 0.5},
   "total variation": {"divergence": "total_variation"},
 }
+POSITIONS = {
+  "online, all positions": {},
+  "online, error positions": {"update__loss__positions": "error"},
+  "online, error positions, a tenth of the rate": {
+    "update__loss__positions": "error",
+    "update__optimizer__learning_rate": 1e-4,
+  },
+}
 STEPS, TEXTS = 300, 150  # texts of each topic
 MAIN = (
   "teacher",
@@ -34,15 +42,15 @@ def gkd(setting: Setting) -> Answers:
         if seed == 0 or source in MAIN:
           key = key_of(setting, "gkd", f"offline, {source}", name, seed)
           yield key, functools.partial(offline_cell, setting, name, source, seed)
-    for positions in ("all", "error"):
+    yield from cells_of(
+      setting, "gkd", "online", seed, {"frozen": lambda floor=floor: floor}, floor
+    )
+    for stream, more in POSITIONS.items():
       systems = {}
       for name, loss in DIVERGENCES.items():
         changes = {f"update__loss__{field}": value for field, value in loss.items()}
-        learning = changed(
-          setting.learning, seed=seed, update__loss__positions=positions, **changes
-        )
+        learning = changed(setting.learning, seed=seed, **changes, **more)
         systems[name] = functools.partial(setting.learned, order, learning)
-      stream = f"online, {positions} positions"
       yield from cells_of(setting, "gkd", stream, seed, systems, floor)
 
 
@@ -56,4 +64,12 @@ def offline_cell(setting: Setting, divergence: str, source: str, seed: int) -> C
     f"SamplingConfig.seed={seed}",
   ]
   own = folder / f"{source}_{divergence}_{seed}".replace(" ", "_")
-  return distilled(setting, own, STEPS, TEXTS, bindings)
+  return distilled(setting, own, POSITIONS = {
+  "online, all positions": {},
+  "online, error positions": {"update__loss__positions": "error"},
+  "online, error positions, a tenth of the rate": {
+    "update__loss__positions": "error",
+    "update__optimizer__learning_rate": 1e-4,
+  },
+}
+STEPS, TEXTS, bindings)

@@ -12,6 +12,7 @@ and the same command skips what is there.
     static       how much data makes a static draft as good as one that learns online?
     shifts       what would a detector of shifts gain that is never wrong?
     targets      what happens when the target is tuned and replaced? (targets.py)
+    stability    what does a short log say about the gain? (stability.py)
     well_trained what does learning add to a draft that knows the topics already?
 
 The pair is the demo's with its attached draft; with the independent one, as in the
@@ -65,6 +66,7 @@ from setting import (
   key_of,
   rivals,
 )
+from stability import stability
 from targets import targets
 
 from osd_jax import base, corpus, metrics, offline, online, pairs, replay, sharding
@@ -442,7 +444,7 @@ QUESTIONS = {
   function.__name__: function
   for function in (
     *(how_often, variance, forgetting, routing),
-    *(gkd, static, shifts, well_trained, targets),
+    *(gkd, static, shifts, well_trained, targets, stability),
   )
 }
 

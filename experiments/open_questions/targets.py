@@ -19,7 +19,7 @@ from osd_jax import base, corpus, pairs, replay
 from osd_jax.data.batches import EncodedExample
 
 TUNED = "sql"
-STEPS = 200  # of tuning, 32 rows each
+STEPS = 150  # of tuning, 32 rows each
 LAST, WINDOW, NEAR = 100, 25, 0.95
 STREAMS = ("mixture", TUNED)
 

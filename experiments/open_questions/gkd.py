@@ -64,12 +64,4 @@ def offline_cell(setting: Setting, divergence: str, source: str, seed: int) -> C
     f"SamplingConfig.seed={seed}",
   ]
   own = folder / f"{source}_{divergence}_{seed}".replace(" ", "_")
-  return distilled(setting, own, POSITIONS = {
-  "online, all positions": {},
-  "online, error positions": {"update__loss__positions": "error"},
-  "online, error positions, a tenth of the rate": {
-    "update__loss__positions": "error",
-    "update__optimizer__learning_rate": 1e-4,
-  },
-}
-STEPS, TEXTS, bindings)
+  return distilled(setting, own, STEPS, TEXTS, bindings)

@@ -21,6 +21,7 @@ from osd_tools import chips
 
 sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmarks")]
 
+import frequent
 import gkd
 import idle_compiled
 import orders
@@ -216,6 +217,16 @@ def test_a_cache_is_judged_where_the_draft_is_wrong():
   draft, cache = course(True, False, False, True), course(True, True, False, False)
   assert stability.where_wrong(draft, cache) == 0.5
   assert stability.where_wrong(course(True), course(False)) == 0.0
+
+
+def test_recall_and_precision_of_frequent_tokens():
+  right = np.array([5] * 6 + [7] * 3 + [8])
+  named = np.array([5] * 3 + [7] * 3 + [7, 7, 5] + [8])
+  found = frequent.figures(right, named, count=1)
+  assert found["share"] == 0.6 and found["recall"] == 0.5
+  assert found["precision"] == 0.75 and found["recall_of_others"] == 0.75
+  perfect = frequent.figures(right, right, count=1)
+  assert perfect["recall"] == perfect["precision"] == perfect["recall_of_others"] == 1
 
 
 def test_costs_of_short_models_are_continued_to_all_layers():

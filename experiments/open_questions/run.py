@@ -13,6 +13,7 @@ and the same command skips what is there.
     shifts       what would a detector of shifts gain that is never wrong?
     targets      what happens when the target is tuned and replaced? (targets.py)
     stability    what does a short log say about the gain? (stability.py)
+    frequent     which tokens does distillation teach? (frequent.py)
     well_trained what does learning add to a draft that knows the topics already?
 
 The pair is the demo's with its attached draft; with the independent one, as in the
@@ -53,6 +54,7 @@ import recordings
 import rich.console
 import rich.table
 import tuning
+from frequent import frequent
 from gkd import gkd
 from setting import (
   KEY,
@@ -444,7 +446,7 @@ QUESTIONS = {
   function.__name__: function
   for function in (
     *(how_often, variance, forgetting, routing),
-    *(gkd, static, shifts, well_trained, targets, stability),
+    *(gkd, static, shifts, well_trained, targets, stability, frequent),
   )
 }
 

@@ -17,6 +17,7 @@ Needs the compilers that `make test-aot` installs.
 # ruff: noqa: E402 (the folder was just added)
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -65,65 +66,60 @@ class Cost:
     return self.seconds(chip) * chip.flops - self.flops
 
 
-def costs(machine: str, rows: int, drafted: int, layers: int) -> dict[str, Cost]:
-  """Compiles calls of short models, and a training step of the draft."""
+@functools.cache
+def cost(machine: str, rows: int, drafted: int, layers: int, program: str) -> Cost:
+  """Compiles one program of two short models."""
   name, _, model = machine.partition("=")
   run = ahead_of_time.config(TARGET, int(model), rows, drafted)
   trained = update.UpdateConfig(num_new=STEP_ROWS, num_replay=0)
   learning = dataclasses.replace(run.learning, update=trained)
   run = dataclasses.replace(run, learning=learning)
   made = plan.Plan(run, chips.Topology(name), layers)
-  wanted = {
-    "plain": "plain step",
-    "verify": f"verification of {drafted + 1} tokens",
-    "draft": "draft step",
-    "slice": "slice",
-  }
-  found, known = {}, programs.programs(made)
-  for short, program in ((short, known[name]) for short, name in wanted.items()):
-    counted = programs.compiled(made, program)
-    with native.portable():
-      flops = hlo.product_flops(program.traced().jaxpr) / program.chips
-    found[short] = Cost(
-      counted.arguments_gb * 1e9, flops, counted.moved_mb * 1e6, counted.kernels
-    )
-  return found
+  wanted = programs.programs(made)[program]
+  counted = programs.compiled(made, wanted)
+  with native.portable():
+    flops = hlo.product_flops(wanted.traced().jaxpr) / wanted.chips
+  read, moved = counted.arguments_gb * 1e9, counted.moved_mb * 1e6
+  return Cost(read, flops, moved, counted.kernels)
+
+
+def whole(machine: str, rows: int, drafted: int, program: str, layers: int) -> Cost:
+  """Returns the cost of a program of a whole model."""
+  one, two = (cost(machine, rows, drafted, short, program) for short in SHORT)
+  return one.deeper(two, layers)
 
 
 def figures(machine: str, rows: int, drafted: int) -> dict:
   """Returns what a request leaves idle, and what a training step needs."""
   chip = chips.CHIPS[machine.partition(":")[0]]
-  one, two = (costs(machine, rows, drafted, layers) for layers in SHORT)
-  whole = {
-    name: one[name].deeper(two[name], DRAFT_LAYERS if name in OF_DRAFT else LAYERS)
-    for name in one
-  }
-  tokens = expected_tokens(ACCEPTANCE, drafted)
+  verification = f"verification of {drafted + 1} tokens"
+  verify = whole(machine, rows, drafted, verification, LAYERS)
+  # These do not depend on K, and a training step not on the rows of serving either.
+  plain = whole(machine, rows, 1, "plain step", LAYERS)
+  draft = whole(machine, rows, 1, "draft step", DRAFT_LAYERS)
+  step = whole(machine, 1, 1, "slice", DRAFT_LAYERS)
   # The calls of a request are shared by the rows.
-  calls = ANSWER / tokens / rows
-  idle = whole["verify"].idle(chip) + drafted * whole["draft"].idle(chip)
+  calls = ANSWER / expected_tokens(ACCEPTANCE, drafted) / rows
+  idle = verify.idle(chip) + drafted * draft.idle(chip)
   return {
     "machine": machine,
     "rows": rows,
     "drafted": drafted,
-    "plain_ms": round(1e3 * whole["plain"].seconds(chip), 3),
-    "verify_ms": round(1e3 * whole["verify"].seconds(chip), 3),
-    "draft_ms": round(1e3 * whole["draft"].seconds(chip), 3),
-    "idle_plain": round(share(whole["plain"], chip), 3),
-    "idle_verify": round(share(whole["verify"], chip), 3),
-    "idle_draft": round(share(whole["draft"], chip), 3),
-    "step_gflop": round(whole["slice"].flops / 1e9, 1),
-    "step_ms": round(1e3 * whole["slice"].seconds(chip), 3),
-    "steps_per_request": round(calls * idle / whole["slice"].flops, 3),
+    "plain_ms": round(1e3 * plain.seconds(chip), 3),
+    "verify_ms": round(1e3 * verify.seconds(chip), 3),
+    "draft_ms": round(1e3 * draft.seconds(chip), 3),
+    "idle_plain": round(share(plain, chip), 3),
+    "idle_verify": round(share(verify, chip), 3),
+    "idle_draft": round(share(draft, chip), 3),
+    "step_gflop": round(step.flops / 1e9, 1),
+    "step_ms": round(1e3 * step.seconds(chip), 3),
+    "steps_per_request": round(calls * idle / step.flops, 3),
   }
 
 
-OF_DRAFT = ("draft", "slice")
-
-
-def share(cost: Cost, chip: chips.Chip) -> float:
+def share(program: Cost, chip: chips.Chip) -> float:
   """Returns the share of a chip's arithmetic that a program leaves idle."""
-  return cost.idle(chip) / (cost.seconds(chip) * chip.flops)
+  return program.idle(chip) / (program.seconds(chip) * chip.flops)
 
 
 def show(rows: list[dict]) -> None:

@@ -213,12 +213,12 @@ def in_hindsight(
 
 
 MEMORIES = {
+  "all, half-life 800 (default)": {},
+  "default, averaged longer": {"update__ema_decay": 0.99},
   "new answers only": {"update__num_new": 16, "update__num_replay": 0},
   "the last 100": {"buffer__capacity": 100, "buffer__recency_half_life": None},
   "the last 400": {"buffer__capacity": 400, "buffer__recency_half_life": None},
-  "all, half-life 800 (default)": {},
   "all, equally often": {"buffer__recency_half_life": None},
-  "default, averaged longer": {"update__ema_decay": 0.99},
 }
 
 
@@ -492,7 +492,7 @@ def eight(given: argparse.Namespace) -> Setting:
   return made(given, "eight topics", config, asked, held, (40,))
 
 
-EIGHT_STEPS = 500  # of tuning
+EIGHT_STEPS = 250  # of tuning
 
 
 def qwen(given: argparse.Namespace) -> Setting:

@@ -27,7 +27,7 @@ from osd_jax.distillation.schedule import ScheduleConfig
 
 TOPICS = (
   *(("maths",), ("sql",), ("python",), ("finance",)),
-  *(("sql", "finance"), ("maths", "sql"), ("python", "finance"), ("maths", "python")),
+  *(("sql", "finance"), ("maths", "sql"), ("python", "finance")),
   ("maths", "sql", "python", "finance"),
 )
 PERIODS = (5, 50)

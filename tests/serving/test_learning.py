@@ -115,6 +115,7 @@ def test_missing_answer_of_a_journal_is_an_error(pair, tmp_path):
 @pytest.mark.parametrize("every", [2, 100])
 def test_answers_of_a_target_with_other_weights_are_not_learnt(pair, tmp_path, every):
   """Before the first checkpoint, only the journal holds them."""
+  (tmp_path / "live").mkdir()
   with running.running(pair, tmp_path / "live", checkpoint_every=every) as server:
     for text in TEXTS[:3]:
       server.text(text)

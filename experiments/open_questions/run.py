@@ -645,7 +645,7 @@ def means(cells: list[Cell], question: str, field: str) -> dict[str, dict[str, l
 
 FIELDS = (
   *("tokens_per_call", "slices", "overlap", "worst_stretch", "forgotten"),
-  "recovery",
+  *("recovery", "before", "at_first", "at_end", "share", "recall", "precision"),
 )
 
 
